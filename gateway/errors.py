@@ -1,0 +1,173 @@
+"""The one table of errors that a client can see: exception → status, type, code and log level.
+
+Three families: the caller's (4xx: names the field, the limit and the value), overload (429 and 503, with
+Retry-After), ours (5xx: generic to the client, whole in the log under the request id). Raised anywhere in the
+gateway, answered once, by `gateway.server`. Statuses, types and codes follow what OpenAI's API answers, because
+clients match on them: 400 and never 422, and no 5xx is ever an `invalid_request_error`. No message quotes a text,
+a token id, a vector or a key.
+"""
+
+import logging
+from http import HTTPStatus
+from typing import ClassVar
+
+import orjson
+
+
+class ApiError(Exception):
+    """A request that is answered with an error. Subclasses fix the family; `message` is for the caller to read."""
+
+    status: ClassVar[int] = 500
+    type: ClassVar[str] = "server_error"
+    code: str | None = None
+    log_level: ClassVar[int] = logging.DEBUG
+
+    def __init__(self, message: str, *, param: str | None = None, code: str | None = None) -> None:
+        super().__init__(message)
+        self.message = message
+        self.param = param
+        if code is not None:
+            self.code = code
+
+    def headers(self) -> dict[str, str]:
+        """Headers that the status asks for."""
+        return {}
+
+
+# --- the caller's -----------------------------------------------------------------------------------------------
+
+
+class BadRequest(ApiError):
+    """Raised while a request is read or parsed; `param` names the field."""
+
+    status = 400
+    type = "invalid_request_error"
+
+
+class InvalidApiKey(ApiError):
+    """Raised by `gateway.auth` when a key is configured and the request has another, or none."""
+
+    status = 401
+    type = "invalid_request_error"
+    code = "invalid_api_key"
+
+    def headers(self) -> dict[str, str]:
+        return {"www-authenticate": "Bearer"}
+
+
+class NotFound(ApiError):
+    """Raised by `gateway.routes` for an unknown path, and for an unknown model."""
+
+    status = 404
+    type = "invalid_request_error"
+
+
+class MethodNotAllowed(ApiError):
+    """Raised by `gateway.routes` when the path exists under other methods."""
+
+    status = 405
+    type = "invalid_request_error"
+    code = "method_not_allowed"
+
+    def __init__(self, message: str, *, allow: str) -> None:
+        super().__init__(message)
+        self._allow = allow
+
+    def headers(self) -> dict[str, str]:
+        return {"allow": self._allow}
+
+
+class RequestTimeout(ApiError):
+    """Raised by `gateway.server` when a request's bytes do not arrive in time."""
+
+    status = 408
+    type = "invalid_request_error"
+    code = "request_timeout"
+
+
+class PayloadTooLarge(ApiError):
+    """Raised while the body arrives, before any of it is parsed."""
+
+    status = 413
+    type = "invalid_request_error"
+    code = "payload_too_large"
+
+
+class UnsupportedEncoding(ApiError):
+    """Raised for a body with a Content-Encoding."""
+
+    status = 415
+    type = "invalid_request_error"
+    code = "unsupported_content_encoding"
+
+
+class HeadersTooLarge(ApiError):
+    """Raised while the head of a request arrives."""
+
+    status = 431
+    type = "invalid_request_error"
+    code = "headers_too_large"
+
+
+class NotImplementedByServer(ApiError):
+    """Raised for a transfer coding other than chunked."""
+
+    status = 501
+    code = "not_implemented"
+
+
+class HttpVersionNotSupported(ApiError):
+    """Raised for anything but HTTP/1.0 and HTTP/1.1."""
+
+    status = 505
+    code = "http_version_not_supported"
+
+
+# --- overload ---------------------------------------------------------------------------------------------------
+
+
+class _Overload(ApiError):
+    def __init__(self, message: str, *, retry_after_s: float, code: str | None = None) -> None:
+        super().__init__(message, code=code)
+        # SDKs ignore or give up on more than a minute or two, and hammer on zero.
+        self.retry_after_s = round(min(60.0, max(1.0, retry_after_s)))
+
+    def headers(self) -> dict[str, str]:
+        return {"retry-after": str(self.retry_after_s)}
+
+
+class TooManyRequests(_Overload):
+    """Raised by `gateway.admission` when the queue is full."""
+
+    status = 429
+    type = "rate_limit_error"
+    code = "server_overloaded"
+
+
+class Unavailable(_Overload):
+    """Raised when no worker can serve within the request's deadline, and while the server drains."""
+
+    status = 503
+    code = "service_unavailable"
+    log_level = logging.WARNING
+
+
+# --- ours -------------------------------------------------------------------------------------------------------
+
+
+class ServerError(ApiError):
+    """Raised when the engine failed on a request, and answered for any unexpected exception."""
+
+    code = "internal_error"
+    log_level = logging.ERROR
+
+
+def render_openai_error(error: ApiError) -> bytes:
+    """The error's body in OpenAI's shape, in which all four keys are always there."""
+    return orjson.dumps(
+        {"error": {"message": error.message, "type": error.type, "param": error.param, "code": error.code}}
+    )
+
+
+def reason_phrase(status: int) -> bytes:
+    return HTTPStatus(status).phrase.encode()

@@ -1,0 +1,187 @@
+"""The messages between the gateway and a worker, and their ZeroMQ frames.
+
+Owns the format of a frame. Never a socket: `gateway.dispatch` and `workers.loop` send and receive. Frames are
+fixed binary structs, never pickles, and every field is checked when it is read, because the peer may be another
+version, or broken.
+
+    gateway (ROUTER) → worker (DEALER)     Probe, Batch
+    worker (DEALER) → gateway (ROUTER)     Alive, Done, Failed
+
+`epoch` numbers the lives of a gateway: a worker drops batches of an epoch older than the newest probe's, and a
+gateway ignores replies of another epoch than its own. `number` is unique within an epoch.
+"""
+
+import struct
+from collections.abc import Sequence
+from dataclasses import dataclass
+from enum import IntEnum
+from typing import TypeAlias
+
+from shm.failure import FailureCode
+
+_VERSION = 1
+_HEADER = struct.Struct("<BBHIQ")  # kind, version, slot, epoch, number
+_BATCH_SIZES = struct.Struct("<II")  # num_sequences, num_tokens
+_DONE_TAIL = struct.Struct("<II")  # num_rows, compute_us
+_FAILED_TAIL = struct.Struct("<H")  # code
+
+
+class _Kind(IntEnum):
+    PROBE = 1
+    BATCH = 2
+    ALIVE = 3
+    DONE = 4
+    FAILED = 5
+
+
+_BYTES_PER_INT32 = 4
+
+Frames: TypeAlias = list[bytes]
+
+
+class WireError(Exception):
+    """A frame that no peer of this version sends. Raised while decoding; the receiver logs it and goes on."""
+
+
+@dataclass(frozen=True, slots=True)
+class Incarnation:
+    """One life of one worker. A restarted worker keeps its index and gets the next life."""
+
+    worker: int
+    """Index of the worker, 0 … num_workers - 1."""
+    life: int
+    """1 for the first life; grows by one with each restart."""
+
+    @property
+    def identity(self) -> bytes:
+        """The ZeroMQ routing id. A new life must have a new one: ROUTER ignores a second peer of the same id."""
+        return b"w%d.%d" % (self.worker, self.life)
+
+    def __str__(self) -> str:
+        return f"worker {self.worker} (life {self.life})"
+
+
+# --- gateway → worker -------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True, slots=True)
+class Probe:
+    """Asks a worker whether it is connected and answers. Also announces the gateway's epoch to it."""
+
+    epoch: int
+
+
+@dataclass(frozen=True, slots=True)
+class Batch:
+    """The sequences of one forward pass, packed: token ids sit end to end, in the order of `lengths_bytes`."""
+
+    epoch: int
+    number: int
+    slot: int
+    """Where the rows go: row i of the slot is sequence i."""
+    num_sequences: int
+    num_tokens: int
+    lengths_bytes: bytes
+    """int32, little-endian, shape [num_sequences]; each ≥ 1, their sum is num_tokens."""
+    token_ids_bytes: bytes
+    """int32, little-endian, shape [num_tokens]."""
+
+
+# --- worker → gateway -------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True, slots=True)
+class Alive:
+    """Answers a probe."""
+
+    epoch: int
+
+
+@dataclass(frozen=True, slots=True)
+class Done:
+    """The rows of a batch stand in its slot."""
+
+    epoch: int
+    number: int
+    slot: int
+    num_rows: int
+    compute_us: int
+    """Microseconds from reading the batch to its last row."""
+
+
+@dataclass(frozen=True, slots=True)
+class Failed:
+    """A batch has no rows; the worker is still there."""
+
+    epoch: int
+    number: int
+    slot: int
+    code: FailureCode
+
+
+ToWorker: TypeAlias = Probe | Batch
+ToGateway: TypeAlias = Alive | Done | Failed
+
+
+def encode(message: ToWorker | ToGateway) -> Frames:
+    """The message as ZeroMQ frames, without the routing id."""
+    match message:
+        case Batch():
+            header = _HEADER.pack(_Kind.BATCH, _VERSION, message.slot, message.epoch, message.number)
+            sizes = _BATCH_SIZES.pack(message.num_sequences, message.num_tokens)
+            return [header + sizes, message.lengths_bytes, message.token_ids_bytes]
+        case Done():
+            header = _HEADER.pack(_Kind.DONE, _VERSION, message.slot, message.epoch, message.number)
+            return [header + _DONE_TAIL.pack(message.num_rows, message.compute_us)]
+        case Failed():
+            header = _HEADER.pack(_Kind.FAILED, _VERSION, message.slot, message.epoch, message.number)
+            return [header + _FAILED_TAIL.pack(message.code)]
+        case Probe():
+            return [_HEADER.pack(_Kind.PROBE, _VERSION, 0, message.epoch, 0)]
+        case Alive():
+            return [_HEADER.pack(_Kind.ALIVE, _VERSION, 0, message.epoch, 0)]
+
+
+def decode_to_worker(frames: Sequence[bytes]) -> ToWorker:
+    """Read a message sent to a worker. Raises WireError when the frames are not one."""
+    kind, slot, epoch, number, tail = _split(frames)
+    match kind:
+        case _Kind.BATCH if len(frames) == 3 and len(tail) == _BATCH_SIZES.size:
+            num_sequences, num_tokens = _BATCH_SIZES.unpack(tail)
+            _, lengths, token_ids = frames
+            if not 0 < num_sequences <= num_tokens:
+                raise WireError(f"batch of {num_sequences} sequences and {num_tokens} tokens")
+            if len(lengths) != num_sequences * _BYTES_PER_INT32 or len(token_ids) != num_tokens * _BYTES_PER_INT32:
+                raise WireError(f"batch of {num_sequences} sequences, {num_tokens} tokens: frames of other sizes")
+            return Batch(epoch, number, slot, num_sequences, num_tokens, lengths, token_ids)
+        case _Kind.PROBE if len(frames) == 1 and not tail:
+            return Probe(epoch)
+    raise WireError(f"kind {kind} with {len(frames)} frames is not for a worker")
+
+
+def decode_to_gateway(frames: Sequence[bytes]) -> ToGateway:
+    """Read a message sent to the gateway, routing id taken off. Raises WireError when the frames are not one."""
+    kind, slot, epoch, number, tail = _split(frames)
+    if len(frames) == 1:
+        match kind:
+            case _Kind.DONE if len(tail) == _DONE_TAIL.size:
+                num_rows, compute_us = _DONE_TAIL.unpack(tail)
+                return Done(epoch, number, slot, num_rows, compute_us)
+            case _Kind.FAILED if len(tail) == _FAILED_TAIL.size:
+                (code,) = _FAILED_TAIL.unpack(tail)
+                try:
+                    return Failed(epoch, number, slot, FailureCode(code))
+                except ValueError as error:
+                    raise WireError(f"failure code {code}") from error
+            case _Kind.ALIVE if not tail:
+                return Alive(epoch)
+    raise WireError(f"kind {kind} with {len(frames)} frames is not for the gateway")
+
+
+def _split(frames: Sequence[bytes]) -> tuple[int, int, int, int, bytes]:
+    if not frames or len(frames[0]) < _HEADER.size:
+        raise WireError("no header")
+    kind, version, slot, epoch, number = _HEADER.unpack_from(frames[0])
+    if version != _VERSION:
+        raise WireError(f"version {version}, not {_VERSION}")
+    return kind, slot, epoch, number, frames[0][_HEADER.size :]

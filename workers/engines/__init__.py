@@ -1,0 +1,1 @@
+"""The engines: each turns a batch into rows in its own way, behind `workers.engine.Engine`."""
