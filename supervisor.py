@@ -1,0 +1,417 @@
+"""The supervisor: `vecd serve` from its first line to its last.
+
+Owns the listening socket, the ZeroMQ endpoint, the arenas, and every child: it starts the gateway and the workers,
+restarts what dies, drains on SIGTERM, and leaves nothing behind. It imports neither torch nor numpy and maps no
+arena: it must never die. Should it be killed all the same, its children notice and end by themselves.
+
+The gateway is a process of its own (`launch.child`); workers are forked by a fork server that has torch imported. Each
+child has one control channel, whose end means death. A child's life is one coroutine here, from its start to its end,
+and its keeper is another, that starts the next life.
+"""
+
+import asyncio
+import json
+import logging
+import os
+import resource
+import signal
+import sys
+import time
+from collections.abc import Sequence
+from contextlib import suppress
+from dataclasses import dataclass
+from typing import Any
+
+from launch.children import ForkServer, Process, ended_with, reap_everything, spawn
+from launch.failure import (
+    EXIT_BAD_CONFIGURATION,
+    EXIT_COULD_NOT_START,
+    EXIT_INTERNAL_ERROR,
+    EXIT_OK,
+    ChildDied,
+    ConfigurationError,
+    StartFailure,
+)
+from launch.plan import Plan, make_plan, version
+from launch.settings import load_settings
+from launch.sockets import listen, make_zmq_endpoint
+from launch.summary import pss_mb, summary
+from shm.arena import create_arena
+from shm.card import ModelError
+from shm.control import (
+    ChildFailed,
+    Drain,
+    GatewayReady,
+    GatewayStart,
+    Message,
+    Progress,
+    WorkerDown,
+    WorkerReady,
+    WorkerStuck,
+    WorkerUp,
+)
+from shm.wire import Incarnation
+from workers.preload import modules_to_preload
+from workers.process import adopt_orphans
+
+log = logging.getLogger("vecd.supervisor")
+
+_MAX_OPEN_FILES = 65_536
+_GATEWAY_START_TIMEOUT_S = 60.0
+_DRAIN_MARGIN_S = 2.0
+
+# Restarts: the first at once, then after 0.5, 1, 2 … 30 s. A child that dies this often without having lived this
+# long in between is in a crash loop, and the server ends.
+_MAX_QUICK_DEATHS = 6
+_MAX_DEATHS_BEFORE_READY = 3
+_QUICK_LIFE_S = 10.0
+_FIRST_BACKOFF_S, _MAX_BACKOFF_S = 0.5, 30.0
+
+
+# --- the command line -------------------------------------------------------------------------------------------
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """The `vecd` command. Returns the exit code."""
+    command, *arguments = (sys.argv[1:] if argv is None else argv) or ["--help"]
+    match command:
+        case "serve":
+            return _serve(arguments)
+        case "bench":
+            from client.bench import main as bench
+
+            return bench(arguments)
+        case "--version" | "version":
+            print(f"vecd {version()}")
+            return EXIT_OK
+        case "--help" | "-h" | "help":
+            print(_USAGE)
+            return EXIT_OK
+    print(f"vecd: unknown command {command!r}\n\n{_USAGE}", file=sys.stderr)
+    return EXIT_BAD_CONFIGURATION
+
+
+_USAGE = """\
+usage: vecd serve [MODEL] [--flags]    serve a model's embeddings (vecd serve --help)
+       vecd bench [--flags]            measure a running server (vecd bench --help)
+       vecd --version"""
+
+
+def _serve(arguments: Sequence[str]) -> int:
+    try:
+        settings = load_settings(arguments)
+        logging.basicConfig(level=settings.log_level.upper(), format="%(asctime)s supervisor %(levelname)s %(message)s")
+        plan = make_plan(settings)
+        return asyncio.run(Supervisor(plan).run())
+    except ConfigurationError as error:
+        for problem in error.problems:
+            _say(problem)
+        return EXIT_BAD_CONFIGURATION
+    except (ModelError, StartFailure) as error:
+        _say(str(error))
+        return EXIT_COULD_NOT_START
+    except Exception:
+        log.exception("internal error")
+        return EXIT_INTERNAL_ERROR
+
+
+def _say(line: str) -> None:
+    print(f"vecd: {line}", file=sys.stderr, flush=True)
+
+
+# --- the supervisor ---------------------------------------------------------------------------------------------
+
+
+@dataclass(slots=True)
+class Restarts:
+    """Decides how long to wait before a child is started again, and when to give up."""
+
+    name: str
+    has_been_ready: bool = False
+    num_quick_deaths: int = 0
+
+    def delay_after(self, reason: str, life_s: float, was_ready: bool) -> float:
+        """Seconds to wait after a life of `life_s`. Raises StartFailure in a crash loop."""
+        self.has_been_ready |= was_ready
+        if was_ready and life_s >= _QUICK_LIFE_S:
+            self.num_quick_deaths = 0
+        self.num_quick_deaths += 1
+        most = _MAX_QUICK_DEATHS if self.has_been_ready else _MAX_DEATHS_BEFORE_READY
+        if self.num_quick_deaths >= most:
+            raise StartFailure(f"{self.name} keeps dying ({self.num_quick_deaths} times): at last it {reason}")
+        if self.num_quick_deaths == 1:
+            return 0.0
+        return min(_MAX_BACKOFF_S, _FIRST_BACKOFF_S * 2.0 ** (self.num_quick_deaths - 2))
+
+
+@dataclass(slots=True)
+class ReadyWorker:
+    """What a gateway must be told of an incarnation that is ready."""
+
+    incarnation: Incarnation
+    process: Process
+    arena_fd: int
+    facts: dict[str, Any]
+
+    def introduce_to(self, gateway: Process) -> None:
+        message = WorkerUp(self.incarnation.worker, self.incarnation.life, self.facts)
+        with suppress(OSError):  # a gateway that has just died is replaced, and told then
+            gateway.channel.send(message, [self.arena_fd])
+
+
+class Supervisor:
+    def __init__(self, plan: Plan) -> None:
+        self.plan = plan
+        self._started_at = time.monotonic()
+        self._fork_server = ForkServer(_modules_to_preload(plan))
+        self._stop = asyncio.Event()
+        self._is_draining = False
+        self._gateway: Process | None = None
+        self._gateway_ready = asyncio.Event()
+        self._ready: dict[int, ReadyWorker] = {}
+        self._all_ready = asyncio.Event()
+
+    async def run(self) -> int:
+        """Serve until SIGTERM or SIGINT; returns 0. Raises StartFailure when a child cannot start or keeps dying."""
+        _prepare_process()
+        self._install_signal_handlers()
+        self._listening, self._url = listen(self.plan.settings)
+        self._zmq_listening, self._zmq_address = make_zmq_endpoint()
+        try:
+            async with asyncio.TaskGroup() as keepers:
+                tasks = [keepers.create_task(self._keep_gateway(), name="gateway")]
+                tasks += [keepers.create_task(self._keep_worker(index)) for index in range(len(self.plan.workers))]
+                await self._serve_until_stopped()
+                await self._drain(tasks[0])
+                for task in tasks:
+                    task.cancel()
+        except* StartFailure as group:
+            raise _first(group) from None
+        finally:
+            await self._fork_server.stop()
+            await reap_everything()
+            self._close_sockets()
+        return EXIT_OK
+
+    async def _serve_until_stopped(self) -> None:
+        announced = asyncio.create_task(self._announce_when_ready())
+        try:
+            await self._stop.wait()
+        finally:
+            announced.cancel()
+
+    async def _drain(self, gateway_keeper: "asyncio.Task[None]") -> None:
+        """Let the gateway answer what it has accepted. Workers stay, and are still restarted, until it is done."""
+        self._is_draining = True
+        deadline_s = self.plan.settings.drain_timeout
+        log.info("draining, for at most %g s", deadline_s)
+        self._listening.close()  # the gateway's copy decides from now on when connects are refused
+        if self._gateway is not None:
+            with suppress(OSError):
+                self._gateway.channel.send(Drain(deadline_s))
+        _, pending = await asyncio.wait([gateway_keeper], timeout=deadline_s + _DRAIN_MARGIN_S)
+        if pending:
+            log.warning("the gateway has not finished in %g s and is killed", deadline_s + _DRAIN_MARGIN_S)
+
+    # --- gateway --------------------------------------------------------------------------------------------
+
+    async def _keep_gateway(self) -> None:
+        restarts = Restarts("the gateway")
+        epoch = 0
+        while not self._is_draining:
+            epoch += 1
+            self._gateway_ready.clear()
+            born_at = time.monotonic()
+            reason = await self._live_gateway(epoch)
+            if self._is_draining:
+                return
+            log.error("the gateway %s", reason)
+            delay_s = restarts.delay_after(reason, time.monotonic() - born_at, self._gateway_ready.is_set())
+            await asyncio.sleep(delay_s)
+
+    async def _live_gateway(self, epoch: int) -> str:
+        """One life of the gateway; returns how it ended. Raises StartFailure when another life would not help."""
+        process = spawn("gateway", "gateway")
+        with ended_with(process):
+            start = GatewayStart(self.plan.gateway.to_json(), epoch)
+            process.channel.send(start, [self._listening.fileno(), self._zmq_listening.fileno()])
+            try:
+                ready = await asyncio.wait_for(process.receive(), _GATEWAY_START_TIMEOUT_S)
+            except TimeoutError:
+                return f"was not ready within {_GATEWAY_START_TIMEOUT_S:g} s"
+            if isinstance(ready, ChildFailed):
+                raise StartFailure(ready.message)
+            if ready is None:
+                return await process.ended()
+            assert isinstance(ready, GatewayReady)
+            self._gateway = process
+            if self._is_draining:
+                process.channel.send(Drain(self.plan.settings.drain_timeout))
+            self._gateway_ready.set()
+            for worker in self._ready.values():
+                worker.introduce_to(process)
+            try:
+                while (message := await process.receive()) is not None:
+                    self._on_gateway_message(message)
+                return await process.ended()
+            finally:
+                self._gateway = None
+
+    def _on_gateway_message(self, message: Message) -> None:
+        assert isinstance(message, WorkerStuck)
+        worker = self._ready.get(message.worker)
+        if worker is not None and worker.incarnation.life == message.life:
+            log.error("%s is stuck and is killed", worker.incarnation)
+            worker.process.kill()
+
+    def _tell_gateway_down(self, incarnation: Incarnation, reason: str) -> None:
+        if self._gateway is not None:
+            with suppress(OSError):
+                self._gateway.channel.send(WorkerDown(incarnation.worker, incarnation.life, reason))
+
+    # --- workers --------------------------------------------------------------------------------------------
+
+    async def _keep_worker(self, index: int) -> None:
+        restarts = Restarts(f"worker {index}")
+        life = 0
+        while True:
+            life += 1
+            incarnation = Incarnation(index, life)
+            born_at = time.monotonic()
+            reason, was_ready = await self._live_worker(incarnation)
+            log.error("%s %s", incarnation, reason)
+            self._tell_gateway_down(incarnation, reason)
+            delay_s = restarts.delay_after(reason, time.monotonic() - born_at, was_ready)
+            await asyncio.sleep(delay_s)
+
+    async def _live_worker(self, incarnation: Incarnation) -> tuple[str, bool]:
+        """One life of a worker; returns how it ended, and whether it had been ready.
+
+        Raises StartFailure when it says that it cannot start.
+        """
+        arena_fd = create_arena(self.plan.gateway.arena)
+        try:
+            try:
+                config = self.plan.workers[incarnation.worker]
+                process = await self._fork_server.fork(incarnation, config, arena_fd, self._zmq_address)
+            except (ChildDied, TimeoutError) as error:
+                return f"could not be forked: {error or 'no answer'}", False
+            with ended_with(process):
+                facts, reason = await self._await_worker_ready(process)
+                if facts is None:
+                    return reason, False
+                self._worker_is_ready(ReadyWorker(incarnation, process, arena_fd, facts))
+                try:
+                    return await process.ended(), True
+                finally:
+                    del self._ready[incarnation.worker]
+        finally:
+            os.close(arena_fd)
+
+    async def _await_worker_ready(self, process: Process) -> tuple[dict[str, Any] | None, str]:
+        """What the worker says of itself, or None and why there is nothing."""
+        stage = "starting"
+        try:
+            async with asyncio.timeout(self.plan.settings.start_timeout):
+                while True:
+                    match await process.receive():
+                        case Progress() as progress:
+                            stage = progress.stage
+                            self._show_stage(process, stage)
+                        case WorkerReady() as ready:
+                            self._show_warnings(ready.warnings)
+                            return ready.facts, ""
+                        case ChildFailed() as failed:
+                            raise StartFailure(failed.message)
+                        case None:
+                            return None, f"{await process.ended()} while {stage}"
+        except TimeoutError:
+            return None, f"was still {stage} after {self.plan.settings.start_timeout:g} s"
+
+    def _worker_is_ready(self, worker: ReadyWorker) -> None:
+        self._ready[worker.incarnation.worker] = worker
+        if self._gateway is not None:
+            worker.introduce_to(self._gateway)
+        if self._all_ready.is_set():
+            log.info("%s is ready", worker.incarnation)
+        elif len(self._ready) == len(self.plan.workers):
+            self._all_ready.set()
+
+    # --- what the operator sees -----------------------------------------------------------------------------
+
+    def _show_stage(self, process: Process, stage: str) -> None:
+        """One line per stage, not per worker, and none for restarts."""
+        if process.name == str(Incarnation(0, 1)):
+            _say(stage)
+
+    def _show_warnings(self, warnings: list[str]) -> None:
+        if not self._all_ready.is_set() and not self._ready:
+            for warning in warnings:
+                _say(f"warning: {warning}")
+
+    async def _announce_when_ready(self) -> None:
+        await self._gateway_ready.wait()
+        await self._all_ready.wait()
+        self._announce()
+
+    def _announce(self) -> None:
+        for line in summary(self.plan, self._url, self._ready[0].facts, self._memory_mb()):
+            print(line, file=sys.stderr)
+        print(f"  ready in   {time.monotonic() - self._started_at:.1f} s", file=sys.stderr, flush=True)
+        ready_fd = self.plan.settings.ready_fd
+        if ready_fd is not None:
+            with open(ready_fd, "w") as ready:
+                ready.write(json.dumps({"url": self._url, "pid": os.getpid()}) + "\n")
+
+    def _memory_mb(self) -> int:
+        """Proportional memory of every process of the server."""
+        pids = [os.getpid(), *(worker.process.pid for worker in self._ready.values())]
+        pids += [self._gateway.pid] if self._gateway else []
+        return sum(map(pss_mb, pids))
+
+    # --- beginning and end ----------------------------------------------------------------------------------
+
+    def _install_signal_handlers(self) -> None:
+        loop = asyncio.get_running_loop()
+        for number in (signal.SIGTERM, signal.SIGINT):
+            loop.add_signal_handler(number, self._on_stop_signal)
+
+    def _on_stop_signal(self) -> None:
+        """The first asks for a drain; a second, from somebody who will not wait, ends it."""
+        if self._stop.is_set():
+            for task in asyncio.all_tasks():
+                if task.get_name() == "gateway":
+                    task.cancel()
+        self._stop.set()
+
+    def _close_sockets(self) -> None:
+        self._listening.close()
+        self._zmq_listening.close()
+        os.close(self._zmq_address)
+        if self.plan.settings.uds is not None:
+            self.plan.settings.uds.unlink(missing_ok=True)
+
+
+def _prepare_process() -> None:
+    adopt_orphans()
+    os.umask(0o077)
+    _, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    most = _MAX_OPEN_FILES if hard == resource.RLIM_INFINITY else min(hard, _MAX_OPEN_FILES)
+    resource.setrlimit(resource.RLIMIT_NOFILE, (most, hard))
+    resource.setrlimit(resource.RLIMIT_CORE, (0, 0))  # a core file would hold texts
+
+
+def _modules_to_preload(plan: Plan) -> list[str]:
+    return [] if plan.settings.engine == "weightless" else modules_to_preload(plan.card.model_type)
+
+
+def _first(group: BaseExceptionGroup[StartFailure]) -> StartFailure:
+    error: BaseException = group
+    while isinstance(error, BaseExceptionGroup):
+        error = error.exceptions[0]
+    assert isinstance(error, StartFailure)
+    return error
+
+
+if __name__ == "__main__":
+    sys.exit(main())

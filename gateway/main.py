@@ -1,0 +1,152 @@
+"""The gateway's life: start → listen → serve → drain → stop.
+
+Owns the event loop and the control channel to the supervisor, and wires the parts together. Called by `supervisor`
+in a process of its own, which never imports torch.
+"""
+
+import asyncio
+import logging
+import os
+import select
+import signal
+import socket
+import threading
+from contextlib import suppress
+
+import uvloop
+
+from gateway.admission import Admission
+from gateway.app import App
+from gateway.config import GatewayConfig
+from gateway.dispatch import Dispatcher
+from gateway.http1 import Limits
+from gateway.scheduler import Scheduler
+from gateway.server import Server, Timeouts
+from gateway.tokenizer import Tokenizer
+from shm.card import ModelError
+from shm.control import (
+    Channel,
+    ChildFailed,
+    Drain,
+    GatewayReady,
+    GatewayStart,
+    WorkerDown,
+    WorkerStuck,
+    WorkerUp,
+)
+from shm.view import map_slots
+from shm.wire import Incarnation
+
+log = logging.getLogger("vecd.gateway")
+
+_START_TIMEOUT_S = 10.0
+
+
+def run(channel: Channel) -> int:
+    """Serve until told to drain; returns the exit code. `channel` is the inherited end of the control connection."""
+    # The terminal's Ctrl-C reaches the whole process group; only the supervisor acts on it.
+    signal.signal(signal.SIGINT, signal.SIG_IGN)
+    signal.signal(signal.SIGTERM, signal.SIG_IGN)
+    received = channel.receive(_START_TIMEOUT_S)
+    if received is None:
+        return 0
+    start, (listening_fd, zmq_fd) = received
+    assert isinstance(start, GatewayStart)
+    config = GatewayConfig.from_json(start.config)
+    logging.basicConfig(level=config.log_level.upper(), format="%(asctime)s gateway %(levelname)s %(message)s")
+    _end_with_supervisor(channel, config.uds)
+    try:
+        gateway = Gateway(config, start.epoch, channel)
+    except ModelError as error:
+        channel.send(ChildFailed(str(error)))
+        return 3
+    return uvloop.run(gateway.serve(socket.socket(fileno=listening_fd), zmq_fd))
+
+
+class Gateway:
+    def __init__(self, config: GatewayConfig, epoch: int, channel: Channel) -> None:
+        self._config = config
+        self._channel = channel
+        self._tokenizer = Tokenizer(config.card, config.max_tokens, config.token_ids)
+        self._scheduler = Scheduler(config.max_batch_tokens, config.arena.rows_per_slot)
+        self._admission = Admission(config.max_requests, config.max_queued_tokens)
+        self._dispatcher = Dispatcher(
+            scheduler=self._scheduler,
+            epoch=epoch,
+            batch_timeout_s=config.batch_timeout_s,
+            on_stuck=lambda who: channel.send(WorkerStuck(who.worker, who.life)),
+            on_rate=self._admission.observe_rate,
+        )
+        self._app = App(
+            config,
+            admission=self._admission,
+            tokenizer=self._tokenizer,
+            scheduler=self._scheduler,
+            dispatcher=self._dispatcher,
+        )
+        self._server = Server(
+            self._app,
+            limits=Limits(max_body_bytes=config.max_body_bytes),
+            timeouts=Timeouts(),
+            max_connections=config.max_connections,
+        )
+
+    async def serve(self, listening: socket.socket, zmq_fd: int) -> int:
+        loop = asyncio.get_running_loop()
+        self._drained: asyncio.Future[bool] = loop.create_future()
+        self._dispatcher.start(zmq_fd)
+        await self._server.start(listening)
+        loop.add_reader(self._channel.fileno(), self._read_control)
+        self._channel.send(GatewayReady())
+        everything_answered = await self._drained
+        loop.remove_reader(self._channel.fileno())
+        self._dispatcher.stop()
+        return 0 if everything_answered else 1
+
+    def _read_control(self) -> None:
+        with suppress(BlockingIOError):
+            while (received := self._channel.receive(0)) is not None:
+                message, fds = received
+                try:
+                    self._on_control(message, fds)
+                finally:
+                    for fd in fds:
+                        os.close(fd)
+            # The supervisor is gone; the watching thread ends this process.
+            asyncio.get_running_loop().remove_reader(self._channel.fileno())
+
+    def _on_control(self, message: object, fds: list[int]) -> None:
+        match message:
+            case WorkerUp():
+                slots = map_slots(fds[0], self._config.arena, writable=False)
+                self._dispatcher.worker_up(Incarnation(message.worker, message.life), slots, message.facts)
+            case WorkerDown():
+                self._dispatcher.worker_down(Incarnation(message.worker, message.life), message.reason)
+            case Drain():
+                self._app.is_draining = True
+                self._draining = asyncio.ensure_future(self._drain(message.deadline_s))
+
+    async def _drain(self, deadline_s: float) -> None:
+        try:
+            self._drained.set_result(await self._server.drain(deadline_s))
+        except Exception as error:
+            self._drained.set_exception(error)
+
+
+def _end_with_supervisor(channel: Channel, uds: str | None) -> None:
+    """End this process when the supervisor dies, even while the event loop is blocked.
+
+    Its death hangs up the control channel, which a thread waits for. Nothing is left behind: the unix socket's file is
+    the only thing with a name.
+    """
+
+    def watch() -> None:
+        poll = select.poll()
+        poll.register(channel.fileno(), select.POLLRDHUP)
+        poll.poll()
+        if uds is not None:
+            with suppress(OSError):
+                os.unlink(uds)
+        os._exit(1)
+
+    threading.Thread(target=watch, name="supervisor-watch", daemon=True).start()

@@ -1,0 +1,44 @@
+"""The first lines of every process that the supervisor starts: `python -m launch.child KIND …`.
+
+Imports nothing before it knows what it is to become, so that the gateway stays without torch and the fork server
+without uvloop.
+"""
+
+import sys
+from collections.abc import Callable
+
+from launch.failure import EXIT_COULD_NOT_START, EXIT_OK
+
+
+def gateway(control_fd: str) -> int:
+    from gateway.main import run
+    from shm.control import Channel
+
+    return run(Channel.from_fd(int(control_fd)))
+
+
+def forkserver(control_fd: str) -> int:
+    from shm.control import Channel
+    from workers.forkserver import serve
+
+    return serve(Channel.from_fd(int(control_fd)))
+
+
+def fetch(model: str, revision: str, answer_fd: str) -> int:
+    """Write the folder of a hub model to `answer_fd`, or one line about why there is none."""
+    from shm.card import ModelError
+    from workers import hub
+
+    with open(int(answer_fd), "w") as answer:
+        try:
+            answer.write(str(hub.fetch(model, revision or None)))
+        except ModelError as error:
+            answer.write(str(error))
+            return EXIT_COULD_NOT_START
+    return EXIT_OK
+
+
+if __name__ == "__main__":
+    _, kind, *arguments = sys.argv
+    become: dict[str, Callable[..., int]] = {"gateway": gateway, "forkserver": forkserver, "fetch": fetch}
+    sys.exit(become[kind](*arguments))

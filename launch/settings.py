@@ -1,0 +1,274 @@
+"""The settings of `vecd serve`: flags, environment, `.env` and TOML files, validated together.
+
+Owns the names, defaults, ranges and help texts, from which `--help` and the README's table are generated. A flag wins
+over the environment (`VECD_*`), that over `.env`, that over the file named by `--config`, that over the default. Every
+problem is reported at once (`ConfigurationError`). Called by `supervisor` alone, the only reader of argv and
+environment.
+"""
+
+import os
+import re
+import tomllib
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Annotated, Any, Literal
+
+from pydantic import Field, SecretStr, ValidationError, field_validator
+from pydantic_core import ErrorDetails
+from pydantic_settings import (
+    BaseSettings,
+    CliPositionalArg,
+    CliSettingsSource,
+    DotEnvSettingsSource,
+    EnvSettingsSource,
+    PydanticBaseSettingsSource,
+    SettingsConfigDict,
+    SettingsError,
+)
+
+from launch.failure import ConfigurationError
+
+ENV_PREFIX = "VECD_"
+
+
+class Settings(BaseSettings):
+    """Serve the embeddings of one model over HTTP. Each flag is also VECD_FLAG in the
+    environment and in .env, and a line of the --config file."""
+
+    model_config = SettingsConfigDict(
+        env_prefix=ENV_PREFIX,
+        env_file=".env",
+        env_ignore_empty=True,
+        extra="ignore",
+        cli_kebab_case=True,
+        cli_implicit_flags=True,
+        cli_avoid_json=True,
+        cli_hide_none_type=True,
+        frozen=True,
+        validate_default=False,
+        hide_input_in_errors=True,
+    )
+
+    model: CliPositionalArg[str] = Field(
+        default="",
+        description="folder of a model, or its id on the Hugging Face hub; none: the bundled all-MiniLM-L6-v2",
+    )
+    host: str = Field(default="127.0.0.1", description="address to listen on")
+    port: int = Field(default=8000, ge=0, le=65535, description="port to listen on; 0 takes a free one")
+    uds: Path | None = Field(default=None, description="listen on this unix socket instead of host and port")
+    workers: Annotated[int, Field(ge=1, le=1024)] | Literal["auto"] = Field(
+        default="auto", description="worker processes; auto: one per core the process may use, or one per GPU"
+    )
+    threads_per_worker: int = Field(default=1, ge=1, le=1024, description="threads of one worker's forward pass")
+    device: Literal["auto", "cpu", "cuda"] = Field(
+        default="auto",
+        description="where the model runs; auto: on GPUs if there are any and torch can use them",
+    )
+    dtype: Literal["auto", "float32", "bfloat16", "float16"] = Field(
+        default="auto", description="number format of the forward pass; auto: float32"
+    )
+    engine: Literal["auto", "packed", "padded", "weightless"] = Field(
+        default="auto",
+        description="how batches run; auto: packed where it agrees with padded. weightless: no model, made-up vectors, "
+        "to test everything else",
+    )
+    max_batch_tokens: int = Field(default=2048, ge=1, le=1_000_000, description="tokens in one forward pass")
+    max_tokens: int | None = Field(
+        default=None, ge=3, description="cut texts after so many tokens; default: the model's own limit"
+    )
+    max_inputs: int = Field(default=2048, ge=1, le=100_000, description="inputs in one request")
+    max_body_bytes: int = Field(default=64 * 2**20, ge=1024, description="bytes in one request's body")
+    max_requests: int = Field(default=4096, ge=1, description="embedding requests served at a time; more get 429")
+    max_queued_tokens: int = Field(default=4_000_000, ge=1, description="tokens that may wait; more get 429")
+    max_connections: int = Field(default=8192, ge=1, description="open connections; more get 503")
+    token_ids: Literal["auto", "model", "reject"] = Field(
+        default="auto",
+        description="input given as token ids; auto: taken if framed by the model's special tokens, else refused; "
+        "model: taken as they are; reject: refused",
+    )
+    request_timeout: float = Field(default=300.0, gt=0, le=86_400, description="seconds until a request gets a 503")
+    batch_timeout: float = Field(
+        default=60.0,
+        gt=0,
+        le=86_400,
+        description="seconds a worker may take for one batch before it is replaced",
+    )
+    drain_timeout: float = Field(
+        default=30.0,
+        gt=0,
+        le=86_400,
+        description="seconds that accepted requests have to finish after SIGTERM",
+    )
+    start_timeout: float = Field(default=300.0, gt=0, le=86_400, description="seconds a worker has to load the model")
+    served_model_name: str = Field(
+        default="", description="name of the model in answers; default: its id or folder's name"
+    )
+    revision: str = Field(default="", description="branch, tag or commit of a hub model")
+    api_key: SecretStr | None = Field(default=None, description="key that callers must send")
+    log_level: Literal["debug", "info", "warning", "error"] = Field(
+        default="info", description="least severe line logged"
+    )
+    config: Path | None = Field(default=None, description="TOML file with any of these settings")
+    ready_fd: int | None = Field(
+        default=None,
+        ge=3,
+        description="file descriptor to which one line of JSON is written when the server is ready",
+    )
+
+    @field_validator("uds", "config")
+    @classmethod
+    def _absolute(cls, path: Path | None) -> Path | None:
+        return None if path is None else path.absolute()
+
+    @field_validator("api_key")
+    @classmethod
+    def _not_blank(cls, key: SecretStr | None) -> SecretStr | None:
+        if key is not None and not key.get_secret_value().strip():
+            raise ValueError("must not be blank")
+        return key
+
+    @classmethod
+    def settings_customise_sources(
+        cls,
+        settings_cls: type[BaseSettings],
+        init_settings: PydanticBaseSettingsSource,
+        env_settings: PydanticBaseSettingsSource,
+        dotenv_settings: PydanticBaseSettingsSource,
+        file_secret_settings: PydanticBaseSettingsSource,
+    ) -> tuple[PydanticBaseSettingsSource, ...]:
+        # `load_settings` reads the sources one by one, to know which of them a bad value came from.
+        return (init_settings,)
+
+
+def load_settings(argv: Sequence[str]) -> Settings:
+    """Settings from flags, environment, `.env` and TOML. Prints help and exits 0 for `--help`.
+
+    Raises ConfigurationError with every problem that was found, in any of the sources.
+    """
+    found = _Found()
+    flags = found.read_flags(argv)
+    environment = EnvSettingsSource(Settings)()
+    dotenv = DotEnvSettingsSource(Settings)()
+    config = flags.get("config") or environment.get("config") or dotenv.get("config")
+    if config:
+        found.add(f"{config}: ", "", found.read_toml(Path(config)))
+    found.add(".env: " + ENV_PREFIX, "upper", dotenv)
+    found.add(ENV_PREFIX, "upper", {k: v for k, v in environment.items() if not _is_service_link(k, v)})
+    found.add("--", "kebab", flags)
+    found.check_unknown_variables(os.environ)
+    return found.validate()
+
+
+class _Found:
+    """What the sources say, merged in rising precedence, and the problems met on the way."""
+
+    def __init__(self) -> None:
+        self._values: dict[str, Any] = {}
+        self._origins: dict[str, str] = {}
+        self._problems: list[str] = []
+
+    def add(self, origin: str, style: str, values: dict[str, Any]) -> None:
+        for name, value in values.items():
+            self._values[name] = value
+            self._origins[name] = origin + _styled(name, style)
+
+    def read_flags(self, argv: Sequence[str]) -> dict[str, Any]:
+        """The flags that can be read. argparse stops at the first problem: that one is set aside, and it goes on."""
+        rest, ignore_unknown = list(argv), False
+        for _ in range(len(argv) + 2):
+            try:
+                return _flags_source(rest, ignore_unknown=ignore_unknown)()
+            except SettingsError as error:
+                problem = str(error).removeprefix("error parsing CLI: ")
+                self._problems.append(problem)
+                named = re.match(r"argument (--[\w-]+)", problem)
+                if named and named[1] in rest:
+                    rest.remove(named[1])
+                else:
+                    ignore_unknown = True
+        return {}
+
+    def read_toml(self, path: Path) -> dict[str, Any]:
+        try:
+            values = tomllib.loads(path.read_text(encoding="utf-8"))
+        except (OSError, UnicodeDecodeError, tomllib.TOMLDecodeError) as error:
+            self._problems.append(f"{path}: cannot be read: {error}")
+            return {}
+        values = {name.replace("-", "_"): value for name, value in values.items()}
+        for name in values.keys() - Settings.model_fields.keys():
+            self._problems.append(f"{path}: {name}: there is no such setting")
+        return {name: value for name, value in values.items() if name in Settings.model_fields}
+
+    def check_unknown_variables(self, environ: Mapping[str, str]) -> None:
+        for variable, value in environ.items():
+            name = variable.removeprefix(ENV_PREFIX).lower()
+            if (
+                variable.startswith(ENV_PREFIX)
+                and name not in Settings.model_fields
+                and not _is_service_link(name, value)
+            ):
+                self._problems.append(f"{variable}: there is no such setting")
+
+    def validate(self) -> Settings:
+        try:
+            settings = Settings(**self._values)
+        except ValidationError as error:
+            self._problems += self._describe(error.errors(include_url=False, include_input=False))
+        if self._problems:
+            raise ConfigurationError(self._problems)
+        return settings
+
+    def _describe(self, errors: list[ErrorDetails]) -> list[str]:
+        """One line per setting: a setting that may have several types has an error for each."""
+        messages: dict[str, list[str]] = {}
+        for error in errors:
+            messages.setdefault(str(error["loc"][0]), []).append(error["msg"])
+        return [
+            f"{self._origins.get(name, name)}: {' or '.join(lines)}{self._given(name)}"
+            for name, lines in messages.items()
+        ]
+
+    def _given(self, name: str) -> str:
+        return "" if name in _SECRETS or name not in self._values else f" (given: {self._values[name]!r})"
+
+
+_SECRETS = {"api_key"}
+
+
+def _flags_source(argv: Sequence[str], *, ignore_unknown: bool) -> CliSettingsSource[Any]:
+    return CliSettingsSource(
+        Settings,
+        cli_prog_name="vecd serve",
+        cli_parse_args=list(argv),
+        cli_exit_on_error=False,
+        cli_ignore_unknown_args=ignore_unknown,
+    )
+
+
+def _styled(name: str, style: str) -> str:
+    match style:
+        case "upper":
+            return name.upper()
+        case "kebab":
+            return name.replace("_", "-")
+        case _:
+            return name
+
+
+def _is_service_link(name: str, value: Any) -> bool:
+    """Kubernetes puts VECD_PORT=tcp://… and VECD_SERVICE_… into every pod beside a Service that is called vecd."""
+    return (name == "port" and str(value).startswith("tcp://")) or name.startswith(("service_", "port_"))
+
+
+def flag_table() -> str:
+    """The README's table of flags, as Markdown."""
+    lines = ["| flag | default | meaning |", "| --- | --- | --- |"]
+    for name, field in Settings.model_fields.items():
+        flag = "MODEL" if name == "model" else "--" + name.replace("_", "-")
+        default = "" if field.default in (None, "") else f"`{field.default}`"
+        lines.append(f"| `{flag}` | {default} | {field.description} |")
+    return "\n".join(lines)
+
+
+if __name__ == "__main__":
+    print(flag_table())

@@ -1,0 +1,38 @@
+"""What the operator reads when the server is ready. Pure, but for the memory figures read from /proc."""
+
+import re
+from pathlib import Path
+from typing import Any
+
+from launch.plan import Plan
+
+
+def pss_mb(pid: int) -> int:
+    try:
+        text = Path(f"/proc/{pid}/smaps_rollup").read_text()
+    except OSError:
+        return 0
+    found = re.search(r"^Pss:\s+(\d+) kB", text, re.MULTILINE)
+    return int(found[1]) // 1024 if found else 0
+
+
+def summary(plan: Plan, url: str, facts: dict[str, Any], memory_mb: int) -> list[str]:
+    """What was started, and a line to try it with."""
+    card, gateway, settings = plan.card, plan.gateway, plan.settings
+    normalized = ", normalized" if any(step.kind == "normalize" for step in card.steps) else ""
+    agreement = facts.get("agreement", {}).get("max_abs_diff")
+    agrees = "" if agreement is None else f", within {agreement:.1e} of the plain model"
+    device = plan.workers[0].device.partition(":")[0]
+    curl = f"curl --unix-socket {settings.uds} http://localhost" if settings.uds else f"curl {url}"
+    key = ' -H "authorization: Bearer $VECD_API_KEY"' if settings.api_key else ""
+    return [
+        f"vecd {gateway.version} is ready",
+        f"  model      {gateway.model}: {card.dim} dimensions, at most {gateway.max_tokens} tokens, "
+        f"{'+'.join(card.pooling)} pooling{normalized}",
+        f"  engine     {facts.get('path')}, {facts.get('dtype')}{agrees}",
+        f"  workers    {len(plan.workers)} × {settings.threads_per_worker} thread(s) on {device}",
+        f"  memory     {memory_mb} MB in all",
+        f"  listening  {url}",
+        f"  try        {curl}/v1/embeddings{key} -H 'content-type: application/json' "
+        f"""-d '{{"model": "{gateway.model}", "input": "Hello, world"}}'""",
+    ]

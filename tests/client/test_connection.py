@@ -1,0 +1,166 @@
+import asyncio
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+
+from client.connection import (
+    Answer,
+    BadAnswer,
+    Connection,
+    ConnectionClosed,
+    Target,
+    connect,
+    name_failure,
+    parse_target,
+    render_post,
+)
+
+CHUNKED = (
+    b"HTTP/1.1 200 OK\r\nTransfer-Encoding: chunked\r\n\r\n"
+    b"5\r\nhello\r\n1\r\n \r\n5;ext=1\r\nworld\r\n0\r\nTrailer: x\r\n\r\n"
+)
+
+
+async def exchange_all(url: str, num_requests: int, timeout_s: float = 10) -> tuple[Connection, list[Answer]]:
+    target = parse_target(url)
+    connection = await connect(target, 10)
+    request = render_post(target, "/x", b"{}", api_key=None)
+    try:
+        return connection, [await connection.exchange(request, timeout_s) for _ in range(num_requests)]
+    finally:
+        connection.close()
+
+
+def ask(url: str, num_requests: int = 1, timeout_s: float = 10) -> list[Answer]:
+    return asyncio.run(exchange_all(url, num_requests, timeout_s))[1]
+
+
+def test_a_connection_is_kept_alive(start_server: Callable[..., Any]) -> None:
+    server = start_server(lambda _: b"HTTP/1.1 200 OK\r\nContent-Length: 2\r\n\r\nhi")
+    assert ask(server.url, num_requests=5) == [Answer(200, b"hi")] * 5
+    assert server.num_connections == 1
+
+
+def test_chunked_answers_are_put_together(start_server: Callable[..., Any]) -> None:
+    assert ask(start_server(lambda _: CHUNKED).url, 2) == [Answer(200, b"hello world")] * 2
+
+
+def test_an_answer_may_end_with_its_connection(start_server: Callable[..., Any]) -> None:
+    server = start_server(lambda _: b"HTTP/1.1 200 OK\r\nConnection: close\r\n\r\nhi there")
+    assert ask(server.url) == [Answer(200, b"hi there")]
+
+
+def test_an_interim_answer_is_not_the_answer(start_server: Callable[..., Any]) -> None:
+    interim = b"HTTP/1.1 100 Continue\r\n\r\nHTTP/1.1 200 OK\r\nContent-Length: 2\r\n\r\nhi"
+    assert ask(start_server(lambda _: interim).url, 2) == [Answer(200, b"hi")] * 2
+
+
+def test_a_server_that_closes_is_taken_at_its_word(start_server: Callable[..., Any]) -> None:
+    server = start_server(lambda _: b"HTTP/1.1 200 OK\r\nConnection: close\r\nContent-Length: 2\r\n\r\nhi")
+    connection, answers = asyncio.run(exchange_all(server.url, 1))
+    assert answers == [Answer(200, b"hi")]
+    assert not connection.is_open
+    with pytest.raises(ConnectionClosed):
+        asyncio.run(exchange_all(server.url, 2))
+
+
+@pytest.mark.parametrize(
+    "cut",
+    [
+        b"HTTP/1.1 200 OK\r\nConnection: close\r\n",
+        b"HTTP/1.1 200 OK\r\nConnection: close\r\nContent-Length: 10\r\n\r\nhi",
+        b"HTTP/1.1 200 OK\r\nConnection: close\r\nTransfer-Encoding: chunked\r\n\r\n5\r\nhe",
+    ],
+)
+def test_half_an_answer_is_none(start_server: Callable[..., Any], cut: bytes) -> None:
+    with pytest.raises(ConnectionClosed):
+        ask(start_server(lambda _: cut).url)
+
+
+@pytest.mark.parametrize("junk", [b"SSH-2.0-OpenSSH_9.6\r\n", b"HTTP/1.1 2x0 OK\r\n\r\n"])
+def test_what_is_not_http_is_a_bad_answer(start_server: Callable[..., Any], junk: bytes) -> None:
+    with pytest.raises(BadAnswer):
+        ask(start_server(lambda _: junk).url)
+
+
+def test_silence_ends_at_the_timeout(start_server: Callable[..., Any]) -> None:
+    with pytest.raises(TimeoutError):
+        ask(start_server(lambda _: None).url, timeout_s=0.05)
+
+
+def test_half_an_answer_ends_at_the_timeout(start_server: Callable[..., Any]) -> None:
+    server = start_server(lambda _: b"HTTP/1.1 200 OK\r\nContent-Length: 10\r\n\r\nhi")
+    with pytest.raises(TimeoutError):
+        ask(server.url, timeout_s=0.05)
+
+
+def test_an_answer_that_nobody_asked_for_closes_the_connection() -> None:
+    async def receive_unasked() -> bool:
+        connection = Connection()
+        transport = FakeTransport()
+        connection.connection_made(transport)
+        connection.data_received(b"HTTP/1.1 408 Request Timeout\r\nContent-Length: 0\r\n\r\n")
+        return connection.is_open or not transport.is_aborted
+
+    assert not asyncio.run(receive_unasked())
+
+
+class FakeTransport(asyncio.Transport):
+    is_aborted = False
+
+    def abort(self) -> None:
+        self.is_aborted = True
+
+
+@pytest.mark.parametrize(
+    ("url", "target", "host_header"),
+    [
+        ("http://127.0.0.1:8000", Target("127.0.0.1", 8000, None), "127.0.0.1:8000"),
+        ("http://localhost/", Target("localhost", 80, None), "localhost:80"),
+        ("http://[::1]:9000", Target("::1", 9000, None), "[::1]:9000"),
+        ("unix:/run/vecd.sock", Target("", 0, "/run/vecd.sock"), "localhost"),
+    ],
+)
+def test_urls(url: str, target: Target, host_header: str) -> None:
+    assert parse_target(url) == target
+    assert target.host_header == host_header
+
+
+@pytest.mark.parametrize(
+    "url", ["", "127.0.0.1:8000", "https://h", "ftp://h", "http://", "http://h:x", "http://h/v1", "unix:", "unix://h/s"]
+)
+def test_urls_that_name_no_server_are_refused(url: str) -> None:
+    with pytest.raises(ValueError, match=r".+"):
+        parse_target(url)
+
+
+@pytest.mark.parametrize(("path", "api_key"), [("v1", None), ("/a b", None), ("/a\r\nX: y", None), ("/", "k\n")])
+def test_what_cannot_be_sent_is_refused(path: str, api_key: str | None) -> None:
+    with pytest.raises(ValueError, match=r".+"):
+        render_post(Target("h", 1, None), path, b"", api_key=api_key)
+
+
+def test_a_request_carries_its_key_and_length() -> None:
+    request = render_post(Target("h", 1, None), "/v1/embeddings", b'{"a":1}', api_key="s3cret")
+    head, _, body = request.partition(b"\r\n\r\n")
+    assert head.startswith(b"POST /v1/embeddings HTTP/1.1\r\nHost: h:1\r\n")
+    assert b"Authorization: Bearer s3cret" in head
+    assert b"Content-Length: 7" in head
+    assert body == b'{"a":1}'
+
+
+@pytest.mark.parametrize(
+    ("error", "kind"),
+    [
+        (TimeoutError(), "timeout"),
+        (ConnectionRefusedError(111, "x"), "connection refused"),
+        (ConnectionResetError(), "connection reset"),
+        (ConnectionClosed(), "connection closed"),
+        (BadAnswer(), "bad answer"),
+        (FileNotFoundError(2, "x"), "connection error ENOENT"),
+        (OSError("odd"), "connection error OSError"),
+    ],
+)
+def test_failures_have_names(error: Exception, kind: str) -> None:
+    assert name_failure(error) == kind

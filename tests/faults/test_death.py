@@ -1,0 +1,209 @@
+"""Whatever dies, no accepted request goes unanswered and nothing is left behind."""
+
+import asyncio
+import os
+import signal
+import time
+
+import httpx
+import numpy as np
+import psutil
+import pytest
+from serving import eventually, running_server
+from texts import make_texts
+
+
+class Load:
+    """Clients that send one request after the other until the server closes or the load is stopped.
+
+    A request counts as accepted once its connection has been: only a refused or reset connect may go unanswered.
+    """
+
+    def __init__(self, url: str, corpus: tuple[list[str], np.ndarray], num_clients: int) -> None:
+        self.num_answered = 0
+        self.failures: list[str] = []
+        self._url, (self._texts, self._expected) = url, corpus
+        self._num_clients = num_clients
+        self._stop = asyncio.Event()
+
+    async def __aenter__(self) -> "Load":
+        self._clients = [asyncio.create_task(self._client(n)) for n in range(self._num_clients)]
+        return self
+
+    async def __aexit__(self, *exc: object) -> None:
+        self._stop.set()
+        async with asyncio.timeout(60):
+            await asyncio.gather(*self._clients)
+
+    async def answers(self, num: int) -> None:
+        """Wait until so many more requests have been answered."""
+        target = self.num_answered + num
+        async with asyncio.timeout(60):
+            while self.num_answered < target:
+                await asyncio.sleep(0.01)
+
+    async def _client(self, n: int) -> None:
+        async with httpx.AsyncClient(timeout=60) as http:
+            while not self._stop.is_set():
+                n = (n + self._num_clients) % len(self._texts)
+                try:
+                    answer = await http.post(f"{self._url}/v1/embeddings", json={"input": self._texts[n]})
+                except httpx.ConnectError:
+                    return  # the server no longer listens
+                except httpx.HTTPError as error:
+                    self.failures.append(repr(error))
+                    return
+                self._check(n, answer)
+
+    def _check(self, n: int, answer: httpx.Response) -> None:
+        if answer.status_code != 200:
+            self.failures.append(f"{answer.status_code} {answer.text}")
+            return
+        vector = np.array(answer.json()["data"][0]["embedding"], dtype=np.float32)
+        if np.abs(vector - self._expected[n]).max() > 1e-5:
+            self.failures.append(f"text {n}: wrong vector")
+        self.num_answered += 1
+
+
+@pytest.fixture(scope="module")
+def corpus(reference):
+    texts = [text[:400] for text in make_texts(96, seed=3)]
+    return texts, reference(texts)
+
+
+def test_sigterm_under_load_answers_everything_accepted(corpus):
+    async def stop_under_load(server) -> Load:
+        async with Load(server.url, corpus, num_clients=16) as load:
+            await load.answers(50)
+            server.process.send_signal(signal.SIGTERM)
+            await asyncio.gather(*load._clients)
+        return load
+
+    with running_server() as server:
+        load = asyncio.run(stop_under_load(server))
+        assert server.process.wait(30) == 0
+    assert load.failures == []
+    assert load.num_answered >= 50
+
+
+def test_a_killed_idle_worker_is_not_noticed(corpus):
+    texts, expected = corpus
+    with running_server() as server:
+        for worker in server.workers():
+            worker.kill()
+        [vector] = server.embed(texts[0])
+        assert np.abs(np.array(vector) - expected[0]).max() < 1e-5
+        eventually(lambda: [w["life"] for w in server.info()["workers"]] == [2] * len(server.info()["workers"]), 30)
+        assert httpx.get(f"{server.url}/health").status_code == 200
+
+
+def test_workers_killed_under_load_lose_no_request(corpus):
+    async def kill_under_load(server) -> Load:
+        async with Load(server.url, corpus, num_clients=16) as load:
+            for _ in range(4):
+                await load.answers(20)
+                workers = server.workers()
+                if workers:
+                    workers[-1].kill()
+            await load.answers(50)
+        return load
+
+    with running_server() as server:
+        load = asyncio.run(kill_under_load(server))
+    assert load.failures == []
+
+
+def test_a_killed_gateway_is_replaced_and_finds_the_workers(corpus):
+    texts, expected = corpus
+    with running_server() as server:
+        lives = [w["life"] for w in server.info()["workers"]]
+        server.gateway().kill()
+        [vector] = server.embed(texts[1])  # waits in the listening socket's backlog
+        assert np.abs(np.array(vector) - expected[1]).max() < 1e-5
+        assert [w["life"] for w in server.info()["workers"]] == lives
+
+
+def test_a_killed_fork_server_is_replaced(corpus):
+    texts, expected = corpus
+    with running_server("--workers", "1") as server:
+        psutil.Process(server.workers()[0].ppid()).kill()
+        [vector] = server.embed(texts[2])
+        assert np.abs(np.array(vector) - expected[2]).max() < 1e-5
+
+
+def test_a_stopped_worker_is_replaced_within_its_deadline(corpus):
+    texts, expected = corpus
+    with running_server("--workers", "1", "--batch-timeout", "1") as server:
+        server.workers()[0].suspend()
+        [vector] = server.embed(texts[4])
+        assert np.abs(np.array(vector) - expected[4]).max() < 1e-5
+
+
+@pytest.mark.parametrize("uds", [False, True])
+def test_nothing_is_left_when_the_supervisor_is_killed(tmp_path, uds):
+    path = tmp_path / "sock"
+    flags = ["--uds", str(path)] if uds else []
+    with running_server("--workers", "2", *flags, must_exit_cleanly=False) as server:
+        processes = server.processes()
+        assert len(processes) == 5  # supervisor, gateway, fork server, two workers
+        server.process.kill()
+        server.process.wait(10)
+        eventually(lambda: not any(is_alive(process) for process in processes), 5)
+        assert not path.exists()
+        assert os.listdir(server.folder / "tmp") == []
+
+
+def test_nothing_is_left_when_everything_is_killed_at_once():
+    with running_server("--workers", "1", must_exit_cleanly=False) as server:
+        processes = server.processes()
+        for process in processes:
+            process.kill()
+        server.process.wait(10)
+        eventually(lambda: not any(is_alive(process) for process in processes), 5)
+        assert os.listdir(server.folder / "tmp") == []
+
+
+def test_health_tells_the_truth_while_no_worker_lives():
+    with running_server("--engine", "weightless", "--workers", "1") as server:
+        [worker] = server.workers()
+        fork_server = psutil.Process(worker.ppid())
+        fork_server.suspend()  # no new worker can be forked
+        worker.kill()
+        eventually(lambda: httpx.get(f"{server.url}/health").status_code == 503)
+        body = httpx.get(f"{server.url}/health").json()
+        assert "worker 0 (life 1) was killed by SIGKILL" in body["reason"]
+        assert httpx.get(f"{server.url}/live").status_code == 200
+        fork_server.resume()
+        eventually(lambda: httpx.get(f"{server.url}/health").status_code == 200, 30)
+
+
+def test_a_crash_loop_ends_the_server_with_the_childs_error():
+    flags = ["--engine", "weightless", "--workers", "1"]
+    with running_server(*flags, must_exit_cleanly=False) as server:
+        deadline = time.monotonic() + 100
+        while server.process.poll() is None:
+            assert time.monotonic() < deadline
+            try:
+                for worker in server.workers():
+                    worker.kill()
+            except (psutil.NoSuchProcess, ValueError):
+                pass
+            time.sleep(0.05)
+        assert server.process.returncode == 3
+        assert "worker 0 keeps dying" in server.stderr.splitlines()[-1]
+        assert "SIGKILL" in server.stderr.splitlines()[-1]
+
+
+def test_a_second_signal_does_not_wait(corpus):
+    with running_server("--workers", "1", "--drain-timeout", "60", must_exit_cleanly=False) as server:
+        server.workers()[0].suspend()
+        with httpx.Client(timeout=0.5) as http, pytest.raises(httpx.ReadTimeout):
+            http.post(f"{server.url}/v1/embeddings", json={"input": "a"})
+        server.process.send_signal(signal.SIGTERM)
+        eventually(lambda: "draining" in server.stderr)
+        server.process.send_signal(signal.SIGTERM)
+        server.process.wait(10)
+
+
+def is_alive(process: psutil.Process) -> bool:
+    return process.is_running() and process.status() != psutil.STATUS_ZOMBIE

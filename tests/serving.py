@@ -1,0 +1,146 @@
+"""Starts real servers for tests and makes sure that they leave nothing behind.
+
+A server gets a free port, a temporary folder of its own, and the write end of a pipe on which it says that it is
+ready; the end of that pipe is its death. On the way out it must exit 0 and leave no process, no file in its temporary
+folder and nothing new of ours in /dev/shm.
+"""
+
+import json
+import os
+import select
+import signal
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+
+import httpx
+import psutil
+
+START_TIMEOUT_S = 120.0
+STOP_TIMEOUT_S = 45.0
+
+
+@dataclass
+class Server:
+    url: str
+    process: subprocess.Popen[bytes]
+    stderr_path: Path
+    folder: Path
+
+    @property
+    def pid(self) -> int:
+        return self.process.pid
+
+    @property
+    def port(self) -> int:
+        return int(self.url.rpartition(":")[2])
+
+    @property
+    def stderr(self) -> str:
+        return self.stderr_path.read_text()
+
+    def processes(self) -> list[psutil.Process]:
+        """The supervisor and everything below it."""
+        supervisor = psutil.Process(self.pid)
+        return [supervisor, *supervisor.children(recursive=True)]
+
+    def gateway(self) -> psutil.Process:
+        return self._child("launch.child gateway")
+
+    def workers(self) -> list[psutil.Process]:
+        return self._child("launch.child forkserver").children()
+
+    def _child(self, command: str) -> psutil.Process:
+        [child] = [c for c in psutil.Process(self.pid).children() if command in " ".join(c.cmdline())]
+        return child
+
+    def info(self) -> dict:
+        return httpx.get(f"{self.url}/info", timeout=10).raise_for_status().json()
+
+    def embed(self, texts: str | list[str], **fields) -> list[list[float]]:
+        answer = httpx.post(f"{self.url}/v1/embeddings", json={"input": texts, **fields}, timeout=60)
+        assert answer.status_code == 200, answer.text
+        return [item["embedding"] for item in answer.json()["data"]]
+
+
+@contextmanager
+def running_server(*flags: str, env: dict[str, str] | None = None, must_exit_cleanly: bool = True) -> Iterator[Server]:
+    """A server that is ready. `must_exit_cleanly=False` for tests that kill it themselves."""
+    with tempfile.TemporaryDirectory(prefix="vecd-test-") as name:
+        folder = Path(name)
+        (folder / "tmp").mkdir()
+        shm_before = set(os.listdir("/dev/shm"))
+        server = _start(folder, flags, env or {})
+        processes = server.processes()
+        try:
+            yield server
+        finally:
+            processes += [p for p in _still_running(server) if p not in processes]
+            _stop(server)
+        if must_exit_cleanly:
+            assert server.process.returncode == 0, server.stderr
+        eventually(lambda: not [p for p in processes if p.is_running() and p.status() != psutil.STATUS_ZOMBIE])
+        assert os.listdir(folder / "tmp") == []
+        assert not [f for f in set(os.listdir("/dev/shm")) - shm_before if "vecd" in f or f.startswith("psm_")]
+
+
+def vecd(*flags: str) -> list[str]:
+    return [sys.executable, "-m", "supervisor", "serve", *flags]
+
+
+def clean_environment(folder: Path, env: dict[str, str]) -> dict[str, str]:
+    inherited = {name: value for name, value in os.environ.items() if not name.startswith("VECD_")}
+    return {**inherited, "TMPDIR": str(folder / "tmp"), "HF_HUB_OFFLINE": "1", **env}
+
+
+def eventually(condition: Callable[[], bool], timeout_s: float = 10.0) -> None:
+    """Wait for something that another process does in its own time."""
+    deadline = time.monotonic() + timeout_s
+    while not condition():
+        assert time.monotonic() < deadline, "did not happen in time"
+        time.sleep(0.02)
+
+
+def _start(folder: Path, flags: tuple[str, ...], env: dict[str, str]) -> Server:
+    reader, writer = os.pipe()
+    stderr_path = folder / "stderr"
+    with stderr_path.open("wb") as stderr:
+        process = subprocess.Popen(
+            vecd("--port", "0", "--ready-fd", str(writer), *flags),
+            pass_fds=[writer],
+            stdin=subprocess.DEVNULL,
+            stderr=stderr,
+            env=clean_environment(folder, env),
+            cwd=folder,
+        )
+    os.close(writer)
+    with open(reader) as ready:
+        readable, _, _ = select.select([ready], [], [], START_TIMEOUT_S)
+        line = ready.readline() if readable else ""
+    if not line:
+        process.kill()
+        process.wait()
+        raise AssertionError(f"the server did not start: {stderr_path.read_text()}")
+    return Server(json.loads(line)["url"], process, stderr_path, folder)
+
+
+def _still_running(server: Server) -> list[psutil.Process]:
+    try:
+        return server.processes()
+    except psutil.NoSuchProcess:
+        return []
+
+
+def _stop(server: Server) -> None:
+    server.process.send_signal(signal.SIGTERM)
+    try:
+        server.process.wait(STOP_TIMEOUT_S)
+    except subprocess.TimeoutExpired:
+        server.process.kill()
+        server.process.wait()
+        raise AssertionError(f"the server did not stop: {server.stderr}") from None

@@ -1,0 +1,57 @@
+import os
+
+import pytest
+
+from shm.control import MAX_MESSAGE_BYTES, Channel, Drain, Progress, WorkerUp
+
+
+@pytest.fixture
+def channels():
+    ours, theirs = Channel.pair()
+    yield ours, theirs
+    ours.close()
+    theirs.close()
+
+
+def test_messages_arrive_whole_and_in_order(channels):
+    ours, theirs = channels
+    ours.send(Drain(1.5))
+    ours.send(Progress("loading weights"))
+    assert theirs.receive(1) == (Drain(1.5), [])
+    assert theirs.receive(1) == (Progress("loading weights"), [])
+
+
+def test_a_descriptor_rides_along(channels):
+    ours, theirs = channels
+    reader, writer = os.pipe()
+    ours.send(WorkerUp(0, 1, {}), [writer])
+    os.close(writer)
+    message, [received] = theirs.receive(1)
+    os.write(received, b"x")
+    assert (message, os.read(reader, 1)) == (WorkerUp(0, 1, {}), b"x")
+    assert not os.get_inheritable(received)
+    os.close(received)
+    os.close(reader)
+
+
+def test_the_death_of_the_other_side_is_seen(channels):
+    ours, theirs = channels
+    ours.close()
+    assert theirs.receive(1) is None
+    with pytest.raises(OSError, match="Broken pipe"):
+        theirs.send(Drain(1))
+
+
+def test_waiting_ends_at_the_deadline(channels):
+    with pytest.raises(TimeoutError):
+        channels[0].receive(0.01)
+
+
+def test_nothing_there_does_not_block(channels):
+    with pytest.raises(BlockingIOError):
+        channels[0].receive(0)
+
+
+def test_too_long_a_message_is_refused_by_the_sender(channels):
+    with pytest.raises(ValueError, match=f"at most {MAX_MESSAGE_BYTES}"):
+        channels[0].send(Progress("x" * MAX_MESSAGE_BYTES))

@@ -1,0 +1,74 @@
+from contextlib import suppress
+
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from shm.failure import FailureCode
+from shm.wire import (
+    Alive,
+    Batch,
+    Done,
+    Failed,
+    Incarnation,
+    Probe,
+    WireError,
+    decode_to_gateway,
+    decode_to_worker,
+    encode,
+)
+
+u16, u32, u64 = (st.integers(0, 2**bits - 1) for bits in (16, 32, 64))
+
+
+def make_batch(lengths: list[int]) -> Batch:
+    ids = np.arange(sum(lengths), dtype="<i4")
+    return Batch(1, 2, 0, len(lengths), len(ids), np.array(lengths, dtype="<i4").tobytes(), ids.tobytes())
+
+
+batches = st.lists(st.integers(1, 20), min_size=1, max_size=20).map(make_batch)
+
+
+@given(st.builds(Probe, u32) | batches)
+def test_messages_to_a_worker_come_back_the_same(message):
+    assert decode_to_worker(encode(message)) == message
+
+
+@given(
+    st.builds(Alive, u32)
+    | st.builds(Done, u32, u64, u16, u32, u32)
+    | st.builds(Failed, u32, u64, u16, st.sampled_from(FailureCode))
+)
+def test_messages_to_the_gateway_come_back_the_same(message):
+    assert decode_to_gateway(encode(message)) == message
+
+
+@given(st.lists(st.binary(max_size=64), max_size=4))
+@pytest.mark.parametrize("decode", [decode_to_worker, decode_to_gateway])
+def test_junk_is_refused_and_nothing_else_happens(decode, frames):
+    with suppress(WireError):
+        decode(frames)
+
+
+@pytest.mark.parametrize(
+    "frames",
+    [
+        pytest.param(lambda f: [f[0], f[1], f[2][:-4]], id="a token id short"),
+        pytest.param(lambda f: [f[0], f[1][:-4], f[2]], id="a length short"),
+        pytest.param(lambda f: [f[0][:1] + b"\x09" + f[0][2:], f[1], f[2]], id="another version"),
+        pytest.param(lambda f: f[:2], id="a frame short"),
+    ],
+)
+def test_a_damaged_batch_is_refused(frames):
+    with pytest.raises(WireError):
+        decode_to_worker(frames(encode(make_batch([3, 4]))))
+
+
+def test_a_batch_for_the_gateway_is_refused():
+    with pytest.raises(WireError):
+        decode_to_gateway(encode(make_batch([3])))
+
+
+def test_each_life_has_an_identity_of_its_own():
+    assert Incarnation(1, 1).identity != Incarnation(1, 2).identity != Incarnation(11, 2).identity

@@ -1,0 +1,404 @@
+"""Real processes: a fork server, its workers, and every way in which one of them can end."""
+
+import os
+import select
+import shutil
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Iterator
+from contextlib import suppress
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from sentence_transformers import SentenceTransformer
+from tokenizers import Tokenizer
+
+from shm.arena import ArenaSpec, create_arena
+from shm.card import ModelCard
+from shm.control import (
+    Channel,
+    ChildFailed,
+    Drain,
+    ForkServerReady,
+    ForkServerStart,
+    ForkWorker,
+    Message,
+    Progress,
+    WorkerExited,
+    WorkerForked,
+    WorkerReady,
+)
+from shm.failure import FailureCode
+from shm.view import Rows, map_slots
+from shm.wire import Done, Failed, Incarnation
+from workers.config import WorkerConfig
+from workers.engine import PackedBatch
+from workers.engines.weightless import weightless_vectors
+from workers.preload import modules_to_preload
+
+DEADLINE_S = 60.0
+DIM = 8
+ARENA = ArenaSpec(num_slots=2, rows_per_slot=4, dim=DIM)
+CARD = ModelCard("", "", "bert", DIM, DIM, 16, 100, ("mean",), (), False, "")
+WEIGHTLESS = WorkerConfig(CARD, ARENA, "weightless", "cpu", "float32", 1, "info")
+BATCH = PackedBatch(np.array([2, 1], dtype=np.int32), np.array([41, 42, 43], dtype=np.int32))
+
+# What `launch.child` does.
+_BOOTSTRAP = (
+    "import sys; from shm.control import Channel; from workers.forkserver import serve; "
+    "sys.exit(serve(Channel.from_fd(int(sys.argv[1]))))"
+)
+_ENVIRONMENT = {
+    "OMP_NUM_THREADS": "1",
+    "OPENBLAS_NUM_THREADS": "1",
+    "TOKENIZERS_PARALLELISM": "false",
+    "HF_HUB_OFFLINE": "1",
+}
+
+
+def is_readable(fd: int, timeout_s: float = DEADLINE_S) -> bool:
+    poll = select.poll()
+    poll.register(fd, select.POLLIN)
+    return bool(poll.poll(timeout_s * 1000))
+
+
+def receive(channel: Channel) -> tuple[Message, list[int]]:
+    received = channel.receive(DEADLINE_S)
+    assert received is not None, "the other side has ended"
+    return received
+
+
+@dataclass
+class Worker:
+    """A forked worker, as the supervisor sees it."""
+
+    who: Incarnation
+    pid: int
+    pidfd: int
+    channel: Channel
+    slots: list[Rows]
+
+    def until_ready(self) -> tuple[WorkerReady, list[str]]:
+        stages: list[str] = []
+        while True:
+            message, _ = receive(self.channel)
+            if isinstance(message, WorkerReady):
+                return message, stages
+            assert isinstance(message, Progress), message
+            stages.append(message.stage)
+
+    def kill(self, number: int = signal.SIGKILL) -> None:
+        signal.pidfd_send_signal(self.pidfd, number)
+
+    def has_ended(self) -> bool:
+        return is_readable(self.pidfd)
+
+
+class ForkServer:
+    """A fork server started like the supervisor does it. Owns the supervisor's end."""
+
+    def __init__(self, modules: list[str], environment: dict[str, str] | None = None) -> None:
+        self.channel, theirs = Channel.pair()
+        self.process = subprocess.Popen(
+            [sys.executable, "-P", "-c", _BOOTSTRAP, str(theirs.fileno())],
+            pass_fds=[theirs.fileno()],
+            stdin=subprocess.DEVNULL,
+            stderr=subprocess.PIPE,
+            env={**os.environ, **_ENVIRONMENT, **(environment or {})},
+        )
+        theirs.close()
+        self.workers: list[Worker] = []
+        self.channel.send(ForkServerStart(modules))
+
+    def until_ready(self) -> list[str]:
+        ready, _ = receive(self.channel)
+        assert isinstance(ready, ForkServerReady), ready
+        return ready.modules
+
+    def fork(self, config: WorkerConfig, address_fd: int, worker: int = 0, life: int = 1) -> Worker:
+        ours, theirs = Channel.pair()
+        arena_fd = create_arena(config.arena)
+        slots = map_slots(arena_fd, config.arena, writable=False)
+        self.channel.send(ForkWorker(worker, life, config.to_json()), [theirs.fileno(), arena_fd, address_fd])
+        theirs.close()
+        os.close(arena_fd)
+        forked, (pidfd,) = receive(self.channel)
+        assert isinstance(forked, WorkerForked)
+        assert (forked.worker, forked.life) == (worker, life)
+        made = Worker(Incarnation(worker, life), forked.pid, pidfd, ours, slots)
+        self.workers.append(made)
+        return made
+
+    def exited(self) -> tuple[int, int]:
+        """(pid, status) of the next worker that was reaped."""
+        message, _ = receive(self.channel)
+        assert isinstance(message, WorkerExited), message
+        return message.pid, message.status
+
+    def log(self) -> str:
+        """What it and its workers have written, once all have ended."""
+        assert self.process.stderr is not None
+        return self.process.stderr.read().decode()
+
+    def close(self) -> None:
+        """Everything must end when the supervisor does, and does so here in every test."""
+        self.channel.close()
+        for worker in self.workers:
+            with suppress(OSError):
+                worker.channel.close()
+        try:
+            self.process.wait(DEADLINE_S)
+            assert all(worker.has_ended() for worker in self.workers)
+        finally:
+            self.process.kill()
+            for worker in self.workers:
+                with suppress(ProcessLookupError):
+                    worker.kill()
+                os.close(worker.pidfd)
+            assert self.process.stderr is not None
+            self.process.stderr.close()
+
+
+@pytest.fixture
+def server() -> Iterator[ForkServer]:
+    made = ForkServer([])
+    made.until_ready()
+    yield made
+    made.close()
+
+
+@pytest.fixture(scope="module")
+def bert_server() -> Iterator[ForkServer]:
+    made = ForkServer(modules_to_preload("bert"))
+    made.until_ready()
+    yield made
+    made.close()
+
+
+# --- a life -----------------------------------------------------------------------------------------------------
+
+
+def test_a_worker_becomes_ready_and_serves(server: ForkServer, endpoint: Any, gateway: Any, as_message: Any) -> None:
+    worker = server.fork(WEIGHTLESS, endpoint.address_fd, worker=3)
+    ready, stages = worker.until_ready()
+    assert stages == ["making a weightless engine"]
+    assert ready.warnings == []
+    assert ready.facts.pop("private_memory_mb") < 500
+    assert ready.facts == {"dtype": "float32", "path": "weightless", "threads": 1}
+
+    gateway.meet(worker.who)
+    gateway.send(worker.who, as_message(BATCH, number=1, slot=1))
+    done = gateway.receive(worker.who)
+    assert isinstance(done, Done)
+    assert np.array_equal(worker.slots[1][:2], weightless_vectors(BATCH, DIM))
+    gateway.send(worker.who, as_message(BATCH, number=2, slot=2))
+    assert gateway.receive(worker.who) == Failed(1, 2, 2, FailureCode.BAD_MESSAGE)
+
+
+def test_a_worker_is_known_by_its_name_and_first_to_go(server: ForkServer, endpoint: Any) -> None:
+    worker = server.fork(WEIGHTLESS, endpoint.address_fd, worker=12)
+    worker.until_ready()
+    proc = Path(f"/proc/{worker.pid}")
+    assert (proc / "comm").read_text() == "vecd-worker-12\n"
+    assert Path(f"/proc/{server.process.pid}/comm").read_text() == "vecd-forkserver\n"
+    before = int(Path(f"/proc/{server.process.pid}/oom_score_adj").read_text())
+    assert int((proc / "oom_score_adj").read_text()) == 500 or before > 500
+
+
+def test_nothing_of_one_worker_is_left_in_the_fork_server_or_in_the_next(server: ForkServer, endpoint: Any) -> None:
+    def sockets(pid: int) -> set[str]:
+        links = {os.readlink(fd) for fd in Path(f"/proc/{pid}/fd").iterdir()}
+        assert not any("pidfd" in link for link in links)
+        return {link for link in links if link.startswith("socket:")}
+
+    idle = sockets(server.process.pid)
+    first, second = (server.fork(WEIGHTLESS, endpoint.address_fd, worker=index) for index in range(2))
+    first.until_ready()
+    second.until_ready()
+    assert not sockets(first.pid) & sockets(second.pid)
+    assert not sockets(second.pid) & idle
+    first.kill()
+    server.exited()  # said in a later turn than the one in which descriptors were closed
+    assert sockets(server.process.pid) == idle
+
+
+# --- every end --------------------------------------------------------------------------------------------------
+
+
+def test_a_killed_worker_is_reported_and_its_channel_ends(server: ForkServer, endpoint: Any) -> None:
+    worker = server.fork(WEIGHTLESS, endpoint.address_fd)
+    worker.until_ready()
+    worker.kill()
+    assert worker.has_ended()
+    assert server.exited() == (worker.pid, -signal.SIGKILL)
+    assert worker.channel.receive(DEADLINE_S) is None
+    successor = server.fork(WEIGHTLESS, endpoint.address_fd, life=2)
+    successor.until_ready()
+
+
+def test_workers_that_end_together_are_all_reported(server: ForkServer, endpoint: Any) -> None:
+    workers = [server.fork(WEIGHTLESS, endpoint.address_fd, worker=index) for index in range(4)]
+    for worker in workers:
+        worker.until_ready()
+    for worker in workers:
+        worker.kill(signal.SIGTERM)
+    assert {server.exited() for _ in workers} == {(worker.pid, -signal.SIGTERM) for worker in workers}
+
+
+def test_a_worker_ends_when_its_channel_does(server: ForkServer, endpoint: Any) -> None:
+    worker = server.fork(WEIGHTLESS, endpoint.address_fd)
+    worker.until_ready()
+    worker.channel.close()
+    assert server.exited() == (worker.pid, 0)
+
+
+def test_a_killed_fork_server_takes_its_workers_along(server: ForkServer, endpoint: Any) -> None:
+    workers = [server.fork(WEIGHTLESS, endpoint.address_fd, worker=index) for index in range(2)]
+    workers[0].until_ready()  # the other is killed at whatever stage it is in
+    server.process.kill()
+    assert all(worker.has_ended() for worker in workers)
+
+
+def test_the_end_of_the_supervisor_ends_everything(server: ForkServer, endpoint: Any) -> None:
+    workers = [server.fork(WEIGHTLESS, endpoint.address_fd, worker=index) for index in range(2)]
+    workers[0].until_ready()
+    began = time.monotonic()
+    server.channel.close()  # the workers' channels stay open: it is the fork server's end that ends them
+    assert server.process.wait(DEADLINE_S) == 0
+    assert all(worker.has_ended() for worker in workers)
+    assert time.monotonic() - began < 5
+
+
+def test_a_stopped_worker_ends_with_the_fork_server(server: ForkServer, endpoint: Any) -> None:
+    worker = server.fork(WEIGHTLESS, endpoint.address_fd)
+    worker.until_ready()
+    worker.kill(signal.SIGSTOP)
+    server.process.kill()
+    assert worker.has_ended()
+
+
+def test_ctrl_c_is_the_supervisor_s_business(server: ForkServer, endpoint: Any, gateway: Any) -> None:
+    worker = server.fork(WEIGHTLESS, endpoint.address_fd)
+    worker.until_ready()
+    worker.kill(signal.SIGINT)
+    server.process.send_signal(signal.SIGINT)
+    gateway.meet(worker.who)
+    assert server.process.poll() is None
+
+
+def test_a_bug_at_the_start_is_logged_and_exits_70(server: ForkServer, endpoint: Any) -> None:
+    ours, theirs = Channel.pair()
+    small_arena_fd = create_arena(ArenaSpec(1, 1, 1))
+    order = ForkWorker(0, 1, WEIGHTLESS.to_json())
+    server.channel.send(order, [theirs.fileno(), small_arena_fd, endpoint.address_fd])
+    theirs.close()
+    os.close(small_arena_fd)
+    forked, (pidfd,) = receive(server.channel)
+    assert isinstance(forked, WorkerForked)
+    os.close(pidfd)
+    assert server.exited() == (forked.pid, 70)
+    assert ours.receive(DEADLINE_S) is None
+    ours.close()
+    server.channel.close()
+    server.process.wait(DEADLINE_S)
+    assert "ends by a bug" in server.log()
+
+
+def test_orders_that_are_none_are_ignored(server: ForkServer, endpoint: Any) -> None:
+    server.channel.send(Drain(1.0))
+    server.channel.send(ForkWorker(0, 1, WEIGHTLESS.to_json()), [endpoint.address_fd])
+    server.fork(WEIGHTLESS, endpoint.address_fd).until_ready()
+
+
+# --- preloading -------------------------------------------------------------------------------------------------
+
+
+def test_what_cannot_be_imported_is_left_out(tmp_path: Path) -> None:
+    (tmp_path / "broken_module.py").write_text("raise RuntimeError('broken')")
+    server = ForkServer(["json", "no_such_module", "broken_module", "csv"], {"PYTHONPATH": str(tmp_path)})
+    try:
+        assert server.until_ready() == ["json", "csv"]
+    finally:
+        server.close()
+
+
+def test_an_import_that_starts_a_thread_is_refused(tmp_path: Path) -> None:
+    (tmp_path / "threaded_module.py").write_text(
+        "import threading; threading.Thread(target=threading.Event().wait, daemon=True).start()"
+    )
+    server = ForkServer(["json", "threaded_module"], {"PYTHONPATH": str(tmp_path)})
+    try:
+        failed, _ = receive(server.channel)
+        assert isinstance(failed, ChildFailed)
+        assert "threaded_module" in failed.message
+        assert server.process.wait(DEADLINE_S) == 3
+    finally:
+        server.close()
+
+
+# --- with a model -----------------------------------------------------------------------------------------------
+
+
+def test_the_real_model_through_the_slot(
+    bert_server: ForkServer,
+    minilm: Path,
+    worker_config: Callable[..., WorkerConfig],
+    endpoint: Any,
+    gateway: Any,
+    as_message: Any,
+) -> None:
+    texts = ["A text-embedding server.", "x", "Ein zweiter, etwas längerer Text. " * 9]
+    config = worker_config(minilm)
+    worker = bert_server.fork(config, endpoint.address_fd)
+    ready, stages = worker.until_ready()
+    assert stages[0] == "loading weights"
+    assert ready.warnings == []
+    assert ready.facts["path"] == "packed"
+    assert ready.facts["agreement"]["max_abs_diff"] < 1e-5
+
+    tokenizer = Tokenizer.from_file(str(minilm / "tokenizer.json"))
+    tokenizer.no_padding()
+    ids = [encoding.ids for encoding in tokenizer.encode_batch(texts)]
+    lengths = np.array([len(each) for each in ids], dtype=np.int32)
+    gateway.meet(worker.who)
+    gateway.send(worker.who, as_message(PackedBatch(lengths, np.concatenate(ids).astype(np.int32))))
+    assert isinstance(gateway.receive(worker.who), Done)
+    expected = SentenceTransformer(str(minilm), device="cpu", local_files_only=True).encode(texts)
+    np.testing.assert_allclose(worker.slots[0][: len(texts)], expected, atol=1e-5, rtol=0)
+    worker.kill()
+    assert bert_server.exited() == (worker.pid, -signal.SIGKILL)
+
+
+def test_two_threads_compute_after_a_fork_without_any(
+    bert_server: ForkServer, checkpoint: Any, worker_config: Any, endpoint: Any, gateway: Any, as_message: Any
+) -> None:
+    config = worker_config(checkpoint("bert"), num_threads=2)
+    worker = bert_server.fork(config, endpoint.address_fd, worker=2)
+    ready, _ = worker.until_ready()
+    assert ready.facts["threads"] == 2
+    gateway.meet(worker.who)
+    gateway.send(worker.who, as_message(BATCH))
+    assert isinstance(gateway.receive(worker.who), Done)
+    worker.channel.close()
+    assert bert_server.exited() == (worker.pid, 0)
+
+
+def test_a_model_that_cannot_be_loaded_says_why_and_exits_3(
+    bert_server: ForkServer, checkpoint: Any, worker_config: Any, endpoint: Any, tmp_path: Path
+) -> None:
+    folder = shutil.copytree(checkpoint("bert"), tmp_path / "bert")
+    config = worker_config(folder)
+    (folder / "model.safetensors").write_bytes(b"nonsense")
+    worker = bert_server.fork(config, endpoint.address_fd, worker=1)
+    messages = []
+    while (received := worker.channel.receive(DEADLINE_S)) is not None:
+        messages.append(received[0])
+    failed = messages[-1]
+    assert isinstance(failed, ChildFailed)
+    assert str(folder) in failed.message
+    assert bert_server.exited() == (worker.pid, 3)

@@ -1,0 +1,55 @@
+"""Sorting by length, and the way back."""
+
+import numpy as np
+from hypothesis import given
+from hypothesis import strategies as st
+
+from workers.engine import PackedBatch
+from workers.engines.packed import positions_after_padding
+from workers.layout import arrange
+
+
+def batch_of(sequences: list[list[int]]) -> PackedBatch:
+    return PackedBatch(
+        np.array([len(ids) for ids in sequences], dtype=np.int32),
+        np.array([token for ids in sequences for token in ids], dtype=np.int32),
+    )
+
+
+sequences_strategy = st.lists(st.lists(st.integers(0, 50), min_size=1, max_size=9), min_size=1, max_size=20)
+
+
+@given(sequences_strategy)
+def test_every_sequence_is_where_the_layout_says(sequences: list[list[int]]) -> None:
+    layout = arrange(batch_of(sequences))
+    assert sorted(layout.order) == list(range(len(sequences)))
+    for place, start, length in zip(layout.order, layout.starts, layout.lengths, strict=True):
+        assert layout.token_ids[start : start + length].tolist() == sequences[place]
+
+
+@given(sequences_strategy)
+def test_runs_cover_the_tokens_in_order_and_hold_one_length_each(sequences: list[list[int]]) -> None:
+    layout = arrange(batch_of(sequences))
+    assert layout.runs[0].start == 0
+    assert layout.runs[-1].stop == sum(map(len, sequences))
+    for run, following in zip(layout.runs, layout.runs[1:], strict=False):
+        assert run.stop == following.start
+        assert run.length < following.length
+    assert [run.length for run in layout.runs for _ in range(run.count)] == sorted(map(len, sequences))
+
+
+@given(sequences_strategy)
+def test_offsets_count_from_zero_in_every_sequence(sequences: list[list[int]]) -> None:
+    layout = arrange(batch_of(sequences))
+    assert layout.offsets().tolist() == [place for ids in sorted(sequences, key=len) for place in range(len(ids))]
+
+
+@given(sequences_strategy, st.integers(0, 3))
+def test_positions_after_padding_skip_padding_tokens(sequences: list[list[int]], pad: int) -> None:
+    expected = []
+    for ids in sorted(sequences, key=len):
+        position = pad
+        for token in ids:
+            position += token != pad
+            expected.append(pad if token == pad else position)
+    assert positions_after_padding(arrange(batch_of(sequences)), pad).tolist() == expected

@@ -1,0 +1,159 @@
+"""Weights are loaded whole, or the model is refused."""
+
+import json
+import shutil
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+from torch import Tensor
+from transformers import BertForMaskedLM, BertForPreTraining
+
+from shm.card import ModelError, read_card
+from workers.loading import is_stored_as_float32, load_model
+
+Checkpoint = Callable[..., Path]
+CPU = torch.device("cpu")
+
+
+@pytest.fixture
+def copied(checkpoint: Checkpoint, tmp_path: Path) -> Callable[..., Path]:
+    def copy(family: str = "bert", **settings: Any) -> Path:
+        return shutil.copytree(checkpoint(family, **settings), tmp_path / family)
+
+    return copy
+
+
+def change_weights(folder: Path, change: Callable[[dict[str, Tensor]], dict[str, Tensor]]) -> None:
+    path = folder / "model.safetensors"
+    save_file(change(load_file(path)), path, metadata={"format": "pt"})
+
+
+def test_the_weights_are_the_file_s_and_silence_is_kept(
+    checkpoint: Checkpoint, capfd: pytest.CaptureFixture[str]
+) -> None:
+    folder = checkpoint("bert")
+    stored = load_file(folder / "model.safetensors")
+    model = load_model(read_card(folder), "float32", CPU)
+    for name, parameter in model.named_parameters():
+        assert torch.equal(parameter, stored[name]), name
+        assert not parameter.requires_grad
+    assert not model.training
+    assert capfd.readouterr() == ("", "")
+
+
+@pytest.mark.parametrize("dtype", ["bfloat16", "float16"])
+def test_weights_are_converted(checkpoint: Checkpoint, dtype: str) -> None:
+    model = load_model(read_card(checkpoint("bert")), dtype, CPU)
+    assert {parameter.dtype for parameter in model.parameters()} == {getattr(torch, dtype)}
+
+
+@pytest.mark.parametrize(
+    ("change", "why"),
+    [
+        (lambda w: {n: t for n, t in w.items() if n != "encoder.layer.1.output.dense.weight"}, "lack encoder.layer.1"),
+        (lambda w: {**w, "embeddings.LayerNorm.bias": torch.zeros(31)}, r"LayerNorm.bias is \[31\] .* and \[32\]"),
+        (lambda w: {**w, "encoder.layer.3.output.dense.weight": torch.zeros(2)}, "have encoder.layer.3.* no place"),
+        (lambda w: {f"other.{n}": t for n, t in w.items()}, "lack .* more"),
+    ],
+)
+def test_weights_that_do_not_fit_the_configuration_are_refused(
+    copied: Callable[..., Path],
+    capfd: pytest.CaptureFixture[str],
+    change: Callable[[dict[str, Tensor]], dict[str, Tensor]],
+    why: str,
+) -> None:
+    folder = copied()
+    change_weights(folder, change)
+    with pytest.raises(ModelError, match=why) as refusal:
+        load_model(read_card(folder), "float32", CPU)
+    assert str(refusal.value).startswith(str(folder))
+    assert "\n" not in str(refusal.value)
+    assert capfd.readouterr() == ("", "")
+
+
+def test_a_missing_layer_of_a_decoder_is_refused(copied: Callable[..., Path]) -> None:
+    folder = copied("qwen3", pooling="lasttoken")
+    change_weights(folder, lambda w: {n: t for n, t in w.items() if "layers.2" not in n})
+    with pytest.raises(ModelError, match=r"lack layers\.2"):
+        load_model(read_card(folder), "float32", CPU)
+
+
+@pytest.mark.parametrize("model_class", [BertForMaskedLM, BertForPreTraining])
+def test_the_heads_of_training_are_no_reason_to_refuse(copied: Callable[..., Path], model_class: Any) -> None:
+    folder = copied()
+    pretrained = model_class.from_pretrained(folder)
+    pretrained.save_pretrained(folder)
+    model: Any = load_model(read_card(folder), "float32", CPU)
+    assert torch.equal(model.embeddings.word_embeddings.weight, pretrained.bert.embeddings.word_embeddings.weight)
+
+
+def test_of_an_encoder_with_a_decoder_the_encoder_is_taken(copied: Callable[..., Path]) -> None:
+    folder = copied("t5")
+    change_config(folder, is_encoder_decoder=True, architectures=["T5Model"])
+    change_weights(folder, lambda w: {**w, "decoder.block.0.layer.0.SelfAttention.k.weight": torch.zeros(32, 32)})
+    assert type(load_model(read_card(folder), "float32", CPU)).__name__ == "T5EncoderModel"
+
+
+def test_a_pooler_that_is_missing_is_not_missed(copied: Callable[..., Path]) -> None:
+    folder = copied()
+    change_weights(folder, lambda w: {n: t for n, t in w.items() if not n.startswith("pooler")})
+    assert load_model(read_card(folder), "float32", CPU).pooler is None
+
+
+@pytest.mark.parametrize("content", [b"", b"nonsense" * 20])
+def test_a_broken_file_is_refused(copied: Callable[..., Path], content: bytes) -> None:
+    folder = copied()
+    (folder / "model.safetensors").write_bytes(content)
+    card = read_card(folder)
+    for load in (lambda: load_model(card, "float32", CPU), lambda: is_stored_as_float32(card)):
+        with pytest.raises(ModelError) as refusal:
+            load()
+        assert str(folder) in str(refusal.value)
+
+
+def test_a_truncated_file_is_refused(copied: Callable[..., Path]) -> None:
+    folder = copied()
+    path = folder / "model.safetensors"
+    path.write_bytes(path.read_bytes()[:-100])
+    with pytest.raises(ModelError, match="cannot be loaded"):
+        load_model(read_card(folder), "float32", CPU)
+
+
+def change_config(folder: Path, **changes: Any) -> None:
+    path = folder / "config.json"
+    path.write_text(json.dumps({**json.loads(path.read_text()), **changes}))
+
+
+def test_an_unknown_architecture_is_refused(copied: Callable[..., Path]) -> None:
+    folder = copied()
+    change_config(folder, model_type="never_heard_of")
+    with pytest.raises(ModelError, match="never_heard_of"):
+        load_model(read_card(folder), "float32", CPU)
+
+
+def test_positions_that_stretch_with_the_batch_are_refused(copied: Callable[..., Path]) -> None:
+    folder = copied("qwen3", pooling="lasttoken")
+    change_config(folder, rope_parameters={"rope_type": "dynamic", "factor": 2.0, "rope_theta": 1e4})
+    assert load_model(read_card(folder), "float32", CPU) is not None  # texts stay within the natural length
+    change_config(
+        folder,
+        rope_parameters={
+            "rope_type": "dynamic",
+            "factor": 2.0,
+            "rope_theta": 1e4,
+            "original_max_position_embeddings": 30,
+        },
+    )
+    with pytest.raises(ModelError, match="more than 30 tokens"):
+        load_model(read_card(folder), "float32", CPU)
+
+
+def test_the_stored_type_is_read_from_the_file(copied: Callable[..., Path]) -> None:
+    folder = copied()
+    assert is_stored_as_float32(read_card(folder))
+    change_weights(folder, lambda w: {n: t.bfloat16() for n, t in w.items()})
+    assert not is_stored_as_float32(read_card(folder))

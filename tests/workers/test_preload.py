@@ -1,0 +1,20 @@
+"""The list of modules for the fork server."""
+
+import importlib.util
+import subprocess
+import sys
+
+import pytest
+
+from workers.preload import modules_to_preload
+
+
+@pytest.mark.parametrize("model_type", ["bert", "xlm-roberta", "deberta-v2", "qwen3", "gemma3_text"])
+def test_every_module_exists(model_type: str) -> None:
+    for module in modules_to_preload(model_type):
+        assert importlib.util.find_spec(module) is not None, module
+
+
+def test_the_supervisor_can_ask_without_loading_anything() -> None:
+    code = "import sys, workers.preload, workers.config; sys.exit(bool({'torch', 'numpy'} & set(sys.modules)))"
+    subprocess.run([sys.executable, "-c", code], check=True, timeout=60)

@@ -1,0 +1,70 @@
+"""The engine without a model: its definition, and what the rest of the server's tests rely on."""
+
+import subprocess
+import sys
+
+import numpy as np
+from hypothesis import given
+from hypothesis import strategies as st
+
+from workers.engine import PackedBatch
+from workers.engines.weightless import WeightlessEngine, weightless_vectors
+
+_MASK = 2**64 - 1
+_GOLDEN = 0x9E3779B97F4A7C15
+
+ids_strategy = st.lists(st.integers(0, 30_000), min_size=1, max_size=20)
+
+
+def batch_of(*sequences: list[int]) -> PackedBatch:
+    lengths = np.array([len(ids) for ids in sequences], dtype=np.int32)
+    return PackedBatch(lengths, np.array([token for ids in sequences for token in ids], dtype=np.int32))
+
+
+def by_definition(ids: list[int], dim: int) -> list[float]:
+    """The module's docstring in plain Python."""
+
+    def mix(x: int) -> int:
+        x = ((x ^ (x >> 30)) * 0xBF58476D1CE4E5B9) & _MASK
+        x = ((x ^ (x >> 27)) * 0x94D049BB133111EB) & _MASK
+        return x ^ (x >> 31)
+
+    h = sum(mix((token + (place + 1) * _GOLDEN) & _MASK) for place, token in enumerate(ids)) & _MASK
+    x = [(mix((h + (j + 1) * _GOLDEN) & _MASK) >> 40) / 2**23 - 1 for j in range(dim)]
+    norm = sum(value * value for value in x) ** 0.5
+    return [value / norm for value in x]
+
+
+@given(st.lists(ids_strategy, min_size=1, max_size=5), st.sampled_from([1, 3, 64]))
+def test_vectors_are_as_defined(sequences: list[list[int]], dim: int) -> None:
+    vectors = weightless_vectors(batch_of(*sequences), dim)
+    expected = [by_definition(ids, dim) for ids in sequences]
+    np.testing.assert_allclose(vectors, expected, atol=1e-7)
+
+
+@given(ids_strategy, ids_strategy, st.data())
+def test_vectors_depend_on_their_own_sequence_alone(ids: list[int], other: list[int], data: st.DataObject) -> None:
+    alone = weightless_vectors(batch_of(ids), 64)[0]
+    together = weightless_vectors(batch_of(other, ids, other), 64)
+    assert np.array_equal(together[1], alone)
+    assert np.array_equal(together[0], together[2])
+    assert np.array_equal(together[0], alone) == (ids == other)
+    shuffled = data.draw(st.permutations(ids))
+    assert np.array_equal(weightless_vectors(batch_of(shuffled), 64)[0], alone) == (shuffled == ids)
+
+
+@given(ids_strategy)
+def test_vectors_have_length_one(ids: list[int]) -> None:
+    assert abs(np.linalg.norm(weightless_vectors(batch_of(ids), 384)) - 1) < 1e-6
+
+
+def test_rows_behind_the_batch_are_left_alone() -> None:
+    rows = np.full((4, 8), 7, dtype=np.float32)
+    WeightlessEngine(8).embed(batch_of([1, 2], [3]), rows)
+    assert np.array_equal(rows[:2], weightless_vectors(batch_of([1, 2], [3]), 8))
+    assert (rows[2:] == 7).all()
+
+
+def test_a_worker_without_a_model_loads_no_torch() -> None:
+    code = "import sys, workers.forkserver, workers.engines.weightless; sys.exit('torch' in sys.modules)"
+    subprocess.run([sys.executable, "-c", code], check=True, timeout=60)

@@ -1,0 +1,40 @@
+"""From a batch message to a batch that an engine may be given.
+
+Owns the checks on what the gateway sent: a worker computes nothing that could index outside a slot, the vocabulary
+or the table of positions. Pure. Called by `workers.loop`.
+"""
+
+import numpy as np
+
+from shm.arena import ArenaSpec
+from shm.card import ModelCard
+from shm.wire import Batch
+from workers.engine import PackedBatch
+
+
+class BadBatch(Exception):
+    """A batch that this worker cannot take. The message holds numbers of tokens and rows, never an id."""
+
+
+def read_batch(message: Batch, arena: ArenaSpec, card: ModelCard) -> PackedBatch:
+    """The arrays of a message, without a copy. Raises BadBatch when they do not fit the arena or the model."""
+    if message.slot >= arena.num_slots:
+        raise BadBatch(f"slot {message.slot}, there are {arena.num_slots}")
+    if message.num_sequences > arena.rows_per_slot:
+        raise BadBatch(f"{message.num_sequences} sequences, a slot has {arena.rows_per_slot} rows")
+    lengths = np.frombuffer(message.lengths_bytes, dtype="<i4")
+    token_ids = np.frombuffer(message.token_ids_bytes, dtype="<i4")
+    _check_lengths(lengths, token_ids.size, card.max_tokens)
+    if token_ids.min() < 0 or token_ids.max() >= card.vocab_size:
+        raise BadBatch(f"a token id outside the vocabulary of {card.vocab_size}")
+    return PackedBatch(lengths, token_ids)
+
+
+def _check_lengths(lengths: "np.ndarray[tuple[int], np.dtype[np.int32]]", num_tokens: int, max_tokens: int) -> None:
+    if lengths.min() < 1:
+        raise BadBatch("a sequence without tokens")
+    if lengths.max() > max_tokens:
+        raise BadBatch(f"a sequence of {lengths.max()} tokens, the model takes {max_tokens}")
+    total = int(lengths.sum(dtype=np.int64))
+    if total != num_tokens:
+        raise BadBatch(f"sequences of {total} tokens in all, but {num_tokens} token ids")

@@ -1,0 +1,69 @@
+"""The packed forward pass: all sequences end to end in one pass of batch size 1, without a padding token.
+
+Owns the arguments that make a stock transformers model do so. The attention is `workers.packing`'s. Called by
+`workers.engines.transformer`.
+"""
+
+import inspect
+from typing import Any
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from torch import Tensor
+from transformers import PreTrainedModel
+
+from shm.card import POSITIONS_AFTER_PADDING
+from workers.layout import Layout
+from workers.packing import PACKED_ATTENTION, PackingError, register, running
+
+
+class PackedForward:
+    """Side effect: the model's attention is switched to packed; a padded forward made later switches it back."""
+
+    path = "packed"
+
+    def __init__(self, model: PreTrainedModel, device: torch.device) -> None:
+        """Raises PackingError when the model takes no positions, or its attention cannot be replaced."""
+        accepted = inspect.signature(model.forward).parameters
+        if "position_ids" not in accepted:
+            raise PackingError(f"{type(model).__name__} takes no position_ids")
+        register()
+        model.set_attn_implementation(PACKED_ATTENTION)
+        if model.config._attn_implementation != PACKED_ATTENTION:
+            raise PackingError(f"the attention of {type(model).__name__} cannot be replaced")
+        self._model = model
+        self._device = device
+        # A model with token types (GPT-2 takes the argument, but adds word embeddings for it) gets zeros.
+        self._has_token_types = "token_type_ids" in accepted and bool(getattr(model.config, "type_vocab_size", 0))
+
+    def __call__(self, layout: Layout) -> Tensor:
+        token_ids = torch.from_numpy(layout.token_ids).to(self._device)[None]
+        arguments: dict[str, Any] = {
+            "input_ids": token_ids,
+            "position_ids": torch.from_numpy(self._positions(layout)).to(self._device)[None],
+            # All ones: without a mask transformers would look for packing itself, and wrap the model's mask rule.
+            "attention_mask": torch.ones_like(token_ids),
+        }
+        if self._has_token_types:
+            arguments["token_type_ids"] = torch.zeros_like(token_ids)
+        with running(layout.runs):
+            hidden: Tensor = self._model(**arguments).last_hidden_state
+        return hidden[0]
+
+    def _positions(self, layout: Layout) -> NDArray[np.int64]:
+        config = self._model.config
+        if config.model_type not in POSITIONS_AFTER_PADDING:
+            return layout.offsets()
+        return positions_after_padding(layout, int(config.pad_token_id))
+
+
+def positions_after_padding(layout: Layout, pad_token_id: int) -> NDArray[np.int64]:
+    """Positions of the RoBERTa-like families, [T]: from pad_token_id + 1 on, and pad_token_id itself at a padding
+    token, which does not count; a text may hold one, spelled out. Source: create_position_ids_from_input_ids in
+    transformers' modeling_roberta.
+    """
+    counts = layout.token_ids != pad_token_id
+    seen = np.cumsum(counts)
+    before = np.repeat(seen[layout.starts] - counts[layout.starts], layout.lengths)
+    return np.where(counts, seen - before, 0) + pad_token_id

@@ -1,0 +1,188 @@
+"""The process that workers are forked from: it has imported torch, and has run nothing.
+
+Owns the forks, their pidfds and their reaping. Loads no model, runs no torch operation and starts no thread: a thread
+pool does not survive a fork, and a CUDA context neither. Started by the supervisor as a program of its own, with
+OMP_NUM_THREADS=1 and the like, because importing must not start threads. Ends when the supervisor is gone, and its
+workers with it.
+
+Why not multiprocessing's forkserver: its listening socket is a file in /tmp that a kill -9 leaves behind, and it
+imports the supervisor's program again. Measured: a worker is ready 0.3 s after its fork, 3–6 s after a spawn.
+"""
+
+import gc
+import importlib
+import logging
+import os
+import selectors
+import signal
+import socket
+import sys
+import traceback
+from typing import NoReturn
+
+from shm.control import (
+    Channel,
+    ChildFailed,
+    ForkServerReady,
+    ForkServerStart,
+    ForkWorker,
+    Message,
+    WorkerExited,
+    WorkerForked,
+)
+from shm.wire import Incarnation
+from workers import main
+from workers.config import WorkerConfig
+from workers.process import num_threads, set_process_name
+
+log = logging.getLogger("vecd.forkserver")
+
+
+def serve(channel: Channel) -> int:
+    """Fork workers until the supervisor closes the channel or dies; returns the exit code.
+
+    Side effects on the process: name, logging, SIGINT ignored, SIGCHLD handled.
+    """
+    set_process_name("vecd-forkserver")
+    signal.signal(signal.SIGINT, signal.SIG_IGN)
+    logging.basicConfig(level=logging.INFO, format="%(asctime)s forkserver %(levelname)s %(message)s")
+    try:
+        return _start(channel)
+    except ConnectionError:
+        return main.EXIT_OK  # the supervisor died in the middle of a message
+    except Exception:
+        log.exception("the fork server ends by a bug")
+        return main.EXIT_INTERNAL_ERROR
+
+
+def _start(channel: Channel) -> int:
+    received = channel.receive()
+    if received is None:
+        return main.EXIT_OK
+    start, _ = received
+    assert isinstance(start, ForkServerStart), start
+    modules = [name for name in start.modules if _can_import(name)]
+    if num_threads() != 1:
+        channel.send(ChildFailed(f"importing {', '.join(modules)} started threads, which a fork would lose"))
+        return main.EXIT_COULD_NOT_START
+    # What is frozen is never looked at by a child's garbage collector, whose marks would copy every page.
+    gc.collect()
+    gc.freeze()
+    server = _ForkServer(channel)
+    channel.send(ForkServerReady(modules))
+    return server.run()
+
+
+def _can_import(name: str) -> bool:
+    try:
+        importlib.import_module(name)
+    except Exception as error:  # an import may raise anything; workers try again, and then it matters
+        log.warning("%s cannot be imported: %s: %s", name, type(error).__name__, error)
+        return False
+    return True
+
+
+class _ForkServer:
+    """Side effect of making one: SIGCHLD is handled."""
+
+    def __init__(self, channel: Channel) -> None:
+        self._channel = channel
+        self._woken, self._wake = socket.socketpair()
+        self._selector = selectors.DefaultSelector()
+        self._watch_children()
+        self._selector.register(channel.fileno(), selectors.EVENT_READ)
+
+    def run(self) -> int:
+        while True:
+            ready = {key.fd for key, _ in self._selector.select()}
+            if self._woken.fileno() in ready:
+                self._woken.recv(4096)
+                self._reap()
+            if self._channel.fileno() in ready:
+                received = self._channel.receive(0)
+                if received is None:
+                    return main.EXIT_OK
+                self._obey(*received)
+
+    def _watch_children(self) -> None:
+        """SIGCHLD becomes readable: the C handler writes to the wake-up descriptor, the Python one does nothing."""
+        self._woken.setblocking(False)
+        self._wake.setblocking(False)
+        signal.set_wakeup_fd(self._wake.fileno(), warn_on_full_buffer=False)
+        signal.signal(signal.SIGCHLD, lambda *_: None)
+        self._selector.register(self._woken, selectors.EVENT_READ)
+
+    def _obey(self, message: Message, fds: list[int]) -> None:
+        try:
+            match message, fds:
+                case ForkWorker(), [_, _, _]:
+                    self._fork(message, fds)
+                case _:
+                    log.error("%s with %d descriptors is not for a fork server", type(message).__name__, len(fds))
+        finally:
+            for fd in fds:
+                os.close(fd)
+
+    def _fork(self, order: ForkWorker, fds: list[int]) -> None:
+        assert num_threads() == 1, "a thread would be lost in the fork, with whatever lock it holds"
+        parent_pid = os.getpid()
+        try:
+            pid = os.fork()
+        except OSError as error:  # too many processes, too little memory: the supervisor sees the channel close
+            log.error("worker %d cannot be forked: %s", order.worker, error)
+            return
+        if pid == 0:
+            self._become_worker(order, fds, parent_pid)
+        # Nobody but us reaps it, and not before the next turn: the pid cannot be another process's yet.
+        pidfd = os.pidfd_open(pid)
+        try:
+            self._channel.send(WorkerForked(order.worker, order.life, pid), [pidfd])
+        finally:
+            os.close(pidfd)
+
+    def _become_worker(self, order: ForkWorker, fds: list[int], parent_pid: int) -> NoReturn:
+        """In the child: leave the fork server behind, live, and leave without its clean-up."""
+        code = main.EXIT_INTERNAL_ERROR
+        try:
+            self._leave_behind()
+            control_fd, arena_fd, address_fd = fds
+            code = main.run(
+                WorkerConfig.from_json(order.config),
+                Incarnation(order.worker, order.life),
+                Channel.from_fd(control_fd),
+                arena_fd,
+                address_fd,
+                parent_pid=parent_pid,
+            )
+        except BaseException:
+            traceback.print_exc()
+        finally:
+            _leave(code)
+
+    def _leave_behind(self) -> None:
+        signal.set_wakeup_fd(-1)
+        signal.signal(signal.SIGCHLD, signal.SIG_DFL)
+        self._selector.close()
+        self._channel.close()
+        self._woken.close()
+        self._wake.close()
+
+    def _reap(self) -> None:
+        """Report every child that has ended; one signal may stand for several."""
+        while True:
+            try:
+                pid, status = os.waitpid(-1, os.WNOHANG)
+            except ChildProcessError:
+                return
+            if pid == 0:
+                return
+            self._channel.send(WorkerExited(pid, os.waitstatus_to_exitcode(status)))
+
+
+def _leave(code: int) -> NoReturn:
+    try:
+        logging.shutdown()
+        sys.stdout.flush()
+        sys.stderr.flush()
+    finally:
+        os._exit(code)

@@ -1,0 +1,45 @@
+"""Fetches a model from the Hugging Face hub into its cache, or finds it there.
+
+Owns the choice of files: JSON, vocabularies and safetensors, and nothing that could be executed. Called by
+`supervisor` in a process of its own, so that neither the library nor a download's memory stays.
+"""
+
+from pathlib import Path
+
+from huggingface_hub import snapshot_download
+from huggingface_hub.errors import (
+    GatedRepoError,
+    LocalEntryNotFoundError,
+    RepositoryNotFoundError,
+    RevisionNotFoundError,
+)
+
+from shm.card import ModelError
+
+_WANTED = ["*.json", "*.txt", "*.model", "*.safetensors"]
+_UNWANTED = ["onnx/*", "openvino/*", "*.onnx*", "coreml/*"]
+
+
+def fetch(model: str, revision: str | None) -> Path:
+    """The folder of the model's files, downloaded with a progress bar where the cache lacks them.
+
+    Works without a network when the cache has them. The token for private models is taken from HF_TOKEN by the
+    library. Raises ModelError, in one line, when the model cannot be had.
+    """
+    at = f"{model}@{revision}" if revision else model
+    try:
+        return Path(snapshot_download(model, revision=revision, allow_patterns=_WANTED, ignore_patterns=_UNWANTED))
+    except GatedRepoError:
+        raise ModelError(
+            f"{at}: the hub asks for permission: accept the model's terms there and set HF_TOKEN"
+        ) from None
+    except RevisionNotFoundError:
+        raise ModelError(f"{at}: the hub has the model, but not this revision") from None
+    except RepositoryNotFoundError:
+        raise ModelError(
+            f"{at}: no such folder, and the hub has no such model (or it is private and HF_TOKEN is not set)"
+        ) from None
+    except LocalEntryNotFoundError:
+        raise ModelError(f"{at}: no such folder, not in the hub's cache, and the hub cannot be reached") from None
+    except Exception as error:  # whatever the HTTP library raises
+        raise ModelError(f"{at}: cannot be fetched: {type(error).__name__}: {error}".splitlines()[0]) from None

@@ -1,0 +1,68 @@
+"""The order in which a worker computes the sequences of a batch: by length, so that equal lengths form runs.
+
+Owns the sorting, and the way back to the order of the batch. Pure numpy, no torch. Called by
+`workers.engines.transformer`; the runs are used by `workers.packing` and `workers.pooling`.
+"""
+
+from dataclasses import dataclass
+
+import numpy as np
+from numpy.typing import NDArray
+
+from workers.engine import PackedBatch
+
+
+@dataclass(frozen=True, slots=True)
+class Run:
+    """Neighbouring sequences of one length: tokens `start` … `stop` hold `count` sequences of `length` tokens."""
+
+    start: int
+    count: int
+    length: int
+
+    @property
+    def stop(self) -> int:
+        return self.start + self.count * self.length
+
+
+@dataclass(frozen=True, slots=True)
+class Layout:
+    """A batch with its sequences in ascending order of length. Owns its arrays."""
+
+    order: NDArray[np.int64]
+    """Shape [B]: sequence i of the layout is sequence order[i] of the batch."""
+    lengths: NDArray[np.int64]
+    """Shape [B], ascending."""
+    starts: NDArray[np.int64]
+    """Shape [B]: where each sequence's tokens begin."""
+    token_ids: NDArray[np.int64]
+    """Shape [T]; int64, because that is what embedding tables are indexed with."""
+    runs: list[Run]
+    """Cover the tokens from 0 to T without a gap."""
+
+    def offsets(self) -> NDArray[np.int64]:
+        """For each token, how many tokens of its own sequence stand before it. Shape [T]."""
+        return np.arange(self.token_ids.size) - np.repeat(self.starts, self.lengths)
+
+
+def arrange(batch: PackedBatch) -> Layout:
+    """Sort the sequences of `batch` by length; those of one length keep their order."""
+    order = np.argsort(batch.lengths, kind="stable")
+    given_lengths = batch.lengths.astype(np.int64)
+    lengths = given_lengths[order]
+    starts = _starts(lengths)
+    moved_by = np.repeat(_starts(given_lengths)[order] - starts, lengths)
+    token_ids = batch.token_ids[np.arange(moved_by.size) + moved_by].astype(np.int64)
+    return Layout(order, lengths, starts, token_ids, _runs(lengths, starts))
+
+
+def _starts(lengths: NDArray[np.int64]) -> NDArray[np.int64]:
+    return np.cumsum(lengths) - lengths
+
+
+def _runs(lengths: NDArray[np.int64], starts: NDArray[np.int64]) -> list[Run]:
+    _, firsts, counts = np.unique(lengths, return_index=True, return_counts=True)
+    return [
+        Run(start=int(starts[first]), count=int(count), length=int(lengths[first]))
+        for first, count in zip(firsts, counts, strict=True)
+    ]

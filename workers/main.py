@@ -1,0 +1,106 @@
+"""A worker's life: become a worker, map the arena, load the engine, say so, serve.
+
+Owns the process: its name, its signals, its exit code. Called by `workers.forkserver` in a freshly forked child.
+"""
+
+import gc
+import logging
+import os
+import signal
+from typing import Any
+
+from shm.card import ModelError
+from shm.control import Channel, ChildFailed, Message, Progress, WorkerReady
+from shm.view import map_slots
+from shm.wire import Incarnation
+from workers.config import WorkerConfig
+from workers.engine import Engine, load_engine
+from workers.loop import Loop, connected
+from workers.process import die_with_parent, private_memory_mb, set_process_name, volunteer_for_oom_kill
+
+log = logging.getLogger("vecd.worker")
+
+EXIT_OK, EXIT_COULD_NOT_START, EXIT_INTERNAL_ERROR = 0, 3, 70
+
+
+class SupervisorGone(Exception):
+    """Nobody is left to work for. Ends the worker at any stage, with exit code 0."""
+
+
+def run(
+    config: WorkerConfig,
+    incarnation: Incarnation,
+    channel: Channel,
+    arena_fd: int,
+    address_fd: int,
+    *,
+    parent_pid: int | None = None,
+) -> int:
+    """Live as `incarnation` until the supervisor is gone; returns the exit code.
+
+    `channel` is the worker's end of its control connection, `arena_fd` its arena, `address_fd` the O_PATH descriptor
+    of the gateway's ZeroMQ socket: all owned by this call. `parent_pid` is the fork server's, whose death in the moment
+    of the fork would otherwise go unseen.
+
+    Side effects on the whole process: name, signal handling, logging, memory priority, torch's threads.
+    """
+    try:
+        _become_worker(config, incarnation, parent_pid if parent_pid is not None else os.getppid())
+        _live(config, incarnation, channel, arena_fd, address_fd)
+    except SupervisorGone:
+        return EXIT_OK
+    except ModelError as error:
+        log.error("%s", error)
+        return _tell_cannot_start(channel, str(error))
+    except Exception:
+        log.exception("%s ends by a bug", incarnation)
+        return EXIT_INTERNAL_ERROR
+    return EXIT_OK
+
+
+def _become_worker(config: WorkerConfig, incarnation: Incarnation, parent_pid: int) -> None:
+    if not die_with_parent(parent_pid):
+        raise SupervisorGone
+    set_process_name(f"vecd-worker-{incarnation.worker}")
+    # The terminal's Ctrl-C reaches the whole process group; only the supervisor acts on it. SIGTERM ends a worker at
+    # once: the supervisor sends it nothing before the gateway has drained.
+    signal.signal(signal.SIGINT, signal.SIG_IGN)
+    signal.signal(signal.SIGTERM, signal.SIG_DFL)
+    volunteer_for_oom_kill()
+    logging.basicConfig(
+        level=config.log_level.upper(),
+        format=f"%(asctime)s worker-{incarnation.worker} %(levelname)s %(message)s",
+        force=True,
+    )
+
+
+def _live(config: WorkerConfig, incarnation: Incarnation, channel: Channel, arena_fd: int, address_fd: int) -> None:
+    slots = map_slots(arena_fd, config.arena, writable=True)
+    os.close(arena_fd)
+    engine = load_engine(config, lambda stage: _tell(channel, Progress(stage)))
+    # What has been loaded stays: the collector need not walk through it again between batches.
+    gc.collect()
+    gc.freeze()
+    with connected(address_fd, incarnation) as socket:
+        _tell(channel, WorkerReady(_facts(config, engine), engine.warnings))
+        Loop(socket, channel, engine, slots, config.arena, config.card).run()
+
+
+def _facts(config: WorkerConfig, engine: Engine) -> dict[str, Any]:
+    return {**engine.facts, "threads": config.num_threads, "private_memory_mb": private_memory_mb()}
+
+
+def _tell(channel: Channel, message: Message) -> None:
+    """Raises SupervisorGone when nobody hears it."""
+    try:
+        channel.send(message)
+    except ConnectionError:
+        raise SupervisorGone from None
+
+
+def _tell_cannot_start(channel: Channel, why: str) -> int:
+    try:
+        _tell(channel, ChildFailed(why))
+    except SupervisorGone:
+        return EXIT_OK
+    return EXIT_COULD_NOT_START
