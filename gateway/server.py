@@ -22,6 +22,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Protocol, cast
 
+from gateway.closing import turn_away_connects
 from gateway.errors import ApiError, RequestTimeout, ServerError, Unavailable
 from gateway.http1 import (
     CONTINUE,
@@ -120,6 +121,7 @@ class Server:
         uvloop sets TCP_NODELAY on what it accepts, and leaves a unix socket's file alone.
         """
         self._loop = asyncio.get_running_loop()
+        self._listening = sock
         self._listener = await self._loop.create_server(
             lambda: Connection(self, self._loop), sock=sock, backlog=_BACKLOG
         )
@@ -135,6 +137,8 @@ class Server:
         self.is_draining = True
         end = time.monotonic() + deadline_s
         await asyncio.sleep(min(grace_s, deadline_s))
+        turn_away_connects(self._listening)
+        await asyncio.sleep(_DRAIN_POLL_S)  # the loop accepts what is left in the backlog
         self._listener.close()
         while self._connections and (left_s := end - time.monotonic()) > 0:
             silent_since = self.clock() - grace_s

@@ -27,13 +27,6 @@ from shm.card import ModelCard, ModelError
 
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
 
-# Parts of a checkpoint that make no hidden state: what the model was trained with, and the pooler that nobody reads.
-_HEADS = (
-    "pooler", "cls", "lm_head", "classifier", "pre_classifier", "score", "qa_outputs", "predictions", "head",
-    "generator_predictions", "generator_lm_head", "discriminator_predictions", "vocab_transform", "vocab_layer_norm",
-    "vocab_projector", "decoder.weight", "decoder.bias",
-)  # fmt: skip
-
 # Their tokenizers give the tokens of one text different type ids, and a worker is sent none.
 _FAMILIES_WITH_TOKEN_TYPES = frozenset({"xlnet", "funnel"})
 
@@ -111,21 +104,26 @@ def _class_of(folder: str, config: PretrainedConfig) -> type[PreTrainedModel]:
 
 
 def _refuse_partial(folder: str, model: PreTrainedModel, loaded: dict[str, Any]) -> None:
-    missing = sorted(name for name in loaded["missing_keys"] if not _is_part(name, model, ("pooler",)))
+    """Refuse gaps, but for a pooler that nobody reads; and left-overs, but for heads that the model was trained with.
+
+    A head is a part that the architecture does not have at all ("cls", "lm_head"). A left-over inside a part that it
+    does have ("encoder.layer.12…") means that the configuration describes another model.
+    """
+    missing = sorted(name for name in loaded["missing_keys"] if _part(name, model) != "pooler")
     if missing:
         raise ModelError(f"{folder}: the weights lack {_some(missing)}, which config.json calls for")
     if loaded["mismatched_keys"]:
         name, stored, expected = min(loaded["mismatched_keys"])
         raise ModelError(f"{folder}: {name} is {list(stored)} in the weights and {list(expected)} in config.json")
-    ignored = (*_HEADS, "decoder") if type(model).__name__.endswith("EncoderModel") else _HEADS
-    left_over = sorted(name for name in loaded["unexpected_keys"] if not _is_part(name, model, ignored))
+    parts = {name for name, _ in model.named_children()}
+    left_over = sorted(name for name in loaded["unexpected_keys"] if _part(name, model) in parts)
     if left_over:
         raise ModelError(f"{folder}: the weights have {_some(left_over)}, which config.json has no place for")
 
 
-def _is_part(name: str, model: PreTrainedModel, parts: tuple[str, ...]) -> bool:
-    name = name.removeprefix(f"{model.base_model_prefix}.")
-    return any(name == part or name.startswith(f"{part}.") for part in parts)
+def _part(name: str, model: PreTrainedModel) -> str:
+    """The part of a model to which a tensor belongs: "encoder" of "bert.encoder.layer.0.output.dense.weight"."""
+    return name.removeprefix(f"{model.base_model_prefix}.").partition(".")[0]
 
 
 def _some(names: list[str]) -> str:

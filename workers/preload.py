@@ -8,7 +8,7 @@ def modules_to_preload(model_type: str) -> list[str]:
     """The modules whose import makes up nearly all of a worker's start, for a model of this type.
 
     Some may not exist in the installed versions: the fork server imports what it can, in this order. Measured on
-    2 cores: 3–6 s for BERT, once, and nothing is left for a worker to import.
+    2 busy cores: 3.3 s for BERT, once, and nothing is left for a worker to import.
     """
     # transformers' rule; a text model that is part of a larger one lives in the larger one's module.
     family = model_type.replace("-", "_").removesuffix("_text")

@@ -116,6 +116,7 @@ def test_any_split_into_batches_gives_the_same_vectors(
     check()
 
 
+@settings(deadline=None)
 @given(st.lists(st.integers(1, 3000), min_size=1, max_size=60), st.booleans())
 def test_rectangles_cover_every_sequence_once_and_stay_small(lengths: list[int], may_pad: bool) -> None:
     batch = PackedBatch(np.array(lengths, dtype=np.int32), np.zeros(sum(lengths), dtype=np.int32))

@@ -1,7 +1,7 @@
 """Sorting by length, and the way back."""
 
 import numpy as np
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from workers.engine import PackedBatch
@@ -19,6 +19,7 @@ def batch_of(sequences: list[list[int]]) -> PackedBatch:
 sequences_strategy = st.lists(st.lists(st.integers(0, 50), min_size=1, max_size=9), min_size=1, max_size=20)
 
 
+@settings(deadline=None)
 @given(sequences_strategy)
 def test_every_sequence_is_where_the_layout_says(sequences: list[list[int]]) -> None:
     layout = arrange(batch_of(sequences))
@@ -27,6 +28,7 @@ def test_every_sequence_is_where_the_layout_says(sequences: list[list[int]]) -> 
         assert layout.token_ids[start : start + length].tolist() == sequences[place]
 
 
+@settings(deadline=None)
 @given(sequences_strategy)
 def test_runs_cover_the_tokens_in_order_and_hold_one_length_each(sequences: list[list[int]]) -> None:
     layout = arrange(batch_of(sequences))
@@ -38,12 +40,14 @@ def test_runs_cover_the_tokens_in_order_and_hold_one_length_each(sequences: list
     assert [run.length for run in layout.runs for _ in range(run.count)] == sorted(map(len, sequences))
 
 
+@settings(deadline=None)
 @given(sequences_strategy)
 def test_offsets_count_from_zero_in_every_sequence(sequences: list[list[int]]) -> None:
     layout = arrange(batch_of(sequences))
     assert layout.offsets().tolist() == [place for ids in sorted(sequences, key=len) for place in range(len(ids))]
 
 
+@settings(deadline=None)
 @given(sequences_strategy, st.integers(0, 3))
 def test_positions_after_padding_skip_padding_tokens(sequences: list[list[int]], pad: int) -> None:
     expected = []

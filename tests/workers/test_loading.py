@@ -91,6 +91,12 @@ def test_the_heads_of_training_are_no_reason_to_refuse(copied: Callable[..., Pat
     assert torch.equal(model.embeddings.word_embeddings.weight, pretrained.bert.embeddings.word_embeddings.weight)
 
 
+def test_a_part_that_the_architecture_does_not_have_is_a_head(copied: Callable[..., Path]) -> None:
+    folder = copied()
+    change_weights(folder, lambda w: {**w, "mlp.dense.weight": torch.zeros(32, 32)})
+    assert load_model(read_card(folder), "float32", CPU) is not None
+
+
 def test_of_an_encoder_with_a_decoder_the_encoder_is_taken(copied: Callable[..., Path]) -> None:
     folder = copied("t5")
     change_config(folder, is_encoder_decoder=True, architectures=["T5Model"])

@@ -4,7 +4,7 @@ import subprocess
 import sys
 
 import numpy as np
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from workers.engine import PackedBatch
@@ -35,6 +35,7 @@ def by_definition(ids: list[int], dim: int) -> list[float]:
     return [value / norm for value in x]
 
 
+@settings(deadline=None)
 @given(st.lists(ids_strategy, min_size=1, max_size=5), st.sampled_from([1, 3, 64]))
 def test_vectors_are_as_defined(sequences: list[list[int]], dim: int) -> None:
     vectors = weightless_vectors(batch_of(*sequences), dim)
@@ -42,6 +43,7 @@ def test_vectors_are_as_defined(sequences: list[list[int]], dim: int) -> None:
     np.testing.assert_allclose(vectors, expected, atol=1e-7)
 
 
+@settings(deadline=None)
 @given(ids_strategy, ids_strategy, st.data())
 def test_vectors_depend_on_their_own_sequence_alone(ids: list[int], other: list[int], data: st.DataObject) -> None:
     alone = weightless_vectors(batch_of(ids), 64)[0]
@@ -53,6 +55,7 @@ def test_vectors_depend_on_their_own_sequence_alone(ids: list[int], other: list[
     assert np.array_equal(weightless_vectors(batch_of(shuffled), 64)[0], alone) == (shuffled == ids)
 
 
+@settings(deadline=None)
 @given(ids_strategy)
 def test_vectors_have_length_one(ids: list[int]) -> None:
     assert abs(np.linalg.norm(weightless_vectors(batch_of(ids), 384)) - 1) < 1e-6

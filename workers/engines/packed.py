@@ -16,10 +16,12 @@ from transformers import PreTrainedModel
 from shm.card import POSITIONS_AFTER_PADDING
 from workers.layout import Layout
 from workers.packing import PACKED_ATTENTION, PackingError, register, running
+from workers.prepack import prepack_linears
 
 
 class PackedForward:
-    """Side effect: the model's attention is switched to packed; a padded forward made later switches it back."""
+    """Side effect: the model's attention is switched to packed and its linear layers are prepacked; a padded forward
+    made later switches both back."""
 
     path = "packed"
 
@@ -32,6 +34,7 @@ class PackedForward:
         model.set_attn_implementation(PACKED_ATTENTION)
         if model.config._attn_implementation != PACKED_ATTENTION:
             raise PackingError(f"the attention of {type(model).__name__} cannot be replaced")
+        prepack_linears(model)
         self._model = model
         self._device = device
         # A model with token types (GPT-2 takes the argument, but adds word embeddings for it) gets zeros.

@@ -13,6 +13,7 @@ from transformers import PreTrainedModel
 
 from workers.layout import Layout
 from workers.packing import PACKED_ATTENTION
+from workers.prepack import restore_linears
 
 _MAX_SEQUENCES = 16
 _MAX_TOKENS = 4096
@@ -24,13 +25,14 @@ _FREE_PADDING_TOKENS = 64
 
 
 class PaddedForward:
-    """Side effect: the model's attention is switched back to transformers' own, should it be packed."""
+    """Side effect: attention and linear layers are switched back to transformers' own, should they be packed."""
 
     path = "padded"
 
     def __init__(self, model: PreTrainedModel, device: torch.device) -> None:
         if model.config._attn_implementation == PACKED_ATTENTION:
             _restore_attention(model)
+            restore_linears(model)
         self._model = model
         self._device = device
         self._pad_token_id = getattr(model.config, "pad_token_id", None) or 0
