@@ -67,10 +67,10 @@ class Settings(BaseSettings):
     dtype: Literal["auto", "float32", "bfloat16", "float16"] = Field(
         default="auto", description="number format of the forward pass; auto: float32"
     )
-    engine: Literal["auto", "packed", "padded", "weightless"] = Field(
+    engine: Literal["auto", "fused", "packed", "padded", "weightless"] = Field(
         default="auto",
-        description="how batches run; auto: packed where it agrees with padded. weightless: no model, made-up vectors, "
-        "to test everything else",
+        description="how batches run; auto: the fastest way whose vectors agree with the plain model's. weightless: no "
+        "model, made-up vectors, to test everything else",
     )
     max_batch_tokens: int = Field(default=2048, ge=1, le=1_000_000, description="tokens in one forward pass")
     max_tokens: int | None = Field(

@@ -14,7 +14,7 @@ from typing import Any
 from shm.arena import ArenaSpec
 from shm.card import ModelCard
 
-ENGINES = ("auto", "packed", "padded", "weightless")
+ENGINES = ("auto", "fused", "packed", "padded", "weightless")
 
 
 @dataclass(frozen=True, slots=True)
@@ -24,7 +24,7 @@ class WorkerConfig:
     card: ModelCard
     arena: ArenaSpec
     engine: str
-    """One of ENGINES: "auto" is packed where it agrees with padded, and padded elsewhere. "weightless" has no
+    """One of ENGINES: "auto" is the fastest of the others that agrees with the plain model. "weightless" has no
     model: its vectors are made from the token ids alone, to test everything but the vectors."""
     device: str
     """"cpu", or "cuda:0", "cuda:1", …"""

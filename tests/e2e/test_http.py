@@ -85,7 +85,7 @@ def test_info_tells_the_model_and_the_workers(server):
     assert info["model"]["pooling"] == "mean"
     assert info["workers"]
     for worker in info["workers"]:
-        assert worker["path"] == "packed"
+        assert worker["path"] == "fused"
         assert worker["dtype"] == "float32"
         assert worker["agreement"]["max_abs_diff"] < 1e-5
 

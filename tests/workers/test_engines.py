@@ -20,8 +20,9 @@ from shm.card import ModelError, read_card
 from workers import packing
 from workers.agreement import vectors_of
 from workers.engine import Engine, PackedBatch, load_engine
+from workers.engines.fused import _Layer
 from workers.engines.padded import rectangles
-from workers.layout import arrange
+from workers.layout import Run, arrange
 
 Config = Callable[..., Any]
 LENGTHS = [5, 1, 30, 60, 7, 5, 2, 1, 12, 12, 59]
@@ -38,9 +39,9 @@ def vectors(engine: Engine, batch: PackedBatch, dim: int = 32) -> NDArray[np.flo
 @pytest.mark.parametrize(
     ("family", "pooling", "paths"),
     [
-        ("bert", "mean", ("packed", "padded")),
-        ("roberta", "cls", ("packed", "padded")),
-        ("xlm-roberta", "mean", ("packed", "padded")),
+        ("bert", "mean", ("fused", "packed", "padded")),
+        ("roberta", "cls", ("fused", "packed", "padded")),
+        ("xlm-roberta", "mean", ("fused", "packed", "padded")),
         ("distilbert", "mean", ("packed", "padded")),
         ("electra", "max", ("packed", "padded")),
         ("albert", "mean_sqrt_len_tokens", ("packed", "padded")),
@@ -91,11 +92,12 @@ def test_a_padding_token_inside_a_text_has_the_position_that_the_reference_gives
 ) -> None:
     folder = checkpoint("roberta", pooling="cls")
     batch = PackedBatch(np.array([6, 3], dtype=np.int32), np.array([5, 1, 7, 1, 1, 9, 1, 1, 4], dtype=np.int32))
-    engine = load(worker_config(folder, engine="packed"))
-    np.testing.assert_allclose(vectors(engine, batch), reference(folder, batch), atol=1e-5, rtol=0)
+    for path in ("fused", "packed"):
+        engine = load(worker_config(folder, engine=path))
+        np.testing.assert_allclose(vectors(engine, batch), reference(folder, batch), atol=1e-5, rtol=0)
 
 
-@pytest.mark.parametrize("path", ["packed", "padded"])
+@pytest.mark.parametrize("path", ["fused", "packed", "padded"])
 def test_any_split_into_batches_gives_the_same_vectors(
     path: str, checkpoint: Callable[..., Path], worker_config: Config, random_batch: Any
 ) -> None:
@@ -154,7 +156,7 @@ def borderless_attention(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
 def test_an_attention_across_borders_is_caught(
     dtype: str, checkpoint: Callable[..., Path], worker_config: Config, reference: Any, random_batch: Any
 ) -> None:
-    folder = checkpoint("bert")
+    folder = checkpoint("electra")
     engine = load(worker_config(folder, dtype=dtype))
     assert engine.facts["path"] == "padded"
     assert engine.facts["dtype"] == dtype
@@ -173,18 +175,47 @@ def test_insisting_on_a_path_that_disagrees_is_refused(checkpoint: Callable[...,
         load(worker_config(checkpoint("bert"), engine="packed"))
 
 
+def test_a_fused_path_that_goes_wrong_is_caught(
+    monkeypatch: pytest.MonkeyPatch, checkpoint: Callable[..., Path], worker_config: Config
+) -> None:
+    attend = _Layer._attend
+
+    def attend_across_borders(self: _Layer, qkv: Any, runs: list[Run]) -> Any:
+        return attend(self, qkv, [Run(start=0, count=1, length=runs[-1].stop)])
+
+    monkeypatch.setattr(_Layer, "_attend", attend_across_borders)
+    engine = load(worker_config(checkpoint("bert")))
+    assert engine.facts["path"] == "packed"
+    (warning,) = engine.warnings
+    assert warning.startswith("fused float32 is not used: its vectors are not the plain model's")
+
+
+@pytest.mark.parametrize(
+    ("family", "settings"),
+    [("distilbert", {}), ("bert", {"is_decoder": True}), ("bert", {"hidden_act": "silu"})],
+)
+def test_what_cannot_be_fused_is_packed_without_a_warning(
+    family: str, settings: dict[str, Any], checkpoint: Callable[..., Path], worker_config: Config
+) -> None:
+    folder = checkpoint(family, **settings)
+    engine = load(worker_config(folder))
+    assert (engine.facts["path"], engine.warnings) == ("packed", [])
+    with pytest.raises(ModelError, match="fused float32 is not used"):
+        load(worker_config(folder, engine="fused"))
+
+
 def test_a_family_that_cannot_be_packed_says_so(checkpoint: Callable[..., Path], worker_config: Config) -> None:
     (warning,) = load(worker_config(checkpoint("mpnet"))).warnings
     assert warning == "packed float32 is not used: PackingError: the attention of MPNetModel cannot be replaced"
 
 
-@pytest.mark.parametrize("dtype", ["bfloat16", "float16"])
+@pytest.mark.parametrize(("dtype", "path"), [("bfloat16", "fused"), ("float16", "packed")])
 def test_sixteen_bits_are_compared_with_float32(
-    dtype: str, checkpoint: Callable[..., Path], worker_config: Config, reference: Any, random_batch: Any
+    dtype: str, path: str, checkpoint: Callable[..., Path], worker_config: Config, reference: Any, random_batch: Any
 ) -> None:
     folder = checkpoint("bert")
     engine = load(worker_config(folder, dtype=dtype))
-    assert (engine.facts["dtype"], engine.facts["path"]) == (dtype, "packed")
+    assert (engine.facts["dtype"], engine.facts["path"]) == (dtype, path)
     assert 0.998 <= engine.facts["agreement"]["min_cosine"] < 0.9999999
     batch = random_batch(LENGTHS)
     cosines = (vectors(engine, batch) * reference(folder, batch)).sum(axis=1)
@@ -201,7 +232,7 @@ def test_a_type_that_cannot_hold_the_model_is_given_up_for_float32(
     weights["embeddings.word_embeddings.weight"] *= 1e6
     save_file(weights, path, metadata={"format": "pt"})
     engine = load(worker_config(folder, dtype="float16"))
-    assert (engine.facts["dtype"], engine.facts["path"]) == ("float32", "packed")
+    assert (engine.facts["dtype"], engine.facts["path"]) == ("float32", "fused")
     assert [warning.split()[:2] for warning in engine.warnings] == [
         ["packed", "float16"],
         ["padded", "float16"],
@@ -227,7 +258,7 @@ def test_the_stages_of_loading_are_reported(checkpoint: Callable[..., Path], wor
     assert stages == [
         "loading weights",
         "embedding probes with the plain model",
-        "comparing packed float32 with the plain model",
+        "comparing fused float32 with the plain model",
     ]
     assert engine.facts["cpu_capability"] == torch.backends.cpu.get_cpu_capability()
     assert engine.facts["agreement"]["max_abs_diff"] < 1e-5
@@ -251,7 +282,7 @@ TEXTS = [
 ]
 
 
-@pytest.mark.parametrize("path", ["packed", "padded"])
+@pytest.mark.parametrize("path", ["fused", "packed", "padded"])
 def test_minilm_gives_the_reference_s_vectors(path: str, minilm: Path, worker_config: Config) -> None:
     tokenizer = Tokenizer.from_file(str(minilm / "tokenizer.json"))
     tokenizer.no_padding()

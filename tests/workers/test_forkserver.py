@@ -358,7 +358,7 @@ def test_the_real_model_through_the_slot(
     ready, stages = worker.until_ready()
     assert stages[0] == "loading weights"
     assert ready.warnings == []
-    assert ready.facts["path"] == "packed"
+    assert ready.facts["path"] == "fused"
     assert ready.facts["agreement"]["max_abs_diff"] < 1e-5
 
     tokenizer = Tokenizer.from_file(str(minilm / "tokenizer.json"))

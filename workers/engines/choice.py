@@ -13,6 +13,7 @@ from shm.card import ModelError
 from workers.agreement import compare, probe_batch, vectors_of, vectors_one_by_one
 from workers.config import WorkerConfig
 from workers.engine import Report
+from workers.engines.fused import FusedForward, NotFusible
 from workers.engines.packed import PackedForward
 from workers.engines.padded import PaddedForward, UnpaddedForward
 from workers.engines.transformer import Forward, TransformerEngine
@@ -20,11 +21,17 @@ from workers.loading import is_stored_as_float32, load_model, one_line
 from workers.pooling import load_head
 
 _FORWARDS: dict[str, Callable[[PreTrainedModel, torch.device], Forward]] = {
+    "fused": FusedForward,
     "packed": PackedForward,
     "padded": PaddedForward,
     "unpadded": UnpaddedForward,
 }
-_PATHS = {"auto": ("packed", "padded", "unpadded"), "packed": ("packed",), "padded": ("padded", "unpadded")}
+_PATHS = {
+    "auto": ("fused", "packed", "padded", "unpadded"),
+    "fused": ("fused",),
+    "packed": ("packed",),
+    "padded": ("padded", "unpadded"),
+}
 """By `WorkerConfig.engine`: what is tried, in this order."""
 
 
@@ -84,6 +91,10 @@ class _Choice:
             agreement = compare(vectors_of(engine, self._probes, self._config.card.dim), self._plain)
         except ModelError:
             raise
+        except NotFusible as error:
+            if self._config.engine == path:  # otherwise nothing is wrong: most families have no fused path
+                self._refuse(dtype, path, one_line(error))
+            return None
         except Exception as error:  # whatever a model raises that was not made for this path
             self._refuse(dtype, path, one_line(error))
             return None
