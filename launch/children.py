@@ -153,6 +153,8 @@ _CHILD_ENVIRONMENT = {
     # What is served was found before the children started; they never go and look for something else.
     "HF_HUB_OFFLINE": "1",
     "TRANSFORMERS_VERBOSITY": "error",
+    # Counting GPUs must not touch CUDA before the fork.
+    "PYTORCH_NVML_BASED_CUDA_CHECK": "1",
     # Importing transformers makes torch create its compiler's cache folder, which nothing here uses: let it find one
     # that exists, and leave none behind.
     "TORCHINDUCTOR_CACHE_DIR": tempfile.gettempdir(),

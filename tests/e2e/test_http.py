@@ -1,6 +1,8 @@
 """What any HTTP client sees: routes, errors, headers."""
 
 import socket
+from datetime import UTC, datetime, timedelta
+from email.utils import parsedate_to_datetime
 
 import httpx
 import pytest
@@ -95,6 +97,12 @@ def test_any_content_type(server, content_type):
     headers = {"content-type": content_type} if content_type else {}
     answer = httpx.post(f"{server.url}/v1/embeddings", content=b'{"input":"a"}', headers=headers)
     assert answer.status_code == 200
+
+
+def test_answers_are_dated(server):
+    for path in ("/live", "/nothing"):
+        date = parsedate_to_datetime(httpx.get(server.url + path).headers["date"])
+        assert abs(datetime.now(UTC) - date) < timedelta(seconds=5)
 
 
 def test_a_clients_request_id_comes_back(server):
