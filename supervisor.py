@@ -22,7 +22,7 @@ from contextlib import suppress
 from dataclasses import dataclass
 from typing import Any
 
-from launch.children import ForkServer, Process, ended_with, reap_everything, spawn
+from launch.children import ForkServer, Process, killed_after, reap_everything, spawn
 from launch.failure import (
     EXIT_BAD_CONFIGURATION,
     EXIT_COULD_NOT_START,
@@ -32,7 +32,7 @@ from launch.failure import (
     ConfigurationError,
     StartFailure,
 )
-from launch.plan import Plan, make_plan, version
+from launch.plan import Plan, make_plan, max_open_files, version
 from launch.settings import load_settings
 from launch.sockets import listen, make_zmq_endpoint
 from launch.summary import pss_mb, summary
@@ -50,19 +50,20 @@ from shm.control import (
     WorkerStuck,
     WorkerUp,
 )
+from shm.socketfile import file_id, remove_if_ours
 from shm.wire import Incarnation
 from workers.preload import modules_to_preload
 from workers.process import adopt_orphans
 
 log = logging.getLogger("vecd.supervisor")
 
-_MAX_OPEN_FILES = 65_536
+EXIT_INTERRUPTED = 130
 _GATEWAY_START_TIMEOUT_S = 60.0
 _DRAIN_MARGIN_S = 2.0
 
-# Restarts: the first at once, then after 0.5, 1, 2 … 30 s. A child that dies this often in a row, without having been
-# ready for this long in between, is in a crash loop, and the server ends.
-_MAX_QUICK_DEATHS = 6
+# Restarts: the first at once, then after 0.5, 1, 2 … 30 s, until a child has been ready for this long. One that dies
+# this often without ever having been ready ends the server. One that has been ready does not: what kills it may be a
+# request, and would end everybody's; `/health` says that it is away.
 _MAX_DEATHS_BEFORE_READY = 3
 _QUICK_LIFE_S = 1.0
 _FIRST_BACKOFF_S, _MAX_BACKOFF_S = 0.5, 30.0
@@ -110,13 +111,20 @@ def _serve(arguments: Sequence[str]) -> int:
     except (ModelError, StartFailure) as error:
         _say(str(error))
         return EXIT_COULD_NOT_START
+    except KeyboardInterrupt:  # before the server's own handling of signals
+        return EXIT_INTERRUPTED
     except Exception:
         log.exception("internal error")
         return EXIT_INTERNAL_ERROR
 
 
 def _say(line: str) -> None:
-    print(f"vecd: {line}", file=sys.stderr, flush=True)
+    _print(f"vecd: {line}")
+
+
+def _print(line: str) -> None:
+    with suppress(OSError):  # whoever read it has gone; that is no reason to stop
+        print(line, file=sys.stderr, flush=True)
 
 
 # --- the supervisor ---------------------------------------------------------------------------------------------
@@ -131,18 +139,20 @@ class Restarts:
     num_quick_deaths: int = 0
 
     def delay_after(self, reason: str, ready_for_s: float | None) -> float:
-        """Seconds to wait after a life that was ready for so long, or never. Raises StartFailure in a crash loop."""
+        """Seconds to wait after a life that was ready for so long, or never.
+
+        Raises StartFailure when the child has died too often without ever having been ready.
+        """
         if ready_for_s is not None:
             self.has_been_ready = True
             if ready_for_s >= _QUICK_LIFE_S:
                 self.num_quick_deaths = 0
         self.num_quick_deaths += 1
-        most = _MAX_QUICK_DEATHS if self.has_been_ready else _MAX_DEATHS_BEFORE_READY
-        if self.num_quick_deaths >= most:
+        if not self.has_been_ready and self.num_quick_deaths >= _MAX_DEATHS_BEFORE_READY:
             raise StartFailure(f"{self.name} keeps dying ({self.num_quick_deaths} times): at last it {reason}")
         if self.num_quick_deaths == 1:
             return 0.0
-        return min(_MAX_BACKOFF_S, _FIRST_BACKOFF_S * 2.0 ** (self.num_quick_deaths - 2))
+        return min(_MAX_BACKOFF_S, _FIRST_BACKOFF_S * 2.0 ** min(16, self.num_quick_deaths - 2))
 
 
 @dataclass(slots=True)
@@ -156,8 +166,18 @@ class ReadyWorker:
 
     def introduce_to(self, gateway: Process) -> None:
         message = WorkerUp(self.incarnation.worker, self.incarnation.life, self.facts)
-        with suppress(OSError):  # a gateway that has just died is replaced, and told then
-            gateway.channel.send(message, [self.arena_fd])
+        send_or_kill(gateway, message, [self.arena_fd])
+
+
+def send_or_kill(process: Process, message: Message, fds: Sequence[int] = ()) -> None:
+    """Tell a child what it must not miss: one that does not listen is killed, and its successor told everything."""
+    try:
+        process.channel.send(message, fds)
+    except BlockingIOError:
+        log.error("the %s does not read its control messages and is killed", process.name)
+        process.kill()
+    except OSError:
+        pass  # it has just died, which its keeper is about to see
 
 
 class Supervisor:
@@ -168,24 +188,27 @@ class Supervisor:
         self._stop = asyncio.Event()
         self._is_draining = False
         self._gateway: Process | None = None
-        self._gateway_ready = asyncio.Event()
         self._ready: dict[int, ReadyWorker] = {}
-        self._all_ready = asyncio.Event()
+        self._has_been_ready = False
+        self._changed = asyncio.Event()
+        self._keepers: list[asyncio.Task[None]] = []
 
     async def run(self) -> int:
         """Serve until SIGTERM or SIGINT; returns 0. Raises StartFailure when a child cannot start or keeps dying."""
         _prepare_process()
         self._install_signal_handlers()
-        self._listening, self._url = listen(self.plan.settings)
         self._zmq_listening, self._zmq_address = make_zmq_endpoint()
+        self._listening, self._url = listen(self.plan.settings)
+        self._uds_id = file_id(self.plan.settings.uds) if self.plan.settings.uds else None
         try:
-            async with asyncio.TaskGroup() as keepers:
-                tasks = [keepers.create_task(self._keep_gateway(), name="gateway")]
-                tasks += [keepers.create_task(self._keep_worker(index)) for index in range(len(self.plan.workers))]
-                await self._serve_until_stopped()
-                await self._drain(tasks[0])
-                for task in tasks:
-                    task.cancel()
+            async with asyncio.TaskGroup() as group:
+                gateway_keeper = group.create_task(self._keep_gateway())
+                self._keepers = [gateway_keeper, group.create_task(self._announce_when_ready())]
+                for index in range(len(self.plan.workers)):
+                    self._keepers.append(group.create_task(self._keep_worker(index)))
+                await self._stop.wait()
+                await self._drain(gateway_keeper)
+                self._cancel_keepers()
         except* StartFailure as group:
             raise _first(group) from None
         finally:
@@ -194,13 +217,6 @@ class Supervisor:
             self._close_sockets()
         return EXIT_OK
 
-    async def _serve_until_stopped(self) -> None:
-        announced = asyncio.create_task(self._announce_when_ready())
-        try:
-            await self._stop.wait()
-        finally:
-            announced.cancel()
-
     async def _drain(self, gateway_keeper: "asyncio.Task[None]") -> None:
         """Let the gateway answer what it has accepted. Workers stay, and are still restarted, until it is done."""
         self._is_draining = True
@@ -208,8 +224,7 @@ class Supervisor:
         log.info("draining, for at most %g s", deadline_s)
         self._listening.close()  # the gateway's copy decides from now on when connects are refused
         if self._gateway is not None:
-            with suppress(OSError):
-                self._gateway.channel.send(Drain(deadline_s))
+            send_or_kill(self._gateway, Drain(deadline_s))
         _, pending = await asyncio.wait([gateway_keeper], timeout=deadline_s + _DRAIN_MARGIN_S)
         if pending:
             log.warning("the gateway has not finished in %g s and is killed", deadline_s + _DRAIN_MARGIN_S)
@@ -221,7 +236,6 @@ class Supervisor:
         epoch = 0
         while not self._is_draining:
             epoch += 1
-            self._gateway_ready.clear()
             reason, ready_for_s = await self._live_gateway(epoch)
             if self._is_draining:
                 log.info("the gateway %s", reason)
@@ -234,12 +248,16 @@ class Supervisor:
 
         Raises StartFailure when another life would not help.
         """
-        process = spawn("gateway", "gateway")
-        with ended_with(process):
+        try:
+            process = spawn("gateway", "gateway")
+        except OSError as error:
+            return f"cannot be started: {error}", None
+        with killed_after(process):
             start = GatewayStart(self.plan.gateway.to_json(), epoch)
-            process.channel.send(start, [self._listening.fileno(), self._zmq_listening.fileno()])
+            send_or_kill(process, start, [self._listening.fileno(), self._zmq_listening.fileno()])
             try:
-                ready = await asyncio.wait_for(process.receive(), _GATEWAY_START_TIMEOUT_S)
+                async with asyncio.timeout(_GATEWAY_START_TIMEOUT_S):
+                    ready = await process.receive()
             except TimeoutError:
                 return f"was not ready within {_GATEWAY_START_TIMEOUT_S:g} s", None
             if isinstance(ready, ChildFailed):
@@ -250,8 +268,8 @@ class Supervisor:
             ready_at = time.monotonic()
             self._gateway = process
             if self._is_draining:
-                process.channel.send(Drain(self.plan.settings.drain_timeout))
-            self._gateway_ready.set()
+                send_or_kill(process, Drain(self.plan.settings.drain_timeout))
+            self._changed.set()
             for worker in self._ready.values():
                 worker.introduce_to(process)
             try:
@@ -270,8 +288,7 @@ class Supervisor:
 
     def _tell_gateway_down(self, incarnation: Incarnation, reason: str) -> None:
         if self._gateway is not None:
-            with suppress(OSError):
-                self._gateway.channel.send(WorkerDown(incarnation.worker, incarnation.life, reason))
+            send_or_kill(self._gateway, WorkerDown(incarnation.worker, incarnation.life, reason))
 
     # --- workers --------------------------------------------------------------------------------------------
 
@@ -283,7 +300,6 @@ class Supervisor:
             incarnation = Incarnation(index, life)
             reason, ready_for_s = await self._live_worker(incarnation)
             log.error("%s %s", incarnation, reason)
-            self._tell_gateway_down(incarnation, reason)
             await asyncio.sleep(restarts.delay_after(reason, ready_for_s))
 
     async def _live_worker(self, incarnation: Incarnation) -> tuple[str, float | None]:
@@ -301,16 +317,20 @@ class Supervisor:
                 process = await self._fork_server.fork(incarnation, config, arena_fd, self._zmq_address)
             except (ChildDied, TimeoutError) as error:
                 return f"could not be forked: {error or 'no answer'}", None
-            with ended_with(process):
+            with killed_after(process):
                 facts, reason = await self._await_worker_ready(process)
                 if facts is None:
                     return reason, None
                 self._worker_is_ready(ReadyWorker(incarnation, process, arena_fd, facts))
                 ready_at = time.monotonic()
                 try:
-                    return await process.ended(), time.monotonic() - ready_at
+                    await process.died()
                 finally:
                     del self._ready[incarnation.worker]
+                ready_for_s = time.monotonic() - ready_at
+                reason = await process.ended()
+                self._tell_gateway_down(incarnation, reason)
+                return reason, ready_for_s
         finally:
             os.close(arena_fd)
 
@@ -327,7 +347,7 @@ class Supervisor:
                         case WorkerReady() as ready:
                             self._show_warnings(ready.warnings)
                             return ready.facts, ""
-                        case ChildFailed() as failed if not self._all_ready.is_set():
+                        case ChildFailed() as failed if not self._has_been_ready:
                             raise StartFailure(failed.message)
                         case ChildFailed() as failed:
                             return None, f"cannot start: {failed.message}"
@@ -340,10 +360,9 @@ class Supervisor:
         self._ready[worker.incarnation.worker] = worker
         if self._gateway is not None:
             worker.introduce_to(self._gateway)
-        if self._all_ready.is_set():
+        if self._has_been_ready:
             log.info("%s is ready", worker.incarnation)
-        elif len(self._ready) == len(self.plan.workers):
-            self._all_ready.set()
+        self._changed.set()
 
     # --- what the operator sees -----------------------------------------------------------------------------
 
@@ -353,19 +372,22 @@ class Supervisor:
             _say(stage)
 
     def _show_warnings(self, warnings: list[str]) -> None:
-        if not self._all_ready.is_set() and not self._ready:
+        if not self._has_been_ready and not self._ready:
             for warning in warnings:
                 _say(f"warning: {warning}")
 
     async def _announce_when_ready(self) -> None:
-        await self._gateway_ready.wait()
-        await self._all_ready.wait()
+        while not (self._gateway and len(self._ready) == len(self.plan.workers)):
+            self._changed.clear()
+            await self._changed.wait()
+        self._has_been_ready = True
         self._announce()
 
     def _announce(self) -> None:
-        for line in summary(self.plan, self._url, self._ready[0].facts, self._memory_mb()):
-            print(line, file=sys.stderr)
-        print(f"  ready in   {time.monotonic() - self._started_at:.1f} s", file=sys.stderr, flush=True)
+        facts = next(iter(self._ready.values())).facts
+        for line in summary(self.plan, self._url, facts, self._memory_mb()):
+            _print(line)
+        _print(f"  ready in   {time.monotonic() - self._started_at:.1f} s")
         ready_fd = self.plan.settings.ready_fd
         if ready_fd is not None:
             with open(ready_fd, "w") as ready:
@@ -381,31 +403,33 @@ class Supervisor:
 
     def _install_signal_handlers(self) -> None:
         loop = asyncio.get_running_loop()
-        for number in (signal.SIGTERM, signal.SIGINT):
+        for number in (signal.SIGTERM, signal.SIGINT, signal.SIGHUP):
             loop.add_signal_handler(number, self._on_stop_signal)
 
     def _on_stop_signal(self) -> None:
         """The first asks for a drain; a second, from somebody who will not wait, ends it."""
         if self._stop.is_set():
-            for task in asyncio.all_tasks():
-                if task.get_name() == "gateway":
-                    task.cancel()
+            self._cancel_keepers()
         self._stop.set()
+
+    def _cancel_keepers(self) -> None:
+        """Each keeper kills its child on the way out."""
+        for keeper in self._keepers:
+            keeper.cancel()
 
     def _close_sockets(self) -> None:
         self._listening.close()
         self._zmq_listening.close()
         os.close(self._zmq_address)
         if self.plan.settings.uds is not None:
-            self.plan.settings.uds.unlink(missing_ok=True)
+            remove_if_ours(self.plan.settings.uds, self._uds_id)
 
 
 def _prepare_process() -> None:
     adopt_orphans()
     os.umask(0o077)
     _, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
-    most = _MAX_OPEN_FILES if hard == resource.RLIM_INFINITY else min(hard, _MAX_OPEN_FILES)
-    resource.setrlimit(resource.RLIMIT_NOFILE, (most, hard))
+    resource.setrlimit(resource.RLIMIT_NOFILE, (max_open_files(), hard))
     resource.setrlimit(resource.RLIMIT_CORE, (0, 0))  # a core file would hold texts
 
 

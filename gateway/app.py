@@ -46,6 +46,7 @@ class App:
         self.started_at = time.monotonic()
         self.created_at = int(time.time())
         self._auth = Auth(config.api_key)
+        self._gatherings: set[Gathering] = set()
 
     # --- what the server calls ------------------------------------------------------------------------------
 
@@ -59,6 +60,11 @@ class App:
 
     def render_error(self, error: ApiError, path: str | None) -> Response:
         return Response(error.status, render_openai_error(error), headers=error.headers())
+
+    def give_up(self) -> None:
+        """Answer every request that still waits for rows with a 503: the drain's deadline is about to pass."""
+        for gathering in list(self._gatherings):
+            gathering.fail(Unavailable("The server is shutting down and did not get to this request", retry_after_s=1))
 
     def _route(self, request: HttpRequest) -> Route:
         route = find_route(ROUTES, request.method, request.path)
@@ -94,10 +100,14 @@ class App:
         gathering = Gathering(len(tokenized), ENCODERS[request.encoding], asyncio.get_running_loop())
         self.scheduler.add(QueuedSequence(gathering, index, item) for index, item in enumerate(tokenized))
         self.dispatcher.pump_soon()
+        self._gatherings.add(gathering)
         try:
             await gathering.finished
         finally:
+            self._gatherings.discard(gathering)
             gathering.abandon()
+            if gathering.num_missing:
+                self.scheduler.note_abandoned(gathering.num_missing)
         return gathering.fragments
 
 

@@ -7,9 +7,10 @@ what waits is accepted, then the socket is closed. Called by `gateway.server` wh
 
 import ctypes
 import logging
-import os
 import socket
 from contextlib import suppress
+
+from shm.socketfile import FileId, remove_if_ours
 
 log = logging.getLogger("vecd.gateway")
 
@@ -24,16 +25,16 @@ class _Program(ctypes.Structure):
     _fields_ = [("length", ctypes.c_ushort), ("instructions", ctypes.c_char_p)]
 
 
-def turn_away_connects(sock: socket.socket) -> None:
+def turn_away_connects(sock: socket.socket, uds_id: FileId | None) -> None:
     """From now on, no client gets a new connection to the listening `sock`; those it has stay and can be accepted.
 
     On TCP a socket filter drops the packets that ask for one; such a client asks again a second later, and is refused
-    by then. On a unix socket the file is removed. Best effort: where the kernel forbids the filter, a connect in the
-    moment of closing may be reset.
+    by then. On a unix socket the file is removed, if it is still the one that `uds_id` names. Best effort: where
+    the kernel forbids the filter, a connect in the moment of closing may be reset.
     """
     with suppress(OSError):
         if sock.family == socket.AF_UNIX:
-            os.unlink(sock.getsockname())
+            remove_if_ours(sock.getsockname(), uds_id)
             return
         program = _Program(1, _DROP_PACKET)
         sock.setsockopt(socket.SOL_SOCKET, _SO_ATTACH_FILTER, bytes(program))

@@ -20,7 +20,7 @@ from typing import Any
 import numpy as np
 import zmq
 
-from gateway.errors import ServerError
+from gateway.errors import PoisonInput, ServerError
 from gateway.request import Sequence
 from gateway.scheduler import Scheduler
 from shm.failure import FailureCode
@@ -34,6 +34,9 @@ _SWEEP_INTERVAL_S = 1.0
 
 _FLOATS_PER_TURN = 32 * 1024
 """Floats encoded before the event loop gets its next turn: 1.4 ms as JSON numbers, 0.03 ms as base64."""
+
+_MAX_FAILURES = 10
+"""Failures in a row, each on a batch of one sequence, after which the worker itself is suspected."""
 
 _MAX_DEATHS = 3
 """Deadly batches after which a sequence is given up: two in company, the third alone."""
@@ -67,6 +70,9 @@ class WorkerLink:
     is_stuck: bool = False
     """It has let a deadline pass; the supervisor has been told and will kill it."""
     num_batches: int = 0
+    num_failures: int = 0
+    """Batches of one sequence that it has failed on since its last success."""
+    up_at: float = field(default_factory=time.monotonic)
 
     @property
     def is_usable(self) -> bool:
@@ -100,7 +106,7 @@ class Dispatcher:
         self._is_encoding = False
         self._is_pump_due = False
         self._tokens_since_sweep = 0
-        self._why_unavailable = "workers are loading"
+        self._last_death = "workers are loading"
 
     # --- life -----------------------------------------------------------------------------------------------
 
@@ -132,7 +138,11 @@ class Dispatcher:
         """None when some worker can serve; else the reason, for `/health`."""
         if any(link.is_usable for link in self._links.values()):
             return None
-        return self._why_unavailable
+        if not self._links:
+            return self._last_death
+        return "; ".join(
+            f"{link.incarnation} {'is stuck' if link.is_stuck else 'does not answer yet'}" for link in self.links
+        )
 
     def pump_soon(self) -> None:
         """Send what can be sent, once the requests that have arrived in this turn of the loop are all queued."""
@@ -151,7 +161,7 @@ class Dispatcher:
     def worker_down(self, incarnation: Incarnation, reason: str) -> None:
         """An incarnation is dead: its batches are queued again, its arena dropped."""
         link = self._links.pop(incarnation.identity, None)
-        self._why_unavailable = f"{incarnation} {reason}"
+        self._last_death = f"{incarnation} {reason}"
         if link is None:
             return
         # Answered batches are still encoded: their rows were complete before the worker died, and the view keeps
@@ -192,9 +202,11 @@ class Dispatcher:
             self._socket.send_multipart([link.incarnation.identity, *encode(message)], zmq.DONTWAIT)
         except zmq.ZMQError:
             return False
-        # A send may swallow the wake-up of a message that has arrived meanwhile: look again, or it waits for ever.
-        if self._has_message():
-            self._loop.call_soon(self._receive_all)
+        finally:
+            # A send, failed or not, may swallow the wake-up of a message that has arrived meanwhile: look again, or it
+            # waits for ever.
+            if self._has_message():
+                self._loop.call_soon(self._receive_all)
         return True
 
     def _probe(self, link: WorkerLink) -> None:
@@ -250,6 +262,7 @@ class Dispatcher:
             return
         self._tokens_since_sweep += batch.num_tokens
         link.num_batches += 1
+        link.num_failures = 0
         self._pump()  # the worker computes its next batch while this one's rows are encoded
         self._to_encode.append((link, batch))
         if not self._is_encoding:
@@ -263,6 +276,7 @@ class Dispatcher:
         link.free_slots.append(batch.slot)
         if len(batch.sequences) == 1:
             _fail(batch.sequences[0], failed.code)
+            self._count_failure(link)
         else:
             for sequence in batch.sequences:
                 sequence.must_run_alone = True
@@ -292,7 +306,12 @@ class Dispatcher:
             rows = link.slots[batch.slot]
             rows_left = max(1, floats_left // rows.shape[1])
             end = min(len(batch.sequences), batch.num_encoded + rows_left)
-            _deliver(batch.sequences[batch.num_encoded : end], rows[batch.num_encoded : end])
+            try:
+                _deliver(batch.sequences[batch.num_encoded : end], rows[batch.num_encoded : end])
+            except Exception as error:  # one batch's trouble must not hold up those behind it
+                log.error("rows of batch %d cannot be encoded: %s", batch.number, type(error).__name__)
+                for sequence in batch.sequences:
+                    sequence.gathering.fail(ServerError("The server failed on this request"))
             floats_left -= (end - batch.num_encoded) * rows.shape[1]
             batch.num_encoded = end
             if end == len(batch.sequences):
@@ -313,9 +332,14 @@ class Dispatcher:
             sequence.must_run_alone = sequence.num_deaths >= _MAX_DEATHS - 1
             if sequence.num_deaths >= _MAX_DEATHS:
                 log.error("a sequence of %d tokens died with %d workers; given up", sequence.num_tokens, _MAX_DEATHS)
-                sequence.gathering.fail(
-                    ServerError(f"'input[{sequence.index}]' ended its worker each time it ran", code="poison_input")
-                )
+                sequence.gathering.fail(PoisonInput(f"'input[{sequence.index}]' ended its worker each time it ran"))
+
+    def _count_failure(self, link: WorkerLink) -> None:
+        """A worker that only fails is always idle, and would be given everything: it is replaced."""
+        link.num_failures += 1
+        if link.num_failures >= _MAX_FAILURES:
+            log.error("%s has failed %d times in a row", link.incarnation, link.num_failures)
+            self._report_stuck(link)
 
     def _put_back(self, sequences: list[Sequence]) -> None:
         self._scheduler.put_back([sequence for sequence in sequences if not sequence.is_abandoned])
@@ -325,12 +349,15 @@ class Dispatcher:
         """Give the worker nothing more, and have it killed; its batches come back with `worker_down`."""
         if not link.is_stuck:
             link.is_stuck = True
-            self._why_unavailable = f"{link.incarnation} is stuck"
             self._on_stuck(link.incarnation)
 
     def _sweep(self) -> None:
+        self._sweeper = self._loop.call_later(_SWEEP_INTERVAL_S, self._sweep)
         now = time.monotonic()
-        for link in self._links.values():
+        for link in self.links:
+            if not link.is_connected and now - link.up_at > self._batch_timeout_s and not link.is_stuck:
+                log.error("%s has not answered for %.0f s", link.incarnation, now - link.up_at)
+                self._report_stuck(link)
             oldest = next(iter(link.in_flight.values()), None)
             if oldest is not None and now - oldest.started_at > self._batch_timeout_s and not link.is_stuck:
                 log.error(
@@ -343,7 +370,6 @@ class Dispatcher:
         if self._tokens_since_sweep:
             self._on_rate(self._tokens_since_sweep / _SWEEP_INTERVAL_S)
             self._tokens_since_sweep = 0
-        self._sweeper = self._loop.call_later(_SWEEP_INTERVAL_S, self._sweep)
 
 
 def _deliver(sequences: list[Sequence], rows: Rows) -> None:

@@ -162,6 +162,16 @@ class ServerError(ApiError):
     log_level = logging.ERROR
 
 
+class PoisonInput(ServerError):
+    """Raised by `gateway.dispatch` for an input whose batches died with their workers, the last time alone."""
+
+    code = "poison_input"
+
+    def headers(self) -> dict[str, str]:
+        # OpenAI's SDKs repeat a 5xx, and this one would kill again.
+        return {"x-should-retry": "false"}
+
+
 def render_openai_error(error: ApiError) -> bytes:
     """The error's body in OpenAI's shape, in which all four keys are always there."""
     return orjson.dumps(

@@ -5,6 +5,7 @@ in a process of its own, which never imports torch.
 """
 
 import asyncio
+import gc
 import logging
 import os
 import select
@@ -34,19 +35,23 @@ from shm.control import (
     WorkerStuck,
     WorkerUp,
 )
+from shm.socketfile import FileId, file_id, remove_if_ours
 from shm.view import map_slots
 from shm.wire import Incarnation
 
 log = logging.getLogger("vecd.gateway")
 
 _START_TIMEOUT_S = 10.0
+_GC_THRESHOLD = 50_000
+_LAST_ANSWERS_S = 1.0
+"""So long before the drain's deadline, what is not answered yet is told that it will not be."""
 
 
 def run(channel: Channel) -> int:
     """Serve until told to drain; returns the exit code. `channel` is the inherited end of the control connection."""
     # The terminal's Ctrl-C reaches the whole process group; only the supervisor acts on it.
-    signal.signal(signal.SIGINT, signal.SIG_IGN)
-    signal.signal(signal.SIGTERM, signal.SIG_IGN)
+    for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
+        signal.signal(number, signal.SIG_IGN)
     received = channel.receive(_START_TIMEOUT_S)
     if received is None:
         return 0
@@ -54,12 +59,16 @@ def run(channel: Channel) -> int:
     assert isinstance(start, GatewayStart)
     config = GatewayConfig.from_json(start.config)
     logging.basicConfig(level=config.log_level.upper(), format="%(asctime)s gateway %(levelname)s %(message)s")
-    _end_with_supervisor(channel, config.uds)
+    _end_with_supervisor(channel, config.uds, file_id(config.uds) if config.uds else None)
     try:
         gateway = Gateway(config, start.epoch, channel)
     except ModelError as error:
         channel.send(ChildFailed(str(error)))
         return 3
+    # What has been set up stays; and a body of millions of values must not be walked through again and again.
+    gc.collect()
+    gc.freeze()
+    gc.set_threshold(_GC_THRESHOLD, 50, 100)
     return uvloop.run(gateway.serve(socket.socket(fileno=listening_fd), zmq_fd))
 
 
@@ -111,6 +120,10 @@ class Gateway:
                 message, fds = received
                 try:
                     self._on_control(message, fds)
+                except Exception:
+                    # A message half understood is worse than a new gateway, which is told everything again.
+                    log.exception("control message %s", type(message).__name__)
+                    os._exit(70)
                 finally:
                     for fd in fds:
                         os.close(fd)
@@ -129,13 +142,14 @@ class Gateway:
                 self._draining = asyncio.ensure_future(self._drain(message.deadline_s))
 
     async def _drain(self, deadline_s: float) -> None:
+        asyncio.get_running_loop().call_later(max(0.0, deadline_s - _LAST_ANSWERS_S), self._app.give_up)
         try:
             self._drained.set_result(await self._server.drain(deadline_s))
         except Exception as error:
             self._drained.set_exception(error)
 
 
-def _end_with_supervisor(channel: Channel, uds: str | None) -> None:
+def _end_with_supervisor(channel: Channel, uds: str | None, uds_id: FileId | None) -> None:
     """End this process when the supervisor dies, even while the event loop is blocked.
 
     Its death hangs up the control channel, which a thread waits for. Nothing is left behind: the unix socket's file is
@@ -147,8 +161,7 @@ def _end_with_supervisor(channel: Channel, uds: str | None) -> None:
         poll.register(channel.fileno(), select.POLLRDHUP)
         poll.poll()
         if uds is not None:
-            with suppress(OSError):
-                os.unlink(uds)
+            remove_if_ours(uds, uds_id)
         os._exit(1)
 
     threading.Thread(target=watch, name="supervisor-watch", daemon=True).start()

@@ -50,12 +50,13 @@ class Gathering:
     for whatever reason, the sequences still queued are abandoned and never reach a worker.
     """
 
-    __slots__ = ("_encode_row", "_num_missing", "finished", "fragments")
+    __slots__ = ("_encode_row", "finished", "fragments", "num_missing")
 
     def __init__(self, num_sequences: int, encode_row: EncodeRow, loop: asyncio.AbstractEventLoop) -> None:
         self.fragments: list[bytes] = [b""] * num_sequences
         self.finished: asyncio.Future[None] = loop.create_future()
-        self._num_missing = num_sequences
+        self.num_missing = num_sequences
+        """Rows that have not been delivered."""
         self._encode_row = encode_row
 
     @property
@@ -68,8 +69,8 @@ class Gathering:
         if self.is_over:
             return
         self.fragments[index] = self._encode_row(row)
-        self._num_missing -= 1
-        if self._num_missing == 0:
+        self.num_missing -= 1
+        if self.num_missing == 0:
             self.finished.set_result(None)
 
     def fail(self, error: ApiError) -> None:

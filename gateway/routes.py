@@ -35,12 +35,12 @@ def find_route(table: Table, method: str, path: str) -> Route:
         methods = table.get(path) or _wildcard(table, path)
     if methods is None:
         raise NotFound(
-            f"Unknown path; embeddings are at POST /v1/embeddings ({method} was sent elsewhere)",
+            "There is nothing at this path; embeddings are at POST /v1/embeddings",
             code="unknown_url",
         )
     route = methods.get("GET" if method == "HEAD" else method)
     if route is None:
-        allow = ", ".join(sorted(methods))
+        allow = ", ".join(sorted({*methods, "HEAD"} if "GET" in methods else methods))
         raise MethodNotAllowed(f"{method} is not allowed on this path, only {allow}", allow=allow)
     return route
 

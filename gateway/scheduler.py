@@ -19,6 +19,7 @@ class Scheduler:
         self._max_batch_sequences = max_batch_sequences
         self._queue: deque[Sequence] = deque()
         self._queued_tokens = 0
+        self._num_abandoned = 0
 
     @property
     def queued_tokens(self) -> int:
@@ -43,6 +44,17 @@ class Scheduler:
         """Queue sequences of a lost batch again, before all others and in their old order."""
         self._queue.extendleft(reversed(sequences))
         self._queued_tokens += sum(sequence.num_tokens for sequence in sequences)
+
+    def note_abandoned(self, num_sequences: int) -> None:
+        """A request is over of which at most so many sequences still wait.
+
+        They are dropped when a batch is built; where none is being built, before they are half of the queue.
+        """
+        self._num_abandoned += num_sequences
+        if 2 * self._num_abandoned > len(self._queue):
+            self._queue = deque(sequence for sequence in self._queue if not sequence.is_abandoned)
+            self._queued_tokens = sum(sequence.num_tokens for sequence in self._queue)
+            self._num_abandoned = 0
 
     def next_batch(self, num_idle_workers: int) -> list[Sequence]:
         """Take the sequences of one batch; empty when nothing waits.

@@ -36,6 +36,7 @@ from gateway.http1 import (
     encode_response,
     new_request_id,
 )
+from shm.socketfile import file_id
 
 log = logging.getLogger("vecd.gateway")
 
@@ -124,6 +125,7 @@ class Server:
         """
         self._loop = asyncio.get_running_loop()
         self._listening = sock
+        self._uds_id = file_id(sock.getsockname()) if sock.family == socket.AF_UNIX else None
         self._listener = await self._loop.create_server(
             lambda: Connection(self, self._loop), sock=sock, backlog=_BACKLOG
         )
@@ -139,7 +141,7 @@ class Server:
         self.is_draining = True
         end = time.monotonic() + deadline_s
         await asyncio.sleep(min(grace_s, deadline_s))
-        turn_away_connects(self._listening)
+        turn_away_connects(self._listening, self._uds_id)
         await asyncio.sleep(_DRAIN_POLL_S)  # the loop accepts what is left in the backlog
         self._listener.close()
         while self._connections and (left_s := end - time.monotonic()) > 0:

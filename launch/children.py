@@ -33,7 +33,7 @@ log = logging.getLogger("vecd.supervisor")
 
 _FORK_TIMEOUT_S = 10.0
 _FORK_SERVER_START_TIMEOUT_S = 120.0
-_REAP_TIMEOUT_S = 5.0
+_REAP_TIMEOUT_S = 1.0
 _REAP_INTERVAL_S, _REAP_ROUNDS = 0.01, 200
 
 
@@ -45,13 +45,18 @@ class Process:
     pid: int
     pidfd: int
     channel: Channel
-    reap: Callable[[], Awaitable[int]]
-    """Returns the exit status, as `os.waitstatus_to_exitcode` gives it, once the process has ended."""
+    reap: Callable[[], Awaitable[int | None]]
+    """Returns the exit status, as `os.waitstatus_to_exitcode` gives it, once the process has ended; None when nobody
+    can tell."""
 
     async def ended(self) -> str:
-        """Wait until the process has ended; says how."""
-        await _readable(self.pidfd)
+        """Wait until the process has ended, and has been reaped; says how."""
+        await self.died()
         return _describe_status(await self.reap())
+
+    async def died(self) -> None:
+        """Wait until the process has ended. What it held may be taken from it now."""
+        await _readable(self.pidfd)
 
     async def receive(self) -> Message | None:
         """The next message; None once the process has closed its end. Descriptors are not expected."""
@@ -83,7 +88,9 @@ async def _readable(fd: int) -> None:
         loop.remove_reader(fd)
 
 
-def _describe_status(status: int) -> str:
+def _describe_status(status: int | None) -> str:
+    if status is None:
+        return "died"
     if status >= 0:
         return f"ended with exit code {status}"
     try:
@@ -99,15 +106,20 @@ def self_command(command: str) -> list[str]:
 
 
 def spawn(name: str, command: str) -> Process:
-    """Start this program again as a child with a control channel."""
+    """Start this program again as a child with a control channel. Raises OSError when it cannot be."""
     ours, theirs = Channel.pair()
-    popen = subprocess.Popen(
-        [*self_command(command), str(theirs.fileno())],
-        pass_fds=[theirs.fileno()],
-        stdin=subprocess.DEVNULL,
-        env={**os.environ, **_CHILD_ENVIRONMENT},
-    )
-    theirs.close()
+    try:
+        popen = subprocess.Popen(
+            [*self_command(command), str(theirs.fileno())],
+            pass_fds=[theirs.fileno()],
+            stdin=subprocess.DEVNULL,
+            env={**os.environ, **_CHILD_ENVIRONMENT},
+        )
+    except OSError:
+        ours.close()
+        raise
+    finally:
+        theirs.close()
 
     async def reap() -> int:
         return popen.wait()
@@ -115,14 +127,14 @@ def spawn(name: str, command: str) -> Process:
     return Process(name, popen.pid, os.pidfd_open(popen.pid), ours, reap)
 
 
-def _reap_orphan(pidfd: int) -> int:
+def _reap_orphan(pidfd: int) -> int | None:
     """The exit status of a worker whose fork server died first, and which is therefore ours to reap."""
     try:
         result = os.waitid(os.P_PIDFD, pidfd, os.WEXITED | os.WNOHANG)
     except ChildProcessError:
-        return -signal.SIGKILL
+        return None  # its fork server lives, and hangs
     if result is None:
-        return -signal.SIGKILL
+        return None
     return result.si_status if result.si_code == os.CLD_EXITED else -result.si_status
 
 
@@ -177,24 +189,29 @@ class ForkServer:
         channel = await self._ensure_running()
         loop = asyncio.get_running_loop()
         ours, theirs = Channel.pair()
-        self._forked[incarnation] = loop.create_future()
+        forked = self._forked[incarnation] = loop.create_future()
         message = ForkWorker(incarnation.worker, incarnation.life, config.to_json())
         try:
             channel.send(message, [theirs.fileno(), arena_fd, address_fd])
-            pid, pidfd, exited = await asyncio.wait_for(self._forked[incarnation], _FORK_TIMEOUT_S)
-        except OSError as error:
+            # Not asyncio.wait_for: before Python 3.12 it forgets a cancellation that comes with the result.
+            async with asyncio.timeout(_FORK_TIMEOUT_S):
+                pid, pidfd, exited = await forked
+        except BaseException as error:
             ours.close()
-            raise ChildDied(f"the fork server is gone: {error}") from error
-        except BaseException:
-            ours.close()
+            if forked.done() and not forked.cancelled() and forked.exception() is None:
+                os.close(forked.result()[1])
+            if isinstance(error, TimeoutError | OSError):
+                await self._give_up(f"does not fork: {error or 'no answer'}")
+                raise ChildDied("the fork server does not answer") from error
             raise
         finally:
             theirs.close()
             del self._forked[incarnation]
 
-        async def reap() -> int:
+        async def reap() -> int | None:
             with suppress(TimeoutError, ChildDied):
-                return await asyncio.wait_for(asyncio.shield(exited), _REAP_TIMEOUT_S)
+                async with asyncio.timeout(_REAP_TIMEOUT_S):
+                    return await asyncio.shield(exited)
             return _reap_orphan(pidfd)
 
         return Process(str(incarnation), pid, pidfd, ours, reap)
@@ -203,8 +220,14 @@ class ForkServer:
         """Kill the process; its workers die with it."""
         if self._reader is not None:
             self._reader.cancel()
+            await asyncio.wait([self._reader])
         if self._process is not None:
             await self._bury(self._process)
+
+    async def _give_up(self, why: str) -> None:
+        """A fork server that hangs is killed, and another started when next needed."""
+        log.error("the fork server %s and is killed", why)
+        await self.stop()
 
     async def _ensure_running(self) -> Channel:
         async with self._lock:
@@ -214,17 +237,23 @@ class ForkServer:
             return self._process.channel
 
     async def _start(self) -> Process:
-        process = spawn("fork server", "forkserver")
+        try:
+            process = spawn("fork server", "forkserver")
+        except OSError as error:
+            raise ChildDied(f"the fork server cannot be started: {error}") from error
         try:
             process.channel.send(ForkServerStart(self._modules))
-            ready = await asyncio.wait_for(process.receive(), _FORK_SERVER_START_TIMEOUT_S)
+            async with asyncio.timeout(_FORK_SERVER_START_TIMEOUT_S):
+                ready = await process.receive()
             if isinstance(ready, ForkServerReady):
                 return process
             if isinstance(ready, ChildFailed):
                 raise StartFailure(ready.message)
             raise ChildDied(f"the fork server {await process.ended()}")
-        except BaseException:
+        except BaseException as error:
             await self._bury(process)
+            if isinstance(error, TimeoutError | OSError):
+                raise ChildDied(f"the fork server does not start: {error or 'no answer'}") from error
             raise
 
     async def _read(self, process: Process) -> None:
@@ -253,6 +282,10 @@ class ForkServer:
                 done = self._exited.pop(exited.pid, None)
                 if done is not None and not done.done():
                     done.set_result(exited.status)
+            case message, fds:
+                log.error("%s is not for the supervisor", type(message).__name__)
+                for fd in fds:
+                    os.close(fd)
         return True
 
     async def _bury(self, process: Process) -> None:
@@ -260,18 +293,18 @@ class ForkServer:
         if self._process is process:
             self._process = None
         process.kill()
-        await process.ended()
-        process.close()
         waiting: list[asyncio.Future[Any]] = [*self._forked.values(), *self._exited.values()]
         for future in waiting:
             if not future.done():
                 future.set_exception(ChildDied("the fork server is gone"))
                 future.exception()  # seen: nobody may be waiting
         self._exited.clear()
+        await process.ended()
+        process.close()
 
 
 @contextmanager
-def ended_with(process: Process) -> Iterator[None]:
+def killed_after(process: Process) -> Iterator[None]:
     """Whatever happens inside, the process has been killed and its descriptors closed afterwards."""
     try:
         yield

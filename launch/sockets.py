@@ -9,6 +9,7 @@ from launch.failure import StartFailure
 from launch.settings import Settings
 
 _LISTEN_BACKLOG = 2048
+_PROBE_TIMEOUT_S = 1.0
 
 
 def listen(settings: Settings) -> tuple[socket.socket, str]:
@@ -35,10 +36,13 @@ def _listen_unix(path: Path) -> socket.socket:
     sock = socket.socket(socket.AF_UNIX)
     if path.is_socket():
         with socket.socket(socket.AF_UNIX) as probe:
+            probe.settimeout(_PROBE_TIMEOUT_S)
             try:
                 probe.connect(str(path))
             except ConnectionRefusedError:
                 path.unlink()
+            except TimeoutError:
+                pass  # somebody listens, and is busy: the bind below says that the path is in use
     sock.bind(str(path))
     sock.listen(_LISTEN_BACKLOG)
     return sock

@@ -23,7 +23,8 @@ def summary(plan: Plan, url: str, facts: dict[str, Any], memory_mb: int) -> list
     agreement = facts.get("agreement", {}).get("max_abs_diff")
     agrees = "" if agreement is None else f", within {agreement:.1e} of the plain model"
     device = plan.workers[0].device.partition(":")[0]
-    curl = f"curl --unix-socket {settings.uds} http://localhost" if settings.uds else f"curl {url}"
+    url_here = re.sub(r"//(0\.0\.0\.0|\[::\])", "//127.0.0.1", url)
+    curl = f"curl --unix-socket {settings.uds} http://localhost" if settings.uds else f"curl {url_here}"
     key = ' -H "authorization: Bearer $VECD_API_KEY"' if settings.api_key else ""
     return [
         f"vecd {gateway.version} is ready",

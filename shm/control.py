@@ -13,16 +13,23 @@ JSON; descriptors ride along (SCM_RIGHTS). The end of the stream means that the 
 Batches never travel here: that is `shm.wire`.
 """
 
+import errno
 import json
 import os
+import select
 import socket
+import struct
+from array import array
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass, field
 from typing import Any, TypeAlias
 
 MAX_MESSAGE_BYTES = 128 * 1024
 """A packet is at most this long. Linux's default send buffer (net.core.wmem_default) takes 208 KiB."""
-_MAX_FDS = 8
+_RIGHTS = (socket.SOL_SOCKET, socket.SCM_RIGHTS)
+_ANCILLARY_BYTES = socket.CMSG_SPACE(8 * 4)  # 8 descriptors
+SEND_TIMEOUT_MS = 1000
+"""How long a message may wait for room in the other side's buffer."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -161,6 +168,10 @@ class Channel:
 
     def __init__(self, sock: socket.socket) -> None:
         self._sock = sock
+        # A peer that does not read must not hold up the sender for ever: the send fails with BlockingIOError.
+        sock.setsockopt(
+            socket.SOL_SOCKET, socket.SO_SNDTIMEO, struct.pack("ll", *divmod(SEND_TIMEOUT_MS * 1000, 10**6))
+        )
 
     @classmethod
     def pair(cls) -> tuple["Channel", "Channel"]:
@@ -178,8 +189,8 @@ class Channel:
     def send(self, message: Message, fds: Sequence[int] = ()) -> None:
         """Send one message. The caller keeps its own copies of `fds`.
 
-        Raises OSError (BrokenPipeError, ConnectionResetError) when the other side is dead, and ValueError when the
-        message is longer than MAX_MESSAGE_BYTES.
+        Raises OSError (BrokenPipeError, ConnectionResetError) when the other side is dead, BlockingIOError when it has
+        not read for SEND_TIMEOUT_MS, and ValueError when the message is longer than MAX_MESSAGE_BYTES.
         """
         packet = json.dumps([type(message).__name__, asdict(message)]).encode()
         if len(packet) > MAX_MESSAGE_BYTES:
@@ -189,19 +200,32 @@ class Channel:
     def receive(self, timeout_s: float | None = None) -> tuple[Message, list[int]] | None:
         """Wait for one message; None when the other side is dead. The caller owns the descriptors.
 
-        Raises TimeoutError when nothing came within `timeout_s`, BlockingIOError with a timeout of 0.
+        Raises TimeoutError when nothing came within `timeout_s`, BlockingIOError with a timeout of 0, and OSError
+        when this process has no descriptor left for those of the message.
         """
-        self._sock.settimeout(timeout_s)
+        if timeout_s != 0:
+            self._wait(timeout_s)
         try:
-            packet, fds, _flags, _address = socket.recv_fds(self._sock, MAX_MESSAGE_BYTES, _MAX_FDS)
+            packet, ancillary, flags, _address = self._sock.recvmsg(
+                MAX_MESSAGE_BYTES, _ANCILLARY_BYTES, socket.MSG_DONTWAIT | socket.MSG_CMSG_CLOEXEC
+            )
         except ConnectionResetError:
             return None
+        fds = [fd for level, kind, data in ancillary if (level, kind) == _RIGHTS for fd in array("i", data)]
+        if flags & socket.MSG_CTRUNC:
+            for fd in fds:
+                os.close(fd)
+            raise OSError(errno.EMFILE, "no file descriptor left for those of a control message")
         if not packet:
             return None
-        for fd in fds:
-            os.set_inheritable(fd, False)
         kind, fields = json.loads(packet)
         return _KINDS[kind](**fields), fds
+
+    def _wait(self, timeout_s: float | None) -> None:
+        poll = select.poll()
+        poll.register(self._sock, select.POLLIN)
+        if not poll.poll(None if timeout_s is None else timeout_s * 1000):
+            raise TimeoutError(f"no control message within {timeout_s:g} s")
 
     def close(self) -> None:
         self._sock.close()

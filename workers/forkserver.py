@@ -42,10 +42,11 @@ log = logging.getLogger("vecd.forkserver")
 def serve(channel: Channel) -> int:
     """Fork workers until the supervisor closes the channel or dies; returns the exit code.
 
-    Side effects on the process: name, logging, SIGINT ignored, SIGCHLD handled.
+    Side effects on the process: name, logging, SIGINT, SIGTERM and SIGHUP ignored, SIGCHLD handled.
     """
     set_process_name("vecd-forkserver")
-    signal.signal(signal.SIGINT, signal.SIG_IGN)
+    for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
+        signal.signal(number, signal.SIG_IGN)
     logging.basicConfig(level=logging.INFO, format="%(asctime)s forkserver %(levelname)s %(message)s")
     try:
         return _start(channel)
@@ -129,7 +130,9 @@ class _ForkServer:
         parent_pid = os.getpid()
         try:
             pid = os.fork()
-        except OSError as error:  # too many processes, too little memory: the supervisor sees the channel close
+        except (
+            OSError
+        ) as error:  # too many processes, too little memory: the supervisor's wait for an answer has a deadline
             log.error("worker %d cannot be forked: %s", order.worker, error)
             return
         if pid == 0:

@@ -15,7 +15,7 @@ from shm.view import map_slots
 from shm.wire import Incarnation
 from workers.config import WorkerConfig
 from workers.engine import Engine, load_engine
-from workers.loop import Loop, connected
+from workers.loop import DeviceLost, Loop, connected
 from workers.process import die_with_parent, private_memory_mb, set_process_name, volunteer_for_oom_kill
 
 log = logging.getLogger("vecd.worker")
@@ -52,6 +52,9 @@ def run(
     except ModelError as error:
         log.error("%s", error)
         return _tell_cannot_start(channel, str(error))
+    except DeviceLost:
+        log.error("%s ends: its device takes no more work", incarnation)
+        return EXIT_INTERNAL_ERROR
     except Exception:
         log.exception("%s ends by a bug", incarnation)
         return EXIT_INTERNAL_ERROR
@@ -62,10 +65,11 @@ def _become_worker(config: WorkerConfig, incarnation: Incarnation, parent_pid: i
     if not die_with_parent(parent_pid):
         raise SupervisorGone
     set_process_name(f"vecd-worker-{incarnation.worker}")
-    # The terminal's Ctrl-C reaches the whole process group; only the supervisor acts on it. SIGTERM ends a worker at
-    # once: the supervisor sends it nothing before the gateway has drained.
+    # The terminal's Ctrl-C reaches the whole process group; only the supervisor acts on it. SIGTERM, too,
+    # may reach every process; a worker serves until its control channel ends.
     signal.signal(signal.SIGINT, signal.SIG_IGN)
-    signal.signal(signal.SIGTERM, signal.SIG_DFL)
+    signal.signal(signal.SIGTERM, signal.SIG_IGN)
+    signal.signal(signal.SIGHUP, signal.SIG_IGN)
     volunteer_for_oom_kill()
     logging.basicConfig(
         level=config.log_level.upper(),

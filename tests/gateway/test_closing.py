@@ -4,6 +4,7 @@ import threading
 import pytest
 
 from gateway.closing import turn_away_connects
+from shm.socketfile import file_id
 
 
 @pytest.fixture(params=["tcp", "unix"])
@@ -28,7 +29,8 @@ def connect(family: int, address) -> socket.socket:
 def test_who_is_connected_is_served_and_who_comes_later_is_refused(listening):
     where = listening.family, listening.getsockname()
     early = [connect(*where) for _ in range(5)]
-    turn_away_connects(listening)
+    uds_id = file_id(where[1]) if listening.family == socket.AF_UNIX else None
+    turn_away_connects(listening, uds_id)
     late: list[OSError | None] = []
 
     def come_late() -> None:

@@ -263,12 +263,13 @@ def test_a_failed_batch_is_tried_one_by_one():
         bad, good = bench.request(13), bench.request(1)
         while not (bad.is_over and good.is_over):
             batch = await worker.receive()
-            if 13 in np.frombuffer(batch.token_ids_bytes, dtype="<i4"):
+            is_bad = 13 in np.frombuffer(batch.token_ids_bytes, dtype="<i4")
+            if is_bad:
                 worker.send(Failed(EPOCH, batch.number, batch.slot, FailureCode.ENGINE_ERROR))
             else:
                 worker.answer(batch)
             if batch.num_sequences == 1:
-                await asyncio.wait({bad.finished, good.finished}, return_when=asyncio.FIRST_COMPLETED)
+                await asyncio.wait({bad.finished if is_bad else good.finished})
         with pytest.raises(ServerError, match=r"failed on 'input\[0\]'"):
             await bad.finished
         assert good.fragments == [b"1"]
@@ -344,6 +345,45 @@ def test_a_worker_past_its_deadline_is_reported_once():
         assert bench.stuck == [worker.incarnation]
 
     run(test, batch_timeout_s=0.01)
+
+
+def test_a_worker_that_never_answers_a_probe_is_reported():
+    async def test(bench):
+        silent = bench.add_worker()
+        while not bench.stuck:
+            await asyncio.sleep(0.01)
+        assert bench.stuck == [silent.incarnation]
+
+    run(test, batch_timeout_s=0.01)
+
+
+def test_a_worker_that_only_fails_is_reported():
+    async def test(bench):
+        worker = bench.add_worker()
+        while not bench.stuck:
+            request = bench.request(1)
+            batch = await worker.receive()
+            worker.send(Failed(EPOCH, batch.number, batch.slot, FailureCode.ENGINE_ERROR))
+            with pytest.raises(ServerError):
+                await request.finished
+        assert bench.stuck == [worker.incarnation]
+
+    run(test)
+
+
+def test_a_failed_send_does_not_hide_what_has_arrived():
+    """Probes to a worker that is not there yet fail; the answers of another must be seen all the same."""
+
+    async def test(bench):
+        worker = bench.add_worker(0)
+        nobody = Incarnation(9, 1)
+        bench.dispatcher.worker_up(nobody, map_slots(worker.fd, SPEC, writable=False), {})
+        for n in range(200):
+            gathering = bench.request(n)
+            worker.answer(await worker.receive())
+            await asyncio.wait_for(gathering.finished, 1)
+
+    run(test)
 
 
 def test_an_abandoned_request_is_dropped_and_its_rows_go_nowhere():

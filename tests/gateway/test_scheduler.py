@@ -59,6 +59,19 @@ def test_abandoned_sequences_are_dropped_when_the_batch_is_built():
     assert scheduler.queued_tokens == 0
 
 
+def test_abandoned_sequences_do_not_pile_up_while_no_batch_is_built():
+    scheduler = Scheduler(max_batch_tokens=100, max_batch_sequences=100)
+    [stays] = make_sequences(5)
+    scheduler.add([stays])
+    for _ in range(1000):
+        gone = make_sequences(1)
+        scheduler.add(gone)
+        gone[0].gathering.abandon()
+        scheduler.note_abandoned(1)
+        assert scheduler.queued_sequences <= 3
+    assert scheduler.next_batch(1) == [stays]
+
+
 def test_a_suspect_runs_alone():
     scheduler = Scheduler(max_batch_tokens=100, max_batch_sequences=100)
     a, b, c = make_sequences(1, 1, 1)

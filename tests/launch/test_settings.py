@@ -73,6 +73,24 @@ def test_a_key_is_never_shown(monkeypatch):
     assert problems() == ["VECD_API_KEY: Value error, must not be blank"]
 
 
+def test_an_empty_key_does_not_mean_none(monkeypatch, tmp_path):
+    assert problems("--api-key=") == ["--api-key: Value error, must not be blank"]
+    monkeypatch.setenv("VECD_API_KEY", "")
+    assert problems() == ["VECD_API_KEY: is empty; give it a key, or remove it"]
+    monkeypatch.delenv("VECD_API_KEY")
+    (tmp_path / ".env").write_text("VECD_API_KEY=\n")
+    assert problems() == [".env: VECD_API_KEY: is empty; give it a key, or remove it"]
+
+
+def test_a_misspelt_line_of_dotenv_is_told(tmp_path):
+    (tmp_path / ".env").write_text("VECD_PROT=1\nOTHER=2\n")
+    assert problems() == [".env: VECD_PROT: there is no such setting"]
+
+
+def test_a_descriptor_that_is_not_open_is_told():
+    assert problems("--ready-fd", "999") == ["--ready-fd: Value error, is not an open file descriptor (given: '999')"]
+
+
 def test_kubernetes_service_links_are_not_settings(monkeypatch):
     monkeypatch.setenv("VECD_PORT", "tcp://10.0.0.1:8000")
     monkeypatch.setenv("VECD_PORT_8000_TCP", "tcp://10.0.0.1:8000")

@@ -246,8 +246,8 @@ def test_workers_that_end_together_are_all_reported(server: ForkServer, endpoint
     for worker in workers:
         worker.until_ready()
     for worker in workers:
-        worker.kill(signal.SIGTERM)
-    assert {server.exited() for _ in workers} == {(worker.pid, -signal.SIGTERM) for worker in workers}
+        worker.kill(signal.SIGKILL)
+    assert {server.exited() for _ in workers} == {(worker.pid, -signal.SIGKILL) for worker in workers}
 
 
 def test_a_worker_ends_when_its_channel_does(server: ForkServer, endpoint: Any) -> None:
