@@ -30,7 +30,7 @@ bench: $(VENV)/.bench
 # A stamp per set of extras: each is installed once, and again when what it is made from has changed.
 $(VENV)/.serve: EXTRAS = minilm
 $(VENV)/.test: EXTRAS = test
-$(VENV)/.check: EXTRAS = test,check
+$(VENV)/.check: EXTRAS = test,check,bench
 $(VENV)/.bench: EXTRAS = minilm,bench
 $(VENV)/.serve $(VENV)/.test $(VENV)/.check $(VENV)/.bench: pyproject.toml constraints.txt
 	test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
