@@ -9,7 +9,7 @@ import statistics
 from collections.abc import Sequence
 from dataclasses import dataclass
 from datetime import UTC, datetime
-from pathlib import Path
+from pathlib import Path, PurePath
 from typing import Any
 
 import orjson
@@ -56,7 +56,8 @@ class Notebook:
             "ended_at": now.isoformat(timespec="seconds"),
             "server": run.server,
             "round": run.round,
-            "command": shlex.join(command),
+            # Names without folders: where this machine keeps things says nothing about the run.
+            "command": shlex.join(PurePath(part).name if part.startswith("/") else part for part in command),
             **self._experiment,
             **report.fields(run.result),
             "server_cores": round(run.cpu.server, 3),
