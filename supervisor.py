@@ -315,8 +315,8 @@ class Supervisor:
             try:
                 config = self.plan.workers[incarnation.worker]
                 process = await self._fork_server.fork(incarnation, config, arena_fd, self._zmq_address)
-            except (ChildDied, TimeoutError) as error:
-                return f"could not be forked: {error or 'no answer'}", None
+            except (ChildDied, OSError) as error:
+                return f"could not be forked: {error}", None
             with killed_after(process):
                 facts, reason = await self._await_worker_ready(process)
                 if facts is None:

@@ -6,13 +6,10 @@ what waits is accepted, then the socket is closed. Called by `gateway.server` wh
 """
 
 import ctypes
-import logging
 import socket
 from contextlib import suppress
 
 from shm.socketfile import FileId, remove_if_ours
-
-log = logging.getLogger("vecd.gateway")
 
 # Linux UAPI include/uapi/asm-generic/socket.h, linux/filter.h: BPF_RET | BPF_K, "accept 0 bytes of the packet".
 _SO_ATTACH_FILTER = 26

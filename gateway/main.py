@@ -1,6 +1,6 @@
 """The gateway's life: start → listen → serve → drain → stop.
 
-Owns the event loop and the control channel to the supervisor, and wires the parts together. Called by `supervisor`
+Owns the event loop and the control channel to the supervisor, and wires the parts together. Called by `launch.child`
 in a process of its own, which never imports torch.
 """
 

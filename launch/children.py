@@ -185,7 +185,7 @@ class ForkServer:
         self._reader: asyncio.Task[None] | None = None
 
     async def fork(self, incarnation: Incarnation, config: WorkerConfig, arena_fd: int, address_fd: int) -> Process:
-        """Fork a worker. Raises ChildDied when the fork server dies meanwhile, TimeoutError when it hangs."""
+        """Fork a worker. Raises ChildDied when the fork server dies or does not answer, OSError without descriptors."""
         channel = await self._ensure_running()
         loop = asyncio.get_running_loop()
         ours, theirs = Channel.pair()

@@ -78,6 +78,9 @@ def running_server(*flags: str, env: dict[str, str] | None = None, must_exit_cle
         server = _start(folder, flags, env or {})
         processes = server.processes()
         try:
+            if server.url.startswith("http"):
+                # Ready is said when the workers are; the gateway has met them a few milliseconds later.
+                eventually(lambda: httpx.get(f"{server.url}/health").status_code == 200)
             yield server
         finally:
             processes += [p for p in _still_running(server) if p not in processes]
