@@ -105,6 +105,10 @@ class Settings(BaseSettings):
     )
     revision: str = Field(default="", description="branch, tag or commit of a hub model")
     api_key: SecretStr | None = Field(default=None, description="key that callers must send")
+    cache_dir: Path | None = Field(
+        default=None,
+        description="folder to remember in what was expensive to find out; default: vecd in the user's cache",
+    )
     log_level: Literal["debug", "info", "warning", "error"] = Field(
         default="info", description="least severe line logged"
     )
@@ -115,7 +119,7 @@ class Settings(BaseSettings):
         description="file descriptor to which one line of JSON is written when the server is ready",
     )
 
-    @field_validator("uds", "config")
+    @field_validator("uds", "config", "cache_dir")
     @classmethod
     def _absolute(cls, path: Path | None) -> Path | None:
         return None if path is None else path.absolute()

@@ -1,0 +1,24 @@
+from pathlib import Path
+
+import pytest
+
+from launch.cache import cache_folder
+from launch.settings import load_settings
+
+
+@pytest.mark.parametrize(
+    ("flags", "environ", "expected"),
+    [
+        (["--cache-dir", "/tmp/c"], {"CACHE_DIRECTORY": "/var/cache/vecd"}, "/tmp/c"),
+        ([], {"CACHE_DIRECTORY": "/var/cache/vecd"}, "/var/cache/vecd"),
+        ([], {"CACHE_DIRECTORY": "/var/cache/a:/var/cache/b"}, "/var/cache/a"),
+        ([], {"XDG_CACHE_HOME": "/home/u/.c"}, "/home/u/.c/vecd"),
+        ([], {"XDG_CACHE_HOME": "relative"}, str(Path.home() / ".cache" / "vecd")),
+        ([], {}, str(Path.home() / ".cache" / "vecd")),
+    ],
+)
+def test_the_folder_is_named_by_flag_then_service_then_user(flags, environ, expected, monkeypatch, tmp_path):
+    monkeypatch.chdir(tmp_path)
+    for name in ("VECD_CACHE_DIR", "VECD_MODEL"):
+        monkeypatch.delenv(name, raising=False)
+    assert cache_folder(load_settings(flags), environ) == Path(expected)
