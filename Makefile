@@ -1,12 +1,13 @@
 # make serve   start a server on the bundled model        make test   run the tests
 # make check   ruff, mypy, import-linter                  make bench  measure against the reference server
+# make bench-engine   measure the engine against other runtimes on one core, and what workers cost
 PYTHON ?= python3
 VENV := .venv
 BIN := $(VENV)/bin
 # Passed on to `vecd serve`:  make serve ARGS="--port 9000 --workers 1"
 ARGS ?=
 
-.PHONY: serve test check format bench constraints clean
+.PHONY: serve test check format bench bench-engine constraints clean
 
 serve: $(VENV)/.serve
 	$(BIN)/vecd serve $(ARGS)
@@ -26,6 +27,9 @@ format: $(VENV)/.check
 
 bench: $(VENV)/.bench
 	$(BIN)/python -m benchmarks.compare $(ARGS)
+
+bench-engine: $(VENV)/.bench
+	$(BIN)/python -m benchmarks.engine $(ARGS)
 
 # A stamp per set of extras: each is installed once, and again when what it is made from has changed.
 $(VENV)/.serve: EXTRAS = minilm

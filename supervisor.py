@@ -22,7 +22,7 @@ from contextlib import suppress
 from dataclasses import dataclass
 from typing import Any
 
-from launch.children import ForkServer, Process, killed_after, reap_everything, spawn
+from launch.children import ForkServer, Process, killed_after, reap_everything, self_command, spawn
 from launch.failure import (
     EXIT_BAD_CONFIGURATION,
     EXIT_COULD_NOT_START,
@@ -41,6 +41,7 @@ from shm.card import ModelError
 from shm.control import (
     ChildFailed,
     Drain,
+    ForkServerStart,
     GatewayReady,
     GatewayStart,
     Message,
@@ -184,7 +185,7 @@ class Supervisor:
     def __init__(self, plan: Plan) -> None:
         self.plan = plan
         self._started_at = time.monotonic()
-        self._fork_server = ForkServer(_modules_to_preload(plan))
+        self._fork_server = ForkServer(_fork_server_start(plan), plan.settings.start_timeout, self._show_load_stage)
         self._stop = asyncio.Event()
         self._is_draining = False
         self._gateway: Process | None = None
@@ -371,6 +372,10 @@ class Supervisor:
         if process.name == str(Incarnation(0, 1)):
             _say(stage)
 
+    def _show_load_stage(self, stage: str) -> None:
+        if not self._has_been_ready:
+            _say(stage)
+
     def _show_warnings(self, warnings: list[str]) -> None:
         if not self._has_been_ready and not self._ready:
             for warning in warnings:
@@ -433,8 +438,13 @@ def _prepare_process() -> None:
     resource.setrlimit(resource.RLIMIT_CORE, (0, 0))  # a core file would hold texts
 
 
-def _modules_to_preload(plan: Plan) -> list[str]:
-    return [] if plan.settings.engine == "weightless" else modules_to_preload(plan.card.model_type)
+def _fork_server_start(plan: Plan) -> ForkServerStart:
+    """What the fork server imports and loads: an engine for processors is shared, one for a GPU is each worker's."""
+    config = plan.workers[0]
+    if config.engine == "weightless":
+        return ForkServerStart([])
+    modules = modules_to_preload(plan.card.model_type, config.engine)
+    return ForkServerStart(modules, config.to_json() if config.device == "cpu" else None, self_command("choose"))
 
 
 def _first(group: BaseExceptionGroup[StartFailure]) -> StartFailure:

@@ -1,9 +1,11 @@
 """Who used the CPU during a run: the server, the load generator, or somebody else whose noise is in the figures.
 
-Owns the reading of /proc (Linux only). Changes nothing. Called by `benchmarks.compare`.
+Owns the reading of /proc (Linux only). Changes nothing. Called by `benchmarks.compare`, `.duels`, `.memory` and
+`.lives`.
 """
 
 import os
+import resource
 import time
 from dataclasses import dataclass
 from pathlib import Path
@@ -61,3 +63,22 @@ def _process_cpu_s(stat: Path, session: int) -> float:
     # user and system time of the process and of its waited-for children. Source: proc(5).
     fields = text.rpartition(")")[2].split()
     return sum(map(int, fields[11:15])) * _TICK_S if int(fields[3]) == session else 0.0
+
+
+class Neighbours:
+    """Measures from `__init__` what all but this process and its children use.
+
+    For spans in which children come and go: they count once they, and theirs, have been waited for.
+    """
+
+    def __init__(self) -> None:
+        self._started_s, self._others_s = time.perf_counter(), _others_cpu_s()
+
+    def cores(self) -> float:
+        """Since the beginning: 1.0 is one core all the time."""
+        return max(0.0, _others_cpu_s() - self._others_s) / (time.perf_counter() - self._started_s)
+
+
+def _others_cpu_s() -> float:
+    children = resource.getrusage(resource.RUSAGE_CHILDREN)
+    return _machine_cpu_s() - time.process_time() - children.ru_utime - children.ru_stime

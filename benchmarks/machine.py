@@ -1,6 +1,7 @@
 """What a measurement was made on: figures without this are not comparable with anything.
 
-Owns the facts written beside every recorded run. Changes nothing. Called by `benchmarks.compare`.
+Owns the facts written beside every recorded run. Changes nothing. Called by `benchmarks.notebook` and
+`benchmarks.findings`.
 """
 
 import os
@@ -16,6 +17,9 @@ _PACKAGES = (
     "transformers",
     "tokenizers",
     "sentence-transformers",
+    "onnx",
+    "onnxruntime",
+    "openvino",
     "fastapi",
     "uvicorn",
     "gunicorn",

@@ -1,12 +1,14 @@
 """The servers that are compared: how each is started, when it is ready, and that it is always stopped.
 
 Owns their processes, each in a session of its own with its output in a temporary file. Never talks of embeddings.
-Called by `benchmarks.compare`.
+Called by `benchmarks.compare`; vecd alone also by `benchmarks.memory` and `benchmarks.lives`.
 """
 
 import contextlib
 import importlib.util
+import json
 import os
+import select
 import signal
 import socket
 import subprocess
@@ -96,21 +98,49 @@ def serving(recipe: Recipe) -> Iterator[Server]:
     """
     port = _free_port()
     with tempfile.TemporaryDirectory(prefix="vecd-bench-") as folder, tempfile.TemporaryFile() as log:
-        # In an empty folder and without VECD_*: no .env and no variable changes what is measured.
-        process = subprocess.Popen(
-            [part.format(port=port) for part in recipe.command],
-            cwd=folder,
-            env=_clean_environment() | recipe.environment,
-            stdout=log,
-            stderr=subprocess.STDOUT,
-            stdin=subprocess.DEVNULL,
-            start_new_session=True,
-        )
+        process = _spawn(recipe, [part.format(port=port) for part in recipe.command], folder, log)
         try:
             _await_ready(recipe, process, port, log)
             yield Server(f"http://127.0.0.1:{port}", process.pid)
         finally:
             _stop(recipe, process, log)
+
+
+@contextlib.contextmanager
+def announcing(*flags: str) -> Iterator[Server]:
+    """Like `serving`, for `vecd serve` with `flags`, and ready at the moment in which it says so, on a pipe.
+
+    Nothing is asked of it before. Its model is the bundled one, its port a free one.
+    """
+    command = (_program("vecd"), "serve", bundled_model(), "--port", "0", *flags)
+    recipe = Recipe("vecd", command, {})
+    with tempfile.TemporaryDirectory(prefix="vecd-bench-") as folder, tempfile.TemporaryFile() as log:
+        reader, writer = os.pipe()
+        with os.fdopen(reader) as ready:
+            try:
+                process = _spawn(recipe, [*command, "--ready-fd", str(writer)], folder, log, writer)
+            finally:
+                os.close(writer)
+            try:
+                yield Server(_await_announcement(ready, process, log), process.pid)
+            finally:
+                _stop(recipe, process, log)
+
+
+def _spawn(
+    recipe: Recipe, command: Sequence[str], folder: str, log: IO[bytes], *pass_fds: int
+) -> subprocess.Popen[bytes]:
+    # In an empty folder and without VECD_*: no .env and no variable changes what is measured.
+    return subprocess.Popen(
+        command,
+        cwd=folder,
+        env=clean_environment() | recipe.environment,
+        stdout=log,
+        stderr=subprocess.STDOUT,
+        stdin=subprocess.DEVNULL,
+        start_new_session=True,
+        pass_fds=pass_fds,
+    )
 
 
 def _free_port() -> int:
@@ -120,7 +150,8 @@ def _free_port() -> int:
         return port
 
 
-def _clean_environment() -> dict[str, str]:
+def clean_environment() -> dict[str, str]:
+    """This process's, without vecd's settings."""
     return {name: value for name, value in os.environ.items() if not name.startswith("VECD_")}
 
 
@@ -132,6 +163,17 @@ def _await_ready(recipe: Recipe, process: subprocess.Popen[bytes], port: int, lo
         if time.monotonic() > deadline:
             raise ServerFailure(f"{recipe.name} was not ready in {_START_TIMEOUT_S:g} s:\n{_tail(log)}")
         time.sleep(_POLL_S)
+
+
+def _await_announcement(ready: IO[str], process: subprocess.Popen[bytes], log: IO[bytes]) -> str:
+    """The URL in the one line that vecd writes. The pipe ends when all who could write it have."""
+    readable, _, _ = select.select([ready], [], [], _START_TIMEOUT_S)
+    line = ready.readline() if readable else ""
+    if not line:
+        why = f"was not ready in {_START_TIMEOUT_S:g} s" if not readable else f"ended while starting ({process.poll()})"
+        raise ServerFailure(f"vecd {why}:\n{_tail(log)}")
+    url: str = json.loads(line)["url"]
+    return url
 
 
 def _has_started(recipe: Recipe, log: IO[bytes]) -> bool:

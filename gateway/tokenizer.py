@@ -39,7 +39,7 @@ class Tokenizer:
 
     def __init__(self, card: ModelCard, max_tokens: int, token_id_policy: str) -> None:
         """Read the model's tokenizer.json. Raises ModelError when it is no tokenizer."""
-        path = Path(card.weights_folder) / "tokenizer.json"
+        path = Path(card.tokenizer_file)
         try:
             self._tokenizer = tokenizers.Tokenizer.from_file(str(path))
         except Exception as error:  # the library raises nothing more specific

@@ -38,7 +38,40 @@ def fetch(model: str, revision: str, answer_fd: str) -> int:
     return EXIT_OK
 
 
+def convert(folder: str, vocab_size: str, answer_fd: str) -> int:
+    """Write the fast tokenizer of the model in `folder` to `answer_fd`, or one line about why there is none."""
+    import os
+    from pathlib import Path
+
+    from shm.card import ModelError
+    from workers.process import die_with_parent
+
+    die_with_parent(os.getppid())
+    from workers import conversion  # takes seconds
+
+    answer = Path(f"/proc/self/fd/{answer_fd}")
+    try:
+        conversion.convert(Path(folder), int(vocab_size), answer)
+    except ModelError as error:
+        answer.write_text(str(error))
+        return EXIT_COULD_NOT_START
+    return EXIT_OK
+
+
+def choose(answer_fd: str) -> int:
+    """The order comes on stdin."""
+    from workers.choosing import serve
+
+    return serve(sys.stdin.read(), int(answer_fd))
+
+
 if __name__ == "__main__":
     _, kind, *arguments = sys.argv
-    become: dict[str, Callable[..., int]] = {"gateway": gateway, "forkserver": forkserver, "fetch": fetch}
+    become: dict[str, Callable[..., int]] = {
+        "gateway": gateway,
+        "forkserver": forkserver,
+        "fetch": fetch,
+        "convert": convert,
+        "choose": choose,
+    }
     sys.exit(become[kind](*arguments))

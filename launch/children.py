@@ -23,6 +23,7 @@ from shm.control import (
     ForkServerStart,
     ForkWorker,
     Message,
+    Progress,
     WorkerExited,
     WorkerForked,
 )
@@ -32,7 +33,6 @@ from workers.config import WorkerConfig
 log = logging.getLogger("vecd.supervisor")
 
 _FORK_TIMEOUT_S = 10.0
-_FORK_SERVER_START_TIMEOUT_S = 120.0
 _REAP_TIMEOUT_S = 1.0
 _REAP_INTERVAL_S, _REAP_ROUNDS = 0.01, 200
 
@@ -176,8 +176,12 @@ _CHILD_ENVIRONMENT = {
 class ForkServer:
     """The process that workers are forked from. Started when first needed, and again should it die."""
 
-    def __init__(self, modules: list[str]) -> None:
-        self._modules = modules
+    def __init__(self, start: ForkServerStart, start_timeout_s: float, on_stage: Callable[[str], None]) -> None:
+        """`on_stage` is called with each stage of loading."""
+        self._order = start
+        self._start_timeout_s = start_timeout_s
+        self._on_stage = on_stage
+        self._has_been_ready = False
         self._process: Process | None = None
         self._lock = asyncio.Lock()
         self._forked: dict[Incarnation, asyncio.Future[tuple[int, int, asyncio.Future[int]]]] = {}
@@ -242,13 +246,18 @@ class ForkServer:
         except OSError as error:
             raise ChildDied(f"the fork server cannot be started: {error}") from error
         try:
-            process.channel.send(ForkServerStart(self._modules))
-            async with asyncio.timeout(_FORK_SERVER_START_TIMEOUT_S):
-                ready = await process.receive()
-            if isinstance(ready, ForkServerReady):
-                return process
-            if isinstance(ready, ChildFailed):
-                raise StartFailure(ready.message)
+            process.channel.send(self._order)
+            async with asyncio.timeout(self._start_timeout_s):
+                while isinstance(message := await process.receive(), Progress):
+                    self._on_stage(message.stage)
+            match message:
+                case ForkServerReady():
+                    self._has_been_ready = True
+                    return process
+                case ChildFailed() if not self._has_been_ready:
+                    raise StartFailure(message.message)
+                case ChildFailed():
+                    raise ChildDied(f"the fork server cannot start: {message.message}")
             raise ChildDied(f"the fork server {await process.ended()}")
         except BaseException as error:
             await self._bury(process)

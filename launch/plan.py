@@ -1,7 +1,7 @@
 """From settings to a plan: the model's folder and card, the devices, and the configuration of each child.
 
-Owns the choice of defaults that depend on the machine and the model. Starts nothing, but for the process that fetches
-a hub model. Called by `supervisor`.
+Owns the choice of defaults that depend on the machine and the model. Starts nothing, but for the processes that fetch
+a hub model and convert a tokenizer. Called by `supervisor`.
 """
 
 import importlib.metadata
@@ -16,9 +16,12 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from gateway.config import GatewayConfig
+from launch.architectures import refuse_unknown
+from launch.cache import cache_folder
 from launch.children import self_command
 from launch.failure import EXIT_OK, ConfigurationError
 from launch.settings import Settings
+from launch.tokenizer import with_tokenizer
 from shm.arena import ArenaSpec
 from shm.card import ModelCard, ModelError, read_card
 from workers.config import WorkerConfig, usable_cores
@@ -47,10 +50,13 @@ def make_plan(settings: Settings) -> Plan:
     """
     folder, name = _find_model(settings)
     card = read_card(folder)
+    refuse_unknown(card)
     if settings.max_tokens is not None and settings.max_tokens > card.max_tokens:
         raise ConfigurationError(
             [f"--max-tokens: {settings.max_tokens} given, the model takes at most {card.max_tokens}"]
         )
+    # For the gateway alone: where it is differs from start to start, and workers remember what they found out by card.
+    with_its_tokenizer = with_tokenizer(card, name, cache_folder(settings))
     devices = _devices(settings.device)
     num_cpu_workers = max(1, usable_cores() // settings.threads_per_worker)
     default_workers = len(devices) if devices != ["cpu"] else num_cpu_workers
@@ -59,7 +65,7 @@ def make_plan(settings: Settings) -> Plan:
     gateway = GatewayConfig(
         version=version(),
         model=settings.served_model_name or name,
-        card=card,
+        card=with_its_tokenizer,
         arena=arena,
         num_workers=num_workers,
         api_key=settings.api_key.get_secret_value() if settings.api_key else None,
@@ -82,9 +88,10 @@ def make_plan(settings: Settings) -> Plan:
             arena=arena,
             engine=settings.engine,
             device=devices[index % len(devices)],
-            dtype="float32" if settings.dtype == "auto" else settings.dtype,
+            dtype=settings.dtype,
             num_threads=settings.threads_per_worker,
             log_level=settings.log_level,
+            cache_folder=str(cache_folder(settings)),
         )
         for index in range(num_workers)
     ]

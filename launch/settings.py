@@ -65,7 +65,9 @@ class Settings(BaseSettings):
         description="where the model runs; auto: on GPUs if there are any and torch can use them",
     )
     dtype: Literal["auto", "float32", "bfloat16", "float16"] = Field(
-        default="auto", description="number format of the forward pass; auto: float32"
+        default="auto",
+        description="number format of the forward pass; auto: bfloat16 where the processor or GPU computes it "
+        "natively and the vectors agree with float32's, else float32",
     )
     engine: Literal["auto", "fused", "packed", "padded", "weightless"] = Field(
         default="auto",

@@ -12,6 +12,8 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
+from shm.architecture import native_config
+
 POOLING_MODES = ("cls", "max", "mean", "mean_sqrt_len_tokens", "weightedmean", "lasttoken")
 """In the order in which sentence-transformers concatenates them where a model has several."""
 
@@ -89,6 +91,8 @@ class ModelCard:
     """Texts are lowercased before the tokenizer's own normalizer."""
     prompt: str
     """Put before every text; empty for most models."""
+    tokenizer_file: str = ""
+    """Absolute path of the fast tokenizer's file; empty if the model has none yet, and `launch.plan` converts it."""
 
     def to_json(self) -> dict[str, Any]:
         return asdict(self)
@@ -103,7 +107,8 @@ def read_card(folder: Path) -> ModelCard:
     """Read the card of the model in `folder`.
 
     Raises ModelError when a needed file is missing or unreadable, when the weights are not safetensors, when the
-    model wants code from its repository to be run, or when it has a module that vecd does not know.
+    model wants code from its repository to be run that has no equal in transformers, or when it has a module that
+    vecd does not know.
     """
     if not folder.is_dir():
         raise ModelError(f"{folder}: no such folder")
@@ -114,6 +119,7 @@ def read_card(folder: Path) -> ModelCard:
     _check_files(weights_folder)
     sentence_bert = _read_sentence_bert(weights_folder)
 
+    tokenizer = weights_folder / "tokenizer.json"
     hidden_size = _positive(config, ("hidden_size", "dim", "d_model", "n_embd"), weights_folder / "config.json")
     pooling = _read_pooling(folder, modules[0]) if modules else (_default_pooling(config),)
     dim = hidden_size * len(pooling)
@@ -135,6 +141,7 @@ def read_card(folder: Path) -> ModelCard:
         steps=tuple(steps),
         lowercase=bool(sentence_bert.get("do_lower_case", False)),
         prompt=_default_prompt(folder),
+        tokenizer_file=str(tokenizer) if tokenizer.is_file() else "",
     )
 
 
@@ -164,11 +171,6 @@ def _read_optional(path: Path) -> dict[str, Any]:
 def _read_config(weights_folder: Path) -> dict[str, Any]:
     path = weights_folder / "config.json"
     config = _read_object(path)
-    if "auto_map" in config:
-        raise ModelError(
-            f"{path}: asks for Python code from the model's repository to be run (auto_map), which vecd refuses: "
-            "whoever can change that repository could run anything here"
-        )
     if not isinstance(config.get("model_type"), str):
         raise ModelError(f"{path}: model_type is missing")
     if "quantization_config" in config:
@@ -176,14 +178,18 @@ def _read_config(weights_folder: Path) -> dict[str, Any]:
     # transformers would load whatever file is named here, a pickle included.
     if config.get("transformers_weights") is not None:
         raise ModelError(f"{path}: weights under another name (transformers_weights) are not supported")
+    try:
+        config = native_config(config) or config
+    except ValueError as error:
+        raise ModelError(f"{path}: {error}") from None
     # Models that wrap a text model keep its sizes one level down.
     text_config = config.get("text_config")
     return {**config, **text_config} if isinstance(text_config, dict) else config
 
 
 def _check_files(weights_folder: Path) -> None:
-    if not (weights_folder / "tokenizer.json").is_file():
-        raise ModelError(f"{weights_folder / 'tokenizer.json'}: file missing (the fast tokenizer's file is needed)")
+    if not (weights_folder / "tokenizer.json").is_file() and not vocabulary_files(weights_folder):
+        raise ModelError(f"{weights_folder / 'tokenizer.json'}: file missing, and nothing there to make it from")
     if (weights_folder / "adapter_config.json").is_file():
         raise ModelError(
             f"{weights_folder / 'adapter_config.json'}: adapters are not supported; merge it into the model"
@@ -193,6 +199,12 @@ def _check_files(weights_folder: Path) -> None:
         _check_weights(weights_folder)
     else:
         _check_shards(index)
+
+
+def vocabulary_files(weights_folder: Path) -> list[Path]:
+    """Vocabularies of a slow tokenizer, from which the fast one's file can be made: WordPiece, BPE, sentencepiece."""
+    named = (weights_folder / name for name in ("vocab.txt", "vocab.json", "merges.txt"))
+    return sorted(path for path in (*named, *weights_folder.glob("*.model")) if path.is_file())
 
 
 def _check_weights(folder: Path) -> None:

@@ -82,9 +82,14 @@ class WorkerStuck:
 
 @dataclass(frozen=True, slots=True)
 class ForkServerStart:
-    """To the fork server: what to import before the first fork."""
+    """To the fork server: what to import, and what to load, before the first fork."""
 
     modules: list[str]
+    config: dict[str, Any] | None = None
+    """A `workers.config.WorkerConfig` as plain JSON values, whose engine the workers will share; None: each loads its
+    own, because what is on an accelerator does not survive a fork."""
+    choose_command: list[str] = field(default_factory=list)
+    """The command line of `workers.choosing.serve`, but for its descriptor."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -125,7 +130,7 @@ class WorkerExited:
 
 @dataclass(frozen=True, slots=True)
 class Progress:
-    """From a worker: the stage of loading it begins."""
+    """From a worker or the fork server: the stage of loading it begins."""
 
     stage: str
 

@@ -6,7 +6,7 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-from serving import running_server
+from serving import exact_server, running_server
 
 os.environ.setdefault("HF_HUB_OFFLINE", "1")
 os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
@@ -25,6 +25,12 @@ def minilm_folder() -> Path:
 def server():
     """The server as a newcomer starts it: the bundled model, every default, a free port."""
     with running_server() as running:
+        yield running
+
+
+@pytest.fixture(scope="session")
+def float32_server():
+    with exact_server() as running:
         yield running
 
 

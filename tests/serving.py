@@ -22,6 +22,8 @@ import httpx
 import psutil
 
 START_TIMEOUT_S = 120.0
+# What one server has found out of a model, the next ones of this run know. Removed at the end of the process.
+_CACHE = tempfile.TemporaryDirectory(prefix="vecd-test-cache-")
 STOP_TIMEOUT_S = 45.0
 
 
@@ -92,13 +94,21 @@ def running_server(*flags: str, env: dict[str, str] | None = None, must_exit_cle
         assert not [f for f in set(os.listdir("/dev/shm")) - shm_before if "vecd" in f or f.startswith("psm_")]
 
 
+@contextmanager
+def exact_server(*flags: str, must_exit_cleanly: bool = True) -> Iterator[Server]:
+    """In float32, for what is compared to the last bits: the default may be bfloat16, or not, by processor."""
+    with running_server("--dtype", "float32", *flags, must_exit_cleanly=must_exit_cleanly) as server:
+        yield server
+
+
 def vecd(*flags: str) -> list[str]:
     return [sys.executable, "-m", "supervisor", "serve", *flags]
 
 
 def clean_environment(folder: Path, env: dict[str, str]) -> dict[str, str]:
     inherited = {name: value for name, value in os.environ.items() if not name.startswith("VECD_")}
-    return {**inherited, "TMPDIR": str(folder / "tmp"), "HF_HUB_OFFLINE": "1", **env}
+    ours = {"TMPDIR": str(folder / "tmp"), "HF_HUB_OFFLINE": "1", "VECD_CACHE_DIR": _CACHE.name}
+    return {**inherited, **ours, **env}
 
 
 def eventually(condition: Callable[[], bool], timeout_s: float = 10.0) -> None:

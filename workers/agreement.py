@@ -1,7 +1,8 @@
 """Whether an engine gives the vectors of the plain model.
 
 Owns the probe sequences, the two figures they are compared by, and the bounds. Knows no engine's inside. Called by
-`workers.engines.choice` once per start of a worker.
+`workers.engines.choice` for all probes, once for each model, version and processor, and by `workers.engine` for the
+short ones at every start.
 
 The plain model is transformers' own modules on one sequence at a time: nothing packed, nothing padded, no neighbour.
 """
@@ -20,13 +21,18 @@ _MAX_ABS_DIFF = 1e-5
 """Of float32: what rounding alone may do to an element, as a fraction of the largest where that is beyond 1.
 Measured on all-MiniLM-L6-v2, packed: 1.5e-7."""
 
-_MIN_COSINE = 0.998
-"""Of 16-bit types. Measured on all-MiniLM-L6-v2, bfloat16 against float32: 0.9989 at worst, typically 0.9998."""
+_MIN_COSINE = {"bfloat16": 0.998, "float16": 0.998, "int8": 0.99}
+"""Measured on all-MiniLM-L6-v2, bfloat16 against float32: 0.9989 at worst, typically 0.9998."""
 
 # Most paths that go wrong do so at a border, at a length, or in an order, and short sequences show it as well as long
 # ones: 392 tokens in all, 60 ms on a core for all-MiniLM-L6-v2. Unsorted, with twins, whose borders are inside a run.
-_PROBE_LENGTHS = (5, 1, 34, 3, 13, 1, 55, 2, 5, 8, 3, 6)
-_LONGEST_PROBE = 256
+_SHORT_LENGTHS = (5, 1, 34, 3, 13, 1, 55, 2, 5, 8, 3, 6)
+# And those behind a threshold of an engine, or of a model with windows.
+_LONG_LENGTHS = (256, 170)
+
+_LONGEST_COST = 1e12
+"""Products of weights that the longest probe may take: some 20 s on a core. 2,000 tokens of a model with 250 million
+parameters; models of billions are compared up to 256 tokens, whatever they take."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -44,7 +50,7 @@ class Agreement:
             return False
         if dtype == "float32":
             return self.max_abs_diff <= _MAX_ABS_DIFF * max(1.0, self.scale)
-        return self.min_cosine >= _MIN_COSINE
+        return self.min_cosine >= _MIN_COSINE[dtype]
 
     def to_json(self) -> dict[str, Any]:
         return {"max_abs_diff": self.max_abs_diff, "min_cosine": self.min_cosine}
@@ -53,9 +59,22 @@ class Agreement:
         return f"largest difference {self.max_abs_diff:.1e}, smallest cosine {self.min_cosine:.5f}"
 
 
-def probe_batch(card: ModelCard) -> PackedBatch:
-    """The same sequences at every start: random ids of the vocabulary, from 1 token to max_tokens (at most 256)."""
-    lengths = np.minimum((*_PROBE_LENGTHS, _LONGEST_PROBE), card.max_tokens).astype(np.int32)
+def all_probes(card: ModelCard, num_parameters: int) -> PackedBatch:
+    """The same sequences every time: random ids of the vocabulary, from 1 token to the longest that is affordable.
+
+    The first of them are `short_probes`.
+    """
+    affordable = max(*_LONG_LENGTHS, int(_LONGEST_COST / 2 / max(1, num_parameters)))
+    return _probes(card, (*_SHORT_LENGTHS, *_LONG_LENGTHS, affordable))
+
+
+def short_probes(card: ModelCard) -> PackedBatch:
+    """Those of at most 55 tokens."""
+    return _probes(card, _SHORT_LENGTHS)
+
+
+def _probes(card: ModelCard, wanted_lengths: tuple[int, ...]) -> PackedBatch:
+    lengths = np.minimum(wanted_lengths, card.max_tokens).astype(np.int32)
     token_ids = np.random.default_rng(seed=0).integers(0, card.vocab_size, lengths.sum(), dtype=np.int32)
     return PackedBatch(lengths, token_ids)
 

@@ -29,10 +29,12 @@ class WorkerConfig:
     device: str
     """"cpu", or "cuda:0", "cuda:1", …"""
     dtype: str
-    """"float32", "bfloat16" or "float16"."""
+    """"auto", "float32", "bfloat16" or "float16"."""
     num_threads: int
     """Threads of one forward pass."""
     log_level: str
+    cache_folder: str
+    """Where the choice of an engine is remembered; empty: nowhere."""
 
     def to_json(self) -> dict[str, Any]:
         return asdict(self)

@@ -1,18 +1,21 @@
 """What an engine is: it turns a batch into the rows of a slot.
 
 Owns the `Engine` protocol, the batch it is given, and the way from a worker's configuration to an engine. Imports
-torch only when a configuration asks for a model. Called by `workers.main` (load) and `workers.loop` (embed).
+torch only when a configuration asks for a model. Called by `workers.main` (load) and `workers.loop` (begin, finish).
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Any, Protocol, TypeAlias
+from typing import TYPE_CHECKING, Any, Protocol, TypeAlias
 
 import numpy as np
 from numpy.typing import NDArray
 
 from shm.view import Rows
 from workers.config import WorkerConfig
+
+if TYPE_CHECKING:
+    from workers.engines.chosen import ChooseElsewhere
 
 Report: TypeAlias = Callable[[str], None]
 """Called with the name of each stage of loading as it begins, for the operator."""
@@ -28,6 +31,28 @@ class PackedBatch:
     """Shape [T], T the sum of `lengths`; each 0 … vocab_size - 1."""
 
 
+class Finish(Protocol):
+    """A batch that has been begun. Borrows its rows until it has been called, which is to be done once."""
+
+    def is_ready(self) -> bool:
+        """Whether calling it would not wait. Never raises: what went wrong, the call says."""
+
+    def __call__(self) -> None:
+        """Wait until the rows are complete. Raises what the device raises; rows may then be half written."""
+
+
+class _Complete:
+    def is_ready(self) -> bool:
+        return True
+
+    def __call__(self) -> None:
+        pass
+
+
+COMPLETE: Finish = _Complete()
+"""What `Engine.begin` returns when the rows are complete already."""
+
+
 class Engine(Protocol):
     """Turns batches into rows. One engine per worker, used by one thread."""
 
@@ -36,18 +61,31 @@ class Engine(Protocol):
     warnings: list[str]
     """One line each, for the operator: what was asked for and could not be had."""
 
-    def embed(self, batch: PackedBatch, rows: Rows) -> None:
-        """Write the vector of sequence i into row i. `rows` has at least B rows; those behind B are left alone.
+    def adopt(self, slots: Sequence[Rows]) -> None:
+        """Be told of the memory that most rows will lie in: the slots of one arena. Called once at most, before the
+        worker is ready; an engine works without. May add to `warnings`."""
+
+    def begin(self, batch: PackedBatch, rows: Rows) -> Finish:
+        """Begin to write the vector of sequence i into row i. `rows` has at least B rows; those behind B are left
+        alone. On a processor the rows are complete on return; on an accelerator the caller may begin the next batch,
+        in other rows, before finishing this one.
 
         A vector depends on its own sequence alone, never on what else is in the batch, but for the rounding of
-        sums. Raises what the model raises; rows may then be half written.
+        sums. Raises what the model raises; rows may then be half written, but nothing writes to them any more.
         """
 
+    def embed(self, batch: PackedBatch, rows: Rows) -> None:
+        """Begin and finish."""
 
-def load_engine(config: WorkerConfig, report: Report) -> Engine:
+
+def load_engine(config: WorkerConfig, report: Report, choose_elsewhere: "ChooseElsewhere | None" = None) -> Engine:
     """Build the engine that `config` asks for, compared with the plain model and warm.
 
-    Raises ModelError when the model cannot be loaded, or cannot be run the way `config` insists on.
+    The comparison is remembered in `config.cache_folder`; what is remembered is checked again with short probes.
+    Where it is not, `choose_elsewhere` makes it; without that, this process does.
+
+    Side effect: sets torch's number of threads. Raises ModelError when the model cannot be loaded, or cannot be run
+    the way `config` insists on.
     """
     # Imported here: the weightless engine must not load torch, and the fork server imports this module.
     if config.engine == "weightless":
@@ -55,6 +93,14 @@ def load_engine(config: WorkerConfig, report: Report) -> Engine:
 
         report("making a weightless engine")
         return WeightlessEngine(config.card.dim)
-    from workers.engines.choice import choose_engine
+    from workers.engines.chosen import load_chosen_engine
 
-    return choose_engine(config, report)
+    return load_chosen_engine(config, report, choose_elsewhere)
+
+
+def set_num_threads(config: WorkerConfig) -> None:
+    """Threads of one forward pass, in a process that was forked after the engine had been loaded."""
+    if config.engine != "weightless":
+        import torch
+
+        torch.set_num_threads(config.num_threads)

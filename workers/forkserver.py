@@ -1,13 +1,15 @@
-"""The process that workers are forked from: it has imported torch, and has run nothing.
+"""The process that workers are forked from: it has imported torch, and loaded the engine that they share.
 
-Owns the forks, their pidfds and their reaping. Loads no model, runs no torch operation and starts no thread: a thread
-pool does not survive a fork, and a CUDA context neither. Started by the supervisor as a program of its own, with
-OMP_NUM_THREADS=1 and the like, because importing must not start threads. Ends when the supervisor is gone, and its
-workers with it.
+Owns the forks, their pidfds and their reaping. Starts no thread: a thread pool does not survive a fork, and a CUDA
+context neither, so an engine for an accelerator is left to the workers. Started by the supervisor as a program of its
+own, with OMP_NUM_THREADS=1 and the like, because neither importing nor computing must start threads. Ends when the
+supervisor is gone, and its workers with it.
+
+What is loaded before the fork, weights laid out anew or cast among it, is in memory once, however many workers there
+are: docs/adr/0007-engine-before-fork.md.
 
 Why not multiprocessing's forkserver: its listening socket is a file in /tmp that a kill -9 leaves behind, and it
-imports the supervisor's program again. Measured on 2 busy cores, all-MiniLM-L6-v2: a worker is ready 0.45 s after its
-fork, of which 0.35 s are the comparison with the plain model; 3–6 s after a spawn.
+imports the supervisor's program again.
 """
 
 import gc
@@ -21,6 +23,7 @@ import sys
 import traceback
 from typing import NoReturn
 
+from shm.card import ModelError
 from shm.control import (
     Channel,
     ChildFailed,
@@ -28,13 +31,17 @@ from shm.control import (
     ForkServerStart,
     ForkWorker,
     Message,
+    Progress,
     WorkerExited,
     WorkerForked,
 )
 from shm.wire import Incarnation
 from workers import main
+from workers.choices import Choice, recall
+from workers.choosing import Choosing
 from workers.config import WorkerConfig
-from workers.process import num_threads, set_process_name
+from workers.engine import Engine, Report, load_engine
+from workers.process import die_with_parent, num_threads, set_process_name
 
 log = logging.getLogger("vecd.forkserver")
 
@@ -42,8 +49,11 @@ log = logging.getLogger("vecd.forkserver")
 def serve(channel: Channel) -> int:
     """Fork workers until the supervisor closes the channel or dies; returns the exit code.
 
-    Side effects on the process: name, logging, SIGINT, SIGTERM and SIGHUP ignored, SIGCHLD handled.
+    Side effects on the process: it dies with its parent; name, logging, SIGINT, SIGTERM and SIGHUP ignored, SIGCHLD
+    handled.
     """
+    # Loading takes long, and nobody looks at the channel meanwhile.
+    die_with_parent(os.getppid())
     set_process_name("vecd-forkserver")
     for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
         signal.signal(number, signal.SIG_IGN)
@@ -63,16 +73,39 @@ def _start(channel: Channel) -> int:
         return main.EXIT_OK
     start, _ = received
     assert isinstance(start, ForkServerStart), start
-    modules = [name for name in start.modules if _can_import(name)]
+    try:
+        modules, engine = _load(start, lambda stage: channel.send(Progress(stage)))
+    except ModelError as error:
+        channel.send(ChildFailed(str(error)))
+        return main.EXIT_COULD_NOT_START
     if num_threads() != 1:
-        channel.send(ChildFailed(f"importing {', '.join(modules)} started threads, which a fork would lose"))
+        channel.send(ChildFailed(f"loading {', '.join(modules)} started threads, which a fork would lose"))
         return main.EXIT_COULD_NOT_START
     # What is frozen is never looked at by a child's garbage collector, whose marks would copy every page.
     gc.collect()
     gc.freeze()
-    server = _ForkServer(channel)
+    server = _ForkServer(channel, engine)
     channel.send(ForkServerReady(modules))
     return server.run()
+
+
+def _load(start: ForkServerStart, report: Report) -> tuple[list[str], Engine | None]:
+    """The modules that could be imported, and the engine that the workers share. Raises ModelError."""
+    if start.config is None:
+        return _import(start.modules), None
+    config = WorkerConfig.from_json({**start.config, "num_threads": 1})
+    # Begun first: it takes longer than importing does.
+    choosing = Choosing(start.choose_command, config) if recall(config) is None else None
+    modules = _import(start.modules)
+
+    def choose(report: Report) -> Choice:
+        return (choosing or Choosing(start.choose_command, config)).result(report)
+
+    return modules, load_engine(config, report, choose)
+
+
+def _import(modules: list[str]) -> list[str]:
+    return [name for name in modules if _can_import(name)]
 
 
 def _can_import(name: str) -> bool:
@@ -87,8 +120,9 @@ def _can_import(name: str) -> bool:
 class _ForkServer:
     """Side effect of making one: SIGCHLD is handled."""
 
-    def __init__(self, channel: Channel) -> None:
+    def __init__(self, channel: Channel, engine: Engine | None) -> None:
         self._channel = channel
+        self._engine = engine
         self._woken, self._wake = socket.socketpair()
         self._selector = selectors.DefaultSelector()
         self._watch_children()
@@ -157,6 +191,7 @@ class _ForkServer:
                 arena_fd,
                 address_fd,
                 parent_pid=parent_pid,
+                engine=self._engine,
             )
         except BaseException:
             traceback.print_exc()

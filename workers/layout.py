@@ -44,6 +44,16 @@ class Layout:
         """For each token, how many tokens of its own sequence stand before it. Shape [T]."""
         return np.arange(self.token_ids.size) - np.repeat(self.starts, self.lengths)
 
+    def positions_after(self, padding_id: int) -> NDArray[np.int64]:
+        """Positions of the RoBERTa-like families, [T]: from padding_id + 1 on, and padding_id itself at a padding
+        token, which does not count; a text may hold one, spelled out. Source: create_position_ids_from_input_ids in
+        transformers' modeling_roberta.
+        """
+        counts = self.token_ids != padding_id
+        seen = np.cumsum(counts)
+        before = np.repeat(seen[self.starts] - counts[self.starts], self.lengths)
+        return np.where(counts, seen - before, 0) + padding_id
+
 
 def arrange(batch: PackedBatch) -> Layout:
     """Sort the sequences of `batch` by length; those of one length keep their order."""

@@ -6,6 +6,7 @@ numbers and go on. Called by `workers.engines.choice`.
 """
 
 import inspect
+import json
 import warnings
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -23,6 +24,7 @@ from transformers import (
     PreTrainedModel,
 )
 
+from shm.architecture import native_config
 from shm.card import ModelCard, ModelError
 
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
@@ -42,7 +44,7 @@ def load_model(card: ModelCard, dtype: str, device: torch.device) -> PreTrainedM
         raise ModelError(f"{folder}: {card.model_type} models are not supported: their texts have several token types")
     with _silence():
         try:
-            config = AutoConfig.from_pretrained(folder, local_files_only=True, trust_remote_code=False)
+            config = _config_of(folder)
             model, loaded = _load(folder, config, dtype)
         except ModelError:
             raise
@@ -67,6 +69,16 @@ def is_stored_as_float32(card: ModelCard) -> bool:
     except (OSError, SafetensorError) as error:
         raise ModelError(f"{path}: cannot be read: {one_line(error)}") from error
     return bool(dtypes & {"F32", "F64"}) and not dtypes & {"F16", "BF16", "F8_E4M3", "F8_E5M2"}
+
+
+def _config_of(folder: str) -> PretrainedConfig:
+    """As transformers reads it, or translated where the model was written for code of its own (`shm.architecture`)."""
+    stored = json.loads((Path(folder) / "config.json").read_text(encoding="utf-8"))
+    native = native_config(stored)
+    if native is not None:
+        return AutoConfig.for_model(**native)
+    config: PretrainedConfig = AutoConfig.from_pretrained(folder, local_files_only=True, trust_remote_code=False)
+    return config
 
 
 def _load(folder: str, config: PretrainedConfig, dtype: str) -> tuple[PreTrainedModel, dict[str, Any]]:

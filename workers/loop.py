@@ -3,15 +3,22 @@
 Owns the DEALER socket and the answer to every message. Knows no model: that is the engine's. Called by `workers.main`
 once the engine is warm; ends when the supervisor is gone.
 
-One thread, one batch at a time: while the engine computes, messages wait in ZeroMQ. Waiting has no deadline of its own,
-because both ways of being needed end it: a message, or the end of the control channel.
+One thread. A batch whose rows are complete when the engine returns is answered before the next message is looked at;
+so it is on a processor. On an accelerator a batch that has been begun is left alone while another is begun, if one
+waits already, so that its way back overlaps the other's computing; if none waits, it is finished and answered at once.
+At most two are under way, one in each slot, and they are answered in their order.
+
+Waiting has no deadline of its own, because both ways of being needed end it: a message, or the end of the control
+channel.
 """
 
 import logging
 import time
 import traceback
+from collections import deque
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
+from dataclasses import dataclass
 
 import zmq
 
@@ -22,7 +29,8 @@ from shm.failure import FailureCode
 from shm.view import Rows
 from shm.wire import Alive, Batch, Done, Failed, Incarnation, Probe, ToGateway, WireError, decode_to_worker, encode
 from workers.batch import BadBatch, read_batch
-from workers.engine import Engine
+from workers.engine import Engine, Finish
+from workers.shortage import means_out_of_memory
 
 log = logging.getLogger("vecd.worker")
 
@@ -30,6 +38,9 @@ _RECONNECT_INTERVAL_MS = 20
 """How soon after a gateway's death its successor is looked for, and again. Measured: back in 30 ms."""
 
 _MAX_COMPUTE_US = 2**32 - 1  # the field has 32 bits
+
+_MAX_BEGUN = 2
+"""Batches under way: one computes, one is on its way back."""
 
 
 @contextmanager
@@ -50,6 +61,15 @@ def connected(address_fd: int, incarnation: Incarnation) -> Iterator["zmq.Socket
         context.destroy(linger=0)
 
 
+@dataclass(frozen=True, slots=True)
+class _Begun:
+    """A batch under way. Keeps the message, whose memory the engine may still be reading."""
+
+    message: Batch
+    started_ns: int
+    finish: Finish
+
+
 class Loop:
     def __init__(
         self,
@@ -68,6 +88,10 @@ class Loop:
         self._card = card
         self._epoch = 0
         """Of the newest probe. A batch of an older one is of a dead gateway; its slot may have a new owner."""
+        self._begun: deque[_Begun] = deque()
+        """In the order in which they came, and in which they are answered."""
+        self._finished_ns = 0
+        """When the last one was."""
 
     def run(self) -> None:
         """Answer messages until the supervisor closes the control channel, or dies."""
@@ -75,11 +99,14 @@ class Loop:
         poller.register(self._socket, zmq.POLLIN)
         poller.register(self._channel.fileno(), zmq.POLLIN)
         while True:
-            ready = dict(poller.poll())
+            ready = dict(poller.poll(0 if self._begun else None))
             if self._channel.fileno() in ready and self._supervisor_is_gone():
+                self._finish_all()
                 return
             if self._socket in ready:
                 self._receive()
+            else:
+                self._finish_all()
 
     def _supervisor_is_gone(self) -> bool:
         try:
@@ -102,32 +129,66 @@ class Loop:
             return
         match message:
             case Probe(epoch):
+                self._finish_all()  # whoever hears Alive may take every slot for free
                 self._epoch = max(self._epoch, epoch)
                 self._send(Alive(epoch))
             case Batch(epoch) if epoch < self._epoch:
                 log.info("batch %d of epoch %d dropped, epoch %d began", message.number, epoch, self._epoch)
             case Batch():
-                self._send(self._compute(message))
+                self._begin(message)
 
-    def _compute(self, message: Batch) -> Done | Failed:
+    def _begin(self, message: Batch) -> None:
+        """Begin a batch; finish and answer those that need not, or must not, wait for another."""
+        if any(begun.message.slot == message.slot for begun in self._begun):
+            self._finish_all()  # never while the slot is being written
         started_ns = time.perf_counter_ns()
         try:
             batch = read_batch(message, self._arena, self._card)
-            self._engine.embed(batch, self._slots[message.slot])
-        except BadBatch as error:
-            log.error("batch %d refused: %s", message.number, error)
-            return self._failed(message, FailureCode.BAD_MESSAGE)
+            finish = self._engine.begin(batch, self._slots[message.slot])
         except Exception as error:
-            if _means_device_lost(error):
-                raise DeviceLost from None
-            _log_without_content(message, error)
-            return self._failed(message, _code_of(error))
-        compute_us = (time.perf_counter_ns() - started_ns) // 1000
+            failed = self._failed(message, error)
+        else:
+            self._begun.append(_Begun(message, started_ns, finish))
+            while self._begun and (len(self._begun) == _MAX_BEGUN or self._begun[0].finish.is_ready()):
+                self._finish_first()
+            return
+        self._finish_all()
+        self._send(failed)
+
+    def _finish_all(self) -> None:
+        while self._begun:
+            self._finish_first()
+
+    def _finish_first(self) -> None:
+        begun = self._begun.popleft()
+        try:
+            begun.finish()
+        except Exception as error:
+            reply: ToGateway = self._failed(begun.message, error)
+        else:
+            reply = self._done(begun)
+        self._finished_ns = time.perf_counter_ns()
+        self._send(reply)
+
+    def _done(self, begun: _Begun) -> Done:
+        # Not counting what it waited for the batch before it: the times of all batches add up to the clock's.
+        since_ns = max(begun.started_ns, self._finished_ns)
+        compute_us = (time.perf_counter_ns() - since_ns) // 1000
+        message = begun.message
         return Done(
             message.epoch, message.number, message.slot, message.num_sequences, min(compute_us, _MAX_COMPUTE_US)
         )
 
-    def _failed(self, message: Batch, code: FailureCode) -> Failed:
+    def _failed(self, message: Batch, error: Exception) -> Failed:
+        """The answer to a batch that raised `error`, which is logged. Raises DeviceLost if that is what it means."""
+        if isinstance(error, BadBatch):
+            log.error("batch %d refused: %s", message.number, error)
+            code = FailureCode.BAD_MESSAGE
+        elif _means_device_lost(error):
+            raise DeviceLost from None
+        else:
+            _log_without_content(message, error)
+            code = FailureCode.OUT_OF_MEMORY if means_out_of_memory(error) else FailureCode.ENGINE_ERROR
         return Failed(message.epoch, message.number, message.slot, code)
 
     def _send(self, reply: ToGateway) -> None:
@@ -139,20 +200,12 @@ class Loop:
 
 
 class DeviceLost(Exception):
-    """The accelerator refuses all further work of this process. Ends the worker; its batch is sent to another."""
+    """The accelerator refuses all further work of this process. Ends the worker; its batches are sent to another."""
 
 
 def _means_device_lost(error: Exception) -> bool:
     # By name, because torch is not imported in a worker without a model. Torch's own out-of-memory is another class.
     return type(error).__name__ == "AcceleratorError"
-
-
-def _code_of(error: Exception) -> FailureCode:
-    names = {cls.__name__ for cls in type(error).__mro__}
-    # Torch on a CPU has no class for it. Source: c10/core/impl/alloc_cpu.cpp, "DefaultCPUAllocator: …".
-    if names & {"MemoryError", "OutOfMemoryError"} or "DefaultCPUAllocator" in str(error):
-        return FailureCode.OUT_OF_MEMORY
-    return FailureCode.ENGINE_ERROR
 
 
 def _log_without_content(message: Batch, error: Exception) -> None:

@@ -14,7 +14,7 @@ from shm.control import Channel, ChildFailed, Message, Progress, WorkerReady
 from shm.view import map_slots
 from shm.wire import Incarnation
 from workers.config import WorkerConfig
-from workers.engine import Engine, load_engine
+from workers.engine import Engine, load_engine, set_num_threads
 from workers.loop import DeviceLost, Loop, connected
 from workers.process import die_with_parent, private_memory_mb, set_process_name, volunteer_for_oom_kill
 
@@ -35,18 +35,20 @@ def run(
     address_fd: int,
     *,
     parent_pid: int | None = None,
+    engine: Engine | None = None,
 ) -> int:
     """Live as `incarnation` until the supervisor is gone; returns the exit code.
 
     `channel` is the worker's end of its control connection, `arena_fd` its arena, `address_fd` the O_PATH descriptor
     of the gateway's ZeroMQ socket: all owned by this call. `parent_pid` is the fork server's, whose death in the moment
-    of the fork would otherwise go unseen.
+    of the fork would otherwise go unseen. `engine` is the one that the fork server has loaded; without it the worker
+    loads its own.
 
     Side effects on the whole process: name, signal handling, logging, memory priority, torch's threads.
     """
     try:
         _become_worker(config, incarnation, parent_pid if parent_pid is not None else os.getppid())
-        _live(config, incarnation, channel, arena_fd, address_fd)
+        _live(config, incarnation, channel, arena_fd, address_fd, engine)
     except SupervisorGone:
         return EXIT_OK
     except ModelError as error:
@@ -78,10 +80,21 @@ def _become_worker(config: WorkerConfig, incarnation: Incarnation, parent_pid: i
     )
 
 
-def _live(config: WorkerConfig, incarnation: Incarnation, channel: Channel, arena_fd: int, address_fd: int) -> None:
+def _live(
+    config: WorkerConfig,
+    incarnation: Incarnation,
+    channel: Channel,
+    arena_fd: int,
+    address_fd: int,
+    engine: Engine | None,
+) -> None:
     slots = map_slots(arena_fd, config.arena, writable=True)
     os.close(arena_fd)
-    engine = load_engine(config, lambda stage: _tell(channel, Progress(stage)))
+    if engine is None:
+        engine = load_engine(config, lambda stage: _tell(channel, Progress(stage)))
+    else:
+        set_num_threads(config)
+    engine.adopt(slots)
     # What has been loaded stays: the collector need not walk through it again between batches.
     gc.collect()
     gc.freeze()

@@ -44,8 +44,13 @@ def _linears(model: nn.Module) -> list[nn.Linear]:
 
 def can_prepack(layer: nn.Linear) -> bool:
     """Whether oneDNN has a product for this layer's device and type."""
-    if layer.weight.device.type != "cpu" or not torch._C._has_mkldnn:
+    return has_products(layer.weight.device, layer.weight.dtype)
+
+
+def has_products(device: torch.device, dtype: torch.dtype) -> bool:
+    """Whether oneDNN multiplies by prepacked weights of this type on this device."""
+    if device.type != "cpu" or not torch._C._has_mkldnn:
         return False
-    if layer.weight.dtype is torch.bfloat16:
+    if dtype is torch.bfloat16:
         return bool(torch.ops.mkldnn._is_mkldnn_bf16_supported())
-    return layer.weight.dtype is torch.float32
+    return dtype is torch.float32

@@ -8,8 +8,8 @@ import pytest
 
 
 @pytest.fixture
-def client(server):
-    with openai.OpenAI(base_url=f"{server.url}/v1", api_key="unused", max_retries=0) as client:
+def client(float32_server):
+    with openai.OpenAI(base_url=f"{float32_server.url}/v1", api_key="unused", max_retries=0) as client:
         yield client
 
 
@@ -40,9 +40,9 @@ def test_nulls_and_unknown_fields(client):
     assert len(client.embeddings.create(model="m", input="a", extra_body=extra).data[0].embedding) == 384
 
 
-def test_async_with_many_at_once(server, reference):
+def test_async_with_many_at_once(float32_server, reference):
     async def embed_all() -> np.ndarray:
-        async with openai.AsyncOpenAI(base_url=f"{server.url}/v1", api_key="x", max_retries=0) as client:
+        async with openai.AsyncOpenAI(base_url=f"{float32_server.url}/v1", api_key="x", max_retries=0) as client:
             answers = await asyncio.gather(
                 *(client.embeddings.create(model="m", input=f"text number {i}") for i in range(100))
             )

@@ -6,6 +6,7 @@ import random
 
 import httpx
 import numpy as np
+import pytest
 from texts import make_texts
 
 NUM_TEXTS = 1000
@@ -41,54 +42,64 @@ def read_vector(embedding: str | list[float]) -> np.ndarray:
     return np.array(embedding, dtype=np.float32)
 
 
-def test_a_thousand_texts_agree_with_sentence_transformers(server, reference):
+@pytest.fixture(scope="module")
+def expected(reference):
+    return reference(make_texts(NUM_TEXTS))
+
+
+def test_a_thousand_texts_agree_with_sentence_transformers(float32_server, expected):
     texts = make_texts(NUM_TEXTS)
-    vectors = asyncio.run(embed_concurrently(server.url, texts, num_clients=12))
-    expected = reference(texts)
+    vectors = asyncio.run(embed_concurrently(float32_server.url, texts, num_clients=12))
     difference = np.abs(vectors - expected).max(axis=1)
     assert np.isfinite(vectors).all()
     assert difference.max() < 1e-5, f"text {difference.argmax()}: {difference.max()}"
 
 
-def test_float_and_base64_are_the_same_to_the_bit(server):
+def test_a_thousand_texts_agree_in_direction_by_default(server, expected):
+    vectors = asyncio.run(embed_concurrently(server.url, make_texts(NUM_TEXTS), num_clients=12))
+    cosines = (vectors * expected).sum(axis=1) / np.linalg.norm(vectors, axis=1)
+    assert cosines.min() > 0.998, f"text {cosines.argmin()}: {cosines.min()}"
+
+
+def test_float_and_base64_are_the_same_to_the_bit(float32_server):
     texts = make_texts(40, seed=2)
-    floats = np.array(server.embed(texts, encoding_format="float"), dtype=np.float32)
-    base64s = np.stack([read_vector(v) for v in server.embed(texts, encoding_format="base64")])
+    floats = np.array(float32_server.embed(texts, encoding_format="float"), dtype=np.float32)
+    base64s = np.stack([read_vector(v) for v in float32_server.embed(texts, encoding_format="base64")])
     # The same batch twice may be cut differently, and the last bit depends on the cut: send each text alone.
-    alone = [(server.embed(t), server.embed(t, encoding_format="base64")) for t in texts[:10]]
+    alone = [(float32_server.embed(t), float32_server.embed(t, encoding_format="base64")) for t in texts[:10]]
     for [as_float], [as_base64] in alone:
         assert np.array(as_float, dtype=np.float32).tobytes() == read_vector(as_base64).tobytes()
     assert np.abs(floats - base64s).max() < 1e-6
 
 
-def test_token_ids_of_the_models_own_tokenizer_give_the_texts_vector(server, minilm_folder):
+def test_token_ids_of_the_models_own_tokenizer_give_the_texts_vector(float32_server, minilm_folder):
     from tokenizers import Tokenizer
 
     tokenizer = Tokenizer.from_file(str(minilm_folder / "tokenizer.json"))
     tokenizer.no_padding()
     texts = ["hello world", "The quick brown fox"]
     ids = [tokenizer.encode(text).ids for text in texts]
-    expected = np.array(server.embed(texts))
-    assert np.abs(np.array(server.embed(ids)) - expected).max() < 1e-6
-    assert np.abs(np.array(server.embed(ids[0])) - expected[0]).max() < 1e-6
+    expected = np.array(float32_server.embed(texts))
+    assert np.abs(np.array(float32_server.embed(ids)) - expected).max() < 1e-6
+    assert np.abs(np.array(float32_server.embed(ids[0])) - expected[0]).max() < 1e-6
 
 
-def test_usage_counts_tokens_with_the_special_ones(server):
+def test_usage_counts_tokens_with_the_special_ones(float32_server):
     body = {"input": ["hello world", ""]}
-    answer = httpx.post(f"{server.url}/v1/embeddings", json=body).json()
+    answer = httpx.post(f"{float32_server.url}/v1/embeddings", json=body).json()
     assert answer["usage"] == {"prompt_tokens": 4 + 2, "total_tokens": 4 + 2}
 
 
-def test_what_was_cut_is_told(server):
+def test_what_was_cut_is_told(float32_server):
     long, short = "word " * 1000, "word"
-    answer = httpx.post(f"{server.url}/v1/embeddings", json={"input": [long, short, long]}, timeout=30)
+    answer = httpx.post(f"{float32_server.url}/v1/embeddings", json={"input": [long, short, long]}, timeout=30)
     assert answer.headers["x-vecd-truncated"] == "2"
     assert answer.json()["usage"]["total_tokens"] == 256 + 3 + 256
-    assert "x-vecd-truncated" not in httpx.post(f"{server.url}/v1/embeddings", json={"input": short}).headers
+    assert "x-vecd-truncated" not in httpx.post(f"{float32_server.url}/v1/embeddings", json={"input": short}).headers
 
 
-def test_two_thousand_inputs_keep_their_order(server, reference):
+def test_two_thousand_inputs_keep_their_order(float32_server, reference):
     texts = [f"number {i}" for i in range(2048)]
-    vectors = np.array(server.embed(texts), dtype=np.float32)
+    vectors = np.array(float32_server.embed(texts), dtype=np.float32)
     sample = list(range(0, 2048, 97))
     assert np.abs(vectors[sample] - reference([texts[i] for i in sample])).max() < 1e-5

@@ -13,7 +13,7 @@ import httpx
 import numpy as np
 import psutil
 import pytest
-from serving import clean_environment, eventually, running_server, vecd
+from serving import clean_environment, eventually, exact_server, running_server, vecd
 from texts import make_texts
 
 
@@ -83,7 +83,7 @@ def test_sigterm_under_load_answers_everything_accepted(corpus):
             await asyncio.gather(*load._clients)
         return load
 
-    with running_server() as server:
+    with exact_server() as server:
         load = asyncio.run(stop_under_load(server))
         assert server.process.wait(30) == 0
     assert load.failures == []
@@ -92,7 +92,7 @@ def test_sigterm_under_load_answers_everything_accepted(corpus):
 
 def test_a_killed_idle_worker_is_not_noticed(corpus):
     texts, expected = corpus
-    with running_server() as server:
+    with exact_server() as server:
         for worker in server.workers():
             worker.kill()
         [vector] = server.embed(texts[0])
@@ -112,14 +112,14 @@ def test_workers_killed_under_load_lose_no_request(corpus):
             await load.answers(50)
         return load
 
-    with running_server() as server:
+    with exact_server() as server:
         load = asyncio.run(kill_under_load(server))
     assert load.failures == []
 
 
 def test_a_killed_gateway_is_replaced_and_finds_the_workers(corpus):
     texts, expected = corpus
-    with running_server() as server:
+    with exact_server() as server:
         lives = [w["life"] for w in server.info()["workers"]]
         server.gateway().kill()
         [vector] = server.embed(texts[1])  # waits in the listening socket's backlog
@@ -129,7 +129,7 @@ def test_a_killed_gateway_is_replaced_and_finds_the_workers(corpus):
 
 def test_a_killed_fork_server_is_replaced(corpus):
     texts, expected = corpus
-    with running_server("--workers", "1") as server:
+    with exact_server("--workers", "1") as server:
         psutil.Process(server.workers()[0].ppid()).kill()
         [vector] = server.embed(texts[2])
         assert np.abs(np.array(vector) - expected[2]).max() < 1e-5
@@ -137,7 +137,7 @@ def test_a_killed_fork_server_is_replaced(corpus):
 
 def test_a_stopped_worker_is_replaced_within_its_deadline(corpus):
     texts, expected = corpus
-    with running_server("--workers", "1", "--batch-timeout", "1") as server:
+    with exact_server("--workers", "1", "--batch-timeout", "1") as server:
         server.workers()[0].suspend()
         [vector] = server.embed(texts[4])
         assert np.abs(np.array(vector) - expected[4]).max() < 1e-5
@@ -158,7 +158,7 @@ def test_nothing_is_left_when_the_supervisor_is_killed(tmp_path, uds):
 
 
 def test_nothing_is_left_when_everything_is_killed_at_once():
-    with running_server("--workers", "1", must_exit_cleanly=False) as server:
+    with exact_server("--workers", "1", must_exit_cleanly=False) as server:
         processes = server.processes()
         for process in processes:
             process.kill()
@@ -220,7 +220,7 @@ def test_a_worker_that_keeps_dying_later_does_not_end_the_server():
 
 
 def test_a_drain_past_its_deadline_answers_503_to_who_still_waits():
-    with running_server("--workers", "1", "--drain-timeout", "2") as server:
+    with exact_server("--workers", "1", "--drain-timeout", "2") as server:
         server.workers()[0].suspend()
         with ThreadPoolExecutor(1) as threads:
             url = f"{server.url}/v1/embeddings"
@@ -234,7 +234,7 @@ def test_a_drain_past_its_deadline_answers_503_to_who_still_waits():
 
 def test_a_worker_that_hangs_while_the_gateway_is_replaced_is_replaced_too(corpus):
     texts, expected = corpus
-    with running_server("--workers", "1", "--batch-timeout", "1") as server:
+    with exact_server("--workers", "1", "--batch-timeout", "1") as server:
         server.workers()[0].suspend()
         server.gateway().kill()
         [vector] = server.embed(texts[5])
@@ -244,7 +244,7 @@ def test_a_worker_that_hangs_while_the_gateway_is_replaced_is_replaced_too(corpu
 def test_every_process_gets_sigterm_and_the_requests_are_still_answered(corpus):
     """As a process group's signal does, or a careless pkill."""
     texts, expected = corpus
-    with running_server("--workers", "2") as server, ThreadPoolExecutor(4) as threads:
+    with exact_server("--workers", "2") as server, ThreadPoolExecutor(4) as threads:
         answers = [threads.submit(server.embed, texts[n]) for n in range(4)]
         eventually(lambda: server.info()["queue"]["requests"] > 0)
         for process in server.processes():
@@ -288,7 +288,7 @@ def test_a_closed_stderr_does_not_end_the_server(tmp_path):
 
 
 def test_a_second_signal_does_not_wait(corpus):
-    with running_server("--workers", "1", "--drain-timeout", "60", must_exit_cleanly=False) as server:
+    with exact_server("--workers", "1", "--drain-timeout", "60", must_exit_cleanly=False) as server:
         server.workers()[0].suspend()
         with httpx.Client(timeout=0.5) as http, pytest.raises(httpx.ReadTimeout):
             http.post(f"{server.url}/v1/embeddings", json={"input": "a"})

@@ -7,7 +7,7 @@ import httpx
 import numpy as np
 import pytest
 from safetensors.numpy import load_file, save_file
-from serving import running_server
+from serving import exact_server
 from tokenizers import Tokenizer
 
 
@@ -27,7 +27,7 @@ def sick_model(minilm_folder, tmp_path_factory):
 
 
 def test_nan_fails_its_own_request_and_no_other(sick_model, reference):
-    with running_server(str(sick_model), "--workers", "1") as server:
+    with exact_server(str(sick_model), "--workers", "1") as server:
         with httpx.Client(timeout=60) as http:
             answer = http.post(f"{server.url}/v1/embeddings", json={"input": ["a horse", "a zebra"]})
         assert answer.status_code == 500

@@ -43,8 +43,8 @@ def model(minilm_folder, tmp_path):
     return folder
 
 
-def remove(name):
-    return lambda model: (model / name).unlink()
+def remove(*names):
+    return lambda model: [(model / name).unlink() for name in names]
 
 
 def write(name, content):
@@ -71,7 +71,7 @@ def only_pickle(model):
 BROKEN = {
     "no config": (remove("config.json"), "config.json: file missing"),
     "no weights": (remove("model.safetensors"), "model.safetensors: file missing"),
-    "no tokenizer": (remove("tokenizer.json"), "tokenizer.json: file missing"),
+    "no tokenizer": (remove("tokenizer.json", "vocab.txt"), "tokenizer.json: file missing"),
     "no pooling": (remove("1_Pooling/config.json"), "1_Pooling/config.json: file missing"),
     "broken config": (write("config.json", "{"), "config.json: cannot be read"),
     "broken tokenizer": (write("tokenizer.json", "{}"), "tokenizer.json: not a tokenizer"),
@@ -81,6 +81,10 @@ BROKEN = {
         "is [1536] in the weights and [1000] in config.json",
     ),
     "weights of fewer layers": (edit_config(num_hidden_layers=7), "the weights lack encoder.layer.6"),
+    "a vocabulary of no use": (
+        lambda model: [remove("tokenizer.json", "vocab.txt")(model), write("spiece.model", "")(model)],
+        "BertTokenizer takes no vocabulary from spiece.model",
+    ),
     "remote code": (edit_config(auto_map={"AutoModel": "x--y.Z"}), "auto_map"),
     "unknown architecture": (edit_config(model_type="nosuch"), "nosuch"),
     "pickle": (only_pickle, "only as pickle"),

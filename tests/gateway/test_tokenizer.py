@@ -60,10 +60,10 @@ def test_a_model_that_lowercases(card, minilm_folder, tmp_path):
     cased = tokenizers.Tokenizer.from_file(str(minilm_folder / "tokenizer.json"))
     cased.normalizer = None
     cased.save(str(tmp_path / "tokenizer.json"))
-    folder = str(tmp_path)
-    lowering = Tokenizer(replace(card, weights_folder=folder, lowercase=True), 256, "auto")
+    path = str(tmp_path / "tokenizer.json")
+    lowering = Tokenizer(replace(card, tokenizer_file=path, lowercase=True), 256, "auto")
     assert ids(tokenize(lowering, ["HELLO"])) == ids(tokenize(Tokenizer(card, 256, "auto"), ["hello"]))
-    not_lowering = Tokenizer(replace(card, weights_folder=folder), 256, "auto")
+    not_lowering = Tokenizer(replace(card, tokenizer_file=path), 256, "auto")
     assert ids(tokenize(not_lowering, ["HELLO"])) != ids(tokenize(lowering, ["HELLO"]))
 
 
@@ -101,4 +101,4 @@ def test_overlong_ids_keep_their_frame(card):
 def test_a_broken_file_is_one_line_that_names_it(card, tmp_path):
     (tmp_path / "tokenizer.json").write_text("{}")
     with pytest.raises(ModelError, match=r"tokenizer\.json: not a tokenizer"):
-        Tokenizer(replace(card, weights_folder=str(tmp_path)), 256, "auto")
+        Tokenizer(replace(card, tokenizer_file=str(tmp_path / "tokenizer.json")), 256, "auto")

@@ -98,6 +98,7 @@ def test_the_real_model() -> None:
         steps=(Step("normalize"),),
         lowercase=False,
         prompt="",
+        tokenizer_file=str(path.resolve() / "tokenizer.json"),
     )
 
 
@@ -124,6 +125,7 @@ def test_the_layout_of_sentence_transformers_2(tmp_path: Path) -> None:
     assert card.weights_folder == str(tmp_path.resolve() / "0_Transformer")
     assert (card.pooling, card.dim) == (("cls", "max"), 64)
     assert (card.max_tokens, card.lowercase) == (50, True)
+    assert card.tokenizer_file == f"{card.weights_folder}/tokenizer.json"
 
 
 def test_the_layout_of_sentence_transformers_6(folder: Folder) -> None:
@@ -179,6 +181,71 @@ def test_sharded_weights(folder: Folder) -> None:
     (folder.path / "model.safetensors").rename(folder.path / "model-1-of-1.safetensors")
     folder.write("model.safetensors.index.json", {"weight_map": {"a": "model-1-of-1.safetensors"}})
     assert folder.read().dim == 32
+
+
+@pytest.mark.parametrize("name", ["vocab.txt", "vocab.json", "sentencepiece.bpe.model", "spiece.model"])
+def test_a_tokenizer_that_is_still_to_be_made(folder: Folder, name: str) -> None:
+    (folder.path / "tokenizer.json").rename(folder.path / name)
+    assert folder.read().tokenizer_file == ""
+
+
+NOMIC = {
+    "model_type": "nomic_bert",
+    "auto_map": {"AutoModel": "nomic-ai/nomic-bert-2048--modeling_hf_nomic_bert.NomicBertModel"},
+    "n_embd": 32,
+    "n_layer": 2,
+    "n_head": 4,
+    "n_inner": 256,
+    "n_positions": 8192,
+    "vocab_size": 99,
+    "pad_vocab_size_multiple": 10,
+    "type_vocab_size": 2,
+    "layer_norm_epsilon": 1e-12,
+    "rotary_emb_base": 1000,
+    "rotary_emb_fraction": 1.0,
+    "activation_function": "swiglu",
+    "qkv_proj_bias": False,
+    "mlp_fc1_bias": False,
+    "mlp_fc2_bias": False,
+}
+GTE = {
+    **CONFIG,
+    "model_type": "new",
+    "auto_map": {"AutoModel": "Alibaba-NLP/new-impl--modeling.NewModel"},
+    "num_hidden_layers": 2,
+    "num_attention_heads": 4,
+    "intermediate_size": 64,
+    "layer_norm_eps": 1e-12,
+    "rope_theta": 10_000,
+}
+
+
+@pytest.mark.parametrize(
+    ("config", "model_type", "vocab_size", "max_tokens"),
+    [
+        (NOMIC, "nomic_bert", 100, 8192),
+        # As its newer files are: both kinds of names, and the trained length under a third.
+        (
+            {**NOMIC, "hidden_size": 32, "max_position_embeddings": 2048, "rope_parameters": {"rope_theta": 1000.0}},
+            "nomic_bert",
+            100,
+            8192,
+        ),
+        (GTE, "gte", 100, 64),
+        ({**GTE, "rope_scaling": {"type": "ntk", "factor": 8.0}}, "gte", 100, 64),
+        ({**GTE, "model_type": "gte", "auto_map": {"AutoModel": "modeling.GteModel"}}, "gte", 100, 64),
+        # Code for heads alone: hidden states come from transformers' own model, in sentence-transformers, too.
+        ({**CONFIG, "auto_map": {"AutoModelForCausalLM": "modeling.BertForCausalLM"}}, "bert", 100, 64),
+        ({**CONFIG, "auto_map": {"AutoModelForSequenceClassification": "a--b.C"}}, "bert", 100, 64),
+    ],
+)
+def test_a_model_whose_code_transformers_has_taken_in(
+    folder: Folder, config: dict[str, Any], model_type: str, vocab_size: int, max_tokens: int
+) -> None:
+    folder.write("config.json", config)
+    card = folder.read()
+    assert (card.model_type, card.hidden_size, card.vocab_size) == (model_type, 32, vocab_size)
+    assert card.max_tokens == max_tokens
 
 
 @pytest.mark.parametrize(
@@ -280,6 +347,46 @@ def test_json_of_another_shape(folder: Folder, name: str) -> None:
 def test_weights_only_as_pickle(folder: Folder, name: str) -> None:
     (folder.path / "model.safetensors").rename(folder.path / name)
     assert f"only as pickle ({name})" in folder.refusal()
+
+
+@pytest.mark.parametrize(
+    ("config", "why"),
+    [
+        (
+            {**CONFIG, "auto_map": {"AutoModel": "jinaai/jina-bert-implementation--modeling_bert.JinaBertModel"}},
+            "ALiBi",
+        ),
+        ({**CONFIG, "model_type": "qwen2", "auto_map": {"AutoModel": "modeling_qwen.Qwen2Model"}}, "behind them"),
+        ({**CONFIG, "auto_map": {"AutoModel": "modeling.BertModel"}}, "no architecture that is known to be the same"),
+        ({**CONFIG, "auto_map": {"AutoConfig": "configuration.BertConfig"}}, "auto_map: configuration.BertConfig"),
+        ({**CONFIG, "auto_map": ["modeling.BertModel"]}, "auto_map must be a JSON object"),
+        # The right class by name, of another family.
+        ({**CONFIG, "auto_map": {"AutoModel": "x--y.NewModel"}}, "no architecture"),
+        ({**NOMIC, "num_experts": 8}, "num_experts is 8"),
+        ({**NOMIC, "activation_function": "gelu"}, "activation_function is 'gelu'"),
+        ({key: value for key, value in NOMIC.items() if key != "qkv_proj_bias"}, "qkv_proj_bias is True"),
+        ({key: value for key, value in NOMIC.items() if key != "rotary_emb_fraction"}, "rotary_emb_fraction is 0.0"),
+        ({key: value for key, value in NOMIC.items() if key != "layer_norm_epsilon"}, "layer_norm_epsilon is missing"),
+        ({key: value for key, value in NOMIC.items() if key != "auto_map"} | {"prenorm": True}, "prenorm is True"),
+        ({**NOMIC, "rotary_scaling_factor": 2}, "rotary_scaling_factor is 2"),
+        ({**NOMIC, "num_hidden_layers": 12}, "num_hidden_layers is 12 under this name and 2 under"),
+        ({**NOMIC, "rope_parameters": {"rope_theta": 10_000.0}}, "rotary_emb_base 1000.0"),
+        ({**NOMIC, "n_embd": "32"}, "n_embd is missing or not a number"),
+        ({**NOMIC, "n_embd": 32.5}, "n_embd must be a whole number"),
+        ({**GTE, "position_embedding_type": "absolute"}, "position_embedding_type is 'absolute'"),
+        ({**GTE, "logn_attention_scale": True}, "logn_attention_scale"),
+        ({**GTE, "layer_norm_type": "rms_norm"}, "layer_norm_type"),
+        ({**GTE, "rope_scaling": {"type": "dynamic", "factor": 2.0}}, "rope_scaling"),
+        ({**GTE, "rope_scaling": {"type": "ntk", "factor": 2.0, "mixed_b": 0.6}}, "mixed_b"),
+        ({**GTE, "rope_scaling": {"type": "ntk", "factor": 1}}, "greater than 1"),
+        ({**GTE, "rope_scaling": "ntk"}, "rope_scaling 'ntk' is not known"),
+    ],
+)
+def test_code_that_transformers_has_not_taken_in(folder: Folder, config: dict[str, Any], why: str) -> None:
+    folder.write("config.json", config)
+    refusal = folder.refusal()
+    assert refusal.startswith("config.json: ")
+    assert why in refusal
 
 
 def test_a_missing_shard(folder: Folder) -> None:

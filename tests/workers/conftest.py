@@ -8,6 +8,7 @@ import tempfile
 import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import suppress
+from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
@@ -139,6 +140,7 @@ def worker_config() -> Callable[..., WorkerConfig]:
             "dtype": "float32",
             "num_threads": 1,
             "log_level": "info",
+            "cache_folder": "",
         }
         return WorkerConfig(**{**settings, **changes})
 
@@ -174,6 +176,43 @@ def random_batch() -> Callable[..., PackedBatch]:
         return PackedBatch(np.array(lengths, dtype=np.int32), token_ids)
 
     return make
+
+
+@pytest.fixture(scope="session")
+def varlen_by_hand() -> Callable[..., torch.Tensor]:
+    """What `torch.nn.attention.varlen.varlen_attn` says that it computes, one sequence after the other."""
+
+    def attend(
+        query: torch.Tensor,
+        key: torch.Tensor,
+        value: torch.Tensor,
+        starts: torch.Tensor,
+        key_starts: torch.Tensor,
+        max_query: int,
+        max_key: int,
+        *,
+        scale: float | None,
+        window_size: tuple[int, int],
+        enable_gqa: bool,
+    ) -> torch.Tensor:
+        assert starts.dtype == torch.int32
+        assert query.stride(-1) == key.stride(-1) == value.stride(-1) == 1
+        assert enable_gqa == (query.shape[1] != key.shape[1])
+        assert max_query == max_key == int(starts.diff().max())
+        before, behind = (max_query if reach < 0 else reach for reach in window_size)
+        groups = query.shape[1] // key.shape[1]
+        out = torch.empty_like(query)
+        for start, stop in pairwise(starts.tolist()):
+            q, k, v = (states[start:stop].transpose(0, 1) for states in (query, key, value))
+            k, v = k.repeat_interleave(groups, dim=0), v.repeat_interleave(groups, dim=0)
+            places = torch.arange(stop - start)
+            distance = places[None, :] - places[:, None]
+            scores = q @ k.transpose(1, 2) * (q.shape[-1] ** -0.5 if scale is None else scale)
+            scores = scores.masked_fill((distance < -before) | (distance > behind), float("-inf"))
+            out[start:stop] = (scores.softmax(-1) @ v).transpose(0, 1)
+        return out
+
+    return attend
 
 
 # --- the other side of the wire ---------------------------------------------------------------------------------

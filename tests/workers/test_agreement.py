@@ -4,7 +4,7 @@ import numpy as np
 import pytest
 
 from shm.card import ModelCard
-from workers.agreement import compare, probe_batch, vectors_of, vectors_one_by_one
+from workers.agreement import all_probes, compare, short_probes, vectors_of, vectors_one_by_one
 from workers.engines.weightless import WeightlessEngine
 
 PLAIN = np.random.default_rng(0).standard_normal((5, 8)).astype(np.float32)
@@ -58,17 +58,37 @@ def test_one_turned_row_is_enough_to_disagree() -> None:
     assert not compare(turned, PLAIN).is_within_bounds("bfloat16")
 
 
-@pytest.mark.parametrize("max_tokens", [1, 4, 60, 256, 8192])
-def test_probes_reach_from_one_token_to_the_longest(max_tokens: int) -> None:
-    batch = probe_batch(card(max_tokens))
+@pytest.mark.parametrize(
+    ("max_tokens", "num_parameters", "longest"),
+    [
+        (1, 10**6, 1),
+        (4, 10**6, 4),
+        (60, 10**6, 60),
+        (512, 3 * 10**8, 512),
+        (8192, 25 * 10**7, 2000),
+        (8192, 10**10, 256),
+    ],
+)
+def test_probes_reach_from_one_token_to_the_longest_that_is_affordable(
+    max_tokens: int, num_parameters: int, longest: int
+) -> None:
+    batch = all_probes(card(max_tokens), num_parameters)
     assert batch.lengths.min() == 1
-    assert batch.lengths.max() == min(max_tokens, 256)
+    assert batch.lengths.max() == longest
     assert batch.token_ids.size == batch.lengths.sum()
     assert 0 <= batch.token_ids.min() <= batch.token_ids.max() < 100
-    assert np.array_equal(batch.token_ids, probe_batch(card(max_tokens)).token_ids)
+    assert np.array_equal(batch.token_ids, all_probes(card(max_tokens), num_parameters).token_ids)
+
+
+@pytest.mark.parametrize("max_tokens", [1, 40, 512])
+def test_the_short_probes_are_the_first_of_all(max_tokens: int) -> None:
+    short, every = short_probes(card(max_tokens)), all_probes(card(max_tokens), 10**6)
+    assert np.array_equal(short.lengths, every.lengths[: short.lengths.size])
+    assert np.array_equal(short.token_ids, every.token_ids[: short.token_ids.size])
+    assert short.lengths.max() <= 55
 
 
 def test_one_by_one_is_in_the_order_of_the_batch() -> None:
-    batch = probe_batch(card())
+    batch = short_probes(card())
     engine = WeightlessEngine(8)
     assert np.array_equal(vectors_one_by_one(engine, batch, 8), vectors_of(engine, batch, 8))

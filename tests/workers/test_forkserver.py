@@ -1,5 +1,6 @@
 """Real processes: a fork server, its workers, and every way in which one of them can end."""
 
+import json
 import os
 import select
 import shutil
@@ -9,17 +10,18 @@ import sys
 import time
 from collections.abc import Callable, Iterator
 from contextlib import suppress
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
 import numpy as np
+import psutil
 import pytest
 from sentence_transformers import SentenceTransformer
 from tokenizers import Tokenizer
 
 from shm.arena import ArenaSpec, create_arena
-from shm.card import ModelCard
+from shm.card import ModelCard, ModelError
 from shm.control import (
     Channel,
     ChildFailed,
@@ -36,6 +38,7 @@ from shm.control import (
 from shm.failure import FailureCode
 from shm.view import Rows, map_slots
 from shm.wire import Done, Failed, Incarnation
+from workers.choosing import Choosing
 from workers.config import WorkerConfig
 from workers.engine import PackedBatch
 from workers.engines.weightless import weightless_vectors
@@ -45,7 +48,7 @@ DEADLINE_S = 60.0
 DIM = 8
 ARENA = ArenaSpec(num_slots=2, rows_per_slot=4, dim=DIM)
 CARD = ModelCard("", "", "bert", DIM, DIM, 16, 100, ("mean",), (), False, "")
-WEIGHTLESS = WorkerConfig(CARD, ARENA, "weightless", "cpu", "float32", 1, "info")
+WEIGHTLESS = WorkerConfig(CARD, ARENA, "weightless", "cpu", "float32", 1, "info", "")
 BATCH = PackedBatch(np.array([2, 1], dtype=np.int32), np.array([41, 42, 43], dtype=np.int32))
 
 # What `launch.child` does.
@@ -102,7 +105,13 @@ class Worker:
 class ForkServer:
     """A fork server started like the supervisor does it. Owns the supervisor's end."""
 
-    def __init__(self, modules: list[str], environment: dict[str, str] | None = None) -> None:
+    def __init__(
+        self,
+        modules: list[str],
+        environment: dict[str, str] | None = None,
+        config: WorkerConfig | None = None,
+    ) -> None:
+        """With a `config` it loads the engine that its workers share."""
         self.channel, theirs = Channel.pair()
         self.process = subprocess.Popen(
             [sys.executable, "-P", "-c", _BOOTSTRAP, str(theirs.fileno())],
@@ -113,12 +122,19 @@ class ForkServer:
         )
         theirs.close()
         self.workers: list[Worker] = []
-        self.channel.send(ForkServerStart(modules))
+        self.stages: list[str] = []
+        choose = [sys.executable, "-P", "-m", "launch.child", "choose"]
+        self.channel.send(ForkServerStart(modules, config.to_json() if config else None, choose))
 
     def until_ready(self) -> list[str]:
-        ready, _ = receive(self.channel)
-        assert isinstance(ready, ForkServerReady), ready
-        return ready.modules
+        message = self.after_progress()
+        assert isinstance(message, ForkServerReady), message
+        return message.modules
+
+    def after_progress(self) -> Message:
+        while isinstance(message := receive(self.channel)[0], Progress):
+            self.stages.append(message.stage)
+        return message
 
     def fork(self, config: WorkerConfig, address_fd: int, worker: int = 0, life: int = 1) -> Worker:
         ours, theirs = Channel.pair()
@@ -173,8 +189,16 @@ def server() -> Iterator[ForkServer]:
 
 
 @pytest.fixture(scope="module")
-def bert_server() -> Iterator[ForkServer]:
-    made = ForkServer(modules_to_preload("bert"))
+def minilm_config(
+    minilm: Path, worker_config: Callable[..., WorkerConfig], tmp_path_factory: pytest.TempPathFactory
+) -> WorkerConfig:
+    return worker_config(minilm, cache_folder=str(tmp_path_factory.mktemp("cache")))
+
+
+@pytest.fixture(scope="module")
+def minilm_server(minilm_config: WorkerConfig) -> Iterator[ForkServer]:
+    """With the real model loaded, for the first time."""
+    made = ForkServer(modules_to_preload("bert", "auto"), config=minilm_config)
     made.until_ready()
     yield made
     made.close()
@@ -345,60 +369,118 @@ def test_an_import_that_starts_a_thread_is_refused(tmp_path: Path) -> None:
 
 
 def test_the_real_model_through_the_slot(
-    bert_server: ForkServer,
-    minilm: Path,
-    worker_config: Callable[..., WorkerConfig],
-    endpoint: Any,
-    gateway: Any,
-    as_message: Any,
+    minilm_server: ForkServer, minilm_config: WorkerConfig, endpoint: Any, gateway: Any, as_message: Any
 ) -> None:
+    assert minilm_server.stages[0] == "loading the plain model, to compare with"
     texts = ["A text-embedding server.", "x", "Ein zweiter, etwas längerer Text. " * 9]
-    config = worker_config(minilm)
-    worker = bert_server.fork(config, endpoint.address_fd)
+    worker = minilm_server.fork(minilm_config, endpoint.address_fd)
     ready, stages = worker.until_ready()
-    assert stages[0] == "loading weights"
+    assert stages == [], "the engine was loaded before the fork"
     assert ready.warnings == []
     assert ready.facts["path"] == "fused"
     assert ready.facts["agreement"]["max_abs_diff"] < 1e-5
 
-    tokenizer = Tokenizer.from_file(str(minilm / "tokenizer.json"))
+    folder = Path(minilm_config.card.folder)
+    tokenizer = Tokenizer.from_file(str(folder / "tokenizer.json"))
     tokenizer.no_padding()
     ids = [encoding.ids for encoding in tokenizer.encode_batch(texts)]
     lengths = np.array([len(each) for each in ids], dtype=np.int32)
     gateway.meet(worker.who)
     gateway.send(worker.who, as_message(PackedBatch(lengths, np.concatenate(ids).astype(np.int32))))
     assert isinstance(gateway.receive(worker.who), Done)
-    expected = SentenceTransformer(str(minilm), device="cpu", local_files_only=True).encode(texts)
+    expected = SentenceTransformer(str(folder), device="cpu", local_files_only=True).encode(texts)
     np.testing.assert_allclose(worker.slots[0][: len(texts)], expected, atol=1e-5, rtol=0)
+    assert private_dirty_mb(worker.pid) < 40, "laid-out weights of 42 MB are the fork server's"
     worker.kill()
-    assert bert_server.exited() == (worker.pid, -signal.SIGKILL)
+    assert minilm_server.exited() == (worker.pid, -signal.SIGKILL)
+
+
+def private_dirty_mb(pid: int) -> float:
+    rollup = Path(f"/proc/{pid}/smaps_rollup").read_text()
+    [line] = [line for line in rollup.splitlines() if line.startswith("Private_Dirty:")]
+    return int(line.split()[1]) / 1024
+
+
+def test_a_second_start_compares_nothing(minilm_server: ForkServer, minilm_config: WorkerConfig, endpoint: Any) -> None:
+    again = ForkServer(modules_to_preload("bert", "auto"), config=minilm_config)
+    try:
+        again.until_ready()
+        assert again.stages == ["loading weights for fused float32"]
+        ready, _ = again.fork(minilm_config, endpoint.address_fd).until_ready()
+        assert ready.facts["agreement"]["longest_probe_tokens"] == 256
+    finally:
+        again.close()
 
 
 def test_two_threads_compute_after_a_fork_without_any(
-    bert_server: ForkServer, checkpoint: Any, worker_config: Any, endpoint: Any, gateway: Any, as_message: Any
+    minilm_server: ForkServer, minilm_config: WorkerConfig, endpoint: Any, gateway: Any, as_message: Any
 ) -> None:
-    config = worker_config(checkpoint("bert"), num_threads=2)
-    worker = bert_server.fork(config, endpoint.address_fd, worker=2)
+    worker = minilm_server.fork(replace(minilm_config, num_threads=2), endpoint.address_fd, worker=2)
     ready, _ = worker.until_ready()
     assert ready.facts["threads"] == 2
     gateway.meet(worker.who)
+    for number in range(1, 4):
+        lengths = np.full(8, 100, dtype=np.int32)
+        token_ids = np.arange(1000, 1800, dtype=np.int32)
+        gateway.send(worker.who, as_message(PackedBatch(lengths, token_ids), number=number))
+        assert isinstance(gateway.receive(worker.who), Done)
+    worker.channel.close()
+    assert minilm_server.exited() == (worker.pid, 0)
+
+
+def test_without_a_shared_engine_a_worker_loads_its_own(
+    server: ForkServer, checkpoint: Any, worker_config: Any, endpoint: Any, gateway: Any, as_message: Any
+) -> None:
+    worker = server.fork(worker_config(checkpoint("bert")), endpoint.address_fd)
+    ready, stages = worker.until_ready()
+    assert stages[0] == "loading the plain model, to compare with"
+    assert ready.facts["path"] == "fused"
+    gateway.meet(worker.who)
     gateway.send(worker.who, as_message(BATCH))
     assert isinstance(gateway.receive(worker.who), Done)
-    worker.channel.close()
-    assert bert_server.exited() == (worker.pid, 0)
 
 
 def test_a_model_that_cannot_be_loaded_says_why_and_exits_3(
-    bert_server: ForkServer, checkpoint: Any, worker_config: Any, endpoint: Any, tmp_path: Path
+    checkpoint: Any, worker_config: Any, tmp_path: Path
 ) -> None:
     folder = shutil.copytree(checkpoint("bert"), tmp_path / "bert")
-    config = worker_config(folder)
+    config = worker_config(folder, cache_folder=str(tmp_path / "cache"))
     (folder / "model.safetensors").write_bytes(b"nonsense")
-    worker = bert_server.fork(config, endpoint.address_fd, worker=1)
-    messages = []
-    while (received := worker.channel.receive(DEADLINE_S)) is not None:
-        messages.append(received[0])
-    failed = messages[-1]
-    assert isinstance(failed, ChildFailed)
-    assert str(folder) in failed.message
-    assert bert_server.exited() == (worker.pid, 3)
+    server = ForkServer(modules_to_preload("bert", "auto"), config=config)
+    try:
+        failed = server.after_progress()
+        assert isinstance(failed, ChildFailed)
+        assert str(folder) in failed.message
+        assert server.process.wait(DEADLINE_S) == 3
+    finally:
+        server.close()
+
+
+def test_a_comparison_that_dies_is_an_error_message(checkpoint: Any, worker_config: Any) -> None:
+    config = worker_config(checkpoint("bert"), cache_folder="")
+    with pytest.raises(ModelError, match="ended with exit code"):
+        Choosing([sys.executable, "-c", "import sys; sys.stdin.read(); sys.exit(9)"], config).result(lambda stage: None)
+
+
+def test_nothing_stays_when_the_supervisor_dies_while_a_model_is_compared(checkpoint: Any, worker_config: Any) -> None:
+    config = worker_config(checkpoint("bert"), cache_folder="")
+    code = (
+        "import json, subprocess, sys, time; from shm.control import Channel, ForkServerStart\n"
+        "ours, theirs = Channel.pair()\n"
+        "command = [sys.executable, '-P', '-c', sys.argv[1], str(theirs.fileno())]\n"
+        "child = subprocess.Popen(command, pass_fds=[theirs.fileno()])\n"
+        "choose = [sys.executable, '-P', '-m', 'launch.child', 'choose']\n"
+        "ours.send(ForkServerStart(['torch'], json.loads(sys.argv[2]), choose))\n"
+        "time.sleep(300)"
+    )
+    supervisor = subprocess.Popen([sys.executable, "-c", code, _BOOTSTRAP, json.dumps(config.to_json())])
+    processes: list[psutil.Process] = []
+    deadline = time.monotonic() + DEADLINE_S
+    while not any(process.name() == "vecd-choose" for process in processes):
+        assert time.monotonic() < deadline
+        processes = psutil.Process(supervisor.pid).children(recursive=True)
+        time.sleep(0.01)
+    supervisor.kill()
+    supervisor.wait()
+    _, alive = psutil.wait_procs(processes, timeout=10)
+    assert not alive

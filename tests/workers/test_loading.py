@@ -10,7 +10,7 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 from torch import Tensor
-from transformers import BertForMaskedLM, BertForPreTraining
+from transformers import BertForMaskedLM, BertForPreTraining, BertModel
 
 from shm.card import ModelError, read_card
 from workers.loading import is_stored_as_float32, load_model
@@ -73,6 +73,45 @@ def test_weights_that_do_not_fit_the_configuration_are_refused(
     assert str(refusal.value).startswith(str(folder))
     assert "\n" not in str(refusal.value)
     assert capfd.readouterr() == ("", "")
+
+
+def test_weights_in_several_files(copied: Callable[..., Path]) -> None:
+    folder = copied()
+    stored = load_file(folder / "model.safetensors")
+    BertModel.from_pretrained(folder).save_pretrained(folder, max_shard_size="20KB")
+    (folder / "model.safetensors").unlink(missing_ok=True)
+    assert len(list(folder.glob("model-*.safetensors"))) > 1
+    card = read_card(folder)
+    model = load_model(card, "float32", CPU)
+    assert all(torch.equal(parameter, stored[name]) for name, parameter in model.named_parameters())
+    assert is_stored_as_float32(card)
+
+
+def test_a_tensor_that_is_in_no_file_is_missed(copied: Callable[..., Path]) -> None:
+    folder = copied()
+    BertModel.from_pretrained(folder).save_pretrained(folder, max_shard_size="20KB")
+    (folder / "model.safetensors").unlink(missing_ok=True)
+    index = folder / "model.safetensors.index.json"
+    content = json.loads(index.read_text())
+    shard = folder / content["weight_map"]["encoder.layer.1.output.dense.weight"]
+    tensors = load_file(shard)
+    del tensors["encoder.layer.1.output.dense.weight"]
+    save_file(tensors, shard, metadata={"format": "pt"})
+    with pytest.raises(ModelError, match=r"encoder\.layer\.1\.output\.dense\.weight|cannot be loaded"):
+        load_model(read_card(folder), "float32", CPU)
+
+
+def test_the_layout_of_sentence_transformers_2(copied: Callable[..., Path], checkpoint: Checkpoint) -> None:
+    folder = copied()
+    (folder / "0_Transformer").mkdir()
+    for path in [path for path in folder.iterdir() if path.is_file() and path.name != "modules.json"]:
+        path.rename(folder / "0_Transformer" / path.name)
+    kinds = {"0_Transformer": "Transformer", "1_Pooling": "Pooling", "2_Normalize": "Normalize"}
+    chain = [{"path": path, "type": f"sentence_transformers.models.{kind}"} for path, kind in kinds.items()]
+    (folder / "modules.json").write_text(json.dumps(chain))
+    model = load_model(read_card(folder), "float32", CPU)
+    stored = load_file(checkpoint("bert") / "model.safetensors")
+    assert all(torch.equal(parameter, stored[name]) for name, parameter in model.named_parameters())
 
 
 def test_a_missing_layer_of_a_decoder_is_refused(copied: Callable[..., Path]) -> None:

@@ -1,12 +1,16 @@
 """The attention function: each sequence attends to itself alone, and nothing that is asked for is ignored."""
 
+import inspect
+from collections.abc import Callable
 from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
 from torch import Tensor
+from torch.nn.attention.varlen import varlen_attn
 from transformers.masking_utils import (
+    and_masks,
     bidirectional_mask_function,
     causal_mask_function,
     chunked_causal_mask_function,
@@ -14,8 +18,19 @@ from transformers.masking_utils import (
     sliding_window_causal_mask_function,
 )
 
+from workers import packing
 from workers.layout import Run
-from workers.packing import PackingError, SequenceMask, packed_attention, running, sequence_mask
+from workers.packing import (
+    PackingError,
+    SequenceMask,
+    boundaries,
+    packed_attention,
+    rule_key,
+    running,
+    sequence_mask,
+    suits_varlen,
+    window_of,
+)
 
 RUNS = [Run(0, 3, 1), Run(3, 2, 4), Run(11, 1, 9)]
 NUM_TOKENS = 20
@@ -125,3 +140,136 @@ def test_a_cache_of_earlier_tokens_is_refused() -> None:
 def test_attention_outside_a_packed_pass_is_refused() -> None:
     with pytest.raises(PackingError):
         packed_attention(torch.nn.Identity(), *attention_inputs(), None)
+
+
+# --- one kernel for all lengths ---------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("device_type", "dtype", "head_dim", "value_head_dim", "expected"),
+    [
+        ("cuda", torch.float16, 64, 64, True),
+        ("cuda", torch.bfloat16, 256, 256, True),
+        ("cuda", torch.bfloat16, 24, 24, True),
+        ("cuda", torch.float32, 64, 64, False),
+        ("cpu", torch.bfloat16, 64, 64, False),
+        ("cuda", torch.float16, 264, 264, False),
+        ("cuda", torch.float16, 20, 20, False),
+        ("cuda", torch.float16, 64, 128, False),
+    ],
+)
+def test_what_the_kernel_for_variable_lengths_takes(
+    device_type: str, dtype: torch.dtype, head_dim: int, value_head_dim: int, expected: bool
+) -> None:
+    assert suits_varlen(device_type, dtype, head_dim, value_head_dim) is expected
+
+
+def block_rule(batch: Any, head: Any, query: Any, key: Any) -> Any:
+    return query // 4 == key // 4
+
+
+def strided_rule(batch: Any, head: Any, query: Any, key: Any) -> Any:
+    return (query - key) % 2 == 0
+
+
+@pytest.mark.parametrize(
+    ("rule", "window"),
+    [
+        (bidirectional_mask_function, (-1, -1)),
+        (causal_mask_function, (-1, 0)),
+        (sliding_window_causal_mask_function(3), (2, 0)),  # itself and two before
+        (sliding_window_causal_mask_function(1), (0, 0)),
+        (sliding_window_bidirectional_mask_function(2), (2, 2)),
+        (sliding_window_causal_mask_function(5000), (-1, 0)),
+        (sliding_window_bidirectional_mask_function(5000), (-1, -1)),
+        (and_masks(causal_mask_function, bidirectional_mask_function), (-1, 0)),
+        (strided_rule, None),
+    ],
+)
+def test_a_rule_is_a_window_or_it_is_not(rule: Any, window: Any) -> None:
+    mask, device = SequenceMask(rule), torch.device("cpu")
+    for _ in range(2):  # evaluated, and remembered
+        assert mask.window(RUNS[-1], device) == window
+    assert SequenceMask(rule).window(Run(0, 1, 2000), device) == window
+
+
+def test_a_window_is_no_window_for_longer_texts_than_it_was_looked_at_with() -> None:
+    device = torch.device("cpu")
+    assert SequenceMask(sliding_window_causal_mask_function(1500)).window(Run(0, 1, 900), device) == (-1, 0)
+    assert SequenceMask(sliding_window_causal_mask_function(1500)).window(Run(0, 1, 1600), device) == (1499, 0)
+
+
+def test_a_rule_that_holds_tensors_is_looked_at_no_farther_than_the_batch_reaches() -> None:
+    visible = torch.ones(20, dtype=torch.bool)
+
+    def rule(batch: Any, head: Any, query: Any, key: Any) -> Any:
+        return visible[key] & (key <= query)
+
+    assert rule_key(rule) is None
+    assert SequenceMask(rule).window(RUNS[-1], torch.device("cpu")) == (-1, 0)
+
+
+def test_a_rule_about_places_in_the_batch_is_no_window() -> None:
+    with pytest.raises(PackingError, match="where in the batch"):
+        SequenceMask(block_rule).window(RUNS[-1], torch.device("cpu"))
+
+
+def test_rules_made_anew_are_known_again() -> None:
+    make = sliding_window_causal_mask_function
+    assert rule_key(make(3)) == rule_key(make(3))
+    assert rule_key(make(3)) != rule_key(make(4))
+    assert rule_key(make(3)) != rule_key(sliding_window_bidirectional_mask_function(3))
+    assert rule_key(chunked_causal_mask_function(4, torch.zeros(1))) is None
+    assert rule_key(SimpleNamespace()) is None
+
+
+def test_windows_are_the_masks_that_they_are_read_from() -> None:
+    positions = torch.arange(7)
+    for before in range(7):
+        for behind in range(7):
+            distance = positions[None, :] - positions[:, None]
+            allowed = (distance >= -before) & (distance <= behind)
+            expected = (-1 if before == 6 else before, -1 if behind == 6 else behind)
+            assert window_of(allowed) == expected
+            if 0 < before < 6:
+                allowed[5, 5 - before] = False
+                assert window_of(allowed) is None
+
+
+def test_boundaries_are_the_starts_and_the_end() -> None:
+    starts = boundaries(RUNS)
+    assert starts.tolist() == [0, 1, 2, 3, 7, 11, 20]
+    assert starts.dtype == "int32"
+
+
+@pytest.mark.parametrize("key_heads", [HEADS, 2, 1])
+@pytest.mark.parametrize(
+    "rule",
+    [
+        bidirectional_mask_function,
+        causal_mask_function,
+        sliding_window_causal_mask_function(3),
+        sliding_window_bidirectional_mask_function(2),
+        strided_rule,
+    ],
+)
+def test_the_kernel_for_variable_lengths_is_asked_for_the_same(
+    rule: Any, key_heads: int, monkeypatch: pytest.MonkeyPatch, varlen_by_hand: Callable[..., Tensor]
+) -> None:
+    calls: list[Any] = []
+
+    def varlen(*arguments: Any, **options: Any) -> Tensor:
+        inspect.signature(varlen_attn).bind(*arguments, **options)
+        calls.append(options["window_size"])
+        return varlen_by_hand(*arguments, **options)
+
+    states = attention_inputs(key_heads)
+    mask = sequence_mask(mask_function=rule)
+    for scaling in (None, 0.7):
+        by_runs = attend(SimpleNamespace(), *states, mask=mask, scaling=scaling)
+        with monkeypatch.context() as patched:
+            patched.setattr(packing, "_varlen_for", lambda query, value: varlen)
+            at_once = attend(SimpleNamespace(), *states, mask=mask, scaling=scaling)
+        assert at_once.shape == by_runs.shape
+        torch.testing.assert_close(at_once, by_runs, atol=1e-6, rtol=0)
+    assert len(calls) == (0 if rule is strided_rule else 2)

@@ -9,9 +9,10 @@ import pytest
 from workers.preload import modules_to_preload
 
 
+@pytest.mark.parametrize("engine", ["auto", "packed"])
 @pytest.mark.parametrize("model_type", ["bert", "xlm-roberta", "deberta-v2", "qwen3", "gemma3_text"])
-def test_every_module_exists(model_type: str) -> None:
-    for module in modules_to_preload(model_type):
+def test_every_module_exists(model_type: str, engine: str) -> None:
+    for module in modules_to_preload(model_type, engine):
         assert importlib.util.find_spec(module) is not None, module
 
 

@@ -1,94 +1,99 @@
-"""Which engine a worker runs: the fastest that gives the vectors of the plain one.
+"""Which engine a worker runs: the fastest that gives the vectors of the plain model.
 
-Owns the order in which paths are tried, and what the operator is told of those that were refused. Called by
-`workers.engine.load_engine`.
+Owns the order in which paths and dtypes are tried, and what the operator is told of those that were refused. Imports
+transformers, and needs a second copy of the model while it compares; so on a processor it runs in a process of its own
+(`workers.choosing`). Called by that and by `workers.engine`.
 """
 
-from collections.abc import Callable, Iterator
+import logging
+from collections.abc import Iterator
 
+import numpy as np
 import torch
+from numpy.typing import NDArray
 from transformers import PreTrainedModel
 
 from shm.card import ModelError
-from workers.agreement import compare, probe_batch, vectors_of, vectors_one_by_one
+from workers.agreement import all_probes, compare, vectors_of, vectors_one_by_one
+from workers.choices import Choice
 from workers.config import WorkerConfig
-from workers.engine import Report
-from workers.engines.fused import FusedForward, NotFusible
-from workers.engines.packed import PackedForward
-from workers.engines.padded import PaddedForward, UnpaddedForward
-from workers.engines.transformer import Forward, TransformerEngine
+from workers.engine import PackedBatch, Report
+from workers.engines.build import PATHS, build_engine
+from workers.engines.fused import NotFusible
+from workers.engines.transformer import TransformerEngine
 from workers.loading import is_stored_as_float32, load_model, one_line
-from workers.pooling import load_head
 
-_FORWARDS: dict[str, Callable[[PreTrainedModel, torch.device], Forward]] = {
-    "fused": FusedForward,
-    "packed": PackedForward,
-    "padded": PaddedForward,
-    "unpadded": UnpaddedForward,
-}
-_PATHS = {
-    "auto": ("fused", "packed", "padded", "unpadded"),
-    "fused": ("fused",),
-    "packed": ("packed",),
-    "padded": ("padded", "unpadded"),
-}
-"""By `WorkerConfig.engine`: what is tried, in this order."""
+log = logging.getLogger("vecd.choice")
 
 
-def choose_engine(config: WorkerConfig, report: Report) -> TransformerEngine:
-    """Load the model and return the first engine whose vectors agree with the plain ones.
+def choose(config: WorkerConfig, report: Report) -> tuple[Choice, TransformerEngine]:
+    """The first engine whose vectors agree with the plain model's, and the record of it.
 
-    The plain ones are computed in float32; where the weights are not stored in float32, in the type asked for, because
-    float32 would take twice the memory. Side effect: sets torch's number of threads.
+    The plain vectors are computed in float32; where the weights are not stored in float32, in the first type that is
+    to be tried, because float32 would take twice the memory.
 
     Raises ModelError when the model cannot be loaded or run, or the path that `config` insists on disagrees.
     """
-    torch.set_num_threads(config.num_threads)
-    return _Choice(config, report).choose()
+    return _Choosing(config, report).choose()
 
 
-class _Choice:
+def dtypes_to_try(config: WorkerConfig) -> tuple[str, ...]:
+    """The type asked for; or, for "auto", the 16-bit type that the device computes natively, then float32."""
+    if config.dtype != "auto":
+        return (config.dtype,)
+    if config.device.startswith("cuda"):
+        return ("bfloat16" if torch.cuda.is_bf16_supported(including_emulation=False) else "float16", "float32")
+    return ("bfloat16", "float32") if _has_bfloat16() else ("float32",)
+
+
+def _has_bfloat16() -> bool:
+    """Whether the processor multiplies bfloat16 itself. oneDNN also emulates it, slower than float32."""
+    return bool(torch.cpu._is_avx512_bf16_supported() or torch.cpu._is_amx_tile_supported())
+
+
+class _Choosing:
     def __init__(self, config: WorkerConfig, report: Report) -> None:
         self._config = config
         self._report = report
         self._device = torch.device(config.device)
-        self._probes = probe_batch(config.card)
+        self._dtypes = dtypes_to_try(config)
         self._warnings: list[str] = []
         self._model: PreTrainedModel | None = None
         self._loaded_dtype = ""
 
-    def choose(self) -> TransformerEngine:
+    def choose(self) -> tuple[Choice, TransformerEngine]:
         config = self._config
-        plain_dtype = "float32" if is_stored_as_float32(config.card) else config.dtype
-        self._report("loading weights")
-        self._head = load_head(config.card, self._device)
-        self._load(plain_dtype)
-        self._embed_plainly(plain_dtype)
+        plain_dtype = "float32" if is_stored_as_float32(config.card) else self._dtypes[0]
+        self._report("loading the plain model, to compare with")
+        probes = all_probes(config.card, sum(weight.numel() for weight in self._load(plain_dtype).parameters()))
+        self._report(f"embedding probes of up to {probes.lengths.max()} tokens with it")
+        plain = self._embed_plainly(plain_dtype, probes)
         for dtype, path in self._candidates(plain_dtype):
-            self._report(f"comparing {path} {dtype} with the plain model")
-            engine = self._try(dtype, path)
-            if engine is not None:
-                engine.warnings = self._warnings
-                return engine
+            self._report(f"comparing {path} {dtype} with it")
+            found = self._try(dtype, path, probes, plain)
+            if found is not None:
+                return found
         raise ModelError(f"{config.card.folder}: {'; '.join(self._warnings)}")
 
     def _candidates(self, plain_dtype: str) -> Iterator[tuple[str, str]]:
-        for dtype in dict.fromkeys((self._config.dtype, plain_dtype)):
-            for path in _PATHS[self._config.engine]:
+        for dtype in dict.fromkeys((*self._dtypes, plain_dtype)):
+            for path in PATHS[self._config.engine]:
                 yield dtype, path
 
-    def _embed_plainly(self, dtype: str) -> None:
-        self._report("embedding probes with the plain model")
+    def _embed_plainly(self, dtype: str, probes: PackedBatch) -> NDArray[np.float32]:
         try:
-            self._plain = vectors_one_by_one(self._engine(dtype, "padded"), self._probes, self._config.card.dim)
+            engine = build_engine(self._config, "padded", dtype, self._load)
+            return vectors_one_by_one(engine, probes, self._config.card.dim)
         except Exception as error:
             raise ModelError(f"{self._config.card.folder}: the model cannot be run: {one_line(error)}") from error
 
-    def _try(self, dtype: str, path: str) -> TransformerEngine | None:
+    def _try(
+        self, dtype: str, path: str, probes: PackedBatch, plain: NDArray[np.float32]
+    ) -> tuple[Choice, TransformerEngine] | None:
         """The engine, if it agrees; otherwise a warning has been noted."""
         try:
-            engine = self._engine(dtype, path)
-            agreement = compare(vectors_of(engine, self._probes, self._config.card.dim), self._plain)
+            engine = build_engine(self._config, path, dtype, self._load)
+            agreement = compare(vectors_of(engine, probes, self._config.card.dim), plain)
         except ModelError:
             raise
         except NotFusible as error:
@@ -101,14 +106,16 @@ class _Choice:
         if not agreement.is_within_bounds(dtype):
             self._refuse(dtype, path, f"its vectors are not the plain model's: {agreement}")
             return None
-        engine.facts["agreement"] = agreement.to_json()
-        return engine
+        log.info("%s %s agrees with the plain model: %s", path, dtype, agreement)
+        figures = {
+            **agreement.to_json(),
+            "probes": probes.lengths.size,
+            "longest_probe_tokens": int(probes.lengths.max()),
+        }
+        return Choice(path, dtype, figures, plain, self._warnings), engine
 
     def _refuse(self, dtype: str, path: str, why: str) -> None:
         self._warnings.append(f"{path} {dtype} is not used: {why}")
-
-    def _engine(self, dtype: str, path: str) -> TransformerEngine:
-        return TransformerEngine(_FORWARDS[path](self._load(dtype), self._device), self._head, dtype)
 
     def _load(self, dtype: str) -> PreTrainedModel:
         """The model in `dtype`; only one is kept, because each may be large."""

@@ -1,142 +1,359 @@
-"""The fused forward pass: BERT's layers written out over packed sequences, without a transformers module.
+"""The fused forward pass: a post-LayerNorm encoder written out over packed sequences, from the weights' files alone.
 
-Owns the description of a post-LayerNorm encoder layer: one product for query, key and value, weights prepacked by
-oneDNN, activation and residual inside the products, and no copy between. The weights are taken from the model that
-transformers has loaded. Called by `workers.engines.transformer`.
+Owns the description of a layer: one product for query, key and value, weights prepacked by oneDNN, activation and
+residual inside the products, no padding and no copy between. Imports no transformers, which takes seconds. What differs
+between families is data (`workers.engines.families`). Called by `workers.engines.transformer`.
 
     x ─┬─ qkv ─ attention per run ─ out + x ─ norm ─┬─ up, activation ─ down + x ─ norm ─ x
        └────────────────────────────────┘           └──────────────────────┘
 
-Measured against packed on all-MiniLM-L6-v2, float32, one AVX-512 core: one text of 14 tokens 7.4 → 5.6 ms, 450 tokens
-1.03 times as fast, mixed lengths 1.05 times. docs/log.md has the run.
+A batch is computed as if it had a few tokens more (`_rounded`), because oneDNN compiles its products for each number
+of tokens anew: 0.6–0.8 ms for each of four, measured on an AVX-512 core, where a text of 12 tokens takes 5 ms.
 """
 
+import json
+from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Any
+from pathlib import Path
+from typing import Any, TypeAlias
 
+import numpy as np
 import torch
-from torch import Tensor, nn
-from torch.nn.functional import scaled_dot_product_attention
-from transformers import PreTrainedModel
+from safetensors import SafetensorError
+from torch import Tensor
+from torch.nn.functional import layer_norm, scaled_dot_product_attention
 
-from shm.card import POSITIONS_AFTER_PADDING
-from workers.engines.packed import positions_after_padding
+from shm.card import ModelCard
+from workers.checkpoint import Checkpoint
+from workers.engines.families import FAMILIES, Family
 from workers.layout import Layout, Run
-from workers.prepack import can_prepack
+from workers.prepack import has_products
 
-# Families whose modules are BERT's own, under BERT's names. Whether a model of them is computed right is not taken from
-# this list, but from the comparison with the plain model.
-_FAMILIES = frozenset({"bert", "roberta", "xlm-roberta", "camembert"})
+DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
 
-# transformers' name of an activation → oneDNN's post-operation and its algorithm.
-_ACTIVATIONS = {"gelu": ("gelu", "none"), "gelu_new": ("gelu", "tanh"), "relu": ("relu", "")}
+Activation: TypeAlias = tuple[str, str]
+"""oneDNN's post-operation and its algorithm."""
+
+_NONE: Activation = ("none", "")
+# By transformers' name.
+_ACTIVATIONS: dict[str, Activation] = {"gelu": ("gelu", "none"), "gelu_new": ("gelu", "tanh"), "relu": ("relu", "")}
+
+# Resolved once: looking an operation up costs microseconds at every call.
+_linear = torch.ops.mkldnn._linear_pointwise.default
+_linear_plus = torch.ops.mkldnn._linear_pointwise.binary
 
 
 class NotFusible(Exception):
     """A model that this module does not describe. Raised before anything is computed; the model is then packed."""
 
 
+# --- the parts --------------------------------------------------------------------------------------------------
+
+
 @dataclass(frozen=True, slots=True)
-class _Linear:
+class Linear:
     """A linear layer in oneDNN's layout. Owns its copy of the weight."""
 
     weight: Tensor
     bias: Tensor
 
-    @classmethod
-    def of(cls, *layers: nn.Linear) -> "_Linear":
-        """One layer, or several with the same input side by side."""
-        if not all(can_prepack(layer) and layer.bias is not None for layer in layers):
-            raise NotFusible("a linear layer without a bias, or that oneDNN has no product for")
-        weight = torch.cat([layer.weight.detach() for layer in layers])
-        bias = torch.cat([layer.bias.detach() for layer in layers])
-        return cls(torch.ops.mkldnn._reorder_linear_weight(weight, None), bias)
-
-    def __call__(self, x: Tensor, activation: tuple[str, str] = ("none", "")) -> Tensor:
+    def __call__(self, x: Tensor, activation: Activation = _NONE) -> Tensor:
         kind, algorithm = activation
-        out: Tensor = torch.ops.mkldnn._linear_pointwise(x, self.weight, self.bias, kind, [], algorithm)
+        out: Tensor = _linear(x, self.weight, self.bias, kind, [], algorithm)
         return out
 
     def plus(self, x: Tensor, residual: Tensor) -> Tensor:
-        out: Tensor = torch.ops.mkldnn._linear_pointwise.binary(x, residual, self.weight, self.bias, "add")
+        out: Tensor = _linear_plus(x, residual, self.weight, self.bias, "add")
         return out
 
 
 @dataclass(frozen=True, slots=True)
-class _Layer:
-    qkv: _Linear
-    out: _Linear
-    attention_norm: nn.LayerNorm
-    up: _Linear
-    activation: tuple[str, str]
-    down: _Linear
-    norm: nn.LayerNorm
-    num_heads: int
+class Norm:
+    """LayerNorm. Weight and bias are float32 whatever is normalized."""
 
-    @classmethod
-    def of(cls, layer: Any, num_heads: int, activation: tuple[str, str]) -> "_Layer":
-        """From a transformers BertLayer or one of the same shape."""
-        attention = layer.attention
-        return cls(
-            qkv=_Linear.of(attention.self.query, attention.self.key, attention.self.value),
-            out=_Linear.of(attention.output.dense),
-            attention_norm=attention.output.LayerNorm,
-            up=_Linear.of(layer.intermediate.dense),
-            activation=activation,
-            down=_Linear.of(layer.output.dense),
-            norm=layer.output.LayerNorm,
-            num_heads=num_heads,
-        )
+    weight: Tensor
+    bias: Tensor
+    epsilon: float
+
+    def __call__(self, x: Tensor) -> Tensor:
+        return layer_norm(x, self.weight.shape, self.weight, self.bias, self.epsilon)
+
+
+@dataclass(frozen=True, slots=True)
+class Embeddings:
+    """The sum of a token's word and position, normalized, in float32 from tables as they are stored."""
+
+    words: Tensor
+    positions: Tensor
+    """With the one row of token type 0 added, where a family has types."""
+    norm: Norm
+    positions_after: int | None
+
+    def __call__(self, layout: Layout, num_tokens: int) -> Tensor:
+        """float32 [num_tokens, H]; what is behind the layout's own tokens is word 0 at position 0."""
+        after = self.positions_after
+        positions = layout.offsets() if after is None else layout.positions_after(after)
+        x = self.words[_extended(layout.token_ids, num_tokens)].float()
+        x += self.positions[_extended(positions, num_tokens)]
+        return self.norm(x)
+
+
+def _extended(ids: "np.ndarray[tuple[int], np.dtype[np.int64]]", num_tokens: int) -> Tensor:
+    extended = np.zeros(num_tokens, dtype=np.int64)
+    extended[: ids.size] = ids
+    return torch.from_numpy(extended)
+
+
+@dataclass(frozen=True, slots=True)
+class Attention:
+    """Each sequence attends to itself alone. Queries are scaled already, by their weights."""
+
+    num_heads: int
+    bias: Tensor | None
+    """Added to the scores, float32 [heads, M, M] for texts of up to M tokens; its corner is that of shorter texts."""
+
+    def __call__(self, qkv: Tensor, runs: list[Run]) -> Tensor:
+        """qkv [T', 3 H] → [T', H]; rows behind the runs are zero."""
+        num_tokens, width = qkv.shape[0], qkv.shape[1] // 3
+        if len(runs) == 1 and runs[0].stop == num_tokens and not self._is_long(runs[0].length, qkv):
+            return self._attend(qkv, runs[0])
+        attended = qkv.new_empty(num_tokens, width)
+        for run in runs:
+            if self._is_long(run.length, qkv):
+                for start in range(run.start, run.stop, run.length):
+                    self._attend_long(qkv, slice(start, start + run.length), attended)
+            else:
+                attended[run.start : run.stop] = self._attend(qkv[run.start : run.stop], run)
+        attended[runs[-1].stop :] = 0
+        return attended
+
+    def _attend(self, qkv: Tensor, run: Run) -> Tensor:
+        """qkv [tokens of the run, 3 H] → [tokens of the run, H]."""
+        # SDPA's kernel for processors is no faster in bfloat16 than in float32, and slower for short sequences.
+        split = qkv.float().view(run.count, run.length, 3, self.num_heads, -1)
+        query, key, value = split.permute(2, 0, 3, 1, 4).unbind(0)  # each [count, heads, length, head dim]
+        bias = None if self.bias is None else self.bias[None, :, : run.length, : run.length]
+        out = scaled_dot_product_attention(query, key, value, attn_mask=bias, scale=1.0)
+        return out.transpose(1, 2).reshape(qkv.shape[0], -1).to(qkv.dtype)
+
+    def _is_long(self, length: int, qkv: Tensor) -> bool:
+        return length >= _LONG and qkv.dtype is torch.bfloat16 and qkv.shape[0] >= _up_to(_LONG_STEP, length)
+
+    def _attend_long(self, qkv: Tensor, tokens: slice, attended: Tensor) -> None:
+        """One sequence, some heads at a time, by oneDNN's bfloat16 products. Writes its rows of `attended`.
+
+        The products are made for few lengths: what is missing is filled up with the sequence's neighbours, whose scores
+        are -inf and whose values are zero.
+        """
+        length = tokens.stop - tokens.start
+        size = _up_to(_LONG_STEP, length)
+        first = min(tokens.start, qkv.shape[0] - size)
+        own = slice(tokens.start - first, tokens.stop - first)
+        window = qkv[first : first + size].view(size, 3, self.num_heads, -1)
+        query, key, value = window.permute(1, 2, 0, 3).unbind(0)  # each [heads, size, head dim]
+        if size != length:
+            values = torch.zeros_like(value)
+            values[:, own] = value[:, own]
+            value = values
+        out = attended[tokens].view(length, self.num_heads, -1).transpose(0, 1)
+        step = max(1, _LONG_SCORES_BYTES // (2 * size * size))
+        for start in range(0, self.num_heads, step):
+            heads = slice(start, start + step)
+            scores = torch.bmm(query[heads], key[heads].transpose(1, 2))
+            if self.bias is not None:
+                scores[:, own, own] += self.bias[heads, :length, :length]
+            scores[:, :, : own.start] = -torch.inf
+            scores[:, :, own.stop :] = -torch.inf
+            out[heads] = torch.bmm(scores.softmax(dim=-1), value[heads])[:, own]
+
+
+_LONG = 160
+"""Tokens from which on bfloat16 attention is faster by oneDNN's products than by SDPA: at 512 tokens 10.1 instead of
+13.2 µs a token and layer of all-MiniLM-L6-v2, measured on an AVX512-BF16 core without AMX."""
+
+_LONG_STEP = 16
+_LONG_SCORES_BYTES = 1 << 20
+"""What is in a core's second-level cache; half or three times as much makes little difference."""
+
+
+@dataclass(frozen=True, slots=True)
+class Layer:
+    qkv: Linear
+    attention: Attention
+    out: Linear
+    attention_norm: Norm
+    up: Linear
+    activation: Activation
+    down: Linear
+    norm: Norm
 
     def __call__(self, x: Tensor, runs: list[Run]) -> Tensor:
-        """x [T, H] → [T, H]."""
-        attended = self._attend(self.qkv(x), runs)
+        """x [T', H] → [T', H]."""
+        attended = self.attention(self.qkv(x), runs)
         x = self.attention_norm(self.out.plus(attended, x))
-        normed: Tensor = self.norm(self.down.plus(self.up(x, self.activation), x))
-        return normed
-
-    def _attend(self, qkv: Tensor, runs: list[Run]) -> Tensor:
-        """Each sequence attends to itself alone. qkv [T, 3 H] → [T, H]."""
-        num_tokens, width = qkv.shape
-        head_dim = width // 3 // self.num_heads
-        split = qkv.view(num_tokens, 3, self.num_heads, head_dim)
-        attended = qkv.new_empty(num_tokens, self.num_heads, head_dim)
-        for run in runs:
-            tokens = split[run.start : run.stop].view(run.count, run.length, 3, self.num_heads, head_dim)
-            query, key, value = tokens.permute(2, 0, 3, 1, 4).unbind(0)  # [count, heads, length, head dim]
-            out = scaled_dot_product_attention(query, key, value)
-            attended[run.start : run.stop] = out.transpose(1, 2).flatten(0, 1)
-        return attended.view(num_tokens, width // 3)
+        return self.norm(self.down.plus(self.up(x, self.activation), x))
 
 
 class FusedForward:
     path = "fused"
 
-    def __init__(self, model: PreTrainedModel, device: torch.device) -> None:
-        """Raises NotFusible for another family, device, or kind of layer."""
-        config: Any = model.config
-        activation = _ACTIVATIONS.get(str(getattr(config, "hidden_act", None)))
-        if config.model_type not in _FAMILIES or activation is None or device.type != "cpu":
-            raise NotFusible(f"{config.model_type} on {device}")
-        if getattr(config, "is_decoder", False):
-            raise NotFusible("a decoder, whose tokens do not see what comes after them")
-        body: Any = model
-        self._pad_token_id = int(config.pad_token_id or 0) if config.model_type in POSITIONS_AFTER_PADDING else None
-        self._embeddings = body.embeddings
-        self._layers = [_Layer.of(layer, config.num_attention_heads, activation) for layer in body.encoder.layer]
+    def __init__(self, embeddings: Embeddings, layers: list[Layer], dtype: torch.dtype) -> None:
+        self._embeddings = embeddings
+        self._layers = layers
+        self._dtype = dtype
 
     def __call__(self, layout: Layout) -> Tensor:
-        x = self._embed(layout)
+        num_tokens = layout.token_ids.size
+        x = self._embeddings(layout, _rounded(num_tokens)).to(self._dtype)
         for layer in self._layers:
             x = layer(x, layout.runs)
-        return x
+        return x[:num_tokens]
 
-    def _embed(self, layout: Layout) -> Tensor:
-        tables = self._embeddings
-        pad = self._pad_token_id
-        positions = layout.offsets() if pad is None else positions_after_padding(layout, pad)
-        x = tables.word_embeddings.weight[torch.from_numpy(layout.token_ids)]
-        x += tables.position_embeddings.weight[torch.from_numpy(positions)]
-        x += tables.token_type_embeddings.weight[0]
-        normed: Tensor = tables.LayerNorm(x)
-        return normed
+
+def _rounded(num_tokens: int) -> int:
+    """The number of tokens that is computed: one of 184 up to 4,096, so that oneDNN's cache of 1,024 compiled products
+    holds all four of each. At most 3 more for a short text, and 2 % more from 800 on."""
+    return _up_to(
+        4 if num_tokens <= 128 else 16 if num_tokens <= 1024 else 32 if num_tokens <= 4096 else 128, num_tokens
+    )
+
+
+def _up_to(step: int, number: int) -> int:
+    """The next multiple of `step`."""
+    return -(-number // step) * step
+
+
+# --- from a model's files ---------------------------------------------------------------------------------------
+
+
+def load_fused(card: ModelCard, dtype: str) -> FusedForward:
+    """The fused path of the model of `card`, computing in `dtype`, a key of DTYPES.
+
+    Raises NotFusible for another family, setting or type, or when a tensor is not where it should be.
+    """
+    if card.model_type not in FAMILIES:
+        raise NotFusible(f"{card.model_type} has no fused path")
+    if dtype not in DTYPES or not has_products(torch.device("cpu"), DTYPES[dtype]):
+        raise NotFusible(f"this processor has no prepacked products for {dtype}")
+    folder = Path(card.weights_folder)
+    try:
+        config = json.loads((folder / "config.json").read_text(encoding="utf-8"))
+        if config["model_type"] != card.model_type or "auto_map" in config:
+            raise NotFusible("an architecture under another name")
+        return _Builder(FAMILIES[card.model_type], config, Checkpoint(folder), DTYPES[dtype], card.max_tokens).build()
+    except (OSError, SafetensorError, ValueError, KeyError, TypeError, RuntimeError) as error:
+        # Nothing is lost: the packed path looks at the same files, and says what is wrong with them.
+        raise NotFusible(f"{type(error).__name__}: {error}") from error
+
+
+class _Builder:
+    def __init__(
+        self, family: Family, config: Mapping[str, Any], weights: Checkpoint, dtype: torch.dtype, max_tokens: int
+    ) -> None:
+        """Raises NotFusible for settings that change what a layer does, KeyError for those that are missing."""
+        self._family = family
+        self._config = config
+        self._weights = weights
+        self._dtype = dtype
+        self._max_tokens = max_tokens
+        self._num_heads = int(config[family.num_heads])
+        epsilon = family.norm_epsilon
+        self._epsilon = float(config[epsilon]) if isinstance(epsilon, str) else epsilon
+        self._prefix = self._find_prefix()
+        self._refuse_other_architectures()
+
+    def build(self) -> FusedForward:
+        attention = Attention(self._num_heads, self._distance_bias())
+        embeddings = self._embeddings()
+        layers = [self._layer(index, attention) for index in range(int(self._config[self._family.num_layers]))]
+        return FusedForward(embeddings, layers, self._dtype)
+
+    def _find_prefix(self) -> str:
+        for prefix in self._family.prefixes:
+            if f"{prefix}embeddings.word_embeddings.weight" in self._weights:
+                return prefix
+        raise NotFusible("the weights have no embeddings.word_embeddings.weight")
+
+    def _refuse_other_architectures(self) -> None:
+        config = self._config
+        if config[self._family.activation] not in _ACTIVATIONS:
+            raise NotFusible(f"activation {config[self._family.activation]}")
+        if config.get("is_decoder") or config.get("add_cross_attention"):
+            raise NotFusible("a decoder, whose tokens do not see what comes after them")
+        if config.get("position_embedding_type", "absolute") != "absolute":
+            raise NotFusible(f"position_embedding_type {config['position_embedding_type']}")
+
+    def _embeddings(self) -> Embeddings:
+        positions = self._tensor("embeddings.position_embeddings.weight").float()
+        if self._family.has_token_types:
+            positions = positions + self._tensor("embeddings.token_type_embeddings.weight")[0].float()
+        after = self._family.positions_after
+        return Embeddings(
+            words=self._tensor("embeddings.word_embeddings.weight"),
+            positions=positions,
+            norm=self._norm("embeddings.LayerNorm"),
+            positions_after=int(self._config[after]) if isinstance(after, str) else after,
+        )
+
+    def _layer(self, index: int, attention: Attention) -> Layer:
+        family, at = self._family, self._family.layer.format(index)
+        return Layer(
+            qkv=self._qkv(at),
+            attention=attention,
+            out=self._linear(at + family.out),
+            attention_norm=self._norm(at + family.attention_norm),
+            up=self._linear(at + family.up),
+            activation=_ACTIVATIONS[self._config[family.activation]],
+            down=self._linear(at + family.down),
+            norm=self._norm(at + family.norm),
+        )
+
+    def _qkv(self, at: str) -> Linear:
+        """Query, key and value side by side; the scale of the scores, 1/√(head dim), goes into the query."""
+        names = [at + name for name in (self._family.query, self._family.key, self._family.value)]
+        weights = [self._tensor(f"{name}.weight").float() for name in names]
+        biases = [self._tensor(f"{name}.bias").float() for name in names]
+        scale = (weights[0].shape[0] // self._num_heads) ** -0.5
+        weights[0], biases[0] = weights[0] * scale, biases[0] * scale
+        return self._prepacked(torch.cat(weights), torch.cat(biases))
+
+    def _linear(self, name: str) -> Linear:
+        return self._prepacked(self._tensor(f"{name}.weight"), self._tensor(f"{name}.bias"))
+
+    def _prepacked(self, weight: Tensor, bias: Tensor) -> Linear:
+        weight = torch.ops.mkldnn._reorder_linear_weight(weight.to(self._dtype), None)
+        return Linear(weight, bias.to(self._dtype, copy=True))
+
+    def _norm(self, name: str) -> Norm:
+        weight, bias = self._tensor(f"{name}.weight"), self._tensor(f"{name}.bias")
+        return Norm(weight.float(), bias.float(), self._epsilon)
+
+    def _distance_bias(self) -> Tensor | None:
+        """What MPNet adds to the scores, float32 [heads, M, M]."""
+        if self._family.distance_bias is None:
+            return None
+        table = self._tensor(f"{self._family.distance_bias}.weight").float()  # [buckets, heads]
+        positions = torch.arange(self._max_tokens)
+        buckets = _distance_buckets(positions[None, :] - positions[:, None], table.shape[0])
+        return table[buckets].permute(2, 0, 1).contiguous()
+
+    def _tensor(self, name: str) -> Tensor:
+        return self._weights[self._prefix + name]
+
+
+def _distance_buckets(distances: Tensor, num_buckets: int) -> Tensor:
+    """Key position minus query position → 0 … num_buckets - 1, half of them for each direction.
+
+    In each half, the first half of the buckets is for one distance each; the rest grow logarithmically up to 128, and
+    the last is for all beyond. Source: T5, section 2.1 of arXiv:1910.10683, as MPNet uses it.
+    """
+    per_direction = num_buckets // 2
+    num_exact = per_direction // 2
+    apart = distances.abs()
+    logarithmic = torch.log(apart.clamp(min=1).float() / num_exact) / np.log(_FARTHEST / num_exact)
+    coarse = (num_exact + (logarithmic * (per_direction - num_exact)).long()).clamp(max=per_direction - 1)
+    return torch.where(apart < num_exact, apart, coarse) + (distances > 0) * per_direction
+
+
+_FARTHEST = 128
+"""Tokens; transformers' MPNet has it fixed."""

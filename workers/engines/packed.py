@@ -14,6 +14,7 @@ from torch import Tensor
 from transformers import PreTrainedModel
 
 from shm.card import POSITIONS_AFTER_PADDING
+from workers.device import to_device
 from workers.layout import Layout
 from workers.packing import PACKED_ATTENTION, PackingError, register, running
 from workers.prepack import prepack_linears
@@ -41,10 +42,10 @@ class PackedForward:
         self._has_token_types = "token_type_ids" in accepted and bool(getattr(model.config, "type_vocab_size", 0))
 
     def __call__(self, layout: Layout) -> Tensor:
-        token_ids = torch.from_numpy(layout.token_ids).to(self._device)[None]
+        token_ids = to_device(layout.token_ids, self._device)[None]
         arguments: dict[str, Any] = {
             "input_ids": token_ids,
-            "position_ids": torch.from_numpy(self._positions(layout)).to(self._device)[None],
+            "position_ids": to_device(self._positions(layout), self._device)[None],
             # All ones: without a mask transformers would look for packing itself, and wrap the model's mask rule.
             "attention_mask": torch.ones_like(token_ids),
         }

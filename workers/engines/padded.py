@@ -11,6 +11,7 @@ import torch
 from torch import Tensor
 from transformers import PreTrainedModel
 
+from workers.device import to_device
 from workers.layout import Layout
 from workers.packing import PACKED_ATTENTION
 from workers.prepack import restore_linears
@@ -49,12 +50,12 @@ class PaddedForward:
         is_token = np.arange(lengths[-1]) < lengths[:, None]
         token_ids = np.full(is_token.shape, self._pad_token_id, dtype=np.int64)
         token_ids[is_token] = layout.token_ids[starts[0] : starts[-1] + lengths[-1]]
-        mask = torch.from_numpy(is_token).to(self._device)
         hidden: Tensor = self._model(
-            input_ids=torch.from_numpy(token_ids).to(self._device),
-            attention_mask=mask.long(),
+            input_ids=to_device(token_ids, self._device),
+            attention_mask=to_device(is_token.astype(np.int64), self._device),
         ).last_hidden_state
-        return hidden[mask]
+        # By index: choosing by a mask would wait for a GPU to count what it chooses.
+        return hidden.flatten(0, 1).index_select(0, to_device(np.flatnonzero(is_token), self._device))
 
 
 class UnpaddedForward(PaddedForward):

@@ -1,21 +1,27 @@
 """The engine that has a model: hidden states from a transformer, vectors from its head.
 
-Owns the order of events in a batch. How the hidden states come about, packed or padded, is the `Forward` it is given;
-everything else is the same for both. Called by `workers.loop` through `workers.engine.Engine`.
-
-On a CUDA device the ids are copied there and the vectors back, nothing more. That path has not been run: no GPU was at
-hand.
+Owns the order of events in a batch, and the second try where memory did not suffice. How the hidden states come about,
+packed or padded, is the `Forward` it is given; how the vectors come into the rows is the device's; everything else is
+the same for all. Called by `workers.loop` through `workers.engine.Engine`.
 """
 
+import logging
+from collections.abc import Sequence
 from typing import Any, Protocol
 
 import torch
 from torch import Tensor
 
 from shm.view import Rows
-from workers.engine import PackedBatch
+from workers.device import open_device
+from workers.engine import Finish, PackedBatch
 from workers.layout import Layout, arrange
 from workers.pooling import Head
+from workers.shortage import halves, means_out_of_memory
+
+log = logging.getLogger("vecd.worker")
+
+_CPU = torch.device("cpu")
 
 
 class Forward(Protocol):
@@ -31,18 +37,43 @@ class Forward(Protocol):
 class TransformerEngine:
     """Runs one model in one way. The model's settings belong to the engine made last from it."""
 
-    def __init__(self, forward: Forward, head: Head, dtype: str) -> None:
+    def __init__(self, forward: Forward, head: Head, dtype: str, device: torch.device = _CPU) -> None:
+        """`device` is where `forward` and `head` compute."""
         self._forward = forward
         self._head = head
-        self.facts: dict[str, Any] = {
-            "dtype": dtype,
-            "path": forward.path,
-            "cpu_capability": torch.backends.cpu.get_cpu_capability(),
-        }
+        self._device = open_device(device)
+        self.facts: dict[str, Any] = {"dtype": dtype, "path": forward.path, **self._device.facts()}
         self.warnings: list[str] = []
 
+    def adopt(self, slots: Sequence[Rows]) -> None:
+        warning = self._device.adopt(slots)
+        if warning is not None:
+            self.warnings.append(warning)
+
     def embed(self, batch: PackedBatch, rows: Rows) -> None:
+        self.begin(batch, rows)()
+
+    def begin(self, batch: PackedBatch, rows: Rows) -> Finish:
+        """As `Engine.begin`. Where memory does not suffice, the batch is computed in two halves, once; raises the error
+        when there is but one sequence, or a half is too much as well."""
+        try:
+            return self._begin(batch, rows)
+        except Exception as error:
+            if batch.lengths.size == 1 or not means_out_of_memory(error):
+                raise
+        # Here, where the error is gone: its traceback holds the tensors of the pass that failed.
+        log.warning(
+            "out of memory: %d sequences of %d tokens are computed in two halves",
+            batch.lengths.size,
+            batch.token_ids.size,
+        )
+        self._device.free_memory()
+        first, second = halves(batch)
+        self._begin(first, rows)()  # to the end, so that nothing writes to the rows should the second fail
+        return self._begin(second, rows[first.lengths.size :])
+
+    def _begin(self, batch: PackedBatch, rows: Rows) -> Finish:
         layout = arrange(batch)
         with torch.inference_mode():
             vectors = self._head(self._forward(layout), layout.runs)
-        rows[layout.order] = vectors.cpu().numpy()
+            return self._device.write(vectors, layout.order, rows)

@@ -14,13 +14,14 @@ The vector of a sequence t[0] … t[n-1], all arithmetic modulo 2^64::
 OOPSLA 2014.
 """
 
+from collections.abc import Sequence
 from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
 
 from shm.view import Rows
-from workers.engine import PackedBatch
+from workers.engine import COMPLETE, Finish, PackedBatch
 
 _GOLDEN = np.uint64(0x9E3779B97F4A7C15)
 
@@ -32,6 +33,13 @@ class WeightlessEngine:
         self._dim = dim
         self.facts: dict[str, Any] = {"dtype": "float32", "path": "weightless"}
         self.warnings: list[str] = []
+
+    def adopt(self, slots: Sequence[Rows]) -> None:
+        pass
+
+    def begin(self, batch: PackedBatch, rows: Rows) -> Finish:
+        self.embed(batch, rows)
+        return COMPLETE
 
     def embed(self, batch: PackedBatch, rows: Rows) -> None:
         rows[: batch.lengths.size] = weightless_vectors(batch, self._dim)

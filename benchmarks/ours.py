@@ -1,0 +1,49 @@
+"""vecd's engine outside of a worker: the same way to it, and the same checks, without processes around it.
+
+Owns the worker's configuration that it is loaded with. Called by `benchmarks.duels`.
+"""
+
+import dataclasses
+import sys
+from pathlib import Path
+from typing import Any
+
+from shm.arena import ArenaSpec
+from shm.card import ModelCard
+from workers.config import WorkerConfig
+from workers.engine import Engine, load_engine
+
+MAX_BATCH_TOKENS = 2048
+"""As `vecd serve` has it by default."""
+_ROWS_PER_SLOT = 512
+
+
+class NotMeasurable(Exception):
+    """Raised when what was asked for cannot be measured here. One line: what, and why."""
+
+
+def load_vecd(card: ModelCard, dtype: str, cache_folder: Path) -> Engine:
+    """The engine that a worker would run. Raises NotMeasurable when it is not one in `dtype`."""
+    engine = load_engine(worker_config(card, dtype, cache_folder), lambda _: None)
+    if engine.facts["dtype"] != dtype:
+        raise NotMeasurable(f"vecd runs in {engine.facts['dtype']}, not {dtype}: {'; '.join(engine.warnings)}")
+    for warning in engine.warnings:
+        print(f"benchmarks.engine: {warning}", file=sys.stderr)
+    return engine
+
+
+def worker_config(card: ModelCard, dtype: str, cache_folder: Path) -> WorkerConfig:
+    """What the supervisor would compose for one core."""
+    fields: dict[str, Any] = {
+        "card": card,
+        "arena": ArenaSpec(num_slots=2, rows_per_slot=_ROWS_PER_SLOT, dim=card.dim),
+        "engine": "auto",
+        "device": "cpu",
+        "dtype": dtype,
+        "num_threads": 1,
+        "log_level": "warning",
+        "cache_folder": str(cache_folder),
+    }
+    # An older commit's engine can be measured, too, by this benchmark: one that had no cache yet.
+    known = {field.name for field in dataclasses.fields(WorkerConfig)}
+    return WorkerConfig(**{name: value for name, value in fields.items() if name in known})

@@ -1,0 +1,67 @@
+"""Contenders take turns in one process, round by round: whatever else the machine does meets all of them.
+
+Owns the clock and the order. Knows nothing of engines. Called by `benchmarks.duels`.
+"""
+
+import statistics
+import time
+from collections.abc import Callable, Mapping, Sequence
+from typing import TypeAlias, TypeVar
+
+Pass: TypeAlias = Callable[[], object]
+"""Does the whole work once."""
+Clock: TypeAlias = Callable[[], float]
+Key = TypeVar("Key")
+
+_FAR_BEHIND = 1.5
+"""Of a first pass, which has a model's laziest initialisation in it, to the shortest of them."""
+
+
+def take_turns(
+    contenders: Mapping[str, Pass], num_rounds: int, turn_s: float, clock: Clock = time.perf_counter
+) -> dict[str, list[float]]:
+    """Seconds of one pass of each contender, one figure per round: the median of the passes of its turn.
+
+    A turn takes at least `turn_s` and at least one pass. Each round begins with the next contender, so that nobody
+    always follows the same one.
+    """
+    names = list(contenders)
+    seconds: dict[str, list[float]] = {name: [] for name in names}
+    for round_number in range(num_rounds):
+        first = round_number % len(names)
+        for name in names[first:] + names[:first]:
+            seconds[name].append(_turn(contenders[name], turn_s, clock))
+    return seconds
+
+
+def fastest(candidates: Mapping[Key, Pass], num_looks: int = 3, clock: Clock = time.perf_counter) -> Key:
+    """Whose shortest pass is the shortest. A quick look: what disturbs a pass only ever makes it longer.
+
+    After the first look only those that are not far behind get another.
+    """
+    best = {key: _timed(run, clock) for key, run in candidates.items()}
+    limit = _FAR_BEHIND * min(best.values())
+    for _ in range(num_looks - 1):
+        for key in [key for key, seconds in best.items() if seconds <= limit]:
+            best[key] = min(best[key], _timed(candidates[key], clock))
+    return min(best, key=lambda key: best[key])
+
+
+def paired_ratio(ours: Sequence[float], theirs: Sequence[float]) -> float:
+    """Ours ÷ theirs within each round, and the median of that: a slow minute of the machine cancels out."""
+    return statistics.median(our / their for our, their in zip(ours, theirs, strict=True))
+
+
+def _turn(run: Pass, turn_s: float, clock: Clock) -> float:
+    run()  # not counted: it brings weights and code back into the caches that the others have used
+    passes: list[float] = []
+    end = clock() + turn_s
+    while not passes or clock() < end:
+        passes.append(_timed(run, clock))
+    return statistics.median(passes)
+
+
+def _timed(run: Pass, clock: Clock) -> float:
+    started = clock()
+    run()
+    return clock() - started

@@ -1,0 +1,58 @@
+import pytest
+
+from benchmarks.turns import fastest, paired_ratio, take_turns
+
+
+class Machine:
+    """A clock that only moves while somebody works, and notes who did."""
+
+    def __init__(self) -> None:
+        self.now = 0.0
+        self.log: list[str] = []
+
+    def clock(self) -> float:
+        return self.now
+
+    def worker(self, name: str, *seconds: float):
+        remaining = list(seconds)
+
+        def run() -> None:
+            self.log.append(name)
+            self.now += remaining.pop(0) if len(remaining) > 1 else remaining[0]
+
+        return run
+
+
+def test_each_round_begins_with_another_contender() -> None:
+    machine = Machine()
+    contenders = {name: machine.worker(name, 1.0) for name in "abc"}
+    take_turns(contenders, num_rounds=3, turn_s=0.0, clock=machine.clock)
+    assert "".join(machine.log) == "aabbcc" + "bbccaa" + "ccaabb"  # one pass to warm up, one that counts
+
+
+def test_the_first_pass_of_a_turn_is_not_counted_and_the_others_median_is() -> None:
+    machine = Machine()
+    seconds = take_turns({"a": machine.worker("a", 50.0, 1.0, 9.0, 2.0)}, 1, turn_s=12.0, clock=machine.clock)
+    assert seconds == {"a": [2.0]}
+
+
+def test_a_turn_lasts_as_long_as_asked() -> None:
+    machine = Machine()
+    take_turns({"a": machine.worker("a", 0.25)}, 2, turn_s=1.0, clock=machine.clock)
+    assert len(machine.log) == 2 * (1 + 4)
+
+
+def test_the_fastest_is_whose_best_pass_is_shortest() -> None:
+    machine = Machine()
+    candidates = {"steady": machine.worker("steady", 3.0), "disturbed": machine.worker("disturbed", 4.0, 2.0)}
+    assert fastest(candidates, clock=machine.clock) == "disturbed"
+
+
+def test_who_is_far_behind_gets_one_look() -> None:
+    machine = Machine()
+    fastest({"slow": machine.worker("slow", 9.0), "fast": machine.worker("fast", 1.0)}, 3, machine.clock)
+    assert machine.log == ["slow", "fast", "fast", "fast"]
+
+
+def test_a_slow_minute_of_the_machine_cancels_out_of_a_ratio() -> None:
+    assert paired_ratio([10.0, 1.0, 10.0], [5.0, 0.5, 5.0]) == pytest.approx(2.0)

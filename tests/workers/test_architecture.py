@@ -1,0 +1,218 @@
+"""Models written for code of their own, loaded as transformers' version of them: hidden states are the original's.
+
+The original is written out here once more, from its tensors and its configuration alone.
+"""
+
+import json
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors.torch import save_file
+from torch import Tensor
+from torch.nn import functional as F
+
+from shm.card import ModelError, read_card
+from workers.loading import load_model
+
+VOCAB_SIZE, HIDDEN, HEADS, INNER = 50, 32, 4, 256
+NOMIC: dict[str, Any] = {
+    "model_type": "nomic_bert",
+    "auto_map": {
+        "AutoConfig": "nomic-ai/nomic-bert-2048--configuration_hf_nomic_bert.NomicBertConfig",
+        "AutoModel": "nomic-ai/nomic-bert-2048--modeling_hf_nomic_bert.NomicBertModel",
+    },
+    "n_embd": HIDDEN,
+    "n_layer": 2,
+    "n_head": HEADS,
+    "n_inner": 250,  # rounded up to 256
+    "n_positions": 8192,
+    "vocab_size": 49,  # rounded up to 50
+    "pad_vocab_size_multiple": 10,
+    "type_vocab_size": 2,
+    "layer_norm_epsilon": 1e-5,
+    "rotary_emb_base": 500,
+    "rotary_emb_fraction": 1.0,
+    "activation_function": "swiglu",
+    "qkv_proj_bias": False,
+    "mlp_fc1_bias": False,
+    "mlp_fc2_bias": False,
+}
+GTE: dict[str, Any] = {
+    "model_type": "new",
+    "auto_map": {
+        "AutoConfig": "Alibaba-NLP/new-impl--configuration.NewConfig",
+        "AutoModel": "Alibaba-NLP/new-impl--modeling.NewModel",
+    },
+    "hidden_size": HIDDEN,
+    "num_hidden_layers": 2,
+    "num_attention_heads": HEADS,
+    "intermediate_size": INNER,
+    "max_position_embeddings": 512,
+    "vocab_size": VOCAB_SIZE,
+    "type_vocab_size": 1,
+    "layer_norm_eps": 1e-5,
+    "hidden_act": "gelu",
+    "rope_theta": 700.0,
+    "pack_qkv": True,
+}
+NTK = {"rope_scaling": {"type": "ntk", "factor": 8.0}}
+ARCTIC = {"model_type": "gte", "auto_map": {"AutoModel": "modeling_hf_alibaba_nlp_gte.GteModel"}}
+
+
+def _random(*shape: int) -> Tensor:
+    return torch.randn(*shape) * 0.3
+
+
+def nomic_weights() -> dict[str, Tensor]:
+    weights = {
+        "embeddings.word_embeddings.weight": _random(VOCAB_SIZE, HIDDEN),
+        "embeddings.token_type_embeddings.weight": _random(2, HIDDEN),
+        **_norm("emb_ln"),
+    }
+    for layer in ("encoder.layers.0", "encoder.layers.1"):
+        weights |= {
+            f"{layer}.attn.Wqkv.weight": _random(3 * HIDDEN, HIDDEN),
+            f"{layer}.attn.out_proj.weight": _random(HIDDEN, HIDDEN),
+            f"{layer}.mlp.fc11.weight": _random(INNER, HIDDEN),
+            f"{layer}.mlp.fc12.weight": _random(INNER, HIDDEN),
+            f"{layer}.mlp.fc2.weight": _random(HIDDEN, INNER),
+            **_norm(f"{layer}.norm1"),
+            **_norm(f"{layer}.norm2"),
+        }
+    return weights
+
+
+def gte_weights() -> dict[str, Tensor]:
+    weights = {
+        "embeddings.word_embeddings.weight": _random(VOCAB_SIZE, HIDDEN),
+        "embeddings.token_type_embeddings.weight": _random(1, HIDDEN),
+        **_norm("embeddings.LayerNorm"),
+    }
+    for layer in ("encoder.layer.0", "encoder.layer.1"):
+        weights |= {
+            f"{layer}.attention.qkv_proj.weight": _random(3 * HIDDEN, HIDDEN),
+            f"{layer}.attention.qkv_proj.bias": _random(3 * HIDDEN),
+            f"{layer}.attention.o_proj.weight": _random(HIDDEN, HIDDEN),
+            f"{layer}.attention.o_proj.bias": _random(HIDDEN),
+            f"{layer}.mlp.up_gate_proj.weight": _random(2 * INNER, HIDDEN),
+            f"{layer}.mlp.down_proj.weight": _random(HIDDEN, INNER),
+            f"{layer}.mlp.down_proj.bias": _random(HIDDEN),
+            **_norm(f"{layer}.attn_ln"),
+            **_norm(f"{layer}.mlp_ln"),
+        }
+    return weights
+
+
+def _norm(name: str) -> dict[str, Tensor]:
+    return {f"{name}.weight": 1 + _random(HIDDEN), f"{name}.bias": _random(HIDDEN)}
+
+
+class Original:
+    """The original's forward pass for one text."""
+
+    def __init__(self, weights: dict[str, Tensor], frequencies: Tensor) -> None:
+        self.weights, self.frequencies = weights, frequencies
+
+    def linear(self, x: Tensor, name: str) -> Tensor:
+        return F.linear(x, self.weights[f"{name}.weight"], self.weights.get(f"{name}.bias"))
+
+    def norm(self, x: Tensor, name: str) -> Tensor:
+        return F.layer_norm(x, (HIDDEN,), self.weights[f"{name}.weight"], self.weights[f"{name}.bias"], 1e-5)
+
+    def embed(self, token_ids: Tensor, norm: str) -> Tensor:
+        words = self.weights["embeddings.word_embeddings.weight"][token_ids]
+        return self.norm(words + self.weights["embeddings.token_type_embeddings.weight"][0], norm)
+
+    def attend(self, x: Tensor, qkv: str, out: str) -> Tensor:
+        query, key, value = self.linear(x, qkv).view(len(x), 3, HEADS, -1).unbind(1)
+        scores = torch.einsum("qhd,khd->hqk", self.rotate(query), self.rotate(key)) / (HIDDEN / HEADS) ** 0.5
+        return self.linear(torch.einsum("hqk,khd->qhd", scores.softmax(-1), value).flatten(1), out)
+
+    def rotate(self, x: Tensor) -> Tensor:
+        angles = torch.outer(torch.arange(len(x)), self.frequencies)[:, None]
+        left, right = x.chunk(2, dim=-1)
+        turned = (left * angles.cos() - right * angles.sin(), right * angles.cos() + left * angles.sin())
+        return torch.cat(turned, dim=-1)
+
+
+def nomic(weights: dict[str, Tensor], frequencies: Tensor, token_ids: Tensor) -> Tensor:
+    model = Original(weights, frequencies)
+    x = model.embed(token_ids, "emb_ln")
+    for layer in ("encoder.layers.0", "encoder.layers.1"):
+        x = model.norm(x + model.attend(x, f"{layer}.attn.Wqkv", f"{layer}.attn.out_proj"), f"{layer}.norm1")
+        gated = model.linear(x, f"{layer}.mlp.fc11") * F.silu(model.linear(x, f"{layer}.mlp.fc12"))
+        x = model.norm(x + model.linear(gated, f"{layer}.mlp.fc2"), f"{layer}.norm2")
+    return x
+
+
+def gte(weights: dict[str, Tensor], frequencies: Tensor, token_ids: Tensor) -> Tensor:
+    model = Original(weights, frequencies)
+    x = model.embed(token_ids, "embeddings.LayerNorm")
+    for layer in ("encoder.layer.0", "encoder.layer.1"):
+        attended = model.attend(x, f"{layer}.attention.qkv_proj", f"{layer}.attention.o_proj")
+        x = model.norm(x + attended, f"{layer}.attn_ln")
+        up, gate = model.linear(x, f"{layer}.mlp.up_gate_proj").chunk(2, dim=-1)
+        x = model.norm(x + model.linear(up * F.gelu(gate), f"{layer}.mlp.down_proj"), f"{layer}.mlp_ln")
+    return x
+
+
+def frequencies(base: float, divisor: float = 1.0) -> Tensor:
+    head_dim = HIDDEN // HEADS
+    return base ** (-torch.arange(0, head_dim, 2) / head_dim) / divisor
+
+
+def save(folder: Path, config: dict[str, Any], weights: dict[str, Tensor]) -> Path:
+    (folder / "config.json").write_text(json.dumps(config))
+    (folder / "tokenizer.json").write_text("{}")
+    save_file(weights, folder / "model.safetensors", metadata={"format": "pt"})
+    return folder
+
+
+@pytest.mark.parametrize(
+    ("config", "make", "prefix", "original", "rotary"),
+    [
+        (NOMIC, nomic_weights, "", nomic, frequencies(500)),
+        ({k: v for k, v in NOMIC.items() if k != "auto_map"}, nomic_weights, "", nomic, frequencies(500)),
+        (GTE, gte_weights, "", gte, frequencies(700)),
+        (GTE, gte_weights, "new.", gte, frequencies(700)),
+        ({**GTE, **NTK}, gte_weights, "", gte, frequencies(700 * 8, divisor=8 ** (2 / (HIDDEN // HEADS)))),
+        ({**GTE, **ARCTIC}, gte_weights, "", gte, frequencies(700)),
+    ],
+    ids=["nomic", "nomic without auto_map", "gte", "gte with a prefix", "gte scaled", "arctic"],
+)
+def test_hidden_states_are_the_original_s(
+    tmp_path: Path,
+    config: dict[str, Any],
+    make: Callable[[], dict[str, Tensor]],
+    prefix: str,
+    original: Callable[..., Tensor],
+    rotary: Tensor,
+) -> None:
+    torch.manual_seed(0)
+    weights = make()
+    card = read_card(save(tmp_path, config, {prefix + name: tensor for name, tensor in weights.items()}))
+    model: Any = load_model(card, "float32", torch.device("cpu"))
+    token_ids = torch.randint(VOCAB_SIZE, (40,))
+    hidden = model(input_ids=token_ids[None], attention_mask=torch.ones(1, 40)).last_hidden_state[0]
+    assert (card.hidden_size, card.vocab_size, card.model_type) == (HIDDEN, VOCAB_SIZE, model.config.model_type)
+    torch.testing.assert_close(hidden, original(weights, rotary, token_ids), atol=2e-5, rtol=0)
+
+
+def test_code_is_never_run(tmp_path: Path) -> None:
+    """Code that would leave a trace lies where the auto_map points; the model is loaded without it."""
+    for name in ("modeling_hf_alibaba_nlp_gte.py", "configuration_hf_alibaba_nlp_gte.py"):
+        (tmp_path / name).write_text(f"open({str(tmp_path / 'ran')!r}, 'w')")
+    auto_map = {**ARCTIC["auto_map"], "AutoConfig": "configuration_hf_alibaba_nlp_gte.GteConfig"}  # type: ignore[dict-item]
+    folder = save(tmp_path, {**GTE, **ARCTIC, "auto_map": auto_map}, gte_weights())
+    assert load_model(read_card(folder), "float32", torch.device("cpu")) is not None
+    assert not (tmp_path / "ran").exists()
+
+
+def test_weights_of_a_sibling_with_biases_are_refused(tmp_path: Path) -> None:
+    bias = {"encoder.layers.0.attn.out_proj.bias": torch.zeros(HIDDEN)}
+    folder = save(tmp_path, NOMIC, {**nomic_weights(), **bias})
+    with pytest.raises(ModelError, match="no place for"):
+        load_model(read_card(folder), "float32", torch.device("cpu"))

@@ -1,0 +1,44 @@
+"""When memory does not suffice: what counts as that, and where a batch is cut."""
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+
+from workers.engine import PackedBatch
+from workers.shortage import halves, means_out_of_memory
+
+
+def no_memory_for_torch() -> Exception:
+    with pytest.raises(RuntimeError) as raised:
+        torch.empty(1 << 58)
+    return raised.value
+
+
+@pytest.mark.parametrize(
+    ("error", "expected"),
+    [
+        (MemoryError(), True),
+        (torch.OutOfMemoryError("CUDA out of memory."), True),
+        (no_memory_for_torch(), True),
+        (RuntimeError("shapes"), False),
+        (torch.AcceleratorError("device-side assert"), False),
+    ],
+)
+def test_what_means_out_of_memory(error: Exception, expected: bool) -> None:
+    assert means_out_of_memory(error) is expected
+
+
+@given(st.lists(st.integers(1, 500), min_size=2, max_size=40))
+def test_halves_are_the_whole_batch_and_as_even_as_whole_sequences_allow(lengths: list[int]) -> None:
+    num_tokens = sum(lengths)
+    batch = PackedBatch(np.array(lengths, dtype=np.int32), np.arange(num_tokens, dtype=np.int32))
+    first, second = halves(batch)
+    assert [*first.lengths, *second.lengths] == lengths
+    assert [*first.token_ids, *second.token_ids] == list(range(num_tokens))
+    for half in (first, second):
+        assert half.lengths.size >= 1
+        assert half.token_ids.size == half.lengths.sum()
+    best = min(abs(2 * sum(lengths[:count]) - num_tokens) for count in range(1, len(lengths)))
+    assert abs(first.token_ids.size - second.token_ids.size) == best

@@ -1,0 +1,263 @@
+"""The engine around a forward pass: a batch that memory does not suffice for, a device that is not done, and the kernel
+for variable lengths under real families' masks."""
+
+import gc
+import weakref
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from torch import Tensor
+
+from shm.arena import ArenaSpec, create_arena
+from shm.card import read_card
+from shm.view import map_slots
+from workers import device as devices
+from workers import packing
+from workers.agreement import vectors_of
+from workers.engine import COMPLETE
+from workers.engines.packed import PackedForward
+from workers.engines.padded import PaddedForward
+from workers.engines.transformer import Forward, TransformerEngine
+from workers.layout import Layout
+from workers.loading import load_model
+from workers.pooling import load_head
+from workers.shortage import means_out_of_memory
+
+CPU = torch.device("cpu")
+DIM = 32
+LENGTHS = [5, 1, 30, 60, 7, 5, 2, 1, 12, 12, 59]
+
+
+class Starved:
+    """A real forward pass that has memory for `max_tokens` tokens at once."""
+
+    path = "starved"
+
+    def __init__(self, forward: Forward, max_tokens: int, error: Callable[[], Any]) -> None:
+        self._forward = forward
+        self._max_tokens = max_tokens
+        self._error = error
+        self.num_tokens: list[int] = []
+        self.left_behind: list[weakref.ref[Tensor]] = []
+
+    def __call__(self, layout: Layout) -> Tensor:
+        self.num_tokens.append(layout.token_ids.size)
+        gc.collect()
+        assert all(tensor() is None for tensor in self.left_behind), "the first try still holds memory"
+        hidden = self._forward(layout)
+        self.left_behind.append(weakref.ref(hidden))
+        if layout.token_ids.size > self._max_tokens:
+            self._error()
+        return hidden
+
+
+def raise_python_s() -> None:
+    raise MemoryError
+
+
+def raise_the_gpu_s() -> None:
+    raise torch.OutOfMemoryError("CUDA out of memory.")
+
+
+def raise_the_processor_s() -> None:
+    torch.empty(1 << 58)
+
+
+def raise_another() -> None:
+    raise RuntimeError("shapes")
+
+
+@pytest.fixture
+def starved(checkpoint: Callable[..., Path]) -> Callable[..., tuple[TransformerEngine, Starved]]:
+    def make(max_tokens: int, error: Callable[[], Any] = raise_the_gpu_s, path: Any = PackedForward) -> Any:
+        card = read_card(checkpoint("bert"))
+        forward = Starved(path(load_model(card, "float32", CPU), CPU), max_tokens, error)
+        return TransformerEngine(forward, load_head(card, CPU), "float32"), forward
+
+    return make
+
+
+@pytest.mark.parametrize("error", [raise_python_s, raise_the_gpu_s, raise_the_processor_s])
+@pytest.mark.parametrize("path", [PackedForward, PaddedForward])
+def test_a_batch_too_large_for_memory_is_computed_in_two_halves(
+    error: Any, path: Any, starved: Any, checkpoint: Any, reference: Any, random_batch: Any
+) -> None:
+    engine, forward = starved(120, error, path)
+    batch = random_batch(LENGTHS)  # 194 tokens
+    np.testing.assert_allclose(vectors_of(engine, batch, DIM), reference(checkpoint("bert"), batch), atol=1e-5, rtol=0)
+    assert forward.num_tokens == [194, 96, 98]
+
+
+def test_halves_write_their_own_rows_and_no_others(starved: Any, random_batch: Any) -> None:
+    engine, _ = starved(120)
+    roomy, _ = starved(1000)
+    batch = random_batch(LENGTHS)
+    rows = np.full((len(LENGTHS) + 3, DIM), 7, dtype=np.float32)
+    assert engine.begin(batch, rows) is COMPLETE
+    np.testing.assert_allclose(rows[: len(LENGTHS)], vectors_of(roomy, batch, DIM), atol=1e-5, rtol=0)
+    assert (rows[len(LENGTHS) :] == 7).all()
+
+
+def test_memory_is_given_back_between_the_tries(
+    starved: Any, random_batch: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    engine, forward = starved(120)
+    freed_after: list[int] = []
+    monkeypatch.setattr(devices.Processor, "free_memory", lambda self: freed_after.append(len(forward.num_tokens)))
+    vectors_of(engine, random_batch(LENGTHS), DIM)
+    assert freed_after == [1]
+
+
+@pytest.mark.parametrize(
+    ("lengths", "max_tokens", "passes"),
+    [
+        ([60], 50, [60]),  # one sequence
+        (LENGTHS, 97, [194, 96, 98]),  # the second half is too much as well
+        (LENGTHS, 50, [194, 96]),
+    ],
+)
+def test_what_does_not_fit_in_halves_is_out_of_memory(
+    lengths: list[int], max_tokens: int, passes: list[int], starved: Any, random_batch: Any
+) -> None:
+    engine, forward = starved(max_tokens)
+    with pytest.raises(torch.OutOfMemoryError) as raised:
+        vectors_of(engine, random_batch(lengths), DIM)
+    assert means_out_of_memory(raised.value)
+    assert forward.num_tokens == passes
+
+
+def test_other_errors_are_not_tried_again(starved: Any, random_batch: Any) -> None:
+    engine, forward = starved(50, raise_another)
+    with pytest.raises(RuntimeError, match="shapes"):
+        vectors_of(engine, random_batch(LENGTHS), DIM)
+    assert forward.num_tokens == [194]
+
+
+# --- a device that is not done when it returns ------------------------------------------------------------------
+
+
+class Late:
+    """`workers.device.Calls` on the processor, whose copies take place when they are waited for."""
+
+    def __init__(self, refusal: str = "") -> None:
+        self._refusal = refusal
+
+    def name(self) -> str:
+        return "Imaginary 9000"
+
+    def upload(self, tensor: Tensor) -> Tensor:
+        return tensor
+
+    def pin(self, address: int, nbytes: int) -> None:
+        if self._refusal:
+            raise RuntimeError(self._refusal)
+
+    def pinned(self, shape: tuple[int, ...]) -> Tensor:
+        return torch.empty(shape)
+
+    def start_copy(self, target: Tensor, source: Tensor) -> Any:
+        class Event:
+            def query(self) -> bool:
+                return False
+
+            def synchronize(self) -> None:
+                with torch.inference_mode():  # it was begun in one
+                    target.copy_(source)
+
+        return Event()
+
+    def free_memory(self) -> None:
+        pass
+
+
+@pytest.fixture
+def late_engine(starved: Any, monkeypatch: pytest.MonkeyPatch) -> Callable[..., TransformerEngine]:
+    def make(calls: Late, max_tokens: int = 1000) -> TransformerEngine:
+        with monkeypatch.context() as patched:
+            patched.setattr("workers.engines.transformer.open_device", lambda device: devices.Accelerator(calls))
+            engine: TransformerEngine = starved(max_tokens)[0]
+        return engine
+
+    return make
+
+
+def test_two_batches_under_way_end_up_in_their_slots(late_engine: Any, starved: Any, random_batch: Any) -> None:
+    engine = late_engine(Late())
+    assert engine.facts["gpu"] == "Imaginary 9000"
+    spec = ArenaSpec(num_slots=2, rows_per_slot=16, dim=DIM)
+    slots = map_slots(create_arena(spec), spec, writable=True)
+    engine.adopt(slots)
+    assert engine.warnings == []
+    batches = [random_batch(LENGTHS, seed=1), random_batch([9, 3, 40], seed=2)]
+    finishes = [engine.begin(batch, slot) for batch, slot in zip(batches, slots, strict=True)]
+    assert not any(finish.is_ready() for finish in finishes)
+    assert not any(slot.any() for slot in slots)
+    plain, _ = starved(1000)
+    for finish, batch, slot in zip(finishes, batches, slots, strict=True):
+        finish()
+        count = batch.lengths.size
+        np.testing.assert_allclose(slot[:count], vectors_of(plain, batch, DIM), atol=1e-5, rtol=0)
+        assert not slot[count:].any()
+
+
+def test_halves_come_late_as_well_and_the_first_is_waited_for(
+    late_engine: Any, starved: Any, random_batch: Any
+) -> None:
+    engine = late_engine(Late(), max_tokens=120)
+    batch = random_batch(LENGTHS)
+    rows = np.zeros((len(LENGTHS), DIM), dtype=np.float32)
+    finish = engine.begin(batch, rows)
+    assert rows.any(axis=1).tolist() == [True] * 4 + [False] * 7
+    finish()
+    np.testing.assert_allclose(rows, vectors_of(starved(1000)[0], batch, DIM), atol=1e-5, rtol=0)
+
+
+def test_slots_that_cannot_be_pinned_are_a_warning(late_engine: Any) -> None:
+    engine = late_engine(Late("cudaHostRegister returned 801"))
+    engine.adopt([np.zeros((4, DIM), dtype=np.float32)])
+    (warning,) = engine.warnings
+    assert "cannot be pinned" in warning
+
+
+# --- the kernel for variable lengths ----------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("family", "pooling", "windows"),
+    [
+        ("bert", "mean", {(-1, -1)}),
+        ("qwen3", "lasttoken", {(-1, 0)}),
+        ("mistral", "weightedmean", {(4, 0)}),
+        ("gemma3_text", "mean", {(2, 2)}),
+        ("modernbert", "mean", {(4, 4), (-1, -1)}),
+        ("gpt2", "lasttoken", {(-1, 0)}),
+    ],
+)
+def test_families_give_the_reference_s_vectors_with_one_kernel_for_all_lengths(
+    family: str,
+    pooling: str,
+    windows: set[tuple[int, int]],
+    checkpoint: Callable[..., Path],
+    reference: Any,
+    random_batch: Any,
+    varlen_by_hand: Callable[..., Tensor],
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    asked_for: set[tuple[int, int]] = set()
+
+    def varlen(*arguments: Any, **options: Any) -> Tensor:
+        asked_for.add(options["window_size"])
+        return varlen_by_hand(*arguments, **options)
+
+    folder = checkpoint(family, pooling=pooling)
+    card, batch = read_card(folder), random_batch(LENGTHS)
+    engine = TransformerEngine(PackedForward(load_model(card, "float32", CPU), CPU), load_head(card, CPU), "float32")
+    monkeypatch.setattr(packing, "_varlen_for", lambda query, value: varlen)
+    monkeypatch.setattr(packing, "_attend_by_runs", lambda *arguments: pytest.fail("not with one kernel"))
+    for _ in range(2):
+        np.testing.assert_allclose(vectors_of(engine, batch, DIM), reference(folder, batch), atol=1e-5, rtol=0)
+    assert asked_for == windows
