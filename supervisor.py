@@ -400,7 +400,7 @@ class Supervisor:
 
     def _memory_mb(self) -> int:
         """Proportional memory of every process of the server."""
-        pids = [os.getpid(), *(worker.process.pid for worker in self._ready.values())]
+        pids = [os.getpid(), *self._fork_server.pids(), *(worker.process.pid for worker in self._ready.values())]
         pids += [self._gateway.pid] if self._gateway else []
         return sum(map(pss_mb, pids))
 
@@ -442,9 +442,10 @@ def _fork_server_start(plan: Plan) -> ForkServerStart:
     """What the fork server imports and loads: an engine for processors is shared, one for a GPU is each worker's."""
     config = plan.workers[0]
     if config.engine == "weightless":
-        return ForkServerStart([])
+        return ForkServerStart(os.getpid(), [])
     modules = modules_to_preload(plan.card.model_type, config.engine)
-    return ForkServerStart(modules, config.to_json() if config.device == "cpu" else None, self_command("choose"))
+    shared = config.to_json() if config.device == "cpu" else None
+    return ForkServerStart(os.getpid(), modules, shared, self_command("choose"))
 
 
 def _first(group: BaseExceptionGroup[StartFailure]) -> StartFailure:

@@ -4,6 +4,7 @@ Owns the load that workers are given before they are looked at, and which one is
 Called by `benchmarks.engine`.
 """
 
+import time
 from collections.abc import Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
@@ -22,6 +23,8 @@ _TEXTS_PER_REQUEST = 32
 _CLIENTS = 2 * _NUM_WORKERS
 """So many requests at a time that every worker always has a batch."""
 _MIN_BATCHES = 8
+_REST_S = 2.0
+"""A worker gives memory back after a second without a batch."""
 
 
 def measure_memory(dtypes: Sequence[str], folder: Path) -> Iterator[Finding]:
@@ -32,18 +35,29 @@ def measure_memory(dtypes: Sequence[str], folder: Path) -> Iterator[Finding]:
         with announcing(*flags) as server:
             _occupy(server)
             batches = batches_of_workers(server)
-            private = [private_mb(worker_pid(server, worker)) for worker in range(_NUM_WORKERS)]
+            under_load = _private(server)
+            time.sleep(_REST_S)
+            private = _private(server)
         if min(batches) < _MIN_BATCHES:
             raise ServerFailure(f"a worker has hardly worked: {batches} batches")
         yield Finding(
-            work=f"private memory of worker {_NUM_WORKERS - 1} of {_NUM_WORKERS} after {batches[-1]} batches",
+            work=f"private memory of worker {_NUM_WORKERS - 1} of {_NUM_WORKERS} after {batches[-1]} batches and "
+            f"{_REST_S:g} s of rest (just after the last batch {under_load[-1]:.0f} MB)",
             dtype=dtype,
             unit="MB",
             ours=private[-1],
             target=CONTESTS[dtype].memory_mb,
             others_cores=neighbours.cores(),
-            details={"private_mb": [round(mb, 1) for mb in private], "batches": batches},
+            details={
+                "private_mb": [round(mb, 1) for mb in private],
+                "under_load_mb": [round(mb, 1) for mb in under_load],
+                "batches": batches,
+            },
         )
+
+
+def _private(server: Server) -> list[float]:
+    return [private_mb(worker_pid(server, worker)) for worker in range(_NUM_WORKERS)]
 
 
 def _occupy(server: Server) -> None:

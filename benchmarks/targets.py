@@ -70,6 +70,13 @@ CONTESTS: Mapping[str, Contest] = {
         },
         memory_mb=at_most(90),
     ),
+    "int8": Contest(
+        peers={"openvino": "bfloat16", "onnxruntime": "float32"},
+        linear_dtype=None,
+        linear_share=None,
+        ratios={},
+        memory_mb=None,
+    ),
 }
 
 DEATH_S = at_most(0.5)

@@ -1,4 +1,4 @@
-"""Where vecd remembers what was expensive to find out: agreements, converted tokenizers.
+"""Where vecd remembers what was expensive to find out: choices of an engine, converted tokenizers.
 
 Owns the choice of the folder. Everything in it can be deleted at any time. Called by `launch.plan`.
 """

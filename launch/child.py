@@ -26,7 +26,12 @@ def forkserver(control_fd: str) -> int:
 
 def fetch(model: str, revision: str, answer_fd: str) -> int:
     """Write the folder of a hub model to `answer_fd`, or one line about why there is none."""
+    import os
+
     from shm.card import ModelError
+    from workers.process import die_with_parent
+
+    die_with_parent(os.getppid())  # nobody waits for the rest of a download any more
     from workers import hub
 
     with open(int(answer_fd), "w") as answer:

@@ -29,6 +29,7 @@ from shm.control import (
 )
 from shm.wire import Incarnation
 from workers.config import WorkerConfig
+from workers.process import describe_status
 
 log = logging.getLogger("vecd.supervisor")
 
@@ -52,7 +53,7 @@ class Process:
     async def ended(self) -> str:
         """Wait until the process has ended, and has been reaped; says how."""
         await self.died()
-        return _describe_status(await self.reap())
+        return describe_status(await self.reap())
 
     async def died(self) -> None:
         """Wait until the process has ended. What it held may be taken from it now."""
@@ -86,17 +87,6 @@ async def _readable(fd: int) -> None:
         await future
     finally:
         loop.remove_reader(fd)
-
-
-def _describe_status(status: int | None) -> str:
-    if status is None:
-        return "died"
-    if status >= 0:
-        return f"ended with exit code {status}"
-    try:
-        return f"was killed by {signal.Signals(-status).name}"
-    except ValueError:
-        return f"was killed by signal {-status}"
 
 
 def self_command(command: str) -> list[str]:
@@ -183,7 +173,7 @@ class ForkServer:
         self._on_stage = on_stage
         self._has_been_ready = False
         self._process: Process | None = None
-        self._lock = asyncio.Lock()
+        self._starting: asyncio.Task[Process] | None = None
         self._forked: dict[Incarnation, asyncio.Future[tuple[int, int, asyncio.Future[int]]]] = {}
         self._exited: dict[int, asyncio.Future[int]] = {}
         self._reader: asyncio.Task[None] | None = None
@@ -220,36 +210,61 @@ class ForkServer:
 
         return Process(str(incarnation), pid, pidfd, ours, reap)
 
+    def pids(self) -> list[int]:
+        """Of the process, if it runs."""
+        return [self._process.pid] if self._process is not None else []
+
     async def stop(self) -> None:
-        """Kill the process; its workers die with it."""
+        """Kill the process, started or not; its workers die with it. Nobody may be waiting in `fork`."""
+        if self._starting is not None:
+            self._starting.cancel()
+            with suppress(asyncio.CancelledError, ChildDied, StartFailure):
+                await self._starting
+        await self._end()
+
+    async def _give_up(self, why: str) -> None:
+        """A fork server that hangs is killed, and another started when next needed."""
+        log.error("the fork server %s and is killed", why)
+        await self._end()
+
+    async def _end(self) -> None:
         if self._reader is not None:
             self._reader.cancel()
             await asyncio.wait([self._reader])
         if self._process is not None:
             await self._bury(self._process)
 
-    async def _give_up(self, why: str) -> None:
-        """A fork server that hangs is killed, and another started when next needed."""
-        log.error("the fork server %s and is killed", why)
-        await self.stop()
-
     async def _ensure_running(self) -> Channel:
-        async with self._lock:
-            if self._process is None:
-                self._process = await self._start()
-                self._reader = asyncio.create_task(self._read(self._process))
+        """Whoever comes while it is being started waits for the same start, and shares its failure: a try for each
+        worker would make them wait for one another's."""
+        if self._process is not None:
             return self._process.channel
+        if self._starting is None:
+            self._starting = asyncio.create_task(self._run())
+        starting = self._starting
+        await asyncio.wait([starting])  # unlike awaiting it, leaves it alone when this caller is cancelled
+        return starting.result().channel
+
+    async def _run(self) -> Process:
+        try:
+            process = self._process = await self._start()
+            self._reader = asyncio.create_task(self._read(process))
+            return process
+        finally:
+            self._starting = None
 
     async def _start(self) -> Process:
         try:
             process = spawn("fork server", "forkserver")
         except OSError as error:
             raise ChildDied(f"the fork server cannot be started: {error}") from error
+        stage = "starting"
         try:
             process.channel.send(self._order)
             async with asyncio.timeout(self._start_timeout_s):
                 while isinstance(message := await process.receive(), Progress):
-                    self._on_stage(message.stage)
+                    stage = message.stage
+                    self._on_stage(stage)
             match message:
                 case ForkServerReady():
                     self._has_been_ready = True
@@ -258,11 +273,13 @@ class ForkServer:
                     raise StartFailure(message.message)
                 case ChildFailed():
                     raise ChildDied(f"the fork server cannot start: {message.message}")
-            raise ChildDied(f"the fork server {await process.ended()}")
+            raise ChildDied(f"the fork server {await process.ended()} while {stage}")
         except BaseException as error:
             await self._bury(process)
-            if isinstance(error, TimeoutError | OSError):
-                raise ChildDied(f"the fork server does not start: {error or 'no answer'}") from error
+            if isinstance(error, TimeoutError):
+                raise ChildDied(f"the fork server was still {stage} after {self._start_timeout_s:g} s") from error
+            if isinstance(error, OSError):
+                raise ChildDied(f"the fork server does not start: {error}") from error
             raise
 
     async def _read(self, process: Process) -> None:

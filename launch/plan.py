@@ -58,6 +58,8 @@ def make_plan(settings: Settings) -> Plan:
     # For the gateway alone: where it is differs from start to start, and workers remember what they found out by card.
     with_its_tokenizer = with_tokenizer(card, name, cache_folder(settings))
     devices = _devices(settings.device)
+    if settings.dtype == "int8" and (devices != ["cpu"] or settings.engine not in ("auto", "fused")):
+        raise ConfigurationError(["--dtype: int8 given, which needs --device cpu and --engine auto or fused"])
     num_cpu_workers = max(1, usable_cores() // settings.threads_per_worker)
     default_workers = len(devices) if devices != ["cpu"] else num_cpu_workers
     num_workers = default_workers if settings.workers == "auto" else settings.workers

@@ -64,10 +64,10 @@ class Settings(BaseSettings):
         default="auto",
         description="where the model runs; auto: on GPUs if there are any and torch can use them",
     )
-    dtype: Literal["auto", "float32", "bfloat16", "float16"] = Field(
+    dtype: Literal["auto", "float32", "bfloat16", "float16", "int8"] = Field(
         default="auto",
         description="number format of the forward pass; auto: bfloat16 where the processor or GPU computes it "
-        "natively and the vectors agree with float32's, else float32",
+        "natively and the vectors agree with float32's, else float32. int8: more texts a second, less exact vectors",
     )
     engine: Literal["auto", "fused", "packed", "padded", "weightless"] = Field(
         default="auto",
@@ -101,7 +101,9 @@ class Settings(BaseSettings):
         le=86_400,
         description="seconds that accepted requests have to finish after SIGTERM",
     )
-    start_timeout: float = Field(default=300.0, gt=0, le=86_400, description="seconds a worker has to load the model")
+    start_timeout: float = Field(
+        default=300.0, gt=0, le=86_400, description="seconds until the model must be loaded and compared"
+    )
     served_model_name: str = Field(
         default="", description="name of the model in answers; default: its id or folder's name"
     )

@@ -394,7 +394,9 @@ def _max_tokens(weights_folder: Path, config: Mapping[str, Any], sentence_bert: 
     if isinstance(positions, int) and positions > 0:
         if config["model_type"] in POSITIONS_AFTER_PADDING:
             pad_token_id = config.get("pad_token_id")
-            positions -= (1 if pad_token_id is None else int(pad_token_id)) + 1  # 1: these families' default
+            if pad_token_id is None or config["model_type"] == "mpnet":
+                pad_token_id = 1  # these families' default, and all that MPNet knows
+            positions -= int(pad_token_id) + 1
         limits.append(positions)
     stated = sentence_bert.get("max_seq_length")
     for name in ("tokenizer_args", "processor_kwargs"):

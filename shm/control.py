@@ -84,6 +84,8 @@ class WorkerStuck:
 class ForkServerStart:
     """To the fork server: what to import, and what to load, before the first fork."""
 
+    parent_pid: int
+    """The supervisor's, whose death before the fork server asks to die with it would otherwise go unseen."""
     modules: list[str]
     config: dict[str, Any] | None = None
     """A `workers.config.WorkerConfig` as plain JSON values, whose engine the workers will share; None: each loads its

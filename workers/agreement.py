@@ -1,8 +1,8 @@
 """Whether an engine gives the vectors of the plain model.
 
 Owns the probe sequences, the two figures they are compared by, and the bounds. Knows no engine's inside. Called by
-`workers.engines.choice` for all probes, once for each model, version and processor, and by `workers.engine` for the
-short ones at every start.
+`workers.engines.choice` for all probes, once for each model, version and processor, and by `workers.engines.chosen` for
+the short ones at every start.
 
 The plain model is transformers' own modules on one sequence at a time: nothing packed, nothing padded, no neighbour.
 """

@@ -2,8 +2,8 @@
 
 Owns `Choice` and its file in the cache folder. A choice holds for one set of model files, one version of this code and
 of what it stands on, one processor or accelerator, and one set of wishes; anything else is another file. Imports no
-torch, because the fork server asks here whether it needs to choose at all. Called by
-`workers.engines.chosen` and `workers.forkserver`.
+torch, because the fork server asks here whether it needs to choose at all. Called by `workers.engines.chosen` and
+`workers.forkserver`.
 
     <cache folder>/engines/<key>.json     made by a rename, so that nobody reads half of one
 
@@ -80,10 +80,11 @@ def recall(config: WorkerConfig) -> Choice | None:
     path = _file(config)
     try:
         return Choice.from_json(json.loads(path.read_text())) if path else None
-    except FileNotFoundError:
+    except (FileNotFoundError, NotADirectoryError):
         return None
-    except (OSError, KeyError, TypeError, ValueError) as error:
+    except (OSError, KeyError, TypeError, ValueError, RecursionError) as error:
         log.warning("%s cannot be read and is made anew: %s: %s", path, type(error).__name__, error)
+        forget(config)  # or the next look would warn again
         return None
 
 
@@ -95,8 +96,13 @@ def remember(config: WorkerConfig, choice: Choice) -> None:
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
         with tempfile.NamedTemporaryFile("w", dir=path.parent, prefix=".", delete=False) as file:
-            json.dump(choice.to_json(), file)
-        os.replace(file.name, path)
+            try:
+                json.dump(choice.to_json(), file)
+                file.flush()
+                os.replace(file.name, path)
+            except OSError:
+                os.unlink(file.name)
+                raise
     except OSError as error:
         log.warning("the choice of an engine cannot be remembered: %s", error)
 

@@ -12,17 +12,18 @@ import logging
 import os
 import subprocess
 from collections.abc import Sequence
+from contextlib import suppress
 from typing import Any
 
 from shm.card import ModelError
 from workers.choices import Choice
 from workers.config import WorkerConfig
 from workers.engine import Report
-from workers.process import die_with_parent, set_process_name
+from workers.process import describe_status, die_with_parent, set_process_name, volunteer_for_oom_kill
 
 
 class Choosing:
-    """The process, seen from its parent. Ends with it."""
+    """The process, seen from its parent. Ends with it, and with the block that it is a context of."""
 
     def __init__(self, command: Sequence[str], config: WorkerConfig) -> None:
         """Start it. Raises OSError."""
@@ -34,37 +35,56 @@ class Choosing:
             )
         finally:
             os.close(writer)
-        self._answers = open(reader)  # noqa: SIM115  (closed by `result`)
+        self.pid = self._process.pid
+        self._answers = open(reader)  # noqa: SIM115  (closed by `__exit__`)
         assert self._process.stdin
         order = {"config": config.to_json(), "parent_pid": os.getpid()}
-        self._process.stdin.write(json.dumps(order).encode())
-        self._process.stdin.close()
+        with suppress(BrokenPipeError), self._process.stdin as stdin:  # it died at once: `result` says so
+            stdin.write(json.dumps(order).encode())
+
+    def __enter__(self) -> "Choosing":
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        """Leave no process behind, whether or not it has been heard to its end."""
+        self._end()
+        self._answers.close()
+
+    def _end(self) -> None:
+        self._process.kill()
+        self._process.wait()
 
     def result(self, report: Report) -> Choice:
         """Wait for the choice. Raises ModelError when there is none, or the process died."""
-        with self._answers:
-            for line in self._answers:
-                answer: dict[str, Any] = json.loads(line)
-                if "stage" in answer:
-                    report(answer["stage"])
-                elif "choice" in answer:
-                    self._process.wait()
-                    return Choice.from_json(answer["choice"])
-                else:
-                    raise ModelError(answer["error"])
-        status = self._process.wait()
-        raise ModelError(f"{self._folder}: comparing the model's engines ended with exit code {status}")
+        stage = "starting"
+        for line in self._answers:
+            if not line.endswith("\n"):
+                break  # it died in the middle of it
+            answer: dict[str, Any] = json.loads(line)
+            if "stage" in answer:
+                stage = answer["stage"]
+                report(stage)
+            elif "choice" in answer:
+                self._end()  # its memory is wanted now
+                return Choice.from_json(answer["choice"])
+            else:
+                raise ModelError(answer["error"])
+        how = describe_status(self._process.wait())
+        raise ModelError(f"{self._folder}: the process that compares the model's engines {how} while {stage}")
 
 
 def serve(order_text: str, answer_fd: int) -> int:
     """Be that process: choose as it was ordered and write the answers to `answer_fd`; returns the exit code.
 
-    Side effects on the process: it dies with its parent, and has a name and one thread per forward pass.
+    Side effects on the process: it dies with its parent; name, logging, memory priority, torch's threads.
     """
+    if not order_text:
+        return 0  # the parent died before it gave the order
     order = json.loads(order_text)
     if not die_with_parent(order["parent_pid"]):
         return 0
     set_process_name("vecd-choose")
+    volunteer_for_oom_kill()
     config = WorkerConfig.from_json(order["config"])
     logging.basicConfig(level=config.log_level.upper(), format="%(asctime)s choosing %(levelname)s %(message)s")
     from workers.engines.choice import choose  # takes seconds

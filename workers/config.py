@@ -29,7 +29,7 @@ class WorkerConfig:
     device: str
     """"cpu", or "cuda:0", "cuda:1", …"""
     dtype: str
-    """"auto", "float32", "bfloat16" or "float16"."""
+    """"auto", "float32", "bfloat16", "float16" or "int8"."""
     num_threads: int
     """Threads of one forward pass."""
     log_level: str

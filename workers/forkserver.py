@@ -20,7 +20,9 @@ import selectors
 import signal
 import socket
 import sys
+import time
 import traceback
+from contextlib import ExitStack
 from typing import NoReturn
 
 from shm.card import ModelError
@@ -49,11 +51,9 @@ log = logging.getLogger("vecd.forkserver")
 def serve(channel: Channel) -> int:
     """Fork workers until the supervisor closes the channel or dies; returns the exit code.
 
-    Side effects on the process: it dies with its parent; name, logging, SIGINT, SIGTERM and SIGHUP ignored, SIGCHLD
-    handled.
+    Side effects on the process: it dies with its parent, once it has been told who that is; name, logging, SIGINT,
+    SIGTERM and SIGHUP ignored, SIGCHLD handled.
     """
-    # Loading takes long, and nobody looks at the channel meanwhile.
-    die_with_parent(os.getppid())
     set_process_name("vecd-forkserver")
     for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
         signal.signal(number, signal.SIG_IGN)
@@ -73,12 +73,15 @@ def _start(channel: Channel) -> int:
         return main.EXIT_OK
     start, _ = received
     assert isinstance(start, ForkServerStart), start
+    # Loading takes long, and nobody looks at the channel meanwhile.
+    if not die_with_parent(start.parent_pid):
+        return main.EXIT_OK
     try:
         modules, engine = _load(start, lambda stage: channel.send(Progress(stage)))
     except ModelError as error:
         channel.send(ChildFailed(str(error)))
         return main.EXIT_COULD_NOT_START
-    if num_threads() != 1:
+    if not _is_single_threaded():
         channel.send(ChildFailed(f"loading {', '.join(modules)} started threads, which a fork would lose"))
         return main.EXIT_COULD_NOT_START
     # What is frozen is never looked at by a child's garbage collector, whose marks would copy every page.
@@ -89,19 +92,38 @@ def _start(channel: Channel) -> int:
     return server.run()
 
 
+def _is_single_threaded() -> bool:
+    """Whether only this thread is left; transformers does not wait for the end of those that it loaded with."""
+    deadline = time.monotonic() + _THREADS_TIMEOUT_S
+    while num_threads() != 1:
+        if time.monotonic() >= deadline:
+            return False
+        time.sleep(0.01)
+    return True
+
+
+_THREADS_TIMEOUT_S = 1.0
+
+
 def _load(start: ForkServerStart, report: Report) -> tuple[list[str], Engine | None]:
     """The modules that could be imported, and the engine that the workers share. Raises ModelError."""
     if start.config is None:
         return _import(start.modules), None
     config = WorkerConfig.from_json({**start.config, "num_threads": 1})
-    # Begun first: it takes longer than importing does.
-    choosing = Choosing(start.choose_command, config) if recall(config) is None else None
-    modules = _import(start.modules)
+    logging.getLogger().setLevel(config.log_level.upper())
+    with ExitStack() as stack:
 
-    def choose(report: Report) -> Choice:
-        return (choosing or Choosing(start.choose_command, config)).result(report)
+        def begin() -> Choosing:
+            return stack.enter_context(Choosing(start.choose_command, config))
 
-    return modules, load_engine(config, report, choose)
+        # Begun first: it takes longer than importing does. In vain if another server remembers its choice meanwhile.
+        begun = begin() if recall(config) is None else None
+        modules = _import(start.modules)
+
+        def choose(report: Report) -> Choice:
+            return (begun or begin()).result(report)
+
+        return modules, load_engine(config, report, choose)
 
 
 def _import(modules: list[str]) -> list[str]:

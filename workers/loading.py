@@ -2,7 +2,7 @@
 
 Owns the call into transformers: safetensors only, local files only, no code from the model's folder, and silence on
 stderr. A tensor that is missing, misshapen or left over is a refusal: transformers would fill the gap with random
-numbers and go on. Called by `workers.engines.choice`.
+numbers and go on. Called by `workers.engines.build` and `workers.engines.choice`.
 """
 
 import inspect

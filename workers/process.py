@@ -1,7 +1,7 @@
-"""What a worker asks of the kernel about itself: to die with its parent, a name, to be first when memory runs out.
+"""What a process asks of the kernel about itself: to die with its parent, a name, to be first when memory runs out.
 
-Owns the calls into libc and /proc. Called by `workers.main`, `workers.forkserver` and, to adopt
-orphans, `supervisor`. Linux only.
+Owns the calls into libc and /proc, and the words for how a process ended. Called by every process but the gateway.
+Linux only.
 """
 
 import ctypes
@@ -43,10 +43,29 @@ def volunteer_for_oom_kill() -> None:
         Path("/proc/self/oom_score_adj").write_text(str(_OOM_SCORE))
 
 
+def describe_status(status: int | None) -> str:
+    """How a process ended, from its exit code or minus its signal's number; None where nobody can tell."""
+    if status is None:
+        return "died"
+    if status >= 0:
+        return f"ended with exit code {status}"
+    try:
+        return f"was killed by {signal.Signals(-status).name}"
+    except ValueError:
+        return f"was killed by signal {-status}"
+
+
 def num_threads() -> int:
     found = re.search(r"^Threads:\s+(\d+)", Path("/proc/self/status").read_text(), re.MULTILINE)
     assert found, "the kernel counts threads"
     return int(found[1])
+
+
+def give_memory_back() -> None:
+    """Return what has been freed to the kernel; a few milliseconds. Does nothing where libc is not glibc."""
+    trim = getattr(ctypes.CDLL(None), "malloc_trim", None)
+    if trim is not None:
+        trim(ctypes.c_size_t(0))
 
 
 def private_memory_mb() -> int:

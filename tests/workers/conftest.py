@@ -1,59 +1,25 @@
-"""Tiny models of several families as sentence-transformers saves them, its vectors for token ids, and a gateway."""
+"""Tiny models, sentence-transformers' vectors for token ids, and a gateway."""
 
 import importlib.util
-import json
 import os
 import socket
 import tempfile
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from contextlib import suppress
 from itertools import pairwise
 from pathlib import Path
-from typing import Any
 
-import numpy as np
+import checkpoints
 import pytest
 import torch
 import transformers
 import zmq
-from numpy.typing import NDArray
-from sentence_transformers import SentenceTransformer
-from sentence_transformers.sentence_transformer.modules import Normalize, Pooling, Transformer
-from tokenizers import Tokenizer, models, pre_tokenizers
-from transformers import CONFIG_MAPPING, MODEL_MAPPING, PreTrainedTokenizerFast
+from checkpoints import Checkpoints, Reference
 
-from shm.arena import ArenaSpec
-from shm.card import read_card
 from shm.wire import Alive, Batch, Incarnation, Probe, ToGateway, ToWorker, decode_to_gateway, encode
 from workers.config import WorkerConfig
 from workers.engine import PackedBatch
-
-VOCAB_SIZE = 120
-MAX_TOKENS = 60
-_SIZES = {
-    "vocab_size": VOCAB_SIZE,
-    "hidden_size": 32,
-    "num_hidden_layers": 3,
-    "num_attention_heads": 4,
-    "intermediate_size": 64,
-    "max_position_embeddings": 80,
-    "pad_token_id": 1,
-}
-_GROUPED = {"num_key_value_heads": 2, "head_dim": 8}
-_FAMILY_SIZES: dict[str, dict[str, Any]] = {
-    "distilbert": {"dim": 32, "n_layers": 3, "n_heads": 4, "hidden_dim": 64},
-    "qwen2": _GROUPED,
-    "qwen3": _GROUPED,
-    # A window of 5 tokens, and layers without one.
-    "mistral": {**_GROUPED, "sliding_window": 5},
-    "gemma3_text": {**_GROUPED, "sliding_window": 5, "use_bidirectional_attention": True, "query_pre_attn_scalar": 8},
-    "modernbert": {"local_attention": 8, "global_attn_every_n_layers": 2, "cls_token_id": 2, "sep_token_id": 3},
-    "gpt2": {"n_embd": 32, "n_layer": 3, "n_head": 4, "n_positions": 80},
-    "gemma2": {**_GROUPED, "sliding_window": 5},
-    "t5": {"d_model": 32, "d_kv": 8, "d_ff": 64, "num_layers": 2, "num_heads": 4},
-    "fnet": {"tpu_short_seq_length": 80},
-}
 
 
 @pytest.fixture(scope="session", autouse=True)
@@ -71,111 +37,28 @@ def minilm() -> Path:
     return Path(spec.origin).parent / "model"
 
 
-def _save_transformer(folder: Path, family: str, **settings: Any) -> None:
-    """A model with random weights, larger than usual so that every part of it shows in the vectors."""
-    config = CONFIG_MAPPING[family](**{**_SIZES, **_FAMILY_SIZES.get(family, {}), **settings})
-    torch.manual_seed(0)
-    model_class: Any = MODEL_MAPPING[type(config)]
-    model = model_class(config)
-    with torch.no_grad():
-        for parameter in model.parameters():
-            parameter.add_(torch.randn_like(parameter) * 0.1)
-    model.save_pretrained(folder)
-    words = {"[UNK]": 0, "[PAD]": 1, **{f"w{index}": index for index in range(2, VOCAB_SIZE)}}
-    tokenizer = Tokenizer(models.WordLevel(words, unk_token="[UNK]"))
-    tokenizer.pre_tokenizer = pre_tokenizers.WhitespaceSplit()
-    PreTrainedTokenizerFast(
-        tokenizer_object=tokenizer, unk_token="[UNK]", pad_token="[PAD]", model_max_length=MAX_TOKENS
-    ).save_pretrained(folder)
-
-
-Checkpoint = Callable[..., Path]
-
-
 @pytest.fixture(scope="session")
-def checkpoint(tmp_path_factory: pytest.TempPathFactory) -> Checkpoint:
-    """`checkpoint(family, pooling=…, steps=…, **config)`: the folder of a tiny model, saved by sentence-transformers.
-
-    Made once per session for each set of arguments without steps. `steps` are sentence-transformers modules.
-    """
-    made: dict[str, Path] = {}
-
-    def make(
-        family: str = "bert",
-        *,
-        pooling: str | Sequence[str] = "mean",
-        steps: Sequence[Any] | None = None,
-        **settings: Any,
-    ) -> Path:
-        key = json.dumps([family, pooling, settings]) if steps is None else ""
-        if key in made:
-            return made[key]
-        plain = tmp_path_factory.mktemp(f"{family}-plain")
-        _save_transformer(plain, family, **settings)
-        modules = [
-            Transformer(str(plain)),
-            Pooling(32, pooling_mode=pooling if isinstance(pooling, str) else tuple(pooling)),
-            *([Normalize()] if steps is None else steps),
-        ]
-        folder = tmp_path_factory.mktemp(family)
-        SentenceTransformer(modules=modules).save(str(folder))
-        if key:
-            made[key] = folder
-        return folder
-
-    return make
+def checkpoint(tmp_path_factory: pytest.TempPathFactory) -> Checkpoints:
+    """`checkpoint(family, pooling=…, steps=…, **config)`: a folder; `checkpoints.Checkpoints` has the arguments."""
+    return Checkpoints(tmp_path_factory.mktemp)
 
 
 @pytest.fixture(scope="session")
 def worker_config() -> Callable[..., WorkerConfig]:
     """`worker_config(folder, **changes)`."""
-
-    def make(folder: Path, **changes: Any) -> WorkerConfig:
-        card = read_card(folder)
-        settings: dict[str, Any] = {
-            "card": card,
-            "arena": ArenaSpec(num_slots=2, rows_per_slot=16, dim=card.dim),
-            "engine": "auto",
-            "device": "cpu",
-            "dtype": "float32",
-            "num_threads": 1,
-            "log_level": "info",
-            "cache_folder": "",
-        }
-        return WorkerConfig(**{**settings, **changes})
-
-    return make
+    return checkpoints.worker_config
 
 
 @pytest.fixture(scope="session")
-def reference() -> Callable[[Path, PackedBatch], NDArray[np.float32]]:
-    """sentence-transformers' vectors for token ids, each sequence by itself."""
-    loaded: dict[Path, SentenceTransformer] = {}
-
-    def embed(folder: Path, batch: PackedBatch) -> NDArray[np.float32]:
-        if folder not in loaded:
-            loaded[folder] = SentenceTransformer(str(folder), device="cpu", local_files_only=True)
-        model = loaded[folder].eval()
-        vectors = []
-        with torch.inference_mode():
-            for ids in np.split(batch.token_ids, np.cumsum(batch.lengths)[:-1]):
-                token_ids = torch.from_numpy(ids.astype(np.int64))[None]
-                features = model({"input_ids": token_ids, "attention_mask": torch.ones_like(token_ids)})
-                vectors.append(features["sentence_embedding"][0].numpy())
-        return np.stack(vectors)
-
-    return embed
+def reference() -> Reference:
+    """`reference(folder, batch)`: sentence-transformers' vectors for token ids, each sequence by itself."""
+    return Reference()
 
 
 @pytest.fixture(scope="session")
 def random_batch() -> Callable[..., PackedBatch]:
     """`random_batch(lengths, vocab_size=…, seed=…)`."""
-
-    def make(lengths: Sequence[int], vocab_size: int = VOCAB_SIZE, seed: int = 0) -> PackedBatch:
-        token_ids = np.random.default_rng(seed).integers(0, vocab_size, sum(lengths), dtype=np.int32)
-        return PackedBatch(np.array(lengths, dtype=np.int32), token_ids)
-
-    return make
+    return checkpoints.random_batch
 
 
 @pytest.fixture(scope="session")

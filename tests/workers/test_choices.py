@@ -49,6 +49,15 @@ def test_no_other_file_stays_beside_it(config: WorkerConfig) -> None:
     assert file.suffix == ".json"
 
 
+def test_what_cannot_be_written_leaves_no_file(config: WorkerConfig, monkeypatch: pytest.MonkeyPatch) -> None:
+    def fail(*_: object) -> None:
+        raise OSError(28, "No space left on device")
+
+    monkeypatch.setattr(os, "replace", fail)
+    remember(config, CHOICE)
+    assert list((Path(config.cache_folder) / "engines").iterdir()) == []
+
+
 @pytest.mark.parametrize("changes", [{"dtype": "bfloat16"}, {"engine": "packed"}])
 def test_another_wish_is_another_choice(config: WorkerConfig, changes: dict[str, str]) -> None:
     remember(config, CHOICE)
@@ -89,13 +98,14 @@ def test_a_variable_that_takes_instructions_away_is_part_of_the_key(
     assert recall(config) is None
 
 
-@pytest.mark.parametrize("content", ["", "null", "{", '{"path": "fused"}', "\x00" * 50])
+@pytest.mark.parametrize("content", ["", "null", "{", '{"path": "fused"}', "\x00" * 50, "[" * 100_000])
 def test_a_broken_file_is_no_memory(config: WorkerConfig, content: str, caplog: pytest.LogCaptureFixture) -> None:
     remember(config, CHOICE)
     [file] = (Path(config.cache_folder) / "engines").iterdir()
     file.write_text(content)
     assert recall(config) is None
-    assert "made anew" in caplog.text
+    assert recall(config) is None
+    assert caplog.text.count("made anew") == 1
 
 
 def test_without_a_folder_nothing_is_remembered(config: WorkerConfig) -> None:

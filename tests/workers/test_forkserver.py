@@ -124,7 +124,8 @@ class ForkServer:
         self.workers: list[Worker] = []
         self.stages: list[str] = []
         choose = [sys.executable, "-P", "-m", "launch.child", "choose"]
-        self.channel.send(ForkServerStart(modules, config.to_json() if config else None, choose))
+        shared = config.to_json() if config else None
+        self.channel.send(ForkServerStart(os.getpid(), modules, shared, choose))
 
     def until_ready(self) -> list[str]:
         message = self.after_progress()
@@ -456,21 +457,60 @@ def test_a_model_that_cannot_be_loaded_says_why_and_exits_3(
         server.close()
 
 
-def test_a_comparison_that_dies_is_an_error_message(checkpoint: Any, worker_config: Any) -> None:
+# What a process that compares may do instead of choosing; its last argument is the descriptor for its answers.
+COMPARISONS = {
+    "ends": ("sys.stdin.read(); sys.exit(9)", "ended with exit code 9 while starting"),
+    "ends at once": ("os.close(0); sys.exit(9)", "ended with exit code 9 while starting"),
+    "is killed": ('os.write(fd, b\'{"stage": "x"}\\n\'); os.kill(os.getpid(), 9)', "killed by SIGKILL while x"),
+    "ends in mid-line": ('os.write(fd, b\'{"choice": {"pl\'); sys.exit(9)', "ended with exit code 9 while starting"),
+    "refuses": ('os.write(fd, b\'{"error": "no such layer"}\\n\'); time.sleep(300)', "^no such layer$"),
+}
+
+
+def is_child(choosing: Choosing) -> bool:
+    """Also as a zombie."""
+    return choosing.pid in [child.pid for child in psutil.Process().children()]
+
+
+@pytest.mark.parametrize(("do", "says"), COMPARISONS.values(), ids=COMPARISONS.keys())
+def test_a_comparison_that_gives_no_choice_says_why_and_is_gone(
+    checkpoint: Any, worker_config: Any, do: str, says: str
+) -> None:
     config = worker_config(checkpoint("bert"), cache_folder="")
-    with pytest.raises(ModelError, match="ended with exit code"):
-        Choosing([sys.executable, "-c", "import sys; sys.stdin.read(); sys.exit(9)"], config).result(lambda stage: None)
+    command = [sys.executable, "-c", f"import os, sys, time; fd = int(sys.argv[1]); {do}"]
+    with pytest.raises(ModelError, match=says), Choosing(command, config) as choosing:
+        choosing.result(lambda stage: None)
+    assert not is_child(choosing)
+
+
+def test_a_comparison_that_is_not_needed_after_all_is_ended(checkpoint: Any, worker_config: Any) -> None:
+    config = worker_config(checkpoint("bert"), cache_folder="")
+    with Choosing([sys.executable, "-c", "import time; time.sleep(300)"], config) as choosing:
+        assert is_child(choosing)
+    assert not is_child(choosing)
+
+
+def test_nothing_is_loaded_for_a_supervisor_that_died_at_once(checkpoint: Any, worker_config: Any) -> None:
+    ours, theirs = Channel.pair()
+    command = [sys.executable, "-P", "-c", _BOOTSTRAP, str(theirs.fileno())]
+    # Whoever is adopted has another parent than the one that started it.
+    ours.send(ForkServerStart(1, ["torch"], worker_config(checkpoint("bert")).to_json(), ["false"]))
+    ours.close()
+    server = subprocess.Popen(command, pass_fds=[theirs.fileno()], stderr=subprocess.PIPE)
+    theirs.close()
+    _, stderr = server.communicate(timeout=DEADLINE_S)
+    assert (server.returncode, stderr) == (0, b"")
 
 
 def test_nothing_stays_when_the_supervisor_dies_while_a_model_is_compared(checkpoint: Any, worker_config: Any) -> None:
     config = worker_config(checkpoint("bert"), cache_folder="")
     code = (
-        "import json, subprocess, sys, time; from shm.control import Channel, ForkServerStart\n"
+        "import json, os, subprocess, sys, time; from shm.control import Channel, ForkServerStart\n"
         "ours, theirs = Channel.pair()\n"
         "command = [sys.executable, '-P', '-c', sys.argv[1], str(theirs.fileno())]\n"
         "child = subprocess.Popen(command, pass_fds=[theirs.fileno()])\n"
         "choose = [sys.executable, '-P', '-m', 'launch.child', 'choose']\n"
-        "ours.send(ForkServerStart(['torch'], json.loads(sys.argv[2]), choose))\n"
+        "ours.send(ForkServerStart(os.getpid(), ['torch'], json.loads(sys.argv[2]), choose))\n"
         "time.sleep(300)"
     )
     supervisor = subprocess.Popen([sys.executable, "-c", code, _BOOTSTRAP, json.dumps(config.to_json())])

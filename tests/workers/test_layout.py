@@ -5,7 +5,6 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from workers.engine import PackedBatch
-from workers.engines.packed import positions_after_padding
 from workers.layout import arrange
 
 
@@ -56,4 +55,4 @@ def test_positions_after_padding_skip_padding_tokens(sequences: list[list[int]],
         for token in ids:
             position += token != pad
             expected.append(pad if token == pad else position)
-    assert positions_after_padding(arrange(batch_of(sequences)), pad).tolist() == expected
+    assert arrange(batch_of(sequences)).positions_after(pad).tolist() == expected

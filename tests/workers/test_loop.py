@@ -391,3 +391,16 @@ def test_the_times_of_batches_that_overlap_add_up_to_the_clock_s(
     engine.while_beginning = {1: begin_1, 2: lambda: advance(1_000)}
     send(1, 2)
     assert [gateway.receive(WHO).compute_us for _ in range(2)] == [7_000, 5_000]
+
+
+def test_a_worker_that_rests_gives_memory_back_once(
+    monkeypatch: pytest.MonkeyPatch, loop: RunningLoop, gateway: Any, as_message: Any
+) -> None:
+    given_back = threading.Semaphore(0)
+    monkeypatch.setattr("workers.loop._REST_AFTER_MS", 20)
+    monkeypatch.setattr("workers.loop.give_memory_back", given_back.release)
+    for number in (1, 2):
+        gateway.send(WHO, as_message(BATCH, number=number))
+        assert isinstance(gateway.receive(WHO), Done)
+        assert given_back.acquire(timeout=10)
+        assert not given_back.acquire(timeout=0.2), "once is enough"

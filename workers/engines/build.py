@@ -1,7 +1,8 @@
 """From a path's name to its engine.
 
 Owns the list of paths and the imports that each of them needs: the fused one none of transformers', which costs a
-process seconds. Compares nothing: that is `workers.engines.choice`'s. Called by that and by `workers.engine`.
+process seconds. Compares nothing: that is `workers.engines.choice`'s. Called by that and by
+`workers.engines.chosen`.
 """
 
 from collections.abc import Callable

@@ -2,11 +2,12 @@
 
 Owns the order in which paths and dtypes are tried, and what the operator is told of those that were refused. Imports
 transformers, and needs a second copy of the model while it compares; so on a processor it runs in a process of its own
-(`workers.choosing`). Called by that and by `workers.engine`.
+(`workers.choosing`). Called by that and by `workers.engines.chosen`.
 """
 
 import logging
 from collections.abc import Iterator
+from dataclasses import replace
 
 import numpy as np
 import torch
@@ -20,6 +21,7 @@ from workers.config import WorkerConfig
 from workers.engine import PackedBatch, Report
 from workers.engines.build import PATHS, build_engine
 from workers.engines.fused import NotFusible
+from workers.engines.products import has_native_bfloat16
 from workers.engines.transformer import TransformerEngine
 from workers.loading import is_stored_as_float32, load_model, one_line
 
@@ -38,17 +40,15 @@ def choose(config: WorkerConfig, report: Report) -> tuple[Choice, TransformerEng
 
 
 def dtypes_to_try(config: WorkerConfig) -> tuple[str, ...]:
-    """The type asked for; or, for "auto", the 16-bit type that the device computes natively, then float32."""
+    """The type asked for; for "auto" the 16-bit type that the device computes natively, then float32. These also
+    follow int8, which only the fused path has."""
+    if config.dtype == "int8":
+        return ("int8", *dtypes_to_try(replace(config, dtype="auto")))
     if config.dtype != "auto":
         return (config.dtype,)
     if config.device.startswith("cuda"):
         return ("bfloat16" if torch.cuda.is_bf16_supported(including_emulation=False) else "float16", "float32")
-    return ("bfloat16", "float32") if _has_bfloat16() else ("float32",)
-
-
-def _has_bfloat16() -> bool:
-    """Whether the processor multiplies bfloat16 itself. oneDNN also emulates it, slower than float32."""
-    return bool(torch.cpu._is_avx512_bf16_supported() or torch.cpu._is_amx_tile_supported())
+    return ("bfloat16", "float32") if has_native_bfloat16() else ("float32",)
 
 
 class _Choosing:
@@ -63,11 +63,16 @@ class _Choosing:
 
     def choose(self) -> tuple[Choice, TransformerEngine]:
         config = self._config
-        plain_dtype = "float32" if is_stored_as_float32(config.card) else self._dtypes[0]
+        loadable = [dtype for dtype in self._dtypes if dtype != "int8"]
+        plain_dtype = "float32" if is_stored_as_float32(config.card) else loadable[0]
         self._report("loading the plain model, to compare with")
         probes = all_probes(config.card, sum(weight.numel() for weight in self._load(plain_dtype).parameters()))
         self._report(f"embedding probes of up to {probes.lengths.max()} tokens with it")
         plain = self._embed_plainly(plain_dtype, probes)
+        if not np.isfinite(plain).all():
+            raise ModelError(
+                f"{config.card.folder}: the plain model's vectors in {plain_dtype} contain nan or infinity"
+            )
         for dtype, path in self._candidates(plain_dtype):
             self._report(f"comparing {path} {dtype} with it")
             found = self._try(dtype, path, probes, plain)
@@ -77,7 +82,7 @@ class _Choosing:
 
     def _candidates(self, plain_dtype: str) -> Iterator[tuple[str, str]]:
         for dtype in dict.fromkeys((*self._dtypes, plain_dtype)):
-            for path in PATHS[self._config.engine]:
+            for path in PATHS[self._config.engine] if dtype != "int8" else ("fused",):
                 yield dtype, path
 
     def _embed_plainly(self, dtype: str, probes: PackedBatch) -> NDArray[np.float32]:
@@ -97,7 +102,9 @@ class _Choosing:
         except ModelError:
             raise
         except NotFusible as error:
-            if self._config.engine == path:  # otherwise nothing is wrong: most families have no fused path
+            if (
+                self._config.engine == path or dtype == "int8"
+            ):  # otherwise nothing is wrong: most families have no fused path
                 self._refuse(dtype, path, one_line(error))
             return None
         except Exception as error:  # whatever a model raises that was not made for this path

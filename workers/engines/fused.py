@@ -1,7 +1,7 @@
 """The fused forward pass: a post-LayerNorm encoder written out over packed sequences, from the weights' files alone.
 
-Owns the description of a layer: one product for query, key and value, weights prepacked by oneDNN, activation and
-residual inside the products, no padding and no copy between. Imports no transformers, which takes seconds. What differs
+Owns the description of a layer: one product for query, key and value, activation and residual inside the products
+(`workers.engines.products`), no padding and no copy between. Imports no transformers, which takes seconds. What differs
 between families is data (`workers.engines.families`). Called by `workers.engines.transformer`.
 
     x ─┬─ qkv ─ attention per run ─ out + x ─ norm ─┬─ up, activation ─ down + x ─ norm ─ x
@@ -15,7 +15,7 @@ import json
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, TypeAlias
+from typing import Any
 
 import numpy as np
 import torch
@@ -26,21 +26,8 @@ from torch.nn.functional import layer_norm, scaled_dot_product_attention
 from shm.card import ModelCard
 from workers.checkpoint import Checkpoint
 from workers.engines.families import FAMILIES, Family
+from workers.engines.products import ACTIVATIONS, Activation, Linear, make_linear, type_between_layers
 from workers.layout import Layout, Run
-from workers.prepack import has_products
-
-DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
-
-Activation: TypeAlias = tuple[str, str]
-"""oneDNN's post-operation and its algorithm."""
-
-_NONE: Activation = ("none", "")
-# By transformers' name.
-_ACTIVATIONS: dict[str, Activation] = {"gelu": ("gelu", "none"), "gelu_new": ("gelu", "tanh"), "relu": ("relu", "")}
-
-# Resolved once: looking an operation up costs microseconds at every call.
-_linear = torch.ops.mkldnn._linear_pointwise.default
-_linear_plus = torch.ops.mkldnn._linear_pointwise.binary
 
 
 class NotFusible(Exception):
@@ -48,23 +35,6 @@ class NotFusible(Exception):
 
 
 # --- the parts --------------------------------------------------------------------------------------------------
-
-
-@dataclass(frozen=True, slots=True)
-class Linear:
-    """A linear layer in oneDNN's layout. Owns its copy of the weight."""
-
-    weight: Tensor
-    bias: Tensor
-
-    def __call__(self, x: Tensor, activation: Activation = _NONE) -> Tensor:
-        kind, algorithm = activation
-        out: Tensor = _linear(x, self.weight, self.bias, kind, [], algorithm)
-        return out
-
-    def plus(self, x: Tensor, residual: Tensor) -> Tensor:
-        out: Tensor = _linear_plus(x, residual, self.weight, self.bias, "add")
-        return out
 
 
 @dataclass(frozen=True, slots=True)
@@ -209,13 +179,24 @@ class FusedForward:
             x = layer(x, layout.runs)
         return x[:num_tokens]
 
+    def warm(self, max_tokens: int) -> None:
+        """Have oneDNN compile its products for short texts before the first of them is there to wait for it. What is
+        compiled goes by shape, so one layer stands for all. 0.1 s for all-MiniLM-L6-v2."""
+        with torch.inference_mode():
+            for num_tokens in range(_STEP_OF_SHORT, _WARM_UP_TO + 1, _STEP_OF_SHORT):
+                x = torch.zeros(num_tokens, self._embeddings.words.shape[1], dtype=self._dtype)
+                self._layers[0](x, [Run(start=0, count=1, length=min(num_tokens, max_tokens))])
+
+
+_STEP_OF_SHORT = 4
+_WARM_UP_TO = 64
+
 
 def _rounded(num_tokens: int) -> int:
-    """The number of tokens that is computed: one of 184 up to 4,096, so that oneDNN's cache of 1,024 compiled products
-    holds all four of each. At most 3 more for a short text, and 2 % more from 800 on."""
-    return _up_to(
-        4 if num_tokens <= 128 else 16 if num_tokens <= 1024 else 32 if num_tokens <= 4096 else 128, num_tokens
-    )
+    """The number of tokens that is computed: one of 88 up to 2,048, because oneDNN keeps what it compiled for each,
+    some 100 KB for each of four products, in every worker. At most 3 more for a short text, on average 2 % more."""
+    step = _STEP_OF_SHORT if num_tokens <= 128 else 16 if num_tokens <= 512 else 32 if num_tokens <= 1024 else 64
+    return _up_to(step, num_tokens)
 
 
 def _up_to(step: int, number: int) -> int:
@@ -227,20 +208,22 @@ def _up_to(step: int, number: int) -> int:
 
 
 def load_fused(card: ModelCard, dtype: str) -> FusedForward:
-    """The fused path of the model of `card`, computing in `dtype`, a key of DTYPES.
+    """The fused path of the model of `card`, its products in `dtype`: "float32", "bfloat16" or "int8".
 
     Raises NotFusible for another family, setting or type, or when a tensor is not where it should be.
     """
     if card.model_type not in FAMILIES:
         raise NotFusible(f"{card.model_type} has no fused path")
-    if dtype not in DTYPES or not has_products(torch.device("cpu"), DTYPES[dtype]):
+    if type_between_layers(dtype) is None:
         raise NotFusible(f"this processor has no prepacked products for {dtype}")
     folder = Path(card.weights_folder)
     try:
         config = json.loads((folder / "config.json").read_text(encoding="utf-8"))
         if config["model_type"] != card.model_type or "auto_map" in config:
             raise NotFusible("an architecture under another name")
-        return _Builder(FAMILIES[card.model_type], config, Checkpoint(folder), DTYPES[dtype], card.max_tokens).build()
+        forward = _Builder(FAMILIES[card.model_type], config, Checkpoint(folder), dtype, card.max_tokens).build()
+        forward.warm(card.max_tokens)
+        return forward
     except (OSError, SafetensorError, ValueError, KeyError, TypeError, RuntimeError) as error:
         # Nothing is lost: the packed path looks at the same files, and says what is wrong with them.
         raise NotFusible(f"{type(error).__name__}: {error}") from error
@@ -248,7 +231,7 @@ def load_fused(card: ModelCard, dtype: str) -> FusedForward:
 
 class _Builder:
     def __init__(
-        self, family: Family, config: Mapping[str, Any], weights: Checkpoint, dtype: torch.dtype, max_tokens: int
+        self, family: Family, config: Mapping[str, Any], weights: Checkpoint, dtype: str, max_tokens: int
     ) -> None:
         """Raises NotFusible for settings that change what a layer does, KeyError for those that are missing."""
         self._family = family
@@ -266,7 +249,9 @@ class _Builder:
         attention = Attention(self._num_heads, self._distance_bias())
         embeddings = self._embeddings()
         layers = [self._layer(index, attention) for index in range(int(self._config[self._family.num_layers]))]
-        return FusedForward(embeddings, layers, self._dtype)
+        between = type_between_layers(self._dtype)
+        assert between is not None
+        return FusedForward(embeddings, layers, between)
 
     def _find_prefix(self) -> str:
         for prefix in self._family.prefixes:
@@ -276,7 +261,7 @@ class _Builder:
 
     def _refuse_other_architectures(self) -> None:
         config = self._config
-        if config[self._family.activation] not in _ACTIVATIONS:
+        if config[self._family.activation] not in ACTIVATIONS:
             raise NotFusible(f"activation {config[self._family.activation]}")
         if config.get("is_decoder") or config.get("add_cross_attention"):
             raise NotFusible("a decoder, whose tokens do not see what comes after them")
@@ -303,7 +288,7 @@ class _Builder:
             out=self._linear(at + family.out),
             attention_norm=self._norm(at + family.attention_norm),
             up=self._linear(at + family.up),
-            activation=_ACTIVATIONS[self._config[family.activation]],
+            activation=ACTIVATIONS[self._config[family.activation]],
             down=self._linear(at + family.down),
             norm=self._norm(at + family.norm),
         )
@@ -315,14 +300,10 @@ class _Builder:
         biases = [self._tensor(f"{name}.bias").float() for name in names]
         scale = (weights[0].shape[0] // self._num_heads) ** -0.5
         weights[0], biases[0] = weights[0] * scale, biases[0] * scale
-        return self._prepacked(torch.cat(weights), torch.cat(biases))
+        return make_linear(torch.cat(weights), torch.cat(biases), self._dtype)
 
     def _linear(self, name: str) -> Linear:
-        return self._prepacked(self._tensor(f"{name}.weight"), self._tensor(f"{name}.bias"))
-
-    def _prepacked(self, weight: Tensor, bias: Tensor) -> Linear:
-        weight = torch.ops.mkldnn._reorder_linear_weight(weight.to(self._dtype), None)
-        return Linear(weight, bias.to(self._dtype, copy=True))
+        return make_linear(self._tensor(f"{name}.weight"), self._tensor(f"{name}.bias"), self._dtype)
 
     def _norm(self, name: str) -> Norm:
         weight, bias = self._tensor(f"{name}.weight"), self._tensor(f"{name}.bias")
@@ -334,20 +315,20 @@ class _Builder:
             return None
         table = self._tensor(f"{self._family.distance_bias}.weight").float()  # [buckets, heads]
         positions = torch.arange(self._max_tokens)
-        buckets = _distance_buckets(positions[None, :] - positions[:, None], table.shape[0])
+        buckets = _distance_buckets(positions[None, :] - positions[:, None])
         return table[buckets].permute(2, 0, 1).contiguous()
 
     def _tensor(self, name: str) -> Tensor:
         return self._weights[self._prefix + name]
 
 
-def _distance_buckets(distances: Tensor, num_buckets: int) -> Tensor:
-    """Key position minus query position → 0 … num_buckets - 1, half of them for each direction.
+def _distance_buckets(distances: Tensor) -> Tensor:
+    """Key position minus query position → 0 … _NUM_BUCKETS - 1, half of them for each direction.
 
     In each half, the first half of the buckets is for one distance each; the rest grow logarithmically up to 128, and
     the last is for all beyond. Source: T5, section 2.1 of arXiv:1910.10683, as MPNet uses it.
     """
-    per_direction = num_buckets // 2
+    per_direction = _NUM_BUCKETS // 2
     num_exact = per_direction // 2
     apart = distances.abs()
     logarithmic = torch.log(apart.clamp(min=1).float() / num_exact) / np.log(_FARTHEST / num_exact)
@@ -355,5 +336,6 @@ def _distance_buckets(distances: Tensor, num_buckets: int) -> Tensor:
     return torch.where(apart < num_exact, apart, coarse) + (distances > 0) * per_direction
 
 
+_NUM_BUCKETS = 32
 _FARTHEST = 128
-"""Tokens; transformers' MPNet has it fixed."""
+"""Tokens. transformers' MPNet has both fixed: relative_attention_num_buckets sizes the table, and is not asked."""

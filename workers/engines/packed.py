@@ -59,15 +59,4 @@ class PackedForward:
         config = self._model.config
         if config.model_type not in POSITIONS_AFTER_PADDING:
             return layout.offsets()
-        return positions_after_padding(layout, int(config.pad_token_id))
-
-
-def positions_after_padding(layout: Layout, pad_token_id: int) -> NDArray[np.int64]:
-    """Positions of the RoBERTa-like families, [T]: from pad_token_id + 1 on, and pad_token_id itself at a padding
-    token, which does not count; a text may hold one, spelled out. Source: create_position_ids_from_input_ids in
-    transformers' modeling_roberta.
-    """
-    counts = layout.token_ids != pad_token_id
-    seen = np.cumsum(counts)
-    before = np.repeat(seen[layout.starts] - counts[layout.starts], layout.lengths)
-    return np.where(counts, seen - before, 0) + pad_token_id
+        return layout.positions_after(int(config.pad_token_id))
