@@ -193,9 +193,9 @@ _WARM_UP_TO = 64
 
 
 def _rounded(num_tokens: int) -> int:
-    """The number of tokens that is computed: one of 88 up to 2,048, because oneDNN keeps what it compiled for each,
-    some 100 KB for each of four products, in every worker. At most 3 more for a short text, on average 2 % more."""
-    step = _STEP_OF_SHORT if num_tokens <= 128 else 16 if num_tokens <= 512 else 32 if num_tokens <= 1024 else 64
+    """The number of tokens that is computed: one of 104 up to 2,048, because oneDNN keeps what it compiled for each,
+    some 100 KB for each of four products, in every worker. At most 3 more for a short text, 1 % for a full batch."""
+    step = _STEP_OF_SHORT if num_tokens <= 128 else 16 if num_tokens <= 512 else 32
     return _up_to(step, num_tokens)
 
 
