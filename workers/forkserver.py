@@ -186,9 +186,8 @@ class _ForkServer:
         parent_pid = os.getpid()
         try:
             pid = os.fork()
-        except (
-            OSError
-        ) as error:  # too many processes, too little memory: the supervisor's wait for an answer has a deadline
+        except OSError as error:
+            # Too many processes, too little memory: the supervisor's wait for an answer has a deadline.
             log.error("worker %d cannot be forked: %s", order.worker, error)
             return
         if pid == 0:

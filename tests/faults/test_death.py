@@ -190,14 +190,18 @@ def test_a_fork_server_that_never_gets_ready_ends_the_server_with_its_error(tmp_
         stderr=subprocess.PIPE,
         text=True,
     )
-    deadline = time.monotonic() + 100
-    while process.poll() is None:
-        assert time.monotonic() < deadline
-        with suppress(psutil.NoSuchProcess):
-            for child in psutil.Process(process.pid).children():
-                if "forkserver" in child.cmdline():
-                    child.kill()
-        time.sleep(0.005)
+    try:
+        deadline = time.monotonic() + 100
+        while process.poll() is None:
+            assert time.monotonic() < deadline
+            with suppress(psutil.NoSuchProcess):
+                for child in psutil.Process(process.pid).children():
+                    if "forkserver" in child.cmdline():
+                        child.kill()
+            time.sleep(0.005)
+    finally:
+        process.kill()
+        process.wait()
     assert process.stderr is not None
     last = process.stderr.read().splitlines()[-1]
     assert process.returncode == 3
