@@ -1,6 +1,6 @@
 """The calls into CUDA, and nothing else. Everything around them is in `workers.device`, and tested without a GPU.
 
-No GPU was at hand when this was written: what is in this file has been run by nobody (tests/workers/test_gpu.py is what
+What is in this file has never been run on a GPU (tests/workers/test_gpu.py is what
 to run first). Safe to import where torch has no CUDA.
 """
 
