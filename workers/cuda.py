@@ -1,7 +1,7 @@
 """The calls into CUDA, and nothing else. Everything around them is in `workers.device`, and tested without a GPU.
 
-What is in this file has never been run on a GPU (tests/workers/test_gpu.py is what
-to run first). Safe to import where torch has no CUDA.
+What is in this file has never been run on a GPU (tests/workers/test_gpu.py is what to run first). Safe to import
+where torch has no CUDA.
 """
 
 import contextlib

@@ -102,9 +102,8 @@ class _Choosing:
         except ModelError:
             raise
         except NotFusible as error:
-            if (
-                self._config.engine == path or dtype == "int8"
-            ):  # otherwise nothing is wrong: most families have no fused path
+            # Otherwise nothing is wrong: most families have no fused path.
+            if self._config.engine == path or dtype == "int8":
                 self._refuse(dtype, path, one_line(error))
             return None
         except Exception as error:  # whatever a model raises that was not made for this path
