@@ -1,12 +1,12 @@
 """The supervisor: `vecd serve` from its first line to its last.
 
-Owns the listening socket, the ZeroMQ endpoint, the arenas, and every child: it starts the gateway and the workers,
-restarts what dies, drains on SIGTERM, and leaves nothing behind. It imports neither torch nor numpy and maps no
-arena: it must never die. Should it be killed all the same, its children notice and end by themselves.
+Owns the listening socket, the ZeroMQ endpoints, the arenas, the board, and every child: it starts the gateways and the
+workers, restarts what dies, drains on SIGTERM, and leaves nothing behind. It imports neither torch nor numpy and maps
+no shared memory: it must never die. Should it be killed all the same, its children notice and end by themselves.
 
-The gateway is a process of its own (`launch.child`); workers are forked by a fork server that has torch imported. Each
-child has one control channel, whose end means death. A child's life is one coroutine here, from its start to its end,
-and its keeper is another, that starts the next life.
+A gateway is a process of its own (`launch.child`), on the one listening socket that all share; workers are forked by a
+fork server that has torch imported. Each child has one control channel, whose end means death. A child's life is one
+coroutine here, from its start to its end, and its keeper is another, that starts the next life.
 """
 
 import asyncio
@@ -15,6 +15,7 @@ import logging
 import os
 import resource
 import signal
+import socket
 import sys
 import time
 from collections.abc import Sequence
@@ -37,6 +38,7 @@ from launch.settings import load_settings
 from launch.sockets import listen, make_zmq_endpoint
 from launch.summary import pss_mb, summary
 from shm.arena import create_arena
+from shm.board import clear_gauges, create_board
 from shm.card import ModelError
 from shm.control import (
     ChildFailed,
@@ -158,12 +160,14 @@ class Restarts:
 
 @dataclass(slots=True)
 class ReadyWorker:
-    """What a gateway must be told of an incarnation that is ready."""
+    """What every gateway must be told of an incarnation that is ready."""
 
     incarnation: Incarnation
     process: Process
     arena_fd: int
     facts: dict[str, Any]
+    is_condemned: bool = False
+    """A gateway has said that it is stuck, and it has been killed for it."""
 
     def introduce_to(self, gateway: Process) -> None:
         message = WorkerUp(self.incarnation.worker, self.incarnation.life, self.facts)
@@ -188,7 +192,8 @@ class Supervisor:
         self._fork_server = ForkServer(_fork_server_start(plan), plan.settings.start_timeout, self._show_load_stage)
         self._stop = asyncio.Event()
         self._is_draining = False
-        self._gateway: Process | None = None
+        self._gateways: dict[int, Process] = {}
+        """Those that are ready, by index."""
         self._ready: dict[int, ReadyWorker] = {}
         self._has_been_ready = False
         self._changed = asyncio.Event()
@@ -198,76 +203,88 @@ class Supervisor:
         """Serve until SIGTERM or SIGINT; returns 0. Raises StartFailure when a child cannot start or keeps dying."""
         _prepare_process()
         self._install_signal_handlers()
-        self._zmq_listening, self._zmq_address = make_zmq_endpoint()
+        self._board_fd = create_board(self.plan.gateway.board)
+        self._endpoints: list[tuple[socket.socket, int]] = [make_zmq_endpoint() for _ in self._gateway_indices]
         self._listening, self._url = listen(self.plan.settings)
         self._uds_id = file_id(self.plan.settings.uds) if self.plan.settings.uds else None
         try:
             async with asyncio.TaskGroup() as group:
-                gateway_keeper = group.create_task(self._keep_gateway())
-                self._keepers = [gateway_keeper, group.create_task(self._announce_when_ready())]
+                gateway_keepers = [group.create_task(self._keep_gateway(index)) for index in self._gateway_indices]
+                self._keepers = [*gateway_keepers, group.create_task(self._announce_when_ready())]
                 for index in range(len(self.plan.workers)):
                     self._keepers.append(group.create_task(self._keep_worker(index)))
                 await self._stop.wait()
-                await self._drain(gateway_keeper)
+                await self._drain(gateway_keepers)
                 self._cancel_keepers()
         except* StartFailure as group:
             raise _first(group) from None
         finally:
             await self._fork_server.stop()
             await reap_everything()
-            self._close_sockets()
+            self._close()
         return EXIT_OK
 
-    async def _drain(self, gateway_keeper: "asyncio.Task[None]") -> None:
-        """Let the gateway answer what it has accepted. Workers stay, and are still restarted, until it is done."""
+    @property
+    def _gateway_indices(self) -> range:
+        return range(self.plan.gateway.num_gateways)
+
+    async def _drain(self, gateway_keepers: Sequence["asyncio.Task[None]"]) -> None:
+        """Let gateways answer what they have accepted. Workers stay, and are still restarted, until they are done."""
         self._is_draining = True
         deadline_s = self.plan.settings.drain_timeout
         log.info("draining, for at most %g s", deadline_s)
-        self._listening.close()  # the gateway's copy decides from now on when connects are refused
-        if self._gateway is not None:
-            send_or_kill(self._gateway, Drain(deadline_s))
-        _, pending = await asyncio.wait([gateway_keeper], timeout=deadline_s + _DRAIN_MARGIN_S)
+        self._listening.close()  # the gateways' copies decide from now on when connects are refused
+        for gateway in list(self._gateways.values()):
+            send_or_kill(gateway, Drain(deadline_s))
+        _, pending = await asyncio.wait(gateway_keepers, timeout=deadline_s + _DRAIN_MARGIN_S)
         if pending:
-            log.warning("the gateway has not finished in %g s and is killed", deadline_s + _DRAIN_MARGIN_S)
+            late_s = deadline_s + _DRAIN_MARGIN_S
+            log.warning("%d gateway(s) have not finished in %g s and are killed", len(pending), late_s)
 
-    # --- gateway --------------------------------------------------------------------------------------------
+    # --- gateways -------------------------------------------------------------------------------------------
 
-    async def _keep_gateway(self) -> None:
-        restarts = Restarts("the gateway")
+    async def _keep_gateway(self, index: int) -> None:
+        name = "the gateway" if len(self._gateway_indices) == 1 else f"gateway {index}"
+        restarts = Restarts(name)
         epoch = 0
-        while not self._is_draining:
+        while not self._stop.is_set():
             epoch += 1
-            reason, ready_for_s = await self._live_gateway(epoch)
+            reason, ready_for_s = await self._live_gateway(index, epoch)
             if self._is_draining:
-                log.info("the gateway %s", reason)
+                log.info("%s %s", name, reason)
                 return
-            log.error("the gateway %s", reason)
-            await asyncio.sleep(restarts.delay_after(reason, ready_for_s))
+            log.error("%s %s", name, reason)
+            with suppress(TimeoutError):
+                async with asyncio.timeout(restarts.delay_after(reason, ready_for_s)):
+                    await self._stop.wait()
 
-    async def _live_gateway(self, epoch: int) -> tuple[str, float | None]:
-        """One life of the gateway; returns how it ended, and for how many seconds it had been ready.
+    async def _live_gateway(self, index: int, epoch: int) -> tuple[str, float | None]:
+        """One life of a gateway; returns how it ended, and for how many seconds it had been ready.
 
         Raises StartFailure when another life would not help.
         """
         try:
-            process = spawn("gateway", "gateway")
+            process = spawn(f"gateway {index}", "gateway")
         except OSError as error:
             return f"cannot be started: {error}", None
         with killed_after(process):
-            start = GatewayStart(self.plan.gateway.to_json(), epoch)
-            send_or_kill(process, start, [self._listening.fileno(), self._zmq_listening.fileno()])
+            start = GatewayStart(self.plan.gateway.to_json(), index, epoch)
+            zmq_listening, _ = self._endpoints[index]
+            send_or_kill(process, start, [self._listening.fileno(), zmq_listening.fileno(), self._board_fd])
             try:
                 async with asyncio.timeout(_GATEWAY_START_TIMEOUT_S):
                     ready = await process.receive()
             except TimeoutError:
+                process.kill()
+                await self._gateway_ended(process, index)
                 return f"was not ready within {_GATEWAY_START_TIMEOUT_S:g} s", None
             if isinstance(ready, ChildFailed):
                 raise StartFailure(ready.message)
             if ready is None:
-                return await process.ended(), None
+                return await self._gateway_ended(process, index), None
             assert isinstance(ready, GatewayReady)
             ready_at = time.monotonic()
-            self._gateway = process
+            self._gateways[index] = process
             if self._is_draining:
                 send_or_kill(process, Drain(self.plan.settings.drain_timeout))
             self._changed.set()
@@ -276,20 +293,28 @@ class Supervisor:
             try:
                 while (message := await process.receive()) is not None:
                     self._on_gateway_message(message)
-                return await process.ended(), time.monotonic() - ready_at
+                return await self._gateway_ended(process, index), time.monotonic() - ready_at
             finally:
-                self._gateway = None
+                del self._gateways[index]
+
+    async def _gateway_ended(self, process: Process, index: int) -> str:
+        """Wait until it has; says how. Side effect: the board says no longer what the gateway had."""
+        reason = await process.ended()
+        clear_gauges(self._board_fd, self.plan.gateway.board, index)
+        return reason
 
     def _on_gateway_message(self, message: Message) -> None:
+        """Any gateway is believed, once."""
         assert isinstance(message, WorkerStuck)
         worker = self._ready.get(message.worker)
-        if worker is not None and worker.incarnation.life == message.life:
+        if worker is not None and worker.incarnation.life == message.life and not worker.is_condemned:
             log.error("%s is stuck and is killed", worker.incarnation)
+            worker.is_condemned = True
             worker.process.kill()
 
-    def _tell_gateway_down(self, incarnation: Incarnation, reason: str) -> None:
-        if self._gateway is not None:
-            send_or_kill(self._gateway, WorkerDown(incarnation.worker, incarnation.life, reason))
+    def _tell_gateways_down(self, incarnation: Incarnation, reason: str) -> None:
+        for gateway in list(self._gateways.values()):
+            send_or_kill(gateway, WorkerDown(incarnation.worker, incarnation.life, reason))
 
     # --- workers --------------------------------------------------------------------------------------------
 
@@ -315,7 +340,8 @@ class Supervisor:
         try:
             try:
                 config = self.plan.workers[incarnation.worker]
-                process = await self._fork_server.fork(incarnation, config, arena_fd, self._zmq_address)
+                addresses = [address for _, address in self._endpoints]
+                process = await self._fork_server.fork(incarnation, config, arena_fd, addresses)
             except (ChildDied, OSError) as error:
                 return f"could not be forked: {error}", None
             with killed_after(process):
@@ -330,7 +356,7 @@ class Supervisor:
                     del self._ready[incarnation.worker]
                 ready_for_s = time.monotonic() - ready_at
                 reason = await process.ended()
-                self._tell_gateway_down(incarnation, reason)
+                self._tell_gateways_down(incarnation, reason)
                 return reason, ready_for_s
         finally:
             os.close(arena_fd)
@@ -359,8 +385,8 @@ class Supervisor:
 
     def _worker_is_ready(self, worker: ReadyWorker) -> None:
         self._ready[worker.incarnation.worker] = worker
-        if self._gateway is not None:
-            worker.introduce_to(self._gateway)
+        for gateway in list(self._gateways.values()):
+            worker.introduce_to(gateway)
         if self._has_been_ready:
             log.info("%s is ready", worker.incarnation)
         self._changed.set()
@@ -382,7 +408,7 @@ class Supervisor:
                 _say(f"warning: {warning}")
 
     async def _announce_when_ready(self) -> None:
-        while not (self._gateway and len(self._ready) == len(self.plan.workers)):
+        while len(self._gateways) < len(self._gateway_indices) or len(self._ready) < len(self.plan.workers):
             self._changed.clear()
             await self._changed.wait()
         self._has_been_ready = True
@@ -401,7 +427,7 @@ class Supervisor:
     def _memory_mb(self) -> int:
         """Proportional memory of every process of the server."""
         pids = [os.getpid(), *self._fork_server.pids(), *(worker.process.pid for worker in self._ready.values())]
-        pids += [self._gateway.pid] if self._gateway else []
+        pids += [gateway.pid for gateway in self._gateways.values()]
         return sum(map(pss_mb, pids))
 
     # --- beginning and end ----------------------------------------------------------------------------------
@@ -422,10 +448,12 @@ class Supervisor:
         for keeper in self._keepers:
             keeper.cancel()
 
-    def _close_sockets(self) -> None:
+    def _close(self) -> None:
         self._listening.close()
-        self._zmq_listening.close()
-        os.close(self._zmq_address)
+        for zmq_listening, address in self._endpoints:
+            zmq_listening.close()
+            os.close(address)
+        os.close(self._board_fd)
         if self.plan.settings.uds is not None:
             remove_if_ours(self.plan.settings.uds, self._uds_id)
 

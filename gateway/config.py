@@ -9,20 +9,26 @@ from dataclasses import asdict, dataclass
 from typing import Any
 
 from shm.arena import ArenaSpec
+from shm.board import BoardSpec
 from shm.card import ModelCard
 
+PRIORITIES = ("interactive", "normal", "bulk")
 TOKEN_ID_POLICIES = ("auto", "model", "reject")
 
 
 @dataclass(frozen=True, slots=True)
 class GatewayConfig:
-    """Everything a gateway needs to know. Immutable; a new configuration is a new gateway."""
+    """Everything a gateway needs to know, the same for each. Immutable; a new configuration is a new gateway.
+
+    What limits the whole server is divided among the gateways by `share`.
+    """
 
     version: str
     model: str
     """The served model's name, reported in every answer."""
     card: ModelCard
     arena: ArenaSpec
+    num_gateways: int
     num_workers: int
     api_key: str | None
     """Required of every caller when set. Never logged."""
@@ -35,17 +41,29 @@ class GatewayConfig:
     """Inputs per request."""
     max_body_bytes: int
     max_requests: int
-    """Embedding requests admitted at a time."""
-    max_queued_tokens: int
-    """Tokens admitted and not yet embedded, estimated from characters."""
+    """Embedding requests admitted at a time, by all gateways."""
+    max_wait_s: float
+    """Until a request would have its turn; by an estimate it is refused at the door if it were longer."""
+    max_priority: str
+    """One of PRIORITIES: the highest that callers get, whatever they ask for."""
     max_connections: int
+    """Open at a time, at all gateways."""
     request_timeout_s: float
     """From the request's last byte to its answer."""
     batch_timeout_s: float
-    """From a batch's turn on its worker to its rows; past it the worker counts as stuck."""
+    """From the answer to the batch ahead of it to a batch's rows, so that it covers a batch of every other gateway;
+    past it the worker counts as stuck."""
     uds: str | None
     """Path of the unix socket listened on, removed when the supervisor dies without doing so."""
     log_level: str
+
+    @property
+    def board(self) -> BoardSpec:
+        return BoardSpec(self.num_gateways, self.num_workers)
+
+    def share(self, limit: int) -> int:
+        """One gateway's part of a limit of the whole server, rounded up."""
+        return -(-limit // self.num_gateways)
 
     def to_json(self) -> dict[str, Any]:
         return asdict(self)

@@ -11,6 +11,7 @@ scheduler. Called by `gateway.main` (control messages) and `gateway.app` (new se
 
 import asyncio
 import logging
+import math
 import time
 from collections import deque
 from collections.abc import Callable
@@ -20,11 +21,14 @@ from typing import Any
 import numpy as np
 import zmq
 
+from gateway.board import Board
 from gateway.errors import PoisonInput, ServerError
+from gateway.pace import FULL_BATCH_S, SHORT_BATCH_S, Pace
 from gateway.request import Sequence
 from gateway.scheduler import Scheduler
+from shm.board import Counter
 from shm.failure import FailureCode
-from shm.view import Rows
+from shm.view import Rows, SlotViews
 from shm.wire import Alive, Batch, Done, Failed, Incarnation, Probe, WireError, decode_to_gateway, encode
 
 log = logging.getLogger("vecd.dispatch")
@@ -60,8 +64,10 @@ class WorkerLink:
     """The gateway's record of one incarnation."""
 
     incarnation: Incarnation
-    slots: list[Rows]
+    slots: SlotViews
     facts: dict[str, Any]
+    pace: Pace
+    """How fast it is; learned from its own batches, beginning with what was known of the others."""
     free_slots: list[int] = field(default_factory=list)
     in_flight: dict[int, InFlight] = field(default_factory=dict)
     """By batch number, oldest first: a worker takes batches in the order in which they were sent."""
@@ -69,7 +75,6 @@ class WorkerLink:
     """It has answered this gateway's probe."""
     is_stuck: bool = False
     """It has let a deadline pass; the supervisor has been told and will kill it."""
-    num_batches: int = 0
     num_failures: int = 0
     """Batches of one sequence that it has failed on since its last success."""
     up_at: float = field(default_factory=time.monotonic)
@@ -84,28 +89,34 @@ class WorkerLink:
 
 
 class Dispatcher:
-    """`on_stuck` tells the supervisor of a worker past a deadline; `on_rate` hears the tokens embedded per second."""
+    """`on_stuck` tells the supervisor of a worker past a deadline."""
 
     def __init__(
         self,
         *,
         scheduler: Scheduler,
         epoch: int,
+        max_batch_tokens: int,
         batch_timeout_s: float,
         on_stuck: Callable[[Incarnation], None],
-        on_rate: Callable[[float], None],
+        board: Board | None = None,
     ) -> None:
         self._scheduler = scheduler
         self._epoch = epoch
         self._batch_timeout_s = batch_timeout_s
         self._on_stuck = on_stuck
-        self._on_rate = on_rate
+        self._pace = Pace(max_batch_tokens)
+        """Of a worker about which nothing is known yet: that of the last batch of any."""
+        self._board = board or Board.private()
         self._links: dict[bytes, WorkerLink] = {}
         self._last_number = 0
         self._to_encode: deque[tuple[WorkerLink, InFlight]] = deque()
         self._is_encoding = False
         self._is_pump_due = False
-        self._tokens_since_sweep = 0
+        self.tokens_per_s = self._pace.tokens_per_s
+        """Of all workers together, with full batches. While there is none, as before."""
+        self.in_flight_tokens = 0
+        """Sent to workers and not answered."""
         self._last_death = "workers are loading"
 
     # --- life -----------------------------------------------------------------------------------------------
@@ -152,9 +163,9 @@ class Dispatcher:
 
     # --- what the supervisor says ---------------------------------------------------------------------------
 
-    def worker_up(self, incarnation: Incarnation, slots: list[Rows], facts: dict[str, Any]) -> None:
+    def worker_up(self, incarnation: Incarnation, slots: SlotViews, facts: dict[str, Any]) -> None:
         """An incarnation is ready. It gets batches once it has answered a probe."""
-        link = WorkerLink(incarnation, slots, facts, free_slots=list(range(len(slots))))
+        link = WorkerLink(incarnation, slots, facts, self._pace.copy(), free_slots=list(range(len(slots.rows))))
         self._links[incarnation.identity] = link
         self._probe(link)
 
@@ -165,30 +176,50 @@ class Dispatcher:
         if link is None:
             return
         # Answered batches are still encoded: their rows were complete before the worker died, and the view keeps
-        # the arena. Of the others only the oldest was being computed; a batch sent ahead is innocent.
+        # the arena. Of the others only those that were being computed are counted; a batch that was sent ahead, or
+        # waited for another gateway's, is innocent.
         lost = list(link.in_flight.values())
         link.in_flight.clear()
-        if lost:
-            self._count_death(lost[0])
+        self.in_flight_tokens -= sum(batch.num_tokens for batch in lost)
+        for batch in lost:
+            if link.slots.begun[batch.slot] == batch.number:
+                self._count_death(batch)
         self._put_back([sequence for batch in lost for sequence in batch.sequences])
 
     # --- sending --------------------------------------------------------------------------------------------
 
     def _pump(self) -> None:
-        """Work-conserving: every idle worker gets a batch, a busy one a second only when a whole one waits."""
-        self._is_pump_due = False
-        idle = [link for link in self._links.values() if link.is_idle]
-        while idle and (batch := self._scheduler.next_batch(len(idle))):
-            self._send(idle.pop(), batch)
-        busy = [link for link in self._links.values() if link.is_usable and link.free_slots]
-        while busy and self._scheduler.has_full_batch and (batch := self._scheduler.next_batch(1)):
-            self._send(busy.pop(), batch)
+        """Work-conserving: every idle worker gets a batch, a busy one a second only when a whole one waits.
 
-    def _send(self, link: WorkerLink, sequences: list[Sequence]) -> None:
+        While short requests wait for the batches of a backlog, these are short, and none is sent ahead.
+        """
+        self._is_pump_due = False
+        now = time.monotonic()
+        is_short = self._scheduler.wants_short_batches(now)
+        batch_s = SHORT_BATCH_S if is_short else FULL_BATCH_S
+        idle = [link for link in self._links.values() if link.is_idle]
+        while idle:
+            budget = idle[-1].pace.budget_tokens(batch_s)
+            batch = self._scheduler.next_batch(now, max_tokens=budget, num_idle_workers=len(idle))
+            if not batch:
+                return
+            self._send(idle.pop(), batch, now)
+        if not is_short:
+            self._send_ahead(now)
+
+    def _send_ahead(self, now: float) -> None:
+        for link in self._links.values():
+            budget = link.pace.budget_tokens(FULL_BATCH_S)
+            is_taking = link.is_usable and link.free_slots and self._scheduler.fills(budget)
+            if is_taking and (batch := self._scheduler.next_batch(now, max_tokens=budget)):
+                self._send(link, batch, now)
+
+    def _send(self, link: WorkerLink, sequences: list[Sequence], now: float) -> None:
         self._last_number += 1
         num_tokens = sum(sequence.num_tokens for sequence in sequences)
-        batch = InFlight(self._last_number, link.free_slots.pop(), sequences, num_tokens, time.monotonic())
+        batch = InFlight(self._last_number, link.free_slots.pop(), sequences, num_tokens, now)
         link.in_flight[batch.number] = batch
+        self.in_flight_tokens += num_tokens
         lengths = np.array([sequence.num_tokens for sequence in sequences], dtype="<i4").tobytes()
         ids = b"".join([sequence.token_ids for sequence in sequences])
         message = Batch(self._epoch, batch.number, batch.slot, len(sequences), num_tokens, lengths, ids)
@@ -260,13 +291,24 @@ class Dispatcher:
             self._put_back(batch.sequences)
             self._report_stuck(link)
             return
-        self._tokens_since_sweep += batch.num_tokens
-        link.num_batches += 1
+        link.pace.observe(batch.num_tokens, done.compute_us / 1e6)
+        self._note_pace(link.pace)
+        self._board.add(Counter.BATCHES)
+        self._board.add(Counter.SEQUENCES, len(batch.sequences))
+        self._board.add(Counter.TOKENS, batch.num_tokens)
+        self._board.add(Counter.COMPUTE_US, done.compute_us)
+        self._board.add_batch(link.incarnation.worker)
         link.num_failures = 0
         self._pump()  # the worker computes its next batch while this one's rows are encoded
         self._to_encode.append((link, batch))
         if not self._is_encoding:
             self._encode_some()
+
+    def _note_pace(self, pace: Pace) -> None:
+        self._pace = pace
+        speeds = [link.pace.tokens_per_s for link in self._links.values() if link.is_usable]
+        if speeds:
+            self.tokens_per_s = sum(speeds)
 
     def _on_failed(self, link: WorkerLink, failed: Failed) -> None:
         batch = self._take_answered(link, failed.number, failed.slot)
@@ -278,9 +320,10 @@ class Dispatcher:
             _fail(batch.sequences[0], failed.code)
             self._count_failure(link)
         else:
-            for sequence in batch.sequences:
-                sequence.must_run_alone = True
-            self._put_back(batch.sequences)
+            # One of them, most often; halves find it in a few batches, and the others are done with.
+            middle = len(batch.sequences) // 2
+            for half in (batch.sequences[:middle], batch.sequences[middle:]):
+                self._scheduler.set_aside([sequence for sequence in half if not sequence.is_abandoned])
         self.pump_soon()
 
     def _take_answered(self, link: WorkerLink, number: int, slot: int) -> InFlight | None:
@@ -291,6 +334,7 @@ class Dispatcher:
             self._report_stuck(link)
             return None
         del link.in_flight[number]
+        self.in_flight_tokens -= batch.num_tokens
         now = time.monotonic()
         for waiting in link.in_flight.values():
             waiting.started_at = now
@@ -303,7 +347,7 @@ class Dispatcher:
         floats_left = _FLOATS_PER_TURN
         while self._to_encode:
             link, batch = self._to_encode[0]
-            rows = link.slots[batch.slot]
+            rows = link.slots.rows[batch.slot]
             rows_left = max(1, floats_left // rows.shape[1])
             end = min(len(batch.sequences), batch.num_encoded + rows_left)
             try:
@@ -329,7 +373,6 @@ class Dispatcher:
     def _count_death(self, batch: InFlight) -> None:
         for sequence in batch.sequences:
             sequence.num_deaths += 1
-            sequence.must_run_alone = sequence.num_deaths >= _MAX_DEATHS - 1
             if sequence.num_deaths >= _MAX_DEATHS:
                 log.error("a sequence of %d tokens died with %d workers; given up", sequence.num_tokens, _MAX_DEATHS)
                 sequence.gathering.fail(PoisonInput(f"'input[{sequence.index}]' ended its worker each time it ran"))
@@ -342,7 +385,11 @@ class Dispatcher:
             self._report_stuck(link)
 
     def _put_back(self, sequences: list[Sequence]) -> None:
-        self._scheduler.put_back([sequence for sequence in sequences if not sequence.is_abandoned])
+        alive = [sequence for sequence in sequences if not sequence.is_abandoned]
+        self._scheduler.put_back([sequence for sequence in alive if sequence.num_deaths < _MAX_DEATHS - 1])
+        for suspect in alive:
+            if suspect.num_deaths >= _MAX_DEATHS - 1:
+                self._scheduler.set_aside([suspect])
         self.pump_soon()
 
     def _report_stuck(self, link: WorkerLink) -> None:
@@ -367,28 +414,38 @@ class Dispatcher:
                     now - oldest.started_at,
                 )
                 self._report_stuck(link)
-        if self._tokens_since_sweep:
-            self._on_rate(self._tokens_since_sweep / _SWEEP_INTERVAL_S)
-            self._tokens_since_sweep = 0
 
 
 def _deliver(sequences: list[Sequence], rows: Rows) -> None:
-    """Hand each row to its request; a row that is not finite fails its own request and no other."""
-    if np.isfinite(rows).all():
+    """Hand the rows to their requests; a row that is not finite fails its own request and no other."""
+    if not _are_finite(rows):
         for sequence, row in zip(sequences, rows, strict=True):
-            sequence.gathering.deliver(sequence.index, row)
-        return
-    for sequence, row in zip(sequences, rows, strict=True):
-        if np.isfinite(row).all():
-            sequence.gathering.deliver(sequence.index, row)
-        else:
-            log.error("the model gave a vector that is not finite for a sequence of %d tokens", sequence.num_tokens)
-            sequence.gathering.fail(
-                ServerError(
-                    f"The model gave a vector that is not finite for 'input[{sequence.index}]'",
-                    code="not_finite",
-                )
-            )
+            if not np.isfinite(row).all():
+                _fail_not_finite(sequence)
+    start = 0
+    for end in range(1, len(sequences) + 1):
+        # Neighbours in a batch are most often neighbours in their request: then they go together.
+        if end == len(sequences) or not _follows(sequences[end], sequences[end - 1]):
+            first = sequences[start]
+            first.flow.gathering.deliver(first.index, rows[start:end])
+            start = end
+
+
+def _follows(sequence: Sequence, other: Sequence) -> bool:
+    return sequence.flow is other.flow and sequence.index == other.index + 1
+
+
+def _are_finite(rows: Rows) -> bool:
+    """Whether all are. A sum is finite if they are, but for huge ones; and takes a third of looking at each."""
+    with np.errstate(all="ignore"):
+        return math.isfinite(rows.sum()) or bool(np.isfinite(rows).all())
+
+
+def _fail_not_finite(sequence: Sequence) -> None:
+    log.error("the model gave a vector that is not finite for a sequence of %d tokens", sequence.num_tokens)
+    sequence.gathering.fail(
+        ServerError(f"The model gave a vector that is not finite for 'input[{sequence.index}]'", code="not_finite")
+    )
 
 
 def _fail(sequence: Sequence, code: FailureCode) -> None:

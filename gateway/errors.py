@@ -8,7 +8,6 @@ a token id, a vector or a key.
 """
 
 import logging
-from http import HTTPStatus
 from typing import ClassVar
 
 import orjson
@@ -137,7 +136,7 @@ class _Overload(ApiError):
 
 
 class TooManyRequests(_Overload):
-    """Raised by `gateway.admission` when the queue is full."""
+    """Raised when too much is waiting: by `gateway.admission` at the door, by `gateway.bodies` for a large body."""
 
     status = 429
     type = "rate_limit_error"
@@ -177,7 +176,3 @@ def render_openai_error(error: ApiError) -> bytes:
     return orjson.dumps(
         {"error": {"message": error.message, "type": error.type, "param": error.param, "code": error.code}}
     )
-
-
-def reason_phrase(status: int) -> bytes:
-    return HTTPStatus(status).phrase.encode()

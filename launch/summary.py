@@ -26,12 +26,13 @@ def summary(plan: Plan, url: str, facts: dict[str, Any], memory_mb: int) -> list
     url_here = re.sub(r"//(0\.0\.0\.0|\[::\])", "//127.0.0.1", url)
     curl = f"curl --unix-socket {settings.uds} http://localhost" if settings.uds else f"curl {url_here}"
     key = ' -H "authorization: Bearer $VECD_API_KEY"' if settings.api_key else ""
+    gateways = f", {settings.gateways} gateways" if settings.gateways > 1 else ""
     return [
         f"vecd {gateway.version} is ready",
         f"  model      {gateway.model}: {card.dim} dimensions, at most {gateway.max_tokens} tokens, "
         f"{'+'.join(card.pooling)} pooling{normalized}",
         f"  engine     {facts.get('path')}, {facts.get('dtype')}{agrees}",
-        f"  workers    {len(plan.workers)} × {settings.threads_per_worker} thread(s) on {device}",
+        f"  workers    {len(plan.workers)} × {settings.threads_per_worker} thread(s) on {device}{gateways}",
         f"  memory     {memory_mb} MB in all",
         f"  listening  {url}",
         f"  try        {curl}/v1/embeddings{key} -H 'content-type: application/json' "

@@ -4,17 +4,20 @@ Owns the geometry (`ArenaSpec`) and the making of the file. Never maps it: that 
 and the supervisor, who calls this module, must stay small and must never touch the memory (a crashing worker
 cannot then take the supervisor along).
 
-Memory map, little-endian float32 throughout::
+Memory map, little-endian float32 but for the last part, which is int64; gateway g of G has slots of its own::
 
-    offset 0          slot_nbytes                2 × slot_nbytes
-    ├── slot 0 ───────┼── slot 1 ────────────────┤   …  num_slots
-    │ row 0 │ row 1 │ … rows_per_slot            │
-    │ dim × float32 │                            │
+    offset 0            slot_nbytes                                  num_slots × G × slot_nbytes
+    ├── gateway 0 ──────┼─────────────────────┼── gateway 1 ───── … ─┤
+    │ slot 0            │ slot 1, … num_slots │ slot 0, …            │ begun: num_slots × G × int64
+    │ row 0 │ row 1 │ … rows_per_slot         │                      │ the number of the batch that the
+    │ dim × float32 │                         │                      │ worker has begun there, else 0
 
-The arena holds rows and nothing else: no lock, no free list, no flag. Who may write is decided elsewhere:
+The arena holds no lock, no free list, no flag that anybody waits for. A gateway never sees another's slots: on the wire
+it counts its own from 0, and the worker knows by the socket that a batch comes from whose they are. Who may write rows
+is decided elsewhere:
 
     state of a slot   who may write its rows   how it leaves the state
-    free              nobody                   the gateway sends a batch that names the slot
+    free              nobody                   its gateway sends a batch that names the slot
     in flight         the worker               the worker replies with the batch's number
     read              nobody                   the gateway has encoded every row, and frees the slot
 
@@ -22,19 +25,19 @@ Order: the worker stores the rows, then makes the system call that sends the rep
 call that receives it, then loads the rows. The kernel's locking of the socket queue orders the two on every
 architecture. Nothing polls a flag in shared memory.
 
+What has been begun is read only when the incarnation is dead, to learn which batches it died on: the worker stores a
+number before it computes a batch and 0 before it replies. All that it ever stored is there once the supervisor has
+seen it end, and has told the gateway so.
+
 A dead or killed incarnation's arena is dropped and its successor gets a new file, so a worker that wakes up late
 writes into memory that nobody reads any more.
 """
 
-import fcntl
-import os
 from dataclasses import dataclass
 
-_BYTES_PER_FLOAT = 4
+from shm.memory import create_sealed
 
-# Linux UAPI include/uapi/linux/fcntl.h; Python 3.11's fcntl names F_ADD_SEALS but not on every libc.
-_F_ADD_SEALS = 1033
-_F_SEAL_SEAL, _F_SEAL_SHRINK, _F_SEAL_GROW = 0x1, 0x2, 0x4
+_BYTES_PER_FLOAT, _BYTES_PER_NUMBER = 4, 8
 
 
 @dataclass(frozen=True, slots=True)
@@ -42,31 +45,28 @@ class ArenaSpec:
     """The geometry of an arena, the same for every incarnation of every worker of a server."""
 
     num_slots: int
-    """Batches in flight per worker."""
+    """Batches in flight per worker, of each gateway."""
     rows_per_slot: int
     """The most sequences a batch may hold."""
     dim: int
     """Floats per row."""
+    num_gateways: int = 1
+
+    @property
+    def num_all_slots(self) -> int:
+        return self.num_slots * self.num_gateways
+
+    @property
+    def begun_offset(self) -> int:
+        """Where the numbers begin: at a multiple of their size, which the rows' end need not be."""
+        rows_nbytes = self.num_all_slots * self.rows_per_slot * self.dim * _BYTES_PER_FLOAT
+        return -(-rows_nbytes // _BYTES_PER_NUMBER) * _BYTES_PER_NUMBER
 
     @property
     def nbytes(self) -> int:
-        return self.num_slots * self.rows_per_slot * self.dim * _BYTES_PER_FLOAT
+        return self.begun_offset + self.num_all_slots * _BYTES_PER_NUMBER
 
 
 def create_arena(spec: ArenaSpec) -> int:
-    """Make an arena and return its file descriptor, which the caller owns.
-
-    The pages are allocated here (`posix_fallocate`), so that a machine without memory for them fails now, with
-    OSError, and not later with a SIGBUS; and the file is sealed, so that no worker can truncate it under the
-    gateway. Measured: 0.2 ms per MB.
-
-    Raises OSError when the memory cannot be had.
-    """
-    fd = os.memfd_create("vecd-arena", os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING)
-    try:
-        os.posix_fallocate(fd, 0, spec.nbytes)
-        fcntl.fcntl(fd, _F_ADD_SEALS, _F_SEAL_SHRINK | _F_SEAL_GROW | _F_SEAL_SEAL)
-    except BaseException:
-        os.close(fd)
-        raise
-    return fd
+    """Make an arena and return its file descriptor, which the caller owns. Raises OSError without memory for it."""
+    return create_sealed("vecd-arena", spec.nbytes)

@@ -4,9 +4,9 @@ Owns the messages and the channel they travel on: a pair of SOCK_SEQPACKET unix 
 starts, so there is no name to find, no permission to get wrong and nothing to unlink. A message is one packet of
 JSON; descriptors ride along (SCM_RIGHTS). The end of the stream means that the other side is dead.
 
-    supervisor → gateway       GatewayStart, WorkerUp (+ arena), WorkerDown, Drain
+    supervisor → gateway       GatewayStart (+ sockets, board), WorkerUp (+ arena), WorkerDown, Drain
     gateway → supervisor       GatewayReady, ChildFailed, WorkerStuck
-    supervisor → fork server   ForkServerStart, ForkWorker (+ control, arena, ZeroMQ address)
+    supervisor → fork server   ForkServerStart, ForkWorker (+ control, arena, ZeroMQ addresses)
     fork server → supervisor   ForkServerReady, WorkerForked (+ pidfd), WorkerExited
     worker → supervisor        Progress, WorkerReady, ChildFailed
 
@@ -27,23 +27,29 @@ from typing import Any, TypeAlias
 MAX_MESSAGE_BYTES = 128 * 1024
 """A packet is at most this long. Linux's default send buffer (net.core.wmem_default) takes 208 KiB."""
 _RIGHTS = (socket.SOL_SOCKET, socket.SCM_RIGHTS)
-_ANCILLARY_BYTES = socket.CMSG_SPACE(8 * 4)  # 8 descriptors
+MAX_DESCRIPTORS = 80
+"""A message carries at most so many: one for each gateway there may be, and a few. Linux allows 253."""
+_ANCILLARY_BYTES = socket.CMSG_SPACE(MAX_DESCRIPTORS * array("i").itemsize)
 SEND_TIMEOUT_MS = 1000
 """How long a message may wait for room in the other side's buffer."""
 
 
 @dataclass(frozen=True, slots=True)
 class GatewayStart:
-    """To a new gateway: its configuration. Descriptors: the listening socket, the ZeroMQ listening socket."""
+    """To a new gateway: its configuration. Descriptors: the socket it listens on, its ZeroMQ listening socket, the
+    board."""
 
     config: dict[str, Any]
-    """A `gateway.config.GatewayConfig` as plain JSON values."""
+    """A `gateway.config.GatewayConfig` as plain JSON values, the same for each gateway."""
+    gateway: int
+    """Its index, 0 … num_gateways - 1."""
     epoch: int
+    """Which of its lives this is, 1 for the first."""
 
 
 @dataclass(frozen=True, slots=True)
 class WorkerUp:
-    """To the gateway: an incarnation is ready. Descriptor: its arena."""
+    """To every gateway: an incarnation is ready. Descriptor: its arena."""
 
     worker: int
     life: int
@@ -53,7 +59,7 @@ class WorkerUp:
 
 @dataclass(frozen=True, slots=True)
 class WorkerDown:
-    """To the gateway: an incarnation is dead; its batches are to be sent again and its arena dropped."""
+    """To every gateway: an incarnation is dead; its batches are to be sent again and its arena dropped."""
 
     worker: int
     life: int
@@ -62,19 +68,19 @@ class WorkerDown:
 
 @dataclass(frozen=True, slots=True)
 class Drain:
-    """To the gateway: accept nothing new, answer what was accepted, exit 0 within the deadline."""
+    """To every gateway: accept nothing new, answer what was accepted, exit 0 within the deadline."""
 
     deadline_s: float
 
 
 @dataclass(frozen=True, slots=True)
 class GatewayReady:
-    """From the gateway: it listens."""
+    """From a gateway: it listens."""
 
 
 @dataclass(frozen=True, slots=True)
 class WorkerStuck:
-    """From the gateway: an incarnation has let a batch's deadline pass. The supervisor kills it."""
+    """From a gateway: an incarnation has let a batch's deadline pass. The supervisor kills it."""
 
     worker: int
     life: int
@@ -104,7 +110,8 @@ class ForkServerReady:
 
 @dataclass(frozen=True, slots=True)
 class ForkWorker:
-    """To the fork server. Descriptors: the worker's control socket, its arena, the ZeroMQ address (O_PATH)."""
+    """To the fork server. Descriptors: the worker's control socket, its arena, the ZeroMQ address (O_PATH) of
+    each gateway."""
 
     worker: int
     life: int
@@ -194,7 +201,7 @@ class Channel:
         return self._sock.fileno()
 
     def send(self, message: Message, fds: Sequence[int] = ()) -> None:
-        """Send one message. The caller keeps its own copies of `fds`.
+        """Send one message. The caller keeps its own copies of `fds`, MAX_DESCRIPTORS at most.
 
         Raises OSError (BrokenPipeError, ConnectionResetError) when the other side is dead, BlockingIOError when it has
         not read for SEND_TIMEOUT_MS, and ValueError when the message is longer than MAX_MESSAGE_BYTES.

@@ -1,10 +1,11 @@
-"""Starts real servers for tests and makes sure that they leave nothing behind.
+"""Starts real servers for tests, puts load on them, and makes sure that they leave nothing behind.
 
 A server gets a free port, a temporary folder of its own, and the write end of a pipe on which it says that it is
 ready; the end of that pipe is its death. On the way out it must exit 0 and leave no process, no file in its temporary
 folder and nothing new of ours in /dev/shm.
 """
 
+import asyncio
 import json
 import os
 import select
@@ -19,6 +20,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 import httpx
+import numpy as np
 import psutil
 
 START_TIMEOUT_S = 120.0
@@ -53,6 +55,20 @@ class Server:
 
     def gateway(self) -> psutil.Process:
         return self._child("launch.child gateway")
+
+    def gateways(self) -> dict[int, psutil.Process]:
+        """Those that run, by index."""
+        return {g["gateway"]: psutil.Process(g["pid"]) for g in self.info()["gateways"] if g["pid"]}
+
+    @contextmanager
+    def client_of(self, gateway: int) -> Iterator[httpx.Client]:
+        """A client whose connection one gateway has accepted."""
+        for _ in range(1000):
+            with httpx.Client(base_url=self.url, timeout=30) as client:
+                if client.get("/info").json()["gateway"]["gateway"] == gateway:
+                    yield client
+                    return
+        raise AssertionError(f"gateway {gateway} accepts nothing")
 
     def workers(self) -> list[psutil.Process]:
         return self._child("launch.child forkserver").children()
@@ -117,6 +133,58 @@ def eventually(condition: Callable[[], bool], timeout_s: float = 10.0) -> None:
     while not condition():
         assert time.monotonic() < deadline, "did not happen in time"
         time.sleep(0.02)
+
+
+class Load:
+    """Clients that send one request after the other until the server closes or the load is stopped.
+
+    A request counts as accepted once its connection has been: only a refused or reset connect may go unanswered.
+    """
+
+    def __init__(self, url: str, corpus: tuple[list[str], np.ndarray], num_clients: int) -> None:
+        self.num_answered = 0
+        self.failures: list[str] = []
+        self._url, (self._texts, self._expected) = url, corpus
+        self._num_clients = num_clients
+        self._stop = asyncio.Event()
+
+    async def __aenter__(self) -> "Load":
+        self._clients = [asyncio.create_task(self._client(n)) for n in range(self._num_clients)]
+        return self
+
+    async def __aexit__(self, *exc: object) -> None:
+        self._stop.set()
+        async with asyncio.timeout(60):
+            await asyncio.gather(*self._clients)
+
+    async def answers(self, num: int) -> None:
+        """Wait until so many more requests have been answered."""
+        target = self.num_answered + num
+        async with asyncio.timeout(60):
+            while self.num_answered < target:
+                await asyncio.sleep(0.01)
+
+    async def _client(self, n: int) -> None:
+        async with httpx.AsyncClient(timeout=60) as http:
+            while not self._stop.is_set():
+                n = (n + self._num_clients) % len(self._texts)
+                try:
+                    answer = await http.post(f"{self._url}/v1/embeddings", json={"input": self._texts[n]})
+                except httpx.ConnectError:
+                    return  # the server no longer listens
+                except httpx.HTTPError as error:
+                    self.failures.append(repr(error))
+                    continue
+                self._check(n, answer)
+
+    def _check(self, n: int, answer: httpx.Response) -> None:
+        if answer.status_code != 200:
+            self.failures.append(f"{answer.status_code} {answer.text}")
+            return
+        vector = np.array(answer.json()["data"][0]["embedding"], dtype=np.float32)
+        if np.abs(vector - self._expected[n]).max() > 1e-5:
+            self.failures.append(f"text {n}: wrong vector")
+        self.num_answered += 1
 
 
 def _start(folder: Path, flags: tuple[str, ...], env: dict[str, str]) -> Server:

@@ -173,7 +173,7 @@ class _ForkServer:
     def _obey(self, message: Message, fds: list[int]) -> None:
         try:
             match message, fds:
-                case ForkWorker(), [_, _, _]:
+                case ForkWorker(), [_, _, _, *_]:
                     self._fork(message, fds)
                 case _:
                     log.error("%s with %d descriptors is not for a fork server", type(message).__name__, len(fds))
@@ -204,13 +204,13 @@ class _ForkServer:
         code = main.EXIT_INTERNAL_ERROR
         try:
             self._leave_behind()
-            control_fd, arena_fd, address_fd = fds
+            control_fd, arena_fd, *address_fds = fds
             code = main.run(
                 WorkerConfig.from_json(order.config),
                 Incarnation(order.worker, order.life),
                 Channel.from_fd(control_fd),
                 arena_fd,
-                address_fd,
+                address_fds,
                 parent_pid=parent_pid,
                 engine=self._engine,
             )

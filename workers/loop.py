@@ -1,12 +1,15 @@
 """The worker's loop: a batch comes in, its rows are written, a reply goes out.
 
-Owns the DEALER socket and the answer to every message. Knows no model: that is the engine's. Called by `workers.main`
-once the engine is warm; ends when the supervisor is gone.
+Owns a DEALER socket for each gateway and the answer to every message. Knows no model: that is the engine's. Called by
+`workers.main` once the engine is warm; ends when the supervisor is gone.
+
+Gateways take turns, a message each, so that none waits for more than one batch of every other. What one of them says is
+about its own slots alone, and is answered on its own socket.
 
 One thread. A batch whose rows are complete when the engine returns is answered before the next message is looked at;
 so it is on a processor. On an accelerator a batch that has been begun is left alone while another is begun, if one
 waits already, so that its way back overlaps the other's computing; if none waits, it is finished and answered at once.
-At most two are under way, one in each slot, and they are answered in their order.
+At most two are under way, in two slots, whosever they are, and they are answered in their order.
 
 Waiting has no deadline of its own, because both ways of being needed end it: a message, or the end of the control
 channel.
@@ -16,7 +19,7 @@ import logging
 import time
 import traceback
 from collections import deque
-from collections.abc import Iterator, Sequence
+from collections.abc import Container, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 
@@ -26,7 +29,7 @@ from shm.arena import ArenaSpec
 from shm.card import ModelCard
 from shm.control import Channel
 from shm.failure import FailureCode
-from shm.view import Rows
+from shm.view import Begun, Rows, SlotViews
 from shm.wire import Alive, Batch, Done, Failed, Incarnation, Probe, ToGateway, WireError, decode_to_worker, encode
 from workers.batch import BadBatch, read_batch
 from workers.engine import Engine, Finish
@@ -49,27 +52,43 @@ _MAX_BEGUN = 2
 
 
 @contextmanager
-def connected(address_fd: int, incarnation: Incarnation) -> Iterator["zmq.Socket[bytes]"]:
-    """A socket to whichever gateway listens behind `address_fd`, an O_PATH descriptor of a unix socket.
+def connected(address_fds: Sequence[int], incarnation: Incarnation) -> Iterator[list["zmq.Socket[bytes]"]]:
+    """A socket to whichever gateway listens behind each of `address_fds`, O_PATH descriptors of unix sockets.
 
-    The path that it is reached by names no file, so there is none to clean up. Closed without waiting.
+    The paths that they are reached by name no file, so there is none to clean up. Closed without waiting.
     """
     context = zmq.Context()
+    try:
+        yield [_connected(context, fd, incarnation) for fd in address_fds]
+    finally:
+        context.destroy(linger=0)
+
+
+def _connected(context: "zmq.Context[zmq.Socket[bytes]]", address_fd: int, who: Incarnation) -> "zmq.Socket[bytes]":
     socket = context.socket(zmq.DEALER)
-    socket.setsockopt(zmq.IDENTITY, incarnation.identity)
+    socket.setsockopt(zmq.IDENTITY, who.identity)
     socket.setsockopt(zmq.LINGER, 0)
     socket.setsockopt(zmq.RECONNECT_IVL, _RECONNECT_INTERVAL_MS)
     socket.connect(f"ipc:///proc/self/fd/{address_fd}")
-    try:
-        yield socket
-    finally:
-        context.destroy(linger=0)
+    return socket
+
+
+@dataclass(slots=True)
+class _Peer:
+    """A gateway, whichever of its lives."""
+
+    socket: "zmq.Socket[bytes]"
+    slots: Sequence[Rows]
+    begun: Begun
+    epoch: int = 0
+    """Of its newest probe. A batch of an older one is of a dead life; its slot may have a new owner."""
 
 
 @dataclass(frozen=True, slots=True)
 class _Begun:
     """A batch under way. Keeps the message, whose memory the engine may still be reading."""
 
+    peer: _Peer
     message: Batch
     started_ns: int
     finish: Finish
@@ -78,21 +97,22 @@ class _Begun:
 class Loop:
     def __init__(
         self,
-        socket: "zmq.Socket[bytes]",
+        sockets: Sequence["zmq.Socket[bytes]"],
         channel: Channel,
         engine: Engine,
-        slots: Sequence[Rows],
+        slots: Sequence[SlotViews],
         arena: ArenaSpec,
         card: ModelCard,
     ) -> None:
-        self._socket = socket
+        """`sockets` and `slots` are by the gateway's index."""
+        self._peers = deque(
+            _Peer(socket, theirs.rows, theirs.begun) for socket, theirs in zip(sockets, slots, strict=True)
+        )
+        """In the order of their turns: the one who has waited longest is first."""
         self._channel = channel
         self._engine = engine
-        self._slots = slots
         self._arena = arena
         self._card = card
-        self._epoch = 0
-        """Of the newest probe. A batch of an older one is of a dead gateway; its slot may have a new owner."""
         self._begun: deque[_Begun] = deque()
         """In the order in which they came, and in which they are answered."""
         self._finished_ns = 0
@@ -103,20 +123,29 @@ class Loop:
     def run(self) -> None:
         """Answer messages until the supervisor closes the control channel, or dies."""
         poller = zmq.Poller()
-        poller.register(self._socket, zmq.POLLIN)
+        for peer in self._peers:
+            poller.register(peer.socket, zmq.POLLIN)
         poller.register(self._channel.fileno(), zmq.POLLIN)
         while True:
             ready = dict(poller.poll(self._patience_ms()))
             if self._channel.fileno() in ready and self._supervisor_is_gone():
                 self._finish_all()
                 return
-            if self._socket in ready:
-                self._receive()
+            if (turn := self._next_of(ready)) is not None:
+                self._receive(turn)
             elif self._begun:
                 self._finish_all()
             elif not ready:
                 give_memory_back()
                 self._has_rested = True
+
+    def _next_of(self, ready: Container[object]) -> _Peer | None:
+        """Whose turn it is, of those who have sent something."""
+        for _ in range(len(self._peers)):
+            self._peers.rotate(-1)
+            if self._peers[-1].socket in ready:
+                return self._peers[-1]
+        return None
 
     def _patience_ms(self) -> int | None:
         if self._begun:
@@ -133,46 +162,64 @@ class Loop:
         log.error("the supervisor sent %s, which is not for a worker", type(received[0]).__name__)
         return False
 
-    def _receive(self) -> None:
-        """One message. More are left for later turns, so that the end of the supervisor is seen between batches."""
-        try:
-            message = decode_to_worker(self._socket.recv_multipart(zmq.DONTWAIT))
-        except zmq.Again:
+    def _receive(self, peer: _Peer) -> None:
+        """One batch, or none, and the probes before it.
+
+        More batches are left for later turns, so that others have theirs, and the end of the supervisor is seen between
+        two. Probes take no turn: a gateway that has just started sends many while others' batches are computed.
+        """
+        message = self._next_message(peer)
+        probe: Probe | None = None
+        while isinstance(message, Probe):
+            probe, message = message, self._next_message(peer)
+        if probe is not None:
+            self._finish_all_of(peer)  # whoever hears Alive may take every slot for free
+            peer.epoch = max(peer.epoch, probe.epoch)
+            self._send(peer, Alive(probe.epoch))
+        if message is None:
             return
+        if message.epoch < peer.epoch:
+            log.info("batch %d of epoch %d dropped, epoch %d began", message.number, message.epoch, peer.epoch)
+        else:
+            self._begin(peer, message)
+
+    def _next_message(self, peer: _Peer) -> Probe | Batch | None:
+        """None when nothing has come, or nothing that can be read."""
+        try:
+            return decode_to_worker(peer.socket.recv_multipart(zmq.DONTWAIT))
+        except zmq.Again:
+            return None
         except WireError as error:
             log.error("a message that is not the gateway's: %s", error)
-            return
-        match message:
-            case Probe(epoch):
-                self._finish_all()  # whoever hears Alive may take every slot for free
-                self._epoch = max(self._epoch, epoch)
-                self._send(Alive(epoch))
-            case Batch(epoch) if epoch < self._epoch:
-                log.info("batch %d of epoch %d dropped, epoch %d began", message.number, epoch, self._epoch)
-            case Batch():
-                self._begin(message)
+            return None
 
-    def _begin(self, message: Batch) -> None:
+    def _begin(self, peer: _Peer, message: Batch) -> None:
         """Begin a batch; finish and answer those that need not, or must not, wait for another."""
-        if any(begun.message.slot == message.slot for begun in self._begun):
-            self._finish_all()  # never while the slot is being written
+        if any(begun.peer is peer and begun.message.slot == message.slot for begun in self._begun):
+            self._finish_all_of(peer)  # never while the slot is being written
         self._has_rested = False
         started_ns = time.perf_counter_ns()
         try:
             batch = read_batch(message, self._arena, self._card)
-            finish = self._engine.begin(batch, self._slots[message.slot])
+            peer.begun[message.slot] = message.number
+            finish = self._engine.begin(batch, peer.slots[message.slot])
         except Exception as error:
             failed = self._failed(message, error)
         else:
-            self._begun.append(_Begun(message, started_ns, finish))
+            self._begun.append(_Begun(peer, message, started_ns, finish))
             while self._begun and (len(self._begun) == _MAX_BEGUN or self._begun[0].finish.is_ready()):
                 self._finish_first()
             return
         self._finish_all()
-        self._send(failed)
+        self._reply(peer, message, failed)
 
     def _finish_all(self) -> None:
         while self._begun:
+            self._finish_first()
+
+    def _finish_all_of(self, peer: _Peer) -> None:
+        """And what was begun before it, because they are finished in their order."""
+        while any(begun.peer is peer for begun in self._begun):
             self._finish_first()
 
     def _finish_first(self) -> None:
@@ -180,11 +227,16 @@ class Loop:
         try:
             begun.finish()
         except Exception as error:
-            reply: ToGateway = self._failed(begun.message, error)
+            reply: Done | Failed = self._failed(begun.message, error)
         else:
             reply = self._done(begun)
         self._finished_ns = time.perf_counter_ns()
-        self._send(reply)
+        self._reply(begun.peer, begun.message, reply)
+
+    def _reply(self, peer: _Peer, message: Batch, reply: Done | Failed) -> None:
+        if message.slot < peer.begun.size:
+            peer.begun[message.slot] = 0
+        self._send(peer, reply)
 
     def _done(self, begun: _Begun) -> Done:
         # Not counting what it waited for the batch before it: the times of all batches add up to the clock's.
@@ -207,9 +259,9 @@ class Loop:
             code = FailureCode.OUT_OF_MEMORY if means_out_of_memory(error) else FailureCode.ENGINE_ERROR
         return Failed(message.epoch, message.number, message.slot, code)
 
-    def _send(self, reply: ToGateway) -> None:
+    def _send(self, peer: _Peer, reply: ToGateway) -> None:
         try:
-            self._socket.send_multipart(encode(reply), zmq.DONTWAIT)
+            peer.socket.send_multipart(encode(reply), zmq.DONTWAIT)
         except zmq.Again:
             # Thousands of replies that nobody reads: there is no gateway. Its successor asks anew.
             log.error("%s dropped: no gateway takes it", type(reply).__name__)

@@ -7,11 +7,12 @@ import gc
 import logging
 import os
 import signal
+from collections.abc import Sequence
 from typing import Any
 
 from shm.card import ModelError
 from shm.control import Channel, ChildFailed, Message, Progress, WorkerReady
-from shm.view import map_slots
+from shm.view import map_arena
 from shm.wire import Incarnation
 from workers.config import WorkerConfig
 from workers.engine import Engine, load_engine, set_num_threads
@@ -32,23 +33,23 @@ def run(
     incarnation: Incarnation,
     channel: Channel,
     arena_fd: int,
-    address_fd: int,
+    address_fds: Sequence[int],
     *,
     parent_pid: int | None = None,
     engine: Engine | None = None,
 ) -> int:
     """Live as `incarnation` until the supervisor is gone; returns the exit code.
 
-    `channel` is the worker's end of its control connection, `arena_fd` its arena, `address_fd` the O_PATH descriptor
-    of the gateway's ZeroMQ socket: all owned by this call. `parent_pid` is the fork server's, whose death in the moment
-    of the fork would otherwise go unseen. `engine` is the one that the fork server has loaded; without it the worker
-    loads its own.
+    `channel` is the worker's end of its control connection, `arena_fd` its arena, `address_fds` the O_PATH
+    descriptors of the gateways' ZeroMQ sockets, by their index: all owned by this call. `parent_pid` is the fork
+    server's, whose death in the moment of the fork would otherwise go unseen. `engine` is the one that the fork server
+    has loaded; without it the worker loads its own.
 
     Side effects on the whole process: name, signal handling, logging, memory priority, torch's threads.
     """
     try:
         _become_worker(config, incarnation, parent_pid if parent_pid is not None else os.getppid())
-        _live(config, incarnation, channel, arena_fd, address_fd, engine)
+        _live(config, incarnation, channel, arena_fd, address_fds, engine)
     except SupervisorGone:
         return EXIT_OK
     except ModelError as error:
@@ -85,22 +86,22 @@ def _live(
     incarnation: Incarnation,
     channel: Channel,
     arena_fd: int,
-    address_fd: int,
+    address_fds: Sequence[int],
     engine: Engine | None,
 ) -> None:
-    slots = map_slots(arena_fd, config.arena, writable=True)
+    slots = map_arena(arena_fd, config.arena, writable=True)
     os.close(arena_fd)
     if engine is None:
         engine = load_engine(config, lambda stage: _tell(channel, Progress(stage)))
     else:
         set_num_threads(config)
-    engine.adopt(slots)
+    engine.adopt([rows for views in slots for rows in views.rows])
     # What has been loaded stays: the collector need not walk through it again between batches.
     gc.collect()
     gc.freeze()
-    with connected(address_fd, incarnation) as socket:
+    with connected(address_fds, incarnation) as sockets:
         _tell(channel, WorkerReady(_facts(config, engine), engine.warnings))
-        Loop(socket, channel, engine, slots, config.arena, config.card).run()
+        Loop(sockets, channel, engine, slots, config.arena, config.card).run()
 
 
 def _facts(config: WorkerConfig, engine: Engine) -> dict[str, Any]:

@@ -2,40 +2,67 @@
 
 Owns the shapes of `/v1/embeddings` and `/v1/models`. Null is the same as absent, unknown fields are ignored (clients
 send dozens), and every refusal names the field, the limit and the value, never the content.
-Source of the shapes: OpenAI's published OpenAPI document.
+Source of the shapes: OpenAI's published OpenAPI document. Beyond it: `encoding_format` may be "bytes" or "npy", or left
+to `Accept`, and `priority` is "interactive", "normal" or "bulk", or a number as with vLLM, lower first. The body wins
+over headers: it is the more explicit.
 """
 
-from collections.abc import Sequence
+from array import array
+from collections.abc import Mapping
 from typing import Any
 
 import orjson
 
+from gateway.dialects.headers import parse_accept, parse_priority, parse_timeout_s, priority_named
+from gateway.dialects.rows import render_rows
+from gateway.encoding import JsonRows, Matrix
 from gateway.errors import BadRequest
-from gateway.request import EmbedRequest, Encoding
+from gateway.http1 import Response
+from gateway.request import EmbedRequest, Encoding, Priority, TokenIds
+
+LARGE_FIELDS = frozenset({"input"})
+"""Fields of POST /v1/embeddings that may hold megabytes; see `gateway.bodies`."""
 
 
-def parse_embeddings(body: bytes, *, max_inputs: int, dim: int) -> EmbedRequest:
-    """Parse the body of POST /v1/embeddings. Raises BadRequest."""
-    fields = _parse_object(body)
+def parse_embeddings(
+    fields: Mapping[str, Any], headers: Mapping[str, str], *, max_inputs: int, dim: int
+) -> EmbedRequest:
+    """Parse POST /v1/embeddings: the body's fields, and the headers by lower-case names. Raises BadRequest."""
     model = fields.get("model")
     if model is not None and not isinstance(model, str):
         raise BadRequest(f"'model' must be a string, is {_json_type(model)}", param="model")
     _check_dimensions(fields.get("dimensions"), dim)
     return EmbedRequest(
         inputs=_parse_input(fields.get("input"), max_inputs),
-        encoding=_parse_encoding(fields.get("encoding_format")),
+        encoding=_parse_encoding(fields.get("encoding_format")) or parse_accept(headers) or Encoding.FLOAT,
+        priority=_parse_priority(fields.get("priority"), headers),
+        timeout_s=parse_timeout_s(headers),
     )
 
 
-def render_embeddings(fragments: Sequence[bytes], *, model: str, num_tokens: int) -> bytes:
-    """The answer's body; `fragments` are the encoded rows in input order."""
-    data = b",".join([b'{"object":"embedding","index":%d,"embedding":%b}' % item for item in enumerate(fragments)])
-    return b'{"object":"list","data":[%b],"model":%b,"usage":{"prompt_tokens":%d,"total_tokens":%d}}' % (
-        data,
-        orjson.dumps(model),
-        num_tokens,
-        num_tokens,
-    )
+def render_embeddings(
+    collector: JsonRows | Matrix, encoding: Encoding, *, model: str, num_tokens: int, num_truncated: int = 0
+) -> Response:
+    """The answer, with the collected rows in it as they are. `num_truncated`: inputs that were cut."""
+    if isinstance(collector, Matrix):
+        response = render_rows(collector, encoding, model=model, num_tokens=num_tokens)
+    else:
+        response = Response(200, _render_list(collector.fragments, model, num_tokens))
+    if num_truncated:
+        response.headers["x-vecd-truncated"] = str(num_truncated)
+    return response
+
+
+def _render_list(fragments: list[bytes], model: str, num_tokens: int) -> list[bytes | memoryview]:
+    """In pieces, so that megabytes are never copied."""
+    pieces: list[bytes | memoryview] = []
+    before = b'{"object":"list","data":['
+    for index, fragment in enumerate(fragments):
+        pieces += (b'%b{"object":"embedding","index":%d,"embedding":' % (before, index), fragment)
+        before = b"},"
+    usage = (orjson.dumps(model), num_tokens, num_tokens)
+    pieces.append(b'}],"model":%b,"usage":{"prompt_tokens":%d,"total_tokens":%d}}' % usage)
+    return pieces
 
 
 def render_model(model: str, created: int) -> dict[str, Any]:
@@ -49,23 +76,14 @@ def render_models(model: str, created: int) -> dict[str, Any]:
 # --- fields -----------------------------------------------------------------------------------------------------
 
 
-def _parse_object(body: bytes) -> dict[str, Any]:
-    try:
-        fields = orjson.loads(body)
-    except orjson.JSONDecodeError as error:
-        # The library says what and where, and quotes nothing.
-        raise BadRequest(f"The body is not valid JSON: {error}") from None
-    if not isinstance(fields, dict):
-        raise BadRequest(f"The body must be a JSON object, is {_json_type(fields)}")
-    return fields
-
-
-def _parse_input(value: Any, max_inputs: int) -> list[str] | list[list[int]]:
+def _parse_input(value: Any, max_inputs: int) -> list[str] | list[TokenIds]:
     """A string, a list of strings, one list of token ids, or a list of such lists."""
     if isinstance(value, str):
         return [value]
     if value is None:
         raise BadRequest("'input' is required: a string, a list of strings, or token ids", param="input")
+    if isinstance(value, array):
+        return _one_list(value)
     if not isinstance(value, list):
         raise BadRequest(
             f"'input' must be a string, a list of strings, or token ids, is {_json_type(value)}",
@@ -75,14 +93,18 @@ def _parse_input(value: Any, max_inputs: int) -> list[str] | list[list[int]]:
         raise BadRequest("'$.input' is invalid: the list is empty, at least 1 input is needed", param="input")
     if type(value[0]) is int:
         _check_ids(value, "input")
-        return [value]
+        return _one_list(value)
     if len(value) > max_inputs:
         raise BadRequest(
             f"'$.input' is invalid: {len(value)} inputs, at most {max_inputs} in one request", param="input"
         )
-    if type(value[0]) is list:
+    if isinstance(value[0], list | array):
         return _check_id_lists(value)
     return _check_texts(value)
+
+
+def _one_list(ids: TokenIds) -> list[TokenIds]:
+    return [ids]
 
 
 def _check_texts(values: list[Any]) -> list[str]:
@@ -92,13 +114,14 @@ def _check_texts(values: list[Any]) -> list[str]:
     return values
 
 
-def _check_id_lists(values: list[Any]) -> list[list[int]]:
+def _check_id_lists(values: list[Any]) -> list[TokenIds]:
     for index, value in enumerate(values):
-        if type(value) is not list:
+        if not isinstance(value, list | array):
             raise BadRequest(f"'input[{index}]' must be a list of token ids, is {_json_type(value)}", param="input")
         if not value:
             raise BadRequest(f"'input[{index}]' is an empty list of token ids", param="input")
-        _check_ids(value, f"input[{index}]")
+        if isinstance(value, list):
+            _check_ids(value, f"input[{index}]")
     return values
 
 
@@ -110,16 +133,26 @@ def _check_ids(values: list[Any], name: str) -> None:
             raise BadRequest(f"'{name}[{index}]' must be a token id, is {_json_type(value)}", param="input")
 
 
-def _parse_encoding(value: Any) -> Encoding:
+def _parse_encoding(value: Any) -> Encoding | None:
     if value is None or value == "":
-        return Encoding.FLOAT
+        return None
     try:
         return Encoding(value)
     except ValueError:
         given = ascii(value[:32]) if isinstance(value, str) else _json_type(value)
         raise BadRequest(
-            f"'encoding_format' must be 'float' or 'base64', is {given}", param="encoding_format"
+            f"'encoding_format' must be 'float', 'base64', 'bytes' or 'npy', is {given}", param="encoding_format"
         ) from None
+
+
+def _parse_priority(value: Any, headers: Mapping[str, str]) -> Priority | None:
+    if value is None:
+        return parse_priority(headers)
+    if type(value) is int:
+        return Priority.NORMAL if value == 0 else Priority.INTERACTIVE if value < 0 else Priority.BULK
+    if not isinstance(value, str):
+        raise BadRequest(f"'priority' must be a string or a whole number, is {_json_type(value)}", param="priority")
+    return priority_named(value, "'priority'", param="priority")
 
 
 def _check_dimensions(value: Any, dim: int) -> None:

@@ -13,60 +13,8 @@ import httpx
 import numpy as np
 import psutil
 import pytest
-from serving import clean_environment, eventually, exact_server, running_server, vecd
+from serving import Load, clean_environment, eventually, exact_server, running_server, vecd
 from texts import make_texts
-
-
-class Load:
-    """Clients that send one request after the other until the server closes or the load is stopped.
-
-    A request counts as accepted once its connection has been: only a refused or reset connect may go unanswered.
-    """
-
-    def __init__(self, url: str, corpus: tuple[list[str], np.ndarray], num_clients: int) -> None:
-        self.num_answered = 0
-        self.failures: list[str] = []
-        self._url, (self._texts, self._expected) = url, corpus
-        self._num_clients = num_clients
-        self._stop = asyncio.Event()
-
-    async def __aenter__(self) -> "Load":
-        self._clients = [asyncio.create_task(self._client(n)) for n in range(self._num_clients)]
-        return self
-
-    async def __aexit__(self, *exc: object) -> None:
-        self._stop.set()
-        async with asyncio.timeout(60):
-            await asyncio.gather(*self._clients)
-
-    async def answers(self, num: int) -> None:
-        """Wait until so many more requests have been answered."""
-        target = self.num_answered + num
-        async with asyncio.timeout(60):
-            while self.num_answered < target:
-                await asyncio.sleep(0.01)
-
-    async def _client(self, n: int) -> None:
-        async with httpx.AsyncClient(timeout=60) as http:
-            while not self._stop.is_set():
-                n = (n + self._num_clients) % len(self._texts)
-                try:
-                    answer = await http.post(f"{self._url}/v1/embeddings", json={"input": self._texts[n]})
-                except httpx.ConnectError:
-                    return  # the server no longer listens
-                except httpx.HTTPError as error:
-                    self.failures.append(repr(error))
-                    return
-                self._check(n, answer)
-
-    def _check(self, n: int, answer: httpx.Response) -> None:
-        if answer.status_code != 200:
-            self.failures.append(f"{answer.status_code} {answer.text}")
-            return
-        vector = np.array(answer.json()["data"][0]["embedding"], dtype=np.float32)
-        if np.abs(vector - self._expected[n]).max() > 1e-5:
-            self.failures.append(f"text {n}: wrong vector")
-        self.num_answered += 1
 
 
 @pytest.fixture(scope="module")

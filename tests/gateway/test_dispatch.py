@@ -2,6 +2,7 @@
 
 import asyncio
 import os
+import time
 from array import array
 from collections.abc import Callable
 
@@ -11,12 +12,12 @@ import zmq
 
 from gateway.dispatch import Dispatcher
 from gateway.errors import ServerError
-from gateway.request import Gathering, Sequence, TokenizedInput
+from gateway.request import Flow, Gathering, Priority, Sequence, TokenizedInput
 from gateway.scheduler import Scheduler
 from launch.sockets import make_zmq_endpoint
 from shm.arena import ArenaSpec, create_arena
 from shm.failure import FailureCode
-from shm.view import map_slots
+from shm.view import map_arena
 from shm.wire import Alive, Batch, Done, Failed, Incarnation, Probe, decode_to_worker, encode
 
 SPEC = ArenaSpec(num_slots=2, rows_per_slot=8, dim=4)
@@ -30,7 +31,8 @@ class Worker:
     def __init__(self, address_fd: int, index: int = 0, life: int = 1) -> None:
         self.incarnation = Incarnation(index, life)
         self.fd = create_arena(SPEC)
-        self.slots = map_slots(self.fd, SPEC, writable=True)
+        [views] = map_arena(self.fd, SPEC, writable=True)
+        self.slots, self.begun = views.rows, views.begun
         self._context = zmq.Context()
         self._socket = self._context.socket(zmq.DEALER)
         self._socket.setsockopt(zmq.IDENTITY, self.incarnation.identity)
@@ -47,6 +49,8 @@ class Worker:
                     await asyncio.sleep(0.001)
                     continue
                 if isinstance(message, Batch):
+                    if not self.begun.any():
+                        self.begun[message.slot] = message.number
                     return message
                 assert message == Probe(EPOCH)
                 self.send(Alive(EPOCH))
@@ -62,6 +66,7 @@ class Worker:
 
     def answer(self, batch: Batch) -> None:
         self.compute(batch)
+        self.begun[batch.slot] = 0
         self.send(Done(EPOCH, batch.number, batch.slot, batch.num_sequences, 1))
 
     def close(self) -> None:
@@ -69,26 +74,50 @@ class Worker:
         os.close(self.fd)
 
 
+class Rows:
+    """Of each row its first number."""
+
+    def __init__(self, num_rows: int) -> None:
+        self.fragments = [b""] * num_rows
+
+    def put(self, index, rows) -> None:
+        for row in rows:
+            self.fragments[index] = b"%d" % row[0]
+            index += 1
+
+
+class Request(Gathering):
+    flow: Flow
+
+    def __init__(self, num_rows: int) -> None:
+        self._rows = Rows(num_rows)
+        super().__init__(num_rows, self._rows, asyncio.get_running_loop())
+
+    @property
+    def fragments(self) -> list[bytes]:
+        return self._rows.fragments
+
+
 class Bench:
     """A dispatcher and its workers, for the length of one test."""
 
     def __init__(self, **options) -> None:
-        self.scheduler = Scheduler(max_batch_tokens=16, max_batch_sequences=SPEC.rows_per_slot)
+        self.scheduler = Scheduler(16, SPEC.rows_per_slot, max_sequence_tokens=16)
         self.stuck: list[Incarnation] = []
         self.listening, self.address_fd = make_zmq_endpoint()
         self.dispatcher = Dispatcher(
             scheduler=self.scheduler,
             epoch=EPOCH,
+            max_batch_tokens=16,
             batch_timeout_s=options.get("batch_timeout_s", 60),
             on_stuck=self.stuck.append,
-            on_rate=lambda rate: None,
         )
         self.workers: list[Worker] = []
 
     def add_worker(self, index: int = 0, life: int = 1) -> Worker:
         worker = Worker(self.address_fd, index, life)
         self.workers.append(worker)
-        self.dispatcher.worker_up(worker.incarnation, map_slots(worker.fd, SPEC, writable=False), {})
+        self.dispatcher.worker_up(worker.incarnation, map_arena(worker.fd, SPEC, writable=False)[0], {})
         return worker
 
     async def all_connected(self) -> None:
@@ -98,14 +127,13 @@ class Bench:
                 with pytest.raises(TimeoutError):
                     await asyncio.wait_for(worker.receive(), 0.05)
 
-    def request(self, *first_ids: int, length: int = 2) -> Gathering:
-        gathering = Gathering(len(first_ids), lambda row: b"%d" % row[0], asyncio.get_running_loop())
-        self.scheduler.add(
-            Sequence(gathering, i, TokenizedInput(array("i", [n] * length).tobytes(), length, False))
-            for i, n in enumerate(first_ids)
-        )
+    def request(self, *first_ids: int, length: int = 2) -> Request:
+        request = Request(len(first_ids))
+        flow = request.flow = self.scheduler.open(request, Priority.NORMAL)
+        inputs = [TokenizedInput(array("i", [n] * length).tobytes(), length, False) for n in first_ids]
+        self.scheduler.add(flow, [Sequence(flow, i, item) for i, item in enumerate(inputs)], time.monotonic())
         self.dispatcher.pump_soon()
-        return gathering
+        return request
 
     def close(self) -> None:
         self.dispatcher.stop()
@@ -251,8 +279,28 @@ def test_a_batch_that_was_only_sent_ahead_is_innocent():
         second = bench.request(2, length=16)
         await worker.receive()
         bench.dispatcher.worker_down(worker.incarnation, "was killed")
-        suspects = [bench.scheduler.next_batch(1)[0] for _ in range(2)]
+        suspects = [bench.scheduler.next_batch(time.monotonic(), max_tokens=16)[0] for _ in range(2)]
         assert [(s.gathering, s.num_deaths) for s in suspects] == [(first, 1), (second, 0)]
+
+    run(test)
+
+
+@pytest.mark.parametrize("begun", [[], [0], [0, 1]])
+def test_only_what_a_dead_worker_had_begun_is_suspected(begun):
+    """It may have been busy with another gateway's batch, or, on an accelerator, with two."""
+
+    async def test(bench):
+        worker = bench.add_worker()
+        requests, batches = [], []
+        for first_id in (1, 2):
+            requests.append(bench.request(first_id, length=16))
+            batches.append(await worker.receive())
+        worker.begun[:] = 0
+        for index in begun:
+            worker.begun[batches[index].slot] = batches[index].number
+        bench.dispatcher.worker_down(worker.incarnation, "was killed")
+        lost = [bench.scheduler.next_batch(time.monotonic(), max_tokens=16)[0] for _ in range(2)]
+        assert {requests.index(s.gathering): s.num_deaths for s in lost} == {n: int(n in begun) for n in (0, 1)}
 
     run(test)
 
@@ -371,13 +419,67 @@ def test_a_worker_that_only_fails_is_reported():
     run(test)
 
 
+def test_a_bad_one_among_many_is_found_by_halves():
+    async def test(bench):
+        worker = bench.add_worker()
+        requests = {first_id: bench.request(first_id) for first_id in (1, 2, 3, 4, 13, 5, 6, 7)}
+        num_failures = 0
+        while not all(request.is_over for request in requests.values()):
+            batch = await worker.receive()
+            if 13 in np.frombuffer(batch.token_ids_bytes, dtype="<i4"):
+                num_failures += 1
+                worker.send(Failed(EPOCH, batch.number, batch.slot, FailureCode.ENGINE_ERROR))
+            else:
+                worker.answer(batch)
+            await asyncio.sleep(0.05)
+        assert num_failures == 4, "of 8, 4, 2 and 1"
+        with pytest.raises(ServerError):
+            await requests.pop(13).finished
+        assert all(request.fragments == [b"%d" % first_id] for first_id, request in requests.items())
+
+    run(test)
+
+
+def test_no_empty_batch_is_sent_when_what_was_set_aside_has_gone():
+    async def test(bench):
+        worker = bench.add_worker()
+        requests = [bench.request(n) for n in (1, 2)]
+        batch = await worker.receive()
+        stays = bench.request(3, length=16)
+        worker.send(Failed(EPOCH, batch.number, batch.slot, FailureCode.ENGINE_ERROR))
+        for request in requests:
+            request.abandon()
+            bench.scheduler.close(request.flow)
+        assert bench.scheduler.queued_tokens == 16
+        batch = await worker.receive()
+        assert batch.num_sequences == 1
+        worker.answer(batch)
+        await stays.finished
+
+    run(test)
+
+
+def test_the_speed_stays_known_while_no_worker_is_usable():
+    async def test(bench):
+        worker = bench.add_worker()
+        request = bench.request(1)
+        batch = await worker.receive()
+        [link] = bench.dispatcher.links
+        link.is_stuck = True
+        worker.answer(batch)
+        await request.finished
+        assert bench.dispatcher.tokens_per_s > 0
+
+    run(test)
+
+
 def test_a_failed_send_does_not_hide_what_has_arrived():
     """Probes to a worker that is not there yet fail; the answers of another must be seen all the same."""
 
     async def test(bench):
         worker = bench.add_worker(0)
         nobody = Incarnation(9, 1)
-        bench.dispatcher.worker_up(nobody, map_slots(worker.fd, SPEC, writable=False), {})
+        bench.dispatcher.worker_up(nobody, map_arena(worker.fd, SPEC, writable=False)[0], {})
         for n in range(200):
             gathering = bench.request(n)
             worker.answer(await worker.receive())

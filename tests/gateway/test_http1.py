@@ -745,6 +745,23 @@ def test_a_large_body_is_not_copied():
     assert b"content-length: 1000000\r\n" in pieces[0]
 
 
+def test_a_body_may_come_in_pieces():
+    response = Response(200, [b"ab", memoryview(b"cd"), b"", b"e"])
+    assert encode(response).endswith(b"\r\ncontent-length: 5\r\n\r\nabcde")
+    assert response.num_body_bytes == 5
+    assert encode(response, head_only=True).endswith(b"\r\ncontent-length: 5\r\n\r\n")
+    assert encode(Response(204, [b"never sent"])).endswith(b"x-request-id: id-1\r\n\r\n")
+    assert encode(Response(200, [])).endswith(b"\r\ncontent-length: 0\r\n\r\n")
+
+
+def test_small_pieces_are_sent_as_one_and_large_ones_are_not_copied():
+    assert len(encode_response(Response(200, [b"x"] * 1000), request_id="a", keep_alive=True)) == 1
+    body: list[bytes | memoryview] = [b"x" * 30_000, memoryview(b"y" * 30_000)]
+    head, *pieces = encode_response(Response(200, body), request_id="a", keep_alive=True)
+    assert [id(piece) for piece in pieces] == [id(piece) for piece in body]
+    assert b"content-length: 60000\r\n" in head
+
+
 @pytest.mark.parametrize("evil", ["a\r\nb", "a\nb", "a\rb", "a\0b", "a\r\n\r\nb", "\r\n", "\n", "a\r\n", "\U0001f600"])
 @pytest.mark.parametrize("place", ["header value", "header name", "content type", "request id"])
 def test_no_value_can_split_an_answer(place, evil):

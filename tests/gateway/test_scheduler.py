@@ -5,143 +5,387 @@ import pytest
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
 
-from gateway.request import Gathering, Sequence, TokenizedInput
-from gateway.scheduler import Scheduler
+from gateway.request import Flow, Gathering, Priority, Sequence, TokenizedInput
+from gateway.scheduler import AGING_S, Scheduler
 
 _loop = asyncio.new_event_loop()
+BIG = 100_000
 
 
-def make_sequences(*lengths: int) -> list[Sequence]:
-    """Sequences of one request each."""
-    return [
-        Sequence(Gathering(1, bytes, _loop), 0, TokenizedInput(array("i", [1] * n).tobytes(), n, False))
-        for n in lengths
-    ]
+class Nowhere:
+    def put(self, index, rows):
+        raise AssertionError("a scheduler delivers nothing")
 
 
-def test_first_in_first_out_within_the_budget():
-    scheduler = Scheduler(max_batch_tokens=10, max_batch_sequences=100)
-    a, b, c, d = make_sequences(4, 6, 1, 1)
-    scheduler.add([a, b, c, d])
-    assert scheduler.next_batch(1) == [a, b]
-    assert scheduler.next_batch(1) == [c, d]
-    assert scheduler.next_batch(1) == []
+class Queue:
+    """A scheduler and its clock."""
+
+    def __init__(self, max_tokens=BIG, max_sequences=1000, longest=100):
+        self.scheduler = Scheduler(max_tokens, max_sequences, longest)
+        self.now = 100.0
+
+    def request(self, *lengths: int, priority=Priority.NORMAL) -> Flow:
+        flow = self.scheduler.open(Gathering(len(lengths), Nowhere(), _loop), priority)
+        self.scheduler.add(flow, make_sequences(flow, *lengths), self.now)
+        return flow
+
+    def take(self, max_tokens=BIG, idle=1, after_s=0.0) -> list[Sequence]:
+        self.now += after_s
+        return self.scheduler.next_batch(self.now, max_tokens=max_tokens, num_idle_workers=idle)
+
+    def close(self, flow: Flow) -> None:
+        flow.gathering.abandon()
+        self.scheduler.close(flow)
+
+
+def make_sequences(flow: Flow, *lengths: int) -> list[Sequence]:
+    return [Sequence(flow, i, TokenizedInput(array("i", [1] * n).tobytes(), n, False)) for i, n in enumerate(lengths)]
+
+
+def flows_of(batch: list[Sequence]) -> list[Flow]:
+    return [sequence.flow for sequence in batch]
+
+
+def num_tokens(batch, flow=None) -> int:
+    return sum(s.num_tokens for s in batch if flow is None or s.flow is flow)
+
+
+# --- the size of a batch ----------------------------------------------------------------------------------------------
+
+
+def test_short_requests_go_in_the_order_in_which_they_came():
+    queue = Queue(max_tokens=10)
+    a, b, c, d = (queue.request(n) for n in (4, 6, 1, 1))
+    assert flows_of(queue.take()) == [a, b]
+    assert flows_of(queue.take()) == [c, d]
+    assert queue.take() == []
 
 
 def test_what_waits_is_divided_among_the_idle_workers():
-    scheduler = Scheduler(max_batch_tokens=1000, max_batch_sequences=100)
-    sequences = make_sequences(*[10] * 8)
-    scheduler.add(sequences)
-    assert [len(scheduler.next_batch(idle)) for idle in (4, 3, 2, 1)] == [2, 2, 2, 2]
+    queue = Queue()
+    for _ in range(8):
+        queue.request(10)
+    assert [len(queue.take(idle=n)) for n in (4, 3, 2, 1)] == [2, 2, 2, 2]
 
 
-def test_a_sequence_longer_than_the_budget_is_a_batch_of_its_own():
-    scheduler = Scheduler(max_batch_tokens=10, max_batch_sequences=100)
-    a, b = make_sequences(50, 1)
-    scheduler.add([a, b])
-    assert scheduler.next_batch(1) == [a]
-    assert scheduler.next_batch(1) == [b]
+def test_a_batch_comes_as_near_to_its_budget_as_sequences_allow():
+    queue = Queue()
+    queue.request(40, 40, 40, 40)
+    assert len(queue.take(max_tokens=90)) == 2
+    assert len(queue.take(max_tokens=70)) == 2, "80 is nearer to 70 than 40 is"
+
+
+def test_never_above_the_limit_but_for_a_lone_sequence_that_is_longer():
+    queue = Queue(max_tokens=100, longest=500)
+    queue.request(60, 60, 300, 10)
+    assert [num_tokens(queue.take()) for _ in range(4)] == [60, 60, 300, 10]
 
 
 def test_a_batch_holds_no_more_sequences_than_a_slot_has_rows():
-    scheduler = Scheduler(max_batch_tokens=1000, max_batch_sequences=3)
-    scheduler.add(make_sequences(*[1] * 7))
-    assert scheduler.has_full_batch
-    assert [len(scheduler.next_batch(1)) for _ in range(4)] == [3, 3, 1, 0]
+    queue = Queue(max_sequences=3)
+    queue.request(*[1] * 7)
+    assert queue.scheduler.fills(BIG)
+    assert [len(queue.take()) for _ in range(4)] == [3, 3, 1, 0]
 
 
-def test_abandoned_sequences_are_dropped_when_the_batch_is_built():
-    scheduler = Scheduler(max_batch_tokens=100, max_batch_sequences=100)
-    a, b, c = make_sequences(1, 2, 3)
-    scheduler.add([a, b, c])
-    b.gathering.abandon()
-    assert scheduler.next_batch(1) == [a, c]
-    assert scheduler.queued_tokens == 0
+def test_a_request_may_come_in_pieces():
+    queue = Queue()
+    flow = queue.scheduler.open(Gathering(4, Nowhere(), _loop), Priority.NORMAL)
+    sequences = make_sequences(flow, 1, 2, 3, 4)
+    queue.scheduler.add(flow, sequences[:2], queue.now)
+    assert queue.take() == sequences[:2]
+    queue.scheduler.add(flow, sequences[2:3], queue.now)
+    queue.scheduler.add(flow, sequences[3:], queue.now)
+    assert queue.take() == sequences[2:]
 
 
-def test_abandoned_sequences_do_not_pile_up_while_no_batch_is_built():
-    scheduler = Scheduler(max_batch_tokens=100, max_batch_sequences=100)
-    [stays] = make_sequences(5)
-    scheduler.add([stays])
+# --- fairness ---------------------------------------------------------------------------------------------------------
+
+
+def test_a_short_request_is_in_the_next_batch_however_much_waits():
+    queue = Queue(max_tokens=512)
+    bulk = [queue.request(*[100] * 100) for _ in range(20)]
+    for _ in range(30):
+        queue.take()
+    short = queue.request(10)
+    assert short in flows_of(queue.take())
+    round_of_turns = [flow for _ in range(20) for flow in flows_of(queue.take())]
+    assert set(round_of_turns) == set(bulk), "and the others go on"
+
+
+def test_large_requests_share_by_tokens_and_not_by_sequences():
+    queue = Queue(max_tokens=512)
+    long, short = queue.request(*[100] * 400), queue.request(*[10] * 4000)
+    batches = [queue.take() for _ in range(40)]
+    shares = [sum(num_tokens(batch, flow) for batch in batches) for flow in (long, short)]
+    assert abs(shares[0] - shares[1]) <= 2 * queue.scheduler.quantum
+
+
+def test_a_backlog_keeps_a_quarter_under_a_flood_of_short_requests():
+    queue = Queue(max_tokens=400)
+    bulk = queue.request(*[10] * 2000)
+    queue.take()
+    shares = []
+    for _ in range(20):
+        for _ in range(60):
+            queue.request(10)
+        shares.append(num_tokens(queue.take(), bulk))
+    assert all(90 <= share <= 110 for share in shares)
+
+
+def test_a_higher_priority_goes_first_and_a_lower_one_gets_what_is_left():
+    queue = Queue(max_tokens=100)
+    bulk = queue.request(*[10] * 100, priority=Priority.BULK)
+    normal = queue.request(*[10] * 4)
+    interactive = queue.request(*[10] * 3, priority=Priority.INTERACTIVE)
+    assert flows_of(queue.take()) == [interactive] * 3 + [normal] * 4 + [bulk] * 3
+
+
+def test_nothing_starves():
+    queue = Queue(max_tokens=100)
+    bulk = queue.request(*[10] * 100, priority=Priority.BULK)
+    normal = queue.request(*[10] * 100, priority=Priority.NORMAL)
+    served = {bulk: 0, normal: 0}
+    for _ in range(100):
+        while queue.scheduler.tokens_ahead(1, Priority.INTERACTIVE) < 200:
+            queue.request(10, priority=Priority.INTERACTIVE)
+        batch = queue.take(after_s=AGING_S / 10)
+        for flow in served:
+            served[flow] += num_tokens(batch, flow)
+    # One batch in ten has a quarter for each.
+    assert all(150 <= tokens <= 350 for tokens in served.values()), served
+
+
+def test_a_long_sequence_that_finds_no_room_is_not_passed_over_twice():
+    queue = Queue(max_tokens=100, longest=500)
+    long = queue.request(90, 90)
+    queue.request(*[10] * 100)
+    taken = []
+    for _ in range(4):
+        for _ in range(20):
+            queue.request(10)
+        taken += queue.take()
+    assert flows_of(taken).count(long) == 2
+
+
+def test_a_backlog_of_long_sequences_is_served_beside_short_requests():
+    """A long one finds no room in any batch that has begun with short ones."""
+    queue = Queue(max_tokens=128, longest=512)
+    backlog = queue.request(*[512] * 100)
+    served = 0
+    for _ in range(40):
+        for _ in range(10):
+            queue.request(20)
+        queue.request(256)
+        served += num_tokens(queue.take(), backlog)
+    assert served >= 10 * 512
+
+
+def test_no_lower_priority_takes_what_a_backlog_has_been_passed_over_for():
+    queue = Queue(max_tokens=128, longest=512)
+    flows = [queue.request(*[512] * 100, priority=priority) for priority in (Priority.INTERACTIVE, Priority.NORMAL)]
+    shares = [0, 0]
+    for _ in range(60):
+        for _ in range(8):
+            queue.request(20, priority=Priority.INTERACTIVE)
+        batch = queue.take(after_s=0.1)
+        shares = [share + num_tokens(batch, flow) for share, flow in zip(shares, flows, strict=True)]
+    assert shares[0] >= shares[1] > 0
+
+
+def test_rows_are_kept_for_a_backlog_as_tokens_are():
+    queue = Queue(max_tokens=10_000, max_sequences=40)
+    backlog = queue.request(*[10] * 2000)
+    queue.take()
+    for _ in range(10):
+        for _ in range(60):
+            queue.request(10)
+        assert len([s for s in queue.take() if s.flow is backlog]) == 10
+
+
+def test_an_overdue_priority_serves_its_backlog_too():
+    queue = Queue(max_tokens=100)
+    backlog = queue.request(*[10] * 200, priority=Priority.BULK)
+    served = 0
+    for _ in range(40):
+        for _ in range(12):
+            queue.request(10, priority=Priority.INTERACTIVE)
+        queue.request(10, priority=Priority.BULK)
+        served += num_tokens(queue.take(after_s=AGING_S / 2), backlog)
+    assert served >= 100
+
+
+def test_short_batches_are_wanted_while_short_requests_come_beside_a_backlog():
+    queue = Queue(max_tokens=300)
+    queue.request(5)
+    assert not queue.scheduler.wants_short_batches(queue.now), "nobody waits behind anybody"
+    queue.request(*[100] * 50)
+    queue.take()
+    assert queue.scheduler.wants_short_batches(queue.now)
+    assert not queue.scheduler.wants_short_batches(queue.now + 60)
+
+
+def test_requests_of_several_turns_do_not_ask_for_short_batches():
+    queue = Queue(max_tokens=300)
+    for _ in range(3):
+        queue.request(*[100] * 5)
+        queue.take()
+    assert not queue.scheduler.wants_short_batches(queue.now)
+
+
+# --- what is ahead of whom --------------------------------------------------------------------------------------------
+
+
+def test_a_huge_request_is_hardly_ahead_of_a_short_one():
+    queue = Queue(max_tokens=512)
+    queue.request(*[100] * 1000)
+    queue.take()
+    assert queue.scheduler.tokens_ahead(10, Priority.NORMAL) == 0
+    assert queue.scheduler.tokens_ahead(20_000, Priority.NORMAL) == 20_000
+    assert queue.scheduler.tokens_ahead(10**6, Priority.NORMAL) == queue.scheduler.queued_tokens
+
+
+def test_of_a_huge_request_only_its_first_turn_is_ahead_before_it_has_had_that():
+    queue = Queue()
+    queue.request(*[100] * 1000)
+    assert queue.scheduler.tokens_ahead(10, Priority.NORMAL) <= 2 * queue.scheduler.quantum
+
+
+def test_short_requests_are_ahead_of_one_another():
+    queue = Queue()
+    for _ in range(50):
+        queue.request(10)
+    assert queue.scheduler.tokens_ahead(10, Priority.NORMAL) == 500
+    assert queue.scheduler.tokens_ahead(10, Priority.INTERACTIVE) == 0
+    assert queue.scheduler.tokens_ahead(10, Priority.BULK) == 500
+
+
+# --- what is over, and what comes back --------------------------------------------------------------------------------
+
+
+def test_what_is_closed_is_dropped_at_once():
+    queue = Queue()
+    a, b, c = queue.request(1), queue.request(*[2] * 1000), queue.request(3)
+    queue.close(b)
+    assert (queue.scheduler.queued_tokens, queue.scheduler.queued_sequences) == (4, 2)
+    assert flows_of(queue.take()) == [a, c]
+
+
+def test_closed_requests_do_not_pile_up_while_no_batch_is_built():
+    queue = Queue()
+    stays = queue.request(5)
     for _ in range(1000):
-        gone = make_sequences(1)
-        scheduler.add(gone)
-        gone[0].gathering.abandon()
-        scheduler.note_abandoned(1)
-        assert scheduler.queued_sequences <= 3
-    assert scheduler.next_batch(1) == [stays]
+        queue.close(queue.request(1))
+    assert stays.lane is not None
+    assert len(stays.lane.flows) <= 3
+    assert flows_of(queue.take()) == [stays]
 
 
-def test_a_suspect_runs_alone():
-    scheduler = Scheduler(max_batch_tokens=100, max_batch_sequences=100)
-    a, b, c = make_sequences(1, 1, 1)
-    b.must_run_alone = True
-    scheduler.add([a, b, c])
-    assert [scheduler.next_batch(1) for _ in range(3)] == [[a], [b], [c]]
+def test_what_is_set_aside_is_a_batch_of_its_own_and_takes_turns_with_the_rest():
+    queue = Queue(max_tokens=2)
+    queue.request(*[1] * 6)
+    suspects = queue.take()
+    for suspect in suspects:
+        queue.scheduler.set_aside([suspect])
+    batches = [queue.take() for _ in range(4)]
+    assert [len(batch) for batch in batches if batch[0] not in suspects] == [2, 2]
+    assert [batch for batch in batches if batch[0] in suspects] == [[suspects[1]], [suspects[0]]]
+
+
+def test_what_is_set_aside_of_a_request_that_is_over_is_dropped_at_once():
+    queue = Queue()
+    gone, stays = queue.request(1), queue.request(1)
+    queue.scheduler.set_aside(queue.take())
+    queue.close(gone)
+    assert (queue.scheduler.queued_tokens, queue.scheduler.queued_sequences) == (1, 1)
+    assert flows_of(queue.take()) == [stays]
+    assert queue.take() == []
 
 
 def test_what_is_put_back_goes_first_in_its_old_order():
-    scheduler = Scheduler(max_batch_tokens=100, max_batch_sequences=2)
-    a, b, c = make_sequences(1, 1, 1)
-    scheduler.add([a, b, c])
-    scheduler.put_back(scheduler.next_batch(1))
-    assert scheduler.next_batch(1) == [a, b]
+    queue = Queue(max_sequences=2)
+    queue.request(1, 1, 1)
+    lost = queue.take()
+    queue.request(1)
+    queue.scheduler.put_back(lost)
+    assert queue.take() == lost
 
 
 class SchedulerMachine(RuleBasedStateMachine):
-    """Whatever happens, every sequence leaves exactly once or is abandoned, and the books are right."""
+    """Whatever happens, each sequence leaves once, in its request's order, or that is over; the books are right."""
 
-    MAX_TOKENS, MAX_SEQUENCES = 20, 5
+    MAX_TOKENS, MAX_SEQUENCES = 300, 5
 
     def __init__(self):
         super().__init__()
-        self.scheduler = Scheduler(self.MAX_TOKENS, self.MAX_SEQUENCES)
-        self.queued: list[Sequence] = []
+        self.queue = Queue(self.MAX_TOKENS, self.MAX_SEQUENCES, longest=400)
+        self.waiting: dict[Flow, list[Sequence]] = {}
+        self.aside: list[list[Sequence]] = []
         self.out: list[list[Sequence]] = []
 
-    @rule(lengths=st.lists(st.integers(1, 30), max_size=8))
-    def add(self, lengths):
-        sequences = make_sequences(*lengths)
-        self.scheduler.add(sequences)
-        self.queued += sequences
+    @rule(lengths=st.lists(st.integers(1, 400), min_size=1, max_size=8), priority=st.sampled_from(Priority))
+    def request(self, lengths, priority):
+        flow = self.queue.scheduler.open(Gathering(len(lengths) + 8, Nowhere(), _loop), priority)
+        self.waiting[flow] = []
+        self.more(flow, lengths)
 
-    @rule(idle=st.integers(0, 4))
-    def take(self, idle):
-        batch = self.scheduler.next_batch(idle)
-        alive = [s for s in self.queued if not s.is_abandoned]
-        assert batch == alive[: len(batch)], "in order, nothing skipped but the abandoned"
-        assert batch or not alive, "work-conserving"
+    @precondition(lambda self: self.waiting)
+    @rule(data=st.data(), lengths=st.lists(st.integers(1, 400), max_size=4))
+    def piece(self, data, lengths):
+        self.more(data.draw(st.sampled_from(list(self.waiting))), lengths)
+
+    def more(self, flow, lengths):
+        sequences = make_sequences(flow, *lengths)
+        self.queue.scheduler.add(flow, sequences, self.queue.now)
+        self.waiting[flow] += sequences
+
+    @rule(budget=st.integers(1, 400), idle=st.integers(0, 4), after_s=st.sampled_from([0.0, 0.1, AGING_S]))
+    def take(self, budget, idle, after_s):
+        batch = self.queue.take(budget, idle, after_s)
+        assert batch or not (any(self.waiting.values()) or self.aside), "work-conserving"
         assert len(batch) <= self.MAX_SEQUENCES
-        assert len(batch) == 1 or sum(s.num_tokens for s in batch) <= self.MAX_TOKENS
-        assert len(batch) == 1 or not any(s.must_run_alone for s in batch)
-        taken = self.queued.index(batch[-1]) + 1 if batch else len(self.queued)
-        self.queued = self.queued[taken:]
+        assert len(batch) <= 1 or num_tokens(batch) <= self.MAX_TOKENS
+        if batch in self.aside:
+            self.aside.remove(batch)
+        else:
+            for sequence in batch:
+                assert sequence is self.waiting[sequence.flow].pop(0), "in the order of its request"
         self.out.append(batch)
-        # The scheduler may have looked past abandoned ones behind the batch.
-        while self.queued and self.scheduler.queued_sequences < len(self.queued):
-            assert self.queued.pop(0).is_abandoned
 
     @precondition(lambda self: self.out)
-    @rule()
-    def put_back(self):
-        batch = self.out.pop()
-        self.scheduler.put_back(batch)
-        self.queued = batch + self.queued
+    @rule(is_suspect=st.booleans())
+    def lose(self, is_suspect):
+        lost = [s for s in self.out.pop() if not s.is_abandoned]
+        if is_suspect and lost:
+            self.queue.scheduler.set_aside(lost)
+            self.aside.append(lost)
+        else:
+            self.queue.scheduler.put_back(lost)
+            for sequence in reversed(lost):
+                self.waiting[sequence.flow].insert(0, sequence)
 
-    @precondition(lambda self: self.queued)
+    @precondition(lambda self: self.waiting)
     @rule(data=st.data())
-    def abandon(self, data):
-        data.draw(st.sampled_from(self.queued)).gathering.abandon()
-
-    @precondition(lambda self: self.queued)
-    @rule(data=st.data())
-    def suspect(self, data):
-        data.draw(st.sampled_from(self.queued)).must_run_alone = True
+    def close(self, data):
+        flow = data.draw(st.sampled_from(list(self.waiting)))
+        self.queue.close(flow)
+        del self.waiting[flow]
+        aside = [[s for s in batch if s.flow is not flow] for batch in self.aside]
+        self.aside = [batch for batch in aside if batch]
 
     @invariant()
     def books_are_right(self):
-        assert self.scheduler.queued_sequences == len(self.queued)
-        assert self.scheduler.queued_tokens == sum(s.num_tokens for s in self.queued)
+        scheduler = self.queue.scheduler
+        waiting = [s for sequences in self.waiting.values() for s in sequences]
+        aside = [s for batch in self.aside for s in batch]
+        assert scheduler.queued_sequences == len(waiting) + len(aside)
+        assert scheduler.queued_tokens == num_tokens(waiting) + num_tokens(aside)
+        lanes = [lane for level in scheduler._levels for lane in (level.fresh, level.backlog)]
+        assert sum(lane.num_tokens for lane in lanes) == num_tokens(waiting)
+        for lane in lanes:
+            listed = [flow for flow in lane.flows if flow.lane is lane]
+            assert len(listed) == len(set(listed)) == lane.num_flows
+            assert all(flow.queue for flow in listed)
 
 
 TestScheduler = SchedulerMachine.TestCase

@@ -64,6 +64,10 @@ class TinyApp:
                 await self._wait_and_tidy_up()
             case "/large":
                 return Response(200, b"x" * 30_000_000)
+            case "/pieces":
+                return Response(
+                    200, [b"%d," % (i % 10) * 5000 if i % 2 else memoryview(bytes(5000)) for i in range(3000)]
+                )
         return Response(200, request.body or request.path.encode())
 
     async def _wait(self) -> None:
@@ -286,6 +290,22 @@ def test_head_has_no_body():
             client.send(get("/12345", method="HEAD") + get("/next"))
             _, headers = await client.head()
             assert headers["content-length"] == "6"
+            assert (await client.answer()).body == b"/next"
+
+    run(test())
+
+
+@pytest.mark.parametrize("method", ["GET", "HEAD"])
+def test_a_large_answer_in_pieces_arrives_whole(sock, method):
+    async def test() -> None:
+        async with serving(sock) as served:
+            client = await served.connect()
+            client.send(get("/pieces", method=method) + get("/next"))
+            if method == "HEAD":
+                assert (await client.head())[1]["content-length"] == "22500000"
+            else:
+                body = (await client.answer()).body
+                assert body == b"".join(bytes(5000) + b"%d," % (i % 10) * 5000 for i in range(1, 3000, 2))
             assert (await client.answer()).body == b"/next"
 
     run(test())
@@ -642,13 +662,14 @@ def test_a_slow_handler_has_no_deadline_here():
     run(test())
 
 
-def test_a_client_that_does_not_read_is_cut_off():
+@pytest.mark.parametrize("path", ["/large", "/pieces"])
+def test_a_client_that_does_not_read_is_cut_off(path):
     async def test() -> None:
         async with serving(timeouts=only(write_s=0.05, **SOON)) as served:
             sock = socket.create_connection(served.address())
             with sock:
-                sock.send(get("/large"))
-                await until(lambda: served.app.handled == ["/large"])
+                sock.send(get(path))
+                await until(lambda: served.app.handled == [path])
                 await until(lambda: served.server.num_connections == 0)
 
     run(test())

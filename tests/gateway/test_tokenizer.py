@@ -1,4 +1,5 @@
 import asyncio
+from array import array
 from dataclasses import replace
 
 import numpy as np
@@ -6,6 +7,7 @@ import pytest
 import tokenizers
 
 from gateway.errors import BadRequest
+from gateway.request import TokenizedInput
 from gateway.tokenizer import Tokenizer
 from shm.card import ModelError, read_card
 
@@ -19,8 +21,19 @@ def ids(tokenized) -> list[list[int]]:
     return [np.frombuffer(item.token_ids, dtype="<i4").tolist() for item in tokenized]
 
 
-def tokenize(tokenizer: Tokenizer, texts: list[str]):
-    return asyncio.run(tokenizer.tokenize_texts(texts))
+def tokenize(tokenizer: Tokenizer, inputs) -> list[TokenizedInput]:
+    """At once if that is possible, and in any case in runs, which give the same."""
+    runs = tokenize_in_runs(tokenizer, inputs)
+    together = [item for run in runs for item in run]
+    assert tokenizer.tokenize_now(inputs) in (None, together)
+    return together
+
+
+def tokenize_in_runs(tokenizer: Tokenizer, inputs) -> list[list[TokenizedInput]]:
+    async def main() -> list[list[TokenizedInput]]:
+        return [run async for run in tokenizer.tokenize(inputs)]
+
+    return asyncio.run(main())
 
 
 def test_it_is_the_models_own_tokenizer(card, minilm_folder):
@@ -32,10 +45,53 @@ def test_it_is_the_models_own_tokenizer(card, minilm_folder):
     assert [item.num_tokens for item in tokenized] == [len(own.encode(text).ids) for text in texts]
 
 
-def test_long_texts_take_a_thread_and_give_the_same(card):
+def test_many_texts_come_in_runs_and_are_the_same(card):
     tokenizer = Tokenizer(card, 256, "auto")
-    short = [f"text number {i}" for i in range(300)]
-    assert tokenize(tokenizer, short) == [tokenize(tokenizer, [text])[0] for text in short]
+    texts = [f"text number {i}" for i in range(1000)]
+    runs = tokenize_in_runs(tokenizer, texts)
+    assert len(runs) > 1
+    assert tokenizer.tokenize_now(texts) is None
+    assert [item for run in runs for item in run] == [tokenize(tokenizer, [text])[0] for text in texts]
+
+
+def test_a_long_text_is_a_run_of_its_own(card):
+    tokenizer = Tokenizer(card, 256, "auto")
+    runs = tokenize_in_runs(tokenizer, ["a", "b " * 100_000, "c", "d"])
+    assert [len(run) for run in runs] == [1, 1, 2]
+
+
+def test_many_ids_come_in_runs_and_are_the_same(card):
+    tokenizer = Tokenizer(card, 256, "model")
+    id_lists = [[n] * 250 for n in range(300)]
+    runs = tokenize_in_runs(tokenizer, id_lists)
+    assert len(runs) > 1
+    assert ids(item for run in runs for item in run) == id_lists
+
+
+def test_arrays_are_as_good_as_lists(card):
+    tokenizer = Tokenizer(card, 4, "auto")
+    for given in ([101, 102], [101, 5, 102], [101, 5, 6, 7, 8, 102]):
+        assert tokenize(tokenizer, [array("i", given)]) == tokenize(tokenizer, [given])
+
+
+def test_a_shortened_list_of_ids_gives_the_same(card):
+    """See `gateway.json_pieces`: extremes and the last 16 stand for what lies behind the first `max_tokens`."""
+    tokenizer = Tokenizer(card, 4, "auto")
+    whole = [101, *range(1000, 2000), 102]
+    shortened = [*whole[:4], 1003, 1984, *whole[-16:]]
+    assert tokenize(tokenizer, [shortened]) == tokenize(tokenizer, [whole])
+
+
+@pytest.mark.parametrize(("num_words", "is_truncated"), [(5, False), (6, False), (7, True), (8, True), (100, True)])
+def test_only_what_is_longer_is_truncated(card, num_words, is_truncated):
+    [item] = tokenize(Tokenizer(card, 8, "auto"), ["a " * num_words])
+    assert (item.num_tokens, item.is_truncated) == (min(8, num_words + 2), is_truncated)
+
+
+def test_a_bad_list_is_refused_when_its_turn_comes(card):
+    tokenizer = Tokenizer(card, 256, "model")
+    with pytest.raises(BadRequest, match=r"input\[299\]"):
+        tokenize_in_runs(tokenizer, [*[[1] * 250] * 299, [-1]])
 
 
 def test_overlong_texts_are_cut_on_the_right_and_told(card):
@@ -68,7 +124,7 @@ def test_a_model_that_lowercases(card, minilm_folder, tmp_path):
 
 
 def test_framed_ids_are_the_models_own(card):
-    tokenized = Tokenizer(card, 256, "auto").check_token_ids([[101, 7592, 102], [101, 102]])
+    tokenized = tokenize(Tokenizer(card, 256, "auto"), [[101, 7592, 102], [101, 102]])
     assert ids(tokenized) == [[101, 7592, 102], [101, 102]]
 
 
@@ -85,16 +141,16 @@ def test_framed_ids_are_the_models_own(card):
 )
 def test_ids_that_are_refused(card, policy, given, says):
     with pytest.raises(BadRequest, match=says) as caught:
-        Tokenizer(card, 256, policy).check_token_ids([given])
+        tokenize(Tokenizer(card, 256, policy), [given])
     assert caught.value.param == "input"
 
 
 def test_any_ids_can_be_taken_as_the_models(card):
-    assert ids(Tokenizer(card, 256, "model").check_token_ids([[15339, 1917]])) == [[15339, 1917]]
+    assert ids(tokenize(Tokenizer(card, 256, "model"), [[15339, 1917]])) == [[15339, 1917]]
 
 
 def test_overlong_ids_keep_their_frame(card):
-    [item] = Tokenizer(card, 4, "auto").check_token_ids([[101, 5, 6, 7, 8, 102]])
+    [item] = tokenize(Tokenizer(card, 4, "auto"), [[101, 5, 6, 7, 8, 102]])
     assert (ids([item]), item.is_truncated) == ([[101, 5, 6, 102]], True)
 
 

@@ -22,7 +22,7 @@ NUM_WORKERS = 4
 
 async def fork_all(server: ForkServer) -> list[BaseException]:
     """What becomes of workers that are wanted at the same time."""
-    forks = (server.fork(Incarnation(index, 1), CONFIG, 0, 0) for index in range(NUM_WORKERS))
+    forks = (server.fork(Incarnation(index, 1), CONFIG, 0, []) for index in range(NUM_WORKERS))
     return [error for error in await asyncio.gather(*forks, return_exceptions=True) if isinstance(error, BaseException)]
 
 

@@ -169,6 +169,21 @@ def endpoint() -> Iterator[Endpoint]:
 
 
 @pytest.fixture
+def new_endpoint() -> Iterator[Callable[[], Endpoint]]:
+    """More of them."""
+    made: list[Endpoint] = []
+
+    def make() -> Endpoint:
+        with tempfile.TemporaryDirectory(prefix="vecd-test-") as folder:
+            made.append(Endpoint(Path(folder)))
+        return made[-1]
+
+    yield make
+    for endpoint in made:
+        endpoint.close()
+
+
+@pytest.fixture
 def gateway(endpoint: Endpoint) -> Iterator[FakeGateway]:
     made = FakeGateway(endpoint.listening)
     yield made

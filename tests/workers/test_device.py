@@ -128,7 +128,7 @@ def test_an_arena_is_pinned_in_one_piece() -> None:
     ((address, nbytes),) = calls.pinned_addresses
     assert address == slots[0].ctypes.data
     assert address % 4096 == 0
-    assert nbytes == SPEC.nbytes
+    assert nbytes == SPEC.num_slots * SPEC.rows_per_slot * SPEC.dim * 4
 
 
 def test_rows_outside_the_arena_are_written_through_a_buffer() -> None:

@@ -3,7 +3,9 @@
 import logging
 import re
 import threading
+import time
 from collections.abc import Callable, Iterator
+from dataclasses import replace
 from types import SimpleNamespace
 from typing import Any
 
@@ -14,7 +16,7 @@ from shm.arena import ArenaSpec, create_arena
 from shm.card import ModelCard
 from shm.control import Channel, Drain
 from shm.failure import FailureCode
-from shm.view import Rows, map_slots
+from shm.view import Rows, map_arena
 from shm.wire import Alive, Done, Failed, Incarnation, Probe
 from workers.engine import Finish, PackedBatch
 from workers.engines.weightless import WeightlessEngine, weightless_vectors
@@ -23,6 +25,7 @@ from workers.loop import DeviceLost, Loop, connected
 WHO = Incarnation(0, 1)
 DIM = 8
 ARENA = ArenaSpec(num_slots=2, rows_per_slot=4, dim=DIM)
+ARENA_OF_TWO = replace(ARENA, num_gateways=2)
 CARD = ModelCard("", "", "bert", DIM, DIM, 16, 100, ("mean",), (), False, "")
 BATCH = PackedBatch(np.array([2, 1], dtype=np.int32), np.array([41, 42, 43], dtype=np.int32))
 
@@ -44,19 +47,20 @@ class Engine(WeightlessEngine):
 class RunningLoop:
     """A loop in a thread. Owns the supervisor's end of its control channel."""
 
-    def __init__(self, address_fd: int, engine: Any) -> None:
+    def __init__(self, address_fds: list[int], engine: Any, arena: ArenaSpec = ARENA) -> None:
         self.engine = engine
         self.supervisor, self._theirs = Channel.pair()
-        self.slots = map_slots(create_arena(ARENA), ARENA, writable=True)
+        self.views = map_arena(create_arena(arena), arena, writable=True)
+        self.slots, self.begun = self.views[0].rows, self.views[0].begun
         self.error: Exception | None = None
-        self._thread = threading.Thread(target=self._run, args=(address_fd,))
+        self._thread = threading.Thread(target=self._run, args=(address_fds, arena))
         self._thread.start()
 
-    def _run(self, address_fd: int) -> None:
+    def _run(self, address_fds: list[int], arena: ArenaSpec) -> None:
         try:
-            with connected(address_fd, WHO) as socket:
-                self.engine.socket = socket
-                Loop(socket, self._theirs, self.engine, self.slots, ARENA, CARD).run()
+            with connected(address_fds, WHO) as sockets:
+                self.engine.sockets = sockets
+                Loop(sockets, self._theirs, self.engine, self.views, arena, CARD).run()
         except Exception as error:
             self.error = error
 
@@ -72,7 +76,7 @@ class RunningLoop:
 
 @pytest.fixture
 def loop(endpoint: Any, gateway: Any) -> Iterator[RunningLoop]:
-    running = RunningLoop(endpoint.address_fd, Engine())
+    running = RunningLoop([endpoint.address_fd], Engine())
     gateway.meet(WHO)
     yield running
     running.close()
@@ -211,14 +215,16 @@ class Accelerated(WeightlessEngine):
 
     def __init__(self) -> None:
         super().__init__(DIM)
-        self.socket: Any = None
+        self.sockets: list[Any] = []
         self.journal: list[tuple[str, int]] = []
         self.while_beginning: dict[int, Callable[[], Any]] = {}
         self.errors: dict[tuple[str, int], Exception] = {}
         self.is_fast = False
+        self.before_finish: Callable[[], Any] = lambda: None
+        self.heard: list[Any] = []
 
     def until_another_message_waits(self) -> None:
-        assert self.socket.poll(30_000)
+        assert self.sockets[0].poll(30_000)
 
     def step(self, name: str, batch: PackedBatch) -> None:
         self.journal.append((name, int(batch.token_ids[0])))
@@ -239,13 +245,14 @@ class Copying:
         return self._engine.is_fast
 
     def __call__(self) -> None:
+        self._engine.heard.append(self._engine.before_finish())
         self._engine.step("finish", self._batch)
         self._engine.embed(self._batch, self._rows)
 
 
 @pytest.fixture
 def accelerated(endpoint: Any, gateway: Any) -> Iterator[RunningLoop]:
-    running = RunningLoop(endpoint.address_fd, Accelerated())
+    running = RunningLoop([endpoint.address_fd], Accelerated())
     gateway.meet(WHO)
     yield running
     running.close()
@@ -404,3 +411,161 @@ def test_a_worker_that_rests_gives_memory_back_once(
         assert isinstance(gateway.receive(WHO), Done)
         assert given_back.acquire(timeout=10)
         assert not given_back.acquire(timeout=0.2), "once is enough"
+
+
+# --- several gateways -------------------------------------------------------------------------------------------
+
+
+@pytest.fixture
+def gateways(endpoint: Any, gateway: Any, new_endpoint: Any, new_gateway: Any) -> Iterator[list[Any]]:
+    other_endpoint = new_endpoint()
+    other = new_gateway(other_endpoint.listening)
+    gateway.address_fd, other.address_fd = endpoint.address_fd, other_endpoint.address_fd
+    yield [gateway, other]
+    other.close()
+
+
+@pytest.fixture
+def shared(gateways: list[Any]) -> Iterator[RunningLoop]:
+    """A loop for two gateways."""
+    running = RunningLoop([gateway.address_fd for gateway in gateways], Accelerated(), ARENA_OF_TWO)
+    for gateway in gateways:
+        gateway.meet(WHO)
+    yield running
+    running.close()
+
+
+def send_to(gateway: Any, as_message: Any, number: int, slot: int = 0, epoch: int = 1) -> None:
+    gateway.send(WHO, as_message(batch_number(number), number=number, slot=slot, epoch=epoch))
+
+
+def test_gateways_take_turns_and_are_answered_each_on_its_own_socket(
+    shared: RunningLoop, gateways: list[Any], as_message: Any
+) -> None:
+    engine = shared.engine
+    engine.is_fast = True  # one after the other, as on a processor
+    waiting, all_sent = threading.Event(), threading.Event()
+
+    def until_all_is_sent() -> None:
+        waiting.set()
+        assert all_sent.wait(30)
+        assert all(socket.poll(30_000) for socket in engine.sockets)
+        time.sleep(0.1)  # for the rest of what was sent
+
+    engine.while_beginning = {1: until_all_is_sent}
+    send_to(gateways[0], as_message, 1)
+    assert waiting.wait(30)
+    for number in (2, 3, 4, 5):  # of the first, while the second has sent nothing
+        send_to(gateways[0], as_message, number)
+    for number in (11, 12):
+        send_to(gateways[1], as_message, number)
+    all_sent.set()
+    assert numbers_of(gateways[0], 5) == [1, 2, 3, 4, 5]
+    assert numbers_of(gateways[1], 2) == [11, 12]
+    begun = [number for step, number in engine.journal if step == "begin"]
+    assert begun == [1, 11, 2, 12, 3, 4, 5]
+
+
+def test_slots_of_the_same_number_are_different_memory(
+    shared: RunningLoop, gateways: list[Any], as_message: Any
+) -> None:
+    send_to(gateways[0], as_message, 1, slot=1)
+    send_to(gateways[1], as_message, 2, slot=1)
+    assert numbers_of(gateways[0], 1) == [1]
+    assert numbers_of(gateways[1], 1) == [2]
+    assert np.array_equal(shared.views[0].rows[1][:2], weightless_vectors(batch_number(1), DIM))
+    assert np.array_equal(shared.views[1].rows[1][:2], weightless_vectors(batch_number(2), DIM))
+    assert not shared.views[0].rows[0].any()
+    assert not shared.views[1].rows[0].any()
+
+
+def test_two_batches_under_way_may_be_of_two_gateways(
+    shared: RunningLoop, gateways: list[Any], as_message: Any
+) -> None:
+    """In slots of the same number, which is not the same slot."""
+    engine = shared.engine
+    begun: list[list[int]] = []
+
+    def until_the_other_has_sent() -> None:
+        send_to(gateways[1], as_message, 11)
+        assert engine.sockets[1].poll(30_000)
+
+    engine.while_beginning = {
+        1: until_the_other_has_sent,
+        11: lambda: begun.extend(views.begun.tolist() for views in shared.views),
+    }
+    send_to(gateways[0], as_message, 1)
+    assert numbers_of(gateways[0], 1) == [1]
+    assert numbers_of(gateways[1], 1) == [11]
+    assert engine.journal == [("begin", 1), ("begin", 11), ("finish", 1), ("finish", 11)]
+    assert begun == [[1, 0], [11, 0]]
+    assert not any(views.begun.any() for views in shared.views)
+
+
+def test_the_epochs_of_gateways_have_nothing_to_do_with_each_other(
+    shared: RunningLoop, gateways: list[Any], as_message: Any
+) -> None:
+    gateways[0].send(WHO, Probe(9))
+    assert gateways[0].receive(WHO) == Alive(9)
+    send_to(gateways[0], as_message, 1, epoch=8)
+    send_to(gateways[1], as_message, 2, epoch=1)
+    assert numbers_of(gateways[1], 1) == [2]
+    send_to(gateways[0], as_message, 3, epoch=9)
+    assert numbers_of(gateways[0], 1) == [3]
+
+
+def test_a_probe_does_not_wait_for_another_gateway_s_batch(
+    shared: RunningLoop, gateways: list[Any], as_message: Any
+) -> None:
+    engine = shared.engine
+
+    def until_the_other_has_probed() -> None:
+        gateways[1].send(WHO, Probe(2))
+        assert engine.sockets[1].poll(30_000)
+
+    engine.while_beginning = {1: until_the_other_has_probed}
+    engine.before_finish = lambda: gateways[1].receive(WHO)
+    send_to(gateways[0], as_message, 1)
+    assert numbers_of(gateways[0], 1) == [1]
+    assert engine.heard == [Alive(2)]
+
+
+def test_probes_take_no_turn(shared: RunningLoop, gateways: list[Any], as_message: Any) -> None:
+    """A gateway that has just started sends one every few milliseconds, and one batch of another may take many."""
+    engine = shared.engine
+    engine.is_fast = True
+    waiting, all_sent = threading.Event(), threading.Event()
+
+    def until_all_is_sent() -> None:
+        waiting.set()
+        assert all_sent.wait(30)
+        assert all(socket.poll(30_000) for socket in engine.sockets)
+        time.sleep(0.1)  # for the rest of what was sent
+
+    engine.while_beginning = {1: until_all_is_sent}
+    send_to(gateways[0], as_message, 1)
+    assert waiting.wait(30)
+    for number in (2, 3, 4):
+        send_to(gateways[0], as_message, number)
+    for epoch in (1, 2, 3):
+        gateways[1].send(WHO, Probe(epoch))
+    send_to(gateways[1], as_message, 11, epoch=3)
+    all_sent.set()
+    assert gateways[1].receive(WHO) == Alive(3), "the newest alone"
+    assert numbers_of(gateways[1], 1) == [11]
+    assert numbers_of(gateways[0], 4) == [1, 2, 3, 4]
+    assert [number for step, number in engine.journal if step == "begin"] == [1, 11, 2, 3, 4]
+
+
+def test_what_an_engine_refused_is_no_longer_begun(loop: RunningLoop, gateway: Any, as_message: Any) -> None:
+    begun: list[int] = []
+
+    def refuse(batch: PackedBatch, rows: Rows) -> None:
+        begun.extend(loop.begun.tolist())
+        raise MemoryError
+
+    loop.engine.embed = refuse
+    gateway.send(WHO, as_message(BATCH, number=7, slot=1))
+    assert isinstance(gateway.receive(WHO), Failed)
+    assert begun == [0, 7]
+    assert not loop.begun.any()

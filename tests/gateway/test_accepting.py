@@ -1,0 +1,95 @@
+"""Two listeners on one socket, in one event loop, as two gateways have them."""
+
+import asyncio
+import socket
+from collections.abc import Callable, Coroutine
+from typing import Any
+
+import pytest
+import uvloop
+
+from gateway.accepting import SharedListener
+
+DEADLINE_S = 10.0
+
+
+class Connections:
+    """One gateway's. Every connection is told whose it is."""
+
+    def __init__(self, sock: socket.socket, is_ahead: Callable[[], bool]) -> None:
+        self.num = 0
+        self.num_asked = 0
+        self._is_ahead = is_ahead
+        self.listener = SharedListener(sock.dup(), lambda: Connection(self), self._ask)
+
+    def _ask(self) -> bool:
+        self.num_asked += 1
+        return self._is_ahead()
+
+
+class Connection(asyncio.Protocol):
+    def __init__(self, ours: Connections) -> None:
+        self._ours = ours
+
+    def connection_made(self, transport) -> None:
+        self._ours.num += 1
+        self.sock = transport.get_extra_info("socket")
+        no_delay = self.sock.getsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY)
+        transport.write(b"hello" if no_delay else b"slow!")
+        transport.close()
+
+
+async def connect(port: int) -> bytes:
+    async with asyncio.timeout(DEADLINE_S):
+        reader, writer = await asyncio.open_connection("127.0.0.1", port)
+        answer = await reader.read()
+        writer.close()
+    return answer
+
+
+def run(test: Callable[[socket.socket, int], Coroutine[Any, Any, None]]) -> None:
+    with socket.create_server(("127.0.0.1", 0), backlog=100) as sock:
+        uvloop.run(test(sock, sock.getsockname()[1]))
+
+
+@pytest.mark.parametrize("num_clients", [2, 20])
+def test_connections_that_come_at_once_are_shared_evenly(num_clients):
+    async def test(sock, port):
+        both: list[Connections] = []
+        both.append(Connections(sock, lambda: both[0].num > both[1].num))
+        both.append(Connections(sock, lambda: both[1].num > both[0].num))
+        answers = await asyncio.gather(*(connect(port) for _ in range(num_clients)))
+        assert answers == [b"hello"] * num_clients
+        assert [connections.num for connections in both] == [num_clients // 2] * 2
+        for connections in both:
+            connections.listener.close()
+
+    run(test)
+
+
+def test_who_is_ahead_accepts_what_nobody_else_does():
+    async def test(sock, port):
+        alone = Connections(sock, lambda: True)
+        assert await asyncio.gather(*(connect(port) for _ in range(5))) == [b"hello"] * 5
+        assert alone.num_asked == 5, "it steps back once for each"
+        alone.listener.close()
+
+    run(test)
+
+
+@pytest.mark.parametrize("is_ahead", [True, False])
+def test_nothing_is_accepted_after_the_close(is_ahead):
+    async def test(sock, port):
+        closed = Connections(sock, lambda: is_ahead)
+        connecting = asyncio.ensure_future(connect(port))
+        while is_ahead and not closed.num_asked:
+            await asyncio.sleep(0)
+        closed.listener.close()
+        await asyncio.sleep(0.02)
+        assert closed.num == 0
+        other = Connections(sock, lambda: False)
+        assert await connecting == b"hello"
+        assert other.num == 1
+        other.listener.close()
+
+    run(test)

@@ -1,0 +1,63 @@
+import mmap
+import os
+
+import pytest
+
+from shm.board import BoardSpec, Counter, Gauge, Histogram, Row, WorkerCell, clear_gauges, create_board, cut_rows
+
+SPEC = BoardSpec(num_gateways=3, num_workers=2)
+
+
+@pytest.fixture
+def board_fd():
+    fd = create_board(SPEC)
+    yield fd
+    os.close(fd)
+
+
+def rows_of(fd: int) -> list[Row]:
+    return cut_rows(memoryview(mmap.mmap(fd, SPEC.nbytes)).cast("q"), SPEC)
+
+
+def cells_of(row: Row) -> list[memoryview]:
+    return [row.counters, row.gauges, *row.histograms, *row.workers]
+
+
+def test_every_cell_is_a_piece_of_memory_of_its_own(board_fd):
+    parts = [part for row in rows_of(board_fd) for part in cells_of(row)]
+    values = iter(range(1, 10_000))
+    written = [[next(values) for _ in part] for part in parts]
+    for part, numbers in zip(parts, written, strict=True):
+        for index, number in enumerate(numbers):
+            part[index] = number
+    assert [list(part) for part in parts] == written
+    assert [list(part) for row in rows_of(board_fd) for part in cells_of(row)] == written
+
+
+def test_there_is_a_cell_for_everything():
+    [row] = cut_rows(memoryview(bytearray(BoardSpec(1, 5).nbytes)).cast("q"), BoardSpec(1, 5))
+    assert (len(row.counters), len(row.gauges)) == (len(Counter), len(Gauge))
+    assert [len(cells) for cells in row.histograms] == [len(h.bounds_s) + 2 for h in Histogram]
+    assert [len(cells) for cells in row.workers] == [len(WorkerCell)] * 5
+
+
+def test_rows_share_no_line_of_a_cache():
+    for num_workers in range(1, 20):
+        assert BoardSpec(2, num_workers).row_cells * 8 % 64 == 0
+
+
+def test_a_dead_gateway_s_gauges_are_cleared_and_nothing_else(board_fd):
+    rows = rows_of(board_fd)
+    for row in rows:
+        for cells in cells_of(row):
+            for index in range(len(cells)):
+                cells[index] = 7
+    clear_gauges(board_fd, SPEC, 1)
+    assert not any(rows[1].gauges)
+    rest = [cells for row in rows for cells in cells_of(row) if not (row is rows[1] and cells is row.gauges)]
+    assert all(value == 7 for cells in rest for value in cells)
+
+
+def test_nobody_can_truncate_a_board(board_fd):
+    with pytest.raises(PermissionError):
+        os.ftruncate(board_fd, 0)
