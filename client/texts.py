@@ -1,7 +1,7 @@
-"""Texts to embed, without shipping any: runs of words from the reference that every CPython carries.
+"""Texts to embed, without shipping any: runs of words from the reference that every CPython carries, or a file's lines.
 
-Owns what is sent and how long it is; deterministic for a seed on one Python version. Opens no socket. Called
-by `client.bench` and `benchmarks.compare`.
+Owns what is sent and how long it is; deterministic for a seed on one Python version. Opens no socket. Called by
+`client.payload`, `client.bench` and the benchmarks.
 """
 
 import functools
@@ -9,7 +9,13 @@ import math
 import random
 import re
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Protocol
+
+import orjson
+
+_MAX_FILE_BYTES = 1 << 28
+"""Of texts: they are all kept in memory, and so are the requests made of them."""
 
 
 class Lengths(Protocol):
@@ -83,3 +89,47 @@ def draw_texts(num_texts: int, lengths: Lengths, seed: int) -> list[str]:
     """`num_texts` texts: the same ones for the same arguments."""
     rng = random.Random(seed)
     return [draw_text(lengths, rng) for _ in range(num_texts)]
+
+
+def read_texts(path: Path) -> list[str]:
+    """The texts of a file, in its order: one a line, or each line's "text" when the first line is a JSON object.
+
+    Blank lines are left out. Raises ValueError with a line that says what is wrong with the file.
+    """
+    try:
+        if path.stat().st_size > _MAX_FILE_BYTES:
+            raise ValueError(f"{path} is larger than {_MAX_FILE_BYTES >> 20} MiB")
+        lines = [line for line in path.read_text(encoding="utf-8").split("\n") if line.strip()]
+    except OSError as error:
+        raise ValueError(f"{path} cannot be read: {error.strerror}") from error
+    except UnicodeDecodeError as error:
+        raise ValueError(f"{path} is not UTF-8: byte {error.start}") from error
+    if not lines:
+        raise ValueError(f"{path} has no text")
+    if not _is_object(lines[0]):
+        return [line.rstrip("\r") for line in lines]
+    return [_text_of(line, f"{path}, object {number}") for number, line in enumerate(lines, 1)]
+
+
+def _is_object(line: str) -> bool:
+    try:
+        return isinstance(orjson.loads(line), dict)
+    except ValueError:
+        return False
+
+
+def _text_of(line: str, place: str) -> str:
+    try:
+        text = orjson.loads(line)["text"]
+    except (ValueError, LookupError, TypeError) as error:
+        raise ValueError(f'{place}: not a JSON object with a "text"') from error
+    if not isinstance(text, str) or not text.strip():
+        raise ValueError(f'{place}: its "text" is no text')
+    return text
+
+
+def shuffle_texts(texts: list[str], num_texts: int, seed: int) -> list[str]:
+    """`num_texts` of `texts`: each once before any comes twice, in an order that is the same for the same arguments."""
+    shuffled = list(texts)
+    random.Random(seed).shuffle(shuffled)
+    return [shuffled[i % len(shuffled)] for i in range(num_texts)]

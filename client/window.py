@@ -1,7 +1,7 @@
-"""Which requests of a run are measured, and when clients stop asking.
+"""Which requests of a run are measured, and when no more are sent.
 
 Owns the rules of a run by time and of a run by number. Pure: told the time, never asks for it. Called by
-`client.load`. Times are seconds on one monotonic clock.
+`client.run`, the loops and `client.stream`. Times are seconds on one monotonic clock.
 """
 
 import math
@@ -9,21 +9,26 @@ from typing import Protocol
 
 
 class Window(Protocol):
-    """The measured part of a run, after its warm-up."""
+    """The measured part of a run, after its warm-up.
+
+    A request is `sent_at` the moment when it should have been: in an open loop, that of its arrival.
+    """
 
     opens_at: float
     closes_at: float
     """When no further request starts; infinite for a run by number."""
 
     def may_send(self, now: float) -> bool:
-        """Whether a client may start another request now. Side effects: a run by number counts it as
-        started."""
+        """Whether another request may start now. Side effects: a run by number counts it as started."""
 
     def measures(self, sent_at: float, ended_at: float) -> bool:
-        """Whether a request that succeeded belongs to the result."""
+        """Whether the latency of a request that succeeded belongs to the result."""
 
     def measures_failure(self, sent_at: float, ended_at: float) -> bool:
         """Whether a request that failed does."""
+
+    def counts(self, sent_at: float, ended_at: float) -> bool:
+        """Whether a request that succeeded counts for the rates: whether it was answered while the window was open."""
 
     def elapsed_s(self, now: float) -> float:
         """Length of what was measured until `now`, the end of the run."""
@@ -51,8 +56,25 @@ class TimedWindow:
         # idle.
         return ended_at >= self.opens_at
 
+    def counts(self, sent_at: float, ended_at: float) -> bool:
+        return self.opens_at <= ended_at < self.closes_at
+
     def elapsed_s(self, now: float) -> float:
         return max(0.0, min(now, self.closes_at) - self.opens_at)
+
+
+class ArrivalWindow(TimedWindow):
+    """A run of `duration_s` in an open loop: measures the requests that *arrive* inside it, however late they end.
+
+    By end, the slowest answers of an overloaded server would be the ones left out. Rates are still counted by end:
+    answers that come when no more requests do say nothing of how many the server can give.
+    """
+
+    def measures(self, sent_at: float, ended_at: float) -> bool:
+        return self.opens_at <= sent_at < self.closes_at
+
+    def measures_failure(self, sent_at: float, ended_at: float) -> bool:
+        return self.measures(sent_at, ended_at)
 
 
 class CountedWindow:
@@ -76,6 +98,9 @@ class CountedWindow:
         return sent_at >= self.opens_at
 
     def measures_failure(self, sent_at: float, ended_at: float) -> bool:
+        return self.measures(sent_at, ended_at)
+
+    def counts(self, sent_at: float, ended_at: float) -> bool:
         return self.measures(sent_at, ended_at)
 
     def elapsed_s(self, now: float) -> float:

@@ -1,11 +1,13 @@
 """A server that answers whatever a test tells it to, so that a load generator meets every kind of answer."""
 
 import asyncio
+import io
 import threading
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any, TypeAlias
 
+import numpy as np
 import orjson
 import pytest
 
@@ -81,18 +83,33 @@ class FakeServer:
     async def _read_request(self, reader: asyncio.StreamReader) -> None:
         head = await reader.readuntil(b"\r\n\r\n")
         length = next(line for line in head.split(b"\r\n") if line.startswith(b"Content-Length: "))
-        self.bodies.append(orjson.loads(await reader.readexactly(int(length[16:]))))
+        body = await reader.readexactly(int(length[16:]))
         self.heads.append(head)
+        self.bodies.append(orjson.loads(body))
 
     def _render(self, reply: Reply) -> bytes:
         if isinstance(reply, int):
             body = self._embeddings() if reply == 200 else b'{"error":{"message":"no luck"}}'
-            return b"HTTP/1.1 %d Whatever\r\nContent-Length: %d\r\n\r\n%b" % (reply, len(body), body)
+            tokens = b"x-vecd-tokens: %d\r\n" % (TOKENS_PER_TEXT * self._num_texts()) if self._is_bare() else b""
+            return b"HTTP/1.1 %d Whatever\r\n%bContent-Length: %d\r\n\r\n%b" % (reply, tokens, len(body), body)
         return reply or b""
 
-    def _embeddings(self) -> bytes:
+    def _num_texts(self) -> int:
         texts = self.bodies[-1]["input"]
-        num_texts = 1 if isinstance(texts, str) else len(texts)
+        return 1 if isinstance(texts, str) else len(texts)
+
+    def _is_bare(self) -> bool:
+        """Whether vectors are asked for without JSON around them."""
+        return b"Accept: application/x-npy" in self.heads[-1] or self.bodies[-1].get("encoding_format") == "bytes"
+
+    def _embeddings(self) -> bytes:
+        num_texts = self._num_texts()
+        if self._is_bare():
+            rows = np.ones((num_texts, 3), "<f4")
+            if "encoding_format" in self.bodies[-1]:
+                return rows.tobytes()
+            np.save(file := io.BytesIO(), rows)
+            return file.getvalue()
         num_tokens = TOKENS_PER_TEXT * num_texts
         data = [{"object": "embedding", "index": index, "embedding": "AACAPw=="} for index in range(num_texts)]
         usage = {"prompt_tokens": num_tokens, "total_tokens": num_tokens}

@@ -1,7 +1,10 @@
+import io
+
+import numpy as np
 import orjson
 import pytest
 
-from client.answers import Receipt, read_answer
+from client.answers import Receipt, read_answer, read_bytes, read_npy
 from client.connection import Answer, BadAnswer
 
 ITEM = {"object": "embedding", "index": 0, "embedding": [0.5, 0.5]}
@@ -51,3 +54,60 @@ def test_an_empty_vector_is_no_embedding() -> None:
 def test_other_shapes_are_bad_answers(body: bytes) -> None:
     with pytest.raises(BadAnswer):
         read_answer(Answer(200, body), 1)
+
+
+@pytest.mark.parametrize(("num_texts", "dim"), [(1, 1), (1, 384), (7, 3)])
+def test_bare_rows_are_counted_by_their_bytes(num_texts: int, dim: int) -> None:
+    body = b"x" * (4 * num_texts * dim)
+    assert read_bytes(Answer(200, body), num_texts) == Receipt(num_texts, 0)
+    assert read_bytes(Answer(200, body, num_tokens=9, num_dimensions=dim), num_texts) == Receipt(num_texts, 9)
+
+
+@pytest.mark.parametrize(("num_bytes", "dim"), [(0, None), (4, None), (12, None), (7, None), (16, 3), (0, 3)])
+def test_bytes_that_are_no_rows_are_bad_answers(num_bytes: int, dim: int | None) -> None:
+    with pytest.raises(BadAnswer, match="are not 2 rows"):
+        read_bytes(Answer(200, b"x" * num_bytes, num_dimensions=dim), 2)
+
+
+def test_rows_may_begin_as_json_does() -> None:
+    assert read_bytes(Answer(200, b"{" * 8), 2) == Receipt(2, 0)
+
+
+def test_json_is_no_rows() -> None:
+    with pytest.raises(BadAnswer, match="JSON"):
+        read_bytes(Answer(200, b'{"a": 1}'), 1)
+
+
+def npy(rows: np.ndarray, version: tuple[int, int] = (1, 0)) -> bytes:
+    file = io.BytesIO()
+    np.lib.format.write_array(file, rows, version=version)
+    return file.getvalue()
+
+
+@pytest.mark.parametrize("version", [(1, 0), (2, 0), (3, 0)])
+@pytest.mark.parametrize("dtype", ["<f4", "<f2", "|i1"])
+def test_a_numpy_file_has_a_row_a_text(version: tuple[int, int], dtype: str) -> None:
+    body = npy(np.ones((3, 5), dtype), version)
+    assert read_npy(Answer(200, body, num_tokens=9), 3) == Receipt(3, 9)
+
+
+@pytest.mark.parametrize(
+    "body",
+    [
+        b"",
+        b"\x93NUMPY",
+        b'{"data": []}',
+        b"\x93NUMPY\x01\x00\xff\xff{",
+        npy(np.ones((2, 5), "<f4")),
+        npy(np.ones((3, 5), "<f4"))[:-1],
+        npy(np.ones((3, 5), "<f4")) + b"x",
+        npy(np.ones(15, "<f4")),
+        npy(np.ones((3, 0), "<f4")),
+        npy(np.ones((3, 5), "<f4")).replace(b"'<f4'", b"'<x4'"),
+        npy(np.ones((3, 5), "<f4")).replace(b"{", b"["),
+        npy(np.ones((3, 5), "<f4")).replace(b"shape", b"space"),
+    ],
+)
+def test_what_is_not_such_a_file_is_a_bad_answer(body: bytes) -> None:
+    with pytest.raises(BadAnswer):
+        read_npy(Answer(200, body), 3)

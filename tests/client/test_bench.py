@@ -9,6 +9,7 @@ from typing import Any
 
 import pytest
 
+from client import report
 from client.bench import main
 from client.report import heading
 
@@ -104,13 +105,47 @@ def test_without_a_single_success_the_exit_code_is_1(
         ["--encoding-format", "raw"],
         ["--path", "v1"],
         ["--json", "/nowhere/at/all"],
+        ["--json", "/"],
+        ["--rate", "0"],
+        ["--rate", "100,-1"],
+        ["--rate", "nan"],
+        ["--rate", "fast"],
+        ["--rate", "1e9"],
+        ["--rate", "10", "--clients", "1"],
+        ["--max-connections", "5"],
+        ["--rate", "10", "--max-connections", "0"],
+        ["--clients", "99999999"],
+        ["--clients", "²"],
+        ["--requests", "0"],
+        ["--words", "5", "--lengths", "lognormal:5,1"],
+        ["--words", "5", "--texts", "x"],
+        ["--texts", "/nowhere/at/all"],
+        ["--texts", "/"],
+        ["--distinct-requests", "0"],
+        ["--seed", "x"],
+        ["--timeout-ms", "0.5"],
+        ["--priority", "a\nb"],
+        ["--goodput-ms", "0"],
+        ["--goodput-ms", "soon"],
+        ["--timeout", "0"],
+        ["--timeout", "1e9"],
+        ["--bulk-clients", "0"],
+        ["--bulk-texts", "5"],
+        ["--bulk-words", "5"],
+        ["--bulk-priority", "bulk"],
+        ["--bulk-clients", "1", "--bulk-words", "many"],
+        ["--plot", "curve.svg"],
+        ["--plot", "/nowhere/at/all.png"],
     ],
 )
-def test_bad_arguments_exit_2(arguments: list[str], capsys: pytest.CaptureFixture[str]) -> None:
+def test_bad_arguments_are_one_line_and_exit_2(arguments: list[str], capsys: pytest.CaptureFixture[str]) -> None:
     with pytest.raises(SystemExit) as exit_info:
         main(arguments)
     assert exit_info.value.code == 2
-    assert "vecd bench: error: " in capsys.readouterr().err
+    *_, last = capsys.readouterr().err.splitlines()
+    assert last.startswith("vecd bench: error: ")
+    assert arguments[0].lstrip("-") in last or arguments[-1] in last
+    assert " _" not in last
 
 
 def test_an_interrupt_prints_what_was_measured(start_server: Callable[..., Any]) -> None:
@@ -134,3 +169,120 @@ def test_an_interrupt_prints_what_was_measured(start_server: Callable[..., Any])
     assert rows[0].split()[0] == "2"
     assert "interrupted" in output
     assert not any(row.split()[0] == "4" for row in rows)
+
+
+FIELDS = """
+    ended_at url path model encoding_format texts_per_request lengths seed warmup_s timeout_s timeout_ms priority mode
+    clients rate_per_s max_connections elapsed_s offered requests texts tokens offered_per_s requests_per_s texts_per_s
+    tokens_per_s p50_ms p90_ms p99_ms p999_ms max_ms mean_ms goodput_ms goodput_per_s goodput_share errors cpu_share
+    ended_early late_share late_max_ms bulk
+"""
+BULK_FIELDS = """
+    clients texts_per_request lengths priority offered requests texts tokens offered_per_s requests_per_s texts_per_s
+    tokens_per_s p50_ms p90_ms p99_ms p999_ms max_ms mean_ms errors
+"""
+
+
+def run_for_json(path: Path, url: str, options: str) -> list[dict[str, Any]]:
+    main(["--url", url, "--warmup", "0", "--json", str(path), *options.split()])
+    return [json.loads(line) for line in path.read_text().splitlines()]
+
+
+def test_every_field_is_always_there(start_server: Callable[..., Any], tmp_path: Path) -> None:
+    path = tmp_path / "runs.jsonl"
+    server = start_server()
+    run_for_json(path, server.url, "--clients 1 --requests 5")
+    closed, opened = run_for_json(path, server.url, "--rate 500 --requests 20 --goodput-ms 5000 --bulk-clients 1")
+    assert closed.keys() == opened.keys() == set(FIELDS.split())
+    assert (closed["mode"], closed["clients"], closed["rate_per_s"], closed["max_connections"]) == (
+        "closed",
+        1,
+        None,
+        None,
+    )
+    assert (opened["mode"], opened["clients"], opened["rate_per_s"], opened["max_connections"]) == (
+        "open",
+        None,
+        500,
+        1024,
+    )
+    assert (closed["goodput_ms"], closed["goodput_share"], closed["late_share"], closed["bulk"]) == (None,) * 4
+    assert (opened["goodput_ms"], opened["goodput_share"], opened["offered"]) == (5000, 1.0, 20)
+    assert opened["bulk"].keys() == set(BULK_FIELDS.split())
+    assert (opened["bulk"]["clients"], opened["bulk"]["texts_per_request"]) == (1, 512)
+
+
+def test_rates_are_runs_in_a_row(
+    start_server: Callable[..., Any], capsys: pytest.CaptureFixture[str], tmp_path: Path
+) -> None:
+    server = start_server()
+    runs = run_for_json(tmp_path / "runs", server.url, "--rate 300,600.5 --requests 10")
+    assert [run["rate_per_s"] for run in runs] == [300, 600.5]
+    rows = [line.split()[:2] for line in capsys.readouterr().out.splitlines()[2:]]
+    assert ["300", "/s"] in rows
+    assert ["600.5", "/s"] in rows
+
+
+def test_tokens_that_nobody_tells_are_null(start_server: Callable[..., Any], tmp_path: Path) -> None:
+    body = b'{"data":[{"embedding":"AACAPw=="}]}'
+    server = start_server(lambda _: b"HTTP/1.1 200 OK\r\nContent-Length: %d\r\n\r\n%b" % (len(body), body))
+    (run,) = run_for_json(tmp_path / "runs", server.url, "--clients 1 --requests 2")
+    assert (run["requests"], run["tokens"], run["tokens_per_s"]) == (2, 0, None)
+
+
+def test_deadline_and_priority_are_sent_as_headers(start_server: Callable[..., Any]) -> None:
+    server = start_server()
+    options = "--clients 1 --requests 5 --warmup 0 --timeout-ms 250 --priority interactive"
+    bulk = "--bulk-clients 1 --bulk-texts 2 --bulk-words 3 --bulk-priority bulk"
+    assert main(["--url", server.url, *options.split(), *bulk.split()]) == 0
+    heads = dict(zip((isinstance(body["input"], list) for body in server.bodies), server.heads, strict=False))
+    assert b"\r\nx-vecd-timeout-ms: 250\r\n" in heads[False]
+    assert b"\r\nx-vecd-priority: interactive\r\n" in heads[False]
+    assert b"\r\nx-vecd-priority: bulk\r\n" in heads[True]
+    assert b"x-vecd-timeout-ms" not in heads[True]
+    texts = next(body["input"] for body in server.bodies if isinstance(body["input"], list))
+    assert [len(text.split()) for text in texts] == [3, 3]
+
+
+def test_bulk_has_a_row_of_its_own(start_server: Callable[..., Any], capsys: pytest.CaptureFixture[str]) -> None:
+    server = start_server()
+    options = "--clients 2 --requests 50 --warmup 0 --bulk-clients 3 --bulk-texts 4"
+    assert main(["--url", server.url, *options.split()]) == 0
+    rows = [line.split()[:3] for line in capsys.readouterr().out.splitlines()[2:4]]
+    assert rows[0][:2] == ["2", "clients"]
+    assert rows[1] == ["+", "3", "bulk"]
+
+
+@pytest.mark.parametrize("content", ["alpha\n\nbeta\n", '{"text": "alpha", "id": 1}\n{"text": "beta"}\n'])
+def test_texts_of_a_file_are_sent(start_server: Callable[..., Any], tmp_path: Path, content: str) -> None:
+    server, path = start_server(), tmp_path / "texts"
+    path.write_text(content)
+    options = f"--clients 1 --requests 4 --warmup 0 --distinct-requests 2 --texts {path}"
+    assert main(["--url", server.url, *options.split()]) == 0
+    assert sorted(body["input"] for body in server.bodies) == ["alpha", "alpha", "beta", "beta"]
+
+
+def test_nothing_is_rewritten_where_there_is_no_terminal(
+    start_server: Callable[..., Any], capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert main(["--url", start_server().url, "--clients", "1", "--duration", "0.6", "--warmup", "0"]) == 0
+    captured = capsys.readouterr()
+    assert captured.err == ""
+    assert "\r" not in captured.out
+
+
+def test_a_table_that_nobody_takes_is_one_line_and_exit_1(
+    start_server: Callable[..., Any], capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def refuse(*_: object) -> None:
+        raise BrokenPipeError(32, "Broken pipe")
+
+    monkeypatch.setattr(report, "row", refuse)
+    assert main(["--url", start_server().url, "--clients", "1", "--requests", "1", "--warmup", "0"]) == 1
+    assert capsys.readouterr().err == "vecd bench: [Errno 32] Broken pipe\n"
+
+
+def test_starting_loads_nothing_heavy() -> None:
+    code = "import sys, client.bench; print(*{'matplotlib', 'numpy', 'torch', 'hypothesis'} & set(sys.modules))"
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=DEADLINE_S, check=True)
+    assert done.stdout.strip() == ""

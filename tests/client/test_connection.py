@@ -4,11 +4,13 @@ from typing import Any
 
 import pytest
 
+from client import connection as connection_module
 from client.connection import (
     Answer,
     BadAnswer,
     Connection,
     ConnectionClosed,
+    Outcome,
     Target,
     connect,
     name_failure,
@@ -148,6 +150,56 @@ def test_a_request_carries_its_key_and_length() -> None:
     assert b"Authorization: Bearer s3cret" in head
     assert b"Content-Length: 7" in head
     assert body == b'{"a":1}'
+
+
+def test_headers_that_tell_of_the_vectors_are_read(start_server: Callable[..., Any]) -> None:
+    told = b"HTTP/1.1 200 OK\r\nX-Vecd-Tokens: 7\r\nx-vecd-dimensions: 384\r\nContent-Length: 2\r\n\r\nhi"
+    silent = b"HTTP/1.1 200 OK\r\nX-Vecd-Tokens: many\r\nContent-Length: 2\r\n\r\nhi"
+    server = start_server(lambda n: (told, silent)[n])
+    assert ask(server.url, 2) == [Answer(200, b"hi", 7, 384), Answer(200, b"hi")]
+
+
+def test_an_answer_without_end_is_cut(start_server: Callable[..., Any], monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(connection_module, "_MAX_BODY_BYTES", 1000)
+    server = start_server(lambda _: b"HTTP/1.1 200 OK\r\n\r\n" + b"x" * 2000)
+    with pytest.raises(BadAnswer, match="longer than"):
+        ask(server.url)
+
+
+def test_a_request_carries_further_headers() -> None:
+    headers = {"x-vecd-priority": "bulk", "x-vecd-timeout-ms": "50"}
+    request = render_post(Target("h", 1, None), "/", b"", api_key=None, accept="application/x-npy", headers=headers)
+    assert b"\r\nx-vecd-priority: bulk\r\nx-vecd-timeout-ms: 50\r\n\r\n" in request
+    assert b"\r\nAccept: application/x-npy\r\n" in request
+
+
+@pytest.mark.parametrize("value", ["", "a\r\nb: c", "ü"])
+def test_headers_that_cannot_be_sent_are_refused(value: str) -> None:
+    with pytest.raises(ValueError, match="x-vecd-priority"):
+        render_post(Target("h", 1, None), "/", b"", api_key=None, headers={"x-vecd-priority": value})
+
+
+def test_outcomes_come_once_and_not_from_within_send(start_server: Callable[..., Any]) -> None:
+    async def send() -> tuple[list[Outcome], list[Outcome]]:
+        target = parse_target(start_server(lambda n: 200 if n == 0 else None).url)
+        connection = await connect(target, 10)
+        request = render_post(target, "/x", b'{"input":"a"}', api_key=None)
+        outcomes: list[Outcome] = []
+        connection.send(request, 10, outcomes.append)
+        at_once = list(outcomes)
+        while not outcomes:
+            await asyncio.sleep(0.01)
+        connection.send(request, 0.05, outcomes.append)
+        while len(outcomes) < 2:
+            await asyncio.sleep(0.01)
+        await asyncio.sleep(0.05)
+        assert not connection.is_open
+        return at_once, outcomes
+
+    at_once, (answer, error) = asyncio.run(send())
+    assert at_once == []
+    assert isinstance(answer, Answer)
+    assert isinstance(error, TimeoutError)
 
 
 @pytest.mark.parametrize(

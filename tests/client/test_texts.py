@@ -1,9 +1,20 @@
 import random
 import statistics
+from pathlib import Path
 
 import pytest
 
-from client.texts import FixedWords, LognormalWords, draw_text, draw_texts, english_words, parse_lengths
+from client import texts as texts_module
+from client.texts import (
+    FixedWords,
+    LognormalWords,
+    draw_text,
+    draw_texts,
+    english_words,
+    parse_lengths,
+    read_texts,
+    shuffle_texts,
+)
 
 
 def test_the_same_seed_draws_the_same_texts() -> None:
@@ -50,3 +61,52 @@ def test_lengths_are_read_from_the_command_line(value: str, lengths: object) -> 
 def test_lengths_that_make_no_sense_are_refused(value: str) -> None:
     with pytest.raises(ValueError, match=r".+"):
         parse_lengths(value)
+
+
+@pytest.mark.parametrize(
+    ("content", "texts"),
+    [
+        ("a\nb b\n", ["a", "b b"]),
+        ("a\r\n\r\n  b\u2028c", ["a", "  b\u2028c"]),
+        ('{"text": "a\\nb"}\n\n{"n": 1, "text": "c"}', ["a\nb", "c"]),
+        ('"quoted"\n{"text": "not first"}', ['"quoted"', '{"text": "not first"}']),
+    ],
+)
+def test_texts_are_read_from_lines_or_objects(tmp_path: Path, content: str, texts: list[str]) -> None:
+    path = tmp_path / "texts"
+    path.write_bytes(content.encode())
+    assert read_texts(path) == texts
+
+
+@pytest.mark.parametrize(
+    ("content", "problem"),
+    [
+        (b"", "has no text"),
+        (b" \n\n", "has no text"),
+        (b"caf\xe9", "is not UTF-8: byte 3"),
+        (b'{"text": "a"}\n{"no": 1}', 'object 2: not a JSON object with a "text"'),
+        (b'{"text": "a"}\n[1]', "object 2: not"),
+        (b'{"text": "a"}\nb', "object 2: not"),
+        (b'{"text": 5}', 'its "text" is no text'),
+        (b'{"text": " "}', 'its "text" is no text'),
+    ],
+)
+def test_files_that_make_no_sense_are_refused(tmp_path: Path, content: bytes, problem: str) -> None:
+    path = tmp_path / "texts"
+    path.write_bytes(content)
+    with pytest.raises(ValueError, match=problem):
+        read_texts(path)
+
+
+def test_a_file_that_is_too_large_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(texts_module, "_MAX_FILE_BYTES", 3)
+    (tmp_path / "texts").write_text("long")
+    with pytest.raises(ValueError, match="is larger than"):
+        read_texts(tmp_path / "texts")
+
+
+def test_every_text_comes_once_before_any_comes_twice() -> None:
+    texts = [f"{i}" for i in range(10)]
+    drawn = shuffle_texts(texts, 25, seed=0)
+    assert sorted(drawn[:10]) == sorted(drawn[10:20]) == texts
+    assert drawn == shuffle_texts(texts, 25, seed=0) != shuffle_texts(texts, 25, seed=1)

@@ -1,6 +1,6 @@
 import math
 
-from client.window import CountedWindow, TimedWindow
+from client.window import ArrivalWindow, CountedWindow, TimedWindow
 
 
 def test_a_timed_run_measures_what_ends_inside_it() -> None:
@@ -49,3 +49,19 @@ def test_a_counted_run_lasts_from_its_first_request() -> None:
     window.may_send(103)
     window.may_send(104)
     assert window.elapsed_s(108) == 5
+
+
+def test_an_open_run_measures_what_arrives_inside_it_however_late_it_ends() -> None:
+    window = ArrivalWindow(started_at=100, warmup_s=2, duration_s=10)
+    assert not window.measures(sent_at=101.9, ended_at=103)
+    assert window.measures(sent_at=102, ended_at=103)
+    assert window.measures(sent_at=111.9, ended_at=140)
+    assert not window.measures_failure(sent_at=112, ended_at=112)
+    assert window.measures_failure(sent_at=111, ended_at=140)
+
+
+def test_an_open_run_has_the_rate_of_what_ends_inside_it() -> None:
+    window = ArrivalWindow(started_at=100, warmup_s=2, duration_s=10)
+    assert window.counts(sent_at=101, ended_at=102)
+    assert not window.counts(sent_at=101, ended_at=101.9)
+    assert not window.counts(sent_at=111, ended_at=112)
