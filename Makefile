@@ -1,5 +1,5 @@
 # make serve   start a server on the bundled model        make test   run the tests
-# make check   ruff, mypy, import-linter                  make bench  measure against the reference server
+# make check   ruff, mypy, import-linter                  make bench  measure against other servers, and write docs/benchmarks.md
 # make bench-engine   measure the engine against other runtimes on one core, and what workers cost
 PYTHON ?= python3
 VENV := .venv
@@ -47,4 +47,4 @@ constraints: $(VENV)/.check $(VENV)/.bench
 	mv $(VENV)/constraints constraints.txt
 
 clean:
-	rm -rf $(VENV) build dist *.egg-info .mypy_cache .ruff_cache .pytest_cache .import_linter_cache
+	rm -rf $(VENV) .bench build dist *.egg-info .mypy_cache .ruff_cache .pytest_cache .import_linter_cache

@@ -1,11 +1,13 @@
-"""vecd against the reference server, under the same load on the same machine: `make bench`.
+"""vecd and other servers under the same load on the same machine: `make bench`.
 
-Owns the order of the measurements, what is recorded of them, and the table for `docs/log.md`. The load is
-`client.load`'s, the servers are `benchmarks.servers`'. Called as `python -m benchmarks.compare`.
+Owns the order of the measurements and the command line. What is measured is `benchmarks.loads`', of whom
+`benchmarks.recipes`', the load generator's own part `client`'s; what comes out of it goes to `benchmarks.notebook`, and
+from there to `docs/benchmarks.md`. Called as `python -m benchmarks.compare`.
 
-The servers take turns (vecd, reference, vecd, …), one at a time, so that whatever else the machine does meets both.
-A figure is the median of the rounds, with their smallest and largest beside it. The load generator runs on the same
-machine and takes its CPU from both alike; how much is recorded with each run.
+The servers take turns, round by round, one at a time, so that whatever else the machine does meets all of them. In its
+turn a server is started once and does all workloads. A server that is not here, fails, or embeds something else is left
+out, and the page says why. The load generator runs on the same machine and takes its CPU from all alike; how much is
+recorded with each run.
 """
 
 import argparse
@@ -13,141 +15,132 @@ import shlex
 import signal
 import sys
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import asdict
 from pathlib import Path
-from typing import Any
 
-import uvloop
+from benchmarks.loads import GROUPS, Plan
+from benchmarks.machine import describe_machine
+from benchmarks.notebook import Notebook, Session, read_sessions
+from benchmarks.page import render_page
+from benchmarks.plots import draw_curves
+from benchmarks.recipes import SERVERS, Kitchen
+from benchmarks.rounds import Comparison
+from benchmarks.servers import ServerFailure
 
-from benchmarks.cpu import CpuClock
-from benchmarks.notebook import Notebook, Run, disturbances, render_table
-from benchmarks.servers import Recipe, Server, ServerFailure, reference_recipe, serving, vecd_recipe
-from client import bench, report
-from client.connection import parse_target
-from client.load import Load, Unreachable
-from client.payload import RequestShape, render_requests
-from client.tally import Result
-from client.texts import Lengths, parse_lengths
-
+_ROOT = Path(__file__).parents[1]
 _RESULTS = Path(__file__).parent / "results"
-_TIMEOUT_S = 60.0
-_ORDER = ("vecd", "reference")
+_PAGE = _ROOT / "docs" / "benchmarks.md"
+_QUICK_FOLDER = _ROOT / ".bench"
+_DURATION_S, _QUICK_S = 4.0, 1.0
+_OURS = {"vecd", "vecd-float32"}
+_EXIT_INTERRUPTED = 128 + signal.SIGINT
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Experiment:
-    """What is done to each server in each round."""
-
-    clients: tuple[int, ...]
-    texts_per_request: int
-    lengths: Lengths
-    warmup_s: float
-    duration_s: float
-
-    def loads(self, url: str) -> list[Load]:
-        """One load for each number of clients, of the same requests whatever the server."""
-        shape = RequestShape(lengths=self.lengths, texts_per_request=self.texts_per_request)
-        requests = render_requests(url, shape)
-        return [
-            Load(
-                target=parse_target(url),
-                requests=requests,
-                texts_per_request=self.texts_per_request,
-                clients=clients,
-                warmup_s=self.warmup_s,
-                duration_s=self.duration_s,
-                num_requests=None,
-                timeout_s=_TIMEOUT_S,
-            )
-            for clients in self.clients
-        ]
-
-    def describe(self) -> dict[str, Any]:
-        return {
-            "texts_per_request": self.texts_per_request,
-            "lengths": str(self.lengths),
-            "encoding_format": "base64",
-            "warmup_s": self.warmup_s,
-            "duration_s": self.duration_s,
-        }
-
-
-def main(argv: list[str] | None = None) -> int:
-    """Exit codes: 0 compared, 1 a server failed, 2 bad arguments, 130 interrupted."""
+def main(argv: Sequence[str] | None = None) -> int:
+    """Exit codes: 0 compared (whatever the figures, whoever was left out), 1 vecd itself failed, 2 bad arguments,
+    130 interrupted."""
     arguments = _make_parser().parse_args(argv)
+    page = arguments.page or (_QUICK_FOLDER / _PAGE.name if arguments.quick else _PAGE)
+    results = arguments.results or (_QUICK_FOLDER / _RESULTS.name if arguments.quick else _RESULTS)
+    if arguments.page_from is not None:
+        write_page(read_sessions(arguments.page_from)[-1], arguments.page_from.name, page)
+        return 0
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(128 + signal.SIGTERM))  # as an exception: servers are stopped
-    experiment = Experiment(
-        clients=tuple(int(part) for part in arguments.clients.split(",")),
-        texts_per_request=arguments.texts_per_request,
-        lengths=arguments.lengths,
-        warmup_s=arguments.warmup,
-        duration_s=arguments.duration,
+    plan = _make_plan(arguments)
+    print(
+        f"{len(plan.servers)} servers, {plan.num_rounds} rounds: about {plan.estimate_s() / 60:.0f} minutes", flush=True
     )
-    notebook = Notebook(arguments.results, experiment.describe())
+    notebook = Notebook(results, _describe_command(argv), asdict(plan), describe_machine())
+    kitchen = Kitchen(vecd_arguments=shlex.split(arguments.vecd_args), gguf=arguments.gguf)
     exit_code = 0
     try:
-        recipes = [_recipe(name, arguments) for name in _ORDER if arguments.only in (None, name)]
-        compare(experiment, recipes, arguments.rounds, notebook)
+        Comparison(plan, kitchen, notebook).run()
+        exit_code = 1 if {piece.server for piece in notebook.session.skipped} & _OURS else 0
     except KeyboardInterrupt:
-        exit_code = 128 + signal.SIGINT
-    except (ServerFailure, Unreachable) as error:
+        exit_code = _EXIT_INTERRUPTED
+    except ServerFailure as error:
         print(f"benchmarks.compare: {error}", file=sys.stderr)
         exit_code = 1
-    if notebook.runs:
-        print(f"\n{render_table(notebook.runs)}")
+    if notebook.session.runs:
+        write_page(notebook.session, notebook.file.name, page)
     return exit_code
 
 
-def compare(experiment: Experiment, recipes: Sequence[Recipe], num_rounds: int, notebook: Notebook) -> None:
-    """Measure each server in each round. Side effects: `notebook` has every run as soon as it has ended.
-
-    Raises ServerFailure or Unreachable when a server gives nothing to measure, KeyboardInterrupt on Ctrl-C.
-    """
-    for round_number in range(1, num_rounds + 1):
-        for recipe in recipes:
-            print(f"\n{recipe.name}, round {round_number} of {num_rounds}\n{report.heading()}", flush=True)
-            with serving(recipe) as server:
-                _measure(experiment.loads(server.url), recipe, server, round_number, notebook)
+def write_page(session: Session, results_file: str, page: Path) -> None:
+    """Side effects: `page` and the folder of the same name beside it are written."""
+    why_no_plot = draw_curves(session, page.with_suffix(""))
+    page.write_text(render_page(session, results_file, why_no_plot))
+    print(f"wrote {page}")
 
 
-def _measure(loads: Sequence[Load], recipe: Recipe, server: Server, round_number: int, notebook: Notebook) -> None:
-    clock = CpuClock(server.session)
-
-    def tell(_: Load, result: Result) -> None:
-        run = Run(recipe.name, round_number, result, clock.lap())
-        print("\n".join([report.row(result), *report.notes(result), *disturbances(run)]), flush=True)
-        if result.ended_early is None:
-            notebook.add(run, recipe.command)
-
-    match uvloop.run(bench.run_loads(loads, tell))[-1].ended_early:
-        case None:
-            return
-        case bench.INTERRUPTED:
-            raise KeyboardInterrupt
-        case reason:
-            raise ServerFailure(f"{recipe.name}: {reason}")
+def _make_plan(arguments: argparse.Namespace) -> Plan:
+    is_quick = arguments.quick
+    return Plan(
+        servers=arguments.only,
+        groups=arguments.workloads,
+        num_rounds=arguments.rounds or (1 if is_quick else 5),
+        duration_s=arguments.duration or (_QUICK_S if is_quick else _DURATION_S),
+        is_quick=is_quick,
+    )
 
 
-def _recipe(name: str, arguments: argparse.Namespace) -> Recipe:
-    return vecd_recipe(shlex.split(arguments.vecd_args)) if name == "vecd" else reference_recipe()
+def _describe_command(argv: Sequence[str] | None) -> str:
+    """As a reader can repeat it; names without folders."""
+    words = sys.argv[1:] if argv is None else argv
+    return shlex.join(
+        ["python", "-m", "benchmarks.compare", *(Path(word).name if "/" in word else word for word in words)]
+    )
+
+
+def _names(value: str, known: Sequence[str]) -> list[str]:
+    names = value.split(",")
+    if unknown := [name for name in names if name not in known]:
+        raise argparse.ArgumentTypeError(f"{', '.join(unknown)}: not among {', '.join(known)}")
+    return [name for name in known if name in names]  # in their own order
 
 
 def _make_parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(
         prog="python -m benchmarks.compare",
-        description="Measure vecd and the reference server in turns.",
-        formatter_class=argparse.ArgumentDefaultsHelpFormatter,
+        description="Measure vecd and other servers in turns, and write docs/benchmarks.md.",
     )
     add = parser.add_argument
-    add("--rounds", type=int, default=5, metavar="N", help="turns of each server")
-    add("--clients", default="1,16,64", help="connections; each number is a run of its own")
-    add("--duration", type=float, default=8.0, metavar="S", help="measured seconds of a run")
-    add("--warmup", type=float, default=3.0, metavar="S", help="seconds before that")
-    add("--texts-per-request", type=int, default=1, metavar="N", help="inputs in each request")
-    add("--lengths", type=parse_lengths, default="10", help="words in a text: a number, or lognormal:MEAN,SIGMA")
-    add("--only", choices=_ORDER, help="measure one of them alone")
+    servers, groups = tuple(SERVERS), GROUPS
+    add(
+        "--only",
+        type=lambda value: _names(value, servers),
+        default=",".join(servers),
+        help=f"these of {', '.join(servers)}",
+    )
+    add(
+        "--workloads",
+        type=lambda value: _names(value, groups),
+        default=",".join(groups),
+        help=f"these of {', '.join(groups)}",
+    )
+    add("--rounds", type=int, metavar="N", help="turns of each server (default: 5, with --quick 1)")
+    add(
+        "--duration",
+        type=float,
+        metavar="S",
+        help=f"measured seconds; some workloads take a multiple (default: {_DURATION_S:g}, with --quick {_QUICK_S:g})",
+    )
+    add("--quick", action="store_true", help="one short round, to see that everything works")
     add("--vecd-args", default="", metavar="ARGS", help="more flags for `vecd serve`")
-    add("--results", type=Path, default=_RESULTS, metavar="FOLDER", help="where the runs are recorded")
+    add("--gguf", type=Path, metavar="FILE", help="all-MiniLM-L6-v2 for llama.cpp's server")
+    add(
+        "--results",
+        type=Path,
+        metavar="FOLDER",
+        help="where the runs are recorded (default: benchmarks/results/, with --quick .bench/results/)",
+    )
+    add(
+        "--page",
+        type=Path,
+        metavar="FILE",
+        help="where they are summed up (default: docs/benchmarks.md, with --quick .bench/benchmarks.md)",
+    )
+    add("--page-from", type=Path, metavar="FILE", help="measure nothing: write the page of this file's last session")
     return parser
 
 

@@ -28,7 +28,8 @@ from benchmarks.targets import CONTESTS
 _RESULTS = Path(__file__).parent / "results"
 _PARTS = ("engine", "memory", "deaths", "starts")
 _GROUPS = {"server": _PARTS[1:]}
-_ENVIRONMENT = {
+ENVIRONMENT = {
+    # Of a process that has one core.
     "OMP_NUM_THREADS": "1",
     "TOKENIZERS_PARALLELISM": "false",
     "TRANSFORMERS_VERBOSITY": "error",
@@ -105,7 +106,7 @@ def measure_engines(arguments: argparse.Namespace, folder: Path) -> Iterator[Fin
 
 def _measure_pinned(sender: Connection, arguments: argparse.Namespace, folder: Path) -> None:
     os.sched_setaffinity(0, {arguments.core})
-    os.environ.update(_ENVIRONMENT)
+    os.environ.update(ENVIRONMENT)
     from benchmarks.duels import Duels  # loads torch, which must not be before this
 
     Duels(Path(bundled_model()), folder, arguments.rounds, arguments.seconds, sender.send).fight(arguments.dtypes)

@@ -1,115 +1,163 @@
-"""What a comparison has measured: written down run by run, and summed up as a table.
+"""What a comparison has measured, written down piece by piece, and read again.
 
-Owns the files in `benchmarks/results/` and the Markdown for `docs/log.md`. Measures nothing. Called by
-`benchmarks.compare`.
+Owns the lines of `benchmarks/results/*-servers.jsonl` and what they mean. Measures nothing, sums nothing up. Written by
+`benchmarks.compare`, read by `benchmarks.figures` and `benchmarks.page`.
+
+A session is one call of `make bench`. Its lines are of five kinds: "session" (once, first), "server" (one that is
+measured), "skipped" (one that is not, or no longer), "run" and "offline".
 """
 
-import shlex
-import statistics
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass, field
 from datetime import UTC, datetime
-from pathlib import Path, PurePath
+from pathlib import Path
 from typing import Any
 
 import orjson
 
-from benchmarks.cpu import CpuShares
-from benchmarks.machine import describe_machine
-from client import report
-from client.tally import Result
-
-_DISTURBING_CORES = 0.1
+DISTURBING_CORES = 0.1
 """From here on what else ran on the machine is part of the figures."""
-_COLUMN_ORDER = ("reference", "vecd")
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Measured:
+    """A server that took part, and how."""
+
+    server: str
+    version: str
+    command: str
+    environment: dict[str, str]
+    remark: str
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Skipped:
+    server: str
+    reason: str
+    round: int = 0
+    """In which it failed; 0 when it never started."""
+    is_out: bool = True
+    """For the rounds to come, too."""
+    workload: str = ""
+    """The only one it is not measured in; "" for all that were left of the round."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class Run:
-    """One result, and whose."""
+    """One workload, one server, one round."""
 
     server: str
     round: int
-    result: Result
-    cpu: CpuShares
-    """Over the whole run, its warm-up included."""
+    workload: str
+    figures: dict[str, Any]
+    """`client.report.fields`: every name has its unit."""
+    server_cores: float
+    """CPU over the whole run, its warm-up included, in cores: 1.0 is one core all the time."""
+    others_cores: float
+    """Of neither the server nor the load generator."""
+    memory_mb: float
+    """Of all the server's processes, after the workload's rest."""
+    texts_per_batch: float | None = None
+    """vecd's, under this load."""
+    info: dict[str, Any] = field(default_factory=dict)
+    """vecd's own word on its limits and workers, just after the run."""
 
     @property
     def is_disturbed(self) -> bool:
-        return self.cpu.others > _DISTURBING_CORES
+        return self.others_cores > DISTURBING_CORES
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Offline:
+    """vecd's engine without a server, a process on each core, all at once."""
+
+    dtype: str
+    round: int
+    work: str
+    """"short" and "mixed" are the sums of all processes; "single" is one text at a time in one of them."""
+    texts_per_batch: int
+    texts_per_s: float
+    tokens_per_s: float
+    p50_ms: float
+    """Of one batch."""
+    others_cores: float
+
+    @property
+    def is_disturbed(self) -> bool:
+        return self.others_cores > DISTURBING_CORES
+
+
+@dataclass(slots=True)
+class Session:
+    """Everything of one call."""
+
+    started_at: str
+    """UTC, to the second; names the session."""
+    command: str
+    plan: dict[str, Any]
+    machine: dict[str, Any]
+    measured: list[Measured] = field(default_factory=list)
+    skipped: list[Skipped] = field(default_factory=list)
+    runs: list[Run] = field(default_factory=list)
+    offline: list[Offline] = field(default_factory=list)
+
+    def add(self, piece: Measured | Skipped | Run | Offline) -> None:
+        match piece:
+            case Measured():
+                self.measured.append(piece)
+            case Skipped():
+                self.skipped.append(piece)
+            case Run():
+                self.runs.append(piece)
+            case Offline():
+                self.offline.append(piece)
+
+
+_KINDS: dict[str, type[Measured] | type[Skipped] | type[Run] | type[Offline]] = {
+    "server": Measured,
+    "skipped": Skipped,
+    "run": Run,
+    "offline": Offline,
+}
 
 
 class Notebook:
-    """Appends each run to the day's file at once: a comparison that is broken off has still measured."""
+    """Appends each piece to the day's file at once: a comparison that is broken off has still measured."""
 
-    def __init__(self, folder: Path, experiment: dict[str, Any]) -> None:
-        self.runs: list[Run] = []
-        self._folder = folder
-        self._experiment = experiment
-        self._machine = describe_machine()
-
-    def add(self, run: Run, command: Sequence[str]) -> None:
-        """Keep `run` of the server started by `command`. Raises OSError when it cannot be written."""
-        self.runs.append(run)
+    def __init__(self, folder: Path, command: str, plan: dict[str, Any], machine: dict[str, Any]) -> None:
         now = datetime.now(UTC)
+        self.session = Session(now.isoformat(timespec="seconds"), command, plan, machine)
+        self.file = folder / f"{now:%Y-%m-%d}-servers.jsonl"
+        folder.mkdir(parents=True, exist_ok=True)
+        self._write("session", {"command": command, "plan": plan, "machine": machine})
+
+    def add(self, piece: Measured | Skipped | Run | Offline) -> None:
+        """Raises OSError when it cannot be written."""
+        self.session.add(piece)
+        [kind] = (kind for kind, of_kind in _KINDS.items() if isinstance(piece, of_kind))
+        self._write(kind, asdict(piece))
+
+    def _write(self, kind: str, fields: dict[str, Any]) -> None:
         line = {
-            "ended_at": now.isoformat(timespec="seconds"),
-            "server": run.server,
-            "round": run.round,
-            # Names without folders: where this machine keeps things says nothing about the run.
-            "command": shlex.join(PurePath(part).name if part.startswith("/") else part for part in command),
-            **self._experiment,
-            **report.fields(run.result),
-            "server_cores": round(run.cpu.server, 3),
-            "others_cores": round(run.cpu.others, 3),
-            "machine": self._machine,
+            "session": self.session.started_at,
+            "kind": kind,
+            "at": datetime.now(UTC).isoformat(timespec="seconds"),
+            **fields,
         }
-        self._folder.mkdir(parents=True, exist_ok=True)
-        with (self._folder / f"{now:%Y-%m-%d}-reference.jsonl").open("ab") as file:
+        with self.file.open("ab") as file:
             file.write(orjson.dumps(line, option=orjson.OPT_APPEND_NEWLINE))
 
 
-def disturbances(run: Run) -> list[str]:
-    """What a reader must know of the machine during `run`."""
-    return [f"others used {run.cpu.others:.2f} cores meanwhile"] if run.is_disturbed else []
-
-
-def render_table(runs: Sequence[Run]) -> str:
-    """Markdown: a line for each number of clients; median (smallest–largest) of the rounds."""
-    servers = [name for name in _COLUMN_ORDER if any(run.server == name for run in runs)]
-    columns = ["clients", *(f"{name}, {figure}" for figure in ("req/s", "p50 ms", "p99 ms") for name in servers)]
-    if len(servers) == 2:
-        columns.append("req/s ratio")
-    lines = [columns, ["---"] * len(columns)]
-    for clients in sorted({run.result.clients for run in runs}):
-        results = {
-            name: [run.result for run in runs if run.server == name and run.result.clients == clients]
-            for name in servers
-        }
-        lines.append([str(clients), *_cells(results)])
-    table = [f"| {' | '.join(line)} |" for line in lines]
-    num_disturbed = sum(run.is_disturbed for run in runs)
-    remark = f"{num_disturbed} of {len(runs)} runs were disturbed: others used over {_DISTURBING_CORES:g} cores."
-    return "\n".join([*table, "", remark])
-
-
-def _cells(results: dict[str, list[Result]]) -> list[str]:
-    rates = [[result.requests_per_s for result in of_server] for of_server in results.values()]
-    medians = [[result.latency.p50_ms for result in of_server] for of_server in results.values()]
-    tails = [[result.latency.p99_ms for result in of_server] for of_server in results.values()]
-    cells = [_spread(values) for values in (*rates, *medians, *tails)]
-    if len(rates) == 2:
-        cells.append(_ratio(rates[1], rates[0]))
-    return cells
-
-
-def _spread(values: Sequence[float]) -> str:
-    if not values:
-        return "–"
-    return f"{statistics.median(values):.4g} ({min(values):.4g}–{max(values):.4g})"
-
-
-def _ratio(ours: Sequence[float], theirs: Sequence[float]) -> str:
-    if not ours or not theirs or not statistics.median(theirs):
-        return "–"
-    return f"{statistics.median(ours) / statistics.median(theirs):.2f}×"
+def read_sessions(file: Path) -> Sequence[Session]:
+    """All sessions of a day, in their order. Raises OSError, or ValueError when a line is none of ours."""
+    sessions: dict[str, Session] = {}
+    for line in file.read_bytes().splitlines():
+        fields = orjson.loads(line)
+        name, kind, _ = fields.pop("session"), fields.pop("kind"), fields.pop("at")
+        if kind == "session":
+            sessions[name] = Session(name, **fields)
+        elif kind in _KINDS:
+            sessions[name].add(_KINDS[kind](**fields))
+        else:
+            raise ValueError(f"{file.name}: a line of an unknown kind, {kind!r}")
+    return list(sessions.values())

@@ -1,6 +1,7 @@
 """One request at a time to a server, and the processes behind it: for figures that are not about load.
 
-Owns the HTTP call and the reading of a worker's /proc. Called by `benchmarks.memory` and `benchmarks.lives`.
+Owns the HTTP calls to vecd and the reading of its processes' /proc. Called by `benchmarks.compare`, `.sampling`,
+`.memory` and `.lives`.
 """
 
 import http.client
@@ -29,10 +30,15 @@ def embed(server: Server, texts: Sequence[str]) -> None:
         raise ServerFailure(f"vecd answered {len(texts)} texts with {num_vectors} vectors")
 
 
+def info(server: Server) -> dict[str, Any]:
+    """What vecd says of itself. Raises ServerFailure."""
+    fields: dict[str, Any] = _answer(urllib.request.Request(f"{server.url}/info"))
+    return fields
+
+
 def batches_of_workers(server: Server) -> list[int]:
     """How many batches each worker has served in its present life, as `/info` says."""
-    workers = _answer(urllib.request.Request(f"{server.url}/info"))["workers"]
-    return [worker["batches"] for worker in sorted(workers, key=lambda worker: worker["worker"])]
+    return [worker["batches"] for worker in sorted(info(server)["workers"], key=lambda worker: worker["worker"])]
 
 
 def worker_pid(server: Server, worker: int) -> int:
@@ -53,6 +59,22 @@ def private_mb(pid: int) -> float:
     rollup = Path(f"/proc/{pid}/smaps_rollup").read_text()
     found = re.findall(r"^Private_(?:Clean|Dirty):\s+(\d+) kB$", rollup, re.MULTILINE)
     return sum(map(int, found)) * _BYTES_PER_KB / 1e6
+
+
+def session_mb(server: Server) -> float:
+    """Millions of bytes of all the server's processes: Pss of their smaps_rollup, in which shared pages count once."""
+    return sum(_pss_kb(folder, server.session) for folder in Path("/proc").glob("[0-9]*")) * _BYTES_PER_KB / 1e6
+
+
+def _pss_kb(folder: Path, session: int) -> int:
+    try:
+        fields = (folder / "stat").read_text().rpartition(")")[2].split()
+        if int(fields[3]) != session:
+            return 0
+        found = re.search(r"^Pss:\s+(\d+) kB$", (folder / "smaps_rollup").read_text(), re.MULTILINE)
+    except OSError:  # it has ended since the listing
+        return 0
+    return int(found[1]) if found else 0
 
 
 def _answer(request: urllib.request.Request) -> Any:

