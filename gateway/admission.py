@@ -171,7 +171,9 @@ class Admission:
         if wait_s > self._max_wait_s:
             return f"the wait would be about {wait_s:.0f} s, at most {self._max_wait_s:g} s are allowed"
         if wait_s > permit.patience_s:
-            return f"the wait would be about {wait_s:.1f} s, and the request's deadline is {permit.patience_s:g} s away"
+            return (
+                f"the wait would be about {wait_s:.1f} s, and the request's deadline is {permit.patience_s:.3g} s away"
+            )
         return None
 
     def _refusal(self, permit: Permit, reason: str) -> TooManyRequests:

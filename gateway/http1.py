@@ -167,7 +167,7 @@ class RequestReader:
         try:
             self._read(message)
         except ApiError:
-            self._close()
+            self.close()
             raise
         if message.request is None:
             return None
@@ -206,7 +206,7 @@ class RequestReader:
         if request.keep_alive:
             self._seek_request()
         else:
-            self._close()
+            self.close()
         return RequestReceived(request)
 
     def _seek_request(self) -> None:
@@ -216,9 +216,12 @@ class RequestReader:
         self._at = match.end()
         self.state = ReadState.HEAD if self._at < len(self._data) else ReadState.IDLE
 
-    def _close(self) -> None:
+    def close(self) -> None:
+        """Nothing more will be read: let go of what has come of a request."""
         self.state = ReadState.CLOSED
         self._data, self._at = b"", 0
+        if self._message is not None:
+            self._message.let_go()
 
 
 class _Message:
@@ -270,8 +273,14 @@ class _Message:
 
     def take_body(self) -> bytes:
         """The body, once complete. Nothing can be parsed after it."""
-        self._parser = None  # it refers back to its callbacks: without the cycle there is no work for the collector
-        return self._body if self._pieces is None else self._pieces.getvalue()
+        body = self._body if self._pieces is None else self._pieces.getvalue()
+        self.let_go()
+        return body
+
+    def let_go(self) -> None:
+        """Free the body, now and not when the collector comes: the parser and its callbacks refer to each other."""
+        self._parser = self._pieces = None
+        self._body = b""
 
     def _ignore_upgrade(self) -> None:
         """Go on as if the head had no Upgrade. Every stock Java client offers h2c, and takes HTTP/1.1 for a no.

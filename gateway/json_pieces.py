@@ -69,7 +69,7 @@ class PieceReader:
             raise BadRequest("The body must be a JSON object")
         self._at += 1
         yield from self._skip_blanks()
-        is_over = self._take(b"}")
+        is_over, paused_at = self._take(b"}"), self._at
         while not is_over:
             self._field = self._read_name()
             yield from self._skip_blanks()
@@ -77,7 +77,9 @@ class PieceReader:
             yield from self._skip_blanks()
             # Of fields of the same name the last counts, as with orjson.
             fields[self._field] = yield from self._read_field()
-            yield
+            if self._at - paused_at >= self._bounds.window_bytes:
+                paused_at = self._at
+                yield
             yield from self._skip_blanks()
             is_over = self._take(b"}")
             if not is_over:
@@ -190,8 +192,11 @@ class PieceReader:
     # --- between values -----------------------------------------------------------------------------------------
 
     def _skip_blanks(self) -> Generator[None, None, None]:
-        while (end := blanks_end(self._document, self._at, self._at + self._bounds.window_bytes)) > self._at:
-            self._at = end
+        window = self._bounds.window_bytes
+        while True:
+            start, self._at = self._at, blanks_end(self._document, self._at, self._at + window)
+            if self._at - start < window:
+                return
             yield
 
     def _take(self, byte: bytes) -> bool:

@@ -140,7 +140,8 @@ class Gateway:
     def _tokens_ahead(self, num_tokens: int, priority: Priority) -> int:
         """What workers do before a new request's turn: what is queued before it here, and as much for each gateway that
         takes turns with this one, if that has so much."""
-        ours = self._scheduler.tokens_ahead(num_tokens, priority) + self._dispatcher.in_flight_tokens
+        ours = self._scheduler.tokens_ahead(num_tokens, priority, self._dispatcher.tokens_per_s)
+        ours += self._dispatcher.in_flight_tokens
         theirs = self._board.others(Gauge.QUEUED_TOKENS) if self._config.num_gateways > 1 else []
         return ours + sum(min(ours, tokens) for tokens in theirs)
 

@@ -131,7 +131,7 @@ class Scheduler:
 
     # --- what others ask ------------------------------------------------------------------------------------
 
-    def tokens_ahead(self, num_tokens: int, priority: Priority) -> int:
+    def tokens_ahead(self, num_tokens: int, priority: Priority, tokens_per_s: float) -> int:
         """About how many of the queued tokens are served before a new request of `num_tokens` has been."""
         ahead = 0
         for higher in range(priority):
@@ -140,6 +140,9 @@ class Scheduler:
         first_turns = min(level.fresh.num_tokens, level.fresh.num_flows * self.quantum)
         later_turns = level.num_tokens - first_turns
         is_short = num_tokens <= self.quantum
+        if is_short:  # it is in the first turns that its priority gets by aging, or in one of the next
+            num_turns = 1 + first_turns * _KEPT_PART // self._max_batch_tokens
+            ahead = min(ahead, int(num_turns * AGING_S * tokens_per_s))
         meanwhile = first_turns // (_KEPT_PART - 1) if is_short else level.num_flows * num_tokens
         return ahead + first_turns + min(later_turns, meanwhile)
 

@@ -274,6 +274,7 @@ class Connection(asyncio.Protocol):
 
     def connection_lost(self, exc: Exception | None) -> None:
         self._is_ending = True
+        self._reader.close()
         self._server.forget(self)
         if self.task is not None:
             self.task.cancel()
@@ -356,7 +357,10 @@ class Connection(asyncio.Protocol):
             failure = error  # the app cancelled something of its own
         except Exception as error:
             failure = error
-        return self._write_answer(request, self._render(failure, request.request_id, request.path))
+        try:
+            return self._write_answer(request, self._render(failure, request.request_id, request.path))
+        finally:
+            _let_go(failure)
 
     def _write_answer(self, request: HttpRequest, response: Response) -> bool:
         """True when it is the connection's last. Nothing is sent when it raises (ValueError, KeyError)."""
@@ -507,6 +511,13 @@ class Connection(asyncio.Protocol):
                 self._refuse(RequestTimeout(f"head of the request: not complete after {timeouts.head_s:g} s"))
         elif waited_s >= timeouts.body_s:
             self._refuse(RequestTimeout(f"body of the request: not complete after {timeouts.body_s:g} s"))
+
+
+def _let_go(error: BaseException | None) -> None:
+    """Forget where an exception came from: its frames hold the request, body and all, and one of them holds it."""
+    while error is not None:
+        error.__traceback__ = None
+        error = error.__context__
 
 
 def _describe(error: BaseException) -> str:

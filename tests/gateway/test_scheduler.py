@@ -147,7 +147,7 @@ def test_nothing_starves():
     normal = queue.request(*[10] * 100, priority=Priority.NORMAL)
     served = {bulk: 0, normal: 0}
     for _ in range(100):
-        while queue.scheduler.tokens_ahead(1, Priority.INTERACTIVE) < 200:
+        while queue.scheduler.tokens_ahead(1, Priority.INTERACTIVE, 1000.0) < 200:
             queue.request(10, priority=Priority.INTERACTIVE)
         batch = queue.take(after_s=AGING_S / 10)
         for flow in served:
@@ -240,24 +240,34 @@ def test_a_huge_request_is_hardly_ahead_of_a_short_one():
     queue = Queue(max_tokens=512)
     queue.request(*[100] * 1000)
     queue.take()
-    assert queue.scheduler.tokens_ahead(10, Priority.NORMAL) == 0
-    assert queue.scheduler.tokens_ahead(20_000, Priority.NORMAL) == 20_000
-    assert queue.scheduler.tokens_ahead(10**6, Priority.NORMAL) == queue.scheduler.queued_tokens
+    assert queue.scheduler.tokens_ahead(10, Priority.NORMAL, 1000.0) == 0
+    assert queue.scheduler.tokens_ahead(20_000, Priority.NORMAL, 1000.0) == 20_000
+    assert queue.scheduler.tokens_ahead(10**6, Priority.NORMAL, 1000.0) == queue.scheduler.queued_tokens
 
 
 def test_of_a_huge_request_only_its_first_turn_is_ahead_before_it_has_had_that():
     queue = Queue()
     queue.request(*[100] * 1000)
-    assert queue.scheduler.tokens_ahead(10, Priority.NORMAL) <= 2 * queue.scheduler.quantum
+    assert queue.scheduler.tokens_ahead(10, Priority.NORMAL, 1000.0) <= 2 * queue.scheduler.quantum
+
+
+def test_aging_bounds_what_a_higher_priority_is_ahead_by():
+    queue = Queue(max_tokens=512)
+    queue.request(*[100] * 1000, priority=Priority.INTERACTIVE)
+    assert queue.scheduler.tokens_ahead(10, Priority.BULK, tokens_per_s=1000.0) == AGING_S * 1000
+    for _ in range(32):
+        queue.request(10, priority=Priority.BULK)
+    assert queue.scheduler.tokens_ahead(10, Priority.BULK, tokens_per_s=1000.0) == 3 * AGING_S * 1000 + 320
+    assert queue.scheduler.tokens_ahead(1000, Priority.BULK, tokens_per_s=1000.0) == 100_320
 
 
 def test_short_requests_are_ahead_of_one_another():
     queue = Queue()
     for _ in range(50):
         queue.request(10)
-    assert queue.scheduler.tokens_ahead(10, Priority.NORMAL) == 500
-    assert queue.scheduler.tokens_ahead(10, Priority.INTERACTIVE) == 0
-    assert queue.scheduler.tokens_ahead(10, Priority.BULK) == 500
+    assert queue.scheduler.tokens_ahead(10, Priority.NORMAL, 1000.0) == 500
+    assert queue.scheduler.tokens_ahead(10, Priority.INTERACTIVE, 1000.0) == 0
+    assert queue.scheduler.tokens_ahead(10, Priority.BULK, 1000.0) == 500
 
 
 # --- what is over, and what comes back --------------------------------------------------------------------------------

@@ -1,12 +1,14 @@
 """`gateway.server` on real sockets, and its `Connection` on a transport that only records."""
 
 import asyncio
+import gc
 import logging
 import socket
 import struct
 import time
-from collections.abc import AsyncIterator, Awaitable, Callable, Coroutine
-from contextlib import asynccontextmanager, suppress
+import weakref
+from collections.abc import AsyncIterator, Awaitable, Callable, Coroutine, Iterator
+from contextlib import asynccontextmanager, contextmanager, suppress
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -15,13 +17,17 @@ import pytest
 import uvloop
 
 from gateway.errors import ApiError, BadRequest, InvalidApiKey, render_openai_error
-from gateway.http1 import HttpRequest, Limits, Response
+from gateway.http1 import HttpRequest, Limits, Response, _Message
 from gateway.server import Connection, Server, Timeouts
 
 DEADLINE_S = 20.0
 """For everything that a test waits for."""
 QUOTE = "it quotes a text"
 FOREVER = Timeouts(head_s=1e6, body_s=1e6, idle_s=1e6, write_s=1e6, linger_s=1e6, sweep_s=0.01)
+
+
+class Large:
+    """What a handler has in hand."""
 
 
 class TinyApp:
@@ -35,6 +41,7 @@ class TinyApp:
         self.release = asyncio.Event()
         self.can_render = True
         self.tidied_up = False
+        self.large: weakref.ref[Large] | None = None
 
     def check_head(self, request: HttpRequest) -> Response | None:
         self.checked.append(request.path)
@@ -53,6 +60,13 @@ class TinyApp:
                 raise BadRequest("as asked")
             case "/fails":
                 raise RuntimeError(QUOTE)
+            case "/refuses-what-is-large":
+                large = Large()
+                self.large = weakref.ref(large)
+                try:
+                    raise KeyError(large)
+                except KeyError:
+                    raise BadRequest("as asked") from None
             case "/cancels":
                 raise asyncio.CancelledError
             case "/unsendable":
@@ -415,6 +429,48 @@ def test_anything_unexpected_is_a_500_logged_once_without_its_message(path, capl
     assert "server.py" in record.getMessage()
     assert "a body" not in caplog.text
     assert "quotes" not in caplog.text
+
+
+@contextmanager
+def no_collector() -> Iterator[None]:
+    """What is freed in here is freed at once, and not some day."""
+    gc.collect()
+    gc.disable()
+    try:
+        yield
+    finally:
+        gc.enable()
+
+
+def test_what_a_refused_request_had_in_hand_is_freed_at_once():
+    async def test() -> None:
+        async with serving() as served:
+            client = await served.connect()
+            client.send(get("/refuses-what-is-large"))
+            assert (await client.answer()).status == 400
+            assert served.app.large is not None
+            assert served.app.large() is None
+
+    with no_collector():
+        run(test())
+
+
+def test_a_body_that_was_broken_off_is_freed_at_once():
+    def num_messages() -> int:
+        return sum(isinstance(thing, _Message) for thing in gc.get_objects())
+
+    async def test() -> None:
+        async with serving() as served:
+            client = await served.connect()
+            client.send(b"POST /x HTTP/1.1\r\nHost: h\r\nContent-Length: 900000\r\n\r\n" + b"x" * 300_000)
+            await until(lambda: "/x" in served.app.checked)
+            assert num_messages() == 1
+            client.writer.transport.abort()
+            await until(lambda: served.server.num_connections == 0)
+            assert num_messages() == 0
+
+    with no_collector():
+        run(test())
 
 
 def test_nobody_is_left_waiting_when_not_even_an_error_can_be_rendered():
