@@ -70,16 +70,19 @@ class Admission:
         max_requests: int,
         max_wait_s: float,
         short_tokens: int,
+        tokens_waiting: Callable[[], int],
         tokens_ahead: Callable[[int, Priority], int],
         tokens_per_s: Callable[[], float],
     ) -> None:
         """`short_tokens`: up to so many make a request a short one, which waits for none but its like.
 
-        `tokens_ahead` of a request of so many, in the queue and on the workers; `tokens_per_s` of all workers, above 0.
+        `tokens_waiting` is all that is in the queue and on the workers, `tokens_ahead` what of it a request of so many
+        would wait for; `tokens_per_s` is that of all workers, above 0.
         """
         self._max_requests = max_requests
         self._max_wait_s = max_wait_s
         self._short_tokens = short_tokens
+        self._tokens_waiting = tokens_waiting
         self._tokens_ahead = tokens_ahead
         self._tokens_per_s = tokens_per_s
         # Order is kept among equals: a bulk request that finds no room must not bar the way for short ones.
@@ -167,6 +170,9 @@ class Admission:
             return None
         if self.num_requests >= self._max_requests:
             return f"{self.num_requests} requests are being served, at most {self._max_requests} are at a time"
+        patience_s = min(self._max_wait_s, permit.patience_s)
+        if self._tokens_waiting() + self.num_unqueued <= patience_s * self._tokens_per_s():
+            return None  # whatever the order: this takes a tenth of the time, and there is seldom more to say
         wait_s = self.wait_s(permit.num_tokens, permit.priority)
         if wait_s > self._max_wait_s:
             return f"the wait would be about {wait_s:.0f} s, at most {self._max_wait_s:g} s are allowed"

@@ -107,6 +107,7 @@ class Gateway:
             max_requests=config.share(config.max_requests),
             max_wait_s=config.max_wait_s,
             short_tokens=self._scheduler.quantum,
+            tokens_waiting=self._tokens_waiting,
             tokens_ahead=self._tokens_ahead,
             tokens_per_s=lambda: self._dispatcher.tokens_per_s,
         )
@@ -136,6 +137,10 @@ class Gateway:
                 Gauge.WORKERS: lambda: sum(link.is_usable for link in self._dispatcher.links),
             }
         )
+
+    def _tokens_waiting(self) -> int:
+        """At most: other gateways have as much as this one, if they take turns with it."""
+        return (self._scheduler.queued_tokens + self._dispatcher.in_flight_tokens) * self._config.num_gateways
 
     def _tokens_ahead(self, num_tokens: int, priority: Priority) -> int:
         """What workers do before a new request's turn: what is queued before it here, and as much for each gateway that

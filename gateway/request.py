@@ -8,9 +8,8 @@ Owns the life of one request's sequences. Knows no HTTP, no JSON and no worker. 
 import asyncio
 from array import array
 from collections import deque
-from dataclasses import dataclass
 from enum import Enum, IntEnum
-from typing import Protocol, TypeAlias, Union
+from typing import NamedTuple, Protocol, TypeAlias, Union
 
 import numpy as np
 from numpy.typing import NDArray
@@ -40,8 +39,7 @@ class Priority(IntEnum):
     BULK = 2
 
 
-@dataclass(frozen=True, slots=True)
-class EmbedRequest:
+class EmbedRequest(NamedTuple):
     """What a caller asks, whatever the dialect it was asked in."""
 
     inputs: list[str] | list[TokenIds]
@@ -53,8 +51,7 @@ class EmbedRequest:
     """From the request's arrival to its answer; None: the server's default."""
 
 
-@dataclass(frozen=True, slots=True)
-class TokenizedInput:
+class TokenizedInput(NamedTuple):
     token_ids: bytes
     """int32, little-endian, shape [num_tokens], special tokens included."""
     num_tokens: int

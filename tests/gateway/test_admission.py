@@ -18,6 +18,7 @@ class House:
             max_requests=max_requests,
             max_wait_s=max_wait_s,
             short_tokens=100,
+            tokens_waiting=lambda: 10**12,
             tokens_ahead=lambda num_tokens, priority: self.tokens_ahead,
             tokens_per_s=lambda: self.tokens_per_s,
         )
