@@ -7,6 +7,7 @@ before it is tokenized.
 """
 
 import asyncio
+import time
 from collections import deque
 from collections.abc import Callable
 
@@ -18,21 +19,25 @@ _DOOR_S = 0.25
 
 _MAX_AT_DOOR = 512
 
+_SAFE_PART = 0.6
+"""Of the time that a request has left, so much may pass until its turn. What is let in up to the last moment is all
+answered too late: at twice the capacity, with deadlines of 1 s, not one request was in time with a part of 1."""
+
 
 class Permit:
     """A request's place in the house. Whoever is granted one releases it, whatever happens."""
 
-    __slots__ = ("_admission", "num_tokens", "num_unqueued", "patience_s", "priority")
+    __slots__ = ("_admission", "deadline", "num_tokens", "num_unqueued", "priority")
 
-    def __init__(self, admission: "Admission", num_tokens: int, priority: Priority, patience_s: float) -> None:
+    def __init__(self, admission: "Admission", num_tokens: int, priority: Priority, deadline: float) -> None:
         self._admission = admission
         self.num_tokens = num_tokens
         """Estimated from characters."""
         self.num_unqueued = 0
         """Of these, what the scheduler does not know of yet."""
         self.priority = priority
-        self.patience_s = patience_s
-        """How long its caller waits for the answer."""
+        self.deadline = deadline
+        """When its caller stops waiting for the answer, by `time.monotonic`."""
 
     def note_queued(self, num_tokens: int | None = None) -> None:
         """So many of its tokens, or all, are now the scheduler's to count."""
@@ -93,17 +98,17 @@ class Admission:
         self.num_unqueued = 0
         """Tokens of theirs that are not queued yet, estimated."""
 
-    def try_enter(self, num_tokens: int, priority: Priority, patience_s: float) -> Permit | None:
+    def try_enter(self, num_tokens: int, priority: Priority, deadline: float) -> Permit | None:
         """A permit for a request of about `num_tokens`, if there is one now and none of its like is at the door."""
-        permit = Permit(self, num_tokens, priority, patience_s)
+        permit = Permit(self, num_tokens, priority, deadline)
         if (self._num_at_door and self._door(permit)) or self._obstacle(permit) is not None:
             return None
         self._grant(permit)
         return permit
 
-    async def enter(self, num_tokens: int, priority: Priority, patience_s: float) -> Permit:
+    async def enter(self, num_tokens: int, priority: Priority, deadline: float) -> Permit:
         """The same, after a moment at the door if need be. Raises TooManyRequests."""
-        permit = Permit(self, num_tokens, priority, patience_s)
+        permit = Permit(self, num_tokens, priority, deadline)
         if self._num_at_door >= _MAX_AT_DOOR:
             raise self._refusal(permit, f"{self._num_at_door} requests wait to be admitted already")
         entry = _AtDoor(permit, asyncio.get_running_loop().create_future())
@@ -111,7 +116,7 @@ class Admission:
         self._num_at_door += 1
         try:
             self.open_door()
-            async with asyncio.timeout(min(_DOOR_S, patience_s)):
+            async with asyncio.timeout(min(_DOOR_S, deadline - time.monotonic())):
                 await entry.let_in
         except TimeoutError:
             self._leave_door(entry)
@@ -170,16 +175,15 @@ class Admission:
             return None
         if self.num_requests >= self._max_requests:
             return f"{self.num_requests} requests are being served, at most {self._max_requests} are at a time"
-        patience_s = min(self._max_wait_s, permit.patience_s)
-        if self._tokens_waiting() + self.num_unqueued <= patience_s * self._tokens_per_s():
+        safe_s = _SAFE_PART * (permit.deadline - time.monotonic())
+        if self._tokens_waiting() + self.num_unqueued <= min(safe_s, self._max_wait_s) * self._tokens_per_s():
             return None  # whatever the order: this takes a tenth of the time, and there is seldom more to say
         wait_s = self.wait_s(permit.num_tokens, permit.priority)
         if wait_s > self._max_wait_s:
             return f"the wait would be about {wait_s:.0f} s, at most {self._max_wait_s:g} s are allowed"
-        if wait_s > permit.patience_s:
-            return (
-                f"the wait would be about {wait_s:.1f} s, and the request's deadline is {permit.patience_s:.3g} s away"
-            )
+        if wait_s > safe_s:
+            left_s = safe_s / _SAFE_PART
+            return f"the wait would be about {wait_s:.2g} s, too long for a deadline that is {left_s:.2g} s away"
         return None
 
     def _refusal(self, permit: Permit, reason: str) -> TooManyRequests:

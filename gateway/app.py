@@ -21,7 +21,7 @@ from gateway.deadlines import Deadlines
 from gateway.dialects import openai
 from gateway.dispatch import Dispatcher
 from gateway.encoding import JsonRows, Matrix, make_collector
-from gateway.errors import ApiError, NotFound, TooManyRequests, Unavailable, render_openai_error
+from gateway.errors import ApiError, DeadlinePassed, NotFound, TooManyRequests, Unavailable, render_openai_error
 from gateway.health import describe_health, describe_info
 from gateway.http1 import HttpRequest, Response
 from gateway.metrics import CONTENT_TYPE, render_metrics
@@ -112,17 +112,16 @@ class App:
         """
         limit_s = self.config.request_timeout_s
         deadline = arrived_at + (limit_s if request.timeout_s is None else min(request.timeout_s, limit_s))
-        patience_s = max(0.0, deadline - time.monotonic())
         priority = max(self._max_priority, Priority.NORMAL if request.priority is None else request.priority)
-        permit = self.admission.try_enter(num_estimated, priority, patience_s)
+        permit = self.admission.try_enter(num_estimated, priority, deadline)
         if permit is None:
-            permit = await self._enter(num_estimated, priority, patience_s)
+            permit = await self._enter(num_estimated, priority, deadline)
         with permit:
             return await self._gather(request, priority, permit, deadline)
 
-    async def _enter(self, num_estimated: int, priority: Priority, patience_s: float) -> Permit:
+    async def _enter(self, num_estimated: int, priority: Priority, deadline: float) -> Permit:
         try:
-            return await self.admission.enter(num_estimated, priority, patience_s)
+            return await self.admission.enter(num_estimated, priority, deadline)
         except TooManyRequests:
             self.board.add(Counter.REFUSED)
             raise
@@ -133,7 +132,7 @@ class App:
         num_rows = len(request.inputs)
         collector = make_collector(request.encoding, num_rows, self.config.card.dim)
         gathering = Gathering(num_rows, collector, asyncio.get_running_loop())
-        flow = self.scheduler.open(gathering, priority)
+        flow = self.scheduler.open(gathering, priority, deadline)
         self._gatherings.add(gathering)
         tick = self._deadlines.set(gathering, deadline)
         try:
@@ -149,8 +148,7 @@ class App:
     def _expire(self, gathering: Gathering) -> None:
         if not gathering.is_over:
             self.board.add(Counter.EXPIRED)
-            why = self.dispatcher.why_unavailable() or "too much was waiting"
-            gathering.fail(Unavailable(f"No answer before the request's deadline: {why}", retry_after_s=5))
+            gathering.fail(DeadlinePassed(self.dispatcher.why_unavailable()))
 
     async def _queue(self, request: EmbedRequest, flow: Flow, permit: Permit) -> tuple[int, int]:
         """Tokenize and queue all inputs; returns how many tokens they are, and how many inputs were cut."""

@@ -22,7 +22,7 @@ import numpy as np
 import zmq
 
 from gateway.board import Board
-from gateway.errors import PoisonInput, ServerError
+from gateway.errors import DeadlinePassed, PoisonInput, ServerError
 from gateway.pace import FULL_BATCH_S, SHORT_BATCH_S, Pace
 from gateway.request import Sequence
 from gateway.scheduler import Scheduler
@@ -200,7 +200,7 @@ class Dispatcher:
         idle = [link for link in self._links.values() if link.is_idle]
         while idle:
             budget = idle[-1].pace.budget_tokens(batch_s)
-            batch = self._scheduler.next_batch(now, max_tokens=budget, num_idle_workers=len(idle))
+            batch = self._next_batch(now, idle[-1].pace, budget, len(idle))
             if not batch:
                 return
             self._send(idle.pop(), batch, now)
@@ -211,8 +211,19 @@ class Dispatcher:
         for link in self._links.values():
             budget = link.pace.budget_tokens(FULL_BATCH_S)
             is_taking = link.is_usable and link.free_slots and self._scheduler.fills(budget)
-            if is_taking and (batch := self._scheduler.next_batch(now, max_tokens=budget)):
+            if is_taking and (batch := self._next_batch(now, link.pace, budget, 1)):
                 self._send(link, batch, now)
+
+    def _next_batch(self, now: float, pace: Pace, budget: int, num_idle: int) -> list[Sequence]:
+        num_tokens = min(budget, self._scheduler.queued_tokens // num_idle)
+        done_by = now + pace.batch_s(num_tokens)
+        batch = self._scheduler.next_batch(now, max_tokens=budget, num_idle_workers=num_idle, done_by=done_by)
+        if self._scheduler.hopeless:
+            for flow in self._scheduler.hopeless:
+                self._board.add(Counter.EXPIRED)
+                flow.gathering.fail(DeadlinePassed(None))
+            self._scheduler.hopeless.clear()
+        return batch
 
     def _send(self, link: WorkerLink, sequences: list[Sequence], now: float) -> None:
         self._last_number += 1

@@ -151,6 +151,16 @@ class Unavailable(_Overload):
     log_level = logging.WARNING
 
 
+class DeadlinePassed(Unavailable):
+    """Raised when a request's deadline passes, or would pass before its next batch is done."""
+
+    log_level = logging.INFO
+
+    def __init__(self, why: str | None) -> None:
+        why = why or "too much was waiting"
+        super().__init__(f"No answer before the request's deadline: {why}", retry_after_s=5)
+
+
 # --- ours -------------------------------------------------------------------------------------------------------
 
 

@@ -107,11 +107,13 @@ class Gathering:
 class Flow:
     """What of one request waits for a batch, in the order of its inputs. All but `gathering` is the scheduler's."""
 
-    __slots__ = ("credit", "gathering", "is_new", "lane", "num_tokens", "priority", "queue")
+    __slots__ = ("credit", "deadline", "gathering", "is_new", "lane", "num_tokens", "priority", "queue")
 
-    def __init__(self, gathering: Gathering, priority: Priority) -> None:
+    def __init__(self, gathering: Gathering, priority: Priority, deadline: float) -> None:
         self.gathering = gathering
         self.priority = priority
+        self.deadline = deadline
+        """By the clock that the scheduler is told."""
         self.queue: deque[Sequence] = deque()
         self.num_tokens = 0
         """Of the sequences in `queue`."""

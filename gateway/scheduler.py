@@ -17,6 +17,7 @@ priority, as fq_codel has them for packets (RFC 8290):
 A turn is worth `quantum` tokens, at least the longest sequence: whoever has one sends something, and picking is O(1).
 """
 
+import math
 from collections import deque
 from collections.abc import Iterable
 from dataclasses import dataclass, field
@@ -40,7 +41,7 @@ class _Level:
 
     fresh: Lane = field(default_factory=Lane)
     backlog: Lane = field(default_factory=Lane)
-    served_at: float = float("-inf")
+    served_at: float = -math.inf
 
     @property
     def num_flows(self) -> int:
@@ -63,15 +64,19 @@ class Scheduler:
         """Whose next sequence was too long for what a batch had left, in the order in which that happened."""
         self._aside: deque[list[Sequence]] = deque()
         self._is_asides_turn = True
-        self._short_seen_at = float("-inf")
+        self._short_seen_at = -math.inf
+        self._done_by = -math.inf
+        self.hopeless: list[Flow] = []
+        """Requests that have been passed by because no batch would be done before their deadline: for the caller of
+        `next_batch` to fail, and to forget."""
         self.queued_tokens = 0
         self.queued_sequences = 0
 
     # --- requests come and go -------------------------------------------------------------------------------
 
-    def open(self, gathering: Gathering, priority: Priority) -> Flow:
+    def open(self, gathering: Gathering, priority: Priority, deadline: float = math.inf) -> Flow:
         """A request whose sequences will come, all at once or in pieces. To be closed when it is over."""
-        return Flow(gathering, priority)
+        return Flow(gathering, priority, deadline)
 
     def add(self, flow: Flow, sequences: Iterable[Sequence], now: float) -> None:
         """Queue sequences of an open flow behind those that it has."""
@@ -156,12 +161,15 @@ class Scheduler:
 
     # --- batches --------------------------------------------------------------------------------------------
 
-    def next_batch(self, now: float, *, max_tokens: int, num_idle_workers: int = 1) -> list[Sequence]:
+    def next_batch(
+        self, now: float, *, max_tokens: int, num_idle_workers: int = 1, done_by: float = -math.inf
+    ) -> list[Sequence]:
         """Take the sequences of one batch of about `max_tokens`; empty when nothing waits.
 
         What waits is divided among the idle workers, so that a small queue keeps all of them busy instead of
-        filling one.
+        filling one. `done_by`: when the batch will be; see `hopeless`.
         """
+        self._done_by = done_by
         if self._aside and (self._is_asides_turn or self.queued_sequences == sum(map(len, self._aside))):
             self._is_asides_turn = False
             suspects = self._aside.popleft()
@@ -198,7 +206,7 @@ class Scheduler:
     def _serve(self, lane: Lane, batch: "_Batch", limit: "_Limit") -> None:
         """Give the lane's flows their turns until the batch takes no more within the limit."""
         num_before = len(batch.sequences)
-        while (flow := _head(lane)) is not None:
+        while (flow := self._head(lane)) is not None:
             queue = flow.queue
             while queue and (num_tokens := queue[0].num_tokens) <= flow.credit:
                 if not batch.takes(num_tokens, limit):
@@ -211,6 +219,18 @@ class Scheduler:
                 lane.num_tokens -= num_tokens
                 self._passed_over.pop(lane, None)
             self._end_turn(flow, lane)
+
+    def _head(self, lane: Lane) -> Flow | None:
+        """The flow whose turn it is; drops those that are over, or can only be late."""
+        while lane.flows:
+            flow = lane.flows[0]
+            if flow.lane is lane and flow.deadline >= self._done_by:
+                return flow
+            lane.flows.popleft()
+            if flow.lane is lane:
+                self.hopeless.append(flow)
+                self.close(flow)
+        return None
 
     def _end_turn(self, flow: Flow, lane: Lane) -> None:
         """Take the flow from the front of its lane; if it has more to send, it waits for its next turn."""
@@ -311,10 +331,3 @@ class _Batch:
     def add(self, sequence: Sequence) -> None:
         self.sequences.append(sequence)
         self.num_tokens += sequence.num_tokens
-
-
-def _head(lane: Lane) -> Flow | None:
-    """The flow whose turn it is; drops those that are over."""
-    while lane.flows and lane.flows[0].lane is not lane:
-        lane.flows.popleft()
-    return lane.flows[0] if lane.flows else None

@@ -281,6 +281,18 @@ def test_what_is_closed_is_dropped_at_once():
     assert flows_of(queue.take()) == [a, c]
 
 
+def test_who_can_only_be_late_is_passed_by():
+    queue = Queue(max_tokens=100)
+    flows = []
+    for deadline in (queue.now + 0.1, queue.now + 0.3):
+        flows.append(queue.scheduler.open(Gathering(1, Nowhere(), _loop), Priority.NORMAL, deadline))
+        queue.scheduler.add(flows[-1], make_sequences(flows[-1], 10), queue.now)
+    batch = queue.scheduler.next_batch(queue.now, max_tokens=100, done_by=queue.now + 0.2)
+    assert flows_of(batch) == [flows[1]]
+    assert queue.scheduler.hopeless == [flows[0]]
+    assert (queue.scheduler.queued_tokens, queue.scheduler.queued_sequences) == (0, 0)
+
+
 def test_closed_requests_do_not_pile_up_while_no_batch_is_built():
     queue = Queue()
     stays = queue.request(5)
