@@ -200,7 +200,7 @@ class Dispatcher:
         idle = [link for link in self._links.values() if link.is_idle]
         while idle:
             budget = idle[-1].pace.budget_tokens(batch_s)
-            batch = self._next_batch(now, idle[-1].pace, budget, len(idle))
+            batch = self._next_batch(now, idle[-1].pace, budget, len(idle), is_short=is_short)
             if not batch:
                 return
             self._send(idle.pop(), batch, now)
@@ -211,13 +211,17 @@ class Dispatcher:
         for link in self._links.values():
             budget = link.pace.budget_tokens(FULL_BATCH_S)
             is_taking = link.is_usable and link.free_slots and self._scheduler.fills(budget)
-            if is_taking and (batch := self._next_batch(now, link.pace, budget, 1)):
+            if is_taking and (batch := self._next_batch(now, link.pace, budget)):
                 self._send(link, batch, now)
 
-    def _next_batch(self, now: float, pace: Pace, budget: int, num_idle: int) -> list[Sequence]:
+    def _next_batch(
+        self, now: float, pace: Pace, budget: int, num_idle: int = 1, *, is_short: bool = False
+    ) -> list[Sequence]:
         num_tokens = min(budget, self._scheduler.queued_tokens // num_idle)
         done_by = now + pace.batch_s(num_tokens)
-        batch = self._scheduler.next_batch(now, max_tokens=budget, num_idle_workers=num_idle, done_by=done_by)
+        batch = self._scheduler.next_batch(
+            now, max_tokens=budget, num_idle_workers=num_idle, done_by=done_by, is_short=is_short
+        )
         if self._scheduler.hopeless:
             for flow in self._scheduler.hopeless:
                 self._board.add(Counter.EXPIRED)

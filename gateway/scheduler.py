@@ -64,6 +64,7 @@ class Scheduler:
         """Whose next sequence was too long for what a batch had left, in the order in which that happened."""
         self._aside: deque[list[Sequence]] = deque()
         self._is_asides_turn = True
+        self._is_freshs_turn = True
         self._short_seen_at = -math.inf
         self._done_by = -math.inf
         self.hopeless: list[Flow] = []
@@ -162,12 +163,20 @@ class Scheduler:
     # --- batches --------------------------------------------------------------------------------------------
 
     def next_batch(
-        self, now: float, *, max_tokens: int, num_idle_workers: int = 1, done_by: float = -math.inf
+        self,
+        now: float,
+        *,
+        max_tokens: int,
+        num_idle_workers: int = 1,
+        done_by: float = -math.inf,
+        is_short: bool = False,
     ) -> list[Sequence]:
         """Take the sequences of one batch of about `max_tokens`; empty when nothing waits.
 
         What waits is divided among the idle workers, so that a small queue keeps all of them busy instead of
-        filling one. `done_by`: when the batch will be; see `hopeless`.
+        filling one. `done_by`: when the batch will be; see `hopeless`. `is_short`: see
+        `wants_short_batches`; every other batch then has fresh requests alone, if there are any: they need not wait for
+        the part of the backlog that goes with them.
         """
         self._done_by = done_by
         if self._aside and (self._is_asides_turn or self.queued_sequences == sum(map(len, self._aside))):
@@ -179,6 +188,9 @@ class Scheduler:
         share = -(-self.queued_tokens // max(1, num_idle_workers))
         budget = min(max_tokens, share, self._max_batch_tokens)
         batch = _Batch(budget, self._max_batch_tokens, self._max_batch_sequences)
+        if is_short and self._is_freshs_turn and self._serve_fresh_alone(batch):
+            return batch.sequences
+        self._is_freshs_turn = True
         self._serve_overdue(batch, now)
         for level in self._levels:
             num_before = batch.num_tokens
@@ -187,6 +199,14 @@ class Scheduler:
                 level.served_at = now
         self._count(batch.sequences, -1)
         return batch.sequences
+
+    def _serve_fresh_alone(self, batch: "_Batch") -> bool:
+        """Whether there was anything; the backlog comes next."""
+        for level in self._levels:
+            self._serve(level.fresh, batch, batch.whole)
+        self._count(batch.sequences, -1)
+        self._is_freshs_turn = not batch.sequences
+        return bool(batch.sequences)
 
     def _serve_overdue(self, batch: "_Batch", now: float) -> None:
         """Begin with whoever has been passed over, and with priorities that have got nothing for long."""

@@ -225,6 +225,35 @@ def test_short_batches_are_wanted_while_short_requests_come_beside_a_backlog():
     assert not queue.scheduler.wants_short_batches(queue.now + 60)
 
 
+def test_among_short_batches_every_other_has_fresh_requests_alone():
+    queue = Queue(max_tokens=300)
+    backlog = queue.request(*[100] * 500)
+    for _ in range(3):
+        queue.take()
+
+    def take():
+        return flows_of(queue.scheduler.next_batch(queue.now, max_tokens=300, is_short=True))
+
+    first, second = queue.request(10), queue.request(10)
+    assert take() == [first, second]
+    third = queue.request(10)
+    assert take() == [third, backlog, backlog], "the backlog has its turn"
+    assert take() == [backlog] * 3, "there are none"
+
+
+def test_a_backlog_has_its_part_of_short_batches_under_a_flood():
+    queue = Queue(max_tokens=400)
+    backlog = queue.request(*[10] * 2000)
+    queue.take()
+    shares = []
+    for _ in range(20):
+        for _ in range(60):
+            queue.request(10)
+        shares.append(num_tokens(queue.scheduler.next_batch(queue.now, max_tokens=400, is_short=True), backlog))
+    assert shares[0::2] == [0] * 10
+    assert all(90 <= share <= 110 for share in shares[1::2])
+
+
 def test_requests_of_several_turns_do_not_ask_for_short_batches():
     queue = Queue(max_tokens=300)
     for _ in range(3):
