@@ -16,6 +16,10 @@ _MEMORY = 0.95
 _MIN_SPREAD = 0.05
 """Relative variance of the sizes from which on a slope can be told from noise."""
 
+_MAX_SURPRISE = 8.0
+"""A batch counts for at most so many times what was expected: a worker may have been stopped for a while. One that
+stays slow is believed after a few batches."""
+
 _FIRST_GUESS_TOKENS_PER_S = 5000.0
 _MIN_PER_TOKEN_S = 1e-9
 
@@ -45,6 +49,7 @@ class Pace:
 
     def observe(self, num_tokens: int, compute_s: float) -> None:
         """A batch of `num_tokens` took so long on the worker."""
+        compute_s = min(compute_s, _MAX_SURPRISE * self.batch_s(num_tokens))
         self._w = self._w * _MEMORY + 1
         self._x = self._x * _MEMORY + num_tokens
         self._y = self._y * _MEMORY + compute_s

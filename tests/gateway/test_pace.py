@@ -34,6 +34,24 @@ def test_forgets_how_fast_it_was():
     assert pace.tokens_per_s == pytest.approx(2000, rel=0.01)
 
 
+def test_one_batch_that_stood_still_does_not_make_a_worker_slow():
+    """It was stopped, or the machine slept. Else nobody with a deadline would be let in for a long time."""
+    pace = Pace(MAX_TOKENS)
+    for _ in range(100):
+        pace.observe(12, 0.004)
+    pace.observe(12, 60.0)
+    assert pace.tokens_per_s > 3000 / 2
+
+
+def test_a_worker_that_stays_slow_is_believed_soon():
+    pace = Pace(MAX_TOKENS)
+    for _ in range(100):
+        pace.observe(12, 0.004)
+    for _ in range(200):
+        pace.observe(12, 4.0)
+    assert pace.tokens_per_s == pytest.approx(3, rel=0.1)
+
+
 @pytest.mark.parametrize("seconds_per_token", [1e-9, 1e-7, 1e-3, 10.0])
 def test_a_budget_stays_within_bounds(seconds_per_token):
     pace = Pace(MAX_TOKENS)

@@ -322,6 +322,15 @@ def test_who_can_only_be_late_is_passed_by():
     assert (queue.scheduler.queued_tokens, queue.scheduler.queued_sequences) == (0, 0)
 
 
+def test_the_last_one_is_served_even_if_it_is_expected_to_be_late():
+    """What is expected comes from batches: if none were sent, a wrong expectation would stay for ever."""
+    queue = Queue(max_tokens=100)
+    flow = queue.scheduler.open(Gathering(1, Nowhere(), _loop), Priority.NORMAL, queue.now + 0.1)
+    queue.scheduler.add(flow, make_sequences(flow, 10), queue.now)
+    assert flows_of(queue.scheduler.next_batch(queue.now, max_tokens=100, done_by=queue.now + 5)) == [flow]
+    assert queue.scheduler.hopeless == []
+
+
 def test_closed_requests_do_not_pile_up_while_no_batch_is_built():
     queue = Queue()
     stays = queue.request(5)

@@ -439,11 +439,8 @@ def send_to(gateway: Any, as_message: Any, number: int, slot: int = 0, epoch: in
     gateway.send(WHO, as_message(batch_number(number), number=number, slot=slot, epoch=epoch))
 
 
-def test_gateways_take_turns_and_are_answered_each_on_its_own_socket(
-    shared: RunningLoop, gateways: list[Any], as_message: Any
-) -> None:
-    engine = shared.engine
-    engine.is_fast = True  # one after the other, as on a processor
+def held_at_first_batch(engine: Any, gateway: Any, as_message: Any) -> threading.Event:
+    """Batch 1 of a gateway is being begun, and stays so until the returned event is set and both have sent more."""
     waiting, all_sent = threading.Event(), threading.Event()
 
     def until_all_is_sent() -> None:
@@ -453,8 +450,17 @@ def test_gateways_take_turns_and_are_answered_each_on_its_own_socket(
         time.sleep(0.1)  # for the rest of what was sent
 
     engine.while_beginning = {1: until_all_is_sent}
-    send_to(gateways[0], as_message, 1)
+    send_to(gateway, as_message, 1)
     assert waiting.wait(30)
+    return all_sent
+
+
+def test_gateways_take_turns_and_are_answered_each_on_its_own_socket(
+    shared: RunningLoop, gateways: list[Any], as_message: Any
+) -> None:
+    engine = shared.engine
+    engine.is_fast = True  # one after the other, as on a processor
+    all_sent = held_at_first_batch(engine, gateways[0], as_message)
     for number in (2, 3, 4, 5):  # of the first, while the second has sent nothing
         send_to(gateways[0], as_message, number)
     for number in (11, 12):
@@ -534,17 +540,7 @@ def test_probes_take_no_turn(shared: RunningLoop, gateways: list[Any], as_messag
     """A gateway that has just started sends one every few milliseconds, and one batch of another may take many."""
     engine = shared.engine
     engine.is_fast = True
-    waiting, all_sent = threading.Event(), threading.Event()
-
-    def until_all_is_sent() -> None:
-        waiting.set()
-        assert all_sent.wait(30)
-        assert all(socket.poll(30_000) for socket in engine.sockets)
-        time.sleep(0.1)  # for the rest of what was sent
-
-    engine.while_beginning = {1: until_all_is_sent}
-    send_to(gateways[0], as_message, 1)
-    assert waiting.wait(30)
+    all_sent = held_at_first_batch(engine, gateways[0], as_message)
     for number in (2, 3, 4):
         send_to(gateways[0], as_message, number)
     for epoch in (1, 2, 3):
