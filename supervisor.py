@@ -1,12 +1,17 @@
 """The supervisor: `vecd serve` from its first line to its last.
 
-Owns the listening socket, the ZeroMQ endpoints, the arenas, the board, and every child: it starts the gateways and the
-workers, restarts what dies, drains on SIGTERM, and leaves nothing behind. It imports neither torch nor numpy and maps
-no shared memory: it must never die. Should it be killed all the same, its children notice and end by themselves.
+Owns what outlives every child: the listening sockets, the board, the configuration and its generations. It starts the
+gateways (`launch.front`) and the workers (`launch.crew`), reloads on SIGHUP, drains on SIGTERM, and leaves nothing
+behind. It imports neither torch nor numpy and maps no shared memory: it must never die. Should it be killed all the
+same, its children notice and end by themselves.
 
 A gateway is a process of its own (`launch.child`), on the one listening socket that all share; workers are forked by a
 fork server that has torch imported. Each child has one control channel, whose end means death. A child's life is one
-coroutine here, from its start to its end, and its keeper is another, that starts the next life.
+coroutine, from its start to its end, and its keeper is another, that starts the next life.
+
+A reload makes a new generation beside the old one: a plan, a crew of workers, and in every gateway all that a request
+goes through. Requests go to the old one until all of the new one has been met; only then is it their turn, and the old
+one ends when its last request is answered. Whatever goes wrong before, nothing has changed.
 """
 
 import asyncio
@@ -14,62 +19,57 @@ import json
 import logging
 import os
 import resource
+import secrets
 import signal
 import socket
 import sys
+import threading
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from contextlib import suppress
-from dataclasses import dataclass
-from typing import Any
+from dataclasses import replace
+from pathlib import Path
+from typing import TypeVar
 
-from launch.children import ForkServer, Process, killed_after, reap_everything, self_command, spawn
+from launch.children import reap_everything, reap_orphans
+from launch.crew import Crew, ReadyWorker
 from launch.failure import (
     EXIT_BAD_CONFIGURATION,
     EXIT_COULD_NOT_START,
     EXIT_INTERNAL_ERROR,
     EXIT_OK,
-    ChildDied,
     ConfigurationError,
     StartFailure,
 )
+from launch.front import Front, Link, Sockets
+from launch.keys import load_keys
 from launch.plan import Plan, make_plan, max_open_files, version
-from launch.settings import load_settings
-from launch.sockets import listen, make_zmq_endpoint
+from launch.settings import Settings, load_settings
+from launch.sockets import listen, listen_admin
 from launch.summary import pss_mb, summary
-from shm.arena import create_arena
-from shm.board import clear_gauges, create_board
+from launch.tokenizer import forget
+from shm.board import create_board
 from shm.card import ModelError
-from shm.control import (
-    ChildFailed,
-    Drain,
-    ForkServerStart,
-    GatewayReady,
-    GatewayStart,
-    Message,
-    Progress,
-    WorkerDown,
-    WorkerReady,
-    WorkerStuck,
-    WorkerUp,
-)
-from shm.socketfile import file_id, remove_if_ours
+from shm.control import Beat, Drain, Message, Prepared, Quarantined, ReloadAsked, WorkerStuck
+from shm.socketfile import FileId, file_id, remove_if_ours
 from shm.wire import Incarnation
-from workers.preload import modules_to_preload
-from workers.process import adopt_orphans
+from workers.process import adopt_orphans, leave_no_core
+
+T = TypeVar("T")
 
 log = logging.getLogger("vecd.supervisor")
 
 EXIT_INTERRUPTED = 130
-_GATEWAY_START_TIMEOUT_S = 60.0
 _DRAIN_MARGIN_S = 2.0
+_RETIRE_MARGIN_S = 5.0
+_MAX_GATEWAY_DEATHS = 3
+_LOOK_INTERVAL_S = 2.0
+_QUARANTINE_KEY_BYTES = 16
 
-# Restarts: the first at once, then after 0.5, 1, 2 … 30 s, until a child has been ready for this long. One that dies
-# this often without ever having been ready ends the server. One that has been ready does not: what kills it may be a
-# request, and would end everybody's; `/health` says that it is away.
-_MAX_DEATHS_BEFORE_READY = 3
-_QUICK_LIFE_S = 1.0
-_FIRST_BACKOFF_S, _MAX_BACKOFF_S = 0.5, 30.0
+_FIXED_SETTINGS = (
+    "host", "port", "uds", "tls_cert", "tls_key", "admin_host", "admin_port", "admin_uds", "gateways",
+)  # fmt: skip
+"""What a reload cannot change: the sockets, and who listens on them. What is in the certificate's files it can."""
 
 
 # --- the command line -------------------------------------------------------------------------------------------
@@ -85,6 +85,10 @@ def main(argv: Sequence[str] | None = None) -> int:
             from client.bench import main as bench
 
             return bench(arguments)
+        case "key":
+            from launch.keys import main as make_key
+
+            return make_key(arguments)
         case "--version" | "version":
             print(f"vecd {version()}")
             return EXIT_OK
@@ -98,6 +102,7 @@ def main(argv: Sequence[str] | None = None) -> int:
 _USAGE = """\
 usage: vecd serve [MODEL] [--flags]    serve a model's embeddings (vecd serve --help)
        vecd bench [--flags]            measure a running server (vecd bench --help)
+       vecd key NAME                   make an API key, and its entry for --keys-file
        vecd --version"""
 
 
@@ -106,7 +111,7 @@ def _serve(arguments: Sequence[str]) -> int:
         settings = load_settings(arguments)
         logging.basicConfig(level=settings.log_level.upper(), format="%(asctime)s supervisor %(levelname)s %(message)s")
         plan = make_plan(settings)
-        return asyncio.run(Supervisor(plan).run())
+        return asyncio.run(Supervisor(plan, arguments).run())
     except ConfigurationError as error:
         for problem in error.problems:
             _say(problem)
@@ -133,329 +138,400 @@ def _print(line: str) -> None:
 # --- the supervisor ---------------------------------------------------------------------------------------------
 
 
-@dataclass(slots=True)
-class Restarts:
-    """Decides how long to wait before a child is started again, and when to give up."""
-
-    name: str
-    has_been_ready: bool = False
-    num_quick_deaths: int = 0
-
-    def delay_after(self, reason: str, ready_for_s: float | None) -> float:
-        """Seconds to wait after a life that was ready for so long, or never.
-
-        Raises StartFailure when the child has died too often without ever having been ready.
-        """
-        if ready_for_s is not None:
-            self.has_been_ready = True
-            if ready_for_s >= _QUICK_LIFE_S:
-                self.num_quick_deaths = 0
-        self.num_quick_deaths += 1
-        if not self.has_been_ready and self.num_quick_deaths >= _MAX_DEATHS_BEFORE_READY:
-            raise StartFailure(f"{self.name} keeps dying ({self.num_quick_deaths} times): at last it {reason}")
-        if self.num_quick_deaths == 1:
-            return 0.0
-        return min(_MAX_BACKOFF_S, _FIRST_BACKOFF_S * 2.0 ** min(16, self.num_quick_deaths - 2))
-
-
-@dataclass(slots=True)
-class ReadyWorker:
-    """What every gateway must be told of an incarnation that is ready."""
-
-    incarnation: Incarnation
-    process: Process
-    arena_fd: int
-    facts: dict[str, Any]
-    is_condemned: bool = False
-    """A gateway has said that it is stuck, and it has been killed for it."""
-
-    def introduce_to(self, gateway: Process) -> None:
-        message = WorkerUp(self.incarnation.worker, self.incarnation.life, self.facts)
-        send_or_kill(gateway, message, [self.arena_fd])
-
-
-def send_or_kill(process: Process, message: Message, fds: Sequence[int] = ()) -> None:
-    """Tell a child what it must not miss: one that does not listen is killed, and its successor told everything."""
-    try:
-        process.channel.send(message, fds)
-    except BlockingIOError:
-        log.error("the %s does not read its control messages and is killed", process.name)
-        process.kill()
-    except OSError:
-        pass  # it has just died, which its keeper is about to see
-
-
 class Supervisor:
-    def __init__(self, plan: Plan) -> None:
-        self.plan = plan
+    def __init__(self, plan: Plan, arguments: Sequence[str]) -> None:
+        """`arguments` are read again, with the environment and the files, for a reload.
+
+        Raises StartFailure when there is no memory, no descriptor or no temporary folder.
+        """
+        self._arguments = list(arguments)
         self._started_at = time.monotonic()
-        self._fork_server = ForkServer(_fork_server_start(plan), plan.settings.start_timeout, self._show_load_stage)
         self._stop = asyncio.Event()
-        self._is_draining = False
-        self._gateways: dict[int, Process] = {}
-        """Those that are ready, by index."""
-        self._ready: dict[int, ReadyWorker] = {}
-        self._has_been_ready = False
         self._changed = asyncio.Event()
-        self._keepers: list[asyncio.Task[None]] = []
+        self._lives: dict[int, int] = {}
+        self._num_gateways = plan.gateway.num_gateways
+        self._has_been_ready = False
+        self._listening: list[socket.socket] = []
+        self._uds: list[tuple[Path, FileId | None]] = []
+        self._admin_url = ""
+        try:
+            self._crews = {1: Crew(1, plan, self._num_gateways, self._lives, self)}
+            self._board_fd = create_board(plan.gateway.board)
+        except OSError as error:
+            raise StartFailure(f"cannot make what processes share: {error}") from None
+        self._newest = 1
+        self._refused: dict[int, str] = {}
+        """Generations that a gateway could not prepare for, and why."""
+        self._reloading: asyncio.Task[None] | None = None
+        self._must_reload_again = False
+        self._tasks: list[asyncio.Task[None]] = []
+
+    @property
+    def plan(self) -> Plan:
+        """What new requests are served by."""
+        return self._crews[self._front.active].plan
 
     async def run(self) -> int:
         """Serve until SIGTERM or SIGINT; returns 0. Raises StartFailure when a child cannot start or keeps dying."""
         _prepare_process()
         self._install_signal_handlers()
-        self._board_fd = create_board(self.plan.gateway.board)
-        self._endpoints: list[tuple[socket.socket, int]] = [make_zmq_endpoint() for _ in self._gateway_indices]
-        self._listening, self._url = listen(self.plan.settings)
-        self._uds_id = file_id(self.plan.settings.uds) if self.plan.settings.uds else None
+        plan = self._crews[1].plan
         try:
+            sockets = Sockets(self._listen(plan.settings), self._board_fd, plan.gateway.board)
+            quarantine_key = secrets.token_hex(_QUARANTINE_KEY_BYTES)
+            self._front = Front(
+                self._num_gateways, sockets, quarantine_key, plan.gateway.keys, self._crews, self._on_gateway_message,
+                self._changed.set,
+            )  # fmt: skip
             async with asyncio.TaskGroup() as group:
-                gateway_keepers = [group.create_task(self._keep_gateway(index)) for index in self._gateway_indices]
-                self._keepers = [*gateway_keepers, group.create_task(self._announce_when_ready())]
-                for index in range(len(self.plan.workers)):
-                    self._keepers.append(group.create_task(self._keep_worker(index)))
+                self._group = group
+                gateways = [group.create_task(self._front.keep(index)) for index in range(self._num_gateways)]
+                self._tasks += gateways
+                for work in (
+                    self._crews[1].keep(), self._front.watch(), self._announce_when_ready(), self._look_after_things(),
+                ):  # fmt: skip
+                    self._tasks.append(group.create_task(work))
                 await self._stop.wait()
-                await self._drain(gateway_keepers)
-                self._cancel_keepers()
-        except* StartFailure as group:
-            raise _first(group) from None
+                await self._drain(gateways)
+                self._cancel_all()
+        except* StartFailure as group_of_failures:
+            raise _first(group_of_failures) from None
         finally:
-            await self._fork_server.stop()
             await reap_everything()
             self._close()
         return EXIT_OK
 
-    @property
-    def _gateway_indices(self) -> range:
-        return range(self.plan.gateway.num_gateways)
+    def _listen(self, settings: Settings) -> list[socket.socket]:
+        """The public socket, and the admin socket if there is one. Raises StartFailure."""
+        listening, self._url = listen(settings)
+        self._listening.append(listening)
+        if settings.uds is not None:
+            self._uds.append((settings.uds, file_id(settings.uds)))
+        if (admin := listen_admin(settings)) is not None:
+            self._listening.append(admin[0])
+            self._admin_url = admin[1]
+            if settings.admin_uds is not None:
+                self._uds.append((settings.admin_uds, file_id(settings.admin_uds)))
+        return self._listening
 
-    async def _drain(self, gateway_keepers: Sequence["asyncio.Task[None]"]) -> None:
+    async def _drain(self, gateways: Sequence["asyncio.Task[None]"]) -> None:
         """Let gateways answer what they have accepted. Workers stay, and are still restarted, until they are done."""
-        self._is_draining = True
-        deadline_s = self.plan.settings.drain_timeout
+        if self._reloading is not None:
+            self._reloading.cancel()
+        settings = self.plan.settings
+        deadline_s = settings.drain_grace + settings.drain_timeout
         log.info("draining, for at most %g s", deadline_s)
-        self._listening.close()  # the gateways' copies decide from now on when connects are refused
-        for gateway in list(self._gateways.values()):
-            send_or_kill(gateway, Drain(deadline_s))
-        _, pending = await asyncio.wait(gateway_keepers, timeout=deadline_s + _DRAIN_MARGIN_S)
+        self._close_listening()  # the gateways' copies decide from now on when connects are refused
+        self._front.drain(Drain(deadline_s, settings.drain_grace))
+        _, pending = await asyncio.wait(gateways, timeout=deadline_s + _DRAIN_MARGIN_S)
         if pending:
             late_s = deadline_s + _DRAIN_MARGIN_S
             log.warning("%d gateway(s) have not finished in %g s and are killed", len(pending), late_s)
 
-    # --- gateways -------------------------------------------------------------------------------------------
+    # --- what gateways and crews say ------------------------------------------------------------------------
 
-    async def _keep_gateway(self, index: int) -> None:
-        name = "the gateway" if len(self._gateway_indices) == 1 else f"gateway {index}"
-        restarts = Restarts(name)
-        epoch = 0
-        while not self._stop.is_set():
-            epoch += 1
-            reason, ready_for_s = await self._live_gateway(index, epoch)
-            if self._is_draining:
-                log.info("%s %s", name, reason)
-                return
-            log.error("%s %s", name, reason)
-            with suppress(TimeoutError):
-                async with asyncio.timeout(restarts.delay_after(reason, ready_for_s)):
-                    await self._stop.wait()
+    def _on_gateway_message(self, link: Link, message: Message) -> None:
+        match message:
+            case Beat():
+                pass
+            case WorkerStuck():
+                for crew in self._crews.values():
+                    crew.kill_stuck(Incarnation(message.worker, message.life))
+            case Quarantined():
+                self._front.tell_all(message, but=link)
+            case ReloadAsked():
+                self._reload_soon()
+            case Prepared() if message.generation == self._front.active:
+                log.error("%s cannot serve what all others do, and is killed: %s", link.process.name, message.error)
+                link.process.kill()
+            case Prepared():
+                self._refused[message.generation] = message.error
+                self._changed.set()
+            case _:
+                log.error("%s from %s is not for the supervisor", type(message).__name__, link.process.name)
 
-    async def _live_gateway(self, index: int, epoch: int) -> tuple[str, float | None]:
-        """One life of a gateway; returns how it ended, and for how many seconds it had been ready.
-
-        Raises StartFailure when another life would not help.
-        """
-        try:
-            process = spawn(f"gateway {index}", "gateway")
-        except OSError as error:
-            return f"cannot be started: {error}", None
-        with killed_after(process):
-            start = GatewayStart(self.plan.gateway.to_json(), index, epoch)
-            zmq_listening, _ = self._endpoints[index]
-            send_or_kill(process, start, [self._listening.fileno(), zmq_listening.fileno(), self._board_fd])
-            try:
-                async with asyncio.timeout(_GATEWAY_START_TIMEOUT_S):
-                    ready = await process.receive()
-            except TimeoutError:
-                process.kill()
-                await self._gateway_ended(process, index)
-                return f"was not ready within {_GATEWAY_START_TIMEOUT_S:g} s", None
-            if isinstance(ready, ChildFailed):
-                raise StartFailure(ready.message)
-            if ready is None:
-                return await self._gateway_ended(process, index), None
-            assert isinstance(ready, GatewayReady)
-            ready_at = time.monotonic()
-            self._gateways[index] = process
-            if self._is_draining:
-                send_or_kill(process, Drain(self.plan.settings.drain_timeout))
-            self._changed.set()
-            for worker in self._ready.values():
-                worker.introduce_to(process)
-            try:
-                while (message := await process.receive()) is not None:
-                    self._on_gateway_message(message)
-                return await self._gateway_ended(process, index), time.monotonic() - ready_at
-            finally:
-                del self._gateways[index]
-
-    async def _gateway_ended(self, process: Process, index: int) -> str:
-        """Wait until it has; says how. Side effect: the board says no longer what the gateway had."""
-        reason = await process.ended()
-        clear_gauges(self._board_fd, self.plan.gateway.board, index)
-        return reason
-
-    def _on_gateway_message(self, message: Message) -> None:
-        """Any gateway is believed, once."""
-        assert isinstance(message, WorkerStuck)
-        worker = self._ready.get(message.worker)
-        if worker is not None and worker.incarnation.life == message.life and not worker.is_condemned:
-            log.error("%s is stuck and is killed", worker.incarnation)
-            worker.is_condemned = True
-            worker.process.kill()
-
-    def _tell_gateways_down(self, incarnation: Incarnation, reason: str) -> None:
-        for gateway in list(self._gateways.values()):
-            send_or_kill(gateway, WorkerDown(incarnation.worker, incarnation.life, reason))
-
-    # --- workers --------------------------------------------------------------------------------------------
-
-    async def _keep_worker(self, index: int) -> None:
-        restarts = Restarts(f"worker {index}")
-        life = 0
-        while True:
-            life += 1
-            incarnation = Incarnation(index, life)
-            reason, ready_for_s = await self._live_worker(incarnation)
-            log.error("%s %s", incarnation, reason)
-            await asyncio.sleep(restarts.delay_after(reason, ready_for_s))
-
-    async def _live_worker(self, incarnation: Incarnation) -> tuple[str, float | None]:
-        """One life of a worker; returns how it ended, and for how many seconds it had been ready.
-
-        Raises StartFailure when it says that it cannot start, before the server has ever been ready.
-        """
-        try:
-            arena_fd = create_arena(self.plan.gateway.arena)
-        except OSError as error:
-            return f"has no memory for its arena of {self.plan.gateway.arena.nbytes} bytes: {error.strerror}", None
-        try:
-            try:
-                config = self.plan.workers[incarnation.worker]
-                addresses = [address for _, address in self._endpoints]
-                process = await self._fork_server.fork(incarnation, config, arena_fd, addresses)
-            except (ChildDied, OSError) as error:
-                return f"could not be forked: {error}", None
-            with killed_after(process):
-                facts, reason = await self._await_worker_ready(process)
-                if facts is None:
-                    return reason, None
-                self._worker_is_ready(ReadyWorker(incarnation, process, arena_fd, facts))
-                ready_at = time.monotonic()
-                try:
-                    await process.died()
-                finally:
-                    del self._ready[incarnation.worker]
-                ready_for_s = time.monotonic() - ready_at
-                reason = await process.ended()
-                self._tell_gateways_down(incarnation, reason)
-                return reason, ready_for_s
-        finally:
-            os.close(arena_fd)
-
-    async def _await_worker_ready(self, process: Process) -> tuple[dict[str, Any] | None, str]:
-        """What the worker says of itself, or None and why there is nothing."""
-        stage = "starting"
-        try:
-            async with asyncio.timeout(self.plan.settings.start_timeout):
-                while True:
-                    match await process.receive():
-                        case Progress() as progress:
-                            stage = progress.stage
-                            self._show_stage(process, stage)
-                        case WorkerReady() as ready:
-                            self._show_warnings(ready.warnings)
-                            return ready.facts, ""
-                        case ChildFailed() as failed if not self._has_been_ready:
-                            raise StartFailure(failed.message)
-                        case ChildFailed() as failed:
-                            return None, f"cannot start: {failed.message}"
-                        case None:
-                            return None, f"{await process.ended()} while {stage}"
-        except TimeoutError:
-            return None, f"was still {stage} after {self.plan.settings.start_timeout:g} s"
-
-    def _worker_is_ready(self, worker: ReadyWorker) -> None:
-        self._ready[worker.incarnation.worker] = worker
-        for gateway in list(self._gateways.values()):
-            worker.introduce_to(gateway)
+    def on_ready(self, crew: Crew, worker: ReadyWorker) -> None:
         if self._has_been_ready:
             log.info("%s is ready", worker.incarnation)
+        self._front.tell()
         self._changed.set()
 
-    # --- what the operator sees -----------------------------------------------------------------------------
+    def on_down(self, crew: Crew, worker: ReadyWorker, reason: str) -> None:
+        has_crashed = worker.process.has_crashed and not worker.is_condemned
+        self._front.tell_down(worker.incarnation, reason, has_crashed=has_crashed)
 
-    def _show_stage(self, process: Process, stage: str) -> None:
-        """One line per stage, not per worker, and none for restarts."""
-        if process.name == str(Incarnation(0, 1)):
-            _say(stage)
+    def on_broken(self, crew: Crew, reason: str) -> None:
+        if crew.generation == self._front.active:
+            log.error("no worker stays alive, requests are refused: %s", reason)
+        self._front.tell()
+        self._changed.set()
 
-    def _show_load_stage(self, stage: str) -> None:
+    def on_model_changed(self, crew: Crew) -> None:
+        if crew.generation == self._front.active:
+            log.warning(
+                "the model's files have changed; reloading, so that nobody is answered by a mixture of two models"
+            )
+            self._reload_soon()
+
+    def on_stage(self, crew: Crew, stage: str) -> None:
         if not self._has_been_ready:
             _say(stage)
 
-    def _show_warnings(self, warnings: list[str]) -> None:
-        if not self._has_been_ready and not self._ready:
-            for warning in warnings:
-                _say(f"warning: {warning}")
+    def on_warning(self, crew: Crew, warning: str) -> None:
+        if not self._has_been_ready:
+            _say(f"warning: {warning}")
+        else:
+            log.warning("%s", warning)
+
+    # --- reloading ------------------------------------------------------------------------------------------
+
+    def _reload_soon(self) -> None:
+        if self._stop.is_set():
+            return
+        if not self._has_been_ready:
+            log.warning("not reloaded: the server is still starting")
+        elif self._reloading is not None:
+            self._must_reload_again = True
+        else:
+            self._reloading = self._group.create_task(self._reload_and_again())
+            self._tasks.append(self._reloading)
+
+    async def _reload_and_again(self) -> None:
+        try:
+            await self._reload()
+            while self._must_reload_again:
+                self._must_reload_again = False
+                await self._reload()
+        finally:
+            self._reloading = None
+
+    async def _reload(self) -> None:
+        """Serve by the configuration as it is now; if it cannot be used, by the one before."""
+        log.info("reloading")
+        self._tasks = [task for task in self._tasks if not task.done()]
+        try:
+            plan = await _in_thread(lambda: make_plan(load_settings(self._arguments, without=["ready_fd"])))
+            plan = self._fitted(plan)
+            crew = Crew(self._newest + 1, plan, self._num_gateways, self._lives, self)
+        except ConfigurationError as error:
+            for problem in error.problems:
+                log.error("not reloaded, nothing has changed: %s", problem)
+        except (ModelError, StartFailure, OSError, SystemExit) as error:
+            log.error("not reloaded, nothing has changed: %s", error)
+        except Exception as error:  # whatever files may hold; a message might quote it
+            log.error("not reloaded, nothing has changed: unexpected %s", type(error).__name__)
+        else:
+            self._newest += 1
+            self._crews[crew.generation] = crew
+            await self._change_to(crew)
+
+    def _fitted(self, plan: Plan) -> Plan:
+        """The plan with what must stay as it is. Raises ConfigurationError for what it would have to change."""
+        now = self.plan
+        problems = [
+            f"{name}: cannot be changed while serving, restart instead (was {getattr(now.settings, name)!s}, "
+            f"now {getattr(plan.settings, name)!s})"
+            for name in _FIXED_SETTINGS
+            if getattr(now.settings, name) != getattr(plan.settings, name)
+        ]
+        board_workers = now.gateway.board_workers
+        if plan.gateway.num_workers > board_workers:
+            problems.append(f"workers: {plan.gateway.num_workers} given, at most {board_workers} without a restart")
+        if problems:
+            forget(plan.gateway.card)
+            raise ConfigurationError(problems)
+        return replace(plan, gateway=replace(plan.gateway, board_workers=board_workers))
+
+    async def _change_to(self, crew: Crew) -> None:
+        """The new crew before the old: it takes over when every gateway has met all of it."""
+        old = self._crews[self._front.active]
+        failed: asyncio.Future[str] = asyncio.get_running_loop().create_future()
+        self._tasks.append(self._group.create_task(_keep_until_failure(crew, failed)))
+        self._front.tell()
+        failure = await self._await_met(crew, failed)
+        if failure is None and crew.plan.model_has_changed():
+            failure = "the model's files changed meanwhile; reloading again"
+            self._must_reload_again = True
+        if failure is None:
+            self._front.active = crew.generation
+            self._read_keys_again()  # they may have changed since the plan was made
+            self._front.tell()
+            logging.getLogger().setLevel(crew.plan.settings.log_level.upper())
+            await self._await_retired(old)
+            log.info("reloaded: %s is served by generation %d", crew.plan.gateway.model, crew.generation)
+            await self._end(old)
+        else:
+            log.error("not reloaded, nothing has changed: %s", failure)
+            await self._end(crew)
+
+    async def _end(self, crew: Crew) -> None:
+        """Forget a crew, with whatever serves or served it."""
+        del self._crews[crew.generation]
+        self._refused.pop(crew.generation, None)
+        self._front.discard(crew.generation)
+        await crew.dismiss()
+        crew.close()
+        forget(crew.plan.gateway.card)
+
+    async def _await_met(self, crew: Crew, failed: "asyncio.Future[str]") -> str | None:
+        """None once every gateway has met all of it; else why that will not be."""
+        timeout_s, deaths_before = crew.plan.settings.start_timeout, self._front.num_deaths
+        failed.add_done_callback(lambda _: self._changed.set())
+        try:
+            async with asyncio.timeout(timeout_s):
+                while not self._front.has_met(crew):
+                    if failed.done():
+                        return failed.result()
+                    if crew.broken is not None:
+                        return crew.broken
+                    if crew.generation in self._refused:
+                        return self._refused[crew.generation]
+                    if self._front.num_deaths - deaths_before >= _MAX_GATEWAY_DEATHS:
+                        return f"gateways have died {_MAX_GATEWAY_DEATHS} times meanwhile"
+                    self._changed.clear()
+                    await self._changed.wait()
+        except TimeoutError:
+            return f"the new workers, or gateways that know them, were not there within {timeout_s:g} s"
+        return None
+
+    async def _await_retired(self, crew: Crew) -> None:
+        """Until the last request that began with this crew is answered. Each has a deadline, and so has this."""
+        timeout_s = crew.plan.settings.request_timeout + _RETIRE_MARGIN_S
+        try:
+            async with asyncio.timeout(timeout_s):
+                while self._front.uses(crew.generation):
+                    self._changed.clear()
+                    await self._changed.wait()
+        except TimeoutError:
+            log.warning("generation %d still has requests after %g s and is ended", crew.generation, timeout_s)
+
+    async def _look_after_things(self) -> None:
+        """What nobody tells this process of: a file of keys that has changed, and orphans that have ended."""
+        seen = _file_state(self.plan.settings)
+        while True:
+            await asyncio.sleep(_LOOK_INTERVAL_S)
+            state = _file_state(self.plan.settings)
+            if state != seen:
+                seen = state
+                self._read_keys_again()
+            if self._reloading is None:  # which may wait for children of its own
+                reap_orphans()
+
+    def _read_keys_again(self) -> None:
+        """A file that cannot be used changes nothing."""
+        try:
+            keys = load_keys(self.plan.settings)
+        except ConfigurationError as error:
+            for problem in error.problems:
+                log.error("keys not read again, nothing has changed: %s", problem)
+        except Exception as error:  # whatever a file may hold; a message might quote it
+            log.error("keys not read again, nothing has changed: unexpected %s", type(error).__name__)
+        else:
+            if keys != self._front.keys:
+                self._front.keys = keys
+                self._front.tell()
+                log.info("keys read again: %d", len(keys))
+
+    # --- what the operator sees -----------------------------------------------------------------------------
 
     async def _announce_when_ready(self) -> None:
-        while len(self._gateways) < len(self._gateway_indices) or len(self._ready) < len(self.plan.workers):
+        while len(self._front.ready_links) < self._num_gateways or not self._front.has_met(self._crews[1]):
             self._changed.clear()
             await self._changed.wait()
         self._has_been_ready = True
         self._announce()
 
     def _announce(self) -> None:
-        facts = next(iter(self._ready.values())).facts
-        for line in summary(self.plan, self._url, facts, self._memory_mb()):
+        facts = next(iter(self._crews[1].ready.values())).facts
+        for line in summary(self.plan, self._url, self._admin_url, facts, self._memory_mb()):
             _print(line)
         _print(f"  ready in   {time.monotonic() - self._started_at:.1f} s")
         ready_fd = self.plan.settings.ready_fd
         if ready_fd is not None:
-            with open(ready_fd, "w") as ready:
-                ready.write(json.dumps({"url": self._url, "pid": os.getpid()}) + "\n")
+            with suppress(OSError), open(ready_fd, "w") as ready:
+                ready.write(json.dumps({"url": self._url, "admin_url": self._admin_url, "pid": os.getpid()}) + "\n")
 
     def _memory_mb(self) -> int:
         """Proportional memory of every process of the server."""
-        pids = [os.getpid(), *self._fork_server.pids(), *(worker.process.pid for worker in self._ready.values())]
-        pids += [gateway.pid for gateway in self._gateways.values()]
+        pids = [os.getpid(), *(link.process.pid for link in self._front.links.values())]
+        pids += [pid for crew in self._crews.values() for pid in crew.pids()]
         return sum(map(pss_mb, pids))
 
     # --- beginning and end ----------------------------------------------------------------------------------
 
     def _install_signal_handlers(self) -> None:
         loop = asyncio.get_running_loop()
-        for number in (signal.SIGTERM, signal.SIGINT, signal.SIGHUP):
+        for number in (signal.SIGTERM, signal.SIGINT):
             loop.add_signal_handler(number, self._on_stop_signal)
+        loop.add_signal_handler(signal.SIGHUP, self._reload_soon)
 
     def _on_stop_signal(self) -> None:
         """The first asks for a drain; a second, from somebody who will not wait, ends it."""
         if self._stop.is_set():
-            self._cancel_keepers()
+            self._cancel_all()
         self._stop.set()
 
-    def _cancel_keepers(self) -> None:
+    def _cancel_all(self) -> None:
         """Each keeper kills its child on the way out."""
-        for keeper in self._keepers:
-            keeper.cancel()
+        for task in self._tasks:
+            task.cancel()
+
+    def _close_listening(self) -> None:
+        for sock in self._listening:
+            sock.close()
 
     def _close(self) -> None:
-        self._listening.close()
-        for zmq_listening, address in self._endpoints:
-            zmq_listening.close()
-            os.close(address)
+        self._close_listening()
+        for crew in self._crews.values():
+            crew.close()
         os.close(self._board_fd)
-        if self.plan.settings.uds is not None:
-            remove_if_ours(self.plan.settings.uds, self._uds_id)
+        for path, ours in self._uds:
+            remove_if_ours(path, ours)
+
+
+async def _keep_until_failure(crew: Crew, failed: "asyncio.Future[str]") -> None:
+    """Unlike that of the first generation, the failure of a later one is not the server's."""
+    try:
+        await crew.keep()
+    except StartFailure as error:
+        failed.set_result(str(error))
+
+
+async def _in_thread(function: Callable[[], T]) -> T:
+    """Call what may take minutes. Unlike `asyncio.to_thread`, nobody waits for it when the program ends."""
+    loop = asyncio.get_running_loop()
+    future: asyncio.Future[T] = loop.create_future()
+
+    def tell(result: T | None, error: BaseException | None) -> None:
+        if future.done():
+            return
+        if error is not None:
+            future.set_exception(error)
+        else:
+            future.set_result(result)  # type: ignore[arg-type]
+
+    def work() -> None:
+        result, error = None, None
+        try:
+            result = function()
+        except BaseException as raised:
+            error = raised
+        with suppress(RuntimeError):  # the loop is closed
+            loop.call_soon_threadsafe(tell, result, error)
+
+    threading.Thread(target=work, name="reload", daemon=True).start()
+    return await future
+
+
+def _file_state(settings: Settings) -> tuple[int, int, int] | None:
+    """What changes when the file of keys does; None without one."""
+    if settings.keys_file is None:
+        return None
+    try:
+        found = os.stat(settings.keys_file)
+    except OSError:
+        return None
+    return found.st_ino, found.st_size, found.st_mtime_ns
 
 
 def _prepare_process() -> None:
@@ -463,17 +539,7 @@ def _prepare_process() -> None:
     os.umask(0o077)
     _, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     resource.setrlimit(resource.RLIMIT_NOFILE, (max_open_files(), hard))
-    resource.setrlimit(resource.RLIMIT_CORE, (0, 0))  # a core file would hold texts
-
-
-def _fork_server_start(plan: Plan) -> ForkServerStart:
-    """What the fork server imports and loads: an engine for processors is shared, one for a GPU is each worker's."""
-    config = plan.workers[0]
-    if config.engine == "weightless":
-        return ForkServerStart(os.getpid(), [])
-    modules = modules_to_preload(plan.card.model_type, config.engine)
-    shared = config.to_json() if config.device == "cpu" else None
-    return ForkServerStart(os.getpid(), modules, shared, self_command("choose"))
+    leave_no_core()
 
 
 def _first(group: BaseExceptionGroup[StartFailure]) -> StartFailure:

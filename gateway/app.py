@@ -6,28 +6,36 @@ socket and no ZeroMQ frame.
 
 import asyncio
 import time
-from collections.abc import Coroutine, Mapping
+from collections.abc import Callable, Coroutine, Mapping, Sequence
 from contextlib import aclosing
 from typing import Any, NamedTuple, TypeVar
 
 import orjson
 
 from gateway.admission import Admission, Permit
-from gateway.auth import Auth
 from gateway.board import Board
 from gateway.bodies import Bodies
-from gateway.config import GatewayConfig
+from gateway.callers import Caller, Callers, Spending
+from gateway.config import ApiKey, GatewayConfig
 from gateway.deadlines import Deadlines
 from gateway.dialects import openai
 from gateway.dispatch import Dispatcher
 from gateway.encoding import JsonRows, Matrix, make_collector
-from gateway.errors import ApiError, DeadlinePassed, NotFound, TooManyRequests, Unavailable, render_openai_error
+from gateway.errors import (
+    ApiError,
+    DeadlinePassed,
+    NotFound,
+    NotImplementedByServer,
+    TooManyRequests,
+    Unavailable,
+    render_openai_error,
+)
 from gateway.health import describe_health, describe_info
 from gateway.http1 import HttpRequest, Response
 from gateway.metrics import CONTENT_TYPE, render_metrics
 from gateway.request import EmbedRequest, Flow, Gathering, Priority, TokenizedInput
 from gateway.request import Sequence as QueuedSequence
-from gateway.routes import Route, find_route
+from gateway.routes import Place, Route, admin_table, find_route, public_table
 from gateway.scheduler import Scheduler
 from gateway.tokenizer import Tokenizer
 from shm.board import Counter
@@ -68,81 +76,113 @@ class App:
             max_ids=tokenizer.max_tokens,
         )
         self.is_draining = False
-        self._has_given_up = False
+        self._make_end: Callable[[], ApiError] | None = None
+        """Makes the error for whoever still comes, once this has ended."""
         self.started_at = time.monotonic()
         self.created_at = int(time.time())
-        self._auth = Auth(config.api_key)
+        self.on_reload: Callable[[], None] | None = None
+        """What `POST /admin/reload` asks for."""
+        self._admin_table = admin_table(ROUTES)
+        self.callers = Callers(config.keys, config.num_gateways)
+        self.set_keys(config.keys)
         self._max_priority = Priority[config.max_priority.upper()]
         self._gatherings: set[Gathering] = set()
         self._deadlines = Deadlines(self._expire)
+        dispatcher.when_broken(self.fail_all)
 
     # --- what the server calls ------------------------------------------------------------------------------
 
     def check_head(self, request: HttpRequest) -> Response | None:
         """Refuse what can be refused before the body has arrived. Raises ApiError."""
-        self._route(request)
+        route, caller = self._admit(request)
+        if route.scope == "embed":
+            caller.check_limits()
         return None
 
     async def handle(self, request: HttpRequest) -> Response:
-        return await self._route(request).handler(self, request)
+        route, caller = self._admit(request)
+        return await route.handler(self, request, caller)
 
     def render_error(self, error: ApiError, path: str | None) -> Response:
         return Response(error.status, render_openai_error(error), headers=error.headers())
 
     def give_up(self) -> None:
         """Answer every request that still waits for rows with a 503: the drain's deadline is about to pass."""
-        self._has_given_up = True
-        for gathering in list(self._gatherings):
-            gathering.fail(_shutting_down())
+        self.end(_shutting_down)
 
-    def _route(self, request: HttpRequest) -> Route:
-        route = find_route(ROUTES, request.method, request.path)
-        if route.needs_key:
-            self._auth.check(request.headers)
-        return route
+    def end(self, make_error: Callable[[], ApiError]) -> None:
+        """Answer every request that waits for rows, or comes to that from now on, each with an error of its own."""
+        self._make_end = make_error
+        self.fail_all(make_error)
+
+    def fail_all(self, make_error: Callable[[], ApiError]) -> None:
+        """Answer every request that still waits for rows, each with an error of its own."""
+        for gathering in list(self._gatherings):
+            gathering.fail(make_error())
+
+    def set_keys(self, keys: Sequence[ApiKey]) -> None:
+        """From now on these are the keys that callers may send. What has been admitted goes on."""
+        self.callers.set_keys(keys)
+        self._public_table = public_table(
+            ROUTES, has_admin_listener=self.config.has_admin_listener, has_keys=self.callers.are_known
+        )
+
+    def _admit(self, request: HttpRequest) -> tuple[Route, Caller]:
+        """Where a request goes, and who sends it. Of a request that comes in parts this is asked twice, because its key
+        may be gone by the time that its body has come; it takes 4 µs."""
+        is_admin = request.is_admin
+        route = find_route(self._admin_table if is_admin else self._public_table, request.method, request.path)
+        return route, self.callers.identify(request.headers, request.client, route.scope, is_admin=is_admin)
 
     # --- embeddings -----------------------------------------------------------------------------------------
 
-    async def embed(self, request: EmbedRequest, num_estimated: int, arrived_at: float) -> Embedded:
+    async def embed(self, request: EmbedRequest, num_estimated: int, arrived_at: float, caller: Caller) -> Embedded:
         """The rows of a request, and what was embedded. `num_estimated`: its tokens, guessed from characters.
 
-        `arrived_at`, by `time.monotonic`, is what its deadline counts from. Raises ApiError: TooManyRequests at the
-        door, BadRequest for an input, Unavailable when the deadline passes, ServerError when the engine fails. Side
-        effects: its inputs are gone once they are tokenized; when cancelled, what is still queued is dropped.
+        `arrived_at`, by `time.monotonic`, is what its deadline counts from. Raises ApiError: RateLimited for a key that
+        is over its limits, TooManyRequests at the door, BadRequest for an input, Unavailable when the deadline passes
+        or no worker stays alive, ServerError when the engine fails. Side effects: its inputs are gone once they are
+        tokenized; when cancelled, what is still queued is dropped.
         """
+        self.dispatcher.raise_if_broken()
         limit_s = self.config.request_timeout_s
         deadline = arrived_at + (limit_s if request.timeout_s is None else min(request.timeout_s, limit_s))
-        priority = max(self._max_priority, Priority.NORMAL if request.priority is None else request.priority)
-        permit = self.admission.try_enter(num_estimated, priority, deadline)
-        if permit is None:
-            permit = await self._enter(num_estimated, priority, deadline)
-        with permit:
-            return await self._gather(request, priority, permit, deadline)
+        priority = Priority.NORMAL if request.priority is None else request.priority
+        priority = max(self._max_priority, caller.max_priority, priority)
+        with caller.spend(num_estimated) as spending:
+            permit = self.admission.try_enter(num_estimated, priority, deadline, caller.tenant)
+            if permit is None:
+                permit = await self._enter(num_estimated, priority, deadline, caller)
+            with permit:
+                return await self._gather(request, permit, caller, spending)
 
-    async def _enter(self, num_estimated: int, priority: Priority, deadline: float) -> Permit:
+    async def _enter(self, num_estimated: int, priority: Priority, deadline: float, caller: Caller) -> Permit:
         try:
-            return await self.admission.enter(num_estimated, priority, deadline)
+            return await self.admission.enter(num_estimated, priority, deadline, caller.tenant)
         except TooManyRequests:
             self.board.add(Counter.REFUSED)
             raise
 
-    async def _gather(self, request: EmbedRequest, priority: Priority, permit: Permit, deadline: float) -> Embedded:
-        if self._has_given_up:
-            raise _shutting_down()
+    async def _gather(self, request: EmbedRequest, permit: Permit, caller: Caller, spending: Spending) -> Embedded:
+        if self._make_end is not None:
+            raise self._make_end()
+        self.dispatcher.raise_if_broken()  # it may have been found out while this request was at the door
         num_rows = len(request.inputs)
         collector = make_collector(request.encoding, num_rows, self.config.card.dim)
         gathering = Gathering(num_rows, collector, asyncio.get_running_loop())
-        flow = self.scheduler.open(gathering, priority, deadline)
+        flow = self.scheduler.open(gathering, permit.priority, permit.deadline, caller.tenant)
         self._gatherings.add(gathering)
-        tick = self._deadlines.set(gathering, deadline)
+        tick = self._deadlines.set(gathering, permit.deadline)
         try:
             num_tokens, num_truncated = await self._queue(request, flow, permit)
+            spending.settle(num_tokens)
             await gathering.finished
         finally:
             self._deadlines.drop(gathering, tick)
             self._gatherings.discard(gathering)
             gathering.abandon()
             self.scheduler.close(flow)
+            spending.note_sent(flow.num_sent_tokens)
         return Embedded(collector, num_tokens, num_truncated)
 
     def _expire(self, gathering: Gathering) -> None:
@@ -164,7 +204,7 @@ class App:
     async def _queue_runs(self, request: EmbedRequest, flow: Flow, permit: Permit) -> tuple[int, int]:
         """Run by run: the first inputs are with the workers while the last are being tokenized."""
         num_queued = num_tokens = num_truncated = 0
-        async with aclosing(self.tokenizer.tokenize(request.inputs)) as runs:
+        async with aclosing(self.tokenizer.tokenize(request.inputs, flow.tenant)) as runs:
             async for tokenized in runs:
                 more_tokens, more_truncated = self._queue_run(flow, num_queued, tokenized, permit)
                 num_queued += len(tokenized)
@@ -175,7 +215,8 @@ class App:
     def _queue_run(self, flow: Flow, start: int, tokenized: list[TokenizedInput], permit: Permit) -> tuple[int, int]:
         sequences = [QueuedSequence(flow, index, item) for index, item in enumerate(tokenized, start)]
         num_tokens = sum([item.num_tokens for item in tokenized])
-        self.scheduler.add(flow, sequences, time.monotonic())
+        self.dispatcher.quarantine.check(tokenized, start)
+        self.scheduler.add(flow, self.dispatcher.without_suspects(sequences), time.monotonic())
         permit.note_queued(num_tokens)
         self.dispatcher.pump_soon()
         return num_tokens, sum([item.is_truncated for item in tokenized])
@@ -200,16 +241,19 @@ def _shutting_down() -> Unavailable:
 # --- routes -----------------------------------------------------------------------------------------------------
 
 
-async def create_embeddings(app: App, http: HttpRequest) -> Response:
+async def create_embeddings(app: App, http: HttpRequest, caller: Caller) -> Response:
     config, arrived_at = app.config, time.monotonic()
+    caller.check_limits()  # before anything is made of the body
 
     def parse(fields: dict[str, Any]) -> tuple[EmbedRequest, int]:
         request = openai.parse_embeddings(fields, http.headers, max_inputs=config.max_inputs, dim=config.card.dim)
         return request, app.tokenizer.estimate_tokens(request.inputs)
 
-    request, num_estimated = await app.bodies.parse(http.body, openai.LARGE_FIELDS, parse)
+    request, num_estimated = await app.bodies.parse(
+        http.body, openai.LARGE_FIELDS, parse, caller.tenant, openai.SMALL_FIELDS
+    )
     http.body = b""  # tens of megabytes that nobody needs any more
-    embedded = await app.embed(request, num_estimated, arrived_at)
+    embedded = await app.embed(request, num_estimated, arrived_at, caller)
     return openai.render_embeddings(
         embedded.collector,
         request.encoding,
@@ -219,11 +263,11 @@ async def create_embeddings(app: App, http: HttpRequest) -> Response:
     )
 
 
-async def list_models(app: App, http: HttpRequest) -> Response:
+async def list_models(app: App, http: HttpRequest, caller: Caller) -> Response:
     return _json(200, openai.render_models(app.config.model, app.created_at))
 
 
-async def retrieve_model(app: App, http: HttpRequest) -> Response:
+async def retrieve_model(app: App, http: HttpRequest, caller: Caller) -> Response:
     name = http.path.partition("/models/")[2].strip("/")
     if name != app.config.model:
         raise NotFound(
@@ -234,22 +278,34 @@ async def retrieve_model(app: App, http: HttpRequest) -> Response:
     return _json(200, openai.render_model(app.config.model, app.created_at))
 
 
-async def health(app: App, http: HttpRequest) -> Response:
+async def health(app: App, http: HttpRequest, caller: Caller) -> Response:
     status, body = describe_health(app)
     return _json(status, body, headers={} if status == 200 else {"retry-after": "1"})
 
 
-async def live(app: App, http: HttpRequest) -> Response:
+async def live(app: App, http: HttpRequest, caller: Caller) -> Response:
     return _json(200, {"status": "ok"})
 
 
-async def info(app: App, http: HttpRequest) -> Response:
-    return _json(200, describe_info(app))
+async def info(app: App, http: HttpRequest, caller: Caller) -> Response:
+    return _json(200, describe_info(app, shows_tenants=http.is_admin or caller.is_admin))
 
 
-async def metrics(app: App, http: HttpRequest) -> Response:
+async def metrics(app: App, http: HttpRequest, caller: Caller) -> Response:
     body = render_metrics(app.board, version=app.config.version, model=app.config.model)
     return Response(200, body, content_type=CONTENT_TYPE)
+
+
+async def reload(app: App, http: HttpRequest, caller: Caller) -> Response:
+    if app.on_reload is None:
+        raise NotImplementedByServer("This gateway has nobody who could reload its configuration")
+    app.on_reload()
+    return _json(202, {"status": "reloading"})
+
+
+async def keys(app: App, http: HttpRequest, caller: Caller) -> Response:
+    """Of each key what it may and has used, by its name: nothing that it could be told from."""
+    return _json(200, {"gateway": app.board.gateway, "keys": [holder.describe() for holder in app.callers.holders]})
 
 
 def _json(status: int, body: Any, headers: Mapping[str, str] | None = None) -> Response:
@@ -267,8 +323,10 @@ ROUTES = {
     "/models": _MODELS,
     "/v1/models/*": _MODEL,
     "/models/*": _MODEL,
-    "/health": {"GET": Route(health, needs_key=False)},
-    "/live": {"GET": Route(live, needs_key=False)},
-    "/info": {"GET": Route(info)},
-    "/metrics": {"GET": Route(metrics)},
+    "/health": {"GET": Route(health, scope=None, place=Place.BOTH)},
+    "/live": {"GET": Route(live, scope=None, place=Place.BOTH)},
+    "/info": {"GET": Route(info, scope="metrics", place=Place.OPERATOR)},
+    "/metrics": {"GET": Route(metrics, scope="metrics", place=Place.OPERATOR)},
+    "/admin/reload": {"POST": Route(reload, scope="admin", place=Place.ADMIN)},
+    "/admin/keys": {"GET": Route(keys, scope="admin", place=Place.ADMIN)},
 }

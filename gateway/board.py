@@ -101,6 +101,12 @@ class Board:
         *counts, sum_ns = (sum(cells) for cells in zip(*(row.histograms[histogram] for row in self.rows), strict=True))
         return counts, sum_ns / 1e9
 
+    def known_workers(self) -> list[int]:
+        """Those that have been up; the board may have room for more."""
+        return [
+            worker for worker in range(self.num_workers) if any(r.workers[worker][WorkerCell.LIFE] for r in self.rows)
+        ]
+
     def worker_batches(self, worker: int) -> int:
         """Batches that all lives of a worker have done."""
         return sum(row.workers[worker][WorkerCell.BATCHES] for row in self.rows)

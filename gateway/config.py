@@ -14,11 +14,34 @@ from shm.card import ModelCard
 
 PRIORITIES = ("interactive", "normal", "bulk")
 TOKEN_ID_POLICIES = ("auto", "model", "reject")
+SCOPES = ("embed", "metrics", "admin")
+
+
+@dataclass(frozen=True, slots=True)
+class ApiKey:
+    """What a caller who sends a certain key may do. Holds the key's digest, never the key."""
+
+    name: str
+    """Names the tenant in shares of the server; told to no other caller."""
+    digest: str
+    """SHA-256 of the key, in hexadecimal."""
+    scopes: tuple[str, ...] = SCOPES
+    """Of SCOPES: "embed" for embeddings and models, "metrics" for /metrics and /info, "admin" for /admin."""
+    max_priority: str = "interactive"
+    """One of PRIORITIES."""
+    tokens_per_s: float | None = None
+    """Averaged over seconds, over all gateways; None: as many as there is room for."""
+    max_requests: int | None = None
+    """Embedding requests at a time, at all gateways."""
+
+    @classmethod
+    def from_json(cls, fields: Mapping[str, Any]) -> "ApiKey":
+        return cls(**{**fields, "scopes": tuple(fields["scopes"])})
 
 
 @dataclass(frozen=True, slots=True)
 class GatewayConfig:
-    """Everything a gateway needs to know, the same for each. Immutable; a new configuration is a new gateway.
+    """Everything a gateway needs to know, the same for each. Immutable; a new configuration is a new generation of it.
 
     What limits the whole server is divided among the gateways by `share`.
     """
@@ -30,10 +53,14 @@ class GatewayConfig:
     arena: ArenaSpec
     num_gateways: int
     num_workers: int
-    api_key: str | None
-    """Required of every caller when set. Never logged."""
+    board_workers: int
+    """Workers that the board has room for: as many as a later configuration may have."""
+    keys: tuple[ApiKey, ...]
+    """One of them is required of every caller, unless there are none."""
     token_ids: str
     """One of TOKEN_ID_POLICIES; see `gateway.tokenizer`."""
+    literal_special_tokens: bool
+    """Special tokens that stand in a text are taken for characters."""
     max_tokens: int
     """Longest sequence in tokens, special ones included; at most the card's."""
     max_batch_tokens: int
@@ -48,18 +75,27 @@ class GatewayConfig:
     """One of PRIORITIES: the highest that callers get, whatever they ask for."""
     max_connections: int
     """Open at a time, at all gateways."""
+    max_connections_per_address: int
+    """Of these, from one address (IPv6: one /64). Unix sockets have none."""
+    has_admin_listener: bool
+    """/metrics, /info and /admin are served on a socket of their own, and not on the public one."""
+    tls_cert: str | None
+    """Path of the certificate chain; with it, the public listener speaks TLS."""
+    tls_key: str | None
     request_timeout_s: float
     """From the request's last byte to its answer."""
     batch_timeout_s: float
-    """From the answer to the batch ahead of it to a batch's rows, so that it covers a batch of every other gateway;
-    past it the worker counts as stuck."""
+    """The most from the answer to the batch ahead of it to a batch's rows, so that it covers a batch of every other
+    gateway; past it the worker counts as stuck. Less, once the worker's speed is known."""
     uds: str | None
     """Path of the unix socket listened on, removed when the supervisor dies without doing so."""
+    admin_uds: str | None
+    """The same of the admin listener."""
     log_level: str
 
     @property
     def board(self) -> BoardSpec:
-        return BoardSpec(self.num_gateways, self.num_workers)
+        return BoardSpec(self.num_gateways, self.board_workers)
 
     def share(self, limit: int) -> int:
         """One gateway's part of a limit of the whole server, rounded up."""
@@ -70,4 +106,6 @@ class GatewayConfig:
 
     @classmethod
     def from_json(cls, fields: Mapping[str, Any]) -> "GatewayConfig":
-        return cls(**{**fields, "card": ModelCard.from_json(fields["card"]), "arena": ArenaSpec(**fields["arena"])})
+        keys = tuple(map(ApiKey.from_json, fields["keys"]))
+        card, arena = ModelCard.from_json(fields["card"]), ArenaSpec(**fields["arena"])
+        return cls(**{**fields, "keys": keys, "card": card, "arena": arena})

@@ -3,15 +3,20 @@
 Owns the ROUTER socket, the gateway's record of each incarnation (`WorkerLink`: its slots, its batches in flight) and
 the views of every arena. The transport is never evidence: that a worker lives is the supervisor's word (`worker_up`,
 `worker_down`), that a batch arrived is its reply. What a worker says is checked against the record before a row is
-read.
+read; one that has said what cannot be, or nothing for too long, is not listened to any more.
 
 Life of a slot: free → `_send` → in flight → `Done` → being encoded → free. A lost batch's sequences go back to the
-scheduler. Called by `gateway.main` (control messages) and `gateway.app` (new sequences, health).
+scheduler, as far as `gateway.retries` pays for it; those that workers died of, by the judgement of `gateway.suspects`,
+are given up, and refused from then on by `gateway.quarantine`.
+
+Several may live in one process and on one event loop. Called by `gateway.main` (control messages) and `gateway.app`
+(new sequences, health).
 """
 
 import asyncio
 import logging
 import math
+import secrets
 import time
 from collections import deque
 from collections.abc import Callable
@@ -22,10 +27,13 @@ import numpy as np
 import zmq
 
 from gateway.board import Board
-from gateway.errors import DeadlinePassed, PoisonInput, ServerError
+from gateway.errors import DeadlinePassed, ServerError, Unavailable
 from gateway.pace import FULL_BATCH_S, SHORT_BATCH_S, Pace
+from gateway.quarantine import Quarantine, poisonous
 from gateway.request import Sequence
+from gateway.retries import RetryBudget
 from gateway.scheduler import Scheduler
+from gateway.suspects import Suspects
 from shm.board import Counter
 from shm.failure import FailureCode
 from shm.view import Rows, SlotViews
@@ -34,16 +42,19 @@ from shm.wire import Alive, Batch, Done, Failed, Incarnation, Probe, WireError, 
 log = logging.getLogger("vecd.dispatch")
 
 _PROBE_INTERVAL_S = 0.02
-_SWEEP_INTERVAL_S = 1.0
+_SWEEP_INTERVAL_S = 0.25
+
+_LATE_S = 1.0
+"""A sweep that comes so late says that this process has stood still: then no worker is to blame for the time."""
+
+_BROKEN_RETRY_AFTER_S, _KEEP_DYING_RETRY_AFTER_S = 30, 5
+_QUARANTINE_KEY_BYTES = 32
 
 _FLOATS_PER_TURN = 32 * 1024
 """Floats encoded before the event loop gets its next turn: 1.4 ms as JSON numbers, 0.03 ms as base64."""
 
 _MAX_FAILURES = 10
 """Failures in a row, each on a batch of one sequence, after which the worker itself is suspected."""
-
-_MAX_DEATHS = 3
-"""Deadly batches after which a sequence is given up: two in company, the third alone."""
 
 
 @dataclass(slots=True)
@@ -74,7 +85,9 @@ class WorkerLink:
     is_connected: bool = False
     """It has answered this gateway's probe."""
     is_stuck: bool = False
-    """It has let a deadline pass; the supervisor has been told and will kill it."""
+    """It has let a deadline pass, or is not believed; the supervisor has been told and will kill it."""
+    has_answered: bool = False
+    """It has done a batch."""
     num_failures: int = 0
     """Batches of one sequence that it has failed on since its last success."""
     up_at: float = field(default_factory=time.monotonic)
@@ -89,8 +102,6 @@ class WorkerLink:
 
 
 class Dispatcher:
-    """`on_stuck` tells the supervisor of a worker past a deadline."""
-
     def __init__(
         self,
         *,
@@ -99,12 +110,29 @@ class Dispatcher:
         max_batch_tokens: int,
         batch_timeout_s: float,
         on_stuck: Callable[[Incarnation], None],
+        on_met: Callable[[Incarnation], None] | None = None,
+        on_quarantined: Callable[[str], None] | None = None,
+        quarantine_key: bytes | None = None,
+        num_gateways: int = 1,
         board: Board | None = None,
     ) -> None:
+        """What the supervisor is to be told: `on_stuck`, that a worker is past its deadline or is not believed;
+        `on_met`, that one has answered for the first time; `on_quarantined`, the digest of an input that is given up,
+        made with `quarantine_key` (None: a random one).
+
+        `batch_timeout_s` is the most that a worker has for a batch; `num_gateways` take turns at it.
+        """
         self._scheduler = scheduler
         self._epoch = epoch
         self._batch_timeout_s = batch_timeout_s
+        self._num_gateways = num_gateways
         self._on_stuck = on_stuck
+        self._on_met = on_met
+        self._on_quarantined = on_quarantined
+        self._on_broken: Callable[[Callable[[], Unavailable]], None] | None = None
+        self.quarantine = Quarantine(quarantine_key or secrets.token_bytes(_QUARANTINE_KEY_BYTES))
+        self._suspects = Suspects()
+        self._retries = RetryBudget(max_batch_tokens)
         self._pace = Pace(max_batch_tokens)
         """Of a worker about which nothing is known yet: that of the last batch of any."""
         self._board = board or Board.private()
@@ -113,6 +141,10 @@ class Dispatcher:
         self._to_encode: deque[tuple[WorkerLink, InFlight]] = deque()
         self._is_encoding = False
         self._is_pump_due = False
+        self._is_stopped = False
+        self._num_done = 0
+        self.broken: str | None = None
+        """Why no worker stays alive, once the supervisor has said so; None again as soon as one is up."""
         self.tokens_per_s = self._pace.tokens_per_s
         """Of all workers together, with full batches. While there is none, as before."""
         self.in_flight_tokens = 0
@@ -132,9 +164,13 @@ class Dispatcher:
         # The path is not used: the socket behind listening_fd has been bound, and its name removed, already.
         self._socket.bind("ipc://vecd")
         self._loop.add_reader(self._socket.fileno(), self._receive_all)
-        self._sweeper = self._loop.call_later(_SWEEP_INTERVAL_S, self._sweep)
+        self._sweep_soon()
 
     def stop(self) -> None:
+        """Forget all workers and close the socket. What is still queued or being encoded stays unanswered."""
+        self._is_stopped = True
+        self._links.clear()
+        self._to_encode.clear()
         self._sweeper.cancel()
         self._loop.remove_reader(self._socket.fileno())
         self._context.destroy(linger=0)
@@ -147,6 +183,8 @@ class Dispatcher:
 
     def why_unavailable(self) -> str | None:
         """None when some worker can serve; else the reason, for `/health`."""
+        if self.broken is not None:
+            return self.broken
         if any(link.is_usable for link in self._links.values()):
             return None
         if not self._links:
@@ -155,22 +193,58 @@ class Dispatcher:
             f"{link.incarnation} {'is stuck' if link.is_stuck else 'does not answer yet'}" for link in self.links
         )
 
+    def raise_if_broken(self) -> None:
+        """Raises Unavailable while no worker stays alive: to wait for one would be in vain."""
+        if self.broken is not None:
+            raise self._broken_error()
+
+    def _broken_error(self) -> Unavailable:
+        return Unavailable(
+            f"The model cannot be served: {self.broken}", retry_after_s=_BROKEN_RETRY_AFTER_S, code="model_broken"
+        )
+
+    def when_broken(self, fail_all: Callable[[Callable[[], Unavailable]], None]) -> None:
+        """Call `fail_all`, with what makes the error for each request, when the model turns out to be broken."""
+        self._on_broken = fail_all
+
     def pump_soon(self) -> None:
         """Send what can be sent, once the requests that have arrived in this turn of the loop are all queued."""
         if not self._is_pump_due:
             self._is_pump_due = True
             self._loop.call_soon(self._pump)
 
+    def without_suspects(self, sequences: list[Sequence]) -> list[Sequence]:
+        """Those of a new request that may share a batch. The others, whose like workers have died of before, are queued
+        here, each alone. Costs nothing while no worker has died."""
+        if not self._suspects:
+            return sequences
+        for sequence in sequences:
+            sequence.deaths = self._suspects.find(self.quarantine.digest(sequence.token_ids))
+        for sequence in filter(_is_suspect, sequences):
+            self._scheduler.set_aside([sequence])
+        return [sequence for sequence in sequences if not _is_suspect(sequence)]
+
     # --- what the supervisor says ---------------------------------------------------------------------------
 
     def worker_up(self, incarnation: Incarnation, slots: SlotViews, facts: dict[str, Any]) -> None:
         """An incarnation is ready. It gets batches once it has answered a probe."""
+        if self._is_stopped:
+            return
+        self.broken = None
         link = WorkerLink(incarnation, slots, facts, self._pace.copy(), free_slots=list(range(len(slots.rows))))
         self._links[incarnation.identity] = link
+        self._retries.make_room_for(len(self._links))
         self._probe(link)
 
-    def worker_down(self, incarnation: Incarnation, reason: str) -> None:
-        """An incarnation is dead: its batches are queued again, its arena dropped."""
+    def set_broken(self, reason: str) -> None:
+        """No worker stays alive: every request is failed at once, and new ones, until one is up all the same."""
+        log.error("the model is given up for now: %s", reason)
+        self.broken = reason
+        if self._on_broken is not None:
+            self._on_broken(self._broken_error)
+
+    def worker_down(self, incarnation: Incarnation, reason: str, *, has_crashed: bool = False) -> None:
+        """An incarnation is dead: its batches are queued again, its arena dropped. `has_crashed`: by its own doing."""
         link = self._links.pop(incarnation.identity, None)
         self._last_death = f"{incarnation} {reason}"
         if link is None:
@@ -182,8 +256,9 @@ class Dispatcher:
         link.in_flight.clear()
         self.in_flight_tokens -= sum(batch.num_tokens for batch in lost)
         for batch in lost:
+            _count_sent(batch.sequences, -1)
             if link.slots.begun[batch.slot] == batch.number:
-                self._count_death(batch)
+                self._count_death(batch, has_crashed=has_crashed)
         self._put_back([sequence for batch in lost for sequence in batch.sequences])
 
     # --- sending --------------------------------------------------------------------------------------------
@@ -194,6 +269,8 @@ class Dispatcher:
         While short requests wait for the batches of a backlog, these are short, and none is sent ahead.
         """
         self._is_pump_due = False
+        if self._is_stopped:
+            return
         now = time.monotonic()
         is_short = self._scheduler.wants_short_batches(now)
         batch_s = SHORT_BATCH_S if is_short else FULL_BATCH_S
@@ -217,6 +294,22 @@ class Dispatcher:
     def _next_batch(
         self, now: float, pace: Pace, budget: int, num_idle: int = 1, *, is_short: bool = False
     ) -> list[Sequence]:
+        batch = self._take_batch(now, pace, budget, num_idle, is_short=is_short)
+        while self.quarantine and batch:
+            harmless = self._without_quarantined(batch)
+            if harmless:
+                return harmless
+            batch = self._take_batch(now, pace, budget, num_idle, is_short=is_short)
+        return batch
+
+    def _without_quarantined(self, batch: list[Sequence]) -> list[Sequence]:
+        """What may be sent of what was queued before an input like it was given up."""
+        for sequence in batch:
+            if self.quarantine.holds(sequence.token_ids):
+                sequence.gathering.fail(poisonous(sequence.index))
+        return [sequence for sequence in batch if not sequence.is_abandoned]
+
+    def _take_batch(self, now: float, pace: Pace, budget: int, num_idle: int, *, is_short: bool) -> list[Sequence]:
         num_tokens = min(budget, self._scheduler.queued_tokens // num_idle)
         done_by = now + pace.batch_s(num_tokens)
         batch = self._scheduler.next_batch(
@@ -235,6 +328,7 @@ class Dispatcher:
         batch = InFlight(self._last_number, link.free_slots.pop(), sequences, num_tokens, now)
         link.in_flight[batch.number] = batch
         self.in_flight_tokens += num_tokens
+        _count_sent(sequences, 1)
         lengths = np.array([sequence.num_tokens for sequence in sequences], dtype="<i4").tobytes()
         ids = b"".join([sequence.token_ids for sequence in sequences])
         message = Batch(self._epoch, batch.number, batch.slot, len(sequences), num_tokens, lengths, ids)
@@ -256,7 +350,7 @@ class Dispatcher:
         return True
 
     def _probe(self, link: WorkerLink) -> None:
-        """Ask until it answers: the worker connects in its own time."""
+        """Ask until it answers: the worker connects in its own time. A link that is gone is not asked any more."""
         if link.is_connected or self._links.get(link.incarnation.identity) is not link:
             return
         self._send_frames(link, Probe(self._epoch))
@@ -269,7 +363,7 @@ class Dispatcher:
 
     def _receive_all(self) -> None:
         """Read until nothing is left: the descriptor is edge-triggered."""
-        while self._has_message():
+        while not self._is_stopped and self._has_message():
             try:
                 identity, *frames = self._socket.recv_multipart(zmq.DONTWAIT)
             except zmq.Again:
@@ -278,8 +372,8 @@ class Dispatcher:
 
     def _receive(self, identity: bytes, frames: list[bytes]) -> None:
         link = self._links.get(identity)
-        if link is None:
-            return  # a dead incarnation's last words
+        if link is None or link.is_stuck:
+            return  # a dead incarnation's last words, or those of one that is being killed
         try:
             message = decode_to_gateway(frames)
         except WireError as error:
@@ -290,12 +384,17 @@ class Dispatcher:
             return  # an answer to the gateway before this one
         match message:
             case Alive():
-                link.is_connected = True
-                self.pump_soon()
+                self._on_alive(link)
             case Done():
                 self._on_done(link, message)
             case Failed():
                 self._on_failed(link, message)
+
+    def _on_alive(self, link: WorkerLink) -> None:
+        is_first, link.is_connected = not link.is_connected, True
+        if is_first and self._on_met is not None:
+            self._on_met(link.incarnation)
+        self.pump_soon()
 
     def _on_done(self, link: WorkerLink, done: Done) -> None:
         batch = self._take_answered(link, done.number, done.slot)
@@ -303,17 +402,24 @@ class Dispatcher:
             return
         if done.num_rows != len(batch.sequences):
             log.error("%s wrote %d rows for %d sequences", link.incarnation, done.num_rows, len(batch.sequences))
-            self._put_back(batch.sequences)
             self._report_stuck(link)
+            _count_sent(batch.sequences, -1)
+            self._count_death(batch, has_crashed=True)  # it costs a worker as well: no batch may do so for ever
+            self._put_back(batch.sequences)
             return
+        link.has_answered = True
         link.pace.observe(batch.num_tokens, done.compute_us / 1e6)
         self._note_pace(link.pace)
+        self._retries.earn(batch.num_tokens)
+        self._num_done += 1
         self._board.add(Counter.BATCHES)
         self._board.add(Counter.SEQUENCES, len(batch.sequences))
         self._board.add(Counter.TOKENS, batch.num_tokens)
         self._board.add(Counter.COMPUTE_US, done.compute_us)
         self._board.add_batch(link.incarnation.worker)
         link.num_failures = 0
+        if self._suspects:
+            self._clear(batch.sequences)
         self._pump()  # the worker computes its next batch while this one's rows are encoded
         self._to_encode.append((link, batch))
         if not self._is_encoding:
@@ -321,9 +427,7 @@ class Dispatcher:
 
     def _note_pace(self, pace: Pace) -> None:
         self._pace = pace
-        speeds = [link.pace.tokens_per_s for link in self._links.values() if link.is_usable]
-        if speeds:
-            self.tokens_per_s = sum(speeds)
+        self.tokens_per_s = sum(link.pace.tokens_per_s for link in self._links.values() if link.is_usable)
 
     def _on_failed(self, link: WorkerLink, failed: Failed) -> None:
         batch = self._take_answered(link, failed.number, failed.slot)
@@ -331,6 +435,7 @@ class Dispatcher:
             return
         log.error("%s failed on a batch of %d: %s", link.incarnation, len(batch.sequences), failed.code.name)
         link.free_slots.append(batch.slot)
+        _count_sent(batch.sequences, -1)
         if len(batch.sequences) == 1:
             _fail(batch.sequences[0], failed.code)
             self._count_failure(link)
@@ -385,12 +490,34 @@ class Dispatcher:
 
     # --- when things go wrong -------------------------------------------------------------------------------
 
-    def _count_death(self, batch: InFlight) -> None:
+    def _count_death(self, batch: InFlight, *, has_crashed: bool) -> None:
+        """One more for each input in the batch, also for those whose callers have gone."""
+        is_alone = len(batch.sequences) == 1
+        by_digest: dict[str, list[Sequence]] = {}
         for sequence in batch.sequences:
-            sequence.num_deaths += 1
-            if sequence.num_deaths >= _MAX_DEATHS:
-                log.error("a sequence of %d tokens died with %d workers; given up", sequence.num_tokens, _MAX_DEATHS)
-                sequence.gathering.fail(PoisonInput(f"'input[{sequence.index}]' ended its worker each time it ran"))
+            by_digest.setdefault(self.quarantine.digest(sequence.token_ids), []).append(sequence)
+        for digest, sequences in by_digest.items():
+            deaths = self._suspects.record(digest, sequences[0].deaths)
+            for sequence in sequences:
+                sequence.deaths = deaths
+            if deaths.count(is_alone=is_alone, has_crashed=has_crashed, num_done=self._num_done):
+                self._give_up(sequences[0], digest)
+
+    def _clear(self, sequences: list[Sequence]) -> None:
+        """They have been computed, and their worker lives."""
+        for sequence in sequences:
+            if sequence.deaths is not None:
+                self._suspects.forget(self.quarantine.digest(sequence.token_ids))
+
+    def _give_up(self, sequence: Sequence, digest: str) -> None:
+        """Fail the request, and every other that has the same input for a while."""
+        log.error("a sequence of %d tokens died with %d workers; given up", sequence.num_tokens, sequence.num_deaths)
+        self._board.add(Counter.POISONED)
+        sequence.gathering.fail(poisonous(sequence.index))
+        self._suspects.forget(digest)
+        self.quarantine.add(digest)
+        if self._on_quarantined is not None:
+            self._on_quarantined(digest)
 
     def _count_failure(self, link: WorkerLink) -> None:
         """A worker that only fails is always idle, and would be given everything: it is replaced."""
@@ -400,35 +527,74 @@ class Dispatcher:
             self._report_stuck(link)
 
     def _put_back(self, sequences: list[Sequence]) -> None:
+        """Queue lost sequences again: suspects each alone, the others as far as may be paid for."""
+        for sequence in sequences:
+            is_free = sequence.is_abandoned or _is_suspect(sequence)
+            if not is_free and not self._retries.pay(sequence.num_tokens):
+                sequence.gathering.fail(_keep_dying())
         alive = [sequence for sequence in sequences if not sequence.is_abandoned]
-        self._scheduler.put_back([sequence for sequence in alive if sequence.num_deaths < _MAX_DEATHS - 1])
-        for suspect in alive:
-            if suspect.num_deaths >= _MAX_DEATHS - 1:
-                self._scheduler.set_aside([suspect])
+        self._board.add(Counter.RETRIED, len(alive))
+        self._scheduler.put_back([sequence for sequence in alive if not _is_suspect(sequence)])
+        for sequence in alive:
+            if _is_suspect(sequence):
+                self._scheduler.set_aside([sequence])
         self.pump_soon()
 
     def _report_stuck(self, link: WorkerLink) -> None:
-        """Give the worker nothing more, and have it killed; its batches come back with `worker_down`."""
+        """Believe the worker nothing, give it nothing more, and have it killed; its batches come back with
+        `worker_down`."""
         if not link.is_stuck:
             link.is_stuck = True
+            self._board.add(Counter.STUCK)
             self._on_stuck(link.incarnation)
 
-    def _sweep(self) -> None:
+    # --- deadlines ------------------------------------------------------------------------------------------
+
+    def _sweep_soon(self) -> None:
+        self._sweep_due_at = time.monotonic() + _SWEEP_INTERVAL_S
         self._sweeper = self._loop.call_later(_SWEEP_INTERVAL_S, self._sweep)
+
+    def _sweep(self) -> None:
+        late_s = time.monotonic() - self._sweep_due_at
+        self._sweep_soon()
+        if late_s > _LATE_S:
+            log.warning("this process has stood still for %.1f s", late_s)
+            self._excuse(late_s)
+        self._receive_all()  # an answer that has arrived is in time, however late it is read
         now = time.monotonic()
         for link in self.links:
-            if not link.is_connected and now - link.up_at > self._batch_timeout_s and not link.is_stuck:
-                log.error("%s has not answered for %.0f s", link.incarnation, now - link.up_at)
-                self._report_stuck(link)
-            oldest = next(iter(link.in_flight.values()), None)
-            if oldest is not None and now - oldest.started_at > self._batch_timeout_s and not link.is_stuck:
-                log.error(
-                    "%s has had a batch of %d tokens for %.0f s",
-                    link.incarnation,
-                    oldest.num_tokens,
-                    now - oldest.started_at,
-                )
-                self._report_stuck(link)
+            if not link.is_stuck:
+                self._judge(link, now)
+
+    def _excuse(self, seconds: float) -> None:
+        """Count no such time against any worker."""
+        for link in self._links.values():
+            link.up_at += seconds
+            for batch in link.in_flight.values():
+                batch.started_at += seconds
+
+    def _judge(self, link: WorkerLink, now: float) -> None:
+        if not link.is_connected and now - link.up_at > self._batch_timeout_s:
+            log.error("%s has not answered for %.0f s", link.incarnation, now - link.up_at)
+            self._report_stuck(link)
+        oldest = next(iter(link.in_flight.values()), None)
+        if oldest is not None and now - oldest.started_at > self._deadline_s(link, oldest.num_tokens):
+            log.error(
+                "%s has had a batch of %d tokens for %.1f s",
+                link.incarnation,
+                oldest.num_tokens,
+                now - oldest.started_at,
+            )
+            self._report_stuck(link)
+
+    def _deadline_s(self, link: WorkerLink, num_tokens: int) -> float:
+        return link.pace.deadline_s(
+            num_tokens,
+            limit_s=self._batch_timeout_s,
+            has_answered=link.has_answered,
+            num_gateways=self._num_gateways,
+            max_sequence_tokens=self._scheduler.quantum,
+        )
 
 
 def _deliver(sequences: list[Sequence], rows: Rows) -> None:
@@ -460,6 +626,23 @@ def _fail_not_finite(sequence: Sequence) -> None:
     log.error("the model gave a vector that is not finite for a sequence of %d tokens", sequence.num_tokens)
     sequence.gathering.fail(
         ServerError(f"The model gave a vector that is not finite for 'input[{sequence.index}]'", code="not_finite")
+    )
+
+
+def _count_sent(sequences: list[Sequence], sign: int) -> None:
+    for sequence in sequences:
+        sequence.flow.num_sent_tokens += sign * sequence.num_tokens
+
+
+def _is_suspect(sequence: Sequence) -> bool:
+    return sequence.deaths is not None and sequence.deaths.must_run_alone
+
+
+def _keep_dying() -> Unavailable:
+    return Unavailable(
+        "Workers keep dying, and what they leave is more than may be computed again",
+        retry_after_s=_KEEP_DYING_RETRY_AFTER_S,
+        code="retry_budget_exhausted",
     )
 
 

@@ -2,7 +2,7 @@
 
 Three families: the caller's (4xx: names the field, the limit and the value), overload (429 and 503, with
 Retry-After), ours (5xx: generic to the client, whole in the log under the request id). Raised anywhere in the
-gateway, answered once, by `gateway.server`. Statuses, types and codes follow what OpenAI's API answers, because
+gateway, answered once, by `gateway.connection`. Statuses, types and codes follow what OpenAI's API answers, because
 clients match on them: 400 and never 422, and no 5xx is ever an `invalid_request_error`. No message quotes a text,
 a token id, a vector or a key.
 """
@@ -54,6 +54,15 @@ class InvalidApiKey(ApiError):
         return {"www-authenticate": "Bearer"}
 
 
+class PermissionDenied(ApiError):
+    """Raised by `gateway.auth` when a caller's key is known, and has not the scope that the path asks for, and by
+    `gateway.connection` for a web page on the admin listener."""
+
+    status = 403
+    type = "invalid_request_error"
+    code = "insufficient_scope"
+
+
 class NotFound(ApiError):
     """Raised by `gateway.routes` for an unknown path, and for an unknown model."""
 
@@ -77,7 +86,7 @@ class MethodNotAllowed(ApiError):
 
 
 class RequestTimeout(ApiError):
-    """Raised by `gateway.server` when a request's bytes do not arrive in time."""
+    """Raised by `gateway.connection` when a request's bytes do not arrive in time."""
 
     status = 408
     type = "invalid_request_error"
@@ -136,11 +145,20 @@ class _Overload(ApiError):
 
 
 class TooManyRequests(_Overload):
-    """Raised when too much is waiting: by `gateway.admission` at the door, by `gateway.bodies` for a large body."""
+    """Raised when too much is waiting: by `gateway.admission` at the door, by `gateway.bodies` and
+    `gateway.connection` for a large body."""
 
     status = 429
     type = "rate_limit_error"
     code = "server_overloaded"
+
+
+class RateLimited(_Overload):
+    """Raised by `gateway.callers` when a key has used up what it may."""
+
+    status = 429
+    type = "rate_limit_error"
+    code = "rate_limit_exceeded"
 
 
 class Unavailable(_Overload):

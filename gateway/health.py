@@ -25,10 +25,12 @@ def describe_health(app: "App") -> tuple[int, dict[str, Any]]:
     return 503, {"status": "unavailable", "reason": reason}
 
 
-def describe_info(app: "App") -> dict[str, Any]:
-    """The body of `/info`: the model, the limits, the workers and what waits. No text, no key, no path."""
+def describe_info(app: "App", *, shows_tenants: bool) -> dict[str, Any]:
+    """The body of `/info`: the model, the limits, the workers and what waits. No text, no key, no path, no address; the
+    names of keys only if it `shows_tenants`."""
     config, card, board = app.config, app.config.card, app.board
     board.publish()
+    tenants = {"tenants": _describe_tenants(app)} if shows_tenants else {}
     return {
         "version": config.version,
         "model": {
@@ -53,6 +55,7 @@ def describe_info(app: "App") -> dict[str, Any]:
             "sequences": board.total(Gauge.QUEUED_SEQUENCES),
             "tokens": board.total(Gauge.QUEUED_TOKENS),
         },
+        **tenants,
         "workers": [_describe_worker(link, board) for link in app.dispatcher.links],
         "gateway": {
             "gateway": board.gateway,
@@ -60,6 +63,21 @@ def describe_info(app: "App") -> dict[str, Any]:
             "uptime_s": round(time.monotonic() - app.started_at, 1),
         },
         "gateways": [_describe_gateway(index, row) for index, row in enumerate(board.rows)],
+    }
+
+
+def _describe_tenants(app: "App") -> dict[str, Any]:
+    """Of this gateway. Without keys a tenant is an address, and only how many there are is said."""
+    return {
+        "present": app.admission.num_tenants,
+        "keys": [
+            {
+                "name": holder.tenant,
+                "requests": app.admission.num_requests_of(holder.tenant),
+                "queued_tokens": app.scheduler.queued_tokens_of(holder.tenant),
+            }
+            for holder in app.callers.holders
+        ],
     }
 
 

@@ -1,17 +1,18 @@
 """HTTP/1.x as bytes: what a connection has received becomes requests, and responses become bytes.
 
 Owns how a request is read: its framing, its limits, which bytes are refused and with which error; and how the head
-of a response is written. Never touches a socket, a task or a clock: `gateway.server` feeds it, sends what it
+of a response is written. Never touches a socket, a task or a clock: `gateway.connection` feeds it, sends what it
 encodes, and keeps the deadlines. Tests drive it with bytes alone.
 
-llhttp (by httptools) parses. Added here is what llhttp leaves to its user: limits, one Host, exactly known transfer
-codings and versions, no upgrades. llhttp cannot stop at the end of a request, so it is never given bytes beyond it:
+llhttp (by httptools) parses heads. Added here is what llhttp leaves to its user: limits, one well-formed Host, exactly
+known transfer codings and versions, no upgrades. llhttp cannot stop at the end of a head, so it is never given bytes
+beyond it:
 
-    bytes fed       │ head … CRLF CRLF │ body (Content-Length, or chunks … CRLF CRLF) │ head of the next request …
-    given to llhttp └ as they come, 3 bytes kept back until the end is known ────────┘ waits, unparsed
+    bytes fed       │ head … CRLF CRLF                              │ body              │ head of the next request …
+    given to llhttp └ as they come, 3 kept back until the end comes ┘ `gateway.framing` │ waits, unparsed
 
-So the pipelined requests of a connection wait as plain bytes, each request is read by a parser of its own, and
-nothing (a trailer, an upgrade, a `Connection: close`) leaks from one into the next.
+So the pipelined requests of a connection wait as plain bytes, each head is read by a parser of its own, and nothing (a
+trailer, an upgrade, a `Connection: close`) leaks from one request into the next.
 """
 
 import itertools
@@ -21,7 +22,6 @@ from dataclasses import dataclass, field
 from enum import Enum, auto
 from functools import lru_cache
 from http import HTTPStatus
-from io import BytesIO
 from typing import NoReturn, TypeAlias
 from urllib.parse import unquote_to_bytes
 
@@ -36,11 +36,12 @@ from gateway.errors import (
     PayloadTooLarge,
     UnsupportedEncoding,
 )
+from gateway.framing import Body, ChunkedBody, KnownBody, NoBody
 
 CONTINUE = b"HTTP/1.1 100 Continue\r\n\r\n"
 
 _BLANK_LINE = b"\r\n\r\n"
-"""Ends every head, and every chunked body (trailers or not). llhttp takes no other line end than CRLF."""
+"""Ends every head. llhttp takes no other line end than CRLF."""
 _MAX_KEPT_BACK_BYTES = len(_BLANK_LINE) - 1
 _LINE_ENDS = re.compile(rb"[\r\n]*")
 
@@ -48,6 +49,13 @@ _MINOR_VERSIONS = {"1.0": 0, "1.1": 1}
 # llhttp's reasons for a version it does not know, and for the preface of HTTP/2.
 _VERSION_REASONS = {"Invalid HTTP version", "Pause on PRI/Upgrade"}
 
+# RFC 9110, section 7.2; RFC 3986, section 3.2.2. Empty where the target has no authority. Without the comma, which no
+# name has, but two Hosts that somebody on the way has made one of.
+_HOST = re.compile(
+    r"(?:(?:[A-Za-z0-9._~!$&'()*+;=-]|%[0-9A-Fa-f]{2})*|\[[0-9A-Fa-f:.]+\]|\[v[0-9A-Fa-f]+\.[\w.~!$&'()*+,;=:-]+\])"
+    r"(?::[0-9]*)?",
+    re.ASCII,
+)
 _INVALID_ESCAPE = re.compile(rb"%(?![0-9A-Fa-f]{2})")
 _CONTROL_CHARACTER = re.compile(r"[\x00-\x1f\x7f]")
 _REQUEST_ID = re.compile(r"[A-Za-z0-9._-]{1,128}")
@@ -89,6 +97,10 @@ class HttpRequest:
     """The client sends its body only after an interim answer."""
     body: bytes = field(default=b"", repr=False)
     """Empty until the whole body is there."""
+    client: str = field(default="", repr=False)
+    """Who asks, as `gateway.connection` names it: an IPv4 address, the /64 of an IPv6 address, "" on a unix socket."""
+    is_admin: bool = False
+    """It came by the admin listener."""
 
 
 @dataclass(slots=True)
@@ -123,10 +135,11 @@ class ReadState(Enum):
 class RequestReader:
     """Reads the requests of one connection, one at a time: feed it, then take events until there is none."""
 
-    __slots__ = ("_at", "_data", "_has_told_of_head", "_limits", "_message", "state")
+    __slots__ = ("_at", "_data", "_has_told_of_head", "_message", "limits", "state")
 
     def __init__(self, limits: Limits) -> None:
-        self._limits = limits
+        self.limits = limits
+        """Of the next request; one that is being read goes by those that it began with."""
         self._data = b""
         self._at = 0  # so much of _data has been parsed
         self._message: _Message | None = None
@@ -137,6 +150,11 @@ class RequestReader:
     def request(self) -> HttpRequest | None:
         """The request being read, or refused, once its head is known."""
         return self._message.request if self._message is not None else None
+
+    @property
+    def num_body_bytes(self) -> int:
+        """Bytes that are held of a body which is not complete."""
+        return self._message.body.num_bytes if self._message is not None else 0
 
     @property
     def num_waiting_bytes(self) -> int:
@@ -163,7 +181,7 @@ class RequestReader:
             return None
         message = self._message
         if message is None:
-            message = self._message = _Message(self._limits)
+            message = self._message = _Message(self.limits)
         try:
             self._read(message)
         except ApiError:
@@ -171,21 +189,21 @@ class RequestReader:
             raise
         if message.request is None:
             return None
-        return self._end_message(message.request) if message.is_complete else self._tell_of_head(message.request)
+        return self._end_message(message.request) if message.body.is_complete else self._tell_of_head(message.request)
 
     def _read(self, message: "_Message") -> None:
         """Parse what has come of one request, and no byte beyond it."""
-        while not message.is_complete:
-            start, stop = self._at, self._segment_end(message)
+        while message.request is None:
+            start, stop = self._at, self._segment_end()
             if stop == start:
                 return
             self._at = stop
-            message.parse(self._data[start:stop])
+            message.parse_head(self._data[start:stop])
+        if not message.body.is_complete:
+            self._at = message.body.read(self._data, self._at)
 
-    def _segment_end(self, message: "_Message") -> int:
-        """How far can be parsed without going beyond the request."""
-        if message.has_known_length:
-            return min(len(self._data), self._at + message.num_missing_bytes)
+    def _segment_end(self) -> int:
+        """How far can be parsed without going beyond the head."""
         blank_line = self._data.find(_BLANK_LINE, self._at)
         if blank_line >= 0:
             return blank_line + len(_BLANK_LINE)
@@ -200,7 +218,8 @@ class RequestReader:
 
     def _end_message(self, request: HttpRequest) -> RequestReceived:
         assert self._message is not None
-        request.body = self._message.take_body()
+        request.body = self._message.body.take()
+        self._message.let_go()
         self._message = None
         self._has_told_of_head = False
         if request.keep_alive:
@@ -224,12 +243,15 @@ class RequestReader:
             self._message.let_go()
 
 
+_NO_BODY = NoBody()
+
+
 class _Message:
-    """One request while it is read: what llhttp calls back, the checks, and the parts as they come."""
+    """One request while it is read: what llhttp calls back, the checks, and the body as it comes."""
 
     __slots__ = (
-        "_body", "_content_length", "_headers", "_limits", "_num_body_bytes", "_num_framing_bytes", "_num_headers",
-        "_parser", "_pieces", "_refusal", "_target", "has_known_length", "is_chunked", "is_complete", "request",
+        "_content_length", "_headers", "_is_chunked", "_limits", "_num_head_bytes", "_num_headers", "_parser",
+        "_refusal", "_target", "body", "request",
     )  # fmt: skip
 
     def __init__(self, limits: Limits) -> None:
@@ -238,30 +260,21 @@ class _Message:
         self._target = b""
         self._headers: dict[str, str] = {}
         self._num_headers = 0
-        self._num_framing_bytes = 0  # of the head, and later between two bytes of the body
+        self._num_head_bytes = 0
         self._content_length = 0
-        self._body = b""
-        self._pieces: BytesIO | None = None
-        self._num_body_bytes = 0
+        self._is_chunked = False
         self._refusal: ApiError | None = None
-        self.has_known_length = False
-        self.is_chunked = False
-        self.is_complete = False
         self.request: HttpRequest | None = None
+        self.body: Body = _NO_BODY
 
-    @property
-    def num_missing_bytes(self) -> int:
-        """Of a body whose length is known."""
-        return self._content_length - self._num_body_bytes
-
-    def parse(self, segment: bytes) -> None:
+    def parse_head(self, segment: bytes) -> None:
         """Let llhttp read the next bytes. Raises ApiError when they are refused, by llhttp or by a check here."""
         assert self._parser is not None
-        self._num_framing_bytes += len(segment)
+        self._num_head_bytes += len(segment)
         try:
             self._parser.feed_data(segment)
         except httptools.HttpParserUpgrade:
-            self._ignore_upgrade()
+            pass  # Every stock Java client offers h2c, and takes HTTP/1.1 for a no.
         except httptools.HttpParserCallbackError:
             # What a callback raises, httptools hides.
             if self._refusal is None:
@@ -269,35 +282,28 @@ class _Message:
             raise self._refusal from None
         except httptools.HttpParserError as error:
             raise _refusal_of(error) from None
-        self._check_framing_size()
-
-    def take_body(self) -> bytes:
-        """The body, once complete. Nothing can be parsed after it."""
-        body = self._body if self._pieces is None else self._pieces.getvalue()
-        self.let_go()
-        return body
+        self._check_head_size()
+        if self.request is not None:
+            self._begin_body()
 
     def let_go(self) -> None:
-        """Free the body, now and not when the collector comes: the parser and its callbacks refer to each other."""
-        self._parser = self._pieces = None
-        self._body = b""
+        """Free what was read, now and not when the collector comes: parser and callbacks refer to each other."""
+        self._parser = None
+        self.body = _NO_BODY
 
-    def _ignore_upgrade(self) -> None:
-        """Go on as if the head had no Upgrade. Every stock Java client offers h2c, and takes HTTP/1.1 for a no.
-
-        llhttp takes what follows an upgrade for another protocol, and skips the body. So a new parser reads it, after
-        a head that says the same of the body.
-        """
-        self.is_complete = False
-        framing = b"Transfer-Encoding: chunked" if self.is_chunked else b"Content-Length: %d" % self._content_length
-        self._parser = httptools.HttpRequestParser(self)
-        self._parser.feed_data(b"POST / HTTP/1.1\r\n" + framing + _BLANK_LINE)
+    def _begin_body(self) -> None:
+        if self._is_chunked:
+            self.body = ChunkedBody(self._limits.max_body_bytes, self._limits.max_head_bytes)
+        elif self._content_length:
+            self.body = KnownBody(self._content_length)
 
     # --- called by llhttp ---
 
     def on_message_begin(self) -> None:
-        if self.is_complete:
-            self._refuse(BadRequest("a request does not end where its head says"))
+        self._check_is_head()
+
+    def on_body(self, piece: bytes) -> None:
+        self._check_is_head()
 
     def on_url(self, piece: bytes) -> None:
         self._target += piece
@@ -307,9 +313,6 @@ class _Message:
             )
 
     def on_header(self, raw_name: bytes, raw_value: bytes) -> None:
-        if self.request is not None:
-            # A trailer. They are dropped: among the headers, they would have gone round the checks of these.
-            return
         self._num_headers += 1
         if self._num_headers > self._limits.max_headers:
             self._refuse(HeadersTooLarge(f"headers: more than the {self._limits.max_headers} allowed"))
@@ -320,34 +323,12 @@ class _Message:
         self._headers[name] = value
 
     def on_headers_complete(self) -> None:
-        if self.request is not None:
-            return  # the head that stands in for one with an Upgrade
         try:
-            self._check_framing_size()
+            self._check_head_size()
             self.request = self._request()
             self._check(self.request)
         except ApiError as error:
             self._refuse(error)
-        self._num_framing_bytes = 0
-        self.has_known_length = not self.is_chunked
-
-    def on_body(self, piece: bytes) -> None:
-        self._num_framing_bytes = 0
-        self._num_body_bytes += len(piece)
-        if self._num_body_bytes > self._limits.max_body_bytes:
-            self._refuse(PayloadTooLarge(f"body: longer than the {self._limits.max_body_bytes} bytes allowed"))
-        if self._pieces is not None:
-            self._pieces.write(piece)
-        elif not self._body:
-            self._body = piece
-        else:
-            # Not a list: two-byte chunks as objects would take twenty times the body's size.
-            self._pieces = BytesIO()
-            self._pieces.write(self._body)
-            self._pieces.write(piece)
-
-    def on_message_complete(self) -> None:
-        self.is_complete = True
 
     # --- checks ---
 
@@ -355,11 +336,16 @@ class _Message:
         self._refusal = error
         raise error
 
-    def _check_framing_size(self) -> None:
-        """llhttp limits neither heads nor chunk extensions nor trailers, and httptools collects their parts."""
-        if self._num_framing_bytes > self._limits.max_head_bytes:
-            part = "head of the request" if self.request is None else "chunk extensions and trailers"
-            self._refuse(HeadersTooLarge(f"{part}: longer than the {self._limits.max_head_bytes} bytes allowed"))
+    def _check_is_head(self) -> None:
+        if self.request is not None:
+            self._refuse(BadRequest("a request does not end where its head says"))
+
+    def _check_head_size(self) -> None:
+        """llhttp has no limit of its own, and httptools collects what it is given."""
+        if self._num_head_bytes > self._limits.max_head_bytes:
+            self._refuse(
+                HeadersTooLarge(f"head of the request: longer than the {self._limits.max_head_bytes} bytes allowed")
+            )
 
     def _joined(self, name: str, value: str) -> str:
         if name == "host":
@@ -391,11 +377,13 @@ class _Message:
         headers = self._headers
         if "host" not in headers and request.http_minor == 1:
             raise BadRequest("header Host: missing, and HTTP/1.1 requires it")
+        if not _is_authority(headers.get("host", "")):
+            raise BadRequest("header Host: not a host name or address with an optional port")
         if "content-encoding" in headers:
             _check_content_encoding(headers["content-encoding"])
         if "transfer-encoding" in headers:
             _check_transfer_encoding(headers["transfer-encoding"], request.http_minor)
-            self.is_chunked = True
+            self._is_chunked = True
         if "content-length" in headers:
             self._content_length = int(headers["content-length"])
             self._check_content_length()
@@ -408,7 +396,12 @@ class _Message:
             raise PayloadTooLarge(f"body: Content-Length is {length} bytes, at most {limit} are allowed")
 
     def _has_body(self) -> bool:
-        return self.is_chunked or self._content_length > 0
+        return self._is_chunked or self._content_length > 0
+
+
+@lru_cache(maxsize=64)  # a server has few names
+def _is_authority(host: str) -> bool:
+    return _HOST.fullmatch(host) is not None
 
 
 def _check_transfer_encoding(value: str, http_minor: int) -> None:

@@ -5,6 +5,7 @@ in a process of its own, which never imports torch.
 """
 
 import asyncio
+import faulthandler
 import gc
 import logging
 import os
@@ -14,7 +15,7 @@ import socket
 import sys
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from contextlib import suppress
 
 import uvloop
@@ -22,27 +23,41 @@ import uvloop
 from gateway.admission import Admission
 from gateway.app import App
 from gateway.board import Board
-from gateway.config import GatewayConfig
+from gateway.config import ApiKey, GatewayConfig
 from gateway.dispatch import Dispatcher
-from gateway.http1 import Limits
+from gateway.errors import ApiError, Unavailable
+from gateway.http1 import HttpRequest, Limits, Response
 from gateway.memory import keep_freed_memory
 from gateway.request import Priority
 from gateway.scheduler import Scheduler
 from gateway.server import Server, Timeouts
+from gateway.tls import ServerTls, TlsError
 from gateway.tokenizer import Tokenizer
 from shm.board import Gauge, Histogram
 from shm.card import ModelError
 from shm.control import (
+    Activate,
+    Beat,
     Channel,
     ChildFailed,
+    Discard,
     Drain,
     GatewayReady,
     GatewayStart,
+    Message,
+    ModelBroken,
+    NewKeys,
+    Prepare,
+    Prepared,
+    Quarantined,
+    ReloadAsked,
+    Retired,
     WorkerDown,
+    WorkerMet,
     WorkerStuck,
     WorkerUp,
 )
-from shm.socketfile import FileId, file_id, remove_if_ours
+from shm.socketfile import file_id, remove_if_ours
 from shm.view import map_arena
 from shm.wire import Incarnation
 
@@ -53,6 +68,11 @@ _GC_THRESHOLD = 50_000
 _SWITCH_INTERVAL_S = 0.0005
 _BUSY_TICK_S, _IDLE_TICK_S = 0.02, 0.25
 _PUBLISH_S = 0.2
+_BEAT_S = 1.0
+_TELL_AGAIN_S = 0.5
+_RETIRE_POLL_S = 0.02
+_QUIET_S = 0.5
+"""Without a byte for so long, an idle connection is closed while the server drains."""
 _LAST_ANSWERS_S = 1.0
 """So long before the drain's deadline, what is not answered yet is told that it will not be."""
 
@@ -65,17 +85,20 @@ def run(channel: Channel) -> int:
     received = channel.receive(_START_TIMEOUT_S)
     if received is None:
         return 0
-    start, (listening_fd, zmq_fd, board_fd) = received
+    start, (board_fd, zmq_fd, *listening_fds) = received
     assert isinstance(start, GatewayStart)
+    with suppress(RuntimeError, OSError, ValueError):  # there may be no stderr
+        # A supervisor that does not hear of this process any more asks with SIGABRT where it hangs.
+        faulthandler.enable()
     config = GatewayConfig.from_json(start.config)
     name = "gateway" if config.num_gateways == 1 else f"gateway-{start.gateway}"
     logging.basicConfig(level=config.log_level.upper(), format=f"%(asctime)s {name} %(levelname)s %(message)s")
     board = Board.mapped(board_fd, config.board, start.gateway)
     os.close(board_fd)
-    _end_with_supervisor(channel, config.uds, file_id(config.uds) if config.uds else None)
+    _end_with_supervisor(channel, [path for path in (config.uds, config.admin_uds) if path is not None])
     try:
-        gateway = Gateway(config, start.epoch, channel, board)
-    except ModelError as error:
+        gateway = Gateway(config, start, channel, board)
+    except (ModelError, TlsError) as error:
         channel.send(ChildFailed(str(error)))
         return 3
     keep_freed_memory()
@@ -85,70 +108,143 @@ def run(channel: Channel) -> int:
     gc.collect()
     gc.freeze()
     gc.set_threshold(_GC_THRESHOLD, 50, 100)
-    return uvloop.run(gateway.serve(socket.socket(fileno=listening_fd), zmq_fd))
+    public, admin, *_ = [*(socket.socket(fileno=fd) for fd in listening_fds), None]
+    assert public is not None
+    return uvloop.run(gateway.serve(zmq_fd, public, admin))
+
+
+class Service:
+    """All that a request goes through, for one generation of the configuration."""
+
+    def __init__(
+        self,
+        config: GatewayConfig,
+        generation: int,
+        tokenizer: Tokenizer,
+        dispatcher: Dispatcher,
+        scheduler: Scheduler,
+        board: Board,
+    ) -> None:
+        self.config = config
+        self.generation = generation
+        self.tokenizer = tokenizer
+        self.dispatcher = dispatcher
+        self.scheduler = scheduler
+        self._board = board
+        self.admission = Admission(
+            max_requests=config.share(config.max_requests),
+            max_wait_s=config.max_wait_s,
+            short_tokens=scheduler.quantum,
+            tokens_waiting=self._tokens_waiting,
+            tokens_ahead=self._tokens_ahead,
+            tokens_per_s=lambda: dispatcher.tokens_per_s,
+        )
+        self.app = App(
+            config,
+            admission=self.admission,
+            tokenizer=tokenizer,
+            scheduler=scheduler,
+            dispatcher=dispatcher,
+            board=board,
+        )
+        self.num_handled = 0
+        """Requests that are being handled."""
+
+    def stop(self) -> None:
+        self.dispatcher.stop()
+        # Waits for the turn that is being taken, which on a huge text may be a second.
+        asyncio.get_running_loop().run_in_executor(None, self.tokenizer.threads.close)
+
+    def _tokens_waiting(self) -> int:
+        """At most: other gateways have as much as this one, if they take turns with it."""
+        return (self.scheduler.queued_tokens + self.dispatcher.in_flight_tokens) * self.config.num_gateways
+
+    def _tokens_ahead(self, num_tokens: int, priority: Priority, tenant: str) -> int:
+        """What workers do before a new request's turn: what is queued before it here, and as much for each gateway that
+        takes turns with this one, if that has so much."""
+        ours = self.scheduler.tokens_ahead(num_tokens, priority, self.dispatcher.tokens_per_s, tenant)
+        ours += self.dispatcher.in_flight_tokens
+        theirs = self._board.others(Gauge.QUEUED_TOKENS) if self.config.num_gateways > 1 else []
+        return ours + sum(min(ours, tokens) for tokens in theirs)
+
+
+class Services:
+    """What the server serves: the app of the active generation. A request stays with the one that it began with."""
+
+    def __init__(self, first: Service) -> None:
+        self.active = first
+        self.all = {first.generation: first}
+        """Those that have requests, or may get them, by generation."""
+
+    def check_head(self, request: HttpRequest) -> Response | None:
+        return self.active.app.check_head(request)
+
+    async def handle(self, request: HttpRequest) -> Response:
+        service = self.active
+        service.num_handled += 1
+        try:
+            return await service.app.handle(request)
+        finally:
+            service.num_handled -= 1
+
+    def render_error(self, error: ApiError, path: str | None) -> Response:
+        return self.active.app.render_error(error, path)
+
+    def total(self, value: Callable[[Service], int]) -> int:
+        return sum(map(value, self.all.values()))
 
 
 class Gateway:
-    def __init__(self, config: GatewayConfig, epoch: int, channel: Channel, board: Board) -> None:
+    def __init__(self, config: GatewayConfig, start: GatewayStart, channel: Channel, board: Board) -> None:
+        """Raises ModelError for a tokenizer that cannot be read, and TlsError for a certificate."""
         self._config = config
         self._board = board
         self._channel = channel
-        self._tokenizer = Tokenizer(config.card, config.max_tokens, config.token_ids)
-        self._scheduler = Scheduler(config.max_batch_tokens, config.arena.rows_per_slot, config.max_tokens)
-        self._dispatcher = Dispatcher(
-            scheduler=self._scheduler,
-            epoch=epoch,
-            max_batch_tokens=config.max_batch_tokens,
-            batch_timeout_s=config.batch_timeout_s,
-            on_stuck=lambda who: channel.send(WorkerStuck(who.worker, who.life)),
-            board=board,
-        )
-        self._admission = Admission(
-            max_requests=config.share(config.max_requests),
-            max_wait_s=config.max_wait_s,
-            short_tokens=self._scheduler.quantum,
-            tokens_waiting=self._tokens_waiting,
-            tokens_ahead=self._tokens_ahead,
-            tokens_per_s=lambda: self._dispatcher.tokens_per_s,
-        )
-        self._app = App(
-            config,
-            admission=self._admission,
-            tokenizer=self._tokenizer,
-            scheduler=self._scheduler,
-            dispatcher=self._dispatcher,
-            board=board,
-        )
+        self._epoch = start.epoch
+        self._keys = config.keys
+        """The newest that this gateway has been told of."""
+        self._quarantine_key = bytes.fromhex(start.quarantine_key)
+        self._services = Services(self._make_service(config, start.generation, _read_tokenizer(config)))
+        self._tls = ServerTls(config.tls_cert, config.tls_key) if config.tls_cert and config.tls_key else None
+        self._preparing: dict[int, asyncio.Task[None]] = {}
         self._server = Server(
-            self._app,
+            self._services,
             limits=Limits(max_body_bytes=config.max_body_bytes),
             timeouts=Timeouts(),
             on_answer=board.add_answer,
             is_ahead=self._is_ahead if config.num_gateways > 1 else None,
             max_connections=config.share(config.max_connections),
+            max_connections_per_address=config.share(config.max_connections_per_address),
         )
+        services = self._services
         board.poll(
             {
-                Gauge.REQUESTS: lambda: self._admission.num_requests,
-                Gauge.QUEUED_SEQUENCES: lambda: self._scheduler.queued_sequences,
-                Gauge.QUEUED_TOKENS: lambda: self._scheduler.queued_tokens,
-                Gauge.IN_FLIGHT_TOKENS: lambda: self._dispatcher.in_flight_tokens,
+                Gauge.REQUESTS: lambda: services.total(lambda service: service.admission.num_requests),
+                Gauge.QUEUED_SEQUENCES: lambda: services.total(lambda service: service.scheduler.queued_sequences),
+                Gauge.QUEUED_TOKENS: lambda: services.total(lambda service: service.scheduler.queued_tokens),
+                Gauge.IN_FLIGHT_TOKENS: lambda: services.total(lambda service: service.dispatcher.in_flight_tokens),
                 Gauge.CONNECTIONS: lambda: self._server.num_connections,
-                Gauge.WORKERS: lambda: sum(link.is_usable for link in self._dispatcher.links),
+                Gauge.WORKERS: lambda: sum(link.is_usable for link in services.active.dispatcher.links),
             }
         )
 
-    def _tokens_waiting(self) -> int:
-        """At most: other gateways have as much as this one, if they take turns with it."""
-        return (self._scheduler.queued_tokens + self._dispatcher.in_flight_tokens) * self._config.num_gateways
-
-    def _tokens_ahead(self, num_tokens: int, priority: Priority) -> int:
-        """What workers do before a new request's turn: what is queued before it here, and as much for each gateway that
-        takes turns with this one, if that has so much."""
-        ours = self._scheduler.tokens_ahead(num_tokens, priority, self._dispatcher.tokens_per_s)
-        ours += self._dispatcher.in_flight_tokens
-        theirs = self._board.others(Gauge.QUEUED_TOKENS) if self._config.num_gateways > 1 else []
-        return ours + sum(min(ours, tokens) for tokens in theirs)
+    def _make_service(self, config: GatewayConfig, generation: int, tokenizer: Tokenizer) -> Service:
+        scheduler = Scheduler(config.max_batch_tokens, config.arena.rows_per_slot, config.max_tokens)
+        dispatcher = Dispatcher(
+            scheduler=scheduler,
+            epoch=self._epoch,
+            max_batch_tokens=config.max_batch_tokens,
+            batch_timeout_s=config.batch_timeout_s,
+            num_gateways=config.num_gateways,
+            on_stuck=lambda who: self._tell(WorkerStuck(who.worker, who.life)),
+            on_met=lambda who: self._tell(WorkerMet(who.worker, who.life)),
+            on_quarantined=lambda digest: self._tell(Quarantined(digest)),
+            quarantine_key=self._quarantine_key,
+            board=self._board,
+        )
+        service = Service(config, generation, tokenizer, dispatcher, scheduler, self._board)
+        service.app.on_reload = lambda: self._tell(ReloadAsked())
+        return service
 
     def _is_ahead(self) -> bool:
         """Whether a gateway that serves has fewer connections than this one; by more than an eighth, if they are many.
@@ -161,57 +257,174 @@ class Gateway:
         fewest = min((theirs for theirs, num in zip(others, serving, strict=True) if num), default=ours)
         return ours > fewest + fewest // 8
 
-    async def serve(self, listening: socket.socket, zmq_fd: int) -> int:
+    async def serve(self, zmq_fd: int, listening: socket.socket, admin: socket.socket | None) -> int:
         loop = asyncio.get_running_loop()
         self._drained: asyncio.Future[bool] = loop.create_future()
-        self._dispatcher.start(zmq_fd)
-        await self._server.start(listening)
+        self._services.active.dispatcher.start(zmq_fd)
+        await self._server.start(listening, tls=self._tls)
+        if admin is not None:
+            await self._server.start(admin, is_admin=True)
         loop.add_reader(self._channel.fileno(), self._read_control)
         self._watch = LoopWatch(self._board, loop, lambda: self._server.num_requests_in_flight > 0)
-        self._channel.send(GatewayReady())
+        self._tell(GatewayReady())
+        self._beat()
         everything_answered = await self._drained
+        self._beating.cancel()
         loop.remove_reader(self._channel.fileno())
         self._watch.stop()
-        self._dispatcher.stop()
+        for service in self._services.all.values():
+            service.dispatcher.stop()
         if not everything_answered:
             log.warning("the drain's deadline has passed: connections that waited for an answer were cut")
         return 0
 
+    def _tell(self, message: Message) -> None:
+        """Tell the supervisor. One that is stopped does not hold up the loop: it is told later."""
+        try:
+            self._channel.send(message, waits=False)
+        except BlockingIOError:
+            asyncio.get_running_loop().call_later(_TELL_AGAIN_S, self._tell, message)
+        except OSError:
+            pass  # it is gone; the watching thread ends this process
+
+    def _beat(self) -> None:
+        """Tell the supervisor that the loop turns."""
+        with suppress(OSError):
+            self._channel.send(Beat(), waits=False)
+        self._beating = asyncio.get_running_loop().call_later(_BEAT_S, self._beat)
+
+    # --- what the supervisor says ---------------------------------------------------------------------------
+
     def _read_control(self) -> None:
-        with suppress(BlockingIOError):
+        """Obey all that has been said. A message half understood, or lost for want of descriptors, is worse than a new
+        gateway, which is told everything again."""
+        try:
             while (received := self._channel.receive(0)) is not None:
                 message, fds = received
                 try:
                     self._on_control(message, fds)
-                except Exception:
-                    # A message half understood is worse than a new gateway, which is told everything again.
-                    log.exception("control message %s", type(message).__name__)
-                    os._exit(70)
                 finally:
                     for fd in fds:
                         os.close(fd)
-            # The supervisor is gone; the watching thread ends this process.
-            asyncio.get_running_loop().remove_reader(self._channel.fileno())
+        except BlockingIOError:
+            return
+        except Exception as error:
+            log.critical("ends by a control message: %s", error, exc_info=not isinstance(error, OSError))
+            os._exit(70)
+        # The supervisor is gone; the watching thread ends this process.
+        asyncio.get_running_loop().remove_reader(self._channel.fileno())
 
     def _on_control(self, message: object, fds: list[int]) -> None:
         match message:
             case WorkerUp():
-                slots = map_arena(fds[0], self._config.arena, writable=False)[self._board.gateway]
+                service = self._services.all[message.generation]
+                slots = map_arena(fds[0], service.config.arena, writable=False)[self._board.gateway]
                 self._board.worker_up(message.worker, message.life)
-                self._dispatcher.worker_up(Incarnation(message.worker, message.life), slots, message.facts)
+                service.dispatcher.worker_up(Incarnation(message.worker, message.life), slots, message.facts)
             case WorkerDown():
-                self._dispatcher.worker_down(Incarnation(message.worker, message.life), message.reason)
+                for service in self._services.all.values():
+                    who = Incarnation(message.worker, message.life)
+                    service.dispatcher.worker_down(who, message.reason, has_crashed=message.has_crashed)
+            case ModelBroken():
+                self._services.all[message.generation].dispatcher.set_broken(message.reason)
+            case Quarantined():
+                for service in self._services.all.values():
+                    service.dispatcher.quarantine.add(message.digest)
+            case NewKeys():
+                self._keys = tuple(ApiKey.from_json(key) for key in message.keys)
+                for service in self._services.all.values():
+                    service.app.set_keys(self._keys)
+            case Prepare():
+                # A socket object, because it closes itself should the task be cancelled before it begins.
+                zmq_listening = socket.socket(fileno=os.dup(fds[0]))
+                task = self._preparing[message.generation] = asyncio.ensure_future(
+                    self._prepare(message, zmq_listening)
+                )
+                task.add_done_callback(lambda _: self._preparing.pop(message.generation, None))
+            case Activate():
+                self._activate(message.generation)
+            case Discard():
+                self._discard(message.generation)
             case Drain():
-                self._app.is_draining = True
-                self._draining = asyncio.ensure_future(self._drain(message.deadline_s))
+                self._draining = asyncio.ensure_future(self._drain(message.deadline_s, message.grace_s))
 
-    async def _drain(self, deadline_s: float) -> None:
-        last_answers_s = min(_LAST_ANSWERS_S, deadline_s / 4)
-        asyncio.get_running_loop().call_later(deadline_s - last_answers_s, self._app.give_up)
+    async def _prepare(self, order: Prepare, zmq_listening: socket.socket) -> None:
+        """Make ready for another generation beside those there are."""
         try:
-            self._drained.set_result(await self._server.drain(deadline_s))
+            config = GatewayConfig.from_json(order.config)
+            tokenizer = await asyncio.get_running_loop().run_in_executor(None, _read_tokenizer, config)
+            service = self._make_service(config, order.generation, tokenizer)
+            service.dispatcher.start(zmq_listening.fileno())
+        except asyncio.CancelledError:
+            raise
+        except ModelError as error:
+            self._tell(Prepared(order.generation, str(error)))
+        except BaseException as error:  # libraries in Rust raise what is no Exception
+            log.error("generation %d cannot be prepared", order.generation, exc_info=True)
+            self._tell(Prepared(order.generation, f"a gateway failed with {type(error).__name__}"))
+        else:
+            zmq_listening.detach()  # the dispatcher's from now on
+            service.app.is_draining = self._services.active.app.is_draining
+            self._services.all[order.generation] = service
+            self._tell(Prepared(order.generation))
+
+    def _activate(self, generation: int) -> None:
+        before = self._services.active
+        service = self._services.active = self._services.all[generation]
+        config = service.config
+        service.app.callers = before.app.callers  # what they have used stays used
+        service.app.set_keys(self._keys)
+        logging.getLogger().setLevel(config.log_level.upper())
+        self._server.change_limits(
+            Limits(max_body_bytes=config.max_body_bytes),
+            config.share(config.max_connections),
+            config.share(config.max_connections_per_address),
+        )
+        if self._tls is not None:
+            try:
+                self._tls.reload()
+            except TlsError as error:
+                log.error("the certificate of before is used on: %s", error)
+        self._retire(before)
+
+    def _retire(self, service: Service) -> None:
+        """Say so as soon as its last request is answered."""
+        if service.num_handled or service.admission.num_requests:
+            asyncio.get_running_loop().call_later(_RETIRE_POLL_S, self._retire, service)
+        else:
+            self._tell(Retired(service.generation))
+
+    def _discard(self, generation: int) -> None:
+        if (preparing := self._preparing.get(generation)) is not None:
+            preparing.cancel()
+        service = self._services.all.pop(generation, None)
+        if service is not None:
+            service.app.end(lambda: Unavailable("The server has changed its configuration", retry_after_s=1))
+            service.stop()
+            gc.collect()  # a tokenizer, and views of arenas
+
+    async def _drain(self, deadline_s: float, grace_s: float) -> None:
+        for service in self._services.all.values():
+            service.app.is_draining = True
+        last_answers_s = min(_LAST_ANSWERS_S, deadline_s / 4)
+        asyncio.get_running_loop().call_later(deadline_s - last_answers_s, self._give_up)
+        # The last moments of the grace are the server's, for connections that are under way.
+        quiet_s = min(grace_s, _QUIET_S)
+        try:
+            await asyncio.sleep(grace_s - quiet_s)
+            self._drained.set_result(await self._server.drain(deadline_s - (grace_s - quiet_s), quiet_s))
         except Exception as error:
             self._drained.set_exception(error)
+
+    def _give_up(self) -> None:
+        for service in self._services.all.values():
+            service.app.give_up()
+
+
+def _read_tokenizer(config: GatewayConfig) -> Tokenizer:
+    return Tokenizer(
+        config.card, config.max_tokens, config.token_ids, literal_special_tokens=config.literal_special_tokens
+    )
 
 
 class LoopWatch:
@@ -246,19 +459,24 @@ class LoopWatch:
             self._board.publish()
 
 
-def _end_with_supervisor(channel: Channel, uds: str | None, uds_id: FileId | None) -> None:
+def _end_with_supervisor(channel: Channel, uds_paths: Sequence[str]) -> None:
     """End this process when the supervisor dies, even while the event loop is blocked.
 
-    Its death hangs up the control channel, which a thread waits for. Nothing is left behind: the unix socket's file is
-    the only thing with a name.
+    Its death hangs up the control channel, which a thread waits for. Nothing is left behind: unix sockets' files are
+    the only things with a name.
     """
+    ids = {path: file_id(path) for path in uds_paths}
 
     def watch() -> None:
         poll = select.poll()
         poll.register(channel.fileno(), select.POLLRDHUP)
         poll.poll()
-        if uds is not None:
-            remove_if_ours(uds, uds_id)
+        for path, ours in ids.items():
+            remove_if_ours(path, ours)
         os._exit(1)
 
-    threading.Thread(target=watch, name="supervisor-watch", daemon=True).start()
+    try:
+        threading.Thread(target=watch, name="supervisor-watch", daemon=True).start()
+    except RuntimeError as error:  # a limit on processes
+        log.critical("%s", error)
+        os._exit(70)

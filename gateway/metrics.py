@@ -83,6 +83,6 @@ class _Collector(Collector):
         metric = CounterMetricFamily(
             "vecd_worker_batches", "Batches embedded by all lives of a worker", labels=["worker"]
         )
-        for index in range(self._board.num_workers):
+        for index in self._board.known_workers():
             metric.add_metric([str(index)], self._board.worker_batches(index))
         yield metric

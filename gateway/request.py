@@ -9,12 +9,16 @@ import asyncio
 from array import array
 from collections import deque
 from enum import Enum, IntEnum
-from typing import NamedTuple, Protocol, TypeAlias, Union
+from typing import TYPE_CHECKING, NamedTuple, Protocol, TypeAlias, Union
 
 import numpy as np
 from numpy.typing import NDArray
 
 from gateway.errors import ApiError
+from gateway.suspects import Deaths
+
+if TYPE_CHECKING:
+    from gateway.shares import Lane
 
 TokenIds: TypeAlias = Union[list[int], "array[int]"]
 """Token ids as a caller sent them; large bodies' come as `array("i")`."""
@@ -105,18 +109,33 @@ class Gathering:
 
 
 class Flow:
-    """What of one request waits for a batch, in the order of its inputs. All but `gathering` is the scheduler's."""
+    """What of one request waits for a batch, in the order of its inputs. All but `gathering` and `num_sent_tokens` is
+    the scheduler's."""
 
-    __slots__ = ("credit", "deadline", "gathering", "is_new", "lane", "num_tokens", "priority", "queue")
+    __slots__ = (
+        "credit",
+        "deadline",
+        "gathering",
+        "is_new",
+        "lane",
+        "num_sent_tokens",
+        "num_tokens",
+        "priority",
+        "queue",
+        "tenant",
+    )
 
-    def __init__(self, gathering: Gathering, priority: Priority, deadline: float) -> None:
+    def __init__(self, gathering: Gathering, priority: Priority, deadline: float, tenant: str) -> None:
         self.gathering = gathering
         self.priority = priority
+        self.tenant = tenant
         self.deadline = deadline
         """By the clock that the scheduler is told."""
         self.queue: deque[Sequence] = deque()
         self.num_tokens = 0
         """Of the sequences in `queue`."""
+        self.num_sent_tokens = 0
+        """Of those that workers have, or have embedded; of what they have lost none. `gateway.dispatch` counts them."""
         self.lane: Lane | None = None
         """Where it is listed; None while nothing of it waits."""
         self.credit = 0
@@ -125,22 +144,10 @@ class Flow:
         """Nothing of it has been queued yet."""
 
 
-class Lane:
-    """Flows that are served in turns. All is the scheduler's."""
-
-    __slots__ = ("flows", "num_flows", "num_tokens")
-
-    def __init__(self) -> None:
-        self.flows: deque[Flow] = deque()
-        """The next one first. One that is over may still stand here, without its `lane`."""
-        self.num_flows = 0
-        self.num_tokens = 0
-
-
 class Sequence:
     """One tokenized input: the unit of scheduling. Owned by the scheduler while queued, then by one batch."""
 
-    __slots__ = ("flow", "index", "num_deaths", "num_tokens", "token_ids")
+    __slots__ = ("deaths", "flow", "index", "num_tokens", "token_ids")
 
     def __init__(self, flow: Flow, index: int, tokenized: TokenizedInput) -> None:
         self.flow = flow
@@ -148,8 +155,13 @@ class Sequence:
         """Position among the request's inputs."""
         self.token_ids = tokenized.token_ids
         self.num_tokens = tokenized.num_tokens
-        self.num_deaths = 0
+        self.deaths: Deaths | None = None
+        """Of the workers that had it; None while there are none."""
+
+    @property
+    def num_deaths(self) -> int:
         """How many batches it was in died with their worker."""
+        return 0 if self.deaths is None else self.deaths.num
 
     @property
     def gathering(self) -> Gathering:

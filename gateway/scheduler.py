@@ -1,29 +1,35 @@
 """Decides which sequences go into the next batch. Pure: told the time, never asks for it; no socket, no task.
 
-Owns what waits: a `Flow` for each request, in lanes. Called by `gateway.dispatch` whenever a worker can take a batch,
-and by `gateway.app` as requests come and go. There is no timer and no batching window: batches grow with the load, and
-a lone sequence leaves at once.
+Owns what waits: a `Flow` for each request, in its tenant's lanes (`gateway.shares`). Called by `gateway.dispatch`
+whenever a worker can take a batch, and by `gateway.app` as requests come and go. There is no timer and no batching
+window: batches grow with the load, and a lone sequence leaves at once.
 
-Deficit round robin over requests, counted in tokens (Shreedhar and Varghese, SIGCOMM 1995), in two lanes for each
-priority, as fq_codel has them for packets (RFC 8290):
+Deficit round robin, counted in tokens (Shreedhar and Varghese, SIGCOMM 1995), first over tenants and then over the
+requests of each, with newcomers before the rest, as fq_codel has them for packets (RFC 8290):
 
-    INTERACTIVE   fresh  backlog     a lower priority is served with what the higher ones leave of a batch;
-    NORMAL        fresh  backlog     one that has got nothing for AGING_S is served first, once
-    BULK          fresh  backlog
+    INTERACTIVE   new  old     a lower priority is served with what the higher ones leave of a batch;
+    NORMAL        new  old     one that has got nothing for AGING_S is served first, once
+    BULK          new  old
 
-    fresh         a request has its first turn here, before the backlog: most are short, and end with it
-    backlog       what one turn was not enough for; a quarter of what its priority has is kept for it
+    new      a tenant who comes with nothing waiting has its first turn here, before the old ones
+    old      what one turn was not enough for; a quarter of what its priority has is kept for it
+
+    fresh    in a tenant's turn, requests have their first one here, before its backlog: most are short, and end with it
+    backlog  what that was not enough for has every fourth turn; of a tenant who is alone, a quarter of each batch
 
 A turn is worth `quantum` tokens, at least the longest sequence: whoever has one sends something, and picking is O(1).
+Two tenants who both have something waiting at a priority never differ by more than three turns in what they have got
+of it. What the workers lost is not counted twice, and what is set aside, suspected of a failure, is nobody's turn.
 """
 
 import math
 from collections import deque
 from collections.abc import Iterable
-from dataclasses import dataclass, field
+from itertools import islice
 from typing import NamedTuple
 
-from gateway.request import Flow, Gathering, Lane, Priority, Sequence
+from gateway.request import Flow, Gathering, Priority, Sequence
+from gateway.shares import Lane, Level, Ring, Share
 
 MIN_QUANTUM_TOKENS = 256
 AGING_S = 2.0
@@ -31,25 +37,12 @@ AGING_S = 2.0
 _KEPT_PART = 4
 """One part in so many of a batch is kept for a backlog, and for whoever has been passed over."""
 
+_MAX_SHARES_LOOKED_AT = 64
+"""Of so many other tenants each is looked at for an estimate of what is ahead; of more together, as many thousands may
+wait at once and all ask. Those looked at have had something waiting for the longest, and so most often the most."""
+
 _SHORT_EXPECTED_S = 2.0
 """So long after a short request, others like it are expected."""
-
-
-@dataclass(slots=True)
-class _Level:
-    """The flows of one priority."""
-
-    fresh: Lane = field(default_factory=Lane)
-    backlog: Lane = field(default_factory=Lane)
-    served_at: float = -math.inf
-
-    @property
-    def num_flows(self) -> int:
-        return self.fresh.num_flows + self.backlog.num_flows
-
-    @property
-    def num_tokens(self) -> int:
-        return self.fresh.num_tokens + self.backlog.num_tokens
 
 
 class Scheduler:
@@ -59,13 +52,15 @@ class Scheduler:
         self._max_batch_sequences = max_batch_sequences
         self.quantum = max(MIN_QUANTUM_TOKENS, max_sequence_tokens)
         """Tokens of one turn."""
-        self._levels = [_Level() for _ in Priority]
+        self._levels = [Level(self.quantum) for _ in Priority]
         self._passed_over: dict[Lane, None] = {}
         """Whose next sequence was too long for what a batch had left, in the order in which that happened."""
         self._aside: deque[list[Sequence]] = deque()
         self._is_asides_turn = True
         self._is_freshs_turn = True
         self._short_seen_at = -math.inf
+        self._newcomer: Share | None = None
+        self._newcomer_seen_at = -math.inf
         self._done_by = -math.inf
         self.hopeless: list[Flow] = []
         """Requests that have been passed by because no batch would be done before their deadline: for the caller of
@@ -75,23 +70,26 @@ class Scheduler:
 
     # --- requests come and go -------------------------------------------------------------------------------
 
-    def open(self, gathering: Gathering, priority: Priority, deadline: float = math.inf) -> Flow:
-        """A request whose sequences will come, all at once or in pieces. To be closed when it is over."""
-        return Flow(gathering, priority, deadline)
+    def open(self, gathering: Gathering, priority: Priority, deadline: float = math.inf, tenant: str = "") -> Flow:
+        """A request of a tenant whose sequences will come, all at once or in pieces. To be closed when it is over."""
+        return Flow(gathering, priority, deadline, tenant)
 
     def add(self, flow: Flow, sequences: Iterable[Sequence], now: float) -> None:
         """Queue sequences of an open flow behind those that it has."""
         level = self._levels[flow.priority]
         num_tokens = self._enqueue(flow, sequences)
-        lane = level.fresh if flow.is_new else level.backlog
-        if flow.is_new and num_tokens <= self.quantum and len(flow.queue) == flow.gathering.num_missing:
+        is_short = flow.is_new and num_tokens <= self.quantum and len(flow.queue) == flow.gathering.num_missing
+        if is_short:
             self._short_seen_at = now
-        flow.is_new = False
         if flow.lane is None and flow.queue:
+            share = level.share_of(flow.tenant)
             if not level.num_flows:
                 level.served_at = now  # nobody has been kept waiting
+            elif is_short and not share.num_flows:
+                self._newcomer, self._newcomer_seen_at = share, now
             flow.credit += self.quantum
-            self._list(flow, lane)
+            level.enter(flow, share.fresh if flow.is_new else share.backlog)
+        flow.is_new = False
 
     def put_back(self, sequences: list[Sequence]) -> None:
         """Queue sequences of a lost batch again, before all others of their priority and in their old order.
@@ -103,14 +101,17 @@ class Scheduler:
         for sequence in sequences:
             by_flow.setdefault(sequence.flow, []).append(sequence)
         for flow, lost in reversed(by_flow.items()):
+            level = self._levels[flow.priority]
             if flow.lane is not None:
                 flow.lane.flows.remove(flow)
-                self._forget(flow)
+                level.leave(flow, flow.lane)
             flow.queue.extendleft(reversed(lost))
             num_tokens = sum(sequence.num_tokens for sequence in lost)
             flow.num_tokens += num_tokens
             flow.credit += num_tokens
-            self._list(flow, self._levels[flow.priority].fresh, at_front=True)
+            share = level.share_of(flow.tenant)
+            level.enter(flow, share.fresh, at_front=True)
+            level.owed[share] = level.owed.get(share, 0) + num_tokens
 
     def set_aside(self, batch: list[Sequence]) -> None:
         """Queue sequences as a batch of their own, taking turns with all others: suspects of what befell the last.
@@ -127,7 +128,7 @@ class Scheduler:
         self.queued_sequences -= len(flow.queue)
         if flow.lane is not None:
             lane = flow.lane
-            self._forget(flow)
+            self._levels[flow.priority].leave(flow, lane)
             if len(lane.flows) > 2 * lane.num_flows:  # looked through no more often than flows are closed
                 lane.flows = deque(other for other in lane.flows if other.lane is lane)
         flow.queue.clear()
@@ -137,24 +138,65 @@ class Scheduler:
 
     # --- what others ask ------------------------------------------------------------------------------------
 
-    def tokens_ahead(self, num_tokens: int, priority: Priority, tokens_per_s: float) -> int:
+    def tokens_ahead(self, num_tokens: int, priority: Priority, tokens_per_s: float, tenant: str = "") -> int:
         """About how many of the queued tokens are served before a new request of `num_tokens` has been."""
         ahead = 0
         for higher in range(priority):
             ahead += self._levels[higher].num_tokens
         level = self._levels[priority]
-        first_turns = min(level.fresh.num_tokens, level.fresh.num_flows * self.quantum)
-        later_turns = level.num_tokens - first_turns
+        share = level.shares.get(tenant)
         is_short = num_tokens <= self.quantum
+        first_turns, own = self._own_ahead(share, num_tokens) if share is not None else (0, 0)
+        first_of_others, others = self._others_ahead(level, share, own + num_tokens)
         if is_short:  # it is in the first turns that its priority gets by aging, or in one of the next
-            num_turns = 1 + first_turns * _KEPT_PART // self._max_batch_tokens
+            num_turns = 1 + (first_turns + first_of_others) * _KEPT_PART // self._max_batch_tokens
             ahead = min(ahead, int(num_turns * AGING_S * tokens_per_s))
-        meanwhile = first_turns // (_KEPT_PART - 1) if is_short else level.num_flows * num_tokens
-        return ahead + first_turns + min(later_turns, meanwhile)
+        return ahead + own + others
+
+    def _own_ahead(self, share: Share, num_tokens: int) -> tuple[int, int]:
+        """Of what the tenant of a new request has waiting already: first turns, and all that is served before it."""
+        first_turns = min(share.fresh.num_tokens, share.fresh.num_flows * self.quantum)
+        later_turns = share.num_tokens - first_turns
+        is_short = num_tokens <= self.quantum
+        meanwhile = first_turns // (_KEPT_PART - 1) if is_short else share.num_flows * num_tokens
+        return first_turns, first_turns + min(later_turns, meanwhile)
+
+    def _others_ahead(self, level: Level, share: Share | None, num_tokens: int) -> tuple[int, int]:
+        """The same of other tenants, whatever they have waiting, until this one has had `num_tokens`."""
+        num_others = len(level.shares) - (share is not None)
+        if not num_others:
+            return 0, 0
+        if num_tokens <= self.quantum and (share is None or share.ring is level.new):
+            own_tokens = share.num_tokens if share is not None else 0
+            first_turns = min(level.new.num_tokens - own_tokens, len(level.new.shares) * self.quantum)
+            rest = level.num_tokens - own_tokens - first_turns
+            return first_turns, first_turns + min(rest, first_turns // (_KEPT_PART - 1))
+        # Each gets as much as this one does meanwhile.
+        turns = -(-num_tokens // self.quantum) * self.quantum
+        looked_at = [
+            other.num_tokens for other in islice(level.shares.values(), _MAX_SHARES_LOOKED_AT) if other is not share
+        ]
+        ahead = sum([min(waiting, turns) for waiting in looked_at])
+        if (num_rest := num_others - len(looked_at)) > 0:
+            own_tokens = share.num_tokens if share is not None else 0
+            ahead += min(level.num_tokens - own_tokens - sum(looked_at), num_rest * turns)
+        return ahead, ahead
+
+    def queued_tokens_of(self, tenant: str) -> int:
+        """What waits of a tenant, at all priorities, in its turns."""
+        shares = (level.shares.get(tenant) for level in self._levels)
+        return sum(share.num_tokens for share in shares if share is not None)
 
     def wants_short_batches(self, now: float) -> bool:
-        """Whether short requests come while a backlog is worked on: each of its batches is one that they wait for."""
-        return now - self._short_seen_at < _SHORT_EXPECTED_S and any(level.backlog.num_flows for level in self._levels)
+        """Whether short requests come while a backlog is worked on, or a tenant with little comes with them beside
+        others who have much: each batch is one that they wait for."""
+        if now - self._short_seen_at < _SHORT_EXPECTED_S and any(level.num_backlog_flows for level in self._levels):
+            return True
+        if self._newcomer is not None and (
+            now - self._newcomer_seen_at >= _SHORT_EXPECTED_S or self._newcomer.num_tokens > self.quantum
+        ):
+            self._newcomer = None  # gone, or one of those who have much
+        return self._newcomer is not None and any(level.has_many_turns for level in self._levels)
 
     def fills(self, max_tokens: int) -> bool:
         """Whether what waits is enough for a whole batch of `max_tokens`."""
@@ -203,7 +245,14 @@ class Scheduler:
     def _serve_fresh_alone(self, batch: "_Batch") -> bool:
         """Whether there was anything; the backlog comes next."""
         for level in self._levels:
-            self._serve(level.fresh, batch, batch.whole)
+            if (share := level.only_share) is not None:
+                self._serve(share.fresh, batch, batch.whole)
+                continue
+            self._serve_owed(level, batch, batch.whole)
+            for share in level.with_fresh():
+                if self._serve_on_credit(share.fresh, batch, batch.whole):
+                    break
+                level.leave_out(share)
         self._count(batch.sequences, -1)
         self._is_freshs_turn = not batch.sequences
         return bool(batch.sequences)
@@ -212,33 +261,85 @@ class Scheduler:
         """Begin with whoever has been passed over, and with priorities that have got nothing for long."""
         passed_over, self._passed_over = self._passed_over, {}
         for lane in passed_over:
-            self._serve(lane, batch, batch.part())
+            if lane.share.level.only_share is not None:
+                self._serve(lane, batch, batch.part())
+            else:
+                self._serve_on_credit(lane, batch, batch.part())
         for level in self._levels:
             if now - level.served_at >= AGING_S:
                 level.served_at = now
                 self._serve_level(level, batch, batch.part())
 
-    def _serve_level(self, level: _Level, batch: "_Batch", limit: "_Limit") -> None:
-        self._serve(level.fresh, batch, batch.less_kept(limit) if level.backlog.num_flows else limit)
-        self._serve(level.backlog, batch, limit)
-        self._serve(level.fresh, batch, limit)
+    def _serve_level(self, level: Level, batch: "_Batch", limit: "_Limit") -> None:
+        if (share := level.only_share) is not None:
+            level.owed.clear()
+            self._serve(share.fresh, batch, batch.less_kept(limit) if share.backlog.num_flows else limit)
+            self._serve(share.backlog, batch, limit)
+            self._serve(share.fresh, batch, limit)
+            level.end_first_turn(share)
+        elif level.num_flows:
+            self._serve_owed(level, batch, limit)
+            self._serve_ring(level, level.new, batch, batch.less_kept(limit) if level.old.num_tokens else limit)
+            self._serve_ring(level, level.old, batch, limit)
+            self._serve_ring(level, level.new, batch, limit)
 
-    def _serve(self, lane: Lane, batch: "_Batch", limit: "_Limit") -> None:
-        """Give the lane's flows their turns until the batch takes no more within the limit."""
-        num_before = len(batch.sequences)
-        while (flow := self._head(lane)) is not None:
-            queue = flow.queue
-            while queue and (num_tokens := queue[0].num_tokens) <= flow.credit:
-                if not batch.takes(num_tokens, limit):
-                    if len(batch.sequences) == num_before and batch.has_room(limit):
-                        self._passed_over[lane] = None
-                    return
-                batch.add(queue.popleft())
-                flow.credit -= num_tokens
-                flow.num_tokens -= num_tokens
-                lane.num_tokens -= num_tokens
-                self._passed_over.pop(lane, None)
+    def _serve_owed(self, level: Level, batch: "_Batch", limit: "_Limit") -> None:
+        """Send again what was lost, out of turn: it has been paid for."""
+        for share, owed in tuple(level.owed.items()):
+            num_before = batch.num_tokens
+            if self._serve(share.fresh, batch, limit, owed):
+                level.owed[share] = owed - (batch.num_tokens - num_before)
+                return
+            del level.owed[share]
+
+    def _serve_ring(self, level: Level, ring: Ring, batch: "_Batch", limit: "_Limit") -> None:
+        """Give the ring's shares their turns until the batch takes no more within the limit."""
+        while (share := level.next_share(ring)) is not None and not self._take_turn(share, batch, limit):
+            level.end_turn(share)
+
+    def _take_turn(self, share: Share, batch: "_Batch", limit: "_Limit") -> bool:
+        """Send what the share's credit allows, of the backlog in one turn of so many, else of fresh requests first.
+
+        Whether the batch was full before that.
+        """
+        lanes = (share.fresh, share.backlog)
+        if share.num_turns % _KEPT_PART == _KEPT_PART - 1:
+            lanes = (share.backlog, share.fresh)
+        for lane in lanes:
+            if self._serve_on_credit(lane, batch, limit):
+                return True
+            if lane.num_flows:
+                break
+        return False
+
+    def _serve_on_credit(self, lane: Lane, batch: "_Batch", limit: "_Limit") -> bool:
+        """The same as `_serve`, as far as the tenant's turn goes."""
+        num_before = batch.num_tokens
+        is_full = self._serve(lane, batch, limit, lane.share.credit)
+        lane.share.credit -= batch.num_tokens - num_before
+        return is_full
+
+    def _serve(self, lane: Lane, batch: "_Batch", limit: "_Limit", credit: float = math.inf) -> bool:
+        """Give the lane's flows their turns, of `credit` tokens in all.
+
+        Whether it was the batch that took no more within the limit.
+        """
+        num_before, is_full = len(batch.sequences), False
+        while not is_full and (flow := self._head(lane)) is not None:
+            sent, is_full = batch.fill(flow.queue, min(flow.credit, credit), limit)
+            credit -= sent
+            flow.credit -= sent
+            flow.num_tokens -= sent
+            lane.num_tokens -= sent
+            lane.share.ring.num_tokens -= sent
+            if flow.queue and flow.queue[0].num_tokens <= flow.credit:
+                break  # its turn is not over
             self._end_turn(flow, lane)
+        if len(batch.sequences) > num_before:
+            self._passed_over.pop(lane, None)
+        elif is_full and batch.has_room(limit):
+            self._passed_over[lane] = None
+        return is_full
 
     def _head(self, lane: Lane) -> Flow | None:
         """The flow whose turn it is; drops those that are over, or can only be late."""
@@ -256,10 +357,11 @@ class Scheduler:
     def _end_turn(self, flow: Flow, lane: Lane) -> None:
         """Take the flow from the front of its lane; if it has more to send, it waits for its next turn."""
         lane.flows.popleft()
-        self._forget(flow)
+        share = lane.share
+        share.level.leave(flow, lane)
         if flow.queue:
             flow.credit += self.quantum
-            self._list(flow, self._levels[flow.priority].backlog)
+            share.level.enter(flow, share.backlog)
         else:
             flow.credit = 0
 
@@ -280,23 +382,8 @@ class Scheduler:
         self.queued_sequences += len(flow.queue) - num_before
         if flow.lane is not None:
             flow.lane.num_tokens += num_tokens
+            flow.lane.share.ring.num_tokens += num_tokens
         return num_tokens
-
-    def _list(self, flow: Flow, lane: Lane, *, at_front: bool = False) -> None:
-        flow.lane = lane
-        lane.num_flows += 1
-        lane.num_tokens += flow.num_tokens
-        if at_front:
-            lane.flows.appendleft(flow)
-        else:
-            lane.flows.append(flow)
-
-    def _forget(self, flow: Flow) -> None:
-        """Take the flow off its lane's books."""
-        assert flow.lane is not None
-        flow.lane.num_flows -= 1
-        flow.lane.num_tokens -= flow.num_tokens
-        flow.lane = None
 
     def _drop_aside(self, flow: Flow) -> None:
         kept: deque[list[Sequence]] = deque()
@@ -349,6 +436,13 @@ class _Batch:
         total = self.num_tokens + num_tokens
         return total <= self._max_tokens and total - num_tokens // 2 <= limit.tokens
 
-    def add(self, sequence: Sequence) -> None:
-        self.sequences.append(sequence)
-        self.num_tokens += sequence.num_tokens
+    def fill(self, queue: deque[Sequence], credit: float, limit: _Limit) -> tuple[int, bool]:
+        """Take sequences of at most `credit` tokens. How many tokens, and whether it was the limit that ended it."""
+        sent = 0
+        while queue and (num_tokens := queue[0].num_tokens) <= credit - sent:
+            if not self.takes(num_tokens, limit):
+                return sent, True
+            self.sequences.append(queue.popleft())
+            self.num_tokens += num_tokens
+            sent += num_tokens
+        return sent, False

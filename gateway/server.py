@@ -1,57 +1,42 @@
-"""The listener and its connections: bytes from sockets to the app, its answers back, deadlines, drain.
+"""The listeners and all their connections: how many there may be, when they are looked at, drain.
 
-Owns every socket, the order of requests on a connection, and all waiting for clients. Never parses HTTP
-(`gateway.http1`) and never decides what is answered (the `App`); it only refuses to wait or to hold more. No body is
-ever logged, nor an exception's message, which may quote one. `gateway.main` starts and drains it.
-
-A connection answers one request at a time; what a client sends meanwhile waits as plain bytes. Its life:
-
-    reading (IDLE → HEAD → BODY: `http1.ReadState`)  ⇄  answering (one task per request)
-        │ refused, timed out, or the last answer is written
-        ▼
-    lingering: its sending half is shut down, input is dropped until the client closes, too
+Owns the listening sockets, what is counted over all connections, and the clock that their deadlines go by. What happens
+on one connection is `gateway.connection`'s; where the listener speaks TLS, a `gateway.tls_layer` stands between the
+socket and the connection. Never decides what is answered (the `App`). `gateway.main` starts and drains it.
 """
 
 import asyncio
 import logging
-import select
 import socket
 import time
-import traceback
-from collections.abc import Callable, Sequence
+from collections import Counter
+from collections.abc import Callable
 from dataclasses import dataclass
 from email.utils import formatdate
-from typing import Protocol, cast
+from typing import Protocol
 
 from gateway.accepting import SharedListener
+from gateway.arriving import Arriving
 from gateway.closing import turn_away_connects
-from gateway.errors import ApiError, RequestTimeout, ServerError, Unavailable
-from gateway.http1 import (
-    CONTINUE,
-    HttpRequest,
-    Limits,
-    ReadState,
-    RequestReader,
-    RequestReceived,
-    Response,
-    encode_response,
-    new_request_id,
-)
-from shm.socketfile import file_id
+from gateway.connection import Connection
+from gateway.errors import ApiError
+from gateway.http1 import HttpRequest, Limits, Response
+from gateway.tls import ServerTls
+from gateway.tls_layer import TlsLayer
+from shm.socketfile import FileId, file_id
 
 log = logging.getLogger("vecd.gateway")
 
 # asyncio calls listen(2) again on the socket it is given, with 100 unless told. The kernel caps it at somaxconn.
 _BACKLOG = 4096
-_MAX_WAITING_BYTES = 64 * 1024
-"""Of further requests behind the one being answered; more stays in the kernel. Not 0, because a client that leaves is
-only noticed while reading goes on."""
 _MAX_REFUSED_CONNECTIONS = 256
 """So many may be told at once that there are too many; the rest is cut off."""
-# Of input that comes while a connection lingers.
-_MAX_DROPPED_BYTES = 64 * 1024 * 1024
-_MIN_DROPPED_BYTES_PER_S = 256 * 1024
+_MAX_ADMIN_CONNECTIONS = 64
+_MAX_HELD_BYTES = 512 * 1024 * 1024
+_MAX_HELD_BODIES = 4
+"""So many of the longest allowed may be held, arriving or unsent, if they are more than `_MAX_HELD_BYTES`."""
 _DRAIN_POLL_S = 0.05
+_ADMIN_DRAIN_S = 1.0
 _ABORT_TIMEOUT_S = 1.0
 
 
@@ -77,20 +62,30 @@ class Timeouts:
 
     head_s: float = 10.0
     """From the first byte of a request to the end of its head."""
+    handshake_s: float = 10.0
+    """From a connection's beginning to the end of its TLS handshake."""
     body_s: float = 60.0
-    """From the end of the head to the end of the body."""
+    """From the end of the head to the end of the body; and a second more for each 256 KiB of it that have come."""
     idle_s: float = 120.0
     """Between requests, and before the first one. Longer than the idle time of the usual clients (openai-python:
     5 s, Go: 90 s), so that they close and no request meets a closing connection."""
     write_s: float = 30.0
-    """Without the client taking a single byte of an answer."""
+    """In which a client has to take 16 KiB of an answer, and its 32nd part if that is more, or all that is left."""
     linger_s: float = 3.0
     """After the last answer, for the client to read it and close."""
     sweep_s: float = 1.0
 
 
+@dataclass(slots=True)
+class _Listener:
+    sock: socket.socket
+    uds_id: FileId | None
+    accepting: asyncio.AbstractServer | SharedListener
+    is_admin: bool
+
+
 class Server:
-    """All connections of one listening socket."""
+    """All connections of one gateway: those of its public listener, and those of its admin listener, if it has one."""
 
     def __init__(
         self,
@@ -99,71 +94,134 @@ class Server:
         limits: Limits,
         timeouts: Timeouts,
         max_connections: int,
+        max_connections_per_address: int | None = None,
+        max_arriving_bytes: int | None = None,
+        max_unsent_bytes: int | None = None,
         clock: Callable[[], float] = time.monotonic,
         on_answer: Callable[[int], None] = lambda status: None,
         is_ahead: Callable[[], bool] | None = None,
     ) -> None:
-        """`clock`, in seconds, is what the timeouts are measured by; `on_answer` hears the status of each answer.
-        `is_ahead`, where several gateways share the socket, says whether one of them has fewer connections."""
+        """`max_connections` of the public listener, `max_connections_per_address` of them from one `client_of`; None:
+        as many. `max_arriving_bytes` of all requests that cannot be served yet, `max_unsent_bytes` of all answers that
+        wait for clients which take nothing; None: 512 MiB each, or four of the longest bodies.
+        `clock`, in seconds, is what the timeouts are measured by; `on_answer` hears the status of each answer.
+        `is_ahead`, where several gateways share the socket, says whether one of them has fewer connections.
+        """
         self.app = app
         self.limits = limits
         self.timeouts = timeouts
         self.max_connections = max_connections
+        self.max_connections_per_address = max_connections_per_address or max_connections
+        self._fixed_max_arriving_bytes = max_arriving_bytes
+        self._fixed_max_unsent_bytes = max_unsent_bytes
+        self.max_unsent_bytes = max_unsent_bytes or _max_held_bytes(limits)
+        self.arriving = Arriving(max_arriving_bytes or _max_held_bytes(limits))
+        """What all connections hold of requests that cannot be served yet."""
         self.clock = clock
         self.on_answer = on_answer
         self._is_ahead = is_ahead
         self.is_draining = False
         self.num_requests_in_flight = 0
+        self._listeners: list[_Listener] = []
+        self._sweeper: asyncio.TimerHandle | None = None
         self._connections: set[Connection] = set()
+        self._num_of_address: Counter[str] = Counter()
+        self._admin_connections: set[Connection] = set()
         self._refused: set[Connection] = set()
         self._num_refused_since_sweep = 0
+        self._num_refused_of_address_since_sweep = 0
         self._date_of, self._date = 0, ""
 
     @property
     def num_connections(self) -> int:
-        """Without those that are only being told that there are too many."""
+        """Of the public listener, without those that are only being told that there are too many."""
         return len(self._connections)
 
-    async def start(self, sock: socket.socket) -> None:
+    @property
+    def num_arriving_bytes(self) -> int:
+        """Of requests that cannot be served yet: bodies that are not complete, and what waits behind other requests."""
+        return self.arriving.num_bytes
+
+    def change_limits(
+        self, limits: Limits, max_connections: int, max_connections_per_address: int | None = None
+    ) -> None:
+        """Go by other limits from now on; the arguments are those of the constructor, and what was not given there
+        follows. Open connections stay, though they may be more than are allowed; they go by `limits` from their next
+        request on. On the running loop."""
+        self.limits = limits
+        self.max_connections = max_connections
+        self.max_connections_per_address = max_connections_per_address or max_connections
+        self.max_unsent_bytes = self._fixed_max_unsent_bytes or _max_held_bytes(limits)
+        self.arriving.max_bytes = self._fixed_max_arriving_bytes or _max_held_bytes(limits)
+        for connection in self._all_connections():
+            connection.take_limits(limits)
+
+    async def start(self, sock: socket.socket, *, tls: ServerTls | None = None, is_admin: bool = False) -> None:
         """Accept from a bound and listening stream socket, TCP or unix. `drain` closes it, and removes its file.
 
-        uvloop sets TCP_NODELAY on what it accepts.
+        Call it once for the public socket, which speaks TLS if `tls` is given, and once more for the admin one, where
+        there is one. Its requests have `is_admin`, its connections a small limit of their own, and it is the last to
+        close. uvloop sets TCP_NODELAY on what it accepts.
         """
         self._loop = asyncio.get_running_loop()
-        self._listening = sock
-        self._uds_id = file_id(sock.getsockname()) if sock.family == socket.AF_UNIX else None
-        self._listener = await self._listen(sock, lambda: Connection(self, self._loop))
-        self._sweep_regularly()
+        uds_id = file_id(sock.getsockname()) if sock.family == socket.AF_UNIX else None
+        accepting = await self._listen(sock, lambda: self._connection(tls, is_admin), is_admin)
+        self._listeners.append(_Listener(sock, uds_id, accepting, is_admin))
+        if self._sweeper is None:
+            self._sweep_regularly()
+
+    def _connection(self, tls: ServerTls | None, is_admin: bool) -> asyncio.Protocol:
+        connection = Connection(self, self._loop, is_admin=is_admin)
+        if tls is None:
+            return connection
+        return TlsLayer(tls.context, connection, self._loop, self.timeouts.handshake_s)
 
     async def _listen(
-        self, sock: socket.socket, make_connection: "Callable[[], Connection]"
+        self, sock: socket.socket, make_protocol: Callable[[], asyncio.Protocol], is_admin: bool
     ) -> asyncio.AbstractServer | SharedListener:
-        if self._is_ahead is None:
-            return await self._loop.create_server(make_connection, sock=sock, backlog=_BACKLOG)
+        if self._is_ahead is None or is_admin:
+            return await self._loop.create_server(make_protocol, sock=sock, backlog=_BACKLOG)
         is_ahead = self._is_ahead
-        return SharedListener(sock, make_connection, lambda: not self.is_draining and is_ahead())
+        return SharedListener(sock, make_protocol, lambda: not self.is_draining and is_ahead())
 
     async def drain(self, deadline_s: float, grace_s: float = 0.5) -> bool:
         """Answer what has been sent, then close everything. True when nothing was left unanswered at the deadline.
 
-        The listener stays open for `grace_s`, so that connections waiting in its backlog are served, and an idle
+        The public listener stays open for `grace_s`, so that connections waiting in its backlog are served, and an idle
         connection is closed only after as long a silence, so that a request already on its way is, too. From now on
-        every answer says `connection: close`.
+        every answer says `connection: close`. The admin listener goes on until the rest is done; what it was asked is
+        not counted as left.
         """
         self.is_draining = True
         end = time.monotonic() + deadline_s
         await asyncio.sleep(min(grace_s, deadline_s))
-        turn_away_connects(self._listening, self._uds_id)
-        await asyncio.sleep(_DRAIN_POLL_S)  # the loop accepts what is left in the backlog
-        self._listener.close()
-        while self._connections and (left_s := end - time.monotonic()) > 0:
-            silent_since = self.clock() - grace_s
-            for connection in list(self._connections):
-                connection.close_if_silent(silent_since)
-            await asyncio.sleep(min(left_s, _DRAIN_POLL_S))
+        await self._close_listeners(is_admin=False)
+        await self._finish(self._connections, end, grace_s)
         is_all_answered = not any(connection.owes_an_answer for connection in self._connections)
+        await self._close_listeners(is_admin=True)
+        await self._finish(self._admin_connections, min(end, time.monotonic() + _ADMIN_DRAIN_S), 0)
         await self._abort_all()
         return is_all_answered
+
+    async def _close_listeners(self, *, is_admin: bool) -> None:
+        closing = [listener for listener in self._listeners if listener.is_admin is is_admin]
+        for listener in closing:
+            # The public one is closed by all gateways at once, the admin one by each when it is done: what it has not
+            # accepted is left to others, and so is the file.
+            if not is_admin or self._is_ahead is None:
+                turn_away_connects(listener.sock, listener.uds_id)
+        if closing:
+            await asyncio.sleep(_DRAIN_POLL_S)  # the loop accepts what is left in the backlog
+        for listener in closing:
+            listener.accepting.close()
+            self._listeners.remove(listener)
+
+    async def _finish(self, connections: set[Connection], end: float, grace_s: float) -> None:
+        while connections and (left_s := end - time.monotonic()) > 0:
+            silent_since = self.clock() - grace_s
+            for connection in list(connections):
+                connection.close_if_silent(silent_since)
+            await asyncio.sleep(min(left_s, _DRAIN_POLL_S))
 
     # --- called by connections ---
 
@@ -174,35 +232,88 @@ class Server:
             self._date_of, self._date = now, formatdate(now, usegmt=True)
         return self._date
 
-    def register(self, connection: "Connection") -> bool:
-        """Count a new connection. False when there are too many: then it is to be refused."""
-        if len(self._connections) < self.max_connections:
-            self._connections.add(connection)
-            return True
-        self._num_refused_since_sweep += 1
-        if len(self._refused) >= _MAX_REFUSED_CONNECTIONS:
-            connection.abort()
-        self._refused.add(connection)
-        return False
+    def register(self, connection: Connection) -> str | None:
+        """Count a new connection. When there are too many it is to be refused, for the reason returned."""
+        reason = self._admit(connection)
+        if reason is not None:
+            self._num_refused_since_sweep += 1
+            if len(self._refused) >= _MAX_REFUSED_CONNECTIONS:
+                connection.abort()
+            self._refused.add(connection)
+        return reason
 
-    def forget(self, connection: "Connection") -> None:
+    def _admit(self, connection: Connection) -> str | None:
+        if connection.is_admin:
+            if len(self._admin_connections) >= _MAX_ADMIN_CONNECTIONS:
+                limit = _MAX_ADMIN_CONNECTIONS
+                return f"Too many connections: {limit} to the admin listener are open, the most allowed"
+            self._admin_connections.add(connection)
+            return None
+        if len(self._connections) >= self.max_connections:
+            return f"Too many connections: {self.max_connections} are open, the most allowed"
+        if connection.client:
+            if self._num_of_address[connection.client] >= self.max_connections_per_address:
+                self._num_refused_of_address_since_sweep += 1
+                limit = self.max_connections_per_address
+                return f"Too many connections from one address: {limit} are open, the most allowed"
+            self._num_of_address[connection.client] += 1
+        self._connections.add(connection)
+        return None
+
+    def forget(self, connection: Connection) -> None:
         self._refused.discard(connection)
-        self._connections.discard(connection)
+        self._admin_connections.discard(connection)
+        if connection in self._connections:
+            self._connections.discard(connection)
+            self._num_of_address[connection.client] -= 1
+            if self._num_of_address[connection.client] <= 0:
+                del self._num_of_address[connection.client]
 
     # --- deadlines ---
 
     def sweep(self) -> None:
         """Look at every connection's deadlines once. One timer for all of them costs a request nothing."""
         now = self.clock()
-        for connection in [*self._connections, *self._refused]:
+        connections = self._all_connections()
+        for connection in connections:
             connection.check_deadlines(now)
+        num_unsent_bytes = sum(connection.num_unsent_bytes for connection in connections)
+        if num_unsent_bytes > self.max_unsent_bytes:
+            self._reset_silent(connections, num_unsent_bytes)
         if self._num_refused_since_sweep:
             log.warning(
-                "%d connections refused: %d are open, the most allowed",
+                "%d connections refused, %d of them because their address has %d: %d are open, at most %d are allowed",
                 self._num_refused_since_sweep,
+                self._num_refused_of_address_since_sweep,
+                self.max_connections_per_address,
                 self.num_connections,
+                self.max_connections,
             )
-            self._num_refused_since_sweep = 0
+            self._num_refused_since_sweep = self._num_refused_of_address_since_sweep = 0
+
+    def _reset_silent(self, connections: list[Connection], num_unsent_bytes: int) -> None:
+        """Too much is unsent in all: reset those that hold up most of it and have taken nothing since the last sweep,
+        until it is not. Each of them alone would have had `write_s`."""
+        silent = sorted(
+            (connection for connection in connections if connection.takes_nothing),
+            key=lambda connection: connection.num_unsent_bytes,
+        )
+        num_left_bytes, num_reset = num_unsent_bytes, 0
+        while silent and num_left_bytes > self.max_unsent_bytes:
+            connection = silent.pop()
+            num_left_bytes -= connection.num_unsent_bytes
+            num_reset += 1
+            connection.reset()
+        if num_reset:
+            log.warning(
+                "%d connections reset that took nothing of their answers: %d bytes were unsent, at most %d are held",
+                num_reset,
+                num_unsent_bytes,
+                self.max_unsent_bytes,
+            )
+
+    def _all_connections(self) -> list[Connection]:
+        return [*self._connections, *self._admin_connections, *self._refused]
 
     def _sweep_regularly(self) -> None:
         self._sweeper = self._loop.call_later(self.timeouts.sweep_s, self._sweep_regularly)
@@ -210,8 +321,9 @@ class Server:
 
     async def _abort_all(self) -> None:
         """Side effect: the handlers of requests that are still in flight are cancelled."""
-        self._sweeper.cancel()
-        connections = [*self._connections, *self._refused]
+        if self._sweeper is not None:
+            self._sweeper.cancel()
+        connections = self._all_connections()
         tasks = [connection.task for connection in connections if connection.task is not None]
         for connection in connections:
             connection.abort()
@@ -220,306 +332,5 @@ class Server:
             await asyncio.wait(tasks, timeout=_ABORT_TIMEOUT_S)
 
 
-class Connection(asyncio.Protocol):
-    """One client's connection. asyncio calls the methods of its Protocol, the server those at the end."""
-
-    def __init__(self, server: Server, loop: asyncio.AbstractEventLoop) -> None:
-        self._server = server
-        self._loop = loop
-        self._reader = RequestReader(server.limits)
-        self._since = server.clock()  # when what is awaited or being done began
-        self._awaited: ReadState | None = ReadState.IDLE  # None while a request is answered
-        self.task: asyncio.Task[None] | None = None
-        self._request: HttpRequest | None = None  # the one that the task answers
-        self._is_admitted = True
-        self._is_ending = False  # the last answer has been given, or nobody is there to take one
-        self._has_eof = False
-        self._is_reading_paused = False
-        self._is_write_blocked = False
-        self._num_sent_bytes = 0
-        self._num_taken_bytes = 0  # of those sent, when last looked at
-        self._last_taken_at = self._since
-        self._num_dropped_bytes = 0
-
-    # --- called by the event loop ---
-
-    def connection_made(self, transport: asyncio.BaseTransport) -> None:
-        self._transport = cast(asyncio.Transport, transport)
-        self._is_admitted = self._server.register(self)
-
-    def data_received(self, data: bytes) -> None:
-        if self._is_ending:
-            self._drop(len(data))
-        elif self._is_admitted:
-            self._reader.feed(data)
-            self._advance()
-        else:
-            # Not before the client has spoken: some take an answer without a question for a protocol error.
-            self._refuse_connection()
-
-    def eof_received(self) -> bool:
-        """The client sends no more. True keeps the connection, for a client that only shut down its sending half."""
-        self._has_eof = True
-        if self._is_ending or not (self.task or self._is_write_blocked):
-            return False
-        self._probe()
-        return True
-
-    def pause_writing(self) -> None:
-        self._is_write_blocked = True
-
-    def resume_writing(self) -> None:
-        self._is_write_blocked = False
-        self._advance()
-
-    def connection_lost(self, exc: Exception | None) -> None:
-        self._is_ending = True
-        self._reader.close()
-        self._server.forget(self)
-        if self.task is not None:
-            self.task.cancel()
-
-    # --- reading ---
-
-    def _advance(self) -> None:
-        """Take up what has been received, until a request is being answered or bytes are missing."""
-        while self.task is None and not self._is_write_blocked and not self._is_ending:
-            try:
-                event = self._reader.next_event()
-            except ApiError as error:
-                self._refuse(error)
-                break
-            if event is None:
-                self._await_bytes()
-                break
-            if isinstance(event, RequestReceived):
-                self._start(event.request)
-            else:
-                self._check_head(event.request)
-        self._limit_waiting()
-
-    def _await_bytes(self) -> None:
-        if self._has_eof:
-            self._transport.close()
-        elif self._reader.state is not self._awaited:
-            self._awaited, self._since = self._reader.state, self._server.clock()
-
-    def _limit_waiting(self) -> None:
-        is_full = self._reader.num_waiting_bytes > _MAX_WAITING_BYTES
-        if is_full == self._is_reading_paused:
-            return
-        self._is_reading_paused = is_full
-        if is_full:
-            self._transport.pause_reading()
-        else:
-            self._transport.resume_reading()
-
-    def _check_head(self, request: HttpRequest) -> None:
-        try:
-            response = self._server.app.check_head(request)
-        except Exception as error:
-            response = self._render(error, request.request_id, request.path)
-        if response is not None:
-            self._end_with(response, request.request_id, is_head=request.method == "HEAD")
-        elif request.expects_continue:
-            self._send([CONTINUE])
-
-    # --- answering ---
-
-    def _start(self, request: HttpRequest) -> None:
-        self._request = request
-        self._awaited, self._since = None, self._server.clock()
-        self.task = self._loop.create_task(self._serve(request))
-
-    async def _serve(self, request: HttpRequest) -> None:
-        self._server.num_requests_in_flight += 1
-        try:
-            is_last = await self._answer(request)
-        except BaseException:
-            # The client has gone, or not even an error could be rendered: nobody is left waiting.
-            self._transport.abort()
-            raise
-        finally:
-            self._server.num_requests_in_flight -= 1
-            self.task = self._request = None
-        if is_last:
-            self._linger()
-        self._advance()
-
-    async def _answer(self, request: HttpRequest) -> bool:
-        """Answer a request exactly once; True when it was the connection's last."""
-        failure: BaseException
-        try:
-            return self._write_answer(request, await self._server.app.handle(request))
-        except asyncio.CancelledError as error:
-            if self.task is None or self.task.cancelling():
-                raise
-            failure = error  # the app cancelled something of its own
-        except Exception as error:
-            failure = error
-        try:
-            return self._write_answer(request, self._render(failure, request.request_id, request.path))
-        finally:
-            _let_go(failure)
-
-    def _write_answer(self, request: HttpRequest, response: Response) -> bool:
-        """True when it is the connection's last. Nothing is sent when it raises (ValueError, KeyError)."""
-        is_last = self._is_last(request)
-        pieces = encode_response(
-            response,
-            request_id=request.request_id,
-            keep_alive=not is_last,
-            http_minor=request.http_minor,
-            head_only=request.method == "HEAD",
-            date=self._server.http_date(),
-        )
-        self._send(pieces)
-        self._server.on_answer(response.status)
-        if log.isEnabledFor(logging.DEBUG):
-            self._log_access(request, response.status)
-        return is_last
-
-    def _is_last(self, request: HttpRequest) -> bool:
-        is_leaving = self._has_eof or self._server.is_draining
-        return not request.keep_alive or (is_leaving and self._reader.state is ReadState.IDLE)
-
-    def _render(self, error: BaseException, request_id: str, path: str | None) -> Response:
-        """The answer to a failure, which is logged here, once."""
-        if isinstance(error, ApiError):
-            log.log(error.log_level, "request %s: %d, %s", request_id, error.status, error.message)
-        else:
-            log.error("request %s: unexpected %s", request_id, _describe(error))
-            error = ServerError("The server failed on this request. Its log says more under the id of the request.")
-        return self._server.app.render_error(error, path)
-
-    def _send(self, pieces: Sequence[bytes | memoryview]) -> None:
-        """uvloop takes pieces as they are, and counts their bytes until the client's kernel has them."""
-        if not self._transport.is_closing():
-            self._num_sent_bytes += sum(map(len, pieces))
-            self._transport.writelines(pieces)
-
-    def _log_access(self, request: HttpRequest, status: int) -> None:
-        elapsed_ms = (self._server.clock() - self._since) * 1000
-        log.debug("%s %s %d %.1f ms %s", request.method, request.path, status, elapsed_ms, request.request_id)
-
-    # --- ending ---
-
-    def _refuse(self, error: ApiError) -> None:
-        """Give up on what the client sends: answer why, and end."""
-        request = self._reader.request
-        if request is None:
-            request_id = new_request_id()
-            self._end_with(self._render(error, request_id, None), request_id)
-        else:
-            response = self._render(error, request.request_id, request.path)
-            self._end_with(response, request.request_id, is_head=request.method == "HEAD")
-
-    def _refuse_connection(self) -> None:
-        """Unlike other refusals not logged each by itself: the sweep counts them."""
-        limit = self._server.max_connections
-        error = Unavailable(f"Too many connections: {limit} are open, the most allowed", retry_after_s=1)
-        self._end_with(self._server.app.render_error(error, None), new_request_id())
-
-    def _end_with(self, response: Response, request_id: str, *, is_head: bool = False) -> None:
-        date = self._server.http_date()
-        self._send(encode_response(response, request_id=request_id, keep_alive=False, head_only=is_head, date=date))
-        self._server.on_answer(response.status)
-        self._linger()
-
-    def _linger(self) -> None:
-        """Send no more, and wait for the client to close.
-
-        Closing at once while input is still arriving would reset the connection, and the reset can overtake the
-        answer: a client that is still sending a body which is too large would never learn why.
-        """
-        self._is_ending = True
-        self._since = self._server.clock()
-        if self._has_eof or not self._transport.can_write_eof():
-            self._transport.close()
-        elif not self._transport.is_closing():
-            self._transport.write_eof()
-
-    def _drop(self, num_bytes: int) -> None:
-        """Let a client that sends on reach the end of it, and read the answer; but not one that only drips."""
-        self._since = min(self._server.clock(), self._since + num_bytes / _MIN_DROPPED_BYTES_PER_S)
-        self._num_dropped_bytes += num_bytes
-        if self._num_dropped_bytes > _MAX_DROPPED_BYTES:
-            self.abort()
-
-    def _is_hung_up(self) -> bool:
-        """Whether the connection is dead in both directions, and not only the client's sending half is shut down."""
-        poll = select.poll()
-        poll.register(self._transport.get_extra_info("socket").fileno(), 0)
-        return bool(poll.poll(0))
-
-    def _probe(self) -> None:
-        """Send what an HTTP/1.1 client skips, to learn whether the client has gone.
-
-        On TCP nothing tells close() from shutdown(SHUT_WR) until a byte is sent: if the client has gone, its kernel
-        answers with a reset, and the next sweep finds the connection hung up.
-        """
-        if self._request is not None and self._request.http_minor == 1:
-            self._send([CONTINUE])
-
-    # --- called by the server ---
-
-    @property
-    def owes_an_answer(self) -> bool:
-        """Something of a request has come, and its answer has not gone out whole."""
-        is_asked = self.task is not None or self._reader.state in (ReadState.HEAD, ReadState.BODY)
-        return (is_asked and not self._is_ending) or self._transport.get_write_buffer_size() > 0
-
-    def abort(self) -> None:
-        self._transport.abort()
-
-    def close_if_silent(self, since: float) -> None:
-        """Close an idle connection on which nothing has happened since then."""
-        if self._awaited is ReadState.IDLE and self._since <= since and not self._is_ending:
-            self._transport.close()
-
-    def check_deadlines(self, now: float) -> None:
-        timeouts = self._server.timeouts
-        num_unsent_bytes = self._transport.get_write_buffer_size()
-        if self._is_stalled(now, num_unsent_bytes):
-            self.abort()
-        elif self.task is not None:
-            if self._has_eof and self._is_hung_up():
-                self.abort()
-        elif num_unsent_bytes > 0:
-            self._since = now  # the client has to take the answer before anything else is expected of it
-        elif not self._is_ending:
-            self._check_waiting(now - self._since, timeouts)
-        elif now - self._since >= timeouts.linger_s:
-            self.abort()
-
-    def _is_stalled(self, now: float, num_unsent_bytes: int) -> bool:
-        """The client has not taken a byte of what it was sent for too long."""
-        num_taken_bytes = self._num_sent_bytes - num_unsent_bytes
-        if num_unsent_bytes == 0 or num_taken_bytes > self._num_taken_bytes:
-            self._num_taken_bytes, self._last_taken_at = num_taken_bytes, now
-        return now - self._last_taken_at >= self._server.timeouts.write_s
-
-    def _check_waiting(self, waited_s: float, timeouts: Timeouts) -> None:
-        if not self._is_admitted:
-            if waited_s >= timeouts.linger_s:
-                self._refuse_connection()
-        elif self._awaited is ReadState.IDLE:
-            if waited_s >= timeouts.idle_s:
-                self._transport.close()
-        elif self._awaited is ReadState.HEAD:
-            if waited_s >= timeouts.head_s:
-                self._refuse(RequestTimeout(f"head of the request: not complete after {timeouts.head_s:g} s"))
-        elif waited_s >= timeouts.body_s:
-            self._refuse(RequestTimeout(f"body of the request: not complete after {timeouts.body_s:g} s"))
-
-
-def _let_go(error: BaseException | None) -> None:
-    """Forget where an exception came from: its frames hold the request, body and all, and one of them holds it."""
-    while error is not None:
-        error.__traceback__ = None
-        error = error.__context__
-
-
-def _describe(error: BaseException) -> str:
-    """The exception's type and where it was raised. Not its message: it may quote what a client sent."""
-    return f"{type(error).__qualname__}\n{''.join(traceback.format_tb(error.__traceback__))}"
+def _max_held_bytes(limits: Limits) -> int:
+    return max(_MAX_HELD_BYTES, _MAX_HELD_BODIES * limits.max_body_bytes)

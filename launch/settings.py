@@ -56,6 +56,16 @@ class Settings(BaseSettings):
     host: str = Field(default="127.0.0.1", description="address to listen on")
     port: int = Field(default=8000, ge=0, le=65535, description="port to listen on; 0 takes a free one")
     uds: Path | None = Field(default=None, description="listen on this unix socket instead of host and port")
+    admin_host: str = Field(default="127.0.0.1", description="address of --admin-port")
+    admin_port: int | None = Field(
+        default=None,
+        ge=0,
+        le=65535,
+        description="serve /metrics, /info and /admin on this port, and not on the public one; 0 takes a free one",
+    )
+    admin_uds: Path | None = Field(default=None, description="the same on a unix socket")
+    tls_cert: Path | None = Field(default=None, description="serve HTTPS with this certificate chain (PEM)")
+    tls_key: Path | None = Field(default=None, description="private key of --tls-cert (PEM, without a passphrase)")
     workers: Annotated[int, Field(ge=1, le=1024)] | Literal["auto"] = Field(
         default="auto", description="worker processes; auto: one per core the process may use, or one per GPU"
     )
@@ -103,18 +113,35 @@ class Settings(BaseSettings):
         default="interactive", description="highest priority that callers get, whatever they ask for"
     )
     max_connections: int = Field(default=8192, ge=1, description="open connections; more get 503")
+    max_connections_per_address: int | None = Field(
+        default=None,
+        ge=1,
+        description="open connections of one address, or of one /64 of IPv6; default: half of --max-connections",
+    )
     token_ids: Literal["auto", "model", "reject"] = Field(
         default="auto",
         description="input given as token ids; auto: taken if framed by the model's special tokens, else refused; "
         "model: taken as they are; reject: refused",
+    )
+    literal_special_tokens: bool = Field(
+        default=False,
+        description="take special tokens that stand in a text, as [SEP] does, for the characters that they are. "
+        "sentence-transformers takes them for the tokens, and so does the default",
     )
     request_timeout: float = Field(default=300.0, gt=0, le=86_400, description="seconds until a request gets a 503")
     batch_timeout: float = Field(
         default=60.0,
         gt=0,
         le=86_400,
-        description="seconds a worker may take for one batch before it is replaced; with several gateways, who take "
-        "turns, so many times as long",
+        description="most seconds a worker may take for one batch before it is replaced; less once its speed is known. "
+        "With several gateways, who take turns, so many times as long",
+    )
+    drain_grace: float = Field(
+        default=0.5,
+        ge=0,
+        le=3600,
+        description="seconds after SIGTERM in which everything is served as before, but /health says 503, so that load "
+        "balancers turn away",
     )
     drain_timeout: float = Field(
         default=30.0,
@@ -130,6 +157,12 @@ class Settings(BaseSettings):
     )
     revision: str = Field(default="", description="branch, tag or commit of a hub model")
     api_key: SecretStr | None = Field(default=None, description="key that callers must send")
+    api_keys: SecretStr | None = Field(
+        default=None, description="several keys, with names: NAME=KEY,NAME=KEY; see --keys-file for more than names"
+    )
+    keys_file: Path | None = Field(
+        default=None, description="TOML file of keys with their limits and scopes; read again when it changes"
+    )
     cache_dir: Path | None = Field(
         default=None,
         description="folder to remember in what was expensive to find out; default: vecd in the user's cache",
@@ -144,7 +177,7 @@ class Settings(BaseSettings):
         description="file descriptor to which one line of JSON is written when the server is ready",
     )
 
-    @field_validator("uds", "config", "cache_dir")
+    @field_validator("uds", "admin_uds", "tls_cert", "tls_key", "keys_file", "config", "cache_dir")
     @classmethod
     def _absolute(cls, path: Path | None) -> Path | None:
         return None if path is None else path.absolute()
@@ -159,7 +192,7 @@ class Settings(BaseSettings):
             raise ValueError("is not an open file descriptor") from None
         return fd
 
-    @field_validator("api_key")
+    @field_validator("api_key", "api_keys")
     @classmethod
     def _not_blank(cls, key: SecretStr | None) -> SecretStr | None:
         if key is not None and not key.get_secret_value().strip():
@@ -179,8 +212,9 @@ class Settings(BaseSettings):
         return (init_settings,)
 
 
-def load_settings(argv: Sequence[str]) -> Settings:
-    """Settings from flags, environment, `.env` and TOML. Prints help and exits 0 for `--help`.
+def load_settings(argv: Sequence[str], *, without: Sequence[str] = ()) -> Settings:
+    """Settings from flags, environment, `.env` and TOML, but for those named in `without`. Prints help and exits 0 for
+    `--help`.
 
     Raises ConfigurationError with every problem that was found, in any of the sources.
     """
@@ -197,6 +231,8 @@ def load_settings(argv: Sequence[str]) -> Settings:
     found.add("--", "kebab", flags)
     found.check_variables("", os.environ)
     found.check_variables(".env: ", {name: value or "" for name, value in dotenv_values(".env").items()})
+    for name in without:
+        found.drop(name)
     return found.validate()
 
 
@@ -212,6 +248,9 @@ class _Found:
         for name, value in values.items():
             self._values[name] = value
             self._origins[name] = origin + _styled(name, style)
+
+    def drop(self, name: str) -> None:
+        self._values.pop(name, None)
 
     def read_flags(self, argv: Sequence[str]) -> dict[str, Any]:
         """The flags that can be read. argparse stops at the first problem: that one is set aside, and it goes on."""
@@ -243,7 +282,7 @@ class _Found:
     def check_variables(self, origin: str, environ: Mapping[str, str]) -> None:
         for variable, value in environ.items():
             name = variable.removeprefix(ENV_PREFIX).lower()
-            if variable == f"{ENV_PREFIX}API_KEY" and not value:
+            if name in _SECRETS and not value:
                 # Not taken for unset: whoever meant to set a key must not get an open server.
                 self._problems.append(f"{origin}{variable}: is empty; give it a key, or remove it")
             if (
@@ -276,7 +315,7 @@ class _Found:
         return "" if name in _SECRETS or name not in self._values else f" (given: {self._values[name]!r})"
 
 
-_SECRETS = {"api_key"}
+_SECRETS = {"api_key", "api_keys"}
 
 
 def _flags_source(argv: Sequence[str], *, ignore_unknown: bool) -> CliSettingsSource[Any]:

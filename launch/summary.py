@@ -16,7 +16,7 @@ def pss_mb(pid: int) -> int:
     return int(found[1]) // 1024 if found else 0
 
 
-def summary(plan: Plan, url: str, facts: dict[str, Any], memory_mb: int) -> list[str]:
+def summary(plan: Plan, url: str, admin_url: str, facts: dict[str, Any], memory_mb: int) -> list[str]:
     """What was started, and a line to try it with."""
     card, gateway, settings = plan.card, plan.gateway, plan.settings
     normalized = ", normalized" if any(step.kind == "normalize" for step in card.steps) else ""
@@ -25,7 +25,7 @@ def summary(plan: Plan, url: str, facts: dict[str, Any], memory_mb: int) -> list
     device = plan.workers[0].device.partition(":")[0]
     url_here = re.sub(r"//(0\.0\.0\.0|\[::\])", "//127.0.0.1", url)
     curl = f"curl --unix-socket {settings.uds} http://localhost" if settings.uds else f"curl {url_here}"
-    key = ' -H "authorization: Bearer $VECD_API_KEY"' if settings.api_key else ""
+    key = ' -H "authorization: Bearer $VECD_API_KEY"' if gateway.keys else ""
     gateways = f", {settings.gateways} gateways" if settings.gateways > 1 else ""
     return [
         f"vecd {gateway.version} is ready",
@@ -35,6 +35,7 @@ def summary(plan: Plan, url: str, facts: dict[str, Any], memory_mb: int) -> list
         f"  workers    {len(plan.workers)} × {settings.threads_per_worker} thread(s) on {device}{gateways}",
         f"  memory     {memory_mb} MB in all",
         f"  listening  {url}",
+        *([f"  admin      {admin_url}"] if admin_url else []),
         f"  try        {curl}/v1/embeddings{key} -H 'content-type: application/json' "
         f"""-d '{{"model": "{gateway.model}", "input": "Hello, world"}}'""",
     ]

@@ -1,9 +1,10 @@
-"""Where a model's fast tokenizer is, for a model that comes without one.
+"""Where a model's fast tokenizer is, also for a model that comes without one.
 
 Owns the folder `tokenizers` in the cache: one file for each content of a model's tokenizer files. The conversion
 itself needs transformers, and is a process of its own. What the gateway is told is a path to a descriptor of this
-process, so that it can read the file again whenever it is restarted, and nothing is left behind: also where there is
-no cache to write to, and when the cache is emptied while the server runs. Called by `launch.plan`.
+process, so that whenever it is restarted it reads the same file again, whatever has been put in its place, and nothing
+is left behind: also where there is no cache to write to, and when the cache is emptied while the server runs. Called by
+`launch.plan`.
 """
 
 import hashlib
@@ -28,11 +29,12 @@ _VERSION = "1"  # of workers.conversion: another one makes every tokenizer anew
 def with_tokenizer(card: ModelCard, model: str, cache_folder: Path) -> ModelCard:
     """The card, its tokenizer converted if the model has only a slow one's files; `model` is its name for people.
 
-    Raises ModelError when it cannot be converted.
-    Side effects: a descriptor that stays open for this process's life; a file in the cache, where it can be written.
+    Raises ModelError when it cannot be read or converted.
+    Side effects: a descriptor that stays open until the card is forgotten (`forget`); a file in the cache, where it can
+    be written.
     """
     if card.tokenizer_file:
-        return card
+        return _held_open(card, _open(card.tokenizer_file))
     cached = cache_folder / "tokenizers" / _key(Path(card.weights_folder)) / "tokenizer.json"
     try:
         fd = os.open(cached, os.O_RDONLY | os.O_CLOEXEC)
@@ -40,7 +42,25 @@ def with_tokenizer(card: ModelCard, model: str, cache_folder: Path) -> ModelCard
         print(f"vecd: converting the tokenizer of {model} (once)", file=sys.stderr, flush=True)
         fd = _convert(card)
         _store(fd, cached)
+    return _held_open(card, fd)
+
+
+def _open(path: str) -> int:
+    try:
+        return os.open(path, os.O_RDONLY | os.O_CLOEXEC)
+    except OSError as error:
+        raise ModelError(f"{path}: cannot be read: {error.strerror}") from None
+
+
+def _held_open(card: ModelCard, fd: int) -> ModelCard:
     return replace(card, tokenizer_file=f"/proc/{os.getpid()}/fd/{fd}")
+
+
+def forget(card: ModelCard) -> None:
+    """Close the descriptor that `with_tokenizer` opened for a card that no process is told of any more."""
+    owner, _, fd = card.tokenizer_file.rpartition("/fd/")
+    if owner == f"/proc/{os.getpid()}":
+        os.close(int(fd))
 
 
 def _key(weights_folder: Path) -> str:

@@ -63,6 +63,9 @@ class Counter(IntEnum):
     SEQUENCES = "sequences", "Sequences embedded"
     BATCHES = "batches", "Batches embedded"
     COMPUTE_US = "compute_seconds", "Time that workers spent on these batches", None, 1_000_000
+    RETRIED = "sequences_retried", "Sequences queued again because their worker was lost"
+    STUCK = "workers_stuck", "Workers reported for having let a deadline pass, or for saying what cannot be"
+    POISONED = "inputs_poisonous", "Inputs given up because one worker after the other died with them"
 
 
 class Gauge(IntEnum):

@@ -4,10 +4,12 @@ Owns the messages and the channel they travel on: a pair of SOCK_SEQPACKET unix 
 starts, so there is no name to find, no permission to get wrong and nothing to unlink. A message is one packet of
 JSON; descriptors ride along (SCM_RIGHTS). The end of the stream means that the other side is dead.
 
-    supervisor → gateway       GatewayStart (+ sockets, board), WorkerUp (+ arena), WorkerDown, Drain
-    gateway → supervisor       GatewayReady, ChildFailed, WorkerStuck
+    supervisor → gateway       GatewayStart (+ sockets, board), WorkerUp (+ arena), WorkerDown, Drain,
+                               Prepare (+ ZeroMQ socket), Activate, Discard, ModelBroken, Quarantined, NewKeys
+    gateway → supervisor       GatewayReady, ChildFailed, Beat, WorkerMet, WorkerStuck, Prepared, Retired, Quarantined,
+                               ReloadAsked
     supervisor → fork server   ForkServerStart, ForkWorker (+ control, arena, ZeroMQ addresses)
-    fork server → supervisor   ForkServerReady, WorkerForked (+ pidfd), WorkerExited
+    fork server → supervisor   ForkServerReady, WorkerForked (+ pidfd), ForkFailed, WorkerExited
     worker → supervisor        Progress, WorkerReady, ChildFailed
 
 Batches never travel here: that is `shm.wire`.
@@ -22,10 +24,13 @@ import struct
 from array import array
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass, field
-from typing import Any, TypeAlias
+from typing import Any, TypeAlias, get_args
 
-MAX_MESSAGE_BYTES = 128 * 1024
-"""A packet is at most this long. Linux's default send buffer (net.core.wmem_default) takes 208 KiB."""
+_MAX_PACKET_BYTES = 128 * 1024
+"""A packet is at most this long; a longer message is a file, and the packet its descriptor. Linux's default send buffer
+(net.core.wmem_default) takes 208 KiB."""
+MAX_MESSAGE_BYTES = 16 * 2**20
+_BY_FILE = b"file"
 _RIGHTS = (socket.SOL_SOCKET, socket.SCM_RIGHTS)
 MAX_DESCRIPTORS = 80
 """A message carries at most so many: one for each gateway there may be, and a few. Linux allows 253."""
@@ -36,8 +41,8 @@ SEND_TIMEOUT_MS = 1000
 
 @dataclass(frozen=True, slots=True)
 class GatewayStart:
-    """To a new gateway: its configuration. Descriptors: the socket it listens on, its ZeroMQ listening socket, the
-    board."""
+    """To a new gateway: its configuration. Descriptors: the board, its ZeroMQ listening socket, the public listening
+    socket, and the admin one if there is one."""
 
     config: dict[str, Any]
     """A `gateway.config.GatewayConfig` as plain JSON values, the same for each gateway."""
@@ -45,12 +50,18 @@ class GatewayStart:
     """Its index, 0 … num_gateways - 1."""
     epoch: int
     """Which of its lives this is, 1 for the first."""
+    generation: int
+    """Of the configuration."""
+    quarantine_key: str
+    """In hexadecimal, the same for each gateway: digests of inputs that end their workers are made with it."""
 
 
 @dataclass(frozen=True, slots=True)
 class WorkerUp:
     """To every gateway: an incarnation is ready. Descriptor: its arena."""
 
+    generation: int
+    """Whose configuration it serves."""
     worker: int
     life: int
     facts: dict[str, Any]
@@ -64,6 +75,8 @@ class WorkerDown:
     worker: int
     life: int
     reason: str
+    has_crashed: bool = False
+    """By a signal that processes bring upon themselves, and that nobody has sent it."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -71,11 +84,93 @@ class Drain:
     """To every gateway: accept nothing new, answer what was accepted, exit 0 within the deadline."""
 
     deadline_s: float
+    grace_s: float
+    """So long at first, everything is served as before, but `/health` says 503."""
+
+
+@dataclass(frozen=True, slots=True)
+class Prepare:
+    """To every gateway: a new configuration; make ready for it beside the present one. Descriptor: its ZeroMQ listening
+    socket."""
+
+    generation: int
+    config: dict[str, Any]
+
+
+@dataclass(frozen=True, slots=True)
+class Activate:
+    """To every gateway: new requests are for this generation from now on."""
+
+    generation: int
+
+
+@dataclass(frozen=True, slots=True)
+class Discard:
+    """To every gateway: forget a generation; nothing of it is being served any more, or may be."""
+
+    generation: int
+
+
+@dataclass(frozen=True, slots=True)
+class ModelBroken:
+    """To every gateway: no worker of this generation stays alive. Over as soon as one is up."""
+
+    generation: int
+    reason: str
+
+
+@dataclass(frozen=True, slots=True)
+class Quarantined:
+    """From a gateway, and to all others: an input has ended worker after worker, and is refused for a while."""
+
+    digest: str
+    """In hexadecimal, made with the key that gateways share."""
+
+
+@dataclass(frozen=True, slots=True)
+class NewKeys:
+    """To every gateway: from now on these are the keys that callers may send."""
+
+    keys: list[dict[str, Any]]
+    """Each a `gateway.config.ApiKey` as plain JSON values."""
 
 
 @dataclass(frozen=True, slots=True)
 class GatewayReady:
     """From a gateway: it listens."""
+
+
+@dataclass(frozen=True, slots=True)
+class Beat:
+    """From a gateway, about once a second: its event loop turns."""
+
+
+@dataclass(frozen=True, slots=True)
+class WorkerMet:
+    """From a gateway: an incarnation has answered it."""
+
+    worker: int
+    life: int
+
+
+@dataclass(frozen=True, slots=True)
+class Prepared:
+    """From a gateway: it is ready for a generation, or says why it cannot be."""
+
+    generation: int
+    error: str = ""
+
+
+@dataclass(frozen=True, slots=True)
+class Retired:
+    """From a gateway: it has answered the last request of a generation that is no longer the active one."""
+
+    generation: int
+
+
+@dataclass(frozen=True, slots=True)
+class ReloadAsked:
+    """From a gateway: an operator has asked it for what SIGHUP does."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -129,6 +224,15 @@ class WorkerForked:
 
 
 @dataclass(frozen=True, slots=True)
+class ForkFailed:
+    """From the fork server: a worker could not be forked."""
+
+    worker: int
+    life: int
+    reason: str
+
+
+@dataclass(frozen=True, slots=True)
 class WorkerExited:
     """From the fork server: a worker was reaped."""
 
@@ -162,19 +266,13 @@ class ChildFailed:
 
 
 Message: TypeAlias = (
-    GatewayStart | WorkerUp | WorkerDown | Drain | GatewayReady | WorkerStuck
-    | ForkServerStart | ForkServerReady | ForkWorker | WorkerForked | WorkerExited
+    GatewayStart | WorkerUp | WorkerDown | Drain | Prepare | Activate | Discard | ModelBroken | NewKeys
+    | GatewayReady | Beat | WorkerMet | WorkerStuck | Prepared | Retired | Quarantined | ReloadAsked
+    | ForkServerStart | ForkServerReady | ForkWorker | WorkerForked | ForkFailed | WorkerExited
     | Progress | WorkerReady | ChildFailed
 )  # fmt: skip
 
-_KINDS: dict[str, type[Message]] = {
-    kind.__name__: kind
-    for kind in (
-        GatewayStart, WorkerUp, WorkerDown, Drain, GatewayReady, WorkerStuck,
-        ForkServerStart, ForkServerReady, ForkWorker, WorkerForked, WorkerExited,
-        Progress, WorkerReady, ChildFailed,
-    )
-}  # fmt: skip
+_KINDS: dict[str, type[Message]] = {kind.__name__: kind for kind in get_args(Message)}
 
 
 class Channel:
@@ -200,16 +298,26 @@ class Channel:
     def fileno(self) -> int:
         return self._sock.fileno()
 
-    def send(self, message: Message, fds: Sequence[int] = ()) -> None:
+    def send(self, message: Message, fds: Sequence[int] = (), *, waits: bool = True) -> None:
         """Send one message. The caller keeps its own copies of `fds`, MAX_DESCRIPTORS at most.
 
         Raises OSError (BrokenPipeError, ConnectionResetError) when the other side is dead, BlockingIOError when it has
-        not read for SEND_TIMEOUT_MS, and ValueError when the message is longer than MAX_MESSAGE_BYTES.
+        not read for SEND_TIMEOUT_MS, or at all if this does not wait, and ValueError when the message is longer than
+        MAX_MESSAGE_BYTES.
         """
         packet = json.dumps([type(message).__name__, asdict(message)]).encode()
+        flags = 0 if waits else socket.MSG_DONTWAIT
+        if len(packet) <= _MAX_PACKET_BYTES:
+            socket.send_fds(self._sock, [packet], fds, flags)
+            return
         if len(packet) > MAX_MESSAGE_BYTES:
             raise ValueError(f"control message of {len(packet)} bytes, at most {MAX_MESSAGE_BYTES}")
-        socket.send_fds(self._sock, [packet], fds)
+        fd = os.memfd_create("vecd-message", os.MFD_CLOEXEC)
+        try:
+            os.pwrite(fd, packet, 0)
+            socket.send_fds(self._sock, [_BY_FILE], [*fds, fd], flags)
+        finally:
+            os.close(fd)
 
     def receive(self, timeout_s: float | None = None) -> tuple[Message, list[int]] | None:
         """Wait for one message; None when the other side is dead. The caller owns the descriptors.
@@ -221,7 +329,7 @@ class Channel:
             self._wait(timeout_s)
         try:
             packet, ancillary, flags, _address = self._sock.recvmsg(
-                MAX_MESSAGE_BYTES, _ANCILLARY_BYTES, socket.MSG_DONTWAIT | socket.MSG_CMSG_CLOEXEC
+                _MAX_PACKET_BYTES, _ANCILLARY_BYTES, socket.MSG_DONTWAIT | socket.MSG_CMSG_CLOEXEC
             )
         except ConnectionResetError:
             return None
@@ -232,6 +340,10 @@ class Channel:
             raise OSError(errno.EMFILE, "no file descriptor left for those of a control message")
         if not packet:
             return None
+        if packet == _BY_FILE:
+            with open(fds.pop(), "rb") as file:
+                file.seek(0)
+                packet = file.read()
         kind, fields = json.loads(packet)
         return _KINDS[kind](**fields), fds
 

@@ -29,6 +29,7 @@ from shm.card import ModelError
 from shm.control import (
     Channel,
     ChildFailed,
+    ForkFailed,
     ForkServerReady,
     ForkServerStart,
     ForkWorker,
@@ -43,7 +44,7 @@ from workers.choices import Choice, recall
 from workers.choosing import Choosing
 from workers.config import WorkerConfig
 from workers.engine import Engine, Report, load_engine
-from workers.process import die_with_parent, num_threads, set_process_name
+from workers.process import die_with_parent, leave_no_core, num_threads, set_process_name, trace_crashes
 
 log = logging.getLogger("vecd.forkserver")
 
@@ -51,12 +52,14 @@ log = logging.getLogger("vecd.forkserver")
 def serve(channel: Channel) -> int:
     """Fork workers until the supervisor closes the channel or dies; returns the exit code.
 
-    Side effects on the process: it dies with its parent, once it has been told who that is; name, logging, SIGINT,
-    SIGTERM and SIGHUP ignored, SIGCHLD handled.
+    Side effects on the process: it dies with its parent, once it has been told who that is; name, logging, no core
+    files, SIGINT, SIGTERM and SIGHUP ignored, SIGCHLD handled.
     """
     set_process_name("vecd-forkserver")
     for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
         signal.signal(number, signal.SIG_IGN)
+    leave_no_core()
+    trace_crashes()
     logging.basicConfig(level=logging.INFO, format="%(asctime)s forkserver %(levelname)s %(message)s")
     try:
         return _start(channel)
@@ -182,22 +185,30 @@ class _ForkServer:
                 os.close(fd)
 
     def _fork(self, order: ForkWorker, fds: list[int]) -> None:
-        assert num_threads() == 1, "a thread would be lost in the fork, with whatever lock it holds"
         parent_pid = os.getpid()
         try:
+            assert num_threads() == 1, "a thread would be lost in the fork, with whatever lock it holds"
             pid = os.fork()
-        except OSError as error:
-            # Too many processes, too little memory: the supervisor's wait for an answer has a deadline.
-            log.error("worker %d cannot be forked: %s", order.worker, error)
+        except OSError as error:  # too many processes or open files, too little memory
+            self._tell_fork_failed(order, error)
             return
         if pid == 0:
             self._become_worker(order, fds, parent_pid)
         # Nobody but us reaps it, and not before the next turn: the pid cannot be another process's yet.
-        pidfd = os.pidfd_open(pid)
+        try:
+            pidfd = os.pidfd_open(pid)
+        except OSError as error:  # no descriptor left
+            os.kill(pid, signal.SIGKILL)  # nobody could watch it
+            self._tell_fork_failed(order, error)
+            return
         try:
             self._channel.send(WorkerForked(order.worker, order.life, pid), [pidfd])
         finally:
             os.close(pidfd)
+
+    def _tell_fork_failed(self, order: ForkWorker, error: OSError) -> None:
+        log.error("worker %d cannot be forked: %s", order.worker, error)
+        self._channel.send(ForkFailed(order.worker, order.life, str(error)))
 
     def _become_worker(self, order: ForkWorker, fds: list[int], parent_pid: int) -> NoReturn:
         """In the child: leave the fork server behind, live, and leave without its clean-up."""

@@ -34,7 +34,7 @@ from shm.wire import Alive, Batch, Done, Failed, Incarnation, Probe, ToGateway, 
 from workers.batch import BadBatch, read_batch
 from workers.engine import Engine, Finish
 from workers.process import give_memory_back
-from workers.shortage import means_out_of_memory
+from workers.shortage import means_no_more_code, means_out_of_memory
 
 log = logging.getLogger("vecd.worker")
 
@@ -248,12 +248,14 @@ class Loop:
         )
 
     def _failed(self, message: Batch, error: Exception) -> Failed:
-        """The answer to a batch that raised `error`, which is logged. Raises DeviceLost if that is what it means."""
+        """The answer to a batch that raised `error`, which is logged. Raises EngineLost if that is what it means."""
         if isinstance(error, BadBatch):
             log.error("batch %d refused: %s", message.number, error)
             code = FailureCode.BAD_MESSAGE
         elif _means_device_lost(error):
-            raise DeviceLost from None
+            raise EngineLost("its device takes no more work") from None
+        elif means_no_more_code(error):
+            raise EngineLost("memory did not suffice, and oneDNN will not make code in this process again") from None
         else:
             _log_without_content(message, error)
             code = FailureCode.OUT_OF_MEMORY if means_out_of_memory(error) else FailureCode.ENGINE_ERROR
@@ -267,8 +269,8 @@ class Loop:
             log.error("%s dropped: no gateway takes it", type(reply).__name__)
 
 
-class DeviceLost(Exception):
-    """The accelerator refuses all further work of this process. Ends the worker; its batches are sent to another."""
+class EngineLost(Exception):
+    """The engine can do no more, or not all, in this process. Ends the worker; its batches are sent to another."""
 
 
 def _means_device_lost(error: Exception) -> bool:

@@ -16,8 +16,14 @@ from shm.view import map_arena
 from shm.wire import Incarnation
 from workers.config import WorkerConfig
 from workers.engine import Engine, load_engine, set_num_threads
-from workers.loop import DeviceLost, Loop, connected
-from workers.process import die_with_parent, private_memory_mb, set_process_name, volunteer_for_oom_kill
+from workers.loop import EngineLost, Loop, connected
+from workers.process import (
+    die_with_parent,
+    private_memory_mb,
+    set_process_name,
+    trace_crashes,
+    volunteer_for_oom_kill,
+)
 
 log = logging.getLogger("vecd.worker")
 
@@ -55,8 +61,8 @@ def run(
     except ModelError as error:
         log.error("%s", error)
         return _tell_cannot_start(channel, str(error))
-    except DeviceLost:
-        log.error("%s ends: its device takes no more work", incarnation)
+    except EngineLost as error:
+        log.error("%s ends: %s", incarnation, error)
         return EXIT_INTERNAL_ERROR
     except Exception:
         log.exception("%s ends by a bug", incarnation)
@@ -74,6 +80,7 @@ def _become_worker(config: WorkerConfig, incarnation: Incarnation, parent_pid: i
     signal.signal(signal.SIGTERM, signal.SIG_IGN)
     signal.signal(signal.SIGHUP, signal.SIG_IGN)
     volunteer_for_oom_kill()
+    trace_crashes()  # the supervisor sends SIGABRT to one that is stuck
     logging.basicConfig(
         level=config.log_level.upper(),
         format=f"%(asctime)s worker-{incarnation.worker} %(levelname)s %(message)s",

@@ -1,13 +1,18 @@
-"""What a process asks of the kernel about itself: to die with its parent, a name, to be first when memory runs out.
+"""What a process asks of the kernel about itself: to die with its parent, a name, to be first when memory runs out; and
+what it writes when it is made to crash.
 
 Owns the calls into libc and /proc, and the words for how a process ended. Called by every process but the gateway.
 Linux only.
 """
 
 import ctypes
+import faulthandler
 import os
 import re
+import resource
 import signal
+import sys
+from collections.abc import Callable
 from contextlib import suppress
 from pathlib import Path
 
@@ -30,6 +35,48 @@ def die_with_parent(parent_pid: int) -> bool:
 def adopt_orphans() -> None:
     """Become the parent of whatever loses its own below this process, in order to reap it."""
     _prctl(_PR_SET_CHILD_SUBREAPER, 1)
+
+
+def reap_strangers(is_known: Callable[[int], bool]) -> int:
+    """Reap what was adopted and has ended, but for children that `is_known`, by pid, says that somebody waits for.
+
+    Returns how many. One that is known, and has ended but has not been waited for yet, may hide others behind it: they
+    are found the next time.
+    """
+    num_reaped = 0
+    while (pid := _first_zombie()) is not None and not is_known(pid):
+        os.waitid(os.P_PID, pid, os.WEXITED | os.WNOHANG)
+        num_reaped += 1
+    return num_reaped
+
+
+def _first_zombie() -> int | None:
+    try:
+        found = os.waitid(os.P_ALL, 0, os.WEXITED | os.WNOHANG | os.WNOWAIT)
+    except ChildProcessError:
+        return None
+    return None if found is None else found.si_pid
+
+
+def trace_crashes() -> None:
+    """On SIGABRT, SIGSEGV, SIGBUS, SIGFPE and SIGILL, write to stderr where each thread is, and die of the signal.
+
+    Files, lines and names of functions; no values. SIGABRT does it even in the middle of a long call into C. Forked
+    children do the same. Without effect where there is no stderr.
+    """
+    with suppress(RuntimeError, OSError, ValueError):
+        faulthandler.enable(sys.stderr)
+
+
+def leave_no_core() -> None:
+    """Write no core file on a crash: it would hold texts. Children inherit that.
+
+    A limit of 1 byte, not of 0, because the kernel hands a core to a program that collects them (systemd-coredump,
+    apport) whatever the limit, but for this one. Source: Linux, fs/coredump.c.
+    """
+    _, hard = resource.getrlimit(resource.RLIMIT_CORE)
+    limit = 1 if hard == resource.RLIM_INFINITY else min(1, hard)
+    resource.setrlimit(resource.RLIMIT_CORE, (limit, limit))
 
 
 def set_process_name(name: str) -> None:

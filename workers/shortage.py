@@ -1,7 +1,7 @@
 """What to do about a batch that memory does not suffice for: cut it in two.
 
-Owns what counts as running out of memory, and where a batch is cut. Pure, no torch. Called by
-`workers.engines.transformer`, which runs the halves, and by `workers.loop`, which reports what is left of it.
+Owns what counts as running out of memory, and as never recovering from it, and where a batch is cut. Pure, no torch.
+Called by `workers.engines.transformer`, which runs the halves, and by `workers.loop`, which reports what is left of it.
 """
 
 import numpy as np
@@ -15,6 +15,16 @@ def means_out_of_memory(error: Exception) -> bool:
     names = {cls.__name__ for cls in type(error).__mro__}
     # Torch on a CPU has no class for it. Source: c10/core/impl/alloc_cpu.cpp, "DefaultCPUAllocator: …".
     return bool(names & {"MemoryError", "OutOfMemoryError"}) or "DefaultCPUAllocator" in str(error)
+
+
+def means_no_more_code(error: Exception) -> bool:
+    """Whether oneDNN could not compile a product. It does for every number of rows that it has not seen.
+
+    Shapes that it takes at all it takes at every size, so this is a lack of memory; and one that does not pass: after
+    one failure, the same thread can compile nothing, however much memory there is. Measured with torch 2.13: with
+    RLIMIT_AS lifted again, every new shape still failed; those compiled before, and another thread, did not.
+    """
+    return isinstance(error, RuntimeError) and "could not create a primitive" in str(error)
 
 
 def halves(batch: PackedBatch) -> tuple[PackedBatch, PackedBatch]:

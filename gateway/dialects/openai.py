@@ -23,6 +23,9 @@ from gateway.request import EmbedRequest, Encoding, Priority, TokenIds
 LARGE_FIELDS = frozenset({"input"})
 """Fields of POST /v1/embeddings that may hold megabytes; see `gateway.bodies`."""
 
+SMALL_FIELDS = frozenset({"model", "encoding_format", "dimensions", "user", "priority"})
+"""Its others."""
+
 
 def parse_embeddings(
     fields: Mapping[str, Any], headers: Mapping[str, str], *, max_inputs: int, dim: int

@@ -91,6 +91,30 @@ def test_a_stopped_worker_is_replaced_within_its_deadline(corpus):
         assert np.abs(np.array(vector) - expected[4]).max() < 1e-5
 
 
+def test_a_stopped_worker_is_replaced_long_before_the_batch_timeout_once_its_speed_is_known(corpus):
+    texts, expected = corpus
+    with exact_server("--workers", "1", "--batch-timeout", "3600") as server:
+        server.embed(texts[3])
+        server.workers()[0].suspend()
+        [vector] = server.embed(texts[4])  # within a minute, or this raises
+        assert np.abs(np.array(vector) - expected[4]).max() < 1e-5
+        assert "worker 0 (life 1) has had a batch of" in server.stderr
+        assert server.info()["workers"][0]["life"] == 2
+
+
+def test_a_worker_that_is_told_to_abort_says_where_it_is(corpus):
+    """As one that is stuck is told."""
+    texts, expected = corpus
+    with exact_server("--workers", "1") as server:
+        [worker] = server.workers()
+        worker.send_signal(signal.SIGABRT)
+        [vector] = server.embed(texts[4])
+        assert np.abs(np.array(vector) - expected[4]).max() < 1e-5
+        eventually(lambda: "Fatal Python error: Aborted" in server.stderr)
+        assert "workers/loop.py" in server.stderr
+        eventually(lambda: "was killed by SIGABRT" in server.stderr)
+
+
 @pytest.mark.parametrize("uds", [False, True])
 def test_nothing_is_left_when_the_supervisor_is_killed(tmp_path, uds):
     path = tmp_path / "sock"
@@ -127,6 +151,23 @@ def test_health_tells_the_truth_while_no_worker_lives():
         assert httpx.get(f"{server.url}/live").status_code == 200
         fork_server.resume()
         eventually(lambda: httpx.get(f"{server.url}/health").status_code == 200, 30)
+
+
+def test_while_no_worker_lives_requests_wait_until_their_deadline():
+    with running_server("--engine", "weightless", "--workers", "1") as server, ThreadPoolExecutor(1) as threads:
+        [worker] = server.workers()
+        fork_server = psutil.Process(worker.ppid())
+        fork_server.suspend()  # no new worker can be forked
+        worker.kill()
+        eventually(lambda: httpx.get(f"{server.url}/health").status_code == 503)
+        url, body = f"{server.url}/v1/embeddings", {"input": "patient"}
+        patient = threads.submit(httpx.post, url, json=body, timeout=60)
+        hasty = httpx.post(url, json={"input": "hasty"}, headers={"x-vecd-timeout-ms": "500"}, timeout=60)
+        assert hasty.status_code == 503
+        assert int(hasty.headers["retry-after"]) >= 1
+        assert "worker 0 (life 1)" in hasty.json()["error"]["message"]
+        fork_server.resume()
+        assert patient.result(60).status_code == 200
 
 
 def test_a_fork_server_that_never_gets_ready_ends_the_server_with_its_error(tmp_path):
@@ -168,7 +209,8 @@ def test_a_worker_that_keeps_dying_later_does_not_end_the_server():
                     killed += 1
             time.sleep(0.02)
         assert server.process.poll() is None
-        assert len(server.embed("it waits for the next life")) == 1
+        eventually(lambda: httpx.get(f"{server.url}/health").status_code == 200, 60)
+        assert len(server.embed("back, after all")) == 1
 
 
 def test_a_drain_past_its_deadline_answers_503_to_who_still_waits():

@@ -3,7 +3,8 @@ import time
 
 import pytest
 
-from gateway.admission import Admission
+from gateway import admission as admission_module
+from gateway.admission import Admission, Permit
 from gateway.errors import TooManyRequests
 from gateway.request import Priority
 
@@ -15,20 +16,33 @@ class House:
 
     def __init__(self, max_requests=100, max_wait_s=10.0):
         self.tokens_ahead, self.tokens_per_s = 0, 1000.0
+        self.tokens_ahead_of: dict[str, int] = {}
+        self.num_looks = 0
         self.admission = Admission(
             max_requests=max_requests,
             max_wait_s=max_wait_s,
             short_tokens=100,
             tokens_waiting=lambda: 10**12,
-            tokens_ahead=lambda num_tokens, priority: self.tokens_ahead,
+            tokens_ahead=self._tokens_ahead,
             tokens_per_s=lambda: self.tokens_per_s,
         )
 
-    def try_enter(self, num_tokens=10, patience_s=60.0):
-        return self.admission.try_enter(num_tokens, NORMAL, time.monotonic() + patience_s)
+    def _tokens_ahead(self, num_tokens, priority, tenant):
+        self.num_looks += 1
+        return self.tokens_ahead_of.get(tenant, self.tokens_ahead)
 
-    async def enter(self, num_tokens=10, patience_s=60.0):
-        return await self.admission.enter(num_tokens, NORMAL, time.monotonic() + patience_s)
+    def try_enter(self, num_tokens=10, patience_s=60.0, tenant=""):
+        return self.admission.try_enter(num_tokens, NORMAL, time.monotonic() + patience_s, tenant)
+
+    async def enter(self, num_tokens=10, patience_s=60.0, tenant=""):
+        return await self.admission.enter(num_tokens, NORMAL, time.monotonic() + patience_s, tenant)
+
+    def fill(self, tenant, num=10_000):
+        """As many permits for a tenant as it gets, at most `num`."""
+        permits: list[Permit] = []
+        while len(permits) < num and (permit := self.try_enter(tenant=tenant)) is not None:
+            permits.append(permit)
+        return permits
 
     def refusal(self, **ask) -> TooManyRequests:
         with pytest.raises(TooManyRequests) as caught:
@@ -129,7 +143,8 @@ def test_at_the_door_requests_wait_a_moment_and_enter_in_their_order():
     asyncio.run(test())
 
 
-def test_who_leaves_the_door_leaves_nothing_behind():
+@pytest.mark.parametrize("is_let_in", [True, False])
+def test_who_leaves_the_door_leaves_nothing_behind(is_let_in):
     async def test():
         house = House(max_requests=1)
         permit = house.try_enter()
@@ -138,7 +153,10 @@ def test_who_leaves_the_door_leaves_nothing_behind():
         leaving.cancel()
         await asyncio.wait([leaving])
         permit.release()
-        waiting.cancel()  # in the same moment in which it is let in
+        if is_let_in:  # it is cancelled in the same moment
+            house.admission.open_door()
+            assert house.admission.num_requests == 1
+        waiting.cancel()
         await asyncio.wait([waiting])
         assert (house.admission.num_requests, house.admission.num_unqueued) == (0, 0)
         assert house.try_enter() is not None
@@ -201,5 +219,198 @@ def test_at_the_end_of_the_wait_there_is_one_more_look():
         house.tokens_ahead = 0
         await entering
         assert house.admission.num_requests == 2
+
+    asyncio.run(test())
+
+
+def test_a_lone_tenant_gets_eight_of_nine_places_and_the_next_one_finds_room():
+    house = House(max_requests=900)
+    assert len(house.fill("greedy")) == 800
+    assert len(house.fill("polite", 50)) == 50
+    assert len(house.fill("third", 5)) == 5
+    message = house.refusal(tenant="greedy").message
+    assert "855 requests are being served, at most 900 are at a time, and 800 of them are yours" in message
+
+
+def test_places_come_to_be_shared_evenly():
+    house = House(max_requests=900)
+    held = {"greedy": house.fill("greedy"), "polite": []}
+    for _ in range(2000):  # the greedy one's requests are answered, and each wants as many as it gets
+        if held["greedy"]:
+            held["greedy"].pop(0).release()
+        for tenant in held:
+            held[tenant] += house.fill(tenant, 1)
+    assert abs(len(held["greedy"]) - len(held["polite"])) <= 16
+    assert len(held["greedy"]) + len(held["polite"]) >= 800
+
+
+@pytest.mark.parametrize("max_requests", [1, 2, 8])
+def test_of_few_places_a_lone_tenant_gets_all(max_requests):
+    assert len(House(max_requests=max_requests).fill("a")) == max_requests
+
+
+def test_a_tenant_whose_queue_is_full_is_refused_and_another_is_not():
+    house = House()
+    house.tokens_ahead_of = {"greedy": 25_000, "polite": 100}
+    with house.try_enter(tenant="greedy"):
+        assert house.try_enter(tenant="greedy") is None
+        assert "about 25 s, at most 10 s" in house.refusal(tenant="greedy").message
+        assert house.try_enter(tenant="polite") is not None
+
+
+def test_what_another_tenant_has_not_queued_yet_is_waited_for_as_far_as_it_takes_turns():
+    house = House()
+    with house.try_enter(9_000, tenant="greedy"), house.try_enter(9_000, tenant="greedy"):
+        assert house.admission.wait_s(20, NORMAL, "polite") == 0.02
+        assert house.admission.wait_s(20, NORMAL, "greedy") == 0.04
+        assert house.admission.wait_s(50_000, NORMAL, "polite") == 18
+
+
+def test_at_the_door_one_tenant_does_not_bar_the_way_for_another():
+    async def test():
+        house = House(max_requests=9)
+        held = house.fill("greedy")
+        assert len(held) == 8
+        waiting = [asyncio.ensure_future(house.enter(tenant="greedy")) for _ in range(100)]
+        await asyncio.sleep(0)
+        polite = house.try_enter(tenant="polite")
+        assert polite is not None, "those at the door are not its like"
+        house.tokens_ahead_of = {"greedy": 50_000}
+        late = asyncio.ensure_future(house.enter(tenant="polite"))  # the house is full
+        await asyncio.sleep(0)
+        held.pop().release()
+        assert (await late).guest.tenant == "polite"
+        results = await asyncio.gather(*waiting, return_exceptions=True)
+        assert all(isinstance(result, TooManyRequests) for result in results)
+
+    asyncio.run(test())
+
+
+def test_from_the_door_tenants_are_let_in_by_turns():
+    async def test():
+        house = House(max_requests=2)
+        held, entered = house.fill("first"), []
+
+        async def ask(tenant):
+            held.append(await house.enter(tenant=tenant))
+            entered.append(tenant)
+
+        tasks = [asyncio.ensure_future(ask(tenant)) for tenant in ("a", "a", "a", "b", "b")]
+        await asyncio.sleep(0)
+        for _ in range(4):
+            held.pop(0).release()
+            await asyncio.sleep(0)
+            await asyncio.sleep(0)
+        assert entered == ["a", "b", "a", "b"]
+        await asyncio.gather(*tasks, return_exceptions=True)
+
+    asyncio.run(test())
+
+
+def test_a_crowd_of_one_tenant_leaves_room_at_the_door():
+    async def test():
+        house = House(max_requests=1)
+        house.try_enter(tenant="greedy")
+        crowd = [asyncio.ensure_future(house.enter(tenant="greedy")) for _ in range(600)]
+        polite = asyncio.ensure_future(house.enter(tenant="polite"))
+        await asyncio.sleep(0.01)
+        assert sum(task.done() for task in crowd) == 88
+        assert not polite.done()
+        await asyncio.gather(*crowd, polite, return_exceptions=True)
+
+    asyncio.run(test())
+
+
+def test_tenants_that_have_left_are_forgotten():
+    async def test():
+        house = House(max_requests=3)
+        for n in range(50):
+            with house.try_enter(tenant=f"comes and goes {n}"):
+                pass
+        permits = house.fill("a")
+        for n in range(5):
+            assert house.try_enter(tenant=f"finds no room {n}") is None
+        tasks = [asyncio.ensure_future(house.enter(tenant=f"at the door {n}")) for n in range(5)]
+        await asyncio.sleep(0)
+        tasks[0].cancel()
+        permits.pop().release()
+        await asyncio.gather(*tasks, return_exceptions=True)
+        for task in tasks[1:]:
+            if not task.exception():
+                task.result().release()
+        for permit in permits:
+            permit.release()
+        assert house.admission._guests == {}
+        assert (house.admission.num_requests, house.admission.num_unqueued) == (0, 0)
+
+    asyncio.run(test())
+
+
+def test_at_the_door_each_looks_at_itself_and_not_at_all_the_others():
+    async def test():
+        house = House()
+        held = house.try_enter()
+        house.tokens_ahead = 50_000
+        tasks = [asyncio.ensure_future(house.enter(tenant=f"t{n}")) for n in range(200)]
+        await asyncio.sleep(0)
+        assert house.num_looks <= 200
+        for task in tasks:
+            task.cancel()
+        await asyncio.gather(*tasks, return_exceptions=True)
+        held.release()
+
+    asyncio.run(test())
+
+
+def test_the_door_is_opened_once_for_all_who_leave_in_a_turn():
+    async def test():
+        house = House()
+        held = house.fill("a")
+        house.tokens_ahead = 50_000
+        tasks = [asyncio.ensure_future(house.enter(tenant=f"t{n}")) for n in range(50)]
+        await asyncio.sleep(0)
+        house.num_looks = 0
+        for permit in held[1:]:
+            permit.release()
+        assert len(held) > 50
+        await asyncio.sleep(0)
+        assert 1 <= house.num_looks <= 16
+        house.tokens_ahead = 0
+        held[0].release()
+        for permit in await asyncio.gather(*tasks):
+            permit.release()
+        assert house.admission.num_requests == house.admission.num_tenants == 0
+
+    asyncio.run(test())
+
+
+def test_whoever_is_just_leaving_the_door_is_not_forgotten_before(monkeypatch):
+    """Else it would enter after all as a tenant whose requests nobody counts."""
+    monkeypatch.setattr(admission_module, "_DOOR_S", 0.01)
+
+    async def test():
+        house = House(max_requests=9)
+        of_a, of_b = house.try_enter(tenant="a"), house.try_enter(tenant="b")
+        house.tokens_ahead = 50_000
+        permits: list[Permit] = []
+
+        def everybody_goes():
+            assert house.admission.num_requests == 2
+            house.tokens_ahead = 0
+            of_b.release()
+            house.admission.open_door()
+            of_a.release()
+            permits.append(house.try_enter(tenant="a"))
+
+        waiting = asyncio.ensure_future(house.enter(tenant="a"))
+        await asyncio.sleep(0)
+        asyncio.get_running_loop().call_later(0.02, everybody_goes)
+        # Late, so that this comes between the end of the wait and the moment in which the task hears of it.
+        time.sleep(0.1)  # noqa: ASYNC251
+        permits.append(await waiting)
+        assert house.admission.num_requests_of("a") == house.admission.num_requests == 2
+        for permit in permits:
+            permit.release()
+        assert house.admission.num_tenants == house.admission.num_requests == 0
 
     asyncio.run(test())

@@ -98,6 +98,7 @@ def test_metrics_are_the_same_from_any_gateway(boards):
     boards[1].add_answer(429)
     boards[1].add(Counter.COMPUTE_US, 1_500_000)
     boards[0].set(Gauge.CONNECTIONS, 3)
+    boards[1].worker_up(1, life=1)
     boards[1].add_batch(1)
     metrics = metrics_of(boards[0])
     assert metrics == metrics_of(boards[1])

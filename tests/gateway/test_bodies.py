@@ -6,8 +6,12 @@ from typing import Any
 import orjson
 import pytest
 
+from gateway import bodies as bodies_module
 from gateway.bodies import Bodies
+from gateway.dialects.openai import SMALL_FIELDS, parse_embeddings
 from gateway.errors import BadRequest, TooManyRequests
+from gateway.json_pieces import Bounds
+from gateway.request import EmbedRequest
 from gateway.threads import Threads
 
 LARGE = frozenset({"input"})
@@ -18,7 +22,7 @@ def parse(body: bytes, parse_fields: Callable[[dict[str, Any]], Any] = dict) -> 
         threads = Threads()
         try:
             return await Bodies(threads, max_inputs=100_000, max_chars=10**9, max_ids=10**9).parse(
-                body, LARGE, parse_fields
+                body, LARGE, parse_fields, small_fields=SMALL_FIELDS
             )
         finally:
             threads.close()
@@ -88,3 +92,155 @@ def test_bodies_that_wait_to_be_parsed_are_bounded(monkeypatch):
             threads.close()
 
     asyncio.run(main())
+
+
+def test_a_tenant_s_bodies_take_at_most_half_of_the_room(monkeypatch):
+    monkeypatch.setattr("gateway.bodies._MAX_WAITING_BYTES", 300_000)
+    body = b'{"input":"%b"}' % (b"x" * 100_000)
+
+    async def main() -> None:
+        threads = Threads()
+        bodies = Bodies(threads, max_inputs=10, max_chars=10**9, max_ids=10**9)
+
+        async def parse_for(tenant: str) -> int:
+            return len((await bodies.parse(body, LARGE, dict, tenant))["input"])
+
+        try:
+            first = asyncio.ensure_future(parse_for("a"))
+            await asyncio.sleep(0)
+            with pytest.raises(
+                TooManyRequests, match=r"this caller's bodies of 100012 bytes .* at most 150000"
+            ) as caught:
+                await parse_for("a")
+            assert caught.value.retry_after_s >= 1
+            second = asyncio.ensure_future(parse_for("b"))
+            await asyncio.sleep(0)
+            with pytest.raises(TooManyRequests, match=r"^bodies of 200024 bytes .* at most 300000"):
+                await parse_for("c")
+            assert {await first, await second} == {100_000}
+            assert await parse_for("a") == 100_000
+            assert bodies._num_waiting_bytes == 0
+            assert not bodies._num_bytes_of
+        finally:
+            threads.close()
+
+    asyncio.run(main())
+
+
+def test_where_callers_have_no_keys_all_share_the_room(monkeypatch):
+    monkeypatch.setattr("gateway.bodies._MAX_WAITING_BYTES", 300_000)
+    body = b'{"input":"%b"}' % (b"x" * 100_000)
+
+    async def main() -> None:
+        threads = Threads()
+        bodies = Bodies(threads, max_inputs=10, max_chars=10**9, max_ids=10**9)
+        try:
+            two = [bodies.parse(body, LARGE, dict) for _ in range(2)]
+            assert [len(fields["input"]) for fields in await asyncio.gather(*two)] == [100_000, 100_000]
+        finally:
+            threads.close()
+
+    asyncio.run(main())
+
+
+PADDING = b" " * 100_000
+SURROGATE, DEEP = b'"\\ud800 secret"', b"[" * 1000 + b'"secret"' + b"]" * 1000
+
+
+@pytest.mark.parametrize("padding", [b"", PADDING], ids=["small", "large"])
+@pytest.mark.parametrize(
+    ("body", "says"),
+    [
+        (b"", "is not valid JSON|must be a JSON object"),
+        (b"  \n\t ", "is not valid JSON|must be a JSON object"),
+        (b"\xef\xbb\xbf{}", "is not valid JSON|must be a JSON object"),
+        (b'{"input":"secret"}{}', "is not valid JSON"),
+        (b'{"input":"secret"}\x00', "is not valid JSON"),
+        (b'{"input":%b}' % SURROGATE, "is not valid JSON"),
+        (b'{"input":[%b]}' % SURROGATE, "is not valid JSON"),
+        (b'{"user":%b}' % SURROGATE, "is not valid JSON"),
+        (b'{%b:1}' % SURROGATE, "is not valid JSON"),
+        (b'{"input":"\xed\xa0\x80"}', "is not valid JSON"),
+        (b'{"input":"\xc0\xaf"}', "is not valid JSON"),
+        (b'{"\xff":1}', "is not valid JSON"),
+        (b'{"input":-Infinity}', "is not valid JSON"),
+        (b"{'input':'secret'}", "is not valid JSON"),
+        (b'{"input":"secret"', "is not valid JSON"),
+        (b'{"input":[1 2]}', "is not valid JSON"),
+        (b'"secret"', "must be a JSON object"),
+        (b'[{"input":"secret"}]', "must be a JSON object"),
+        (b"1e999", "is not valid JSON|must be a JSON object"),
+        (b'{"input":' + b"[" * 1025 + b"]" * 1025 + b"}", "is not valid JSON"),
+    ],
+)  # fmt: skip
+def test_hostile_bodies_are_refused_and_not_quoted(padding, body, says):
+    for padded in (padding + body, body + padding):
+        with pytest.raises(BadRequest, match=says) as caught:
+            parse(padded)
+        assert "secret" not in caught.value.message
+
+
+@pytest.mark.parametrize("padding", [b"", PADDING], ids=["small", "large"])
+@pytest.mark.parametrize(
+    ("value", "param", "says"),
+    [
+        (b"1e999", None, "is not valid JSON"),
+        (b"9" * 100, "input", "'input' must be a string"),
+        (b"[%b]" % (b"9" * 100), "input", r"'input\[0\]' must be a string, is a number with a fraction, or too large"),
+        (
+            b"[1,%b]" % (b"9" * 100),
+            "input",
+            r"'input\[1\]' must be a token id, is a number with a fraction, or too large",
+        ),
+        (b"[1,1e999]", None, "is not valid JSON"),
+        (DEEP, "input", r"'input\[0\]\[0\]' must be a token id, is a list"),
+        (b"[]", "input", "the list is empty"),
+        (b"[[]]", "input", "is an empty list"),
+        (b"{}", "input", "is an object"),
+        (b"null", "input", "is required"),
+        (b'"x","input":["secret",1]', "input", r"'input\[1\]' must be a string"),
+        (b'"x","dimensions":1e400', None, "is not valid JSON"),
+        (b'"x","dimensions":%b' % (b"9" * 100), "dimensions", "must be a whole number"),
+        (b'"x","dimensions":384.0', "dimensions", "must be a whole number"),
+        (b'"x","priority":{"a":"secret"}', "priority", "must be a string or a whole number"),
+        (b'"x","model":["secret"]', "model", "must be a string, is a list"),
+        (b'"x","encoding_format":["secret"]', "encoding_format", "is a list"),
+    ],
+)
+def test_values_that_fit_no_field_are_refused_by_name(padding, value, param, says):
+    def parse_fields(fields: dict[str, Any]) -> EmbedRequest:
+        return parse_embeddings(fields, {}, max_inputs=4, dim=384)
+
+    body = b'{"input":%b}' % value
+    for padded in (padding + body, body + padding):
+        with pytest.raises(BadRequest, match=says) as caught:
+            parse(padded, parse_fields)
+        assert caught.value.param == param
+        assert "secret" not in caught.value.message
+        assert "999" not in caught.value.message
+
+
+@pytest.mark.parametrize(
+    ("unit", "says"),
+    [
+        (b',"%d":1', "has more than 16384 fields"),
+        (b',"":1', "has more than 16384 fields"),
+        (b',"input":""', "has more than 16384 fields"),
+        (b',"input":[[]]', "has more than 16384 fields"),
+        (b',"user":"%b"' % (b"secret" * 100_000), "'user': .* 262144 bytes in all"),
+        (b',"model":"%b"' % (b"secret" * 100_000), "'model': .* 262144 bytes in all"),
+        (b',"priority":%b' % (b"1" * 1_000_000), "'priority': .* 262144 bytes in all"),
+        (b',"secret":%b' % (b"1" * 1_000_000), "^other fields and the names of fields: .* 262144 bytes in all"),
+        (b',"%b":1' % (b"secret" * 100_000), "the names of fields: .* 262144 bytes in all"),
+    ],
+)  # fmt: skip
+def test_what_a_body_is_filled_up_with_is_refused(unit, says):
+    units = (unit % index if b"%d" in unit else unit for index in range(20_000 if len(unit) < 100 else 1))
+    with pytest.raises(BadRequest, match=says) as caught:
+        parse(b'{"input":"x"' + b"".join(units) + b"}")
+    assert "secret" not in caught.value.message
+
+
+def test_no_small_body_has_more_fields_than_a_large_one_may():
+    """Else the same object would be taken or refused by its size."""
+    assert bodies_module._INLINE_BYTES // len(b'"":1,') < Bounds(max_items=1, max_chars=1, max_ids=1).max_fields

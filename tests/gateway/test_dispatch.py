@@ -4,156 +4,17 @@ import asyncio
 import os
 import time
 from array import array
-from collections.abc import Callable
 
 import numpy as np
 import pytest
-import zmq
+from dispatching import DEADLINE_S, EPOCH, SPEC, Bench, Request, Worker, run
 
-from gateway.dispatch import Dispatcher
-from gateway.errors import ServerError
-from gateway.request import Flow, Gathering, Priority, Sequence, TokenizedInput
-from gateway.scheduler import Scheduler
-from launch.sockets import make_zmq_endpoint
-from shm.arena import ArenaSpec, create_arena
+from gateway import dispatch
+from gateway.errors import ServerError, Unavailable
+from shm.board import Counter
 from shm.failure import FailureCode
 from shm.view import map_arena
-from shm.wire import Alive, Batch, Done, Failed, Incarnation, Probe, decode_to_worker, encode
-
-SPEC = ArenaSpec(num_slots=2, rows_per_slot=8, dim=4)
-EPOCH = 7
-DEADLINE_S = 10.0
-
-
-class Worker:
-    """A worker as the gateway sees it. Row i of a batch is filled with the first token id of sequence i."""
-
-    def __init__(self, address_fd: int, index: int = 0, life: int = 1) -> None:
-        self.incarnation = Incarnation(index, life)
-        self.fd = create_arena(SPEC)
-        [views] = map_arena(self.fd, SPEC, writable=True)
-        self.slots, self.begun = views.rows, views.begun
-        self._context = zmq.Context()
-        self._socket = self._context.socket(zmq.DEALER)
-        self._socket.setsockopt(zmq.IDENTITY, self.incarnation.identity)
-        self._socket.setsockopt(zmq.LINGER, 0)
-        self._socket.connect(f"ipc:///proc/self/fd/{address_fd}")
-
-    async def receive(self) -> Batch:
-        """The next batch. Probes are answered on the way."""
-        async with asyncio.timeout(DEADLINE_S):
-            while True:
-                try:
-                    message = decode_to_worker(self._socket.recv_multipart(zmq.DONTWAIT))
-                except zmq.Again:
-                    await asyncio.sleep(0.001)
-                    continue
-                if isinstance(message, Batch):
-                    if not self.begun.any():
-                        self.begun[message.slot] = message.number
-                    return message
-                assert message == Probe(EPOCH)
-                self.send(Alive(EPOCH))
-
-    def send(self, message) -> None:
-        self._socket.send_multipart(encode(message))
-
-    def compute(self, batch: Batch) -> None:
-        lengths = np.frombuffer(batch.lengths_bytes, dtype="<i4")
-        ids = np.frombuffer(batch.token_ids_bytes, dtype="<i4")
-        firsts = ids[np.concatenate([[0], np.cumsum(lengths)[:-1]])]
-        self.slots[batch.slot][: len(firsts)] = firsts[:, None]
-
-    def answer(self, batch: Batch) -> None:
-        self.compute(batch)
-        self.begun[batch.slot] = 0
-        self.send(Done(EPOCH, batch.number, batch.slot, batch.num_sequences, 1))
-
-    def close(self) -> None:
-        self._context.destroy(linger=0)
-        os.close(self.fd)
-
-
-class Rows:
-    """Of each row its first number."""
-
-    def __init__(self, num_rows: int) -> None:
-        self.fragments = [b""] * num_rows
-
-    def put(self, index, rows) -> None:
-        for row in rows:
-            self.fragments[index] = b"%d" % row[0]
-            index += 1
-
-
-class Request(Gathering):
-    flow: Flow
-
-    def __init__(self, num_rows: int) -> None:
-        self._rows = Rows(num_rows)
-        super().__init__(num_rows, self._rows, asyncio.get_running_loop())
-
-    @property
-    def fragments(self) -> list[bytes]:
-        return self._rows.fragments
-
-
-class Bench:
-    """A dispatcher and its workers, for the length of one test."""
-
-    def __init__(self, **options) -> None:
-        self.scheduler = Scheduler(16, SPEC.rows_per_slot, max_sequence_tokens=16)
-        self.stuck: list[Incarnation] = []
-        self.listening, self.address_fd = make_zmq_endpoint()
-        self.dispatcher = Dispatcher(
-            scheduler=self.scheduler,
-            epoch=EPOCH,
-            max_batch_tokens=16,
-            batch_timeout_s=options.get("batch_timeout_s", 60),
-            on_stuck=self.stuck.append,
-        )
-        self.workers: list[Worker] = []
-
-    def add_worker(self, index: int = 0, life: int = 1) -> Worker:
-        worker = Worker(self.address_fd, index, life)
-        self.workers.append(worker)
-        self.dispatcher.worker_up(worker.incarnation, map_arena(worker.fd, SPEC, writable=False)[0], {})
-        return worker
-
-    async def all_connected(self) -> None:
-        """Answer probes until the dispatcher may use every worker."""
-        while not all(link.is_usable for link in self.dispatcher.links):
-            for worker in self.workers:
-                with pytest.raises(TimeoutError):
-                    await asyncio.wait_for(worker.receive(), 0.05)
-
-    def request(self, *first_ids: int, length: int = 2) -> Request:
-        request = Request(len(first_ids))
-        flow = request.flow = self.scheduler.open(request, Priority.NORMAL)
-        inputs = [TokenizedInput(array("i", [n] * length).tobytes(), length, False) for n in first_ids]
-        self.scheduler.add(flow, [Sequence(flow, i, item) for i, item in enumerate(inputs)], time.monotonic())
-        self.dispatcher.pump_soon()
-        return request
-
-    def close(self) -> None:
-        self.dispatcher.stop()
-        for worker in self.workers:
-            worker.close()
-        self.listening.close()
-        os.close(self.address_fd)
-
-
-def run(test: Callable, **options) -> None:
-    async def main() -> None:
-        bench = Bench(**options)
-        bench.dispatcher.start(bench.listening.detach())
-        try:
-            async with asyncio.timeout(3 * DEADLINE_S):
-                await test(bench)
-        finally:
-            bench.close()
-
-    asyncio.run(main())
+from shm.wire import Alive, Done, Failed, Incarnation, Probe, encode
 
 
 def test_rows_come_back_in_order():
@@ -256,7 +117,7 @@ def test_a_sequence_that_kills_is_tried_alone_and_then_given_up_and_no_other():
                     deaths += 1
                     if deaths == 3:
                         assert batch.num_sequences == 1, "the last try is alone"
-                    bench.dispatcher.worker_down(worker.incarnation, "was killed")
+                    bench.dispatcher.worker_down(worker.incarnation, "was killed by SIGSEGV", has_crashed=True)
                     break
                 worker.answer(batch)
                 await good.finished
@@ -267,6 +128,23 @@ def test_a_sequence_that_kills_is_tried_alone_and_then_given_up_and_no_other():
         with pytest.raises(ServerError) as caught:
             await poison.finished
         assert caught.value.code == "poison_input"
+
+    run(test)
+
+
+def test_an_input_whose_workers_are_killed_from_outside_is_answered():
+    """More often, and each time alone, than would condemn it if they had crashed."""
+
+    async def test(bench):
+        unlucky = bench.request(13)
+        for life in range(1, 5):
+            worker = bench.add_worker(0, life)
+            await worker.receive()
+            bench.dispatcher.worker_down(worker.incarnation, "was killed by SIGKILL")
+        worker = bench.add_worker(0, 9)
+        worker.answer(await worker.receive())
+        await unlucky.finished
+        assert unlucky.fragments == [b"13"]
 
     run(test)
 
@@ -459,15 +337,13 @@ def test_no_empty_batch_is_sent_when_what_was_set_aside_has_gone():
     run(test)
 
 
-def test_the_speed_stays_known_while_no_worker_is_usable():
+def test_the_speed_stays_known_while_there_is_no_worker():
     async def test(bench):
         worker = bench.add_worker()
         request = bench.request(1)
-        batch = await worker.receive()
-        [link] = bench.dispatcher.links
-        link.is_stuck = True
-        worker.answer(batch)
+        worker.answer(await worker.receive())
         await request.finished
+        bench.dispatcher.worker_down(worker.incarnation, "was killed")
         assert bench.dispatcher.tokens_per_s > 0
 
     run(test)
@@ -524,11 +400,459 @@ def test_a_large_answer_is_encoded_over_several_turns_of_the_loop():
         await gathering.finished
         assert gathering.fragments == [b"%d" % i for i in range(1, 8)]
 
-    from gateway import dispatch
-
     before, dispatch._FLOATS_PER_TURN = dispatch._FLOATS_PER_TURN, 2 * SPEC.dim
     try:
         run(test)
     finally:
         dispatch._FLOATS_PER_TURN = before
     assert turns >= 2
+
+
+# --- deadlines --------------------------------------------------------------------------------------------------
+
+
+class Clock:
+    """Stands still but for what a test lets pass."""
+
+    def __init__(self) -> None:
+        self.now = 1000.0
+
+    def monotonic(self) -> float:
+        return self.now
+
+    def passes(self, bench: Bench, seconds: float) -> None:
+        """Sweeps have come when they were due, and now comes the next."""
+        self.now += seconds
+        bench.dispatcher._sweep_due_at = self.now
+        bench.dispatcher._sweep()
+
+
+@pytest.fixture
+def clock(monkeypatch):
+    made = Clock()
+    monkeypatch.setattr(dispatch, "time", made)
+    return made
+
+
+async def served_once(bench: Bench, worker: Worker) -> None:
+    """What is known of the worker is that it takes 1 µs."""
+    request = bench.request(1)
+    worker.answer(await worker.receive())
+    await request.finished
+
+
+def test_while_no_speed_is_known_a_batch_has_the_whole_timeout(clock):
+    async def test(bench):
+        worker = bench.add_worker()
+        bench.request(5)
+        await worker.receive()
+        clock.passes(bench, 59.9)
+        assert not bench.stuck
+        clock.passes(bench, 0.2)
+        assert bench.stuck == [worker.incarnation]
+
+    run(test)
+
+
+def test_once_its_speed_is_known_a_worker_is_stuck_soon(clock):
+    async def test(bench):
+        worker = bench.add_worker()
+        await served_once(bench, worker)
+        bench.request(5)
+        await worker.receive()
+        clock.passes(bench, 1.9)
+        assert not bench.stuck
+        clock.passes(bench, 0.2)
+        assert bench.stuck == [worker.incarnation]
+        assert bench.board.total(Counter.STUCK) == 1
+
+    run(test)
+
+
+def test_a_new_life_has_more_time_for_its_first_batch(clock):
+    async def test(bench):
+        worker = bench.add_worker()
+        await served_once(bench, worker)
+        bench.dispatcher.worker_down(worker.incarnation, "was killed")
+        heir = bench.add_worker(life=2)
+        bench.request(5)
+        await heir.receive()
+        clock.passes(bench, 11.9)
+        assert not bench.stuck
+        clock.passes(bench, 0.2)
+        assert bench.stuck == [heir.incarnation]
+
+    run(test)
+
+
+def test_a_batch_has_time_for_those_of_other_gateways(clock):
+    async def test(bench):
+        worker = bench.add_worker()
+        await served_once(bench, worker)
+        bench.request(5)
+        await worker.receive()
+        clock.passes(bench, 5.9)
+        assert not bench.stuck
+        clock.passes(bench, 0.3)
+        assert bench.stuck == [worker.incarnation]
+
+    run(test, num_gateways=3)
+
+
+def test_a_batch_sent_ahead_has_its_time_from_the_answer_to_the_one_before_it(clock):
+    async def test(bench):
+        worker = bench.add_worker()
+        await served_once(bench, worker)
+        first = bench.request(1, length=16)
+        held = await worker.receive()
+        bench.request(2, length=16)
+        await worker.receive()
+        clock.passes(bench, 1.9)
+        worker.answer(held)
+        await first.finished
+        clock.passes(bench, 1.9)
+        assert not bench.stuck
+        clock.passes(bench, 0.2)
+        assert bench.stuck == [worker.incarnation]
+
+    run(test)
+
+
+def test_a_gateway_that_has_stood_still_accuses_nobody(clock, caplog):
+    """Of a worker that is silent and one that was never heard: neither may have had the time."""
+
+    async def test(bench):
+        worker = bench.add_worker(0)
+        await served_once(bench, worker)
+        bench.request(5)
+        await worker.receive()
+        bench.add_worker(1)
+        clock.now += 1000  # no sweep came in all this time
+        bench.dispatcher._sweep()
+        assert "stood still for 999.8 s" in caplog.text
+        assert not bench.stuck
+        clock.passes(bench, 3)
+        assert bench.stuck == [worker.incarnation], "the time that passes now is its own"
+
+    run(test)
+
+
+def test_what_has_arrived_is_read_before_anybody_is_judged(clock):
+    async def test(bench):
+        worker = bench.add_worker()
+        request = bench.request(5)
+        worker.answer(await worker.receive())
+        deadline = time.monotonic() + DEADLINE_S
+        while not bench.dispatcher._has_message():
+            assert time.monotonic() < deadline  # and the event loop has no turn
+        clock.passes(bench, 100)
+        assert not bench.stuck
+        await request.finished
+
+    run(test)
+
+
+def test_sweeps_come_often_enough():
+    """A worker is stuck for so much longer than its deadline at most."""
+    assert dispatch._SWEEP_INTERVAL_S <= 0.25
+
+
+# --- who is not believed ----------------------------------------------------------------------------------------
+
+
+def test_a_liar_s_other_batch_is_not_believed_either():
+    async def test(bench):
+        liar = bench.add_worker()
+        lied_about, other = bench.request(1, length=16), bench.request(2, length=16)
+        first, second = await liar.receive(), await liar.receive()
+        liar.send(Done(EPOCH, first.number, first.slot, 5, 1))
+        liar.compute(second)
+        liar.send(Done(EPOCH, second.number, second.slot, 1, 1))
+        while not bench.stuck:
+            await asyncio.sleep(0.001)
+        await asyncio.sleep(0.05)
+        assert not other.is_over
+        bench.dispatcher.worker_down(liar.incarnation, "was killed")
+        honest = bench.add_worker(life=2)
+        for _ in range(2):
+            honest.answer(await honest.receive())
+        await asyncio.gather(lied_about.finished, other.finished)
+        assert (lied_about.fragments, other.fragments) == ([b"1"], [b"2"])
+
+    run(test)
+
+
+def test_an_answer_after_the_deadline_is_not_believed(clock):
+    async def test(bench):
+        late = bench.add_worker()
+        request = bench.request(5)
+        batch = await late.receive()
+        clock.passes(bench, 100)
+        assert bench.stuck == [late.incarnation]
+        late.slots[batch.slot][:] = 666
+        late.send(Done(EPOCH, batch.number, batch.slot, 1, 1))
+        await asyncio.sleep(0.05)
+        assert not request.is_over
+        bench.dispatcher.worker_down(late.incarnation, "was killed")
+        heir = bench.add_worker(life=2)
+        heir.answer(await heir.receive())
+        await request.finished
+        assert request.fragments == [b"5"]
+
+    run(test)
+
+
+def test_a_second_answer_to_a_batch_is_not_believed():
+    async def test(bench):
+        worker = bench.add_worker()
+        request = bench.request(5)
+        batch = await worker.receive()
+        worker.answer(batch)
+        await request.finished
+        following = bench.request(6)
+        taken = await worker.receive()
+        worker.answer(batch)
+        while not bench.stuck:
+            await asyncio.sleep(0.001)
+        worker.answer(taken)
+        await asyncio.sleep(0.05)
+        assert not following.is_over
+        assert request.fragments == [b"5"]
+
+    run(test)
+
+
+@pytest.mark.parametrize(
+    "frames", [[b""], [b"nonsense"], [b"x" * 16, b"y"], encode(Probe(EPOCH)), [*encode(Alive(EPOCH)), b"more"]]
+)
+def test_a_worker_that_cannot_be_understood_is_reported_and_its_batch_goes_to_another(frames):
+    async def test(bench):
+        worker = bench.add_worker()
+        request = bench.request(5)
+        await worker.receive()
+        worker.send_frames(frames)
+        while not bench.stuck:
+            await asyncio.sleep(0.001)
+        bench.dispatcher.worker_down(worker.incarnation, "was killed")
+        heir = bench.add_worker(life=2)
+        heir.answer(await heir.receive())
+        await request.finished
+        assert request.fragments == [b"5"]
+
+    run(test)
+
+
+def test_a_batch_that_every_worker_answers_wrongly_is_given_up():
+    async def test(bench):
+        request = bench.request(5)
+        for life in range(1, 4):
+            liar = bench.add_worker(life=life)
+            batch = await liar.receive()
+            liar.begun[:] = 0
+            liar.send(Done(EPOCH, batch.number, batch.slot, 5, 1))
+            while len(bench.stuck) < life:
+                await asyncio.sleep(0.001)
+            bench.dispatcher.worker_down(liar.incarnation, "was killed")
+        with pytest.raises(ServerError) as caught:
+            await request.finished
+        assert caught.value.code == "poison_input"
+
+    run(test)
+
+
+# --- poison -----------------------------------------------------------------------------------------------------
+
+
+async def poisoned(bench: Bench, request: Request) -> None:
+    """Let three workers die with a request that is alone, and be given up with it."""
+    for life in range(1, 4):
+        worker = bench.add_worker(9, life)
+        await worker.receive()
+        bench.dispatcher.worker_down(worker.incarnation, "was killed by SIGSEGV", has_crashed=True)
+    with pytest.raises(ServerError):
+        await request.finished
+
+
+def test_what_was_given_up_is_refused_everywhere():
+    told: list[str] = []
+
+    async def test(bench):
+        await poisoned(bench, bench.request(13))
+        [digest] = told
+        assert bench.board.total(Counter.POISONED) == 1
+        assert bench.board.total(Counter.RETRIED) == 2
+        assert bench.dispatcher.quarantine.holds(array("i", [13, 13]).tobytes())
+        assert not bench.dispatcher.quarantine.holds(array("i", [13]).tobytes())
+        other = Bench(quarantine_key=b"key")
+        other.dispatcher.quarantine.add(digest)
+        assert other.dispatcher.quarantine.holds(array("i", [13, 13]).tobytes())
+        other.listening.close()
+        os.close(other.address_fd)
+
+    run(test, quarantine_key=b"key", on_quarantined=told.append)
+
+
+def test_what_was_queued_before_its_like_was_given_up_reaches_no_worker():
+    async def test(bench):
+        poison, good = bench.request(13), bench.request(1)
+        bench.dispatcher.quarantine.add(bench.dispatcher.quarantine.digest(array("i", [13, 13]).tobytes()))
+        worker = bench.add_worker()
+        worker.answer(await worker.receive())
+        await good.finished
+        assert good.fragments == [b"1"]
+        with pytest.raises(ServerError, match=r"'input\[0\]'") as caught:
+            await poison.finished
+        assert caught.value.code == "poison_input"
+        assert caught.value.headers() == {"x-should-retry": "false"}
+        assert (bench.scheduler.queued_tokens, bench.dispatcher.in_flight_tokens) == (0, 0)
+
+    run(test)
+
+
+def test_a_batch_of_nothing_but_poison_does_not_keep_others_waiting():
+    async def test(bench):
+        for _ in range(3):
+            bench.request(13, length=16)
+        good = bench.request(1, length=16)
+        bench.dispatcher.quarantine.add(bench.dispatcher.quarantine.digest(array("i", [13] * 16).tobytes()))
+        worker = bench.add_worker()
+        worker.answer(await worker.receive())
+        await good.finished
+
+    run(test)
+
+
+# --- deaths without end -----------------------------------------------------------------------------------------
+
+
+def test_a_storm_of_deaths_is_not_paid_for_without_end():
+    """The workers of this test begin nothing, so that no sequence is suspected and tried alone."""
+
+    async def test(bench):
+        request, num_deaths = bench.request(1, length=16), 0
+        while not request.is_over:
+            worker = bench.add_worker(0, num_deaths + 1)
+            await worker.receive()
+            worker.begun[:] = 0
+            bench.dispatcher.worker_down(worker.incarnation, "was killed")
+            num_deaths += 1
+        with pytest.raises(Unavailable, match="keep dying") as caught:
+            await request.finished
+        assert caught.value.code == "retry_budget_exhausted"
+        assert caught.value.headers() == {"retry-after": "5"}
+        assert num_deaths == 17, "16 batches of 16 tokens may be lost"
+        assert bench.board.total(Counter.RETRIED) == 16
+
+    run(test)
+
+
+def test_suspects_are_tried_alone_however_much_has_been_lost():
+    async def test(bench):
+        bench.dispatcher._retries.num_tokens = 2 * 2  # of two tries in company
+        request = bench.request(1)
+        for life in (1, 2):
+            worker = bench.add_worker(0, life)
+            await worker.receive()
+            bench.dispatcher.worker_down(worker.incarnation, "was killed")
+        last = bench.add_worker(0, 3)
+        last.answer(await last.receive())
+        await request.finished
+
+    run(test)
+
+
+def test_halves_of_a_failed_batch_cost_nothing():
+    async def test(bench):
+        bench.dispatcher._retries.num_tokens = 0
+        requests = [bench.request(n) for n in range(4)]
+        worker = bench.add_worker()
+        batch = await worker.receive()
+        worker.send(Failed(EPOCH, batch.number, batch.slot, FailureCode.ENGINE_ERROR))
+        while not all(request.is_over for request in requests):
+            worker.answer(await worker.receive())
+            await asyncio.sleep(0.01)
+        await asyncio.gather(*(request.finished for request in requests))
+
+    run(test)
+
+
+# --- without workers --------------------------------------------------------------------------------------------
+
+
+def test_a_broken_model_fails_everybody_until_a_worker_is_up():
+    async def test(bench):
+        failed = []
+        bench.dispatcher.when_broken(lambda make_error: failed.extend([make_error(), make_error()]))
+        bench.dispatcher.raise_if_broken()
+        bench.dispatcher.set_broken("worker 0 keeps dying")
+        assert bench.dispatcher.why_unavailable() == bench.dispatcher.broken == "worker 0 keeps dying"
+        with pytest.raises(Unavailable, match="worker 0 keeps dying") as caught:
+            bench.dispatcher.raise_if_broken()
+        assert (caught.value.status, caught.value.code) == (503, "model_broken")
+        assert caught.value.headers() == {"retry-after": "30"}
+        assert [error.code for error in failed] == ["model_broken"] * 2
+        assert failed[0] is not failed[1], "an exception that many raise keeps all their frames"
+        bench.add_worker()
+        assert bench.dispatcher.broken is None
+        bench.dispatcher.raise_if_broken()
+
+    run(test)
+
+
+def test_a_worker_is_met_once():
+    met: list[Incarnation] = []
+
+    async def test(bench):
+        worker = bench.add_worker()
+        assert not met
+        await served_once(bench, worker)
+        for _ in range(3):
+            worker.send(Alive(EPOCH))
+        await served_once(bench, worker)
+        assert met == [worker.incarnation]
+
+    run(test, on_met=met.append)
+
+
+# --- several in one process -------------------------------------------------------------------------------------
+
+
+async def live_beside(bench: Bench, worker: Worker) -> None:
+    """Another dispatcher from its start to its end, with a worker of the same name, while this one serves."""
+    other = Bench()
+    other.dispatcher.start(other.listening.detach())
+    others_worker = other.add_worker()
+    await served_once(other, others_worker)
+    ours, theirs = bench.request(3), other.request(4)
+    held = await others_worker.receive()
+    worker.answer(await worker.receive())
+    others_worker.answer(held)
+    await asyncio.gather(ours.finished, theirs.finished)
+    assert (ours.fragments, theirs.fragments) == ([b"3"], [b"4"])
+    other.add_worker(1)  # is still being asked whether it is there
+    other.request(5)
+    other.dispatcher.pump_soon()
+    asyncio.get_running_loop().call_soon(other.dispatcher._receive_all)  # as after a send that hid a message
+    other.close()
+    other.dispatcher.worker_up(worker.incarnation, bench.dispatcher.links[0].slots, {})
+    other.dispatcher.worker_down(worker.incarnation, "was killed")
+    assert other.dispatcher.links == []
+
+
+def test_a_dispatcher_stops_beside_another_and_leaves_nothing_behind():
+    async def test(bench):
+        errors = []
+        asyncio.get_running_loop().set_exception_handler(lambda loop, context: errors.append(context))
+        worker = bench.add_worker()
+        await served_once(bench, worker)
+        for _ in range(2):
+            open_fds = len(os.listdir("/proc/self/fd"))
+            await live_beside(bench, worker)
+            async with asyncio.timeout(DEADLINE_S):  # a last timer keeps an arena for a moment
+                while len(os.listdir("/proc/self/fd")) > open_fds:
+                    await asyncio.sleep(0.01)
+            await asyncio.sleep(2 * dispatch._SWEEP_INTERVAL_S)
+            await served_once(bench, worker)
+        assert errors == []
+
+    run(test)

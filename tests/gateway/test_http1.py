@@ -594,7 +594,7 @@ def test_malicious_and_broken_requests_are_refused(name):
 def test_llhttp_is_never_followed_beyond_the_end_of_a_request():
     """Were the end of a head ever seen elsewhere than llhttp sees it, what it takes for a second request is refused."""
     with pytest.raises(BadRequest, match="does not end where"):
-        _Message(LIMITS).parse(get() + get())
+        _Message(LIMITS).parse_head(get() + get())
 
 
 READ_AS_ONE_REQUEST = {
@@ -617,6 +617,23 @@ def test_odd_requests_are_read_as_exactly_one(name):
     request = read_one(READ_AS_ONE_REQUEST[name])
     assert request.body in (b"", b"hello")
     assert (request.body == b"hello") == (b"hello" in READ_AS_ONE_REQUEST[name])
+
+
+@pytest.mark.parametrize("host", [b"", b"x", b"x:", b"x:80", b"127.0.0.1:80", b"[::1]:80", b"a-b_c.~%20", b"[v1.a:b]"])
+def test_a_host_that_is_one(host):
+    assert read_one(get(host=b"Host: " + host + b"\r\n")).headers["host"] == host.decode()
+
+
+@pytest.mark.parametrize("line", [b"GET / HTTP/1.1", b"GET / HTTP/1.0"])
+@pytest.mark.parametrize(
+    "host",
+    [b"a b", b"a/b", b"a,b", b"u@a", b"a:b", b"a:1:2", b"[::1", b"::1", b"[::1]a", b"%zz", b"a\xe9", b"a" * 900 + b"/"],
+)
+def test_a_host_that_is_none(line, host):
+    error = refusal_of(get(host=b"Host: " + host + b"\r\n", line=line))
+    assert isinstance(error, BadRequest)
+    assert error.message.startswith("header Host: ")
+    assert len(error.message) < 100
 
 
 def test_messages_name_the_field_and_the_value():
@@ -782,3 +799,17 @@ def test_no_value_can_split_an_answer(place, evil):
 def test_an_unknown_status_is_our_bug():
     with pytest.raises(KeyError):
         encode(Response(299))
+
+
+def test_changed_limits_hold_from_the_next_request_on():
+    reader = RequestReader(Limits(max_body_bytes=100))
+    head = b"POST / HTTP/1.1\r\nHost: x\r\nContent-Length: %d\r\n\r\n"
+    reader.feed(head[:10])
+    assert reader.next_event() is None
+    reader.limits = Limits(max_body_bytes=10)
+    reader.feed(head[10:] % 100 + bytes(100) + head % 11)
+    event = reader.next_event()
+    assert isinstance(event, RequestReceived)
+    assert len(event.request.body) == 100
+    with pytest.raises(ApiError, match="at most 10 are allowed"):
+        reader.next_event()

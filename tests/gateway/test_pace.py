@@ -75,3 +75,64 @@ def test_a_copy_learns_for_itself():
     copy = pace.copy()
     copy.observe(100, 1.0)
     assert copy.tokens_per_s < pace.tokens_per_s
+
+
+# --- how long a batch may take ----------------------------------------------------------------------------------
+
+
+def test_while_nothing_is_known_a_batch_may_take_as_long_as_any():
+    assert Pace(MAX_TOKENS).deadline_s(10, limit_s=60) == 60
+    assert not Pace(MAX_TOKENS).is_learned
+
+
+def learned(tokens_per_s: float = 1000, overhead_s: float = 0.01) -> Pace:
+    pace = Pace(MAX_TOKENS)
+    for tokens in (50, 200, 400) * 20:
+        pace.observe(tokens, overhead_s + tokens / tokens_per_s)
+    return pace
+
+
+def test_a_batch_may_take_twenty_times_what_is_expected_and_two_seconds():
+    pace = learned()
+    assert pace.deadline_s(100, limit_s=60) == pytest.approx(2 + 20 * 0.11)
+    assert pace.deadline_s(100, limit_s=3) == 3
+
+
+def test_what_a_dead_worker_has_taught_is_known_of_the_next_but_not_of_its_first_batch():
+    heir = learned().copy()
+    assert heir.deadline_s(100, limit_s=60, has_answered=False) == pytest.approx(10 + 2 + 20 * 0.11)
+    assert heir.deadline_s(100, limit_s=5, has_answered=False) == 5
+
+
+def test_with_several_gateways_a_full_batch_of_each_other_may_come_first():
+    pace = learned()
+    full_s = pace.batch_s(pace.budget_tokens(FULL_BATCH_S))
+    assert full_s == pytest.approx(0.25, rel=0.01)
+    assert pace.deadline_s(100, limit_s=60, num_gateways=3) == pytest.approx(
+        (2 + 20 * 0.11) + 2 * (2 + 20 * full_s), rel=0.01
+    )
+
+
+def test_another_gateway_s_long_sequence_may_come_first():
+    pace = learned()
+    longer_s = pace.deadline_s(10, limit_s=1000, num_gateways=2, max_sequence_tokens=4000)
+    assert longer_s > 2 + 20 * pace.batch_s(4000)
+
+
+def test_small_batches_do_not_make_the_time_of_a_large_one_short():
+    """Of batches of about a size, what one token more costs is noise: a large batch may take as long by the token."""
+    pace = Pace(MAX_TOKENS)
+    for _ in range(50):
+        pace.observe(10, 0.100)
+        pace.observe(16, 0.101)  # truly 5 ms a token, the rest being noise
+    assert pace.batch_s(4000) < 1
+    assert pace.deadline_s(4000, limit_s=1000) > 20 * 0.005 * 4000
+
+
+@pytest.mark.parametrize("times", [[(1, 0.0)], [(10, 1.0), (1000, 0.1)], [(4096, 4000.0)]])
+def test_a_deadline_is_never_below_the_least_and_never_above_the_limit(times):
+    pace = Pace(MAX_TOKENS)
+    for tokens, seconds in times * 20:
+        pace.observe(tokens, seconds)
+    for tokens in (1, 100, 100_000):
+        assert 2 <= pace.deadline_s(tokens, limit_s=60) <= 60

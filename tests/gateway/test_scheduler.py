@@ -2,11 +2,13 @@ import asyncio
 from array import array
 
 import pytest
+from hypothesis import given, settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
 
 from gateway.request import Flow, Gathering, Priority, Sequence, TokenizedInput
 from gateway.scheduler import AGING_S, Scheduler
+from gateway.shares import Share
 
 _loop = asyncio.new_event_loop()
 BIG = 100_000
@@ -24,14 +26,14 @@ class Queue:
         self.scheduler = Scheduler(max_tokens, max_sequences, longest)
         self.now = 100.0
 
-    def request(self, *lengths: int, priority=Priority.NORMAL) -> Flow:
-        flow = self.scheduler.open(Gathering(len(lengths), Nowhere(), _loop), priority)
+    def request(self, *lengths: int, priority=Priority.NORMAL, tenant="") -> Flow:
+        flow = self.scheduler.open(Gathering(len(lengths), Nowhere(), _loop), priority, tenant=tenant)
         self.scheduler.add(flow, make_sequences(flow, *lengths), self.now)
         return flow
 
-    def take(self, max_tokens=BIG, idle=1, after_s=0.0) -> list[Sequence]:
+    def take(self, max_tokens=BIG, idle=1, after_s=0.0, is_short=False) -> list[Sequence]:
         self.now += after_s
-        return self.scheduler.next_batch(self.now, max_tokens=max_tokens, num_idle_workers=idle)
+        return self.scheduler.next_batch(self.now, max_tokens=max_tokens, num_idle_workers=idle, is_short=is_short)
 
     def close(self, flow: Flow) -> None:
         flow.gathering.abandon()
@@ -48,6 +50,10 @@ def flows_of(batch: list[Sequence]) -> list[Flow]:
 
 def num_tokens(batch, flow=None) -> int:
     return sum(s.num_tokens for s in batch if flow is None or s.flow is flow)
+
+
+def tokens_of(batch, tenant: str) -> int:
+    return sum(s.num_tokens for s in batch if s.flow.tenant == tenant)
 
 
 # --- the size of a batch ----------------------------------------------------------------------------------------------
@@ -225,6 +231,35 @@ def test_short_batches_are_wanted_while_short_requests_come_beside_a_backlog():
     assert not queue.scheduler.wants_short_batches(queue.now + 60)
 
 
+def test_short_batches_are_wanted_while_a_tenant_comes_with_short_requests_beside_one_that_has_many():
+    queue = Queue(max_tokens=300)
+    flood(queue, "greedy", [10], 200)
+    queue.take()
+    assert not queue.scheduler.wants_short_batches(queue.now), "nobody else is there"
+    queue.request(10, tenant="polite")
+    queue.take()
+    flood(queue, "greedy", [10], 200)
+    assert queue.scheduler.wants_short_batches(queue.now), "it will come again"
+    assert not queue.scheduler.wants_short_batches(queue.now + 60), "it comes no more"
+
+
+def test_tenants_that_all_have_much_want_large_batches():
+    queue = Queue(max_tokens=300)
+    for n in range(3):
+        flood(queue, f"tenant-{n}", [10], 200)
+    assert not queue.scheduler.wants_short_batches(queue.now)
+
+
+def test_tenants_that_have_a_turn_each_waiting_want_large_batches():
+    queue = Queue(max_tokens=300)
+    for _ in range(20):
+        for n in range(10):
+            flood(queue, f"tenant-{n}", [10], 5)
+        assert not queue.scheduler.wants_short_batches(queue.now)
+        queue.take()
+        queue.take()
+
+
 def test_among_short_batches_every_other_has_fresh_requests_alone():
     queue = Queue(max_tokens=300)
     backlog = queue.request(*[100] * 500)
@@ -260,6 +295,236 @@ def test_requests_of_several_turns_do_not_ask_for_short_batches():
         queue.request(*[100] * 5)
         queue.take()
     assert not queue.scheduler.wants_short_batches(queue.now)
+
+
+# --- tenants ----------------------------------------------------------------------------------------------------------
+
+
+def flood(queue: Queue, tenant: str, lengths: list[int], num_requests: int = 1, **ask) -> None:
+    for _ in range(num_requests):
+        queue.request(*lengths, tenant=tenant, **ask)
+
+
+@pytest.mark.parametrize("is_short", [False, True])
+@pytest.mark.parametrize("priority", [Priority.INTERACTIVE, Priority.BULK])
+@pytest.mark.parametrize(
+    ("greedy", "polite"),
+    [
+        (([10] * 400, 100), ([10] * 40_000, 1)),  # many large requests and one
+        (([10], 40_000), ([10] * 40_000, 1)),  # many short ones, all in their first turn, and a large one
+        (([100] * 4_000, 1), ([10], 40_000)),
+        (([100], 4_000), ([7] * 60_000, 1)),
+        (([95, 3] * 40, 100), ([99] * 40, 100)),
+    ],
+)
+def test_tenants_with_work_get_the_same_however_many_requests_they_have(greedy, polite, priority, is_short):
+    queue = Queue(max_tokens=1024)
+    flood(queue, "greedy", *greedy, priority=priority)
+    flood(queue, "polite", *polite, priority=priority)
+    ahead = 0
+    for _ in range(200):
+        batch = queue.take(is_short=is_short)
+        ahead += tokens_of(batch, "greedy") - tokens_of(batch, "polite")
+        assert abs(ahead) <= 3 * queue.scheduler.quantum
+
+
+def test_a_newcomers_text_is_in_the_next_batch_beside_any_number_of_tenants_with_any_number_of_requests():
+    queue = Queue(max_tokens=1024)
+    for n in range(40):
+        flood(queue, f"greedy-{n}", [10] * 300, 10)
+    for _ in range(50):
+        queue.take()
+    text = queue.request(10, tenant="polite")
+    assert text in flows_of(queue.take())
+
+
+def test_one_text_after_the_other_waits_a_turn_of_each_other_tenant_and_never_a_turn_of_each_request():
+    queue = Queue(max_tokens=512)
+    flood(queue, "greedy", [10] * 100, 100)
+    waits = []
+    for _ in range(50):
+        text, waited = queue.request(10, tenant="polite"), 0
+        while text not in flows_of(batch := queue.take()):
+            waited += num_tokens(batch)
+        waits.append(waited)
+    assert max(waits) <= 2 * queue.scheduler.quantum
+
+
+def test_whoever_always_runs_out_is_not_always_new():
+    """Else it would go before others each time, and have three quarters of every batch."""
+    queue = Queue(max_tokens=300)
+    flood(queue, "steady", [10] * 4000)
+    served = {"steady": 0, "again": 0}
+    for _ in range(100):
+        flood(queue, "again", [10] * 25)
+        batch = queue.take()
+        for tenant in served:
+            served[tenant] += tokens_of(batch, tenant)
+    assert served["again"] <= served["steady"] + 3 * queue.scheduler.quantum
+
+
+def test_many_newcomers_leave_the_others_their_quarter():
+    queue = Queue(max_tokens=400)
+    flood(queue, "steady", [10] * 4000)
+    queue.take()
+    for n in range(20):
+        for m in range(60):
+            queue.request(10, tenant=f"new-{n}-{m}")
+        assert 90 <= tokens_of(queue.take(), "steady") <= 110
+
+
+def test_a_tenants_backlog_has_one_of_four_of_its_turns():
+    queue = Queue(max_tokens=1024)
+    flood(queue, "other", [10] * 40_000)
+    backlog = queue.request(*[10] * 10_000, tenant="both")
+    shares = {"backlog": 0, "all": 0}
+    for _ in range(100):
+        flood(queue, "both", [10], 60)
+        batch = queue.take()
+        shares["backlog"] += num_tokens(batch, backlog)
+        shares["all"] += tokens_of(batch, "both")
+    assert 0.2 <= shares["backlog"] / shares["all"] <= 0.3
+
+
+def test_an_overdue_priority_is_shared_by_its_tenants():
+    queue = Queue(max_tokens=1024)
+    flood(queue, "greedy", [10] * 400, 100, priority=Priority.BULK)
+    flood(queue, "polite", [10] * 4000, priority=Priority.BULK)
+    served = {"greedy": 0, "polite": 0}
+    for _ in range(30):
+        flood(queue, "first", [10], 150, priority=Priority.INTERACTIVE)
+        batch = queue.take(after_s=AGING_S)
+        for tenant in served:
+            served[tenant] += tokens_of(batch, tenant)
+    assert served["polite"] > 2000
+    assert abs(served["greedy"] - served["polite"]) <= 3 * queue.scheduler.quantum
+
+
+def test_a_tenants_long_sequence_is_not_passed_over_twice():
+    queue = Queue(max_tokens=512, longest=500)
+    queue.request(*[500] * 40, tenant="long")
+    flood(queue, "short", [10] * 2000)
+    taken = []
+    for n in range(20):
+        for m in range(20):
+            queue.request(10, tenant=f"new-{n}-{m}")
+        taken += queue.take()
+    assert abs(tokens_of(taken, "long") - tokens_of(taken, "short")) <= queue.scheduler.quantum
+
+
+def test_what_a_dead_worker_had_goes_first_and_costs_its_tenants_nothing():
+    queue = Queue(max_tokens=512)
+    flood(queue, "a", [10] * 2000)
+    flood(queue, "b", [10] * 2000)
+    balance = 0
+    for n in range(60):
+        batches = [queue.take()]
+        if n % 3 == 0:
+            lost = batches.pop()
+            queue.scheduler.put_back(lost)
+            batches = [queue.take()]
+            assert set(batches[0]) == set(lost)
+        for batch in batches:
+            balance += tokens_of(batch, "a") - tokens_of(batch, "b")
+        assert abs(balance) <= 3 * queue.scheduler.quantum
+
+
+def test_a_tenant_whose_requests_can_only_be_late_does_not_hold_up_others():
+    queue = Queue(max_tokens=100)
+    late = [queue.scheduler.open(Gathering(1, Nowhere(), _loop), Priority.NORMAL, queue.now, "late") for _ in range(9)]
+    for flow in late:
+        queue.scheduler.add(flow, make_sequences(flow, 10), queue.now)
+    in_time = queue.request(10, tenant="in time")
+    batch = queue.scheduler.next_batch(queue.now, max_tokens=100, done_by=queue.now + 1)
+    assert flows_of(batch) == [in_time]
+    assert queue.scheduler.hopeless == late
+
+
+def test_tenants_that_are_gone_do_not_pile_up():
+    queue = Queue(max_tokens=100)
+    flood(queue, "stays", [10] * 10_000)
+    for n in range(2000):
+        flow = queue.request(10, tenant=f"goes-{n}")
+        if n % 2:
+            queue.close(flow)
+        else:
+            queue.take()
+    assert len(queue.scheduler._levels[Priority.NORMAL].shares) < 200
+
+
+def test_a_greedy_tenant_is_hardly_ahead_of_a_polite_one():
+    queue = Queue(max_tokens=512)
+    flood(queue, "greedy", [100] * 100, 100)
+    queue.take()
+
+    def ahead(num_tokens, tenant):
+        return queue.scheduler.tokens_ahead(num_tokens, Priority.NORMAL, 1000.0, tenant)
+
+    quantum = queue.scheduler.quantum
+    assert ahead(10, "polite") <= 2 * quantum
+    assert ahead(20_000, "polite") <= 20_000 + quantum
+    assert ahead(20_000, "greedy") > 900_000
+    assert ahead(10**7, "polite") == queue.scheduler.queued_tokens
+    queue.request(10, tenant="polite")
+    assert ahead(10, "polite") <= 4 * quantum
+    assert ahead(10, "another") <= 4 * quantum
+
+
+def test_of_other_tenants_as_much_is_ahead_as_one_gets_meanwhile_and_no_more_than_they_have():
+    queue = Queue(max_tokens=512)
+    flood(queue, "large", [100] * 1000)
+    for n in range(9):
+        queue.request(10, tenant=f"small-{n}")
+    assert queue.scheduler.tokens_ahead(25_600, Priority.NORMAL, 1000.0, "asks") == 25_600 + 90
+
+
+def test_of_very_many_tenants_few_are_looked_at_for_what_is_ahead(monkeypatch):
+    queue, num_looks = Queue(max_tokens=512), 0
+    flood(queue, "large", [100] * 1000)
+    for n in range(1000):
+        queue.request(10, tenant=f"small-{n}")
+
+    def look(share: Share) -> int:
+        nonlocal num_looks
+        num_looks += 1
+        return share.fresh.num_tokens + share.backlog.num_tokens
+
+    monkeypatch.setattr(Share, "num_tokens", property(look))
+    assert queue.scheduler.tokens_ahead(25_600, Priority.NORMAL, 1000.0, "asks") == 25_600 + 10_000
+    assert queue.scheduler.tokens_ahead(25_600, Priority.NORMAL, 1000.0, "small-5") == 25_856 + 10_000
+    assert num_looks < 200
+
+
+def test_of_very_many_tenants_with_much_as_much_is_ahead_as_they_get_meanwhile():
+    queue = Queue(max_tokens=512)
+    for n in range(100):
+        flood(queue, f"large-{n}", [100] * 10)
+    assert queue.scheduler.tokens_ahead(500, Priority.NORMAL, 1000.0, "asks") == 100 * 512
+
+
+LENGTHS = st.lists(st.integers(5, 100), min_size=1, max_size=40)
+
+
+@settings(deadline=None, max_examples=60)
+@given(st.lists(st.tuples(LENGTHS, LENGTHS, st.integers(1, 600), st.booleans(), st.booleans()), max_size=40))
+def test_whatever_two_busy_tenants_send_neither_gets_ahead(steps):
+    """Each step: the sequences of a request of either tenant, the budget of a batch, whether batches are short, and
+    whether this one is lost."""
+    queue = Queue(max_tokens=600)
+    waiting, ahead = {"a": 0, "b": 0}, 0
+    for a, b, budget, is_short, is_lost in steps:
+        for tenant, lengths in (("a", a), ("b", b)):
+            while waiting[tenant] < 1500:  # no batch can take all of it
+                queue.request(*lengths, tenant=tenant)
+                waiting[tenant] += sum(lengths)
+        batch = queue.take(budget, is_short=is_short)
+        if is_lost:
+            queue.scheduler.put_back(batch)
+            continue
+        for tenant in waiting:
+            waiting[tenant] -= tokens_of(batch, tenant)
+        ahead += tokens_of(batch, "a") - tokens_of(batch, "b")
+        assert abs(ahead) <= 3 * queue.scheduler.quantum
 
 
 # --- what is ahead of whom --------------------------------------------------------------------------------------------
@@ -383,9 +648,13 @@ class SchedulerMachine(RuleBasedStateMachine):
         self.aside: list[list[Sequence]] = []
         self.out: list[list[Sequence]] = []
 
-    @rule(lengths=st.lists(st.integers(1, 400), min_size=1, max_size=8), priority=st.sampled_from(Priority))
-    def request(self, lengths, priority):
-        flow = self.queue.scheduler.open(Gathering(len(lengths) + 8, Nowhere(), _loop), priority)
+    @rule(
+        lengths=st.lists(st.integers(1, 400), min_size=1, max_size=8),
+        priority=st.sampled_from(Priority),
+        tenant=st.sampled_from("aabc"),
+    )
+    def request(self, lengths, priority, tenant):
+        flow = self.queue.scheduler.open(Gathering(len(lengths) + 8, Nowhere(), _loop), priority, tenant=tenant)
         self.waiting[flow] = []
         self.more(flow, lengths)
 
@@ -399,9 +668,14 @@ class SchedulerMachine(RuleBasedStateMachine):
         self.queue.scheduler.add(flow, sequences, self.queue.now)
         self.waiting[flow] += sequences
 
-    @rule(budget=st.integers(1, 400), idle=st.integers(0, 4), after_s=st.sampled_from([0.0, 0.1, AGING_S]))
-    def take(self, budget, idle, after_s):
-        batch = self.queue.take(budget, idle, after_s)
+    @rule(
+        budget=st.integers(1, 400),
+        idle=st.integers(0, 4),
+        after_s=st.sampled_from([0.0, 0.1, AGING_S]),
+        is_short=st.booleans(),
+    )
+    def take(self, budget, idle, after_s, is_short):
+        batch = self.queue.take(budget, idle, after_s, is_short)
         assert batch or not (any(self.waiting.values()) or self.aside), "work-conserving"
         assert len(batch) <= self.MAX_SEQUENCES
         assert len(batch) <= 1 or num_tokens(batch) <= self.MAX_TOKENS
@@ -440,7 +714,19 @@ class SchedulerMachine(RuleBasedStateMachine):
         aside = [s for batch in self.aside for s in batch]
         assert scheduler.queued_sequences == len(waiting) + len(aside)
         assert scheduler.queued_tokens == num_tokens(waiting) + num_tokens(aside)
-        lanes = [lane for level in scheduler._levels for lane in (level.fresh, level.backlog)]
+        lanes = []
+        for level in scheduler._levels:
+            shares = list(level.shares.values())
+            assert {*level.new.shares, *level.old.shares} == set(shares)
+            assert len(level.new.shares) + len(level.old.shares) == len(shares)
+            for ring in (level.new, level.old):
+                assert all(share.ring is ring for share in ring.shares)
+                assert sum(share.num_tokens for share in ring.shares) == ring.num_tokens
+            assert sum(share.num_flows for share in shares) == level.num_flows
+            assert sum(share.backlog.num_flows for share in shares) == level.num_backlog_flows
+            assert all(share.credit >= 0 for share in shares)
+            assert all(share.fresh.num_flows for share in level.with_fresh())
+            lanes += [lane for share in shares for lane in (share.fresh, share.backlog)]
         assert sum(lane.num_tokens for lane in lanes) == num_tokens(waiting)
         for lane in lanes:
             listed = [flow for flow in lane.flows if flow.lane is lane]

@@ -1,230 +1,58 @@
-"""`gateway.server` on real sockets, and its `Connection` on a transport that only records."""
+"""`gateway.server` and `gateway.connection`: real sockets, with TLS and without, and a transport that only records."""
 
 import asyncio
 import gc
 import logging
+import select
 import socket
-import struct
-import time
-import weakref
-from collections.abc import AsyncIterator, Awaitable, Callable, Coroutine, Iterator
-from contextlib import asynccontextmanager, contextmanager, suppress
-from dataclasses import dataclass, field
+from collections.abc import Awaitable, Callable
+from contextlib import suppress
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import pytest
-import uvloop
+from certificates import Certificate, make_certificate
+from tinyserver import (
+    DEADLINE_S,
+    Client,
+    Listening,
+    Served,
+    TinyApp,
+    get,
+    listening,
+    no_collector,
+    only,
+    post,
+    run,
+    serving,
+    until,
+)
 
-from gateway.errors import ApiError, BadRequest, InvalidApiKey, render_openai_error
-from gateway.http1 import HttpRequest, Limits, Response, _Message
-from gateway.server import Connection, Server, Timeouts
-
-DEADLINE_S = 20.0
-"""For everything that a test waits for."""
-QUOTE = "it quotes a text"
-FOREVER = Timeouts(head_s=1e6, body_s=1e6, idle_s=1e6, write_s=1e6, linger_s=1e6, sweep_s=0.01)
-
-
-class Large:
-    """What a handler has in hand."""
-
-
-class TinyApp:
-    """Answers by path. `/wait` is held until `release` is set."""
-
-    def __init__(self) -> None:
-        self.handled: list[str] = []
-        self.checked: list[str] = []
-        self.started = asyncio.Event()
-        self.cancelled = asyncio.Event()
-        self.release = asyncio.Event()
-        self.can_render = True
-        self.tidied_up = False
-        self.large: weakref.ref[Large] | None = None
-
-    def check_head(self, request: HttpRequest) -> Response | None:
-        self.checked.append(request.path)
-        if request.path == "/secret":
-            raise InvalidApiKey("no key")
-        if request.path == "/broken-check":
-            raise RuntimeError(QUOTE)
-        return Response(200, b"early") if request.path == "/early" else None
-
-    async def handle(self, request: HttpRequest) -> Response:
-        self.handled.append(request.path)
-        match request.path:
-            case "/wait":
-                await self._wait()
-            case "/refused":
-                raise BadRequest("as asked")
-            case "/fails":
-                raise RuntimeError(QUOTE)
-            case "/refuses-what-is-large":
-                large = Large()
-                self.large = weakref.ref(large)
-                try:
-                    raise KeyError(large)
-                except KeyError:
-                    raise BadRequest("as asked") from None
-            case "/cancels":
-                raise asyncio.CancelledError
-            case "/unsendable":
-                return Response(200, headers={"x": "a\r\nb"})
-            case "/stubborn":
-                with suppress(asyncio.CancelledError):
-                    await self._wait()
-            case "/slow-to-stop":
-                await self._wait_and_tidy_up()
-            case "/large":
-                return Response(200, b"x" * 30_000_000)
-            case "/pieces":
-                return Response(
-                    200, [b"%d," % (i % 10) * 5000 if i % 2 else memoryview(bytes(5000)) for i in range(3000)]
-                )
-        return Response(200, request.body or request.path.encode())
-
-    async def _wait(self) -> None:
-        self.started.set()
-        try:
-            await self.release.wait()
-        except asyncio.CancelledError:
-            self.cancelled.set()
-            raise
-
-    async def _wait_and_tidy_up(self) -> None:
-        try:
-            await self._wait()
-        finally:
-            for _ in range(10):
-                await asyncio.sleep(0)
-            self.tidied_up = True
-
-    def render_error(self, error: ApiError, path: str | None) -> Response:
-        if not self.can_render:
-            raise RuntimeError("cannot even render")
-        return Response(error.status, render_openai_error(error), headers={**error.headers(), "x-path": str(path)})
+from gateway.connection import Connection, client_of
+from gateway.http1 import Limits, _Message
+from gateway.server import Server, Timeouts
 
 
-@dataclass
-class Answer:
-    status: int
-    headers: dict[str, str]
-    body: bytes
+@pytest.fixture(scope="module")
+def certificate(tmp_path_factory: pytest.TempPathFactory) -> Certificate:
+    return make_certificate(tmp_path_factory.mktemp("certificate"))
 
 
-class Client:
-    """A raw client. Every read has a deadline."""
-
-    def __init__(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
-        self._reader = reader
-        self.writer = writer
-
-    def send(self, data: bytes) -> None:
-        self.writer.write(data)
-
-    async def head(self) -> tuple[int, dict[str, str]]:
-        text = (await self._reader.readuntil(b"\r\n\r\n")).decode("latin-1")
-        status_line, *lines = text[:-4].split("\r\n")
-        assert status_line.startswith("HTTP/1.1 ")
-        return int(status_line.split()[1]), dict(line.split(": ", 1) for line in lines)
-
-    async def answer(self) -> Answer:
-        status, headers = await self.head()
-        return Answer(status, headers, await self._reader.readexactly(int(headers["content-length"])))
-
-    async def ask(self, data: bytes) -> Answer:
-        self.send(data)
-        return await self.answer()
-
-    async def rest(self) -> bytes:
-        """All that comes before the server closes."""
-        return await self._reader.read()
-
-    def close(self) -> None:
-        self.writer.close()
-
-    def reset(self) -> None:
-        sock = self.writer.get_extra_info("socket")
-        sock.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, struct.pack("ii", 1, 0))
-        self.writer.transport.abort()
+@pytest.fixture(params=["tcp", "unix", "tls"])
+def sock(request: pytest.FixtureRequest, tmp_path: Path) -> Listening:
+    """Each test that takes it is run on each kind of socket."""
+    made = listening(tmp_path / "s" if request.param == "unix" else None)
+    if request.param == "tls":
+        made.certificate = request.getfixturevalue("certificate")
+    return made
 
 
-@dataclass
-class Served:
-    app: TinyApp
-    server: Server
-    sock: socket.socket
-    clients: list[Client] = field(default_factory=list)
-
-    def address(self) -> Any:
-        return self.sock.getsockname()
-
-    async def connect(self) -> Client:
-        if self.sock.family == socket.AF_UNIX:
-            client = Client(*await asyncio.open_unix_connection(self.address()))
-        else:
-            client = Client(*await asyncio.open_connection(*self.address()))
-        self.clients.append(client)
-        return client
-
-
-def listening(path: Path | None = None) -> socket.socket:
-    sock = socket.socket(socket.AF_INET if path is None else socket.AF_UNIX)
-    sock.bind(("127.0.0.1", 0) if path is None else str(path))
-    sock.listen(16)
-    return sock
-
-
-@asynccontextmanager
-async def serving(
-    sock: socket.socket | None = None,
-    *,
-    limits: Limits | None = None,
-    timeouts: Timeouts = FOREVER,
-    max_connections: int = 100,
-    clock: Callable[[], float] = time.monotonic,
-) -> AsyncIterator[Served]:
-    app = TinyApp()
-    limits = limits or Limits(max_body_bytes=1_000_000)
-    server = Server(app, limits=limits, timeouts=timeouts, max_connections=max_connections, clock=clock)
-    served = Served(app, server, sock or listening())
-    await server.start(served.sock)
-    try:
-        yield served
-    finally:
-        await server.drain(0)
-        for client in served.clients:
-            client.writer.transport.abort()
-    assert server.num_connections == 0
-    assert server.num_requests_in_flight == 0
-
-
-def run(test: Coroutine[Any, Any, None]) -> None:
-    async def within_deadline() -> None:
-        async with asyncio.timeout(DEADLINE_S):
-            await test
-
-    with asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner:
-        runner.run(within_deadline())
-
-
-async def until(is_so: Callable[[], bool]) -> None:
-    while not is_so():
-        await asyncio.sleep(0.001)
-
-
-def get(path: str, *headers: str, method: str = "GET", version: str = "1.1") -> bytes:
-    return "".join(f"{line}\r\n" for line in (f"{method} {path} HTTP/{version}", "Host: x", *headers, "")).encode()
-
-
-def post(path: str, *headers: str, body: bytes, version: str = "1.1") -> bytes:
-    return get(path, f"Content-Length: {len(body)}", *headers, method="POST", version=version) + body
-
-
-@pytest.fixture(params=["tcp", "unix"])
-def sock(request: pytest.FixtureRequest, tmp_path: Path) -> socket.socket:
-    return listening(None if request.param == "tcp" else tmp_path / "s")
+@pytest.fixture
+def tls(certificate: Certificate) -> Listening:
+    made = listening()
+    made.certificate = certificate
+    return made
 
 
 # --- one request after the other ----------------------------------------------------------------------------------
@@ -426,20 +254,9 @@ def test_anything_unexpected_is_a_500_logged_once_without_its_message(path, capl
     run(test())
     (record,) = [record for record in caplog.records if record.levelno >= logging.WARNING]
     assert "id-7" in record.getMessage()
-    assert "server.py" in record.getMessage()
+    assert "connection.py" in record.getMessage()
     assert "a body" not in caplog.text
     assert "quotes" not in caplog.text
-
-
-@contextmanager
-def no_collector() -> Iterator[None]:
-    """What is freed in here is freed at once, and not some day."""
-    gc.collect()
-    gc.disable()
-    try:
-        yield
-    finally:
-        gc.enable()
 
 
 def test_what_a_refused_request_had_in_hand_is_freed_at_once():
@@ -542,10 +359,12 @@ def test_a_client_that_leaves_cancels_its_request(sock, how, caplog):
             client = await served.connect()
             client.send(get("/wait"))
             await served.app.started.wait()
-            if how == "close":
-                client.close()
-            else:
+            if how == "reset":
                 client.reset()
+            elif sock.certificate is not None:
+                client.writer.transport.abort()  # asyncio's close() would first wait for an answer to its close_notify
+            else:
+                client.close()
             await served.app.cancelled.wait()
             await until(lambda: served.server.num_connections == 0)
             assert served.server.num_requests_in_flight == 0
@@ -573,7 +392,7 @@ def test_a_client_that_only_shut_down_its_half_is_answered(sock):
         async with serving(sock) as served:
             client = await served.connect()
             client.send(get("/wait") + get("/2"))
-            client.writer.write_eof()
+            client.shut_down()
             await served.app.started.wait()
             for _ in range(10):
                 served.server.sweep()
@@ -596,7 +415,7 @@ def test_an_http_1_0_client_that_shut_down_its_half_gets_nothing_but_the_answer(
         async with serving() as served:
             client = await served.connect()
             client.send(get("/wait", version="1.0"))
-            client.writer.write_eof()
+            client.shut_down()
             await served.app.started.wait()
             for _ in range(10):
                 served.server.sweep()
@@ -614,7 +433,7 @@ def test_requests_behind_a_large_answer_survive_a_shut_down():
             client = await served.connect()
             client.send(get("/large") + get("/2"))
             await until(lambda: served.app.handled == ["/large"])
-            client.writer.write_eof()
+            client.shut_down()
             assert len((await client.answer()).body) == 30_000_000
             assert (await client.answer()).body == b"/2"
             assert await client.rest() == b""
@@ -628,7 +447,7 @@ def test_half_a_request_and_a_shut_down_is_no_request():
             for path in ("/a", "/wait"):
                 client = await served.connect()
                 client.send(get(path, "Connection: keep-alive", version="1.0") + get("/b")[:-5])
-                client.writer.write_eof()
+                client.shut_down()
                 if path == "/wait":
                     await served.app.started.wait()
                     served.app.release.set()
@@ -641,11 +460,6 @@ def test_half_a_request_and_a_shut_down_is_no_request():
 
 
 # --- limits of time and number --------------------------------------------------------------------------------------
-
-
-def only(**timeouts: float) -> Timeouts:
-    """Timeouts that never come but for those given."""
-    return Timeouts(**{"head_s": 1e6, "body_s": 1e6, "idle_s": 1e6, "write_s": 1e6, "linger_s": 1e6, **timeouts})
 
 
 SOON = {"sweep_s": 0.01}
@@ -690,6 +504,33 @@ def test_dripping_bytes_does_not_extend_the_deadline():
     run(test())
 
 
+def test_a_body_that_drips_is_cut_off():
+    async def test(recorded: Recorded) -> None:
+        recorded.connection.data_received(get("/a", "Content-Length: 500", method="POST"))
+        for _ in range(59):
+            recorded.connection.data_received(b"x")
+            recorded.pass_time(1)
+        assert recorded.transport.sent == b""
+        recorded.connection.data_received(b"x")
+        recorded.pass_time(1.1)
+        assert recorded.transport.sent.startswith(b"HTTP/1.1 408 ")
+        assert recorded.server.num_arriving_bytes == 0
+
+    record(test)
+
+
+def test_a_large_body_that_comes_fast_has_longer():
+    async def test(recorded: Recorded) -> None:
+        recorded.connection.data_received(get("/echo", f"Content-Length: {32 * 2**20}", method="POST"))
+        for _ in range(128):
+            recorded.connection.data_received(bytes(256 * 1024))
+            recorded.pass_time(1.4)
+        await until(lambda: recorded.transport.sent != b"")
+        assert recorded.transport.sent.startswith(b"HTTP/1.1 200 ")
+
+    record(test, max_body_bytes=32 * 2**20)
+
+
 @pytest.mark.parametrize("data", [b"", b"\r\n", get("/a")])
 def test_an_idle_connection_is_closed_without_a_word(data):
     async def test() -> None:
@@ -727,6 +568,10 @@ def test_a_client_that_does_not_read_is_cut_off(path):
                 sock.send(get(path))
                 await until(lambda: served.app.handled == [path])
                 await until(lambda: served.server.num_connections == 0)
+                # Megabytes that a kernel has of it are dropped, too, and not kept until the client takes them.
+                poll = select.poll()
+                poll.register(sock, 0)
+                await until(lambda: bool(poll.poll(0)))
 
     run(test())
 
@@ -759,6 +604,381 @@ def test_one_connection_too_many_is_told_so_though_it_says_nothing():
     async def test() -> None:
         async with serving(max_connections=0, timeouts=only(linger_s=0.05, **SOON)) as served:
             assert (await (await served.connect()).answer()).status == 503
+
+    run(test())
+
+
+@pytest.mark.parametrize(
+    ("peername", "client"),
+    [
+        (("192.0.2.1", 5), "192.0.2.1"),
+        (("::ffff:192.0.2.1", 5, 0, 0), "192.0.2.1"),
+        (("2001:db8:1:2:3:4:5:6", 5, 0, 0), "2001:db8:1:2::/64"),
+        (("2001:db8:1:2:ffff::", 5, 0, 0), "2001:db8:1:2::/64"),
+        (("fe80::1:2%eth0", 5, 0, 2), "fe80::/64"),
+        (("::1", 5, 0, 0), "::/64"),
+        ("", ""),
+        ("/run/socket", ""),
+        (b"\0abstract", ""),
+        (None, ""),
+    ],
+)
+def test_who_is_at_the_other_end(peername, client):
+    assert client_of(peername) == client
+
+
+def test_a_request_says_whose_it_is(sock):
+    async def test() -> None:
+        async with serving(sock) as served:
+            client = await served.connect()
+            expected = b" False" if sock.sock.family == socket.AF_UNIX else b"127.0.0.1 False"
+            assert (await client.ask(get("/who"))).body == expected
+            client.send(post("/who", body=b"hello")[:-1])
+            await until(lambda: served.app.checked == ["/who"])
+            assert (await client.ask(b"o")).body == expected
+
+    run(test())
+
+
+def test_connections_from_one_address_are_limited(caplog):
+    async def test() -> None:
+        async with serving(max_connections_per_address=2) as served:
+            first, second = await served.connect(), await served.connect()
+            assert (await first.ask(get("/a"))).status == 200
+            assert (await second.ask(get("/a"))).status == 200
+            answer = await (await served.connect()).ask(get("/a"))
+            assert (answer.status, answer.headers["connection"], answer.headers["retry-after"]) == (503, "close", "1")
+            assert b"one address: 2 are open" in answer.body
+            neighbour = await served.connect(local_addr=("127.0.0.2", 0))
+            assert (await neighbour.ask(get("/who"))).body == b"127.0.0.2 False"
+            assert served.server.num_connections == 3
+            served.server.sweep()
+            second.close()
+            await until(lambda: served.server.num_connections == 2)
+            assert (await (await served.connect()).ask(get("/b"))).status == 200
+        assert not served.server._num_of_address
+
+    run(test())
+    (record,) = [record for record in caplog.records if record.levelno >= logging.WARNING]
+    assert "1 connections refused, 1 of them because their address has 2" in record.getMessage()
+
+
+def test_connections_by_a_unix_socket_have_no_address_to_be_limited_by(tmp_path):
+    async def test() -> None:
+        async with serving(listening(tmp_path / "s"), max_connections_per_address=1) as served:
+            for _ in range(5):
+                assert (await (await served.connect()).ask(get("/a"))).status == 200
+
+    run(test())
+
+
+# --- bodies that are still arriving ---------------------------------------------------------------------------------
+
+KIB = 1024
+
+
+def half_post(num_sent: int, num_bytes: int) -> bytes:
+    return get("/half", f"Content-Length: {num_bytes}", method="POST") + bytes(num_sent)
+
+
+async def hold(served: Served, num_sent: int, num_bytes: int = 900 * KIB, **options: Any) -> Client:
+    """A client whose body is not complete, when it has been counted."""
+    before = served.server.num_arriving_bytes
+    client = await served.connect(**options)
+    client.send(half_post(num_sent, num_bytes))
+    await until(lambda: served.server.num_arriving_bytes == before + num_sent)
+    return client
+
+
+def by(number: int) -> dict[str, Any]:
+    """From an address of its own."""
+    return {"local_addr": (f"127.0.0.{number}", 0)}
+
+
+@pytest.mark.parametrize("sock", ["tcp", "tls"], indirect=True)
+def test_one_address_holds_half_at_most_and_what_has_hardly_begun_is_not_refused(sock):
+    async def test() -> None:
+        async with serving(sock, max_arriving_bytes=900 * KIB) as served:
+            held = [await hold(served, 150 * KIB) for _ in range(3)]
+            small = await hold(served, 64 * KIB)
+            assert served.server.num_arriving_bytes == 514 * KIB
+            client = await served.connect()
+            client.send(half_post(65 * KIB, 900 * KIB))
+            answer = await client.answer()
+            assert (answer.status, answer.headers["connection"], answer.headers["x-path"]) == (429, "close", "/half")
+            assert int(answer.headers["retry-after"]) > 0
+            assert b"server_overloaded" in answer.body
+            assert str(900 * KIB).encode() in answer.body
+            await until(lambda: served.server.num_arriving_bytes == 514 * KIB)
+            assert (await client.rest()) == b""
+            neighbour = await hold(served, 300 * KIB, 301 * KIB, **by(2))
+            assert (await neighbour.ask(bytes(KIB))).status == 200
+            answer = await held[0].ask(bytes(750 * KIB))
+            assert answer.status == 429, "it was already too much"
+            assert (await small.ask(bytes(836 * KIB))).status in (200, 429)
+            assert (await (await served.connect()).ask(post("/echo", body=b"x" * 60 * KIB))).status == 200
+
+    run(test())
+
+
+@pytest.mark.parametrize("num_addresses", [2, 3])
+def test_who_holds_most_makes_room_for_who_comes_later(num_addresses):
+    async def test() -> None:
+        async with serving(max_arriving_bytes=600 * KIB) as served:
+            each = 600 // num_addresses
+            silent = [await hold(served, (each - number) * KIB, **by(2 + number)) for number in range(num_addresses)]
+            client = await served.connect()
+            client.send(half_post(100 * KIB, 101 * KIB))
+            answer = await silent[0].answer()
+            assert (answer.status, answer.headers["x-path"]) == (429, "/half")
+            assert (await client.ask(bytes(KIB))).status == 200
+            assert served.server.num_arriving_bytes == sum((each - n) * KIB for n in range(1, num_addresses))
+
+    run(test())
+
+
+def test_without_addresses_one_connection_may_hold_all_and_makes_room(tmp_path):
+    async def test() -> None:
+        async with serving(listening(tmp_path / "s"), max_arriving_bytes=600 * KIB) as served:
+            silent = await hold(served, 599 * KIB)
+            client = await served.connect()
+            client.send(half_post(100 * KIB, 101 * KIB))
+            assert (await silent.answer()).status == 429
+            assert (await client.ask(bytes(KIB))).status == 200
+
+    run(test())
+
+
+def test_what_has_arrived_is_counted_until_it_is_complete():
+    async def test() -> None:
+        async with serving() as served:
+            client = await hold(served, 100 * KIB, 200 * KIB)
+            client.send(bytes(50 * KIB))
+            await until(lambda: served.server.num_arriving_bytes == 150 * KIB)
+            assert (await client.ask(bytes(50 * KIB) + get("/next"))).status == 200
+            assert served.server.num_arriving_bytes == 0
+            assert (await client.answer()).status == 200
+
+    run(test())
+
+
+@pytest.mark.parametrize("how", ["reset", "half closed", "too late", "refused", "answered early", "drained"])
+def test_what_has_arrived_is_no_longer_counted_when_nobody_waits_for_the_rest(how):
+    async def test() -> None:
+        timeouts = only(body_s=0.5 if how == "too late" else 1e6, sweep_s=0.01)
+        async with serving(timeouts=timeouts) as served:
+            client = await served.connect()
+            path = "/early" if how == "answered early" else "/a"
+            client.send(get(path, "Transfer-Encoding: chunked", method="POST") + b"1000\r\n" + bytes(4096))
+            if how not in ("answered early", "too late"):
+                await until(lambda: served.server.num_arriving_bytes == 4096)
+            match how:
+                case "reset":
+                    client.reset()
+                case "half closed":
+                    client.shut_down()
+                case "refused":
+                    assert (await client.ask(b"nonsense")).status == 400
+                case "too late":
+                    assert (await client.answer()).status == 408
+                case "answered early":
+                    assert (await client.answer()).body == b"early"
+                    client.send(bytes(4096))
+                case "drained":
+                    assert await served.server.drain(0.05, grace_s=0.01) is False
+            await until(lambda: served.server.num_arriving_bytes == 0)
+
+    run(test())
+
+
+def test_uploads_that_come_fast_are_never_cut(sock):
+    async def test() -> None:
+        async with serving(sock, limits=Limits(max_body_bytes=64 * 2**20), timeouts=Timeouts()) as served:
+            client = await served.connect()
+            client.send(get("/len", f"Content-Length: {64 * 2**20}", method="POST"))
+            for _ in range(64):
+                client.send(bytes(2**20))
+                await client.writer.drain()
+            assert (await client.answer()).body == b"%d" % (64 * 2**20)
+
+    run(test())
+
+
+def ask_without_reading(served: Served, path: str) -> socket.socket:
+    """A client whose kernel takes next to nothing of the answer."""
+    sock = socket.socket()
+    sock.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 4096)
+    sock.connect(served.address())
+    sock.sendall(get(path))
+    return sock
+
+
+def test_answers_that_nobody_takes_are_limited_in_all(caplog):
+    async def test() -> None:
+        async with serving(max_unsent_bytes=40_000_000) as served:
+            reading = await served.connect()
+            silent = [ask_without_reading(served, "/large") for _ in range(4)]
+            await until(lambda: served.server.num_connections == 2)  # one may stay
+            assert (await reading.ask(get("/a"))).status == 200
+            assert served.server.num_connections == 2
+            for sock in silent:
+                sock.close()
+
+    run(test())
+    told = [record.getMessage() for record in caplog.records if record.levelno == logging.WARNING]
+    assert any("took nothing of their answers" in line and "at most 40000000 are held" in line for line in told)
+    assert sum(int(line.split()[0]) for line in told) == 3
+
+
+# --- other limits ---------------------------------------------------------------------------------------------------
+
+
+def test_open_connections_go_by_changed_limits_from_their_next_request_on():
+    async def test() -> None:
+        async with serving(limits=Limits(max_body_bytes=100)) as served:
+            first, second = await served.connect(), await served.connect()
+            assert (await first.ask(post("/len", body=bytes(100)))).status == 200
+            second.send(half_post(99, 100))
+            await until(lambda: served.server.num_arriving_bytes == 99)
+            served.server.change_limits(Limits(max_body_bytes=200), 100)
+            assert (await first.ask(post("/len", body=bytes(200)))).status == 200
+            served.server.change_limits(Limits(max_body_bytes=50), 100)
+            assert (await second.ask(bytes(1))).status == 200, "it had begun"
+            assert (await first.ask(post("/len", body=bytes(51)))).status == 413
+            assert (await second.ask(post("/len", body=bytes(51)))).status == 413
+            third = await served.connect()
+            assert (await third.ask(post("/len", body=bytes(50)))).status == 200
+
+    run(test())
+
+
+def test_connections_may_become_more_and_fewer():
+    async def test() -> None:
+        async with serving(max_connections=1) as served:
+            limits = served.server.limits
+            first = await served.connect()
+            assert (await first.ask(get("/a"))).status == 200
+            assert (await (await served.connect()).ask(get("/a"))).status == 503
+            served.server.change_limits(limits, 3, 2)
+            assert (await (await served.connect()).ask(get("/a"))).status == 200
+            assert (await (await served.connect()).ask(get("/a"))).status == 503, "of one address"
+            assert (await (await served.connect(**by(2))).ask(get("/a"))).status == 200
+            served.server.change_limits(limits, 1)
+            assert served.server.max_connections_per_address == 1
+            assert (await first.ask(get("/a"))).status == 200, "it was open before"
+            assert (await (await served.connect()).ask(get("/a"))).status == 503
+
+    run(test())
+
+
+def test_what_may_be_held_follows_the_longest_body_unless_it_was_given():
+    def limits_of(server: Server) -> tuple[int, int]:
+        return server.arriving.max_bytes, server.max_unsent_bytes
+
+    options: dict[str, Any] = {"limits": Limits(max_body_bytes=1), "timeouts": Timeouts(), "max_connections": 1}
+    server = Server(TinyApp(), **options)
+    assert limits_of(server) == (512 * 2**20, 512 * 2**20)
+    server.change_limits(Limits(max_body_bytes=2**30), 1)
+    assert limits_of(server) == (2**32, 2**32)
+    server = Server(TinyApp(), max_arriving_bytes=7, max_unsent_bytes=8, **options)
+    server.change_limits(Limits(max_body_bytes=2**30), 1)
+    assert limits_of(server) == (7, 8)
+
+
+# --- the admin listener ---------------------------------------------------------------------------------------------
+
+
+def test_the_admin_listener_has_a_limit_of_its_own(tmp_path):
+    async def test() -> None:
+        async with serving(max_connections=1, admin=listening(tmp_path / "admin")) as served:
+            assert (await (await served.connect()).ask(get("/who"))).body == b"127.0.0.1 False"
+            admins = [await served.connect_admin() for _ in range(64)]
+            for admin in admins:
+                assert (await admin.ask(get("/who"))).body == b" True"
+            assert served.server.num_connections == 1
+            answer = await (await served.connect_admin()).ask(get("/who"))
+            assert answer.status == 503
+            assert b"64 to the admin listener" in answer.body
+            admins[0].close()
+            await until(lambda: len(served.server._admin_connections) == 63)
+            assert (await (await served.connect_admin()).ask(get("/who"))).status == 200
+
+    run(test())
+
+
+def test_the_admin_listener_answers_no_web_page():
+    async def test() -> None:
+        async with serving(admin=listening()) as served:
+            client = await served.connect_admin()
+            for origin in ("http://example.com", "null", "http://127.0.0.1:9000"):
+                answer = await client.ask(post("/reload", f"Origin: {origin}", body=b"x"))
+                assert answer.status == 403
+                assert b"origin_not_allowed" in answer.body
+            assert served.app.handled == []
+            assert (await client.ask(post("/reload", body=b"x"))).status == 200
+            assert (await (await served.connect()).ask(get("/a", "Origin: http://example.com"))).status == 200
+            client.send(get("/reload", "Origin: null", "Content-Length: 5", method="POST"))
+            answer = await client.answer()
+            assert (answer.status, answer.headers["connection"]) == (403, "close")
+            assert await client.rest() == b""
+            assert served.app.handled == ["/reload", "/a"]
+            assert served.app.checked == []
+
+    run(test())
+
+
+@pytest.mark.parametrize("kind", ["tcp", "unix"])
+def test_the_admin_listener_is_the_last_to_close(kind, tmp_path):
+    async def test() -> None:
+        admin = listening(tmp_path / "admin" if kind == "unix" else None)
+        address = admin.address
+        async with serving(admin=admin) as served:
+            busy, idle = await served.connect(), await served.connect_admin()
+            assert (await idle.ask(get("/a"))).status == 200
+            public_address = served.address()
+            busy.send(get("/wait"))
+            await served.app.started.wait()
+            drained = asyncio.ensure_future(served.server.drain(DEADLINE_S, grace_s=0.01))
+            await until(lambda: served.listening.sock.fileno() == -1)
+            with pytest.raises(OSError):  # noqa: PT011
+                await connect_to(public_address)
+            for _ in range(2):
+                answer = await (await served.connect_admin()).ask(get("/who"))
+                assert answer.status == 200
+                assert answer.body.endswith(b" True")
+            assert not drained.done()
+            served.app.release.set()
+            assert (await busy.answer()).body == b"/wait"
+            busy.close()
+            assert await drained is True
+            assert await idle.rest() == b""
+            with pytest.raises(OSError):  # noqa: PT011
+                await connect_to(address)
+
+    run(test())
+
+
+def test_who_waits_on_the_admin_listener_does_not_hold_up_a_drain(tmp_path):
+    async def test() -> None:
+        async with serving(admin=listening(tmp_path / "admin")) as served:
+            admin = await served.connect_admin()
+            admin.send(get("/wait"))
+            await served.app.started.wait()
+            assert await served.server.drain(DEADLINE_S, grace_s=0) is True
+            assert served.app.cancelled.is_set()
+
+    run(test())
+
+
+def test_a_gateway_that_is_done_leaves_the_admin_socket_to_others(tmp_path):
+    """Several gateways listen on it, and the first to be done must not turn away those who come to another."""
+
+    async def test() -> None:
+        admin = listening(tmp_path / "admin")
+        async with serving(is_ahead=lambda: False, admin=Listening(admin.sock.dup())) as served:
+            assert await served.server.drain(DEADLINE_S, grace_s=0) is True
+        async with serving(is_ahead=lambda: False, admin=admin) as other:
+            assert (await (await other.connect_admin()).ask(get("/who"))).status == 200
 
     run(test())
 
@@ -955,6 +1175,10 @@ class RecordingTransport(asyncio.Transport):
         self.is_shut_down = False
         self.is_closed = False
         self.is_aborted = False
+        self.socket, self.client_socket = socket.socketpair()
+
+    def get_extra_info(self, name: str, default: Any = None) -> Any:
+        return self.socket if name == "socket" else default
 
     def write(self, data: bytes | bytearray | memoryview) -> None:
         self.sent += bytes(data)
@@ -1000,14 +1224,21 @@ class Recorded:
         self.server.sweep()
 
 
-def record(test: Callable[[Recorded], Awaitable[None]], timeouts: Timeouts | None = None) -> None:
+def record(
+    test: Callable[[Recorded], Awaitable[None]],
+    timeouts: Timeouts | None = None,
+    *,
+    max_body_bytes: int = 1000,
+    max_arriving_bytes: int | None = None,
+) -> None:
     async def with_connection() -> None:
         app, clock = TinyApp(), Clock()
         server = Server(
             app,
-            limits=Limits(max_body_bytes=1000),
+            limits=Limits(max_body_bytes=max_body_bytes),
             timeouts=timeouts or Timeouts(),
             max_connections=1,
+            max_arriving_bytes=max_arriving_bytes,
             clock=clock,
         )
         connection = Connection(server, asyncio.get_running_loop())
@@ -1015,6 +1246,10 @@ def record(test: Callable[[Recorded], Awaitable[None]], timeouts: Timeouts | Non
         connection.connection_made(transport)
         await test(Recorded(app, clock, server, connection, transport))
         connection.connection_lost(None)
+        assert server.num_connections == 0
+        assert server.num_arriving_bytes == 0
+        transport.socket.close()
+        transport.client_socket.close()
 
     run(with_connection())
 
@@ -1102,6 +1337,35 @@ def test_what_waits_behind_a_request_is_bounded():
     record(test)
 
 
+def test_what_waits_behind_a_request_counts_as_arriving():
+    async def test(recorded: Recorded) -> None:
+        waiting = post("/len", body=bytes(900))
+        recorded.connection.data_received(get("/wait") + waiting)
+        assert recorded.server.num_arriving_bytes == len(waiting)
+        recorded.connection.data_received(waiting)
+        assert recorded.server.num_arriving_bytes == 2 * len(waiting)
+        recorded.app.release.set()
+        await until(lambda: recorded.transport.sent.count(b"HTTP/1.1 200") == 3)
+        assert recorded.server.num_arriving_bytes == 0
+
+    record(test)
+
+
+def test_too_much_behind_a_request_is_dropped_and_its_answer_is_the_last():
+    async def test(recorded: Recorded) -> None:
+        recorded.connection.data_received(get("/wait") + post("/len", body=bytes(150 * KIB)))
+        assert recorded.server.num_arriving_bytes == 0
+        assert recorded.transport.sent == b""
+        recorded.app.release.set()
+        await until(lambda: recorded.transport.is_shut_down)
+        assert recorded.transport.sent.count(b"HTTP/1.1 ") == 1
+        assert b"connection: close" in recorded.transport.sent
+        assert not recorded.transport.is_reading_paused
+        assert recorded.app.handled == ["/wait"]
+
+    record(test, max_body_bytes=200 * KIB, max_arriving_bytes=150 * KIB)
+
+
 def test_the_next_request_waits_until_the_answer_before_it_is_taken():
     async def test(recorded: Recorded) -> None:
         recorded.connection.data_received(get("/1"))
@@ -1117,17 +1381,138 @@ def test_the_next_request_waits_until_the_answer_before_it_is_taken():
     record(test)
 
 
-def test_a_slow_reader_is_cut_off_only_when_it_takes_nothing():
+def send_large_answer(recorded: Recorded, num_unsent_bytes: int) -> None:
+    """As if so much of an answer waited for the client."""
+    recorded.connection._send([bytes(num_unsent_bytes)])
+    recorded.transport.num_unsent_bytes = num_unsent_bytes
+
+
+@pytest.mark.parametrize("num_taken_bytes", [1, 16 * 1024 - 1, 16 * 1024])
+def test_a_slow_reader_has_to_take_16_kib_in_30_s(num_taken_bytes):
+    async def test(recorded: Recorded) -> None:
+        send_large_answer(recorded, 320 * 1024)
+        recorded.pass_time(0)
+        for _ in range(10):
+            recorded.transport.num_unsent_bytes -= num_taken_bytes
+            recorded.pass_time(30)
+        assert recorded.transport.is_aborted == (num_taken_bytes < 16 * 1024)
+
+    record(test)
+
+
+def test_the_time_to_take_an_answer_begins_with_it():
+    """And not when the connection was looked at last, which on a busy machine may have been long before."""
+
+    async def test(recorded: Recorded) -> None:
+        recorded.pass_time(0)
+        recorded.clock.now += 25
+        send_large_answer(recorded, 100)
+        recorded.pass_time(5)
+        recorded.pass_time(29.9)
+        assert not recorded.transport.is_aborted
+        recorded.pass_time(0.1)
+        assert recorded.transport.is_aborted
+
+    record(test)
+
+
+def test_a_slow_reader_of_little_has_to_take_all_of_it():
+    async def test(recorded: Recorded) -> None:
+        send_large_answer(recorded, 100)
+        recorded.pass_time(0)
+        recorded.transport.num_unsent_bytes = 1
+        recorded.pass_time(29.9)
+        assert not recorded.transport.is_aborted
+        recorded.pass_time(0.1)
+        assert recorded.transport.is_aborted
+
+    record(test)
+
+
+def test_only_who_takes_nothing_of_its_answer_is_reset_for_want_of_room(caplog):
+    async def test(recorded: Recorded) -> None:
+        recorded.server.change_limits(recorded.server.limits, 10)
+        recorded.server.max_unsent_bytes = 1000
+        connections = [(recorded.connection, recorded.transport)]
+        for _ in range(4):
+            transport = RecordingTransport()
+            connection = Connection(recorded.server, asyncio.get_running_loop())
+            connection.connection_made(transport)
+            connections.append((connection, transport))
+        for (connection, transport), num_bytes in zip(connections, [900, 300, 500, 400, 300], strict=True):
+            connection._send([bytes(num_bytes)])
+            transport.num_unsent_bytes = num_bytes
+        recorded.pass_time(1)
+        assert not any(transport.is_aborted for _, transport in connections), "all have just been answered"
+        connections[0][1].num_unsent_bytes -= 1
+        recorded.pass_time(1)
+        aborted = [transport.is_aborted for _, transport in connections]
+        assert aborted == [False, True, True, True, True], "those that hold most first, and it was not enough"
+        for connection, transport in connections[1:]:
+            connection.connection_lost(None)
+            transport.socket.close()
+            transport.client_socket.close()
+        recorded.server.max_unsent_bytes = 800
+        connections[0][1].num_unsent_bytes -= 1
+        recorded.pass_time(1)
+        assert not connections[0][1].is_aborted
+        recorded.pass_time(1)
+        assert connections[0][1].is_aborted
+
+    record(test)
+    told = [record.getMessage() for record in caplog.records if record.levelno == logging.WARNING]
+    assert told == [
+        "4 connections reset that took nothing of their answers: 2399 bytes were unsent, at most 1000 are held",
+        "1 connections reset that took nothing of their answers: 898 bytes were unsent, at most 800 are held",
+    ]
+
+
+@pytest.mark.parametrize("num_periods", [32, 33])
+def test_a_slow_reader_of_much_has_to_have_taken_all_after_32_periods(num_periods):
+    async def test(recorded: Recorded) -> None:
+        send_large_answer(recorded, 32 * 33 * 100_000)
+        recorded.pass_time(0)
+        for _ in range(num_periods - 1):
+            recorded.transport.num_unsent_bytes -= 32 * 33 * 100_000 // num_periods
+            recorded.pass_time(30)
+        assert recorded.transport.is_aborted == (num_periods > 32)
+
+    record(test)
+
+
+def test_what_a_kernel_holds_for_a_client_counts_as_not_taken():
+    """It takes megabytes from us at a time, and the client may read them as slowly as it pleases."""
+
+    async def test(recorded: Recorded) -> None:
+        recorded.transport.socket.setblocking(False)
+        with suppress(BlockingIOError):
+            while True:
+                recorded.connection._num_sent_bytes += recorded.transport.socket.send(bytes(8192))
+        send_large_answer(recorded, 100_000)
+        recorded.pass_time(0)
+        for _ in range(5):
+            recorded.pass_time(20)
+            assert not recorded.transport.is_aborted
+            recorded.transport.client_socket.recv(32 * 1024)
+        for _ in range(3):
+            recorded.pass_time(20)
+        assert recorded.transport.is_aborted
+
+    record(test)
+
+
+def test_a_client_reads_the_last_answer_as_slowly_as_any_other():
     async def test(recorded: Recorded) -> None:
         recorded.connection.data_received(get("/1", "Connection: close"))
         await until(lambda: recorded.transport.is_shut_down)
-        for num_unsent_bytes in range(20, 10, -1):
-            recorded.transport.num_unsent_bytes = num_unsent_bytes
-            recorded.pass_time(29)
+        recorded.transport.socket.send(bytes(100_000))
+        for _ in range(3):
+            recorded.pass_time(9)
             assert not recorded.transport.is_aborted
-        recorded.pass_time(29)
+        recorded.transport.client_socket.recv(200_000)
+        recorded.pass_time(2.9)
         assert not recorded.transport.is_aborted
-        recorded.pass_time(1)
+        recorded.pass_time(0.2)
         assert recorded.transport.is_aborted
 
     record(test)
@@ -1138,6 +1523,7 @@ def test_a_slow_reader_has_its_time_to_close_after_the_last_byte():
         recorded.connection.data_received(get("/1", "Connection: close"))
         await until(lambda: recorded.transport.is_shut_down)
         recorded.transport.num_unsent_bytes = 1
+        recorded.pass_time(0)
         recorded.pass_time(29)
         recorded.transport.num_unsent_bytes = 0
         recorded.pass_time(2.9)

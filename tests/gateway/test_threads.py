@@ -1,6 +1,9 @@
 import asyncio
+import gc
 import threading
-from collections.abc import Generator
+import weakref
+from collections.abc import Callable, Generator
+from functools import partial
 
 import pytest
 
@@ -86,3 +89,85 @@ def test_cancelled_work_ends():
         assert await asyncio.to_thread(is_over.wait, DEADLINE_S)
 
     run(test)
+
+
+def named(name: str, seen: list[str]) -> Callable[[], None]:
+    return lambda: seen.append(name)
+
+
+def test_tenants_take_turns_and_each_is_served_in_its_order():
+    async def test(threads: Threads) -> None:
+        seen: list[str] = []
+        go_on = threading.Event()
+        busy = asyncio.ensure_future(threads.call(lambda: go_on.wait(DEADLINE_S)))
+        await asyncio.sleep(0)
+        calls = [("a", "a1"), ("a", "a2"), ("a", "a3"), ("b", "b1"), ("c", "c1"), ("b", "b2")]
+        waiting = [asyncio.ensure_future(threads.call(named(name, seen), tenant)) for tenant, name in calls]
+        await asyncio.sleep(0)
+        go_on.set()
+        await asyncio.gather(busy, *waiting)
+        assert seen == ["a1", "b1", "c1", "a2", "b2", "a3"]
+
+    run(test)
+
+
+def test_a_cancelled_turn_is_not_taken():
+    async def test(threads: Threads) -> None:
+        seen: list[str] = []
+        go_on = threading.Event()
+        busy = asyncio.ensure_future(threads.call(lambda: go_on.wait(DEADLINE_S)))
+        await asyncio.sleep(0)
+        waiting = [asyncio.ensure_future(threads.call(named(name, seen))) for name in "abc"]
+        await asyncio.sleep(0)
+        waiting[1].cancel()
+        await asyncio.sleep(0)
+        go_on.set()
+        await asyncio.gather(busy, *waiting, return_exceptions=True)
+        assert seen == ["a", "c"]
+        assert waiting[1].cancelled()
+
+    run(test)
+
+
+def test_who_waits_when_the_threads_end_is_cancelled():
+    async def main() -> None:
+        threads = Threads(1)
+        go_on = threading.Event()
+        busy = asyncio.ensure_future(threads.call(lambda: go_on.wait(DEADLINE_S)))
+        waiting = asyncio.ensure_future(threads.call(threading.current_thread))
+        await asyncio.sleep(0)
+        threading.Timer(0.05, go_on.set).start()
+        threads.close()
+        async with asyncio.timeout(DEADLINE_S):
+            assert await busy is True
+            with pytest.raises(asyncio.CancelledError):
+                await waiting
+
+    asyncio.run(main())
+
+
+class Large:
+    """Stands for a body of megabytes."""
+
+
+def test_what_failed_is_freed_at_once():
+    """And not when the collector comes: a body that is refused is as large as one that is taken."""
+
+    def fail(large: Large) -> None:
+        raise KeyError("as asked")
+
+    async def test(threads: Threads) -> None:
+        large = Large()
+        alive = weakref.ref(large)
+        with pytest.raises(KeyError):
+            await threads.call(partial(fail, large))
+        del large
+        await asyncio.sleep(0)
+        await threads.call(int)  # the thread has let go of the one before
+        assert alive() is None
+
+    gc.disable()
+    try:
+        run(test)
+    finally:
+        gc.enable()

@@ -1,5 +1,6 @@
 import asyncio
 from array import array
+from collections.abc import Generator
 from dataclasses import replace
 
 import numpy as np
@@ -54,10 +55,40 @@ def test_many_texts_come_in_runs_and_are_the_same(card):
     assert [item for run in runs for item in run] == [tokenize(tokenizer, [text])[0] for text in texts]
 
 
-def test_a_long_text_is_a_run_of_its_own(card):
+def test_of_a_long_text_what_is_tokenized_counts_in_a_run(card):
+    runs = tokenize_in_runs(Tokenizer(card, 256, "auto"), ["b " * 100_000] * 20)
+    assert [len(run) for run in runs] == [15, 5]
+
+
+def test_long_words_of_a_run_are_tokenized_in_turns(card, monkeypatch):
+    """They cannot be cut: each is a call by itself, and others may come between."""
+    tokenizer = Tokenizer(card, 256, "auto")
+    texts = ["x" * 50_000] * 4 + ["short", "texts"]
+    num_chars: list[int] = []
+    plain = tokenizer._plain_ids
+
+    def counted(part: list[str]) -> list[list[int]]:
+        num_chars.append(sum(map(len, part)))
+        return plain(part)
+
+    monkeypatch.setattr(tokenizer, "_plain_ids", counted)
+    steps = tokenizer._take_run(texts, range(len(texts)))
+    tokenized: list[TokenizedInput] = []
+
+    def whole() -> Generator[None, None, None]:
+        tokenized.extend((yield from steps))
+
+    assert all(num_calls <= index + 1 for index, num_calls in enumerate(len(num_chars) for _ in whole()))
+    assert num_chars == [50_000] * 4 + [10]
+    assert ids(tokenized) == [[101, 100, 102]] * 4 + [[101, 2460, 102], [101, 6981, 102]]
+
+
+def test_a_long_text_that_cannot_be_cut_is_a_run_of_its_own(card, monkeypatch):
+    monkeypatch.setattr("gateway.tokenizer.cut_pattern", lambda tokenizer: None)
     tokenizer = Tokenizer(card, 256, "auto")
     runs = tokenize_in_runs(tokenizer, ["a", "b " * 100_000, "c", "d"])
     assert [len(run) for run in runs] == [1, 1, 2]
+    assert ids(runs[1]) == [[101, *[1038] * 254, 102]]
 
 
 def test_many_ids_come_in_runs_and_are_the_same(card):
@@ -104,6 +135,30 @@ def test_a_text_of_megabytes_is_cut_before_it_is_tokenized(card):
     tokenizer = Tokenizer(card, 8, "auto")
     kept, dropped = "a " * 1000, "b " * 5_000_000  # 8 tokens × 250 characters are looked at
     assert ids(tokenize(tokenizer, [kept + dropped])) == ids(tokenize(tokenizer, [kept]))
+
+
+def test_a_text_of_megabytes_and_a_prompt(card):
+    tokenizer = Tokenizer(replace(card, prompt="query: "), 256, "auto")
+    [item] = tokenize(tokenizer, ["中文" * 500_000])
+    assert ids([item])[0][:5] == [101, 23032, 1024, 1746, 1861]
+    assert (item.num_tokens, item.is_truncated) == (256, True)
+
+
+def test_special_tokens_in_a_text_are_the_models_own(card, minilm_folder):
+    """As sentence-transformers takes them."""
+    own = tokenizers.Tokenizer.from_file(str(minilm_folder / "tokenizer.json"))
+    own.no_padding()
+    [item] = tokenize(Tokenizer(card, 256, "auto"), ["[SEP] hi [CLS]"])
+    assert ids([item]) == [own.encode("[SEP] hi [CLS]").ids] == [[101, 102, 7632, 101, 102]]
+
+
+def test_special_tokens_in_a_text_may_be_characters(card):
+    tokenizer = Tokenizer(card, 256, "auto", literal_special_tokens=True)
+    [item, spaced, long] = tokenize(tokenizer, ["[SEP] hi [CLS]", "[ sep ] hi [ cls ]", "[MASK] " * 50_000])
+    assert ids([item]) == ids([spaced])
+    assert ids([item])[0].count(101) == ids([item])[0].count(102) == 1  # the model's own frame
+    assert 103 not in ids([long])[0]
+    assert (long.num_tokens, long.is_truncated) == (256, True)
 
 
 def test_the_models_prompt_comes_first(card):

@@ -3,11 +3,12 @@
 import asyncio
 import os
 import sys
+from pathlib import Path
 
 import pytest
 
 from launch import children
-from launch.children import ForkServer
+from launch.children import ForkServer, killed_after, spawn
 from launch.failure import ChildDied, StartFailure
 from shm.arena import ArenaSpec
 from shm.card import ModelCard
@@ -84,3 +85,15 @@ def test_a_start_ends_with_the_supervisor_though_nobody_waits_for_it(monkeypatch
     asyncio.run(stop_while_starting())
     with pytest.raises(ProcessLookupError):
         os.kill(int(stages[0]), 0)
+
+
+def test_children_do_not_inherit_keys(monkeypatch):
+    monkeypatch.setenv("VECD_API_KEY", "a-secret")
+    monkeypatch.setenv("VECD_API_KEYS", "name=another-secret")
+    monkeypatch.setenv("HF_TOKEN", "hf_a-secret")
+
+    process = spawn("gateway", "gateway")
+    with killed_after(process):
+        found = Path(f"/proc/{process.pid}/environ").read_text()
+    assert "PATH=" in found
+    assert "secret" not in found

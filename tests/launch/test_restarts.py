@@ -1,7 +1,7 @@
 import pytest
 
 from launch.failure import StartFailure
-from supervisor import Restarts
+from launch.restarts import Restarts
 
 
 def test_the_first_restart_is_at_once_and_the_next_wait_longer():

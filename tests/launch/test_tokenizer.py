@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from launch import tokenizer
-from launch.tokenizer import with_tokenizer
+from launch.tokenizer import forget, with_tokenizer
 from shm.card import ModelCard, ModelError, read_card
 
 WORDS = ["[PAD]", "[UNK]", "[CLS]", "[SEP]", "[MASK]", "hello", "world", *"abcdefghijklmnopqrstuvwxyz"]
@@ -57,10 +57,15 @@ def close(card: ModelCard) -> None:
 def test_a_model_with_a_fast_tokenizer_is_left_alone(card, tmp_path, never_again):
     never_again()
     Path(card.folder, "tokenizer.json").write_text("{}")
-    card = read_card(Path(card.folder))
-    assert with_tokenizer(card, "m", tmp_path / "cache") is card
-    assert card.tokenizer_file == f"{card.folder}/tokenizer.json"
+    held = with_tokenizer(read_card(Path(card.folder)), "m", tmp_path / "cache")
+    assert os.readlink(held.tokenizer_file) == f"{card.folder}/tokenizer.json"
     assert not (tmp_path / "cache").exists()
+    # What is put in its place later is another's.
+    Path(card.folder, "new").write_text("of another model")
+    Path(card.folder, "new").rename(Path(card.folder, "tokenizer.json"))
+    assert Path(held.tokenizer_file).read_text() == "{}"
+    forget(held)
+    assert not Path(held.tokenizer_file).exists()
 
 
 def test_it_is_converted_once(card, tmp_path, never_again, capfd):

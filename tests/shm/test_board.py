@@ -61,3 +61,10 @@ def test_a_dead_gateway_s_gauges_are_cleared_and_nothing_else(board_fd):
 def test_nobody_can_truncate_a_board(board_fd):
     with pytest.raises(PermissionError):
         os.ftruncate(board_fd, 0)
+
+
+def test_every_counter_is_a_metric_of_its_own_with_words_for_it():
+    names = [(counter.metric, *counter.labels.values()) for counter in Counter]
+    assert len(set(names)) == len(names)
+    assert all(counter.help for counter in Counter)
+    assert {"sequences_retried", "workers_stuck", "inputs_poisonous"} <= {counter.metric for counter in Counter}

@@ -15,20 +15,20 @@ def channels():
 
 def test_messages_arrive_whole_and_in_order(channels):
     ours, theirs = channels
-    ours.send(Drain(1.5))
+    ours.send(Drain(1.5, 0.5))
     ours.send(Progress("loading weights"))
-    assert theirs.receive(1) == (Drain(1.5), [])
+    assert theirs.receive(1) == (Drain(1.5, 0.5), [])
     assert theirs.receive(1) == (Progress("loading weights"), [])
 
 
 def test_a_descriptor_rides_along(channels):
     ours, theirs = channels
     reader, writer = os.pipe()
-    ours.send(WorkerUp(0, 1, {}), [writer])
+    ours.send(WorkerUp(1, 0, 1, {}), [writer])
     os.close(writer)
     message, [received] = theirs.receive(1)
     os.write(received, b"x")
-    assert (message, os.read(reader, 1)) == (WorkerUp(0, 1, {}), b"x")
+    assert (message, os.read(reader, 1)) == (WorkerUp(1, 0, 1, {}), b"x")
     assert not os.get_inheritable(received)
     os.close(received)
     os.close(reader)
@@ -39,7 +39,7 @@ def test_the_death_of_the_other_side_is_seen(channels):
     ours.close()
     assert theirs.receive(1) is None
     with pytest.raises(OSError, match="Broken pipe"):
-        theirs.send(Drain(1))
+        theirs.send(Drain(1, 0))
 
 
 def test_waiting_ends_at_the_deadline(channels):
@@ -55,3 +55,19 @@ def test_nothing_there_does_not_block(channels):
 def test_too_long_a_message_is_refused_by_the_sender(channels):
     with pytest.raises(ValueError, match=f"at most {MAX_MESSAGE_BYTES}"):
         channels[0].send(Progress("x" * MAX_MESSAGE_BYTES))
+
+
+def test_a_long_message_travels_by_a_file(channels):
+    ours, theirs = channels
+    reader, writer = os.pipe()
+    long = Progress("x" * 1_000_000)
+    num_before = len(os.listdir("/proc/self/fd"))
+    ours.send(long, [writer])
+    message, [received] = theirs.receive(1)
+    assert message == long
+    os.write(received, b"y")
+    assert os.read(reader, 1) == b"y"
+    os.close(received)
+    assert len(os.listdir("/proc/self/fd")) == num_before
+    os.close(reader)
+    os.close(writer)

@@ -2,6 +2,7 @@
 
 import json
 import os
+import resource
 import select
 import shutil
 import signal
@@ -26,6 +27,7 @@ from shm.control import (
     Channel,
     ChildFailed,
     Drain,
+    ForkFailed,
     ForkServerReady,
     ForkServerStart,
     ForkWorker,
@@ -110,11 +112,12 @@ class ForkServer:
         modules: list[str],
         environment: dict[str, str] | None = None,
         config: WorkerConfig | None = None,
+        first: str = "",
     ) -> None:
-        """With a `config` it loads the engine that its workers share."""
+        """With a `config` it loads the engine that its workers share; `first` is Python that it runs first."""
         self.channel, theirs = Channel.pair()
         self.process = subprocess.Popen(
-            [sys.executable, "-P", "-c", _BOOTSTRAP, str(theirs.fileno())],
+            [sys.executable, "-P", "-c", f"{first}\n{_BOOTSTRAP}", str(theirs.fileno())],
             pass_fds=[theirs.fileno()],
             stdin=subprocess.DEVNULL,
             stderr=subprocess.PIPE,
@@ -137,13 +140,17 @@ class ForkServer:
             self.stages.append(message.stage)
         return message
 
-    def fork(self, config: WorkerConfig, address_fd: int, worker: int = 0, life: int = 1) -> Worker:
+    def order(self, config: WorkerConfig, address_fd: int, worker: int, life: int) -> tuple[Channel, list[Rows]]:
         ours, theirs = Channel.pair()
         arena_fd = create_arena(config.arena)
         slots = map_slots(arena_fd, config.arena, writable=False)
         self.channel.send(ForkWorker(worker, life, config.to_json()), [theirs.fileno(), arena_fd, address_fd])
         theirs.close()
         os.close(arena_fd)
+        return ours, slots
+
+    def fork(self, config: WorkerConfig, address_fd: int, worker: int = 0, life: int = 1) -> Worker:
+        ours, slots = self.order(config, address_fd, worker, life)
         forked, (pidfd,) = receive(self.channel)
         assert isinstance(forked, WorkerForked)
         assert (forked.worker, forked.life) == (worker, life)
@@ -335,9 +342,95 @@ def test_a_bug_at_the_start_is_logged_and_exits_70(server: ForkServer, endpoint:
 
 
 def test_orders_that_are_none_are_ignored(server: ForkServer, endpoint: Any) -> None:
-    server.channel.send(Drain(1.0))
+    server.channel.send(Drain(1.0, 0.0))
     server.channel.send(ForkWorker(0, 1, WEIGHTLESS.to_json()), [endpoint.address_fd])
     server.fork(WEIGHTLESS, endpoint.address_fd).until_ready()
+
+
+def test_a_stuck_worker_that_is_told_to_abort_says_where_it_is(server: ForkServer, endpoint: Any, gateway: Any) -> None:
+    worker = server.fork(WEIGHTLESS, endpoint.address_fd)
+    worker.until_ready()
+    gateway.meet(worker.who)
+    worker.kill(signal.SIGABRT)
+    assert server.exited() == (worker.pid, -signal.SIGABRT)
+    server.channel.close()
+    server.process.wait(DEADLINE_S)
+    log = server.log()
+    assert "Fatal Python error: Aborted" in log
+    assert "workers/loop.py" in log
+
+
+def hard_limit() -> int:
+    return resource.getrlimit(resource.RLIMIT_CORE)[1]
+
+
+def test_a_stopped_worker_that_is_told_to_abort_is_still_to_be_killed(server: ForkServer, endpoint: Any) -> None:
+    worker = server.fork(WEIGHTLESS, endpoint.address_fd)
+    worker.until_ready()
+    worker.kill(signal.SIGSTOP)
+    worker.kill(signal.SIGABRT)
+    assert not is_readable(worker.pidfd, 0.2)
+    assert "Max core file size        1 " in Path(f"/proc/{worker.pid}/limits").read_text() or hard_limit() == 0
+    worker.kill(signal.SIGKILL)
+    assert server.exited() == (worker.pid, -signal.SIGKILL)
+
+
+# --- forks that fail --------------------------------------------------------------------------------------------
+
+
+def failing_once(name: str, code: str) -> str:
+    """Python that makes a function of `os` fail when it is first called."""
+    return (
+        "import errno, os\n"
+        f"def fail(*_, real=os.{name}):\n"
+        f"    os.{name} = real\n"
+        f"    raise OSError(errno.{code}, os.strerror(errno.{code}))\n"
+        f"os.{name} = fail"
+    )
+
+
+def test_a_fork_that_fails_is_told_and_the_next_is_tried(endpoint: Any) -> None:
+    """As under a limit of processes, which a test that runs as root cannot have."""
+    server = ForkServer([], first=failing_once("fork", "EAGAIN"))
+    try:
+        server.until_ready()
+        ours, _ = server.order(WEIGHTLESS, endpoint.address_fd, 3, 7)
+        assert receive(server.channel) == (ForkFailed(3, 7, "[Errno 11] Resource temporarily unavailable"), [])
+        assert ours.receive(DEADLINE_S) is None, "nobody is left who has the other end"
+        ours.close()
+        server.fork(WEIGHTLESS, endpoint.address_fd, worker=3, life=8).until_ready()
+    finally:
+        server.close()
+
+
+def test_a_worker_that_nobody_could_watch_is_not_left_running(endpoint: Any) -> None:
+    server = ForkServer([], first=failing_once("pidfd_open", "EMFILE"))
+    try:
+        server.until_ready()
+        ours, _ = server.order(WEIGHTLESS, endpoint.address_fd, 0, 1)
+        assert receive(server.channel) == (ForkFailed(0, 1, "[Errno 24] Too many open files"), [])
+        _, status = server.exited()
+        assert status == -signal.SIGKILL
+        ours.close()
+        server.fork(WEIGHTLESS, endpoint.address_fd, life=2).until_ready()
+    finally:
+        server.close()
+
+
+def test_a_fork_server_out_of_descriptors_lives_on(server: ForkServer, endpoint: Any) -> None:
+    """There are enough for the order, and none for what it takes to carry it out."""
+    process = psutil.Process(server.process.pid)
+    _, hard = before = process.rlimit(psutil.RLIMIT_NOFILE)
+    open_fds = {int(name) for name in os.listdir(f"/proc/{process.pid}/fd")}
+    free = [fd for fd in range(max(open_fds) + 5) if fd not in open_fds]
+    process.rlimit(psutil.RLIMIT_NOFILE, (free[3], hard))
+    ours, _ = server.order(WEIGHTLESS, endpoint.address_fd, 0, 1)
+    failed, _ = receive(server.channel)
+    assert isinstance(failed, ForkFailed)
+    assert "Too many open files" in failed.reason
+    ours.close()
+    process.rlimit(psutil.RLIMIT_NOFILE, before)
+    server.fork(WEIGHTLESS, endpoint.address_fd, life=2).until_ready()
 
 
 # --- preloading -------------------------------------------------------------------------------------------------

@@ -20,7 +20,7 @@ from shm.view import Rows, map_arena
 from shm.wire import Alive, Done, Failed, Incarnation, Probe
 from workers.engine import Finish, PackedBatch
 from workers.engines.weightless import WeightlessEngine, weightless_vectors
-from workers.loop import DeviceLost, Loop, connected
+from workers.loop import EngineLost, Loop, connected
 
 WHO = Incarnation(0, 1)
 DIM = 8
@@ -187,7 +187,17 @@ def test_a_lost_device_ends_the_worker(loop: RunningLoop, gateway: Any, as_messa
     loop.engine.error = AcceleratorError("device-side assert on 4711")
     gateway.send(WHO, as_message(BATCH))
     loop.join()
-    assert isinstance(loop.error, DeviceLost)
+    assert isinstance(loop.error, EngineLost)
+
+
+def test_an_engine_that_can_compile_nothing_more_ends_the_worker(
+    loop: RunningLoop, gateway: Any, as_message: Any
+) -> None:
+    loop.engine.error = RuntimeError("could not create a primitive")
+    gateway.send(WHO, as_message(BATCH))
+    loop.join()
+    assert isinstance(loop.error, EngineLost)
+    assert "memory" in str(loop.error)
 
 
 def test_the_end_of_the_supervisor_ends_the_loop(loop: RunningLoop) -> None:
@@ -199,7 +209,7 @@ def test_the_end_of_the_supervisor_ends_the_loop(loop: RunningLoop) -> None:
 def test_a_control_message_that_is_not_for_a_worker_changes_nothing(
     loop: RunningLoop, gateway: Any, caplog: pytest.LogCaptureFixture
 ) -> None:
-    loop.supervisor.send(Drain(1.0))
+    loop.supervisor.send(Drain(1.0, 0.0))
     gateway.send(WHO, Probe(1))
     assert gateway.receive(WHO) == Alive(1)
     gateway.send(WHO, Probe(1))
@@ -365,7 +375,7 @@ def test_a_device_lost_at_any_step_ends_the_worker(step: str, accelerated: Runni
     engine.errors = {(step, 2): AcceleratorError()}
     send(1, 2)
     accelerated.join()
-    assert isinstance(accelerated.error, DeviceLost)
+    assert isinstance(accelerated.error, EngineLost)
 
 
 def test_the_end_of_the_supervisor_waits_for_what_is_under_way(accelerated: RunningLoop, send: Any) -> None:

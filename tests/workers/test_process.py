@@ -1,9 +1,14 @@
 """What a worker asks of the kernel. Asked in processes of their own, because the answers would stay with pytest."""
 
 import os
+import resource
+import signal
 import subprocess
 import sys
 import threading
+import time
+
+import pytest
 
 from workers.process import num_threads, private_memory_mb
 
@@ -65,3 +70,97 @@ def test_private_memory_grows_with_what_is_written() -> None:
     written = bytearray(os.urandom(1)) * (64 * 2**20)
     assert private_memory_mb() - before >= 60
     assert len(written) == 64 * 2**20
+
+
+# --- crashes ----------------------------------------------------------------------------------------------------
+
+_CAREFUL = "import os, sys; from workers.process import leave_no_core, trace_crashes; leave_no_core()"
+_IN_TORCH = """
+import torch
+matrix = torch.rand(6000, 6000)
+def hang(secret):
+    print("about to", flush=True)
+    torch.linalg.svd(matrix)
+"""
+_IN_PYTHON = """
+def hang(secret):
+    print("about to", flush=True)
+    while True:
+        pass
+"""
+_IN_THE_KERNEL = """
+import time
+def hang(secret):
+    print("about to", flush=True)
+    time.sleep(1000)
+"""
+
+
+@pytest.mark.parametrize("hanging", [_IN_TORCH, _IN_PYTHON, _IN_THE_KERNEL])
+def test_whoever_hangs_says_on_sigabrt_where_and_nothing_more(hanging: str) -> None:
+    code = f"{_CAREFUL}\n{hanging}\ntrace_crashes()\nhang('a secret value')"
+    process = subprocess.Popen([sys.executable, "-c", code], stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
+    try:
+        assert process.stdout
+        assert process.stdout.readline() == "about to\n"
+        time.sleep(0.3)
+        process.send_signal(signal.SIGABRT)
+        _, said = process.communicate(timeout=30)
+    finally:
+        process.kill()
+        process.wait()
+    assert process.returncode == -signal.SIGABRT
+    assert "Fatal Python error: Aborted" in said
+    assert "in hang" in said
+    assert "secret value" not in said
+
+
+def test_no_core_is_left_even_to_a_program_that_collects_them() -> None:
+    """1 is what the kernel takes for that; where the limit was 0 already, it cannot be raised."""
+    code = (
+        f"{_CAREFUL}; import resource; before = int(sys.argv[1]); found = resource.getrlimit(resource.RLIMIT_CORE)\n"
+        "sys.exit(found != (before, before))"
+    )
+    _, hard = resource.getrlimit(resource.RLIMIT_CORE)
+    assert exit_code(code, "0" if hard == 0 else "1") == 0
+
+
+def test_without_stderr_nothing_is_said() -> None:
+    assert exit_code(f"{_CAREFUL}; sys.stderr = None; trace_crashes(); os.abort()") == -signal.SIGABRT
+
+
+# --- orphans ----------------------------------------------------------------------------------------------------
+
+_ADOPT = """
+import os, signal, sys, time
+from workers.process import adopt_orphans, reap_strangers
+adopt_orphans()
+mine = os.fork()
+if mine == 0:
+    os._exit(7)
+readable, writable = os.pipe()
+middle = os.fork()
+if middle == 0:
+    child = os.fork()
+    if child == 0:
+        time.sleep(0.2)
+        os._exit(3)
+    os.write(writable, str(child).encode())
+    os._exit(0)
+child = int(os.read(readable, 20))
+assert os.waitpid(middle, 0) == (middle, 0)
+os.waitid(os.P_PID, child, os.WEXITED | os.WNOWAIT)
+os.waitid(os.P_PID, mine, os.WEXITED | os.WNOWAIT)
+assert reap_strangers(lambda pid: pid == mine or pid == child) == 0
+first = reap_strangers(lambda pid: pid == mine)
+assert os.waitstatus_to_exitcode(os.waitpid(mine, 0)[1]) == 7, "what is known is left for whoever waits for it"
+assert first + reap_strangers(lambda pid: False) == 1
+try:
+    os.waitpid(child, os.WNOHANG)
+except ChildProcessError:
+    sys.exit(42)
+"""
+
+
+def test_strangers_are_reaped_and_nobody_else() -> None:
+    assert exit_code(_ADOPT) == 42

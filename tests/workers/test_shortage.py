@@ -7,7 +7,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from workers.engine import PackedBatch
-from workers.shortage import halves, means_out_of_memory
+from workers.shortage import halves, means_no_more_code, means_out_of_memory
 
 
 def no_memory_for_torch() -> Exception:
@@ -28,6 +28,15 @@ def no_memory_for_torch() -> Exception:
 )
 def test_what_means_out_of_memory(error: Exception, expected: bool) -> None:
     assert means_out_of_memory(error) is expected
+
+
+def test_a_product_that_cannot_be_compiled_means_that_none_will_be() -> None:
+    assert means_no_more_code(RuntimeError("could not create a primitive"))
+
+
+@pytest.mark.parametrize("error", [RuntimeError("shapes"), MemoryError(), ValueError("could not create a primitive")])
+def test_other_errors_leave_the_engine_as_it_was(error: Exception) -> None:
+    assert not means_no_more_code(error)
 
 
 @given(st.lists(st.integers(1, 500), min_size=2, max_size=40))

@@ -1,0 +1,165 @@
+"""A dispatcher over real ZeroMQ, and workers that a test plays.
+
+Owns their making and their end. `run(test)` calls `await test(bench)` with a dispatcher that has been started.
+"""
+
+import asyncio
+import os
+import time
+from array import array
+from collections.abc import Callable
+
+import numpy as np
+import pytest
+import zmq
+
+from gateway.board import Board
+from gateway.dispatch import Dispatcher
+from gateway.request import Flow, Gathering, Priority, Sequence, TokenizedInput
+from gateway.scheduler import Scheduler
+from launch.sockets import make_zmq_endpoint
+from shm.arena import ArenaSpec, create_arena
+from shm.view import map_arena
+from shm.wire import Alive, Batch, Done, Incarnation, Probe, decode_to_worker, encode
+
+SPEC = ArenaSpec(num_slots=2, rows_per_slot=8, dim=4)
+EPOCH = 7
+DEADLINE_S = 10.0
+
+
+class Worker:
+    """A worker as the gateway sees it. Row i of a batch is filled with the first token id of sequence i."""
+
+    def __init__(self, address_fd: int, index: int = 0, life: int = 1) -> None:
+        self.incarnation = Incarnation(index, life)
+        self.fd = create_arena(SPEC)
+        [views] = map_arena(self.fd, SPEC, writable=True)
+        self.slots, self.begun = views.rows, views.begun
+        self._context = zmq.Context()
+        self._socket = self._context.socket(zmq.DEALER)
+        self._socket.setsockopt(zmq.IDENTITY, self.incarnation.identity)
+        self._socket.setsockopt(zmq.LINGER, 0)
+        self._socket.connect(f"ipc:///proc/self/fd/{address_fd}")
+
+    async def receive(self) -> Batch:
+        """The next batch. Probes are answered on the way."""
+        async with asyncio.timeout(DEADLINE_S):
+            while True:
+                try:
+                    message = decode_to_worker(self._socket.recv_multipart(zmq.DONTWAIT))
+                except zmq.Again:
+                    await asyncio.sleep(0.001)
+                    continue
+                if isinstance(message, Batch):
+                    if not self.begun.any():
+                        self.begun[message.slot] = message.number
+                    return message
+                assert message == Probe(EPOCH)
+                self.send(Alive(EPOCH))
+
+    def send(self, message) -> None:
+        self.send_frames(encode(message))
+
+    def send_frames(self, frames: list[bytes]) -> None:
+        self._socket.send_multipart(frames)
+
+    def compute(self, batch: Batch) -> None:
+        lengths = np.frombuffer(batch.lengths_bytes, dtype="<i4")
+        ids = np.frombuffer(batch.token_ids_bytes, dtype="<i4")
+        firsts = ids[np.concatenate([[0], np.cumsum(lengths)[:-1]])]
+        self.slots[batch.slot][: len(firsts)] = firsts[:, None]
+
+    def answer(self, batch: Batch) -> None:
+        self.compute(batch)
+        self.begun[batch.slot] = 0
+        self.send(Done(EPOCH, batch.number, batch.slot, batch.num_sequences, 1))
+
+    def close(self) -> None:
+        self._context.destroy(linger=0)
+        os.close(self.fd)
+
+
+class Rows:
+    """Of each row its first number."""
+
+    def __init__(self, num_rows: int) -> None:
+        self.fragments = [b""] * num_rows
+
+    def put(self, index, rows) -> None:
+        for row in rows:
+            self.fragments[index] = b"%d" % row[0]
+            index += 1
+
+
+class Request(Gathering):
+    flow: Flow
+
+    def __init__(self, num_rows: int) -> None:
+        self._rows = Rows(num_rows)
+        super().__init__(num_rows, self._rows, asyncio.get_running_loop())
+
+    @property
+    def fragments(self) -> list[bytes]:
+        return self._rows.fragments
+
+
+class Bench:
+    """A dispatcher and its workers, for the length of one test."""
+
+    def __init__(self, *, batch_timeout_s: float = 60, **options) -> None:
+        """`options` are the dispatcher's."""
+        self.scheduler = Scheduler(16, SPEC.rows_per_slot, max_sequence_tokens=16)
+        self.stuck: list[Incarnation] = []
+        self.board = Board.private()
+        self.listening, self.address_fd = make_zmq_endpoint()
+        self.dispatcher = Dispatcher(
+            scheduler=self.scheduler,
+            epoch=EPOCH,
+            max_batch_tokens=16,
+            batch_timeout_s=batch_timeout_s,
+            on_stuck=self.stuck.append,
+            board=self.board,
+            **options,
+        )
+        self.workers: list[Worker] = []
+
+    def add_worker(self, index: int = 0, life: int = 1) -> Worker:
+        worker = Worker(self.address_fd, index, life)
+        self.workers.append(worker)
+        self.dispatcher.worker_up(worker.incarnation, map_arena(worker.fd, SPEC, writable=False)[0], {})
+        return worker
+
+    async def all_connected(self) -> None:
+        """Answer probes until the dispatcher may use every worker."""
+        while not all(link.is_usable for link in self.dispatcher.links):
+            for worker in self.workers:
+                with pytest.raises(TimeoutError):
+                    await asyncio.wait_for(worker.receive(), 0.05)
+
+    def request(self, *first_ids: int, length: int = 2) -> Request:
+        request = Request(len(first_ids))
+        flow = request.flow = self.scheduler.open(request, Priority.NORMAL)
+        inputs = [TokenizedInput(array("i", [n] * length).tobytes(), length, False) for n in first_ids]
+        self.scheduler.add(flow, [Sequence(flow, i, item) for i, item in enumerate(inputs)], time.monotonic())
+        self.dispatcher.pump_soon()
+        return request
+
+    def close(self) -> None:
+        self.dispatcher.stop()
+        for worker in self.workers:
+            worker.close()
+        self.listening.close()
+        os.close(self.address_fd)
+
+
+def run(test: Callable, **options) -> None:
+    async def main() -> None:
+        bench = Bench(**options)
+        bench.dispatcher.start(bench.listening.detach())
+        try:
+            async with asyncio.timeout(3 * DEADLINE_S):
+                await test(bench)
+        finally:
+            bench.close()
+
+    asyncio.run(main())

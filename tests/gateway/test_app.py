@@ -1,0 +1,220 @@
+"""What a request leaves behind that has no answer: of its key's limits, and of what its worker died of."""
+
+import asyncio
+from array import array
+from collections.abc import Callable
+from hashlib import sha256
+from types import SimpleNamespace
+from typing import Any
+
+import numpy as np
+import pytest
+from dispatching import EPOCH, SPEC, Bench, Worker, run
+
+from gateway.admission import Admission
+from gateway.app import App
+from gateway.callers import Caller
+from gateway.config import ApiKey
+from gateway.errors import ApiError, DeadlinePassed, ServerError, Unavailable
+from gateway.request import EmbedRequest, Encoding, TokenIds, TokenizedInput
+from shm.failure import FailureCode
+from shm.wire import Failed
+
+FAR_S = 60.0
+ESTIMATE = 1_000_000
+
+
+class Ids:
+    """A tokenizer of what is tokenized already."""
+
+    threads: Any = None
+    max_chars = max_tokens = 16
+
+    def tokenize_now(self, inputs) -> list[TokenizedInput]:
+        return [TokenizedInput(array("i", ids).tobytes(), len(ids), False) for ids in inputs]
+
+
+class Service:
+    """An app in front of a bench's dispatcher, and a key with limits."""
+
+    def __init__(self, bench: Bench) -> None:
+        key = ApiKey("a", sha256(b"secret").hexdigest(), tokens_per_s=1e6)
+        config: Any = SimpleNamespace(
+            keys=(key,),
+            num_gateways=1,
+            max_inputs=100,
+            has_admin_listener=False,
+            max_priority="interactive",
+            request_timeout_s=FAR_S,
+            card=SimpleNamespace(dim=SPEC.dim),
+        )
+        self.admission = Admission(
+            max_requests=100,
+            max_wait_s=FAR_S,
+            short_tokens=100,
+            tokens_waiting=lambda: 0,
+            tokens_ahead=lambda *_: 0,
+            tokens_per_s=lambda: 1e6,
+        )
+        tokenizer: Any = Ids()
+        self.app = App(
+            config,
+            admission=self.admission,
+            tokenizer=tokenizer,
+            scheduler=bench.scheduler,
+            dispatcher=bench.dispatcher,
+            board=bench.board,
+        )
+        [self.holder] = self.app.callers.holders
+
+    def embed(self, *inputs: list[int], timeout_s: float = FAR_S, caller: Caller | None = None) -> asyncio.Task[Any]:
+        ids: list[TokenIds] = list(inputs)
+        request = EmbedRequest(ids, Encoding.FLOAT, timeout_s=timeout_s)
+        now = asyncio.get_running_loop().time()
+        return asyncio.ensure_future(self.app.embed(request, ESTIMATE, now, caller or self.holder))
+
+    def num_paid(self) -> int:
+        """Tokens, as counted; those that the key may send now say the same."""
+        paid = self.holder.describe()["use"]["tokens"]
+        level = self.holder._fill(0.0)
+        assert level == self.holder._max_level - paid
+        return paid
+
+
+def crash(bench: Bench, worker: Worker) -> None:
+    bench.dispatcher.worker_down(worker.incarnation, "was killed by SIGSEGV", has_crashed=True)
+
+
+def inputs_of(batch) -> list[int]:
+    """The first id of each."""
+    lengths = np.frombuffer(batch.lengths_bytes, dtype="<i4")
+    ids = np.frombuffer(batch.token_ids_bytes, dtype="<i4")
+    return [int(ids[start]) for start in np.cumsum(lengths) - lengths]
+
+
+def run_service(test: Callable) -> None:
+    async def with_service(bench: Bench) -> None:
+        await test(bench, Service(bench))
+
+    run(with_service)
+
+
+def test_an_answered_request_pays_for_its_tokens():
+    async def test(bench, service):
+        worker = bench.add_worker()
+        embedding = service.embed([1, 1], [2])
+        worker.answer(await worker.receive())
+        assert (await embedding).num_tokens == 3
+        assert service.num_paid() == 3
+
+    run_service(test)
+
+
+def test_what_never_came_to_a_worker_costs_nothing():
+    async def test(bench, service):
+        with pytest.raises(DeadlinePassed):
+            await service.embed([1, 1], timeout_s=0.01)
+        gone = service.embed([1, 1])
+        await asyncio.sleep(0)
+        gone.cancel()
+        await asyncio.wait([gone])
+        bench.dispatcher.broken = "it is broken"
+        with pytest.raises(Unavailable):
+            await service.embed([1, 1])
+        assert service.num_paid() == 0
+
+    run_service(test)
+
+
+def test_what_the_engine_fails_on_or_a_dying_worker_loses_costs_nothing():
+    async def test(bench, service):
+        worker = bench.add_worker()
+        failing = service.embed([1, 1])
+        batch = await worker.receive()
+        worker.send(Failed(EPOCH, batch.number, batch.slot, FailureCode.ENGINE_ERROR))
+        with pytest.raises(ServerError):
+            await failing
+        assert service.num_paid() == 0
+
+        lost = service.embed([1, 1])
+        await worker.receive()
+        crash(bench, worker)
+        lost.cancel()
+        await asyncio.wait([lost])
+        assert service.num_paid() == 0
+
+    run_service(test)
+
+
+def test_what_a_worker_has_is_paid_for_by_whoever_does_not_wait():
+    """Else a caller who never waits would embed for nothing."""
+
+    async def test(bench, service):
+        worker = bench.add_worker()
+        embedding = service.embed([1, 1], [2])
+        await worker.receive()
+        embedding.cancel()
+        await asyncio.wait([embedding])
+        assert service.num_paid() == 3
+
+    run_service(test)
+
+
+def test_an_input_that_ends_workers_is_found_out_though_nobody_waits_for_it():
+    async def test(bench, service):
+        for life in range(1, 4):
+            worker = bench.add_worker(0, life)
+            embedding = service.embed([13], [life], caller=Caller("anybody"))
+            batch = await worker.receive()
+            assert inputs_of(batch) == ([13, life] if life < 3 else [13]), "the third time it is a suspect"
+            embedding.cancel()
+            await asyncio.wait([embedding])
+            crash(bench, worker)
+        with pytest.raises(ServerError) as caught:
+            await service.embed([13], caller=Caller("anybody"))
+        assert caught.value.code == "poison_input"
+
+    run_service(test)
+
+
+def test_whoever_is_answered_is_no_suspect_any_more():
+    async def test(bench, service):
+        first = bench.add_worker(0, 1)
+        embedding = service.embed([1], [2])
+        await first.receive()
+        crash(bench, first)
+        second = bench.add_worker(0, 2)
+        second.answer(await second.receive())
+        await embedding
+        for life in (3, 4):  # each alone, and never the third in a row
+            embedding = service.embed([1])
+            await second.receive()
+            crash(bench, second)
+            second = bench.add_worker(0, life)
+            second.answer(await second.receive())
+            await embedding
+
+    run_service(test)
+
+
+class Superseded(ApiError):
+    """An error of the test's own."""
+
+    def __init__(self) -> None:
+        super().__init__("another is in its place")
+
+
+def test_an_app_that_has_ended_answers_with_the_error_that_it_was_given():
+    async def test(bench, service):
+        waiting = [service.embed([1]) for _ in range(2)]
+        await asyncio.sleep(0)
+        service.app.end(Superseded)
+        results = await asyncio.gather(*waiting, service.embed([1]), return_exceptions=True)
+        assert [type(result) for result in results] == [Superseded] * 3
+        assert len(set(map(id, results))) == 3
+        service.app.give_up()
+        with pytest.raises(Unavailable, match="shutting down"):
+            await service.embed([1])
+        assert service.num_paid() == 0
+
+    run_service(test)
