@@ -1,5 +1,6 @@
 # make serve   start a server on the bundled model        make test   run the tests
 # make check   ruff, mypy, import-linter                  make bench  measure against other servers, and write docs/benchmarks.md
+# make soak    every trial of docs/reliability.md in its long form, an hour; writes its table
 # make bench-engine   measure the engine against other runtimes on one core, and what workers cost
 PYTHON ?= python3
 VENV := .venv
@@ -7,13 +8,21 @@ BIN := $(VENV)/bin
 # Passed on to `vecd serve`:  make serve ARGS="--port 9000 --workers 1"
 ARGS ?=
 
-.PHONY: serve test check format bench bench-engine constraints clean
+.PHONY: serve test soak check format bench bench-engine constraints clean
 
 serve: $(VENV)/.serve
 	$(BIN)/vecd serve $(ARGS)
 
 test: $(VENV)/.test
-	$(BIN)/python -m pytest $(TESTS)
+	$(BIN)/python -m pytest -n auto --dist loadfile $(TESTS)
+
+# One test after the other, because they measure. Results of several runs add up; remove the file to begin anew.
+SOAK_RESULTS := $(CURDIR)/build/soak.jsonl
+soak: $(VENV)/.test
+	mkdir -p build
+	VECD_SOAK=1 VECD_SOAK_RESULTS=$(SOAK_RESULTS) $(BIN)/python -m pytest -o timeout=1800 \
+		$(or $(TESTS),tests/trials tests/hostile $(wildcard tests/gateway/test_fuzz_*.py) tests/gateway/test_text_cuts.py); status=$$?; \
+	$(BIN)/python -m tests.trials.report $(SOAK_RESULTS) docs/reliability.md; exit $$status
 
 check: $(VENV)/.check
 	$(BIN)/ruff check .

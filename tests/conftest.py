@@ -1,15 +1,53 @@
-"""Fixtures that several folders of tests use."""
+"""Fixtures that several folders of tests use, how a run is divided among processes, and where its results are kept."""
 
+import fcntl
+import hashlib
 import importlib.util
+import json
 import os
+from datetime import UTC, datetime
+from functools import cache
 from pathlib import Path
 
 import numpy as np
 import pytest
-from serving import exact_server, running_server
+from serving import cache_folder, exact_server, running_server
+from trials.report import describe_machine
 
 os.environ.setdefault("HF_HUB_OFFLINE", "1")
 os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
+
+_MAX_PROCESSES = 8
+"""Each may have the reference model and servers of its own."""
+_RESULT = "RESULT "
+"""So begins a line of a test's output that is to be kept: one JSON object follows."""
+
+
+def pytest_configure() -> None:
+    cache_folder()  # one for all processes of this run: those of xdist inherit the variable
+
+
+def pytest_xdist_auto_num_workers() -> int:
+    """One more than there are cores, because tests wait, too."""
+    return min(_MAX_PROCESSES, len(os.sched_getaffinity(0)) + 1)
+
+
+def pytest_runtest_logreport(report: pytest.TestReport) -> None:
+    """Add what trials have measured, and how each test has ended, to the file named by VECD_SOAK_RESULTS."""
+    path = os.environ.get("VECD_SOAK_RESULTS")
+    if not path or (report.when != "call" and not report.failed):
+        return
+    results = [line[len(_RESULT) :] for line in report.capstdout.splitlines() if line.startswith(_RESULT)]
+    record = {
+        "at": datetime.now(UTC).isoformat(timespec="seconds"),
+        "machine": describe_machine(),
+        "test": report.nodeid,
+        "outcome": report.outcome,
+        "duration_s": round(report.duration, 1),
+        "results": [json.loads(result) for result in results],
+    }
+    with open(path, "a", encoding="utf-8") as file:
+        file.write(json.dumps(record) + "\n")
 
 
 @pytest.fixture(scope="session")
@@ -36,12 +74,25 @@ def float32_server():
 
 @pytest.fixture(scope="session")
 def reference(minilm_folder):
-    """sentence-transformers itself, on the same model: texts → float32 [B, 384]."""
-    from sentence_transformers import SentenceTransformer
+    """sentence-transformers itself, on the same model: texts → float32 [B, 384].
 
-    model = SentenceTransformer(str(minilm_folder), device="cpu")
+    What one process of a run has computed, the others read: to import it takes seconds.
+    """
+
+    @cache
+    def model():
+        from sentence_transformers import SentenceTransformer
+
+        return SentenceTransformer(str(minilm_folder), device="cpu")
 
     def encode(texts: list[str]) -> np.ndarray:
-        return model.encode(texts, batch_size=16, convert_to_numpy=True, show_progress_bar=False)
+        name = hashlib.sha256(json.dumps(texts).encode()).hexdigest()
+        path = Path(cache_folder(), f"reference-{name}.npy")
+        with open(f"{path}.lock", "w") as lock:
+            fcntl.flock(lock, fcntl.LOCK_EX)
+            if not path.exists():
+                vectors = model().encode(texts, batch_size=16, convert_to_numpy=True, show_progress_bar=False)
+                np.save(path, vectors)
+            return np.load(path)
 
     return encode

@@ -1,11 +1,12 @@
 """Starts real servers for tests, puts load on them, and makes sure that they leave nothing behind.
 
 A server gets a free port, a temporary folder of its own, and the write end of a pipe on which it says that it is
-ready; the end of that pipe is its death. On the way out it must exit 0 and leave no process, no file in its temporary
-folder and nothing new of ours in /dev/shm.
+ready; the end of that pipe is its death. On the way out it is sent canaries, and must have written none of them down
+(`canaries`); it must exit 0 and leave no process, no file in its temporary folder and nothing new of ours in /dev/shm.
 """
 
 import asyncio
+import atexit
 import json
 import os
 import select
@@ -14,19 +15,35 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
+from functools import cache, partial
 from pathlib import Path
+from typing import BinaryIO
 
+import canaries
 import httpx
 import numpy as np
 import psutil
+from canaries import Secrets
+
+from workers.process import die_with_parent
 
 START_TIMEOUT_S = 120.0
-# What one server has found out of a model, the next ones of this run know. Removed at the end of the process.
-_CACHE = tempfile.TemporaryDirectory(prefix="vecd-test-cache-")
 STOP_TIMEOUT_S = 45.0
+CACHE_VARIABLE = "PYTEST_VECD_CACHE"
+"""Names the folder where the servers of one run of the tests remember what they have found out of a model."""
+
+
+@cache
+def cache_folder() -> str:
+    """What one server has found out of a model, the next ones of this run know. Removed at the end of the run."""
+    if CACHE_VARIABLE not in os.environ:
+        folder = tempfile.TemporaryDirectory(prefix="vecd-test-cache-")
+        atexit.register(folder.cleanup)
+        os.environ[CACHE_VARIABLE] = folder.name
+    return os.environ[CACHE_VARIABLE]
 
 
 @dataclass
@@ -35,6 +52,11 @@ class Server:
     process: subprocess.Popen[bytes]
     stderr_path: Path
     folder: Path
+    cache_folder: Path
+    ready_pipe: BinaryIO
+    """The read end. One line has been read."""
+    started_at: float
+    """By `time.time`."""
 
     @property
     def pid(self) -> int:
@@ -87,22 +109,36 @@ class Server:
 
 
 @contextmanager
-def running_server(*flags: str, env: dict[str, str] | None = None, must_exit_cleanly: bool = True) -> Iterator[Server]:
-    """A server that is ready. `must_exit_cleanly=False` for tests that kill it themselves."""
+def running_server(
+    *flags: str,
+    env: dict[str, str] | None = None,
+    must_exit_cleanly: bool = True,
+    command: Sequence[str] = (),
+) -> Iterator[Server]:
+    """A server that is ready.
+
+    `must_exit_cleanly=False` for tests that kill it themselves; `command`: what runs the server, as `prlimit` does.
+    """
     with tempfile.TemporaryDirectory(prefix="vecd-test-") as name:
         folder = Path(name)
         (folder / "tmp").mkdir()
         shm_before = set(os.listdir("/dev/shm"))
-        server = _start(folder, flags, env or {})
+        server = _start(folder, [*command, *vecd(*flags)], env or {})
+        secrets = Secrets(keys=canaries.keys_of(flags, env or {}))
         processes = server.processes()
+        told: list[str] = []
         try:
             if server.url.startswith("http"):
                 # Ready is said when the workers are; the gateway has met them a few milliseconds later.
                 eventually(lambda: httpx.get(f"{server.url}/health").status_code == 200)
             yield server
+            if server.process.poll() is None:
+                told = canaries.plant(server.url, secrets)
         finally:
             processes += [p for p in _still_running(server) if p not in processes]
             _stop(server)
+            leaks = _find_leaks(server, secrets)
+        assert not told + leaks, told + leaks
         if must_exit_cleanly:
             assert server.process.returncode == 0, server.stderr
         eventually(lambda: not [p for p in processes if p.is_running() and p.status() != psutil.STATUS_ZOMBIE])
@@ -123,7 +159,12 @@ def vecd(*flags: str) -> list[str]:
 
 def clean_environment(folder: Path, env: dict[str, str]) -> dict[str, str]:
     inherited = {name: value for name, value in os.environ.items() if not name.startswith("VECD_")}
-    ours = {"TMPDIR": str(folder / "tmp"), "HF_HUB_OFFLINE": "1", "VECD_CACHE_DIR": _CACHE.name}
+    ours = {
+        "TMPDIR": str(folder / "tmp"),
+        "HF_HUB_OFFLINE": "1",
+        "VECD_CACHE_DIR": cache_folder(),
+        "VECD_DRAIN_GRACE": "0",  # no load balancer has to be told, and there are a hundred servers in a run
+    }
     return {**inherited, **ours, **env}
 
 
@@ -187,27 +228,44 @@ class Load:
         self.num_answered += 1
 
 
-def _start(folder: Path, flags: tuple[str, ...], env: dict[str, str]) -> Server:
+def _start(folder: Path, command: Sequence[str], env: dict[str, str]) -> Server:
     reader, writer = os.pipe()
     stderr_path = folder / "stderr"
-    with stderr_path.open("wb") as stderr:
+    environment = clean_environment(folder, env)
+    started_at = time.time()
+    with stderr_path.open("ab") as stderr, (folder / "stdout").open("ab") as stdout:
         process = subprocess.Popen(
-            vecd("--port", "0", "--ready-fd", str(writer), *flags),
+            [*command, "--port", "0", "--ready-fd", str(writer)],
             pass_fds=[writer],
             stdin=subprocess.DEVNULL,
+            stdout=stdout,
             stderr=stderr,
-            env=clean_environment(folder, env),
+            env=environment,
             cwd=folder,
+            # A run of tests that is killed, or ends itself because a test hangs, leaves no server behind.
+            preexec_fn=partial(die_with_parent, os.getpid()),  # noqa: PLW1509 (runs no Python that takes a lock)
         )
     os.close(writer)
-    with open(reader) as ready:
-        readable, _, _ = select.select([ready], [], [], START_TIMEOUT_S)
-        line = ready.readline() if readable else ""
+    ready = os.fdopen(reader, "rb", buffering=0)
+    readable, _, _ = select.select([ready], [], [], START_TIMEOUT_S)
+    line = ready.readline() if readable else b""
     if not line:
+        ready.close()
         process.kill()
         process.wait()
         raise AssertionError(f"the server did not start: {stderr_path.read_text()}")
-    return Server(json.loads(line)["url"], process, stderr_path, folder)
+    cache = Path(environment.get("VECD_CACHE_DIR", folder))
+    return Server(json.loads(line)["url"], process, stderr_path, folder, cache, ready, started_at)
+
+
+def _find_leaks(server: Server, secrets: Secrets) -> list[str]:
+    """What a server that has ended has written down of what its callers sent."""
+    with server.ready_pipe as pipe:
+        os.set_blocking(pipe.fileno(), False)
+        with suppress(BlockingIOError):
+            (server.folder / "ready").write_bytes(pipe.read(1 << 20) or b"")
+    written = [path for path in server.folder.iterdir() if path.is_file()]
+    return canaries.search_files(secrets, written + canaries.recent_json_files(server.cache_folder, server.started_at))
 
 
 def _still_running(server: Server) -> list[psutil.Process]:

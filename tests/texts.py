@@ -3,6 +3,8 @@
 import random
 from pydoc_data.topics import topics
 
+from canaries import WORD
+
 AWKWARD = [
     "",
     " ",
@@ -23,13 +25,16 @@ AWKWARD = [
 
 
 def make_texts(num_texts: int, seed: int = 0) -> list[str]:
-    """`num_texts` distinct-ish texts: mostly of 3 to 150 words, a few long, one of 10,000 words, and the awkward."""
+    """`num_texts` distinct-ish texts: mostly of 3 to 150 words, a few long, one of 10,000 words, and the awkward.
+
+    All but the awkward begin with a canary, for which servers' logs are searched.
+    """
     words = " ".join(topics[name] for name in sorted(topics)).split()
     rng = random.Random(seed)
 
     def cut(num_words: int) -> str:
         start = rng.randrange(len(words) - num_words)
-        return " ".join(words[start : start + num_words])
+        return " ".join([WORD, *words[start : start + num_words]])
 
     texts = [*AWKWARD, cut(10_000), cut(2_000), cut(1_000)]
     texts += [cut(max(1, min(600, int(rng.lognormvariate(3.3, 1.0))))) for _ in range(num_texts - len(texts))]

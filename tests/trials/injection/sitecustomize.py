@@ -1,0 +1,74 @@
+"""Makes workers of a server under trial misbehave on certain token ids.
+
+Imported by every Python whose PYTHONPATH has this folder; changes the engines' `begin`, and that only while the file
+named by TRIAL_FAULTS exists, which a trial makes when its server is ready: loading and comparing go undisturbed.
+"""
+
+import contextlib
+import importlib.abc
+import importlib.machinery
+import os
+import signal
+import sys
+import time
+from collections.abc import Callable, Sequence
+from types import ModuleType
+from typing import Any
+
+KILL, SPIN, SLEEP, RAISE = 30101, 30102, 30103, 30104
+"""The ids: ends its worker, never returns, returns after SLEEP_S, raises."""
+SLEEP_S = 0.3
+_ENGINES = {
+    "workers.engines.weightless": "WeightlessEngine",
+    "workers.engines.transformer": "TransformerEngine",
+}
+
+
+def misbehave(begin: Callable[..., Any]) -> Callable[..., Any]:
+    def begin_or_not(self: Any, batch: Any, rows: Any) -> Any:
+        if os.path.exists(os.environ["TRIAL_FAULTS"]):
+            ids = set(batch.token_ids.tolist())
+            if KILL in ids:
+                os.kill(os.getpid(), signal.SIGKILL)
+            while SPIN in ids:
+                pass
+            if SLEEP in ids:
+                time.sleep(SLEEP_S)
+            if RAISE in ids:
+                raise RuntimeError("on purpose")
+        return begin(self, batch, rows)
+
+    return begin_or_not
+
+
+class _Finder(importlib.abc.MetaPathFinder):
+    """Finds the engines as everybody does, and changes them once they are there."""
+
+    def find_spec(
+        self, name: str, path: Sequence[str] | None, target: ModuleType | None = None
+    ) -> importlib.machinery.ModuleSpec | None:
+        if name not in _ENGINES:
+            return None
+        sys.meta_path.remove(self)
+        try:
+            spec = importlib.util.find_spec(name)
+        finally:
+            sys.meta_path.insert(0, self)
+        assert spec is not None
+        assert spec.loader is not None
+        execute = spec.loader.exec_module
+
+        def execute_and_change(module: ModuleType) -> None:
+            execute(module)
+            engine = getattr(module, _ENGINES[name])
+            engine.begin = misbehave(engine.begin)
+
+        spec.loader.exec_module = execute_and_change  # type: ignore[method-assign]
+        return spec
+
+
+if "TRIAL_FAULTS" in os.environ:
+    with contextlib.suppress(ImportError):
+        import importlib.util
+
+        sys.meta_path.insert(0, _Finder())

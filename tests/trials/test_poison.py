@@ -1,0 +1,134 @@
+"""Inputs that end their worker, hang it, delay it, or make its model fail: they alone are answered with an error.
+
+The workers are real; what happens to them on certain token ids is put in from outside (`injection/sitecustomize.py`).
+"""
+
+import asyncio
+import os
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+from pathlib import Path
+
+import httpx
+import pytest
+from serving import Server, eventually, running_server
+from trials.faults import wait_until, workers
+from trials.form import LONG, pick, record
+from trials.injection.sitecustomize import KILL, RAISE, SLEEP, SPIN
+from trials.questions import Tenant
+from trials.tally import Tally
+from trials.traffic import Traffic
+
+NUM_CLIENTS = pick(short=4, long=16)
+NUM_GOOD = pick(short=60, long=999)
+MAX_DEATHS = 8
+"""That one input may cost, before it is given up: two in company, the others alone (`gateway.suspects`)."""
+BATCH_TIMEOUT_S = pick(short=1.0, long=1.5)
+
+
+@dataclass
+class Trial:
+    tally: Tally
+    answers: list[httpx.Response] = field(default_factory=list)
+    """To the bad requests, in order."""
+    num_deaths: list[int] = field(default_factory=list)
+    """After each of them, all that there have been."""
+
+
+@pytest.fixture(scope="module")
+def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
+    injection = Path(__file__).parent / "injection"
+    switch = tmp_path_factory.mktemp("faults") / "on"
+    path = os.pathsep.join([str(injection), *filter(None, [os.environ.get("PYTHONPATH", "")])])
+    flags = pick(short=["--engine", "weightless"], long=["--dtype", "float32"])
+    env = {"PYTHONPATH": path, "TRIAL_FAULTS": str(switch)}
+    with running_server(*flags, "--workers", "2", "--batch-timeout", str(BATCH_TIMEOUT_S), env=env) as running:
+        switch.touch()
+        yield running
+
+
+@pytest.fixture(scope="module")
+def callers(request: pytest.FixtureRequest) -> list[Tenant]:
+    found: list[Tenant] = request.getfixturevalue("tenants" if LONG else "weightless_tenants")
+    return found
+
+
+def num_deaths(server: Server) -> int:
+    """Of workers, counted by their lives."""
+    return sum(worker["life"] - 1 for worker in server.info()["workers"])
+
+
+def among_good_requests(server: Server, callers: list[Tenant], ids: list[list[int]]) -> Trial:
+    """Each list of ids in a request of its own, one after the other, among NUM_GOOD good requests and more."""
+
+    async def trial() -> Trial:
+        async with (
+            Traffic(server.url, callers, NUM_CLIENTS) as traffic,
+            httpx.AsyncClient(base_url=server.url, timeout=60) as client,
+        ):
+            result = Trial(traffic.tally)
+            await traffic.answers(NUM_GOOD // 2)
+            for bad in ids:
+                result.answers.append(await client.post("/v1/embeddings", json={"input": bad}))
+                await wait_until(lambda: len(workers(server)) == 2 and len(server.info()["workers"]) == 2, 60)
+                result.num_deaths.append(num_deaths(server))
+            await traffic.answers(NUM_GOOD - NUM_GOOD // 2)
+        return result
+
+    return asyncio.run(trial())
+
+
+@pytest.fixture(autouse=True)
+def whole(server: Server) -> None:
+    eventually(lambda: len(server.info()["workers"]) == 2, 60)
+
+
+def test_an_input_that_ends_its_worker(server: Server, callers: list[Tenant]):
+    deaths_before = num_deaths(server)
+    trial = among_good_requests(server, callers, [[101, KILL, 102]] * 2)
+    deaths = [number - deaths_before for number in trial.num_deaths]
+    record("poison input", deaths=deaths, **trial.tally.figures())
+    trial.tally.assert_all_right()
+    for answer in trial.answers:
+        assert answer.status_code == 500
+        assert answer.json()["error"]["code"] == "poison_input"
+        assert "input[0]" in answer.json()["error"]["message"]
+        assert answer.headers["x-should-retry"] == "false"
+    assert 2 <= deaths[0] <= MAX_DEATHS, "it was tried again, the last time alone"
+    assert deaths[1] == deaths[0], "the second time it reaches no worker"
+    assert httpx.get(f"{server.url}/health").status_code == 200
+
+
+def test_poison_takes_only_its_own_request_along(server: Server, callers: list[Tenant]):
+    """In one request with good inputs, which are lost with it, and beside others, which are not."""
+    trial = among_good_requests(server, callers, [[101, 2000, 102], [101, KILL, 2001, 102]])
+    trial.tally.assert_all_right()
+    assert [answer.status_code for answer in trial.answers] == [200, 500]
+
+
+def test_a_worker_that_spins(server: Server, callers: list[Tenant]):
+    """It neither answers nor dies, and its Python never returns: it is ended, and the log says where it was."""
+    trial = among_good_requests(server, callers, [[101, SPIN, 102]])
+    record("spinning worker", **trial.tally.figures())
+    trial.tally.assert_all_right()
+    assert trial.answers[0].status_code == 500
+    assert "begin_or_not" in server.stderr, "a traceback of the stuck worker"
+
+
+def test_a_worker_that_answers_late(server: Server, callers: list[Tenant]):
+    """But within its deadline: everybody waits, and nobody fails."""
+    deaths_before = num_deaths(server)
+    trial = among_good_requests(server, callers, [[101, SLEEP, 102]] * pick(short=1, long=10))
+    record("worker that answers late", **trial.tally.figures())
+    trial.tally.assert_all_right()
+    assert [answer.status_code for answer in trial.answers] == [200] * len(trial.answers)
+    assert trial.num_deaths[-1] == deaths_before
+
+
+def test_an_input_that_the_model_fails_on(server: Server, callers: list[Tenant]):
+    deaths_before = num_deaths(server)
+    trial = among_good_requests(server, callers, [[101, RAISE, 102]] * pick(short=1, long=5))
+    record("input that the model fails on", **trial.tally.figures())
+    trial.tally.assert_all_right()
+    assert {answer.status_code for answer in trial.answers} == {500}
+    assert trial.num_deaths[-1] == deaths_before, "its worker is kept"
