@@ -42,6 +42,8 @@ from shm.board import Counter
 
 T = TypeVar("T")
 
+_LARGE_BODY_BYTES = 64 * 1024
+
 
 class Embedded(NamedTuple):
     """What came of a request."""
@@ -95,8 +97,8 @@ class App:
     def check_head(self, request: HttpRequest) -> Response | None:
         """Refuse what can be refused before the body has arrived. Raises ApiError."""
         route, caller = self._admit(request)
-        if route.scope == "embed":
-            caller.check_limits()
+        if route.scope == "embed" and _is_large(request):
+            caller.check_limits()  # a small body is taken all the same, which leaves the caller his connection
         return None
 
     async def handle(self, request: HttpRequest) -> Response:
@@ -232,6 +234,12 @@ async def _unless_over(gathering: Gathering, queueing: Coroutine[Any, Any, T]) -
         return await task
     finally:
         task.cancel()
+
+
+def _is_large(request: HttpRequest) -> bool:
+    """Whether more of a body is to come than is read for the sake of a connection."""
+    length = request.headers.get("content-length", "")
+    return not length.isdecimal() or int(length) > _LARGE_BODY_BYTES
 
 
 def _shutting_down() -> Unavailable:

@@ -86,7 +86,8 @@ class Server:
     def client_of(self, gateway: int) -> Iterator[httpx.Client]:
         """A client whose connection one gateway has accepted."""
         for _ in range(1000):
-            with httpx.Client(base_url=self.url, timeout=30) as client:
+            # Kept however long the test takes: another connection might be another gateway's.
+            with httpx.Client(base_url=self.url, timeout=30, limits=httpx.Limits(keepalive_expiry=None)) as client:
                 if client.get("/info").json()["gateway"]["gateway"] == gateway:
                     yield client
                     return

@@ -124,7 +124,9 @@ def test_the_probes_need_no_key(guarded):
 def clients_of_both_gateways(server: Server, stack: ExitStack) -> list[httpx.Client]:
     clients: dict[int, httpx.Client] = {}
     for _ in range(1000):
-        client = stack.enter_context(httpx.Client(base_url=server.url, timeout=30))
+        # Kept however long the test takes: another connection might be another gateway's.
+        kept = httpx.Limits(keepalive_expiry=None)
+        client = stack.enter_context(httpx.Client(base_url=server.url, timeout=30, limits=kept))
         clients.setdefault(client.get("/admin/keys", headers=headers("root")).json()["gateway"], client)
         if len(clients) == 2:
             return list(clients.values())

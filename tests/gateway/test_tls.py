@@ -89,7 +89,7 @@ def problems_of(cert: str, key: str) -> list[str]:
 def test_every_file_that_cannot_be_read_is_named(good, folder):
     assert problems_of(str(folder / "none.crt"), str(folder)) == [
         f"{folder}/none.crt: cannot be read: No such file or directory",
-        f"{folder}: cannot be read: Is a directory",
+        f"{folder}: cannot be read: is not a regular file",
     ]
     assert problems_of(good.cert, str(folder / "none.key")) == [
         f"{folder}/none.key: cannot be read: No such file or directory"
