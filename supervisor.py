@@ -40,6 +40,7 @@ from launch.failure import (
     EXIT_OK,
     ConfigurationError,
     StartFailure,
+    first_of,
 )
 from launch.front import Front, Link, Sockets
 from launch.keys import load_keys
@@ -195,7 +196,7 @@ class Supervisor:
                 await self._drain(gateways)
                 self._cancel_all()
         except* StartFailure as group_of_failures:
-            raise _first(group_of_failures) from None
+            raise first_of(group_of_failures) from None
         finally:
             await reap_everything()
             self._close()
@@ -540,14 +541,6 @@ def _prepare_process() -> None:
     _, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     resource.setrlimit(resource.RLIMIT_NOFILE, (max_open_files(), hard))
     leave_no_core()
-
-
-def _first(group: BaseExceptionGroup[StartFailure]) -> StartFailure:
-    error: BaseException = group
-    while isinstance(error, BaseExceptionGroup):
-        error = error.exceptions[0]
-    assert isinstance(error, StartFailure)
-    return error
 
 
 if __name__ == "__main__":

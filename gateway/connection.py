@@ -328,6 +328,13 @@ class Connection(asyncio.Protocol):
         poll.register(self._fileno(), 0)
         return bool(poll.poll(0))
 
+    def _close_unless_asked(self) -> None:
+        """A loop that was held up comes to its timers first: a request may be there, and not have been read yet."""
+        poll = select.poll()
+        poll.register(self._fileno(), select.POLLIN)
+        if not poll.poll(0):
+            self._transport.close()
+
     def _fileno(self) -> int:
         return cast(int, self._transport.get_extra_info("socket").fileno())
 
@@ -380,7 +387,7 @@ class Connection(asyncio.Protocol):
     def close_if_silent(self, since: float) -> None:
         """Close an idle connection on which nothing has happened since then."""
         if self._awaited is ReadState.IDLE and self._since <= since and not self._is_ending:
-            self._transport.close()
+            self._close_unless_asked()
 
     def check_deadlines(self, now: float) -> None:
         timeouts = self._server.timeouts
@@ -434,7 +441,7 @@ class Connection(asyncio.Protocol):
                 self._refuse_connection(self._why_refused)
         elif self._awaited is ReadState.IDLE:
             if waited_s >= timeouts.idle_s:
-                self._transport.close()
+                self._close_unless_asked()
         elif self._awaited is ReadState.HEAD:
             if waited_s >= timeouts.head_s:
                 self._refuse(RequestTimeout(f"head of the request: not complete after {timeouts.head_s:g} s"))

@@ -36,6 +36,7 @@ from workers.process import describe_status, reap_strangers
 log = logging.getLogger("vecd.supervisor")
 
 _FORK_TIMEOUT_S = 10.0
+_ABORT_S = 0.5
 _REAP_TIMEOUT_S = 1.0
 _REAP_INTERVAL_S, _REAP_ROUNDS = 0.01, 200
 
@@ -85,12 +86,14 @@ class Process:
         self._signal(signal.SIGKILL)
 
     def abort(self) -> None:
-        """Ask it to write where it is, and to end. Without effect on one that is stopped: `kill` it soon after."""
+        """Have it write where it hangs, and kill it: SIGABRT, and soon SIGKILL, which also ends what is stopped."""
         self._signal(signal.SIGABRT)
+        asyncio.get_running_loop().call_later(_ABORT_S, self.kill)
 
     def _signal(self, number: signal.Signals) -> None:
-        with suppress(ProcessLookupError):
-            signal.pidfd_send_signal(self.pidfd, number)
+        if self.pidfd >= 0:  # else it is dead and closed, and the number may be another's
+            with suppress(ProcessLookupError):
+                signal.pidfd_send_signal(self.pidfd, number)
 
     def __post_init__(self) -> None:
         _waited_for.add(self.pid)
@@ -99,6 +102,7 @@ class Process:
         """Side effect: who has not been reaped by now is for `reap_orphans`."""
         _waited_for.discard(self.pid)
         os.close(self.pidfd)
+        self.pidfd = -1
         self.channel.close()
 
 

@@ -15,7 +15,7 @@ from dataclasses import dataclass
 from typing import Any, Protocol
 
 from launch.children import ForkServer, Process, killed_after, self_command
-from launch.failure import ChildDied, StartFailure
+from launch.failure import ChildDied, StartFailure, first_of
 from launch.plan import Plan
 from launch.restarts import Restarts
 from launch.sockets import make_zmq_endpoint
@@ -28,8 +28,6 @@ log = logging.getLogger("vecd.supervisor")
 
 _DYING_TIMEOUT_S = 5.0
 _MODEL_CHANGED_INTERVALS_S = 5.0, 60.0
-_ABORT_S = 0.5
-"""From SIGABRT, on which a worker writes where it hangs, to SIGKILL."""
 
 
 @dataclass(slots=True)
@@ -112,7 +110,7 @@ class Crew:
                 for index in range(len(self.plan.workers)):
                     self._keepers.append(group.create_task(self._keep_worker(index)))
         except* StartFailure as failures:
-            raise _first(failures) from None
+            raise first_of(failures) from None
         finally:
             await self._fork_server.stop()
 
@@ -136,11 +134,6 @@ class Crew:
             log.error("%s is stuck and is killed", incarnation)
             worker.is_condemned = True
             worker.process.abort()
-            asyncio.get_running_loop().call_later(_ABORT_S, self._kill_condemned, worker)
-
-    def _kill_condemned(self, worker: ReadyWorker) -> None:
-        if self.ready.get(worker.incarnation.worker) is worker:  # else it is dead, and its pidfd closed
-            worker.process.kill()
 
     # --- a worker's lives -----------------------------------------------------------------------------------
 
@@ -274,11 +267,3 @@ def _fork_server_start(plan: Plan) -> ForkServerStart:
     modules = modules_to_preload(plan.card.model_type, config.engine)
     shared = config.to_json() if config.device == "cpu" else None
     return ForkServerStart(os.getpid(), modules, shared, self_command("choose"))
-
-
-def _first(group: BaseExceptionGroup[StartFailure]) -> StartFailure:
-    error: BaseException = group
-    while isinstance(error, BaseExceptionGroup):
-        error = error.exceptions[0]
-    assert isinstance(error, StartFailure)
-    return error

@@ -17,3 +17,12 @@ class StartFailure(Exception):
 
 class ChildDied(Exception):
     """A child ended where it should not have. The message says how."""
+
+
+def first_of(group: BaseExceptionGroup[StartFailure]) -> StartFailure:
+    """Of the children that could not start, the first."""
+    error: BaseException = group
+    while isinstance(error, BaseExceptionGroup):
+        error = error.exceptions[0]
+    assert isinstance(error, StartFailure)
+    return error

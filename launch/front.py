@@ -49,8 +49,6 @@ _START_TIMEOUT_S = 60.0
 _HUNG_AFTER_S = 10.0
 """Without a beat. A gateway sends one a second, whatever it has to do: nothing holds its loop up for long."""
 _WATCH_INTERVAL_S = 1.0
-_ABORT_S = 0.5
-"""From SIGABRT, on which it writes where it hangs, to SIGKILL."""
 
 
 @dataclass(slots=True)
@@ -159,16 +157,8 @@ class Front:
                     link.heard_at = now
                 elif link.is_ready and not link.is_condemned and now - link.heard_at > _HUNG_AFTER_S:
                     log.error("%s has not been heard of for %.0f s and is killed", link.process.name, _HUNG_AFTER_S)
-                    self._condemn(link)
-
-    def _condemn(self, link: Link) -> None:
-        link.is_condemned = True
-        link.process.abort()
-        asyncio.get_running_loop().call_later(_ABORT_S, self._kill_condemned, link)
-
-    def _kill_condemned(self, link: Link) -> None:
-        if self.links.get(link.index) is link:  # else it is dead, and its pidfd closed
-            link.process.kill()
+                    link.is_condemned = True
+                    link.process.abort()
 
     def _name(self, index: int) -> str:
         return "the gateway" if self._num_gateways == 1 else f"gateway {index}"

@@ -22,10 +22,11 @@ def is_closed(server: Server) -> bool:
     return False
 
 
-def status_of(operator: httpx.Client, path: str) -> int:
-    """Asked again where the gateway that had the connection has just ended, having nothing left to answer."""
-    with suppress(httpx.RemoteProtocolError, httpx.ReadError):
-        return operator.get(path).status_code
+def status_of(operator: httpx.Client, path: str, gateways: str) -> int:
+    """Asked again where another gateway had the connection, and has ended, having nothing left to answer."""
+    if gateways != "1":
+        with suppress(httpx.RemoteProtocolError, httpx.ReadError):
+            return operator.get(path).status_code
     return operator.get(path).status_code
 
 
@@ -51,8 +52,8 @@ def test_the_admin_listener_answers_while_the_last_requests_are_awaited(kind, ga
             server.process.send_signal(signal.SIGTERM)
             eventually(lambda: is_closed(server))
             for _ in range(4):
-                assert status_of(operator, "/health") == 503
-                assert status_of(operator, "/metrics") == 200
+                assert status_of(operator, "/health", gateways) == 503
+                assert status_of(operator, "/metrics", gateways) == 200
             client.sendall(BODY[-3:])
             assert client.recv(1000).startswith(b"HTTP/1.1 200")
         assert server.process.wait(STOP_TIMEOUT_S) == 0

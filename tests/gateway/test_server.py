@@ -3,6 +3,7 @@
 import asyncio
 import gc
 import logging
+import math
 import select
 import socket
 from collections.abc import Awaitable, Callable
@@ -30,7 +31,7 @@ from tinyserver import (
 )
 
 from gateway.connection import Connection, client_of
-from gateway.http1 import Limits, _Message
+from gateway.http1 import Limits, ReadState, _Message
 from gateway.server import Server, Timeouts
 
 
@@ -984,6 +985,24 @@ def test_a_gateway_that_is_done_leaves_the_admin_socket_to_others(tmp_path):
 
 
 # --- drain ----------------------------------------------------------------------------------------------------------
+
+
+def test_a_request_that_has_arrived_unread_is_not_closed_upon(sock):
+    """A loop that was held up comes to its timers before it reads."""
+
+    async def test() -> None:
+        async with serving(sock) as served:
+            client = await served.connect()
+            assert (await client.ask(get("/a"))).status == 200
+            [connection] = served.server._connections
+            client.send(get("/b"))
+            connection.close_if_silent(math.inf)
+            assert (await client.answer()).body == b"/b"
+            await until(lambda: connection._reader.state is ReadState.IDLE)
+            connection.close_if_silent(math.inf)
+            assert await client.rest() == b""
+
+    run(test())
 
 
 def test_drain_answers_what_is_in_flight_and_closes_what_is_idle(sock):

@@ -137,7 +137,7 @@ def test_a_hung_gateway_is_replaced(server: Server, tenants: list[Tenant]):
     )
     traffic.tally.assert_none_wrong()
     assert traffic.tally.num_broken <= num_connections
-    assert num_meanwhile > 2 * NUM_CLIENTS, "the other gateway goes on, as fast as the machine is"
+    assert num_meanwhile > 10 * NUM_CLIENTS // 2, "the other gateway goes on"
     assert replaced_after_s <= HANG_NOTICED_S + 1
 
 
