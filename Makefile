@@ -1,4 +1,5 @@
 # make serve   start a server on the bundled model        make test   run the tests
+# make test-clients   the tests of client libraries, with those that are large to install
 # make check   ruff, mypy, import-linter                  make bench  measure against other servers, and write docs/benchmarks.md
 # make soak    every trial of docs/reliability.md in its long form, an hour; writes its table
 # make bench-engine   measure the engine against other runtimes on one core, and what workers cost
@@ -8,13 +9,17 @@ BIN := $(VENV)/bin
 # Passed on to `vecd serve`:  make serve ARGS="--port 9000 --workers 1"
 ARGS ?=
 
-.PHONY: serve test soak check format bench bench-engine constraints clean
+.PHONY: serve test test-clients soak check format bench bench-engine constraints clean
 
 serve: $(VENV)/.serve
 	$(BIN)/vecd serve $(ARGS)
 
 test: $(VENV)/.test
 	$(BIN)/python -m pytest -n auto --dist loadfile $(TESTS)
+
+# Installs LlamaIndex, Haystack, LiteLLM, Chroma, … as well: 2 GB in build/clients, some minutes the first time.
+test-clients: $(VENV)/.test
+	VECD_CLIENTS=1 $(BIN)/python -m pytest -n auto --dist loadfile $(or $(TESTS),tests/clients)
 
 # One test after the other, because they measure. Results of several runs add up; remove the file to begin anew.
 SOAK_RESULTS := $(CURDIR)/build/soak.jsonl

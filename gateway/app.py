@@ -6,52 +6,79 @@ socket and no ZeroMQ frame.
 
 import asyncio
 import time
-from collections.abc import Callable, Coroutine, Mapping, Sequence
+from collections.abc import Callable, Coroutine, Sequence
 from contextlib import aclosing
-from typing import Any, NamedTuple, TypeVar
-
-import orjson
+from typing import Any, TypeVar
 
 from gateway.admission import Admission, Permit
+from gateway.api import ROUTES, render_error
 from gateway.board import Board
 from gateway.bodies import Bodies
 from gateway.callers import Caller, Callers, Spending
 from gateway.config import ApiKey, GatewayConfig
+from gateway.cors import PREFLIGHT, Cors
 from gateway.deadlines import Deadlines
-from gateway.dialects import openai
 from gateway.dispatch import Dispatcher
-from gateway.encoding import JsonRows, Matrix, make_collector
+from gateway.encoding import Encoder
 from gateway.errors import (
     ApiError,
+    BadRequest,
     DeadlinePassed,
-    NotFound,
-    NotImplementedByServer,
     TooManyRequests,
+    TooManyTokens,
     Unavailable,
-    render_openai_error,
 )
-from gateway.health import describe_health, describe_info
 from gateway.http1 import HttpRequest, Response
-from gateway.metrics import CONTENT_TYPE, render_metrics
-from gateway.request import EmbedRequest, Flow, Gathering, Priority, TokenizedInput
+from gateway.request import (
+    ChunkedInput,
+    Embedded,
+    EmbedRequest,
+    Flow,
+    Gathering,
+    Priority,
+    Report,
+    Source,
+    Stages,
+    TokenizedInput,
+)
 from gateway.request import Sequence as QueuedSequence
-from gateway.routes import Place, Route, admin_table, find_route, public_table
+from gateway.routes import Route, Table, admin_table, find_route, public_table
 from gateway.scheduler import Scheduler
+from gateway.served import Served
+from gateway.tei_metrics import TeiCounts
 from gateway.tokenizer import Tokenizer
 from shm.board import Counter
+from shm.wire import Output
 
 T = TypeVar("T")
 
 _LARGE_BODY_BYTES = 64 * 1024
 
+_MAX_TOKEN_FLOATS = 8 * 2**20
+"""Of one answer with a vector for each token: 32 MiB, and 180 MB as JSON."""
 
-class Embedded(NamedTuple):
-    """What came of a request."""
 
-    collector: JsonRows | Matrix
-    num_tokens: int
-    num_truncated: int
-    """Inputs that were longer than the model takes."""
+class _Counts:
+    """What became of a request's inputs, as they are tokenized."""
+
+    __slots__ = ("num_chunked", "num_tokens", "num_truncated", "reports", "sources", "wants_reports")
+
+    def __init__(self, *, wants_reports: bool) -> None:
+        self.num_tokens = self.num_truncated = self.num_chunked = 0
+        self.sources: set[Source] = set()
+        self.reports: list[Report] = []
+        self.wants_reports = wants_reports
+
+    def add(self, tokenized: list[TokenizedInput]) -> int:
+        """How many tokens they are."""
+        num_tokens = sum([item.num_tokens for item in tokenized])
+        self.num_tokens += num_tokens
+        self.num_truncated += sum([item.is_truncated for item in tokenized])
+        self.num_chunked += sum([bool(item.chunks) for item in tokenized])
+        self.sources.update([item.source for item in tokenized])
+        for item in tokenized if self.wants_reports else ():
+            self.reports.append(Report(item.num_tokens, item.is_truncated, max(1, len(item.chunks)), item.source))
+        return num_tokens
 
 
 class App:
@@ -75,13 +102,16 @@ class App:
             tokenizer.threads,
             max_inputs=config.max_inputs,
             max_chars=tokenizer.max_chars,
-            max_ids=tokenizer.max_tokens,
+            max_ids=tokenizer.max_ids,
+            max_bytes=config.max_body_bytes,
         )
         self.is_draining = False
         self._make_end: Callable[[], ApiError] | None = None
         """Makes the error for whoever still comes, once this has ended."""
         self.started_at = time.monotonic()
-        self.created_at = int(time.time())
+        self.served = Served.of(config, int(time.time()))
+        self.cors = Cors(config.cors_origins)
+        self.encoder = Encoder(config.card, config.quantization_ranges)
         self.on_reload: Callable[[], None] | None = None
         """What `POST /admin/reload` asks for."""
         self._admin_table = admin_table(ROUTES)
@@ -91,6 +121,9 @@ class App:
         self._gatherings: set[Gathering] = set()
         self._deadlines = Deadlines(self._expire)
         dispatcher.when_broken(self.fail_all)
+        self._tei_counts = TeiCounts(board) if config.has_tei_metrics else None
+        if self._tei_counts is not None:
+            dispatcher.when_sending(self._tei_counts.count_batch)
 
     # --- what the server calls ------------------------------------------------------------------------------
 
@@ -106,7 +139,10 @@ class App:
         return await route.handler(self, request, caller)
 
     def render_error(self, error: ApiError, path: str | None) -> Response:
-        return Response(error.status, render_openai_error(error), headers=error.headers())
+        return render_error(error, path, self._public_table)
+
+    def add_headers(self, response: Response, request: HttpRequest | None) -> None:
+        self.cors.add_headers(response, request)
 
     def give_up(self) -> None:
         """Answer every request that still waits for rows with a 503: the drain's deadline is about to pass."""
@@ -129,16 +165,24 @@ class App:
             ROUTES, has_admin_listener=self.config.has_admin_listener, has_keys=self.callers.are_known
         )
 
+    def table(self, request: HttpRequest) -> Table:
+        """What is served on the listener that a request came by."""
+        return self._admin_table if request.is_admin else self._public_table
+
     def _admit(self, request: HttpRequest) -> tuple[Route, Caller]:
         """Where a request goes, and who sends it. Of a request that comes in parts this is asked twice, because its key
         may be gone by the time that its body has come; it takes 4 µs."""
-        is_admin = request.is_admin
-        route = find_route(self._admin_table if is_admin else self._public_table, request.method, request.path)
-        return route, self.callers.identify(request.headers, request.client, route.scope, is_admin=is_admin)
+        if self.cors.is_preflight(request):
+            route = PREFLIGHT
+        else:
+            route = find_route(self.table(request), request.method, request.path)
+        return route, self.callers.identify(request.headers, request.client, route.scope, is_admin=request.is_admin)
 
     # --- embeddings -----------------------------------------------------------------------------------------
 
-    async def embed(self, request: EmbedRequest, num_estimated: int, arrived_at: float, caller: Caller) -> Embedded:
+    def embed(
+        self, request: EmbedRequest, num_estimated: int, arrived_at: float, caller: Caller
+    ) -> Coroutine[Any, Any, Embedded]:
         """The rows of a request, and what was embedded. `num_estimated`: its tokens, guessed from characters.
 
         `arrived_at`, by `time.monotonic`, is what its deadline counts from. Raises ApiError: RateLimited for a key that
@@ -146,6 +190,15 @@ class App:
         or no worker stays alive, ServerError when the engine fails. Side effects: its inputs are gone once they are
         tokenized; when cancelled, what is still queued is dropped.
         """
+        embedding = self._embed(request, num_estimated, arrived_at, caller)
+        return embedding if self._tei_counts is None else self._tei_counts.watch(len(request.inputs), embedding)
+
+    def count_unread(self, error: ApiError) -> None:
+        """An embedding request is refused, before it could be read as one."""
+        if self._tei_counts is not None:
+            self._tei_counts.count_unread(error)
+
+    async def _embed(self, request: EmbedRequest, num_estimated: int, arrived_at: float, caller: Caller) -> Embedded:
         self.dispatcher.raise_if_broken()
         limit_s = self.config.request_timeout_s
         deadline = arrived_at + (limit_s if request.timeout_s is None else min(request.timeout_s, limit_s))
@@ -156,7 +209,7 @@ class App:
             if permit is None:
                 permit = await self._enter(num_estimated, priority, deadline, caller)
             with permit:
-                return await self._gather(request, permit, caller, spending)
+                return await self._gather(request, permit, caller, spending, arrived_at)
 
     async def _enter(self, num_estimated: int, priority: Priority, deadline: float, caller: Caller) -> Permit:
         try:
@@ -165,19 +218,24 @@ class App:
             self.board.add(Counter.REFUSED)
             raise
 
-    async def _gather(self, request: EmbedRequest, permit: Permit, caller: Caller, spending: Spending) -> Embedded:
+    async def _gather(
+        self, request: EmbedRequest, permit: Permit, caller: Caller, spending: Spending, arrived_at: float
+    ) -> Embedded:
         if self._make_end is not None:
             raise self._make_end()
         self.dispatcher.raise_if_broken()  # it may have been found out while this request was at the door
-        num_rows = len(request.inputs)
-        collector = make_collector(request.encoding, num_rows, self.config.card.dim)
-        gathering = Gathering(num_rows, collector, asyncio.get_running_loop())
+        entered_at = time.monotonic()
+        num_chars = sum([len(text) for text in request.inputs if isinstance(text, str)])
+        collectors = self.encoder.make_collectors(request)
+        gathering = Gathering(len(request.inputs), collectors, asyncio.get_running_loop())
         flow = self.scheduler.open(gathering, permit.priority, permit.deadline, caller.tenant)
+        counts = _Counts(wants_reports=request.wants_report)
         self._gatherings.add(gathering)
         tick = self._deadlines.set(gathering, permit.deadline)
         try:
-            num_tokens, num_truncated = await self._queue(request, flow, permit)
-            spending.settle(num_tokens)
+            await self._queue(request, flow, permit, counts)
+            tokenized_at = time.monotonic()
+            spending.settle(counts.num_tokens)
             await gathering.finished
         finally:
             self._deadlines.drop(gathering, tick)
@@ -185,43 +243,108 @@ class App:
             gathering.abandon()
             self.scheduler.close(flow)
             spending.note_sent(flow.num_sent_tokens)
-        return Embedded(collector, num_tokens, num_truncated)
+        finished_at = time.monotonic()
+        sent_at = flow.first_sent_at or tokenized_at
+        return Embedded(
+            collectors=collectors,
+            num_tokens=counts.num_tokens,
+            num_truncated=counts.num_truncated,
+            num_chunked=counts.num_chunked,
+            sources=frozenset(counts.sources),
+            reports=tuple(counts.reports),
+            num_chars=num_chars,
+            stages=Stages(
+                total_s=finished_at - arrived_at,
+                tokenize_s=tokenized_at - entered_at,
+                queue_s=max(0.0, sent_at - tokenized_at),
+                compute_s=finished_at - sent_at,
+            ),
+        )
 
     def _expire(self, gathering: Gathering) -> None:
         if not gathering.is_over:
             self.board.add(Counter.EXPIRED)
             gathering.fail(DeadlinePassed(self.dispatcher.why_unavailable()))
 
-    async def _queue(self, request: EmbedRequest, flow: Flow, permit: Permit) -> tuple[int, int]:
-        """Tokenize and queue all inputs; returns how many tokens they are, and how many inputs were cut."""
-        tokenized = self.tokenizer.tokenize_now(request.inputs)
+    async def _queue(self, request: EmbedRequest, flow: Flow, permit: Permit, counts: "_Counts") -> None:
+        """Tokenize and queue all inputs."""
+        tokenized = self.tokenizer.tokenize_now(request.inputs, request.tokenizing)
         if tokenized is not None:
-            counts = self._queue_run(flow, 0, tokenized, permit)
+            self._queue_run(request, flow, 0, tokenized, permit, counts)
         else:
-            counts = await _unless_over(flow.gathering, self._queue_runs(request, flow, permit))
+            await _unless_over(flow.gathering, self._queue_runs(request, flow, permit, counts))
         permit.note_queued()  # whatever the estimate was
         request.inputs.clear()  # megabytes that need not wait for the answer
-        return counts
 
-    async def _queue_runs(self, request: EmbedRequest, flow: Flow, permit: Permit) -> tuple[int, int]:
+    async def _queue_runs(self, request: EmbedRequest, flow: Flow, permit: Permit, counts: "_Counts") -> None:
         """Run by run: the first inputs are with the workers while the last are being tokenized."""
-        num_queued = num_tokens = num_truncated = 0
-        async with aclosing(self.tokenizer.tokenize(request.inputs, flow.tenant)) as runs:
+        num_queued = 0
+        async with aclosing(self.tokenizer.tokenize(request.inputs, request.tokenizing, flow.tenant)) as runs:
             async for tokenized in runs:
-                more_tokens, more_truncated = self._queue_run(flow, num_queued, tokenized, permit)
+                self._queue_run(request, flow, num_queued, tokenized, permit, counts)
                 num_queued += len(tokenized)
-                num_tokens += more_tokens
-                num_truncated += more_truncated
-        return num_tokens, num_truncated
 
-    def _queue_run(self, flow: Flow, start: int, tokenized: list[TokenizedInput], permit: Permit) -> tuple[int, int]:
-        sequences = [QueuedSequence(flow, index, item) for index, item in enumerate(tokenized, start)]
-        num_tokens = sum([item.num_tokens for item in tokenized])
-        self.dispatcher.quarantine.check(tokenized, start)
+    def _queue_run(
+        self,
+        request: EmbedRequest,
+        flow: Flow,
+        start: int,
+        tokenized: list[TokenizedInput],
+        permit: Permit,
+        counts: "_Counts",
+    ) -> None:
+        num_tokens = counts.add(tokenized)
+        if self._tei_counts is not None:
+            self._tei_counts.count_tokenized(tokenized)
+        self._check_num_tokens(counts.num_tokens, is_all=start + len(tokenized) == len(request.inputs))
+        output = request.output
+        if output is Output.TOKENS:
+            self._check_token_rows(start, tokenized, counts.num_tokens)
+        if counts.num_chunked:
+            sequences = self._sequences_with_chunks(request, flow, start, tokenized)
+        else:
+            sequences = [QueuedSequence(flow, index, item, output) for index, item in enumerate(tokenized, start)]
+        self.dispatcher.quarantine.check(sequences)
         self.scheduler.add(flow, self.dispatcher.without_suspects(sequences), time.monotonic())
         permit.note_queued(num_tokens)
         self.dispatcher.pump_soon()
-        return num_tokens, sum([item.is_truncated for item in tokenized])
+
+    def _sequences_with_chunks(
+        self, request: EmbedRequest, flow: Flow, start: int, tokenized: list[TokenizedInput]
+    ) -> list[QueuedSequence]:
+        sequences = []
+        is_normalized = request.normalize or (self.served.is_normalized and request.output is Output.VECTORS)
+        for index, item in enumerate(tokenized, start):
+            if not item.chunks:
+                sequences.append(QueuedSequence(flow, index, item, request.output))
+                continue
+            chunked = ChunkedInput(len(item.chunks), is_normalized=is_normalized)
+            sequences += [QueuedSequence(flow, index, chunk, request.output, chunked) for chunk in item.chunks]
+        return sequences
+
+    def _check_token_rows(self, start: int, tokenized: list[TokenizedInput], num_tokens: int) -> None:
+        """A batch's rows lie in one slot, and an answer's in the memory of the gateway. `num_tokens`: of all so far."""
+        most = _MAX_TOKEN_FLOATS // self.served.hidden_size
+        if num_tokens > most:
+            raise BadRequest(
+                f"The inputs have {num_tokens} tokens or more: one vector for each token is given of at most {most} in "
+                "a request",
+                param="input",
+            )
+        limit = self.config.arena.rows_per_slot
+        for index, item in enumerate(tokenized, start):
+            if item.num_tokens > limit or item.chunks:
+                raise BadRequest(
+                    f"'input[{index}]' has {item.num_tokens} tokens: one vector for each token is given of at most "
+                    f"{min(limit, self.config.max_tokens)}, which are not split",
+                    param="input",
+                )
+
+    def _check_num_tokens(self, num_tokens: int, *, is_all: bool) -> None:
+        limit = self.config.max_request_tokens
+        if limit is not None and num_tokens > limit:
+            least = "" if is_all else "at least "
+            raise TooManyTokens(f"Requested {least}{num_tokens} tokens, max {limit} tokens per request", param="input")
 
 
 async def _unless_over(gathering: Gathering, queueing: Coroutine[Any, Any, T]) -> T:
@@ -244,97 +367,3 @@ def _is_large(request: HttpRequest) -> bool:
 
 def _shutting_down() -> Unavailable:
     return Unavailable("The server is shutting down and did not get to this request", retry_after_s=1)
-
-
-# --- routes -----------------------------------------------------------------------------------------------------
-
-
-async def create_embeddings(app: App, http: HttpRequest, caller: Caller) -> Response:
-    config, arrived_at = app.config, time.monotonic()
-    caller.check_limits()  # before anything is made of the body
-
-    def parse(fields: dict[str, Any]) -> tuple[EmbedRequest, int]:
-        request = openai.parse_embeddings(fields, http.headers, max_inputs=config.max_inputs, dim=config.card.dim)
-        return request, app.tokenizer.estimate_tokens(request.inputs)
-
-    request, num_estimated = await app.bodies.parse(
-        http.body, openai.LARGE_FIELDS, parse, caller.tenant, openai.SMALL_FIELDS
-    )
-    http.body = b""  # tens of megabytes that nobody needs any more
-    embedded = await app.embed(request, num_estimated, arrived_at, caller)
-    return openai.render_embeddings(
-        embedded.collector,
-        request.encoding,
-        model=config.model,
-        num_tokens=embedded.num_tokens,
-        num_truncated=embedded.num_truncated,
-    )
-
-
-async def list_models(app: App, http: HttpRequest, caller: Caller) -> Response:
-    return _json(200, openai.render_models(app.config.model, app.created_at))
-
-
-async def retrieve_model(app: App, http: HttpRequest, caller: Caller) -> Response:
-    name = http.path.partition("/models/")[2].strip("/")
-    if name != app.config.model:
-        raise NotFound(
-            f"The model `{name}` does not exist; this server serves `{app.config.model}`",
-            param="model",
-            code="model_not_found",
-        )
-    return _json(200, openai.render_model(app.config.model, app.created_at))
-
-
-async def health(app: App, http: HttpRequest, caller: Caller) -> Response:
-    status, body = describe_health(app)
-    return _json(status, body, headers={} if status == 200 else {"retry-after": "1"})
-
-
-async def live(app: App, http: HttpRequest, caller: Caller) -> Response:
-    return _json(200, {"status": "ok"})
-
-
-async def info(app: App, http: HttpRequest, caller: Caller) -> Response:
-    return _json(200, describe_info(app, shows_tenants=http.is_admin or caller.is_admin))
-
-
-async def metrics(app: App, http: HttpRequest, caller: Caller) -> Response:
-    body = render_metrics(app.board, version=app.config.version, model=app.config.model)
-    return Response(200, body, content_type=CONTENT_TYPE)
-
-
-async def reload(app: App, http: HttpRequest, caller: Caller) -> Response:
-    if app.on_reload is None:
-        raise NotImplementedByServer("This gateway has nobody who could reload its configuration")
-    app.on_reload()
-    return _json(202, {"status": "reloading"})
-
-
-async def keys(app: App, http: HttpRequest, caller: Caller) -> Response:
-    """Of each key what it may and has used, by its name: nothing that it could be told from."""
-    return _json(200, {"gateway": app.board.gateway, "keys": [holder.describe() for holder in app.callers.holders]})
-
-
-def _json(status: int, body: Any, headers: Mapping[str, str] | None = None) -> Response:
-    return Response(status, orjson.dumps(body), headers=dict(headers or {}))
-
-
-_EMBEDDINGS = {"POST": Route(create_embeddings)}
-_MODELS = {"GET": Route(list_models)}
-_MODEL = {"GET": Route(retrieve_model)}
-
-ROUTES = {
-    "/v1/embeddings": _EMBEDDINGS,
-    "/embeddings": _EMBEDDINGS,
-    "/v1/models": _MODELS,
-    "/models": _MODELS,
-    "/v1/models/*": _MODEL,
-    "/models/*": _MODEL,
-    "/health": {"GET": Route(health, scope=None, place=Place.BOTH)},
-    "/live": {"GET": Route(live, scope=None, place=Place.BOTH)},
-    "/info": {"GET": Route(info, scope="metrics", place=Place.OPERATOR)},
-    "/metrics": {"GET": Route(metrics, scope="metrics", place=Place.OPERATOR)},
-    "/admin/reload": {"POST": Route(reload, scope="admin", place=Place.ADMIN)},
-    "/admin/keys": {"GET": Route(keys, scope="admin", place=Place.ADMIN)},
-}

@@ -13,6 +13,9 @@ from hashlib import blake2b, sha256
 from gateway.config import ApiKey
 from gateway.errors import InvalidApiKey, PermissionDenied
 
+ANY_SCOPE = "any"
+"""What a path asks for that any key opens; what it shows may depend on the key."""
+
 _SECRET_BYTES = 32
 
 
@@ -35,7 +38,10 @@ class Auth:
             return None
         given = _key_of(headers)
         if given is None:
-            raise InvalidApiKey("You didn't provide an API key: send it as 'Authorization: Bearer YOUR_KEY'")
+            # LiteLLM tells a caller who may not from a bad request by the first four words.
+            raise InvalidApiKey(
+                "Incorrect API key provided: you didn't provide an API key, send it as 'Authorization: Bearer YOUR_KEY'"
+            )
         digest = sha256(given.encode("latin-1")).digest()
         key, known = self._found.get(self._blind(digest), (None, b""))
         if key is None or not hmac.compare_digest(digest, known):
@@ -52,12 +58,14 @@ class Auth:
 
 def check_scope(key: ApiKey, scope: str) -> None:
     """Raises PermissionDenied."""
-    if scope not in key.scopes:
+    if scope != ANY_SCOPE and scope not in key.scopes:
         raise PermissionDenied(f"This API key does not have the scope '{scope}', which this path asks for")
 
 
 def _key_of(headers: Mapping[str, str]) -> str | None:
-    scheme, _, key = headers.get("authorization", "").partition(" ")
-    if scheme.lower() == "bearer" and key.strip():
-        return key.strip()
+    scheme, _, key = headers.get("authorization", "").replace("\t", " ", 1).partition(" ")
+    # Nothing else is blank: what latin-1 takes for a blank may be half of a letter in UTF-8.
+    key = key.strip(" \t")
+    if scheme.lower() == "bearer" and key:
+        return key
     return headers.get("api-key") or headers.get("x-api-key") or None

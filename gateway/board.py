@@ -28,9 +28,10 @@ class Board:
         self.gateway = gateway
         self.num_workers = spec.num_workers
         self.rows: list[Row] = cut_rows(cells.toreadonly(), spec)
-        ours = cut_rows(cells, spec)[gateway]
-        self._counters, self._gauges = ours.counters, ours.gauges
-        self._histograms, self._workers = ours.histograms, ours.workers
+        self.ours = cut_rows(cells, spec)[gateway]
+        """This gateway's row, to write to."""
+        self._counters, self._gauges = self.ours.counters, self.ours.gauges
+        self._histograms, self._workers = self.ours.histograms, self.ours.workers
         self._polled: dict[Gauge, Callable[[], int]] = {}
         for gauge in Gauge:
             self.set(gauge, 0)

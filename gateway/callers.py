@@ -25,6 +25,7 @@ class Caller:
 
     max_priority = Priority.INTERACTIVE
     is_admin = False
+    sees_metrics = True
 
     def __init__(self, tenant: str) -> None:
         self.tenant = tenant
@@ -57,6 +58,7 @@ class KeyHolder(Caller):
         self.key = key
         self.max_priority = Priority[key.max_priority.upper()]
         self.is_admin = "admin" in key.scopes
+        self.sees_metrics = "metrics" in key.scopes
         self._max_running = key.max_requests and -(-key.max_requests // self._num_gateways)
         self._set_rate(key.tokens_per_s and key.tokens_per_s / self._num_gateways)
 

@@ -13,7 +13,8 @@ from shm.board import BoardSpec
 from shm.card import ModelCard
 
 PRIORITIES = ("interactive", "normal", "bulk")
-TOKEN_ID_POLICIES = ("auto", "model", "reject")
+TOKEN_ID_POLICIES = ("auto", "model", "cl100k", "reject")
+OVERFLOWS = ("error", "truncate", "truncate_left", "chunk")
 SCOPES = ("embed", "metrics", "admin")
 
 
@@ -49,16 +50,28 @@ class GatewayConfig:
     version: str
     model: str
     """The served model's name, reported in every answer."""
+    aliases: tuple[str, ...]
+    """Other names that callers may use for it."""
+    is_strict: bool
+    """A request for a model of any other name is refused."""
     card: ModelCard
     arena: ArenaSpec
     num_gateways: int
     num_workers: int
+    compute_type: str
+    """"cpu" or "gpu"."""
     board_workers: int
     """Workers that the board has room for: as many as a later configuration may have."""
     keys: tuple[ApiKey, ...]
     """One of them is required of every caller, unless there are none."""
     token_ids: str
     """One of TOKEN_ID_POLICIES; see `gateway.tokenizer`."""
+    overflow: str
+    """One of OVERFLOWS, for requests that do not say."""
+    is_matryoshka: bool
+    """Smaller `dimensions` are allowed, because the model says so, or the operator."""
+    quantization_ranges: str | None
+    """Path of a NumPy file, float32 [2, D]: each element's least and greatest; see `gateway.quantization`."""
     literal_special_tokens: bool
     """Special tokens that stand in a text are taken for characters."""
     max_tokens: int
@@ -66,6 +79,8 @@ class GatewayConfig:
     max_batch_tokens: int
     max_inputs: int
     """Inputs per request."""
+    max_request_tokens: int | None
+    """Tokens of all inputs of one request; None: no limit but those on bodies and waiting."""
     max_body_bytes: int
     max_requests: int
     """Embedding requests admitted at a time, by all gateways."""
@@ -79,6 +94,10 @@ class GatewayConfig:
     """Of these, from one address (IPv6: one /64). Unix sockets have none."""
     has_admin_listener: bool
     """/metrics, /info and /admin are served on a socket of their own, and not on the public one."""
+    cors_origins: tuple[str, ...]
+    """Web pages of these origins may call; "*": of any. None: no page may."""
+    has_tei_metrics: bool
+    """/metrics has text-embeddings-inference's names, too."""
     tls_cert: str | None
     """Path of the certificate chain; with it, the public listener speaks TLS."""
     tls_key: str | None
@@ -108,4 +127,5 @@ class GatewayConfig:
     def from_json(cls, fields: Mapping[str, Any]) -> "GatewayConfig":
         keys = tuple(map(ApiKey.from_json, fields["keys"]))
         card, arena = ModelCard.from_json(fields["card"]), ArenaSpec(**fields["arena"])
-        return cls(**{**fields, "keys": keys, "card": card, "arena": arena})
+        tuples = {name: tuple(fields[name]) for name in ("aliases", "cors_origins")}
+        return cls(**{**fields, **tuples, "keys": keys, "card": card, "arena": arena})

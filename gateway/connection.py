@@ -191,7 +191,7 @@ class Connection(asyncio.Protocol):
         except Exception as error:
             response = self._render(error, request.request_id, request.path)
         if response is not None:
-            self._end_with(response, request.request_id, is_head=request.method == "HEAD")
+            self._end_with(response, request.request_id, request)
         elif request.expects_continue:
             self._send([CONTINUE])
 
@@ -238,6 +238,7 @@ class Connection(asyncio.Protocol):
     def _write_answer(self, request: HttpRequest, response: Response) -> bool:
         """True when it is the connection's last. Nothing is sent when it raises (ValueError, KeyError)."""
         is_last = self._is_last(request)
+        self._add_headers(response, request)
         pieces = encode_response(
             response,
             request_id=request.request_id,
@@ -251,6 +252,10 @@ class Connection(asyncio.Protocol):
         if log.isEnabledFor(logging.DEBUG):
             self._log_access(request, response.status)
         return is_last
+
+    def _add_headers(self, response: Response, request: HttpRequest | None) -> None:
+        if not self.is_admin:
+            self._server.app.add_headers(response, request)
 
     def _is_last(self, request: HttpRequest) -> bool:
         is_leaving = self._has_eof or self._server.is_draining
@@ -287,16 +292,17 @@ class Connection(asyncio.Protocol):
             request_id = new_request_id()
             self._end_with(self._render(error, request_id, None), request_id)
         else:
-            response = self._render(error, request.request_id, request.path)
-            self._end_with(response, request.request_id, is_head=request.method == "HEAD")
+            self._end_with(self._render(error, request.request_id, request.path), request.request_id, request)
 
     def _refuse_connection(self, reason: str) -> None:
         """Unlike other refusals not logged each by itself: the sweep counts them."""
         error = Unavailable(reason, retry_after_s=1)
         self._end_with(self._server.app.render_error(error, None), new_request_id())
 
-    def _end_with(self, response: Response, request_id: str, *, is_head: bool = False) -> None:
+    def _end_with(self, response: Response, request_id: str, request: HttpRequest | None = None) -> None:
+        self._add_headers(response, request)
         date = self._server.http_date()
+        is_head = request is not None and request.method == "HEAD"
         self._send(encode_response(response, request_id=request_id, keep_alive=False, head_only=is_head, date=date))
         self._server.on_answer(response.status)
         self._linger()

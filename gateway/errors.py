@@ -10,8 +10,6 @@ a token id, a vector or a key.
 import logging
 from typing import ClassVar
 
-import orjson
-
 
 class ApiError(Exception):
     """A request that is answered with an error. Subclasses fix the family; `message` is for the caller to read."""
@@ -25,6 +23,8 @@ class ApiError(Exception):
         super().__init__(message)
         self.message = message
         self.param = param
+        self.dialect: str | None = None
+        """Whose shape the answer has, where the path alone does not tell."""
         if code is not None:
             self.code = code
 
@@ -41,6 +41,50 @@ class BadRequest(ApiError):
 
     status = 400
     type = "invalid_request_error"
+
+
+class TooManyInputs(BadRequest):
+    """Raised for more inputs than a request may have: by `gateway.json_pieces` while they are read, and by dialects."""
+
+
+class EmptyInput(BadRequest):
+    """Raised by `gateway.dialects.tei` for a list of no inputs."""
+
+
+class InputTooLong(BadRequest):
+    """Raised by `gateway.tokenizer` for an input that is longer than the model takes, where the request, or the server,
+    would rather have an error. LiteLLM and Elasticsearch know OpenAI's sentence, and act on it."""
+
+    def __init__(
+        self, max_tokens: int, num_tokens: int, *, is_at_least: bool = False, param: str | None = None
+    ) -> None:
+        """`is_at_least`: not all of the input was looked at."""
+        num = f"at least {num_tokens}" if is_at_least else f"{num_tokens}"
+        super().__init__(
+            f"This model's maximum context length is {max_tokens} tokens, however you requested {num} tokens ({num} in "
+            "your prompt; 0 for the completion). Please reduce your prompt; or completion length.",
+            param=param,
+        )
+
+
+class TooManyTokens(BadRequest):
+    """Raised by `gateway.app` for a request whose inputs have too many tokens together."""
+
+    type = "max_tokens_per_request"
+    code = "max_tokens_per_request"
+
+
+class ModelNotFound(BadRequest):
+    """Raised by `gateway.served` for a name that is not the served model's, where that matters."""
+
+    status = 404
+    code = "model_not_found"
+
+    def __init__(self, name: str) -> None:
+        name = name[:64]
+        super().__init__(f"The model `{name}` does not exist", param="model")
+        self.name = name
+        """For dialects that have a sentence of their own."""
 
 
 class InvalidApiKey(ApiError):
@@ -94,7 +138,7 @@ class RequestTimeout(ApiError):
 
 
 class PayloadTooLarge(ApiError):
-    """Raised while the body arrives, before any of it is parsed."""
+    """Raised while the body arrives, or is decompressed, before any of it is parsed."""
 
     status = 413
     type = "invalid_request_error"
@@ -102,11 +146,27 @@ class PayloadTooLarge(ApiError):
 
 
 class UnsupportedEncoding(ApiError):
-    """Raised for a body with a Content-Encoding."""
+    """Raised for a body with a Content-Encoding that is not understood, before any of it is read."""
 
     status = 415
     type = "invalid_request_error"
     code = "unsupported_content_encoding"
+
+    def __init__(self, message: str, *, accepted: str) -> None:
+        """`accepted`: as Accept-Encoding names the codings that are."""
+        super().__init__(message)
+        self._accepted = accepted
+
+    def headers(self) -> dict[str, str]:
+        return {"accept-encoding": self._accepted}
+
+
+class WrongModel(ApiError):
+    """Raised by `gateway.dialects.tei` for what a model of another kind could do: rank, classify, weigh words."""
+
+    status = 424
+    type = "invalid_request_error"
+    code = "wrong_model"
 
 
 class HeadersTooLarge(ApiError):
@@ -189,7 +249,11 @@ class ServerError(ApiError):
     log_level = logging.ERROR
 
 
-class PoisonInput(ServerError):
+class EngineFailed(ServerError):
+    """Raised by `gateway.dispatch` when the engine failed on an input, and nothing else did."""
+
+
+class PoisonInput(EngineFailed):
     """Raised by `gateway.dispatch` for an input whose batches died with their workers, the last time alone."""
 
     code = "poison_input"
@@ -197,10 +261,3 @@ class PoisonInput(ServerError):
     def headers(self) -> dict[str, str]:
         # OpenAI's SDKs repeat a 5xx, and this one would kill again.
         return {"x-should-retry": "false"}
-
-
-def render_openai_error(error: ApiError) -> bytes:
-    """The error's body in OpenAI's shape, in which all four keys are always there."""
-    return orjson.dumps(
-        {"error": {"message": error.message, "type": error.type, "param": error.param, "code": error.code}}
-    )

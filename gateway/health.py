@@ -1,7 +1,7 @@
 """What the server says of itself: `/health`, `/live`, `/info`. Reads the gateway's state, changes none of it.
 
 `/health` is about this gateway, whom the caller would send requests to: its own links to the workers. `/info` is about
-the whole server, whichever gateway answers it.
+the whole server, whichever gateway answers it, and is for its operator, but for what `describe_for_tei` says.
 """
 
 import os
@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Any
 from gateway.board import ANSWERS, Board
 from gateway.dispatch import WorkerLink
 from gateway.pace import FULL_BATCH_S, SHORT_BATCH_S
+from gateway.request import Overflow
 from shm.board import Gauge, Row
 
 if TYPE_CHECKING:
@@ -32,7 +33,7 @@ def describe_info(app: "App", *, shows_tenants: bool) -> dict[str, Any]:
     board.publish()
     tenants = {"tenants": _describe_tenants(app)} if shows_tenants else {}
     return {
-        "version": config.version,
+        **describe_for_tei(app),
         "model": {
             "id": config.model,
             "architecture": card.model_type,
@@ -64,6 +65,56 @@ def describe_info(app: "App", *, shows_tenants: bool) -> dict[str, Any]:
         },
         "gateways": [_describe_gateway(index, row) for index, row in enumerate(board.rows)],
     }
+
+
+def describe_for_tei(app: "App") -> dict[str, Any]:
+    """What text-embeddings-inference says under `/info`, by its names, which some of its clients read before they send
+    texts: the model and the limits, nothing that is for the operator alone. A worker that is up says the dtype."""
+    config, card = app.config, app.config.card
+    dtypes = [link.facts.get("dtype") for link in app.dispatcher.links]
+    return {
+        "model_id": config.model,
+        "model_sha": None,
+        "model_dtype": next((dtype for dtype in dtypes if dtype), "unknown"),
+        "served_model_name": config.model,
+        "model_type": {"embedding": {"pooling": "+".join(_TEI_POOLING.get(mode, mode) for mode in card.pooling)}},
+        "max_concurrent_requests": config.max_requests,
+        "max_input_length": config.max_tokens,
+        "max_batch_tokens": config.max_batch_tokens,
+        "max_batch_requests": None,
+        "max_client_batch_size": config.max_inputs,
+        "auto_truncate": Overflow(config.overflow) is not Overflow.ERROR,
+        "tokenization_workers": app.tokenizer.threads.num_threads * config.num_gateways,
+        "version": config.version,
+        "sha": None,
+        "docker_label": None,
+    }
+
+
+_TEI_POOLING = {"lasttoken": "last_token"}
+_TEI_TYPES: dict[str, Any] = {
+    "model_id": "string",
+    "model_sha": ["string", "null"],
+    "model_dtype": "string",
+    "served_model_name": "string",
+    "model_type": "object",
+    "max_concurrent_requests": "integer",
+    "max_input_length": "integer",
+    "max_batch_tokens": "integer",
+    "max_batch_requests": ["integer", "null"],
+    "max_client_batch_size": "integer",
+    "auto_truncate": "boolean",
+    "tokenization_workers": "integer",
+    "version": "string",
+    "sha": ["string", "null"],
+    "docker_label": ["string", "null"],
+}
+INFO_SCHEMA: dict[str, Any] = {
+    "type": "object",
+    "required": list(_TEI_TYPES),
+    "properties": {name: {"type": kind} for name, kind in _TEI_TYPES.items()},
+}
+"""Of what everybody sees of `/info`."""
 
 
 def _describe_tenants(app: "App") -> dict[str, Any]:

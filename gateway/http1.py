@@ -34,9 +34,9 @@ from gateway.errors import (
     HttpVersionNotSupported,
     NotImplementedByServer,
     PayloadTooLarge,
-    UnsupportedEncoding,
 )
 from gateway.framing import Body, ChunkedBody, KnownBody, NoBody
+from gateway.inflating import Coding, coding_named
 
 CONTINUE = b"HTTP/1.1 100 Continue\r\n\r\n"
 
@@ -95,6 +95,8 @@ class HttpRequest:
     """The client's own, or one made here."""
     expects_continue: bool = False
     """The client sends its body only after an interim answer."""
+    coding: Coding | None = None
+    """Of the body, which is left as it was sent: see `gateway.inflating`."""
     body: bytes = field(default=b"", repr=False)
     """Empty until the whole body is there."""
     client: str = field(default="", repr=False)
@@ -380,7 +382,7 @@ class _Message:
         if not _is_authority(headers.get("host", "")):
             raise BadRequest("header Host: not a host name or address with an optional port")
         if "content-encoding" in headers:
-            _check_content_encoding(headers["content-encoding"])
+            request.coding = coding_named(headers["content-encoding"])
         if "transfer-encoding" in headers:
             _check_transfer_encoding(headers["transfer-encoding"], request.http_minor)
             self._is_chunked = True
@@ -410,11 +412,6 @@ def _check_transfer_encoding(value: str, http_minor: int) -> None:
     # Anything beside it, be it an empty element, is read differently by different servers on the way.
     if value.lower() != "chunked":
         raise NotImplementedByServer(f"header Transfer-Encoding: {_quoted(value)}, only chunked is supported")
-
-
-def _check_content_encoding(value: str) -> None:
-    if value.lower() not in {"", "identity"}:
-        raise UnsupportedEncoding(f"header Content-Encoding: {_quoted(value)}, send the body uncompressed")
 
 
 @lru_cache(maxsize=64)  # a server has few paths, and this takes a tenth of the time of reading a small request

@@ -8,6 +8,8 @@ from `start` up to `limit` and no further, so that none holds the GIL for long: 
 
 import re
 
+_LONG_STRING_BYTES = 64
+"""As much as Python adds to a string."""
 _BLANKS = re.compile(rb"[ \t\n\r]*+")
 _SCALAR = re.compile(rb'[^][{}",: \t\n\r]*+')
 _STRING = re.compile(rb'"(?:[^"\\]++|\\.)*+"', re.DOTALL)
@@ -49,6 +51,12 @@ def value_end(document: bytes, start: int, limit: int) -> int | None:
         return _closing_end(document, start, limit)
     end = _end(_SCALAR, document, start, limit)
     return end if end < limit else None
+
+
+def long_strings_bytes(document: bytes, start: int, stop: int) -> int:
+    """Of a value from `start` to `stop`, what stands in strings so long that they take little more memory than that."""
+    lengths = (string.end() - string.start() for string in _STRING.finditer(document, start, stop))
+    return sum(length for length in lengths if length >= _LONG_STRING_BYTES)
 
 
 def _closing_end(document: bytes, start: int, limit: int) -> int | None:

@@ -18,8 +18,8 @@ from typing import Any, TypeAlias
 
 import orjson
 
-from gateway.errors import BadRequest
-from gateway.json_cuts import blanks_end, run_end, text_end, value_end
+from gateway.errors import BadRequest, TooManyInputs
+from gateway.json_cuts import blanks_end, long_strings_bytes, run_end, text_end, value_end
 
 Steps: TypeAlias = Generator[None, None, Any]
 """Yields between pieces, so that whoever runs it can let others have their turn."""
@@ -39,11 +39,12 @@ class Bounds:
     max_chars: int
     """Of a string; so many and at least one more are kept of a longer one."""
     max_ids: int
-    """Of a list of whole numbers; see `_shortened`."""
+    """Of a list of whole numbers; see `_shorten`."""
     window_bytes: int = 32 * 1024
     """The longest piece. orjson takes 0.1 ms for so many ids, 0.03 ms for texts, at worst (empty lists) 0.6 ms."""
     max_other_bytes: int = 256 * 1024
-    """Of all that is not cut, together. At worst (nothing but brackets) 5 ms."""
+    """Of all that is not cut, together; of objects in a large list each, and without their long strings together. At
+    worst (nothing but brackets) 5 ms."""
     max_fields: int = 16 * 1024
     """Of the object, each as often as it is there. A body that is parsed whole is too small for so many; clients send
     dozens. At worst (lists in lists) 1 s of turns."""
@@ -124,29 +125,24 @@ class PieceReader:
         return self._read_other(depth)
 
     def _read_list(self, depth: int) -> Steps:
-        values: list[Any] = []
-        num_dropped = 0
+        elements = _Elements(self._bounds.max_ids)
         self._at += 1
         yield from self._skip_blanks()
         is_over = self._take(b"]")
         while not is_over:
             end = run_end(self._document, self._at, self._at + self._bounds.window_bytes)
             if end > self._at:
-                values += self._take_run(end, depth)
+                run = self._take_run(end, depth)
             else:
                 yield from self._skip_blanks()
-                values.append((yield from self._read_large(depth)))
+                run = [(yield from self._read_large(depth))]
                 yield from self._skip_blanks()
                 is_over = self._take(b"]")
                 if not is_over:
                     self._expect(b",")
-            if num_dropped and not _are_ids(values):
-                raise self._not_an_id(values, num_dropped)
-            num_dropped += len(values)
-            values = self._bounded(values, depth)
-            num_dropped -= len(values)
+            self._add(elements, run, depth)
             yield
-        return _as_ids(values)
+        return elements.kept
 
     def _take_run(self, end: int, depth: int) -> list[Any]:
         start, self._at = self._at, end
@@ -156,19 +152,23 @@ class PieceReader:
         elements = _loads_nested(run, depth, start)
         return list(map(_as_ids, elements)) if type(elements[0]) is list else elements
 
-    def _bounded(self, values: list[Any], depth: int) -> list[Any]:
-        """`values` as far as they are kept. Raises BadRequest when they are too many."""
-        bounds = self._bounds
-        if _are_ids(values):
-            return _shortened(values, bounds.max_ids)
-        if depth == 1 and len(values) > bounds.max_items:
-            raise BadRequest(
-                f"'$.{self._field}' is invalid: more than {bounds.max_items} inputs, the most in one request",
+    def _add(self, elements: "_Elements", run: list[Any], depth: int) -> None:
+        """Raises BadRequest when they are too many."""
+        if elements.add_ids(run):
+            return
+        if elements.num_dropped:
+            raise self._not_an_id(run, elements.num)
+        num, max_items = elements.add_values(run), self._bounds.max_items
+        if num <= max_items or (elements.are_whole_numbers and num <= self._bounds.max_ids):
+            return
+        if elements.are_whole_numbers:
+            raise BadRequest(f"'{self._field}' has a token id outside any vocabulary", param=self._field)
+        if depth == 1:
+            raise TooManyInputs(
+                f"'$.{self._field}' is invalid: more than {max_items} inputs, the most in one request",
                 param=self._field,
             )
-        if depth > 1 and len(values) > max(bounds.max_ids, bounds.max_items):
-            raise BadRequest(f"'{self._field}' has a list of values that are not all token ids", param=self._field)
-        return values
+        raise BadRequest(f"'{self._field}' has a list of values that are not all token ids", param=self._field)
 
     def _read_text(self) -> Steps:
         """A string, cut into windows."""
@@ -189,14 +189,18 @@ class PieceReader:
         return "".join(parts)
 
     def _read_other(self, depth: int) -> Any:
-        """A value that is not cut."""
-        start, limit = self._at, self._at + self._bounds.max_other_bytes - self._num_other_bytes
+        """A value that is not cut. Long strings in an element of a large list are texts, as in `{"text": "…"}`."""
+        most, is_element = self._bounds.max_other_bytes, depth > 0
+        start, limit = self._at, self._at + most - (0 if is_element else self._num_other_bytes)
         end = value_end(self._document, start, limit)
         if end is None:
             raise self._unended(limit)
         if end == start:
             raise self._invalid("a value was expected")
-        self._num_other_bytes += end - start
+        num_text_bytes = long_strings_bytes(self._document, start, end) if is_element else 0
+        self._num_other_bytes += end - start - num_text_bytes
+        if self._num_other_bytes > most:
+            raise self._too_much()
         self._at = end
         value = _loads_nested(self._document[start:end], depth, start)
         return value[0] if depth else value
@@ -225,15 +229,22 @@ class PieceReader:
     def _invalid(self, what: str) -> BadRequest:
         return _invalid_json(what if self._at < len(self._document) else "unexpected end of data", self._at)
 
-    def _not_an_id(self, values: list[Any], num_dropped: int) -> BadRequest:
-        index = next(index for index, value in enumerate(values) if type(value) is not int) + num_dropped
+    def _not_an_id(self, run: list[Any], num_before: int) -> BadRequest:
+        """Of a list, too long for anything but token ids, that goes on with something else."""
+        index = next((index for index, value in enumerate(run) if type(value) is not int), None)
+        if index is None:
+            return BadRequest(f"'{self._field}' has a token id outside any vocabulary", param=self._field)
         return BadRequest(
-            f"'{self._field}' has a list of token ids in which number {index} is not a whole number", param=self._field
+            f"'{self._field}' has a list of token ids in which number {num_before + index} is not a whole number",
+            param=self._field,
         )
 
     def _unended(self, limit: int) -> BadRequest:
         if limit > len(self._document):
             return _invalid_json("unexpected end of data", len(self._document))
+        return self._too_much()
+
+    def _too_much(self) -> BadRequest:
         name = self._field if self._field in self._known_fields else None
         return BadRequest(
             f"{repr(name) if name else 'other fields and the names of fields'}: what is neither text nor token ids may "
@@ -275,13 +286,57 @@ def _as_ids(value: Any) -> Any:
     return value
 
 
-def _shortened(ids: list[int], max_ids: int) -> list[int]:
-    """A list of ids without what lies between the first `max_ids` and the last few, but for its extremes.
+def _shorten(ids: "array[int]", max_ids: int) -> int:
+    """Take out of `ids` what lies between the first `max_ids` and the last few, but for its extremes; how many.
 
     Whoever takes at most `max_ids` of them, looks at how the list ends, and asks whether all are in a vocabulary,
     finds the same as in the whole list; and it is still too long. It can be shortened again with more ids behind it.
     """
     dropped = ids[max_ids:-_NUM_LAST_IDS]
     if len(dropped) <= 2:
-        return ids
-    return [*ids[:max_ids], min(dropped), max(dropped), *ids[-_NUM_LAST_IDS:]]
+        return 0
+    ids[max_ids:-_NUM_LAST_IDS] = array("i", [min(dropped), max(dropped)])
+    return len(dropped) - 2
+
+
+class _Elements:
+    """Of a list that is read run by run: an array while all of them are int32, shortened where it is long; then a list.
+
+    What a run costs does not depend on how many came before it.
+    """
+
+    def __init__(self, max_ids: int) -> None:
+        self._max_ids = max_ids
+        self._ids = array("i")
+        self._values: list[Any] | None = []
+        self.num = 0
+        """So many came."""
+        self.num_dropped = 0
+        self.are_whole_numbers = True
+
+    @property
+    def kept(self) -> Any:
+        return self._ids if self._values is None else self._values
+
+    def add_ids(self, run: list[Any]) -> bool:
+        """Take them if all are int32, as all before them were; otherwise nothing is changed."""
+        if self._values or not _are_ids(run):
+            return False
+        try:
+            new = array("i", run)
+        except OverflowError:
+            return False
+        self._values = None
+        self._ids += new
+        self.num += len(run)
+        self.num_dropped += _shorten(self._ids, self._max_ids)
+        return True
+
+    def add_values(self, run: list[Any]) -> int:
+        """Take anything behind what nothing has been dropped of; how many there are."""
+        if self._values is None:
+            self._values = self._ids.tolist()
+        self._values += run
+        self.num += len(run)
+        self.are_whole_numbers = self.are_whole_numbers and _are_ids(run)
+        return self.num

@@ -28,7 +28,7 @@ from gateway.dispatch import Dispatcher
 from gateway.errors import ApiError, Unavailable
 from gateway.http1 import HttpRequest, Limits, Response
 from gateway.memory import keep_freed_memory
-from gateway.request import Priority
+from gateway.request import Overflow, Priority
 from gateway.scheduler import Scheduler
 from gateway.server import Server, Timeouts
 from gateway.tls import ServerTls, TlsError
@@ -190,6 +190,9 @@ class Services:
     def render_error(self, error: ApiError, path: str | None) -> Response:
         return self.active.app.render_error(error, path)
 
+    def add_headers(self, response: Response, request: HttpRequest | None) -> None:
+        self.active.app.add_headers(response, request)
+
     def total(self, value: Callable[[Service], int]) -> int:
         return sum(map(value, self.all.values()))
 
@@ -236,6 +239,7 @@ class Gateway:
             max_batch_tokens=config.max_batch_tokens,
             batch_timeout_s=config.batch_timeout_s,
             num_gateways=config.num_gateways,
+            token_dim=config.card.hidden_size,
             on_stuck=lambda who: self._tell(WorkerStuck(who.worker, who.life)),
             on_met=lambda who: self._tell(WorkerMet(who.worker, who.life)),
             on_quarantined=lambda digest: self._tell(Quarantined(digest)),
@@ -423,7 +427,11 @@ class Gateway:
 
 def _read_tokenizer(config: GatewayConfig) -> Tokenizer:
     return Tokenizer(
-        config.card, config.max_tokens, config.token_ids, literal_special_tokens=config.literal_special_tokens
+        config.card,
+        config.max_tokens,
+        config.token_ids,
+        overflow=Overflow(config.overflow),
+        literal_special_tokens=config.literal_special_tokens,
     )
 
 

@@ -1,7 +1,8 @@
 """`/metrics`: the board in Prometheus' text format, summed over all gateways, whichever of them answers.
 
 Owns the prefix `vecd_` before the names that `shm.board` gives, and the labels: there are never more of them than
-workers, gateways and classes of status. Reads the board, changes nothing. Called by `gateway.app`.
+workers, gateways and classes of status. What is called `te_` is written by `gateway.tei_metrics`. Reads the board,
+changes nothing. Called by `gateway.own_routes`.
 """
 
 import time
@@ -19,15 +20,18 @@ from prometheus_client.metrics_core import (
 from prometheus_client.registry import Collector
 
 from gateway.board import Board
+from gateway.tei_metrics import render_tei_metrics
 from shm.board import Counter, Gauge, Histogram
 
 CONTENT_TYPE = "text/plain; version=0.0.4; charset=utf-8"
 
 
-def render_metrics(board: Board, *, version: str, model: str) -> bytes:
-    """The body of `/metrics`. Side effect: the board's polled gauges are published."""
+def render_metrics(board: Board, *, version: str, model: str, tei_max_tokens: int | None = None) -> bytes:
+    """The body of `/metrics`. `tei_max_tokens`: the model's longest sequence, where text-embeddings-inference's metrics
+    are to be in it, too. Side effect: the board's polled gauges are published."""
     board.publish()
-    return generate_latest(_Collector(board, {"version": version, "model": model}))
+    ours = generate_latest(_Collector(board, {"version": version, "model": model}))
+    return ours if tei_max_tokens is None else ours + render_tei_metrics(board, max_tokens=tei_max_tokens).encode()
 
 
 class _Collector(Collector):

@@ -19,9 +19,10 @@ MAX_KEPT = 1024
 _DIGEST_BYTES = 16
 
 
-class Input(Protocol):
-    @property
-    def token_ids(self) -> bytes: ...
+class Sequence(Protocol):
+    token_ids: bytes
+    index: int
+    """Of its input, among the request's."""
 
 
 class Quarantine:
@@ -50,13 +51,13 @@ class Quarantine:
         """Whether this input is refused. Costs nothing while none is."""
         return bool(self._expires_at) and self._is_kept(self.digest(token_ids))
 
-    def check(self, inputs: Iterable[Input], start: int) -> None:
-        """Raises PoisonInput for the first of a request's inputs `start`, `start + 1`, … that is refused."""
+    def check(self, sequences: Iterable[Sequence]) -> None:
+        """Raises PoisonInput for the first of a request's sequences that is refused."""
         if not self._expires_at:
             return
-        for index, item in enumerate(inputs, start):
-            if self.holds(item.token_ids):
-                raise poisonous(index)
+        for sequence in sequences:
+            if self.holds(sequence.token_ids):
+                raise poisonous(sequence.index)
 
     def _is_kept(self, digest: str) -> bool:
         now = self._clock()

@@ -55,6 +55,12 @@ class App(Protocol):
     def render_error(self, error: ApiError, path: str | None) -> Response:
         """The answer to a failed request; `path` is None when its head was not understood."""
 
+    def add_headers(self, response: Response, request: HttpRequest | None) -> None:
+        """Add the headers that every answer to `request` has, errors included; None: its head was not understood.
+
+        Not called on the admin listener.
+        """
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Timeouts:

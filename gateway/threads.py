@@ -32,6 +32,7 @@ class Threads:
     """Use from one event loop. What is cancelled ends with the turn it is in."""
 
     def __init__(self, num_threads: int = 2) -> None:
+        self.num_threads = num_threads
         self._executor = ThreadPoolExecutor(num_threads, thread_name_prefix="gateway-work")
         self._waiting = _Turns()
 

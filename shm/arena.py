@@ -47,7 +47,7 @@ class ArenaSpec:
     num_slots: int
     """Batches in flight per worker, of each gateway."""
     rows_per_slot: int
-    """The most sequences a batch may hold."""
+    """The most that a batch may ask for: one for a sequence, or one for each of its tokens."""
     dim: int
     """Floats per row."""
     num_gateways: int = 1

@@ -7,12 +7,14 @@ Memory map, int64 of the machine's own byte order throughout::
 
     offset 0            row_nbytes           2 × row_nbytes
     ├── gateway 0 ──────┼── gateway 1 ───────┤   …  num_gateways
-    │ counters │ gauges │ histograms                    │ workers                        │ up to a multiple of 64
-    │ Counter  │ Gauge  │ Histogram × (buckets … │ sum)  │ num_workers × WorkerCell       │
+    │ counters │ gauges │ histograms            │ tei_counters │ tei_histograms        │ workers       │ up to a
+    │ Counter  │ Gauge  │ Histogram ×           │ TeiCounter   │ TeiHistogram ×        │ num_workers × │ multiple
+    │          │        │ (buckets … │ sum)     │              │ (buckets … │ sum)     │ WorkerCell    │ of 64
 
     part          who writes                                  a gateway's death
     counters,     the gateway whose row it is                 leaves them; its next life counts on from there, so that
     histograms,                                               sums over all rows never go back
+    (TEI's, too),
     workers
     gauges        the gateway whose row it is; while it is    clears them (`clear_gauges`)
                   dead, the supervisor
@@ -28,10 +30,13 @@ import os
 from collections.abc import Sequence
 from dataclasses import dataclass
 from enum import IntEnum
+from itertools import accumulate, repeat
+from operator import mul
 
 from shm.memory import create_sealed
 
 _BYTES_PER_CELL = 8
+_NS_PER_S = 1_000_000_000
 _CELLS_PER_CACHE_LINE = 8
 
 
@@ -119,6 +124,76 @@ class Histogram(IntEnum):
     )
 
 
+class TeiCounter(IntEnum):
+    """What text-embeddings-inference counts, by its names; the same as `Counter` otherwise. `gateway.tei_metrics` says
+    what each means here. There are none of the labels that have no meaning here, or that nothing is counted under."""
+
+    metric: str
+    labels: dict[str, str]
+
+    def __new__(cls, metric: str, labels: dict[str, str] | None = None) -> "TeiCounter":
+        cell = int.__new__(cls, len(cls.__members__))
+        cell._value_ = len(cls.__members__)
+        cell.metric, cell.labels = metric, labels or {}
+        return cell
+
+    COUNT_SINGLE = "te_request_count", {"method": "single"}
+    COUNT_BATCH = "te_request_count", {"method": "batch"}
+    SUCCESS_SINGLE = "te_request_success", {"method": "single"}
+    SUCCESS_BATCH = "te_request_success", {"method": "batch"}
+    FAILURE_OVERLOADED = "te_request_failure", {"err": "overloaded"}
+    FAILURE_TOKENIZATION = "te_request_failure", {"err": "tokenization"}
+    FAILURE_VALIDATION = "te_request_failure", {"err": "validation"}
+    FAILURE_BATCH_SIZE = "te_request_failure", {"err": "batch_size"}
+    FAILURE_MODEL_TYPE = "te_request_failure", {"err": "model_type"}
+    FAILURE_INFERENCE = "te_request_failure", {"err": "inference"}
+    FAILURE_DROPPED = "te_request_failure", {"err": "dropped"}
+    EMBED_COUNT = "te_embed_count"
+    EMBED_SUCCESS = "te_embed_success"
+
+
+_TEI_DURATIONS_S = tuple(accumulate(repeat(1.5, 34), mul, initial=1e-5 * 1.5))
+"""Source: text-embeddings-inference's prometheus.rs: 35 of them, each the one before times 1.5."""
+
+
+def _powers_of_2(num: int) -> tuple[float, ...]:
+    return tuple(2.0**exponent for exponent in range(num))
+
+
+class TeiHistogram(IntEnum):
+    """text-embeddings-inference's histograms, with its buckets; the same as `Histogram` otherwise.
+
+    `per_unit` is how many of what the sum is stored in make one of the metric's unit.
+    """
+
+    metric: str
+    bounds: tuple[float, ...]
+    per_unit: int
+
+    def __new__(cls, metric: str, bounds: tuple[float, ...], per_unit: int) -> "TeiHistogram":
+        cell = int.__new__(cls, len(cls.__members__))
+        cell._value_ = len(cls.__members__)
+        cell.metric, cell.bounds, cell.per_unit = metric, bounds, per_unit
+        return cell
+
+    @property
+    def num_cells(self) -> int:
+        return len(self.bounds) + 2
+
+    REQUEST_DURATION = "te_request_duration", _TEI_DURATIONS_S, _NS_PER_S
+    REQUEST_TOKENIZATION_DURATION = "te_request_tokenization_duration", _TEI_DURATIONS_S, _NS_PER_S
+    REQUEST_QUEUE_DURATION = "te_request_queue_duration", _TEI_DURATIONS_S, _NS_PER_S
+    REQUEST_INFERENCE_DURATION = "te_request_inference_duration", _TEI_DURATIONS_S, _NS_PER_S
+    EMBED_DURATION = "te_embed_duration", _TEI_DURATIONS_S, _NS_PER_S
+    EMBED_TOKENIZATION_DURATION = "te_embed_tokenization_duration", _TEI_DURATIONS_S, _NS_PER_S
+    EMBED_QUEUE_DURATION = "te_embed_queue_duration", _TEI_DURATIONS_S, _NS_PER_S
+    EMBED_INFERENCE_DURATION = "te_embed_inference_duration", _TEI_DURATIONS_S, _NS_PER_S
+    REQUEST_INPUT_LENGTH = "te_request_input_length", _powers_of_2(20), 1
+    """In tokens. Shown are the buckets up to the longest that the model takes, as there."""
+    BATCH_NEXT_SIZE = "te_batch_next_size", _powers_of_2(13), 1
+    BATCH_NEXT_TOKENS = "te_batch_next_tokens", _powers_of_2(21), 1
+
+
 class WorkerCell(IntEnum):
     """What a gateway knows of one worker."""
 
@@ -139,8 +214,9 @@ class BoardSpec:
 
     @property
     def row_cells(self) -> int:
-        histograms = sum(histogram.num_cells for histogram in Histogram)
-        cells = len(Counter) + len(Gauge) + histograms + self.num_workers * len(WorkerCell)
+        ours = len(Counter) + len(Gauge) + sum(histogram.num_cells for histogram in Histogram)
+        tei = len(TeiCounter) + sum(histogram.num_cells for histogram in TeiHistogram)
+        cells = ours + tei + self.num_workers * len(WorkerCell)
         return -(-cells // _CELLS_PER_CACHE_LINE) * _CELLS_PER_CACHE_LINE
 
     @property
@@ -158,6 +234,10 @@ class Row:
     """By `Gauge`."""
     histograms: Sequence["memoryview[int]"]
     """By `Histogram`."""
+    tei_counters: "memoryview[int]"
+    """By `TeiCounter`."""
+    tei_histograms: Sequence["memoryview[int]"]
+    """By `TeiHistogram`."""
     workers: Sequence["memoryview[int]"]
     """By the worker's index, and then by `WorkerCell`."""
 
@@ -190,5 +270,7 @@ def _cut_row(cells: "memoryview[int]", spec: BoardSpec) -> Row:
         counters=take(len(Counter)),
         gauges=take(len(Gauge)),
         histograms=[take(histogram.num_cells) for histogram in Histogram],
+        tei_counters=take(len(TeiCounter)),
+        tei_histograms=[take(histogram.num_cells) for histogram in TeiHistogram],
         workers=[take(len(WorkerCell)) for _ in range(spec.num_workers)],
     )

@@ -90,7 +90,15 @@ class ModelCard:
     lowercase: bool
     """Texts are lowercased before the tokenizer's own normalizer."""
     prompt: str
-    """Put before every text; empty for most models."""
+    """Put before every text that has no prompt of its own; empty for most models."""
+    prompts: tuple[tuple[str, str], ...] = ()
+    """Name and text of each prompt that the model was made with."""
+    pools_prompt: bool = True
+    """A prompt's tokens are pooled with the text's. False: a prompt cannot be served."""
+    is_matryoshka: bool = False
+    """The first part of a vector, brought to length 1, is a vector, too."""
+    matryoshka_dims: tuple[int, ...] = ()
+    """Lengths of such parts that the model was made for; none are stated for any length."""
     tokenizer_file: str = ""
     """Absolute path of the fast tokenizer's file; empty if the model has none yet, and `launch.plan` converts it."""
 
@@ -100,7 +108,14 @@ class ModelCard:
     @classmethod
     def from_json(cls, fields: Mapping[str, Any]) -> "ModelCard":
         steps = tuple(Step(**step) for step in fields["steps"])
-        return cls(**{**fields, "pooling": tuple(fields["pooling"]), "steps": steps})
+        tuples = {name: tuple(fields[name]) for name in ("pooling", "matryoshka_dims")}
+        prompts = tuple((name, text) for name, text in fields["prompts"])
+        return cls(**{**fields, **tuples, "steps": steps, "prompts": prompts})
+
+    @property
+    def is_normalized(self) -> bool:
+        """The model's last step brings vectors to length 1."""
+        return bool(self.steps) and self.steps[-1].kind == "normalize"
 
 
 def read_card(folder: Path) -> ModelCard:
@@ -121,7 +136,10 @@ def read_card(folder: Path) -> ModelCard:
 
     tokenizer = weights_folder / "tokenizer.json"
     hidden_size = _positive(config, ("hidden_size", "dim", "d_model", "n_embd"), weights_folder / "config.json")
-    pooling = _read_pooling(folder, modules[0]) if modules else (_default_pooling(config),)
+    pooling: tuple[str, ...] = (_default_pooling(config),)
+    pools_prompt = True
+    if modules:
+        pooling, pools_prompt = _read_pooling(folder, modules[0])
     dim = hidden_size * len(pooling)
     steps: list[Step] = []
     for module in modules[1:]:
@@ -129,6 +147,7 @@ def read_card(folder: Path) -> ModelCard:
         if step is not None:
             steps.append(step)
             dim = step.out_dim or dim
+    matryoshka_dims = _matryoshka_dims(config, dim, weights_folder / "config.json")
     return ModelCard(
         folder=str(folder),
         weights_folder=str(weights_folder),
@@ -141,6 +160,10 @@ def read_card(folder: Path) -> ModelCard:
         steps=tuple(steps),
         lowercase=bool(sentence_bert.get("do_lower_case", False)),
         prompt=_default_prompt(folder),
+        prompts=_prompts(folder),
+        pools_prompt=pools_prompt,
+        is_matryoshka=bool(config.get("is_matryoshka")) or bool(matryoshka_dims),
+        matryoshka_dims=matryoshka_dims,
         tokenizer_file=str(tokenizer) if tokenizer.is_file() else "",
     )
 
@@ -314,7 +337,8 @@ def _default_pooling(config: Mapping[str, Any]) -> str:
     return "lasttoken" if is_causal else "mean"
 
 
-def _read_pooling(folder: Path, module: _Module) -> tuple[str, ...]:
+def _read_pooling(folder: Path, module: _Module) -> tuple[tuple[str, ...], bool]:
+    """The modes, and whether a prompt is pooled with its text."""
     path = folder / module.path / "config.json"
     config = _read_object(path)
     stated = config.get("pooling_mode")
@@ -325,9 +349,10 @@ def _read_pooling(folder: Path, module: _Module) -> tuple[str, ...]:
     for mode in modes:
         if mode not in POOLING_MODES:
             raise ModelError(f"{path}: pooling_mode {mode!r} is unknown; known: {', '.join(POOLING_MODES)}")
-    if config.get("include_prompt") is False and _default_prompt(folder):
+    pools_prompt = config.get("include_prompt") is not False
+    if not pools_prompt and _default_prompt(folder):
         raise ModelError(f"{path}: include_prompt=false together with a default prompt is not supported")
-    return tuple(modes)
+    return tuple(modes), pools_prompt
 
 
 def _read_step(folder: Path, module: _Module, in_dim: int) -> Step | None:
@@ -424,3 +449,19 @@ def _default_prompt(folder: Path) -> str:
     if name not in prompts:
         raise ModelError(f"{path}: default_prompt_name {name!r} is not among its prompts")
     return prompts[name] or ""
+
+
+def _prompts(folder: Path) -> tuple[tuple[str, str], ...]:
+    path = folder / "config_sentence_transformers.json"
+    prompts = _read_optional(path).get("prompts") or {}
+    if not isinstance(prompts, dict) or not all(isinstance(text, str | None) for text in prompts.values()):
+        raise ModelError(f"{path}: prompts must be an object of strings")
+    return tuple((name, text or "") for name, text in prompts.items())
+
+
+def _matryoshka_dims(config: Mapping[str, Any], dim: int, path: Path) -> tuple[int, ...]:
+    """Under the name that vLLM reads, too; sentence-transformers writes none."""
+    dims = config.get("matryoshka_dimensions") or []
+    if not isinstance(dims, list) or not all(type(number) is int and 1 <= number <= dim for number in dims):
+        raise ModelError(f"{path}: matryoshka_dimensions must be a list of whole numbers from 1 to {dim}")
+    return tuple(sorted(set(dims)))

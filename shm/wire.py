@@ -34,6 +34,17 @@ class _Kind(IntEnum):
     FAILED = 5
 
 
+class Output(IntEnum):
+    """What a worker makes of a sequence."""
+
+    VECTORS = 0
+    """The model's vector: one row."""
+    UNNORMALIZED = 1
+    """The same without the model's last step, where that brings it to length 1."""
+    TOKENS = 2
+    """The last hidden state of each token, before pooling and any step: a row for each, in the first H floats."""
+
+
 _BYTES_PER_INT32 = 4
 
 Frames: TypeAlias = list[bytes]
@@ -78,13 +89,15 @@ class Batch:
     epoch: int
     number: int
     slot: int
-    """Where the rows go: row i of the slot is sequence i."""
+    """Where the rows go, from the slot's first row on; those of each sequence begin behind those of all before it."""
     num_sequences: int
     num_tokens: int
     lengths_bytes: bytes
     """int32, little-endian, shape [num_sequences]; each ≥ 1, their sum is num_tokens."""
     token_ids_bytes: bytes
     """int32, little-endian, shape [num_tokens]."""
+    outputs_bytes: bytes = b""
+    """uint8, shape [num_sequences]: an Output for each sequence. Empty, which is no frame at all: VECTORS of all."""
 
 
 # --- worker → gateway -------------------------------------------------------------------------------------------
@@ -105,6 +118,7 @@ class Done:
     number: int
     slot: int
     num_rows: int
+    """Written: one for a sequence, of TOKENS one for each of its tokens."""
     compute_us: int
     """Microseconds from reading the batch to its last row."""
 
@@ -129,7 +143,8 @@ def encode(message: ToWorker | ToGateway) -> Frames:
         case Batch():
             header = _HEADER.pack(_Kind.BATCH, _VERSION, message.slot, message.epoch, message.number)
             sizes = _BATCH_SIZES.pack(message.num_sequences, message.num_tokens)
-            return [header + sizes, message.lengths_bytes, message.token_ids_bytes]
+            frames = [header + sizes, message.lengths_bytes, message.token_ids_bytes]
+            return [*frames, message.outputs_bytes] if message.outputs_bytes else frames
         case Done():
             header = _HEADER.pack(_Kind.DONE, _VERSION, message.slot, message.epoch, message.number)
             return [header + _DONE_TAIL.pack(message.num_rows, message.compute_us)]
@@ -146,14 +161,17 @@ def decode_to_worker(frames: Sequence[bytes]) -> ToWorker:
     """Read a message sent to a worker. Raises WireError when the frames are not one."""
     kind, slot, epoch, number, tail = _split(frames)
     match kind:
-        case _Kind.BATCH if len(frames) == 3 and len(tail) == _BATCH_SIZES.size:
+        case _Kind.BATCH if len(frames) in (3, 4) and len(tail) == _BATCH_SIZES.size:
             num_sequences, num_tokens = _BATCH_SIZES.unpack(tail)
-            _, lengths, token_ids = frames
+            lengths, token_ids = frames[1:3]
+            outputs = frames[3] if len(frames) == 4 else b""
             if not 0 < num_sequences <= num_tokens:
                 raise WireError(f"batch of {num_sequences} sequences and {num_tokens} tokens")
             if len(lengths) != num_sequences * _BYTES_PER_INT32 or len(token_ids) != num_tokens * _BYTES_PER_INT32:
                 raise WireError(f"batch of {num_sequences} sequences, {num_tokens} tokens: frames of other sizes")
-            return Batch(epoch, number, slot, num_sequences, num_tokens, lengths, token_ids)
+            if len(frames) == 4 and len(outputs) != num_sequences:
+                raise WireError(f"batch of {num_sequences} sequences and {len(outputs)} outputs")
+            return Batch(epoch, number, slot, num_sequences, num_tokens, lengths, token_ids, outputs)
         case _Kind.PROBE if len(frames) == 1 and not tail:
             return Probe(epoch)
     raise WireError(f"kind {kind} with {len(frames)} frames is not for a worker")

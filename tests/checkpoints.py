@@ -22,6 +22,7 @@ from transformers import CONFIG_MAPPING, MODEL_FOR_MASKED_LM_MAPPING, MODEL_MAPP
 
 from shm.arena import ArenaSpec
 from shm.card import read_card
+from shm.wire import Output
 from workers.agreement import vectors_of
 from workers.config import WorkerConfig
 from workers.engine import Engine, PackedBatch
@@ -148,7 +149,7 @@ def worker_config(folder: Path, **changes: Any) -> WorkerConfig:
 
 
 class Reference:
-    """sentence-transformers' vectors for token ids, each sequence by itself, in float32 whatever is stored."""
+    """sentence-transformers' rows for token ids, each sequence by itself, in float32 whatever is stored."""
 
     def __init__(self) -> None:
         self._loaded: dict[Path, SentenceTransformer] = {}
@@ -158,13 +159,26 @@ class Reference:
             self._loaded[folder] = SentenceTransformer(
                 str(folder), device="cpu", local_files_only=True, model_kwargs={"dtype": torch.float32}
             ).eval()
-        vectors = []
+        model = self._loaded[folder]
+        outputs = [Output.VECTORS] * batch.lengths.size if batch.outputs is None else map(Output, batch.outputs)
         with torch.inference_mode():
-            for ids in sequences_of(batch):
-                token_ids = torch.from_numpy(ids.astype(np.int64))[None]
-                features = self._loaded[folder]({"input_ids": token_ids, "attention_mask": torch.ones_like(token_ids)})
-                vectors.append(features["sentence_embedding"][0].numpy())
-        return np.stack(vectors)
+            rows = [_rows_of(model, ids, output) for ids, output in zip(sequences_of(batch), outputs, strict=True)]
+        dim = max(part.shape[1] for part in rows)
+        return np.concatenate([np.pad(part, ((0, 0), (0, dim - part.shape[1]))) for part in rows])
+
+
+def _rows_of(model: SentenceTransformer, ids: NDArray[np.int32], output: Output) -> NDArray[np.float32]:
+    """What one sequence asks for: [1, D], or [its tokens, H]."""
+    modules = list(model)
+    if output is Output.UNNORMALIZED and isinstance(modules[-1], Normalize):
+        modules.pop()
+    token_ids = torch.from_numpy(ids.astype(np.int64))[None]
+    features = {"input_ids": token_ids, "attention_mask": torch.ones_like(token_ids)}
+    for module in modules:
+        features = module(features)
+    if output is Output.TOKENS:
+        return features["token_embeddings"][0].numpy()
+    return features["sentence_embedding"].numpy()
 
 
 def random_batch(lengths: Sequence[int], vocab_size: int = VOCAB_SIZE, seed: int = 0) -> PackedBatch:

@@ -15,12 +15,12 @@ import zmq
 
 from gateway.board import Board
 from gateway.dispatch import Dispatcher
-from gateway.request import Flow, Gathering, Priority, Sequence, TokenizedInput
+from gateway.request import Chunk, ChunkedInput, Flow, Gathering, Priority, Sequence, TokenizedInput
 from gateway.scheduler import Scheduler
 from launch.sockets import make_zmq_endpoint
 from shm.arena import ArenaSpec, create_arena
 from shm.view import map_arena
-from shm.wire import Alive, Batch, Done, Incarnation, Probe, decode_to_worker, encode
+from shm.wire import Alive, Batch, Done, Incarnation, Output, Probe, decode_to_worker, encode
 
 SPEC = ArenaSpec(num_slots=2, rows_per_slot=8, dim=4)
 EPOCH = 7
@@ -28,7 +28,8 @@ DEADLINE_S = 10.0
 
 
 class Worker:
-    """A worker as the gateway sees it. Row i of a batch is filled with the first token id of sequence i."""
+    """A worker as the gateway sees it. A sequence's row is filled with its first token id; where it asks for rows of
+    its tokens, each is filled with that token's."""
 
     def __init__(self, address_fd: int, index: int = 0, life: int = 1) -> None:
         self.incarnation = Incarnation(index, life)
@@ -63,20 +64,30 @@ class Worker:
     def send_frames(self, frames: list[bytes]) -> None:
         self._socket.send_multipart(frames)
 
-    def compute(self, batch: Batch) -> None:
-        lengths = np.frombuffer(batch.lengths_bytes, dtype="<i4")
-        ids = np.frombuffer(batch.token_ids_bytes, dtype="<i4")
-        firsts = ids[np.concatenate([[0], np.cumsum(lengths)[:-1]])]
-        self.slots[batch.slot][: len(firsts)] = firsts[:, None]
+    def compute(self, batch: Batch) -> int:
+        """Write the rows. How many there are."""
+        outputs = batch.outputs_bytes or bytes(batch.num_sequences)
+        numbers: list[int] = []
+        for ids, output in zip(sequences_of(batch), outputs, strict=True):
+            numbers += ids if output == Output.TOKENS else ids[:1]
+        self.slots[batch.slot][: len(numbers)] = np.array(numbers)[:, None]
+        return len(numbers)
 
     def answer(self, batch: Batch) -> None:
-        self.compute(batch)
+        num_rows = self.compute(batch)
         self.begun[batch.slot] = 0
-        self.send(Done(EPOCH, batch.number, batch.slot, batch.num_sequences, 1))
+        self.send(Done(EPOCH, batch.number, batch.slot, num_rows, 1))
 
     def close(self) -> None:
         self._context.destroy(linger=0)
         os.close(self.fd)
+
+
+def sequences_of(batch: Batch) -> list[list[int]]:
+    """The token ids of each."""
+    ends = np.cumsum(np.frombuffer(batch.lengths_bytes, dtype="<i4"))
+    ids = np.frombuffer(batch.token_ids_bytes, dtype="<i4")
+    return [part.tolist() for part in np.split(ids, ends[:-1])]
 
 
 class Rows:
@@ -84,11 +95,19 @@ class Rows:
 
     def __init__(self, num_rows: int) -> None:
         self.fragments = [b""] * num_rows
+        self.num_rows_left: list[int] = []
 
     def put(self, index, rows) -> None:
         for row in rows:
             self.fragments[index] = b"%d" % row[0]
             index += 1
+
+    def put_tokens(self, index, rows, num_left) -> None:
+        """Of each row its numbers."""
+        assert rows.flags.c_contiguous
+        self.num_rows_left.append(num_left)
+        numbers = b" ".join(b"%d" % number for number in rows.flat)
+        self.fragments[index] += (b"," if self.fragments[index] else b"") + numbers
 
 
 class Request(Gathering):
@@ -96,11 +115,20 @@ class Request(Gathering):
 
     def __init__(self, num_rows: int) -> None:
         self._rows = Rows(num_rows)
-        super().__init__(num_rows, self._rows, asyncio.get_running_loop())
+        super().__init__(num_rows, (self._rows,), asyncio.get_running_loop())
 
     @property
     def fragments(self) -> list[bytes]:
         return self._rows.fragments
+
+    @property
+    def num_rows_left(self) -> list[int]:
+        """As each delivery of tokens' rows said it."""
+        return self._rows.num_rows_left
+
+
+def tokenized(ids: list[int]) -> TokenizedInput:
+    return TokenizedInput(array("i", ids).tobytes(), len(ids), False)
 
 
 class Bench:
@@ -136,13 +164,45 @@ class Bench:
                 with pytest.raises(TimeoutError):
                     await asyncio.wait_for(worker.receive(), 0.05)
 
-    def request(self, *first_ids: int, length: int = 2) -> Request:
-        request = Request(len(first_ids))
-        flow = request.flow = self.scheduler.open(request, Priority.NORMAL)
-        inputs = [TokenizedInput(array("i", [n] * length).tobytes(), length, False) for n in first_ids]
-        self.scheduler.add(flow, [Sequence(flow, i, item) for i, item in enumerate(inputs)], time.monotonic())
-        self.dispatcher.pump_soon()
+    def request(self, *first_ids: int, length: int = 2, output: Output = Output.VECTORS) -> Request:
+        request = self._open(len(first_ids))
+        inputs = [tokenized([n] * length) for n in first_ids]
+        self._queue(request.flow, [Sequence(request.flow, i, item, output) for i, item in enumerate(inputs)])
         return request
+
+    def tokens_of(self, *inputs: list[int]) -> Request:
+        """A request for the rows of all tokens, of inputs with these ids."""
+        request = self._open(len(inputs))
+        flow = request.flow
+        self._queue(flow, [Sequence(flow, i, tokenized(ids), Output.TOKENS) for i, ids in enumerate(inputs)])
+        return request
+
+    def chunked(self, *inputs: list[int]) -> Request:
+        """A request of inputs in chunks, each of two tokens with one of these ids and of the same weight; an input of
+        one id is no chunk."""
+        request = self._open(len(inputs))
+        sequences: list[Sequence] = []
+        for index, ids in enumerate(inputs):
+            chunked = ChunkedInput(len(ids), is_normalized=False) if len(ids) > 1 else None
+            chunks = [Chunk(tokenized([n, n]).token_ids, 2, 1) for n in ids]
+            sequences += [Sequence(request.flow, index, chunk, chunked=chunked) for chunk in chunks]
+        self._queue(request.flow, sequences)
+        return request
+
+    async def settled(self, batch: Batch) -> None:
+        """Wait until the batch that was answered has been delivered, or queued again."""
+        dispatcher = self.dispatcher
+        while dispatcher._to_encode or any(batch.number in link.in_flight for link in dispatcher.links):
+            await asyncio.sleep(0.001)
+
+    def _open(self, num_inputs: int) -> Request:
+        request = Request(num_inputs)
+        request.flow = self.scheduler.open(request, Priority.NORMAL)
+        return request
+
+    def _queue(self, flow: Flow, sequences: list[Sequence]) -> None:
+        self.scheduler.add(flow, self.dispatcher.without_suspects(sequences), time.monotonic())
+        self.dispatcher.pump_soon()
 
     def close(self) -> None:
         self.dispatcher.stop()

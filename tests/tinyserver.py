@@ -16,7 +16,8 @@ from typing import Any
 import uvloop
 from certificates import Certificate
 
-from gateway.errors import ApiError, BadRequest, InvalidApiKey, render_openai_error
+from gateway.dialects import openai
+from gateway.errors import ApiError, BadRequest, InvalidApiKey
 from gateway.http1 import HttpRequest, Limits, Response
 from gateway.server import Server, Timeouts
 from gateway.tls import ServerTls
@@ -108,7 +109,12 @@ class TinyApp:
     def render_error(self, error: ApiError, path: str | None) -> Response:
         if not self.can_render:
             raise RuntimeError("cannot even render")
-        return Response(error.status, render_openai_error(error), headers={**error.headers(), "x-path": str(path)})
+        response = openai.render_error(error)
+        response.headers |= {**error.headers(), "x-path": str(path)}
+        return response
+
+    def add_headers(self, response: Response, request: HttpRequest | None) -> None:
+        response.headers["x-added"] = request.path if request is not None else "-"
 
 
 @dataclass

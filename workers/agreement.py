@@ -80,8 +80,8 @@ def _probes(card: ModelCard, wanted_lengths: tuple[int, ...]) -> PackedBatch:
 
 
 def vectors_of(engine: Engine, batch: PackedBatch, dim: int) -> NDArray[np.float32]:
-    """What `engine` makes of `batch`, float32 [B, dim]. Raises what the engine raises."""
-    rows = np.full((batch.lengths.size, dim), np.nan, dtype=np.float32)
+    """What `engine` makes of `batch`, float32 [`batch.num_rows`, dim]. Raises what the engine raises."""
+    rows = np.full((batch.num_rows, dim), np.nan, dtype=np.float32)
     engine.embed(batch, rows)
     return rows
 

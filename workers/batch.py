@@ -8,7 +8,7 @@ import numpy as np
 
 from shm.arena import ArenaSpec
 from shm.card import ModelCard
-from shm.wire import Batch
+from shm.wire import Batch, Output
 from workers.engine import PackedBatch
 
 
@@ -27,7 +27,21 @@ def read_batch(message: Batch, arena: ArenaSpec, card: ModelCard) -> PackedBatch
     _check_lengths(lengths, token_ids.size, card.max_tokens)
     if token_ids.min() < 0 or token_ids.max() >= card.vocab_size:
         raise BadBatch(f"a token id outside the vocabulary of {card.vocab_size}")
-    return PackedBatch(lengths, token_ids)
+    if not message.outputs_bytes:
+        return PackedBatch(lengths, token_ids)
+    batch = PackedBatch(lengths, token_ids, np.frombuffer(message.outputs_bytes, dtype=np.uint8))
+    _check_outputs(batch, arena, card)
+    return batch
+
+
+def _check_outputs(batch: PackedBatch, arena: ArenaSpec, card: ModelCard) -> None:
+    assert batch.outputs is not None
+    if batch.outputs.max() > max(Output):
+        raise BadBatch(f"output {batch.outputs.max()}, there are {len(Output)}")
+    if card.hidden_size > card.dim and (batch.outputs == Output.TOKENS).any():
+        raise BadBatch(f"rows of tokens have {card.hidden_size} floats, a row has room for {card.dim}")
+    if batch.num_rows > arena.rows_per_slot:
+        raise BadBatch(f"{batch.num_rows} rows, a slot has {arena.rows_per_slot}")
 
 
 def _check_lengths(lengths: "np.ndarray[tuple[int], np.dtype[np.int32]]", num_tokens: int, max_tokens: int) -> None:

@@ -37,7 +37,8 @@ class Device(Protocol):
         """See `Engine.adopt`. Returns a warning, or None."""
 
     def write(self, vectors: Tensor, order: NDArray[np.int64], rows: Rows) -> Finish:
-        """Begin to write vector i of `vectors`, float32 [B, D] on this device, into row order[i]."""
+        """Begin to write vector i of `vectors`, float32 [R, D] on this device, into row order[i]; `order`, shape [R],
+        has each number below R once."""
 
     def free_memory(self) -> None:
         """Give back what the allocator keeps for later."""

@@ -12,6 +12,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from shm.view import Rows
+from shm.wire import Output
 from workers.config import WorkerConfig
 
 if TYPE_CHECKING:
@@ -29,6 +30,19 @@ class PackedBatch:
     """Tokens of each sequence, shape [B]; each at least 1."""
     token_ids: NDArray[np.int32]
     """Shape [T], T the sum of `lengths`; each 0 … vocab_size - 1."""
+    outputs: NDArray[np.uint8] | None = None
+    """An `Output` for each sequence, shape [B]; None: VECTORS of all."""
+
+    @property
+    def rows_of_each(self) -> NDArray[np.int64]:
+        """How many rows each sequence has, shape [B]: 1, or of TOKENS its length."""
+        if self.outputs is None:
+            return np.ones(self.lengths.size, dtype=np.int64)
+        return np.where(self.outputs == Output.TOKENS, self.lengths, 1).astype(np.int64)
+
+    @property
+    def num_rows(self) -> int:
+        return self.lengths.size if self.outputs is None else int(self.rows_of_each.sum())
 
 
 class Finish(Protocol):
@@ -66,11 +80,12 @@ class Engine(Protocol):
         worker is ready; an engine works without. May add to `warnings`."""
 
     def begin(self, batch: PackedBatch, rows: Rows) -> Finish:
-        """Begin to write the vector of sequence i into row i. `rows` has at least B rows; those behind B are left
-        alone. On a processor the rows are complete on return; on an accelerator the caller may begin the next batch,
-        in other rows, before finishing this one.
+        """Begin to write what each sequence asks for into rows, in the order of the batch: one row for a sequence, or
+        of TOKENS one for each of its tokens, H floats long and zero behind them, which needs H ≤ D. `rows` has at least
+        `batch.num_rows` rows; those behind are left alone. On a processor the rows are complete on return; on an
+        accelerator the caller may begin the next batch, in other rows, before finishing this one.
 
-        A vector depends on its own sequence alone, never on what else is in the batch, but for the rounding of
+        A row depends on its own sequence alone, never on what else is in the batch, but for the rounding of
         sums. Raises what the model raises; rows may then be half written, but nothing writes to them any more.
         """
 
@@ -92,7 +107,8 @@ def load_engine(config: WorkerConfig, report: Report, choose_elsewhere: "ChooseE
         from workers.engines.weightless import WeightlessEngine
 
         report("making a weightless engine")
-        return WeightlessEngine(config.card.dim)
+        card = config.card
+        return WeightlessEngine(card.dim, card.hidden_size, is_normalized=card.is_normalized)
     from workers.engines.chosen import load_chosen_engine
 
     return load_chosen_engine(config, report, choose_elsewhere)

@@ -90,6 +90,7 @@ class _Begun:
 
     peer: _Peer
     message: Batch
+    num_rows: int
     started_ns: int
     finish: Finish
 
@@ -206,7 +207,7 @@ class Loop:
         except Exception as error:
             failed = self._failed(message, error)
         else:
-            self._begun.append(_Begun(peer, message, started_ns, finish))
+            self._begun.append(_Begun(peer, message, batch.num_rows, started_ns, finish))
             while self._begun and (len(self._begun) == _MAX_BEGUN or self._begun[0].finish.is_ready()):
                 self._finish_first()
             return
@@ -243,9 +244,7 @@ class Loop:
         since_ns = max(begun.started_ns, self._finished_ns)
         compute_us = (time.perf_counter_ns() - since_ns) // 1000
         message = begun.message
-        return Done(
-            message.epoch, message.number, message.slot, message.num_sequences, min(compute_us, _MAX_COMPUTE_US)
-        )
+        return Done(message.epoch, message.number, message.slot, begun.num_rows, min(compute_us, _MAX_COMPUTE_US))
 
     def _failed(self, message: Batch, error: Exception) -> Failed:
         """The answer to a batch that raised `error`, which is logged. Raises EngineLost if that is what it means."""

@@ -59,14 +59,24 @@ class Head:
 
     def __init__(self, modes: Sequence[str], steps: Sequence[Callable[[Tensor], Tensor]]) -> None:
         self._modes = modes
-        self._steps = steps
+        has_norm = bool(steps) and steps[-1] is normalize
+        self._steps = steps[:-1] if has_norm else steps
+        self._norm = normalize if has_norm else None
 
     def __call__(self, hidden: Tensor, runs: Sequence[Run]) -> Tensor:
         """Hidden states [T, H] of any float type → vectors, float32 [B, D], in the order of the runs."""
+        return self.normalized(self.unnormalized(hidden, runs))
+
+    def unnormalized(self, hidden: Tensor, runs: Sequence[Run]) -> Tensor:
+        """The same without the last step, if that is to normalize."""
         vectors = pool(hidden, runs, self._modes)
         for step in self._steps:
             vectors = step(vectors)
         return vectors
+
+    def normalized(self, vectors: Tensor) -> Tensor:
+        """What that step makes of `unnormalized` vectors; themselves where there is none."""
+        return vectors if self._norm is None else self._norm(vectors)
 
 
 def pool(hidden: Tensor, runs: Sequence[Run], modes: Sequence[str]) -> Tensor:

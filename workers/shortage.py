@@ -33,7 +33,8 @@ def halves(batch: PackedBatch) -> tuple[PackedBatch, PackedBatch]:
     ends = np.cumsum(batch.lengths, dtype=np.int64)
     count = 1 + int(np.abs(2 * ends[:-1] - ends[-1]).argmin())
     cut = int(ends[count - 1])
+    first, second = (None, None) if batch.outputs is None else (batch.outputs[:count], batch.outputs[count:])
     return (
-        PackedBatch(batch.lengths[:count], batch.token_ids[:cut]),
-        PackedBatch(batch.lengths[count:], batch.token_ids[cut:]),
+        PackedBatch(batch.lengths[:count], batch.token_ids[:cut], first),
+        PackedBatch(batch.lengths[count:], batch.token_ids[cut:], second),
     )

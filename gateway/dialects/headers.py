@@ -1,14 +1,16 @@
-"""Request headers that mean the same in every dialect. Pure.
+"""Headers that mean the same in every dialect. Pure.
 
-Owns `x-vecd-priority`, `x-vecd-timeout-ms` and what is read of `Accept`. A field of the body, where a dialect has one
-for the same, wins over the header: it is the more explicit of the two. Called by the dialects.
+Of requests it owns `x-vecd-priority`, `x-vecd-timeout-ms` and what is read of `Accept`: a field of the body, where a
+dialect has one for the same, wins over the header, because it is the more explicit of the two. Of answers it owns what
+says that an input was not embedded as it came: `x-vecd-truncated`, `x-vecd-chunked` (each how many inputs) and
+`x-vecd-token-ids` (whose vocabulary token ids were taken for). Called by the dialects.
 """
 
 import re
 from collections.abc import Mapping
 
 from gateway.errors import BadRequest
-from gateway.request import Encoding, Priority
+from gateway.request import Embedded, Encoding, Priority, Source
 
 MAX_TIMEOUT_MS = 24 * 60 * 60 * 1000
 
@@ -18,6 +20,8 @@ _QUALITY = re.compile(r"\s*q\s*=\s*(0(?:\.[0-9]{0,3})?|1(?:\.0{0,3})?)\s*", re.I
 _MAX_QUOTED_CHARS = 32
 _MAX_MEDIA_RANGES = 32
 _BINARY_TYPES = {"application/octet-stream": Encoding.BYTES, "application/x-npy": Encoding.NPY}
+_MAY_BE_BINARY = re.compile("|".join(map(re.escape, _BINARY_TYPES)), re.IGNORECASE)
+_TEXTS = frozenset((Source.TEXT,))
 
 
 def parse_priority(headers: Mapping[str, str]) -> Priority | None:
@@ -53,9 +57,10 @@ def parse_accept(headers: Mapping[str, str]) -> Encoding | None:
     JSON is answered to whoever likes it as much, or accepts nothing that there is: a 406 would help nobody.
     Source: RFC 9110, section 12.5.1; of the parameters only q counts.
     """
-    accept = headers.get("accept", "").lower()
-    if not any(media_type in accept for media_type in _BINARY_TYPES):
+    accept = headers.get("accept")
+    if accept is None or not _MAY_BE_BINARY.search(accept):
         return None
+    accept = accept.lower()
     qualities = dict(map(_media_range, accept.split(",", _MAX_MEDIA_RANGES)[:_MAX_MEDIA_RANGES]))
     preferred, highest = None, _quality_of("application/json", qualities)
     for media_type, encoding in _BINARY_TYPES.items():
@@ -80,3 +85,15 @@ def _quality_of(media_type: str, qualities: Mapping[str, float]) -> float:
         if media_range in qualities:
             return qualities[media_range]
     return 0.0
+
+
+def answer_headers(embedded: Embedded) -> dict[str, str]:
+    """What an answer's headers say of its inputs; nothing where all were texts that the model takes whole."""
+    headers = {}
+    if embedded.num_truncated:
+        headers["x-vecd-truncated"] = str(embedded.num_truncated)
+    if embedded.num_chunked:
+        headers["x-vecd-chunked"] = str(embedded.num_chunked)
+    if embedded.sources != _TEXTS and (vocabularies := sorted(x.value for x in embedded.sources - _TEXTS)):
+        headers["x-vecd-token-ids"] = ", ".join(vocabularies)
+    return headers

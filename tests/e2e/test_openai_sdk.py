@@ -40,6 +40,38 @@ def test_nulls_and_unknown_fields(client):
     assert len(client.embeddings.create(model="m", input="a", extra_body=extra).data[0].embedding) == 384
 
 
+def test_what_the_sdk_has_no_argument_for_goes_as_a_field(client, reference):
+    answer = client.embeddings.create(
+        model="m", input=["first", "second"], extra_body={"prompt": "query: ", "report": True}
+    )
+    vectors = np.array([item.embedding for item in answer.data], dtype=np.float32)
+    assert np.abs(vectors - reference(["query: first", "query: second"])).max() < 1e-5
+    assert answer.data[0].report["source"] == "text"
+    raw = client.embeddings.create(model="m", input="first", extra_body={"normalize": False}).data[0].embedding
+    expected = reference(["first"])[0]
+    assert abs(np.linalg.norm(raw) - 1) > 0.1
+    assert np.abs(np.array(raw) / np.linalg.norm(raw) - expected).max() < 1e-5
+
+
+def test_a_long_text_is_cut_or_refused_or_embedded_in_chunks(client, reference):
+    text = " ".join(f"word{n}" for n in range(300))
+    cut = client.embeddings.with_raw_response.create(model="m", input=text)
+    assert cut.headers["x-vecd-truncated"] == "1"
+    assert np.abs(np.array(cut.parse().data[0].embedding) - reference([text])[0]).max() < 1e-5
+    with pytest.raises(openai.BadRequestError, match="This model's maximum context length is 256 tokens"):
+        client.embeddings.create(model="m", input=text, extra_body={"truncate": False})
+    chunked = client.embeddings.with_raw_response.create(model="m", input=text, extra_body={"overflow": "chunk"})
+    assert chunked.headers["x-vecd-chunked"] == "1"
+    assert abs(np.linalg.norm(chunked.parse().data[0].embedding) - 1) < 1e-5
+
+
+def test_empty_texts_are_embedded(client, reference):
+    answer = client.embeddings.create(model="m", input=["a", ""])
+    vectors = np.array([item.embedding for item in answer.data], dtype=np.float32)
+    assert np.abs(vectors - reference(["a", ""])).max() < 1e-5
+    assert client.embeddings.create(model="m", input="").data[0].embedding == answer.data[1].embedding
+
+
 def test_async_with_many_at_once(float32_server, reference):
     async def embed_all() -> np.ndarray:
         async with openai.AsyncOpenAI(base_url=f"{float32_server.url}/v1", api_key="x", max_retries=0) as client:

@@ -58,6 +58,10 @@ def test_nan_fails_its_own_request_and_no_other(sick_model, reference):
         error = answer.json()["error"]
         assert (error["type"], error["code"]) == ("server_error", "not_finite")
         assert "input[1]" in error["message"]
+        for path in ("/embed", "/embed_all"):  # of an API that has another status for it
+            answer = httpx.post(server.url + path, json={"inputs": ["a horse", "a zebra"]}, timeout=60)
+            assert (answer.status_code, answer.json()["error_type"]) == (424, "Backend")
+            assert "'inputs[1]'" in answer.json()["error"]
         assert "zebra" not in json.dumps(error) + server.stderr
         assert np.abs(np.array(server.embed("a horse")) - reference(["a horse"])).max() < 1e-5
 

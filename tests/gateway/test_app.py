@@ -3,51 +3,64 @@
 import asyncio
 from array import array
 from collections.abc import Callable
+from dataclasses import replace
+from functools import cache
 from hashlib import sha256
-from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
+import orjson
 import pytest
 from dispatching import EPOCH, SPEC, Bench, Worker, run
 
 from gateway.admission import Admission
 from gateway.app import App
 from gateway.callers import Caller
-from gateway.config import ApiKey
-from gateway.errors import ApiError, DeadlinePassed, ServerError, Unavailable
-from gateway.request import EmbedRequest, Encoding, TokenIds, TokenizedInput
+from gateway.config import ApiKey, GatewayConfig
+from gateway.encoding import JsonRows
+from gateway.errors import ApiError, BadRequest, DeadlinePassed, ServerError, Unavailable
+from gateway.request import Chunk, Embedded, EmbedRequest, TokenIds, TokenizedInput
+from launch.plan import make_plan
+from launch.settings import load_settings
 from shm.failure import FailureCode
-from shm.wire import Failed
+from shm.wire import Failed, Output
 
 FAR_S = 60.0
+SPLIT = 1000
 ESTIMATE = 1_000_000
 
 
 class Ids:
-    """A tokenizer of what is tokenized already."""
+    """A tokenizer of what is tokenized already. What begins with SPLIT is an input in chunks, of a token each."""
 
     threads: Any = None
-    max_chars = max_tokens = 16
+    max_chars = max_tokens = max_ids = 16
 
-    def tokenize_now(self, inputs) -> list[TokenizedInput]:
-        return [TokenizedInput(array("i", ids).tobytes(), len(ids), False) for ids in inputs]
+    def tokenize_now(self, inputs, tokenizing) -> list[TokenizedInput]:
+        return [self._tokenized(ids) for ids in inputs]
+
+    def _tokenized(self, ids) -> TokenizedInput:
+        if ids[0] != SPLIT:
+            return TokenizedInput(array("i", ids).tobytes(), len(ids), False)
+        chunks = tuple(Chunk(array("i", [n]).tobytes(), 1, 1) for n in ids[1:])
+        return TokenizedInput(chunks[0].token_ids, len(chunks), False, chunks=chunks)
+
+
+@cache
+def planned_config() -> GatewayConfig:
+    """What a gateway is told, of the bundled model."""
+    return make_plan(load_settings(["--port", "0"])).gateway
 
 
 class Service:
     """An app in front of a bench's dispatcher, and a key with limits."""
 
-    def __init__(self, bench: Bench) -> None:
+    def __init__(self, bench: Bench, *, normalizes: bool) -> None:
         key = ApiKey("a", sha256(b"secret").hexdigest(), tokens_per_s=1e6)
-        config: Any = SimpleNamespace(
-            keys=(key,),
-            num_gateways=1,
-            max_inputs=100,
-            has_admin_listener=False,
-            max_priority="interactive",
-            request_timeout_s=FAR_S,
-            card=SimpleNamespace(dim=SPEC.dim),
-        )
+        planned = planned_config()
+        steps = planned.card.steps if normalizes else ()
+        card = replace(planned.card, dim=SPEC.dim, hidden_size=SPEC.dim, steps=steps)
+        config = replace(planned, keys=(key,), card=card, arena=SPEC, request_timeout_s=FAR_S)
         self.admission = Admission(
             max_requests=100,
             max_wait_s=FAR_S,
@@ -67,9 +80,15 @@ class Service:
         )
         [self.holder] = self.app.callers.holders
 
-    def embed(self, *inputs: list[int], timeout_s: float = FAR_S, caller: Caller | None = None) -> asyncio.Task[Any]:
+    def embed(
+        self,
+        *inputs: list[int],
+        timeout_s: float = FAR_S,
+        caller: Caller | None = None,
+        output: Output = Output.VECTORS,
+    ) -> asyncio.Task[Embedded]:
         ids: list[TokenIds] = list(inputs)
-        request = EmbedRequest(ids, Encoding.FLOAT, timeout_s=timeout_s)
+        request = EmbedRequest(ids, timeout_s=timeout_s, output=output)
         now = asyncio.get_running_loop().time()
         return asyncio.ensure_future(self.app.embed(request, ESTIMATE, now, caller or self.holder))
 
@@ -92,9 +111,11 @@ def inputs_of(batch) -> list[int]:
     return [int(ids[start]) for start in np.cumsum(lengths) - lengths]
 
 
-def run_service(test: Callable) -> None:
+def run_service(test: Callable, *, normalizes: bool = True) -> None:
+    """`normalizes`: the model's last step does."""
+
     async def with_service(bench: Bench) -> None:
-        await test(bench, Service(bench))
+        await test(bench, Service(bench, normalizes=normalizes))
 
     run(with_service)
 
@@ -193,6 +214,75 @@ def test_whoever_is_answered_is_no_suspect_any_more():
             second = bench.add_worker(0, life)
             second.answer(await second.receive())
             await embedding
+
+    run_service(test)
+
+
+def fragments_of(embedded: Embedded) -> list[Any]:
+    """The rows of each input, as numbers."""
+    [collector] = embedded.collectors
+    assert isinstance(collector, JsonRows)
+    return [orjson.loads(fragment) for fragment in collector.fragments]
+
+
+def test_a_chunk_that_is_sent_again_counts_once_and_is_paid_for_once():
+    async def test(bench, service):
+        doomed = bench.add_worker(0, 1)
+        embedding = service.embed([SPLIT, 10, 20], [7])
+        await doomed.receive()
+        crash(bench, doomed)
+        heir = bench.add_worker(0, 2)
+        heir.answer(await heir.receive())
+        embedded = await embedding
+        assert fragments_of(embedded) == [[15.0] * SPEC.dim, [7.0] * SPEC.dim]
+        assert (embedded.num_tokens, embedded.num_chunked) == (3, 1)
+        assert service.num_paid() == 3
+
+    run_service(test, normalizes=False)
+
+
+def test_rows_of_tokens_survive_a_worker_and_are_paid_for_once():
+    async def test(bench, service):
+        doomed = bench.add_worker(0, 1)
+        embedding = service.embed([1, 2], [3], output=Output.TOKENS)
+        await doomed.receive()
+        crash(bench, doomed)
+        heir = bench.add_worker(0, 2)
+        heir.answer(await heir.receive())
+        assert fragments_of(await embedding) == [[[1.0] * SPEC.dim, [2.0] * SPEC.dim], [[3.0] * SPEC.dim]]
+        assert service.num_paid() == 3
+
+    run_service(test)
+
+
+@pytest.mark.parametrize("output", [Output.VECTORS, Output.TOKENS])
+def test_an_input_that_ends_workers_is_refused_whatever_is_asked_of_it(output):
+    async def test(bench, service):
+        for life in range(1, 4):
+            worker = bench.add_worker(0, life)
+            embedding = service.embed([13], caller=Caller("anybody"), output=output)
+            await worker.receive()
+            embedding.cancel()
+            await asyncio.wait([embedding])
+            crash(bench, worker)
+        for again in ([13],), ([SPLIT, 5, 13],):
+            with pytest.raises(ServerError, match=r"'input\[0\]'") as caught:
+                await service.embed(*again, caller=Caller("anybody"))
+            assert caught.value.code == "poison_input"
+        assert bench.scheduler.queued_sequences == 0
+
+    run_service(test)
+
+
+def test_a_text_has_no_more_rows_than_a_slot():
+    async def test(bench, service):
+        worker = bench.add_worker()
+        fits, too_long = [1] * SPEC.rows_per_slot, [1] * (SPEC.rows_per_slot + 1)
+        embedding = service.embed(fits, output=Output.TOKENS)
+        worker.answer(await worker.receive())
+        assert len(fragments_of(await embedding)[0]) == SPEC.rows_per_slot
+        with pytest.raises(BadRequest, match=r"'input\[1\]' has 9 tokens"):
+            await service.embed([1], too_long, output=Output.TOKENS)
 
     run_service(test)
 

@@ -13,7 +13,15 @@ def key(name: str, secret: str, **fields) -> ApiKey:
 
 @pytest.mark.parametrize(
     "headers",
-    [{"authorization": "Bearer k"}, {"authorization": "bearer  k "}, {"api-key": "k"}, {"x-api-key": "k"}],
+    [
+        {"authorization": "Bearer k"},
+        {"authorization": "bearer  k "},
+        {"authorization": "BEARER\tk"},
+        {"api-key": "k"},
+        {"x-api-key": "k"},
+        {"authorization": "", "api-key": "k"},
+        {"authorization": "Basic dXNlcjpr", "x-api-key": "k"},
+    ],
 )
 def test_the_key_is_accepted(headers):
     known = key("name", "k")
@@ -29,8 +37,11 @@ def test_each_of_many_keys_is_told_from_the_others():
 
 
 def test_a_key_with_letters_beyond_ascii_is_taken_as_utf_8():
-    known = key("name", "schlüssel")
-    assert Auth([known]).check({"api-key": "schlüssel".encode().decode("latin-1")}) is known
+    for secret in ("schlüssel", "voilà", "à la clé"):
+        known = key("name", secret)
+        sent = secret.encode().decode("latin-1")
+        for headers in ({"api-key": sent}, {"authorization": f"Bearer {sent}"}):
+            assert Auth([known]).check(headers) is known
 
 
 @pytest.mark.parametrize(
@@ -41,6 +52,11 @@ def test_a_key_with_letters_beyond_ascii_is_taken_as_utf_8():
         ({"authorization": "Basic k"}, "didn't provide"),
         ({"authorization": "Bearer"}, "didn't provide"),
         ({"authorization": "Bearer kk"}, "Incorrect API key"),
+        ({"authorization": "Bearer undefined"}, "Incorrect API key provided"),
+        ({"authorization": "Bearer null"}, "Incorrect API key provided"),
+        ({"authorization": "Bearer None"}, "Incorrect API key provided"),
+        ({"authorization": "", "api-key": ""}, "Incorrect API key provided"),
+        ({}, "Incorrect API key provided"),
         ({"authorization": "Bearer \xe9"}, "Incorrect API key"),
         ({"x-api-key": "K"}, "Incorrect API key"),
         ({"x-api-key": sha256(b"k").hexdigest()}, "Incorrect API key"),
@@ -52,8 +68,10 @@ def test_others_are_refused(headers, says):
     assert (caught.value.status, caught.value.code) == (401, "invalid_api_key")
 
 
-def test_without_a_key_any_authorization_is_ignored():
-    assert Auth([]).check({"authorization": "Bearer undefined"}) is None
+@pytest.mark.parametrize("value", ["", "Bearer", "Bearer undefined", "Bearer null", "Bearer None", "Basic x", "\xe9"])
+@pytest.mark.parametrize("name", ["authorization", "api-key", "x-api-key"])
+def test_without_a_key_any_authorization_is_ignored(name, value):
+    assert Auth([]).check({name: value}) is None
 
 
 @pytest.mark.parametrize("scope", SCOPES)

@@ -1,5 +1,7 @@
 import asyncio
+import gzip
 import threading
+import zlib
 from collections.abc import Callable
 from typing import Any
 
@@ -8,22 +10,39 @@ import pytest
 
 from gateway import bodies as bodies_module
 from gateway.bodies import Bodies
-from gateway.dialects.openai import SMALL_FIELDS, parse_embeddings
-from gateway.errors import BadRequest, TooManyRequests
+from gateway.dialects.openai import FIELDS, parse_embeddings
+from gateway.errors import BadRequest, PayloadTooLarge, TooManyRequests
+from gateway.inflating import Coding, zstd
 from gateway.json_pieces import Bounds
-from gateway.request import EmbedRequest
+from gateway.operations import Ask, Call
+from gateway.request import Overflow
+from gateway.served import Served
 from gateway.threads import Threads
 
 LARGE = frozenset({"input"})
+SERVED = Served(
+    model="m", aliases=(), is_strict=False, dim=384, hidden_size=384, max_tokens=256, is_normalized=True,
+    is_matryoshka=False, matryoshka_dims=(), pools_prompt=True, model_type="bert", pooling=("mean",), max_inputs=4,
+    max_request_tokens=None, max_body_bytes=10**9, max_batch_tokens=2048, max_requests=4096,
+    overflow=Overflow.TRUNCATE, compute_type="cpu", version="1", created_at=0,
+)  # fmt: skip
 
 
-def parse(body: bytes, parse_fields: Callable[[dict[str, Any]], Any] = dict) -> Any:
+def make_bodies(threads: Threads, *, max_inputs: int = 10, max_bytes: int = 10**9) -> Bodies:
+    return Bodies(threads, max_inputs=max_inputs, max_chars=10**9, max_ids=10**9, max_bytes=max_bytes)
+
+
+def parse(
+    body: bytes,
+    parse_fields: Callable[[dict[str, Any]], Any] = dict,
+    coding: Coding | None = None,
+    max_bytes: int = 10**9,
+) -> Any:
     async def main() -> Any:
         threads = Threads()
+        bodies = make_bodies(threads, max_inputs=100_000, max_bytes=max_bytes)
         try:
-            return await Bodies(threads, max_inputs=100_000, max_chars=10**9, max_ids=10**9).parse(
-                body, LARGE, parse_fields, small_fields=SMALL_FIELDS
-            )
+            return await bodies.parse(body, LARGE, parse_fields, small_fields=FIELDS.small, coding=coding)
         finally:
             threads.close()
 
@@ -79,7 +98,7 @@ def test_bodies_that_wait_to_be_parsed_are_bounded(monkeypatch):
 
     async def main() -> None:
         threads = Threads()
-        bodies = Bodies(threads, max_inputs=10, max_chars=10**9, max_ids=10**9)
+        bodies = make_bodies(threads)
         try:
             first = asyncio.ensure_future(bodies.parse(body, LARGE, dict))
             await asyncio.sleep(0)
@@ -100,7 +119,7 @@ def test_a_tenant_s_bodies_take_at_most_half_of_the_room(monkeypatch):
 
     async def main() -> None:
         threads = Threads()
-        bodies = Bodies(threads, max_inputs=10, max_chars=10**9, max_ids=10**9)
+        bodies = make_bodies(threads)
 
         async def parse_for(tenant: str) -> int:
             return len((await bodies.parse(body, LARGE, dict, tenant))["input"])
@@ -133,7 +152,7 @@ def test_where_callers_have_no_keys_all_share_the_room(monkeypatch):
 
     async def main() -> None:
         threads = Threads()
-        bodies = Bodies(threads, max_inputs=10, max_chars=10**9, max_ids=10**9)
+        bodies = make_bodies(threads)
         try:
             two = [bodies.parse(body, LARGE, dict) for _ in range(2)]
             assert [len(fields["input"]) for fields in await asyncio.gather(*two)] == [100_000, 100_000]
@@ -208,8 +227,8 @@ def test_hostile_bodies_are_refused_and_not_quoted(padding, body, says):
     ],
 )
 def test_values_that_fit_no_field_are_refused_by_name(padding, value, param, says):
-    def parse_fields(fields: dict[str, Any]) -> EmbedRequest:
-        return parse_embeddings(fields, {}, max_inputs=4, dim=384)
+    def parse_fields(fields: dict[str, Any]) -> Ask:
+        return parse_embeddings(Call(FIELDS.read(fields), {}, SERVED))
 
     body = b'{"input":%b}' % value
     for padded in (padding + body, body + padding):
@@ -244,3 +263,88 @@ def test_what_a_body_is_filled_up_with_is_refused(unit, says):
 def test_no_small_body_has_more_fields_than_a_large_one_may():
     """Else the same object would be taken or refused by its size."""
     assert bodies_module._INLINE_BYTES // len(b'"":1,') < Bounds(max_items=1, max_chars=1, max_ids=1).max_fields
+
+
+# --- sent compressed ----------------------------------------------------------------------------------------------
+
+COMPRESS: dict[Coding, Callable[[bytes], bytes]] = {
+    Coding.GZIP: gzip.compress,
+    Coding.DEFLATE: zlib.compress,
+    Coding.ZSTD: zstd.compress,
+}
+
+
+@pytest.mark.parametrize("coding", Coding)
+@pytest.mark.parametrize("num_texts", [1, 20_000])
+def test_a_compressed_body_means_what_it_was_before(coding, num_texts):
+    body = orjson.dumps({"input": [f"text {i}" for i in range(num_texts)]})
+    assert parse(COMPRESS[coding](body), coding=coding) == parse(body)
+
+
+def test_a_small_body_that_becomes_large_is_parsed_in_a_thread():
+    body = orjson.dumps({"input": ["text"] * 20_000})
+    assert len(gzip.compress(body)) < 1000
+    thread = parse(gzip.compress(body), lambda fields: threading.current_thread(), Coding.GZIP)
+    assert thread is not threading.main_thread()
+    thread = parse(gzip.compress(b'{"input":"text"}'), lambda fields: threading.current_thread(), Coding.GZIP)
+    assert thread is threading.main_thread()
+
+
+@pytest.mark.parametrize("coding", Coding)
+@pytest.mark.parametrize("num_bytes", [1_000, 1_000_000])
+def test_a_compressed_body_is_bounded_by_what_it_becomes(coding, num_bytes):
+    body = b'{"input":"%b"}' % (b"x" * num_bytes)
+    assert len(parse(COMPRESS[coding](body), coding=coding, max_bytes=len(body))["input"]) == num_bytes
+    with pytest.raises(PayloadTooLarge, match=f"longer than the {len(body) - 1} bytes allowed"):
+        parse(COMPRESS[coding](body), coding=coding, max_bytes=len(body) - 1)
+
+
+@pytest.mark.parametrize("num_bytes", [0, 1_000_000])
+def test_what_is_not_of_its_coding_is_refused_and_not_quoted(num_bytes):
+    with pytest.raises(BadRequest, match="not valid gzip data") as caught:
+        parse(b'{"input":"secret"}' + b" " * num_bytes, coding=Coding.GZIP)
+    assert "secret" not in caught.value.message
+    with pytest.raises(BadRequest, match=r"is not valid JSON|must be a JSON object"):
+        parse(gzip.compress(b"secret" + b" " * num_bytes), coding=Coding.GZIP)
+
+
+def test_what_bodies_become_is_bounded_together_while_they_become_it(monkeypatch):
+    monkeypatch.setattr("gateway.bodies._MAX_WAITING_BYTES", 30_000_000)
+    monkeypatch.setattr("gateway.bodies._INFLATED_AT_A_TIME_BYTES", 100_000)
+    bomb = gzip.compress(b'{"input":"%b"}' % (b"x" * 20_000_000))
+
+    async def main() -> None:
+        threads = Threads()
+        bodies = make_bodies(threads)
+        most = 0
+
+        def watched(fields: dict[str, Any]) -> int:
+            return len(fields["input"])
+
+        async def watch() -> None:
+            nonlocal most
+            while True:
+                most = max(most, bodies._num_waiting_bytes)
+                await asyncio.sleep(0)
+
+        watching = asyncio.ensure_future(watch())
+        try:
+            three = [bodies.parse(bomb, LARGE, watched, coding=Coding.GZIP) for _ in range(3)]
+            ends = await asyncio.gather(*three, return_exceptions=True)
+            assert ends.count(20_000_000) == 1
+            assert sum(isinstance(end, TooManyRequests) for end in ends) == 2
+            assert most <= 30_000_000
+            assert bodies._num_waiting_bytes == 0
+            assert not bodies._num_bytes_of
+            left = asyncio.ensure_future(bodies.parse(bomb, LARGE, watched, coding=Coding.GZIP))
+            while not bodies._num_waiting_bytes:
+                await asyncio.sleep(0)
+            left.cancel()
+            await asyncio.wait([left])
+            assert left.cancelled()
+            assert bodies._num_waiting_bytes == 0
+        finally:
+            watching.cancel()
+            threads.close()
+
+    asyncio.run(main())

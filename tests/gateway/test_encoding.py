@@ -1,27 +1,107 @@
+import asyncio
 import base64
+import dataclasses
 from io import BytesIO
+from itertools import product
 
 import numpy as np
 import orjson
 import pytest
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 from hypothesis.extra.numpy import arrays
 from numpy.lib import format as npy_format
 
-from gateway.encoding import JsonRows, Matrix, encode_base64, encode_float, make_collector
-from gateway.request import Encoding
+from gateway.dialects.rows import render_rows
+from gateway.encoding import Encoder, JsonRows, Matrix, check_forms, encode_base64, encode_float, stored_dtype
+from gateway.errors import BadRequest
+from gateway.quantization import default_ranges, from_bfloat16, normalize, to_bfloat16, to_binary, to_ubinary
+from gateway.request import Dtype, EmbedRequest, Encoding, Flow, Form, Gathering, Priority, TokenizedInput
+from gateway.request import Sequence as QueuedSequence
+from gateway.served import Served
+from shm.card import ModelCard, ModelError, Step
+from shm.wire import Output
 
 floats = st.floats(width=32, allow_nan=False, allow_infinity=False)
 matrices = arrays(np.float32, st.tuples(st.integers(1, 4), st.integers(1, 40)), elements=floats)
 
+in_its_own_time = settings(deadline=None, max_examples=50)  # imports and a busy machine are no failure
 
+_IMPOSSIBLE = {(Encoding.NPY, Dtype.BFLOAT16)}
+FORMS = [Form(*form) for form in product(Encoding, Dtype, (False, True)) if form[:2] not in _IMPOSSIBLE]
+
+
+def card_of(dim: int = 16, *, hidden_size: int | None = None, is_normalized: bool = True) -> ModelCard:
+    return ModelCard(
+        folder="/m", weights_folder="/m", model_type="bert", hidden_size=hidden_size or dim, dim=dim, max_tokens=8,
+        vocab_size=9, pooling=("mean",), steps=(Step("normalize"),) * is_normalized, lowercase=False, prompt="",
+    )  # fmt: skip
+
+
+def request_of(num_inputs: int, *forms: Form, **fields) -> EmbedRequest:
+    return EmbedRequest(inputs=["text"] * num_inputs, forms=forms, **fields)
+
+
+def unit_rows(num_rows: int, dim: int) -> np.ndarray:
+    return normalize(np.random.default_rng(num_rows * dim).standard_normal((num_rows, dim), dtype=np.float32))
+
+
+def kept(collector: JsonRows | Matrix) -> list[bytes]:
+    return collector.fragments if isinstance(collector, JsonRows) else [row.tobytes() for row in collector.rows]
+
+
+def decoded(collector: JsonRows | Matrix) -> np.ndarray:
+    """What a caller has of it, in the machine's order; bfloat16 as float32."""
+    form = collector.form if isinstance(collector, Matrix) else Form()
+    if isinstance(collector, Matrix):
+        body = body_of(collector)
+        if form.encoding is Encoding.NPY:
+            return np.load(BytesIO(body), allow_pickle=False)
+        rows = np.frombuffer(body, stored_dtype(form)).reshape(len(collector.rows), -1)
+        return from_bfloat16(rows) if form.dtype is Dtype.BFLOAT16 else rows
+    return np.array([orjson.loads(fragment) for fragment in collector.fragments])
+
+
+def decoded_base64(collector: JsonRows | Matrix, form: Form) -> np.ndarray:
+    assert isinstance(collector, JsonRows)
+    texts = [base64.b64decode(orjson.loads(fragment), validate=True) for fragment in collector.fragments]
+    rows = np.array([np.frombuffer(text, stored_dtype(form)) for text in texts])
+    return from_bfloat16(rows) if form.dtype is Dtype.BFLOAT16 else rows
+
+
+def collected(rows: np.ndarray, form: Form, card: ModelCard | None = None, **fields) -> JsonRows | Matrix:
+    encoder = Encoder(card or card_of(rows.shape[1]))
+    [collector] = encoder.make_collectors(request_of(len(rows), form, **fields))
+    collector.put(0, rows)
+    return collector
+
+
+def matrix_of(rows: np.ndarray, form: Form, card: ModelCard | None = None, **fields) -> Matrix:
+    collector = collected(rows, form, card, **fields)
+    assert isinstance(collector, Matrix)
+    return collector
+
+
+def json_collectors(encoder: Encoder, request: EmbedRequest) -> list[JsonRows]:
+    return [collector for collector in encoder.make_collectors(request) if isinstance(collector, JsonRows)]
+
+
+def body_of(matrix: Matrix) -> bytes:
+    body = render_rows(matrix, model="m", num_tokens=1).body
+    return body if isinstance(body, bytes) else b"".join(body)
+
+
+# --- float32 ----------------------------------------------------------------------------------------------------
+
+
+@in_its_own_time
 @given(matrices)
 def test_base64_is_the_floats_to_the_bit(rows):
-    decoded = [base64.b64decode(orjson.loads(fragment), validate=True) for fragment in encode_base64(rows)]
-    assert decoded == [row.astype("<f4").tobytes() for row in rows]
+    fragments = [base64.b64decode(orjson.loads(fragment), validate=True) for fragment in encode_base64(rows)]
+    assert fragments == [row.astype("<f4").tobytes() for row in rows]
 
 
+@in_its_own_time
 @given(matrices)
 def test_float_reads_back_as_the_same_float32(rows):
     read = [np.array(orjson.loads(fragment), dtype=np.float32).tobytes() for fragment in encode_float(rows)]
@@ -32,11 +112,14 @@ def test_float_is_the_shortest_form():
     assert encode_float(np.array([[0.1, 1.0]], dtype=np.float32)) == [b"[0.1,1.0]"]
 
 
-@pytest.mark.parametrize("encoding", Encoding)
-def test_rows_may_come_in_any_order_and_are_not_borrowed(encoding):
-    rows = np.random.default_rng(0).standard_normal((5, 3), dtype=np.float32)
-    in_order, in_parts = make_collector(encoding, 5, 3), make_collector(encoding, 5, 3)
-    in_order.put(0, rows)
+# --- every form -------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("form", FORMS)
+def test_rows_may_come_in_any_order_and_are_not_borrowed(form):
+    rows = unit_rows(5, 16)
+    in_order = collected(rows, form)
+    [in_parts] = Encoder(card_of()).make_collectors(request_of(5, form))
     for start, end in ((4, 5), (1, 4), (0, 1)):
         slot = rows[start:end].copy()
         in_parts.put(start, slot)
@@ -44,10 +127,241 @@ def test_rows_may_come_in_any_order_and_are_not_borrowed(encoding):
     assert kept(in_parts) == kept(in_order)
 
 
-def kept(collector: JsonRows | Matrix) -> list[bytes]:
-    return collector.fragments if isinstance(collector, JsonRows) else [row.tobytes() for row in collector.rows]
+_EXPECTED = {
+    Dtype.FLOAT32: lambda rows: rows,
+    Dtype.FLOAT16: lambda rows: rows.astype(np.float16),
+    Dtype.BFLOAT16: lambda rows: from_bfloat16(to_bfloat16(rows)),
+    Dtype.INT8: lambda rows: default_ranges(rows.shape[1]).to_int8(rows),
+    Dtype.UINT8: lambda rows: default_ranges(rows.shape[1]).to_uint8(rows),
+    Dtype.BINARY: to_binary,
+    Dtype.UBINARY: to_ubinary,
+}
 
 
+@in_its_own_time
+@given(st.integers(1, 5), st.integers(1, 6).map(lambda number: 8 * number), st.sampled_from(Dtype), st.booleans())
+def test_every_encoding_says_the_same_numbers(num_rows, dim, dtype, is_big_endian):
+    rows = unit_rows(num_rows, dim)
+    as_numbers = decoded(collected(rows, Form(Encoding.FLOAT, dtype, is_big_endian)))
+    in_base64 = Form(Encoding.BASE64, dtype, is_big_endian)
+    others = [
+        decoded_base64(collected(rows, in_base64), in_base64),
+        decoded(collected(rows, Form(Encoding.BYTES, dtype, is_big_endian))),
+    ]
+    expected = _EXPECTED[dtype](rows)
+    if dtype is not Dtype.BFLOAT16:
+        others.append(decoded(collected(rows, Form(Encoding.NPY, dtype, is_big_endian))))
+    for other in others:
+        assert np.array_equal(other, expected)
+    assert np.array_equal(as_numbers.astype(expected.dtype), expected)
+
+
+def test_numbers_of_a_float16_are_the_float32s_that_they_are():
+    rows = np.array([[0.1] * 8], dtype=np.float32)
+    [fragment] = kept(collected(rows, Form(dtype=Dtype.FLOAT16)))
+    assert orjson.loads(fragment) == [float(str(np.float32(np.float16(0.1))))] * 8
+
+
+@pytest.mark.parametrize("dtype", [Dtype.INT8, Dtype.UINT8, Dtype.BINARY, Dtype.UBINARY])
+def test_whole_types_are_written_as_whole_numbers(dtype):
+    [fragment] = kept(collected(unit_rows(1, 16), Form(dtype=dtype)))
+    assert all(type(number) is int for number in orjson.loads(fragment))
+
+
+def test_the_order_of_bytes_is_the_one_that_was_asked_for():
+    rows = np.array([[1.0] + [0.0] * 7], dtype=np.float32)
+    for dtype, little in ((Dtype.FLOAT32, "0000803f"), (Dtype.FLOAT16, "003c"), (Dtype.BFLOAT16, "803f")):
+        width = len(little) // 2
+        for is_big_endian in (False, True):
+            ordered = bytes.fromhex(little)[:: -1 if is_big_endian else 1]
+            matrix = matrix_of(rows, Form(Encoding.BYTES, dtype, is_big_endian))
+            assert bytes(matrix.view()[:width]) == ordered
+            [fragment] = kept(collected(rows, Form(Encoding.BASE64, dtype, is_big_endian)))
+            assert base64.b64decode(orjson.loads(fragment))[:width] == ordered
+
+
+def test_several_forms_are_answered_each_in_its_place():
+    rows = unit_rows(3, 16)
+    forms = [Form(dtype=dtype) for dtype in Dtype] + [Form(Encoding.BASE64), Form(Encoding.NPY, Dtype.FLOAT16)]
+    collectors = Encoder(card_of()).make_collectors(request_of(3, *forms))
+    for collector in collectors:
+        collector.put(0, rows)
+    assert [kept(collector) for collector in collectors] == [kept(collected(rows, form)) for form in forms]
+
+
+# --- length and dimensions --------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("form", FORMS)
+def test_fewer_dimensions_are_the_first_ones_brought_to_length_1(form):
+    rows = unit_rows(3, 24)
+    expected = collected(normalize(rows[:, :16].copy()), form, card_of(16))
+    short = collected(rows, form, card_of(24), dimensions=16)
+    assert kept(short) == kept(expected)
+    if isinstance(short, Matrix):
+        assert short.dim == 16
+        assert short.row_bytes * 3 == len(short.view())
+
+
+@pytest.mark.parametrize("encoding", Encoding)
+@pytest.mark.parametrize(
+    ("is_normalized", "fields", "has_length_1"),
+    [
+        (True, {}, None),
+        (True, {"normalize": True}, None),
+        (True, {"output": Output.UNNORMALIZED}, False),
+        (True, {"output": Output.UNNORMALIZED, "normalize": True}, True),
+        (False, {}, False),
+        (False, {"normalize": True}, True),
+    ],
+)
+def test_length_1_is_made_where_it_is_asked_for_and_not_there(encoding, is_normalized, fields, has_length_1):
+    rows = unit_rows(3, 16)
+    if has_length_1 is not None:
+        rows *= 7
+    rows[1] = 0
+    expected = normalize(rows) if has_length_1 else rows
+    card = card_of(is_normalized=is_normalized)
+    assert kept(collected(rows, Form(encoding), card, **fields)) == kept(collected(expected, Form(encoding)))
+    # Fewer dimensions have length 1 again only if all had.
+    first = collected(rows, Form(encoding), card, dimensions=8, **fields)
+    short = rows[:, :8].copy() if has_length_1 is False else normalize(rows[:, :8])
+    assert kept(first) == kept(collected(short, Form(encoding), card_of(8)))
+
+
+# --- tokens -----------------------------------------------------------------------------------------------------
+
+_TOKENS = {"output": Output.TOKENS, "normalize": True}
+
+
+def put_tokens(collector: JsonRows | Matrix, index: int, rows: np.ndarray, *cuts: int) -> None:
+    for start, end in zip((0, *cuts), (*cuts, len(rows)), strict=True):
+        slot = rows[start:end].copy()
+        collector.put_tokens(index, slot, len(rows) - end)
+        slot[:] = np.nan
+
+
+@in_its_own_time
+@given(st.sampled_from(Dtype), st.booleans(), st.lists(st.integers(1, 6), max_size=4))
+def test_tokens_are_lists_of_lists_or_one_matrix_in_base64_in_however_many_parts(dtype, is_big_endian, sizes):
+    cuts = np.cumsum(sizes).tolist()
+    matrices = [unit_rows(1, 16), unit_rows(sum(sizes) + 2, 16)]
+    form, model = Form(Encoding.BASE64, dtype, is_big_endian), card_of(is_normalized=False)
+    as_numbers, in_base64 = json_collectors(
+        Encoder(card_of(hidden_size=16)), request_of(2, Form(dtype=dtype), form, **_TOKENS)
+    )
+    for collector in (as_numbers, in_base64):
+        put_tokens(collector, 1, matrices[1], *cuts)
+        put_tokens(collector, 0, matrices[0])
+    for index, rows in enumerate(matrices):
+        one_by_one = kept(collected(rows, Form(dtype=dtype), model, normalize=True))
+        assert orjson.loads(as_numbers.fragments[index]) == [orjson.loads(fragment) for fragment in one_by_one]
+        text = base64.b64decode(orjson.loads(in_base64.fragments[index]), validate=True)
+        assert text == body_of(matrix_of(rows, Form(Encoding.BYTES, dtype, is_big_endian), model, normalize=True))
+
+
+def test_tokens_have_the_hidden_states_size_and_are_not_normalized_unasked():
+    rows = unit_rows(3, 8) * 5
+    [collector] = json_collectors(Encoder(card_of(16, hidden_size=8)), request_of(1, Form(), output=Output.TOKENS))
+    collector.put_tokens(0, rows, 0)
+    assert np.array_equal(np.array(orjson.loads(collector.fragments[0]), dtype=np.float32), rows)
+
+
+# --- what cannot be ---------------------------------------------------------------------------------------------
+
+INT8, UINT8 = Form(dtype=Dtype.INT8), Form(Encoding.BASE64, Dtype.UINT8)
+BINARY = Form(dtype=Dtype.BINARY)
+
+
+@pytest.mark.parametrize(
+    ("card", "has_ranges", "request_", "param", "message"),
+    [
+        (card_of(), False, request_of(1, Form(Encoding.NPY, Dtype.BFLOAT16)), "e", "NumPy has no bfloat16"),
+        (card_of(12), False, request_of(1, BINARY), "d", "a multiple of 8; there are 12"),
+        (card_of(), False, request_of(1, BINARY, dimensions=9), "n", "'n': binary needs .* multiple of 8; there are 9"),
+        (card_of(hidden_size=12), False, request_of(1, BINARY, **_TOKENS), "d", "there are 12"),
+        (card_of(is_normalized=False), False, request_of(1, INT8), "d", "int8 is for vectors of length 1"),
+        (card_of(), False, request_of(1, UINT8, output=Output.UNNORMALIZED), "d", "uint8 is for vectors of length 1"),
+        (card_of(), False, request_of(1, INT8, output=Output.TOKENS), "d", "int8 is for vectors of length 1"),
+        (card_of(), True, request_of(1, INT8, dimensions=8), "n", "'n' is 8, but for int8 .* which have 16"),
+        (card_of(), True, request_of(1, UINT8, output=Output.UNNORMALIZED), "d", "ranges of the model's own vectors"),
+        (card_of(), True, request_of(1, INT8, **_TOKENS), "d", "ranges of the model's own vectors"),
+        (card_of(is_normalized=False), True, request_of(1, INT8, normalize=True), "d", "the model's own vectors"),
+        (card_of(), False, request_of(1, Form(Encoding.NPY), **_TOKENS), "e", "'float' or 'base64' .* is 'npy'"),
+        (card_of(), False, request_of(1, Form(Encoding.BYTES), **_TOKENS), "e", "'float' or 'base64' .* is 'bytes'"),
+        (card_of(hidden_size=8), False, request_of(1, Form(), dimensions=9, **_TOKENS), "n", "1 to 8 .*, is 9"),
+        (card_of(12), False, request_of(1, Form(), INT8, BINARY), "d", "a multiple of 8; there are 12"),
+    ],
+)  # fmt: skip
+def test_what_cannot_be_answered_names_its_field(card, has_ranges, request_, param, message, tmp_path):
+    served = served_of(card, has_ranges=has_ranges)
+    with pytest.raises(BadRequest, match=message) as caught:
+        check_forms(request_, served, dtype_param="d", encoding_param="e", dimensions_param="n")
+    assert caught.value.param == param
+    assert f"'{param}'" in caught.value.message
+    # A dialect that forgets to ask gets no other vectors than were asked for.
+    with pytest.raises(BadRequest, match=r"must be|multiple|bfloat16|length 1|ranges"):
+        Encoder(card, ranges_file(tmp_path, card.dim) if has_ranges else None).make_collectors(request_)
+
+
+def served_of(card: ModelCard, *, has_ranges: bool) -> Served:
+    others = {field.name: None for field in dataclasses.fields(Served)}
+    named = {name: getattr(card, name) for name in ("dim", "hidden_size", "is_normalized")}
+    return Served(**{**others, **named, "has_quantization_ranges": has_ranges})
+
+
+def ranges_file(folder, dim: int) -> str:
+    path = folder / "ranges.npy"
+    np.save(path, np.array([[-0.25] * dim, [0.5] * dim], dtype=np.float32))
+    return str(path)
+
+
+@pytest.mark.parametrize(
+    ("is_normalized", "fields"),
+    [(True, {}), (True, {"normalize": True}), (False, {}), (False, {"output": Output.UNNORMALIZED})],
+)
+def test_a_file_of_ranges_is_used_for_the_models_own_vectors(tmp_path, is_normalized, fields):
+    card = card_of(is_normalized=is_normalized)
+    request = request_of(1, INT8, UINT8, **fields)
+    check_forms(request, served_of(card, has_ranges=True))
+    int8, uint8 = json_collectors(Encoder(card, ranges_file(tmp_path, 16)), request)
+    row = np.zeros((1, 16), dtype=np.float32)
+    row[0, :4] = [-0.25, 0.5, 0.125, -1]
+    for collector in (int8, uint8):
+        collector.put(0, row)
+    codes = np.array(orjson.loads(int8.fragments[0]))
+    assert codes.tolist() == [-128, 127, -1, -128] + [-128 + 85] * 12
+    assert np.array_equal(decoded_base64(uint8, UINT8)[0], codes + 128)
+
+
+def test_a_bad_file_of_ranges_is_said_when_the_encoder_is_made(tmp_path):
+    with pytest.raises(ModelError, match=r"must have the shape \(2, 24\), has \(2, 16\)"):
+        Encoder(card_of(24), ranges_file(tmp_path, 16))
+
+
+@pytest.mark.parametrize("output", [Output.VECTORS, Output.TOKENS])
+def test_a_row_that_the_form_cannot_hold_fails_its_request_alone(output):
+    async def run() -> None:
+        card = card_of(is_normalized=False)
+        collectors = Encoder(card).make_collectors(request_of(1, Form(dtype=Dtype.FLOAT16), output=output))
+        gathering = Gathering(1, collectors, asyncio.get_running_loop())
+        rows = np.full((1, 16), 1e5, dtype=np.float32)
+        if output is Output.TOKENS:
+            flow = Flow(gathering, Priority.NORMAL, 0.0, "")
+            gathering.deliver_one(QueuedSequence(flow, 0, TokenizedInput(b"", 1, False), output), rows)
+        else:
+            gathering.deliver(0, rows)
+        with pytest.raises(BadRequest, match="float16 ends at 65504") as caught:
+            gathering.finished.result()
+        assert "100000" not in caught.value.message
+
+    asyncio.run(run())
+
+
+# --- files and views --------------------------------------------------------------------------------------------
+
+
+@in_its_own_time
 @given(st.integers(1, 3000), st.integers(1, 5000))
 def test_numpy_reads_its_header(num_rows, dim):
     header = BytesIO(Matrix(num_rows, dim).npy_header())
@@ -56,6 +370,30 @@ def test_numpy_reads_its_header(num_rows, dim):
     assert header.read() == b""
 
 
-def test_the_view_is_bytes():
-    view = Matrix(3, 2).view()
-    assert (len(view), view.ndim, view.format, view.itemsize) == (24, 1, "B", 1)
+@pytest.mark.parametrize(
+    ("dtype", "little", "big"),
+    [
+        (Dtype.FLOAT32, "<f4", ">f4"), (Dtype.FLOAT16, "<f2", ">f2"), (Dtype.INT8, "|i1", "|i1"),
+        (Dtype.UINT8, "|u1", "|u1"), (Dtype.BINARY, "|i1", "|i1"), (Dtype.UBINARY, "|u1", "|u1"),
+    ],
+)  # fmt: skip
+def test_a_numpy_file_has_the_type_that_was_asked_for(dtype, little, big):
+    rows = unit_rows(2, 16)
+    for is_big_endian, expected in ((False, little), (True, big)):
+        matrix = matrix_of(rows, Form(Encoding.NPY, dtype, is_big_endian))
+        array = np.load(BytesIO(body_of(matrix)), allow_pickle=False)
+        assert array.dtype.str == expected
+        assert np.array_equal(array, _EXPECTED[dtype](rows))
+        assert render_rows(matrix, model="m", num_tokens=3).headers == {
+            "x-vecd-tokens": "3", "x-vecd-dimensions": "16", "x-vecd-dtype": dtype.value, "x-vecd-model": "m",
+        }  # fmt: skip
+
+
+@pytest.mark.parametrize(("dtype", "num_bytes"), [(Dtype.FLOAT32, 96), (Dtype.FLOAT16, 48), (Dtype.BINARY, 3)])
+@pytest.mark.parametrize("is_big_endian", [False, True])
+def test_the_view_is_bytes(dtype, num_bytes, is_big_endian):
+    matrix = Matrix(3, 8, Form(Encoding.BYTES, dtype, is_big_endian))
+    view = matrix.view()
+    assert (len(view), view.ndim, view.format, view.itemsize) == (num_bytes, 1, "B", 1)
+    assert matrix.row_bytes * 3 == num_bytes
+    assert np.shares_memory(np.frombuffer(view, np.uint8), matrix.rows)

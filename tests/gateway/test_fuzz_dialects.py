@@ -4,28 +4,35 @@ Short by default; with VECD_SOAK set, for minutes.
 """
 
 import os
+import re
 import socket
 from collections.abc import Iterator, Mapping
 from contextlib import closing
 from http.client import HTTPResponse
-from typing import Any, cast
+from typing import Any
+from urllib.parse import unquote_to_bytes
 
 import orjson
 import pytest
+from asking import ask, read_in_pieces
 from hypothesis import HealthCheck, example, given, settings
 from hypothesis import strategies as st
 from serving import Server, running_server
 
-from gateway.dialects.openai import LARGE_FIELDS, parse_embeddings
+from gateway.dialects.openai import EMBEDDINGS
+from gateway.dialects.vllm import DIALECT as VLLM
 from gateway.errors import ApiError, BadRequest
-from gateway.json_pieces import Bounds, PieceReader
+from gateway.operations import Operation
 
 IS_LONG = bool(os.environ.get("VECD_SOAK"))
 TIMEOUT_S = 60.0
 pytestmark = pytest.mark.timeout(3600 if IS_LONG else 240)
 SECRET = "S3cr3t"
 STATUSES = {200, 400, 401, 403, 404, 405, 408, 413, 415, 429, 431, 501, 503, 505}
-FIELDS = ("input", "model", "encoding_format", "dimensions", "user", "priority")
+BITS = {"float32": 32, "float16": 16, "bfloat16": 16, "int8": 8, "uint8": 8, "binary": 1, "ubinary": 1}
+"""Of an element in an answer without JSON."""
+POOLING = VLLM.operations["POST /pooling"]
+FIELDS = tuple(field.name for field in EMBEDDINGS.fields)
 
 _SLOW_IS_NO_MATTER = [HealthCheck.too_slow, HealthCheck.data_too_large]
 
@@ -47,17 +54,35 @@ inputs = st.one_of(
     st.lists(texts, max_size=6),
     st.lists(st.integers(0, 40_000), max_size=6),
     st.lists(st.lists(st.integers(0, 30_000), max_size=6).map(lambda ids: [101, *ids, 102]), max_size=4),
+    st.lists(st.one_of(texts, st.fixed_dictionaries({"text": texts})), max_size=4),
     json_values,
 )
 likely = {
-    "input": inputs,
-    "encoding_format": st.sampled_from(["float", "base64", "bytes", "npy", "", "hex"]),
+    "model": st.sampled_from(["m", "minilm:query", "minilm:latest", "gpt", ""]),
+    "encoding_format": st.sampled_from(["float", "base64", "bytes", "bytes_only", "npy", "", "hex"]),
     "dimensions": st.sampled_from([384, 128, 0]),
+    "output_dimension": st.sampled_from([384, 128]),
     "priority": st.sampled_from(["interactive", "bulk", 0, 7]),
+    "input_type": st.sampled_from(["query", "document", "image"]),
+    "overflow": st.sampled_from(["error", "truncate", "truncate_left", "chunk"]),
+    "truncate": st.sampled_from([True, False, "NONE", "START", "END"]),
+    "truncate_prompt_tokens": st.sampled_from([-1, 0, 1, 3, 256, 257]),
+    "truncation_side": st.sampled_from(["left", "right"]),
+    "output_dtype": st.sampled_from(["float", "float16", "bfloat16", "int8", "uint8", "binary", "ubinary"]),
+    "embedding_type": st.sampled_from(["float", "base64", "binary", "ubinary", ["float"], []]),
+    "endianness": st.sampled_from(["native", "little", "big"]),
 }
-bodies = st.fixed_dictionaries(
-    {"input": inputs}, optional={name: st.one_of(json_values, likely.get(name, texts)) for name in FIELDS[1:]}
-)
+flags = ("truncation", "add_special_tokens", "normalize", "normalized", "use_activation", "report", "late_chunking")
+likely |= dict.fromkeys(flags, st.booleans())
+
+
+def field_of(name: str) -> st.SearchStrategy[tuple[str, Any]]:
+    usual = likely.get(name, texts)
+    return st.tuples(st.just(name), st.one_of(usual, usual, json_values))
+
+
+options = st.lists(st.one_of([field_of(name) for name in FIELDS if name != "input"]), max_size=4).map(dict)
+bodies = st.tuples(inputs, options).map(lambda drawn: {"input": drawn[0], **drawn[1]})
 header_values = st.one_of(
     st.text(st.characters(codec="latin-1", exclude_categories=["Cc"]), max_size=40),
     st.sampled_from(["1", "0", "bulk", "application/octet-stream", "application/x-npy;q=0.1, */*;q=0"]),
@@ -76,12 +101,15 @@ headers_of_requests = st.dictionaries(header_names, header_values, max_size=4).m
 )
 
 
+operations = st.sampled_from([EMBEDDINGS, POOLING])
+
+
 @settings(max_examples=5000 if IS_LONG else 300, deadline=None, suppress_health_check=_SLOW_IS_NO_MATTER)
-@given(json_values, st.sampled_from(FIELDS), bodies, headers_of_requests)
-def test_any_value_in_any_field_is_taken_or_a_bad_request(value, name, fields, headers):
+@given(operations, json_values, st.sampled_from(FIELDS), bodies, headers_of_requests)
+def test_any_value_in_any_field_is_taken_or_a_bad_request(operation, value, name, fields, headers):
     lower = {key.lower(): value for key, value in headers.items()}
     try:
-        request = parse_embeddings({**fields, name: value}, lower, max_inputs=4, dim=384)
+        request = ask(operation, {**fields, name: value}, lower).request
     except BadRequest as error:
         assert_names_what_is_wrong(error)
     else:
@@ -91,36 +119,28 @@ def test_any_value_in_any_field_is_taken_or_a_bad_request(value, name, fields, h
 
 def assert_names_what_is_wrong(error: BadRequest) -> None:
     assert error.param in FIELDS or "header x-vecd-" in error.message
-    assert error.param != "input" or SECRET not in error.message
+    assert error.param not in ("input", "prompt") or SECRET not in error.message
     assert len(error.message) < 500
 
 
-def outcome(fields: Any, in_pieces: bool) -> Any:
+def outcome(operation: Operation, fields: Any, in_pieces: bool) -> Any:
     """What comes of a body of these fields, if it were small, or large."""
     try:
-        request = parse_embeddings(
-            read_in_pieces(fields) if in_pieces else orjson.loads(orjson.dumps(fields)), {}, max_inputs=4, dim=384
-        )
+        body = read_in_pieces(operation, fields, **BOUNDS) if in_pieces else orjson.loads(orjson.dumps(fields))
+        request = ask(operation, body).request
     except BadRequest:
         return "refused"
     return [item if isinstance(item, str) else [*item] for item in request.inputs], request[1:]
 
 
-def read_in_pieces(fields: Any) -> dict[str, Any]:
-    bounds = Bounds(max_items=4, max_chars=10_000, max_ids=10_000, window_bytes=24)
-    steps = PieceReader(orjson.dumps(fields), LARGE_FIELDS, bounds).read_object()
-    while True:
-        try:
-            next(steps)
-        except StopIteration as stop:
-            return cast(dict[str, Any], stop.value)
+BOUNDS = {"max_items": 4, "max_chars": 10_000, "max_ids": 10_000, "window_bytes": 24}
 
 
 @settings(max_examples=5000 if IS_LONG else 150, deadline=None, suppress_health_check=_SLOW_IS_NO_MATTER)
-@given(bodies, json_values, st.sampled_from(FIELDS))
-def test_a_large_body_is_taken_or_refused_as_a_small_one(fields, value, name):
+@given(operations, bodies, json_values, st.sampled_from(FIELDS))
+def test_a_large_body_is_taken_or_refused_as_a_small_one(operation, fields, value, name):
     for given_fields in (fields, {**fields, name: value}):
-        assert outcome(given_fields, in_pieces=True) == outcome(given_fields, in_pieces=False)
+        assert outcome(operation, given_fields, in_pieces=True) == outcome(operation, given_fields, in_pieces=False)
 
 
 # --- over HTTP --------------------------------------------------------------------------------------------------
@@ -155,7 +175,9 @@ def assert_is_declared(status: int, headers: Mapping[str, str], body: bytes, may
     assert status != 503 or may_time_out
     assert "x-request-id" in headers
     if status >= 400:
-        error = orjson.loads(body)["error"]
+        answer = orjson.loads(body)
+        assert set(answer) == {"error", "detail"}
+        error = answer["error"]
         assert set(error) == {"message", "type", "param", "code"}
         assert isinstance(error["message"], str)
         assert (error["type"] == "invalid_request_error") == (status < 429 or status == 431)
@@ -164,13 +186,24 @@ def assert_is_declared(status: int, headers: Mapping[str, str], body: bytes, may
         assert int(headers["retry-after"]) >= 1
 
 
+def assert_is_declared_by_tei(status: int, headers: Mapping[str, str], body: bytes, may_time_out: bool) -> None:
+    assert status in STATUSES | {422, 424}
+    assert status != 503 or may_time_out
+    assert "x-request-id" in headers
+    if status >= 400:
+        error = orjson.loads(body)
+        assert set(error) == {"error", "error_type"}
+        assert SECRET not in error["error"]
+
+
 def assert_has_a_row_each(fields: Any, headers: Mapping[str, str], body: bytes) -> None:
     value = fields["input"]
     num_rows = len(value) if isinstance(value, list) and not isinstance(value[0], int) else 1
     if headers["content-type"] == "application/json":
         assert len(orjson.loads(body)["data"]) == num_rows
     elif headers["content-type"] == "application/octet-stream":
-        assert len(body) == num_rows * 384 * 4
+        dim = int(headers["x-vecd-dimensions"])
+        assert len(body) == num_rows * BITS[headers["x-vecd-dtype"]] * dim // 8
     else:
         assert body.startswith(b"\x93NUMPY")
 
@@ -208,7 +241,10 @@ def test_any_request_is_answered_as_declared(weightless, method, target, headers
     if method == "HEAD":
         assert (status in STATUSES, answer) == (True, b"")
     elif status != 204:
-        assert_is_declared(status, answer_headers, answer, "x-vecd-timeout-ms" in map(str.lower, headers))
+        # What is at "/" is text-embeddings-inference's.
+        path = unquote_to_bytes(re.split(rb"[?#]", target)[0])
+        assert_declared = assert_is_declared if path.strip(b"/") else assert_is_declared_by_tei
+        assert_declared(status, answer_headers, answer, "x-vecd-timeout-ms" in map(str.lower, headers))
 
 
 @pytest.mark.parametrize("size", [10, 80_000])
@@ -229,4 +265,4 @@ def test_every_error_is_in_the_table():
     kinds = [ApiError]
     for kind in kinds:
         kinds += kind.__subclasses__()
-    assert {kind.status for kind in kinds} <= STATUSES | {500}
+    assert {kind.status for kind in kinds} <= STATUSES | {424, 500}  # 424: text-embeddings-inference's alone

@@ -18,6 +18,7 @@ from shm.wire import (
     Batch,
     Done,
     Failed,
+    Output,
     Probe,
     ToGateway,
     WireError,
@@ -46,9 +47,9 @@ tails = st.one_of(
     st.builds(struct.Struct("<II").pack, uint32, uint32),
     st.builds(struct.Struct("<H").pack, uint16),
 )
-likely_frames = st.tuples(st.builds(bytes.__add__, headers, tails), st.lists(int32s, max_size=3)).map(
-    lambda parts: [parts[0], *parts[1]]
-)
+likely_frames = st.tuples(
+    st.builds(bytes.__add__, headers, tails), st.lists(int32s | st.binary(max_size=4), max_size=4)
+).map(lambda parts: [parts[0], *parts[1]])
 any_frames = st.lists(st.binary(max_size=40), max_size=4) | likely_frames
 
 
@@ -89,7 +90,8 @@ def batches(draw) -> Batch:
     ids = draw(st.lists(st.integers(0, VOCAB_SIZE) | st.integers(-(2**31), 2**31 - 1), min_size=1, max_size=3))
     token_ids = (ids * num_tokens)[:num_tokens]
     lengths_bytes, ids_bytes = (struct.pack(f"<{len(n)}i", *n) for n in (lengths, token_ids))
-    return Batch(EPOCH, draw(uint64), draw(uint16), len(lengths), num_tokens, lengths_bytes, ids_bytes)
+    outputs = draw(st.just(b"") | st.lists(small, min_size=len(lengths), max_size=len(lengths)).map(bytes))
+    return Batch(EPOCH, draw(uint64), draw(uint16), len(lengths), num_tokens, lengths_bytes, ids_bytes, outputs)
 
 
 @examples(500, 10_000)
@@ -98,7 +100,8 @@ def test_a_batch_that_is_taken_indexes_nothing_outside(message):
     with suppress(BadBatch):
         batch = read_batch(message, ARENA, CARD)
         assert message.slot < ARENA.num_slots
-        assert 1 <= batch.lengths.size <= ARENA.rows_per_slot
+        assert 1 <= batch.lengths.size <= batch.num_rows <= ARENA.rows_per_slot
+        assert batch.outputs is None or batch.outputs.max() <= max(Output)
         assert batch.lengths.min() >= 1
         assert batch.lengths.max() <= MAX_TOKENS
         assert batch.lengths.sum() == batch.token_ids.size

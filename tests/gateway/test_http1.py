@@ -27,6 +27,7 @@ from gateway.http1 import (
     _Message,
     encode_response,
 )
+from gateway.inflating import Coding
 
 LIMITS = Limits(max_body_bytes=1000)
 HOST = b"Host: x\r\n"
@@ -290,6 +291,25 @@ def test_the_limits_hold_for_a_request_with_an_offer_of_h2c():
 
 
 # --- events and states --------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("headers", "coding"),
+    [
+        ((), None),
+        ((b"Content-Encoding: identity",), None),
+        ((b"Content-Encoding: GZIP",), Coding.GZIP),
+        ((b"Content-Encoding: x-gzip",), Coding.GZIP),
+        ((b"Content-Encoding: identity, deflate",), Coding.DEFLATE),
+        ((b"Content-Encoding: zstd",), Coding.ZSTD),
+    ],
+)
+def test_a_coded_body_is_left_as_it_was_sent(headers, coding):
+    for request in (
+        read_one(post(*headers, b"Content-Length: 5", body=b"hello")),
+        read_one(post(*headers, TE, body=b"5\r\nhello\r\n0\r\n\r\n")),
+    ):
+        assert (request.coding, request.body) == (coding, b"hello")
 
 
 def test_the_head_is_told_once_and_only_if_the_body_is_outstanding():
@@ -562,9 +582,13 @@ REFUSED = {
     "CONNECT": (get(line=b"CONNECT host:443 HTTP/1.1"), NotImplementedByServer),
     "TLS": (b"\x16\x03\x01\x02\x00\x01\x00\x01\xfc\x03\x03", BadRequest),
     "an answer": (b"HTTP/1.1 200 OK\r\n\r\n", BadRequest),
-    "gzip": (post(b"Content-Encoding: gzip", CL, body=b"hello"), UnsupportedEncoding),
-    "zstd, chunked": (post(b"Content-Encoding: zstd", TE, body=CHUNKS), UnsupportedEncoding),
-    "identity, gzip": (post(b"Content-Encoding: identity, gzip", CL, body=b"hello"), UnsupportedEncoding),
+    "brotli": (post(b"Content-Encoding: br", CL, body=b"hello"), UnsupportedEncoding),
+    "brotli, chunked": (post(b"Content-Encoding: br", TE, body=CHUNKS), UnsupportedEncoding),
+    "gzip twice": (post(b"Content-Encoding: gzip, gzip", CL, body=b"hello"), UnsupportedEncoding),
+    "gzip in two headers": (
+        post(b"Content-Encoding: gzip", b"Content-Encoding: gzip", CL, body=b"hello"),
+        UnsupportedEncoding,
+    ),
     "no CRLF after a chunk": (post(TE, body=b"5\r\nhelloX0\r\n\r\n"), BadRequest),
     "LF after a chunk": (post(TE, body=b"5\r\nhello\n0\r\n\r\n"), BadRequest),
     "LF after a chunk size": (post(TE, body=b"5\nhello\r\n0\r\n\r\n"), BadRequest),

@@ -3,12 +3,14 @@
 from array import array
 from collections.abc import Callable
 from typing import Any
+from unittest import mock
 
 import orjson
 import pytest
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
+from gateway import json_pieces
 from gateway.errors import BadRequest
 from gateway.json_pieces import Bounds, PieceReader
 
@@ -294,9 +296,49 @@ def test_what_is_too_large_is_refused_before_it_is_read(document, says):
         read(document, max_items=3, max_ids=20, max_other_bytes=50)
 
 
+def test_long_strings_in_objects_of_a_large_list_are_texts():
+    """Of which there may be megabytes; an object by itself, and all that is not such a string, stay bounded."""
+    items = [{"a": "x" * 100}] * 30
+    assert read(orjson.dumps({"input": items}), max_other_bytes=400) == {"input": items}
+    refused: list[list[dict[str, Any]]] = [[{"a": "x"}] * 50, [{"a": "x" * 400}], [{"x" * 10: {}}] * 30]
+    for too_much in refused:
+        with pytest.raises(BadRequest, match=r"'input': .* 400 bytes"):
+            read(orjson.dumps({"input": too_much}), max_other_bytes=400)
+    with pytest.raises(BadRequest, match=r"'other': .* 400 bytes"):
+        read(orjson.dumps({"other": items}), max_other_bytes=400)
+
+
 def test_what_is_wrong_behind_ids_that_were_dropped_is_named_by_its_own_index():
     ids = b",".join([b"7"] * 500)
     with pytest.raises(BadRequest, match="number 500 is not a whole number"):
         read(b'{"input":[%b,"x",%b]}' % (ids, ids), max_items=3, max_ids=20)
     with pytest.raises(BadRequest, match="number 500 is not a whole number"):
         read(b'{"input":[[1],[%b,"x"]]}' % ids, max_items=3, max_ids=20)
+
+
+def test_an_id_that_fits_no_vocabulary_is_refused_before_many_are_kept():
+    """An array cannot hold it, and a list of as many would be looked through again and again."""
+    with pytest.raises(BadRequest, match="'input' has a token id outside any vocabulary"):
+        read(b'{"input":[4294967296%b]}' % (b",7" * 500), max_items=3, max_ids=20)
+    with pytest.raises(BadRequest, match="'input' has a token id outside any vocabulary"):
+        read(b'{"input":[[7%b,4294967296]]}' % (b",7" * 500), max_items=3, max_ids=20)
+    assert read(b'{"input":[7,7,7,7,7,7,7,7,7,7,7,7,4294967296]}', max_items=3, max_ids=20) == {
+        "input": [7] * 12 + [4294967296]
+    }
+
+
+def test_what_a_run_of_a_long_list_costs_does_not_grow_with_the_list():
+    """Each id is looked at once: counted by what is handed to the check of types, whatever the machine."""
+    seen: list[int] = []
+    check = json_pieces._are_ids
+
+    def counted(values: list[Any]) -> bool:
+        seen.append(len(values))
+        return check(values)
+
+    with mock.patch.object(json_pieces, "_are_ids", counted):
+        for opening in (b"[7", b"[[7", b"[4294967296", b'["x"'):
+            seen.clear()
+            tail = b"]]" if opening.startswith(b"[[") else b"]"
+            read(b'{"input":%b%b%b}' % (opening, b",7" * 5000, tail), max_items=UNBOUNDED)
+            assert sum(seen) < 5001 * 3

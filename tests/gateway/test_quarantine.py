@@ -16,16 +16,17 @@ class Clock:
         return self.now
 
 
-def inputs(*token_ids: bytes) -> list[SimpleNamespace]:
-    return [SimpleNamespace(token_ids=ids) for ids in token_ids]
+def sequences(start: int, *token_ids: bytes) -> list[Any]:
+    """Of a request's inputs from `start` on."""
+    return [SimpleNamespace(token_ids=ids, index=index) for index, ids in enumerate(token_ids, start)]
 
 
 def test_what_is_kept_is_refused_by_name_and_nothing_else():
     quarantine = Quarantine(b"key")
     quarantine.add(quarantine.digest(POISON))
-    quarantine.check(inputs(OTHER, POISON + OTHER), 0)
+    quarantine.check(sequences(0, OTHER, POISON + OTHER))
     with pytest.raises(PoisonInput, match=r"^'input\[8\]' ended its worker") as caught:
-        quarantine.check(inputs(OTHER, POISON, POISON), 7)
+        quarantine.check(sequences(7, OTHER, POISON, POISON))
     assert (caught.value.status, caught.value.code) == (500, "poison_input")
     assert caught.value.headers() == {"x-should-retry": "false"}
 
@@ -67,7 +68,7 @@ def test_of_too_many_the_oldest_is_forgotten():
 def test_nothing_is_hashed_while_nothing_is_kept():
     quarantine = Quarantine(b"key")
     untouchable: list[Any] = [object()]  # has no token ids to hash
-    quarantine.check(untouchable, 0)
+    quarantine.check(untouchable)
     quarantine.add(quarantine.digest(POISON))
     with pytest.raises(AttributeError):
-        quarantine.check(untouchable, 0)
+        quarantine.check(untouchable)

@@ -1,77 +1,177 @@
-import pytest
+import asyncio
+from typing import Any
 
-from gateway.app import ROUTES, create_embeddings, list_models, retrieve_model
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from gateway.api import ROUTES, dialect_routes
 from gateway.config import SCOPES
 from gateway.errors import MethodNotAllowed, NotFound
-from gateway.routes import admin_table, find_route, public_table
+from gateway.http1 import Response
+from gateway.routes import admin_table, find_route, methods_at, name_in, normalize, public_table
+
+EXACT = sorted({path for path in ROUTES if "*" not in path and path != "/"})
+
+
+def written(path: str) -> list[str]:
+    """A path as people write it who have a base URL of their own idea."""
+    last = path.rpartition("/")[2]
+    return [path, f"{path}/", f"/{path}", path.replace("/", "//"), f"{path}///", f"{path}{path}", f"{path}/{last}"]
+
+
+@pytest.mark.parametrize("path", EXACT)
+def test_every_path_may_be_written_in_other_ways(path):
+    for spelling in written(path):
+        if f"{path}/*" in ROUTES and name_in(f"{path}/*", spelling):
+            continue  # a model may have that name
+        assert methods_at(ROUTES, spelling) is ROUTES[path], spelling
+
+
+@pytest.mark.parametrize("path", [path for path in EXACT if path.startswith("/v1/")])
+def test_v1_may_be_given_twice_or_thrice(path):
+    for spelling in (f"/v1{path}", f"/v1/v1{path}", f"//v1/{path}/"):
+        assert methods_at(ROUTES, spelling) is ROUTES[path], spelling
 
 
 @pytest.mark.parametrize(
     "path",
-    ["/v1/embeddings", "/v1/embeddings/", "//v1//embeddings", "/embeddings", "//embeddings", "/v1/v1/embeddings"],
-)
+    ["/v1/embeddings", "/v1/embeddings/", "//v1//embeddings", "/v1/v1/embeddings", "/v1/embeddings/embeddings",
+     "/v1/embeddings/v1/embeddings", "/v1/v1/embeddings/embeddings/", "/v1/embeddings/embeddings/embeddings"],
+)  # fmt: skip
 def test_the_ways_people_write_it(path):
-    assert find_route(ROUTES, "POST", path).handler is create_embeddings
+    assert find_route(ROUTES, "POST", path) is ROUTES["/v1/embeddings"]["POST"]
+
+
+@pytest.mark.parametrize("path", ["/embeddings", "//embeddings", "/embeddings/", "/embeddings/embeddings"])
+def test_a_base_without_v1(path):
+    assert find_route(ROUTES, "POST", path) is ROUTES["/embeddings"]["POST"]
 
 
 @pytest.mark.parametrize(
-    ("path", "handler"),
-    [("/v1/models", list_models), ("/v1/models/", list_models), ("/v1/models/a/b", retrieve_model)],
+    ("path", "pattern", "name"),
+    [
+        ("/v1/models/a", "/v1/models/*", "a"),
+        ("/v1/models/a/b", "/v1/models/*", "a/b"),
+        ("/v1/models/a/a", "/v1/models/*", "a/a"),
+        ("/v1/v1/models/a/a/", "/v1/models/*", "a/a"),
+        ("/engines/m/embeddings", "/engines/*/embeddings", "m"),
+        ("/v1/engines/org/m/embeddings/", "/v1/engines/*/embeddings", "org/m"),
+        ("/engines/a/a/embeddings", "/engines/*/embeddings", "a/a"),
+        ("/v1/engines/m/embeddings/embeddings", "/v1/engines/*/embeddings", "m"),
+        ("//openai/deployments/m//embeddings", "/openai/deployments/*/embeddings", "m"),
+    ],
 )
-def test_models(path, handler):
-    assert find_route(ROUTES, "GET", path).handler is handler
-    assert find_route(ROUTES, "HEAD", path).handler is handler
+def test_a_name_in_a_path(path, pattern, name):
+    assert methods_at(ROUTES, path) is ROUTES[pattern]
+    assert name_in(pattern, path) == name
 
 
-@pytest.mark.parametrize("path", ["/", "/v1", "/v2/embeddings", "/v1/embeddings/x", "/v1/modelsx", ""])
+def test_models():
+    assert find_route(ROUTES, "HEAD", "/v1/models/") is ROUTES["/v1/models"]["GET"]
+
+
+@pytest.mark.parametrize(
+    "path",
+    ["/v1", "/v1/v1", "/v2/embeddings", "/v1/embeddings/x", "/v1/modelsx", "*", "/engines/embeddings",
+     "/engines//embeddings", "/openai/deployments/m", "/x/v1/embeddings", "/v1/embeddings" * 9, "/a" * 4000,
+     "/V1/embeddings"],
+)  # fmt: skip
 def test_unknown_paths_name_the_right_one(path):
     with pytest.raises(NotFound, match="/v1/embeddings"):
         find_route(ROUTES, "POST", path)
 
 
 def test_another_method_is_told_which_are_allowed():
-    with pytest.raises(MethodNotAllowed, match="only POST") as caught:
+    with pytest.raises(MethodNotAllowed, match=r"only POST$") as caught:
         find_route(ROUTES, "GET", "/v1/embeddings")
-    assert caught.value.headers() == {"allow": "POST"}
-
-
-def scopes(table) -> dict[str, set[str | None]]:
-    return {path: {route.scope for route in methods.values()} for path, methods in table.items()}
-
-
-def test_only_the_probes_need_no_key():
-    assert {path for path, found in scopes(ROUTES).items() if None in found} == {"/health", "/live"}
-
-
-def test_every_scope_is_asked_for_somewhere_and_no_other_one():
-    assert set.union(*scopes(ROUTES).values()) == {None, *SCOPES}
-
-
-EMBEDDINGS = {
-    "/v1/embeddings", "/embeddings", "/v1/models", "/models", "/v1/models/*", "/models/*",
-}  # fmt: skip
-PROBES, OPERATOR, ADMIN = {"/health", "/live"}, {"/info", "/metrics"}, {"/admin/reload", "/admin/keys"}
+    assert caught.value.headers() == {"allow": "OPTIONS, POST"}
 
 
 @pytest.mark.parametrize(
-    ("has_admin_listener", "has_keys", "paths"),
+    ("path", "allow"),
     [
-        (False, False, EMBEDDINGS | PROBES | OPERATOR),
-        (False, True, EMBEDDINGS | PROBES | OPERATOR | ADMIN),
-        (True, False, EMBEDDINGS | PROBES),
-        (True, True, EMBEDDINGS | PROBES),
+        ("/v1/embeddings", "OPTIONS, POST"),
+        ("/v1/models/a", "GET, HEAD, OPTIONS"),
+        ("*", "GET, HEAD, OPTIONS, POST"),
     ],
 )
-def test_what_is_served_to_the_public(has_admin_listener, has_keys, paths):
-    assert set(public_table(ROUTES, has_admin_listener=has_admin_listener, has_keys=has_keys)) == paths
+def test_options_says_so_too_and_asks_for_no_key(path, allow):
+    route = find_route(ROUTES, "OPTIONS", path)
+    assert route.scope is None
+    anything: Any = None
+
+    async def handle() -> Response:
+        return await route.handler(anything, anything, anything)
+
+    answer = asyncio.run(handle())
+    assert (answer.status, answer.headers) == (204, {"allow": allow})
+    with pytest.raises(NotFound):
+        find_route(ROUTES, "OPTIONS", "/nothing")
+
+
+PARTS = st.sampled_from(
+    ["v1", "v2", "embeddings", "embed", "api", "admin", "reload", "models", "engines", "m", "", "*"]
+)
+
+
+@given(st.lists(PARTS, max_size=20).map(lambda parts: "/" + "/".join(parts)))
+def test_no_spelling_leads_elsewhere_than_its_first_part_says(path):
+    """Who forbids /admin at a proxy has forbidden it."""
+    methods = methods_at(ROUTES, path)
+    if methods is not None:
+        [pattern] = [pattern for pattern in ROUTES if ROUTES[pattern] is methods]
+        assert pattern.split("/")[1] == normalize(path).split("/")[1]
+
+
+NO_KEY = {
+    "GET /", "GET /health", "GET /ping", "POST /ping", "GET /live", "GET /openapi.json", "GET /docs",
+}  # fmt: skip
+ANY_KEY, OPERATOR, ADMIN = {"GET /info"}, {"GET /metrics"}, {"POST /admin/reload", "GET /admin/keys"}
+"""What is not for whoever may embed: everything else is."""
+EMBEDDINGS = {f"{method} {path}" for path, methods in dialect_routes().items() for method in methods}
+
+
+def places(table) -> set[str]:
+    return {f"{method} {path}" for path, methods in table.items() for method in methods}
+
+
+def of_scope(scope: str | None) -> set[str]:
+    return {at for at in places(ROUTES) if find_route(ROUTES, *at.split(" ", 1)).scope == scope}
+
+
+def test_which_key_is_asked_for():
+    assert of_scope(None) == NO_KEY
+    assert of_scope("any") == ANY_KEY
+    assert of_scope("metrics") == OPERATOR
+    assert of_scope("admin") == ADMIN
+    assert of_scope("embed") == EMBEDDINGS
+
+
+def test_every_scope_is_asked_for_somewhere():
+    assert {route.scope for methods in ROUTES.values() for route in methods.values()} == {None, "any", *SCOPES}
+
+
+@pytest.mark.parametrize(
+    ("has_admin_listener", "has_keys", "found"),
+    [
+        (False, False, EMBEDDINGS | NO_KEY | ANY_KEY | OPERATOR),
+        (False, True, EMBEDDINGS | NO_KEY | ANY_KEY | OPERATOR | ADMIN),
+        (True, False, EMBEDDINGS | NO_KEY | ANY_KEY),
+        (True, True, EMBEDDINGS | NO_KEY | ANY_KEY),
+    ],
+)
+def test_what_is_served_to_the_public(has_admin_listener, has_keys, found):
+    assert places(public_table(ROUTES, has_admin_listener=has_admin_listener, has_keys=has_keys)) == found
 
 
 def test_what_is_served_on_the_admin_listener():
-    assert set(admin_table(ROUTES)) == PROBES | OPERATOR | ADMIN
+    assert places(admin_table(ROUTES)) == NO_KEY | ANY_KEY | OPERATOR | ADMIN
 
 
 def test_what_is_not_served_here_does_not_exist():
     table = public_table(ROUTES, has_admin_listener=True, has_keys=True)
-    for path in OPERATOR | ADMIN:
-        with pytest.raises(NotFound):
-            find_route(table, "GET", path)
+    for path in ("/metrics", "/admin/reload", "/admin/keys", "/admin/admin/reload", "//metrics/", "/metrics/metrics"):
+        for method in ("GET", "POST", "OPTIONS"):
+            with pytest.raises(NotFound):
+                find_route(table, method, path)

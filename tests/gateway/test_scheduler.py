@@ -6,29 +6,34 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
 
-from gateway.request import Flow, Gathering, Priority, Sequence, TokenizedInput
+from gateway.request import Chunk, ChunkedInput, Flow, Gathering, Priority, Sequence, TokenizedInput
 from gateway.scheduler import AGING_S, Scheduler
 from gateway.shares import Share
+from shm.wire import Output
 
 _loop = asyncio.new_event_loop()
 BIG = 100_000
+TOKENS = Output.TOKENS
 
 
 class Nowhere:
     def put(self, index, rows):
         raise AssertionError("a scheduler delivers nothing")
 
+    def put_tokens(self, index, rows, num_left):
+        raise AssertionError("a scheduler delivers nothing")
+
 
 class Queue:
     """A scheduler and its clock."""
 
-    def __init__(self, max_tokens=BIG, max_sequences=1000, longest=100):
-        self.scheduler = Scheduler(max_tokens, max_sequences, longest)
+    def __init__(self, max_tokens=BIG, max_rows=1000, longest=100):
+        self.scheduler = Scheduler(max_tokens, max_rows, longest)
         self.now = 100.0
 
-    def request(self, *lengths: int, priority=Priority.NORMAL, tenant="") -> Flow:
-        flow = self.scheduler.open(Gathering(len(lengths), Nowhere(), _loop), priority, tenant=tenant)
-        self.scheduler.add(flow, make_sequences(flow, *lengths), self.now)
+    def request(self, *lengths: int, priority=Priority.NORMAL, tenant="", output=Output.VECTORS) -> Flow:
+        flow = self.scheduler.open(Gathering(len(lengths), (Nowhere(),), _loop), priority, tenant=tenant)
+        self.scheduler.add(flow, make_sequences(flow, *lengths, output=output), self.now)
         return flow
 
     def take(self, max_tokens=BIG, idle=1, after_s=0.0, is_short=False) -> list[Sequence]:
@@ -40,12 +45,17 @@ class Queue:
         self.scheduler.close(flow)
 
 
-def make_sequences(flow: Flow, *lengths: int) -> list[Sequence]:
-    return [Sequence(flow, i, TokenizedInput(array("i", [1] * n).tobytes(), n, False)) for i, n in enumerate(lengths)]
+def make_sequences(flow: Flow, *lengths: int, output=Output.VECTORS) -> list[Sequence]:
+    inputs = [TokenizedInput(array("i", [1] * n).tobytes(), n, False) for n in lengths]
+    return [Sequence(flow, index, item, output) for index, item in enumerate(inputs)]
 
 
 def flows_of(batch: list[Sequence]) -> list[Flow]:
     return [sequence.flow for sequence in batch]
+
+
+def num_rows(batch) -> int:
+    return sum(s.num_rows for s in batch)
 
 
 def num_tokens(batch, flow=None) -> int:
@@ -88,15 +98,85 @@ def test_never_above_the_limit_but_for_a_lone_sequence_that_is_longer():
 
 
 def test_a_batch_holds_no_more_sequences_than_a_slot_has_rows():
-    queue = Queue(max_sequences=3)
+    queue = Queue(max_rows=3)
     queue.request(*[1] * 7)
     assert queue.scheduler.fills(BIG)
     assert [len(queue.take()) for _ in range(4)] == [3, 3, 1, 0]
 
 
+def test_a_batch_asks_for_no_more_rows_than_a_slot_has():
+    queue = Queue(max_rows=10)
+    queue.request(4, 4, 4, 10, 1, 9, 9, output=TOKENS)
+    assert [[s.num_rows for s in queue.take()] for _ in range(5)] == [[4, 4], [4], [10], [1, 9], [9]]
+    assert queue.take() == []
+
+
+def test_rows_of_tokens_and_vectors_share_a_batch():
+    queue = Queue(max_rows=10)
+    queue.request(6, output=TOKENS)
+    queue.request(*[50] * 5, output=Output.UNNORMALIZED)
+    assert [s.num_rows for s in queue.take()] == [6, 1, 1, 1, 1]
+    assert [s.num_rows for s in queue.take()] == [1]
+
+
+@pytest.mark.parametrize(("lengths", "fills"), [([5, 4], False), ([5, 5], True), ([10], True)])
+def test_rows_of_tokens_fill_a_batch(lengths, fills):
+    queue = Queue(max_rows=10)
+    flow = queue.request(*lengths, output=TOKENS)
+    assert queue.scheduler.queued_rows == sum(lengths)
+    assert queue.scheduler.fills(BIG) is fills
+    queue.close(flow)
+    assert queue.scheduler.queued_rows == 0
+
+
+def test_many_rows_are_not_passed_over_for_ever():
+    """What is left of a batch is not enough for them, so one begins with them."""
+    num_batches = 0
+    queue = Queue(max_rows=512)
+    for tenant in ("a", "b"):
+        queue.request(*[1] * 5000, tenant=tenant)
+    for _ in range(4):
+        queue.take()
+    queue.request(*[200] * 5, output=TOKENS, tenant="c")
+    served: list[Sequence] = []
+    while not any(sequence.flow.tenant == "c" for sequence in served):
+        for tenant in ("d", "e"):
+            queue.request(100, output=TOKENS, tenant=tenant)
+        served = queue.take()
+        assert num_rows(served) <= 512
+        num_batches += 1
+    assert num_batches <= 3
+
+
+def test_what_is_put_back_or_set_aside_has_its_rows():
+    queue = Queue(max_rows=8)
+    flow = queue.request(5, 3, 2, output=TOKENS)
+    lost = queue.take()
+    assert (num_rows(lost), queue.scheduler.queued_rows) == (8, 2)
+    queue.scheduler.put_back(lost)
+    assert queue.scheduler.queued_rows == 10
+    queue.scheduler.set_aside([queue.take()[0]])
+    assert queue.scheduler.queued_rows == 2 + 5
+    queue.close(flow)
+    assert queue.scheduler.queued_rows == 0
+
+
+def test_a_short_input_in_chunks_is_a_short_request():
+    """It has more sequences than inputs, and is waited for all the same."""
+    queue = Queue()
+    queue.request(*[100] * 100)
+    queue.take(max_tokens=512)
+    flow = queue.scheduler.open(Gathering(1, (Nowhere(),), _loop), Priority.NORMAL)
+    chunked = ChunkedInput(2, is_normalized=True)
+    chunks = [Chunk(array("i", [1] * 10).tobytes(), 10, 8)] * 2
+    assert not queue.scheduler.wants_short_batches(queue.now)
+    queue.scheduler.add(flow, [Sequence(flow, 0, chunk, chunked=chunked) for chunk in chunks], queue.now)
+    assert queue.scheduler.wants_short_batches(queue.now)
+
+
 def test_a_request_may_come_in_pieces():
     queue = Queue()
-    flow = queue.scheduler.open(Gathering(4, Nowhere(), _loop), Priority.NORMAL)
+    flow = queue.scheduler.open(Gathering(4, (Nowhere(),), _loop), Priority.NORMAL)
     sequences = make_sequences(flow, 1, 2, 3, 4)
     queue.scheduler.add(flow, sequences[:2], queue.now)
     assert queue.take() == sequences[:2]
@@ -200,7 +280,7 @@ def test_no_lower_priority_takes_what_a_backlog_has_been_passed_over_for():
 
 
 def test_rows_are_kept_for_a_backlog_as_tokens_are():
-    queue = Queue(max_tokens=10_000, max_sequences=40)
+    queue = Queue(max_tokens=10_000, max_rows=40)
     backlog = queue.request(*[10] * 2000)
     queue.take()
     for _ in range(10):
@@ -431,7 +511,9 @@ def test_what_a_dead_worker_had_goes_first_and_costs_its_tenants_nothing():
 
 def test_a_tenant_whose_requests_can_only_be_late_does_not_hold_up_others():
     queue = Queue(max_tokens=100)
-    late = [queue.scheduler.open(Gathering(1, Nowhere(), _loop), Priority.NORMAL, queue.now, "late") for _ in range(9)]
+    late = [
+        queue.scheduler.open(Gathering(1, (Nowhere(),), _loop), Priority.NORMAL, queue.now, "late") for _ in range(9)
+    ]
     for flow in late:
         queue.scheduler.add(flow, make_sequences(flow, 10), queue.now)
     in_time = queue.request(10, tenant="in time")
@@ -579,7 +661,7 @@ def test_who_can_only_be_late_is_passed_by():
     queue = Queue(max_tokens=100)
     flows = []
     for deadline in (queue.now + 0.1, queue.now + 0.3):
-        flows.append(queue.scheduler.open(Gathering(1, Nowhere(), _loop), Priority.NORMAL, deadline))
+        flows.append(queue.scheduler.open(Gathering(1, (Nowhere(),), _loop), Priority.NORMAL, deadline))
         queue.scheduler.add(flows[-1], make_sequences(flows[-1], 10), queue.now)
     batch = queue.scheduler.next_batch(queue.now, max_tokens=100, done_by=queue.now + 0.2)
     assert flows_of(batch) == [flows[1]]
@@ -590,7 +672,7 @@ def test_who_can_only_be_late_is_passed_by():
 def test_the_last_one_is_served_even_if_it_is_expected_to_be_late():
     """What is expected comes from batches: if none were sent, a wrong expectation would stay for ever."""
     queue = Queue(max_tokens=100)
-    flow = queue.scheduler.open(Gathering(1, Nowhere(), _loop), Priority.NORMAL, queue.now + 0.1)
+    flow = queue.scheduler.open(Gathering(1, (Nowhere(),), _loop), Priority.NORMAL, queue.now + 0.1)
     queue.scheduler.add(flow, make_sequences(flow, 10), queue.now)
     assert flows_of(queue.scheduler.next_batch(queue.now, max_tokens=100, done_by=queue.now + 5)) == [flow]
     assert queue.scheduler.hopeless == []
@@ -628,7 +710,7 @@ def test_what_is_set_aside_of_a_request_that_is_over_is_dropped_at_once():
 
 
 def test_what_is_put_back_goes_first_in_its_old_order():
-    queue = Queue(max_sequences=2)
+    queue = Queue(max_rows=2)
     queue.request(1, 1, 1)
     lost = queue.take()
     queue.request(1)
@@ -639,12 +721,13 @@ def test_what_is_put_back_goes_first_in_its_old_order():
 class SchedulerMachine(RuleBasedStateMachine):
     """Whatever happens, each sequence leaves once, in its request's order, or that is over; the books are right."""
 
-    MAX_TOKENS, MAX_SEQUENCES = 300, 5
+    MAX_TOKENS, MAX_ROWS = 300, 6
 
     def __init__(self):
         super().__init__()
-        self.queue = Queue(self.MAX_TOKENS, self.MAX_SEQUENCES, longest=400)
+        self.queue = Queue(self.MAX_TOKENS, self.MAX_ROWS, longest=400)
         self.waiting: dict[Flow, list[Sequence]] = {}
+        self.of_tokens: set[Flow] = set()
         self.aside: list[list[Sequence]] = []
         self.out: list[list[Sequence]] = []
 
@@ -654,8 +737,19 @@ class SchedulerMachine(RuleBasedStateMachine):
         tenant=st.sampled_from("aabc"),
     )
     def request(self, lengths, priority, tenant):
-        flow = self.queue.scheduler.open(Gathering(len(lengths) + 8, Nowhere(), _loop), priority, tenant=tenant)
+        flow = self.queue.scheduler.open(Gathering(len(lengths) + 8, (Nowhere(),), _loop), priority, tenant=tenant)
         self.waiting[flow] = []
+        self.more(flow, lengths)
+
+    @rule(
+        lengths=st.lists(st.integers(1, MAX_ROWS), min_size=1, max_size=8),
+        priority=st.sampled_from(Priority),
+        tenant=st.sampled_from("abc"),
+    )
+    def request_tokens(self, lengths, priority, tenant):
+        flow = self.queue.scheduler.open(Gathering(len(lengths) + 8, (Nowhere(),), _loop), priority, tenant=tenant)
+        self.waiting[flow] = []
+        self.of_tokens.add(flow)
         self.more(flow, lengths)
 
     @precondition(lambda self: self.waiting)
@@ -664,7 +758,10 @@ class SchedulerMachine(RuleBasedStateMachine):
         self.more(data.draw(st.sampled_from(list(self.waiting))), lengths)
 
     def more(self, flow, lengths):
-        sequences = make_sequences(flow, *lengths)
+        if flow in self.of_tokens:
+            lengths = [min(length, self.MAX_ROWS) for length in lengths]
+        output = TOKENS if flow in self.of_tokens else Output.VECTORS
+        sequences = make_sequences(flow, *lengths, output=output)
         self.queue.scheduler.add(flow, sequences, self.queue.now)
         self.waiting[flow] += sequences
 
@@ -677,7 +774,7 @@ class SchedulerMachine(RuleBasedStateMachine):
     def take(self, budget, idle, after_s, is_short):
         batch = self.queue.take(budget, idle, after_s, is_short)
         assert batch or not (any(self.waiting.values()) or self.aside), "work-conserving"
-        assert len(batch) <= self.MAX_SEQUENCES
+        assert num_rows(batch) <= self.MAX_ROWS
         assert len(batch) <= 1 or num_tokens(batch) <= self.MAX_TOKENS
         if batch in self.aside:
             self.aside.remove(batch)
@@ -714,6 +811,7 @@ class SchedulerMachine(RuleBasedStateMachine):
         aside = [s for batch in self.aside for s in batch]
         assert scheduler.queued_sequences == len(waiting) + len(aside)
         assert scheduler.queued_tokens == num_tokens(waiting) + num_tokens(aside)
+        assert scheduler.queued_rows == num_rows(waiting) + num_rows(aside)
         lanes = []
         for level in scheduler._levels:
             shares = list(level.shares.values())

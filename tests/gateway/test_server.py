@@ -341,7 +341,7 @@ def test_a_refused_head_request_has_no_body():
     async def test() -> None:
         async with serving() as served:
             client = await served.connect()
-            client.send(get("/", "Content-Encoding: gzip", method="HEAD"))
+            client.send(get("/", "Content-Encoding: br", method="HEAD"))
             status, headers = await client.head()
             assert status == 415
             assert int(headers["content-length"]) > 0
@@ -924,6 +924,39 @@ def test_the_admin_listener_answers_no_web_page():
             assert await client.rest() == b""
             assert served.app.handled == ["/reload", "/a"]
             assert served.app.checked == []
+
+    run(test())
+
+
+def test_the_app_may_add_headers_to_every_answer_but_those_on_the_admin_listener(tmp_path):
+    """Also where it never sees the request, or it was not understood."""
+    asked = {
+        get("/a"): (200, "/a"),
+        get("/refused"): (400, "/refused"),
+        get("/fails"): (500, "/fails"),
+        post("/secret", body=b"hello")[:-5]: (401, "/secret"),
+        post("/early", body=b"hello")[:-5]: (200, "/early"),
+        post("/b", "Content-Encoding: br", body=b"hello"): (415, "/b"),
+        get("/c", "Content-Length: 1000001", method="POST"): (413, "/c"),
+        b"garbage\r\n\r\n": (400, "-"),
+    }
+
+    async def test() -> None:
+        async with serving(admin=listening(tmp_path / "admin"), max_connections=1) as served:
+            for data, (status, added) in asked.items():
+                client = await served.connect()
+                answer = await client.ask(data)
+                assert (answer.status, answer.headers["x-added"]) == (status, added)
+                if status == 200:
+                    refused = await served.connect()
+                    answer = await refused.ask(get("/a"))
+                    assert (answer.status, answer.headers["x-added"]) == (503, "-")
+                    refused.close()
+                client.close()
+                await until(lambda: served.server.num_connections == 0)
+            admin = await served.connect_admin()
+            assert "x-added" not in (await admin.ask(get("/a"))).headers
+            assert "x-added" not in (await admin.ask(get("/refused", "Origin: https://a.example"))).headers
 
     run(test())
 

@@ -6,8 +6,8 @@ import io
 import os
 import re
 import unicodedata
-from collections.abc import Callable, Iterator
-from dataclasses import replace
+from collections.abc import Callable, Generator, Iterator
+from dataclasses import dataclass, replace
 from functools import cache
 from itertools import pairwise
 from pathlib import Path
@@ -23,8 +23,9 @@ from hypothesis import strategies as st
 from sentencepiece import sentencepiece_model_pb2 as spm
 from tokenizers import AddedToken, Regex, models, normalizers, pre_tokenizers, processors, trainers
 
-from gateway import text_cuts
-from gateway import tokenizer as tokenizer_module
+from gateway import text_cuts, text_tokens
+from gateway.errors import BadRequest, InputTooLong
+from gateway.request import Overflow, TokenizedInput, Tokenizing
 from gateway.text_cuts import cut_pattern
 from gateway.tokenizer import Tokenizer
 from shm.card import read_card
@@ -203,6 +204,14 @@ def library(request: pytest.FixtureRequest, minilm_folder: Path) -> tokenizers.T
     return tokenizers.Tokenizer.from_file(str(minilm_folder / "tokenizer.json"))
 
 
+def exhaust(steps: Generator[None, None, Any]) -> Any:
+    while True:
+        try:
+            next(steps)
+        except StopIteration as stop:
+            return stop.value
+
+
 def plain_ids(library: tokenizers.Tokenizer, text: str) -> list[int]:
     return list(library.encode(text, add_special_tokens=False).ids)
 
@@ -232,7 +241,7 @@ def test_pieces_have_the_tokens_of_the_whole(library):
 @pytest.fixture(scope="module")
 def small_pieces() -> Iterator[None]:
     with mock.patch.multiple(
-        tokenizer_module, _PIECE_CHARS=40, _LEAST_PIECE_CHARS=5, _SEARCH_CHARS=20, _CHARS_PER_EXPECTED_TOKEN=2
+        text_tokens, _PIECE_CHARS=40, _LEAST_PIECE_CHARS=5, _SEARCH_CHARS=20, _CHARS_PER_EXPECTED_TOKEN=2
     ):
         yield
 
@@ -245,14 +254,14 @@ def test_truncated_texts_are_what_the_library_truncates(library, minilm_folder, 
     library.save(str(tmp_path / "tokenizer.json"))
     card = replace(read_card(minilm_folder), tokenizer_file=str(tmp_path / "tokenizer.json"), prompt=prompt)
     ours = Tokenizer(card, max_tokens, "auto")
-    assert ours._cuts is not None
+    assert ours._texts.cuts is not None
     truncating = tokenizers.Tokenizer.from_file(str(tmp_path / "tokenizer.json"))
     truncating.enable_truncation(max_tokens)
 
     @settings(deadline=None, max_examples=max(15, NUM_EXAMPLES // 4), suppress_health_check=[HealthCheck.too_slow])
     @given(st.lists(texts, min_size=1, max_size=4))
     def check(given_texts: list[str]) -> None:
-        run = tokenizer_module._exhaust(ours._take_run(given_texts, range(len(given_texts))))
+        run = exhaust(ours._take_run(given_texts, range(len(given_texts)), Tokenizing()))
         for text, item in zip(given_texts, run, strict=True):
             seen = text[: ours.max_chars]
             assert np.frombuffer(item.token_ids, "<i4").tolist() == truncating.encode(prompt + seen).ids
@@ -261,6 +270,180 @@ def test_truncated_texts_are_what_the_library_truncates(library, minilm_folder, 
                 min(num_all, max_tokens),
                 num_all > max_tokens or seen != text,
             )
+
+    try:
+        check()
+    finally:
+        ours.threads.close()
+
+
+FRAMELESS: dict[str, Callable[[], tokenizers.Tokenizer]] = {
+    "WordPiece, no frame": lambda: without_frame(wordpiece()),
+    "byte pairs, no frame": lambda: without_frame(byte_pairs()),
+    "unigram, no frame": lambda: without_frame(unigram()),
+    "byte pairs, end only": lambda: with_template(byte_pairs(), "$A </s>"),
+    "unigram, beginning only": lambda: with_template(unigram(), "<s> $A"),
+    "two on each side": lambda: with_template(byte_pairs(), "<s> </s> $A </s> <s>"),
+}
+
+
+def without_frame(tokenizer: tokenizers.Tokenizer) -> tokenizers.Tokenizer:
+    tokenizer.post_processor = None
+    return tokenizer
+
+
+def with_template(tokenizer: tokenizers.Tokenizer, template: str) -> tokenizers.Tokenizer:
+    special = [(token, tokenizer.token_to_id(token)) for token in ("<s>", "</s>")]
+    tokenizer.post_processor = processors.TemplateProcessing(single=template, special_tokens=special)
+    return tokenizer
+
+
+NOT_COMPARED = {"dropout", "a pattern that is removed"}
+"""Tokens by chance; no tokens of words at all."""
+KINDS = {**CUT, **{name: make for name, make in UNCUT.items() if name not in NOT_COMPARED}, **FRAMELESS}
+
+
+@dataclass(frozen=True)
+class Slow:
+    """The plain way: the library's tokens of the whole text, and lists."""
+
+    library: tokenizers.Tokenizer
+    prefix: list[int]
+    suffix: list[int]
+
+    @classmethod
+    def of(cls, library: tokenizers.Tokenizer) -> "Slow":
+        library.no_padding()
+        library.no_truncation()
+        framed, own = library.encode("ab").ids, plain_ids(library, "ab")
+        [start] = [k for k in range(len(framed)) if framed[k : k + len(own)] == own]
+        return cls(library, framed[:start], framed[start + len(own) :])
+
+    def num_tokens(self, text: str, how: Tokenizing) -> int:
+        num_special = len(self.prefix) + len(self.suffix) if how.add_special_tokens else 0
+        return num_special + len(plain_ids(self.library, (how.prompt or "") + text))
+
+    def sequences(self, text: str, how: Tokenizing, most: int) -> list[list[int]] | int:
+        """Token ids of each sequence; or how many tokens there are, if that is an error."""
+        prefix, suffix = (self.prefix, self.suffix) if how.add_special_tokens else ([], [])
+        room = min(most, how.max_tokens or most) - len(prefix) - len(suffix)
+        prompt = how.prompt or ""
+        own = plain_ids(self.library, prompt + text)
+        if len(own) <= room:
+            return [[*prefix, *own, *suffix]]
+        if how.overflow is Overflow.ERROR:
+            return self.num_tokens(text, how)
+        if how.overflow is Overflow.TRUNCATE:
+            return [[*prefix, *own[:room], *suffix]]
+        if how.overflow is Overflow.TRUNCATE_LEFT:
+            return [[*prefix, *own[-room:], *suffix]]
+        before: list[int] = []
+        for ours, theirs in zip(plain_ids(self.library, prompt), own, strict=False):
+            if ours != theirs:
+                break
+            before.append(ours)
+        rest, size = own[len(before) :], room - len(before)
+        parts = [rest[start : start + size] for start in range(0, len(rest), size)]
+        return [[*prefix, *before, *part, *suffix] for part in parts]
+
+
+@pytest.fixture(scope="module", params=[*KINDS, "the bundled model's"])
+def kind(request: pytest.FixtureRequest, minilm_folder: Path) -> tokenizers.Tokenizer:
+    if request.param in KINDS:
+        return KINDS[request.param]()
+    return tokenizers.Tokenizer.from_file(str(minilm_folder / "tokenizer.json"))
+
+
+def outcome(ours: Tokenizer, given_texts: list[str], how: Tokenizing) -> list[TokenizedInput] | BadRequest:
+    try:
+        tokenized: list[TokenizedInput] = exhaust(ours._take_run(given_texts, range(len(given_texts)), how))
+    except BadRequest as error:
+        return error
+    return tokenized
+
+
+def id_lists(item: TokenizedInput) -> list[list[int]]:
+    return [np.frombuffer(part.token_ids, "<i4").tolist() for part in item.chunks or (item,)]
+
+
+@pytest.mark.usefixtures("small_pieces")
+def test_what_is_too_long_becomes_what_was_asked_for(kind, minilm_folder, tmp_path):
+    slow = Slow.of(kind)
+    kind.save(str(tmp_path / "tokenizer.json"))
+    card = replace(read_card(minilm_folder), tokenizer_file=str(tmp_path / "tokenizer.json"), prompt="")
+    with mock.patch("gateway.tokenizer._MANY_TOKENS", 25):
+        ours = Tokenizer(card, 24, "auto", overflow=Overflow.CHUNK)
+
+    @settings(deadline=None, max_examples=NUM_EXAMPLES, suppress_health_check=[HealthCheck.too_slow])
+    @given(
+        st.lists(texts, min_size=1, max_size=3),
+        st.builds(
+            Tokenizing,
+            prompt=st.sampled_from([None, "", "q: ", "é"]),
+            overflow=st.sampled_from(Overflow),
+            max_tokens=st.sampled_from([None, 22, 23, 24, 100]),
+            add_special_tokens=st.booleans(),
+        ),
+    )
+    @example(["jumps over the lazy dog and is quick " * 5], Tokenizing(prompt="the ", overflow=Overflow.CHUNK))
+    @example([" ".join(PARTS), "short"], Tokenizing(prompt="q: ", overflow=Overflow.TRUNCATE_LEFT))
+    def check(given_texts: list[str], how: Tokenizing) -> None:
+        expected = [slow.sequences(text, how, 24) for text in given_texts]
+        run = outcome(ours, given_texts, how)
+        if isinstance(run, InputTooLong):
+            num_tokens = next(num for num in expected if isinstance(num, int))
+            most = min(24, how.max_tokens or 24)
+            assert f"length is {most} tokens, however you requested {num_tokens} tokens" in run.message
+            assert run.param == "input"
+            return
+        if isinstance(run, BadRequest):
+            is_empty = "has no tokens" in run.message
+            assert [[]] in expected if is_empty else "The prompt has" in run.message and how.prompt
+            return
+        assert [id_lists(item) for item in run] == expected
+        for text, item, sequences in zip(given_texts, run, expected, strict=True):
+            assert not isinstance(sequences, int)
+            assert item.num_tokens == sum(map(len, sequences))
+            is_cut = not item.chunks and slow.num_tokens(text, how) > item.num_tokens
+            assert item.is_truncated == is_cut
+            frame = len(slow.prefix) + len(slow.suffix) if how.add_special_tokens else 0
+            if item.chunks:
+                assert [chunk.num_tokens for chunk in item.chunks] == [len(ids) for ids in sequences]
+                common = item.chunks[0].num_tokens - item.chunks[0].weight
+                assert all(chunk.num_tokens - chunk.weight == common >= frame for chunk in item.chunks)
+
+    try:
+        check()
+    finally:
+        ours.threads.close()
+
+
+@pytest.mark.usefixtures("small_pieces")
+def test_described_tokens_are_the_library_s(kind, minilm_folder, tmp_path):
+    """Ids, words of the vocabulary, and offsets, of a text tokenized whole."""
+    slow = Slow.of(kind)
+    kind.save(str(tmp_path / "tokenizer.json"))
+    card = replace(read_card(minilm_folder), tokenizer_file=str(tmp_path / "tokenizer.json"), prompt="not this one")
+    ours = Tokenizer(card, 24, "auto")
+
+    @settings(deadline=None, max_examples=NUM_EXAMPLES // 2, suppress_health_check=[HealthCheck.too_slow])
+    @given(texts, st.sampled_from(["", "é: "]), st.booleans())
+    def check(text: str, prompt: str, add_special_tokens: bool) -> None:
+        [described] = exhaust(ours._inspector.describe_steps([text], prompt, add_special_tokens))
+        num_before, num_behind = (len(slow.prefix), len(slow.suffix)) if add_special_tokens else (0, 0)
+        own = described[num_before : len(described) - num_behind]
+        if add_special_tokens:
+            special = [token for token in described if token.is_special]
+            assert [token.id for token in special] == slow.prefix + slow.suffix
+            assert all(token.start is token.stop is None for token in special)
+            assert [slow.library.token_to_id(token.text) for token in special] == slow.prefix + slow.suffix
+        whole = slow.library.encode(prompt + text, add_special_tokens=False)
+        assert [token.id for token in own] == whole.ids
+        assert [token.text for token in own] == whole.tokens
+        encoded = (prompt + text).encode()
+        for token, (start, stop) in zip(own, whole.offsets, strict=True):
+            assert encoded[token.start : token.stop].decode() == (prompt + text)[start:stop]
+            assert token.start == len((prompt + text)[:start].encode())
 
     try:
         check()
@@ -321,7 +504,7 @@ def test_no_character_that_is_cut_before_becomes_another_with_what_is_behind_it(
 def test_of_a_long_text_no_more_is_tokenized_than_it_takes(minilm_folder):
     tokenizer = Tokenizer(read_card(minilm_folder), 256, "auto")
     seen: list[int] = []
-    plain = tokenizer._plain_ids
+    plain = tokenizer._texts.ids
 
     def counted(texts: list[str]) -> list[list[int]]:
         seen.extend(map(len, texts))
@@ -331,7 +514,7 @@ def test_of_a_long_text_no_more_is_tokenized_than_it_takes(minilm_folder):
         return [item async for run in tokenizer.tokenize([text]) for item in run]
 
     try:
-        with mock.patch.object(tokenizer, "_plain_ids", counted):
+        with mock.patch.object(tokenizer._texts, "ids", counted):
             for text in ("漢字" * 30_000, "the quick brown fox " * 3000, "?!" * 30_000, "word, " * 10_000):
                 seen.clear()
                 [item] = asyncio.run(tokenize(text))

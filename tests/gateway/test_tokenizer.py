@@ -1,15 +1,20 @@
 import asyncio
+import threading
 from array import array
 from collections.abc import Generator
 from dataclasses import replace
+from functools import partial
+from typing import Any
 
 import numpy as np
 import pytest
 import tokenizers
 
-from gateway.errors import BadRequest
-from gateway.request import TokenizedInput
-from gateway.tokenizer import Tokenizer
+from gateway import cl100k
+from gateway.errors import BadRequest, InputTooLong
+from gateway.request import Overflow, Source, Token, TokenIds, TokenizedInput, Tokenizing
+from gateway.token_ids import Frame, IdPolicy
+from gateway.tokenizer import PLAIN, Tokenizer
 from shm.card import ModelError, read_card
 
 
@@ -22,17 +27,25 @@ def ids(tokenized) -> list[list[int]]:
     return [np.frombuffer(item.token_ids, dtype="<i4").tolist() for item in tokenized]
 
 
-def tokenize(tokenizer: Tokenizer, inputs) -> list[TokenizedInput]:
+def tokenize(tokenizer: Tokenizer, inputs, how: Tokenizing = PLAIN) -> list[TokenizedInput]:
     """At once if that is possible, and in any case in runs, which give the same."""
-    runs = tokenize_in_runs(tokenizer, inputs)
+    runs = tokenize_in_runs(tokenizer, inputs, how)
     together = [item for run in runs for item in run]
-    assert tokenizer.tokenize_now(inputs) in (None, together)
+    assert tokenizer.tokenize_now(inputs, how) in (None, together)
     return together
 
 
-def tokenize_in_runs(tokenizer: Tokenizer, inputs) -> list[list[TokenizedInput]]:
+def exhaust(steps: Generator[None, None, Any]) -> Any:
+    while True:
+        try:
+            next(steps)
+        except StopIteration as stop:
+            return stop.value
+
+
+def tokenize_in_runs(tokenizer: Tokenizer, inputs, how: Tokenizing = PLAIN) -> list[list[TokenizedInput]]:
     async def main() -> list[list[TokenizedInput]]:
-        return [run async for run in tokenizer.tokenize(inputs)]
+        return [run async for run in tokenizer.tokenize(inputs, how)]
 
     return asyncio.run(main())
 
@@ -65,14 +78,14 @@ def test_long_words_of_a_run_are_tokenized_in_turns(card, monkeypatch):
     tokenizer = Tokenizer(card, 256, "auto")
     texts = ["x" * 50_000] * 4 + ["short", "texts"]
     num_chars: list[int] = []
-    plain = tokenizer._plain_ids
+    plain = tokenizer._texts.ids
 
     def counted(part: list[str]) -> list[list[int]]:
         num_chars.append(sum(map(len, part)))
         return plain(part)
 
-    monkeypatch.setattr(tokenizer, "_plain_ids", counted)
-    steps = tokenizer._take_run(texts, range(len(texts)))
+    monkeypatch.setattr(tokenizer._texts, "ids", counted)
+    steps = tokenizer._take_run(texts, range(len(texts)), Tokenizing())
     tokenized: list[TokenizedInput] = []
 
     def whole() -> Generator[None, None, None]:
@@ -84,7 +97,7 @@ def test_long_words_of_a_run_are_tokenized_in_turns(card, monkeypatch):
 
 
 def test_a_long_text_that_cannot_be_cut_is_a_run_of_its_own(card, monkeypatch):
-    monkeypatch.setattr("gateway.tokenizer.cut_pattern", lambda tokenizer: None)
+    monkeypatch.setattr("gateway.text_tokens.cut_pattern", lambda tokenizer: None)
     tokenizer = Tokenizer(card, 256, "auto")
     runs = tokenize_in_runs(tokenizer, ["a", "b " * 100_000, "c", "d"])
     assert [len(run) for run in runs] == [1, 1, 2]
@@ -186,18 +199,28 @@ def test_framed_ids_are_the_models_own(card):
 @pytest.mark.parametrize(
     ("policy", "given", "says"),
     [
-        ("auto", [15339, 1917], "check_embedding_ctx_length=False"),
-        ("auto", [101], "not framed"),
-        ("auto", [101, 7592], "not framed"),
         ("reject", [101, 7592, 102], "--token-ids reject"),
+        ("reject", [15339, 1917], "--token-ids reject"),
         ("auto", [101, 30522, 102], "0 to 30521"),
         ("model", [-1], "0 to 30521"),
+        ("model", [15339, 91700], "0 to 30521"),
+        ("auto", [15339, 100277], "0 to 100276.* not framed by this model's special tokens"),
+        ("auto", [15339, -1], "0 to 100276"),
+        ("auto", [15339, 100256], "no token of cl100k_base's vocabulary: 100256 and"),
+        ("auto", [15339, 100275], "no token of cl100k_base's vocabulary"),
+        ("auto", [15339, 101, 1917], "no text in cl100k_base's vocabulary"),
+        ("cl100k", [101, 100277, 102], "0 to 100276$"),
+        ("cl100k", [2**63], "0 to 100276$"),
     ],
 )
 def test_ids_that_are_refused(card, policy, given, says):
-    with pytest.raises(BadRequest, match=says) as caught:
-        tokenize(Tokenizer(card, 256, policy), [given])
-    assert caught.value.param == "input"
+    for kind in (list, partial(array, "i")):
+        if max(given) >= 2**31 and kind is not list:
+            continue
+        with pytest.raises(BadRequest, match=says) as caught:
+            tokenize(Tokenizer(card, 256, policy), [[101, 102], kind(given)] if policy == "auto" else [kind(given)])
+        assert caught.value.param == "input"
+        assert not any(str(token_id) in caught.value.message for token_id in given if token_id in (15339, 1917, 7592))
 
 
 def test_any_ids_can_be_taken_as_the_models(card):
@@ -207,6 +230,306 @@ def test_any_ids_can_be_taken_as_the_models(card):
 def test_overlong_ids_keep_their_frame(card):
     [item] = tokenize(Tokenizer(card, 4, "auto"), [[101, 5, 6, 7, 8, 102]])
     assert (ids([item]), item.is_truncated) == ([[101, 5, 6, 102]], True)
+
+
+# --- ids of cl100k_base ----------------------------------------------------------------------------------------
+
+CL100K = {
+    "hello world": [15339, 1917],
+    "It's 1234.5 o'clock;  two  spaces\n\n\tand lines": [
+        2181, 596, 220, 4513, 19, 13, 20, 297, 63510, 26, 220, 1403, 220, 12908, 271, 53577, 5238,
+    ],
+    "naïve café, привет мир": [3458, 38672, 588, 53050, 11, 12561, 28089, 8341, 11562, 78746],
+    "日本語のテキスト 中文": [9080, 22656, 45918, 252, 16144, 57933, 62903, 71634, 73958, 17161],
+    "😀👨\u200d👩\u200d👧": [76460, 222, 9468, 239, 101, 378, 235, 9468, 239, 102, 378, 235, 9468, 239, 100],
+    "<|endoftext|> a": [100257, 264],
+}  # fmt: skip
+"""As tiktoken encodes them."""
+
+
+@pytest.mark.parametrize("policy", ["auto", "cl100k"])
+@pytest.mark.parametrize("overflow", Overflow)
+def test_ids_of_cl100k_are_their_text(card, policy, overflow):
+    tokenizer = Tokenizer(replace(card, prompt="query: "), 256, policy, overflow=overflow)
+    for prompt in (None, "", "passage: "):
+        how = Tokenizing(prompt=prompt)
+        tokenized = tokenize(tokenizer, list(CL100K.values()), how)
+        assert tokenized == [
+            item._replace(source=Source.CL100K) for item in tokenize(tokenizer, list(CL100K), how)
+        ]  # fmt: skip
+        assert tokenize(tokenizer, [array("i", ids) for ids in CL100K.values()], how) == tokenized
+
+
+def test_lists_of_both_vocabularies_keep_their_places(card):
+    tokenizer = Tokenizer(card, 256, "auto")
+    given = [[15339, 1917], [101, 7592, 102], [15339, 1917], [101, 102]] * 2000
+    tokenized = tokenize(tokenizer, given)
+    assert ids(tokenized) == [[101, 7592, 2088, 102], [101, 7592, 102], [101, 7592, 2088, 102], [101, 102]] * 2000
+    assert [item.source for item in tokenized] == [Source.CL100K, Source.MODEL] * 4000
+
+
+def test_framed_lists_are_cl100k_s_too_where_all_are(card):
+    [item] = tokenize(Tokenizer(card, 256, "cl100k"), [[2, 14836, 330, 64825, 1]])
+    assert ids([item]) == ids(tokenize(Tokenizer(card, 256, "auto"), ['# heading "quoted"']))
+
+
+@pytest.mark.parametrize("overflow", [Overflow.TRUNCATE, Overflow.TRUNCATE_LEFT, Overflow.CHUNK])
+def test_many_ids_of_cl100k_are_tokenized_as_their_text(card, overflow):
+    tokenizer = Tokenizer(card, 64, "auto")
+    how = Tokenizing(overflow=overflow)
+    num = 1000
+    [item] = tokenize(tokenizer, [array("i", CL100K["hello world"] * num)], how)
+    [expected] = tokenize(tokenizer, ["hello world" * num], how)
+    assert item == expected._replace(source=Source.CL100K)
+    assert bool(item.chunks) == (overflow is Overflow.CHUNK)
+
+
+@pytest.mark.parametrize("cut", range(1, 15))
+def test_a_character_that_a_split_has_cut_is_replaced(card, cut):
+    """As LangChain splits a long text: by ids, wherever that is."""
+    [(text, family)] = [(text, ids) for text, ids in CL100K.items() if text.startswith("😀")]
+    left, right = (exhaust(cl100k.decode_steps(part, 100)) for part in (family[:cut], family[cut:]))
+    before, behind = left.rstrip("\ufffd"), right.lstrip("\ufffd")
+    assert text.startswith(before)
+    assert text.endswith(behind)
+    assert len(before) + len(behind) >= len(text) - 1
+    assert len(left) + len(right) <= len(text) + 3
+    tokenizer = Tokenizer(card, 256, "auto")
+    assert ids(tokenize(tokenizer, [family[:cut], family[cut:]])) == ids(tokenize(tokenizer, [left, right]))
+
+
+@pytest.mark.parametrize(
+    ("prefix", "suffix", "is_telling"),
+    [
+        ([101], [102], True),  # BERT: in cl100k_base bytes that no text begins with
+        ([0], [2], True),  # XLM-R: ! and #
+        ([1], [2], True),  # Mistral
+        ([], [151643], True),  # Qwen 3
+        ([128000], [], True),  # Llama 3
+        ([], [], False),
+        ([], [1], False),  # T5: "
+        ([2], [1], False),  # Gemma: # and "
+    ],
+)
+def test_by_which_frames_vocabularies_are_told_apart(prefix, suffix, is_telling):
+    policy = IdPolicy("auto", 200_000, Frame(prefix, suffix))
+    own = [*prefix, 1000, 1001, *suffix]
+    if is_telling:
+        assert policy.source_of(own, 0) is Source.MODEL
+        assert policy.source_of([15339, 1917], 0) is Source.CL100K
+        return
+    for given in (own, [15339, 1917]):
+        with pytest.raises(BadRequest, match=r"input\[7\].*check_embedding_ctx_length=False.*--token-ids cl100k"):
+            policy.source_of(given, 7)
+
+
+def test_the_table_is_read_in_a_thread(card, monkeypatch):
+    tokenizer = Tokenizer(card, 256, "auto")
+    monkeypatch.setattr(cl100k, "_table", None)
+    readers: list[threading.Thread] = []
+    read = cl100k._read_table
+
+    def noted() -> Any:
+        readers.append(threading.current_thread())
+        return read()
+
+    monkeypatch.setattr(cl100k, "_read_table", noted)
+    given: list[TokenIds] = [[15339, 1917]]
+    framed: list[TokenIds] = [[101, 102]]
+    assert tokenizer.tokenize_now(framed) is not None
+    assert tokenizer.tokenize_now(given) is None
+    assert not readers
+    [[item]] = tokenize_in_runs(tokenizer, given)
+    assert [thread is threading.main_thread() for thread in readers] == [False]
+    assert tokenizer.tokenize_now(given) == [item]
+
+
+def test_few_ids_that_are_a_long_text_are_not_tokenized_on_the_loop(card):
+    cl100k.load()
+    tokenizer = Tokenizer(card, 256, "auto")
+    [longest] = np.flatnonzero(cl100k._loaded().lengths == 128)
+    for token_id, num, is_inline in ((15339, 390, True), (int(longest), 15, True), (int(longest), 16, False)):
+        given: list[TokenIds] = [[token_id] * num]
+        assert (tokenizer.tokenize_now(given) is not None) is is_inline
+
+
+# --- limits, prompts -------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("overflow", Overflow)
+@pytest.mark.parametrize("policy", ["auto", "model"])
+def test_the_models_own_ids_overflow_as_texts_do(card, overflow, policy):
+    tokenizer = Tokenizer(card, 5, policy, overflow=overflow)
+    whole = [101, *range(1000, 1008), 102]
+    expected = {
+        Overflow.TRUNCATE: [[101, 1000, 1001, 1002, 102]],
+        Overflow.TRUNCATE_LEFT: [[101, 1005, 1006, 1007, 102]],
+        Overflow.CHUNK: [[101, 1000, 1001, 1002, 102], [101, 1003, 1004, 1005, 102], [101, 1006, 1007, 102]],
+    }
+    for given in (whole, array("i", whole)):
+        assert ids(tokenize(tokenizer, [whole[-5:]] if policy == "model" else [[101, 102]]))
+        if overflow is Overflow.ERROR:
+            with pytest.raises(InputTooLong, match="length is 5 tokens, however you requested 10 tokens"):
+                tokenize(tokenizer, [given])
+            continue
+        [item] = tokenize(tokenizer, [given])
+        assert ids(item.chunks or [item]) == expected[overflow]
+        assert item.source is Source.MODEL
+        assert item.num_tokens == sum(map(len, expected[overflow]))
+        assert [chunk.weight for chunk in item.chunks] == ([3, 3, 2] if overflow is Overflow.CHUNK else [])
+        assert item.is_truncated == (overflow is not Overflow.CHUNK)
+
+
+def test_ids_without_a_frame_are_cut_without_one(card):
+    given = [list(range(1000, 1007))]
+    for overflow, expected in (
+        (Overflow.TRUNCATE, [[1000, 1001, 1002]]),
+        (Overflow.TRUNCATE_LEFT, [[1004, 1005, 1006]]),
+        (Overflow.CHUNK, [[1000, 1001, 1002], [1003, 1004, 1005], [1006]]),
+    ):
+        [item] = tokenize(Tokenizer(card, 3, "model", overflow=overflow), given)
+        assert ids(item.chunks or [item]) == expected
+
+
+@pytest.mark.parametrize("policy", ["auto", "model", "cl100k"])
+@pytest.mark.parametrize("is_text", [True, False])
+@pytest.mark.parametrize("overflow", Overflow)
+def test_what_goes_on_behind_what_is_looked_at(card, policy, is_text, overflow):
+    """It is truncated where that is asked for, and refused otherwise; never dropped unseen."""
+    tokenizer = Tokenizer(card, 8, policy, overflow=overflow)
+    assert (tokenizer.max_chars, tokenizer.max_ids) == (8000, 8000)
+    many: Any
+    few: Any
+    if is_text:
+        many, few, what = "a " * 4000 + "!", " " * 8000 + "!", "characters"
+    elif policy == "cl100k":
+        many, few, what = array("i", [64] * 8001), array("i", [220] * 8001), "token ids"  # "aaa…" and blanks
+    else:
+        many = few = array("i", [101, *[1037] * 8000, 102])
+        what = "token ids"
+    for given in (many, few):
+        if overflow is Overflow.TRUNCATE:
+            [item] = tokenize(tokenizer, [given])
+            assert item.is_truncated
+            continue
+        with pytest.raises(BadRequest) as caught:
+            tokenize(tokenizer, [given])
+        if overflow is Overflow.ERROR and given is many and policy != "cl100k" and not is_text:
+            assert "requested at least 8001 tokens" in caught.value.message
+        elif overflow is Overflow.ERROR and given is many and is_text:
+            assert "requested at least 4002 tokens" in caught.value.message
+        else:
+            assert f"'input[0]' has more than 8000 {what}" in caught.value.message
+        assert caught.value.param == "input"
+
+
+@pytest.mark.parametrize(
+    ("how", "says"),
+    [
+        (Tokenizing(prompt="x" * 4097), "The prompt has 4097 characters, at most 4096"),
+        (Tokenizing(prompt="a b c d e f"), r"The prompt has 6 tokens, and an input may have 8 in all, of which 2 are"),
+        (Tokenizing(prompt="a b c d ", overflow=Overflow.CHUNK), "The prompt has 4 tokens, .* at most 3 may be"),
+        (Tokenizing(max_tokens=2), "at least 3 tokens, 2 special tokens among them; the limit is 2"),
+        (Tokenizing(max_tokens=4, overflow=Overflow.CHUNK), "split .* at least 5 tokens"),
+        (Tokenizing(max_tokens=0, add_special_tokens=False), "at least 1 tokens, 0 special"),
+    ],
+)
+def test_what_leaves_no_room_for_a_text_is_refused(card, how, says):
+    tokenizer = Tokenizer(card, 8, "auto")
+    with pytest.raises(BadRequest, match=says) as caught:
+        tokenize(tokenizer, ["one two three four five six seven"], how)
+    assert caught.value.param is None
+
+
+def test_a_prompt_counts_for_admission_and_for_where_it_is_done(card):
+    tokenizer = Tokenizer(card, 256, "auto")
+    plain = Tokenizing()
+    assert tokenizer.estimate_tokens(["a"] * 10, plain) == 20
+    assert tokenizer.estimate_tokens(["a"] * 10, Tokenizing(prompt="x" * 300)) == 1020
+    assert tokenizer.estimate_tokens(["a"] * 10, Tokenizing(prompt="x" * 3000)) == 2560
+    assert tokenizer.estimate_tokens(["x" * 30_000], plain) == 256
+    assert tokenizer.estimate_tokens(["x" * 30_000], Tokenizing(overflow=Overflow.CHUNK)) > 10_000
+    assert tokenizer.tokenize_now(["a"], Tokenizing(prompt="x" + " " * 1900)) is not None
+    assert tokenizer.tokenize_now(["a"], Tokenizing(prompt="x" + " " * 2000)) is None
+
+
+def test_no_prompt_is_put_before_the_models_own_ids(card):
+    tokenizer = Tokenizer(replace(card, prompt="query: "), 256, "auto")
+    given = [[101, 7592, 102]]
+    assert ids(tokenize(tokenizer, given)) == ids(tokenize(tokenizer, given, Tokenizing(prompt=""))) == given
+    with pytest.raises(BadRequest, match="no prompt can be put before it") as caught:
+        tokenize(tokenizer, given, Tokenizing(prompt="query: "))
+    assert caught.value.param == "input"
+
+
+def test_without_special_tokens(card):
+    tokenizer = Tokenizer(card, 256, "auto")
+    bare = Tokenizing(add_special_tokens=False)
+    assert ids(tokenize(tokenizer, ["hello world"], bare)) == [[7592, 2088]]
+    for empty in ("", " ", "\x00"):
+        with pytest.raises(BadRequest, match=r"'input\[1\]' has no tokens"):
+            tokenize(tokenizer, ["a", empty], bare)
+    assert ids(tokenize(tokenizer, [""], bare._replace(prompt="a"))) == [[1037]]
+
+
+def test_too_many_chunks_are_refused(card, monkeypatch):
+    monkeypatch.setattr("gateway.overflow.MAX_CHUNKS", 100)
+    tokenizer = Tokenizer(card, 8, "auto", overflow=Overflow.CHUNK)
+    assert len(tokenize(tokenizer, ["a " * 600])[0].chunks) == 100
+    with pytest.raises(BadRequest, match="split into 101 chunks or more, at most 100") as caught:
+        tokenize(tokenizer, ["a " * 601])
+    assert caught.value.param == "input"
+    with pytest.raises(BadRequest, match="at most 100"):
+        tokenize_in_runs(tokenizer, ["a " * 300] * 100)
+
+
+# --- describe, decode ------------------------------------------------------------------------------------------
+
+
+def describe(tokenizer: Tokenizer, *arguments):
+    return asyncio.run(tokenizer.describe(*arguments))
+
+
+def decode(tokenizer: Tokenizer, *arguments):
+    return asyncio.run(tokenizer.decode(*arguments))
+
+
+def test_tokens_are_described(card):
+    tokenizer = Tokenizer(card, 8, "auto")
+    cls, sep = Token(101, "[CLS]", True, None, None), Token(102, "[SEP]", True, None, None)
+    hello = Token(7592, "hello", False, 0, 5)
+    assert describe(tokenizer, ["Hello"], "", True) == [[cls, hello, sep]]
+    assert describe(tokenizer, ["Hello", ""], "", False) == [[hello], []]
+    assert describe(tokenizer, ["é Hello"], "中:", True) == [
+        [cls, Token(1746, "中", False, 0, 3), Token(1024, ":", False, 3, 4), Token(1041, "e", False, 4, 6),
+         Token(7592, "hello", False, 7, 12), sep]
+    ]  # fmt: skip
+    assert [len(tokens) for tokens in describe(tokenizer, ["a " * 4000], "", True)] == [4002]  # however long
+
+
+def test_ids_are_decoded(card):
+    tokenizer = Tokenizer(card, 8, "reject")
+    given = [[101, 7592, 2088, 102], array("i", [7592]), []]
+    assert decode(tokenizer, given, True) == ["hello world", "hello", ""]
+    assert decode(tokenizer, given, False) == ["[CLS] hello world [SEP]", "hello", ""]
+
+
+@pytest.mark.parametrize("bad", [-1, 30522, 2**40])
+def test_ids_outside_the_vocabulary_are_not_decoded(card, bad):
+    with pytest.raises(BadRequest, match="List 1 has a token id outside the model's vocabulary, 0 to 30521"):
+        decode(Tokenizer(card, 8, "auto"), [[1], [2, bad]], True)
+
+
+def test_what_is_asked_of_the_tokenizer_is_bounded(card, monkeypatch):
+    tokenizer = Tokenizer(card, 8, "auto")
+    with pytest.raises(BadRequest, match="Text 1 has more than 8000 characters"):
+        describe(tokenizer, ["a", "a" * 8001], "", True)
+    with pytest.raises(BadRequest, match="The prompt has 4097 characters"):
+        describe(tokenizer, ["a"], "a" * 4097, True)
+    with pytest.raises(BadRequest, match="The texts have 1000200 characters, prompts included, at most 1000000"):
+        describe(tokenizer, ["a" * 1001] * 200, "a" * 4000, True)
+    with pytest.raises(BadRequest, match="The lists have 250001 token ids, at most 250000"):
+        decode(tokenizer, [[1] * 250_000, [1]], True)
 
 
 def test_a_broken_file_is_one_line_that_names_it(card, tmp_path):

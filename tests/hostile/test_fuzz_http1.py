@@ -30,9 +30,9 @@ pytestmark = [pytest.mark.timeout(1800)] if IS_SOAK else []
 HEADERS = [
     b"Host: x", b"host:x:80", b"Host: [::1]", b"Host:", b"Host: a b", b"Accept: a", b"A:", b"A: \t b \t",
     b"Connection: close", b"Connection: keep-alive", b"Connection: Upgrade", b"Upgrade: h2c", b"Expect: 100-continue",
-    b"Content-Encoding: gzip", b"Content-Length: 0", b"Content-Length: 5", b"Content-Length: 005",
-    b"Content-Length: 200", b"Content-Length: 201", b"Content-Length: -1", b"Transfer-Encoding: chunked",
-    b"Transfer-Encoding: Chunked", b"Transfer-Encoding: gzip, chunked",
+    b"Content-Encoding: gzip", b"Content-Encoding: br", b"Content-Length: 0", b"Content-Length: 5",
+    b"Content-Length: 005", b"Content-Length: 200", b"Content-Length: 201", b"Content-Length: -1",
+    b"Transfer-Encoding: chunked", b"Transfer-Encoding: Chunked", b"Transfer-Encoding: gzip, chunked",
     b"X-Request-Id: mine", b"X: " + b"x" * 100, b" folded", b"no colon", b": no name", b"X\0: y",
 ]  # fmt: skip
 LINES = [

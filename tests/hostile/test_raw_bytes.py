@@ -5,6 +5,7 @@ sent with a good request behind it, which must never be answered: an intermediar
 where it begins.
 """
 
+import gzip
 import re
 import socket
 from collections.abc import Iterator
@@ -14,6 +15,8 @@ from typing import NamedTuple
 import psutil
 import pytest
 from serving import Server, running_server
+
+from gateway.inflating import zstd
 
 TIMEOUT_S = 30.0
 KEY = "a-key-for-tests"
@@ -38,6 +41,15 @@ def get(*headers: bytes, line: bytes = b"GET /live HTTP/1.1", host: bytes = HOST
 
 def post(*headers: bytes, body: bytes = b"", line: bytes = POST_LINE) -> bytes:
     return lines(line, HOST, AUTH, *headers) + body
+
+
+def bytewise(body: bytes) -> bytes:
+    """In chunks of a byte."""
+    return b"".join(b"1\r\n%c\r\n" % byte for byte in body) + b"0\r\n\r\n"
+
+
+def post_coded(coding: bytes, body: bytes) -> bytes:
+    return post(b"Content-Encoding: " + coding, b"Content-Length: %d" % len(body), body=body)
 
 
 GOOD = post(CL, body=BODY)
@@ -201,14 +213,36 @@ VECTORS: dict[str, Vector] = {
     "a head over the limit": refused(get(b"A: " + b"b" * (32 * 1024 - len(get(b"A: ")) + 1)), 431),
     "100 headers": Vector(get(*[b"A: b"] * 99), (200,)),
     "101 headers": refused(get(*[b"A: b"] * 100), 431),
-    "a coded body": refused(post(CL, b"Content-Encoding: gzip", body=BODY), 415),
+    "a body of an unknown coding": refused(post(CL, b"Content-Encoding: br", body=BODY), 415),
+    "a body of two codings": refused(post(CL, b"Content-Encoding: gzip, gzip", body=BODY), 415),
+    "a body of codings in two headers": refused(
+        post(CL, b"Content-Encoding: gzip", b"Content-Encoding: zstd", body=BODY), 415
+    ),
+    "a bomb": Vector(post_coded(b"gzip", gzip.compress(b" " * (MAX_BODY_BYTES + 1))), (413,)),
+    "a bomb of zstd": Vector(post_coded(b"zstd", zstd.compress(b" " * 100_000_000)), (413,)),
+    "a bomb that begins well": Vector(post_coded(b"gzip", gzip.compress(BODY + b" " * 100_000_000)), (413,)),
+    "a frame that asks for 128 MiB": Vector(
+        post_coded(b"zstd", b"\x28\xb5\x2f\xfd\x00\x88" + b"\x01\x00\x00"), (400,)
+    ),
+    "many empty members": Vector(post_coded(b"gzip", gzip.compress(b"") * 5000), (400,)),
+    "blocks of nothing": Vector(post_coded(b"deflate", b"\x78\x9c" + b"\x00\x00\x00\xff\xff" * 100_000), (400,)),
     # --- odd, with one meaning only ---
+    "a compressed body": Vector(post_coded(b"gzip", gzip.compress(BODY)), (200,)),
+    "a compressed body in chunks": Vector(
+        post(TE, b"Content-Encoding: gzip", body=bytewise(gzip.compress(BODY))), (200,)
+    ),
+    "a compressed request within a body": Vector(post_coded(b"zstd", zstd.compress(get())) + get(), (400, 200)),
+    "a body that is not compressed": Vector(post_coded(b"gzip", BODY), (400,)),
+    "a compressed body that breaks off": Vector(post_coded(b"gzip", gzip.compress(BODY)[:-1]), (400,)),
+    "a request behind what was compressed, in the same body": Vector(
+        post_coded(b"gzip", gzip.compress(BODY) + GOOD), (400,)
+    ),
     "a good request": Vector(GOOD, (200,)),
     "chunks": Vector(post(TE, body=CHUNKS), (200,)),
     "chunks with extensions and trailers": Vector(
         post(TE, body=b'e;a=b;c="d"\r\n' + BODY + b"\r\n000;e\r\nAuthorization: x\r\nHost: y\r\n\r\n"), (200,)
     ),
-    "chunks of a byte": Vector(post(TE, body=b"".join(b"1\r\n%c\r\n" % byte for byte in BODY) + b"0\r\n\r\n"), (200,)),
+    "chunks of a byte": Vector(post(TE, body=bytewise(BODY)), (200,)),
     "empty lines before": Vector(b"\r\n\r\n\n" + get(), (200,)),
     "HTTP/1.0": Vector(get(line=b"GET /live HTTP/1.0") + get(), (200,), is_closed=True),
     "HTTP/1.0 without Host": Vector(b"GET /live HTTP/1.0\r\n\r\n", (200,), is_closed=True),
@@ -217,7 +251,16 @@ VECTORS: dict[str, Vector] = {
     "GET with a body": Vector(get(CL) + BODY, (200,)),
     "GET with chunks": Vector(get(TE) + CHUNKS, (200,)),
     "absolute-form": Vector(get(line=b"GET http://other:1/live HTTP/1.1"), (200,)),
-    "OPTIONS *": Vector(get(line=b"OPTIONS * HTTP/1.1"), (404,)),
+    "OPTIONS *": Vector(get(line=b"OPTIONS * HTTP/1.1"), (204,)),
+    "OPTIONS": Vector(get(line=b"OPTIONS /v1/embeddings HTTP/1.1"), (204,)),
+    "OPTIONS with a body": Vector(get(CL, line=b"OPTIONS /v1/embeddings HTTP/1.1") + BODY, (204,)),
+    "OPTIONS of nothing": Vector(get(line=b"OPTIONS /nothing HTTP/1.1"), (404,)),
+    "a preflight of a page that is not allowed": Vector(
+        get(b"Origin: https://a", b"Access-Control-Request-Method: POST", line=b"OPTIONS /v1/embeddings HTTP/1.1"),
+        (204,),
+    ),
+    "a path that repeats itself": Vector(get(line=b"GET " + b"/live" * 1000 + b" HTTP/1.1"), (404,)),
+    "a path of slashes": Vector(get(line=b"GET " + b"/" * 8000 + b"live HTTP/1.1"), (200,)),
     "TRACE": Vector(get(line=b"TRACE /live HTTP/1.1"), (405,)),
     "DELETE": Vector(get(line=b"DELETE /live HTTP/1.1"), (405,)),
     "a path with dots": Vector(get(line=b"GET /../../etc/passwd HTTP/1.1"), (404,)),
@@ -297,6 +340,8 @@ class Client:
         assert match is not None, head
         if match[1] == b"100":
             return self.status(is_head=is_head)
+        if match[1] == b"204":
+            return 204
         length = re.search(rb"\r\ncontent-length: (\d+)", head)
         assert length is not None
         while not is_head and len(self._received) < int(length[1]):

@@ -91,6 +91,36 @@ def test_a_descriptor_that_is_not_open_is_told():
     assert problems("--ready-fd", "999") == ["--ready-fd: Value error, is not an open file descriptor (given: '999')"]
 
 
+@pytest.mark.parametrize(
+    "origins",
+    [
+        "", "*", "null", "https://a.example", "http://localhost:3000, app://obsidian.md,null", "http://[::1]:8080",
+        "chrome-extension://abcdefgh", "HTTPS://A.example:443", "http://127.0.0.1,", "https://xn--bcher-kva.example",
+    ],
+)  # fmt: skip
+def test_origins(origins):
+    assert load_settings(["--cors-origins", origins]).cors_origins == origins
+
+
+@pytest.mark.parametrize(
+    "origin",
+    [
+        "https://a.example/", "https://a.example/path", "a.example", "localhost:3000", "//a.example", "https://",
+        "https://*.example", "https://a.example:x", "https://a.example:70000", "https://u:p@a.example", "https://a b",
+        "https://bücher.example", "https://a.example?q", "NULL", "file:///", "**", "http://::1",
+    ],
+)  # fmt: skip
+def test_what_is_no_origin_is_told(origin):
+    [problem] = problems("--cors-origins", f"https://b.example,{origin}")
+    assert "--cors-origins" in problem
+    assert f"{origin!r} is not an origin" in problem
+
+
+def test_every_origin_and_another_one_contradict_each_other():
+    [problem] = problems("--cors-origins", "*,https://a.example")
+    assert "no other beside it" in problem
+
+
 def test_kubernetes_service_links_are_not_settings(monkeypatch):
     monkeypatch.setenv("VECD_PORT", "tcp://10.0.0.1:8000")
     monkeypatch.setenv("VECD_PORT_8000_TCP", "tcp://10.0.0.1:8000")

@@ -3,7 +3,19 @@ import os
 
 import pytest
 
-from shm.board import BoardSpec, Counter, Gauge, Histogram, Row, WorkerCell, clear_gauges, create_board, cut_rows
+from shm.board import (
+    BoardSpec,
+    Counter,
+    Gauge,
+    Histogram,
+    Row,
+    TeiCounter,
+    TeiHistogram,
+    WorkerCell,
+    clear_gauges,
+    create_board,
+    cut_rows,
+)
 
 SPEC = BoardSpec(num_gateways=3, num_workers=2)
 
@@ -20,12 +32,12 @@ def rows_of(fd: int) -> list[Row]:
 
 
 def cells_of(row: Row) -> list[memoryview]:
-    return [row.counters, row.gauges, *row.histograms, *row.workers]
+    return [row.counters, row.gauges, *row.histograms, row.tei_counters, *row.tei_histograms, *row.workers]
 
 
 def test_every_cell_is_a_piece_of_memory_of_its_own(board_fd):
     parts = [part for row in rows_of(board_fd) for part in cells_of(row)]
-    values = iter(range(1, 10_000))
+    values = iter(range(1, 100_000))
     written = [[next(values) for _ in part] for part in parts]
     for part, numbers in zip(parts, written, strict=True):
         for index, number in enumerate(numbers):
@@ -38,6 +50,8 @@ def test_there_is_a_cell_for_everything():
     [row] = cut_rows(memoryview(bytearray(BoardSpec(1, 5).nbytes)).cast("q"), BoardSpec(1, 5))
     assert (len(row.counters), len(row.gauges)) == (len(Counter), len(Gauge))
     assert [len(cells) for cells in row.histograms] == [len(h.bounds_s) + 2 for h in Histogram]
+    assert len(row.tei_counters) == len(TeiCounter)
+    assert [len(cells) for cells in row.tei_histograms] == [len(h.bounds) + 2 for h in TeiHistogram]
     assert [len(cells) for cells in row.workers] == [len(WorkerCell)] * 5
 
 
@@ -68,3 +82,19 @@ def test_every_counter_is_a_metric_of_its_own_with_words_for_it():
     assert len(set(names)) == len(names)
     assert all(counter.help for counter in Counter)
     assert {"sequences_retried", "workers_stuck", "inputs_poisonous"} <= {counter.metric for counter in Counter}
+
+
+def test_tei_s_buckets_are_its_own():
+    """Source: text-embeddings-inference's prometheus.rs."""
+    durations = TeiHistogram.REQUEST_DURATION.bounds
+    assert len(durations) == 35
+    assert durations[0] == pytest.approx(1.5e-5)
+    assert durations[-1] == pytest.approx(1e-5 * 1.5**35)
+    assert TeiHistogram.REQUEST_INPUT_LENGTH.bounds[-1] == 2**19
+    assert (TeiHistogram.BATCH_NEXT_SIZE.bounds[0], TeiHistogram.BATCH_NEXT_SIZE.bounds[-1]) == (1, 4096)
+    assert TeiHistogram.BATCH_NEXT_TOKENS.bounds[-1] == 2**20
+
+
+def test_every_counter_of_tei_s_is_a_metric_of_its_own():
+    names = [(counter.metric, *counter.labels.values()) for counter in TeiCounter]
+    assert len(set(names)) == len(names)

@@ -22,12 +22,15 @@ from shm.wire import (
 u16, u32, u64 = (st.integers(0, 2**bits - 1) for bits in (16, 32, 64))
 
 
-def make_batch(lengths: list[int]) -> Batch:
+def make_batch(lengths: list[int], outputs: bytes = b"") -> Batch:
     ids = np.arange(sum(lengths), dtype="<i4")
-    return Batch(1, 2, 0, len(lengths), len(ids), np.array(lengths, dtype="<i4").tobytes(), ids.tobytes())
+    return Batch(1, 2, 0, len(lengths), len(ids), np.array(lengths, dtype="<i4").tobytes(), ids.tobytes(), outputs)
 
 
-batches = st.lists(st.integers(1, 20), min_size=1, max_size=20).map(make_batch)
+lengths_of_batches = st.lists(st.integers(1, 20), min_size=1, max_size=20)
+batches = lengths_of_batches.map(make_batch) | lengths_of_batches.flatmap(
+    lambda lengths: st.builds(make_batch, st.just(lengths), st.binary(min_size=len(lengths), max_size=len(lengths)))
+)
 
 
 @given(st.builds(Probe, u32) | batches)
@@ -63,6 +66,18 @@ def test_junk_is_refused_and_nothing_else_happens(decode, frames):
 def test_a_damaged_batch_is_refused(frames):
     with pytest.raises(WireError):
         decode_to_worker(frames(encode(make_batch([3, 4]))))
+
+
+@pytest.mark.parametrize("outputs", [b"", bytes(1), bytes(3)])
+def test_as_many_outputs_as_sequences_or_none_at_all(outputs):
+    header, lengths, token_ids = encode(make_batch([3, 4]))
+    with pytest.raises(WireError, match=f"2 sequences and {len(outputs)} outputs"):
+        decode_to_worker([header, lengths, token_ids, outputs])
+
+
+def test_a_batch_of_vectors_alone_has_three_frames():
+    assert len(encode(make_batch([3, 4]))) == 3
+    assert len(encode(make_batch([3, 4], bytes([0, 2])))) == 4
 
 
 def test_a_batch_for_the_gateway_is_refused():

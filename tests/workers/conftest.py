@@ -208,6 +208,7 @@ def as_message() -> Callable[..., Batch]:
             num_tokens=batch.token_ids.size,
             lengths_bytes=batch.lengths.tobytes(),
             token_ids_bytes=batch.token_ids.tobytes(),
+            outputs_bytes=b"" if batch.outputs is None else batch.outputs.tobytes(),
         )
 
     return make

@@ -2,6 +2,7 @@
 one (`make test TESTS="-m gpu tests/workers"`)."""
 
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -19,6 +20,7 @@ from transformers.masking_utils import (
 from shm.arena import ArenaSpec, create_arena
 from shm.card import read_card
 from shm.view import Rows, map_slots
+from shm.wire import Output
 from workers import cuda, packing
 from workers.agreement import vectors_of
 from workers.device import Accelerator, open_device
@@ -43,8 +45,8 @@ RUNS = [Run(0, 3, 1), Run(3, 2, 4), Run(11, 2, 9), Run(29, 1, 300)]
 NUM_TOKENS = 329
 
 
-def slots_of_an_arena() -> list[Rows]:
-    spec = ArenaSpec(num_slots=2, rows_per_slot=16, dim=DIM)
+def slots_of_an_arena(rows_per_slot: int = 16) -> list[Rows]:
+    spec = ArenaSpec(num_slots=2, rows_per_slot=rows_per_slot, dim=DIM)
     return map_slots(create_arena(spec), spec, writable=True)
 
 
@@ -113,6 +115,22 @@ def test_vectors_are_the_reference_s(
     folder, batch = checkpoint(family), random_batch(LENGTHS)
     engine = tiny_engine(folder, dtype, path)
     assert_close(vectors_of(engine, batch, DIM), reference(folder, batch), dtype)
+
+
+@pytest.mark.parametrize("is_pinned", [True, False])
+@pytest.mark.parametrize("path", [PackedForward, PaddedForward])
+def test_rows_of_mixed_outputs_are_the_reference_s(
+    path: Any, is_pinned: bool, checkpoint: Callable[..., Path], reference: Any, random_batch: Any
+) -> None:
+    folder, slots = checkpoint("bert"), slots_of_an_arena(rows_per_slot=128)
+    batch = random_batch(LENGTHS)
+    batch = replace(batch, outputs=(np.arange(len(LENGTHS)) % len(Output)).astype(np.uint8))
+    engine = tiny_engine(folder, path=path)
+    if is_pinned:
+        engine.adopt(slots)
+    engine.embed(batch, slots[0])
+    np.testing.assert_allclose(slots[0][: batch.num_rows], reference(folder, batch), atol=1e-5, rtol=0)
+    assert not slots[0][batch.num_rows :].any()
 
 
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])

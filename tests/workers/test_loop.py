@@ -17,7 +17,7 @@ from shm.card import ModelCard
 from shm.control import Channel, Drain
 from shm.failure import FailureCode
 from shm.view import Rows, map_arena
-from shm.wire import Alive, Done, Failed, Incarnation, Probe
+from shm.wire import Alive, Done, Failed, Incarnation, Output, Probe
 from workers.engine import Finish, PackedBatch
 from workers.engines.weightless import WeightlessEngine, weightless_vectors
 from workers.loop import EngineLost, Loop, connected
@@ -34,7 +34,7 @@ class Engine(WeightlessEngine):
     """Raises what it is told to, once."""
 
     def __init__(self) -> None:
-        super().__init__(DIM)
+        super().__init__(DIM, is_normalized=False)  # as the card says
         self.error: Exception | None = None
 
     def embed(self, batch: PackedBatch, rows: Rows) -> None:
@@ -91,6 +91,30 @@ def test_a_batch_is_answered_and_its_rows_are_in_its_slot(loop: RunningLoop, gat
         assert 0 < done.compute_us < 30_000_000
         assert np.array_equal(loop.slots[slot][:2], weightless_vectors(BATCH, DIM))
         assert not loop.slots[slot][2:].any()
+
+
+def test_done_says_how_many_rows_the_sequences_asked_for(loop: RunningLoop, gateway: Any, as_message: Any) -> None:
+    batch = replace(BATCH, outputs=np.array([Output.TOKENS, Output.UNNORMALIZED], dtype=np.uint8))
+    gateway.send(WHO, as_message(batch))
+    done = gateway.receive(WHO)
+    assert isinstance(done, Done)
+    assert done.num_rows == 3
+    last_of_first, alone = loop.slots[0][1], loop.slots[0][2]
+    np.testing.assert_allclose(last_of_first, weightless_vectors(BATCH, DIM)[0], atol=1e-7)
+    np.testing.assert_allclose(alone, weightless_vectors(BATCH, DIM)[1], atol=1e-7)  # this card does not normalize
+    assert not loop.slots[0][3:].any()
+
+
+@pytest.mark.parametrize("outputs", [[Output.TOKENS] * 2, [3, 0]])
+def test_outputs_that_do_not_fit_are_refused_and_the_next_batch_is_served(
+    outputs: list[int], loop: RunningLoop, gateway: Any, as_message: Any
+) -> None:
+    many = PackedBatch(np.array([3, 2], dtype=np.int32), np.arange(5, dtype=np.int32))
+    gateway.send(WHO, as_message(replace(many, outputs=np.array(outputs, dtype=np.uint8)), number=1))
+    assert gateway.receive(WHO) == Failed(1, 1, 0, FailureCode.BAD_MESSAGE)
+    assert not loop.slots[0].any()
+    gateway.send(WHO, as_message(BATCH, number=2))
+    assert isinstance(gateway.receive(WHO), Done)
 
 
 def test_a_batch_that_does_not_fit_is_refused_and_the_next_is_served(

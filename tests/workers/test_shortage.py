@@ -6,6 +6,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
+from shm.wire import Output
 from workers.engine import PackedBatch
 from workers.shortage import halves, means_no_more_code, means_out_of_memory
 
@@ -39,13 +40,21 @@ def test_other_errors_leave_the_engine_as_it_was(error: Exception) -> None:
     assert not means_no_more_code(error)
 
 
-@given(st.lists(st.integers(1, 500), min_size=2, max_size=40))
-def test_halves_are_the_whole_batch_and_as_even_as_whole_sequences_allow(lengths: list[int]) -> None:
+@given(st.lists(st.integers(1, 500), min_size=2, max_size=40), st.booleans())
+def test_halves_are_the_whole_batch_and_as_even_as_whole_sequences_allow(lengths: list[int], is_mixed: bool) -> None:
     num_tokens = sum(lengths)
-    batch = PackedBatch(np.array(lengths, dtype=np.int32), np.arange(num_tokens, dtype=np.int32))
+    outputs = (np.arange(len(lengths)) % len(Output)).astype(np.uint8) if is_mixed else None
+    batch = PackedBatch(np.array(lengths, dtype=np.int32), np.arange(num_tokens, dtype=np.int32), outputs)
     first, second = halves(batch)
     assert [*first.lengths, *second.lengths] == lengths
     assert [*first.token_ids, *second.token_ids] == list(range(num_tokens))
+    assert first.num_rows + second.num_rows == batch.num_rows
+    if outputs is None:
+        assert first.outputs is second.outputs is None
+    else:
+        assert first.outputs is not None
+        assert second.outputs is not None
+        assert [*first.outputs, *second.outputs] == outputs.tolist()
     for half in (first, second):
         assert half.lengths.size >= 1
         assert half.token_ids.size == half.lengths.sum()

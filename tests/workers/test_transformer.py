@@ -4,6 +4,7 @@ for variable lengths under real families' masks."""
 import gc
 import weakref
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -15,10 +16,11 @@ from torch import Tensor
 from shm.arena import ArenaSpec, create_arena
 from shm.card import read_card
 from shm.view import map_slots
+from shm.wire import Output
 from workers import device as devices
 from workers import packing
 from workers.agreement import vectors_of
-from workers.engine import COMPLETE
+from workers.engine import COMPLETE, PackedBatch
 from workers.engines.packed import PackedForward
 from workers.engines.padded import PaddedForward
 from workers.engines.transformer import Forward, TransformerEngine
@@ -100,6 +102,24 @@ def test_halves_write_their_own_rows_and_no_others(starved: Any, random_batch: A
     assert engine.begin(batch, rows) is COMPLETE
     np.testing.assert_allclose(rows[: len(LENGTHS)], vectors_of(roomy, batch, DIM), atol=1e-5, rtol=0)
     assert (rows[len(LENGTHS) :] == 7).all()
+
+
+def mixed(batch: PackedBatch) -> PackedBatch:
+    """The same sequences, each of which asks for another thing than those beside it."""
+    return replace(batch, outputs=(np.arange(batch.lengths.size) % len(Output)).astype(np.uint8))
+
+
+def test_halves_of_mixed_outputs_have_their_own_rows_and_no_others(
+    starved: Any, checkpoint: Any, reference: Any, random_batch: Any
+) -> None:
+    engine, forward = starved(120)
+    batch = mixed(random_batch(LENGTHS))
+    expected = reference(checkpoint("bert"), batch)
+    rows = np.full((len(expected) + 3, DIM), 7, dtype=np.float32)
+    engine.embed(batch, rows)
+    assert forward.num_tokens == [194, 96, 98]
+    np.testing.assert_allclose(rows[: len(expected)], expected, atol=1e-5, rtol=0)
+    assert (rows[len(expected) :] == 7).all()
 
 
 def test_memory_is_given_back_between_the_tries(
@@ -214,6 +234,23 @@ def test_halves_come_late_as_well_and_the_first_is_waited_for(
     assert rows.any(axis=1).tolist() == [True] * 4 + [False] * 7
     finish()
     np.testing.assert_allclose(rows, vectors_of(starved(1000)[0], batch, DIM), atol=1e-5, rtol=0)
+
+
+@pytest.mark.parametrize("is_adopted", [True, False])
+def test_rows_of_mixed_outputs_come_late_to_their_places(
+    is_adopted: bool, late_engine: Any, checkpoint: Any, reference: Any, random_batch: Any
+) -> None:
+    engine, batch = late_engine(Late()), mixed(random_batch(LENGTHS))
+    spec = ArenaSpec(num_slots=2, rows_per_slot=128, dim=DIM)
+    slots = map_slots(create_arena(spec), spec, writable=True)
+    if is_adopted:
+        engine.adopt(slots)
+    finish = engine.begin(batch, slots[1])
+    assert not slots[1].any()
+    finish()
+    np.testing.assert_allclose(slots[1][: batch.num_rows], reference(checkpoint("bert"), batch), atol=1e-5, rtol=0)
+    assert not slots[1][batch.num_rows :].any()
+    assert not slots[0].any()
 
 
 def test_slots_that_cannot_be_pinned_are_a_warning(late_engine: Any) -> None:

@@ -2,11 +2,13 @@
 
 import subprocess
 import sys
+from dataclasses import replace
 
 import numpy as np
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from shm.wire import Output
 from workers.engine import PackedBatch
 from workers.engines.weightless import WeightlessEngine, weightless_vectors
 
@@ -21,7 +23,7 @@ def batch_of(*sequences: list[int]) -> PackedBatch:
     return PackedBatch(lengths, np.array([token for ids in sequences for token in ids], dtype=np.int32))
 
 
-def by_definition(ids: list[int], dim: int) -> list[float]:
+def by_definition(ids: list[int], dim: int, *, is_normalized: bool = True) -> list[float]:
     """The module's docstring in plain Python."""
 
     def mix(x: int) -> int:
@@ -31,7 +33,7 @@ def by_definition(ids: list[int], dim: int) -> list[float]:
 
     h = sum(mix((token + (place + 1) * _GOLDEN) & _MASK) for place, token in enumerate(ids)) & _MASK
     x = [(mix((h + (j + 1) * _GOLDEN) & _MASK) >> 40) / 2**23 - 1 for j in range(dim)]
-    norm = sum(value * value for value in x) ** 0.5
+    norm = sum(value * value for value in x) ** 0.5 if is_normalized else 1.0
     return [value / norm for value in x]
 
 
@@ -66,6 +68,34 @@ def test_rows_behind_the_batch_are_left_alone() -> None:
     WeightlessEngine(8).embed(batch_of([1, 2], [3]), rows)
     assert np.array_equal(rows[:2], weightless_vectors(batch_of([1, 2], [3]), 8))
     assert (rows[2:] == 7).all()
+
+
+@settings(deadline=None)
+@given(
+    st.lists(st.tuples(ids_strategy, st.sampled_from(Output)), min_size=1, max_size=5),
+    st.sampled_from([1, 3, 8]),
+    st.booleans(),
+)
+def test_other_outputs_are_as_defined(
+    sequences: list[tuple[list[int], Output]], hidden_size: int, is_normalized: bool
+) -> None:
+    dim = 8
+    expected: list[list[float]] = []
+    for ids, output in sequences:
+        if output is Output.TOKENS:
+            padding = [0.0] * (dim - hidden_size)
+            expected += [by_definition(ids[: end + 1], hidden_size) + padding for end in range(len(ids))]
+        else:
+            is_raw = output is Output.UNNORMALIZED and is_normalized
+            expected.append(by_definition(ids, dim, is_normalized=not is_raw))
+    batch = replace(
+        batch_of(*[ids for ids, _ in sequences]), outputs=np.array([output for _, output in sequences], dtype=np.uint8)
+    )
+    rows = np.full((len(expected) + 2, dim), 7, dtype=np.float32)
+    WeightlessEngine(dim, hidden_size, is_normalized=is_normalized).embed(batch, rows)
+    assert batch.num_rows == len(expected)
+    np.testing.assert_allclose(rows[: len(expected)], expected, atol=1e-7)
+    assert (rows[len(expected) :] == 7).all()
 
 
 def test_a_worker_without_a_model_loads_no_torch() -> None:

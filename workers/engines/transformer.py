@@ -16,6 +16,7 @@ from shm.view import Rows
 from workers.device import open_device
 from workers.engine import Finish, PackedBatch
 from workers.layout import Layout, arrange
+from workers.outputs import rows_of
 from workers.pooling import Head
 from workers.shortage import halves, means_out_of_memory
 
@@ -70,10 +71,13 @@ class TransformerEngine:
         self._device.free_memory()
         first, second = halves(batch)
         self._begin(first, rows)()  # to the end, so that nothing writes to the rows should the second fail
-        return self._begin(second, rows[first.lengths.size :])
+        return self._begin(second, rows[first.num_rows :])
 
     def _begin(self, batch: PackedBatch, rows: Rows) -> Finish:
         layout = arrange(batch)
         with torch.inference_mode():
-            vectors = self._head(self._forward(layout), layout.runs)
-            return self._device.write(vectors, layout.order, rows)
+            hidden = self._forward(layout)
+            if batch.outputs is None:
+                return self._device.write(self._head(hidden, layout.runs), layout.order, rows)
+            made, order = rows_of(batch, layout, hidden, self._head, rows.shape[1])
+            return self._device.write(made, order, rows)

@@ -1,0 +1,67 @@
+"""All that is served, as one table: the dialects, and what the server says of itself.
+
+Owns the list of dialects, and which is asked first at a path that several have. Knows no socket. Read by `gateway.app`
+(routes, shapes of errors) and `gateway.openapi`.
+"""
+
+from collections.abc import Iterator
+
+from gateway.dialects import cohere, ollama, openai, tei, vllm
+from gateway.errors import ApiError
+from gateway.handlers import Claim, Operations
+from gateway.http1 import Response
+from gateway.operations import Dialect
+from gateway.own_routes import OWN_ROUTES
+from gateway.routes import Route, Table, methods_at
+
+DIALECTS: tuple[Dialect, ...] = (openai.DIALECT, vllm.DIALECT, cohere.DIALECT, ollama.DIALECT, tei.DIALECT)
+"""Of two at the same path, the first takes what no other claims."""
+
+_BY_NAME = {dialect.name: dialect for dialect in DIALECTS}
+
+
+def dialect_routes() -> dict[str, dict[str, Route]]:
+    """Path → method → route, of all dialects."""
+    claims: dict[tuple[str, str], list[Claim]] = {}
+    for dialect in DIALECTS:
+        for at, operation in dialect.operations.items():
+            method, _, path = at.partition(" ")
+            claims.setdefault((path, method), []).append(Claim(dialect, operation))
+    table: dict[str, dict[str, Route]] = {}
+    for (path, method), theirs in claims.items():
+        table.setdefault(path, {})[method] = Route(Operations(tuple(theirs), path))
+    return table
+
+
+def _merged(*tables: Table) -> Table:
+    """A path may be in several, under other methods."""
+    merged: dict[str, dict[str, Route]] = {}
+    for table in tables:
+        for path, methods in table.items():
+            merged.setdefault(path, {}).update(methods)
+    return merged
+
+
+ROUTES: Table = _merged(dialect_routes(), OWN_ROUTES)
+
+
+def render_error(error: ApiError, path: str | None, table: Table) -> Response:
+    """In the shape of the dialect that the request was made in; in OpenAI's where none is known."""
+    dialect = _BY_NAME.get(error.dialect) if error.dialect is not None else _dialect_at(path, table)
+    response = (dialect or openai.DIALECT).render_error(error)
+    response.headers.update(error.headers())
+    return response
+
+
+def _dialect_at(path: str | None, table: Table) -> Dialect | None:
+    if path is None:
+        return None
+    found = next(_dialects_of(methods_at(table, path) or {}), None)
+    return found or next((dialect for dialect in DIALECTS if dialect.prefix and path.startswith(dialect.prefix)), None)
+
+
+def _dialects_of(methods: "dict[str, Route] | Table | object") -> Iterator[Dialect]:
+    routes = methods.values() if isinstance(methods, dict) else ()
+    for route in routes:
+        if isinstance(route, Route) and isinstance(route.handler, Operations):
+            yield route.handler.claims[0].dialect

@@ -1,0 +1,565 @@
+"""text-embeddings-inference's HTTP API: parse a request, render an answer. Pure.
+
+Owns the shapes of `/embed`, `/embed_all`, `/similarity`, `/tokenize`, `/decode`, `/vertex`, of `/` and `/invocations`,
+which are `/embed` by another name, and of its errors; `/info` is `gateway.health`'s, since it says more to some.
+Source of the shapes: its router's types, version 1.9.
+
+What it does not share with text-embeddings-inference:
+
+- token ids are taken by the server's own rule (`--token-ids`), not always for the model's;
+- one request's inputs are all texts or all token ids;
+- an empty text is embedded, not refused;
+- `dimensions` is for models that are made for it, or declared so (`--matryoshka`), and refused for others;
+- texts inside objects, as `/similarity` and `/vertex` have them, may take 256 KiB of a body that is larger than 64;
+- what ranks, classifies or makes sparse vectors is answered as it would be with a model that cannot: 424.
+"""
+
+import re
+from collections.abc import Mapping
+from functools import partial
+from itertools import pairwise
+from typing import Any
+
+import orjson
+
+from gateway import fields
+from gateway.dialects.headers import answer_headers, parse_accept, parse_priority, parse_timeout_s
+from gateway.dialects.inputs import check_id_lists, parse_inputs, parse_texts
+from gateway.dialects.rows import render_rows
+from gateway.encoding import JsonRows, Matrix, check_forms
+from gateway.errors import (
+    ApiError,
+    BadRequest,
+    EmptyInput,
+    EngineFailed,
+    ServerError,
+    TooManyInputs,
+    Unavailable,
+    WrongModel,
+)
+from gateway.fields import Field, Fields, Schema, Values, json_type
+from gateway.http1 import Response
+from gateway.operations import Ask, Call, DecodeAsk, Dialect, Operation, TokenizeAsk
+from gateway.request import Embedded, EmbedRequest, Encoding, Form, Overflow, Token, TokenIds, Tokenizing
+from gateway.served import Served
+from shm.wire import Output
+
+# --- fields -----------------------------------------------------------------------------------------------------
+
+_TEXTS: Schema = {"type": "array", "items": {"type": "string"}, "minItems": 1}
+_IDS: Schema = {"type": "array", "items": {"type": "integer", "minimum": 0}, "minItems": 1}
+_ANY_INPUTS: list[Schema] = [{"type": "string"}, _TEXTS, _IDS, {"type": "array", "items": _IDS, "minItems": 1}]
+_COMPARED: Schema = {
+    "type": "object",
+    "required": ["source_sentence", "sentences"],
+    "properties": {"source_sentence": {"type": "string"}, "sentences": _TEXTS},
+}
+
+_WHAT = "what is to be embedded: a text, a list of texts, token ids, or a list of lists of them"
+INPUTS = fields.anything("inputs", _WHAT, {"anyOf": _ANY_INPUTS}, is_required=True, is_large=True)
+INPUTS_OF_ALL = fields.anything(
+    "inputs", f"{_WHAT}; or texts to compare, as with /similarity", {"anyOf": [*_ANY_INPUTS, _COMPARED]},
+    is_required=True, is_large=True,
+)  # fmt: skip
+COMPARED = fields.anything("inputs", "a text, and those that it is compared with", _COMPARED, is_required=True)
+TEXTS = fields.anything(
+    "inputs", "a text, or a list of texts", {"anyOf": [{"type": "string"}, _TEXTS]}, is_required=True, is_large=True
+)
+TRUNCATE = fields.flag(
+    "truncate", "whether a text that is longer than the model takes is cut, or refused; null: the server's default"
+)
+DIRECTION = fields.choice(
+    "truncation_direction",
+    "which end of a text that is cut is left out; null: the server's default",
+    {name: side for side in ("left", "right") for name in (side, side.capitalize())},
+)
+PROMPT_NAME = fields.text("prompt_name", "name of one of the model's prompts, put before every text")
+NORMALIZE = fields.flag("normalize", "bring vectors to length 1", default=True)
+DIMENSIONS = fields.whole_number("dimensions", "length of the vectors", minimum=1)
+ENCODING = fields.choice(
+    "encoding_format",
+    "numbers, whether 'float' or 'base64', which Hugging Face's clients send, and cannot read; or no JSON at all",
+    {"float": Encoding.FLOAT, "base64": Encoding.FLOAT, "bytes": Encoding.BYTES, "npy": Encoding.NPY},
+)
+PARAMETERS = fields.anything("parameters", "how the texts are tokenized", {"type": ["object", "null"]})
+ADD_SPECIAL_TOKENS = fields.flag("add_special_tokens", "put the model's special tokens around a text", default=True)
+IDS = fields.anything(
+    "ids", "token ids of the model's own, or a list of lists of them",
+    {"anyOf": [_IDS, {"type": "array", "items": _IDS, "minItems": 1}]},
+    is_required=True, is_large=True,
+)  # fmt: skip
+SKIP_SPECIAL_TOKENS = fields.flag("skip_special_tokens", "leave the model's special tokens out of a text", default=True)
+
+
+def _read_instances(value: Any, name: str) -> list[dict[str, Any]]:
+    if not isinstance(value, list):
+        raise BadRequest(f"'{name}' must be a list of objects, is {json_type(value)}", param=name)
+    if not value:
+        raise EmptyInput(f"'{name}' cannot be empty", param=name)
+    for index, instance in enumerate(value):
+        if not isinstance(instance, dict):
+            raise BadRequest(f"'{name}[{index}]' must be an object, is {json_type(instance)}", param=name)
+    return value
+
+
+_TOKENIZING = (TRUNCATE, DIRECTION, PROMPT_NAME)
+PARAMETER_FIELDS = Fields(*_TOKENIZING)
+EMBED_FIELDS = Fields(INPUTS, *_TOKENIZING, NORMALIZE, DIMENSIONS, ENCODING)
+INSTANCES = Field(
+    "instances", "requests as /embed takes them, all with the same options",
+    {"type": "array", "items": EMBED_FIELDS.schema(), "minItems": 1}, _read_instances, is_required=True,
+)  # fmt: skip
+
+
+def _read_nested(declared: Fields, body: Any, within: str) -> Values:
+    """The fields of an object inside the body. Raises BadRequest, naming `within` and the field."""
+    if not isinstance(body, dict):
+        raise BadRequest(f"'{within}' must be an object, is {json_type(body)}", param=within)
+    return Values(
+        {
+            field.name: field.read(value, f"{within}.{field.name}")
+            for field in declared
+            if (value := body.get(field.name)) is not None
+        }
+    )
+
+
+# --- embeddings -------------------------------------------------------------------------------------------------
+
+
+def parse_embed(call: Call) -> Ask:
+    request = _embed_request(call, call.values, _checked_inputs(call.values.get(INPUTS), INPUTS.name, call.served))
+    return Ask(request, partial(render_vectors, served=call.served))
+
+
+def parse_embed_or_compare(call: Call) -> Ask:
+    """What "/" does: texts to compare are told by their shape, since clients send them to the same address."""
+    return parse_similarity(call) if isinstance(call.values.get(INPUTS_OF_ALL), dict) else parse_embed(call)
+
+
+def parse_embed_all(call: Call) -> Ask:
+    """Raises WrongModel where a token's vector has no room, BadRequest for what cannot be."""
+    values, served = call.values, call.served
+    if served.hidden_size > served.dim:
+        raise WrongModel(
+            f"This model cannot give one vector for each token: they would have {served.hidden_size} dimensions, and "
+            f"there is room for the {served.dim} of its own vectors"
+        )
+    tokenizing = _tokenizing(values, served)
+    overflow = tokenizing.overflow or served.overflow
+    # What would be split has no one row for each token; it is refused, rather than cut where nobody asked for that.
+    tokenizing = tokenizing._replace(overflow=Overflow.ERROR if overflow is Overflow.CHUNK else overflow)
+    request = EmbedRequest(
+        inputs=_checked_inputs(values.get(INPUTS), INPUTS.name, served),
+        priority=parse_priority(call.headers),
+        timeout_s=parse_timeout_s(call.headers),
+        tokenizing=tokenizing,
+        output=Output.TOKENS,
+    )
+    return Ask(request, partial(render_vectors, served=served))
+
+
+def _embed_request(call: Call, values: Values, inputs: list[str] | list[TokenIds], within: str = "") -> EmbedRequest:
+    """`within`: what stands before a field's name in an error."""
+    served = call.served
+    dimensions = values.get(DIMENSIONS)
+    normalizes = values.get(NORMALIZE) is not False
+    encoding = values.get(ENCODING) or parse_accept(call.headers) or Encoding.FLOAT
+    request = EmbedRequest(
+        inputs=inputs,
+        forms=(Form(encoding),),
+        priority=parse_priority(call.headers),
+        timeout_s=parse_timeout_s(call.headers),
+        tokenizing=_tokenizing(values, served, within),
+        output=Output.VECTORS if normalizes else Output.UNNORMALIZED,
+        normalize=normalizes,
+        dimensions=None if dimensions is None else served.check_dimensions(dimensions, within + DIMENSIONS.name),
+    )
+    check_forms(request, served, dimensions_param=within + DIMENSIONS.name)
+    return request
+
+
+def _checked_inputs(inputs: Any, name: str, served: Served) -> list[str] | list[TokenIds]:
+    if inputs == []:
+        raise EmptyInput(f"'{name}' cannot be empty", param=name)
+    return parse_inputs(inputs, name, served.max_inputs)
+
+
+def _tokenizing(values: Values, served: Served, within: str = "") -> Tokenizing:
+    name = values.get(PROMPT_NAME)
+    prompt = None if name is None else served.prompt_named(name, within + PROMPT_NAME.name)
+    return Tokenizing(prompt=prompt, overflow=_overflow(values, served))
+
+
+def _overflow(values: Values, served: Served) -> Overflow | None:
+    """A side alone changes only which one is cut: whether any is, and which one where none is named, is the server's
+    to say."""
+    truncates, direction = values.get(TRUNCATE), values.get(DIRECTION)
+    default = served.overflow
+    if truncates is None:
+        truncates = default in (Overflow.TRUNCATE, Overflow.TRUNCATE_LEFT)
+        if not truncates:
+            return None
+    if not truncates:
+        return Overflow.ERROR
+    if direction is None:
+        return Overflow.TRUNCATE_LEFT if default is Overflow.TRUNCATE_LEFT else Overflow.TRUNCATE
+    return Overflow.TRUNCATE_LEFT if direction == "left" else Overflow.TRUNCATE
+
+
+def render_vectors(embedded: Embedded, *, served: Served) -> Response:
+    """A list with the collected rows in it as they are, or the rows alone."""
+    [collector] = embedded.collectors
+    if isinstance(collector, Matrix):
+        response = render_rows(collector, model=served.model, num_tokens=embedded.num_tokens)
+    else:
+        assert isinstance(collector, JsonRows)
+        response = Response(200, _list_of(collector.fragments))
+    response.headers.update(_headers(embedded, served))
+    return response
+
+
+def _list_of(fragments: list[bytes]) -> list[bytes | memoryview]:
+    """In pieces, so that megabytes are never copied."""
+    pieces: list[bytes | memoryview] = []
+    before = b"["
+    for fragment in fragments:
+        pieces += (before, fragment)
+        before = b","
+    pieces.append(b"]")
+    return pieces
+
+
+def _headers(embedded: Embedded, served: Served) -> dict[str, str]:
+    """Times are whole milliseconds."""
+    stages = embedded.stages
+    total_ms = str(int(stages.total_s * 1e3))
+    return {
+        "x-compute-type": served.compute_type,
+        "x-compute-time": total_ms,
+        "x-compute-characters": str(embedded.num_chars),
+        "x-compute-tokens": str(embedded.num_tokens),
+        "x-total-time": total_ms,
+        "x-tokenization-time": str(int(stages.tokenize_s * 1e3)),
+        "x-queue-time": str(int(stages.queue_s * 1e3)),
+        "x-inference-time": str(int(stages.compute_s * 1e3)),
+        **answer_headers(embedded),
+    }
+
+
+# --- similarity -------------------------------------------------------------------------------------------------
+
+
+def parse_similarity(call: Call) -> Ask:
+    served = call.served
+    texts = _compared(call.values.require(COMPARED), served)
+    given = call.values.get(PARAMETERS)
+    parameters = _read_nested(PARAMETER_FIELDS, {} if given is None else given, PARAMETERS.name)
+    request = EmbedRequest(
+        inputs=texts,
+        forms=(Form(Encoding.BYTES),),
+        priority=parse_priority(call.headers),
+        timeout_s=parse_timeout_s(call.headers),
+        tokenizing=_tokenizing(parameters, served, f"{PARAMETERS.name}."),
+        normalize=True,
+    )
+    return Ask(request, partial(render_similarity, served=served))
+
+
+def _compared(value: Any, served: Served) -> list[str]:
+    """The text, and those that it is compared with."""
+    if not isinstance(value, dict):
+        raise BadRequest(
+            f"'inputs' must be an object of a 'source_sentence' and 'sentences', is {json_type(value)}", param="inputs"
+        )
+    source, sentences = value.get("source_sentence"), value.get("sentences")
+    if not isinstance(source, str):
+        given = "missing" if source is None else json_type(source)
+        raise BadRequest(f"'inputs.source_sentence' must be a string, is {given}", param="inputs.source_sentence")
+    if not isinstance(sentences, list):
+        given = "missing" if sentences is None else json_type(sentences)
+        raise BadRequest(f"'inputs.sentences' must be a list of strings, is {given}", param="inputs.sentences")
+    if not sentences:
+        raise EmptyInput("'inputs.sentences' cannot be empty", param="inputs.sentences")
+    if len(sentences) >= served.max_inputs:
+        raise TooManyInputs(
+            f"'inputs.sentences' has {len(sentences)} texts, at most {served.max_inputs - 1} beside the source in one "
+            "request",
+            param="inputs.sentences",
+        )
+    return [source, *parse_texts(sentences, "inputs.sentences", served.max_inputs)]
+
+
+def render_similarity(embedded: Embedded, *, served: Served) -> Response:
+    """Cosines: the vectors are of length 1."""
+    [collector] = embedded.collectors
+    assert isinstance(collector, Matrix)
+    cosines = collector.rows[1:] @ collector.rows[0]
+    body = orjson.dumps(cosines, option=orjson.OPT_SERIALIZE_NUMPY)
+    return Response(200, body, _headers(embedded, served))
+
+
+# --- Vertex AI --------------------------------------------------------------------------------------------------
+
+
+def parse_vertex(call: Call) -> Ask:
+    """All instances as one request, whose options are those of the first."""
+    served, instances = call.served, call.values.require(INSTANCES)
+    options = _options(instances[0])
+    inputs: list[Any] = []
+    ends = [0]
+    for index, instance in enumerate(instances):
+        if _options(instance) != options:
+            raise BadRequest(
+                f"'instances[{index}]' has other options than 'instances[0]': those of one request must be the same",
+                param=INSTANCES.name,
+            )
+        inputs += _inputs_of_instance(instance, index, inputs, served)
+        ends.append(len(inputs))
+    values = _read_nested(_OPTION_FIELDS, options, "instances[0]")
+    if values.get(ENCODING) not in (None, Encoding.FLOAT):
+        raise BadRequest("'instances[0].encoding_format' must be 'float': predictions are JSON", param=INSTANCES.name)
+    request = _embed_request(call._replace(headers=_without_accept(call.headers)), values, inputs, "instances[0].")
+    return Ask(request, partial(render_predictions, ends=ends, served=served))
+
+
+def _options(instance: dict[str, Any]) -> dict[str, Any]:
+    """As they are written. Most have none, and a small body may have thousands of instances."""
+    if len(instance) == 1:
+        return {}
+    if "query" in instance and "texts" in instance:
+        raise _wrong_model("rank texts")
+    return {name: value for name in _OPTIONS if (value := instance.get(name)) is not None}
+
+
+_OPTION_FIELDS = Fields(*(field for field in EMBED_FIELDS if field is not INPUTS))
+_OPTIONS = tuple(field.name for field in _OPTION_FIELDS)
+
+
+def _inputs_of_instance(instance: dict[str, Any], index: int, before: list[Any], served: Served) -> list[Any]:
+    """Raises BadRequest where they are too many with those `before` them, or of another kind."""
+    name = f"instances[{index}].inputs"
+    inputs: list[Any] = _checked_inputs(instance.get(INPUTS.name), name, served)
+    if len(before) + len(inputs) > served.max_inputs:
+        raise TooManyInputs(
+            f"'instances' have more than {served.max_inputs} inputs, the most in one request", param=INSTANCES.name
+        )
+    if before and isinstance(inputs[0], str) is not isinstance(before[0], str):
+        raise BadRequest(
+            f"'{name}' are token ids and those of 'instances[0]' texts, or the reverse: one request has one kind",
+            param=INSTANCES.name,
+        )
+    return inputs
+
+
+def _without_accept(headers: Mapping[str, str]) -> dict[str, str]:
+    return {name: value for name, value in headers.items() if name != "accept"}
+
+
+def render_predictions(embedded: Embedded, *, ends: list[int], served: Served) -> Response:
+    """`ends`: 0, and so many inputs there are up to the end of each instance."""
+    [collector] = embedded.collectors
+    assert isinstance(collector, JsonRows)
+    pieces: list[bytes | memoryview] = []
+    before = b'{"predictions":['
+    for start, end in pairwise(ends):
+        pieces += (before, *_list_of(collector.fragments[start:end]))
+        before = b","
+    return Response(200, [*pieces, b"]}"], _headers(embedded, served))
+
+
+# --- tokens -----------------------------------------------------------------------------------------------------
+
+
+def parse_tokenize(call: Call) -> TokenizeAsk:
+    values, served = call.values, call.served
+    texts = values.get(TEXTS)
+    if texts == []:
+        raise EmptyInput("'inputs' cannot be empty", param=TEXTS.name)
+    texts = parse_texts(texts, TEXTS.name, served.max_inputs)
+    name = values.get(PROMPT_NAME)
+    prompt = served.default_prompt if name is None else served.prompt_named(name, PROMPT_NAME.name)
+    adds = values.get(ADD_SPECIAL_TOKENS) is not False
+    return TokenizeAsk(texts, adds, prompt, partial(render_tokens, texts=texts, prompt=prompt))
+
+
+def render_tokens(tokens: list[list[Token]], *, texts: list[str], prompt: str) -> Response:
+    described = [_describe(of_text, prompt + text) for of_text, text in zip(tokens, texts, strict=True)]
+    return Response(200, orjson.dumps(described))
+
+
+def _describe(tokens: list[Token], text: str) -> list[dict[str, Any]]:
+    """Of a token its part of the text, of a special one its name."""
+    data = text.encode(errors="replace")
+    return [
+        {
+            "id": token.id,
+            "text": token.text if token.start is None else data[token.start : token.stop].decode(errors="replace"),
+            "special": token.is_special,
+            "start": token.start,
+            "stop": token.stop,
+        }
+        for token in tokens
+    ]
+
+
+def parse_decode(call: Call) -> DecodeAsk:
+    value = call.values.require(IDS)
+    if value == []:
+        raise EmptyInput("'ids' cannot be empty", param=IDS.name)
+    lists = parse_inputs(value, IDS.name, call.served.max_inputs)
+    if isinstance(lists[0], str):
+        raise BadRequest("'ids' must be token ids, or a list of lists of them, is text", param=IDS.name)
+    skips = call.values.get(SKIP_SPECIAL_TOKENS) is not False
+    return DecodeAsk(check_id_lists(lists, IDS.name), skips, render_texts)
+
+
+def render_texts(texts: list[str]) -> Response:
+    return Response(200, orjson.dumps(texts))
+
+
+# --- what other models do ---------------------------------------------------------------------------------------
+
+
+def _wrong_model(what: str) -> WrongModel:
+    return WrongModel(f"The model served here makes embeddings: it cannot {what}")
+
+
+def parse_rerank(call: Call) -> Ask:
+    raise _wrong_model("rank texts")
+
+
+def parse_predict(call: Call) -> Ask:
+    raise _wrong_model("classify texts")
+
+
+def parse_embed_sparse(call: Call) -> Ask:
+    raise _wrong_model("make sparse vectors")
+
+
+# --- errors -----------------------------------------------------------------------------------------------------
+
+_ERRORS: tuple[tuple[type[ApiError], int | None, str], ...] = (
+    (EmptyInput, 400, "Empty"),
+    (BadRequest, 422, "Validation"),
+    (WrongModel, 424, "Backend"),
+    (EngineFailed, 424, "Backend"),
+    (ServerError, None, "Backend"),
+    (Unavailable, None, "Unhealthy"),
+)
+"""Class, its status (None: its own), its type. The first that fits; what does not is a refusal, or overload, by its
+status."""
+_OVERLOADED = 429
+_FIELD = re.compile(r"'input(?=['\[])")
+"""As parts that know no dialect name the field."""
+
+
+def render_error(error: ApiError) -> Response:
+    status, error_type = _status_and_type(error)
+    message = _FIELD.sub("'inputs", error.message)
+    return Response(status, orjson.dumps({"error": message, "error_type": error_type}))
+
+
+def _status_and_type(error: ApiError) -> tuple[int, str]:
+    if error.status == _OVERLOADED:
+        return error.status, "Overloaded"
+    if isinstance(error, BadRequest) and error.dialect is None and error.param is None:
+        return error.status, "Validation"  # no JSON, or no HTTP: nothing that was read as a request of this dialect
+    for kind, status, error_type in _ERRORS:
+        if isinstance(error, kind):
+            return (error.status if status is None else status), error_type
+    return error.status, "Validation"
+
+
+# --- the table --------------------------------------------------------------------------------------------------
+
+_VECTOR: Schema = {"type": "array", "items": {"type": "number"}}
+_VECTORS: Schema = {"type": "array", "items": _VECTOR}
+_COSINES: Schema = _VECTOR
+_TOKEN: Schema = {
+    "type": "object",
+    "required": ["id", "text", "special", "start", "stop"],
+    "properties": {
+        "id": {"type": "integer"},
+        "text": {"type": "string"},
+        "special": {"type": "boolean"},
+        "start": {"type": ["integer", "null"], "description": "in bytes of the text as UTF-8, its prompt included"},
+        "stop": {"type": ["integer", "null"]},
+    },
+}
+_PREDICTIONS: Schema = {
+    "type": "object",
+    "required": ["predictions"],
+    "properties": {"predictions": {"type": "array", "items": _VECTORS}},
+}
+ERROR: Schema = {
+    "type": "object",
+    "required": ["error", "error_type"],
+    "properties": {
+        "error": {"type": "string"},
+        "error_type": {"enum": ["Unhealthy", "Backend", "Overloaded", "Validation", "Tokenizer", "Empty"]},
+    },
+}
+_BINARY = ("application/octet-stream", "application/x-npy")
+
+_EMBED = Operation(
+    summary="Embed texts or token ids", fields=EMBED_FIELDS, embed=parse_embed, answer=_VECTORS, binary_answers=_BINARY
+)
+_DEFAULT = Operation(
+    summary="Embed texts or token ids, or compare texts",
+    fields=Fields(INPUTS_OF_ALL, *_TOKENIZING, NORMALIZE, DIMENSIONS, ENCODING, PARAMETERS),
+    embed=parse_embed_or_compare,
+    answer={"anyOf": [_VECTORS, _COSINES]},
+    binary_answers=_BINARY,
+    claims="inputs",
+)
+
+DIALECT = Dialect(
+    name="tei",
+    title="text-embeddings-inference",
+    operations={
+        "POST /embed": _EMBED,
+        "POST /": _DEFAULT,
+        "POST /invocations": _DEFAULT,
+        "POST /embed_all": Operation(
+            summary="Embed every token of texts, special tokens included",
+            fields=Fields(INPUTS, *_TOKENIZING),
+            embed=parse_embed_all,
+            answer={"type": "array", "items": _VECTORS},
+        ),
+        "POST /similarity": Operation(
+            summary="Compare a text with others, by cosine",
+            fields=Fields(COMPARED, PARAMETERS),
+            embed=parse_similarity,
+            answer=_COSINES,
+        ),
+        "POST /vertex": Operation(
+            summary="Embed, as Vertex AI asks for it",
+            fields=Fields(INSTANCES),
+            embed=parse_vertex,
+            answer=_PREDICTIONS,
+        ),
+        "POST /tokenize": Operation(
+            summary="The tokens of texts",
+            fields=Fields(TEXTS, ADD_SPECIAL_TOKENS, PROMPT_NAME),
+            tokenize=parse_tokenize,
+            answer={"type": "array", "items": {"type": "array", "items": _TOKEN}},
+            claims="inputs",
+        ),
+        "POST /decode": Operation(
+            summary="The text of token ids",
+            fields=Fields(IDS, SKIP_SPECIAL_TOKENS),
+            decode=parse_decode,
+            answer={"type": "array", "items": {"type": "string"}},
+        ),
+        "POST /rerank": Operation(summary="Not of this model", embed=parse_rerank, answer={}),
+        "POST /predict": Operation(summary="Not of this model", embed=parse_predict, answer={}),
+        "POST /embed_sparse": Operation(summary="Not of this model", embed=parse_embed_sparse, answer={}),
+    },
+    render_error=render_error,
+    error=ERROR,
+    statuses={
+        422: "A field is not as it must be",
+        424: "The engine failed on an input, or the model cannot do this at all",
+    },
+)

@@ -1,0 +1,203 @@
+"""vLLM's pooling API, beside its `/v1/embeddings`: parse a request, render an answer. Pure, but for the clock.
+
+Owns the shapes of `/pooling`, `/tokenize`, `/detokenize` and `/version`, and of SageMaker's `/invocations` where its
+body is that of an embeddings request. Source of the shapes: vLLM's published OpenAPI document. Errors are OpenAI's.
+"""
+
+from functools import partial
+
+import orjson
+
+from gateway import fields
+from gateway.dialects import options
+from gateway.dialects.headers import parse_timeout_s
+from gateway.dialects.inputs import parse_ids, parse_inputs
+from gateway.dialects.openai import (
+    BINARY_ANSWERS,
+    EMBEDDINGS,
+    ERROR_SCHEMA,
+    INPUT,
+    VECTOR,
+    Item,
+    answer_schema,
+    read_report,
+    render_answer,
+    render_error,
+)
+from gateway.errors import BadRequest
+from gateway.fields import Field, Fields, Schema, Values, json_type
+from gateway.http1 import Response
+from gateway.operations import Ask, Call, DecodeAsk, Dialect, Operation, TokenizeAsk
+from gateway.request import EmbedRequest, Overflow, Token
+from gateway.served import Served
+from shm.wire import Output
+
+# --- pooling ----------------------------------------------------------------------------------------------------
+
+POOLING_TASK = fields.choice(
+    "task",
+    "a vector for each input (`embed`), or for each of its tokens (`token_embed`): the last hidden states, each "
+    "brought to length 1 unless `use_activation` is false. Default: embed",
+    {"embed": Output.VECTORS, "token_embed": Output.TOKENS},
+    default="embed",
+)
+_POOLING = Item(b"pooling", b"data")
+_PROMPT_FIELDS: tuple[Field[str], ...] = (options.PROMPT, options.PROMPT_NAME, options.INPUT_TYPE)
+POOLING_FIELDS = Fields(INPUT, *options.COMMON, POOLING_TASK)
+
+
+def parse_pooling(call: Call) -> Ask:
+    values, served = call.values, call.served
+    is_of_tokens = values.get(POOLING_TASK) is Output.TOKENS
+    asked = options.read_form(values, call.headers)
+    normalize = options.read_normalize(values)
+    wants_report = read_report(values, asked)
+    request = EmbedRequest(
+        inputs=parse_inputs(values.get(INPUT), INPUT.name, served.max_inputs),
+        forms=(asked.form,),
+        priority=options.read_priority(values, call.headers),
+        timeout_s=parse_timeout_s(call.headers),
+        tokenizing=options.read_tokenizing(values, served, options.read_prompt(values, served, _PROMPT_FIELDS)),
+        output=Output.TOKENS if is_of_tokens else options.output_of(normalize),
+        # What vLLM's models do with tokens by themselves, most do with vectors: bring them to length 1.
+        normalize=normalize is not False if is_of_tokens else normalize is True,
+        dimensions=None if is_of_tokens else options.read_dimensions(values, served),
+        wants_report=wants_report,
+    )
+    if is_of_tokens:
+        _check_tokens(request, values, served)
+    options.check_form(request, values, served)
+    return Ask(request, partial(render_answer, _POOLING, asked, served.model, call.request_id))
+
+
+def _check_tokens(request: EmbedRequest, values: Values, served: Served) -> None:
+    """What goes with vectors of inputs only. Raises BadRequest."""
+    for field in options.DIMENSION_FIELDS:
+        dimensions = values.get(field)
+        if dimensions is not None and dimensions != served.hidden_size:
+            raise BadRequest(
+                f"'{field.name}' must be {served.hidden_size}, as many as a token's vector has, is {dimensions}",
+                param=field.name,
+            )
+    overflow = request.tokenizing.overflow or served.overflow
+    if overflow is Overflow.CHUNK:
+        raise BadRequest(
+            "'task' 'token_embed' does not go with chunks, whose tokens have no vectors in common: send 'overflow' "
+            "'truncate' or 'error'",
+            param="overflow",
+        )
+
+
+# --- tokens -----------------------------------------------------------------------------------------------------
+
+TEXT = fields.anything("prompt", "what is to be tokenized", {"type": "string"}, is_required=True, is_large=True)
+# Not large, as long as it may be: of a large list only as much is kept as an embedding needs.
+IDS = fields.anything(
+    "tokens",
+    "token ids of the model's own",
+    {"type": "array", "items": {"type": "integer", "minimum": 0}, "minItems": 1},
+    is_required=True,
+)
+RETURN_TOKEN_STRS = fields.flag(
+    "return_token_strs", "true: the tokens as the vocabulary has them are answered, too", default=False
+)
+MESSAGES = options.refused(
+    "messages", "this server takes texts, not conversations: send one in 'prompt'", {"type": ["array", "null"]}
+)
+TOKENIZE_FIELDS = Fields(TEXT, options.MODEL, options.ADD_SPECIAL_TOKENS, RETURN_TOKEN_STRS, MESSAGES)
+DETOKENIZE_FIELDS = Fields(IDS, options.MODEL)
+
+
+def parse_tokenize(call: Call) -> TokenizeAsk:
+    """With the prompt that an embedding of the same text by the same model's name would have: it counts as well."""
+    values, served = call.values, call.served
+    text = values.require(TEXT)
+    if not isinstance(text, str):
+        raise BadRequest(f"'{TEXT.name}' must be a string, is {json_type(text)}", param=TEXT.name)
+    prompt = served.prompt_of_model_name(values.get(options.MODEL))
+    wants_texts = values.get(RETURN_TOKEN_STRS) is True
+    return TokenizeAsk(
+        texts=[text],
+        add_special_tokens=values.get(options.ADD_SPECIAL_TOKENS) is not False,
+        prompt=served.default_prompt if prompt is None else prompt,
+        render=partial(render_tokenize, max_tokens=served.max_tokens, wants_texts=wants_texts),
+    )
+
+
+def render_tokenize(tokens_of_texts: list[list[Token]], *, max_tokens: int, wants_texts: bool) -> Response:
+    [tokens] = tokens_of_texts
+    answer = {
+        "count": len(tokens),
+        "max_model_len": max_tokens,
+        "tokens": [token.id for token in tokens],
+        "token_strs": [token.text for token in tokens] if wants_texts else None,
+    }
+    return Response(200, orjson.dumps(answer))
+
+
+def parse_detokenize(call: Call) -> DecodeAsk:
+    ids = parse_ids(call.values.require(IDS), IDS.name)
+    call.served.prompt_of_model_name(call.values.get(options.MODEL))  # where another model's name is an error
+    return DecodeAsk([ids], skip_special_tokens=False, render=render_detokenize)
+
+
+def render_detokenize(texts: list[str]) -> Response:
+    [text] = texts
+    return Response(200, orjson.dumps({"prompt": text}))
+
+
+def version(served: Served, path: str) -> Response:
+    return Response(200, orjson.dumps({"version": served.version}))
+
+
+# --- the dialect ------------------------------------------------------------------------------------------------
+
+_ROWS = {"type": "array", "items": {"type": "array", "items": {"type": "number"}}}
+_POOLED: Schema = {"anyOf": [*VECTOR["anyOf"], _ROWS]}
+_TOKENIZED: Schema = {
+    "type": "object",
+    "required": ["count", "max_model_len", "tokens", "token_strs"],
+    "properties": {
+        "count": {"type": "integer", "minimum": 0},
+        "max_model_len": {"type": "integer", "minimum": 1},
+        "tokens": {"type": "array", "items": {"type": "integer", "minimum": 0}},
+        "token_strs": {"type": ["array", "null"], "items": {"type": "string"}},
+    },
+}
+_DETOKENIZED: Schema = {"type": "object", "required": ["prompt"], "properties": {"prompt": {"type": "string"}}}
+_VERSION: Schema = {"type": "object", "required": ["version"], "properties": {"version": {"type": "string"}}}
+
+DIALECT = Dialect(
+    name="vllm",
+    title="vLLM",
+    operations={
+        "POST /pooling": Operation(
+            summary="Embed texts or token ids, as a whole or token by token",
+            fields=POOLING_FIELDS,
+            embed=parse_pooling,
+            answer=answer_schema("pooling", "data", _POOLED),
+            binary_answers=BINARY_ANSWERS,
+        ),
+        "POST /tokenize": Operation(
+            summary="Tokenize a text, without embedding it",
+            fields=TOKENIZE_FIELDS,
+            tokenize=parse_tokenize,
+            answer=_TOKENIZED,
+            claims=TEXT.name,
+        ),
+        "POST /detokenize": Operation(
+            summary="The text of token ids", fields=DETOKENIZE_FIELDS, decode=parse_detokenize, answer=_DETOKENIZED
+        ),
+        "POST /invocations": Operation(
+            summary="Embed texts or token ids, where SageMaker looks for it",
+            fields=EMBEDDINGS.fields,
+            embed=EMBEDDINGS.embed,
+            answer=EMBEDDINGS.answer,
+            claims=INPUT.name,
+            binary_answers=BINARY_ANSWERS,
+        ),
+        "GET /version": Operation(summary="The server's version", describe=version, answer=_VERSION),
+    },
+    render_error=render_error,
+    error=ERROR_SCHEMA,
+)

@@ -1,0 +1,119 @@
+"""What the server says of itself, and what its operator may ask of it: the routes of no dialect.
+
+Owns their handlers and their documentation. What they say is `gateway.health`'s, `gateway.metrics`' and
+`gateway.openapi`'s. Read by `gateway.api`.
+"""
+
+from collections.abc import Mapping
+from importlib.resources import files
+from typing import TYPE_CHECKING, Any
+
+import orjson
+
+from gateway.auth import ANY_SCOPE
+from gateway.callers import Caller
+from gateway.errors import NotImplementedByServer
+from gateway.health import INFO_SCHEMA, describe_for_tei, describe_health, describe_info
+from gateway.http1 import HttpRequest, Response
+from gateway.metrics import CONTENT_TYPE, render_metrics
+from gateway.openapi import describe_api
+from gateway.operations import Operation
+from gateway.routes import Place, Route
+
+if TYPE_CHECKING:
+    from gateway.app import App
+
+
+async def health(app: "App", http: HttpRequest, caller: Caller) -> Response:
+    status, body = describe_health(app)
+    return _json(status, body, headers={} if status == 200 else {"retry-after": "1"})
+
+
+async def live(app: "App", http: HttpRequest, caller: Caller) -> Response:
+    return _json(200, {"status": "ok"})
+
+
+async def root(app: "App", http: HttpRequest, caller: Caller) -> Response:
+    """Where text-embeddings-inference has its health, and Ollama what its clients look for first."""
+    status, _ = describe_health(app)
+    if status != 200:
+        return await health(app, http, caller)
+    return Response(200, b"vecd is running", content_type=_TEXT)
+
+
+async def info(app: "App", http: HttpRequest, caller: Caller) -> Response:
+    """What is for an operator is said to operators alone; the rest, in text-embeddings-inference's words, to all who
+    may call at all: its clients ask for it."""
+    is_operators = caller.sees_metrics and (http.is_admin or not app.config.has_admin_listener)
+    if not is_operators:
+        return _json(200, describe_for_tei(app))
+    return _json(200, describe_info(app, shows_tenants=http.is_admin or caller.is_admin))
+
+
+async def metrics(app: "App", http: HttpRequest, caller: Caller) -> Response:
+    config = app.config
+    tei_max_tokens = config.max_tokens if config.has_tei_metrics else None
+    body = render_metrics(app.board, version=config.version, model=config.model, tei_max_tokens=tei_max_tokens)
+    return Response(200, body, content_type=CONTENT_TYPE)
+
+
+async def reload(app: "App", http: HttpRequest, caller: Caller) -> Response:
+    if app.on_reload is None:
+        raise NotImplementedByServer("This gateway has nobody who could reload its configuration")
+    app.on_reload()
+    return _json(202, {"status": "reloading"})
+
+
+async def keys(app: "App", http: HttpRequest, caller: Caller) -> Response:
+    """Of each key what it may and has used, by its name: nothing that it could be told from."""
+    return _json(200, {"gateway": app.board.gateway, "keys": [holder.describe() for holder in app.callers.holders]})
+
+
+def _json(status: int, body: Any, headers: Mapping[str, str] | None = None) -> Response:
+    return Response(status, orjson.dumps(body), headers=dict(headers or {}))
+
+
+async def openapi(app: "App", http: HttpRequest, caller: Caller) -> Response:
+    """Of the listener that is asked."""
+    return _json(200, describe_api(app.table(http), app.served, has_keys=app.callers.are_known))
+
+
+async def docs(app: "App", http: HttpRequest, caller: Caller) -> Response:
+    """A page that shows /openapi.json. Needs nothing from anywhere else."""
+    page = files("gateway").joinpath("data", "docs.html").read_bytes()
+    return Response(200, page, {"content-security-policy": _POLICY}, "text/html; charset=utf-8")
+
+
+_POLICY = "default-src 'none'; script-src 'unsafe-inline'; style-src 'unsafe-inline'; connect-src 'self'; img-src data:"
+
+_TEXT = "text/plain; charset=utf-8"
+
+_STATUS = {"type": "object", "required": ["status"], "properties": {"status": {"type": "string"}}}
+_OBJECT = {"type": "object"}
+
+HEALTH = Operation(summary="Whether a worker can serve", answer=_STATUS, other_answers={503: _STATUS})
+LIVE = Operation(summary="Whether the gateway runs", answer=_STATUS)
+ROOT = Operation(summary="Whether a worker can serve", answer={"type": "string"}, media_type=_TEXT)
+INFO = Operation(
+    summary="Describe the model and the limits; to operators the queue and the workers, too", answer=INFO_SCHEMA
+)
+METRICS = Operation(summary="Counters and gauges for Prometheus", answer={"type": "string"}, media_type=CONTENT_TYPE)
+RELOAD = Operation(summary="Read the configuration again, as SIGHUP does", answer=_STATUS, status=202)
+KEYS = Operation(summary="Limits and use of each API key", answer=_OBJECT)
+OPENAPI = Operation(summary="This document", answer=_OBJECT)
+DOCS = Operation(
+    summary="A page that shows this document", answer={"type": "string"}, media_type="text/html; charset=utf-8"
+)
+
+OWN_ROUTES = {
+    "/health": {"GET": Route(health, scope=None, place=Place.BOTH, about=HEALTH)},
+    "/ping": dict.fromkeys(("GET", "POST"), Route(health, scope=None, place=Place.BOTH, about=HEALTH)),
+    "/live": {"GET": Route(live, scope=None, place=Place.BOTH, about=LIVE)},
+    "/": {"GET": Route(root, scope=None, place=Place.BOTH, about=ROOT)},
+    "/info": {"GET": Route(info, scope=ANY_SCOPE, place=Place.BOTH, about=INFO)},
+    "/metrics": {"GET": Route(metrics, scope="metrics", place=Place.OPERATOR, about=METRICS)},
+    "/admin/reload": {"POST": Route(reload, scope="admin", place=Place.ADMIN, about=RELOAD)},
+    "/admin/keys": {"GET": Route(keys, scope="admin", place=Place.ADMIN, about=KEYS)},
+    "/openapi.json": {"GET": Route(openapi, scope=None, place=Place.BOTH, about=OPENAPI)},
+    "/docs": {"GET": Route(docs, scope=None, place=Place.BOTH, about=DOCS)},
+}

@@ -1,0 +1,99 @@
+"""Asks a dialect's operations in process: a body in, what is asked for out, and rows in, an answer out."""
+
+from collections.abc import Mapping
+from types import SimpleNamespace
+from typing import Any
+
+import numpy as np
+import orjson
+from numpy.typing import NDArray
+
+from gateway.encoding import Encoder
+from gateway.http1 import Response
+from gateway.json_pieces import Bounds, PieceReader
+from gateway.operations import Ask, Call, Operation
+from gateway.request import Embedded, Overflow, Report, Source, Stages
+from gateway.served import Served
+
+REQUEST_ID = "req_1"
+STAGES = Stages(0.004, 0.001, 0.001, 0.002)
+PLAIN = Served(
+    model="minilm",
+    aliases=(),
+    is_strict=False,
+    dim=384,
+    hidden_size=384,
+    max_tokens=256,
+    is_normalized=True,
+    is_matryoshka=False,
+    matryoshka_dims=(),
+    pools_prompt=True,
+    model_type="bert",
+    pooling=("mean",),
+    max_inputs=4,
+    max_request_tokens=None,
+    max_body_bytes=1 << 20,
+    max_batch_tokens=2048,
+    max_requests=4096,
+    overflow=Overflow.TRUNCATE,
+    compute_type="cpu",
+    version="1.2.3",
+    created_at=1_700_000_000,
+)
+"""A model without prompts, under any name; tests replace what they are about."""
+
+
+def ask(
+    operation: Operation,
+    body: Mapping[str, Any],
+    headers: Mapping[str, str] | None = None,
+    served: Served = PLAIN,
+    *,
+    in_pieces: bool = False,
+) -> Ask:
+    """What a body asks for; `in_pieces`: as if it were a large one."""
+    assert operation.embed is not None
+    fields = read_in_pieces(operation, body) if in_pieces else body
+    asked = operation.embed(Call(operation.fields.read(fields), headers or {}, served, REQUEST_ID))
+    assert isinstance(asked, Ask)
+    return asked
+
+
+def read_in_pieces(operation: Operation, body: Mapping[str, Any], **bounds: int) -> dict[str, Any]:
+    """The fields as they are read of a large body: ids as arrays, and no more of texts and ids than is looked at."""
+    limits = Bounds(**{"max_items": 1000, "max_chars": 1000, "max_ids": 1000, "window_bytes": 16, **bounds})
+    steps = PieceReader(orjson.dumps(body), operation.fields.large, limits, operation.fields.small).read_object()
+    while True:
+        try:
+            next(steps)
+        except StopIteration as stop:
+            fields: dict[str, Any] = stop.value
+            return fields
+
+
+def answer(asked: Ask, rows: NDArray[np.float32], **changes: Any) -> Response:
+    """The answer with these rows, one for each input. `changes`: of the `Embedded`."""
+    dim = rows.shape[1]
+    card: Any = SimpleNamespace(dim=dim, hidden_size=dim, is_normalized=True)
+    collectors = Encoder(card).make_collectors(asked.request)
+    for collector in collectors:
+        collector.put(0, rows)
+    embedded = Embedded(
+        collectors=collectors,
+        num_tokens=7,
+        num_truncated=0,
+        num_chunked=0,
+        sources=frozenset((Source.TEXT,)),
+        reports=tuple(Report(3, False, 1, Source.TEXT) for _ in rows) if asked.request.wants_report else (),
+        num_chars=5,
+        stages=STAGES,
+    )
+    return asked.render(embedded._replace(**changes))
+
+
+def pieces_of(response: Response) -> list[bytes | memoryview]:
+    return response.body if isinstance(response.body, list) else [response.body]
+
+
+def body_of(response: Response) -> bytes:
+    return b"".join(pieces_of(response))

@@ -1,0 +1,66 @@
+"""LlamaIndex, Haystack and Voyage's client."""
+
+import os
+from typing import Any
+
+from haystack import Document
+from haystack.components.embedders import OpenAIDocumentEmbedder, OpenAITextEmbedder
+from haystack.utils import Secret
+from llama_index.core.embeddings import BaseEmbedding
+from llama_index.embeddings.ollama import OllamaEmbedding
+from llama_index.embeddings.openai import OpenAIEmbedding
+from llama_index.embeddings.openai_like import OpenAILikeEmbedding
+from llama_index.embeddings.text_embeddings_inference import TextEmbeddingsInference
+from serve import rows, serve
+
+MODEL = "all-MiniLM-L6-v2"
+
+
+def llama_index(kind: str, url: str, texts: list[str], query: str) -> dict[str, Any]:
+    embedding = _llama_index(kind, url)
+    return {"texts": rows(embedding.get_text_embedding_batch(texts)), "query": embedding.get_query_embedding(query)}
+
+
+async def llama_index_later(kind: str, url: str, texts: list[str]) -> list[list[float]]:
+    return rows(await _llama_index(kind, url).aget_text_embedding_batch(texts))
+
+
+def _llama_index(kind: str, url: str) -> BaseEmbedding:
+    match kind:
+        case "openai_like":
+            return OpenAILikeEmbedding(model_name=MODEL, api_base=f"{url}/v1", api_key="unused", max_retries=0)
+        case "openai":
+            return OpenAIEmbedding(model_name=MODEL, api_base=f"{url}/v1", api_key="unused", max_retries=0)
+        case "text_embeddings_inference":
+            return TextEmbeddingsInference(model_name=MODEL, base_url=url)
+    return OllamaEmbedding(model_name=MODEL, base_url=url)
+
+
+def haystack_text(url: str, text: str) -> dict[str, Any]:
+    embedder = OpenAITextEmbedder(api_key=Secret.from_token("unused"), model=MODEL, api_base_url=f"{url}/v1")
+    answer = embedder.run(text)
+    return {"vectors": [answer["embedding"]], "meta": answer["meta"]}
+
+
+def haystack_documents(url: str, texts: list[str | None], key: str = "unused") -> dict[str, Any]:
+    embedder = OpenAIDocumentEmbedder(
+        api_key=Secret.from_token(key),
+        model=MODEL,
+        api_base_url=f"{url}/v1",
+        progress_bar=False,
+        max_retries=0,
+        raise_on_failure=True,
+    )
+    answer = embedder.run([Document(id=str(i), content=text) for i, text in enumerate(texts)])
+    return {"vectors": [document.embedding for document in answer["documents"]], "meta": answer["meta"]}
+
+
+def voyage(url: str, texts: list[str], options: dict[str, Any], key: str = "unused") -> dict[str, Any]:
+    import voyageai  # it takes seconds
+
+    os.environ["VOYAGE_API_KEY"] = key
+    answer = voyageai.Client(api_key=key, base_url=f"{url}/v1").embed(texts, **{"model": MODEL, **options})
+    return {"vectors": rows(answer.embeddings), "tokens": answer.total_tokens}
+
+
+serve(llama_index, llama_index_later, haystack_text, haystack_documents, voyage)

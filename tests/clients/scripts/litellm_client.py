@@ -1,0 +1,37 @@
+"""LiteLLM, mem0 and semantic-kernel."""
+
+from typing import Any
+
+import litellm
+import openai
+from serve import rows, serve
+
+MODEL = "all-MiniLM-L6-v2"
+_PATHS = {"cohere": "/v2/embed", "ollama": ""}
+"""Of the provider's API below the server; "/v1" for all others."""
+
+
+def embed(provider: str, url: str, texts: list[str], key: str = "unused", **options: Any) -> dict[str, Any]:
+    model = options.pop("model", MODEL)
+    base = url + _PATHS.get(provider, "/v1")
+    options = {"num_retries": 0, "max_retries": 0, **options}
+    answer = litellm.embedding(model=f"{provider}/{model}", input=texts, api_base=base, api_key=key, **options)
+    return {"vectors": rows(item["embedding"] for item in answer.data), "tokens": answer.usage.prompt_tokens}
+
+
+def mem0(url: str, text: str) -> list[list[float]]:
+    from mem0.configs.embeddings.base import BaseEmbedderConfig
+    from mem0.embeddings.openai import OpenAIEmbedding
+
+    config = BaseEmbedderConfig(model=MODEL, openai_base_url=f"{url}/v1", api_key="unused")
+    return rows([OpenAIEmbedding(config).embed(text)])
+
+
+async def semantic_kernel(url: str, texts: list[str]) -> list[list[float]]:
+    from semantic_kernel.connectors.ai.open_ai import OpenAITextEmbedding
+
+    client = openai.AsyncOpenAI(base_url=f"{url}/v1", api_key="unused")
+    return rows(await OpenAITextEmbedding(ai_model_id=MODEL, async_client=client).generate_embeddings(texts))
+
+
+serve(embed, mem0, semantic_kernel)

@@ -1,0 +1,180 @@
+"""Cohere's dialect: every exchange to the byte, and what one server cannot show: prompts, names, large bodies."""
+
+import json
+from dataclasses import replace
+
+import goldens
+import httpx
+import numpy as np
+import pytest
+
+from gateway.dialects.cohere import DIALECT, FIELDS
+from gateway.errors import BadRequest, ModelNotFound
+from gateway.fields import Values
+from gateway.operations import Ask, Call
+from gateway.request import Dtype, Encoding, Form, Overflow, Priority
+from gateway.served import Served
+
+
+def test_golden(weightless):
+    goldens.check("cohere", weightless.url, {"id"})
+
+
+def parse(served: Served, body: dict, path: str = "/v2/embed", headers: dict[str, str] | None = None) -> Ask:
+    operation = DIALECT.operations[f"POST {path}"]
+    assert operation.embed is not None
+    ask = operation.embed(Call(FIELDS.read(body), headers or {}, served, "req_1"))
+    assert isinstance(ask, Ask)
+    return ask
+
+
+# --- what is asked ----------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("input_type", "prompt"),
+    [
+        ("search_query", "query: "),
+        ("search_document", "passage: "),
+        ("classification", None),
+        ("clustering", None),
+        (None, None),
+    ],
+)
+def test_input_type_chooses_the_prompt(served, input_type, prompt):
+    served = replace(served, prompts={"query": "query: ", "passage": "passage: "})
+    ask = parse(served, {"texts": ["a"], "input_type": input_type})
+    assert ask.request.tokenizing.prompt == prompt
+
+
+def test_a_model_name_may_choose_the_prompt(served):
+    served = replace(served, prompts={"query": "query: ", "passage": "passage: "})
+    assert parse(served, {"texts": ["a"], "model": "m:query"}).request.tokenizing.prompt == "query: "
+    both = {"texts": ["a"], "model": "m:query", "input_type": "search_query"}
+    assert parse(served, both).request.tokenizing.prompt == "query: "
+
+
+def test_an_input_type_that_contradicts_the_model_name_is_refused(served):
+    served = replace(served, prompts={"query": "query: ", "passage": "passage: "})
+    for input_type in ("search_document", "clustering"):
+        with pytest.raises(BadRequest, match="different prompts") as caught:
+            parse(served, {"texts": ["a"], "model": "m:query", "input_type": input_type})
+        assert caught.value.param == "input_type"
+
+
+def test_another_model_is_refused_where_names_matter(served):
+    strict = replace(served, is_strict=True, aliases=("embed-v4.0",))
+    parse(strict, {"texts": ["a"], "model": "embed-v4.0"})
+    with pytest.raises(ModelNotFound):
+        parse(strict, {"texts": ["a"], "model": "embed-v3.0"})
+
+
+@pytest.mark.parametrize(
+    ("truncate", "overflow"),
+    [("NONE", Overflow.ERROR), ("START", Overflow.TRUNCATE_LEFT), ("END", Overflow.TRUNCATE), (None, None)],
+)
+def test_truncate(served, truncate, overflow):
+    assert parse(served, {"texts": ["a"], "truncate": truncate}).request.tokenizing.overflow is overflow
+
+
+def test_max_tokens_beyond_the_models_are_the_models(served):
+    assert parse(served, {"texts": ["a"], "max_tokens": 16}).request.tokenizing.max_tokens == 16
+    for max_tokens in (served.max_tokens, 128_000):
+        assert parse(served, {"texts": ["a"], "max_tokens": max_tokens}).request.tokenizing.max_tokens is None
+
+
+def test_output_dimension(served):
+    ask = parse(replace(served, is_matryoshka=True), {"texts": ["a"], "output_dimension": 64})
+    assert ask.request.dimensions == 64
+
+
+def test_each_type_is_a_form(served):
+    ask = parse(served, {"texts": ["a"], "embedding_types": ["base64", "int8", "uint8", "binary", "ubinary", "float"]})
+    assert ask.request.forms == (
+        Form(Encoding.BASE64),
+        Form(dtype=Dtype.INT8),
+        Form(dtype=Dtype.UINT8),
+        Form(dtype=Dtype.BINARY),
+        Form(dtype=Dtype.UBINARY),
+        Form(),
+    )
+
+
+def test_int8_of_vectors_that_are_not_of_length_1_is_refused(served):
+    with pytest.raises(BadRequest) as caught:
+        parse(replace(served, is_normalized=False), {"texts": ["a"], "embedding_types": ["int8"]})
+    assert caught.value.param == "embedding_types"
+
+
+def test_priority_of_the_body_wins_over_the_header(served):
+    headers = {"x-vecd-priority": "bulk", "x-vecd-timeout-ms": "1500"}
+    ask = parse(served, {"texts": ["a"], "priority": -1}, headers=headers)
+    assert ask.request.priority is Priority.INTERACTIVE
+    assert ask.request.timeout_s == 1.5
+    assert parse(served, {"texts": ["a"]}, headers=headers).request.priority is Priority.BULK
+
+
+def test_more_texts_than_the_server_takes_are_refused(served):
+    served = replace(served, max_inputs=3)
+    parse(served, {"texts": ["a"] * 3})
+    for body in ({"texts": ["a"] * 4}, {"inputs": [{"content": [{"type": "text", "text": "a"}]}] * 4}):
+        with pytest.raises(BadRequest, match="4 inputs, at most 3"):
+            parse(served, body)
+
+
+def test_no_refusal_quotes_a_text(served):
+    secret = "a text that nobody may see"
+    for body in (
+        {"inputs": [{"content": [{"type": secret, "text": "a"}]}]},
+        {"inputs": [{"content": [secret]}]},
+        {"inputs": [{"content": secret}]},
+        {"inputs": secret},
+        {"texts": [{secret: secret}]},
+        {"images": [secret]},
+    ):
+        with pytest.raises(BadRequest) as caught:
+            parse(served, body)
+        assert secret not in caught.value.message
+
+
+# --- what is answered -------------------------------------------------------------------------------------------
+
+
+def test_echoed_texts_outlive_the_inputs(served):
+    """They are cleared once they are tokenized."""
+    texts = ['"a"', "é", ""]
+    ask = parse(served, {"texts": list(texts)})
+    ask.request.inputs.clear()
+    assert json.loads(b"[%b]" % b"".join(ask.render.keywords["echoed"])) == texts  # type: ignore[attr-defined]
+
+
+def test_a_large_body(weightless):
+    """It is parsed in a thread and in pieces; so is a large list of objects."""
+    texts = [f"text number {i}: " + "word " * 20 for i in range(1000)]
+    answer = httpx.post(f"{weightless.url}/v2/embed", json={"texts": texts, "embedding_types": ["float", "ubinary"]})
+    assert answer.status_code == 200, answer.text
+    body = answer.json()
+    assert body["texts"] == texts
+    floats = np.array(body["embeddings"]["float"], dtype=np.float32)
+    assert floats.shape == (1000, 384)
+    assert np.array_equal(np.packbits(floats > 0, axis=1), body["embeddings"]["ubinary"])
+    inputs = [{"content": [{"type": "text", "text": text}]} for text in texts]
+    other = httpx.post(f"{weightless.url}/v2/embed", json={"inputs": inputs}, timeout=30).json()
+    assert other["texts"] == texts
+    assert np.array_equal(np.array(other["embeddings"]["float"], dtype=np.float32), floats)
+
+
+def test_answers_are_as_documented(weightless):
+    goldens.check_document(weightless.url, DIALECT)
+
+
+def test_fields_of_the_golden_file_are_declared():
+    """A field that no exchange has is a field that nobody has seen working."""
+    used = {
+        name
+        for exchange in goldens.exchanges("cohere")
+        if isinstance(body := exchange["request"].get("body"), dict)
+        for name in body
+    }
+    assert {field.name for field in FIELDS} <= used
+    assert Values({}).get(next(iter(FIELDS))) is None

@@ -1,0 +1,182 @@
+"""Ollama's dialect: every exchange to the byte, and what one server cannot show: prompts, strict names, aliases."""
+
+import json
+from dataclasses import replace
+
+import goldens
+import httpx
+import pytest
+
+from gateway.api import ROUTES, render_error
+from gateway.dialects.ollama import DIALECT
+from gateway.errors import BadRequest, InputTooLong, ModelNotFound, NotFound
+from gateway.http1 import Response
+from gateway.operations import Ask, Call
+from gateway.request import Overflow
+from gateway.served import Served
+
+
+def test_golden(weightless):
+    goldens.check("ollama", weightless.url, {"total_duration", "modified_at", "version"})
+
+
+def call(served: Served, path: str, body: dict, headers: dict[str, str] | None = None) -> Ask | Response:
+    operation = DIALECT.operations[f"POST {path}"]
+    run = operation.embed or operation.reply
+    assert run is not None
+    return run(Call(operation.fields.read(body), headers or {}, served, "req_1"))
+
+
+def embed(served: Served, body: dict) -> Ask:
+    ask = call(served, "/api/embed", {"input": "a", **body})
+    assert isinstance(ask, Ask)
+    return ask
+
+
+def body_of(response: Ask | Response) -> dict:
+    assert isinstance(response, Response)
+    body = response.body if isinstance(response.body, bytes) else b"".join(response.body)
+    return json.loads(body)
+
+
+# --- embed ------------------------------------------------------------------------------------------------------
+
+
+def test_vectors_have_length_1(served):
+    """Whatever the model's own have; those of the older operation are the model's own."""
+    assert embed(served, {}).request.normalize
+    ask = call(served, "/api/embeddings", {"prompt": "a"})
+    assert isinstance(ask, Ask)
+    assert not ask.request.normalize
+
+
+@pytest.mark.parametrize(("truncate", "overflow"), [(True, Overflow.TRUNCATE), (False, Overflow.ERROR), (None, None)])
+def test_truncate(served, truncate, overflow):
+    assert embed(served, {"truncate": truncate}).request.tokenizing.overflow is overflow
+
+
+def test_num_ctx_bounds_a_text(served):
+    assert embed(served, {"options": {"num_ctx": 16}}).request.tokenizing.max_tokens == 16
+    for num_ctx in (None, served.max_tokens, 8192):
+        assert embed(served, {"options": {"num_ctx": num_ctx}}).request.tokenizing.max_tokens is None
+    ask = call(served, "/api/embeddings", {"prompt": "a", "options": {"num_ctx": 16}})
+    assert isinstance(ask, Ask)
+    assert ask.request.tokenizing.max_tokens == 16
+
+
+def test_dimensions(served):
+    assert embed(replace(served, is_matryoshka=True), {"dimensions": 64}).request.dimensions == 64
+
+
+def test_headers(served):
+    ask = call(served, "/api/embed", {"input": "a"}, {"x-vecd-priority": "bulk", "x-vecd-timeout-ms": "1500"})
+    assert isinstance(ask, Ask)
+    assert ask.request.priority is not None
+    assert (ask.request.priority.name, ask.request.timeout_s) == ("BULK", 1.5)
+
+
+def test_a_tag_may_name_a_prompt(served):
+    served = replace(served, prompts={"query": "query: "})
+    assert embed(served, {"model": f"{served.model}:query"}).request.tokenizing.prompt == "query: "
+    assert embed(served, {"model": f"{served.model}:latest"}).request.tokenizing.prompt is None
+    assert embed(served, {"model": served.model}).request.tokenizing.prompt is None
+    ask = call(served, "/api/embeddings", {"model": f"{served.model}:query", "prompt": "a"})
+    assert isinstance(ask, Ask)
+    assert ask.request.tokenizing.prompt == "query: "
+
+
+def test_more_texts_than_the_server_takes_are_refused(served):
+    with pytest.raises(BadRequest, match="4 inputs, at most 3"):
+        embed(replace(served, max_inputs=3), {"input": ["a"] * 4})
+
+
+def test_no_refusal_quotes_a_text(served):
+    secret = "a text that nobody may see"
+    for body in ({"input": {secret: secret}}, {"input": ["a", {"text": secret}]}, {"options": secret}):
+        with pytest.raises(BadRequest) as caught:
+            embed(served, body)
+        assert secret not in caught.value.message
+
+
+def test_a_large_list_of_token_ids_is_refused_as_one(weightless):
+    """Large bodies' ids come as arrays."""
+    answer = httpx.post(f"{weightless.url}/api/embed", json={"input": list(range(30_000))}, timeout=30)
+    assert answer.status_code == 400
+    assert answer.json()["error"].startswith("invalid input type: 'input")
+
+
+# --- names ------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("path", ["/api/embed", "/api/embeddings", "/api/show"])
+def test_another_model_is_refused_where_names_matter(served, path):
+    strict = replace(served, is_strict=True)
+    for body in ({"input": "a", "prompt": "a"}, {"input": [], "prompt": ""}):
+        with pytest.raises(ModelNotFound) as caught:
+            call(strict, path, {"model": "nomic-embed-text", **body})
+    response = DIALECT.render_error(caught.value)
+    assert response.status == 404
+    assert body_of(response) == {"error": 'model "nomic-embed-text" not found, try pulling it first'}
+
+
+def test_the_served_model_and_its_aliases_are_there(served):
+    served = replace(served, aliases=("all-minilm", "all-minilm:33m"), prompts={"query": "query: "})
+    for name in (served.model, "all-minilm", "all-minilm:latest", "all-minilm:33m", f"{served.model}:query"):
+        assert body_of(call(served, "/api/show", {"model": name}))["capabilities"] == ["embedding"]
+        assert body_of(call(served, "/api/pull", {"model": name, "stream": False})) == {"status": "success"}
+    describe = DIALECT.operations["GET /api/tags"].describe
+    assert describe is not None
+    names = [model["name"] for model in body_of(describe(served, "/api/tags"))["models"]]
+    assert names == [f"{served.model}:latest", "all-minilm:latest", "all-minilm:33m"]
+
+
+def test_what_can_be_embedded_with_can_be_asked_about_and_pulled(served):
+    """mem0 pulls the model that it is about to use, and gives up if it cannot."""
+    strict = replace(served, is_strict=True)
+    for name in ("nomic-embed-text", "nomic-embed-text:latest", "library/all-MiniLM-L6-v2"):
+        assert body_of(call(served, "/api/show", {"model": name}))["model_info"]["general.basename"] == served.model
+        assert body_of(call(served, "/api/pull", {"model": name, "stream": False})) == {"status": "success"}
+        with pytest.raises(ModelNotFound):
+            call(strict, "/api/show", {"model": name})
+        with pytest.raises(NotFound, match="pull model manifest: file does not exist"):
+            call(strict, "/api/pull", {"model": name})
+
+
+def test_a_stream_is_one_line(served):
+    """Unless the client wants no stream, as with Ollama."""
+    for body in ({"model": served.model}, {"model": served.model, "stream": True}):
+        response = call(served, "/api/pull", body)
+        assert isinstance(response, Response)
+        assert (response.body, response.content_type) == (b'{"status":"success"}\n', "application/x-ndjson")
+
+
+def test_answers_are_as_documented(weightless):
+    goldens.check_document(weightless.url, DIALECT)
+
+
+@pytest.mark.parametrize(
+    ("path", "body"),
+    [
+        ("/api/embed", {"error": "no"}),
+        ("/api/tags", {"error": "no"}),
+        ("/api/generate", {"error": "no"}),
+        ("/v2/embed", {"message": "no"}),
+        ("/v2/rerank", {"message": "no"}),
+        (
+            "/apiary",
+            {"error": {"message": "no", "type": "invalid_request_error", "param": None, "code": None}, "detail": "no"},
+        ),
+    ],
+)
+def test_errors_have_the_shape_of_the_path(path, body):
+    """Even where there is nothing: clients of one API read no other's errors."""
+    assert body_of(render_error(NotFound("no"), path, ROUTES)) == body
+
+
+def test_an_error_is_a_sentence():
+    response = DIALECT.render_error(InputTooLong(256, 300, param="input"))
+    assert response.status == 400
+    [(key, sentence)] = body_of(response).items()
+    assert key == "error"
+    assert sentence.startswith("the input length exceeds the context length: ")
+    assert "256 tokens" in sentence

@@ -1,0 +1,325 @@
+"""text-embeddings-inference's dialect: every exchange to the byte, and what one server cannot show: prompts, defaults,
+the table of errors, large bodies."""
+
+import json
+from dataclasses import replace
+from typing import Any
+
+import goldens
+import httpx
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from gateway.dialects.tei import DIALECT, render_error
+from gateway.errors import (
+    ApiError,
+    BadRequest,
+    DeadlinePassed,
+    EmptyInput,
+    EngineFailed,
+    InputTooLong,
+    InvalidApiKey,
+    PayloadTooLarge,
+    PoisonInput,
+    RateLimited,
+    ServerError,
+    TooManyInputs,
+    TooManyRequests,
+    Unavailable,
+    WrongModel,
+)
+from gateway.operations import Ask, Call
+from gateway.request import EmbedRequest, Encoding, Overflow
+from gateway.served import Served
+from shm.wire import Output
+
+
+def test_golden(weightless):
+    goldens.check("tei", weightless.url, set())
+
+
+def call(served: Served, path: str, body: dict[str, Any], headers: dict[str, str] | None = None) -> Call:
+    return Call(DIALECT.operations[f"POST {path}"].fields.read(body), headers or {}, served, "req_1")
+
+
+def request_of(
+    served: Served, path: str = "/embed", headers: dict[str, str] | None = None, **body: Any
+) -> EmbedRequest:
+    operation = DIALECT.operations[f"POST {path}"]
+    assert operation.embed is not None
+    ask = operation.embed(call(served, path, {"inputs": "a", **body}, headers))
+    assert isinstance(ask, Ask)
+    return ask.request
+
+
+# --- what is asked ----------------------------------------------------------------------------------------------
+
+_CUT, _CUT_LEFT, _ERROR, _CHUNK = Overflow.TRUNCATE, Overflow.TRUNCATE_LEFT, Overflow.ERROR, Overflow.CHUNK
+
+
+@pytest.mark.parametrize(
+    ("default", "truncate", "direction", "expected"),
+    [
+        (_CUT, None, None, _CUT),
+        (_CUT, None, "left", _CUT_LEFT),
+        (_CUT, True, None, _CUT),
+        (_CUT, True, "Right", _CUT),
+        (_CUT, True, "Left", _CUT_LEFT),
+        (_CUT, False, "left", _ERROR),
+        (_CUT_LEFT, None, None, _CUT_LEFT),
+        (_CUT_LEFT, None, "right", _CUT),
+        (_CUT_LEFT, True, None, _CUT_LEFT),
+        (_CUT_LEFT, True, "right", _CUT),
+        (_ERROR, None, "left", None),
+        (_ERROR, True, None, _CUT),
+        (_ERROR, True, "left", _CUT_LEFT),
+        (_ERROR, False, None, _ERROR),
+        (_CHUNK, None, None, None),
+        (_CHUNK, None, "left", None),
+        (_CHUNK, True, None, _CUT),
+        (_CHUNK, False, None, _ERROR),
+    ],
+)
+def test_what_becomes_of_a_long_text(served, default, truncate, direction, expected):
+    """None: the server's default."""
+    served = replace(served, overflow=default)
+    request = request_of(served, truncate=truncate, truncation_direction=direction)
+    assert request.tokenizing.overflow is expected
+
+
+def test_vectors_have_length_1_unless_they_are_asked_for_as_they_are(served):
+    for body in ({}, {"normalize": None}, {"normalize": True}):
+        request = request_of(served, **body)
+        assert (request.output, request.normalize) == (Output.VECTORS, True)
+    request = request_of(served, normalize=False)
+    assert (request.output, request.normalize) == (Output.UNNORMALIZED, False)
+
+
+def test_a_prompt_is_one_of_the_model_s(served):
+    served = replace(served, prompts={"query": "query: "}, default_prompt="default: ")
+    assert request_of(served, prompt_name="query").tokenizing.prompt == "query: "
+    assert request_of(served).tokenizing.prompt is None, "the model's default"
+    tokenize = DIALECT.operations["POST /tokenize"].tokenize
+    assert tokenize is not None
+    assert tokenize(call(served, "/tokenize", {"inputs": "a"})).prompt == "default: "
+    assert tokenize(call(served, "/tokenize", {"inputs": "a", "prompt_name": "query"})).prompt == "query: "
+    with pytest.raises(BadRequest, match=r"'parameters\.prompt_name': the model has no prompt 'other'"):
+        request_of(
+            served,
+            "/similarity",
+            inputs={"source_sentence": "a", "sentences": ["b"]},
+            parameters={"prompt_name": "other"},
+        )
+
+
+def test_fewer_dimensions_of_a_model_made_for_it(served):
+    served = replace(served, is_matryoshka=True)
+    assert request_of(served, dimensions=64).dimensions == 64
+    assert request_of(served, dimensions=384).dimensions is None
+    with pytest.raises(BadRequest, match=r"'instances\[0\]\.dimensions'"):
+        request_of(served, "/vertex", instances=[{"inputs": "a", "dimensions": 385}])
+
+
+def test_headers_that_mean_the_same_everywhere(served):
+    headers = {"x-vecd-priority": "bulk", "x-vecd-timeout-ms": "1500", "accept": "application/octet-stream"}
+    request = request_of(served, headers=headers)
+    assert request.priority is not None
+    assert (request.priority.name, request.timeout_s, request.forms[0].encoding) == ("BULK", 1.5, Encoding.BYTES)
+    assert request_of(served, "/embed_all", headers=headers).timeout_s == 1.5
+    vertex = request_of(served, "/vertex", headers=headers, instances=[{"inputs": "a"}])
+    assert (vertex.timeout_s, vertex.forms[0].encoding) == (1.5, Encoding.FLOAT)
+
+
+# --- every token ------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("default", "truncate", "expected"),
+    [(_CUT, None, _CUT), (_CHUNK, None, _ERROR), (_CHUNK, True, _CUT), (_ERROR, None, _ERROR), (_CUT, False, _ERROR)],
+)
+def test_texts_are_not_split_where_every_token_counts(served, default, truncate, expected):
+    request = request_of(replace(served, overflow=default), "/embed_all", truncate=truncate)
+    assert (request.output, request.tokenizing.overflow) == (Output.TOKENS, expected)
+
+
+def test_tokens_that_have_no_room_are_refused(served):
+    with pytest.raises(WrongModel, match="768 dimensions, and there is room for the 384"):
+        request_of(replace(served, hidden_size=768), "/embed_all")
+
+
+# --- errors -----------------------------------------------------------------------------------------------------
+
+
+def read_by_the_dialect(error: ApiError) -> ApiError:
+    error.dialect = DIALECT.name
+    return error
+
+
+@pytest.mark.parametrize(
+    ("error", "status", "error_type"),
+    [
+        (EmptyInput("m", param="inputs"), 400, "Empty"),
+        (BadRequest("m", param="inputs"), 422, "Validation"),
+        (BadRequest("The body is not valid JSON"), 400, "Validation"),
+        (read_by_the_dialect(BadRequest("Text 0 has no token")), 422, "Validation"),
+        (TooManyInputs("m", param="inputs"), 422, "Validation"),
+        (InputTooLong(8, 9, param="input"), 422, "Validation"),
+        (InvalidApiKey("m"), 401, "Validation"),
+        (PayloadTooLarge("m"), 413, "Validation"),
+        (WrongModel("m"), 424, "Backend"),
+        (EngineFailed("m"), 424, "Backend"),
+        (PoisonInput("m"), 424, "Backend"),
+        (ServerError("m"), 500, "Backend"),
+        (TooManyRequests("m", retry_after_s=1), 429, "Overloaded"),
+        (RateLimited("m", retry_after_s=1), 429, "Overloaded"),
+        (Unavailable("m", retry_after_s=1), 503, "Unhealthy"),
+        (DeadlinePassed(None), 503, "Unhealthy"),
+    ],
+    ids=lambda value: type(value).__name__ if isinstance(value, ApiError) else str(value),
+)
+def test_status_and_type_of_an_error(error, status, error_type):
+    response = render_error(error)
+    assert isinstance(response.body, bytes)
+    body = json.loads(response.body)
+    assert (response.status, body) == (status, {"error": error.message, "error_type": error_type})
+
+
+def test_an_error_names_the_field_as_it_is_called_here():
+    body = render_error(EngineFailed("The engine failed on 'input[3]'")).body
+    assert isinstance(body, bytes)
+    assert json.loads(body)["error"] == "The engine failed on 'inputs[3]'"
+
+
+def test_overload_says_when_to_come_again(weightless):
+    """The shape of the error changes nothing about its headers."""
+    answer = httpx.post(f"{weightless.url}/embed", json={"inputs": ["word " * 200] * 64}, headers=_NO_TIME)
+    assert answer.status_code in (429, 503), "no time at all"
+    assert answer.json()["error_type"] == ("Overloaded" if answer.status_code == 429 else "Unhealthy")
+    assert int(answer.headers["retry-after"]) >= 1
+
+
+_NO_TIME = {"x-vecd-timeout-ms": "1"}
+
+
+@pytest.mark.parametrize("padding", ["", " " * 100_000], ids=["small body", "large body"])
+def test_too_many_inputs_are_refused(weightless, padding):
+    body = json.dumps({"inputs": ["x"] * 2049}) + padding
+    answer = httpx.post(f"{weightless.url}/embed", content=body, timeout=30)
+    assert (answer.status_code, answer.json()["error_type"]) == (422, "Validation")
+    assert "2048" in answer.json()["error"]
+    compared = {"inputs": {"source_sentence": "a", "sentences": ["x"] * 2048}}
+    answer = httpx.post(f"{weightless.url}/similarity", content=json.dumps(compared) + padding, timeout=30)
+    assert answer.status_code == 422
+    assert "'inputs.sentences' has 2048 texts, at most 2047" in answer.json()["error"]
+
+
+# --- answers that follow from others ----------------------------------------------------------------------------
+
+
+@pytest.fixture(scope="module")
+def texts() -> list[str]:
+    return ["one", "two words", "three words here", "one"]
+
+
+def vectors_of(weightless, texts: list[str]) -> np.ndarray:
+    return np.array(httpx.post(f"{weightless.url}/embed", json={"inputs": texts}, timeout=30).json(), dtype=np.float32)
+
+
+def test_similarity_is_the_cosine_of_the_vectors(weightless, texts):
+    source, *sentences = texts
+    body = {"inputs": {"source_sentence": source, "sentences": sentences}}
+    for path in ("/similarity", "/", "/invocations"):
+        cosines = httpx.post(weightless.url + path, json=body, timeout=30).json()
+        vectors = vectors_of(weightless, texts)
+        assert cosines == pytest.approx(list(vectors[1:] @ vectors[0]), abs=1e-6)
+        assert cosines[-1] == pytest.approx(1, abs=1e-6)
+
+
+def test_predictions_are_what_each_instance_would_have_got(weightless, texts):
+    instances = [{"inputs": texts[0]}, {"inputs": texts[1:3]}, {"inputs": [texts[3]]}]
+    answer = httpx.post(f"{weightless.url}/vertex", json={"instances": instances}, timeout=30)
+    alone = [httpx.post(f"{weightless.url}/embed", json=instance, timeout=30).json() for instance in instances]
+    assert answer.json() == {"predictions": alone}
+
+
+def test_the_headers_tell_what_was_computed_and_for_how_long(weightless):
+    """Whole milliseconds, of which the parts are no more than all."""
+    headers = httpx.post(f"{weightless.url}/embed", json={"inputs": ["héllo", "x" * 10]}, timeout=30).headers
+    assert (headers["x-compute-type"], headers["x-compute-characters"]) == ("cpu", "15")
+    assert int(headers["x-compute-tokens"]) >= 6
+    assert headers["x-total-time"] == headers["x-compute-time"]
+    parts = [int(headers[f"x-{part}-time"]) for part in ("tokenization", "queue", "inference")]
+    assert all(part >= 0 for part in parts)
+    assert sum(parts) <= int(headers["x-total-time"])
+
+
+def test_a_long_text_s_tokens_are_those_of_its_parts(weightless):
+    """More than are written on the event loop."""
+    [long] = httpx.post(f"{weightless.url}/tokenize", json={"inputs": "wörd " * 3000}, timeout=60).json()
+    [short] = httpx.post(f"{weightless.url}/tokenize", json={"inputs": "wörd"}, timeout=30).json()
+    inner = [(token["id"], token["text"]) for token in short[1:-1]]
+    assert [(token["id"], token["text"]) for token in long[1:-1]] == inner * 3000
+    assert all(token["start"] < token["stop"] for token in long[1:-1])
+
+
+@pytest.mark.parametrize(
+    ("instances", "message"),
+    [
+        ([{"inputs": "a"}, {"inputs": "b", "truncate": True}], r"'instances\[1\]' has other options"),
+        ([{"inputs": "a"}, {"inputs": [101, 102]}], r"'instances\[1\]\.inputs' are token ids"),
+        ([{"inputs": ["a", "b"]}, {"inputs": ["c", "d", "e"]}], "'instances' have more than 4 inputs"),
+        ([{"inputs": "a", "encoding_format": "npy"}], r"'instances\[0\]\.encoding_format' must be 'float'"),
+        ([{"inputs": "a", "normalize": 1}], r"'instances\[0\]\.normalize' must be true or false"),
+        (["a"], r"'instances\[0\]' must be an object, is a string"),
+        ("a", "'instances' must be a list of objects, is a string"),
+    ],
+)
+def test_instances_that_are_no_one_request_are_refused(served, instances, message):
+    with pytest.raises(BadRequest, match=message):
+        request_of(replace(served, max_inputs=4), "/vertex", instances=instances)
+
+
+def test_instances_with_the_same_options_are_one_request(served):
+    same: dict[str, Any] = {"truncate": True, "normalize": False}
+    instances = [{"inputs": ["a", "b"], **same}, {"inputs": "c", "unknown": 1, "prompt_name": None, **same}]
+    request = request_of(served, "/vertex", instances=instances)
+    assert (request.inputs, request.output) == (["a", "b", "c"], Output.UNNORMALIZED)
+    assert request.tokenizing.overflow is Overflow.TRUNCATE
+
+
+# --- whatever is sent -------------------------------------------------------------------------------------------
+
+PATHS = sorted({at.removeprefix("POST ") for at in DIALECT.operations})
+FIELDS = {field.name for operation in DIALECT.operations.values() for field in operation.fields}
+NAMES = sorted(FIELDS | {"source_sentence", "sentences", "query", "texts"})
+VALUES = st.recursive(
+    st.none() | st.booleans() | st.integers() | st.floats() | st.text(max_size=5) | st.sampled_from(["left", "float"]),
+    lambda values: st.lists(values, max_size=3) | st.dictionaries(st.sampled_from(NAMES), values, max_size=4),
+    max_leaves=8,
+)
+SERVED = Served(
+    model="m", aliases=(), is_strict=False, dim=8, hidden_size=8, max_tokens=16, is_normalized=True, is_matryoshka=True,
+    matryoshka_dims=(), pools_prompt=True, model_type="bert", pooling=("mean",), max_inputs=3, max_request_tokens=None,
+    max_body_bytes=1000, max_batch_tokens=64, max_requests=9, overflow=Overflow.CHUNK, compute_type="gpu", version="1",
+    created_at=0, prompts={"query": "query: "},
+)  # fmt: skip
+
+
+@given(st.sampled_from(PATHS), st.dictionaries(st.sampled_from(NAMES), VALUES, max_size=5))
+def test_any_object_is_a_request_or_refused(path, body):
+    """And what is refused is answered in the dialect's shape."""
+    operation = DIALECT.operations[f"POST {path}"]
+    parse = operation.embed or operation.tokenize or operation.decode
+    assert parse is not None
+    try:
+        ask = parse(call(SERVED, path, body))
+    except (BadRequest, WrongModel) as error:
+        response = render_error(read_by_the_dialect(error))
+        assert response.status in (400, 422, 424)
+        assert isinstance(response.body, bytes)
+        assert json.loads(response.body).keys() == {"error", "error_type"}
+    else:
+        asked = getattr(ask, "request", None)
+        assert asked is None or 1 <= len(asked.inputs) <= SERVED.max_inputs

@@ -1,0 +1,204 @@
+"""vLLM's dialect: every exchange to the byte, and its vectors beside those of /v1/embeddings."""
+
+import base64
+from dataclasses import replace
+from typing import Any
+
+import goldens
+import httpx
+import numpy as np
+import pytest
+from asking import PLAIN, answer, ask, body_of, read_in_pieces
+from serving import Server
+
+from gateway.dialects.vllm import DIALECT
+from gateway.errors import BadRequest, ModelNotFound
+from gateway.operations import Call, DecodeAsk, TokenizeAsk
+from gateway.request import Dtype, Encoding, Form, Overflow, Token, Tokenizing
+from gateway.served import Served
+from shm.wire import Output
+
+POOLING = DIALECT.operations["POST /pooling"]
+TOKENIZE = DIALECT.operations["POST /tokenize"]
+DETOKENIZE = DIALECT.operations["POST /detokenize"]
+E5 = replace(PLAIN, prompts={"query": "query: "}, default_prompt="default: ")
+
+
+def test_golden(weightless):
+    goldens.check("vllm", weightless.url, {"id", "created", "version"})
+
+
+# --- pooling ----------------------------------------------------------------------------------------------------
+
+
+def post(server: Server, path: str, **fields: Any) -> Any:
+    response = httpx.post(f"{server.url}{path}", json=fields, timeout=30)
+    assert response.status_code == 200, response.text
+    return response.json()
+
+
+def test_pooling_is_embedding_in_another_shape(weightless):
+    for fields in ({}, {"encoding_format": "base64"}, {"use_activation": False}, {"task": "embed", "prompt": "p: "}):
+        pooled = post(weightless, "/pooling", input=["a b", "c"], **fields)
+        fields.pop("task", None)
+        embedded = post(weightless, "/v1/embeddings", input=["a b", "c"], **fields)
+        assert [item["data"] for item in pooled["data"]] == [item["embedding"] for item in embedded["data"]]
+        assert {item["object"] for item in pooled["data"]} == {"pooling"}
+        assert pooled["usage"] == embedded["usage"]
+
+
+def test_each_token_has_a_vector(weightless):
+    raw = post(weightless, "/pooling", input=["a b c", "d"], task="token_embed", use_activation=False)
+    rows = [np.array(item["data"], np.float32) for item in raw["data"]]
+    assert [array.shape for array in rows] == [(5, 384), (3, 384)]
+    normalized = post(weightless, "/pooling", input=["a b c", "d"], task="token_embed")
+    for item, expected in zip(normalized["data"], rows, strict=True):
+        lengths = np.linalg.norm(expected, axis=1, keepdims=True)
+        assert np.allclose(item["data"], expected / lengths, atol=1e-6)
+    encoded = post(
+        weightless, "/pooling", input="d", task="token_embed", use_activation=False, encoding_format="base64"
+    )
+    assert base64.b64decode(encoded["data"][0]["data"]) == rows[1].astype("<f4").tobytes()
+
+
+def test_pooling_takes_what_embeddings_take():
+    fields = {"input": ["a"], "model": "m:query", "truncate_prompt_tokens": 8, "embed_dtype": "float16"}
+    request = ask(POOLING, fields, served=E5).request
+    assert (request.forms, request.output) == ((Form(Encoding.FLOAT, Dtype.FLOAT16),), Output.VECTORS)
+    assert request.tokenizing == Tokenizing("query: ", Overflow.TRUNCATE, 8)
+    request = ask(POOLING, {**fields, "task": "token_embed"}, served=E5).request
+    assert (request.output, request.normalize) == (Output.TOKENS, True)
+    request = ask(POOLING, {"input": "a", "task": "token_embed", "normalize": False, "dimensions": 384}).request
+    assert (request.output, request.normalize, request.dimensions) == (Output.TOKENS, False, None)
+
+
+@pytest.mark.parametrize(
+    ("fields", "served", "param", "says"),
+    [
+        ({"task": "retrieval.query"}, PLAIN, "task", "must be one of 'embed', 'token_embed', is 'retrieval.query'"),
+        ({"task": "token_embed", "dimensions": 64}, PLAIN, "dimensions", "must be 384, as many as a token's"),
+        ({"task": "token_embed", "truncate_dim": 0}, PLAIN, "truncate_dim", "must be 384"),
+        ({"task": "token_embed", "overflow": "chunk"}, PLAIN, "overflow", "does not go with chunks"),
+        ({"task": "token_embed"}, replace(PLAIN, overflow=Overflow.CHUNK), "overflow", "does not go with chunks"),
+        ({"task": "token_embed", "encoding_format": "npy"}, PLAIN, "encoding_format", "must be 'float' or 'base64'"),
+        ({"report": True, "encoding_format": "bytes"}, PLAIN, "report", "is part of a JSON answer"),
+        ({"messages": []}, PLAIN, "messages", "is not supported"),
+        ({"input": []}, PLAIN, "input", "the list is empty"),
+        ({"input_type": "query", "prompt": ""}, PLAIN, "input_type", "both choose the prompt"),
+    ],
+)
+def test_what_pooling_refuses(fields, served, param, says):
+    with pytest.raises(BadRequest) as caught:
+        ask(POOLING, {"input": "a", **fields}, served=served)
+    assert caught.value.param == param
+    assert says in caught.value.message
+
+
+def test_tokens_go_with_a_server_whose_default_is_chunks_if_the_request_says_so():
+    served = replace(PLAIN, overflow=Overflow.CHUNK)
+    request = ask(POOLING, {"input": "a", "task": "token_embed", "truncate_prompt_tokens": -1}, served=served).request
+    assert request.tokenizing.overflow is Overflow.TRUNCATE
+
+
+def test_the_answers_shape():
+    response = answer(ask(POOLING, {"input": ["a", "b"]}), np.arange(6, dtype=np.float32).reshape(2, 3))
+    assert b'"data":[{"object":"pooling","index":0,"data":[0.0,1.0,2.0]},' in body_of(response)
+
+
+# --- tokens -----------------------------------------------------------------------------------------------------
+
+
+def tokenize(body: dict[str, Any], served: Served = PLAIN) -> TokenizeAsk:
+    assert TOKENIZE.tokenize is not None
+    return TOKENIZE.tokenize(Call(TOKENIZE.fields.read(body), {}, served))
+
+
+def detokenize(body: dict[str, Any], served: Served = PLAIN) -> DecodeAsk:
+    assert DETOKENIZE.decode is not None
+    return DETOKENIZE.decode(Call(DETOKENIZE.fields.read(body), {}, served))
+
+
+@pytest.mark.parametrize(
+    ("model", "prompt"), [(None, "default: "), ("m", "default: "), ("m:query", "query: "), ("m:document", "default: ")]
+)
+def test_a_text_is_tokenized_as_it_would_be_embedded(model, prompt):
+    asked = tokenize({"prompt": "a", "model": model}, E5)
+    assert (asked.texts, asked.prompt, asked.add_special_tokens) == (["a"], prompt, True)
+    assert tokenize({"prompt": "a", "add_special_tokens": False}).add_special_tokens is False
+
+
+@pytest.mark.parametrize(
+    ("body", "param"),
+    [
+        ({}, "prompt"),
+        ({"prompt": ["a"]}, "prompt"),
+        ({"prompt": 5}, "prompt"),
+        ({"prompt": "a", "messages": []}, "messages"),
+        ({"prompt": "a", "return_token_strs": 1}, "return_token_strs"),
+    ],
+)
+def test_what_cannot_be_tokenized(body, param):
+    with pytest.raises(BadRequest) as caught:
+        tokenize(body)
+    assert caught.value.param == param
+
+
+@pytest.mark.parametrize(
+    "body",
+    [{}, {"tokens": []}, {"tokens": "a"}, {"tokens": [1.5]}, {"tokens": [True]}, {"tokens": [[1]]}, {"tokens": None}],
+)
+def test_what_is_no_list_of_ids(body):
+    with pytest.raises(BadRequest) as caught:
+        detokenize(body)
+    assert caught.value.param == "tokens"
+
+
+def test_another_models_tokens_are_not_counted_where_names_matter():
+    strict = replace(PLAIN, is_strict=True)
+    with pytest.raises(ModelNotFound):
+        tokenize({"prompt": "a", "model": "gpt"}, strict)
+    with pytest.raises(ModelNotFound):
+        detokenize({"tokens": [1], "model": "gpt"}, strict)
+
+
+def test_all_ids_of_a_large_body_are_decoded():
+    ids = list(range(5000))
+    fields = read_in_pieces(DETOKENIZE, {"tokens": ids}, max_ids=10, window_bytes=64)
+    assert DETOKENIZE.decode is not None
+    assert DETOKENIZE.decode(Call(DETOKENIZE.fields.read(fields), {}, PLAIN)).lists == [ids]
+
+
+def test_tokens_are_answered_with_their_texts_if_they_are_wanted():
+    tokens = [Token(101, "[CLS]", True, None, None), Token(1037, "a", False, 0, 1)]
+    answers = [
+        body_of(tokenize({"prompt": "a", **more}).render([tokens])) for more in ({}, {"return_token_strs": True})
+    ]
+    assert answers == [
+        b'{"count":2,"max_model_len":256,"tokens":[101,1037],"token_strs":null}',
+        b'{"count":2,"max_model_len":256,"tokens":[101,1037],"token_strs":["[CLS]","a"]}',
+    ]
+
+
+def test_tokens_and_back_again(weightless):
+    text = "Hello, wörld 漢字 👍"
+    tokenized = post(weightless, "/tokenize", prompt=text, return_token_strs=True)
+    assert tokenized["count"] == len(tokenized["tokens"]) == len(tokenized["token_strs"])
+    embedded = post(weightless, "/v1/embeddings", input=text)
+    assert tokenized["count"] == embedded["usage"]["prompt_tokens"]
+    by_ids = post(weightless, "/v1/embeddings", input=tokenized["tokens"])
+    assert by_ids["data"] == embedded["data"]
+    back = post(weightless, "/detokenize", tokens=tokenized["tokens"][1:-1])["prompt"]
+    assert post(weightless, "/v1/embeddings", input=back)["data"] == embedded["data"]
+
+
+def test_a_long_text_is_counted_whole(weightless):
+    for num_words in (1000, 40_000):
+        tokenized = post(weightless, "/tokenize", prompt="word " * num_words)
+        assert tokenized["count"] == len(tokenized["tokens"]) == num_words + 2
+
+
+def test_sagemaker_is_answered_as_v1_embeddings(weightless):
+    invoked = post(weightless, "/invocations", input=["a", "b"], encoding_format="base64")
+    assert invoked["data"] == post(weightless, "/v1/embeddings", input=["a", "b"], encoding_format="base64")["data"]
+    for method in ("GET", "POST"):
+        assert httpx.request(method, f"{weightless.url}/ping").status_code == 200
