@@ -4,7 +4,7 @@ Owns the list of dialects, and which is asked first at a path that several have.
 (routes, shapes of errors) and `gateway.openapi`.
 """
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 
 from gateway.dialects import cohere, ollama, openai, tei, vllm
 from gateway.errors import ApiError
@@ -56,12 +56,11 @@ def render_error(error: ApiError, path: str | None, table: Table) -> Response:
 def _dialect_at(path: str | None, table: Table) -> Dialect | None:
     if path is None:
         return None
-    found = next(_dialects_of(methods_at(table, path) or {}), None)
+    found = next(_dialects_of(methods_at(table, path)), None)
     return found or next((dialect for dialect in DIALECTS if dialect.prefix and path.startswith(dialect.prefix)), None)
 
 
-def _dialects_of(methods: "dict[str, Route] | Table | object") -> Iterator[Dialect]:
-    routes = methods.values() if isinstance(methods, dict) else ()
-    for route in routes:
-        if isinstance(route, Route) and isinstance(route.handler, Operations):
+def _dialects_of(methods: Mapping[str, Route] | None) -> Iterator[Dialect]:
+    for route in methods.values() if methods is not None else ():
+        if isinstance(route.handler, Operations):
             yield route.handler.claims[0].dialect

@@ -6,8 +6,8 @@ socket and no ZeroMQ frame.
 
 import asyncio
 import time
-from collections.abc import Callable, Coroutine, Sequence
-from contextlib import aclosing
+from collections.abc import Callable, Coroutine, Generator, Iterator, Sequence
+from contextlib import aclosing, contextmanager
 from typing import Any, TypeVar
 
 from gateway.admission import Admission, Permit
@@ -29,17 +29,21 @@ from gateway.errors import (
     Unavailable,
 )
 from gateway.http1 import HttpRequest, Response
+from gateway.inspection import Room, size_of
+from gateway.operations import DecodeAsk, TokenizeAsk
 from gateway.request import (
     ChunkedInput,
     Embedded,
     EmbedRequest,
     Flow,
     Gathering,
+    Overflow,
     Priority,
     Report,
     Source,
     Stages,
     TokenizedInput,
+    Tokenizing,
 )
 from gateway.request import Sequence as QueuedSequence
 from gateway.routes import Route, Table, admin_table, find_route, public_table
@@ -56,6 +60,8 @@ _LARGE_BODY_BYTES = 64 * 1024
 
 _MAX_TOKEN_FLOATS = 8 * 2**20
 """Of one answer with a vector for each token: 32 MiB, and 180 MB as JSON."""
+_MAX_RUNNING_TOKEN_FLOATS = 2 * _MAX_TOKEN_FLOATS
+"""Of all such answers that are being made."""
 
 
 class _Counts:
@@ -71,11 +77,13 @@ class _Counts:
 
     def add(self, tokenized: list[TokenizedInput]) -> int:
         """How many tokens they are."""
-        num_tokens = sum([item.num_tokens for item in tokenized])
+        _, nums, are_truncated, sources, chunks = zip(*tokenized, strict=True)
+        num_tokens: int = sum(nums)
         self.num_tokens += num_tokens
-        self.num_truncated += sum([item.is_truncated for item in tokenized])
-        self.num_chunked += sum([bool(item.chunks) for item in tokenized])
-        self.sources.update([item.source for item in tokenized])
+        self.num_truncated += sum(are_truncated)
+        self.num_chunked += len(chunks) - chunks.count(())
+        # Enum computes hashes in Python, so not each of thousands is hashed.
+        self.sources.update(sources[:1] if sources.count(sources[0]) == len(sources) else sources)
         for item in tokenized if self.wants_reports else ():
             self.reports.append(Report(item.num_tokens, item.is_truncated, max(1, len(item.chunks)), item.source))
         return num_tokens
@@ -119,6 +127,9 @@ class App:
         self.set_keys(config.keys)
         self._max_priority = Priority[config.max_priority.upper()]
         self._gatherings: set[Gathering] = set()
+        self._inspected = Room()
+        self._token_floats: dict[Flow, int] = {}
+        """Of requests for one vector for each token; usually none."""
         self._deadlines = Deadlines(self._expire)
         dispatcher.when_broken(self.fail_all)
         self._tei_counts = TeiCounts(board) if config.has_tei_metrics else None
@@ -198,10 +209,62 @@ class App:
         if self._tei_counts is not None:
             self._tei_counts.count_unread(error)
 
+    # --- what is asked of the tokenizer itself --------------------------------------------------------------
+
+    async def describe(self, ask: TokenizeAsk, timeout_s: float | None, arrived_at: float, caller: Caller) -> None:
+        """Give the tokens of texts to `ask.collector`. Raises as `embed`, and TooManyRequests where much is asked of
+        the tokenizer already."""
+        size = size_of(ask.texts, ask.prompt)
+        how = Tokenizing(ask.prompt, Overflow.CHUNK, add_special_tokens=ask.add_special_tokens)
+        num_estimated = self.tokenizer.estimate_tokens(ask.texts, how)
+        with caller.spend(num_estimated) as spending, self._inspecting(size, caller):
+            steps = self.tokenizer.describe_steps(ask.texts, ask.prompt, ask.add_special_tokens, ask.collector)
+            spending.note_sent(num_estimated)  # whatever comes of it: nobody tokenizes for nothing
+            spending.settle(await self._inspect(steps, timeout_s, arrived_at, caller))
+
+    async def decode(self, ask: DecodeAsk, timeout_s: float | None, arrived_at: float, caller: Caller) -> list[str]:
+        """The texts of lists of token ids. Raises as `describe`."""
+        num_ids = sum(map(len, ask.lists))
+        with caller.spend(num_ids) as spending, self._inspecting(size_of(ask.lists), caller):
+            steps = self.tokenizer.decode_steps(ask.lists, ask.skip_special_tokens)
+            spending.note_sent(num_ids)
+            return await self._inspect(steps, timeout_s, arrived_at, caller)
+
+    @contextmanager
+    def _inspecting(self, size: int, caller: Caller) -> Iterator[None]:
+        """Room for a request that asks the tokenizer. It needs no worker, and so no permit."""
+        if self._make_end is not None:
+            raise self._make_end()
+        try:
+            with self._inspected.enter(size, caller.tenant):
+                yield
+        except TooManyRequests:
+            self.board.add(Counter.REFUSED)
+            raise
+
+    async def _inspect(
+        self, steps: Generator[None, None, T], timeout_s: float | None, arrived_at: float, caller: Caller
+    ) -> T:
+        """What `steps` return, in the threads, before the deadline."""
+        gathering = Gathering(1, (), asyncio.get_running_loop())
+        self._gatherings.add(gathering)
+        tick = self._deadlines.set(gathering, self._deadline(timeout_s, arrived_at))
+        try:
+            return await _unless_over(gathering, self.tokenizer.threads.run(steps, caller.tenant))
+        finally:
+            self._deadlines.drop(gathering, tick)
+            self._gatherings.discard(gathering)
+            gathering.abandon()
+
+    def _deadline(self, timeout_s: float | None, arrived_at: float) -> float:
+        limit_s = self.config.request_timeout_s
+        return arrived_at + (limit_s if timeout_s is None else min(timeout_s, limit_s))
+
+    # --- the way of an embedding request --------------------------------------------------------------------
+
     async def _embed(self, request: EmbedRequest, num_estimated: int, arrived_at: float, caller: Caller) -> Embedded:
         self.dispatcher.raise_if_broken()
-        limit_s = self.config.request_timeout_s
-        deadline = arrived_at + (limit_s if request.timeout_s is None else min(request.timeout_s, limit_s))
+        deadline = self._deadline(request.timeout_s, arrived_at)
         priority = Priority.NORMAL if request.priority is None else request.priority
         priority = max(self._max_priority, caller.max_priority, priority)
         with caller.spend(num_estimated) as spending:
@@ -225,7 +288,7 @@ class App:
             raise self._make_end()
         self.dispatcher.raise_if_broken()  # it may have been found out while this request was at the door
         entered_at = time.monotonic()
-        num_chars = sum([len(text) for text in request.inputs if isinstance(text, str)])
+        num_chars = sum(map(len, request.inputs)) if isinstance(request.inputs[0], str) else 0
         collectors = self.encoder.make_collectors(request)
         gathering = Gathering(len(request.inputs), collectors, asyncio.get_running_loop())
         flow = self.scheduler.open(gathering, permit.priority, permit.deadline, caller.tenant)
@@ -242,6 +305,7 @@ class App:
             self._gatherings.discard(gathering)
             gathering.abandon()
             self.scheduler.close(flow)
+            self._token_floats.pop(flow, None)
             spending.note_sent(flow.num_sent_tokens)
         finished_at = time.monotonic()
         sent_at = flow.first_sent_at or tokenized_at
@@ -300,6 +364,7 @@ class App:
         output = request.output
         if output is Output.TOKENS:
             self._check_token_rows(start, tokenized, counts.num_tokens)
+            self._take_token_floats(flow, num_tokens)
         if counts.num_chunked:
             sequences = self._sequences_with_chunks(request, flow, start, tokenized)
         else:
@@ -339,6 +404,19 @@ class App:
                     f"{min(limit, self.config.max_tokens)}, which are not split",
                     param="input",
                 )
+
+    def _take_token_floats(self, flow: Flow, num_tokens: int) -> None:
+        """Make room for the vectors of so many more tokens, until the request is over. Raises TooManyRequests."""
+        num_floats = num_tokens * self.served.hidden_size
+        running = sum(self._token_floats.values())
+        if running + num_floats > _MAX_RUNNING_TOKEN_FLOATS:  # no request is so large by itself
+            self.board.add(Counter.REFUSED)
+            raise TooManyRequests(
+                f"One vector for each token: {running} numbers are being made, this request has {num_floats} or more, "
+                f"at most {_MAX_RUNNING_TOKEN_FLOATS} may be made at a time",
+                retry_after_s=1,
+            )
+        self._token_floats[flow] = self._token_floats.get(flow, 0) + num_floats
 
     def _check_num_tokens(self, num_tokens: int, *, is_all: bool) -> None:
         limit = self.config.max_request_tokens

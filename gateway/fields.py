@@ -134,9 +134,8 @@ def choice(name: str, description: str, choices: Mapping[str, T], **schema: Any)
     def read(value: Any, name: str) -> T:
         if isinstance(value, str) and value in choices:
             return choices[value]
-        given = ascii(value[:_MAX_QUOTED_CHARS]) if isinstance(value, str) else json_type(value)
         names = ", ".join(f"'{choice}'" for choice in choices)
-        raise BadRequest(f"'{name}' must be one of {names}, is {given}", param=name)
+        raise BadRequest(f"'{name}' must be one of {names}, is {given(value)}", param=name)
 
     return Field(name, description, {"enum": [*choices, None], **schema}, read)
 
@@ -151,6 +150,21 @@ def anything(
 def named(enum: type[E]) -> dict[str, E]:
     """The choices of an enum whose values are what callers write."""
     return {member.value: member for member in enum}
+
+
+def quoted(text: str) -> str:
+    """Of a name that a caller has sent, as much as helps to find it, in ASCII."""
+    return ascii(text[:_MAX_QUOTED_CHARS])
+
+
+def given(value: Any) -> str:
+    """What was sent in place of a name: a string is quoted, of anything else its type is told."""
+    return quoted(value) if isinstance(value, str) else json_type(value)
+
+
+def contradiction(first: str, second: str) -> BadRequest:
+    """Of two fields that say different things of the same."""
+    return BadRequest(f"'{first}' and '{second}' contradict each other: send one of them", param=second)
 
 
 def json_type(value: Any) -> str:

@@ -13,11 +13,13 @@ Anything else behind the end is refused, and so is a body that breaks off: half 
 
 import sys
 import zlib
+from abc import ABC, abstractmethod
 from enum import Enum
 from io import BytesIO
-from typing import Protocol
+from typing import Generic, Protocol, TypeVar
 
 from gateway.errors import BadRequest, PayloadTooLarge, UnsupportedEncoding
+from gateway.fields import quoted
 
 if sys.version_info >= (3, 14):
     from compression import zstd as zstd
@@ -32,7 +34,6 @@ _MAX_STEPS = 64
 _MAX_MEMBERS = 4096
 _ZSTD_WINDOW_LOG = 23
 """8 MiB, the most that a sender may use (RFC 9659): a frame says how much memory its reader needs."""
-_MAX_QUOTED_CHARS = 64
 
 
 class Coding(Enum):
@@ -59,39 +60,32 @@ def coding_named(value: str) -> Coding | None:
             f"header Content-Encoding: {len(names)} codings, at most one of {CODINGS} is supported", accepted=CODINGS
         )
     if names[0] not in _BY_NAME:
-        given = ascii(names[0][:_MAX_QUOTED_CHARS])
         raise UnsupportedEncoding(
-            f"header Content-Encoding: {given} is not supported, only {CODINGS}, or none", accepted=CODINGS
+            f"header Content-Encoding: {quoted(names[0])} is not supported, only {CODINGS}, or none", accepted=CODINGS
         )
     return _BY_NAME[names[0]]
 
 
-class _Decompressor(Protocol):
-    """Of one member."""
+class _OfLibrary(Protocol):
+    """What the libraries' decompressors have in common."""
 
     @property
     def eof(self) -> bool: ...
 
     @property
-    def unused_data(self) -> bytes:
-        """What was given beyond the end."""
-
-    def step(self, data: bytes) -> bytes:
-        """Up to `_MAX_STEP_BYTES` more. Raises what `_ERRORS` has."""
-
-    @property
-    def has_more(self) -> bool:
-        """Of what it was given, some is left."""
+    def unused_data(self) -> bytes: ...
 
 
-class _Zlib:
-    """gzip, zlib, or deflate alone; by `wbits`, as zlib has it."""
+_L = TypeVar("_L", bound=_OfLibrary)
 
-    __slots__ = ("_inner", "_is_full")
 
-    def __init__(self, wbits: int) -> None:
-        self._inner = zlib.decompressobj(wbits)
-        self._is_full = False  # it may know more than it could say
+class _Decompressor(ABC, Generic[_L]):
+    """Of one member."""
+
+    __slots__ = ("_inner",)
+
+    def __init__(self, inner: _L) -> None:
+        self._inner = inner
 
     @property
     def eof(self) -> bool:
@@ -99,7 +93,27 @@ class _Zlib:
 
     @property
     def unused_data(self) -> bytes:
+        """What was given beyond the end."""
         return self._inner.unused_data
+
+    @abstractmethod
+    def step(self, data: bytes) -> bytes:
+        """Up to `_MAX_STEP_BYTES` more. Raises what `_ERRORS` has."""
+
+    @property
+    @abstractmethod
+    def has_more(self) -> bool:
+        """Of what it was given, some is left."""
+
+
+class _Zlib(_Decompressor["zlib._Decompress"]):
+    """gzip, zlib, or deflate alone; by `wbits`, as zlib has it."""
+
+    __slots__ = ("_is_full",)
+
+    def __init__(self, wbits: int) -> None:
+        super().__init__(zlib.decompressobj(wbits))
+        self._is_full = False  # it may know more than it could say
 
     @property
     def has_more(self) -> bool:
@@ -112,20 +126,12 @@ class _Zlib:
         return inflated
 
 
-class _Zstd:
-    __slots__ = ("_inner",)
+class _Zstd(_Decompressor[zstd.ZstdDecompressor]):
+    __slots__ = ()
 
     def __init__(self) -> None:
         options = {int(zstd.DecompressionParameter.window_log_max): _ZSTD_WINDOW_LOG}
-        self._inner = zstd.ZstdDecompressor(options=options)
-
-    @property
-    def eof(self) -> bool:
-        return self._inner.eof
-
-    @property
-    def unused_data(self) -> bytes:
-        return self._inner.unused_data
+        super().__init__(zstd.ZstdDecompressor(options=options))
 
     @property
     def has_more(self) -> bool:
@@ -135,6 +141,7 @@ class _Zstd:
         return self._inner.decompress(data, _MAX_STEP_BYTES)
 
 
+_Member = _Zlib | _Zstd
 _ERRORS = (zlib.error, zstd.ZstdError)
 
 
@@ -150,7 +157,7 @@ class Inflating:
         """Read already, and behind the end of a member."""
         self._coding = coding
         self._max_bytes = max_bytes
-        self._member: _Decompressor | None = None
+        self._member: _Member | None = None
         self._num_members = 0
         self._inflated = BytesIO()
         self.num_bytes = 0
@@ -199,7 +206,7 @@ class Inflating:
         self._at = min(len(self._body), start + _MAX_STEP_INPUT_BYTES)
         return self._body[start : self._at]
 
-    def _begin_member(self) -> _Decompressor:
+    def _begin_member(self) -> _Member:
         self._num_members += 1
         if self._num_members > _MAX_MEMBERS:
             raise BadRequest(f"body: more than {_MAX_MEMBERS} {self._coding.value} members, one behind the other")
@@ -211,7 +218,7 @@ class Inflating:
             case Coding.ZSTD:
                 return _Zstd()
 
-    def _end_member(self, member: _Decompressor) -> None:
+    def _end_member(self, member: _Member) -> None:
         self._rest = member.unused_data
         self._member = None
         is_all = not self._rest and self._at == len(self._body)

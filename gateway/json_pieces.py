@@ -165,7 +165,7 @@ class PieceReader:
             raise BadRequest(f"'{self._field}' has a token id outside any vocabulary", param=self._field)
         if depth == 1:
             raise TooManyInputs(
-                f"'$.{self._field}' is invalid: more than {max_items} inputs, the most in one request",
+                f"'$.{self._field}' is invalid: more than {max_items} inputs, the most in one request (--max-inputs)",
                 param=self._field,
             )
         raise BadRequest(f"'{self._field}' has a list of values that are not all token ids", param=self._field)

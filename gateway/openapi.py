@@ -11,7 +11,8 @@ import re
 from collections.abc import Iterator, Sequence
 from typing import Any
 
-from gateway.fields import Fields, Schema
+from gateway.dialects.headers import MAX_TIMEOUT_MS
+from gateway.fields import Schema
 from gateway.handlers import Claim, Operations
 from gateway.operations import Dialect, Operation
 from gateway.routes import Place, Route, Table
@@ -31,6 +32,8 @@ _STATUSES = {
     503: "No answer before the deadline, or nothing to compute with",
 }
 _DIMENSIONS = {"dimensions", "output_dimension", "truncate_dim"}
+_NUM_TOKENS = {"truncate_prompt_tokens"}
+"""Fields that are refused above as many tokens as the model takes."""
 _WITH_RETRY_AFTER = {429, 503}
 _OF_BODIES = {408, 413, 415}
 _OF_EMBEDDING = {429, 500, 503}
@@ -48,7 +51,7 @@ _PARAMETERS = (
         "name": "x-vecd-timeout-ms",
         "in": "header",
         "description": "Give the request up after so many milliseconds, with a 503",
-        "schema": {"type": "integer", "minimum": 1, "maximum": 86_400_000},
+        "schema": {"type": "integer", "minimum": 1, "maximum": MAX_TIMEOUT_MS},
     },
 )
 
@@ -143,14 +146,15 @@ def _operation(claims: Sequence[Claim], served: Served, *, needs_key: bool) -> d
     has_body = any(operation.describe is None for operation in operations)
     embeds = any(operation.embed is not None for operation in operations)
     if has_body:
-        schemas = [_with_limits(operation.fields, served) for operation in operations]
+        schemas = [_with_limits(operation, served) for operation in operations]
         described["requestBody"] = {"required": True, "content": {"application/json": {"schema": _any_of(schemas)}}}
     if embeds:
         described["parameters"] = list(_PARAMETERS)
     statuses = {400, 401, 403, 404, 431} | (_OF_BODIES if has_body else set()) | (_OF_EMBEDDING if has_body else set())
     if not needs_key:
         statuses -= {401, 403}
-    described["responses"] = {"200": _answer(operations)}
+    answering = [operation for operation in operations if operation.answer]
+    described["responses"] = {"200": _answer(answering)} if answering else {}
     for operation in operations:
         described["responses"].update(_others(operation))
     dialects = list({claim.dialect.name: claim.dialect for claim in claims}.values())
@@ -207,25 +211,30 @@ def _any_of(schemas: Sequence[Schema]) -> Schema:
     return different[0] if len(different) == 1 else {"anyOf": different}
 
 
-def _with_limits(fields: Fields, served: Served) -> Schema:
-    """The body's schema, with the limits of what is served: how many inputs there may be, how long vectors are."""
-    schema = copy.deepcopy(fields.schema())
-    for field in fields:
+def _with_limits(operation: Operation, served: Served) -> Schema:
+    """The body's schema, with the limits of what is served: how many inputs there may be, how long vectors are, and
+    how many tokens a text has."""
+    schema = copy.deepcopy(operation.fields.schema())
+    for field in operation.fields:
+        described = schema["properties"][field.name]
         if field.is_large:
-            for part in _parts(schema["properties"][field.name]):
+            for part in _parts(described):
                 if part.get("type") == "array" and part.get("items", {}).get("type") != "integer":
                     part["maxItems"] = served.max_inputs
         if field.name in _DIMENSIONS:
-            schema["properties"][field.name].update(_dimensions_of(served, field.schema))
+            described.update(_dimensions_of(served, field.schema, answers_tokens=operation.answers_tokens))
+        if field.name in _NUM_TOKENS:
+            described["maximum"] = served.max_tokens
     return schema
 
 
-def _dimensions_of(served: Served, declared: Schema) -> Schema:
+def _dimensions_of(served: Served, declared: Schema, *, answers_tokens: bool) -> Schema:
     """`declared`: of the field, whatever is served. A least value of 0 stands for the model's own."""
+    own = {served.dim, served.hidden_size} if answers_tokens else {served.dim}
     if served.is_matryoshka and not served.matryoshka_dims:
-        return {"maximum": served.dim}
+        return {"maximum": max(own)}
     zero = [0] if declared.get("minimum") == 0 else []
-    return {"enum": [*zero, *served.matryoshka_dims, served.dim, None]}
+    return {"enum": [*zero, *sorted(own.union(served.matryoshka_dims)), None]}
 
 
 def _parts(schema: Schema) -> Iterator[Schema]:

@@ -14,7 +14,7 @@ from typing import NamedTuple, TypeAlias
 from gateway.errors import ApiError
 from gateway.fields import Fields, Schema, Values
 from gateway.http1 import Response
-from gateway.request import Embedded, EmbedRequest, Token, TokenIds
+from gateway.request import Embedded, EmbedRequest, TokenCollector, TokenIds
 from gateway.served import Served
 
 
@@ -40,7 +40,9 @@ class TokenizeAsk(NamedTuple):
     add_special_tokens: bool
     prompt: str
     """Put before every text."""
-    render: Callable[[list[list[Token]]], Response]
+    collector: TokenCollector
+    render: Callable[[], Response]
+    """Once the collector has all tokens."""
 
 
 class DecodeAsk(NamedTuple):
@@ -61,7 +63,7 @@ class Operation:
 
     summary: str
     answer: Schema
-    """Of the body of a 200; for the documentation."""
+    """Of the body of a 200; for the documentation. Empty where there never is one."""
     fields: Fields = NO_FIELDS
     embed: Callable[[Call], Ask | Response] | None = None
     """A Response where there is nothing to embed."""
@@ -73,6 +75,8 @@ class Operation:
     """Needs no more than what is served, and the path."""
     claims: str | None = None
     """The field by which a body is known to mean this operation, where several dialects have one at the same path."""
+    answers_tokens: bool = False
+    """Rows may be those of tokens, which have another length than the model's vectors; for the documentation."""
     binary_answers: tuple[str, ...] = ()
     """Other media types that a 200 may have."""
     media_type: str = "application/json"

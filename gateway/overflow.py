@@ -5,13 +5,13 @@ tokenizer. Called by `gateway.tokenizer`, which makes a `Fit` for each way of as
 
     whole         [CLS] p p  t t t t t t t t t t t t [SEP]
     truncate      [CLS] p p  t t t t [SEP]
-    truncate_left [CLS] t t t t t t [SEP]                        the prompt goes first, as with any tokenizer that
-    chunk         [CLS] p p  t t t t [SEP]                       truncates on the left
+    truncate_left [CLS] p p                  t t t t [SEP]
+    chunk         [CLS] p p  t t t t [SEP]
                   [CLS] p p          t t t t [SEP]
                   [CLS] p p                  t t t t [SEP]
 
-Each chunk is embedded as a text of its own, so the prompt is part of each. A chunk's weight are the tokens that it has
-of the text itself.
+Whatever is left of a text, the prompt is in front of it, since the prompt tells the model what the text is for. Each
+chunk is embedded as a text of its own; its weight are the tokens that it has of the text itself.
 """
 
 from array import array
@@ -65,16 +65,32 @@ class Fit:
             ids = [*ids[: self.max_tokens - len(suffix)], *suffix] if is_in_frame else ids[: self.max_tokens]
         return TokenizedInput(array("i", ids).tobytes(), len(ids), is_truncated, source)
 
-    def end(self, own: TokenIds, source: Source) -> TokenizedInput:
-        """`own` may begin before what is kept of it, which is `room` tokens. There is room for one at least."""
-        return self.whole(own[len(own) - self.room :], source)._replace(is_truncated=True)
+    def end(self, own: TokenIds, source: Source, prompt: TokenIds | None = None) -> TokenizedInput:
+        """`prompt`, and what there is room for of the end of `own`, in which the prompt may be, too. They are more
+        than there is room for. Raises BadRequest when the prompt leaves none."""
+        prompt = [] if prompt is None else prompt
+        num_kept = self.room - len(prompt)
+        if num_kept < 1:
+            raise BadRequest(
+                f"The prompt has {len(prompt)} tokens, and an input may have {self.max_tokens} in all, of which "
+                f"{self.frame.num_tokens} are special tokens: nothing would be left of a text that is truncated on the "
+                "left"
+            )
+        return self.whole([*prompt, *own[len(own) - num_kept :]], source)._replace(is_truncated=True)
+
+    def prompt_of(self, own: TokenIds) -> TokenIds:
+        """What of an input's first tokens is the prompt's: all of them, unless the tokenizer joins its end with the
+        text's beginning, as byte pairs do with a blank."""
+        pairs = enumerate(zip(self.prompt_ids, own, strict=False))
+        shorter = min(len(self.prompt_ids), len(own))
+        return own[: next((index for index, (a, b) in pairs if a != b), shorter)]
 
     def chunk_steps(self, own: TokenIds, source: Source) -> Generator[None, None, TokenizedInput]:
         """In chunks: `own` is all of an input, and more than `room`. Yields between pieces of work.
 
         Raises BadRequest when the prompt leaves too little room, and for more than MAX_CHUNKS.
         """
-        prompt = own[: _num_common(self.prompt_ids, own)]
+        prompt = self.prompt_of(own)
         size = self.room - len(prompt)
         if size < self.least_chunk:
             raise BadRequest(
@@ -94,13 +110,6 @@ class Fit:
                 yield
         num_tokens = sum(chunk.num_tokens for chunk in chunks)
         return TokenizedInput(chunks[0].token_ids, num_tokens, False, source, tuple(chunks))
-
-
-def _num_common(prompt_ids: TokenIds | tuple[int, ...], own: TokenIds) -> int:
-    """How much of the prompt's tokens an input begins with: all, unless the tokenizer joins its end with the text's
-    beginning, as byte pairs do with a blank."""
-    pairs = enumerate(zip(prompt_ids, own, strict=False))
-    return next((index for index, (a, b) in pairs if a != b), min(len(prompt_ids), len(own)))
 
 
 def check_num_chunks(num_chunks: int) -> None:

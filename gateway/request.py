@@ -67,9 +67,13 @@ class Overflow(Enum):
     TRUNCATE = "truncate"
     """Its beginning is kept."""
     TRUNCATE_LEFT = "truncate_left"
-    """Its end is kept."""
+    """Its end is kept, behind the prompt."""
     CHUNK = "chunk"
     """Its chunks are embedded, and their vectors' mean, weighted by tokens, is answered."""
+
+
+MAX_PROMPT_CHARS = 4096
+"""Of a prompt that comes with a request. It is put before every input, of which there may be thousands."""
 
 
 class Tokenizing(NamedTuple):
@@ -83,6 +87,9 @@ class Tokenizing(NamedTuple):
     """Longest sequence, special tokens included, at most the server's; None: the server's."""
     add_special_tokens: bool = True
     """False: a text's own tokens alone, without the model's frame."""
+    are_ids_of_model: bool = False
+    """Lists of ids are the model's own, framed or not, unless the server has been told otherwise: in APIs whose callers
+    have them from the same server, and know of no other vocabulary."""
 
 
 class Priority(IntEnum):
@@ -204,6 +211,14 @@ class Collector(Protocol):
     def put_tokens(self, index: int, rows: NDArray[np.float32], num_left: int) -> None:
         """Take the next rows (float32 [n, H], C-contiguous, borrowed) of the tokens of input `index`; `num_left` more
         of it are to come."""
+
+
+class TokenCollector(Protocol):
+    """Keeps the tokens of texts in the form in which they will be answered; made by dialects."""
+
+    def put(self, index: int, tokens: list[Token]) -> None:
+        """Take the next tokens of text `index`: few enough to be written in a millisecond or two, in the order of
+        texts, each of which comes up at least once. In a thread."""
 
 
 class ChunkedInput:

@@ -10,6 +10,7 @@ from dataclasses import dataclass, field
 
 from gateway.config import GatewayConfig
 from gateway.errors import BadRequest, ModelNotFound
+from gateway.fields import quoted
 from gateway.request import Overflow
 
 # What callers say a text is for, in the order in which a model's prompts are looked for. Names: Cohere's and Voyage's
@@ -26,22 +27,25 @@ _PURPOSES = {
     "code.query": ("code.query", *_QUERY),
     "code.passage": ("code.passage", *_DOCUMENT),
 }
+_RETRIEVAL = frozenset((*_QUERY, *_DOCUMENT, "code.query", "code.passage"))
+"""Purposes of texts that search, and of those that are found."""
 PURPOSES = tuple(_PURPOSES)
 """Names of what a text may be for that are known whatever the model."""
 
-_MAX_QUOTED_CHARS = 32
+_MAX_LISTED_CHARS = 32
 _MAX_LISTED = 20
 _TAG = "latest"
 """Ollama's clients put it behind every name."""
-_VERSION = re.compile(r"[0-9]")
-"""Behind a colon: what has a digit is a version or a size ("v1.5", "335m", "q8_0"), not a prompt's name."""
+_VERSION = re.compile(r"(?:v|q|iq|f|fp|bf|int)?[0-9].*", re.IGNORECASE)
+"""Behind a colon: a version, a size or a type, as Ollama's tags have them ("v1.5", "335m-v1-fp16", "q8_0", "bf16"), and
+not a prompt's name with a mistake in it ("query2")."""
 
 
 def _listed(names: Iterable[str]) -> str:
     """For a message, which a model with hundreds of prompts must not make endless."""
-    quoted = [f"'{name[:_MAX_QUOTED_CHARS]}'" for name in names]
-    more = f" and {len(quoted) - _MAX_LISTED} more" if len(quoted) > _MAX_LISTED else ""
-    return ", ".join(quoted[:_MAX_LISTED]) + more
+    listed = [f"'{name[:_MAX_LISTED_CHARS]}'" for name in names]
+    more = f" and {len(listed) - _MAX_LISTED} more" if len(listed) > _MAX_LISTED else ""
+    return ", ".join(listed[:_MAX_LISTED]) + more
 
 
 @dataclass(frozen=True, slots=True)
@@ -74,6 +78,8 @@ class Served:
     default_prompt: str = ""
     has_quantization_ranges: bool = False
     """int8 and uint8 are made with ranges of the model's own vectors."""
+    weights_bytes: int = 0
+    """Of the files that the weights are in."""
     prompts: dict[str, str] = field(default_factory=dict)
     """By name, as the model's files have them."""
 
@@ -104,6 +110,7 @@ class Served:
             created_at=created_at,
             default_prompt=card.prompt,
             has_quantization_ranges=config.quantization_ranges is not None,
+            weights_bytes=card.weights_bytes,
             prompts=dict(card.prompts),
         )
 
@@ -139,7 +146,7 @@ class Served:
             return None if suffix == _TAG else self.prompt_for(suffix, "model")
         if self.is_strict:
             raise ModelNotFound(name)
-        if colon and self.prompts and self._is_own(base) and not _VERSION.search(suffix):
+        if colon and self.prompts and self._is_own(base) and not _VERSION.fullmatch(suffix):
             raise self._unknown_prompt(suffix, "model")
         return None
 
@@ -151,23 +158,23 @@ class Served:
 
     def _unknown_prompt(self, name: str, param: str) -> BadRequest:
         known = _listed(self.prompts) or "none"
-        return BadRequest(
-            f"'{param}': the model has no prompt {name[:_MAX_QUOTED_CHARS]!a}; it has {known}", param=param
-        )
+        return BadRequest(f"'{param}': the model has no prompt {quoted(name)}; it has {known}", param=param)
 
     def prompt_for(self, purpose: str, param: str = "input_type") -> str | None:
         """The model's prompt for texts of a purpose: the prompt of that name, or what other APIs call the same.
 
-        None, which is the default prompt, where the model has none for it: most models have none at all. Raises
-        BadRequest, naming the field `param`, for a purpose that nobody knows.
+        Where the model has none for it, as most have none at all: None, which is the default prompt. But "" for queries
+        and documents where there is a default prompt, which may be that of the other: so do sentence-transformers'
+        `encode_query` and `encode_document`. Raises BadRequest, naming the field `param`, for a purpose that nobody
+        knows.
         """
         for name in (purpose, *_PURPOSES.get(purpose, ())):
             if name in self.prompts:
                 return self.checked(self.prompts[name], param)
         if purpose not in _PURPOSES:
             known = _listed((*self.prompts, *(purpose for purpose in PURPOSES if purpose not in self.prompts)))
-            raise BadRequest(f"'{param}' must be one of {known}, is {purpose[:_MAX_QUOTED_CHARS]!a}", param=param)
-        return None
+            raise BadRequest(f"'{param}' must be one of {known}, is {quoted(purpose)}", param=param)
+        return "" if self.default_prompt and purpose in _RETRIEVAL else None
 
     def checked(self, prompt: str, param: str) -> str:
         """A prompt, if this model takes any. Raises BadRequest."""

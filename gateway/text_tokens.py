@@ -61,6 +61,8 @@ class TextTokens:
         at least one more than `num`. What the library truncates is not among them, and is behind those."""
         if self.cuts is None:
             return self.ids([prompt + text[: self.max_chars] for text in texts])
+        if self._is_one_call(texts, prompt, num):
+            return self.ids([prompt + text for text in texts] if prompt else texts)
         ends = []
         for text in texts:
             end = yield from self._piece_end(text, self.first_chars(num), self.cuts)
@@ -73,6 +75,14 @@ class TextTokens:
         for text, end, ids in zip(texts, ends, lists, strict=True):
             yield from self._extend(ids, text, end, num, self.cuts)
         return lists
+
+    def _is_one_call(self, texts: Sequence[str], prompt: str, num: int) -> bool:
+        """Whether each text is a first piece by itself, and all are one run, as of most requests: looking for places
+        to cut them would take as long as a tenth of the tokenizing."""
+        longest = max(map(len, texts))
+        if longest > self.first_chars(num) or longest > self.max_chars:
+            return False
+        return len(texts) == 1 or sum(map(len, texts)) + len(texts) * (CHARS_PER_TEXT + len(prompt)) <= RUN_CHARS
 
     def all_steps(self, text: str, prompt: str) -> Generator[None, None, list[int]]:
         """All tokens of the text, with the prompt before it."""

@@ -5,7 +5,8 @@ Owns the policy of `--token-ids`, and the refusals. Embeds nothing, and quotes n
 - "auto": a list framed by the model's special tokens, as its tokenizer makes it, is the model's. Any other is
   cl100k_base's, which is what clients send that know only OpenAI's models. Where the model's frame does not tell the
   two apart, neither is taken: of a model that frames nothing, or by ids that are common signs in cl100k_base (T5's
-  </s> is its quotation mark, with which many texts end; Gemma's <bos> its #);
+  </s> is its quotation mark, with which many texts end; Gemma's <bos> its #). In APIs of which callers know that ids
+  are the model's (`Tokenizing.are_ids_of_model`), every list is;
 - "model": every list is the model's;
 - "cl100k": every list is cl100k_base's;
 - "reject": none is taken.
@@ -61,13 +62,15 @@ class IdPolicy:
         self._policy = policy
         self._vocab_size = vocab_size
         self._frame = frame
-        self.may_decode = policy == "cl100k" or (policy == "auto" and frame.is_telling)
-        """Some lists are cl100k_base's."""
 
-    def source_of(self, ids: TokenIds, index: int) -> Source:
+    def may_decode(self, are_ids_of_model: bool = False) -> bool:
+        """Whether some lists may be cl100k_base's. `are_ids_of_model`: see `Tokenizing`."""
+        return self._policy == "cl100k" or (self._policy == "auto" and self._frame.is_telling and not are_ids_of_model)
+
+    def source_of(self, ids: TokenIds, index: int, are_ids_of_model: bool = False) -> Source:
         """MODEL or CL100K. `ids`: at least one. Raises BadRequest, naming the input by its index, for a list that is
         not taken, and for ids outside the vocabulary that it is taken to be of. Loads `gateway.cl100k` if it is."""
-        if self.are_model_s(ids):
+        if self.are_model_s(ids, are_ids_of_model):
             self._check_range(ids, index, self._vocab_size, "the model's")
             if self._policy == "reject":
                 raise BadRequest(
@@ -76,7 +79,7 @@ class IdPolicy:
                     param="input",
                 )
             return Source.MODEL
-        if not self.may_decode:
+        if not self.may_decode():
             raise BadRequest(
                 f"'input[{index}]' is a list of token ids, and this model's special tokens do not tell its own ids "
                 "from those of another vocabulary. Send text (LangChain: "
@@ -93,13 +96,13 @@ class IdPolicy:
             )
         return Source.CL100K
 
-    def are_model_s(self, ids: TokenIds) -> bool:
+    def are_model_s(self, ids: TokenIds, are_ids_of_model: bool = False) -> bool:
         """Whether the policy takes `ids` for the model's, if it takes any."""
         match self._policy:
             case "model" | "reject":
                 return True
             case "auto":
-                return self._frame.is_telling and self._frame.is_around(ids)
+                return are_ids_of_model or (self._frame.is_telling and self._frame.is_around(ids))
             case _:
                 return False
 

@@ -31,7 +31,7 @@ from gateway import cl100k
 from gateway.errors import BadRequest, InputTooLong
 from gateway.inspection import Inspector
 from gateway.overflow import Fit, check_num_chunks
-from gateway.request import Overflow, Source, Token, TokenIds, TokenizedInput, Tokenizing
+from gateway.request import MAX_PROMPT_CHARS, Overflow, Source, TokenCollector, TokenIds, TokenizedInput, Tokenizing
 from gateway.text_tokens import CHARS_PER_TEXT, RUN_CHARS, TextTokens, runs_of
 from gateway.threads import Threads
 from gateway.token_ids import NO_FRAME, Frame, IdPolicy
@@ -57,9 +57,6 @@ _RUN_IDS = 32 * 1024
 
 _RUN_DECODED_IDS = 4 * 1024
 """Of those that may have to be decoded and tokenized: as many as `RUN_CHARS` of English."""
-
-_MAX_PROMPT_CHARS = 4096
-"""Of a prompt that comes with a request. It is tokenized with every text."""
 
 _LEAST_CHUNK_TOKENS = 32
 """Fewest tokens that a chunk has of its text, for models that take twice as many: less room would make too many."""
@@ -124,7 +121,9 @@ class Tokenizer:
         prompt = self._prompt if how.prompt is None else how.prompt
         extra = 2 + len(prompt) // 3
         if (how.overflow or self._overflow) is not Overflow.CHUNK:
-            return sum(min(most, len(x) // 3 + extra if isinstance(x, str) else len(x)) for x in inputs)
+            if _are_texts(inputs):
+                return sum([min(most, len(text) // 3 + extra) for text in inputs])
+            return sum([min(most, len(ids)) for ids in inputs])
         num_own = sum(len(x) // 3 + 2 if isinstance(x, str) else len(x) for x in inputs)
         num_chunks = len(inputs) + num_own // max(self._least_chunk, most - extra)
         return num_own + num_chunks * min(most, extra)
@@ -157,22 +156,22 @@ class Tokenizer:
             check_num_chunks(num_chunks)
             yield tokenized
 
-    async def describe(
-        self, texts: list[str], prompt: str, add_special_tokens: bool, tenant: str = ""
-    ) -> list[list[Token]]:
-        """The tokens of each text, whole, with the prompt before it. In the threads.
+    def describe_steps(
+        self, texts: list[str], prompt: str, add_special_tokens: bool, collector: TokenCollector
+    ) -> Generator[None, None, int]:
+        """Give the collector the tokens of each text, whole, with the prompt before it; returns how many they are.
+        For the threads: yields between pieces of work.
 
-        Raises BadRequest, naming no field, for a text of more than `max_chars`, and for too much in all.
+        Raises BadRequest, naming `input`, for a text of more than `max_chars`, and for too much in all.
         """
-        _check_prompt(prompt)
-        return await self.threads.run(self._inspector.describe_steps(texts, prompt, add_special_tokens), tenant)
+        return self._inspector.describe_steps(texts, prompt, add_special_tokens, collector)
 
-    async def decode(self, lists: list[TokenIds], skip_special_tokens: bool, tenant: str = "") -> list[str]:
-        """The text of each list of the model's ids. In the threads.
+    def decode_steps(self, lists: list[TokenIds], skip_special_tokens: bool) -> Generator[None, None, list[str]]:
+        """The text of each list of the model's ids. For the threads: yields between pieces of work.
 
-        Raises BadRequest, naming no field, for ids outside the vocabulary, and for too many in all.
+        Raises BadRequest, naming `input`, for ids outside the vocabulary, and for too many in all.
         """
-        return await self.threads.run(self._inspector.decode_steps(lists, skip_special_tokens), tenant)
+        return self._inspector.decode_steps(lists, skip_special_tokens)
 
     # --- how much, and where ----------------------------------------------------------------------------------
 
@@ -181,11 +180,12 @@ class Tokenizer:
         prompt = self._prompt if how.prompt is None else how.prompt
         if _are_texts(inputs):
             return _cost(inputs, prompt) <= _INLINE_CHARS
-        return _cost(inputs, "") <= _INLINE_IDS and self._is_decoded_soon(cast(list[TokenIds], inputs), prompt)
+        if _cost(inputs, "") > _INLINE_IDS:
+            return False
+        may_decode = self._policy.may_decode(how.are_ids_of_model)
+        return not may_decode or self._is_decoded_soon(cast(list[TokenIds], inputs), prompt)
 
     def _is_decoded_soon(self, lists: list[TokenIds], prompt: str) -> bool:
-        if not self._policy.may_decode:
-            return True
         decoded = [(ids, index) for index, ids in enumerate(lists) if not self._policy.are_model_s(ids)]
         if not decoded:
             return True
@@ -202,7 +202,7 @@ class Tokenizer:
             prompt = self._prompt if how.prompt is None else how.prompt
             longest = self._texts.first_chars(self.max_tokens - self._frame.num_tokens)
             return runs_of(inputs, RUN_CHARS, longest, len(prompt))
-        most = _RUN_DECODED_IDS if self._policy.may_decode else _RUN_IDS
+        most = _RUN_DECODED_IDS if self._policy.may_decode(how.are_ids_of_model) else _RUN_IDS
         return runs_of(cast(list[TokenIds], inputs), most, most)
 
     # --- limits -----------------------------------------------------------------------------------------------
@@ -299,9 +299,18 @@ class Tokenizer:
         if is_beyond:
             raise self._beyond(index, f"{self.max_chars} characters")
         if fit.overflow is Overflow.TRUNCATE_LEFT:
-            return fit.end((yield from self._texts.last_steps(text, fit.prompt, fit.room)), source)
+            return (yield from self._take_end(text, fit, source))
         own = yield from self._texts.all_steps(text, fit.prompt)
         return (yield from fit.chunk_steps(own, source))
+
+    def _take_end(self, text: str, fit: Fit, source: Source) -> Generator[None, None, TokenizedInput]:
+        """The prompt, and the last tokens of a text that has more."""
+        prompt: TokenIds = []
+        if fit.prompt:
+            [first] = yield from self._texts.first_steps([text], fit.prompt, len(fit.prompt_ids))
+            prompt = fit.prompt_of(first)
+        last = yield from self._texts.last_steps(text, fit.prompt, fit.room - len(prompt))
+        return fit.end(last, source, prompt)
 
     def _take_lists(
         self, lists: list[TokenIds], run: range, how: Tokenizing
@@ -310,7 +319,7 @@ class Tokenizer:
         texts: dict[int, str] = {}
         for index in run:
             ids = lists[index]
-            if self._policy.source_of(ids, index) is Source.MODEL:
+            if self._policy.source_of(ids, index, how.are_ids_of_model) is Source.MODEL:
                 tokenized[index] = yield from self._take_ids(ids, index, how)
             else:
                 texts[index] = yield from self._decode(ids, index, how)
@@ -381,8 +390,8 @@ def _cost(inputs: Sequence[str | TokenIds], prompt: str) -> int:
 
 
 def _check_prompt(prompt: str) -> None:
-    if len(prompt) > _MAX_PROMPT_CHARS:
-        raise BadRequest(f"The prompt has {len(prompt)} characters, at most {_MAX_PROMPT_CHARS} are allowed")
+    if len(prompt) > MAX_PROMPT_CHARS:
+        raise BadRequest(f"The prompt has {len(prompt)} characters, at most {MAX_PROMPT_CHARS} are allowed")
 
 
 def _read_tokenizer(card: ModelCard, *, literal_special_tokens: bool) -> tokenizers.Tokenizer:

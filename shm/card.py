@@ -99,6 +99,8 @@ class ModelCard:
     """The first part of a vector, brought to length 1, is a vector, too."""
     matryoshka_dims: tuple[int, ...] = ()
     """Lengths of such parts that the model was made for; none are stated for any length."""
+    weights_bytes: int = 0
+    """Of the files that the weights are in, those of modules behind the first included."""
     tokenizer_file: str = ""
     """Absolute path of the fast tokenizer's file; empty if the model has none yet, and `launch.plan` converts it."""
 
@@ -164,6 +166,7 @@ def read_card(folder: Path) -> ModelCard:
         pools_prompt=pools_prompt,
         is_matryoshka=bool(config.get("is_matryoshka")) or bool(matryoshka_dims),
         matryoshka_dims=matryoshka_dims,
+        weights_bytes=_weights_bytes(weights_folder, *(folder / step.path for step in steps if step.path)),
         tokenizer_file=str(tokenizer) if tokenizer.is_file() else "",
     )
 
@@ -254,6 +257,16 @@ def _check_shards(index: Path) -> None:
             raise ModelError(f"{index}: {name} is not safetensors")
         if not (index.parent / name).is_file():
             raise ModelError(f"{index.parent / name}: file missing (named in {index.name})")
+
+
+def _weights_bytes(weights_folder: Path, *module_folders: Path) -> int:
+    """Of weights that `_check_files` and `_read_step` have found."""
+    index = weights_folder / "model.safetensors.index.json"
+    names = {"model.safetensors"}
+    if not (weights_folder / "model.safetensors").is_file():
+        names = set(_read_object(index)["weight_map"].values())
+    files = [weights_folder / name for name in names] + [folder / "model.safetensors" for folder in module_folders]
+    return sum(path.stat().st_size for path in files)
 
 
 # Where sentence-transformers looks, in this order; since version 2 it writes the first.

@@ -13,11 +13,13 @@ from typing import Any
 import orjson
 
 from gateway import fields
-from gateway.dialects.headers import answer_headers, parse_priority, parse_timeout_s
+from gateway.dialects import options
+from gateway.dialects.headers import answer_headers, parse_priority, parse_timeout_s, priority_numbered
 from gateway.dialects.inputs import parse_texts
+from gateway.dialects.rows import json_list
 from gateway.encoding import JsonRows, check_forms
 from gateway.errors import ApiError, BadRequest
-from gateway.fields import Field, Fields, Schema, Values, json_type
+from gateway.fields import Field, Fields, Schema, Values, given, json_type
 from gateway.http1 import Response
 from gateway.operations import Ask, Call, Dialect, Operation
 from gateway.request import Dtype, Embedded, EmbedRequest, Encoding, Form, Overflow, Priority, Tokenizing
@@ -31,6 +33,8 @@ _FORMS = {
     "ubinary": Form(dtype=Dtype.UBINARY),
     "base64": Form(Encoding.BASE64),
 }
+_IMAGE = "image"
+"""The purpose of Cohere's that no text has."""
 
 # --- fields -----------------------------------------------------------------------------------------------------
 
@@ -41,16 +45,13 @@ def _read_types(value: Any, name: str) -> tuple[str, ...]:
         raise BadRequest(f"'{name}' must be a list, is {json_type(value)}", param=name)
     for index, item in enumerate(value):
         if not isinstance(item, str) or item not in _FORMS:
-            given = ascii(item[:32]) if isinstance(item, str) else json_type(item)
             known = ", ".join(f"'{known}'" for known in _FORMS)
-            raise BadRequest(f"'{name}[{index}]' must be one of {known}, is {given}", param=name)
+            raise BadRequest(f"'{name}[{index}]' must be one of {known}, is {given(item)}", param=name)
     return tuple(dict.fromkeys(value))
 
 
 def _read_priority(value: Any, name: str) -> Priority:
-    if type(value) is not int:
-        raise BadRequest(f"'{name}' must be a whole number, is {json_type(value)}", param=name)
-    return Priority.NORMAL if value == 0 else Priority.INTERACTIVE if value < 0 else Priority.BULK
+    return priority_numbered(fields.read_whole_number(value, name))
 
 
 _TEXT_LIST: Schema = {"type": "array", "items": {"type": "string"}, "minItems": 1}
@@ -77,12 +78,6 @@ INPUTS = fields.anything(
 IMAGES = fields.anything(
     "images", "refused: only texts are embedded", {"type": ["array", "null"], "maxItems": 0}, is_large=True
 )
-MODEL = fields.text("model", "name of the model; its part behind a colon may name a prompt, as in `name:query`")
-INPUT_TYPE = fields.text(
-    "input_type",
-    "what the texts are for, `search_query` or `search_document` for example: the model's prompt for it is put before "
-    "each, if it has one",
-)
 EMBEDDING_TYPES = Field(
     "embedding_types",
     "forms in which each vector is answered",
@@ -104,7 +99,16 @@ PRIORITY = Field(
     _read_priority,
 )
 FIELDS = Fields(
-    TEXTS, INPUTS, IMAGES, MODEL, INPUT_TYPE, EMBEDDING_TYPES, OUTPUT_DIMENSION, TRUNCATE, MAX_TOKENS, PRIORITY
+    TEXTS,
+    INPUTS,
+    IMAGES,
+    options.MODEL,
+    options.INPUT_TYPE,
+    EMBEDDING_TYPES,
+    OUTPUT_DIMENSION,
+    TRUNCATE,
+    MAX_TOKENS,
+    PRIORITY,
 )
 
 # --- parse ------------------------------------------------------------------------------------------------------
@@ -157,16 +161,16 @@ def _read_texts(values: Values, max_inputs: int) -> list[str]:
 def _texts_of(inputs: Any, name: str, max_inputs: int) -> list[str]:
     """The text of each object of `inputs`. Raises BadRequest."""
     if not isinstance(inputs, list):
-        given = "a list of whole numbers" if isinstance(inputs, array) else json_type(inputs)
-        raise BadRequest(f"'{name}' must be a list of objects, is {given}", param=name)
+        what = "a list of whole numbers" if isinstance(inputs, array) else json_type(inputs)
+        raise BadRequest(f"'{name}' must be a list of objects, is {what}", param=name)
     texts = []
     for index, item in enumerate(inputs):
         if not isinstance(item, dict):
             raise BadRequest(f"'{name}[{index}]' must be an object, is {json_type(item)}", param=name)
         content, where = item.get("content"), f"{name}[{index}].content"
         if not isinstance(content, list):
-            given = "missing" if content is None else json_type(content)
-            raise BadRequest(f"'{where}' must be a list, is {given}", param=name)
+            what = "missing" if content is None else json_type(content)
+            raise BadRequest(f"'{where}' must be a list, is {what}", param=name)
         if len(content) != 1:
             raise BadRequest(f"'{where}' must have 1 item, a text, has {len(content)}", param=name)
         texts.append(_text_of(content[0], where, name))
@@ -186,16 +190,10 @@ def _text_of(item: Any, where: str, name: str) -> Any:
 def _read_prompt(values: Values, served: Served) -> str | None:
     """By `input_type`, or by the model's name. Raises BadRequest where they contradict each other: clients that always
     send an `input_type` would otherwise undo, unseen, what their user wrote into the name."""
-    by_name = served.prompt_of_model_name(values.get(MODEL))
-    purpose = values.get(INPUT_TYPE)
-    if purpose is None:
-        return by_name
-    prompt = served.prompt_for(purpose, INPUT_TYPE.name)
-    if by_name is not None and by_name != prompt:
-        raise BadRequest(
-            "'input_type' and the model's name ask for different prompts: leave one of them out", param=INPUT_TYPE.name
-        )
-    return prompt
+    if values.get(options.INPUT_TYPE) == _IMAGE and _IMAGE not in served.prompts:
+        name = options.INPUT_TYPE.name
+        raise BadRequest(f"'{name}' '{_IMAGE}' is not supported: this server embeds texts", param=name)
+    return options.read_prompt(values, served, (options.INPUT_TYPE,))
 
 
 def _echo(texts: Sequence[str]) -> list[bytes]:
@@ -233,15 +231,10 @@ def render_embed(
     return Response(200, pieces, headers=answer_headers(embedded))
 
 
-def _rows(embedded: Embedded, index: int) -> list[bytes]:
+def _rows(embedded: Embedded, index: int) -> list[bytes | memoryview]:
     collector = embedded.collectors[index]
     assert isinstance(collector, JsonRows)
-    pieces: list[bytes] = []
-    before = b"["
-    for fragment in collector.fragments:
-        pieces += (before, fragment)
-        before = b","
-    return [*pieces, b"]"]
+    return json_list(collector.fragments)
 
 
 def _meta(embedded: Embedded, version: int, max_tokens: int) -> dict[str, Any]:

@@ -10,6 +10,7 @@ import re
 from collections.abc import Mapping
 
 from gateway.errors import BadRequest
+from gateway.fields import quoted
 from gateway.request import Embedded, Encoding, Priority, Source
 
 MAX_TIMEOUT_MS = 24 * 60 * 60 * 1000
@@ -17,7 +18,6 @@ MAX_TIMEOUT_MS = 24 * 60 * 60 * 1000
 _PRIORITIES = {priority.name.lower(): priority for priority in Priority}
 _WHOLE_NUMBER = re.compile(r"[0-9]{1,8}")
 _QUALITY = re.compile(r"\s*q\s*=\s*(0(?:\.[0-9]{0,3})?|1(?:\.0{0,3})?)\s*", re.IGNORECASE)
-_MAX_QUOTED_CHARS = 32
 _MAX_MEDIA_RANGES = 32
 _BINARY_TYPES = {"application/octet-stream": Encoding.BYTES, "application/x-npy": Encoding.NPY}
 _MAY_BE_BINARY = re.compile("|".join(map(re.escape, _BINARY_TYPES)), re.IGNORECASE)
@@ -33,9 +33,13 @@ def parse_priority(headers: Mapping[str, str]) -> Priority | None:
 def priority_named(name: str, where: str, param: str | None = None) -> Priority:
     """The priority of that name. Raises BadRequest, which begins with `where`."""
     if name not in _PRIORITIES:
-        given = ascii(name[:_MAX_QUOTED_CHARS])
-        raise BadRequest(f"{where} must be 'interactive', 'normal' or 'bulk', is {given}", param=param)
+        raise BadRequest(f"{where} must be 'interactive', 'normal' or 'bulk', is {quoted(name)}", param=param)
     return _PRIORITIES[name]
+
+
+def priority_numbered(number: int) -> Priority:
+    """As vLLM and Cohere have it: lower goes first, 0 is the usual."""
+    return Priority.NORMAL if number == 0 else Priority.INTERACTIVE if number < 0 else Priority.BULK
 
 
 def parse_timeout_s(headers: Mapping[str, str]) -> float | None:
@@ -45,8 +49,7 @@ def parse_timeout_s(headers: Mapping[str, str]) -> float | None:
         return None
     if not _WHOLE_NUMBER.fullmatch(value) or not 1 <= int(value) <= MAX_TIMEOUT_MS:
         raise BadRequest(
-            f"header x-vecd-timeout-ms: must be a whole number from 1 to {MAX_TIMEOUT_MS}, "
-            f"is {value[:_MAX_QUOTED_CHARS]!a}"
+            f"header x-vecd-timeout-ms: must be a whole number from 1 to {MAX_TIMEOUT_MS}, is {quoted(value)}"
         )
     return int(value) / 1000
 

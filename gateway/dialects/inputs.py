@@ -84,7 +84,8 @@ def parse_ids(value: Any, name: str) -> TokenIds:
 def _check_num(values: list[Any], name: str, max_inputs: int) -> None:
     if len(values) > max_inputs:
         raise TooManyInputs(
-            f"'$.{name}' is invalid: {len(values)} inputs, at most {max_inputs} in one request", param=name
+            f"'$.{name}' is invalid: {len(values)} inputs, at most {max_inputs} in one request (--max-inputs)",
+            param=name,
         )
 
 

@@ -2,12 +2,14 @@
 
 Owns the shapes of `/api/…`. Source of the shapes: Ollama's server and SDKs. What clients ask before they embed is
 answered, too: which model there is, and what it is like. Nothing needs to be pulled: the served model is there. What is
-not known of it (bytes, digest, number of parameters) is left out of its descriptions.
+not known of it (number of parameters, when it would be unloaded) is left out of its descriptions. Its digest, which
+Ollama's own command shows the beginning of, is of its facts and not of its weights.
 
 Options: `num_ctx` bounds the tokens of a text, as with Ollama. The others are of text generation and change no vector;
 clients send them all the same, most often as null, and they are ignored. So is `keep_alive`: the model stays.
 """
 
+import hashlib
 from array import array
 from dataclasses import replace
 from datetime import UTC, datetime
@@ -19,6 +21,7 @@ import orjson
 from gateway import fields
 from gateway.dialects.headers import answer_headers, parse_priority, parse_timeout_s
 from gateway.dialects.inputs import parse_texts
+from gateway.dialects.rows import json_list
 from gateway.encoding import JsonRows
 from gateway.errors import ApiError, BadRequest, InputTooLong, ModelNotFound, NotFound
 from gateway.fields import Field, Fields, Schema, Values, json_type
@@ -106,15 +109,11 @@ def render_embed(embedded: Embedded, *, model: str) -> Response:
 
 def _render_list(fragments: list[bytes], model: str, total_ns: int, num_tokens: int) -> list[bytes | memoryview]:
     """In pieces, so that megabytes are never copied. Nothing was loaded for the request's sake."""
-    pieces: list[bytes | memoryview] = []
-    before = b'{"model":%b,"embeddings":[' % orjson.dumps(model)
-    for fragment in fragments:
-        pieces += (before, fragment)
-        before = b","
-    if not fragments:
-        pieces.append(before)
-    pieces.append(b'],"total_duration":%d,"load_duration":0,"prompt_eval_count":%d}' % (total_ns, num_tokens))
-    return pieces
+    return [
+        b'{"model":%b,"embeddings":' % orjson.dumps(model),
+        *json_list(fragments),
+        b',"total_duration":%d,"load_duration":0,"prompt_eval_count":%d}' % (total_ns, num_tokens),
+    ]
 
 
 def parse_embeddings(call: Call) -> Ask | Response:
@@ -238,7 +237,32 @@ def _check_name(name: str, served: Served) -> None:
 
 def _describe(name: str, served: Served) -> dict[str, Any]:
     tagged = name if ":" in name else f"{name}:{_TAG}"
-    return {"name": tagged, "model": tagged, "modified_at": _modified_at(served), "details": _details(served)}
+    return {
+        "name": tagged,
+        "model": tagged,
+        "modified_at": _modified_at(served),
+        "size": served.weights_bytes,
+        "digest": _digest(served),
+        "details": _details(served),
+    }
+
+
+def _digest(served: Served) -> str:
+    """SHA-256 of what is known of the model and changes its vectors, under whichever name it is called."""
+    facts = (
+        served.model,
+        served.version,
+        served.model_type,
+        served.dim,
+        served.hidden_size,
+        served.max_tokens,
+        served.pooling,
+        served.is_normalized,
+        served.default_prompt,
+        sorted(served.prompts.items()),
+        served.weights_bytes,
+    )
+    return hashlib.sha256(orjson.dumps(facts)).hexdigest()
 
 
 def _details(served: Served) -> dict[str, Any]:
@@ -284,7 +308,14 @@ _DETAILS = _object(
     family=_TEXT,
     families={"type": "array", "items": _TEXT},
 )
-_LISTED: dict[str, Schema] = {"name": _TEXT, "model": _TEXT, "modified_at": _MOMENT, "details": _DETAILS}
+_LISTED: dict[str, Schema] = {
+    "name": _TEXT,
+    "model": _TEXT,
+    "modified_at": _MOMENT,
+    "size": {**_NUMBER, "description": "bytes of the weights' files"},
+    "digest": {"type": "string", "pattern": "^[0-9a-f]{64}$", "description": "SHA-256 of the model's facts"},
+    "details": _DETAILS,
+}
 _EMBED_ANSWER = _object(
     "model embeddings total_duration load_duration prompt_eval_count",
     model=_TEXT,

@@ -10,23 +10,15 @@ from collections.abc import Mapping, Sequence
 from typing import Any, NamedTuple, NoReturn, TypeVar
 
 from gateway import fields
-from gateway.dialects.headers import parse_accept, parse_priority, priority_named
+from gateway.dialects.headers import parse_accept, parse_priority, priority_named, priority_numbered
 from gateway.encoding import check_forms
 from gateway.errors import BadRequest
-from gateway.fields import Field, Schema, Values, json_type
-from gateway.request import Dtype, EmbedRequest, Encoding, Form, Overflow, Priority, Tokenizing
+from gateway.fields import Field, Schema, Values, contradiction, given, json_type
+from gateway.request import MAX_PROMPT_CHARS, Dtype, EmbedRequest, Encoding, Form, Overflow, Priority, Tokenizing
 from gateway.served import PURPOSES, Served
 from shm.wire import Output
 
 T = TypeVar("T")
-
-_MAX_QUOTED_CHARS = 32
-MAX_PROMPT_CHARS = 4096
-"""Of a prompt that comes with a request. It is put before every input, of which there may be thousands."""
-
-
-def _contradiction(first: str, second: str) -> BadRequest:
-    return BadRequest(f"'{first}' and '{second}' contradict each other: send one of them", param=second)
 
 
 def _agreed(values: Values, *synonyms: Field[T]) -> tuple[T, str] | None:
@@ -39,7 +31,7 @@ def _agreed(values: Values, *synonyms: Field[T]) -> tuple[T, str] | None:
         if agreed is None:
             agreed = value, field.name
         elif value != agreed[0]:
-            raise _contradiction(agreed[1], field.name)
+            raise contradiction(agreed[1], field.name)
     return agreed
 
 
@@ -97,16 +89,16 @@ def read_prompt(values: Values, served: Served, prompt_fields: Sequence[Field[st
     of_name = served.prompt_of_model_name(values.get(MODEL))
     if not values.has_any(_PROMPT_NAMES):
         return of_name
-    given = [field for field in prompt_fields if values.get(field) is not None]
-    if not given:
+    asking = [field for field in prompt_fields if values.get(field) is not None]
+    if not asking:
         return of_name
-    if len(given) > 1:
-        names = [field.name for field in given]
+    if len(asking) > 1:
+        names = [field.name for field in asking]
         raise BadRequest(f"'{names[0]}' and '{names[1]}' both choose the prompt: send one of them", param=names[1])
-    [field] = given
+    [field] = asking
     prompt = _prompt_of(field, values.require(field), served)
     if of_name is not None and prompt != of_name:
-        raise _contradiction(MODEL.name, field.name)
+        raise contradiction(MODEL.name, field.name)
     return prompt
 
 
@@ -134,8 +126,7 @@ def _read_truncate(value: Any, name: str) -> frozenset[Overflow]:
         return _OF_FLAG[value]
     if isinstance(value, str) and value in _TRUNCATE:
         return _TRUNCATE[value]
-    given = ascii(value[:_MAX_QUOTED_CHARS]) if isinstance(value, str) else json_type(value)
-    raise BadRequest(f"'{name}' must be true, false, 'NONE', 'START' or 'END', is {given}", param=name)
+    raise BadRequest(f"'{name}' must be true, false, 'NONE', 'START' or 'END', is {given(value)}", param=name)
 
 
 def _read_num_prompt_tokens(value: Any, name: str) -> int:
@@ -172,10 +163,21 @@ TRUNCATE_PROMPT_TOKENS = Field(
     _read_num_prompt_tokens,
 )
 TRUNCATION_SIDE = fields.choice("truncation_side", "the side on which inputs are cut, where they are", _OF_SIDE)
+TRUNCATION_DIRECTION = fields.choice(
+    "truncation_direction",
+    "the same, by text-embeddings-inference's name",
+    {name: left for side, left in _OF_SIDE.items() for name in (side, side.capitalize())},
+)
 ADD_SPECIAL_TOKENS = fields.flag(
     "add_special_tokens", "false: texts are embedded without the model's special tokens around them", default=True
 )
-OVERFLOW_FIELDS: tuple[Field[frozenset[Overflow]], ...] = (OVERFLOW, TRUNCATE, TRUNCATION, TRUNCATION_SIDE)
+OVERFLOW_FIELDS: tuple[Field[frozenset[Overflow]], ...] = (
+    OVERFLOW,
+    TRUNCATE,
+    TRUNCATION,
+    TRUNCATION_SIDE,
+    TRUNCATION_DIRECTION,
+)
 """What each says is which ways of dealing with a long input it leaves."""
 _OVERFLOW_NAMES = frozenset(
     (*(field.name for field in OVERFLOW_FIELDS), TRUNCATE_PROMPT_TOKENS.name, ADD_SPECIAL_TOKENS.name)
@@ -210,6 +212,7 @@ _PREFERRED = (Overflow.TRUNCATE, Overflow.TRUNCATE_LEFT)
 
 def _read_overflow(values: Values, served: Served) -> Overflow | None:
     """What all fields leave: the server's own way, if that is among it."""
+    _agreed(values, TRUNCATION_SIDE, TRUNCATION_DIRECTION)  # what both leave, an error, is what neither asks for
     allowed_by = {field.name: allowed for field in OVERFLOW_FIELDS if (allowed := values.get(field)) is not None}
     if values.get(TRUNCATE_PROMPT_TOKENS) is not None:
         allowed_by[TRUNCATE_PROMPT_TOKENS.name] = _CUT
@@ -220,7 +223,7 @@ def _read_overflow(values: Values, served: Served) -> Overflow | None:
     for name, allowed in allowed_by.items():
         for other in seen:
             if not allowed & allowed_by[other]:
-                raise _contradiction(other, name)
+                raise contradiction(other, name)
         seen.append(name)
         left = {overflow: None for overflow in left if overflow in allowed}
     return next(iter(left))
@@ -300,8 +303,7 @@ def _or(names: Mapping[str, Any]) -> str:
 
 
 def _refuse(value: Any, name: str, must_be: str) -> NoReturn:
-    given = ascii(value[:_MAX_QUOTED_CHARS]) if isinstance(value, str) else json_type(value)
-    raise BadRequest(f"'{name}' must be {must_be}, is {given}", param=name)
+    raise BadRequest(f"'{name}' must be {must_be}, is {given(value)}", param=name)
 
 
 def _read_encoding(value: Any, name: str) -> str | None:
@@ -384,7 +386,7 @@ def read_form(values: Values, headers: Mapping[str, str]) -> AskedForm:
     encoding = None if name is None else _ENCODINGS[name]
     if jina is not None and jina[0].encoding is not None:
         if encoding not in (None, jina[0].encoding):
-            raise _contradiction(ENCODING.name, jina[1])
+            raise contradiction(ENCODING.name, jina[1])
         encoding = jina[0].encoding
     if encoding is None:
         encoding = parse_accept(headers) or Encoding.FLOAT
@@ -397,7 +399,7 @@ def _read_dtype(values: Values, jina: tuple[_JinaType, str] | None) -> Dtype:
     if jina is None:
         return Dtype.FLOAT32 if agreed is None else agreed[0]
     if agreed is not None and agreed[0] is not jina[0].dtype:
-        raise _contradiction(agreed[1], jina[1])
+        raise contradiction(agreed[1], jina[1])
     return jina[0].dtype
 
 
@@ -423,7 +425,7 @@ def _first_given(values: Values, candidates: Sequence[Field[Any]]) -> str:
 
 def _read_priority(value: Any, name: str) -> Priority:
     if type(value) is int:
-        return Priority.NORMAL if value == 0 else Priority.INTERACTIVE if value < 0 else Priority.BULK
+        return priority_numbered(value)
     if not isinstance(value, str):
         raise BadRequest(f"'{name}' must be a string or a whole number, is {json_type(value)}", param=name)
     return priority_named(value, f"'{name}'", param=name)
@@ -445,6 +447,12 @@ REFUSED_FIELDS: tuple[Field[None], ...] = (
         "this server takes texts, not conversations: send what is to be embedded in 'input'",
         {"type": ["array", "null"]},
     ),
+    refused(
+        "chat_template",
+        "this server takes texts, not conversations; 'prompt' is put before every text",
+        {"type": ["string", "null"]},
+    ),
+    refused("mm_processor_kwargs", "this server embeds texts, not images or sounds", {"type": ["object", "null"]}),
     refused(
         "late_chunking",
         "every input is embedded by itself",

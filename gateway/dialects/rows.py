@@ -1,10 +1,11 @@
-"""Answers that are the rows and nothing else, the same in every dialect. Pure.
+"""Rows in answers, where they look the same in every dialect. Pure.
 
-Owns their shapes: the rows' bytes end to end, or the same as a NumPy file. What JSON would say beside the rows is in
-headers. Called by the dialects.
+Owns the JSON list of them, and the answers that are the rows and nothing else: their bytes end to end, or the same as a
+NumPy file, with what JSON would say beside them in headers. Called by the dialects.
 """
 
 import re
+from collections.abc import Sequence
 
 from gateway.encoding import Matrix
 from gateway.http1 import Response
@@ -12,6 +13,16 @@ from gateway.request import Encoding
 
 _HEADER_SAFE = re.compile(r"[!-~]{1,256}")
 MEDIA_TYPES = {Encoding.BYTES: "application/octet-stream", Encoding.NPY: "application/x-npy"}
+
+
+def json_list(fragments: Sequence[bytes]) -> list[bytes | memoryview]:
+    """Fragments of JSON as one list, in pieces, so that megabytes are never copied."""
+    pieces: list[bytes | memoryview] = []
+    before = b"["
+    for fragment in fragments:
+        pieces += (before, fragment)
+        before = b","
+    return [*pieces, b"]"] if pieces else [b"[]"]
 
 
 def render_rows(matrix: Matrix, *, model: str, num_tokens: int) -> Response:

@@ -6,7 +6,8 @@ Source of the shapes: its router's types, version 1.9.
 
 What it does not share with text-embeddings-inference:
 
-- token ids are taken by the server's own rule (`--token-ids`), not always for the model's;
+- token ids are the model's unless `--token-ids` says that they are another vocabulary's;
+- `parameters`, which it reads of texts to compare alone, may hold the options of every embedding;
 - one request's inputs are all texts or all token ids;
 - an empty text is embedded, not refused;
 - `dimensions` is for models that are made for it, or declared so (`--matryoshka`), and refused for others;
@@ -18,14 +19,14 @@ import re
 from collections.abc import Mapping
 from functools import partial
 from itertools import pairwise
-from typing import Any
+from typing import Any, TypeVar
 
 import orjson
 
 from gateway import fields
 from gateway.dialects.headers import answer_headers, parse_accept, parse_priority, parse_timeout_s
 from gateway.dialects.inputs import check_id_lists, parse_inputs, parse_texts
-from gateway.dialects.rows import render_rows
+from gateway.dialects.rows import json_list, render_rows
 from gateway.encoding import JsonRows, Matrix, check_forms
 from gateway.errors import (
     ApiError,
@@ -37,12 +38,14 @@ from gateway.errors import (
     Unavailable,
     WrongModel,
 )
-from gateway.fields import Field, Fields, Schema, Values, json_type
+from gateway.fields import Field, Fields, Schema, Values, contradiction, json_type
 from gateway.http1 import Response
 from gateway.operations import Ask, Call, DecodeAsk, Dialect, Operation, TokenizeAsk
 from gateway.request import Embedded, EmbedRequest, Encoding, Form, Overflow, Token, TokenIds, Tokenizing
 from gateway.served import Served
 from shm.wire import Output
+
+T = TypeVar("T")
 
 # --- fields -----------------------------------------------------------------------------------------------------
 
@@ -81,7 +84,6 @@ ENCODING = fields.choice(
     "numbers, whether 'float' or 'base64', which Hugging Face's clients send, and cannot read; or no JSON at all",
     {"float": Encoding.FLOAT, "base64": Encoding.FLOAT, "bytes": Encoding.BYTES, "npy": Encoding.NPY},
 )
-PARAMETERS = fields.anything("parameters", "how the texts are tokenized", {"type": ["object", "null"]})
 ADD_SPECIAL_TOKENS = fields.flag("add_special_tokens", "put the model's special tokens around a text", default=True)
 IDS = fields.anything(
     "ids", "token ids of the model's own, or a list of lists of them",
@@ -103,11 +105,11 @@ def _read_instances(value: Any, name: str) -> list[dict[str, Any]]:
 
 
 _TOKENIZING = (TRUNCATE, DIRECTION, PROMPT_NAME)
-PARAMETER_FIELDS = Fields(*_TOKENIZING)
-EMBED_FIELDS = Fields(INPUTS, *_TOKENIZING, NORMALIZE, DIMENSIONS, ENCODING)
+OPTION_FIELDS = Fields(*_TOKENIZING, NORMALIZE, DIMENSIONS, ENCODING)
 INSTANCES = Field(
     "instances", "requests as /embed takes them, all with the same options",
-    {"type": "array", "items": EMBED_FIELDS.schema(), "minItems": 1}, _read_instances, is_required=True,
+    {"type": "array", "items": Fields(INPUTS, *OPTION_FIELDS).schema(), "minItems": 1}, _read_instances,
+    is_required=True,
 )  # fmt: skip
 
 
@@ -124,11 +126,53 @@ def _read_nested(declared: Fields, body: Any, within: str) -> Values:
     )
 
 
+PARAMETERS = Field(
+    "parameters",
+    "the other fields may be in here as well, and mean the same",
+    {**OPTION_FIELDS.schema(), "type": ["object", "null"]},
+    partial(_read_nested, OPTION_FIELDS),
+)
+EMBED_FIELDS = Fields(INPUTS, *OPTION_FIELDS, PARAMETERS)
+
+
+class _Options:
+    """What a request says of how it is to be embedded: in fields of its own, or in its `parameters`. Clients have them
+    there with texts to compare, and Hugging Face's endpoints with every model."""
+
+    def __init__(self, values: Values, within: str = "") -> None:
+        """`within`: what stands before a field's name in an error."""
+        self._own = values
+        self._parameters = values.get(PARAMETERS)
+        self._within = within
+
+    def get(self, field: Field[T]) -> T | None:
+        """Raises BadRequest where both places have it, and differ."""
+        own = self._own.get(field)
+        if self._parameters is None:  # as most have none
+            return own
+        parameter = self._parameters.get(field)
+        if own is not None and parameter is not None and own != parameter:
+            raise contradiction(self._own_name(field), self._parameter_name(field))
+        return parameter if own is None else own
+
+    def name_of(self, field: Field[Any]) -> str:
+        """For an error: with where the field was found."""
+        is_parameter = self._own.get(field) is None and self._parameters is not None
+        return self._parameter_name(field) if is_parameter else self._own_name(field)
+
+    def _own_name(self, field: Field[Any]) -> str:
+        return self._within + field.name
+
+    def _parameter_name(self, field: Field[Any]) -> str:
+        return f"{self._within}{PARAMETERS.name}.{field.name}"
+
+
 # --- embeddings -------------------------------------------------------------------------------------------------
 
 
 def parse_embed(call: Call) -> Ask:
-    request = _embed_request(call, call.values, _checked_inputs(call.values.get(INPUTS), INPUTS.name, call.served))
+    inputs = _checked_inputs(call.values.get(INPUTS), INPUTS.name, call.served)
+    request = _embed_request(call, _Options(call.values), inputs)
     return Ask(request, partial(render_vectors, served=call.served))
 
 
@@ -145,7 +189,7 @@ def parse_embed_all(call: Call) -> Ask:
             f"This model cannot give one vector for each token: they would have {served.hidden_size} dimensions, and "
             f"there is room for the {served.dim} of its own vectors"
         )
-    tokenizing = _tokenizing(values, served)
+    tokenizing = _tokenizing(_Options(values), served)
     overflow = tokenizing.overflow or served.overflow
     # What would be split has no one row for each token; it is refused, rather than cut where nobody asked for that.
     tokenizing = tokenizing._replace(overflow=Overflow.ERROR if overflow is Overflow.CHUNK else overflow)
@@ -159,24 +203,27 @@ def parse_embed_all(call: Call) -> Ask:
     return Ask(request, partial(render_vectors, served=served))
 
 
-def _embed_request(call: Call, values: Values, inputs: list[str] | list[TokenIds], within: str = "") -> EmbedRequest:
-    """`within`: what stands before a field's name in an error."""
+def _embed_request(call: Call, options: _Options, inputs: list[str] | list[TokenIds]) -> EmbedRequest:
     served = call.served
-    dimensions = values.get(DIMENSIONS)
-    normalizes = values.get(NORMALIZE) is not False
-    encoding = values.get(ENCODING) or parse_accept(call.headers) or Encoding.FLOAT
+    normalizes = options.get(NORMALIZE) is not False
+    encoding = options.get(ENCODING) or parse_accept(call.headers) or Encoding.FLOAT
     request = EmbedRequest(
         inputs=inputs,
         forms=(Form(encoding),),
         priority=parse_priority(call.headers),
         timeout_s=parse_timeout_s(call.headers),
-        tokenizing=_tokenizing(values, served, within),
+        tokenizing=_tokenizing(options, served),
         output=Output.VECTORS if normalizes else Output.UNNORMALIZED,
         normalize=normalizes,
-        dimensions=None if dimensions is None else served.check_dimensions(dimensions, within + DIMENSIONS.name),
+        dimensions=_dimensions(options, served),
     )
-    check_forms(request, served, dimensions_param=within + DIMENSIONS.name)
+    check_forms(request, served, dimensions_param=options.name_of(DIMENSIONS))
     return request
+
+
+def _dimensions(options: _Options, served: Served) -> int | None:
+    dimensions = options.get(DIMENSIONS)
+    return None if dimensions is None else served.check_dimensions(dimensions, options.name_of(DIMENSIONS))
 
 
 def _checked_inputs(inputs: Any, name: str, served: Served) -> list[str] | list[TokenIds]:
@@ -185,16 +232,16 @@ def _checked_inputs(inputs: Any, name: str, served: Served) -> list[str] | list[
     return parse_inputs(inputs, name, served.max_inputs)
 
 
-def _tokenizing(values: Values, served: Served, within: str = "") -> Tokenizing:
-    name = values.get(PROMPT_NAME)
-    prompt = None if name is None else served.prompt_named(name, within + PROMPT_NAME.name)
-    return Tokenizing(prompt=prompt, overflow=_overflow(values, served))
+def _tokenizing(options: _Options, served: Served) -> Tokenizing:
+    name = options.get(PROMPT_NAME)
+    prompt = None if name is None else served.prompt_named(name, options.name_of(PROMPT_NAME))
+    return Tokenizing(prompt=prompt, overflow=_overflow(options, served), are_ids_of_model=True)
 
 
-def _overflow(values: Values, served: Served) -> Overflow | None:
+def _overflow(options: _Options, served: Served) -> Overflow | None:
     """A side alone changes only which one is cut: whether any is, and which one where none is named, is the server's
     to say."""
-    truncates, direction = values.get(TRUNCATE), values.get(DIRECTION)
+    truncates, direction = options.get(TRUNCATE), options.get(DIRECTION)
     default = served.overflow
     if truncates is None:
         truncates = default in (Overflow.TRUNCATE, Overflow.TRUNCATE_LEFT)
@@ -214,20 +261,9 @@ def render_vectors(embedded: Embedded, *, served: Served) -> Response:
         response = render_rows(collector, model=served.model, num_tokens=embedded.num_tokens)
     else:
         assert isinstance(collector, JsonRows)
-        response = Response(200, _list_of(collector.fragments))
+        response = Response(200, json_list(collector.fragments))
     response.headers.update(_headers(embedded, served))
     return response
-
-
-def _list_of(fragments: list[bytes]) -> list[bytes | memoryview]:
-    """In pieces, so that megabytes are never copied."""
-    pieces: list[bytes | memoryview] = []
-    before = b"["
-    for fragment in fragments:
-        pieces += (before, fragment)
-        before = b","
-    pieces.append(b"]")
-    return pieces
 
 
 def _headers(embedded: Embedded, served: Served) -> dict[str, str]:
@@ -252,18 +288,24 @@ def _headers(embedded: Embedded, served: Served) -> dict[str, str]:
 
 def parse_similarity(call: Call) -> Ask:
     served = call.served
-    texts = _compared(call.values.require(COMPARED), served)
-    given = call.values.get(PARAMETERS)
-    parameters = _read_nested(PARAMETER_FIELDS, {} if given is None else given, PARAMETERS.name)
+    texts, options = _compared(call.values.require(COMPARED), served), _Options(call.values)
+    _check_is_json(options, "cosines are JSON")
     request = EmbedRequest(
         inputs=texts,
         forms=(Form(Encoding.BYTES),),
         priority=parse_priority(call.headers),
         timeout_s=parse_timeout_s(call.headers),
-        tokenizing=_tokenizing(parameters, served, f"{PARAMETERS.name}."),
+        tokenizing=_tokenizing(options, served),
         normalize=True,
+        dimensions=_dimensions(options, served),
     )
     return Ask(request, partial(render_similarity, served=served))
+
+
+def _check_is_json(options: _Options, why: str) -> None:
+    if options.get(ENCODING) not in (None, Encoding.FLOAT):
+        name = options.name_of(ENCODING)
+        raise BadRequest(f"'{name}' must be 'float': {why}", param=name)
 
 
 def _compared(value: Any, served: Served) -> list[str]:
@@ -284,7 +326,7 @@ def _compared(value: Any, served: Served) -> list[str]:
     if len(sentences) >= served.max_inputs:
         raise TooManyInputs(
             f"'inputs.sentences' has {len(sentences)} texts, at most {served.max_inputs - 1} beside the source in one "
-            "request",
+            "request (--max-inputs)",
             param="inputs.sentences",
         )
     return [source, *parse_texts(sentences, "inputs.sentences", served.max_inputs)]
@@ -305,35 +347,33 @@ def render_similarity(embedded: Embedded, *, served: Served) -> Response:
 def parse_vertex(call: Call) -> Ask:
     """All instances as one request, whose options are those of the first."""
     served, instances = call.served, call.values.require(INSTANCES)
-    options = _options(instances[0])
+    written = _written_options(instances[0])
     inputs: list[Any] = []
     ends = [0]
     for index, instance in enumerate(instances):
-        if _options(instance) != options:
+        if _written_options(instance) != written:
             raise BadRequest(
                 f"'instances[{index}]' has other options than 'instances[0]': those of one request must be the same",
                 param=INSTANCES.name,
             )
         inputs += _inputs_of_instance(instance, index, inputs, served)
         ends.append(len(inputs))
-    values = _read_nested(_OPTION_FIELDS, options, "instances[0]")
-    if values.get(ENCODING) not in (None, Encoding.FLOAT):
-        raise BadRequest("'instances[0].encoding_format' must be 'float': predictions are JSON", param=INSTANCES.name)
-    request = _embed_request(call._replace(headers=_without_accept(call.headers)), values, inputs, "instances[0].")
+    options = _Options(_read_nested(OPTION_FIELDS, written, "instances[0]"), "instances[0].")
+    _check_is_json(options, "predictions are JSON")
+    request = _embed_request(call._replace(headers=_without_accept(call.headers)), options, inputs)
     return Ask(request, partial(render_predictions, ends=ends, served=served))
 
 
-def _options(instance: dict[str, Any]) -> dict[str, Any]:
+def _written_options(instance: dict[str, Any]) -> dict[str, Any]:
     """As they are written. Most have none, and a small body may have thousands of instances."""
     if len(instance) == 1:
         return {}
     if "query" in instance and "texts" in instance:
         raise _wrong_model("rank texts")
-    return {name: value for name in _OPTIONS if (value := instance.get(name)) is not None}
+    return {name: value for name in _OPTION_NAMES if (value := instance.get(name)) is not None}
 
 
-_OPTION_FIELDS = Fields(*(field for field in EMBED_FIELDS if field is not INPUTS))
-_OPTIONS = tuple(field.name for field in _OPTION_FIELDS)
+_OPTION_NAMES = tuple(field.name for field in OPTION_FIELDS)
 
 
 def _inputs_of_instance(instance: dict[str, Any], index: int, before: list[Any], served: Served) -> list[Any]:
@@ -342,7 +382,8 @@ def _inputs_of_instance(instance: dict[str, Any], index: int, before: list[Any],
     inputs: list[Any] = _checked_inputs(instance.get(INPUTS.name), name, served)
     if len(before) + len(inputs) > served.max_inputs:
         raise TooManyInputs(
-            f"'instances' have more than {served.max_inputs} inputs, the most in one request", param=INSTANCES.name
+            f"'instances' have more than {served.max_inputs} inputs, the most in one request (--max-inputs)",
+            param=INSTANCES.name,
         )
     if before and isinstance(inputs[0], str) is not isinstance(before[0], str):
         raise BadRequest(
@@ -363,7 +404,7 @@ def render_predictions(embedded: Embedded, *, ends: list[int], served: Served) -
     pieces: list[bytes | memoryview] = []
     before = b'{"predictions":['
     for start, end in pairwise(ends):
-        pieces += (before, *_list_of(collector.fragments[start:end]))
+        pieces += (before, *json_list(collector.fragments[start:end]))
         before = b","
     return Response(200, [*pieces, b"]}"], _headers(embedded, served))
 
@@ -380,27 +421,45 @@ def parse_tokenize(call: Call) -> TokenizeAsk:
     name = values.get(PROMPT_NAME)
     prompt = served.default_prompt if name is None else served.prompt_named(name, PROMPT_NAME.name)
     adds = values.get(ADD_SPECIAL_TOKENS) is not False
-    return TokenizeAsk(texts, adds, prompt, partial(render_tokens, texts=texts, prompt=prompt))
+    tokens = TokenLists(texts, prompt)
+    return TokenizeAsk(texts, adds, prompt, tokens, tokens.render)
 
 
-def render_tokens(tokens: list[list[Token]], *, texts: list[str], prompt: str) -> Response:
-    described = [_describe(of_text, prompt + text) for of_text, text in zip(tokens, texts, strict=True)]
-    return Response(200, orjson.dumps(described))
+class TokenLists:
+    """The tokens of texts, as JSON: of a token its part of the text, of a special one its name."""
 
+    def __init__(self, texts: list[str], prompt: str) -> None:
+        self._texts = texts
+        self._prompt = prompt
+        self._index = -1
+        self._data = b""
+        """Of the text that is being written, with its prompt, in UTF-8."""
+        self._before = b""
+        """What stands before its next tokens."""
+        self._pieces: list[bytes | memoryview] = [b"["]
 
-def _describe(tokens: list[Token], text: str) -> list[dict[str, Any]]:
-    """Of a token its part of the text, of a special one its name."""
-    data = text.encode(errors="replace")
-    return [
-        {
+    def put(self, index: int, tokens: list[Token]) -> None:
+        if index != self._index:
+            self._pieces.append(b"],[" if index else b"[")
+            self._index = index
+            self._data = (self._prompt + self._texts[index]).encode(errors="replace")
+            self._before = b""
+        if tokens:
+            self._pieces += (self._before, orjson.dumps([self._describe(token) for token in tokens])[1:-1])
+            self._before = b","
+
+    def _describe(self, token: Token) -> dict[str, Any]:
+        is_part = token.start is not None
+        return {
             "id": token.id,
-            "text": token.text if token.start is None else data[token.start : token.stop].decode(errors="replace"),
+            "text": self._data[token.start : token.stop].decode(errors="replace") if is_part else token.text,
             "special": token.is_special,
             "start": token.start,
             "stop": token.stop,
         }
-        for token in tokens
-    ]
+
+    def render(self) -> Response:
+        return Response(200, [*self._pieces, b"]]"])
 
 
 def parse_decode(call: Call) -> DecodeAsk:
@@ -507,7 +566,7 @@ _EMBED = Operation(
 )
 _DEFAULT = Operation(
     summary="Embed texts or token ids, or compare texts",
-    fields=Fields(INPUTS_OF_ALL, *_TOKENIZING, NORMALIZE, DIMENSIONS, ENCODING, PARAMETERS),
+    fields=Fields(INPUTS_OF_ALL, *OPTION_FIELDS, PARAMETERS),
     embed=parse_embed_or_compare,
     answer={"anyOf": [_VECTORS, _COSINES]},
     binary_answers=_BINARY,
@@ -523,13 +582,13 @@ DIALECT = Dialect(
         "POST /invocations": _DEFAULT,
         "POST /embed_all": Operation(
             summary="Embed every token of texts, special tokens included",
-            fields=Fields(INPUTS, *_TOKENIZING),
+            fields=Fields(INPUTS, *_TOKENIZING, PARAMETERS),
             embed=parse_embed_all,
             answer={"type": "array", "items": _VECTORS},
         ),
         "POST /similarity": Operation(
             summary="Compare a text with others, by cosine",
-            fields=Fields(COMPARED, PARAMETERS),
+            fields=Fields(COMPARED, *_TOKENIZING, DIMENSIONS, ENCODING, PARAMETERS),
             embed=parse_similarity,
             answer=_COSINES,
         ),

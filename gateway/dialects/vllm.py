@@ -52,12 +52,13 @@ def parse_pooling(call: Call) -> Ask:
     asked = options.read_form(values, call.headers)
     normalize = options.read_normalize(values)
     wants_report = read_report(values, asked)
+    tokenizing = options.read_tokenizing(values, served, options.read_prompt(values, served, _PROMPT_FIELDS))
     request = EmbedRequest(
         inputs=parse_inputs(values.get(INPUT), INPUT.name, served.max_inputs),
         forms=(asked.form,),
         priority=options.read_priority(values, call.headers),
         timeout_s=parse_timeout_s(call.headers),
-        tokenizing=options.read_tokenizing(values, served, options.read_prompt(values, served, _PROMPT_FIELDS)),
+        tokenizing=tokenizing._replace(are_ids_of_model=True),
         output=Output.TOKENS if is_of_tokens else options.output_of(normalize),
         # What vLLM's models do with tokens by themselves, most do with vectors: bring them to length 1.
         normalize=normalize is not False if is_of_tokens else normalize is True,
@@ -115,24 +116,39 @@ def parse_tokenize(call: Call) -> TokenizeAsk:
     if not isinstance(text, str):
         raise BadRequest(f"'{TEXT.name}' must be a string, is {json_type(text)}", param=TEXT.name)
     prompt = served.prompt_of_model_name(values.get(options.MODEL))
-    wants_texts = values.get(RETURN_TOKEN_STRS) is True
+    tokens = Tokens(wants_texts=values.get(RETURN_TOKEN_STRS) is True)
     return TokenizeAsk(
         texts=[text],
         add_special_tokens=values.get(options.ADD_SPECIAL_TOKENS) is not False,
         prompt=served.default_prompt if prompt is None else prompt,
-        render=partial(render_tokenize, max_tokens=served.max_tokens, wants_texts=wants_texts),
+        collector=tokens,
+        render=partial(render_tokenize, tokens, max_tokens=served.max_tokens),
     )
 
 
-def render_tokenize(tokens_of_texts: list[list[Token]], *, max_tokens: int, wants_texts: bool) -> Response:
-    [tokens] = tokens_of_texts
-    answer = {
-        "count": len(tokens),
-        "max_model_len": max_tokens,
-        "tokens": [token.id for token in tokens],
-        "token_strs": [token.text for token in tokens] if wants_texts else None,
-    }
-    return Response(200, orjson.dumps(answer))
+class Tokens:
+    """The tokens of one text, as JSON."""
+
+    def __init__(self, *, wants_texts: bool) -> None:
+        self.num = 0
+        self.ids: list[bytes] = []
+        """Some of them in each, with commas between."""
+        self.texts: list[bytes] | None = [] if wants_texts else None
+        """The same."""
+
+    def put(self, index: int, tokens: list[Token]) -> None:
+        if not tokens:
+            return
+        self.num += len(tokens)
+        self.ids.append(orjson.dumps([token.id for token in tokens])[1:-1])
+        if self.texts is not None:
+            self.texts.append(orjson.dumps([token.text for token in tokens])[1:-1])
+
+
+def render_tokenize(tokens: Tokens, *, max_tokens: int) -> Response:
+    texts = b"null" if tokens.texts is None else b"[%b]" % b",".join(tokens.texts)
+    body = b'{"count":%d,"max_model_len":%d,"tokens":[%b],"token_strs":%b}'
+    return Response(200, body % (tokens.num, max_tokens, b",".join(tokens.ids), texts))
 
 
 def parse_detokenize(call: Call) -> DecodeAsk:
@@ -176,6 +192,7 @@ DIALECT = Dialect(
             fields=POOLING_FIELDS,
             embed=parse_pooling,
             answer=answer_schema("pooling", "data", _POOLED),
+            answers_tokens=True,
             binary_answers=BINARY_ANSWERS,
         ),
         "POST /tokenize": Operation(

@@ -57,9 +57,18 @@ def test_a_model_name_may_choose_the_prompt(served):
 def test_an_input_type_that_contradicts_the_model_name_is_refused(served):
     served = replace(served, prompts={"query": "query: ", "passage": "passage: "})
     for input_type in ("search_document", "clustering"):
-        with pytest.raises(BadRequest, match="different prompts") as caught:
+        with pytest.raises(BadRequest, match="'model' and 'input_type' contradict each other") as caught:
             parse(served, {"texts": ["a"], "model": "m:query", "input_type": input_type})
         assert caught.value.param == "input_type"
+
+
+def test_images_are_no_texts(served):
+    """Unless the model has a prompt of that name."""
+    with pytest.raises(BadRequest, match="'input_type' 'image' is not supported: this server embeds texts") as caught:
+        parse(served, {"texts": ["a"], "input_type": "image"})
+    assert caught.value.param == "input_type"
+    served = replace(served, prompts={"image": "an image of "})
+    assert parse(served, {"texts": ["a"], "input_type": "image"}).request.tokenizing.prompt == "an image of "
 
 
 def test_another_model_is_refused_where_names_matter(served):

@@ -1,6 +1,7 @@
 """Ollama's dialect: every exchange to the byte, and what one server cannot show: prompts, strict names, aliases."""
 
 import json
+import re
 from dataclasses import replace
 
 import goldens
@@ -17,7 +18,7 @@ from gateway.served import Served
 
 
 def test_golden(weightless):
-    goldens.check("ollama", weightless.url, {"total_duration", "modified_at", "version"})
+    goldens.check("ollama", weightless.url, {"total_duration", "modified_at", "version", "digest"})
 
 
 def call(served: Served, path: str, body: dict, headers: dict[str, str] | None = None) -> Ask | Response:
@@ -128,6 +129,28 @@ def test_the_served_model_and_its_aliases_are_there(served):
     assert describe is not None
     names = [model["name"] for model in body_of(describe(served, "/api/tags"))["models"]]
     assert names == [f"{served.model}:latest", "all-minilm:latest", "all-minilm:33m"]
+
+
+@pytest.mark.parametrize("path", ["/api/tags", "/api/ps"])
+def test_a_digest_is_of_the_model_that_is_served(served, path):
+    """Ollama's command shows twelve characters of it, and has no model without."""
+    describe = DIALECT.operations[f"GET {path}"].describe
+    assert describe is not None
+
+    def described(of: Served) -> list[dict]:
+        models: list[dict] = body_of(describe(of, path))["models"]
+        return models
+
+    [model] = described(served)
+    assert re.fullmatch("[0-9a-f]{64}", model["digest"])
+    same = replace(served, aliases=("alias",), created_at=5, max_inputs=1, is_strict=True)
+    assert {other["digest"] for other in described(same)} == {model["digest"]}
+    for change in (
+        {"model": "m"}, {"version": "2"}, {"dim": 8}, {"max_tokens": 8}, {"pooling": ("cls",)}, {"default_prompt": "p"},
+        {"prompts": {"query": "q"}}, {"weights_bytes": 7},
+    ):  # fmt: skip
+        assert described(replace(served, **change))[0]["digest"] != model["digest"]
+    assert described(replace(served, weights_bytes=7))[0]["size"] == 7
 
 
 def test_what_can_be_embedded_with_can_be_asked_about_and_pulled(served):

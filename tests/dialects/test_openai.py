@@ -9,6 +9,8 @@ import goldens
 import httpx
 import numpy as np
 import pytest
+from openai import AzureOpenAI, NotFoundError
+from openai.types import CreateEmbeddingResponse
 from serving import Server, running_server
 
 VOLATILE = {"id", "created"}
@@ -50,6 +52,27 @@ def items(server: Server, **fields: Any) -> list[dict[str, Any]]:
     data: list[dict[str, Any]] = post(server, **fields).json()["data"]
     assert [(item["object"], item["index"]) for item in data] == [("embedding", n) for n in range(len(data))]
     return data
+
+
+def test_the_deployment_in_azure_s_path_wins_over_the_model_in_the_body(strict):
+    """Its client sends both, and whatever model its user has named."""
+
+    def create(deployment: str, model: str) -> CreateEmbeddingResponse:
+        with AzureOpenAI(
+            azure_endpoint=strict.url, azure_deployment=deployment, api_version="2024-02-01", api_key=KEY, max_retries=0
+        ) as client:
+            return client.embeddings.create(model=model, input="a")
+
+    assert create("text-embedding-3-small", "text-embedding-ada-002").model == "all-MiniLM-L6-v2"
+    for model in ("text-embedding-ada-002", "text-embedding-3-small"):
+        with pytest.raises(NotFoundError, match="The model `elsewhere` does not exist") as caught:
+            create("elsewhere", model)
+        assert caught.value.code == "model_not_found"
+
+
+def test_azure_s_client_without_a_deployment_puts_the_model_into_the_path(strict):
+    with AzureOpenAI(azure_endpoint=strict.url, api_version="2024-02-01", api_key=KEY, max_retries=0) as client:
+        assert len(client.embeddings.create(model="org/alias", input="a").data) == 1
 
 
 def vectors(server: Server, **fields: Any) -> np.ndarray:

@@ -9,6 +9,7 @@ import goldens
 import httpx
 import numpy as np
 import pytest
+from asking import PLAIN
 from hypothesis import given
 from hypothesis import strategies as st
 
@@ -114,6 +115,69 @@ def test_a_prompt_is_one_of_the_model_s(served):
         )
 
 
+COMPARED = {"source_sentence": "a", "sentences": ["b"]}
+
+
+@pytest.mark.parametrize(
+    ("path", "inputs"),
+    [
+        ("/", "a"),
+        ("/", COMPARED),
+        ("/invocations", "a"),
+        ("/invocations", COMPARED),
+        ("/embed", "a"),
+        ("/embed_all", "a"),
+        ("/similarity", COMPARED),
+    ],
+)
+def test_options_mean_the_same_wherever_they_stand(served, path, inputs):
+    """Clients of Hugging Face's endpoints have them in `parameters`, those of this API beside the texts."""
+    served = replace(served, prompts={"query": "query: "}, is_matryoshka=True)
+    options: dict[str, Any] = {"prompt_name": "query", "truncate": True, "truncation_direction": "left"}
+    if path != "/embed_all":
+        options["dimensions"] = 64
+    asked = [
+        request_of(served, path, inputs=inputs, **body)
+        for body in (
+            options,
+            {"parameters": options},
+            {"parameters": {**options, "prompt_name": None}, "prompt_name": "query"},
+            {**options, "parameters": options},
+        )
+    ]
+    assert asked[1:] == asked[:1] * 3
+    tokenizing = asked[0].tokenizing
+    assert (tokenizing.prompt, tokenizing.overflow) == ("query: ", Overflow.TRUNCATE_LEFT)
+    assert asked[0].dimensions == options.get("dimensions")
+
+
+@pytest.mark.parametrize("inputs", ["a", COMPARED])
+@pytest.mark.parametrize(
+    ("body", "message"),
+    [
+        ({"truncate": True, "parameters": {"truncate": False}}, "'truncate' and 'parameters.truncate' contradict"),
+        ({"parameters": {"prompt_name": "other"}}, "'parameters.prompt_name': the model has no prompt 'other'"),
+        ({"prompt_name": "other"}, "'prompt_name': the model has no prompt 'other'"),
+        ({"parameters": {"dimensions": 64}}, "'parameters.dimensions' is 64"),
+        ({"dimensions": 64}, "'dimensions' is 64"),
+        ({"parameters": {"truncate": 1}}, "'parameters.truncate' must be true or false"),
+        ({"parameters": ["truncate"]}, "'parameters' must be an object, is a list"),
+    ],
+)
+def test_options_are_refused_wherever_they_stand(served, inputs, body, message):
+    with pytest.raises(BadRequest) as caught:
+        request_of(replace(served, prompts={"query": "query: "}), "/", inputs=inputs, **body)
+    assert message in caught.value.message
+
+
+def test_vectors_are_answered_as_parameters_say_and_cosines_are_numbers(served):
+    assert request_of(served, "/", parameters={"encoding_format": "npy"}).forms[0].encoding is Encoding.NPY
+    assert request_of(served, "/", parameters={"normalize": False}).output is Output.UNNORMALIZED
+    for body in ({"parameters": {"encoding_format": "npy"}}, {"encoding_format": "bytes"}):
+        with pytest.raises(BadRequest, match="encoding_format' must be 'float': cosines are JSON"):
+            request_of(served, "/", inputs=COMPARED, **body)
+
+
 def test_fewer_dimensions_of_a_model_made_for_it(served):
     served = replace(served, is_matryoshka=True)
     assert request_of(served, dimensions=64).dimensions == 64
@@ -209,10 +273,12 @@ def test_too_many_inputs_are_refused(weightless, padding):
     answer = httpx.post(f"{weightless.url}/embed", content=body, timeout=30)
     assert (answer.status_code, answer.json()["error_type"]) == (422, "Validation")
     assert "2048" in answer.json()["error"]
+    assert "--max-inputs" in answer.json()["error"]
     compared = {"inputs": {"source_sentence": "a", "sentences": ["x"] * 2048}}
     answer = httpx.post(f"{weightless.url}/similarity", content=json.dumps(compared) + padding, timeout=30)
     assert answer.status_code == 422
     assert "'inputs.sentences' has 2048 texts, at most 2047" in answer.json()["error"]
+    assert "--max-inputs" in answer.json()["error"]
 
 
 # --- answers that follow from others ----------------------------------------------------------------------------
@@ -269,7 +335,10 @@ def test_a_long_text_s_tokens_are_those_of_its_parts(weightless):
     [
         ([{"inputs": "a"}, {"inputs": "b", "truncate": True}], r"'instances\[1\]' has other options"),
         ([{"inputs": "a"}, {"inputs": [101, 102]}], r"'instances\[1\]\.inputs' are token ids"),
-        ([{"inputs": ["a", "b"]}, {"inputs": ["c", "d", "e"]}], "'instances' have more than 4 inputs"),
+        (
+            [{"inputs": ["a", "b"]}, {"inputs": ["c", "d", "e"]}],
+            r"'instances' have more than 4 inputs.*\(--max-inputs\)",
+        ),
         ([{"inputs": "a", "encoding_format": "npy"}], r"'instances\[0\]\.encoding_format' must be 'float'"),
         ([{"inputs": "a", "normalize": 1}], r"'instances\[0\]\.normalize' must be true or false"),
         (["a"], r"'instances\[0\]' must be an object, is a string"),
@@ -299,11 +368,9 @@ VALUES = st.recursive(
     lambda values: st.lists(values, max_size=3) | st.dictionaries(st.sampled_from(NAMES), values, max_size=4),
     max_leaves=8,
 )
-SERVED = Served(
-    model="m", aliases=(), is_strict=False, dim=8, hidden_size=8, max_tokens=16, is_normalized=True, is_matryoshka=True,
-    matryoshka_dims=(), pools_prompt=True, model_type="bert", pooling=("mean",), max_inputs=3, max_request_tokens=None,
-    max_body_bytes=1000, max_batch_tokens=64, max_requests=9, overflow=Overflow.CHUNK, compute_type="gpu", version="1",
-    created_at=0, prompts={"query": "query: "},
+SERVED = replace(
+    PLAIN, dim=8, hidden_size=8, max_tokens=16, is_matryoshka=True, max_inputs=3, overflow=Overflow.CHUNK,
+    compute_type="gpu", prompts={"query": "query: "},
 )  # fmt: skip
 
 

@@ -65,7 +65,7 @@ def test_pooling_takes_what_embeddings_take():
     fields = {"input": ["a"], "model": "m:query", "truncate_prompt_tokens": 8, "embed_dtype": "float16"}
     request = ask(POOLING, fields, served=E5).request
     assert (request.forms, request.output) == ((Form(Encoding.FLOAT, Dtype.FLOAT16),), Output.VECTORS)
-    assert request.tokenizing == Tokenizing("query: ", Overflow.TRUNCATE, 8)
+    assert request.tokenizing == Tokenizing("query: ", Overflow.TRUNCATE, 8, are_ids_of_model=True)
     request = ask(POOLING, {**fields, "task": "token_embed"}, served=E5).request
     assert (request.output, request.normalize) == (Output.TOKENS, True)
     request = ask(POOLING, {"input": "a", "task": "token_embed", "normalize": False, "dimensions": 384}).request
@@ -119,7 +119,7 @@ def detokenize(body: dict[str, Any], served: Served = PLAIN) -> DecodeAsk:
 
 
 @pytest.mark.parametrize(
-    ("model", "prompt"), [(None, "default: "), ("m", "default: "), ("m:query", "query: "), ("m:document", "default: ")]
+    ("model", "prompt"), [(None, "default: "), ("m", "default: "), ("m:query", "query: "), ("m:document", "")]
 )
 def test_a_text_is_tokenized_as_it_would_be_embedded(model, prompt):
     asked = tokenize({"prompt": "a", "model": model}, E5)
@@ -170,9 +170,12 @@ def test_all_ids_of_a_large_body_are_decoded():
 
 def test_tokens_are_answered_with_their_texts_if_they_are_wanted():
     tokens = [Token(101, "[CLS]", True, None, None), Token(1037, "a", False, 0, 1)]
-    answers = [
-        body_of(tokenize({"prompt": "a", **more}).render([tokens])) for more in ({}, {"return_token_strs": True})
-    ]
+    answers = []
+    for more in ({}, {"return_token_strs": True}):
+        asked = tokenize({"prompt": "a", **more})
+        for some in ([], tokens[:1], tokens[1:], []):
+            asked.collector.put(0, some)
+        answers.append(body_of(asked.render()))
     assert answers == [
         b'{"count":2,"max_model_len":256,"tokens":[101,1037],"token_strs":null}',
         b'{"count":2,"max_model_len":256,"tokens":[101,1037],"token_strs":["[CLS]","a"]}',

@@ -22,7 +22,7 @@ POST_EMBEDDINGS = {
     "id too large": b'{"input":[101,30522,102]}',
     "id negative": b'{"input":[101,-1,102]}',
     "id huge": b'{"input":[101,99999999999999999999,102]}',
-    "ids of another vocabulary": b'{"input":[15339,1917]}',
+    "ids of no vocabulary": b'{"input":[15339,999999]}',
     "too many": b'{"input":[' + b'"a",' * 2048 + b'"a"]}',
 }
 
@@ -45,15 +45,17 @@ def test_bad_requests(server, body):
     assert len(server.embed("the server goes on")) == 1
 
 
-def test_foreign_token_ids_are_told_how_to_be_right(server):
-    answer = httpx.post(f"{server.url}/v1/embeddings", json={"input": [[15339, 1917]]})
-    assert "check_embedding_ctx_length=False" in assert_is_error(answer, 400)["message"]
+def test_token_ids_of_openai_s_vocabulary_are_what_they_mean(server):
+    """As LangChain sends them by default; [15339, 1917] is "hello world"."""
+    by_ids = httpx.post(f"{server.url}/v1/embeddings", json={"input": [[15339, 1917]]})
+    assert by_ids.headers["x-vecd-token-ids"] == "cl100k"
+    by_text = httpx.post(f"{server.url}/v1/embeddings", json={"input": "hello world"})
+    assert by_ids.json()["data"] == by_text.json()["data"]
 
 
 @pytest.mark.parametrize(
     ("method", "path", "status"),
     [
-        ("GET", "/", 404),
         ("GET", "/nothing", 404),
         ("POST", "/v1/nothing", 404),
         ("GET", "/v1/embeddings", 405),

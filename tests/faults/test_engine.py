@@ -158,7 +158,7 @@ def assert_given_up(answer: httpx.Response, server: Server, index: int = 1, is_a
 def test_a_worker_whose_memory_runs_out_fails_nothing_that_another_can_compute(reference):
     """It ends, by itself or by what a library does then, and is replaced; or what is too large for memory is computed
     in parts, or fails by that name. Which of these, is up to the allocator."""
-    texts = [" ".join(make_texts(6, seed=n))[: 60 * (n + 1)] for n in range(20)]
+    texts = [" ".join(make_texts(6, seed=n))[: 60 * (n + 1)] for n in range(10)]
     short, expected = ["a horse"], reference(texts)
     with exact_server("--workers", "1") as server:
         assert_right(server, short, reference(short))

@@ -1,8 +1,10 @@
 """What a request leaves behind that has no answer: of its key's limits, and of what its worker died of."""
 
 import asyncio
+import threading
 from array import array
 from collections.abc import Callable
+from contextlib import suppress
 from dataclasses import replace
 from functools import cache
 from hashlib import sha256
@@ -11,15 +13,20 @@ from typing import Any
 import numpy as np
 import orjson
 import pytest
+from described import Collected
 from dispatching import EPOCH, SPEC, Bench, Worker, run
 
+from gateway import app as app_module
 from gateway.admission import Admission
 from gateway.app import App
 from gateway.callers import Caller
 from gateway.config import ApiKey, GatewayConfig
 from gateway.encoding import JsonRows
-from gateway.errors import ApiError, BadRequest, DeadlinePassed, ServerError, Unavailable
-from gateway.request import Chunk, Embedded, EmbedRequest, TokenIds, TokenizedInput
+from gateway.errors import ApiError, BadRequest, DeadlinePassed, RateLimited, ServerError, TooManyRequests, Unavailable
+from gateway.http1 import Response
+from gateway.operations import DecodeAsk, TokenizeAsk
+from gateway.request import Chunk, Embedded, EmbedRequest, Source, TokenIds, TokenizedInput
+from gateway.threads import Threads
 from launch.plan import make_plan
 from launch.settings import load_settings
 from shm.failure import FailureCode
@@ -308,3 +315,149 @@ def test_an_app_that_has_ended_answers_with_the_error_that_it_was_given():
         assert service.num_paid() == 0
 
     run_service(test)
+
+
+def test_vectors_of_tokens_are_bounded_in_one_request_and_in_all(monkeypatch):
+    """5 tokens of a request, 8 of all that run: what is over leaves room for others."""
+    monkeypatch.setattr(app_module, "_MAX_TOKEN_FLOATS", 5 * SPEC.dim)
+    monkeypatch.setattr(app_module, "_MAX_RUNNING_TOKEN_FLOATS", 8 * SPEC.dim)
+
+    async def test(bench, service):
+        with pytest.raises(BadRequest, match=r"6 tokens or more: .* at most 5"):
+            await service.embed([1, 1, 1], [2, 2, 2], output=Output.TOKENS)
+        running = service.embed([1] * 5, output=Output.TOKENS)
+        await asyncio.sleep(0)
+        with pytest.raises(TooManyRequests, match=f"at most {8 * SPEC.dim} may be made"):
+            await service.embed([2] * 4, output=Output.TOKENS)
+        running.cancel()
+        with suppress(asyncio.CancelledError):
+            await running
+        worker = bench.add_worker()
+        after = service.embed([3] * 4, output=Output.TOKENS)
+        worker.answer(await worker.receive())
+        assert (await after).num_tokens == 4
+
+    run_service(test)
+
+
+# --- what is asked of the tokenizer itself ---------------------------------------------------------------------
+
+
+class Endless(Ids):
+    """A tokenizer that is not done with a text before it is told so."""
+
+    def __init__(self) -> None:
+        self.threads = Threads()
+        self.is_done = threading.Event()
+
+    def estimate_tokens(self, inputs, how) -> int:
+        return 100
+
+    def describe_steps(self, texts, prompt, add_special_tokens, collector):
+        while not self.is_done.wait(0.001):
+            yield
+        return 7
+
+    def decode_steps(self, lists, skip_special_tokens):
+        yield
+        return ["decoded"]
+
+
+def run_inspections(test: Callable) -> None:
+    async def with_tokenizer(bench, service):
+        tokenizer = service.app.tokenizer = Endless()
+        try:
+            await test(service, tokenizer)
+        finally:
+            tokenizer.is_done.set()
+            tokenizer.threads.close()
+
+    run_service(with_tokenizer)
+
+
+def describe(service: Service, timeout_s: float = FAR_S, num_chars: int = 10) -> asyncio.Task[None]:
+    ask = TokenizeAsk(["a" * num_chars], True, "", Collected(), lambda: Response(200, b""))
+    now = asyncio.get_running_loop().time()
+    return asyncio.ensure_future(service.app.describe(ask, timeout_s, now, service.holder))
+
+
+def test_who_asks_the_tokenizer_pays_for_the_tokens():
+    async def test(service, tokenizer):
+        asking = describe(service)
+        await asyncio.sleep(0)
+        assert service.holder.num_running == 1
+        assert service.num_paid() == 100
+        tokenizer.is_done.set()
+        await asking
+        assert service.holder.num_tokens == 7
+        now = asyncio.get_running_loop().time()
+        ask = DecodeAsk([[1, 2], [3]], True, lambda texts: Response(200, b""))
+        assert await service.app.decode(ask, None, now, service.holder) == ["decoded"]
+        assert service.holder.num_tokens == 10
+        service.holder.charge(10**9)
+        for asked in (describe(service), service.app.decode(ask, None, now, service.holder)):
+            with pytest.raises(RateLimited):
+                await asked
+        assert service.holder.num_running == 0
+
+    run_inspections(test)
+
+
+def test_the_tokenizer_is_asked_with_a_deadline():
+    """And what it has done until then is paid for: else whoever has a short one tokenizes for nothing."""
+
+    async def test(service, tokenizer):
+        with pytest.raises(DeadlinePassed):
+            await describe(service, timeout_s=0.01)
+        assert service.num_paid() == 100
+        with pytest.raises(DeadlinePassed):
+            await describe(service, timeout_s=0.01)
+
+    run_inspections(test)
+
+
+def test_an_app_that_has_ended_asks_no_tokenizer():
+    async def test(service, tokenizer):
+        asking = describe(service)
+        await asyncio.sleep(0)
+        service.app.end(Superseded)
+        for asked in (asking, describe(service)):
+            with pytest.raises(Superseded):
+                await asked
+        assert service.holder.num_running == 0
+
+    run_inspections(test)
+
+
+def test_so_much_is_asked_of_the_tokenizer_at_a_time():
+    async def test(service, tokenizer):
+        asking = describe(service, num_chars=200_000)
+        await asyncio.sleep(0)
+        with pytest.raises(TooManyRequests, match="200065 characters are with the tokenizer") as caught:
+            await describe(service, num_chars=100_000)
+        assert int(caught.value.headers()["retry-after"]) >= 1
+        assert service.holder.num_tokens == 100, "who is refused pays nothing"
+        tokenizer.is_done.set()
+        await describe(service, num_chars=100)
+        await asking
+        await describe(service, num_chars=200_000)
+
+    run_inspections(test)
+
+
+def test_counts_of_runs():
+    counts = app_module._Counts(wants_reports=True)
+    plain, cut = TokenizedInput(b"", 3, False), TokenizedInput(b"", 8, True, Source.CL100K)
+    split = TokenizedInput(b"", 9, False, Source.MODEL, (Chunk(b"", 5, 3), Chunk(b"", 4, 2)))
+    assert counts.add([plain, plain]) == 6
+    assert counts.sources == {Source.TEXT}
+    assert counts.add([split, cut, plain]) == 20
+    assert (counts.num_tokens, counts.num_truncated, counts.num_chunked) == (26, 1, 1)
+    assert counts.sources == set(Source)
+    assert [(report.num_tokens, report.num_chunks) for report in counts.reports] == [
+        (3, 1),
+        (3, 1),
+        (9, 2),
+        (8, 1),
+        (3, 1),
+    ]

@@ -6,36 +6,15 @@ from typing import Any
 
 import jsonschema_rs
 import pytest
+from asking import PLAIN
 
 from gateway.api import DIALECTS, ROUTES
 from gateway.handlers import Operations
 from gateway.openapi import describe_api
-from gateway.request import Overflow
 from gateway.routes import admin_table, public_table
-from gateway.served import Served
 
-SERVED = Served(
-    model="m",
-    aliases=(),
-    is_strict=False,
-    dim=8,
-    hidden_size=8,
-    max_tokens=16,
-    is_normalized=True,
-    is_matryoshka=False,
-    matryoshka_dims=(),
-    pools_prompt=True,
-    model_type="bert",
-    pooling=("mean",),
-    max_inputs=7,
-    max_request_tokens=1000,
-    max_body_bytes=12345,
-    max_batch_tokens=64,
-    max_requests=9,
-    overflow=Overflow.TRUNCATE,
-    compute_type="cpu",
-    version="1.2.3",
-    created_at=0,
+SERVED = replace(
+    PLAIN, model="m", dim=8, hidden_size=8, max_tokens=16, max_inputs=7, max_request_tokens=1000, max_body_bytes=12345
 )
 PUBLIC = public_table(ROUTES, has_admin_listener=False, has_keys=True)
 
@@ -120,6 +99,39 @@ def test_limits_are_those_of_the_server(document):
     assert '"maxItems": 7' in schema
     without_limit = describe_api(PUBLIC, replace(SERVED, max_request_tokens=None), has_keys=False)
     assert "any number of tokens" in without_limit["info"]["description"]
+
+
+def body_fields(document: dict[str, Any], path: str) -> dict[str, Any]:
+    schema = document["paths"][path]["post"]["requestBody"]["content"]["application/json"]["schema"]
+    fields: dict[str, Any] = schema["properties"]
+    return fields
+
+
+def test_vectors_of_tokens_have_a_length_of_their_own():
+    """Which some models' vectors have not."""
+    described = describe_api(PUBLIC, replace(SERVED, hidden_size=12), has_keys=False)
+    assert body_fields(described, "/pooling")["dimensions"]["enum"] == [8, 12, None]
+    assert body_fields(described, "/v1/embeddings")["dimensions"]["enum"] == [8, None]
+    matryoshka = describe_api(PUBLIC, replace(SERVED, hidden_size=12, is_matryoshka=True), has_keys=False)
+    assert body_fields(matryoshka, "/pooling")["dimensions"]["maximum"] == 12
+    assert body_fields(matryoshka, "/v1/embeddings")["dimensions"]["maximum"] == 8
+
+
+def test_no_more_tokens_may_be_asked_for_than_the_model_takes(document):
+    for path in ("/v1/embeddings", "/pooling"):
+        assert body_fields(document, path)["truncate_prompt_tokens"]["maximum"] == 16
+
+
+def test_what_never_succeeds_has_no_200(document):
+    for path in ("/rerank", "/predict", "/embed_sparse"):
+        responses = document["paths"][path]["post"]["responses"]
+        assert "200" not in responses
+        assert "424" in responses
+    assert all(
+        "200" in about["responses"] or "202" in about["responses"]
+        for (_, path), about in operations(document).items()
+        if path not in ("/rerank", "/predict", "/embed_sparse")
+    )
 
 
 def test_keys_are_asked_for_only_where_there_are_some(document):

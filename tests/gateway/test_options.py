@@ -10,9 +10,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from gateway.dialects.openai import EMBEDDINGS
-from gateway.dialects.options import MAX_PROMPT_CHARS
 from gateway.errors import BadRequest
-from gateway.request import Dtype, EmbedRequest, Encoding, Form, Overflow, Tokenizing
+from gateway.request import MAX_PROMPT_CHARS, Dtype, EmbedRequest, Encoding, Form, Overflow, Tokenizing
 from gateway.served import Served
 from shm.wire import Output
 
@@ -116,6 +115,10 @@ def test_a_prompt_is_not_quoted():
         ({"truncation_side": "left"}, LEFT, None),
         ({"truncation_side": "right"}, CUT, None),
         ({"truncate": True, "truncation_side": "left"}, LEFT, None),
+        ({"truncate": True, "truncation_direction": "left"}, LEFT, None),
+        ({"truncation_direction": "Left"}, LEFT, None),
+        ({"truncation_direction": "Right"}, CUT, None),
+        ({"truncation_direction": "left", "truncation_side": "left"}, LEFT, None),
         ({"overflow": "error", "truncation_side": "left"}, ERROR, None),
         ({"overflow": "truncate_left", "truncate": True, "truncation": True}, LEFT, None),
         ({"overflow": "error", "truncate": False, "truncation": False}, ERROR, None),
@@ -158,6 +161,7 @@ def test_what_a_request_leaves_open_is_the_servers_to_say(fields, of_the_server,
             "at most 256, as many tokens as the model takes, i",
         ),
         ({"truncation_side": "both"}, "truncation_side", "must be one of 'left', 'right', is 'both'"),
+        ({"truncation_direction": "up"}, "truncation_direction", "must be one of 'left', 'Left', 'right', 'Right', is"),
         ({"add_special_tokens": 0}, "add_special_tokens", "must be true or false"),
     ],
 )
@@ -179,6 +183,8 @@ def test_overflow_that_is_refused(fields, param, says):
         ({"truncate": "END"}, {"truncation_side": "left"}),
         ({"truncate": "NONE"}, {"truncate_prompt_tokens": 8}),
         ({"overflow": "truncate_left"}, {"truncation_side": "right"}),
+        ({"truncate": "END"}, {"truncation_direction": "Left"}),
+        ({"truncation_side": "right"}, {"truncation_direction": "left"}),
     ],
 )
 def test_contradictions_are_refused(first, second):
@@ -195,15 +201,19 @@ ALLOWED: dict[str, dict[Any, set[Overflow]]] = {
     "truncate": {True: {CUT, LEFT}, False: {ERROR}, "NONE": {ERROR}, "START": {LEFT}, "END": {CUT}},
     "truncation": {True: {CUT, LEFT}, False: {ERROR}},
     "truncation_side": {"left": {LEFT, ERROR, CHUNK}, "right": {CUT, ERROR, CHUNK}},
+    "truncation_direction": {"Left": {LEFT, ERROR, CHUNK}, "right": {CUT, ERROR, CHUNK}},
     "truncate_prompt_tokens": {8: {CUT, LEFT}},
 }
 
 
 def test_no_field_is_ever_ignored():
-    """All of the 720 ways to fill these fields, on every kind of server."""
+    """All of the 1,620 ways to fill these fields, on every kind of server."""
     for values in product(*([None, *choices] for choices in ALLOWED.values())):
         fields = {name: value for name, value in zip(ALLOWED, values, strict=True) if value is not None}
         left = set(Overflow).intersection(*(ALLOWED[name][value] for name, value in fields.items()))
+        sides = {fields[name].lower() for name in ("truncation_side", "truncation_direction") if name in fields}
+        if len(sides) > 1:
+            left = set()
         for of_the_server in Overflow:
             served = replace(PLAIN, overflow=of_the_server)
             if not left:

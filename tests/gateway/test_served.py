@@ -34,6 +34,10 @@ NOMIC = replace(
         ("e5:v2", None),
         ("e5:335m", None),
         ("other:large", None),
+        ("other:query2", None),
+        ("e5:335m-v1-fp16", None),
+        ("e5:bf16", None),
+        ("e5:q8_0", None),
         ("a:b:query", "query: "),
     ],
 )
@@ -48,7 +52,9 @@ def test_a_name_with_a_colon_may_be_the_models_own():
     assert served.prompt_of_model_name("mxbai:query:document") == "passage: "
 
 
-@pytest.mark.parametrize("name", ["e5:qeury", "org/e5:querry", "e5:", "e5:Query", "e5:" + "x" * 500])
+@pytest.mark.parametrize(
+    "name", ["e5:qeury", "org/e5:querry", "e5:", "e5:Query", "e5:query2", "e5:s2p_qery", "e5:doc-v2", "e5:" + "x" * 500]
+)
 def test_a_prompts_name_with_a_mistake_in_it_is_told(name):
     with pytest.raises(BadRequest, match=r"'model': the model has no prompt .*; it has 'query', 'passage'") as caught:
         E5.prompt_of_model_name(name)
@@ -94,6 +100,19 @@ def test_names_that_are_known(name, known):
 def test_a_purpose_is_a_prompt_by_another_name(purpose, of_e5, of_nomic):
     assert (E5.prompt_for(purpose), NOMIC.prompt_for(purpose)) == (of_e5, of_nomic)
     assert PLAIN.prompt_for(purpose) is None
+
+
+@pytest.mark.parametrize("purpose", ["document", "passage", "search_document", "retrieval.passage", "code.passage"])
+def test_a_document_does_not_get_the_default_prompt_which_may_be_a_query_s(purpose):
+    served = replace(E5, prompts={"query": "query: "}, default_prompt="query: ")
+    assert served.prompt_for(purpose) == ""
+    assert served.prompt_of_model_name(f"e5:{purpose}") == ""
+    assert (served.prompt_for("query"), served.prompt_for("classification")) == ("query: ", None)
+
+
+def test_a_query_does_not_get_the_default_prompt_which_may_be_a_document_s():
+    served = replace(E5, prompts={"document": "passage: "}, default_prompt="passage: ")
+    assert served.prompt_for("search_query") == ""
 
 
 def test_no_purpose_is_without_its_own_prompt():

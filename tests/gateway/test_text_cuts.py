@@ -18,6 +18,7 @@ import numpy as np
 import pytest
 import sentencepiece
 import tokenizers
+from described import Collected
 from hypothesis import HealthCheck, example, given, settings
 from hypothesis import strategies as st
 from sentencepiece import sentencepiece_model_pb2 as spm
@@ -335,14 +336,14 @@ class Slow:
             return self.num_tokens(text, how)
         if how.overflow is Overflow.TRUNCATE:
             return [[*prefix, *own[:room], *suffix]]
-        if how.overflow is Overflow.TRUNCATE_LEFT:
-            return [[*prefix, *own[-room:], *suffix]]
         before: list[int] = []
         for ours, theirs in zip(plain_ids(self.library, prompt), own, strict=False):
             if ours != theirs:
                 break
             before.append(ours)
         rest, size = own[len(before) :], room - len(before)
+        if how.overflow is Overflow.TRUNCATE_LEFT:
+            return [[*prefix, *before, *rest[-size:], *suffix]]
         parts = [rest[start : start + size] for start in range(0, len(rest), size)]
         return [[*prefix, *before, *part, *suffix] for part in parts]
 
@@ -387,6 +388,7 @@ def test_what_is_too_long_becomes_what_was_asked_for(kind, minilm_folder, tmp_pa
     )
     @example(["jumps over the lazy dog and is quick " * 5], Tokenizing(prompt="the ", overflow=Overflow.CHUNK))
     @example([" ".join(PARTS), "short"], Tokenizing(prompt="q: ", overflow=Overflow.TRUNCATE_LEFT))
+    @example(["jumps over the lazy dog and is quick " * 5], Tokenizing(prompt="the ", overflow=Overflow.TRUNCATE_LEFT))
     def check(given_texts: list[str], how: Tokenizing) -> None:
         expected = [slow.sequences(text, how, 24) for text in given_texts]
         run = outcome(ours, given_texts, how)
@@ -429,7 +431,9 @@ def test_described_tokens_are_the_library_s(kind, minilm_folder, tmp_path):
     @settings(deadline=None, max_examples=NUM_EXAMPLES // 2, suppress_health_check=[HealthCheck.too_slow])
     @given(texts, st.sampled_from(["", "é: "]), st.booleans())
     def check(text: str, prompt: str, add_special_tokens: bool) -> None:
-        [described] = exhaust(ours._inspector.describe_steps([text], prompt, add_special_tokens))
+        collected = Collected()
+        exhaust(ours._inspector.describe_steps([text], prompt, add_special_tokens, collected))
+        [described] = collected.lists
         num_before, num_behind = (len(slow.prefix), len(slow.suffix)) if add_special_tokens else (0, 0)
         own = described[num_before : len(described) - num_behind]
         if add_special_tokens:

@@ -9,9 +9,11 @@ from typing import Any
 import numpy as np
 import pytest
 import tokenizers
+from described import Collected
 
 from gateway import cl100k
-from gateway.errors import BadRequest, InputTooLong
+from gateway.errors import BadRequest, InputTooLong, TooManyRequests
+from gateway.inspection import Room
 from gateway.request import Overflow, Source, Token, TokenIds, TokenizedInput, Tokenizing
 from gateway.token_ids import Frame, IdPolicy
 from gateway.tokenizer import PLAIN, Tokenizer
@@ -268,6 +270,37 @@ def test_lists_of_both_vocabularies_keep_their_places(card):
     assert [item.source for item in tokenized] == [Source.CL100K, Source.MODEL] * 4000
 
 
+@pytest.mark.parametrize("frame", ["[CLS] $A [SEP]", None])
+def test_ids_are_the_models_where_callers_have_them_from_it(card, tmp_path, frame):
+    """Framed or not, and of a model that frames nothing, too."""
+    path = str(tmp_path / "tokenizer.json")
+    library = tokenizers.Tokenizer.from_file(card.tokenizer_file)
+    if frame is None:
+        library.post_processor = None
+    library.save(path)
+    tokenizer = Tokenizer(replace(card, tokenizer_file=path), 4, "auto")
+    how = Tokenizing(are_ids_of_model=True)
+    for given in ([15339, 1917], [101, 7592, 102]):
+        for kind in (list, partial(array, "i")):
+            [item] = tokenize(tokenizer, [kind(given)], how)
+            assert (ids([item]), item.source) == ([given], Source.MODEL)
+    with pytest.raises(BadRequest, match="outside the model's vocabulary, 0 to 30521"):
+        tokenize(tokenizer, [[91_700]], how)
+    [cut] = tokenize(tokenizer, [[1, 2, 3, 4, 5]], how)
+    assert (ids([cut]), cut.is_truncated) == ([[1, 2, 3, 4]], True)
+
+
+@pytest.mark.parametrize("policy", ["cl100k", "reject", "model"])
+def test_what_the_server_was_told_of_ids_goes_first(card, policy):
+    tokenizer, how = Tokenizer(card, 256, policy), Tokenizing(are_ids_of_model=True)
+    for given in ([[15339, 1917]], [[101, 7592, 102]]):
+        if policy == "reject" or (policy == "cl100k" and given[0][0] == 101):
+            with pytest.raises(BadRequest):
+                tokenize(tokenizer, given, how)
+        else:
+            assert tokenize(tokenizer, given, how) == tokenize(tokenizer, given)
+
+
 def test_framed_lists_are_cl100k_s_too_where_all_are(card):
     [item] = tokenize(Tokenizer(card, 256, "cl100k"), [[2, 14836, 330, 64825, 1]])
     assert ids([item]) == ids(tokenize(Tokenizer(card, 256, "auto"), ['# heading "quoted"']))
@@ -472,6 +505,23 @@ def test_without_special_tokens(card):
     assert ids(tokenize(tokenizer, [""], bare._replace(prompt="a"))) == [[1037]]
 
 
+@pytest.mark.parametrize("is_default", [True, False])
+def test_the_prompt_stays_in_front_of_a_text_that_is_cut_on_the_left(card, is_default):
+    tokenizer = Tokenizer(replace(card, prompt="query: " if is_default else ""), 8, "auto")
+    how = Tokenizing(prompt=None if is_default else "query: ", overflow=Overflow.TRUNCATE_LEFT)
+    for num in (7, 1500):
+        text = "one " * (num - 4) + "two three four five"
+        [item] = tokenize(tokenizer, [text], how)
+        assert ids([item]) == [[101, 23032, 1024, 2048, 2093, 2176, 2274, 102]]
+        assert item.is_truncated
+
+
+def test_a_prompt_that_leaves_no_room_for_a_texts_end_is_refused(card):
+    tokenizer = Tokenizer(replace(card, prompt="one two three "), 5, "auto", overflow=Overflow.TRUNCATE_LEFT)
+    with pytest.raises(BadRequest, match="The prompt has 3 tokens, and an input may have 5 in all"):
+        tokenize(tokenizer, ["four"])
+
+
 def test_too_many_chunks_are_refused(card, monkeypatch):
     monkeypatch.setattr("gateway.overflow.MAX_CHUNKS", 100)
     tokenizer = Tokenizer(card, 8, "auto", overflow=Overflow.CHUNK)
@@ -486,12 +536,16 @@ def test_too_many_chunks_are_refused(card, monkeypatch):
 # --- describe, decode ------------------------------------------------------------------------------------------
 
 
-def describe(tokenizer: Tokenizer, *arguments):
-    return asyncio.run(tokenizer.describe(*arguments))
+def describe(tokenizer: Tokenizer, texts: list[str], prompt: str, add_special_tokens: bool) -> list[list[Token]]:
+    collected = Collected()
+    num_tokens = exhaust(tokenizer.describe_steps(texts, prompt, add_special_tokens, collected))
+    assert num_tokens == sum(map(len, collected.lists))
+    return collected.lists
 
 
-def decode(tokenizer: Tokenizer, *arguments):
-    return asyncio.run(tokenizer.decode(*arguments))
+def decode(tokenizer: Tokenizer, lists: list[TokenIds], skip_special_tokens: bool) -> list[str]:
+    texts: list[str] = exhaust(tokenizer.decode_steps(lists, skip_special_tokens))
+    return texts
 
 
 def test_tokens_are_described(card):
@@ -509,7 +563,7 @@ def test_tokens_are_described(card):
 
 def test_ids_are_decoded(card):
     tokenizer = Tokenizer(card, 8, "reject")
-    given = [[101, 7592, 2088, 102], array("i", [7592]), []]
+    given: list[TokenIds] = [[101, 7592, 2088, 102], array("i", [7592]), []]
     assert decode(tokenizer, given, True) == ["hello world", "hello", ""]
     assert decode(tokenizer, given, False) == ["[CLS] hello world [SEP]", "hello", ""]
 
@@ -524,12 +578,42 @@ def test_what_is_asked_of_the_tokenizer_is_bounded(card, monkeypatch):
     tokenizer = Tokenizer(card, 8, "auto")
     with pytest.raises(BadRequest, match="Text 1 has more than 8000 characters"):
         describe(tokenizer, ["a", "a" * 8001], "", True)
-    with pytest.raises(BadRequest, match="The prompt has 4097 characters"):
-        describe(tokenizer, ["a"], "a" * 4097, True)
-    with pytest.raises(BadRequest, match="The texts have 1000200 characters, prompts included, at most 1000000"):
-        describe(tokenizer, ["a" * 1001] * 200, "a" * 4000, True)
-    with pytest.raises(BadRequest, match="The lists have 250001 token ids, at most 250000"):
+    with pytest.raises(BadRequest, match="The texts have 265053 characters, prompts included, at most 262144"):
+        describe(tokenizer, ["a" * 1001] * 53, "a" * 4000, True)
+    with pytest.raises(BadRequest, match="The lists have 250001 token ids, at most 250000") as caught:
         decode(tokenizer, [[1] * 250_000, [1]], True)
+    assert caught.value.param == "input"
+
+
+@pytest.mark.parametrize("text", ["a " * 20_000, "中" * 20_000, "!" * 20_000])
+def test_tokens_are_described_some_at_a_time(card, text):
+    """However large the text: an answer is written as they come, and each turn of it is short."""
+    collected = Collected()
+    exhaust(Tokenizer(card, 128, "auto").describe_steps([text, "", "a"], "", True, collected))
+    assert max(collected.nums) == 1000
+    assert [len(tokens) for tokens in collected.lists] == [20_002, 2, 3]
+    assert {token.stop for token in collected.lists[0][1:-1]} <= set(range(len(text.encode()) + 1))
+
+
+def test_there_is_room_for_so_much_at_a_time(monkeypatch):
+    monkeypatch.setattr("gateway.inspection._MAX_SIZE", 100)
+    monkeypatch.setattr("gateway.inspection._SHORT_SIZE", 5)
+    room = Room()
+    says = r"10000 characters .* 0 of them yours, .* has 1: at most 100 may be"
+    with room.enter(10_000, "a"), pytest.raises(TooManyRequests, match=says):  # nobody was there before
+        room.enter(1, "b").__enter__()
+    with room.enter(50, "a"):
+        with room.enter(5, "a"):
+            pass
+        for size in (6, 51):
+            with pytest.raises(TooManyRequests) as caught:
+                room.enter(size, "a").__enter__()
+            assert caught.value.headers() == {"retry-after": "1"}
+        with room.enter(25, "b"), room.enter(25, "b"), pytest.raises(TooManyRequests):
+            room.enter(1, "c").__enter__()
+        with room.enter(50, "c"):
+            pass
+    assert not room._sizes
 
 
 def test_a_broken_file_is_one_line_that_names_it(card, tmp_path):

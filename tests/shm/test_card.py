@@ -98,6 +98,7 @@ def test_the_real_model() -> None:
         steps=(Step("normalize"),),
         lowercase=False,
         prompt="",
+        weights_bytes=(path / "model.safetensors").stat().st_size,
         tokenizer_file=str(path.resolve() / "tokenizer.json"),
     )
 

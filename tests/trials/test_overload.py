@@ -11,6 +11,8 @@ from trials.form import LONG, pick, record
 from trials.questions import Tenant
 from trials.traffic import Arrivals, Traffic
 
+pytestmark = pytest.mark.skipif(not LONG, reason="measures, which needs a quiet machine: with VECD_SOAK=1")
+
 NUM_CLIENTS = 32
 GOOD_S = 1.0
 """An answer within this of its request's arrival is good; requests say so themselves."""

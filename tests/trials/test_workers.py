@@ -13,6 +13,8 @@ from trials.form import LONG, pick, record
 from trials.questions import Tenant
 from trials.traffic import Traffic
 
+pytestmark = pytest.mark.skipif(not LONG, reason="in short, tests/faults has the same: with VECD_SOAK=1")
+
 NUM_WORKERS = 2
 BATCH_TIMEOUT_S = 2
 NUM_CLIENTS = pick(short=8, long=64)
