@@ -17,9 +17,10 @@ serve: $(VENV)/.serve
 test: $(VENV)/.test
 	$(BIN)/python -m pytest -n auto --dist loadfile $(TESTS)
 
-# Installs LlamaIndex, Haystack, LiteLLM, Chroma, … as well: 2 GB in build/clients, some minutes the first time.
+# CLIENTS=small installs what takes seconds; all, the default, LlamaIndex, Haystack, LiteLLM, Chroma, … as well: 2 GB in
+# build/clients, some minutes the first time.
 test-clients: $(VENV)/.test
-	VECD_CLIENTS=1 $(BIN)/python -m pytest -n auto --dist loadfile $(or $(TESTS),tests/clients)
+	VECD_CLIENTS=$(or $(CLIENTS),all) $(BIN)/python -m pytest -n auto --dist loadfile $(or $(TESTS),tests/clients)
 
 # One test after the other, because they measure. Results of several runs add up; remove the file to begin anew.
 SOAK_RESULTS := $(CURDIR)/build/soak.jsonl

@@ -11,11 +11,16 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+from hypothesis import HealthCheck, settings
 from serving import cache_folder, exact_server, running_server
 from trials.report import describe_machine
 
 os.environ.setdefault("HF_HUB_OFFLINE", "1")
 os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
+
+# Neither says anything of the code, and on a busy machine both come true.
+settings.register_profile("vecd", deadline=None, suppress_health_check=[HealthCheck.too_slow])
+settings.load_profile("vecd")
 
 _MAX_PROCESSES = 8
 """Each may have the reference model and servers of its own."""

@@ -37,6 +37,6 @@ def make_texts(num_texts: int, seed: int = 0) -> list[str]:
         return " ".join([WORD, *words[start : start + num_words]])
 
     texts = [*AWKWARD, cut(10_000), cut(2_000), cut(1_000)]
-    texts += [cut(max(1, min(600, int(rng.lognormvariate(3.3, 1.0))))) for _ in range(num_texts - len(texts))]
+    texts += [cut(max(1, min(600, int(rng.lognormvariate(2.8, 1.0))))) for _ in range(num_texts - len(texts))]
     rng.shuffle(texts)
     return texts[:num_texts]

@@ -18,8 +18,10 @@ from serving import cache_folder
 from benchmarks.environments import why_failed
 
 PINS = Path(__file__).parent / "environments"
+SMALL = frozenset({"openai-1", "openai-2"})
+"""A quarter of a minute each to install: where VECD_CLIENTS is "small" or "all"."""
 LARGE = frozenset({"frameworks", "litellm", "stores"})
-"""Hundreds of megabytes each, or a minute to install: only where VECD_CLIENTS is set, as `make test-clients` does."""
+"""Hundreds of megabytes each, or a minute to install: only where it is "all", as `make test-clients` sets it."""
 INSTALL_TIMEOUT_S = 900.0 if os.environ.get("VECD_CLIENTS") else 180.0
 _STAMP = "installed"
 _NPM_FLAGS = (
@@ -38,8 +40,10 @@ def prepare(name: str) -> Path:
     Other processes that want the same one wait. Raises Unavailable; then nothing of it is left, and it is not tried
     again in this run.
     """
-    if name in LARGE and not os.environ.get("VECD_CLIENTS"):
-        raise Unavailable(f"the environment '{name}' is large: make test-clients (or VECD_CLIENTS=1) installs it")
+    wanted = os.environ.get("VECD_CLIENTS", "")
+    if (name in LARGE and wanted != "all") or (name in SMALL and wanted not in ("small", "all")):
+        size = "all" if name in LARGE else "small"
+        raise Unavailable(f"make test-clients, or VECD_CLIENTS={size}, installs the environment '{name}'")
     folder = _root() / f"{name}-{_digest(name)}"
     folder.parent.mkdir(parents=True, exist_ok=True)
     failure = Path(cache_folder(), f"environment-{name}.failed")

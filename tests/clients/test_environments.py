@@ -98,6 +98,10 @@ def test_who_needs_it_is_skipped_with_the_reason(pins, tmp_path):
 
 def test_large_ones_are_for_those_who_ask(monkeypatch):
     monkeypatch.delenv("VECD_CLIENTS", raising=False)
+    for name in ("frameworks", "openai-1"):
+        with pytest.raises(Unavailable, match="make test-clients"):
+            prepare(name)
+    monkeypatch.setenv("VECD_CLIENTS", "small")
     with pytest.raises(Unavailable, match="make test-clients"):
         prepare("frameworks")
 

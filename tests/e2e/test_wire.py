@@ -188,8 +188,8 @@ def test_a_model_may_be_named_by_the_path(tmp_path):
             ("/v1/engines/org/name/embeddings/", BODY, 200),
             ("/engines/other/embeddings", BODY, 404),
             ("/engines/other/embeddings", b'{"input":"hi","model":null}', 404),
-            ("/engines/other/embeddings", b'{"input":"hi","model":"org/name"}', 200),
-            ("/engines/org/name/embeddings", b'{"input":"hi","model":"other"}', 404),
+            ("/engines/other/embeddings", b'{"input":"hi","model":"org/name"}', 404),
+            ("/engines/org/name/embeddings", b'{"input":"hi","model":"other"}', 200),
             ("/engines/other/embeddings", b'{"input":"%b"}' % (b"large " * 20_000), 404),
         ):
             answer = exchange(strict, post(path=path, body=body))

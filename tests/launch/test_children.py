@@ -6,6 +6,7 @@ import sys
 from pathlib import Path
 
 import pytest
+from serving import eventually
 
 from launch import children
 from launch.children import ForkServer, killed_after, spawn
@@ -94,6 +95,8 @@ def test_children_do_not_inherit_keys(monkeypatch):
 
     process = spawn("gateway", "gateway")
     with killed_after(process):
+        # Empty for a moment after the child has been started.
+        eventually(lambda: Path(f"/proc/{process.pid}/environ").read_text() != "")
         found = Path(f"/proc/{process.pid}/environ").read_text()
     assert "PATH=" in found
     assert "secret" not in found
