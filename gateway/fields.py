@@ -19,7 +19,7 @@ E = TypeVar("E", bound=Enum)
 Schema: TypeAlias = dict[str, Any]
 """JSON Schema, as OpenAPI 3.1 has it."""
 
-_MAX_QUOTED_CHARS = 32
+_MAX_QUOTED_CHARS, _MAX_SHOWN_CHARS = 32, 64
 
 
 @dataclass(frozen=True, slots=True)
@@ -154,7 +154,8 @@ def named(enum: type[E]) -> dict[str, E]:
 
 def quoted(text: str) -> str:
     """Of a name that a caller has sent, as much as helps to find it, in ASCII."""
-    return ascii(text[:_MAX_QUOTED_CHARS])
+    shown = ascii(text[:_MAX_QUOTED_CHARS])  # of what is not ASCII, ten characters for one
+    return shown if len(shown) <= _MAX_SHOWN_CHARS else f"{shown[:_MAX_SHOWN_CHARS]}..."
 
 
 def given(value: Any) -> str:

@@ -106,3 +106,10 @@ def test_types_have_jsons_names(value, kind):
 def test_values_are_kept_by_name():
     values = Values({"name": "n"})
     assert values.get(fields.text("name", "the same name, declared elsewhere")) == "n"
+
+
+def test_what_is_quoted_is_short_whatever_it_is_written_in():
+    assert fields.quoted("query") == "'query'"
+    assert fields.quoted("q" * 1000) == repr("q" * 32)
+    assert len(fields.quoted("\U0001f600" * 1000)) <= 70
+    assert fields.quoted("\U0001f600" * 1000).isascii()
