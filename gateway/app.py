@@ -117,7 +117,7 @@ class App:
         self._make_end: Callable[[], ApiError] | None = None
         """Makes the error for whoever still comes, once this has ended."""
         self.started_at = time.monotonic()
-        self.served = Served.of(config, int(time.time()))
+        self.served = Served.of(config, int(time.time()), tokenizer.least_tokens)
         self.cors = Cors(config.cors_origins)
         self.encoder = Encoder(config.card, config.quantization_ranges)
         self.on_reload: Callable[[], None] | None = None

@@ -78,13 +78,15 @@ class Served:
     default_prompt: str = ""
     has_quantization_ranges: bool = False
     """int8 and uint8 are made with ranges of the model's own vectors."""
+    least_tokens: int = 1
+    """That an input has to have room for: the special tokens around a text, and one of its own."""
     weights_bytes: int = 0
     """Of the files that the weights are in."""
     prompts: dict[str, str] = field(default_factory=dict)
     """By name, as the model's files have them."""
 
     @classmethod
-    def of(cls, config: GatewayConfig, created_at: int) -> "Served":
+    def of(cls, config: GatewayConfig, created_at: int, least_tokens: int) -> "Served":
         card = config.card
         return cls(
             model=config.model,
@@ -110,6 +112,7 @@ class Served:
             created_at=created_at,
             default_prompt=card.prompt,
             has_quantization_ranges=config.quantization_ranges is not None,
+            least_tokens=least_tokens,
             weights_bytes=card.weights_bytes,
             prompts=dict(card.prompts),
         )
@@ -184,6 +187,17 @@ class Served:
                 param=param,
             )
         return prompt
+
+    def check_max_tokens(self, max_tokens: int, param: str) -> int:
+        """A limit on an input's tokens, as a request has it. Raises BadRequest, naming the field `param`, for one that
+        leaves no room for a text."""
+        if max_tokens < self.least_tokens:
+            raise BadRequest(
+                f"'{param}' must be at least {self.least_tokens}, with the special tokens around a text, "
+                f"is {max_tokens}",
+                param=param,
+            )
+        return max_tokens
 
     def check_dimensions(self, dimensions: int, param: str) -> int | None:
         """`dimensions` as a request has them; None for all. Raises BadRequest, in OpenAI's words where it has some."""

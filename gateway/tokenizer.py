@@ -105,6 +105,8 @@ class Tokenizer:
         self._prompt = card.prompt
         self._overflow = overflow
         self._frame = _frame_of(self._tokenizer)
+        self.least_tokens = min(max_tokens, self._frame.num_tokens + 1)
+        """That an input has to have room for."""
         self._policy = IdPolicy(token_id_policy, card.vocab_size, self._frame)
         room = max_tokens - self._frame.num_tokens
         self._least_chunk = max(1, min(_LEAST_CHUNK_TOKENS, room // 2))

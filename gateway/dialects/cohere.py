@@ -121,7 +121,9 @@ def parse_embed(call: Call, *, version: int) -> Ask:
     types = values.get(EMBEDDING_TYPES) or ()
     names = types or ("float",)
     dimensions, max_tokens = values.get(OUTPUT_DIMENSION), values.get(MAX_TOKENS)
-    limit = served.max_tokens if max_tokens is None else min(max_tokens, served.max_tokens)
+    limit = served.max_tokens
+    if max_tokens is not None:
+        limit = min(limit, served.check_max_tokens(max_tokens, MAX_TOKENS.name))
     priority = values.get(PRIORITY)
     request = EmbedRequest(
         inputs=texts,

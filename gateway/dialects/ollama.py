@@ -161,7 +161,7 @@ def _type_of(value: Any) -> str:
 
 def _read_tokenizing(values: Values, served: Served, overflow: Overflow | None) -> Tokenizing:
     num_ctx = values.get(OPTIONS)
-    is_less = num_ctx is not None and num_ctx < served.max_tokens
+    is_less = num_ctx is not None and served.check_max_tokens(num_ctx, "options.num_ctx") < served.max_tokens
     return Tokenizing(
         prompt=served.prompt_of_model_name(values.get(MODEL)),
         overflow=overflow,

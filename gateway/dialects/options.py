@@ -198,6 +198,8 @@ def read_tokenizing(values: Values, served: Served, prompt: str | None) -> Token
             f"is {max_tokens}",
             param=TRUNCATE_PROMPT_TOKENS.name,
         )
+    if max_tokens is not None and max_tokens != -1 and values.get(ADD_SPECIAL_TOKENS) is not False:
+        served.check_max_tokens(max_tokens, TRUNCATE_PROMPT_TOKENS.name)
     return Tokenizing(
         prompt,
         overflow=_read_overflow(values, served),

@@ -42,6 +42,7 @@ class Ids:
 
     threads: Any = None
     max_chars = max_tokens = max_ids = 16
+    least_tokens = 1
 
     def tokenize_now(self, inputs, tokenizing) -> list[TokenizedInput]:
         return [self._tokenized(ids) for ids in inputs]

@@ -181,3 +181,11 @@ def test_dimensions(changes, dimensions, expected):
         assert caught.value.param == "d"
     else:
         assert served.check_dimensions(dimensions, "d") == expected
+
+
+def test_a_limit_that_leaves_no_room_for_a_text_names_its_field():
+    served = replace(PLAIN, least_tokens=3)
+    assert served.check_max_tokens(3, "max_tokens") == 3
+    with pytest.raises(BadRequest, match=r"'max_tokens' must be at least 3, .*, is 2") as caught:
+        served.check_max_tokens(2, "max_tokens")
+    assert caught.value.param == "max_tokens"
