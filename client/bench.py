@@ -12,14 +12,14 @@ import sys
 from collections.abc import Callable, Sequence
 from datetime import UTC, datetime
 from functools import partial
-from typing import Any
+from typing import Any, TextIO
 
 import orjson
 import uvloop
 
 from client import report
 from client.load import Load, Unreachable
-from client.options import Options, parse_options
+from client.options import STDOUT, Options, parse_options
 from client.plot import Point, draw_latency
 from client.progress import ProgressLine
 from client.run import Progress, Run
@@ -74,14 +74,15 @@ def main(argv: list[str] | None = None) -> int:
 
 def _bench(options: Options, loads: Sequence[Load]) -> int:
     _allow_connections(max(_most_connections(load) for load in loads))
-    print(options.describe())
-    print(report.heading(), flush=True)
+    table = sys.stderr if options.json == STDOUT else sys.stdout
+    print(options.describe(), file=table)
+    print(report.heading(), file=table, flush=True)
     line = ProgressLine()
     points: list[Point] = []
 
     def tell(load: Load, result: Result) -> None:
         line.clear()
-        _write(options, result)
+        _write(options, result, table)
         points.append(Point.of(result, report.name(result)))
 
     try:
@@ -95,12 +96,14 @@ def _bench(options: Options, loads: Sequence[Load]) -> int:
     return 0 if all(result.num_requests and result.ended_early is None for result in results) else 1
 
 
-def _write(options: Options, result: Result) -> None:
-    print(report.row(result))
+def _write(options: Options, result: Result, table: TextIO) -> None:
+    print(report.row(result), file=table)
     for note in report.notes(result):
-        print(f"{'':{report.FIRST_WIDTH}} {note}")
-    sys.stdout.flush()
-    if options.json is not None:
+        print(f"{'':{report.FIRST_WIDTH}} {note}", file=table)
+    table.flush()
+    if options.json == STDOUT:
+        print(orjson.dumps(_record(options, result)).decode(), flush=True)
+    elif options.json is not None:
         with options.json.open("ab") as file:
             file.write(orjson.dumps(_record(options, result), option=orjson.OPT_APPEND_NEWLINE))
 

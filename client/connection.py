@@ -2,7 +2,7 @@
 
 Owns the socket, the parsing of what comes back and the deadline of each exchange. Knows nothing of embeddings
 and never sends anything twice: whether to connect again is the caller's to say. Called by `client.closed_loop`,
-`client.open_loop` and `client.contact`.
+`client.open_loop`, `client.contact` and `client.bulk.service`.
 
 Why no HTTP library: a load generator shares its cores with the server it measures, so what it costs is an error of
 the measurement. With everything around it this costs 9 µs of CPU per request, system calls not counted (64 connections,
@@ -21,7 +21,9 @@ _FRAMING_HEADERS = (b"content-length", b"transfer-encoding")
 _TOKEN_HEADERS = (b"x-vecd-tokens", b"x-compute-tokens")
 """Where a server may tell how many tokens a request had; the last one is text-embeddings-inference's."""
 _DIMENSIONS_HEADER = b"x-vecd-dimensions"
-_KNOWN_HEADERS = frozenset((*_FRAMING_HEADERS, *_TOKEN_HEADERS, _DIMENSIONS_HEADER))
+_MODEL_HEADER = b"x-vecd-model"
+_RETRY_HEADER = b"retry-after"
+_KNOWN_HEADERS = frozenset((*_FRAMING_HEADERS, *_TOKEN_HEADERS, _DIMENSIONS_HEADER, _MODEL_HEADER, _RETRY_HEADER))
 _MAX_BODY_BYTES = 1 << 30
 """A server that sends without end must not take this process's memory before the timeout comes."""
 
@@ -76,30 +78,47 @@ def render_post(
     api_key: str | None,
     accept: str = "application/json",
     headers: Mapping[str, str] | None = None,
+    user_agent: str = "vecd-bench",
 ) -> bytes:
     """A whole POST of a JSON `body`, ready to be sent any number of times, with `headers` besides its own.
 
     Raises ValueError when `path`, `api_key` or a header cannot stand in an HTTP request.
     """
+    entity = {"Content-Type": "application/json", "Content-Length": str(len(body))}
+    return _render_head("POST", target, path, accept, user_agent, api_key, {**entity, **(headers or {})}) + body
+
+
+def render_get(target: Target, path: str, *, api_key: str | None, user_agent: str) -> bytes:
+    """A whole GET. Raises ValueError as `render_post` does."""
+    return _render_head("GET", target, path, "application/json", user_agent, api_key, {})
+
+
+def _render_head(
+    method: str,
+    target: Target,
+    path: str,
+    accept: str,
+    user_agent: str,
+    api_key: str | None,
+    headers: Mapping[str, str],
+) -> bytes:
     if not path.startswith("/") or not path.isprintable() or " " in path:
         raise ValueError(f"{path!r} is no path: it must start with / and have no blanks")
     if api_key is not None and not api_key.isprintable():
         raise ValueError("the API key has characters that cannot be sent")
     lines = [
-        f"POST {path} HTTP/1.1",
+        f"{method} {path} HTTP/1.1",
         f"Host: {target.host_header}",
-        "User-Agent: vecd-bench",
+        f"User-Agent: {user_agent}",
         f"Accept: {accept}",
-        "Content-Type: application/json",
-        f"Content-Length: {len(body)}",
     ]
     if api_key is not None:
         lines.append(f"Authorization: Bearer {api_key}")
-    for name, value in (headers or {}).items():
+    for name, value in headers.items():
         if not value or not value.isascii() or not value.isprintable():
             raise ValueError(f"{value!r} cannot be sent as the header {name}")
         lines.append(f"{name}: {value}")
-    return "\r\n".join(lines).encode() + b"\r\n\r\n" + body
+    return "\r\n".join(lines).encode() + b"\r\n\r\n"
 
 
 class Answer(NamedTuple):
@@ -111,6 +130,10 @@ class Answer(NamedTuple):
     """Of the request, where a header told."""
     num_dimensions: int | None = None
     """Of each vector, where a header told."""
+    model: str | None = None
+    """Whose vectors they are, where a header told."""
+    retry_after_s: int | None = None
+    """When to come again, where a header told in seconds."""
 
 
 Outcome: TypeAlias = Answer | Exception
@@ -136,6 +159,8 @@ class Connection(asyncio.Protocol):
         self._num_body_bytes = 0
         self._num_tokens: int | None = None
         self._num_dimensions: int | None = None
+        self._model: str | None = None
+        self._retry_after_s: int | None = None
         self._is_framed = False
         self._ends_with_connection = False
         self._keeps_alive = True
@@ -228,7 +253,7 @@ class Connection(asyncio.Protocol):
 
     def on_message_begin(self) -> None:
         self._is_framed = False
-        self._num_tokens = self._num_dimensions = None
+        self._num_tokens = self._num_dimensions = self._model = self._retry_after_s = None
         self._num_body_bytes = 0
 
     def on_header(self, name: bytes, value: bytes) -> None:
@@ -241,6 +266,10 @@ class Connection(asyncio.Protocol):
             self._num_tokens = int(value)
         elif name == _DIMENSIONS_HEADER and value.isdigit():
             self._num_dimensions = int(value)
+        elif name == _MODEL_HEADER:
+            self._model = value.decode("latin-1")
+        elif name == _RETRY_HEADER and value.isdigit():
+            self._retry_after_s = int(value)
 
     def on_headers_complete(self) -> None:
         self._ends_with_connection = not self._is_framed
@@ -263,7 +292,8 @@ class Connection(asyncio.Protocol):
     def _take_answer(self) -> Answer:
         body = b"".join(self._chunks)
         self._chunks.clear()
-        return Answer(self._parser.get_status_code(), body, self._num_tokens, self._num_dimensions)
+        status = self._parser.get_status_code()
+        return Answer(status, body, self._num_tokens, self._num_dimensions, self._model, self._retry_after_s)
 
 
 async def connect(target: Target, timeout_s: float) -> Connection:

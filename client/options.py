@@ -19,6 +19,7 @@ from client.payload import RequestShape, render_requests
 from client.plot import PlotUnavailable, require_matplotlib
 from client.texts import FixedWords, Lengths, parse_lengths, read_texts
 
+STDOUT = Path("-")
 _DEFAULT_CLIENTS = (1, 16, 64)
 _DEFAULT_WORDS = 10
 _DEFAULT_BULK_TEXTS = 512
@@ -70,6 +71,7 @@ class Options:
     bulk_shape: RequestShape | None
     bulk_clients: int
     json: Path | None
+    """`STDOUT` stands for standard output, which then has nothing else."""
     plot: Path | None
 
     def loads(self) -> list[Load]:
@@ -235,7 +237,7 @@ def _check_files(options: Options) -> None:
         if not options.plot.absolute().parent.is_dir():
             raise ValueError(f"--plot: {options.plot} is in no folder that exists")
         require_matplotlib()
-    if options.json is not None:
+    if options.json is not None and options.json != STDOUT:
         try:
             options.json.open("ab").close()
         except OSError as error:
@@ -342,7 +344,9 @@ def _add_bulk(parser: argparse.ArgumentParser) -> None:
 def _add_reports(parser: argparse.ArgumentParser) -> None:
     add = parser.add_argument_group("report").add_argument
     add("--goodput-ms", type=_milliseconds, metavar="MS", help="tell how many were answered within MS of their arrival")
-    add("--json", type=Path, metavar="FILE", help="append one JSON object a run")
+    add(
+        "--json", type=Path, metavar="FILE", help="append one JSON object a run; -: print them, and the table to stderr"
+    )
     add("--plot", type=Path, metavar="FILE.png", help="draw latency over throughput, a point a run; needs vecd[plot]")
 
 

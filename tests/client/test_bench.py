@@ -183,6 +183,21 @@ BULK_FIELDS = """
 """
 
 
+def test_json_to_standard_output_is_alone_there(
+    start_server: Callable[..., Any],
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    server = start_server()
+    assert main(["--url", server.url, "--json", "-", "--clients", "1,2", "--requests", "5", "--warmup", "0"]) == 0
+    told = capsys.readouterr()
+    assert [json.loads(line)["clients"] for line in told.out.splitlines()] == [1, 2]
+    assert "2 clients" in told.err
+    assert list(tmp_path.iterdir()) == []
+
+
 def run_for_json(path: Path, url: str, options: str) -> list[dict[str, Any]]:
     main(["--url", url, "--warmup", "0", "--json", str(path), *options.split()])
     return [json.loads(line) for line in path.read_text().splitlines()]

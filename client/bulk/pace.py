@@ -1,0 +1,56 @@
+"""How many requests are under way at a time.
+
+Owns the number, which follows the server: enough for it to have about a second of work in hand, however fast it is, and
+no more. Pure but for the clock. Called by `client.bulk.service`.
+
+More would buy nothing: a server that has a second of work never waits for this program, and what waits there longer
+holds memory, and is computed in vain when either of the two dies.
+"""
+
+import asyncio
+import time
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
+
+FEWEST, MOST = 2, 32
+_START = 4
+_TOO_SHORT_S, _TOO_LONG_S = 1.0, 4.0
+
+
+class Pace:
+    """`turn` around each request."""
+
+    def __init__(self) -> None:
+        self.limit = _START
+        self.is_fixed = False
+        """Whether the limit stays as it is."""
+        self.num_running = 0
+        self._next = asyncio.Condition()
+
+    def fix(self, limit: int) -> None:
+        self.limit = limit
+        self.is_fixed = True
+
+    @asynccontextmanager
+    async def turn(self) -> AsyncIterator[None]:
+        """Wait for one's turn, and learn from how long it takes."""
+        async with self._next:
+            await self._next.wait_for(lambda: self.num_running < self.limit)
+            self.num_running += 1
+        began_at, was_full = time.monotonic(), self.num_running >= self.limit
+        try:
+            yield
+            self.learn(time.monotonic() - began_at, was_full=was_full)
+        finally:
+            self.num_running -= 1
+            async with self._next:
+                self._next.notify_all()
+
+    def learn(self, took_s: float, *, was_full: bool) -> None:
+        """A request took so long; `was_full`: as many were under way as may."""
+        if self.is_fixed:
+            return
+        if took_s < _TOO_SHORT_S and was_full:
+            self.limit = min(self.limit + 1, MOST)
+        elif took_s > _TOO_LONG_S:
+            self.limit = max(self.limit - 1, FEWEST)

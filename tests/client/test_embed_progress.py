@@ -1,0 +1,92 @@
+import asyncio
+import io
+
+import pytest
+
+from client.bulk import progress
+from client.bulk.pace import FEWEST, MOST, Pace
+from client.bulk.progress import BulkLine, Course, Moment, bar, in_words
+
+
+@pytest.mark.parametrize(
+    ("seconds", "words"),
+    [(0, "0:00 min"), (59.6, "1:00 min"), (3599, "59:59 min"), (3600, "1:00 h"), (90_061, "25:01 h")],
+)
+def test_times_in_words(seconds: float, words: str) -> None:
+    assert in_words(seconds) == words
+
+
+def test_rates_and_time_left_are_of_the_last_half_minute() -> None:
+    course = Course(10_000)
+    course.begin(Moment(0.0, 500, 0, 1000))
+    assert course.describe(5.0) == "500 rows"
+    course.add(Moment(10.0, 600, 1000, 2000))
+    assert course.describe(10.0) == "600 rows, 10 rows/s, 100 tokens/s, 1:20 min left"
+    assert course.share == 0.2
+    for second in range(11, 61):
+        course.add(Moment(float(second), 600 + 100 * (second - 10), 1000, 2000 + 100 * (second - 10)))
+    assert course.describe(60.0) == "5,600 rows, 100 rows/s, 0 tokens/s, 0:30 min left"
+
+
+def test_how_long_a_pipe_takes_is_not_known() -> None:
+    course = Course(None)
+    course.begin(Moment(0.0, 0, 0, 0))
+    course.add(Moment(1.0, 10, 20, 30))
+    assert course.share is None
+    assert course.describe(1.0) == "10 rows, 10 rows/s, 20 tokens/s"
+
+
+def test_the_bar() -> None:
+    assert [bar(share).count("━") for share in (0.0, 0.5, 1.0)] == [0, 12, 24]
+
+
+def test_a_terminal_has_one_line_and_a_log_several(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(progress, "_REDRAW_S", 0.0)
+    monkeypatch.setattr(progress, "_PLAIN_S", 0.0)
+    texts = {}
+    for is_live in (True, False):
+        line = BulkLine(stream := io.StringIO(), is_live=is_live)
+        line.show(lambda: "half")
+        line.show(lambda: "more")
+        line.say("done")
+        texts[is_live] = stream.getvalue()
+    assert texts[True] == "\r\x1b[Khalf\r\x1b[Kmore\r\x1b[Kvecd embed: done\n"
+    assert texts[False] == "vecd embed: half\nvecd embed: more\nvecd embed: done\n"
+
+
+def test_quiet_is_quiet_but_for_what_stays() -> None:
+    line = BulkLine(stream := io.StringIO(), is_quiet=True, is_live=True)
+    line.show(lambda: "half")
+    line.say("done")
+    assert stream.getvalue() == "vecd embed: done\n"
+
+
+def test_the_pace_follows_the_server() -> None:
+    pace = Pace()
+    for _ in range(100):
+        pace.learn(0.01, was_full=True)
+    assert pace.limit == MOST
+    pace.learn(0.01, was_full=False)
+    for _ in range(100):
+        pace.learn(60.0, was_full=True)
+    assert pace.limit == FEWEST
+    pace.learn(0.01, was_full=False)
+    assert pace.limit == FEWEST
+
+
+def test_no_more_are_under_way_than_may_be() -> None:
+    async def run() -> int:
+        pace, most = Pace(), 0
+        pace.fix(3)
+
+        async def work() -> None:
+            nonlocal most
+            async with pace.turn():
+                most = max(most, pace.num_running)
+                await asyncio.sleep(0)
+
+        await asyncio.gather(*(work() for _ in range(20)))
+        assert pace.num_running == 0
+        return most
+
+    assert asyncio.run(run()) == 3

@@ -1,0 +1,208 @@
+import gzip
+import random
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from client.bulk.feed import BatchSize, read_batches
+from client.bulk.inputs import Input, Shape, check_unchanged, find_inputs
+from client.bulk.lines import Lines
+from client.bulk.rows import InputError, Item, Position
+
+SHAPE = Shape("text", (), 1000)
+ONE_BATCH = BatchSize(1000, 1 << 20)
+
+
+def reader_of(data: bytes, rng: random.Random) -> Callable[[int], bytes]:
+    """Gives what there is in pieces of any length, as a pipe does."""
+    place = 0
+
+    def read(num_bytes: int) -> bytes:
+        nonlocal place
+        piece = data[place : place + rng.randint(1, min(num_bytes, 9))]
+        place += len(piece)
+        return piece
+
+    return read
+
+
+@given(st.binary(max_size=60).map(lambda data: data.replace(b"a", b"\n")), st.integers(0, 12), st.randoms())
+def test_lines_are_cut_as_split_does_and_know_where_they_end(data: bytes, max_bytes: int, rng: random.Random) -> None:
+    expected = data.split(b"\n")
+    if not expected[-1]:
+        expected.pop()
+    lines = Lines(reader_of(data, rng), max_bytes)
+    offset = 0
+    for number, line in enumerate(expected, 1):
+        assert next(iter(lines)) == (line if len(line) <= max_bytes else None)
+        offset = min(offset + len(line) + 1, len(data))
+        assert (lines.line, lines.offset) == (number, offset)
+    assert next(iter(lines), "end") == "end"
+
+
+def items_of(path: Path, shape: Shape = SHAPE, format: str | None = None) -> list[Item]:
+    inputs = find_inputs([str(path)], format)
+    return [row.item for batch in read_batches(inputs, shape, ONE_BATCH, Position()) for row in batch.rows]
+
+
+def write(folder: Path, name: str, content: bytes | str) -> Path:
+    path = folder / name
+    data = content.encode() if isinstance(content, str) else content
+    path.write_bytes(gzip.compress(data) if name.endswith(".gz") else data)
+    return path
+
+
+def test_every_line_of_a_text_file_is_a_row(tmp_path: Path) -> None:
+    path = write(tmp_path, "a.txt", b"\xef\xbb\xbfone\r\n\n \t\nbad \xff\ntwo\x00\x85three\n" + b"x" * 1001 + b"\nlast")
+    assert items_of(path) == [
+        Item(1, "one"),
+        Item(2, None, "the line is empty"),
+        Item(3, None, "the line is empty"),
+        Item(4, None, "not UTF-8: byte 4 of the line"),
+        Item(5, None, "not UTF-8: byte 4 of the line"),
+        Item(6, None, "the line is too long (--max-row-bytes)"),
+        Item(7, "last"),
+    ]
+
+
+def test_json_lines(tmp_path: Path) -> None:
+    content = (
+        '{"id": 7, "text": "one"}\n\n"two"\n{"id": [1], "body": "x"}\n{"text": 3}\n{"text": null}\n'
+        '{"text": " "}\n{"text": "cut\n[1]\n{"text": "\\ud800"}\n{"text": "a\\nb", "id": "z"}'
+    )
+    path = write(tmp_path, "a.jsonl", content)
+    items = items_of(path, Shape("text", ("id",), 1000))
+    assert [(item.line, item.text, item.kept) for item in items] == [
+        (1, "one", (7,)),
+        (3, "two", (None,)),
+        (4, None, ([1],)),
+        (5, None, (None,)),
+        (6, None, (None,)),
+        (7, None, (None,)),
+        (8, None, (None,)),
+        (9, None, (None,)),
+        (10, None, (None,)),
+        (11, "a\nb", ("z",)),
+    ]
+    reasons = [item.reason for item in items]
+    assert reasons[2:6] == ['no field "text"', '"text" is a number, not a text', '"text" is null, not a text',
+                            '"text" is empty']  # fmt: skip
+    assert reasons[6].startswith("not JSON: ")
+    assert reasons[7] == "the line is a list, not a text"
+    assert not any("cut" in reason for reason in reasons)
+
+
+def test_csv(tmp_path: Path) -> None:
+    content = 'id,text,n\n1,one,x\n\n2,"two\nlines, ""quoted""",y\n3,short\n4,,z\n5,\xff,w\n6,six,last'
+    path = write(tmp_path, "a.csv", content.encode("latin-1"))
+    assert items_of(path, Shape("text", ("id",), 1000)) == [
+        Item(2, "one", "", ("1",)),
+        Item(4, 'two\nlines, "quoted"', "", ("2",)),
+        Item(6, None, "2 fields, the header has 3", ("3",)),
+        Item(7, None, '"text" is empty', ("4",)),
+        Item(8, None, '"text" is not UTF-8', ("5",)),
+        Item(9, "six", "", ("6",)),
+    ]
+
+
+def test_a_quote_that_is_never_closed_takes_no_more_than_a_row(tmp_path: Path) -> None:
+    content = "text\nfirst\n" + '"open\n' + "more\n" * 300 + "last\n"
+    items = items_of(write(tmp_path, "a.csv", content))
+    assert items[0].text == "first"
+    assert "never closed" in items[1].reason
+    assert items[-1].text == "last"
+
+
+def test_a_quote_that_is_open_at_the_end_is_no_text(tmp_path: Path) -> None:
+    """Nor are the rows that it has swallowed."""
+    items = items_of(write(tmp_path, "a.csv", 'text,id\nfirst,1\n"open,2\nthird,3\n'), Shape("text", ("id",), 1000))
+    assert items == [Item(2, "first", "", ("1",)), Item(3, None, "not CSV: a quote is never closed", (None,))]
+
+
+def test_tsv_and_gzip(tmp_path: Path) -> None:
+    assert items_of(write(tmp_path, "a.tsv.gz", "text\tid\none, two\t1\n")) == [Item(2, "one, two")]
+
+
+@pytest.mark.parametrize(
+    ("name", "content", "message"),
+    [
+        ("a.csv", "body,id\nx,1\n", "no field 'text', it has: body, id"),
+        ("a.csv", "", "no header"),
+        ("a.doc", "x", "no format has this suffix"),
+        ("a.txt", b"\xff\xfeh\0i\0", "UTF-16"),
+    ],
+)
+def test_files_that_are_refused(tmp_path: Path, name: str, content: bytes | str, message: str) -> None:
+    with pytest.raises(InputError, match=message):
+        items_of(write(tmp_path, name, content))
+
+
+@pytest.mark.parametrize("keep", [20, 40, -5])
+def test_a_gzip_file_that_is_cut_off_is_an_error(tmp_path: Path, keep: int) -> None:
+    path = write(tmp_path, "a.txt.gz", "".join(f"line {n}\n" for n in range(100)))
+    path.write_bytes(path.read_bytes()[:keep])
+    with pytest.raises(InputError, match="cannot be read"):
+        items_of(path)
+
+
+def test_inputs_that_do_not_go_together(tmp_path: Path) -> None:
+    path = str(write(tmp_path, "a.txt", "x"))
+    with pytest.raises(InputError, match="only one"):
+        find_inputs([path, "-"], None)
+    with pytest.raises(InputError, match="twice"):
+        find_inputs(["-", "-"], None)
+    with pytest.raises(InputError, match="No such file"):
+        find_inputs([path + "x.txt"], None)
+
+
+def test_a_file_that_is_written_to_meanwhile_is_found_out(tmp_path: Path) -> None:
+    path = write(tmp_path, "a.txt", "x\n")
+    inputs = find_inputs([str(path)], None)
+    check_unchanged(inputs)
+    path.write_bytes(b"x\ny\n")
+    with pytest.raises(InputError, match="has been changed"):
+        check_unchanged(inputs)
+
+
+FILES = {
+    "a.txt": "one\n\ntwo\r\nthree",
+    "b.jsonl": '{"text": "four"}\n\n"five"\nbroken\n',
+    "c.csv": 'id,text\n1,six\n2,"sev\nen"\n\n3,eight\n',
+    "d.txt.gz": "nine\nten\n",
+    "e.csv.gz": "text\neleven\ntwelve",
+}
+
+
+@pytest.mark.parametrize("max_texts", [1, 2, 3, 100])
+def test_reading_goes_on_at_the_end_of_any_batch(tmp_path: Path, max_texts: int) -> None:
+    inputs = find_inputs([str(write(tmp_path, name, content)) for name, content in FILES.items()], None)
+    size = BatchSize(max_texts, 1000)
+    batches = list(read_batches(inputs, SHAPE, size, Position()))
+    rows = [row for batch in batches for row in batch.rows]
+    assert [row.number for row in rows] == list(range(len(rows)))
+    assert len(rows) == 14
+    assert [batch.bytes_read for batch in batches] == sorted(batch.bytes_read for batch in batches)
+    assert batches[-1].bytes_read == sum(each.num_bytes for each in inputs)
+    for batch in batches:
+        rest = [row for later in read_batches(inputs, SHAPE, size, batch.end) for row in later.rows]
+        assert rest == rows[batch.end.row :]
+
+
+def test_a_batch_ends_with_the_row_that_fills_it(tmp_path: Path) -> None:
+    inputs = find_inputs([str(write(tmp_path, "a.txt", "12345\n12345\n1\n1\n"))], None)
+    batches = read_batches(inputs, SHAPE, BatchSize(3, 10), Position())
+    assert [len(batch.rows) for batch in batches] == [2, 2]
+
+
+def test_a_stream_is_known_by_its_first_rows(tmp_path: Path) -> None:
+    path = write(tmp_path, "a.txt", "one\ntwo\nthree\nfour\n")
+    stream = Input(str(path), "txt", is_stream=True, is_gzip=False)
+    size = BatchSize(2, 1000)
+    first, second = read_batches([stream], SHAPE, size, Position())
+    assert list(read_batches([stream], SHAPE, size, first.end)) == [second]
+    path.write_text("one\nother\nthree\nfour\n")
+    with pytest.raises(InputError, match="first 2 rows are not those"):
+        list(read_batches([stream], SHAPE, size, first.end))

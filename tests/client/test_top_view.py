@@ -1,0 +1,143 @@
+"""How `vecd top` looks: every size of terminal, and what a reader must find."""
+
+from dataclasses import replace
+
+import orjson
+import pytest
+from rich.console import Console
+
+from client.top_frame import make_frame
+from client.top_history import Trends
+from client.top_stats import read_stats
+from client.top_text import age, bar, duration, number, share, size, sparkline
+from client.top_view import Scene, draw
+
+
+def stats(num_workers: int, num_gateways: int, seconds: int):
+    process = {"cpu_s": 1.0 + seconds, "resident_bytes": 3e8, "proportional_bytes": 123e6}
+    done = seconds * 1000
+    return read_stats(
+        orjson.dumps(
+            {
+                "now_s": 100.0 + seconds,
+                "model": {"id": "a-model", "dimensions": 384, "max_tokens": 256, "pooling": "mean"},
+                "server": {"version": "1.2"},
+                "requests": [{"dialect": "openai", "status": status, "count": done} for status in (200, 429)],
+                "totals": dict.fromkeys(
+                    ("inputs", "tokens", "padding_tokens", "batches", "sequences", "retried"), done
+                ),
+                "stage_bounds_s": [0.001, 1.0],
+                "stages": {
+                    stage: {"counts": [done, done, done], "sum_s": 1.0}
+                    for stage in ("parse", "tokenize", "queue", "compute", "encode", "total")
+                },
+                "queue": {"requests": 1234567, "sequences": 2, "tokens": 3, "age_s": 0.25},
+                "arena": {"rows": 2048, "rows_in_use": 2000},
+                "workers": [
+                    {"worker": n, "life": 3, "state": "stuck", "batches": done, "tokens": done, "busy_s": seconds * 0.9,
+                     "pid": 4_000_000 + n, "dtype": "bfloat16", "path": "fused"}
+                    for n in range(num_workers)
+                ],
+                "gateways": [
+                    {"gateway": n, "pid": n, "uptime_s": 1e6, "connections": 99, "requests": 5, "answered": done}
+                    for n in range(num_gateways)
+                ],
+                "processes": {f"worker-{n}": {"pid": 4_000_000 + n, **process} for n in range(num_workers)},
+            }
+        )
+    )  # fmt: skip
+
+
+def scene(num_workers: int = 2, num_gateways: int = 2, **changes) -> Scene:
+    frame = make_frame(stats(num_workers, num_gateways, 0), stats(num_workers, num_gateways, 2))
+    rates = tuple(float(n) for n in range(500))
+    return replace(
+        Scene(
+            target="http://127.0.0.1:8000",
+            interval_s=1.0,
+            frame=frame,
+            trends=Trends(rates, rates, rates),
+            has_keys=True,
+        ),
+        **changes,
+    )
+
+
+def lines_of(scene: Scene, width: int, height: int | None) -> list[str]:
+    console = Console(width=width, height=height or 25, force_terminal=True, color_system=None, markup=False)
+    with console.capture() as captured:
+        console.print(draw(scene, width, height), end="")
+    return captured.get().rstrip("\n").split("\n")
+
+
+SIZES = [(40, 10), (60, 4), (60, 20), (80, 24), (100, 30), (119, 50), (120, 24), (200, 60)]
+
+
+@pytest.mark.parametrize(("width", "height"), SIZES)
+@pytest.mark.parametrize(("num_workers", "num_gateways"), [(0, 1), (2, 2), (200, 64)])
+def test_nothing_is_drawn_outside_the_terminal(width, height, num_workers, num_gateways):
+    lines = lines_of(scene(num_workers, num_gateways, trouble="it does not answer" * 20), width, height)
+    assert len(lines) <= height
+    assert max(map(len, lines)) <= width
+    assert lines[0].startswith("vecd 1.2")
+    assert lines[2].startswith("it does not answer")
+
+
+@pytest.mark.parametrize(("width", "height"), [(60, 20), (80, 24)])
+def test_a_small_terminal_has_what_matters_most(width, height):
+    text = "\n".join(lines_of(scene(), width, height))
+    for found in ("a-model", "requests", "total", "queue", "oldest 250 ms", "errors", "stuck", "90 %"):
+        assert found in text
+
+
+def test_a_large_terminal_has_everything():
+    text = "\n".join(lines_of(scene(), 140, 50))
+    for found in (
+        "384 dimensions · 256 tokens · mean · bfloat16 · fused",
+        "2,000/s",  # of all statuses together
+        "429 1,000/s (2,000)",
+        "2,000 sequences retried",
+        "padding 50 %",
+        "2,000 of 2,048 rows in use (98 %)",
+        "246 MB in 2 processes, which take 2.00 cores",
+        "11 d 13 h",
+        "away",
+        "p99",
+        "q quit",
+    ):
+        assert found in text, found
+
+
+def test_more_workers_than_lines_are_counted():
+    text = "\n".join(lines_of(scene(num_workers=50), 100, 40))
+    assert "… and 38 more" in text
+    assert "more" not in "\n".join(lines_of(scene(num_workers=50), 100, None))
+
+
+def test_before_the_first_answer_it_says_what_it_waits_for():
+    assert "waiting for the first answer" in lines_of(scene(frame=None), 80, 24)[2]
+    lines = lines_of(scene(frame=None, trouble="no answer, trying again: connection refused"), 80, 24)
+    assert "connection refused" in lines[2]
+
+
+def test_a_terminal_without_unicode_gets_none_of_it_in_bars():
+    assert set(sparkline([0, 1, 2, 3], 6, is_ascii=True) + bar(0.5, 10, is_ascii=True)) <= set(" _.-=+*%#")
+
+
+@pytest.mark.parametrize(
+    ("written", "expected"),
+    [
+        (number(None), "–"), (number(0), "0"), (number(0.44), "0.4"), (number(12.5), "12.5"), (number(1234), "1,234"),
+        (number(56_789), "56.8k"), (number(1_250_000), "1.2M"), (number(345e6), "345M"), (number(7e9), "7.0G"),
+        (duration(None), "–"), (duration(0.00012), "0.12 ms"), (duration(0.0123), "12.3 ms"),
+        (duration(0.25), "250 ms"), (duration(1.234), "1.23 s"), (duration(300.0), "300.0 s"),
+        (age(59), "59 s"), (age(61), "1 min 01 s"), (age(3_720), "1 h 02 min"), (age(90_000), "1 d 1 h"),
+        (size(None), "–"), (size(123e6), "123 MB"), (size(2.5e9), "2.5 GB"),
+        (share(None), "–"), (share(0), "0 %"), (share(0.021), "2.1 %"), (share(1), "100 %"),
+        (bar(None, 4), "    "), (bar(0.5, 4), "██  "), (bar(7, 2), "██"), (bar(0.0625, 2), "▏ "),
+        (sparkline([], 3), "   "), (sparkline([0, 0], 3), " ▁▁"), (sparkline([1, 4, 8], 2), "▅█"),
+        (sparkline([1.0], 0), ""), (sparkline([1.0], -5), ""),
+    ],
+)  # fmt: skip
+def test_figures_in_words(written, expected):
+    assert written == expected
