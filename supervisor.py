@@ -15,6 +15,7 @@ one ends when its last request is answered. Whatever goes wrong before, nothing 
 """
 
 import asyncio
+import faulthandler
 import json
 import logging
 import os
@@ -44,11 +45,15 @@ from launch.failure import (
 )
 from launch.front import Front, Link, Sockets
 from launch.keys import load_keys
+from launch.notify import Notifier, serving
+from launch.outcome import Outcome
 from launch.plan import Plan, make_plan, max_open_files, version
 from launch.settings import Settings, load_settings
-from launch.sockets import listen, listen_admin
-from launch.summary import pss_mb, summary
+from launch.sockets import Inherited, listen, listen_admin, take_inherited
+from launch.summary import pss_mb, summary, summary_fields
 from launch.tokenizer import forget
+from launch.watchdog import WELL, Signs, Vigil
+from shm import logs
 from shm.board import create_board
 from shm.card import ModelError
 from shm.control import Beat, Drain, Message, Prepared, Quarantined, ReloadAsked, WorkerStuck
@@ -86,10 +91,30 @@ def main(argv: Sequence[str] | None = None) -> int:
             from client.bench import main as bench
 
             return bench(arguments)
+        case "embed":
+            from client.bulk.command import main as embed
+
+            return embed(arguments)
+        case "top":
+            from client.top import main as top
+
+            return top(arguments)
+        case "check":
+            from launch.check import main as check
+
+            return check(arguments)
         case "key":
             from launch.keys import main as make_key
 
             return make_key(arguments)
+        case "reload":
+            from launch.outcome import main as reload
+
+            return reload(arguments)
+        case "install-service":
+            from launch.service import main as install_service
+
+            return install_service(arguments)
         case "--version" | "version":
             print(f"vecd {version()}")
             return EXIT_OK
@@ -103,22 +128,33 @@ def main(argv: Sequence[str] | None = None) -> int:
 _USAGE = """\
 usage: vecd serve [MODEL] [--flags]    serve a model's embeddings (vecd serve --help)
        vecd bench [--flags]            measure a running server (vecd bench --help)
+       vecd top [--flags]              watch a running server (vecd top --help)
+       vecd embed FILE... -o OUT       files of texts to files of vectors (vecd embed --help)
+       vecd check [MODEL] [--flags]    what a model is, how it is best served here (vecd check --help)
        vecd key NAME                   make an API key, and its entry for --keys-file
+       vecd install-service [--flags]  have systemd keep a server running (vecd install-service --help)
+       vecd reload PID                 have a service read its configuration again, and wait for it
        vecd --version"""
 
 
 def _serve(arguments: Sequence[str]) -> int:
+    notifier = Notifier.from_environment()
     try:
         settings = load_settings(arguments)
-        logging.basicConfig(level=settings.log_level.upper(), format="%(asctime)s supervisor %(levelname)s %(message)s")
-        plan = make_plan(settings)
-        return asyncio.run(Supervisor(plan, arguments).run())
+        logs.configure("supervisor", settings.log_level, settings.log_format)
+        inherited = take_inherited(settings)
+        notifier.status("Finding and reading the model")
+        with notifier.extending():
+            plan = make_plan(settings)
+        return asyncio.run(Supervisor(plan, arguments, notifier, inherited).run())
     except ConfigurationError as error:
         for problem in error.problems:
-            _say(problem)
+            logs.say(problem, logging.ERROR)
+        notifier.status(f"Cannot start: {error}")
         return EXIT_BAD_CONFIGURATION
     except (ModelError, StartFailure) as error:
-        _say(str(error))
+        logs.say(str(error), logging.ERROR)
+        notifier.status(f"Ended: {error}")
         return EXIT_COULD_NOT_START
     except KeyboardInterrupt:  # before the server's own handling of signals
         return EXIT_INTERRUPTED
@@ -127,25 +163,21 @@ def _serve(arguments: Sequence[str]) -> int:
         return EXIT_INTERNAL_ERROR
 
 
-def _say(line: str) -> None:
-    _print(f"vecd: {line}")
-
-
-def _print(line: str) -> None:
-    with suppress(OSError):  # whoever read it has gone; that is no reason to stop
-        print(line, file=sys.stderr, flush=True)
-
-
 # --- the supervisor ---------------------------------------------------------------------------------------------
 
 
 class Supervisor:
-    def __init__(self, plan: Plan, arguments: Sequence[str]) -> None:
+    def __init__(self, plan: Plan, arguments: Sequence[str], notifier: Notifier, inherited: Inherited) -> None:
         """`arguments` are read again, with the environment and the files, for a reload.
 
         Raises StartFailure when there is no memory, no descriptor or no temporary folder.
         """
+        plan = _with_inherited(plan, inherited)
         self._arguments = list(arguments)
+        self._notifier = notifier
+        self._reload_problems: list[str] = []
+        """Of the last reload."""
+        self._inherited = inherited
         self._started_at = time.monotonic()
         self._stop = asyncio.Event()
         self._changed = asyncio.Event()
@@ -176,6 +208,7 @@ class Supervisor:
         """Serve until SIGTERM or SIGINT; returns 0. Raises StartFailure when a child cannot start or keeps dying."""
         _prepare_process()
         self._install_signal_handlers()
+        self._outcome = Outcome()  # from now on `vecd reload` may send its signal
         plan = self._crews[1].plan
         try:
             sockets = Sockets(self._listen(plan.settings), self._board_fd, plan.gateway.board)
@@ -190,13 +223,14 @@ class Supervisor:
                 self._tasks += gateways
                 for work in (
                     self._crews[1].keep(), self._front.watch(), self._announce_when_ready(), self._look_after_things(),
+                    self._keep_notifying(),
                 ):  # fmt: skip
                     self._tasks.append(group.create_task(work))
                 await self._stop.wait()
                 await self._drain(gateways)
                 self._cancel_all()
-        except* StartFailure as group_of_failures:
-            raise first_of(group_of_failures) from None
+        except BaseExceptionGroup as failures:
+            raise first_of(failures) from None
         finally:
             await reap_everything()
             self._close()
@@ -204,11 +238,11 @@ class Supervisor:
 
     def _listen(self, settings: Settings) -> list[socket.socket]:
         """The public socket, and the admin socket if there is one. Raises StartFailure."""
-        listening, self._url = listen(settings)
+        listening, self._url = listen(settings, self._inherited.public)
         self._listening.append(listening)
         if settings.uds is not None:
             self._uds.append((settings.uds, file_id(settings.uds)))
-        if (admin := listen_admin(settings)) is not None:
+        if (admin := listen_admin(settings, self._inherited.admin)) is not None:
             self._listening.append(admin[0])
             self._admin_url = admin[1]
             if settings.admin_uds is not None:
@@ -222,6 +256,7 @@ class Supervisor:
         settings = self.plan.settings
         deadline_s = settings.drain_grace + settings.drain_timeout
         log.info("draining, for at most %g s", deadline_s)
+        self._notifier.stopping("Stopping: answering what has been accepted", deadline_s + 2 * _DRAIN_MARGIN_S)
         self._close_listening()  # the gateways' copies decide from now on when connects are refused
         self._front.drain(Drain(deadline_s, settings.drain_grace))
         _, pending = await asyncio.wait(gateways, timeout=deadline_s + _DRAIN_MARGIN_S)
@@ -256,16 +291,19 @@ class Supervisor:
             log.info("%s is ready", worker.incarnation)
         self._front.tell()
         self._changed.set()
+        self._tell_status()
 
     def on_down(self, crew: Crew, worker: ReadyWorker, reason: str) -> None:
         has_crashed = worker.process.has_crashed and not worker.is_condemned
         self._front.tell_down(worker.incarnation, reason, has_crashed=has_crashed)
+        self._tell_status()
 
     def on_broken(self, crew: Crew, reason: str) -> None:
         if crew.generation == self._front.active:
             log.error("no worker stays alive, requests are refused: %s", reason)
         self._front.tell()
         self._changed.set()
+        self._tell_status()
 
     def on_model_changed(self, crew: Crew) -> None:
         if crew.generation == self._front.active:
@@ -276,11 +314,12 @@ class Supervisor:
 
     def on_stage(self, crew: Crew, stage: str) -> None:
         if not self._has_been_ready:
-            _say(stage)
+            logs.say(stage)
+            self._notifier.status(f"Starting: {stage}")
 
     def on_warning(self, crew: Crew, warning: str) -> None:
         if not self._has_been_ready:
-            _say(f"warning: {warning}")
+            logs.say(f"warning: {warning}", logging.WARNING)
         else:
             log.warning("%s", warning)
 
@@ -289,8 +328,10 @@ class Supervisor:
     def _reload_soon(self) -> None:
         if self._stop.is_set():
             return
+        self._outcome.asked()
         if not self._has_been_ready:
             log.warning("not reloaded: the server is still starting")
+            self._outcome.done(self._outcome.num_asked, ["the server is still starting"])
         elif self._reloading is not None:
             self._must_reload_again = True
         else:
@@ -299,32 +340,40 @@ class Supervisor:
 
     async def _reload_and_again(self) -> None:
         try:
-            await self._reload()
+            await self._reload_and_tell()
             while self._must_reload_again:
                 self._must_reload_again = False
-                await self._reload()
+                await self._reload_and_tell()
         finally:
             self._reloading = None
 
-    async def _reload(self) -> None:
-        """Serve by the configuration as it is now; if it cannot be used, by the one before."""
+    async def _reload_and_tell(self) -> None:
+        """Whoever asks for another one meanwhile is answered when that is done."""
+        num_asked = self._outcome.num_asked
         log.info("reloading")
+        self._notifier.reloading("Reloading, while serving as before")
+        self._reload_problems = await self._reload()
+        for problem in self._reload_problems:
+            log.error("not reloaded, nothing has changed: %s", problem)
+        self._notifier.ready(self._status())
+        self._outcome.done(num_asked, self._reload_problems)
+
+    async def _reload(self) -> list[str]:
+        """Serve by the configuration as it is now; if it cannot be used, by the one before. Returns why it cannot."""
         self._tasks = [task for task in self._tasks if not task.done()]
         try:
             plan = await _in_thread(lambda: make_plan(load_settings(self._arguments, without=["ready_fd"])))
-            plan = self._fitted(plan)
+            plan = self._fitted(_with_inherited(plan, self._inherited))
             crew = Crew(self._newest + 1, plan, self._num_gateways, self._lives, self)
         except ConfigurationError as error:
-            for problem in error.problems:
-                log.error("not reloaded, nothing has changed: %s", problem)
+            return error.problems
         except (ModelError, StartFailure, OSError, SystemExit) as error:
-            log.error("not reloaded, nothing has changed: %s", error)
+            return [str(error)]
         except Exception as error:  # whatever files may hold; a message might quote it
-            log.error("not reloaded, nothing has changed: unexpected %s", type(error).__name__)
-        else:
-            self._newest += 1
-            self._crews[crew.generation] = crew
-            await self._change_to(crew)
+            return [f"unexpected {type(error).__name__}"]
+        self._newest += 1
+        self._crews[crew.generation] = crew
+        return await self._change_to(crew)
 
     def _fitted(self, plan: Plan) -> Plan:
         """The plan with what must stay as it is. Raises ConfigurationError for what it would have to change."""
@@ -343,8 +392,8 @@ class Supervisor:
             raise ConfigurationError(problems)
         return replace(plan, gateway=replace(plan.gateway, board_workers=board_workers))
 
-    async def _change_to(self, crew: Crew) -> None:
-        """The new crew before the old: it takes over when every gateway has met all of it."""
+    async def _change_to(self, crew: Crew) -> list[str]:
+        """The new crew before the old: it takes over when every gateway has met all of it. Returns why it does not."""
         old = self._crews[self._front.active]
         failed: asyncio.Future[str] = asyncio.get_running_loop().create_future()
         self._tasks.append(self._group.create_task(_keep_until_failure(crew, failed)))
@@ -357,13 +406,13 @@ class Supervisor:
             self._front.active = crew.generation
             self._read_keys_again()  # they may have changed since the plan was made
             self._front.tell()
-            logging.getLogger().setLevel(crew.plan.settings.log_level.upper())
+            logs.change(crew.plan.settings.log_level, crew.plan.settings.log_format)
             await self._await_retired(old)
             log.info("reloaded: %s is served by generation %d", crew.plan.gateway.model, crew.generation)
             await self._end(old)
-        else:
-            log.error("not reloaded, nothing has changed: %s", failure)
-            await self._end(crew)
+            return []
+        await self._end(crew)
+        return [failure]
 
     async def _end(self, crew: Crew) -> None:
         """Forget a crew, with whatever serves or served it."""
@@ -441,12 +490,15 @@ class Supervisor:
             await self._changed.wait()
         self._has_been_ready = True
         self._announce()
+        self._notifier.ready(self._status())
 
     def _announce(self) -> None:
         facts = next(iter(self._crews[1].ready.values())).facts
-        for line in summary(self.plan, self._url, self._admin_url, facts, self._memory_mb()):
-            _print(line)
-        _print(f"  ready in   {time.monotonic() - self._started_at:.1f} s")
+        memory_mb, ready_s = self._memory_mb(), time.monotonic() - self._started_at
+        logs.announce(
+            summary(self.plan, self._url, self._admin_url, facts, memory_mb, ready_s),
+            **summary_fields(self.plan, self._url, self._admin_url, facts, memory_mb, ready_s),
+        )
         ready_fd = self.plan.settings.ready_fd
         if ready_fd is not None:
             with suppress(OSError), open(ready_fd, "w") as ready:
@@ -457,6 +509,40 @@ class Supervisor:
         pids = [os.getpid(), *(link.process.pid for link in self._front.links.values())]
         pids += [pid for crew in self._crews.values() for pid in crew.pids()]
         return sum(map(pss_mb, pids))
+
+    def _tell_status(self) -> None:
+        if self._has_been_ready and self._reloading is None and not self._stop.is_set():
+            self._notifier.status(self._status())
+
+    def _status(self) -> str:
+        crew = self._crews[self._front.active]
+        model, refused = crew.plan.gateway.model, "; ".join(self._reload_problems)
+        return serving(model, self._url, len(crew.ready), len(crew.plan.workers), crew.broken, refused)
+
+    async def _keep_notifying(self) -> None:
+        """Tell systemd that a start or a reload goes on, and that the server is alive; the latter only while it is."""
+        if not self._notifier.has_listener:
+            return
+        interval_s = self._notifier.interval_s
+        vigil = Vigil(time.monotonic(), interval_s)
+        while True:
+            if not self._has_been_ready or self._reloading is not None:
+                self._notifier.extend()
+            why = vigil.why_restart(self._signs(), time.monotonic(), self.plan.settings.start_timeout)
+            if why and self._notifier.watchdog_s is not None:
+                log.critical("only a new server helps, and systemd does not hear that this one is alive: %s", why)
+            else:
+                self._notifier.alive()
+            self._tell_status()  # again, should systemd have been too busy
+            await asyncio.sleep(interval_s)
+
+    def _signs(self) -> Signs:
+        """A start and a drain have deadlines of their own."""
+        if not self._has_been_ready or self._stop.is_set():
+            return WELL
+        crew, links = self._crews[self._front.active], self._front.heard_links
+        usable = {worker.incarnation for worker in crew.ready.values() if not worker.is_condemned}
+        return Signs(bool(links), any(link.met & usable for link in links), crew.broken is not None)
 
     # --- beginning and end ----------------------------------------------------------------------------------
 
@@ -486,8 +572,20 @@ class Supervisor:
         for crew in self._crews.values():
             crew.close()
         os.close(self._board_fd)
+        self._outcome.close()
         for path, ours in self._uds:
             remove_if_ours(path, ours)
+
+
+def _with_inherited(plan: Plan, inherited: Inherited) -> Plan:
+    """The plan of a server whose sockets systemd has made."""
+    gateway = replace(
+        plan.gateway,
+        has_admin_listener=plan.gateway.has_admin_listener or inherited.admin is not None,
+        keeps_listening=inherited.public is not None,
+        keeps_admin_listening=inherited.admin is not None,
+    )
+    return replace(plan, gateway=gateway)
 
 
 async def _keep_until_failure(crew: Crew, failed: "asyncio.Future[str]") -> None:
@@ -541,6 +639,8 @@ def _prepare_process() -> None:
     _, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     resource.setrlimit(resource.RLIMIT_NOFILE, (max_open_files(), hard))
     leave_no_core()
+    with suppress(RuntimeError, OSError, ValueError):  # there may be no stderr
+        faulthandler.enable()  # systemd's watchdog asks with SIGABRT where this process hangs
 
 
 if __name__ == "__main__":

@@ -1,10 +1,12 @@
 """All that is served, as one table: the dialects, and what the server says of itself.
 
-Owns the list of dialects, and which is asked first at a path that several have. Knows no socket. Read by `gateway.app`
-(routes, shapes of errors) and `gateway.openapi`.
+Owns the list of dialects, which is asked first at a path that several have, and the names that requests are counted by.
+Knows no socket. Read by `gateway.app` (routes, shapes of errors), `gateway.openapi`, and whoever says what became of
+requests.
 """
 
 from collections.abc import Iterator, Mapping
+from typing import NamedTuple
 
 from gateway.dialects import cohere, ollama, openai, tei, vllm
 from gateway.errors import ApiError
@@ -13,11 +15,33 @@ from gateway.http1 import Response
 from gateway.operations import Dialect
 from gateway.own_routes import OWN_ROUTES
 from gateway.routes import Route, Table, methods_at
+from shm.board import MAX_ENDPOINTS
 
 DIALECTS: tuple[Dialect, ...] = (openai.DIALECT, vllm.DIALECT, cohere.DIALECT, ollama.DIALECT, tei.DIALECT)
 """Of two at the same path, the first takes what no other claims."""
 
 _BY_NAME = {dialect.name: dialect for dialect in DIALECTS}
+
+
+class Endpoint(NamedTuple):
+    """What a request is counted under."""
+
+    route: str
+    """A path of the table, never as the caller wrote it."""
+    dialect: str
+
+
+OWN, NO_ROUTE = "vecd", Endpoint("other", "none")
+"""The dialect of what the server says of itself; and where a request is counted that went nowhere."""
+
+_endpoints = [NO_ROUTE]
+
+
+def _endpoint(route: str, dialect: str) -> int:
+    endpoint = Endpoint(route, dialect)
+    if endpoint not in _endpoints:
+        _endpoints.append(endpoint)
+    return _endpoints.index(endpoint)
 
 
 def dialect_routes() -> dict[str, dict[str, Route]]:
@@ -26,11 +50,19 @@ def dialect_routes() -> dict[str, dict[str, Route]]:
     for dialect in DIALECTS:
         for at, operation in dialect.operations.items():
             method, _, path = at.partition(" ")
-            claims.setdefault((path, method), []).append(Claim(dialect, operation))
+            claim = Claim(dialect, operation, _endpoint(path, dialect.name))
+            claims.setdefault((path, method), []).append(claim)
     table: dict[str, dict[str, Route]] = {}
     for (path, method), theirs in claims.items():
-        table.setdefault(path, {})[method] = Route(Operations(tuple(theirs), path))
+        table.setdefault(path, {})[method] = Route(Operations(tuple(theirs), path), endpoint=theirs[0].endpoint)
     return table
+
+
+def _own_routes() -> dict[str, dict[str, Route]]:
+    return {
+        path: {method: route._replace(endpoint=_endpoint(path, OWN)) for method, route in methods.items()}
+        for path, methods in OWN_ROUTES.items()
+    }
 
 
 def _merged(*tables: Table) -> Table:
@@ -42,7 +74,11 @@ def _merged(*tables: Table) -> Table:
     return merged
 
 
-ROUTES: Table = _merged(dialect_routes(), OWN_ROUTES)
+ROUTES: Table = _merged(dialect_routes(), _own_routes())
+
+ENDPOINTS: tuple[Endpoint, ...] = tuple(_endpoints)
+"""By the index that routes and records have. At most `shm.board.MAX_ENDPOINTS`."""
+assert len(ENDPOINTS) <= MAX_ENDPOINTS
 
 
 def render_error(error: ApiError, path: str | None, table: Table) -> Response:

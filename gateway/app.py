@@ -11,7 +11,7 @@ from contextlib import aclosing, contextmanager
 from typing import Any, TypeVar
 
 from gateway.admission import Admission, Permit
-from gateway.api import ROUTES, render_error
+from gateway.api import ENDPOINTS, ROUTES, render_error
 from gateway.board import Board
 from gateway.bodies import Bodies
 from gateway.callers import Caller, Callers, Spending
@@ -31,6 +31,8 @@ from gateway.errors import (
 from gateway.http1 import HttpRequest, Response
 from gateway.inspection import Room, size_of
 from gateway.operations import DecodeAsk, TokenizeAsk
+from gateway.processes import Processes
+from gateway.record import Durations, Record
 from gateway.request import (
     ChunkedInput,
     Embedded,
@@ -57,6 +59,9 @@ from shm.wire import Output
 T = TypeVar("T")
 
 _LARGE_BODY_BYTES = 64 * 1024
+
+_ASKS_FOR_TIMING = "x-vecd-timing"
+"""A request with this header, whatever it says, is told where its time went."""
 
 _MAX_TOKEN_FLOATS = 8 * 2**20
 """Of one answer with a vector for each token: 32 MiB, and 180 MB as JSON."""
@@ -106,6 +111,8 @@ class App:
         self.scheduler = scheduler
         self.dispatcher = dispatcher
         self.board = board
+        self.endpoints = ENDPOINTS
+        self.processes = Processes()
         self.bodies = Bodies(
             tokenizer.threads,
             max_inputs=config.max_inputs,
@@ -147,6 +154,7 @@ class App:
 
     async def handle(self, request: HttpRequest) -> Response:
         route, caller = self._admit(request)
+        request.record.caller = caller.name
         return await route.handler(self, request, caller)
 
     def render_error(self, error: ApiError, path: str | None) -> Response:
@@ -154,6 +162,8 @@ class App:
 
     def add_headers(self, response: Response, request: HttpRequest | None) -> None:
         self.cors.add_headers(response, request)
+        if request is not None and _ASKS_FOR_TIMING in request.headers and request.record.is_embedded:
+            response.headers["server-timing"] = _server_timing(request.record.durations(time.monotonic()))
 
     def give_up(self) -> None:
         """Answer every request that still waits for rows with a 503: the drain's deadline is about to pass."""
@@ -187,21 +197,22 @@ class App:
             route = PREFLIGHT
         else:
             route = find_route(self.table(request), request.method, request.path)
+            request.record.endpoint = route.endpoint
         return route, self.callers.identify(request.headers, request.client, route.scope, is_admin=request.is_admin)
 
     # --- embeddings -----------------------------------------------------------------------------------------
 
     def embed(
-        self, request: EmbedRequest, num_estimated: int, arrived_at: float, caller: Caller
+        self, request: EmbedRequest, num_estimated: int, record: Record, caller: Caller
     ) -> Coroutine[Any, Any, Embedded]:
         """The rows of a request, and what was embedded. `num_estimated`: its tokens, guessed from characters.
 
-        `arrived_at`, by `time.monotonic`, is what its deadline counts from. Raises ApiError: RateLimited for a key that
-        is over its limits, TooManyRequests at the door, BadRequest for an input, Unavailable when the deadline passes
-        or no worker stays alive, ServerError when the engine fails. Side effects: its inputs are gone once they are
-        tokenized; when cancelled, what is still queued is dropped.
+        `record.arrived_at` is what its deadline counts from; what happens is noted on the record. Raises ApiError:
+        RateLimited for a key that is over its limits, TooManyRequests at the door, BadRequest for an input, Unavailable
+        when the deadline passes or no worker stays alive, ServerError when the engine fails. Side effects: its inputs
+        are gone once they are tokenized; when cancelled, what is still queued is dropped.
         """
-        embedding = self._embed(request, num_estimated, arrived_at, caller)
+        embedding = self._embed(request, num_estimated, record, caller)
         return embedding if self._tei_counts is None else self._tei_counts.watch(len(request.inputs), embedding)
 
     def count_unread(self, error: ApiError) -> None:
@@ -262,9 +273,10 @@ class App:
 
     # --- the way of an embedding request --------------------------------------------------------------------
 
-    async def _embed(self, request: EmbedRequest, num_estimated: int, arrived_at: float, caller: Caller) -> Embedded:
+    async def _embed(self, request: EmbedRequest, num_estimated: int, record: Record, caller: Caller) -> Embedded:
+        record.num_inputs = len(request.inputs)
         self.dispatcher.raise_if_broken()
-        deadline = self._deadline(request.timeout_s, arrived_at)
+        deadline = self._deadline(request.timeout_s, record.arrived_at)
         priority = Priority.NORMAL if request.priority is None else request.priority
         priority = max(self._max_priority, caller.max_priority, priority)
         with caller.spend(num_estimated) as spending:
@@ -272,7 +284,7 @@ class App:
             if permit is None:
                 permit = await self._enter(num_estimated, priority, deadline, caller)
             with permit:
-                return await self._gather(request, permit, caller, spending, arrived_at)
+                return await self._gather(request, permit, caller, spending, record)
 
     async def _enter(self, num_estimated: int, priority: Priority, deadline: float, caller: Caller) -> Permit:
         try:
@@ -282,22 +294,23 @@ class App:
             raise
 
     async def _gather(
-        self, request: EmbedRequest, permit: Permit, caller: Caller, spending: Spending, arrived_at: float
+        self, request: EmbedRequest, permit: Permit, caller: Caller, spending: Spending, record: Record
     ) -> Embedded:
         if self._make_end is not None:
             raise self._make_end()
         self.dispatcher.raise_if_broken()  # it may have been found out while this request was at the door
-        entered_at = time.monotonic()
+        entered_at = record.entered_at = time.monotonic()
         num_chars = sum(map(len, request.inputs)) if isinstance(request.inputs[0], str) else 0
         collectors = self.encoder.make_collectors(request)
         gathering = Gathering(len(request.inputs), collectors, asyncio.get_running_loop())
         flow = self.scheduler.open(gathering, permit.priority, permit.deadline, caller.tenant)
+        flow.batches = record.batches
         counts = _Counts(wants_reports=request.wants_report)
         self._gatherings.add(gathering)
         tick = self._deadlines.set(gathering, permit.deadline)
         try:
             await self._queue(request, flow, permit, counts)
-            tokenized_at = time.monotonic()
+            tokenized_at = record.tokenized_at = time.monotonic()
             spending.settle(counts.num_tokens)
             await gathering.finished
         finally:
@@ -307,8 +320,10 @@ class App:
             self.scheduler.close(flow)
             self._token_floats.pop(flow, None)
             spending.note_sent(flow.num_sent_tokens)
+            record.num_tokens = counts.num_tokens
         finished_at = time.monotonic()
-        sent_at = flow.first_sent_at or tokenized_at
+        sent_at = record.sent_at = flow.first_sent_at or tokenized_at
+        record.done_at = max(flow.last_done_at, sent_at)
         return Embedded(
             collectors=collectors,
             num_tokens=counts.num_tokens,
@@ -318,7 +333,7 @@ class App:
             reports=tuple(counts.reports),
             num_chars=num_chars,
             stages=Stages(
-                total_s=finished_at - arrived_at,
+                total_s=finished_at - record.arrived_at,
                 tokenize_s=tokenized_at - entered_at,
                 queue_s=max(0.0, sent_at - tokenized_at),
                 compute_s=finished_at - sent_at,
@@ -435,6 +450,12 @@ async def _unless_over(gathering: Gathering, queueing: Coroutine[Any, Any, T]) -
         return await task
     finally:
         task.cancel()
+
+
+def _server_timing(durations: Durations) -> str:
+    """As the header has it, which browsers show: https://www.w3.org/TR/server-timing/."""
+    stages = zip(durations._fields, durations, strict=True)
+    return ", ".join(f"{name.removesuffix('_s')};dur={seconds * 1e3:.3f}" for name, seconds in stages)
 
 
 def _is_large(request: HttpRequest) -> bool:

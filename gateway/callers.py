@@ -26,6 +26,8 @@ class Caller:
     max_priority = Priority.INTERACTIVE
     is_admin = False
     sees_metrics = True
+    name = ""
+    """Of the key; "" without one."""
 
     def __init__(self, tenant: str) -> None:
         self.tenant = tenant
@@ -44,6 +46,7 @@ class KeyHolder(Caller):
 
     def __init__(self, key: ApiKey, num_gateways: int, clock: Callable[[], float]) -> None:
         super().__init__(key.name)
+        self.name = key.name
         self._num_gateways = num_gateways
         self._clock = clock
         self.num_running = 0

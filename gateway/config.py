@@ -15,6 +15,7 @@ from shm.card import ModelCard
 PRIORITIES = ("interactive", "normal", "bulk")
 TOKEN_ID_POLICIES = ("auto", "model", "cl100k", "reject")
 OVERFLOWS = ("error", "truncate", "truncate_left", "chunk")
+LOG_FORMATS = ("text", "json")
 SCOPES = ("embed", "metrics", "admin")
 
 
@@ -98,6 +99,16 @@ class GatewayConfig:
     """Web pages of these origins may call; "*": of any. None: no page may."""
     has_tei_metrics: bool
     """/metrics has text-embeddings-inference's names, too."""
+    has_ui: bool
+    """A browser is given the page at `/`."""
+    log_format: str
+    """One of LOG_FORMATS."""
+    max_logged_requests_per_s: float
+    """Lines for requests, of each gateway, of those that are answered without an error of the server's; 0: none."""
+    otlp_endpoint: str | None
+    """URL of an OpenTelemetry collector that spans are sent to, by OTLP over HTTP."""
+    trace_ratio: float
+    """Of requests that come without a trace, so many are traced; 0 … 1."""
     tls_cert: str | None
     """Path of the certificate chain; with it, the public listener speaks TLS."""
     tls_key: str | None
@@ -111,6 +122,10 @@ class GatewayConfig:
     admin_uds: str | None
     """The same of the admin listener."""
     log_level: str
+    keeps_listening: bool = False
+    """The public socket is open elsewhere, and will be accepted from again: what waits there when the gateway ends is
+    left to whoever comes next, not turned away."""
+    keeps_admin_listening: bool = False
 
     @property
     def board(self) -> BoardSpec:

@@ -22,11 +22,13 @@ import select
 import socket
 import struct
 import termios
+import time
 import traceback
 from collections.abc import Sequence
 from contextlib import suppress
 from typing import TYPE_CHECKING, cast
 
+from gateway.board import GONE
 from gateway.errors import ApiError, PermissionDenied, RequestTimeout, ServerError, TooManyRequests, Unavailable
 from gateway.http1 import (
     CONTINUE,
@@ -189,7 +191,7 @@ class Connection(asyncio.Protocol):
                 _check_origin(request)
             response = self._server.app.check_head(request)
         except Exception as error:
-            response = self._render(error, request.request_id, request.path)
+            response = self._render(error, request.request_id, request.path, request)
         if response is not None:
             self._end_with(response, request.request_id, request)
         elif request.expects_continue:
@@ -199,6 +201,7 @@ class Connection(asyncio.Protocol):
 
     def _start(self, request: HttpRequest) -> None:
         self._request = request
+        request.record.started_at = time.monotonic()
         self._awaited, self._since = None, self._server.clock()
         self.task = self._loop.create_task(self._serve(request))
 
@@ -206,9 +209,10 @@ class Connection(asyncio.Protocol):
         self._server.num_requests_in_flight += 1
         try:
             is_last = await self._answer(request)
-        except BaseException:
+        except BaseException as error:
             # The client has gone, or not even an error could be rendered: nobody is left waiting.
             self._transport.abort()
+            self._server.on_answer(GONE if isinstance(error, asyncio.CancelledError) else 500, request)
             raise
         finally:
             self._server.num_requests_in_flight -= 1
@@ -231,7 +235,7 @@ class Connection(asyncio.Protocol):
         except Exception as error:
             failure = error
         try:
-            return self._write_answer(request, self._render(failure, request.request_id, request.path))
+            return self._write_answer(request, self._render(failure, request.request_id, request.path, request))
         finally:
             _let_go(failure)
 
@@ -248,9 +252,7 @@ class Connection(asyncio.Protocol):
             date=self._server.http_date(),
         )
         self._send(pieces)
-        self._server.on_answer(response.status)
-        if log.isEnabledFor(logging.DEBUG):
-            self._log_access(request, response.status)
+        self._server.on_answer(response.status, request)
         return is_last
 
     def _add_headers(self, response: Response, request: HttpRequest | None) -> None:
@@ -262,8 +264,12 @@ class Connection(asyncio.Protocol):
         # Closed by the request itself, or because too much came behind it.
         return self._reader.state is ReadState.CLOSED or (is_leaving and self._reader.state is ReadState.IDLE)
 
-    def _render(self, error: BaseException, request_id: str, path: str | None) -> Response:
+    def _render(
+        self, error: BaseException, request_id: str, path: str | None, request: HttpRequest | None = None
+    ) -> Response:
         """The answer to a failure, which is logged here, once."""
+        if request is not None:
+            request.record.error = _name_of(error)
         if isinstance(error, ApiError):
             log.log(error.log_level, "request %s: %d, %s", request_id, error.status, _reason(error))
         else:
@@ -277,12 +283,6 @@ class Connection(asyncio.Protocol):
             self._num_sent_bytes += sum(map(len, pieces))
             self._transport.writelines(pieces)
 
-    def _log_access(self, request: HttpRequest, status: int) -> None:
-        elapsed_ms = (self._server.clock() - self._since) * 1000
-        # Of a refused request nothing is known to be harmless: who mistakes the path for the body puts a text there.
-        path = request.path if status < 400 else "-"
-        log.debug("%s %s %d %.1f ms %s", request.method, path, status, elapsed_ms, request.request_id)
-
     # --- ending ---
 
     def _refuse(self, error: ApiError) -> None:
@@ -292,7 +292,8 @@ class Connection(asyncio.Protocol):
             request_id = new_request_id()
             self._end_with(self._render(error, request_id, None), request_id)
         else:
-            self._end_with(self._render(error, request.request_id, request.path), request.request_id, request)
+            response = self._render(error, request.request_id, request.path, request)
+            self._end_with(response, request.request_id, request)
 
     def _refuse_connection(self, reason: str) -> None:
         """Unlike other refusals not logged each by itself: the sweep counts them."""
@@ -304,7 +305,7 @@ class Connection(asyncio.Protocol):
         date = self._server.http_date()
         is_head = request is not None and request.method == "HEAD"
         self._send(encode_response(response, request_id=request_id, keep_alive=False, head_only=is_head, date=date))
-        self._server.on_answer(response.status)
+        self._server.on_answer(response.status, request)
         self._linger()
 
     def _linger(self) -> None:
@@ -482,6 +483,11 @@ def _let_go(error: BaseException | None) -> None:
     while error is not None:
         error.__traceback__ = None
         error = error.__context__
+
+
+def _name_of(error: BaseException) -> str:
+    """What may be counted and logged of a failure, whatever a caller sent."""
+    return error.code or error.type if isinstance(error, ApiError) else ServerError.type
 
 
 def _reason(error: ApiError) -> str:

@@ -32,7 +32,8 @@ from gateway.board import Board
 from gateway.errors import DeadlinePassed, EngineFailed, ServerError, Unavailable
 from gateway.pace import FULL_BATCH_S, SHORT_BATCH_S, Pace
 from gateway.quarantine import Quarantine, poisonous
-from gateway.request import Sequence
+from gateway.record import BatchShare
+from gateway.request import Flow, Sequence
 from gateway.retries import RetryBudget
 from gateway.scheduler import Scheduler
 from gateway.suspects import Suspects
@@ -57,6 +58,9 @@ _FLOATS_PER_TURN = 32 * 1024
 
 _VECTORS, _TOKENS = Output.VECTORS, Output.TOKENS  # Python 3.11 takes 0.2 µs to find a member of an enumeration
 
+_MAX_BATCHES_NOTED = 64
+"""Of one request that is traced."""
+
 _MAX_FAILURES = 10
 """Failures in a row, each on a batch of one sequence, after which the worker itself is suspected."""
 
@@ -73,6 +77,8 @@ class InFlight:
     """Of the slot's rows, by sequence: the one behind its last."""
     started_at: float
     """When it was sent, or when the batch ahead of it was answered: its deadline counts from here."""
+    sent_at: float
+    answered_at: float = 0.0
     num_encoded: int = 0
     """Rows."""
 
@@ -193,6 +199,17 @@ class Dispatcher:
     # --- what others ask ------------------------------------------------------------------------------------
 
     @property
+    def num_rows(self) -> int:
+        """Of all workers' slots."""
+        return sum(_num_slot_rows(link) for link in self._links.values())
+
+    @property
+    def num_rows_in_use(self) -> int:
+        """Of batches that workers have, or that are being encoded."""
+        in_flight = sum(batch.num_rows for link in self._links.values() for batch in link.in_flight.values())
+        return in_flight + sum(batch.num_rows for _, batch in self._to_encode)
+
+    @property
     def links(self) -> list[WorkerLink]:
         return list(self._links.values())
 
@@ -276,6 +293,7 @@ class Dispatcher:
         self.in_flight_tokens -= sum(batch.num_tokens for batch in lost)
         for batch in lost:
             _note_lost(batch.sequences)
+            self._board.batch_lost(batch.number)
             if link.slots.begun[batch.slot] == batch.number:
                 self._count_death(batch, has_crashed=has_crashed)
         self._put_back([sequence for batch in lost for sequence in batch.sequences])
@@ -299,7 +317,7 @@ class Dispatcher:
             batch = self._next_batch(now, idle[-1].pace, budget, len(idle), is_short=is_short)
             if not batch:
                 return
-            self._send(idle.pop(), batch, now)
+            self._send(idle.pop(), batch, now, budget)
         if not is_short:
             self._send_ahead(now)
 
@@ -308,7 +326,7 @@ class Dispatcher:
             budget = link.pace.budget_tokens(FULL_BATCH_S)
             is_taking = link.is_usable and link.free_slots and self._scheduler.fills(budget)
             if is_taking and (batch := self._next_batch(now, link.pace, budget)):
-                self._send(link, batch, now)
+                self._send(link, batch, now, budget)
 
     def _next_batch(
         self, now: float, pace: Pace, budget: int, num_idle: int = 1, *, is_short: bool = False
@@ -341,16 +359,17 @@ class Dispatcher:
             self._scheduler.hopeless.clear()
         return batch
 
-    def _send(self, link: WorkerLink, sequences: list[Sequence], now: float) -> None:
+    def _send(self, link: WorkerLink, sequences: list[Sequence], now: float, budget_tokens: int) -> None:
         self._last_number += 1
         lengths = [sequence.num_tokens for sequence in sequences]
         num_tokens = sum(lengths)
         outputs = _outputs_bytes(sequences)
         row_ends = _row_ends(sequences, outputs)
-        batch = InFlight(self._last_number, link.free_slots.pop(), sequences, num_tokens, row_ends, now)
+        batch = InFlight(self._last_number, link.free_slots.pop(), sequences, num_tokens, row_ends, now, now)
         link.in_flight[batch.number] = batch
         self.in_flight_tokens += num_tokens
         _note_sent(sequences, now)
+        self._board.batch_sent(batch.number, link.incarnation.worker, len(sequences), num_tokens, budget_tokens)
         if self._on_sending is not None:
             self._on_sending(len(sequences), num_tokens)
         message = Batch(
@@ -435,6 +454,7 @@ class Dispatcher:
             log.error("%s wrote %d rows instead of %d", link.incarnation, done.num_rows, batch.num_rows)
             self._report_stuck(link)
             _note_lost(batch.sequences)
+            self._board.batch_lost(batch.number)
             self._count_death(batch, has_crashed=True)  # it costs a worker as well: no batch may do so for ever
             self._put_back(batch.sequences)
             return
@@ -443,11 +463,11 @@ class Dispatcher:
         self._note_pace(link.pace)
         self._retries.earn(batch.num_tokens)
         self._num_done += 1
-        self._board.add(Counter.BATCHES)
-        self._board.add(Counter.SEQUENCES, len(batch.sequences))
-        self._board.add(Counter.TOKENS, batch.num_tokens)
-        self._board.add(Counter.COMPUTE_US, done.compute_us)
-        self._board.add_batch(link.incarnation.worker)
+        worker = link.incarnation.worker
+        self._board.batch_done(
+            batch.number, worker, len(batch.sequences), batch.num_tokens, done.compute_us, done.num_padding_tokens
+        )
+        _note_done(batch, worker, done.compute_us)
         link.num_failures = 0
         if self._suspects:
             self._clear(batch.sequences)
@@ -467,6 +487,7 @@ class Dispatcher:
         log.error("%s failed on a batch of %d: %s", link.incarnation, len(batch.sequences), failed.code.name)
         link.free_slots.append(batch.slot)
         _note_lost(batch.sequences)
+        self._board.batch_lost(batch.number)
         if len(batch.sequences) == 1:
             _fail(batch.sequences[0], failed.code)
             self._count_failure(link)
@@ -485,10 +506,10 @@ class Dispatcher:
             self._report_stuck(link)
             return None
         del link.in_flight[number]
+        batch.answered_at = time.monotonic()
         self.in_flight_tokens -= batch.num_tokens
-        now = time.monotonic()
         for waiting in link.in_flight.values():
-            waiting.started_at = now
+            waiting.started_at = batch.answered_at
         return batch
 
     # --- rows → answers -------------------------------------------------------------------------------------
@@ -717,6 +738,26 @@ def _note_sent(sequences: list[Sequence], now: float) -> None:
         flow.num_sent_tokens += sequence.num_tokens
         if flow.first_sent_at is None:
             flow.first_sent_at = now
+
+
+def _note_done(batch: InFlight, worker: int, compute_us: int) -> None:
+    flow: Flow | None = None
+    for sequence in batch.sequences:
+        if sequence.flow is flow:
+            continue
+        flow = sequence.flow
+        flow.last_done_at = batch.answered_at
+        if flow.batches is not None and len(flow.batches) < _MAX_BATCHES_NOTED:
+            share = BatchShare(
+                worker, batch.number, batch.sent_at, batch.answered_at, compute_us, len(batch.sequences),
+                batch.num_tokens,
+            )  # fmt: skip
+            if share not in flow.batches:
+                flow.batches.append(share)
+
+
+def _num_slot_rows(link: WorkerLink) -> int:
+    return sum(map(len, link.slots.rows))
 
 
 def _note_lost(sequences: list[Sequence]) -> None:

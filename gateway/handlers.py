@@ -15,6 +15,7 @@ from gateway.dialects.headers import parse_timeout_s
 from gateway.errors import ApiError
 from gateway.http1 import HttpRequest, Response
 from gateway.operations import Ask, Call, DecodeAsk, Dialect, Operation, TokenizeAsk
+from gateway.record import Record
 from gateway.routes import name_in
 
 if TYPE_CHECKING:
@@ -34,6 +35,8 @@ class Claim(NamedTuple):
 
     dialect: Dialect
     operation: Operation
+    endpoint: int = 0
+    """As a `Record` has it."""
 
 
 class Operations:
@@ -52,7 +55,8 @@ class Operations:
         first = self.claims[0]
         if first.operation.describe is not None:
             return first.operation.describe(app.served, http.path)
-        arrived_at = time.monotonic()
+        record = http.record
+        record.arrived_at = time.monotonic()
         try:
             caller.check_limits()  # before anything is made of the body
             asked = await app.bodies.parse(
@@ -63,9 +67,10 @@ class Operations:
             if first.operation.embed is not None:
                 app.count_unread(error)
             raise
+        record.parsed_at = time.monotonic()
         http.body = b""  # tens of megabytes that nobody needs any more
         try:
-            return await _answer(app, asked, arrived_at, caller)
+            return await _answer(app, asked, record, caller)
         except ApiError as error:
             error.dialect = asked.claim.dialect.name
             if asked.field is not None and error.param == _INPUT:
@@ -90,6 +95,7 @@ class Operations:
         if self._path_of_model is not None:  # Azure's clients send both, and it is the path that names the deployment
             body = {**body, "model": name_in(self._path_of_model, http.path)}
         claim = self.claim_of(body)
+        http.record.endpoint = claim.endpoint
         operation = claim.operation
         try:
             call = Call(operation.fields.read(body), http.headers, app.served, http.request_id)
@@ -129,21 +135,21 @@ class _Asked(NamedTuple):
     """Where the caller has put the inputs, if it is not called `input`."""
 
 
-async def _answer(app: "App", asked: _Asked, arrived_at: float, caller: Caller) -> Response:
+async def _answer(app: "App", asked: _Asked, record: Record, caller: Caller) -> Response:
     match asked.ask:
         case Response() as response:
             return response
         case Ask() as ask:
             is_large = len(ask.request.inputs) > _INLINE_ITEMS  # they will be gone
-            embedded = await app.embed(ask.request, asked.num_estimated, arrived_at, caller)
+            embedded = await app.embed(ask.request, asked.num_estimated, record, caller)
             if is_large:
                 return await app.tokenizer.threads.call(partial(ask.render, embedded), caller.tenant)
             return ask.render(embedded)
         case TokenizeAsk() as ask:
-            await app.describe(ask, asked.timeout_s, arrived_at, caller)
+            await app.describe(ask, asked.timeout_s, record.arrived_at, caller)
             return ask.render()
         case DecodeAsk() as ask:
-            return ask.render(await app.decode(ask, asked.timeout_s, arrived_at, caller))
+            return ask.render(await app.decode(ask, asked.timeout_s, record.arrived_at, caller))
 
 
 def _name(error: ApiError, field: str, *, is_list: bool) -> None:

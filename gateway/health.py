@@ -8,7 +8,7 @@ import os
 import time
 from typing import TYPE_CHECKING, Any
 
-from gateway.board import ANSWERS, Board
+from gateway.board import Board
 from gateway.dispatch import WorkerLink
 from gateway.pace import FULL_BATCH_S, SHORT_BATCH_S
 from gateway.request import Overflow
@@ -29,20 +29,12 @@ def describe_health(app: "App") -> tuple[int, dict[str, Any]]:
 def describe_info(app: "App", *, shows_tenants: bool) -> dict[str, Any]:
     """The body of `/info`: the model, the limits, the workers and what waits. No text, no key, no path, no address; the
     names of keys only if it `shows_tenants`."""
-    config, card, board = app.config, app.config.card, app.board
+    config, board = app.config, app.board
     board.publish()
     tenants = {"tenants": _describe_tenants(app)} if shows_tenants else {}
     return {
         **describe_for_tei(app),
-        "model": {
-            "id": config.model,
-            "architecture": card.model_type,
-            "dimensions": card.dim,
-            "max_tokens": config.max_tokens,
-            "pooling": "+".join(card.pooling),
-            "normalized": any(step.kind == "normalize" for step in card.steps),
-            "prompt": card.prompt,
-        },
+        "model": describe_model(app),
         "limits": {
             "max_inputs": config.max_inputs,
             "max_body_bytes": config.max_body_bytes,
@@ -50,6 +42,7 @@ def describe_info(app: "App", *, shows_tenants: bool) -> dict[str, Any]:
             "max_requests": config.max_requests,
             "max_wait_s": config.max_wait_s,
             "max_priority": config.max_priority,
+            "overflow": config.overflow,
         },
         "queue": {
             "requests": board.total(Gauge.REQUESTS),
@@ -63,7 +56,24 @@ def describe_info(app: "App", *, shows_tenants: bool) -> dict[str, Any]:
             "pid": os.getpid(),
             "uptime_s": round(time.monotonic() - app.started_at, 1),
         },
-        "gateways": [_describe_gateway(index, row) for index, row in enumerate(board.rows)],
+        "gateways": describe_gateways(board),
+    }
+
+
+def describe_model(app: "App") -> dict[str, Any]:
+    """The card, as `/info` and the page show it."""
+    config, card = app.config, app.config.card
+    return {
+        "id": config.model,
+        "architecture": card.model_type,
+        "dimensions": card.dim,
+        "max_tokens": config.max_tokens,
+        "pooling": "+".join(card.pooling),
+        "normalized": any(step.kind == "normalize" for step in card.steps),
+        "prompt": card.prompt,
+        "prompts": [name for name, _ in card.prompts],
+        "matryoshka": config.is_matryoshka,
+        "matryoshka_dimensions": card.matryoshka_dims,
     }
 
 
@@ -132,7 +142,11 @@ def _describe_tenants(app: "App") -> dict[str, Any]:
     }
 
 
-def _describe_gateway(index: int, row: Row) -> dict[str, Any]:
+def describe_gateways(board: Board) -> list[dict[str, Any]]:
+    return [_describe_gateway(board, index, row) for index, row in enumerate(board.rows)]
+
+
+def _describe_gateway(board: Board, index: int, row: Row) -> dict[str, Any]:
     """A gateway that is being started again has pid 0. What it has answered is of all its lives."""
     pid, started_ns = row.gauges[Gauge.PID], row.gauges[Gauge.STARTED_NS]
     return {
@@ -141,23 +155,27 @@ def _describe_gateway(index: int, row: Row) -> dict[str, Any]:
         "uptime_s": round((time.monotonic_ns() - started_ns) / 1e9, 1) if pid else 0.0,
         "connections": row.gauges[Gauge.CONNECTIONS],
         "requests": row.gauges[Gauge.REQUESTS],
-        "answered": sum(row.counters[counter] for counter in ANSWERS.values()),
+        "answered": board.num_answered_by(row),
     }
+
+
+def state_of(link: WorkerLink | None) -> str:
+    """Of a worker, as this gateway sees it: one of `gateway.metrics.WORKER_STATES`."""
+    if link is None:
+        return "down"
+    if link.is_stuck:
+        return "stuck"
+    return "ready" if link.is_connected else "starting"
 
 
 def _describe_worker(link: WorkerLink, board: Board) -> dict[str, Any]:
     """Its state is as this gateway sees it."""
     worker, life = link.incarnation.worker, link.incarnation.life
-    if link.is_stuck:
-        state = "stuck"
-    elif not link.is_connected:
-        state = "connecting"
-    else:
-        state = "busy" if link.in_flight else "idle"
+    state = state_of(link)
     return {
         "worker": worker,
         "life": life,
-        "state": state,
+        "state": ("busy" if link.in_flight else "idle") if state == "ready" else state,
         "batches": board.worker_batches_in(worker, life),
         "tokens_per_s": round(link.pace.tokens_per_s),
         "batch_tokens": link.pace.budget_tokens(FULL_BATCH_S),

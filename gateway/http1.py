@@ -37,6 +37,7 @@ from gateway.errors import (
 )
 from gateway.framing import Body, ChunkedBody, KnownBody, NoBody
 from gateway.inflating import Coding, coding_named
+from gateway.record import Record
 
 CONTINUE = b"HTTP/1.1 100 Continue\r\n\r\n"
 
@@ -103,6 +104,7 @@ class HttpRequest:
     """Who asks, as `gateway.connection` names it: an IPv4 address, the /64 of an IPv6 address, "" on a unix socket."""
     is_admin: bool = False
     """It came by the admin listener."""
+    record: Record = field(default_factory=Record, compare=False, repr=False)
 
 
 @dataclass(slots=True)

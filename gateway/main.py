@@ -20,6 +20,7 @@ from contextlib import suppress
 
 import uvloop
 
+from gateway.access_log import AccessLog
 from gateway.admission import Admission
 from gateway.app import App
 from gateway.board import Board
@@ -28,12 +29,16 @@ from gateway.dispatch import Dispatcher
 from gateway.errors import ApiError, Unavailable
 from gateway.http1 import HttpRequest, Limits, Response
 from gateway.memory import keep_freed_memory
+from gateway.observer import Observer
 from gateway.request import Overflow, Priority
 from gateway.scheduler import Scheduler
 from gateway.server import Server, Timeouts
+from gateway.spans import Facts, SpanSender
 from gateway.tls import ServerTls, TlsError
 from gateway.tokenizer import Tokenizer
-from shm.board import Gauge, Histogram
+from gateway.tracing import Tracing
+from shm import logs
+from shm.board import Counter, Gauge, Histogram
 from shm.card import ModelError
 from shm.control import (
     Activate,
@@ -73,6 +78,8 @@ _TELL_AGAIN_S = 0.5
 _RETIRE_POLL_S = 0.02
 _QUIET_S = 0.5
 """Without a byte for so long, an idle connection is closed while the server drains."""
+_LAST_SPANS_S = 1.0
+"""So long at the end, spans of requests that are over are still sent."""
 _LAST_ANSWERS_S = 1.0
 """So long before the drain's deadline, what is not answered yet is told that it will not be."""
 
@@ -92,8 +99,9 @@ def run(channel: Channel) -> int:
         faulthandler.enable()
     config = GatewayConfig.from_json(start.config)
     name = "gateway" if config.num_gateways == 1 else f"gateway-{start.gateway}"
-    logging.basicConfig(level=config.log_level.upper(), format=f"%(asctime)s {name} %(levelname)s %(message)s")
+    logs.configure(name, config.log_level, config.log_format)
     board = Board.mapped(board_fd, config.board, start.gateway)
+    logs.count_lost(lambda: board.add(Counter.LINES_LOST))
     os.close(board_fd)
     _end_with_supervisor(channel, [path for path in (config.uds, config.admin_uds) if path is not None])
     try:
@@ -175,6 +183,7 @@ class Services:
         self.active = first
         self.all = {first.generation: first}
         """Those that have requests, or may get them, by generation."""
+        self.tracing: Tracing | None = None
 
     def check_head(self, request: HttpRequest) -> Response | None:
         return self.active.app.check_head(request)
@@ -182,6 +191,8 @@ class Services:
     async def handle(self, request: HttpRequest) -> Response:
         service = self.active
         service.num_handled += 1
+        if self.tracing is not None:
+            self.tracing.begin(request)
         try:
             return await service.app.handle(request)
         finally:
@@ -210,11 +221,14 @@ class Gateway:
         self._services = Services(self._make_service(config, start.generation, _read_tokenizer(config)))
         self._tls = ServerTls(config.tls_cert, config.tls_key) if config.tls_cert and config.tls_key else None
         self._preparing: dict[int, asyncio.Task[None]] = {}
+        self._observer = Observer(board)
+        self._access_log = AccessLog(config, board)
+        self._address: tuple[str, int | None] = "", None
         self._server = Server(
             self._services,
             limits=Limits(max_body_bytes=config.max_body_bytes),
             timeouts=Timeouts(),
-            on_answer=board.add_answer,
+            on_answer=self._observer.note_over,
             is_ahead=self._is_ahead if config.num_gateways > 1 else None,
             max_connections=config.share(config.max_connections),
             max_connections_per_address=config.share(config.max_connections_per_address),
@@ -225,6 +239,9 @@ class Gateway:
                 Gauge.REQUESTS: lambda: services.total(lambda service: service.admission.num_requests),
                 Gauge.QUEUED_SEQUENCES: lambda: services.total(lambda service: service.scheduler.queued_sequences),
                 Gauge.QUEUED_TOKENS: lambda: services.total(lambda service: service.scheduler.queued_tokens),
+                Gauge.ARENA_ROWS: lambda: services.total(lambda service: service.dispatcher.num_rows),
+                Gauge.ARENA_ROWS_IN_USE: lambda: services.total(lambda service: service.dispatcher.num_rows_in_use),
+                Gauge.QUEUE_AGE_US: self._queue_age_us,
                 Gauge.IN_FLIGHT_TOKENS: lambda: services.total(lambda service: service.dispatcher.in_flight_tokens),
                 Gauge.CONNECTIONS: lambda: self._server.num_connections,
                 Gauge.WORKERS: lambda: sum(link.is_usable for link in services.active.dispatcher.links),
@@ -250,6 +267,11 @@ class Gateway:
         service.app.on_reload = lambda: self._tell(ReloadAsked())
         return service
 
+    def _queue_age_us(self) -> int:
+        now = time.monotonic()
+        oldest_s = max(service.scheduler.oldest_wait_s(now) for service in self._services.all.values())
+        return int(oldest_s * 1e6)
+
     def _is_ahead(self) -> bool:
         """Whether a gateway that serves has fewer connections than this one; by more than an eighth, if they are many.
 
@@ -265,9 +287,12 @@ class Gateway:
         loop = asyncio.get_running_loop()
         self._drained: asyncio.Future[bool] = loop.create_future()
         self._services.active.dispatcher.start(zmq_fd)
-        await self._server.start(listening, tls=self._tls)
+        config = self._config
+        self._address = _address_of(listening)
+        self._listen_to_requests(config)
+        await self._server.start(listening, tls=self._tls, keeps_listening=config.keeps_listening)
         if admin is not None:
-            await self._server.start(admin, is_admin=True)
+            await self._server.start(admin, is_admin=True, keeps_listening=config.keeps_admin_listening)
         loop.add_reader(self._channel.fileno(), self._read_control)
         self._watch = LoopWatch(self._board, loop, lambda: self._server.num_requests_in_flight > 0)
         self._tell(GatewayReady())
@@ -278,6 +303,9 @@ class Gateway:
         self._watch.stop()
         for service in self._services.all.values():
             service.dispatcher.stop()
+        self._access_log.tell_dropped()
+        if self._services.tracing is not None:
+            self._services.tracing.sender.close(_LAST_SPANS_S)
         if not everything_answered:
             log.warning("the drain's deadline has passed: connections that waited for an answer were cut")
         return 0
@@ -378,7 +406,9 @@ class Gateway:
         config = service.config
         service.app.callers = before.app.callers  # what they have used stays used
         service.app.set_keys(self._keys)
-        logging.getLogger().setLevel(config.log_level.upper())
+        logs.change(config.log_level, config.log_format)
+        self._access_log.change(config)
+        self._listen_to_requests(config)
         self._server.change_limits(
             Limits(max_body_bytes=config.max_body_bytes),
             config.share(config.max_connections),
@@ -390,6 +420,24 @@ class Gateway:
             except TlsError as error:
                 log.error("the certificate of before is used on: %s", error)
         self._retire(before)
+
+    def _listen_to_requests(self, config: GatewayConfig) -> None:
+        """Who is told of requests that are over, by this configuration."""
+        before = self._services.tracing
+        if config.otlp_endpoint is None:
+            tracing = None
+        else:
+            # Also where only the model's name has changed: it is in the spans.
+            facts = Facts(
+                config.version, config.model, self._board.gateway, "https" if self._tls else "http", *self._address
+            )
+            tracing = Tracing(SpanSender(config.otlp_endpoint, facts), config.trace_ratio)
+        self._services.tracing = tracing
+        self._observer.listeners = [self._access_log.note_over]
+        if tracing is not None:
+            self._observer.listeners.append(tracing.note_over)
+        if before is not None:
+            asyncio.get_running_loop().run_in_executor(None, before.sender.close, _LAST_SPANS_S)
 
     def _retire(self, service: Service) -> None:
         """Say so as soon as its last request is answered."""
@@ -423,6 +471,12 @@ class Gateway:
     def _give_up(self) -> None:
         for service in self._services.all.values():
             service.app.give_up()
+
+
+def _address_of(sock: socket.socket) -> tuple[str, int | None]:
+    """Where a socket listens: address and port, or path and None."""
+    name = sock.getsockname()
+    return (str(name), None) if sock.family == socket.AF_UNIX else (name[0], name[1])
 
 
 def _read_tokenizer(config: GatewayConfig) -> Tokenizer:

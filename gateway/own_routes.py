@@ -4,7 +4,10 @@ Owns their handlers and their documentation. What they say is `gateway.health`'s
 `gateway.openapi`'s. Read by `gateway.api`.
 """
 
+import asyncio
+import os
 from collections.abc import Mapping
+from functools import partial
 from importlib.resources import files
 from typing import TYPE_CHECKING, Any
 
@@ -13,12 +16,15 @@ import orjson
 from gateway.auth import ANY_SCOPE
 from gateway.callers import Caller
 from gateway.errors import NotImplementedByServer
-from gateway.health import INFO_SCHEMA, describe_for_tei, describe_health, describe_info
+from gateway.health import INFO_SCHEMA, describe_for_tei, describe_health, describe_info, state_of
 from gateway.http1 import HttpRequest, Response
 from gateway.metrics import CONTENT_TYPE, render_metrics
 from gateway.openapi import describe_api
 from gateway.operations import Operation
+from gateway.processes import Usage
 from gateway.routes import Place, Route
+from gateway.stats import describe_stats
+from shm.board import Gauge
 
 if TYPE_CHECKING:
     from gateway.app import App
@@ -34,7 +40,17 @@ async def live(app: "App", http: HttpRequest, caller: Caller) -> Response:
 
 
 async def root(app: "App", http: HttpRequest, caller: Caller) -> Response:
-    """Where text-embeddings-inference has its health, and Ollama what its clients look for first."""
+    """The page, for a browser. For others, where text-embeddings-inference has its health, and Ollama what its clients
+    look for first."""
+    response = await _root(app, http, caller)
+    if app.config.has_ui:
+        response.headers["vary"] = "accept"  # or a cache would give the one to who wants the other
+    return response
+
+
+async def _root(app: "App", http: HttpRequest, caller: Caller) -> Response:
+    if app.config.has_ui and "text/html" in http.headers.get("accept", ""):
+        return _page("page.html")
     status, _ = describe_health(app)
     if status != 200:
         return await health(app, http, caller)
@@ -52,9 +68,33 @@ async def info(app: "App", http: HttpRequest, caller: Caller) -> Response:
 
 async def metrics(app: "App", http: HttpRequest, caller: Caller) -> Response:
     config = app.config
-    tei_max_tokens = config.max_tokens if config.has_tei_metrics else None
-    body = render_metrics(app.board, version=config.version, model=config.model, tei_max_tokens=tei_max_tokens)
-    return Response(200, body, content_type=CONTENT_TYPE)
+    links = {link.incarnation.worker: link for link in app.dispatcher.links}
+    usages = await _usages(app)
+    app.board.publish()
+    render = partial(
+        render_metrics,
+        app.board,
+        version=config.version,
+        model=config.model,
+        endpoints=app.endpoints,
+        worker_states={worker: state_of(links.get(worker)) for worker in range(config.num_workers)},
+        usages=usages,
+        tei_max_tokens=config.max_tokens if config.has_tei_metrics else None,
+    )
+    return Response(200, await asyncio.to_thread(render), content_type=CONTENT_TYPE)
+
+
+async def stats(app: "App", http: HttpRequest, caller: Caller) -> Response:
+    return _json(200, describe_stats(app, await _usages(app)), headers={"cache-control": "no-store"})
+
+
+async def _usages(app: "App") -> dict[str, Usage]:
+    """Of the supervisor, all gateways, the workers that are up, and the fork server that they come from."""
+    pids = {"supervisor": os.getppid()}
+    pids |= {f"gateway-{n}": pid for n, row in enumerate(app.board.rows) if (pid := row.gauges[Gauge.PID])}
+    for link in app.dispatcher.links:
+        pids |= {f"worker-{link.incarnation.worker}": link.facts["pid"], "forkserver": link.facts["parent_pid"]}
+    return await app.processes.usages(pids)
 
 
 async def reload(app: "App", http: HttpRequest, caller: Caller) -> Response:
@@ -80,11 +120,27 @@ async def openapi(app: "App", http: HttpRequest, caller: Caller) -> Response:
 
 async def docs(app: "App", http: HttpRequest, caller: Caller) -> Response:
     """A page that shows /openapi.json. Needs nothing from anywhere else."""
-    page = files("gateway").joinpath("data", "docs.html").read_bytes()
-    return Response(200, page, {"content-security-policy": _POLICY}, "text/html; charset=utf-8")
+    return _page("docs.html")
 
 
-_POLICY = "default-src 'none'; script-src 'unsafe-inline'; style-src 'unsafe-inline'; connect-src 'self'; img-src data:"
+def _page(name: str) -> Response:
+    page = files("gateway").joinpath("data", name).read_bytes()
+    return Response(200, page, dict(_PAGE_HEADERS), "text/html; charset=utf-8")
+
+
+_POLICY = (
+    # All that a page is made of is in it, and it talks to nobody but its own server.
+    "default-src 'none'; script-src 'unsafe-inline'; style-src 'unsafe-inline'; connect-src 'self'; img-src data:; "
+    # Nor is it shown inside another, whose clicks would be its own, nor lets text become markup.
+    "base-uri 'none'; form-action 'none'; frame-ancestors 'none'; require-trusted-types-for 'script'"
+)
+_PAGE_HEADERS = {
+    "content-security-policy": _POLICY,
+    "x-frame-options": "DENY",
+    "x-content-type-options": "nosniff",
+    "referrer-policy": "no-referrer",
+    "cache-control": "no-cache",
+}
 
 _TEXT = "text/plain; charset=utf-8"
 
@@ -97,6 +153,7 @@ ROOT = Operation(summary="Whether a worker can serve", answer={"type": "string"}
 INFO = Operation(
     summary="Describe the model and the limits; to operators the queue and the workers, too", answer=INFO_SCHEMA
 )
+STATS = Operation(summary="The whole server at this moment, as the page shows it", answer=_OBJECT)
 METRICS = Operation(summary="Counters and gauges for Prometheus", answer={"type": "string"}, media_type=CONTENT_TYPE)
 RELOAD = Operation(summary="Read the configuration again, as SIGHUP does", answer=_STATUS, status=202)
 KEYS = Operation(summary="Limits and use of each API key", answer=_OBJECT)
@@ -112,6 +169,7 @@ OWN_ROUTES = {
     "/": {"GET": Route(root, scope=None, place=Place.BOTH, about=ROOT)},
     "/info": {"GET": Route(info, scope=ANY_SCOPE, place=Place.BOTH, about=INFO)},
     "/metrics": {"GET": Route(metrics, scope="metrics", place=Place.OPERATOR, about=METRICS)},
+    "/stats": {"GET": Route(stats, scope="metrics", place=Place.OPERATOR, about=STATS)},
     "/admin/reload": {"POST": Route(reload, scope="admin", place=Place.ADMIN, about=RELOAD)},
     "/admin/keys": {"GET": Route(keys, scope="admin", place=Place.ADMIN, about=KEYS)},
     "/openapi.json": {"GET": Route(openapi, scope=None, place=Place.BOTH, about=OPENAPI)},

@@ -19,6 +19,7 @@ from gateway.suspects import Deaths
 from shm.wire import Output
 
 if TYPE_CHECKING:
+    from gateway.record import BatchShare
     from gateway.shares import Lane
 
 TokenIds: TypeAlias = Union[list[int], "array[int]"]
@@ -317,21 +318,24 @@ class Gathering:
 
 
 class Flow:
-    """What of one request waits for a batch, in the order of its inputs. All but `gathering` and `num_sent_tokens` is
-    the scheduler's."""
+    """What of one request waits for a batch, in the order of its inputs. All but `gathering`, and what the dispatcher
+    notes, is the scheduler's."""
 
     __slots__ = (
+        "batches",
         "credit",
         "deadline",
         "first_sent_at",
         "gathering",
         "is_new",
         "lane",
+        "last_done_at",
         "num_sent_tokens",
         "num_tokens",
         "priority",
         "queue",
         "tenant",
+        "waits_since",
     )
 
     def __init__(self, gathering: Gathering, priority: Priority, deadline: float, tenant: str) -> None:
@@ -353,6 +357,12 @@ class Flow:
         """Nothing of it has been queued yet."""
         self.first_sent_at: float | None = None
         """When the first of it went to a worker; `gateway.dispatch` notes it."""
+        self.last_done_at = 0.0
+        """When the newest of its batches was answered; `gateway.dispatch` notes it, as the next."""
+        self.batches: list[BatchShare] | None = None
+        """Its batches, where somebody wants to know."""
+        self.waits_since = 0.0
+        """When something of it was queued that none of it waited before."""
 
 
 class Sequence:

@@ -42,6 +42,8 @@ class Route(NamedTuple):
     place: Place = Place.PUBLIC
     about: "Operation | None" = None
     """For the documentation; a `gateway.handlers.Operations` has its own."""
+    endpoint: int = 0
+    """As a `gateway.record.Record` has it; of several dialects at one path, the first one's."""
 
 
 Table: TypeAlias = Mapping[str, Mapping[str, Route]]

@@ -89,6 +89,7 @@ class Scheduler:
         if is_short:
             self._short_seen_at = now
         if flow.lane is None and flow.queue:
+            flow.waits_since = now
             share = level.share_of(flow.tenant)
             if not level.num_flows:
                 level.served_at = now  # nobody has been kept waiting
@@ -194,6 +195,19 @@ class Scheduler:
         """What waits of a tenant, at all priorities, in its turns."""
         shares = (level.shares.get(tenant) for level in self._levels)
         return sum(share.num_tokens for share in shares if share is not None)
+
+    def oldest_wait_s(self, now: float) -> float:
+        """How long the oldest of what is queued has waited; 0 when nothing is. Looks at every request that waits."""
+        since = [
+            flow.waits_since
+            for level in self._levels
+            for share in level.shares.values()
+            for lane in (share.fresh, share.backlog)
+            for flow in lane.flows
+            if flow.lane is lane
+        ]
+        since += [batch[0].flow.waits_since for batch in self._aside]
+        return max(0.0, now - min(since, default=now))
 
     def wants_short_batches(self, now: float) -> bool:
         """Whether short requests come while a backlog is worked on, or a tenant with little comes with them beside

@@ -88,6 +88,7 @@ class _Listener:
     uds_id: FileId | None
     accepting: asyncio.AbstractServer | SharedListener
     is_admin: bool
+    keeps_listening: bool
 
 
 class Server:
@@ -104,13 +105,14 @@ class Server:
         max_arriving_bytes: int | None = None,
         max_unsent_bytes: int | None = None,
         clock: Callable[[], float] = time.monotonic,
-        on_answer: Callable[[int], None] = lambda status: None,
+        on_answer: Callable[[int, HttpRequest | None], None] = lambda status, request: None,
         is_ahead: Callable[[], bool] | None = None,
     ) -> None:
         """`max_connections` of the public listener, `max_connections_per_address` of them from one `client_of`; None:
         as many. `max_arriving_bytes` of all requests that cannot be served yet, `max_unsent_bytes` of all answers that
         wait for clients which take nothing; None: 512 MiB each, or four of the longest bodies.
-        `clock`, in seconds, is what the timeouts are measured by; `on_answer` hears the status of each answer.
+        `clock`, in seconds, is what the timeouts are measured by; `on_answer` hears the status of each
+        answer, `gateway.board.GONE` of one that nobody waited for, and the request, if its head was understood.
         `is_ahead`, where several gateways share the socket, says whether one of them has fewer connections.
         """
         self.app = app
@@ -162,17 +164,26 @@ class Server:
         for connection in self._all_connections():
             connection.take_limits(limits)
 
-    async def start(self, sock: socket.socket, *, tls: ServerTls | None = None, is_admin: bool = False) -> None:
+    async def start(
+        self,
+        sock: socket.socket,
+        *,
+        tls: ServerTls | None = None,
+        is_admin: bool = False,
+        keeps_listening: bool = False,
+    ) -> None:
         """Accept from a bound and listening stream socket, TCP or unix. `drain` closes it, and removes its file.
 
         Call it once for the public socket, which speaks TLS if `tls` is given, and once more for the admin one, where
         there is one. Its requests have `is_admin`, its connections a small limit of their own, and it is the last to
-        close. uvloop sets TCP_NODELAY on what it accepts.
+        close. uvloop sets TCP_NODELAY on what it accepts. With `keeps_listening` somebody else has the socket open,
+        too: `drain` only closes it here, its file stays, and what waits in its backlog is left there.
         """
         self._loop = asyncio.get_running_loop()
-        uds_id = file_id(sock.getsockname()) if sock.family == socket.AF_UNIX else None
+        is_ours = sock.family == socket.AF_UNIX and not keeps_listening
+        uds_id = file_id(sock.getsockname()) if is_ours else None
         accepting = await self._listen(sock, lambda: self._connection(tls, is_admin), is_admin)
-        self._listeners.append(_Listener(sock, uds_id, accepting, is_admin))
+        self._listeners.append(_Listener(sock, uds_id, accepting, is_admin, keeps_listening))
         if self._sweeper is None:
             self._sweep_regularly()
 
@@ -214,12 +225,16 @@ class Server:
         for listener in closing:
             # The public one is closed by all gateways at once, the admin one by each when it is done: what it has not
             # accepted is left to others, and so is the file.
-            if not is_admin or self._is_ahead is None:
+            if listener.keeps_listening:
+                listener.accepting.close()
+            elif not is_admin or self._is_ahead is None:
                 turn_away_connects(listener.sock, listener.uds_id)
         if closing:
-            await asyncio.sleep(_DRAIN_POLL_S)  # the loop accepts what is left in the backlog
+            # What is left in a backlog of ours is accepted, and what was accepted at last becomes a connection.
+            await asyncio.sleep(_DRAIN_POLL_S)
         for listener in closing:
-            listener.accepting.close()
+            if not listener.keeps_listening:
+                listener.accepting.close()
             self._listeners.remove(listener)
 
     async def _finish(self, connections: set[Connection], end: float, grace_s: float) -> None:

@@ -70,6 +70,20 @@ def choose(answer_fd: str) -> int:
     return serve(sys.stdin.read(), int(answer_fd))
 
 
+def check(answer_fd: str) -> int:
+    """The orders come on stdin."""
+    from workers.checking import serve
+
+    return serve(sys.stdin, int(answer_fd))
+
+
+def check_tokens(answer_fd: str) -> int:
+    """The order comes on stdin."""
+    from launch.check_tokens import serve
+
+    return serve(sys.stdin, int(answer_fd))
+
+
 if __name__ == "__main__":
     _, kind, *arguments = sys.argv
     become: dict[str, Callable[..., int]] = {
@@ -78,5 +92,7 @@ if __name__ == "__main__":
         "fetch": fetch,
         "convert": convert,
         "choose": choose,
+        "check": check,
+        "check_tokens": check_tokens,
     }
     sys.exit(become[kind](*arguments))

@@ -9,7 +9,6 @@ import logging
 import os
 import signal
 import subprocess
-import sys
 import tempfile
 from collections.abc import Awaitable, Callable, Iterator, Sequence
 from contextlib import contextmanager, suppress
@@ -17,6 +16,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from launch.failure import ChildDied, StartFailure
+from launch.programs import command_of
 from shm.control import (
     Channel,
     ChildFailed,
@@ -123,13 +123,12 @@ async def _readable(fd: int) -> None:
 
 def self_command(command: str) -> list[str]:
     """The command line that runs `launch.child`."""
-    # -P: a folder named `gateway` or `shm` in the current directory must not be imported instead of ours.
-    return [sys.executable, "-P", "-m", "launch.child", command]
+    return command_of("launch.child", command)
 
 
 def spawn(name: str, command: str) -> Process:
     """Start this program again as a child with a control channel. Raises OSError when it cannot be."""
-    environment = _child_environment()
+    environment = child_environment()
     ours, theirs = Channel.pair()
     try:
         popen = subprocess.Popen(
@@ -187,7 +186,7 @@ def _reap_some() -> bool:
     return True
 
 
-def _child_environment() -> dict[str, str]:
+def child_environment() -> dict[str, str]:
     """Ours, without what no child has any business with."""
     inherited = {name: value for name, value in os.environ.items() if name not in _SECRET_VARIABLES}
     # Importing transformers makes torch create its compiler's cache folder, which nothing here uses: let it find one

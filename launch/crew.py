@@ -109,7 +109,7 @@ class Crew:
             async with asyncio.TaskGroup() as group:
                 for index in range(len(self.plan.workers)):
                     self._keepers.append(group.create_task(self._keep_worker(index)))
-        except* StartFailure as failures:
+        except BaseExceptionGroup as failures:
             raise first_of(failures) from None
         finally:
             await self._fork_server.stop()
@@ -262,8 +262,9 @@ class Crew:
 def _fork_server_start(plan: Plan) -> ForkServerStart:
     """What the fork server imports and loads: an engine for processors is shared, one for a GPU is each worker's."""
     config = plan.workers[0]
+    level, log_format = config.log_level, config.log_format
     if config.engine == "weightless":
-        return ForkServerStart(os.getpid(), [])
+        return ForkServerStart(os.getpid(), [], log_level=level, log_format=log_format)
     modules = modules_to_preload(plan.card.model_type, config.engine)
     shared = config.to_json() if config.device == "cpu" else None
-    return ForkServerStart(os.getpid(), modules, shared, self_command("choose"))
+    return ForkServerStart(os.getpid(), modules, shared, self_command("choose"), level, log_format)

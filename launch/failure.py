@@ -19,10 +19,15 @@ class ChildDied(Exception):
     """A child ended where it should not have. The message says how."""
 
 
-def first_of(group: BaseExceptionGroup[StartFailure]) -> StartFailure:
-    """Of the children that could not start, the first."""
+def first_of(group: BaseExceptionGroup[BaseException]) -> BaseException:
+    """Of the children that could not start, the first; the group itself if it has anything else.
+
+    For `except BaseExceptionGroup`, not for `except*`: Python before 3.11.4 makes a group again of what is raised in
+    that.
+    """
+    if group.split(StartFailure)[1] is not None:
+        return group
     error: BaseException = group
     while isinstance(error, BaseExceptionGroup):
         error = error.exceptions[0]
-    assert isinstance(error, StartFailure)
     return error

@@ -117,6 +117,12 @@ class Front:
     def ready_links(self) -> list[Link]:
         return [link for link in self.links.values() if link.is_ready]
 
+    @property
+    def heard_links(self) -> list[Link]:
+        """Of those that are ready, those that have beaten lately."""
+        now = time.monotonic()
+        return [link for link in self.ready_links if now - link.heard_at <= _HUNG_AFTER_S]
+
     def has_met(self, crew: Crew) -> bool:
         """Whether the crew is complete, and every gateway that is ready, of which there is one, has met all of it."""
         everybody = {worker.incarnation for worker in crew.ready.values()}

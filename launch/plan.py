@@ -10,7 +10,6 @@ import os
 import re
 import resource
 import subprocess
-import sys
 import tempfile
 from dataclasses import dataclass
 from pathlib import Path
@@ -22,9 +21,11 @@ from launch.cache import cache_folder
 from launch.children import self_command
 from launch.failure import EXIT_OK, ConfigurationError, StartFailure
 from launch.keys import load_keys
+from launch.otel import check_otel
 from launch.settings import Settings
 from launch.tls import check_tls
 from launch.tokenizer import with_tokenizer
+from shm import logs
 from shm.arena import ArenaSpec
 from shm.card import ModelCard, ModelError, read_card
 from workers.config import WorkerConfig, usable_cores
@@ -84,6 +85,7 @@ def make_plan(settings: Settings) -> Plan:
     StartFailure for a machine that allows too little.
     """
     check_tls(settings.tls_cert, settings.tls_key)
+    check_otel(settings.otlp_endpoint)
     keys = load_keys(settings)
     folder, name = _find_model(settings)
     model_files = _files_in(folder)
@@ -138,6 +140,11 @@ def make_plan(settings: Settings) -> Plan:
         has_admin_listener=settings.admin_port is not None or settings.admin_uds is not None,
         cors_origins=_names(settings.cors_origins),
         has_tei_metrics=settings.tei_metrics,
+        has_ui=settings.ui,
+        log_format=settings.log_format,
+        max_logged_requests_per_s=settings.log_requests,
+        otlp_endpoint=settings.otlp_endpoint or None,
+        trace_ratio=settings.trace_ratio,
         tls_cert=str(settings.tls_cert) if settings.tls_cert else None,
         tls_key=str(settings.tls_key) if settings.tls_key else None,
         request_timeout_s=settings.request_timeout,
@@ -157,6 +164,7 @@ def make_plan(settings: Settings) -> Plan:
             num_threads=settings.threads_per_worker,
             log_level=settings.log_level,
             cache_folder=str(cache_folder(settings)),
+            log_format=settings.log_format,
         )
         for index in range(num_workers)
     ]
@@ -190,7 +198,7 @@ def _find_model(settings: Settings) -> tuple[Path, str]:
 
 
 def _fetch(model: str, revision: str) -> Path:
-    print(f"vecd: finding {model} in the hub's cache or on the hub", file=sys.stderr, flush=True)
+    logs.say(f"finding {model} in the hub's cache or on the hub")
     with tempfile.TemporaryFile("w+") as answer:
         status = subprocess.run(
             [*self_command("fetch"), model, revision, str(answer.fileno())],
@@ -206,7 +214,7 @@ def _fetch(model: str, revision: str) -> Path:
 
 def _devices(wanted: str) -> list[str]:
     """["cpu"], or one "cuda:N" per visible GPU."""
-    gpus = _num_visible_gpus()
+    gpus = num_visible_gpus()
     has_cuda_build = "+cpu" not in importlib.metadata.version("torch")
     if wanted == "cuda" and not (gpus and has_cuda_build):
         why = "no GPU is visible" if not gpus else "the installed torch is a CPU build"
@@ -216,7 +224,7 @@ def _devices(wanted: str) -> list[str]:
     return [f"cuda:{index}" for index in range(gpus)]
 
 
-def _num_visible_gpus() -> int:
+def num_visible_gpus() -> int:
     """Counted without touching CUDA, which must not be initialised before the workers are forked."""
     visible = os.environ.get("CUDA_VISIBLE_DEVICES")
     if visible is not None:

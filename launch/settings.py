@@ -1,8 +1,8 @@
 """The settings of `vecd serve`: flags, environment, `.env` and TOML files, validated together.
 
-Owns the names, defaults, ranges and help texts, from which `--help` and the README's table are generated. A flag wins
-over the environment (`VECD_*`), that over `.env`, that over the file named by `--config`, that over the default. Every
-problem is reported at once (`ConfigurationError`). Called by `supervisor` alone, the only reader of argv and
+Owns the names, defaults, ranges and help texts, from which `--help` and docs/operating.md's table are generated. A flag
+wins over the environment (`VECD_*`), that over `.env`, that over the file named by `--config`, that over the default.
+Every problem is reported at once (`ConfigurationError`). Called by `supervisor` alone, the only reader of argv and
 environment.
 """
 
@@ -12,6 +12,7 @@ import tomllib
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Annotated, Any, Literal
+from urllib.parse import urlsplit
 
 from dotenv import dotenv_values
 from pydantic import Field, SecretStr, ValidationError, field_validator
@@ -184,6 +185,9 @@ class Settings(BaseSettings):
         default="", description="web pages of these origins may call: ORIGIN,ORIGIN, or *; default: none"
     )
     tei_metrics: bool = Field(default=False, description="/metrics has text-embeddings-inference's names (te_*), too")
+    ui: bool = Field(
+        default=True, description="a browser gets a page with live figures and a playground at /; --no-ui: none"
+    )
     revision: str = Field(default="", description="branch, tag or commit of a hub model")
     api_key: SecretStr | None = Field(default=None, description="key that callers must send")
     api_keys: SecretStr | None = Field(
@@ -198,6 +202,28 @@ class Settings(BaseSettings):
     )
     log_level: Literal["debug", "info", "warning", "error"] = Field(
         default="info", description="least severe line logged"
+    )
+    log_format: Literal["text", "json"] = Field(
+        default="text", description="lines for people, or one JSON object per line"
+    )
+    log_requests: float = Field(
+        default=100.0,
+        ge=0,
+        le=1e6,
+        description="log a line for each request, at most so many in a second and gateway; what is above is counted. "
+        "Requests that the server failed are logged whatever this is",
+    )
+    otlp_endpoint: str = Field(
+        default="",
+        description="URL of an OpenTelemetry collector to send spans to, by OTLP over HTTP (needs vecd[otel]); "
+        "http://localhost:4318, for example",
+    )
+    trace_ratio: float = Field(
+        default=0.01,
+        ge=0,
+        le=1,
+        description="with --otlp-endpoint: so many of the requests that come without a traceparent are traced. With "
+        "one, its sampled flag decides",
     )
     config: Path | None = Field(default=None, description="TOML file with any of these settings")
     ready_fd: int | None = Field(
@@ -227,6 +253,22 @@ class Settings(BaseSettings):
         if "*" in names and len(names) > 1:
             raise ValueError("* allows every origin: name no other beside it")
         return origins
+
+    @field_validator("otlp_endpoint")
+    @classmethod
+    def _is_collector(cls, url: str) -> str:
+        if not url:
+            return url
+        try:
+            parts = urlsplit(url)
+            is_right = parts.scheme in ("http", "https") and bool(parts.hostname) and parts.port != 0
+        except ValueError:  # a port that is no number
+            is_right = False
+        if not is_right or parts.query or parts.fragment:
+            raise ValueError("is not the URL of a collector: http or https, a host, and a port if there is one")
+        if parts.username is not None or parts.password is not None:
+            raise ValueError("must not have a password in it: OTEL_EXPORTER_OTLP_HEADERS is for credentials")
+        return url
 
     @field_validator("ready_fd")
     @classmethod
@@ -279,6 +321,13 @@ def load_settings(argv: Sequence[str], *, without: Sequence[str] = ()) -> Settin
     found.check_variables(".env: ", {name: value or "" for name, value in dotenv_values(".env").items()})
     for name in without:
         found.drop(name)
+    return found.validate()
+
+
+def load_flags(argv: Sequence[str]) -> Settings:
+    """What flags alone say; `model_fields_set` has those that were given. Raises ConfigurationError."""
+    found = _Found()
+    found.add("--", "kebab", found.read_flags(argv))
     return found.validate()
 
 
@@ -358,7 +407,9 @@ class _Found:
         ]
 
     def _given(self, name: str) -> str:
-        return "" if name in _SECRETS or name not in self._values else f" (given: {self._values[name]!r})"
+        value = self._values.get(name)
+        is_secret = name in _SECRETS or (name == "otlp_endpoint" and "@" in str(value))
+        return "" if is_secret or name not in self._values else f" (given: {value!r})"
 
 
 _SECRETS = {"api_key", "api_keys"}
@@ -390,7 +441,7 @@ def _is_service_link(name: str, value: Any) -> bool:
 
 
 def flag_table() -> str:
-    """The README's table of flags, as Markdown."""
+    """The operator's page's table of flags, as Markdown."""
     lines = ["| flag | default | meaning |", "| --- | --- | --- |"]
     for name, field in Settings.model_fields.items():
         flag = "MODEL" if name == "model" else "--" + name.replace("_", "-")

@@ -1,5 +1,6 @@
 """What the operator reads when the server is ready. Pure, but for the memory figures read from /proc."""
 
+import os
 import re
 from pathlib import Path
 from typing import Any
@@ -16,7 +17,29 @@ def pss_mb(pid: int) -> int:
     return int(found[1]) // 1024 if found else 0
 
 
-def summary(plan: Plan, url: str, admin_url: str, facts: dict[str, Any], memory_mb: int) -> list[str]:
+def summary_fields(
+    plan: Plan, url: str, admin_url: str, facts: dict[str, Any], memory_mb: int, ready_s: float
+) -> dict[str, Any]:
+    """The same for programs, as docs/logs.md has it."""
+    return {
+        "event": "ready",
+        "version": plan.gateway.version,
+        "model": plan.gateway.model,
+        "dimensions": plan.card.dim,
+        "max_tokens": plan.gateway.max_tokens,
+        "engine": facts.get("path"),
+        "dtype": facts.get("dtype"),
+        "workers": len(plan.workers),
+        "gateways": plan.settings.gateways,
+        "memory_mb": memory_mb,
+        "url": url,
+        "admin_url": admin_url or None,
+        "ready_s": round(ready_s, 3),
+        "pid": os.getpid(),
+    }
+
+
+def summary(plan: Plan, url: str, admin_url: str, facts: dict[str, Any], memory_mb: int, ready_s: float) -> list[str]:
     """What was started, and a line to try it with."""
     card, gateway, settings = plan.card, plan.gateway, plan.settings
     normalized = ", normalized" if any(step.kind == "normalize" for step in card.steps) else ""
@@ -24,7 +47,8 @@ def summary(plan: Plan, url: str, admin_url: str, facts: dict[str, Any], memory_
     agrees = "" if agreement is None else f", within {agreement:.1e} of the plain model"
     device = plan.workers[0].device.partition(":")[0]
     url_here = re.sub(r"//(0\.0\.0\.0|\[::\])", "//127.0.0.1", url)
-    curl = f"curl --unix-socket {settings.uds} http://localhost" if settings.uds else f"curl {url_here}"
+    path = url.removeprefix("unix:")
+    curl = f"curl --unix-socket {path} http://localhost" if path != url else f"curl {url_here}"
     key = ' -H "authorization: Bearer $VECD_API_KEY"' if gateway.keys else ""
     gateways = f", {settings.gateways} gateways" if settings.gateways > 1 else ""
     return [
@@ -38,4 +62,5 @@ def summary(plan: Plan, url: str, admin_url: str, facts: dict[str, Any], memory_
         *([f"  admin      {admin_url}"] if admin_url else []),
         f"  try        {curl}/v1/embeddings{key} -H 'content-type: application/json' "
         f"""-d '{{"model": "{gateway.model}", "input": "Hello, world"}}'""",
+        f"  ready in   {ready_s:.1f} s",
     ]

@@ -9,15 +9,16 @@ is left behind: also where there is no cache to write to, and when the cache is 
 
 import hashlib
 import importlib.metadata
+import logging
 import os
 import subprocess
-import sys
 from contextlib import suppress
 from dataclasses import replace
 from pathlib import Path
 
 from launch.children import self_command
 from launch.failure import EXIT_OK
+from shm import logs
 from shm.card import ModelCard, ModelError, vocabulary_files
 
 # Besides the vocabularies, what AutoTokenizer reads to choose a class and its special tokens.
@@ -39,7 +40,7 @@ def with_tokenizer(card: ModelCard, model: str, cache_folder: Path) -> ModelCard
     try:
         fd = os.open(cached, os.O_RDONLY | os.O_CLOEXEC)
     except OSError:
-        print(f"vecd: converting the tokenizer of {model} (once)", file=sys.stderr, flush=True)
+        logs.say(f"converting the tokenizer of {model} (once)")
         fd = _convert(card)
         _store(fd, cached)
     return _held_open(card, fd)
@@ -110,4 +111,4 @@ def _store(fd: int, cached: Path) -> None:
     except OSError as error:
         with suppress(OSError):
             partial.unlink()
-        print(f"vecd: not remembered for the next start: {error}", file=sys.stderr, flush=True)
+        logs.say(f"not remembered for the next start: {error}", logging.WARNING)

@@ -345,8 +345,9 @@ def _read_module(path: Path, module: Any) -> _Module:
 
 def _default_pooling(config: Mapping[str, Any]) -> str:
     """What sentence-transformers takes for a plain transformers model."""
-    architectures = config.get("architectures") or [""]
-    is_causal = str(architectures[0]).endswith("ForCausalLM") and config.get("is_causal", True)
+    architectures = config.get("architectures")
+    named = str(architectures[0]) if isinstance(architectures, list) and architectures else ""
+    is_causal = named.endswith("ForCausalLM") and config.get("is_causal", True)
     return "lasttoken" if is_causal else "mean"
 
 

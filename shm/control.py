@@ -193,6 +193,8 @@ class ForkServerStart:
     own, because what is on an accelerator does not survive a fork."""
     choose_command: list[str] = field(default_factory=list)
     """The command line of `workers.choosing.serve`, but for its descriptor."""
+    log_level: str = "info"
+    log_format: str = "text"
 
 
 @dataclass(frozen=True, slots=True)

@@ -19,10 +19,10 @@ from typing import TypeAlias
 
 from shm.failure import FailureCode
 
-_VERSION = 1
+_VERSION = 2
 _HEADER = struct.Struct("<BBHIQ")  # kind, version, slot, epoch, number
 _BATCH_SIZES = struct.Struct("<II")  # num_sequences, num_tokens
-_DONE_TAIL = struct.Struct("<II")  # num_rows, compute_us
+_DONE_TAIL = struct.Struct("<III")  # num_rows, compute_us, num_padding_tokens
 _FAILED_TAIL = struct.Struct("<H")  # code
 
 
@@ -121,6 +121,8 @@ class Done:
     """Written: one for a sequence, of TOKENS one for each of its tokens."""
     compute_us: int
     """Microseconds from reading the batch to its last row."""
+    num_padding_tokens: int = 0
+    """Computed besides the batch's, because a shape had to be filled."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -147,7 +149,7 @@ def encode(message: ToWorker | ToGateway) -> Frames:
             return [*frames, message.outputs_bytes] if message.outputs_bytes else frames
         case Done():
             header = _HEADER.pack(_Kind.DONE, _VERSION, message.slot, message.epoch, message.number)
-            return [header + _DONE_TAIL.pack(message.num_rows, message.compute_us)]
+            return [header + _DONE_TAIL.pack(message.num_rows, message.compute_us, message.num_padding_tokens)]
         case Failed():
             header = _HEADER.pack(_Kind.FAILED, _VERSION, message.slot, message.epoch, message.number)
             return [header + _FAILED_TAIL.pack(message.code)]
@@ -183,8 +185,7 @@ def decode_to_gateway(frames: Sequence[bytes]) -> ToGateway:
     if len(frames) == 1:
         match kind:
             case _Kind.DONE if len(tail) == _DONE_TAIL.size:
-                num_rows, compute_us = _DONE_TAIL.unpack(tail)
-                return Done(epoch, number, slot, num_rows, compute_us)
+                return Done(epoch, number, slot, *_DONE_TAIL.unpack(tail))
             case _Kind.FAILED if len(tail) == _FAILED_TAIL.size:
                 (code,) = _FAILED_TAIL.unpack(tail)
                 try:

@@ -8,13 +8,13 @@ Its output is JSON, one object a line: {"stage": …} any number of times, then 
 """
 
 import json
-import logging
 import os
 import subprocess
 from collections.abc import Sequence
 from contextlib import suppress
 from typing import Any
 
+from shm import logs
 from shm.card import ModelError
 from workers.choices import Choice
 from workers.config import WorkerConfig
@@ -86,7 +86,7 @@ def serve(order_text: str, answer_fd: int) -> int:
     set_process_name("vecd-choose")
     volunteer_for_oom_kill()
     config = WorkerConfig.from_json(order["config"])
-    logging.basicConfig(level=config.log_level.upper(), format="%(asctime)s choosing %(levelname)s %(message)s")
+    logs.configure("choosing", config.log_level, config.log_format)
     from workers.engines.choice import choose  # takes seconds
 
     with open(answer_fd, "w") as answers:

@@ -35,6 +35,8 @@ class WorkerConfig:
     log_level: str
     cache_folder: str
     """Where the choice of an engine is remembered; empty: nowhere."""
+    log_format: str = "text"
+    """As `shm.logs` has it."""
 
     def to_json(self) -> dict[str, Any]:
         return asdict(self)
@@ -51,11 +53,11 @@ def usable_cores(cgroup_root: Path = Path("/sys/fs/cgroup"), proc_cgroup: Path =
     throttle each other. A fractional quota is rounded up.
     """
     cores = len(os.sched_getaffinity(0))
-    quota = _cgroup_quota(cgroup_root, proc_cgroup)
+    quota = cgroup_quota(cgroup_root, proc_cgroup)
     return max(1, min(cores, math.ceil(quota)) if quota is not None else cores)
 
 
-def _cgroup_quota(cgroup_root: Path, proc_cgroup: Path) -> float | None:
+def cgroup_quota(cgroup_root: Path, proc_cgroup: Path) -> float | None:
     """The tightest CPU quota of this process's cgroup and its ancestors, in cores; None without one."""
     try:
         memberships = [line.split(":", 2) for line in proc_cgroup.read_text().splitlines()]

@@ -75,6 +75,10 @@ class Engine(Protocol):
     warnings: list[str]
     """One line each, for the operator: what was asked for and could not be had."""
 
+    @property
+    def num_padding_tokens(self) -> int:
+        """Computed so far besides those of batches, because a shape had to be filled. Grows while a batch is begun."""
+
     def adopt(self, slots: Sequence[Rows]) -> None:
         """Be told of the memory that most rows will lie in: the slots of one arena. Called once at most, before the
         worker is ready; an engine works without. May add to `warnings`."""

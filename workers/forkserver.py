@@ -25,6 +25,7 @@ import traceback
 from contextlib import ExitStack
 from typing import NoReturn
 
+from shm import logs
 from shm.card import ModelError
 from shm.control import (
     Channel,
@@ -60,7 +61,7 @@ def serve(channel: Channel) -> int:
         signal.signal(number, signal.SIG_IGN)
     leave_no_core()
     trace_crashes()
-    logging.basicConfig(level=logging.INFO, format="%(asctime)s forkserver %(levelname)s %(message)s")
+    logs.configure("forkserver", "info", "text", has_thread=False)
     try:
         return _start(channel)
     except ConnectionError:
@@ -76,6 +77,7 @@ def _start(channel: Channel) -> int:
         return main.EXIT_OK
     start, _ = received
     assert isinstance(start, ForkServerStart), start
+    logs.change(start.log_level, start.log_format)
     # Loading takes long, and nobody looks at the channel meanwhile.
     if not die_with_parent(start.parent_pid):
         return main.EXIT_OK
@@ -113,7 +115,6 @@ def _load(start: ForkServerStart, report: Report) -> tuple[list[str], Engine | N
     if start.config is None:
         return _import(start.modules), None
     config = WorkerConfig.from_json({**start.config, "num_threads": 1})
-    logging.getLogger().setLevel(config.log_level.upper())
     with ExitStack() as stack:
 
         def begin() -> Choosing:

@@ -92,6 +92,7 @@ class _Begun:
     message: Batch
     num_rows: int
     started_ns: int
+    num_padding_tokens: int
     finish: Finish
 
 
@@ -203,11 +204,13 @@ class Loop:
         try:
             batch = read_batch(message, self._arena, self._card)
             peer.begun[message.slot] = message.number
+            num_padding_before = self._engine.num_padding_tokens
             finish = self._engine.begin(batch, peer.slots[message.slot])
         except Exception as error:
             failed = self._failed(message, error)
         else:
-            self._begun.append(_Begun(peer, message, batch.num_rows, started_ns, finish))
+            num_padding_tokens = self._engine.num_padding_tokens - num_padding_before
+            self._begun.append(_Begun(peer, message, batch.num_rows, started_ns, num_padding_tokens, finish))
             while self._begun and (len(self._begun) == _MAX_BEGUN or self._begun[0].finish.is_ready()):
                 self._finish_first()
             return
@@ -244,7 +247,14 @@ class Loop:
         since_ns = max(begun.started_ns, self._finished_ns)
         compute_us = (time.perf_counter_ns() - since_ns) // 1000
         message = begun.message
-        return Done(message.epoch, message.number, message.slot, begun.num_rows, min(compute_us, _MAX_COMPUTE_US))
+        return Done(
+            message.epoch,
+            message.number,
+            message.slot,
+            begun.num_rows,
+            min(compute_us, _MAX_COMPUTE_US),
+            begun.num_padding_tokens,
+        )
 
     def _failed(self, message: Batch, error: Exception) -> Failed:
         """The answer to a batch that raised `error`, which is logged. Raises EngineLost if that is what it means."""

@@ -10,6 +10,7 @@ import signal
 from collections.abc import Sequence
 from typing import Any
 
+from shm import logs
 from shm.card import ModelError
 from shm.control import Channel, ChildFailed, Message, Progress, WorkerReady
 from shm.view import map_arena
@@ -81,11 +82,7 @@ def _become_worker(config: WorkerConfig, incarnation: Incarnation, parent_pid: i
     signal.signal(signal.SIGHUP, signal.SIG_IGN)
     volunteer_for_oom_kill()
     trace_crashes()  # the supervisor sends SIGABRT to one that is stuck
-    logging.basicConfig(
-        level=config.log_level.upper(),
-        format=f"%(asctime)s worker-{incarnation.worker} %(levelname)s %(message)s",
-        force=True,
-    )
+    logs.configure(f"worker-{incarnation.worker}", config.log_level, config.log_format)
 
 
 def _live(
@@ -112,7 +109,13 @@ def _live(
 
 
 def _facts(config: WorkerConfig, engine: Engine) -> dict[str, Any]:
-    return {**engine.facts, "threads": config.num_threads, "private_memory_mb": private_memory_mb()}
+    return {
+        **engine.facts,
+        "pid": os.getpid(),
+        "parent_pid": os.getppid(),
+        "threads": config.num_threads,
+        "private_memory_mb": private_memory_mb(),
+    }
 
 
 def _tell(channel: Channel, message: Message) -> None:

@@ -159,3 +159,26 @@ def test_the_key_is_nowhere_to_be_seen(guarded):
     assert "k3y" not in guarded.stderr
     for process in guarded.processes():
         assert "k3y" not in " ".join(process.cmdline())
+
+
+def test_who_asks_is_told_where_the_time_went(server):
+    body = {"model": "m", "input": ["a", "b c"]}
+    answer = httpx.post(f"{server.url}/v1/embeddings", json=body, headers={"x-vecd-timing": "1"})
+    timing = answer.headers["server-timing"]
+    stages = {name: float(ms) for name, _, ms in (part.partition(";dur=") for part in timing.split(", "))}
+    assert list(stages) == ["parse", "tokenize", "queue", "compute", "encode", "total"]
+    assert stages["compute"] > 0
+    assert sum(stages.values()) == pytest.approx(2 * stages["total"], abs=0.01)
+    assert "server-timing" not in httpx.post(f"{server.url}/v1/embeddings", json=body).headers
+
+
+def test_what_callers_send_is_no_label(server):
+    """Whatever path, method or model they think of."""
+    for path in ("/v1/a-model/embeddings", "/nowhere", "/v1//embeddings/", "/openai/deployments/mine/embeddings"):
+        httpx.post(f"{server.url}{path}", json={"model": "of-my-own", "input": "a"})
+    httpx.request("BREW", f"{server.url}/v1/embeddings")
+    metrics = httpx.get(f"{server.url}/metrics").text
+    assert 'vecd_requests_total{dialect="none",route="other",status="404"}' in metrics
+    assert 'route="/openai/deployments/*/embeddings"' in metrics
+    for invented in ("a-model", "nowhere", "of-my-own", "BREW", "mine"):
+        assert invented not in metrics

@@ -25,6 +25,7 @@ from gateway.encoding import JsonRows
 from gateway.errors import ApiError, BadRequest, DeadlinePassed, RateLimited, ServerError, TooManyRequests, Unavailable
 from gateway.http1 import Response
 from gateway.operations import DecodeAsk, TokenizeAsk
+from gateway.record import Record
 from gateway.request import Chunk, Embedded, EmbedRequest, Source, TokenIds, TokenizedInput
 from gateway.threads import Threads
 from launch.plan import make_plan
@@ -94,11 +95,13 @@ class Service:
         timeout_s: float = FAR_S,
         caller: Caller | None = None,
         output: Output = Output.VECTORS,
+        record: Record | None = None,
     ) -> asyncio.Task[Embedded]:
         ids: list[TokenIds] = list(inputs)
         request = EmbedRequest(ids, timeout_s=timeout_s, output=output)
-        now = asyncio.get_running_loop().time()
-        return asyncio.ensure_future(self.app.embed(request, ESTIMATE, now, caller or self.holder))
+        record = Record() if record is None else record
+        record.arrived_at = asyncio.get_running_loop().time()
+        return asyncio.ensure_future(self.app.embed(request, ESTIMATE, record, caller or self.holder))
 
     def num_paid(self) -> int:
         """Tokens, as counted; those that the key may send now say the same."""
@@ -126,6 +129,23 @@ def run_service(test: Callable, *, normalizes: bool = True) -> None:
         await test(bench, Service(bench, normalizes=normalizes))
 
     run(with_service)
+
+
+def test_what_happens_to_a_request_is_noted():
+    async def test(bench, service):
+        worker = bench.add_worker()
+        record = Record()
+        embedding = service.embed([1, 1], [2], record=record)
+        await asyncio.sleep(0)
+        assert not record.is_embedded
+        worker.answer(await worker.receive())
+        await embedding
+        assert (record.num_inputs, record.num_tokens) == (2, 3)
+        assert record.is_embedded
+        instants = (record.arrived_at, record.entered_at, record.tokenized_at, record.sent_at, record.done_at)
+        assert list(instants) == sorted(instants)
+
+    run_service(test)
 
 
 def test_an_answered_request_pays_for_its_tokens():

@@ -1,11 +1,21 @@
 import os
-from itertools import pairwise
+import time
 
 import pytest
 
-from gateway.board import Board
-from gateway.metrics import render_metrics
-from shm.board import BoardSpec, Counter, Gauge, Histogram, create_board
+from gateway.board import GONE, Board
+from shm.board import (
+    NUM_BATCHES,
+    STATUSES,
+    BatchCell,
+    BoardSpec,
+    Counter,
+    Gauge,
+    Histogram,
+    WorkerCell,
+    clear_gauges,
+    create_board,
+)
 
 SPEC = BoardSpec(num_gateways=2, num_workers=2)
 
@@ -37,11 +47,14 @@ def test_what_gateways_count_is_added_up_for_each_of_them(boards):
 
 def test_a_new_life_counts_on_and_has_nothing_yet(boards, board_fd):
     boards[0].add(Counter.TOKENS, 30)
+    boards[0].add_answer(1, 200)
     boards[0].set(Gauge.CONNECTIONS, 5)
     boards[0].observe(Histogram.LOOP_LAG, 0.1)
     successor = Board.mapped(board_fd, SPEC, 0)
     successor.add(Counter.TOKENS, 1)
+    successor.add_answer(1, 200)
     assert boards[1].total(Counter.TOKENS) == 31
+    assert boards[1].answers() == {(1, 200): 2}
     assert boards[1].total(Gauge.CONNECTIONS) == 0
     assert sum(boards[1].histogram(Histogram.LOOP_LAG)[0]) == 1
 
@@ -56,19 +69,149 @@ def test_a_value_is_counted_in_the_first_bucket_that_is_large_enough(boards, sec
     assert sum_s == pytest.approx(seconds)
 
 
+# --- answers ---------------------------------------------------------------------------------------------------
+
+
+def test_answers_are_counted_by_endpoint_and_status_over_all_gateways(boards):
+    boards[0].add_answer(1, 200)
+    boards[0].add_answer(1, 429)
+    boards[1].add_answer(1, 200)
+    boards[1].add_answer(0, 404)
+    for board in boards:
+        assert board.answers() == {(1, 200): 2, (1, 429): 1, (0, 404): 1}
+
+
+@pytest.mark.parametrize(("status", "counted"), [(418, 400), (201, 400), (499, GONE), (511, 500), (599, 500)])
+def test_a_status_that_is_not_among_those_known_is_counted_with_its_kind(boards, status, counted):
+    boards[0].add_answer(2, status)
+    assert boards[1].answers() == {(2, counted): 1}
+
+
+def test_the_last_endpoint_has_a_cell_for_every_status(boards):
+    last = len(boards[0].ours.answers) // len(STATUSES) - 1
+    for status in STATUSES:
+        boards[0].add_answer(last, status)
+    assert boards[1].answers() == dict.fromkeys(((last, status) for status in STATUSES), 1)
+    with pytest.raises(IndexError):
+        boards[0].add_answer(last + 1, 200)
+
+
+def test_what_a_gateway_has_answered_is_all_but_those_whose_client_went(boards):
+    for status in (200, 500, GONE, GONE):
+        boards[0].add_answer(3, status)
+    boards[1].add_answer(3, 200)
+    assert [boards[1].num_answered_by(row) for row in boards[1].rows] == [2, 1]
+
+
+# --- workers and batches ---------------------------------------------------------------------------------------
+
+
+def do_batch(board: Board, number: int, worker: int, num_tokens: int = 10) -> None:
+    board.batch_sent(number, worker, 2, num_tokens, 100)
+    board.batch_done(number, worker, 2, num_tokens, 500, 1)
+
+
 def test_batches_are_counted_by_worker_and_by_life(boards):
     for board in boards:
         board.worker_up(0, 1)
         board.worker_up(1, 1)
-        board.add_batch(0)
-        board.add_batch(1)
+        do_batch(board, 1, 0)
+        do_batch(board, 2, 1)
     for board in boards:
         board.worker_up(0, 2)
     boards[0].worker_up(0, 2)  # told again, as after its own death
-    boards[0].add_batch(0)
-    assert (boards[1].worker_batches(0), boards[1].worker_batches(1)) == (3, 2)
+    do_batch(boards[0], 3, 0)
+    of_all_lives = [boards[1].worker_total(worker, WorkerCell.BATCHES) for worker in range(2)]
+    assert of_all_lives == [3, 2]
     assert (boards[1].worker_batches_in(0, 2), boards[1].worker_batches_in(1, 1)) == (1, 2)
     assert boards[1].worker_batches_in(0, 1) == 0, "nobody asks for a life that is over"
+
+
+def test_a_batch_is_counted_for_its_worker_and_for_all(boards):
+    boards[0].worker_up(1, 1)
+    boards[0].batch_sent(1, 1, 5, 600, 2400)
+    boards[0].batch_done(1, 1, 5, 600, 7000, 24)
+    board = boards[1]
+    assert [board.total(c) for c in (Counter.BATCHES, Counter.SEQUENCES, Counter.TOKENS)] == [1, 5, 600]
+    assert [board.total(c) for c in (Counter.COMPUTE_US, Counter.PADDING_TOKENS)] == [7000, 24]
+    cells = (WorkerCell.BATCHES, WorkerCell.SEQUENCES, WorkerCell.TOKENS, WorkerCell.COMPUTE_US)
+    assert [board.worker_total(1, cell) for cell in cells] == [1, 5, 600, 7000]
+    assert [board.worker_total(0, cell) for cell in cells] == [0, 0, 0, 0]
+    assert board.histogram(Histogram.BATCH_FILL)[1] == pytest.approx(0.25)
+    assert board.histogram(Histogram.BATCH_TOKENS)[1] == 600
+    assert board.histogram(Histogram.BATCH_SEQUENCES)[1] == 5
+
+
+def test_a_worker_is_known_from_its_first_life_on_and_its_life_is_the_newest_anybody_heard_of(boards):
+    assert boards[0].known_workers() == []
+    boards[1].worker_up(1, 4)
+    assert boards[0].known_workers() == [1]
+    boards[0].worker_up(1, 3)
+    assert boards[0].worker_life(1) == 4
+
+
+def numbers(board: Board, since_ns: int = 0) -> list[tuple[int, int]]:
+    """Gateway and number."""
+    return [(batch[0], batch[1 + BatchCell.NUMBER]) for batch in board.recent_batches(since_ns)]
+
+
+def test_batches_under_way_and_of_late_are_remembered_in_the_order_they_were_sent(boards):
+    before = time.monotonic_ns()
+    boards[0].batch_sent(1, 0, 2, 20, 100)
+    boards[1].batch_sent(1, 1, 3, 30, 100)
+    boards[0].batch_done(1, 0, 2, 20, 555, 0)
+    [done, under_way] = boards[1].recent_batches(before)
+    assert done[:5] == (0, 1, 0, 2, 20)
+    assert before < done[5] <= done[6]
+    assert done[7] == 555
+    assert under_way[:5] == (1, 1, 1, 3, 30)
+    assert under_way[6] == 0
+    assert numbers(boards[0], time.monotonic_ns()) == [(1, 1)], "what was answered before is not asked for"
+
+
+def test_a_lost_batch_is_over_without_having_been_computed(boards):
+    boards[0].batch_sent(7, 0, 2, 20, 100)
+    boards[0].batch_lost(7)
+    [batch] = boards[1].recent_batches(0)
+    assert batch[1 + BatchCell.DONE_NS] > 0
+    assert batch[1 + BatchCell.COMPUTE_US] == 0
+    assert boards[1].total(Counter.BATCHES) == 0
+    assert numbers(boards[1], time.monotonic_ns()) == []
+
+
+def test_what_comes_late_for_a_batch_that_is_forgotten_changes_no_other(boards):
+    boards[0].batch_sent(1, 0, 2, 20, 100)
+    boards[0].batch_sent(1 + NUM_BATCHES, 1, 3, 30, 100)
+    boards[0].batch_lost(1)
+    boards[0].batch_done(1, 0, 2, 20, 555, 0)
+    [batch] = boards[1].recent_batches(0)
+    assert batch[:5] == (0, 1 + NUM_BATCHES, 1, 3, 30)
+    assert batch[1 + BatchCell.DONE_NS] == 0
+    assert boards[1].total(Counter.BATCHES) == 1, "but it was embedded"
+
+
+def test_so_many_are_remembered_and_no_more(boards):
+    for number in range(1, 3 * NUM_BATCHES):
+        do_batch(boards[0], number, 0)
+    assert [number for _, number in numbers(boards[1])] == list(range(2 * NUM_BATCHES, 3 * NUM_BATCHES))
+
+
+def test_batches_of_a_gateway_s_former_life_are_forgotten(boards, board_fd):
+    boards[0].batch_sent(1, 0, 2, 20, 100)
+    boards[1].batch_sent(1, 0, 2, 20, 100)
+    successor = Board.mapped(board_fd, SPEC, 0)
+    assert numbers(boards[1]) == [(1, 1)]
+    successor.batch_sent(1, 0, 2, 20, 100)
+    assert numbers(boards[1]) == [(1, 1), (0, 1)]
+
+
+def test_batches_of_a_dead_gateway_that_has_no_successor_yet_are_not_under_way(boards, board_fd):
+    boards[0].batch_sent(1, 0, 2, 20, 100)
+    clear_gauges(board_fd, SPEC, 0)
+    assert numbers(boards[1]) == []
+
+
+# --- gauges ----------------------------------------------------------------------------------------------------
 
 
 def test_polled_gauges_are_asked_for_when_published(boards):
@@ -82,44 +225,3 @@ def test_polled_gauges_are_asked_for_when_published(boards):
 def test_a_gateway_cannot_write_to_another_s_row(boards):
     with pytest.raises(TypeError, match="read-only"):
         boards[0].rows[1].counters[0] = 1
-
-
-# --- /metrics ---------------------------------------------------------------------------------------------------
-
-
-def metrics_of(board: Board) -> dict[str, float]:
-    lines = render_metrics(board, version="1.2", model="m").decode().splitlines()
-    return {name: float(value) for name, _, value in (line.rpartition(" ") for line in lines if line[0] != "#")}
-
-
-def test_metrics_are_the_same_from_any_gateway(boards):
-    boards[0].add_answer(200)
-    boards[1].add_answer(201)
-    boards[1].add_answer(429)
-    boards[1].add(Counter.COMPUTE_US, 1_500_000)
-    boards[0].set(Gauge.CONNECTIONS, 3)
-    boards[1].worker_up(1, life=1)
-    boards[1].add_batch(1)
-    metrics = metrics_of(boards[0])
-    assert metrics == metrics_of(boards[1])
-    assert metrics['vecd_info{model="m",version="1.2"}'] == 1
-    assert metrics['vecd_requests_total{status="2xx"}'] == 2
-    assert metrics['vecd_requests_total{status="4xx"}'] == 1
-    assert metrics["vecd_compute_seconds_total"] == 1.5
-    assert metrics['vecd_connections{gateway="0"}'] == 3
-    assert metrics['vecd_worker_batches_total{worker="1"}'] == 1
-    assert metrics['vecd_gateway_pid{gateway="1"}'] == os.getpid()
-    assert not [name for name in metrics if not name.startswith("vecd_")]
-
-
-def test_the_buckets_of_a_histogram_include_those_below(boards):
-    for seconds in (0.0001, 0.003, 0.003, 5.0):
-        boards[0].observe(Histogram.LOOP_LAG, seconds)
-    metrics = metrics_of(boards[1])
-    buckets = [value for name, value in metrics.items() if name.startswith("vecd_loop_lag_seconds_bucket")]
-    assert all(lower <= upper for lower, upper in pairwise(buckets))
-    assert metrics['vecd_loop_lag_seconds_bucket{le="0.0005"}'] == 1
-    assert metrics['vecd_loop_lag_seconds_bucket{le="0.005"}'] == 3
-    assert metrics['vecd_loop_lag_seconds_bucket{le="2.0"}'] == 3
-    assert metrics['vecd_loop_lag_seconds_bucket{le="+Inf"}'] == metrics["vecd_loop_lag_seconds_count"] == 4
-    assert metrics["vecd_loop_lag_seconds_sum"] == pytest.approx(5.0061)

@@ -4,6 +4,7 @@ import asyncio
 import os
 import time
 from array import array
+from unittest.mock import ANY
 
 import numpy as np
 import pytest
@@ -11,7 +12,7 @@ from dispatching import DEADLINE_S, EPOCH, SPEC, Bench, Request, Worker, run
 
 from gateway import dispatch
 from gateway.errors import ServerError, Unavailable
-from shm.board import Counter
+from shm.board import BatchCell, Counter, Histogram, WorkerCell
 from shm.failure import FailureCode
 from shm.view import map_arena
 from shm.wire import Alive, Done, Failed, Incarnation, Probe, encode
@@ -854,5 +855,67 @@ def test_a_dispatcher_stops_beside_another_and_leaves_nothing_behind():
             await asyncio.sleep(2 * dispatch._SWEEP_INTERVAL_S)
             await served_once(bench, worker)
         assert errors == []
+
+    run(test)
+
+
+# --- what is noted of batches -------------------------------------------------------------------------------------
+
+
+def cells_of(bench) -> list[dict[str, int]]:
+    return [dict(zip(BatchCell.__members__, batch[1:], strict=True)) for batch in bench.board.recent_batches(0)]
+
+
+def test_a_batch_is_on_the_board_while_it_runs_and_after():
+    async def test(bench):
+        worker = bench.add_worker(3)
+        gathering = bench.request(1, 2)
+        batch = await worker.receive()
+        [running] = cells_of(bench)
+        assert (running["WORKER"], running["SEQUENCES"], running["TOKENS"]) == (3, 2, 4)
+        assert running["DONE_NS"] == 0 < running["SENT_NS"] < time.monotonic_ns()
+        assert bench.dispatcher.num_rows_in_use == 2
+        assert bench.dispatcher.num_rows == SPEC.num_slots * SPEC.rows_per_slot
+        worker.compute(batch)
+        worker.send(Done(EPOCH, batch.number, batch.slot, 2, compute_us=70, num_padding_tokens=4))
+        await gathering.finished
+        [done] = cells_of(bench)
+        assert done["SENT_NS"] == running["SENT_NS"] < done["DONE_NS"]
+        assert done["COMPUTE_US"] == 70
+        assert bench.board.total(Counter.PADDING_TOKENS) == 4
+        assert bench.board.worker_total(3, WorkerCell.TOKENS) == 4
+        assert bench.board.histogram(Histogram.BATCH_FILL) == (ANY, 4 / 16)
+        await bench.settled(batch)
+        assert bench.dispatcher.num_rows_in_use == 0
+
+    run(test)
+
+
+def test_a_lost_batch_does_not_run_for_ever_on_the_board():
+    async def test(bench):
+        worker = bench.add_worker()
+        bench.request(1)
+        await worker.receive()
+        bench.dispatcher.worker_down(worker.incarnation, "killed")
+        [lost] = cells_of(bench)
+        assert lost["DONE_NS"] > 0
+        assert bench.board.total(Counter.BATCHES) == 0
+
+    run(test)
+
+
+def test_a_request_is_told_when_the_last_of_its_batches_was_answered_and_which_they_were():
+    async def test(bench):
+        workers = [bench.add_worker(0), bench.add_worker(1)]
+        await bench.all_connected()
+        gathering = bench.request(1, 2)
+        noted = gathering.flow.batches = []
+        held = [await worker.receive() for worker in workers]
+        for worker, batch in zip(workers, held, strict=True):
+            worker.answer(batch)
+        await gathering.finished
+        assert sorted(share.worker for share in noted) == [0, 1]
+        assert all(share.num_tokens == 2 and share.sent_at < share.done_at for share in noted)
+        assert gathering.flow.last_done_at == max(share.done_at for share in noted)
 
     run(test)

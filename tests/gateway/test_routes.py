@@ -127,7 +127,7 @@ def test_no_spelling_leads_elsewhere_than_its_first_part_says(path):
 NO_KEY = {
     "GET /", "GET /health", "GET /ping", "POST /ping", "GET /live", "GET /openapi.json", "GET /docs",
 }  # fmt: skip
-ANY_KEY, OPERATOR, ADMIN = {"GET /info"}, {"GET /metrics"}, {"POST /admin/reload", "GET /admin/keys"}
+ANY_KEY, OPERATOR, ADMIN = {"GET /info"}, {"GET /metrics", "GET /stats"}, {"POST /admin/reload", "GET /admin/keys"}
 """What is not for whoever may embed: everything else is."""
 EMBEDDINGS = {f"{method} {path}" for path, methods in dialect_routes().items() for method in methods}
 

@@ -839,3 +839,33 @@ TestScheduler = SchedulerMachine.TestCase
 def _close_loop():
     yield
     _loop.close()
+
+
+# --- how long the oldest has waited -------------------------------------------------------------------------------
+
+
+def test_the_oldest_wait_is_that_of_the_request_that_came_first():
+    queue = Queue()
+    assert queue.scheduler.oldest_wait_s(queue.now) == 0
+    first = queue.request(10)
+    queue.now += 3
+    queue.request(10, 10, tenant="b", priority=Priority.BULK)
+    queue.now += 2
+    assert queue.scheduler.oldest_wait_s(queue.now) == 5
+    queue.close(first)
+    assert queue.scheduler.oldest_wait_s(queue.now) == 2
+
+
+def test_what_is_left_of_a_large_request_has_waited_since_it_came():
+    queue = Queue(max_tokens=100)
+    flow = queue.request(*[50] * 4)
+    assert len(queue.take(100, after_s=1)) == 2
+    assert queue.scheduler.oldest_wait_s(queue.now + 1) == 2
+    batch = queue.take(100, after_s=1)
+    assert queue.scheduler.oldest_wait_s(queue.now + 1) == 0
+    queue.scheduler.put_back(batch)
+    assert queue.scheduler.oldest_wait_s(queue.now) == 2, "what a worker has lost has waited from the beginning"
+    queue.close(flow)
+    flow = queue.request(10)
+    queue.scheduler.set_aside(queue.take())
+    assert queue.scheduler.oldest_wait_s(queue.now + 4) == 4

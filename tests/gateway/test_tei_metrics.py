@@ -7,6 +7,7 @@ from collections.abc import Iterator
 import pytest
 from prometheus_client.parser import text_string_to_metric_families
 
+from gateway.api import ENDPOINTS
 from gateway.board import Board
 from gateway.errors import (
     ApiError,
@@ -170,8 +171,8 @@ def test_names_and_numbers_are_written_as_their_dashboards_expect(boards):
 
 
 def test_they_are_beside_ours_only_where_they_are_asked_for(boards):
-    ours = render_metrics(boards[0], version="1", model="m").decode()
-    both = render_metrics(boards[0], version="1", model="m", tei_max_tokens=256).decode()
+    ours = render_metrics(boards[0], version="1", model="m", endpoints=ENDPOINTS).decode()
+    both = render_metrics(boards[0], version="1", model="m", endpoints=ENDPOINTS, tei_max_tokens=256).decode()
     assert "te_queue_size" not in ours
     assert both.startswith(ours)
     assert both.removeprefix(ours) == render_tei_metrics(boards[0], max_tokens=256)

@@ -141,5 +141,5 @@ def test_help_names_every_flag(capsys):
         assert line.split("`")[1] in help_text
 
 
-def test_the_readme_has_the_table_of_flags():
-    assert flag_table() in (Path(__file__).parents[2] / "README.md").read_text()
+def test_the_operator_s_page_has_the_table_of_flags():
+    assert flag_table() in (Path(__file__).parents[2] / "docs" / "operating.md").read_text()

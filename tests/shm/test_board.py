@@ -1,9 +1,14 @@
 import mmap
 import os
+from itertools import groupby, pairwise
 
 import pytest
 
 from shm.board import (
+    MAX_ENDPOINTS,
+    NUM_BATCHES,
+    STATUSES,
+    BatchCell,
     BoardSpec,
     Counter,
     Gauge,
@@ -32,12 +37,13 @@ def rows_of(fd: int) -> list[Row]:
 
 
 def cells_of(row: Row) -> list[memoryview]:
-    return [row.counters, row.gauges, *row.histograms, row.tei_counters, *row.tei_histograms, *row.workers]
+    ours = [row.counters, row.gauges, row.answers, *row.histograms]
+    return [*ours, row.tei_counters, *row.tei_histograms, *row.workers, *row.batches]
 
 
 def test_every_cell_is_a_piece_of_memory_of_its_own(board_fd):
     parts = [part for row in rows_of(board_fd) for part in cells_of(row)]
-    values = iter(range(1, 100_000))
+    values = iter(range(1, 1_000_000))
     written = [[next(values) for _ in part] for part in parts]
     for part, numbers in zip(parts, written, strict=True):
         for index, number in enumerate(numbers):
@@ -49,10 +55,12 @@ def test_every_cell_is_a_piece_of_memory_of_its_own(board_fd):
 def test_there_is_a_cell_for_everything():
     [row] = cut_rows(memoryview(bytearray(BoardSpec(1, 5).nbytes)).cast("q"), BoardSpec(1, 5))
     assert (len(row.counters), len(row.gauges)) == (len(Counter), len(Gauge))
-    assert [len(cells) for cells in row.histograms] == [len(h.bounds_s) + 2 for h in Histogram]
+    assert len(row.answers) == MAX_ENDPOINTS * len(STATUSES)
+    assert [len(cells) for cells in row.histograms] == [len(h.bounds) + 2 for h in Histogram]
     assert len(row.tei_counters) == len(TeiCounter)
     assert [len(cells) for cells in row.tei_histograms] == [len(h.bounds) + 2 for h in TeiHistogram]
     assert [len(cells) for cells in row.workers] == [len(WorkerCell)] * 5
+    assert [len(cells) for cells in row.batches] == [len(BatchCell)] * NUM_BATCHES
 
 
 def test_rows_share_no_line_of_a_cache():
@@ -77,11 +85,28 @@ def test_nobody_can_truncate_a_board(board_fd):
         os.ftruncate(board_fd, 0)
 
 
-def test_every_counter_is_a_metric_of_its_own_with_words_for_it():
-    names = [(counter.metric, *counter.labels.values()) for counter in Counter]
+@pytest.mark.parametrize("kind", [Counter, Gauge, Histogram])
+def test_what_is_counted_is_a_metric_of_its_own_with_words_for_it(kind):
+    names = [(one.metric, *getattr(one, "labels", {}).values()) for one in kind]
     assert len(set(names)) == len(names)
-    assert all(counter.help for counter in Counter)
-    assert {"sequences_retried", "workers_stuck", "inputs_poisonous"} <= {counter.metric for counter in Counter}
+    assert all(one.help for one in kind)
+    assert [int(one) for one in kind] == list(range(len(kind)))
+
+
+@pytest.mark.parametrize("kind", [Counter, Histogram])
+def test_those_of_one_metric_stand_together_and_are_told_apart_by_the_same_labels(kind):
+    metrics = [metric for metric, _ in groupby(kind, lambda one: one.metric)]
+    assert len(set(metrics)) == len(metrics)
+    for _, members in groupby(kind, lambda one: one.metric):
+        assert len({(tuple(one.labels), one.help, getattr(one, "bounds", ())) for one in members}) == 1
+
+
+def test_bounds_rise_and_statuses_are_of_http():
+    for histogram in Histogram:
+        assert all(lower < upper for lower, upper in pairwise(histogram.bounds))
+    assert list(STATUSES) == sorted(set(STATUSES))
+    assert all(100 <= status < 600 for status in STATUSES)
+    assert {400, 500} <= set(STATUSES), "where others are counted"
 
 
 def test_tei_s_buckets_are_its_own():

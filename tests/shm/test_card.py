@@ -152,6 +152,7 @@ def test_the_layout_of_sentence_transformers_6(folder: Folder) -> None:
         ({"architectures": ["Qwen3ForCausalLM"]}, "lasttoken"),
         ({"architectures": ["LlamaForCausalLM"], "is_causal": False}, "mean"),
         ({"architectures": None}, "mean"),
+        ({"architectures": 5}, "mean"),
     ],
 )
 def test_a_plain_transformers_model(folder: Folder, changes: dict[str, Any], pooling: str) -> None:

@@ -221,6 +221,7 @@ def test_a_worker_becomes_ready_and_serves(server: ForkServer, endpoint: Any, ga
     assert stages == ["making a weightless engine"]
     assert ready.warnings == []
     assert ready.facts.pop("private_memory_mb") < 500
+    assert (ready.facts.pop("pid"), ready.facts.pop("parent_pid")) == (worker.pid, server.process.pid)
     assert ready.facts == {"dtype": "float32", "path": "weightless", "threads": 1}
 
     gateway.meet(worker.who)

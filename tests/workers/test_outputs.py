@@ -135,3 +135,13 @@ def test_the_real_model_s_states_and_its_vectors_before_the_norm(path: str, mini
     engine = engine_of(minilm, path)
     np.testing.assert_allclose(vectors_of(engine, asking(batch, [TOKENS]), 384), np.concatenate(states), atol=1e-5)
     np.testing.assert_allclose(vectors_of(engine, asking(batch, [RAW]), 384), np.concatenate(means), atol=1e-5)
+
+
+@pytest.mark.parametrize(("path", "num_padding_tokens"), [("fused", 1), ("packed", 0), ("padded", 4), ("unpadded", 0)])
+def test_padding_is_counted(
+    path: str, num_padding_tokens: int, checkpoint: Callable[..., Path], random_batch: Any
+) -> None:
+    engine = engine_of(checkpoint("bert"), path)
+    before = engine.num_padding_tokens
+    vectors_of(engine, random_batch([5, 3, 3]), 32)
+    assert engine.num_padding_tokens - before == num_padding_tokens

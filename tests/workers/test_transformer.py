@@ -38,6 +38,7 @@ class Starved:
     """A real forward pass that has memory for `max_tokens` tokens at once."""
 
     path = "starved"
+    num_padding_tokens = 0
 
     def __init__(self, forward: Forward, max_tokens: int, error: Callable[[], Any]) -> None:
         self._forward = forward

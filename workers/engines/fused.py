@@ -171,10 +171,13 @@ class FusedForward:
         self._embeddings = embeddings
         self._layers = layers
         self._dtype = dtype
+        self.num_padding_tokens = 0
 
     def __call__(self, layout: Layout) -> Tensor:
         num_tokens = layout.token_ids.size
-        x = self._embeddings(layout, _rounded(num_tokens)).to(self._dtype)
+        num_computed = _rounded(num_tokens)
+        self.num_padding_tokens += num_computed - num_tokens
+        x = self._embeddings(layout, num_computed).to(self._dtype)
         for layer in self._layers:
             x = layer(x, layout.runs)
         return x[:num_tokens]

@@ -25,6 +25,7 @@ class PackedForward:
     made later switches both back."""
 
     path = "packed"
+    num_padding_tokens = 0
 
     def __init__(self, model: PreTrainedModel, device: torch.device) -> None:
         """Raises PackingError when the model takes no positions, or its attention cannot be replaced."""

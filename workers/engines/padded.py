@@ -36,6 +36,7 @@ class PaddedForward:
             restore_linears(model)
         self._model = model
         self._device = device
+        self.num_padding_tokens = 0
         self._pad_token_id = getattr(model.config, "pad_token_id", None) or 0
 
     def __call__(self, layout: Layout) -> Tensor:
@@ -49,6 +50,7 @@ class PaddedForward:
         lengths, starts = layout.lengths[rectangle], layout.starts[rectangle]
         is_token = np.arange(lengths[-1]) < lengths[:, None]
         token_ids = np.full(is_token.shape, self._pad_token_id, dtype=np.int64)
+        self.num_padding_tokens += is_token.size - int(lengths.sum())
         token_ids[is_token] = layout.token_ids[starts[0] : starts[-1] + lengths[-1]]
         hidden: Tensor = self._model(
             input_ids=to_device(token_ids, self._device),

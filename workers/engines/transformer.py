@@ -30,6 +30,8 @@ class Forward(Protocol):
 
     path: str
     """Its name, for the operator."""
+    num_padding_tokens: int
+    """As an `Engine` has them."""
 
     def __call__(self, layout: Layout) -> Tensor:
         """The last layer's hidden states, [T, H], in the layout's order."""
@@ -45,6 +47,10 @@ class TransformerEngine:
         self._device = open_device(device)
         self.facts: dict[str, Any] = {"dtype": dtype, "path": forward.path, **self._device.facts()}
         self.warnings: list[str] = []
+
+    @property
+    def num_padding_tokens(self) -> int:
+        return self._forward.num_padding_tokens
 
     def adopt(self, slots: Sequence[Rows]) -> None:
         warning = self._device.adopt(slots)

@@ -40,6 +40,7 @@ class WeightlessEngine:
         self._is_normalized = is_normalized
         self.facts: dict[str, Any] = {"dtype": "float32", "path": "weightless"}
         self.warnings: list[str] = []
+        self.num_padding_tokens = 0
 
     def adopt(self, slots: Sequence[Rows]) -> None:
         pass

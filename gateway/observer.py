@@ -1,0 +1,45 @@
+"""What becomes of every request that is over: counted on the board, and told to whoever else wants to know.
+
+Owns nothing but that: what is counted is `shm.board`'s, what is known of a request is `gateway.record`'s. Called by the
+connections through `gateway.server`, once for each answer that has been handed over; each listener in `listeners` is
+called after it has been counted.
+"""
+
+import time
+from collections.abc import Callable
+from typing import TypeAlias
+
+from gateway.board import Board
+from gateway.http1 import HttpRequest
+from shm.board import Counter, Histogram
+
+Listener: TypeAlias = Callable[[int, HttpRequest, float], None]
+"""Told the status, the request and when it was over, by `time.monotonic`. Must not raise, nor take long."""
+
+# By these names, because Python 3.11 takes 0.2 µs to find a member of an enumeration.
+_STAGES = slice(Histogram.PARSE, Histogram.TOTAL + 1)
+_INPUTS, _INPUT_TOKENS = Counter.INPUTS, Counter.INPUT_TOKENS
+
+
+class Observer:
+    """The eyes of one gateway. Measured: 5 µs for an embedding request, without listeners."""
+
+    def __init__(self, board: Board) -> None:
+        self._board = board
+        self.listeners: list[Listener] = []
+
+    def note_over(self, status: int, request: HttpRequest | None) -> None:
+        """A request has its answer, or will have none (`gateway.board.GONE`). `request`: None where not even its head
+        was understood."""
+        board = self._board
+        if request is None:
+            board.add_answer(0, status)
+            return
+        record, now = request.record, time.monotonic()
+        board.add_answer(record.endpoint, status)
+        if record.is_embedded and status < 300:
+            board.add(_INPUTS, record.num_inputs)
+            board.add(_INPUT_TOKENS, record.num_tokens)
+            board.observe_all(_STAGES, record.durations(now))
+        for listener in self.listeners:
+            listener(status, request, now)

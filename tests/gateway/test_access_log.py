@@ -1,0 +1,279 @@
+"""What stands in the line of a request, and which requests have one."""
+
+import json
+import logging
+from dataclasses import dataclass, field
+from types import SimpleNamespace
+from typing import Any, cast
+
+import pytest
+
+from gateway.access_log import MAX_FAILURES_PER_S, MAX_SLOW_PER_S, SLOW_S, AccessLog, Bucket, describe, render
+from gateway.api import ENDPOINTS, Endpoint
+from gateway.board import GONE, Board
+from gateway.config import GatewayConfig
+from gateway.http1 import HttpRequest, RequestReader, RequestReceived
+from gateway.http1 import Limits as HttpLimits
+from gateway.probes import PROBES
+from shm.board import Counter
+from shm.logs import ACCESS, JsonFormatter, TextFormatter
+
+EMBEDDINGS = ENDPOINTS.index(Endpoint("/v1/embeddings", "openai"))
+HEALTH = ENDPOINTS.index(Endpoint("/health", "vecd"))
+TRACE_ID = "0af7651916cd43dd8448eb211c80319c"
+NOW = 1000.0
+
+
+def settings(rate: float = 100.0, log_format: str = "text") -> GatewayConfig:
+    return cast(GatewayConfig, SimpleNamespace(max_logged_requests_per_s=rate, log_format=log_format))
+
+
+def request(endpoint: int = EMBEDDINGS, *, took_s: float = 0.01, traceparent: str = "") -> HttpRequest:
+    """An embedding request that was over at NOW, and had its rows."""
+    made = HttpRequest(
+        method="POST",
+        path="/v1/embeddings",
+        query=b"",
+        headers={"traceparent": traceparent} if traceparent else {},
+        http_minor=1,
+        keep_alive=True,
+        request_id="req_1",
+    )
+    record = made.record
+    record.endpoint = endpoint
+    record.started_at = record.arrived_at = NOW - took_s
+    return made
+
+
+def embedded(traceparent: str = "") -> HttpRequest:
+    made = request(took_s=0.010, traceparent=traceparent)
+    record = made.record
+    record.num_inputs, record.num_tokens, record.caller = 3, 41, "acme"
+    record.parsed_at, record.entered_at = NOW - 0.0095, NOW - 0.0093
+    record.tokenized_at, record.sent_at, record.done_at = NOW - 0.0085, NOW - 0.008, NOW - 0.001
+    return made
+
+
+@dataclass
+class Log:
+    """An `AccessLog`, what it logged, and its timers."""
+
+    access: AccessLog
+    board: Board
+    records: list[logging.LogRecord] = field(default_factory=list)
+    timers: list[tuple[float, Any]] = field(default_factory=list)
+
+    @property
+    def num_dropped(self) -> int:
+        return self.board.ours.counters[Counter.LINES_DROPPED]
+
+    def fields(self) -> list[dict[str, Any]]:
+        return [made.fields for made in self.records]  # type: ignore[attr-defined]
+
+
+class Kept(logging.Handler):
+    def __init__(self, records: list[logging.LogRecord]) -> None:
+        super().__init__()
+        self._records = records
+
+    def emit(self, record: logging.LogRecord) -> None:
+        self._records.append(record)
+
+
+@pytest.fixture
+def make(request):
+    """Makes a `Log` of a rate and a format."""
+    loggers = logging.getLogger(ACCESS)
+    level = loggers.level
+
+    def made(rate: float = 100.0, log_format: str = "text", level: int = logging.INFO) -> Log:
+        loggers.setLevel(level)
+        board = Board.private()
+        timers: list[tuple[float, Any]] = []
+        access = AccessLog(settings(rate, log_format), board, lambda seconds, call: timers.append((seconds, call)))
+        found = Log(access, board, timers=timers)
+        handler = Kept(found.records)
+        loggers.addHandler(handler)
+        request.addfinalizer(lambda: loggers.removeHandler(handler))
+        return found
+
+    yield made
+    loggers.setLevel(level)
+
+
+# --- what a line says -----------------------------------------------------------------------------------------------
+
+
+def test_a_line_for_people():
+    line = render(describe(200, embedded(traceparent=f"00-{TRACE_ID}-b7ad6b7169203331-00"), NOW))
+    assert line == (
+        "200      10.0 ms POST /v1/embeddings     items=3 tokens=41 parse=0.5 tokenize=0.8 queue=0.7 compute=7.0 "
+        f"encode=1.0 api=openai caller=acme id=req_1 trace={TRACE_ID}"
+    )
+
+
+def test_a_line_for_programs(make):
+    log = make(log_format="json")
+    log.access.note_over(200, embedded(), NOW)
+    said = json.loads(JsonFormatter("gateway").format(log.records[0]))
+    assert (said.pop("message"), said.pop("level")) == ("POST /v1/embeddings 200", "info")
+    assert {name: value for name, value in said.items() if name not in ("time", "process", "logger")} == {
+        "event": "request", "method": "POST", "route": "/v1/embeddings", "dialect": "openai", "status": 200,
+        "error": None, "items": 3, "tokens": 41, "total_ms": 10.0, "parse_ms": 0.5, "tokenize_ms": 0.8,
+        "queue_ms": 0.7, "compute_ms": 7.0, "encode_ms": 1.0, "caller": "acme", "request_id": "req_1",
+        "trace_id": None,
+    }  # fmt: skip
+
+
+def test_the_keys_are_always_the_same():
+    refused = request()
+    refused.record.started_at = refused.record.arrived_at = 0.0  # by its head
+    assert describe(413, refused, NOW).keys() == describe(200, embedded(), NOW).keys()
+    assert describe(413, refused, NOW)["total_ms"] == 0
+
+
+def test_a_request_that_failed_says_how_far_it_came():
+    failed = embedded()
+    failed.record.done_at = failed.record.sent_at = 0.0
+    failed.record.error = "service_unavailable"
+    said = describe(503, failed, NOW)
+    assert (said["error"], said["parse_ms"], said["tokenize_ms"]) == ("service_unavailable", 0.5, 0.8)
+    assert (said["queue_ms"], said["compute_ms"], said["encode_ms"]) == (None, None, None)
+    assert "503      10.0 ms POST /v1/embeddings" in render(said)
+
+
+def test_who_is_gone_has_a_line():
+    assert describe(GONE, request(), NOW)["status"] == 499
+
+
+def read(head: str) -> HttpRequest:
+    reader = RequestReader(HttpLimits(max_body_bytes=1000))
+    reader.feed(head.encode())
+    event = reader.next_event()
+    assert isinstance(event, RequestReceived)
+    return event.request
+
+
+@pytest.mark.parametrize("formatter", [TextFormatter("gateway"), JsonFormatter("gateway")])
+def test_nothing_that_a_caller_writes_is_logged_or_makes_a_line(make, formatter):
+    """Not the path, the query, any header, the body, nor a request id or a trace of another form."""
+    secret = "secret%0aforged"
+    hostile = read(
+        f"POST /v1/{secret.replace('%0a', '')}?{secret} HTTP/1.1\r\nHost: {secret}\r\nX-Request-Id: {secret}\r\n"
+        f"User-Agent: {secret}\r\nAuthorization: {secret}\r\nTraceparent: 00-{secret}-x-01\r\nTracestate: {secret}\r\n"
+        f"Content-Length: 6\r\n\r\nsecret"
+    )
+    log = make()
+    log.access.note_over(404, hostile, NOW)
+    line = formatter.format(log.records[0])
+    assert "secret" not in line
+    assert len(line.splitlines()) == 1
+
+
+# --- which requests have one ----------------------------------------------------------------------------------------
+
+
+def test_so_many_a_second_and_the_rest_is_counted(make):
+    log = make(rate=10)
+    for _ in range(25):
+        log.access.note_over(200, request(), NOW)
+    assert len(log.records) == 10
+    assert log.num_dropped == 15
+    for _ in range(25):
+        log.access.note_over(200, request(), NOW + 0.5)
+    assert len(log.records) == 15
+
+
+def test_what_was_left_out_is_told_of_every_ten_seconds(make):
+    log = make(rate=10)
+    for _ in range(25):
+        log.access.note_over(200, request(), NOW)
+    [(seconds, tell)] = log.timers
+    assert seconds == 10
+    tell()
+    assert log.records[-1].getMessage().startswith("15 requests were not logged: at most 10 a second are")
+    assert log.fields()[-1] == {"event": "requests_not_logged", "count": 15}
+    tell()
+    assert len(log.records) == 11
+    for _ in range(11):
+        log.access.note_over(200, request(), NOW + 20)
+    assert len(log.timers) == 2
+
+
+def test_failures_have_a_budget_of_their_own(make):
+    log = make(rate=10)
+    for _ in range(200):
+        log.access.note_over(200, request(), NOW)
+    for _ in range(200):
+        log.access.note_over(503, request(), NOW)
+    statuses = [said["status"] for said in log.fields()]
+    assert statuses.count(503) == MAX_FAILURES_PER_S
+    assert {made.levelno for made in log.records if "503" in made.getMessage()} == {logging.WARNING}
+    for _ in range(20):
+        log.access.note_over(200, request(), NOW + 1)
+    assert [said["status"] for said in log.fields()].count(200) == 20
+
+
+def test_slow_ones_have_one_too(make):
+    log = make(rate=10)
+    for _ in range(50):
+        log.access.note_over(200, request(), NOW)
+    for _ in range(50):
+        log.access.note_over(200, request(took_s=SLOW_S + 1), NOW)
+    assert [said["total_ms"] > 1000 * SLOW_S for said in log.fields()].count(True) == MAX_SLOW_PER_S
+
+
+def test_none_means_none_but_what_the_server_failed(make):
+    log = make(rate=0)
+    for status in (200, 404, 429, GONE):
+        log.access.note_over(status, request(took_s=SLOW_S + 1), NOW)
+    assert (log.records, log.num_dropped, log.timers) == ([], 0, [])
+    log.access.note_over(500, request(), NOW)
+    assert [said["status"] for said in log.fields()] == [500]
+
+
+def test_above_level_info_only_failures_have_one(make):
+    log = make(level=logging.WARNING)
+    log.access.note_over(200, request(), NOW)
+    log.access.note_over(500, request(), NOW)
+    assert [said["status"] for said in log.fields()] == [500]
+    assert log.num_dropped == 0
+
+
+def test_probes_are_logged_when_they_fail(make):
+    log = make(rate=1)
+    for _ in range(10):
+        log.access.note_over(200, request(HEALTH), NOW)
+    log.access.note_over(503, request(HEALTH), NOW)
+    log.access.note_over(401, request(HEALTH), NOW)
+    assert [(said["route"], said["status"]) for said in log.fields()] == [("/health", 503), ("/health", 401)]
+    assert log.num_dropped == 0
+
+
+def test_at_level_debug_probes_are_logged_too(make):
+    log = make(level=logging.DEBUG)
+    log.access.note_over(200, request(HEALTH), NOW)
+    assert [made.levelname for made in log.records] == ["DEBUG"]
+
+
+def test_what_counts_as_a_probe():
+    assert sorted(ENDPOINTS[index].route for index in PROBES) == [
+        "/", "/health", "/live", "/metrics", "/ping", "/stats",
+    ]  # fmt: skip
+    assert ENDPOINTS.index(Endpoint("/", "tei")) not in PROBES  # POST, which embeds
+
+
+def test_another_configuration(make):
+    log = make(rate=0)
+    log.access.note_over(200, request(), NOW)
+    log.access.change(settings(5, "json"))
+    log.access.note_over(200, request(), NOW)
+    assert [made.getMessage() for made in log.records] == ["POST /v1/embeddings 200"]
+
+
+@pytest.mark.parametrize(("rate", "seconds", "num"), [(10.0, 3, 40), (0.5, 10, 6), (1e6, 1, 100)])
+def test_a_bucket(rate, seconds, num):
+    """At once as many as a second's, and at least one; then at the rate."""
+    bucket = Bucket(rate)
+    taken = sum(bucket.take(NOW + second * 1.0) for second in range(seconds + 1) for _ in range(50))
+    assert taken == num

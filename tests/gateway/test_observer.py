@@ -1,0 +1,88 @@
+"""`gateway.observer` and `gateway.record`: what is counted of a request that is over."""
+
+from typing import Any
+
+import pytest
+
+from gateway.board import GONE, Board
+from gateway.http1 import HttpRequest
+from gateway.observer import Observer
+from gateway.record import Durations, Record
+from shm.board import Counter, Histogram
+
+
+def request(**noted: Any) -> HttpRequest:
+    made = HttpRequest("POST", "/v1/embeddings", b"", {}, 1, True, "id")
+    for name, value in noted.items():
+        setattr(made.record, name, value)
+    return made
+
+
+EMBEDDED = {
+    "endpoint": 3,
+    "num_inputs": 2,
+    "num_tokens": 7,
+    "arrived_at": 10.0,
+    "parsed_at": 10.001,
+    "entered_at": 10.003,
+    "tokenized_at": 10.007,
+    "sent_at": 10.015,
+    "done_at": 10.031,
+}
+
+
+def record_of(**noted: Any) -> Record:
+    return request(**{**EMBEDDED, **noted}).record
+
+
+def test_where_the_time_went():
+    durations = record_of().durations(10.063)
+    assert durations == pytest.approx(Durations(0.001, 0.004, 0.010, 0.016, 0.032, 0.063))
+    assert sum(durations[:-1]) == pytest.approx(durations.total_s)
+
+
+def test_what_was_computed_while_the_rest_was_tokenized_waited_for_nothing():
+    durations = record_of(sent_at=10.004).durations(10.063)
+    assert durations.queue_s == pytest.approx(0.002), "at the door alone"
+    assert durations.compute_s == pytest.approx(0.027)
+
+
+def test_an_answered_embedding_request_is_counted_with_its_stages():
+    board = Board.private()
+    Observer(board).note_over(200, request(**EMBEDDED))
+    assert board.answers() == {(3, 200): 1}
+    assert board.total(Counter.INPUTS) == 2
+    assert board.total(Counter.INPUT_TOKENS) == 7
+    counts, sum_s = board.histogram(Histogram.COMPUTE)
+    assert sum(counts) == 1
+    assert sum_s == pytest.approx(0.016)
+    assert sum(board.histogram(Histogram.TOTAL)[0]) == 1
+
+
+@pytest.mark.parametrize(
+    ("status", "noted"), [(200, {"endpoint": 1}), (429, {"num_inputs": 2}), (503, EMBEDDED), (GONE, EMBEDDED)]
+)
+def test_what_was_not_embedded_and_answered_has_no_stages(status, noted):
+    board = Board.private()
+    Observer(board).note_over(status, request(**noted))
+    assert board.answers() == {(noted.get("endpoint", 0), status): 1}
+    assert board.total(Counter.INPUTS) == 0
+    assert sum(board.histogram(Histogram.TOTAL)[0]) == 0
+
+
+def test_a_request_that_was_not_understood_goes_nowhere():
+    board = Board.private()
+    observer = Observer(board)
+    observer.listeners.append(lambda *heard: pytest.fail("nothing is known of it"))
+    observer.note_over(400, None)
+    assert board.answers() == {(0, 400): 1}
+
+
+def test_listeners_are_told_after_it_is_counted():
+    board, heard = Board.private(), []
+    observer, over = Observer(board), request()
+    observer.listeners.append(lambda *told: heard.append((*told, board.answers())))
+    observer.note_over(404, over)
+    [(status, told, finished_at, answers)] = heard
+    assert (status, told, answers) == (404, over, {(0, 404): 1})
+    assert finished_at > 0

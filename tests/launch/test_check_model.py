@@ -1,0 +1,143 @@
+"""What files alone tell of a model: whether weights are whole, what it was made for, and what to do about a refusal."""
+
+import json
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from safetensors.numpy import save_file
+
+from launch.check_model import describe, problem, purpose
+from launch.check_weights import Tensor, read_header, read_weights
+from shm.card import ModelError, read_card
+
+
+@pytest.fixture
+def weights(tmp_path: Path) -> Path:
+    path = tmp_path / "model.safetensors"
+    save_file({"a": np.zeros((3, 4), np.float32), "b": np.zeros(5, np.float16)}, path)
+    return path
+
+
+def test_the_header_of_a_whole_file(weights: Path) -> None:
+    assert read_header(weights) == {"a": Tensor("F32", (3, 4)), "b": Tensor("F16", (5,))}
+
+
+@pytest.mark.parametrize(
+    ("first", "last", "says"),
+    [
+        (0, -1, "is cut off: it has"),
+        (0, 20, "is cut off: it has 20 bytes, and its header alone would take"),
+        (0, 3, r"is not a safetensors file \(3 bytes\)"),
+        (0, 0, r"is not a safetensors file \(0 bytes\)"),
+        (8, None, "is not a safetensors file"),
+    ],
+)
+def test_a_part_of_a_file(weights: Path, first: int, last: int | None, says: str) -> None:
+    weights.write_bytes(weights.read_bytes()[first:last])
+    with pytest.raises(ModelError, match=says):
+        read_header(weights)
+
+
+def written(path: Path, header: Any, size: int) -> Path:
+    text = header if isinstance(header, bytes) else json.dumps(header).encode()
+    path.write_bytes(len(text).to_bytes(8, "little") + text + b"\0" * size)
+    return path
+
+
+@pytest.mark.parametrize(
+    ("header", "size", "says"),
+    [
+        (b"{", 0, "is not a safetensors file"),
+        ([], 0, "is not a safetensors file"),
+        ({"a": 3}, 0, "is not a safetensors file"),
+        ({"a": {"dtype": "F32", "shape": ["x"], "data_offsets": [0, 4]}}, 4, "is not a safetensors file"),
+        ({"a": {"dtype": "F32", "shape": [2], "data_offsets": [0, 4]}}, 4, "is damaged: a takes 4 bytes"),
+        ({"a": {"dtype": "F32", "shape": [1], "data_offsets": [0, 4]}}, 9, "has something behind its tensors"),
+        (b"[" * 100_000, 0, "is not a safetensors file"),
+    ],
+)
+def test_a_header_that_is_none(tmp_path: Path, header: Any, size: int, says: str) -> None:
+    with pytest.raises(ModelError, match=says):
+        read_header(written(tmp_path / "model.safetensors", header, size))
+
+
+def test_a_pointer_of_git_lfs(weights: Path) -> None:
+    weights.write_text("version https://git-lfs.github.com/spec/v1\noid sha256:00\nsize 90000000\n")
+    with pytest.raises(ModelError, match="is a pointer of git-lfs"):
+        read_header(weights)
+    assert "git lfs pull" in problem(f"{weights}: cannot be read: whatever").suggestion
+
+
+def test_the_bundled_model(minilm_folder: Path) -> None:
+    card = read_card(minilm_folder)
+    model = describe(card, "all-MiniLM-L6-v2", read_weights(card), card.tokenizer_file)
+    assert model.num_parameters == 22_713_216  # without the 512 positions that are stored beside them
+    assert model.weights_dtypes == ("float32",)
+    assert (model.architecture, model.tokenizer, model.steps) == ("BertModel", "tokenizer.json", ("Normalize",))
+    assert purpose(model) == ([], [])
+
+
+@pytest.mark.parametrize(
+    ("architecture", "says"),
+    [
+        ("Qwen3ForCausalLM", "generates text"),
+        ("GPT2LMHeadModel", "generates text"),
+        ("T5ForConditionalGeneration", "generates text"),
+        ("BertForSequenceClassification", "to classify"),
+        ("BertForMaskedLM", None),
+        ("BertModel", None),
+    ],
+)
+def test_what_a_plain_transformers_model_was_made_for(
+    architecture: str, says: str | None, minilm_folder: Path, tmp_path: Path
+) -> None:
+    card = read_card(minilm_folder)
+    model = describe(card, "minilm", {}, card.tokenizer_file)
+    problems, warnings = purpose(replace(model, architecture=architecture, folder=str(tmp_path)))
+    assert [says in found.what for found in problems if says] == ([True] if says else [])
+    assert ["no modules.json" in warning for warning in warnings] == ([] if says else [True])
+
+
+@pytest.mark.parametrize(
+    ("message", "hint"),
+    [
+        ("a/b: no such folder, not in the hub's cache, and the hub cannot be reached", "hf download"),
+        (
+            "a/b: no such folder, and the hub has no such model (or it is private and HF_TOKEN is not set)",
+            "check the name",
+        ),
+        ("a/b@x: the hub has the model, but not this revision", "--revision"),
+        ("a/b: the hub asks for permission: accept the model's terms there and set HF_TOKEN", "HF_TOKEN"),
+        ("/x: no such folder", "check the path"),
+        ("/x/tokenizer.json: file missing, and nothing there to make it from", "copy tokenizer.json"),
+        ("/x/model.safetensors: file missing (the model's weights)", "copy the weights"),
+        ("/x/config.json: file missing", "copy the file"),
+        (
+            "/x: weights only as pickle (pytorch_model.bin), which vecd refuses: loading a pickle runs",
+            "save_pretrained",
+        ),
+        ("/x/config.json: transformers 5.23.0 has no architecture 'nosuch' (model_type)", "newer transformers"),
+        (
+            "/x/config.json: asks for Python code … (auto_map: x) …; transformers has no architecture that",
+            "never runs code",
+        ),
+        ("/x/modules.json: module a.B is not sentence-transformers' own, which vecd refuses", "never runs code"),
+        ("/x/1_Pooling/config.json: pooling_mode 'vibes' is unknown; known: cls", "correct 1_Pooling"),
+        ("/x: w is [1] in the weights and [2] in config.json", "different models"),
+        ("/x: the weights lack encoder.layer.6, which config.json calls for", "different models"),
+        ("/x: the plain model's vectors in float32 contain nan or infinity", "broken"),
+        ("the process was killed by SIGKILL, as the kernel does when memory runs out, while busy with: load", "memory"),
+        ("the process was killed by SIGILL, while busy with: load", "another build"),
+        ("/x/config.json: must be a JSON object", "correct the file"),
+        ("/x: cannot be loaded: ZeroDivisionError: integer modulo by zero", "compare config.json"),
+        ("/x: cannot be loaded: RuntimeError: DefaultCPUAllocator: can't allocate memory", "more memory"),
+        ("something that nobody has thought of", "report it"),
+    ],
+)
+def test_every_refusal_comes_with_something_to_do(message: str, hint: str) -> None:
+    found = problem(message)
+    assert found.what == message
+    assert hint in found.suggestion

@@ -1,0 +1,134 @@
+"""The report as text: every part, and as much of it as there is."""
+
+import json
+import tomllib
+from dataclasses import replace
+
+from launch.check_report import (
+    Advice,
+    Agreement,
+    Machine,
+    Measurements,
+    Model,
+    Path,
+    Problem,
+    Report,
+    Scaling,
+    Setting,
+    Speed,
+)
+from launch.check_text import WIDTH, command, render, toml
+
+_ROW = {"num_texts": 9, "longest_tokens": 16, "min_cosine": 0.99991, "max_abs_diff": 2e-3}
+_AGREEMENT = Agreement("the plain model in float32", 9, 16, 0.99991, 2e-3, True, (_ROW,))
+_MACHINE = Machine("Imagined 9000", 64, 4, 2, 3.5, ("avx2", "amx_bf16"), 16_000, 8_000, 12_000, (), "6.1", "3.11")
+_MODEL = Model(
+    name="org/model",
+    folder="/models/model",
+    model_type="bert",
+    architecture="BertModel",
+    dim=256,
+    hidden_size=384,
+    max_tokens=512,
+    pooling=("mean", "max"),
+    steps=("Dense 768 → 256, tanh", "Normalize"),
+    is_normalized=True,
+    prompts={"query": "query: ", "document": ""},
+    default_prompt="query: ",
+    is_matryoshka=True,
+    matryoshka_dims=(64, 128),
+    vocab_size=30_522,
+    num_parameters=22_713_216,
+    weights_bytes=90_868_376,
+    weights_dtypes=("float32", "float16"),
+    tokenizer="tokenizer.json",
+)
+_PATH = Path(
+    path="packed",
+    dtype="bfloat16",
+    device="cpu",
+    attention="SDPA",
+    reasons=("packed: the first reason", "bfloat16: the second"),
+    refused=("fused bfloat16 is not used: " + "a very long reason " * 12,),
+    probes={"probes": 15, "longest_probe_tokens": 256, "max_abs_diff": 2e-3, "min_cosine": 0.9991},
+    is_remembered=False,
+    choosing_s=8.6,
+    load_s=1.9,
+    shared_mb=264,
+    agreements=(_AGREEMENT,),
+    not_compared=("not compared with sentence-transformers, which is not installed",),
+)
+_MEASURED = Measurements(
+    speeds=(
+        Speed("bfloat16", "packed", 24, 2048, 21_234.5, 20_000, 22_000, 41),
+        Speed("float32", "packed", 24, 2048, 6000, 5900, 6100, 61),
+    ),
+    scaling=(Scaling(1, 21_000), Scaling(2, 40_000)),
+    not_measured={"int8": "this processor does not compute it natively"},
+    num_rounds=5,
+    turn_s=0.5,
+)
+_ADVICE = Advice(
+    (Setting("model", 'org/a "b"', ""), Setting("workers", 2, "two cores"), Setting("dtype", "bfloat16", "fast")),
+    ("a note",),
+)
+_WHOLE = Report("1.0", _MACHINE, _MODEL, _PATH, _MEASURED, _ADVICE)
+
+
+def test_a_whole_report() -> None:
+    text = render(_WHOLE)
+    for part in (
+        "4 to use (2 physical), of 64; the cgroup's quota is 3.5",
+        "AVX2, AMX-BF16",
+        "the cgroup's limit is 12,000 MB",
+        "256, from 384 a token",
+        "mean + max",
+        "query 'query: ' (default), document ''",
+        "yes: 64, 128",
+        "90.9 MB, 22,713,216 parameters in float32, float16",
+        "packed, bfloat16, on cpu",
+        "chosen in 8.6 s",
+        "0.99991000",
+        "agrees, by the bounds for bfloat16",
+        "which is not installed",
+        "21,234",
+        "(20,000 to 22,000)",
+        "int8      not measured: this processor",
+        "2 workers 40,000 (1.90 times one)",
+        "--workers 2",
+        "note: a note",
+    ):
+        assert part in text, part
+    assert text.endswith("This model can be served.")
+    assert "\x1b" not in text
+    assert max(map(len, text.splitlines())) <= WIDTH
+    assert not [line for line in text.splitlines() if line != line.rstrip()]
+
+
+def test_what_there_is_of_a_broken_one() -> None:
+    report = Report("1.0", _MACHINE, problems=[Problem("/x: no such folder", "check the path")], warnings=["careful"])
+    text = render(report)
+    assert "Model" not in text
+    assert text.splitlines()[-3:] == [
+        "warning: careful",
+        "problem: /x: no such folder",
+        "do this: check the path",
+    ]
+
+
+def test_a_disagreement_is_not_to_be_overlooked() -> None:
+    path = replace(_PATH, agreements=(replace(_AGREEMENT, is_within_bounds=False),))
+    assert "DISAGREES, by the bounds for bfloat16" in render(replace(_WHOLE, path=path))
+
+
+def test_what_is_recommended_can_be_pasted() -> None:
+    assert command(_ADVICE) == """vecd serve 'org/a "b"' --workers 2 --dtype bfloat16"""
+    assert tomllib.loads("\n".join(toml(_ADVICE))) == {"model": 'org/a "b"', "workers": 2, "dtype": "bfloat16"}
+
+
+def test_the_whole_as_json() -> None:
+    fields = json.loads(json.dumps(_WHOLE.to_json()))
+    assert fields["is_servable"] is True
+    assert fields["model"]["dim"] == 256
+    assert fields["measurements"]["speeds"][0]["tokens_per_s"] == 21_234.5
+    assert fields["advice"]["settings"][1] == {"name": "workers", "value": 2, "reason": "two cores"}

@@ -1,0 +1,140 @@
+"""Makes dist/vecd, a folder that serves without Python, and an archive of it: `make binary`.
+
+Owns the order of the steps, and what is left out. PyInstaller makes the launcher with Python in it (`vecd.spec`); this
+program, the packages that it needs and the bundled model are put beside it as files, as they are installed. Runs in an
+environment that has nothing else installed (`build/binary/venv`): whatever is there goes in, but for the tools.
+
+    python -m tools.binary.build DIST WORK
+"""
+
+import compileall
+import os
+import platform
+import py_compile
+import shutil
+import subprocess
+import sys
+import sysconfig
+import tarfile
+import tomllib
+from collections.abc import Iterable, Iterator
+from fnmatch import fnmatch
+from importlib import metadata
+from pathlib import Path, PurePath
+
+if sys.version_info >= (3, 14):
+    from compression import zstd
+else:
+    from backports import zstd
+
+from tools.binary.libraries import add_libraries
+from tools.binary.licenses import add_licenses
+
+ROOT = Path(__file__).parents[2]
+
+_TOOLS = {"altgraph", "pip", "pyinstaller", "pyinstaller-hooks-contrib", "setuptools", "wheel"}
+
+_UNWANTED = (
+    # What no Python code imports, loads or reads: headers, stubs, compiled tests. torch looks for torch_shm_manager.
+    "torch/bin/[!t]*", "torch/bin/test_*", "torch/bin/torch_[!s]*", "torch/test/*", "torch/include/*", "torch/share/*",
+    "torch/lib/*_test.so", "torch/lib/libbackend_with_compiler.so", "torch/lib/libaoti_custom_ops.so", "*.a", "*.h",
+    "*.pyi", "*/tests/*",
+    # Pictures, films and sounds; transformers lists the files that are there, and offers no others.
+    "transformers/models/*/image_processing_*", "transformers/models/*/video_processing_*",
+    "transformers/models/*/feature_extraction_*", "transformers/models/*/convert_*",
+    # Of the installation, with paths of the machine that builds.
+    "*.dist-info/direct_url.json", "*.dist-info/RECORD", "*.dist-info/INSTALLER", "*.dist-info/REQUESTED",
+    "*.pth", "__editable__*", "*.pyc", "bin/*", "../*",
+)  # fmt: skip
+
+_TO_STRIP = ("libtorch_cpu.so", "libtorch_python.so")
+"""Names of functions that nothing outside can call: 100 MB. Not the libraries of wheels that were patched."""
+
+
+def main(dist: Path, work: Path) -> None:
+    """Side effect: whatever was at DIST/vecd is replaced."""
+    _run_pyinstaller(dist, work)
+    lib = dist / "vecd" / "lib"
+    for distribution in _wanted_distributions():
+        _copy(_files_of(distribution), Path(str(distribution.locate_file(""))), lib)
+    _copy(_own_files(), ROOT, lib)
+    _strip(lib / "torch" / "lib")
+    _compile(lib)
+    add_libraries(lib)
+    add_licenses(lib, list(_wanted_distributions()))
+    archive = dist / f"vecd-{metadata.version('vecd')}-linux-{platform.machine()}.tar.zst"
+    _archive(dist / "vecd", archive)
+    print(f"{archive}: {archive.stat().st_size >> 20} MB")
+
+
+def _run_pyinstaller(dist: Path, work: Path) -> None:
+    # Without its hooks for what happens to be installed: nothing but the standard library is looked at.
+    spec = Path(__file__).with_name("vecd.spec")
+    flags = ["--noconfirm", "--log-level", "WARN", "--distpath", str(dist), "--workpath", str(work)]
+    subprocess.run([sys.executable, "-m", "PyInstaller", *flags, str(spec)], check=True)
+
+
+def _wanted_distributions() -> Iterator[metadata.Distribution]:
+    # Not those of sys.path: the folder of sources is on it, too.
+    for distribution in metadata.distributions(path=[sysconfig.get_path("purelib")]):
+        if distribution.name.lower().replace("_", "-") not in _TOOLS:
+            yield distribution
+
+
+def _files_of(distribution: metadata.Distribution) -> Iterator[PurePath]:
+    for file in distribution.files or []:
+        if not any(fnmatch(str(file), pattern) for pattern in _UNWANTED):
+            yield file
+
+
+def _own_files() -> Iterator[PurePath]:
+    """What `[tool.setuptools]` says is this program."""
+    setup = tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))["tool"]["setuptools"]
+    for module in setup["py-modules"]:
+        yield PurePath(f"{module}.py")
+    for package in setup["packages"]:
+        folder = Path(*package.split("."))
+        for pattern in ["*.py", *setup["package-data"].get(package, [])]:
+            yield from (path.relative_to(ROOT) for path in (ROOT / folder).glob(pattern) if path.is_file())
+
+
+def _copy(files: Iterable[PurePath], source: Path, target: Path) -> None:
+    for file in files:
+        (target / file).parent.mkdir(parents=True, exist_ok=True)
+        shutil.copy2(source / file, target / file)
+
+
+def _strip(folder: Path) -> None:
+    strip = shutil.which("strip")
+    if strip is None:
+        print("strip (binutils) is not installed: the binary is 100 MB larger than it need be", file=sys.stderr)
+        return
+    subprocess.run([strip, "--strip-unneeded", *(str(folder / name) for name in _TO_STRIP)], check=True)
+
+
+def _compile(lib: Path) -> None:
+    """Bytecode beside every module, valid whatever its time is: it may lie where nobody can write."""
+    ok = compileall.compile_dir(
+        lib, quiet=2, workers=len(os.sched_getaffinity(0)), stripdir=str(lib),
+        invalidation_mode=py_compile.PycInvalidationMode.UNCHECKED_HASH,
+    )  # fmt: skip
+    if not ok:
+        print("some modules are not for this version of Python, and stay as they are", file=sys.stderr)
+
+
+def _archive(folder: Path, archive: Path) -> None:
+    """The folder, owned by root whoever has built it."""
+
+    def owned_by_root(entry: tarfile.TarInfo) -> tarfile.TarInfo:
+        entry.uid = entry.gid = 0
+        entry.uname = entry.gname = "root"
+        return entry
+
+    parameter = zstd.CompressionParameter
+    options = {int(parameter.compression_level): 10, int(parameter.nb_workers): os.cpu_count() or 1}
+    with zstd.open(archive, "wb", options=options) as file, tarfile.open(fileobj=file, mode="w|") as tar:
+        tar.add(folder, "vecd", filter=owned_by_root)
+
+
+if __name__ == "__main__":
+    main(*(Path(argument).resolve() for argument in sys.argv[1:]))
