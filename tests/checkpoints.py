@@ -11,6 +11,7 @@ from typing import Any
 from unittest import mock
 
 import numpy as np
+import pytest
 import torch
 from numpy.typing import NDArray
 from safetensors.torch import load_file, save_file
@@ -28,7 +29,11 @@ from workers.config import WorkerConfig
 from workers.engine import Engine, PackedBatch
 from workers.engines.build import build_engine
 from workers.engines.fused import FusedForward
+from workers.engines.products import type_between_layers
 from workers.engines.transformer import TransformerEngine
+
+FLOATS_OF_FUSED = tuple(dtype for dtype in ("float32", "bfloat16") if type_between_layers(dtype) is not None)
+"""Number formats that the fused path can be computed in on this processor."""
 
 VOCAB_SIZE = 120
 HIDDEN_SIZE = 32
@@ -213,9 +218,17 @@ def cosines_of(found: NDArray[np.float32], expected: NDArray[np.float32]) -> NDA
     return cosines
 
 
+def skip_without(dtype: str) -> None:
+    """Skip a test of the fused path in a number format that this processor has no products for."""
+    if type_between_layers(dtype) is None:
+        pytest.skip(f"this processor has no prepacked products for {dtype}")
+
+
 def engine_of(folder: Path, path: str, dtype: str = "float32") -> TransformerEngine:
     """The engine that runs a model in one way, compared with nothing, which the tests do, and not warm, which takes the
-    time of several tests."""
+    time of several tests. Skips the test where the processor cannot run it so."""
+    if path == "fused":
+        skip_without(dtype)
     with mock.patch.object(FusedForward, "warm"):
         return build_engine(worker_config(folder), path, dtype)
 

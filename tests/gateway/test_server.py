@@ -1125,6 +1125,7 @@ def test_drain_answers_who_was_accepted_at_last_and_leaves_the_others(num_gatewa
             elsewhere = listening().sock
             with elsewhere, socket.create_connection(elsewhere.getsockname(), DEADLINE_S) as client:
                 client.sendall(get("/len"))
+                client.shutdown(socket.SHUT_WR)
                 await server.start(elsewhere.dup(), keeps_listening=True)
                 for _ in range(num_turns):
                     await asyncio.sleep(0)

@@ -8,7 +8,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from checkpoints import Checkpoints, Reference, assert_same_vectors, embed, random_batch, worker_config
+from checkpoints import Checkpoints, Reference, assert_same_vectors, embed, random_batch, skip_without, worker_config
 from torch import Tensor
 from transformers import AttentionInterface
 
@@ -150,6 +150,7 @@ def test_a_fused_path_that_goes_wrong_is_caught(
     reference: Reference,
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
+    skip_without(dtype)
     folder = checkpoint(family, pooling="cls", initializer_range=0.2)
     monkeypatch.setattr(where, "__call__", error)
     engine = load(folder, dtype=dtype)
@@ -188,6 +189,7 @@ def test_a_wrong_way_for_long_texts_is_caught(
 ) -> None:
     """In models that attend to few tokens each, like trained ones; where all are attended to alike, a few more make no
     difference that rounding would not."""
+    skip_without("bfloat16")
     folder = checkpoint(
         family,
         pooling="cls",
@@ -205,6 +207,7 @@ def test_a_wrong_way_for_long_texts_is_caught(
 
 
 def test_in_the_real_model_too(minilm_folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    skip_without("bfloat16")
     monkeypatch.setattr(Attention, "_attend_long", attend_to_whatever_is_in_the_window)
     engine = load(minilm_folder, dtype="bfloat16")
     assert engine.facts["path"] == "packed"
