@@ -253,6 +253,10 @@ class Front:
     def tell(self) -> None:
         """Tell every gateway what it does not know yet of the crews and the keys."""
         for link in self.ready_links:
+            # Before it hears of workers: until then it answers nobody, with whichever key.
+            if link.told_keys is not self.keys:
+                link.told_keys = self.keys
+                send_or_kill(link.process, NewKeys([asdict(key) for key in self.keys]))
             for generation, crew in self._crews.items():
                 if generation not in link.known:
                     link.known.add(generation)
@@ -261,9 +265,6 @@ class Front:
                 if generation in link.prepared:
                     self._tell_of(crew, link)
             self._tell_active(link)
-            if link.told_keys is not self.keys:
-                link.told_keys = self.keys
-                send_or_kill(link.process, NewKeys([asdict(key) for key in self.keys]))
 
     def _tell_of(self, crew: Crew, link: Link) -> None:
         for worker in crew.ready.values():
