@@ -39,7 +39,7 @@ SOAK_RESULTS := $(CURDIR)/build/soak.jsonl
 soak: $(VENV)/.test
 	mkdir -p build
 	VECD_SOAK=1 VECD_SOAK_RESULTS=$(SOAK_RESULTS) $(BIN)/python -m pytest -o timeout=1800 \
-		$(or $(TESTS),tests/trials tests/hostile tests/faults/test_hung.py $(wildcard tests/gateway/test_fuzz_*.py) tests/gateway/test_text_cuts.py); status=$$?; \
+		$(or $(TESTS),tests/trials tests/hostile tests/faults tests/e2e/test_scheduling.py $(wildcard tests/gateway/test_fuzz_*.py) tests/gateway/test_text_cuts.py); status=$$?; \
 	$(BIN)/python -m tests.trials.report $(SOAK_RESULTS) docs/reliability.md; exit $$status
 
 check: $(VENV)/.check

@@ -5,6 +5,7 @@ from concurrent.futures import ThreadPoolExecutor
 import httpx
 import pytest
 from serving import eventually, running_server
+from trials.form import only_long
 
 BULK = ["many words that are asked for again and again in one request of a great many texts " * 4] * 400
 
@@ -40,6 +41,7 @@ def test_a_short_request_is_answered_while_a_bulk_request_still_waits(server, bu
     assert not bulk.done()
 
 
+@only_long
 def test_a_large_request_behind_another_is_refused_and_told_when_to_come_back():
     with running_server("--workers", "1", "--max-wait", "0.05") as server, ThreadPoolExecutor() as threads:
         first = threads.submit(post, server, BULK)

@@ -56,6 +56,8 @@ def test_a_thousand_texts_agree_with_sentence_transformers(float32_server, expec
 
 
 def test_a_thousand_texts_agree_in_direction_by_default(server, expected):
+    if server.info()["model_dtype"] == "float32":
+        pytest.skip("float32 is the default on this processor: compared above")
     vectors = asyncio.run(embed_concurrently(server.url, make_texts(NUM_TEXTS), num_clients=12))
     cosines = (vectors * expected).sum(axis=1) / np.linalg.norm(vectors, axis=1)
     assert cosines.min() > 0.998, f"text {cosines.argmin()}: {cosines.min()}"

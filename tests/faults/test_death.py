@@ -15,6 +15,7 @@ import psutil
 import pytest
 from serving import Load, clean_environment, eventually, exact_server, running_server, vecd
 from texts import make_texts
+from trials.form import only_long
 
 
 @pytest.fixture(scope="module")
@@ -38,6 +39,7 @@ def test_sigterm_under_load_answers_everything_accepted(corpus):
     assert load.num_answered >= 50
 
 
+@only_long
 def test_a_killed_idle_worker_is_not_noticed(corpus):
     texts, expected = corpus
     with exact_server() as server:
@@ -83,6 +85,7 @@ def test_a_killed_fork_server_is_replaced(corpus):
         assert np.abs(np.array(vector) - expected[2]).max() < 1e-5
 
 
+@only_long
 def test_a_stopped_worker_is_replaced_within_its_deadline(corpus):
     texts, expected = corpus
     with exact_server("--workers", "1", "--batch-timeout", "1") as server:
@@ -197,6 +200,7 @@ def test_a_fork_server_that_never_gets_ready_ends_the_server_with_its_error(tmp_
     assert "worker 0 keeps dying (3 times): at last it could not be forked: the fork server was killed by SIG" in last
 
 
+@only_long
 def test_a_worker_that_keeps_dying_later_does_not_end_the_server():
     with running_server("--engine", "weightless", "--workers", "1") as server:
         killed = 0
@@ -226,6 +230,7 @@ def test_a_drain_past_its_deadline_answers_503_to_who_still_waits():
         assert server.process.wait(20) == 0
 
 
+@only_long
 def test_a_worker_that_hangs_while_the_gateway_is_replaced_is_replaced_too(corpus):
     texts, expected = corpus
     with exact_server("--workers", "1", "--batch-timeout", "1") as server:
@@ -235,6 +240,7 @@ def test_a_worker_that_hangs_while_the_gateway_is_replaced_is_replaced_too(corpu
         assert np.abs(np.array(vector) - expected[5]).max() < 1e-5
 
 
+@only_long
 def test_every_process_gets_sigterm_and_the_requests_are_still_answered(corpus):
     """As a process group's signal does, or a careless pkill."""
     texts, expected = corpus

@@ -9,6 +9,7 @@ import httpx
 import psutil
 import pytest
 from serving import Server, eventually, running_server
+from trials.form import only_long
 
 
 def test_a_gateway_that_hangs_is_replaced():
@@ -21,6 +22,7 @@ def test_a_gateway_that_hangs_is_replaced():
         assert "has not been heard of" in server.stderr
 
 
+@only_long
 def test_a_supervisor_that_was_stopped_accuses_nobody():
     with running_server("--engine", "weightless", "--workers", "1") as server:
         gateway = server.gateway()
@@ -36,6 +38,7 @@ def test_a_supervisor_that_was_stopped_accuses_nobody():
         assert "killed" not in server.stderr
 
 
+@only_long
 def test_a_worker_that_never_stays_alive_makes_a_broken_model_and_not_a_spin():
     with running_server("--engine", "weightless", "--workers", "1") as server:
         seen: set[int] = set()

@@ -18,6 +18,7 @@ from certificates import make_certificate
 from safetensors.numpy import load_file, save_file
 from serving import Load, Server, eventually, exact_server, running_server
 from texts import make_texts
+from trials.form import only_long
 
 
 @pytest.fixture(scope="module")
@@ -60,6 +61,7 @@ def test_no_request_fails_while_workers_are_replaced(corpus):
         eventually(lambda: len(server.processes()) == num_before)
 
 
+@only_long
 def test_a_new_revision_of_the_model_is_served_and_never_a_mixture(minilm_folder, tmp_path, corpus):
     texts, expected = corpus
     folder = tmp_path / "model"
@@ -209,6 +211,7 @@ def test_a_second_sighup_is_not_forgotten(tmp_path):
         assert httpx.get(f"{server.url}/health").status_code == 200
 
 
+@only_long
 def test_files_changed_without_a_word_make_no_mixture(minilm_folder, tmp_path, corpus):
     """The fork server dies after another revision was put in place: whatever reads it then, so must all others."""
     texts, expected = corpus

@@ -8,6 +8,7 @@ from pathlib import Path
 import httpx
 import pytest
 from serving import Server, running_server
+from trials.form import only_long
 
 TIMEOUT_S = 200.0
 # Not "negative_data_rejection": unknown fields and headers are ignored, null is absent, and a schema cannot say so.
@@ -22,6 +23,7 @@ def weightless() -> Iterator[Server]:
         yield server
 
 
+@only_long
 def test_every_route_answers_as_the_document_says(weightless, tmp_path):
     document = httpx.get(f"{weightless.url}/openapi.json", timeout=10).raise_for_status()
     path = tmp_path / "openapi.json"

@@ -4,9 +4,15 @@ import json
 import os
 from typing import TypeVar
 
+import pytest
+
 T = TypeVar("T")
 
 LONG = bool(os.environ.get("VECD_SOAK"))
+
+
+only_long = pytest.mark.skipif(not LONG, reason="takes long, and is in make soak only")
+"""For tests whose subject others look at in every run, more briefly."""
 
 
 def pick(*, short: T, long: T) -> T:
