@@ -39,8 +39,8 @@ class Setting(NamedTuple):
 _ALONE = Load("1 client, a short text", ("--clients", "1"))
 _MANY = Load("64 clients, a short text each", ("--clients", "64"))
 _MIXED = Load(
-    "16 clients, 8 texts of mixed length each",
-    ("--clients", "16", "--texts-per-request", "8", "--lengths", "lognormal:86,0.8"),
+    "8 clients, 4 texts of mixed length each",
+    ("--clients", "8", "--texts-per-request", "4", "--lengths", "lognormal:86,0.8"),
 )
 
 
@@ -50,7 +50,7 @@ def _of_texts(num: int, encoding: str = "base64") -> Load:
 
 
 SETTINGS: Sequence[Setting] = (
-    Setting("as it comes", (), (_ALONE, _MANY, _MIXED, *map(_of_texts, (1, 8, 32, 128)), _of_texts(128, "float"))),
+    Setting("as it comes", (), (_ALONE, _MANY, _MIXED, *map(_of_texts, (1, 8, 32)), _of_texts(32, "float"))),
     Setting("--workers 1", ("--workers", "1"), (_ALONE, _MANY)),
     Setting("--workers 1 --threads-per-worker 2", ("--workers", "1", "--threads-per-worker", "2"), (_ALONE, _MANY)),
     Setting("--gateways 2", ("--gateways", "2"), (_MANY,)),
