@@ -5,7 +5,9 @@ connections through `gateway.server`, once for each answer that has been handed 
 called after it has been counted.
 """
 
+import logging
 import time
+import traceback
 from collections.abc import Callable
 from typing import TypeAlias
 
@@ -13,8 +15,10 @@ from gateway.board import Board
 from gateway.http1 import HttpRequest
 from shm.board import Counter, Histogram
 
+log = logging.getLogger("vecd.gateway")
+
 Listener: TypeAlias = Callable[[int, HttpRequest, float], None]
-"""Told the status, the request and when it was over, by `time.monotonic`. Must not raise, nor take long."""
+"""Told the status, the request and when it was over, by `time.monotonic`. Must not take long."""
 
 # By these names, because Python 3.11 takes 0.2 µs to find a member of an enumeration.
 _STAGES = slice(Histogram.PARSE, Histogram.TOTAL + 1)
@@ -42,4 +46,8 @@ class Observer:
             board.add(_INPUT_TOKENS, record.num_tokens)
             board.observe_all(_STAGES, record.durations(now))
         for listener in self.listeners:
-            listener(status, request, now)
+            try:
+                listener(status, request, now)
+            except Exception as error:  # it has its answer: whatever were raised from here, it would be given another
+                where = "".join(traceback.format_tb(error.__traceback__))
+                log.error("an answered request cannot be told of: %s\n%s", type(error).__name__, where)

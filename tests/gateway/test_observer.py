@@ -86,3 +86,18 @@ def test_listeners_are_told_after_it_is_counted():
     [(status, told, finished_at, answers)] = heard
     assert (status, told, answers) == (404, over, {(0, 404): 1})
     assert finished_at > 0
+
+
+def test_a_listener_that_fails_harms_neither_the_request_nor_the_next_listener(caplog):
+    """What raised here would have the connection write a second answer behind the first."""
+
+    def fail(*told: object) -> None:
+        raise ValueError("what a " + "caller sent")
+
+    board, heard = Board.private(), []
+    observer = Observer(board)
+    observer.listeners += [fail, lambda *told: heard.append(told)]
+    observer.note_over(200, request())
+    assert len(heard) == 1
+    assert "ValueError" in caplog.text
+    assert "what a caller sent" not in caplog.text
