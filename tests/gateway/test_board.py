@@ -1,4 +1,3 @@
-import os
 import time
 
 import pytest
@@ -8,29 +7,12 @@ from shm.board import (
     NUM_BATCHES,
     STATUSES,
     BatchCell,
-    BoardSpec,
     Counter,
     Gauge,
     Histogram,
     WorkerCell,
     clear_gauges,
-    create_board,
 )
-
-SPEC = BoardSpec(num_gateways=2, num_workers=2)
-
-
-@pytest.fixture
-def board_fd():
-    fd = create_board(SPEC)
-    yield fd
-    os.close(fd)
-
-
-@pytest.fixture
-def boards(board_fd):
-    """As two gateways have it."""
-    return [Board.mapped(board_fd, SPEC, gateway) for gateway in range(2)]
 
 
 def test_what_gateways_count_is_added_up_for_each_of_them(boards):
@@ -45,12 +27,12 @@ def test_what_gateways_count_is_added_up_for_each_of_them(boards):
         assert board.total(Gauge.QUEUED_TOKENS) == 11
 
 
-def test_a_new_life_counts_on_and_has_nothing_yet(boards, board_fd):
+def test_a_new_life_counts_on_and_has_nothing_yet(boards, board_fd, board_spec):
     boards[0].add(Counter.TOKENS, 30)
     boards[0].add_answer(1, 200)
     boards[0].set(Gauge.CONNECTIONS, 5)
     boards[0].observe(Histogram.LOOP_LAG, 0.1)
-    successor = Board.mapped(board_fd, SPEC, 0)
+    successor = Board.mapped(board_fd, board_spec, 0)
     successor.add(Counter.TOKENS, 1)
     successor.add_answer(1, 200)
     assert boards[1].total(Counter.TOKENS) == 31
@@ -196,18 +178,18 @@ def test_so_many_are_remembered_and_no_more(boards):
     assert [number for _, number in numbers(boards[1])] == list(range(2 * NUM_BATCHES, 3 * NUM_BATCHES))
 
 
-def test_batches_of_a_gateway_s_former_life_are_forgotten(boards, board_fd):
+def test_batches_of_a_gateway_s_former_life_are_forgotten(boards, board_fd, board_spec):
     boards[0].batch_sent(1, 0, 2, 20, 100)
     boards[1].batch_sent(1, 0, 2, 20, 100)
-    successor = Board.mapped(board_fd, SPEC, 0)
+    successor = Board.mapped(board_fd, board_spec, 0)
     assert numbers(boards[1]) == [(1, 1)]
     successor.batch_sent(1, 0, 2, 20, 100)
     assert numbers(boards[1]) == [(1, 1), (0, 1)]
 
 
-def test_batches_of_a_dead_gateway_that_has_no_successor_yet_are_not_under_way(boards, board_fd):
+def test_batches_of_a_dead_gateway_that_has_no_successor_yet_are_not_under_way(boards, board_fd, board_spec):
     boards[0].batch_sent(1, 0, 2, 20, 100)
-    clear_gauges(board_fd, SPEC, 0)
+    clear_gauges(board_fd, board_spec, 0)
     assert numbers(boards[1]) == []
 
 

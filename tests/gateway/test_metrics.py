@@ -11,24 +11,10 @@ from gateway.api import ENDPOINTS
 from gateway.board import Board
 from gateway.metrics import CONTENT_TYPE, WORKER_STATES, render_metrics
 from gateway.processes import Usage
-from shm.board import STATUSES, BoardSpec, Counter, Gauge, Histogram, clear_gauges, create_board
+from shm.board import STATUSES, Counter, Gauge, Histogram, clear_gauges
 
-SPEC = BoardSpec(num_gateways=2, num_workers=3)
 EMBEDDINGS = ENDPOINTS.index(("/v1/embeddings", "openai"))
 TEI = ENDPOINTS.index(("/embed", "tei"))
-
-
-@pytest.fixture
-def board_fd():
-    fd = create_board(SPEC)
-    yield fd
-    os.close(fd)
-
-
-@pytest.fixture
-def boards(board_fd):
-    """As two gateways have it."""
-    return [Board.mapped(board_fd, SPEC, gateway) for gateway in range(2)]
 
 
 def text_of(board: Board, **told) -> str:
@@ -142,9 +128,9 @@ def test_workers_are_told_by_their_index_over_all_lives_and_gateways(boards):
     }  # fmt: skip
 
 
-def test_a_gateway_that_is_being_started_again_has_no_start_and_no_workers(boards, board_fd):
+def test_a_gateway_that_is_being_started_again_has_no_start_and_no_workers(boards, board_fd, board_spec):
     boards[1].set(Gauge.WORKERS, 2)
-    clear_gauges(board_fd, SPEC, 1)
+    clear_gauges(board_fd, board_spec, 1)
     metrics = metrics_of(boards[0])
     assert list(of(metrics, "vecd_gateway_start_time_seconds")) == ['{gateway="0"}']
     assert metrics['vecd_workers_ready{gateway="1"}'] == metrics['vecd_gateway_pid{gateway="1"}'] == 0

@@ -1,8 +1,6 @@
 """What text-embeddings-inference would have counted: by hand, on a board that two gateways share."""
 
 import asyncio
-import os
-from collections.abc import Iterator
 
 import pytest
 from prometheus_client.parser import text_string_to_metric_families
@@ -27,18 +25,9 @@ from gateway.errors import (
 from gateway.metrics import render_metrics
 from gateway.request import Embedded, Stages, TokenizedInput
 from gateway.tei_metrics import TeiCounts, render_tei_metrics
-from shm.board import BoardSpec, Gauge, create_board
+from shm.board import Gauge
 
-SPEC = BoardSpec(num_gateways=2, num_workers=2)
 STAGES = Stages(total_s=0.5, tokenize_s=0.001, queue_s=0.002, compute_s=0.4)
-
-
-@pytest.fixture
-def boards() -> Iterator[list[Board]]:
-    """As two gateways have it."""
-    fd = create_board(SPEC)
-    yield [Board.mapped(fd, SPEC, gateway) for gateway in range(2)]
-    os.close(fd)
 
 
 def embedded() -> Embedded:
