@@ -1,13 +1,13 @@
 """The supervisor: `vecd serve` from its first line to its last.
 
 Owns what outlives every child: the listening sockets, the board, the configuration and its generations. It starts the
-gateways (`launch.front`) and the workers (`launch.crew`), reloads on SIGHUP, drains on SIGTERM, and leaves nothing
-behind. It imports neither torch nor numpy and maps no shared memory: it must never die. Should it be killed all the
-same, its children notice and end by themselves.
+gateways (`vecd.launch.processes.gateway_pool`) and the workers (`vecd.launch.processes.worker_pool`), reloads on
+SIGHUP, drains on SIGTERM, and leaves nothing behind. It imports neither torch nor numpy and maps no shared memory: it
+must never die. Should it be killed all the same, its children notice and end by themselves.
 
-A gateway is a process of its own (`launch.child`), on the one listening socket that all share; workers are forked by a
-fork server that has torch imported. Each child has one control channel, whose end means death. A child's life is one
-coroutine, from its start to its end, and its keeper is another, that starts the next life.
+A gateway is a process of its own (`vecd.launch.child`), on the one listening socket that all share; workers are forked
+by a fork server that has torch imported. Each child has one control channel, whose end means death. A child's life is
+one coroutine, from its start to its end, and its keeper is another, that starts the next life.
 
 A reload makes a new generation beside the old one: a plan, a crew of workers, and in every gateway all that a request
 goes through. Requests go to the old one until all of the new one has been met; only then is it their turn, and the old
@@ -23,7 +23,6 @@ import resource
 import secrets
 import signal
 import socket
-import sys
 import threading
 import time
 from collections.abc import Callable, Sequence
@@ -32,9 +31,11 @@ from dataclasses import replace
 from pathlib import Path
 from typing import TypeVar
 
-from launch.children import reap_everything, reap_orphans
-from launch.crew import Crew, ReadyWorker
-from launch.failure import (
+from vecd.launch.config.keys import load_keys
+from vecd.launch.config.plan import Plan, make_plan, max_open_files
+from vecd.launch.config.settings import Settings, load_settings
+from vecd.launch.config.tokenizer import forget
+from vecd.launch.exit_codes import (
     EXIT_BAD_CONFIGURATION,
     EXIT_COULD_NOT_START,
     EXIT_INTERNAL_ERROR,
@@ -43,23 +44,21 @@ from launch.failure import (
     StartFailure,
     first_of,
 )
-from launch.front import Front, Link, Sockets
-from launch.keys import load_keys
-from launch.notify import Notifier, serving
-from launch.outcome import Outcome
-from launch.plan import Plan, make_plan, max_open_files, version
-from launch.settings import Settings, load_settings
-from launch.sockets import Inherited, listen, listen_admin, take_inherited
-from launch.summary import pss_mb, summary, summary_fields
-from launch.tokenizer import forget
-from launch.watchdog import WELL, Signs, Vigil
-from shm import logs
-from shm.board import create_board
-from shm.card import ModelError
-from shm.control import Beat, Drain, Message, Prepared, Quarantined, ReloadAsked, WorkerStuck
-from shm.socketfile import FileId, file_id, remove_if_ours
-from shm.wire import Incarnation
-from workers.process import adopt_orphans, leave_no_core
+from vecd.launch.processes.children import reap_everything, reap_orphans
+from vecd.launch.processes.gateway_pool import GatewayPool, Link, Sockets
+from vecd.launch.processes.sockets import Inherited, listen, listen_admin, take_inherited
+from vecd.launch.processes.summary import pss_mb, summary, summary_fields
+from vecd.launch.processes.worker_pool import ReadyWorker, WorkerPool
+from vecd.launch.systemd.notify import Notifier, serving
+from vecd.launch.systemd.reload_command import ReloadOutcome
+from vecd.launch.systemd.watchdog import HEALTHY, HealthSignals, WatchdogState
+from vecd.shm import logs
+from vecd.shm.card import ModelError
+from vecd.shm.control import Drain, Heartbeat, Message, Prepared, Quarantined, ReloadAsked, WorkerStuck
+from vecd.shm.shared_metrics import create_shared_metrics
+from vecd.shm.socketfile import FileId, file_id, remove_if_ours
+from vecd.shm.wire import Incarnation
+from vecd.workers.process.kernel import adopt_orphans, leave_no_core
 
 T = TypeVar("T")
 
@@ -78,66 +77,9 @@ _FIXED_SETTINGS = (
 """What a reload cannot change: the sockets, and who listens on them. What is in the certificate's files it can."""
 
 
-# --- the command line -------------------------------------------------------------------------------------------
-
-
-def main(argv: Sequence[str] | None = None) -> int:
-    """The `vecd` command. Returns the exit code."""
-    command, *arguments = (sys.argv[1:] if argv is None else argv) or ["--help"]
-    match command:
-        case "serve":
-            return _serve(arguments)
-        case "bench":
-            from client.bench import main as bench
-
-            return bench(arguments)
-        case "embed":
-            from client.bulk.command import main as embed
-
-            return embed(arguments)
-        case "top":
-            from client.top import main as top
-
-            return top(arguments)
-        case "check":
-            from launch.check import main as check
-
-            return check(arguments)
-        case "key":
-            from launch.keys import main as make_key
-
-            return make_key(arguments)
-        case "reload":
-            from launch.outcome import main as reload
-
-            return reload(arguments)
-        case "install-service":
-            from launch.service import main as install_service
-
-            return install_service(arguments)
-        case "--version" | "version":
-            print(f"vecd {version()}")
-            return EXIT_OK
-        case "--help" | "-h" | "help":
-            print(_USAGE)
-            return EXIT_OK
-    print(f"vecd: unknown command {command!r}\n\n{_USAGE}", file=sys.stderr)
-    return EXIT_BAD_CONFIGURATION
-
-
-_USAGE = """\
-usage: vecd serve [MODEL] [--flags]    serve a model's embeddings (vecd serve --help)
-       vecd bench [--flags]            measure a running server (vecd bench --help)
-       vecd top [--flags]              watch a running server (vecd top --help)
-       vecd embed FILE... -o OUT       files of texts to files of vectors (vecd embed --help)
-       vecd check [MODEL] [--flags]    what a model is, how it is best served here (vecd check --help)
-       vecd key NAME                   make an API key, and its entry for --keys-file
-       vecd install-service [--flags]  have systemd keep a server running (vecd install-service --help)
-       vecd reload PID                 have a service read its configuration again, and wait for it
-       vecd --version"""
-
-
-def _serve(arguments: Sequence[str]) -> int:
+def serve(arguments: Sequence[str]) -> int:
+    """`vecd serve`. Returns the exit code: 0 clean, 2 bad configuration, 3 could not start, 130 interrupted before it
+    was ready, 70 internal error."""
     notifier = Notifier.from_environment()
     try:
         settings = load_settings(arguments)
@@ -163,9 +105,6 @@ def _serve(arguments: Sequence[str]) -> int:
         return EXIT_INTERNAL_ERROR
 
 
-# --- the supervisor ---------------------------------------------------------------------------------------------
-
-
 class Supervisor:
     def __init__(self, plan: Plan, arguments: Sequence[str], notifier: Notifier, inherited: Inherited) -> None:
         """`arguments` are read again, with the environment and the files, for a reload.
@@ -188,8 +127,8 @@ class Supervisor:
         self._uds: list[tuple[Path, FileId | None]] = []
         self._admin_url = ""
         try:
-            self._crews = {1: Crew(1, plan, self._num_gateways, self._lives, self)}
-            self._board_fd = create_board(plan.gateway.board)
+            self._crews = {1: WorkerPool(1, plan, self._num_gateways, self._lives, self)}
+            self._board_fd = create_shared_metrics(plan.gateway.shared_metrics)
         except OSError as error:
             raise StartFailure(f"cannot make what processes share: {error}") from None
         self._newest = 1
@@ -208,12 +147,12 @@ class Supervisor:
         """Serve until SIGTERM or SIGINT; returns 0. Raises StartFailure when a child cannot start or keeps dying."""
         _prepare_process()
         self._install_signal_handlers()
-        self._outcome = Outcome()  # from now on `vecd reload` may send its signal
+        self._outcome = ReloadOutcome()  # from now on `vecd reload` may send its signal
         plan = self._crews[1].plan
         try:
-            sockets = Sockets(self._listen(plan.settings), self._board_fd, plan.gateway.board)
+            sockets = Sockets(self._listen(plan.settings), self._board_fd, plan.gateway.shared_metrics)
             quarantine_key = secrets.token_hex(_QUARANTINE_KEY_BYTES)
-            self._front = Front(
+            self._front = GatewayPool(
                 self._num_gateways, sockets, quarantine_key, plan.gateway.keys, self._crews, self._on_gateway_message,
                 self._changed.set,
             )  # fmt: skip
@@ -268,11 +207,11 @@ class Supervisor:
 
     def _on_gateway_message(self, link: Link, message: Message) -> None:
         match message:
-            case Beat():
+            case Heartbeat():
                 pass
             case WorkerStuck():
-                for crew in self._crews.values():
-                    crew.kill_stuck(Incarnation(message.worker, message.life))
+                for worker_pool in self._crews.values():
+                    worker_pool.kill_stuck(Incarnation(message.worker, message.life))
             case Quarantined():
                 self._front.tell_all(message, but=link)
             case ReloadAsked():
@@ -286,38 +225,38 @@ class Supervisor:
             case _:
                 log.error("%s from %s is not for the supervisor", type(message).__name__, link.process.name)
 
-    def on_ready(self, crew: Crew, worker: ReadyWorker) -> None:
+    def on_ready(self, worker_pool: WorkerPool, worker: ReadyWorker) -> None:
         if self._has_been_ready:
             log.info("%s is ready", worker.incarnation)
         self._front.tell()
         self._changed.set()
         self._tell_status()
 
-    def on_down(self, crew: Crew, worker: ReadyWorker, reason: str) -> None:
+    def on_down(self, worker_pool: WorkerPool, worker: ReadyWorker, reason: str) -> None:
         has_crashed = worker.process.has_crashed and not worker.is_condemned
         self._front.tell_down(worker.incarnation, reason, has_crashed=has_crashed)
         self._tell_status()
 
-    def on_broken(self, crew: Crew, reason: str) -> None:
-        if crew.generation == self._front.active:
+    def on_broken(self, worker_pool: WorkerPool, reason: str) -> None:
+        if worker_pool.generation == self._front.active:
             log.error("no worker stays alive, requests are refused: %s", reason)
         self._front.tell()
         self._changed.set()
         self._tell_status()
 
-    def on_model_changed(self, crew: Crew) -> None:
-        if crew.generation == self._front.active:
+    def on_model_changed(self, worker_pool: WorkerPool) -> None:
+        if worker_pool.generation == self._front.active:
             log.warning(
                 "the model's files have changed; reloading, so that nobody is answered by a mixture of two models"
             )
             self._reload_soon()
 
-    def on_stage(self, crew: Crew, stage: str) -> None:
+    def on_stage(self, worker_pool: WorkerPool, stage: str) -> None:
         if not self._has_been_ready:
             logs.say(stage)
             self._notifier.status(f"Starting: {stage}")
 
-    def on_warning(self, crew: Crew, warning: str) -> None:
+    def on_warning(self, worker_pool: WorkerPool, warning: str) -> None:
         if not self._has_been_ready:
             logs.say(f"warning: {warning}", logging.WARNING)
         else:
@@ -364,7 +303,7 @@ class Supervisor:
         try:
             plan = await _in_thread(lambda: make_plan(load_settings(self._arguments, without=["ready_fd"])))
             plan = self._fitted(_with_inherited(plan, self._inherited))
-            crew = Crew(self._newest + 1, plan, self._num_gateways, self._lives, self)
+            worker_pool = WorkerPool(self._newest + 1, plan, self._num_gateways, self._lives, self)
         except ConfigurationError as error:
             return error.problems
         except (ModelError, StartFailure, OSError, SystemExit) as error:
@@ -372,8 +311,8 @@ class Supervisor:
         except Exception as error:  # whatever files may hold; a message might quote it
             return [f"unexpected {type(error).__name__}"]
         self._newest += 1
-        self._crews[crew.generation] = crew
-        return await self._change_to(crew)
+        self._crews[worker_pool.generation] = worker_pool
+        return await self._change_to(worker_pool)
 
     def _fitted(self, plan: Plan) -> Plan:
         """The plan with what must stay as it is. Raises ConfigurationError for what it would have to change."""
@@ -392,50 +331,50 @@ class Supervisor:
             raise ConfigurationError(problems)
         return replace(plan, gateway=replace(plan.gateway, board_workers=board_workers))
 
-    async def _change_to(self, crew: Crew) -> list[str]:
+    async def _change_to(self, worker_pool: WorkerPool) -> list[str]:
         """The new crew before the old: it takes over when every gateway has met all of it. Returns why it does not."""
         old = self._crews[self._front.active]
         failed: asyncio.Future[str] = asyncio.get_running_loop().create_future()
-        self._tasks.append(self._group.create_task(_keep_until_failure(crew, failed)))
+        self._tasks.append(self._group.create_task(_keep_until_failure(worker_pool, failed)))
         self._front.tell()
-        failure = await self._await_met(crew, failed)
-        if failure is None and crew.plan.model_has_changed():
+        failure = await self._await_met(worker_pool, failed)
+        if failure is None and worker_pool.plan.model_has_changed():
             failure = "the model's files changed meanwhile; reloading again"
             self._must_reload_again = True
         if failure is None:
-            self._front.active = crew.generation
+            self._front.active = worker_pool.generation
             self._read_keys_again()  # they may have changed since the plan was made
             self._front.tell()
-            logs.change(crew.plan.settings.log_level, crew.plan.settings.log_format)
+            logs.change(worker_pool.plan.settings.log_level, worker_pool.plan.settings.log_format)
             await self._await_retired(old)
-            log.info("reloaded: %s is served by generation %d", crew.plan.gateway.model, crew.generation)
+            log.info("reloaded: %s is served by generation %d", worker_pool.plan.gateway.model, worker_pool.generation)
             await self._end(old)
             return []
-        await self._end(crew)
+        await self._end(worker_pool)
         return [failure]
 
-    async def _end(self, crew: Crew) -> None:
+    async def _end(self, worker_pool: WorkerPool) -> None:
         """Forget a crew, with whatever serves or served it."""
-        del self._crews[crew.generation]
-        self._refused.pop(crew.generation, None)
-        self._front.discard(crew.generation)
-        await crew.dismiss()
-        crew.close()
-        forget(crew.plan.gateway.card)
+        del self._crews[worker_pool.generation]
+        self._refused.pop(worker_pool.generation, None)
+        self._front.discard(worker_pool.generation)
+        await worker_pool.dismiss()
+        worker_pool.close()
+        forget(worker_pool.plan.gateway.card)
 
-    async def _await_met(self, crew: Crew, failed: "asyncio.Future[str]") -> str | None:
+    async def _await_met(self, worker_pool: WorkerPool, failed: "asyncio.Future[str]") -> str | None:
         """None once every gateway has met all of it; else why that will not be."""
-        timeout_s, deaths_before = crew.plan.settings.start_timeout, self._front.num_deaths
+        timeout_s, deaths_before = worker_pool.plan.settings.start_timeout, self._front.num_deaths
         failed.add_done_callback(lambda _: self._changed.set())
         try:
             async with asyncio.timeout(timeout_s):
-                while not self._front.has_met(crew):
+                while not self._front.has_met(worker_pool):
                     if failed.done():
                         return failed.result()
-                    if crew.broken is not None:
-                        return crew.broken
-                    if crew.generation in self._refused:
-                        return self._refused[crew.generation]
+                    if worker_pool.broken is not None:
+                        return worker_pool.broken
+                    if worker_pool.generation in self._refused:
+                        return self._refused[worker_pool.generation]
                     if self._front.num_deaths - deaths_before >= _MAX_GATEWAY_DEATHS:
                         return f"gateways have died {_MAX_GATEWAY_DEATHS} times meanwhile"
                     self._changed.clear()
@@ -444,16 +383,16 @@ class Supervisor:
             return f"the new workers, or gateways that know them, were not there within {timeout_s:g} s"
         return None
 
-    async def _await_retired(self, crew: Crew) -> None:
+    async def _await_retired(self, worker_pool: WorkerPool) -> None:
         """Until the last request that began with this crew is answered. Each has a deadline, and so has this."""
-        timeout_s = crew.plan.settings.request_timeout + _RETIRE_MARGIN_S
+        timeout_s = worker_pool.plan.settings.request_timeout + _RETIRE_MARGIN_S
         try:
             async with asyncio.timeout(timeout_s):
-                while self._front.uses(crew.generation):
+                while self._front.uses(worker_pool.generation):
                     self._changed.clear()
                     await self._changed.wait()
         except TimeoutError:
-            log.warning("generation %d still has requests after %g s and is ended", crew.generation, timeout_s)
+            log.warning("generation %d still has requests after %g s and is ended", worker_pool.generation, timeout_s)
 
     async def _look_after_things(self) -> None:
         """What nobody tells this process of: a file of keys that has changed, and orphans that have ended."""
@@ -507,7 +446,7 @@ class Supervisor:
     def _memory_mb(self) -> int:
         """Proportional memory of every process of the server."""
         pids = [os.getpid(), *(link.process.pid for link in self._front.links.values())]
-        pids += [pid for crew in self._crews.values() for pid in crew.pids()]
+        pids += [pid for worker_pool in self._crews.values() for pid in worker_pool.pids()]
         return sum(map(pss_mb, pids))
 
     def _tell_status(self) -> None:
@@ -515,20 +454,22 @@ class Supervisor:
             self._notifier.status(self._status())
 
     def _status(self) -> str:
-        crew = self._crews[self._front.active]
-        model, refused = crew.plan.gateway.model, "; ".join(self._reload_problems)
-        return serving(model, self._url, len(crew.ready), len(crew.plan.workers), crew.broken, refused)
+        worker_pool = self._crews[self._front.active]
+        model, refused = worker_pool.plan.gateway.model, "; ".join(self._reload_problems)
+        return serving(
+            model, self._url, len(worker_pool.ready), len(worker_pool.plan.workers), worker_pool.broken, refused
+        )
 
     async def _keep_notifying(self) -> None:
         """Tell systemd that a start or a reload goes on, and that the server is alive; the latter only while it is."""
         if not self._notifier.has_listener:
             return
         interval_s = self._notifier.interval_s
-        vigil = Vigil(time.monotonic(), interval_s)
+        watchdog_state = WatchdogState(time.monotonic(), interval_s)
         while True:
             if not self._has_been_ready or self._reloading is not None:
                 self._notifier.extend()
-            why = vigil.why_restart(self._signs(), time.monotonic(), self.plan.settings.start_timeout)
+            why = watchdog_state.why_restart(self._signs(), time.monotonic(), self.plan.settings.start_timeout)
             if why and self._notifier.watchdog_s is not None:
                 log.critical("only a new server helps, and systemd does not hear that this one is alive: %s", why)
             else:
@@ -536,13 +477,13 @@ class Supervisor:
             self._tell_status()  # again, should systemd have been too busy
             await asyncio.sleep(interval_s)
 
-    def _signs(self) -> Signs:
+    def _signs(self) -> HealthSignals:
         """A start and a drain have deadlines of their own."""
         if not self._has_been_ready or self._stop.is_set():
-            return WELL
-        crew, links = self._crews[self._front.active], self._front.heard_links
-        usable = {worker.incarnation for worker in crew.ready.values() if not worker.is_condemned}
-        return Signs(bool(links), any(link.met & usable for link in links), crew.broken is not None)
+            return HEALTHY
+        worker_pool, links = self._crews[self._front.active], self._front.heard_links
+        usable = {worker.incarnation for worker in worker_pool.ready.values() if not worker.is_condemned}
+        return HealthSignals(bool(links), any(link.met & usable for link in links), worker_pool.broken is not None)
 
     # --- beginning and end ----------------------------------------------------------------------------------
 
@@ -569,8 +510,8 @@ class Supervisor:
 
     def _close(self) -> None:
         self._close_listening()
-        for crew in self._crews.values():
-            crew.close()
+        for worker_pool in self._crews.values():
+            worker_pool.close()
         os.close(self._board_fd)
         self._outcome.close()
         for path, ours in self._uds:
@@ -588,10 +529,10 @@ def _with_inherited(plan: Plan, inherited: Inherited) -> Plan:
     return replace(plan, gateway=gateway)
 
 
-async def _keep_until_failure(crew: Crew, failed: "asyncio.Future[str]") -> None:
+async def _keep_until_failure(worker_pool: WorkerPool, failed: "asyncio.Future[str]") -> None:
     """Unlike that of the first generation, the failure of a later one is not the server's."""
     try:
-        await crew.keep()
+        await worker_pool.keep()
     except StartFailure as error:
         failed.set_result(str(error))
 
@@ -641,7 +582,3 @@ def _prepare_process() -> None:
     leave_no_core()
     with suppress(RuntimeError, OSError, ValueError):  # there may be no stderr
         faulthandler.enable()  # systemd's watchdog asks with SIGABRT where this process hangs
-
-
-if __name__ == "__main__":
-    sys.exit(main())

@@ -1,7 +1,7 @@
 """How long the gateway takes from a slot's rows to the bytes of an answer, for each form of vectors.
 
-Owns the figures of `gateway.encoding` and of the answers' rendering. Needs no server and no model: the rows are random
-vectors of length 1. Run by hand, `python -m benchmarks.answers`; prints tables, and a line of JSON for
+Owns the figures of `vecd.gateway.encoding.fragments` and of the answers' rendering. Needs no server and no model: the
+rows are random vectors of length 1. Run by hand, `python -m benchmarks.answers`; prints tables, and a line of JSON for
 `docs/log.md`.
 
 Beside each encoding of float32 stands what its library takes for the same floats at once: orjson for the 2-D array,
@@ -20,13 +20,13 @@ import pybase64
 from numpy.typing import NDArray
 
 from benchmarks.machine import describe_machine
-from gateway.dialects.openai import EMBEDDING, render_answer
-from gateway.dialects.options import AskedForm
-from gateway.encoding import Encoder
-from gateway.http1 import encode_response
-from gateway.memory import keep_freed_memory
-from gateway.request import Dtype, Embedded, EmbedRequest, Encoding, Form, Stages
-from shm.card import ModelCard, Step
+from vecd.gateway.api.dialects.openai import EMBEDDING, render_answer
+from vecd.gateway.api.dialects.options import AskedForm
+from vecd.gateway.encoding.fragments import Encoder
+from vecd.gateway.http.http1 import encode_response
+from vecd.gateway.memory import keep_freed_memory
+from vecd.gateway.types.request import Dtype, Embedded, EmbedRequest, Encoding, Form, Stages
+from vecd.shm.card import ModelCard, Step
 
 _SHAPES = ((128, 1024), (2048, 384))
 _NUM_PASSES = 21

@@ -27,8 +27,8 @@ from benchmarks.peers import Peer, Peers
 from benchmarks.targets import CONTESTS, Contest
 from benchmarks.turns import Pass, fastest, paired_ratio, take_turns
 from benchmarks.workload import Work, make_works, packed_batches, padded_batches
-from shm.card import read_card
-from workers.engine import Engine
+from vecd.shm.card import read_card
+from vecd.workers.engine import Engine
 
 _MIN_COSINE = 0.99
 """Peers that embed something else are not measured. bfloat16 keeps 0.999 on this model."""

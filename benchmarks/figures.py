@@ -14,14 +14,14 @@ from typing import TypeAlias
 from benchmarks.notebook import Offline, Run, Session
 
 DRAIN_MS = 10_000.0
-"""So long after its end a run waits for answers (`client.run`)."""
+"""So long after its end a run waits for answers (`vecd.client.bench.run`)."""
 
 OfRounds: TypeAlias = Mapping[int, float]
 """Round → figure. Rounds in which there is none are missing."""
 
 
 def of_rounds(session: Session, server: str, workload: str, name: str) -> OfRounds:
-    """`name`: one of a run's figures (`client.report.fields`), or a field of the run itself ("memory_mb")."""
+    """`name`: one of a run's figures (`vecd.client.bench.report.fields`), or a field of the run ("memory_mb")."""
     found = {}
     for run in runs_of(session, server, workload):
         value = run.figures[name] if name in run.figures else getattr(run, name)

@@ -2,16 +2,17 @@
 
 Owns their names, shapes and lengths, and how long all of it takes. Sends nothing. Called by `benchmarks.compare`.
 
-Tokens are those of all-MiniLM-L6-v2's tokenizer on the texts of `client.texts`, [CLS] and [SEP] included, cut at 256.
+Tokens are those of all-MiniLM-L6-v2's tokenizer on the texts of `vecd.client.bench.texts`, [CLS] and [SEP] included,
+cut at 256.
 """
 
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
-from client.connection import parse_target
-from client.load import Bulk, Load
-from client.payload import RequestShape, render_requests
-from client.texts import FixedWords, Lengths, LognormalWords
+from vecd.client.bench.connection import parse_target
+from vecd.client.bench.load import Bulk, Load
+from vecd.client.bench.payload import RequestShape, render_requests
+from vecd.client.bench.texts import FixedWords, Lengths, LognormalWords
 
 SHORT = FixedWords(10)
 """14.4 tokens on average."""

@@ -15,7 +15,7 @@ from benchmarks.requests import batches_of_workers, embed, private_mb, worker_pi
 from benchmarks.servers import Server, ServerFailure, announcing
 from benchmarks.targets import CONTESTS
 from benchmarks.workload import MIXED_WORDS
-from client.texts import draw_texts
+from vecd.client.bench.texts import draw_texts
 
 _NUM_WORKERS = 2
 _NUM_TEXTS = 1024

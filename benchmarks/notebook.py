@@ -50,7 +50,7 @@ class Run:
     round: int
     workload: str
     figures: dict[str, Any]
-    """`client.report.fields`: every name has its unit."""
+    """`vecd.client.bench.report.fields`: every name has its unit."""
     server_cores: float
     """CPU over the whole run, its warm-up included, in cores: 1.0 is one core all the time."""
     others_cores: float

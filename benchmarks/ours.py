@@ -8,10 +8,10 @@ import sys
 from pathlib import Path
 from typing import Any
 
-from shm.arena import ArenaSpec
-from shm.card import ModelCard
-from workers.config import WorkerConfig
-from workers.engine import Engine, load_engine
+from vecd.shm.arena import ArenaSpec
+from vecd.shm.card import ModelCard
+from vecd.workers.config import WorkerConfig
+from vecd.workers.engine import Engine, load_engine
 
 MAX_BATCH_TOKENS = 2048
 """As `vecd serve` has it by default."""

@@ -14,7 +14,7 @@ from benchmarks.notebook import DISTURBING_CORES, Offline, Run, Session, Skipped
 from benchmarks.plots import CURVE_FILE
 
 _BUSY_GENERATOR = 0.7
-"""Of a core, as in `client.report`: from here on the generator itself may be what is measured."""
+"""Of a core, as in `vecd.client.bench.report`: from here on the generator itself may be what is measured."""
 
 
 def render_page(session: Session, results_file: str, why_no_plot: str) -> str:

@@ -1,6 +1,6 @@
 """The plots of `docs/benchmarks.md`.
 
-Owns which points are drawn; how they look is `client.plot`'s. Called by `benchmarks.compare`.
+Owns which points are drawn; how they look is `vecd.client.bench.plot`'s. Called by `benchmarks.compare`.
 """
 
 import math
@@ -10,7 +10,7 @@ from pathlib import Path
 from benchmarks.figures import runs_of, title
 from benchmarks.loads import WORKLOADS
 from benchmarks.notebook import Session
-from client.plot import PlotUnavailable, Point, draw_latency
+from vecd.client.bench.plot import PlotUnavailable, Point, draw_latency
 
 CURVE_FILE = "latency.png"
 

@@ -1,9 +1,10 @@
 """What it costs a vector to be answered as whole numbers or signs.
 
-Owns the figures of docs/output-types.md, and the reasons for the default steps of `gateway.quantization`. Needs no
-server: sentence-transformers embeds some 1,600 paragraphs of Python's own documentation (`pydoc_data.topics`) with the
-bundled model, and each way of quantizing is compared with the float32 vectors: cosine to its own vector, and how many
-of the ten nearest others stay. Run by hand, `python -m benchmarks.quantization`: a minute, and a table on stdout.
+Owns the figures of docs/output-types.md, and the reasons for the default steps of `vecd.gateway.encoding.quantization`.
+Needs no server: sentence-transformers embeds some 1,600 paragraphs of Python's own documentation (`pydoc_data.topics`)
+with the bundled model, and each way of quantizing is compared with the float32 vectors: cosine to its own vector, and
+how many of the ten nearest others stay. Run by hand, `python -m benchmarks.quantization`: a minute, and a table on
+stdout.
 
 Beside the model's own vectors stand two that are made of them: turned into more dimensions, which keeps every cosine,
 and with one dimension that has most of the length in every vector, as some models have.
@@ -19,7 +20,7 @@ from typing import TypeAlias
 import numpy as np
 from numpy.typing import NDArray
 
-from gateway.quantization import Ranges, default_ranges, normalize, to_ubinary
+from vecd.gateway.encoding.quantization import Ranges, default_ranges, normalize, to_ubinary
 
 Rows: TypeAlias = NDArray[np.float32]
 

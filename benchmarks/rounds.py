@@ -26,9 +26,10 @@ from benchmarks.requests import info, session_mb
 from benchmarks.sampling import BatchRate
 from benchmarks.servers import Recipe, Server, ServerFailure, serving
 from benchmarks.vectors import Vectors, WrongVectors
-from client import bench, report
-from client.load import Load, Unreachable
-from client.tally import Result
+from vecd.client.bench import command as bench
+from vecd.client.bench import report
+from vecd.client.bench.load import Load, Unreachable
+from vecd.client.bench.tally import Result
 
 _NAME_WIDTH = 17
 _MAX_FAILURES = 2

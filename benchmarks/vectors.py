@@ -15,7 +15,7 @@ import orjson
 from numpy.typing import NDArray
 
 from benchmarks.loads import LONG, SHORT
-from client.texts import FixedWords, draw_texts
+from vecd.client.bench.texts import FixedWords, draw_texts
 
 MIN_COSINE = 0.999
 """To vecd's float32 vectors. bfloat16 keeps it on this model."""

@@ -1,7 +1,7 @@
 """What the engines are given to embed: the same token ids for each, cut into each one's own kind of batches.
 
 Owns the three works and their texts, which are runs of words from the reference that CPython carries
-(`client.texts`). Runs no model. Called by `benchmarks.duels`; its texts also by `benchmarks.lives` and
+(`vecd.client.bench.texts`). Runs no model. Called by `benchmarks.duels`; its texts also by `benchmarks.lives` and
 `benchmarks.memory`.
 """
 
@@ -14,8 +14,8 @@ import numpy as np
 from numpy.typing import NDArray
 from tokenizers import Tokenizer
 
-from client.texts import FixedWords, Lengths, LognormalWords, draw_texts
-from workers.engine import PackedBatch
+from vecd.client.bench.texts import FixedWords, Lengths, LognormalWords, draw_texts
+from vecd.workers.engine import PackedBatch
 
 MIXED_WORDS = LognormalWords(80, 0.9)
 """Many short texts and a few long ones: a median of 53 words; the model cuts the longest off."""

@@ -1,7 +1,7 @@
 """The gateway's life: start → listen → serve → drain → stop.
 
-Owns the event loop and the control channel to the supervisor, and wires the parts together. Called by `launch.child`
-in a process of its own, which never imports torch.
+Owns the event loop and the control channel to the supervisor, and wires the parts together. Called by
+`vecd.launch.child` in a process of its own, which never imports torch.
 """
 
 import asyncio
@@ -20,35 +20,35 @@ from contextlib import suppress
 
 import uvloop
 
-from gateway.access_log import AccessLog
-from gateway.admission import Admission
-from gateway.app import App
-from gateway.board import Board
-from gateway.config import ApiKey, GatewayConfig
-from gateway.dispatch import Dispatcher
-from gateway.errors import ApiError, Unavailable
-from gateway.http1 import HttpRequest, Limits, Response
-from gateway.memory import keep_freed_memory
-from gateway.observer import Observer
-from gateway.request import Overflow, Priority
-from gateway.scheduler import Scheduler
-from gateway.server import Server, Timeouts
-from gateway.spans import Facts, SpanSender
-from gateway.tls import ServerTls, TlsError
-from gateway.tokenizer import Tokenizer
-from gateway.tracing import Tracing
-from shm import logs
-from shm.board import Counter, Gauge, Histogram
-from shm.card import ModelError
-from shm.control import (
+from vecd.gateway.admission.admission import Admission
+from vecd.gateway.dispatch.dispatcher import Dispatcher
+from vecd.gateway.http.contract import Timeouts
+from vecd.gateway.http.server import Server
+from vecd.gateway.http.tls import ServerTls, TlsError
+from vecd.gateway.memory import keep_freed_memory
+from vecd.gateway.pipeline import Pipeline
+from vecd.gateway.scheduling.scheduler import Scheduler
+from vecd.gateway.telemetry.access_log import AccessLog
+from vecd.gateway.telemetry.on_finished import Observer
+from vecd.gateway.telemetry.shared_metrics import SharedMetrics
+from vecd.gateway.telemetry.spans import Facts, SpanSender
+from vecd.gateway.telemetry.tracing import Tracing
+from vecd.gateway.tokenization.tokenizer import Tokenizer
+from vecd.gateway.types.config import ApiKey, GatewayConfig
+from vecd.gateway.types.errors import ApiError, Unavailable
+from vecd.gateway.types.messages import HttpRequest, Limits, Response
+from vecd.gateway.types.request import Overflow, Priority
+from vecd.shm import logs
+from vecd.shm.card import ModelError
+from vecd.shm.control import (
     Activate,
-    Beat,
     Channel,
     ChildFailed,
     Discard,
     Drain,
     GatewayReady,
     GatewayStart,
+    Heartbeat,
     Message,
     ModelBroken,
     NewKeys,
@@ -62,9 +62,10 @@ from shm.control import (
     WorkerStuck,
     WorkerUp,
 )
-from shm.socketfile import file_id, remove_if_ours
-from shm.view import map_arena
-from shm.wire import Incarnation
+from vecd.shm.shared_metrics import Counter, Gauge, Histogram
+from vecd.shm.socketfile import file_id, remove_if_ours
+from vecd.shm.views import map_arena
+from vecd.shm.wire import Incarnation
 
 log = logging.getLogger("vecd.gateway")
 
@@ -100,12 +101,12 @@ def run(channel: Channel) -> int:
     config = GatewayConfig.from_json(start.config)
     name = "gateway" if config.num_gateways == 1 else f"gateway-{start.gateway}"
     logs.configure(name, config.log_level, config.log_format)
-    board = Board.mapped(board_fd, config.board, start.gateway)
-    logs.count_lost(lambda: board.add(Counter.LINES_LOST))
+    shared_metrics = SharedMetrics.mapped(board_fd, config.shared_metrics, start.gateway)
+    logs.count_lost(lambda: shared_metrics.add(Counter.LINES_LOST))
     os.close(board_fd)
     _end_with_supervisor(channel, [path for path in (config.uds, config.admin_uds) if path is not None])
     try:
-        gateway = Gateway(config, start, channel, board)
+        gateway = Gateway(config, start, channel, shared_metrics)
     except (ModelError, TlsError) as error:
         channel.send(ChildFailed(str(error)))
         return 3
@@ -131,14 +132,14 @@ class Service:
         tokenizer: Tokenizer,
         dispatcher: Dispatcher,
         scheduler: Scheduler,
-        board: Board,
+        shared_metrics: SharedMetrics,
     ) -> None:
         self.config = config
         self.generation = generation
         self.tokenizer = tokenizer
         self.dispatcher = dispatcher
         self.scheduler = scheduler
-        self._board = board
+        self._board = shared_metrics
         self.admission = Admission(
             max_requests=config.share(config.max_requests),
             max_wait_s=config.max_wait_s,
@@ -147,13 +148,13 @@ class Service:
             tokens_ahead=self._tokens_ahead,
             tokens_per_s=lambda: dispatcher.tokens_per_s,
         )
-        self.app = App(
+        self.app = Pipeline(
             config,
             admission=self.admission,
             tokenizer=tokenizer,
             scheduler=scheduler,
             dispatcher=dispatcher,
-            board=board,
+            shared_metrics=shared_metrics,
         )
         self.num_handled = 0
         """Requests that are being handled."""
@@ -209,10 +210,12 @@ class Services:
 
 
 class Gateway:
-    def __init__(self, config: GatewayConfig, start: GatewayStart, channel: Channel, board: Board) -> None:
+    def __init__(
+        self, config: GatewayConfig, start: GatewayStart, channel: Channel, shared_metrics: SharedMetrics
+    ) -> None:
         """Raises ModelError for a tokenizer that cannot be read, and TlsError for a certificate."""
         self._config = config
-        self._board = board
+        self._board = shared_metrics
         self._channel = channel
         self._epoch = start.epoch
         self._keys = config.keys
@@ -221,8 +224,8 @@ class Gateway:
         self._services = Services(self._make_service(config, start.generation, _read_tokenizer(config)))
         self._tls = ServerTls(config.tls_cert, config.tls_key) if config.tls_cert and config.tls_key else None
         self._preparing: dict[int, asyncio.Task[None]] = {}
-        self._observer = Observer(board)
-        self._access_log = AccessLog(config, board)
+        self._observer = Observer(shared_metrics)
+        self._access_log = AccessLog(config, shared_metrics)
         self._address: tuple[str, int | None] = "", None
         self._server = Server(
             self._services,
@@ -234,7 +237,7 @@ class Gateway:
             max_connections_per_address=config.share(config.max_connections_per_address),
         )
         services = self._services
-        board.poll(
+        shared_metrics.poll(
             {
                 Gauge.REQUESTS: lambda: services.total(lambda service: service.admission.num_requests),
                 Gauge.QUEUED_SEQUENCES: lambda: services.total(lambda service: service.scheduler.queued_sequences),
@@ -261,7 +264,7 @@ class Gateway:
             on_met=lambda who: self._tell(WorkerMet(who.worker, who.life)),
             on_quarantined=lambda digest: self._tell(Quarantined(digest)),
             quarantine_key=self._quarantine_key,
-            board=self._board,
+            shared_metrics=self._board,
         )
         service = Service(config, generation, tokenizer, dispatcher, scheduler, self._board)
         service.app.on_reload = lambda: self._tell(ReloadAsked())
@@ -322,7 +325,7 @@ class Gateway:
     def _beat(self) -> None:
         """Tell the supervisor that the loop turns."""
         with suppress(OSError):
-            self._channel.send(Beat(), waits=False)
+            self._channel.send(Heartbeat(), waits=False)
         self._beating = asyncio.get_running_loop().call_later(_BEAT_S, self._beat)
 
     # --- what the supervisor says ---------------------------------------------------------------------------
@@ -497,9 +500,11 @@ class LoopWatch:
     second and 0.1 % to look 4 times.
     """
 
-    def __init__(self, board: Board, loop: asyncio.AbstractEventLoop, is_busy: Callable[[], bool]) -> None:
+    def __init__(
+        self, shared_metrics: SharedMetrics, loop: asyncio.AbstractEventLoop, is_busy: Callable[[], bool]
+    ) -> None:
         """Call on the running loop."""
-        self._board = board
+        self._board = shared_metrics
         self._loop = loop
         self._is_busy = is_busy
         self._published_at = 0.0

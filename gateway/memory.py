@@ -1,6 +1,6 @@
 """How much freed memory the process keeps, instead of giving it back and asking for it again.
 
-Owns one setting of the C library. Called by `gateway.main`, once, at the start.
+Owns one setting of the C library. Called by `vecd.gateway.main`, once, at the start.
 """
 
 _LARGEST_COUNTED_BYTES = 31 * 1024 * 1024

@@ -1,13 +1,13 @@
 """Where vecd remembers what was expensive to find out: choices of an engine, converted tokenizers.
 
-Owns the choice of the folder. Everything in it can be deleted at any time. Called by `launch.plan`.
+Owns the choice of the folder. Everything in it can be deleted at any time. Called by `vecd.launch.config.plan`.
 """
 
 import os
 from collections.abc import Mapping
 from pathlib import Path
 
-from launch.settings import Settings
+from vecd.launch.config.settings import Settings
 
 
 def cache_folder(settings: Settings, environ: Mapping[str, str] = os.environ) -> Path:

@@ -1,4 +1,4 @@
-"""The first lines of every process that the supervisor starts: `python -m launch.child KIND …`.
+"""The first lines of every process that the supervisor starts: `python -m vecd.launch.child KIND …`.
 
 Imports nothing before it knows what it is to become, so that the gateway stays without torch and the fork server
 without uvloop.
@@ -7,19 +7,19 @@ without uvloop.
 import sys
 from collections.abc import Callable
 
-from launch.failure import EXIT_COULD_NOT_START, EXIT_OK
+from vecd.launch.exit_codes import EXIT_COULD_NOT_START, EXIT_OK
 
 
 def gateway(control_fd: str) -> int:
-    from gateway.main import run
-    from shm.control import Channel
+    from vecd.gateway.main import run
+    from vecd.shm.control import Channel
 
     return run(Channel.from_fd(int(control_fd)))
 
 
 def forkserver(control_fd: str) -> int:
-    from shm.control import Channel
-    from workers.forkserver import serve
+    from vecd.shm.control import Channel
+    from vecd.workers.process.forkserver import serve
 
     return serve(Channel.from_fd(int(control_fd)))
 
@@ -28,11 +28,11 @@ def fetch(model: str, revision: str, answer_fd: str) -> int:
     """Write the folder of a hub model to `answer_fd`, or one line about why there is none."""
     import os
 
-    from shm.card import ModelError
-    from workers.process import die_with_parent
+    from vecd.shm.card import ModelError
+    from vecd.workers.process.kernel import die_with_parent
 
     die_with_parent(os.getppid())  # nobody waits for the rest of a download any more
-    from workers import hub
+    from vecd.workers import hub
 
     with open(int(answer_fd), "w") as answer:
         try:
@@ -48,11 +48,11 @@ def convert(folder: str, vocab_size: str, answer_fd: str) -> int:
     import os
     from pathlib import Path
 
-    from shm.card import ModelError
-    from workers.process import die_with_parent
+    from vecd.shm.card import ModelError
+    from vecd.workers.process.kernel import die_with_parent
 
     die_with_parent(os.getppid())
-    from workers import conversion  # takes seconds
+    from vecd.workers import conversion  # takes seconds
 
     answer = Path(f"/proc/self/fd/{answer_fd}")
     try:
@@ -65,21 +65,21 @@ def convert(folder: str, vocab_size: str, answer_fd: str) -> int:
 
 def choose(answer_fd: str) -> int:
     """The order comes on stdin."""
-    from workers.choosing import serve
+    from vecd.workers.engines.selection_process import serve
 
     return serve(sys.stdin.read(), int(answer_fd))
 
 
 def check(answer_fd: str) -> int:
     """The orders come on stdin."""
-    from workers.checking import serve
+    from vecd.workers.check.orders import serve
 
     return serve(sys.stdin, int(answer_fd))
 
 
 def check_tokens(answer_fd: str) -> int:
     """The order comes on stdin."""
-    from launch.check_tokens import serve
+    from vecd.launch.check.tokens import serve
 
     return serve(sys.stdin, int(answer_fd))
 

@@ -4,7 +4,8 @@ Owns the table of architectures whose original implementation lives in a model's
 since taken in under other names. A row says what the original code does where the configuration is silent, what
 transformers' version always does, and how the names translate; a configuration that differs in anything else is
 refused, because a model that is nearly the right one gives vectors that are quietly wrong. Never runs a model's code,
-and never looks at it. Called by `shm.card` for the sizes and by `workers.loading` for the model.
+and never looks at it. Called by `vecd.shm.card` for the sizes and by `vecd.workers.engines.torch.loading` for the
+model.
 """
 
 from collections.abc import Callable, Mapping

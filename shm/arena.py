@@ -1,6 +1,6 @@
 """The arena: one anonymous shared-memory file per worker incarnation, cut into batch slots.
 
-Owns the geometry (`ArenaSpec`) and the making of the file. Never maps it: that is `shm.view`, which needs numpy,
+Owns the geometry (`ArenaSpec`) and the making of the file. Never maps it: that is `vecd.shm.views`, which needs numpy,
 and the supervisor, who calls this module, must stay small and must never touch the memory (a crashing worker
 cannot then take the supervisor along).
 
@@ -35,7 +35,7 @@ writes into memory that nobody reads any more.
 
 from dataclasses import dataclass
 
-from shm.memory import create_sealed
+from vecd.shm.sealed_memory import create_sealed
 
 _BYTES_PER_FLOAT, _BYTES_PER_NUMBER = 4, 8
 

@@ -12,7 +12,7 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
-from shm.architecture import native_config
+from vecd.shm.architecture import native_config
 
 POOLING_MODES = ("cls", "max", "mean", "mean_sqrt_len_tokens", "weightedmean", "lasttoken")
 """In the order in which sentence-transformers concatenates them where a model has several."""
@@ -63,7 +63,7 @@ class Step:
     out_dim: int = 0
     bias: bool = True
     activation: str = "identity"
-    """Of "dense": a key of `workers.pooling.ACTIVATIONS`."""
+    """Of "dense": a key of `vecd.workers.engines.torch.pooling.ACTIVATIONS`."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -102,7 +102,8 @@ class ModelCard:
     weights_bytes: int = 0
     """Of the files that the weights are in, those of modules behind the first included."""
     tokenizer_file: str = ""
-    """Absolute path of the fast tokenizer's file; empty if the model has none yet, and `launch.plan` converts it."""
+    """Absolute path of the fast tokenizer's file; empty if the model has none yet, and `vecd.launch.config.plan`
+    converts it."""
 
     def to_json(self) -> dict[str, Any]:
         return asdict(self)

@@ -12,7 +12,7 @@ JSON; descriptors ride along (SCM_RIGHTS). The end of the stream means that the 
     fork server → supervisor   ForkServerReady, WorkerForked (+ pidfd), ForkFailed, WorkerExited
     worker → supervisor        Progress, WorkerReady, ChildFailed
 
-Batches never travel here: that is `shm.wire`.
+Batches never travel here: that is `vecd.shm.wire`.
 """
 
 import errno
@@ -45,7 +45,7 @@ class GatewayStart:
     socket, and the admin one if there is one."""
 
     config: dict[str, Any]
-    """A `gateway.config.GatewayConfig` as plain JSON values, the same for each gateway."""
+    """A `vecd.gateway.types.config.GatewayConfig` as plain JSON values, the same for each gateway."""
     gateway: int
     """Its index, 0 … num_gateways - 1."""
     epoch: int
@@ -132,7 +132,7 @@ class NewKeys:
     """To every gateway: from now on these are the keys that callers may send."""
 
     keys: list[dict[str, Any]]
-    """Each a `gateway.config.ApiKey` as plain JSON values."""
+    """Each a `vecd.gateway.types.config.ApiKey` as plain JSON values."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -141,7 +141,7 @@ class GatewayReady:
 
 
 @dataclass(frozen=True, slots=True)
-class Beat:
+class Heartbeat:
     """From a gateway, about once a second: its event loop turns."""
 
 
@@ -189,10 +189,10 @@ class ForkServerStart:
     """The supervisor's, whose death before the fork server asks to die with it would otherwise go unseen."""
     modules: list[str]
     config: dict[str, Any] | None = None
-    """A `workers.config.WorkerConfig` as plain JSON values, whose engine the workers will share; None: each loads its
-    own, because what is on an accelerator does not survive a fork."""
+    """A `vecd.workers.config.WorkerConfig` as plain JSON values, whose engine the workers will share; None: each loads
+    its own, because what is on an accelerator does not survive a fork."""
     choose_command: list[str] = field(default_factory=list)
-    """The command line of `workers.choosing.serve`, but for its descriptor."""
+    """The command line of `vecd.workers.engines.selection_process.serve`, but for its descriptor."""
     log_level: str = "info"
     log_format: str = "text"
 
@@ -213,7 +213,7 @@ class ForkWorker:
     worker: int
     life: int
     config: dict[str, Any]
-    """A `workers.config.WorkerConfig` as plain JSON values."""
+    """A `vecd.workers.config.WorkerConfig` as plain JSON values."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -269,7 +269,7 @@ class ChildFailed:
 
 Message: TypeAlias = (
     GatewayStart | WorkerUp | WorkerDown | Drain | Prepare | Activate | Discard | ModelBroken | NewKeys
-    | GatewayReady | Beat | WorkerMet | WorkerStuck | Prepared | Retired | Quarantined | ReloadAsked
+    | GatewayReady | Heartbeat | WorkerMet | WorkerStuck | Prepared | Retired | Quarantined | ReloadAsked
     | ForkServerStart | ForkServerReady | ForkWorker | WorkerForked | ForkFailed | WorkerExited
     | Progress | WorkerReady | ChildFailed
 )  # fmt: skip

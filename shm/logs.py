@@ -1,8 +1,8 @@
 """The log of every process: one line on stderr for each thing said, for people or as JSON.
 
-Owns the two formats, and the root logger's handler. Writing is `shm.stderr`'s, which waits for nobody. Every process
-of a server calls `configure` once, and `change` when its configuration does; `say` and `announce` are for what whoever
-starts the server is told, which in text is no log line. docs/logs.md describes the fields.
+Owns the two formats, and the root logger's handler. Writing is `vecd.shm.stderr`'s, which waits for nobody. Every
+process of a server calls `configure` once, and `change` when its configuration does; `say` and `announce` are for what
+whoever starts the server is told, which in text is no log line. docs/logs.md describes the fields.
 
 No line can be forged by what stands in a message: in text, its further lines are indented and control characters are
 written as escapes; in JSON, all of it is one string. What floods is cut: of messages of one kind only so many a second
@@ -20,7 +20,7 @@ from contextlib import suppress
 from datetime import UTC, datetime
 from typing import Any
 
-from shm.stderr import Stderr
+from vecd.shm.stderr import Stderr
 
 JSON = "json"
 ACCESS = "vecd.access"

@@ -3,7 +3,8 @@
 Owns how bytes get there, and what of them waits meanwhile: a reader that has stopped (a full pipe, a terminal that is
 held) must not stop a server. A line is written at once where there is room for it, otherwise kept, and written by a
 thread that lives until nothing is kept any more; what is too much is lost, and counted. Never formats. Called by
-`shm.logs` alone, in every process; what C code, `faulthandler` or an ending interpreter writes does not go through it.
+`vecd.shm.logs` alone, in every process; what C code, `faulthandler` or an ending interpreter writes does not go through
+it.
 
 Writing must not wait, and O_NONBLOCK on the descriptor itself would be everybody's who has it, also of the shell that
 has started us. So by what stderr is:

@@ -1,8 +1,8 @@
 """The messages between the gateway and a worker, and their ZeroMQ frames.
 
-Owns the format of a frame. Never a socket: `gateway.dispatch` and `workers.loop` send and receive. Frames are
-fixed binary structs, never pickles, and every field is checked when it is read, because the peer may be another
-version, or broken.
+Owns the format of a frame. Never a socket: `vecd.gateway.dispatch.dispatcher` and `vecd.workers.process.loop` send and
+receive. Frames are fixed binary structs, never pickles, and every field is checked when it is read, because the peer
+may be another version, or broken.
 
     gateway (ROUTER) → worker (DEALER)     Probe, Batch
     worker (DEALER) → gateway (ROUTER)     Alive, Done, Failed
@@ -17,7 +17,7 @@ from dataclasses import dataclass
 from enum import IntEnum
 from typing import TypeAlias
 
-from shm.failure import FailureCode
+from vecd.shm.failure_code import FailureCode
 
 _VERSION = 2
 _HEADER = struct.Struct("<BBHIQ")  # kind, version, slot, epoch, number

@@ -8,16 +8,16 @@ import numpy as np
 import orjson
 from numpy.typing import NDArray
 
-from gateway.encoding import Encoder
-from gateway.http1 import Response
-from gateway.json_pieces import Bounds, PieceReader
-from gateway.operations import Ask, Call, Operation
-from gateway.request import Embedded, Overflow, Report, Source, Stages
-from gateway.served import Served
+from vecd.gateway.api.json_stream import Bounds, PieceReader
+from vecd.gateway.api.model_info import ModelInfo
+from vecd.gateway.api.operations import Ask, Call, Operation
+from vecd.gateway.encoding.fragments import Encoder
+from vecd.gateway.types.messages import Response
+from vecd.gateway.types.request import Embedded, Overflow, Report, Source, Stages
 
 REQUEST_ID = "req_1"
 STAGES = Stages(0.004, 0.001, 0.001, 0.002)
-PLAIN = Served(
+PLAIN = ModelInfo(
     model="minilm",
     aliases=(),
     is_strict=False,
@@ -47,14 +47,14 @@ def ask(
     operation: Operation,
     body: Mapping[str, Any],
     headers: Mapping[str, str] | None = None,
-    served: Served = PLAIN,
+    model_info: ModelInfo = PLAIN,
     *,
     in_pieces: bool = False,
 ) -> Ask:
     """What a body asks for; `in_pieces`: as if it were a large one."""
     assert operation.embed is not None
     fields = read_in_pieces(operation, body) if in_pieces else body
-    asked = operation.embed(Call(operation.fields.read(fields), headers or {}, served, REQUEST_ID))
+    asked = operation.embed(Call(operation.fields.read(fields), headers or {}, model_info, REQUEST_ID))
     assert isinstance(asked, Ask)
     return asked
 

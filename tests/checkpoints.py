@@ -21,16 +21,16 @@ from tokenizers import Tokenizer, models, pre_tokenizers
 from torch import Tensor
 from transformers import CONFIG_MAPPING, MODEL_FOR_MASKED_LM_MAPPING, MODEL_MAPPING, PreTrainedTokenizerFast
 
-from shm.arena import ArenaSpec
-from shm.card import read_card
-from shm.wire import Output
-from workers.agreement import vectors_of
-from workers.config import WorkerConfig
-from workers.engine import Engine, PackedBatch
-from workers.engines.build import build_engine
-from workers.engines.fused import FusedForward
-from workers.engines.products import type_between_layers
-from workers.engines.transformer import TransformerEngine
+from vecd.shm.arena import ArenaSpec
+from vecd.shm.card import read_card
+from vecd.shm.wire import Output
+from vecd.workers.config import WorkerConfig
+from vecd.workers.engine import Engine, PackedBatch
+from vecd.workers.engines.parity import vectors_of
+from vecd.workers.engines.torch.build import build_engine
+from vecd.workers.engines.torch.fused import FusedForward
+from vecd.workers.engines.torch.linear import type_between_layers
+from vecd.workers.engines.torch.transformer import TransformerEngine
 
 FLOATS_OF_FUSED = tuple(dtype for dtype in ("float32", "bfloat16") if type_between_layers(dtype) is not None)
 """Number formats that the fused path can be computed in on this processor."""

@@ -1,6 +1,6 @@
 """What a tokenizer says of texts, collected as an answer's writer would."""
 
-from gateway.request import Token
+from vecd.gateway.types.request import Token
 
 
 class Collected:

@@ -13,14 +13,16 @@ import numpy as np
 import pytest
 import zmq
 
-from gateway.board import Board
-from gateway.dispatch import Dispatcher
-from gateway.request import Chunk, ChunkedInput, Flow, Gathering, Priority, Sequence, TokenizedInput
-from gateway.scheduler import Scheduler
-from launch.sockets import make_zmq_endpoint
-from shm.arena import ArenaSpec, create_arena
-from shm.view import map_arena
-from shm.wire import Alive, Batch, Done, Incarnation, Output, Probe, decode_to_worker, encode
+from vecd.gateway.dispatch.dispatcher import Dispatcher
+from vecd.gateway.encoding.pending import ChunkedInput, PendingResult
+from vecd.gateway.scheduling.queue import QueuedSequence, RequestQueue
+from vecd.gateway.scheduling.scheduler import Scheduler
+from vecd.gateway.telemetry.shared_metrics import SharedMetrics
+from vecd.gateway.types.request import Chunk, Priority, TokenizedInput
+from vecd.launch.processes.sockets import make_zmq_endpoint
+from vecd.shm.arena import ArenaSpec, create_arena
+from vecd.shm.views import map_arena
+from vecd.shm.wire import Alive, Batch, Done, Incarnation, Output, Probe, decode_to_worker, encode
 
 SPEC = ArenaSpec(num_slots=2, rows_per_slot=8, dim=4)
 EPOCH = 7
@@ -110,8 +112,8 @@ class Rows:
         self.fragments[index] += (b"," if self.fragments[index] else b"") + numbers
 
 
-class Request(Gathering):
-    flow: Flow
+class Request(PendingResult):
+    request_queue: RequestQueue
 
     def __init__(self, num_rows: int) -> None:
         self._rows = Rows(num_rows)
@@ -138,7 +140,7 @@ class Bench:
         """`options` are the dispatcher's."""
         self.scheduler = Scheduler(16, SPEC.rows_per_slot, max_sequence_tokens=16)
         self.stuck: list[Incarnation] = []
-        self.board = Board.private()
+        self.shared_metrics = SharedMetrics.private()
         self.listening, self.address_fd = make_zmq_endpoint()
         self.dispatcher = Dispatcher(
             scheduler=self.scheduler,
@@ -146,7 +148,7 @@ class Bench:
             max_batch_tokens=16,
             batch_timeout_s=batch_timeout_s,
             on_stuck=self.stuck.append,
-            board=self.board,
+            shared_metrics=self.shared_metrics,
             **options,
         )
         self.workers: list[Worker] = []
@@ -167,26 +169,32 @@ class Bench:
     def request(self, *first_ids: int, length: int = 2, output: Output = Output.VECTORS) -> Request:
         request = self._open(len(first_ids))
         inputs = [tokenized([n] * length) for n in first_ids]
-        self._queue(request.flow, [Sequence(request.flow, i, item, output) for i, item in enumerate(inputs)])
+        self._queue(
+            request.request_queue,
+            [QueuedSequence(request.request_queue, i, item, output) for i, item in enumerate(inputs)],
+        )
         return request
 
     def tokens_of(self, *inputs: list[int]) -> Request:
         """A request for the rows of all tokens, of inputs with these ids."""
         request = self._open(len(inputs))
-        flow = request.flow
-        self._queue(flow, [Sequence(flow, i, tokenized(ids), Output.TOKENS) for i, ids in enumerate(inputs)])
+        request_queue = request.request_queue
+        self._queue(
+            request_queue,
+            [QueuedSequence(request_queue, i, tokenized(ids), Output.TOKENS) for i, ids in enumerate(inputs)],
+        )
         return request
 
     def chunked(self, *inputs: list[int]) -> Request:
         """A request of inputs in chunks, each of two tokens with one of these ids and of the same weight; an input of
         one id is no chunk."""
         request = self._open(len(inputs))
-        sequences: list[Sequence] = []
+        sequences: list[QueuedSequence] = []
         for index, ids in enumerate(inputs):
             chunked = ChunkedInput(len(ids), is_normalized=False) if len(ids) > 1 else None
             chunks = [Chunk(tokenized([n, n]).token_ids, 2, 1) for n in ids]
-            sequences += [Sequence(request.flow, index, chunk, chunked=chunked) for chunk in chunks]
-        self._queue(request.flow, sequences)
+            sequences += [QueuedSequence(request.request_queue, index, chunk, chunked=chunked) for chunk in chunks]
+        self._queue(request.request_queue, sequences)
         return request
 
     async def settled(self, batch: Batch) -> None:
@@ -197,11 +205,11 @@ class Bench:
 
     def _open(self, num_inputs: int) -> Request:
         request = Request(num_inputs)
-        request.flow = self.scheduler.open(request, Priority.NORMAL)
+        request.request_queue = self.scheduler.open(request, Priority.NORMAL)
         return request
 
-    def _queue(self, flow: Flow, sequences: list[Sequence]) -> None:
-        self.scheduler.add(flow, self.dispatcher.without_suspects(sequences), time.monotonic())
+    def _queue(self, request_queue: RequestQueue, sequences: list[QueuedSequence]) -> None:
+        self.scheduler.add(request_queue, self.dispatcher.without_suspects(sequences), time.monotonic())
         self.dispatcher.pump_soon()
 
     def close(self) -> None:

@@ -15,7 +15,7 @@ from typing import Any
 import httpx
 from jsonschema_rs import validator_for
 
-from gateway.operations import Dialect
+from vecd.gateway.api.operations import Dialect
 
 FOLDER = Path(__file__).parent / "dialects" / "golden"
 _MAX_NUMBERS, _MAX_CHARS = 8, 400

@@ -28,7 +28,7 @@ import numpy as np
 import psutil
 from canaries import Secrets
 
-from workers.process import die_with_parent
+from vecd.workers.process.kernel import die_with_parent
 
 START_TIMEOUT_S = 120.0
 STOP_TIMEOUT_S = 45.0
@@ -76,7 +76,7 @@ class Server:
         return [supervisor, *supervisor.children(recursive=True)]
 
     def gateway(self) -> psutil.Process:
-        return self._child("launch.child gateway")
+        return self._child("vecd.launch.child gateway")
 
     def gateways(self) -> dict[int, psutil.Process]:
         """Those that run, by index."""
@@ -94,7 +94,7 @@ class Server:
         raise AssertionError(f"gateway {gateway} accepts nothing")
 
     def workers(self) -> list[psutil.Process]:
-        return self._child("launch.child forkserver").children()
+        return self._child("vecd.launch.child forkserver").children()
 
     def _child(self, command: str) -> psutil.Process:
         [child] = [c for c in psutil.Process(self.pid).children() if command in " ".join(c.cmdline())]
@@ -155,7 +155,7 @@ def exact_server(*flags: str, must_exit_cleanly: bool = True) -> Iterator[Server
 
 
 def vecd(*flags: str) -> list[str]:
-    return [sys.executable, "-m", "supervisor", "serve", *flags]
+    return [sys.executable, "-m", "vecd", "serve", *flags]
 
 
 def clean_environment(folder: Path, env: dict[str, str]) -> dict[str, str]:

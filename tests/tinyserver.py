@@ -1,4 +1,5 @@
-"""A `gateway.server.Server` with a tiny app, on real sockets in the test's own process, and raw clients of it."""
+"""A `vecd.gateway.http.server.Server` with a tiny app, on real sockets in the test's own process, and raw clients of
+it."""
 
 import asyncio
 import gc
@@ -16,11 +17,12 @@ from typing import Any
 import uvloop
 from certificates import Certificate
 
-from gateway.dialects import openai
-from gateway.errors import ApiError, BadRequest, InvalidApiKey
-from gateway.http1 import HttpRequest, Limits, Response
-from gateway.server import Server, Timeouts
-from gateway.tls import ServerTls
+from vecd.gateway.api.dialects import openai
+from vecd.gateway.http.contract import Timeouts
+from vecd.gateway.http.server import Server
+from vecd.gateway.http.tls import ServerTls
+from vecd.gateway.types.errors import ApiError, BadRequest, InvalidApiKey
+from vecd.gateway.types.messages import HttpRequest, Limits, Response
 
 DEADLINE_S = 20.0
 """For everything that a test waits for."""
@@ -189,7 +191,7 @@ class Listening:
 
 
 @dataclass
-class Served:
+class ModelInfo:
     app: TinyApp
     server: Server
     listening: Listening
@@ -229,19 +231,19 @@ async def serving(
     admin: Listening | None = None,
     tls: ServerTls | None = None,
     **options: Any,
-) -> AsyncIterator[Served]:
+) -> AsyncIterator[ModelInfo]:
     app = TinyApp()
     limits = limits or Limits(max_body_bytes=1_000_000)
     server = Server(app, limits=limits, timeouts=timeouts, max_connections=max_connections, clock=clock, **options)
-    served = Served(app, server, sock or listening(), admin)
-    await server.start(served.listening.sock, tls=tls or served.listening.tls)
+    model_info = ModelInfo(app, server, sock or listening(), admin)
+    await server.start(model_info.listening.sock, tls=tls or model_info.listening.tls)
     if admin is not None:
         await server.start(admin.sock, is_admin=True)
     try:
-        yield served
+        yield model_info
     finally:
         await server.drain(0)
-        for client in served.clients:
+        for client in model_info.clients:
             client.writer.transport.abort()
     assert server.num_connections == 0
     assert server.num_requests_in_flight == 0

@@ -1,6 +1,6 @@
 """Makes `gateway/data/cl100k_base.bin` of the table that tiktoken publishes: `python tools/make_cl100k.py TABLE`.
 
-Owns the file's format, which `gateway.cl100k` reads: zlib's compression of
+Owns the file's format, which `vecd.gateway.tokenization.cl100k` reads: zlib's compression of
 
     number of ids N   uint32, little-endian
     lengths           uint8 [N]; 0 where there is no such id

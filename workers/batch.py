@@ -1,15 +1,15 @@
 """From a batch message to a batch that an engine may be given.
 
 Owns the checks on what the gateway sent: a worker computes nothing that could index outside a slot, the vocabulary
-or the table of positions. Pure. Called by `workers.loop`.
+or the table of positions. Pure. Called by `vecd.workers.process.loop`.
 """
 
 import numpy as np
 
-from shm.arena import ArenaSpec
-from shm.card import ModelCard
-from shm.wire import Batch, Output
-from workers.engine import PackedBatch
+from vecd.shm.arena import ArenaSpec
+from vecd.shm.card import ModelCard
+from vecd.shm.wire import Batch, Output
+from vecd.workers.engine import PackedBatch
 
 
 class BadBatch(Exception):

@@ -11,8 +11,8 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
-from shm.arena import ArenaSpec
-from shm.card import ModelCard
+from vecd.shm.arena import ArenaSpec
+from vecd.shm.card import ModelCard
 
 ENGINES = ("auto", "fused", "packed", "padded", "weightless")
 
@@ -36,7 +36,7 @@ class WorkerConfig:
     cache_folder: str
     """Where the choice of an engine is remembered; empty: nowhere."""
     log_format: str = "text"
-    """As `shm.logs` has it."""
+    """As `vecd.shm.logs` has it."""
 
     def to_json(self) -> dict[str, Any]:
         return asdict(self)

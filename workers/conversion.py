@@ -2,7 +2,7 @@
 
 Owns the call of transformers' AutoTokenizer, and the proof that the file gives the same ids. Equality with
 AutoTokenizer is what right means, because sentence-transformers tokenizes with it. Runs no code of the model's. Called
-by `launch.child` in a process of its own, once for each model.
+by `vecd.launch.child` in a process of its own, once for each model.
 """
 
 import importlib.util
@@ -16,7 +16,7 @@ import tokenizers
 import transformers
 from transformers import AutoTokenizer
 
-from shm.card import ModelError, vocabulary_files
+from vecd.shm.card import ModelError, vocabulary_files
 
 _PROBES = (
     "",

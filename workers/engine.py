@@ -1,7 +1,8 @@
 """What an engine is: it turns a batch into the rows of a slot.
 
 Owns the `Engine` protocol, the batch it is given, and the way from a worker's configuration to an engine. Imports
-torch only when a configuration asks for a model. Called by `workers.main` (load) and `workers.loop` (begin, finish).
+torch only when a configuration asks for a model. Called by `vecd.workers.process.main` (load) and
+`vecd.workers.process.loop` (begin, finish).
 """
 
 from collections.abc import Callable, Sequence
@@ -11,12 +12,12 @@ from typing import TYPE_CHECKING, Any, Protocol, TypeAlias
 import numpy as np
 from numpy.typing import NDArray
 
-from shm.view import Rows
-from shm.wire import Output
-from workers.config import WorkerConfig
+from vecd.shm.views import Rows
+from vecd.shm.wire import Output
+from vecd.workers.config import WorkerConfig
 
 if TYPE_CHECKING:
-    from workers.engines.chosen import ChooseElsewhere
+    from vecd.workers.engines.load import ChooseElsewhere
 
 Report: TypeAlias = Callable[[str], None]
 """Called with the name of each stage of loading as it begins, for the operator."""
@@ -108,12 +109,12 @@ def load_engine(config: WorkerConfig, report: Report, choose_elsewhere: "ChooseE
     """
     # Imported here: the weightless engine must not load torch, and the fork server imports this module.
     if config.engine == "weightless":
-        from workers.engines.weightless import WeightlessEngine
+        from vecd.workers.engines.dummy import DummyEngine
 
         report("making a weightless engine")
         card = config.card
-        return WeightlessEngine(card.dim, card.hidden_size, is_normalized=card.is_normalized)
-    from workers.engines.chosen import load_chosen_engine
+        return DummyEngine(card.dim, card.hidden_size, is_normalized=card.is_normalized)
+    from vecd.workers.engines.load import load_chosen_engine
 
     return load_chosen_engine(config, report, choose_elsewhere)
 

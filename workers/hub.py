@@ -14,7 +14,7 @@ from huggingface_hub.errors import (
     RevisionNotFoundError,
 )
 
-from shm.card import ModelError
+from vecd.shm.card import ModelError
 
 _WANTED = ["*.json", "*.txt", "*.model", "*.safetensors"]
 _UNWANTED = ["onnx/*", "openvino/*", "*.onnx*", "coreml/*"]

@@ -1,7 +1,8 @@
 """The order in which a worker computes the sequences of a batch: by length, so that equal lengths form runs.
 
 Owns the sorting, and the way back to the order of the batch. Pure numpy, no torch. Called by
-`workers.engines.transformer`; the runs are used by `workers.packing` and `workers.pooling`.
+`vecd.workers.engines.torch.transformer`; the runs are used by `vecd.workers.engines.torch.packed_attention` and
+`vecd.workers.engines.torch.pooling`.
 """
 
 from dataclasses import dataclass
@@ -9,7 +10,7 @@ from dataclasses import dataclass
 import numpy as np
 from numpy.typing import NDArray
 
-from workers.engine import PackedBatch
+from vecd.workers.engine import PackedBatch
 
 
 @dataclass(frozen=True, slots=True)

@@ -1,7 +1,7 @@
 """`vecd embed`: rows of files in, vectors out, exactly once each, whatever dies meanwhile.
 
 Owns the order of things: flags, inputs, the output's lock, the journal, the server, the run, the final files; and what
-is said at the end. Talks only HTTP. Called as `vecd embed` or `python -m client.bulk.command`.
+is said at the end. Talks only HTTP. Called as `vecd embed` or `python -m vecd.client.bulk.command`.
 
 Exit codes: 0 OUT is there; 1 the run ended before that, and can go on; 2 nothing was begun: flags, inputs or an
 unfinished run do not go together; 130 and 143 interrupted, and can go on.
@@ -16,16 +16,16 @@ from contextlib import contextmanager
 
 import uvloop
 
-from client.bulk.inputs import Input, check_readable, find_inputs
-from client.bulk.journal import Commit, Journal, JournalError
-from client.bulk.options import Options, parse_options
-from client.bulk.output import Output, journal_path
-from client.bulk.own_server import StartFailed, own_server
-from client.bulk.parts import PartError
-from client.bulk.progress import BulkLine, in_words
-from client.bulk.rows import InputError
-from client.bulk.session import Session
-from client.connection import parse_target
+from vecd.client.bench.connection import parse_target
+from vecd.client.bulk.inputs import Input, check_readable, find_inputs
+from vecd.client.bulk.journal import Commit, Journal, JournalError
+from vecd.client.bulk.options import Options, parse_options
+from vecd.client.bulk.output import Output, journal_path
+from vecd.client.bulk.own_server import StartFailed, own_server
+from vecd.client.bulk.parts import PartError
+from vecd.client.bulk.progress import BulkLine, in_words
+from vecd.client.bulk.rows import InputError
+from vecd.client.bulk.session import Session
 
 EXIT_OK, EXIT_ENDED, EXIT_NOT_BEGUN = 0, 1, 2
 

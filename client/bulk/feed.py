@@ -1,6 +1,6 @@
 """Rows of all inputs, in batches, read ahead by a thread of its own.
 
-Owns that thread, the sizes of batches, and the numbers of rows. Called by `client.bulk.run`.
+Owns that thread, the sizes of batches, and the numbers of rows. Called by `vecd.client.bulk.run`.
 
 A thread, because a pipe gives its next line when it pleases, and meanwhile answers have to be received and committed.
 It is a daemon: a process that ends does not wait for a pipe.
@@ -14,8 +14,8 @@ from collections.abc import Iterable, Iterator, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 
-from client.bulk.inputs import Input, Shape, open_reader
-from client.bulk.rows import Batch, InputError, Item, Position, Row
+from vecd.client.bulk.inputs import Input, Shape, open_reader
+from vecd.client.bulk.rows import Batch, InputError, Item, Position, Row
 
 _BATCHES_AHEAD = 2
 

@@ -1,7 +1,7 @@
 """The input files: which they are, whether they still are what they were, and their readers.
 
-Owns open files, formats by suffix, and the identity that a run which goes on compares. Called by `client.bulk.feed` and
-`client.bulk.command`.
+Owns open files, formats by suffix, and the identity that a run which goes on compares. Called by
+`vecd.client.bulk.feed` and `vecd.client.bulk.command`.
 """
 
 import gzip
@@ -16,9 +16,9 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any, BinaryIO
 
-from client.bulk.lines import Lines
-from client.bulk.readers import CsvReader, JsonReader, TextReader, read_csv_header
-from client.bulk.rows import InputError, Position, Reader
+from vecd.client.bulk.lines import Lines
+from vecd.client.bulk.readers import CsvReader, JsonReader, TextReader, read_csv_header
+from vecd.client.bulk.rows import InputError, Position, Reader
 
 STDIN = "-"
 FORMATS = ("txt", "jsonl", "csv", "tsv", "parquet")
@@ -131,7 +131,7 @@ def open_reader(each: Input, shape: Shape, at: Position) -> Iterator[Reader]:
     """The input's reader, at that place of it. Raises InputError, also while it is read."""
     try:
         if each.format == "parquet":
-            from client.bulk.parquet import ParquetReader
+            from vecd.client.bulk.parquet import ParquetReader
 
             with ParquetReader(each.path, shape.field, shape.keep, at.offset, each.num_bytes) as reader:
                 yield reader

@@ -2,8 +2,8 @@
 
 Owns the journal file, `OUT.journal`: what was asked, of which inputs, of which model, and the last commit. It is
 replaced whole, by rename, after everything that it tells of is on the disk. So it is always true: rows that it does
-not know of may be in the parts of the output, and are cut off again. Called by `client.bulk.run` and
-`client.bulk.command`.
+not know of may be in the parts of the output, and are cut off again. Called by `vecd.client.bulk.run` and
+`vecd.client.bulk.command`.
 """
 
 import os
@@ -14,7 +14,7 @@ from typing import Any, Self
 
 import orjson
 
-from client.bulk.rows import Position
+from vecd.client.bulk.rows import Position
 
 _VERSION = 1
 
@@ -47,7 +47,7 @@ class Journal:
     on_bad_row: str
     inputs: list[dict[str, Any]]
     model: dict[str, Any]
-    """As `client.bulk.service.Model` tells of itself."""
+    """As `vecd.client.bulk.service.Model` tells of itself."""
     commit: Commit
 
     def with_commit(self, commit: Commit) -> Self:

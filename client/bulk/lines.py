@@ -1,7 +1,7 @@
 """Lines of a stream of bytes, and where each ends.
 
 Owns the cutting, in memory that depends on the longest line allowed and not on the stream. Knows nothing of what
-lines hold. Called by `client.bulk.readers`.
+lines hold. Called by `vecd.client.bulk.readers`.
 """
 
 from collections.abc import Callable, Iterator

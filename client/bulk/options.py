@@ -1,7 +1,7 @@
 """The flags of `vecd embed`, and what they mean together.
 
 Owns argv → `Options`: what is wrong is said in one line before anything is read or sent. Called by
-`client.bulk.command`.
+`vecd.client.bulk.command`.
 """
 
 import argparse
@@ -11,12 +11,12 @@ from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
-from client.bulk import inputs, output
-from client.bulk.feed import BatchSize
-from client.bulk.inputs import Shape
-from client.bulk.own_server import check_flags
-from client.bulk.service import Asked
-from client.connection import parse_target
+from vecd.client.bench.connection import parse_target
+from vecd.client.bulk import inputs, output
+from vecd.client.bulk.feed import BatchSize
+from vecd.client.bulk.inputs import Shape
+from vecd.client.bulk.own_server import check_flags
+from vecd.client.bulk.service import Asked
 
 ON_BAD_ROW = ("blank", "skip", "fail")
 _OWN_NAMES = ("row", "embedding")

@@ -1,13 +1,13 @@
 """Vectors in their final form: .npy, .jsonl, .parquet, and beside them which rows they are and which were rejected.
 
 Owns what is written for a row, and the making of the final files of the parts, which appear under their names only
-when they are whole. Called by `client.bulk.run` and `client.bulk.command`.
+when they are whole. Called by `vecd.client.bulk.run` and `vecd.client.bulk.command`.
 
     OUT.part                     vectors end to end (.npy: behind a header), or JSON lines
     OUT.rows.npy.part            of .npy: the number of each row
     OUT.fields.part              of .parquet: a JSON line a row, its number and what is kept
     OUT.rejected.jsonl.part      a JSON line for each row without a vector
-    OUT.journal                  `client.bulk.journal`
+    OUT.journal                  `vecd.client.bulk.journal`
 
 Parts come first, the journal second: it never tells of what is not there. At the end the journal says that all is
 there, the others are renamed, OUT last, and the journal is removed. Each of these steps may be done twice.
@@ -23,9 +23,9 @@ import numpy as np
 import orjson
 from numpy.typing import NDArray
 
-from client.bulk.journal import sync_folder
-from client.bulk.parts import Part, PartError
-from client.bulk.rows import Row
+from vecd.client.bulk.journal import sync_folder
+from vecd.client.bulk.parts import Part, PartError
+from vecd.client.bulk.rows import Row
 
 FORMATS = ("npy", "jsonl", "parquet")
 _NPY_HEADER_BYTES = 128
@@ -131,7 +131,7 @@ class _Parquet:
         return np.ascontiguousarray(done.vectors[keeps]).tobytes(), b"".join(fields)
 
     def finish(self, out: Path, parts: Sequence[Part], num_rows: int) -> Path:
-        from client.bulk.parquet import write_parquet
+        from vecd.client.bulk.parquet import write_parquet
 
         target = out.with_name(out.name + ".parquet.part")
         write_parquet(parts[0].path, parts[1].path, target, self._keep, self._dim, self._dtype)

@@ -1,6 +1,6 @@
 """A server of this command's own: started for one run, stopped at its end, and gone however that end comes.
 
-Owns the process. Knows `vecd serve` by its command line alone. Called by `client.bulk.command`.
+Owns the process. Knows `vecd serve` by its command line alone. Called by `vecd.client.bulk.command`.
 """
 
 import ctypes
@@ -61,8 +61,8 @@ def own_server(model: str | None, flags: Sequence[str], on_wait: Callable[[str],
     """
     reader, writer = os.pipe()
     command = [
-        # As `launch.programs` writes it: in the binary, sys.executable is the binary, and takes the same words.
-        sys.executable, "-P", "-m", "supervisor", "serve", *([model] if model else []), *flags,
+        # As `vecd.launch.programs` writes it: in the binary, sys.executable is the binary, and takes the same words.
+        sys.executable, "-P", "-m", "vecd", "serve", *([model] if model else []), *flags,
         "--port", "0", "--ready-fd", str(writer), "--drain-grace", "0",
     ]  # fmt: skip
     with tempfile.TemporaryFile() as log, os.fdopen(reader, "rb", buffering=0) as ready:

@@ -1,7 +1,7 @@
 """How many requests are under way at a time.
 
 Owns the number, which follows the server: enough for it to have about a second of work in hand, however fast it is, and
-no more. Pure but for the clock. Called by `client.bulk.service`.
+no more. Pure but for the clock. Called by `vecd.client.bulk.service`.
 
 More would buy nothing: a server that has a second of work never waits for this program, and what waits there longer
 holds memory, and is computed in vain when either of the two dies.

@@ -1,7 +1,7 @@
 """Parquet: rows out of a file, and vectors into one. The only module that imports pyarrow.
 
 Owns both in memory that depends on a row group and not on the file. Imported where it is needed, and only there:
-pyarrow may be missing, and takes 30 MB. Called by `client.bulk.inputs` and `client.bulk.output`.
+pyarrow may be missing, and takes 30 MB. Called by `vecd.client.bulk.inputs` and `vecd.client.bulk.output`.
 """
 
 import itertools
@@ -16,8 +16,8 @@ import pyarrow
 import pyarrow.parquet
 from numpy.typing import NDArray
 
-from client.bulk.readers import why_no_text
-from client.bulk.rows import InputError, Item
+from vecd.client.bulk.readers import why_no_text
+from vecd.client.bulk.rows import InputError, Item
 
 _ROWS_READ = 1024
 _GROUP_BYTES = 1 << 24

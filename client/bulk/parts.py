@@ -1,7 +1,7 @@
 """The files of an output while it is made: each only ever grows, and is cut back to what the journal knows.
 
 Owns the open files and the lock, which is on the first of them. Knows nothing of what is in them. Called by
-`client.bulk.output`.
+`vecd.client.bulk.output`.
 """
 
 import fcntl

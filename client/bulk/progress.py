@@ -1,7 +1,7 @@
 """How far a run is, how fast it goes, and how long it will take.
 
 Owns the line: rewritten four times a second on a terminal, a plain one every ten seconds elsewhere, and none when it is
-not wanted. Called by `client.bulk.run` and `client.bulk.command`.
+not wanted. Called by `vecd.client.bulk.run` and `vecd.client.bulk.command`.
 """
 
 import io

@@ -1,7 +1,7 @@
 """Lines → rows: texts, JSON lines, CSV.
 
 Owns what a row is in each format, and what is wrong with one that is none. Opens nothing. Called by
-`client.bulk.inputs`.
+`vecd.client.bulk.inputs`.
 """
 
 import csv
@@ -10,8 +10,8 @@ from typing import Any
 
 import orjson
 
-from client.bulk.lines import Lines
-from client.bulk.rows import InputError, Item
+from vecd.client.bulk.lines import Lines
+from vecd.client.bulk.rows import InputError, Item
 
 _BOM = b"\xef\xbb\xbf"
 _JSON_TYPES = {dict: "an object", list: "a list", bool: "true or false", int: "a number", float: "a number"}

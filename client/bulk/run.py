@@ -2,7 +2,8 @@
 
 Owns the order. Batches are under way side by side, and are written in the order of the input, so that what is done is
 always a beginning of it. Rows count as done when a commit says so, and that comes after the server has shown once more
-that it still has the model of the run's beginning, and after they are on the disk. Called by `client.bulk.command`.
+that it still has the model of the run's beginning, and after they are on the disk. Called by
+`vecd.client.bulk.command`.
 """
 
 import asyncio
@@ -18,13 +19,13 @@ from typing import Any
 import numpy as np
 import orjson
 
-from client.bulk.feed import Feed
-from client.bulk.inputs import Input, check_unchanged
-from client.bulk.journal import Commit, Journal
-from client.bulk.output import Done, Output
-from client.bulk.progress import Course, Moment
-from client.bulk.rows import Batch
-from client.bulk.service import Service, Vectors
+from vecd.client.bulk.feed import Feed
+from vecd.client.bulk.inputs import Input, check_unchanged
+from vecd.client.bulk.journal import Commit, Journal
+from vecd.client.bulk.output import Done, Output
+from vecd.client.bulk.progress import Course, Moment
+from vecd.client.bulk.rows import Batch
+from vecd.client.bulk.service import Service, Vectors
 
 _FIRST_COMMIT_S, _COMMIT_S = 0.25, 2.0
 """Between commits: what a run that is killed has to do again. Twice as long each time, up to the second."""

@@ -1,7 +1,7 @@
 """Texts → vectors, by a server that may be busy, restart, or refuse one of them.
 
 Owns the connections, the requests, what is done about each kind of failure, and how a model is told from another. Reads
-and writes no file. Called by `client.bulk.run`.
+and writes no file. Called by `vecd.client.bulk.run`.
 
 - Busy, restarting, out of reach (429, 503, 502, 504, 408, no connection): asked again, later each time or when the
   server says, as long as it answers anybody or came back within `retry_for_s`.
@@ -22,8 +22,17 @@ import numpy as np
 import orjson
 from numpy.typing import NDArray
 
-from client.bulk.pace import Pace
-from client.connection import Answer, BadAnswer, Connection, Target, connect, name_failure, render_get, render_post
+from vecd.client.bench.connection import (
+    Answer,
+    BadAnswer,
+    Connection,
+    Target,
+    connect,
+    name_failure,
+    render_get,
+    render_post,
+)
+from vecd.client.bulk.pace import Pace
 
 _AGENT = "vecd-embed"
 _PATH = "/v1/embeddings"

@@ -1,6 +1,6 @@
 """A run from the first contact with the server on: is it the same model, where does it begin, how does it end.
 
-Owns the wiring of feed, service and run, and the signals while they work. Called by `client.bulk.command`.
+Owns the wiring of feed, service and run, and the signals while they work. Called by `vecd.client.bulk.command`.
 """
 
 import asyncio
@@ -10,16 +10,16 @@ from collections.abc import Callable, Sequence
 from dataclasses import asdict
 from typing import NamedTuple
 
-from client.bulk.feed import BatchSize, Feed, read_batches
-from client.bulk.inputs import Input
-from client.bulk.journal import Commit, Journal, JournalError
-from client.bulk.options import Options
-from client.bulk.output import Output, journal_path
-from client.bulk.progress import BulkLine, Course, bar
-from client.bulk.rows import InputError, Position
-from client.bulk.run import BadRow, BulkRun, ModelChanged
-from client.bulk.service import Limits, Model, NotServed, ServerLost, Service
-from client.connection import Target
+from vecd.client.bench.connection import Target
+from vecd.client.bulk.feed import BatchSize, Feed, read_batches
+from vecd.client.bulk.inputs import Input
+from vecd.client.bulk.journal import Commit, Journal, JournalError
+from vecd.client.bulk.options import Options
+from vecd.client.bulk.output import Output, journal_path
+from vecd.client.bulk.progress import BulkLine, Course, bar
+from vecd.client.bulk.rows import InputError, Position
+from vecd.client.bulk.run import BadRow, BulkRun, ModelChanged
+from vecd.client.bulk.service import Limits, Model, NotServed, ServerLost, Service
 
 _SIGNALS = (signal.SIGINT, signal.SIGTERM)
 _BYTES_PER_CHAR = 6

@@ -56,7 +56,7 @@ def test_texts_have_about_as_many_tokens_as_is_said(name: str) -> None:
     from tokenizers import Tokenizer
 
     from benchmarks.servers import bundled_model
-    from client.texts import draw_texts
+    from vecd.client.bench.texts import draw_texts
 
     tokenizer = Tokenizer.from_file(str(Path(bundled_model()) / "tokenizer.json"))
     tokenizer.no_padding()

@@ -2,7 +2,7 @@ from pathlib import Path
 
 from benchmarks.ours import worker_config
 from benchmarks.servers import bundled_model
-from shm.card import read_card
+from vecd.shm.card import read_card
 
 
 def test_the_configuration_is_one_that_workers_take(tmp_path: Path) -> None:

@@ -4,7 +4,7 @@ import time
 
 import uvloop
 
-from client.alarm import Alarm
+from vecd.client.bench.alarm import Alarm
 
 DEADLINE_S = 20.0
 

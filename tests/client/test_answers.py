@@ -4,8 +4,8 @@ import numpy as np
 import orjson
 import pytest
 
-from client.answers import Receipt, read_answer, read_bytes, read_npy
-from client.connection import Answer, BadAnswer
+from vecd.client.bench.answers import Receipt, read_answer, read_bytes, read_npy
+from vecd.client.bench.connection import Answer, BadAnswer
 
 ITEM = {"object": "embedding", "index": 0, "embedding": [0.5, 0.5]}
 USAGE = {"prompt_tokens": 9, "total_tokens": 9}

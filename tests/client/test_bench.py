@@ -9,9 +9,9 @@ from typing import Any
 
 import pytest
 
-from client import report
-from client.bench import main
-from client.report import heading
+from vecd.client.bench import report
+from vecd.client.bench.command import main
+from vecd.client.bench.report import heading
 
 DEADLINE_S = 60.0
 
@@ -157,7 +157,17 @@ def test_an_interrupt_prints_what_was_measured(start_server: Callable[..., Any])
         return 200
 
     server = start_server(interrupt_at_100)
-    command = [sys.executable, "-m", "client.bench", "--url", server.url, "--clients", "2,4", "--warmup", "0"]
+    command = [
+        sys.executable,
+        "-m",
+        "vecd.client.bench.command",
+        "--url",
+        server.url,
+        "--clients",
+        "2,4",
+        "--warmup",
+        "0",
+    ]
     bench.append(subprocess.Popen([*command, "--duration", "600"], stdout=subprocess.PIPE, text=True))
     try:
         output, _ = bench[0].communicate(timeout=DEADLINE_S)
@@ -298,6 +308,7 @@ def test_a_table_that_nobody_takes_is_one_line_and_exit_1(
 
 
 def test_starting_loads_nothing_heavy() -> None:
-    code = "import sys, client.bench; print(*{'matplotlib', 'numpy', 'torch', 'hypothesis'} & set(sys.modules))"
+    heavy = {"matplotlib", "numpy", "torch", "hypothesis"}
+    code = f"import sys, vecd.client.bench.command; print(*{heavy} & set(sys.modules))"
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=DEADLINE_S, check=True)
     assert done.stdout.strip() == ""

@@ -4,8 +4,8 @@ from typing import Any
 
 import pytest
 
-from client import connection as connection_module
-from client.connection import (
+from vecd.client.bench import connection as connection_module
+from vecd.client.bench.connection import (
     Answer,
     BadAnswer,
     Connection,

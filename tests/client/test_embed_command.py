@@ -14,10 +14,10 @@ import pyarrow.parquet
 import pytest
 from bulk_server import DIM, BulkServer, vectors_of
 
-from client.bulk import run as run_module
-from client.bulk import service as service_module
-from client.bulk.command import main
-from client.bulk.service import PROBE
+from vecd.client.bulk import run as run_module
+from vecd.client.bulk import service as service_module
+from vecd.client.bulk.command import main
+from vecd.client.bulk.service import PROBE
 
 TEXTS = [f"text {n}" for n in range(100)]
 
@@ -465,7 +465,7 @@ def test_inputs_that_are_not_what_was_said(embed: Run, tmp_path: Path, capsys: p
 
 def test_closed_standard_streams(embed: Run, server: BulkServer, tmp_path: Path) -> None:
     """A file of ours that got their numbers would be read as the input, or be written into."""
-    words = f"{sys.executable} -m client.bulk.command - -o {embed.out} --url {server.url}"
+    words = f"{sys.executable} -m vecd.client.bulk.command - -o {embed.out} --url {server.url}"
     no_input = subprocess.run(f"{words} <&-", shell=True, capture_output=True, check=False)
     assert (no_input.returncode, b"standard input is closed" in no_input.stderr) == (2, True)
     assert subprocess.run(f"{words} 2>&- < {embed.source}", shell=True, check=False).returncode == 0

@@ -12,10 +12,10 @@ from bulk_server import DIM, vectors_of
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from client.bulk.journal import Commit, Journal, JournalError
-from client.bulk.output import Done, Output, journal_path, npy_header
-from client.bulk.parts import Part, PartError
-from client.bulk.rows import Item, Position, Row
+from vecd.client.bulk.journal import Commit, Journal, JournalError
+from vecd.client.bulk.output import Done, Output, journal_path, npy_header
+from vecd.client.bulk.parts import Part, PartError
+from vecd.client.bulk.rows import Item, Position, Row
 
 FORMATS = ("npy", "jsonl", "parquet")
 BAD = (3, 4, 9)

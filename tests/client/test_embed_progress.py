@@ -3,9 +3,9 @@ import io
 
 import pytest
 
-from client.bulk import progress
-from client.bulk.pace import FEWEST, MOST, Pace
-from client.bulk.progress import BulkLine, Course, Moment, bar, in_words
+from vecd.client.bulk import progress
+from vecd.client.bulk.pace import FEWEST, MOST, Pace
+from vecd.client.bulk.progress import BulkLine, Course, Moment, bar, in_words
 
 
 @pytest.mark.parametrize(

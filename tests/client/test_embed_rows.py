@@ -7,10 +7,10 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from client.bulk.feed import BatchSize, read_batches
-from client.bulk.inputs import Input, Shape, check_unchanged, find_inputs
-from client.bulk.lines import Lines
-from client.bulk.rows import InputError, Item, Position
+from vecd.client.bulk.feed import BatchSize, read_batches
+from vecd.client.bulk.inputs import Input, Shape, check_unchanged, find_inputs
+from vecd.client.bulk.lines import Lines
+from vecd.client.bulk.rows import InputError, Item, Position
 
 SHAPE = Shape("text", (), 1000)
 ONE_BATCH = BatchSize(1000, 1 << 20)

@@ -5,7 +5,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from client.histogram import MAX_VALUE, PRECISION, Histogram
+from vecd.client.bench.histogram import MAX_VALUE, PRECISION, Histogram
 
 # Of all magnitudes alike: uniform integers would nearly all be of the largest.
 VALUES = st.integers(0, MAX_VALUE.bit_length()).flatmap(lambda bits: st.integers(0, min((1 << bits) - 1, MAX_VALUE)))

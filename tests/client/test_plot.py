@@ -6,8 +6,8 @@ from typing import Any
 
 import pytest
 
-from client.bench import main
-from client.plot import PlotUnavailable, Point, draw_latency, require_matplotlib
+from vecd.client.bench.command import main
+from vecd.client.bench.plot import PlotUnavailable, Point, draw_latency, require_matplotlib
 
 HAS_MATPLOTLIB = importlib.util.find_spec("matplotlib") is not None
 needs_matplotlib = pytest.mark.skipif(not HAS_MATPLOTLIB, reason="matplotlib is the extra vecd[plot]")
@@ -65,8 +65,8 @@ def test_nothing_is_drawn_as_empty_axes(tmp_path: Path, curves: dict[str, list[P
 
 def test_a_point_a_run(start_server: Callable[..., Any], tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     drawn: list[dict[str, list[Point]]] = []
-    monkeypatch.setattr("client.options.require_matplotlib", lambda: None)
-    monkeypatch.setattr("client.bench.draw_latency", lambda curves, *_: drawn.append(curves))
+    monkeypatch.setattr("vecd.client.bench.options.require_matplotlib", lambda: None)
+    monkeypatch.setattr("vecd.client.bench.command.draw_latency", lambda curves, *_: drawn.append(curves))
     server = start_server()
     options = ["--clients", "1,2", "--requests", "5", "--warmup", "0", "--plot", str(tmp_path / "curve.png")]
     assert main(["--url", server.url, *options]) == 0

@@ -3,9 +3,9 @@ import math
 
 import pytest
 
-from client import progress as progress_module
-from client.progress import ProgressLine, describe
-from client.run import Progress
+from vecd.client.bench import progress as progress_module
+from vecd.client.bench.progress import ProgressLine, describe
+from vecd.client.bench.run import Progress
 
 
 def make_progress(**changes: object) -> Progress:

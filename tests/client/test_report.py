@@ -1,8 +1,8 @@
 import pytest
 
-from client import report
-from client.answers import Receipt
-from client.tally import Result, Tally, summarize
+from vecd.client.bench import report
+from vecd.client.bench.answers import Receipt
+from vecd.client.bench.tally import Result, Tally, summarize
 
 
 def make_result(

@@ -5,14 +5,14 @@ from typing import Any
 
 import pytest
 
-from client import contact as contact_module
-from client import open_loop as open_loop_module
-from client import run as run_module
-from client.connection import parse_target
-from client.load import MAX_RATE_PER_S, Bulk, Load, Unreachable
-from client.payload import RequestShape, render_requests
-from client.run import Progress, Run
-from client.tally import Result
+from vecd.client.bench import contact as contact_module
+from vecd.client.bench import open_loop as open_loop_module
+from vecd.client.bench import run as run_module
+from vecd.client.bench.connection import parse_target
+from vecd.client.bench.load import MAX_RATE_PER_S, Bulk, Load, Unreachable
+from vecd.client.bench.payload import RequestShape, render_requests
+from vecd.client.bench.run import Progress, Run
+from vecd.client.bench.tally import Result
 
 DEADLINE_S = 60.0
 

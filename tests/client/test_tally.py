@@ -4,9 +4,9 @@ import sys
 
 import pytest
 
-from client.answers import Receipt
-from client.histogram import Histogram
-from client.tally import Latency, Result, Tally, summarize
+from vecd.client.bench.answers import Receipt
+from vecd.client.bench.histogram import Histogram
+from vecd.client.bench.tally import Latency, Result, Tally, summarize
 
 
 def test_of_a_single_latency_all_figures_are_it() -> None:

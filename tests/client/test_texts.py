@@ -4,8 +4,8 @@ from pathlib import Path
 
 import pytest
 
-from client import texts as texts_module
-from client.texts import (
+from vecd.client.bench import texts as texts_module
+from vecd.client.bench.texts import (
     FixedWords,
     LognormalWords,
     draw_text,

@@ -5,9 +5,9 @@ import copy
 import orjson
 import pytest
 
-from client.top_frame import is_same_life, make_frame, percentile
-from client.top_history import NUM_REMEMBERED, History
-from client.top_stats import STAGES, NotStats, Stats, read_stats
+from vecd.client.top.frame import is_same_life, make_frame, percentile
+from vecd.client.top.history import NUM_REMEMBERED, History
+from vecd.client.top.stats import STAGES, NotStats, Stats, read_stats
 
 BOUNDS = [0.001, 0.01, 0.1]
 

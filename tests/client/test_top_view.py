@@ -6,11 +6,11 @@ import orjson
 import pytest
 from rich.console import Console
 
-from client.top_frame import make_frame
-from client.top_history import Trends
-from client.top_stats import read_stats
-from client.top_text import age, bar, duration, number, share, size, sparkline
-from client.top_view import Scene, draw
+from vecd.client.top.frame import make_frame
+from vecd.client.top.history import Trends
+from vecd.client.top.stats import read_stats
+from vecd.client.top.text import age, bar, duration, number, share, size, sparkline
+from vecd.client.top.view import Scene, draw
 
 
 def stats(num_workers: int, num_gateways: int, seconds: int):

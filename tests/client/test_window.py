@@ -1,6 +1,6 @@
 import math
 
-from client.window import ArrivalWindow, CountedWindow, TimedWindow
+from vecd.client.bench.window import ArrivalWindow, CountedWindow, TimedWindow
 
 
 def test_a_timed_run_measures_what_ends_inside_it() -> None:

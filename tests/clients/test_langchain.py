@@ -14,7 +14,7 @@ from clients.conftest import KEY, num_answers
 from clients.corpus import PLACES, numbers
 from clients.driving import Client, ClientError, running_client
 
-from gateway import cl100k
+from vecd.gateway.tokenization import cl100k
 
 _TABLE = "9b5ad71b2ce5302211f9c61530b329a4922fc6a4"
 """SHA-1 of the table's address: so tiktoken names the file."""

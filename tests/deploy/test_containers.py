@@ -15,9 +15,9 @@ from typing import Any
 import pytest
 import yaml
 
-from gateway.own_routes import OWN_ROUTES as ROUTES
-from launch.settings import load_settings
-from shm.board import Gauge
+from vecd.gateway.api.system_routes import OWN_ROUTES as ROUTES
+from vecd.launch.config.settings import load_settings
+from vecd.shm.shared_metrics import Gauge
 
 ROOT = Path(__file__).parents[2]
 DEPLOY = ROOT / "deploy"
@@ -74,8 +74,7 @@ def test_what_is_copied_exists_and_is_all_that_the_package_needs() -> None:
     sent = {line[1:] for line in lines if line.startswith("!")}
     assert [name for name in sent if not (ROOT / name).exists()] == []
     project = tomllib.loads((ROOT / "pyproject.toml").read_text())
-    setup = project["tool"]["setuptools"]
-    needed = {package.partition(".")[0] for package in setup["packages"]} | {f"{m}.py" for m in setup["py-modules"]}
+    needed = {"vecd", *(link.readlink().name for link in (ROOT / "vecd").iterdir() if link.is_symlink())}
     assert needed | {"pyproject.toml", "constraints.txt", project["project"]["readme"], "LICENSE"} == sent
     for rest in instructions("COPY"):
         if "--from" not in rest:

@@ -5,7 +5,7 @@ from pathlib import Path
 
 import pytest
 
-from supervisor import _USAGE
+from vecd.launch.cli import _USAGE
 
 ROOT = Path(__file__).parents[2]
 PAGES = sorted([ROOT / "README.md", *(ROOT / "docs").glob("**/*.md")])

@@ -20,8 +20,8 @@ import yaml
 from prometheus_client.parser import text_string_to_metric_families
 from serving import running_server
 
-from gateway.api import ENDPOINTS
-from shm.board import STATUSES
+from vecd.gateway.api.registry import ENDPOINTS
+from vecd.shm.shared_metrics import STATUSES
 
 ROOT = Path(__file__).parents[2]
 DASHBOARD = json.loads((ROOT / "deploy/grafana.json").read_text())

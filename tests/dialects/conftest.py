@@ -7,7 +7,7 @@ import pytest
 from asking import PLAIN
 from serving import Server, running_server
 
-from gateway.served import Served
+from vecd.gateway.api.model_info import ModelInfo
 
 
 @pytest.fixture(scope="session")
@@ -17,6 +17,6 @@ def weightless() -> Iterator[Server]:
 
 
 @pytest.fixture
-def served() -> Served:
+def model_info() -> ModelInfo:
     """A model without prompts, under any name; tests replace what they are about."""
     return replace(PLAIN, model="all-MiniLM-L6-v2", max_inputs=2048)

@@ -8,22 +8,22 @@ import httpx
 import numpy as np
 import pytest
 
-from gateway.dialects.cohere import DIALECT, FIELDS
-from gateway.errors import BadRequest, ModelNotFound
-from gateway.fields import Values
-from gateway.operations import Ask, Call
-from gateway.request import Dtype, Encoding, Form, Overflow, Priority
-from gateway.served import Served
+from vecd.gateway.api.dialects.cohere import DIALECT, FIELDS
+from vecd.gateway.api.fields import Values
+from vecd.gateway.api.model_info import ModelInfo
+from vecd.gateway.api.operations import Ask, Call
+from vecd.gateway.types.errors import BadRequest, ModelNotFound
+from vecd.gateway.types.request import Dtype, Encoding, Form, Overflow, Priority
 
 
 def test_golden(weightless):
     goldens.check("cohere", weightless.url, {"id"})
 
 
-def parse(served: Served, body: dict, path: str = "/v2/embed", headers: dict[str, str] | None = None) -> Ask:
+def parse(model_info: ModelInfo, body: dict, path: str = "/v2/embed", headers: dict[str, str] | None = None) -> Ask:
     operation = DIALECT.operations[f"POST {path}"]
     assert operation.embed is not None
-    ask = operation.embed(Call(FIELDS.read(body), headers or {}, served, "req_1"))
+    ask = operation.embed(Call(FIELDS.read(body), headers or {}, model_info, "req_1"))
     assert isinstance(ask, Ask)
     return ask
 
@@ -41,38 +41,38 @@ def parse(served: Served, body: dict, path: str = "/v2/embed", headers: dict[str
         (None, None),
     ],
 )
-def test_input_type_chooses_the_prompt(served, input_type, prompt):
-    served = replace(served, prompts={"query": "query: ", "passage": "passage: "})
-    ask = parse(served, {"texts": ["a"], "input_type": input_type})
+def test_input_type_chooses_the_prompt(model_info, input_type, prompt):
+    model_info = replace(model_info, prompts={"query": "query: ", "passage": "passage: "})
+    ask = parse(model_info, {"texts": ["a"], "input_type": input_type})
     assert ask.request.tokenizing.prompt == prompt
 
 
-def test_a_model_name_may_choose_the_prompt(served):
-    served = replace(served, prompts={"query": "query: ", "passage": "passage: "})
-    assert parse(served, {"texts": ["a"], "model": "m:query"}).request.tokenizing.prompt == "query: "
+def test_a_model_name_may_choose_the_prompt(model_info):
+    model_info = replace(model_info, prompts={"query": "query: ", "passage": "passage: "})
+    assert parse(model_info, {"texts": ["a"], "model": "m:query"}).request.tokenizing.prompt == "query: "
     both = {"texts": ["a"], "model": "m:query", "input_type": "search_query"}
-    assert parse(served, both).request.tokenizing.prompt == "query: "
+    assert parse(model_info, both).request.tokenizing.prompt == "query: "
 
 
-def test_an_input_type_that_contradicts_the_model_name_is_refused(served):
-    served = replace(served, prompts={"query": "query: ", "passage": "passage: "})
+def test_an_input_type_that_contradicts_the_model_name_is_refused(model_info):
+    model_info = replace(model_info, prompts={"query": "query: ", "passage": "passage: "})
     for input_type in ("search_document", "clustering"):
         with pytest.raises(BadRequest, match="'model' and 'input_type' contradict each other") as caught:
-            parse(served, {"texts": ["a"], "model": "m:query", "input_type": input_type})
+            parse(model_info, {"texts": ["a"], "model": "m:query", "input_type": input_type})
         assert caught.value.param == "input_type"
 
 
-def test_images_are_no_texts(served):
+def test_images_are_no_texts(model_info):
     """Unless the model has a prompt of that name."""
     with pytest.raises(BadRequest, match="'input_type' 'image' is not supported: this server embeds texts") as caught:
-        parse(served, {"texts": ["a"], "input_type": "image"})
+        parse(model_info, {"texts": ["a"], "input_type": "image"})
     assert caught.value.param == "input_type"
-    served = replace(served, prompts={"image": "an image of "})
-    assert parse(served, {"texts": ["a"], "input_type": "image"}).request.tokenizing.prompt == "an image of "
+    model_info = replace(model_info, prompts={"image": "an image of "})
+    assert parse(model_info, {"texts": ["a"], "input_type": "image"}).request.tokenizing.prompt == "an image of "
 
 
-def test_another_model_is_refused_where_names_matter(served):
-    strict = replace(served, is_strict=True, aliases=("embed-v4.0",))
+def test_another_model_is_refused_where_names_matter(model_info):
+    strict = replace(model_info, is_strict=True, aliases=("embed-v4.0",))
     parse(strict, {"texts": ["a"], "model": "embed-v4.0"})
     with pytest.raises(ModelNotFound):
         parse(strict, {"texts": ["a"], "model": "embed-v3.0"})
@@ -82,23 +82,25 @@ def test_another_model_is_refused_where_names_matter(served):
     ("truncate", "overflow"),
     [("NONE", Overflow.ERROR), ("START", Overflow.TRUNCATE_LEFT), ("END", Overflow.TRUNCATE), (None, None)],
 )
-def test_truncate(served, truncate, overflow):
-    assert parse(served, {"texts": ["a"], "truncate": truncate}).request.tokenizing.overflow is overflow
+def test_truncate(model_info, truncate, overflow):
+    assert parse(model_info, {"texts": ["a"], "truncate": truncate}).request.tokenizing.overflow is overflow
 
 
-def test_max_tokens_beyond_the_models_are_the_models(served):
-    assert parse(served, {"texts": ["a"], "max_tokens": 16}).request.tokenizing.max_tokens == 16
-    for max_tokens in (served.max_tokens, 128_000):
-        assert parse(served, {"texts": ["a"], "max_tokens": max_tokens}).request.tokenizing.max_tokens is None
+def test_max_tokens_beyond_the_models_are_the_models(model_info):
+    assert parse(model_info, {"texts": ["a"], "max_tokens": 16}).request.tokenizing.max_tokens == 16
+    for max_tokens in (model_info.max_tokens, 128_000):
+        assert parse(model_info, {"texts": ["a"], "max_tokens": max_tokens}).request.tokenizing.max_tokens is None
 
 
-def test_output_dimension(served):
-    ask = parse(replace(served, is_matryoshka=True), {"texts": ["a"], "output_dimension": 64})
+def test_output_dimension(model_info):
+    ask = parse(replace(model_info, is_matryoshka=True), {"texts": ["a"], "output_dimension": 64})
     assert ask.request.dimensions == 64
 
 
-def test_each_type_is_a_form(served):
-    ask = parse(served, {"texts": ["a"], "embedding_types": ["base64", "int8", "uint8", "binary", "ubinary", "float"]})
+def test_each_type_is_a_form(model_info):
+    ask = parse(
+        model_info, {"texts": ["a"], "embedding_types": ["base64", "int8", "uint8", "binary", "ubinary", "float"]}
+    )
     assert ask.request.forms == (
         Form(Encoding.BASE64),
         Form(dtype=Dtype.INT8),
@@ -109,29 +111,29 @@ def test_each_type_is_a_form(served):
     )
 
 
-def test_int8_of_vectors_that_are_not_of_length_1_is_refused(served):
+def test_int8_of_vectors_that_are_not_of_length_1_is_refused(model_info):
     with pytest.raises(BadRequest) as caught:
-        parse(replace(served, is_normalized=False), {"texts": ["a"], "embedding_types": ["int8"]})
+        parse(replace(model_info, is_normalized=False), {"texts": ["a"], "embedding_types": ["int8"]})
     assert caught.value.param == "embedding_types"
 
 
-def test_priority_of_the_body_wins_over_the_header(served):
+def test_priority_of_the_body_wins_over_the_header(model_info):
     headers = {"x-vecd-priority": "bulk", "x-vecd-timeout-ms": "1500"}
-    ask = parse(served, {"texts": ["a"], "priority": -1}, headers=headers)
+    ask = parse(model_info, {"texts": ["a"], "priority": -1}, headers=headers)
     assert ask.request.priority is Priority.INTERACTIVE
     assert ask.request.timeout_s == 1.5
-    assert parse(served, {"texts": ["a"]}, headers=headers).request.priority is Priority.BULK
+    assert parse(model_info, {"texts": ["a"]}, headers=headers).request.priority is Priority.BULK
 
 
-def test_more_texts_than_the_server_takes_are_refused(served):
-    served = replace(served, max_inputs=3)
-    parse(served, {"texts": ["a"] * 3})
+def test_more_texts_than_the_server_takes_are_refused(model_info):
+    model_info = replace(model_info, max_inputs=3)
+    parse(model_info, {"texts": ["a"] * 3})
     for body in ({"texts": ["a"] * 4}, {"inputs": [{"content": [{"type": "text", "text": "a"}]}] * 4}):
         with pytest.raises(BadRequest, match="4 inputs, at most 3"):
-            parse(served, body)
+            parse(model_info, body)
 
 
-def test_no_refusal_quotes_a_text(served):
+def test_no_refusal_quotes_a_text(model_info):
     secret = "a text that nobody may see"
     for body in (
         {"inputs": [{"content": [{"type": secret, "text": "a"}]}]},
@@ -142,17 +144,17 @@ def test_no_refusal_quotes_a_text(served):
         {"images": [secret]},
     ):
         with pytest.raises(BadRequest) as caught:
-            parse(served, body)
+            parse(model_info, body)
         assert secret not in caught.value.message
 
 
 # --- what is answered -------------------------------------------------------------------------------------------
 
 
-def test_echoed_texts_outlive_the_inputs(served):
+def test_echoed_texts_outlive_the_inputs(model_info):
     """They are cleared once they are tokenized."""
     texts = ['"a"', "é", ""]
-    ask = parse(served, {"texts": list(texts)})
+    ask = parse(model_info, {"texts": list(texts)})
     ask.request.inputs.clear()
     assert json.loads(b"[%b]" % b"".join(ask.render.keywords["echoed"])) == texts  # type: ignore[attr-defined]
 

@@ -8,11 +8,11 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from gateway.dialects import cohere, ollama
-from gateway.errors import BadRequest, NotFound
-from gateway.fields import Field
-from gateway.http1 import Response
-from gateway.operations import Ask, Call, Operation
+from vecd.gateway.api.dialects import cohere, ollama
+from vecd.gateway.api.fields import Field
+from vecd.gateway.api.operations import Ask, Call, Operation
+from vecd.gateway.types.errors import BadRequest, NotFound
+from vecd.gateway.types.messages import Response
 
 SECRET = "S3cr3t"
 OPERATIONS = {
@@ -63,16 +63,18 @@ def _other(field: Field[Any]) -> st.SearchStrategy[Any]:
 @pytest.mark.parametrize("at", OPERATIONS)
 @settings(max_examples=75, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
 @given(data=st.data(), is_strict=st.booleans())
-def test_a_body_is_taken_or_refused(served, at, data, is_strict):
+def test_a_body_is_taken_or_refused(model_info, at, data, is_strict):
     operation = OPERATIONS[at]
-    served = replace(served, is_strict=is_strict, max_inputs=2, prompts={"query": "query: "}, is_matryoshka=True)
+    model_info = replace(
+        model_info, is_strict=is_strict, max_inputs=2, prompts={"query": "query: "}, is_matryoshka=True
+    )
     body = data.draw(bodies(operation))
     run = operation.embed or operation.reply
     assert run is not None
     refusal = ""
     asked: Ask | Response | None = None
     try:
-        asked = run(Call(operation.fields.read(body), {}, served, "req_1"))
+        asked = run(Call(operation.fields.read(body), {}, model_info, "req_1"))
     except (BadRequest, NotFound) as error:
         refusal = error.message
     assert SECRET not in refusal

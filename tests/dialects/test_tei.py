@@ -13,8 +13,10 @@ from asking import PLAIN
 from hypothesis import given
 from hypothesis import strategies as st
 
-from gateway.dialects.tei import DIALECT, render_error
-from gateway.errors import (
+from vecd.gateway.api.dialects.tei import DIALECT, render_error
+from vecd.gateway.api.model_info import ModelInfo
+from vecd.gateway.api.operations import Ask, Call
+from vecd.gateway.types.errors import (
     ApiError,
     BadRequest,
     DeadlinePassed,
@@ -31,26 +33,24 @@ from gateway.errors import (
     Unavailable,
     WrongModel,
 )
-from gateway.operations import Ask, Call
-from gateway.request import EmbedRequest, Encoding, Overflow
-from gateway.served import Served
-from shm.wire import Output
+from vecd.gateway.types.request import EmbedRequest, Encoding, Overflow
+from vecd.shm.wire import Output
 
 
 def test_golden(weightless):
     goldens.check("tei", weightless.url, set())
 
 
-def call(served: Served, path: str, body: dict[str, Any], headers: dict[str, str] | None = None) -> Call:
-    return Call(DIALECT.operations[f"POST {path}"].fields.read(body), headers or {}, served, "req_1")
+def call(model_info: ModelInfo, path: str, body: dict[str, Any], headers: dict[str, str] | None = None) -> Call:
+    return Call(DIALECT.operations[f"POST {path}"].fields.read(body), headers or {}, model_info, "req_1")
 
 
 def request_of(
-    served: Served, path: str = "/embed", headers: dict[str, str] | None = None, **body: Any
+    model_info: ModelInfo, path: str = "/embed", headers: dict[str, str] | None = None, **body: Any
 ) -> EmbedRequest:
     operation = DIALECT.operations[f"POST {path}"]
     assert operation.embed is not None
-    ask = operation.embed(call(served, path, {"inputs": "a", **body}, headers))
+    ask = operation.embed(call(model_info, path, {"inputs": "a", **body}, headers))
     assert isinstance(ask, Ask)
     return ask.request
 
@@ -83,32 +83,32 @@ _CUT, _CUT_LEFT, _ERROR, _CHUNK = Overflow.TRUNCATE, Overflow.TRUNCATE_LEFT, Ove
         (_CHUNK, False, None, _ERROR),
     ],
 )
-def test_what_becomes_of_a_long_text(served, default, truncate, direction, expected):
+def test_what_becomes_of_a_long_text(model_info, default, truncate, direction, expected):
     """None: the server's default."""
-    served = replace(served, overflow=default)
-    request = request_of(served, truncate=truncate, truncation_direction=direction)
+    model_info = replace(model_info, overflow=default)
+    request = request_of(model_info, truncate=truncate, truncation_direction=direction)
     assert request.tokenizing.overflow is expected
 
 
-def test_vectors_have_length_1_unless_they_are_asked_for_as_they_are(served):
+def test_vectors_have_length_1_unless_they_are_asked_for_as_they_are(model_info):
     for body in ({}, {"normalize": None}, {"normalize": True}):
-        request = request_of(served, **body)
+        request = request_of(model_info, **body)
         assert (request.output, request.normalize) == (Output.VECTORS, True)
-    request = request_of(served, normalize=False)
+    request = request_of(model_info, normalize=False)
     assert (request.output, request.normalize) == (Output.UNNORMALIZED, False)
 
 
-def test_a_prompt_is_one_of_the_model_s(served):
-    served = replace(served, prompts={"query": "query: "}, default_prompt="default: ")
-    assert request_of(served, prompt_name="query").tokenizing.prompt == "query: "
-    assert request_of(served).tokenizing.prompt is None, "the model's default"
+def test_a_prompt_is_one_of_the_model_s(model_info):
+    model_info = replace(model_info, prompts={"query": "query: "}, default_prompt="default: ")
+    assert request_of(model_info, prompt_name="query").tokenizing.prompt == "query: "
+    assert request_of(model_info).tokenizing.prompt is None, "the model's default"
     tokenize = DIALECT.operations["POST /tokenize"].tokenize
     assert tokenize is not None
-    assert tokenize(call(served, "/tokenize", {"inputs": "a"})).prompt == "default: "
-    assert tokenize(call(served, "/tokenize", {"inputs": "a", "prompt_name": "query"})).prompt == "query: "
+    assert tokenize(call(model_info, "/tokenize", {"inputs": "a"})).prompt == "default: "
+    assert tokenize(call(model_info, "/tokenize", {"inputs": "a", "prompt_name": "query"})).prompt == "query: "
     with pytest.raises(BadRequest, match=r"'parameters\.prompt_name': the model has no prompt 'other'"):
         request_of(
-            served,
+            model_info,
             "/similarity",
             inputs={"source_sentence": "a", "sentences": ["b"]},
             parameters={"prompt_name": "other"},
@@ -130,14 +130,14 @@ COMPARED = {"source_sentence": "a", "sentences": ["b"]}
         ("/similarity", COMPARED),
     ],
 )
-def test_options_mean_the_same_wherever_they_stand(served, path, inputs):
+def test_options_mean_the_same_wherever_they_stand(model_info, path, inputs):
     """Clients of Hugging Face's endpoints have them in `parameters`, those of this API beside the texts."""
-    served = replace(served, prompts={"query": "query: "}, is_matryoshka=True)
+    model_info = replace(model_info, prompts={"query": "query: "}, is_matryoshka=True)
     options: dict[str, Any] = {"prompt_name": "query", "truncate": True, "truncation_direction": "left"}
     if path != "/embed_all":
         options["dimensions"] = 64
     asked = [
-        request_of(served, path, inputs=inputs, **body)
+        request_of(model_info, path, inputs=inputs, **body)
         for body in (
             options,
             {"parameters": options},
@@ -164,35 +164,35 @@ def test_options_mean_the_same_wherever_they_stand(served, path, inputs):
         ({"parameters": ["truncate"]}, "'parameters' must be an object, is a list"),
     ],
 )
-def test_options_are_refused_wherever_they_stand(served, inputs, body, message):
+def test_options_are_refused_wherever_they_stand(model_info, inputs, body, message):
     with pytest.raises(BadRequest) as caught:
-        request_of(replace(served, prompts={"query": "query: "}), "/", inputs=inputs, **body)
+        request_of(replace(model_info, prompts={"query": "query: "}), "/", inputs=inputs, **body)
     assert message in caught.value.message
 
 
-def test_vectors_are_answered_as_parameters_say_and_cosines_are_numbers(served):
-    assert request_of(served, "/", parameters={"encoding_format": "npy"}).forms[0].encoding is Encoding.NPY
-    assert request_of(served, "/", parameters={"normalize": False}).output is Output.UNNORMALIZED
+def test_vectors_are_answered_as_parameters_say_and_cosines_are_numbers(model_info):
+    assert request_of(model_info, "/", parameters={"encoding_format": "npy"}).forms[0].encoding is Encoding.NPY
+    assert request_of(model_info, "/", parameters={"normalize": False}).output is Output.UNNORMALIZED
     for body in ({"parameters": {"encoding_format": "npy"}}, {"encoding_format": "bytes"}):
         with pytest.raises(BadRequest, match="encoding_format' must be 'float': cosines are JSON"):
-            request_of(served, "/", inputs=COMPARED, **body)
+            request_of(model_info, "/", inputs=COMPARED, **body)
 
 
-def test_fewer_dimensions_of_a_model_made_for_it(served):
-    served = replace(served, is_matryoshka=True)
-    assert request_of(served, dimensions=64).dimensions == 64
-    assert request_of(served, dimensions=384).dimensions is None
+def test_fewer_dimensions_of_a_model_made_for_it(model_info):
+    model_info = replace(model_info, is_matryoshka=True)
+    assert request_of(model_info, dimensions=64).dimensions == 64
+    assert request_of(model_info, dimensions=384).dimensions is None
     with pytest.raises(BadRequest, match=r"'instances\[0\]\.dimensions'"):
-        request_of(served, "/vertex", instances=[{"inputs": "a", "dimensions": 385}])
+        request_of(model_info, "/vertex", instances=[{"inputs": "a", "dimensions": 385}])
 
 
-def test_headers_that_mean_the_same_everywhere(served):
+def test_headers_that_mean_the_same_everywhere(model_info):
     headers = {"x-vecd-priority": "bulk", "x-vecd-timeout-ms": "1500", "accept": "application/octet-stream"}
-    request = request_of(served, headers=headers)
+    request = request_of(model_info, headers=headers)
     assert request.priority is not None
     assert (request.priority.name, request.timeout_s, request.forms[0].encoding) == ("BULK", 1.5, Encoding.BYTES)
-    assert request_of(served, "/embed_all", headers=headers).timeout_s == 1.5
-    vertex = request_of(served, "/vertex", headers=headers, instances=[{"inputs": "a"}])
+    assert request_of(model_info, "/embed_all", headers=headers).timeout_s == 1.5
+    vertex = request_of(model_info, "/vertex", headers=headers, instances=[{"inputs": "a"}])
     assert (vertex.timeout_s, vertex.forms[0].encoding) == (1.5, Encoding.FLOAT)
 
 
@@ -203,14 +203,14 @@ def test_headers_that_mean_the_same_everywhere(served):
     ("default", "truncate", "expected"),
     [(_CUT, None, _CUT), (_CHUNK, None, _ERROR), (_CHUNK, True, _CUT), (_ERROR, None, _ERROR), (_CUT, False, _ERROR)],
 )
-def test_texts_are_not_split_where_every_token_counts(served, default, truncate, expected):
-    request = request_of(replace(served, overflow=default), "/embed_all", truncate=truncate)
+def test_texts_are_not_split_where_every_token_counts(model_info, default, truncate, expected):
+    request = request_of(replace(model_info, overflow=default), "/embed_all", truncate=truncate)
     assert (request.output, request.tokenizing.overflow) == (Output.TOKENS, expected)
 
 
-def test_tokens_that_have_no_room_are_refused(served):
+def test_tokens_that_have_no_room_are_refused(model_info):
     with pytest.raises(WrongModel, match="768 dimensions, and there is room for the 384"):
-        request_of(replace(served, hidden_size=768), "/embed_all")
+        request_of(replace(model_info, hidden_size=768), "/embed_all")
 
 
 # --- errors -----------------------------------------------------------------------------------------------------
@@ -345,15 +345,15 @@ def test_a_long_text_s_tokens_are_those_of_its_parts(weightless):
         ("a", "'instances' must be a list of objects, is a string"),
     ],
 )
-def test_instances_that_are_no_one_request_are_refused(served, instances, message):
+def test_instances_that_are_no_one_request_are_refused(model_info, instances, message):
     with pytest.raises(BadRequest, match=message):
-        request_of(replace(served, max_inputs=4), "/vertex", instances=instances)
+        request_of(replace(model_info, max_inputs=4), "/vertex", instances=instances)
 
 
-def test_instances_with_the_same_options_are_one_request(served):
+def test_instances_with_the_same_options_are_one_request(model_info):
     same: dict[str, Any] = {"truncate": True, "normalize": False}
     instances = [{"inputs": ["a", "b"], **same}, {"inputs": "c", "unknown": 1, "prompt_name": None, **same}]
-    request = request_of(served, "/vertex", instances=instances)
+    request = request_of(model_info, "/vertex", instances=instances)
     assert (request.inputs, request.output) == (["a", "b", "c"], Output.UNNORMALIZED)
     assert request.tokenizing.overflow is Overflow.TRUNCATE
 

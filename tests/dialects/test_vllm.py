@@ -11,12 +11,12 @@ import pytest
 from asking import PLAIN, answer, ask, body_of, read_in_pieces
 from serving import Server
 
-from gateway.dialects.vllm import DIALECT
-from gateway.errors import BadRequest, ModelNotFound
-from gateway.operations import Call, DecodeAsk, TokenizeAsk
-from gateway.request import Dtype, Encoding, Form, Overflow, Token, Tokenizing
-from gateway.served import Served
-from shm.wire import Output
+from vecd.gateway.api.dialects.vllm import DIALECT
+from vecd.gateway.api.model_info import ModelInfo
+from vecd.gateway.api.operations import Call, DecodeAsk, TokenizeAsk
+from vecd.gateway.types.errors import BadRequest, ModelNotFound
+from vecd.gateway.types.request import Dtype, Encoding, Form, Overflow, Token, Tokenizing
+from vecd.shm.wire import Output
 
 POOLING = DIALECT.operations["POST /pooling"]
 TOKENIZE = DIALECT.operations["POST /tokenize"]
@@ -63,17 +63,17 @@ def test_each_token_has_a_vector(weightless):
 
 def test_pooling_takes_what_embeddings_take():
     fields = {"input": ["a"], "model": "m:query", "truncate_prompt_tokens": 8, "embed_dtype": "float16"}
-    request = ask(POOLING, fields, served=E5).request
+    request = ask(POOLING, fields, model_info=E5).request
     assert (request.forms, request.output) == ((Form(Encoding.FLOAT, Dtype.FLOAT16),), Output.VECTORS)
     assert request.tokenizing == Tokenizing("query: ", Overflow.TRUNCATE, 8, are_ids_of_model=True)
-    request = ask(POOLING, {**fields, "task": "token_embed"}, served=E5).request
+    request = ask(POOLING, {**fields, "task": "token_embed"}, model_info=E5).request
     assert (request.output, request.normalize) == (Output.TOKENS, True)
     request = ask(POOLING, {"input": "a", "task": "token_embed", "normalize": False, "dimensions": 384}).request
     assert (request.output, request.normalize, request.dimensions) == (Output.TOKENS, False, None)
 
 
 @pytest.mark.parametrize(
-    ("fields", "served", "param", "says"),
+    ("fields", "model_info", "param", "says"),
     [
         ({"task": "retrieval.query"}, PLAIN, "task", "must be one of 'embed', 'token_embed', is 'retrieval.query'"),
         ({"task": "token_embed", "dimensions": 64}, PLAIN, "dimensions", "must be 384, as many as a token's"),
@@ -87,16 +87,18 @@ def test_pooling_takes_what_embeddings_take():
         ({"input_type": "query", "prompt": ""}, PLAIN, "input_type", "both choose the prompt"),
     ],
 )
-def test_what_pooling_refuses(fields, served, param, says):
+def test_what_pooling_refuses(fields, model_info, param, says):
     with pytest.raises(BadRequest) as caught:
-        ask(POOLING, {"input": "a", **fields}, served=served)
+        ask(POOLING, {"input": "a", **fields}, model_info=model_info)
     assert caught.value.param == param
     assert says in caught.value.message
 
 
 def test_tokens_go_with_a_server_whose_default_is_chunks_if_the_request_says_so():
-    served = replace(PLAIN, overflow=Overflow.CHUNK)
-    request = ask(POOLING, {"input": "a", "task": "token_embed", "truncate_prompt_tokens": -1}, served=served).request
+    model_info = replace(PLAIN, overflow=Overflow.CHUNK)
+    request = ask(
+        POOLING, {"input": "a", "task": "token_embed", "truncate_prompt_tokens": -1}, model_info=model_info
+    ).request
     assert request.tokenizing.overflow is Overflow.TRUNCATE
 
 
@@ -108,14 +110,14 @@ def test_the_answers_shape():
 # --- tokens -----------------------------------------------------------------------------------------------------
 
 
-def tokenize(body: dict[str, Any], served: Served = PLAIN) -> TokenizeAsk:
+def tokenize(body: dict[str, Any], model_info: ModelInfo = PLAIN) -> TokenizeAsk:
     assert TOKENIZE.tokenize is not None
-    return TOKENIZE.tokenize(Call(TOKENIZE.fields.read(body), {}, served))
+    return TOKENIZE.tokenize(Call(TOKENIZE.fields.read(body), {}, model_info))
 
 
-def detokenize(body: dict[str, Any], served: Served = PLAIN) -> DecodeAsk:
+def detokenize(body: dict[str, Any], model_info: ModelInfo = PLAIN) -> DecodeAsk:
     assert DETOKENIZE.decode is not None
-    return DETOKENIZE.decode(Call(DETOKENIZE.fields.read(body), {}, served))
+    return DETOKENIZE.decode(Call(DETOKENIZE.fields.read(body), {}, model_info))
 
 
 @pytest.mark.parametrize(

@@ -24,7 +24,7 @@ import psutil
 import pytest
 from serving import START_TIMEOUT_S, STOP_TIMEOUT_S, clean_environment, eventually
 
-from workers.process import die_with_parent
+from vecd.workers.process.kernel import die_with_parent
 
 MAX_WAITING = 50
 FLAGS = ["--engine", "weightless", "--workers", "1"]
@@ -38,7 +38,7 @@ for number, fd in enumerate([os.dup(fd) for fd in fds], start=3):
     os.set_inheritable(number, True)
 os.environ.update(LISTEN_FDS=str(len(fds)), LISTEN_PID=str(os.getpid()), LISTEN_FDNAMES="vecd:admin")
 os.environ.update(NOTIFY_SOCKET=notify, WATCHDOG_USEC="2000000", RUNTIME_DIRECTORY=os.getcwd())
-os.execv(sys.executable, [sys.executable, "-m", "supervisor", "serve", *flags])
+os.execv(sys.executable, [sys.executable, "-m", "vecd", "serve", *flags])
 """
 
 
@@ -171,7 +171,7 @@ class Service:
     @property
     def workers(self) -> list[psutil.Process]:
         children = psutil.Process(self.process.pid).children()
-        [server] = [child for child in children if "launch.child forkserver" in " ".join(child.cmdline())]
+        [server] = [child for child in children if "vecd.launch.child forkserver" in " ".join(child.cmdline())]
         return server.children()
 
 
@@ -209,7 +209,7 @@ def test_no_child_speaks_for_the_service_or_listens_for_it(service):
         assert not {"NOTIFY_SOCKET", "WATCHDOG_USEC", "LISTEN_FDS"} & child.environ().keys()
         if f"socket:[{inode}]" in [os.readlink(path) for path in Path(f"/proc/{child.pid}/fd").iterdir()]:
             listeners.append(" ".join(child.cmdline()))
-    assert ["launch.child gateway" in listener for listener in listeners] == [True]
+    assert ["vecd.launch.child gateway" in listener for listener in listeners] == [True]
 
 
 def test_the_admin_socket_is_handed_over_too(service):
@@ -255,6 +255,6 @@ def test_a_supervisor_that_is_stopped_is_not_alive(service):
 
 def reloading(service: Service) -> "subprocess.Popen[bytes]":
     """`vecd reload`, under way."""
-    command = [sys.executable, "-m", "supervisor", "reload", str(service.process.pid)]
+    command = [sys.executable, "-m", "vecd", "reload", str(service.process.pid)]
     environment = {**os.environ, "RUNTIME_DIRECTORY": str(service.systemd.folder)}
     return subprocess.Popen(command, env=environment, stderr=subprocess.PIPE)

@@ -19,13 +19,15 @@ from safetensors.numpy import save_file
 from serving import clean_environment, eventually
 from texts import make_texts
 
-from launch import check, check_measure, check_report
-from launch.check_children import Child
-from launch.check_machine import read_machine
-from launch.check_measure import Speeds, Wishes
-from launch.plan import Plan, make_plan
-from launch.settings import load_settings
-from shm.card import ModelError
+from vecd.launch.check import command as check
+from vecd.launch.check import measure as check_measure
+from vecd.launch.check import report as check_report
+from vecd.launch.check.children import Child
+from vecd.launch.check.machine import read_machine
+from vecd.launch.check.measure import Speeds, Wishes
+from vecd.launch.config.plan import Plan, make_plan
+from vecd.launch.config.settings import load_settings
+from vecd.shm.card import ModelError
 
 _HIDDEN, _LAYERS, _INNER, _POSITIONS = 8, 1, 16, 64
 
@@ -47,7 +49,7 @@ def test_the_bundled_model(environment: Path) -> None:
     """Chosen, and compared with the plain model and with sentence-transformers, on texts of one's own."""
     texts = environment.parent / "texts.txt"
     texts.write_text("\n".join(make_texts(20)).replace("\x00", ""))
-    command = [sys.executable, "-m", "supervisor", "check", "--json", "--quick", "--texts", str(texts)]
+    command = [sys.executable, "-m", "vecd", "check", "--json", "--quick", "--texts", str(texts)]
     done = subprocess.run(command, capture_output=True, text=True, timeout=220, check=False)
     assert done.returncode == 0, done.stderr
     report: dict[str, Any] = json.loads(done.stdout)
@@ -59,10 +61,10 @@ def test_the_bundled_model(environment: Path) -> None:
     plain, reference = path["agreements"]
     assert plain["against"] == "the plain model in float32"
     assert reference["against"].startswith("sentence-transformers")
-    for agreement in (plain, reference):
-        assert agreement["is_within_bounds"]
-        assert agreement["longest_tokens"] == 256
-        assert sum(row["num_texts"] for row in agreement["by_length"]) == agreement["num_texts"] > 15
+    for parity in (plain, reference):
+        assert parity["is_within_bounds"]
+        assert parity["longest_tokens"] == 256
+        assert sum(row["num_texts"] for row in parity["by_length"]) == parity["num_texts"] > 15
     assert any("longer than 256 tokens" in warning for warning in report["warnings"])
     assert 50 < path["shared_mb"] < 2000
     settings = {setting["name"]: setting["value"] for setting in report["advice"]["settings"]}

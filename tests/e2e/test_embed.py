@@ -12,7 +12,7 @@ from serving import Server, clean_environment, eventually, running_server
 from texts import make_texts
 from trials.test_embed import kill_twice_and_compare
 
-from client.bulk.command import main
+from vecd.client.bulk.command import main
 
 
 @pytest.fixture(scope="module")
@@ -42,7 +42,7 @@ def test_standard_input_through_a_server_of_its_own(tmp_path: Path) -> None:
     out = tmp_path / "v.npy"
     (tmp_path / "tmp").mkdir()
     own_server = ["--", "--engine", "weightless", "--workers", "1"]
-    command = [sys.executable, "-m", "supervisor", "embed", "-", "-o", str(out), *own_server]
+    command = [sys.executable, "-m", "vecd", "embed", "-", "-o", str(out), *own_server]
     environment = clean_environment(tmp_path, {})
     with subprocess.Popen(command, stdin=subprocess.PIPE, stderr=subprocess.PIPE, env=environment) as first:
         assert first.stdin is not None
@@ -65,7 +65,7 @@ def test_standard_input_through_a_server_of_its_own(tmp_path: Path) -> None:
 
 def test_a_server_that_cannot_start_is_told(tmp_path: Path) -> None:
     (tmp_path / "a.txt").write_text("one\n")
-    command = [sys.executable, "-m", "supervisor", "embed", "a.txt", "-o", "v.npy", "--model", "/no/such/model"]
+    command = [sys.executable, "-m", "vecd", "embed", "a.txt", "-o", "v.npy", "--model", "/no/such/model"]
     environment = clean_environment(tmp_path, {})
     done = subprocess.run(command, cwd=tmp_path, capture_output=True, env=environment, timeout=120, check=False)
     assert done.returncode == 2

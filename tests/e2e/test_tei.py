@@ -13,7 +13,7 @@ import pytest
 from serving import eventually, running_server
 from texts import make_texts
 
-from gateway.own_routes import root
+from vecd.gateway.api.system_routes import root
 
 WEIGHTLESS = ("--engine", "weightless", "--workers", "1")
 TEXTS = [*make_texts(14), "", "word " * 400]

@@ -22,7 +22,7 @@ import httpx
 import pytest
 from serving import Server, running_server
 
-from client.top import main as top
+from vecd.client.top.command import main as top
 
 DEADLINE_S = 60.0
 BACK = b"\x1b[?1049l"
@@ -33,13 +33,13 @@ EMBED_KEY, METRICS_KEY = "the-key-of-a-caller-0123456789", "the-key-of-a-dashboa
 
 
 @dataclass(frozen=True)
-class Served:
+class ModelInfo:
     server: Server
     admin_url: str
 
 
 @pytest.fixture(scope="module")
-def served(tmp_path_factory) -> Iterator[Served]:
+def served(tmp_path_factory) -> Iterator[ModelInfo]:
     """With keys, two gateways, and figures on a listener of their own."""
     keys = tmp_path_factory.mktemp("keys") / "keys.toml"
     keys.write_text(
@@ -55,10 +55,10 @@ def served(tmp_path_factory) -> Iterator[Served]:
     admin = keys.with_name("admin.sock")
     flags = ("--engine", "weightless", "--workers", "2", "--gateways", "2", "--keys-file", str(keys))
     with running_server(*flags, "--admin-uds", str(admin)) as server:
-        yield Served(server, f"unix:{admin}")
+        yield ModelInfo(server, f"unix:{admin}")
 
 
-def command(url: str, *flags: str, module: Sequence[str] = ("client.top",)) -> list[str]:
+def command(url: str, *flags: str, module: Sequence[str] = ("vecd.client.top.command",)) -> list[str]:
     """`module`: what is run; the other way in takes a second longer."""
     return [sys.executable, "-m", *module, "--url", url, *flags]
 
@@ -135,7 +135,7 @@ def on_terminal(url: str, *flags: str, columns: int = 100, lines: int = 30, **en
 
 
 @contextmanager
-def load(served: Served) -> Iterator[None]:
+def load(served: ModelInfo) -> Iterator[None]:
     """One request after the other, and one of three is wrong."""
     stop = threading.Event()
 
@@ -298,7 +298,9 @@ def test_a_server_that_goes_away_is_waited_for(served):
     """Last, because it ends the server: first the gateway that answers, then all of it."""
     with on_terminal(served.admin_url, "--interval", "0.1", VECD_API_KEY=METRICS_KEY) as terminal:
         terminal.read_until(lambda text: " ready" in text)
-        gateways = [child for child in served.server.processes() if "launch.child gateway" in " ".join(child.cmdline())]
+        gateways = [
+            child for child in served.server.processes() if "vecd.launch.child gateway" in " ".join(child.cmdline())
+        ]
         assert len(gateways) == 2
         for gateway in gateways:
             gateway.kill()

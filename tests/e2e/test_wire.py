@@ -19,7 +19,7 @@ import psutil
 import pytest
 from serving import Server, eventually, running_server
 
-from gateway.inflating import zstd
+from vecd.gateway.http.decompress import zstd
 
 TIMEOUT_S = 60.0
 BODY = b'{"input":"hi"}'
@@ -505,7 +505,7 @@ def test_a_page_of_any_origin_may_ask_without_a_key_what_it_may_send_but_no_more
 def test_a_page_learns_that_too_much_is_asked_of_the_server(guarded):
     key = b"x-api-key: " + KEY.encode()
     [worker] = guarded.workers()
-    stopped = [guarded._child("launch.child forkserver"), worker]  # or there would be another worker soon
+    stopped = [guarded._child("vecd.launch.child forkserver"), worker]  # or there would be another worker soon
     for process in stopped:
         process.suspend()
     try:

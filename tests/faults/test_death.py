@@ -114,7 +114,7 @@ def test_a_worker_that_is_told_to_abort_says_where_it_is(corpus):
         [vector] = server.embed(texts[4])
         assert np.abs(np.array(vector) - expected[4]).max() < 1e-5
         eventually(lambda: "Fatal Python error: Aborted" in server.stderr)
-        assert "workers/loop.py" in server.stderr
+        assert "workers/process/loop.py" in server.stderr
         eventually(lambda: "was killed by SIGABRT" in server.stderr)
 
 

@@ -11,15 +11,15 @@ import numpy as np
 import pytest
 from dispatching import DEADLINE_S, SPEC, Bench, Request, run
 
-from shm.arena import create_arena
-from shm.board import Counter
-from shm.card import ModelCard
-from shm.control import Channel
-from shm.view import Rows, map_arena
-from shm.wire import Incarnation
-from workers.engine import COMPLETE, Finish, PackedBatch
-from workers.engines.weightless import WeightlessEngine, weightless_vectors
-from workers.loop import EngineLost, Loop, connected
+from vecd.shm.arena import create_arena
+from vecd.shm.card import ModelCard
+from vecd.shm.control import Channel
+from vecd.shm.shared_metrics import Counter
+from vecd.shm.views import Rows, map_arena
+from vecd.shm.wire import Incarnation
+from vecd.workers.engine import COMPLETE, Finish, PackedBatch
+from vecd.workers.engines.dummy import DummyEngine, dummy_vectors
+from vecd.workers.process.loop import EngineLost, Loop, connected
 
 BAD = 13
 """The token that is the matter."""
@@ -30,7 +30,7 @@ class OutOfMemoryError(RuntimeError):
     """As torch's, by its name."""
 
 
-class FaultyEngine(WeightlessEngine):
+class FaultyEngine(DummyEngine):
     """Does `fault(batch, rows)` before a batch; what it raises is the pass's."""
 
     def __init__(self, fault: Callable[[PackedBatch, Rows], None]) -> None:
@@ -125,7 +125,7 @@ def assert_right(request: Request, *first_ids: int) -> None:
     batch = PackedBatch(np.full(len(first_ids), 2, dtype=np.int32), ids)
     [collector] = request._collectors
     assert isinstance(collector, Vectors)
-    assert np.array_equal(collector.rows, weightless_vectors(batch, SPEC.dim))
+    assert np.array_equal(collector.rows, dummy_vectors(batch, SPEC.dim))
 
 
 async def all_over(*requests: Request) -> None:
@@ -194,7 +194,7 @@ def test_a_worker_whose_engine_is_lost_ends_and_the_next_answers():
                 await all_over(*requests)
         for number, request in zip((1, BAD, 2), requests, strict=True):
             assert_right(request, number)
-        assert bench.board.total(Counter.RETRIED) >= 1
+        assert bench.shared_metrics.total(Counter.RETRIED) >= 1
 
     run(test)
 

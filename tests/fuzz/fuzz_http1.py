@@ -7,8 +7,9 @@ import atheris  # type: ignore[import-untyped, import-not-found, unused-ignore]
 from fuzzing import fuzz  # type: ignore[import-not-found, unused-ignore]
 
 with atheris.instrument_imports(include=["gateway"]):
-    from gateway.errors import ApiError
-    from gateway.http1 import Limits, RequestReader, RequestReceived
+    from vecd.gateway.http.http1 import RequestReader, RequestReceived
+    from vecd.gateway.types.errors import ApiError
+    from vecd.gateway.types.messages import Limits
 
 _LIMITS = Limits(max_body_bytes=60, max_target_bytes=60, max_head_bytes=300, max_headers=6)
 _Taken = list[tuple[object, ...]]

@@ -8,8 +8,8 @@ import orjson
 from fuzzing import fuzz  # type: ignore[import-not-found, unused-ignore]
 
 with atheris.instrument_imports(include=["gateway"]):
-    from gateway.errors import BadRequest
-    from gateway.json_pieces import Bounds, PieceReader
+    from vecd.gateway.api.json_stream import Bounds, PieceReader
+    from vecd.gateway.types.errors import BadRequest
 
 _REFUSED = object()
 _UNBOUNDED = 10**9

@@ -5,23 +5,23 @@ from collections.abc import Iterator
 
 import pytest
 
-from gateway.board import Board
-from shm.board import BoardSpec, create_board
+from vecd.gateway.telemetry.shared_metrics import SharedMetrics
+from vecd.shm.shared_metrics import SharedMetricsSpec, create_shared_metrics
 
 
 @pytest.fixture
-def board_spec() -> BoardSpec:
-    return BoardSpec(num_gateways=2, num_workers=3)
+def board_spec() -> SharedMetricsSpec:
+    return SharedMetricsSpec(num_gateways=2, num_workers=3)
 
 
 @pytest.fixture
-def board_fd(board_spec: BoardSpec) -> Iterator[int]:
-    fd = create_board(board_spec)
+def board_fd(board_spec: SharedMetricsSpec) -> Iterator[int]:
+    fd = create_shared_metrics(board_spec)
     yield fd
     os.close(fd)
 
 
 @pytest.fixture
-def boards(board_fd: int, board_spec: BoardSpec) -> list[Board]:
+def shared_metrics_of_all(board_fd: int, board_spec: SharedMetricsSpec) -> list[SharedMetrics]:
     """Each gateway's view of it."""
-    return [Board.mapped(board_fd, board_spec, gateway) for gateway in range(2)]
+    return [SharedMetrics.mapped(board_fd, board_spec, gateway) for gateway in range(2)]

@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 import uvloop
 
-from gateway.accepting import SharedListener
+from vecd.gateway.http.shared_accept import SharedListener
 
 DEADLINE_S = 10.0
 

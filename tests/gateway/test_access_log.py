@@ -8,15 +8,25 @@ from typing import Any, cast
 
 import pytest
 
-from gateway.access_log import MAX_FAILURES_PER_S, MAX_SLOW_PER_S, SLOW_S, AccessLog, Bucket, describe, render
-from gateway.api import ENDPOINTS, Endpoint
-from gateway.board import GONE, Board
-from gateway.config import GatewayConfig
-from gateway.http1 import HttpRequest, RequestReader, RequestReceived
-from gateway.http1 import Limits as HttpLimits
-from gateway.probes import PROBES
-from shm.board import Counter
-from shm.logs import ACCESS, JsonFormatter, TextFormatter
+from vecd.gateway.api.registry import ENDPOINTS
+from vecd.gateway.http.http1 import RequestReader, RequestReceived
+from vecd.gateway.telemetry.access_log import (
+    MAX_FAILURES_PER_S,
+    MAX_SLOW_PER_S,
+    SLOW_S,
+    AccessLog,
+    Bucket,
+    describe,
+    render,
+)
+from vecd.gateway.telemetry.probes import PROBES
+from vecd.gateway.telemetry.shared_metrics import GONE, SharedMetrics
+from vecd.gateway.types.config import GatewayConfig
+from vecd.gateway.types.endpoints import Endpoint
+from vecd.gateway.types.messages import HttpRequest
+from vecd.gateway.types.messages import Limits as HttpLimits
+from vecd.shm.logs import ACCESS, JsonFormatter, TextFormatter
+from vecd.shm.shared_metrics import Counter
 
 EMBEDDINGS = ENDPOINTS.index(Endpoint("/v1/embeddings", "openai"))
 HEALTH = ENDPOINTS.index(Endpoint("/health", "vecd"))
@@ -39,7 +49,7 @@ def request(endpoint: int = EMBEDDINGS, *, took_s: float = 0.01, traceparent: st
         keep_alive=True,
         request_id="req_1",
     )
-    record = made.record
+    record = made.timeline
     record.endpoint = endpoint
     record.started_at = record.arrived_at = NOW - took_s
     return made
@@ -47,8 +57,8 @@ def request(endpoint: int = EMBEDDINGS, *, took_s: float = 0.01, traceparent: st
 
 def embedded(traceparent: str = "") -> HttpRequest:
     made = request(took_s=0.010, traceparent=traceparent)
-    record = made.record
-    record.num_inputs, record.num_tokens, record.caller = 3, 41, "acme"
+    record = made.timeline
+    record.num_inputs, record.num_tokens, record.principal = 3, 41, "acme"
     record.parsed_at, record.entered_at = NOW - 0.0095, NOW - 0.0093
     record.tokenized_at, record.sent_at, record.done_at = NOW - 0.0085, NOW - 0.008, NOW - 0.001
     return made
@@ -59,13 +69,13 @@ class Log:
     """An `AccessLog`, what it logged, and its timers."""
 
     access: AccessLog
-    board: Board
+    shared_metrics: SharedMetrics
     records: list[logging.LogRecord] = field(default_factory=list)
     timers: list[tuple[float, Any]] = field(default_factory=list)
 
     @property
     def num_dropped(self) -> int:
-        return self.board.ours.counters[Counter.LINES_DROPPED]
+        return self.shared_metrics.ours.counters[Counter.LINES_DROPPED]
 
     def fields(self) -> list[dict[str, Any]]:
         return [made.fields for made in self.records]  # type: ignore[attr-defined]
@@ -88,10 +98,12 @@ def make(request):
 
     def made(rate: float = 100.0, log_format: str = "text", level: int = logging.INFO) -> Log:
         loggers.setLevel(level)
-        board = Board.private()
+        shared_metrics = SharedMetrics.private()
         timers: list[tuple[float, Any]] = []
-        access = AccessLog(settings(rate, log_format), board, lambda seconds, call: timers.append((seconds, call)))
-        found = Log(access, board, timers=timers)
+        access = AccessLog(
+            settings(rate, log_format), shared_metrics, lambda seconds, call: timers.append((seconds, call))
+        )
+        found = Log(access, shared_metrics, timers=timers)
         handler = Kept(found.records)
         loggers.addHandler(handler)
         request.addfinalizer(lambda: loggers.removeHandler(handler))
@@ -127,15 +139,15 @@ def test_a_line_for_programs(make):
 
 def test_the_keys_are_always_the_same():
     refused = request()
-    refused.record.started_at = refused.record.arrived_at = 0.0  # by its head
+    refused.timeline.started_at = refused.timeline.arrived_at = 0.0  # by its head
     assert describe(413, refused, NOW).keys() == describe(200, embedded(), NOW).keys()
     assert describe(413, refused, NOW)["total_ms"] == 0
 
 
 def test_a_request_that_failed_says_how_far_it_came():
     failed = embedded()
-    failed.record.done_at = failed.record.sent_at = 0.0
-    failed.record.error = "service_unavailable"
+    failed.timeline.done_at = failed.timeline.sent_at = 0.0
+    failed.timeline.error = "service_unavailable"
     said = describe(503, failed, NOW)
     assert (said["error"], said["parse_ms"], said["tokenize_ms"]) == ("service_unavailable", 0.5, 0.8)
     assert (said["queue_ms"], said["compute_ms"], said["encode_ms"]) == (None, None, None)

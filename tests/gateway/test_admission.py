@@ -3,10 +3,10 @@ import time
 
 import pytest
 
-from gateway import admission as admission_module
-from gateway.admission import Admission, Permit
-from gateway.errors import TooManyRequests
-from gateway.request import Priority
+from vecd.gateway.admission import admission as admission_module
+from vecd.gateway.admission.admission import Admission, Permit
+from vecd.gateway.types.errors import TooManyRequests
+from vecd.gateway.types.request import Priority
 
 NORMAL = Priority.NORMAL
 

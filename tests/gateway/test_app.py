@@ -16,22 +16,30 @@ import pytest
 from described import Collected
 from dispatching import EPOCH, SPEC, Bench, Worker, run
 
-from gateway import app as app_module
-from gateway.admission import Admission
-from gateway.app import App
-from gateway.callers import Caller
-from gateway.config import ApiKey, GatewayConfig
-from gateway.encoding import JsonRows
-from gateway.errors import ApiError, BadRequest, DeadlinePassed, RateLimited, ServerError, TooManyRequests, Unavailable
-from gateway.http1 import Response
-from gateway.operations import DecodeAsk, TokenizeAsk
-from gateway.record import Record
-from gateway.request import Chunk, Embedded, EmbedRequest, Source, TokenIds, TokenizedInput
-from gateway.threads import Threads
-from launch.plan import make_plan
-from launch.settings import load_settings
-from shm.failure import FailureCode
-from shm.wire import Failed, Output
+from vecd.gateway import pipeline as app_module
+from vecd.gateway.admission.admission import Admission
+from vecd.gateway.admission.principals import Principal
+from vecd.gateway.api.operations import DecodeAsk, TokenizeAsk
+from vecd.gateway.encoding.fragments import JsonRows
+from vecd.gateway.pipeline import Pipeline
+from vecd.gateway.tokenization.fair_pool import Threads
+from vecd.gateway.types.config import ApiKey, GatewayConfig
+from vecd.gateway.types.errors import (
+    ApiError,
+    BadRequest,
+    DeadlinePassed,
+    RateLimited,
+    ServerError,
+    TooManyRequests,
+    Unavailable,
+)
+from vecd.gateway.types.messages import Response
+from vecd.gateway.types.request import Chunk, Embedded, EmbedRequest, Source, TokenIds, TokenizedInput
+from vecd.gateway.types.timeline import RequestTimeline
+from vecd.launch.config.plan import make_plan
+from vecd.launch.config.settings import load_settings
+from vecd.shm.failure_code import FailureCode
+from vecd.shm.wire import Failed, Output
 
 FAR_S = 60.0
 SPLIT = 1000
@@ -79,13 +87,13 @@ class Service:
             tokens_per_s=lambda: 1e6,
         )
         tokenizer: Any = Ids()
-        self.app = App(
+        self.app = Pipeline(
             config,
             admission=self.admission,
             tokenizer=tokenizer,
             scheduler=bench.scheduler,
             dispatcher=bench.dispatcher,
-            board=bench.board,
+            shared_metrics=bench.shared_metrics,
         )
         [self.holder] = self.app.callers.holders
 
@@ -93,15 +101,15 @@ class Service:
         self,
         *inputs: list[int],
         timeout_s: float = FAR_S,
-        caller: Caller | None = None,
+        principal: Principal | None = None,
         output: Output = Output.VECTORS,
-        record: Record | None = None,
+        timeline: RequestTimeline | None = None,
     ) -> asyncio.Task[Embedded]:
         ids: list[TokenIds] = list(inputs)
         request = EmbedRequest(ids, timeout_s=timeout_s, output=output)
-        record = Record() if record is None else record
-        record.arrived_at = asyncio.get_running_loop().time()
-        return asyncio.ensure_future(self.app.embed(request, ESTIMATE, record, caller or self.holder))
+        timeline = RequestTimeline() if timeline is None else timeline
+        timeline.arrived_at = asyncio.get_running_loop().time()
+        return asyncio.ensure_future(self.app.embed(request, ESTIMATE, timeline, principal or self.holder))
 
     def num_paid(self) -> int:
         """Tokens, as counted; those that the key may send now say the same."""
@@ -134,15 +142,15 @@ def run_service(test: Callable, *, normalizes: bool = True) -> None:
 def test_what_happens_to_a_request_is_noted():
     async def test(bench, service):
         worker = bench.add_worker()
-        record = Record()
-        embedding = service.embed([1, 1], [2], record=record)
+        timeline = RequestTimeline()
+        embedding = service.embed([1, 1], [2], timeline=timeline)
         await asyncio.sleep(0)
-        assert not record.is_embedded
+        assert not timeline.is_embedded
         worker.answer(await worker.receive())
         await embedding
-        assert (record.num_inputs, record.num_tokens) == (2, 3)
-        assert record.is_embedded
-        instants = (record.arrived_at, record.entered_at, record.tokenized_at, record.sent_at, record.done_at)
+        assert (timeline.num_inputs, timeline.num_tokens) == (2, 3)
+        assert timeline.is_embedded
+        instants = (timeline.arrived_at, timeline.entered_at, timeline.tokenized_at, timeline.sent_at, timeline.done_at)
         assert list(instants) == sorted(instants)
 
     run_service(test)
@@ -213,14 +221,14 @@ def test_an_input_that_ends_workers_is_found_out_though_nobody_waits_for_it():
     async def test(bench, service):
         for life in range(1, 4):
             worker = bench.add_worker(0, life)
-            embedding = service.embed([13], [life], caller=Caller("anybody"))
+            embedding = service.embed([13], [life], principal=Principal("anybody"))
             batch = await worker.receive()
             assert inputs_of(batch) == ([13, life] if life < 3 else [13]), "the third time it is a suspect"
             embedding.cancel()
             await asyncio.wait([embedding])
             crash(bench, worker)
         with pytest.raises(ServerError) as caught:
-            await service.embed([13], caller=Caller("anybody"))
+            await service.embed([13], principal=Principal("anybody"))
         assert caught.value.code == "poison_input"
 
     run_service(test)
@@ -288,14 +296,14 @@ def test_an_input_that_ends_workers_is_refused_whatever_is_asked_of_it(output):
     async def test(bench, service):
         for life in range(1, 4):
             worker = bench.add_worker(0, life)
-            embedding = service.embed([13], caller=Caller("anybody"), output=output)
+            embedding = service.embed([13], principal=Principal("anybody"), output=output)
             await worker.receive()
             embedding.cancel()
             await asyncio.wait([embedding])
             crash(bench, worker)
         for again in ([13],), ([SPLIT, 5, 13],):
             with pytest.raises(ServerError, match=r"'input\[0\]'") as caught:
-                await service.embed(*again, caller=Caller("anybody"))
+                await service.embed(*again, principal=Principal("anybody"))
             assert caught.value.code == "poison_input"
         assert bench.scheduler.queued_sequences == 0
 

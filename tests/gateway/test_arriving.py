@@ -1,9 +1,9 @@
-"""`gateway.arriving`: who gives up what he holds, without a connection."""
+"""`vecd.gateway.http.body_budget`: who gives up what he holds, without a connection."""
 
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from gateway.arriving import SMALL_PART_BYTES, Arriving
+from vecd.gateway.http.body_budget import SMALL_PART_BYTES, BodyBudget
 
 KIB = 1024
 
@@ -11,7 +11,7 @@ KIB = 1024
 class Holding:
     """A connection, as it is seen here."""
 
-    def __init__(self, arriving: Arriving, client: str) -> None:
+    def __init__(self, arriving: BodyBudget, client: str) -> None:
         self.arriving = arriving
         self.client = client
         self.num_held_bytes = 0
@@ -30,7 +30,7 @@ class Holding:
             one_too_many.give_up_held()
 
 
-def holding(arriving: Arriving, client: str, num_bytes: int = 0) -> Holding:
+def holding(arriving: BodyBudget, client: str, num_bytes: int = 0) -> Holding:
     made = Holding(arriving, client)
     if num_bytes:
         made.get(num_bytes)
@@ -38,7 +38,7 @@ def holding(arriving: Arriving, client: str, num_bytes: int = 0) -> Holding:
 
 
 def test_one_address_has_half():
-    arriving = Arriving(1000 * KIB)
+    arriving = BodyBudget(1000 * KIB)
     first, second = holding(arriving, "a", 400 * KIB), holding(arriving, "a", 100 * KIB)
     assert arriving.num_bytes == 500 * KIB
     second.get(1)
@@ -48,7 +48,7 @@ def test_one_address_has_half():
 
 
 def test_without_an_address_each_connection_stands_for_itself():
-    arriving = Arriving(1000 * KIB)
+    arriving = BodyBudget(1000 * KIB)
     first = holding(arriving, "", 1000 * KIB)
     assert first.num_given_up == 0
     second = holding(arriving, "", 100 * KIB)
@@ -59,7 +59,7 @@ def test_without_an_address_each_connection_stands_for_itself():
 
 
 def test_of_the_address_that_has_most_the_largest_part_goes():
-    arriving = Arriving(1000 * KIB)
+    arriving = BodyBudget(1000 * KIB)
     parts = [holding(arriving, "a", size * KIB) for size in (100, 200, 150)]
     one = holding(arriving, "b", 350 * KIB)
     late = holding(arriving, "c", 250 * KIB)
@@ -67,7 +67,7 @@ def test_of_the_address_that_has_most_the_largest_part_goes():
 
 
 def test_who_sends_while_he_has_more_than_an_equal_part_is_refused_himself():
-    arriving = Arriving(900 * KIB)
+    arriving = BodyBudget(900 * KIB)
     first, second = holding(arriving, "a", 450 * KIB), holding(arriving, "b", 100 * KIB)
     third = holding(arriving, "c", 299 * KIB)
     third.get(52 * KIB)
@@ -75,7 +75,7 @@ def test_who_sends_while_he_has_more_than_an_equal_part_is_refused_himself():
 
 
 def test_small_parts_are_never_refused_and_keep_out_nobody():
-    arriving = Arriving(1024 * KIB)
+    arriving = BodyBudget(1024 * KIB)
     small = [holding(arriving, client, SMALL_PART_BYTES) for client in "ab" for _ in range(16)]
     assert arriving.num_bytes == 2 * arriving.max_bytes
     large = holding(arriving, "c", 300 * KIB)
@@ -91,7 +91,7 @@ def test_small_parts_are_never_refused_and_keep_out_nobody():
 )
 @settings(deadline=None, derandomize=True, max_examples=300)
 def test_it_never_is_more_than_the_limit_and_the_small_parts(steps):
-    arriving = Arriving(1000 * KIB)
+    arriving = BodyBudget(1000 * KIB)
     parts = [Holding(arriving, client) for client in ("", "a", "b", "c") for _ in range(3)]
     for number, num_bytes in steps:
         if num_bytes:

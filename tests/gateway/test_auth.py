@@ -2,9 +2,9 @@ from hashlib import sha256
 
 import pytest
 
-from gateway.auth import Auth, check_scope
-from gateway.config import SCOPES, ApiKey
-from gateway.errors import InvalidApiKey, PermissionDenied
+from vecd.gateway.admission.auth import Auth, check_scope
+from vecd.gateway.types.config import SCOPES, ApiKey
+from vecd.gateway.types.errors import InvalidApiKey, PermissionDenied
 
 
 def key(name: str, secret: str, **fields) -> ApiKey:

@@ -8,19 +8,20 @@ from typing import Any
 import orjson
 import pytest
 
-from gateway import bodies as bodies_module
-from gateway.bodies import Bodies
-from gateway.dialects.openai import FIELDS, parse_embeddings
-from gateway.errors import BadRequest, PayloadTooLarge, TooManyRequests
-from gateway.inflating import Coding, zstd
-from gateway.json_pieces import Bounds
-from gateway.operations import Ask, Call
-from gateway.request import Overflow
-from gateway.served import Served
-from gateway.threads import Threads
+from vecd.gateway.api import bodies as bodies_module
+from vecd.gateway.api.bodies import Bodies
+from vecd.gateway.api.dialects.openai import FIELDS, parse_embeddings
+from vecd.gateway.api.json_stream import Bounds
+from vecd.gateway.api.model_info import ModelInfo
+from vecd.gateway.api.operations import Ask, Call
+from vecd.gateway.http.decompress import zstd
+from vecd.gateway.tokenization.fair_pool import Threads
+from vecd.gateway.types.errors import BadRequest, PayloadTooLarge, TooManyRequests
+from vecd.gateway.types.messages import Coding
+from vecd.gateway.types.request import Overflow
 
 LARGE = frozenset({"input"})
-SERVED = Served(
+SERVED = ModelInfo(
     model="m", aliases=(), is_strict=False, dim=384, hidden_size=384, max_tokens=256, is_normalized=True,
     is_matryoshka=False, matryoshka_dims=(), pools_prompt=True, model_type="bert", pooling=("mean",), max_inputs=4,
     max_request_tokens=None, max_body_bytes=10**9, max_batch_tokens=2048, max_requests=4096,
@@ -93,7 +94,7 @@ def test_what_the_dialect_refuses_is_refused(num_texts):
 
 
 def test_bodies_that_wait_to_be_parsed_are_bounded(monkeypatch):
-    monkeypatch.setattr("gateway.bodies._MAX_WAITING_BYTES", 150_000)
+    monkeypatch.setattr("vecd.gateway.api.bodies._MAX_WAITING_BYTES", 150_000)
     body = b'{"input":"%b"}' % (b"x" * 100_000)
 
     async def main() -> None:
@@ -114,7 +115,7 @@ def test_bodies_that_wait_to_be_parsed_are_bounded(monkeypatch):
 
 
 def test_a_tenant_s_bodies_take_at_most_half_of_the_room(monkeypatch):
-    monkeypatch.setattr("gateway.bodies._MAX_WAITING_BYTES", 300_000)
+    monkeypatch.setattr("vecd.gateway.api.bodies._MAX_WAITING_BYTES", 300_000)
     body = b'{"input":"%b"}' % (b"x" * 100_000)
 
     async def main() -> None:
@@ -147,7 +148,7 @@ def test_a_tenant_s_bodies_take_at_most_half_of_the_room(monkeypatch):
 
 
 def test_where_callers_have_no_keys_all_share_the_room(monkeypatch):
-    monkeypatch.setattr("gateway.bodies._MAX_WAITING_BYTES", 300_000)
+    monkeypatch.setattr("vecd.gateway.api.bodies._MAX_WAITING_BYTES", 300_000)
     body = b'{"input":"%b"}' % (b"x" * 100_000)
 
     async def main() -> None:
@@ -309,8 +310,8 @@ def test_what_is_not_of_its_coding_is_refused_and_not_quoted(num_bytes):
 
 
 def test_what_bodies_become_is_bounded_together_while_they_become_it(monkeypatch):
-    monkeypatch.setattr("gateway.bodies._MAX_WAITING_BYTES", 30_000_000)
-    monkeypatch.setattr("gateway.bodies._INFLATED_AT_A_TIME_BYTES", 100_000)
+    monkeypatch.setattr("vecd.gateway.api.bodies._MAX_WAITING_BYTES", 30_000_000)
+    monkeypatch.setattr("vecd.gateway.api.bodies._INFLATED_AT_A_TIME_BYTES", 100_000)
     bomb = gzip.compress(b'{"input":"%b"}' % (b"x" * 20_000_000))
 
     async def main() -> None:

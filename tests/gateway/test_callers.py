@@ -2,10 +2,10 @@ from hashlib import sha256
 
 import pytest
 
-from gateway.callers import BURST_S, Callers
-from gateway.config import ApiKey
-from gateway.errors import InvalidApiKey, PermissionDenied, RateLimited
-from gateway.request import Priority
+from vecd.gateway.admission.principals import BURST_S, Principals
+from vecd.gateway.types.config import ApiKey
+from vecd.gateway.types.errors import InvalidApiKey, PermissionDenied, RateLimited
+from vecd.gateway.types.request import Priority
 
 
 class Clock:
@@ -19,18 +19,18 @@ def key(name: str, **fields) -> ApiKey:
     return ApiKey(name, sha256(f"secret of {name}".encode()).hexdigest(), **fields)
 
 
-def callers_of(*keys: ApiKey, num_gateways: int = 1) -> tuple[Callers, Clock]:
+def callers_of(*keys: ApiKey, num_gateways: int = 1) -> tuple[Principals, Clock]:
     clock = Clock()
-    return Callers(keys, num_gateways, clock), clock
+    return Principals(keys, num_gateways, clock), clock
 
 
-def identify(callers: Callers, name: str, scope="embed", **where):
+def identify(callers: Principals, name: str, scope="embed", **where):
     return callers.identify({"api-key": f"secret of {name}"}, "192.0.2.1", scope, **where)
 
 
-def refusal(caller, num_tokens=1) -> RateLimited:
+def refusal(principal, num_tokens=1) -> RateLimited:
     with pytest.raises(RateLimited) as caught:
-        caller.spend(num_tokens)
+        principal.spend(num_tokens)
     error = caught.value
     assert (error.status, error.type, error.code) == (429, "rate_limit_error", "rate_limit_exceeded")
     return error
@@ -68,70 +68,70 @@ def test_the_admin_listener_is_open_until_a_key_has_the_scope():
 
 def test_tokens_per_second_allow_a_burst_and_then_what_they_say():
     callers, clock = callers_of(key("a", tokens_per_s=100))
-    caller = identify(callers, "a")
+    principal = identify(callers, "a")
     for _ in range(int(BURST_S)):
-        with caller.spend(100):
+        with principal.spend(100):
             pass
-    assert "100 tokens a second" in refusal(caller).message
-    served = 0
+    assert "100 tokens a second" in refusal(principal).message
+    model_info = 0
     for _ in range(1000):
         clock.now += 0.01
         try:
-            with caller.spend(20):
-                served += 20
+            with principal.spend(20):
+                model_info += 20
         except RateLimited:
             pass
-    assert abs(served - 1000) <= 20
+    assert abs(model_info - 1000) <= 20
 
 
 def test_the_next_request_pays_for_what_this_one_turned_out_to_have():
     callers, clock = callers_of(key("a", tokens_per_s=100))
-    caller = identify(callers, "a")
-    with caller.spend(10) as spending:
+    principal = identify(callers, "a")
+    with principal.spend(10) as spending:
         spending.settle(1500)
-    error = refusal(caller)
+    error = refusal(principal)
     assert "for the next 10 s" in error.message
     assert error.headers() == {"retry-after": "10"}
     clock.now += 9.9
-    refusal(caller)
+    refusal(principal)
     clock.now += 0.2
-    with caller.spend(10):
+    with principal.spend(10):
         pass
 
 
 def test_what_was_thought_too_much_is_given_back():
     callers, _ = callers_of(key("a", tokens_per_s=100))
-    caller = identify(callers, "a")
+    principal = identify(callers, "a")
     for _ in range(50):
-        with caller.spend(10_000) as spending:
+        with principal.spend(10_000) as spending:
             spending.settle(1)
     assert identify(callers, "a").describe()["use"] == {"requests": 50, "running": 0, "tokens": 50, "refused": 0}
 
 
 def test_requests_at_a_time():
     callers, _ = callers_of(key("a", max_requests=2))
-    caller = identify(callers, "a")
-    first, second = caller.spend(1), caller.spend(1)
-    assert "2 requests with this API key are being served, at most 2" in refusal(caller).message
+    principal = identify(callers, "a")
+    first, second = principal.spend(1), principal.spend(1)
+    assert "2 requests with this API key are being served, at most 2" in refusal(principal).message
     with pytest.raises(RuntimeError), first:
         raise RuntimeError
-    with second, caller.spend(1):
-        assert caller.describe()["use"]["running"] == 2
-    assert caller.describe()["use"]["running"] == 0
-    assert caller.describe()["use"]["refused"] == 1
+    with second, principal.spend(1):
+        assert principal.describe()["use"]["running"] == 2
+    assert principal.describe()["use"]["running"] == 0
+    assert principal.describe()["use"]["refused"] == 1
 
 
 def test_each_gateway_has_its_part():
     callers, _ = callers_of(key("a", tokens_per_s=3, max_requests=3), num_gateways=2)
-    caller = identify(callers, "a")
-    running = [caller.spend(0) for _ in range(2)]
-    assert "at most 2" in refusal(caller).message
+    principal = identify(callers, "a")
+    running = [principal.spend(0) for _ in range(2)]
+    assert "at most 2" in refusal(principal).message
     for spending in running:
         with spending:
             pass
-    with caller.spend(9):
+    with principal.spend(9):
         pass
-    assert "for the next 1 s" in refusal(caller).message, "1.5 tokens a second, of which 7.5 were there"
+    assert "for the next 1 s" in refusal(principal).message, "1.5 tokens a second, of which 7.5 were there"
 
 
 def test_without_limits_nothing_is_refused():
@@ -175,14 +175,14 @@ def test_all_keys_may_be_taken_away():
 
 def test_a_request_that_fails_costs_what_workers_had_of_it():
     callers, _ = callers_of(key("a", tokens_per_s=100))
-    caller = identify(callers, "a")
+    principal = identify(callers, "a")
     for num_sent in (None, 0, 40):
-        with pytest.raises(RuntimeError), caller.spend(600_000) as spending:  # noqa: PT012
+        with pytest.raises(RuntimeError), principal.spend(600_000) as spending:  # noqa: PT012
             if num_sent is not None:
                 spending.settle(500_000)
                 spending.note_sent(num_sent)
             raise RuntimeError
-    assert caller.describe()["use"] == {"requests": 3, "running": 0, "tokens": 40, "refused": 0}
-    with caller.spend(10) as spending:
+    assert principal.describe()["use"] == {"requests": 3, "running": 0, "tokens": 40, "refused": 0}
+    with principal.spend(10) as spending:
         spending.note_sent(0)
-    assert caller.describe()["use"]["tokens"] == 50, "an answered one costs what it has"
+    assert principal.describe()["use"]["tokens"] == 50, "an answered one costs what it has"

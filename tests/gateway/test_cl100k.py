@@ -10,7 +10,7 @@ import pytest
 from hypothesis import example, given
 from hypothesis import strategies as st
 
-from gateway import cl100k
+from vecd.gateway.tokenization import cl100k
 
 UNPACKED_SHA256 = "92f1d27648e6c0aa11d4687800a6069da9abc1f04000f4b15e5762a05341c619"
 """As `tools/make_cl100k.py` printed it, which had checked the digest of the table that tiktoken publishes."""

@@ -3,8 +3,8 @@ import threading
 
 import pytest
 
-from gateway.closing import turn_away_connects
-from shm.socketfile import file_id
+from vecd.gateway.http.drain_listener import turn_away_connects
+from vecd.shm.socketfile import file_id
 
 
 @pytest.fixture(params=["tcp", "unix"])

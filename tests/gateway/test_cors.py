@@ -2,8 +2,9 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from gateway.cors import Cors
-from gateway.http1 import HttpRequest, Response, encode_response
+from vecd.gateway.api.cors import Cors
+from vecd.gateway.http.http1 import encode_response
+from vecd.gateway.types.messages import HttpRequest, Response
 
 ORIGIN = "https://a.example"
 ASKED = "authorization,content-type,x-stainless-lang,x-stainless-retry-count"

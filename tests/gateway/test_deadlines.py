@@ -1,6 +1,6 @@
 import asyncio
 
-from gateway.deadlines import TICK_S, Deadlines
+from vecd.gateway.admission.deadlines import TICK_S, Deadlines
 
 
 class Clock:

@@ -10,21 +10,21 @@ import numpy as np
 import pytest
 from dispatching import DEADLINE_S, EPOCH, SPEC, Bench, Request, Worker, run
 
-from gateway import dispatch
-from gateway.errors import ServerError, Unavailable
-from shm.board import BatchCell, Counter, Histogram, WorkerCell
-from shm.failure import FailureCode
-from shm.view import map_arena
-from shm.wire import Alive, Done, Failed, Incarnation, Probe, encode
+from vecd.gateway.dispatch import dispatcher as dispatch
+from vecd.gateway.types.errors import ServerError, Unavailable
+from vecd.shm.failure_code import FailureCode
+from vecd.shm.shared_metrics import BatchCell, Counter, Histogram, WorkerCell
+from vecd.shm.views import map_arena
+from vecd.shm.wire import Alive, Done, Failed, Incarnation, Probe, encode
 
 
 def test_rows_come_back_in_order():
     async def test(bench):
         worker = bench.add_worker()
-        gathering = bench.request(3, 1, 2)
+        pending = bench.request(3, 1, 2)
         worker.answer(await worker.receive())
-        await gathering.finished
-        assert gathering.fragments == [b"3", b"1", b"2"]
+        await pending.finished
+        assert pending.fragments == [b"3", b"1", b"2"]
 
     run(test)
 
@@ -77,13 +77,13 @@ def test_a_second_batch_is_sent_ahead_only_when_it_is_full():
 def test_a_dead_workers_batch_is_sent_to_another():
     async def test(bench):
         doomed = bench.add_worker(0)
-        gathering = bench.request(5, 6)
+        pending = bench.request(5, 6)
         await doomed.receive()
         bench.dispatcher.worker_down(doomed.incarnation, "was killed")
         heir = bench.add_worker(0, life=2)
         heir.answer(await heir.receive())
-        await gathering.finished
-        assert gathering.fragments == [b"5", b"6"]
+        await pending.finished
+        assert pending.fragments == [b"5", b"6"]
 
     run(test)
 
@@ -91,7 +91,7 @@ def test_a_dead_workers_batch_is_sent_to_another():
 def test_what_a_dead_worker_says_late_is_not_believed():
     async def test(bench):
         late = bench.add_worker(0)
-        gathering = bench.request(5)
+        pending = bench.request(5)
         batch = await late.receive()
         bench.dispatcher.worker_down(late.incarnation, "was killed")
         heir = bench.add_worker(0, life=2)
@@ -100,8 +100,8 @@ def test_what_a_dead_worker_says_late_is_not_believed():
         late.send(Done(EPOCH, batch.number, batch.slot, 1, 1))
         late.send(Done(EPOCH, taken.number, taken.slot, 1, 1))
         heir.answer(taken)
-        await gathering.finished
-        assert gathering.fragments == [b"5"]
+        await pending.finished
+        assert pending.fragments == [b"5"]
 
     run(test)
 
@@ -159,7 +159,7 @@ def test_a_batch_that_was_only_sent_ahead_is_innocent():
         await worker.receive()
         bench.dispatcher.worker_down(worker.incarnation, "was killed")
         suspects = [bench.scheduler.next_batch(time.monotonic(), max_tokens=16)[0] for _ in range(2)]
-        assert [(s.gathering, s.num_deaths) for s in suspects] == [(first, 1), (second, 0)]
+        assert [(s.pending, s.num_deaths) for s in suspects] == [(first, 1), (second, 0)]
 
     run(test)
 
@@ -179,7 +179,7 @@ def test_only_what_a_dead_worker_had_begun_is_suspected(begun):
             worker.begun[batches[index].slot] = batches[index].number
         bench.dispatcher.worker_down(worker.incarnation, "was killed")
         lost = [bench.scheduler.next_batch(time.monotonic(), max_tokens=16)[0] for _ in range(2)]
-        assert {requests.index(s.gathering): s.num_deaths for s in lost} == {n: int(n in begun) for n in (0, 1)}
+        assert {requests.index(s.pending): s.num_deaths for s in lost} == {n: int(n in begun) for n in (0, 1)}
 
     run(test)
 
@@ -232,7 +232,7 @@ def test_a_row_that_is_not_finite_fails_its_own_request_only():
 def test_a_worker_that_lies_is_reported_and_gets_nothing_more(lie):
     async def test(bench):
         liar = bench.add_worker()
-        gathering = bench.request(5)
+        pending = bench.request(5)
         liar.send(lie(await liar.receive()))
         while not bench.stuck:
             await asyncio.sleep(0.001)
@@ -240,8 +240,8 @@ def test_a_worker_that_lies_is_reported_and_gets_nothing_more(lie):
         bench.dispatcher.worker_down(liar.incarnation, "was killed")
         honest = bench.add_worker(0, life=2)
         honest.answer(await honest.receive())
-        await gathering.finished
-        assert gathering.fragments == [b"5"]
+        await pending.finished
+        assert pending.fragments == [b"5"]
 
     run(test)
 
@@ -249,12 +249,12 @@ def test_a_worker_that_lies_is_reported_and_gets_nothing_more(lie):
 def test_an_answer_to_the_gateway_before_this_one_is_ignored():
     async def test(bench):
         worker = bench.add_worker()
-        gathering = bench.request(5)
+        pending = bench.request(5)
         batch = await worker.receive()
         worker.send(Done(EPOCH - 1, batch.number, batch.slot, 1, 1))
         worker.answer(batch)
-        await gathering.finished
-        assert gathering.fragments == [b"5"]
+        await pending.finished
+        assert pending.fragments == [b"5"]
         assert not bench.stuck
 
     run(test)
@@ -328,7 +328,7 @@ def test_no_empty_batch_is_sent_when_what_was_set_aside_has_gone():
         worker.send(Failed(EPOCH, batch.number, batch.slot, FailureCode.ENGINE_ERROR))
         for request in requests:
             request.abandon()
-            bench.scheduler.close(request.flow)
+            bench.scheduler.close(request.request_queue)
         assert bench.scheduler.queued_tokens == 16
         batch = await worker.receive()
         assert batch.num_sequences == 1
@@ -358,9 +358,9 @@ def test_a_failed_send_does_not_hide_what_has_arrived():
         nobody = Incarnation(9, 1)
         bench.dispatcher.worker_up(nobody, map_arena(worker.fd, SPEC, writable=False)[0], {})
         for n in range(200):
-            gathering = bench.request(n)
+            pending = bench.request(n)
             worker.answer(await worker.receive())
-            await asyncio.wait_for(gathering.finished, 1)
+            await asyncio.wait_for(pending.finished, 1)
 
     run(test)
 
@@ -386,20 +386,20 @@ def test_a_large_answer_is_encoded_over_several_turns_of_the_loop():
     async def test(bench):
         nonlocal turns
         worker = bench.add_worker()
-        gathering = bench.request(*range(1, 8))
+        pending = bench.request(*range(1, 8))
         batch = await worker.receive()
         worker.answer(batch)
 
         def count() -> None:
             nonlocal turns
-            if 0 < sum(map(bool, gathering.fragments)) < 7:
+            if 0 < sum(map(bool, pending.fragments)) < 7:
                 turns += 1
-            if not gathering.is_over:
+            if not pending.is_over:
                 asyncio.get_running_loop().call_soon(count)
 
         count()
-        await gathering.finished
-        assert gathering.fragments == [b"%d" % i for i in range(1, 8)]
+        await pending.finished
+        assert pending.fragments == [b"%d" % i for i in range(1, 8)]
 
     before, dispatch._FLOATS_PER_TURN = dispatch._FLOATS_PER_TURN, 2 * SPEC.dim
     try:
@@ -465,7 +465,7 @@ def test_once_its_speed_is_known_a_worker_is_stuck_soon(clock):
         assert not bench.stuck
         clock.passes(bench, 0.2)
         assert bench.stuck == [worker.incarnation]
-        assert bench.board.total(Counter.STUCK) == 1
+        assert bench.shared_metrics.total(Counter.STUCK) == 1
 
     run(test)
 
@@ -680,8 +680,8 @@ def test_what_was_given_up_is_refused_everywhere():
     async def test(bench):
         await poisoned(bench, bench.request(13))
         [digest] = told
-        assert bench.board.total(Counter.POISONED) == 1
-        assert bench.board.total(Counter.RETRIED) == 2
+        assert bench.shared_metrics.total(Counter.POISONED) == 1
+        assert bench.shared_metrics.total(Counter.RETRIED) == 2
         assert bench.dispatcher.quarantine.holds(array("i", [13, 13]).tobytes())
         assert not bench.dispatcher.quarantine.holds(array("i", [13]).tobytes())
         other = Bench(quarantine_key=b"key")
@@ -742,7 +742,7 @@ def test_a_storm_of_deaths_is_not_paid_for_without_end():
         assert caught.value.code == "retry_budget_exhausted"
         assert caught.value.headers() == {"retry-after": "5"}
         assert num_deaths == 17, "16 batches of 16 tokens may be lost"
-        assert bench.board.total(Counter.RETRIED) == 16
+        assert bench.shared_metrics.total(Counter.RETRIED) == 16
 
     run(test)
 
@@ -863,13 +863,15 @@ def test_a_dispatcher_stops_beside_another_and_leaves_nothing_behind():
 
 
 def cells_of(bench) -> list[dict[str, int]]:
-    return [dict(zip(BatchCell.__members__, batch[1:], strict=True)) for batch in bench.board.recent_batches(0)]
+    return [
+        dict(zip(BatchCell.__members__, batch[1:], strict=True)) for batch in bench.shared_metrics.recent_batches(0)
+    ]
 
 
 def test_a_batch_is_on_the_board_while_it_runs_and_after():
     async def test(bench):
         worker = bench.add_worker(3)
-        gathering = bench.request(1, 2)
+        pending = bench.request(1, 2)
         batch = await worker.receive()
         [running] = cells_of(bench)
         assert (running["WORKER"], running["SEQUENCES"], running["TOKENS"]) == (3, 2, 4)
@@ -878,13 +880,13 @@ def test_a_batch_is_on_the_board_while_it_runs_and_after():
         assert bench.dispatcher.num_rows == SPEC.num_slots * SPEC.rows_per_slot
         worker.compute(batch)
         worker.send(Done(EPOCH, batch.number, batch.slot, 2, compute_us=70, num_padding_tokens=4))
-        await gathering.finished
+        await pending.finished
         [done] = cells_of(bench)
         assert done["SENT_NS"] == running["SENT_NS"] < done["DONE_NS"]
         assert done["COMPUTE_US"] == 70
-        assert bench.board.total(Counter.PADDING_TOKENS) == 4
-        assert bench.board.worker_total(3, WorkerCell.TOKENS) == 4
-        assert bench.board.histogram(Histogram.BATCH_FILL) == (ANY, 4 / 16)
+        assert bench.shared_metrics.total(Counter.PADDING_TOKENS) == 4
+        assert bench.shared_metrics.worker_total(3, WorkerCell.TOKENS) == 4
+        assert bench.shared_metrics.histogram(Histogram.BATCH_FILL) == (ANY, 4 / 16)
         await bench.settled(batch)
         assert bench.dispatcher.num_rows_in_use == 0
 
@@ -899,7 +901,7 @@ def test_a_lost_batch_does_not_run_for_ever_on_the_board():
         bench.dispatcher.worker_down(worker.incarnation, "killed")
         [lost] = cells_of(bench)
         assert lost["DONE_NS"] > 0
-        assert bench.board.total(Counter.BATCHES) == 0
+        assert bench.shared_metrics.total(Counter.BATCHES) == 0
 
     run(test)
 
@@ -908,14 +910,14 @@ def test_a_request_is_told_when_the_last_of_its_batches_was_answered_and_which_t
     async def test(bench):
         workers = [bench.add_worker(0), bench.add_worker(1)]
         await bench.all_connected()
-        gathering = bench.request(1, 2)
-        noted = gathering.flow.batches = []
+        pending = bench.request(1, 2)
+        noted = pending.request_queue.batches = []
         held = [await worker.receive() for worker in workers]
         for worker, batch in zip(workers, held, strict=True):
             worker.answer(batch)
-        await gathering.finished
+        await pending.finished
         assert sorted(share.worker for share in noted) == [0, 1]
         assert all(share.num_tokens == 2 and share.sent_at < share.done_at for share in noted)
-        assert gathering.flow.last_done_at == max(share.done_at for share in noted)
+        assert pending.request_queue.last_done_at == max(share.done_at for share in noted)
 
     run(test)

@@ -8,11 +8,11 @@ import numpy as np
 import pytest
 from dispatching import EPOCH, SPEC, Bench, Request, Worker, run, sequences_of
 
-from gateway import dispatch
-from gateway.errors import ServerError, Unavailable
-from shm.board import Counter
-from shm.failure import FailureCode
-from shm.wire import Batch, Done, Failed, Output
+from vecd.gateway.dispatch import dispatcher as dispatch
+from vecd.gateway.types.errors import ServerError, Unavailable
+from vecd.shm.failure_code import FailureCode
+from vecd.shm.shared_metrics import Counter
+from vecd.shm.wire import Batch, Done, Failed, Output
 
 VECTORS, RAW, TOKENS = Output
 
@@ -56,11 +56,11 @@ def test_all_kinds_go_in_one_batch_and_come_back_to_their_requests():
 def test_a_batch_of_vectors_alone_names_no_outputs():
     async def test(bench):
         worker = bench.add_worker()
-        gathering = bench.request(1)
+        pending = bench.request(1)
         batch = await worker.receive()
         assert batch.outputs_bytes == b""
         worker.answer(batch)
-        await gathering.finished
+        await pending.finished
 
     run(test)
 
@@ -220,18 +220,18 @@ def test_a_dead_worker_s_tokens_are_asked_for_again_and_paid_for_once():
         doomed = bench.add_worker(0)
         request = bench.tokens_of([1, 2], [3])
         batch = await doomed.receive()
-        assert request.flow.num_sent_tokens == 3
+        assert request.request_queue.num_sent_tokens == 3
         doomed.slots[batch.slot][:] = 666
         crash(bench, doomed)
-        assert request.flow.num_sent_tokens == 0
+        assert request.request_queue.num_sent_tokens == 0
         heir = bench.add_worker(0, life=2)
         again = await heir.receive()
         assert outputs_of(again) == [TOKENS, TOKENS]
         heir.answer(again)
         await request.finished
         assert request.fragments == [b"1 1 1 1 2 2 2 2", b"3 3 3 3"]
-        assert request.flow.num_sent_tokens == 3
-        assert bench.board.total(Counter.RETRIED) == 2
+        assert request.request_queue.num_sent_tokens == 3
+        assert bench.shared_metrics.total(Counter.RETRIED) == 2
 
     run(test)
 

@@ -1,6 +1,5 @@
 import asyncio
 import base64
-import dataclasses
 from io import BytesIO
 from itertools import product
 
@@ -12,15 +11,23 @@ from hypothesis import strategies as st
 from hypothesis.extra.numpy import arrays
 from numpy.lib import format as npy_format
 
-from gateway.dialects.rows import render_rows
-from gateway.encoding import Encoder, JsonRows, Matrix, check_forms, encode_base64, encode_float, stored_dtype
-from gateway.errors import BadRequest
-from gateway.quantization import default_ranges, from_bfloat16, normalize, to_bfloat16, to_binary, to_ubinary
-from gateway.request import Dtype, EmbedRequest, Encoding, Flow, Form, Gathering, Priority, TokenizedInput
-from gateway.request import Sequence as QueuedSequence
-from gateway.served import Served
-from shm.card import ModelCard, ModelError, Step
-from shm.wire import Output
+from vecd.gateway.api.dialects.rows import render_rows
+from vecd.gateway.encoding.forms import Names, check_forms
+from vecd.gateway.encoding.fragments import Encoder, JsonRows, Matrix, encode_base64, encode_float, stored_dtype
+from vecd.gateway.encoding.pending import PendingResult
+from vecd.gateway.encoding.quantization import (
+    default_ranges,
+    from_bfloat16,
+    normalize,
+    to_bfloat16,
+    to_binary,
+    to_ubinary,
+)
+from vecd.gateway.scheduling.queue import QueuedSequence, RequestQueue
+from vecd.gateway.types.errors import BadRequest
+from vecd.gateway.types.request import Dtype, EmbedRequest, Encoding, Form, Priority, TokenizedInput
+from vecd.shm.card import ModelCard, ModelError, Step
+from vecd.shm.wire import Output
 
 floats = st.floats(width=32, allow_nan=False, allow_infinity=False)
 matrices = arrays(np.float32, st.tuples(st.integers(1, 4), st.integers(1, 40)), elements=floats)
@@ -294,20 +301,13 @@ BINARY = Form(dtype=Dtype.BINARY)
     ],
 )  # fmt: skip
 def test_what_cannot_be_answered_names_its_field(card, has_ranges, request_, param, message, tmp_path):
-    served = served_of(card, has_ranges=has_ranges)
     with pytest.raises(BadRequest, match=message) as caught:
-        check_forms(request_, served, dtype_param="d", encoding_param="e", dimensions_param="n")
+        check_forms(request_, card, Names("d", "e", "n"), has_ranges=has_ranges)
     assert caught.value.param == param
     assert f"'{param}'" in caught.value.message
     # A dialect that forgets to ask gets no other vectors than were asked for.
     with pytest.raises(BadRequest, match=r"must be|multiple|bfloat16|length 1|ranges"):
         Encoder(card, ranges_file(tmp_path, card.dim) if has_ranges else None).make_collectors(request_)
-
-
-def served_of(card: ModelCard, *, has_ranges: bool) -> Served:
-    others = {field.name: None for field in dataclasses.fields(Served)}
-    named = {name: getattr(card, name) for name in ("dim", "hidden_size", "is_normalized")}
-    return Served(**{**others, **named, "has_quantization_ranges": has_ranges})
 
 
 def ranges_file(folder, dim: int) -> str:
@@ -323,7 +323,7 @@ def ranges_file(folder, dim: int) -> str:
 def test_a_file_of_ranges_is_used_for_the_models_own_vectors(tmp_path, is_normalized, fields):
     card = card_of(is_normalized=is_normalized)
     request = request_of(1, INT8, UINT8, **fields)
-    check_forms(request, served_of(card, has_ranges=True))
+    check_forms(request, card, has_ranges=True)
     int8, uint8 = json_collectors(Encoder(card, ranges_file(tmp_path, 16)), request)
     row = np.zeros((1, 16), dtype=np.float32)
     row[0, :4] = [-0.25, 0.5, 0.125, -1]
@@ -344,15 +344,15 @@ def test_a_row_that_the_form_cannot_hold_fails_its_request_alone(output):
     async def run() -> None:
         card = card_of(is_normalized=False)
         collectors = Encoder(card).make_collectors(request_of(1, Form(dtype=Dtype.FLOAT16), output=output))
-        gathering = Gathering(1, collectors, asyncio.get_running_loop())
+        pending = PendingResult(1, collectors, asyncio.get_running_loop())
         rows = np.full((1, 16), 1e5, dtype=np.float32)
         if output is Output.TOKENS:
-            flow = Flow(gathering, Priority.NORMAL, 0.0, "")
-            gathering.deliver_one(QueuedSequence(flow, 0, TokenizedInput(b"", 1, False), output), rows)
+            request_queue = RequestQueue(pending, Priority.NORMAL, 0.0, "")
+            pending.deliver_one(QueuedSequence(request_queue, 0, TokenizedInput(b"", 1, False), output), rows)
         else:
-            gathering.deliver(0, rows)
+            pending.deliver(0, rows)
         with pytest.raises(BadRequest, match="float16 ends at 65504") as caught:
-            gathering.finished.result()
+            pending.finished.result()
         assert "100000" not in caught.value.message
 
     asyncio.run(run())

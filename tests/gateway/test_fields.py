@@ -4,9 +4,10 @@ from typing import Any
 
 import pytest
 
-from gateway import fields
-from gateway.errors import BadRequest
-from gateway.fields import Field, Fields, Values
+from vecd.gateway.api import fields
+from vecd.gateway.api.fields import Field, Fields, Values
+from vecd.gateway.types.errors import BadRequest
+from vecd.gateway.types.quoting import quoted
 
 
 class Colour(Enum):
@@ -109,7 +110,7 @@ def test_values_are_kept_by_name():
 
 
 def test_what_is_quoted_is_short_whatever_it_is_written_in():
-    assert fields.quoted("query") == "'query'"
-    assert fields.quoted("q" * 1000) == repr("q" * 32)
-    assert len(fields.quoted("\U0001f600" * 1000)) <= 70
-    assert fields.quoted("\U0001f600" * 1000).isascii()
+    assert quoted("query") == "'query'"
+    assert quoted("q" * 1000) == repr("q" * 32)
+    assert len(quoted("\U0001f600" * 1000)) <= 70
+    assert quoted("\U0001f600" * 1000).isascii()

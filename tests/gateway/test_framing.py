@@ -1,12 +1,12 @@
-"""`gateway.framing`, beside llhttp's reading of the same bytes."""
+"""`vecd.gateway.http.framing`, beside llhttp's reading of the same bytes."""
 
 import httptools
 import pytest
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
-from gateway.errors import ApiError, BadRequest, HeadersTooLarge, PayloadTooLarge
-from gateway.framing import FREE_FRAMING_BYTES, ChunkedBody, KnownBody
+from vecd.gateway.http.framing import FREE_FRAMING_BYTES, ChunkedBody, KnownBody
+from vecd.gateway.types.errors import ApiError, BadRequest, HeadersTooLarge, PayloadTooLarge
 
 MANY = 10**9
 

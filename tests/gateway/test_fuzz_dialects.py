@@ -19,10 +19,10 @@ from hypothesis import HealthCheck, example, given, settings
 from hypothesis import strategies as st
 from serving import Server, running_server
 
-from gateway.dialects.openai import EMBEDDINGS
-from gateway.dialects.vllm import DIALECT as VLLM
-from gateway.errors import ApiError, BadRequest
-from gateway.operations import Operation
+from vecd.gateway.api.dialects.openai import EMBEDDINGS
+from vecd.gateway.api.dialects.vllm import DIALECT as VLLM
+from vecd.gateway.api.operations import Operation
+from vecd.gateway.types.errors import ApiError, BadRequest
 
 IS_LONG = bool(os.environ.get("VECD_SOAK"))
 TIMEOUT_S = 60.0

@@ -10,10 +10,10 @@ from dispatching import DEADLINE_S, EPOCH, SPEC, Bench, Request, Worker, run
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from shm.arena import ArenaSpec
-from shm.card import ModelCard
-from shm.failure import FailureCode
-from shm.wire import (
+from vecd.shm.arena import ArenaSpec
+from vecd.shm.card import ModelCard
+from vecd.shm.failure_code import FailureCode
+from vecd.shm.wire import (
     Alive,
     Batch,
     Done,
@@ -26,7 +26,7 @@ from shm.wire import (
     decode_to_worker,
     encode,
 )
-from workers.batch import BadBatch, read_batch
+from vecd.workers.batch import BadBatch, read_batch
 
 IS_LONG = bool(os.environ.get("VECD_SOAK"))
 pytestmark = pytest.mark.timeout(1800 if IS_LONG else 240)

@@ -2,9 +2,9 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from gateway.dialects.headers import MAX_TIMEOUT_MS, parse_accept, parse_priority, parse_timeout_s
-from gateway.errors import BadRequest
-from gateway.request import Encoding, Priority
+from vecd.gateway.api.dialects.headers import MAX_TIMEOUT_MS, parse_accept, parse_priority, parse_timeout_s
+from vecd.gateway.types.errors import BadRequest
+from vecd.gateway.types.request import Encoding, Priority
 
 
 @pytest.mark.parametrize(

@@ -1,4 +1,4 @@
-"""`gateway.http1`, driven by bytes alone."""
+"""`vecd.gateway.http.http1`, driven by bytes alone."""
 
 import itertools
 import tracemalloc
@@ -7,7 +7,8 @@ import pytest
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
-from gateway.errors import (
+from vecd.gateway.http.http1 import HeadReceived, ReadState, RequestReader, RequestReceived, _Message, encode_response
+from vecd.gateway.types.errors import (
     ApiError,
     BadRequest,
     HeadersTooLarge,
@@ -16,18 +17,7 @@ from gateway.errors import (
     PayloadTooLarge,
     UnsupportedEncoding,
 )
-from gateway.http1 import (
-    HeadReceived,
-    HttpRequest,
-    Limits,
-    ReadState,
-    RequestReader,
-    RequestReceived,
-    Response,
-    _Message,
-    encode_response,
-)
-from gateway.inflating import Coding
+from vecd.gateway.types.messages import Coding, HttpRequest, Limits, Response
 
 LIMITS = Limits(max_body_bytes=1000)
 HOST = b"Host: x\r\n"

@@ -8,8 +8,9 @@ import pytest
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
-from gateway.errors import ApiError, BadRequest, PayloadTooLarge, UnsupportedEncoding
-from gateway.inflating import Coding, Inflating, coding_named, zstd
+from vecd.gateway.http.decompress import Decompression, coding_named, zstd
+from vecd.gateway.types.errors import ApiError, BadRequest, PayloadTooLarge, UnsupportedEncoding
+from vecd.gateway.types.messages import Coding
 
 NO_LIMIT = 2**40
 
@@ -33,7 +34,7 @@ def zstd_checked(data: bytes) -> bytes:
 
 
 def inflate(body: bytes, coding: Coding, max_bytes: int = NO_LIMIT, at_a_time: int = NO_LIMIT) -> bytes:
-    inflating = Inflating(body, coding, max_bytes)
+    inflating = Decompression(body, coding, max_bytes)
     while not inflating.is_complete:
         inflating.advance(at_a_time)
     return inflating.take()
@@ -86,7 +87,7 @@ def test_a_bomb_takes_no_more_memory_than_the_limit(way):
 @pytest.mark.parametrize("way", ["gzip", "zstd"])
 def test_a_step_is_bounded(way):
     coding, compress = WAYS[way]
-    inflating = Inflating(compress(b" " * 10_000_000), coding, NO_LIMIT)
+    inflating = Decompression(compress(b" " * 10_000_000), coding, NO_LIMIT)
     for num_so_far in range(1, 100):
         before = inflating.num_bytes
         inflating.advance(1)
@@ -98,7 +99,7 @@ def test_a_step_is_bounded(way):
 def test_what_makes_no_bytes_is_bounded_too():
     stored_nothing = b"\x00\x00\x00\xff\xff"  # an empty block that is not the last
     body = stored_nothing * 1_000_000
-    inflating = Inflating(body, Coding.DEFLATE, NO_LIMIT)
+    inflating = Decompression(body, Coding.DEFLATE, NO_LIMIT)
     inflating.advance(10**9)
     assert inflating._at <= 64 * 16 * 1024
     with pytest.raises(BadRequest, match="ends before"):

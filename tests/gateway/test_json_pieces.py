@@ -10,9 +10,9 @@ import pytest
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
-from gateway import json_pieces
-from gateway.errors import BadRequest
-from gateway.json_pieces import Bounds, PieceReader
+from vecd.gateway.api import json_stream as json_pieces
+from vecd.gateway.api.json_stream import Bounds, PieceReader
+from vecd.gateway.types.errors import BadRequest
 
 UNBOUNDED = 10**9
 LARGE = frozenset({"input", "é"})

@@ -1,20 +1,20 @@
-"""`gateway.observer` and `gateway.record`: what is counted of a request that is over."""
+"""`vecd.gateway.telemetry.on_finished` and `vecd.gateway.types.timeline`: what is counted of a request that is over."""
 
 from typing import Any
 
 import pytest
 
-from gateway.board import GONE, Board
-from gateway.http1 import HttpRequest
-from gateway.observer import Observer
-from gateway.record import Durations, Record
-from shm.board import Counter, Histogram
+from vecd.gateway.telemetry.on_finished import Observer
+from vecd.gateway.telemetry.shared_metrics import GONE, SharedMetrics
+from vecd.gateway.types.messages import HttpRequest
+from vecd.gateway.types.timeline import Durations, RequestTimeline
+from vecd.shm.shared_metrics import Counter, Histogram
 
 
 def request(**noted: Any) -> HttpRequest:
     made = HttpRequest("POST", "/v1/embeddings", b"", {}, 1, True, "id")
     for name, value in noted.items():
-        setattr(made.record, name, value)
+        setattr(made.timeline, name, value)
     return made
 
 
@@ -31,8 +31,8 @@ EMBEDDED = {
 }
 
 
-def record_of(**noted: Any) -> Record:
-    return request(**{**EMBEDDED, **noted}).record
+def record_of(**noted: Any) -> RequestTimeline:
+    return request(**{**EMBEDDED, **noted}).timeline
 
 
 def test_where_the_time_went():
@@ -48,40 +48,40 @@ def test_what_was_computed_while_the_rest_was_tokenized_waited_for_nothing():
 
 
 def test_an_answered_embedding_request_is_counted_with_its_stages():
-    board = Board.private()
-    Observer(board).note_over(200, request(**EMBEDDED))
-    assert board.answers() == {(3, 200): 1}
-    assert board.total(Counter.INPUTS) == 2
-    assert board.total(Counter.INPUT_TOKENS) == 7
-    counts, sum_s = board.histogram(Histogram.COMPUTE)
+    shared_metrics = SharedMetrics.private()
+    Observer(shared_metrics).note_over(200, request(**EMBEDDED))
+    assert shared_metrics.answers() == {(3, 200): 1}
+    assert shared_metrics.total(Counter.INPUTS) == 2
+    assert shared_metrics.total(Counter.INPUT_TOKENS) == 7
+    counts, sum_s = shared_metrics.histogram(Histogram.COMPUTE)
     assert sum(counts) == 1
     assert sum_s == pytest.approx(0.016)
-    assert sum(board.histogram(Histogram.TOTAL)[0]) == 1
+    assert sum(shared_metrics.histogram(Histogram.TOTAL)[0]) == 1
 
 
 @pytest.mark.parametrize(
     ("status", "noted"), [(200, {"endpoint": 1}), (429, {"num_inputs": 2}), (503, EMBEDDED), (GONE, EMBEDDED)]
 )
 def test_what_was_not_embedded_and_answered_has_no_stages(status, noted):
-    board = Board.private()
-    Observer(board).note_over(status, request(**noted))
-    assert board.answers() == {(noted.get("endpoint", 0), status): 1}
-    assert board.total(Counter.INPUTS) == 0
-    assert sum(board.histogram(Histogram.TOTAL)[0]) == 0
+    shared_metrics = SharedMetrics.private()
+    Observer(shared_metrics).note_over(status, request(**noted))
+    assert shared_metrics.answers() == {(noted.get("endpoint", 0), status): 1}
+    assert shared_metrics.total(Counter.INPUTS) == 0
+    assert sum(shared_metrics.histogram(Histogram.TOTAL)[0]) == 0
 
 
 def test_a_request_that_was_not_understood_goes_nowhere():
-    board = Board.private()
-    observer = Observer(board)
+    shared_metrics = SharedMetrics.private()
+    observer = Observer(shared_metrics)
     observer.listeners.append(lambda *heard: pytest.fail("nothing is known of it"))
     observer.note_over(400, None)
-    assert board.answers() == {(0, 400): 1}
+    assert shared_metrics.answers() == {(0, 400): 1}
 
 
 def test_listeners_are_told_after_it_is_counted():
-    board, heard = Board.private(), []
-    observer, over = Observer(board), request()
-    observer.listeners.append(lambda *told: heard.append((*told, board.answers())))
+    shared_metrics, heard = SharedMetrics.private(), []
+    observer, over = Observer(shared_metrics), request()
+    observer.listeners.append(lambda *told: heard.append((*told, shared_metrics.answers())))
     observer.note_over(404, over)
     [(status, told, finished_at, answers)] = heard
     assert (status, told, answers) == (404, over, {(0, 404): 1})
@@ -94,8 +94,8 @@ def test_a_listener_that_fails_harms_neither_the_request_nor_the_next_listener(c
     def fail(*told: object) -> None:
         raise ValueError("what a " + "caller sent")
 
-    board, heard = Board.private(), []
-    observer = Observer(board)
+    shared_metrics, heard = SharedMetrics.private(), []
+    observer = Observer(shared_metrics)
     observer.listeners += [fail, lambda *told: heard.append(told)]
     observer.note_over(200, request())
     assert len(heard) == 1

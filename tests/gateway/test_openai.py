@@ -12,18 +12,31 @@ from asking import PLAIN, answer, ask, body_of, pieces_of
 from hypothesis import given
 from hypothesis import strategies as st
 
-from gateway.dialects.openai import DIALECT, EMBEDDINGS, render_error
-from gateway.encoding import JsonRows, Matrix
-from gateway.errors import BadRequest, InputTooLong, InvalidApiKey, ModelNotFound, ServerError, TooManyTokens
-from gateway.http1 import Response
-from gateway.request import Dtype, Embedded, EmbedRequest, Encoding, Form, Priority, Report, Source, Tokenizing
-from gateway.served import Served
+from vecd.gateway.api.dialects.openai import DIALECT, EMBEDDINGS, render_error
+from vecd.gateway.api.model_info import ModelInfo
+from vecd.gateway.encoding.fragments import JsonRows, Matrix
+from vecd.gateway.types.errors import BadRequest, InputTooLong, InvalidApiKey, ModelNotFound, ServerError, TooManyTokens
+from vecd.gateway.types.messages import Response
+from vecd.gateway.types.request import (
+    Dtype,
+    Embedded,
+    EmbedRequest,
+    Encoding,
+    Form,
+    Priority,
+    Report,
+    Source,
+    Tokenizing,
+)
 
 
 def parse(
-    fields: dict[str, Any], headers: Mapping[str, str] | None = None, served: Served = PLAIN, in_pieces: bool = False
+    fields: dict[str, Any],
+    headers: Mapping[str, str] | None = None,
+    model_info: ModelInfo = PLAIN,
+    in_pieces: bool = False,
 ) -> EmbedRequest:
-    return ask(EMBEDDINGS, fields, headers, served, in_pieces=in_pieces).request
+    return ask(EMBEDDINGS, fields, headers, model_info, in_pieces=in_pieces).request
 
 
 scalars = st.one_of(st.none(), st.booleans(), st.integers(), st.floats(), st.sampled_from(["", "a", "base64", "bulk"]))
@@ -176,9 +189,9 @@ def test_the_body_says_more_than_the_headers():
 def test_a_model_of_another_name_is_not_found_where_names_matter():
     strict = replace(PLAIN, is_strict=True, aliases=("text-embedding-3-small",))
     for name in (None, "minilm", "text-embedding-3-small", "minilm:latest", "minilm:query"):
-        assert parse({"input": "a", "model": name}, served=strict).tokenizing == Tokenizing()
+        assert parse({"input": "a", "model": name}, model_info=strict).tokenizing == Tokenizing()
     with pytest.raises(ModelNotFound) as caught:
-        parse({"input": "a", "model": "gpt"}, served=strict)
+        parse({"input": "a", "model": "gpt"}, model_info=strict)
     assert orjson.loads(body_of(render_error(caught.value)))["error"] == {
         "message": "The model `gpt` does not exist",
         "type": "invalid_request_error",
@@ -218,8 +231,10 @@ def test_errors_are_openais(error, status, kind, param, code, message):
 ROWS = np.arange(6, dtype=np.float32).reshape(2, 3)
 
 
-def rendered(served: Served = PLAIN, changes: Mapping[str, Any] | None = None, **fields: Any) -> tuple[bytes, Response]:
-    asked = ask(EMBEDDINGS, {"input": ["a", "b"], **fields}, served=served)
+def rendered(
+    model_info: ModelInfo = PLAIN, changes: Mapping[str, Any] | None = None, **fields: Any
+) -> tuple[bytes, Response]:
+    asked = ask(EMBEDDINGS, {"input": ["a", "b"], **fields}, model_info=model_info)
     response = answer(asked, ROWS, **(changes or {}))
     return body_of(response), response
 
@@ -291,7 +306,9 @@ def test_rows_are_described_as_with_vllm():
 @pytest.mark.parametrize(("num_inputs", "has_spans"), [(1, True), (25, True), (40, False), (2000, False)])
 def test_a_description_that_no_proxy_takes_has_no_spans(num_inputs, has_spans):
     asked = ask(
-        EMBEDDINGS, {"input": ["a"] * num_inputs, "encoding_format": "bytes"}, served=replace(PLAIN, max_inputs=2048)
+        EMBEDDINGS,
+        {"input": ["a"] * num_inputs, "encoding_format": "bytes"},
+        model_info=replace(PLAIN, max_inputs=2048),
     )
     response = answer(asked, np.ones((num_inputs, 384), np.float32))
     assert len(response.headers["metadata"]) <= 3072
@@ -355,10 +372,10 @@ NAMED = replace(
 )
 
 
-def described(operation: str, path: str, served: Served = NAMED) -> Any:
+def described(operation: str, path: str, model_info: ModelInfo = NAMED) -> Any:
     describe = DIALECT.operations[operation].describe
     assert describe is not None
-    return orjson.loads(body_of(describe(served, path)))
+    return orjson.loads(body_of(describe(model_info, path)))
 
 
 def test_models_are_listed_by_all_their_names():

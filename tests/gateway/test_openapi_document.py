@@ -8,10 +8,10 @@ import jsonschema_rs
 import pytest
 from asking import PLAIN
 
-from gateway.api import DIALECTS, ROUTES
-from gateway.handlers import Operations
-from gateway.openapi import describe_api
-from gateway.routes import admin_table, public_table
+from vecd.gateway.api.handlers import OperationsHandler
+from vecd.gateway.api.openapi import describe_api
+from vecd.gateway.api.registry import DIALECTS, ROUTES
+from vecd.gateway.api.routes import admin_table, public_table
 
 SERVED = replace(
     PLAIN, model="m", dim=8, hidden_size=8, max_tokens=16, max_inputs=7, max_request_tokens=1000, max_body_bytes=12345
@@ -34,8 +34,8 @@ def operations(document: dict[str, Any]) -> dict[tuple[str, str], dict[str, Any]
 
 
 def test_every_route_is_in_it_and_no_other(document):
-    served = {(method, path.replace("/*", "/{name}")) for path, methods in PUBLIC.items() for method in methods}
-    assert set(operations(document)) == served
+    model_info = {(method, path.replace("/*", "/{name}")) for path, methods in PUBLIC.items() for method in methods}
+    assert set(operations(document)) == model_info
 
 
 def test_the_admin_listener_has_a_document_of_its_own():
@@ -52,7 +52,7 @@ def test_names_of_operations_are_different(document):
 def test_every_field_that_is_parsed_is_in_it(document):
     for path, methods in PUBLIC.items():
         for method, route in methods.items():
-            if not isinstance(route.handler, Operations):
+            if not isinstance(route.handler, OperationsHandler):
                 continue
             text = json.dumps(document["paths"][path.replace("/*", "/{name}")][method.lower()])
             for claim in route.handler.claims:

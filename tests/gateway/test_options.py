@@ -9,11 +9,11 @@ from asking import PLAIN, ask
 from hypothesis import given
 from hypothesis import strategies as st
 
-from gateway.dialects.openai import EMBEDDINGS
-from gateway.errors import BadRequest
-from gateway.request import MAX_PROMPT_CHARS, Dtype, EmbedRequest, Encoding, Form, Overflow, Tokenizing
-from gateway.served import Served
-from shm.wire import Output
+from vecd.gateway.api.dialects.openai import EMBEDDINGS
+from vecd.gateway.api.model_info import ModelInfo
+from vecd.gateway.types.errors import BadRequest
+from vecd.gateway.types.request import MAX_PROMPT_CHARS, Dtype, EmbedRequest, Encoding, Form, Overflow, Tokenizing
+from vecd.shm.wire import Output
 
 E5 = replace(
     PLAIN, prompts={"query": "query: ", "passage": "passage: "}, is_matryoshka=True, default_prompt="default: "
@@ -21,13 +21,13 @@ E5 = replace(
 CUT, LEFT, ERROR, CHUNK = Overflow.TRUNCATE, Overflow.TRUNCATE_LEFT, Overflow.ERROR, Overflow.CHUNK
 
 
-def parse(served: Served = PLAIN, /, **fields: Any) -> EmbedRequest:
-    return ask(EMBEDDINGS, {"input": "a", **fields}, served=served).request
+def parse(model_info: ModelInfo = PLAIN, /, **fields: Any) -> EmbedRequest:
+    return ask(EMBEDDINGS, {"input": "a", **fields}, model_info=model_info).request
 
 
-def refusal(served: Served = PLAIN, /, **fields: Any) -> BadRequest:
+def refusal(model_info: ModelInfo = PLAIN, /, **fields: Any) -> BadRequest:
     with pytest.raises(BadRequest) as caught:
-        parse(served, **fields)
+        parse(model_info, **fields)
     assert (caught.value.status, caught.value.type) == (400, "invalid_request_error")
     assert f"'{caught.value.param}'" in caught.value.message
     return caught.value
@@ -215,11 +215,11 @@ def test_no_field_is_ever_ignored():
         if len(sides) > 1:
             left = set()
         for of_the_server in Overflow:
-            served = replace(PLAIN, overflow=of_the_server)
+            model_info = replace(PLAIN, overflow=of_the_server)
             if not left:
-                assert "contradict" in refusal(served, **fields).message
+                assert "contradict" in refusal(model_info, **fields).message
             else:
-                asked = parse(served, **fields).tokenizing.overflow
+                asked = parse(model_info, **fields).tokenizing.overflow
                 assert (asked in left) if fields else (asked is None)
 
 
@@ -365,16 +365,16 @@ def test_what_changes_no_vector_is_ignored(name):
     )
 )
 def test_every_refusal_names_a_field_that_was_sent(fields):
-    for served in (PLAIN, E5):
-        error = refusal_or_none(served, fields)
+    for model_info in (PLAIN, E5):
+        error = refusal_or_none(model_info, fields)
         if error is not None:
             assert error.param in fields
             assert len(error.message) < 500
 
 
-def refusal_or_none(served: Served, fields: dict[str, Any]) -> BadRequest | None:
+def refusal_or_none(model_info: ModelInfo, fields: dict[str, Any]) -> BadRequest | None:
     try:
-        parse(served, **fields)
+        parse(model_info, **fields)
     except BadRequest as error:
         return error
     return None

@@ -9,15 +9,14 @@ import numpy as np
 import orjson
 import pytest
 
-import gateway
-from gateway.dialects.rows import render_rows
-from gateway.encoding import Encoder, Matrix
-from gateway.quantization import normalize
-from gateway.request import Dtype, EmbedRequest, Encoding, Form
-from shm.card import ModelCard, Step
-from shm.wire import Output
+from vecd.gateway.api.dialects.rows import render_rows
+from vecd.gateway.encoding.fragments import Encoder, Matrix
+from vecd.gateway.encoding.quantization import normalize
+from vecd.gateway.types.request import Dtype, EmbedRequest, Encoding, Form
+from vecd.shm.card import ModelCard, Step
+from vecd.shm.wire import Output
 
-_PAGE = (Path(gateway.__file__).parents[1] / "docs" / "output-types.md").read_text()
+_PAGE = (Path(__file__).parents[2] / "docs" / "output-types.md").read_text()
 _SNIPPETS = dict(re.findall(r"^```python (.+?)\n(.*?)^```$", _PAGE, re.MULTILINE | re.DOTALL))
 _DIM = 1536
 _ROWS = normalize(np.random.default_rng(0).standard_normal((5, _DIM), dtype=np.float32))

@@ -9,9 +9,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from hypothesis.extra.numpy import arrays
 
-import gateway
-from gateway.errors import BadRequest
-from gateway.quantization import (
+from vecd.gateway.encoding.quantization import (
     default_ranges,
     from_bfloat16,
     normalize,
@@ -22,11 +20,12 @@ from gateway.quantization import (
     to_float16,
     to_ubinary,
 )
-from shm.card import ModelError
+from vecd.gateway.types.errors import BadRequest
+from vecd.shm.card import ModelError
 
 TEXTS = [" ".join(text.split())[:200] for _, text in sorted(pydoc_data.topics.topics.items())][:32]
 
-_PAGE = (Path(gateway.__file__).parents[1] / "docs" / "output-types.md").read_text()
+_PAGE = (Path(__file__).parents[2] / "docs" / "output-types.md").read_text()
 [_RANGES] = re.findall(r"^```python ranges\n(.*?)^```$", _PAGE, re.MULTILINE | re.DOTALL)
 
 finite = st.floats(width=32, allow_nan=False, allow_infinity=False)

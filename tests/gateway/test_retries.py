@@ -1,4 +1,4 @@
-from gateway.retries import RetryBudget
+from vecd.gateway.dispatch.retry_budget import RetryBudget
 
 MAX_BATCH_TOKENS = 100
 

@@ -5,11 +5,11 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from gateway.api import ROUTES, dialect_routes
-from gateway.config import SCOPES
-from gateway.errors import MethodNotAllowed, NotFound
-from gateway.http1 import Response
-from gateway.routes import admin_table, find_route, methods_at, name_in, normalize, public_table
+from vecd.gateway.api.registry import ROUTES, dialect_routes
+from vecd.gateway.api.routes import admin_table, find_route, methods_at, name_in, normalize, public_table
+from vecd.gateway.types.config import SCOPES
+from vecd.gateway.types.errors import MethodNotAllowed, NotFound
+from vecd.gateway.types.messages import Response
 
 EXACT = sorted({path for path in ROUTES if "*" not in path and path != "/"})
 

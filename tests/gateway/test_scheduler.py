@@ -6,10 +6,12 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
 
-from gateway.request import Chunk, ChunkedInput, Flow, Gathering, Priority, Sequence, TokenizedInput
-from gateway.scheduler import AGING_S, Scheduler
-from gateway.shares import Share
-from shm.wire import Output
+from vecd.gateway.encoding.pending import ChunkedInput, PendingResult
+from vecd.gateway.scheduling.fair_queue import TenantQueue
+from vecd.gateway.scheduling.queue import QueuedSequence, RequestQueue
+from vecd.gateway.scheduling.scheduler import AGING_S, Scheduler
+from vecd.gateway.types.request import Chunk, Priority, TokenizedInput
+from vecd.shm.wire import Output
 
 _loop = asyncio.new_event_loop()
 BIG = 100_000
@@ -31,39 +33,39 @@ class Queue:
         self.scheduler = Scheduler(max_tokens, max_rows, longest)
         self.now = 100.0
 
-    def request(self, *lengths: int, priority=Priority.NORMAL, tenant="", output=Output.VECTORS) -> Flow:
-        flow = self.scheduler.open(Gathering(len(lengths), (Nowhere(),), _loop), priority, tenant=tenant)
-        self.scheduler.add(flow, make_sequences(flow, *lengths, output=output), self.now)
-        return flow
+    def request(self, *lengths: int, priority=Priority.NORMAL, tenant="", output=Output.VECTORS) -> RequestQueue:
+        request_queue = self.scheduler.open(PendingResult(len(lengths), (Nowhere(),), _loop), priority, tenant=tenant)
+        self.scheduler.add(request_queue, make_sequences(request_queue, *lengths, output=output), self.now)
+        return request_queue
 
-    def take(self, max_tokens=BIG, idle=1, after_s=0.0, is_short=False) -> list[Sequence]:
+    def take(self, max_tokens=BIG, idle=1, after_s=0.0, is_short=False) -> list[QueuedSequence]:
         self.now += after_s
         return self.scheduler.next_batch(self.now, max_tokens=max_tokens, num_idle_workers=idle, is_short=is_short)
 
-    def close(self, flow: Flow) -> None:
-        flow.gathering.abandon()
-        self.scheduler.close(flow)
+    def close(self, request_queue: RequestQueue) -> None:
+        request_queue.pending.abandon()
+        self.scheduler.close(request_queue)
 
 
-def make_sequences(flow: Flow, *lengths: int, output=Output.VECTORS) -> list[Sequence]:
+def make_sequences(request_queue: RequestQueue, *lengths: int, output=Output.VECTORS) -> list[QueuedSequence]:
     inputs = [TokenizedInput(array("i", [1] * n).tobytes(), n, False) for n in lengths]
-    return [Sequence(flow, index, item, output) for index, item in enumerate(inputs)]
+    return [QueuedSequence(request_queue, index, item, output) for index, item in enumerate(inputs)]
 
 
-def flows_of(batch: list[Sequence]) -> list[Flow]:
-    return [sequence.flow for sequence in batch]
+def flows_of(batch: list[QueuedSequence]) -> list[RequestQueue]:
+    return [sequence.request_queue for sequence in batch]
 
 
 def num_rows(batch) -> int:
     return sum(s.num_rows for s in batch)
 
 
-def num_tokens(batch, flow=None) -> int:
-    return sum(s.num_tokens for s in batch if flow is None or s.flow is flow)
+def num_tokens(batch, request_queue=None) -> int:
+    return sum(s.num_tokens for s in batch if request_queue is None or s.request_queue is request_queue)
 
 
 def tokens_of(batch, tenant: str) -> int:
-    return sum(s.num_tokens for s in batch if s.flow.tenant == tenant)
+    return sum(s.num_tokens for s in batch if s.request_queue.tenant == tenant)
 
 
 # --- the size of a batch ----------------------------------------------------------------------------------------------
@@ -122,10 +124,10 @@ def test_rows_of_tokens_and_vectors_share_a_batch():
 @pytest.mark.parametrize(("lengths", "fills"), [([5, 4], False), ([5, 5], True), ([10], True)])
 def test_rows_of_tokens_fill_a_batch(lengths, fills):
     queue = Queue(max_rows=10)
-    flow = queue.request(*lengths, output=TOKENS)
+    request_queue = queue.request(*lengths, output=TOKENS)
     assert queue.scheduler.queued_rows == sum(lengths)
     assert queue.scheduler.fills(BIG) is fills
-    queue.close(flow)
+    queue.close(request_queue)
     assert queue.scheduler.queued_rows == 0
 
 
@@ -138,26 +140,26 @@ def test_many_rows_are_not_passed_over_for_ever():
     for _ in range(4):
         queue.take()
     queue.request(*[200] * 5, output=TOKENS, tenant="c")
-    served: list[Sequence] = []
-    while not any(sequence.flow.tenant == "c" for sequence in served):
+    model_info: list[QueuedSequence] = []
+    while not any(sequence.request_queue.tenant == "c" for sequence in model_info):
         for tenant in ("d", "e"):
             queue.request(100, output=TOKENS, tenant=tenant)
-        served = queue.take()
-        assert num_rows(served) <= 512
+        model_info = queue.take()
+        assert num_rows(model_info) <= 512
         num_batches += 1
     assert num_batches <= 3
 
 
 def test_what_is_put_back_or_set_aside_has_its_rows():
     queue = Queue(max_rows=8)
-    flow = queue.request(5, 3, 2, output=TOKENS)
+    request_queue = queue.request(5, 3, 2, output=TOKENS)
     lost = queue.take()
     assert (num_rows(lost), queue.scheduler.queued_rows) == (8, 2)
     queue.scheduler.put_back(lost)
     assert queue.scheduler.queued_rows == 10
     queue.scheduler.set_aside([queue.take()[0]])
     assert queue.scheduler.queued_rows == 2 + 5
-    queue.close(flow)
+    queue.close(request_queue)
     assert queue.scheduler.queued_rows == 0
 
 
@@ -166,22 +168,24 @@ def test_a_short_input_in_chunks_is_a_short_request():
     queue = Queue()
     queue.request(*[100] * 100)
     queue.take(max_tokens=512)
-    flow = queue.scheduler.open(Gathering(1, (Nowhere(),), _loop), Priority.NORMAL)
+    request_queue = queue.scheduler.open(PendingResult(1, (Nowhere(),), _loop), Priority.NORMAL)
     chunked = ChunkedInput(2, is_normalized=True)
     chunks = [Chunk(array("i", [1] * 10).tobytes(), 10, 8)] * 2
     assert not queue.scheduler.wants_short_batches(queue.now)
-    queue.scheduler.add(flow, [Sequence(flow, 0, chunk, chunked=chunked) for chunk in chunks], queue.now)
+    queue.scheduler.add(
+        request_queue, [QueuedSequence(request_queue, 0, chunk, chunked=chunked) for chunk in chunks], queue.now
+    )
     assert queue.scheduler.wants_short_batches(queue.now)
 
 
 def test_a_request_may_come_in_pieces():
     queue = Queue()
-    flow = queue.scheduler.open(Gathering(4, (Nowhere(),), _loop), Priority.NORMAL)
-    sequences = make_sequences(flow, 1, 2, 3, 4)
-    queue.scheduler.add(flow, sequences[:2], queue.now)
+    request_queue = queue.scheduler.open(PendingResult(4, (Nowhere(),), _loop), Priority.NORMAL)
+    sequences = make_sequences(request_queue, 1, 2, 3, 4)
+    queue.scheduler.add(request_queue, sequences[:2], queue.now)
     assert queue.take() == sequences[:2]
-    queue.scheduler.add(flow, sequences[2:3], queue.now)
-    queue.scheduler.add(flow, sequences[3:], queue.now)
+    queue.scheduler.add(request_queue, sequences[2:3], queue.now)
+    queue.scheduler.add(request_queue, sequences[3:], queue.now)
     assert queue.take() == sequences[2:]
 
 
@@ -195,7 +199,7 @@ def test_a_short_request_is_in_the_next_batch_however_much_waits():
         queue.take()
     short = queue.request(10)
     assert short in flows_of(queue.take())
-    round_of_turns = [flow for _ in range(20) for flow in flows_of(queue.take())]
+    round_of_turns = [request_queue for _ in range(20) for request_queue in flows_of(queue.take())]
     assert set(round_of_turns) == set(bulk), "and the others go on"
 
 
@@ -203,7 +207,7 @@ def test_large_requests_share_by_tokens_and_not_by_sequences():
     queue = Queue(max_tokens=512)
     long, short = queue.request(*[100] * 400), queue.request(*[10] * 4000)
     batches = [queue.take() for _ in range(40)]
-    shares = [sum(num_tokens(batch, flow) for batch in batches) for flow in (long, short)]
+    shares = [sum(num_tokens(batch, request_queue) for batch in batches) for request_queue in (long, short)]
     assert abs(shares[0] - shares[1]) <= 2 * queue.scheduler.quantum
 
 
@@ -231,15 +235,15 @@ def test_nothing_starves():
     queue = Queue(max_tokens=100)
     bulk = queue.request(*[10] * 100, priority=Priority.BULK)
     normal = queue.request(*[10] * 100, priority=Priority.NORMAL)
-    served = {bulk: 0, normal: 0}
+    model_info = {bulk: 0, normal: 0}
     for _ in range(100):
         while queue.scheduler.tokens_ahead(1, Priority.INTERACTIVE, 1000.0) < 200:
             queue.request(10, priority=Priority.INTERACTIVE)
         batch = queue.take(after_s=AGING_S / 10)
-        for flow in served:
-            served[flow] += num_tokens(batch, flow)
+        for request_queue in model_info:
+            model_info[request_queue] += num_tokens(batch, request_queue)
     # One batch in ten has a quarter for each.
-    assert all(150 <= tokens <= 350 for tokens in served.values()), served
+    assert all(150 <= tokens <= 350 for tokens in model_info.values()), model_info
 
 
 def test_a_long_sequence_that_finds_no_room_is_not_passed_over_twice():
@@ -258,24 +262,29 @@ def test_a_backlog_of_long_sequences_is_served_beside_short_requests():
     """A long one finds no room in any batch that has begun with short ones."""
     queue = Queue(max_tokens=128, longest=512)
     backlog = queue.request(*[512] * 100)
-    served = 0
+    model_info = 0
     for _ in range(40):
         for _ in range(10):
             queue.request(20)
         queue.request(256)
-        served += num_tokens(queue.take(), backlog)
-    assert served >= 10 * 512
+        model_info += num_tokens(queue.take(), backlog)
+    assert model_info >= 10 * 512
 
 
 def test_no_lower_priority_takes_what_a_backlog_has_been_passed_over_for():
     queue = Queue(max_tokens=128, longest=512)
-    flows = [queue.request(*[512] * 100, priority=priority) for priority in (Priority.INTERACTIVE, Priority.NORMAL)]
+    request_queues = [
+        queue.request(*[512] * 100, priority=priority) for priority in (Priority.INTERACTIVE, Priority.NORMAL)
+    ]
     shares = [0, 0]
     for _ in range(60):
         for _ in range(8):
             queue.request(20, priority=Priority.INTERACTIVE)
         batch = queue.take(after_s=0.1)
-        shares = [share + num_tokens(batch, flow) for share, flow in zip(shares, flows, strict=True)]
+        shares = [
+            share + num_tokens(batch, request_queue)
+            for share, request_queue in zip(shares, request_queues, strict=True)
+        ]
     assert shares[0] >= shares[1] > 0
 
 
@@ -286,19 +295,19 @@ def test_rows_are_kept_for_a_backlog_as_tokens_are():
     for _ in range(10):
         for _ in range(60):
             queue.request(10)
-        assert len([s for s in queue.take() if s.flow is backlog]) == 10
+        assert len([s for s in queue.take() if s.request_queue is backlog]) == 10
 
 
 def test_an_overdue_priority_serves_its_backlog_too():
     queue = Queue(max_tokens=100)
     backlog = queue.request(*[10] * 200, priority=Priority.BULK)
-    served = 0
+    model_info = 0
     for _ in range(40):
         for _ in range(12):
             queue.request(10, priority=Priority.INTERACTIVE)
         queue.request(10, priority=Priority.BULK)
-        served += num_tokens(queue.take(after_s=AGING_S / 2), backlog)
-    assert served >= 100
+        model_info += num_tokens(queue.take(after_s=AGING_S / 2), backlog)
+    assert model_info >= 100
 
 
 def test_short_batches_are_wanted_while_short_requests_come_beside_a_backlog():
@@ -434,13 +443,13 @@ def test_whoever_always_runs_out_is_not_always_new():
     """Else it would go before others each time, and have three quarters of every batch."""
     queue = Queue(max_tokens=300)
     flood(queue, "steady", [10] * 4000)
-    served = {"steady": 0, "again": 0}
+    model_info = {"steady": 0, "again": 0}
     for _ in range(100):
         flood(queue, "again", [10] * 25)
         batch = queue.take()
-        for tenant in served:
-            served[tenant] += tokens_of(batch, tenant)
-    assert served["again"] <= served["steady"] + 3 * queue.scheduler.quantum
+        for tenant in model_info:
+            model_info[tenant] += tokens_of(batch, tenant)
+    assert model_info["again"] <= model_info["steady"] + 3 * queue.scheduler.quantum
 
 
 def test_many_newcomers_leave_the_others_their_quarter():
@@ -470,14 +479,14 @@ def test_an_overdue_priority_is_shared_by_its_tenants():
     queue = Queue(max_tokens=1024)
     flood(queue, "greedy", [10] * 400, 100, priority=Priority.BULK)
     flood(queue, "polite", [10] * 4000, priority=Priority.BULK)
-    served = {"greedy": 0, "polite": 0}
+    model_info = {"greedy": 0, "polite": 0}
     for _ in range(30):
         flood(queue, "first", [10], 150, priority=Priority.INTERACTIVE)
         batch = queue.take(after_s=AGING_S)
-        for tenant in served:
-            served[tenant] += tokens_of(batch, tenant)
-    assert served["polite"] > 2000
-    assert abs(served["greedy"] - served["polite"]) <= 3 * queue.scheduler.quantum
+        for tenant in model_info:
+            model_info[tenant] += tokens_of(batch, tenant)
+    assert model_info["polite"] > 2000
+    assert abs(model_info["greedy"] - model_info["polite"]) <= 3 * queue.scheduler.quantum
 
 
 def test_a_tenants_long_sequence_is_not_passed_over_twice():
@@ -512,10 +521,11 @@ def test_what_a_dead_worker_had_goes_first_and_costs_its_tenants_nothing():
 def test_a_tenant_whose_requests_can_only_be_late_does_not_hold_up_others():
     queue = Queue(max_tokens=100)
     late = [
-        queue.scheduler.open(Gathering(1, (Nowhere(),), _loop), Priority.NORMAL, queue.now, "late") for _ in range(9)
+        queue.scheduler.open(PendingResult(1, (Nowhere(),), _loop), Priority.NORMAL, queue.now, "late")
+        for _ in range(9)
     ]
-    for flow in late:
-        queue.scheduler.add(flow, make_sequences(flow, 10), queue.now)
+    for request_queue in late:
+        queue.scheduler.add(request_queue, make_sequences(request_queue, 10), queue.now)
     in_time = queue.request(10, tenant="in time")
     batch = queue.scheduler.next_batch(queue.now, max_tokens=100, done_by=queue.now + 1)
     assert flows_of(batch) == [in_time]
@@ -526,9 +536,9 @@ def test_tenants_that_are_gone_do_not_pile_up():
     queue = Queue(max_tokens=100)
     flood(queue, "stays", [10] * 10_000)
     for n in range(2000):
-        flow = queue.request(10, tenant=f"goes-{n}")
+        request_queue = queue.request(10, tenant=f"goes-{n}")
         if n % 2:
-            queue.close(flow)
+            queue.close(request_queue)
         else:
             queue.take()
     assert len(queue.scheduler._levels[Priority.NORMAL].shares) < 200
@@ -566,12 +576,12 @@ def test_of_very_many_tenants_few_are_looked_at_for_what_is_ahead(monkeypatch):
     for n in range(1000):
         queue.request(10, tenant=f"small-{n}")
 
-    def look(share: Share) -> int:
+    def look(share: TenantQueue) -> int:
         nonlocal num_looks
         num_looks += 1
         return share.fresh.num_tokens + share.backlog.num_tokens
 
-    monkeypatch.setattr(Share, "num_tokens", property(look))
+    monkeypatch.setattr(TenantQueue, "num_tokens", property(look))
     assert queue.scheduler.tokens_ahead(25_600, Priority.NORMAL, 1000.0, "asks") == 25_600 + 10_000
     assert queue.scheduler.tokens_ahead(25_600, Priority.NORMAL, 1000.0, "small-5") == 25_856 + 10_000
     assert num_looks < 200
@@ -659,22 +669,22 @@ def test_what_is_closed_is_dropped_at_once():
 
 def test_who_can_only_be_late_is_passed_by():
     queue = Queue(max_tokens=100)
-    flows = []
+    request_queues = []
     for deadline in (queue.now + 0.1, queue.now + 0.3):
-        flows.append(queue.scheduler.open(Gathering(1, (Nowhere(),), _loop), Priority.NORMAL, deadline))
-        queue.scheduler.add(flows[-1], make_sequences(flows[-1], 10), queue.now)
+        request_queues.append(queue.scheduler.open(PendingResult(1, (Nowhere(),), _loop), Priority.NORMAL, deadline))
+        queue.scheduler.add(request_queues[-1], make_sequences(request_queues[-1], 10), queue.now)
     batch = queue.scheduler.next_batch(queue.now, max_tokens=100, done_by=queue.now + 0.2)
-    assert flows_of(batch) == [flows[1]]
-    assert queue.scheduler.hopeless == [flows[0]]
+    assert flows_of(batch) == [request_queues[1]]
+    assert queue.scheduler.hopeless == [request_queues[0]]
     assert (queue.scheduler.queued_tokens, queue.scheduler.queued_sequences) == (0, 0)
 
 
 def test_the_last_one_is_served_even_if_it_is_expected_to_be_late():
     """What is expected comes from batches: if none were sent, a wrong expectation would stay for ever."""
     queue = Queue(max_tokens=100)
-    flow = queue.scheduler.open(Gathering(1, (Nowhere(),), _loop), Priority.NORMAL, queue.now + 0.1)
-    queue.scheduler.add(flow, make_sequences(flow, 10), queue.now)
-    assert flows_of(queue.scheduler.next_batch(queue.now, max_tokens=100, done_by=queue.now + 5)) == [flow]
+    request_queue = queue.scheduler.open(PendingResult(1, (Nowhere(),), _loop), Priority.NORMAL, queue.now + 0.1)
+    queue.scheduler.add(request_queue, make_sequences(request_queue, 10), queue.now)
+    assert flows_of(queue.scheduler.next_batch(queue.now, max_tokens=100, done_by=queue.now + 5)) == [request_queue]
     assert queue.scheduler.hopeless == []
 
 
@@ -684,7 +694,7 @@ def test_closed_requests_do_not_pile_up_while_no_batch_is_built():
     for _ in range(1000):
         queue.close(queue.request(1))
     assert stays.lane is not None
-    assert len(stays.lane.flows) <= 3
+    assert len(stays.lane.request_queues) <= 3
     assert flows_of(queue.take()) == [stays]
 
 
@@ -726,10 +736,10 @@ class SchedulerMachine(RuleBasedStateMachine):
     def __init__(self):
         super().__init__()
         self.queue = Queue(self.MAX_TOKENS, self.MAX_ROWS, longest=400)
-        self.waiting: dict[Flow, list[Sequence]] = {}
-        self.of_tokens: set[Flow] = set()
-        self.aside: list[list[Sequence]] = []
-        self.out: list[list[Sequence]] = []
+        self.waiting: dict[RequestQueue, list[QueuedSequence]] = {}
+        self.of_tokens: set[RequestQueue] = set()
+        self.aside: list[list[QueuedSequence]] = []
+        self.out: list[list[QueuedSequence]] = []
 
     @rule(
         lengths=st.lists(st.integers(1, 400), min_size=1, max_size=8),
@@ -737,9 +747,11 @@ class SchedulerMachine(RuleBasedStateMachine):
         tenant=st.sampled_from("aabc"),
     )
     def request(self, lengths, priority, tenant):
-        flow = self.queue.scheduler.open(Gathering(len(lengths) + 8, (Nowhere(),), _loop), priority, tenant=tenant)
-        self.waiting[flow] = []
-        self.more(flow, lengths)
+        request_queue = self.queue.scheduler.open(
+            PendingResult(len(lengths) + 8, (Nowhere(),), _loop), priority, tenant=tenant
+        )
+        self.waiting[request_queue] = []
+        self.more(request_queue, lengths)
 
     @rule(
         lengths=st.lists(st.integers(1, MAX_ROWS), min_size=1, max_size=8),
@@ -747,23 +759,25 @@ class SchedulerMachine(RuleBasedStateMachine):
         tenant=st.sampled_from("abc"),
     )
     def request_tokens(self, lengths, priority, tenant):
-        flow = self.queue.scheduler.open(Gathering(len(lengths) + 8, (Nowhere(),), _loop), priority, tenant=tenant)
-        self.waiting[flow] = []
-        self.of_tokens.add(flow)
-        self.more(flow, lengths)
+        request_queue = self.queue.scheduler.open(
+            PendingResult(len(lengths) + 8, (Nowhere(),), _loop), priority, tenant=tenant
+        )
+        self.waiting[request_queue] = []
+        self.of_tokens.add(request_queue)
+        self.more(request_queue, lengths)
 
     @precondition(lambda self: self.waiting)
     @rule(data=st.data(), lengths=st.lists(st.integers(1, 400), max_size=4))
     def piece(self, data, lengths):
         self.more(data.draw(st.sampled_from(list(self.waiting))), lengths)
 
-    def more(self, flow, lengths):
-        if flow in self.of_tokens:
+    def more(self, request_queue, lengths):
+        if request_queue in self.of_tokens:
             lengths = [min(length, self.MAX_ROWS) for length in lengths]
-        output = TOKENS if flow in self.of_tokens else Output.VECTORS
-        sequences = make_sequences(flow, *lengths, output=output)
-        self.queue.scheduler.add(flow, sequences, self.queue.now)
-        self.waiting[flow] += sequences
+        output = TOKENS if request_queue in self.of_tokens else Output.VECTORS
+        sequences = make_sequences(request_queue, *lengths, output=output)
+        self.queue.scheduler.add(request_queue, sequences, self.queue.now)
+        self.waiting[request_queue] += sequences
 
     @rule(
         budget=st.integers(1, 400),
@@ -780,7 +794,7 @@ class SchedulerMachine(RuleBasedStateMachine):
             self.aside.remove(batch)
         else:
             for sequence in batch:
-                assert sequence is self.waiting[sequence.flow].pop(0), "in the order of its request"
+                assert sequence is self.waiting[sequence.request_queue].pop(0), "in the order of its request"
         self.out.append(batch)
 
     @precondition(lambda self: self.out)
@@ -793,15 +807,15 @@ class SchedulerMachine(RuleBasedStateMachine):
         else:
             self.queue.scheduler.put_back(lost)
             for sequence in reversed(lost):
-                self.waiting[sequence.flow].insert(0, sequence)
+                self.waiting[sequence.request_queue].insert(0, sequence)
 
     @precondition(lambda self: self.waiting)
     @rule(data=st.data())
     def close(self, data):
-        flow = data.draw(st.sampled_from(list(self.waiting)))
-        self.queue.close(flow)
-        del self.waiting[flow]
-        aside = [[s for s in batch if s.flow is not flow] for batch in self.aside]
+        request_queue = data.draw(st.sampled_from(list(self.waiting)))
+        self.queue.close(request_queue)
+        del self.waiting[request_queue]
+        aside = [[s for s in batch if s.request_queue is not request_queue] for batch in self.aside]
         self.aside = [batch for batch in aside if batch]
 
     @invariant()
@@ -827,9 +841,9 @@ class SchedulerMachine(RuleBasedStateMachine):
             lanes += [lane for share in shares for lane in (share.fresh, share.backlog)]
         assert sum(lane.num_tokens for lane in lanes) == num_tokens(waiting)
         for lane in lanes:
-            listed = [flow for flow in lane.flows if flow.lane is lane]
+            listed = [request_queue for request_queue in lane.request_queues if request_queue.lane is lane]
             assert len(listed) == len(set(listed)) == lane.num_flows
-            assert all(flow.queue for flow in listed)
+            assert all(request_queue.queue for request_queue in listed)
 
 
 TestScheduler = SchedulerMachine.TestCase
@@ -858,14 +872,14 @@ def test_the_oldest_wait_is_that_of_the_request_that_came_first():
 
 def test_what_is_left_of_a_large_request_has_waited_since_it_came():
     queue = Queue(max_tokens=100)
-    flow = queue.request(*[50] * 4)
+    request_queue = queue.request(*[50] * 4)
     assert len(queue.take(100, after_s=1)) == 2
     assert queue.scheduler.oldest_wait_s(queue.now + 1) == 2
     batch = queue.take(100, after_s=1)
     assert queue.scheduler.oldest_wait_s(queue.now + 1) == 0
     queue.scheduler.put_back(batch)
     assert queue.scheduler.oldest_wait_s(queue.now) == 2, "what a worker has lost has waited from the beginning"
-    queue.close(flow)
-    flow = queue.request(10)
+    queue.close(request_queue)
+    request_queue = queue.request(10)
     queue.scheduler.set_aside(queue.take())
     assert queue.scheduler.oldest_wait_s(queue.now + 4) == 4

@@ -3,8 +3,8 @@ from dataclasses import replace
 import pytest
 from asking import PLAIN
 
-from gateway.errors import BadRequest, ModelNotFound
-from gateway.served import PURPOSES
+from vecd.gateway.api.model_info import PURPOSES
+from vecd.gateway.types.errors import BadRequest, ModelNotFound
 
 E5 = replace(PLAIN, model="e5", aliases=("org/e5",), prompts={"query": "query: ", "passage": "passage: "})
 NOMIC = replace(
@@ -46,10 +46,10 @@ def test_a_models_name_may_ask_for_a_prompt(name, prompt):
 
 
 def test_a_name_with_a_colon_may_be_the_models_own():
-    served = replace(E5, model="mxbai:query", aliases=("all-minilm:document",))
-    assert served.prompt_of_model_name("mxbai:query") is None
-    assert served.prompt_of_model_name("all-minilm:document") is None
-    assert served.prompt_of_model_name("mxbai:query:document") == "passage: "
+    model_info = replace(E5, model="mxbai:query", aliases=("all-minilm:document",))
+    assert model_info.prompt_of_model_name("mxbai:query") is None
+    assert model_info.prompt_of_model_name("all-minilm:document") is None
+    assert model_info.prompt_of_model_name("mxbai:query:document") == "passage: "
 
 
 @pytest.mark.parametrize(
@@ -104,28 +104,28 @@ def test_a_purpose_is_a_prompt_by_another_name(purpose, of_e5, of_nomic):
 
 @pytest.mark.parametrize("purpose", ["document", "passage", "search_document", "retrieval.passage", "code.passage"])
 def test_a_document_does_not_get_the_default_prompt_which_may_be_a_query_s(purpose):
-    served = replace(E5, prompts={"query": "query: "}, default_prompt="query: ")
-    assert served.prompt_for(purpose) == ""
-    assert served.prompt_of_model_name(f"e5:{purpose}") == ""
-    assert (served.prompt_for("query"), served.prompt_for("classification")) == ("query: ", None)
+    model_info = replace(E5, prompts={"query": "query: "}, default_prompt="query: ")
+    assert model_info.prompt_for(purpose) == ""
+    assert model_info.prompt_of_model_name(f"e5:{purpose}") == ""
+    assert (model_info.prompt_for("query"), model_info.prompt_for("classification")) == ("query: ", None)
 
 
 def test_a_query_does_not_get_the_default_prompt_which_may_be_a_document_s():
-    served = replace(E5, prompts={"document": "passage: "}, default_prompt="passage: ")
-    assert served.prompt_for("search_query") == ""
+    model_info = replace(E5, prompts={"document": "passage: "}, default_prompt="passage: ")
+    assert model_info.prompt_for("search_query") == ""
 
 
 def test_no_purpose_is_without_its_own_prompt():
     for purpose in PURPOSES:
-        served = replace(PLAIN, prompts={**dict.fromkeys(PURPOSES, "other: "), purpose: "own: "})
-        assert served.prompt_for(purpose) == "own: "
+        model_info = replace(PLAIN, prompts={**dict.fromkeys(PURPOSES, "other: "), purpose: "own: "})
+        assert model_info.prompt_for(purpose) == "own: "
 
 
 def test_a_purpose_that_nobody_knows_is_refused():
     many = replace(PLAIN, prompts={f"prompt number {n} {'x' * 100}": "p" for n in range(100)})
-    for served in (E5, PLAIN, many):
+    for model_info in (E5, PLAIN, many):
         with pytest.raises(BadRequest, match=r"'task' must be one of .*, is 'image'") as caught:
-            served.prompt_for("image", "task")
+            model_info.prompt_for("image", "task")
         assert caught.value.param == "task"
         assert len(caught.value.message) < 1000
 
@@ -139,19 +139,19 @@ def test_prompts_by_name():
 
 
 def test_a_model_that_leaves_prompts_out_of_its_pooling_takes_none():
-    served = replace(E5, pools_prompt=False)
+    model_info = replace(E5, pools_prompt=False)
     for ask in (
-        lambda: served.prompt_named("query", "prompt_name"),
-        lambda: served.prompt_for("query", "prompt_name"),
-        lambda: served.checked("x: ", "prompt_name"),
+        lambda: model_info.prompt_named("query", "prompt_name"),
+        lambda: model_info.prompt_for("query", "prompt_name"),
+        lambda: model_info.checked("x: ", "prompt_name"),
     ):
         with pytest.raises(BadRequest, match="'prompt_name': this model leaves prompts out") as caught:
             ask()
         assert caught.value.param == "prompt_name"
     with pytest.raises(BadRequest) as caught:
-        served.prompt_of_model_name("e5:query")
+        model_info.prompt_of_model_name("e5:query")
     assert caught.value.param == "model"
-    assert (served.checked("", "prompt"), served.prompt_for("clustering")) == ("", None)
+    assert (model_info.checked("", "prompt"), model_info.prompt_for("clustering")) == ("", None)
 
 
 @pytest.mark.parametrize(
@@ -173,19 +173,19 @@ def test_a_model_that_leaves_prompts_out_of_its_pooling_takes_none():
     ],
 )
 def test_dimensions(changes, dimensions, expected):
-    served = replace(PLAIN, **changes)
+    model_info = replace(PLAIN, **changes)
     if isinstance(expected, str):
         with pytest.raises(BadRequest) as caught:
-            served.check_dimensions(dimensions, "d")
+            model_info.check_dimensions(dimensions, "d")
         assert caught.value.message.startswith(expected)
         assert caught.value.param == "d"
     else:
-        assert served.check_dimensions(dimensions, "d") == expected
+        assert model_info.check_dimensions(dimensions, "d") == expected
 
 
 def test_a_limit_that_leaves_no_room_for_a_text_names_its_field():
-    served = replace(PLAIN, least_tokens=3)
-    assert served.check_max_tokens(3, "max_tokens") == 3
+    model_info = replace(PLAIN, least_tokens=3)
+    assert model_info.check_max_tokens(3, "max_tokens") == 3
     with pytest.raises(BadRequest, match=r"'max_tokens' must be at least 3, .*, is 2") as caught:
-        served.check_max_tokens(2, "max_tokens")
+        model_info.check_max_tokens(2, "max_tokens")
     assert caught.value.param == "max_tokens"

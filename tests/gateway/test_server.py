@@ -1,4 +1,5 @@
-"""`gateway.server` and `gateway.connection`: real sockets, with TLS and without, and a transport that only records."""
+"""`vecd.gateway.http.server` and `vecd.gateway.http.connection`: real sockets, with TLS and without, and a transport
+that only records."""
 
 import asyncio
 import gc
@@ -19,7 +20,7 @@ from tinyserver import (
     FOREVER,
     Client,
     Listening,
-    Served,
+    ModelInfo,
     TinyApp,
     get,
     listening,
@@ -31,9 +32,11 @@ from tinyserver import (
     until,
 )
 
-from gateway.connection import Connection, client_of
-from gateway.http1 import HttpRequest, Limits, ReadState, _Message
-from gateway.server import Server, Timeouts
+from vecd.gateway.http.connection import Connection, client_of
+from vecd.gateway.http.contract import Timeouts
+from vecd.gateway.http.http1 import ReadState, _Message
+from vecd.gateway.http.server import Server
+from vecd.gateway.types.messages import HttpRequest, Limits
 
 
 @pytest.fixture(scope="module")
@@ -62,22 +65,22 @@ def tls(certificate: Certificate) -> Listening:
 
 def test_a_connection_takes_one_request_after_the_other(sock):
     async def test() -> None:
-        async with serving(sock) as served:
-            client = await served.connect()
+        async with serving(sock) as model_info:
+            client = await model_info.connect()
             for number in range(3):
                 answer = await client.ask(post("/echo", "X-Request-Id: mine", body=b"text %d" % number))
                 assert (answer.status, answer.body) == (200, b"text %d" % number)
                 assert answer.headers["x-request-id"] == "mine"
                 assert "connection" not in answer.headers
-            assert served.server.num_connections == 1
+            assert model_info.server.num_connections == 1
 
     run(test())
 
 
 def test_a_request_may_come_byte_by_byte_and_in_chunks():
     async def test() -> None:
-        async with serving() as served:
-            client = await served.connect()
+        async with serving() as model_info:
+            client = await model_info.connect()
             data = get("/echo", "Transfer-Encoding: chunked", method="POST") + b"2\r\nhe\r\n3\r\nllo\r\n0\r\n\r\n"
             for byte in data:
                 client.send(bytes([byte]))
@@ -89,14 +92,14 @@ def test_a_request_may_come_byte_by_byte_and_in_chunks():
 
 def test_pipelined_requests_are_answered_in_order_one_at_a_time():
     async def test() -> None:
-        async with serving() as served:
-            client = await served.connect()
+        async with serving() as model_info:
+            client = await model_info.connect()
             client.send(get("/wait") + post("/echo", body=b"2") + get("/3"))
-            await served.app.started.wait()
-            await (await served.connect()).ask(get("/other"))
-            assert served.app.handled == ["/wait", "/other"]
-            assert served.server.num_requests_in_flight == 1
-            served.app.release.set()
+            await model_info.app.started.wait()
+            await (await model_info.connect()).ask(get("/other"))
+            assert model_info.app.handled == ["/wait", "/other"]
+            assert model_info.server.num_requests_in_flight == 1
+            model_info.app.release.set()
             assert [(await client.answer()).body for _ in range(3)] == [b"/wait", b"2", b"/3"]
 
     run(test())
@@ -104,8 +107,8 @@ def test_pipelined_requests_are_answered_in_order_one_at_a_time():
 
 def test_http_1_0():
     async def test() -> None:
-        async with serving() as served:
-            client = await served.connect()
+        async with serving() as model_info:
+            client = await model_info.connect()
             answer = await client.ask(get("/a", "Connection: keep-alive", version="1.0"))
             assert answer.headers["connection"] == "keep-alive"
             answer = await client.ask(get("/b", version="1.0"))
@@ -117,20 +120,20 @@ def test_http_1_0():
 
 def test_connection_close_is_heeded():
     async def test() -> None:
-        async with serving() as served:
-            client = await served.connect()
+        async with serving() as model_info:
+            client = await model_info.connect()
             answer = await client.ask(get("/a", "Connection: close") + get("/b"))
             assert answer.headers["connection"] == "close"
             assert await client.rest() == b""
-            assert served.app.handled == ["/a"]
+            assert model_info.app.handled == ["/a"]
 
     run(test())
 
 
 def test_head_has_no_body():
     async def test() -> None:
-        async with serving() as served:
-            client = await served.connect()
+        async with serving() as model_info:
+            client = await model_info.connect()
             client.send(get("/12345", method="HEAD") + get("/next"))
             _, headers = await client.head()
             assert headers["content-length"] == "6"
@@ -142,8 +145,8 @@ def test_head_has_no_body():
 @pytest.mark.parametrize("method", ["GET", "HEAD"])
 def test_a_large_answer_in_pieces_arrives_whole(sock, method):
     async def test() -> None:
-        async with serving(sock) as served:
-            client = await served.connect()
+        async with serving(sock) as model_info:
+            client = await model_info.connect()
             client.send(get("/pieces", method=method) + get("/next"))
             if method == "HEAD":
                 assert (await client.head())[1]["content-length"] == "22500000"
@@ -157,8 +160,8 @@ def test_a_large_answer_in_pieces_arrives_whole(sock, method):
 
 def test_a_large_answer_arrives_whole():
     async def test() -> None:
-        async with serving() as served:
-            client = await served.connect()
+        async with serving() as model_info:
+            client = await model_info.connect()
             client.send(get("/large") + get("/next"))
             assert (await client.answer()).body == b"x" * 30_000_000
             assert (await client.answer()).body == b"/next"
@@ -171,11 +174,11 @@ def test_a_large_answer_arrives_whole():
 
 def test_expect_100_continue():
     async def test() -> None:
-        async with serving() as served:
-            client = await served.connect()
+        async with serving() as model_info:
+            client = await model_info.connect()
             client.send(post("/echo", "Expect: 100-continue", body=b"hello")[:-5])
             assert await client.head() == (100, {})
-            assert served.app.checked == ["/echo"]
+            assert model_info.app.checked == ["/echo"]
             assert (await client.ask(b"hello")).body == b"hello"
 
     run(test())
@@ -183,13 +186,13 @@ def test_expect_100_continue():
 
 def test_no_interim_answer_to_http_1_0_nor_unasked():
     async def test() -> None:
-        async with serving() as served:
+        async with serving() as model_info:
             for data in (
                 post("/echo", "Expect: 100-continue", body=b"hello", version="1.0"),
                 post("/echo", body=b"hello"),
                 post("/echo", "Expect: 100-continue", body=b""),
             ):
-                client = await served.connect()
+                client = await model_info.connect()
                 client.send(data[:-5])
                 await asyncio.sleep(0)
                 client.send(data[-5:])
@@ -202,14 +205,14 @@ def test_no_interim_answer_to_http_1_0_nor_unasked():
 @pytest.mark.parametrize(("path", "status"), [("/secret", 401), ("/early", 200), ("/broken-check", 500)])
 def test_the_head_alone_can_be_answered(path, status, expect, caplog):
     async def test() -> None:
-        async with serving() as served:
-            client = await served.connect()
+        async with serving() as model_info:
+            client = await model_info.connect()
             answer = await client.ask(post(path, *expect, "X-Request-Id: mine", body=b"hello")[:-5])
             assert answer.status == status
             assert answer.headers["connection"] == "close"
             assert answer.headers["x-request-id"] == "mine"
             assert await client.rest() == b""
-            assert served.app.handled == []
+            assert model_info.app.handled == []
 
     run(test())
     assert "quotes" not in caplog.text
@@ -217,10 +220,10 @@ def test_the_head_alone_can_be_answered(path, status, expect, caplog):
 
 def test_a_request_that_comes_in_one_piece_is_left_to_the_handler():
     async def test() -> None:
-        async with serving() as served:
-            client = await served.connect()
+        async with serving() as model_info:
+            client = await model_info.connect()
             assert (await client.ask(post("/secret", body=b"hello"))).body == b"hello"
-            assert served.app.checked == []
+            assert model_info.app.checked == []
 
     run(test())
 
@@ -230,8 +233,8 @@ def test_a_request_that_comes_in_one_piece_is_left_to_the_handler():
 
 def test_an_api_error_is_rendered_and_the_connection_lives():
     async def test() -> None:
-        async with serving() as served:
-            client = await served.connect()
+        async with serving() as model_info:
+            client = await model_info.connect()
             answer = await client.ask(get("/refused"))
             assert answer.status == 400
             assert answer.headers["x-path"] == "/refused"
@@ -244,8 +247,8 @@ def test_an_api_error_is_rendered_and_the_connection_lives():
 @pytest.mark.parametrize("path", ["/fails", "/cancels", "/unsendable"])
 def test_anything_unexpected_is_a_500_logged_once_without_its_message(path, caplog):
     async def test() -> None:
-        async with serving() as served:
-            client = await served.connect()
+        async with serving() as model_info:
+            client = await model_info.connect()
             answer = await client.ask(post(path, "X-Request-Id: id-7", body=b"a body"))
             assert answer.status == 500
             assert b"internal_error" in answer.body
@@ -263,12 +266,12 @@ def test_anything_unexpected_is_a_500_logged_once_without_its_message(path, capl
 
 def test_what_a_refused_request_had_in_hand_is_freed_at_once():
     async def test() -> None:
-        async with serving() as served:
-            client = await served.connect()
+        async with serving() as model_info:
+            client = await model_info.connect()
             client.send(get("/refuses-what-is-large"))
             assert (await client.answer()).status == 400
-            assert served.app.large is not None
-            assert served.app.large() is None
+            assert model_info.app.large is not None
+            assert model_info.app.large() is None
 
     with no_collector():
         run(test())
@@ -279,13 +282,13 @@ def test_a_body_that_was_broken_off_is_freed_at_once():
         return sum(type(thing) is _Message for thing in gc.get_objects())
 
     async def test() -> None:
-        async with serving() as served:
-            client = await served.connect()
+        async with serving() as model_info:
+            client = await model_info.connect()
             client.send(b"POST /x HTTP/1.1\r\nHost: h\r\nContent-Length: 900000\r\n\r\n" + b"x" * 300_000)
-            await until(lambda: "/x" in served.app.checked)
+            await until(lambda: "/x" in model_info.app.checked)
             assert num_messages() == 1
             client.writer.transport.abort()
-            await until(lambda: served.server.num_connections == 0)
+            await until(lambda: model_info.server.num_connections == 0)
             assert num_messages() == 0
 
     with no_collector():
@@ -294,11 +297,11 @@ def test_a_body_that_was_broken_off_is_freed_at_once():
 
 def test_nobody_is_left_waiting_when_not_even_an_error_can_be_rendered():
     async def test() -> None:
-        async with serving() as served:
+        async with serving() as model_info:
             asyncio.get_running_loop().set_exception_handler(lambda loop, context: None)
-            served.app.can_render = False
+            model_info.app.can_render = False
             for data in (get("/fails"), b"garbage\r\n\r\n", post("/secret", body=b"hello")[:-5]):
-                client = await served.connect()
+                client = await model_info.connect()
                 client.send(data)
                 with suppress(ConnectionResetError):
                     assert await client.rest() == b""
@@ -308,40 +311,40 @@ def test_nobody_is_left_waiting_when_not_even_an_error_can_be_rendered():
 
 def test_a_protocol_error_is_answered_after_the_requests_before_it():
     async def test() -> None:
-        async with serving() as served:
-            client = await served.connect()
+        async with serving() as model_info:
+            client = await model_info.connect()
             client.send(get("/wait") + get("/2") + b"garbage\r\n\r\n" + get("/never"))
-            await served.app.started.wait()
-            served.app.release.set()
+            await model_info.app.started.wait()
+            model_info.app.release.set()
             assert (await client.answer()).body == b"/wait"
             assert (await client.answer()).body == b"/2"
             answer = await client.answer()
             assert (answer.status, answer.headers["connection"]) == (400, "close")
             assert answer.headers["x-path"] == "None"
             assert await client.rest() == b""
-            assert served.app.handled == ["/wait", "/2"]
+            assert model_info.app.handled == ["/wait", "/2"]
 
     run(test())
 
 
 def test_a_client_that_sends_too_much_still_reads_why(sock):
     async def test() -> None:
-        async with serving(sock) as served:
-            client = await served.connect()
+        async with serving(sock) as model_info:
+            client = await model_info.connect()
             client.send(get("/a", "Content-Length: 20000000", method="POST") + b"x" * 20_000_000)
             await client.writer.drain()
             answer = await client.answer()
             assert (answer.status, answer.headers["x-path"]) == (413, "/a")
             assert await client.rest() == b""
-            assert served.app.checked == []
+            assert model_info.app.checked == []
 
     run(test())
 
 
 def test_a_refused_head_request_has_no_body():
     async def test() -> None:
-        async with serving() as served:
-            client = await served.connect()
+        async with serving() as model_info:
+            client = await model_info.connect()
             client.send(get("/", "Content-Encoding: br", method="HEAD"))
             status, headers = await client.head()
             assert status == 415
@@ -357,19 +360,19 @@ def test_a_refused_head_request_has_no_body():
 @pytest.mark.parametrize("how", ["close", "reset"])
 def test_a_client_that_leaves_cancels_its_request(sock, how, caplog):
     async def test() -> None:
-        async with serving(sock) as served:
-            client = await served.connect()
+        async with serving(sock) as model_info:
+            client = await model_info.connect()
             client.send(get("/wait"))
-            await served.app.started.wait()
+            await model_info.app.started.wait()
             if how == "reset":
                 client.reset()
             elif sock.certificate is not None:
                 client.writer.transport.abort()  # asyncio's close() would first wait for an answer to its close_notify
             else:
                 client.close()
-            await served.app.cancelled.wait()
-            await until(lambda: served.server.num_connections == 0)
-            assert served.server.num_requests_in_flight == 0
+            await model_info.app.cancelled.wait()
+            await until(lambda: model_info.server.num_connections == 0)
+            assert model_info.server.num_requests_in_flight == 0
 
     run(test())
     assert caplog.records == []
@@ -377,29 +380,29 @@ def test_a_client_that_leaves_cancels_its_request(sock, how, caplog):
 
 def test_a_client_that_leaves_with_requests_waiting_cancels_all():
     async def test() -> None:
-        async with serving() as served:
-            client = await served.connect()
+        async with serving() as model_info:
+            client = await model_info.connect()
             client.send(get("/wait") + get("/2") * 5)
-            await served.app.started.wait()
+            await model_info.app.started.wait()
             client.reset()
-            await served.app.cancelled.wait()
-            await until(lambda: served.server.num_connections == 0)
-            assert served.app.handled == ["/wait"]
+            await model_info.app.cancelled.wait()
+            await until(lambda: model_info.server.num_connections == 0)
+            assert model_info.app.handled == ["/wait"]
 
     run(test())
 
 
 def test_a_client_that_only_shut_down_its_half_is_answered(sock):
     async def test() -> None:
-        async with serving(sock) as served:
-            client = await served.connect()
+        async with serving(sock) as model_info:
+            client = await model_info.connect()
             client.send(get("/wait") + get("/2"))
             client.shut_down()
-            await served.app.started.wait()
+            await model_info.app.started.wait()
             for _ in range(10):
-                served.server.sweep()
+                model_info.server.sweep()
                 await asyncio.sleep(0.001)
-            served.app.release.set()
+            model_info.app.release.set()
             while (first := await client.head())[0] == 100:
                 pass
             assert first[0] == 200
@@ -407,22 +410,22 @@ def test_a_client_that_only_shut_down_its_half_is_answered(sock):
             assert everything.startswith(b"/waitHTTP/1.1 200 OK\r\n")
             assert everything.endswith(b"\r\n\r\n/2")
             assert b"connection: close" in everything
-            await until(lambda: served.server.num_connections == 0)
+            await until(lambda: model_info.server.num_connections == 0)
 
     run(test())
 
 
 def test_an_http_1_0_client_that_shut_down_its_half_gets_nothing_but_the_answer():
     async def test() -> None:
-        async with serving() as served:
-            client = await served.connect()
+        async with serving() as model_info:
+            client = await model_info.connect()
             client.send(get("/wait", version="1.0"))
             client.shut_down()
-            await served.app.started.wait()
+            await model_info.app.started.wait()
             for _ in range(10):
-                served.server.sweep()
+                model_info.server.sweep()
                 await asyncio.sleep(0.001)
-            served.app.release.set()
+            model_info.app.release.set()
             assert (await client.answer()).status == 200
             assert await client.rest() == b""
 
@@ -431,10 +434,10 @@ def test_an_http_1_0_client_that_shut_down_its_half_gets_nothing_but_the_answer(
 
 def test_requests_behind_a_large_answer_survive_a_shut_down():
     async def test() -> None:
-        async with serving() as served:
-            client = await served.connect()
+        async with serving() as model_info:
+            client = await model_info.connect()
             client.send(get("/large") + get("/2"))
-            await until(lambda: served.app.handled == ["/large"])
+            await until(lambda: model_info.app.handled == ["/large"])
             client.shut_down()
             assert len((await client.answer()).body) == 30_000_000
             assert (await client.answer()).body == b"/2"
@@ -445,18 +448,18 @@ def test_requests_behind_a_large_answer_survive_a_shut_down():
 
 def test_half_a_request_and_a_shut_down_is_no_request():
     async def test() -> None:
-        async with serving() as served:
+        async with serving() as model_info:
             for path in ("/a", "/wait"):
-                client = await served.connect()
+                client = await model_info.connect()
                 client.send(get(path, "Connection: keep-alive", version="1.0") + get("/b")[:-5])
                 client.shut_down()
                 if path == "/wait":
-                    await served.app.started.wait()
-                    served.app.release.set()
+                    await model_info.app.started.wait()
+                    model_info.app.release.set()
                 assert (await client.answer()).body == path.encode()
                 assert await client.rest() == b""
-            await until(lambda: served.server.num_connections == 0)
-            assert served.app.handled == ["/a", "/wait"]
+            await until(lambda: model_info.server.num_connections == 0)
+            assert model_info.app.handled == ["/a", "/wait"]
 
     run(test())
 
@@ -478,8 +481,8 @@ SOON = {"sweep_s": 0.01}
 )
 def test_a_request_that_is_not_complete_in_time(data, timeouts, what, path):
     async def test() -> None:
-        async with serving(timeouts=timeouts) as served:
-            client = await served.connect()
+        async with serving(timeouts=timeouts) as model_info:
+            client = await model_info.connect()
             client.send(data)
             if data.startswith(b"GET /first"):
                 assert (await client.answer()).status == 200
@@ -494,8 +497,8 @@ def test_a_request_that_is_not_complete_in_time(data, timeouts, what, path):
 
 def test_dripping_bytes_does_not_extend_the_deadline():
     async def test() -> None:
-        async with serving(timeouts=only(head_s=0.05, **SOON)) as served:
-            client = await served.connect()
+        async with serving(timeouts=only(head_s=0.05, **SOON)) as model_info:
+            client = await model_info.connect()
             client.send(b"GET / HTTP/1.1\r\nX: ")
             answered = asyncio.ensure_future(client.answer())
             while not answered.done():
@@ -536,8 +539,8 @@ def test_a_large_body_that_comes_fast_has_longer():
 @pytest.mark.parametrize("data", [b"", b"\r\n", get("/a")])
 def test_an_idle_connection_is_closed_without_a_word(data):
     async def test() -> None:
-        async with serving(timeouts=only(idle_s=0.05, **SOON)) as served:
-            client = await served.connect()
+        async with serving(timeouts=only(idle_s=0.05, **SOON)) as model_info:
+            client = await model_info.connect()
             client.send(data)
             if data == get("/a"):
                 assert (await client.answer()).status == 200
@@ -549,13 +552,13 @@ def test_an_idle_connection_is_closed_without_a_word(data):
 def test_a_slow_handler_has_no_deadline_here():
     async def test() -> None:
         clock = Clock()
-        async with serving(timeouts=only(head_s=1, body_s=1, idle_s=1, linger_s=1), clock=clock) as served:
-            client = await served.connect()
+        async with serving(timeouts=only(head_s=1, body_s=1, idle_s=1, linger_s=1), clock=clock) as model_info:
+            client = await model_info.connect()
             client.send(get("/wait"))
-            await served.app.started.wait()
+            await model_info.app.started.wait()
             clock.now += 1000
-            served.server.sweep()
-            served.app.release.set()
+            model_info.server.sweep()
+            model_info.app.release.set()
             assert (await client.answer()).status == 200
 
     run(test())
@@ -564,12 +567,12 @@ def test_a_slow_handler_has_no_deadline_here():
 @pytest.mark.parametrize("path", ["/large", "/pieces"])
 def test_a_client_that_does_not_read_is_cut_off(path):
     async def test() -> None:
-        async with serving(timeouts=only(write_s=0.05, **SOON)) as served:
-            sock = socket.create_connection(served.address())
+        async with serving(timeouts=only(write_s=0.05, **SOON)) as model_info:
+            sock = socket.create_connection(model_info.address())
             with sock:
                 sock.send(get(path))
-                await until(lambda: served.app.handled == [path])
-                await until(lambda: served.server.num_connections == 0)
+                await until(lambda: model_info.app.handled == [path])
+                await until(lambda: model_info.server.num_connections == 0)
                 # Megabytes that a kernel has of it are dropped, too, and not kept until the client takes them.
                 poll = select.poll()
                 poll.register(sock, 0)
@@ -580,22 +583,22 @@ def test_a_client_that_does_not_read_is_cut_off(path):
 
 def test_too_many_connections_are_told_so(caplog):
     async def test() -> None:
-        async with serving(max_connections=2) as served:
-            first, second = await served.connect(), await served.connect()
+        async with serving(max_connections=2) as model_info:
+            first, second = await model_info.connect(), await model_info.connect()
             assert (await first.ask(get("/a"))).status == 200
             assert (await second.ask(get("/a"))).status == 200
-            third = await served.connect()
+            third = await model_info.connect()
             answer = await third.ask(get("/a"))
             assert (answer.status, answer.headers["connection"]) == (503, "close")
             assert answer.headers["retry-after"] == "1"
             assert b"2" in answer.body
             assert await third.rest() == b""
-            assert served.server.num_connections == 2
-            served.server.sweep()
-            served.server.sweep()
+            assert model_info.server.num_connections == 2
+            model_info.server.sweep()
+            model_info.server.sweep()
             second.close()
-            await until(lambda: served.server.num_connections == 1)
-            assert (await (await served.connect()).ask(get("/b"))).status == 200
+            await until(lambda: model_info.server.num_connections == 1)
+            assert (await (await model_info.connect()).ask(get("/b"))).status == 200
 
     run(test())
     (record,) = [record for record in caplog.records if record.levelno >= logging.WARNING]
@@ -604,8 +607,8 @@ def test_too_many_connections_are_told_so(caplog):
 
 def test_one_connection_too_many_is_told_so_though_it_says_nothing():
     async def test() -> None:
-        async with serving(max_connections=0, timeouts=only(linger_s=0.05, **SOON)) as served:
-            assert (await (await served.connect()).answer()).status == 503
+        async with serving(max_connections=0, timeouts=only(linger_s=0.05, **SOON)) as model_info:
+            assert (await (await model_info.connect()).answer()).status == 503
 
     run(test())
 
@@ -631,12 +634,12 @@ def test_who_is_at_the_other_end(peername, client):
 
 def test_a_request_says_whose_it_is(sock):
     async def test() -> None:
-        async with serving(sock) as served:
-            client = await served.connect()
+        async with serving(sock) as model_info:
+            client = await model_info.connect()
             expected = b" False" if sock.sock.family == socket.AF_UNIX else b"127.0.0.1 False"
             assert (await client.ask(get("/who"))).body == expected
             client.send(post("/who", body=b"hello")[:-1])
-            await until(lambda: served.app.checked == ["/who"])
+            await until(lambda: model_info.app.checked == ["/who"])
             assert (await client.ask(b"o")).body == expected
 
     run(test())
@@ -644,21 +647,21 @@ def test_a_request_says_whose_it_is(sock):
 
 def test_connections_from_one_address_are_limited(caplog):
     async def test() -> None:
-        async with serving(max_connections_per_address=2) as served:
-            first, second = await served.connect(), await served.connect()
+        async with serving(max_connections_per_address=2) as model_info:
+            first, second = await model_info.connect(), await model_info.connect()
             assert (await first.ask(get("/a"))).status == 200
             assert (await second.ask(get("/a"))).status == 200
-            answer = await (await served.connect()).ask(get("/a"))
+            answer = await (await model_info.connect()).ask(get("/a"))
             assert (answer.status, answer.headers["connection"], answer.headers["retry-after"]) == (503, "close", "1")
             assert b"one address: 2 are open" in answer.body
-            neighbour = await served.connect(local_addr=("127.0.0.2", 0))
+            neighbour = await model_info.connect(local_addr=("127.0.0.2", 0))
             assert (await neighbour.ask(get("/who"))).body == b"127.0.0.2 False"
-            assert served.server.num_connections == 3
-            served.server.sweep()
+            assert model_info.server.num_connections == 3
+            model_info.server.sweep()
             second.close()
-            await until(lambda: served.server.num_connections == 2)
-            assert (await (await served.connect()).ask(get("/b"))).status == 200
-        assert not served.server._num_of_address
+            await until(lambda: model_info.server.num_connections == 2)
+            assert (await (await model_info.connect()).ask(get("/b"))).status == 200
+        assert not model_info.server._num_of_address
 
     run(test())
     (record,) = [record for record in caplog.records if record.levelno >= logging.WARNING]
@@ -667,9 +670,9 @@ def test_connections_from_one_address_are_limited(caplog):
 
 def test_connections_by_a_unix_socket_have_no_address_to_be_limited_by(tmp_path):
     async def test() -> None:
-        async with serving(listening(tmp_path / "s"), max_connections_per_address=1) as served:
+        async with serving(listening(tmp_path / "s"), max_connections_per_address=1) as model_info:
             for _ in range(5):
-                assert (await (await served.connect()).ask(get("/a"))).status == 200
+                assert (await (await model_info.connect()).ask(get("/a"))).status == 200
 
     run(test())
 
@@ -683,12 +686,12 @@ def half_post(num_sent: int, num_bytes: int) -> bytes:
     return get("/half", f"Content-Length: {num_bytes}", method="POST") + bytes(num_sent)
 
 
-async def hold(served: Served, num_sent: int, num_bytes: int = 900 * KIB, **options: Any) -> Client:
+async def hold(model_info: ModelInfo, num_sent: int, num_bytes: int = 900 * KIB, **options: Any) -> Client:
     """A client whose body is not complete, when it has been counted."""
-    before = served.server.num_arriving_bytes
-    client = await served.connect(**options)
+    before = model_info.server.num_arriving_bytes
+    client = await model_info.connect(**options)
     client.send(half_post(num_sent, num_bytes))
-    await until(lambda: served.server.num_arriving_bytes == before + num_sent)
+    await until(lambda: model_info.server.num_arriving_bytes == before + num_sent)
     return client
 
 
@@ -700,25 +703,25 @@ def by(number: int) -> dict[str, Any]:
 @pytest.mark.parametrize("sock", ["tcp", "tls"], indirect=True)
 def test_one_address_holds_half_at_most_and_what_has_hardly_begun_is_not_refused(sock):
     async def test() -> None:
-        async with serving(sock, max_arriving_bytes=900 * KIB) as served:
-            held = [await hold(served, 150 * KIB) for _ in range(3)]
-            small = await hold(served, 64 * KIB)
-            assert served.server.num_arriving_bytes == 514 * KIB
-            client = await served.connect()
+        async with serving(sock, max_arriving_bytes=900 * KIB) as model_info:
+            held = [await hold(model_info, 150 * KIB) for _ in range(3)]
+            small = await hold(model_info, 64 * KIB)
+            assert model_info.server.num_arriving_bytes == 514 * KIB
+            client = await model_info.connect()
             client.send(half_post(65 * KIB, 900 * KIB))
             answer = await client.answer()
             assert (answer.status, answer.headers["connection"], answer.headers["x-path"]) == (429, "close", "/half")
             assert int(answer.headers["retry-after"]) > 0
             assert b"server_overloaded" in answer.body
             assert str(900 * KIB).encode() in answer.body
-            await until(lambda: served.server.num_arriving_bytes == 514 * KIB)
+            await until(lambda: model_info.server.num_arriving_bytes == 514 * KIB)
             assert (await client.rest()) == b""
-            neighbour = await hold(served, 300 * KIB, 301 * KIB, **by(2))
+            neighbour = await hold(model_info, 300 * KIB, 301 * KIB, **by(2))
             assert (await neighbour.ask(bytes(KIB))).status == 200
             answer = await held[0].ask(bytes(750 * KIB))
             assert answer.status == 429, "it was already too much"
             assert (await small.ask(bytes(836 * KIB))).status in (200, 429)
-            assert (await (await served.connect()).ask(post("/echo", body=b"x" * 60 * KIB))).status == 200
+            assert (await (await model_info.connect()).ask(post("/echo", body=b"x" * 60 * KIB))).status == 200
 
     run(test())
 
@@ -726,24 +729,26 @@ def test_one_address_holds_half_at_most_and_what_has_hardly_begun_is_not_refused
 @pytest.mark.parametrize("num_addresses", [2, 3])
 def test_who_holds_most_makes_room_for_who_comes_later(num_addresses):
     async def test() -> None:
-        async with serving(max_arriving_bytes=600 * KIB) as served:
+        async with serving(max_arriving_bytes=600 * KIB) as model_info:
             each = 600 // num_addresses
-            silent = [await hold(served, (each - number) * KIB, **by(2 + number)) for number in range(num_addresses)]
-            client = await served.connect()
+            silent = [
+                await hold(model_info, (each - number) * KIB, **by(2 + number)) for number in range(num_addresses)
+            ]
+            client = await model_info.connect()
             client.send(half_post(100 * KIB, 101 * KIB))
             answer = await silent[0].answer()
             assert (answer.status, answer.headers["x-path"]) == (429, "/half")
             assert (await client.ask(bytes(KIB))).status == 200
-            assert served.server.num_arriving_bytes == sum((each - n) * KIB for n in range(1, num_addresses))
+            assert model_info.server.num_arriving_bytes == sum((each - n) * KIB for n in range(1, num_addresses))
 
     run(test())
 
 
 def test_without_addresses_one_connection_may_hold_all_and_makes_room(tmp_path):
     async def test() -> None:
-        async with serving(listening(tmp_path / "s"), max_arriving_bytes=600 * KIB) as served:
-            silent = await hold(served, 599 * KIB)
-            client = await served.connect()
+        async with serving(listening(tmp_path / "s"), max_arriving_bytes=600 * KIB) as model_info:
+            silent = await hold(model_info, 599 * KIB)
+            client = await model_info.connect()
             client.send(half_post(100 * KIB, 101 * KIB))
             assert (await silent.answer()).status == 429
             assert (await client.ask(bytes(KIB))).status == 200
@@ -753,12 +758,12 @@ def test_without_addresses_one_connection_may_hold_all_and_makes_room(tmp_path):
 
 def test_what_has_arrived_is_counted_until_it_is_complete():
     async def test() -> None:
-        async with serving() as served:
-            client = await hold(served, 100 * KIB, 200 * KIB)
+        async with serving() as model_info:
+            client = await hold(model_info, 100 * KIB, 200 * KIB)
             client.send(bytes(50 * KIB))
-            await until(lambda: served.server.num_arriving_bytes == 150 * KIB)
+            await until(lambda: model_info.server.num_arriving_bytes == 150 * KIB)
             assert (await client.ask(bytes(50 * KIB) + get("/next"))).status == 200
-            assert served.server.num_arriving_bytes == 0
+            assert model_info.server.num_arriving_bytes == 0
             assert (await client.answer()).status == 200
 
     run(test())
@@ -768,12 +773,12 @@ def test_what_has_arrived_is_counted_until_it_is_complete():
 def test_what_has_arrived_is_no_longer_counted_when_nobody_waits_for_the_rest(how):
     async def test() -> None:
         timeouts = only(body_s=0.5 if how == "too late" else 1e6, sweep_s=0.01)
-        async with serving(timeouts=timeouts) as served:
-            client = await served.connect()
+        async with serving(timeouts=timeouts) as model_info:
+            client = await model_info.connect()
             path = "/early" if how == "answered early" else "/a"
             client.send(get(path, "Transfer-Encoding: chunked", method="POST") + b"1000\r\n" + bytes(4096))
             if how not in ("answered early", "too late"):
-                await until(lambda: served.server.num_arriving_bytes == 4096)
+                await until(lambda: model_info.server.num_arriving_bytes == 4096)
             match how:
                 case "reset":
                     client.reset()
@@ -787,16 +792,16 @@ def test_what_has_arrived_is_no_longer_counted_when_nobody_waits_for_the_rest(ho
                     assert (await client.answer()).body == b"early"
                     client.send(bytes(4096))
                 case "drained":
-                    assert await served.server.drain(0.05, grace_s=0.01) is False
-            await until(lambda: served.server.num_arriving_bytes == 0)
+                    assert await model_info.server.drain(0.05, grace_s=0.01) is False
+            await until(lambda: model_info.server.num_arriving_bytes == 0)
 
     run(test())
 
 
 def test_uploads_that_come_fast_are_never_cut(sock):
     async def test() -> None:
-        async with serving(sock, limits=Limits(max_body_bytes=64 * 2**20), timeouts=Timeouts()) as served:
-            client = await served.connect()
+        async with serving(sock, limits=Limits(max_body_bytes=64 * 2**20), timeouts=Timeouts()) as model_info:
+            client = await model_info.connect()
             client.send(get("/len", f"Content-Length: {64 * 2**20}", method="POST"))
             for _ in range(64):
                 client.send(bytes(2**20))
@@ -806,23 +811,23 @@ def test_uploads_that_come_fast_are_never_cut(sock):
     run(test())
 
 
-def ask_without_reading(served: Served, path: str) -> socket.socket:
+def ask_without_reading(model_info: ModelInfo, path: str) -> socket.socket:
     """A client whose kernel takes next to nothing of the answer."""
     sock = socket.socket()
     sock.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 4096)
-    sock.connect(served.address())
+    sock.connect(model_info.address())
     sock.sendall(get(path))
     return sock
 
 
 def test_answers_that_nobody_takes_are_limited_in_all(caplog):
     async def test() -> None:
-        async with serving(max_unsent_bytes=40_000_000) as served:
-            reading = await served.connect()
-            silent = [ask_without_reading(served, "/large") for _ in range(4)]
-            await until(lambda: served.server.num_connections == 2)  # one may stay
+        async with serving(max_unsent_bytes=40_000_000) as model_info:
+            reading = await model_info.connect()
+            silent = [ask_without_reading(model_info, "/large") for _ in range(4)]
+            await until(lambda: model_info.server.num_connections == 2)  # one may stay
             assert (await reading.ask(get("/a"))).status == 200
-            assert served.server.num_connections == 2
+            assert model_info.server.num_connections == 2
             for sock in silent:
                 sock.close()
 
@@ -837,18 +842,18 @@ def test_answers_that_nobody_takes_are_limited_in_all(caplog):
 
 def test_open_connections_go_by_changed_limits_from_their_next_request_on():
     async def test() -> None:
-        async with serving(limits=Limits(max_body_bytes=100)) as served:
-            first, second = await served.connect(), await served.connect()
+        async with serving(limits=Limits(max_body_bytes=100)) as model_info:
+            first, second = await model_info.connect(), await model_info.connect()
             assert (await first.ask(post("/len", body=bytes(100)))).status == 200
             second.send(half_post(99, 100))
-            await until(lambda: served.server.num_arriving_bytes == 99)
-            served.server.change_limits(Limits(max_body_bytes=200), 100)
+            await until(lambda: model_info.server.num_arriving_bytes == 99)
+            model_info.server.change_limits(Limits(max_body_bytes=200), 100)
             assert (await first.ask(post("/len", body=bytes(200)))).status == 200
-            served.server.change_limits(Limits(max_body_bytes=50), 100)
+            model_info.server.change_limits(Limits(max_body_bytes=50), 100)
             assert (await second.ask(bytes(1))).status == 200, "it had begun"
             assert (await first.ask(post("/len", body=bytes(51)))).status == 413
             assert (await second.ask(post("/len", body=bytes(51)))).status == 413
-            third = await served.connect()
+            third = await model_info.connect()
             assert (await third.ask(post("/len", body=bytes(50)))).status == 200
 
     run(test())
@@ -856,19 +861,19 @@ def test_open_connections_go_by_changed_limits_from_their_next_request_on():
 
 def test_connections_may_become_more_and_fewer():
     async def test() -> None:
-        async with serving(max_connections=1) as served:
-            limits = served.server.limits
-            first = await served.connect()
+        async with serving(max_connections=1) as model_info:
+            limits = model_info.server.limits
+            first = await model_info.connect()
             assert (await first.ask(get("/a"))).status == 200
-            assert (await (await served.connect()).ask(get("/a"))).status == 503
-            served.server.change_limits(limits, 3, 2)
-            assert (await (await served.connect()).ask(get("/a"))).status == 200
-            assert (await (await served.connect()).ask(get("/a"))).status == 503, "of one address"
-            assert (await (await served.connect(**by(2))).ask(get("/a"))).status == 200
-            served.server.change_limits(limits, 1)
-            assert served.server.max_connections_per_address == 1
+            assert (await (await model_info.connect()).ask(get("/a"))).status == 503
+            model_info.server.change_limits(limits, 3, 2)
+            assert (await (await model_info.connect()).ask(get("/a"))).status == 200
+            assert (await (await model_info.connect()).ask(get("/a"))).status == 503, "of one address"
+            assert (await (await model_info.connect(**by(2))).ask(get("/a"))).status == 200
+            model_info.server.change_limits(limits, 1)
+            assert model_info.server.max_connections_per_address == 1
             assert (await first.ask(get("/a"))).status == 200, "it was open before"
-            assert (await (await served.connect()).ask(get("/a"))).status == 503
+            assert (await (await model_info.connect()).ask(get("/a"))).status == 503
 
     run(test())
 
@@ -892,39 +897,39 @@ def test_what_may_be_held_follows_the_longest_body_unless_it_was_given():
 
 def test_the_admin_listener_has_a_limit_of_its_own(tmp_path):
     async def test() -> None:
-        async with serving(max_connections=1, admin=listening(tmp_path / "admin")) as served:
-            assert (await (await served.connect()).ask(get("/who"))).body == b"127.0.0.1 False"
-            admins = [await served.connect_admin() for _ in range(64)]
+        async with serving(max_connections=1, admin=listening(tmp_path / "admin")) as model_info:
+            assert (await (await model_info.connect()).ask(get("/who"))).body == b"127.0.0.1 False"
+            admins = [await model_info.connect_admin() for _ in range(64)]
             for admin in admins:
                 assert (await admin.ask(get("/who"))).body == b" True"
-            assert served.server.num_connections == 1
-            answer = await (await served.connect_admin()).ask(get("/who"))
+            assert model_info.server.num_connections == 1
+            answer = await (await model_info.connect_admin()).ask(get("/who"))
             assert answer.status == 503
             assert b"64 to the admin listener" in answer.body
             admins[0].close()
-            await until(lambda: len(served.server._admin_connections) == 63)
-            assert (await (await served.connect_admin()).ask(get("/who"))).status == 200
+            await until(lambda: len(model_info.server._admin_connections) == 63)
+            assert (await (await model_info.connect_admin()).ask(get("/who"))).status == 200
 
     run(test())
 
 
 def test_the_admin_listener_answers_no_web_page():
     async def test() -> None:
-        async with serving(admin=listening()) as served:
-            client = await served.connect_admin()
+        async with serving(admin=listening()) as model_info:
+            client = await model_info.connect_admin()
             for origin in ("http://example.com", "null", "http://127.0.0.1:9000"):
                 answer = await client.ask(post("/reload", f"Origin: {origin}", body=b"x"))
                 assert answer.status == 403
                 assert b"origin_not_allowed" in answer.body
-            assert served.app.handled == []
+            assert model_info.app.handled == []
             assert (await client.ask(post("/reload", body=b"x"))).status == 200
-            assert (await (await served.connect()).ask(get("/a", "Origin: http://example.com"))).status == 200
+            assert (await (await model_info.connect()).ask(get("/a", "Origin: http://example.com"))).status == 200
             client.send(get("/reload", "Origin: null", "Content-Length: 5", method="POST"))
             answer = await client.answer()
             assert (answer.status, answer.headers["connection"]) == (403, "close")
             assert await client.rest() == b""
-            assert served.app.handled == ["/reload", "/a"]
-            assert served.app.checked == []
+            assert model_info.app.handled == ["/reload", "/a"]
+            assert model_info.app.checked == []
 
     run(test())
 
@@ -943,19 +948,19 @@ def test_the_app_may_add_headers_to_every_answer_but_those_on_the_admin_listener
     }
 
     async def test() -> None:
-        async with serving(admin=listening(tmp_path / "admin"), max_connections=1) as served:
+        async with serving(admin=listening(tmp_path / "admin"), max_connections=1) as model_info:
             for data, (status, added) in asked.items():
-                client = await served.connect()
+                client = await model_info.connect()
                 answer = await client.ask(data)
                 assert (answer.status, answer.headers["x-added"]) == (status, added)
                 if status == 200:
-                    refused = await served.connect()
+                    refused = await model_info.connect()
                     answer = await refused.ask(get("/a"))
                     assert (answer.status, answer.headers["x-added"]) == (503, "-")
                     refused.close()
                 client.close()
-                await until(lambda: served.server.num_connections == 0)
-            admin = await served.connect_admin()
+                await until(lambda: model_info.server.num_connections == 0)
+            admin = await model_info.connect_admin()
             assert "x-added" not in (await admin.ask(get("/a"))).headers
             assert "x-added" not in (await admin.ask(get("/refused", "Origin: https://a.example"))).headers
 
@@ -967,22 +972,22 @@ def test_the_admin_listener_is_the_last_to_close(kind, tmp_path):
     async def test() -> None:
         admin = listening(tmp_path / "admin" if kind == "unix" else None)
         address = admin.address
-        async with serving(admin=admin) as served:
-            busy, idle = await served.connect(), await served.connect_admin()
+        async with serving(admin=admin) as model_info:
+            busy, idle = await model_info.connect(), await model_info.connect_admin()
             assert (await idle.ask(get("/a"))).status == 200
-            public_address = served.address()
+            public_address = model_info.address()
             busy.send(get("/wait"))
-            await served.app.started.wait()
-            drained = asyncio.ensure_future(served.server.drain(DEADLINE_S, grace_s=0.01))
-            await until(lambda: served.listening.sock.fileno() == -1)
+            await model_info.app.started.wait()
+            drained = asyncio.ensure_future(model_info.server.drain(DEADLINE_S, grace_s=0.01))
+            await until(lambda: model_info.listening.sock.fileno() == -1)
             with pytest.raises(OSError):  # noqa: PT011
                 await connect_to(public_address)
             for _ in range(2):
-                answer = await (await served.connect_admin()).ask(get("/who"))
+                answer = await (await model_info.connect_admin()).ask(get("/who"))
                 assert answer.status == 200
                 assert answer.body.endswith(b" True")
             assert not drained.done()
-            served.app.release.set()
+            model_info.app.release.set()
             assert (await busy.answer()).body == b"/wait"
             busy.close()
             assert await drained is True
@@ -995,12 +1000,12 @@ def test_the_admin_listener_is_the_last_to_close(kind, tmp_path):
 
 def test_who_waits_on_the_admin_listener_does_not_hold_up_a_drain(tmp_path):
     async def test() -> None:
-        async with serving(admin=listening(tmp_path / "admin")) as served:
-            admin = await served.connect_admin()
+        async with serving(admin=listening(tmp_path / "admin")) as model_info:
+            admin = await model_info.connect_admin()
             admin.send(get("/wait"))
-            await served.app.started.wait()
-            assert await served.server.drain(DEADLINE_S, grace_s=0) is True
-            assert served.app.cancelled.is_set()
+            await model_info.app.started.wait()
+            assert await model_info.server.drain(DEADLINE_S, grace_s=0) is True
+            assert model_info.app.cancelled.is_set()
 
     run(test())
 
@@ -1010,8 +1015,8 @@ def test_a_gateway_that_is_done_leaves_the_admin_socket_to_others(tmp_path):
 
     async def test() -> None:
         admin = listening(tmp_path / "admin")
-        async with serving(is_ahead=lambda: False, admin=Listening(admin.sock.dup())) as served:
-            assert await served.server.drain(DEADLINE_S, grace_s=0) is True
+        async with serving(is_ahead=lambda: False, admin=Listening(admin.sock.dup())) as model_info:
+            assert await model_info.server.drain(DEADLINE_S, grace_s=0) is True
         async with serving(is_ahead=lambda: False, admin=admin) as other:
             assert (await (await other.connect_admin()).ask(get("/who"))).status == 200
 
@@ -1025,10 +1030,10 @@ def test_a_request_that_has_arrived_unread_is_not_closed_upon(sock):
     """A loop that was held up comes to its timers before it reads."""
 
     async def test() -> None:
-        async with serving(sock) as served:
-            client = await served.connect()
+        async with serving(sock) as model_info:
+            client = await model_info.connect()
             assert (await client.ask(get("/a"))).status == 200
-            [connection] = served.server._connections
+            [connection] = model_info.server._connections
             client.send(get("/b"))
             connection.close_if_silent(math.inf)
             assert (await client.answer()).body == b"/b"
@@ -1041,18 +1046,18 @@ def test_a_request_that_has_arrived_unread_is_not_closed_upon(sock):
 
 def test_drain_answers_what_is_in_flight_and_closes_what_is_idle(sock):
     async def test() -> None:
-        async with serving(sock) as served:
-            idle, busy = [await served.connect() for _ in range(2)]
+        async with serving(sock) as model_info:
+            idle, busy = [await model_info.connect() for _ in range(2)]
             assert (await idle.ask(get("/a"))).status == 200
             busy.send(get("/wait") + get("/2"))
-            await served.app.started.wait()
-            address = served.address()
-            drained = asyncio.ensure_future(served.server.drain(DEADLINE_S, grace_s=0.02))
+            await model_info.app.started.wait()
+            address = model_info.address()
+            drained = asyncio.ensure_future(model_info.server.drain(DEADLINE_S, grace_s=0.02))
             assert await idle.rest() == b""
             assert not drained.done()
             with pytest.raises(OSError):  # noqa: PT011
                 await connect_to(address)
-            served.app.release.set()
+            model_info.app.release.set()
             assert "connection" not in (await busy.answer()).headers
             answer = await busy.answer()
             assert (answer.body, answer.headers["connection"]) == (b"/2", "close")
@@ -1072,12 +1077,12 @@ async def connect_to(address: Any) -> None:
 
 def test_drain_serves_all_who_come_in_its_grace():
     async def test() -> None:
-        async with serving() as served:
-            idle = await served.connect()
+        async with serving() as model_info:
+            idle = await model_info.connect()
             assert (await idle.ask(get("/a"))).status == 200
-            drained = asyncio.ensure_future(served.server.drain(DEADLINE_S, grace_s=1))
-            await until(lambda: served.server.is_draining)
-            late = await served.connect()
+            drained = asyncio.ensure_future(model_info.server.drain(DEADLINE_S, grace_s=1))
+            await until(lambda: model_info.server.is_draining)
+            late = await model_info.connect()
             for client in (idle, late):
                 assert (await client.ask(get("/b"))).headers["connection"] == "close"
                 assert await client.rest() == b""
@@ -1092,17 +1097,17 @@ def test_drain_answers_what_was_on_its_way():
 
     async def test() -> None:
         loop = asyncio.get_running_loop()
-        async with serving() as served:
+        async with serving() as model_info:
             with socket.socket() as idle, socket.socket() as new:
                 idle.setblocking(False)
-                await loop.sock_connect(idle, served.address())
+                await loop.sock_connect(idle, model_info.address())
                 idle.send(get("/a"))
                 assert b"/a" in await loop.sock_recv(idle, 10_000)
                 idle.send(get("/b"))
-                new.connect(served.address())
+                new.connect(model_info.address())
                 new.setblocking(False)
                 new.send(get("/c"))
-                drained = asyncio.ensure_future(served.server.drain(DEADLINE_S, grace_s=0.5))
+                drained = asyncio.ensure_future(model_info.server.drain(DEADLINE_S, grace_s=0.5))
                 for client, body in ((idle, b"/b"), (new, b"/c")):
                     answer = await loop.sock_recv(client, 10_000)
                     assert answer.endswith(body)
@@ -1141,12 +1146,12 @@ def test_drain_answers_who_was_accepted_at_last_and_leaves_the_others(num_gatewa
 
 def test_drain_waits_for_a_request_that_is_still_arriving():
     async def test() -> None:
-        async with serving() as served:
-            client = await served.connect()
+        async with serving() as model_info:
+            client = await model_info.connect()
             client.send(post("/echo", body=b"hello")[:-2])
-            await until(lambda: served.app.checked == ["/echo"])
-            drained = asyncio.ensure_future(served.server.drain(DEADLINE_S, grace_s=0))
-            await until(lambda: served.server.is_draining)
+            await until(lambda: model_info.app.checked == ["/echo"])
+            drained = asyncio.ensure_future(model_info.server.drain(DEADLINE_S, grace_s=0))
+            await until(lambda: model_info.server.is_draining)
             answer = await client.ask(b"lo")
             assert (answer.body, answer.headers["connection"]) == (b"hello", "close")
             client.close()
@@ -1158,15 +1163,15 @@ def test_drain_waits_for_a_request_that_is_still_arriving():
 @pytest.mark.parametrize("data", [get("/wait"), get("/a") + post("/echo", body=b"hello")[:-1]])
 def test_drain_gives_up_at_its_deadline(data):
     async def test() -> None:
-        async with serving() as served:
-            client = await served.connect()
+        async with serving() as model_info:
+            client = await model_info.connect()
             client.send(data)
-            await until(lambda: bool(served.app.handled))
-            await until(lambda: b"wait" in data or served.app.checked == ["/echo"])
-            assert await served.server.drain(0.05, grace_s=0.01) is False
-            assert served.server.num_connections == 0
-            assert served.server.num_requests_in_flight == 0
-            assert served.app.cancelled.is_set() == (b"wait" in data)
+            await until(lambda: bool(model_info.app.handled))
+            await until(lambda: b"wait" in data or model_info.app.checked == ["/echo"])
+            assert await model_info.server.drain(0.05, grace_s=0.01) is False
+            assert model_info.server.num_connections == 0
+            assert model_info.server.num_requests_in_flight == 0
+            assert model_info.app.cancelled.is_set() == (b"wait" in data)
             with suppress(ConnectionResetError):
                 await client.rest()
 
@@ -1175,41 +1180,41 @@ def test_drain_gives_up_at_its_deadline(data):
 
 def test_drain_counts_an_answer_that_was_not_taken_as_not_given():
     async def test() -> None:
-        async with serving() as served:
-            with socket.create_connection(served.address()) as sock:
+        async with serving() as model_info:
+            with socket.create_connection(model_info.address()) as sock:
                 sock.send(get("/large"))
-                await until(lambda: served.app.handled == ["/large"])
-                assert await served.server.drain(0.05, grace_s=0.01) is False
+                await until(lambda: model_info.app.handled == ["/large"])
+                assert await model_info.server.drain(0.05, grace_s=0.01) is False
 
     run(test())
 
 
 def test_drain_owes_nothing_to_a_client_that_does_not_close():
     async def test() -> None:
-        async with serving() as served:
-            client = await served.connect()
+        async with serving() as model_info:
+            client = await model_info.connect()
             assert (await client.ask(post("/secret", body=b"hello")[:-1])).status == 401
-            assert await served.server.drain(0.05, grace_s=0.01) is True
+            assert await model_info.server.drain(0.05, grace_s=0.01) is True
 
     run(test())
 
 
 def test_drain_waits_for_cancelled_handlers_to_tidy_up():
     async def test() -> None:
-        async with serving() as served:
-            client = await served.connect()
+        async with serving() as model_info:
+            client = await model_info.connect()
             client.send(get("/slow-to-stop"))
-            await served.app.started.wait()
-            assert await served.server.drain(0) is False
-            assert served.app.tidied_up
+            await model_info.app.started.wait()
+            assert await model_info.server.drain(0) is False
+            assert model_info.app.tidied_up
 
     run(test())
 
 
 def test_drain_without_connections():
     async def test() -> None:
-        async with serving() as served:
-            assert await served.server.drain(DEADLINE_S, grace_s=0) is True
+        async with serving() as model_info:
+            assert await model_info.server.drain(DEADLINE_S, grace_s=0) is True
 
     run(test())
 
@@ -1221,21 +1226,21 @@ def test_each_request_is_heard_of_once_when_it_is_over():
     heard: list[tuple[int, str]] = []
 
     def on_answer(status: int, request: HttpRequest | None) -> None:
-        heard.append((status, "" if request is None else f"{request.path} {request.record.error}".rstrip()))
+        heard.append((status, "" if request is None else f"{request.path} {request.timeline.error}".rstrip()))
 
     async def test() -> None:
-        async with serving() as served:
-            served.server.on_answer = on_answer
-            client = await served.connect()
+        async with serving() as model_info:
+            model_info.server.on_answer = on_answer
+            client = await model_info.connect()
             await client.ask(post("/quiet", body=b"a text"))
             await client.ask(post("/refused", body=b"a text"))
             await client.ask(get("/fails"))
             await client.ask(get("/secret", "content-length: 1"))
-            client = await served.connect()
+            client = await model_info.connect()
             await client.ask(b"nonsense\r\n\r\n")
-            client = await served.connect()
+            client = await model_info.connect()
             client.send(get("/wait"))
-            await served.app.started.wait()
+            await model_info.app.started.wait()
             client.reset()
             await until(lambda: len(heard) == 6)
 

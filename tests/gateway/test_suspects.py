@@ -1,6 +1,7 @@
 """What counts as proof against an input."""
 
-from gateway.suspects import MAX_REMEMBERED, REMEMBERED_S, Deaths, Suspects
+from vecd.gateway.dispatch.crash_attribution import MAX_REMEMBERED, REMEMBERED_S, CrashAttribution
+from vecd.gateway.types.deaths import Deaths
 
 
 def deaths_until_guilty(*, has_crashed: bool, others_go_on: bool, in_company: int = 2) -> int:
@@ -45,7 +46,7 @@ class Clock:
 
 def test_deaths_are_remembered_for_a_while_after_the_last():
     clock = Clock()
-    suspects = Suspects(clock)
+    suspects = CrashAttribution(clock)
     deaths = suspects.record("a", None)
     clock.now = 0.5 * REMEMBERED_S
     assert suspects.record("a", None) is deaths
@@ -58,7 +59,7 @@ def test_deaths_are_remembered_for_a_while_after_the_last():
 
 
 def test_what_is_forgotten_begins_anew_but_a_request_remembers_its_own_deaths():
-    suspects = Suspects()
+    suspects = CrashAttribution()
     deaths = suspects.record("a", None)
     suspects.forget("a")
     suspects.forget("never seen")
@@ -68,7 +69,7 @@ def test_what_is_forgotten_begins_anew_but_a_request_remembers_its_own_deaths():
 
 
 def test_of_too_many_suspects_the_one_with_the_oldest_death_is_forgotten():
-    suspects = Suspects()
+    suspects = CrashAttribution()
     for number in range(MAX_REMEMBERED):
         suspects.record(str(number), None)
     suspects.record("0", None)

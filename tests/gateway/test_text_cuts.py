@@ -24,12 +24,13 @@ from hypothesis import strategies as st
 from sentencepiece import sentencepiece_model_pb2 as spm
 from tokenizers import AddedToken, Regex, models, normalizers, pre_tokenizers, processors, trainers
 
-from gateway import text_cuts, text_tokens
-from gateway.errors import BadRequest, InputTooLong
-from gateway.request import Overflow, TokenizedInput, Tokenizing
-from gateway.text_cuts import cut_pattern
-from gateway.tokenizer import Tokenizer
-from shm.card import read_card
+from vecd.gateway.tokenization import split_points as text_cuts
+from vecd.gateway.tokenization import text_tokens
+from vecd.gateway.tokenization.split_points import cut_pattern
+from vecd.gateway.tokenization.tokenizer import Tokenizer
+from vecd.gateway.types.errors import BadRequest, InputTooLong
+from vecd.gateway.types.request import Overflow, TokenizedInput, Tokenizing
+from vecd.shm.card import read_card
 
 IS_LONG = bool(os.environ.get("VECD_SOAK"))
 NUM_EXAMPLES = 2000 if IS_LONG else 40
@@ -372,7 +373,7 @@ def test_what_is_too_long_becomes_what_was_asked_for(kind, minilm_folder, tmp_pa
     slow = Slow.of(kind)
     kind.save(str(tmp_path / "tokenizer.json"))
     card = replace(read_card(minilm_folder), tokenizer_file=str(tmp_path / "tokenizer.json"), prompt="")
-    with mock.patch("gateway.tokenizer._MANY_TOKENS", 25):
+    with mock.patch("vecd.gateway.tokenization.tokenizer._MANY_TOKENS", 25):
         ours = Tokenizer(card, 24, "auto", overflow=Overflow.CHUNK)
 
     @settings(deadline=None, max_examples=NUM_EXAMPLES, suppress_health_check=[HealthCheck.too_slow])

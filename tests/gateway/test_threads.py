@@ -7,8 +7,8 @@ from functools import partial
 
 import pytest
 
-from gateway import threads as threads_module
-from gateway.threads import Threads
+from vecd.gateway.tokenization import fair_pool as threads_module
+from vecd.gateway.tokenization.fair_pool import Threads
 
 DEADLINE_S = 20.0
 

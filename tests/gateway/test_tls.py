@@ -1,4 +1,4 @@
-"""`gateway.tls` and `launch.tls`: which files are taken, and what is said of those that are not."""
+"""`vecd.gateway.http.tls`, `vecd.launch.config.tls`: which files are taken, and what is said of others."""
 
 import ssl
 from pathlib import Path
@@ -6,9 +6,9 @@ from pathlib import Path
 import pytest
 from certificates import Certificate, encrypt_key, make_certificate
 
-from gateway.tls import ServerTls, TlsError, find_problems
-from launch.failure import ConfigurationError
-from launch.tls import check_tls
+from vecd.gateway.http.tls import ServerTls, TlsError, find_problems
+from vecd.launch.config.tls import check_tls
+from vecd.launch.exit_codes import ConfigurationError
 
 
 @pytest.fixture(scope="module")
@@ -30,9 +30,9 @@ def handshake(server: ServerTls, client_context: ssl.SSLContext) -> ssl.SSLObjec
     """The client's side after a handshake in memory."""
     to_client, to_server = ssl.MemoryBIO(), ssl.MemoryBIO()
     client = client_context.wrap_bio(to_client, to_server, server_hostname="localhost")
-    served = server.context.wrap_bio(to_server, to_client, server_side=True)
+    model_info = server.context.wrap_bio(to_server, to_client, server_side=True)
     for _ in range(4):
-        for side in (client, served):
+        for side in (client, model_info):
             try:
                 side.do_handshake()
             except ssl.SSLWantReadError:

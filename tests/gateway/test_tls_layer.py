@@ -12,10 +12,10 @@ import httpx
 import pytest
 import uvloop
 from certificates import Certificate, make_certificate
-from tinyserver import DEADLINE_S, Listening, Served, get, listening, no_collector, only, post, run, serving, until
+from tinyserver import DEADLINE_S, Listening, ModelInfo, get, listening, no_collector, only, post, run, serving, until
 
-from gateway.tls import ServerTls
-from gateway.tls_layer import TlsLayer
+from vecd.gateway.http.tls import ServerTls
+from vecd.gateway.http.tls_layer import TlsLayer
 
 
 @pytest.fixture(scope="module")
@@ -37,12 +37,12 @@ class TlsClient:
         self.tls = context.wrap_bio(self._from_server, self._to_server, server_hostname="localhost")
 
     @classmethod
-    async def connect(cls, served: Served, *, version: ssl.TLSVersion | None = None) -> "TlsClient":
+    async def connect(cls, model_info: ModelInfo, *, version: ssl.TLSVersion | None = None) -> "TlsClient":
         sock = socket.socket()
         sock.setblocking(False)
-        await asyncio.get_running_loop().sock_connect(sock, served.address())
-        assert served.listening.certificate is not None
-        context = served.listening.certificate.client_context()
+        await asyncio.get_running_loop().sock_connect(sock, model_info.address())
+        assert model_info.listening.certificate is not None
+        context = model_info.listening.certificate.client_context()
         if version is not None:
             context.maximum_version = version
         return cls(sock, context)
@@ -98,8 +98,8 @@ class TlsClient:
         self.sock.close()
 
 
-async def is_gone(served: Served) -> None:
-    await until(lambda: served.server.num_connections == 0)
+async def is_gone(model_info: ModelInfo) -> None:
+    await until(lambda: model_info.server.num_connections == 0)
     await asyncio.sleep(0)
 
 
@@ -110,8 +110,8 @@ VERSIONS = [ssl.TLSVersion.TLSv1_2, ssl.TLSVersion.TLSv1_3]
 @pytest.mark.parametrize("make_loop", [uvloop.new_event_loop, asyncio.new_event_loop])
 def test_a_request_byte_by_byte_from_the_handshake_on(tls, version, make_loop):
     async def test() -> None:
-        async with serving(tls) as served:
-            client = await TlsClient.connect(served, version=version)
+        async with serving(tls) as model_info:
+            client = await TlsClient.connect(model_info, version=version)
             first = client.begin()
             for at in range(len(first)):
                 await client.send_raw(first[at : at + 1])
@@ -129,24 +129,24 @@ def test_a_request_byte_by_byte_from_the_handshake_on(tls, version, make_loop):
 
 def test_a_stock_client(tls):
     async def test() -> None:
-        async with serving(tls) as served:
-            url = f"https://localhost:{served.address()[1]}"
+        async with serving(tls) as model_info:
+            url = f"https://localhost:{model_info.address()[1]}"
             context = tls.certificate.client_context()
             async with httpx.AsyncClient(base_url=url, verify=context, timeout=DEADLINE_S) as client:
                 for size in (10, 900_000):
                     answer = await client.post("/echo", content=b"x" * size)
                     assert (answer.status_code, answer.content) == (200, b"x" * size)
                 assert (await client.get("/large")).content == b"x" * 30_000_000
-                assert served.server.num_connections == 1
+                assert model_info.server.num_connections == 1
 
     run(test())
 
 
 def test_a_gateway_among_several(tls):
     async def test() -> None:
-        async with serving(tls, is_ahead=lambda: True) as served:
+        async with serving(tls, is_ahead=lambda: True) as model_info:
             for _ in range(3):
-                client = await served.connect()
+                client = await model_info.connect()
                 assert (await client.ask(get("/who"))).body == b"127.0.0.1 False"
 
     run(test())
@@ -168,15 +168,15 @@ NOT_TLS = {
 @pytest.mark.parametrize("name", NOT_TLS)
 def test_what_is_not_tls_is_closed_without_a_word_in_the_log(tls, name, caplog):
     async def test() -> None:
-        async with serving(tls) as served:
-            client = await TlsClient.connect(served)
+        async with serving(tls) as model_info:
+            client = await TlsClient.connect(model_info)
             await client.send_raw(NOT_TLS[name])
             with suppress(ConnectionResetError):
                 while data := await client.received():
                     assert data[0] == 0x15, "an alert, and never an answer in the clear"
-            await is_gone(served)
+            await is_gone(model_info)
             client.close()
-            assert (await (await served.connect()).ask(get("/b"))).status == 200
+            assert (await (await model_info.connect()).ask(get("/b"))).status == 200
 
     run(test())
     assert [record for record in caplog.records if record.levelno >= logging.INFO] == []
@@ -185,14 +185,14 @@ def test_what_is_not_tls_is_closed_without_a_word_in_the_log(tls, name, caplog):
 @pytest.mark.parametrize("num_bytes", [0, 1, 100])
 def test_a_handshake_that_is_not_done_in_time(tls, num_bytes):
     async def test() -> None:
-        async with serving(tls) as served:
-            done = await served.connect()
-            served.server.timeouts = only(handshake_s=0.1)
-            client = await TlsClient.connect(served)
+        async with serving(tls) as model_info:
+            done = await model_info.connect()
+            model_info.server.timeouts = only(handshake_s=0.1)
+            client = await TlsClient.connect(model_info)
             await client.send_raw(client.begin()[:num_bytes])
             with suppress(ConnectionResetError):
                 assert await client.received() == b""
-            await until(lambda: served.server.num_connections == 1)
+            await until(lambda: model_info.server.num_connections == 1)
             assert (await done.ask(get("/a"))).status == 200
             client.close()
 
@@ -201,13 +201,13 @@ def test_a_handshake_that_is_not_done_in_time(tls, num_bytes):
 
 def test_a_client_that_leaves_within_the_handshake(tls, caplog):
     async def test() -> None:
-        async with serving(tls) as served:
+        async with serving(tls) as model_info:
             for num_bytes in (0, 1, 100, 10_000):
-                client = await TlsClient.connect(served)
+                client = await TlsClient.connect(model_info)
                 await client.send_raw(client.begin()[:num_bytes])
-                await until(lambda: served.server.num_connections == 1)
+                await until(lambda: model_info.server.num_connections == 1)
                 client.close()
-                await is_gone(served)
+                await is_gone(model_info)
 
     run(test())
     assert [record for record in caplog.records if record.levelno >= logging.INFO] == []
@@ -215,18 +215,18 @@ def test_a_client_that_leaves_within_the_handshake(tls, caplog):
 
 def test_a_record_that_was_tampered_with(tls, caplog):
     async def test() -> None:
-        async with serving(tls) as served:
-            client = await TlsClient.connect(served)
+        async with serving(tls) as model_info:
+            client = await TlsClient.connect(model_info)
             await client.shake_hands()
             await client.send(get("/wait"))
-            await served.app.started.wait()
+            await model_info.app.started.wait()
             client.tls.write(get("/never"))
             record = bytearray(client._to_server.read())
             record[-1] ^= 1
             await client.send_raw(bytes(record))
-            await served.app.cancelled.wait()
-            await is_gone(served)
-            assert served.app.handled == ["/wait"]
+            await model_info.app.cancelled.wait()
+            await is_gone(model_info)
+            assert model_info.app.handled == ["/wait"]
             client.close()
 
     run(test())
@@ -235,8 +235,8 @@ def test_a_record_that_was_tampered_with(tls, caplog):
 
 def test_too_many_connections_are_told_so(tls):
     async def test() -> None:
-        async with serving(tls, max_connections=1) as served:
-            first, second = await served.connect(), await served.connect()
+        async with serving(tls, max_connections=1) as model_info:
+            first, second = await model_info.connect(), await model_info.connect()
             assert (await first.ask(get("/a"))).status == 200
             answer = await second.ask(get("/a"))
             assert (answer.status, answer.headers["connection"]) == (503, "close")
@@ -247,8 +247,8 @@ def test_too_many_connections_are_told_so(tls):
 
 def test_one_connection_too_many_that_never_speaks_is_let_go(tls):
     async def test() -> None:
-        async with serving(tls, max_connections=0, timeouts=only(linger_s=0.05, sweep_s=0.01)) as served:
-            client = await TlsClient.connect(served)
+        async with serving(tls, max_connections=0, timeouts=only(linger_s=0.05, sweep_s=0.01)) as model_info:
+            client = await TlsClient.connect(model_info)
             with suppress(ConnectionResetError):
                 assert await client.received() == b""
             client.close()
@@ -264,14 +264,14 @@ def test_the_server_says_goodbye(tls, how):
     """So that a client knows that nothing was cut off."""
 
     async def test() -> None:
-        async with serving(tls) as served:
-            client = await TlsClient.connect(served)
+        async with serving(tls) as model_info:
+            client = await TlsClient.connect(model_info)
             await client.shake_hands()
             await client.send(get("/a", *(["Connection: close"] if how == "connection: close" else [])))
             assert (await client.read()).endswith(b"/a")
             if how == "idle":
-                served.server.timeouts = only(idle_s=0.05, sweep_s=0.01)
-            drained = asyncio.ensure_future(served.server.drain(DEADLINE_S, grace_s=0)) if how == "drain" else None
+                model_info.server.timeouts = only(idle_s=0.05, sweep_s=0.01)
+            drained = asyncio.ensure_future(model_info.server.drain(DEADLINE_S, grace_s=0)) if how == "drain" else None
             assert await client.read() == b""
             client.close()
             assert drained is None or await drained is True
@@ -281,16 +281,16 @@ def test_the_server_says_goodbye(tls, how):
 
 def test_who_says_goodbye_may_still_read(tls):
     async def test() -> None:
-        async with serving(tls) as served:
-            client = await TlsClient.connect(served)
+        async with serving(tls) as model_info:
+            client = await TlsClient.connect(model_info)
             await client.shake_hands()
             await client.send(get("/wait") + get("/pieces"))
             await client.say_goodbye()
-            await served.app.started.wait()
+            await model_info.app.started.wait()
             for _ in range(10):
-                served.server.sweep()
+                model_info.server.sweep()
                 await asyncio.sleep(0.001)
-            served.app.release.set()
+            model_info.app.release.set()
             pieces = []
             while data := await client.read():
                 pieces.append(data)
@@ -304,16 +304,16 @@ def test_who_says_goodbye_may_still_read(tls):
 
 def test_what_comes_after_a_goodbye_is_ignored(tls):
     async def test() -> None:
-        async with serving(tls) as served:
-            client = await TlsClient.connect(served)
+        async with serving(tls) as model_info:
+            client = await TlsClient.connect(model_info)
             await client.shake_hands()
             await client.send(get("/wait"))
-            await served.app.started.wait()
+            await model_info.app.started.wait()
             await client.say_goodbye()
             for _ in range(20):
                 await client.send_raw(b"\x17\x03\x03\x00\x20" + bytes(32))
                 await asyncio.sleep(0.002)
-            served.app.release.set()
+            model_info.app.release.set()
             everything = b""
             while data := await client.read():
                 everything += data
@@ -328,16 +328,16 @@ def test_what_comes_after_a_goodbye_is_ignored(tls):
 @pytest.mark.parametrize("says_goodbye", [True, False])
 def test_who_leaves_is_noticed(tls, says_goodbye, version):
     async def test() -> None:
-        async with serving(tls) as served:
-            client = await TlsClient.connect(served, version=version)
+        async with serving(tls) as model_info:
+            client = await TlsClient.connect(model_info, version=version)
             await client.shake_hands()
             await client.send(get("/wait"))
-            await served.app.started.wait()
+            await model_info.app.started.wait()
             if says_goodbye:
                 await client.say_goodbye()
             client.close()
-            await served.app.cancelled.wait()
-            await is_gone(served)
+            await model_info.app.cancelled.wait()
+            await is_gone(model_info)
 
     run(test())
 
@@ -345,13 +345,13 @@ def test_who_leaves_is_noticed(tls, says_goodbye, version):
 @pytest.mark.parametrize("path", ["/large", "/pieces"])
 def test_a_client_that_does_not_read_is_cut_off(tls, path):
     async def test() -> None:
-        async with serving(tls, timeouts=only(write_s=0.2, sweep_s=0.01)) as served:
-            client = await TlsClient.connect(served)
+        async with serving(tls, timeouts=only(write_s=0.2, sweep_s=0.01)) as model_info:
+            client = await TlsClient.connect(model_info)
             await client.shake_hands()
             await client.send(get(path) + get("/never"))
-            await until(lambda: served.app.handled == [path])
-            await is_gone(served)
-            assert served.app.handled == [path]
+            await until(lambda: model_info.app.handled == [path])
+            await is_gone(model_info)
+            assert model_info.app.handled == [path]
             client.close()
 
     run(test())
@@ -359,12 +359,12 @@ def test_a_client_that_does_not_read_is_cut_off(tls, path):
 
 def test_what_waits_for_a_client_is_counted_and_not_encrypted_yet(tls):
     async def test() -> None:
-        async with serving(tls) as served:
-            client = await TlsClient.connect(served)
+        async with serving(tls) as model_info:
+            client = await TlsClient.connect(model_info)
             await client.shake_hands()
             await client.send(get("/large"))
-            await until(lambda: served.app.handled == ["/large"])
-            (connection,) = served.server._connections
+            await until(lambda: model_info.app.handled == ["/large"])
+            (connection,) = model_info.server._connections
             layer: Any = connection._transport
             assert isinstance(layer, TlsLayer)
             await until(lambda: layer.get_write_buffer_size() > 0 and layer._is_socket_blocked)
@@ -384,14 +384,14 @@ def test_a_connection_that_ended_is_freed_at_once(tls):
         return sum(type(thing) in (TlsLayer, ssl.SSLObject) for thing in gc.get_objects())
 
     async def test() -> None:
-        async with serving(tls) as served:
-            client = await TlsClient.connect(served)
+        async with serving(tls) as model_info:
+            client = await TlsClient.connect(model_info)
             await client.shake_hands()
             await client.send(get("/a"))
             await client.read()
             before = num_layers()
             client.close()
-            await is_gone(served)
+            await is_gone(model_info)
             await asyncio.sleep(0.01)
             assert num_layers() == before - 2
 
@@ -403,14 +403,14 @@ def test_a_new_certificate_is_for_new_connections(tls, tmp_path):
     async def test() -> None:
         other = make_certificate(tmp_path)
         made = ServerTls(tls.certificate.cert, tls.certificate.key)
-        async with serving(tls, tls=made) as served:
-            client = await served.connect()
+        async with serving(tls, tls=made) as model_info:
+            client = await model_info.connect()
             made._cert, made._key = other.cert, other.key
             made.reload()
             assert (await client.ask(get("/a"))).status == 200
             with pytest.raises(ssl.SSLCertVerificationError):
-                await served.connect()
-            served.listening.certificate = other
-            assert (await (await served.connect()).ask(get("/b"))).status == 200
+                await model_info.connect()
+            model_info.listening.certificate = other
+            assert (await (await model_info.connect()).ask(get("/b"))).status == 200
 
     run(test())

@@ -11,13 +11,13 @@ import pytest
 import tokenizers
 from described import Collected
 
-from gateway import cl100k
-from gateway.errors import BadRequest, InputTooLong, TooManyRequests
-from gateway.inspection import Room
-from gateway.request import Overflow, Source, Token, TokenIds, TokenizedInput, Tokenizing
-from gateway.token_ids import Frame, IdPolicy
-from gateway.tokenizer import PLAIN, Tokenizer
-from shm.card import ModelError, read_card
+from vecd.gateway.tokenization import cl100k
+from vecd.gateway.tokenization.id_policy import Frame, IdPolicy
+from vecd.gateway.tokenization.tokenize_api import Room
+from vecd.gateway.tokenization.tokenizer import PLAIN, Tokenizer
+from vecd.gateway.types.errors import BadRequest, InputTooLong, TooManyRequests
+from vecd.gateway.types.request import Overflow, Source, Token, TokenIds, TokenizedInput, Tokenizing
+from vecd.shm.card import ModelError, read_card
 
 
 @pytest.fixture(scope="module")
@@ -99,7 +99,7 @@ def test_long_words_of_a_run_are_tokenized_in_turns(card, monkeypatch):
 
 
 def test_a_long_text_that_cannot_be_cut_is_a_run_of_its_own(card, monkeypatch):
-    monkeypatch.setattr("gateway.text_tokens.cut_pattern", lambda tokenizer: None)
+    monkeypatch.setattr("vecd.gateway.tokenization.text_tokens.cut_pattern", lambda tokenizer: None)
     tokenizer = Tokenizer(card, 256, "auto")
     runs = tokenize_in_runs(tokenizer, ["a", "b " * 100_000, "c", "d"])
     assert [len(run) for run in runs] == [1, 1, 2]
@@ -121,7 +121,7 @@ def test_arrays_are_as_good_as_lists(card):
 
 
 def test_a_shortened_list_of_ids_gives_the_same(card):
-    """See `gateway.json_pieces`: extremes and the last 16 stand for what lies behind the first `max_tokens`."""
+    """See `vecd.gateway.api.json_stream`: extremes and the last 16 stand for all behind the first `max_tokens`."""
     tokenizer = Tokenizer(card, 4, "auto")
     whole = [101, *range(1000, 2000), 102]
     shortened = [*whole[:4], 1003, 1984, *whole[-16:]]
@@ -523,7 +523,7 @@ def test_a_prompt_that_leaves_no_room_for_a_texts_end_is_refused(card):
 
 
 def test_too_many_chunks_are_refused(card, monkeypatch):
-    monkeypatch.setattr("gateway.overflow.MAX_CHUNKS", 100)
+    monkeypatch.setattr("vecd.gateway.tokenization.truncation.MAX_CHUNKS", 100)
     tokenizer = Tokenizer(card, 8, "auto", overflow=Overflow.CHUNK)
     assert len(tokenize(tokenizer, ["a " * 600])[0].chunks) == 100
     with pytest.raises(BadRequest, match="split into 101 chunks or more, at most 100") as caught:
@@ -596,8 +596,8 @@ def test_tokens_are_described_some_at_a_time(card, text):
 
 
 def test_there_is_room_for_so_much_at_a_time(monkeypatch):
-    monkeypatch.setattr("gateway.inspection._MAX_SIZE", 100)
-    monkeypatch.setattr("gateway.inspection._SHORT_SIZE", 5)
+    monkeypatch.setattr("vecd.gateway.tokenization.tokenize_api._MAX_SIZE", 100)
+    monkeypatch.setattr("vecd.gateway.tokenization.tokenize_api._SHORT_SIZE", 5)
     room = Room()
     says = r"10000 characters .* 0 of them yours, .* has 1: at most 100 may be"
     with room.enter(10_000, "a"), pytest.raises(TooManyRequests, match=says):  # nobody was there before

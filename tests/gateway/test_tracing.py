@@ -14,13 +14,14 @@ from hypothesis import given
 from hypothesis import strategies as st
 from serving import eventually
 
-from gateway import spans as spans_module
-from gateway.api import ENDPOINTS, Endpoint
-from gateway.board import GONE
-from gateway.http1 import HttpRequest
-from gateway.record import BatchShare
-from gateway.spans import Facts, SpanSender
-from gateway.tracing import Trace, Tracing, parse_traceparent, trace_of
+from vecd.gateway.api.registry import ENDPOINTS
+from vecd.gateway.telemetry import spans as spans_module
+from vecd.gateway.telemetry.shared_metrics import GONE
+from vecd.gateway.telemetry.spans import Facts, SpanSender
+from vecd.gateway.telemetry.tracing import Tracing, parse_traceparent, trace_of
+from vecd.gateway.types.endpoints import Endpoint
+from vecd.gateway.types.messages import HttpRequest
+from vecd.gateway.types.timeline import BatchShare, Trace
 
 TRACE_ID, PARENT_ID = "0af7651916cd43dd8448eb211c80319c", "b7ad6b7169203331"
 SAMPLED, UNSAMPLED = f"00-{TRACE_ID}-{PARENT_ID}-01", f"00-{TRACE_ID}-{PARENT_ID}-00"
@@ -42,12 +43,12 @@ def embedded(**headers: str) -> HttpRequest:
 
 
 def finish(request: HttpRequest, now: float) -> None:
-    record = request.record
+    record = request.timeline
     record.endpoint = endpoint("/v1/embeddings", "openai")
     record.started_at, record.arrived_at, record.parsed_at = now - 0.012, now - 0.011, now - 0.010
     record.entered_at, record.tokenized_at = now - 0.0095, now - 0.009
     record.sent_at, record.done_at = now - 0.008, now - 0.001
-    record.num_inputs, record.num_tokens, record.caller = 3, 41, "acme"
+    record.num_inputs, record.num_tokens, record.principal = 3, 41, "acme"
     if record.batches is not None:
         record.batches += [
             BatchShare(0, 7, now - 0.008, now - 0.003, 4500, 16, 300),
@@ -126,11 +127,11 @@ def traced(ratio: float, request: HttpRequest, route: int | None = None) -> list
     """What becomes of a request that is handled."""
     queue = Queue()
     tracing = Tracing(cast(SpanSender, queue), ratio)
-    request.record.started_at = 1.0
+    request.timeline.started_at = 1.0
     tracing.begin(request)
-    record = request.record
+    record = request.timeline
     assert (record.batches is not None) == (record.trace is not None and record.trace.is_sampled)
-    request.record.endpoint = endpoint("/v1/embeddings", "openai") if route is None else route
+    request.timeline.endpoint = endpoint("/v1/embeddings", "openai") if route is None else route
     tracing.note_over(200, request, 2.0)
     return queue.traces
 
@@ -202,8 +203,8 @@ def sent(sender: SpanSender, collector: Collector, *requests: tuple[int, HttpReq
 
 def traced_request(state: str = "", **headers: str) -> HttpRequest:
     request = embedded(traceparent=SAMPLED, tracestate=state, **headers)
-    request.record.trace = trace_of(request)
-    request.record.batches = []
+    request.timeline.trace = trace_of(request)
+    request.timeline.batches = []
     finish(request, time.monotonic())
     return request
 
@@ -256,7 +257,7 @@ def test_who_sends_them_is_said_by_the_server_and_before_that_by_the_environment
 
 def test_a_trace_that_begins_here_has_no_parent(sender, collector):
     request = traced_request()
-    request.record.trace = Trace("1" * 32, "", 1)
+    request.timeline.trace = Trace("1" * 32, "", 1)
     found = sent(sender, collector, (200, request))
     assert {span.trace_id for span in found} == {"1" * 32}
     assert found[-1].parent_id == ""
@@ -267,10 +268,10 @@ def test_failures(sender, collector):
     now = time.monotonic()
     for request, error in ((refused, "invalid_request_error"), (failed, "internal_error"), (gone, ""), (lost, "x")):
         finish(request, now)
-        record = request.record
+        record = request.timeline
         record.done_at = record.sent_at = record.tokenized_at = record.entered_at = 0.0
         record.error = error
-    lost.record.endpoint = lost.record.parsed_at = lost.record.started_at = 0
+    lost.timeline.endpoint = lost.timeline.parsed_at = lost.timeline.started_at = 0
     statuses = ((400, refused), (500, failed), (GONE, gone), (404, lost))
     spans = [span for span in sent(sender, collector, *statuses) if span.kind == SERVER]
     assert [(span.attributes.get("error.type"), span.status) for span in spans] == [
@@ -283,7 +284,7 @@ def test_failures(sender, collector):
 
 def test_a_large_request_is_computed_while_it_is_tokenized(sender, collector):
     request = traced_request()
-    record = request.record
+    record = request.timeline
     record.tokenized_at = record.sent_at + 0.004
     by_name = {span.name: span for span in sent(sender, collector, (200, request))}
     assert by_name["queue"].start_ns == by_name["queue"].end_ns == by_name["compute"].start_ns
@@ -292,9 +293,9 @@ def test_a_large_request_is_computed_while_it_is_tokenized(sender, collector):
 
 def test_who_waits_at_the_door_has_a_span_of_it(sender, collector):
     request = traced_request()
-    request.record.parsed_at -= 0.5
-    request.record.arrived_at -= 0.5
-    request.record.started_at -= 0.5
+    request.timeline.parsed_at -= 0.5
+    request.timeline.arrived_at -= 0.5
+    request.timeline.started_at -= 0.5
     door = next(span for span in sent(sender, collector, (200, request)) if span.name == "door")
     assert door.end_ns - door.start_ns > 4e8
 

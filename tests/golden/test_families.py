@@ -27,8 +27,8 @@ from safetensors.torch import load_file, save_file
 from sentence_transformers import SentenceTransformer
 from tokenizers import Tokenizer
 
-from shm.card import read_card
-from workers.engine import Engine, PackedBatch, load_engine
+from vecd.shm.card import read_card
+from vecd.workers.engine import Engine, PackedBatch, load_engine
 
 ONE_TOKEN = [1]
 LONGEST = [MAX_TOKENS]

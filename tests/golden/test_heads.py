@@ -11,7 +11,7 @@ from sentence_transformers import SentenceTransformer
 from sentence_transformers.sentence_transformer.modules import Dense, LayerNorm, Normalize
 from serving import exact_server
 
-from shm.card import POOLING_MODES, read_card
+from vecd.shm.card import POOLING_MODES, read_card
 
 LENGTHS = [5, 1, 30, 60, 7, 5, 2, 1, 12, 12, 59]
 

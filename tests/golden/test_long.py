@@ -19,8 +19,8 @@ from checkpoints import (
 from torch import Tensor
 from transformers.models.mpnet.modeling_mpnet import MPNetEncoder
 
-from workers.engines.fused import Attention, _distance_buckets
-from workers.layout import Run
+from vecd.workers.engines.torch.fused import Attention, _distance_buckets
+from vecd.workers.layout import Run
 
 LONG = (159, 160, 161, 176, 200, 511, 512)
 BATCHES = (

@@ -25,8 +25,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
-from workers.engines.products import has_native_int8
-from workers.engines.transformer import TransformerEngine
+from vecd.workers.engines.torch.linear import has_native_int8
+from vecd.workers.engines.torch.transformer import TransformerEngine
 
 FUSED = ("bert", "roberta", "xlm-roberta", "camembert", "distilbert", "mpnet")
 FUSED_DTYPES = ["float32", "bfloat16", *(["int8"] if has_native_int8() else [])]

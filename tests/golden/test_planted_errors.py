@@ -12,13 +12,13 @@ from checkpoints import Checkpoints, Reference, assert_same_vectors, embed, rand
 from torch import Tensor
 from transformers import AttentionInterface
 
-from shm.card import ModelError
-from workers import packing
-from workers.engine import load_engine
-from workers.engines.fused import Attention, Embeddings, FusedForward
-from workers.engines.packed import PackedForward
-from workers.engines.transformer import TransformerEngine
-from workers.layout import Layout, Run
+from vecd.shm.card import ModelError
+from vecd.workers.engine import load_engine
+from vecd.workers.engines.torch import packed_attention as packing
+from vecd.workers.engines.torch.fused import Attention, Embeddings, FusedForward
+from vecd.workers.engines.torch.packed import PackedForward
+from vecd.workers.engines.torch.transformer import TransformerEngine
+from vecd.workers.layout import Layout, Run
 
 LENGTHS = [5, 1, 30, 60, 7, 5, 2, 1, 12, 12, 59]
 LONG_SETTINGS = {"max_tokens": 512, "max_position_embeddings": 600}

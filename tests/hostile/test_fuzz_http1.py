@@ -1,4 +1,4 @@
-"""`gateway.http1` under bytes that nobody has thought of: good requests, damaged, in any pieces.
+"""`vecd.gateway.http.http1` under bytes that nobody has thought of: good requests, damaged, in any pieces.
 
 Short as a test; with VECD_SOAK set, some three minutes of other examples each time.
 """
@@ -9,8 +9,9 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from gateway.errors import ApiError
-from gateway.http1 import HeadReceived, HttpRequest, Limits, ReadState, RequestReader, RequestReceived
+from vecd.gateway.http.http1 import HeadReceived, ReadState, RequestReader, RequestReceived
+from vecd.gateway.types.errors import ApiError
+from vecd.gateway.types.messages import HttpRequest, Limits
 
 IS_SOAK = "VECD_SOAK" in os.environ
 LIMITS = Limits(max_body_bytes=200, max_target_bytes=60, max_head_bytes=300, max_headers=8)

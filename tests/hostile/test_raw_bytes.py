@@ -16,7 +16,7 @@ import psutil
 import pytest
 from serving import Server, running_server
 
-from gateway.inflating import zstd
+from vecd.gateway.http.decompress import zstd
 
 TIMEOUT_S = 30.0
 KEY = "a-key-for-tests"

@@ -22,7 +22,7 @@ from serving import running_server
 from slowclients import End, run_slow_clients
 from tinyserver import DEADLINE_S, get, post, run, serving
 
-from gateway.server import Timeouts
+from vecd.gateway.http.contract import Timeouts
 
 SHORT = Timeouts(head_s=1.0, body_s=2.0, idle_s=1e6, write_s=1.0, linger_s=0.5, sweep_s=0.05)
 

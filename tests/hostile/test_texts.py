@@ -10,9 +10,9 @@ import numpy as np
 import pytest
 import tokenizers
 
-from gateway.request import TokenizedInput
-from gateway.tokenizer import Tokenizer
-from shm.card import read_card
+from vecd.gateway.tokenization.tokenizer import Tokenizer
+from vecd.gateway.types.request import TokenizedInput
+from vecd.shm.card import read_card
 
 _random = random.Random(5)
 LETTERS = "abcdefghijklmnopqrstuvwxyz"

@@ -1,8 +1,8 @@
 import pytest
 
-from launch import architectures
-from launch.architectures import refuse_unknown
-from shm.card import ModelCard, ModelError
+from vecd.launch.config import architectures
+from vecd.launch.config.architectures import refuse_unknown
+from vecd.shm.card import ModelCard, ModelError
 
 
 def card(model_type: str) -> ModelCard:

@@ -2,8 +2,8 @@ from pathlib import Path
 
 import pytest
 
-from launch.cache import cache_folder
-from launch.settings import load_settings
+from vecd.launch.cache import cache_folder
+from vecd.launch.config.settings import load_settings
 
 
 @pytest.mark.parametrize(

@@ -5,8 +5,8 @@ from typing import Any
 
 import pytest
 
-from launch.check_advice import GATEWAY_S_PER_REQUEST, advise, is_disturbed
-from launch.check_report import Advice, Machine, Measurements, Path, Scaling, Setting, Speed
+from vecd.launch.check.advice import GATEWAY_S_PER_REQUEST, advise, is_disturbed
+from vecd.launch.check.report import Advice, Machine, Measurements, Path, Scaling, Setting, Speed
 
 MACHINE = Machine(
     processor="imagined",

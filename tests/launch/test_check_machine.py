@@ -3,7 +3,7 @@
 import os
 from pathlib import Path
 
-from launch.check_machine import read_machine
+from vecd.launch.check.machine import read_machine
 
 _CPUINFO = """\
 processor\t: 0

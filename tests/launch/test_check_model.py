@@ -9,9 +9,9 @@ import numpy as np
 import pytest
 from safetensors.numpy import save_file
 
-from launch.check_model import describe, problem, purpose
-from launch.check_weights import Tensor, read_header, read_weights
-from shm.card import ModelError, read_card
+from vecd.launch.check.model import describe, problem, purpose
+from vecd.launch.check.weights import Tensor, read_header, read_weights
+from vecd.shm.card import ModelError, read_card
 
 
 @pytest.fixture

@@ -4,12 +4,12 @@ import json
 import tomllib
 from dataclasses import replace
 
-from launch.check_report import (
+from vecd.launch.check.report import (
     Advice,
-    Agreement,
     Machine,
     Measurements,
     Model,
+    Parity,
     Path,
     Problem,
     Report,
@@ -17,10 +17,10 @@ from launch.check_report import (
     Setting,
     Speed,
 )
-from launch.check_text import WIDTH, command, render, toml
+from vecd.launch.check.text import WIDTH, command, render, toml
 
 _ROW = {"num_texts": 9, "longest_tokens": 16, "min_cosine": 0.99991, "max_abs_diff": 2e-3}
-_AGREEMENT = Agreement("the plain model in float32", 9, 16, 0.99991, 2e-3, True, (_ROW,))
+_AGREEMENT = Parity("the plain model in float32", 9, 16, 0.99991, 2e-3, True, (_ROW,))
 _MACHINE = Machine("Imagined 9000", 64, 4, 2, 3.5, ("avx2", "amx_bf16"), 16_000, 8_000, 12_000, (), "6.1", "3.11")
 _MODEL = Model(
     name="org/model",

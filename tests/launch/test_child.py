@@ -10,7 +10,7 @@ from serving import clean_environment, eventually
 
 
 def test_a_download_ends_with_the_supervisor(tmp_path: Path) -> None:
-    command = [sys.executable, "-P", "-m", "launch.child", "fetch", "org/name", "", "1"]
+    command = [sys.executable, "-P", "-m", "vecd.launch.child", "fetch", "org/name", "", "1"]
     with socket.create_server(("127.0.0.1", 0)) as hub:  # it takes connections, and never answers
         endpoint = f"http://127.0.0.1:{hub.getsockname()[1]}"
         env = {"HF_ENDPOINT": endpoint, "HF_HUB_OFFLINE": "0", "HF_HOME": str(tmp_path), "NO_PROXY": "127.0.0.1"}

@@ -8,14 +8,14 @@ from pathlib import Path
 import pytest
 from serving import eventually
 
-from launch import children
-from launch.children import ForkServer, killed_after, spawn
-from launch.failure import ChildDied, StartFailure
-from shm.arena import ArenaSpec
-from shm.card import ModelCard
-from shm.control import ForkServerStart
-from shm.wire import Incarnation
-from workers.config import WorkerConfig
+from vecd.launch.exit_codes import ChildDied, StartFailure
+from vecd.launch.processes import children
+from vecd.launch.processes.children import ForkServer, killed_after, spawn
+from vecd.shm.arena import ArenaSpec
+from vecd.shm.card import ModelCard
+from vecd.shm.control import ForkServerStart
+from vecd.shm.wire import Incarnation
+from vecd.workers.config import WorkerConfig
 
 CARD = ModelCard("", "", "bert", 8, 8, 16, 100, ("mean",), (), False, "")
 CONFIG = WorkerConfig(CARD, ArenaSpec(1, 1, 8), "weightless", "cpu", "float32", 1, "info", "")
@@ -33,7 +33,7 @@ def fork_server(
 ) -> tuple[ForkServer, list[str]]:
     """One whose process runs `code`, with `channel` for its control channel; and the stages it reports."""
     code = f"channel = Channel.from_fd(int(sys.argv[1])); channel.receive(); {code}"
-    command = [sys.executable, "-c", f"import os, sys, time; from shm.control import *; {code}"]
+    command = [sys.executable, "-c", f"import os, sys, time; from vecd.shm.control import *; {code}"]
     monkeypatch.setattr(children, "self_command", lambda _: command)
     stages: list[str] = []
     return ForkServer(ForkServerStart(os.getpid(), []), start_timeout_s, stages.append), stages

@@ -5,12 +5,12 @@ from pathlib import Path
 
 import pytest
 
-from gateway.callers import Callers
-from gateway.config import SCOPES, ApiKey
-from launch import keys as keys_module
-from launch.failure import ConfigurationError
-from launch.keys import load_keys, main
-from launch.settings import load_settings
+from vecd.gateway.admission.principals import Principals
+from vecd.gateway.types.config import SCOPES, ApiKey
+from vecd.launch.config import keys as keys_module
+from vecd.launch.config.keys import load_keys, main
+from vecd.launch.config.settings import load_settings
+from vecd.launch.exit_codes import ConfigurationError
 
 KEY = "0123456789abcdef"
 
@@ -212,7 +212,7 @@ def test_limits_have_bounds(limit):
 @pytest.mark.parametrize("limits", ["tokens_per_s = 1e12\nmax_requests = 1_000_000_000", "tokens_per_s = 0.001"])
 def test_limits_at_their_bounds(limits):
     [key] = from_file(f'[[keys]]\nname = "a"\nsha256 = "{digest(KEY)}"\n{limits}\n')
-    [caller] = Callers([key], num_gateways=64).holders
+    [caller] = Principals([key], num_gateways=64).holders
     with caller.spend(10):
         pass
 

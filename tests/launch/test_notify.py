@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from launch.notify import EXTEND_EVERY_S, Notifier, serving
+from vecd.launch.systemd.notify import EXTEND_EVERY_S, Notifier, serving
 
 
 @pytest.fixture(params=["path", "abstract"])

@@ -4,9 +4,9 @@ import sys
 
 import pytest
 
-from launch.failure import ConfigurationError
-from launch.otel import check_otel
-from launch.settings import load_settings
+from vecd.launch.config.otel import check_otel
+from vecd.launch.config.settings import load_settings
+from vecd.launch.exit_codes import ConfigurationError
 
 MISSING = ["opentelemetry.sdk.trace", "opentelemetry.exporter.otlp.proto.http.trace_exporter"]
 

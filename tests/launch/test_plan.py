@@ -5,10 +5,10 @@ from pathlib import Path
 
 import pytest
 
-from launch import plan
-from launch.plan import make_plan
-from launch.settings import load_settings
-from shm.card import read_card
+from vecd.launch.config import plan
+from vecd.launch.config.plan import make_plan
+from vecd.launch.config.settings import load_settings
+from vecd.shm.card import read_card
 
 
 @pytest.mark.parametrize(

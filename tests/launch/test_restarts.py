@@ -1,30 +1,30 @@
 import pytest
 
-from launch.failure import StartFailure
-from launch.restarts import Restarts
+from vecd.launch.exit_codes import StartFailure
+from vecd.launch.processes.backoff import Backoff
 
 
 def test_the_first_restart_is_at_once_and_the_next_wait_longer():
-    restarts = Restarts("worker 0")
-    assert [restarts.delay_after("died", 0.1) for _ in range(5)] == [0.0, 0.5, 1.0, 2.0, 4.0]
+    backoff = Backoff("worker 0")
+    assert [backoff.delay_after("died", 0.1) for _ in range(5)] == [0.0, 0.5, 1.0, 2.0, 4.0]
 
 
 def test_a_child_that_was_ready_once_is_never_given_up():
-    restarts = Restarts("worker 0")
-    delays = [restarts.delay_after("died", 0.1), *(restarts.delay_after("died", None) for _ in range(2000))]
+    backoff = Backoff("worker 0")
+    delays = [backoff.delay_after("died", 0.1), *(backoff.delay_after("died", None) for _ in range(2000))]
     assert delays[0] == 0.0
     assert delays[-1] == 30.0
 
 
 def test_a_child_that_has_served_for_a_while_starts_afresh():
-    restarts = Restarts("worker 0")
+    backoff = Backoff("worker 0")
     for _ in range(100):
-        assert restarts.delay_after("was killed by SIGKILL", 5.0) == 0.0
+        assert backoff.delay_after("was killed by SIGKILL", 5.0) == 0.0
 
 
 def test_a_child_that_never_was_ready_is_given_up_sooner():
-    restarts = Restarts("worker 0")
-    restarts.delay_after("died", None)
-    restarts.delay_after("died", None)
+    backoff = Backoff("worker 0")
+    backoff.delay_after("died", None)
+    backoff.delay_after("died", None)
     with pytest.raises(StartFailure, match=r"worker 0 keeps dying \(3 times\): at last it was killed by SIGILL"):
-        restarts.delay_after("was killed by SIGILL", None)
+        backoff.delay_after("was killed by SIGILL", None)

@@ -8,11 +8,11 @@ from pathlib import Path
 
 import pytest
 
-from launch import service
-from launch.failure import ConfigurationError
-from launch.placement import contents, own_command, place_of, to_toml
-from launch.settings import Settings, load_flags
-from launch.units import MADE_BY
+from vecd.launch.config.settings import Settings, load_flags
+from vecd.launch.exit_codes import ConfigurationError
+from vecd.launch.systemd import install_service as service
+from vecd.launch.systemd.placement import contents, own_command, place_of, to_toml
+from vecd.launch.systemd.units import MADE_BY
 
 UNITS = "etc/systemd/system"
 NAME = 'a "b" \\ \u007f ü'
@@ -22,7 +22,7 @@ NAME = 'a "b" \\ \u007f ü'
 def root(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     """A folder to install into, for a program that any user can read."""
     monkeypatch.setattr(service, "own_command", lambda: ["/bin/true"])
-    monkeypatch.setattr("launch.placement._needed", lambda given, command: [Path(command[0])])
+    monkeypatch.setattr("vecd.launch.systemd.placement._needed", lambda given, command: [Path(command[0])])
     return tmp_path
 
 

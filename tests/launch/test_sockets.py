@@ -9,10 +9,10 @@ from pathlib import Path
 
 import pytest
 
-from launch import sockets
-from launch.failure import ConfigurationError, StartFailure
-from launch.settings import Settings
-from launch.sockets import Inherited, listen, listen_admin, take_inherited
+from vecd.launch.config.settings import Settings
+from vecd.launch.exit_codes import ConfigurationError, StartFailure
+from vecd.launch.processes import sockets
+from vecd.launch.processes.sockets import Inherited, listen, listen_admin, take_inherited
 
 
 @pytest.fixture

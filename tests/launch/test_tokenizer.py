@@ -7,9 +7,9 @@ from pathlib import Path
 
 import pytest
 
-from launch import tokenizer
-from launch.tokenizer import forget, with_tokenizer
-from shm.card import ModelCard, ModelError, read_card
+from vecd.launch.config import tokenizer
+from vecd.launch.config.tokenizer import forget, with_tokenizer
+from vecd.shm.card import ModelCard, ModelError, read_card
 
 WORDS = ["[PAD]", "[UNK]", "[CLS]", "[SEP]", "[MASK]", "hello", "world", *"abcdefghijklmnopqrstuvwxyz"]
 CONFIG = {"model_type": "bert", "hidden_size": 32, "vocab_size": 100, "max_position_embeddings": 64}

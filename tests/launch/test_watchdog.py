@@ -2,12 +2,12 @@
 
 import pytest
 
-from launch.watchdog import MAX_WITHOUT_GATEWAY_S, WELL, Signs, Vigil, why_restart
+from vecd.launch.systemd.watchdog import HEALTHY, MAX_WITHOUT_GATEWAY_S, HealthSignals, WatchdogState, why_restart
 
 START_TIMEOUT_S = 100.0
-NO_GATEWAY = Signs(hears_gateway=False, can_serve=False, is_broken=False)
-NO_WORKER = Signs(hears_gateway=True, can_serve=False, is_broken=False)
-BROKEN = Signs(hears_gateway=True, can_serve=False, is_broken=True)
+NO_GATEWAY = HealthSignals(hears_gateway=False, can_serve=False, is_broken=False)
+NO_WORKER = HealthSignals(hears_gateway=True, can_serve=False, is_broken=False)
+BROKEN = HealthSignals(hears_gateway=True, can_serve=False, is_broken=True)
 INTERVAL_S = 5.0
 
 
@@ -28,32 +28,35 @@ def test_the_rule(without_gateway_s, without_worker_s, is_broken, reason):
     assert found == reason
 
 
-def restarted_after(*signs: tuple[Signs, float]) -> float | None:
+def restarted_after(*health_signals: tuple[HealthSignals, float]) -> float | None:
     """Seconds until a new server is asked for, with these signs for so many seconds each."""
-    now, vigil = 1000.0, Vigil(1000.0, INTERVAL_S)
-    for sign, seconds in signs:
+    now, watchdog_state = 1000.0, WatchdogState(1000.0, INTERVAL_S)
+    for sign, seconds in health_signals:
         end = now + seconds
         while now < end:
             now += INTERVAL_S
-            if vigil.why_restart(sign, now, START_TIMEOUT_S):
+            if watchdog_state.why_restart(sign, now, START_TIMEOUT_S):
                 return now - 1000.0
     return None
 
 
 def test_a_server_that_is_well_is_left_alone():
-    assert restarted_after((WELL, 10_000)) is None
+    assert restarted_after((HEALTHY, 10_000)) is None
 
 
 def test_gateways_that_do_not_come_back():
-    assert restarted_after((WELL, 100), (NO_GATEWAY, 1000)) == 100 + MAX_WITHOUT_GATEWAY_S + INTERVAL_S
+    assert restarted_after((HEALTHY, 100), (NO_GATEWAY, 1000)) == 100 + MAX_WITHOUT_GATEWAY_S + INTERVAL_S
 
 
 def test_gateways_and_workers_that_come_back_in_time_again_and_again():
-    assert restarted_after(*[(NO_GATEWAY, 170), (WELL, INTERVAL_S), (NO_WORKER, 250), (WELL, INTERVAL_S)] * 20) is None
+    assert (
+        restarted_after(*[(NO_GATEWAY, 170), (HEALTHY, INTERVAL_S), (NO_WORKER, 250), (HEALTHY, INTERVAL_S)] * 20)
+        is None
+    )
 
 
 def test_workers_that_do_not_come_back_and_nobody_knows_why():
-    assert restarted_after((WELL, 100), (NO_WORKER, 1000)) == 100 + 265
+    assert restarted_after((HEALTHY, 100), (NO_WORKER, 1000)) == 100 + 265
 
 
 def test_a_broken_model_is_no_reason_however_long():
@@ -65,11 +68,11 @@ def test_what_comes_after_a_broken_model_has_its_time():
 
 
 def test_time_without_a_gateway_is_not_the_workers_fault():
-    assert restarted_after((NO_WORKER, 200), (NO_GATEWAY, 100), (NO_WORKER, 200), (WELL, 5)) is None
+    assert restarted_after((NO_WORKER, 200), (NO_GATEWAY, 100), (NO_WORKER, 200), (HEALTHY, 5)) is None
 
 
 def test_while_the_supervisor_was_stopped_nobody_could_be_heard():
-    vigil = Vigil(0, INTERVAL_S)
-    assert not vigil.why_restart(NO_GATEWAY, 100, START_TIMEOUT_S)
-    assert not vigil.why_restart(NO_GATEWAY, 100_000, START_TIMEOUT_S)
-    assert not vigil.why_restart(NO_WORKER, 100_005, START_TIMEOUT_S)
+    watchdog_state = WatchdogState(0, INTERVAL_S)
+    assert not watchdog_state.why_restart(NO_GATEWAY, 100, START_TIMEOUT_S)
+    assert not watchdog_state.why_restart(NO_GATEWAY, 100_000, START_TIMEOUT_S)
+    assert not watchdog_state.why_restart(NO_WORKER, 100_005, START_TIMEOUT_S)

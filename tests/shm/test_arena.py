@@ -3,8 +3,8 @@ import os
 import numpy as np
 import pytest
 
-from shm.arena import ArenaSpec, create_arena
-from shm.view import map_slots
+from vecd.shm.arena import ArenaSpec, create_arena
+from vecd.shm.views import map_slots
 
 SPEC = ArenaSpec(num_slots=2, rows_per_slot=4, dim=8)
 

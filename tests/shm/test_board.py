@@ -4,30 +4,30 @@ from itertools import groupby, pairwise
 
 import pytest
 
-from shm.board import (
+from vecd.shm.shared_metrics import (
     MAX_ENDPOINTS,
     NUM_BATCHES,
     STATUSES,
     BatchCell,
-    BoardSpec,
     Counter,
     Gauge,
     Histogram,
     Row,
+    SharedMetricsSpec,
     TeiCounter,
     TeiHistogram,
     WorkerCell,
     clear_gauges,
-    create_board,
+    create_shared_metrics,
     cut_rows,
 )
 
-SPEC = BoardSpec(num_gateways=3, num_workers=2)
+SPEC = SharedMetricsSpec(num_gateways=3, num_workers=2)
 
 
 @pytest.fixture
 def board_fd():
-    fd = create_board(SPEC)
+    fd = create_shared_metrics(SPEC)
     yield fd
     os.close(fd)
 
@@ -53,7 +53,7 @@ def test_every_cell_is_a_piece_of_memory_of_its_own(board_fd):
 
 
 def test_there_is_a_cell_for_everything():
-    [row] = cut_rows(memoryview(bytearray(BoardSpec(1, 5).nbytes)).cast("q"), BoardSpec(1, 5))
+    [row] = cut_rows(memoryview(bytearray(SharedMetricsSpec(1, 5).nbytes)).cast("q"), SharedMetricsSpec(1, 5))
     assert (len(row.counters), len(row.gauges)) == (len(Counter), len(Gauge))
     assert len(row.answers) == MAX_ENDPOINTS * len(STATUSES)
     assert [len(cells) for cells in row.histograms] == [len(h.bounds) + 2 for h in Histogram]
@@ -65,7 +65,7 @@ def test_there_is_a_cell_for_everything():
 
 def test_rows_share_no_line_of_a_cache():
     for num_workers in range(1, 20):
-        assert BoardSpec(2, num_workers).row_cells * 8 % 64 == 0
+        assert SharedMetricsSpec(2, num_workers).row_cells * 8 % 64 == 0
 
 
 def test_a_dead_gateway_s_gauges_are_cleared_and_nothing_else(board_fd):

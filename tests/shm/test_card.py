@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 
-from shm.card import ModelCard, ModelError, Step, read_card
+from vecd.shm.card import ModelCard, ModelError, Step, read_card
 
 OLD = "sentence_transformers.models."
 NEW = {
@@ -110,7 +110,7 @@ def test_a_card_survives_the_way_between_processes(folder: Folder) -> None:
 
 
 def test_reading_loads_neither_torch_nor_numpy() -> None:
-    code = "import sys, shm.card; sys.exit(bool({'torch', 'numpy'} & set(sys.modules)))"
+    code = "import sys, vecd.shm.card; sys.exit(bool({'torch', 'numpy'} & set(sys.modules)))"
     subprocess.run([sys.executable, "-c", code], check=True, timeout=60)
 
 

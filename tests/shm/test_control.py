@@ -2,7 +2,7 @@ import os
 
 import pytest
 
-from shm.control import MAX_MESSAGE_BYTES, Channel, Drain, Progress, WorkerUp
+from vecd.shm.control import MAX_MESSAGE_BYTES, Channel, Drain, Progress, WorkerUp
 
 
 @pytest.fixture

@@ -11,10 +11,10 @@ from datetime import datetime
 
 import pytest
 
-from shm import logs
-from shm import stderr as stderr_module
-from shm.logs import JsonFormatter, LogHandler, Repeats, TextFormatter, is_journal
-from shm.stderr import MAX_KEPT_BYTES, Stderr
+from vecd.shm import logs
+from vecd.shm import stderr as stderr_module
+from vecd.shm.logs import JsonFormatter, LogHandler, Repeats, TextFormatter, is_journal
+from vecd.shm.stderr import MAX_KEPT_BYTES, Stderr
 
 
 def record(message: str, *args: object, level: int = logging.INFO, name: str = "vecd.x") -> logging.LogRecord:

@@ -5,8 +5,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from shm.failure import FailureCode
-from shm.wire import (
+from vecd.shm.failure_code import FailureCode
+from vecd.shm.wire import (
     Alive,
     Batch,
     Done,

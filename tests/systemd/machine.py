@@ -33,7 +33,7 @@ _FOLDERS = ["client", "gateway", "launch", "shm", "workers", "supervisor.py"]
 _SCRIPT = f"""\
 #!{_VENV}/bin/python
 import sys
-from supervisor import main
+from vecd.launch.cli import main
 sys.exit(main())
 """
 

@@ -29,7 +29,7 @@ def _named(server: Server, kind: str) -> list[psutil.Process]:
     with suppress(*_GONE):
         for child in psutil.Process(server.pid).children():
             with suppress(*_GONE):
-                if f"launch.child {kind}" in " ".join(child.cmdline()) and is_alive(child):
+                if f"vecd.launch.child {kind}" in " ".join(child.cmdline()) and is_alive(child):
                     found.append(child)
     return found
 

@@ -40,7 +40,7 @@ def as_nobody() -> list[str]:
         pytest.skip("only root can become another user")
     command = ["setpriv", "--reuid=54321", "--regid=54321", "--clear-groups", "--inh-caps=-all", "--bounding-set=-all"]
     if subprocess.run(
-        [*command, "env", sys.executable, "-c", "import supervisor"], capture_output=True, check=False
+        [*command, "env", sys.executable, "-c", "import vecd.supervisor"], capture_output=True, check=False
     ).returncode:
         pytest.skip("this interpreter, or the code, is not for others to run")
     return command

@@ -11,8 +11,8 @@ from texts import make_texts
 from tokenizers import Tokenizer
 from trials.questions import Tenant
 
-from workers.engine import PackedBatch
-from workers.engines.weightless import weightless_vectors
+from vecd.workers.engine import PackedBatch
+from vecd.workers.engines.dummy import dummy_vectors
 
 _MAX_CHARACTERS = 240
 _MAX_TOKENS, _DIM = 256, 384
@@ -68,4 +68,4 @@ def _vectors_of(id_lists: list[list[int]]) -> NDArray[np.float32]:
     """float32 [N, 384], from the engine's own definition, each list alone."""
     lists = [np.array(ids, dtype=np.int32) for ids in id_lists]
     batches = [PackedBatch(np.array([ids.size], dtype=np.int32), ids) for ids in lists]
-    return np.concatenate([weightless_vectors(batch, _DIM) for batch in batches])
+    return np.concatenate([dummy_vectors(batch, _DIM) for batch in batches])

@@ -22,7 +22,8 @@ from trials.traffic import Traffic
 NUM_CLIENTS = pick(short=4, long=16)
 NUM_GOOD = pick(short=60, long=999)
 MAX_DEATHS = 8
-"""That one input may cost, before it is given up: two in company, the others alone (`gateway.suspects`)."""
+"""That one input may cost, before it is given up: two in company, the others alone
+(`vecd.gateway.dispatch.crash_attribution`)."""
 BATCH_TIMEOUT_S = pick(short=1.0, long=1.5)
 
 

@@ -17,9 +17,9 @@ import transformers
 import zmq
 from checkpoints import Checkpoints, Reference
 
-from shm.wire import Alive, Batch, Incarnation, Probe, ToGateway, ToWorker, decode_to_gateway, encode
-from workers.config import WorkerConfig
-from workers.engine import PackedBatch
+from vecd.shm.wire import Alive, Batch, Incarnation, Probe, ToGateway, ToWorker, decode_to_gateway, encode
+from vecd.workers.config import WorkerConfig
+from vecd.workers.engine import PackedBatch
 
 
 @pytest.fixture(scope="session", autouse=True)
@@ -104,7 +104,7 @@ DEADLINE_S = 30.0
 
 
 class FakeGateway:
-    """A ROUTER on a listening socket without a name, as `gateway.dispatch` has it."""
+    """A ROUTER on a listening socket without a name, as `vecd.gateway.dispatch.dispatcher` has it."""
 
     def __init__(self, listening: socket.socket) -> None:
         self._context = zmq.Context()

@@ -3,9 +3,9 @@
 import numpy as np
 import pytest
 
-from shm.card import ModelCard
-from workers.agreement import all_probes, compare, short_probes, vectors_of, vectors_one_by_one
-from workers.engines.weightless import WeightlessEngine
+from vecd.shm.card import ModelCard
+from vecd.workers.engines.dummy import DummyEngine
+from vecd.workers.engines.parity import all_probes, compare, short_probes, vectors_of, vectors_one_by_one
 
 PLAIN = np.random.default_rng(0).standard_normal((5, 8)).astype(np.float32)
 
@@ -15,11 +15,11 @@ def card(max_tokens: int = 256, vocab_size: int = 100) -> ModelCard:
 
 
 def test_the_same_vectors_agree() -> None:
-    agreement = compare(PLAIN, PLAIN)
-    assert agreement.max_abs_diff == 0
-    assert agreement.min_cosine == pytest.approx(1)
-    assert agreement.is_within_bounds("float32")
-    assert agreement.is_within_bounds("bfloat16")
+    parity = compare(PLAIN, PLAIN)
+    assert parity.max_abs_diff == 0
+    assert parity.min_cosine == pytest.approx(1)
+    assert parity.is_within_bounds("float32")
+    assert parity.is_within_bounds("bfloat16")
 
 
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16", "float16"])
@@ -90,5 +90,5 @@ def test_the_short_probes_are_the_first_of_all(max_tokens: int) -> None:
 
 def test_one_by_one_is_in_the_order_of_the_batch() -> None:
     batch = short_probes(card())
-    engine = WeightlessEngine(8)
+    engine = DummyEngine(8)
     assert np.array_equal(vectors_one_by_one(engine, batch, 8), vectors_of(engine, batch, 8))

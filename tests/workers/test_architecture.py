@@ -14,8 +14,8 @@ from safetensors.torch import save_file
 from torch import Tensor
 from torch.nn import functional as F
 
-from shm.card import ModelError, read_card
-from workers.loading import load_model
+from vecd.shm.card import ModelError, read_card
+from vecd.workers.engines.torch.loading import load_model
 
 VOCAB_SIZE, HIDDEN, HEADS, INNER = 50, 32, 4, 256
 NOMIC: dict[str, Any] = {

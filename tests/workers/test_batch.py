@@ -6,10 +6,10 @@ from dataclasses import replace
 import numpy as np
 import pytest
 
-from shm.arena import ArenaSpec
-from shm.card import ModelCard
-from shm.wire import Batch, Output
-from workers.batch import BadBatch, read_batch
+from vecd.shm.arena import ArenaSpec
+from vecd.shm.card import ModelCard
+from vecd.shm.wire import Batch, Output
+from vecd.workers.batch import BadBatch, read_batch
 
 ARENA = ArenaSpec(num_slots=2, rows_per_slot=3, dim=4)
 CARD = ModelCard("", "", "bert", 4, 4, 5, 10, ("mean",), (), False, "")

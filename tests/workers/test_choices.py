@@ -13,12 +13,12 @@ from typing import Any
 import numpy as np
 import pytest
 
-from workers import choices
-from workers.choices import Choice, forget, recall, remember
-from workers.config import WorkerConfig
-from workers.engine import load_engine
+from vecd.workers.config import WorkerConfig
+from vecd.workers.engine import load_engine
+from vecd.workers.engines import selection_cache as choices
+from vecd.workers.engines.selection_cache import Selection, forget, recall, remember
 
-CHOICE = Choice("fused", "float32", {"min_cosine": 1.0}, np.arange(6, dtype=np.float32).reshape(3, 2), ["a warning"])
+CHOICE = Selection("fused", "float32", {"min_cosine": 1.0}, np.arange(6, dtype=np.float32).reshape(3, 2), ["a warning"])
 
 
 @pytest.fixture
@@ -159,7 +159,7 @@ def test_a_memory_that_is_wrong_is_made_anew(config: WorkerConfig, lie: dict[str
 def test_a_remembered_fused_engine_needs_no_transformers(config: WorkerConfig) -> None:
     load_engine(config, lambda stage: None)
     code = (
-        "import json, sys; from workers.config import WorkerConfig; from workers.engine import load_engine\n"
+        "import json, sys; from vecd.workers.config import WorkerConfig; from vecd.workers.engine import load_engine\n"
         "engine = load_engine(WorkerConfig.from_json(json.load(sys.stdin)), print)\n"
         "assert engine.facts['path'] == 'fused'\n"
         "sys.exit('transformers' in sys.modules)"

@@ -11,9 +11,9 @@ import pytest
 import tokenizers
 from transformers import AutoTokenizer
 
-from shm.card import ModelError
-from workers import conversion
-from workers.conversion import convert
+from vecd.shm.card import ModelError
+from vecd.workers import conversion
+from vecd.workers.conversion import convert
 
 TEXTS = ["hello world", "  Hello, wörld!  ", "", "日本 🙂", "hello [MASK] <mask> </s> world"]
 LETTERS = "abcdefghijklmnopqrstuvwxyz"

@@ -11,11 +11,11 @@ from hypothesis import strategies as st
 from numpy.typing import NDArray
 from torch import Tensor
 
-from shm.arena import ArenaSpec, create_arena
-from shm.view import Rows, map_slots
-from workers import cuda
-from workers.device import Accelerator, Processor, inverse, span, to_device
-from workers.engine import COMPLETE
+from vecd.shm.arena import ArenaSpec, create_arena
+from vecd.shm.views import Rows, map_slots
+from vecd.workers.engine import COMPLETE
+from vecd.workers.engines.torch import cuda
+from vecd.workers.engines.torch.device import Accelerator, Processor, inverse, span, to_device
 
 DIM = 6
 SPEC = ArenaSpec(num_slots=2, rows_per_slot=5, dim=DIM)
@@ -42,7 +42,7 @@ class Copy:
 
 
 class Calls:
-    """`workers.device.Calls`, on the processor."""
+    """`vecd.workers.engines.torch.device.Calls`, on the processor."""
 
     def __init__(self) -> None:
         self.pinned_addresses: list[tuple[int, int]] = []

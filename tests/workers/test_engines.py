@@ -14,12 +14,12 @@ from hypothesis import strategies as st
 from numpy.typing import NDArray
 from safetensors.torch import load_file, save_file
 
-from shm.card import ModelError
-from workers.agreement import vectors_of
-from workers.engine import Engine, PackedBatch, load_engine
-from workers.engines.padded import rectangles
-from workers.engines.products import has_native_int8
-from workers.layout import arrange
+from vecd.shm.card import ModelError
+from vecd.workers.engine import Engine, PackedBatch, load_engine
+from vecd.workers.engines.parity import vectors_of
+from vecd.workers.engines.torch.linear import has_native_int8
+from vecd.workers.engines.torch.padded import rectangles
+from vecd.workers.layout import arrange
 
 Config = Callable[..., Any]
 LENGTHS = [5, 1, 30, 60, 7, 5, 2, 1, 12, 12, 59]

@@ -21,9 +21,9 @@ import pytest
 from sentence_transformers import SentenceTransformer
 from tokenizers import Tokenizer
 
-from shm.arena import ArenaSpec, create_arena
-from shm.card import ModelCard, ModelError
-from shm.control import (
+from vecd.shm.arena import ArenaSpec, create_arena
+from vecd.shm.card import ModelCard, ModelError
+from vecd.shm.control import (
     Channel,
     ChildFailed,
     Drain,
@@ -37,14 +37,14 @@ from shm.control import (
     WorkerForked,
     WorkerReady,
 )
-from shm.failure import FailureCode
-from shm.view import Rows, map_slots
-from shm.wire import Done, Failed, Incarnation
-from workers.choosing import Choosing
-from workers.config import WorkerConfig
-from workers.engine import PackedBatch
-from workers.engines.weightless import weightless_vectors
-from workers.preload import modules_to_preload
+from vecd.shm.failure_code import FailureCode
+from vecd.shm.views import Rows, map_slots
+from vecd.shm.wire import Done, Failed, Incarnation
+from vecd.workers.config import WorkerConfig
+from vecd.workers.engine import PackedBatch
+from vecd.workers.engines.dummy import dummy_vectors
+from vecd.workers.engines.selection_process import SelectionProcess
+from vecd.workers.process.preload import modules_to_preload
 
 DEADLINE_S = 60.0
 DIM = 8
@@ -53,9 +53,9 @@ CARD = ModelCard("", "", "bert", DIM, DIM, 16, 100, ("mean",), (), False, "")
 WEIGHTLESS = WorkerConfig(CARD, ARENA, "weightless", "cpu", "float32", 1, "info", "")
 BATCH = PackedBatch(np.array([2, 1], dtype=np.int32), np.array([41, 42, 43], dtype=np.int32))
 
-# What `launch.child` does.
+# What `vecd.launch.child` does.
 _BOOTSTRAP = (
-    "import sys; from shm.control import Channel; from workers.forkserver import serve; "
+    "import sys; from vecd.shm.control import Channel; from vecd.workers.process.forkserver import serve; "
     "sys.exit(serve(Channel.from_fd(int(sys.argv[1]))))"
 )
 _ENVIRONMENT = {
@@ -126,7 +126,7 @@ class ForkServer:
         theirs.close()
         self.workers: list[Worker] = []
         self.stages: list[str] = []
-        choose = [sys.executable, "-P", "-m", "launch.child", "choose"]
+        choose = [sys.executable, "-P", "-m", "vecd.launch.child", "choose"]
         shared = config.to_json() if config else None
         self.channel.send(ForkServerStart(os.getpid(), modules, shared, choose))
 
@@ -228,7 +228,7 @@ def test_a_worker_becomes_ready_and_serves(server: ForkServer, endpoint: Any, ga
     gateway.send(worker.who, as_message(BATCH, number=1, slot=1))
     done = gateway.receive(worker.who)
     assert isinstance(done, Done)
-    assert np.array_equal(worker.slots[1][:2], weightless_vectors(BATCH, DIM))
+    assert np.array_equal(worker.slots[1][:2], dummy_vectors(BATCH, DIM))
     gateway.send(worker.who, as_message(BATCH, number=2, slot=2))
     assert gateway.receive(worker.who) == Failed(1, 2, 2, FailureCode.BAD_MESSAGE)
 
@@ -358,7 +358,7 @@ def test_a_stuck_worker_that_is_told_to_abort_says_where_it_is(server: ForkServe
     server.process.wait(DEADLINE_S)
     log = server.log()
     assert "Fatal Python error: Aborted" in log
-    assert "workers/loop.py" in log
+    assert "workers/process/loop.py" in log
 
 
 def hard_limit() -> int:
@@ -561,7 +561,7 @@ COMPARISONS = {
 }
 
 
-def is_child(choosing: Choosing) -> bool:
+def is_child(choosing: SelectionProcess) -> bool:
     """Also as a zombie."""
     return choosing.pid in [child.pid for child in psutil.Process().children()]
 
@@ -572,14 +572,14 @@ def test_a_comparison_that_gives_no_choice_says_why_and_is_gone(
 ) -> None:
     config = worker_config(checkpoint("bert"), cache_folder="")
     command = [sys.executable, "-c", f"import os, sys, time; fd = int(sys.argv[1]); {do}"]
-    with pytest.raises(ModelError, match=says), Choosing(command, config) as choosing:
+    with pytest.raises(ModelError, match=says), SelectionProcess(command, config) as choosing:
         choosing.result(lambda stage: None)
     assert not is_child(choosing)
 
 
 def test_a_comparison_that_is_not_needed_after_all_is_ended(checkpoint: Any, worker_config: Any) -> None:
     config = worker_config(checkpoint("bert"), cache_folder="")
-    with Choosing([sys.executable, "-c", "import time; time.sleep(300)"], config) as choosing:
+    with SelectionProcess([sys.executable, "-c", "import time; time.sleep(300)"], config) as choosing:
         assert is_child(choosing)
     assert not is_child(choosing)
 
@@ -599,11 +599,11 @@ def test_nothing_is_loaded_for_a_supervisor_that_died_at_once(checkpoint: Any, w
 def test_nothing_stays_when_the_supervisor_dies_while_a_model_is_compared(checkpoint: Any, worker_config: Any) -> None:
     config = worker_config(checkpoint("bert"), cache_folder="")
     code = (
-        "import json, os, subprocess, sys, time; from shm.control import Channel, ForkServerStart\n"
+        "import json, os, subprocess, sys, time; from vecd.shm.control import Channel, ForkServerStart\n"
         "ours, theirs = Channel.pair()\n"
         "command = [sys.executable, '-P', '-c', sys.argv[1], str(theirs.fileno())]\n"
         "child = subprocess.Popen(command, pass_fds=[theirs.fileno()])\n"
-        "choose = [sys.executable, '-P', '-m', 'launch.child', 'choose']\n"
+        "choose = [sys.executable, '-P', '-m', 'vecd.launch.child', 'choose']\n"
         "ours.send(ForkServerStart(os.getpid(), ['torch'], json.loads(sys.argv[2]), choose))\n"
         "time.sleep(300)"
     )

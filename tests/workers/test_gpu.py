@@ -17,21 +17,22 @@ from transformers.masking_utils import (
     sliding_window_causal_mask_function,
 )
 
-from shm.arena import ArenaSpec, create_arena
-from shm.card import read_card
-from shm.view import Rows, map_slots
-from shm.wire import Output
-from workers import cuda, packing
-from workers.agreement import vectors_of
-from workers.device import Accelerator, open_device
-from workers.engine import load_engine
-from workers.engines.packed import PackedForward
-from workers.engines.padded import PaddedForward
-from workers.engines.transformer import Forward, TransformerEngine
-from workers.layout import Layout, Run
-from workers.loading import load_model
-from workers.packing import packed_attention, running, sequence_mask
-from workers.pooling import load_head
+from vecd.shm.arena import ArenaSpec, create_arena
+from vecd.shm.card import read_card
+from vecd.shm.views import Rows, map_slots
+from vecd.shm.wire import Output
+from vecd.workers.engine import load_engine
+from vecd.workers.engines.parity import vectors_of
+from vecd.workers.engines.torch import cuda
+from vecd.workers.engines.torch import packed_attention as packing
+from vecd.workers.engines.torch.device import Accelerator, open_device
+from vecd.workers.engines.torch.loading import load_model
+from vecd.workers.engines.torch.packed import PackedForward
+from vecd.workers.engines.torch.packed_attention import packed_attention, running, sequence_mask
+from vecd.workers.engines.torch.padded import PaddedForward
+from vecd.workers.engines.torch.pooling import load_head
+from vecd.workers.engines.torch.transformer import Forward, TransformerEngine
+from vecd.workers.layout import Layout, Run
 
 pytestmark = [
     pytest.mark.gpu,

@@ -4,8 +4,8 @@ import numpy as np
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from workers.engine import PackedBatch
-from workers.layout import arrange
+from vecd.workers.engine import PackedBatch
+from vecd.workers.layout import arrange
 
 
 def batch_of(sequences: list[list[int]]) -> PackedBatch:

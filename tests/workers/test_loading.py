@@ -12,8 +12,8 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor
 from transformers import BertForMaskedLM, BertForPreTraining, BertModel
 
-from shm.card import ModelError, read_card
-from workers.loading import is_stored_as_float32, load_model
+from vecd.shm.card import ModelError, read_card
+from vecd.workers.engines.torch.loading import is_stored_as_float32, load_model
 
 Checkpoint = Callable[..., Path]
 CPU = torch.device("cpu")

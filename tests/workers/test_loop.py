@@ -12,15 +12,15 @@ from typing import Any
 import numpy as np
 import pytest
 
-from shm.arena import ArenaSpec, create_arena
-from shm.card import ModelCard
-from shm.control import Channel, Drain
-from shm.failure import FailureCode
-from shm.view import Rows, map_arena
-from shm.wire import Alive, Done, Failed, Incarnation, Output, Probe
-from workers.engine import Finish, PackedBatch
-from workers.engines.weightless import WeightlessEngine, weightless_vectors
-from workers.loop import EngineLost, Loop, connected
+from vecd.shm.arena import ArenaSpec, create_arena
+from vecd.shm.card import ModelCard
+from vecd.shm.control import Channel, Drain
+from vecd.shm.failure_code import FailureCode
+from vecd.shm.views import Rows, map_arena
+from vecd.shm.wire import Alive, Done, Failed, Incarnation, Output, Probe
+from vecd.workers.engine import Finish, PackedBatch
+from vecd.workers.engines.dummy import DummyEngine, dummy_vectors
+from vecd.workers.process.loop import EngineLost, Loop, connected
 
 WHO = Incarnation(0, 1)
 DIM = 8
@@ -30,7 +30,7 @@ CARD = ModelCard("", "", "bert", DIM, DIM, 16, 100, ("mean",), (), False, "")
 BATCH = PackedBatch(np.array([2, 1], dtype=np.int32), np.array([41, 42, 43], dtype=np.int32))
 
 
-class Engine(WeightlessEngine):
+class Engine(DummyEngine):
     """Raises what it is told to, once."""
 
     def __init__(self) -> None:
@@ -89,7 +89,7 @@ def test_a_batch_is_answered_and_its_rows_are_in_its_slot(loop: RunningLoop, gat
         assert isinstance(done, Done)
         assert (done.epoch, done.number, done.slot, done.num_rows) == (1, number, slot, 2)
         assert 0 < done.compute_us < 30_000_000
-        assert np.array_equal(loop.slots[slot][:2], weightless_vectors(BATCH, DIM))
+        assert np.array_equal(loop.slots[slot][:2], dummy_vectors(BATCH, DIM))
         assert not loop.slots[slot][2:].any()
 
 
@@ -100,8 +100,8 @@ def test_done_says_how_many_rows_the_sequences_asked_for(loop: RunningLoop, gate
     assert isinstance(done, Done)
     assert done.num_rows == 3
     last_of_first, alone = loop.slots[0][1], loop.slots[0][2]
-    np.testing.assert_allclose(last_of_first, weightless_vectors(BATCH, DIM)[0], atol=1e-7)
-    np.testing.assert_allclose(alone, weightless_vectors(BATCH, DIM)[1], atol=1e-7)  # this card does not normalize
+    np.testing.assert_allclose(last_of_first, dummy_vectors(BATCH, DIM)[0], atol=1e-7)
+    np.testing.assert_allclose(alone, dummy_vectors(BATCH, DIM)[1], atol=1e-7)  # this card does not normalize
     assert not loop.slots[0][3:].any()
 
 
@@ -244,7 +244,7 @@ def test_a_control_message_that_is_not_for_a_worker_changes_nothing(
 # --- an engine that is not done when it has begun ---------------------------------------------------------------
 
 
-class Accelerated(WeightlessEngine):
+class Accelerated(DummyEngine):
     """As on an accelerator: the finish writes the rows. What a batch does goes by its first token id."""
 
     def __init__(self) -> None:
@@ -328,8 +328,8 @@ def test_a_batch_that_waits_is_begun_before_the_one_under_way_is_finished(
         ("finish", 2),
         ("finish", 3),
     ]
-    assert np.array_equal(accelerated.slots[0][:2], weightless_vectors(batch_number(3), DIM))
-    assert np.array_equal(accelerated.slots[1][:2], weightless_vectors(batch_number(2), DIM))
+    assert np.array_equal(accelerated.slots[0][:2], dummy_vectors(batch_number(3), DIM))
+    assert np.array_equal(accelerated.slots[1][:2], dummy_vectors(batch_number(2), DIM))
 
 
 def test_when_nobody_waits_a_batch_is_finished_at_once(accelerated: RunningLoop, gateway: Any, send: Any) -> None:
@@ -427,7 +427,7 @@ def test_the_times_of_batches_that_overlap_add_up_to_the_clock_s(
     def embed(batch: PackedBatch, rows: Rows) -> None:
         advance(5_000)
 
-    monkeypatch.setattr("workers.loop.time", SimpleNamespace(perf_counter_ns=lambda: now_us * 1000))
+    monkeypatch.setattr("vecd.workers.process.loop.time", SimpleNamespace(perf_counter_ns=lambda: now_us * 1000))
     monkeypatch.setattr(engine, "embed", embed)
     engine.while_beginning = {1: begin_1, 2: lambda: advance(1_000)}
     send(1, 2)
@@ -438,8 +438,8 @@ def test_a_worker_that_rests_gives_memory_back_once(
     monkeypatch: pytest.MonkeyPatch, loop: RunningLoop, gateway: Any, as_message: Any
 ) -> None:
     given_back = threading.Semaphore(0)
-    monkeypatch.setattr("workers.loop._REST_AFTER_MS", 20)
-    monkeypatch.setattr("workers.loop.give_memory_back", given_back.release)
+    monkeypatch.setattr("vecd.workers.process.loop._REST_AFTER_MS", 20)
+    monkeypatch.setattr("vecd.workers.process.loop.give_memory_back", given_back.release)
     for number in (1, 2):
         gateway.send(WHO, as_message(BATCH, number=number))
         assert isinstance(gateway.receive(WHO), Done)
@@ -513,8 +513,8 @@ def test_slots_of_the_same_number_are_different_memory(
     send_to(gateways[1], as_message, 2, slot=1)
     assert numbers_of(gateways[0], 1) == [1]
     assert numbers_of(gateways[1], 1) == [2]
-    assert np.array_equal(shared.views[0].rows[1][:2], weightless_vectors(batch_number(1), DIM))
-    assert np.array_equal(shared.views[1].rows[1][:2], weightless_vectors(batch_number(2), DIM))
+    assert np.array_equal(shared.views[0].rows[1][:2], dummy_vectors(batch_number(1), DIM))
+    assert np.array_equal(shared.views[1].rows[1][:2], dummy_vectors(batch_number(2), DIM))
     assert not shared.views[0].rows[0].any()
     assert not shared.views[1].rows[0].any()
 

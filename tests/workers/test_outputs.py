@@ -14,10 +14,10 @@ from sentence_transformers import SentenceTransformer
 from sentence_transformers.sentence_transformer.modules import Dense, Normalize
 from transformers import AutoModel
 
-from shm.card import read_card
-from shm.wire import Output
-from workers.agreement import vectors_of
-from workers.engine import PackedBatch
+from vecd.shm.card import read_card
+from vecd.shm.wire import Output
+from vecd.workers.engine import PackedBatch
+from vecd.workers.engines.parity import vectors_of
 
 LENGTHS = [5, 1, 30, 60, 7, 5, 2, 1, 12, 12, 59]
 VECTORS, RAW, TOKENS = Output

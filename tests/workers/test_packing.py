@@ -18,9 +18,8 @@ from transformers.masking_utils import (
     sliding_window_causal_mask_function,
 )
 
-from workers import packing
-from workers.layout import Run
-from workers.packing import (
+from vecd.workers.engines.torch import packed_attention as packing
+from vecd.workers.engines.torch.packed_attention import (
     PackingError,
     SequenceMask,
     boundaries,
@@ -31,6 +30,7 @@ from workers.packing import (
     suits_varlen,
     window_of,
 )
+from vecd.workers.layout import Run
 
 RUNS = [Run(0, 3, 1), Run(3, 2, 4), Run(11, 1, 9)]
 NUM_TOKENS = 20

@@ -11,9 +11,9 @@ from safetensors.torch import load_file, save_file
 from sentence_transformers.sentence_transformer.modules import Dense, LayerNorm, Normalize, Pooling
 from torch import Tensor
 
-from shm.card import POOLING_MODES, ModelCard, ModelError, Step, read_card
-from workers.layout import Run
-from workers.pooling import ACTIVATIONS, load_head, pool
+from vecd.shm.card import POOLING_MODES, ModelCard, ModelError, Step, read_card
+from vecd.workers.engines.torch.pooling import ACTIVATIONS, load_head, pool
+from vecd.workers.layout import Run
 
 RUNS = [Run(0, 3, 1), Run(3, 2, 4), Run(11, 1, 9)]
 LENGTHS = [run.length for run in RUNS for _ in range(run.count)]
@@ -136,8 +136,8 @@ def test_a_missing_or_broken_file_and_an_unknown_activation_are_refused(tmp_path
 def test_a_model_saved_with_steps_gives_the_reference_s_vectors(
     checkpoint: Callable[..., Path], worker_config: Any, reference: Any, random_batch: Any
 ) -> None:
-    from workers.agreement import vectors_of
-    from workers.engine import load_engine
+    from vecd.workers.engine import load_engine
+    from vecd.workers.engines.parity import vectors_of
 
     torch.manual_seed(3)
     steps = [Dense(64, 24), Dense(24, 16, activation_function=torch.nn.Identity()), LayerNorm(16), Normalize()]

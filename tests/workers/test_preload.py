@@ -6,7 +6,7 @@ import sys
 
 import pytest
 
-from workers.preload import modules_to_preload
+from vecd.workers.process.preload import modules_to_preload
 
 
 @pytest.mark.parametrize("engine", ["auto", "packed"])
@@ -17,5 +17,6 @@ def test_every_module_exists(model_type: str, engine: str) -> None:
 
 
 def test_the_supervisor_can_ask_without_loading_anything() -> None:
-    code = "import sys, workers.preload, workers.config; sys.exit(bool({'torch', 'numpy'} & set(sys.modules)))"
+    modules = "vecd.workers.process.preload, vecd.workers.config"
+    code = f"import sys, {modules}; sys.exit(bool({{'torch', 'numpy'}} & set(sys.modules)))"
     subprocess.run([sys.executable, "-c", code], check=True, timeout=60)

@@ -2,7 +2,7 @@ import pytest
 import torch
 from torch import nn
 
-from workers.prepack import prepack_linears, restore_linears
+from vecd.workers.engines.torch.prepack import prepack_linears, restore_linears
 
 
 @pytest.fixture

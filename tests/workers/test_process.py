@@ -10,16 +10,16 @@ import time
 
 import pytest
 
-from workers.process import num_threads, private_memory_mb
+from vecd.workers.process.kernel import num_threads, private_memory_mb
 
 _LIVE_WITH_PARENT = """
 import os, sys
-from shm.arena import ArenaSpec
-from shm.card import ModelCard
-from shm.control import Channel
-from shm.wire import Incarnation
-from workers import main
-from workers.config import WorkerConfig
+from vecd.shm.arena import ArenaSpec
+from vecd.shm.card import ModelCard
+from vecd.shm.control import Channel
+from vecd.shm.wire import Incarnation
+from vecd.workers.process import main
+from vecd.workers.config import WorkerConfig
 card = ModelCard("", "", "bert", 4, 4, 4, 4, ("mean",), (), False, "")
 config = WorkerConfig(card, ArenaSpec(1, 1, 4), "weightless", "cpu", "float32", 1, "info", "")
 ours, theirs = Channel.pair()
@@ -41,7 +41,7 @@ def test_a_worker_whose_parent_is_gone_does_not_begin() -> None:
 def test_a_process_dies_with_its_parent() -> None:
     code = (
         "import os, signal, sys, time\n"
-        "from workers.process import die_with_parent\n"
+        "from vecd.workers.process.kernel import die_with_parent\n"
         "readable, writable = os.pipe()\n"
         "parent = os.getpid()\n"
         "if os.fork() == 0:\n"
@@ -74,7 +74,7 @@ def test_private_memory_grows_with_what_is_written() -> None:
 
 # --- crashes ----------------------------------------------------------------------------------------------------
 
-_CAREFUL = "import os, sys; from workers.process import leave_no_core, trace_crashes; leave_no_core()"
+_CAREFUL = "import os, sys; from vecd.workers.process.kernel import leave_no_core, trace_crashes; leave_no_core()"
 _IN_TORCH = """
 import torch
 matrix = torch.rand(6000, 6000)
@@ -133,7 +133,7 @@ def test_without_stderr_nothing_is_said() -> None:
 
 _ADOPT = """
 import os, signal, sys, time
-from workers.process import adopt_orphans, reap_strangers
+from vecd.workers.process.kernel import adopt_orphans, reap_strangers
 adopt_orphans()
 mine = os.fork()
 if mine == 0:

@@ -4,7 +4,7 @@ import pytest
 import torch
 from torch.nn import functional
 
-from workers.engines.products import ACTIVATIONS, QuantizedLinear, make_linear, type_between_layers
+from vecd.workers.engines.torch.linear import ACTIVATIONS, QuantizedLinear, make_linear, type_between_layers
 
 TYPES = [dtype for dtype in ("float32", "bfloat16", "int8") if type_between_layers(dtype) is not None]
 RELATIVE_ERROR = {"float32": 1e-6, "bfloat16": 0.01, "int8": 0.03}

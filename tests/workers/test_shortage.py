@@ -6,9 +6,9 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from shm.wire import Output
-from workers.engine import PackedBatch
-from workers.shortage import halves, means_no_more_code, means_out_of_memory
+from vecd.shm.wire import Output
+from vecd.workers.engine import PackedBatch
+from vecd.workers.out_of_memory import halves, means_no_more_code, means_out_of_memory
 
 
 def no_memory_for_torch() -> Exception:

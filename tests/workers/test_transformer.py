@@ -13,21 +13,21 @@ import pytest
 import torch
 from torch import Tensor
 
-from shm.arena import ArenaSpec, create_arena
-from shm.card import read_card
-from shm.view import map_slots
-from shm.wire import Output
-from workers import device as devices
-from workers import packing
-from workers.agreement import vectors_of
-from workers.engine import COMPLETE, PackedBatch
-from workers.engines.packed import PackedForward
-from workers.engines.padded import PaddedForward
-from workers.engines.transformer import Forward, TransformerEngine
-from workers.layout import Layout
-from workers.loading import load_model
-from workers.pooling import load_head
-from workers.shortage import means_out_of_memory
+from vecd.shm.arena import ArenaSpec, create_arena
+from vecd.shm.card import read_card
+from vecd.shm.views import map_slots
+from vecd.shm.wire import Output
+from vecd.workers.engine import COMPLETE, PackedBatch
+from vecd.workers.engines.parity import vectors_of
+from vecd.workers.engines.torch import device as devices
+from vecd.workers.engines.torch import packed_attention as packing
+from vecd.workers.engines.torch.loading import load_model
+from vecd.workers.engines.torch.packed import PackedForward
+from vecd.workers.engines.torch.padded import PaddedForward
+from vecd.workers.engines.torch.pooling import load_head
+from vecd.workers.engines.torch.transformer import Forward, TransformerEngine
+from vecd.workers.layout import Layout
+from vecd.workers.out_of_memory import means_out_of_memory
 
 CPU = torch.device("cpu")
 DIM = 32
@@ -162,7 +162,7 @@ def test_other_errors_are_not_tried_again(starved: Any, random_batch: Any) -> No
 
 
 class Late:
-    """`workers.device.Calls` on the processor, whose copies take place when they are waited for."""
+    """`vecd.workers.engines.torch.device.Calls` on the processor, whose copies take place when they are waited for."""
 
     def __init__(self, refusal: str = "") -> None:
         self._refusal = refusal
@@ -199,7 +199,9 @@ class Late:
 def late_engine(starved: Any, monkeypatch: pytest.MonkeyPatch) -> Callable[..., TransformerEngine]:
     def make(calls: Late, max_tokens: int = 1000) -> TransformerEngine:
         with monkeypatch.context() as patched:
-            patched.setattr("workers.engines.transformer.open_device", lambda device: devices.Accelerator(calls))
+            patched.setattr(
+                "vecd.workers.engines.torch.transformer.open_device", lambda device: devices.Accelerator(calls)
+            )
             engine: TransformerEngine = starved(max_tokens)[0]
         return engine
 

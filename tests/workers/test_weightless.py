@@ -8,9 +8,9 @@ import numpy as np
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from shm.wire import Output
-from workers.engine import PackedBatch
-from workers.engines.weightless import WeightlessEngine, weightless_vectors
+from vecd.shm.wire import Output
+from vecd.workers.engine import PackedBatch
+from vecd.workers.engines.dummy import DummyEngine, dummy_vectors
 
 _MASK = 2**64 - 1
 _GOLDEN = 0x9E3779B97F4A7C15
@@ -40,7 +40,7 @@ def by_definition(ids: list[int], dim: int, *, is_normalized: bool = True) -> li
 @settings(deadline=None)
 @given(st.lists(ids_strategy, min_size=1, max_size=5), st.sampled_from([1, 3, 64]))
 def test_vectors_are_as_defined(sequences: list[list[int]], dim: int) -> None:
-    vectors = weightless_vectors(batch_of(*sequences), dim)
+    vectors = dummy_vectors(batch_of(*sequences), dim)
     expected = [by_definition(ids, dim) for ids in sequences]
     np.testing.assert_allclose(vectors, expected, atol=1e-7)
 
@@ -48,25 +48,25 @@ def test_vectors_are_as_defined(sequences: list[list[int]], dim: int) -> None:
 @settings(deadline=None)
 @given(ids_strategy, ids_strategy, st.data())
 def test_vectors_depend_on_their_own_sequence_alone(ids: list[int], other: list[int], data: st.DataObject) -> None:
-    alone = weightless_vectors(batch_of(ids), 64)[0]
-    together = weightless_vectors(batch_of(other, ids, other), 64)
+    alone = dummy_vectors(batch_of(ids), 64)[0]
+    together = dummy_vectors(batch_of(other, ids, other), 64)
     assert np.array_equal(together[1], alone)
     assert np.array_equal(together[0], together[2])
     assert np.array_equal(together[0], alone) == (ids == other)
     shuffled = data.draw(st.permutations(ids))
-    assert np.array_equal(weightless_vectors(batch_of(shuffled), 64)[0], alone) == (shuffled == ids)
+    assert np.array_equal(dummy_vectors(batch_of(shuffled), 64)[0], alone) == (shuffled == ids)
 
 
 @settings(deadline=None)
 @given(ids_strategy)
 def test_vectors_have_length_one(ids: list[int]) -> None:
-    assert abs(np.linalg.norm(weightless_vectors(batch_of(ids), 384)) - 1) < 1e-6
+    assert abs(np.linalg.norm(dummy_vectors(batch_of(ids), 384)) - 1) < 1e-6
 
 
 def test_rows_behind_the_batch_are_left_alone() -> None:
     rows = np.full((4, 8), 7, dtype=np.float32)
-    WeightlessEngine(8).embed(batch_of([1, 2], [3]), rows)
-    assert np.array_equal(rows[:2], weightless_vectors(batch_of([1, 2], [3]), 8))
+    DummyEngine(8).embed(batch_of([1, 2], [3]), rows)
+    assert np.array_equal(rows[:2], dummy_vectors(batch_of([1, 2], [3]), 8))
     assert (rows[2:] == 7).all()
 
 
@@ -92,12 +92,12 @@ def test_other_outputs_are_as_defined(
         batch_of(*[ids for ids, _ in sequences]), outputs=np.array([output for _, output in sequences], dtype=np.uint8)
     )
     rows = np.full((len(expected) + 2, dim), 7, dtype=np.float32)
-    WeightlessEngine(dim, hidden_size, is_normalized=is_normalized).embed(batch, rows)
+    DummyEngine(dim, hidden_size, is_normalized=is_normalized).embed(batch, rows)
     assert batch.num_rows == len(expected)
     np.testing.assert_allclose(rows[: len(expected)], expected, atol=1e-7)
     assert (rows[len(expected) :] == 7).all()
 
 
 def test_a_worker_without_a_model_loads_no_torch() -> None:
-    code = "import sys, workers.forkserver, workers.engines.weightless; sys.exit('torch' in sys.modules)"
+    code = "import sys, vecd.workers.process.forkserver, vecd.workers.engines.dummy; sys.exit('torch' in sys.modules)"
     subprocess.run([sys.executable, "-c", code], check=True, timeout=60)

@@ -16,7 +16,6 @@ import subprocess
 import sys
 import sysconfig
 import tarfile
-import tomllib
 from collections.abc import Iterable, Iterator
 from fnmatch import fnmatch
 from importlib import metadata
@@ -88,14 +87,10 @@ def _files_of(distribution: metadata.Distribution) -> Iterator[PurePath]:
 
 
 def _own_files() -> Iterator[PurePath]:
-    """What `[tool.setuptools]` says is this program."""
-    setup = tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))["tool"]["setuptools"]
-    for module in setup["py-modules"]:
-        yield PurePath(f"{module}.py")
-    for package in setup["packages"]:
-        folder = Path(*package.split("."))
-        for pattern in ["*.py", *setup["package-data"].get(package, [])]:
-            yield from (path.relative_to(ROOT) for path in (ROOT / folder).glob(pattern) if path.is_file())
+    """The package `vecd` with its data, through the links that lead to the rooms."""
+    for folder, _, names in os.walk(ROOT / "vecd", followlinks=True):
+        if PurePath(folder).name != "__pycache__":
+            yield from (PurePath(folder, name).relative_to(ROOT) for name in names)
 
 
 def _copy(files: Iterable[PurePath], source: Path, target: Path) -> None:

@@ -1,7 +1,7 @@
 """The first lines of the binary: the `vecd` command, or, for `-P -m MODULE …`, one of its modules as a process.
 
-Those are Python's own words, by which `launch.programs` starts processes. Only modules of this program are run: the
-binary is no Python interpreter. Built in by `tools/binary/vecd.spec`; never imported, and imports by name, so that
+Those are Python's own words, by which `vecd.launch.programs` starts processes. Only modules of this program are run:
+the binary is no Python interpreter. Built in by `tools/binary/vecd.spec`; never imported, and imports by name, so that
 PyInstaller looks at nothing but the standard library.
 """
 
@@ -10,7 +10,7 @@ import os
 import runpy
 import sys
 
-_PROGRAMS = ("supervisor", "launch", "gateway", "workers", "shm", "client")
+_PROGRAM = "vecd"
 _MODULE_FLAGS = ["-P", "-m"]
 _EXIT_BAD_CALL = 2
 
@@ -18,9 +18,9 @@ _EXIT_BAD_CALL = 2
 def main() -> int:
     _restore_environment()
     if sys.argv[1:3] != _MODULE_FLAGS:
-        return int(importlib.import_module("supervisor").main())
+        return int(importlib.import_module("vecd.launch.cli").main())
     module, *arguments = sys.argv[3:] or [""]
-    if module.partition(".")[0] not in _PROGRAMS:
+    if module.partition(".")[0] != _PROGRAM:
         print(f"vecd: {module!r} is no module of this program", file=sys.stderr)
         return _EXIT_BAD_CALL
     sys.argv = [module, *arguments]

@@ -1,1 +1,1 @@
-"""The engines: each turns a batch into rows in its own way, behind `workers.engine.Engine`."""
+"""The engines: each turns a batch into rows in its own way, behind `vecd.workers.engine.Engine`."""

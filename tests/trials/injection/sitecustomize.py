@@ -19,8 +19,8 @@ KILL, SPIN, SLEEP, RAISE = 30101, 30102, 30103, 30104
 """The ids: ends its worker, never returns, returns after SLEEP_S, raises."""
 SLEEP_S = 0.3
 _ENGINES = {
-    "workers.engines.weightless": "WeightlessEngine",
-    "workers.engines.transformer": "TransformerEngine",
+    "vecd.workers.engines.dummy": "DummyEngine",
+    "vecd.workers.engines.torch.transformer": "TransformerEngine",
 }
 
 

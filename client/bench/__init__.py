@@ -1,0 +1,1 @@
+"""`vecd bench`: load on a running server, and what it measures."""

@@ -1,0 +1,139 @@
+"""`vecd bench`: how many embeddings a second a server gives, and how long each caller waits for them.
+
+Owns the order of the runs and what is written of them: a table, a JSON line a run, a plot. Talks only HTTP, so it
+measures any server with the OpenAI API. Called as `vecd bench` or `python -m vecd.client.bench.command`; flags are
+`vecd.client.bench.options`', the measuring is `vecd.client.bench.run`'s.
+"""
+
+import asyncio
+import resource
+import signal
+import sys
+from collections.abc import Callable, Sequence
+from datetime import UTC, datetime
+from functools import partial
+from typing import Any, TextIO
+
+import orjson
+import uvloop
+
+from vecd.client.bench import report
+from vecd.client.bench.load import Load, Unreachable
+from vecd.client.bench.options import STDOUT, Options, parse_options
+from vecd.client.bench.plot import Point, draw_latency
+from vecd.client.bench.progress import ProgressLine
+from vecd.client.bench.run import Progress, Run
+from vecd.client.bench.tally import Result
+
+INTERRUPTED = "interrupted"
+"""Why a run ended early, when Ctrl-C ended it."""
+_EXIT_INTERRUPTED = 128 + signal.SIGINT
+
+
+async def run_loads(
+    loads: Sequence[Load],
+    on_result: Callable[[Load, Result], None],
+    on_progress: Callable[[Load, Progress], None] | None = None,
+) -> list[Result]:
+    """Run `loads` one after the other, telling `on_result` of each as it ends, and `on_progress` how it goes.
+
+    Raises Unreachable when a run finds no server. Side effects: Ctrl-C ends the run under way and skips the
+    rest; a second one ends the process.
+    """
+    results: list[Result] = []
+    for load in loads:
+        run = Run(load, None if on_progress is None else partial(on_progress, load))
+        _stop_on_interrupt(run)
+        results.append(await run.run())
+        on_result(load, results[-1])
+        if results[-1].ended_early is not None:
+            break
+    return results
+
+
+def _stop_on_interrupt(run: Run) -> None:
+    loop = asyncio.get_running_loop()
+
+    def stop() -> None:
+        loop.remove_signal_handler(signal.SIGINT)
+        run.stop(INTERRUPTED)
+
+    loop.add_signal_handler(signal.SIGINT, stop)
+
+
+def main(argv: list[str] | None = None) -> int:
+    """Exit codes: 0 every run had successes and its time, 1 one had not, 2 bad arguments, 130 interrupted."""
+    try:
+        return _bench(*parse_options(argv))
+    except KeyboardInterrupt:
+        return _EXIT_INTERRUPTED
+    except (Unreachable, OSError) as error:  # OSError: the table, the JSON file or the plot could not be written
+        print(f"vecd bench: {error}", file=sys.stderr)
+        return 1
+
+
+def _bench(options: Options, loads: Sequence[Load]) -> int:
+    _allow_connections(max(_most_connections(load) for load in loads))
+    table = sys.stderr if options.json == STDOUT else sys.stdout
+    print(options.describe(), file=table)
+    print(report.heading(), file=table, flush=True)
+    line = ProgressLine()
+    points: list[Point] = []
+
+    def tell(load: Load, result: Result) -> None:
+        line.clear()
+        _write(options, result, table)
+        points.append(Point.of(result, report.name(result)))
+
+    try:
+        results = uvloop.run(run_loads(loads, tell, lambda load, progress: line.show(report.name(load), progress)))
+    finally:
+        line.clear()
+        if options.plot is not None and points:
+            draw_latency({options.url: points}, options.plot, options.describe())
+    if results[-1].ended_early == INTERRUPTED:
+        return _EXIT_INTERRUPTED
+    return 0 if all(result.num_requests and result.ended_early is None for result in results) else 1
+
+
+def _write(options: Options, result: Result, table: TextIO) -> None:
+    print(report.row(result), file=table)
+    for note in report.notes(result):
+        print(f"{'':{report.FIRST_WIDTH}} {note}", file=table)
+    table.flush()
+    if options.json == STDOUT:
+        print(orjson.dumps(_record(options, result)).decode(), flush=True)
+    elif options.json is not None:
+        with options.json.open("ab") as file:
+            file.write(orjson.dumps(_record(options, result), option=orjson.OPT_APPEND_NEWLINE))
+
+
+def _record(options: Options, result: Result) -> dict[str, Any]:
+    """One run with what it was asked to do, and never the key."""
+    fields = {
+        "ended_at": datetime.now(UTC).isoformat(timespec="seconds"),
+        **options.fields(),
+        **report.fields(result),
+    }
+    if fields["bulk"] is not None:
+        fields["bulk"] = {**options.bulk_fields(), **fields["bulk"]}
+    if result.mode == "closed":
+        fields["max_connections"] = None
+    return fields
+
+
+def _most_connections(load: Load) -> int:
+    num_bulk = 0 if load.bulk is None else load.bulk.clients
+    return num_bulk + (load.clients if load.rate_per_s is None else load.max_connections)
+
+
+def _allow_connections(num_connections: int) -> None:
+    """Raise this process's limit of open files as far as it may go; the shell's is often 1,024."""
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    wanted = min(num_connections + 64, hard) if hard != resource.RLIM_INFINITY else num_connections + 64
+    if soft < wanted:
+        resource.setrlimit(resource.RLIMIT_NOFILE, (wanted, hard))
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,328 @@
+"""One HTTP/1.1 connection to a server, kept alive from request to request.
+
+Owns the socket, the parsing of what comes back and the deadline of each exchange. Knows nothing of embeddings
+and never sends anything twice: whether to connect again is the caller's to say. Called by
+`vecd.client.bench.closed_loop`, `vecd.client.bench.open_loop`, `vecd.client.bench.contact` and
+`vecd.client.bulk.service`.
+
+Why no HTTP library: a load generator shares its cores with the server it measures, so what it costs is an error of
+the measurement. With everything around it this costs 9 µs of CPU per request, system calls not counted (64 connections,
+2 KB answers).
+"""
+
+import asyncio
+import errno
+from collections.abc import Callable, Mapping
+from typing import NamedTuple, TypeAlias, cast
+from urllib.parse import urlsplit
+
+import httptools
+
+_FRAMING_HEADERS = (b"content-length", b"transfer-encoding")
+_TOKEN_HEADERS = (b"x-vecd-tokens", b"x-compute-tokens")
+"""Where a server may tell how many tokens a request had; the last one is text-embeddings-inference's."""
+_DIMENSIONS_HEADER = b"x-vecd-dimensions"
+_MODEL_HEADER = b"x-vecd-model"
+_RETRY_HEADER = b"retry-after"
+_KNOWN_HEADERS = frozenset((*_FRAMING_HEADERS, *_TOKEN_HEADERS, _DIMENSIONS_HEADER, _MODEL_HEADER, _RETRY_HEADER))
+_MAX_BODY_BYTES = 1 << 30
+"""A server that sends without end must not take this process's memory before the timeout comes."""
+
+
+class ConnectionClosed(ConnectionError):
+    """Raised by `exchange` when the server closes before the whole answer has come."""
+
+
+class BadAnswer(Exception):
+    """Raised when what came back is not an HTTP answer, or not the answer to what was asked."""
+
+
+class Target(NamedTuple):
+    """Where a server listens: a host and port, or the path of a unix socket."""
+
+    host: str
+    port: int
+    unix_path: str | None
+
+    @property
+    def host_header(self) -> str:
+        if self.unix_path is not None:
+            return "localhost"
+        return f"[{self.host}]:{self.port}" if ":" in self.host else f"{self.host}:{self.port}"
+
+    def __str__(self) -> str:
+        return f"http://{self.host_header}" if self.unix_path is None else f"unix:{self.unix_path}"
+
+
+def parse_target(url: str) -> Target:
+    """Read "http://host:port" or "unix:/path". Raises ValueError with a line that says what is wrong."""
+    parts = urlsplit(url)
+    if parts.scheme == "unix":
+        if parts.netloc or not parts.path:
+            raise ValueError(f"{url!r} names no socket: write unix:/path/to/socket")
+        return Target("", 0, parts.path)
+    if parts.scheme != "http" or not parts.hostname:
+        raise ValueError(f"{url!r} is neither http://host:port nor unix:/path")
+    if parts.path not in ("", "/") or parts.query:
+        raise ValueError(f"{url!r} has a path: give it with --path")
+    try:
+        return Target(parts.hostname, parts.port or 80, None)
+    except ValueError as error:
+        raise ValueError(f"{url!r}: {error}") from error
+
+
+def render_post(
+    target: Target,
+    path: str,
+    body: bytes,
+    *,
+    api_key: str | None,
+    accept: str = "application/json",
+    headers: Mapping[str, str] | None = None,
+    user_agent: str = "vecd-bench",
+) -> bytes:
+    """A whole POST of a JSON `body`, ready to be sent any number of times, with `headers` besides its own.
+
+    Raises ValueError when `path`, `api_key` or a header cannot stand in an HTTP request.
+    """
+    entity = {"Content-Type": "application/json", "Content-Length": str(len(body))}
+    return _render_head("POST", target, path, accept, user_agent, api_key, {**entity, **(headers or {})}) + body
+
+
+def render_get(target: Target, path: str, *, api_key: str | None, user_agent: str) -> bytes:
+    """A whole GET. Raises ValueError as `render_post` does."""
+    return _render_head("GET", target, path, "application/json", user_agent, api_key, {})
+
+
+def _render_head(
+    method: str,
+    target: Target,
+    path: str,
+    accept: str,
+    user_agent: str,
+    api_key: str | None,
+    headers: Mapping[str, str],
+) -> bytes:
+    if not path.startswith("/") or not path.isprintable() or " " in path:
+        raise ValueError(f"{path!r} is no path: it must start with / and have no blanks")
+    if api_key is not None and not api_key.isprintable():
+        raise ValueError("the API key has characters that cannot be sent")
+    lines = [
+        f"{method} {path} HTTP/1.1",
+        f"Host: {target.host_header}",
+        f"User-Agent: {user_agent}",
+        f"Accept: {accept}",
+    ]
+    if api_key is not None:
+        lines.append(f"Authorization: Bearer {api_key}")
+    for name, value in headers.items():
+        if not value or not value.isascii() or not value.isprintable():
+            raise ValueError(f"{value!r} cannot be sent as the header {name}")
+        lines.append(f"{name}: {value}")
+    return "\r\n".join(lines).encode() + b"\r\n\r\n"
+
+
+class Answer(NamedTuple):
+    """What came back, whatever its status."""
+
+    status: int
+    body: bytes
+    num_tokens: int | None = None
+    """Of the request, where a header told."""
+    num_dimensions: int | None = None
+    """Of each vector, where a header told."""
+    model: str | None = None
+    """Whose vectors they are, where a header told."""
+    retry_after_s: int | None = None
+    """When to come again, where a header told in seconds."""
+
+
+Outcome: TypeAlias = Answer | Exception
+"""How an exchange ended: TimeoutError when the whole answer was not there in time, ConnectionClosed or another OSError
+when the connection broke, BadAnswer when the bytes were not HTTP."""
+
+
+class Connection(asyncio.Protocol):
+    """One exchange at a time, by `send` or `exchange`. Made by `connect`."""
+
+    def __init__(self) -> None:
+        self.is_open = False
+        self._loop = asyncio.get_running_loop()
+        self._parser = httptools.HttpResponseParser(self)
+        self._transport: asyncio.Transport
+        self._on_outcome: Callable[[Outcome], object] | None = None
+        self._timer: asyncio.TimerHandle
+        self._answer: Answer | None = None
+        """Complete, not yet delivered."""
+        self._is_unasked = False
+        """Whether there was an answer too many."""
+        self._chunks: list[bytes] = []
+        self._num_body_bytes = 0
+        self._num_tokens: int | None = None
+        self._num_dimensions: int | None = None
+        self._model: str | None = None
+        self._retry_after_s: int | None = None
+        self._is_framed = False
+        self._ends_with_connection = False
+        self._keeps_alive = True
+
+    def send(self, request: bytes, timeout_s: float, on_outcome: Callable[[Outcome], object]) -> None:
+        """Send `request`; `on_outcome` is called with what comes back, once, by the event loop and never from here.
+
+        Raises ConnectionClosed when the connection is not open. Side effects: by the time `on_outcome` hears of an
+        error, or of an answer that says so, the connection is closed (`is_open`).
+        """
+        if not self.is_open:
+            raise ConnectionClosed("closed while idle")
+        self._on_outcome = on_outcome
+        self._timer = self._loop.call_later(timeout_s, self._expire)
+        self._transport.write(request)
+
+    async def exchange(self, request: bytes, timeout_s: float) -> Answer:
+        """Send `request` and return what comes back. Raises what an `Outcome` may be."""
+        outcome: asyncio.Future[Outcome] = self._loop.create_future()
+        self.send(request, timeout_s, outcome.set_result)
+        try:
+            answer = await outcome
+        finally:
+            self._forget()
+        if isinstance(answer, Exception):
+            raise answer
+        return answer
+
+    def close(self) -> None:
+        """Drop the connection at once. What is under way has no outcome."""
+        self._forget()
+        self._abort()
+
+    def _abort(self) -> None:
+        self.is_open = False
+        self._transport.abort()
+
+    def _forget(self) -> None:
+        """Nobody waits any more."""
+        if self._on_outcome is not None:
+            self._on_outcome = None
+            self._timer.cancel()
+
+    def _expire(self) -> None:
+        self._fail(TimeoutError("no whole answer in time"))
+
+    def _fail(self, error: Exception) -> None:
+        self._abort()
+        self._deliver(error)
+
+    def _deliver(self, outcome: Outcome) -> None:
+        if (on_outcome := self._on_outcome) is not None:
+            self._on_outcome = None
+            self._timer.cancel()
+            on_outcome(outcome)
+
+    def _deliver_answer(self, answer: Answer) -> None:
+        self._answer = None
+        if self._on_outcome is None or self._is_unasked:
+            self._fail(BadAnswer("an answer that nobody asked for"))
+            return
+        if not self._keeps_alive:
+            self._abort()
+        self._deliver(answer)
+
+    # --- called by the event loop -------------------------------------------------------------------------
+
+    def connection_made(self, transport: asyncio.BaseTransport) -> None:
+        self._transport = cast(asyncio.Transport, transport)  # uvloop's are no subclasses of it
+        self.is_open = True
+
+    def data_received(self, data: bytes) -> None:
+        try:
+            self._parser.feed_data(data)
+        except httptools.HttpParserError as error:
+            self._fail(BadAnswer(f"not HTTP: {error}"))
+            return
+        # Not from the parser's own callbacks: it would take what is raised in there for a fault of the answer's.
+        if self._answer is not None:
+            self._deliver_answer(self._answer)
+
+    def connection_lost(self, exc: Exception | None) -> None:
+        self.is_open = False
+        if exc is None and self._ends_with_connection and self._on_outcome is not None:
+            self._deliver_answer(self._take_answer())
+        else:
+            self._fail(exc or ConnectionClosed("closed before the answer was complete"))
+
+    # --- called by the parser -----------------------------------------------------------------------------
+
+    def on_message_begin(self) -> None:
+        self._is_framed = False
+        self._num_tokens = self._num_dimensions = self._model = self._retry_after_s = None
+        self._num_body_bytes = 0
+
+    def on_header(self, name: bytes, value: bytes) -> None:
+        name = name.lower()
+        if name not in _KNOWN_HEADERS:
+            return
+        if name in _FRAMING_HEADERS:
+            self._is_framed = True
+        elif name in _TOKEN_HEADERS and value.isdigit():
+            self._num_tokens = int(value)
+        elif name == _DIMENSIONS_HEADER and value.isdigit():
+            self._num_dimensions = int(value)
+        elif name == _MODEL_HEADER:
+            self._model = value.decode("latin-1")
+        elif name == _RETRY_HEADER and value.isdigit():
+            self._retry_after_s = int(value)
+
+    def on_headers_complete(self) -> None:
+        self._ends_with_connection = not self._is_framed
+        self._keeps_alive = self._parser.should_keep_alive()
+
+    def on_body(self, body: bytes) -> None:
+        self._num_body_bytes += len(body)
+        if self._num_body_bytes > _MAX_BODY_BYTES:
+            self._fail(BadAnswer(f"longer than {_MAX_BODY_BYTES >> 30} GiB"))
+        else:
+            self._chunks.append(body)
+
+    def on_message_complete(self) -> None:
+        self._ends_with_connection = False
+        if self._parser.get_status_code() < 200:  # an interim answer: the real one follows
+            return
+        self._is_unasked = self._answer is not None
+        self._answer = self._take_answer()
+
+    def _take_answer(self) -> Answer:
+        body = b"".join(self._chunks)
+        self._chunks.clear()
+        status = self._parser.get_status_code()
+        return Answer(status, body, self._num_tokens, self._num_dimensions, self._model, self._retry_after_s)
+
+
+async def connect(target: Target, timeout_s: float) -> Connection:
+    """Open a connection. Raises OSError when it cannot be made, TimeoutError when it takes longer than
+    `timeout_s`."""
+    loop = asyncio.get_running_loop()
+    async with asyncio.timeout(timeout_s):
+        if target.unix_path is not None:
+            _, connection = await loop.create_unix_connection(Connection, target.unix_path)
+        else:
+            _, connection = await loop.create_connection(Connection, target.host, target.port)
+    return connection
+
+
+def name_failure(error: Exception) -> str:
+    """The kind under which a failed exchange is counted."""
+    match error:
+        case BadAnswer():
+            return "bad answer"
+        case TimeoutError():
+            return "timeout"
+        case ConnectionClosed():
+            return "connection closed"
+        case ConnectionRefusedError():
+            return "connection refused"
+        case ConnectionResetError() | BrokenPipeError():
+            return "connection reset"
+        case OSError(errno=int(number)):
+            return f"connection error {errno.errorcode.get(number, number)}"
+        case _:
+            return f"connection error {type(error).__name__}"

@@ -1,0 +1,46 @@
+"""Whether the server of a run is still there.
+
+Owns the making of connections and the memory of when one failed and when an answer came. Decides nothing but when to
+give up. Called by `vecd.client.bench.run`, the loops and `vecd.client.bench.stream`.
+"""
+
+import time
+
+from vecd.client.bench.connection import Connection, Target, connect
+
+_CONNECT_TIMEOUT_S = 5.0
+_GONE_AFTER_S = 3.0
+"""So long without one connection or answer, and the server counts as gone."""
+
+
+class Contact:
+    """One server, as a run sees it. Moments are those of `time.perf_counter`."""
+
+    def __init__(self, target: Target, timeout_s: float, quiet_s: float = 0.0) -> None:
+        """`timeout_s` is a request's; `quiet_s` is how long nothing may be asked, because nothing is to be."""
+        self.answered_at = time.perf_counter()
+        """When the last answer came, whatever it said. Set by `Stream`; the run's start before the first."""
+        self._target = target
+        self._timeout_s = timeout_s
+        self._quiet_s = quiet_s
+        self._unreachable_since: float | None = None
+
+    async def connect(self) -> Connection:
+        """Raises OSError, of which TimeoutError is one, when no connection can be made."""
+        try:
+            connection = await connect(self._target, min(self._timeout_s, _CONNECT_TIMEOUT_S))
+        except OSError:
+            self._unreachable_since = self._unreachable_since or time.perf_counter()
+            raise
+        self._unreachable_since = None
+        return connection
+
+    def why_give_up(self, now: float) -> str | None:
+        """What is wrong, when the server counts as gone."""
+        since = self._unreachable_since
+        if since is not None and now - max(since, self.answered_at) > _GONE_AFTER_S + self._quiet_s:
+            return f"no connection to {self._target} for {_GONE_AFTER_S + self._quiet_s:g} s"
+        patience_s = self._timeout_s + _GONE_AFTER_S + self._quiet_s
+        if now - self.answered_at > patience_s:
+            return f"{self._target} answered nothing for {patience_s:g} s"
+        return None

@@ -1,0 +1,78 @@
+"""What a run sends, to whom, how often and for how long, as data.
+
+Owns no socket and no clock. Made by `vecd.client.bench.command` and the benchmarks, run by `vecd.client.bench.run`.
+"""
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from vecd.client.bench.connection import Target
+from vecd.client.bench.window import ArrivalWindow, CountedWindow, TimedWindow, Window
+
+DEFAULT_MAX_CONNECTIONS = 1024
+MAX_RATE_PER_S = 100_000.0
+"""Several times of what this generator can send: a higher rate is a slip of the hand."""
+
+
+class Unreachable(Exception):
+    """Raised by `Run.run` when not one connection can be made: there is nothing to measure."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Bulk:
+    """Clients that run beside what is measured, each asking again when it is answered. Immutable."""
+
+    requests: Sequence[bytes]
+    texts_per_request: int
+    clients: int
+    encoding_format: str = "base64"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Load:
+    """One run: a closed loop of `clients`, or an open one of `rate_per_s`. Immutable.
+
+    Raises ValueError when it is neither or both.
+    """
+
+    target: Target
+    requests: Sequence[bytes]
+    """Whole HTTP requests, sent in turn by all clients together."""
+    texts_per_request: int
+    clients: int = 0
+    """Each sends its next request when it has the last one's answer."""
+    rate_per_s: float | None = None
+    """Requests arrive at random moments, so many a second on average, whatever the server does (a Poisson process)."""
+    max_connections: int = DEFAULT_MAX_CONNECTIONS
+    """Of an open loop. An arrival that finds all of them busy is an error."""
+    warmup_s: float
+    duration_s: float
+    """Of the measured window; ignored when `num_requests` is given."""
+    num_requests: int | None = None
+    timeout_s: float
+    """Of one request, from sending it to having its whole answer."""
+    encoding_format: str = "base64"
+    """How answers are read; the requests ask for it themselves. One of `vecd.client.bench.answers.READERS`."""
+    goodput_ms: float | None = None
+    """An answer is good when it comes within this of the request's arrival."""
+    seed: int = 0
+    """Of the arrivals of an open loop."""
+    bulk: Bulk | None = None
+
+    def __post_init__(self) -> None:
+        if (self.rate_per_s is None) == (self.clients == 0):
+            raise ValueError("a load has clients or a rate, and not both")
+        if self.rate_per_s is not None and not 0 < self.rate_per_s <= MAX_RATE_PER_S:
+            raise ValueError(f"a rate must be above 0 and at most {MAX_RATE_PER_S:,.0f} a second")
+
+    @property
+    def goodput_s(self) -> float:
+        return math.inf if self.goodput_ms is None else self.goodput_ms / 1000
+
+    def open_window(self, started_at: float) -> Window:
+        if self.num_requests is not None:
+            return CountedWindow(started_at, self.warmup_s, self.num_requests)
+        if self.rate_per_s is not None:
+            return ArrivalWindow(started_at, self.warmup_s, self.duration_s)
+        return TimedWindow(started_at, self.warmup_s, self.duration_s)

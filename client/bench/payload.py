@@ -1,0 +1,84 @@
+"""The requests of a run, rendered before it starts: in a run, a request costs one write.
+
+Owns the body's shape, OpenAI's, and the headers that go with it. Opens no socket. Called by `vecd.client.bench.command`
+and the benchmarks.
+"""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import orjson
+
+from vecd.client.bench.connection import parse_target, render_post
+from vecd.client.bench.texts import FixedWords, Lengths, draw_texts, shuffle_texts
+
+_NUM_DISTINCT_REQUESTS = 512
+"""Enough that requests under way at the same time differ. A server with a cache would still answer from
+it."""
+_TEN_WORDS = FixedWords(10)
+_ACCEPT = {"bytes": "*/*", "npy": "application/x-npy"}
+"""By encoding; JSON for the others. What "bytes" asks for, its body says."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RequestShape:
+    """What one request asks for."""
+
+    path: str = "/v1/embeddings"
+    lengths: Lengths = _TEN_WORDS
+    texts: Sequence[str] | None = None
+    """What is sent, in an order that `seed` decides; None: texts of `lengths` are drawn."""
+    texts_per_request: int = 1
+    encoding_format: str = "base64"
+    """One of `vecd.client.bench.answers.READERS`. "npy" is asked for by header, the others in the body."""
+    model: str | None = None
+    """Left out of the requests when None."""
+    api_key: str | None = None
+    seed: int = 0
+    timeout_ms: int | None = None
+    """What the server is told to answer within."""
+    priority: str | None = None
+    """What the server is told of the request's place in its queue."""
+
+
+def render_requests(url: str, shape: RequestShape, num_requests: int = _NUM_DISTINCT_REQUESTS) -> list[bytes]:
+    """`num_requests` whole HTTP requests of different texts.
+
+    Raises ValueError when `url` names no server, or the path, key or priority cannot be sent.
+    """
+    target = parse_target(url)
+    headers = _render_headers(shape)
+    accept = _ACCEPT.get(shape.encoding_format, "application/json")
+    texts = _take_texts(shape, num_requests * shape.texts_per_request)
+    bodies = (
+        _render_body(shape, texts[start : start + shape.texts_per_request])
+        for start in range(0, len(texts), shape.texts_per_request)
+    )
+    return [
+        render_post(target, shape.path, body, api_key=shape.api_key, accept=accept, headers=headers) for body in bodies
+    ]
+
+
+def _take_texts(shape: RequestShape, num_texts: int) -> list[str]:
+    if shape.texts is None:
+        return draw_texts(num_texts, shape.lengths, shape.seed)
+    return shuffle_texts(list(shape.texts), num_texts, shape.seed)
+
+
+def _render_headers(shape: RequestShape) -> dict[str, str]:
+    headers = {}
+    if shape.timeout_ms is not None:
+        headers["x-vecd-timeout-ms"] = f"{shape.timeout_ms}"
+    if shape.priority is not None:
+        headers["x-vecd-priority"] = shape.priority
+    return headers
+
+
+def _render_body(shape: RequestShape, texts: list[str]) -> bytes:
+    body: dict[str, Any] = {"input": texts if len(texts) > 1 else texts[0]}
+    if shape.encoding_format != "npy":
+        body["encoding_format"] = shape.encoding_format
+    if shape.model is not None:
+        body["model"] = shape.model
+    return orjson.dumps(body)

@@ -1,0 +1,250 @@
+"""One run of a load: from the first connection to the figures.
+
+Owns the run's loops and its end, which always comes: when the window has closed and the answers are there, when they do
+not come, when the server is gone, or when `stop` is called. Prints nothing and reads no argv. Called by
+`vecd.client.bench.command`.
+"""
+
+import asyncio
+import math
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+
+from vecd.client.bench.closed_loop import ClosedLoop
+from vecd.client.bench.connection import Connection
+from vecd.client.bench.contact import Contact
+from vecd.client.bench.load import Bulk, Load, Unreachable
+from vecd.client.bench.open_loop import OpenLoop
+from vecd.client.bench.stream import Stream
+from vecd.client.bench.tally import Result, Tally, summarize
+from vecd.client.bench.window import TimedWindow
+
+_TICK_S = 0.1
+"""How often a run looks whether it should end early, and tells how it goes."""
+_DRAIN_S = 10.0
+"""So long after the last request a timed run waits for answers, for the next run to begin with an idle server."""
+_QUIET_ARRIVALS = 20
+"""No arrival for as long as so many take on average has a chance of e⁻²⁰: such a silence is the server's."""
+
+
+class CpuMeter:
+    """This process's CPU seconds per second of wall time, between `start` and the first `stop`."""
+
+    def __init__(self) -> None:
+        self._started: tuple[float, float] | None = None
+        self._stopped: tuple[float, float] | None = None
+
+    def start(self) -> None:
+        self._started = (time.process_time(), time.perf_counter())
+
+    def stop(self) -> None:
+        self._stopped = self._stopped or (time.process_time(), time.perf_counter())
+
+    @property
+    def share(self) -> float:
+        """0.0 when it never started."""
+        if self._started is None or self._stopped is None or self._stopped[1] <= self._started[1]:
+            return 0.0
+        return (self._stopped[0] - self._started[0]) / (self._stopped[1] - self._started[1])
+
+
+@dataclass(frozen=True, slots=True)
+class Progress:
+    """How a run goes, while it does. Figures are of the measured window so far."""
+
+    is_warming_up: bool
+    elapsed_s: float
+    left_s: float
+    """Until no more is sent; infinite in a run by number, 0 while the last answers are awaited."""
+    num_requests: int
+    num_errors: int
+    num_waiting: int
+    """Requests sent and not answered."""
+
+
+@dataclass(slots=True)
+class _Leg:
+    """One loop of a run, with the stream it sends and its task."""
+
+    stream: Stream
+    loop: ClosedLoop | OpenLoop
+    task: "asyncio.Task[None]"
+
+
+class Run:
+    """`run` once; `stop` may end it early, from the same event loop."""
+
+    def __init__(self, load: Load, on_progress: Callable[[Progress], None] | None = None) -> None:
+        self._load = load
+        self._on_progress = on_progress
+        self._cpu = CpuMeter()
+        self._stop_requested = asyncio.Event()
+        self._ended_early: str | None = None
+        quiet_s = _QUIET_ARRIVALS / load.rate_per_s if load.rate_per_s else 0.0
+        self._contact = Contact(load.target, load.timeout_s, quiet_s)
+
+    async def run(self) -> Result:
+        """Send until the window closes, or `stop`. Raises Unreachable when nothing can be connected to."""
+        stopping = asyncio.create_task(self._stop_requested.wait())
+        try:
+            first = await self._connect_first(stopping)
+            return await self._run_legs(first, stopping)
+        finally:
+            stopping.cancel()
+
+    def stop(self, reason: str) -> None:
+        """End the run at once, without waiting for answers. What was measured stays."""
+        self._ended_early = self._ended_early or reason
+        self._stop_requested.set()
+
+    async def _connect_first(self, stopping: "asyncio.Task[bool]") -> Connection | None:
+        """None when the run is stopped meanwhile."""
+        connecting = asyncio.create_task(self._contact.connect())
+        await asyncio.wait({connecting, stopping}, return_when=asyncio.FIRST_COMPLETED)
+        if not connecting.done():
+            connecting.cancel()
+            return None
+        try:
+            return connecting.result()
+        except OSError as error:
+            raise Unreachable(f"cannot connect to {self._load.target}: {str(error) or 'timeout'}") from error
+
+    async def _run_legs(self, first: Connection | None, stopping: "asyncio.Task[bool]") -> Result:
+        started_at = self._contact.answered_at = time.perf_counter()
+        try:
+            async with asyncio.TaskGroup() as group:
+                measured = self._start_measured(group, started_at, first)
+                bulk = None if self._load.bulk is None else self._start_bulk(group, started_at, self._load.bulk)
+                timers = self._start_clock(measured.stream)
+                ended_at = await self._watch(measured, bulk, stopping)
+                for timer in timers:
+                    timer.cancel()
+        finally:
+            if first is not None:
+                first.close()
+        return self._summarize(measured, bulk, ended_at)
+
+    # --- start --------------------------------------------------------------------------------------------
+
+    def _start_measured(self, group: asyncio.TaskGroup, started_at: float, first: Connection | None) -> _Leg:
+        load = self._load
+        stream = Stream(
+            load.requests,
+            load.texts_per_request,
+            load.open_window(started_at),
+            self._contact,
+            encoding_format=load.encoding_format,
+            goodput_s=load.goodput_s,
+        )
+        loop: ClosedLoop | OpenLoop
+        if load.rate_per_s is None:
+            loop = ClosedLoop(stream, clients=load.clients, timeout_s=load.timeout_s, ramp_s=load.warmup_s / 2)
+        else:
+            loop = OpenLoop(
+                stream,
+                rate_per_s=load.rate_per_s,
+                max_connections=load.max_connections,
+                timeout_s=load.timeout_s,
+                seed=load.seed,
+            )
+        return _Leg(stream, loop, group.create_task(loop.run(first)))
+
+    def _start_bulk(self, group: asyncio.TaskGroup, started_at: float, bulk: Bulk) -> _Leg:
+        """Beside a run by number, its window closes when the run ends."""
+        load = self._load
+        duration_s = load.duration_s if load.num_requests is None else math.inf
+        window = TimedWindow(started_at, load.warmup_s, duration_s)
+        stream = Stream(
+            bulk.requests, bulk.texts_per_request, window, self._contact, encoding_format=bulk.encoding_format
+        )
+        loop = ClosedLoop(stream, clients=bulk.clients, timeout_s=load.timeout_s, ramp_s=load.warmup_s / 2)
+        return _Leg(stream, loop, group.create_task(loop.run()))
+
+    def _start_clock(self, stream: Stream) -> list[asyncio.TimerHandle]:
+        loop, now, window = asyncio.get_running_loop(), time.perf_counter(), stream.window
+        timers = [loop.call_later(window.opens_at - now, self._cpu.start)]
+        if window.closes_at < math.inf:
+            timers.append(loop.call_later(window.closes_at - now, self._cpu.stop))
+        return timers
+
+    # --- end ----------------------------------------------------------------------------------------------
+
+    async def _watch(self, measured: _Leg, bulk: _Leg | None, stopping: "asyncio.Task[bool]") -> float:
+        """Wait until all legs are done, or end them. Returns when the measured one was."""
+        ended_at: float | None = None
+        legs = [measured] if bulk is None else [measured, bulk]
+        while (running := [leg for leg in legs if not leg.task.done()]) and not stopping.done():
+            tasks = [leg.task for leg in running]
+            await asyncio.wait([*tasks, stopping], timeout=_TICK_S, return_when=asyncio.FIRST_COMPLETED)
+            now = time.perf_counter()
+            if ended_at is None and measured.task.done():
+                ended_at = now
+                self._cpu.stop()
+                if bulk is not None:
+                    bulk.stream.window.closes_at = min(bulk.stream.window.closes_at, now)
+            for leg in running:
+                self._look_after(leg, now)
+            self._tell(measured, now)
+        self._cpu.stop()
+        for leg in legs:
+            leg.task.cancel()
+        return ended_at or time.perf_counter()
+
+    def _look_after(self, leg: _Leg, now: float) -> None:
+        """End `leg` when its answers do not come, and the run when the server is gone."""
+        if leg.task.done():
+            return
+        closes_at = leg.stream.window.closes_at
+        if now > closes_at + _DRAIN_S:
+            for sent_at in leg.loop.waiting.values():
+                leg.stream.count_error(sent_at, "unanswered", f"nothing for {_DRAIN_S:g} s after the end")
+            leg.task.cancel()
+        elif now < closes_at and (reason := self._contact.why_give_up(now)) is not None:
+            self.stop(reason)
+
+    def _tell(self, measured: _Leg, now: float) -> None:
+        if self._on_progress is None:
+            return
+        window, tally = measured.stream.window, measured.stream.tally
+        self._on_progress(
+            Progress(
+                is_warming_up=now < window.opens_at,
+                elapsed_s=window.elapsed_s(now),
+                left_s=max(0.0, window.closes_at - now),
+                num_requests=tally.num_requests,
+                num_errors=tally.errors.total(),
+                num_waiting=len(measured.loop.waiting),
+            )
+        )
+
+    def _summarize(self, measured: _Leg, bulk: _Leg | None, ended_at: float) -> Result:
+        load = self._load
+        beside = None
+        if bulk is not None and load.bulk is not None:
+            beside = self._figures(bulk, ended_at, load.bulk.clients, load.bulk.texts_per_request)
+        return self._figures(
+            measured, ended_at, load.clients, load.texts_per_request, rate_per_s=load.rate_per_s, bulk=beside
+        )
+
+    def _figures(
+        self,
+        leg: _Leg,
+        ended_at: float,
+        clients: int,
+        texts_per_request: int,
+        *,
+        rate_per_s: float | None = None,
+        bulk: Result | None = None,
+    ) -> Result:
+        tally: Tally = leg.stream.tally
+        return summarize(
+            tally,
+            clients=clients,
+            texts_per_request=texts_per_request,
+            elapsed_s=leg.stream.window.elapsed_s(ended_at),
+            cpu_share=self._cpu.share,
+            ended_early=self._ended_early,
+            rate_per_s=rate_per_s,
+            bulk=bulk,
+        )

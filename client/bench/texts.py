@@ -1,0 +1,135 @@
+"""Texts to embed, without shipping any: runs of words from the reference that every CPython carries, or a file's lines.
+
+Owns what is sent and how long it is; deterministic for a seed on one Python version. Opens no socket. Called by
+`vecd.client.bench.payload`, `vecd.client.bench.command` and the benchmarks.
+"""
+
+import functools
+import math
+import random
+import re
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Protocol
+
+import orjson
+
+_MAX_FILE_BYTES = 1 << 28
+"""Of texts: they are all kept in memory, and so are the requests made of them."""
+
+
+class Lengths(Protocol):
+    """How many words the next text has."""
+
+    def draw(self, rng: random.Random) -> int:
+        """At least 1."""
+
+
+@dataclass(frozen=True, slots=True)
+class FixedWords:
+    """Every text has `num_words`."""
+
+    num_words: int
+
+    def draw(self, rng: random.Random) -> int:
+        return self.num_words
+
+    def __str__(self) -> str:
+        return f"{self.num_words} words"
+
+
+@dataclass(frozen=True, slots=True)
+class LognormalWords:
+    """Many short texts and a few long ones, as in real traffic: `mean` words, `sigma` of their logarithm."""
+
+    mean: float
+    sigma: float
+
+    def draw(self, rng: random.Random) -> int:
+        # A lognormal's mean is exp(mu + sigma² / 2), so this mu makes `mean` the mean and not the median.
+        mu = math.log(self.mean) - self.sigma**2 / 2
+        return max(1, round(rng.lognormvariate(mu, self.sigma)))
+
+    def __str__(self) -> str:
+        return f"lognormal {self.mean:g} words (sigma {self.sigma:g})"
+
+
+def parse_lengths(value: str) -> Lengths:
+    """Read "10" or "lognormal:70,0.8". Raises ValueError when it is neither, or not positive."""
+    if value.isdecimal():
+        lengths: Lengths = FixedWords(int(value))
+        is_positive = int(value) > 0
+    else:
+        mean, sigma = (float(part) for part in value.removeprefix("lognormal:").split(","))
+        lengths = LognormalWords(mean, sigma)
+        is_positive = 0 < mean < math.inf and 0 <= sigma < math.inf
+    if not is_positive:
+        raise ValueError(f"not positive: {value}")
+    return lengths
+
+
+@functools.cache
+def english_words() -> tuple[str, ...]:
+    """About 60,000 words in reading order, with the punctuation that sticks to them."""
+    from pydoc_data.topics import topics  # half a megabyte: loaded when asked for
+
+    prose = " ".join(topics[name] for name in sorted(topics))
+    return tuple(re.findall(r"[A-Za-z][A-Za-z'-]*[.,;:]?", prose))
+
+
+def draw_text(lengths: Lengths, rng: random.Random) -> str:
+    """A run of consecutive words. One longer than the reference is cut to its whole length."""
+    words = english_words()
+    num_words = min(lengths.draw(rng), len(words))
+    start = rng.randrange(len(words) - num_words + 1)
+    return " ".join(words[start : start + num_words])
+
+
+def draw_texts(num_texts: int, lengths: Lengths, seed: int) -> list[str]:
+    """`num_texts` texts: the same ones for the same arguments."""
+    rng = random.Random(seed)
+    return [draw_text(lengths, rng) for _ in range(num_texts)]
+
+
+def read_texts(path: Path) -> list[str]:
+    """The texts of a file, in its order: one a line, or each line's "text" when the first line is a JSON object.
+
+    Blank lines are left out. Raises ValueError with a line that says what is wrong with the file.
+    """
+    try:
+        if path.stat().st_size > _MAX_FILE_BYTES:
+            raise ValueError(f"{path} is larger than {_MAX_FILE_BYTES >> 20} MiB")
+        lines = [line for line in path.read_text(encoding="utf-8").split("\n") if line.strip()]
+    except OSError as error:
+        raise ValueError(f"{path} cannot be read: {error.strerror}") from error
+    except UnicodeDecodeError as error:
+        raise ValueError(f"{path} is not UTF-8: byte {error.start}") from error
+    if not lines:
+        raise ValueError(f"{path} has no text")
+    if not _is_object(lines[0]):
+        return [line.rstrip("\r") for line in lines]
+    return [_text_of(line, f"{path}, object {number}") for number, line in enumerate(lines, 1)]
+
+
+def _is_object(line: str) -> bool:
+    try:
+        return isinstance(orjson.loads(line), dict)
+    except ValueError:
+        return False
+
+
+def _text_of(line: str, place: str) -> str:
+    try:
+        text = orjson.loads(line)["text"]
+    except (ValueError, LookupError, TypeError) as error:
+        raise ValueError(f'{place}: not a JSON object with a "text"') from error
+    if not isinstance(text, str) or not text.strip():
+        raise ValueError(f'{place}: its "text" is no text')
+    return text
+
+
+def shuffle_texts(texts: list[str], num_texts: int, seed: int) -> list[str]:
+    """`num_texts` of `texts`: each once before any comes twice, in an order that is the same for the same arguments."""
+    shuffled = list(texts)
+    random.Random(seed).shuffle(shuffled)
+    return [shuffled[i % len(shuffled)] for i in range(num_texts)]

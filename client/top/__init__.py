@@ -1,0 +1,1 @@
+"""`vecd top`: a running server in the terminal."""

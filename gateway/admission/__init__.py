@@ -1,0 +1,1 @@
+"""Which requests are admitted now, which wait, which are refused: permits, keys, quotas, deadlines."""

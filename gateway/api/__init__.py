@@ -1,0 +1,1 @@
+"""What HTTP requests mean: routes, fields, operations, dialects, the routes of the system itself."""

@@ -1,0 +1,341 @@
+"""Cohere's embeddings API, versions 1 and 2: parse a request, render an answer. Pure.
+
+Owns the shapes of `/v2/embed` and `/v1/embed`. Source of the shapes: Cohere's published SDKs. Texts are embedded,
+images are not; `input_type` asks for the model's prompt of that purpose. Cohere takes 96 texts, this server as many as
+in every dialect. Answers echo the texts.
+"""
+
+from array import array
+from collections.abc import Sequence
+from functools import partial
+from typing import Any
+
+import orjson
+
+from vecd.gateway.api import fields
+from vecd.gateway.api.dialects import options
+from vecd.gateway.api.dialects.headers import answer_headers, parse_priority, parse_timeout_s, priority_numbered
+from vecd.gateway.api.dialects.inputs import parse_texts
+from vecd.gateway.api.dialects.rows import json_list
+from vecd.gateway.api.fields import Field, Fields, Schema, Values, given, json_type
+from vecd.gateway.api.model_info import ModelInfo
+from vecd.gateway.api.operations import Ask, Call, Dialect, Operation
+from vecd.gateway.encoding.forms import Names, check_forms
+from vecd.gateway.encoding.fragments import JsonRows
+from vecd.gateway.types.errors import ApiError, BadRequest
+from vecd.gateway.types.messages import Response
+from vecd.gateway.types.request import Dtype, Embedded, EmbedRequest, Encoding, Form, Overflow, Priority, Tokenizing
+
+_FORMS = {
+    "float": Form(),
+    "int8": Form(dtype=Dtype.INT8),
+    "uint8": Form(dtype=Dtype.UINT8),
+    "binary": Form(dtype=Dtype.BINARY),
+    "ubinary": Form(dtype=Dtype.UBINARY),
+    "base64": Form(Encoding.BASE64),
+}
+_IMAGE = "image"
+"""The purpose of Cohere's that no text has."""
+
+# --- fields -----------------------------------------------------------------------------------------------------
+
+
+def _read_types(value: Any, name: str) -> tuple[str, ...]:
+    """Each once, in the order in which they were named."""
+    if not isinstance(value, list):
+        raise BadRequest(f"'{name}' must be a list, is {json_type(value)}", param=name)
+    for index, item in enumerate(value):
+        if not isinstance(item, str) or item not in _FORMS:
+            known = ", ".join(f"'{known}'" for known in _FORMS)
+            raise BadRequest(f"'{name}[{index}]' must be one of {known}, is {given(item)}", param=name)
+    return tuple(dict.fromkeys(value))
+
+
+def _read_priority(value: Any, name: str) -> Priority:
+    return priority_numbered(fields.read_whole_number(value, name))
+
+
+_TEXT_LIST: Schema = {"type": "array", "items": {"type": "string"}, "minItems": 1}
+_TEXT_ITEM: Schema = {
+    "type": "object",
+    "required": ["type", "text"],
+    "properties": {"type": {"const": "text"}, "text": {"type": "string"}},
+}
+_CONTENT: Schema = {
+    "type": "object",
+    "required": ["content"],
+    "properties": {"content": {"type": "array", "items": _TEXT_ITEM, "minItems": 1, "maxItems": 1}},
+}
+
+TEXTS = fields.anything(
+    "texts", "what is to be embedded", {"anyOf": [_TEXT_LIST, {"type": ["string", "null"]}]}, is_large=True
+)
+INPUTS = fields.anything(
+    "inputs",
+    "the same as objects, each with one text",
+    {"anyOf": [{"type": "array", "items": _CONTENT, "minItems": 1}, {"type": "null"}]},
+    is_large=True,
+)
+IMAGES = fields.anything(
+    "images", "refused: only texts are embedded", {"type": ["array", "null"], "maxItems": 0}, is_large=True
+)
+EMBEDDING_TYPES = Field(
+    "embedding_types",
+    "forms in which each vector is answered",
+    {"type": ["array", "null"], "items": {"enum": list(_FORMS)}},
+    _read_types,
+)
+OUTPUT_DIMENSION = fields.whole_number("output_dimension", "length of the vectors", minimum=1)
+TRUNCATE = fields.choice(
+    "truncate",
+    "what becomes of a text that is longer than the model takes: an error (`NONE`), or its start or end is cut; "
+    "default: as the server is configured",
+    {"NONE": Overflow.ERROR, "START": Overflow.TRUNCATE_LEFT, "END": Overflow.TRUNCATE},
+)
+MAX_TOKENS = fields.whole_number("max_tokens", "longest text in tokens, if that is less than the model's", minimum=1)
+PRIORITY = Field(
+    "priority",
+    "how soon an answer is wanted, beside other requests: lower first, 0 is the default",
+    {"type": ["integer", "null"]},
+    _read_priority,
+)
+FIELDS = Fields(
+    TEXTS,
+    INPUTS,
+    IMAGES,
+    options.MODEL,
+    options.INPUT_TYPE,
+    EMBEDDING_TYPES,
+    OUTPUT_DIMENSION,
+    TRUNCATE,
+    MAX_TOKENS,
+    PRIORITY,
+)
+
+# --- parse ------------------------------------------------------------------------------------------------------
+
+
+def parse_embed(call: Call, *, version: int) -> Ask:
+    """`version`: 1 answers a bare list of floats to whoever names no `embedding_types`."""
+    values, model_info = call.values, call.model_info
+    texts = _read_texts(values, model_info.max_inputs)
+    types = values.get(EMBEDDING_TYPES) or ()
+    names = types or ("float",)
+    dimensions, max_tokens = values.get(OUTPUT_DIMENSION), values.get(MAX_TOKENS)
+    limit = model_info.max_tokens
+    if max_tokens is not None:
+        limit = min(limit, model_info.check_max_tokens(max_tokens, MAX_TOKENS.name))
+    priority = values.get(PRIORITY)
+    request = EmbedRequest(
+        inputs=texts,
+        forms=tuple(_FORMS[name] for name in names),
+        priority=parse_priority(call.headers) if priority is None else priority,
+        timeout_s=parse_timeout_s(call.headers),
+        tokenizing=Tokenizing(
+            prompt=_read_prompt(values, model_info),
+            overflow=values.get(TRUNCATE),
+            max_tokens=limit if limit < model_info.max_tokens else None,
+        ),
+        dimensions=None if dimensions is None else model_info.check_dimensions(dimensions, OUTPUT_DIMENSION.name),
+    )
+    params = Names(EMBEDDING_TYPES.name, EMBEDDING_TYPES.name, OUTPUT_DIMENSION.name)
+    check_forms(request, model_info, params, has_ranges=model_info.has_quantization_ranges)
+    render = partial(
+        render_embed,
+        names=None if version == 1 and not types else names,
+        echoed=_echo(texts),
+        version=version,
+        max_tokens=limit,
+        request_id=call.request_id,
+    )
+    return Ask(request, render)
+
+
+def _read_texts(values: Values, max_inputs: int) -> list[str]:
+    if values.get(IMAGES):
+        raise BadRequest("'images' cannot be embedded: this server embeds texts", param=IMAGES.name)
+    texts, inputs = values.get(TEXTS), values.get(INPUTS)
+    if inputs is None:
+        return parse_texts(texts, TEXTS.name, max_inputs)
+    if texts is not None:
+        raise BadRequest("'texts' and 'inputs' are both given: send one of them", param=INPUTS.name)
+    return _texts_of(inputs, INPUTS.name, max_inputs)
+
+
+def _texts_of(inputs: Any, name: str, max_inputs: int) -> list[str]:
+    """The text of each object of `inputs`. Raises BadRequest."""
+    if not isinstance(inputs, list):
+        what = "a list of whole numbers" if isinstance(inputs, array) else json_type(inputs)
+        raise BadRequest(f"'{name}' must be a list of objects, is {what}", param=name)
+    texts = []
+    for index, item in enumerate(inputs):
+        if not isinstance(item, dict):
+            raise BadRequest(f"'{name}[{index}]' must be an object, is {json_type(item)}", param=name)
+        content, where = item.get("content"), f"{name}[{index}].content"
+        if not isinstance(content, list):
+            what = "missing" if content is None else json_type(content)
+            raise BadRequest(f"'{where}' must be a list, is {what}", param=name)
+        if len(content) != 1:
+            raise BadRequest(f"'{where}' must have 1 item, a text, has {len(content)}", param=name)
+        texts.append(_text_of(content[0], where, name))
+    return parse_texts(texts, name, max_inputs)
+
+
+def _text_of(item: Any, where: str, name: str) -> Any:
+    if not isinstance(item, dict):
+        raise BadRequest(f"'{where}[0]' must be an object, is {json_type(item)}", param=name)
+    if item.get("type") != "text":
+        raise BadRequest(f"'{where}[0].type' must be 'text': this server embeds texts", param=name)
+    if not isinstance(item.get("text"), str):
+        raise BadRequest(f"'{where}[0].text' must be a string, is {json_type(item.get('text'))}", param=name)
+    return item["text"]
+
+
+def _read_prompt(values: Values, model_info: ModelInfo) -> str | None:
+    """By `input_type`, or by the model's name. Raises BadRequest where they contradict each other: clients that always
+    send an `input_type` would otherwise undo, unseen, what their user wrote into the name."""
+    if values.get(options.INPUT_TYPE) == _IMAGE and _IMAGE not in model_info.prompts:
+        name = options.INPUT_TYPE.name
+        raise BadRequest(f"'{name}' '{_IMAGE}' is not supported: this server embeds texts", param=name)
+    return options.read_prompt(values, model_info, (options.INPUT_TYPE,))
+
+
+def _echo(texts: Sequence[str]) -> list[bytes]:
+    """The texts as JSON, with the commas between them. Made here because a large body is parsed in a thread, while
+    answers are rendered on the event loop; and so nothing keeps the texts themselves."""
+    return [b"%b%b" % (b"," if index else b"", orjson.dumps(text)) for index, text in enumerate(texts)]
+
+
+# --- render -----------------------------------------------------------------------------------------------------
+
+
+def render_embed(
+    embedded: Embedded,
+    *,
+    names: tuple[str, ...] | None,
+    echoed: list[bytes],
+    version: int,
+    max_tokens: int,
+    request_id: str,
+) -> Response:
+    """The answer, in pieces, so that megabytes are never copied. `names`: of the request's forms; None: the bare list
+    of version 1. `max_tokens`: what the texts were cut to."""
+    pieces: list[bytes | memoryview] = [b'{"id":%b,"embeddings":' % orjson.dumps(request_id)]
+    if names is None:
+        pieces += _rows(embedded, 0)
+    else:
+        for index, name in enumerate(names):
+            pieces.append(b'%b"%b":' % (b"," if index else b"{", name.encode()))
+            pieces += _rows(embedded, index)
+        pieces.append(b"}")
+    pieces += (b',"texts":[', *echoed)
+    kind = b"embeddings_floats" if names is None else b"embeddings_by_type"
+    meta = orjson.dumps(_meta(embedded, version, max_tokens))
+    pieces.append(b'],"meta":%b,"response_type":"%b"}' % (meta, kind))
+    return Response(200, pieces, headers=answer_headers(embedded))
+
+
+def _rows(embedded: Embedded, index: int) -> list[bytes | memoryview]:
+    collector = embedded.collectors[index]
+    assert isinstance(collector, JsonRows)
+    return json_list(collector.fragments)
+
+
+def _meta(embedded: Embedded, version: int, max_tokens: int) -> dict[str, Any]:
+    cut, chunked = embedded.num_truncated, embedded.num_chunked
+    warnings = [f"Texts longer than {max_tokens} tokens, of which the rest was cut: {cut}"] if cut else []
+    if chunked:
+        warnings.append(f"Texts longer than {max_tokens} tokens, which were embedded in parts: {chunked}")
+    return {
+        "api_version": {"version": str(version)},
+        "billed_units": {"input_tokens": embedded.num_tokens},
+        **({"warnings": warnings} if warnings else {}),
+    }
+
+
+# --- errors -----------------------------------------------------------------------------------------------------
+
+
+def render_error(error: ApiError) -> Response:
+    return Response(error.status, orjson.dumps({"message": error.message}))
+
+
+# --- documentation ----------------------------------------------------------------------------------------------
+
+
+def _list_of(items: Schema) -> Schema:
+    return {"type": "array", "items": items, "minItems": 1}
+
+
+_FLOATS = _list_of(_list_of({"type": "number"}))
+_BY_TYPE: Schema = {
+    "type": "object",
+    "minProperties": 1,
+    "properties": {
+        "float": _FLOATS,
+        "int8": _list_of(_list_of({"type": "integer", "minimum": -128, "maximum": 127})),
+        "uint8": _list_of(_list_of({"type": "integer", "minimum": 0, "maximum": 255})),
+        "binary": _list_of(_list_of({"type": "integer", "minimum": -128, "maximum": 127})),
+        "ubinary": _list_of(_list_of({"type": "integer", "minimum": 0, "maximum": 255})),
+        "base64": _list_of({"type": "string", "contentEncoding": "base64"}),
+    },
+    "additionalProperties": False,
+}
+_META: Schema = {
+    "type": "object",
+    "required": ["api_version", "billed_units"],
+    "properties": {
+        "api_version": {"type": "object", "required": ["version"], "properties": {"version": {"enum": ["1", "2"]}}},
+        "billed_units": {
+            "type": "object",
+            "required": ["input_tokens"],
+            "properties": {"input_tokens": {"type": "integer", "minimum": 1}},
+        },
+        "warnings": {"type": "array", "items": {"type": "string"}, "description": "Texts that were cut, if any were"},
+    },
+}
+
+
+def _answer(kind: str, embeddings: Schema) -> Schema:
+    return {
+        "type": "object",
+        "required": ["id", "embeddings", "texts", "meta", "response_type"],
+        "properties": {
+            "id": {"type": "string", "description": "The request's, as in the header x-request-id"},
+            "embeddings": embeddings,
+            "texts": {
+                "type": "array",
+                "items": {"type": "string"},
+                "description": "As they came; of one that is longer than is looked at, as much as that",
+            },
+            "meta": _META,
+            "response_type": {"const": kind},
+        },
+    }
+
+
+_V2_ANSWER = _answer("embeddings_by_type", _BY_TYPE)
+_SUMMARY = "Embed texts"
+
+DIALECT = Dialect(
+    name="cohere",
+    title="Cohere",
+    operations={
+        "POST /v2/embed": Operation(
+            summary=_SUMMARY, fields=FIELDS, embed=partial(parse_embed, version=2), answer=_V2_ANSWER
+        ),
+        "POST /v1/embed": Operation(
+            summary=_SUMMARY,
+            fields=FIELDS,
+            embed=partial(parse_embed, version=1),
+            answer={"oneOf": [_answer("embeddings_floats", _FLOATS), _V2_ANSWER]},
+        ),
+    },
+    render_error=render_error,
+    error={
+        "type": "object",
+        "required": ["message"],
+        "properties": {"message": {"type": "string"}},
+    },
+    prefix="/v2/",
+)

@@ -1,0 +1,386 @@
+"""Ollama's API, as far as it is about embeddings: parse a request, render an answer. Pure.
+
+Owns the shapes of `/api/…`. Source of the shapes: Ollama's server and SDKs. What clients ask before they embed is
+answered, too: which model there is, and what it is like. Nothing needs to be pulled: the served model is there. What is
+not known of it (number of parameters, when it would be unloaded) is left out of its descriptions. Its digest, which
+Ollama's own command shows the beginning of, is of its facts and not of its weights.
+
+Options: `num_ctx` bounds the tokens of a text, as with Ollama. The others are of text generation and change no vector;
+clients send them all the same, most often as null, and they are ignored. So is `keep_alive`: the model stays.
+"""
+
+import hashlib
+from array import array
+from dataclasses import replace
+from datetime import UTC, datetime
+from functools import partial
+from typing import Any
+
+import orjson
+
+from vecd.gateway.api import fields
+from vecd.gateway.api.dialects.headers import answer_headers, parse_priority, parse_timeout_s
+from vecd.gateway.api.dialects.inputs import parse_texts
+from vecd.gateway.api.dialects.rows import json_list
+from vecd.gateway.api.fields import Field, Fields, Schema, Values, json_type
+from vecd.gateway.api.model_info import ModelInfo
+from vecd.gateway.api.operations import Ask, Call, Dialect, Operation
+from vecd.gateway.encoding.fragments import JsonRows
+from vecd.gateway.types.errors import ApiError, BadRequest, InputTooLong, ModelNotFound, NotFound
+from vecd.gateway.types.messages import Response
+from vecd.gateway.types.request import Embedded, EmbedRequest, Overflow, Tokenizing
+
+_NS_PER_S = 1e9
+_TAG = "latest"
+
+# --- fields -----------------------------------------------------------------------------------------------------
+
+
+def _read_num_ctx(value: Any, name: str) -> int | None:
+    """Of the options."""
+    if not isinstance(value, dict):
+        raise BadRequest(f"'{name}' must be an object, is {json_type(value)}", param=name)
+    num_ctx = value.get("num_ctx")
+    if num_ctx is None:
+        return None
+    if type(num_ctx) is not int:
+        raise BadRequest(f"'{name}.num_ctx' must be a whole number, is {json_type(num_ctx)}", param=name)
+    if num_ctx < 1:
+        raise BadRequest(f"'{name}.num_ctx' must be at least 1, is {num_ctx}", param=name)
+    return num_ctx
+
+
+MODEL = fields.text(
+    "model", "name of the model, with or without `:latest`; another tag may name a prompt: `name:query`"
+)
+NAME = fields.text("name", "the same")
+INPUT = fields.anything(
+    "input",
+    "what is to be embedded",
+    {"anyOf": [{"type": ["string", "null"]}, {"type": "array", "items": {"type": "string"}}]},
+    is_large=True,
+)
+PROMPT = replace(fields.text("prompt", "what is to be embedded"), is_large=True)
+TRUNCATE = fields.flag(
+    "truncate",
+    "cut a text that is longer than the model takes; false: refuse it; default: as the server is configured",
+)
+DIMENSIONS = fields.whole_number("dimensions", "length of the vectors; 0: the model's own", minimum=0)
+OPTIONS: Field[int | None] = Field(
+    "options",
+    "`num_ctx`: longest text in tokens, if that is less than the model's; all others are ignored",
+    {"type": ["object", "null"], "properties": {"num_ctx": {"type": ["integer", "null"], "minimum": 1}}},
+    _read_num_ctx,
+)
+KEEP_ALIVE = fields.anything("keep_alive", "ignored: the model stays", {})
+STREAM = fields.flag("stream", "false: one object instead of a line of JSON")
+VERBOSE = fields.anything("verbose", "ignored", {})
+
+# --- embed ------------------------------------------------------------------------------------------------------
+
+
+def parse_embed(call: Call) -> Ask | Response:
+    values, model_info = call.values, call.model_info
+    texts = _read_texts(values.get(INPUT), INPUT.name, model_info.max_inputs)
+    truncate = values.get(TRUNCATE)
+    overflow = None if truncate is None else Overflow.TRUNCATE if truncate else Overflow.ERROR
+    asked = values.get(DIMENSIONS)
+    dimensions = model_info.check_dimensions(asked, DIMENSIONS.name) if asked else None
+    tokenizing = _read_tokenizing(values, model_info, overflow)
+    if not texts:
+        return Response(200, _render_list([], model_info.model, 0, 0))
+    request = EmbedRequest(
+        inputs=texts,
+        priority=parse_priority(call.headers),
+        timeout_s=parse_timeout_s(call.headers),
+        tokenizing=tokenizing,
+        normalize=True,
+        dimensions=dimensions,
+    )
+    return Ask(request, partial(render_embed, model=model_info.model))
+
+
+def render_embed(embedded: Embedded, *, model: str) -> Response:
+    """The answer, with the collected rows in it as they are."""
+    total_ns = round(embedded.stages.total_s * _NS_PER_S)
+    pieces = _render_list(_fragments(embedded), model, total_ns, embedded.num_tokens)
+    return Response(200, pieces, headers=answer_headers(embedded))
+
+
+def _render_list(fragments: list[bytes], model: str, total_ns: int, num_tokens: int) -> list[bytes | memoryview]:
+    """In pieces, so that megabytes are never copied. Nothing was loaded for the request's sake."""
+    return [
+        b'{"model":%b,"embeddings":' % orjson.dumps(model),
+        *json_list(fragments),
+        b',"total_duration":%d,"load_duration":0,"prompt_eval_count":%d}' % (total_ns, num_tokens),
+    ]
+
+
+def parse_embeddings(call: Call) -> Ask | Response:
+    """The older operation: one text, whose vector is the model's own, of whatever length."""
+    values, model_info = call.values, call.model_info
+    tokenizing = _read_tokenizing(values, model_info, None)
+    prompt = values.get(PROMPT)
+    if not prompt:
+        return Response(200, b'{"embedding":[]}')
+    request = EmbedRequest(
+        inputs=[prompt],
+        priority=parse_priority(call.headers),
+        timeout_s=parse_timeout_s(call.headers),
+        tokenizing=tokenizing,
+    )
+    return Ask(request, render_embedding)
+
+
+def render_embedding(embedded: Embedded) -> Response:
+    [fragment] = _fragments(embedded)
+    return Response(200, [b'{"embedding":', fragment, b"}"], headers=answer_headers(embedded))
+
+
+def _fragments(embedded: Embedded) -> list[bytes]:
+    [collector] = embedded.collectors
+    assert isinstance(collector, JsonRows)
+    return collector.fragments
+
+
+def _read_texts(value: Any, name: str, max_inputs: int) -> list[str]:
+    """None of them for nothing, an empty text and an empty list, as with Ollama. Raises BadRequest."""
+    if value is None or value == "" or value == []:
+        return []
+    wrong = None if isinstance(value, str | list) else (name, _type_of(value))
+    if isinstance(value, list):
+        wrong = next(((f"{name}[{i}]", _type_of(x)) for i, x in enumerate(value) if type(x) is not str), None)
+    if wrong is not None:
+        raise BadRequest(f"invalid input type: '{wrong[0]}' must be a string, is {wrong[1]}", param=name)
+    return parse_texts(value, name, max_inputs)
+
+
+def _type_of(value: Any) -> str:
+    return "a list of token ids" if isinstance(value, array) else json_type(value)
+
+
+def _read_tokenizing(values: Values, model_info: ModelInfo, overflow: Overflow | None) -> Tokenizing:
+    num_ctx = values.get(OPTIONS)
+    is_less = num_ctx is not None and model_info.check_max_tokens(num_ctx, "options.num_ctx") < model_info.max_tokens
+    return Tokenizing(
+        prompt=model_info.prompt_of_model_name(values.get(MODEL)),
+        overflow=overflow,
+        max_tokens=num_ctx if is_less else None,
+    )
+
+
+# --- what there is ----------------------------------------------------------------------------------------------
+
+
+def list_models(model_info: ModelInfo, path: str) -> Response:
+    return _json({"models": [_describe(name, model_info) for name in (model_info.model, *model_info.aliases)]})
+
+
+def list_running(model_info: ModelInfo, path: str) -> Response:
+    return _json({"models": [{**_describe(model_info.model, model_info), "context_length": model_info.max_tokens}]})
+
+
+def tell_version(model_info: ModelInfo, path: str) -> Response:
+    return _json({"version": model_info.version})
+
+
+def show(call: Call) -> Response:
+    model_info = call.model_info
+    _check_name(_required_name(call.values), model_info)
+    family = model_info.model_type
+    return _json(
+        {
+            "modelfile": "",
+            "parameters": f"num_ctx {model_info.max_tokens}",
+            "template": "",
+            "details": _details(model_info),
+            "model_info": {
+                "general.architecture": family,
+                "general.basename": model_info.model,
+                f"{family}.context_length": model_info.max_tokens,
+                f"{family}.embedding_length": model_info.dim,
+            },
+            "capabilities": ["embedding"],
+            "modified_at": _modified_at(model_info),
+        }
+    )
+
+
+def pull(call: Call) -> Response:
+    """Does nothing, and succeeds for every name that can be embedded with: clients pull what they are about to use."""
+    model_info, name = call.model_info, _required_name(call.values)
+    try:
+        _check_name(name, model_info)
+    except ModelNotFound as error:
+        raise NotFound(
+            f'pull model manifest: file does not exist: this server has "{model_info.model}" and no other model, '
+            f'not "{error.name}"',
+            code="model_not_found",
+        ) from None
+    line = orjson.dumps({"status": "success"})
+    if call.values.get(STREAM) is False:
+        return Response(200, line)
+    return Response(200, line + b"\n", content_type="application/x-ndjson")
+
+
+def _required_name(values: Values) -> str:
+    name = values.get(MODEL) or values.get(NAME)
+    if not name:
+        raise BadRequest("model is required", param=MODEL.name)
+    return name
+
+
+def _check_name(name: str, model_info: ModelInfo) -> None:
+    """Raises ModelNotFound for a name that cannot be embedded with either."""
+    model_info.prompt_of_model_name(name)
+
+
+def _describe(name: str, model_info: ModelInfo) -> dict[str, Any]:
+    tagged = name if ":" in name else f"{name}:{_TAG}"
+    return {
+        "name": tagged,
+        "model": tagged,
+        "modified_at": _modified_at(model_info),
+        "size": model_info.weights_bytes,
+        "digest": _digest(model_info),
+        "details": _details(model_info),
+    }
+
+
+def _digest(model_info: ModelInfo) -> str:
+    """SHA-256 of what is known of the model and changes its vectors, under whichever name it is called."""
+    facts = (
+        model_info.model,
+        model_info.version,
+        model_info.model_type,
+        model_info.dim,
+        model_info.hidden_size,
+        model_info.max_tokens,
+        model_info.pooling,
+        model_info.is_normalized,
+        model_info.default_prompt,
+        sorted(model_info.prompts.items()),
+        model_info.weights_bytes,
+    )
+    return hashlib.sha256(orjson.dumps(facts)).hexdigest()
+
+
+def _details(model_info: ModelInfo) -> dict[str, Any]:
+    return {
+        "parent_model": "",
+        "format": "safetensors",
+        "family": model_info.model_type,
+        "families": [model_info.model_type],
+    }
+
+
+def _modified_at(model_info: ModelInfo) -> str:
+    return datetime.fromtimestamp(model_info.created_at, UTC).isoformat()
+
+
+def _json(body: dict[str, Any]) -> Response:
+    return Response(200, orjson.dumps(body))
+
+
+# --- errors -----------------------------------------------------------------------------------------------------
+
+
+def render_error(error: ApiError) -> Response:
+    """Always one sentence; where clients know Ollama's, it begins with that."""
+    message = error.message
+    if isinstance(error, ModelNotFound):
+        message = f'model "{error.name}" not found, try pulling it first'
+    elif isinstance(error, InputTooLong):
+        message = f"the input length exceeds the context length: {message}"
+    return Response(error.status, orjson.dumps({"error": message}))
+
+
+# --- documentation ----------------------------------------------------------------------------------------------
+
+
+def _object(required: str, **properties: Schema) -> Schema:
+    return {"type": "object", "required": required.split(), "properties": properties}
+
+
+_TEXT: Schema = {"type": "string"}
+_NUMBER: Schema = {"type": "integer", "minimum": 0}
+_VECTOR: Schema = {"type": "array", "items": {"type": "number"}}
+_MOMENT: Schema = {"type": "string", "format": "date-time"}
+_DETAILS = _object(
+    "format family families",
+    parent_model=_TEXT,
+    format=_TEXT,
+    family=_TEXT,
+    families={"type": "array", "items": _TEXT},
+)
+_LISTED: dict[str, Schema] = {
+    "name": _TEXT,
+    "model": _TEXT,
+    "modified_at": _MOMENT,
+    "size": {**_NUMBER, "description": "bytes of the weights' files"},
+    "digest": {"type": "string", "pattern": "^[0-9a-f]{64}$", "description": "SHA-256 of the model's facts"},
+    "details": _DETAILS,
+}
+_EMBED_ANSWER = _object(
+    "model embeddings total_duration load_duration prompt_eval_count",
+    model=_TEXT,
+    embeddings={"type": "array", "items": _VECTOR},
+    total_duration={**_NUMBER, "description": "nanoseconds"},
+    load_duration={**_NUMBER, "description": "nanoseconds"},
+    prompt_eval_count={**_NUMBER, "description": "tokens"},
+)
+_SHOW_ANSWER = _object(
+    "details model_info capabilities modified_at",
+    modelfile=_TEXT,
+    parameters=_TEXT,
+    template=_TEXT,
+    details=_DETAILS,
+    model_info=_object("general.architecture"),
+    capabilities={"type": "array", "items": _TEXT},
+    modified_at=_MOMENT,
+)
+
+
+def _models_answer(**more: Schema) -> Schema:
+    listed = {**_LISTED, **more}
+    return _object("models", models={"type": "array", "items": _object(" ".join(listed), **listed), "minItems": 1})
+
+
+DIALECT = Dialect(
+    name="ollama",
+    title="Ollama",
+    operations={
+        "POST /api/embed": Operation(
+            summary="Embed texts",
+            fields=Fields(MODEL, INPUT, TRUNCATE, DIMENSIONS, OPTIONS, KEEP_ALIVE),
+            embed=parse_embed,
+            answer=_EMBED_ANSWER,
+        ),
+        "POST /api/embeddings": Operation(
+            summary="Embed a text (older)",
+            fields=Fields(MODEL, PROMPT, OPTIONS, KEEP_ALIVE),
+            embed=parse_embeddings,
+            answer=_object("embedding", embedding=_VECTOR),
+        ),
+        "GET /api/tags": Operation(summary="List the model", describe=list_models, answer=_models_answer()),
+        "GET /api/ps": Operation(
+            summary="List what runs: the model", describe=list_running, answer=_models_answer(context_length=_NUMBER)
+        ),
+        "GET /api/version": Operation(
+            summary="Tell the server's version", describe=tell_version, answer=_object("version", version=_TEXT)
+        ),
+        "POST /api/show": Operation(
+            summary="Describe the model", fields=Fields(MODEL, NAME, VERBOSE), reply=show, answer=_SHOW_ANSWER
+        ),
+        "POST /api/pull": Operation(
+            summary="Make sure that the model is there",
+            fields=Fields(MODEL, NAME, STREAM),
+            reply=pull,
+            answer=_object("status", status=_TEXT),
+            binary_answers=("application/x-ndjson",),
+        ),
+    },
+    render_error=render_error,
+    error=_object("error", error=_TEXT),
+    prefix="/api/",
+)

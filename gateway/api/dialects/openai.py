@@ -1,0 +1,329 @@
+"""OpenAI's embeddings API: parse a request, render an answer. Pure, but for the clock that `created` is read from.
+
+Owns the shapes of `/v1/embeddings` and `/v1/models`. Source of the shapes: OpenAI's published OpenAPI document. Answers
+have `id` and `created` besides, as vLLM's and infinity's do, and every client ignores. What may be asked for beyond
+OpenAI's fields is in `vecd.gateway.api.dialects.options`.
+"""
+
+import json
+import time
+from collections.abc import Iterator
+from functools import partial
+from typing import Any, NamedTuple
+
+import orjson
+
+from vecd.gateway.api import fields
+from vecd.gateway.api.dialects import options
+from vecd.gateway.api.dialects.headers import answer_headers, parse_priority, parse_timeout_s
+from vecd.gateway.api.dialects.inputs import parse_inputs
+from vecd.gateway.api.dialects.options import AskedForm
+from vecd.gateway.api.dialects.rows import render_rows
+from vecd.gateway.api.fields import Fields, Schema, Values
+from vecd.gateway.api.model_info import ModelInfo
+from vecd.gateway.api.operations import Ask, Call, Dialect, Operation
+from vecd.gateway.encoding.fragments import JsonRows, Matrix
+from vecd.gateway.types.errors import ApiError, BadRequest, ModelNotFound
+from vecd.gateway.types.messages import Response
+from vecd.gateway.types.request import Embedded, EmbedRequest, Report, TokenIds, Tokenizing
+
+_IDS = {"type": "array", "items": {"type": "integer", "minimum": 0}, "minItems": 1}
+_JINA_TEXT = {"type": "object", "required": ["text"], "properties": {"text": {"type": "string"}}}
+INPUT = fields.anything(
+    "input",
+    "what is to be embedded: a string, a list of strings (or of Jina's objects with a `text`), token ids, or a list of "
+    "lists of them",
+    {"anyOf": [{"type": "string"},
+               {"type": "array", "items": {"anyOf": [{"type": "string"}, _JINA_TEXT]}, "minItems": 1},
+               _IDS,
+               {"type": "array", "items": _IDS, "minItems": 1}]},
+    is_required=True,
+    is_large=True,
+)  # fmt: skip
+FIELDS = Fields(INPUT, *options.COMMON, options.TASK)
+
+# --- embeddings -------------------------------------------------------------------------------------------------
+
+
+def parse_embeddings(call: Call) -> Ask:
+    values, headers, model_info = call.values, call.headers, call.model_info
+    inputs = parse_inputs(values.get(INPUT), INPUT.name, model_info.max_inputs)
+    if values.has_any(options.RARE_NAMES):
+        asked = options.read_form(values, headers)
+        request = _request_with_options(inputs, asked, call)
+    else:  # most requests, 2 µs sooner
+        asked = options.read_encoding(values, headers)
+        prompt = model_info.prompt_of_model_name(values.get(options.MODEL))
+        tokenizing = options.USUAL_TOKENIZING if prompt is None else Tokenizing(prompt)
+        request = EmbedRequest(inputs, (asked.form,), parse_priority(headers), parse_timeout_s(headers), tokenizing)
+    return Ask(request, partial(render_answer, EMBEDDING, asked, model_info.model, call.request_id))
+
+
+def _request_with_options(inputs: list[str] | list[TokenIds], asked: AskedForm, call: Call) -> EmbedRequest:
+    values, model_info = call.values, call.model_info
+    normalize = options.read_normalize(values)
+    request = EmbedRequest(
+        inputs=inputs,
+        forms=(asked.form,),
+        priority=options.read_priority(values, call.headers),
+        timeout_s=parse_timeout_s(call.headers),
+        tokenizing=options.read_tokenizing(values, model_info, options.read_prompt(values, model_info)),
+        output=options.output_of(normalize),
+        normalize=normalize is True,
+        dimensions=options.read_dimensions(values, model_info),
+        wants_report=read_report(values, asked),
+    )
+    options.check_form(request, values, model_info)
+    return request
+
+
+def read_report(values: Values, asked: AskedForm) -> bool:
+    """Whether each item of the answer is to have a report. Raises BadRequest where there are no items."""
+    wants_report = values.get(options.REPORT) is True
+    if wants_report and not asked.is_json:
+        raise BadRequest(
+            f"'{options.REPORT.name}' is part of a JSON answer, and this one has the encoding "
+            f"'{asked.form.encoding.value}', which leaves no place for it",
+            param=options.REPORT.name,
+        )
+    return wants_report
+
+
+class Item(NamedTuple):
+    """What an item of an answer is called."""
+
+    object: bytes
+    vector: bytes
+    """The key behind which its vector is."""
+
+
+EMBEDDING = Item(b"embedding", b"embedding")
+
+
+def render_answer(item: Item, asked: AskedForm, model: str, request_id: str, embedded: Embedded) -> Response:
+    """The answer, with the collected rows in it as they are."""
+    [collector] = embedded.collectors
+    created = int(time.time())
+    if isinstance(collector, Matrix):
+        response = render_rows(collector, model=model, num_tokens=embedded.num_tokens)
+        if asked.has_metadata:
+            response.headers["metadata"] = _metadata(collector, asked, model, embedded.num_tokens, request_id, created)
+        response.headers.update(answer_headers(embedded))
+        return response
+    assert isinstance(collector, JsonRows)
+    names = (request_id.encode(), created, orjson.dumps(model))
+    head = b'{"id":"embd-%b","object":"list","created":%d,"model":%b,"data":[' % names
+    pieces = _render_items(head, collector.fragments, item, embedded.reports)
+    num_tokens = embedded.num_tokens
+    pieces.append(b'}],"usage":{"prompt_tokens":%d,"total_tokens":%d}}' % (num_tokens, num_tokens))
+    return Response(200, pieces, answer_headers(embedded))
+
+
+def _render_items(
+    head: bytes, fragments: list[bytes], item: Item, reports: tuple[Report, ...]
+) -> list[bytes | memoryview]:
+    """In pieces, so that megabytes are never copied. The last item is left open."""
+    pieces: list[bytes | memoryview] = []
+    before = head
+    for index, fragment in enumerate(fragments):
+        pieces += (b'%b{"object":"%b","index":%d,"%b":' % (before, item.object, index, item.vector), fragment)
+        if reports:
+            pieces.append(b',"report":%b' % orjson.dumps(_report(reports[index])))
+        before = b"},"
+    return pieces
+
+
+def _report(report: Report) -> dict[str, Any]:
+    return {
+        "tokens": report.num_tokens,
+        "truncated": report.is_truncated,
+        "chunks": report.num_chunks,
+        "source": report.source.value,
+    }
+
+
+# --- vLLM's header ----------------------------------------------------------------------------------------------
+
+_MAX_METADATA_BYTES = 3072
+"""nginx has 4 KiB for the whole head of an answer, if it is not told otherwise, and answers 502 to a longer one;
+aiohttp takes 8 KiB for a header."""
+_LEAST_SPAN_BYTES = 64
+"""What an input's entry takes of it at least, so that those of thousands need not be written to be too long."""
+
+
+def _metadata(matrix: Matrix, asked: AskedForm, model: str, num_tokens: int, request_id: str, created: int) -> str:
+    """What vLLM says of rows in its header `metadata`: JSON. `data`, which has an entry for each input, is left out
+    where it is too long for a header: rows are in the order of the inputs, and all of the same length."""
+    described: dict[str, Any] = {"id": f"embd-{request_id}", "created": created, "model": model}
+    usage = {"prompt_tokens": num_tokens, "total_tokens": num_tokens}
+    if len(matrix.rows) <= _MAX_METADATA_BYTES // _LEAST_SPAN_BYTES:
+        header = _in_ascii({**described, "data": list(_spans(matrix, asked)), "usage": usage})
+        if len(header) <= _MAX_METADATA_BYTES:
+            return header
+    return _in_ascii({**described, "usage": usage})
+
+
+def _in_ascii(value: dict[str, Any]) -> str:
+    return json.dumps(value, separators=(",", ":"))  # orjson would write UTF-8, which no header holds
+
+
+def _spans(matrix: Matrix, asked: AskedForm) -> Iterator[dict[str, Any]]:
+    for index, row in enumerate(matrix.rows):
+        start = index * matrix.row_bytes
+        yield {
+            "index": index,
+            "embed_dtype": asked.form.dtype.value,
+            "endianness": "big" if asked.form.is_big_endian else "little",
+            "start": start,
+            "end": start + matrix.row_bytes,
+            "shape": [len(row)],
+        }
+
+
+# --- models -----------------------------------------------------------------------------------------------------
+
+
+def list_models(model_info: ModelInfo, path: str) -> Response:
+    """The model by all its names; for programs that let people choose from a list, also with each of its prompts."""
+    prompts = model_info.prompts if model_info.pools_prompt else ()
+    names = [*model_info.names, *(f"{model_info.model}:{name}" for name in prompts)]
+    return Response(200, orjson.dumps({"object": "list", "data": [_describe(model_info, name) for name in names]}))
+
+
+def retrieve_model(model_info: ModelInfo, path: str) -> Response:
+    name = path.partition("/models/")[2].strip("/")
+    if not model_info.knows(name):
+        raise ModelNotFound(name)
+    return Response(200, orjson.dumps(_describe(model_info, name)))
+
+
+def _describe(model_info: ModelInfo, name: str) -> dict[str, Any]:
+    return {
+        "id": name,
+        "object": "model",
+        "created": model_info.created_at,
+        "owned_by": "vecd",
+        "root": model_info.model,
+        "max_model_len": model_info.max_tokens,
+    }
+
+
+# --- errors -----------------------------------------------------------------------------------------------------
+
+
+def render_error(error: ApiError) -> Response:
+    """All four keys are always there. Voyage's and Jina's clients read `detail`, which OpenAI's pass over."""
+    described = {"message": error.message, "type": error.type, "param": error.param, "code": error.code}
+    return Response(error.status, orjson.dumps({"error": described, "detail": error.message}))
+
+
+# --- the dialect ------------------------------------------------------------------------------------------------
+
+_COUNT = {"type": "integer", "minimum": 0}
+USAGE: Schema = {
+    "type": "object",
+    "required": ["prompt_tokens", "total_tokens"],
+    "properties": {"prompt_tokens": _COUNT, "total_tokens": _COUNT},
+}
+REPORT_SCHEMA: Schema = {
+    "type": "object",
+    "description": "what became of the input; only where `report` asks for it",
+    "required": ["tokens", "truncated", "chunks", "source"],
+    "properties": {
+        "tokens": {"type": "integer", "minimum": 1, "description": "special ones included"},
+        "truncated": {"type": "boolean"},
+        "chunks": {"type": "integer", "minimum": 1, "description": "1: it was not split"},
+        "source": {"enum": ["text", "model", "cl100k"], "description": "what it was taken for: text, or whose ids"},
+    },
+}
+VECTOR: Schema = {
+    "anyOf": [{"type": "array", "items": {"type": "number"}}, {"type": "string", "contentEncoding": "base64"}]
+}
+
+
+def answer_schema(kind: str, key: str, vector: Schema) -> Schema:
+    """Of an answer whose items are objects of the `kind`, each with its vector behind `key`."""
+    item = {
+        "type": "object",
+        "required": ["object", "index", key],
+        "properties": {"object": {"const": kind}, "index": _COUNT, key: vector, "report": REPORT_SCHEMA},
+    }
+    return {
+        "type": "object",
+        "required": ["id", "object", "created", "model", "data", "usage"],
+        "properties": {
+            "id": {"type": "string"},
+            "object": {"const": "list"},
+            "created": {**_COUNT, "description": "seconds since 1970"},
+            "model": {"type": "string", "description": "the served model, whatever name was sent"},
+            "data": {"type": "array", "items": item, "minItems": 1, "description": "in the order of the inputs"},
+            "usage": USAGE,
+        },
+    }
+
+
+_MODEL_SCHEMA: Schema = {
+    "type": "object",
+    "required": ["id", "object", "created", "owned_by", "root", "max_model_len"],
+    "properties": {
+        "id": {"type": "string"},
+        "object": {"const": "model"},
+        "created": {**_COUNT, "description": "seconds since 1970"},
+        "owned_by": {"type": "string"},
+        "root": {"type": "string", "description": "the served model's own name"},
+        "max_model_len": {"type": "integer", "minimum": 1, "description": "tokens, special ones included"},
+    },
+}
+_MODELS_SCHEMA: Schema = {
+    "type": "object",
+    "required": ["object", "data"],
+    "properties": {"object": {"const": "list"}, "data": {"type": "array", "items": _MODEL_SCHEMA, "minItems": 1}},
+}
+ERROR_SCHEMA: Schema = {
+    "type": "object",
+    "required": ["error", "detail"],
+    "properties": {
+        "detail": {"type": "string", "description": "the message again, for Voyage's and Jina's clients"},
+        "error": {
+            "type": "object",
+            "required": ["message", "type", "param", "code"],
+            "properties": {
+                "message": {"type": "string"},
+                "type": {"type": "string"},
+                "param": {"type": ["string", "null"], "description": "the field that is wrong"},
+                "code": {"type": ["string", "null"]},
+            },
+        },
+    },
+}
+
+BINARY_ANSWERS = ("application/octet-stream", "application/x-npy")
+
+EMBEDDINGS = Operation(
+    summary="Embed texts or token ids",
+    fields=FIELDS,
+    embed=parse_embeddings,
+    answer=answer_schema("embedding", "embedding", VECTOR),
+    binary_answers=BINARY_ANSWERS,
+)
+_MODELS = Operation(summary="List the model, by all its names", describe=list_models, answer=_MODELS_SCHEMA)
+_MODEL = Operation(summary="Describe the model", describe=retrieve_model, answer=_MODEL_SCHEMA)
+
+DIALECT = Dialect(
+    name="openai",
+    title="OpenAI",
+    operations={
+        "POST /v1/embeddings": EMBEDDINGS,
+        "POST /embeddings": EMBEDDINGS,
+        "POST /openai/deployments/*/embeddings": EMBEDDINGS,
+        "POST /openai/v1/embeddings": EMBEDDINGS,
+        "POST /v1/engines/*/embeddings": EMBEDDINGS,
+        "POST /engines/*/embeddings": EMBEDDINGS,
+        "GET /v1/models": _MODELS,
+        "GET /models": _MODELS,
+        "GET /v1/models/*": _MODEL,
+        "GET /models/*": _MODEL,
+    },
+    render_error=render_error,
+    error=ERROR_SCHEMA,
+)

@@ -1,0 +1,523 @@
+"""What requests of OpenAI's kind may ask for beyond texts and a model. Pure.
+
+Owns the fields for it, under the names that vLLM, Jina, Voyage, Cohere, text-embeddings-inference and vecd itself have
+given them, and what they come to together: one thing may be asked for by several names, and fields that contradict one
+another are refused, because whichever were ignored would change the vectors. Knows no shape of an answer. Called by
+`vecd.gateway.api.dialects.openai` and `vecd.gateway.api.dialects.vllm`; other dialects may take single fields from it.
+"""
+
+from collections.abc import Mapping, Sequence
+from typing import Any, NamedTuple, NoReturn, TypeVar
+
+from vecd.gateway.api import fields
+from vecd.gateway.api.dialects.headers import parse_accept, parse_priority, priority_named, priority_numbered
+from vecd.gateway.api.fields import Field, Schema, Values, contradiction, given, json_type
+from vecd.gateway.api.model_info import PURPOSES, ModelInfo
+from vecd.gateway.encoding.forms import Names, check_forms
+from vecd.gateway.types.errors import BadRequest
+from vecd.gateway.types.request import (
+    MAX_PROMPT_CHARS,
+    Dtype,
+    EmbedRequest,
+    Encoding,
+    Form,
+    Overflow,
+    Priority,
+    Tokenizing,
+)
+from vecd.shm.wire import Output
+
+T = TypeVar("T")
+
+
+def _agreed(values: Values, *synonyms: Field[T]) -> tuple[T, str] | None:
+    """What fields for the same thing say, and the name of the first of them. Raises BadRequest where two differ."""
+    agreed: tuple[T, str] | None = None
+    for field in synonyms:
+        value = values.get(field)
+        if value is None:
+            continue
+        if agreed is None:
+            agreed = value, field.name
+        elif value != agreed[0]:
+            raise contradiction(agreed[1], field.name)
+    return agreed
+
+
+def refused(name: str, why: str, schema: Schema, *, harmless: tuple[Any, ...] = ()) -> Field[None]:
+    """A field that is not supported, and would change vectors or answer: anything but `harmless` is an error."""
+
+    def read(value: Any, name: str) -> None:
+        if not any(value is known for known in harmless):
+            raise BadRequest(f"'{name}' is not supported: {why}", param=name)
+
+    return Field(name, f"not supported: {why}", schema, read)
+
+
+# --- model and prompt -------------------------------------------------------------------------------------------
+
+
+def _read_prompt(value: Any, name: str) -> str:
+    if not isinstance(value, str):
+        raise BadRequest(f"'{name}' must be a string, is {json_type(value)}", param=name)
+    if len(value) > MAX_PROMPT_CHARS:
+        raise BadRequest(f"'{name}' must have at most {MAX_PROMPT_CHARS} characters, has {len(value)}", param=name)
+    return value
+
+
+MODEL = fields.text(
+    "model",
+    "name of the model. What stands behind its last colon may be what the texts are for, as in `name:query`: see "
+    "`input_type`",
+)
+PROMPT = Field(
+    "prompt",
+    'put before every text; "" for no prompt, not even the model\'s own',
+    {"type": ["string", "null"], "maxLength": MAX_PROMPT_CHARS},
+    _read_prompt,
+)
+PROMPT_NAME = fields.text("prompt_name", "name of one of the model's prompts, which is put before every text")
+INPUT_TYPE = fields.text(
+    "input_type",
+    "what the texts are for, which chooses one of the model's prompts, if it has one for it: a prompt's name, or what "
+    "other APIs call the same",
+    examples=list(PURPOSES),
+)
+TASK = fields.text("task", "the same as `input_type`, by Jina's name", examples=list(PURPOSES))
+PROMPT_FIELDS: tuple[Field[str], ...] = (PROMPT, PROMPT_NAME, INPUT_TYPE, TASK)
+"""At most one of them may be there."""
+_PROMPT_NAMES = frozenset(field.name for field in PROMPT_FIELDS)
+
+
+def read_prompt(
+    values: Values, model_info: ModelInfo, prompt_fields: Sequence[Field[str]] = PROMPT_FIELDS
+) -> str | None:
+    """What is put before every text; None for the model's default.
+
+    Raises BadRequest, also where a field and what stands behind the model's name ask for two prompts, and ModelNotFound
+    for another model's name where names matter.
+    """
+    of_name = model_info.prompt_of_model_name(values.get(MODEL))
+    if not values.has_any(_PROMPT_NAMES):
+        return of_name
+    asking = [field for field in prompt_fields if values.get(field) is not None]
+    if not asking:
+        return of_name
+    if len(asking) > 1:
+        names = [field.name for field in asking]
+        raise BadRequest(f"'{names[0]}' and '{names[1]}' both choose the prompt: send one of them", param=names[1])
+    [field] = asking
+    prompt = _prompt_of(field, values.require(field), model_info)
+    if of_name is not None and prompt != of_name:
+        raise contradiction(MODEL.name, field.name)
+    return prompt
+
+
+def _prompt_of(field: Field[str], value: str, model_info: ModelInfo) -> str | None:
+    if field is PROMPT:
+        return model_info.checked(value, field.name)
+    return (
+        model_info.prompt_named(value, field.name) if field is PROMPT_NAME else model_info.prompt_for(value, field.name)
+    )
+
+
+# --- overflow ---------------------------------------------------------------------------------------------------
+
+_CUT = frozenset((Overflow.TRUNCATE, Overflow.TRUNCATE_LEFT))
+_TRUNCATE: dict[str, frozenset[Overflow]] = {
+    "NONE": frozenset((Overflow.ERROR,)),
+    "START": frozenset((Overflow.TRUNCATE_LEFT,)),
+    "END": frozenset((Overflow.TRUNCATE,)),
+}
+_OF_FLAG: dict[bool, frozenset[Overflow]] = {True: _CUT, False: _TRUNCATE["NONE"]}
+# A side says nothing of whether there is something to be cut.
+_OF_SIDE = {"left": frozenset(Overflow) - _TRUNCATE["END"], "right": frozenset(Overflow) - _TRUNCATE["START"]}
+
+
+def _read_truncate(value: Any, name: str) -> frozenset[Overflow]:
+    if isinstance(value, bool):
+        return _OF_FLAG[value]
+    if isinstance(value, str) and value in _TRUNCATE:
+        return _TRUNCATE[value]
+    raise BadRequest(f"'{name}' must be true, false, 'NONE', 'START' or 'END', is {given(value)}", param=name)
+
+
+def _read_num_prompt_tokens(value: Any, name: str) -> int:
+    if type(value) is not int:
+        raise BadRequest(f"'{name}' must be a whole number, is {json_type(value)}", param=name)
+    if value < 1 and value != -1:
+        raise BadRequest(f"'{name}' must be at least 1, or -1 for the model's length, is {value}", param=name)
+    return value
+
+
+OVERFLOW = fields.choice(
+    "overflow",
+    "what becomes of an input that is longer than the model takes: an error, its beginning (`truncate`), its end "
+    "(`truncate_left`), or the mean of its chunks' vectors (`chunk`); default: the server's --overflow",
+    {overflow.value: frozenset((overflow,)) for overflow in Overflow},
+)
+TRUNCATE = Field(
+    "truncate",
+    "true, or Cohere's and NVIDIA's `END` and `START`, cut an input that is longer than the model takes at that end; "
+    "false and `NONE` make it an error",
+    {"anyOf": [{"type": ["boolean", "null"]}, {"enum": [*_TRUNCATE]}]},
+    _read_truncate,
+)
+TRUNCATION = Field(
+    "truncation",
+    "the same, by Voyage's name",
+    {"type": ["boolean", "null"]},
+    lambda value, name: _OF_FLAG[fields.read_flag(value, name)],
+)
+TRUNCATE_PROMPT_TOKENS = Field(
+    "truncate_prompt_tokens",
+    "vLLM's: inputs are cut to so many tokens, special ones included; -1: to as many as the model takes",
+    {"type": ["integer", "null"], "minimum": -1, "not": {"const": 0}},
+    _read_num_prompt_tokens,
+)
+TRUNCATION_SIDE = fields.choice("truncation_side", "the side on which inputs are cut, where they are", _OF_SIDE)
+TRUNCATION_DIRECTION = fields.choice(
+    "truncation_direction",
+    "the same, by text-embeddings-inference's name",
+    {name: left for side, left in _OF_SIDE.items() for name in (side, side.capitalize())},
+)
+ADD_SPECIAL_TOKENS = fields.flag(
+    "add_special_tokens", "false: texts are embedded without the model's special tokens around them", default=True
+)
+OVERFLOW_FIELDS: tuple[Field[frozenset[Overflow]], ...] = (
+    OVERFLOW,
+    TRUNCATE,
+    TRUNCATION,
+    TRUNCATION_SIDE,
+    TRUNCATION_DIRECTION,
+)
+"""What each says is which ways of dealing with a long input it leaves."""
+_OVERFLOW_NAMES = frozenset(
+    (*(field.name for field in OVERFLOW_FIELDS), TRUNCATE_PROMPT_TOKENS.name, ADD_SPECIAL_TOKENS.name)
+)
+
+
+USUAL_TOKENIZING = Tokenizing()
+
+
+def read_tokenizing(values: Values, model_info: ModelInfo, prompt: str | None) -> Tokenizing:
+    """How inputs become sequences. Raises BadRequest."""
+    if not values.has_any(_OVERFLOW_NAMES):
+        return USUAL_TOKENIZING if prompt is None else Tokenizing(prompt)
+    max_tokens = values.get(TRUNCATE_PROMPT_TOKENS)
+    if max_tokens is not None and max_tokens > model_info.max_tokens:
+        raise BadRequest(
+            f"'{TRUNCATE_PROMPT_TOKENS.name}' must be at most {model_info.max_tokens}, as many tokens as the model "
+            f"takes, is {max_tokens}",
+            param=TRUNCATE_PROMPT_TOKENS.name,
+        )
+    if max_tokens is not None and max_tokens != -1 and values.get(ADD_SPECIAL_TOKENS) is not False:
+        model_info.check_max_tokens(max_tokens, TRUNCATE_PROMPT_TOKENS.name)
+    return Tokenizing(
+        prompt,
+        overflow=_read_overflow(values, model_info),
+        max_tokens=None if max_tokens == -1 else max_tokens,
+        add_special_tokens=values.get(ADD_SPECIAL_TOKENS) is not False,
+    )
+
+
+_PREFERRED = (Overflow.TRUNCATE, Overflow.TRUNCATE_LEFT)
+"""Where the server's own way is ruled out."""
+
+
+def _read_overflow(values: Values, model_info: ModelInfo) -> Overflow | None:
+    """What all fields leave: the server's own way, if that is among it."""
+    _agreed(values, TRUNCATION_SIDE, TRUNCATION_DIRECTION)  # what both leave, an error, is what neither asks for
+    allowed_by = {field.name: allowed for field in OVERFLOW_FIELDS if (allowed := values.get(field)) is not None}
+    if values.get(TRUNCATE_PROMPT_TOKENS) is not None:
+        allowed_by[TRUNCATE_PROMPT_TOKENS.name] = _CUT
+    if not allowed_by:
+        return None
+    left: dict[Overflow, None] = dict.fromkeys((model_info.overflow, *_PREFERRED, *Overflow))
+    seen: list[str] = []
+    for name, allowed in allowed_by.items():
+        for other in seen:
+            if not allowed & allowed_by[other]:
+                raise contradiction(other, name)
+        seen.append(name)
+        left = {overflow: None for overflow in left if overflow in allowed}
+    return next(iter(left))
+
+
+# --- vectors ----------------------------------------------------------------------------------------------------
+
+
+def _dimensions(name: str, description: str) -> Field[int]:
+    # Which numbers are allowed is for the model to say, in OpenAI's words.
+    return Field(name, description, {"type": ["integer", "null"], "minimum": 1}, fields.read_whole_number)
+
+
+DIMENSIONS = _dimensions(
+    "dimensions",
+    "length of the vectors: the model's own, or, of models made for it (Matryoshka), fewer, brought to length 1 again",
+)
+OUTPUT_DIMENSION = _dimensions("output_dimension", "the same, by Voyage's and Cohere's name")
+TRUNCATE_DIM = _dimensions("truncate_dim", "the same, by sentence-transformers' name")
+DIMENSION_FIELDS = (DIMENSIONS, OUTPUT_DIMENSION, TRUNCATE_DIM)
+
+
+def read_dimensions(values: Values, model_info: ModelInfo) -> int | None:
+    """As `EmbedRequest` has them. Raises BadRequest."""
+    agreed = _agreed(values, *DIMENSION_FIELDS)
+    return None if agreed is None else model_info.check_dimensions(*agreed)
+
+
+NORMALIZE = fields.flag(
+    "normalize", "true: vectors are brought to length 1, which most models' are anyway; false: they are not"
+)
+NORMALIZED = fields.flag("normalized", "the same, by Jina's name")
+USE_ACTIVATION = fields.flag("use_activation", "the same, by vLLM's name")
+NORMALIZE_FIELDS = (NORMALIZE, NORMALIZED, USE_ACTIVATION)
+
+
+def read_normalize(values: Values) -> bool | None:
+    """Whether vectors are to have length 1; None: as the model has them. Raises BadRequest."""
+    agreed = _agreed(values, *NORMALIZE_FIELDS)
+    return None if agreed is None else agreed[0]
+
+
+def output_of(normalize: bool | None) -> Output:
+    """What a worker makes of the sequences, where vectors are wanted."""
+    return Output.UNNORMALIZED if normalize is False else Output.VECTORS
+
+
+# --- the form of vectors ----------------------------------------------------------------------------------------
+
+_METADATA = "bytes"
+_ENCODINGS = {
+    "float": Encoding.FLOAT,
+    "base64": Encoding.BASE64,
+    _METADATA: Encoding.BYTES,
+    "bytes_only": Encoding.BYTES,
+    "npy": Encoding.NPY,
+}
+_DTYPES = {"float": Dtype.FLOAT32, **fields.named(Dtype)}
+
+
+class _JinaType(NamedTuple):
+    dtype: Dtype
+    encoding: Encoding | None
+
+
+_JINA_TYPES = {
+    "float": _JinaType(Dtype.FLOAT32, None),
+    "base64": _JinaType(Dtype.FLOAT32, Encoding.BASE64),
+    "binary": _JinaType(Dtype.BINARY, None),
+    "ubinary": _JinaType(Dtype.UBINARY, None),
+}
+
+
+def _or(names: Mapping[str, Any]) -> str:
+    *most, last = [f"'{name}'" for name in names]
+    return f"{', '.join(most)} or {last}"
+
+
+def _refuse(value: Any, name: str, must_be: str) -> NoReturn:
+    raise BadRequest(f"'{name}' must be {must_be}, is {given(value)}", param=name)
+
+
+def _read_encoding(value: Any, name: str) -> str | None:
+    if value == "":  # some clients' way of saying nothing
+        return None
+    if not isinstance(value, str) or value not in _ENCODINGS:
+        _refuse(value, name, _or(_ENCODINGS))
+    return value
+
+
+def _read_jina_type(value: Any, name: str) -> _JinaType:
+    if isinstance(value, list):
+        if len(value) != 1:
+            raise BadRequest(f"'{name}' must be one type, or a list of one, is a list of {len(value)}", param=name)
+        [value] = value
+    if not isinstance(value, str) or value not in _JINA_TYPES:
+        _refuse(value, name, _or(_JINA_TYPES))
+    return _JINA_TYPES[value]
+
+
+def _jina_type(name: str, description: str) -> Field[_JinaType]:
+    names = [*_JINA_TYPES]
+    one = {"type": "array", "items": {"enum": names}, "minItems": 1, "maxItems": 1}
+    return Field(name, description, {"anyOf": [{"enum": [*names, None]}, one]}, _read_jina_type)
+
+
+ENCODING = Field(
+    "encoding_format",
+    "how vectors are written: numbers, base64 of their bytes, or without JSON: their bytes, one vector after the other "
+    "(`bytes`; `bytes_only` without the header `metadata`), or a NumPy file (`npy`). Default: what `Accept` prefers",
+    {"enum": [*_ENCODINGS, "", None], "default": "float"},
+    _read_encoding,
+)
+OUTPUT_DTYPE = fields.choice("output_dtype", "type of the vectors' elements", _DTYPES, default="float")
+EMBED_DTYPE = fields.choice(
+    "embed_dtype",
+    "the same, by vLLM's name",
+    {dtype.value: dtype for dtype in (Dtype.FLOAT32, Dtype.FLOAT16, Dtype.BFLOAT16)},
+)
+ENDIANNESS = fields.choice(
+    "endianness",
+    "order of the bytes of each element, where bytes are answered; native is little",
+    {"native": False, "little": False, "big": True},
+    default="little",
+)
+EMBEDDING_TYPE = _jina_type("embedding_type", "type of the vectors' elements, or `base64`, as with Jina")
+ENCODING_TYPE = _jina_type("encoding_type", "the same, as clients of Jina's first API have it")
+FORM_FIELDS = (ENCODING, OUTPUT_DTYPE, EMBED_DTYPE, ENDIANNESS, EMBEDDING_TYPE, ENCODING_TYPE)
+_DTYPE_NAMES = frozenset(field.name for field in FORM_FIELDS if field is not ENCODING)
+
+
+class AskedForm(NamedTuple):
+    form: Form
+    has_metadata: bool = False
+    """The answer describes its rows in vLLM's header, too."""
+
+    @property
+    def is_json(self) -> bool:
+        return self.form.encoding in (Encoding.FLOAT, Encoding.BASE64)
+
+
+_PLAIN = {name: AskedForm(Form(encoding), name == _METADATA) for name, encoding in _ENCODINGS.items()}
+"""By `encoding_format`, where no other field says more."""
+_ACCEPTED = {encoding: AskedForm(Form(encoding or Encoding.FLOAT)) for encoding in (None, *Encoding)}
+"""By what `Accept` prefers to JSON, where no field says anything."""
+
+
+def read_encoding(values: Values, headers: Mapping[str, str]) -> AskedForm:
+    """The form, where no field but `encoding_format` says anything of it. Raises BadRequest."""
+    name = values.get(ENCODING)
+    return _PLAIN[name] if name is not None else _ACCEPTED[parse_accept(headers)]
+
+
+def read_form(values: Values, headers: Mapping[str, str]) -> AskedForm:
+    """The one form in which vectors are answered. Fields win over `Accept`. Raises BadRequest."""
+    if not values.has_any(_DTYPE_NAMES):
+        return read_encoding(values, headers)
+    name = values.get(ENCODING)
+    jina = _agreed(values, EMBEDDING_TYPE, ENCODING_TYPE)
+    encoding = None if name is None else _ENCODINGS[name]
+    if jina is not None and jina[0].encoding is not None:
+        if encoding not in (None, jina[0].encoding):
+            raise contradiction(ENCODING.name, jina[1])
+        encoding = jina[0].encoding
+    if encoding is None:
+        encoding = parse_accept(headers) or Encoding.FLOAT
+    is_big_endian = values.get(ENDIANNESS) is True and encoding is not Encoding.FLOAT
+    return AskedForm(Form(encoding, _read_dtype(values, jina), is_big_endian), name == _METADATA)
+
+
+def _read_dtype(values: Values, jina: tuple[_JinaType, str] | None) -> Dtype:
+    agreed = _agreed(values, OUTPUT_DTYPE, EMBED_DTYPE)
+    if jina is None:
+        return Dtype.FLOAT32 if agreed is None else agreed[0]
+    if agreed is not None and agreed[0] is not jina[0].dtype:
+        raise contradiction(agreed[1], jina[1])
+    return jina[0].dtype
+
+
+def check_form(request: EmbedRequest, values: Values, model_info: ModelInfo) -> None:
+    """Whether the vectors can be answered as they are asked for. Raises BadRequest, naming the field that asked."""
+    if request.forms[0].dtype is Dtype.FLOAT32 and request.output is not Output.TOKENS:
+        return  # they always can
+    check_forms(
+        request,
+        model_info,
+        Names(
+            dtype=_first_given(values, (OUTPUT_DTYPE, EMBED_DTYPE, EMBEDDING_TYPE, ENCODING_TYPE)),
+            encoding=_first_given(values, (ENCODING, EMBEDDING_TYPE, ENCODING_TYPE)),
+            dimensions=_first_given(values, DIMENSION_FIELDS),
+        ),
+        has_ranges=model_info.has_quantization_ranges,
+    )
+
+
+def _first_given(values: Values, candidates: Sequence[Field[Any]]) -> str:
+    return next((field.name for field in candidates if values.get(field) is not None), candidates[0].name)
+
+
+# --- the rest ---------------------------------------------------------------------------------------------------
+
+
+def _read_priority(value: Any, name: str) -> Priority:
+    if type(value) is int:
+        return priority_numbered(value)
+    if not isinstance(value, str):
+        raise BadRequest(f"'{name}' must be a string or a whole number, is {json_type(value)}", param=name)
+    return priority_named(value, f"'{name}'", param=name)
+
+
+PRIORITY = Field(
+    "priority",
+    "how soon an answer is wanted, beside other requests: a name, or a number, lower first",
+    {"anyOf": [{"enum": ["interactive", "normal", "bulk", None]}, {"type": "integer"}]},
+    _read_priority,
+)
+REPORT = fields.flag(
+    "report", "true: each item of the answer says what became of its input: tokens, whether it was cut, chunks, source"
+)
+USER = fields.anything("user", "ignored", {})
+REFUSED_FIELDS: tuple[Field[None], ...] = (
+    refused(
+        "messages",
+        "this server takes texts, not conversations: send what is to be embedded in 'input'",
+        {"type": ["array", "null"]},
+    ),
+    refused(
+        "chat_template",
+        "this server takes texts, not conversations; 'prompt' is put before every text",
+        {"type": ["string", "null"]},
+    ),
+    refused("mm_processor_kwargs", "this server embeds texts, not images or sounds", {"type": ["object", "null"]}),
+    refused(
+        "late_chunking",
+        "every input is embedded by itself",
+        {"type": ["boolean", "null"], "default": False},
+        harmless=(False,),
+    ),
+    refused("late_chunking_params", "every input is embedded by itself", {"type": ["object", "null"]}),
+    refused(
+        "return_multivector",
+        "an input has one vector; POST /pooling with 'task' 'token_embed' has one for each token",
+        {"type": ["boolean", "null"], "default": False},
+        harmless=(False,),
+    ),
+)
+
+
+def _read_modality(value: Any, name: str) -> None:
+    if value != "text":
+        _refuse(value, name, "'text'")
+
+
+MODALITY = Field("modality", "infinity's; of texts alone", {"enum": ["text", None]}, _read_modality)
+
+
+def read_priority(values: Values, headers: Mapping[str, str]) -> Priority | None:
+    """The body wins over the header: it is the more explicit. Raises BadRequest."""
+    priority = values.get(PRIORITY)
+    return parse_priority(headers) if priority is None else priority
+
+
+COMMON: tuple[Field[Any], ...] = (
+    MODEL,
+    PROMPT,
+    PROMPT_NAME,
+    INPUT_TYPE,
+    *OVERFLOW_FIELDS,
+    TRUNCATE_PROMPT_TOKENS,
+    ADD_SPECIAL_TOKENS,
+    *DIMENSION_FIELDS,
+    *NORMALIZE_FIELDS,
+    *FORM_FIELDS,
+    REPORT,
+    PRIORITY,
+    USER,
+    MODALITY,
+    *REFUSED_FIELDS,
+)
+"""What every operation of this kind that embeds takes beside its inputs."""
+RARE_NAMES = frozenset(field.name for field in (*COMMON, TASK)) - {MODEL.name, ENCODING.name, USER.name}
+"""Of all fields but those that most requests have."""

@@ -1,0 +1,40 @@
+"""Rows in answers, where they look the same in every dialect. Pure.
+
+Owns the JSON list of them, and the answers that are the rows and nothing else: their bytes end to end, or the same as a
+NumPy file, with what JSON would say beside them in headers. Called by the dialects.
+"""
+
+import re
+from collections.abc import Sequence
+
+from vecd.gateway.encoding.fragments import Matrix
+from vecd.gateway.types.messages import Response
+from vecd.gateway.types.request import Encoding
+
+_HEADER_SAFE = re.compile(r"[!-~]{1,256}")
+MEDIA_TYPES = {Encoding.BYTES: "application/octet-stream", Encoding.NPY: "application/x-npy"}
+
+
+def json_list(fragments: Sequence[bytes]) -> list[bytes | memoryview]:
+    """Fragments of JSON as one list, in pieces, so that megabytes are never copied."""
+    pieces: list[bytes | memoryview] = []
+    before = b"["
+    for fragment in fragments:
+        pieces += (before, fragment)
+        before = b","
+    return [*pieces, b"]"] if pieces else [b"[]"]
+
+
+def render_rows(matrix: Matrix, *, model: str, num_tokens: int) -> Response:
+    """The answer is in the matrix's form, and borrows it. A model's name that no header can hold is left out."""
+    headers = {
+        "x-vecd-tokens": str(num_tokens),
+        "x-vecd-dimensions": str(matrix.dim),
+        "x-vecd-dtype": matrix.form.dtype.value,
+    }
+    if _HEADER_SAFE.fullmatch(model):
+        headers["x-vecd-model"] = model
+    pieces: list[bytes | memoryview] = [matrix.view()]
+    if matrix.form.encoding is Encoding.NPY:
+        pieces.insert(0, matrix.npy_header())
+    return Response(200, pieces, headers, MEDIA_TYPES[matrix.form.encoding])

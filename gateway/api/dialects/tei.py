@@ -1,0 +1,630 @@
+"""text-embeddings-inference's HTTP API: parse a request, render an answer. Pure.
+
+Owns the shapes of `/embed`, `/embed_all`, `/similarity`, `/tokenize`, `/decode`, `/vertex`, of `/` and `/invocations`,
+which are `/embed` by another name, and of its errors; `/info` is `vecd.gateway.api.health`'s, since it says more to
+some. Source of the shapes: its router's types, version 1.9.
+
+What it does not share with text-embeddings-inference:
+
+- token ids are the model's unless `--token-ids` says that they are another vocabulary's;
+- `parameters`, which it reads of texts to compare alone, may hold the options of every embedding;
+- one request's inputs are all texts or all token ids;
+- an empty text is embedded, not refused;
+- `dimensions` is for models that are made for it, or declared so (`--matryoshka`), and refused for others;
+- texts inside objects, as `/similarity` and `/vertex` have them, may take 256 KiB of a body that is larger than 64;
+- what ranks, classifies or makes sparse vectors is answered as it would be with a model that cannot: 424.
+"""
+
+import re
+from collections.abc import Mapping
+from functools import partial
+from itertools import pairwise
+from typing import Any, TypeVar
+
+import orjson
+
+from vecd.gateway.api import fields
+from vecd.gateway.api.dialects.headers import answer_headers, parse_accept, parse_priority, parse_timeout_s
+from vecd.gateway.api.dialects.inputs import check_id_lists, parse_inputs, parse_texts
+from vecd.gateway.api.dialects.rows import json_list, render_rows
+from vecd.gateway.api.fields import Field, Fields, Schema, Values, contradiction, json_type
+from vecd.gateway.api.model_info import ModelInfo
+from vecd.gateway.api.operations import Ask, Call, DecodeAsk, Dialect, Operation, TokenizeAsk
+from vecd.gateway.encoding.forms import Names, check_forms
+from vecd.gateway.encoding.fragments import JsonRows, Matrix
+from vecd.gateway.types.errors import (
+    ApiError,
+    BadRequest,
+    EmptyInput,
+    EngineFailed,
+    ServerError,
+    TooManyInputs,
+    Unavailable,
+    WrongModel,
+)
+from vecd.gateway.types.messages import Response
+from vecd.gateway.types.request import Embedded, EmbedRequest, Encoding, Form, Overflow, Token, TokenIds, Tokenizing
+from vecd.shm.wire import Output
+
+T = TypeVar("T")
+
+# --- fields -----------------------------------------------------------------------------------------------------
+
+_TEXTS: Schema = {"type": "array", "items": {"type": "string"}, "minItems": 1}
+_IDS: Schema = {"type": "array", "items": {"type": "integer", "minimum": 0}, "minItems": 1}
+_ANY_INPUTS: list[Schema] = [{"type": "string"}, _TEXTS, _IDS, {"type": "array", "items": _IDS, "minItems": 1}]
+_COMPARED: Schema = {
+    "type": "object",
+    "required": ["source_sentence", "sentences"],
+    "properties": {"source_sentence": {"type": "string"}, "sentences": _TEXTS},
+}
+
+_WHAT = "what is to be embedded: a text, a list of texts, token ids, or a list of lists of them"
+INPUTS = fields.anything("inputs", _WHAT, {"anyOf": _ANY_INPUTS}, is_required=True, is_large=True)
+INPUTS_OF_ALL = fields.anything(
+    "inputs", f"{_WHAT}; or texts to compare, as with /similarity", {"anyOf": [*_ANY_INPUTS, _COMPARED]},
+    is_required=True, is_large=True,
+)  # fmt: skip
+COMPARED = fields.anything("inputs", "a text, and those that it is compared with", _COMPARED, is_required=True)
+TEXTS = fields.anything(
+    "inputs", "a text, or a list of texts", {"anyOf": [{"type": "string"}, _TEXTS]}, is_required=True, is_large=True
+)
+TRUNCATE = fields.flag(
+    "truncate", "whether a text that is longer than the model takes is cut, or refused; null: the server's default"
+)
+DIRECTION = fields.choice(
+    "truncation_direction",
+    "which end of a text that is cut is left out; null: the server's default",
+    {name: side for side in ("left", "right") for name in (side, side.capitalize())},
+)
+PROMPT_NAME = fields.text("prompt_name", "name of one of the model's prompts, put before every text")
+NORMALIZE = fields.flag("normalize", "bring vectors to length 1", default=True)
+DIMENSIONS = fields.whole_number("dimensions", "length of the vectors", minimum=1)
+ENCODING = fields.choice(
+    "encoding_format",
+    "numbers, whether 'float' or 'base64', which Hugging Face's clients send, and cannot read; or no JSON at all",
+    {"float": Encoding.FLOAT, "base64": Encoding.FLOAT, "bytes": Encoding.BYTES, "npy": Encoding.NPY},
+)
+ADD_SPECIAL_TOKENS = fields.flag("add_special_tokens", "put the model's special tokens around a text", default=True)
+IDS = fields.anything(
+    "ids", "token ids of the model's own, or a list of lists of them",
+    {"anyOf": [_IDS, {"type": "array", "items": _IDS, "minItems": 1}]},
+    is_required=True, is_large=True,
+)  # fmt: skip
+SKIP_SPECIAL_TOKENS = fields.flag("skip_special_tokens", "leave the model's special tokens out of a text", default=True)
+
+
+def _read_instances(value: Any, name: str) -> list[dict[str, Any]]:
+    if not isinstance(value, list):
+        raise BadRequest(f"'{name}' must be a list of objects, is {json_type(value)}", param=name)
+    if not value:
+        raise EmptyInput(f"'{name}' cannot be empty", param=name)
+    for index, instance in enumerate(value):
+        if not isinstance(instance, dict):
+            raise BadRequest(f"'{name}[{index}]' must be an object, is {json_type(instance)}", param=name)
+    return value
+
+
+_TOKENIZING = (TRUNCATE, DIRECTION, PROMPT_NAME)
+OPTION_FIELDS = Fields(*_TOKENIZING, NORMALIZE, DIMENSIONS, ENCODING)
+INSTANCES = Field(
+    "instances", "requests as /embed takes them, all with the same options",
+    {"type": "array", "items": Fields(INPUTS, *OPTION_FIELDS).schema(), "minItems": 1}, _read_instances,
+    is_required=True,
+)  # fmt: skip
+
+
+def _read_nested(declared: Fields, body: Any, within: str) -> Values:
+    """The fields of an object inside the body. Raises BadRequest, naming `within` and the field."""
+    if not isinstance(body, dict):
+        raise BadRequest(f"'{within}' must be an object, is {json_type(body)}", param=within)
+    return Values(
+        {
+            field.name: field.read(value, f"{within}.{field.name}")
+            for field in declared
+            if (value := body.get(field.name)) is not None
+        }
+    )
+
+
+PARAMETERS = Field(
+    "parameters",
+    "the other fields may be in here as well, and mean the same",
+    {**OPTION_FIELDS.schema(), "type": ["object", "null"]},
+    partial(_read_nested, OPTION_FIELDS),
+)
+EMBED_FIELDS = Fields(INPUTS, *OPTION_FIELDS, PARAMETERS)
+
+
+class _Options:
+    """What a request says of how it is to be embedded: in fields of its own, or in its `parameters`. Clients have them
+    there with texts to compare, and Hugging Face's endpoints with every model."""
+
+    def __init__(self, values: Values, within: str = "") -> None:
+        """`within`: what stands before a field's name in an error."""
+        self._own = values
+        self._parameters = values.get(PARAMETERS)
+        self._within = within
+
+    def get(self, field: Field[T]) -> T | None:
+        """Raises BadRequest where both places have it, and differ."""
+        own = self._own.get(field)
+        if self._parameters is None:  # as most have none
+            return own
+        parameter = self._parameters.get(field)
+        if own is not None and parameter is not None and own != parameter:
+            raise contradiction(self._own_name(field), self._parameter_name(field))
+        return parameter if own is None else own
+
+    def name_of(self, field: Field[Any]) -> str:
+        """For an error: with where the field was found."""
+        is_parameter = self._own.get(field) is None and self._parameters is not None
+        return self._parameter_name(field) if is_parameter else self._own_name(field)
+
+    def _own_name(self, field: Field[Any]) -> str:
+        return self._within + field.name
+
+    def _parameter_name(self, field: Field[Any]) -> str:
+        return f"{self._within}{PARAMETERS.name}.{field.name}"
+
+
+# --- embeddings -------------------------------------------------------------------------------------------------
+
+
+def parse_embed(call: Call) -> Ask:
+    inputs = _checked_inputs(call.values.get(INPUTS), INPUTS.name, call.model_info)
+    request = _embed_request(call, _Options(call.values), inputs)
+    return Ask(request, partial(render_vectors, model_info=call.model_info))
+
+
+def parse_embed_or_compare(call: Call) -> Ask:
+    """What "/" does: texts to compare are told by their shape, since clients send them to the same address."""
+    return parse_similarity(call) if isinstance(call.values.get(INPUTS_OF_ALL), dict) else parse_embed(call)
+
+
+def parse_embed_all(call: Call) -> Ask:
+    """Raises WrongModel where a token's vector has no room, BadRequest for what cannot be."""
+    values, model_info = call.values, call.model_info
+    if model_info.hidden_size > model_info.dim:
+        raise WrongModel(
+            f"This model cannot give one vector for each token: they would have {model_info.hidden_size} dimensions, "
+            f"and there is room for the {model_info.dim} of its own vectors"
+        )
+    tokenizing = _tokenizing(_Options(values), model_info)
+    overflow = tokenizing.overflow or model_info.overflow
+    # What would be split has no one row for each token; it is refused, rather than cut where nobody asked for that.
+    tokenizing = tokenizing._replace(overflow=Overflow.ERROR if overflow is Overflow.CHUNK else overflow)
+    request = EmbedRequest(
+        inputs=_checked_inputs(values.get(INPUTS), INPUTS.name, model_info),
+        priority=parse_priority(call.headers),
+        timeout_s=parse_timeout_s(call.headers),
+        tokenizing=tokenizing,
+        output=Output.TOKENS,
+    )
+    return Ask(request, partial(render_vectors, model_info=model_info))
+
+
+def _embed_request(call: Call, options: _Options, inputs: list[str] | list[TokenIds]) -> EmbedRequest:
+    model_info = call.model_info
+    normalizes = options.get(NORMALIZE) is not False
+    encoding = options.get(ENCODING) or parse_accept(call.headers) or Encoding.FLOAT
+    request = EmbedRequest(
+        inputs=inputs,
+        forms=(Form(encoding),),
+        priority=parse_priority(call.headers),
+        timeout_s=parse_timeout_s(call.headers),
+        tokenizing=_tokenizing(options, model_info),
+        output=Output.VECTORS if normalizes else Output.UNNORMALIZED,
+        normalize=normalizes,
+        dimensions=_dimensions(options, model_info),
+    )
+    check_forms(
+        request,
+        model_info,
+        Names(dimensions=options.name_of(DIMENSIONS)),
+        has_ranges=model_info.has_quantization_ranges,
+    )
+    return request
+
+
+def _dimensions(options: _Options, model_info: ModelInfo) -> int | None:
+    dimensions = options.get(DIMENSIONS)
+    return None if dimensions is None else model_info.check_dimensions(dimensions, options.name_of(DIMENSIONS))
+
+
+def _checked_inputs(inputs: Any, name: str, model_info: ModelInfo) -> list[str] | list[TokenIds]:
+    if inputs == []:
+        raise EmptyInput(f"'{name}' cannot be empty", param=name)
+    return parse_inputs(inputs, name, model_info.max_inputs)
+
+
+def _tokenizing(options: _Options, model_info: ModelInfo) -> Tokenizing:
+    name = options.get(PROMPT_NAME)
+    prompt = None if name is None else model_info.prompt_named(name, options.name_of(PROMPT_NAME))
+    return Tokenizing(prompt=prompt, overflow=_overflow(options, model_info), are_ids_of_model=True)
+
+
+def _overflow(options: _Options, model_info: ModelInfo) -> Overflow | None:
+    """A side alone changes only which one is cut: whether any is, and which one where none is named, is the server's
+    to say."""
+    truncates, direction = options.get(TRUNCATE), options.get(DIRECTION)
+    default = model_info.overflow
+    if truncates is None:
+        truncates = default in (Overflow.TRUNCATE, Overflow.TRUNCATE_LEFT)
+        if not truncates:
+            return None
+    if not truncates:
+        return Overflow.ERROR
+    if direction is None:
+        return Overflow.TRUNCATE_LEFT if default is Overflow.TRUNCATE_LEFT else Overflow.TRUNCATE
+    return Overflow.TRUNCATE_LEFT if direction == "left" else Overflow.TRUNCATE
+
+
+def render_vectors(embedded: Embedded, *, model_info: ModelInfo) -> Response:
+    """A list with the collected rows in it as they are, or the rows alone."""
+    [collector] = embedded.collectors
+    if isinstance(collector, Matrix):
+        response = render_rows(collector, model=model_info.model, num_tokens=embedded.num_tokens)
+    else:
+        assert isinstance(collector, JsonRows)
+        response = Response(200, json_list(collector.fragments))
+    response.headers.update(_headers(embedded, model_info))
+    return response
+
+
+def _headers(embedded: Embedded, model_info: ModelInfo) -> dict[str, str]:
+    """Times are whole milliseconds."""
+    stages = embedded.stages
+    total_ms = str(int(stages.total_s * 1e3))
+    return {
+        "x-compute-type": model_info.compute_type,
+        "x-compute-time": total_ms,
+        "x-compute-characters": str(embedded.num_chars),
+        "x-compute-tokens": str(embedded.num_tokens),
+        "x-total-time": total_ms,
+        "x-tokenization-time": str(int(stages.tokenize_s * 1e3)),
+        "x-queue-time": str(int(stages.queue_s * 1e3)),
+        "x-inference-time": str(int(stages.compute_s * 1e3)),
+        **answer_headers(embedded),
+    }
+
+
+# --- similarity -------------------------------------------------------------------------------------------------
+
+
+def parse_similarity(call: Call) -> Ask:
+    model_info = call.model_info
+    texts, options = _compared(call.values.require(COMPARED), model_info), _Options(call.values)
+    _check_is_json(options, "cosines are JSON")
+    request = EmbedRequest(
+        inputs=texts,
+        forms=(Form(Encoding.BYTES),),
+        priority=parse_priority(call.headers),
+        timeout_s=parse_timeout_s(call.headers),
+        tokenizing=_tokenizing(options, model_info),
+        normalize=True,
+        dimensions=_dimensions(options, model_info),
+    )
+    return Ask(request, partial(render_similarity, model_info=model_info))
+
+
+def _check_is_json(options: _Options, why: str) -> None:
+    if options.get(ENCODING) not in (None, Encoding.FLOAT):
+        name = options.name_of(ENCODING)
+        raise BadRequest(f"'{name}' must be 'float': {why}", param=name)
+
+
+def _compared(value: Any, model_info: ModelInfo) -> list[str]:
+    """The text, and those that it is compared with."""
+    if not isinstance(value, dict):
+        raise BadRequest(
+            f"'inputs' must be an object of a 'source_sentence' and 'sentences', is {json_type(value)}", param="inputs"
+        )
+    source, sentences = value.get("source_sentence"), value.get("sentences")
+    if not isinstance(source, str):
+        given = "missing" if source is None else json_type(source)
+        raise BadRequest(f"'inputs.source_sentence' must be a string, is {given}", param="inputs.source_sentence")
+    if not isinstance(sentences, list):
+        given = "missing" if sentences is None else json_type(sentences)
+        raise BadRequest(f"'inputs.sentences' must be a list of strings, is {given}", param="inputs.sentences")
+    if not sentences:
+        raise EmptyInput("'inputs.sentences' cannot be empty", param="inputs.sentences")
+    if len(sentences) >= model_info.max_inputs:
+        raise TooManyInputs(
+            f"'inputs.sentences' has {len(sentences)} texts, at most {model_info.max_inputs - 1} beside the source in "
+            "one request (--max-inputs)",
+            param="inputs.sentences",
+        )
+    return [source, *parse_texts(sentences, "inputs.sentences", model_info.max_inputs)]
+
+
+def render_similarity(embedded: Embedded, *, model_info: ModelInfo) -> Response:
+    """Cosines: the vectors are of length 1."""
+    [collector] = embedded.collectors
+    assert isinstance(collector, Matrix)
+    cosines = collector.rows[1:] @ collector.rows[0]
+    body = orjson.dumps(cosines, option=orjson.OPT_SERIALIZE_NUMPY)
+    return Response(200, body, _headers(embedded, model_info))
+
+
+# --- Vertex AI --------------------------------------------------------------------------------------------------
+
+
+def parse_vertex(call: Call) -> Ask:
+    """All instances as one request, whose options are those of the first."""
+    model_info, instances = call.model_info, call.values.require(INSTANCES)
+    written = _written_options(instances[0])
+    inputs: list[Any] = []
+    ends = [0]
+    for index, instance in enumerate(instances):
+        if _written_options(instance) != written:
+            raise BadRequest(
+                f"'instances[{index}]' has other options than 'instances[0]': those of one request must be the same",
+                param=INSTANCES.name,
+            )
+        inputs += _inputs_of_instance(instance, index, inputs, model_info)
+        ends.append(len(inputs))
+    options = _Options(_read_nested(OPTION_FIELDS, written, "instances[0]"), "instances[0].")
+    _check_is_json(options, "predictions are JSON")
+    request = _embed_request(call._replace(headers=_without_accept(call.headers)), options, inputs)
+    return Ask(request, partial(render_predictions, ends=ends, model_info=model_info))
+
+
+def _written_options(instance: dict[str, Any]) -> dict[str, Any]:
+    """As they are written. Most have none, and a small body may have thousands of instances."""
+    if len(instance) == 1:
+        return {}
+    if "query" in instance and "texts" in instance:
+        raise _wrong_model("rank texts")
+    return {name: value for name in _OPTION_NAMES if (value := instance.get(name)) is not None}
+
+
+_OPTION_NAMES = tuple(field.name for field in OPTION_FIELDS)
+
+
+def _inputs_of_instance(instance: dict[str, Any], index: int, before: list[Any], model_info: ModelInfo) -> list[Any]:
+    """Raises BadRequest where they are too many with those `before` them, or of another kind."""
+    name = f"instances[{index}].inputs"
+    inputs: list[Any] = _checked_inputs(instance.get(INPUTS.name), name, model_info)
+    if len(before) + len(inputs) > model_info.max_inputs:
+        raise TooManyInputs(
+            f"'instances' have more than {model_info.max_inputs} inputs, the most in one request (--max-inputs)",
+            param=INSTANCES.name,
+        )
+    if before and isinstance(inputs[0], str) is not isinstance(before[0], str):
+        raise BadRequest(
+            f"'{name}' are token ids and those of 'instances[0]' texts, or the reverse: one request has one kind",
+            param=INSTANCES.name,
+        )
+    return inputs
+
+
+def _without_accept(headers: Mapping[str, str]) -> dict[str, str]:
+    return {name: value for name, value in headers.items() if name != "accept"}
+
+
+def render_predictions(embedded: Embedded, *, ends: list[int], model_info: ModelInfo) -> Response:
+    """`ends`: 0, and so many inputs there are up to the end of each instance."""
+    [collector] = embedded.collectors
+    assert isinstance(collector, JsonRows)
+    pieces: list[bytes | memoryview] = []
+    before = b'{"predictions":['
+    for start, end in pairwise(ends):
+        pieces += (before, *json_list(collector.fragments[start:end]))
+        before = b","
+    return Response(200, [*pieces, b"]}"], _headers(embedded, model_info))
+
+
+# --- tokens -----------------------------------------------------------------------------------------------------
+
+
+def parse_tokenize(call: Call) -> TokenizeAsk:
+    values, model_info = call.values, call.model_info
+    texts = values.get(TEXTS)
+    if texts == []:
+        raise EmptyInput("'inputs' cannot be empty", param=TEXTS.name)
+    texts = parse_texts(texts, TEXTS.name, model_info.max_inputs)
+    name = values.get(PROMPT_NAME)
+    prompt = model_info.default_prompt if name is None else model_info.prompt_named(name, PROMPT_NAME.name)
+    adds = values.get(ADD_SPECIAL_TOKENS) is not False
+    tokens = TokenLists(texts, prompt)
+    return TokenizeAsk(texts, adds, prompt, tokens, tokens.render)
+
+
+class TokenLists:
+    """The tokens of texts, as JSON: of a token its part of the text, of a special one its name."""
+
+    def __init__(self, texts: list[str], prompt: str) -> None:
+        self._texts = texts
+        self._prompt = prompt
+        self._index = -1
+        self._data = b""
+        """Of the text that is being written, with its prompt, in UTF-8."""
+        self._before = b""
+        """What stands before its next tokens."""
+        self._pieces: list[bytes | memoryview] = [b"["]
+
+    def put(self, index: int, tokens: list[Token]) -> None:
+        if index != self._index:
+            self._pieces.append(b"],[" if index else b"[")
+            self._index = index
+            self._data = (self._prompt + self._texts[index]).encode(errors="replace")
+            self._before = b""
+        if tokens:
+            self._pieces += (self._before, orjson.dumps([self._describe(token) for token in tokens])[1:-1])
+            self._before = b","
+
+    def _describe(self, token: Token) -> dict[str, Any]:
+        is_part = token.start is not None
+        return {
+            "id": token.id,
+            "text": self._data[token.start : token.stop].decode(errors="replace") if is_part else token.text,
+            "special": token.is_special,
+            "start": token.start,
+            "stop": token.stop,
+        }
+
+    def render(self) -> Response:
+        return Response(200, [*self._pieces, b"]]"])
+
+
+def parse_decode(call: Call) -> DecodeAsk:
+    value = call.values.require(IDS)
+    if value == []:
+        raise EmptyInput("'ids' cannot be empty", param=IDS.name)
+    lists = parse_inputs(value, IDS.name, call.model_info.max_inputs)
+    if isinstance(lists[0], str):
+        raise BadRequest("'ids' must be token ids, or a list of lists of them, is text", param=IDS.name)
+    skips = call.values.get(SKIP_SPECIAL_TOKENS) is not False
+    return DecodeAsk(check_id_lists(lists, IDS.name), skips, render_texts)
+
+
+def render_texts(texts: list[str]) -> Response:
+    return Response(200, orjson.dumps(texts))
+
+
+# --- what other models do ---------------------------------------------------------------------------------------
+
+
+def _wrong_model(what: str) -> WrongModel:
+    return WrongModel(f"The model served here makes embeddings: it cannot {what}")
+
+
+def parse_rerank(call: Call) -> Ask:
+    raise _wrong_model("rank texts")
+
+
+def parse_predict(call: Call) -> Ask:
+    raise _wrong_model("classify texts")
+
+
+def parse_embed_sparse(call: Call) -> Ask:
+    raise _wrong_model("make sparse vectors")
+
+
+# --- errors -----------------------------------------------------------------------------------------------------
+
+_ERRORS: tuple[tuple[type[ApiError], int | None, str], ...] = (
+    (EmptyInput, 400, "Empty"),
+    (BadRequest, 422, "Validation"),
+    (WrongModel, 424, "Backend"),
+    (EngineFailed, 424, "Backend"),
+    (ServerError, None, "Backend"),
+    (Unavailable, None, "Unhealthy"),
+)
+"""Class, its status (None: its own), its type. The first that fits; what does not is a refusal, or overload, by its
+status."""
+_OVERLOADED = 429
+_FIELD = re.compile(r"'input(?=['\[])")
+"""As parts that know no dialect name the field."""
+
+
+def render_error(error: ApiError) -> Response:
+    status, error_type = _status_and_type(error)
+    message = _FIELD.sub("'inputs", error.message)
+    return Response(status, orjson.dumps({"error": message, "error_type": error_type}))
+
+
+def _status_and_type(error: ApiError) -> tuple[int, str]:
+    if error.status == _OVERLOADED:
+        return error.status, "Overloaded"
+    if isinstance(error, BadRequest) and error.dialect is None and error.param is None:
+        return error.status, "Validation"  # no JSON, or no HTTP: nothing that was read as a request of this dialect
+    for kind, status, error_type in _ERRORS:
+        if isinstance(error, kind):
+            return (error.status if status is None else status), error_type
+    return error.status, "Validation"
+
+
+# --- the table --------------------------------------------------------------------------------------------------
+
+_VECTOR: Schema = {"type": "array", "items": {"type": "number"}}
+_VECTORS: Schema = {"type": "array", "items": _VECTOR}
+_COSINES: Schema = _VECTOR
+_TOKEN: Schema = {
+    "type": "object",
+    "required": ["id", "text", "special", "start", "stop"],
+    "properties": {
+        "id": {"type": "integer"},
+        "text": {"type": "string"},
+        "special": {"type": "boolean"},
+        "start": {"type": ["integer", "null"], "description": "in bytes of the text as UTF-8, its prompt included"},
+        "stop": {"type": ["integer", "null"]},
+    },
+}
+_PREDICTIONS: Schema = {
+    "type": "object",
+    "required": ["predictions"],
+    "properties": {"predictions": {"type": "array", "items": _VECTORS}},
+}
+ERROR: Schema = {
+    "type": "object",
+    "required": ["error", "error_type"],
+    "properties": {
+        "error": {"type": "string"},
+        "error_type": {"enum": ["Unhealthy", "Backend", "Overloaded", "Validation", "Tokenizer", "Empty"]},
+    },
+}
+_BINARY = ("application/octet-stream", "application/x-npy")
+
+_EMBED = Operation(
+    summary="Embed texts or token ids", fields=EMBED_FIELDS, embed=parse_embed, answer=_VECTORS, binary_answers=_BINARY
+)
+_DEFAULT = Operation(
+    summary="Embed texts or token ids, or compare texts",
+    fields=Fields(INPUTS_OF_ALL, *OPTION_FIELDS, PARAMETERS),
+    embed=parse_embed_or_compare,
+    answer={"anyOf": [_VECTORS, _COSINES]},
+    binary_answers=_BINARY,
+    claims="inputs",
+)
+
+DIALECT = Dialect(
+    name="tei",
+    title="text-embeddings-inference",
+    operations={
+        "POST /embed": _EMBED,
+        "POST /": _DEFAULT,
+        "POST /invocations": _DEFAULT,
+        "POST /embed_all": Operation(
+            summary="Embed every token of texts, special tokens included",
+            fields=Fields(INPUTS, *_TOKENIZING, PARAMETERS),
+            embed=parse_embed_all,
+            answer={"type": "array", "items": _VECTORS},
+        ),
+        "POST /similarity": Operation(
+            summary="Compare a text with others, by cosine",
+            fields=Fields(COMPARED, *_TOKENIZING, DIMENSIONS, ENCODING, PARAMETERS),
+            embed=parse_similarity,
+            answer=_COSINES,
+        ),
+        "POST /vertex": Operation(
+            summary="Embed, as Vertex AI asks for it",
+            fields=Fields(INSTANCES),
+            embed=parse_vertex,
+            answer=_PREDICTIONS,
+        ),
+        "POST /tokenize": Operation(
+            summary="The tokens of texts",
+            fields=Fields(TEXTS, ADD_SPECIAL_TOKENS, PROMPT_NAME),
+            tokenize=parse_tokenize,
+            answer={"type": "array", "items": {"type": "array", "items": _TOKEN}},
+            claims="inputs",
+        ),
+        "POST /decode": Operation(
+            summary="The text of token ids",
+            fields=Fields(IDS, SKIP_SPECIAL_TOKENS),
+            decode=parse_decode,
+            answer={"type": "array", "items": {"type": "string"}},
+        ),
+        "POST /rerank": Operation(summary="Not of this model", embed=parse_rerank, answer={}),
+        "POST /predict": Operation(summary="Not of this model", embed=parse_predict, answer={}),
+        "POST /embed_sparse": Operation(summary="Not of this model", embed=parse_embed_sparse, answer={}),
+    },
+    render_error=render_error,
+    error=ERROR,
+    statuses={
+        422: "A field is not as it must be",
+        424: "The engine failed on an input, or the model cannot do this at all",
+    },
+)

@@ -1,0 +1,220 @@
+"""vLLM's pooling API, beside its `/v1/embeddings`: parse a request, render an answer. Pure, but for the clock.
+
+Owns the shapes of `/pooling`, `/tokenize`, `/detokenize` and `/version`, and of SageMaker's `/invocations` where its
+body is that of an embeddings request. Source of the shapes: vLLM's published OpenAPI document. Errors are OpenAI's.
+"""
+
+from functools import partial
+
+import orjson
+
+from vecd.gateway.api import fields
+from vecd.gateway.api.dialects import options
+from vecd.gateway.api.dialects.headers import parse_timeout_s
+from vecd.gateway.api.dialects.inputs import parse_ids, parse_inputs
+from vecd.gateway.api.dialects.openai import (
+    BINARY_ANSWERS,
+    EMBEDDINGS,
+    ERROR_SCHEMA,
+    INPUT,
+    VECTOR,
+    Item,
+    answer_schema,
+    read_report,
+    render_answer,
+    render_error,
+)
+from vecd.gateway.api.fields import Field, Fields, Schema, Values, json_type
+from vecd.gateway.api.model_info import ModelInfo
+from vecd.gateway.api.operations import Ask, Call, DecodeAsk, Dialect, Operation, TokenizeAsk
+from vecd.gateway.types.errors import BadRequest
+from vecd.gateway.types.messages import Response
+from vecd.gateway.types.request import EmbedRequest, Overflow, Token
+from vecd.shm.wire import Output
+
+# --- pooling ----------------------------------------------------------------------------------------------------
+
+POOLING_TASK = fields.choice(
+    "task",
+    "a vector for each input (`embed`), or for each of its tokens (`token_embed`): the last hidden states, each "
+    "brought to length 1 unless `use_activation` is false. Default: embed",
+    {"embed": Output.VECTORS, "token_embed": Output.TOKENS},
+    default="embed",
+)
+_POOLING = Item(b"pooling", b"data")
+_PROMPT_FIELDS: tuple[Field[str], ...] = (options.PROMPT, options.PROMPT_NAME, options.INPUT_TYPE)
+POOLING_FIELDS = Fields(INPUT, *options.COMMON, POOLING_TASK)
+
+
+def parse_pooling(call: Call) -> Ask:
+    values, model_info = call.values, call.model_info
+    is_of_tokens = values.get(POOLING_TASK) is Output.TOKENS
+    asked = options.read_form(values, call.headers)
+    normalize = options.read_normalize(values)
+    wants_report = read_report(values, asked)
+    tokenizing = options.read_tokenizing(values, model_info, options.read_prompt(values, model_info, _PROMPT_FIELDS))
+    request = EmbedRequest(
+        inputs=parse_inputs(values.get(INPUT), INPUT.name, model_info.max_inputs),
+        forms=(asked.form,),
+        priority=options.read_priority(values, call.headers),
+        timeout_s=parse_timeout_s(call.headers),
+        tokenizing=tokenizing._replace(are_ids_of_model=True),
+        output=Output.TOKENS if is_of_tokens else options.output_of(normalize),
+        # What vLLM's models do with tokens by themselves, most do with vectors: bring them to length 1.
+        normalize=normalize is not False if is_of_tokens else normalize is True,
+        dimensions=None if is_of_tokens else options.read_dimensions(values, model_info),
+        wants_report=wants_report,
+    )
+    if is_of_tokens:
+        _check_tokens(request, values, model_info)
+    options.check_form(request, values, model_info)
+    return Ask(request, partial(render_answer, _POOLING, asked, model_info.model, call.request_id))
+
+
+def _check_tokens(request: EmbedRequest, values: Values, model_info: ModelInfo) -> None:
+    """What goes with vectors of inputs only. Raises BadRequest."""
+    for field in options.DIMENSION_FIELDS:
+        dimensions = values.get(field)
+        if dimensions is not None and dimensions != model_info.hidden_size:
+            raise BadRequest(
+                f"'{field.name}' must be {model_info.hidden_size}, as many as a token's vector has, is {dimensions}",
+                param=field.name,
+            )
+    overflow = request.tokenizing.overflow or model_info.overflow
+    if overflow is Overflow.CHUNK:
+        raise BadRequest(
+            "'task' 'token_embed' does not go with chunks, whose tokens have no vectors in common: send 'overflow' "
+            "'truncate' or 'error'",
+            param="overflow",
+        )
+
+
+# --- tokens -----------------------------------------------------------------------------------------------------
+
+TEXT = fields.anything("prompt", "what is to be tokenized", {"type": "string"}, is_required=True, is_large=True)
+# Not large, as long as it may be: of a large list only as much is kept as an embedding needs.
+IDS = fields.anything(
+    "tokens",
+    "token ids of the model's own",
+    {"type": "array", "items": {"type": "integer", "minimum": 0}, "minItems": 1},
+    is_required=True,
+)
+RETURN_TOKEN_STRS = fields.flag(
+    "return_token_strs", "true: the tokens as the vocabulary has them are answered, too", default=False
+)
+MESSAGES = options.refused(
+    "messages", "this server takes texts, not conversations: send one in 'prompt'", {"type": ["array", "null"]}
+)
+TOKENIZE_FIELDS = Fields(TEXT, options.MODEL, options.ADD_SPECIAL_TOKENS, RETURN_TOKEN_STRS, MESSAGES)
+DETOKENIZE_FIELDS = Fields(IDS, options.MODEL)
+
+
+def parse_tokenize(call: Call) -> TokenizeAsk:
+    """With the prompt that an embedding of the same text by the same model's name would have: it counts as well."""
+    values, model_info = call.values, call.model_info
+    text = values.require(TEXT)
+    if not isinstance(text, str):
+        raise BadRequest(f"'{TEXT.name}' must be a string, is {json_type(text)}", param=TEXT.name)
+    prompt = model_info.prompt_of_model_name(values.get(options.MODEL))
+    tokens = Tokens(wants_texts=values.get(RETURN_TOKEN_STRS) is True)
+    return TokenizeAsk(
+        texts=[text],
+        add_special_tokens=values.get(options.ADD_SPECIAL_TOKENS) is not False,
+        prompt=model_info.default_prompt if prompt is None else prompt,
+        collector=tokens,
+        render=partial(render_tokenize, tokens, max_tokens=model_info.max_tokens),
+    )
+
+
+class Tokens:
+    """The tokens of one text, as JSON."""
+
+    def __init__(self, *, wants_texts: bool) -> None:
+        self.num = 0
+        self.ids: list[bytes] = []
+        """Some of them in each, with commas between."""
+        self.texts: list[bytes] | None = [] if wants_texts else None
+        """The same."""
+
+    def put(self, index: int, tokens: list[Token]) -> None:
+        if not tokens:
+            return
+        self.num += len(tokens)
+        self.ids.append(orjson.dumps([token.id for token in tokens])[1:-1])
+        if self.texts is not None:
+            self.texts.append(orjson.dumps([token.text for token in tokens])[1:-1])
+
+
+def render_tokenize(tokens: Tokens, *, max_tokens: int) -> Response:
+    texts = b"null" if tokens.texts is None else b"[%b]" % b",".join(tokens.texts)
+    body = b'{"count":%d,"max_model_len":%d,"tokens":[%b],"token_strs":%b}'
+    return Response(200, body % (tokens.num, max_tokens, b",".join(tokens.ids), texts))
+
+
+def parse_detokenize(call: Call) -> DecodeAsk:
+    ids = parse_ids(call.values.require(IDS), IDS.name)
+    call.model_info.prompt_of_model_name(call.values.get(options.MODEL))  # where another model's name is an error
+    return DecodeAsk([ids], skip_special_tokens=False, render=render_detokenize)
+
+
+def render_detokenize(texts: list[str]) -> Response:
+    [text] = texts
+    return Response(200, orjson.dumps({"prompt": text}))
+
+
+def version(model_info: ModelInfo, path: str) -> Response:
+    return Response(200, orjson.dumps({"version": model_info.version}))
+
+
+# --- the dialect ------------------------------------------------------------------------------------------------
+
+_ROWS = {"type": "array", "items": {"type": "array", "items": {"type": "number"}}}
+_POOLED: Schema = {"anyOf": [*VECTOR["anyOf"], _ROWS]}
+_TOKENIZED: Schema = {
+    "type": "object",
+    "required": ["count", "max_model_len", "tokens", "token_strs"],
+    "properties": {
+        "count": {"type": "integer", "minimum": 0},
+        "max_model_len": {"type": "integer", "minimum": 1},
+        "tokens": {"type": "array", "items": {"type": "integer", "minimum": 0}},
+        "token_strs": {"type": ["array", "null"], "items": {"type": "string"}},
+    },
+}
+_DETOKENIZED: Schema = {"type": "object", "required": ["prompt"], "properties": {"prompt": {"type": "string"}}}
+_VERSION: Schema = {"type": "object", "required": ["version"], "properties": {"version": {"type": "string"}}}
+
+DIALECT = Dialect(
+    name="vllm",
+    title="vLLM",
+    operations={
+        "POST /pooling": Operation(
+            summary="Embed texts or token ids, as a whole or token by token",
+            fields=POOLING_FIELDS,
+            embed=parse_pooling,
+            answer=answer_schema("pooling", "data", _POOLED),
+            answers_tokens=True,
+            binary_answers=BINARY_ANSWERS,
+        ),
+        "POST /tokenize": Operation(
+            summary="Tokenize a text, without embedding it",
+            fields=TOKENIZE_FIELDS,
+            tokenize=parse_tokenize,
+            answer=_TOKENIZED,
+            claims=TEXT.name,
+        ),
+        "POST /detokenize": Operation(
+            summary="The text of token ids", fields=DETOKENIZE_FIELDS, decode=parse_detokenize, answer=_DETOKENIZED
+        ),
+        "POST /invocations": Operation(
+            summary="Embed texts or token ids, where SageMaker looks for it",
+            fields=EMBEDDINGS.fields,
+            embed=EMBEDDINGS.embed,
+            answer=EMBEDDINGS.answer,
+            claims=INPUT.name,
+            binary_answers=BINARY_ANSWERS,
+        ),
+        "GET /version": Operation(summary="The server's version", describe=version, answer=_VERSION),
+    },
+    render_error=render_error,
+    error=ERROR_SCHEMA,
+)

@@ -1,0 +1,181 @@
+"""The fields of a request's body, as data: what each may be, how it is read, what the documentation says of it.
+
+Owns `Field` and `Fields`, and the readers of the usual kinds of values. Every dialect declares its fields with them,
+and `vecd.gateway.api.openapi` writes the document from the same declarations. Null is the same as absent, unknown
+fields are ignored (clients send dozens), and every refusal names the field, the limit and the value, never a text.
+Pure.
+"""
+
+from array import array
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass
+from enum import Enum
+from typing import Any, Generic, TypeAlias, TypeVar, cast
+
+from vecd.gateway.types.errors import BadRequest
+from vecd.gateway.types.quoting import quoted
+
+T = TypeVar("T")
+E = TypeVar("E", bound=Enum)
+
+Schema: TypeAlias = dict[str, Any]
+"""JSON Schema, as OpenAPI 3.1 has it."""
+
+
+@dataclass(frozen=True, slots=True)
+class Field(Generic[T]):
+    """One field. Immutable; declared once, at module level, and used as the key to its value."""
+
+    name: str
+    description: str
+    schema: Schema
+    read: Callable[[Any, str], T]
+    """The value, which is not null, and the field's name. Raises BadRequest."""
+    is_required: bool = False
+    """For the documentation; `Values.require` is what refuses."""
+    is_large: bool = False
+    """May hold megabytes of texts or ids; see `vecd.gateway.api.bodies`."""
+
+
+class Values:
+    """What a body has in its fields; absent and null ones have none."""
+
+    __slots__ = ("_values",)
+
+    def __init__(self, values: Mapping[str, Any]) -> None:
+        self._values = values
+
+    def get(self, field: Field[T]) -> T | None:
+        return cast("T | None", self._values.get(field.name))
+
+    def has_any(self, names: frozenset[str]) -> bool:
+        """Whether one of the fields of these names is there: quicker to ask than each of them."""
+        return not names.isdisjoint(self._values)
+
+    def require(self, field: Field[T]) -> T:
+        """Raises BadRequest where there is none."""
+        value = self._values.get(field.name)
+        if value is None:
+            raise BadRequest(f"'{field.name}' is required: {field.description}", param=field.name)
+        return cast(T, value)
+
+
+class Fields:
+    """The fields of one operation."""
+
+    def __init__(self, *fields: Field[Any]) -> None:
+        self._by_name = {field.name: field for field in fields}
+        self.large = frozenset(field.name for field in fields if field.is_large)
+        self.small = frozenset(field.name for field in fields if not field.is_large)
+
+    def __iter__(self) -> Iterator[Field[Any]]:
+        return iter(self._by_name.values())
+
+    def read(self, body: Mapping[str, Any]) -> Values:
+        """Looks at what was sent, not at what might have been: most requests have two fields. Raises BadRequest."""
+        values: dict[str, Any] = {}
+        for name, value in body.items():
+            if value is not None and (field := self._by_name.get(name)) is not None:
+                values[name] = field.read(value, name)
+        return Values(values)
+
+    def schema(self) -> Schema:
+        """Of the whole body."""
+        properties = {
+            field.name: {**field.schema, "description": field.description} for field in self._by_name.values()
+        }
+        required = [field.name for field in self._by_name.values() if field.is_required]
+        return {"type": "object", "properties": properties, **({"required": required} if required else {})}
+
+
+# --- the usual kinds --------------------------------------------------------------------------------------------
+
+
+def text(name: str, description: str, **schema: Any) -> Field[str]:
+    def read(value: Any, name: str) -> str:
+        if not isinstance(value, str):
+            raise BadRequest(f"'{name}' must be a string, is {json_type(value)}", param=name)
+        return value
+
+    return Field(name, description, {"type": ["string", "null"], **schema}, read)
+
+
+def flag(name: str, description: str, **schema: Any) -> Field[bool]:
+    return Field(name, description, {"type": ["boolean", "null"], **schema}, read_flag)
+
+
+def read_flag(value: Any, name: str) -> bool:
+    if not isinstance(value, bool):
+        raise BadRequest(f"'{name}' must be true or false, is {json_type(value)}", param=name)
+    return value
+
+
+def whole_number(name: str, description: str, *, minimum: int, maximum: int | None = None, **schema: Any) -> Field[int]:
+    bounds = f"at least {minimum}" if maximum is None else f"{minimum} to {maximum}"
+    limits = {"minimum": minimum} if maximum is None else {"minimum": minimum, "maximum": maximum}
+
+    def read(value: Any, name: str) -> int:
+        if read_whole_number(value, name) < minimum or (maximum is not None and value > maximum):
+            raise BadRequest(f"'{name}' must be {bounds}, is {value}", param=name)
+        return cast(int, value)
+
+    return Field(name, description, {"type": ["integer", "null"], **limits, **schema}, read)
+
+
+def read_whole_number(value: Any, name: str) -> int:
+    if type(value) is not int:
+        raise BadRequest(f"'{name}' must be a whole number, is {json_type(value)}", param=name)
+    return value
+
+
+def choice(name: str, description: str, choices: Mapping[str, T], **schema: Any) -> Field[T]:
+    """One of the keys of `choices`; its value is read."""
+
+    def read(value: Any, name: str) -> T:
+        if isinstance(value, str) and value in choices:
+            return choices[value]
+        names = ", ".join(f"'{choice}'" for choice in choices)
+        raise BadRequest(f"'{name}' must be one of {names}, is {given(value)}", param=name)
+
+    return Field(name, description, {"enum": [*choices, None], **schema}, read)
+
+
+def anything(
+    name: str, description: str, schema: Schema, *, is_required: bool = False, is_large: bool = False
+) -> Field[Any]:
+    """Whatever its dialect reads of it."""
+    return Field(name, description, schema, lambda value, _: value, is_required, is_large)
+
+
+def named(enum: type[E]) -> dict[str, E]:
+    """The choices of an enum whose values are what callers write."""
+    return {member.value: member for member in enum}
+
+
+def given(value: Any) -> str:
+    """What was sent in place of a name: a string is quoted, of anything else its type is told."""
+    return quoted(value) if isinstance(value, str) else json_type(value)
+
+
+def contradiction(first: str, second: str) -> BadRequest:
+    """Of two fields that say different things of the same."""
+    return BadRequest(f"'{first}' and '{second}' contradict each other: send one of them", param=second)
+
+
+def json_type(value: Any) -> str:
+    """What JSON calls the type of a value; never the value itself."""
+    match value:
+        case None:
+            return "null"
+        case bool():
+            return "a boolean"
+        case int():
+            return "a whole number"
+        case float():
+            return "a number with a fraction, or too large"
+        case str():
+            return "a string"
+        case list() | array():  # which large bodies' token ids come in
+            return "a list"
+        case _:
+            return "an object"

@@ -1,0 +1,217 @@
+"""What dialects know of the served model: its names, its prompts, its limits.
+
+Owns how a caller's way of naming a model or a prompt is understood, the same in every dialect. Immutable; a reload
+makes another. Pure: read by dialects, made by `vecd.gateway.pipeline`.
+"""
+
+import re
+from collections.abc import Iterable
+from dataclasses import dataclass, field
+
+from vecd.gateway.types.config import GatewayConfig
+from vecd.gateway.types.errors import BadRequest, ModelNotFound
+from vecd.gateway.types.quoting import quoted
+from vecd.gateway.types.request import Overflow
+
+# What callers say a text is for, in the order in which a model's prompts are looked for. Names: Cohere's and Voyage's
+# `input_type`, Jina's `task`, Nomic's and sentence-transformers' prompts.
+_QUERY = ("query", "search_query", "retrieval.query", "s2p_query", "web_search_query")
+_DOCUMENT = ("document", "passage", "search_document", "retrieval.passage", "corpus")
+_PURPOSES = {
+    **dict.fromkeys(_QUERY, _QUERY),
+    **dict.fromkeys(_DOCUMENT, _DOCUMENT),
+    "classification": ("classification",),
+    "clustering": ("clustering", "separation"),
+    "separation": ("separation", "clustering"),
+    "text-matching": ("text-matching", "STS", "sts"),
+    "code.query": ("code.query", *_QUERY),
+    "code.passage": ("code.passage", *_DOCUMENT),
+}
+_RETRIEVAL = frozenset((*_QUERY, *_DOCUMENT, "code.query", "code.passage"))
+"""Purposes of texts that search, and of those that are found."""
+PURPOSES = tuple(_PURPOSES)
+"""Names of what a text may be for that are known whatever the model."""
+
+_MAX_LISTED_CHARS = 32
+_MAX_LISTED = 20
+_TAG = "latest"
+"""Ollama's clients put it behind every name."""
+_VERSION = re.compile(r"(?:v|q|iq|f|fp|bf|int)?[0-9].*", re.IGNORECASE)
+"""Behind a colon: a version, a size or a type, as Ollama's tags have them ("v1.5", "335m-v1-fp16", "q8_0", "bf16"), and
+not a prompt's name with a mistake in it ("query2")."""
+
+
+def _listed(names: Iterable[str]) -> str:
+    """For a message, which a model with hundreds of prompts must not make endless."""
+    listed = [f"'{name[:_MAX_LISTED_CHARS]}'" for name in names]
+    more = f" and {len(listed) - _MAX_LISTED} more" if len(listed) > _MAX_LISTED else ""
+    return ", ".join(listed[:_MAX_LISTED]) + more
+
+
+@dataclass(frozen=True, slots=True)
+class ModelInfo:
+    model: str
+    """Reported in every answer."""
+    aliases: tuple[str, ...]
+    is_strict: bool
+    dim: int
+    hidden_size: int
+    max_tokens: int
+    is_normalized: bool
+    """The model's own vectors have length 1."""
+    is_matryoshka: bool
+    matryoshka_dims: tuple[int, ...]
+    pools_prompt: bool
+    model_type: str
+    pooling: tuple[str, ...]
+    max_inputs: int
+    max_request_tokens: int | None
+    max_body_bytes: int
+    max_batch_tokens: int
+    max_requests: int
+    overflow: Overflow
+    compute_type: str
+    """"cpu" or "gpu"."""
+    version: str
+    created_at: int
+    """Seconds since 1970."""
+    default_prompt: str = ""
+    has_quantization_ranges: bool = False
+    """int8 and uint8 are made with ranges of the model's own vectors."""
+    least_tokens: int = 1
+    """That an input has to have room for: the special tokens around a text, and one of its own."""
+    weights_bytes: int = 0
+    """Of the files that the weights are in."""
+    prompts: dict[str, str] = field(default_factory=dict)
+    """By name, as the model's files have them."""
+
+    @classmethod
+    def of(cls, config: GatewayConfig, created_at: int, least_tokens: int) -> "ModelInfo":
+        card = config.card
+        return cls(
+            model=config.model,
+            aliases=config.aliases,
+            is_strict=config.is_strict,
+            dim=card.dim,
+            hidden_size=card.hidden_size,
+            max_tokens=config.max_tokens,
+            is_normalized=card.is_normalized,
+            is_matryoshka=config.is_matryoshka,
+            matryoshka_dims=card.matryoshka_dims,
+            pools_prompt=card.pools_prompt,
+            model_type=card.model_type,
+            pooling=card.pooling,
+            max_inputs=config.max_inputs,
+            max_request_tokens=config.max_request_tokens,
+            max_body_bytes=config.max_body_bytes,
+            max_batch_tokens=config.max_batch_tokens,
+            max_requests=config.max_requests,
+            overflow=Overflow(config.overflow),
+            compute_type=config.compute_type,
+            version=config.version,
+            created_at=created_at,
+            default_prompt=card.prompt,
+            has_quantization_ranges=config.quantization_ranges is not None,
+            least_tokens=least_tokens,
+            weights_bytes=card.weights_bytes,
+            prompts=dict(card.prompts),
+        )
+
+    @property
+    def names(self) -> tuple[str, ...]:
+        """The model's own, and its aliases."""
+        return (self.model, *self.aliases)
+
+    def knows(self, name: str) -> bool:
+        """Whether the name is this model's, with what it may have behind a colon."""
+        if self._is_own(name):
+            return True
+        base, colon, suffix = name.rpartition(":")
+        return bool(colon) and self._is_own(base) and self._is_suffix(suffix)
+
+    def _is_own(self, name: str) -> bool:
+        return name == self.model or name in self.aliases
+
+    def _is_suffix(self, suffix: str) -> bool:
+        return suffix == _TAG or suffix in self.prompts or suffix in _PURPOSES
+
+    def prompt_of_model_name(self, name: str | None) -> str | None:
+        """The prompt that a model's name asks for by what is behind its last colon, as "minilm:query" does; None where
+        it asks for none, as most names with colons do: "nomic-embed-text:v1.5", "org/model:latest".
+
+        Raises ModelNotFound for another model where names matter, and BadRequest for what can only be a prompt's name
+        with a mistake in it: words behind the name of this model, which has prompts, but none that is called so.
+        """
+        if name is None or (":" not in name and not self.is_strict) or self._is_own(name):
+            return None
+        base, colon, suffix = name.rpartition(":")
+        if colon and (not self.is_strict or self._is_own(base)) and self._is_suffix(suffix):
+            return None if suffix == _TAG else self.prompt_for(suffix, "model")
+        if self.is_strict:
+            raise ModelNotFound(name)
+        if colon and self.prompts and self._is_own(base) and not _VERSION.fullmatch(suffix):
+            raise self._unknown_prompt(suffix, "model")
+        return None
+
+    def prompt_named(self, name: str, param: str) -> str:
+        """The model's prompt of exactly that name. Raises BadRequest, naming the field `param`."""
+        if name not in self.prompts:
+            raise self._unknown_prompt(name, param)
+        return self.checked(self.prompts[name], param)
+
+    def _unknown_prompt(self, name: str, param: str) -> BadRequest:
+        known = _listed(self.prompts) or "none"
+        return BadRequest(f"'{param}': the model has no prompt {quoted(name)}; it has {known}", param=param)
+
+    def prompt_for(self, purpose: str, param: str = "input_type") -> str | None:
+        """The model's prompt for texts of a purpose: the prompt of that name, or what other APIs call the same.
+
+        Where the model has none for it, as most have none at all: None, which is the default prompt. But "" for queries
+        and documents where there is a default prompt, which may be that of the other: so do sentence-transformers'
+        `encode_query` and `encode_document`. Raises BadRequest, naming the field `param`, for a purpose that nobody
+        knows.
+        """
+        for name in (purpose, *_PURPOSES.get(purpose, ())):
+            if name in self.prompts:
+                return self.checked(self.prompts[name], param)
+        if purpose not in _PURPOSES:
+            known = _listed((*self.prompts, *(purpose for purpose in PURPOSES if purpose not in self.prompts)))
+            raise BadRequest(f"'{param}' must be one of {known}, is {quoted(purpose)}", param=param)
+        return "" if self.default_prompt and purpose in _RETRIEVAL else None
+
+    def checked(self, prompt: str, param: str) -> str:
+        """A prompt, if this model takes any. Raises BadRequest."""
+        if prompt and not self.pools_prompt:
+            raise BadRequest(
+                f"'{param}': this model leaves prompts out of its pooling (include_prompt), which is not supported",
+                param=param,
+            )
+        return prompt
+
+    def check_max_tokens(self, max_tokens: int, param: str) -> int:
+        """A limit on an input's tokens, as a request has it. Raises BadRequest, naming the field `param`, for one that
+        leaves no room for a text."""
+        if max_tokens < self.least_tokens:
+            raise BadRequest(
+                f"'{param}' must be at least {self.least_tokens}, with the special tokens around a text, "
+                f"is {max_tokens}",
+                param=param,
+            )
+        return max_tokens
+
+    def check_dimensions(self, dimensions: int, param: str) -> int | None:
+        """`dimensions` as a request has them; None for all. Raises BadRequest, in OpenAI's words where it has some."""
+        if dimensions == self.dim:
+            return None
+        if not self.is_matryoshka:
+            raise BadRequest(
+                f"This model does not support specifying dimensions. Its vectors have {self.dim}, '{param}' is "
+                f"{dimensions} (--matryoshka allows it)",
+                param=param,
+            )
+        if self.matryoshka_dims and dimensions not in self.matryoshka_dims:
+            known = ", ".join(map(str, sorted({*self.matryoshka_dims, self.dim})))
+            raise BadRequest(f"'{param}' must be one of {known}, is {dimensions}", param=param)
+        if not 1 <= dimensions <= self.dim:
+            raise BadRequest(f"'{param}' must be 1 to {self.dim}, is {dimensions}", param=param)
+        return dimensions

@@ -1,0 +1,247 @@
+"""`/openapi.json`: what is served, written from the declarations that requests are parsed by.
+
+Owns the document's frame, and what all routes have in common: headers, errors, limits. Every field, answer and error
+body is the dialect's own (`vecd.gateway.api.operations`). Pure; called by `vecd.gateway.pipeline`, once for each
+configuration.
+
+Source of the format: the OpenAPI Specification, version 3.1.
+"""
+
+import copy
+import re
+from collections.abc import Iterator, Sequence
+from typing import Any
+
+from vecd.gateway.api.dialects.headers import MAX_TIMEOUT_MS
+from vecd.gateway.api.fields import Schema
+from vecd.gateway.api.handlers import Claim, OperationsHandler
+from vecd.gateway.api.model_info import ModelInfo
+from vecd.gateway.api.operations import Dialect, Operation
+from vecd.gateway.api.routes import Place, Route, Table
+
+_STATUSES = {
+    400: "The request is wrong: the message names the field, the limit and the value",
+    401: "No API key, or a wrong one",
+    403: "The API key does not have the scope for this",
+    404: "There is no such model",
+    408: "The request did not arrive in time",
+    413: "The body is too large",
+    415: "The body's Content-Encoding is none of those understood",
+    429: "Too much is waiting, or this API key has used up what it may",
+    431: "The request's head is too large",
+    500: "The server failed",
+    503: "No answer before the deadline, or nothing to compute with",
+}
+_DIMENSIONS = {"dimensions", "output_dimension", "truncate_dim"}
+_NUM_TOKENS = {"truncate_prompt_tokens"}
+"""Fields that are refused above as many tokens as the model takes."""
+_WITH_RETRY_AFTER = {429, 503}
+_OF_BODIES = {408, 413, 415}
+_OF_EMBEDDING = {429, 500, 503}
+
+_REQUEST_ID = {"x-request-id": {"description": "Of the request, as it is in the log", "schema": {"type": "string"}}}
+_RETRY_AFTER = {"retry-after": {"description": "Seconds, 1 to 60", "schema": {"type": "integer", "minimum": 1}}}
+_PARAMETERS = (
+    {
+        "name": "x-vecd-priority",
+        "in": "header",
+        "description": "How soon an answer is wanted, beside other requests",
+        "schema": {"enum": ["interactive", "normal", "bulk"]},
+    },
+    {
+        "name": "x-vecd-timeout-ms",
+        "in": "header",
+        "description": "Give the request up after so many milliseconds, with a 503",
+        "schema": {"type": "integer", "minimum": 1, "maximum": MAX_TIMEOUT_MS},
+    },
+)
+
+
+def describe_api(table: Table, model_info: ModelInfo, *, has_keys: bool) -> dict[str, Any]:
+    """The document of all that is in `table`, which is one listener's."""
+    dialects = {dialect.name: dialect for dialect in _dialects_of(table)}
+    return {
+        "openapi": "3.1.0",
+        "info": {"title": "vecd", "version": model_info.version, "description": _introduction(model_info)},
+        "tags": [{"name": dialect.name, "description": dialect.title} for dialect in dialects.values()]
+        + [{"name": "server", "description": "What the server says of itself"}],
+        "paths": _paths(table, model_info, has_keys=has_keys),
+        "components": {
+            "schemas": {f"{name}-error": dialect.error for name, dialect in dialects.items()},
+            "securitySchemes": {
+                "bearer": {"type": "http", "scheme": "bearer"},
+                "api-key": {"type": "apiKey", "in": "header", "name": "api-key"},
+                "x-api-key": {"type": "apiKey", "in": "header", "name": "x-api-key"},
+            }
+            if has_keys
+            else {},
+        },
+    }
+
+
+def _introduction(model_info: ModelInfo) -> str:
+    max_request_tokens = (
+        "any number of" if model_info.max_request_tokens is None else str(model_info.max_request_tokens)
+    )
+    return (
+        f"Serves `{model_info.model}`: {model_info.dim} dimensions, texts of up to {model_info.max_tokens} tokens. "
+        f"A request has at most {model_info.max_inputs} inputs with {max_request_tokens} tokens in all, and a body of "
+        f"at most {model_info.max_body_bytes} bytes. A field that is null is taken for absent, one that is unknown is "
+        "ignored."
+    )
+
+
+def _dialects_of(table: Table) -> Iterator[Dialect]:
+    for methods in table.values():
+        for route in methods.values():
+            if isinstance(route.handler, OperationsHandler):
+                yield from (claim.dialect for claim in route.handler.claims)
+
+
+# --- paths ------------------------------------------------------------------------------------------------------
+
+
+def _paths(table: Table, model_info: ModelInfo, *, has_keys: bool) -> dict[str, Any]:
+    paths: dict[str, Any] = {}
+    for path, methods in table.items():
+        described, parameters = _template(path)
+        item: dict[str, Any] = {"parameters": parameters} if parameters else {}
+        for method, route in methods.items():
+            item[method.lower()] = {
+                "operationId": _operation_id(method, path),
+                **_route(route, model_info, has_keys=has_keys),
+            }
+        paths[described] = item
+    return paths
+
+
+def _template(path: str) -> tuple[str, list[dict[str, Any]]]:
+    """The path as OpenAPI writes it, and its parameters."""
+    if "*" not in path:
+        return path, []
+    name = {"name": "name", "in": "path", "required": True, "schema": {"type": "string", "minLength": 1}}
+    return path.replace("*", "{name}"), [name]
+
+
+def _operation_id(method: str, path: str) -> str:
+    return "-".join([method.lower(), *re.findall(r"[A-Za-z0-9_]+", path)]) + ("-name" if path.endswith("*") else "")
+
+
+def _route(route: Route, model_info: ModelInfo, *, has_keys: bool) -> dict[str, Any]:
+    needs_key = has_keys and route.scope is not None
+    security: dict[str, Any] = {"security": [{"bearer": []}, {"api-key": []}, {"x-api-key": []}]} if needs_key else {}
+    if isinstance(route.handler, OperationsHandler):
+        claims: Sequence[Claim] = route.handler.claims
+        return {**security, **_operation(claims, model_info, needs_key=needs_key)}
+    about = route.about
+    assert about is not None, "a route without documentation"
+    responses = {str(about.status): _answer([about]), **_others(about)}
+    if route.place is Place.ADMIN or needs_key:
+        responses.update({"401": _plain_error(401), "403": _plain_error(403)})
+    return {**security, "tags": ["server"], "summary": about.summary, "responses": responses}
+
+
+def _operation(claims: Sequence[Claim], model_info: ModelInfo, *, needs_key: bool) -> dict[str, Any]:
+    operations = [claim.operation for claim in claims]
+    described: dict[str, Any] = {
+        "tags": list(dict.fromkeys(claim.dialect.name for claim in claims)),
+        "summary": "; or: ".join(dict.fromkeys(operation.summary for operation in operations)),
+    }
+    has_body = any(operation.describe is None for operation in operations)
+    embeds = any(operation.embed is not None for operation in operations)
+    if has_body:
+        schemas = [_with_limits(operation, model_info) for operation in operations]
+        described["requestBody"] = {"required": True, "content": {"application/json": {"schema": _any_of(schemas)}}}
+    if embeds:
+        described["parameters"] = list(_PARAMETERS)
+    statuses = {400, 401, 403, 404, 431} | (_OF_BODIES if has_body else set()) | (_OF_EMBEDDING if has_body else set())
+    if not needs_key:
+        statuses -= {401, 403}
+    answering = [operation for operation in operations if operation.answer]
+    described["responses"] = {"200": _answer(answering)} if answering else {}
+    for operation in operations:
+        described["responses"].update(_others(operation))
+    dialects = list({claim.dialect.name: claim.dialect for claim in claims}.values())
+    texts = {status: text for status, text in _STATUSES.items() if status in statuses}
+    for dialect in dialects:
+        texts.update(dialect.statuses if has_body else {})
+    for status, text in sorted(texts.items()):
+        described["responses"][str(status)] = _error(status, text, dialects)
+    return described
+
+
+def _answer(operations: Sequence[Operation]) -> dict[str, Any]:
+    by_media_type: dict[str, list[Schema]] = {}
+    for operation in operations:
+        by_media_type.setdefault(operation.media_type, []).append(operation.answer)
+    content: dict[str, Any] = {media: {"schema": _any_of(schemas)} for media, schemas in by_media_type.items()}
+    for operation in operations:
+        content.update({media_type: {} for media_type in operation.binary_answers})
+    return {"description": "The answer", "headers": _REQUEST_ID, "content": content}
+
+
+def _others(operation: Operation) -> dict[str, Any]:
+    return {
+        str(status): {
+            "description": "",
+            "headers": _REQUEST_ID,
+            "content": {operation.media_type: {"schema": schema}} if schema else {},
+        }
+        for status, schema in operation.other_answers.items()
+    }
+
+
+def _error(status: int, text: str, dialects: Sequence[Dialect]) -> dict[str, Any]:
+    schemas: list[Schema] = [{"$ref": f"#/components/schemas/{dialect.name}-error"} for dialect in dialects]
+    headers = {**_REQUEST_ID, **(_RETRY_AFTER if status in _WITH_RETRY_AFTER else {})}
+    return {
+        "description": text,
+        "headers": headers,
+        "content": {"application/json": {"schema": _any_of(schemas)}},
+    }
+
+
+def _plain_error(status: int) -> dict[str, Any]:
+    schema = {"$ref": "#/components/schemas/openai-error"}
+    return {
+        "description": _STATUSES[status],
+        "headers": _REQUEST_ID,
+        "content": {"application/json": {"schema": schema}},
+    }
+
+
+def _any_of(schemas: Sequence[Schema]) -> Schema:
+    different = [schema for index, schema in enumerate(schemas) if schema not in schemas[:index]]
+    return different[0] if len(different) == 1 else {"anyOf": different}
+
+
+def _with_limits(operation: Operation, model_info: ModelInfo) -> Schema:
+    """The body's schema, with the limits of what is served: how many inputs there may be, how long vectors are, and
+    how many tokens a text has."""
+    schema = copy.deepcopy(operation.fields.schema())
+    for field in operation.fields:
+        described = schema["properties"][field.name]
+        if field.is_large:
+            for part in _parts(described):
+                if part.get("type") == "array" and part.get("items", {}).get("type") != "integer":
+                    part["maxItems"] = model_info.max_inputs
+        if field.name in _DIMENSIONS:
+            described.update(_dimensions_of(model_info, field.schema, answers_tokens=operation.answers_tokens))
+        if field.name in _NUM_TOKENS:
+            described["maximum"] = model_info.max_tokens
+    return schema
+
+
+def _dimensions_of(model_info: ModelInfo, declared: Schema, *, answers_tokens: bool) -> Schema:
+    """`declared`: of the field, whatever is served. A least value of 0 stands for the model's own."""
+    own = {model_info.dim, model_info.hidden_size} if answers_tokens else {model_info.dim}
+    if model_info.is_matryoshka and not model_info.matryoshka_dims:
+        return {"maximum": max(own)}
+    zero = [0] if declared.get("minimum") == 0 else []
+    return {"enum": [*zero, *sorted(own.union(model_info.matryoshka_dims)), None]}
+
+
+def _parts(schema: Schema) -> Iterator[Schema]:
+    yield schema
+    for name in ("anyOf", "oneOf"):
+        yield from schema.get(name, ())

@@ -1,0 +1,91 @@
+"""All that is served, as one table: the dialects, and what the server says of itself.
+
+Owns the list of dialects, which is asked first at a path that several have, and the names that requests are counted by.
+Knows no socket. Read by `vecd.gateway.pipeline` (routes, shapes of errors), `vecd.gateway.api.openapi`, and whoever
+says what became of requests.
+"""
+
+from collections.abc import Iterator, Mapping
+
+from vecd.gateway.api.dialects import cohere, ollama, openai, tei, vllm
+from vecd.gateway.api.handlers import Claim, OperationsHandler
+from vecd.gateway.api.operations import Dialect
+from vecd.gateway.api.routes import Route, Table, methods_at
+from vecd.gateway.api.system_routes import OWN_ROUTES
+from vecd.gateway.types.endpoints import NO_ROUTE, OWN, Endpoint
+from vecd.gateway.types.errors import ApiError
+from vecd.gateway.types.messages import Response
+from vecd.shm.shared_metrics import MAX_ENDPOINTS
+
+DIALECTS: tuple[Dialect, ...] = (openai.DIALECT, vllm.DIALECT, cohere.DIALECT, ollama.DIALECT, tei.DIALECT)
+"""Of two at the same path, the first takes what no other claims."""
+
+_BY_NAME = {dialect.name: dialect for dialect in DIALECTS}
+
+
+_endpoints = [NO_ROUTE]
+
+
+def _endpoint(route: str, dialect: str) -> int:
+    endpoint = Endpoint(route, dialect)
+    if endpoint not in _endpoints:
+        _endpoints.append(endpoint)
+    return _endpoints.index(endpoint)
+
+
+def dialect_routes() -> dict[str, dict[str, Route]]:
+    """Path → method → route, of all dialects."""
+    claims: dict[tuple[str, str], list[Claim]] = {}
+    for dialect in DIALECTS:
+        for at, operation in dialect.operations.items():
+            method, _, path = at.partition(" ")
+            claim = Claim(dialect, operation, _endpoint(path, dialect.name))
+            claims.setdefault((path, method), []).append(claim)
+    table: dict[str, dict[str, Route]] = {}
+    for (path, method), theirs in claims.items():
+        table.setdefault(path, {})[method] = Route(OperationsHandler(tuple(theirs), path), endpoint=theirs[0].endpoint)
+    return table
+
+
+def _own_routes() -> dict[str, dict[str, Route]]:
+    return {
+        path: {method: route._replace(endpoint=_endpoint(path, OWN)) for method, route in methods.items()}
+        for path, methods in OWN_ROUTES.items()
+    }
+
+
+def _merged(*tables: Table) -> Table:
+    """A path may be in several, under other methods."""
+    merged: dict[str, dict[str, Route]] = {}
+    for table in tables:
+        for path, methods in table.items():
+            merged.setdefault(path, {}).update(methods)
+    return merged
+
+
+ROUTES: Table = _merged(dialect_routes(), _own_routes())
+
+ENDPOINTS: tuple[Endpoint, ...] = tuple(_endpoints)
+"""By the index that routes and records have. At most `vecd.shm.shared_metrics.MAX_ENDPOINTS`."""
+assert len(ENDPOINTS) <= MAX_ENDPOINTS
+
+
+def render_error(error: ApiError, path: str | None, table: Table) -> Response:
+    """In the shape of the dialect that the request was made in; in OpenAI's where none is known."""
+    dialect = _BY_NAME.get(error.dialect) if error.dialect is not None else _dialect_at(path, table)
+    response = (dialect or openai.DIALECT).render_error(error)
+    response.headers.update(error.headers())
+    return response
+
+
+def _dialect_at(path: str | None, table: Table) -> Dialect | None:
+    if path is None:
+        return None
+    found = next(_dialects_of(methods_at(table, path)), None)
+    return found or next((dialect for dialect in DIALECTS if dialect.prefix and path.startswith(dialect.prefix)), None)
+
+
+def _dialects_of(methods: Mapping[str, Route] | None) -> Iterator[Dialect]:
+    for route in methods.values() if methods is not None else ():
+        if isinstance(route.handler, OperationsHandler):
+            yield route.handler.claims[0].dialect

@@ -1,0 +1,179 @@
+"""What the server says of itself, and what its operator may ask of it: the routes of no dialect.
+
+Owns their handlers and their documentation. What they say is `vecd.gateway.api.health`'s,
+`vecd.gateway.telemetry.metrics`' and `vecd.gateway.api.openapi`'s. Read by `vecd.gateway.api.registry`.
+"""
+
+import asyncio
+import os
+from collections.abc import Mapping
+from functools import partial
+from importlib.resources import files
+from typing import TYPE_CHECKING, Any
+
+import orjson
+
+from vecd.gateway.admission.auth import ANY_SCOPE
+from vecd.gateway.admission.principals import Principal
+from vecd.gateway.api.health import INFO_SCHEMA, describe_for_tei, describe_health, describe_info, state_of
+from vecd.gateway.api.openapi import describe_api
+from vecd.gateway.api.operations import Operation
+from vecd.gateway.api.routes import Place, Route
+from vecd.gateway.api.stats import describe_stats
+from vecd.gateway.telemetry.metrics import CONTENT_TYPE, render_metrics
+from vecd.gateway.telemetry.processes import Usage
+from vecd.gateway.types.errors import NotImplementedByServer
+from vecd.gateway.types.messages import HttpRequest, Response
+from vecd.shm.shared_metrics import Gauge
+
+if TYPE_CHECKING:
+    from vecd.gateway.pipeline import Pipeline
+
+
+async def health(app: "Pipeline", http: HttpRequest, principal: Principal) -> Response:
+    status, body = describe_health(app)
+    return _json(status, body, headers={} if status == 200 else {"retry-after": "1"})
+
+
+async def live(app: "Pipeline", http: HttpRequest, principal: Principal) -> Response:
+    return _json(200, {"status": "ok"})
+
+
+async def root(app: "Pipeline", http: HttpRequest, principal: Principal) -> Response:
+    """The page, for a browser. For others, where text-embeddings-inference has its health, and Ollama what its clients
+    look for first."""
+    response = await _root(app, http, principal)
+    if app.config.has_ui:
+        response.headers["vary"] = "accept"  # or a cache would give the one to who wants the other
+    return response
+
+
+async def _root(app: "Pipeline", http: HttpRequest, principal: Principal) -> Response:
+    if app.config.has_ui and "text/html" in http.headers.get("accept", ""):
+        return _page("page.html")
+    status, _ = describe_health(app)
+    if status != 200:
+        return await health(app, http, principal)
+    return Response(200, b"vecd is running", content_type=_TEXT)
+
+
+async def info(app: "Pipeline", http: HttpRequest, principal: Principal) -> Response:
+    """What is for an operator is said to operators alone; the rest, in text-embeddings-inference's words, to all who
+    may call at all: its clients ask for it."""
+    is_operators = principal.sees_metrics and (http.is_admin or not app.config.has_admin_listener)
+    if not is_operators:
+        return _json(200, describe_for_tei(app))
+    return _json(200, describe_info(app, shows_tenants=http.is_admin or principal.is_admin))
+
+
+async def metrics(app: "Pipeline", http: HttpRequest, principal: Principal) -> Response:
+    config = app.config
+    links = {link.incarnation.worker: link for link in app.dispatcher.links}
+    usages = await _usages(app)
+    app.shared_metrics.publish()
+    render = partial(
+        render_metrics,
+        app.shared_metrics,
+        version=config.version,
+        model=config.model,
+        endpoints=app.endpoints,
+        worker_states={worker: state_of(links.get(worker)) for worker in range(config.num_workers)},
+        usages=usages,
+        tei_max_tokens=config.max_tokens if config.has_tei_metrics else None,
+    )
+    return Response(200, await asyncio.to_thread(render), content_type=CONTENT_TYPE)
+
+
+async def stats(app: "Pipeline", http: HttpRequest, principal: Principal) -> Response:
+    return _json(200, describe_stats(app, await _usages(app)), headers={"cache-control": "no-store"})
+
+
+async def _usages(app: "Pipeline") -> dict[str, Usage]:
+    """Of the supervisor, all gateways, the workers that are up, and the fork server that they come from."""
+    pids = {"supervisor": os.getppid()}
+    pids |= {f"gateway-{n}": pid for n, row in enumerate(app.shared_metrics.rows) if (pid := row.gauges[Gauge.PID])}
+    for link in app.dispatcher.links:
+        pids |= {f"worker-{link.incarnation.worker}": link.facts["pid"], "forkserver": link.facts["parent_pid"]}
+    return await app.processes.usages(pids)
+
+
+async def reload(app: "Pipeline", http: HttpRequest, principal: Principal) -> Response:
+    if app.on_reload is None:
+        raise NotImplementedByServer("This gateway has nobody who could reload its configuration")
+    app.on_reload()
+    return _json(202, {"status": "reloading"})
+
+
+async def keys(app: "Pipeline", http: HttpRequest, principal: Principal) -> Response:
+    """Of each key what it may and has used, by its name: nothing that it could be told from."""
+    return _json(
+        200, {"gateway": app.shared_metrics.gateway, "keys": [holder.describe() for holder in app.callers.holders]}
+    )
+
+
+def _json(status: int, body: Any, headers: Mapping[str, str] | None = None) -> Response:
+    return Response(status, orjson.dumps(body), headers=dict(headers or {}))
+
+
+async def openapi(app: "Pipeline", http: HttpRequest, principal: Principal) -> Response:
+    """Of the listener that is asked."""
+    return _json(200, describe_api(app.table(http), app.model_info, has_keys=app.callers.are_known))
+
+
+async def docs(app: "Pipeline", http: HttpRequest, principal: Principal) -> Response:
+    """A page that shows /openapi.json. Needs nothing from anywhere else."""
+    return _page("docs.html")
+
+
+def _page(name: str) -> Response:
+    page = files("vecd.gateway.api").joinpath("data", name).read_bytes()
+    return Response(200, page, dict(_PAGE_HEADERS), "text/html; charset=utf-8")
+
+
+_POLICY = (
+    # All that a page is made of is in it, and it talks to nobody but its own server.
+    "default-src 'none'; script-src 'unsafe-inline'; style-src 'unsafe-inline'; connect-src 'self'; img-src data:; "
+    # Nor is it shown inside another, whose clicks would be its own, nor lets text become markup.
+    "base-uri 'none'; form-action 'none'; frame-ancestors 'none'; require-trusted-types-for 'script'"
+)
+_PAGE_HEADERS = {
+    "content-security-policy": _POLICY,
+    "x-frame-options": "DENY",
+    "x-content-type-options": "nosniff",
+    "referrer-policy": "no-referrer",
+    "cache-control": "no-cache",
+}
+
+_TEXT = "text/plain; charset=utf-8"
+
+_STATUS = {"type": "object", "required": ["status"], "properties": {"status": {"type": "string"}}}
+_OBJECT = {"type": "object"}
+
+HEALTH = Operation(summary="Whether a worker can serve", answer=_STATUS, other_answers={503: _STATUS})
+LIVE = Operation(summary="Whether the gateway runs", answer=_STATUS)
+ROOT = Operation(summary="Whether a worker can serve", answer={"type": "string"}, media_type=_TEXT)
+INFO = Operation(
+    summary="Describe the model and the limits; to operators the queue and the workers, too", answer=INFO_SCHEMA
+)
+STATS = Operation(summary="The whole server at this moment, as the page shows it", answer=_OBJECT)
+METRICS = Operation(summary="Counters and gauges for Prometheus", answer={"type": "string"}, media_type=CONTENT_TYPE)
+RELOAD = Operation(summary="Read the configuration again, as SIGHUP does", answer=_STATUS, status=202)
+KEYS = Operation(summary="Limits and use of each API key", answer=_OBJECT)
+OPENAPI = Operation(summary="This document", answer=_OBJECT)
+DOCS = Operation(
+    summary="A page that shows this document", answer={"type": "string"}, media_type="text/html; charset=utf-8"
+)
+
+OWN_ROUTES = {
+    "/health": {"GET": Route(health, scope=None, place=Place.BOTH, about=HEALTH)},
+    "/ping": dict.fromkeys(("GET", "POST"), Route(health, scope=None, place=Place.BOTH, about=HEALTH)),
+    "/live": {"GET": Route(live, scope=None, place=Place.BOTH, about=LIVE)},
+    "/": {"GET": Route(root, scope=None, place=Place.BOTH, about=ROOT)},
+    "/info": {"GET": Route(info, scope=ANY_SCOPE, place=Place.BOTH, about=INFO)},
+    "/metrics": {"GET": Route(metrics, scope="metrics", place=Place.OPERATOR, about=METRICS)},
+    "/stats": {"GET": Route(stats, scope="metrics", place=Place.OPERATOR, about=STATS)},
+    "/admin/reload": {"POST": Route(reload, scope="admin", place=Place.ADMIN, about=RELOAD)},
+    "/admin/keys": {"GET": Route(keys, scope="admin", place=Place.ADMIN, about=KEYS)},
+    "/openapi.json": {"GET": Route(openapi, scope=None, place=Place.BOTH, about=OPENAPI)},
+    "/docs": {"GET": Route(docs, scope=None, place=Place.BOTH, about=DOCS)},
+}

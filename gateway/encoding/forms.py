@@ -1,0 +1,114 @@
+"""Whether a request's vectors can be given in the forms it asks for, checked before anything is computed.
+
+Owns those rules and their messages. Converts nothing: that is `vecd.gateway.encoding`. Called by dialects, and by the
+encoder.
+"""
+
+from typing import NamedTuple, Protocol
+
+from vecd.gateway.types.errors import BadRequest
+from vecd.gateway.types.request import Dtype, EmbedRequest, Encoding, Form
+from vecd.shm.wire import Output
+
+WHOLE = frozenset({Dtype.INT8, Dtype.UINT8})
+PACKED = frozenset({Dtype.BINARY, Dtype.UBINARY})
+DIMS_PER_BYTE = 8
+
+
+class _Model(Protocol):
+    """What a `ModelInfo` and a `ModelCard` both say of the vectors."""
+
+    @property
+    def dim(self) -> int: ...
+
+    @property
+    def hidden_size(self) -> int: ...
+
+    @property
+    def is_normalized(self) -> bool: ...
+
+
+class Names(NamedTuple):
+    """What a dialect calls the fields."""
+
+    dtype: str = "encoding_format"
+    encoding: str = "encoding_format"
+    dimensions: str = "dimensions"
+
+
+DEFAULT_NAMES = Names()
+
+
+def check_forms(request: EmbedRequest, model: _Model, names: Names = DEFAULT_NAMES, *, has_ranges: bool) -> None:
+    """Raise BadRequest, which names the field by `names`, for a form that the request's vectors cannot be given in.
+
+    `has_ranges`: the server was given ranges for whole numbers (`--quantization-ranges`).
+    """
+    dimensions = request.dimensions
+    if request.output is Output.TOKENS and dimensions is not None and dimensions > model.hidden_size:
+        raise BadRequest(
+            f"'{names.dimensions}' must be 1 to {model.hidden_size} for vectors of tokens, is {dimensions}",
+            param=names.dimensions,
+        )
+    for form in request.forms:
+        _check_form(form, request, model, has_ranges, names)
+
+
+def _check_form(form: Form, request: EmbedRequest, model: _Model, has_ranges: bool, names: Names) -> None:
+    if request.output is Output.TOKENS and form.encoding in (Encoding.BYTES, Encoding.NPY):
+        raise BadRequest(
+            f"'{names.encoding}' must be 'float' or 'base64' for vectors of tokens, is '{form.encoding.value}': inputs "
+            "have not the same number of them",
+            param=names.encoding,
+        )
+    if form.encoding is Encoding.NPY and form.dtype is Dtype.BFLOAT16:
+        raise BadRequest(
+            f"'{names.encoding}' is 'npy', but NumPy has no bfloat16; ask for bytes, or for float16 or float32",
+            param=names.encoding,
+        )
+    if form.dtype in PACKED and (num_dims := width_of(request, model)) % DIMS_PER_BYTE:
+        param = names.dtype if request.dimensions is None else names.dimensions
+        raise BadRequest(
+            f"'{param}': {form.dtype.value} needs a number of dimensions that is a multiple of {DIMS_PER_BYTE}; there "
+            f"are {num_dims}",
+            param=param,
+        )
+    if form.dtype in WHOLE:
+        _check_scale(form, request, model, has_ranges, names)
+
+
+def _check_scale(form: Form, request: EmbedRequest, model: _Model, has_ranges: bool, names: Names) -> None:
+    """Whether the steps that there are fit the vectors."""
+    name = form.dtype.value
+    if not has_ranges:
+        if not are_normalized(request, model):
+            raise BadRequest(
+                f"'{names.dtype}': {name} is for vectors of length 1, and these are not, unless the request asks for "
+                "it, or the server was started with --quantization-ranges",
+                param=names.dtype,
+            )
+        return
+    if request.dimensions is not None:
+        raise BadRequest(
+            f"'{names.dimensions}' is {request.dimensions}, but for {name} this server has ranges of whole vectors, "
+            f"which have {model.dim} (--quantization-ranges)",
+            param=names.dimensions,
+        )
+    if request.output is Output.TOKENS or are_normalized(request, model) != model.is_normalized:
+        raise BadRequest(
+            f"'{names.dtype}': for {name} this server has ranges of the model's own vectors, as sentence-transformers "
+            "gives them, and others were asked for (--quantization-ranges)",
+            param=names.dtype,
+        )
+
+
+def width_of(request: EmbedRequest, model: _Model) -> int:
+    """Dimensions of each row that is answered."""
+    if request.dimensions is not None:
+        return request.dimensions
+    return model.hidden_size if request.output is Output.TOKENS else model.dim
+
+
+def are_normalized(request: EmbedRequest, model: _Model) -> bool:
+    """The rows that are answered have length 1, as float32."""
+    return request.normalize or (request.output is Output.VECTORS and model.is_normalized)

@@ -1,0 +1,257 @@
+"""Collects a request's rows in the forms in which they will be answered.
+
+Owns the copies: a row is borrowed from the arena for the length of a `put`, and what is kept does not refer to it; and
+what may be asked of which vectors (`check_forms`). Knows no dialect: what stands around the rows is written by whoever
+renders the answer. Made by `vecd.gateway.pipeline`, filled by `vecd.gateway.types.request.Gathering` as batches finish.
+The formulas are `vecd.gateway.encoding.quantization`'s.
+
+Measured for 128 × 1024 floats (`benchmarks/answers.py`): raw 0.02 ms, base64 0.13 ms, float JSON 3.1 ms. That is why
+base64, the default of OpenAI's SDKs, matters, and why rows are encoded a few at a time
+(`vecd.gateway.dispatch.dispatcher`).
+"""
+
+from collections.abc import Callable, Iterable
+from functools import partial
+from io import BytesIO
+from typing import Any, NamedTuple, TypeAlias
+
+import numpy as np
+import orjson
+from numpy.lib import format as npy_format
+from numpy.typing import NDArray
+from pybase64 import b64encode
+
+from vecd.gateway.encoding.forms import DIMS_PER_BYTE, PACKED, are_normalized, check_forms, width_of
+from vecd.gateway.encoding.quantization import (
+    default_ranges,
+    from_bfloat16,
+    normalize,
+    read_ranges,
+    shorten,
+    to_bfloat16,
+    to_binary,
+    to_float16,
+    to_ubinary,
+)
+from vecd.gateway.types.request import Dtype, EmbedRequest, Encoding, Form
+from vecd.shm.card import ModelCard
+from vecd.shm.wire import Output
+
+Rows: TypeAlias = NDArray[Any]
+Convert: TypeAlias = Callable[[Any], Rows]
+"""Rows [n, D] to other rows, C-contiguous and new."""
+
+
+_STORED = {
+    Dtype.FLOAT32: "f4",
+    Dtype.FLOAT16: "f2",
+    Dtype.BFLOAT16: "u2",
+    Dtype.INT8: "i1",
+    Dtype.UINT8: "u1",
+    Dtype.BINARY: "i1",
+    Dtype.UBINARY: "u1",
+}
+"""NumPy's type of the same bytes."""
+
+
+def stored_dtype(form: Form) -> np.dtype[Any]:
+    """NumPy's type of a form's elements, in the order of bytes that was asked for; bfloat16's bits are a uint16's."""
+    return np.dtype((">" if form.is_big_endian else "<") + _STORED[form.dtype])
+
+
+# --- writing ----------------------------------------------------------------------------------------------------
+
+
+def encode_float(rows: Rows) -> list[bytes]:
+    """JSON arrays of numbers, each the shortest that reads back as the same float32, or whole. `rows` are [n, D]."""
+    return [orjson.dumps(row, option=orjson.OPT_SERIALIZE_NUMPY) for row in rows]
+
+
+def encode_base64(rows: Rows) -> list[bytes]:
+    """JSON strings: standard base64, padded, of each row's bytes. `rows` are [n, D]."""
+    view, row_bytes = rows.data.cast("B"), rows.shape[1] * rows.itemsize
+    return [b'"%b"' % b64encode(view[at : at + row_bytes]) for at in range(0, len(view), row_bytes)]
+
+
+class _Json(NamedTuple):
+    """How an encoding is written as JSON."""
+
+    encode: Callable[[Rows], list[bytes]]
+    """A fragment for each vector."""
+    encode_tokens: Callable[[Rows], Iterable[bytes]]
+    """What is kept of an input's tokens until all are there."""
+    join_tokens: Callable[[Iterable[bytes]], bytes]
+    """The fragment of an input, of what was kept."""
+
+
+_NUMBERS = _Json(encode_float, encode_float, lambda lists: b"[%b]" % b",".join(lists))
+_BASE64 = _Json(encode_base64, lambda rows: [rows.tobytes()], lambda parts: b'"%b"' % b64encode(b"".join(parts)))
+
+
+class JsonRows:
+    """A fragment of JSON for each input: a vector's, or of its tokens a list of lists, or base64 of their rows end to
+    end."""
+
+    __slots__ = ("_convert", "_json", "_parts", "fragments")
+
+    def __init__(self, num_inputs: int, encoding: Encoding = Encoding.FLOAT, convert: Convert | None = None) -> None:
+        """`encoding` is FLOAT or BASE64. `convert`: float32 rows to those that are written; None: they are."""
+        self.fragments: list[bytes] = [b""] * num_inputs
+        """In input order."""
+        self._json = _NUMBERS if encoding is Encoding.FLOAT else _BASE64
+        self._convert = convert
+        self._parts: dict[int, list[bytes]] = {}
+        """By input, of those whose tokens have begun to come."""
+
+    def put(self, index: int, rows: NDArray[np.float32]) -> None:
+        """`rows` are C-contiguous."""
+        converted = rows if self._convert is None else self._convert(rows)
+        self.fragments[index : index + len(rows)] = self._json.encode(converted)
+
+    def put_tokens(self, index: int, rows: NDArray[np.float32], num_left: int) -> None:
+        """`rows` are C-contiguous, and the next ones of input `index`; `num_left` are still to come."""
+        converted = rows if self._convert is None else self._convert(rows)
+        parts = self._parts.setdefault(index, [])
+        parts += self._json.encode_tokens(converted)
+        if not num_left:
+            self.fragments[index] = self._json.join_tokens(self._parts.pop(index))
+
+
+_FLOAT32_BYTES = Form(Encoding.BYTES)
+
+
+class Matrix:
+    """The rows themselves."""
+
+    __slots__ = ("_convert", "dim", "form", "rows")
+
+    def __init__(self, num_rows: int, dim: int, form: Form = _FLOAT32_BYTES, convert: Convert | None = None) -> None:
+        """`convert`: float32 rows to rows of the form's type; None: they are."""
+        width = dim // DIMS_PER_BYTE if form.dtype in PACKED else dim
+        self.rows: Rows = np.empty((num_rows, width), dtype=stored_dtype(form))
+        """In input order, as they are answered; bfloat16 as its bits."""
+        self.dim = dim
+        """Of the vectors, of which binary types have eight to an element."""
+        self.form = form
+        self._convert = convert
+
+    @property
+    def row_bytes(self) -> int:
+        return int(self.rows.shape[1]) * self.rows.itemsize
+
+    def put(self, index: int, rows: NDArray[np.float32]) -> None:
+        self.rows[index : index + len(rows)] = rows if self._convert is None else self._convert(rows)
+
+    def put_tokens(self, index: int, rows: NDArray[np.float32], num_left: int) -> None:
+        raise ValueError("rows of tokens make no matrix")  # check_forms has let it pass
+
+    def view(self) -> memoryview:
+        """The bytes of all rows, borrowed."""
+        return self.rows.view(np.uint8).data.cast("B")
+
+    def npy_header(self) -> bytes:
+        """What comes before the rows in a NumPy file, version 1.0."""
+        header = BytesIO()
+        npy_format.write_array_header_1_0(header, npy_format.header_data_from_array_1_0(self.rows))
+        return header.getvalue()
+
+
+# --- making -----------------------------------------------------------------------------------------------------
+
+
+class Encoder:
+    """Makes the collectors of requests for one model."""
+
+    def __init__(self, card: ModelCard, ranges_path: str | None = None) -> None:
+        """`ranges_path`: see `vecd.gateway.types.config.GatewayConfig.quantization_ranges`. Raises ModelError for a
+        file that has no ranges for this model."""
+        self._card = card
+        self._is_normalized = card.is_normalized
+        self._ranges = None if ranges_path is None else read_ranges(ranges_path, card.dim)
+
+    def make_collectors(self, request: EmbedRequest) -> tuple[JsonRows | Matrix, ...]:
+        """One for each of the request's forms. Raises BadRequest for what `check_forms` would have refused."""
+        if self._takes_rows_as_they_are(request):  # as most do: the general way takes 7 µs
+            return (_collector(request.forms[0], len(request.inputs), self._card.dim),)
+        check_forms(request, self._card, has_ranges=self._ranges is not None)
+        prepare = self._preparation(request)
+        width = width_of(request, self._card)
+        return tuple(
+            _collector(form, len(request.inputs), width, _chain([*prepare, *self._conversion(form, width)]))
+            for form in request.forms
+        )
+
+    def _takes_rows_as_they_are(self, request: EmbedRequest) -> bool:
+        """One form of the model's own vectors, as float32."""
+        return (
+            len(request.forms) == 1
+            and request.forms[0].dtype is Dtype.FLOAT32
+            and not request.forms[0].is_big_endian
+            and request.dimensions is None
+            and request.output is Output.VECTORS
+            and (self._is_normalized or not request.normalize)
+        )
+
+    def _preparation(self, request: EmbedRequest) -> list[Convert]:
+        """The steps from the model's rows to the float32 rows that were asked for."""
+        steps: list[Convert] = []
+        if request.dimensions is not None:
+            steps.append(partial(shorten, dimensions=request.dimensions))
+        has_length_1 = request.output is Output.VECTORS and self._card.is_normalized and not steps
+        if are_normalized(request, self._card) and not has_length_1:
+            steps.append(normalize)
+        return steps
+
+    def _conversion(self, form: Form, width: int) -> list[Convert]:
+        """The steps from those rows to the ones that are written."""
+        steps: list[Convert] = []
+        match form.dtype:
+            case Dtype.FLOAT16:
+                steps.append(to_float16)
+            case Dtype.BFLOAT16:
+                steps.append(to_bfloat16)
+            case Dtype.INT8:
+                steps.append((self._ranges or default_ranges(width)).to_int8)
+            case Dtype.UINT8:
+                steps.append((self._ranges or default_ranges(width)).to_uint8)
+            case Dtype.BINARY:
+                steps.append(to_binary)
+            case Dtype.UBINARY:
+                steps.append(to_ubinary)
+        match form.encoding:
+            case Encoding.FLOAT if form.dtype is Dtype.FLOAT16:
+                steps.append(_as_float32)  # whose shortest number orjson writes
+            case Encoding.FLOAT if form.dtype is Dtype.BFLOAT16:
+                steps.append(from_bfloat16)
+            case Encoding.BASE64 if form.is_big_endian:
+                steps.append(partial(_as_bytes, dtype=stored_dtype(form)))
+        return steps
+
+
+def _collector(form: Form, num_inputs: int, dim: int, convert: Convert | None = None) -> JsonRows | Matrix:
+    if form.encoding is Encoding.FLOAT or form.encoding is Encoding.BASE64:
+        return JsonRows(num_inputs, form.encoding, convert)
+    return Matrix(num_inputs, dim, form, convert)
+
+
+def _chain(steps: list[Convert]) -> Convert | None:
+    if not steps:
+        return None
+    if len(steps) == 1:
+        return steps[0]
+    return partial(_run, tuple(steps))
+
+
+def _run(steps: tuple[Convert, ...], rows: Rows) -> Rows:
+    for step in steps:
+        rows = step(rows)
+    return rows
+
+
+def _as_bytes(rows: Rows, dtype: np.dtype[Any]) -> Rows:
+    """uint8: a view of bytes in another order than the machine's has none of a row's."""
+    return rows.astype(dtype).view(np.uint8)
+
+
+def _as_float32(rows: NDArray[np.float16]) -> Rows:
+    return rows.astype(np.float32)

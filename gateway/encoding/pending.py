@@ -1,0 +1,119 @@
+"""A request's rows as they come back: collected in whatever order its batches finish.
+
+Owns `PendingResult`, and the mean of an input's chunks. Knows no worker and no slot: rows are borrowed until a call
+returns. Made by `vecd.gateway.pipeline`, filled by `vecd.gateway.dispatch`.
+"""
+
+import asyncio
+from typing import Protocol
+
+import numpy as np
+from numpy.typing import NDArray
+
+from vecd.gateway.types.errors import ApiError
+from vecd.gateway.types.request import Collector
+from vecd.shm.wire import Output
+
+
+class Delivered(Protocol):
+    """What a pending result asks of the sequence that rows belong to."""
+
+    index: int
+    weight: int
+    output: Output
+    chunked: "ChunkedInput | None"
+
+
+class ChunkedInput:
+    """The vectors of one input's chunks as they come, which become one.
+
+    Source of the mean, and of its weights: LangChain's `OpenAIEmbeddings`, which does the same before a server that
+    takes no long texts.
+    """
+
+    __slots__ = ("_num_missing", "_sum", "_total_weight", "is_normalized")
+
+    def __init__(self, num_chunks: int, *, is_normalized: bool) -> None:
+        """`is_normalized`: the mean is brought to length 1 again."""
+        self._num_missing = num_chunks
+        self._sum: NDArray[np.float64] | None = None
+        self._total_weight = 0
+        self.is_normalized = is_normalized
+
+    def add(self, row: NDArray[np.float32], weight: int) -> NDArray[np.float32] | None:
+        """Take a chunk's row (float32 [D], borrowed). With the last one, the input's: float32 [1, D]."""
+        weighted = row.astype(np.float64) * weight
+        self._sum = weighted if self._sum is None else self._sum + weighted
+        self._total_weight += weight
+        self._num_missing -= 1
+        if self._num_missing:
+            return None
+        mean = self._sum / max(1, self._total_weight)
+        if self.is_normalized and (norm := float(np.linalg.norm(mean))) > 0:
+            mean /= norm
+        return mean.astype(np.float32)[None]
+
+
+class PendingResult:
+    """Collects the rows of one request, in whatever order its batches finish.
+
+    `finished` resolves when every row is there, or raises the ApiError of the first that failed. Once it is done,
+    for whatever reason, the sequences still queued are abandoned and never reach a worker.
+    """
+
+    __slots__ = ("_collectors", "finished", "num_missing")
+
+    def __init__(self, num_inputs: int, collectors: tuple[Collector, ...], loop: asyncio.AbstractEventLoop) -> None:
+        self.finished: asyncio.Future[None] = loop.create_future()
+        self.num_missing = num_inputs
+        """Inputs whose rows have not all been delivered."""
+        self._collectors = collectors
+
+    @property
+    def is_over(self) -> bool:
+        """Answered, failed, or given up by its caller."""
+        return self.finished.done()
+
+    def deliver(self, index: int, rows: NDArray[np.float32]) -> None:
+        """Take the rows (float32 [n, D], borrowed until this returns) of inputs `index` … `index + n - 1`."""
+        if self.is_over:
+            return
+        try:
+            for collector in self._collectors:
+                collector.put(index, rows)
+        except ApiError as error:  # the rows cannot be had in this form
+            self.fail(error.with_traceback(None))  # whose frames have the rows
+        else:
+            self._count(len(rows))
+
+    def deliver_one(self, sequence: Delivered, rows: NDArray[np.float32], num_left: int = 0) -> None:
+        """Take the next rows (float32 [n, D], or [n, H] of tokens, C-contiguous, borrowed) of a sequence that is not
+        `is_plain`; `num_left` more of it are to come."""
+        if self.is_over:
+            return
+        if sequence.output is Output.TOKENS:
+            try:
+                for collector in self._collectors:
+                    collector.put_tokens(sequence.index, rows, num_left)
+            except ApiError as error:
+                self.fail(error.with_traceback(None))
+            else:
+                if not num_left:
+                    self._count(1)
+        elif sequence.chunked is not None:
+            mean = sequence.chunked.add(rows[0], sequence.weight)
+            if mean is not None:
+                self.deliver(sequence.index, mean)
+
+    def _count(self, num_inputs: int) -> None:
+        self.num_missing -= num_inputs
+        if self.num_missing == 0:
+            self.finished.set_result(None)
+
+    def fail(self, error: ApiError) -> None:
+        if not self.is_over:
+            self.finished.set_exception(error)
+
+    def abandon(self) -> None:
+        """Its caller has gone, or its deadline has passed."""
+        self.finished.cancel()

@@ -1,0 +1,176 @@
+"""From the model's float32 rows to the rows that are answered: shorter, of length 1, of another type.
+
+Owns the formulas, and the reading of a file of ranges. Pure but for that file. What may be combined with what is
+`vecd.gateway.encoding.fragments`'s, which calls this. docs/output-types.md says what the formulas cost, and how to undo
+them.
+
+Every function takes float32 [n, D], finite, which it only reads, and gives a new array.
+"""
+
+from functools import lru_cache
+from pathlib import Path
+from typing import NamedTuple
+
+import numpy as np
+from numpy.typing import NDArray
+
+from vecd.gateway.types.errors import BadRequest
+from vecd.shm.card import ModelError
+
+FloatRows = NDArray[np.float32]
+
+_NUM_STEPS = 255
+_MAX_INT8 = 127
+_MAX_FLOAT16 = 65504
+_FLOAT16_INFINITY, _BFLOAT16_INFINITY = 0x7C00, 0x7F80
+_SHORTEST, _LONGEST = 1e-30, 1e30
+"""Between these, a length is as exact as float32 as its elements are."""
+
+_WIDEST = 32
+"""Roots of the mean square at which the default ranges end. No element of a vector of length 1 is greater than
+sqrt(D) of them, so that nothing at all is clipped up to 1,024 dimensions; all-MiniLM-L6-v2 has elements of 5.7; one
+dimension that has half of the length in 1,536 has elements of 27. Half as many would halve the error, and clip those:
+`benchmarks/quantization.py`."""
+
+
+# --- shape ------------------------------------------------------------------------------------------------------
+
+
+def shorten(rows: FloatRows, dimensions: int) -> FloatRows:
+    """The first `dimensions` elements of each."""
+    return rows[:, :dimensions].copy()
+
+
+def normalize(rows: FloatRows) -> FloatRows:
+    """Each brought to length 1; one of zeros stays what it is.
+
+    Lengths are float64, since squares of small float32s would be lost, and those of great ones infinite.
+    """
+    exact = rows.astype(np.float64)
+    lengths: NDArray[np.float64] = np.sqrt(np.vecdot(exact, exact))[:, None]
+    lengths[lengths == 0] = 1
+    if lengths.min() > _SHORTEST and lengths.max() < _LONGEST:
+        return np.divide(rows, lengths.astype(np.float32))
+    return np.divide(rows, lengths).astype(np.float32)
+
+
+# --- floating point ---------------------------------------------------------------------------------------------
+
+
+def to_float16(rows: FloatRows) -> NDArray[np.float16]:
+    """The nearest float16s. Raises BadRequest where there is none: infinity is not a vector's element."""
+    with np.errstate(over="ignore", under="ignore"):
+        halves = rows.astype(np.float16)
+    # By its bits, which takes an eighth of np.isinf.
+    if (halves.view(np.uint16) & _FLOAT16_INFINITY).max() == _FLOAT16_INFINITY:
+        raise BadRequest(
+            f"float16 ends at {_MAX_FLOAT16}, and a vector has an element beyond that; ask for float32 or bfloat16"
+        )
+    return halves
+
+
+def to_bfloat16(rows: FloatRows) -> NDArray[np.uint16]:
+    """The bits of the nearest bfloat16s, the even one of two that are as near.
+
+    The upper half of a float32 is a bfloat16. What is added is just less than half of its last bit, and one more
+    where that bit is set. Raises BadRequest for an element so great that the nearest would be infinity.
+    """
+    bits = rows.view(np.uint32)
+    rounded = ((bits + (0x7FFF + ((bits >> 16) & 1))) >> 16).astype(np.uint16)
+    if (rounded & _BFLOAT16_INFINITY).max() == _BFLOAT16_INFINITY:
+        raise BadRequest("a vector has an element that is greater than any bfloat16; ask for float32")
+    return rounded
+
+
+def from_bfloat16(bits: NDArray[np.uint16]) -> FloatRows:
+    """The float32s that they are."""
+    return (bits.astype(np.uint32) << 16).view(np.float32)
+
+
+# --- whole numbers ----------------------------------------------------------------------------------------------
+
+
+class Ranges(NamedTuple):
+    """Where each element's 256 steps begin, and how wide they are: float32 [D] each.
+
+    Source of the formula: sentence-transformers' `quantize_embeddings`, to the bit.
+    """
+
+    starts: FloatRows
+    widths: FloatRows
+
+    @classmethod
+    def between(cls, least: FloatRows, greatest: FloatRows) -> "Ranges":
+        return cls(least, (greatest - least) / np.float32(_NUM_STEPS))
+
+    def to_uint8(self, rows: FloatRows) -> NDArray[np.uint8]:
+        steps = np.subtract(rows, self.starts)
+        with np.errstate(over="ignore"):  # which is clipped
+            steps /= self.widths
+        np.floor(steps, out=steps)
+        return np.clip(steps, 0, _NUM_STEPS, out=steps).astype(np.uint8)
+
+    def to_int8(self, rows: FloatRows) -> NDArray[np.int8]:
+        return _less_128(self.to_uint8(rows))
+
+
+@lru_cache(maxsize=8)
+def default_ranges(dim: int) -> Ranges:
+    """Of vectors of length 1, whatever the model: -c to c, c = min(1, 32 / sqrt(dim)). An int8 is its element times
+    127 / c, rounded, and zero is zero.
+
+    The same numbers given to sentence-transformers as `ranges` give the same codes: it rounds down, so the steps
+    begin half a step lower.
+    """
+    width = np.float32(min(1.0, _WIDEST / dim**0.5) / _MAX_INT8)
+    least = np.full(dim, np.float32(-128.5) * width, dtype=np.float32)
+    greatest = np.full(dim, np.float32(126.5) * width, dtype=np.float32)
+    return Ranges.between(least, greatest)
+
+
+def read_ranges(path: str, dim: int) -> Ranges:
+    """The ranges in a NumPy file: float32 or float64 [2, dim], the least of each element and the greatest.
+
+    Raises ModelError, whose message is one line. Source of the layout: sentence-transformers' `ranges`.
+    """
+    if not Path(path).is_file():
+        raise ModelError(f"{path}: no such file (--quantization-ranges)")
+    try:
+        # Mapped, so that of a file that is none of ranges no more than its header is read.
+        array = np.load(path, mmap_mode="r", allow_pickle=False)
+    except (OSError, ValueError, EOFError, SyntaxError) as error:
+        raise ModelError(f"{path}: is no NumPy file (--quantization-ranges): {type(error).__name__}") from None
+    if not isinstance(array, np.ndarray):
+        array.close()
+        raise ModelError(f"{path}: must be a .npy file with one array, is an .npz (--quantization-ranges)")
+    if array.dtype.newbyteorder("=") not in (np.float32, np.float64):
+        raise ModelError(f"{path}: must be float32, is {array.dtype} (--quantization-ranges)")
+    if array.shape != (2, dim):
+        raise ModelError(f"{path}: must have the shape (2, {dim}), has {array.shape} (--quantization-ranges)")
+    with np.errstate(over="ignore"):
+        least, greatest = np.array(array, dtype=np.float32, order="C")
+        ranges = Ranges.between(least, greatest)
+    if not np.isfinite(least).all() or not np.isfinite(greatest).all():
+        raise ModelError(f"{path}: has values that are not finite (--quantization-ranges)")
+    # Of two numbers that lie too near to one another, or too far apart, no 255th part can be taken.
+    bad = np.flatnonzero(~((least < greatest) & (ranges.widths > 0) & np.isfinite(ranges.widths)))
+    if bad.size:
+        raise ModelError(
+            f"{path}: the least value must be below the greatest, is not at {bad.size} of {dim} dimensions, first at "
+            f"{bad[0]} (--quantization-ranges)"
+        )
+    return ranges
+
+
+def to_ubinary(rows: FloatRows) -> NDArray[np.uint8]:
+    """A bit for each element, set where it is above zero, eight to a byte, the first in the highest: [n, D / 8]."""
+    return np.packbits(rows > 0, axis=1)
+
+
+def to_binary(rows: FloatRows) -> NDArray[np.int8]:
+    """The same bytes less 128. Source: sentence-transformers' `quantize_embeddings`, and Cohere's and Voyage's."""
+    return _less_128(to_ubinary(rows))
+
+
+def _less_128(codes: NDArray[np.uint8]) -> NDArray[np.int8]:
+    return np.bitwise_xor(codes, np.uint8(128), out=codes).view(np.int8)

@@ -1,0 +1,1 @@
+"""Sockets and bytes: the sans-IO parser, connections, listeners, TLS, limits of bytes."""

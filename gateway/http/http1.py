@@ -1,0 +1,472 @@
+"""HTTP/1.x as bytes: what a connection has received becomes requests, and responses become bytes.
+
+Owns how a request is read: its framing, its limits, which bytes are refused and with which error; and how the head
+of a response is written. Never touches a socket, a task or a clock: `vecd.gateway.http.connection` feeds it, sends what
+it encodes, and keeps the deadlines. Tests drive it with bytes alone.
+
+llhttp (by httptools) parses heads. Added here is what llhttp leaves to its user: limits, one well-formed Host, exactly
+known transfer codings and versions, no upgrades. llhttp cannot stop at the end of a head, so it is never given bytes
+beyond it:
+
+    bytes fed       │ head … CRLF CRLF                              │ body              │ head of the next request …
+    given to llhttp └ as they come, 3 kept back until the end comes ┘ `vecd.gateway.http.framing` │ waits, unparsed
+
+So the pipelined requests of a connection wait as plain bytes, each head is read by a parser of its own, and nothing (a
+trailer, an upgrade, a `Connection: close`) leaks from one request into the next.
+"""
+
+import itertools
+import os
+import re
+from dataclasses import dataclass
+from enum import Enum, auto
+from functools import lru_cache
+from http import HTTPStatus
+from typing import NoReturn, TypeAlias
+from urllib.parse import unquote_to_bytes
+
+import httptools
+
+from vecd.gateway.http.decompress import coding_named
+from vecd.gateway.http.framing import Body, ChunkedBody, KnownBody, NoBody
+from vecd.gateway.types.errors import (
+    ApiError,
+    BadRequest,
+    HeadersTooLarge,
+    HttpVersionNotSupported,
+    NotImplementedByServer,
+    PayloadTooLarge,
+)
+from vecd.gateway.types.messages import HttpRequest, Limits, Response
+
+CONTINUE = b"HTTP/1.1 100 Continue\r\n\r\n"
+
+_BLANK_LINE = b"\r\n\r\n"
+"""Ends every head. llhttp takes no other line end than CRLF."""
+_MAX_KEPT_BACK_BYTES = len(_BLANK_LINE) - 1
+_LINE_ENDS = re.compile(rb"[\r\n]*")
+
+_MINOR_VERSIONS = {"1.0": 0, "1.1": 1}
+# llhttp's reasons for a version it does not know, and for the preface of HTTP/2.
+_VERSION_REASONS = {"Invalid HTTP version", "Pause on PRI/Upgrade"}
+
+# RFC 9110, section 7.2; RFC 3986, section 3.2.2. Empty where the target has no authority. Without the comma, which no
+# name has, but two Hosts that somebody on the way has made one of.
+_HOST = re.compile(
+    r"(?:(?:[A-Za-z0-9._~!$&'()*+;=-]|%[0-9A-Fa-f]{2})*|\[[0-9A-Fa-f:.]+\]|\[v[0-9A-Fa-f]+\.[\w.~!$&'()*+,;=:-]+\])"
+    r"(?::[0-9]*)?",
+    re.ASCII,
+)
+_INVALID_ESCAPE = re.compile(rb"%(?![0-9A-Fa-f]{2})")
+_CONTROL_CHARACTER = re.compile(r"[\x00-\x1f\x7f]")
+_REQUEST_ID = re.compile(r"[A-Za-z0-9._-]{1,128}")
+_REQUEST_ID_PREFIX = f"req_{os.urandom(8).hex()}"
+_request_numbers = itertools.count(1)
+_MAX_QUOTED_CHARACTERS = 64
+
+
+@dataclass(slots=True)
+class HeadReceived:
+    """A request's head is complete and acceptable, and bytes of its body are missing."""
+
+    request: HttpRequest
+
+
+@dataclass(slots=True)
+class RequestReceived:
+    """A request is complete."""
+
+    request: HttpRequest
+
+
+Event: TypeAlias = HeadReceived | RequestReceived
+
+
+class ReadState(Enum):
+    """Where a reader stands; a connection sets its deadline by it."""
+
+    IDLE = auto()
+    """Between requests: nothing of the next one has come."""
+    HEAD = auto()
+    """At least one byte of a request has come, and its head was not complete when last looked at."""
+    BODY = auto()
+    CLOSED = auto()
+    """The bytes were refused, or the last request asked to close: whatever else comes is dropped."""
+
+
+class RequestReader:
+    """Reads the requests of one connection, one at a time: feed it, then take events until there is none."""
+
+    __slots__ = ("_at", "_data", "_has_told_of_head", "_message", "limits", "state")
+
+    def __init__(self, limits: Limits) -> None:
+        self.limits = limits
+        """Of the next request; one that is being read goes by those that it began with."""
+        self._data = b""
+        self._at = 0  # so much of _data has been parsed
+        self._message: _Message | None = None
+        self._has_told_of_head = False
+        self.state = ReadState.IDLE
+
+    @property
+    def request(self) -> HttpRequest | None:
+        """The request being read, or refused, once its head is known."""
+        return self._message.request if self._message is not None else None
+
+    @property
+    def num_body_bytes(self) -> int:
+        """Bytes that are held of a body which is not complete."""
+        return self._message.body.num_bytes if self._message is not None else 0
+
+    @property
+    def num_waiting_bytes(self) -> int:
+        """Bytes fed and not parsed yet: what waits behind a request that is being answered."""
+        return len(self._data) - self._at
+
+    def feed(self, data: bytes) -> None:
+        """Add what the connection received. Parses nothing yet."""
+        if self.state is ReadState.CLOSED:
+            return
+        rest = self._data[self._at :]
+        self._data = rest + data if rest else data
+        self._at = 0
+        if self.state is ReadState.IDLE:
+            self._seek_request()
+
+    def next_event(self) -> Event | None:
+        """What the bytes say next; None when they say nothing more, or when the reader is closed.
+
+        Raises ApiError when the bytes are refused. Every complete request before them has been returned by then;
+        the reader is closed, and `request` is the one refused, if its head was known.
+        """
+        if self.state is ReadState.IDLE or self.state is ReadState.CLOSED:
+            return None
+        message = self._message
+        if message is None:
+            message = self._message = _Message(self.limits)
+        try:
+            self._read(message)
+        except ApiError:
+            self.close()
+            raise
+        if message.request is None:
+            return None
+        return self._end_message(message.request) if message.body.is_complete else self._tell_of_head(message.request)
+
+    def _read(self, message: "_Message") -> None:
+        """Parse what has come of one request, and no byte beyond it."""
+        while message.request is None:
+            start, stop = self._at, self._segment_end()
+            if stop == start:
+                return
+            self._at = stop
+            message.parse_head(self._data[start:stop])
+        if not message.body.is_complete:
+            self._at = message.body.read(self._data, self._at)
+
+    def _segment_end(self) -> int:
+        """How far can be parsed without going beyond the head."""
+        blank_line = self._data.find(_BLANK_LINE, self._at)
+        if blank_line >= 0:
+            return blank_line + len(_BLANK_LINE)
+        return max(self._at, len(self._data) - _MAX_KEPT_BACK_BYTES)
+
+    def _tell_of_head(self, request: HttpRequest) -> HeadReceived | None:
+        self.state = ReadState.BODY
+        if self._has_told_of_head:
+            return None
+        self._has_told_of_head = True
+        return HeadReceived(request)
+
+    def _end_message(self, request: HttpRequest) -> RequestReceived:
+        assert self._message is not None
+        request.body = self._message.body.take()
+        self._message.let_go()
+        self._message = None
+        self._has_told_of_head = False
+        if request.keep_alive:
+            self._seek_request()
+        else:
+            self.close()
+        return RequestReceived(request)
+
+    def _seek_request(self) -> None:
+        """Skip empty lines, which may precede a request and are no part of it (RFC 9112, section 2.2)."""
+        match = _LINE_ENDS.match(self._data, self._at)
+        assert match is not None
+        self._at = match.end()
+        self.state = ReadState.HEAD if self._at < len(self._data) else ReadState.IDLE
+
+    def close(self) -> None:
+        """Nothing more will be read: let go of what has come of a request."""
+        self.state = ReadState.CLOSED
+        self._data, self._at = b"", 0
+        if self._message is not None:
+            self._message.let_go()
+
+
+_NO_BODY = NoBody()
+
+
+class _Message:
+    """One request while it is read: what llhttp calls back, the checks, and the body as it comes."""
+
+    __slots__ = (
+        "_content_length", "_headers", "_is_chunked", "_limits", "_num_head_bytes", "_num_headers", "_parser",
+        "_refusal", "_target", "body", "request",
+    )  # fmt: skip
+
+    def __init__(self, limits: Limits) -> None:
+        self._limits = limits
+        self._parser: httptools.HttpRequestParser | None = httptools.HttpRequestParser(self)
+        self._target = b""
+        self._headers: dict[str, str] = {}
+        self._num_headers = 0
+        self._num_head_bytes = 0
+        self._content_length = 0
+        self._is_chunked = False
+        self._refusal: ApiError | None = None
+        self.request: HttpRequest | None = None
+        self.body: Body = _NO_BODY
+
+    def parse_head(self, segment: bytes) -> None:
+        """Let llhttp read the next bytes. Raises ApiError when they are refused, by llhttp or by a check here."""
+        assert self._parser is not None
+        self._num_head_bytes += len(segment)
+        try:
+            self._parser.feed_data(segment)
+        except httptools.HttpParserUpgrade:
+            pass  # Every stock Java client offers h2c, and takes HTTP/1.1 for a no.
+        except httptools.HttpParserCallbackError:
+            # What a callback raises, httptools hides.
+            if self._refusal is None:
+                raise
+            raise self._refusal from None
+        except httptools.HttpParserError as error:
+            raise _refusal_of(error) from None
+        self._check_head_size()
+        if self.request is not None:
+            self._begin_body()
+
+    def let_go(self) -> None:
+        """Free what was read, now and not when the collector comes: parser and callbacks refer to each other."""
+        self._parser = None
+        self.body = _NO_BODY
+
+    def _begin_body(self) -> None:
+        if self._is_chunked:
+            self.body = ChunkedBody(self._limits.max_body_bytes, self._limits.max_head_bytes)
+        elif self._content_length:
+            self.body = KnownBody(self._content_length)
+
+    # --- called by llhttp ---
+
+    def on_message_begin(self) -> None:
+        self._check_is_head()
+
+    def on_body(self, piece: bytes) -> None:
+        self._check_is_head()
+
+    def on_url(self, piece: bytes) -> None:
+        self._target += piece
+        if len(self._target) > self._limits.max_target_bytes:
+            self._refuse(
+                HeadersTooLarge(f"request target: longer than the {self._limits.max_target_bytes} bytes allowed")
+            )
+
+    def on_header(self, raw_name: bytes, raw_value: bytes) -> None:
+        self._num_headers += 1
+        if self._num_headers > self._limits.max_headers:
+            self._refuse(HeadersTooLarge(f"headers: more than the {self._limits.max_headers} allowed"))
+        name = raw_name.lower().decode("latin-1")
+        value = raw_value.strip(b" \t").decode("latin-1")
+        if name in self._headers:
+            value = self._joined(name, value)
+        self._headers[name] = value
+
+    def on_headers_complete(self) -> None:
+        try:
+            self._check_head_size()
+            self.request = self._request()
+            self._check(self.request)
+        except ApiError as error:
+            self._refuse(error)
+
+    # --- checks ---
+
+    def _refuse(self, error: ApiError) -> NoReturn:
+        self._refusal = error
+        raise error
+
+    def _check_is_head(self) -> None:
+        if self.request is not None:
+            self._refuse(BadRequest("a request does not end where its head says"))
+
+    def _check_head_size(self) -> None:
+        """llhttp has no limit of its own, and httptools collects what it is given."""
+        if self._num_head_bytes > self._limits.max_head_bytes:
+            self._refuse(
+                HeadersTooLarge(f"head of the request: longer than the {self._limits.max_head_bytes} bytes allowed")
+            )
+
+    def _joined(self, name: str, value: str) -> str:
+        if name == "host":
+            self._refuse(BadRequest("header Host: given more than once"))
+        return f"{self._headers[name]}, {value}"
+
+    def _request(self) -> HttpRequest:
+        assert self._parser is not None
+        version = self._parser.get_http_version()
+        if version not in _MINOR_VERSIONS:
+            raise HttpVersionNotSupported(f"HTTP version {version}: only 1.1 and 1.0 are supported")
+        method = self._parser.get_method().decode("latin-1")
+        if method == "CONNECT":
+            raise NotImplementedByServer("method CONNECT: not supported")
+        path, query = _path_and_query(self._target)
+        own_id = self._headers.get("x-request-id")
+        return HttpRequest(
+            method=method,
+            path=path,
+            query=query,
+            headers=self._headers,
+            http_minor=_MINOR_VERSIONS[version],
+            keep_alive=self._parser.should_keep_alive(),
+            request_id=own_id if own_id and _REQUEST_ID.fullmatch(own_id) else new_request_id(),
+        )
+
+    def _check(self, request: HttpRequest) -> None:
+        """What llhttp does not check. Content-Length beside Transfer-Encoding, or twice, is refused by llhttp."""
+        headers = self._headers
+        if "host" not in headers and request.http_minor == 1:
+            raise BadRequest("header Host: missing, and HTTP/1.1 requires it")
+        if not _is_authority(headers.get("host", "")):
+            raise BadRequest("header Host: not a host name or address with an optional port")
+        if "content-encoding" in headers:
+            request.coding = coding_named(headers["content-encoding"])
+        if "transfer-encoding" in headers:
+            _check_transfer_encoding(headers["transfer-encoding"], request.http_minor)
+            self._is_chunked = True
+        if "content-length" in headers:
+            self._content_length = int(headers["content-length"])
+            self._check_content_length()
+        if "expect" in headers and request.http_minor == 1:
+            request.expects_continue = headers["expect"].lower() == "100-continue" and self._has_body()
+
+    def _check_content_length(self) -> None:
+        length, limit = self._content_length, self._limits.max_body_bytes
+        if length > limit:
+            raise PayloadTooLarge(f"body: Content-Length is {length} bytes, at most {limit} are allowed")
+
+    def _has_body(self) -> bool:
+        return self._is_chunked or self._content_length > 0
+
+
+@lru_cache(maxsize=64)  # a server has few names
+def _is_authority(host: str) -> bool:
+    return _HOST.fullmatch(host) is not None
+
+
+def _check_transfer_encoding(value: str, http_minor: int) -> None:
+    if http_minor == 0:
+        raise BadRequest("header Transfer-Encoding: not allowed in HTTP/1.0")
+    # Anything beside it, be it an empty element, is read differently by different servers on the way.
+    if value.lower() != "chunked":
+        raise NotImplementedByServer(f"header Transfer-Encoding: {_quoted(value)}, only chunked is supported")
+
+
+@lru_cache(maxsize=64)  # a server has few paths, and this takes a tenth of the time of reading a small request
+def _path_and_query(target: bytes) -> tuple[str, bytes]:
+    """Split a request target: origin-form, absolute-form ("http://host/path"), or "*"."""
+    if b"://" in target and not target.startswith(b"/"):
+        authority_and_path = target.partition(b"://")[2]
+        path_start = re.search(rb"[/?#]|$", authority_and_path)
+        assert path_start is not None
+        target = authority_and_path[path_start.start() :]
+    path, _, query = target.partition(b"#")[0].partition(b"?")
+    return _decoded_path(path or b"/"), query
+
+
+def _decoded_path(path: bytes) -> str:
+    if not path.startswith(b"/") and path != b"*":
+        raise BadRequest("request target: the path does not start with a slash")
+    if b"%" not in path:
+        return path.decode("ascii")  # llhttp lets no other byte pass
+    if _INVALID_ESCAPE.search(path):
+        raise BadRequest("request target: a percent sign without two hexadecimal digits after it")
+    try:
+        decoded = unquote_to_bytes(path).decode()
+    except UnicodeDecodeError:
+        raise BadRequest("request target: the percent-decoded path is not UTF-8") from None
+    if _CONTROL_CHARACTER.search(decoded):
+        raise BadRequest("request target: a control character in the percent-decoded path")
+    return decoded
+
+
+def _refusal_of(error: httptools.HttpParserError) -> ApiError:
+    """llhttp's reasons are fixed sentences that quote nothing."""
+    reason = str(error)
+    if reason in _VERSION_REASONS:
+        return HttpVersionNotSupported("HTTP version: only 1.1 and 1.0 are supported")
+    return BadRequest(f"not a well-formed HTTP request: {reason}")
+
+
+def _quoted(value: str) -> str:
+    return ascii(value[:_MAX_QUOTED_CHARACTERS])
+
+
+def new_request_id() -> str:
+    """An id that no other request of any gateway process has."""
+    return f"{_REQUEST_ID_PREFIX}{next(_request_numbers):08x}"
+
+
+# --- responses ----------------------------------------------------------------------------------------------------
+
+_STATUS_LINES = {status.value: f"HTTP/1.1 {status.value} {status.phrase}" for status in HTTPStatus}
+_BODILESS_STATUSES = {HTTPStatus.NO_CONTENT.value, HTTPStatus.NOT_MODIFIED.value}
+_MAX_JOINED_BYTES = 48 * 1024
+"""Copying so much takes 1 µs."""
+
+
+def encode_response(
+    response: Response,
+    *,
+    request_id: str,
+    keep_alive: bool,
+    http_minor: int = 1,
+    head_only: bool = False,
+    date: str | None = None,
+) -> list[bytes | memoryview]:
+    """The bytes of an answer: one piece, or head and body's pieces if the body is too large to copy.
+
+    `keep_alive`: the connection takes another request after this. `http_minor`: of the request. `head_only`: the
+    request was a HEAD. `date`: now, as HTTP writes it. Raises ValueError when a value would end its line (response
+    splitting) or is not latin-1, and KeyError for a status that does not exist.
+    """
+    lines = [_STATUS_LINES[response.status], f"x-request-id: {request_id}"]
+    is_bodiless = response.status in _BODILESS_STATUSES
+    num_body_bytes = response.num_body_bytes
+    if not is_bodiless:
+        lines += (f"content-type: {response.content_type}", f"content-length: {num_body_bytes}")
+    if response.headers:
+        lines += [f"{name}: {value}" for name, value in response.headers.items()]
+    if date is not None:
+        lines.append(f"date: {date}")
+    if not keep_alive:
+        lines.append("connection: close")
+    elif http_minor == 0:
+        lines.append("connection: keep-alive")
+    head = _encode_lines(lines)
+    if head_only or is_bodiless:
+        return [head]
+    pieces: list[bytes | memoryview] = [head]
+    pieces += [response.body] if isinstance(response.body, bytes) else response.body
+    return [b"".join(pieces)] if num_body_bytes <= _MAX_JOINED_BYTES else pieces
+
+
+def _encode_lines(lines: list[str]) -> bytes:
+    text = "\r\n".join(lines) + "\r\n\r\n"
+    num_line_ends = len(lines) + 1
+    # One look at the whole head instead of one at each value: it has as many line ends as lines, or it is a forgery.
+    if text.count("\n") != num_line_ends or text.count("\r") != num_line_ends or "\0" in text:
+        raise ValueError("a response header has a line end or a NUL in it")
+    return text.encode("latin-1")

@@ -1,0 +1,316 @@
+"""The listeners and all their connections: how many there may be, when they are looked at, drain.
+
+Owns the listening sockets, what is counted over all connections, and the clock that their deadlines go by. What happens
+on one connection is `vecd.gateway.http.connection`'s; where the listener speaks TLS, a `vecd.gateway.http.tls_layer`
+stands between the socket and the connection. Never decides what is answered (the `Application`). `vecd.gateway.main`
+starts and drains it.
+"""
+
+import asyncio
+import logging
+import socket
+import time
+from collections import Counter
+from collections.abc import Callable
+from dataclasses import dataclass
+from email.utils import formatdate
+
+from vecd.gateway.http.body_budget import BodyBudget
+from vecd.gateway.http.connection import Connection
+from vecd.gateway.http.contract import Application, Timeouts
+from vecd.gateway.http.drain_listener import turn_away_connects
+from vecd.gateway.http.shared_accept import SharedListener
+from vecd.gateway.http.tls import ServerTls
+from vecd.gateway.http.tls_layer import TlsLayer
+from vecd.gateway.types.messages import HttpRequest, Limits
+from vecd.shm.socketfile import FileId, file_id
+
+log = logging.getLogger("vecd.gateway")
+
+# asyncio calls listen(2) again on the socket it is given, with 100 unless told. The kernel caps it at somaxconn.
+_BACKLOG = 4096
+_MAX_REFUSED_CONNECTIONS = 256
+"""So many may be told at once that there are too many; the rest is cut off."""
+_MAX_ADMIN_CONNECTIONS = 64
+_MAX_HELD_BYTES = 512 * 1024 * 1024
+_MAX_HELD_BODIES = 4
+"""So many of the longest allowed may be held, arriving or unsent, if they are more than `_MAX_HELD_BYTES`."""
+_DRAIN_POLL_S = 0.05
+_ADMIN_DRAIN_S = 1.0
+_ABORT_TIMEOUT_S = 1.0
+
+
+@dataclass(slots=True)
+class _Listener:
+    sock: socket.socket
+    uds_id: FileId | None
+    accepting: asyncio.AbstractServer | SharedListener
+    is_admin: bool
+    keeps_listening: bool
+
+
+class Server:
+    """All connections of one gateway: those of its public listener, and those of its admin listener, if it has one."""
+
+    def __init__(
+        self,
+        app: Application,
+        *,
+        limits: Limits,
+        timeouts: Timeouts,
+        max_connections: int,
+        max_connections_per_address: int | None = None,
+        max_arriving_bytes: int | None = None,
+        max_unsent_bytes: int | None = None,
+        clock: Callable[[], float] = time.monotonic,
+        on_answer: Callable[[int, HttpRequest | None], None] = lambda status, request: None,
+        is_ahead: Callable[[], bool] | None = None,
+    ) -> None:
+        """`max_connections` of the public listener, `max_connections_per_address` of them from one `client_of`; None:
+        as many. `max_arriving_bytes` of all requests that cannot be served yet, `max_unsent_bytes` of all answers that
+        wait for clients which take nothing; None: 512 MiB each, or four of the longest bodies.
+        `clock`, in seconds, is what the timeouts are measured by; `on_answer` hears the status of each
+        answer, `vecd.gateway.telemetry.shared_metrics.GONE` of one that nobody waited for, and the request, if its head
+        was understood. `is_ahead`, where several gateways share the socket, says whether one of them has fewer
+        connections.
+        """
+        self.app = app
+        self.limits = limits
+        self.timeouts = timeouts
+        self.max_connections = max_connections
+        self.max_connections_per_address = max_connections_per_address or max_connections
+        self._fixed_max_arriving_bytes = max_arriving_bytes
+        self._fixed_max_unsent_bytes = max_unsent_bytes
+        self.max_unsent_bytes = max_unsent_bytes or _max_held_bytes(limits)
+        self.arriving = BodyBudget(max_arriving_bytes or _max_held_bytes(limits))
+        """What all connections hold of requests that cannot be served yet."""
+        self.clock = clock
+        self.on_answer = on_answer
+        self._is_ahead = is_ahead
+        self.is_draining = False
+        self.num_requests_in_flight = 0
+        self._listeners: list[_Listener] = []
+        self._sweeper: asyncio.TimerHandle | None = None
+        self._connections: set[Connection] = set()
+        self._num_of_address: Counter[str] = Counter()
+        self._admin_connections: set[Connection] = set()
+        self._refused: set[Connection] = set()
+        self._num_refused_since_sweep = 0
+        self._num_refused_of_address_since_sweep = 0
+        self._date_of, self._date = 0, ""
+
+    @property
+    def num_connections(self) -> int:
+        """Of the public listener, without those that are only being told that there are too many."""
+        return len(self._connections)
+
+    @property
+    def num_arriving_bytes(self) -> int:
+        """Of requests that cannot be served yet: bodies that are not complete, and what waits behind other requests."""
+        return self.arriving.num_bytes
+
+    def change_limits(
+        self, limits: Limits, max_connections: int, max_connections_per_address: int | None = None
+    ) -> None:
+        """Go by other limits from now on; the arguments are those of the constructor, and what was not given there
+        follows. Open connections stay, though they may be more than are allowed; they go by `limits` from their next
+        request on. On the running loop."""
+        self.limits = limits
+        self.max_connections = max_connections
+        self.max_connections_per_address = max_connections_per_address or max_connections
+        self.max_unsent_bytes = self._fixed_max_unsent_bytes or _max_held_bytes(limits)
+        self.arriving.max_bytes = self._fixed_max_arriving_bytes or _max_held_bytes(limits)
+        for connection in self._all_connections():
+            connection.take_limits(limits)
+
+    async def start(
+        self,
+        sock: socket.socket,
+        *,
+        tls: ServerTls | None = None,
+        is_admin: bool = False,
+        keeps_listening: bool = False,
+    ) -> None:
+        """Accept from a bound and listening stream socket, TCP or unix. `drain` closes it, and removes its file.
+
+        Call it once for the public socket, which speaks TLS if `tls` is given, and once more for the admin one, where
+        there is one. Its requests have `is_admin`, its connections a small limit of their own, and it is the last to
+        close. uvloop sets TCP_NODELAY on what it accepts. With `keeps_listening` somebody else has the socket open,
+        too: `drain` only closes it here, its file stays, and what waits in its backlog is left there.
+        """
+        self._loop = asyncio.get_running_loop()
+        is_ours = sock.family == socket.AF_UNIX and not keeps_listening
+        uds_id = file_id(sock.getsockname()) if is_ours else None
+        accepting = await self._listen(sock, lambda: self._connection(tls, is_admin), is_admin)
+        self._listeners.append(_Listener(sock, uds_id, accepting, is_admin, keeps_listening))
+        if self._sweeper is None:
+            self._sweep_regularly()
+
+    def _connection(self, tls: ServerTls | None, is_admin: bool) -> asyncio.Protocol:
+        connection = Connection(self, self._loop, is_admin=is_admin)
+        if tls is None:
+            return connection
+        return TlsLayer(tls.context, connection, self._loop, self.timeouts.handshake_s)
+
+    async def _listen(
+        self, sock: socket.socket, make_protocol: Callable[[], asyncio.Protocol], is_admin: bool
+    ) -> asyncio.AbstractServer | SharedListener:
+        if self._is_ahead is None or is_admin:
+            return await self._loop.create_server(make_protocol, sock=sock, backlog=_BACKLOG)
+        is_ahead = self._is_ahead
+        return SharedListener(sock, make_protocol, lambda: not self.is_draining and is_ahead())
+
+    async def drain(self, deadline_s: float, grace_s: float = 0.5) -> bool:
+        """Answer what has been sent, then close everything. True when nothing was left unanswered at the deadline.
+
+        The public listener stays open for `grace_s`, so that connections waiting in its backlog are served, and an idle
+        connection is closed only after as long a silence, so that a request already on its way is, too. From now on
+        every answer says `connection: close`. The admin listener goes on until the rest is done; what it was asked is
+        not counted as left.
+        """
+        self.is_draining = True
+        end = time.monotonic() + deadline_s
+        await asyncio.sleep(min(grace_s, deadline_s))
+        await self._close_listeners(is_admin=False)
+        await self._finish(self._connections, end, grace_s)
+        is_all_answered = not any(connection.owes_an_answer for connection in self._connections)
+        await self._close_listeners(is_admin=True)
+        await self._finish(self._admin_connections, min(end, time.monotonic() + _ADMIN_DRAIN_S), 0)
+        await self._abort_all()
+        return is_all_answered
+
+    async def _close_listeners(self, *, is_admin: bool) -> None:
+        closing = [listener for listener in self._listeners if listener.is_admin is is_admin]
+        for listener in closing:
+            # The public one is closed by all gateways at once, the admin one by each when it is done: what it has not
+            # accepted is left to others, and so is the file.
+            if listener.keeps_listening:
+                listener.accepting.close()
+            elif not is_admin or self._is_ahead is None:
+                turn_away_connects(listener.sock, listener.uds_id)
+        if closing:
+            # What is left in a backlog of ours is accepted, and what was accepted at last becomes a connection.
+            await asyncio.sleep(_DRAIN_POLL_S)
+        for listener in closing:
+            if not listener.keeps_listening:
+                listener.accepting.close()
+            self._listeners.remove(listener)
+
+    async def _finish(self, connections: set[Connection], end: float, grace_s: float) -> None:
+        while connections and (left_s := end - time.monotonic()) > 0:
+            silent_since = self.clock() - grace_s
+            for connection in list(connections):
+                connection.close_if_silent(silent_since)
+            await asyncio.sleep(min(left_s, _DRAIN_POLL_S))
+
+    # --- called by connections ---
+
+    def http_date(self) -> str:
+        """Now, for the Date header; written anew once a second."""
+        now = int(time.time())
+        if now != self._date_of:
+            self._date_of, self._date = now, formatdate(now, usegmt=True)
+        return self._date
+
+    def register(self, connection: Connection) -> str | None:
+        """Count a new connection. When there are too many it is to be refused, for the reason returned."""
+        reason = self._admit(connection)
+        if reason is not None:
+            self._num_refused_since_sweep += 1
+            if len(self._refused) >= _MAX_REFUSED_CONNECTIONS:
+                connection.abort()
+            self._refused.add(connection)
+        return reason
+
+    def _admit(self, connection: Connection) -> str | None:
+        if connection.is_admin:
+            if len(self._admin_connections) >= _MAX_ADMIN_CONNECTIONS:
+                limit = _MAX_ADMIN_CONNECTIONS
+                return f"Too many connections: {limit} to the admin listener are open, the most allowed"
+            self._admin_connections.add(connection)
+            return None
+        if len(self._connections) >= self.max_connections:
+            return f"Too many connections: {self.max_connections} are open, the most allowed"
+        if connection.client:
+            if self._num_of_address[connection.client] >= self.max_connections_per_address:
+                self._num_refused_of_address_since_sweep += 1
+                limit = self.max_connections_per_address
+                return f"Too many connections from one address: {limit} are open, the most allowed"
+            self._num_of_address[connection.client] += 1
+        self._connections.add(connection)
+        return None
+
+    def forget(self, connection: Connection) -> None:
+        self._refused.discard(connection)
+        self._admin_connections.discard(connection)
+        if connection in self._connections:
+            self._connections.discard(connection)
+            self._num_of_address[connection.client] -= 1
+            if self._num_of_address[connection.client] <= 0:
+                del self._num_of_address[connection.client]
+
+    # --- deadlines ---
+
+    def sweep(self) -> None:
+        """Look at every connection's deadlines once. One timer for all of them costs a request nothing."""
+        now = self.clock()
+        connections = self._all_connections()
+        for connection in connections:
+            connection.check_deadlines(now)
+        num_unsent_bytes = sum(connection.num_unsent_bytes for connection in connections)
+        if num_unsent_bytes > self.max_unsent_bytes:
+            self._reset_silent(connections, num_unsent_bytes)
+        if self._num_refused_since_sweep:
+            log.warning(
+                "%d connections refused, %d of them because their address has %d: %d are open, at most %d are allowed",
+                self._num_refused_since_sweep,
+                self._num_refused_of_address_since_sweep,
+                self.max_connections_per_address,
+                self.num_connections,
+                self.max_connections,
+            )
+            self._num_refused_since_sweep = self._num_refused_of_address_since_sweep = 0
+
+    def _reset_silent(self, connections: list[Connection], num_unsent_bytes: int) -> None:
+        """Too much is unsent in all: reset those that hold up most of it and have taken nothing since the last sweep,
+        until it is not. Each of them alone would have had `write_s`."""
+        silent = sorted(
+            (connection for connection in connections if connection.takes_nothing),
+            key=lambda connection: connection.num_unsent_bytes,
+        )
+        num_left_bytes, num_reset = num_unsent_bytes, 0
+        while silent and num_left_bytes > self.max_unsent_bytes:
+            connection = silent.pop()
+            num_left_bytes -= connection.num_unsent_bytes
+            num_reset += 1
+            connection.reset()
+        if num_reset:
+            log.warning(
+                "%d connections reset that took nothing of their answers: %d bytes were unsent, at most %d are held",
+                num_reset,
+                num_unsent_bytes,
+                self.max_unsent_bytes,
+            )
+
+    def _all_connections(self) -> list[Connection]:
+        return [*self._connections, *self._admin_connections, *self._refused]
+
+    def _sweep_regularly(self) -> None:
+        self._sweeper = self._loop.call_later(self.timeouts.sweep_s, self._sweep_regularly)
+        self.sweep()
+
+    async def _abort_all(self) -> None:
+        """Side effect: the handlers of requests that are still in flight are cancelled."""
+        if self._sweeper is not None:
+            self._sweeper.cancel()
+        connections = self._all_connections()
+        tasks = [connection.task for connection in connections if connection.task is not None]
+        for connection in connections:
+            connection.abort()
+        await asyncio.sleep(0)  # until the loop has told them
+        if tasks:
+            await asyncio.wait(tasks, timeout=_ABORT_TIMEOUT_S)
+
+
+def _max_held_bytes(limits: Limits) -> int:
+    return max(_MAX_HELD_BYTES, _MAX_HELD_BODIES * limits.max_body_bytes)

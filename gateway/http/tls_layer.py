@@ -1,0 +1,261 @@
+"""TLS between a socket's transport and a connection, which notices nothing of it.
+
+Owns one connection's encryption: the handshake and its deadline, what is waiting to be encrypted, and how TLS begins
+and ends. Never looks at what it carries, and makes no context (`vecd.gateway.http.tls`). `vecd.gateway.http.server`
+puts one in between for each connection of a listener that speaks TLS.
+
+Why not the event loop's own: uvloop encrypts an answer as a whole at once, and then counts none of it as unsent, so
+that a client that takes nothing would be seen neither by flow control nor by a deadline; and it cannot shut down one
+half.
+Here only so much is encrypted as the socket takes, and all the rest counts.
+
+    socket's transport  ─data_received→  TlsLayer  ─data_received→  Connection
+                        ←write──────────           ←writelines────
+"""
+
+import asyncio
+import logging
+import ssl
+from collections import deque
+from collections.abc import Iterable
+from contextlib import suppress
+from typing import Any, cast
+
+log = logging.getLogger("vecd.gateway")
+
+_READ_BYTES = 256 * 1024
+_ENCRYPTED_AT_ONCE_BYTES = 64 * 1024
+"""Four records."""
+_MAX_UNASKED_BYTES = 1024 * 1024
+"""Of what OpenSSL answers by itself, such as updates of keys, to a client that does not read."""
+
+
+class TlsLayer(asyncio.Protocol, asyncio.Transport):
+    """The protocol of a socket's transport, and the transport of a connection, which is made before the handshake."""
+
+    def __init__(
+        self,
+        context: ssl.SSLContext,
+        connection: asyncio.Protocol,
+        loop: asyncio.AbstractEventLoop,
+        handshake_timeout_s: float,
+    ) -> None:
+        super().__init__()
+        self._connection: asyncio.Protocol | None = connection
+        self._loop = loop
+        self._handshake_timeout_s = handshake_timeout_s
+        self._incoming, self._outgoing = ssl.MemoryBIO(), ssl.MemoryBIO()
+        self._tls: ssl.SSLObject | None = context.wrap_bio(self._incoming, self._outgoing, server_side=True)
+        self._is_open = False  # the handshake is done, and the connection has not been lost
+        self._unencrypted: deque[memoryview] = deque()
+        self._num_unencrypted_bytes = 0
+        self._is_socket_blocked = False
+        self._is_connection_blocked = False
+        self._has_closed = False  # asked to, by the connection
+        self._has_written_eof = False  # asked to, by the connection
+        self._has_close_notify = False  # the client has said that nothing more comes
+        self._is_shut_down = False  # we have said that nothing more comes
+
+    # --- called by the event loop ---
+
+    def connection_made(self, transport: asyncio.BaseTransport) -> None:
+        assert self._connection is not None
+        self._socket = cast(asyncio.Transport, transport)
+        self._timer = self._loop.call_later(self._handshake_timeout_s, self._give_up)
+        self._connection.connection_made(self)
+
+    def data_received(self, data: bytes) -> None:
+        if self._tls is None or self._connection is None or self._has_close_notify or self._has_closed:
+            return
+        if self._is_shut_down:
+            self._connection.data_received(data)  # it only counts them
+            return
+        self._incoming.write(data)
+        try:
+            if not self._is_open:
+                self._shake_hands(self._tls)
+            if self._is_open:
+                self._decrypt(self._tls)
+        except ssl.SSLError as error:
+            self._break_off(error)
+
+    def eof_received(self) -> bool:
+        """The client sends no more; whether it said so by TLS, too, makes no difference."""
+        if not self._is_open or self._connection is None:
+            return False
+        if not self._connection.eof_received():
+            self.close()
+        return True
+
+    def pause_writing(self) -> None:
+        self._is_socket_blocked = True
+
+    def resume_writing(self) -> None:
+        self._is_socket_blocked = False
+        self._encrypt()
+
+    def connection_lost(self, exc: Exception | None) -> None:
+        self._timer.cancel()
+        self._is_open = False
+        self._forget_unencrypted()
+        # The connection knows this layer as its transport: neither would be freed before the collector came.
+        connection, self._connection, self._tls = self._connection, None, None
+        if connection is not None:
+            connection.connection_lost(exc)
+
+    # --- reading ---
+
+    def _shake_hands(self, tls: ssl.SSLObject) -> None:
+        try:
+            tls.do_handshake()
+            self._is_open = True
+            self._timer.cancel()
+        except ssl.SSLWantReadError:
+            pass
+        self._flush()
+
+    def _decrypt(self, tls: ssl.SSLObject) -> None:
+        while (self._incoming.pending or tls.pending()) and not (self._is_shut_down or self.is_closing()):
+            try:
+                data = tls.read(_READ_BYTES)
+            except ssl.SSLWantReadError:
+                break
+            if not data:
+                self._has_close_notify = True
+                self.eof_received()
+                break
+            assert self._connection is not None
+            self._connection.data_received(data)
+        if self._outgoing.pending:
+            self._flush()
+            if self._socket.get_write_buffer_size() > _MAX_UNASKED_BYTES + _ENCRYPTED_AT_ONCE_BYTES:
+                self.abort()
+
+    def _break_off(self, error: ssl.SSLError) -> None:
+        """What came is not TLS, or not any that we speak, or was tampered with."""
+        log.debug("a TLS connection is broken off: %s", error.reason)
+        self._is_open = False
+        self._forget_unencrypted()
+        self._flush()  # the alert that says why
+        self._socket.close()
+
+    def _give_up(self) -> None:
+        log.debug("a TLS handshake was not done after %g s", self._handshake_timeout_s)
+        self._socket.abort()
+
+    # --- writing ---
+
+    def _encrypt(self) -> None:
+        """Encrypt as much as the socket takes now."""
+        tls = self._tls
+        if tls is None:
+            return
+        try:
+            while self._unencrypted and not self._is_socket_blocked:
+                piece = self._next_unencrypted()
+                num_written_bytes = tls.write(piece)
+                if num_written_bytes < len(piece):
+                    self._unencrypted.appendleft(memoryview(piece)[num_written_bytes:])
+                    self._num_unencrypted_bytes += len(piece) - num_written_bytes
+                self._flush()
+        except ssl.SSLError as error:
+            self._break_off(error)
+        self._tell_connection()
+        if not self._unencrypted:
+            self._end_if_asked()
+
+    def _next_unencrypted(self) -> bytes | memoryview:
+        """Up to `_ENCRYPTED_AT_ONCE_BYTES`; small pieces together, because a record costs as much as a kilobyte."""
+        taken: list[memoryview] = []
+        room = _ENCRYPTED_AT_ONCE_BYTES
+        while self._unencrypted and room:
+            piece = self._unencrypted.popleft()
+            if len(piece) > room:
+                self._unencrypted.appendleft(piece[room:])
+                piece = piece[:room]
+            room -= len(piece)
+            taken.append(piece)
+        self._num_unencrypted_bytes -= _ENCRYPTED_AT_ONCE_BYTES - room
+        return taken[0] if len(taken) == 1 else b"".join(taken)
+
+    def _forget_unencrypted(self) -> None:
+        self._unencrypted.clear()
+        self._num_unencrypted_bytes = 0
+
+    def _flush(self) -> None:
+        if self._outgoing.pending and not self._socket.is_closing():
+            self._socket.write(self._outgoing.read())
+
+    def _tell_connection(self) -> None:
+        is_blocked = self._is_socket_blocked or bool(self._unencrypted)
+        if is_blocked == self._is_connection_blocked or self._connection is None:
+            return
+        self._is_connection_blocked = is_blocked
+        if is_blocked:
+            self._connection.pause_writing()
+        else:
+            self._connection.resume_writing()
+
+    # --- ending ---
+
+    def _end_if_asked(self) -> None:
+        if (self._has_written_eof or self._has_closed) and not self._is_shut_down:
+            self._is_shut_down = True
+            if self._tls is not None and self._is_open:
+                with suppress(ssl.SSLError):  # it wants to read the other side's
+                    self._tls.unwrap()
+                self._flush()
+            if self._has_written_eof and not self._socket.is_closing():
+                self._socket.write_eof()
+        if self._has_closed:
+            self._socket.close()
+
+    # --- called by the connection ---
+
+    def writelines(self, list_of_data: Iterable[Any]) -> None:
+        """Pieces are taken as they are, and held until they are encrypted. Before the handshake nobody could read
+        them: they are dropped."""
+        if not self._is_open or self.is_closing() or self._has_written_eof:
+            return
+        for piece in list_of_data:
+            if len(piece):
+                self._unencrypted.append(memoryview(piece))
+                self._num_unencrypted_bytes += len(piece)
+        self._encrypt()
+
+    def write(self, data: bytes | bytearray | memoryview) -> None:
+        self.writelines([data])
+
+    def get_write_buffer_size(self) -> int:
+        return self._num_unencrypted_bytes + self._socket.get_write_buffer_size()
+
+    def can_write_eof(self) -> bool:
+        return True
+
+    def write_eof(self) -> None:
+        """Once everything is sent. A client without a handshake has been told nothing: it is let go at once."""
+        if not self._is_open:
+            self._socket.abort()
+            return
+        self._has_written_eof = True
+        self._encrypt()
+
+    def close(self) -> None:
+        """Once everything is sent."""
+        self._has_closed = True
+        self._encrypt()
+
+    def abort(self) -> None:
+        self._socket.abort()
+
+    def is_closing(self) -> bool:
+        return self._has_closed or self._socket.is_closing()
+
+    def pause_reading(self) -> None:
+        self._socket.pause_reading()
+
+    def resume_reading(self) -> None:
+        self._socket.resume_reading()
+
+    def get_extra_info(self, name: str, default: Any = None) -> Any:
+        return self._socket.get_extra_info(name, default)

@@ -1,0 +1,1 @@
+"""Text to token ids, and where a text is cut."""

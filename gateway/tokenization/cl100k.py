@@ -1,0 +1,146 @@
+"""The text of token ids of cl100k_base, the vocabulary of OpenAI's embedding models.
+
+Owns the table of bytes by id, which is read when it is first needed: most servers never do. Decodes only; nothing here
+could encode. Called by `vecd.gateway.tokenization.id_policy`, in a thread, or on the event loop for a few ids once the
+table is there.
+
+    lengths   0 1 1 1 … 7 4 13          starts   sums of the lengths
+    tokens    !"#$ … <|endoftext|>      an id's bytes, one id after the other
+
+Clients that know only OpenAI's models send these ids, whatever the server; LangChain does by default. It splits what
+is longer than 8,191 ids wherever that is, so a list may begin and end inside a character: the rest of one becomes
+U+FFFD, as in tiktoken's own `decode`. Inside it is UTF-8; a list of which that is not true is of another vocabulary.
+The special tokens' ids become what they are written as, "<|endoftext|>": the text that the caller's own decoding gives,
+and that the model's tokenizer takes as it takes any text.
+
+Source: `cl100k_base.tiktoken` of tiktoken, whose licence (MIT) lies beside the data. `tools/make_cl100k.py` makes the
+file and knows its format.
+
+Measured: 10 ms to read, of which 3 ms hold the GIL; 1.6 MB of memory; 8,191 ids of English 0.3 ms.
+"""
+
+import codecs
+import threading
+import zlib
+from array import array
+from collections.abc import Generator
+from pathlib import Path
+from typing import NamedTuple
+
+import numpy as np
+from numpy.typing import NDArray
+
+from vecd.gateway.types.request import TokenIds
+
+NUM_IDS = 100_277
+"""Ids are less. Some of the last are no token's: see `is_any_unknown`."""
+FIRST_UNKNOWN_ID = 100_256
+"""The least that is no token's."""
+
+_FILE = Path(__file__).with_name("data") / "cl100k_base.bin"
+_SLICE_IDS = 4096
+"""Decoded at once: 0.15 ms of English."""
+
+
+class _Table(NamedTuple):
+    lengths: NDArray[np.uint8]
+    """[N] bytes of each id's token; 0 for those that are no token's."""
+    starts: NDArray[np.int32]
+    """[N] where each begins in `tokens`."""
+    tokens: NDArray[np.uint8]
+
+
+class NotText(ValueError):
+    """Ids whose bytes are not UTF-8, though no character's beginning or end is missing."""
+
+
+_lock = threading.Lock()
+_table: _Table | None = None
+
+
+def is_loaded() -> bool:
+    return _table is not None
+
+
+def load() -> None:
+    """Read the table, unless it is there."""
+    global _table
+    with _lock:
+        if _table is None:
+            _table = _read_table()
+
+
+def is_any_unknown(ids: TokenIds) -> bool:
+    """Whether any of `ids`, all of which are 0 … NUM_IDS - 1, is no token's. Loads the table."""
+    return not bool(_loaded().lengths[_as_array(ids)].all())
+
+
+def num_bytes(ids: TokenIds) -> int:
+    """Of the text of ids that are all known."""
+    return int(_loaded().lengths[_as_array(ids)].sum(dtype=np.int64))
+
+
+def decode_steps(ids: TokenIds, max_chars: int) -> Generator[None, None, str]:
+    """The text of ids that are all known, or of so many of the first of them that it has more than `max_chars`.
+
+    Yields between pieces of work. Loads the table. Raises NotText.
+    """
+    table = _loaded()
+    decoder = codecs.getincrementaldecoder("utf-8")("strict")
+    parts: list[str] = []
+    num_chars = 0
+    for start in range(0, len(ids), _SLICE_IDS):
+        encoded = _bytes_of(table, _as_array(ids[start : start + _SLICE_IDS]))
+        if not start:
+            num_stray = _num_stray(encoded)
+            parts.append("\ufffd" * num_stray)
+            encoded = encoded[num_stray:]
+        part = _decoded(decoder, encoded)
+        parts.append(part)
+        num_chars += len(part)
+        if num_chars > max_chars:
+            break
+        yield
+    rest, _ = decoder.getstate()
+    parts.append(rest.decode("utf-8", "replace"))
+    return "".join(parts)
+
+
+def _num_stray(encoded: bytes) -> int:
+    """Bytes at the beginning that are the rest of a character, which has four at most."""
+    return next((index for index, byte in enumerate(encoded[:3]) if not 0x80 <= byte < 0xC0), len(encoded[:3]))
+
+
+def _decoded(decoder: codecs.IncrementalDecoder, encoded: bytes) -> str:
+    try:
+        return decoder.decode(encoded)
+    except UnicodeDecodeError:
+        raise NotText from None  # that one has the bytes
+
+
+def _loaded() -> _Table:
+    load()
+    assert _table is not None
+    return _table
+
+
+def _read_table() -> _Table:
+    content = zlib.decompress(_FILE.read_bytes())
+    num_ids = int.from_bytes(content[:4], "little")
+    assert num_ids == NUM_IDS
+    lengths = np.frombuffer(content, np.uint8, num_ids, offset=4)
+    starts = np.zeros(num_ids, np.int32)
+    np.cumsum(lengths[:-1], out=starts[1:])
+    return _Table(lengths, starts, np.frombuffer(content, np.uint8, offset=4 + num_ids))
+
+
+def _as_array(ids: TokenIds) -> NDArray[np.int32]:
+    return np.frombuffer(ids, np.int32) if isinstance(ids, array) else np.array(ids, np.int32)
+
+
+def _bytes_of(table: _Table, ids: NDArray[np.int32]) -> bytes:
+    lengths = table.lengths[ids].astype(np.int32)
+    ends = np.cumsum(lengths)
+    # Byte k of the text is byte k + (its token's start in the table - its token's start in the text) of the table.
+    shifts = np.repeat(table.starts[ids] - (ends - lengths), lengths)
+    return table.tokens[shifts + np.arange(len(shifts), dtype=np.int32)].tobytes()

@@ -1,0 +1,250 @@
+"""Where a text may be cut so that its pieces' tokens, one after the other, are the whole text's.
+
+Owns what is known of normalizers, pre-tokenizers and added tokens for that. Tokenizes nothing but its own probes, and
+holds no text. Called by `vecd.gateway.tokenization.tokenizer`.
+
+A cut before character c is right if every stage of the tokenizer does the same on both sides as on the whole:
+
+    text ─► added tokens ─► normalizer ─► added tokens ─► pre-tokenizer ─► model
+            none has c       c begins anew  again           it cuts, too     sees the pre-tokenizer's
+            but at its start                                                 pieces, one by one
+
+What a stage does is known for the kinds listed here; with any other, or one with settings that look further, no cut is
+known, and texts are tokenized whole. Then probes are cut wherever it was found right, and tokenized: a tokenizer that
+is none of what this takes it for shows there, and its texts are tokenized whole, too.
+"""
+
+import itertools
+import json
+import re
+import unicodedata
+from collections.abc import Iterable, Mapping
+from typing import Any
+
+from tokenizers import Tokenizer
+
+_SPACES = " \t\n\r\u3000"
+_IDEOGRAPHS = "\u4e00-\u9fff"
+# Both BERT's pre-tokenizer and the patterns below cut before them, if a letter or digit comes first.
+_MARKS = ",.!?;:\u3001\u3002\uff01\uff0c\uff1a\uff1b\uff1f"
+# BERT's cuts before them, whatever comes first: they are words of their own. Not before <, = and >, which with a mark
+# behind them become one character that is part of a word, where a normalizer composes.
+_ASCII_PUNCTUATION = "!\"#$%&'()*+,-./:;?@[\\]^_`{|}~"
+
+_WORD = (
+    "0-9A-Za-z\u00c0-\u00d6\u00d8-\u00f6\u00f8-\u011f\u0121-\u012f\u0131-\u013e\u0141-\u024f\u0386\u0388-\u038a\u038c\u038e-\u03a1\u03a3-\u03f5\u03f7-\u03ff"
+    "\u0400-\u0481\u048a-\u052f\u05d0-\u05ea\u0620-\u063f\u0641-\u064a\u0905-\u0939\u0e01-\u0e30"
+    "\u3041-\u3096\u30a1-\u30fa\u4e00-\u9fff\uac00-\ud7a3"
+)
+"""Letters and digits that stand for themselves: none is blank, combines with what comes before, draws what comes behind
+it into its grapheme cluster, or ends with anything but a letter or digit when it is decomposed."""
+
+_LOCAL_NORMALIZERS = {
+    "BertNormalizer", "Lowercase", "StripAccents", "NFC", "NFD", "NFKC", "NFKD", "Nmt", "Precompiled", "ByteLevel",
+    "Replace",
+}  # fmt: skip
+"""They look at a character, at a base with its marks, or at a grapheme cluster, each of which a space begins anew."""
+_LOCAL_PATTERNS = {" {2,}"}
+"""Regular expressions of Replace, none of which matches what begins with a letter."""
+
+# Source: the patterns of GPT-2, of Llama 3, and of Qwen 2, as their tokenizer.json have them.
+_LLAMA = (
+    r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}{1,3}| ?[^\s\p{L}\p{N}]+[\r\n]*|\s*[\r\n]+"
+    r"|\s+(?!\S)|\s+"
+)
+_WORD_PATTERNS = {
+    r"'s|'t|'re|'ve|'m|'ll|'d| ?\p{L}+| ?\p{N}+| ?[^\s\p{L}\p{N}]+|\s+(?!\S)|\s+",
+    _LLAMA,
+    _LLAMA.replace("{1,3}", ""),
+}
+"""In all of these, what begins with letters or digits ends with them; nothing looks back."""
+
+_PROBES = (
+    "Hello, wörld! It's 1234.5 o'clock;  two  spaces\tand\nlines\r\n\r\nof text: e\u0301te\u0301 (x) [y] <z> .. !? ,",
+    "中文，漢字。日本語のテキスト、한국어 텍스트! привет мир? שלום עולם हिन्दी पाठ ไทย คำ 😀 x😀 y\u200d z\u00a0w",
+    "a b c  d   e\x00 f\x7f g\ufffd h\u00ad i \u0301j k\u0301 \u0338l = \u0338m # \u20e3 ▁n ▁ o Ġp ﬁ ＡＢ，Ｃ ｡ ﾊﾞ İ ς",
+)
+
+
+def cut_pattern(tokenizer: Tokenizer) -> re.Pattern[str] | None:
+    """Matches one character, where it may be cut before that character; None when no such place is known.
+
+    A cut stays right when the text before it or behind it is cut, too. The match looks back by one character at most.
+    `tokenizer` must neither truncate nor pad, and is left as it is.
+    """
+    normalizers = _parts(tokenizer.normalizer, "normalizers")
+    pre_tokenizers = _parts(tokenizer.pre_tokenizer, "pretokenizers")
+    if not _is_local(normalizers) or not _model_is_sure(tokenizer):
+        return None
+    if [part["type"] for part in pre_tokenizers] == ["BertPreTokenizer"] and not _replaces(normalizers):
+        pattern = _words_pattern(tokenizer, normalizers)
+    else:
+        pattern = _spaces_pattern(tokenizer, pre_tokenizers)
+    return pattern if pattern is not None and _agrees(tokenizer, pattern) else None
+
+
+def _parts(component: Any, name: str) -> list[Mapping[str, Any]]:
+    """A normalizer's or pre-tokenizer's stages, as its file describes them."""
+    if component is None:
+        return []
+    stages = [json.loads(component.__getstate__())]
+    while any(stage["type"] == "Sequence" for stage in stages):
+        stages = [inner for stage in stages for inner in (stage[name] if stage["type"] == "Sequence" else [stage])]
+    return stages
+
+
+def _is_local(normalizers: Iterable[Mapping[str, Any]]) -> bool:
+    for stage in normalizers:
+        if stage["type"] not in _LOCAL_NORMALIZERS:
+            return False
+        if stage["type"] == "Replace":
+            pattern = stage["pattern"]
+            if len(pattern.get("String", "")) != 1 and pattern.get("Regex") not in _LOCAL_PATTERNS:
+                return False
+    return True
+
+
+def _replaces(normalizers: Iterable[Mapping[str, Any]]) -> bool:
+    """Whether the file itself says what becomes of a character, so that it could be anything."""
+    return any(stage["type"] in {"Replace", "Precompiled", "ByteLevel"} for stage in normalizers)
+
+
+def _model_is_sure(tokenizer: Tokenizer) -> bool:
+    """Whether the same piece has the same tokens each time, which with dropout it has not."""
+    return not getattr(tokenizer.model, "dropout", None)
+
+
+# --- before which characters ------------------------------------------------------------------------------------
+
+
+def _words_pattern(tokenizer: Tokenizer, normalizers: Iterable[Mapping[str, Any]]) -> re.Pattern[str] | None:
+    """BERT's: blanks are dropped, and ideographs and punctuation are words of their own, whatever is beside them."""
+    words = _added(tokenizer)
+    if words is None:
+        return None
+    inner = {char for word in words for char in word[1:]}
+    # Before and behind an ideograph the normalizer puts blanks.
+    is_free = not any(_is_blank(char) or char >= "\u3400" for char in inner)
+    has_ideographs = is_free and any(stage.get("handle_chinese_chars") for stage in normalizers)
+    before = _without(tokenizer, set(_SPACES + _ASCII_PUNCTUATION + _MARKS), inner)
+    return _one_of(before, ranges=_IDEOGRAPHS if has_ideographs else "")
+
+
+def _spaces_pattern(tokenizer: Tokenizer, pre_tokenizers: list[Mapping[str, Any]]) -> re.Pattern[str] | None:
+    """A blank, sometimes a punctuation mark, behind a letter or digit."""
+    before, words = _cut_before(pre_tokenizers), _added(tokenizer)
+    if not before or words is None or not _keeps_words(tokenizer):
+        return None
+    spaces = {" ", "▁"} if pre_tokenizers[0]["type"] == "Metaspace" else set(_SPACES)
+    before = {char for char in before if _keeps_kind(_normalized(tokenizer, char), char, spaces)}
+    # A word of nothing but blanks begins where a cut before a blank may be, or behind it.
+    pairs = [pair for word in words for pair in itertools.pairwise(word)]
+    return _one_of(_without(tokenizer, before, {b for a, b in pairs if not _is_blank(a)}), behind=_WORD)
+
+
+def _without(tokenizer: Tokenizer, before: set[str], inner: set[str]) -> set[str]:
+    """Those that cannot stand inside an added token, of which `inner` are all characters but the first."""
+    has_blank = any(map(_is_blank, inner))
+    return {
+        char
+        for char in before
+        if char not in inner
+        and not inner.intersection(_normalized(tokenizer, char))
+        and not (has_blank and _is_blank(char))
+    }
+
+
+def _keeps_kind(normalized: str, char: str, spaces: set[str]) -> bool:
+    if char in _SPACES:
+        return normalized in spaces
+    return len(normalized) == 1 and unicodedata.category(normalized).startswith("P")
+
+
+def _cut_before(pre_tokenizers: list[Mapping[str, Any]]) -> set[str]:
+    """Before which characters a chain of pre-tokenizers cuts, if a letter or digit is ahead of them.
+
+    Once one of them has cut there, the others see both sides apart, in the whole text as in a piece; but what they put
+    before a piece must not depend on where it begins.
+    """
+    before: set[str] = set()
+    allowed = {*_SPACES, *_MARKS}
+    for stage in pre_tokenizers:
+        match stage["type"]:
+            case "WhitespaceSplit" | "Whitespace" | "BertPreTokenizer":
+                before = before or set(" \t\n")
+            case "Metaspace" if before or stage.get("split", True):
+                before = before or {" "}
+                allowed &= set(_SPACES)
+            case "ByteLevel" if before or stage.get("use_regex", True):
+                before = before or {" ", *_MARKS}
+                if stage.get("add_prefix_space", True):
+                    allowed &= set(_SPACES)
+            case "Split" if before or _is_word_pattern(stage):
+                before = before or {" ", *_MARKS}
+            case "Digits" | "Punctuation":
+                allowed &= set(_SPACES)  # blanks are neither, and a letter or digit ahead of one is no matter
+            case _:
+                return set()
+    return before & allowed
+
+
+def _is_word_pattern(stage: Mapping[str, Any]) -> bool:
+    pattern = stage["pattern"].get("Regex")
+    return pattern in _WORD_PATTERNS and stage["behavior"] == "Isolated" and not stage["invert"]
+
+
+def _one_of(chars: Iterable[str], ranges: str = "", behind: str = "") -> re.Pattern[str] | None:
+    escaped = "".join(map(re.escape, sorted(chars))) + ranges
+    if not escaped:
+        return None
+    return re.compile(f"(?<=[{behind}])[{escaped}]" if behind else f"[{escaped}]")
+
+
+# --- what the tokenizer itself says -----------------------------------------------------------------------------
+
+
+def _added(tokenizer: Tokenizer) -> list[str] | None:
+    """Added tokens, as they are found in a text and in a normalized one; None when some look at what is behind them."""
+    added = tokenizer.get_added_tokens_decoder().values()
+    if any(token.rstrip or token.single_word for token in added):
+        return None
+    words = [token.content for token in added]
+    return words + [_normalized(tokenizer, token.content) for token in added if token.normalized]
+
+
+def _keeps_words(tokenizer: Tokenizer) -> bool:
+    """Whether a letter or digit is still one, at its end, once it is normalized, and nothing blank is in it."""
+    if tokenizer.normalizer is None:
+        return True
+    first_to_last = re.findall("(.)-(.)", _WORD)
+    words = (chr(code) for first, last in first_to_last for code in range(ord(first), ord(last) + 1))
+    kept = _normalized(tokenizer, "|".join(words)).split("|")
+    return len(kept) == sum(ord(last) - ord(first) + 1 for first, last in first_to_last) and all(
+        part[-1:].isalnum() and not any(map(_is_blank, part)) for part in kept
+    )
+
+
+def _normalized(tokenizer: Tokenizer, text: str) -> str:
+    return text if tokenizer.normalizer is None else tokenizer.normalizer.normalize_str(text)
+
+
+def _is_blank(char: str) -> bool:
+    return char.isspace() or char in "▁Ġ"
+
+
+def _agrees(tokenizer: Tokenizer, pattern: re.Pattern[str]) -> bool:
+    """Whether the probes' pieces have the probes' tokens, each probe cut everywhere at once, and in two everywhere."""
+    for probe in _PROBES:
+        cuts = [match.start() for match in pattern.finditer(probe) if match.start() > 0]
+        whole = _ids(tokenizer, [probe])
+        parts = [probe[start:end] for start, end in zip([0, *cuts], [*cuts, len(probe)], strict=True)]
+        if _ids(tokenizer, parts) != whole:
+            return False
+        if any(_ids(tokenizer, [probe[:cut], probe[cut:]]) != whole for cut in cuts):
+            return False
+    return True
+
+
+def _ids(tokenizer: Tokenizer, texts: list[str]) -> list[int]:
+    encodings = tokenizer.encode_batch_fast(texts, add_special_tokens=False)
+    return [token_id for encoding in encodings for token_id in encoding.ids]

@@ -1,0 +1,176 @@
+"""What a caller may ask of the tokenizer itself: the tokens of a text, the text of tokens.
+
+Owns the bounds of such a question, of one and of all that are being answered, and the offsets of tokens. Knows no
+request. Called by `vecd.gateway.tokenization.tokenizer`, in its threads; `Room` by `vecd.gateway.pipeline`.
+
+No more than a piece's tokens are there at a time, in Python's objects, of which one takes three times as much as it
+does in an answer: a collector writes them as they come.
+"""
+
+from collections.abc import Generator, Iterator, Sequence
+from contextlib import contextmanager
+from itertools import islice
+
+import numpy as np
+import tokenizers
+
+from vecd.gateway.tokenization.id_policy import NO_FRAME, Frame
+from vecd.gateway.tokenization.text_tokens import TextTokens
+from vecd.gateway.types.errors import BadRequest, TooManyRequests
+from vecd.gateway.types.request import Token, TokenCollector, TokenIds
+
+MAX_CHARS = 2**18
+"""Of all texts of one request, prompts included. A character may be a token, which takes 70 bytes of an answer: 18 MB,
+which are copied once, in one turn of the loop, when they are sent. So many CJK characters take 1.3 s, 29 MB and turns
+of up to 9 ms; twice as many 51 MB, and one of 30 to 66 ms (2 cores)."""
+
+MAX_IDS = 250_000
+"""Of all lists of one request."""
+
+_MAX_SIZE = 2**19
+"""Characters and ids of all such requests that are being answered."""
+
+_SHORT_SIZE = 8 * 1024
+"""Up to so much a request is a short one, which need not wait for a long one of the same tenant."""
+
+_SIZE_PER_ITEM = 64
+"""What a text or a list counts beside its own."""
+
+_TOKENS_PER_STEP = 1000
+"""Written at once: 1.5 ms."""
+
+_RETRY_AFTER_S = 1.0
+"""The largest take about as long."""
+
+
+class Room:
+    """How much is asked of the tokenizer at a time. A tenant's long requests have at most half of it, so that there is
+    some for others; where there is nobody else, a request of any size is let in."""
+
+    def __init__(self) -> None:
+        self._sizes: dict[str, int] = {}
+        """By tenant; none is 0."""
+
+    @contextmanager
+    def enter(self, size: int, tenant: str) -> Iterator[None]:
+        """Room for a request of so much (`size_of`) until it is answered. Raises TooManyRequests."""
+        own, all_sizes = self._sizes.get(tenant, 0), sum(self._sizes.values())
+        if (all_sizes and all_sizes + size > _MAX_SIZE) or (own and size > _SHORT_SIZE and own + size > _MAX_SIZE // 2):
+            raise TooManyRequests(
+                f"Texts and ids of {all_sizes} characters are with the tokenizer, {own} of them yours, and this "
+                f"request has {size}: at most {_MAX_SIZE} may be at a time, and half of them one caller's",
+                retry_after_s=_RETRY_AFTER_S,
+            )
+        self._sizes[tenant] = own + size
+        try:
+            yield
+        finally:
+            self._sizes[tenant] -= size
+            if not self._sizes[tenant]:
+                del self._sizes[tenant]
+
+
+def size_of(items: Sequence[str] | Sequence[TokenIds], prompt: str = "") -> int:
+    """In characters, or ids: what a request counts. Above 0."""
+    return 1 + sum(map(len, items)) + len(items) * (_SIZE_PER_ITEM + len(prompt))
+
+
+class Inspector:
+    def __init__(self, tokenizer: tokenizers.Tokenizer, texts: TextTokens, frame: Frame, vocab_size: int) -> None:
+        self._tokenizer = tokenizer
+        self._texts = texts
+        self._frame = frame
+        self._vocab_size = vocab_size
+
+    def describe_steps(
+        self, texts: Sequence[str], prompt: str, add_special_tokens: bool, collector: TokenCollector
+    ) -> Generator[None, None, int]:
+        """Give the collector the tokens of each text with the prompt before it; returns how many they are. Yields
+        between pieces of work. Raises BadRequest, naming `input`: for too much at once."""
+        self._check_texts(texts, prompt)
+        return self._describe_steps(texts, prompt, add_special_tokens, collector)
+
+    def _describe_steps(
+        self, texts: Sequence[str], prompt: str, add_special_tokens: bool, collector: TokenCollector
+    ) -> Generator[None, None, int]:
+        frame = self._frame if add_special_tokens else NO_FRAME
+        before, behind = self._special(frame.prefix), self._special(frame.suffix)
+        num_tokens = 0
+        for index, text in enumerate(texts):
+            collector.put(index, before)
+            num_bytes = 0
+            context = ""
+            for piece in (yield from self._texts.piece_steps(text, prompt)):
+                for tokens in self._tokens_of(piece, context, num_bytes):
+                    collector.put(index, tokens)
+                    num_tokens += len(tokens)
+                    yield
+                num_bytes += len(piece.encode())
+                context = self._texts.last_part(piece)
+            collector.put(index, behind)
+            num_tokens += len(before) + len(behind)
+        return num_tokens
+
+    def decode_steps(self, lists: Sequence[TokenIds], skip_special_tokens: bool) -> Generator[None, None, list[str]]:
+        """The text of each list. Yields between pieces of work. Raises BadRequest, naming `input`: for too much at
+        once."""
+        num_ids = sum(map(len, lists))
+        if num_ids > MAX_IDS:
+            raise BadRequest(f"The lists have {num_ids} token ids, at most {MAX_IDS} in one request", param="input")
+        return self._decode_steps(lists, skip_special_tokens)
+
+    def _decode_steps(self, lists: Sequence[TokenIds], skip_special_tokens: bool) -> Generator[None, None, list[str]]:
+        texts = []
+        for index, ids in enumerate(lists):
+            if len(ids) and (min(ids) < 0 or max(ids) >= self._vocab_size):
+                raise BadRequest(
+                    f"List {index} has a token id outside the model's vocabulary, 0 to {self._vocab_size - 1}",
+                    param="input",
+                )
+            texts += self._tokenizer.decode_batch([list(ids)], skip_special_tokens=skip_special_tokens)
+            yield
+        return texts
+
+    def _check_texts(self, texts: Sequence[str], prompt: str) -> None:
+        for index, text in enumerate(texts):
+            if len(text) > self._texts.max_chars:
+                raise BadRequest(
+                    f"Text {index} has more than {self._texts.max_chars} characters, the most that are looked at",
+                    param="input",
+                )
+        num_chars = sum(map(len, texts)) + len(texts) * len(prompt)
+        if num_chars > MAX_CHARS:
+            raise BadRequest(
+                f"The texts have {num_chars} characters, prompts included, at most {MAX_CHARS} in one request",
+                param="input",
+            )
+
+    def _special(self, ids: Sequence[int]) -> list[Token]:
+        return [Token(token_id, self._tokenizer.id_to_token(token_id) or "", True, None, None) for token_id in ids]
+
+    def _tokens_of(self, piece: str, context: str, start: int) -> Iterator[list[Token]]:
+        """Some at a time. `start`: of the piece in its text, in bytes. `context`: what is before it, from some place on
+        where the text may be cut, too: the library's offsets are others for what a text begins with."""
+        [first] = self._tokenizer.encode_batch([context + piece], add_special_tokens=False)
+        at = _byte_offsets(context + piece, start - len(context.encode()))
+        if first.overflowing:
+            raise BadRequest(
+                f"A text has a part of {len(piece)} characters that can be cut nowhere, and has more than {len(first)} "
+                "tokens, the most of one part",
+                param="input",
+            )
+        num_before = len(self._texts.all_ids(context)) if context else 0
+        described = zip(first.ids, first.tokens, first.offsets, strict=True)
+        own = islice(described, num_before, None)
+        while some := list(islice(own, _TOKENS_PER_STEP)):
+            yield [Token(token_id, token, False, at[begin], at[end]) for token_id, token, (begin, end) in some]
+
+
+def _byte_offsets(text: str, start: int) -> Sequence[int]:
+    """Of each character, and of the end."""
+    if text.isascii():
+        return range(start, start + len(text) + 1)
+    codes = np.frombuffer(text.encode("utf-32-le"), np.uint32)
+    widths = 1 + (codes >= 0x80).astype(np.int64) + (codes >= 0x800) + (codes >= 0x10000)
+    offsets: list[int] = np.concatenate(([start], start + np.cumsum(widths))).tolist()
+    return offsets

@@ -1,0 +1,266 @@
+"""The one table of errors that a client can see: exception → status, type, code and log level.
+
+Three families: the caller's (4xx: names the field, the limit and the value), overload (429 and 503, with
+Retry-After), ours (5xx: generic to the client, whole in the log under the request id). Raised anywhere in the
+gateway, answered once, by `vecd.gateway.http.connection`. Statuses, types and codes follow what OpenAI's API answers,
+because clients match on them: 400 and never 422, and no 5xx is ever an `invalid_request_error`. No message quotes a
+text, a token id, a vector or a key.
+"""
+
+import logging
+from typing import ClassVar
+
+
+class ApiError(Exception):
+    """A request that is answered with an error. Subclasses fix the family; `message` is for the caller to read."""
+
+    status: ClassVar[int] = 500
+    type: ClassVar[str] = "server_error"
+    code: str | None = None
+    log_level: ClassVar[int] = logging.DEBUG
+
+    def __init__(self, message: str, *, param: str | None = None, code: str | None = None) -> None:
+        super().__init__(message)
+        self.message = message
+        self.param = param
+        self.dialect: str | None = None
+        """Whose shape the answer has, where the path alone does not tell."""
+        if code is not None:
+            self.code = code
+
+    def headers(self) -> dict[str, str]:
+        """Headers that the status asks for."""
+        return {}
+
+
+# --- the caller's -----------------------------------------------------------------------------------------------
+
+
+class BadRequest(ApiError):
+    """Raised while a request is read or parsed; `param` names the field."""
+
+    status = 400
+    type = "invalid_request_error"
+
+
+class TooManyInputs(BadRequest):
+    """Raised for more inputs than a request may have: by `vecd.gateway.api.json_stream` while they are read, and by
+    dialects."""
+
+
+class EmptyInput(BadRequest):
+    """Raised by `vecd.gateway.api.dialects.tei` for a list of no inputs."""
+
+
+class InputTooLong(BadRequest):
+    """Raised by `vecd.gateway.tokenization.tokenizer` for an input that is longer than the model takes, where the
+    request, or the server, would rather have an error. LiteLLM and Elasticsearch know OpenAI's sentence, and act on
+    it."""
+
+    def __init__(
+        self, max_tokens: int, num_tokens: int, *, is_at_least: bool = False, param: str | None = None
+    ) -> None:
+        """`is_at_least`: not all of the input was looked at."""
+        num = f"at least {num_tokens}" if is_at_least else f"{num_tokens}"
+        super().__init__(
+            f"This model's maximum context length is {max_tokens} tokens, however you requested {num} tokens ({num} in "
+            "your prompt; 0 for the completion). Please reduce your prompt; or completion length.",
+            param=param,
+        )
+
+
+class TooManyTokens(BadRequest):
+    """Raised by `vecd.gateway.pipeline` for a request whose inputs have too many tokens together."""
+
+    type = "max_tokens_per_request"
+    code = "max_tokens_per_request"
+
+
+class ModelNotFound(BadRequest):
+    """Raised by `vecd.gateway.api.model_info` for a name that is not the served model's, where that matters."""
+
+    status = 404
+    code = "model_not_found"
+
+    def __init__(self, name: str) -> None:
+        name = name[:64]
+        super().__init__(f"The model `{name}` does not exist", param="model")
+        self.name = name
+        """For dialects that have a sentence of their own."""
+
+
+class InvalidApiKey(ApiError):
+    """Raised by `vecd.gateway.admission.auth` when a key is configured and the request has another, or none."""
+
+    status = 401
+    type = "invalid_request_error"
+    code = "invalid_api_key"
+
+    def headers(self) -> dict[str, str]:
+        return {"www-authenticate": "Bearer"}
+
+
+class PermissionDenied(ApiError):
+    """Raised by `vecd.gateway.admission.auth` when a caller's key is known, and has not the scope that the path asks
+    for, and by `vecd.gateway.http.connection` for a web page on the admin listener."""
+
+    status = 403
+    type = "invalid_request_error"
+    code = "insufficient_scope"
+
+
+class NotFound(ApiError):
+    """Raised by `vecd.gateway.api.routes` for an unknown path, and for an unknown model."""
+
+    status = 404
+    type = "invalid_request_error"
+
+
+class MethodNotAllowed(ApiError):
+    """Raised by `vecd.gateway.api.routes` when the path exists under other methods."""
+
+    status = 405
+    type = "invalid_request_error"
+    code = "method_not_allowed"
+
+    def __init__(self, message: str, *, allow: str) -> None:
+        super().__init__(message)
+        self._allow = allow
+
+    def headers(self) -> dict[str, str]:
+        return {"allow": self._allow}
+
+
+class RequestTimeout(ApiError):
+    """Raised by `vecd.gateway.http.connection` when a request's bytes do not arrive in time."""
+
+    status = 408
+    type = "invalid_request_error"
+    code = "request_timeout"
+
+
+class PayloadTooLarge(ApiError):
+    """Raised while the body arrives, or is decompressed, before any of it is parsed."""
+
+    status = 413
+    type = "invalid_request_error"
+    code = "payload_too_large"
+
+
+class UnsupportedEncoding(ApiError):
+    """Raised for a body with a Content-Encoding that is not understood, before any of it is read."""
+
+    status = 415
+    type = "invalid_request_error"
+    code = "unsupported_content_encoding"
+
+    def __init__(self, message: str, *, accepted: str) -> None:
+        """`accepted`: as Accept-Encoding names the codings that are."""
+        super().__init__(message)
+        self._accepted = accepted
+
+    def headers(self) -> dict[str, str]:
+        return {"accept-encoding": self._accepted}
+
+
+class WrongModel(ApiError):
+    """Raised by TEI's dialect for what a model of another kind could do: rank, classify, weigh words."""
+
+    status = 424
+    type = "invalid_request_error"
+    code = "wrong_model"
+
+
+class HeadersTooLarge(ApiError):
+    """Raised while the head of a request arrives."""
+
+    status = 431
+    type = "invalid_request_error"
+    code = "headers_too_large"
+
+
+class NotImplementedByServer(ApiError):
+    """Raised for a transfer coding other than chunked."""
+
+    status = 501
+    code = "not_implemented"
+
+
+class HttpVersionNotSupported(ApiError):
+    """Raised for anything but HTTP/1.0 and HTTP/1.1."""
+
+    status = 505
+    code = "http_version_not_supported"
+
+
+# --- overload ---------------------------------------------------------------------------------------------------
+
+
+class _Overload(ApiError):
+    def __init__(self, message: str, *, retry_after_s: float, code: str | None = None) -> None:
+        super().__init__(message, code=code)
+        # SDKs ignore or give up on more than a minute or two, and hammer on zero.
+        self.retry_after_s = round(min(60.0, max(1.0, retry_after_s)))
+
+    def headers(self) -> dict[str, str]:
+        return {"retry-after": str(self.retry_after_s)}
+
+
+class TooManyRequests(_Overload):
+    """Raised when too much is waiting: by `vecd.gateway.admission.admission` at the door, by `vecd.gateway.api.bodies`
+    and `vecd.gateway.http.connection` for a large body."""
+
+    status = 429
+    type = "rate_limit_error"
+    code = "server_overloaded"
+
+
+class RateLimited(_Overload):
+    """Raised by `vecd.gateway.admission.principals` when a key has used up what it may."""
+
+    status = 429
+    type = "rate_limit_error"
+    code = "rate_limit_exceeded"
+
+
+class Unavailable(_Overload):
+    """Raised when no worker can serve within the request's deadline, and while the server drains."""
+
+    status = 503
+    code = "service_unavailable"
+    log_level = logging.WARNING
+
+
+class DeadlinePassed(Unavailable):
+    """Raised when a request's deadline passes, or would pass before its next batch is done."""
+
+    log_level = logging.INFO
+
+    def __init__(self, why: str | None) -> None:
+        why = why or "too much was waiting"
+        super().__init__(f"No answer before the request's deadline: {why}", retry_after_s=5)
+
+
+# --- ours -------------------------------------------------------------------------------------------------------
+
+
+class ServerError(ApiError):
+    """Raised when the engine failed on a request, and answered for any unexpected exception."""
+
+    code = "internal_error"
+    log_level = logging.ERROR
+
+
+class EngineFailed(ServerError):
+    """Raised by `vecd.gateway.dispatch.dispatcher` when the engine failed on an input, and nothing else did."""
+
+
+class PoisonInput(EngineFailed):
+    """Raised by `vecd.gateway.dispatch.dispatcher` for an input whose batches died with their workers, the last time
+    alone."""
+
+    code = "poison_input"
+
+    def headers(self) -> dict[str, str]:
+        # OpenAI's SDKs repeat a 5xx, and this one would kill again.
+        return {"x-should-retry": "false"}

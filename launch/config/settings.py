@@ -1,0 +1,454 @@
+"""The settings of `vecd serve`: flags, environment, `.env` and TOML files, validated together.
+
+Owns the names, defaults, ranges and help texts, from which `--help` and docs/operating.md's table are generated. A flag
+wins over the environment (`VECD_*`), that over `.env`, that over the file named by `--config`, that over the default.
+Every problem is reported at once (`ConfigurationError`). Called by `supervisor` alone, the only reader of argv and
+environment.
+"""
+
+import os
+import re
+import tomllib
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Annotated, Any, Literal
+from urllib.parse import urlsplit
+
+from dotenv import dotenv_values
+from pydantic import Field, SecretStr, ValidationError, field_validator
+from pydantic_core import ErrorDetails
+from pydantic_settings import (
+    BaseSettings,
+    CliPositionalArg,
+    CliSettingsSource,
+    DotEnvSettingsSource,
+    EnvSettingsSource,
+    PydanticBaseSettingsSource,
+    SettingsConfigDict,
+    SettingsError,
+)
+
+from vecd.launch.exit_codes import ConfigurationError
+
+ENV_PREFIX = "VECD_"
+
+# As browsers write it, in any case; some pages are of an app or an extension: app://obsidian.md.
+_ORIGIN = re.compile(
+    r"[a-z][a-z0-9+.-]*://(?:[a-z0-9_][a-z0-9._-]*|\[[0-9a-f:.]+\])(?::(?P<port>[0-9]{1,5}))?", re.ASCII | re.IGNORECASE
+)
+
+
+class Settings(BaseSettings):
+    """Serve the embeddings of one model over HTTP. Each flag is also VECD_FLAG in the
+    environment and in .env, and a line of the --config file."""
+
+    model_config = SettingsConfigDict(
+        env_prefix=ENV_PREFIX,
+        env_file=".env",
+        extra="ignore",
+        cli_kebab_case=True,
+        cli_implicit_flags=True,
+        cli_avoid_json=True,
+        cli_hide_none_type=True,
+        frozen=True,
+        validate_default=False,
+        hide_input_in_errors=True,
+    )
+
+    model: CliPositionalArg[str] = Field(
+        default="",
+        description="folder of a model, or its id on the Hugging Face hub; none: the bundled all-MiniLM-L6-v2",
+    )
+    host: str = Field(default="127.0.0.1", description="address to listen on")
+    port: int = Field(default=8000, ge=0, le=65535, description="port to listen on; 0 takes a free one")
+    uds: Path | None = Field(default=None, description="listen on this unix socket instead of host and port")
+    admin_host: str = Field(default="127.0.0.1", description="address of --admin-port")
+    admin_port: int | None = Field(
+        default=None,
+        ge=0,
+        le=65535,
+        description="serve /metrics, /info and /admin on this port, and not on the public one; 0 takes a free one",
+    )
+    admin_uds: Path | None = Field(default=None, description="the same on a unix socket")
+    tls_cert: Path | None = Field(default=None, description="serve HTTPS with this certificate chain (PEM)")
+    tls_key: Path | None = Field(default=None, description="private key of --tls-cert (PEM, without a passphrase)")
+    workers: Annotated[int, Field(ge=1, le=1024)] | Literal["auto"] = Field(
+        default="auto", description="worker processes; auto: one per core the process may use, or one per GPU"
+    )
+    gateways: int = Field(
+        default=1,
+        ge=1,
+        le=64,
+        description="gateway processes; more than one where parsing and encoding take more than a core. "
+        "max-requests and max-connections are divided among them",
+    )
+    threads_per_worker: int = Field(default=1, ge=1, le=1024, description="threads of one worker's forward pass")
+    device: Literal["auto", "cpu", "cuda"] = Field(
+        default="auto",
+        description="where the model runs; auto: on GPUs if there are any and torch can use them",
+    )
+    dtype: Literal["auto", "float32", "bfloat16", "float16", "int8"] = Field(
+        default="auto",
+        description="number format of the forward pass; auto: bfloat16 where the processor or GPU computes it "
+        "natively and the vectors agree with float32's, else float32. int8: more texts a second, less exact vectors",
+    )
+    engine: Literal["auto", "fused", "packed", "padded", "weightless"] = Field(
+        default="auto",
+        description="how batches run; auto: the fastest way whose vectors agree with the plain model's. weightless: no "
+        "model, made-up vectors, to test everything else",
+    )
+    max_batch_tokens: Annotated[int, Field(ge=1, le=1_000_000)] | Literal["auto"] = Field(
+        default="auto",
+        description="most tokens in one forward pass, of which a worker gets as many as it computes in a quarter of a "
+        "second; auto: 2048 on a processor, 32768 on a GPU",
+    )
+    max_tokens: int | None = Field(
+        default=None, ge=3, description="cut texts after so many tokens; default: the model's own limit"
+    )
+    max_inputs: int = Field(default=2048, ge=1, le=100_000, description="inputs in one request")
+    max_body_bytes: int = Field(default=64 * 2**20, ge=1024, description="bytes in one request's body")
+    max_requests: int = Field(default=4096, ge=1, description="embedding requests served at a time; more get 429")
+    max_wait: float = Field(
+        default=30.0,
+        gt=0,
+        le=86_400,
+        description="seconds that a request may have to wait for its turn, by the workers' measured speed; "
+        "429 if it were longer",
+    )
+    max_priority: Literal["interactive", "normal", "bulk"] = Field(
+        default="interactive", description="highest priority that callers get, whatever they ask for"
+    )
+    max_connections: int = Field(default=8192, ge=1, description="open connections; more get 503")
+    max_connections_per_address: int | None = Field(
+        default=None,
+        ge=1,
+        description="open connections of one address, or of one /64 of IPv6; default: half of --max-connections",
+    )
+    max_request_tokens: int | None = Field(
+        default=None, ge=1, description="tokens of all inputs of one request; default: no limit"
+    )
+    token_ids: Literal["auto", "model", "cl100k", "reject"] = Field(
+        default="auto",
+        description="input given as token ids; auto: the model's own if framed by its special tokens, else "
+        "cl100k_base's, which are decoded to text; model: the model's own; cl100k: decoded; reject: refused",
+    )
+    overflow: Literal["error", "truncate", "truncate_left", "chunk"] = Field(
+        default="truncate",
+        description="input longer than the model takes, where a request does not say; error: 400; truncate: its "
+        "beginning is kept; truncate_left: its end; chunk: split, and the mean of the parts' vectors answered",
+    )
+    matryoshka: bool = Field(
+        default=False,
+        description="allow smaller dimensions than the model's, though its config does not say that it was made for it",
+    )
+    quantization_ranges: Path | None = Field(
+        default=None,
+        description="NumPy file, float32 [2, dimensions]: least and greatest value of each, for int8 and uint8",
+    )
+    literal_special_tokens: bool = Field(
+        default=False,
+        description="take special tokens that stand in a text, as [SEP] does, for the characters that they are. "
+        "sentence-transformers takes them for the tokens, and so does the default",
+    )
+    request_timeout: float = Field(default=300.0, gt=0, le=86_400, description="seconds until a request gets a 503")
+    batch_timeout: float = Field(
+        default=60.0,
+        gt=0,
+        le=86_400,
+        description="most seconds a worker may take for one batch before it is replaced; less once its speed is known. "
+        "With several gateways, who take turns, so many times as long",
+    )
+    drain_grace: float = Field(
+        default=0.5,
+        ge=0,
+        le=3600,
+        description="seconds after SIGTERM in which everything is served as before, but /health says 503, so that load "
+        "balancers turn away",
+    )
+    drain_timeout: float = Field(
+        default=30.0,
+        gt=0,
+        le=86_400,
+        description="seconds that accepted requests have to finish after SIGTERM",
+    )
+    start_timeout: float = Field(
+        default=300.0, gt=0, le=86_400, description="seconds until the model must be loaded and compared"
+    )
+    served_model_name: str = Field(
+        default="", description="name of the model in answers; default: its id or folder's name"
+    )
+    model_aliases: str = Field(default="", description="other names that requests may use for it: NAME,NAME")
+    strict_model: bool = Field(
+        default=False, description="refuse requests for a model of any other name; default: any name is accepted"
+    )
+    cors_origins: str = Field(
+        default="", description="web pages of these origins may call: ORIGIN,ORIGIN, or *; default: none"
+    )
+    tei_metrics: bool = Field(default=False, description="/metrics has text-embeddings-inference's names (te_*), too")
+    ui: bool = Field(
+        default=True, description="a browser gets a page with live figures and a playground at /; --no-ui: none"
+    )
+    revision: str = Field(default="", description="branch, tag or commit of a hub model")
+    api_key: SecretStr | None = Field(default=None, description="key that callers must send")
+    api_keys: SecretStr | None = Field(
+        default=None, description="several keys, with names: NAME=KEY,NAME=KEY; see --keys-file for more than names"
+    )
+    keys_file: Path | None = Field(
+        default=None, description="TOML file of keys with their limits and scopes; read again when it changes"
+    )
+    cache_dir: Path | None = Field(
+        default=None,
+        description="folder to remember in what was expensive to find out; default: vecd in the user's cache",
+    )
+    log_level: Literal["debug", "info", "warning", "error"] = Field(
+        default="info", description="least severe line logged"
+    )
+    log_format: Literal["text", "json"] = Field(
+        default="text", description="lines for people, or one JSON object per line"
+    )
+    log_requests: float = Field(
+        default=100.0,
+        ge=0,
+        le=1e6,
+        description="log a line for each request, at most so many in a second and gateway; what is above is counted. "
+        "Requests that the server failed are logged whatever this is",
+    )
+    otlp_endpoint: str = Field(
+        default="",
+        description="URL of an OpenTelemetry collector to send spans to, by OTLP over HTTP (needs vecd[otel]); "
+        "http://localhost:4318, for example",
+    )
+    trace_ratio: float = Field(
+        default=0.01,
+        ge=0,
+        le=1,
+        description="with --otlp-endpoint: so many of the requests that come without a traceparent are traced. With "
+        "one, its sampled flag decides",
+    )
+    config: Path | None = Field(default=None, description="TOML file with any of these settings")
+    ready_fd: int | None = Field(
+        default=None,
+        ge=3,
+        description="file descriptor to which one line of JSON is written when the server is ready",
+    )
+
+    @field_validator(
+        "uds", "admin_uds", "tls_cert", "tls_key", "keys_file", "quantization_ranges", "config", "cache_dir"
+    )
+    @classmethod
+    def _absolute(cls, path: Path | None) -> Path | None:
+        return None if path is None else path.absolute()
+
+    @field_validator("cors_origins")
+    @classmethod
+    def _are_origins(cls, origins: str) -> str:
+        names = [name.strip() for name in origins.split(",") if name.strip()]
+        for name in names:
+            match = _ORIGIN.fullmatch(name)
+            if not (name in ("*", "null") or (match and int(match["port"] or 0) < 65536)):
+                raise ValueError(
+                    f"{name!r} is not an origin: a scheme and a host, and a port if there is one, as in "
+                    "https://example.com or http://localhost:3000; no path, and no * within it"
+                )
+        if "*" in names and len(names) > 1:
+            raise ValueError("* allows every origin: name no other beside it")
+        return origins
+
+    @field_validator("otlp_endpoint")
+    @classmethod
+    def _is_collector(cls, url: str) -> str:
+        if not url:
+            return url
+        try:
+            parts = urlsplit(url)
+            is_right = parts.scheme in ("http", "https") and bool(parts.hostname) and parts.port != 0
+        except ValueError:  # a port that is no number
+            is_right = False
+        if not is_right or parts.query or parts.fragment:
+            raise ValueError("is not the URL of a collector: http or https, a host, and a port if there is one")
+        if parts.username is not None or parts.password is not None:
+            raise ValueError("must not have a password in it: OTEL_EXPORTER_OTLP_HEADERS is for credentials")
+        return url
+
+    @field_validator("ready_fd")
+    @classmethod
+    def _is_open(cls, fd: int | None) -> int | None:
+        try:
+            if fd is not None:
+                os.fstat(fd)
+        except OSError:
+            raise ValueError("is not an open file descriptor") from None
+        return fd
+
+    @field_validator("api_key", "api_keys")
+    @classmethod
+    def _not_blank(cls, key: SecretStr | None) -> SecretStr | None:
+        if key is not None and not key.get_secret_value().strip():
+            raise ValueError("must not be blank")
+        return key
+
+    @classmethod
+    def settings_customise_sources(
+        cls,
+        settings_cls: type[BaseSettings],
+        init_settings: PydanticBaseSettingsSource,
+        env_settings: PydanticBaseSettingsSource,
+        dotenv_settings: PydanticBaseSettingsSource,
+        file_secret_settings: PydanticBaseSettingsSource,
+    ) -> tuple[PydanticBaseSettingsSource, ...]:
+        # `load_settings` reads the sources one by one, to know which of them a bad value came from.
+        return (init_settings,)
+
+
+def load_settings(argv: Sequence[str], *, without: Sequence[str] = ()) -> Settings:
+    """Settings from flags, environment, `.env` and TOML, but for those named in `without`. Prints help and exits 0 for
+    `--help`.
+
+    Raises ConfigurationError with every problem that was found, in any of the sources.
+    """
+    found = _Found()
+    flags = found.read_flags(argv)
+    # An empty variable is one that is not set, as where a compose file passes on what it has not got.
+    environment = EnvSettingsSource(Settings, env_ignore_empty=True)()
+    dotenv = DotEnvSettingsSource(Settings, env_ignore_empty=True)()
+    config = flags.get("config") or environment.get("config") or dotenv.get("config")
+    if config:
+        found.add(f"{config}: ", "", found.read_toml(Path(config)))
+    found.add(".env: " + ENV_PREFIX, "upper", dotenv)
+    found.add(ENV_PREFIX, "upper", {k: v for k, v in environment.items() if not _is_service_link(k, v)})
+    found.add("--", "kebab", flags)
+    found.check_variables("", os.environ)
+    found.check_variables(".env: ", {name: value or "" for name, value in dotenv_values(".env").items()})
+    for name in without:
+        found.drop(name)
+    return found.validate()
+
+
+def load_flags(argv: Sequence[str]) -> Settings:
+    """What flags alone say; `model_fields_set` has those that were given. Raises ConfigurationError."""
+    found = _Found()
+    found.add("--", "kebab", found.read_flags(argv))
+    return found.validate()
+
+
+class _Found:
+    """What the sources say, merged in rising precedence, and the problems met on the way."""
+
+    def __init__(self) -> None:
+        self._values: dict[str, Any] = {}
+        self._origins: dict[str, str] = {}
+        self._problems: list[str] = []
+
+    def add(self, origin: str, style: str, values: dict[str, Any]) -> None:
+        for name, value in values.items():
+            self._values[name] = value
+            self._origins[name] = origin + _styled(name, style)
+
+    def drop(self, name: str) -> None:
+        self._values.pop(name, None)
+
+    def read_flags(self, argv: Sequence[str]) -> dict[str, Any]:
+        """The flags that can be read. argparse stops at the first problem: that one is set aside, and it goes on."""
+        rest, ignore_unknown = list(argv), False
+        for _ in range(len(argv) + 2):
+            try:
+                return _flags_source(rest, ignore_unknown=ignore_unknown)()
+            except SettingsError as error:
+                problem = str(error).removeprefix("error parsing CLI: ")
+                self._problems.append(problem)
+                named = re.match(r"argument (--[\w-]+)", problem)
+                if named and named[1] in rest:
+                    rest.remove(named[1])
+                else:
+                    ignore_unknown = True
+        return {}
+
+    def read_toml(self, path: Path) -> dict[str, Any]:
+        try:
+            values = tomllib.loads(path.read_text(encoding="utf-8"))
+        except (OSError, UnicodeDecodeError, tomllib.TOMLDecodeError) as error:
+            self._problems.append(f"{path}: cannot be read: {error}")
+            return {}
+        values = {name.replace("-", "_"): value for name, value in values.items()}
+        for name in values.keys() - Settings.model_fields.keys():
+            self._problems.append(f"{path}: {name}: there is no such setting")
+        return {name: value for name, value in values.items() if name in Settings.model_fields}
+
+    def check_variables(self, origin: str, environ: Mapping[str, str]) -> None:
+        for variable, value in environ.items():
+            name = variable.removeprefix(ENV_PREFIX).lower()
+            if name in _SECRETS and not value:
+                # Not taken for unset: whoever meant to set a key must not get an open server.
+                self._problems.append(f"{origin}{variable}: is empty; give it a key, or remove it")
+            if (
+                variable.startswith(ENV_PREFIX)
+                and name not in Settings.model_fields
+                and not _is_service_link(name, value)
+            ):
+                self._problems.append(f"{origin}{variable}: there is no such setting")
+
+    def validate(self) -> Settings:
+        try:
+            settings = Settings(**self._values)
+        except ValidationError as error:
+            self._problems += self._describe(error.errors(include_url=False, include_input=False))
+        if self._problems:
+            raise ConfigurationError(self._problems)
+        return settings
+
+    def _describe(self, errors: list[ErrorDetails]) -> list[str]:
+        """One line per setting: a setting that may have several types has an error for each."""
+        messages: dict[str, list[str]] = {}
+        for error in errors:
+            messages.setdefault(str(error["loc"][0]), []).append(error["msg"])
+        return [
+            f"{self._origins.get(name, name)}: {' or '.join(lines)}{self._given(name)}"
+            for name, lines in messages.items()
+        ]
+
+    def _given(self, name: str) -> str:
+        value = self._values.get(name)
+        is_secret = name in _SECRETS or (name == "otlp_endpoint" and "@" in str(value))
+        return "" if is_secret or name not in self._values else f" (given: {value!r})"
+
+
+_SECRETS = {"api_key", "api_keys"}
+
+
+def _flags_source(argv: Sequence[str], *, ignore_unknown: bool) -> CliSettingsSource[Any]:
+    return CliSettingsSource(
+        Settings,
+        cli_prog_name="vecd serve",
+        cli_parse_args=list(argv),
+        cli_exit_on_error=False,
+        cli_ignore_unknown_args=ignore_unknown,
+    )
+
+
+def _styled(name: str, style: str) -> str:
+    match style:
+        case "upper":
+            return name.upper()
+        case "kebab":
+            return name.replace("_", "-")
+        case _:
+            return name
+
+
+def _is_service_link(name: str, value: Any) -> bool:
+    """Kubernetes puts VECD_PORT=tcp://… and VECD_SERVICE_… into every pod beside a Service that is called vecd."""
+    return (name == "port" and str(value).startswith("tcp://")) or name.startswith(("service_", "port_"))
+
+
+def flag_table() -> str:
+    """The operator's page's table of flags, as Markdown."""
+    lines = ["| flag | default | meaning |", "| --- | --- | --- |"]
+    for name, field in Settings.model_fields.items():
+        flag = "MODEL" if name == "model" else "--" + name.replace("_", "-")
+        default = "" if field.default in (None, "") else f"`{field.default}`"
+        lines.append(f"| `{flag}` | {default} | {field.description} |")
+    return "\n".join(lines)
+
+
+if __name__ == "__main__":
+    print(flag_table())

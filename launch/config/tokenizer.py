@@ -1,0 +1,114 @@
+"""Where a model's fast tokenizer is, also for a model that comes without one.
+
+Owns the folder `tokenizers` in the cache: one file for each content of a model's tokenizer files. The conversion
+itself needs transformers, and is a process of its own. What the gateway is told is a path to a descriptor of this
+process, so that whenever it is restarted it reads the same file again, whatever has been put in its place, and nothing
+is left behind: also where there is no cache to write to, and when the cache is emptied while the server runs. Called by
+`vecd.launch.config.plan`.
+"""
+
+import hashlib
+import importlib.metadata
+import logging
+import os
+import subprocess
+from contextlib import suppress
+from dataclasses import replace
+from pathlib import Path
+
+from vecd.launch.exit_codes import EXIT_OK
+from vecd.launch.processes.children import self_command
+from vecd.shm import logs
+from vecd.shm.card import ModelCard, ModelError, vocabulary_files
+
+# Besides the vocabularies, what AutoTokenizer reads to choose a class and its special tokens.
+_OTHER_FILES = ("config.json", "tokenizer_config.json", "special_tokens_map.json", "added_tokens.json")
+_TIMEOUT_S = 600.0  # a sentencepiece model with byte pairs takes the longest: its merges are worked out anew
+_VERSION = "1"  # of vecd.workers.conversion: another one makes every tokenizer anew
+
+
+def with_tokenizer(card: ModelCard, model: str, cache_folder: Path) -> ModelCard:
+    """The card, its tokenizer converted if the model has only a slow one's files; `model` is its name for people.
+
+    Raises ModelError when it cannot be read or converted.
+    Side effects: a descriptor that stays open until the card is forgotten (`forget`); a file in the cache, where it can
+    be written.
+    """
+    if card.tokenizer_file:
+        return _held_open(card, _open(card.tokenizer_file))
+    cached = cache_folder / "tokenizers" / _key(Path(card.weights_folder)) / "tokenizer.json"
+    try:
+        fd = os.open(cached, os.O_RDONLY | os.O_CLOEXEC)
+    except OSError:
+        logs.say(f"converting the tokenizer of {model} (once)")
+        fd = _convert(card)
+        _store(fd, cached)
+    return _held_open(card, fd)
+
+
+def _open(path: str) -> int:
+    try:
+        return os.open(path, os.O_RDONLY | os.O_CLOEXEC)
+    except OSError as error:
+        raise ModelError(f"{path}: cannot be read: {error.strerror}") from None
+
+
+def _held_open(card: ModelCard, fd: int) -> ModelCard:
+    return replace(card, tokenizer_file=f"/proc/{os.getpid()}/fd/{fd}")
+
+
+def forget(card: ModelCard) -> None:
+    """Close the descriptor that `with_tokenizer` opened for a card that no process is told of any more."""
+    owner, _, fd = card.tokenizer_file.rpartition("/fd/")
+    if owner == f"/proc/{os.getpid()}":
+        os.close(int(fd))
+
+
+def _key(weights_folder: Path) -> str:
+    """A digest of everything that the conversion depends on. Raises ModelError for a file that cannot be read."""
+    digest = hashlib.sha256(_VERSION.encode())
+    for library in ("transformers", "tokenizers"):
+        digest.update(f"\0{library} {importlib.metadata.version(library)}".encode())
+    others = [weights_folder / name for name in _OTHER_FILES]
+    for path in sorted([*vocabulary_files(weights_folder), *(path for path in others if path.is_file())]):
+        try:
+            content = path.read_bytes()
+        except OSError as error:
+            raise ModelError(f"{path}: cannot be read: {error}") from None
+        digest.update(f"\0{path.name} {len(content)}\0".encode() + content)
+    return digest.hexdigest()[:32]
+
+
+def _convert(card: ModelCard) -> int:
+    """A descriptor of a file without a name that has the fast tokenizer's JSON."""
+    fd = os.memfd_create("tokenizer.json", os.MFD_CLOEXEC)
+    command = [*self_command("convert"), card.weights_folder, str(card.vocab_size), str(fd)]
+    offline = {**os.environ, "HF_HUB_OFFLINE": "1"}
+    try:
+        status = subprocess.run(
+            command, pass_fds=[fd], stdin=subprocess.DEVNULL, env=offline, timeout=_TIMEOUT_S, check=False
+        ).returncode
+    except subprocess.TimeoutExpired:
+        os.close(fd)
+        raise ModelError(f"{card.weights_folder}: tokenizer not converted within {_TIMEOUT_S:.0f} s") from None
+    if status != EXIT_OK:
+        answer = os.pread(fd, os.fstat(fd).st_size, 0).decode(errors="replace")
+        os.close(fd)
+        raise ModelError(answer or f"{card.weights_folder}: tokenizer not converted (exit code {status})")
+    return fd
+
+
+def _store(fd: int, cached: Path) -> None:
+    """Write to the cache, whole or not at all; where that cannot be, say so."""
+    partial = cached.with_name(f"tokenizer.json.{os.getpid()}")
+    try:
+        cached.parent.mkdir(parents=True, exist_ok=True)
+        with partial.open("wb") as file:
+            file.write(os.pread(fd, os.fstat(fd).st_size, 0))
+            file.flush()
+            os.fsync(file.fileno())
+        os.replace(partial, cached)
+    except OSError as error:
+        with suppress(OSError):
+            partial.unlink()
+        logs.say(f"not remembered for the next start: {error}", logging.WARNING)

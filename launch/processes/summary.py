@@ -1,0 +1,66 @@
+"""What the operator reads when the server is ready. Pure, but for the memory figures read from /proc."""
+
+import os
+import re
+from pathlib import Path
+from typing import Any
+
+from vecd.launch.config.plan import Plan
+
+
+def pss_mb(pid: int) -> int:
+    try:
+        text = Path(f"/proc/{pid}/smaps_rollup").read_text()
+    except OSError:
+        return 0
+    found = re.search(r"^Pss:\s+(\d+) kB", text, re.MULTILINE)
+    return int(found[1]) // 1024 if found else 0
+
+
+def summary_fields(
+    plan: Plan, url: str, admin_url: str, facts: dict[str, Any], memory_mb: int, ready_s: float
+) -> dict[str, Any]:
+    """The same for programs, as docs/logs.md has it."""
+    return {
+        "event": "ready",
+        "version": plan.gateway.version,
+        "model": plan.gateway.model,
+        "dimensions": plan.card.dim,
+        "max_tokens": plan.gateway.max_tokens,
+        "engine": facts.get("path"),
+        "dtype": facts.get("dtype"),
+        "workers": len(plan.workers),
+        "gateways": plan.settings.gateways,
+        "memory_mb": memory_mb,
+        "url": url,
+        "admin_url": admin_url or None,
+        "ready_s": round(ready_s, 3),
+        "pid": os.getpid(),
+    }
+
+
+def summary(plan: Plan, url: str, admin_url: str, facts: dict[str, Any], memory_mb: int, ready_s: float) -> list[str]:
+    """What was started, and a line to try it with."""
+    card, gateway, settings = plan.card, plan.gateway, plan.settings
+    normalized = ", normalized" if any(step.kind == "normalize" for step in card.steps) else ""
+    parity = facts.get("agreement", {}).get("max_abs_diff")
+    agrees = "" if parity is None else f", within {parity:.1e} of the plain model"
+    device = plan.workers[0].device.partition(":")[0]
+    url_here = re.sub(r"//(0\.0\.0\.0|\[::\])", "//127.0.0.1", url)
+    path = url.removeprefix("unix:")
+    curl = f"curl --unix-socket {path} http://localhost" if path != url else f"curl {url_here}"
+    key = ' -H "authorization: Bearer $VECD_API_KEY"' if gateway.keys else ""
+    gateways = f", {settings.gateways} gateways" if settings.gateways > 1 else ""
+    return [
+        f"vecd {gateway.version} is ready",
+        f"  model      {gateway.model}: {card.dim} dimensions, at most {gateway.max_tokens} tokens, "
+        f"{'+'.join(card.pooling)} pooling{normalized}",
+        f"  engine     {facts.get('path')}, {facts.get('dtype')}{agrees}",
+        f"  workers    {len(plan.workers)} × {settings.threads_per_worker} thread(s) on {device}{gateways}",
+        f"  memory     {memory_mb} MB in all",
+        f"  listening  {url}",
+        *([f"  admin      {admin_url}"] if admin_url else []),
+        f"  try        {curl}/v1/embeddings{key} -H 'content-type: application/json' "
+        f"""-d '{{"model": "{gateway.model}", "input": "Hello, world"}}'""",
+        f"  ready in   {ready_s:.1f} s",
+    ]

@@ -1,0 +1,270 @@
+"""The workers of one configuration: started, replaced when they die, ended one by one.
+
+Owns the fork server, the ZeroMQ endpoints that its workers are connected to, their arenas, and a keeper for each
+worker: a coroutine that starts one life after the other. Knows no gateway; whoever must hear of a worker's coming and
+going is told through `Observer`. Called by `supervisor`, which has one crew, and while it reloads two.
+"""
+
+import asyncio
+import logging
+import os
+import socket
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any, Protocol
+
+from vecd.launch.config.plan import Plan
+from vecd.launch.exit_codes import ChildDied, StartFailure, first_of
+from vecd.launch.processes.backoff import Backoff
+from vecd.launch.processes.children import ForkServer, Process, killed_after, self_command
+from vecd.launch.processes.sockets import make_zmq_endpoint
+from vecd.shm.arena import create_arena
+from vecd.shm.control import ChildFailed, ForkServerStart, Progress, WorkerReady
+from vecd.shm.wire import Incarnation
+from vecd.workers.process.preload import modules_to_preload
+
+log = logging.getLogger("vecd.supervisor")
+
+_DYING_TIMEOUT_S = 5.0
+_MODEL_CHANGED_INTERVALS_S = 5.0, 60.0
+
+
+@dataclass(slots=True)
+class ReadyWorker:
+    """What every gateway must be told of an incarnation that is ready."""
+
+    incarnation: Incarnation
+    process: Process
+    arena_fd: int
+    facts: dict[str, Any]
+    is_condemned: bool = False
+    """A gateway has said that it is stuck, and it is being killed for it."""
+
+
+class Observer(Protocol):
+    """Who hears of a crew's workers."""
+
+    def on_ready(self, worker_pool: "WorkerPool", worker: ReadyWorker) -> None: ...
+
+    def on_down(self, worker_pool: "WorkerPool", worker: ReadyWorker, reason: str) -> None:
+        """It has been ready, and is dead."""
+
+    def on_broken(self, worker_pool: "WorkerPool", reason: str) -> None:
+        """No worker is ready, and one has died again and again."""
+
+    def on_model_changed(self, worker_pool: "WorkerPool") -> None:
+        """Its files are others than the crew was made for, and are about to be read again."""
+
+    def on_stage(self, worker_pool: "WorkerPool", stage: str) -> None:
+        """What the fork server, or the first worker, is doing before anybody is ready."""
+
+    def on_warning(self, worker_pool: "WorkerPool", warning: str) -> None: ...
+
+
+class WorkerPool:
+    def __init__(
+        self, generation: int, plan: Plan, num_gateways: int, lives: dict[int, int], observer: Observer
+    ) -> None:
+        """`lives` are the worker's lives so far, by index, over all generations: an incarnation never comes twice.
+
+        Raises OSError without descriptors for the endpoints.
+        """
+        self.generation = generation
+        self.plan = plan
+        self.ready: dict[int, ReadyWorker] = {}
+        """By the worker's index."""
+        self.broken: str | None = None
+        """Why there is no use in waiting for a worker; None while there is."""
+        self._lives = lives
+        self._observer = observer
+        self._has_been_ready = False
+        timeout_s = plan.settings.start_timeout
+        self._fork_server = ForkServer(_fork_server_start(plan), timeout_s, self._on_load_stage)
+        self._endpoints: list[tuple[socket.socket, int]] = []
+        try:
+            for _ in range(num_gateways):
+                self._endpoints.append(make_zmq_endpoint())
+        except OSError:
+            self.close()
+            raise
+        self._keepers: list[asyncio.Task[None]] = []
+
+    @property
+    def is_complete(self) -> bool:
+        return len(self.ready) == len(self.plan.workers)
+
+    def zmq_listening(self, gateway: int) -> int:
+        """The descriptor of the socket on which this crew's workers look for a gateway."""
+        return self._endpoints[gateway][0].fileno()
+
+    def pids(self) -> list[int]:
+        """Of all its processes."""
+        return [*self._fork_server.pids(), *(worker.process.pid for worker in self.ready.values())]
+
+    async def keep(self) -> None:
+        """Keep all workers alive until cancelled. Raises StartFailure when one cannot start or keeps dying, if it has
+        never been ready. On the way out nothing of them is left."""
+        try:
+            async with asyncio.TaskGroup() as group:
+                for index in range(len(self.plan.workers)):
+                    self._keepers.append(group.create_task(self._keep_worker(index)))
+        except BaseExceptionGroup as failures:
+            raise first_of(failures) from None
+        finally:
+            await self._fork_server.stop()
+
+    async def dismiss(self) -> None:
+        """End the workers one by one, and with the last of them `keep`."""
+        for keeper in self._keepers:
+            keeper.cancel()
+            await asyncio.wait([keeper])
+
+    def close(self) -> None:
+        """Close the endpoints, once no gateway is told of them any more."""
+        for listening, address in self._endpoints:
+            listening.close()
+            os.close(address)
+        self._endpoints.clear()
+
+    def kill_stuck(self, incarnation: Incarnation) -> None:
+        """Any gateway is believed, once. The worker is asked to write where it hangs, and then killed."""
+        worker = self.ready.get(incarnation.worker)
+        if worker is not None and worker.incarnation == incarnation and not worker.is_condemned:
+            log.error("%s is stuck and is killed", incarnation)
+            worker.is_condemned = True
+            worker.process.abort()
+
+    # --- a worker's lives -----------------------------------------------------------------------------------
+
+    async def _keep_worker(self, index: int) -> None:
+        backoff = Backoff(f"worker {index}")
+        while True:
+            await self._until_model_is_ours()
+            self._lives[index] = self._lives.get(index, 0) + 1
+            incarnation = Incarnation(index, self._lives[index])
+            reason, ready_for_s = await self._live(incarnation)
+            log.error("%s %s", incarnation, reason)
+            delay_s = backoff.delay_after(reason, ready_for_s)
+            if backoff.is_broken and not self.ready:
+                self._is_broken(f"worker {index} dies again and again: at last it {reason}")
+            await asyncio.sleep(delay_s)
+
+    async def _until_model_is_ours(self) -> None:
+        """Rather none than a worker that reads another model than the others have read: a reload takes its place."""
+        interval_s, longest_s = _MODEL_CHANGED_INTERVALS_S
+        while self._has_been_ready and self._reads_model() and self.plan.model_has_changed():
+            self._observer.on_model_changed(self)
+            if not self.ready:  # nobody is left, and nobody will come, to whom requests could go
+                self._is_broken("the model's files have changed, and are being read anew")
+            await asyncio.sleep(interval_s)
+            interval_s = min(2 * interval_s, longest_s)
+
+    def _reads_model(self) -> bool:
+        """Whether a new worker reads the model's files, by itself or by a new fork server."""
+        return self.plan.workers[0].device != "cpu" or not self._fork_server.pids()
+
+    def _is_broken(self, reason: str) -> None:
+        if self.broken != reason:
+            self.broken = reason
+            self._observer.on_broken(self, reason)
+
+    async def _live(self, incarnation: Incarnation) -> tuple[str, float | None]:
+        """One life of a worker; returns how it ended, and for how many seconds it had been ready.
+
+        Raises StartFailure when it says that it cannot start, before any has ever been ready.
+        """
+        try:
+            arena_fd = create_arena(self.plan.gateway.arena)
+        except OSError as error:
+            return f"has no memory for its arena of {self.plan.gateway.arena.nbytes} bytes: {error.strerror}", None
+        try:
+            try:
+                config = self.plan.workers[incarnation.worker]
+                addresses = [address for _, address in self._endpoints]
+                process = await self._fork_server.fork(incarnation, config, arena_fd, addresses)
+            except (ChildDied, OSError) as error:
+                return f"could not be forked: {error}", None
+            with killed_after(process):
+                facts, reason = await self._await_ready(process)
+                if facts is None:
+                    return reason, None
+                return await self._live_ready(ReadyWorker(incarnation, process, arena_fd, facts))
+        finally:
+            os.close(arena_fd)
+
+    async def _live_ready(self, worker: ReadyWorker) -> tuple[str, float]:
+        self.ready[worker.incarnation.worker] = worker
+        self._has_been_ready = True
+        self.broken = None
+        ready_at = time.monotonic()
+        self._observer.on_ready(self, worker)
+        try:
+            await worker.process.died()
+        except asyncio.CancelledError:
+            worker.process.kill()
+            await self._until_reaped(worker)
+            raise
+        finally:
+            del self.ready[worker.incarnation.worker]
+        ready_for_s = time.monotonic() - ready_at
+        reason = await worker.process.ended()
+        self._observer.on_down(self, worker, reason)
+        return reason, ready_for_s
+
+    async def _until_reaped(self, worker: ReadyWorker) -> None:
+        """By the fork server, which may go next. What a driver does not let die is not waited for."""
+        try:
+            async with asyncio.timeout(_DYING_TIMEOUT_S):
+                await worker.process.ended()
+        except TimeoutError:
+            log.error("%s does not die, and is left alone", worker.incarnation)
+
+    async def _await_ready(self, process: Process) -> tuple[dict[str, Any] | None, str]:
+        """What the worker says of itself, or None and why there is nothing."""
+        stage, timeout_s = "starting", self.plan.settings.start_timeout
+        try:
+            async with asyncio.timeout(timeout_s):
+                while True:
+                    match await process.receive():
+                        case Progress() as progress:
+                            stage = progress.stage
+                            self._on_worker_stage(process, stage)
+                        case WorkerReady() as ready:
+                            self._on_warnings(ready.warnings)
+                            return ready.facts, ""
+                        case ChildFailed() as failed if not self._has_been_ready:
+                            raise StartFailure(failed.message)
+                        case ChildFailed() as failed:
+                            return None, f"cannot start: {failed.message}"
+                        case None:
+                            return None, f"{await process.ended()} while {stage}"
+        except TimeoutError:
+            return None, f"was still {stage} after {timeout_s:g} s"
+
+    # --- what the operator sees -----------------------------------------------------------------------------
+
+    def _on_worker_stage(self, process: Process, stage: str) -> None:
+        """One line per stage, not per worker, and none for restarts."""
+        if process.name == str(Incarnation(0, 1)):
+            self._observer.on_stage(self, stage)
+
+    def _on_load_stage(self, stage: str) -> None:
+        if not self._has_been_ready:
+            self._observer.on_stage(self, stage)
+
+    def _on_warnings(self, warnings: Sequence[str]) -> None:
+        if not self._has_been_ready:
+            for warning in warnings:
+                self._observer.on_warning(self, warning)
+
+
+def _fork_server_start(plan: Plan) -> ForkServerStart:
+    """What the fork server imports and loads: an engine for processors is shared, one for a GPU is each worker's."""
+    config = plan.workers[0]
+    level, log_format = config.log_level, config.log_format
+    if config.engine == "weightless":
+        return ForkServerStart(os.getpid(), [], log_level=level, log_format=log_format)
+    modules = modules_to_preload(plan.card.model_type, config.engine)
+    shared = config.to_json() if config.device == "cpu" else None
+    return ForkServerStart(os.getpid(), modules, shared, self_command("choose"), level, log_format)

@@ -1,0 +1,186 @@
+"""`vecd install-service`: has systemd keep a server running, by units for this very installation.
+
+Owns the command: its flags, what it replaces and what it refuses to, and the commands of systemctl that belong to it.
+What the files say is `vecd.launch.systemd.placement`'s and `vecd.launch.systemd.units`'. Called by `supervisor`.
+"""
+
+import argparse
+import os
+import pwd
+import re
+import subprocess
+import sys
+from collections.abc import Iterable, Mapping, Sequence
+from pathlib import Path
+
+from vecd.launch.config.settings import load_flags
+from vecd.launch.exit_codes import EXIT_BAD_CONFIGURATION, EXIT_COULD_NOT_START, EXIT_OK, ConfigurationError
+from vecd.launch.systemd.placement import SERVICE, SOCKET, Place, contents, own_command, place_of
+from vecd.launch.systemd.units import MADE_BY
+
+_SYSTEMCTL_TIMEOUT_S = 600.0
+_UNIT_MODE = 0o644
+_DESCRIPTION = """\
+Have systemd keep a server running: writes vecd.service, which runs this very installation, and its settings. MODEL and
+every flag of `vecd serve` are taken, and written into the settings; without any, settings that are there stay. Then it
+says what to do next, or does it (--now). What is there and differs is not touched without --force."""
+
+
+def main(arguments: Sequence[str]) -> int:
+    """The command. Returns the exit code: 2 for what cannot be done as asked, 3 when writing or systemctl failed."""
+    options, flags = _parser().parse_known_args(arguments)
+    try:
+        return _remove(options, flags) if options.remove else _install(options, flags)
+    except ConfigurationError as error:
+        for problem in error.problems:
+            print(f"vecd install-service: {problem}", file=sys.stderr)
+        return EXIT_BAD_CONFIGURATION
+    except (OSError, UnicodeError, subprocess.SubprocessError) as error:
+        print(f"vecd install-service: {error}", file=sys.stderr)
+        return EXIT_COULD_NOT_START
+
+
+def _parser() -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(
+        prog="vecd install-service",
+        description=_DESCRIPTION,
+        usage="vecd install-service [MODEL] [--flags of vecd serve] [--socket] [--user | --run-as USER] [--now] …",
+        allow_abbrev=False,
+    )
+    parser.add_argument(
+        "--socket",
+        action="store_true",
+        help="also vecd.socket: systemd listens, and keeps what connects while vecd restarts; "
+        "--host, --port and --uds say where",
+    )
+    parser.add_argument("--user", action="store_true", help="for this user's own systemd, without root")
+    parser.add_argument("--run-as", metavar="USER", help="run as this user; default: one that systemd makes up")
+    parser.add_argument("--print", action="store_true", help="print the files, and write nothing")
+    parser.add_argument("--now", action="store_true", help="enable and start it, too")
+    parser.add_argument("--force", action="store_true", help="replace, or remove, what is there and differs")
+    parser.add_argument("--remove", action="store_true", help="stop and remove the units; the settings stay")
+    parser.add_argument("--root", type=Path, metavar="DIR", help="write below DIR, as into an image; no systemctl")
+    return parser
+
+
+def _install(options: argparse.Namespace, flags: Sequence[str]) -> int:
+    place = _place(options)
+    settings = load_flags(flags)
+    if options.run_as is not None:
+        _check_user(options)
+    files = contents(place, settings, has_socket=options.socket, run_as=options.run_as, command=own_command())
+    if options.print:
+        print("\n".join(f"# {path}\n{text}" for path, text in files.items()), end="")
+        return EXIT_OK
+    if not settings.model_fields_set and place.on_disk(place.config).exists():
+        del files[place.config]
+    socket = place.units / SOCKET
+    if not options.socket and os.path.lexists(place.on_disk(socket)):
+        problem = "is there, and listens for the service: give --socket, too, or --remove it first"
+        raise ConfigurationError([f"{place.on_disk(socket)}: {problem}"])
+    written = _write(place, files, force=options.force)
+    units = [*([SOCKET] if options.socket else []), SERVICE]
+    # What runs goes by what was written only after a restart. A socket that is as before stays open: nobody is refused.
+    restarted = units if socket in written else [SERVICE]
+    commands = [["daemon-reload"], ["enable", *units], ["restart", *restarted]]
+    if options.now:
+        return _systemctl(options, commands)
+    print("Next:")
+    for command in commands:
+        print("  " + " ".join(_systemctl_command(options, command)))
+    return EXIT_OK
+
+
+def _remove(options: argparse.Namespace, flags: Sequence[str]) -> int:
+    if flags:
+        raise ConfigurationError(["--remove: takes no MODEL and no flags of `vecd serve`"])
+    place = _place(options)
+    units = _found(place.on_disk(place.units / name) for name in (SOCKET, SERVICE))
+    strange = [path for path, text in units.items() if not text.startswith(MADE_BY)]
+    if strange and not options.force:
+        raise ConfigurationError([f"{path}: is not of `vecd install-service` (--force removes it)" for path in strange])
+    if options.print:
+        print("\n".join(map(str, units)))
+        return EXIT_OK
+    if not units:
+        print("there is nothing to remove")
+        return EXIT_OK
+    if status := _systemctl(options, [["disable", "--now", *(path.name for path in units)]]):
+        return status
+    for path in units:
+        path.unlink()
+        print(f"removed {path}")
+    print(f"{place.on_disk(place.config)} stays")
+    return _systemctl(options, [["daemon-reload"]])
+
+
+def _place(options: argparse.Namespace) -> Place:
+    if options.root is not None and not options.root.is_dir():
+        raise ConfigurationError([f"--root: {options.root} is no folder"])
+    if options.root is not None and options.now:
+        raise ConfigurationError(["--now: not with --root, below which no systemd runs"])
+    if options.user and options.run_as is not None:
+        raise ConfigurationError(["--run-as: not with --user, whose services are all this user's"])
+    place = place_of(is_of_user=options.user, root=options.root)
+    if os.geteuid() != 0 and not (options.user or options.print or options.root):
+        raise ConfigurationError(
+            [f"only root may write {place.units}: use sudo; or --user, for a service of your own; or --print"]
+        )
+    return place
+
+
+def _check_user(options: argparse.Namespace) -> None:
+    """Raises ConfigurationError for a name that cannot be in a unit, or is nobody's on this machine."""
+    if not re.fullmatch(r"[A-Za-z_][A-Za-z0-9_.-]{0,63}", options.run_as):
+        raise ConfigurationError([f"--run-as: is no user's name (given: {options.run_as!r})"])
+    if options.root is None:
+        try:
+            pwd.getpwnam(options.run_as)
+        except KeyError:
+            raise ConfigurationError([f"--run-as: there is no user {options.run_as}"]) from None
+
+
+def _write(place: Place, files: Mapping[Path, str], *, force: bool) -> set[Path]:
+    """All files or none, but for what fails on the way. Returns those that were not there before as they are now.
+
+    Raises ConfigurationError for those that are there and differ, and OSError.
+    """
+    existing = _found(map(place.on_disk, files))
+    changed = {path: text for path, text in files.items() if existing.get(place.on_disk(path)) != text}
+    differing = [place.on_disk(path) for path in changed if place.on_disk(path) in existing]
+    if differing and not force:
+        raise ConfigurationError([f"{path}: is there, and differs (--force replaces it)" for path in differing])
+    for path in files:
+        on_disk = place.on_disk(path)
+        if path not in changed:
+            print(f"{on_disk} is there already")
+            continue
+        on_disk.parent.mkdir(parents=True, exist_ok=True)
+        new = on_disk.with_name(f".{path.name}.new")
+        new.write_text(changed[path])
+        new.chmod(_UNIT_MODE)
+        new.replace(on_disk)
+        print(f"wrote {on_disk}")
+    return set(changed)
+
+
+def _found(paths: Iterable[Path]) -> dict[Path, str]:
+    """The text of those that are there. What leads nowhere has none."""
+    there = [path for path in paths if os.path.lexists(path)]
+    return {path: path.read_text(errors="replace") if path.exists() else "" for path in there}
+
+
+def _systemctl_command(options: argparse.Namespace, command: Sequence[str]) -> list[str]:
+    return ["systemctl", *(["--user"] if options.user else []), *command]
+
+
+def _systemctl(options: argparse.Namespace, commands: Sequence[Sequence[str]]) -> int:
+    """Run them until one fails. Raises OSError where there is no systemctl."""
+    if options.root is not None:
+        return EXIT_OK
+    for command in commands:
+        line = _systemctl_command(options, command)
+        if subprocess.run(line, check=False, timeout=_SYSTEMCTL_TIMEOUT_S).returncode:
+            print(f"vecd install-service: failed: {' '.join(line)}", file=sys.stderr)
+            return EXIT_COULD_NOT_START
+    return EXIT_OK

@@ -1,0 +1,149 @@
+"""What vecd tells systemd: that it is ready, reloads, stops, is alive, and a line for `systemctl status`.
+
+Owns the protocol of sd_notify(3): datagrams of `NAME=value` lines to the unix socket that the environment names. Says
+nothing where there is none, never raises, and takes the variables away, so that no child speaks for the service. When
+what is said is for `supervisor`, its only caller; whether the server is well enough to be said alive, for
+`vecd.launch.systemd.watchdog`.
+"""
+
+import os
+import re
+import socket
+import threading
+import time
+from collections import deque
+from collections.abc import Iterator, MutableMapping
+from contextlib import contextmanager
+
+EXTEND_EVERY_S = 5.0
+_EXTEND_BY_S = 30.0
+_MAX_EXTENDED_S = 3600.0
+"""So long may it take to find the model, which may have to be fetched from the hub first."""
+_MIN_INTERVAL_S = 0.05
+_MAX_STATUS_CHARACTERS = 400
+_MAX_UNSENT = 4
+
+
+class Notifier:
+    def __init__(self, address: str = "", watchdog_s: float | None = None) -> None:
+        """`address`: a path, or a name behind an @; empty: nobody listens. `watchdog_s`: in which it wants to hear that
+        the server is alive; None: it does not."""
+        self.watchdog_s = watchdog_s
+        self._address = "\0" + address[1:] if address.startswith("@") else address
+        self._status = ""
+        self._unsent: deque[bytes] = deque(maxlen=_MAX_UNSENT)
+
+    @classmethod
+    def from_environment(cls, environ: MutableMapping[str, str] = os.environ) -> "Notifier":
+        """Side effect: the variables are gone."""
+        address = environ.pop("NOTIFY_SOCKET", "")
+        watchdog_us, watchdog_pid = environ.pop("WATCHDOG_USEC", ""), environ.pop("WATCHDOG_PID", "")
+        is_for_us = watchdog_pid in ("", str(os.getpid()))
+        is_number = re.fullmatch("[0-9]{1,20}", watchdog_us) is not None
+        watchdog_s = int(watchdog_us) / 1e6 if address and is_for_us and is_number else 0
+        return cls(address, watchdog_s or None)
+
+    @property
+    def has_listener(self) -> bool:
+        return bool(self._address)
+
+    @property
+    def interval_s(self) -> float:
+        """How often to say something: four times in the time in which the watchdog wants to hear it, at least."""
+        wanted_s = EXTEND_EVERY_S if self.watchdog_s is None else self.watchdog_s / 4
+        return max(_MIN_INTERVAL_S, min(EXTEND_EVERY_S, wanted_s))
+
+    def ready(self, status: str) -> None:
+        """After the start, and after each reload, whatever came of it."""
+        self._send_surely(status, "READY=1")
+
+    def status(self, status: str) -> None:
+        """The line that `systemctl status` shows. One that it shows already is not sent."""
+        if status != self._status and self._send(_status_line(status)):
+            self._status = status
+
+    def reloading(self, status: str) -> None:
+        # systemd 253 and newer wants the time, by the clock of `clock_gettime(CLOCK_MONOTONIC)`.
+        self._send_surely(status, "RELOADING=1", f"MONOTONIC_USEC={time.monotonic_ns() // 1000}")
+
+    def stopping(self, status: str, within_s: float) -> None:
+        """The drain begins, and may take so long, whatever TimeoutStopSec= says."""
+        self._send_surely(status, "STOPPING=1", _extend(within_s))
+
+    def alive(self) -> None:
+        self._send("WATCHDOG=1")
+
+    def extend(self) -> None:
+        """A start or a reload goes on. To be said every EXTEND_EVERY_S: TimeoutStartSec= is for those that do not."""
+        self._send(_extend(_EXTEND_BY_S))
+
+    @contextmanager
+    def extending(self) -> Iterator[None]:
+        """Say so from a thread, while the caller's block keeps this one; for an hour at most."""
+        if not self.has_listener:
+            yield
+            return
+        is_over = threading.Event()
+
+        def say() -> None:
+            for _ in range(int(_MAX_EXTENDED_S / EXTEND_EVERY_S)):
+                self.extend()
+                if is_over.wait(EXTEND_EVERY_S):
+                    return
+
+        thread = threading.Thread(target=say, name="extending", daemon=True)
+        thread.start()
+        try:
+            yield
+        finally:
+            is_over.set()
+            thread.join()
+
+    def _send_surely(self, status: str, *lines: str) -> None:
+        """What is said once only, and without which the service would stay starting or reloading. Where systemd is too
+        busy to take it, it goes before the next message, of which there is one every `interval_s`."""
+        self._status = status
+        self._unsent.append(_encoded(*lines, _status_line(status)))
+        self._send()
+
+    def _send(self, *lines: str) -> bool:
+        """Whether it was taken. Never waits, as this is the supervisor's loop."""
+        if not self._address:
+            return False
+        try:
+            with socket.socket(socket.AF_UNIX, socket.SOCK_DGRAM) as sock:
+                sock.setblocking(False)
+                sock.connect(self._address)
+                while self._unsent:
+                    sock.send(self._unsent[0])
+                    self._unsent.popleft()
+                if lines:
+                    sock.send(_encoded(*lines))
+        except (OSError, ValueError):  # nobody listens, is too busy, or the address is none
+            return False
+        return True
+
+
+def _encoded(*lines: str) -> bytes:
+    return "\n".join(lines).encode(errors="replace")
+
+
+def _status_line(status: str) -> str:
+    return "STATUS=" + " ".join(status.split())[:_MAX_STATUS_CHARACTERS]
+
+
+def _extend(by_s: float) -> str:
+    return f"EXTEND_TIMEOUT_USEC={round(by_s * 1e6)}"
+
+
+def serving(model: str, url: str, num_ready: int, num_workers: int, broken: str | None, refused: str) -> str:
+    """The status of a server that has been ready. `broken`: why there is no use in waiting for a worker; `refused`: why
+    the last reload was, or ""."""
+    workers = f"{num_workers}" if num_ready == num_workers else f"{num_ready} of {num_workers}"
+    plural = "" if workers == "1" else "s"
+    status = f"Serving {model} at {url}, {workers} worker{plural}"
+    if broken is not None and not num_ready:
+        status = f"Cannot serve {model}: {broken}"
+    elif num_ready < num_workers:
+        status += ", the others are being started"
+    return f"{status}; not reloaded: {refused}" if refused else status

@@ -1,0 +1,379 @@
+"""The board: one anonymous shared-memory file in which every gateway writes what it counts, and reads what all do.
+
+Owns the geometry, the making of the file, and the names of everything on it: a new counter is one more line of
+`Counter`. Made once by the supervisor, which never maps it. `vecd.gateway.telemetry.shared_metrics` is how it is used.
+
+Memory map, int64 of the machine's own byte order throughout::
+
+    offset 0            row_nbytes           2 × row_nbytes
+    ├── gateway 0 ──────┼── gateway 1 ───────┤   …  num_gateways
+
+    counters │ gauges │ answers         │ histograms        │ tei_counters,   │ workers       │ batches       │ up to
+    Counter  │ Gauge  │ MAX_ENDPOINTS × │ Histogram ×       │ tei_histograms: │ num_workers × │ NUM_BATCHES × │ n × 64
+             │        │ STATUSES        │ (buckets … │ sum) │ the same again  │ WorkerCell    │ BatchCell     │
+
+    part          who writes                                  a gateway's death
+    counters,     the gateway whose row it is                 leaves them; its next life counts on from there, so that
+    answers,                                                  sums over all rows never go back
+    histograms,
+    (TEI's, too),
+    workers
+    batches       the gateway whose row it is, one after      leaves them: whoever reads goes by their times
+                  the other, round and round
+    gauges        the gateway whose row it is; while it is    clears them (`clear_gauges`)
+                  dead, the supervisor
+
+Order: a row has one writer at a time. The supervisor writes only between the end of one life, which it has seen by a
+pidfd, and the start of the next. A value is eight bytes at a multiple of eight, stored and loaded by one instruction,
+so a reader sees it as it was or as it is, never half of each. Two values may be of different moments, and nobody
+decides anything by two of them (a batch may be read with the times of the one before it: a page shows it wrongly for a
+moment): there is no lock, no sequence number, no fence. Rows begin at multiples of 64 bytes, so
+that two gateways never write to the same line of a cache.
+"""
+
+import os
+from collections.abc import Sequence
+from dataclasses import dataclass
+from enum import IntEnum
+from itertools import accumulate, repeat
+from operator import mul
+
+from vecd.shm.sealed_memory import create_sealed
+
+_BYTES_PER_CELL = 8
+_NS_PER_S = 1_000_000_000
+_CELLS_PER_CACHE_LINE = 8
+
+
+class Counter(IntEnum):
+    """What only grows: the name of its metric, what it says, and where several share a metric, the label of each; these
+    stand together.
+
+    `per_unit` is how many of what is stored make one of the metric's unit.
+    """
+
+    metric: str
+    help: str
+    labels: dict[str, str]
+    per_unit: int
+
+    def __new__(cls, metric: str, help: str, labels: dict[str, str] | None = None, per_unit: int = 1) -> "Counter":
+        cell = int.__new__(cls, len(cls.__members__))
+        cell._value_ = len(cls.__members__)
+        cell.metric, cell.help, cell.labels, cell.per_unit = metric, help, labels or {}, per_unit
+        return cell
+
+    INPUTS = "inputs", "Inputs of embedding requests that were answered"
+    INPUT_TOKENS = "input_tokens", "Tokens of these inputs, as their callers are told"
+    REFUSED = "requests_refused", "Embedding requests refused because too much is waiting"
+    EXPIRED = "requests_expired", "Embedding requests whose deadline passed before they were answered"
+    TOKENS = "tokens", "Tokens embedded"
+    SEQUENCES = "sequences", "Sequences embedded"
+    PADDING_TOKENS = "padding_tokens", "Tokens computed besides these, because a shape had to be filled"
+    BATCHES = "batches", "Batches embedded"
+    COMPUTE_US = "compute_seconds", "Time that workers spent on these batches", None, 1_000_000
+    RETRIED = "sequences_retried", "Sequences queued again because their worker was lost"
+    STUCK = "workers_stuck", "Workers reported for having let a deadline pass, or for saying what cannot be"
+    POISONED = "inputs_poisonous", "Inputs given up because one worker after the other died with them"
+    LINES_DROPPED = "log_lines_dropped", "Lines of requests that were left out, because there were too many"
+    LINES_LOST = "log_lines_lost", "Lines of gateways' logs that were lost, because nobody read them"
+
+
+class Gauge(IntEnum):
+    """What a gateway has now. `is_summed`: the metric is the sum over all gateways, else each has its own value.
+    `per_unit` as a `Counter` has it."""
+
+    metric: str
+    help: str
+    is_summed: bool
+    per_unit: int
+
+    def __new__(cls, metric: str, help: str, is_summed: bool = True, per_unit: int = 1) -> "Gauge":
+        cell = int.__new__(cls, len(cls.__members__))
+        cell._value_ = len(cls.__members__)
+        cell.metric, cell.help, cell.is_summed, cell.per_unit = metric, help, is_summed, per_unit
+        return cell
+
+    REQUESTS = "requests_in_flight", "Embedding requests admitted and not yet answered"
+    QUEUED_SEQUENCES = "queued_sequences", "Sequences that wait for a worker"
+    QUEUED_TOKENS = "queued_tokens", "Tokens that wait for a worker"
+    IN_FLIGHT_TOKENS = "in_flight_tokens", "Tokens sent to workers and not yet answered"
+    ARENA_ROWS = "arena_rows", "Rows of shared memory that workers write vectors into"
+    ARENA_ROWS_IN_USE = "arena_rows_in_use", "Of these, rows of batches that are computed or encoded"
+    QUEUE_AGE_US = "queue_age_seconds", "How long the oldest of what waits for a worker has waited", False, 1_000_000
+    CONNECTIONS = "connections", "Open connections", False
+    WORKERS = "workers_ready", "Workers that the gateway can send batches to", False
+    PID = "gateway_pid", "Process id of the gateway; 0 while it is being started again", False
+    STARTED_NS = "gateway_start_time_seconds", "When the gateway began", False
+    """On the board by the clock of `time.monotonic_ns`, which every process reads alike and nobody sets."""
+
+
+_STAGE_BOUNDS_S = (
+    0.0001, 0.0002, 0.0005, 0.001, 0.002, 0.005, 0.01, 0.02, 0.05, 0.1, 0.2, 0.5, 1.0, 2.0, 5.0, 10.0, 30.0, 60.0,
+    300.0,
+)  # fmt: skip
+_STAGE = "request_stage_seconds", "Where the time of answered embedding requests went", _STAGE_BOUNDS_S
+
+
+class Histogram(IntEnum):
+    """What is counted by size: upper bounds of the buckets. What is above the last has a bucket of its own. Where
+    several share a metric, the label of each; these stand together, and have the same bounds.
+
+    In the row: the count of each bucket, then the sum of all values, of which `per_unit` make one of the metric's unit.
+    """
+
+    metric: str
+    help: str
+    bounds: tuple[float, ...]
+    labels: dict[str, str]
+    per_unit: int
+
+    def __new__(
+        cls,
+        metric: str,
+        help: str,
+        bounds: tuple[float, ...],
+        labels: dict[str, str] | None = None,
+        per_unit: int = _NS_PER_S,
+    ) -> "Histogram":
+        cell = int.__new__(cls, len(cls.__members__))
+        cell._value_ = len(cls.__members__)
+        cell.metric, cell.help, cell.bounds, cell.labels, cell.per_unit = metric, help, bounds, labels or {}, per_unit
+        return cell
+
+    @property
+    def num_cells(self) -> int:
+        return len(self.bounds) + 2
+
+    LOOP_LAG = (
+        "loop_lag_seconds",
+        "How late the event loop comes to what is due",
+        (0.0005, 0.001, 0.002, 0.005, 0.01, 0.02, 0.05, 0.1, 0.2, 0.5, 1.0, 2.0),
+    )
+    PARSE = *_STAGE, {"stage": "parse"}
+    """From the request's last byte until its body was understood."""
+    TOKENIZE = *_STAGE, {"stage": "tokenize"}
+    """From the door until all inputs were tokenized; of a large request, a part of it was computed meanwhile."""
+    QUEUE = *_STAGE, {"stage": "queue"}
+    """At the door, and from then, or when all was tokenized if that was later, until the first of it was sent."""
+    COMPUTE = *_STAGE, {"stage": "compute"}
+    """From then until the last of its batches was answered."""
+    ENCODE = *_STAGE, {"stage": "encode"}
+    """From then until the answer was handed to the connection."""
+    TOTAL = *_STAGE, {"stage": "total"}
+    """All of it."""
+    BATCH_SEQUENCES = (
+        "batch_sequences",
+        "Sequences of a batch",
+        (1.0, 2.0, 4.0, 8.0, 16.0, 32.0, 64.0, 128.0, 256.0, 512.0, 1024.0),
+        None,
+        1,
+    )
+    BATCH_TOKENS = (
+        "batch_tokens",
+        "Tokens of a batch",
+        (8.0, 16.0, 32.0, 64.0, 128.0, 256.0, 512.0, 1024.0, 2048.0, 4096.0, 8192.0, 16384.0, 32768.0),
+        None,
+        1,
+    )
+    BATCH_FILL = (
+        "batch_fill_ratio",
+        "Tokens of a batch, of those that it had room for",
+        (0.01, 0.02, 0.05, 0.1, 0.2, 0.3, 0.4, 0.5, 0.6, 0.7, 0.8, 0.9, 1.0),
+        None,
+        1_000_000,
+    )
+
+
+STATUSES = (
+    200, 202, 204, 400, 401, 403, 404, 405, 408, 409, 413, 415, 417, 422, 424, 429, 431, 499, 500, 501, 503, 505,
+)  # fmt: skip
+"""Of HTTP, that the server answers with. 499: the client went before it was answered."""
+
+MAX_ENDPOINTS = 128
+"""Routes, each with a dialect, that answers are counted by. Which they are, and in which order, is the gateways' own:
+all of a server are of one version."""
+
+
+class TeiCounter(IntEnum):
+    """What text-embeddings-inference counts, by its names; the same as `Counter` otherwise.
+    `vecd.gateway.telemetry.tei_metrics` says what each means here. There are none of the labels that have no meaning
+    here, or that nothing is counted under."""
+
+    metric: str
+    labels: dict[str, str]
+
+    def __new__(cls, metric: str, labels: dict[str, str] | None = None) -> "TeiCounter":
+        cell = int.__new__(cls, len(cls.__members__))
+        cell._value_ = len(cls.__members__)
+        cell.metric, cell.labels = metric, labels or {}
+        return cell
+
+    COUNT_SINGLE = "te_request_count", {"method": "single"}
+    COUNT_BATCH = "te_request_count", {"method": "batch"}
+    SUCCESS_SINGLE = "te_request_success", {"method": "single"}
+    SUCCESS_BATCH = "te_request_success", {"method": "batch"}
+    FAILURE_OVERLOADED = "te_request_failure", {"err": "overloaded"}
+    FAILURE_TOKENIZATION = "te_request_failure", {"err": "tokenization"}
+    FAILURE_VALIDATION = "te_request_failure", {"err": "validation"}
+    FAILURE_BATCH_SIZE = "te_request_failure", {"err": "batch_size"}
+    FAILURE_MODEL_TYPE = "te_request_failure", {"err": "model_type"}
+    FAILURE_INFERENCE = "te_request_failure", {"err": "inference"}
+    FAILURE_DROPPED = "te_request_failure", {"err": "dropped"}
+    EMBED_COUNT = "te_embed_count"
+    EMBED_SUCCESS = "te_embed_success"
+
+
+_TEI_DURATIONS_S = tuple(accumulate(repeat(1.5, 34), mul, initial=1e-5 * 1.5))
+"""Source: text-embeddings-inference's prometheus.rs: 35 of them, each the one before times 1.5."""
+
+
+def _powers_of_2(num: int) -> tuple[float, ...]:
+    return tuple(2.0**exponent for exponent in range(num))
+
+
+class TeiHistogram(IntEnum):
+    """text-embeddings-inference's histograms, with its buckets; the same as `Histogram` otherwise.
+
+    `per_unit` is how many of what the sum is stored in make one of the metric's unit.
+    """
+
+    metric: str
+    bounds: tuple[float, ...]
+    per_unit: int
+
+    def __new__(cls, metric: str, bounds: tuple[float, ...], per_unit: int) -> "TeiHistogram":
+        cell = int.__new__(cls, len(cls.__members__))
+        cell._value_ = len(cls.__members__)
+        cell.metric, cell.bounds, cell.per_unit = metric, bounds, per_unit
+        return cell
+
+    @property
+    def num_cells(self) -> int:
+        return len(self.bounds) + 2
+
+    REQUEST_DURATION = "te_request_duration", _TEI_DURATIONS_S, _NS_PER_S
+    REQUEST_TOKENIZATION_DURATION = "te_request_tokenization_duration", _TEI_DURATIONS_S, _NS_PER_S
+    REQUEST_QUEUE_DURATION = "te_request_queue_duration", _TEI_DURATIONS_S, _NS_PER_S
+    REQUEST_INFERENCE_DURATION = "te_request_inference_duration", _TEI_DURATIONS_S, _NS_PER_S
+    EMBED_DURATION = "te_embed_duration", _TEI_DURATIONS_S, _NS_PER_S
+    EMBED_TOKENIZATION_DURATION = "te_embed_tokenization_duration", _TEI_DURATIONS_S, _NS_PER_S
+    EMBED_QUEUE_DURATION = "te_embed_queue_duration", _TEI_DURATIONS_S, _NS_PER_S
+    EMBED_INFERENCE_DURATION = "te_embed_inference_duration", _TEI_DURATIONS_S, _NS_PER_S
+    REQUEST_INPUT_LENGTH = "te_request_input_length", _powers_of_2(20), 1
+    """In tokens. Shown are the buckets up to the longest that the model takes, as there."""
+    BATCH_NEXT_SIZE = "te_batch_next_size", _powers_of_2(13), 1
+    BATCH_NEXT_TOKENS = "te_batch_next_tokens", _powers_of_2(21), 1
+
+
+class WorkerCell(IntEnum):
+    """What a gateway knows of one worker."""
+
+    LIFE = 0
+    """The newest incarnation it has been told of."""
+    BATCHES = 1
+    """Done by all lives together."""
+    BATCHES_BEFORE = 2
+    """Of these, by lives before the newest."""
+    SEQUENCES = 3
+    """Of these batches."""
+    TOKENS = 4
+    COMPUTE_US = 5
+
+
+NUM_BATCHES = 128
+"""Batches of a gateway that the board remembers."""
+
+
+class BatchCell(IntEnum):
+    """What a gateway says of one batch."""
+
+    NUMBER = 0
+    """Unique within a life of the gateway, from 1; 0 where there has been none."""
+    WORKER = 1
+    SEQUENCES = 2
+    TOKENS = 3
+    SENT_NS = 4
+    """By `time.monotonic_ns`, as all times here."""
+    DONE_NS = 5
+    """When it was answered; 0 while it is not. One that is lost never is."""
+    COMPUTE_US = 6
+    """What the worker says it took."""
+
+
+@dataclass(frozen=True, slots=True)
+class SharedMetricsSpec:
+    """The geometry of a server's board."""
+
+    num_gateways: int
+    num_workers: int
+
+    @property
+    def row_cells(self) -> int:
+        ours = len(Counter) + len(Gauge) + MAX_ENDPOINTS * len(STATUSES)
+        ours += sum(histogram.num_cells for histogram in Histogram)
+        tei = len(TeiCounter) + sum(histogram.num_cells for histogram in TeiHistogram)
+        cells = ours + tei + self.num_workers * len(WorkerCell) + NUM_BATCHES * len(BatchCell)
+        return -(-cells // _CELLS_PER_CACHE_LINE) * _CELLS_PER_CACHE_LINE
+
+    @property
+    def nbytes(self) -> int:
+        return self.num_gateways * self.row_cells * _BYTES_PER_CELL
+
+
+@dataclass(frozen=True, slots=True)
+class Row:
+    """One gateway's part of the board, as memoryviews of int64. Each borrows the board's memory."""
+
+    counters: "memoryview[int]"
+    """By `Counter`."""
+    gauges: "memoryview[int]"
+    """By `Gauge`."""
+    answers: "memoryview[int]"
+    """By endpoint, and then by the place of the status among STATUSES, in one: endpoint × len(STATUSES) + place."""
+    histograms: Sequence["memoryview[int]"]
+    """By `Histogram`."""
+    tei_counters: "memoryview[int]"
+    """By `TeiCounter`."""
+    tei_histograms: Sequence["memoryview[int]"]
+    """By `TeiHistogram`."""
+    workers: Sequence["memoryview[int]"]
+    """By the worker's index, and then by `WorkerCell`."""
+    batches: Sequence["memoryview[int]"]
+    """A batch's number modulo NUM_BATCHES, and then `BatchCell`."""
+
+
+def create_shared_metrics(spec: SharedMetricsSpec) -> int:
+    """Make a board full of zeros and return its descriptor, which the caller owns. Raises OSError without memory."""
+    return create_sealed("vecd-board", spec.nbytes)
+
+
+def clear_gauges(fd: int, spec: SharedMetricsSpec, gateway: int) -> None:
+    """Write zeros over the gauges of a gateway that has died, without mapping the board."""
+    offset = (gateway * spec.row_cells + len(Counter)) * _BYTES_PER_CELL
+    os.pwrite(fd, bytes(len(Gauge) * _BYTES_PER_CELL), offset)
+
+
+def cut_rows(cells: "memoryview[int]", spec: SharedMetricsSpec) -> list[Row]:
+    """The rows of a board whose memory is `cells`, int64s."""
+    return [_cut_row(cells[n * spec.row_cells : (n + 1) * spec.row_cells], spec) for n in range(spec.num_gateways)]
+
+
+def _cut_row(cells: "memoryview[int]", spec: SharedMetricsSpec) -> Row:
+    start = 0
+
+    def take(num_cells: int) -> "memoryview[int]":
+        nonlocal start
+        start += num_cells
+        return cells[start - num_cells : start]
+
+    return Row(
+        counters=take(len(Counter)),
+        gauges=take(len(Gauge)),
+        answers=take(MAX_ENDPOINTS * len(STATUSES)),
+        histograms=[take(histogram.num_cells) for histogram in Histogram],
+        tei_counters=take(len(TeiCounter)),
+        tei_histograms=[take(histogram.num_cells) for histogram in TeiHistogram],
+        workers=[take(len(WorkerCell)) for _ in range(spec.num_workers)],
+        batches=[take(len(BatchCell)) for _ in range(NUM_BATCHES)],
+    )

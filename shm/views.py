@@ -1,0 +1,48 @@
+"""Numpy views of an arena's slots.
+
+Owns the mapping. The worker maps its arena writable, a gateway maps every worker's arena read-only and keeps the views
+of its own slots. A mapping is never closed by hand: numpy views pin it (`mmap.close()` raises BufferError while one
+lives), and it goes when the last view goes.
+"""
+
+import mmap
+from dataclasses import dataclass
+from typing import TypeAlias
+
+import numpy as np
+from numpy.typing import NDArray
+
+from vecd.shm.arena import ArenaSpec
+
+Rows: TypeAlias = NDArray[np.float32]
+"""float32, shape [rows_per_slot, dim]. Borrows the arena's memory: valid only while the holder owns the slot."""
+
+Begun: TypeAlias = NDArray[np.int64]
+"""By slot: the number of the batch that the worker has begun there, else 0. Borrows the arena's memory."""
+
+
+@dataclass(frozen=True, slots=True)
+class SlotViews:
+    """One gateway's slots, counted from 0 as on the wire."""
+
+    rows: list[Rows]
+    begun: Begun
+
+
+def map_arena(fd: int, spec: ArenaSpec, *, writable: bool) -> list[SlotViews]:
+    """Map the arena behind `fd`: the slots of each gateway. The caller may close `fd` afterwards.
+
+    Raises ValueError when the file is smaller than `spec` says, OSError when it cannot be mapped.
+    """
+    access = mmap.PROT_READ | (mmap.PROT_WRITE if writable else 0)
+    memory = mmap.mmap(fd, spec.nbytes, flags=mmap.MAP_SHARED, prot=access)
+    floats = np.frombuffer(memory, dtype="<f4", count=spec.num_all_slots * spec.rows_per_slot * spec.dim)
+    rows = floats.reshape(spec.num_gateways, spec.num_slots, spec.rows_per_slot, spec.dim)
+    numbers = np.frombuffer(memory, dtype="<i8", count=spec.num_all_slots, offset=spec.begun_offset)
+    begun = numbers.reshape(spec.num_gateways, spec.num_slots)
+    return [SlotViews(list(rows[gateway]), begun[gateway]) for gateway in range(spec.num_gateways)]
+
+
+def map_slots(fd: int, spec: ArenaSpec, *, writable: bool, gateway: int = 0) -> list[Rows]:
+    """One view per slot of a gateway; see `map_arena`."""
+    return map_arena(fd, spec, writable=writable)[gateway].rows

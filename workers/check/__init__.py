@@ -1,0 +1,1 @@
+"""The part of `vecd check` that needs torch, in processes of its own."""

@@ -1,0 +1,111 @@
+"""The engine without a model: vectors made from the token ids alone, to test everything but the vectors.
+
+Owns their definition, which tests may compute for themselves (`dummy_vectors`). Imports no torch, loads nothing,
+and is fast enough to show what the rest of the server costs.
+
+The vector of a sequence t[0] … t[n-1], all arithmetic modulo 2^64::
+
+    h    = Σ  mix(t[i] + (i + 1) · GOLDEN)           the sequence, its order and its length
+    u[j] = mix(h + (j + 1) · GOLDEN) >> 40           24 bits, j = 0 … D-1
+    x[j] = u[j] / 2^23 - 1                           in [-1, 1)
+    v    = x / ‖x‖                                   in float64, then rounded to float32
+
+That is Output.VECTORS. UNNORMALIZED is x, rounded to float32, for a model whose last step is to normalize, and v for
+others. TOKENS has a row for each i: the v of t[0] … t[i] with H floats in the place of D, and zeros behind them; so the
+last is the sequence's vector where H is D.
+
+`mix` is the finalizer of SplitMix64. Source: Steele, Lea, Flood, "Fast splittable pseudorandom number generators",
+OOPSLA 2014.
+"""
+
+from collections.abc import Sequence
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from vecd.shm.views import Rows
+from vecd.shm.wire import Output
+from vecd.workers.engine import COMPLETE, Finish, PackedBatch
+
+_GOLDEN = np.uint64(0x9E3779B97F4A7C15)
+
+
+class DummyEngine:
+    """An engine of `dim` floats per vector, and of `hidden_size` per token; as many, if that is None."""
+
+    def __init__(self, dim: int, hidden_size: int | None = None, *, is_normalized: bool = True) -> None:
+        self._dim = dim
+        self._hidden_size = dim if hidden_size is None else hidden_size
+        self._is_normalized = is_normalized
+        self.facts: dict[str, Any] = {"dtype": "float32", "path": "weightless"}
+        self.warnings: list[str] = []
+        self.num_padding_tokens = 0
+
+    def adopt(self, slots: Sequence[Rows]) -> None:
+        pass
+
+    def begin(self, batch: PackedBatch, rows: Rows) -> Finish:
+        self.embed(batch, rows)
+        return COMPLETE
+
+    def embed(self, batch: PackedBatch, rows: Rows) -> None:
+        if batch.outputs is None:
+            rows[: batch.lengths.size] = dummy_vectors(batch, self._dim)
+            return
+        asked = np.repeat(batch.outputs, batch.rows_of_each)
+        rows = rows[: asked.size]
+        is_token = asked == Output.TOKENS
+        rows[~is_token] = dummy_vectors(batch, self._dim)[batch.outputs != Output.TOKENS]
+        if self._is_normalized:
+            rows[asked == Output.UNNORMALIZED] = _unnormalized(batch, self._dim)[batch.outputs == Output.UNNORMALIZED]
+        if is_token.any():
+            is_asked = np.repeat(batch.outputs == Output.TOKENS, batch.lengths)
+            rows[is_token, : self._hidden_size] = dummy_states(batch, self._hidden_size)[is_asked]
+            rows[is_token, self._hidden_size :] = 0
+
+
+def dummy_vectors(batch: PackedBatch, dim: int) -> NDArray[np.float32]:
+    """The vectors of a batch, float32 [B, dim], each of length 1, or 0 where it is [-1, …], which never happens."""
+    return _normalized(_floats(_hashes(batch), dim))
+
+
+def dummy_states(batch: PackedBatch, hidden_size: int) -> NDArray[np.float32]:
+    """The rows of all tokens of a batch, float32 [T, hidden_size], of the same lengths."""
+    mixed, starts, lengths = _mixed(batch)
+    sums = np.cumsum(mixed)
+    before = np.repeat(sums[starts] - mixed[starts], lengths)
+    return _normalized(_floats(sums - before, hidden_size))
+
+
+def _unnormalized(batch: PackedBatch, dim: int) -> NDArray[np.float32]:
+    return _floats(_hashes(batch), dim).astype(np.float32)
+
+
+def _floats(hashes: NDArray[np.uint64], dim: int) -> NDArray[np.float64]:
+    bits = _mix(hashes[:, None] + np.arange(1, dim + 1, dtype=np.uint64) * _GOLDEN) >> np.uint64(40)
+    return bits.astype(np.float64) / 2.0**23 - 1.0
+
+
+def _normalized(floats: NDArray[np.float64]) -> NDArray[np.float32]:
+    vectors: NDArray[np.float64] = floats / np.linalg.norm(floats, axis=1, keepdims=True)
+    return vectors.astype(np.float32)
+
+
+def _hashes(batch: PackedBatch) -> NDArray[np.uint64]:
+    mixed, starts, _ = _mixed(batch)
+    return np.add.reduceat(mixed, starts)
+
+
+def _mixed(batch: PackedBatch) -> tuple[NDArray[np.uint64], NDArray[np.int64], NDArray[np.int64]]:
+    """What each token adds to the sums, shape [T]; where each sequence begins and how long it is, both [B]."""
+    lengths = batch.lengths.astype(np.int64)
+    starts = np.cumsum(lengths) - lengths
+    places = (np.arange(batch.token_ids.size) - np.repeat(starts, lengths) + 1).astype(np.uint64)
+    return _mix(batch.token_ids.astype(np.uint64) + places * _GOLDEN), starts, lengths
+
+
+def _mix(x: NDArray[np.uint64]) -> NDArray[np.uint64]:
+    x = (x ^ (x >> np.uint64(30))) * np.uint64(0xBF58476D1CE4E5B9)
+    x = (x ^ (x >> np.uint64(27))) * np.uint64(0x94D049BB133111EB)
+    return x ^ (x >> np.uint64(31))

@@ -1,0 +1,111 @@
+"""Whether an engine gives the vectors of the plain model.
+
+Owns the probe sequences, the two figures they are compared by, and the bounds. Knows no engine's inside. Called by
+`vecd.workers.engines.selection` for all probes, once for each model, version and processor, and by
+`vecd.workers.engines.load` for the short ones at every start.
+
+The plain model is transformers' own modules on one sequence at a time: nothing packed, nothing padded, no neighbour.
+"""
+
+import math
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from vecd.shm.card import ModelCard
+from vecd.workers.engine import Engine, PackedBatch
+
+_MAX_ABS_DIFF = 1e-5
+"""Of float32: what rounding alone may do to an element, as a fraction of the largest where that is beyond 1.
+Measured on all-MiniLM-L6-v2, packed: 1.5e-7."""
+
+_MIN_COSINE = {"bfloat16": 0.998, "float16": 0.998, "int8": 0.99}
+"""Measured on all-MiniLM-L6-v2, bfloat16 against float32: 0.9989 at worst, typically 0.9998."""
+
+# Most paths that go wrong do so at a border, at a length, or in an order, and short sequences show it as well as long
+# ones: 392 tokens in all, 60 ms on a core for all-MiniLM-L6-v2. Unsorted, with twins, whose borders are inside a run.
+_SHORT_LENGTHS = (5, 1, 34, 3, 13, 1, 55, 2, 5, 8, 3, 6)
+# And those behind a threshold of an engine, or of a model with windows.
+_LONG_LENGTHS = (256, 170)
+
+_LONGEST_COST = 1e12
+"""Products of weights that the longest probe may take: some 20 s on a core. 2,000 tokens of a model with 250 million
+parameters; models of billions are compared up to 256 tokens, whatever they take."""
+
+
+@dataclass(frozen=True, slots=True)
+class Parity:
+    """How far vectors are from the plain ones, at worst. Not finite when a vector is not."""
+
+    max_abs_diff: float
+    min_cosine: float
+    scale: float
+    """The largest absolute element of the plain vectors."""
+
+    def is_within_bounds(self, dtype: str) -> bool:
+        """Whether vectors computed in `dtype` are to be trusted. What is not finite never is."""
+        if not math.isfinite(self.max_abs_diff):
+            return False
+        if dtype == "float32":
+            return self.max_abs_diff <= _MAX_ABS_DIFF * max(1.0, self.scale)
+        return self.min_cosine >= _MIN_COSINE[dtype]
+
+    def to_json(self) -> dict[str, Any]:
+        return {"max_abs_diff": self.max_abs_diff, "min_cosine": self.min_cosine}
+
+    def __str__(self) -> str:
+        return f"largest difference {self.max_abs_diff:.1e}, smallest cosine {self.min_cosine:.5f}"
+
+
+def all_probes(card: ModelCard, num_parameters: int) -> PackedBatch:
+    """The same sequences every time: random ids of the vocabulary, from 1 token to the longest that is affordable.
+
+    The first of them are `short_probes`.
+    """
+    affordable = max(*_LONG_LENGTHS, int(_LONGEST_COST / 2 / max(1, num_parameters)))
+    return _probes(card, (*_SHORT_LENGTHS, *_LONG_LENGTHS, affordable))
+
+
+def short_probes(card: ModelCard) -> PackedBatch:
+    """Those of at most 55 tokens."""
+    return _probes(card, _SHORT_LENGTHS)
+
+
+def _probes(card: ModelCard, wanted_lengths: tuple[int, ...]) -> PackedBatch:
+    lengths = np.minimum(wanted_lengths, card.max_tokens).astype(np.int32)
+    token_ids = np.random.default_rng(seed=0).integers(0, card.vocab_size, lengths.sum(), dtype=np.int32)
+    return PackedBatch(lengths, token_ids)
+
+
+def vectors_of(engine: Engine, batch: PackedBatch, dim: int) -> NDArray[np.float32]:
+    """What `engine` makes of `batch`, float32 [`batch.num_rows`, dim]. Raises what the engine raises."""
+    rows = np.full((batch.num_rows, dim), np.nan, dtype=np.float32)
+    engine.embed(batch, rows)
+    return rows
+
+
+def vectors_one_by_one(engine: Engine, batch: PackedBatch, dim: int) -> NDArray[np.float32]:
+    """The same, each sequence in a batch of its own."""
+    ends = np.cumsum(batch.lengths)
+    sequences = np.split(batch.token_ids, ends[:-1])
+    return np.concatenate(
+        [vectors_of(engine, PackedBatch(np.array([ids.size], dtype=np.int32), ids), dim) for ids in sequences]
+    )
+
+
+def compare(vectors: NDArray[np.float32], plain: NDArray[np.float32]) -> Parity:
+    """Compare two sets of vectors, each [B, D], row by row."""
+    ours, theirs = vectors.astype(np.float64), plain.astype(np.float64)
+    with np.errstate(invalid="ignore", divide="ignore"):
+        differences = np.abs(ours - theirs)
+        norms = np.linalg.norm(ours, axis=1) * np.linalg.norm(theirs, axis=1)
+        cosines = np.einsum("bd,bd->b", ours, theirs) / norms
+    # A zero vector has no direction; two of them agree all the same.
+    cosines[differences.max(axis=1) == 0] = 1.0
+    return Parity(
+        max_abs_diff=float(differences.max()),
+        min_cosine=float(cosines.min()),
+        scale=float(np.abs(theirs).max()),
+    )

@@ -1,0 +1,1 @@
+"""Engines that compute with torch. Nothing outside this package imports torch."""

@@ -1,0 +1,69 @@
+"""From a path's name to its engine.
+
+Owns the list of paths and the imports that each of them needs: the fused one none of transformers', which costs a
+process seconds. Compares nothing: that is `vecd.workers.engines.selection`'s. Called by that and by
+`vecd.workers.engines.load`.
+"""
+
+from collections.abc import Callable
+from typing import TYPE_CHECKING, Any
+
+import torch
+
+from vecd.shm.card import ModelCard, ModelError
+from vecd.workers.config import WorkerConfig
+from vecd.workers.engines.torch.fused import NotFusible, load_fused
+from vecd.workers.engines.torch.pooling import load_head
+from vecd.workers.engines.torch.transformer import Forward, TransformerEngine
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedModel
+
+PATHS = {
+    "auto": ("fused", "packed", "padded", "unpadded"),
+    "fused": ("fused",),
+    "packed": ("packed",),
+    "padded": ("padded", "unpadded"),
+}
+"""By `WorkerConfig.engine`: what is tried, in this order."""
+
+Load = Callable[[str], "PreTrainedModel"]
+"""Gives the transformers model in a dtype."""
+
+
+def build_engine(config: WorkerConfig, path: str, dtype: str, load: Load | None = None) -> TransformerEngine:
+    """The engine that runs the model of `config` in one way.
+
+    Raises NotFusible for a model that the fused path does not describe, ModelError for one that cannot be loaded, and
+    what a model raises that cannot be run this way.
+    """
+    device = torch.device(config.device)
+    forward = _forward(config.card, path, dtype, device, load or _loader(config.card, device))
+    return TransformerEngine(forward, load_head(config.card, device), dtype, device)
+
+
+def _forward(card: ModelCard, path: str, dtype: str, device: torch.device, load: Load) -> Forward:
+    if path == "fused":
+        if device.type != "cpu":
+            raise NotFusible(f"the fused path is for processors, not for {device.type}")
+        return load_fused(card, dtype)
+    from vecd.workers.engines.torch.packed import PackedForward
+    from vecd.workers.engines.torch.padded import PaddedForward, UnpaddedForward
+
+    forwards: dict[str, Callable[[Any, torch.device], Forward]] = {
+        "packed": PackedForward,
+        "padded": PaddedForward,
+        "unpadded": UnpaddedForward,
+    }
+    if path not in forwards:
+        raise ModelError(f"{card.folder}: there is no path {path}")
+    return forwards[path](load(dtype), device)
+
+
+def _loader(card: ModelCard, device: torch.device) -> Load:
+    def load(dtype: str) -> "PreTrainedModel":
+        from vecd.workers.engines.torch.loading import load_model
+
+        return load_model(card, dtype, device)
+
+    return load

@@ -1,0 +1,41 @@
+"""A model's tensors by name, mapped from its safetensors files.
+
+Owns the way from a folder, with one file or shards and an index, to tensors that borrow the file's pages: nothing is
+read before it is used, and all processes share what was read. Knows no architecture. Called by
+`vecd.workers.engines.torch.fused`.
+
+A file must not be changed in place while it is mapped; whoever replaces a model writes a new file and renames it.
+"""
+
+import json
+from pathlib import Path
+
+from safetensors import safe_open
+from torch import Tensor
+
+_SINGLE, _INDEX = "model.safetensors", "model.safetensors.index.json"
+
+
+class Checkpoint:
+    def __init__(self, folder: Path) -> None:
+        """Raises OSError, SafetensorError or ValueError for files that are missing or broken."""
+        self._tensors: dict[str, Tensor] = {}
+        for path in _files(folder):
+            with safe_open(path, framework="pt") as file:
+                self._tensors.update({name: file.get_tensor(name) for name in file.keys()})  # noqa: SIM118
+
+    def __contains__(self, name: str) -> bool:
+        return name in self._tensors
+
+    def __getitem__(self, name: str) -> Tensor:
+        """The tensor as stored, read-only by agreement. Raises KeyError."""
+        return self._tensors[name]
+
+
+def _files(folder: Path) -> list[Path]:
+    """As transformers chooses: the single file wins over an index."""
+    single = folder / _SINGLE
+    if single.is_file():
+        return [single]
+    index = json.loads((folder / _INDEX).read_text(encoding="utf-8"))
+    return sorted({folder / name for name in index["weight_map"].values()})

@@ -1,0 +1,176 @@
+"""Where a model runs, as far as that is not the model's business: token ids to it, vectors back into a slot.
+
+Owns the two kinds of device. On a processor everything is complete when it returns. On an accelerator the way back is a
+copy that goes on while the next batch is computed::
+
+    compute stream   … batch N ─┬─ in the batch's order ─┬─ batch N+1 …
+    copy stream                 │                        └─ copy ─ event
+    Finish                      └── is_ready, wait ─────────────────┘
+
+into the slot itself, once the driver has pinned the arena's pages (`adopt`), and otherwise through a pinned buffer of
+torch's. Knows no model. The calls into CUDA are `vecd.workers.engines.torch.cuda`'s. Called by
+`vecd.workers.engines.torch.transformer`; the engines use `to_device`.
+"""
+
+from collections.abc import Sequence
+from typing import Any, Protocol
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from torch import Tensor
+
+from vecd.shm.views import Rows
+from vecd.workers.engine import COMPLETE, Finish
+from vecd.workers.engines.torch import cuda
+
+
+def to_device(values: NDArray[Any], device: torch.device) -> Tensor:
+    """A tensor of `values` on `device`. On a processor it borrows their memory. On a GPU the copy may still be under
+    way, but whatever is computed from it comes after."""
+    tensor = torch.from_numpy(values)
+    return cuda.upload(tensor, device) if device.type == "cuda" else tensor.to(device)
+
+
+class Device(Protocol):
+    def adopt(self, slots: Sequence[Rows]) -> str | None:
+        """See `Engine.adopt`. Returns a warning, or None."""
+
+    def write(self, vectors: Tensor, order: NDArray[np.int64], rows: Rows) -> Finish:
+        """Begin to write vector i of `vectors`, float32 [R, D] on this device, into row order[i]; `order`, shape [R],
+        has each number below R once."""
+
+    def free_memory(self) -> None:
+        """Give back what the allocator keeps for later."""
+
+    def facts(self) -> dict[str, Any]:
+        """JSON values for `/info`."""
+
+
+def open_device(device: torch.device) -> Device:
+    """The device that a model is on. Side effects on a GPU: see `vecd.workers.engines.torch.cuda.Calls`."""
+    return Accelerator(cuda.Calls(device)) if device.type == "cuda" else Processor()
+
+
+class Processor:
+    def adopt(self, slots: Sequence[Rows]) -> str | None:
+        return None
+
+    def write(self, vectors: Tensor, order: NDArray[np.int64], rows: Rows) -> Finish:
+        rows[order] = vectors.cpu().numpy()
+        return COMPLETE
+
+    def free_memory(self) -> None:
+        pass  # torch keeps none
+
+    def facts(self) -> dict[str, Any]:
+        return {"cpu_capability": torch.backends.cpu.get_cpu_capability()}
+
+
+class Event(Protocol):
+    """As torch.cuda.Event: a place in a stream of work."""
+
+    def query(self) -> bool: ...
+    def synchronize(self) -> None: ...
+
+
+class Calls(Protocol):
+    """What `Accelerator` needs of CUDA."""
+
+    def name(self) -> str:
+        """Of the GPU, as its maker calls it."""
+
+    def upload(self, tensor: Tensor) -> Tensor:
+        """A copy on the device of a tensor in the processor's memory, ready for whatever is computed next."""
+
+    def pin(self, address: int, nbytes: int) -> None:
+        """Pin memory of this process, for good. Raises RuntimeError when the driver does not take it."""
+
+    def pinned(self, shape: tuple[int, ...]) -> Tensor:
+        """A new float32 tensor in pinned memory."""
+
+    def start_copy(self, target: Tensor, source: Tensor) -> Event:
+        """Copy `source` on the device to `target` in pinned memory, after what has been computed so far and beside what
+        is computed next. Copies happen one after the other. The caller keeps `target` until the event has come."""
+
+    def free_memory(self) -> None: ...
+
+
+class Accelerator:
+    def __init__(self, calls: Calls) -> None:
+        self._calls = calls
+        self._pinned = range(0)
+        """The addresses of the adopted memory."""
+
+    def adopt(self, slots: Sequence[Rows]) -> str | None:
+        # Never unpinned: that happens with the end of the process, as the unmapping does.
+        addresses = span(slots)
+        try:
+            self._calls.pin(addresses.start, len(addresses))
+        except RuntimeError as error:
+            why = str(error).splitlines()[0]
+            return f"the arena's memory cannot be pinned, so vectors are copied twice: {why}"
+        self._pinned = addresses
+        return None
+
+    def write(self, vectors: Tensor, order: NDArray[np.int64], rows: Rows) -> Finish:
+        # Put in order here, so that what is copied is one block.
+        ordered = vectors.index_select(0, self._calls.upload(torch.from_numpy(inverse(order))))
+        target = rows[: order.size]
+        if self._holds(target):
+            return _Written(self._calls.start_copy(torch.from_numpy(target), ordered))
+        staged = self._calls.pinned(tuple(target.shape))
+        return _Staged(self._calls.start_copy(staged, ordered), staged, target)
+
+    def _holds(self, rows: Rows) -> bool:
+        addresses = span([rows])
+        return addresses.start in self._pinned and addresses.stop <= self._pinned.stop
+
+    def free_memory(self) -> None:
+        self._calls.free_memory()
+
+    def facts(self) -> dict[str, Any]:
+        return {**Processor().facts(), "gpu": self._calls.name()}
+
+
+class _Written:
+    """The Finish of rows that the copy itself writes."""
+
+    def __init__(self, copied: Event) -> None:
+        self._copied = copied
+
+    def is_ready(self) -> bool:
+        try:
+            return self._copied.query()
+        except RuntimeError:  # the device is lost; the call raises the same
+            return True
+
+    def __call__(self) -> None:
+        self._copied.synchronize()
+
+
+class _Staged(_Written):
+    """The Finish of rows that are written from a buffer. Owns the buffer until then."""
+
+    def __init__(self, copied: Event, staged: Tensor, rows: Rows) -> None:
+        super().__init__(copied)
+        self._staged = staged
+        self._rows = rows
+
+    def __call__(self) -> None:
+        super().__call__()
+        self._rows[:] = self._staged.numpy()
+
+
+def inverse(order: NDArray[np.int64]) -> NDArray[np.int64]:
+    """The permutation that undoes `order`: where each row of the batch is in the layout."""
+    places = np.empty_like(order)
+    places[order] = np.arange(order.size)
+    return places
+
+
+def span(slots: Sequence[Rows]) -> range:
+    """The addresses from the first byte of the first of `slots` to the last of the last; all lie in one mapping."""
+    starts = [rows.ctypes.data for rows in slots]
+    stops = [rows.ctypes.data + rows.nbytes for rows in slots]
+    return range(min(starts), max(stops))

@@ -1,0 +1,173 @@
+"""Loads a transformer's weights, all of them and nothing else.
+
+Owns the call into transformers: safetensors only, local files only, no code from the model's folder, and silence on
+stderr. A tensor that is missing, misshapen or left over is a refusal: transformers would fill the gap with random
+numbers and go on. Called by `vecd.workers.engines.torch.build` and `vecd.workers.engines.selection`.
+"""
+
+import inspect
+import json
+import warnings
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any, cast
+
+import torch
+import transformers
+from safetensors import SafetensorError, safe_open
+from transformers import (
+    MODEL_FOR_TEXT_ENCODING_MAPPING,
+    MODEL_MAPPING,
+    AutoConfig,
+    PretrainedConfig,
+    PreTrainedModel,
+)
+
+from vecd.shm.architecture import native_config
+from vecd.shm.card import ModelCard, ModelError
+
+DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
+
+# Their tokenizers give the tokens of one text different type ids, and a worker is sent none.
+_FAMILIES_WITH_TOKEN_TYPES = frozenset({"xlnet", "funnel"})
+
+
+def load_model(card: ModelCard, dtype: str, device: torch.device) -> PreTrainedModel:
+    """The model of `card`, in evaluation mode, its weights in `dtype` (a key of DTYPES) on `device`.
+
+    On a CPU, weights stored in `dtype` are mapped from the file and shared between workers; others are converted,
+    which costs a copy each. Raises ModelError, in one line, when it cannot be had exactly as stored.
+    """
+    folder = card.weights_folder
+    if card.model_type in _FAMILIES_WITH_TOKEN_TYPES:
+        raise ModelError(f"{folder}: {card.model_type} models are not supported: their texts have several token types")
+    with _silence():
+        try:
+            config = _config_of(folder)
+            model, loaded = _load(folder, config, dtype)
+        except ModelError:
+            raise
+        except Exception as error:  # transformers and its quantizers raise everything from KeyError to ImportError
+            raise ModelError(f"{folder}: cannot be loaded: {one_line(error)}") from error
+    _refuse_partial(folder, model, loaded)
+    _refuse_length_dependent_positions(folder, config, card.max_tokens)
+    model.config.use_cache = False
+    model.requires_grad_(False)
+    model.train(False)
+    return cast(PreTrainedModel, cast(torch.nn.Module, model).to(device))
+
+
+def is_stored_as_float32(card: ModelCard) -> bool:
+    """Whether the weights, of which the first file is looked at, are float32. Raises ModelError for a broken file."""
+    folder = Path(card.weights_folder)
+    single = folder / "model.safetensors"
+    path = single if single.is_file() else min(folder.glob("*.safetensors"), default=single)
+    try:
+        with safe_open(path, framework="pt") as weights:
+            dtypes = {weights.get_slice(name).get_dtype() for name in weights.keys()}  # noqa: SIM118
+    except (OSError, SafetensorError) as error:
+        raise ModelError(f"{path}: cannot be read: {one_line(error)}") from error
+    return bool(dtypes & {"F32", "F64"}) and not dtypes & {"F16", "BF16", "F8_E4M3", "F8_E5M2"}
+
+
+def _config_of(folder: str) -> PretrainedConfig:
+    """As transformers reads it, or translated where the model was written for code of its own
+    (`vecd.shm.architecture`)."""
+    stored = json.loads((Path(folder) / "config.json").read_text(encoding="utf-8"))
+    native = native_config(stored)
+    if native is not None:
+        return AutoConfig.for_model(**native)
+    config: PretrainedConfig = AutoConfig.from_pretrained(folder, local_files_only=True, trust_remote_code=False)
+    return config
+
+
+def _load(folder: str, config: PretrainedConfig, dtype: str) -> tuple[PreTrainedModel, dict[str, Any]]:
+    model_class: Any = _class_of(folder, config)
+    arguments: dict[str, Any] = {}
+    if "add_pooling_layer" in inspect.signature(model_class.__init__).parameters:
+        arguments["add_pooling_layer"] = False
+    model, loaded = model_class.from_pretrained(
+        folder,
+        config=config,
+        dtype=DTYPES[dtype],
+        use_safetensors=True,
+        local_files_only=True,
+        trust_remote_code=False,
+        output_loading_info=True,
+        # Reported instead of raised, so that the refusal can name the tensor.
+        ignore_mismatched_sizes=True,
+        **arguments,
+    )
+    return model, loaded
+
+
+def _class_of(folder: str, config: PretrainedConfig) -> type[PreTrainedModel]:
+    """The class that gives hidden states; of a family with encoder and decoder, the encoder's."""
+    found: Any = MODEL_FOR_TEXT_ENCODING_MAPPING.get(type(config), None)
+    if found is None and not getattr(config, "is_encoder_decoder", False):
+        found = MODEL_MAPPING.get(type(config), None)
+    # A few families have variants, the usual one first.
+    model_class = found[0] if isinstance(found, tuple) else found
+    if model_class is None:
+        raise ModelError(
+            f"{folder}: transformers {transformers.__version__} has no encoder of type {config.model_type}"
+        )
+    return cast(type[PreTrainedModel], model_class)
+
+
+def _refuse_partial(folder: str, model: PreTrainedModel, loaded: dict[str, Any]) -> None:
+    """Refuse gaps, but for a pooler that nobody reads; and left-overs, but for heads that the model was trained with.
+
+    A head is a part that the architecture does not have at all ("cls", "lm_head"). A left-over inside a part that it
+    does have ("encoder.layer.12…") means that the configuration describes another model.
+    """
+    missing = sorted(name for name in loaded["missing_keys"] if _part(name, model) != "pooler")
+    if missing:
+        raise ModelError(f"{folder}: the weights lack {_some(missing)}, which config.json calls for")
+    if loaded["mismatched_keys"]:
+        name, stored, expected = min(loaded["mismatched_keys"])
+        raise ModelError(f"{folder}: {name} is {list(stored)} in the weights and {list(expected)} in config.json")
+    parts = {name for name, _ in model.named_children()}
+    left_over = sorted(name for name in loaded["unexpected_keys"] if _part(name, model) in parts)
+    if left_over:
+        raise ModelError(f"{folder}: the weights have {_some(left_over)}, which config.json has no place for")
+
+
+def _part(name: str, model: PreTrainedModel) -> str:
+    """The part of a model to which a tensor belongs: "encoder" of "bert.encoder.layer.0.output.dense.weight"."""
+    return name.removeprefix(f"{model.base_model_prefix}.").partition(".")[0]
+
+
+def _some(names: list[str]) -> str:
+    return names[0] if len(names) == 1 else f"{names[0]} and {len(names) - 1} more"
+
+
+def _refuse_length_dependent_positions(folder: str, config: PretrainedConfig, max_tokens: int) -> None:
+    """Refuse rotary positions that stretch with the longest text of a batch, once texts can be that long."""
+    parameters = getattr(config, "rope_parameters", None) or {}
+    # One set of parameters, or one for each kind of layer.
+    entries: list[Any] = [parameters, *(value for value in parameters.values() if isinstance(value, dict))]
+    for entry in entries:
+        kind = entry.get("rope_type")
+        natural = entry.get("original_max_position_embeddings") or getattr(config, "max_position_embeddings", 0)
+        if kind in ("dynamic", "longrope") and max_tokens > natural:
+            raise ModelError(
+                f"{folder}: texts of more than {natural} tokens would change the vectors of other texts "
+                f"(rope_type {kind}); set max_seq_length to {natural}"
+            )
+
+
+@contextmanager
+def _silence() -> Iterator[None]:
+    """Nothing of transformers on stderr: what matters becomes a ModelError."""
+    transformers.logging.set_verbosity_error()  # type: ignore[no-untyped-call]
+    transformers.logging.disable_progress_bar()  # type: ignore[no-untyped-call]
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        yield
+
+
+def one_line(error: Exception) -> str:
+    """The first line of an error, for a ModelError or a warning."""
+    return f"{type(error).__name__}: {str(error).strip() or 'no message'}".splitlines()[0]

@@ -1,0 +1,63 @@
+"""The packed forward pass: all sequences end to end in one pass of batch size 1, without a padding token.
+
+Owns the arguments that make a stock transformers model do so. The attention is
+`vecd.workers.engines.torch.packed_attention`'s. Called by `vecd.workers.engines.torch.transformer`.
+"""
+
+import inspect
+from typing import Any
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from torch import Tensor
+from transformers import PreTrainedModel
+
+from vecd.shm.card import POSITIONS_AFTER_PADDING
+from vecd.workers.engines.torch.device import to_device
+from vecd.workers.engines.torch.packed_attention import PACKED_ATTENTION, PackingError, register, running
+from vecd.workers.engines.torch.prepack import prepack_linears
+from vecd.workers.layout import Layout
+
+
+class PackedForward:
+    """Side effect: the model's attention is switched to packed and its linear layers are prepacked; a padded forward
+    made later switches both back."""
+
+    path = "packed"
+    num_padding_tokens = 0
+
+    def __init__(self, model: PreTrainedModel, device: torch.device) -> None:
+        """Raises PackingError when the model takes no positions, or its attention cannot be replaced."""
+        accepted = inspect.signature(model.forward).parameters
+        if "position_ids" not in accepted:
+            raise PackingError(f"{type(model).__name__} takes no position_ids")
+        register()
+        model.set_attn_implementation(PACKED_ATTENTION)
+        if model.config._attn_implementation != PACKED_ATTENTION:
+            raise PackingError(f"the attention of {type(model).__name__} cannot be replaced")
+        prepack_linears(model)
+        self._model = model
+        self._device = device
+        # A model with token types (GPT-2 takes the argument, but adds word embeddings for it) gets zeros.
+        self._has_token_types = "token_type_ids" in accepted and bool(getattr(model.config, "type_vocab_size", 0))
+
+    def __call__(self, layout: Layout) -> Tensor:
+        token_ids = to_device(layout.token_ids, self._device)[None]
+        arguments: dict[str, Any] = {
+            "input_ids": token_ids,
+            "position_ids": to_device(self._positions(layout), self._device)[None],
+            # All ones: without a mask transformers would look for packing itself, and wrap the model's mask rule.
+            "attention_mask": torch.ones_like(token_ids),
+        }
+        if self._has_token_types:
+            arguments["token_type_ids"] = torch.zeros_like(token_ids)
+        with running(layout.runs):
+            hidden: Tensor = self._model(**arguments).last_hidden_state
+        return hidden[0]
+
+    def _positions(self, layout: Layout) -> NDArray[np.int64]:
+        config = self._model.config
+        if config.model_type not in POSITIONS_AFTER_PADDING:
+            return layout.offsets()
+        return layout.positions_after(int(config.pad_token_id))

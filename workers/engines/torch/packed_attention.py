@@ -1,0 +1,310 @@
+"""Attention over packed sequences, put into stock transformers models.
+
+Owns two functions registered with transformers under one name: a mask function that keeps the model's rule instead of
+building a T × T mask from it, and an attention function that keeps sequences apart: it applies SDPA to each run of
+equal-length sequences or, on a GPU and where `suits_varlen` and the rule allow, one variable-length kernel to all.
+Knows no model and no weights. Called by `vecd.workers.engines.torch.packed`.
+
+What the model asks of its attention is done or refused (PackingError), never ignored: causal and windowed masks are
+evaluated per sequence length, grouped key/value heads are passed on, anything unknown is refused.
+`vecd.workers.engines.parity` is the second net, for models that never ask.
+"""
+
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from types import FunctionType
+from typing import Any, TypeAlias
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from torch import Tensor
+from torch.nn.functional import scaled_dot_product_attention
+from transformers import AttentionInterface, AttentionMaskInterface
+from transformers.masking_utils import bidirectional_mask_function, causal_mask_function
+
+from vecd.workers.engines.torch import cuda
+from vecd.workers.engines.torch.device import to_device
+from vecd.workers.layout import Run
+
+PACKED_ATTENTION = "vecd_packed"
+"""The `attn_implementation` under which transformers finds the functions below."""
+
+MaskRule: TypeAlias = Callable[[Any, Any, Any, Any], Any]
+"""transformers' mask functions: (batch, head, query position, key position) → may attend. Works on index tensors."""
+
+# Arguments that transformers' modules hand to every attention function, and that say nothing it must do: positions and
+# windows are in the mask already, the rest concerns what is returned or other implementations.
+_HARMLESS_ARGUMENTS = frozenset(
+    {"position_ids", "sliding_window", "deterministic", "cache_position", "return_dict", "use_cache"}
+)
+
+
+class PackingError(Exception):
+    """A model whose attention cannot be packed. Raised while it runs; the model is then run padded."""
+
+
+Window: TypeAlias = tuple[int, int]
+"""How many tokens before itself and behind itself a token sees; -1 for all. What flash attention calls window_size."""
+
+_EVERYTHING: Window = (-1, -1)
+_CAUSAL: Window = (-1, 0)
+
+
+class SequenceMask:
+    """A model's mask, as its rule within one sequence. Stands where transformers expects a mask tensor."""
+
+    def __init__(self, rule: MaskRule) -> None:
+        self._rule = rule
+        self._allowed: dict[int, Tensor | None] = {}
+        self._windows: dict[int, Window | None] = {}
+
+    def of_run(self, run: Run, device: torch.device) -> tuple[bool, Tensor | None]:
+        """(is_causal, mask) for SDPA over the sequences of a run; mask is bool [length, length] or None.
+
+        Raises PackingError when the rule depends on more than how far two tokens of a sequence are apart.
+        """
+        if self._rule is bidirectional_mask_function:
+            return False, None
+        if self._rule is causal_mask_function:
+            return run.length > 1, None
+        if run.length not in self._allowed:
+            allowed = self._evaluate(run.length, run.start, device)
+            self._allowed[run.length] = None if bool(allowed.all()) else allowed
+        return False, self._allowed[run.length]
+
+    def window(self, longest: Run, device: torch.device) -> Window | None:
+        """The rule as a window, which holds for sequences up to the length of `longest`; None if it is not one.
+
+        Evaluated once per rule and thousand tokens, because that waits for the device. Raises what `of_run` raises.
+        """
+        if self._rule is bidirectional_mask_function:
+            return _EVERYTHING
+        if self._rule is causal_mask_function:
+            return _CAUSAL
+        key = rule_key(self._rule)
+        # A rule that cannot be known again may look into tensors that are no longer than the batch.
+        length = longest.length if key is None else -(-longest.length // 1024) * 1024
+        known = self._windows if key is None else _known_windows.setdefault(key, {})
+        if length not in known:
+            known[length] = window_of(self._evaluate(length, longest.start, device))
+        return known[length]
+
+    def _evaluate(self, length: int, start: int, device: torch.device) -> Tensor:
+        positions = torch.arange(length, device=device)
+        allowed = self._between(positions)
+        if not torch.equal(allowed, self._between(positions + start)):
+            raise PackingError("a mask that depends on where in the batch a sequence stands")
+        return allowed
+
+    def _between(self, positions: Tensor) -> Tensor:
+        zero = positions.new_zeros(())
+        allowed: Tensor = self._rule(zero, zero, positions[:, None], positions[None, :])
+        return allowed.expand(len(positions), len(positions)).contiguous()
+
+
+_known_windows: dict[Any, dict[int, Window | None]] = {}
+"""By the key of a rule and the length up to which it holds. transformers makes its rules anew in every pass."""
+
+
+def rule_key(rule: Any) -> Any:
+    """Equal for rules that are made of the same code and numbers; None for a rule that holds anything else."""
+    if isinstance(rule, int | float):
+        return (rule,)
+    if isinstance(rule, FunctionType):
+        made_of: list[Any] = [*(cell.cell_contents for cell in rule.__closure__ or ()), *(rule.__defaults__ or ())]
+        name: tuple[Any, ...] = (rule.__module__, rule.__code__)
+    elif isinstance(rule, tuple):
+        made_of, name = list(rule), ()
+    else:
+        return None
+    keys = tuple(rule_key(part) for part in made_of)
+    return None if None in keys else (name, keys)
+
+
+def window_of(allowed: Tensor) -> Window | None:
+    """The window that `allowed`, bool [length, length], is made of; None if it is none."""
+    length = len(allowed)
+    before, behind = int(allowed[:, 0].sum()) - 1, int(allowed[0].sum()) - 1
+    positions = torch.arange(length, device=allowed.device)
+    queries, keys = positions[:, None], positions[None, :]
+    if not torch.equal(allowed, (keys >= queries - before) & (keys <= queries + behind)):
+        return None
+    return (-1 if before == length - 1 else before, -1 if behind == length - 1 else behind)
+
+
+# --- the pass going on ------------------------------------------------------------------------------------------
+
+
+class _Pass:
+    """What all layers of a forward pass have in common."""
+
+    def __init__(self, runs: Sequence[Run]) -> None:
+        self.runs = runs
+        self.num_tokens = runs[-1].stop if runs else 0
+        self._boundaries: Tensor | None = None
+
+    def boundaries(self, device: torch.device) -> Tensor:
+        if self._boundaries is None:
+            self._boundaries = to_device(boundaries(self.runs), device)
+        return self._boundaries
+
+
+def boundaries(runs: Sequence[Run]) -> NDArray[np.int32]:
+    """Where each sequence begins, and the last one ends. Shape [B + 1]. What flash attention calls cu_seqlens."""
+    lengths = np.repeat([run.length for run in runs], [run.count for run in runs])
+    return np.concatenate(([0], np.cumsum(lengths))).astype(np.int32)
+
+
+_NO_PASS = _Pass(())
+
+_pass = _NO_PASS
+"""The forward pass going on. A module-level value, because most models hand no argument of ours down to their
+attention; a worker has one engine and one thread."""
+
+
+@contextmanager
+def running(runs: Sequence[Run]) -> Iterator[None]:
+    """While inside, models with packed attention compute the tokens of `runs`."""
+    global _pass
+    assert _pass is _NO_PASS, "forward passes do not nest"
+    _pass = _Pass(runs)
+    try:
+        yield
+    finally:
+        _pass = _NO_PASS
+
+
+# --- what transformers calls ------------------------------------------------------------------------------------
+
+
+def register() -> None:
+    """Make PACKED_ATTENTION known to transformers. Side effect: on the process, once and for all."""
+    AttentionInterface.register(PACKED_ATTENTION, packed_attention)
+    AttentionMaskInterface.register(PACKED_ATTENTION, sequence_mask)
+
+
+def sequence_mask(*, mask_function: MaskRule, q_offset: int = 0, kv_offset: int = 0, **_: Any) -> SequenceMask:
+    """transformers' mask function: keeps the rule. Raises PackingError when there are earlier tokens in a cache."""
+    if q_offset or kv_offset:
+        raise PackingError("a cache of earlier tokens")
+    return SequenceMask(mask_function)
+
+
+def packed_attention(
+    module: torch.nn.Module,
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    attention_mask: Any,
+    *,
+    scaling: float | None = None,
+    dropout: float = 0.0,
+    is_causal: bool | None = None,
+    **arguments: Any,
+) -> tuple[Tensor, None]:
+    """transformers' attention function, over the runs of the forward pass going on.
+
+    query [1, heads, T, head dim], key and value [1, key heads, T, head dim] → [1, T, heads, head dim]. Raises
+    PackingError when the model asks for something that is not done here.
+    """
+    _refuse_unknown(arguments, dropout)
+    _check_shapes(query, key)
+    rule = _rule_of(module, attention_mask, is_causal, arguments.get("sliding_window"))
+    varlen = _varlen_for(query, value)
+    window = None if varlen is None else rule.window(_pass.runs[-1], query.device)
+    if varlen is None or window is None:
+        return _attend_by_runs(rule, query, key, value, scaling), None
+    return _attend_at_once(varlen, window, query, key, value, scaling), None
+
+
+def _attend_by_runs(rule: SequenceMask, query: Tensor, key: Tensor, value: Tensor, scaling: float | None) -> Tensor:
+    _, num_heads, num_tokens, _ = query.shape
+    attended = query.new_empty(1, num_tokens, num_heads, value.shape[-1])
+    for run in _pass.runs:
+        causal, mask = rule.of_run(run, query.device)
+        out = scaled_dot_product_attention(
+            _sequences(query, run),
+            _sequences(key, run),
+            _sequences(value, run),
+            attn_mask=mask,
+            scale=scaling,
+            is_causal=causal,
+            enable_gqa=key.shape[1] != num_heads,
+        )
+        attended[0, run.start : run.stop] = out.transpose(1, 2).flatten(0, 1)
+    return attended
+
+
+def _sequences(tokens: Tensor, run: Run) -> Tensor:
+    """The view [count, heads, length, head dim] of one run in [1, heads, T, head dim]."""
+    heads = tokens.shape[1]
+    return tokens[0, :, run.start : run.stop].view(heads, run.count, run.length, -1).transpose(0, 1)
+
+
+def _attend_at_once(
+    varlen: cuda.VarlenAttention, window: Window, query: Tensor, key: Tensor, value: Tensor, scaling: float | None
+) -> Tensor:
+    starts, longest = _pass.boundaries(query.device), _pass.runs[-1].length
+    out: Tensor = varlen(
+        _tokens_first(query),
+        _tokens_first(key),
+        _tokens_first(value),
+        starts,
+        starts,
+        longest,
+        longest,
+        scale=scaling,
+        window_size=window,
+        enable_gqa=key.shape[1] != query.shape[1],
+    )
+    return out[None]
+
+
+def _tokens_first(tokens: Tensor) -> Tensor:
+    """[1, heads, T, head dim] → [T, heads, head dim], a view if the last axis is contiguous, as the kernel asks."""
+    swapped = tokens[0].transpose(0, 1)
+    return swapped if swapped.stride(-1) == 1 else swapped.contiguous()
+
+
+def _varlen_for(query: Tensor, value: Tensor) -> cuda.VarlenAttention | None:
+    if not suits_varlen(query.device.type, query.dtype, query.shape[-1], value.shape[-1]):
+        return None
+    return cuda.varlen_attention(query.device)
+
+
+def suits_varlen(device_type: str, dtype: torch.dtype, head_dim: int, value_head_dim: int) -> bool:
+    """Whether the kernel for variable lengths takes such tensors. Source: mha_varlen_fwd in PyTorch's flash_api.cpp."""
+    return (
+        device_type == "cuda"
+        and dtype in (torch.float16, torch.bfloat16)
+        and head_dim == value_head_dim
+        and head_dim % 8 == 0
+        and head_dim <= 256
+    )
+
+
+def _rule_of(module: torch.nn.Module, mask: Any, is_causal: bool | None, window: Any) -> SequenceMask:
+    if isinstance(mask, SequenceMask):
+        return mask
+    if mask is not None:
+        raise PackingError(f"{type(module).__name__} builds a mask tensor of its own")
+    if window is not None:
+        raise PackingError(f"{type(module).__name__} has a sliding window without a mask")
+    # Without a mask, transformers' own SDPA function decides like this.
+    causal = bool(getattr(module, "is_causal", True)) if is_causal is None else is_causal
+    return SequenceMask(causal_mask_function if causal else bidirectional_mask_function)
+
+
+def _refuse_unknown(arguments: dict[str, Any], dropout: float) -> None:
+    if dropout:
+        raise PackingError("dropout in inference")
+    for name, value in arguments.items():
+        if name not in _HARMLESS_ARGUMENTS and value is not None and value is not False:
+            raise PackingError(f"attention with {name}")
+
+
+def _check_shapes(query: Tensor, key: Tensor) -> None:
+    num_tokens = _pass.num_tokens
+    if query.shape[0] != 1 or query.shape[2] != num_tokens or key.shape[2] != num_tokens:
+        raise PackingError(f"attention over {tuple(query.shape)}, not over the {num_tokens} packed tokens")

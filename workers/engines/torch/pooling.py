@@ -1,0 +1,151 @@
+"""From the hidden states of tokens to the vectors of sequences.
+
+Owns the pooling modes and the steps behind them (dense, layer_norm, normalize), all in float32 whatever the model
+computes in. Knows no model and no batch, only runs of equal-length sequences. Called by
+`vecd.workers.engines.torch.transformer`.
+
+Source of the modes and the layout of the steps' files: sentence-transformers' modules Pooling, Dense, LayerNorm and
+Normalize, with which the tests compare every one.
+"""
+
+from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
+
+import torch
+from safetensors import SafetensorError
+from safetensors.torch import load_file
+from torch import Tensor
+from torch.nn import functional
+
+from vecd.shm.card import ModelCard, ModelError, Step
+from vecd.workers.layout import Run
+
+
+def _mean_weighted_by_position(hidden: Tensor) -> Tensor:
+    weights = torch.arange(1, hidden.shape[1] + 1, dtype=hidden.dtype, device=hidden.device)
+    return torch.einsum("blh,l->bh", hidden, weights) / weights.sum()
+
+
+# Each takes the hidden states of a run, float32 [B, L, H], and gives [B, H].
+_POOLINGS: dict[str, Callable[[Tensor], Tensor]] = {
+    "cls": lambda hidden: hidden[:, 0],
+    "max": lambda hidden: hidden.amax(dim=1),
+    "mean": lambda hidden: hidden.mean(dim=1),
+    "mean_sqrt_len_tokens": lambda hidden: hidden.sum(dim=1) / hidden.shape[1] ** 0.5,
+    "weightedmean": _mean_weighted_by_position,
+    "lasttoken": lambda hidden: hidden[:, -1],
+}
+
+ACTIVATIONS: dict[str, Callable[[Tensor], Tensor]] = {
+    "identity": lambda x: x,
+    "tanh": torch.tanh,
+    "relu": functional.relu,
+    "relu6": functional.relu6,
+    "leakyrelu": functional.leaky_relu,
+    "elu": functional.elu,
+    "selu": functional.selu,
+    "gelu": functional.gelu,
+    "silu": functional.silu,
+    "mish": functional.mish,
+    "sigmoid": torch.sigmoid,
+    "softplus": functional.softplus,
+    "softsign": functional.softsign,
+    "hardtanh": functional.hardtanh,
+}
+"""By the lower-case name of the class in torch.nn, with the class's default arguments."""
+
+
+class Head:
+    """The part of a model behind the transformer: pooling, then the card's steps."""
+
+    def __init__(self, modes: Sequence[str], steps: Sequence[Callable[[Tensor], Tensor]]) -> None:
+        self._modes = modes
+        has_norm = bool(steps) and steps[-1] is normalize
+        self._steps = steps[:-1] if has_norm else steps
+        self._norm = normalize if has_norm else None
+
+    def __call__(self, hidden: Tensor, runs: Sequence[Run]) -> Tensor:
+        """Hidden states [T, H] of any float type → vectors, float32 [B, D], in the order of the runs."""
+        return self.normalized(self.unnormalized(hidden, runs))
+
+    def unnormalized(self, hidden: Tensor, runs: Sequence[Run]) -> Tensor:
+        """The same without the last step, if that is to normalize."""
+        vectors = pool(hidden, runs, self._modes)
+        for step in self._steps:
+            vectors = step(vectors)
+        return vectors
+
+    def normalized(self, vectors: Tensor) -> Tensor:
+        """What that step makes of `unnormalized` vectors; themselves where there is none."""
+        return vectors if self._norm is None else self._norm(vectors)
+
+
+def pool(hidden: Tensor, runs: Sequence[Run], modes: Sequence[str]) -> Tensor:
+    """Hidden states [T, H] → float32 [B, H · number of modes], the modes side by side in their order."""
+    hidden = hidden.float()
+    return torch.cat([_pool_run(hidden, run, modes) for run in runs])
+
+
+def _pool_run(hidden: Tensor, run: Run, modes: Sequence[str]) -> Tensor:
+    sequences = hidden[run.start : run.stop].reshape(run.count, run.length, -1)
+    return torch.cat([_POOLINGS[mode](sequences) for mode in modes], dim=-1)
+
+
+# --- steps ------------------------------------------------------------------------------------------------------
+
+
+def load_head(card: ModelCard, device: torch.device) -> Head:
+    """Read the weights of the card's steps. Raises ModelError when a file or a tensor is missing or misshapen."""
+    return Head(card.pooling, [_load_step(card, step, device) for step in card.steps])
+
+
+def _load_step(card: ModelCard, step: Step, device: torch.device) -> Callable[[Tensor], Tensor]:
+    path = Path(card.folder) / step.path / "model.safetensors"
+    match step.kind:
+        case "normalize":
+            return normalize
+        case "dense":
+            return _dense(step, path, device)
+        case "layer_norm":
+            return _layer_norm(step, path, device)
+        case unknown:
+            raise ModelError(f"{path}: step {unknown} is unknown")
+
+
+def normalize(vectors: Tensor) -> Tensor:
+    """L2, with the zero vector left as it is."""
+    return functional.normalize(vectors, p=2.0, dim=-1)
+
+
+def _dense(step: Step, path: Path, device: torch.device) -> Callable[[Tensor], Tensor]:
+    if step.activation not in ACTIVATIONS:
+        raise ModelError(f"{path.parent / 'config.json'}: activation {step.activation} is not supported")
+    activation = ACTIVATIONS[step.activation]
+    shapes: dict[str, tuple[int, ...]] = {"linear.weight": (step.out_dim, step.in_dim)}
+    if step.bias:
+        shapes["linear.bias"] = (step.out_dim,)
+    weights = _read_weights(path, shapes, device)
+    weight, bias = weights["linear.weight"], weights.get("linear.bias")
+    return lambda vectors: activation(functional.linear(vectors, weight, bias))
+
+
+def _layer_norm(step: Step, path: Path, device: torch.device) -> Callable[[Tensor], Tensor]:
+    shape = (step.out_dim,)
+    weights = _read_weights(path, {"norm.weight": shape, "norm.bias": shape}, device)
+    return lambda vectors: functional.layer_norm(vectors, shape, weights["norm.weight"], weights["norm.bias"])
+
+
+def _read_weights(path: Path, shapes: Mapping[str, tuple[int, ...]], device: torch.device) -> dict[str, Tensor]:
+    """Exactly the tensors named in `shapes`, as float32. Raises ModelError when the file holds others."""
+    try:
+        weights = load_file(path)
+    except FileNotFoundError:
+        raise ModelError(f"{path}: file missing") from None
+    except (OSError, SafetensorError) as error:
+        raise ModelError(f"{path}: cannot be read: {error}") from None
+    if weights.keys() != shapes.keys():
+        raise ModelError(f"{path}: holds {sorted(weights)}, should hold {sorted(shapes)}")
+    for name, shape in shapes.items():
+        if tuple(weights[name].shape) != shape:
+            raise ModelError(f"{path}: {name} is {list(weights[name].shape)}, should be {list(shape)}")
+    return {name: tensor.to(device=device, dtype=torch.float32) for name, tensor in weights.items()}

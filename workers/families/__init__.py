@@ -1,0 +1,1 @@
+"""The layers of model families, as data that every engine reads."""
