@@ -23,7 +23,8 @@ from vecd.shm.wire import Output
 log = logging.getLogger("vecd.dispatch")
 
 _FLOATS_PER_TURN = 32 * 1024
-"""Floats encoded before the event loop gets its next turn: 1.4 ms as JSON numbers, 0.03 ms as base64."""
+"""Floats encoded in one turn of the event loop, over all batches: 1.4 ms as JSON numbers, 0.03 ms as base64. Exceeded
+by a part of a row at most."""
 
 _TOKENS = Output.TOKENS  # Python 3.11 takes 0.2 µs to find a member of an enumeration
 
@@ -35,7 +36,10 @@ class Delivery:
         self._token_dim = token_dim
         self._on_delivered = on_delivered
         self._to_encode: deque[tuple[WorkerLink, InFlight]] = deque()
-        self._is_encoding = False
+        self._floats_left = _FLOATS_PER_TURN
+        """What may still be encoded in this turn."""
+        self._is_turn_due = False
+        """The next turn's budget has been asked for."""
 
     @property
     def num_rows(self) -> int:
@@ -51,35 +55,37 @@ class Delivery:
         self._to_encode.clear()
 
     def add(self, link: WorkerLink, batch: InFlight) -> None:
-        """Take a batch whose rows stand in its slot. Call on the running event loop."""
+        """Take a batch whose rows stand in its slot, and encode what this turn of the event loop has room for. Call on
+        the running event loop."""
         self._to_encode.append((link, batch))
-        if not self._is_encoding:
-            self._encode_some()
+        self._encode_some()
+
+    def _begin_turn(self) -> None:
+        self._is_turn_due = False
+        self._floats_left = _FLOATS_PER_TURN
+        self._encode_some()
 
     def _encode_some(self) -> None:
-        """Encode a turn's worth of rows; come back for the rest after the event loop has had its turn."""
-        floats_left = _FLOATS_PER_TURN
-        while self._to_encode:
+        """Encode rows, oldest batch first, until this turn's budget is used up; the next turn goes on with the rest."""
+        if not self._is_turn_due and self._to_encode:
+            self._is_turn_due = True
+            asyncio.get_running_loop().call_soon(self._begin_turn)
+        while self._to_encode and self._floats_left > 0:
             link, batch = self._to_encode[0]
             rows = link.slots.rows[batch.slot]
-            rows_left = max(1, floats_left // rows.shape[1])
+            rows_left = max(1, self._floats_left // rows.shape[1])
             end = min(batch.num_rows, batch.num_encoded + rows_left)
             try:
                 self._deliver(batch, rows, end)
-            except Exception as error:  # one batch's trouble must not hold up those behind it
-                log.error("rows of batch %d cannot be encoded: %s", batch.number, type(error).__name__)
+            except Exception:  # a fault of this module; it must not hold up the batches behind this one
+                log.exception("batch %d cannot be delivered", batch.number)
                 for sequence in batch.sequences:
-                    sequence.pending.fail(ServerError("The server failed on this request"))
-            floats_left -= (end - batch.num_encoded) * rows.shape[1]
+                    sequence.pending.fail(_server_error())
+            self._floats_left -= (end - batch.num_encoded) * rows.shape[1]
             batch.num_encoded = end
             if end == batch.num_rows:
                 self._to_encode.popleft()
                 self._on_delivered(link, batch)
-            if floats_left <= 0:
-                break
-        self._is_encoding = bool(self._to_encode)
-        if self._is_encoding:
-            asyncio.get_running_loop().call_soon(self._encode_some)
 
     def _deliver(self, batch: InFlight, rows: Rows, end: int) -> None:
         """Hand the rows from `batch.num_encoded` to `end` to their requests."""
@@ -112,7 +118,10 @@ def _deliver_tokens(sequence: QueuedSequence, rows: Rows, *, num_left: int) -> N
     """Hand some rows of a sequence's tokens to its request; one that is not finite fails it."""
     if not _are_finite(rows):
         _fail_not_finite(sequence)
-    sequence.pending.deliver_one(sequence, np.ascontiguousarray(rows), num_left)
+    try:
+        sequence.pending.deliver_one(sequence, np.ascontiguousarray(rows), num_left)
+    except Exception as error:
+        _fail_encoding(sequence, error)
 
 
 def _deliver_vectors(sequences: list[QueuedSequence], rows: Rows) -> None:
@@ -126,10 +135,13 @@ def _deliver_vectors(sequences: list[QueuedSequence], rows: Rows) -> None:
         # Neighbours in a batch are most often neighbours in their request: then they go together.
         if end == len(sequences) or not _follows(sequences[end], sequences[end - 1]):
             first = sequences[start]
-            if first.chunked is None:
-                first.request_queue.pending.deliver(first.index, rows[start:end])
-            else:
-                first.request_queue.pending.deliver_one(first, rows[start:end])
+            try:
+                if first.chunked is None:
+                    first.request_queue.pending.deliver(first.index, rows[start:end])
+                else:
+                    first.request_queue.pending.deliver_one(first, rows[start:end])
+            except Exception as error:
+                _fail_encoding(first, error)
             start = end
 
 
@@ -150,3 +162,13 @@ def _fail_not_finite(sequence: QueuedSequence) -> None:
     sequence.pending.fail(
         EngineFailed(f"The model gave a vector that is not finite for 'input[{sequence.index}]'", code="not_finite")
     )
+
+
+def _fail_encoding(sequence: QueuedSequence, error: Exception) -> None:
+    """Fail one request by a fault of the server's. The log has it once: a request that is over takes no more rows."""
+    log.error("the rows of a request cannot be encoded: %s", type(error).__name__, exc_info=error)
+    sequence.pending.fail(_server_error())
+
+
+def _server_error() -> ServerError:
+    return ServerError("The server failed on this request")
