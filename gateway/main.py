@@ -32,6 +32,7 @@ from vecd.gateway.telemetry.access_log import AccessLog
 from vecd.gateway.telemetry.on_finished import Observer
 from vecd.gateway.telemetry.shared_metrics import SharedMetrics
 from vecd.gateway.telemetry.spans import Facts, SpanSender
+from vecd.gateway.telemetry.tei_metrics import TeiCounts
 from vecd.gateway.telemetry.tracing import Tracing
 from vecd.gateway.tokenization.tokenizer import Tokenizer
 from vecd.gateway.types.config import ApiKey, GatewayConfig
@@ -261,8 +262,10 @@ class Gateway:
             num_gateways=config.num_gateways,
             token_dim=config.card.hidden_size,
             on_stuck=lambda who: self._tell(WorkerStuck(who.worker, who.life)),
-            on_met=lambda who: self._tell(WorkerMet(who.worker, who.life)),
+            on_connected=lambda who: self._tell(WorkerMet(who.worker, who.life)),
             on_quarantined=lambda digest: self._tell(Quarantined(digest)),
+            on_broken=lambda make_error: service.app.fail_all(make_error),  # noqa: PLW0108 (it is made below)
+            on_sending=TeiCounts(self._board).count_batch if config.has_tei_metrics else None,
             quarantine_key=self._quarantine_key,
             shared_metrics=self._board,
         )

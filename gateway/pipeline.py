@@ -136,10 +136,7 @@ class Pipeline:
         self._token_floats: dict[RequestQueue, int] = {}
         """Of requests for one vector for each token; usually none."""
         self._deadlines = Deadlines(self._expire)
-        dispatcher.when_broken(self.fail_all)
         self._tei_counts = TeiCounts(shared_metrics) if config.has_tei_metrics else None
-        if self._tei_counts is not None:
-            dispatcher.when_sending(self._tei_counts.count_batch)
 
     # --- what the server calls ------------------------------------------------------------------------------
 
@@ -399,10 +396,8 @@ class Pipeline:
             sequences = [
                 QueuedSequence(request_queue, index, item, output) for index, item in enumerate(tokenized, start)
             ]
-        self.dispatcher.quarantine.check(sequences)
-        self.scheduler.add(request_queue, self.dispatcher.without_suspects(sequences), time.monotonic())
+        self.dispatcher.submit(request_queue, sequences)
         permit.note_queued(num_tokens)
-        self.dispatcher.pump_soon()
 
     def _sequences_with_chunks(
         self, request: EmbedRequest, request_queue: RequestQueue, start: int, tokenized: list[TokenizedInput]

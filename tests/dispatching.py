@@ -5,7 +5,6 @@ Owns their making and their end. `run(test)` calls `await test(bench)` with a di
 
 import asyncio
 import os
-import time
 from array import array
 from collections.abc import Callable
 
@@ -200,7 +199,7 @@ class Bench:
     async def settled(self, batch: Batch) -> None:
         """Wait until the batch that was answered has been delivered, or queued again."""
         dispatcher = self.dispatcher
-        while dispatcher._to_encode or any(batch.number in link.in_flight for link in dispatcher.links):
+        while not dispatcher._delivery.is_idle or any(batch.number in link.in_flight for link in dispatcher.links):
             await asyncio.sleep(0.001)
 
     def _open(self, num_inputs: int) -> Request:
@@ -209,8 +208,7 @@ class Bench:
         return request
 
     def _queue(self, request_queue: RequestQueue, sequences: list[QueuedSequence]) -> None:
-        self.scheduler.add(request_queue, self.dispatcher.without_suspects(sequences), time.monotonic())
-        self.dispatcher.pump_soon()
+        self.dispatcher.submit(request_queue, sequences)
 
     def close(self) -> None:
         self.dispatcher.stop()

@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 from dispatching import EPOCH, SPEC, Bench, Request, Worker, run, sequences_of
 
-from vecd.gateway.dispatch import dispatcher as dispatch
+from vecd.gateway.dispatch import delivery
 from vecd.gateway.types.errors import ServerError, Unavailable
 from vecd.shm.failure_code import FailureCode
 from vecd.shm.shared_metrics import Counter
@@ -96,7 +96,7 @@ def test_a_batch_never_has_more_rows_than_a_slot():
 
 
 def test_the_rows_of_one_sequence_are_encoded_over_several_turns_of_the_loop(monkeypatch):
-    monkeypatch.setattr(dispatch, "_FLOATS_PER_TURN", 3 * SPEC.dim)
+    monkeypatch.setattr(delivery, "_FLOATS_PER_TURN", 3 * SPEC.dim)
     turns: list[int] = []
 
     async def test(bench):
@@ -123,7 +123,7 @@ def test_the_rows_of_one_sequence_are_encoded_over_several_turns_of_the_loop(mon
 
 def test_a_worker_s_death_does_not_disturb_what_is_being_encoded(monkeypatch):
     """Its rows were complete; sent again, they would come twice."""
-    monkeypatch.setattr(dispatch, "_FLOATS_PER_TURN", 2 * SPEC.dim)
+    monkeypatch.setattr(delivery, "_FLOATS_PER_TURN", 2 * SPEC.dim)
 
     async def test(bench):
         worker = bench.add_worker()
@@ -160,7 +160,7 @@ def test_of_a_token_s_row_only_its_own_floats_are_delivered():
 
 @pytest.mark.parametrize("floats_per_turn", [1000, SPEC.dim])
 def test_a_token_s_row_that_is_not_finite_fails_its_own_request_only(floats_per_turn, monkeypatch):
-    monkeypatch.setattr(dispatch, "_FLOATS_PER_TURN", floats_per_turn)
+    monkeypatch.setattr(delivery, "_FLOATS_PER_TURN", floats_per_turn)
 
     async def test(bench):
         worker = bench.add_worker()
@@ -365,7 +365,7 @@ async def something(dice: random.Random, bench: Bench, worker: Worker, batch: Ba
 
 @pytest.mark.parametrize("seed", range(6))
 def test_every_request_is_answered_rightly_or_failed_whatever_happens(seed: int, monkeypatch):
-    monkeypatch.setattr(dispatch, "_FLOATS_PER_TURN", 3 * SPEC.dim)
+    monkeypatch.setattr(delivery, "_FLOATS_PER_TURN", 3 * SPEC.dim)
     num_answered = 0
 
     async def play(bench: Bench, dice: random.Random) -> None:
