@@ -63,6 +63,7 @@ from vecd.shm.control import (
     WorkerStuck,
     WorkerUp,
 )
+from vecd.shm.output import Output
 from vecd.shm.shared_metrics import Counter, Gauge, Histogram
 from vecd.shm.socketfile import file_id, remove_if_ours
 from vecd.shm.views import map_arena
@@ -260,7 +261,7 @@ class Gateway:
             max_batch_tokens=config.max_batch_tokens,
             batch_timeout_s=config.batch_timeout_s,
             num_gateways=config.num_gateways,
-            token_dim=config.card.hidden_size,
+            widths={output: output.width_of(config.card) for output in Output},
             on_stuck=lambda who: self._tell(WorkerStuck(who.worker, who.life)),
             on_connected=lambda who: self._tell(WorkerMet(who.worker, who.life)),
             on_quarantined=lambda digest: self._tell(Quarantined(digest)),
