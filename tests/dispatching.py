@@ -5,7 +5,6 @@ Owns their making and their end. `run(test)` calls `await test(bench)` with a di
 
 import asyncio
 import os
-import time
 from array import array
 from collections.abc import Callable
 
@@ -15,8 +14,8 @@ import zmq
 
 from vecd.gateway.dispatch.dispatcher import Dispatcher
 from vecd.gateway.encoding.pending import ChunkedInput, PendingResult
+from vecd.gateway.scheduling.policy import BatchingPolicy
 from vecd.gateway.scheduling.queue import QueuedSequence, RequestQueue
-from vecd.gateway.scheduling.scheduler import Scheduler
 from vecd.gateway.telemetry.shared_metrics import SharedMetrics
 from vecd.gateway.types.request import Chunk, Priority, TokenizedInput
 from vecd.launch.processes.sockets import make_zmq_endpoint
@@ -138,12 +137,12 @@ class Bench:
 
     def __init__(self, *, batch_timeout_s: float = 60, **options) -> None:
         """`options` are the dispatcher's."""
-        self.scheduler = Scheduler(16, SPEC.rows_per_slot, max_sequence_tokens=16)
+        self.policy = BatchingPolicy(16, SPEC.rows_per_slot, max_sequence_tokens=16)
         self.stuck: list[Incarnation] = []
         self.shared_metrics = SharedMetrics.private()
         self.listening, self.address_fd = make_zmq_endpoint()
         self.dispatcher = Dispatcher(
-            scheduler=self.scheduler,
+            policy=self.policy,
             epoch=EPOCH,
             max_batch_tokens=16,
             batch_timeout_s=batch_timeout_s,
@@ -205,12 +204,11 @@ class Bench:
 
     def _open(self, num_inputs: int) -> Request:
         request = Request(num_inputs)
-        request.request_queue = self.scheduler.open(request, Priority.NORMAL)
+        request.request_queue = self.policy.open(request, Priority.NORMAL)
         return request
 
     def _queue(self, request_queue: RequestQueue, sequences: list[QueuedSequence]) -> None:
-        self.scheduler.add(request_queue, self.dispatcher.without_suspects(sequences), time.monotonic())
-        self.dispatcher.pump_soon()
+        self.dispatcher.enqueue(request_queue, sequences)
 
     def close(self) -> None:
         self.dispatcher.stop()
