@@ -133,6 +133,7 @@ class Service:
         dispatcher: Dispatcher,
         scheduler: Scheduler,
         shared_metrics: SharedMetrics,
+        on_reload: Callable[[], None],
     ) -> None:
         self.config = config
         self.generation = generation
@@ -155,6 +156,7 @@ class Service:
             scheduler=scheduler,
             dispatcher=dispatcher,
             shared_metrics=shared_metrics,
+            on_reload=on_reload,
         )
         self.num_handled = 0
         """Requests that are being handled."""
@@ -266,9 +268,9 @@ class Gateway:
             quarantine_key=self._quarantine_key,
             shared_metrics=self._board,
         )
-        service = Service(config, generation, tokenizer, dispatcher, scheduler, self._board)
-        service.app.on_reload = lambda: self._tell(ReloadAsked())
-        return service
+        return Service(
+            config, generation, tokenizer, dispatcher, scheduler, self._board, lambda: self._tell(ReloadAsked())
+        )
 
     def _queue_age_us(self) -> int:
         now = time.monotonic()
@@ -407,8 +409,7 @@ class Gateway:
         before = self._services.active
         service = self._services.active = self._services.all[generation]
         config = service.config
-        service.app.callers = before.app.callers  # what they have used stays used
-        service.app.set_keys(self._keys)
+        service.app.adopt(before.app.context.principals, self._keys)
         logs.change(config.log_level, config.log_format)
         self._access_log.change(config)
         self._listen_to_requests(config)

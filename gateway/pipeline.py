@@ -1,7 +1,9 @@
-"""The handlers: from a parsed HTTP request to an answer. `Pipeline` is what `vecd.gateway.http.server` serves.
+"""The way of a request through the gateway, from its head to its response.
 
-Owns the path of a request through admission, tokenizer, scheduler and dispatcher, and the table of routes. Knows no
-socket and no ZeroMQ frame.
+Owns `Pipeline`, the `vecd.gateway.http.contract.Application` of one generation of the configuration: it finds the route
+and the principal of a request, passes a `Context` to the route's handler, and leads what the handler wants embedded
+through admission, tokenizer, scheduler and dispatcher. Knows no socket, no ZeroMQ frame and no dialect. Made by
+`vecd.gateway.service`.
 """
 
 import asyncio
@@ -14,8 +16,10 @@ from vecd.gateway.admission.admission import Admission, Permit
 from vecd.gateway.admission.deadlines import Deadlines
 from vecd.gateway.admission.principals import Principal, Principals, Reservation
 from vecd.gateway.api.bodies import Bodies
-from vecd.gateway.api.cors import PREFLIGHT, Cors
+from vecd.gateway.api.context import Context, TenantLoad
+from vecd.gateway.api.cors import Cors
 from vecd.gateway.api.model_info import ModelInfo
+from vecd.gateway.api.openapi import describe_api
 from vecd.gateway.api.operations import DecodeAsk, TokenizeAsk
 from vecd.gateway.api.registry import ENDPOINTS, ROUTES, render_error
 from vecd.gateway.api.routes import Route, Table, admin_table, find_route, public_table
@@ -102,36 +106,26 @@ class Pipeline:
         scheduler: Scheduler,
         dispatcher: Dispatcher,
         shared_metrics: SharedMetrics,
+        on_reload: Callable[[], None] | None = None,
     ) -> None:
+        """`on_reload`: asks the supervisor to read its configuration again; None where there is no supervisor."""
         self.config = config
         self.admission = admission
         self.tokenizer = tokenizer
         self.scheduler = scheduler
         self.dispatcher = dispatcher
         self.shared_metrics = shared_metrics
-        self.endpoints = ENDPOINTS
-        self.processes = Processes()
-        self.bodies = Bodies(
-            tokenizer.threads,
-            max_inputs=config.max_inputs,
-            max_chars=tokenizer.max_chars,
-            max_ids=tokenizer.max_ids,
-            max_bytes=config.max_body_bytes,
-        )
         self.is_draining = False
         self._make_end: Callable[[], ApiError] | None = None
         """Makes the error for whoever still comes, once this has ended."""
-        self.started_at = time.monotonic()
         self.model_info = ModelInfo.of(config, int(time.time()), tokenizer.least_tokens)
         self.cors = Cors(config.cors_origins)
         self.encoder = Encoder(config.card, config.quantization_ranges)
-        self.on_reload: Callable[[], None] | None = None
-        """What `POST /admin/reload` asks for."""
+        self.context = self._make_context(on_reload)
         self._admin_table = admin_table(ROUTES)
-        self.callers = Principals(config.keys, config.num_gateways)
         self.set_keys(config.keys)
         self._max_priority = Priority[config.max_priority.upper()]
-        self._gatherings: set[PendingResult] = set()
+        self._pending: set[PendingResult] = set()
         self._inspected = Room()
         self._token_floats: dict[RequestQueue, int] = {}
         """Of requests for one vector for each token; usually none."""
@@ -140,6 +134,34 @@ class Pipeline:
         self._tei_counts = TeiCounts(shared_metrics) if config.has_tei_metrics else None
         if self._tei_counts is not None:
             dispatcher.when_sending(self._tei_counts.count_batch)
+
+    def _make_context(self, on_reload: Callable[[], None] | None) -> Context:
+        config, tokenizer = self.config, self.tokenizer
+        return Context(
+            config=config,
+            model_info=self.model_info,
+            bodies=Bodies(
+                tokenizer.threads,
+                max_inputs=config.max_inputs,
+                max_chars=tokenizer.max_chars,
+                max_ids=tokenizer.max_ids,
+                max_bytes=config.max_body_bytes,
+            ),
+            threads=tokenizer.threads,
+            estimate_tokens=tokenizer.estimate_tokens,
+            embedder=self,
+            principals=Principals(config.keys, config.num_gateways),
+            shared_metrics=self.shared_metrics,
+            endpoints=ENDPOINTS,
+            processes=Processes(),
+            started_at=time.monotonic(),
+            links=lambda: self.dispatcher.links,
+            why_unavailable=self._why_unavailable,
+            num_tenants=lambda: self.admission.num_tenants,
+            load_of=self._load_of,
+            openapi=self._describe_api,
+            on_reload=on_reload,
+        )
 
     # --- what the server calls ------------------------------------------------------------------------------
 
@@ -153,7 +175,7 @@ class Pipeline:
     async def handle(self, request: HttpRequest) -> Response:
         route, principal = self._admit(request)
         request.timeline.principal = principal.name
-        return await route.handler(self, request, principal)
+        return await route.handler(self.context, request, principal)
 
     def render_error(self, error: ApiError, path: str | None) -> Response:
         return render_error(error, path, self._public_table)
@@ -174,17 +196,23 @@ class Pipeline:
 
     def fail_all(self, make_error: Callable[[], ApiError]) -> None:
         """Answer every request that still waits for rows, each with an error of its own."""
-        for pending in list(self._gatherings):
+        for pending in list(self._pending):
             pending.fail(make_error())
 
     def set_keys(self, keys: Sequence[ApiKey]) -> None:
-        """From now on these are the keys that callers may send. What has been admitted goes on."""
-        self.callers.set_keys(keys)
+        """Accept these keys from now on. What has been admitted goes on."""
+        principals = self.context.principals
+        principals.set_keys(keys)
         self._public_table = public_table(
-            ROUTES, has_admin_listener=self.config.has_admin_listener, has_keys=self.callers.are_known
+            ROUTES, has_admin_listener=self.config.has_admin_listener, has_keys=principals.are_known
         )
 
-    def table(self, request: HttpRequest) -> Table:
+    def adopt(self, principals: Principals, keys: Sequence[ApiKey]) -> None:
+        """Go on with another generation's principals, because what they have used stays used, under these keys."""
+        self.context.principals = principals
+        self.set_keys(keys)
+
+    def _table(self, request: HttpRequest) -> Table:
         """What is served on the listener that a request came by."""
         return self._admin_table if request.is_admin else self._public_table
 
@@ -192,11 +220,24 @@ class Pipeline:
         """Where a request goes, and who sends it. Of a request that comes in parts this is asked twice, because its key
         may be gone by the time that its body has come; it takes 4 µs."""
         if self.cors.is_preflight(request):
-            route = PREFLIGHT
+            route = self.cors.preflight_route
         else:
-            route = find_route(self.table(request), request.method, request.path)
+            route = find_route(self._table(request), request.method, request.path)
             request.timeline.endpoint = route.endpoint
-        return route, self.callers.identify(request.headers, request.client, route.scope, is_admin=request.is_admin)
+        return route, self.context.principals.identify(
+            request.headers, request.client, route.scope, is_admin=request.is_admin
+        )
+
+    # --- what handlers may ask, beside the work -------------------------------------------------------------
+
+    def _why_unavailable(self) -> str | None:
+        return "the server is shutting down" if self.is_draining else self.dispatcher.why_unavailable()
+
+    def _load_of(self, tenant: str) -> TenantLoad:
+        return TenantLoad(self.admission.num_requests_of(tenant), self.scheduler.queued_tokens_of(tenant))
+
+    def _describe_api(self, request: HttpRequest) -> dict[str, Any]:
+        return describe_api(self._table(request), self.model_info, has_keys=self.context.principals.are_known)
 
     # --- embeddings -----------------------------------------------------------------------------------------
 
@@ -205,10 +246,10 @@ class Pipeline:
     ) -> Coroutine[Any, Any, Embedded]:
         """The rows of a request, and what was embedded. `num_estimated`: its tokens, guessed from characters.
 
-        `record.arrived_at` is what its deadline counts from; what happens is noted on the record. Raises ApiError:
-        RateLimited for a key that is over its limits, TooManyRequests at the door, BadRequest for an input, Unavailable
-        when the deadline passes or no worker stays alive, ServerError when the engine fails. Side effects: its inputs
-        are gone once they are tokenized; when cancelled, what is still queued is dropped.
+        Its deadline counts from `timeline.arrived_at`; the times are noted on the timeline. Raises ApiError:
+        RateLimited for a key that is over its limits, TooManyRequests when admission refuses it, BadRequest for an
+        input, Unavailable when the deadline passes or no worker stays alive, ServerError when the engine fails. Side
+        effects: its inputs are removed once they are tokenized; when cancelled, what is still queued is dropped.
         """
         embedding = self._embed(request, num_estimated, timeline, principal)
         return embedding if self._tei_counts is None else self._tei_counts.watch(len(request.inputs), embedding)
@@ -228,19 +269,19 @@ class Pipeline:
         size = size_of(ask.texts, ask.prompt)
         how = Tokenizing(ask.prompt, Overflow.CHUNK, add_special_tokens=ask.add_special_tokens)
         num_estimated = self.tokenizer.estimate_tokens(ask.texts, how)
-        with principal.spend(num_estimated) as spending, self._inspecting(size, principal):
+        with principal.spend(num_estimated) as reservation, self._inspecting(size, principal):
             steps = self.tokenizer.describe_steps(ask.texts, ask.prompt, ask.add_special_tokens, ask.collector)
-            spending.note_sent(num_estimated)  # whatever comes of it: nobody tokenizes for nothing
-            spending.settle(await self._inspect(steps, timeout_s, arrived_at, principal))
+            reservation.note_sent(num_estimated)  # whatever comes of it: nobody tokenizes for nothing
+            reservation.settle(await self._inspect(steps, timeout_s, arrived_at, principal))
 
     async def decode(
         self, ask: DecodeAsk, timeout_s: float | None, arrived_at: float, principal: Principal
     ) -> list[str]:
         """The texts of lists of token ids. Raises as `describe`."""
         num_ids = sum(map(len, ask.lists))
-        with principal.spend(num_ids) as spending, self._inspecting(size_of(ask.lists), principal):
+        with principal.spend(num_ids) as reservation, self._inspecting(size_of(ask.lists), principal):
             steps = self.tokenizer.decode_steps(ask.lists, ask.skip_special_tokens)
-            spending.note_sent(num_ids)
+            reservation.note_sent(num_ids)
             return await self._inspect(steps, timeout_s, arrived_at, principal)
 
     @contextmanager
@@ -260,13 +301,13 @@ class Pipeline:
     ) -> T:
         """What `steps` return, in the threads, before the deadline."""
         pending = PendingResult(1, (), asyncio.get_running_loop())
-        self._gatherings.add(pending)
+        self._pending.add(pending)
         tick = self._deadlines.set(pending, self._deadline(timeout_s, arrived_at))
         try:
             return await _unless_over(pending, self.tokenizer.threads.run(steps, principal.tenant))
         finally:
             self._deadlines.drop(pending, tick)
-            self._gatherings.discard(pending)
+            self._pending.discard(pending)
             pending.abandon()
 
     def _deadline(self, timeout_s: float | None, arrived_at: float) -> float:
@@ -283,12 +324,12 @@ class Pipeline:
         deadline = self._deadline(request.timeout_s, timeline.arrived_at)
         priority = Priority.NORMAL if request.priority is None else request.priority
         priority = max(self._max_priority, principal.max_priority, priority)
-        with principal.spend(num_estimated) as spending:
+        with principal.spend(num_estimated) as reservation:
             permit = self.admission.try_enter(num_estimated, priority, deadline, principal.tenant)
             if permit is None:
                 permit = await self._enter(num_estimated, priority, deadline, principal)
             with permit:
-                return await self._gather(request, permit, principal, spending, timeline)
+                return await self._gather(request, permit, principal, reservation, timeline)
 
     async def _enter(self, num_estimated: int, priority: Priority, deadline: float, principal: Principal) -> Permit:
         try:
@@ -302,12 +343,12 @@ class Pipeline:
         request: EmbedRequest,
         permit: Permit,
         principal: Principal,
-        spending: Reservation,
+        reservation: Reservation,
         timeline: RequestTimeline,
     ) -> Embedded:
         if self._make_end is not None:
             raise self._make_end()
-        self.dispatcher.raise_if_broken()  # it may have been found out while this request was at the door
+        self.dispatcher.raise_if_broken()  # it may have been found out while this request waited for admission
         entered_at = timeline.entered_at = time.monotonic()
         num_chars = sum(map(len, request.inputs)) if isinstance(request.inputs[0], str) else 0
         collectors = self.encoder.make_collectors(request)
@@ -315,20 +356,20 @@ class Pipeline:
         request_queue = self.scheduler.open(pending, permit.priority, permit.deadline, principal.tenant)
         request_queue.batches = timeline.batches
         counts = _Counts(wants_reports=request.wants_report)
-        self._gatherings.add(pending)
+        self._pending.add(pending)
         tick = self._deadlines.set(pending, permit.deadline)
         try:
             await self._queue(request, request_queue, permit, counts)
             tokenized_at = timeline.tokenized_at = time.monotonic()
-            spending.settle(counts.num_tokens)
+            reservation.settle(counts.num_tokens)
             await pending.finished
         finally:
             self._deadlines.drop(pending, tick)
-            self._gatherings.discard(pending)
+            self._pending.discard(pending)
             pending.abandon()
             self.scheduler.close(request_queue)
             self._token_floats.pop(request_queue, None)
-            spending.note_sent(request_queue.num_sent_tokens)
+            reservation.note_sent(request_queue.num_sent_tokens)
             timeline.num_tokens = counts.num_tokens
         finished_at = time.monotonic()
         sent_at = timeline.sent_at = request_queue.first_sent_at or tokenized_at

@@ -52,6 +52,7 @@ class Ids:
     threads: Any = None
     max_chars = max_tokens = max_ids = 16
     least_tokens = 1
+    estimate_tokens: Any = None
 
     def tokenize_now(self, inputs, tokenizing) -> list[TokenizedInput]:
         return [self._tokenized(ids) for ids in inputs]
@@ -95,7 +96,7 @@ class Service:
             dispatcher=bench.dispatcher,
             shared_metrics=bench.shared_metrics,
         )
-        [self.holder] = self.app.callers.holders
+        [self.holder] = self.app.context.principals.holders
 
     def embed(
         self,
