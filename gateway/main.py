@@ -47,12 +47,12 @@ _SWITCH_INTERVAL_S = 0.0005
 _BUSY_TICK_S, _IDLE_TICK_S = 0.02, 0.25
 _PUBLISH_S = 0.2
 _QUIET_S = 0.5
-"""Without a byte for so long, an idle connection is closed while the server drains."""
+"""While the server drains, a connection that has been idle for so long is closed."""
 _LARGEST_COUNTED_BYTES = 31 * 1024 * 1024
 _LAST_SPANS_S = 1.0
-"""So long at the end, spans of requests that are over are still sent."""
-_LAST_ANSWERS_S = 1.0
-"""So long before the drain's deadline, what is not answered yet is told that it will not be."""
+"""For so long at the end, spans of finished requests are still sent."""
+_LAST_RESPONSES_S = 1.0
+"""Requests that are not answered so long before the drain's deadline are answered with a 503."""
 
 
 def run(channel: Channel) -> int:
@@ -148,7 +148,6 @@ class Gateway:
         """Listen until the supervisor says drain, and drain. Returns the exit code."""
         loop = asyncio.get_running_loop()
         config = self._config
-        self._drained: asyncio.Future[bool] = loop.create_future()
         self._services.active.dispatcher.start(zmq_fd)
         self._address = _address_of(listening)
         self._listen_to_requests(config)
@@ -157,8 +156,9 @@ class Gateway:
             await self._server.start(admin, is_admin=True, keeps_listening=config.keeps_admin_listening)
         self._watch = LoopWatch(self._shared_metrics, loop, lambda: self._server.num_requests_in_flight > 0)
         self._control.send(GatewayReady())
-        self._control.start(self._services, self._begin_drain)
-        everything_answered = await self._drained
+        self._drain_order: asyncio.Future[tuple[float, float]] = loop.create_future()
+        self._control.start(self._services, self._take_drain_order)
+        everything_answered = await drain(self._services, self._server, *await self._drain_order)
         self._control.stop()
         self._watch.stop()
         self._services.stop()
@@ -168,6 +168,10 @@ class Gateway:
         if not everything_answered:
             log.warning("the drain's deadline has passed: connections that waited for a response were cut")
         return 0
+
+    def _take_drain_order(self, deadline_s: float, grace_s: float) -> None:
+        if not self._drain_order.done():
+            self._drain_order.set_result((deadline_s, grace_s))
 
     def _change(self, config: GatewayConfig) -> None:
         """Apply the configuration of a generation that has become the active one to what all generations share."""
@@ -207,20 +211,19 @@ class Gateway:
         if before is not None:
             asyncio.get_running_loop().run_in_executor(None, before.sender.close, _LAST_SPANS_S)
 
-    def _begin_drain(self, deadline_s: float, grace_s: float) -> None:
-        self._draining = asyncio.ensure_future(self._drain(deadline_s, grace_s))
 
-    async def _drain(self, deadline_s: float, grace_s: float) -> None:
-        self._services.begin_drain()
-        last_answers_s = min(_LAST_ANSWERS_S, deadline_s / 4)
-        asyncio.get_running_loop().call_later(deadline_s - last_answers_s, self._services.give_up)
-        # The last moments of the grace are the server's, for connections that are under way.
-        quiet_s = min(grace_s, _QUIET_S)
-        try:
-            await asyncio.sleep(grace_s - quiet_s)
-            self._drained.set_result(await self._server.drain(deadline_s - (grace_s - quiet_s), quiet_s))
-        except Exception as error:
-            self._drained.set_exception(error)
+async def drain(services: Services, server: Server, deadline_s: float, grace_s: float) -> bool:
+    """Answer what has been sent, and close everything within `deadline_s`. True when everything was answered.
+
+    For the first `grace_s` everything is served as before, but `/health` says 503.
+    """
+    services.begin_drain()
+    last_responses_s = min(_LAST_RESPONSES_S, deadline_s / 4)
+    asyncio.get_running_loop().call_later(deadline_s - last_responses_s, services.give_up)
+    # The last moments of the grace are the server's, for connections that are under way.
+    quiet_s = min(grace_s, _QUIET_S)
+    await asyncio.sleep(grace_s - quiet_s)
+    return await server.drain(deadline_s - (grace_s - quiet_s), quiet_s)
 
 
 def _address_of(sock: socket.socket) -> tuple[str, int | None]:

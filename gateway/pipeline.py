@@ -1,39 +1,30 @@
-"""The way of a request through the gateway, from its head to its response.
+"""The way of an embedding request, from its parsed body to its rows.
 
-Owns `Pipeline`, the `vecd.gateway.http.contract.Application` of one generation of the configuration: it finds the route
-and the principal of a request, passes a `Context` to the route's handler, and leads what the handler wants embedded
-through admission, tokenizer, scheduler and dispatcher. Knows no socket, no ZeroMQ frame and no dialect. Made by
-`vecd.gateway.service`.
+Owns the order of that way: the principal's limits, admission, the tokenizer, the queue of the scheduler, the workers;
+and the requests that are waiting on it. It is the `vecd.gateway.api.context.Embedder` of one generation of the
+configuration. Knows no HTTP, no dialect, no socket and no ZeroMQ frame. Made by `vecd.gateway.service`.
 """
 
 import asyncio
 import time
-from collections.abc import Callable, Coroutine, Generator, Iterator, Sequence
+from collections.abc import Callable, Coroutine, Generator, Iterator
 from contextlib import aclosing, contextmanager
 from typing import Any, TypeVar
 
 from vecd.gateway.admission.admission import Admission, Permit
 from vecd.gateway.admission.deadlines import Deadlines
-from vecd.gateway.admission.principals import Principal, Principals, Reservation
-from vecd.gateway.api.bodies import Bodies
-from vecd.gateway.api.context import Context, TenantLoad
-from vecd.gateway.api.cors import Cors
-from vecd.gateway.api.model_info import ModelInfo
-from vecd.gateway.api.openapi import describe_api
+from vecd.gateway.admission.principals import Principal, Reservation
 from vecd.gateway.api.operations import DecodeAsk, TokenizeAsk
-from vecd.gateway.api.registry import ENDPOINTS, ROUTES, render_error
-from vecd.gateway.api.routes import Route, Table, admin_table, find_route, public_table
 from vecd.gateway.dispatch.dispatcher import Dispatcher
 from vecd.gateway.encoding.fragments import Encoder
 from vecd.gateway.encoding.pending import ChunkedInput, PendingResult
 from vecd.gateway.scheduling.queue import QueuedSequence, RequestQueue
 from vecd.gateway.scheduling.scheduler import Scheduler
-from vecd.gateway.telemetry.processes import Processes
 from vecd.gateway.telemetry.shared_metrics import SharedMetrics
 from vecd.gateway.telemetry.tei_metrics import TeiCounts
 from vecd.gateway.tokenization.tokenize_api import Room, size_of
 from vecd.gateway.tokenization.tokenizer import Tokenizer
-from vecd.gateway.types.config import ApiKey, GatewayConfig
+from vecd.gateway.types.config import GatewayConfig
 from vecd.gateway.types.errors import (
     ApiError,
     BadRequest,
@@ -42,7 +33,6 @@ from vecd.gateway.types.errors import (
     TooManyTokens,
     Unavailable,
 )
-from vecd.gateway.types.messages import HttpRequest, Response
 from vecd.gateway.types.request import (
     Embedded,
     EmbedRequest,
@@ -54,16 +44,11 @@ from vecd.gateway.types.request import (
     TokenizedInput,
     Tokenizing,
 )
-from vecd.gateway.types.timeline import Durations, RequestTimeline
+from vecd.gateway.types.timeline import RequestTimeline
 from vecd.shm.shared_metrics import Counter
 from vecd.shm.wire import Output
 
 T = TypeVar("T")
-
-_LARGE_BODY_BYTES = 64 * 1024
-
-_ASKS_FOR_TIMING = "x-vecd-timing"
-"""A request with this header, whatever it says, is told where its time went."""
 
 _MAX_TOKEN_FLOATS = 8 * 2**20
 """Of one answer with a vector for each token: 32 MiB, and 180 MB as JSON."""
@@ -106,24 +91,16 @@ class Pipeline:
         scheduler: Scheduler,
         dispatcher: Dispatcher,
         shared_metrics: SharedMetrics,
-        on_reload: Callable[[], None] | None = None,
     ) -> None:
-        """`on_reload`: asks the supervisor to read its configuration again; None where there is no supervisor."""
         self.config = config
         self.admission = admission
         self.tokenizer = tokenizer
         self.scheduler = scheduler
         self.dispatcher = dispatcher
         self.shared_metrics = shared_metrics
-        self.is_draining = False
         self._make_end: Callable[[], ApiError] | None = None
-        """Makes the error for whoever still comes, once this has ended."""
-        self.model_info = ModelInfo.of(config, int(time.time()), tokenizer.least_tokens)
-        self.cors = Cors(config.cors_origins)
+        """Makes the error of each request that still comes, once this has ended."""
         self.encoder = Encoder(config.card, config.quantization_ranges)
-        self.context = self._make_context(on_reload)
-        self._admin_table = admin_table(ROUTES)
-        self.set_keys(config.keys)
         self._max_priority = Priority[config.max_priority.upper()]
         self._pending: set[PendingResult] = set()
         self._inspected = Room()
@@ -135,55 +112,7 @@ class Pipeline:
         if self._tei_counts is not None:
             dispatcher.when_sending(self._tei_counts.count_batch)
 
-    def _make_context(self, on_reload: Callable[[], None] | None) -> Context:
-        config, tokenizer = self.config, self.tokenizer
-        return Context(
-            config=config,
-            model_info=self.model_info,
-            bodies=Bodies(
-                tokenizer.threads,
-                max_inputs=config.max_inputs,
-                max_chars=tokenizer.max_chars,
-                max_ids=tokenizer.max_ids,
-                max_bytes=config.max_body_bytes,
-            ),
-            threads=tokenizer.threads,
-            estimate_tokens=tokenizer.estimate_tokens,
-            embedder=self,
-            principals=Principals(config.keys, config.num_gateways),
-            shared_metrics=self.shared_metrics,
-            endpoints=ENDPOINTS,
-            processes=Processes(),
-            started_at=time.monotonic(),
-            links=lambda: self.dispatcher.links,
-            why_unavailable=self._why_unavailable,
-            num_tenants=lambda: self.admission.num_tenants,
-            load_of=self._load_of,
-            openapi=self._describe_api,
-            on_reload=on_reload,
-        )
-
-    # --- what the server calls ------------------------------------------------------------------------------
-
-    def check_head(self, request: HttpRequest) -> Response | None:
-        """Refuse what can be refused before the body has arrived. Raises ApiError."""
-        route, principal = self._admit(request)
-        if route.scope == "embed" and _is_large(request):
-            principal.check_limits()  # a small body is taken all the same, which leaves the caller his connection
-        return None
-
-    async def handle(self, request: HttpRequest) -> Response:
-        route, principal = self._admit(request)
-        request.timeline.principal = principal.name
-        return await route.handler(self.context, request, principal)
-
-    def render_error(self, error: ApiError, path: str | None) -> Response:
-        return render_error(error, path, self._public_table)
-
-    def add_headers(self, response: Response, request: HttpRequest | None) -> None:
-        self.cors.add_headers(response, request)
-        if request is not None and _ASKS_FOR_TIMING in request.headers and request.timeline.is_embedded:
-            response.headers["server-timing"] = _server_timing(request.timeline.durations(time.monotonic()))
+    # --- its end --------------------------------------------------------------------------------------------
 
     def give_up(self) -> None:
         """Answer every request that still waits for rows with a 503: the drain's deadline is about to pass."""
@@ -198,46 +127,6 @@ class Pipeline:
         """Answer every request that still waits for rows, each with an error of its own."""
         for pending in list(self._pending):
             pending.fail(make_error())
-
-    def set_keys(self, keys: Sequence[ApiKey]) -> None:
-        """Accept these keys from now on. What has been admitted goes on."""
-        principals = self.context.principals
-        principals.set_keys(keys)
-        self._public_table = public_table(
-            ROUTES, has_admin_listener=self.config.has_admin_listener, has_keys=principals.are_known
-        )
-
-    def adopt(self, principals: Principals, keys: Sequence[ApiKey]) -> None:
-        """Go on with another generation's principals, because what they have used stays used, under these keys."""
-        self.context.principals = principals
-        self.set_keys(keys)
-
-    def _table(self, request: HttpRequest) -> Table:
-        """What is served on the listener that a request came by."""
-        return self._admin_table if request.is_admin else self._public_table
-
-    def _admit(self, request: HttpRequest) -> tuple[Route, Principal]:
-        """Where a request goes, and who sends it. Of a request that comes in parts this is asked twice, because its key
-        may be gone by the time that its body has come; it takes 4 µs."""
-        if self.cors.is_preflight(request):
-            route = self.cors.preflight_route
-        else:
-            route = find_route(self._table(request), request.method, request.path)
-            request.timeline.endpoint = route.endpoint
-        return route, self.context.principals.identify(
-            request.headers, request.client, route.scope, is_admin=request.is_admin
-        )
-
-    # --- what handlers may ask, beside the work -------------------------------------------------------------
-
-    def _why_unavailable(self) -> str | None:
-        return "the server is shutting down" if self.is_draining else self.dispatcher.why_unavailable()
-
-    def _load_of(self, tenant: str) -> TenantLoad:
-        return TenantLoad(self.admission.num_requests_of(tenant), self.scheduler.queued_tokens_of(tenant))
-
-    def _describe_api(self, request: HttpRequest) -> dict[str, Any]:
-        return describe_api(self._table(request), self.model_info, has_keys=self.context.principals.are_known)
 
     # --- embeddings -----------------------------------------------------------------------------------------
 
@@ -449,7 +338,7 @@ class Pipeline:
         self, request: EmbedRequest, request_queue: RequestQueue, start: int, tokenized: list[TokenizedInput]
     ) -> list[QueuedSequence]:
         sequences = []
-        is_normalized = request.normalize or (self.model_info.is_normalized and request.output is Output.VECTORS)
+        is_normalized = request.normalize or (self.config.card.is_normalized and request.output is Output.VECTORS)
         for index, item in enumerate(tokenized, start):
             if not item.chunks:
                 sequences.append(QueuedSequence(request_queue, index, item, request.output))
@@ -460,7 +349,7 @@ class Pipeline:
 
     def _check_token_rows(self, start: int, tokenized: list[TokenizedInput], num_tokens: int) -> None:
         """A batch's rows lie in one slot, and an answer's in the memory of the gateway. `num_tokens`: of all so far."""
-        most = _MAX_TOKEN_FLOATS // self.model_info.hidden_size
+        most = _MAX_TOKEN_FLOATS // self.config.card.hidden_size
         if num_tokens > most:
             raise BadRequest(
                 f"The inputs have {num_tokens} tokens or more: one vector for each token is given of at most {most} in "
@@ -478,7 +367,7 @@ class Pipeline:
 
     def _take_token_floats(self, request_queue: RequestQueue, num_tokens: int) -> None:
         """Make room for the vectors of so many more tokens, until the request is over. Raises TooManyRequests."""
-        num_floats = num_tokens * self.model_info.hidden_size
+        num_floats = num_tokens * self.config.card.hidden_size
         running = sum(self._token_floats.values())
         if running + num_floats > _MAX_RUNNING_TOKEN_FLOATS:  # no request is so large by itself
             self.shared_metrics.add(Counter.REFUSED)
@@ -506,18 +395,6 @@ async def _unless_over(pending: PendingResult, queueing: Coroutine[Any, Any, T])
         return await task
     finally:
         task.cancel()
-
-
-def _server_timing(durations: Durations) -> str:
-    """As the header has it, which browsers show: https://www.w3.org/TR/server-timing/."""
-    stages = zip(durations._fields, durations, strict=True)
-    return ", ".join(f"{name.removesuffix('_s')};dur={seconds * 1e3:.3f}" for name, seconds in stages)
-
-
-def _is_large(request: HttpRequest) -> bool:
-    """Whether more of a body is to come than is read for the sake of a connection."""
-    length = request.headers.get("content-length", "")
-    return not length.isdecimal() or int(length) > _LARGE_BODY_BYTES
 
 
 def _shutting_down() -> Unavailable:

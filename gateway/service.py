@@ -13,11 +13,19 @@ import socket
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from typing import Any
 
 from vecd.gateway.admission.admission import Admission
+from vecd.gateway.admission.principals import Principals
+from vecd.gateway.api.application import Api
+from vecd.gateway.api.bodies import Bodies
+from vecd.gateway.api.context import Context, TenantLoad
+from vecd.gateway.api.model_info import ModelInfo
+from vecd.gateway.api.registry import ENDPOINTS
 from vecd.gateway.dispatch.dispatcher import Dispatcher
 from vecd.gateway.pipeline import Pipeline
 from vecd.gateway.scheduling.scheduler import Scheduler
+from vecd.gateway.telemetry.processes import Processes
 from vecd.gateway.telemetry.shared_metrics import SharedMetrics
 from vecd.gateway.telemetry.tracing import Tracing
 from vecd.gateway.tokenization.tokenizer import Tokenizer
@@ -98,10 +106,39 @@ class Service:
             scheduler=self.scheduler,
             dispatcher=self.dispatcher,
             shared_metrics=self._shared_metrics,
-            on_reload=lambda: send(ReloadAsked()),
         )
+        self.is_draining = False
+        self.api = Api(self._make_context(lambda: send(ReloadAsked())))
         self.num_handled = 0
         """Requests that are being handled."""
+
+    def _make_context(self, on_reload: Callable[[], None]) -> Context:
+        config, tokenizer = self.config, self._tokenizer
+        return Context(
+            config=config,
+            model_info=ModelInfo.of(config, int(time.time()), tokenizer.least_tokens),
+            bodies=Bodies(
+                tokenizer.threads,
+                max_inputs=config.max_inputs,
+                max_chars=tokenizer.max_chars,
+                max_ids=tokenizer.max_ids,
+                max_bytes=config.max_body_bytes,
+            ),
+            threads=tokenizer.threads,
+            estimate_tokens=tokenizer.estimate_tokens,
+            embedder=self.pipeline,
+            principals=Principals(config.keys, config.num_gateways),
+            shared_metrics=self._shared_metrics,
+            endpoints=ENDPOINTS,
+            processes=Processes(),
+            started_at=time.monotonic(),
+            links=lambda: self.dispatcher.links,
+            why_unavailable=self._why_unavailable,
+            num_tenants=lambda: self.admission.num_tenants,
+            load_of=self._load_of,
+            openapi=self._describe_api,
+            on_reload=on_reload,
+        )
 
     @property
     def is_in_use(self) -> bool:
@@ -111,6 +148,15 @@ class Service:
         self.dispatcher.stop()
         # Waits for the step that is being taken, which on a huge text may be a second.
         asyncio.get_running_loop().run_in_executor(None, self._tokenizer.threads.close)
+
+    def _why_unavailable(self) -> str | None:
+        return "the server is shutting down" if self.is_draining else self.dispatcher.why_unavailable()
+
+    def _describe_api(self, request: HttpRequest) -> dict[str, Any]:
+        return self.api.describe(request)
+
+    def _load_of(self, tenant: str) -> TenantLoad:
+        return TenantLoad(self.admission.num_requests_of(tenant), self.scheduler.queued_tokens_of(tenant))
 
     def _tokens_waiting(self) -> int:
         """At most: other gateways have as much as this one, if they take turns with it."""
@@ -161,7 +207,7 @@ class Services:
     # --- what the server calls ------------------------------------------------------------------------------
 
     def check_head(self, request: HttpRequest) -> Response | None:
-        return self.active.pipeline.check_head(request)
+        return self.active.api.check_head(request)
 
     async def handle(self, request: HttpRequest) -> Response:
         service = self.active
@@ -169,22 +215,22 @@ class Services:
         if self.tracing is not None:
             self.tracing.begin(request)
         try:
-            return await service.pipeline.handle(request)
+            return await service.api.handle(request)
         finally:
             service.num_handled -= 1
 
     def render_error(self, error: ApiError, path: str | None) -> Response:
-        return self.active.pipeline.render_error(error, path)
+        return self.active.api.render_error(error, path)
 
     def add_headers(self, response: Response, request: HttpRequest | None) -> None:
-        self.active.pipeline.add_headers(response, request)
+        self.active.api.add_headers(response, request)
 
     # --- the drain ------------------------------------------------------------------------------------------
 
     def begin_drain(self) -> None:
         """From now on `/health` says 503."""
         for service in self.all.values():
-            service.pipeline.is_draining = True
+            service.is_draining = True
 
     def give_up(self) -> None:
         """Answer every request that still waits for rows with a 503."""
@@ -215,7 +261,7 @@ class Services:
     def set_keys(self, keys: Sequence[ApiKey]) -> None:
         self._keys = keys
         for service in self.all.values():
-            service.pipeline.set_keys(keys)
+            service.api.set_keys(keys)
 
     def prepare(self, message: Prepare, zmq_listening: socket.socket) -> None:
         """Make ready for another generation beside those there are, and report it."""
@@ -239,7 +285,7 @@ class Services:
             send(Prepared(generation, f"a gateway failed with {type(error).__name__}"))
         else:
             zmq_listening.detach()  # the dispatcher owns it from now on
-            service.pipeline.is_draining = self.active.pipeline.is_draining
+            service.is_draining = self.active.is_draining
             self.all[generation] = service
             send(Prepared(generation))
 
@@ -247,7 +293,7 @@ class Services:
         """Give new requests to this generation, and retire the one before."""
         before = self.active
         service = self.active = self.all[generation]
-        service.pipeline.adopt(before.pipeline.context.principals, self._keys)
+        service.api.adopt(before.api.principals, self._keys)
         self.on_activated(service.config)
         self._retire(before)
 

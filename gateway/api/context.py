@@ -1,7 +1,7 @@
 """What the handlers of requests may use. One `Context` for each generation of the configuration.
 
-Owns the type alone. `vecd.gateway.pipeline` makes it and passes it to the handler of every route; tests make their own.
-What is not named here, no handler can reach: no queue, no socket and no connection to a worker.
+Owns the type alone. `vecd.gateway.service` makes it, `vecd.gateway.api.application` passes it to the handler of every
+route. No handler reaches more than is named here: no queue, no socket and no connection to a worker.
 """
 
 from collections.abc import Callable, Collection, Coroutine, Sequence
@@ -25,7 +25,7 @@ from vecd.gateway.types.timeline import RequestTimeline
 
 
 class Embedder(Protocol):
-    """The work behind the handlers: admission, tokenizer, scheduler and workers."""
+    """The work behind the handlers: `vecd.gateway.pipeline`."""
 
     def embed(
         self, request: EmbedRequest, num_estimated: int, timeline: RequestTimeline, principal: Principal

@@ -60,7 +60,7 @@ def circles_in(graph: Mapping[str, set[str]]) -> list[list[str]]:
             elif target in stack:
                 lowest[module] = min(lowest[module], order[target])
         if lowest[module] == order[module]:
-            component = []
+            component: list[str] = []
             while not component or component[-1] != module:
                 component.append(stack.pop())
             if len(component) > 1:
