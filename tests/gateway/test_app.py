@@ -18,7 +18,7 @@ from dispatching import EPOCH, SPEC, Bench, Worker, run
 
 from vecd.gateway import pipeline as app_module
 from vecd.gateway.admission.admission import Admission
-from vecd.gateway.admission.principals import Principal
+from vecd.gateway.admission.principals import Principal, Principals
 from vecd.gateway.api.operations import DecodeAsk, TokenizeAsk
 from vecd.gateway.encoding.fragments import JsonRows
 from vecd.gateway.pipeline import Pipeline
@@ -94,7 +94,7 @@ class Service:
             dispatcher=bench.dispatcher,
             shared_metrics=bench.shared_metrics,
         )
-        [self.holder] = self.app.callers.holders
+        [self.holder] = Principals(config.keys, config.num_gateways).holders
 
     def embed(
         self,
