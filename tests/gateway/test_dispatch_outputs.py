@@ -11,8 +11,9 @@ from dispatching import EPOCH, SPEC, Bench, Request, Worker, run, sequences_of
 from vecd.gateway.dispatch import delivery
 from vecd.gateway.types.errors import ServerError, Unavailable
 from vecd.shm.failure_code import FailureCode
+from vecd.shm.output import Output
 from vecd.shm.shared_metrics import Counter
-from vecd.shm.wire import Batch, Done, Failed, Output
+from vecd.shm.wire import Batch, Done, Failed
 
 VECTORS, RAW, TOKENS = Output
 
@@ -138,7 +139,7 @@ def test_a_worker_s_death_does_not_disturb_what_is_being_encoded(monkeypatch):
         crash(bench, worker)
         await asyncio.gather(tokens.finished, chunked.finished)
         assert (tokens.num_rows_left, chunked.fragments) == ([2, 0], [b"3"])
-        assert bench.scheduler.queued_sequences == 0
+        assert bench.policy.queued_sequences == 0
 
     run(test)
 
@@ -155,7 +156,7 @@ def test_of_a_token_s_row_only_its_own_floats_are_delivered():
         await asyncio.gather(tokens.finished, vector.finished)
         assert tokens.fragments == [b"1 1 1 2 2 2"]
 
-    run(test, token_dim=3)
+    run(test, widths={Output.TOKENS: 3})
 
 
 @pytest.mark.parametrize("floats_per_turn", [1000, SPEC.dim])
@@ -254,7 +255,7 @@ def test_a_chunk_that_is_lost_and_sent_again_counts_once(is_first_lost: bool):
         kept[0].answer(again)
         await request.finished
         assert request.fragments == [b"15"]
-        assert bench.scheduler.queued_sequences == 0
+        assert bench.policy.queued_sequences == 0
 
     run(test)
 
