@@ -21,6 +21,7 @@ from contextlib import suppress
 import uvloop
 
 from vecd.gateway.admission.admission import Admission
+from vecd.gateway.api.registry import ENDPOINTS
 from vecd.gateway.dispatch.dispatcher import Dispatcher
 from vecd.gateway.http.contract import Timeouts
 from vecd.gateway.http.server import Server
@@ -29,10 +30,10 @@ from vecd.gateway.memory import keep_freed_memory
 from vecd.gateway.pipeline import Pipeline
 from vecd.gateway.scheduling.scheduler import Scheduler
 from vecd.gateway.telemetry.access_log import AccessLog
-from vecd.gateway.telemetry.on_finished import Observer
+from vecd.gateway.telemetry.on_finished import FinishedRequests
 from vecd.gateway.telemetry.shared_metrics import SharedMetrics
-from vecd.gateway.telemetry.spans import Facts, SpanSender
-from vecd.gateway.telemetry.tracing import Tracing
+from vecd.gateway.telemetry.spans import Facts
+from vecd.gateway.telemetry.tracing import Tracing, import_opentelemetry, start_tracing
 from vecd.gateway.tokenization.tokenizer import Tokenizer
 from vecd.gateway.types.config import ApiKey, GatewayConfig
 from vecd.gateway.types.errors import ApiError, Unavailable
@@ -224,14 +225,14 @@ class Gateway:
         self._services = Services(self._make_service(config, start.generation, _read_tokenizer(config)))
         self._tls = ServerTls(config.tls_cert, config.tls_key) if config.tls_cert and config.tls_key else None
         self._preparing: dict[int, asyncio.Task[None]] = {}
-        self._observer = Observer(shared_metrics)
-        self._access_log = AccessLog(config, shared_metrics)
+        self._finished = FinishedRequests(shared_metrics)
+        self._access_log = AccessLog(config, shared_metrics, ENDPOINTS)
         self._address: tuple[str, int | None] = "", None
         self._server = Server(
             self._services,
             limits=Limits(max_body_bytes=config.max_body_bytes),
             timeouts=Timeouts(),
-            on_answer=self._observer.note_over,
+            on_finished=self._finished.on_finished,
             is_ahead=self._is_ahead if config.num_gateways > 1 else None,
             max_connections=config.share(config.max_connections),
             max_connections_per_address=config.share(config.max_connections_per_address),
@@ -306,7 +307,7 @@ class Gateway:
         self._watch.stop()
         for service in self._services.all.values():
             service.dispatcher.stop()
-        self._access_log.tell_dropped()
+        self._access_log.report_dropped()
         if self._services.tracing is not None:
             self._services.tracing.sender.close(_LAST_SPANS_S)
         if not everything_answered:
@@ -388,6 +389,9 @@ class Gateway:
         try:
             config = GatewayConfig.from_json(order.config)
             tokenizer = await asyncio.get_running_loop().run_in_executor(None, _read_tokenizer, config)
+            if config.otlp_endpoint is not None:
+                with suppress(ImportError):  # `start_tracing` logs it
+                    await asyncio.to_thread(import_opentelemetry)
             service = self._make_service(config, order.generation, tokenizer)
             service.dispatcher.start(zmq_listening.fileno())
         except asyncio.CancelledError:
@@ -434,11 +438,11 @@ class Gateway:
             facts = Facts(
                 config.version, config.model, self._board.gateway, "https" if self._tls else "http", *self._address
             )
-            tracing = Tracing(SpanSender(config.otlp_endpoint, facts), config.trace_ratio)
+            tracing = start_tracing(config.otlp_endpoint, facts, config.trace_ratio, ENDPOINTS)
         self._services.tracing = tracing
-        self._observer.listeners = [self._access_log.note_over]
+        self._finished.listeners = [self._access_log.on_finished]
         if tracing is not None:
-            self._observer.listeners.append(tracing.note_over)
+            self._finished.listeners.append(tracing.on_finished)
         if before is not None:
             asyncio.get_running_loop().run_in_executor(None, before.sender.close, _LAST_SPANS_S)
 

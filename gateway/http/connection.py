@@ -212,7 +212,7 @@ class Connection(asyncio.Protocol):
         except BaseException as error:
             # The client has gone, or not even an error could be rendered: nobody is left waiting.
             self._transport.abort()
-            self._server.on_answer(GONE if isinstance(error, asyncio.CancelledError) else 500, request)
+            self._server.on_finished(GONE if isinstance(error, asyncio.CancelledError) else 500, request)
             raise
         finally:
             self._server.num_requests_in_flight -= 1
@@ -252,7 +252,7 @@ class Connection(asyncio.Protocol):
             date=self._server.http_date(),
         )
         self._send(pieces)
-        self._server.on_answer(response.status, request)
+        self._server.on_finished(response.status, request)
         return is_last
 
     def _add_headers(self, response: Response, request: HttpRequest | None) -> None:
@@ -305,7 +305,7 @@ class Connection(asyncio.Protocol):
         date = self._server.http_date()
         is_head = request is not None and request.method == "HEAD"
         self._send(encode_response(response, request_id=request_id, keep_alive=False, head_only=is_head, date=date))
-        self._server.on_answer(response.status, request)
+        self._server.on_finished(response.status, request)
         self._linger()
 
     def _linger(self) -> None:

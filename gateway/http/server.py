@@ -63,13 +63,13 @@ class Server:
         max_arriving_bytes: int | None = None,
         max_unsent_bytes: int | None = None,
         clock: Callable[[], float] = time.monotonic,
-        on_answer: Callable[[int, HttpRequest | None], None] = lambda status, request: None,
+        on_finished: Callable[[int, HttpRequest | None], None] = lambda status, request: None,
         is_ahead: Callable[[], bool] | None = None,
     ) -> None:
         """`max_connections` of the public listener, `max_connections_per_address` of them from one `client_of`; None:
         as many. `max_arriving_bytes` of all requests that cannot be served yet, `max_unsent_bytes` of all answers that
         wait for clients which take nothing; None: 512 MiB each, or four of the longest bodies.
-        `clock`, in seconds, is what the timeouts are measured by; `on_answer` hears the status of each
+        `clock`, in seconds, is what the timeouts are measured by; `on_finished` hears the status of each
         answer, `vecd.gateway.telemetry.shared_metrics.GONE` of one that nobody waited for, and the request, if its head
         was understood. `is_ahead`, where several gateways share the socket, says whether one of them has fewer
         connections.
@@ -85,7 +85,7 @@ class Server:
         self.arriving = BodyBudget(max_arriving_bytes or _max_held_bytes(limits))
         """What all connections hold of requests that cannot be served yet."""
         self.clock = clock
-        self.on_answer = on_answer
+        self.on_finished = on_finished
         self._is_ahead = is_ahead
         self.is_draining = False
         self.num_requests_in_flight = 0

@@ -1225,12 +1225,12 @@ def test_drain_without_connections():
 def test_each_request_is_heard_of_once_when_it_is_over():
     heard: list[tuple[int, str]] = []
 
-    def on_answer(status: int, request: HttpRequest | None) -> None:
+    def on_finished(status: int, request: HttpRequest | None) -> None:
         heard.append((status, "" if request is None else f"{request.path} {request.timeline.error}".rstrip()))
 
     async def test() -> None:
         async with serving() as model_info:
-            model_info.server.on_answer = on_answer
+            model_info.server.on_finished = on_finished
             client = await model_info.connect()
             await client.ask(post("/quiet", body=b"a text"))
             await client.ask(post("/refused", body=b"a text"))
