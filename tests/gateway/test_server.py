@@ -833,7 +833,7 @@ def test_answers_that_nobody_takes_are_limited_in_all(caplog):
 
     run(test())
     told = [record.getMessage() for record in caplog.records if record.levelno == logging.WARNING]
-    assert any("took nothing of their answers" in line and "at most 40000000 are held" in line for line in told)
+    assert any("read nothing of their responses" in line and "at most 40000000 are held" in line for line in told)
     assert sum(int(line.split()[0]) for line in told) == 3
 
 
@@ -1548,8 +1548,8 @@ def test_only_who_takes_nothing_of_its_answer_is_reset_for_want_of_room(caplog):
     record(test)
     told = [record.getMessage() for record in caplog.records if record.levelno == logging.WARNING]
     assert told == [
-        "4 connections reset that took nothing of their answers: 2399 bytes were unsent, at most 1000 are held",
-        "1 connections reset that took nothing of their answers: 898 bytes were unsent, at most 800 are held",
+        "4 connections reset that read nothing of their responses: 2399 bytes were unsent, at most 1000 are held",
+        "1 connections reset that read nothing of their responses: 898 bytes were unsent, at most 800 are held",
     ]
 
 
