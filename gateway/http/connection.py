@@ -56,9 +56,7 @@ _MIN_TAKEN_BYTES = 16 * 1024
 _MAX_WRITE_PERIODS = 32
 """In each `write_s`, a client must read so many bytes of a response, and enough to have all of it after so many
 periods."""
-_RESET = struct.pack(
-    "ii", 1, 0
-)  # struct linger: close drops unsent bytes and resets the connection
+_RESET = struct.pack("ii", 1, 0)  # struct linger: close drops unsent bytes and resets the connection
 
 
 class Connection(asyncio.Protocol):
