@@ -33,6 +33,7 @@ from vecd.gateway.telemetry.access_log import AccessLog
 from vecd.gateway.telemetry.on_finished import FinishedRequests
 from vecd.gateway.telemetry.shared_metrics import SharedMetrics
 from vecd.gateway.telemetry.spans import Facts
+from vecd.gateway.telemetry.tei_metrics import TeiCounts
 from vecd.gateway.telemetry.tracing import Tracing, import_opentelemetry, start_tracing
 from vecd.gateway.tokenization.tokenizer import Tokenizer
 from vecd.gateway.types.config import ApiKey, GatewayConfig
@@ -63,6 +64,7 @@ from vecd.shm.control import (
     WorkerStuck,
     WorkerUp,
 )
+from vecd.shm.output import Output
 from vecd.shm.shared_metrics import Counter, Gauge, Histogram
 from vecd.shm.socketfile import file_id, remove_if_ours
 from vecd.shm.views import map_arena
@@ -260,10 +262,12 @@ class Gateway:
             max_batch_tokens=config.max_batch_tokens,
             batch_timeout_s=config.batch_timeout_s,
             num_gateways=config.num_gateways,
-            token_dim=config.card.hidden_size,
+            widths={output: output.width_of(config.card) for output in Output},
             on_stuck=lambda who: self._tell(WorkerStuck(who.worker, who.life)),
-            on_met=lambda who: self._tell(WorkerMet(who.worker, who.life)),
+            on_connected=lambda who: self._tell(WorkerMet(who.worker, who.life)),
             on_quarantined=lambda digest: self._tell(Quarantined(digest)),
+            on_broken=lambda make_error: service.app.fail_all(make_error),  # noqa: PLW0108 (it is made below)
+            on_sending=TeiCounts(self._board).count_batch if config.has_tei_metrics else None,
             quarantine_key=self._quarantine_key,
             shared_metrics=self._board,
         )

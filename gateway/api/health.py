@@ -8,7 +8,7 @@ import os
 import time
 from typing import TYPE_CHECKING, Any
 
-from vecd.gateway.dispatch.dispatcher import WorkerLink
+from vecd.gateway.dispatch.worker_link import WorkerLink
 from vecd.gateway.scheduling.cost_model import FULL_BATCH_S, SHORT_BATCH_S
 from vecd.gateway.telemetry.shared_metrics import SharedMetrics
 from vecd.gateway.types.request import Overflow

@@ -10,6 +10,7 @@ import numpy as np
 import pytest
 from dispatching import DEADLINE_S, EPOCH, SPEC, Bench, Request, Worker, run
 
+from vecd.gateway.dispatch import delivery
 from vecd.gateway.dispatch import dispatcher as dispatch
 from vecd.gateway.types.errors import ServerError, Unavailable
 from vecd.shm.failure_code import FailureCode
@@ -401,11 +402,11 @@ def test_a_large_answer_is_encoded_over_several_turns_of_the_loop():
         await pending.finished
         assert pending.fragments == [b"%d" % i for i in range(1, 8)]
 
-    before, dispatch._FLOATS_PER_TURN = dispatch._FLOATS_PER_TURN, 2 * SPEC.dim
+    before, delivery._FLOATS_PER_TURN = delivery._FLOATS_PER_TURN, 2 * SPEC.dim
     try:
         run(test)
     finally:
-        dispatch._FLOATS_PER_TURN = before
+        delivery._FLOATS_PER_TURN = before
     assert turns >= 2
 
 
@@ -544,7 +545,7 @@ def test_what_has_arrived_is_read_before_anybody_is_judged(clock):
         request = bench.request(5)
         worker.answer(await worker.receive())
         deadline = time.monotonic() + DEADLINE_S
-        while not bench.dispatcher._has_message():
+        while not bench.dispatcher._transport.has_message():
             assert time.monotonic() < deadline  # and the event loop has no turn
         clock.passes(bench, 100)
         assert not bench.stuck
@@ -781,9 +782,9 @@ def test_halves_of_a_failed_batch_cost_nothing():
 
 
 def test_a_broken_model_fails_everybody_until_a_worker_is_up():
+    failed: list[Unavailable] = []
+
     async def test(bench):
-        failed = []
-        bench.dispatcher.when_broken(lambda make_error: failed.extend([make_error(), make_error()]))
         bench.dispatcher.raise_if_broken()
         bench.dispatcher.set_broken("worker 0 keeps dying")
         assert bench.dispatcher.why_unavailable() == bench.dispatcher.broken == "worker 0 keeps dying"
@@ -797,22 +798,22 @@ def test_a_broken_model_fails_everybody_until_a_worker_is_up():
         assert bench.dispatcher.broken is None
         bench.dispatcher.raise_if_broken()
 
-    run(test)
+    run(test, on_broken=lambda make_error: failed.extend([make_error(), make_error()]))
 
 
-def test_a_worker_is_met_once():
-    met: list[Incarnation] = []
+def test_a_worker_connects_once():
+    connected: list[Incarnation] = []
 
     async def test(bench):
         worker = bench.add_worker()
-        assert not met
+        assert not connected
         await served_once(bench, worker)
         for _ in range(3):
             worker.send(Alive(EPOCH))
         await served_once(bench, worker)
-        assert met == [worker.incarnation]
+        assert connected == [worker.incarnation]
 
-    run(test, on_met=met.append)
+    run(test, on_connected=connected.append)
 
 
 # --- several in one process -------------------------------------------------------------------------------------
@@ -832,8 +833,8 @@ async def live_beside(bench: Bench, worker: Worker) -> None:
     assert (ours.fragments, theirs.fragments) == ([b"3"], [b"4"])
     other.add_worker(1)  # is still being asked whether it is there
     other.request(5)
-    other.dispatcher.pump_soon()
-    asyncio.get_running_loop().call_soon(other.dispatcher._receive_all)  # as after a send that hid a message
+    other.dispatcher.schedule_dispatch()
+    asyncio.get_running_loop().call_soon(other.dispatcher._transport.receive_all)  # as after a send that hid a message
     other.close()
     other.dispatcher.worker_up(worker.incarnation, bench.dispatcher.links[0].slots, {})
     other.dispatcher.worker_down(worker.incarnation, "was killed")
