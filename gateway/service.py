@@ -12,6 +12,7 @@ import logging
 import socket
 import time
 from collections.abc import Callable, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from typing import Any
 
@@ -28,7 +29,7 @@ from vecd.gateway.scheduling.policy import BatchingPolicy
 from vecd.gateway.telemetry.processes import Processes
 from vecd.gateway.telemetry.shared_metrics import SharedMetrics
 from vecd.gateway.telemetry.tei_metrics import TeiCounts
-from vecd.gateway.telemetry.tracing import Tracing
+from vecd.gateway.telemetry.tracing import Tracing, import_opentelemetry
 from vecd.gateway.tokenization.tokenizer import Tokenizer
 from vecd.gateway.types.config import ApiKey, GatewayConfig
 from vecd.gateway.types.errors import ApiError, Unavailable
@@ -270,6 +271,9 @@ class Services:
         try:
             config = GatewayConfig.from_json(message.config)
             tokenizer = await asyncio.get_running_loop().run_in_executor(None, self._read_tokenizer, config)
+            if config.otlp_endpoint is not None:
+                with suppress(ImportError):  # `start_tracing` logs it
+                    await asyncio.to_thread(import_opentelemetry)
             service = self._make_service(config, generation, tokenizer, self._gateway)
             service.dispatcher.start(zmq_listening.fileno())
         except asyncio.CancelledError:
