@@ -259,8 +259,9 @@ class Dispatcher:
             for sequence in batch.sequences:
                 if self.quarantine.holds(sequence.token_ids):
                     sequence.pending.fail(poisonous(sequence.index))
-            if left := [sequence for sequence in batch.sequences if not sequence.is_abandoned]:
-                return batch._replace(sequences=left)
+            batch.sequences = [sequence for sequence in batch.sequences if not sequence.is_abandoned]
+            if batch.sequences:
+                return batch
 
     def _send(self, link: WorkerLink, sequences: list[QueuedSequence], now: float, budget_tokens: int) -> None:
         self._last_number += 1

@@ -12,7 +12,6 @@ from dispatching import DEADLINE_S, EPOCH, SPEC, Bench, Request, Worker, run
 
 from vecd.gateway.dispatch import delivery
 from vecd.gateway.dispatch import dispatcher as dispatch
-from vecd.gateway.scheduling.policy import BatchSize
 from vecd.gateway.types.errors import ServerError, Unavailable
 from vecd.shm.failure_code import FailureCode
 from vecd.shm.shared_metrics import BatchCell, Counter, Histogram, WorkerCell
@@ -160,7 +159,7 @@ def test_a_batch_that_was_only_sent_ahead_is_innocent():
         second = bench.request(2, length=16)
         await worker.receive()
         bench.dispatcher.worker_down(worker.incarnation, "was killed")
-        suspects = [bench.policy.take(time.monotonic(), BatchSize(16)).sequences[0] for _ in range(2)]
+        suspects = [bench.policy.take(time.monotonic(), 16).sequences[0] for _ in range(2)]
         assert [(s.pending, s.num_deaths) for s in suspects] == [(first, 1), (second, 0)]
 
     run(test)
@@ -180,7 +179,7 @@ def test_only_what_a_dead_worker_had_begun_is_suspected(begun):
         for index in begun:
             worker.begun[batches[index].slot] = batches[index].number
         bench.dispatcher.worker_down(worker.incarnation, "was killed")
-        lost = [bench.policy.take(time.monotonic(), BatchSize(16)).sequences[0] for _ in range(2)]
+        lost = [bench.policy.take(time.monotonic(), 16).sequences[0] for _ in range(2)]
         assert {requests.index(s.pending): s.num_deaths for s in lost} == {n: int(n in begun) for n in (0, 1)}
 
     run(test)
