@@ -63,7 +63,7 @@ from vecd.shm.control import (
     WorkerStuck,
     WorkerUp,
 )
-from vecd.shm.shared_metrics import Counter, Gauge, Histogram
+from vecd.shm.shared_metrics import Counter, Gauge, Histogram, ServiceKey
 from vecd.shm.socketfile import file_id, remove_if_ours
 from vecd.shm.views import map_arena
 from vecd.shm.wire import Incarnation
@@ -257,6 +257,7 @@ class Gateway:
         dispatcher = Dispatcher(
             scheduler=scheduler,
             epoch=self._epoch,
+            service=ServiceKey(generation),
             max_batch_tokens=config.max_batch_tokens,
             batch_timeout_s=config.batch_timeout_s,
             num_gateways=config.num_gateways,
@@ -293,6 +294,7 @@ class Gateway:
         loop = asyncio.get_running_loop()
         self._drained: asyncio.Future[bool] = loop.create_future()
         self._services.active.dispatcher.start(zmq_fd)
+        self._services.active.dispatcher.activate()
         config = self._config
         self._address = _address_of(listening)
         self._listen_to_requests(config)
@@ -357,7 +359,6 @@ class Gateway:
             case WorkerUp():
                 service = self._services.all[message.generation]
                 slots = map_arena(fds[0], service.config.arena, writable=False)[self._board.gateway]
-                self._board.worker_up(message.worker, message.life)
                 service.dispatcher.worker_up(Incarnation(message.worker, message.life), slots, message.facts)
             case WorkerDown():
                 for service in self._services.all.values():
@@ -410,6 +411,7 @@ class Gateway:
         before = self._services.active
         service = self._services.active = self._services.all[generation]
         config = service.config
+        service.dispatcher.activate()
         service.app.callers = before.app.callers  # what they have used stays used
         service.app.set_keys(self._keys)
         logs.change(config.log_level, config.log_format)

@@ -37,7 +37,7 @@ from vecd.gateway.telemetry.shared_metrics import SharedMetrics
 from vecd.gateway.types.errors import DeadlinePassed, EngineFailed, Unavailable
 from vecd.gateway.types.timeline import BatchShare
 from vecd.shm.failure_code import FailureCode
-from vecd.shm.shared_metrics import Counter
+from vecd.shm.shared_metrics import Counter, ServiceKey
 from vecd.shm.views import SlotViews
 from vecd.shm.wire import Alive, Batch, Done, Failed, Incarnation, Output, ToGateway, WireError
 
@@ -66,6 +66,7 @@ class Dispatcher:
         *,
         scheduler: Scheduler,
         epoch: int,
+        service: ServiceKey,
         max_batch_tokens: int,
         batch_timeout_s: float,
         on_stuck: Callable[[Incarnation], None],
@@ -78,7 +79,9 @@ class Dispatcher:
         token_dim: int | None = None,
         shared_metrics: SharedMetrics | None = None,
     ) -> None:
-        """Callbacks, all on the event loop: `on_stuck`, a worker is past its deadline or has broken the protocol;
+        """`service` names what the workers serve, among all services of this gateway.
+
+        Callbacks, all on the event loop: `on_stuck`, a worker is past its deadline or has broken the protocol;
         `on_connected`, a worker has answered its first probe; `on_quarantined`, an input is given up (its digest, made
         with `quarantine_key`; None: a random key); `on_broken`, no worker stays alive (a factory of the error for each
         request); `on_sending`, a batch goes to a worker (its numbers of sequences and tokens).
@@ -88,6 +91,8 @@ class Dispatcher:
         """
         self._scheduler = scheduler
         self._epoch = epoch
+        self.service = service
+        """What this dispatcher's workers serve."""
         self._batch_timeout_s = batch_timeout_s
         self._num_gateways = num_gateways
         self._on_stuck = on_stuck
@@ -104,7 +109,6 @@ class Dispatcher:
         """Of a worker about which nothing is known yet: that of the last batch of any."""
         self._board = shared_metrics or SharedMetrics.private()
         self._links: dict[bytes, WorkerLink] = {}
-        self._last_number = 0
         self._is_dispatch_due = False
         self._is_stopped = False
         self._num_done = 0
@@ -122,6 +126,7 @@ class Dispatcher:
         """Take over the ZeroMQ listening socket. Call on the running event loop."""
         self._loop = asyncio.get_running_loop()
         self._transport.start(listening_fd)
+        self._place = self._board.open_service(self.service)
         self._sweep_soon()
 
     def stop(self) -> None:
@@ -131,6 +136,11 @@ class Dispatcher:
         self._delivery.clear()
         self._sweeper.cancel()
         self._transport.stop()
+        self._board.close_service(self.service)
+
+    def activate(self) -> None:
+        """New requests are for this dispatcher's service from now on. Call after `start`."""
+        self._board.activate_service(self.service)
 
     # --- what others ask ------------------------------------------------------------------------------------
 
@@ -202,8 +212,11 @@ class Dispatcher:
         if self._is_stopped:
             return
         self.broken = None
-        link = WorkerLink(incarnation, slots, facts, self._pace.copy(), free_slots=list(range(len(slots.rows))))
+        link = WorkerLink(
+            self.service, incarnation, slots, facts, self._pace.copy(), free_slots=list(range(len(slots.rows)))
+        )
         self._links[incarnation.identity] = link
+        self._board.worker_up(link.key)
         self._retries.make_room_for(len(self._links))
         self._transport.probe(incarnation.identity, lambda: self._is_awaited(link))
 
@@ -297,12 +310,19 @@ class Dispatcher:
         return batch
 
     def _send(self, link: WorkerLink, sequences: list[QueuedSequence], now: float, budget_tokens: int) -> None:
-        self._last_number += 1
         lengths = [sequence.num_tokens for sequence in sequences]
         num_tokens = sum(lengths)
         outputs = _outputs_bytes(sequences)
         row_ends = _row_ends(sequences, outputs)
-        batch = InFlight(self._last_number, link.free_slots.pop(), sequences, num_tokens, row_ends, now, now)
+        batch = InFlight(
+            number=self._board.next_batch_number(),
+            slot=link.free_slots.pop(),
+            sequences=sequences,
+            num_tokens=num_tokens,
+            row_ends=row_ends,
+            started_at=now,
+            sent_at=now,
+        )
         link.in_flight[batch.number] = batch
         self.in_flight_tokens += num_tokens
         _note_sent(sequences, now)
@@ -310,11 +330,11 @@ class Dispatcher:
         if self._on_sending is not None:
             self._on_sending(len(sequences), num_tokens)
         message = Batch(
-            self._epoch,
-            batch.number,
-            batch.slot,
-            len(sequences),
-            num_tokens,
+            epoch=self._epoch,
+            number=batch.number,
+            slot=batch.slot,
+            num_sequences=len(sequences),
+            num_tokens=num_tokens,
             lengths_bytes=np.array(lengths, dtype="<i4").tobytes(),
             token_ids_bytes=b"".join([sequence.token_ids for sequence in sequences]),
             outputs_bytes=outputs,
@@ -373,7 +393,13 @@ class Dispatcher:
         self._num_done += 1
         worker = link.incarnation.worker
         self._board.batch_done(
-            batch.number, worker, len(batch.sequences), batch.num_tokens, done.compute_us, done.num_padding_tokens
+            batch.number,
+            worker,
+            num_sequences=len(batch.sequences),
+            num_tokens=batch.num_tokens,
+            compute_us=done.compute_us,
+            padding_tokens=done.num_padding_tokens,
+            place=self._place,
         )
         _note_done(batch, worker, done.compute_us)
         link.num_failures = 0
@@ -561,9 +587,14 @@ def _note_done(batch: InFlight, worker: int, compute_us: int) -> None:
         request_queue.last_done_at = batch.answered_at
         if request_queue.batches is not None and len(request_queue.batches) < _MAX_BATCHES_NOTED:
             share = BatchShare(
-                worker, batch.number, batch.sent_at, batch.answered_at, compute_us, len(batch.sequences),
-                batch.num_tokens,
-            )  # fmt: skip
+                worker=worker,
+                number=batch.number,
+                sent_at=batch.sent_at,
+                done_at=batch.answered_at,
+                compute_us=compute_us,
+                num_sequences=len(batch.sequences),
+                num_tokens=batch.num_tokens,
+            )
             if share not in request_queue.batches:
                 request_queue.batches.append(share)
 

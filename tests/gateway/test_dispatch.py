@@ -14,7 +14,7 @@ from vecd.gateway.dispatch import delivery
 from vecd.gateway.dispatch import dispatcher as dispatch
 from vecd.gateway.types.errors import ServerError, Unavailable
 from vecd.shm.failure_code import FailureCode
-from vecd.shm.shared_metrics import BatchCell, Counter, Histogram, WorkerCell
+from vecd.shm.shared_metrics import BatchCell, Counter, Histogram, ServiceKey, WorkerCell
 from vecd.shm.views import map_arena
 from vecd.shm.wire import Alive, Done, Failed, Incarnation, Probe, encode
 
@@ -856,6 +856,26 @@ def test_a_dispatcher_stops_beside_another_and_leaves_nothing_behind():
             await asyncio.sleep(2 * dispatch._SWEEP_INTERVAL_S)
             await served_once(bench, worker)
         assert errors == []
+
+    run(test)
+
+
+def test_batches_of_two_dispatchers_of_a_gateway_have_different_numbers():
+    async def test(bench):
+        other = Bench(service=ServiceKey(2), shared_metrics=bench.shared_metrics)
+        other.dispatcher.start(other.listening.detach())
+        worker, others_worker = bench.add_worker(), other.add_worker(life=2)
+        seen = []
+        for _ in range(2):
+            for one, its_worker in ((bench, worker), (other, others_worker)):
+                request = one.request(1)
+                batch = await its_worker.receive()
+                seen.append(batch.number)
+                its_worker.answer(batch)
+                await request.finished
+        other.close()
+        assert seen == [1, 2, 3, 4]
+        assert [cells["NUMBER"] for cells in cells_of(bench)] == seen
 
     run(test)
 

@@ -1,7 +1,8 @@
-"""Makes workers of a server under trial misbehave on certain token ids.
+"""Makes workers of a server under trial misbehave on certain token ids, or hang while they start.
 
-Imported by every Python whose PYTHONPATH has this folder; changes the engines' `begin`, and that only while the file
-named by TRIAL_FAULTS exists, which a trial makes when its server is ready: loading and comparing go undisturbed.
+Imported by every Python whose PYTHONPATH has this folder. Changes the engines' `begin`, and that only while the file
+named by TRIAL_FAULTS exists, which a trial makes when its server is ready: loading and comparing go undisturbed. While
+the folder named by TRIAL_FAULTS with `.starts` behind it exists, one engine can be made, and every other hangs.
 """
 
 import contextlib
@@ -41,6 +42,19 @@ def misbehave(begin: Callable[..., Any]) -> Callable[..., Any]:
     return begin_or_not
 
 
+def start_once(init: Callable[..., None]) -> Callable[..., None]:
+    def init_or_hang(self: Any, *arguments: Any, **options: Any) -> None:
+        starts = os.environ["TRIAL_FAULTS"] + ".starts"
+        if os.path.exists(starts):
+            try:
+                os.mkdir(os.path.join(starts, "first"))
+            except FileExistsError:
+                time.sleep(3600)
+        init(self, *arguments, **options)
+
+    return init_or_hang
+
+
 class _Finder(importlib.abc.MetaPathFinder):
     """Finds the engines as everybody does, and changes them once they are there."""
 
@@ -62,6 +76,7 @@ class _Finder(importlib.abc.MetaPathFinder):
             execute(module)
             engine = getattr(module, _ENGINES[name])
             engine.begin = misbehave(engine.begin)
+            engine.__init__ = start_once(engine.__init__)
 
         spec.loader.exec_module = execute_and_change  # type: ignore[method-assign]
         return spec
