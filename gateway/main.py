@@ -50,6 +50,8 @@ from vecd.shm.control import (
     GatewayReady,
     GatewayStart,
     Heartbeat,
+    InputDeaths,
+    InputsCleared,
     Message,
     ModelBroken,
     NewKeys,
@@ -264,6 +266,8 @@ class Gateway:
             token_dim=config.card.hidden_size,
             on_stuck=lambda who: self._tell(WorkerStuck(who.worker, who.life)),
             on_connected=lambda who: self._tell(WorkerMet(who.worker, who.life)),
+            on_deaths=lambda *deaths: self._tell(InputDeaths(*deaths)) if config.num_gateways > 1 else None,
+            on_cleared=lambda digests: self._tell(InputsCleared(digests)) if config.num_gateways > 1 else None,
             on_quarantined=lambda digest: self._tell(Quarantined(digest)),
             on_broken=lambda make_error: service.app.fail_all(make_error),  # noqa: PLW0108 (it is made below)
             on_sending=TeiCounts(self._board).count_batch if config.has_tei_metrics else None,
@@ -369,6 +373,12 @@ class Gateway:
             case Quarantined():
                 for service in self._services.all.values():
                     service.dispatcher.quarantine.add(message.digest)
+            case InputDeaths(digests, is_isolated, has_crashed):
+                for service in self._services.all.values():
+                    service.dispatcher.note_deaths(digests, is_isolated=is_isolated, has_crashed=has_crashed)
+            case InputsCleared(digests):
+                for service in self._services.all.values():
+                    service.dispatcher.note_cleared(digests)
             case NewKeys():
                 self._keys = tuple(ApiKey.from_json(key) for key in message.keys)
                 for service in self._services.all.values():

@@ -24,7 +24,7 @@ from typing import Any
 
 import numpy as np
 
-from vecd.gateway.dispatch.crash_attribution import CrashAttribution
+from vecd.gateway.dispatch.crash_attribution import CrashAttribution, count_death
 from vecd.gateway.dispatch.delivery import Delivery
 from vecd.gateway.dispatch.quarantine import Quarantine, poisonous
 from vecd.gateway.dispatch.retry_budget import RetryBudget
@@ -71,6 +71,8 @@ class Dispatcher:
         batch_timeout_s: float,
         on_stuck: Callable[[Incarnation], None],
         on_connected: Callable[[Incarnation], None] | None = None,
+        on_deaths: Callable[[list[str], bool, bool], None] | None = None,
+        on_cleared: Callable[[list[str]], None] | None = None,
         on_quarantined: Callable[[str], None] | None = None,
         on_broken: Callable[[Callable[[], Unavailable]], None] | None = None,
         on_sending: Callable[[int, int], None] | None = None,
@@ -82,9 +84,11 @@ class Dispatcher:
         """`service` names what the workers serve, among all services of this gateway.
 
         Callbacks, all on the event loop: `on_stuck`, a worker is past its deadline or has broken the protocol;
-        `on_connected`, a worker has answered its first probe; `on_quarantined`, an input is given up (its digest, made
-        with `quarantine_key`; None: a random key); `on_broken`, no worker stays alive (a factory of the error for each
-        request); `on_sending`, a batch goes to a worker (its numbers of sequences and tokens).
+        `on_connected`, a worker has answered its first probe; `on_deaths`, a worker has died with inputs (their
+        digests, made with `quarantine_key`; None: a random key), in an isolated batch or not, by a crash or not;
+        `on_cleared`, inputs with deaths have been computed; `on_quarantined`, an input is rejected from now on;
+        `on_broken`, no worker stays alive (a factory of the error for each request); `on_sending`, a batch goes to a
+        worker (its numbers of sequences and tokens).
 
         `batch_timeout_s` is the most that a worker has for a batch; `num_gateways` take turns at it. `token_dim`: the
         number of floats of a token's row that are its own, the first ones; None: all.
@@ -97,13 +101,15 @@ class Dispatcher:
         self._num_gateways = num_gateways
         self._on_stuck = on_stuck
         self._on_connected = on_connected
+        self._on_deaths = on_deaths
+        self._on_cleared = on_cleared
         self._on_quarantined = on_quarantined
         self._on_broken = on_broken
         self._on_sending = on_sending
         self._transport = Transport(epoch, on_message=self._on_message, on_unreadable=self._on_unreadable)
         self._delivery = Delivery(token_dim=token_dim, on_delivered=self._on_delivered)
         self.quarantine = Quarantine(quarantine_key or secrets.token_bytes(_QUARANTINE_KEY_BYTES))
-        self._suspects = CrashAttribution()
+        self._crash_attribution = CrashAttribution()
         self._retries = RetryBudget(max_batch_tokens)
         self._pace = CostModel(max_batch_tokens)
         """Of a worker about which nothing is known yet: that of the last batch of any."""
@@ -185,7 +191,7 @@ class Dispatcher:
         """Queue sequences of a request, and send them as soon as a worker has room. Raises PoisonInput, and queues
         nothing, when one of them is refused."""
         self.quarantine.check(sequences)
-        self._scheduler.add(request_queue, self.without_suspects(sequences), time.monotonic())
+        self._scheduler.add(request_queue, self._without_isolated(sequences), time.monotonic())
         self.schedule_dispatch()
 
     def schedule_dispatch(self) -> None:
@@ -194,16 +200,29 @@ class Dispatcher:
             self._is_dispatch_due = True
             self._loop.call_soon(self._dispatch)
 
-    def without_suspects(self, sequences: list[QueuedSequence]) -> list[QueuedSequence]:
-        """Those of a new request that may share a batch. The others, whose like workers have died of before, are queued
-        here, each alone. Costs nothing while no worker has died."""
-        if not self._suspects:
+    def _without_isolated(self, sequences: list[QueuedSequence]) -> list[QueuedSequence]:
+        """Queue those of a new request that must run alone, each as an isolated batch, and return the others. Costs
+        nothing while no worker has died."""
+        if not self._crash_attribution:
             return sequences
         for sequence in sequences:
-            sequence.deaths = self._suspects.find(self.quarantine.digest(sequence.token_ids))
-        for sequence in filter(_is_suspect, sequences):
+            sequence.deaths = self._crash_attribution.find(self.quarantine.digest(sequence.token_ids))
+        for sequence in filter(_must_run_alone, sequences):
             self._scheduler.set_aside([sequence])
-        return [sequence for sequence in sequences if not _is_suspect(sequence)]
+        return [sequence for sequence in sequences if not _must_run_alone(sequence)]
+
+    # --- what other gateways say, through the supervisor ----------------------------------------------------
+
+    def note_deaths(self, digests: list[str], *, is_isolated: bool, has_crashed: bool) -> None:
+        """Workers have died with these inputs at another gateway, which also decides whether it rejects them."""
+        for digest in digests:
+            deaths = self._crash_attribution.record(digest, None)
+            count_death(deaths, is_isolated=is_isolated, has_crashed=has_crashed, num_done=self._num_done)
+
+    def note_cleared(self, digests: list[str]) -> None:
+        """Another gateway's workers have computed these inputs."""
+        for digest in digests:
+            self._crash_attribution.forget(digest)
 
     # --- what the supervisor says ---------------------------------------------------------------------------
 
@@ -234,8 +253,8 @@ class Dispatcher:
         if link is None:
             return
         # Answered batches are still encoded: their rows were complete before the worker died, and the view keeps
-        # the arena. Of the others only those that were being computed are counted; a batch that was sent ahead, or
-        # waited for another gateway's, is innocent.
+        # the arena. A death counts for inputs that were being computed, and not for a batch that was sent ahead, or
+        # waited for another gateway's.
         lost = list(link.in_flight.values())
         link.in_flight.clear()
         self.in_flight_tokens -= sum(batch.num_tokens for batch in lost)
@@ -403,7 +422,7 @@ class Dispatcher:
         )
         _note_done(batch, worker, done.compute_us)
         link.num_failures = 0
-        if self._suspects:
+        if self._crash_attribution:
             self._clear(batch.sequences)
         self._dispatch()  # the worker computes its next batch while this one's rows are encoded
         self._delivery.add(link, batch)
@@ -451,30 +470,34 @@ class Dispatcher:
     # --- when things go wrong -------------------------------------------------------------------------------
 
     def _count_death(self, batch: InFlight, *, has_crashed: bool) -> None:
-        """One more for each input in the batch, also for those whose callers have gone."""
-        is_alone = len(batch.sequences) == 1
+        """Count one more for each input in the batch, also for those whose clients have gone."""
+        is_isolated = len(batch.sequences) == 1
         by_digest: dict[str, list[QueuedSequence]] = {}
         for sequence in batch.sequences:
             by_digest.setdefault(self.quarantine.digest(sequence.token_ids), []).append(sequence)
+        if self._on_deaths is not None:
+            self._on_deaths(list(by_digest), is_isolated, has_crashed)
         for digest, sequences in by_digest.items():
-            deaths = self._suspects.record(digest, sequences[0].deaths)
+            deaths = self._crash_attribution.record(digest, sequences[0].deaths)
             for sequence in sequences:
                 sequence.deaths = deaths
-            if deaths.count(is_alone=is_alone, has_crashed=has_crashed, num_done=self._num_done):
+            if count_death(deaths, is_isolated=is_isolated, has_crashed=has_crashed, num_done=self._num_done):
                 self._give_up(sequences[0], digest)
 
     def _clear(self, sequences: list[QueuedSequence]) -> None:
-        """They have been computed, and their worker lives."""
-        for sequence in sequences:
-            if sequence.deaths is not None:
-                self._suspects.forget(self.quarantine.digest(sequence.token_ids))
+        """Strike off inputs that have been computed by a worker that lives."""
+        cleared = [self.quarantine.digest(sequence.token_ids) for sequence in sequences if sequence.deaths is not None]
+        for digest in cleared:
+            self._crash_attribution.forget(digest)
+        if cleared and self._on_cleared is not None:
+            self._on_cleared(cleared)
 
     def _give_up(self, sequence: QueuedSequence, digest: str) -> None:
         """Fail the request, and every other that has the same input for a while."""
         log.error("a sequence of %d tokens died with %d workers; given up", sequence.num_tokens, sequence.num_deaths)
         self._board.add(Counter.POISONED)
         sequence.pending.fail(poisonous(sequence.index))
-        self._suspects.forget(digest)
+        self._crash_attribution.forget(digest)
         self.quarantine.add(digest)
         if self._on_quarantined is not None:
             self._on_quarantined(digest)
@@ -487,16 +510,17 @@ class Dispatcher:
             self._report_stuck(link)
 
     def _put_back(self, sequences: list[QueuedSequence]) -> None:
-        """Queue lost sequences again: suspects each alone, the others as far as may be paid for."""
+        """Queue lost sequences again: those that must run alone as isolated batches, the others as far as the retry
+        budget pays for them."""
         for sequence in sequences:
-            is_free = sequence.is_abandoned or _is_suspect(sequence)
+            is_free = sequence.is_abandoned or _must_run_alone(sequence)
             if not is_free and not self._retries.pay(sequence.num_tokens):
                 sequence.pending.fail(_keep_dying())
         alive = [sequence for sequence in sequences if not sequence.is_abandoned]
         self._board.add(Counter.RETRIED, len(alive))
-        self._scheduler.put_back([sequence for sequence in alive if not _is_suspect(sequence)])
+        self._scheduler.put_back([sequence for sequence in alive if not _must_run_alone(sequence)])
         for sequence in alive:
-            if _is_suspect(sequence):
+            if _must_run_alone(sequence):
                 self._scheduler.set_aside([sequence])
         self.schedule_dispatch()
 
@@ -604,7 +628,7 @@ def _note_lost(sequences: list[QueuedSequence]) -> None:
         sequence.request_queue.num_sent_tokens -= sequence.num_tokens
 
 
-def _is_suspect(sequence: QueuedSequence) -> bool:
+def _must_run_alone(sequence: QueuedSequence) -> bool:
     return sequence.deaths is not None and sequence.deaths.must_run_alone
 
 

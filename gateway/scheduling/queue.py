@@ -7,7 +7,7 @@ from collections import deque
 from typing import TYPE_CHECKING
 
 from vecd.gateway.encoding.pending import ChunkedInput, PendingResult
-from vecd.gateway.types.deaths import Deaths
+from vecd.gateway.scheduling.deaths import Deaths
 from vecd.gateway.types.request import Chunk, Priority, TokenizedInput
 from vecd.gateway.types.timeline import BatchShare
 from vecd.shm.wire import Output

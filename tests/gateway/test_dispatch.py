@@ -12,6 +12,7 @@ from dispatching import DEADLINE_S, EPOCH, SPEC, Bench, Request, Worker, run
 
 from vecd.gateway.dispatch import delivery
 from vecd.gateway.dispatch import dispatcher as dispatch
+from vecd.gateway.dispatch.dispatcher import Dispatcher
 from vecd.gateway.types.errors import ServerError, Unavailable
 from vecd.shm.failure_code import FailureCode
 from vecd.shm.shared_metrics import BatchCell, Counter, Histogram, ServiceKey, WorkerCell
@@ -722,6 +723,66 @@ def test_a_batch_of_nothing_but_poison_does_not_keep_others_waiting():
         await good.finished
 
     run(test)
+
+
+def test_deaths_count_over_all_gateways():
+    """A client that gives up and comes again by another gateway does not begin anew: five deaths in all."""
+    others: list[Dispatcher] = []
+
+    async def test(bench):
+        other = Bench(
+            quarantine_key=b"key",
+            on_deaths=lambda digests, is_isolated, has_crashed: bench.dispatcher.note_deaths(
+                digests, is_isolated=is_isolated, has_crashed=has_crashed
+            ),
+        )
+        other.dispatcher.start(other.listening.detach())
+        others.append(other.dispatcher)
+        for life, gateway in enumerate((bench, other, bench, other, bench), 1):
+            request = gateway.request(13)
+            worker = gateway.add_worker(0, life)
+            await worker.receive()
+            assert not request.is_over
+            if life < 5:
+                request.abandon()
+            gateway.dispatcher.worker_down(worker.incarnation, "was killed by SIGKILL")
+        with pytest.raises(ServerError) as caught:
+            await request.finished
+        assert caught.value.code == "poison_input"
+        other.close()
+
+    run(
+        test,
+        quarantine_key=b"key",
+        on_deaths=lambda digests, is_isolated, has_crashed: others[0].note_deaths(
+            digests, is_isolated=is_isolated, has_crashed=has_crashed
+        ),
+    )
+
+
+def test_an_input_with_deaths_at_another_gateway_is_isolated_until_any_worker_has_computed_it():
+    cleared: list[list[str]] = []
+
+    async def test(bench):
+        digest = bench.dispatcher.quarantine.digest(array("i", [13, 13]).tobytes())
+        worker = bench.add_worker()
+        await bench.all_connected()
+        for computed_by in ("this gateway's worker", "another's"):
+            for _ in range(2):
+                bench.dispatcher.note_deaths([digest], is_isolated=False, has_crashed=True)
+            if computed_by == "another's":
+                bench.dispatcher.note_cleared([digest])
+            requests = [bench.request(1), bench.request(13)]
+            num_sequences = []
+            while not all(request.is_over for request in requests):
+                batch = await worker.receive()
+                num_sequences.append(batch.num_sequences)
+                worker.answer(batch)
+                await bench.settled(batch)
+            assert num_sequences == ([2] if computed_by == "another's" else [1, 1])
+            assert cleared == [[digest]]
+
+    run(test, on_cleared=cleared.append)
 
 
 # --- deaths without end -----------------------------------------------------------------------------------------

@@ -16,8 +16,8 @@ from collections.abc import Callable, Sequence
 from types import ModuleType
 from typing import Any
 
-KILL, SPIN, SLEEP, RAISE = 30101, 30102, 30103, 30104
-"""The ids: ends its worker, never returns, returns after SLEEP_S, raises."""
+KILL, SPIN, SLEEP, RAISE, CRASH = 30101, 30102, 30103, 30104, 30105
+"""The ids: ends its worker by SIGKILL, never returns, returns after SLEEP_S, raises, ends its worker by SIGSEGV."""
 SLEEP_S = 0.3
 _ENGINES = {
     "vecd.workers.engines.dummy": "DummyEngine",
@@ -31,6 +31,8 @@ def misbehave(begin: Callable[..., Any]) -> Callable[..., Any]:
             ids = set(batch.token_ids.tolist())
             if KILL in ids:
                 os.kill(os.getpid(), signal.SIGKILL)
+            if CRASH in ids:
+                os.kill(os.getpid(), signal.SIGSEGV)
             while SPIN in ids:
                 pass
             if SLEEP in ids:
