@@ -65,6 +65,7 @@ from vecd.shm.control import (
     WorkerStuck,
     WorkerUp,
 )
+from vecd.shm.output import Output
 from vecd.shm.shared_metrics import Counter, Gauge, Histogram, ServiceKey
 from vecd.shm.socketfile import file_id, remove_if_ours
 from vecd.shm.views import map_arena
@@ -263,7 +264,7 @@ class Gateway:
             max_batch_tokens=config.max_batch_tokens,
             batch_timeout_s=config.batch_timeout_s,
             num_gateways=config.num_gateways,
-            token_dim=config.card.hidden_size,
+            widths={output: output.width_of(config.card) for output in Output},
             on_stuck=lambda who: self._tell(WorkerStuck(who.worker, who.life)),
             on_connected=lambda who: self._tell(WorkerMet(who.worker, who.life)),
             on_deaths=lambda *deaths: self._tell(InputDeaths(*deaths)) if config.num_gateways > 1 else None,

@@ -52,7 +52,6 @@ from vecd.gateway.types.request import (
 )
 from vecd.gateway.types.timeline import Durations, RequestTimeline
 from vecd.shm.shared_metrics import Counter
-from vecd.shm.wire import Output
 
 T = TypeVar("T")
 
@@ -387,7 +386,7 @@ class Pipeline:
             self._tei_counts.count_tokenized(tokenized)
         self._check_num_tokens(counts.num_tokens, is_all=start + len(tokenized) == len(request.inputs))
         output = request.output
-        if output is Output.TOKENS:
+        if output.is_per_token:
             self._check_token_rows(start, tokenized, counts.num_tokens)
             self._take_token_floats(request_queue, num_tokens)
         if counts.num_chunked:
@@ -403,7 +402,7 @@ class Pipeline:
         self, request: EmbedRequest, request_queue: RequestQueue, start: int, tokenized: list[TokenizedInput]
     ) -> list[QueuedSequence]:
         sequences = []
-        is_normalized = request.normalize or (self.model_info.is_normalized and request.output is Output.VECTORS)
+        is_normalized = request.normalize or request.output.is_normalized_by(self.model_info)
         for index, item in enumerate(tokenized, start):
             if not item.chunks:
                 sequences.append(QueuedSequence(request_queue, index, item, request.output))

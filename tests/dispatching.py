@@ -20,9 +20,10 @@ from vecd.gateway.telemetry.shared_metrics import SharedMetrics
 from vecd.gateway.types.request import Chunk, Priority, TokenizedInput
 from vecd.launch.processes.sockets import make_zmq_endpoint
 from vecd.shm.arena import ArenaSpec, create_arena
+from vecd.shm.output import Output
 from vecd.shm.shared_metrics import ServiceKey
 from vecd.shm.views import map_arena
-from vecd.shm.wire import Alive, Batch, Done, Incarnation, Output, Probe, decode_to_worker, encode
+from vecd.shm.wire import Alive, Batch, Done, Incarnation, Probe, decode_to_worker, encode
 
 SPEC = ArenaSpec(num_slots=2, rows_per_slot=8, dim=4)
 EPOCH = 7

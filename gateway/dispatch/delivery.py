@@ -10,15 +10,15 @@ import logging
 import math
 from bisect import bisect_right
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 
 import numpy as np
 
 from vecd.gateway.dispatch.worker_link import InFlight, WorkerLink
 from vecd.gateway.scheduling.queue import QueuedSequence
 from vecd.gateway.types.errors import EngineFailed, ServerError
+from vecd.shm.output import Output
 from vecd.shm.views import Rows
-from vecd.shm.wire import Output
 
 log = logging.getLogger("vecd.dispatch")
 
@@ -26,14 +26,12 @@ _FLOATS_PER_TURN = 32 * 1024
 """Floats encoded in one turn of the event loop, over all batches: 1.4 ms as JSON numbers, 0.03 ms as base64. Exceeded
 by a part of a row at most."""
 
-_TOKENS = Output.TOKENS  # Python 3.11 takes 0.2 µs to find a member of an enumeration
-
 
 class Delivery:
-    def __init__(self, *, token_dim: int | None, on_delivered: Callable[[WorkerLink, InFlight], None]) -> None:
-        """`token_dim`: the number of floats of a token's row that are its own, the first ones; None: all.
-        `on_delivered` is called once for each batch, when none of its rows is needed any more."""
-        self._token_dim = token_dim
+    def __init__(self, *, widths: Mapping[Output, int], on_delivered: Callable[[WorkerLink, InFlight], None]) -> None:
+        """`widths`: the number of floats of a row that are each output's own, the first ones; all where
+        there is no number. `on_delivered` is called once for each batch, when none of its rows is needed any more."""
+        self._widths = widths
         self._on_delivered = on_delivered
         self._to_encode: deque[tuple[WorkerLink, InFlight]] = deque()
         self._floats_left = _FLOATS_PER_TURN
@@ -96,20 +94,22 @@ class Delivery:
         at = bisect_right(ends, start)
         while start < end:
             sequence = batch.sequences[at]
-            if sequence.output is _TOKENS:
+            width = self._widths.get(sequence.output)
+            if sequence.output.is_per_token:
                 stop, behind = min(end, ends[at]), at + 1
-                _deliver_tokens(sequence, rows[start:stop, : self._token_dim], num_left=ends[at] - stop)
+                _deliver_tokens(sequence, rows[start:stop, :width], num_left=ends[at] - stop)
             else:
-                behind = _end_of_vectors(batch.sequences, at, at + end - start)
+                behind = _end_of_output(batch.sequences, at, at + end - start)
                 stop = ends[behind - 1]
-                _deliver_vectors(batch.sequences[at:behind], rows[start:stop])
+                _deliver_vectors(batch.sequences[at:behind], np.ascontiguousarray(rows[start:stop, :width]))
             start, at = stop, behind
 
 
-def _end_of_vectors(sequences: list[QueuedSequence], start: int, stop: int) -> int:
-    """The first index from `start` on whose sequence asks for rows of its tokens; `stop`, or the end, if none does."""
-    for index in range(start, min(stop, len(sequences))):
-        if sequences[index].output is _TOKENS:
+def _end_of_output(sequences: list[QueuedSequence], start: int, stop: int) -> int:
+    """The first index behind `start` whose sequence has another output; `stop`, or the end, if none has."""
+    output = sequences[start].output
+    for index in range(start + 1, min(stop, len(sequences))):
+        if sequences[index].output is not output:
             return index
     return min(stop, len(sequences))
 

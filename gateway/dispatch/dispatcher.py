@@ -18,7 +18,7 @@ import asyncio
 import logging
 import secrets
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from itertools import accumulate
 from typing import Any
 
@@ -37,9 +37,10 @@ from vecd.gateway.telemetry.shared_metrics import SharedMetrics
 from vecd.gateway.types.errors import DeadlinePassed, EngineFailed, Unavailable
 from vecd.gateway.types.timeline import BatchShare
 from vecd.shm.failure_code import FailureCode
+from vecd.shm.output import NOT_PLAIN, Output
 from vecd.shm.shared_metrics import Counter, ServiceKey
 from vecd.shm.views import SlotViews
-from vecd.shm.wire import Alive, Batch, Done, Failed, Incarnation, Output, ToGateway, WireError
+from vecd.shm.wire import Alive, Batch, Done, Failed, Incarnation, ToGateway, WireError
 
 log = logging.getLogger("vecd.dispatch")
 
@@ -51,7 +52,7 @@ _LATE_S = 1.0
 _BROKEN_RETRY_AFTER_S, _KEEP_DYING_RETRY_AFTER_S = 30, 5
 _QUARANTINE_KEY_BYTES = 32
 
-_VECTORS, _TOKENS = Output.VECTORS, Output.TOKENS  # Python 3.11 takes 0.2 µs to find a member of an enumeration
+_VECTORS = Output.VECTORS  # Python 3.11 takes 0.2 µs to find a member of an enumeration
 
 _MAX_BATCHES_NOTED = 64
 """Of one request that is traced."""
@@ -78,7 +79,7 @@ class Dispatcher:
         on_sending: Callable[[int, int], None] | None = None,
         quarantine_key: bytes | None = None,
         num_gateways: int = 1,
-        token_dim: int | None = None,
+        widths: Mapping[Output, int] | None = None,
         shared_metrics: SharedMetrics | None = None,
     ) -> None:
         """`service` names what the workers serve, among all services of this gateway.
@@ -90,8 +91,8 @@ class Dispatcher:
         `on_broken`, no worker stays alive (a factory of the error for each request); `on_sending`, a batch goes to a
         worker (its numbers of sequences and tokens).
 
-        `batch_timeout_s` is the most that a worker has for a batch; `num_gateways` take turns at it. `token_dim`: the
-        number of floats of a token's row that are its own, the first ones; None: all.
+        `batch_timeout_s` is the most that a worker has for a batch; `num_gateways` take turns at it. `widths`: the
+        number of floats of a row that are each output's own, the first ones; None: all.
         """
         self._scheduler = scheduler
         self._epoch = epoch
@@ -107,7 +108,7 @@ class Dispatcher:
         self._on_broken = on_broken
         self._on_sending = on_sending
         self._transport = Transport(epoch, on_message=self._on_message, on_unreadable=self._on_unreadable)
-        self._delivery = Delivery(token_dim=token_dim, on_delivered=self._on_delivered)
+        self._delivery = Delivery(widths=widths or {}, on_delivered=self._on_delivered)
         self.quarantine = Quarantine(quarantine_key or secrets.token_bytes(_QUARANTINE_KEY_BYTES))
         self._crash_attribution = CrashAttribution()
         self._retries = RetryBudget(max_batch_tokens)
@@ -588,8 +589,8 @@ def _outputs_bytes(sequences: list[QueuedSequence]) -> bytes:
 
 
 def _row_ends(sequences: list[QueuedSequence], outputs: bytes) -> list[int] | range:
-    """A range where each has one row, as is usual, and a list where not."""
-    if _TOKENS not in outputs:
+    """A range where each has one row and all of it, as is usual, and a list where not."""
+    if not any(code in outputs for code in NOT_PLAIN):
         return range(1, len(sequences) + 1)
     return list(accumulate([sequence.num_rows for sequence in sequences]))
 

@@ -10,7 +10,7 @@ from vecd.gateway.encoding.pending import ChunkedInput, PendingResult
 from vecd.gateway.scheduling.deaths import Deaths
 from vecd.gateway.types.request import Chunk, Priority, TokenizedInput
 from vecd.gateway.types.timeline import BatchShare
-from vecd.shm.wire import Output
+from vecd.shm.output import Output
 
 if TYPE_CHECKING:
     from vecd.gateway.scheduling.fair_queue import TenantQueue
@@ -107,12 +107,12 @@ class QueuedSequence:
     @property
     def num_rows(self) -> int:
         """What it takes of a slot."""
-        return self.num_tokens if self.output is Output.TOKENS else 1
+        return self.output.num_rows(self.num_tokens)
 
     @property
     def is_plain(self) -> bool:
         """Its one row is its input's."""
-        return self.chunked is None and self.output is not Output.TOKENS
+        return self.chunked is None and not self.output.is_per_token
 
     @property
     def num_deaths(self) -> int:

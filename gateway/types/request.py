@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, NamedTuple, Protocol, TypeAlias, Union
 import numpy as np
 from numpy.typing import NDArray
 
-from vecd.shm.wire import Output
+from vecd.shm.output import Output
 
 if TYPE_CHECKING:
     pass

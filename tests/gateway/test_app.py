@@ -39,7 +39,8 @@ from vecd.gateway.types.timeline import RequestTimeline
 from vecd.launch.config.plan import make_plan
 from vecd.launch.config.settings import load_settings
 from vecd.shm.failure_code import FailureCode
-from vecd.shm.wire import Failed, Output
+from vecd.shm.output import Output
+from vecd.shm.wire import Failed
 
 FAR_S = 60.0
 SPLIT = 1000

@@ -11,8 +11,9 @@ from dispatching import EPOCH, SPEC, Bench, Request, Worker, run, sequences_of
 from vecd.gateway.dispatch import delivery
 from vecd.gateway.types.errors import ServerError, Unavailable
 from vecd.shm.failure_code import FailureCode
+from vecd.shm.output import Output
 from vecd.shm.shared_metrics import Counter
-from vecd.shm.wire import Batch, Done, Failed, Output
+from vecd.shm.wire import Batch, Done, Failed
 
 VECTORS, RAW, TOKENS = Output
 
@@ -155,7 +156,7 @@ def test_of_a_token_s_row_only_its_own_floats_are_delivered():
         await asyncio.gather(tokens.finished, vector.finished)
         assert tokens.fragments == [b"1 1 1 2 2 2"]
 
-    run(test, token_dim=3)
+    run(test, widths={Output.TOKENS: 3})
 
 
 @pytest.mark.parametrize("floats_per_turn", [1000, SPEC.dim])

@@ -13,12 +13,12 @@ from hypothesis import strategies as st
 from vecd.shm.arena import ArenaSpec
 from vecd.shm.card import ModelCard
 from vecd.shm.failure_code import FailureCode
+from vecd.shm.output import Output
 from vecd.shm.wire import (
     Alive,
     Batch,
     Done,
     Failed,
-    Output,
     Probe,
     ToGateway,
     WireError,

@@ -11,7 +11,7 @@ from vecd.gateway.scheduling.fair_queue import TenantQueue
 from vecd.gateway.scheduling.queue import QueuedSequence, RequestQueue
 from vecd.gateway.scheduling.scheduler import AGING_S, Scheduler
 from vecd.gateway.types.request import Chunk, Priority, TokenizedInput
-from vecd.shm.wire import Output
+from vecd.shm.output import Output
 
 _loop = asyncio.new_event_loop()
 BIG = 100_000

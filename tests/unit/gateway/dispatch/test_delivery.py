@@ -15,9 +15,10 @@ from vecd.gateway.scheduling.cost_model import CostModel
 from vecd.gateway.scheduling.queue import QueuedSequence, RequestQueue
 from vecd.gateway.types.errors import ServerError
 from vecd.gateway.types.request import Priority, TokenizedInput
+from vecd.shm.output import Output
 from vecd.shm.shared_metrics import ServiceKey
 from vecd.shm.views import SlotViews
-from vecd.shm.wire import Incarnation, Output
+from vecd.shm.wire import Incarnation
 
 DIM = 384
 FLOATS_PER_TURN = 32 * 1024
@@ -59,7 +60,7 @@ class Case:
     def __init__(self, num_slots: int, rows_per_slot: int) -> None:
         self.turns = Turns()
         self.delivered: list[int] = []
-        self.delivery = Delivery(token_dim=None, on_delivered=lambda _, batch: self.delivered.append(batch.number))
+        self.delivery = Delivery(widths={}, on_delivered=lambda _, batch: self.delivered.append(batch.number))
         self.rows = [np.zeros((rows_per_slot, DIM), np.float32) for _ in range(num_slots)]
         slots = SlotViews(self.rows, np.zeros(num_slots, np.uint64))
         self.link = WorkerLink(ServiceKey(1), Incarnation(0, 1), slots, {}, CostModel(1000))
