@@ -7,8 +7,8 @@ that a batch arrived from its reply alone. A reply is checked against the record
 breaks the protocol, or says nothing for too long, is ignored from then on and reported.
 
 Life of a slot: free → `_send` → in flight → `Done` → being encoded → free. A lost batch's sequences go back to the
-scheduler, as far as `vecd.gateway.dispatch.retry_budget` pays for it; those that workers died of, by the judgement of
-`vecd.gateway.dispatch.crash_attribution`, are given up, and refused from then on by `vecd.gateway.dispatch.quarantine`.
+scheduler, as far as `vecd.gateway.dispatch.retry_budget` pays for it. A poison input, found by
+`vecd.gateway.dispatch.crash_attribution`, is failed, and rejected from then on by `vecd.gateway.dispatch.quarantine`.
 
 Several may live in one process and on one event loop. Called by `vecd.gateway.main` (control messages) and
 `vecd.gateway.pipeline` (new sequences, health).
@@ -47,7 +47,7 @@ log = logging.getLogger("vecd.dispatch")
 _SWEEP_INTERVAL_S = 0.25
 
 _LATE_S = 1.0
-"""A sweep that comes so late says that this process has stood still: then no worker is to blame for the time."""
+"""A sweep that is later than this shows that this process has stood still; the time does not count against workers."""
 
 _BROKEN_RETRY_AFTER_S, _KEEP_DYING_RETRY_AFTER_S = 30, 5
 _QUARANTINE_KEY_BYTES = 32
@@ -55,10 +55,10 @@ _QUARANTINE_KEY_BYTES = 32
 _VECTORS = Output.VECTORS  # Python 3.11 takes 0.2 µs to find a member of an enumeration
 
 _MAX_BATCHES_NOTED = 64
-"""Of one request that is traced."""
+"""Batches that are noted for one request that is traced."""
 
 _MAX_FAILURES = 10
-"""Failures in a row, each on a batch of one sequence, after which the worker itself is suspected."""
+"""Failures in a row, each on a batch of one sequence, after which the worker is replaced."""
 
 
 class Dispatcher:
@@ -179,7 +179,7 @@ class Dispatcher:
         )
 
     def raise_if_broken(self) -> None:
-        """Raises Unavailable while no worker stays alive: to wait for one would be in vain."""
+        """Raises Unavailable while no worker stays alive, so that no request waits for one."""
         if self.broken is not None:
             raise self._broken_error()
 
@@ -241,14 +241,15 @@ class Dispatcher:
         self._transport.probe(incarnation.identity, lambda: self._is_awaited(link))
 
     def set_broken(self, reason: str) -> None:
-        """No worker stays alive: every request is failed at once, and new ones, until one is up all the same."""
-        log.error("the model is given up for now: %s", reason)
+        """No worker stays alive: fail all requests, and new ones at once until a worker is up."""
+        log.error("no worker stays alive, requests fail until one is up: %s", reason)
         self.broken = reason
         if self._on_broken is not None:
             self._on_broken(self._broken_error)
 
     def worker_down(self, incarnation: Incarnation, reason: str, *, has_crashed: bool = False) -> None:
-        """An incarnation is dead: its batches are queued again, its arena dropped. `has_crashed`: by its own doing."""
+        """An incarnation is dead: queue its batches again and drop its arena. `has_crashed`: by a signal that a process
+        brings upon itself."""
         link = self._links.pop(incarnation.identity, None)
         self._last_death = f"{incarnation} {reason}"
         if link is None:
@@ -308,7 +309,7 @@ class Dispatcher:
         return batch
 
     def _without_quarantined(self, batch: list[QueuedSequence]) -> list[QueuedSequence]:
-        """What may be sent of what was queued before an input like it was given up."""
+        """The sequences of a batch that may be sent. The others were queued before their input was rejected."""
         for sequence in batch:
             if self.quarantine.holds(sequence.token_ids):
                 sequence.pending.fail(poisonous(sequence.index))
@@ -444,7 +445,7 @@ class Dispatcher:
             _fail(batch.sequences[0], failed.code)
             self._count_failure(link)
         else:
-            # One of them, most often; halves find it in a few batches, and the others are done with.
+            # Most often one sequence is the cause: halves find it in a few batches, and the others are computed.
             middle = len(batch.sequences) // 2
             for half in (batch.sequences[:middle], batch.sequences[middle:]):
                 self._scheduler.set_aside([sequence for sequence in half if not sequence.is_abandoned])
@@ -455,7 +456,8 @@ class Dispatcher:
         self.schedule_dispatch()
 
     def _take_answered(self, link: WorkerLink, number: int, slot: int) -> InFlight | None:
-        """The record of the batch that a worker answers; None, and the worker is not believed, when there is none."""
+        """The record of the batch that a worker answers. None, when there is none; then the worker is ignored from now
+        on, and reported."""
         batch = link.in_flight.get(number)
         if batch is None or batch.slot != slot:
             log.error("%s answered batch %d in slot %d, which it does not have", link.incarnation, number, slot)
@@ -483,7 +485,7 @@ class Dispatcher:
             for sequence in sequences:
                 sequence.deaths = deaths
             if count_death(deaths, is_isolated=is_isolated, has_crashed=has_crashed, num_done=self._num_done):
-                self._give_up(sequences[0], digest)
+                self._reject(sequences[0], digest)
 
     def _clear(self, sequences: list[QueuedSequence]) -> None:
         """Strike off inputs that have been computed by a worker that lives."""
@@ -493,9 +495,9 @@ class Dispatcher:
         if cleared and self._on_cleared is not None:
             self._on_cleared(cleared)
 
-    def _give_up(self, sequence: QueuedSequence, digest: str) -> None:
-        """Fail the request, and every other that has the same input for a while."""
-        log.error("a sequence of %d tokens died with %d workers; given up", sequence.num_tokens, sequence.num_deaths)
+    def _reject(self, sequence: QueuedSequence, digest: str) -> None:
+        """Fail the request of a poison input, and for a while every other that has the same input."""
+        log.error("%d workers died with an input of %d tokens; rejected", sequence.num_deaths, sequence.num_tokens)
         self._board.add(Counter.POISONED)
         sequence.pending.fail(poisonous(sequence.index))
         self._crash_attribution.forget(digest)
@@ -504,7 +506,8 @@ class Dispatcher:
             self._on_quarantined(digest)
 
     def _count_failure(self, link: WorkerLink) -> None:
-        """A worker that only fails is always idle, and would be given everything: it is replaced."""
+        """Count a failed batch of one sequence. A worker that only fails is always idle and would get every batch, so
+        it is replaced after some."""
         link.num_failures += 1
         if link.num_failures >= _MAX_FAILURES:
             log.error("%s has failed %d times in a row", link.incarnation, link.num_failures)
@@ -526,8 +529,7 @@ class Dispatcher:
         self.schedule_dispatch()
 
     def _report_stuck(self, link: WorkerLink) -> None:
-        """Believe the worker nothing, give it nothing more, and have it killed; its batches come back with
-        `worker_down`."""
+        """Ignore a worker from now on and have the supervisor kill it. Its batches come back by `worker_down`."""
         if not link.is_stuck:
             link.is_stuck = True
             self._board.add(Counter.STUCK)
@@ -549,16 +551,17 @@ class Dispatcher:
         now = time.monotonic()
         for link in self.links:
             if not link.is_stuck:
-                self._judge(link, now)
+                self._check_deadlines(link, now)
 
     def _excuse(self, seconds: float) -> None:
-        """Count no such time against any worker."""
+        """Do not count this time against any worker."""
         for link in self._links.values():
             link.up_at += seconds
             for batch in link.in_flight.values():
                 batch.started_at += seconds
 
-    def _judge(self, link: WorkerLink, now: float) -> None:
+    def _check_deadlines(self, link: WorkerLink, now: float) -> None:
+        """Report a worker that has not answered its first probe, or its oldest batch, in time."""
         if not link.is_connected and now - link.up_at > self._batch_timeout_s:
             log.error("%s has not answered for %.0f s", link.incarnation, now - link.up_at)
             self._report_stuck(link)
@@ -583,13 +586,13 @@ class Dispatcher:
 
 
 def _outputs_bytes(sequences: list[QueuedSequence]) -> bytes:
-    """What they ask for, as a Batch has it."""
+    """The outputs of the sequences, as a Batch carries them."""
     outputs = [sequence.output for sequence in sequences]
     return b"" if outputs.count(_VECTORS) == len(outputs) else bytes(outputs)
 
 
 def _row_ends(sequences: list[QueuedSequence], outputs: bytes) -> list[int] | range:
-    """A range where each has one row and all of it, as is usual, and a list where not."""
+    """The end of each sequence's rows: a range where each sequence has one row, as is usual, else a list."""
     if not any(code in outputs for code in NOT_PLAIN):
         return range(1, len(sequences) + 1)
     return list(accumulate([sequence.num_rows for sequence in sequences]))
@@ -635,7 +638,7 @@ def _must_run_alone(sequence: QueuedSequence) -> bool:
 
 def _keep_dying() -> Unavailable:
     return Unavailable(
-        "Workers keep dying, and what they leave is more than may be computed again",
+        "Workers keep dying, and they have lost more work than may be computed again",
         retry_after_s=_KEEP_DYING_RETRY_AFTER_S,
         code="retry_budget_exhausted",
     )

@@ -136,7 +136,7 @@ def test_a_sequence_that_kills_is_tried_alone_and_then_given_up_and_no_other():
 
 
 def test_an_input_whose_workers_are_killed_from_outside_is_answered():
-    """More often, and each time alone, than would condemn it if they had crashed."""
+    """More often, and each time alone, than it takes to reject it if they had crashed."""
 
     async def test(bench):
         unlucky = bench.request(13)
@@ -152,7 +152,7 @@ def test_an_input_whose_workers_are_killed_from_outside_is_answered():
     run(test)
 
 
-def test_a_batch_that_was_only_sent_ahead_is_innocent():
+def test_a_death_does_not_count_for_a_batch_that_was_only_sent_ahead():
     async def test(bench):
         worker = bench.add_worker()
         first = bench.request(1, length=16)
@@ -160,14 +160,14 @@ def test_a_batch_that_was_only_sent_ahead_is_innocent():
         second = bench.request(2, length=16)
         await worker.receive()
         bench.dispatcher.worker_down(worker.incarnation, "was killed")
-        suspects = [bench.scheduler.next_batch(time.monotonic(), max_tokens=16)[0] for _ in range(2)]
-        assert [(s.pending, s.num_deaths) for s in suspects] == [(first, 1), (second, 0)]
+        lost = [bench.scheduler.next_batch(time.monotonic(), max_tokens=16)[0] for _ in range(2)]
+        assert [(s.pending, s.num_deaths) for s in lost] == [(first, 1), (second, 0)]
 
     run(test)
 
 
 @pytest.mark.parametrize("begun", [[], [0], [0, 1]])
-def test_only_what_a_dead_worker_had_begun_is_suspected(begun):
+def test_a_death_counts_for_what_the_worker_had_begun_alone(begun):
     """It may have been busy with another gateway's batch, or, on an accelerator, with two."""
 
     async def test(bench):
@@ -789,7 +789,7 @@ def test_an_input_with_deaths_at_another_gateway_is_isolated_until_any_worker_ha
 
 
 def test_a_storm_of_deaths_is_not_paid_for_without_end():
-    """The workers of this test begin nothing, so that no sequence is suspected and tried alone."""
+    """The workers of this test begin nothing, so that no death counts for a sequence and isolates it."""
 
     async def test(bench):
         request, num_deaths = bench.request(1, length=16), 0
@@ -809,9 +809,9 @@ def test_a_storm_of_deaths_is_not_paid_for_without_end():
     run(test)
 
 
-def test_suspects_are_tried_alone_however_much_has_been_lost():
+def test_isolated_batches_are_free_however_much_has_been_lost():
     async def test(bench):
-        bench.dispatcher._retries.num_tokens = 2 * 2  # of two tries in company
+        bench.dispatcher._retries.num_tokens = 2 * 2  # of two tries in a batch with others
         request = bench.request(1)
         for life in (1, 2):
             worker = bench.add_worker(0, life)

@@ -19,7 +19,7 @@ def deaths_until_rejected(*, has_crashed: bool, others_go_on: bool, in_company: 
     raise AssertionError("never")
 
 
-def test_an_isolated_crash_is_proof_at_the_third_death():
+def test_an_isolated_crash_is_enough_at_the_third_death():
     assert deaths_until_rejected(has_crashed=True, others_go_on=True) == 3
     assert deaths_until_rejected(has_crashed=True, others_go_on=False) == 3
     assert deaths_until_rejected(has_crashed=True, others_go_on=False, in_company=0) == 3
@@ -35,7 +35,7 @@ def test_where_nobody_gets_on_it_is_not_the_input_for_long():
     assert deaths_until_rejected(has_crashed=False, others_go_on=False, in_company=0) == 5
 
 
-def test_deaths_in_company_are_no_proof():
+def test_deaths_in_company_alone_never_reject():
     deaths = Deaths()
     for num_done in range(100):
         assert not count_death(deaths, is_isolated=False, has_crashed=True, num_done=num_done)
