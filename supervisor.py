@@ -54,7 +54,17 @@ from vecd.launch.systemd.reload_command import ReloadOutcome
 from vecd.launch.systemd.watchdog import HEALTHY, HealthSignals, WatchdogState
 from vecd.shm import logs
 from vecd.shm.card import ModelError
-from vecd.shm.control import Drain, Heartbeat, Message, Prepared, Quarantined, ReloadAsked, WorkerStuck
+from vecd.shm.control import (
+    Drain,
+    Heartbeat,
+    InputDeaths,
+    InputsCleared,
+    Message,
+    Prepared,
+    Quarantined,
+    ReloadAsked,
+    WorkerStuck,
+)
 from vecd.shm.shared_metrics import create_shared_metrics
 from vecd.shm.socketfile import FileId, file_id, remove_if_ours
 from vecd.shm.wire import Incarnation
@@ -212,7 +222,7 @@ class Supervisor:
             case WorkerStuck():
                 for worker_pool in self._crews.values():
                     worker_pool.kill_stuck(Incarnation(message.worker, message.life))
-            case Quarantined():
+            case Quarantined() | InputDeaths() | InputsCleared():
                 self._front.tell_all(message, but=link)
             case ReloadAsked():
                 self._reload_soon()
