@@ -31,11 +31,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import TypeVar
 
-from vecd.launch.config.keys import load_keys
-from vecd.launch.config.plan import Plan, make_plan, max_open_files
-from vecd.launch.config.settings import Settings, load_settings
-from vecd.launch.config.tokenizer import forget
-from vecd.launch.exit_codes import (
+from vecd.launch.base.exit_codes import (
     EXIT_BAD_CONFIGURATION,
     EXIT_COULD_NOT_START,
     EXIT_INTERNAL_ERROR,
@@ -44,6 +40,10 @@ from vecd.launch.exit_codes import (
     StartFailure,
     first_of,
 )
+from vecd.launch.config.keys import load_keys
+from vecd.launch.config.plan import Plan, make_plan, max_open_files
+from vecd.launch.config.settings import Settings, load_settings
+from vecd.launch.config.tokenizer import forget
 from vecd.launch.processes.children import reap_everything, reap_orphans
 from vecd.launch.processes.gateway_pool import GatewayPool, Link, Sockets
 from vecd.launch.processes.sockets import Inherited, listen, listen_admin, take_inherited

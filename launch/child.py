@@ -7,7 +7,7 @@ without uvloop.
 import sys
 from collections.abc import Callable
 
-from vecd.launch.exit_codes import EXIT_COULD_NOT_START, EXIT_OK
+from vecd.launch.base.exit_codes import EXIT_COULD_NOT_START, EXIT_OK
 
 
 def gateway(control_fd: str) -> int:

@@ -19,8 +19,8 @@ from pathlib import Path
 from typing import Any
 
 from vecd.gateway.types.config import PRIORITIES, SCOPES, ApiKey
+from vecd.launch.base.exit_codes import EXIT_BAD_CONFIGURATION, EXIT_OK, ConfigurationError
 from vecd.launch.config.settings import Settings
-from vecd.launch.exit_codes import EXIT_BAD_CONFIGURATION, EXIT_OK, ConfigurationError
 
 MIN_KEY_CHARACTERS = 16
 """Of keys in lists and files. What `vecd key` makes has 43: 256 bits."""

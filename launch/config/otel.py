@@ -6,7 +6,7 @@ Owns the list of packages that `vecd.gateway.telemetry.spans` imports. Imports n
 
 import importlib.util
 
-from vecd.launch.exit_codes import ConfigurationError
+from vecd.launch.base.exit_codes import ConfigurationError
 
 _PACKAGES = ("opentelemetry.sdk.trace", "opentelemetry.exporter.otlp.proto.http.trace_exporter")
 

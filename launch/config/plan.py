@@ -16,15 +16,15 @@ from pathlib import Path
 from typing import NamedTuple
 
 from vecd.gateway.types.config import GatewayConfig
-from vecd.launch.cache import cache_folder
+from vecd.launch.base.exit_codes import EXIT_OK, ConfigurationError, StartFailure
+from vecd.launch.base.programs import self_command
 from vecd.launch.config.architectures import refuse_unknown
+from vecd.launch.config.cache import cache_folder
 from vecd.launch.config.keys import load_keys
 from vecd.launch.config.otel import check_otel
 from vecd.launch.config.settings import Settings
 from vecd.launch.config.tls import check_tls
 from vecd.launch.config.tokenizer import with_tokenizer
-from vecd.launch.exit_codes import EXIT_OK, ConfigurationError, StartFailure
-from vecd.launch.processes.children import self_command
 from vecd.shm import logs
 from vecd.shm.arena import ArenaSpec
 from vecd.shm.card import ModelCard, ModelError, read_card

@@ -28,7 +28,7 @@ from pydantic_settings import (
     SettingsError,
 )
 
-from vecd.launch.exit_codes import ConfigurationError
+from vecd.launch.base.exit_codes import ConfigurationError
 
 ENV_PREFIX = "VECD_"
 

@@ -6,7 +6,7 @@ Owns the check; what is wrong with the files, `vecd.gateway.http.tls` finds. Cal
 from pathlib import Path
 
 from vecd.gateway.http.tls import find_problems
-from vecd.launch.exit_codes import ConfigurationError
+from vecd.launch.base.exit_codes import ConfigurationError
 
 
 def check_tls(cert: Path | None, key: Path | None) -> None:

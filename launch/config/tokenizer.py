@@ -16,8 +16,8 @@ from contextlib import suppress
 from dataclasses import replace
 from pathlib import Path
 
-from vecd.launch.exit_codes import EXIT_OK
-from vecd.launch.processes.children import self_command
+from vecd.launch.base.exit_codes import EXIT_OK
+from vecd.launch.base.programs import self_command
 from vecd.shm import logs
 from vecd.shm.card import ModelCard, ModelError, vocabulary_files
 

@@ -8,7 +8,7 @@ request, and would end everybody's. It counts as broken then, and is tried again
 
 from dataclasses import dataclass
 
-from vecd.launch.exit_codes import StartFailure
+from vecd.launch.base.exit_codes import StartFailure
 
 _MAX_DEATHS_BEFORE_READY = 3
 _QUICK_LIFE_S = 0.25

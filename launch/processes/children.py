@@ -15,8 +15,8 @@ from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from typing import Any
 
-from vecd.launch.exit_codes import ChildDied, StartFailure
-from vecd.launch.programs import command_of
+from vecd.launch.base.exit_codes import ChildDied, StartFailure
+from vecd.launch.base.programs import self_command
 from vecd.shm.control import (
     Channel,
     ChildFailed,
@@ -119,11 +119,6 @@ async def _readable(fd: int) -> None:
         await future
     finally:
         loop.remove_reader(fd)
-
-
-def self_command(command: str) -> list[str]:
-    """The command line that runs `vecd.launch.child`."""
-    return command_of("vecd.launch.child", command)
 
 
 def spawn(name: str, command: str) -> Process:

@@ -19,7 +19,7 @@ from contextlib import suppress
 from dataclasses import asdict, dataclass, field, replace
 
 from vecd.gateway.types.config import ApiKey
-from vecd.launch.exit_codes import StartFailure
+from vecd.launch.base.exit_codes import StartFailure
 from vecd.launch.processes.backoff import Backoff
 from vecd.launch.processes.children import Process, killed_after, spawn
 from vecd.launch.processes.worker_pool import WorkerPool

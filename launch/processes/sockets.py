@@ -12,8 +12,8 @@ from collections.abc import MutableMapping
 from dataclasses import dataclass
 from pathlib import Path
 
+from vecd.launch.base.exit_codes import ConfigurationError, StartFailure
 from vecd.launch.config.settings import Settings
-from vecd.launch.exit_codes import ConfigurationError, StartFailure
 
 _LISTEN_BACKLOG = 2048
 _PROBE_TIMEOUT_S = 1.0

@@ -14,10 +14,11 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any, Protocol
 
+from vecd.launch.base.exit_codes import ChildDied, StartFailure, first_of
+from vecd.launch.base.programs import self_command
 from vecd.launch.config.plan import Plan
-from vecd.launch.exit_codes import ChildDied, StartFailure, first_of
 from vecd.launch.processes.backoff import Backoff
-from vecd.launch.processes.children import ForkServer, Process, killed_after, self_command
+from vecd.launch.processes.children import ForkServer, Process, killed_after
 from vecd.launch.processes.sockets import make_zmq_endpoint
 from vecd.shm.arena import create_arena
 from vecd.shm.control import ChildFailed, ForkServerStart, Progress, WorkerReady

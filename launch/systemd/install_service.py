@@ -13,8 +13,8 @@ import sys
 from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 
+from vecd.launch.base.exit_codes import EXIT_BAD_CONFIGURATION, EXIT_COULD_NOT_START, EXIT_OK, ConfigurationError
 from vecd.launch.config.settings import load_flags
-from vecd.launch.exit_codes import EXIT_BAD_CONFIGURATION, EXIT_COULD_NOT_START, EXIT_OK, ConfigurationError
 from vecd.launch.systemd.placement import SERVICE, SOCKET, Place, contents, own_command, place_of
 from vecd.launch.systemd.units import MADE_BY
 

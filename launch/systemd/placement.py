@@ -13,9 +13,9 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
+from vecd.launch.base.exit_codes import ConfigurationError
+from vecd.launch.base.programs import command_of
 from vecd.launch.config.settings import Settings
-from vecd.launch.exit_codes import ConfigurationError
-from vecd.launch.programs import command_of
 from vecd.launch.systemd.units import DEFAULT_LISTEN, service_unit, socket_unit
 
 SERVICE, SOCKET = "vecd.service", "vecd.socket"
@@ -57,7 +57,7 @@ def own_command() -> list[str]:
     script = Path(sys.executable).parent / "vecd"
     if os.access(script, os.X_OK):
         return [str(script)]
-    return command_of("supervisor")
+    return command_of("vecd")
 
 
 def contents(

@@ -7,8 +7,8 @@ import pytest
 from certificates import Certificate, encrypt_key, make_certificate
 
 from vecd.gateway.http.tls import ServerTls, TlsError, find_problems
+from vecd.launch.base.exit_codes import ConfigurationError
 from vecd.launch.config.tls import check_tls
-from vecd.launch.exit_codes import ConfigurationError
 
 
 @pytest.fixture(scope="module")

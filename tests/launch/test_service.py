@@ -8,8 +8,8 @@ from pathlib import Path
 
 import pytest
 
+from vecd.launch.base.exit_codes import ConfigurationError
 from vecd.launch.config.settings import Settings, load_flags
-from vecd.launch.exit_codes import ConfigurationError
 from vecd.launch.systemd import install_service as service
 from vecd.launch.systemd.placement import contents, own_command, place_of, to_toml
 from vecd.launch.systemd.units import MADE_BY
