@@ -1,7 +1,7 @@
 """The certificate and key that the public listener speaks TLS with.
 
 Owns the SSLContext, its rules, and every way in which the two files can be wrong. Never touches a connection
-(`vecd.gateway.http.tls_layer`). `vecd.gateway.main` makes one at its start and reloads it; `vecd.launch.config.tls`
+(`vecd.gateway.http.tls_layer`). `vecd.gateway.main` makes one at its start and reloads it; `vecd.launch.config.plan`
 looks for problems before any gateway is started.
 """
 

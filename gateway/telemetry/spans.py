@@ -6,7 +6,7 @@ queue and forgotten. A collector that is slow, or not there, costs spans, which 
 text, token id, vector or key is in a span, nor the path as the caller wrote it.
 
 `vecd.gateway.telemetry.tracing` hands requests over, `vecd.gateway.main` starts and closes it. OpenTelemetry is
-imported by the thread: it takes 0.2 s, and is not there without `vecd[otel]`, which `vecd.launch.config.otel` has
+imported by the thread: it takes 0.2 s, and is not there without `vecd[otel]`, which `vecd.launch.config.plan` has
 looked for.
 """
 
