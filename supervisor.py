@@ -39,7 +39,7 @@ from vecd.launch.base.exit_codes import (
 )
 from vecd.launch.config.plan import Plan, make_plan, max_open_files
 from vecd.launch.config.settings import Settings, load_settings
-from vecd.launch.processes.children import System, reap_orphans
+from vecd.launch.processes.children import System
 from vecd.launch.processes.gateway_pool import GatewayPool, Link, Sockets
 from vecd.launch.processes.keys_watch import KeysWatch
 from vecd.launch.processes.reload import Reloader
@@ -314,7 +314,7 @@ class Supervisor:
         while True:
             await asyncio.sleep(_REAP_INTERVAL_S)
             if not self._reloader.is_running:  # which may wait for children of its own
-                reap_orphans()
+                self._system.reap_orphans()
 
     # --- what the operator sees -----------------------------------------------------------------------------
 

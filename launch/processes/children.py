@@ -398,5 +398,6 @@ class System:
     spawn: Callable[[str, str], Process] = spawn
     fork_server: Callable[[ForkServerStart, float, Callable[[str], None]], ForkServer] = ForkServer
     make_endpoint: Callable[[], tuple[socket.socket, int]] = make_zmq_endpoint
+    reap_orphans: Callable[[], None] = reap_orphans
     reap_everything: Callable[[], Awaitable[None]] = reap_everything
     files: FileAccess = field(default_factory=FileAccess)
