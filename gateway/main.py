@@ -27,17 +27,18 @@ from vecd.gateway.http.server import Server
 from vecd.gateway.http.tls import ServerTls, TlsError
 from vecd.gateway.memory import keep_freed_memory
 from vecd.gateway.pipeline import Pipeline
-from vecd.gateway.scheduling.scheduler import Scheduler
+from vecd.gateway.scheduling.policy import BatchingPolicy
 from vecd.gateway.telemetry.access_log import AccessLog
 from vecd.gateway.telemetry.on_finished import Observer
 from vecd.gateway.telemetry.shared_metrics import SharedMetrics
 from vecd.gateway.telemetry.spans import Facts, SpanSender
+from vecd.gateway.telemetry.tei_metrics import TeiCounts
 from vecd.gateway.telemetry.tracing import Tracing
 from vecd.gateway.tokenization.tokenizer import Tokenizer
 from vecd.gateway.types.config import ApiKey, GatewayConfig
 from vecd.gateway.types.errors import ApiError, Unavailable
 from vecd.gateway.types.messages import HttpRequest, Limits, Response
-from vecd.gateway.types.request import Overflow, Priority
+from vecd.gateway.types.request import Overflow
 from vecd.shm import logs
 from vecd.shm.card import ModelError
 from vecd.shm.control import (
@@ -62,6 +63,7 @@ from vecd.shm.control import (
     WorkerStuck,
     WorkerUp,
 )
+from vecd.shm.output import Output
 from vecd.shm.shared_metrics import Counter, Gauge, Histogram
 from vecd.shm.socketfile import file_id, remove_if_ours
 from vecd.shm.views import map_arena
@@ -131,28 +133,26 @@ class Service:
         generation: int,
         tokenizer: Tokenizer,
         dispatcher: Dispatcher,
-        scheduler: Scheduler,
+        policy: BatchingPolicy,
         shared_metrics: SharedMetrics,
     ) -> None:
         self.config = config
         self.generation = generation
         self.tokenizer = tokenizer
         self.dispatcher = dispatcher
-        self.scheduler = scheduler
+        self.policy = policy
         self._board = shared_metrics
         self.admission = Admission(
             max_requests=config.share(config.max_requests),
             max_wait_s=config.max_wait_s,
-            short_tokens=scheduler.quantum,
-            tokens_waiting=self._tokens_waiting,
-            tokens_ahead=self._tokens_ahead,
-            tokens_per_s=lambda: dispatcher.tokens_per_s,
+            policy=policy,
+            workers=dispatcher,
         )
         self.app = Pipeline(
             config,
             admission=self.admission,
             tokenizer=tokenizer,
-            scheduler=scheduler,
+            policy=policy,
             dispatcher=dispatcher,
             shared_metrics=shared_metrics,
         )
@@ -163,18 +163,6 @@ class Service:
         self.dispatcher.stop()
         # Waits for the turn that is being taken, which on a huge text may be a second.
         asyncio.get_running_loop().run_in_executor(None, self.tokenizer.threads.close)
-
-    def _tokens_waiting(self) -> int:
-        """At most: other gateways have as much as this one, if they take turns with it."""
-        return (self.scheduler.queued_tokens + self.dispatcher.in_flight_tokens) * self.config.num_gateways
-
-    def _tokens_ahead(self, num_tokens: int, priority: Priority, tenant: str) -> int:
-        """What workers do before a new request's turn: what is queued before it here, and as much for each gateway that
-        takes turns with this one, if that has so much."""
-        ours = self.scheduler.tokens_ahead(num_tokens, priority, self.dispatcher.tokens_per_s, tenant)
-        ours += self.dispatcher.in_flight_tokens
-        theirs = self._board.others(Gauge.QUEUED_TOKENS) if self.config.num_gateways > 1 else []
-        return ours + sum(min(ours, tokens) for tokens in theirs)
 
 
 class Services:
@@ -240,8 +228,8 @@ class Gateway:
         shared_metrics.poll(
             {
                 Gauge.REQUESTS: lambda: services.total(lambda service: service.admission.num_requests),
-                Gauge.QUEUED_SEQUENCES: lambda: services.total(lambda service: service.scheduler.queued_sequences),
-                Gauge.QUEUED_TOKENS: lambda: services.total(lambda service: service.scheduler.queued_tokens),
+                Gauge.QUEUED_SEQUENCES: lambda: services.total(lambda service: service.policy.queued_sequences),
+                Gauge.QUEUED_TOKENS: lambda: services.total(lambda service: service.policy.queued_tokens),
                 Gauge.ARENA_ROWS: lambda: services.total(lambda service: service.dispatcher.num_rows),
                 Gauge.ARENA_ROWS_IN_USE: lambda: services.total(lambda service: service.dispatcher.num_rows_in_use),
                 Gauge.QUEUE_AGE_US: self._queue_age_us,
@@ -252,27 +240,35 @@ class Gateway:
         )
 
     def _make_service(self, config: GatewayConfig, generation: int, tokenizer: Tokenizer) -> Service:
-        scheduler = Scheduler(config.max_batch_tokens, config.arena.rows_per_slot, config.max_tokens)
+        policy = BatchingPolicy(
+            config.max_batch_tokens,
+            config.arena.rows_per_slot,
+            config.max_tokens,
+            num_gateways=config.num_gateways,
+            queued_elsewhere=lambda: self._board.others(Gauge.QUEUED_TOKENS),
+        )
         dispatcher = Dispatcher(
-            scheduler=scheduler,
+            policy=policy,
             epoch=self._epoch,
             max_batch_tokens=config.max_batch_tokens,
             batch_timeout_s=config.batch_timeout_s,
             num_gateways=config.num_gateways,
-            token_dim=config.card.hidden_size,
+            widths={output: output.width_of(config.card) for output in Output},
             on_stuck=lambda who: self._tell(WorkerStuck(who.worker, who.life)),
-            on_met=lambda who: self._tell(WorkerMet(who.worker, who.life)),
+            on_connected=lambda who: self._tell(WorkerMet(who.worker, who.life)),
             on_quarantined=lambda digest: self._tell(Quarantined(digest)),
+            on_broken=lambda make_error: service.app.fail_all(make_error),  # noqa: PLW0108 (it is made below)
+            on_sending=TeiCounts(self._board).count_batch if config.has_tei_metrics else None,
             quarantine_key=self._quarantine_key,
             shared_metrics=self._board,
         )
-        service = Service(config, generation, tokenizer, dispatcher, scheduler, self._board)
+        service = Service(config, generation, tokenizer, dispatcher, policy, self._board)
         service.app.on_reload = lambda: self._tell(ReloadAsked())
         return service
 
     def _queue_age_us(self) -> int:
         now = time.monotonic()
-        oldest_s = max(service.scheduler.oldest_wait_s(now) for service in self._services.all.values())
+        oldest_s = max(service.policy.oldest_wait_s(now) for service in self._services.all.values())
         return int(oldest_s * 1e6)
 
     def _is_ahead(self) -> bool:

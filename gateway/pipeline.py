@@ -1,7 +1,7 @@
 """The handlers: from a parsed HTTP request to an answer. `Pipeline` is what `vecd.gateway.http.server` serves.
 
-Owns the path of a request through admission, tokenizer, scheduler and dispatcher, and the table of routes. Knows no
-socket and no ZeroMQ frame.
+Owns the path of a request through admission, tokenizer, batching policy and dispatcher, and the table of routes. Knows
+no socket and no ZeroMQ frame.
 """
 
 import asyncio
@@ -22,8 +22,8 @@ from vecd.gateway.api.routes import Route, Table, admin_table, find_route, publi
 from vecd.gateway.dispatch.dispatcher import Dispatcher
 from vecd.gateway.encoding.fragments import Encoder
 from vecd.gateway.encoding.pending import ChunkedInput, PendingResult
+from vecd.gateway.scheduling.policy import BatchingPolicy
 from vecd.gateway.scheduling.queue import QueuedSequence, RequestQueue
-from vecd.gateway.scheduling.scheduler import Scheduler
 from vecd.gateway.telemetry.processes import Processes
 from vecd.gateway.telemetry.shared_metrics import SharedMetrics
 from vecd.gateway.telemetry.tei_metrics import TeiCounts
@@ -52,7 +52,6 @@ from vecd.gateway.types.request import (
 )
 from vecd.gateway.types.timeline import Durations, RequestTimeline
 from vecd.shm.shared_metrics import Counter
-from vecd.shm.wire import Output
 
 T = TypeVar("T")
 
@@ -99,14 +98,14 @@ class Pipeline:
         *,
         admission: Admission,
         tokenizer: Tokenizer,
-        scheduler: Scheduler,
+        policy: BatchingPolicy,
         dispatcher: Dispatcher,
         shared_metrics: SharedMetrics,
     ) -> None:
         self.config = config
         self.admission = admission
         self.tokenizer = tokenizer
-        self.scheduler = scheduler
+        self.policy = policy
         self.dispatcher = dispatcher
         self.shared_metrics = shared_metrics
         self.endpoints = ENDPOINTS
@@ -136,10 +135,7 @@ class Pipeline:
         self._token_floats: dict[RequestQueue, int] = {}
         """Of requests for one vector for each token; usually none."""
         self._deadlines = Deadlines(self._expire)
-        dispatcher.when_broken(self.fail_all)
         self._tei_counts = TeiCounts(shared_metrics) if config.has_tei_metrics else None
-        if self._tei_counts is not None:
-            dispatcher.when_sending(self._tei_counts.count_batch)
 
     # --- what the server calls ------------------------------------------------------------------------------
 
@@ -312,7 +308,7 @@ class Pipeline:
         num_chars = sum(map(len, request.inputs)) if isinstance(request.inputs[0], str) else 0
         collectors = self.encoder.make_collectors(request)
         pending = PendingResult(len(request.inputs), collectors, asyncio.get_running_loop())
-        request_queue = self.scheduler.open(pending, permit.priority, permit.deadline, principal.tenant)
+        request_queue = self.policy.open(pending, permit.priority, permit.deadline, principal.tenant)
         request_queue.batches = timeline.batches
         counts = _Counts(wants_reports=request.wants_report)
         self._gatherings.add(pending)
@@ -326,7 +322,7 @@ class Pipeline:
             self._deadlines.drop(pending, tick)
             self._gatherings.discard(pending)
             pending.abandon()
-            self.scheduler.close(request_queue)
+            self.policy.close(request_queue)
             self._token_floats.pop(request_queue, None)
             spending.note_sent(request_queue.num_sent_tokens)
             timeline.num_tokens = counts.num_tokens
@@ -390,7 +386,7 @@ class Pipeline:
             self._tei_counts.count_tokenized(tokenized)
         self._check_num_tokens(counts.num_tokens, is_all=start + len(tokenized) == len(request.inputs))
         output = request.output
-        if output is Output.TOKENS:
+        if output.is_per_token:
             self._check_token_rows(start, tokenized, counts.num_tokens)
             self._take_token_floats(request_queue, num_tokens)
         if counts.num_chunked:
@@ -399,16 +395,14 @@ class Pipeline:
             sequences = [
                 QueuedSequence(request_queue, index, item, output) for index, item in enumerate(tokenized, start)
             ]
-        self.dispatcher.quarantine.check(sequences)
-        self.scheduler.add(request_queue, self.dispatcher.without_suspects(sequences), time.monotonic())
+        self.dispatcher.submit(request_queue, sequences)
         permit.note_queued(num_tokens)
-        self.dispatcher.pump_soon()
 
     def _sequences_with_chunks(
         self, request: EmbedRequest, request_queue: RequestQueue, start: int, tokenized: list[TokenizedInput]
     ) -> list[QueuedSequence]:
         sequences = []
-        is_normalized = request.normalize or (self.model_info.is_normalized and request.output is Output.VECTORS)
+        is_normalized = request.normalize or request.output.is_normalized_by(self.model_info)
         for index, item in enumerate(tokenized, start):
             if not item.chunks:
                 sequences.append(QueuedSequence(request_queue, index, item, request.output))

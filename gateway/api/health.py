@@ -8,10 +8,11 @@ import os
 import time
 from typing import TYPE_CHECKING, Any
 
-from vecd.gateway.dispatch.dispatcher import WorkerLink
-from vecd.gateway.scheduling.cost_model import FULL_BATCH_S, SHORT_BATCH_S
+from vecd.gateway.dispatch.worker_link import WorkerLink
+from vecd.gateway.scheduling.policy import SHORT_BATCH_S
 from vecd.gateway.telemetry.shared_metrics import SharedMetrics
 from vecd.gateway.types.request import Overflow
+from vecd.shm.batch_limits import FULL_BATCH_S
 from vecd.shm.shared_metrics import Gauge, Row
 
 if TYPE_CHECKING:
@@ -135,7 +136,7 @@ def _describe_tenants(app: "Pipeline") -> dict[str, Any]:
             {
                 "name": holder.tenant,
                 "requests": app.admission.num_requests_of(holder.tenant),
-                "queued_tokens": app.scheduler.queued_tokens_of(holder.tenant),
+                "queued_tokens": app.policy.queued_tokens_of(holder.tenant),
             }
             for holder in app.callers.holders
         ],

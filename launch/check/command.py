@@ -98,8 +98,8 @@ def _wishes(options: argparse.Namespace, settings: Settings) -> Wishes:
     problems, texts = [], []
     if not 0 < options.seconds <= _MAX_SECONDS:
         problems.append(f"--seconds: {options.seconds:g} given, must be above 0 and at most {_MAX_SECONDS:g}")
-    if settings.engine == "weightless":
-        problems.append("--engine: weightless given, which has no model to check")
+    if settings.engine == "dummy":
+        problems.append("--engine: dummy given, which has no model to check")
     if options.texts is not None:
         try:
             texts = read_texts(options.texts)

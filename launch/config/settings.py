@@ -29,6 +29,7 @@ from pydantic_settings import (
 )
 
 from vecd.launch.base.exit_codes import ConfigurationError
+from vecd.shm.batch_limits import MAX_BATCH_TOKENS, MAX_BATCH_TOKENS_ON_GPU
 
 ENV_PREFIX = "VECD_"
 
@@ -94,15 +95,15 @@ class Settings(BaseSettings):
         description="number format of the forward pass; auto: bfloat16 where the processor or GPU computes it "
         "natively and the vectors agree with float32's, else float32. int8: faster, but less exact vectors",
     )
-    engine: Literal["auto", "fused", "packed", "padded", "weightless"] = Field(
+    engine: Literal["auto", "fused", "packed", "padded", "dummy"] = Field(
         default="auto",
         description="implementation of the forward pass; auto: the fastest one whose vectors agree with the reference "
-        "model's. weightless: the dummy engine, which has no model and returns made-up vectors, for tests",
+        "model's. dummy: no model, made-up vectors, for tests",
     )
     max_batch_tokens: Annotated[int, Field(ge=1, le=1_000_000)] | Literal["auto"] = Field(
         default="auto",
         description="maximum tokens in one forward pass. A worker gets fewer if it cannot compute them in a quarter of "
-        "a second. auto: 2048 on a processor, 32768 on a GPU",
+        f"a second. auto: {MAX_BATCH_TOKENS} on a processor, {MAX_BATCH_TOKENS_ON_GPU} on a GPU",
     )
     max_tokens: int | None = Field(
         default=None, ge=3, description="maximum tokens of an input, see --overflow; default: the model's own limit"
@@ -244,6 +245,11 @@ class Settings(BaseSettings):
     @classmethod
     def _absolute(cls, path: Path | None) -> Path | None:
         return None if path is None else path.absolute()
+
+    @field_validator("engine", mode="before")
+    @classmethod
+    def _by_its_name(cls, engine: object) -> object:
+        return "dummy" if engine == "weightless" else engine  # its name before, still accepted
 
     @field_validator("cors_origins")
     @classmethod
