@@ -2,8 +2,8 @@
 
 Owns the names, defaults, ranges and help texts, from which `--help` and docs/operating.md's table are generated. A flag
 wins over the environment (`VECD_*`), that over `.env`, that over the file named by `--config`, that over the default.
-Every problem is reported at once (`ConfigurationError`). Called by `supervisor` alone, the only reader of argv and
-environment.
+Every problem is reported at once (`ConfigurationError`). Called by the supervisor, the only reader of argv and
+environment, and by `vecd check` and `vecd install-service`.
 """
 
 import os
@@ -318,9 +318,9 @@ def load_settings(argv: Sequence[str], *, without: Sequence[str] = ()) -> Settin
 
     Raises ConfigurationError with every problem that was found, in any of the sources.
     """
-    found = _Found()
+    found = _Merged()
     flags = found.read_flags(argv)
-    # An empty variable is one that is not set, as where a compose file passes on what it has not got.
+    # An empty variable counts as unset: a compose file passes on unset variables as empty ones.
     environment = EnvSettingsSource(Settings, env_ignore_empty=True)()
     dotenv = DotEnvSettingsSource(Settings, env_ignore_empty=True)()
     config = flags.get("config") or environment.get("config") or dotenv.get("config")
@@ -337,14 +337,14 @@ def load_settings(argv: Sequence[str], *, without: Sequence[str] = ()) -> Settin
 
 
 def load_flags(argv: Sequence[str]) -> Settings:
-    """What flags alone say; `model_fields_set` has those that were given. Raises ConfigurationError."""
-    found = _Found()
+    """Settings from flags alone; `model_fields_set` has those that were given. Raises ConfigurationError."""
+    found = _Merged()
     found.add("--", "kebab", found.read_flags(argv))
     return found.validate()
 
 
-class _Found:
-    """What the sources say, merged in rising precedence, and the problems met on the way."""
+class _Merged:
+    """The values of all sources, merged in rising precedence, and the problems found in them."""
 
     def __init__(self) -> None:
         self._values: dict[str, Any] = {}
@@ -360,7 +360,7 @@ class _Found:
         self._values.pop(name, None)
 
     def read_flags(self, argv: Sequence[str]) -> dict[str, Any]:
-        """The flags that can be read. argparse stops at the first problem: that one is set aside, and it goes on."""
+        """The flags that can be read. argparse stops at a problem: that flag is removed, and the rest parsed again."""
         rest, ignore_unknown = list(argv), False
         for _ in range(len(argv) + 2):
             try:
@@ -390,7 +390,7 @@ class _Found:
         for variable, value in environ.items():
             name = variable.removeprefix(ENV_PREFIX).lower()
             if name in _SECRETS and not value:
-                # Not taken for unset: whoever meant to set a key must not get an open server.
+                # Not the same as unset: an operator who wanted to set a key must not get an open server.
                 self._problems.append(f"{origin}{variable}: is empty; give it a key, or remove it")
             if (
                 variable.startswith(ENV_PREFIX)

@@ -81,7 +81,7 @@ def _install(options: argparse.Namespace, flags: Sequence[str]) -> int:
         raise ConfigurationError([f"{paths.on_disk(socket)}: {problem}"])
     written = _write(paths, files, force=options.force)
     units = [*([SOCKET] if options.socket else []), SERVICE]
-    # What runs goes by what was written only after a restart. A socket that is as before stays open: nobody is refused.
+    # The service uses new files only after a restart. A socket that is as before stays open: no client is refused.
     restarted = units if socket in written else [SERVICE]
     commands = [["daemon-reload"], ["enable", *units], ["restart", *restarted]]
     if options.now:
@@ -131,7 +131,7 @@ def _paths(options: argparse.Namespace) -> InstallPaths:
 
 
 def _check_user(options: argparse.Namespace) -> None:
-    """Raises ConfigurationError for a name that cannot be in a unit, or is nobody's on this machine."""
+    """Raises ConfigurationError for a name that cannot stand in a unit, or that no user of this machine has."""
     if not re.fullmatch(r"[A-Za-z_][A-Za-z0-9_.-]{0,63}", options.run_as):
         raise ConfigurationError([f"--run-as: is no user's name (given: {options.run_as!r})"])
     if options.root is None:
@@ -142,9 +142,9 @@ def _check_user(options: argparse.Namespace) -> None:
 
 
 def _write(paths: InstallPaths, files: Mapping[Path, str], *, force: bool) -> set[Path]:
-    """All files or none, but for what fails on the way. Returns those that were not there before as they are now.
+    """Write all files, or none if one of them would be replaced without `force`. Returns those that are new or changed.
 
-    Raises ConfigurationError for those that are there and differ, and OSError.
+    Raises ConfigurationError for those that exist and differ, and OSError.
     """
     existing = _found(map(paths.on_disk, files))
     changed = {path: text for path, text in files.items() if existing.get(paths.on_disk(path)) != text}
@@ -166,7 +166,7 @@ def _write(paths: InstallPaths, files: Mapping[Path, str], *, force: bool) -> se
 
 
 def _found(paths: Iterable[Path]) -> dict[Path, str]:
-    """The text of those that are there. What leads nowhere has none."""
+    """The text of the files that exist; "" for a link that leads nowhere."""
     there = [path for path in paths if os.path.lexists(path)]
     return {path: path.read_text(errors="replace") if path.exists() else "" for path in there}
 

@@ -82,7 +82,12 @@ def bench(planned: Callable[..., Plan]) -> Callable[..., Any]:
     @asynccontextmanager
     async def made(num_gateways: int = 1, **attributes: Any) -> AsyncIterator[Bench]:
         bench = Bench(planned("--workers", "2", "--gateways", "2"), num_gateways)
-        bench.fakes.on_spawn = lambda gateway: [setattr(gateway, *item) for item in attributes.items()] and None
+
+        def on_spawn(gateway: FakeGateway) -> None:
+            for name, value in attributes.items():
+                setattr(gateway, name, value)
+
+        bench.fakes.on_spawn = on_spawn
         try:
             await settle()
             yield bench

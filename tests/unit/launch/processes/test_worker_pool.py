@@ -252,7 +252,7 @@ def test_stop_ends_one_worker_after_the_other(bench) -> None:
 def test_no_endpoint_can_be_made(planned: Callable[..., Plan]) -> None:
     fakes = Fakes()
     before = num_descriptors()
-    made = []
+    made: list[Any] = []
 
     def endpoint() -> Any:
         if made:
