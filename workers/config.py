@@ -14,7 +14,7 @@ from typing import Any
 from vecd.shm.arena import ArenaSpec
 from vecd.shm.card import ModelCard
 
-ENGINES = ("auto", "fused", "packed", "padded", "weightless")
+ENGINES = ("auto", "fused", "packed", "padded", "dummy")
 
 
 @dataclass(frozen=True, slots=True)
@@ -24,7 +24,7 @@ class WorkerConfig:
     card: ModelCard
     arena: ArenaSpec
     engine: str
-    """One of ENGINES: "auto" is the fastest of the others that agrees with the plain model. "weightless" has no
+    """One of ENGINES: "auto" is the fastest of the others that agrees with the plain model. "dummy" has no
     model: its vectors are made from the token ids alone, to test everything but the vectors."""
     device: str
     """"cpu", or "cuda:0", "cuda:1", …"""

@@ -111,11 +111,11 @@ def load_engine(config: WorkerConfig, report: Report, choose_elsewhere: "ChooseE
     Side effect: sets torch's number of threads. Raises ModelError when the model cannot be loaded, or cannot be run
     the way `config` insists on.
     """
-    # Imported here: the weightless engine must not load torch, and the fork server imports this module.
-    if config.engine == "weightless":
+    # Imported here: the dummy engine must not load torch, and the fork server imports this module.
+    if config.engine in ("dummy", "weightless"):
         from vecd.workers.engines.dummy import DummyEngine
 
-        report("making a weightless engine")
+        report("making a dummy engine")
         card = config.card
         return DummyEngine(card.dim, card.hidden_size, is_normalized=card.is_normalized)
     from vecd.workers.engines.load import load_chosen_engine
@@ -125,7 +125,7 @@ def load_engine(config: WorkerConfig, report: Report, choose_elsewhere: "ChooseE
 
 def set_num_threads(config: WorkerConfig) -> None:
     """Threads of one forward pass, in a process that was forked after the engine had been loaded."""
-    if config.engine != "weightless":
+    if config.engine not in ("dummy", "weightless"):
         import torch
 
         torch.set_num_threads(config.num_threads)

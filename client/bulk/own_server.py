@@ -61,7 +61,7 @@ def own_server(model: str | None, flags: Sequence[str], on_wait: Callable[[str],
     """
     reader, writer = os.pipe()
     command = [
-        # As `vecd.launch.programs` writes it: in the binary, sys.executable is the binary, and takes the same words.
+        # As `launch/base/programs.py` writes it: in the binary, sys.executable is the binary, and takes the same words.
         sys.executable, "-P", "-m", "vecd", "serve", *([model] if model else []), *flags,
         "--port", "0", "--ready-fd", str(writer), "--drain-grace", "0",
     ]  # fmt: skip

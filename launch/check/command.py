@@ -17,6 +17,14 @@ from contextlib import ExitStack, suppress
 from pathlib import Path as FilePath
 
 from vecd.client.bench.texts import read_texts
+from vecd.launch.base.exit_codes import (
+    EXIT_BAD_CONFIGURATION,
+    EXIT_COULD_NOT_START,
+    EXIT_INTERNAL_ERROR,
+    EXIT_OK,
+    ConfigurationError,
+    StartFailure,
+)
 from vecd.launch.check import model as check_model
 from vecd.launch.check.advice import advise, is_disturbed
 from vecd.launch.check.machine import read_machine
@@ -27,14 +35,6 @@ from vecd.launch.check.weights import read_weights
 from vecd.launch.config.plan import make_plan, version
 from vecd.launch.config.settings import Settings, load_settings
 from vecd.launch.config.tokenizer import forget
-from vecd.launch.exit_codes import (
-    EXIT_BAD_CONFIGURATION,
-    EXIT_COULD_NOT_START,
-    EXIT_INTERNAL_ERROR,
-    EXIT_OK,
-    ConfigurationError,
-    StartFailure,
-)
 from vecd.shm.card import ModelError
 
 log = logging.getLogger("vecd.check")
@@ -98,8 +98,8 @@ def _wishes(options: argparse.Namespace, settings: Settings) -> Wishes:
     problems, texts = [], []
     if not 0 < options.seconds <= _MAX_SECONDS:
         problems.append(f"--seconds: {options.seconds:g} given, must be above 0 and at most {_MAX_SECONDS:g}")
-    if settings.engine == "weightless":
-        problems.append("--engine: weightless given, which has no model to check")
+    if settings.engine == "dummy":
+        problems.append("--engine: dummy given, which has no model to check")
     if options.texts is not None:
         try:
             texts = read_texts(options.texts)

@@ -15,10 +15,10 @@ from pathlib import Path as FilePath
 from typing import Any
 
 from vecd.client.bench.texts import FixedWords, draw_text
+from vecd.launch.base.programs import self_command
 from vecd.launch.check.children import Child
 from vecd.launch.check.report import Machine, Measurements, Model, Parity, Path, Scaling, Speed
 from vecd.launch.config.plan import Plan
-from vecd.launch.processes.children import self_command
 from vecd.shm.batch_limits import FULL_BATCH_S, MAX_BATCH_TOKENS
 from vecd.shm.card import ModelError
 from vecd.workers.config import WorkerConfig
