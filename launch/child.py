@@ -65,7 +65,7 @@ def convert(folder: str, vocab_size: str, answer_fd: str) -> int:
 
 def choose(answer_fd: str) -> int:
     """The order comes on stdin."""
-    from vecd.workers.engines.selection_process import serve
+    from vecd.workers.process.selection_process import serve
 
     return serve(sys.stdin.read(), int(answer_fd))
 

@@ -1,7 +1,8 @@
-"""What a worker is told at its start, and how many workers a machine can feed.
+"""The configuration of a worker, and the number of processor cores that this process may use.
 
-Owns `WorkerConfig`, composed by the supervisor and sent to the fork server as JSON. Reads no environment and no
-file but the kernel's accounting of processors. Imports neither torch nor numpy: the supervisor imports it.
+Owns `WorkerConfig`, composed by the supervisor and sent to the fork server as JSON. Reads no environment variable, and
+no file except the kernel's accounting of processors. Imports neither torch nor numpy, because the supervisor imports
+it.
 """
 
 import math
@@ -14,18 +15,16 @@ from typing import Any
 from vecd.shm.arena import ArenaSpec
 from vecd.shm.card import ModelCard
 
-ENGINES = ("auto", "fused", "packed", "padded", "weightless")
-
 
 @dataclass(frozen=True, slots=True)
 class WorkerConfig:
-    """Everything a worker needs to know, the same for each worker but for `device`."""
+    """Everything a worker needs to know; equal for all workers except `device`."""
 
     card: ModelCard
     arena: ArenaSpec
     engine: str
-    """One of ENGINES: "auto" is the fastest of the others that agrees with the plain model. "weightless" has no
-    model: its vectors are made from the token ids alone, to test everything but the vectors."""
+    """"fused", "packed" or "padded"; "auto": the fastest of these whose vectors are the reference model's within bounds;
+    "dummy", or its old name "weightless": no model, vectors made from the token ids alone for tests."""
     device: str
     """"cpu", or "cuda:0", "cuda:1", …"""
     dtype: str
@@ -34,9 +33,13 @@ class WorkerConfig:
     """Threads of one forward pass."""
     log_level: str
     cache_folder: str
-    """Where the choice of an engine is remembered; empty: nowhere."""
+    """The cache directory for the selection of an engine; empty for none."""
     log_format: str = "text"
-    """As `vecd.shm.logs` has it."""
+    """A format of `vecd.shm.logs`."""
+
+    @property
+    def is_dummy(self) -> bool:
+        return self.engine in ("dummy", "weightless")
 
     def to_json(self) -> dict[str, Any]:
         return asdict(self)
@@ -47,9 +50,10 @@ class WorkerConfig:
 
 
 def usable_cores(cgroup_root: Path = Path("/sys/fs/cgroup"), proc_cgroup: Path = Path("/proc/self/cgroup")) -> int:
-    """The processor cores this process may use: its affinity mask, and no more than its cgroup's quota, at least 1.
+    """The processor cores that this process may use: those of its affinity mask, limited by its cgroup's quota; at
+    least 1.
 
-    A container given 2 of 64 processors by quota sees all 64 in its affinity mask; workers beyond the quota only
+    A container with a quota of 2 of 64 processors sees all 64 in its affinity mask; more workers than the quota only
     throttle each other. A fractional quota is rounded up.
     """
     cores = len(os.sched_getaffinity(0))

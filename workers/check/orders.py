@@ -23,10 +23,11 @@ from vecd.shm.card import ModelCard, ModelError
 from vecd.workers.check.forks import WorkerDied, in_worker, in_workers
 from vecd.workers.check.speed import Turn, pss_mb
 from vecd.workers.config import WorkerConfig
-from vecd.workers.engine import Engine, PackedBatch, Report, load_engine, set_num_threads
+from vecd.workers.engine import Engine, PackedBatch, ReportProgress
+from vecd.workers.engines.load import load_engine, set_num_threads
 from vecd.workers.engines.selection_cache import Selection, recall
-from vecd.workers.engines.selection_process import SelectionProcess
 from vecd.workers.process.kernel import die_with_parent, leave_no_core, set_process_name, volunteer_for_oom_kill
+from vecd.workers.process.selection_process import SelectionProcess
 
 
 def serve(orders: TextIO, answer_fd: int) -> int:
@@ -60,7 +61,7 @@ class _Orders:
     numpy.
     """
 
-    def __init__(self, report: Report) -> None:
+    def __init__(self, report: ReportProgress) -> None:
         self._report = report
         self._started_at = time.monotonic()
         self._config: WorkerConfig | None = None
@@ -75,7 +76,7 @@ class _Orders:
         is_remembered = recall(chosen) is not None
         choosing_s = 0.0
 
-        def choose(report: Report) -> Selection:
+        def choose(report: ReportProgress) -> Selection:
             nonlocal choosing_s
             started_at = time.monotonic()
             with SelectionProcess(choose_command, chosen) as choosing:
