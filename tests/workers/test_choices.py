@@ -159,7 +159,8 @@ def test_a_memory_that_is_wrong_is_made_anew(config: WorkerConfig, lie: dict[str
 def test_a_remembered_fused_engine_needs_no_transformers(config: WorkerConfig) -> None:
     load_engine(config, lambda stage: None)
     code = (
-        "import json, sys; from vecd.workers.config import WorkerConfig; from vecd.workers.engines.load import load_engine\n"
+        "import json, sys\n"
+        "from vecd.workers.config import WorkerConfig; from vecd.workers.engines.load import load_engine\n"
         "engine = load_engine(WorkerConfig.from_json(json.load(sys.stdin)), print)\n"
         "assert engine.facts['path'] == 'fused'\n"
         "sys.exit('transformers' in sys.modules)"

@@ -17,7 +17,6 @@ import json
 import logging
 import os
 import platform
-import re
 import tempfile
 from collections.abc import Iterator
 from contextlib import suppress
@@ -30,6 +29,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from vecd.workers.config import WorkerConfig
+from vecd.workers.processor import cpuinfo
 
 log = logging.getLogger("vecd.selection")
 
@@ -171,9 +171,4 @@ def _device_name(device: str) -> str:
         import torch
 
         return str(torch.cuda.get_device_properties(device))
-    try:
-        cpuinfo = Path("/proc/cpuinfo").read_text()
-    except OSError:
-        return platform.processor()
-    found = [re.search(rf"^{key}\s*:\s*(.*)$", cpuinfo, re.MULTILINE) for key in ("model name", "(?:flags|Features)")]
-    return " ".join(line[1] for line in found if line)
+    return f"{cpuinfo('model name') or platform.processor()} {cpuinfo('flags|Features')}"

@@ -77,8 +77,8 @@ def _become_worker(config: WorkerConfig, incarnation: Incarnation, parent_pid: i
     if not die_with_parent(parent_pid):
         raise SupervisorGone
     set_process_name(f"vecd-worker-{incarnation.worker}")
-    # Ctrl-C in a terminal reaches the whole process group, and SIGTERM may reach every process. Only the supervisor acts
-    # on them; a worker serves until its control channel ends.
+    # Ctrl-C in a terminal reaches the whole process group, and SIGTERM may reach every process. Only the supervisor
+    # acts on them; a worker serves until its control channel ends.
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     signal.signal(signal.SIGTERM, signal.SIG_IGN)
     signal.signal(signal.SIGHUP, signal.SIG_IGN)

@@ -19,6 +19,7 @@ from vecd.workers.config import WorkerConfig
 from vecd.workers.engine import PackedBatch, ReportProgress
 from vecd.workers.engines.parity import all_probes, compare, vectors_of, vectors_one_by_one
 from vecd.workers.engines.selection_cache import Selection
+from vecd.workers.engines.torch import cuda
 from vecd.workers.engines.torch.build import PATHS, build_engine
 from vecd.workers.engines.torch.fused import NotFusible
 from vecd.workers.engines.torch.linear import has_native_bfloat16
@@ -47,7 +48,7 @@ def dtypes_to_try(config: WorkerConfig) -> tuple[str, ...]:
     if config.dtype != "auto":
         return (config.dtype,)
     if config.device.startswith("cuda"):
-        return ("bfloat16" if torch.cuda.is_bf16_supported(including_emulation=False) else "float16", "float32")
+        return ("bfloat16" if cuda.has_native_bfloat16(torch.device(config.device)) else "float16", "float32")
     return ("bfloat16", "float32") if has_native_bfloat16() else ("float32",)
 
 
