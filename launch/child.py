@@ -71,8 +71,8 @@ def choose(answer_fd: str) -> int:
 
 
 def check(answer_fd: str) -> int:
-    """The orders come on stdin."""
-    from vecd.workers.check.orders import serve
+    """The order comes on stdin."""
+    from vecd.workers.check.run import serve
 
     return serve(sys.stdin, int(answer_fd))
 

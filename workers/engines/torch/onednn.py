@@ -67,7 +67,8 @@ class Int8Kernels:
 @cache
 def float_kernels(dtype: torch.dtype) -> FloatKernels | None:
     """The kernels for float32 or bfloat16; None for other types, and if this processor or this torch has none."""
-    if dtype not in (torch.float32, torch.bfloat16) or not torch.backends.mkldnn.is_available():
+    has_onednn = torch.backends.mkldnn.is_available()  # type: ignore[no-untyped-call]
+    if dtype not in (torch.float32, torch.bfloat16) or not has_onednn:
         return None
     if dtype is torch.bfloat16:
         supported = _resolve({"supported": BFLOAT16_NAME}, "bfloat16")
