@@ -112,7 +112,7 @@ def _int8_notes(measured: Measurements) -> list[str]:
 
 def _parity(parity: dict[str, float]) -> str:
     cosine = parity.get("min_cosine")
-    return "" if cosine is None else f", cosine {cosine:.5f} or better with the reference model"
+    return "" if cosine is None else f", cosine {cosine:.5f} or better"
 
 
 def _factor(measured: Measurements, dtype: str, base: str) -> float:
