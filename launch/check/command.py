@@ -199,10 +199,11 @@ def _tokenize(
     """The texts that will be compared, and their token ids. Adds warnings to the report. Raises ModelError."""
     assert report.model is not None
     progress.say("tokenizing")
-    texts, max_tokens, given = requested.texts[: MAX_TEXTS + 1] or built_in_texts(), plan.gateway.max_tokens, {}
+    texts, max_tokens = requested.texts[: MAX_TEXTS + 1] or built_in_texts(), plan.gateway.max_tokens
+    found: dict[str, Any] = {}
     order = {"card": plan.gateway.card.to_json(), "max_tokens": max_tokens, "texts": texts}
-    run("check_tokens", order, timeout_s, progress.say, given.__setitem__)
-    sequences, num_truncated = given["tokens"]["sequences"], given["tokens"]["num_truncated"]
+    run("check_tokens", order, timeout_s, progress.say, found.__setitem__)
+    sequences, num_truncated = found["tokens"]["sequences"], found["tokens"]["num_truncated"]
     count = affordable([len(ids) for ids in sequences], report.model.num_parameters)
     if count < len(requested.texts):
         report.warnings.append(f"the first {count} of {len(requested.texts)} texts were compared, to limit the time")

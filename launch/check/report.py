@@ -158,7 +158,8 @@ class Measurements:
     @property
     def core_share(self) -> float:
         """The smallest share of a core that a worker had; 1 if nothing was measured."""
-        return min((one.core_share for one in (*self.speeds, *self.scaling)), default=1.0)
+        shares = [speed.core_share for speed in self.speeds] + [scaling.core_share for scaling in self.scaling]
+        return min(shares, default=1.0)
 
 
 @dataclass(frozen=True, slots=True)
