@@ -11,11 +11,15 @@ from typing import Any, Protocol, TypeAlias
 import numpy as np
 from numpy.typing import NDArray
 
+from vecd.shm.output import Output
 from vecd.shm.views import Rows
-from vecd.shm.wire import Output
 
 ReportProgress: TypeAlias = Callable[[str], None]
 """Called with the name of each stage of loading as it begins, for the operator."""
+
+
+_IS_PER_TOKEN = np.array([Output(code).is_per_token for code in range(len(Output))])
+"""By code."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -31,10 +35,10 @@ class PackedBatch:
 
     @property
     def rows_of_each(self) -> NDArray[np.int64]:
-        """How many rows each sequence has, shape [B]: its length if its output is TOKENS, else 1."""
+        """How many rows each sequence has, shape [B]: its tokens where its output has a row for each, otherwise 1."""
         if self.outputs is None:
             return np.ones(self.lengths.size, dtype=np.int64)
-        return np.where(self.outputs == Output.TOKENS, self.lengths, 1).astype(np.int64)
+        return np.where(_IS_PER_TOKEN[self.outputs], self.lengths, 1).astype(np.int64)
 
     @property
     def num_rows(self) -> int:
@@ -82,7 +86,7 @@ class Engine(Protocol):
     def begin(self, batch: PackedBatch, rows: Rows) -> Finish:
         """Begin to write the output of each sequence into rows, in the order of the batch.
 
-        A sequence gets one row; with TOKENS it gets one row for each token: H floats, then zeros, which needs H ≤ D.
+        A sequence gets the rows of its output, each with the output's floats first and zeros behind them (`Output`).
         `rows` has at least `batch.num_rows` rows; the rows after them do not change. On a processor the rows are
         complete on return. On an accelerator the caller may begin the next batch, in other rows, before finishing this
         one.

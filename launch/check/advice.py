@@ -7,6 +7,7 @@ import math
 from collections.abc import Sequence
 
 from vecd.launch.check.report import Advice, Machine, Measurements, Path, Setting, Speed
+from vecd.shm.batch_limits import FULL_BATCH_S, MAX_BATCH_TOKENS, MAX_BATCH_TOKENS_ON_GPU
 
 GATEWAY_S_PER_REQUEST = 300e-6
 """Processor time of the gateway for one short text. Measured with the real model, whose workers share the caches, and
@@ -29,13 +30,7 @@ factors are within the noise of a busy machine."""
 _NEARLY_ALL = 0.95
 """Fewer workers are enough if they have this share of the best throughput; they need less memory."""
 
-FULL_BATCH_S = 0.25
-"""The largest batch of a worker, in seconds of its own speed (vecd.gateway.scheduling.cost_model)."""
-
 _LEAST_CORE_SHARE = 0.9
-
-_DEFAULT_BATCH_TOKENS = 2048
-_GPU_BATCH_TOKENS = 32_768
 
 
 def advise(machine: Machine, given: dict[str, str | int], path: Path, measured: Measurements) -> Advice:
@@ -170,16 +165,16 @@ def _gateways(machine: Machine, workers: int, texts_per_s: float | None) -> int:
 def _batch_tokens(path: Path, short: Sequence[Speed]) -> tuple[int, str]:
     """From the speeds with short texts, by size of batch."""
     if path.device != "cpu":
-        return _GPU_BATCH_TOKENS, "the default for GPUs; other sizes were not measured"
+        return MAX_BATCH_TOKENS_ON_GPU, "the default for GPUs; other sizes were not measured"
     if not short:
-        return _DEFAULT_BATCH_TOKENS, "the default (not measured)"
+        return MAX_BATCH_TOKENS, "the default (not measured)"
     rates = {speed.batch_tokens: speed.undisturbed_tokens_per_s for speed in short}
     reached = int(max(rates.values()) * FULL_BATCH_S)
-    if reached <= _DEFAULT_BATCH_TOKENS:
-        return _DEFAULT_BATCH_TOKENS, f"the default; {FULL_BATCH_S:g} s, a batch's limit, are {reached:,} tokens here"
-    larger = sorted(size for size in rates if size > _DEFAULT_BATCH_TOKENS)
+    if reached <= MAX_BATCH_TOKENS:
+        return MAX_BATCH_TOKENS, f"the default; {FULL_BATCH_S:g} s, a batch's limit, are {reached:,} tokens here"
+    larger = sorted(size for size in rates if size > MAX_BATCH_TOKENS)
     for size in larger:
         factor = rates[size] / rates[min(rates)]
         if factor >= _CLEARLY_FASTER:
             return size, f"{factor:.2f} times the tokens/s of batches of {min(rates):,} tokens"
-    return _DEFAULT_BATCH_TOKENS, "the default; larger batches were no faster" if larger else "the default"
+    return MAX_BATCH_TOKENS, "the default; larger batches were no faster" if larger else "the default"

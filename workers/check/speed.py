@@ -15,6 +15,7 @@ from typing import Any
 
 import numpy as np
 
+from vecd.shm.batch_limits import FULL_BATCH_S, MAX_BATCH_TOKENS
 from vecd.shm.card import ModelCard, ModelError
 from vecd.workers.check.forks import in_workers
 from vecd.workers.check.order import Order
@@ -23,11 +24,8 @@ from vecd.workers.engines.load import set_num_threads
 
 _ROUNDS = 5
 _SHORT_TOKENS, _LONG_TOKENS = 24, 256
-_BATCH_TOKENS = 2048
 _LARGER_BATCHES = (4096, 8192)
 _MAX_SEQUENCES = 512
-_FULL_BATCH_S = 0.25
-"""The largest batch of a worker, in seconds of its own speed (vecd.gateway.scheduling.cost_model)."""
 _PILOT_TOKENS, _PILOT_S = 256, 0.1
 _USED_MEMORY = 0.8
 
@@ -105,8 +103,8 @@ def _cases(order: Order, engine: Engine, *, may_be_larger: bool) -> list[_Case]:
     cases = []
     for text_tokens in sorted({min(_SHORT_TOKENS, order.max_tokens), min(_LONG_TOKENS, order.max_tokens)}):
         pilot = _Case(engine, text_tokens, _lengths(text_tokens, _PILOT_TOKENS), _PILOT_TOKENS)
-        most = int(_turn(order, pilot, _PILOT_S)["tokens_per_s"] * _FULL_BATCH_S)
-        sizes = [max(text_tokens, min(_BATCH_TOKENS, most))]
+        most = int(_turn(order, pilot, _PILOT_S)["tokens_per_s"] * FULL_BATCH_S)
+        sizes = [max(text_tokens, min(MAX_BATCH_TOKENS, most))]
         if may_be_larger and text_tokens <= _SHORT_TOKENS:
             sizes += [size for size in _LARGER_BATCHES if size <= most]
         cases += [replace(pilot, lengths=_lengths(text_tokens, size), batch_tokens=size) for size in sizes]

@@ -14,6 +14,7 @@ import torch
 from numpy.typing import NDArray
 from safetensors import safe_open
 
+from vecd.shm.batch_limits import MAX_BATCH_TOKENS
 from vecd.shm.card import ModelError
 from vecd.workers.config import WorkerConfig
 from vecd.workers.engine import Engine, PackedBatch
@@ -25,14 +26,12 @@ _LENGTH_STEPS = (16, 64, 256, 1024, 4096)
 _SCANNED_ELEMENTS = 1 << 24
 """Elements of a tensor that are examined at a time, because that makes a copy."""
 
-_BATCH_TOKENS = 2048
-
 
 def embed(engine: Engine, sequences: Sequence[list[int]], dim: int) -> NDArray[np.float32]:
     """The engine's vectors, [B, dim], in batches of several lengths, as they are served: that is where paths fail."""
     batches: list[list[list[int]]] = [[]]
     for ids in sequences:
-        if batches[-1] and sum(map(len, batches[-1])) + len(ids) > _BATCH_TOKENS:
+        if batches[-1] and sum(map(len, batches[-1])) + len(ids) > MAX_BATCH_TOKENS:
             batches.append([])
         batches[-1].append(ids)
     return np.concatenate([vectors_of(engine, _packed(batch), dim) for batch in batches])
