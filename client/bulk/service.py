@@ -147,7 +147,7 @@ class Service:
 
     async def meet(self) -> tuple[Model, Limits]:
         """Find out whose vectors these will be. Raises ServerLost, NotServed."""
-        answer = await self._until_served(self._render([PROBE]), 1)
+        answer = await self._until_served(self._render([PROBE]), 1, is_probe=True)
         if answer.status != 200:
             raise NotServed(f"{self._target} refuses: {_message(answer)}")
         dim = len(answer.body) // self._item.itemsize
@@ -158,7 +158,7 @@ class Service:
 
     async def still_same(self) -> bool:
         """Whether the server has the model that it had at `meet`, or one whose vectors are the same."""
-        answer = await self._until_served(self._render([PROBE]), 1)
+        answer = await self._until_served(self._render([PROBE]), 1, is_probe=True)
         if answer.status != 200:
             raise NotServed(f"{self._target} refuses: {_message(answer)}")
         dim = len(answer.body) // self._item.itemsize
@@ -230,11 +230,13 @@ class Service:
 
     # --- requests -----------------------------------------------------------------------------------------
 
-    async def _until_served(self, request: bytes, num_texts: int) -> Answer:
-        """Ask until there are vectors, or what was sent is at fault. Raises ServerLost, NotServed."""
+    async def _until_served(self, request: bytes, num_texts: int, *, is_probe: bool = False) -> Answer:
+        """Ask until there are vectors, or what was sent is at fault. Raises ServerLost, NotServed.
+
+        `is_probe`: a failure is never the request's own fault, because the run itself has chosen its text.
+        """
         patience = _Patience(self._asked.retry_for_s)
         num_failures = 0
-        is_probe = num_texts == 1 and PROBE.encode() in request
         while True:
             retry_after_s: float | None = None
             try:
