@@ -12,7 +12,7 @@ from typing import Any, NamedTuple, TypeAlias
 
 import orjson
 
-from vecd.client.bench.connection import Answer, BadAnswer
+from vecd.client.connection import Answer, BadAnswer
 
 _TOTAL_TOKENS = re.compile(rb'"total_tokens"\s*:\s*(\d+)')
 # `usage` is the last field of every server seen, and this is more than any of them writes there.

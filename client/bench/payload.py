@@ -10,8 +10,8 @@ from typing import Any
 
 import orjson
 
-from vecd.client.bench.connection import parse_target, render_post
 from vecd.client.bench.texts import FixedWords, Lengths, draw_texts, shuffle_texts
+from vecd.client.connection import parse_target, render_post
 
 _NUM_DISTINCT_REQUESTS = 512
 """Enough that requests under way at the same time differ. A server with a cache would still answer from

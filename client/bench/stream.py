@@ -1,19 +1,18 @@
-"""One stream of requests of a run, and the counting of what becomes of them.
+"""One stream of requests of a run, and the counting of their results.
 
 Owns the requests' order and a tally. Opens no socket and sends nothing. Filled by `vecd.client.bench.closed_loop` and
 `vecd.client.bench.open_loop`, read by `vecd.client.bench.run`.
 """
 
 import itertools
-import math
 import time
 from collections.abc import Sequence
 
 from vecd.client.bench.answers import READERS
-from vecd.client.bench.connection import BadAnswer, Outcome, name_failure
 from vecd.client.bench.contact import Contact
 from vecd.client.bench.tally import Tally
-from vecd.client.bench.window import Window
+from vecd.client.bench.window import TimedWindow
+from vecd.client.connection import BadAnswer, ExchangeResult, name_failure
 
 _DETAIL_CHARS = 300
 """How much of the first error of a kind is kept."""
@@ -26,15 +25,15 @@ class Stream:
         self,
         requests: Sequence[bytes],
         texts_per_request: int,
-        window: Window,
+        window: TimedWindow,
         contact: Contact,
         *,
         encoding_format: str = "base64",
-        goodput_s: float = math.inf,
+        goodput_ms: float | None = None,
     ) -> None:
         self.window = window
         self.contact = contact
-        self.tally = Tally(goodput_s=goodput_s)
+        self.tally = Tally(goodput_ms=goodput_ms)
         self._requests = itertools.cycle(requests)
         self._texts_per_request = texts_per_request
         self._read = READERS[encoding_format]
@@ -42,24 +41,23 @@ class Stream:
     def next_request(self) -> bytes:
         return next(self._requests)
 
-    def count(self, sent_at: float, outcome: Outcome) -> bool:
-        """Count what became of the request that should have been sent at `sent_at`; whether that was an answer.
+    def count(self, sent_at: float, result: ExchangeResult) -> bool:
+        """Count the result of the request that should have been sent at `sent_at`. Returns whether it was an answer.
 
-        An answer with an error status, or of the wrong shape, is still one: the server is there.
+        An answer with an error status, or of the wrong shape, is one, too: the server is there.
         """
         now = time.perf_counter()
-        if isinstance(outcome, Exception):
-            self.count_error(sent_at, name_failure(outcome), str(outcome))
+        if isinstance(result, Exception):
+            self.count_error(sent_at, name_failure(result), str(result))
             return False
         self.contact.answered_at = now
-        if outcome.status != 200:
-            detail = outcome.body[:_DETAIL_CHARS].decode(errors="replace")
-            self.count_error(sent_at, f"HTTP {outcome.status}", detail)
+        if result.status != 200:
+            self.count_error(sent_at, f"HTTP {result.status}", result.body[:_DETAIL_CHARS].decode(errors="replace"))
             return True
         is_measured, is_counted = self.window.measures(sent_at, now), self.window.counts(sent_at, now)
         if is_measured or is_counted:
             try:
-                receipt = self._read(outcome, self._texts_per_request)
+                receipt = self._read(result, self._texts_per_request)
             except BadAnswer as error:
                 self.count_error(sent_at, name_failure(error), str(error))
                 return False
@@ -74,7 +72,6 @@ class Stream:
             self.tally.add_errors(kind, detail)
 
     def count_late(self, arrived_at: float, late_s: float) -> None:
-        """Count that this process itself sends a request `late_s` after it arrived."""
+        """Count that this process itself sends a request `late_s` after its arrival."""
         if self.window.measures_failure(arrived_at, arrived_at):
-            self.tally.num_late += 1
-            self.tally.max_late_s = max(self.tally.max_late_s, late_s)
+            self.tally.add_late(late_s)

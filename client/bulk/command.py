@@ -16,7 +16,6 @@ from contextlib import contextmanager
 
 import uvloop
 
-from vecd.client.bench.connection import parse_target
 from vecd.client.bulk.inputs import Input, check_readable, find_inputs
 from vecd.client.bulk.journal import Commit, Journal, JournalError
 from vecd.client.bulk.options import Options, parse_options
@@ -26,6 +25,7 @@ from vecd.client.bulk.parts import PartError
 from vecd.client.bulk.progress import BulkLine, in_words
 from vecd.client.bulk.rows import InputError
 from vecd.client.bulk.session import Session
+from vecd.client.connection import parse_target
 
 EXIT_OK, EXIT_ENDED, EXIT_NOT_BEGUN = 0, 1, 2
 

@@ -11,12 +11,12 @@ from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
-from vecd.client.bench.connection import parse_target
 from vecd.client.bulk import inputs, output
 from vecd.client.bulk.feed import BatchSize
 from vecd.client.bulk.inputs import Shape
 from vecd.client.bulk.own_server import check_flags
 from vecd.client.bulk.service import Asked
+from vecd.client.connection import parse_target
 
 ON_BAD_ROW = ("blank", "skip", "fail")
 _OWN_NAMES = ("row", "embedding")

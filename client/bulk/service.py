@@ -22,17 +22,17 @@ import numpy as np
 import orjson
 from numpy.typing import NDArray
 
-from vecd.client.bench.connection import (
+from vecd.client.bulk.pace import Pace
+from vecd.client.connection import (
     Answer,
     BadAnswer,
-    Connection,
+    ClientConnection,
     Target,
     connect,
     name_failure,
     render_get,
     render_post,
 )
-from vecd.client.bulk.pace import Pace
 
 _AGENT = "vecd-embed"
 _PATH = "/v1/embeddings"
@@ -133,7 +133,7 @@ class Service:
         self._target = target
         self._asked = asked
         self._why_gone = why_gone
-        self._idle: list[Connection] = []
+        self._idle: list[ClientConnection] = []
         self._answered_at = time.monotonic()
         self._item = np.dtype(asked.dtype).newbyteorder("<")
         self._model: Model
@@ -293,7 +293,7 @@ class Service:
             raise ConnectionError(f"no connection in {_CONNECT_TIMEOUT_S:g} s") from error
         return await self._exchange_on(connection, request)
 
-    async def _exchange_on(self, connection: Connection, request: bytes) -> Answer:
+    async def _exchange_on(self, connection: ClientConnection, request: bytes) -> Answer:
         try:
             answer = await connection.exchange(request, self._asked.timeout_s)
         except BaseException:

@@ -10,7 +10,6 @@ from collections.abc import Callable, Sequence
 from dataclasses import asdict
 from typing import NamedTuple
 
-from vecd.client.bench.connection import Target
 from vecd.client.bulk.feed import BatchSize, Feed, read_batches
 from vecd.client.bulk.inputs import Input
 from vecd.client.bulk.journal import Commit, Journal, JournalError
@@ -20,6 +19,7 @@ from vecd.client.bulk.progress import BulkLine, Course, bar
 from vecd.client.bulk.rows import InputError, Position
 from vecd.client.bulk.run import BadRow, BulkRun, ModelChanged
 from vecd.client.bulk.service import Limits, Model, NotServed, ServerLost, Service
+from vecd.client.connection import Target
 
 _SIGNALS = (signal.SIGINT, signal.SIGTERM)
 _BYTES_PER_CHAR = 6

@@ -5,7 +5,7 @@ import orjson
 import pytest
 
 from vecd.client.bench.answers import Receipt, read_answer, read_bytes, read_npy
-from vecd.client.bench.connection import Answer, BadAnswer
+from vecd.client.connection import Answer, BadAnswer
 
 ITEM = {"object": "embedding", "index": 0, "embedding": [0.5, 0.5]}
 USAGE = {"prompt_tokens": 9, "total_tokens": 9}

@@ -4,13 +4,13 @@ from typing import Any
 
 import pytest
 
-from vecd.client.bench import connection as connection_module
-from vecd.client.bench.connection import (
+from vecd.client import connection as connection_module
+from vecd.client.connection import (
     Answer,
     BadAnswer,
-    Connection,
+    ClientConnection,
     ConnectionClosed,
-    Outcome,
+    ExchangeResult,
     Target,
     connect,
     name_failure,
@@ -24,7 +24,7 @@ CHUNKED = (
 )
 
 
-async def exchange_all(url: str, num_requests: int, timeout_s: float = 10) -> tuple[Connection, list[Answer]]:
+async def exchange_all(url: str, num_requests: int, timeout_s: float = 10) -> tuple[ClientConnection, list[Answer]]:
     target = parse_target(url)
     connection = await connect(target, 10)
     request = render_post(target, "/x", b"{}", api_key=None)
@@ -99,7 +99,7 @@ def test_half_an_answer_ends_at_the_timeout(start_server: Callable[..., Any]) ->
 
 def test_an_answer_that_nobody_asked_for_closes_the_connection() -> None:
     async def receive_unasked() -> bool:
-        connection = Connection()
+        connection = ClientConnection()
         transport = FakeTransport()
         connection.connection_made(transport)
         connection.data_received(b"HTTP/1.1 408 Request Timeout\r\nContent-Length: 0\r\n\r\n")
@@ -180,11 +180,11 @@ def test_headers_that_cannot_be_sent_are_refused(value: str) -> None:
 
 
 def test_outcomes_come_once_and_not_from_within_send(start_server: Callable[..., Any]) -> None:
-    async def send() -> tuple[list[Outcome], list[Outcome]]:
+    async def send() -> tuple[list[ExchangeResult], list[ExchangeResult]]:
         target = parse_target(start_server(lambda n: 200 if n == 0 else None).url)
         connection = await connect(target, 10)
         request = render_post(target, "/x", b'{"input":"a"}', api_key=None)
-        outcomes: list[Outcome] = []
+        outcomes: list[ExchangeResult] = []
         connection.send(request, 10, outcomes.append)
         at_once = list(outcomes)
         while not outcomes:

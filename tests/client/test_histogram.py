@@ -5,15 +5,15 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from vecd.client.bench.histogram import MAX_VALUE, PRECISION, Histogram
+from vecd.client.bench.histogram import MAX_VALUE, PRECISION, LatencyHistogram
 
 # Of all magnitudes alike: uniform integers would nearly all be of the largest.
 VALUES = st.integers(0, MAX_VALUE.bit_length()).flatmap(lambda bits: st.integers(0, min((1 << bits) - 1, MAX_VALUE)))
 PERCENTS = st.sampled_from([0, 1, 50, 90, 99, 99.9, 100]) | st.floats(0, 100)
 
 
-def histogram_of(values: Sequence[int]) -> Histogram:
-    histogram = Histogram()
+def histogram_of(values: Sequence[int]) -> LatencyHistogram:
+    histogram = LatencyHistogram()
     for value in values:
         histogram.record(value)
     return histogram
@@ -60,7 +60,7 @@ def test_percentiles_grow_with_the_percent(values: list[int], one: float, other:
 
 
 def test_without_values_there_is_nothing() -> None:
-    assert (Histogram().percentile(50), Histogram().mean, Histogram().max_value) == (None, None, 0)
+    assert (LatencyHistogram().percentile(50), LatencyHistogram().mean, LatencyHistogram().max_value) == (None, None, 0)
 
 
 def test_what_does_not_fit_counts_as_the_nearest_that_does() -> None:
