@@ -51,8 +51,8 @@ def parse(
     Side effects: prints what is wrong in one line and exits with 2, also when `kind` raises ValueError; prints the help
     and exits with 0 for --help.
     """
-    # A command that passes flags on must not take the beginning of one of those for its own.
-    parser = argparse.ArgumentParser(prog=prog, description=description, usage=usage, allow_abbrev=usage is None)
+    # A command that passes flags on must not take an abbreviation of one of those for its own.
+    parser = argparse.ArgumentParser(prog=prog, description=description, usage=usage, allow_abbrev=not extra)
     groups: dict[str, Any] = {"": parser}
     fields = [field for field in dataclasses.fields(kind) if field.metadata]  # type: ignore[arg-type]
     for field in fields:
