@@ -6,7 +6,7 @@ never sends anything twice: its caller decides whether to connect again. Called 
 
 Why no HTTP library: a load generator shares its cores with the server it measures, so its own cost is an error of the
 measurement. With everything around it this costs 9 µs of CPU per request, system calls not counted (64 connections,
-2 KB answers).
+2 KB responses).
 """
 
 import asyncio
@@ -24,17 +24,17 @@ _NUMBER_HEADERS = {
     b"x-vecd-dimensions": "num_dimensions",
     b"retry-after": "retry_after_s",
 }
-"""By header, the field of `Answer` that takes its number."""
+"""By header, the field of `ServerResponse` that takes its number."""
 _MODEL_HEADER = b"x-vecd-model"
 _MAX_BODY_BYTES = 1 << 30
 """A server that sends without end must not take this process's memory before the timeout comes."""
 
 
 class ConnectionClosed(ConnectionError):
-    """Raised by `exchange` when the server closes before the whole answer has come."""
+    """Raised by `exchange` when the server closes before the whole response has come."""
 
 
-class BadAnswer(Exception):
+class BadResponse(Exception):
     """Raised when the bytes are not an HTTP response, or the response does not fit the request."""
 
 
@@ -123,7 +123,7 @@ def _render_head(
     return "\r\n".join(lines).encode() + b"\r\n\r\n"
 
 
-class Answer(NamedTuple):
+class ServerResponse(NamedTuple):
     """A response, whatever its status."""
 
     status: int
@@ -138,9 +138,9 @@ class Answer(NamedTuple):
     """The Retry-After header, if it is a number of seconds."""
 
 
-ExchangeResult: TypeAlias = Answer | Exception
-"""How an exchange ended: TimeoutError when the whole answer was not there in time, ConnectionClosed or another OSError
-when the connection broke, BadAnswer when the bytes were not HTTP."""
+ExchangeResult: TypeAlias = ServerResponse | Exception
+"""How an exchange ended: TimeoutError when the whole response did not come in time, ConnectionClosed or another OSError
+when the connection broke, BadResponse when the bytes were not HTTP."""
 
 
 class ClientConnection(asyncio.Protocol):
@@ -153,10 +153,10 @@ class ClientConnection(asyncio.Protocol):
         self._transport: asyncio.Transport
         self._on_outcome: Callable[[ExchangeResult], object] | None = None
         self._timer: asyncio.TimerHandle
-        self._answer: Answer | None = None
+        self._response: ServerResponse | None = None
         """Complete, not yet delivered."""
         self._is_unasked = False
-        """Whether a second answer came for one request."""
+        """Whether a second response came for one request."""
         self._chunks: list[bytes] = []
         self._num_body_bytes = 0
         self._numbers: dict[str, int] = {}
@@ -169,7 +169,7 @@ class ClientConnection(asyncio.Protocol):
         """Send `request`; `on_outcome` is called with what comes back, once, by the event loop and never from here.
 
         Raises ConnectionClosed when the connection is not open. Side effects: when `on_outcome` is called
-        with an error, or with an answer that ends the connection, the connection is already closed (`is_open`).
+        with an error, or with a response that ends the connection, the connection is already closed (`is_open`).
         """
         if not self.is_open:
             raise ConnectionClosed("closed while idle")
@@ -177,17 +177,17 @@ class ClientConnection(asyncio.Protocol):
         self._timer = self._loop.call_later(timeout_s, self._expire)
         self._transport.write(request)
 
-    async def exchange(self, request: bytes, timeout_s: float) -> Answer:
+    async def exchange(self, request: bytes, timeout_s: float) -> ServerResponse:
         """Send `request` and return what comes back. Raises what an `ExchangeResult` may be."""
         outcome: asyncio.Future[ExchangeResult] = self._loop.create_future()
         self.send(request, timeout_s, outcome.set_result)
         try:
-            answer = await outcome
+            response = await outcome
         finally:
             self._forget()
-        if isinstance(answer, Exception):
-            raise answer
-        return answer
+        if isinstance(response, Exception):
+            raise response
+        return response
 
     def close(self) -> None:
         """Drop the connection at once. `on_outcome` of an exchange under way is not called."""
@@ -205,7 +205,7 @@ class ClientConnection(asyncio.Protocol):
             self._timer.cancel()
 
     def _expire(self) -> None:
-        self._fail(TimeoutError("no whole answer in time"))
+        self._fail(TimeoutError("no whole response in time"))
 
     def _fail(self, error: Exception) -> None:
         self._abort()
@@ -217,14 +217,14 @@ class ClientConnection(asyncio.Protocol):
             self._timer.cancel()
             on_outcome(outcome)
 
-    def _deliver_answer(self, answer: Answer) -> None:
-        self._answer = None
+    def _deliver_response(self, response: ServerResponse) -> None:
+        self._response = None
         if self._on_outcome is None or self._is_unasked:
-            self._fail(BadAnswer("an answer without a request"))
+            self._fail(BadResponse("a response without a request"))
             return
         if not self._keeps_alive:
             self._abort()
-        self._deliver(answer)
+        self._deliver(response)
 
     # --- called by the event loop -------------------------------------------------------------------------
 
@@ -236,18 +236,18 @@ class ClientConnection(asyncio.Protocol):
         try:
             self._parser.feed_data(data)
         except httptools.HttpParserError as error:
-            self._fail(BadAnswer(f"not HTTP: {error}"))
+            self._fail(BadResponse(f"not HTTP: {error}"))
             return
-        # Not from the parser's own callbacks: it takes exceptions in them for errors in the answer.
-        if self._answer is not None:
-            self._deliver_answer(self._answer)
+        # Not from the parser's own callbacks: it takes exceptions in them for errors in the response.
+        if self._response is not None:
+            self._deliver_response(self._response)
 
     def connection_lost(self, exc: Exception | None) -> None:
         self.is_open = False
         if exc is None and self._ends_with_connection and self._on_outcome is not None:
-            self._deliver_answer(self._take_answer())
+            self._deliver_response(self._take_response())
         else:
-            self._fail(exc or ConnectionClosed("closed before the answer was complete"))
+            self._fail(exc or ConnectionClosed("closed before the response was complete"))
 
     # --- called by the parser -----------------------------------------------------------------------------
 
@@ -272,21 +272,21 @@ class ClientConnection(asyncio.Protocol):
     def on_body(self, body: bytes) -> None:
         self._num_body_bytes += len(body)
         if self._num_body_bytes > _MAX_BODY_BYTES:
-            self._fail(BadAnswer(f"longer than {_MAX_BODY_BYTES >> 30} GiB"))
+            self._fail(BadResponse(f"longer than {_MAX_BODY_BYTES >> 30} GiB"))
         else:
             self._chunks.append(body)
 
     def on_message_complete(self) -> None:
         self._ends_with_connection = False
-        if self._parser.get_status_code() < 200:  # an interim answer: the final one follows
+        if self._parser.get_status_code() < 200:  # an interim response: the final one follows
             return
-        self._is_unasked = self._answer is not None
-        self._answer = self._take_answer()
+        self._is_unasked = self._response is not None
+        self._response = self._take_response()
 
-    def _take_answer(self) -> Answer:
+    def _take_response(self) -> ServerResponse:
         body = b"".join(self._chunks)
         self._chunks.clear()
-        return Answer(self._parser.get_status_code(), body, model=self._model, **self._numbers)
+        return ServerResponse(self._parser.get_status_code(), body, model=self._model, **self._numbers)
 
 
 async def connect(target: Target, timeout_s: float) -> ClientConnection:
@@ -304,7 +304,7 @@ async def connect(target: Target, timeout_s: float) -> ClientConnection:
 def name_failure(error: Exception) -> str:
     """The kind under which a failed exchange is counted."""
     match error:
-        case BadAnswer():
+        case BadResponse():
             return "bad answer"
         case TimeoutError():
             return "timeout"

@@ -11,7 +11,7 @@ import asyncio
 import time
 
 from vecd.client.bench.stream import Stream
-from vecd.client.connection import BadAnswer, ClientConnection, ExchangeResult
+from vecd.client.connection import BadResponse, ClientConnection, ExchangeResult
 
 _PAUSE_S = 0.05
 """After a request without an answer, so that a server in trouble is not called in a busy loop."""
@@ -50,7 +50,7 @@ class ClosedLoop:
                     if connection is None or not connection.is_open:
                         connection = await stream.contact.connect()
                     outcome: ExchangeResult = await connection.exchange(stream.next_request(), self._timeout_s)
-                except (OSError, BadAnswer) as error:
+                except (OSError, BadResponse) as error:
                     outcome = error
                 is_answer = stream.count(sent_at, outcome)
                 del self.waiting[index]

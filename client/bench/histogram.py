@@ -47,15 +47,6 @@ class LatencyHistogram:
         shift = value.bit_length() - _SUB_BITS - 1
         self._counts[value if shift <= 0 else (shift << _SUB_BITS) + (value >> shift)] += 1
 
-    def merge(self, other: "LatencyHistogram") -> None:
-        """Add the counts of `other`."""
-        for bucket, count in enumerate(other._counts):
-            if count:
-                self._counts[bucket] += count
-        self.count += other.count
-        self.total += other.total
-        self.max_value = max(self.max_value, other.max_value)
-
     def percentile(self, percent: float) -> int | None:
         """The value at the nearest rank of `percent` (0–100), to `PRECISION`; None without values. The largest value is
         exact."""

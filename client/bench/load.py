@@ -52,7 +52,7 @@ class Load:
     timeout_s: float
     """Of one request, from sending it to having its whole answer."""
     encoding_format: str = "base64"
-    """Encoding of the answers, which `requests` ask for. One of `vecd.client.bench.answers.READERS`."""
+    """Encoding of the answers, which `requests` ask for. One of `vecd.client.bench.responses.READERS`."""
     goodput_ms: float | None = None
     """An answer is good when it comes within this of the request's arrival."""
     seed: int = 0

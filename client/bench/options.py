@@ -11,10 +11,10 @@ from functools import cached_property, partial
 from pathlib import Path
 from typing import Any
 
-from vecd.client.bench.answers import READERS
 from vecd.client.bench.load import DEFAULT_MAX_CONNECTIONS, MAX_RATE_PER_S, Bulk, Load
 from vecd.client.bench.payload import RequestShape, render_requests
 from vecd.client.bench.plot import PlotUnavailable, require_matplotlib
+from vecd.client.bench.responses import READERS
 from vecd.client.bench.texts import FixedWords, Lengths, parse_lengths, read_texts
 from vecd.client.connection import parse_target
 from vecd.client.options import flag, flag_name, integer, listed, number, parse, whole

@@ -8,11 +8,11 @@ import itertools
 import time
 from collections.abc import Sequence
 
-from vecd.client.bench.answers import READERS
 from vecd.client.bench.contact import Contact
+from vecd.client.bench.responses import READERS
 from vecd.client.bench.tally import Tally
 from vecd.client.bench.window import TimedWindow
-from vecd.client.connection import BadAnswer, ExchangeResult, name_failure
+from vecd.client.connection import BadResponse, ExchangeResult, name_failure
 
 _DETAIL_CHARS = 300
 """How much of the first error of a kind is kept."""
@@ -42,9 +42,9 @@ class Stream:
         return next(self._requests)
 
     def count(self, sent_at: float, result: ExchangeResult) -> bool:
-        """Count the result of the request that should have been sent at `sent_at`. Returns whether it was an answer.
+        """Count the result of the request that should have been sent at `sent_at`. Returns whether it was a response.
 
-        An answer with an error status, or of the wrong shape, is one, too: the server is there.
+        A response with an error status, or of the wrong shape, is one, too: the server is there.
         """
         now = time.perf_counter()
         if isinstance(result, Exception):
@@ -58,13 +58,13 @@ class Stream:
         if is_measured or is_counted:
             try:
                 receipt = self._read(result, self._texts_per_request)
-            except BadAnswer as error:
+            except BadResponse as error:
                 self.count_error(sent_at, name_failure(error), str(error))
                 return False
             if is_measured:
                 self.tally.add_latency(now - sent_at)
             if is_counted:
-                self.tally.add_answer(receipt)
+                self.tally.add_success(receipt)
         return True
 
     def count_error(self, sent_at: float, kind: str, detail: str) -> None:

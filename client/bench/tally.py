@@ -9,8 +9,8 @@ from collections import Counter
 from dataclasses import dataclass, field, fields
 from typing import Any, Literal, NamedTuple, Self, TypeAlias
 
-from vecd.client.bench.answers import Receipt
 from vecd.client.bench.histogram import LatencyHistogram
+from vecd.client.bench.responses import Receipt
 
 _NS_PER_S = 1_000_000_000
 _NS_PER_MS = 1_000_000
@@ -27,7 +27,7 @@ class Tally:
     goodput_ms: float | None = None
     """A success is good when its latency is at most this."""
     latencies: LatencyHistogram = field(default_factory=LatencyHistogram)
-    """Nanoseconds, of the measured requests that succeeded. Those of several runs can be merged."""
+    """Nanoseconds, of the measured requests that succeeded."""
     num_good: int = 0
     """Successes within `goodput_ms`."""
     num_requests: int = 0
@@ -49,7 +49,7 @@ class Tally:
         if self.goodput_ms is None or latency_s * 1000 <= self.goodput_ms:
             self.num_good += 1
 
-    def add_answer(self, receipt: Receipt) -> None:
+    def add_success(self, receipt: Receipt) -> None:
         """Count a success that ended inside the window."""
         self.num_requests += 1
         self.num_texts += receipt.num_embeddings

@@ -128,7 +128,7 @@ def _embed_by_server(
     with _server(options, line) as (url, why_gone):
         service = EmbeddingService(parse_target(url), options.request, why_gone)
         if options.concurrency is not None:
-            service.pace.fix(options.concurrency)
+            service.concurrency.fix(options.concurrency)
         outcome = uvloop.run(EmbedRun(options, inputs, output, unfinished, service, line).run())
     line.clear()
     if outcome.signal_number:

@@ -18,7 +18,7 @@ from typing import Any, BinaryIO
 
 from vecd.client.bulk.lines import Lines
 from vecd.client.bulk.readers import CsvReader, read_csv_header, read_json_rows, read_text_rows
-from vecd.client.bulk.rows import InputError, InputRow, Place, Position
+from vecd.client.bulk.rows import InputError, InputPlace, InputRow, Position
 
 STDIN = "-"
 FORMATS = ("txt", "jsonl", "csv", "tsv", "parquet")
@@ -127,7 +127,7 @@ def check_unchanged(inputs: Sequence[InputSource]) -> None:
 
 
 @contextmanager
-def open_rows(each: InputSource, shape: RowShape, at: Position) -> Iterator[tuple[Place, Iterable[InputRow]]]:
+def open_rows(each: InputSource, shape: RowShape, at: Position) -> Iterator[tuple[InputPlace, Iterable[InputRow]]]:
     """The rows of the input from `at` on, and the place behind the last one returned.
 
     Raises InputError, also while they are read.
@@ -149,7 +149,9 @@ def open_rows(each: InputSource, shape: RowShape, at: Position) -> Iterator[tupl
         raise InputError(f"{each.name}: {error}") from error
 
 
-def _line_rows(each: InputSource, shape: RowShape, at: Position, file: BinaryIO) -> tuple[Place, Iterable[InputRow]]:
+def _line_rows(
+    each: InputSource, shape: RowShape, at: Position, file: BinaryIO
+) -> tuple[InputPlace, Iterable[InputRow]]:
     lines = Lines(_reading(each, file), shape.max_row_bytes, tell=file.tell if each.is_gzip else None)
     header: list[str] = []
     delimiter = "\t" if each.format == "tsv" else ","

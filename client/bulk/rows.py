@@ -22,7 +22,7 @@ class InputRow(NamedTuple):
     """The values of --keep; None for fields that the row does not have."""
 
 
-class Place(Protocol):
+class InputPlace(Protocol):
     """How far an input has been read: behind the last row that its reader has returned."""
 
     @property
@@ -45,7 +45,7 @@ class Position:
     input: int = 0
     """Index of the input."""
     offset: int = 0
-    """`offset` and `line` of `Place` in that input."""
+    """`offset` and `line` of `InputPlace` in that input."""
     line: int = 0
     row: int = 0
     """Rows before it, in all inputs."""

@@ -198,7 +198,7 @@ class EmbedRun:
         is_at_end = False
         try:
             while not stopping.done():
-                if getting is None and not is_at_end and len(self._pending) < self._service.pace.limit + _AHEAD:
+                if getting is None and not is_at_end and len(self._pending) < self._service.concurrency.limit + _AHEAD:
                     getting = asyncio.create_task(feed.get())
                 head = self._pending[0].task if self._pending else None
                 if getting is None and head is None:

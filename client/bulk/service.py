@@ -22,11 +22,11 @@ import numpy as np
 import orjson
 from numpy.typing import NDArray
 
-from vecd.client.bulk.pace import Pace
+from vecd.client.bulk.concurrency import ConcurrencyLimit
 from vecd.client.connection import (
-    Answer,
-    BadAnswer,
+    BadResponse,
     ClientConnection,
+    ServerResponse,
     Target,
     connect,
     name_failure,
@@ -131,7 +131,7 @@ class EmbeddingService:
         """`why_gone` returns why the server will not come back, or None."""
         self.trouble = ""
         """Why requests wait at the moment, or ""."""
-        self.pace = Pace()
+        self.concurrency = ConcurrencyLimit()
         self._target = target
         self._options = options
         self._why_gone = why_gone
@@ -160,17 +160,17 @@ class EmbeddingService:
 
     async def _embed_probe(self) -> tuple[NDArray[Any], str]:
         """The vector, and the model's name."""
-        answer = await self._until_served([PROBE], is_probe=True)
-        if answer.status != 200:
-            raise NotServed(f"{self._target} refuses: {_message(answer)}")
-        return np.frombuffer(answer.body, self._item), answer.model or ""
+        response = await self._until_served([PROBE], is_probe=True)
+        if response.status != 200:
+            raise NotServed(f"{self._target} refuses: {_message(response)}")
+        return np.frombuffer(response.body, self._item), response.model or ""
 
     async def _info(self) -> tuple[dict[str, Any], RequestLimits]:
         request = render_get(self._target, "/info", api_key=self._options.api_key, user_agent=_AGENT)
         try:
-            answer = await self._exchange(request)
-            info = orjson.loads(answer.body) if answer.status == 200 else {}
-        except (OSError, BadAnswer, ValueError):
+            response = await self._exchange(request)
+            info = orjson.loads(response.body) if response.status == 200 else {}
+        except (OSError, BadResponse, ValueError):
             info = {}
         model, limits = info.get("model") or {}, info.get("limits") or {}
         names = ("architecture", "dimensions", "max_tokens", "pooling", "normalized", "prompt")
@@ -184,22 +184,22 @@ class EmbeddingService:
         """The vectors of `texts`. Raises ServerLost, NotServed."""
         if not texts:
             return Vectors(np.empty((0, self._model.dim), self._item))
-        async with self.pace.turn():
+        async with self.concurrency.permit():
             return await self._embed(texts)
 
     async def _embed(self, texts: Sequence[str]) -> Vectors:
-        answer = await self._until_served(texts)
-        if answer.status == 200:
-            if answer.num_dimensions != self._model.dim:
+        response = await self._until_served(texts)
+        if response.status == 200:
+            if response.num_dimensions != self._model.dim:
                 raise NotServed(
-                    f"the server has another model than this run began with: its vectors have {answer.num_dimensions} "
-                    f"dimensions, not {self._model.dim}"
+                    "the server has another model than this run began with: its vectors have "
+                    f"{response.num_dimensions} dimensions, not {self._model.dim}"
                 )
             # The matrix borrows the memory of the body.
-            matrix = np.frombuffer(answer.body, self._item).reshape(len(texts), self._model.dim)
-            return Vectors(matrix, {}, answer.num_tokens or 0)
+            matrix = np.frombuffer(response.body, self._item).reshape(len(texts), self._model.dim)
+            return Vectors(matrix, {}, response.num_tokens or 0)
         if len(texts) == 1:
-            return Vectors(np.full((1, self._model.dim), np.nan, self._item), {0: _message(answer)})
+            return Vectors(np.full((1, self._model.dim), np.nan, self._item), {0: _message(response)})
         middle = len(texts) // 2
         first, second = await self._embed(texts[:middle]), await self._embed(texts[middle:])
         reasons = first.reasons | {middle + index: reason for index, reason in second.reasons.items()}
@@ -218,19 +218,19 @@ class EmbeddingService:
             headers={"x-vecd-priority": options.priority},
         )
 
-    def _why_bad(self, answer: Answer, num_texts: int) -> str | None:
+    def _why_bad(self, response: ServerResponse, num_texts: int) -> str | None:
         """What is wrong with a response of vectors, or None."""
-        if answer.num_dimensions is None:
-            return "no answer of vecd's: has it the header x-vecd-dimensions?"
-        if len(answer.body) != num_texts * answer.num_dimensions * self._item.itemsize:
-            return f"{len(answer.body)} bytes for {num_texts} vectors of {answer.num_dimensions} dimensions"
-        if not np.isfinite(np.frombuffer(answer.body, self._item)).all():
+        if response.num_dimensions is None:
+            return "no response of vecd's: has it the header x-vecd-dimensions?"
+        if len(response.body) != num_texts * response.num_dimensions * self._item.itemsize:
+            return f"{len(response.body)} bytes for {num_texts} vectors of {response.num_dimensions} dimensions"
+        if not np.isfinite(np.frombuffer(response.body, self._item)).all():
             return "vectors that are not finite"
         return None
 
     # --- requests -----------------------------------------------------------------------------------------
 
-    async def _until_served(self, texts: Sequence[str], *, is_probe: bool = False) -> Answer:
+    async def _until_served(self, texts: Sequence[str], *, is_probe: bool = False) -> ServerResponse:
         """Repeat the request until there are vectors, or the texts are found to be at fault.
 
         `is_probe`: the text was chosen by this module, so failures are never its fault. Raises ServerLost, NotServed.
@@ -240,33 +240,33 @@ class EmbeddingService:
         while True:
             failure, retry_after_s = None, None
             try:
-                answer = await self._exchange(request)
-                why = self._why_bad(answer, len(texts)) if answer.status == 200 else _message(answer)
-                if why is None or answer.status in _REFUSED:
+                response = await self._exchange(request)
+                why = self._why_bad(response, len(texts)) if response.status == 200 else _message(response)
+                if why is None or response.status in _REFUSED:
                     self.trouble = ""
                     self._served_at = time.monotonic()
-                    return answer
-                if answer.status not in _BUSY and answer.status != 200 and answer.status < 500:
-                    raise NotServed(f"{self._target} answers {answer.status}: {why}")
-                num_failures += answer.status not in _BUSY
-                failure = answer if answer.status != 200 else None
-                retry_after_s = answer.retry_after_s
-            except (OSError, BadAnswer) as error:
+                    return response
+                if response.status not in _BUSY and response.status != 200 and response.status < 500:
+                    raise NotServed(f"{self._target} answers {response.status}: {why}")
+                num_failures += response.status not in _BUSY
+                failure = response if response.status != 200 else None
+                retry_after_s = response.retry_after_s
+            except (OSError, BadResponse) as error:
                 why = f"{name_failure(error)}: {error}"
-                num_failures += isinstance(error, TimeoutError | BadAnswer)
-            is_suspect = num_failures >= _MAX_FAILURES and not is_probe
-            if is_suspect and (len(texts) > 1 or await self._serves_probe()):
-                return failure or Answer(500, orjson.dumps({"error": {"message": why}}))
+                num_failures += isinstance(error, TimeoutError | BadResponse)
+            is_own_fault = num_failures >= _MAX_FAILURES and not is_probe
+            if is_own_fault and (len(texts) > 1 or await self._serves_probe()):
+                return failure or ServerResponse(500, orjson.dumps({"error": {"message": why}}))
             self.trouble = why
             await self._pause(began_at, pause_s, retry_after_s)
             pause_s = min(2 * pause_s, _MAX_PAUSE_S)
 
     async def _serves_probe(self) -> bool:
         try:
-            answer = await self._exchange(self._render([PROBE]))
-        except (OSError, BadAnswer):
+            response = await self._exchange(self._render([PROBE]))
+        except (OSError, BadResponse):
             return False
-        return answer.status == 200 and self._why_bad(answer, 1) is None
+        return response.status == 200 and self._why_bad(response, 1) is None
 
     async def _pause(self, began_at: float, pause_s: float, retry_after_s: float | None) -> None:
         """Wait before the next try. Raises ServerLost when no request has been served for too long."""
@@ -282,7 +282,7 @@ class EmbeddingService:
             pause_s = min(max(retry_after_s, pause_s), _MAX_RETRY_AFTER_S)
         await asyncio.sleep(min(pause_s, retry_for_s - silent_s))
 
-    async def _exchange(self, request: bytes) -> Answer:
+    async def _exchange(self, request: bytes) -> ServerResponse:
         """Send once, on an idle connection that is still open or on a new one."""
         while self._idle:
             connection = self._idle.pop()
@@ -294,21 +294,21 @@ class EmbeddingService:
             raise ConnectionError(f"no connection in {_CONNECT_TIMEOUT_S:g} s") from error
         return await self._exchange_on(connection, request)
 
-    async def _exchange_on(self, connection: ClientConnection, request: bytes) -> Answer:
+    async def _exchange_on(self, connection: ClientConnection, request: bytes) -> ServerResponse:
         try:
-            answer = await connection.exchange(request, self._options.timeout_s)
+            response = await connection.exchange(request, self._options.timeout_s)
         except BaseException:
             connection.close()
             raise
         if connection.is_open:
             self._idle.append(connection)
-        return answer
+        return response
 
 
-def _message(answer: Answer) -> str:
+def _message(response: ServerResponse) -> str:
     """The message of an error, as one short line."""
     try:
-        message = orjson.loads(answer.body)["error"]["message"]
+        message = orjson.loads(response.body)["error"]["message"]
     except (ValueError, LookupError, TypeError):
-        message = f"status {answer.status}"
+        message = f"status {response.status}"
     return " ".join(str(message).split())[:500]

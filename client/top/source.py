@@ -1,14 +1,22 @@
 """The `/stats` of one server, requested again and again on one connection.
 
-Owns the connection, the deadline of an answer, and the words for why there is none. Called by
+Owns the connection, the deadline of a response, and the words for why there is none. Called by
 `vecd.client.top.command`.
 """
 
-from vecd.client.connection import Answer, BadAnswer, ClientConnection, Target, connect, name_failure, render_get
+from vecd.client.connection import (
+    BadResponse,
+    ClientConnection,
+    ServerResponse,
+    Target,
+    connect,
+    name_failure,
+    render_get,
+)
 from vecd.client.top.stats import NotStats, Stats, read_stats
 
 _TIMEOUT_S = 5.0
-"""Of a connection, and of an answer. A supervisor replaces a gateway that hangs this long."""
+"""Of a connection, and of a response. A supervisor replaces a gateway that hangs this long."""
 _PATH = "/stats"
 _REFUSALS = {
     401: "wants a key with the scope metrics: --api-key, or VECD_API_KEY",
@@ -19,15 +27,15 @@ _REFUSALS = {
 
 
 class StatsRefused(Exception):
-    """Raised when another request would bring the same answer. The message says what is missing."""
+    """Raised when another request would bring the same response. The message says what is missing."""
 
 
 class StatsUnavailable(Exception):
-    """Raised when there is no answer now. The message says why, in a word or two."""
+    """Raised when there is no response now. The message says why, in a word or two."""
 
 
 class StatsSource:
-    """`read` one answer at a time. May be called again after StatsUnavailable."""
+    """`read` one response at a time. May be called again after StatsUnavailable."""
 
     def __init__(self, target: Target, api_key: str | None) -> None:
         """Raises ValueError when the key cannot be sent."""
@@ -39,23 +47,23 @@ class StatsSource:
     async def read(self) -> Stats:
         """Raises StatsUnavailable or StatsRefused."""
         try:
-            answer = await self._exchange()
-        except (OSError, BadAnswer) as error:
+            response = await self._exchange()
+        except (OSError, BadResponse) as error:
             raise StatsUnavailable(name_failure(error)) from error
-        if answer.status == 401 and self._has_key:
+        if response.status == 401 and self._has_key:
             raise StatsRefused(f"{self._target} does not know the key of --api-key")
-        if answer.status in _REFUSALS:
-            raise StatsRefused(f"{self._target} {_REFUSALS[answer.status]}")
-        if answer.status != 200:
-            raise StatsUnavailable(f"status {answer.status}")
+        if response.status in _REFUSALS:
+            raise StatsRefused(f"{self._target} {_REFUSALS[response.status]}")
+        if response.status != 200:
+            raise StatsUnavailable(f"status {response.status}")
         try:
-            return read_stats(answer.body)
+            return read_stats(response.body)
         except NotStats as error:
             raise StatsRefused(f"{self._target}{_PATH} has not the figures of a vecd server: {error}") from error
 
-    async def _exchange(self) -> Answer:
+    async def _exchange(self) -> ServerResponse:
         """Send the request, and once more on a new connection if the old one is broken: servers close idle connections,
-        and a gateway may have been replaced. Raises OSError and BadAnswer."""
+        and a gateway may have been replaced. Raises OSError and BadResponse."""
         if self._connection is not None and self._connection.is_open:
             try:
                 return await self._connection.exchange(self._request, _TIMEOUT_S)

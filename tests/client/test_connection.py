@@ -6,11 +6,11 @@ import pytest
 
 from vecd.client import connection as connection_module
 from vecd.client.connection import (
-    Answer,
-    BadAnswer,
+    BadResponse,
     ClientConnection,
     ConnectionClosed,
     ExchangeResult,
+    ServerResponse,
     Target,
     connect,
     name_failure,
@@ -24,7 +24,9 @@ CHUNKED = (
 )
 
 
-async def exchange_all(url: str, num_requests: int, timeout_s: float = 10) -> tuple[ClientConnection, list[Answer]]:
+async def exchange_all(
+    url: str, num_requests: int, timeout_s: float = 10
+) -> tuple[ClientConnection, list[ServerResponse]]:
     target = parse_target(url)
     connection = await connect(target, 10)
     request = render_post(target, "/x", b"{}", api_key=None)
@@ -34,34 +36,34 @@ async def exchange_all(url: str, num_requests: int, timeout_s: float = 10) -> tu
         connection.close()
 
 
-def ask(url: str, num_requests: int = 1, timeout_s: float = 10) -> list[Answer]:
+def ask(url: str, num_requests: int = 1, timeout_s: float = 10) -> list[ServerResponse]:
     return asyncio.run(exchange_all(url, num_requests, timeout_s))[1]
 
 
 def test_a_connection_is_kept_alive(start_server: Callable[..., Any]) -> None:
     server = start_server(lambda _: b"HTTP/1.1 200 OK\r\nContent-Length: 2\r\n\r\nhi")
-    assert ask(server.url, num_requests=5) == [Answer(200, b"hi")] * 5
+    assert ask(server.url, num_requests=5) == [ServerResponse(200, b"hi")] * 5
     assert server.num_connections == 1
 
 
 def test_chunked_answers_are_put_together(start_server: Callable[..., Any]) -> None:
-    assert ask(start_server(lambda _: CHUNKED).url, 2) == [Answer(200, b"hello world")] * 2
+    assert ask(start_server(lambda _: CHUNKED).url, 2) == [ServerResponse(200, b"hello world")] * 2
 
 
 def test_an_answer_may_end_with_its_connection(start_server: Callable[..., Any]) -> None:
     server = start_server(lambda _: b"HTTP/1.1 200 OK\r\nConnection: close\r\n\r\nhi there")
-    assert ask(server.url) == [Answer(200, b"hi there")]
+    assert ask(server.url) == [ServerResponse(200, b"hi there")]
 
 
 def test_an_interim_answer_is_not_the_answer(start_server: Callable[..., Any]) -> None:
     interim = b"HTTP/1.1 100 Continue\r\n\r\nHTTP/1.1 200 OK\r\nContent-Length: 2\r\n\r\nhi"
-    assert ask(start_server(lambda _: interim).url, 2) == [Answer(200, b"hi")] * 2
+    assert ask(start_server(lambda _: interim).url, 2) == [ServerResponse(200, b"hi")] * 2
 
 
 def test_a_server_that_closes_is_taken_at_its_word(start_server: Callable[..., Any]) -> None:
     server = start_server(lambda _: b"HTTP/1.1 200 OK\r\nConnection: close\r\nContent-Length: 2\r\n\r\nhi")
     connection, answers = asyncio.run(exchange_all(server.url, 1))
-    assert answers == [Answer(200, b"hi")]
+    assert answers == [ServerResponse(200, b"hi")]
     assert not connection.is_open
     with pytest.raises(ConnectionClosed):
         asyncio.run(exchange_all(server.url, 2))
@@ -82,7 +84,7 @@ def test_half_an_answer_is_none(start_server: Callable[..., Any], cut: bytes) ->
 
 @pytest.mark.parametrize("junk", [b"SSH-2.0-OpenSSH_9.6\r\n", b"HTTP/1.1 2x0 OK\r\n\r\n"])
 def test_what_is_not_http_is_a_bad_answer(start_server: Callable[..., Any], junk: bytes) -> None:
-    with pytest.raises(BadAnswer):
+    with pytest.raises(BadResponse):
         ask(start_server(lambda _: junk).url)
 
 
@@ -156,13 +158,13 @@ def test_headers_that_tell_of_the_vectors_are_read(start_server: Callable[..., A
     told = b"HTTP/1.1 200 OK\r\nX-Vecd-Tokens: 7\r\nx-vecd-dimensions: 384\r\nContent-Length: 2\r\n\r\nhi"
     silent = b"HTTP/1.1 200 OK\r\nX-Vecd-Tokens: many\r\nContent-Length: 2\r\n\r\nhi"
     server = start_server(lambda n: (told, silent)[n])
-    assert ask(server.url, 2) == [Answer(200, b"hi", 7, 384), Answer(200, b"hi")]
+    assert ask(server.url, 2) == [ServerResponse(200, b"hi", 7, 384), ServerResponse(200, b"hi")]
 
 
 def test_an_answer_without_end_is_cut(start_server: Callable[..., Any], monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(connection_module, "_MAX_BODY_BYTES", 1000)
     server = start_server(lambda _: b"HTTP/1.1 200 OK\r\n\r\n" + b"x" * 2000)
-    with pytest.raises(BadAnswer, match="longer than"):
+    with pytest.raises(BadResponse, match="longer than"):
         ask(server.url)
 
 
@@ -198,7 +200,7 @@ def test_outcomes_come_once_and_not_from_within_send(start_server: Callable[...,
 
     at_once, (answer, error) = asyncio.run(send())
     assert at_once == []
-    assert isinstance(answer, Answer)
+    assert isinstance(answer, ServerResponse)
     assert isinstance(error, TimeoutError)
 
 
@@ -209,7 +211,7 @@ def test_outcomes_come_once_and_not_from_within_send(start_server: Callable[...,
         (ConnectionRefusedError(111, "x"), "connection refused"),
         (ConnectionResetError(), "connection reset"),
         (ConnectionClosed(), "connection closed"),
-        (BadAnswer(), "bad answer"),
+        (BadResponse(), "bad answer"),
         (FileNotFoundError(2, "x"), "connection error ENOENT"),
         (OSError("odd"), "connection error OSError"),
     ],

@@ -4,7 +4,7 @@ import io
 import pytest
 
 from vecd.client import status_line as status_line_module
-from vecd.client.bulk.pace import FEWEST, MOST, Pace
+from vecd.client.bulk.concurrency import FEWEST, MOST, ConcurrencyLimit
 from vecd.client.bulk.progress import Course, Moment, bar, in_words
 from vecd.client.status_line import StatusLine
 
@@ -63,7 +63,7 @@ def test_quiet_is_quiet_but_for_what_stays() -> None:
 
 
 def test_the_pace_follows_the_server() -> None:
-    pace = Pace()
+    pace = ConcurrencyLimit()
     for _ in range(100):
         pace.learn(0.01, was_full=True)
     assert pace.limit == MOST
@@ -77,12 +77,12 @@ def test_the_pace_follows_the_server() -> None:
 
 def test_no_more_are_under_way_than_may_be() -> None:
     async def run() -> int:
-        pace, most = Pace(), 0
+        pace, most = ConcurrencyLimit(), 0
         pace.fix(3)
 
         async def work() -> None:
             nonlocal most
-            async with pace.turn():
+            async with pace.permit():
                 most = max(most, pace.num_running)
                 await asyncio.sleep(0)
 

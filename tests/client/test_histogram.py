@@ -2,7 +2,7 @@ import math
 from collections.abc import Sequence
 
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from vecd.client.bench.histogram import MAX_VALUE, PRECISION, LatencyHistogram
@@ -38,16 +38,6 @@ def test_count_mean_and_maximum_are_exact(values: list[int]) -> None:
     assert histogram.count == len(values)
     assert histogram.mean == pytest.approx(sum(values) / len(values))
     assert histogram.max_value == histogram.percentile(100) == max(values)
-
-
-@given(st.lists(VALUES), st.lists(VALUES), PERCENTS)
-@settings(max_examples=50)
-def test_merged_is_as_if_recorded_together(one: list[int], other: list[int], percent: float) -> None:
-    merged = histogram_of(one)
-    merged.merge(histogram_of(other))
-    together = histogram_of(one + other)
-    assert (merged.count, merged.mean, merged.max_value) == (together.count, together.mean, together.max_value)
-    assert merged.percentile(percent) == together.percentile(percent)
 
 
 @given(st.lists(VALUES, min_size=1), PERCENTS, PERCENTS)

@@ -1,7 +1,7 @@
 import pytest
 
 from vecd.client.bench import report
-from vecd.client.bench.answers import Receipt
+from vecd.client.bench.responses import Receipt
 from vecd.client.bench.tally import RunResult, Tally
 
 
@@ -24,7 +24,7 @@ def make_tally(num_measured: int = 1000, num_in_window: int = 1000) -> Tally:
     for _ in range(num_measured):
         tally.add_latency(0.005)
     for _ in range(num_in_window):
-        tally.add_answer(Receipt(1, 12))
+        tally.add_success(Receipt(1, 12))
     return tally
 
 

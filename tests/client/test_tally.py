@@ -3,8 +3,8 @@ import sys
 
 import pytest
 
-from vecd.client.bench.answers import Receipt
 from vecd.client.bench.histogram import LatencyHistogram
+from vecd.client.bench.responses import Receipt
 from vecd.client.bench.tally import LatencySummary, RunResult, Tally
 
 
@@ -27,7 +27,7 @@ def test_memory_does_not_grow_with_the_requests() -> None:
     before = size_of(tally)
     for i in range(20_000):
         tally.add_latency(i / 1000)
-        tally.add_answer(Receipt(1, 1))
+        tally.add_success(Receipt(1, 1))
         tally.add_errors("timeout", f"{i}")
     assert size_of(tally) == before
 
@@ -39,7 +39,7 @@ def summary_of(tally: Tally, elapsed_s: float = 2.0) -> RunResult:
 def test_rates_are_of_successes() -> None:
     tally = Tally()
     for _ in range(10):
-        tally.add_answer(Receipt(num_embeddings=3, num_tokens=60))
+        tally.add_success(Receipt(num_embeddings=3, num_tokens=60))
     tally.add_errors("HTTP 503", "full", 4)
     result = summary_of(tally)
     assert (result.requests_per_s, result.texts_per_s, result.tokens_per_s) == (5.0, 15.0, 300.0)

@@ -17,8 +17,8 @@ _START = 4
 _TOO_SHORT_S, _TOO_LONG_S = 1.0, 4.0
 
 
-class Pace:
-    """Limits concurrent requests: each holds a `turn`."""
+class ConcurrencyLimit:
+    """Limits concurrent requests: each holds a `permit`."""
 
     def __init__(self) -> None:
         self.limit = _START
@@ -32,7 +32,7 @@ class Pace:
         self.is_fixed = True
 
     @asynccontextmanager
-    async def turn(self) -> AsyncIterator[None]:
+    async def permit(self) -> AsyncIterator[None]:
         """Wait until a request may start, and learn from the time that it takes."""
         async with self._next:
             await self._next.wait_for(lambda: self.num_running < self.limit)
