@@ -44,19 +44,19 @@ class Load:
     rate_per_s: float | None = None
     """Average arrivals a second, at random moments (a Poisson process), whatever the server does."""
     max_connections: int = DEFAULT_MAX_CONNECTIONS
-    """Of an open loop. An arrival that finds all of them busy is an error."""
+    """Connections of an open loop. An arrival that finds all of them busy is an error."""
     warmup_s: float
     duration_s: float
-    """Of the measured window; ignored when `num_requests` is given."""
+    """Length of the measured window; ignored when `num_requests` is given."""
     num_requests: int | None = None
     timeout_s: float
-    """Of one request, from sending it to having its whole answer."""
+    """Longest time from sending a request to its whole response."""
     encoding_format: str = "base64"
-    """Encoding of the answers, which `requests` ask for. One of `vecd.client.bench.responses.READERS`."""
+    """Encoding of the responses, which `requests` demand. One of `vecd.client.bench.responses.READERS`."""
     goodput_ms: float | None = None
     """An answer is good when it comes within this of the request's arrival."""
     seed: int = 0
-    """Of the arrivals of an open loop."""
+    """Seed of the arrivals of an open loop."""
     bulk: Bulk | None = None
 
     def __post_init__(self) -> None:

@@ -13,10 +13,9 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from vecd.client.bench.closed_loop import ClosedLoop
-from vecd.client.bench.contact import Contact
 from vecd.client.bench.load import Bulk, Load, Unreachable
 from vecd.client.bench.open_loop import OpenLoop
-from vecd.client.bench.stream import Stream
+from vecd.client.bench.stream import Contact, Stream
 from vecd.client.bench.tally import RunResult
 from vecd.client.bench.window import TimedWindow
 from vecd.client.connection import ClientConnection

@@ -65,7 +65,7 @@ class Tally:
 
 
 class LatencySummary(NamedTuple):
-    """Of the requests that succeeded, from the moment of sending to the whole answer; NaN when none did.
+    """Latencies of the requests that succeeded, from the moment of sending to the whole response; NaN when none did.
 
     To three significant digits, the largest exactly (`vecd.client.bench.histogram`).
     """
@@ -148,7 +148,7 @@ class RunResult(Tally):
 
     @property
     def goodput_share(self) -> float:
-        """Of all measured requests, errors included; 0.0 when there were none."""
+        """Good requests ÷ all measured requests, errors included; 0.0 without requests."""
         return self.num_good / self.num_offered if self.num_offered else 0.0
 
     @property

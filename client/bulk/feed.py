@@ -25,7 +25,7 @@ class BatchSize(NamedTuple):
 
     max_texts: int
     max_chars: int
-    """Of all its texts."""
+    """Characters of all its texts."""
 
 
 class Feed:
@@ -101,7 +101,7 @@ def _take(rows: Iterator[InputRow], size: BatchSize) -> list[InputRow]:
 
 
 class _StreamDigest:
-    """Of all rows of a stream so far. Nothing else tells whether it is the same stream again."""
+    """A digest of all rows of a stream so far, by which the same stream is recognized."""
 
     def __init__(self) -> None:
         self._hash = hashlib.sha256()

@@ -83,7 +83,7 @@ class EmbedOptions:
     dtype: str = _vectors("of the vectors (float32)", default="float32", choices=("float32", "float16"))
     dimensions: int | None = _vectors("the first N; of models made for it", read=whole(1 << 20), metavar="N")
     overflow: str | None = _vectors(
-        "text longer than the model takes; error: a bad row (the server's own choice)",
+        "text longer than the model takes; error: a bad row (the server's default)",
         choices=("error", "truncate", "truncate_left", "chunk"),
     )
     input_type: str | None = _vectors(

@@ -43,7 +43,7 @@ class EmbeddedBatch(NamedTuple):
 
 
 def npy_header(dtype: str, shape: tuple[int, ...]) -> bytes:
-    """Of the same length whatever the shape. Source: numpy.lib.format, version 1.0."""
+    """A header whose length does not depend on the shape. Source: numpy.lib.format, version 1.0."""
     fields = f"{{'descr': {np.dtype(dtype).newbyteorder('<').str!r}, 'fortran_order': False, 'shape': {shape!r}, }}"
     num_bytes = _NPY_HEADER_BYTES - len(_NPY_VERSION) - 2
     return _NPY_VERSION + num_bytes.to_bytes(2, "little") + fields.ljust(num_bytes - 1).encode() + b"\n"
@@ -53,7 +53,7 @@ class _JsonLines:
     """Writes JSON lines. Base of the other formats."""
 
     suffixes: tuple[str, ...] = (".part",)
-    """Of its files, behind OUT's name; the first one becomes OUT."""
+    """The suffixes of its files, behind OUT's name; the first file becomes OUT."""
 
     def __init__(self, keep: Sequence[str], dim: int, dtype: str) -> None:
         self._keep = tuple(keep)

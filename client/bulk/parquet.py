@@ -21,7 +21,7 @@ from vecd.client.bulk.rows import InputError, InputRow
 
 _ROWS_READ = 1024
 _GROUP_BYTES = 1 << 24
-"""Of vectors, in a row group that is written."""
+"""Bytes of vectors in a row group that is written."""
 
 
 class ParquetReader:

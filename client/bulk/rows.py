@@ -50,7 +50,7 @@ class Position:
     row: int = 0
     """Rows before it, in all inputs."""
     digest: str = ""
-    """Of all texts before it, for inputs that cannot be opened at an offset."""
+    """Digest of all texts before it, for inputs that cannot be opened at an offset."""
 
 
 @dataclass(slots=True)
@@ -65,8 +65,8 @@ class RowBatch:
     end: Position
     """Behind the last row."""
     bytes_read: int
-    """Of all inputs, when the rows had been read."""
+    """Bytes of all inputs that had been read with these rows."""
 
     def texts(self) -> list[str]:
-        """Of the rows that have one, in order."""
+        """The texts of the rows that have one, in order."""
         return [row.text for row in self.rows if row.text is not None]

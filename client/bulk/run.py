@@ -43,7 +43,7 @@ _AHEAD = 2
 """Batches that are done, or wait for a request, beside those under way."""
 _LAST_COMMIT_S = 10.0
 _BYTES_PER_CHAR = 6
-"""Of a character in JSON, at most."""
+"""Most bytes of a character in JSON."""
 _SIGNALS = (signal.SIGINT, signal.SIGTERM)
 
 

@@ -41,7 +41,7 @@ _FIRST_PAUSE_S = 0.2
 _MAX_PAUSE_S = 10.0
 _MAX_RETRY_AFTER_S = 60.0
 _MAX_FAILURES = 3
-"""Of one request, if they might be the fault of its texts."""
+"""Failures after which the texts of a request are suspected."""
 _REFUSED = (400, 413, 422)
 _BUSY = (408, 425, 429, 502, 503, 504)
 PROBE = "The probe of a run: a sentence whose vector tells one model from another."
@@ -61,7 +61,7 @@ class RequestOptions:
 
     dtype: str
     fields: dict[str, Any]
-    """Of the body: the purpose of the texts, the truncation policy, …"""
+    """Fields of the body: the purpose of the texts, the truncation policy, …"""
     priority: str
     api_key: str | None
     timeout_s: float
@@ -105,7 +105,7 @@ def _is_same_direction(one: Sequence[float], other: Sequence[float] | NDArray[An
 
 
 class RequestLimits(NamedTuple):
-    """Of one request; None if the server does not say."""
+    """The server's limits of one request; None if it does not say."""
 
     max_inputs: int | None
     max_body_bytes: int | None
@@ -113,7 +113,7 @@ class RequestLimits(NamedTuple):
 
 @dataclass(slots=True)
 class Vectors:
-    """Of the texts of one request."""
+    """The vectors of the texts of one request."""
 
     matrix: NDArray[Any]
     """[texts, dimensions]; NaN in rows without a vector."""

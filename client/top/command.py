@@ -25,7 +25,7 @@ _INTERVALS_S = (MIN_INTERVAL_S, 0.2, 0.5, 1.0, 2.0, 5.0, 10.0, 30.0, 60.0, MAX_I
 """The steps of + and -."""
 _END_SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGQUIT)
 _FILE_COLUMNS = 100
-"""Of a picture that is written into a file."""
+"""Width of a picture that is written into a file."""
 
 
 def main(argv: list[str] | None = None) -> int:

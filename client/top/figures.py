@@ -1,6 +1,6 @@
 """The figures of `vecd top`: rates, percentiles and shares, from two answers of a server.
 
-Owns how they are computed, which answer the last one is compared with, and how the rates went. A server that was
+Owns how they are computed, which answer the last one is compared with, and the past rates. A server that was
 started again begins anew. Draws nothing, requests nothing, and knows no clock but the server's, which is in its
 answers. A figure without anything to divide by is None. Called by `vecd.client.top.command`; drawn by
 `vecd.client.top.view`.
@@ -24,7 +24,7 @@ _FAULTS = ("refused", "expired", "retried", "stuck", "poisoned")
 
 @dataclass(frozen=True, slots=True)
 class StageLatency:
-    """Of the requests that finished one stage, or all stages, between two answers."""
+    """Latency of the requests that finished one stage, or all stages, between two answers."""
 
     stage: str
     num: float
@@ -35,7 +35,7 @@ class StageLatency:
 
 @dataclass(frozen=True, slots=True)
 class BatchFigures:
-    """Of the batches between two answers."""
+    """The batches between two answers."""
 
     per_s: float | None
     mean_sequences: float | None
@@ -57,7 +57,7 @@ class WorkerFigures:
     pid: int | None
     memory_bytes: float | None
     cpu_share: float | None
-    """Of one core."""
+    """Share of one core."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -92,7 +92,7 @@ class ServerFigures:
     path: str | None
     """How the workers compute."""
     uptime_s: float
-    """Of the oldest gateway."""
+    """Age of the oldest gateway."""
     elapsed_s: float | None
     """Between the two answers; None with a single one."""
     requests_per_s: float | None
@@ -109,7 +109,7 @@ class ServerFigures:
     gateways: tuple[GatewayFigures, ...]
     num_processes: int
     memory_bytes: float
-    """Of all processes; shared pages count once."""
+    """Memory of all processes; shared pages count once."""
     cpu_cores: float | None
 
 
@@ -216,7 +216,7 @@ def _memory(process: ProcessStats) -> float:
 
 
 def _cpu_shares(before: Stats, now: Stats) -> dict[str, float]:
-    """Of one core, by process, for those that were already there under the same id."""
+    """Shares of one core, by process, for those that were already there under the same id."""
     if now.now_s <= before.now_s:
         return {}
     return {
@@ -254,13 +254,13 @@ def percentile(bounds: tuple[float, ...], counts: list[float], share: float) -> 
 
 
 class Trends(NamedTuple):
-    """How the rates went, oldest first."""
+    """The rates of the last answers, oldest first."""
 
     requests_per_s: tuple[float, ...] = ()
     inputs_per_s: tuple[float, ...] = ()
     tokens_per_s: tuple[float, ...] = ()
     num_lives: int = 1
-    """Of the server, as far as was seen."""
+    """Starts of the server that were seen, and the first one."""
 
 
 class History:

@@ -16,7 +16,7 @@ from vecd.client.connection import (
 from vecd.client.top.stats import NotStats, Stats, read_stats
 
 _TIMEOUT_S = 5.0
-"""Of a connection, and of a response. A supervisor replaces a gateway that hangs this long."""
+"""Time for a connection, and for a response. A supervisor replaces a gateway that hangs this long."""
 _PATH = "/stats"
 _REFUSALS = {
     401: "wants a key with the scope metrics: --api-key, or VECD_API_KEY",

@@ -16,7 +16,7 @@ import orjson
 _OWN_DIALECT = "vecd"
 """Requests of dashboards and probes, which are not counted as work."""
 _MAX_ITEMS = 4096
-"""Of a list: more workers, gateways or statuses than any server has."""
+"""Length of a list: more workers, gateways or statuses than any server has."""
 _MAX_CHARACTERS = 200
 
 STAGES = ("parse", "tokenize", "queue", "compute", "encode", "total")

@@ -5,9 +5,9 @@ from typing import Any
 
 import pytest
 
-from vecd.client.bench import contact as contact_module
 from vecd.client.bench import open_loop as open_loop_module
 from vecd.client.bench import run as run_module
+from vecd.client.bench import stream as stream_module
 from vecd.client.bench.load import MAX_RATE_PER_S, Bulk, Load, Unreachable
 from vecd.client.bench.payload import RequestShape, render_requests
 from vecd.client.bench.run import LoadRun, RunProgress
@@ -139,7 +139,7 @@ def test_no_server_at_all_is_said_at_once(dead_url: str) -> None:
 
 
 def test_a_server_that_dies_ends_the_run(start_server: Callable[..., Any], monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(contact_module, "_GONE_AFTER_S", 0.3)
+    monkeypatch.setattr(stream_module, "_GONE_AFTER_S", 0.3)
     servers: list[Any] = []
 
     def die_at_20(n: int) -> int:
@@ -157,7 +157,7 @@ def test_a_server_that_dies_ends_the_run(start_server: Callable[..., Any], monke
 def test_a_server_that_hangs_ends_a_counted_run(
     start_server: Callable[..., Any], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(contact_module, "_GONE_AFTER_S", 0.3)
+    monkeypatch.setattr(stream_module, "_GONE_AFTER_S", 0.3)
     server = start_server(lambda n: 200 if n < 5 else None)
     result = run(make_load(server.url, num_requests=10**6, timeout_s=0.5))
     assert "answered nothing for 0.8 s" in str(result.ended_early)
@@ -202,7 +202,7 @@ def test_stopping_does_not_wait_for_a_connection(monkeypatch: pytest.MonkeyPatch
     async def never(*_: object) -> None:
         await asyncio.sleep(DEADLINE_S * 2)
 
-    monkeypatch.setattr(contact_module, "connect", never)
+    monkeypatch.setattr(stream_module, "connect", never)
 
     async def stop_at_once() -> RunResult:
         the_run = LoadRun(make_load(dead_url))
@@ -353,7 +353,7 @@ def test_goodput_is_what_came_in_time(start_server: Callable[..., Any]) -> None:
 def test_a_server_that_dies_ends_an_open_loop(
     start_server: Callable[..., Any], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(contact_module, "_GONE_AFTER_S", 0.3)
+    monkeypatch.setattr(stream_module, "_GONE_AFTER_S", 0.3)
     servers: list[Any] = []
 
     def die_at_20(n: int) -> int:
