@@ -35,6 +35,8 @@ _NUM_READY_TEXTS = 32_768
 """About the number of texts in all different requests, if --distinct-requests is not given …"""
 _DISTINCT_REQUESTS = range(16, 513)
 """… within these numbers of requests."""
+_REQUEST_FLAGS = ("path", "model", "encoding_format", "texts_per_request", "seed", "timeout_ms", "priority")
+"""Flags that are fields of `RequestShape`, and are reported. The key is not."""
 _EXCLUSIVE = (("clients", "rate"), ("words", "lengths"), ("words", "texts"), ("lengths", "texts"))
 _DEPENDENT = (
     ("max_connections", "rate"),
@@ -200,16 +202,10 @@ class BenchOptions:
         except ValueError as error:
             raise ValueError(f"--texts: {error}") from error
         return RequestShape(
-            path=self.path,
             lengths=self.lengths or FixedWords(self.words or _DEFAULT_WORDS),
             texts=texts,
-            texts_per_request=self.texts_per_request,
-            encoding_format=self.encoding_format,
-            model=self.model,
             api_key=self.api_key,
-            seed=self.seed,
-            timeout_ms=self.timeout_ms,
-            priority=self.priority,
+            **{name: getattr(self, name) for name in _REQUEST_FLAGS},
         )
 
     @cached_property
@@ -253,16 +249,10 @@ class BenchOptions:
         """The same for programs, without the key."""
         return {
             "url": self.url,
-            "path": self.path,
-            "model": self.model,
-            "encoding_format": self.encoding_format,
-            "texts_per_request": self.texts_per_request,
+            **{name: getattr(self, name) for name in _REQUEST_FLAGS},
             "lengths": self._texts_name,
-            "seed": self.seed,
             "warmup_s": self.warmup,
             "timeout_s": self.timeout,
-            "timeout_ms": self.timeout_ms,
-            "priority": self.priority,
             "max_connections": None if self.rate is None else self.loads[0].max_connections,
         }
 

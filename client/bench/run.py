@@ -29,24 +29,21 @@ _QUIET_ARRIVALS = 20
 
 
 class CpuMeter:
-    """This process's CPU seconds per second of wall time, between `start` and the first `stop`."""
+    """This process's CPU seconds per second of wall time, between `start` and the first `stop` after it."""
 
     def __init__(self) -> None:
+        self.share = 0.0
+        """0.0 until it has been stopped."""
         self._started: tuple[float, float] | None = None
-        self._stopped: tuple[float, float] | None = None
 
     def start(self) -> None:
         self._started = (time.process_time(), time.perf_counter())
 
     def stop(self) -> None:
-        self._stopped = self._stopped or (time.process_time(), time.perf_counter())
-
-    @property
-    def share(self) -> float:
-        """0.0 when it never started."""
-        if self._started is None or self._stopped is None or self._stopped[1] <= self._started[1]:
-            return 0.0
-        return (self._stopped[0] - self._started[0]) / (self._stopped[1] - self._started[1])
+        if self._started is not None:
+            cpu_s, wall_s = time.process_time() - self._started[0], time.perf_counter() - self._started[1]
+            self.share = cpu_s / wall_s if wall_s > 0 else 0.0
+            self._started = None
 
 
 @dataclass(frozen=True, slots=True)
