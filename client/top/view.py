@@ -198,67 +198,48 @@ def _rate_sections(scene: Scene, figures: ServerFigures, width: int) -> list[_Se
 
 def _middle_sections(figures: ServerFigures, width: int, stages: Sequence[StageLatency]) -> list[_Section]:
     """Latency, and the lines below or beside it."""
-    facts = [
-        _Section(85, _queue_line(figures)),
-        _Section(84, _errors_line(figures)),
-        _Section(40, _batches_line(figures)),
-        _Section(20, _arena_line(figures)),
-        _Section(30, _memory_line(figures)),
-    ]
+    lines = _level_sections(figures)
     if width < _WIDE:
-        return [_Section(70, _latency_table(stages), len(stages) + 1), *facts]
+        return [_Section(70, _latency_table(stages), len(stages) + 1), *lines]
     columns = Table.grid(padding=(0, 4))
-    columns.add_row(_latency_table(figures.latencies), Group(Text(""), *(fact.content for fact in facts)))
+    columns.add_row(_latency_table(figures.latencies), Group(Text(""), *(line.content for line in lines)))
     return [_Section(80, columns, len(figures.latencies) + 1)]
 
 
-def _queue_line(figures: ServerFigures) -> Text:
-    queue = figures.queue
-    return _labelled(
-        "queue",
-        f"oldest {duration(queue['age_s'])} · {number(queue['requests'])} requests · "
-        f"{number(queue['sequences'])} sequences · {number(queue['tokens'])} tokens",
-    )
+def _level_sections(figures: ServerFigures) -> list[_Section]:
+    """A line each for queue, errors, batches, arena and memory."""
+    queue, batches = figures.queue, figures.batches
+    fill = f" · fill {share(batches.mean_fill)}" if batches.mean_fill is not None else ""
+    rows, in_use = figures.arena["rows"], figures.arena["rows_in_use"]
+    used = in_use / rows if rows else None
+    cores = f"{figures.cpu_cores:.2f}" if figures.cpu_cores is not None else NOTHING
+    lines = (
+        (85, "queue", f"oldest {duration(queue['age_s'])} · {number(queue['requests'])} requests · "
+            f"{number(queue['sequences'])} sequences · {number(queue['tokens'])} tokens"),
+        (40, "batches", f"{rate(batches.per_s)}{fill} · padding {share(batches.padding_share)} · "
+            f"{number(batches.mean_tokens)} tokens, {number(batches.mean_sequences)} sequences each"),
+        (20, "arena", (f"{number(in_use)} of {number(rows)} rows in use ({share(used)})",
+            "yellow" if (used or 0) > _WARN_ARENA else "")),
+        (30, "memory", f"{size(figures.memory_bytes)} in {figures.num_processes} processes, which take {cores} cores"),
+    )  # fmt: skip
+    sections = [_Section(importance, _labelled(label, text)) for importance, label, text in lines]
+    sections.insert(1, _Section(84, _labelled("errors", *_error_parts(figures))))
+    return sections
 
 
-def _errors_line(figures: ServerFigures) -> Text:
+def _error_parts(figures: ServerFigures) -> list[tuple[str, str]]:
     """The rate of each status and its count, then what went wrong inside the server."""
     parts = [
         (f"{error.status} {rate(error.per_s)} ({number(error.num)})", _error_style(error)) for error in figures.errors
     ]
     parts += [(f"{number(num)} {_FAULT_WORDS[name]}", "yellow") for name, num in figures.faults.items()]
-    separated = [piece for part in parts for piece in ((" · ", "dim"), part)][1:]
-    return _labelled("errors", *(separated or [("none", "green")]))
+    return [piece for part in parts for piece in ((" · ", "dim"), part)][1:] or [("none", "green")]
 
 
 def _error_style(error: ErrorFigures) -> str:
     if not error.per_s:
         return "dim"
     return "bold red" if error.status >= 500 else "yellow"
-
-
-def _batches_line(figures: ServerFigures) -> Text:
-    batches = figures.batches
-    fill = f" · fill {share(batches.mean_fill)}" if batches.mean_fill is not None else ""
-    return _labelled(
-        "batches",
-        f"{rate(batches.per_s)}{fill} · padding {share(batches.padding_share)} · "
-        f"{number(batches.mean_tokens)} tokens, {number(batches.mean_sequences)} sequences each",
-    )
-
-
-def _arena_line(figures: ServerFigures) -> Text:
-    rows, in_use = figures.arena["rows"], figures.arena["rows_in_use"]
-    part = in_use / rows if rows else None
-    text = f"{number(in_use)} of {number(rows)} rows in use ({share(part)})"
-    return _labelled("arena", (text, "yellow" if (part or 0) > _WARN_ARENA else ""))
-
-
-def _memory_line(figures: ServerFigures) -> Text:
-    cores = f"{figures.cpu_cores:.2f}" if figures.cpu_cores is not None else NOTHING
-    return _labelled(
-        "memory", f"{size(figures.memory_bytes)} in {figures.num_processes} processes, which take {cores} cores"
-    )
 
 
 # --- tables ----------------------------------------------------------------------------------------------------
