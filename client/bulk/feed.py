@@ -20,7 +20,7 @@ from vecd.client.bulk.rows import InputError, InputRow, Position, RowBatch
 _BATCHES_AHEAD = 2
 
 
-class BatchSize(NamedTuple):
+class RequestSize(NamedTuple):
     """When a request is full. It has one row at least."""
 
     max_texts: int
@@ -63,7 +63,7 @@ class Feed:
 
 
 def read_batches(
-    inputs: Sequence[InputSource], shape: RowShape, size: BatchSize, start: Position
+    inputs: Sequence[InputSource], shape: RowShape, size: RequestSize, start: Position
 ) -> Iterator[RowBatch]:
     """All rows behind `start`. Raises InputError, also when the first rows of a stream are others than before."""
     first_row, bytes_before = start.row, sum(each.num_bytes for each in inputs[: start.input])
@@ -88,7 +88,7 @@ def read_batches(
         bytes_before += each.num_bytes
 
 
-def _take(rows: Iterator[InputRow], size: BatchSize) -> list[InputRow]:
+def _take(rows: Iterator[InputRow], size: RequestSize) -> list[InputRow]:
     """The next batch. No row is read ahead, so that the reader's place is behind the last one."""
     taken: list[InputRow] = []
     num_chars = 0

@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any
 
 from vecd.client.bulk import inputs, output
-from vecd.client.bulk.feed import BatchSize
+from vecd.client.bulk.feed import RequestSize
 from vecd.client.bulk.inputs import RowShape
 from vecd.client.bulk.server_process import check_flags
 from vecd.client.bulk.service import RequestOptions
@@ -128,8 +128,8 @@ class EmbedOptions:
         return RowShape(self.field, self.keep, self.max_row_bytes)
 
     @property
-    def size(self) -> BatchSize:
-        return BatchSize(self.batch_texts, self.batch_chars)
+    def size(self) -> RequestSize:
+        return RequestSize(self.batch_texts, self.batch_chars)
 
     @cached_property
     def request(self) -> RequestOptions:

@@ -64,21 +64,23 @@ class ParquetReader:
 
     def _rows(self) -> Iterator[InputRow]:
         """Row groups before the offset are not read."""
-        metadata, start, first = self._file.metadata, 0, 0
-        while first < metadata.num_row_groups and start + metadata.row_group(first).num_rows <= self.offset:
-            start += metadata.row_group(first).num_rows
-            first += 1
-        num_skipped = self.offset - start
+        metadata, start = self._file.metadata, 0
         columns = list(dict.fromkeys((self._field, *self._keep)))
-        groups = list(range(first, metadata.num_row_groups))
-        for batch in self._file.iter_batches(_ROWS_READ, row_groups=groups, columns=columns):
-            rest = batch.slice(num_skipped)
-            num_skipped = max(0, num_skipped - batch.num_rows)
-            texts = rest.column(columns.index(self._field)).to_pylist()
-            kept_columns = [rest.column(columns.index(name)).to_pylist() for name in self._keep]
-            for index, text in enumerate(texts):
-                self.offset += 1
-                yield make_row(self.offset, text, f'"{self._field}"', tuple(column[index] for column in kept_columns))
+        for group in range(metadata.num_row_groups):
+            num_skipped, start = self.offset - start, start + metadata.row_group(group).num_rows
+            if self.offset >= start:
+                continue
+            # One group at a time: pyarrow would hold the memory of all that it is given together.
+            for batch in self._file.iter_batches(_ROWS_READ, row_groups=[group], columns=columns):
+                rest = batch.slice(num_skipped)
+                num_skipped = max(0, num_skipped - batch.num_rows)
+                yield from self._convert(rest)
+
+    def _convert(self, batch: Any) -> Iterator[InputRow]:
+        values = batch.to_pydict()
+        for index, text in enumerate(values[self._field]):
+            self.offset += 1
+            yield make_row(self.offset, text, f'"{self._field}"', tuple(values[name][index] for name in self._keep))
 
     def __enter__(self) -> Self:
         return self

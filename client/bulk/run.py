@@ -19,7 +19,7 @@ from typing import Any, NamedTuple
 import numpy as np
 import orjson
 
-from vecd.client.bulk.feed import BatchSize, Feed, read_batches
+from vecd.client.bulk.feed import Feed, RequestSize, read_batches
 from vecd.client.bulk.inputs import InputSource, check_unchanged
 from vecd.client.bulk.journal import Commit, Journal, JournalError
 from vecd.client.bulk.options import EmbedOptions
@@ -315,14 +315,14 @@ def _join(batch: RowBatch, vectors: Vectors) -> EmbeddedBatch:
     return EmbeddedBatch(batch, matrix, reasons)
 
 
-def _limit_size(size: BatchSize, limits: RequestLimits) -> BatchSize:
+def _limit_size(size: RequestSize, limits: RequestLimits) -> RequestSize:
     """No more than the server accepts in a request."""
     max_texts, max_chars = size
     if limits.max_inputs is not None:
         max_texts = min(max_texts, limits.max_inputs)
     if limits.max_body_bytes is not None:
         max_chars = max(1, min(max_chars, limits.max_body_bytes // _BYTES_PER_CHAR))
-    return BatchSize(max_texts, max_chars)
+    return RequestSize(max_texts, max_chars)
 
 
 def _drop_signal_handlers() -> None:

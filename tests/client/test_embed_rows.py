@@ -7,13 +7,13 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from vecd.client.bulk.feed import BatchSize, read_batches
+from vecd.client.bulk.feed import RequestSize, read_batches
 from vecd.client.bulk.inputs import InputSource, RowShape, check_unchanged, find_inputs
 from vecd.client.bulk.lines import Lines
 from vecd.client.bulk.rows import InputError, InputRow, Position
 
 SHAPE = RowShape("text", (), 1000)
-ONE_BATCH = BatchSize(1000, 1 << 20)
+ONE_BATCH = RequestSize(1000, 1 << 20)
 
 
 def reader_of(data: bytes, rng: random.Random) -> Callable[[int], bytes]:
@@ -179,7 +179,7 @@ FILES = {
 @pytest.mark.parametrize("max_texts", [1, 2, 3, 100])
 def test_reading_goes_on_at_the_end_of_any_batch(tmp_path: Path, max_texts: int) -> None:
     inputs = find_inputs([str(write(tmp_path, name, content)) for name, content in FILES.items()], None)
-    size = BatchSize(max_texts, 1000)
+    size = RequestSize(max_texts, 1000)
     batches = list(read_batches(inputs, SHAPE, size, Position()))
     rows = [row for batch in batches for row in batch.rows]
     numbers = [batch.first_row + index for batch in batches for index in range(len(batch.rows))]
@@ -194,14 +194,14 @@ def test_reading_goes_on_at_the_end_of_any_batch(tmp_path: Path, max_texts: int)
 
 def test_a_batch_ends_with_the_row_that_fills_it(tmp_path: Path) -> None:
     inputs = find_inputs([str(write(tmp_path, "a.txt", "12345\n12345\n1\n1\n"))], None)
-    batches = read_batches(inputs, SHAPE, BatchSize(3, 10), Position())
+    batches = read_batches(inputs, SHAPE, RequestSize(3, 10), Position())
     assert [len(batch.rows) for batch in batches] == [2, 2]
 
 
 def test_a_stream_is_known_by_its_first_rows(tmp_path: Path) -> None:
     path = write(tmp_path, "a.txt", "one\ntwo\nthree\nfour\n")
     stream = InputSource(str(path), "txt", is_stream=True, is_gzip=False)
-    size = BatchSize(2, 1000)
+    size = RequestSize(2, 1000)
     first, second = read_batches([stream], SHAPE, size, Position())
     assert list(read_batches([stream], SHAPE, size, first.end)) == [second]
     path.write_text("one\nother\nthree\nfour\n")
