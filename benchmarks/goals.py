@@ -107,7 +107,7 @@ def _times_shorter(server: str, peer: str, least: float) -> Goal:
         ours, _ = latency_ms(session, server, _BULK, 99)
         theirs, is_bound = latency_ms(session, peer, _BULK, 99)
         value = theirs / ours if ours and theirs else None
-        explanation = f"{_beside(ours, theirs, 'ms')}{' and more' * is_bound}{_failures(session, server)}"
+        explanation = f"{_beside(ours, theirs, 'ms')}{' or more' * is_bound}{_failures(session, server)}"
         return Outcome(value, at_least(least), explanation, _is_void(session, server))
 
     return Goal(f"interactive, under bulk: {peer}'s p99 ÷ this", server, "×", look)
@@ -169,7 +169,7 @@ def _batch_ms(session: Session, server: str) -> float | None:
 def _beside(ours: float | None, theirs: float | None, unit: str) -> str:
     if ours is None or theirs is None:
         return ""
-    return f"{readable(ours)} beside {readable(theirs)} {unit}"
+    return f"{readable(ours)} vs. {readable(theirs)} {unit}"
 
 
 GOALS: Sequence[Goal] = (

@@ -29,7 +29,7 @@ def render_page(session: Session, results_file: str, why_no_plot: str) -> str:
         _section("From 64 to 640 clients", tables.growth(session)),
         _section("vecd's engine without a server", tables.offline(session)),
         _section("The servers", tables.servers(session)),
-        _section("What a reader must know", "\n".join(f"- {remark}" for remark in remarks(session))),
+        _section("Notes on the figures", "\n".join(tables.paragraph(f"- {remark}") for remark in remarks(session))),
     ]
     return "\n\n".join(parts) + "\n"
 
@@ -40,12 +40,13 @@ def _head(session: Session, results_file: str) -> str:
     packages = ", ".join(f"{name} {version}" for name, version in machine["packages"].items() if version)
     return f"""# Benchmarks
 
-Written by `make bench`, which overwrites it; change `benchmarks/`, not this page.
+`make bench` writes this page and overwrites it. To change it, change `benchmarks/`.
 
-vecd and other servers in turns, one at a time, on one machine, each with the same model (all-MiniLM-L6-v2), the same
-cores and the same requests over HTTP, answers in base64. Before anything is measured of a server, its vectors are
-compared with vecd's in float32: the cosine must be at least 0.999. A figure is the median of the rounds
-(smallest–largest); a ratio is taken within each round. The load generator, `vecd bench`, runs on the same cores as the
+The page compares vecd with other servers on one machine. The servers run in turns, one at a time.
+Each has the same model (all-MiniLM-L6-v2), the same cores and the same requests over HTTP, with
+responses in base64. Before a server is measured, its vectors are compared with vecd's in float32:
+the cosine must be at least 0.999. Each figure is the median of the rounds (smallest–largest), and
+each ratio is taken within a round. The load generator, `vecd bench`, runs on the same cores as the
 server.
 
 | | |
@@ -71,7 +72,7 @@ def _targets(session: Session) -> str:
         verdict = {True: "met", False: "**missed**", None: "not measured"}[outcome.is_met]
         server = title(session, goal.server)
         lines.append([server, goal.what, measured, target, verdict, outcome.explanation or "–"])
-    return tables.table(["server", "what", "measured", "asked", "", "figures"], lines)
+    return tables.table(["server", "what", "measured", "target", "", "figures"], lines)
 
 
 def _curve(session: Session, why_no_plot: str) -> str:
@@ -98,7 +99,7 @@ def remarks(session: Session) -> list[str]:
 def _plan_remarks(session: Session) -> list[str]:
     if not session.plan["is_quick"]:
         return []
-    return ["This was a quick look (`--quick`), one short round: its figures show that everything runs, and no more."]
+    return ["This was a quick run (`--quick`) of one short round. Its figures only show that everything runs."]
 
 
 def _skipped(skipped: Iterable[Skipped]) -> list[str]:
@@ -115,10 +116,10 @@ def _skipped(skipped: Iterable[Skipped]) -> list[str]:
 def _disturbances(session: Session) -> str:
     all_runs: list[Run | Offline] = [*session.runs, *session.offline]
     disturbed = [run for run in all_runs if run.is_disturbed]
-    remark = f"{len(disturbed)} of {len(all_runs)} runs were disturbed: others used over {DISTURBING_CORES:g} cores"
+    remark = f"Other programs used over {DISTURBING_CORES:g} cores in {len(disturbed)} of {len(all_runs)} runs"
     if not disturbed:
         return f"{remark}."
-    return f"{remark}, {statistics.median(run.others_cores for run in disturbed):.2g} in the median."
+    return f"{remark}, with a median of {statistics.median(run.others_cores for run in disturbed):.2g}."
 
 
 def _errors(session: Session) -> list[str]:
@@ -138,6 +139,4 @@ def _errors(session: Session) -> list[str]:
 def _busy_generator(session: Session) -> list[str]:
     busy = [run for run in session.runs if run.figures["cpu_share"] > _BUSY_GENERATOR]
     names: Sequence[str] = sorted({f"{run.server} {run.workload}" for run in busy})
-    return (
-        [f"The load generator itself was busy, so that the server may be faster: {', '.join(names)}."] if names else []
-    )
+    return [f"The load generator itself was busy, so the server may be faster: {', '.join(names)}."] if names else []

@@ -4,6 +4,7 @@ Owns columns and number formats. Each function returns Markdown, or "" when noth
 `benchmarks.page`.
 """
 
+import textwrap
 from collections.abc import Callable, Sequence
 
 from benchmarks.figures import (
@@ -46,7 +47,7 @@ def short(session: Session) -> str:
         return ""
     return "\n\n".join(
         [
-            f"Ten words, {TOKENS_PER_TEXT['short']:g} tokens on average, closed loop. Requests/s:",
+            f"Each text has ten words, {TOKENS_PER_TEXT['short']:g} tokens on average. The loop is closed. Requests/s:",
             table(columns, rates),
             "p50 / p99, ms:",
             table(columns, latencies),
@@ -65,11 +66,11 @@ def mixed(session: Session) -> str:
 
     lines = _lines(session, row)
     intro = (
-        "Log-normal lengths, 100 tokens on average (sigma 0.8, at most 256), 8 texts per request, 32 clients, closed "
-        "loop. Tokens are texts/s times their average, since not every server counts them."
+        "The lengths are log-normal, with 100 tokens on average (sigma 0.8, at most 256). 32 clients send 8 texts per "
+        "request in a closed loop. Not every server counts tokens, so tokens/s are texts/s times the average length."
     )
     columns = ["server", "texts/s", "tokens/s", "p50 / p99, ms", "vecd float32 ÷ this"]
-    return f"{intro}\n\n{table(columns, lines)}" if lines else ""
+    return f"{paragraph(intro)}\n\n{table(columns, lines)}" if lines else ""
 
 
 def interactive(session: Session) -> str:
@@ -84,12 +85,13 @@ def interactive(session: Session) -> str:
 
     lines = _lines(session, row)
     intro = (
-        "20 requests/s of one short text, at random moments (open loop), first alone, then while two clients send 512 "
-        "texts of 128 tokens each without pause. “>”: so many had no answer 10 s after the run's end that this is all "
-        "that is known. Bulk answers are those that came within the run, of 512 texts each."
+        "20 requests/s of one short text arrive at random moments (open loop). They first run alone, and then while "
+        "two clients send 512 texts of 128 tokens each without pause. “>” marks a lower bound: too many requests had "
+        "no response 10 s after the end of the run. “Bulk responses” counts the bulk requests of 512 texts that were "
+        "completed within the run."
     )
-    columns = ["server", "alone: p50 / p99, ms", "under bulk: p50 / p99, ms", "answered", "bulk answers"]
-    return f"{intro}\n\n{table(columns, lines)}" if lines else ""
+    columns = ["server", "alone: p50 / p99, ms", "under bulk: p50 / p99, ms", "completed", "bulk responses"]
+    return f"{paragraph(intro)}\n\n{table(columns, lines)}" if lines else ""
 
 
 def curve(session: Session) -> str:
@@ -100,10 +102,11 @@ def curve(session: Session) -> str:
 
     lines = _lines(session, row)
     intro = (
-        "One short text per request, arriving at random moments (open loop), at shares of the rate that the server "
-        "itself has with 256 clients. Answered requests/s: p50 / p99, ms; one run each."
+        "Requests with one short text arrive at random moments (open loop). The columns are shares of the rate that "
+        "the same server has with 256 clients. Each cell has completed requests/s: p50 / p99, ms, from one run."
     )
-    return f"{intro}\n\n{table(['server', *(f'{one.capacity_share:g} ×' for one in shares)], lines)}" if lines else ""
+    columns = ["server", *(f"{one.capacity_share:g} ×" for one in shares)]
+    return f"{paragraph(intro)}\n\n{table(columns, lines)}" if lines else ""
 
 
 def growth(session: Session) -> str:
@@ -119,12 +122,12 @@ def growth(session: Session) -> str:
 
     lines = _lines(session, row)
     intro = (
-        "One short text per request, closed loop. Memory is of all the server's processes, pages that they share "
-        "counted once, 2 s after the run (with `--quick` at once). A run with 256 clients came before both, so that no "
-        "size of batch was new."
+        "Each request has one short text, and the loop is closed. Memory covers all processes of the server, with "
+        "shared pages counted once, 2 s after the run (with `--quick` at once). A run with 256 clients came before "
+        "both, so that no batch size was new."
     )
     columns = ["server", "64: req/s", "640: req/s", "ratio", "errors", "memory at 64, MB", "after 640 more, MB"]
-    return f"{intro}\n\n{table(columns, lines)}" if lines else ""
+    return f"{paragraph(intro)}\n\n{table(columns, lines)}" if lines else ""
 
 
 def offline(session: Session) -> str:
@@ -133,11 +136,11 @@ def offline(session: Session) -> str:
     formats = dict.fromkeys(one.dtype for one in session.offline)
     lines = [[dtype, name, *_offline_cells(session, dtype, work)] for dtype in formats for work, name in _WORKS.items()]
     intro = (
-        "One process on each core, all at once, with batches of as many texts as the server had in its own. "
+        "One process runs on each core, all at once. The batches have the same number of texts as the server's own. "
         "Rates are the sums of all processes."
     )
-    columns = ["number format", "texts", "texts a batch", "texts/s", "tokens/s", "batch p50, ms"]
-    return f"{intro}\n\n{table(columns, lines)}"
+    columns = ["number format", "texts", "texts per batch", "texts/s", "tokens/s", "batch p50, ms"]
+    return f"{paragraph(intro)}\n\n{table(columns, lines)}"
 
 
 def _offline_cells(session: Session, dtype: str, work: str) -> list[str]:
@@ -164,6 +167,12 @@ def servers(session: Session) -> str:
 def table(columns: Row, lines: Sequence[Row]) -> str:
     rows = [columns, ["---"] * len(columns), *lines]
     return "\n".join(f"| {' | '.join(cell.replace('|', '/') for cell in row)} |" for row in rows)
+
+
+def paragraph(text: str) -> str:
+    """`text` in lines of at most 100 characters; the further lines of a list item are indented."""
+    indent = "  " * text.startswith("- ")
+    return textwrap.fill(text, 100, subsequent_indent=indent, break_long_words=False, break_on_hyphens=False)
 
 
 def cell(value: float | None, unit: str = "") -> str:

@@ -50,7 +50,7 @@ def _of_texts(num: int, encoding: str = "base64") -> Load:
 
 
 SETTINGS: Sequence[Setting] = (
-    Setting("as it comes", (), (_ALONE, _MANY, _MIXED, *map(_of_texts, (1, 8, 32)), _of_texts(32, "float"))),
+    Setting("defaults", (), (_ALONE, _MANY, _MIXED, *map(_of_texts, (1, 8, 32)), _of_texts(32, "float"))),
     Setting("--workers 1", ("--workers", "1"), (_ALONE, _MANY)),
     Setting("--workers 1 --threads-per-worker 2", ("--workers", "1", "--threads-per-worker", "2"), (_ALONE, _MANY)),
     Setting("--gateways 2", ("--gateways", "2"), (_MANY,)),
@@ -101,7 +101,7 @@ def table(runs: dict[tuple[str, str], list[dict[str, Any]]]) -> str:
     """Medians, and each round's ratio to the first setting under the same load, as Markdown."""
     first = SETTINGS[0].name
     lines = [
-        "| load | setting | texts/s | ÷ as it comes | p50, ms | p99, ms |",
+        "| load | setting | texts/s | ÷ defaults | p50, ms | p99, ms |",
         "| --- | --- | --- | --- | --- | --- |",
     ]
     loads = list(dict.fromkeys(load for _, load in runs))

@@ -121,8 +121,8 @@ class Gateway:
         shared_metrics.poll(
             {
                 Gauge.REQUESTS: lambda: services.total(lambda service: service.admission.num_requests),
-                Gauge.QUEUED_SEQUENCES: lambda: services.total(lambda service: service.scheduler.queued_sequences),
-                Gauge.QUEUED_TOKENS: lambda: services.total(lambda service: service.scheduler.queued_tokens),
+                Gauge.QUEUED_SEQUENCES: lambda: services.total(lambda service: service.policy.queued_sequences),
+                Gauge.QUEUED_TOKENS: lambda: services.total(lambda service: service.policy.queued_tokens),
                 Gauge.ARENA_ROWS: lambda: services.total(lambda service: service.dispatcher.num_rows),
                 Gauge.ARENA_ROWS_IN_USE: lambda: services.total(lambda service: service.dispatcher.num_rows_in_use),
                 Gauge.QUEUE_AGE_US: services.queue_age_us,

@@ -1,7 +1,7 @@
 """The way of an embedding request, from its parsed body to its rows.
 
-Owns the order of that way: the principal's limits, admission, the tokenizer, the queue of the scheduler, the workers;
-and the requests that are waiting on it. It is the `vecd.gateway.api.context.Embedder` of one generation of the
+Owns the order of that way (the principal's limits, admission, tokenizer, batching policy, dispatcher) and the requests
+that are waiting on it. It is the `vecd.gateway.api.context.Embedder` of one generation of the
 configuration. Knows no HTTP, no dialect, no socket and no ZeroMQ frame. Made by `vecd.gateway.service`.
 """
 
@@ -18,8 +18,8 @@ from vecd.gateway.api.operations import ParsedDecode, ParsedTokenize
 from vecd.gateway.dispatch.dispatcher import Dispatcher
 from vecd.gateway.encoding.fragments import Encoder
 from vecd.gateway.encoding.pending import ChunkedInput, PendingResult
+from vecd.gateway.scheduling.policy import BatchingPolicy
 from vecd.gateway.scheduling.queue import QueuedSequence, RequestQueue
-from vecd.gateway.scheduling.scheduler import Scheduler
 from vecd.gateway.telemetry.shared_metrics import SharedMetrics
 from vecd.gateway.telemetry.tei_metrics import TeiCounts
 from vecd.gateway.tokenization.tokenize_api import Room, size_of
@@ -46,7 +46,6 @@ from vecd.gateway.types.request import (
 )
 from vecd.gateway.types.timeline import RequestTimeline
 from vecd.shm.shared_metrics import Counter
-from vecd.shm.wire import Output
 
 T = TypeVar("T")
 
@@ -88,14 +87,14 @@ class Pipeline:
         *,
         admission: Admission,
         tokenizer: Tokenizer,
-        scheduler: Scheduler,
+        policy: BatchingPolicy,
         dispatcher: Dispatcher,
         shared_metrics: SharedMetrics,
     ) -> None:
         self.config = config
         self.admission = admission
         self.tokenizer = tokenizer
-        self.scheduler = scheduler
+        self.policy = policy
         self.dispatcher = dispatcher
         self.shared_metrics = shared_metrics
         self._make_end: Callable[[], ApiError] | None = None
@@ -107,10 +106,7 @@ class Pipeline:
         self._token_floats: dict[RequestQueue, int] = {}
         """Of requests for one vector for each token; usually none."""
         self._deadlines = Deadlines(self._expire)
-        dispatcher.when_broken(self.fail_all)
         self._tei_counts = TeiCounts(shared_metrics) if config.has_tei_metrics else None
-        if self._tei_counts is not None:
-            dispatcher.when_sending(self._tei_counts.count_batch)
 
     # --- its end --------------------------------------------------------------------------------------------
 
@@ -244,7 +240,7 @@ class Pipeline:
         num_chars = sum(map(len, request.inputs)) if isinstance(request.inputs[0], str) else 0
         collectors = self.encoder.make_collectors(request)
         pending = PendingResult(len(request.inputs), collectors, asyncio.get_running_loop())
-        request_queue = self.scheduler.open(pending, permit.priority, permit.deadline, principal.tenant)
+        request_queue = self.policy.open(pending, permit.priority, permit.deadline, principal.tenant)
         request_queue.batches = timeline.batches
         counts = _Counts(wants_reports=request.wants_report)
         self._pending.add(pending)
@@ -258,7 +254,7 @@ class Pipeline:
             self._deadlines.drop(pending, tick)
             self._pending.discard(pending)
             pending.abandon()
-            self.scheduler.close(request_queue)
+            self.policy.close(request_queue)
             self._token_floats.pop(request_queue, None)
             reservation.note_sent(request_queue.num_sent_tokens)
             timeline.num_tokens = counts.num_tokens
@@ -322,7 +318,7 @@ class Pipeline:
             self._tei_counts.count_tokenized(tokenized)
         self._check_num_tokens(counts.num_tokens, is_all=start + len(tokenized) == len(request.inputs))
         output = request.output
-        if output is Output.TOKENS:
+        if output.is_per_token:
             self._check_token_rows(start, tokenized, counts.num_tokens)
             self._take_token_floats(request_queue, num_tokens)
         if counts.num_chunked:
@@ -331,16 +327,14 @@ class Pipeline:
             sequences = [
                 QueuedSequence(request_queue, index, item, output) for index, item in enumerate(tokenized, start)
             ]
-        self.dispatcher.quarantine.check(sequences)
-        self.scheduler.add(request_queue, self.dispatcher.without_suspects(sequences), time.monotonic())
+        self.dispatcher.submit(request_queue, sequences)
         permit.note_queued(num_tokens)
-        self.dispatcher.pump_soon()
 
     def _sequences_with_chunks(
         self, request: EmbedRequest, request_queue: RequestQueue, start: int, tokenized: list[TokenizedInput]
     ) -> list[QueuedSequence]:
         sequences = []
-        is_normalized = request.normalize or (self.config.card.is_normalized and request.output is Output.VECTORS)
+        is_normalized = request.normalize or request.output.is_normalized_by(self.config.card)
         for index, item in enumerate(tokenized, start):
             if not item.chunks:
                 sequences.append(QueuedSequence(request_queue, index, item, request.output))

@@ -24,15 +24,16 @@ from vecd.gateway.api.model_info import ModelInfo
 from vecd.gateway.api.registry import ENDPOINTS
 from vecd.gateway.dispatch.dispatcher import Dispatcher
 from vecd.gateway.pipeline import Pipeline
-from vecd.gateway.scheduling.scheduler import Scheduler
+from vecd.gateway.scheduling.policy import BatchingPolicy
 from vecd.gateway.telemetry.processes import Processes
 from vecd.gateway.telemetry.shared_metrics import SharedMetrics
+from vecd.gateway.telemetry.tei_metrics import TeiCounts
 from vecd.gateway.telemetry.tracing import Tracing
 from vecd.gateway.tokenization.tokenizer import Tokenizer
 from vecd.gateway.types.config import ApiKey, GatewayConfig
 from vecd.gateway.types.errors import ApiError, Unavailable
 from vecd.gateway.types.messages import HttpRequest, Response
-from vecd.gateway.types.request import Overflow, Priority
+from vecd.gateway.types.request import Overflow
 from vecd.shm.card import ModelError
 from vecd.shm.control import (
     Message,
@@ -46,6 +47,7 @@ from vecd.shm.control import (
     WorkerStuck,
     WorkerUp,
 )
+from vecd.shm.output import Output
 from vecd.shm.shared_metrics import Gauge
 from vecd.shm.views import map_arena
 from vecd.shm.wire import Incarnation
@@ -77,33 +79,39 @@ class Service:
         self._tokenizer = tokenizer
         self._shared_metrics = gateway.shared_metrics
         send = gateway.send
-        self.scheduler = Scheduler(config.max_batch_tokens, config.arena.rows_per_slot, config.max_tokens)
+        self.policy = BatchingPolicy(
+            config.max_batch_tokens,
+            config.arena.rows_per_slot,
+            config.max_tokens,
+            num_gateways=config.num_gateways,
+            queued_elsewhere=lambda: gateway.shared_metrics.others(Gauge.QUEUED_TOKENS),
+        )
         self.dispatcher = Dispatcher(
-            scheduler=self.scheduler,
+            policy=self.policy,
             epoch=gateway.epoch,
             max_batch_tokens=config.max_batch_tokens,
             batch_timeout_s=config.batch_timeout_s,
             num_gateways=config.num_gateways,
-            token_dim=config.card.hidden_size,
+            widths={output: output.width_of(config.card) for output in Output},
             on_stuck=lambda who: send(WorkerStuck(who.worker, who.life)),
-            on_met=lambda who: send(WorkerMet(who.worker, who.life)),
+            on_connected=lambda who: send(WorkerMet(who.worker, who.life)),
             on_quarantined=lambda digest: send(Quarantined(digest)),
+            on_broken=lambda make_error: self.pipeline.fail_all(make_error),  # noqa: PLW0108 (it is made below)
+            on_sending=TeiCounts(self._shared_metrics).count_batch if config.has_tei_metrics else None,
             quarantine_key=gateway.quarantine_key,
             shared_metrics=self._shared_metrics,
         )
         self.admission = Admission(
             max_requests=config.share(config.max_requests),
             max_wait_s=config.max_wait_s,
-            short_tokens=self.scheduler.quantum,
-            tokens_waiting=self._tokens_waiting,
-            tokens_ahead=self._tokens_ahead,
-            tokens_per_s=lambda: self.dispatcher.tokens_per_s,
+            policy=self.policy,
+            workers=self.dispatcher,
         )
         self.pipeline = Pipeline(
             config,
             admission=self.admission,
             tokenizer=tokenizer,
-            scheduler=self.scheduler,
+            policy=self.policy,
             dispatcher=self.dispatcher,
             shared_metrics=self._shared_metrics,
         )
@@ -156,19 +164,7 @@ class Service:
         return self.api.describe(request)
 
     def _load_of(self, tenant: str) -> TenantLoad:
-        return TenantLoad(self.admission.num_requests_of(tenant), self.scheduler.queued_tokens_of(tenant))
-
-    def _tokens_waiting(self) -> int:
-        """At most: other gateways have as much as this one, if they take turns with it."""
-        return (self.scheduler.queued_tokens + self.dispatcher.in_flight_tokens) * self.config.num_gateways
-
-    def _tokens_ahead(self, num_tokens: int, priority: Priority, tenant: str) -> int:
-        """What workers do before a new request's turn: what is queued before it here, and as much for each gateway that
-        takes turns with this one, if that has so much."""
-        ours = self.scheduler.tokens_ahead(num_tokens, priority, self.dispatcher.tokens_per_s, tenant)
-        ours += self.dispatcher.in_flight_tokens
-        theirs = self._shared_metrics.others(Gauge.QUEUED_TOKENS) if self.config.num_gateways > 1 else []
-        return ours + sum(min(ours, tokens) for tokens in theirs)
+        return TenantLoad(self.admission.num_requests_of(tenant), self.policy.queued_tokens_of(tenant))
 
 
 class Services:
@@ -318,7 +314,7 @@ class Services:
 
     def queue_age_us(self) -> int:
         now = time.monotonic()
-        return int(max(service.scheduler.oldest_wait_s(now) for service in self.all.values()) * 1e6)
+        return int(max(service.policy.oldest_wait_s(now) for service in self.all.values()) * 1e6)
 
 
 def read_tokenizer(config: GatewayConfig) -> Tokenizer:

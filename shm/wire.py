@@ -34,17 +34,6 @@ class _Kind(IntEnum):
     FAILED = 5
 
 
-class Output(IntEnum):
-    """What a worker makes of a sequence."""
-
-    VECTORS = 0
-    """The model's vector: one row."""
-    UNNORMALIZED = 1
-    """The same without the model's last step, where that brings it to length 1."""
-    TOKENS = 2
-    """The last hidden state of each token, before pooling and any step: a row for each, in the first H floats."""
-
-
 _BYTES_PER_INT32 = 4
 
 Frames: TypeAlias = list[bytes]
@@ -118,7 +107,7 @@ class Done:
     number: int
     slot: int
     num_rows: int
-    """Written: one for a sequence, of TOKENS one for each of its tokens."""
+    """Written: as many as `Output.num_rows` says of each sequence."""
     compute_us: int
     """Microseconds from reading the batch to its last row."""
     num_padding_tokens: int = 0

@@ -23,7 +23,7 @@ from transformers import CONFIG_MAPPING, MODEL_FOR_MASKED_LM_MAPPING, MODEL_MAPP
 
 from vecd.shm.arena import ArenaSpec
 from vecd.shm.card import read_card
-from vecd.shm.wire import Output
+from vecd.shm.output import Output
 from vecd.workers.config import WorkerConfig
 from vecd.workers.engine import Engine, PackedBatch
 from vecd.workers.engines.parity import vectors_of

@@ -5,7 +5,6 @@ Owns their making and their end. `run(test)` calls `await test(bench)` with a di
 
 import asyncio
 import os
-import time
 from array import array
 from collections.abc import Callable
 
@@ -15,14 +14,15 @@ import zmq
 
 from vecd.gateway.dispatch.dispatcher import Dispatcher
 from vecd.gateway.encoding.pending import ChunkedInput, PendingResult
+from vecd.gateway.scheduling.policy import BatchingPolicy
 from vecd.gateway.scheduling.queue import QueuedSequence, RequestQueue
-from vecd.gateway.scheduling.scheduler import Scheduler
 from vecd.gateway.telemetry.shared_metrics import SharedMetrics
 from vecd.gateway.types.request import Chunk, Priority, TokenizedInput
 from vecd.launch.processes.sockets import make_zmq_endpoint
 from vecd.shm.arena import ArenaSpec, create_arena
+from vecd.shm.output import Output
 from vecd.shm.views import map_arena
-from vecd.shm.wire import Alive, Batch, Done, Incarnation, Output, Probe, decode_to_worker, encode
+from vecd.shm.wire import Alive, Batch, Done, Incarnation, Probe, decode_to_worker, encode
 
 SPEC = ArenaSpec(num_slots=2, rows_per_slot=8, dim=4)
 EPOCH = 7
@@ -138,12 +138,12 @@ class Bench:
 
     def __init__(self, *, batch_timeout_s: float = 60, **options) -> None:
         """`options` are the dispatcher's."""
-        self.scheduler = Scheduler(16, SPEC.rows_per_slot, max_sequence_tokens=16)
+        self.policy = BatchingPolicy(16, SPEC.rows_per_slot, max_sequence_tokens=16)
         self.stuck: list[Incarnation] = []
         self.shared_metrics = SharedMetrics.private()
         self.listening, self.address_fd = make_zmq_endpoint()
         self.dispatcher = Dispatcher(
-            scheduler=self.scheduler,
+            policy=self.policy,
             epoch=EPOCH,
             max_batch_tokens=16,
             batch_timeout_s=batch_timeout_s,
@@ -200,17 +200,16 @@ class Bench:
     async def settled(self, batch: Batch) -> None:
         """Wait until the batch that was answered has been delivered, or queued again."""
         dispatcher = self.dispatcher
-        while dispatcher._to_encode or any(batch.number in link.in_flight for link in dispatcher.links):
+        while not dispatcher._delivery.is_idle or any(batch.number in link.in_flight for link in dispatcher.links):
             await asyncio.sleep(0.001)
 
     def _open(self, num_inputs: int) -> Request:
         request = Request(num_inputs)
-        request.request_queue = self.scheduler.open(request, Priority.NORMAL)
+        request.request_queue = self.policy.open(request, Priority.NORMAL)
         return request
 
     def _queue(self, request_queue: RequestQueue, sequences: list[QueuedSequence]) -> None:
-        self.scheduler.add(request_queue, self.dispatcher.without_suspects(sequences), time.monotonic())
-        self.dispatcher.pump_soon()
+        self.dispatcher.submit(request_queue, sequences)
 
     def close(self) -> None:
         self.dispatcher.stop()

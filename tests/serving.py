@@ -115,16 +115,18 @@ def running_server(
     env: dict[str, str] | None = None,
     must_exit_cleanly: bool = True,
     command: Sequence[str] = (),
+    program: Sequence[str] = (sys.executable, "-m", "vecd"),
 ) -> Iterator[Server]:
     """A server that is ready.
 
-    `must_exit_cleanly=False` for tests that kill it themselves; `command`: what runs the server, as `prlimit` does.
+    `must_exit_cleanly=False` for tests that kill it themselves; `command`: what runs the server, as `prlimit` does;
+    `program`: another installation of vecd.
     """
     with tempfile.TemporaryDirectory(prefix="vecd-test-") as name:
         folder = Path(name)
         (folder / "tmp").mkdir()
         shm_before = set(os.listdir("/dev/shm"))
-        server = _start(folder, [*command, *vecd(*flags)], env or {})
+        server = _start(folder, [*command, *program, "serve", *flags], env or {})
         secrets = Secrets(keys=canaries.keys_of(flags, env or {}))
         processes = server.processes()
         told: list[str] = []

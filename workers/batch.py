@@ -8,7 +8,8 @@ import numpy as np
 
 from vecd.shm.arena import ArenaSpec
 from vecd.shm.card import ModelCard
-from vecd.shm.wire import Batch, Output
+from vecd.shm.output import Output
+from vecd.shm.wire import Batch
 from vecd.workers.engine import PackedBatch
 
 
@@ -38,8 +39,11 @@ def _check_outputs(batch: PackedBatch, arena: ArenaSpec, card: ModelCard) -> Non
     assert batch.outputs is not None
     if batch.outputs.max() > max(Output):
         raise BadBatch(f"output {batch.outputs.max()}, there are {len(Output)}")
-    if card.hidden_size > card.dim and (batch.outputs == Output.TOKENS).any():
-        raise BadBatch(f"rows of tokens have {card.hidden_size} floats, a row has room for {card.dim}")
+    for output in map(Output, set(batch.outputs.tolist())):
+        if output.width_of(card) > card.dim:
+            raise BadBatch(
+                f"rows of {output.name.lower()} have {output.width_of(card)} floats, a row has room for {card.dim}"
+            )
     if batch.num_rows > arena.rows_per_slot:
         raise BadBatch(f"{batch.num_rows} rows, a slot has {arena.rows_per_slot}")
 

@@ -12,8 +12,8 @@ from typing import TYPE_CHECKING, Any, Protocol, TypeAlias
 import numpy as np
 from numpy.typing import NDArray
 
+from vecd.shm.output import Output
 from vecd.shm.views import Rows
-from vecd.shm.wire import Output
 from vecd.workers.config import WorkerConfig
 
 if TYPE_CHECKING:
@@ -21,6 +21,10 @@ if TYPE_CHECKING:
 
 Report: TypeAlias = Callable[[str], None]
 """Called with the name of each stage of loading as it begins, for the operator."""
+
+
+_IS_PER_TOKEN = np.array([Output(code).is_per_token for code in range(len(Output))])
+"""By code."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -36,10 +40,10 @@ class PackedBatch:
 
     @property
     def rows_of_each(self) -> NDArray[np.int64]:
-        """How many rows each sequence has, shape [B]: 1, or of TOKENS its length."""
+        """How many rows each sequence has, shape [B]: its tokens where its output has a row for each, otherwise 1."""
         if self.outputs is None:
             return np.ones(self.lengths.size, dtype=np.int64)
-        return np.where(self.outputs == Output.TOKENS, self.lengths, 1).astype(np.int64)
+        return np.where(_IS_PER_TOKEN[self.outputs], self.lengths, 1).astype(np.int64)
 
     @property
     def num_rows(self) -> int:
@@ -85,8 +89,8 @@ class Engine(Protocol):
         worker is ready; an engine works without. May add to `warnings`."""
 
     def begin(self, batch: PackedBatch, rows: Rows) -> Finish:
-        """Begin to write what each sequence asks for into rows, in the order of the batch: one row for a sequence, or
-        of TOKENS one for each of its tokens, H floats long and zero behind them, which needs H ≤ D. `rows` has at least
+        """Begin to write what each sequence asks for into rows, in the order of the batch: as many
+        rows as each output has, its own floats first and zeros behind them (`Output`). `rows` has at least
         `batch.num_rows` rows; those behind are left alone. On a processor the rows are complete on return; on an
         accelerator the caller may begin the next batch, in other rows, before finishing this one.
 

@@ -12,7 +12,7 @@ from vecd.gateway.admission.principals import Principal, Principals
 from vecd.gateway.api.bodies import Bodies
 from vecd.gateway.api.model_info import ModelInfo
 from vecd.gateway.api.operations import ParsedDecode, ParsedTokenize
-from vecd.gateway.dispatch.dispatcher import WorkerLink
+from vecd.gateway.dispatch.worker_link import WorkerLink
 from vecd.gateway.telemetry.processes import Processes
 from vecd.gateway.telemetry.shared_metrics import SharedMetrics
 from vecd.gateway.tokenization.fair_pool import Threads

@@ -12,11 +12,12 @@ from typing import Any
 
 from vecd.gateway.admission.principals import KeyPrincipal
 from vecd.gateway.api.context import TenantLoad
-from vecd.gateway.dispatch.dispatcher import WorkerLink
-from vecd.gateway.scheduling.cost_model import FULL_BATCH_S, SHORT_BATCH_S
+from vecd.gateway.dispatch.worker_link import WorkerLink
+from vecd.gateway.scheduling.policy import SHORT_BATCH_S
 from vecd.gateway.telemetry.shared_metrics import SharedMetrics
 from vecd.gateway.types.config import GatewayConfig
 from vecd.gateway.types.request import Overflow
+from vecd.shm.batch_limits import FULL_BATCH_S
 from vecd.shm.shared_metrics import Gauge, Row
 
 

@@ -26,7 +26,7 @@ from collections.abc import Collection, Mapping, Sequence
 from typing import Any
 
 from vecd.gateway.api.health import describe_gateways, describe_model, state_of
-from vecd.gateway.dispatch.dispatcher import WorkerLink
+from vecd.gateway.dispatch.worker_link import WorkerLink
 from vecd.gateway.telemetry.processes import Usage
 from vecd.gateway.telemetry.shared_metrics import SharedMetrics
 from vecd.gateway.types.config import GatewayConfig

@@ -1,9 +1,10 @@
-"""Sends batches to workers over ZeroMQ and delivers their rows.
+"""Decides when a batch goes to which worker, and what becomes of batches that are answered, failed or lost.
 
-Owns the ROUTER socket, the gateway's record of each incarnation (`WorkerLink`: its slots, its batches in flight) and
-the views of every arena. The transport is never evidence: that a worker lives is the supervisor's word (`worker_up`,
-`worker_down`), that a batch arrived is its reply. What a worker says is checked against the record before a row is
-read; one that has said what cannot be, or nothing for too long, is not listened to any more.
+Owns the gateway's record of each incarnation (`vecd.gateway.dispatch.worker_link`: its slots, its batches in flight),
+the views of every arena, and the deadlines of batches. Frames are `vecd.gateway.dispatch.transport`'s, rows
+`vecd.gateway.dispatch.delivery`'s. That a worker lives is known from the supervisor alone (`worker_up`, `worker_down`),
+that a batch arrived from its reply alone. A reply is checked against the record before a row is read; a worker that
+breaks the protocol, or says nothing for too long, is ignored from then on and reported.
 
 Life of a slot: free → `_send` → in flight → `Done` → being encoded → free. A lost batch's sequences go back to the
 scheduler, as far as `vecd.gateway.dispatch.retry_budget` pays for it; those that workers died of, by the judgement of
@@ -15,36 +16,34 @@ Several may live in one process and on one event loop. Called by `vecd.gateway.m
 
 import asyncio
 import logging
-import math
 import secrets
 import time
-from bisect import bisect_right
-from collections import deque
-from collections.abc import Callable
-from dataclasses import dataclass, field
+from collections.abc import Callable, Mapping
 from itertools import accumulate
 from typing import Any
 
 import numpy as np
-import zmq
 
 from vecd.gateway.dispatch.crash_attribution import CrashAttribution
+from vecd.gateway.dispatch.delivery import Delivery
 from vecd.gateway.dispatch.quarantine import Quarantine, poisonous
 from vecd.gateway.dispatch.retry_budget import RetryBudget
-from vecd.gateway.scheduling.cost_model import FULL_BATCH_S, SHORT_BATCH_S, CostModel
+from vecd.gateway.dispatch.transport import Transport
+from vecd.gateway.dispatch.worker_link import InFlight, WorkerLink
+from vecd.gateway.scheduling.cost_model import CostModel
+from vecd.gateway.scheduling.policy import BatchingPolicy, PlannedBatch
 from vecd.gateway.scheduling.queue import QueuedSequence, RequestQueue
-from vecd.gateway.scheduling.scheduler import Scheduler
 from vecd.gateway.telemetry.shared_metrics import SharedMetrics
-from vecd.gateway.types.errors import DeadlinePassed, EngineFailed, ServerError, Unavailable
+from vecd.gateway.types.errors import DeadlinePassed, EngineFailed, Unavailable
 from vecd.gateway.types.timeline import BatchShare
 from vecd.shm.failure_code import FailureCode
+from vecd.shm.output import NOT_PLAIN, Output
 from vecd.shm.shared_metrics import Counter
-from vecd.shm.views import Rows, SlotViews
-from vecd.shm.wire import Alive, Batch, Done, Failed, Incarnation, Output, Probe, WireError, decode_to_gateway, encode
+from vecd.shm.views import SlotViews
+from vecd.shm.wire import Alive, Batch, Done, Failed, Incarnation, ToGateway, WireError
 
 log = logging.getLogger("vecd.dispatch")
 
-_PROBE_INTERVAL_S = 0.02
 _SWEEP_INTERVAL_S = 0.25
 
 _LATE_S = 1.0
@@ -53,10 +52,7 @@ _LATE_S = 1.0
 _BROKEN_RETRY_AFTER_S, _KEEP_DYING_RETRY_AFTER_S = 30, 5
 _QUARANTINE_KEY_BYTES = 32
 
-_FLOATS_PER_TURN = 32 * 1024
-"""Floats encoded before the event loop gets its next turn: 1.4 ms as JSON numbers, 0.03 ms as base64."""
-
-_VECTORS, _TOKENS = Output.VECTORS, Output.TOKENS  # Python 3.11 takes 0.2 µs to find a member of an enumeration
+_VECTORS = Output.VECTORS  # Python 3.11 takes 0.2 µs to find a member of an enumeration
 
 _MAX_BATCHES_NOTED = 64
 """Of one request that is traced."""
@@ -65,92 +61,43 @@ _MAX_FAILURES = 10
 """Failures in a row, each on a batch of one sequence, after which the worker itself is suspected."""
 
 
-@dataclass(slots=True)
-class InFlight:
-    """A batch that a worker has, or has answered."""
-
-    number: int
-    slot: int
-    sequences: list[QueuedSequence]
-    num_tokens: int
-    row_ends: list[int] | range
-    """Of the slot's rows, by sequence: the one behind its last."""
-    started_at: float
-    """When it was sent, or when the batch ahead of it was answered: its deadline counts from here."""
-    sent_at: float
-    answered_at: float = 0.0
-    num_encoded: int = 0
-    """Rows."""
-
-    @property
-    def num_rows(self) -> int:
-        return self.row_ends[-1]
-
-
-@dataclass(slots=True)
-class WorkerLink:
-    """The gateway's record of one incarnation."""
-
-    incarnation: Incarnation
-    slots: SlotViews
-    facts: dict[str, Any]
-    cost_model: CostModel
-    """How fast it is; learned from its own batches, beginning with what was known of the others."""
-    free_slots: list[int] = field(default_factory=list)
-    in_flight: dict[int, InFlight] = field(default_factory=dict)
-    """By batch number, oldest first: a worker takes batches in the order in which they were sent."""
-    is_connected: bool = False
-    """It has answered this gateway's probe."""
-    is_stuck: bool = False
-    """It has let a deadline pass, or is not believed; the supervisor has been told and will kill it."""
-    has_answered: bool = False
-    """It has done a batch."""
-    num_failures: int = 0
-    """Batches of one sequence that it has failed on since its last success."""
-    up_at: float = field(default_factory=time.monotonic)
-
-    @property
-    def is_usable(self) -> bool:
-        return self.is_connected and not self.is_stuck
-
-    @property
-    def is_idle(self) -> bool:
-        return self.is_usable and not self.in_flight and bool(self.free_slots)
-
-
 class Dispatcher:
     def __init__(
         self,
         *,
-        scheduler: Scheduler,
+        policy: BatchingPolicy,
         epoch: int,
         max_batch_tokens: int,
         batch_timeout_s: float,
         on_stuck: Callable[[Incarnation], None],
-        on_met: Callable[[Incarnation], None] | None = None,
+        on_connected: Callable[[Incarnation], None] | None = None,
         on_quarantined: Callable[[str], None] | None = None,
+        on_broken: Callable[[Callable[[], Unavailable]], None] | None = None,
+        on_sending: Callable[[int, int], None] | None = None,
         quarantine_key: bytes | None = None,
         num_gateways: int = 1,
-        token_dim: int | None = None,
+        widths: Mapping[Output, int] | None = None,
         shared_metrics: SharedMetrics | None = None,
     ) -> None:
-        """What the supervisor is to be told: `on_stuck`, that a worker is past its deadline or is not believed;
-        `on_met`, that one has answered for the first time; `on_quarantined`, the digest of an input that is given up,
-        made with `quarantine_key` (None: a random one).
+        """Callbacks, all on the event loop: `on_stuck`, a worker is past its deadline or has broken the protocol;
+        `on_connected`, a worker has answered its first probe; `on_quarantined`, an input is given up (its digest, made
+        with `quarantine_key`; None: a random key); `on_broken`, no worker stays alive (a factory of the error for each
+        request); `on_sending`, a batch goes to a worker (its numbers of sequences and tokens).
 
-        `batch_timeout_s` is the most that a worker has for a batch; `num_gateways` take turns at it. `token_dim`: so
-        many floats of a token's row are its own, the first ones; None: all.
+        `batch_timeout_s` is the most that a worker has for a batch; `num_gateways` take turns at it. `widths`: the
+        number of floats of a row that are each output's own, the first ones; None: all.
         """
-        self._scheduler = scheduler
+        self._policy = policy
         self._epoch = epoch
         self._batch_timeout_s = batch_timeout_s
         self._num_gateways = num_gateways
-        self._token_dim = token_dim
         self._on_stuck = on_stuck
-        self._on_met = on_met
+        self._on_connected = on_connected
         self._on_quarantined = on_quarantined
-        self._on_broken: Callable[[Callable[[], Unavailable]], None] | None = None
-        self._on_sending: Callable[[int, int], None] | None = None
+        self._on_broken = on_broken
+        self._on_sending = on_sending
+        self._transport = Transport(epoch, on_message=self._on_message, on_unreadable=self._on_unreadable)
+        self._delivery = Delivery(widths=widths or {}, on_delivered=self._on_delivered)
         self.quarantine = Quarantine(quarantine_key or secrets.token_bytes(_QUARANTINE_KEY_BYTES))
         self._suspects = CrashAttribution()
         self._retries = RetryBudget(max_batch_tokens)
@@ -159,9 +106,7 @@ class Dispatcher:
         self._board = shared_metrics or SharedMetrics.private()
         self._links: dict[bytes, WorkerLink] = {}
         self._last_number = 0
-        self._to_encode: deque[tuple[WorkerLink, InFlight]] = deque()
-        self._is_encoding = False
-        self._is_pump_due = False
+        self._is_dispatch_due = False
         self._is_stopped = False
         self._num_done = 0
         self.broken: str | None = None
@@ -177,37 +122,29 @@ class Dispatcher:
     def start(self, listening_fd: int) -> None:
         """Take over the ZeroMQ listening socket. Call on the running event loop."""
         self._loop = asyncio.get_running_loop()
-        self._context = zmq.Context(io_threads=1)
-        self._socket = self._context.socket(zmq.ROUTER)
-        self._socket.setsockopt(zmq.LINGER, 0)
-        self._socket.setsockopt(zmq.ROUTER_MANDATORY, 1)
-        self._socket.setsockopt(zmq.USE_FD, listening_fd)
-        # The path is not used: the socket behind listening_fd has been bound, and its name removed, already.
-        self._socket.bind("ipc://vecd")
-        self._loop.add_reader(self._socket.fileno(), self._receive_all)
+        self._transport.start(listening_fd)
         self._sweep_soon()
 
     def stop(self) -> None:
         """Forget all workers and close the socket. What is still queued or being encoded stays unanswered."""
         self._is_stopped = True
         self._links.clear()
-        self._to_encode.clear()
+        self._delivery.clear()
         self._sweeper.cancel()
-        self._loop.remove_reader(self._socket.fileno())
-        self._context.destroy(linger=0)
+        self._transport.stop()
 
     # --- what others ask ------------------------------------------------------------------------------------
 
     @property
     def num_rows(self) -> int:
         """Of all workers' slots."""
-        return sum(_num_slot_rows(link) for link in self._links.values())
+        return sum(link.num_slot_rows for link in self._links.values())
 
     @property
     def num_rows_in_use(self) -> int:
         """Of batches that workers have, or that are being encoded."""
         in_flight = sum(batch.num_rows for link in self._links.values() for batch in link.in_flight.values())
-        return in_flight + sum(batch.num_rows for _, batch in self._to_encode)
+        return in_flight + self._delivery.num_rows
 
     @property
     def links(self) -> list[WorkerLink]:
@@ -235,30 +172,21 @@ class Dispatcher:
             f"The model cannot be served: {self.broken}", retry_after_s=_BROKEN_RETRY_AFTER_S, code="model_broken"
         )
 
-    def when_broken(self, fail_all: Callable[[Callable[[], Unavailable]], None]) -> None:
-        """Call `fail_all`, with what makes the error for each request, when the model turns out to be broken."""
-        self._on_broken = fail_all
+    def submit(self, request_queue: RequestQueue, sequences: list[QueuedSequence]) -> None:
+        """Queue sequences of an open request, with the deaths of workers that their inputs are known for, and send what
+        can be sent soon. Raises PoisonInput, and queues nothing, when one of them is refused."""
+        self.quarantine.check(sequences)
+        if self._suspects:
+            for sequence in sequences:
+                sequence.deaths = self._suspects.find(self.quarantine.digest(sequence.token_ids))
+        self._policy.add(request_queue, sequences, time.monotonic())
+        self.schedule_dispatch()
 
-    def when_sending(self, count: Callable[[int, int], None]) -> None:
-        """Call `count` with each batch's sequences and tokens, when it goes to a worker."""
-        self._on_sending = count
-
-    def pump_soon(self) -> None:
+    def schedule_dispatch(self) -> None:
         """Send what can be sent, once the requests that have arrived in this turn of the loop are all queued."""
-        if not self._is_pump_due:
-            self._is_pump_due = True
-            self._loop.call_soon(self._pump)
-
-    def without_suspects(self, sequences: list[QueuedSequence]) -> list[QueuedSequence]:
-        """Those of a new request that may share a batch. The others, whose like workers have died of before, are queued
-        here, each alone. Costs nothing while no worker has died."""
-        if not self._suspects:
-            return sequences
-        for sequence in sequences:
-            sequence.deaths = self._suspects.find(self.quarantine.digest(sequence.token_ids))
-        for sequence in filter(_is_suspect, sequences):
-            self._scheduler.set_aside([sequence])
-        return [sequence for sequence in sequences if not _is_suspect(sequence)]
+        if not self._is_dispatch_due:
+            self._is_dispatch_due = True
+            self._loop.call_soon(self._dispatch)
 
     # --- what the supervisor says ---------------------------------------------------------------------------
 
@@ -270,7 +198,7 @@ class Dispatcher:
         link = WorkerLink(incarnation, slots, facts, self._pace.copy(), free_slots=list(range(len(slots.rows))))
         self._links[incarnation.identity] = link
         self._retries.make_room_for(len(self._links))
-        self._probe(link)
+        self._transport.probe(incarnation.identity, lambda: self._is_awaited(link))
 
     def set_broken(self, reason: str) -> None:
         """No worker stays alive: every request is failed at once, and new ones, until one is up all the same."""
@@ -300,66 +228,39 @@ class Dispatcher:
 
     # --- sending --------------------------------------------------------------------------------------------
 
-    def _pump(self) -> None:
-        """Work-conserving: every idle worker gets a batch, a busy one a second only when a whole one waits.
-
-        While short requests wait for the batches of a backlog, these are short, and none is sent ahead.
-        """
-        self._is_pump_due = False
+    def _dispatch(self) -> None:
+        """Send the batches that the policy plans for idle workers, and then those for busy ones."""
+        self._is_dispatch_due = False
         if self._is_stopped:
             return
         now = time.monotonic()
-        is_short = self._scheduler.wants_short_batches(now)
-        batch_s = SHORT_BATCH_S if is_short else FULL_BATCH_S
         idle = [link for link in self._links.values() if link.is_idle]
         while idle:
-            budget = idle[-1].cost_model.budget_tokens(batch_s)
-            batch = self._next_batch(now, idle[-1].cost_model, budget, len(idle), is_short=is_short)
-            if not batch:
+            batch = self._next_batch(now, idle[-1].cost_model, len(idle))
+            if not batch.sequences:
                 return
-            self._send(idle.pop(), batch, now, budget)
-        if not is_short:
-            self._send_ahead(now)
-
-    def _send_ahead(self, now: float) -> None:
+            self._send(idle.pop(), batch.sequences, now, batch.budget_tokens)
         for link in self._links.values():
-            budget = link.cost_model.budget_tokens(FULL_BATCH_S)
-            is_taking = link.is_usable and link.free_slots and self._scheduler.fills(budget)
-            if is_taking and (batch := self._next_batch(now, link.cost_model, budget)):
-                self._send(link, batch, now, budget)
+            if link.is_usable and link.free_slots:
+                batch = self._next_batch(now, link.cost_model, 0)
+                if batch.sequences:
+                    self._send(link, batch.sequences, now, batch.budget_tokens)
 
-    def _next_batch(
-        self, now: float, cost_model: CostModel, budget: int, num_idle: int = 1, *, is_short: bool = False
-    ) -> list[QueuedSequence]:
-        batch = self._take_batch(now, cost_model, budget, num_idle, is_short=is_short)
-        while self.quarantine and batch:
-            harmless = self._without_quarantined(batch)
-            if harmless:
-                return harmless
-            batch = self._take_batch(now, cost_model, budget, num_idle, is_short=is_short)
-        return batch
-
-    def _without_quarantined(self, batch: list[QueuedSequence]) -> list[QueuedSequence]:
-        """What may be sent of what was queued before an input like it was given up."""
-        for sequence in batch:
-            if self.quarantine.holds(sequence.token_ids):
-                sequence.pending.fail(poisonous(sequence.index))
-        return [sequence for sequence in batch if not sequence.is_abandoned]
-
-    def _take_batch(
-        self, now: float, cost_model: CostModel, budget: int, num_idle: int, *, is_short: bool
-    ) -> list[QueuedSequence]:
-        num_tokens = min(budget, self._scheduler.queued_tokens // num_idle)
-        done_by = now + cost_model.batch_s(num_tokens)
-        batch = self._scheduler.next_batch(
-            now, max_tokens=budget, num_idle_workers=num_idle, done_by=done_by, is_short=is_short
-        )
-        if self._scheduler.hopeless:
-            for request_queue in self._scheduler.hopeless:
+    def _next_batch(self, now: float, cost_model: CostModel, num_idle_workers: int) -> PlannedBatch:
+        """The policy's next batch of which something may be sent: without inputs that were quarantined after they had
+        been queued. Requests that can only be late are failed."""
+        while True:
+            batch = self._policy.next_batch(now, cost_model, num_idle_workers)
+            for request_queue in batch.too_late:
                 self._board.add(Counter.EXPIRED)
                 request_queue.pending.fail(DeadlinePassed(None))
-            self._scheduler.hopeless.clear()
-        return batch
+            if not self.quarantine or not batch.sequences:
+                return batch
+            for sequence in batch.sequences:
+                if self.quarantine.holds(sequence.token_ids):
+                    sequence.pending.fail(poisonous(sequence.index))
+            if left := [sequence for sequence in batch.sequences if not sequence.is_abandoned]:
+                return batch._replace(sequences=left)
 
     def _send(self, link: WorkerLink, sequences: list[QueuedSequence], now: float, budget_tokens: int) -> None:
         self._last_number += 1
@@ -384,56 +285,21 @@ class Dispatcher:
             token_ids_bytes=b"".join([sequence.token_ids for sequence in sequences]),
             outputs_bytes=outputs,
         )
-        if not self._send_frames(link, message):
+        if not self._transport.send(link.incarnation.identity, message):
             # Not evidence of death; but a worker that cannot be reached must not keep a batch.
             log.warning("%s cannot be reached; its batch goes to another", link.incarnation)
             self._report_stuck(link)
 
-    def _send_frames(self, link: WorkerLink, message: Batch | Probe) -> bool:
-        try:
-            self._socket.send_multipart([link.incarnation.identity, *encode(message)], zmq.DONTWAIT)
-        except zmq.ZMQError:
-            return False
-        finally:
-            # A send, failed or not, may swallow the wake-up of a message that has arrived meanwhile: look again, or it
-            # waits for ever.
-            if self._has_message():
-                self._loop.call_soon(self._receive_all)
-        return True
-
-    def _probe(self, link: WorkerLink) -> None:
-        """Ask until it answers: the worker connects in its own time. A link that is gone is not asked any more."""
-        if link.is_connected or self._links.get(link.incarnation.identity) is not link:
-            return
-        self._send_frames(link, Probe(self._epoch))
-        self._loop.call_later(_PROBE_INTERVAL_S, self._probe, link)
-
     # --- receiving ------------------------------------------------------------------------------------------
 
-    def _has_message(self) -> bool:
-        return bool(int(self._socket.getsockopt(zmq.EVENTS)) & zmq.POLLIN)
+    def _is_awaited(self, link: WorkerLink) -> bool:
+        """Whether the worker still has to answer its first probe."""
+        return not link.is_connected and self._links.get(link.incarnation.identity) is link
 
-    def _receive_all(self) -> None:
-        """Read until nothing is left: the descriptor is edge-triggered."""
-        while not self._is_stopped and self._has_message():
-            try:
-                identity, *frames = self._socket.recv_multipart(zmq.DONTWAIT)
-            except zmq.Again:
-                return
-            self._receive(identity, frames)
-
-    def _receive(self, identity: bytes, frames: list[bytes]) -> None:
+    def _on_message(self, identity: bytes, message: ToGateway) -> None:
         link = self._links.get(identity)
         if link is None or link.is_stuck:
-            return  # a dead incarnation's last words, or those of one that is being killed
-        try:
-            message = decode_to_gateway(frames)
-        except WireError as error:
-            log.error("%s sent what cannot be read: %s", link.incarnation, error)
-            self._report_stuck(link)
-            return
-        if message.epoch != self._epoch:
-            return  # an answer to the gateway before this one
+            return  # sent by a dead incarnation, or by one that is being killed
         match message:
             case Alive():
                 self._on_alive(link)
@@ -442,11 +308,17 @@ class Dispatcher:
             case Failed():
                 self._on_failed(link, message)
 
+    def _on_unreadable(self, identity: bytes, error: WireError) -> None:
+        link = self._links.get(identity)
+        if link is not None and not link.is_stuck:
+            log.error("%s sent what cannot be read: %s", link.incarnation, error)
+            self._report_stuck(link)
+
     def _on_alive(self, link: WorkerLink) -> None:
         is_first, link.is_connected = not link.is_connected, True
-        if is_first and self._on_met is not None:
-            self._on_met(link.incarnation)
-        self.pump_soon()
+        if is_first and self._on_connected is not None:
+            self._on_connected(link.incarnation)
+        self.schedule_dispatch()
 
     def _on_done(self, link: WorkerLink, done: Done) -> None:
         batch = self._take_answered(link, done.number, done.slot)
@@ -473,10 +345,8 @@ class Dispatcher:
         link.num_failures = 0
         if self._suspects:
             self._clear(batch.sequences)
-        self._pump()  # the worker computes its next batch while this one's rows are encoded
-        self._to_encode.append((link, batch))
-        if not self._is_encoding:
-            self._encode_some()
+        self._dispatch()  # the worker computes its next batch while this one's rows are encoded
+        self._delivery.add(link, batch)
 
     def _note_pace(self, cost_model: CostModel) -> None:
         self._pace = cost_model
@@ -497,8 +367,12 @@ class Dispatcher:
             # One of them, most often; halves find it in a few batches, and the others are done with.
             middle = len(batch.sequences) // 2
             for half in (batch.sequences[:middle], batch.sequences[middle:]):
-                self._scheduler.set_aside([sequence for sequence in half if not sequence.is_abandoned])
-        self.pump_soon()
+                self._policy.isolate([sequence for sequence in half if not sequence.is_abandoned])
+        self.schedule_dispatch()
+
+    def _on_delivered(self, link: WorkerLink, batch: InFlight) -> None:
+        link.free_slots.append(batch.slot)
+        self.schedule_dispatch()
 
     def _take_answered(self, link: WorkerLink, number: int, slot: int) -> InFlight | None:
         """The record of the batch that a worker answers; None, and the worker is not believed, when there is none."""
@@ -513,52 +387,6 @@ class Dispatcher:
         for waiting in link.in_flight.values():
             waiting.started_at = batch.answered_at
         return batch
-
-    # --- rows → answers -------------------------------------------------------------------------------------
-
-    def _encode_some(self) -> None:
-        """Encode a turn's worth of rows; come back for the rest after the event loop has had its turn."""
-        floats_left = _FLOATS_PER_TURN
-        while self._to_encode:
-            link, batch = self._to_encode[0]
-            rows = link.slots.rows[batch.slot]
-            rows_left = max(1, floats_left // rows.shape[1])
-            end = min(batch.num_rows, batch.num_encoded + rows_left)
-            try:
-                self._deliver(batch, rows, end)
-            except Exception as error:  # one batch's trouble must not hold up those behind it
-                log.error("rows of batch %d cannot be encoded: %s", batch.number, type(error).__name__)
-                for sequence in batch.sequences:
-                    sequence.pending.fail(ServerError("The server failed on this request"))
-            floats_left -= (end - batch.num_encoded) * rows.shape[1]
-            batch.num_encoded = end
-            if end == batch.num_rows:
-                self._to_encode.popleft()
-                link.free_slots.append(batch.slot)
-                self.pump_soon()
-            if floats_left <= 0:
-                break
-        self._is_encoding = bool(self._to_encode)
-        if self._is_encoding:
-            self._loop.call_soon(self._encode_some)
-
-    def _deliver(self, batch: InFlight, rows: Rows, end: int) -> None:
-        """Hand the rows from `batch.num_encoded` to `end` to their requests."""
-        start, ends = batch.num_encoded, batch.row_ends
-        if isinstance(ends, range):
-            _deliver_vectors(batch.sequences[start:end], rows[start:end])
-            return
-        at = bisect_right(ends, start)
-        while start < end:
-            sequence = batch.sequences[at]
-            if sequence.output is _TOKENS:
-                stop, behind = min(end, ends[at]), at + 1
-                _deliver_tokens(sequence, rows[start:stop, : self._token_dim], num_left=ends[at] - stop)
-            else:
-                behind = _end_of_vectors(batch.sequences, at, at + end - start)
-                stop = ends[behind - 1]
-                _deliver_vectors(batch.sequences[at:behind], rows[start:stop])
-            start, at = stop, behind
 
     # --- when things go wrong -------------------------------------------------------------------------------
 
@@ -599,18 +427,15 @@ class Dispatcher:
             self._report_stuck(link)
 
     def _put_back(self, sequences: list[QueuedSequence]) -> None:
-        """Queue lost sequences again: suspects each alone, the others as far as may be paid for."""
+        """Queue lost sequences again, as far as the retry budget pays for those that may share a batch."""
         for sequence in sequences:
-            is_free = sequence.is_abandoned or _is_suspect(sequence)
+            is_free = sequence.is_abandoned or sequence.must_run_alone
             if not is_free and not self._retries.pay(sequence.num_tokens):
                 sequence.pending.fail(_keep_dying())
         alive = [sequence for sequence in sequences if not sequence.is_abandoned]
         self._board.add(Counter.RETRIED, len(alive))
-        self._scheduler.put_back([sequence for sequence in alive if not _is_suspect(sequence)])
-        for sequence in alive:
-            if _is_suspect(sequence):
-                self._scheduler.set_aside([sequence])
-        self.pump_soon()
+        self._policy.put_back(alive)
+        self.schedule_dispatch()
 
     def _report_stuck(self, link: WorkerLink) -> None:
         """Believe the worker nothing, give it nothing more, and have it killed; its batches come back with
@@ -632,7 +457,7 @@ class Dispatcher:
         if late_s > _LATE_S:
             log.warning("this process has stood still for %.1f s", late_s)
             self._excuse(late_s)
-        self._receive_all()  # an answer that has arrived is in time, however late it is read
+        self._transport.receive_all()  # an answer that has arrived is in time, however late it is read
         now = time.monotonic()
         for link in self.links:
             if not link.is_stuck:
@@ -665,7 +490,7 @@ class Dispatcher:
             limit_s=self._batch_timeout_s,
             has_answered=link.has_answered,
             num_gateways=self._num_gateways,
-            max_sequence_tokens=self._scheduler.quantum,
+            max_sequence_tokens=self._policy.quantum,
         )
 
 
@@ -676,62 +501,10 @@ def _outputs_bytes(sequences: list[QueuedSequence]) -> bytes:
 
 
 def _row_ends(sequences: list[QueuedSequence], outputs: bytes) -> list[int] | range:
-    """A range where each has one row, as is usual, and a list where not."""
-    if _TOKENS not in outputs:
+    """A range where each has one row and all of it, as is usual, and a list where not."""
+    if not any(code in outputs for code in NOT_PLAIN):
         return range(1, len(sequences) + 1)
     return list(accumulate([sequence.num_rows for sequence in sequences]))
-
-
-def _end_of_vectors(sequences: list[QueuedSequence], start: int, stop: int) -> int:
-    """The first from `start` on that asks for rows of its tokens; `stop`, or the end, if none does before it."""
-    for index in range(start, min(stop, len(sequences))):
-        if sequences[index].output is _TOKENS:
-            return index
-    return min(stop, len(sequences))
-
-
-def _deliver_tokens(sequence: QueuedSequence, rows: Rows, *, num_left: int) -> None:
-    """Hand some rows of a sequence's tokens to its request; one that is not finite fails it."""
-    if not _are_finite(rows):
-        _fail_not_finite(sequence)
-    sequence.pending.deliver_one(sequence, np.ascontiguousarray(rows), num_left)
-
-
-def _deliver_vectors(sequences: list[QueuedSequence], rows: Rows) -> None:
-    """Hand the rows, one of each, to their requests; a row that is not finite fails its own request and no other."""
-    if not _are_finite(rows):
-        for sequence, row in zip(sequences, rows, strict=True):
-            if not np.isfinite(row).all():
-                _fail_not_finite(sequence)
-    start = 0
-    for end in range(1, len(sequences) + 1):
-        # Neighbours in a batch are most often neighbours in their request: then they go together.
-        if end == len(sequences) or not _follows(sequences[end], sequences[end - 1]):
-            first = sequences[start]
-            if first.chunked is None:
-                first.request_queue.pending.deliver(first.index, rows[start:end])
-            else:
-                first.request_queue.pending.deliver_one(first, rows[start:end])
-            start = end
-
-
-def _follows(sequence: QueuedSequence, other: QueuedSequence) -> bool:
-    # Those that are chunks have that in common with none but chunks of their own input, which have the same index.
-    is_next = sequence.request_queue is other.request_queue and sequence.index == other.index + 1
-    return is_next and sequence.chunked is other.chunked
-
-
-def _are_finite(rows: Rows) -> bool:
-    """Whether all are. A sum is finite if they are, but for huge ones; and takes a third of looking at each."""
-    with np.errstate(all="ignore"):
-        return math.isfinite(rows.sum()) or bool(np.isfinite(rows).all())
-
-
-def _fail_not_finite(sequence: QueuedSequence) -> None:
-    log.error("the model gave a vector that is not finite for a sequence of %d tokens", sequence.num_tokens)
-    sequence.pending.fail(
-        EngineFailed(f"The model gave a vector that is not finite for 'input[{sequence.index}]'", code="not_finite")
-    )
 
 
 def _note_sent(sequences: list[QueuedSequence], now: float) -> None:
@@ -758,17 +531,9 @@ def _note_done(batch: InFlight, worker: int, compute_us: int) -> None:
                 request_queue.batches.append(share)
 
 
-def _num_slot_rows(link: WorkerLink) -> int:
-    return sum(map(len, link.slots.rows))
-
-
 def _note_lost(sequences: list[QueuedSequence]) -> None:
     for sequence in sequences:
         sequence.request_queue.num_sent_tokens -= sequence.num_tokens
-
-
-def _is_suspect(sequence: QueuedSequence) -> bool:
-    return sequence.deaths is not None and sequence.deaths.must_run_alone
 
 
 def _keep_dying() -> Unavailable:

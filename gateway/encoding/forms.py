@@ -4,28 +4,15 @@ Owns those rules and their messages. Converts nothing: that is `vecd.gateway.enc
 encoder.
 """
 
-from typing import NamedTuple, Protocol
+from typing import NamedTuple
 
 from vecd.gateway.types.errors import BadRequest
 from vecd.gateway.types.request import Dtype, EmbedRequest, Encoding, Form
-from vecd.shm.wire import Output
+from vecd.shm.output import ModelSizes
 
 WHOLE = frozenset({Dtype.INT8, Dtype.UINT8})
 PACKED = frozenset({Dtype.BINARY, Dtype.UBINARY})
 DIMS_PER_BYTE = 8
-
-
-class _Model(Protocol):
-    """What a `ModelInfo` and a `ModelCard` both say of the vectors."""
-
-    @property
-    def dim(self) -> int: ...
-
-    @property
-    def hidden_size(self) -> int: ...
-
-    @property
-    def is_normalized(self) -> bool: ...
 
 
 class Names(NamedTuple):
@@ -39,23 +26,24 @@ class Names(NamedTuple):
 DEFAULT_NAMES = Names()
 
 
-def check_forms(request: EmbedRequest, model: _Model, names: Names = DEFAULT_NAMES, *, has_ranges: bool) -> None:
+def check_forms(request: EmbedRequest, model: ModelSizes, names: Names = DEFAULT_NAMES, *, has_ranges: bool) -> None:
     """Raise BadRequest, which names the field by `names`, for a form that the request's vectors cannot be given in.
 
     `has_ranges`: the server was given ranges for whole numbers (`--quantization-ranges`).
     """
     dimensions = request.dimensions
-    if request.output is Output.TOKENS and dimensions is not None and dimensions > model.hidden_size:
+    width = request.output.width_of(model)
+    if request.output.is_per_token and dimensions is not None and dimensions > width:
         raise BadRequest(
-            f"'{names.dimensions}' must be 1 to {model.hidden_size} for vectors of tokens, is {dimensions}",
+            f"'{names.dimensions}' must be 1 to {width} for vectors of tokens, is {dimensions}",
             param=names.dimensions,
         )
     for form in request.forms:
         _check_form(form, request, model, has_ranges, names)
 
 
-def _check_form(form: Form, request: EmbedRequest, model: _Model, has_ranges: bool, names: Names) -> None:
-    if request.output is Output.TOKENS and form.encoding in (Encoding.BYTES, Encoding.NPY):
+def _check_form(form: Form, request: EmbedRequest, model: ModelSizes, has_ranges: bool, names: Names) -> None:
+    if request.output.is_per_token and form.encoding in (Encoding.BYTES, Encoding.NPY):
         raise BadRequest(
             f"'{names.encoding}' must be 'float' or 'base64' for vectors of tokens, is '{form.encoding.value}': inputs "
             "have not the same number of them",
@@ -77,7 +65,7 @@ def _check_form(form: Form, request: EmbedRequest, model: _Model, has_ranges: bo
         _check_scale(form, request, model, has_ranges, names)
 
 
-def _check_scale(form: Form, request: EmbedRequest, model: _Model, has_ranges: bool, names: Names) -> None:
+def _check_scale(form: Form, request: EmbedRequest, model: ModelSizes, has_ranges: bool, names: Names) -> None:
     """Whether the steps that there are fit the vectors."""
     name = form.dtype.value
     if not has_ranges:
@@ -94,7 +82,7 @@ def _check_scale(form: Form, request: EmbedRequest, model: _Model, has_ranges: b
             f"which have {model.dim} (--quantization-ranges)",
             param=names.dimensions,
         )
-    if request.output is Output.TOKENS or are_normalized(request, model) != model.is_normalized:
+    if request.output.is_per_token or are_normalized(request, model) != model.is_normalized:
         raise BadRequest(
             f"'{names.dtype}': for {name} this server has ranges of the model's own vectors, as sentence-transformers "
             "gives them, and others were asked for (--quantization-ranges)",
@@ -102,13 +90,13 @@ def _check_scale(form: Form, request: EmbedRequest, model: _Model, has_ranges: b
         )
 
 
-def width_of(request: EmbedRequest, model: _Model) -> int:
+def width_of(request: EmbedRequest, model: ModelSizes) -> int:
     """Dimensions of each row that is answered."""
     if request.dimensions is not None:
         return request.dimensions
-    return model.hidden_size if request.output is Output.TOKENS else model.dim
+    return request.output.width_of(model)
 
 
-def are_normalized(request: EmbedRequest, model: _Model) -> bool:
+def are_normalized(request: EmbedRequest, model: ModelSizes) -> bool:
     """The rows that are answered have length 1, as float32."""
-    return request.normalize or (request.output is Output.VECTORS and model.is_normalized)
+    return request.normalize or request.output.is_normalized_by(model)

@@ -35,7 +35,7 @@ from vecd.gateway.encoding.quantization import (
 )
 from vecd.gateway.types.request import Dtype, EmbedRequest, Encoding, Form
 from vecd.shm.card import ModelCard
-from vecd.shm.wire import Output
+from vecd.shm.output import Output
 
 Rows: TypeAlias = NDArray[Any]
 Convert: TypeAlias = Callable[[Any], Rows]
@@ -197,7 +197,7 @@ class Encoder:
         steps: list[Convert] = []
         if request.dimensions is not None:
             steps.append(partial(shorten, dimensions=request.dimensions))
-        has_length_1 = request.output is Output.VECTORS and self._card.is_normalized and not steps
+        has_length_1 = request.output.is_normalized_by(self._card) and not steps
         if are_normalized(request, self._card) and not has_length_1:
             steps.append(normalize)
         return steps

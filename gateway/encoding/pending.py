@@ -12,7 +12,7 @@ from numpy.typing import NDArray
 
 from vecd.gateway.types.errors import ApiError
 from vecd.gateway.types.request import Collector
-from vecd.shm.wire import Output
+from vecd.shm.output import Output
 
 
 class Delivered(Protocol):
@@ -91,7 +91,7 @@ class PendingResult:
         `is_plain`; `num_left` more of it are to come."""
         if self.is_over:
             return
-        if sequence.output is Output.TOKENS:
+        if sequence.output.is_per_token:
             try:
                 for collector in self._collectors:
                     collector.put_tokens(sequence.index, rows, num_left)

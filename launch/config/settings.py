@@ -29,6 +29,7 @@ from pydantic_settings import (
 )
 
 from vecd.launch.exit_codes import ConfigurationError
+from vecd.shm.batch_limits import MAX_BATCH_TOKENS, MAX_BATCH_TOKENS_ON_GPU
 
 ENV_PREFIX = "VECD_"
 
@@ -57,7 +58,7 @@ class Settings(BaseSettings):
 
     model: CliPositionalArg[str] = Field(
         default="",
-        description="folder of a model, or its id on the Hugging Face hub; none: the bundled all-MiniLM-L6-v2",
+        description="folder of a model, or its id on the Hugging Face hub; default: the bundled all-MiniLM-L6-v2",
     )
     host: str = Field(default="127.0.0.1", description="address to listen on")
     port: int = Field(default=8000, ge=0, le=65535, description="port to listen on; 0 takes a free one")
@@ -67,9 +68,11 @@ class Settings(BaseSettings):
         default=None,
         ge=0,
         le=65535,
-        description="serve /metrics, /info and /admin on this port, and not on the public one; 0 takes a free one",
+        description="serve /metrics, /info and /admin on this port instead of the public one; 0 takes a free one",
     )
-    admin_uds: Path | None = Field(default=None, description="the same on a unix socket")
+    admin_uds: Path | None = Field(
+        default=None, description="serve /metrics, /info and /admin on this unix socket instead"
+    )
     tls_cert: Path | None = Field(default=None, description="serve HTTPS with this certificate chain (PEM)")
     tls_key: Path | None = Field(default=None, description="private key of --tls-cert (PEM, without a passphrase)")
     workers: Annotated[int, Field(ge=1, le=1024)] | Literal["auto"] = Field(
@@ -79,139 +82,143 @@ class Settings(BaseSettings):
         default=1,
         ge=1,
         le=64,
-        description="gateway processes; more than one where parsing and encoding take more than a core. "
-        "max-requests and max-connections are divided among them",
+        description="gateway processes; use more than one if parsing and encoding take more than a core. "
+        "They divide max-requests and max-connections among them",
     )
     threads_per_worker: int = Field(default=1, ge=1, le=1024, description="threads of one worker's forward pass")
     device: Literal["auto", "cpu", "cuda"] = Field(
         default="auto",
-        description="where the model runs; auto: on GPUs if there are any and torch can use them",
+        description="where the model runs; auto: on GPUs if torch finds any that it can use",
     )
     dtype: Literal["auto", "float32", "bfloat16", "float16", "int8"] = Field(
         default="auto",
         description="number format of the forward pass; auto: bfloat16 where the processor or GPU computes it "
-        "natively and the vectors agree with float32's, else float32. int8: more texts a second, less exact vectors",
+        "natively and the vectors agree with float32's, else float32. int8: faster, but less exact vectors",
     )
     engine: Literal["auto", "fused", "packed", "padded", "weightless"] = Field(
         default="auto",
-        description="how batches run; auto: the fastest way whose vectors agree with the plain model's. weightless: no "
-        "model, made-up vectors, to test everything else",
+        description="implementation of the forward pass; auto: the fastest one whose vectors agree with the reference "
+        "model's. weightless: the dummy engine, which has no model and returns made-up vectors, for tests",
     )
     max_batch_tokens: Annotated[int, Field(ge=1, le=1_000_000)] | Literal["auto"] = Field(
         default="auto",
-        description="most tokens in one forward pass, of which a worker gets as many as it computes in a quarter of a "
-        "second; auto: 2048 on a processor, 32768 on a GPU",
+        description="maximum tokens in one forward pass. A worker gets fewer if it cannot compute them in a quarter of "
+        f"a second. auto: {MAX_BATCH_TOKENS} on a processor, {MAX_BATCH_TOKENS_ON_GPU} on a GPU",
     )
     max_tokens: int | None = Field(
-        default=None, ge=3, description="cut texts after so many tokens; default: the model's own limit"
+        default=None, ge=3, description="maximum tokens of an input, see --overflow; default: the model's own limit"
     )
-    max_inputs: int = Field(default=2048, ge=1, le=100_000, description="inputs in one request")
-    max_body_bytes: int = Field(default=64 * 2**20, ge=1024, description="bytes in one request's body")
-    max_requests: int = Field(default=4096, ge=1, description="embedding requests served at a time; more get 429")
+    max_inputs: int = Field(default=2048, ge=1, le=100_000, description="maximum inputs in one request")
+    max_body_bytes: int = Field(default=64 * 2**20, ge=1024, description="maximum bytes in the body of one request")
+    max_requests: int = Field(default=4096, ge=1, description="maximum embedding requests at a time; more get 429")
     max_wait: float = Field(
         default=30.0,
         gt=0,
         le=86_400,
-        description="seconds that a request may have to wait for its turn, by the workers' measured speed; "
-        "429 if it were longer",
+        description="maximum seconds that a request waits for a worker. A request whose wait, estimated from the "
+        "measured speed of the workers, is longer gets 429",
     )
     max_priority: Literal["interactive", "normal", "bulk"] = Field(
-        default="interactive", description="highest priority that callers get, whatever they ask for"
+        default="interactive",
+        description="highest priority of any request; a higher requested priority is lowered to it",
     )
-    max_connections: int = Field(default=8192, ge=1, description="open connections; more get 503")
+    max_connections: int = Field(default=8192, ge=1, description="maximum open connections; more get 503")
     max_connections_per_address: int | None = Field(
         default=None,
         ge=1,
-        description="open connections of one address, or of one /64 of IPv6; default: half of --max-connections",
+        description="maximum open connections of one address or IPv6 /64; default: half of --max-connections",
     )
     max_request_tokens: int | None = Field(
-        default=None, ge=1, description="tokens of all inputs of one request; default: no limit"
+        default=None, ge=1, description="maximum tokens of all inputs of one request; default: no limit"
     )
     token_ids: Literal["auto", "model", "cl100k", "reject"] = Field(
         default="auto",
-        description="input given as token ids; auto: the model's own if framed by its special tokens, else "
-        "cl100k_base's, which are decoded to text; model: the model's own; cl100k: decoded; reject: refused",
+        description="how to read inputs given as token ids; auto: as the model's own if framed by its special tokens, "
+        "else as cl100k_base's, which are decoded to text; model: always as the model's own; cl100k: always as "
+        "cl100k_base's; reject: refuse them",
     )
     overflow: Literal["error", "truncate", "truncate_left", "chunk"] = Field(
         default="truncate",
-        description="input longer than the model takes, where a request does not say; error: 400; truncate: its "
-        "beginning is kept; truncate_left: its end; chunk: split, and the mean of the parts' vectors answered",
+        description="policy for inputs over the model's limit, unless the request sets one; error: 400; truncate: keep "
+        "the beginning; truncate_left: keep the end; chunk: split the input and return the mean of its parts' vectors",
     )
     matryoshka: bool = Field(
         default=False,
-        description="allow smaller dimensions than the model's, though its config does not say that it was made for it",
+        description="allow dimensions below the model's own, even if its config does not declare support for them",
     )
     quantization_ranges: Path | None = Field(
         default=None,
-        description="NumPy file, float32 [2, dimensions]: least and greatest value of each, for int8 and uint8",
+        description="NumPy file, float32 [2, dimensions]: minimum and maximum of each dimension, for int8 and uint8",
     )
     literal_special_tokens: bool = Field(
         default=False,
-        description="take special tokens that stand in a text, as [SEP] does, for the characters that they are. "
-        "sentence-transformers takes them for the tokens, and so does the default",
+        description="read special tokens in a text, such as [SEP], as plain characters. By default they are tokens, as "
+        "in sentence-transformers",
     )
-    request_timeout: float = Field(default=300.0, gt=0, le=86_400, description="seconds until a request gets a 503")
+    request_timeout: float = Field(
+        default=300.0, gt=0, le=86_400, description="maximum seconds for a request; then it gets 503"
+    )
     batch_timeout: float = Field(
         default=60.0,
         gt=0,
         le=86_400,
-        description="most seconds a worker may take for one batch before it is replaced; less once its speed is known. "
-        "With several gateways, who take turns, so many times as long",
+        description="maximum seconds for one batch, after which its worker is replaced; the limit is lower once the "
+        "worker's speed is known. It is multiplied by the number of gateways, which take turns",
     )
     drain_grace: float = Field(
         default=0.5,
         ge=0,
         le=3600,
-        description="seconds after SIGTERM in which everything is served as before, but /health says 503, so that load "
-        "balancers turn away",
+        description="seconds after SIGTERM in which vecd still serves requests, while /health returns 503 so that load "
+        "balancers stop sending them",
     )
     drain_timeout: float = Field(
         default=30.0,
         gt=0,
         le=86_400,
-        description="seconds that accepted requests have to finish after SIGTERM",
+        description="maximum seconds for accepted requests to finish after SIGTERM",
     )
     start_timeout: float = Field(
-        default=300.0, gt=0, le=86_400, description="seconds until the model must be loaded and compared"
+        default=300.0, gt=0, le=86_400, description="maximum seconds to load the model and compare its engine"
     )
     served_model_name: str = Field(
-        default="", description="name of the model in answers; default: its id or folder's name"
+        default="", description="name of the model in responses; default: its id or the name of its folder"
     )
-    model_aliases: str = Field(default="", description="other names that requests may use for it: NAME,NAME")
+    model_aliases: str = Field(default="", description="other names that requests may use for the model: NAME,NAME")
     strict_model: bool = Field(
-        default=False, description="refuse requests for a model of any other name; default: any name is accepted"
+        default=False, description="refuse requests that name another model; default: accept any name"
     )
     cors_origins: str = Field(
-        default="", description="web pages of these origins may call: ORIGIN,ORIGIN, or *; default: none"
+        default="", description="origins whose web pages may call the server: ORIGIN,ORIGIN, or *; default: none"
     )
-    tei_metrics: bool = Field(default=False, description="/metrics has text-embeddings-inference's names (te_*), too")
+    tei_metrics: bool = Field(
+        default=False, description="/metrics also returns text-embeddings-inference's metrics (te_*)"
+    )
     ui: bool = Field(
-        default=True, description="a browser gets a page with live figures and a playground at /; --no-ui: none"
+        default=True, description="serve browsers a page with live figures and a playground at /; --no-ui: do not"
     )
     revision: str = Field(default="", description="branch, tag or commit of a hub model")
-    api_key: SecretStr | None = Field(default=None, description="key that callers must send")
+    api_key: SecretStr | None = Field(default=None, description="key that clients must send")
     api_keys: SecretStr | None = Field(
-        default=None, description="several keys, with names: NAME=KEY,NAME=KEY; see --keys-file for more than names"
+        default=None, description="several keys, with names: NAME=KEY,NAME=KEY; see --keys-file for limits and scopes"
     )
     keys_file: Path | None = Field(
         default=None, description="TOML file of keys with their limits and scopes; read again when it changes"
     )
     cache_dir: Path | None = Field(
         default=None,
-        description="folder to remember in what was expensive to find out; default: vecd in the user's cache",
+        description="cache directory for engine selections and converted tokenizers; default: vecd in the user's cache",
     )
     log_level: Literal["debug", "info", "warning", "error"] = Field(
-        default="info", description="least severe line logged"
+        default="info", description="lowest level that is logged"
     )
-    log_format: Literal["text", "json"] = Field(
-        default="text", description="lines for people, or one JSON object per line"
-    )
+    log_format: Literal["text", "json"] = Field(default="text", description="plain text, or one JSON object per line")
     log_requests: float = Field(
         default=100.0,
         ge=0,
         le=1e6,
-        description="log a line for each request, at most so many in a second and gateway; what is above is counted. "
-        "Requests that the server failed are logged whatever this is",
+        description="maximum request lines per second and gateway in the log; further requests are only counted. "
+        "Requests that the server failed have a limit of their own",
     )
     otlp_endpoint: str = Field(
         default="",
@@ -222,8 +229,8 @@ class Settings(BaseSettings):
         default=0.01,
         ge=0,
         le=1,
-        description="with --otlp-endpoint: so many of the requests that come without a traceparent are traced. With "
-        "one, its sampled flag decides",
+        description="with --otlp-endpoint: share of the requests without a traceparent that are traced. For a request "
+        "with one, its sampled flag decides",
     )
     config: Path | None = Field(default=None, description="TOML file with any of these settings")
     ready_fd: int | None = Field(

@@ -48,7 +48,7 @@ def test_a_rate_is_compared_with_a_peers(session: Session, make_run) -> None:
     outcome = goal("vecd-float32", "short texts, 64 clients: rate ÷ infinity's").look(session)
     assert outcome.value == pytest.approx(1.8)
     assert outcome.is_met is False
-    assert outcome.explanation == "180 beside 100 texts/s"
+    assert outcome.explanation == "180 vs. 100 texts/s"
 
 
 def test_one_client_waits_for_the_engine_and_little_more(session: Session, make_run) -> None:

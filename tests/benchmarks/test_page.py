@@ -40,7 +40,7 @@ def test_the_reader_is_told_of_disturbances_errors_and_a_busy_generator(session:
     session.add(make_run("vecd", "short-64", 1.0, others_cores=0.5))
     session.add(make_run("vecd", "short-256", 1.0, errors={"HTTP 429": 7}, cpu_share=0.9))
     lines = remarks(session)
-    assert "1 of 2 runs were disturbed: others used over 0.1 cores, 0.5 in the median." in lines
+    assert "Other programs used over 0.1 cores in 1 of 2 runs, with a median of 0.5." in lines
     assert "vecd bfloat16, short texts, 256 clients: 7 × HTTP 429, of 100 requests." in lines
     assert any("generator itself was busy" in line and "vecd short-256" in line for line in lines)
 

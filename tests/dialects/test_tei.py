@@ -34,7 +34,7 @@ from vecd.gateway.types.errors import (
     WrongModel,
 )
 from vecd.gateway.types.request import EmbedRequest, Encoding, Overflow
-from vecd.shm.wire import Output
+from vecd.shm.output import Output
 
 
 def test_golden(weightless):

@@ -16,7 +16,7 @@ from vecd.gateway.api.model_info import ModelInfo
 from vecd.gateway.api.operations import Call, ParsedDecode, ParsedTokenize
 from vecd.gateway.types.errors import BadRequest, ModelNotFound
 from vecd.gateway.types.request import Dtype, Encoding, Form, Overflow, Token, Tokenizing
-from vecd.shm.wire import Output
+from vecd.shm.output import Output
 
 POOLING = DIALECT.operations["POST /pooling"]
 TOKENIZE = DIALECT.operations["POST /tokenize"]

@@ -39,7 +39,8 @@ from vecd.gateway.types.timeline import RequestTimeline
 from vecd.launch.config.plan import make_plan
 from vecd.launch.config.settings import load_settings
 from vecd.shm.failure_code import FailureCode
-from vecd.shm.wire import Failed, Output
+from vecd.shm.output import Output
+from vecd.shm.wire import Failed
 
 FAR_S = 60.0
 SPLIT = 1000
@@ -81,17 +82,15 @@ class Service:
         self.admission = Admission(
             max_requests=100,
             max_wait_s=FAR_S,
-            short_tokens=100,
-            tokens_waiting=lambda: 0,
-            tokens_ahead=lambda *_: 0,
-            tokens_per_s=lambda: 1e6,
+            policy=bench.policy,
+            workers=bench.dispatcher,
         )
         tokenizer: Any = Ids()
         self.app = Pipeline(
             config,
             admission=self.admission,
             tokenizer=tokenizer,
-            scheduler=bench.scheduler,
+            policy=bench.policy,
             dispatcher=bench.dispatcher,
             shared_metrics=bench.shared_metrics,
         )
@@ -305,7 +304,7 @@ def test_an_input_that_ends_workers_is_refused_whatever_is_asked_of_it(output):
             with pytest.raises(ServerError, match=r"'input\[0\]'") as caught:
                 await service.embed(*again, principal=Principal("anybody"))
             assert caught.value.code == "poison_input"
-        assert bench.scheduler.queued_sequences == 0
+        assert bench.policy.queued_sequences == 0
 
     run_service(test)
 

@@ -10,7 +10,9 @@ import numpy as np
 import pytest
 from dispatching import DEADLINE_S, EPOCH, SPEC, Bench, Request, Worker, run
 
+from vecd.gateway.dispatch import delivery
 from vecd.gateway.dispatch import dispatcher as dispatch
+from vecd.gateway.scheduling.policy import BatchSize
 from vecd.gateway.types.errors import ServerError, Unavailable
 from vecd.shm.failure_code import FailureCode
 from vecd.shm.shared_metrics import BatchCell, Counter, Histogram, WorkerCell
@@ -158,7 +160,7 @@ def test_a_batch_that_was_only_sent_ahead_is_innocent():
         second = bench.request(2, length=16)
         await worker.receive()
         bench.dispatcher.worker_down(worker.incarnation, "was killed")
-        suspects = [bench.scheduler.next_batch(time.monotonic(), max_tokens=16)[0] for _ in range(2)]
+        suspects = [bench.policy.take(time.monotonic(), BatchSize(16)).sequences[0] for _ in range(2)]
         assert [(s.pending, s.num_deaths) for s in suspects] == [(first, 1), (second, 0)]
 
     run(test)
@@ -178,7 +180,7 @@ def test_only_what_a_dead_worker_had_begun_is_suspected(begun):
         for index in begun:
             worker.begun[batches[index].slot] = batches[index].number
         bench.dispatcher.worker_down(worker.incarnation, "was killed")
-        lost = [bench.scheduler.next_batch(time.monotonic(), max_tokens=16)[0] for _ in range(2)]
+        lost = [bench.policy.take(time.monotonic(), BatchSize(16)).sequences[0] for _ in range(2)]
         assert {requests.index(s.pending): s.num_deaths for s in lost} == {n: int(n in begun) for n in (0, 1)}
 
     run(test)
@@ -328,8 +330,8 @@ def test_no_empty_batch_is_sent_when_what_was_set_aside_has_gone():
         worker.send(Failed(EPOCH, batch.number, batch.slot, FailureCode.ENGINE_ERROR))
         for request in requests:
             request.abandon()
-            bench.scheduler.close(request.request_queue)
-        assert bench.scheduler.queued_tokens == 16
+            bench.policy.close(request.request_queue)
+        assert bench.policy.queued_tokens == 16
         batch = await worker.receive()
         assert batch.num_sequences == 1
         worker.answer(batch)
@@ -401,11 +403,11 @@ def test_a_large_answer_is_encoded_over_several_turns_of_the_loop():
         await pending.finished
         assert pending.fragments == [b"%d" % i for i in range(1, 8)]
 
-    before, dispatch._FLOATS_PER_TURN = dispatch._FLOATS_PER_TURN, 2 * SPEC.dim
+    before, delivery._FLOATS_PER_TURN = delivery._FLOATS_PER_TURN, 2 * SPEC.dim
     try:
         run(test)
     finally:
-        dispatch._FLOATS_PER_TURN = before
+        delivery._FLOATS_PER_TURN = before
     assert turns >= 2
 
 
@@ -544,7 +546,7 @@ def test_what_has_arrived_is_read_before_anybody_is_judged(clock):
         request = bench.request(5)
         worker.answer(await worker.receive())
         deadline = time.monotonic() + DEADLINE_S
-        while not bench.dispatcher._has_message():
+        while not bench.dispatcher._transport.has_message():
             assert time.monotonic() < deadline  # and the event loop has no turn
         clock.passes(bench, 100)
         assert not bench.stuck
@@ -705,7 +707,7 @@ def test_what_was_queued_before_its_like_was_given_up_reaches_no_worker():
             await poison.finished
         assert caught.value.code == "poison_input"
         assert caught.value.headers() == {"x-should-retry": "false"}
-        assert (bench.scheduler.queued_tokens, bench.dispatcher.in_flight_tokens) == (0, 0)
+        assert (bench.policy.queued_tokens, bench.dispatcher.in_flight_tokens) == (0, 0)
 
     run(test)
 
@@ -781,9 +783,9 @@ def test_halves_of_a_failed_batch_cost_nothing():
 
 
 def test_a_broken_model_fails_everybody_until_a_worker_is_up():
+    failed: list[Unavailable] = []
+
     async def test(bench):
-        failed = []
-        bench.dispatcher.when_broken(lambda make_error: failed.extend([make_error(), make_error()]))
         bench.dispatcher.raise_if_broken()
         bench.dispatcher.set_broken("worker 0 keeps dying")
         assert bench.dispatcher.why_unavailable() == bench.dispatcher.broken == "worker 0 keeps dying"
@@ -797,22 +799,22 @@ def test_a_broken_model_fails_everybody_until_a_worker_is_up():
         assert bench.dispatcher.broken is None
         bench.dispatcher.raise_if_broken()
 
-    run(test)
+    run(test, on_broken=lambda make_error: failed.extend([make_error(), make_error()]))
 
 
-def test_a_worker_is_met_once():
-    met: list[Incarnation] = []
+def test_a_worker_connects_once():
+    connected: list[Incarnation] = []
 
     async def test(bench):
         worker = bench.add_worker()
-        assert not met
+        assert not connected
         await served_once(bench, worker)
         for _ in range(3):
             worker.send(Alive(EPOCH))
         await served_once(bench, worker)
-        assert met == [worker.incarnation]
+        assert connected == [worker.incarnation]
 
-    run(test, on_met=met.append)
+    run(test, on_connected=connected.append)
 
 
 # --- several in one process -------------------------------------------------------------------------------------
@@ -832,8 +834,8 @@ async def live_beside(bench: Bench, worker: Worker) -> None:
     assert (ours.fragments, theirs.fragments) == ([b"3"], [b"4"])
     other.add_worker(1)  # is still being asked whether it is there
     other.request(5)
-    other.dispatcher.pump_soon()
-    asyncio.get_running_loop().call_soon(other.dispatcher._receive_all)  # as after a send that hid a message
+    other.dispatcher.schedule_dispatch()
+    asyncio.get_running_loop().call_soon(other.dispatcher._transport.receive_all)  # as after a send that hid a message
     other.close()
     other.dispatcher.worker_up(worker.incarnation, bench.dispatcher.links[0].slots, {})
     other.dispatcher.worker_down(worker.incarnation, "was killed")

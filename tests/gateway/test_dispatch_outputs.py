@@ -8,11 +8,12 @@ import numpy as np
 import pytest
 from dispatching import EPOCH, SPEC, Bench, Request, Worker, run, sequences_of
 
-from vecd.gateway.dispatch import dispatcher as dispatch
+from vecd.gateway.dispatch import delivery
 from vecd.gateway.types.errors import ServerError, Unavailable
 from vecd.shm.failure_code import FailureCode
+from vecd.shm.output import Output
 from vecd.shm.shared_metrics import Counter
-from vecd.shm.wire import Batch, Done, Failed, Output
+from vecd.shm.wire import Batch, Done, Failed
 
 VECTORS, RAW, TOKENS = Output
 
@@ -96,7 +97,7 @@ def test_a_batch_never_has_more_rows_than_a_slot():
 
 
 def test_the_rows_of_one_sequence_are_encoded_over_several_turns_of_the_loop(monkeypatch):
-    monkeypatch.setattr(dispatch, "_FLOATS_PER_TURN", 3 * SPEC.dim)
+    monkeypatch.setattr(delivery, "_FLOATS_PER_TURN", 3 * SPEC.dim)
     turns: list[int] = []
 
     async def test(bench):
@@ -123,7 +124,7 @@ def test_the_rows_of_one_sequence_are_encoded_over_several_turns_of_the_loop(mon
 
 def test_a_worker_s_death_does_not_disturb_what_is_being_encoded(monkeypatch):
     """Its rows were complete; sent again, they would come twice."""
-    monkeypatch.setattr(dispatch, "_FLOATS_PER_TURN", 2 * SPEC.dim)
+    monkeypatch.setattr(delivery, "_FLOATS_PER_TURN", 2 * SPEC.dim)
 
     async def test(bench):
         worker = bench.add_worker()
@@ -138,7 +139,7 @@ def test_a_worker_s_death_does_not_disturb_what_is_being_encoded(monkeypatch):
         crash(bench, worker)
         await asyncio.gather(tokens.finished, chunked.finished)
         assert (tokens.num_rows_left, chunked.fragments) == ([2, 0], [b"3"])
-        assert bench.scheduler.queued_sequences == 0
+        assert bench.policy.queued_sequences == 0
 
     run(test)
 
@@ -155,12 +156,12 @@ def test_of_a_token_s_row_only_its_own_floats_are_delivered():
         await asyncio.gather(tokens.finished, vector.finished)
         assert tokens.fragments == [b"1 1 1 2 2 2"]
 
-    run(test, token_dim=3)
+    run(test, widths={Output.TOKENS: 3})
 
 
 @pytest.mark.parametrize("floats_per_turn", [1000, SPEC.dim])
 def test_a_token_s_row_that_is_not_finite_fails_its_own_request_only(floats_per_turn, monkeypatch):
-    monkeypatch.setattr(dispatch, "_FLOATS_PER_TURN", floats_per_turn)
+    monkeypatch.setattr(delivery, "_FLOATS_PER_TURN", floats_per_turn)
 
     async def test(bench):
         worker = bench.add_worker()
@@ -254,7 +255,7 @@ def test_a_chunk_that_is_lost_and_sent_again_counts_once(is_first_lost: bool):
         kept[0].answer(again)
         await request.finished
         assert request.fragments == [b"15"]
-        assert bench.scheduler.queued_sequences == 0
+        assert bench.policy.queued_sequences == 0
 
     run(test)
 
@@ -365,7 +366,7 @@ async def something(dice: random.Random, bench: Bench, worker: Worker, batch: Ba
 
 @pytest.mark.parametrize("seed", range(6))
 def test_every_request_is_answered_rightly_or_failed_whatever_happens(seed: int, monkeypatch):
-    monkeypatch.setattr(dispatch, "_FLOATS_PER_TURN", 3 * SPEC.dim)
+    monkeypatch.setattr(delivery, "_FLOATS_PER_TURN", 3 * SPEC.dim)
     num_answered = 0
 
     async def play(bench: Bench, dice: random.Random) -> None:

@@ -27,7 +27,7 @@ from vecd.gateway.scheduling.queue import QueuedSequence, RequestQueue
 from vecd.gateway.types.errors import BadRequest
 from vecd.gateway.types.request import Dtype, EmbedRequest, Encoding, Form, Priority, TokenizedInput
 from vecd.shm.card import ModelCard, ModelError, Step
-from vecd.shm.wire import Output
+from vecd.shm.output import Output
 
 floats = st.floats(width=32, allow_nan=False, allow_infinity=False)
 matrices = arrays(np.float32, st.tuples(st.integers(1, 4), st.integers(1, 40)), elements=floats)

@@ -13,12 +13,12 @@ from hypothesis import strategies as st
 from vecd.shm.arena import ArenaSpec
 from vecd.shm.card import ModelCard
 from vecd.shm.failure_code import FailureCode
+from vecd.shm.output import Output
 from vecd.shm.wire import (
     Alive,
     Batch,
     Done,
     Failed,
-    Output,
     Probe,
     ToGateway,
     WireError,
@@ -171,7 +171,7 @@ def test_whatever_a_worker_says_rows_are_right_and_every_request_is_over(all_fra
             error = request.finished.exception()
             assert error is None or getattr(error, "code", None) in ("engine_error", "out_of_memory", "bad_message")
             assert error is not None or request.fragments == expected
-        assert (bench.dispatcher.in_flight_tokens, bench.scheduler.queued_tokens) == (0, 0)
+        assert (bench.dispatcher.in_flight_tokens, bench.policy.queued_tokens) == (0, 0)
 
     run(test)
 
@@ -179,13 +179,14 @@ def test_whatever_a_worker_says_rows_are_right_and_every_request_is_over(all_fra
 async def everything_read(bench: Bench, worker: Worker) -> None:
     """Wait until the dispatcher has read all that the worker has sent."""
     read: list[bytes] = []
-    receive, last = bench.dispatcher._receive, [b"last words"]
-    bench.dispatcher._receive = lambda who, frames: read.append(frames) if frames == last else receive(who, frames)
+    transport = bench.dispatcher._transport
+    receive, last = transport._receive, [b"last words"]
+    transport._receive = lambda who, frames: read.append(frames) if frames == last else receive(who, frames)
     worker.send_frames(last)
     async with asyncio.timeout(DEADLINE_S):
         while not read:
             await asyncio.sleep(0.001)
-    bench.dispatcher._receive = receive
+    transport._receive = receive
 
 
 def test_a_header_of_any_kind_and_length_is_a_message_or_is_refused():

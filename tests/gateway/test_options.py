@@ -13,7 +13,7 @@ from vecd.gateway.api.dialects.openai import EMBEDDINGS
 from vecd.gateway.api.model_info import ModelInfo
 from vecd.gateway.types.errors import BadRequest
 from vecd.gateway.types.request import MAX_PROMPT_CHARS, Dtype, EmbedRequest, Encoding, Form, Overflow, Tokenizing
-from vecd.shm.wire import Output
+from vecd.shm.output import Output
 
 E5 = replace(
     PLAIN, prompts={"query": "query: ", "passage": "passage: "}, is_matryoshka=True, default_prompt="default: "

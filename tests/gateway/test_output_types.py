@@ -14,7 +14,7 @@ from vecd.gateway.encoding.fragments import Encoder, Matrix
 from vecd.gateway.encoding.quantization import normalize
 from vecd.gateway.types.request import Dtype, EmbedRequest, Encoding, Form
 from vecd.shm.card import ModelCard, Step
-from vecd.shm.wire import Output
+from vecd.shm.output import Output
 
 _PAGE = (Path(__file__).parents[2] / "docs" / "output-types.md").read_text()
 _SNIPPETS = dict(re.findall(r"^```python (.+?)\n(.*?)^```$", _PAGE, re.MULTILINE | re.DOTALL))

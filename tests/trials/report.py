@@ -76,7 +76,7 @@ def fill(page: str, records: list[dict[str, Any]]) -> str:
     if not found or not also_found:
         raise ValueError(f"the page lacks {BEGIN} or {END}")
     machines = "; ".join(dict.fromkeys(record["machine"] for record in records))
-    return "\n".join([before + BEGIN, "", f"On: {machines}. Times are UTC.", "", *rows(records), "", END + after])
+    return "\n".join([before + BEGIN, "", f"Machine: {machines}. Times are UTC.", "", *rows(records), "", END + after])
 
 
 def main(results: str, page: str) -> None:

@@ -8,7 +8,8 @@ import pytest
 
 from vecd.shm.arena import ArenaSpec
 from vecd.shm.card import ModelCard
-from vecd.shm.wire import Batch, Output
+from vecd.shm.output import Output
+from vecd.shm.wire import Batch
 from vecd.workers.batch import BadBatch, read_batch
 
 ARENA = ArenaSpec(num_slots=2, rows_per_slot=3, dim=4)

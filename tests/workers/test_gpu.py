@@ -19,8 +19,8 @@ from transformers.masking_utils import (
 
 from vecd.shm.arena import ArenaSpec, create_arena
 from vecd.shm.card import read_card
+from vecd.shm.output import Output
 from vecd.shm.views import Rows, map_slots
-from vecd.shm.wire import Output
 from vecd.workers.engine import load_engine
 from vecd.workers.engines.parity import vectors_of
 from vecd.workers.engines.torch import cuda

@@ -16,8 +16,9 @@ from vecd.shm.arena import ArenaSpec, create_arena
 from vecd.shm.card import ModelCard
 from vecd.shm.control import Channel, Drain
 from vecd.shm.failure_code import FailureCode
+from vecd.shm.output import Output
 from vecd.shm.views import Rows, map_arena
-from vecd.shm.wire import Alive, Done, Failed, Incarnation, Output, Probe
+from vecd.shm.wire import Alive, Done, Failed, Incarnation, Probe
 from vecd.workers.engine import Finish, PackedBatch
 from vecd.workers.engines.dummy import DummyEngine, dummy_vectors
 from vecd.workers.process.loop import EngineLost, Loop, connected

@@ -15,7 +15,7 @@ from sentence_transformers.sentence_transformer.modules import Dense, Normalize
 from transformers import AutoModel
 
 from vecd.shm.card import read_card
-from vecd.shm.wire import Output
+from vecd.shm.output import Output
 from vecd.workers.engine import PackedBatch
 from vecd.workers.engines.parity import vectors_of
 

@@ -6,7 +6,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from vecd.shm.wire import Output
+from vecd.shm.output import Output
 from vecd.workers.engine import PackedBatch
 from vecd.workers.out_of_memory import halves, means_no_more_code, means_out_of_memory
 

@@ -15,8 +15,8 @@ from torch import Tensor
 
 from vecd.shm.arena import ArenaSpec, create_arena
 from vecd.shm.card import read_card
+from vecd.shm.output import Output
 from vecd.shm.views import map_slots
-from vecd.shm.wire import Output
 from vecd.workers.engine import COMPLETE, PackedBatch
 from vecd.workers.engines.parity import vectors_of
 from vecd.workers.engines.torch import device as devices

@@ -8,7 +8,7 @@ import numpy as np
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from vecd.shm.wire import Output
+from vecd.shm.output import Output
 from vecd.workers.engine import PackedBatch
 from vecd.workers.engines.dummy import DummyEngine, dummy_vectors
 

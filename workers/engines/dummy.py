@@ -24,8 +24,8 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
+from vecd.shm.output import Output
 from vecd.shm.views import Rows
-from vecd.shm.wire import Output
 from vecd.workers.engine import COMPLETE, Finish, PackedBatch
 
 _GOLDEN = np.uint64(0x9E3779B97F4A7C15)
@@ -53,16 +53,24 @@ class DummyEngine:
         if batch.outputs is None:
             rows[: batch.lengths.size] = dummy_vectors(batch, self._dim)
             return
-        asked = np.repeat(batch.outputs, batch.rows_of_each)
-        rows = rows[: asked.size]
-        is_token = asked == Output.TOKENS
-        rows[~is_token] = dummy_vectors(batch, self._dim)[batch.outputs != Output.TOKENS]
-        if self._is_normalized:
-            rows[asked == Output.UNNORMALIZED] = _unnormalized(batch, self._dim)[batch.outputs == Output.UNNORMALIZED]
-        if is_token.any():
-            is_asked = np.repeat(batch.outputs == Output.TOKENS, batch.lengths)
-            rows[is_token, : self._hidden_size] = dummy_states(batch, self._hidden_size)[is_asked]
-            rows[is_token, self._hidden_size :] = 0
+        outputs = np.repeat(batch.outputs, batch.rows_of_each)
+        rows = rows[: outputs.size]
+        for output in map(Output, np.unique(batch.outputs)):
+            made = self._rows_of(output, batch)
+            is_wanted = batch.outputs == output
+            at = np.flatnonzero(outputs == output)
+            rows[at, : made.shape[1]] = made[np.repeat(is_wanted, batch.lengths) if output.is_per_token else is_wanted]
+            rows[at, made.shape[1] :] = 0
+
+    def _rows_of(self, output: Output, batch: PackedBatch) -> NDArray[np.float32]:
+        """The rows of all sequences of a batch, as if each had asked for `output`."""
+        match output:
+            case Output.TOKENS:
+                return dummy_states(batch, self._hidden_size)
+            case Output.UNNORMALIZED if self._is_normalized:
+                return _unnormalized(batch, self._dim)
+            case _:
+                return dummy_vectors(batch, self._dim)
 
 
 def dummy_vectors(batch: PackedBatch, dim: int) -> NDArray[np.float32]:

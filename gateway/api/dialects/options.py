@@ -25,7 +25,7 @@ from vecd.gateway.types.request import (
     Priority,
     Tokenizing,
 )
-from vecd.shm.wire import Output
+from vecd.shm.output import Output
 
 T = TypeVar("T")
 
@@ -420,7 +420,7 @@ def _read_dtype(values: Values, jina: tuple[_JinaType, str] | None) -> Dtype:
 
 def check_form(request: EmbedRequest, values: Values, model_info: ModelInfo) -> None:
     """Whether the vectors can be answered as they are asked for. Raises BadRequest, naming the field that asked."""
-    if request.forms[0].dtype is Dtype.FLOAT32 and request.output is not Output.TOKENS:
+    if request.forms[0].dtype is Dtype.FLOAT32 and not request.output.is_per_token:
         return  # they always can
     check_forms(
         request,

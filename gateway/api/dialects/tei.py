@@ -44,7 +44,7 @@ from vecd.gateway.types.errors import (
 )
 from vecd.gateway.types.messages import Response
 from vecd.gateway.types.request import Embedded, EmbedRequest, Encoding, Form, Overflow, Token, TokenIds, Tokenizing
-from vecd.shm.wire import Output
+from vecd.shm.output import Output
 
 T = TypeVar("T")
 
@@ -185,9 +185,10 @@ def parse_embed_or_compare(call: Call) -> ParsedEmbed:
 def parse_embed_all(call: Call) -> ParsedEmbed:
     """Raises WrongModel where a token's vector has no room, BadRequest for what cannot be."""
     values, model_info = call.values, call.model_info
-    if model_info.hidden_size > model_info.dim:
+    width = Output.TOKENS.width_of(model_info)
+    if width > model_info.dim:
         raise WrongModel(
-            f"This model cannot give one vector for each token: they would have {model_info.hidden_size} dimensions, "
+            f"This model cannot give one vector for each token: they would have {width} dimensions, "
             f"and there is room for the {model_info.dim} of its own vectors"
         )
     tokenizing = _tokenizing(_Options(values), model_info)

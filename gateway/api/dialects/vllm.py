@@ -30,7 +30,7 @@ from vecd.gateway.api.operations import Call, Dialect, Operation, ParsedDecode, 
 from vecd.gateway.types.errors import BadRequest
 from vecd.gateway.types.messages import Response
 from vecd.gateway.types.request import EmbedRequest, Overflow, Token
-from vecd.shm.wire import Output
+from vecd.shm.output import Output
 
 # --- pooling ----------------------------------------------------------------------------------------------------
 
@@ -48,7 +48,7 @@ POOLING_FIELDS = Fields(INPUT, *options.COMMON, POOLING_TASK)
 
 def parse_pooling(call: Call) -> ParsedEmbed:
     values, model_info = call.values, call.model_info
-    is_of_tokens = values.get(POOLING_TASK) is Output.TOKENS
+    task = values.get(POOLING_TASK) or Output.VECTORS
     requested = options.read_form(values, call.headers)
     normalize = options.read_normalize(values)
     wants_report = read_report(values, requested)
@@ -59,13 +59,13 @@ def parse_pooling(call: Call) -> ParsedEmbed:
         priority=options.read_priority(values, call.headers),
         timeout_s=parse_timeout_s(call.headers),
         tokenizing=tokenizing._replace(are_ids_of_model=True),
-        output=Output.TOKENS if is_of_tokens else options.output_of(normalize),
+        output=options.output_of(normalize) if task is Output.VECTORS else task,
         # What vLLM's models do with tokens by themselves, most do with vectors: bring them to length 1.
-        normalize=normalize is not False if is_of_tokens else normalize is True,
-        dimensions=None if is_of_tokens else options.read_dimensions(values, model_info),
+        normalize=normalize is not False if task.is_per_token else normalize is True,
+        dimensions=None if task.is_per_token else options.read_dimensions(values, model_info),
         wants_report=wants_report,
     )
-    if is_of_tokens:
+    if task.is_per_token:
         _check_tokens(request, values, model_info)
     options.check_form(request, values, model_info)
     return ParsedEmbed(request, partial(render_response, _POOLING, requested, model_info.model, call.request_id))
