@@ -87,7 +87,7 @@ class Service:
             config.arena.rows_per_slot,
             config.max_tokens,
             num_gateways=config.num_gateways,
-            queued_elsewhere=lambda: self._shared_metrics.others(Gauge.QUEUED_TOKENS),
+            queued_elsewhere=lambda: gateway.shared_metrics.others(Gauge.QUEUED_TOKENS),
         )
         self.dispatcher = Dispatcher(
             policy=self.policy,
