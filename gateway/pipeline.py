@@ -147,7 +147,7 @@ class Pipeline:
         """Refuse what can be refused before the body has arrived. Raises ApiError."""
         route, principal = self._admit(request)
         if route.scope == "embed" and _is_large(request):
-            principal.check_limits()  # a small body is taken all the same, which leaves the caller his connection
+            principal.check_quota()  # a small body is taken all the same, which keeps the connection open
         return None
 
     async def handle(self, request: HttpRequest) -> Response:
@@ -181,7 +181,7 @@ class Pipeline:
         """From now on these are the keys that callers may send. What has been admitted goes on."""
         self.callers.set_keys(keys)
         self._public_table = public_table(
-            ROUTES, has_admin_listener=self.config.has_admin_listener, has_keys=self.callers.are_known
+            ROUTES, has_admin_listener=self.config.has_admin_listener, has_keys=self.callers.have_keys
         )
 
     def table(self, request: HttpRequest) -> Table:
@@ -228,19 +228,19 @@ class Pipeline:
         size = size_of(ask.texts, ask.prompt)
         how = Tokenizing(ask.prompt, Overflow.CHUNK, add_special_tokens=ask.add_special_tokens)
         num_estimated = self.tokenizer.estimate_tokens(ask.texts, how)
-        with principal.spend(num_estimated) as spending, self._inspecting(size, principal):
+        with principal.reserve(num_estimated) as reservation, self._inspecting(size, principal):
             steps = self.tokenizer.describe_steps(ask.texts, ask.prompt, ask.add_special_tokens, ask.collector)
-            spending.note_sent(num_estimated)  # whatever comes of it: nobody tokenizes for nothing
-            spending.settle(await self._inspect(steps, timeout_s, arrived_at, principal))
+            reservation.note_sent(num_estimated)  # however it ends: tokenizing is never free
+            reservation.settle(await self._inspect(steps, timeout_s, arrived_at, principal))
 
     async def decode(
         self, ask: DecodeAsk, timeout_s: float | None, arrived_at: float, principal: Principal
     ) -> list[str]:
         """The texts of lists of token ids. Raises as `describe`."""
         num_ids = sum(map(len, ask.lists))
-        with principal.spend(num_ids) as spending, self._inspecting(size_of(ask.lists), principal):
+        with principal.reserve(num_ids) as reservation, self._inspecting(size_of(ask.lists), principal):
             steps = self.tokenizer.decode_steps(ask.lists, ask.skip_special_tokens)
-            spending.note_sent(num_ids)
+            reservation.note_sent(num_ids)
             return await self._inspect(steps, timeout_s, arrived_at, principal)
 
     @contextmanager
@@ -283,12 +283,12 @@ class Pipeline:
         deadline = self._deadline(request.timeout_s, timeline.arrived_at)
         priority = Priority.NORMAL if request.priority is None else request.priority
         priority = max(self._max_priority, principal.max_priority, priority)
-        with principal.spend(num_estimated) as spending:
+        with principal.reserve(num_estimated) as reservation:
             permit = self.admission.try_enter(num_estimated, priority, deadline, principal.tenant)
             if permit is None:
                 permit = await self._enter(num_estimated, priority, deadline, principal)
             with permit:
-                return await self._gather(request, permit, principal, spending, timeline)
+                return await self._gather(request, permit, principal, reservation, timeline)
 
     async def _enter(self, num_estimated: int, priority: Priority, deadline: float, principal: Principal) -> Permit:
         try:
@@ -302,7 +302,7 @@ class Pipeline:
         request: EmbedRequest,
         permit: Permit,
         principal: Principal,
-        spending: Reservation,
+        reservation: Reservation,
         timeline: RequestTimeline,
     ) -> Embedded:
         if self._make_end is not None:
@@ -320,7 +320,7 @@ class Pipeline:
         try:
             await self._queue(request, request_queue, permit, counts)
             tokenized_at = timeline.tokenized_at = time.monotonic()
-            spending.settle(counts.num_tokens)
+            reservation.settle(counts.num_tokens)
             await pending.finished
         finally:
             self._deadlines.drop(pending, tick)
@@ -328,7 +328,7 @@ class Pipeline:
             pending.abandon()
             self.policy.close(request_queue)
             self._token_floats.pop(request_queue, None)
-            spending.note_sent(request_queue.num_sent_tokens)
+            reservation.note_sent(request_queue.num_sent_tokens)
             timeline.num_tokens = counts.num_tokens
         finished_at = time.monotonic()
         sent_at = timeline.sent_at = request_queue.first_sent_at or tokenized_at

@@ -59,7 +59,7 @@ class OperationsHandler:
         timeline = http.timeline
         timeline.arrived_at = time.monotonic()
         try:
-            principal.check_limits()  # before anything is made of the body
+            principal.check_quota()  # before anything is made of the body
             asked = await app.bodies.parse(
                 http.body, self._large, lambda body: self._parse(app, http, body), principal.tenant, self._small,
                 http.coding,

@@ -134,11 +134,11 @@ def _describe_tenants(app: "Pipeline") -> dict[str, Any]:
         "present": app.admission.num_tenants,
         "keys": [
             {
-                "name": holder.tenant,
-                "requests": app.admission.num_requests_of(holder.tenant),
-                "queued_tokens": app.policy.queued_tokens_of(holder.tenant),
+                "name": principal.tenant,
+                "requests": app.admission.num_requests_of(principal.tenant),
+                "queued_tokens": app.policy.queued_tokens_of(principal.tenant),
             }
-            for holder in app.callers.holders
+            for principal in app.callers.with_keys
         ],
     }
 

@@ -107,7 +107,8 @@ async def reload(app: "Pipeline", http: HttpRequest, principal: Principal) -> Re
 async def keys(app: "Pipeline", http: HttpRequest, principal: Principal) -> Response:
     """Of each key what it may and has used, by its name: nothing that it could be told from."""
     return _json(
-        200, {"gateway": app.shared_metrics.gateway, "keys": [holder.describe() for holder in app.callers.holders]}
+        200,
+        {"gateway": app.shared_metrics.gateway, "keys": [principal.describe() for principal in app.callers.with_keys]},
     )
 
 
@@ -117,7 +118,7 @@ def _json(status: int, body: Any, headers: Mapping[str, str] | None = None) -> R
 
 async def openapi(app: "Pipeline", http: HttpRequest, principal: Principal) -> Response:
     """Of the listener that is asked."""
-    return _json(200, describe_api(app.table(http), app.model_info, has_keys=app.callers.are_known))
+    return _json(200, describe_api(app.table(http), app.model_info, has_keys=app.callers.have_keys))
 
 
 async def docs(app: "Pipeline", http: HttpRequest, principal: Principal) -> Response:

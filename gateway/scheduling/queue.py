@@ -285,7 +285,7 @@ class PriorityClass:
         """Whether tenants have more than a turn waiting, on average."""
         return self.num_tokens > len(self.tenant_queues) * self.quantum
 
-    # --- who is there ---------------------------------------------------------------------------------------
+    # --- tenants --------------------------------------------------------------------------------------------
 
     def tenant_queue(self, tenant: str) -> TenantQueue:
         """The tenant's queue; a new one is the last of those that have their first turn."""
@@ -337,7 +337,7 @@ class PriorityClass:
         tenant_queue.deficit = self.quantum + (tenant_queue.deficit if tenant_queue.num_tokens else 0)
 
     def end_first_turn(self, tenant_queue: TenantQueue) -> None:
-        """The only tenant has been served: whoever comes now is newer."""
+        """The only tenant has been served, so each that comes now is newer."""
         if tenant_queue.rotation is self.new:
             self.new.tenant_queues.remove(tenant_queue)
             self._append_to_old(tenant_queue)
