@@ -154,7 +154,7 @@ class Pipeline:
         size = size_of(parsed.texts, parsed.prompt)
         how = Tokenizing(parsed.prompt, Overflow.CHUNK, add_special_tokens=parsed.add_special_tokens)
         num_estimated = self.tokenizer.estimate_tokens(parsed.texts, how)
-        with principal.spend(num_estimated) as reservation, self._inspecting(size, principal):
+        with principal.reserve(num_estimated) as reservation, self._inspecting(size, principal):
             steps = self.tokenizer.describe_steps(
                 parsed.texts, parsed.prompt, parsed.add_special_tokens, parsed.collector
             )
@@ -166,7 +166,7 @@ class Pipeline:
     ) -> list[str]:
         """The texts of lists of token ids. Raises as `describe`."""
         num_ids = sum(map(len, parsed.lists))
-        with principal.spend(num_ids) as reservation, self._inspecting(size_of(parsed.lists), principal):
+        with principal.reserve(num_ids) as reservation, self._inspecting(size_of(parsed.lists), principal):
             steps = self.tokenizer.decode_steps(parsed.lists, parsed.skip_special_tokens)
             reservation.note_sent(num_ids)
             return await self._inspect(steps, timeout_s, arrived_at, principal)
@@ -211,7 +211,7 @@ class Pipeline:
         deadline = self._deadline(request.timeout_s, timeline.arrived_at)
         priority = Priority.NORMAL if request.priority is None else request.priority
         priority = max(self._max_priority, principal.max_priority, priority)
-        with principal.spend(num_estimated) as reservation:
+        with principal.reserve(num_estimated) as reservation:
             permit = self.admission.try_enter(num_estimated, priority, deadline, principal.tenant)
             if permit is None:
                 permit = await self._enter(num_estimated, priority, deadline, principal)

@@ -69,7 +69,7 @@ async def info(context: Context, http: HttpRequest, principal: Principal) -> Res
         return _json(200, describe_for_tei(config, links, num_threads))
     tenants = None
     if http.is_admin or principal.is_admin:
-        tenants = describe_tenants(context.num_tenants(), context.principals.holders, context.load_of)
+        tenants = describe_tenants(context.num_tenants(), context.principals.with_keys, context.load_of)
     body = describe_info(
         config, context.shared_metrics, links, num_threads=num_threads, started_at=context.started_at, tenants=tenants
     )
@@ -122,7 +122,7 @@ async def keys(context: Context, http: HttpRequest, principal: Principal) -> Res
         200,
         {
             "gateway": context.shared_metrics.gateway,
-            "keys": [holder.describe() for holder in context.principals.holders],
+            "keys": [holder.describe() for holder in context.principals.with_keys],
         },
     )
 
