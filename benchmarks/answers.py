@@ -24,7 +24,7 @@ from vecd.gateway.api.dialects.openai import EMBEDDING, render_answer
 from vecd.gateway.api.dialects.options import AskedForm
 from vecd.gateway.encoding.fragments import Encoder
 from vecd.gateway.http.http1 import encode_response
-from vecd.gateway.memory import keep_freed_memory
+from vecd.gateway.main import keep_freed_memory
 from vecd.gateway.types.request import Dtype, Embedded, EmbedRequest, Encoding, Form, Stages
 from vecd.shm.card import ModelCard, Step
 

@@ -13,8 +13,6 @@ from vecd.shm.card import ModelCard
 from vecd.workers.config import WorkerConfig
 from vecd.workers.engine import Engine, load_engine
 
-MAX_BATCH_TOKENS = 2048
-"""As `vecd serve` has it by default."""
 _ROWS_PER_SLOT = 512
 
 

@@ -14,8 +14,8 @@ import zmq
 
 from vecd.gateway.dispatch.dispatcher import Dispatcher
 from vecd.gateway.encoding.pending import ChunkedInput, PendingResult
+from vecd.gateway.scheduling.policy import BatchingPolicy
 from vecd.gateway.scheduling.queue import QueuedSequence, RequestQueue
-from vecd.gateway.scheduling.scheduler import Scheduler
 from vecd.gateway.telemetry.shared_metrics import SharedMetrics
 from vecd.gateway.types.request import Chunk, Priority, TokenizedInput
 from vecd.launch.processes.sockets import make_zmq_endpoint
@@ -147,12 +147,12 @@ class Bench:
         **options,
     ) -> None:
         """`options` are the dispatcher's."""
-        self.scheduler = Scheduler(16, SPEC.rows_per_slot, max_sequence_tokens=16)
+        self.policy = BatchingPolicy(16, SPEC.rows_per_slot, max_sequence_tokens=16)
         self.stuck: list[Incarnation] = []
         self.shared_metrics = shared_metrics or SharedMetrics.private()
         self.listening, self.address_fd = make_zmq_endpoint()
         self.dispatcher = Dispatcher(
-            scheduler=self.scheduler,
+            policy=self.policy,
             epoch=EPOCH,
             service=service,
             max_batch_tokens=16,
@@ -215,7 +215,7 @@ class Bench:
 
     def _open(self, num_inputs: int) -> Request:
         request = Request(num_inputs)
-        request.request_queue = self.scheduler.open(request, Priority.NORMAL)
+        request.request_queue = self.policy.open(request, Priority.NORMAL)
         return request
 
     def _queue(self, request_queue: RequestQueue, sequences: list[QueuedSequence]) -> None:

@@ -10,14 +10,11 @@ Source: the Fetch standard, "CORS protocol"; "Private Network Access" for the on
 
 import re
 from collections.abc import Mapping, Sequence
-from typing import TYPE_CHECKING
 
 from vecd.gateway.admission.principals import Principal
+from vecd.gateway.api.context import Context
 from vecd.gateway.api.routes import Route
 from vecd.gateway.types.messages import HttpRequest, Response
-
-if TYPE_CHECKING:
-    from vecd.gateway.pipeline import Pipeline
 
 ANY = "*"
 _METHODS = "GET, HEAD, POST, OPTIONS"
@@ -36,6 +33,8 @@ class Cors:
     def __init__(self, origins: Sequence[str]) -> None:
         """`origins`: as `GatewayConfig.cors_origins`; none: no page may."""
         self._allows_any = ANY in origins
+        self.preflight_route = Route(self._handle_preflight, scope=None)
+        """Taken instead of whatever is at the path of a preflight."""
         self._origins = frozenset(map(_as_browsers_write_it, origins))
 
     def is_preflight(self, request: HttpRequest) -> bool:
@@ -46,6 +45,9 @@ class Cors:
             and "access-control-request-method" in headers
             and self._allowed(headers) is not None
         )
+
+    async def _handle_preflight(self, context: Context, http: HttpRequest, principal: Principal) -> Response:
+        return self.answer_preflight(http)
 
     def answer_preflight(self, request: HttpRequest) -> Response:
         """Whatever the path, or the page could not read that there is nothing at it.
@@ -93,11 +95,3 @@ def _as_browsers_write_it(origin: str) -> str:
     """In lower case, and without the port that the scheme has anyway."""
     origin = origin.lower()
     return origin.removesuffix(_DEFAULT_PORTS.get(origin.partition(":")[0], ""))
-
-
-async def _preflight(app: "Pipeline", http: HttpRequest, principal: Principal) -> Response:
-    return app.cors.answer_preflight(http)
-
-
-PREFLIGHT = Route(_preflight, scope=None)
-"""Instead of whatever is at the path."""

@@ -9,19 +9,16 @@ import re
 import time
 from collections.abc import Mapping
 from functools import partial
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import Any, NamedTuple
 
 from vecd.gateway.admission.principals import Principal
+from vecd.gateway.api.context import Context
 from vecd.gateway.api.dialects.headers import parse_timeout_s
 from vecd.gateway.api.operations import Ask, Call, DecodeAsk, Dialect, Operation, TokenizeAsk
 from vecd.gateway.api.routes import name_in
 from vecd.gateway.types.errors import ApiError
 from vecd.gateway.types.messages import HttpRequest, Response
 from vecd.gateway.types.timeline import RequestTimeline
-
-if TYPE_CHECKING:
-    from vecd.gateway.pipeline import Pipeline
-
 
 _INLINE_ITEMS = 4096
 """Answers of so many items are put together on the event loop: 1 ms, 4 ms with a report of each."""
@@ -52,26 +49,26 @@ class OperationsHandler:
         self._large = frozenset[str]().union(*(claim.operation.fields.large for claim in claims))
         self._small = frozenset[str]().union(*(claim.operation.fields.small for claim in claims))
 
-    async def __call__(self, app: "Pipeline", http: HttpRequest, principal: Principal) -> Response:
+    async def __call__(self, context: Context, http: HttpRequest, principal: Principal) -> Response:
         first = self.claims[0]
         if first.operation.describe is not None:
-            return first.operation.describe(app.model_info, http.path)
+            return first.operation.describe(context.model_info, http.path)
         timeline = http.timeline
         timeline.arrived_at = time.monotonic()
         try:
             principal.check_limits()  # before anything is made of the body
-            asked = await app.bodies.parse(
-                http.body, self._large, lambda body: self._parse(app, http, body), principal.tenant, self._small,
+            asked = await context.bodies.parse(
+                http.body, self._large, lambda body: self._parse(context, http, body), principal.tenant, self._small,
                 http.coding,
             )  # fmt: skip
         except ApiError as error:
             if first.operation.embed is not None:
-                app.count_unread(error)
+                context.embedder.count_unread(error)
             raise
         timeline.parsed_at = time.monotonic()
         http.body = b""  # tens of megabytes that nobody needs any more
         try:
-            return await _answer(app, asked, timeline, principal)
+            return await _answer(context, asked, timeline, principal)
         except ApiError as error:
             error.dialect = asked.claim.dialect.name
             if asked.field is not None and error.param == _INPUT:
@@ -91,7 +88,7 @@ class OperationsHandler:
             return names[0] if names else None
         return next((name for name in names if body.get(name) is not None), None)
 
-    def _parse(self, app: "Pipeline", http: HttpRequest, body: Mapping[str, Any]) -> "_Asked":
+    def _parse(self, context: Context, http: HttpRequest, body: Mapping[str, Any]) -> "_Asked":
         """In a thread, if the body is large."""
         if self._path_of_model is not None:  # Azure's clients send both, and it is the path that names the deployment
             body = {**body, "model": name_in(self._path_of_model, http.path)}
@@ -99,12 +96,12 @@ class OperationsHandler:
         http.timeline.endpoint = claim.endpoint
         operation = claim.operation
         try:
-            call = Call(operation.fields.read(body), http.headers, app.model_info, http.request_id)
+            call = Call(operation.fields.read(body), http.headers, context.model_info, http.request_id)
             if operation.embed is not None:
                 ask = operation.embed(call)
                 if isinstance(ask, Response):
                     return _Asked(claim, ask)
-                num_estimated = app.tokenizer.estimate_tokens(ask.request.inputs, ask.request.tokenizing)
+                num_estimated = context.estimate_tokens(ask.request.inputs, ask.request.tokenizing)
                 return _Asked(claim, ask, num_estimated, None, self._field(claim, body))
             if operation.tokenize is not None:
                 timeout_s = parse_timeout_s(http.headers)
@@ -136,21 +133,21 @@ class _Asked(NamedTuple):
     """Where the caller has put the inputs, if it is not called `input`."""
 
 
-async def _answer(app: "Pipeline", asked: _Asked, timeline: RequestTimeline, principal: Principal) -> Response:
+async def _answer(context: Context, asked: _Asked, timeline: RequestTimeline, principal: Principal) -> Response:
     match asked.ask:
         case Response() as response:
             return response
         case Ask() as ask:
             is_large = len(ask.request.inputs) > _INLINE_ITEMS  # they will be gone
-            embedded = await app.embed(ask.request, asked.num_estimated, timeline, principal)
+            embedded = await context.embedder.embed(ask.request, asked.num_estimated, timeline, principal)
             if is_large:
-                return await app.tokenizer.threads.call(partial(ask.render, embedded), principal.tenant)
+                return await context.threads.call(partial(ask.render, embedded), principal.tenant)
             return ask.render(embedded)
         case TokenizeAsk() as ask:
-            await app.describe(ask, asked.timeout_s, timeline.arrived_at, principal)
+            await context.embedder.describe(ask, asked.timeout_s, timeline.arrived_at, principal)
             return ask.render()
         case DecodeAsk() as ask:
-            return ask.render(await app.decode(ask, asked.timeout_s, timeline.arrived_at, principal))
+            return ask.render(await context.embedder.decode(ask, asked.timeout_s, timeline.arrived_at, principal))
 
 
 def _name(error: ApiError, field: str, *, is_list: bool) -> None:

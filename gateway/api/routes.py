@@ -9,18 +9,16 @@ a POST into a GET. No spelling leads below another first part than its own, so t
 import re
 from collections.abc import Awaitable, Callable, Iterator, Mapping
 from enum import Enum, auto
-from typing import TYPE_CHECKING, NamedTuple, TypeAlias
+from typing import NamedTuple, TypeAlias
 
 from vecd.gateway.admission.principals import Principal
+from vecd.gateway.api.context import Context
+from vecd.gateway.api.operations import Operation
 from vecd.gateway.types.errors import MethodNotAllowed, NotFound
 from vecd.gateway.types.messages import HttpRequest, Response
 
-if TYPE_CHECKING:
-    from vecd.gateway.api.operations import Operation
-    from vecd.gateway.pipeline import Pipeline
-
-Handler: TypeAlias = Callable[["Pipeline", HttpRequest, Principal], Awaitable[Response]]
-"""A function of `vecd.gateway.pipeline`, or a `vecd.gateway.api.handlers.Operations`."""
+Handler: TypeAlias = Callable[[Context, HttpRequest, Principal], Awaitable[Response]]
+"""A function of `vecd.gateway.api.system_routes`, or a `vecd.gateway.api.handlers.OperationsHandler`."""
 
 
 class Place(Enum):
@@ -40,10 +38,10 @@ class Route(NamedTuple):
     """What the caller's key must allow, of `vecd.gateway.types.config.SCOPES`. None: no key is asked for, as probes of
     a load balancer have none."""
     place: Place = Place.PUBLIC
-    about: "Operation | None" = None
-    """For the documentation; a `vecd.gateway.api.handlers.Operations` has its own."""
+    about: Operation | None = None
+    """For the documentation; a `vecd.gateway.api.handlers.OperationsHandler` has its own."""
     endpoint: int = 0
-    """As a `vecd.gateway.types.timeline.Record` has it; of several dialects at one path, the first one's."""
+    """As a `vecd.gateway.types.timeline.RequestTimeline` has it; of several dialects at one path, the first one's."""
 
 
 Table: TypeAlias = Mapping[str, Mapping[str, Route]]
@@ -108,7 +106,7 @@ class _Options:
     def __init__(self, allow: str) -> None:
         self._allow = allow
 
-    async def __call__(self, app: "Pipeline", http: HttpRequest, principal: Principal) -> Response:
+    async def __call__(self, context: Context, http: HttpRequest, principal: Principal) -> Response:
         return Response(204, headers={"allow": self._allow})
 
 

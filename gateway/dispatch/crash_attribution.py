@@ -19,7 +19,7 @@ in the whole server.
 
 Measured, 2 workers of which a random one was killed each second for a minute, on a busy machine: when any third death,
 isolated, led to a rejection, 27 of 618 harmless requests were rejected; when other batches had to be done between the
-three, 18 of 507. Called by `vecd.gateway.dispatch.dispatcher`.
+three, 18 of 507; by this rule, 0 of 549. Called by `vecd.gateway.dispatch.dispatcher`.
 """
 
 import time

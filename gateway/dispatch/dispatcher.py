@@ -30,9 +30,9 @@ from vecd.gateway.dispatch.quarantine import Quarantine, poisonous
 from vecd.gateway.dispatch.retry_budget import RetryBudget
 from vecd.gateway.dispatch.transport import Transport
 from vecd.gateway.dispatch.worker_link import InFlight, WorkerLink
-from vecd.gateway.scheduling.cost_model import FULL_BATCH_S, SHORT_BATCH_S, CostModel
+from vecd.gateway.scheduling.cost_model import CostModel
+from vecd.gateway.scheduling.policy import BatchingPolicy, PlannedBatch
 from vecd.gateway.scheduling.queue import QueuedSequence, RequestQueue
-from vecd.gateway.scheduling.scheduler import Scheduler
 from vecd.gateway.telemetry.shared_metrics import SharedMetrics
 from vecd.gateway.types.errors import DeadlinePassed, EngineFailed, Unavailable
 from vecd.gateway.types.timeline import BatchShare
@@ -65,7 +65,7 @@ class Dispatcher:
     def __init__(
         self,
         *,
-        scheduler: Scheduler,
+        policy: BatchingPolicy,
         epoch: int,
         service: ServiceKey,
         max_batch_tokens: int,
@@ -94,7 +94,7 @@ class Dispatcher:
         `batch_timeout_s` is the most that a worker has for a batch; `num_gateways` take turns at it. `widths`: the
         number of floats of a row that are each output's own, the first ones; None: all.
         """
-        self._scheduler = scheduler
+        self._policy = policy
         self._epoch = epoch
         self.service = service
         """What this dispatcher's workers serve."""
@@ -190,10 +190,13 @@ class Dispatcher:
         )
 
     def submit(self, request_queue: RequestQueue, sequences: list[QueuedSequence]) -> None:
-        """Queue sequences of a request, and send them as soon as a worker has room. Raises PoisonInput, and queues
-        nothing, when one of them is refused."""
+        """Queue sequences of an open request, with the deaths of workers that their inputs are known for, and send what
+        can be sent soon. Raises PoisonInput, and queues nothing, when one of them is refused."""
         self.quarantine.check(sequences)
-        self._scheduler.add(request_queue, self._without_isolated(sequences), time.monotonic())
+        if self._crash_attribution:
+            for sequence in sequences:
+                sequence.deaths = self._crash_attribution.find(self.quarantine.digest(sequence.token_ids))
+        self._policy.add(request_queue, sequences, time.monotonic())
         self.schedule_dispatch()
 
     def schedule_dispatch(self) -> None:
@@ -201,17 +204,6 @@ class Dispatcher:
         if not self._is_dispatch_due:
             self._is_dispatch_due = True
             self._loop.call_soon(self._dispatch)
-
-    def _without_isolated(self, sequences: list[QueuedSequence]) -> list[QueuedSequence]:
-        """Queue those of a new request that must run alone, each as an isolated batch, and return the others. Costs
-        nothing while no worker has died."""
-        if not self._crash_attribution:
-            return sequences
-        for sequence in sequences:
-            sequence.deaths = self._crash_attribution.find(self.quarantine.digest(sequence.token_ids))
-        for sequence in filter(_must_run_alone, sequences):
-            self._scheduler.set_aside([sequence])
-        return [sequence for sequence in sequences if not _must_run_alone(sequence)]
 
     # --- what other gateways say, through the supervisor ----------------------------------------------------
 
@@ -272,65 +264,39 @@ class Dispatcher:
     # --- sending --------------------------------------------------------------------------------------------
 
     def _dispatch(self) -> None:
-        """Work-conserving: every idle worker gets a batch, a busy one a second only when a whole one waits.
-
-        While short requests wait for the batches of a backlog, these are short, and none is sent ahead.
-        """
+        """Send the batches that the policy plans for idle workers, and then those for busy ones."""
         self._is_dispatch_due = False
         if self._is_stopped:
             return
         now = time.monotonic()
-        is_short = self._scheduler.wants_short_batches(now)
-        batch_s = SHORT_BATCH_S if is_short else FULL_BATCH_S
         idle = [link for link in self._links.values() if link.is_idle]
         while idle:
-            budget = idle[-1].cost_model.budget_tokens(batch_s)
-            batch = self._next_batch(now, idle[-1].cost_model, budget, len(idle), is_short=is_short)
-            if not batch:
+            batch = self._next_batch(now, idle[-1].cost_model, len(idle))
+            if not batch.sequences:
                 return
-            self._send(idle.pop(), batch, now, budget)
-        if not is_short:
-            self._send_ahead(now)
-
-    def _send_ahead(self, now: float) -> None:
+            self._send(idle.pop(), batch.sequences, now, batch.budget_tokens)
         for link in self._links.values():
-            budget = link.cost_model.budget_tokens(FULL_BATCH_S)
-            is_taking = link.is_usable and link.free_slots and self._scheduler.fills(budget)
-            if is_taking and (batch := self._next_batch(now, link.cost_model, budget)):
-                self._send(link, batch, now, budget)
+            if link.is_usable and link.free_slots:
+                batch = self._next_batch(now, link.cost_model, 0)
+                if batch.sequences:
+                    self._send(link, batch.sequences, now, batch.budget_tokens)
 
-    def _next_batch(
-        self, now: float, cost_model: CostModel, budget: int, num_idle: int = 1, *, is_short: bool = False
-    ) -> list[QueuedSequence]:
-        batch = self._take_batch(now, cost_model, budget, num_idle, is_short=is_short)
-        while self.quarantine and batch:
-            harmless = self._without_quarantined(batch)
-            if harmless:
-                return harmless
-            batch = self._take_batch(now, cost_model, budget, num_idle, is_short=is_short)
-        return batch
-
-    def _without_quarantined(self, batch: list[QueuedSequence]) -> list[QueuedSequence]:
-        """The sequences of a batch that may be sent. The others were queued before their input was rejected."""
-        for sequence in batch:
-            if self.quarantine.holds(sequence.token_ids):
-                sequence.pending.fail(poisonous(sequence.index))
-        return [sequence for sequence in batch if not sequence.is_abandoned]
-
-    def _take_batch(
-        self, now: float, cost_model: CostModel, budget: int, num_idle: int, *, is_short: bool
-    ) -> list[QueuedSequence]:
-        num_tokens = min(budget, self._scheduler.queued_tokens // num_idle)
-        done_by = now + cost_model.batch_s(num_tokens)
-        batch = self._scheduler.next_batch(
-            now, max_tokens=budget, num_idle_workers=num_idle, done_by=done_by, is_short=is_short
-        )
-        if self._scheduler.hopeless:
-            for request_queue in self._scheduler.hopeless:
+    def _next_batch(self, now: float, cost_model: CostModel, num_idle_workers: int) -> PlannedBatch:
+        """The policy's next batch of which something may be sent: without inputs that were quarantined after they had
+        been queued. Requests that can only be late are failed."""
+        while True:
+            batch = self._policy.next_batch(now, cost_model, num_idle_workers)
+            for request_queue in batch.too_late:
                 self._board.add(Counter.EXPIRED)
                 request_queue.pending.fail(DeadlinePassed(None))
-            self._scheduler.hopeless.clear()
-        return batch
+            if not self.quarantine or not batch.sequences:
+                return batch
+            for sequence in batch.sequences:
+                if self.quarantine.holds(sequence.token_ids):
+                    sequence.pending.fail(poisonous(sequence.index))
+            batch.sequences = [sequence for sequence in batch.sequences if not sequence.is_abandoned]
+            if batch.sequences:
+                return batch
 
     def _send(self, link: WorkerLink, sequences: list[QueuedSequence], now: float, budget_tokens: int) -> None:
         lengths = [sequence.num_tokens for sequence in sequences]
@@ -449,7 +415,7 @@ class Dispatcher:
             # Most often one sequence is the cause: halves find it in a few batches, and the others are computed.
             middle = len(batch.sequences) // 2
             for half in (batch.sequences[:middle], batch.sequences[middle:]):
-                self._scheduler.set_aside([sequence for sequence in half if not sequence.is_abandoned])
+                self._policy.isolate([sequence for sequence in half if not sequence.is_abandoned])
         self.schedule_dispatch()
 
     def _on_delivered(self, link: WorkerLink, batch: InFlight) -> None:
@@ -517,18 +483,14 @@ class Dispatcher:
             self._report_stuck(link)
 
     def _put_back(self, sequences: list[QueuedSequence]) -> None:
-        """Queue lost sequences again: those that must run alone as isolated batches, the others as far as the retry
-        budget pays for them."""
+        """Queue lost sequences again, as far as the retry budget pays for those that may share a batch."""
         for sequence in sequences:
-            is_free = sequence.is_abandoned or _must_run_alone(sequence)
+            is_free = sequence.is_abandoned or sequence.must_run_alone
             if not is_free and not self._retries.pay(sequence.num_tokens):
                 sequence.pending.fail(_keep_dying())
         alive = [sequence for sequence in sequences if not sequence.is_abandoned]
         self._board.add(Counter.RETRIED, len(alive))
-        self._scheduler.put_back([sequence for sequence in alive if not _must_run_alone(sequence)])
-        for sequence in alive:
-            if _must_run_alone(sequence):
-                self._scheduler.set_aside([sequence])
+        self._policy.put_back(alive)
         self.schedule_dispatch()
 
     def _report_stuck(self, link: WorkerLink) -> None:
@@ -584,7 +546,7 @@ class Dispatcher:
             limit_s=self._batch_timeout_s,
             has_answered=link.has_answered,
             num_gateways=self._num_gateways,
-            max_sequence_tokens=self._scheduler.quantum,
+            max_sequence_tokens=self._policy.quantum,
         )
 
 
@@ -633,10 +595,6 @@ def _note_done(batch: InFlight, worker: int, compute_us: int) -> None:
 def _note_lost(sequences: list[QueuedSequence]) -> None:
     for sequence in sequences:
         sequence.request_queue.num_sent_tokens -= sequence.num_tokens
-
-
-def _must_run_alone(sequence: QueuedSequence) -> bool:
-    return sequence.deaths is not None and sequence.deaths.must_run_alone
 
 
 def _keep_dying() -> Unavailable:

@@ -11,6 +11,8 @@ not differ, the line goes through the origin, which makes the worker look slower
 
 import copy
 
+from vecd.shm.batch_limits import FULL_BATCH_S
+
 _MEMORY = 0.95
 """Weight of everything before, at each batch: the last twenty count for two thirds."""
 
@@ -23,12 +25,6 @@ stays slow is believed after a few batches."""
 
 _FIRST_GUESS_TOKENS_PER_S = 5000.0
 _MIN_PER_TOKEN_S = 1e-9
-
-SHORT_BATCH_S = 0.06
-"""For a batch that others wait for. A batch of 400 tokens (bfloat16, MiniLM, one core) has 0.93 of the full speed."""
-
-FULL_BATCH_S = 0.25
-"""For a batch that only its own requests wait for: nothing is gained by larger ones."""
 
 _MIN_BUDGET_TOKENS = 128
 

@@ -2,7 +2,7 @@
 back (`PendingResult`), what is answered (`Embedded`).
 
 Owns the life of one request's sequences. Knows no HTTP, no JSON and no worker. Dialects make `EmbedRequest`s,
-`vecd.gateway.pipeline` makes `PendingResult`s and `RequestQueue`s, `vecd.gateway.scheduling.scheduler` queues,
+`vecd.gateway.pipeline` makes `PendingResult`s and `RequestQueue`s, `vecd.gateway.scheduling.policy` queues,
 `vecd.gateway.dispatch.dispatcher` delivers.
 """
 

@@ -9,6 +9,7 @@ from collections.abc import Iterable
 from dataclasses import replace
 
 from vecd.launch.check.report import Advice, Machine, Measurements, Path, Setting, Speed
+from vecd.shm.batch_limits import FULL_BATCH_S, MAX_BATCH_TOKENS, MAX_BATCH_TOKENS_ON_GPU
 
 GATEWAY_S_PER_REQUEST = 300e-6
 """Processor time of the gateway for one short text. Measured with the real model, whose workers share the caches, and
@@ -31,13 +32,7 @@ measurement on a busy machine says nothing."""
 _NEARLY_ALL = 0.95
 """So much of the best throughput is enough for fewer workers: they take less memory."""
 
-FULL_BATCH_S = 0.25
-"""What a worker is given at most, in seconds of its own speed (vecd.gateway.scheduling.cost_model)."""
-
 _LEAST_CORE_SHARE = 0.9
-
-_DEFAULT_BATCH_TOKENS = 2048
-_GPU_BATCH_TOKENS = 32_768
 
 
 def advise(machine: Machine, given: dict[str, str | int], path: Path, measured: Measurements) -> Advice:
@@ -205,9 +200,9 @@ def _fitted(
 
 
 def _batch_tokens(path: Path, measured: Measurements, dtype: str | int) -> Setting:
-    name, default = "max_batch_tokens", _DEFAULT_BATCH_TOKENS
+    name, default = "max_batch_tokens", MAX_BATCH_TOKENS
     if path.device != "cpu":
-        return Setting(name, _GPU_BATCH_TOKENS, "the default for GPUs; larger and smaller ones were not measured")
+        return Setting(name, MAX_BATCH_TOKENS_ON_GPU, "the default for GPUs; larger and smaller ones were not measured")
     short = _shortest(measured, dtype)
     if short is None:
         return Setting(name, default, "the default (not measured)")

@@ -19,16 +19,14 @@ from vecd.launch.check.children import Child
 from vecd.launch.check.report import Machine, Measurements, Model, Parity, Path, Scaling, Speed
 from vecd.launch.config.plan import Plan
 from vecd.launch.processes.children import self_command
+from vecd.shm.batch_limits import FULL_BATCH_S, MAX_BATCH_TOKENS
 from vecd.shm.card import ModelError
 from vecd.workers.config import WorkerConfig
 
 _ROUNDS = 5
 _SHORT_TOKENS, _LONG_TOKENS = 24, 256
-_BATCH_TOKENS = 2048
 _LARGER_BATCHES = (4096, 8192)
 _MAX_SEQUENCES = 512
-_FULL_BATCH_S = 0.25
-"""What a worker is given at most, in seconds of its own speed (vecd.gateway.scheduling.cost_model)."""
 _PILOT_TOKENS, _PILOT_S = 256, 0.1
 
 _AFFORDABLE = 5e11
@@ -322,8 +320,8 @@ class Speeds:
         """A batch as it is served: no larger than what is computed in a quarter of a second; of the served type also
         larger ones, where the worker is fast enough for them."""
         pilot = _Case(child, dtype, path, text_tokens, _lengths(text_tokens, _PILOT_TOKENS), _PILOT_TOKENS)
-        most = int(self._turn(pilot, _PILOT_S)["tokens_per_s"] * _FULL_BATCH_S)
-        sizes = [max(text_tokens, min(_BATCH_TOKENS, most))]
+        most = int(self._turn(pilot, _PILOT_S)["tokens_per_s"] * FULL_BATCH_S)
+        sizes = [max(text_tokens, min(MAX_BATCH_TOKENS, most))]
         if child is self._child and text_tokens <= _SHORT_TOKENS:
             sizes += [size for size in _LARGER_BATCHES if size <= most]
         for size in sizes:

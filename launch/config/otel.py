@@ -1,6 +1,6 @@
 """What is missing for spans, before anything starts.
 
-Owns the list of packages that `vecd.gateway.telemetry.spans` imports. Imports none of them. Called by
+Owns the list of packages that `vecd.gateway.telemetry.span_sender` imports. Imports none of them. Called by
 `vecd.launch.config.plan`.
 """
 

@@ -27,6 +27,7 @@ from vecd.launch.exit_codes import EXIT_OK, ConfigurationError, StartFailure
 from vecd.launch.processes.children import self_command
 from vecd.shm import logs
 from vecd.shm.arena import ArenaSpec
+from vecd.shm.batch_limits import MAX_BATCH_TOKENS, MAX_BATCH_TOKENS_ON_GPU
 from vecd.shm.card import ModelCard, ModelError, read_card
 from vecd.workers.config import WorkerConfig, usable_cores
 
@@ -47,8 +48,8 @@ class BatchBounds(NamedTuple):
     sequences: int
 
 
-_BATCH_ON_PROCESSOR = BatchBounds(2048, 512)
-_BATCH_ON_GPU = BatchBounds(32_768, 2048)  # a guess: not measured on any GPU yet
+_BATCH_ON_PROCESSOR = BatchBounds(MAX_BATCH_TOKENS, 512)
+_BATCH_ON_GPU = BatchBounds(MAX_BATCH_TOKENS_ON_GPU, 2048)
 
 
 @dataclass(frozen=True, slots=True)

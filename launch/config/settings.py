@@ -29,6 +29,7 @@ from pydantic_settings import (
 )
 
 from vecd.launch.exit_codes import ConfigurationError
+from vecd.shm.batch_limits import MAX_BATCH_TOKENS, MAX_BATCH_TOKENS_ON_GPU
 
 ENV_PREFIX = "VECD_"
 
@@ -102,7 +103,7 @@ class Settings(BaseSettings):
     max_batch_tokens: Annotated[int, Field(ge=1, le=1_000_000)] | Literal["auto"] = Field(
         default="auto",
         description="maximum tokens in one forward pass. A worker gets fewer if it cannot compute them in a quarter of "
-        "a second. auto: 2048 on a processor, 32768 on a GPU",
+        f"a second. auto: {MAX_BATCH_TOKENS} on a processor, {MAX_BATCH_TOKENS_ON_GPU} on a GPU",
     )
     max_tokens: int | None = Field(
         default=None, ge=3, description="maximum tokens of an input, see --overflow; default: the model's own limit"

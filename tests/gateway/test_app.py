@@ -18,7 +18,7 @@ from dispatching import EPOCH, SPEC, Bench, Worker, run
 
 from vecd.gateway import pipeline as app_module
 from vecd.gateway.admission.admission import Admission
-from vecd.gateway.admission.principals import Principal
+from vecd.gateway.admission.principals import Principal, Principals
 from vecd.gateway.api.operations import DecodeAsk, TokenizeAsk
 from vecd.gateway.encoding.fragments import JsonRows
 from vecd.gateway.pipeline import Pipeline
@@ -82,21 +82,19 @@ class Service:
         self.admission = Admission(
             max_requests=100,
             max_wait_s=FAR_S,
-            short_tokens=100,
-            tokens_waiting=lambda: 0,
-            tokens_ahead=lambda *_: 0,
-            tokens_per_s=lambda: 1e6,
+            policy=bench.policy,
+            workers=bench.dispatcher,
         )
         tokenizer: Any = Ids()
         self.app = Pipeline(
             config,
             admission=self.admission,
             tokenizer=tokenizer,
-            scheduler=bench.scheduler,
+            policy=bench.policy,
             dispatcher=bench.dispatcher,
             shared_metrics=bench.shared_metrics,
         )
-        [self.holder] = self.app.callers.holders
+        [self.holder] = Principals(config.keys, config.num_gateways).holders
 
     def embed(
         self,
@@ -306,7 +304,7 @@ def test_an_input_that_ends_workers_is_refused_whatever_is_asked_of_it(output):
             with pytest.raises(ServerError, match=r"'input\[0\]'") as caught:
                 await service.embed(*again, principal=Principal("anybody"))
             assert caught.value.code == "poison_input"
-        assert bench.scheduler.queued_sequences == 0
+        assert bench.policy.queued_sequences == 0
 
     run_service(test)
 

@@ -160,7 +160,7 @@ def test_a_death_does_not_count_for_a_batch_that_was_only_sent_ahead():
         second = bench.request(2, length=16)
         await worker.receive()
         bench.dispatcher.worker_down(worker.incarnation, "was killed")
-        lost = [bench.scheduler.next_batch(time.monotonic(), max_tokens=16)[0] for _ in range(2)]
+        lost = [bench.policy.take(time.monotonic(), 16).sequences[0] for _ in range(2)]
         assert [(s.pending, s.num_deaths) for s in lost] == [(first, 1), (second, 0)]
 
     run(test)
@@ -180,7 +180,7 @@ def test_a_death_counts_for_what_the_worker_had_begun_alone(begun):
         for index in begun:
             worker.begun[batches[index].slot] = batches[index].number
         bench.dispatcher.worker_down(worker.incarnation, "was killed")
-        lost = [bench.scheduler.next_batch(time.monotonic(), max_tokens=16)[0] for _ in range(2)]
+        lost = [bench.policy.take(time.monotonic(), 16).sequences[0] for _ in range(2)]
         assert {requests.index(s.pending): s.num_deaths for s in lost} == {n: int(n in begun) for n in (0, 1)}
 
     run(test)
@@ -330,8 +330,8 @@ def test_no_empty_batch_is_sent_when_what_was_set_aside_has_gone():
         worker.send(Failed(EPOCH, batch.number, batch.slot, FailureCode.ENGINE_ERROR))
         for request in requests:
             request.abandon()
-            bench.scheduler.close(request.request_queue)
-        assert bench.scheduler.queued_tokens == 16
+            bench.policy.close(request.request_queue)
+        assert bench.policy.queued_tokens == 16
         batch = await worker.receive()
         assert batch.num_sequences == 1
         worker.answer(batch)
@@ -707,7 +707,7 @@ def test_what_was_queued_before_its_like_was_given_up_reaches_no_worker():
             await poison.finished
         assert caught.value.code == "poison_input"
         assert caught.value.headers() == {"x-should-retry": "false"}
-        assert (bench.scheduler.queued_tokens, bench.dispatcher.in_flight_tokens) == (0, 0)
+        assert (bench.policy.queued_tokens, bench.dispatcher.in_flight_tokens) == (0, 0)
 
     run(test)
 

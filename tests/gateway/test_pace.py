@@ -2,7 +2,9 @@ import random
 
 import pytest
 
-from vecd.gateway.scheduling.cost_model import FULL_BATCH_S, SHORT_BATCH_S, CostModel
+from vecd.gateway.scheduling.cost_model import CostModel
+from vecd.gateway.scheduling.policy import SHORT_BATCH_S
+from vecd.shm.batch_limits import FULL_BATCH_S
 
 MAX_TOKENS = 4096
 

@@ -19,6 +19,7 @@ from typing import Any, TextIO
 
 import numpy as np
 
+from vecd.shm.batch_limits import MAX_BATCH_TOKENS
 from vecd.shm.card import ModelCard, ModelError
 from vecd.workers.check.forks import WorkerDied, in_worker, in_workers
 from vecd.workers.check.speed import Turn, pss_mb
@@ -190,16 +191,13 @@ class _Orders:
         return {"not_finite": find_not_finite(folders)}
 
 
-_BATCH_TOKENS = 2048
-
-
 def _embed(engine: Engine, sequences: list[list[int]], dim: int) -> "np.ndarray[Any, np.dtype[np.float32]]":
     """In batches as they are served: of several lengths each, because that is where paths go wrong."""
     rows = np.full((len(sequences), dim), np.nan, dtype=np.float32)
     first = 0
     while first < len(sequences):
         last, num_tokens = first, 0
-        while last < len(sequences) and (last == first or num_tokens + len(sequences[last]) <= _BATCH_TOKENS):
+        while last < len(sequences) and (last == first or num_tokens + len(sequences[last]) <= MAX_BATCH_TOKENS):
             num_tokens += len(sequences[last])
             last += 1
         batch = packed(sequences[first:last])
