@@ -99,9 +99,9 @@ class Service:
             widths={output: output.width_of(config.card) for output in Output},
             on_stuck=lambda who: send(WorkerStuck(who.worker, who.life)),
             on_connected=lambda who: send(WorkerMet(who.worker, who.life)),
+            on_deaths=(lambda *deaths: send(InputDeaths(*deaths))) if config.num_gateways > 1 else None,
+            on_cleared=(lambda digests: send(InputsCleared(digests))) if config.num_gateways > 1 else None,
             on_quarantined=lambda digest: send(Quarantined(digest)),
-            on_deaths=lambda *deaths: send(InputDeaths(*deaths)) if config.num_gateways > 1 else None,
-            on_cleared=lambda digests: send(InputsCleared(digests)) if config.num_gateways > 1 else None,
             on_broken=lambda make_error: self.pipeline.fail_all(make_error),  # noqa: PLW0108 (it is made below)
             on_sending=TeiCounts(self._shared_metrics).count_batch if config.has_tei_metrics else None,
             quarantine_key=gateway.quarantine_key,
@@ -243,8 +243,7 @@ class Services:
 
     def worker_up(self, message: WorkerUp, arena_fd: int) -> None:
         service = self.all[message.generation]
-        shared_metrics = self._gateway.shared_metrics
-        slots = map_arena(arena_fd, service.config.arena, writable=False)[shared_metrics.gateway]
+        slots = map_arena(arena_fd, service.config.arena, writable=False)[self._gateway.shared_metrics.gateway]
         service.dispatcher.worker_up(Incarnation(message.worker, message.life), slots, message.facts)
 
     def worker_down(self, message: WorkerDown) -> None:

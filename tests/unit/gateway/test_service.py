@@ -403,6 +403,7 @@ def test_a_worker_is_its_generation_s_but_its_death_is_told_to_all(listening):
             os.close(fd)
         assert service.dispatcher.ups == [(Incarnation(0, 7), {"pid": 1})]
         assert bench.first.dispatcher.ups == []
+        assert bench.shared_metrics.worker_life(0) == 0, "the lives that are shown are the active generation's"
         bench.services.worker_down(WorkerDown(0, 7, "killed", has_crashed=True))
         for each in (bench.first, service):
             assert each.dispatcher.downs == [(Incarnation(0, 7), "killed", True)]
