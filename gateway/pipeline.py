@@ -27,7 +27,7 @@ from vecd.gateway.scheduling.scheduler import Scheduler
 from vecd.gateway.telemetry.processes import Processes
 from vecd.gateway.telemetry.shared_metrics import SharedMetrics
 from vecd.gateway.telemetry.tei_metrics import TeiCounts
-from vecd.gateway.tokenization.tokenize_api import Room, size_of
+from vecd.gateway.tokenization.tokenize_api import TokenizeLimiter, size_of
 from vecd.gateway.tokenization.tokenizer import Tokenizer
 from vecd.gateway.types.config import ApiKey, GatewayConfig
 from vecd.gateway.types.errors import (
@@ -131,7 +131,7 @@ class Pipeline:
         self.set_keys(config.keys)
         self._max_priority = Priority[config.max_priority.upper()]
         self._gatherings: set[PendingResult] = set()
-        self._inspected = Room()
+        self._tokenize_limiter = TokenizeLimiter()
         self._token_floats: dict[RequestQueue, int] = {}
         """Of requests for one vector for each token; usually none."""
         self._deadlines = Deadlines(self._expire)
@@ -245,7 +245,7 @@ class Pipeline:
         if self._make_end is not None:
             raise self._make_end()
         try:
-            with self._inspected.enter(size, principal.tenant):
+            with self._tokenize_limiter.reserve(size, principal.tenant):
                 yield
         except TooManyRequests:
             self.shared_metrics.add(Counter.REFUSED)
