@@ -22,7 +22,7 @@ from vecd.gateway.scheduling.policy import BatchingPolicy
 from vecd.gateway.scheduling.queue import QueuedSequence, RequestQueue
 from vecd.gateway.telemetry.shared_metrics import SharedMetrics
 from vecd.gateway.telemetry.tei_metrics import TeiCounts
-from vecd.gateway.tokenization.tokenize_api import Room, size_of
+from vecd.gateway.tokenization.tokenize_api import TokenizeLimiter, size_of
 from vecd.gateway.tokenization.tokenizer import Tokenizer
 from vecd.gateway.types.config import GatewayConfig
 from vecd.gateway.types.errors import (
@@ -102,7 +102,7 @@ class Pipeline:
         self.encoder = Encoder(config.card, config.quantization_ranges)
         self._max_priority = Priority[config.max_priority.upper()]
         self._pending: set[PendingResult] = set()
-        self._inspected = Room()
+        self._tokenize_limiter = TokenizeLimiter()
         self._token_floats: dict[RequestQueue, int] = {}
         """Of requests for one vector for each token; usually none."""
         self._deadlines = Deadlines(self._expire)
@@ -177,7 +177,7 @@ class Pipeline:
         if self._make_end is not None:
             raise self._make_end()
         try:
-            with self._inspected.enter(size, principal.tenant):
+            with self._tokenize_limiter.reserve(size, principal.tenant):
                 yield
         except TooManyRequests:
             self.shared_metrics.add(Counter.REFUSED)
