@@ -233,7 +233,7 @@ class Services:
         for service in self.all.values():
             service.pipeline.give_up()
 
-    # --- what the supervisor says ---------------------------------------------------------------------------
+    # --- messages of the supervisor -------------------------------------------------------------------------
 
     def worker_up(self, message: WorkerUp, arena_fd: int) -> None:
         service = self.all[message.generation]
@@ -276,7 +276,7 @@ class Services:
             raise
         except ModelError as error:
             send(Prepared(generation, str(error)))
-        except BaseException as error:  # libraries in Rust raise what is no Exception
+        except BaseException as error:  # libraries in Rust raise other classes than Exception
             log.error("generation %d cannot be prepared", generation, exc_info=True)
             send(Prepared(generation, f"a gateway failed with {type(error).__name__}"))
         else:
