@@ -21,16 +21,17 @@ from contextlib import suppress
 
 import uvloop
 
+from vecd.gateway.api.registry import ENDPOINTS
 from vecd.gateway.control import Control
 from vecd.gateway.http.contract import Timeouts
 from vecd.gateway.http.server import Server
 from vecd.gateway.http.tls import ServerTls, TlsError
 from vecd.gateway.service import GatewayFacts, Service, Services, read_tokenizer
 from vecd.gateway.telemetry.access_log import AccessLog
-from vecd.gateway.telemetry.on_finished import Observer
+from vecd.gateway.telemetry.on_finished import FinishedRequests
 from vecd.gateway.telemetry.shared_metrics import SharedMetrics
-from vecd.gateway.telemetry.spans import Facts, SpanSender
-from vecd.gateway.telemetry.tracing import Tracing
+from vecd.gateway.telemetry.spans import Facts
+from vecd.gateway.telemetry.tracing import start_tracing
 from vecd.gateway.types.config import GatewayConfig
 from vecd.gateway.types.messages import Limits
 from vecd.shm import logs
@@ -105,14 +106,14 @@ class Gateway:
         self._services = Services(first, facts, read_tokenizer=read_tokenizer)
         self._services.on_activated = self._change
         self._tls = ServerTls(config.tls_cert, config.tls_key) if config.tls_cert and config.tls_key else None
-        self._observer = Observer(shared_metrics)
-        self._access_log = AccessLog(config, shared_metrics)
+        self._finished = FinishedRequests(shared_metrics)
+        self._access_log = AccessLog(config, shared_metrics, ENDPOINTS)
         self._address: tuple[str, int | None] = "", None
         self._server = Server(
             self._services,
             limits=Limits(max_body_bytes=config.max_body_bytes),
             timeouts=Timeouts(),
-            on_answer=self._observer.note_over,
+            on_finished=self._finished.on_finished,
             is_ahead=self._is_ahead if config.num_gateways > 1 else None,
             max_connections=config.share(config.max_connections),
             max_connections_per_address=config.share(config.max_connections_per_address),
@@ -149,6 +150,7 @@ class Gateway:
         loop = asyncio.get_running_loop()
         config = self._config
         self._services.active.dispatcher.start(zmq_fd)
+        self._services.active.dispatcher.activate()
         self._address = _address_of(listening)
         self._listen_to_requests(config)
         await self._server.start(listening, tls=self._tls, keeps_listening=config.keeps_listening)
@@ -162,7 +164,7 @@ class Gateway:
         self._control.stop()
         self._watch.stop()
         self._services.stop()
-        self._access_log.tell_dropped()
+        self._access_log.report_dropped()
         if self._services.tracing is not None:
             self._services.tracing.sender.close(_LAST_SPANS_S)
         if not everything_answered:
@@ -203,11 +205,11 @@ class Gateway:
                 "https" if self._tls else "http",
                 *self._address,
             )
-            tracing = Tracing(SpanSender(config.otlp_endpoint, facts), config.trace_ratio)
+            tracing = start_tracing(config.otlp_endpoint, facts, config.trace_ratio, ENDPOINTS)
         self._services.tracing = tracing
-        self._observer.listeners = [self._access_log.note_over]
+        self._finished.listeners = [self._access_log.on_finished]
         if tracing is not None:
-            self._observer.listeners.append(tracing.note_over)
+            self._finished.listeners.append(tracing.on_finished)
         if before is not None:
             asyncio.get_running_loop().run_in_executor(None, before.sender.close, _LAST_SPANS_S)
 

@@ -1,12 +1,12 @@
-"""The log of every process: one line on stderr for each thing said, for people or as JSON.
+"""The log of every process: one line on stderr for each message, as text or as JSON.
 
-Owns the two formats, and the root logger's handler. Writing is `vecd.shm.stderr`'s, which waits for nobody. Every
-process of a server calls `configure` once, and `change` when its configuration does; `say` and `announce` are for what
-whoever starts the server is told, which in text is no log line. docs/logs.md describes the fields.
+Owns the two formats, and the root logger's handler. `vecd.shm.stderr` writes the lines, and never blocks. Every process
+of a server calls `configure` once, and `change` when its configuration changes; `say` and `announce` write what the
+person who starts the server reads, which in text is no log line. docs/logs.md describes the fields.
 
-No line can be forged by what stands in a message: in text, its further lines are indented and control characters are
-written as escapes; in JSON, all of it is one string. What floods is cut: of messages of one kind only so many a second
-are written, and the next one says how many were not.
+A message cannot forge another line: in text, its further lines are indented and control characters are escaped; in
+JSON, all of it is one string. Floods are cut: of messages of one kind only some are written each second, and the next
+one says how many were not.
 """
 
 import json
@@ -24,20 +24,20 @@ from vecd.shm.stderr import Stderr
 
 JSON = "json"
 ACCESS = "vecd.access"
-"""The logger of requests, which has limits of its own."""
+"""The name of the access log, which has limits of its own."""
 
 _MAX_ALIKE_PER_S, _MAX_ALIKE_AT_ONCE = 20.0, 100.0
 _MAX_KINDS = 512
 _FLUSH_S = 0.5
 _INDENT = "\n    "
 _CONTROL_CHARACTERS = re.compile(r"[\x00-\x08\x0b-\x1f\x7f-\x9f\u2028\u2029]")
-# Source: sd-daemon(3), which are syslog's.
+# Those of syslog. Source: sd-daemon(3).
 _PRIORITIES = {logging.DEBUG: 7, logging.INFO: 6, logging.WARNING: 4, logging.ERROR: 3, logging.CRITICAL: 2}
 
 
 class TextFormatter(logging.Formatter):
     def __init__(self, process: str, *, is_journal: bool = False) -> None:
-        """`is_journal`: each line begins with its priority, as journald takes it."""
+        """`is_journal`: each line begins with its priority, which journald removes."""
         super().__init__(f"%(asctime)s {process} %(levelname)s %(message)s")
         self._is_journal = is_journal
 
@@ -45,7 +45,7 @@ class TextFormatter(logging.Formatter):
         return self.finish(super().format(record), record.levelno)
 
     def finish(self, text: str, level: int) -> str:
-        """Without what could be taken for another line, or make a terminal do something."""
+        """Escape and indent `text`, so that it cannot look like another line, or control a terminal."""
         text = _CONTROL_CHARACTERS.sub(_escaped, text).replace("\n", _INDENT)
         if not self._is_journal:
             return text
@@ -54,7 +54,7 @@ class TextFormatter(logging.Formatter):
 
 
 class JsonFormatter(logging.Formatter):
-    """One object: time, level, process, logger, message; what the record has as `fields`; a traceback as exception."""
+    """One JSON object: time, level, process, logger, message; the record's `fields`; a traceback as `exception`."""
 
     def __init__(self, process: str) -> None:
         super().__init__()
@@ -79,13 +79,13 @@ def _escaped(match: re.Match[str]) -> str:
 
 
 class Repeats(logging.Filter):
-    """Lets so many messages of one kind pass: those of the same logger and level with the same template."""
+    """Limits the messages of one kind: those of the same logger and level with the same template."""
 
     def __init__(self, clock: Callable[[], float] = time.monotonic) -> None:
         super().__init__()
         self._clock = clock
         self._kinds: dict[tuple[str, int, str], list[float]] = {}
-        """How many may pass, when that was so, and how many did not."""
+        """By kind: how many may pass, when that was computed, and how many were cut since one passed."""
 
     def filter(self, record: logging.LogRecord) -> bool:
         if record.levelno <= logging.DEBUG or record.name == ACCESS:
@@ -93,21 +93,21 @@ class Repeats(logging.Filter):
         kind, now = (record.name, record.levelno, str(record.msg)), self._clock()
         state = self._kinds.get(kind)
         if state is None:
-            if len(self._kinds) >= _MAX_KINDS:  # somebody makes messages without a template
+            if len(self._kinds) >= _MAX_KINDS:  # some code logs without templates
                 self._kinds.clear()
             state = self._kinds[kind] = [_MAX_ALIKE_AT_ONCE, now, 0]
-        room = min(_MAX_ALIKE_AT_ONCE, state[0] + (now - state[1]) * _MAX_ALIKE_PER_S)
-        if room < 1:
-            state[:] = room, now, state[2] + 1
+        allowed = min(_MAX_ALIKE_AT_ONCE, state[0] + (now - state[1]) * _MAX_ALIKE_PER_S)
+        if allowed < 1:
+            state[:] = allowed, now, state[2] + 1
             return False
         if state[2]:
             record.msg = f"{record.msg} (and {state[2]:.0f} more like it, not logged)"
-        state[:] = room - 1, now, 0
+        state[:] = allowed - 1, now, 0
         return True
 
 
 class LogHandler(logging.Handler):
-    """The root logger's. Formats in the thread that logs, because what a message is of may change."""
+    """The root logger's handler. Formats in the thread that logs, because a message's arguments may change."""
 
     def __init__(self, process: str, log_format: str, fd: int, *, has_thread: bool = True) -> None:
         super().__init__()
@@ -128,18 +128,18 @@ class LogHandler(logging.Handler):
     def emit(self, record: logging.LogRecord) -> None:
         try:
             line = self.format(record)
-        except Exception as error:  # its message might quote what the line was of
+        except Exception as error:  # its message might quote an argument, which may be a client's text
             name = type(error).__name__
             line = self.format(_made(logging.ERROR, f"a line of {record.name} cannot be formatted: {name}"))
         self.out.write(line.encode(errors="backslashreplace") + b"\n")
 
     def write_plain(self, text: str, level: int) -> None:
-        """A line of text without time and level."""
+        """Write a line of text without time and level."""
         assert isinstance(self.formatter, TextFormatter)
         self.out.write(self.formatter.finish(text, level).encode(errors="backslashreplace") + b"\n")
 
     def close(self) -> None:
-        if os.getpid() == self._pid:  # what a fork has inherited is its parent's to write
+        if os.getpid() == self._pid:  # lines inherited by a fork are written by its parent
             self.out.flush(_FLUSH_S)
         self.out.close()
         super().close()
@@ -159,8 +159,8 @@ _handler: LogHandler | None = None
 
 
 def configure(process: str, level: str, log_format: str, *, has_thread: bool = True) -> None:
-    """Log as `process` from now on; `level` and `log_format` as the settings have them. `has_thread`: this process may
-    have threads. Without stderr nothing is logged.
+    """Log as `process` from now on; `level` and `log_format` as in the settings. `has_thread`: this process may have
+    threads. Without stderr nothing is logged.
 
     Side effects: the root logger's handlers are closed, and replaced by one; in JSON, Python's warnings are logged.
     """
@@ -178,7 +178,7 @@ def configure(process: str, level: str, log_format: str, *, has_thread: bool = T
 
 
 def change(level: str, log_format: str) -> None:
-    """Go on with another level and format."""
+    """Use another level and format."""
     logging.getLogger().setLevel(level.upper())
     if _handler is not None:
         _handler.set_format(log_format)
@@ -186,18 +186,18 @@ def change(level: str, log_format: str) -> None:
 
 
 def count_lost(on_lost: Callable[[], None]) -> None:
-    """Have this called for each line that is lost, because nobody takes what this process writes."""
+    """Call `on_lost` for each line that is lost because stderr is not read."""
     if _handler is not None:
         _handler.out.on_lost = on_lost
 
 
 def say(line: str, level: int = logging.INFO, **fields: Any) -> None:
-    """Tell whoever started the server. In text, and before `configure`: `vecd: LINE`."""
+    """Write a line for the person who started the server. In text, and before `configure`: `vecd: LINE`."""
     _tell([f"vecd: {line}"], line, level, fields)
 
 
 def announce(lines: Sequence[str], **fields: Any) -> None:
-    """The same with lines as they are; in JSON the first one, and the fields."""
+    """Write lines for the person who started the server, unchanged; in JSON the first one, with the fields."""
     _tell(lines, lines[0], logging.INFO, fields)
 
 
@@ -214,7 +214,7 @@ def _tell(lines: Sequence[str], message: str, level: int, fields: dict[str, Any]
 
 
 def is_journal(fd: int) -> bool:
-    """Whether it leads to systemd's journal. Source: systemd.exec(5), JOURNAL_STREAM."""
+    """Whether `fd` leads to systemd's journal. Source: systemd.exec(5), JOURNAL_STREAM."""
     device, _, inode = os.environ.get("JOURNAL_STREAM", "").partition(":")
     found = os.fstat(fd)
     return (device, inode) == (str(found.st_dev), str(found.st_ino))

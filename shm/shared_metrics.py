@@ -8,16 +8,22 @@ Memory map, int64 of the machine's own byte order throughout::
     offset 0            row_nbytes           2 × row_nbytes
     ├── gateway 0 ──────┼── gateway 1 ───────┤   …  num_gateways
 
-    counters │ gauges │ answers         │ histograms        │ tei_counters,   │ workers       │ batches       │ up to
-    Counter  │ Gauge  │ MAX_ENDPOINTS × │ Histogram ×       │ tei_histograms: │ num_workers × │ NUM_BATCHES × │ n × 64
+    counters │ gauges │ answers         │ histograms        │ tei_counters,   │ workers       │ batches       │ …
+    Counter  │ Gauge  │ MAX_ENDPOINTS × │ Histogram ×       │ tei_histograms: │ num_workers × │ NUM_BATCHES × │
              │        │ STATUSES        │ (buckets … │ sum) │ the same again  │ WorkerCell    │ BatchCell     │
+
+    … │ services       │ lives                         │ up to
+      │ NUM_SERVICES × │ NUM_SERVICES × num_workers ×  │ n × 64
+      │ ServiceCell    │ LifeCell                      │
 
     part          who writes                                  a gateway's death
     counters,     the gateway whose row it is                 leaves them; its next life counts on from there, so that
     answers,                                                  sums over all rows never go back
     histograms,
     (TEI's, too),
-    workers
+    workers, lives
+    services      the gateway whose row it is, when it        leaves them; its next life takes the place of a service
+                  begins to have a service                    that it has again, and clears others before it uses them
     batches       the gateway whose row it is, one after      leaves them: whoever reads goes by their times
                   the other, round and round
     gauges        the gateway whose row it is; while it is    clears them (`clear_gauges`)
@@ -37,31 +43,45 @@ from dataclasses import dataclass
 from enum import IntEnum
 from itertools import accumulate, repeat
 from operator import mul
+from typing import Self
 
 from vecd.shm.sealed_memory import create_sealed
+from vecd.shm.wire import Incarnation
 
 _BYTES_PER_CELL = 8
 _NS_PER_S = 1_000_000_000
 _CELLS_PER_CACHE_LINE = 8
 
 
-class Counter(IntEnum):
-    """What only grows: the name of its metric, what it says, and where several share a metric, the label of each; these
-    stand together.
+class _Cell(IntEnum):
+    """A member's number is its place in the class; its attributes are set by the `__init__` of the class."""
 
-    `per_unit` is how many of what is stored make one of the metric's unit.
-    """
-
-    metric: str
-    help: str
-    labels: dict[str, str]
-    per_unit: int
-
-    def __new__(cls, metric: str, help: str, labels: dict[str, str] | None = None, per_unit: int = 1) -> "Counter":
+    def __new__(cls, *_: object) -> Self:
         cell = int.__new__(cls, len(cls.__members__))
         cell._value_ = len(cls.__members__)
-        cell.metric, cell.help, cell.labels, cell.per_unit = metric, help, labels or {}, per_unit
         return cell
+
+
+class _HistogramCells(_Cell):
+    """A member has several cells: the count of each bucket, then the sum of all values, of which `per_unit` make one of
+    the metric's unit. `bounds`: the buckets' upper bounds; what is above the last has a bucket of its own."""
+
+    bounds: tuple[float, ...]
+
+    @property
+    def num_cells(self) -> int:
+        return len(self.bounds) + 2
+
+
+class Counter(_Cell):
+    """What only grows: the name of its metric, its help text, and where several share a metric, the label of each;
+    these stand together. `per_unit`: how many of what is stored make one of the metric's unit.
+
+    A new counter is one more line here, and the `SharedMetrics.add` that counts.
+    """
+
+    def __init__(self, metric: str, help: str, labels: dict[str, str] | None = None, per_unit: int = 1) -> None:
+        self.metric, self.help, self.labels, self.per_unit = metric, help, labels or {}, per_unit
 
     INPUTS = "inputs", "Inputs of embedding requests that were answered"
     INPUT_TOKENS = "input_tokens", "Tokens of these inputs, as their callers are told"
@@ -79,20 +99,12 @@ class Counter(IntEnum):
     LINES_LOST = "log_lines_lost", "Lines of gateways' logs that were lost, because nobody read them"
 
 
-class Gauge(IntEnum):
-    """What a gateway has now. `is_summed`: the metric is the sum over all gateways, else each has its own value.
-    `per_unit` as a `Counter` has it."""
+class Gauge(_Cell):
+    """What a gateway has now. `is_summed`: the metric is the sum over all gateways; otherwise each gateway has its own
+    value. `per_unit` as in `Counter`."""
 
-    metric: str
-    help: str
-    is_summed: bool
-    per_unit: int
-
-    def __new__(cls, metric: str, help: str, is_summed: bool = True, per_unit: int = 1) -> "Gauge":
-        cell = int.__new__(cls, len(cls.__members__))
-        cell._value_ = len(cls.__members__)
-        cell.metric, cell.help, cell.is_summed, cell.per_unit = metric, help, is_summed, per_unit
-        return cell
+    def __init__(self, metric: str, help: str, is_summed: bool = True, per_unit: int = 1) -> None:
+        self.metric, self.help, self.is_summed, self.per_unit = metric, help, is_summed, per_unit
 
     REQUESTS = "requests_in_flight", "Embedding requests admitted and not yet answered"
     QUEUED_SEQUENCES = "queued_sequences", "Sequences that wait for a worker"
@@ -115,35 +127,19 @@ _STAGE_BOUNDS_S = (
 _STAGE = "request_stage_seconds", "Where the time of answered embedding requests went", _STAGE_BOUNDS_S
 
 
-class Histogram(IntEnum):
-    """What is counted by size: upper bounds of the buckets. What is above the last has a bucket of its own. Where
-    several share a metric, the label of each; these stand together, and have the same bounds.
+class Histogram(_HistogramCells):
+    """What is counted by size. Where several share a metric, the label of each; these stand together, and have the same
+    bounds."""
 
-    In the row: the count of each bucket, then the sum of all values, of which `per_unit` make one of the metric's unit.
-    """
-
-    metric: str
-    help: str
-    bounds: tuple[float, ...]
-    labels: dict[str, str]
-    per_unit: int
-
-    def __new__(
-        cls,
+    def __init__(
+        self,
         metric: str,
         help: str,
         bounds: tuple[float, ...],
         labels: dict[str, str] | None = None,
         per_unit: int = _NS_PER_S,
-    ) -> "Histogram":
-        cell = int.__new__(cls, len(cls.__members__))
-        cell._value_ = len(cls.__members__)
-        cell.metric, cell.help, cell.bounds, cell.labels, cell.per_unit = metric, help, bounds, labels or {}, per_unit
-        return cell
-
-    @property
-    def num_cells(self) -> int:
-        return len(self.bounds) + 2
+    ) -> None:
+        self.metric, self.help, self.bounds, self.labels, self.per_unit = metric, help, bounds, labels or {}, per_unit
 
     LOOP_LAG = (
         "loop_lag_seconds",
@@ -195,19 +191,12 @@ MAX_ENDPOINTS = 128
 all of a server are of one version."""
 
 
-class TeiCounter(IntEnum):
-    """What text-embeddings-inference counts, by its names; the same as `Counter` otherwise.
-    `vecd.gateway.telemetry.tei_metrics` says what each means here. There are none of the labels that have no meaning
-    here, or that nothing is counted under."""
+class TeiCounter(_Cell):
+    """The counters of text-embeddings-inference, by its names; `vecd.gateway.telemetry.tei_metrics` says what each
+    means here. Labels that have no meaning here, or that nothing is counted under, are left out."""
 
-    metric: str
-    labels: dict[str, str]
-
-    def __new__(cls, metric: str, labels: dict[str, str] | None = None) -> "TeiCounter":
-        cell = int.__new__(cls, len(cls.__members__))
-        cell._value_ = len(cls.__members__)
-        cell.metric, cell.labels = metric, labels or {}
-        return cell
+    def __init__(self, metric: str, labels: dict[str, str] | None = None) -> None:
+        self.metric, self.labels = metric, labels or {}
 
     COUNT_SINGLE = "te_request_count", {"method": "single"}
     COUNT_BATCH = "te_request_count", {"method": "batch"}
@@ -232,53 +221,73 @@ def _powers_of_2(num: int) -> tuple[float, ...]:
     return tuple(2.0**exponent for exponent in range(num))
 
 
-class TeiHistogram(IntEnum):
-    """text-embeddings-inference's histograms, with its buckets; the same as `Histogram` otherwise.
+class TeiHistogram(_HistogramCells):
+    """The histograms of text-embeddings-inference, with its buckets."""
 
-    `per_unit` is how many of what the sum is stored in make one of the metric's unit.
-    """
+    def __init__(self, metric: str, bounds: tuple[float, ...] = _TEI_DURATIONS_S, per_unit: int = _NS_PER_S) -> None:
+        self.metric, self.bounds, self.per_unit = metric, bounds, per_unit
 
-    metric: str
-    bounds: tuple[float, ...]
-    per_unit: int
-
-    def __new__(cls, metric: str, bounds: tuple[float, ...], per_unit: int) -> "TeiHistogram":
-        cell = int.__new__(cls, len(cls.__members__))
-        cell._value_ = len(cls.__members__)
-        cell.metric, cell.bounds, cell.per_unit = metric, bounds, per_unit
-        return cell
-
-    @property
-    def num_cells(self) -> int:
-        return len(self.bounds) + 2
-
-    REQUEST_DURATION = "te_request_duration", _TEI_DURATIONS_S, _NS_PER_S
-    REQUEST_TOKENIZATION_DURATION = "te_request_tokenization_duration", _TEI_DURATIONS_S, _NS_PER_S
-    REQUEST_QUEUE_DURATION = "te_request_queue_duration", _TEI_DURATIONS_S, _NS_PER_S
-    REQUEST_INFERENCE_DURATION = "te_request_inference_duration", _TEI_DURATIONS_S, _NS_PER_S
-    EMBED_DURATION = "te_embed_duration", _TEI_DURATIONS_S, _NS_PER_S
-    EMBED_TOKENIZATION_DURATION = "te_embed_tokenization_duration", _TEI_DURATIONS_S, _NS_PER_S
-    EMBED_QUEUE_DURATION = "te_embed_queue_duration", _TEI_DURATIONS_S, _NS_PER_S
-    EMBED_INFERENCE_DURATION = "te_embed_inference_duration", _TEI_DURATIONS_S, _NS_PER_S
+    REQUEST_DURATION = "te_request_duration"
+    REQUEST_TOKENIZATION_DURATION = "te_request_tokenization_duration"
+    REQUEST_QUEUE_DURATION = "te_request_queue_duration"
+    REQUEST_INFERENCE_DURATION = "te_request_inference_duration"
+    EMBED_DURATION = "te_embed_duration"
+    EMBED_TOKENIZATION_DURATION = "te_embed_tokenization_duration"
+    EMBED_QUEUE_DURATION = "te_embed_queue_duration"
+    EMBED_INFERENCE_DURATION = "te_embed_inference_duration"
     REQUEST_INPUT_LENGTH = "te_request_input_length", _powers_of_2(20), 1
-    """In tokens. Shown are the buckets up to the longest that the model takes, as there."""
+    """In tokens. Buckets above the model's longest sequence are not shown, as in the original."""
     BATCH_NEXT_SIZE = "te_batch_next_size", _powers_of_2(13), 1
     BATCH_NEXT_TOKENS = "te_batch_next_tokens", _powers_of_2(21), 1
 
 
+@dataclass(frozen=True, slots=True)
+class ServiceKey:
+    """Names a service: a model in one generation of the configuration."""
+
+    generation: int
+    """1 for the first; never used twice, also not after a reload that was refused."""
+    model: int = 0
+    """Its index among the models of the configuration, which has one."""
+
+
+@dataclass(frozen=True, slots=True)
+class WorkerKey:
+    """Names one life of one worker among all that a server ever has."""
+
+    service: ServiceKey
+    incarnation: Incarnation
+
+
 class WorkerCell(IntEnum):
-    """What a gateway knows of one worker."""
+    """What a gateway knows of the workers of one index, over all their lives in all services."""
 
     LIFE = 0
-    """The newest incarnation it has been told of."""
+    """The newest incarnation of a service that requests have been sent to."""
     BATCHES = 1
-    """Done by all lives together."""
-    BATCHES_BEFORE = 2
-    """Of these, by lives before the newest."""
-    SEQUENCES = 3
+    SEQUENCES = 2
     """Of these batches."""
-    TOKENS = 4
-    COMPUTE_US = 5
+    TOKENS = 3
+    COMPUTE_US = 4
+
+
+NUM_SERVICES = 2
+"""Services that a gateway has at a time: during a reload, the active one and the next, or the one before."""
+
+
+class ServiceCell(IntEnum):
+    """Whose the lives at the same place are; zeros: nobody's."""
+
+    GENERATION = 0
+    MODEL = 1
+
+
+class LifeCell(IntEnum):
+    """What a gateway knows of the newest life of a worker in one service."""
+
+    LIFE = 0
+    BATCHES = 1
+    """Done by this life."""
 
 
 NUM_BATCHES = 128
@@ -289,7 +298,7 @@ class BatchCell(IntEnum):
     """What a gateway says of one batch."""
 
     NUMBER = 0
-    """Unique within a life of the gateway, from 1; 0 where there has been none."""
+    """Unique within a life of the gateway, over all its services, from 1; 0 where there has been none."""
     WORKER = 1
     SEQUENCES = 2
     TOKENS = 3
@@ -313,7 +322,8 @@ class SharedMetricsSpec:
         ours = len(Counter) + len(Gauge) + MAX_ENDPOINTS * len(STATUSES)
         ours += sum(histogram.num_cells for histogram in Histogram)
         tei = len(TeiCounter) + sum(histogram.num_cells for histogram in TeiHistogram)
-        cells = ours + tei + self.num_workers * len(WorkerCell) + NUM_BATCHES * len(BatchCell)
+        services = NUM_SERVICES * (len(ServiceCell) + self.num_workers * len(LifeCell))
+        cells = ours + tei + self.num_workers * len(WorkerCell) + NUM_BATCHES * len(BatchCell) + services
         return -(-cells // _CELLS_PER_CACHE_LINE) * _CELLS_PER_CACHE_LINE
 
     @property
@@ -341,6 +351,10 @@ class Row:
     """By the worker's index, and then by `WorkerCell`."""
     batches: Sequence["memoryview[int]"]
     """A batch's number modulo NUM_BATCHES, and then `BatchCell`."""
+    services: Sequence["memoryview[int]"]
+    """By the service's place, and then by `ServiceCell`."""
+    lives: Sequence[Sequence["memoryview[int]"]]
+    """By the service's place, the worker's index, and then by `LifeCell`."""
 
 
 def create_shared_metrics(spec: SharedMetricsSpec) -> int:
@@ -376,4 +390,6 @@ def _cut_row(cells: "memoryview[int]", spec: SharedMetricsSpec) -> Row:
         tei_histograms=[take(histogram.num_cells) for histogram in TeiHistogram],
         workers=[take(len(WorkerCell)) for _ in range(spec.num_workers)],
         batches=[take(len(BatchCell)) for _ in range(NUM_BATCHES)],
+        services=[take(len(ServiceCell)) for _ in range(NUM_SERVICES)],
+        lives=[[take(len(LifeCell)) for _ in range(spec.num_workers)] for _ in range(NUM_SERVICES)],
     )

@@ -1,20 +1,25 @@
-"""Lines to stderr, without ever waiting for whoever reads it.
+"""Write lines to stderr without ever waiting for its reader.
 
-Owns how bytes get there, and what of them waits meanwhile: a reader that has stopped (a full pipe, a terminal that is
-held) must not stop a server. A line is written at once where there is room for it, otherwise kept, and written by a
-thread that lives until nothing is kept any more; what is too much is lost, and counted. Never formats. Called by
-`vecd.shm.logs` alone, in every process; what C code, `faulthandler` or an ending interpreter writes does not go through
-it.
+Owns how bytes get there, and which of them are kept meanwhile: a reader that has stopped (a full pipe, a terminal held
+by Ctrl-S) must not stop a server. A line is written at once where there is room for it. Otherwise it is kept, and
+written by a thread that lives until nothing is kept any more; what exceeds MAX_KEPT_BYTES is lost and counted. Called
+by `vecd.shm.logs` alone, in every process; what C code, `faulthandler` or an ending interpreter writes does not pass
+through it.
 
-Writing must not wait, and O_NONBLOCK on the descriptor itself would be everybody's who has it, also of the shell that
-has started us. So by what stderr is:
+The standard library's `QueueHandler` and `QueueListener` do not fit: a line would be on the queue when a process dies
+right after it was logged, which are the lines that matter most; the listener's thread would have to live in the fork
+server, which must have none; and at the end its `stop` waits for a reader that may never read.
 
-    pipe, terminal, device    opened anew by /proc, with O_NONBLOCK of our own; where that is forbidden, polled first,
-                              which may wait if another process fills the pipe in that very moment
+A write must not block, and O_NONBLOCK on the descriptor itself would hold for every process that shares it, also for
+the shell that started the server. So it depends on what stderr is:
+
+    pipe, terminal, device    opened again through /proc, with an O_NONBLOCK of its own; where that is forbidden, polled
+                              first, which blocks if another process fills the pipe at that very moment
     socket (journald)         sent with MSG_DONTWAIT
     file                      written: the disk is waited for
 """
 
+import math
 import os
 import select
 import socket
@@ -27,24 +32,24 @@ from contextlib import suppress
 from typing import TypeAlias
 
 MAX_KEPT_BYTES = 256 * 1024
-"""Of lines that wait for room: a thousand or two."""
+"""Of lines that wait for room: one or two thousand lines."""
 _POLL_S = 1.0
 _PIPE_BUF = 4096
-"""A pipe that is writable has room for so much. Source: pipe(7), Linux."""
+"""A writable pipe has room for so many bytes. Source: pipe(7), Linux."""
 
 WriteSome: TypeAlias = Callable[[bytes], int]
-"""Writes what there is room for and returns how many bytes that was. Raises BlockingIOError where there is none, and
-another OSError where nobody will ever read it."""
+"""Writes the bytes that there is room for and returns their number. Raises BlockingIOError where there is no room, and
+another OSError where there is no reader any more."""
 
 
 class Stderr:
-    """Safe to use from several threads. In a process that must stay without threads (`has_thread=False`) what is kept
-    goes with the next line."""
+    """May be used by several threads. In a process that must not have threads (`has_thread=False`), kept lines are
+    written with the next line."""
 
     def __init__(self, fd: int, *, has_thread: bool = True, tell_lost: Callable[[int], bytes] | None = None) -> None:
-        """`fd` stays the caller's. `tell_lost` makes a line of the number of those that were lost."""
+        """`fd` stays the caller's. `tell_lost` makes a line that says how many were lost."""
         self.on_lost: Callable[[], None] = lambda: None
-        """Called for each line that is lost, by whoever writes it."""
+        """Called for each line that is lost, in the thread that writes it."""
         self._fd = fd
         self._own, self._write_some = _writer(fd)
         self._has_thread = has_thread
@@ -52,11 +57,11 @@ class Stderr:
         self._lock = threading.Lock()
         self._kept: deque[bytes] = deque()
         self._num_kept_bytes = 0
-        self._num_lost = 0  # and not told of yet
+        self._num_lost = 0  # since `tell_lost` was last called
         self._thread: threading.Thread | None = None
 
     def write(self, line: bytes) -> None:
-        """`line` with its end. Never waits, never raises."""
+        """Write or keep `line`, which has its newline. Never blocks, never raises."""
         with self._lock:
             self._drain()
             rest = line if self._kept else self._try(line)
@@ -64,20 +69,22 @@ class Stderr:
                 self._keep(rest, has_begun=len(rest) < len(line))
 
     def flush(self, timeout_s: float) -> None:
-        """Wait until nothing is kept, but no longer than that."""
+        """Wait until nothing is kept, for at most `timeout_s`."""
         deadline = time.monotonic() + timeout_s
         while True:
             with self._lock:
                 self._drain()
                 if not self._kept:
+                    if threading.current_thread() is self._thread:
+                        self._thread = None  # under the lock: the next line that is kept starts another
                     return
             left_s = deadline - time.monotonic()
             if left_s <= 0:
                 return
-            _wait_for_room(self._fd, left_s)
+            _wait_for_room(self._fd, min(left_s, _POLL_S))
 
     def close(self) -> None:
-        """What is kept is lost."""
+        """Lose what is kept."""
         with self._lock:
             self._kept.clear()
             self._write_some = _drop
@@ -87,13 +94,13 @@ class Stderr:
     # --- under the lock ---
 
     def _try(self, line: bytes) -> bytes:
-        """What there was no room for."""
+        """Write what there is room for; returns the rest."""
         try:
             return line[self._write_some(line) :]
         except BlockingIOError:
             return line
         except OSError:
-            return b""  # whoever read it has gone; that is no reason to stop
+            return b""  # there is no reader any more; that is no reason to stop
 
     def _keep(self, line: bytes, *, has_begun: bool) -> None:
         if self._num_kept_bytes + len(line) > MAX_KEPT_BYTES and not has_begun:
@@ -103,8 +110,8 @@ class Stderr:
         self._kept.append(line)
         self._num_kept_bytes += len(line)
         if self._has_thread and self._thread is None:
-            thread = threading.Thread(target=self._write_kept, name="log-writer", daemon=True)
-            with suppress(RuntimeError):  # no more threads: the next line tries again
+            thread = threading.Thread(target=self.flush, args=(math.inf,), name="log-writer", daemon=True)
+            with suppress(RuntimeError):  # too many threads: the next line tries again
                 thread.start()
                 self._thread = thread
 
@@ -123,17 +130,6 @@ class Stderr:
                 self._kept.append(rest)
                 self._num_kept_bytes += len(rest)
 
-    # --- the thread ---
-
-    def _write_kept(self) -> None:
-        while True:
-            _wait_for_room(self._fd, _POLL_S)
-            with self._lock:
-                self._drain()
-                if not self._kept:
-                    self._thread = None
-                    return
-
 
 def _wait_for_room(fd: int, timeout_s: float) -> bool:
     poll = select.poll()
@@ -142,7 +138,7 @@ def _wait_for_room(fd: int, timeout_s: float) -> bool:
 
 
 def _writer(fd: int) -> tuple[Callable[[], None] | None, WriteSome]:
-    """What closes what was opened for it, and what writes."""
+    """A function that closes what was opened here, and one that writes."""
     mode = os.fstat(fd).st_mode
     if stat.S_ISREG(mode):
         return None, lambda line: os.write(fd, line)
@@ -151,7 +147,7 @@ def _writer(fd: int) -> tuple[Callable[[], None] | None, WriteSome]:
         return sock.close, lambda line: sock.send(line, socket.MSG_DONTWAIT | socket.MSG_NOSIGNAL)
     try:
         own = _open_anew(fd)
-    except OSError:  # another user's, or without /proc
+    except OSError:  # it belongs to another user, or there is no /proc
         return None, lambda line: _write_if_room(fd, line)
     return lambda: os.close(own), lambda line: os.write(own, line)
 

@@ -181,13 +181,12 @@ def state_of(link: WorkerLink | None) -> str:
 
 def _describe_worker(link: WorkerLink, shared_metrics: SharedMetrics) -> dict[str, Any]:
     """The state is as this gateway sees it."""
-    worker, life = link.incarnation.worker, link.incarnation.life
     state = state_of(link)
     return {
-        "worker": worker,
-        "life": life,
+        "worker": link.incarnation.worker,
+        "life": link.incarnation.life,
         "state": ("busy" if link.in_flight else "idle") if state == "ready" else state,
-        "batches": shared_metrics.worker_batches_in(worker, life),
+        "batches": shared_metrics.worker_batches_in(link.key),
         "tokens_per_s": round(link.cost_model.tokens_per_s),
         "batch_tokens": link.cost_model.budget_tokens(FULL_BATCH_S),
         "short_batch_tokens": link.cost_model.budget_tokens(SHORT_BATCH_S),

@@ -1,1 +1,1 @@
-"""Sockets and bytes: the sans-IO parser, connections, listeners, TLS, limits of bytes."""
+"""Sockets and bytes: the sans-IO parser, connections, listeners, TLS, limits on bytes."""

@@ -1,19 +1,18 @@
-"""What connections hold of requests that cannot be served yet, and who is to give his up when it is too much.
+"""Limit the memory held for requests that cannot be handled yet, and choose what is dropped when it is too much.
 
-Owns the count of these bytes: of bodies that are not complete, and of requests behind the one being answered. Never
-sees a byte of them, and ends nothing itself: `vecd.gateway.http.connection` counts, asks, and has whom it is told give
-up.
+Owns the count of these bytes: of incomplete bodies, and of requests that wait behind the one being handled on their
+connection. Holds no bytes and closes nothing itself: `vecd.gateway.http.connection` counts, asks, and has the chosen
+connection drop what it holds.
 
-Parts are counted per holder: an address (`connection.client_of`), or, where there is none, as on a unix socket, each
-connection by itself. So a client that sends much, and then nothing for minutes, keeps out nobody but himself:
+Bytes are counted by holder: an address (`connection.client_of`), or, on a unix socket, each connection by itself. So a
+client that sends much, and then nothing for minutes, takes room from itself only:
 
-    one address holds more than half of all that is allowed    → it has no more
-    all hold more than is allowed, the one who sends now more
-      than an equal part of it                                 → he has no more
-    all hold more than is allowed, he does not                 → the one who holds most gives up his largest part
+    one address holds more than half of the limit                    → it gets no more
+    all hold more than the limit, the sender more than an equal part → it gets no more
+    all hold more than the limit, the sender does not                → the largest holder drops its largest part
 
-A part of up to 64 KiB is never refused. What can be held is thus bounded by the limit, or what the small parts have in
-all, and that much more.
+A part of up to 64 KiB is never refused. So the memory held is at most the limit, or the sum of the small parts, and
+that much more.
 """
 
 from collections import Counter
@@ -23,27 +22,27 @@ SMALL_PART_BYTES = 64 * 1024
 
 
 class Sender(Protocol):
-    """A connection, as it is seen here."""
+    """A connection, as this module uses it."""
 
     client: str
     num_held_bytes: int
     """Set by `BodyBudget.count`."""
 
-    def give_up_held(self) -> None:
-        """Let go of what is held, for want of room, and count it no more."""
+    def drop_held(self) -> None:
+        """Drop what is held, because the limit is reached, and count it no more."""
 
 
 class BodyBudget:
     def __init__(self, max_bytes: int) -> None:
         self.max_bytes = max_bytes
         self.num_bytes = 0
-        """Held by all."""
+        """Held by all connections."""
         self._num_of: Counter[str | Sender] = Counter()
         self._large: set[Sender] = set()
-        """Those that hold more than a small part."""
+        """The connections that hold more than a small part."""
 
     def count(self, sender: Sender, num_bytes: int) -> None:
-        """Take down how much `sender` holds now, which is 0 before the first and after the last call."""
+        """Note how many bytes `sender` holds now: 0 before the first and after the last call."""
         num_more = num_bytes - sender.num_held_bytes
         sender.num_held_bytes = num_bytes
         self.num_bytes += num_more
@@ -56,8 +55,8 @@ class BodyBudget:
         else:
             self._large.discard(sender)
 
-    def one_too_many(self, sender: Sender) -> Sender | None:
-        """Who is to give up what he holds, now that `sender` has got more; None when nobody has to."""
+    def next_to_drop(self, sender: Sender) -> Sender | None:
+        """The connection that must drop what it holds, now that `sender` holds more; None when none must."""
         num_own = self._num_of[_holder(sender)]
         if sender in self._large:
             if sender.client and num_own > self.max_bytes // 2:

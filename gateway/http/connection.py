@@ -1,14 +1,14 @@
-"""One client's connection: its requests, one after the other, their answers, and its end.
+"""One client's connection: its requests, one after the other, their responses, and its end.
 
 Owns the order of requests on a connection, and all waiting for its client. Never parses HTTP
-(`vecd.gateway.http.http1`) and never decides what is answered (the server's `Application`); it only refuses to wait or
-to hold more. No body is ever logged, nor an exception's message, which may quote one. `vecd.gateway.http.server` makes
-it, counts it, and looks at its deadlines.
+(`vecd.gateway.http.http1`) and never decides on responses (the server's `Application` does); it only refuses to wait
+longer or to hold more. No body is ever logged, nor an exception's message, which may quote one.
+`vecd.gateway.http.server` makes connections, counts them, and checks their deadlines.
 
-A connection answers one request at a time; what a client sends meanwhile waits as plain bytes. Its life:
+A connection handles one request at a time; what a client sends meanwhile waits as plain bytes. Its life:
 
-    reading (IDLE → HEAD → BODY: `http1.ReadState`)  ⇄  answering (one task per request)
-        │ refused, timed out, or the last answer is written
+    reading (IDLE → HEAD → BODY: `http1.ReadState`)  ⇄  handling (one task per request)
+        │ refused, timed out, or the last response is written
         ▼
     lingering: its sending half is shut down, input is dropped until the client closes, too
 """
@@ -27,8 +27,9 @@ import time
 import traceback
 from collections.abc import Sequence
 from contextlib import suppress
-from typing import TYPE_CHECKING, cast
+from typing import cast
 
+from vecd.gateway.http.contract import ConnectionHost, Timeouts
 from vecd.gateway.http.http1 import CONTINUE, ReadState, RequestReader, RequestReceived, encode_response, new_request_id
 from vecd.gateway.telemetry.shared_metrics import GONE
 from vecd.gateway.types.errors import (
@@ -41,55 +42,52 @@ from vecd.gateway.types.errors import (
 )
 from vecd.gateway.types.messages import HttpRequest, Limits, Response
 
-if TYPE_CHECKING:
-    from vecd.gateway.http.contract import Timeouts
-    from vecd.gateway.http.server import Server
-
 log = logging.getLogger("vecd.gateway")
 
 _MAX_WAITING_BYTES = 64 * 1024
-"""Of further requests behind the one being answered; more stays in the kernel. Not 0, because a client that leaves is
-only noticed while reading goes on."""
-# Of input that comes while a connection lingers.
+"""Of further requests behind the one being handled; more stays in the kernel. Not 0, because a disconnect is only
+noticed while the connection is read."""
+# Input while a connection lingers.
 _MAX_DROPPED_BYTES = 64 * 1024 * 1024
 _MIN_DROPPED_BYTES_PER_S = 256 * 1024
 _MIN_BODY_BYTES_PER_S = 256 * 1024
-"""A client that sends a body so fast has longer for it."""
+"""A client that sends a body at this rate or faster has more time for it."""
 _MIN_TAKEN_BYTES = 16 * 1024
 _MAX_WRITE_PERIODS = 32
-"""A client takes so much of an answer in each `write_s`, and enough to have the whole after so many of them."""
-_RESET = struct.pack("ii", 1, 0)  # struct linger: what is unsent when the socket closes is dropped, and the peer told
+"""In each `write_s`, a client must read so many bytes of a response, and enough to have all of it after so many
+periods."""
+_RESET = struct.pack("ii", 1, 0)  # struct linger: close drops unsent bytes and resets the connection
 
 
 class Connection(asyncio.Protocol):
-    """One client's connection. asyncio calls the methods of its Protocol, the server those at the end."""
+    """One client's connection. asyncio calls the methods of its Protocol, the server calls those at the end."""
 
-    def __init__(self, server: "Server", loop: asyncio.AbstractEventLoop, *, is_admin: bool = False) -> None:
+    def __init__(self, server: ConnectionHost, loop: asyncio.AbstractEventLoop, *, is_admin: bool = False) -> None:
         self.is_admin = is_admin
         self.client = ""
         """See `client_of`."""
         self._server = server
         self._loop = loop
         self._reader = RequestReader(server.limits)
-        self._since = server.clock()  # when what is awaited or being done began
-        self._awaited: ReadState | None = ReadState.IDLE  # None while a request is answered
+        self._since = server.clock()  # when the present wait or request began
+        self._awaited: ReadState | None = ReadState.IDLE  # None while a request is handled
         self.task: asyncio.Task[None] | None = None
-        self._request: HttpRequest | None = None  # the one that the task answers
-        self._why_refused: str | None = None  # instead of being served
+        self._request: HttpRequest | None = None  # the one that the task handles
+        self._why_refused: str | None = None  # None: it is not refused
         self.num_held_bytes = 0
-        """Of a body that is not complete, or of requests behind the one being answered; counted by the server."""
-        self._is_ending = False  # the last answer has been given, or nobody is there to take one
+        """Of an incomplete body, or of requests behind the one being handled; counted in the server's `arriving`."""
+        self._is_ending = False  # the last response was written, or the client has disconnected
         self._has_eof = False
         self._is_reading_paused = False
         self._is_write_blocked = False
         self.num_unsent_bytes = 0
-        """Of answers, when its deadlines were looked at last; not what the kernel has of them."""
+        """Of responses, at the last check of the deadlines, without what the kernel has of them."""
         self.takes_nothing = False
-        """All the time between the last two looks something was unsent, and nothing of it was taken."""
+        """Between the last two checks there were always unsent bytes, and the client read nothing."""
         self._num_sent_bytes = 0
-        self._num_taken_bytes = 0  # of those sent, when enough was taken last
-        self._num_taken_at_look: int | None = None  # of those sent; None when nothing was unsent then
-        self._num_due_bytes = 0  # what is enough; 0 while nothing is unsent
+        self._num_taken_bytes = 0  # of those sent, when the client had last read enough
+        self._num_taken_at_look: int | None = None  # of those sent; None when nothing was unsent
+        self._num_due_bytes = 0  # that the client must read in time; 0 while nothing is unsent
         self._last_taken_at = self._since
         self._num_dropped_bytes = 0
 
@@ -107,7 +105,7 @@ class Connection(asyncio.Protocol):
             self._reader.feed(data)
             self._advance()
         else:
-            # Not before the client has spoken: some take an answer without a question for a protocol error.
+            # Not before the client has sent something: some clients take a response without a request for an error.
             self._refuse_connection(self._why_refused)
 
     def eof_received(self) -> bool:
@@ -135,7 +133,7 @@ class Connection(asyncio.Protocol):
     # --- reading ---
 
     def _advance(self) -> None:
-        """Take up what has been received, until a request is being answered or bytes are missing."""
+        """Process what was received, until a request is being handled or bytes are missing."""
         while self.task is None and not self._is_write_blocked and not self._is_ending:
             try:
                 event = self._reader.next_event()
@@ -164,13 +162,13 @@ class Connection(asyncio.Protocol):
             self._awaited, self._since = self._reader.state, self._server.clock()
 
     def _hold(self, num_bytes: int) -> None:
-        """Count what is held of a body that is not complete, or behind a request, and see that it does not become too
-        much, here or, if others hold more, there."""
+        """Count what is held of an incomplete body or behind a request, and drop it where it is too much: here, or on
+        a connection that holds more."""
         if num_bytes != self.num_held_bytes:
             arriving = self._server.arriving
             arriving.count(self, num_bytes)
-            while (one_too_many := arriving.one_too_many(self)) is not None:
-                one_too_many.give_up_held()
+            while (largest := arriving.next_to_drop(self)) is not None:
+                largest.drop_held()
         is_full = self._reader.num_waiting_bytes > _MAX_WAITING_BYTES
         if is_full == self._is_reading_paused:
             return
@@ -197,7 +195,7 @@ class Connection(asyncio.Protocol):
         elif request.expects_continue:
             self._send([CONTINUE])
 
-    # --- answering ---
+    # --- handling ---
 
     def _start(self, request: HttpRequest) -> None:
         self._request = request
@@ -208,11 +206,11 @@ class Connection(asyncio.Protocol):
     async def _serve(self, request: HttpRequest) -> None:
         self._server.num_requests_in_flight += 1
         try:
-            is_last = await self._answer(request)
+            is_last = await self._handle(request)
         except BaseException as error:
-            # The client has gone, or not even an error could be rendered: nobody is left waiting.
+            # The client has disconnected, or not even an error could be rendered: it must not wait for a response.
             self._transport.abort()
-            self._server.on_answer(GONE if isinstance(error, asyncio.CancelledError) else 500, request)
+            self._server.on_finished(GONE if isinstance(error, asyncio.CancelledError) else 500, request)
             raise
         finally:
             self._server.num_requests_in_flight -= 1
@@ -221,26 +219,26 @@ class Connection(asyncio.Protocol):
             self._linger()
         self._advance()
 
-    async def _answer(self, request: HttpRequest) -> bool:
-        """Answer a request exactly once; True when it was the connection's last."""
+    async def _handle(self, request: HttpRequest) -> bool:
+        """Write exactly one response to a request; True when it is the connection's last."""
         failure: BaseException
         try:
             if self.is_admin:
                 _check_origin(request)
-            return self._write_answer(request, await self._server.app.handle(request))
+            return self._write_response(request, await self._server.app.handle(request))
         except asyncio.CancelledError as error:
             if self.task is None or self.task.cancelling():
                 raise
-            failure = error  # the app cancelled something of its own
+            failure = error  # the application cancelled a task of its own
         except Exception as error:
             failure = error
         try:
-            return self._write_answer(request, self._render(failure, request.request_id, request.path, request))
+            return self._write_response(request, self._render(failure, request.request_id, request.path, request))
         finally:
-            _let_go(failure)
+            _drop_frames(failure)
 
-    def _write_answer(self, request: HttpRequest, response: Response) -> bool:
-        """True when it is the connection's last. Nothing is sent when it raises (ValueError, KeyError)."""
+    def _write_response(self, request: HttpRequest, response: Response) -> bool:
+        """Returns whether it is the connection's last. Nothing is sent when it raises (ValueError, KeyError)."""
         is_last = self._is_last(request)
         self._add_headers(response, request)
         pieces = encode_response(
@@ -252,7 +250,7 @@ class Connection(asyncio.Protocol):
             date=self._server.http_date(),
         )
         self._send(pieces)
-        self._server.on_answer(response.status, request)
+        self._server.on_finished(response.status, request)
         return is_last
 
     def _add_headers(self, response: Response, request: HttpRequest | None) -> None:
@@ -261,13 +259,13 @@ class Connection(asyncio.Protocol):
 
     def _is_last(self, request: HttpRequest) -> bool:
         is_leaving = self._has_eof or self._server.is_draining
-        # Closed by the request itself, or because too much came behind it.
+        # Closed by the request itself, or because too much was sent behind it.
         return self._reader.state is ReadState.CLOSED or (is_leaving and self._reader.state is ReadState.IDLE)
 
     def _render(
         self, error: BaseException, request_id: str, path: str | None, request: HttpRequest | None = None
     ) -> Response:
-        """The answer to a failure, which is logged here, once."""
+        """The response to a failure, which is logged here, once."""
         if request is not None:
             request.timeline.error = _name_of(error)
         if isinstance(error, ApiError):
@@ -286,7 +284,7 @@ class Connection(asyncio.Protocol):
     # --- ending ---
 
     def _refuse(self, error: ApiError) -> None:
-        """Give up on what the client sends: answer why, and end."""
+        """Write an error, stop reading, and end the connection."""
         request = self._reader.request
         if request is None:
             request_id = new_request_id()
@@ -296,7 +294,7 @@ class Connection(asyncio.Protocol):
             self._end_with(response, request.request_id, request)
 
     def _refuse_connection(self, reason: str) -> None:
-        """Unlike other refusals not logged each by itself: the sweep counts them."""
+        """Refuse the whole connection. Not logged each time, unlike other refusals: the sweep logs their number."""
         error = Unavailable(reason, retry_after_s=1)
         self._end_with(self._server.app.render_error(error, None), new_request_id())
 
@@ -305,14 +303,14 @@ class Connection(asyncio.Protocol):
         date = self._server.http_date()
         is_head = request is not None and request.method == "HEAD"
         self._send(encode_response(response, request_id=request_id, keep_alive=False, head_only=is_head, date=date))
-        self._server.on_answer(response.status, request)
+        self._server.on_finished(response.status, request)
         self._linger()
 
     def _linger(self) -> None:
         """Send no more, and wait for the client to close.
 
         Closing at once while input is still arriving would reset the connection, and the reset can overtake the
-        answer: a client that is still sending a body which is too large would never learn why.
+        response: a client that is still sending a body that is too large would never learn why.
         """
         self._is_ending = True
         self._stop_reading()
@@ -323,20 +321,20 @@ class Connection(asyncio.Protocol):
             self._transport.write_eof()
 
     def _drop(self, num_bytes: int) -> None:
-        """Let a client that sends on reach the end of it, and read the answer; but not one that only drips."""
+        """Let a client finish sending and then read the response, unless it sends very slowly."""
         self._since = min(self._server.clock(), self._since + num_bytes / _MIN_DROPPED_BYTES_PER_S)
         self._num_dropped_bytes += num_bytes
         if self._num_dropped_bytes > _MAX_DROPPED_BYTES:
             self.abort()
 
     def _is_hung_up(self) -> bool:
-        """Whether the connection is dead in both directions, and not only the client's sending half is shut down."""
+        """Whether the connection is closed in both directions, rather than only the client's sending half shut down."""
         poll = select.poll()
         poll.register(self._fileno(), 0)
         return bool(poll.poll(0))
 
-    def _close_unless_asked(self) -> None:
-        """A loop that was held up comes to its timers first: a request may be there, and not have been read yet."""
+    def _close_unless_readable(self) -> None:
+        """Close unless there is something to read: a late event loop runs its timers before it reads."""
         poll = select.poll()
         poll.register(self._fileno(), select.POLLIN)
         if not poll.poll(0):
@@ -346,10 +344,10 @@ class Connection(asyncio.Protocol):
         return cast(int, self._transport.get_extra_info("socket").fileno())
 
     def _probe(self) -> None:
-        """Send what an HTTP/1.1 client skips, to learn whether the client has gone.
+        """Send what an HTTP/1.1 client skips, to learn whether the client has disconnected.
 
-        On TCP nothing tells close() from shutdown(SHUT_WR) until a byte is sent: if the client has gone, its kernel
-        answers with a reset, and the next sweep finds the connection hung up.
+        On TCP, close() and shutdown(SHUT_WR) look alike until a byte is sent: after a close(), the client's kernel
+        replies with a reset, and the next sweep finds the connection hung up.
         """
         if self._request is not None and self._request.http_minor == 1:
             self._send([CONTINUE])
@@ -357,24 +355,24 @@ class Connection(asyncio.Protocol):
     # --- called by the server ---
 
     @property
-    def owes_an_answer(self) -> bool:
-        """Something of a request has come, and its answer has not gone out whole."""
-        is_asked = self.task is not None or self._reader.state in (ReadState.HEAD, ReadState.BODY)
-        return (is_asked and not self._is_ending) or self._transport.get_write_buffer_size() > 0
+    def owes_response(self) -> bool:
+        """Whether a request has begun to arrive whose response is not sent completely."""
+        has_request = self.task is not None or self._reader.state in (ReadState.HEAD, ReadState.BODY)
+        return (has_request and not self._is_ending) or self._transport.get_write_buffer_size() > 0
 
     def abort(self) -> None:
         self._transport.abort()
 
-    def take_limits(self, limits: Limits) -> None:
-        """They hold from the next request on."""
+    def set_limits(self, limits: Limits) -> None:
+        """Use these limits from the next request on."""
         self._reader.limits = limits
 
-    def give_up_held(self) -> None:
-        """Too much is held by all, and of that too much here: refuse the body that is coming; of a request that is
-        being answered, what is behind it."""
+    def drop_held(self) -> None:
+        """Drop what is held, because all connections together hold too much: refuse the body that is arriving, or what
+        is behind the request that is being handled."""
         self._stop_reading()
         if self.task is not None:
-            return  # the answer says that it is the last
+            return  # its response will say that it is the last
         limit = self._server.arriving.max_bytes
         self._refuse(
             TooManyRequests(
@@ -385,23 +383,23 @@ class Connection(asyncio.Protocol):
         )
 
     def reset(self) -> None:
-        """Abort, and have the kernel drop what it holds: it would go on for as long as the client takes any of it."""
+        """Abort, and have the kernel drop its unsent bytes, which it would otherwise send for as long as it takes."""
         with suppress(OSError), socket.socket(fileno=os.dup(self._fileno())) as sock:
             sock.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, _RESET)
         self.num_unsent_bytes = 0
         self.abort()
 
     def close_if_silent(self, since: float) -> None:
-        """Close an idle connection on which nothing has happened since then."""
+        """Close a connection that has been idle since `since` or longer."""
         if self._awaited is ReadState.IDLE and self._since <= since and not self._is_ending:
-            self._close_unless_asked()
+            self._close_unless_readable()
 
     def check_deadlines(self, now: float) -> None:
         timeouts = self._server.timeouts
         num_unsent_bytes = self.num_unsent_bytes = self._transport.get_write_buffer_size()
         is_stalled = False
         if num_unsent_bytes > 0 or self._is_ending:
-            # A kernel takes megabytes at a time: what matters is what has left it.
+            # A kernel buffers megabytes: what counts is what the client's kernel has acknowledged.
             num_unsent_bytes += self._num_bytes_in_kernel()
             is_stalled = self._is_stalled(now, num_unsent_bytes)
             num_taken_bytes = self._num_sent_bytes - num_unsent_bytes
@@ -415,14 +413,14 @@ class Connection(asyncio.Protocol):
             if self._has_eof and self._is_hung_up():
                 self.abort()
         elif num_unsent_bytes > 0:
-            self._since = now  # the client has to take the answer before anything else is expected of it
+            self._since = now  # the client must read the response before its next request is awaited
         elif not self._is_ending:
             self._check_waiting(now - self._since, timeouts)
         elif now - self._since >= timeouts.linger_s:
             self.abort()
 
     def _is_stalled(self, now: float, num_unsent_bytes: int) -> bool:
-        """The client has taken too little of what it was sent for too long."""
+        """Whether the client has read too little for too long."""
         if num_unsent_bytes == 0:
             self._num_due_bytes = 0
             return False
@@ -433,22 +431,22 @@ class Connection(asyncio.Protocol):
         return now - self._last_taken_at >= self._server.timeouts.write_s
 
     def _num_bytes_in_kernel(self) -> int:
-        """Sent, and not acknowledged by the client's kernel; on a unix socket, not read by the client."""
+        """Bytes sent, and not acknowledged by the client's kernel; on a unix socket, not read by the client."""
         num_bytes = array.array("i", [0])
         try:
             fcntl.ioctl(self._fileno(), termios.TIOCOUTQ, num_bytes)
-        except (OSError, ValueError):  # it has just been closed
+        except (OSError, ValueError):  # the socket was just closed
             return 0
-        # Our end of the stream counts as a byte.
+        # The FIN of this side counts as a byte.
         return max(0, num_bytes[0] - self._is_ending)
 
-    def _check_waiting(self, waited_s: float, timeouts: "Timeouts") -> None:
+    def _check_waiting(self, waited_s: float, timeouts: Timeouts) -> None:
         if self._why_refused is not None:
             if waited_s >= timeouts.linger_s:
                 self._refuse_connection(self._why_refused)
         elif self._awaited is ReadState.IDLE:
             if waited_s >= timeouts.idle_s:
-                self._close_unless_asked()
+                self._close_unless_readable()
         elif self._awaited is ReadState.HEAD:
             if waited_s >= timeouts.head_s:
                 self._refuse(RequestTimeout(f"head of the request: not complete after {timeouts.head_s:g} s"))
@@ -457,7 +455,7 @@ class Connection(asyncio.Protocol):
 
 
 def _check_origin(request: HttpRequest) -> None:
-    """Browsers send this header, and let any page that the operator looks at ask what is on his machine."""
+    """Refuse requests of web pages: a browser lets any page send requests to the machine that it runs on."""
     if "origin" in request.headers:
         raise PermissionDenied(
             "header Origin: the admin listener answers no requests of web pages", code="origin_not_allowed"
@@ -465,8 +463,8 @@ def _check_origin(request: HttpRequest) -> None:
 
 
 def client_of(peername: object) -> str:
-    """Who is at the other end: an IPv4 address, the /64 of an IPv6 address, which is what one site has at least; ""
-    where there is none, as on a unix socket."""
+    """The client's address: an IPv4 address, or the /64 of an IPv6 address, which is the least that one site has; "" on
+    a unix socket."""
     if not isinstance(peername, tuple):
         return ""
     host = str(peername[0])
@@ -478,25 +476,25 @@ def client_of(peername: object) -> str:
     return f"{ipaddress.IPv6Address(int(address) >> 64 << 64)}/64"
 
 
-def _let_go(error: BaseException | None) -> None:
-    """Forget where an exception came from: its frames hold the request, body and all, and one of them holds it."""
+def _drop_frames(error: BaseException | None) -> None:
+    """Drop an exception's frames: they hold the request with its body, and one of them holds the exception."""
     while error is not None:
         error.__traceback__ = None
         error = error.__context__
 
 
 def _name_of(error: BaseException) -> str:
-    """What may be counted and logged of a failure, whatever a caller sent."""
+    """A name of a failure that may be counted and logged, because nothing of it comes from a client."""
     return error.code or error.type if isinstance(error, ApiError) else ServerError.type
 
 
 def _reason(error: ApiError) -> str:
-    """For the log. What a caller has done wrong is told with the value, so only its kind is: it may be a text."""
-    if error.log_level > logging.DEBUG:  # ours
+    """For the log. Messages of client errors name the value, which may be a text: only their kind is logged."""
+    if error.log_level > logging.DEBUG:  # the server's errors
         return error.message
     return f"{error.code or error.type} {error.param or ''}".rstrip()
 
 
 def _describe(error: BaseException) -> str:
-    """The exception's type and where it was raised. Not its message: it may quote what a client sent."""
+    """The exception's type and where it was raised, without its message, which may quote what a client sent."""
     return f"{type(error).__qualname__}\n{''.join(traceback.format_tb(error.__traceback__))}"

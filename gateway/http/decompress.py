@@ -1,22 +1,22 @@
-"""Bodies that were sent compressed: gzip, deflate and zstd, a bounded step at a time.
+"""Decompress bodies in gzip, deflate and zstd, a bounded step at a time.
 
-Owns which content codings are understood, and what is refused of them. Never sees a socket. Pure:
-`vecd.gateway.http.http1` asks which coding a header names, `vecd.gateway.api.bodies` inflates, small bodies at once and
-others in a thread.
+Owns the supported content codings, and which compressed bodies are refused. Pure: knows no socket.
+`vecd.gateway.http.http1` asks which coding a header names; `vecd.gateway.api.bodies` decompresses, small bodies at once
+and others in a thread.
 
-A body of 64 KB may become one of 64 MB (zlib's best is 1:1032, zstd's 1:32,000), so nothing is inflated at once: a step
-takes up to 16 KiB and makes up to 64 KiB, and it ends where the body has become longer than is allowed. Measured, one
-core: 64 MiB of zeros take 0.19 s from gzip, 0.05 s from zstd; an empty member costs 2 µs in gzip, 11 µs in zstd.
+A body of 64 KB may become one of 64 MB (zlib's best ratio is 1:1032, zstd's 1:32,000), so no body is decompressed at
+once: a step reads up to 16 KiB and makes up to 64 KiB, and it stops where the body becomes longer than allowed.
+Measured, one core: 64 MiB of zeros take 0.19 s from gzip, 0.05 s from zstd; an empty member costs 2 µs in gzip, 11 µs
+in zstd.
 
-Several gzip members, or zstd frames, one behind the other are one body (RFC 1952, section 2.2; RFC 8878, section 3).
-Anything else behind the end is refused, and so is a body that breaks off: half a JSON text may be a whole one.
+Several gzip members, or zstd frames, in a row are one body (RFC 1952, section 2.2; RFC 8878, section 3). Anything else
+behind the end is refused, and so is a truncated body: half of a JSON text may be a valid one.
 """
 
 import sys
 import zlib
-from abc import ABC, abstractmethod
 from io import BytesIO
-from typing import Generic, Protocol, TypeVar
+from typing import TypeAlias
 
 from vecd.gateway.types.errors import BadRequest, PayloadTooLarge, UnsupportedEncoding
 from vecd.gateway.types.messages import Coding
@@ -28,24 +28,25 @@ else:
     from backports import zstd as zstd
 
 _MAX_STEP_INPUT_BYTES = 16 * 1024
-"""What is behind the end of a member is copied for the next one, so members must not have megabytes behind them."""
+"""Of one step. The bytes behind the end of a member are copied for the next one, so they must not be megabytes."""
 _MAX_STEP_BYTES = 64 * 1024
 _MAX_STEPS = 64
-"""Of one `Decompression.advance`, whatever comes out of them."""
+"""Steps of one `Decompression.advance`, however few bytes they make."""
 _MAX_MEMBERS = 4096
 _ZSTD_WINDOW_LOG = 23
-"""8 MiB, the most that a sender may use (RFC 9659): a frame says how much memory its reader needs."""
+"""8 MiB, the most that a sender may use (RFC 9659): a frame states the memory that its reader needs."""
 
 
 _BY_NAME = {"gzip": Coding.GZIP, "x-gzip": Coding.GZIP, "deflate": Coding.DEFLATE, "zstd": Coding.ZSTD}
 CODINGS = ", ".join(coding.value for coding in Coding)
-"""As an answer's Accept-Encoding names them."""
+"""As the header Accept-Encoding of a response names them."""
 
 
 def coding_named(value: str) -> Coding | None:
-    """What a Content-Encoding header names; None for a body that was sent as it is. Raises UnsupportedEncoding.
+    """The coding that a Content-Encoding header names; None for a body that is not compressed. Raises
+    UnsupportedEncoding.
 
-    One coding at most: a bound on what a body may become says little of what lies between two of them.
+    One coding at most: a limit on the decompressed body does not limit what lies between two codings.
     """
     names = [name for part in value.lower().split(",") if (name := part.strip()) not in ("", "identity")]
     if not names:
@@ -61,26 +62,13 @@ def coding_named(value: str) -> Coding | None:
     return _BY_NAME[names[0]]
 
 
-class _OfLibrary(Protocol):
-    """What the libraries' decompressors have in common."""
+class _Zlib:
+    """One member of gzip, zlib's format, or raw deflate, with the interface of zstd's decompressor."""
 
-    @property
-    def eof(self) -> bool: ...
-
-    @property
-    def unused_data(self) -> bytes: ...
-
-
-_L = TypeVar("_L", bound=_OfLibrary)
-
-
-class _Decompressor(ABC, Generic[_L]):
-    """Of one member."""
-
-    __slots__ = ("_inner",)
-
-    def __init__(self, inner: _L) -> None:
-        self._inner = inner
+    def __init__(self, wbits: int) -> None:
+        """`wbits`: the format, as zlib encodes it."""
+        self._inner = zlib.decompressobj(wbits)
+        self._is_full = False  # the last step made as much as it may: there may be more
 
     @property
     def eof(self) -> bool:
@@ -88,80 +76,47 @@ class _Decompressor(ABC, Generic[_L]):
 
     @property
     def unused_data(self) -> bytes:
-        """What was given beyond the end."""
+        """The input behind the end of the member."""
         return self._inner.unused_data
 
-    @abstractmethod
-    def step(self, data: bytes) -> bytes:
-        """Up to `_MAX_STEP_BYTES` more. Raises what `_ERRORS` has."""
-
     @property
-    @abstractmethod
-    def has_more(self) -> bool:
-        """Of what it was given, some is left."""
+    def needs_input(self) -> bool:
+        return not (self._is_full or self._inner.unconsumed_tail)
 
-
-class _Zlib(_Decompressor["zlib._Decompress"]):
-    """gzip, zlib, or deflate alone; by `wbits`, as zlib has it."""
-
-    __slots__ = ("_is_full",)
-
-    def __init__(self, wbits: int) -> None:
-        super().__init__(zlib.decompressobj(wbits))
-        self._is_full = False  # it may know more than it could say
-
-    @property
-    def has_more(self) -> bool:
-        return self._is_full or bool(self._inner.unconsumed_tail)
-
-    def step(self, data: bytes) -> bytes:
+    def decompress(self, data: bytes, max_length: int) -> bytes:
         tail = self._inner.unconsumed_tail
-        inflated = self._inner.decompress(tail + data if tail else data, _MAX_STEP_BYTES)
-        self._is_full = len(inflated) == _MAX_STEP_BYTES
+        inflated = self._inner.decompress(tail + data if tail else data, max_length)
+        self._is_full = len(inflated) == max_length
         return inflated
 
 
-class _Zstd(_Decompressor[zstd.ZstdDecompressor]):
-    __slots__ = ()
-
-    def __init__(self) -> None:
-        options = {int(zstd.DecompressionParameter.window_log_max): _ZSTD_WINDOW_LOG}
-        super().__init__(zstd.ZstdDecompressor(options=options))
-
-    @property
-    def has_more(self) -> bool:
-        return not (self._inner.eof or self._inner.needs_input)
-
-    def step(self, data: bytes) -> bytes:
-        return self._inner.decompress(data, _MAX_STEP_BYTES)
-
-
-_Member = _Zlib | _Zstd
+_Member: TypeAlias = _Zlib | zstd.ZstdDecompressor
 _ERRORS = (zlib.error, zstd.ZstdError)
+_ZSTD_OPTIONS = {int(zstd.DecompressionParameter.window_log_max): _ZSTD_WINDOW_LOG}
 
 
 class Decompression:
-    """One body on its way from what was sent to what was meant. Used by one thread at a time."""
+    """One body that is being decompressed. Used by one thread at a time."""
 
     def __init__(self, body: bytes, coding: Coding, max_bytes: int) -> None:
-        """`max_bytes`: the most that it may become."""
+        """`max_bytes`: the limit on the decompressed body."""
         self._body = body
         self._at = 0
-        """So much of it has been given to a decompressor, or is in `_rest`."""
+        """How many bytes of it were given to a decompressor, or are in `_rest`."""
         self._rest = b""
-        """Read already, and behind the end of a member."""
+        """Bytes that were read, and lie behind the end of a member."""
         self._coding = coding
         self._max_bytes = max_bytes
         self._member: _Member | None = None
         self._num_members = 0
         self._inflated = BytesIO()
         self.num_bytes = 0
-        """That have come out."""
+        """Decompressed so far."""
         self.is_complete = False
 
     def advance(self, max_bytes: int) -> None:
-        """Go on until at least `max_bytes` more have come out (and at most another 64 KiB), or for 64 steps, or to
-        the end. Raises BadRequest for what is not of the coding, PayloadTooLarge for what becomes too long."""
+        """Decompress at least `max_bytes` more (and at most another 64 KiB), or for 64 steps, or to the end. Raises
+        BadRequest for a body that is not valid in its coding, PayloadTooLarge for one that becomes too long."""
         enough = self.num_bytes + max_bytes
         for _ in range(_MAX_STEPS):
             if self.is_complete or self.num_bytes >= enough:
@@ -169,7 +124,7 @@ class Decompression:
             self._step()
 
     def take(self) -> bytes:
-        """The whole body, once complete; it is let go of."""
+        """The whole body, once complete, which is dropped here."""
         body = self._inflated.getvalue()
         self._inflated = BytesIO()
         return body
@@ -178,11 +133,11 @@ class Decompression:
         member = self._member
         if member is None:
             member = self._member = self._begin_member()
-        given = b"" if member.has_more else self._read()
-        if not given and not member.has_more:
+        given = self._read() if member.needs_input else b""
+        if member.needs_input and not given:
             raise BadRequest(f"body: it ends before its {self._coding.value} data does")
         try:
-            inflated = member.step(given)
+            inflated = member.decompress(given, _MAX_STEP_BYTES)
         except _ERRORS as error:
             # The libraries' reasons are fixed sentences that quote nothing.
             raise BadRequest(f"body: not valid {self._coding.value} data, as Content-Encoding says: {error}") from None
@@ -211,7 +166,7 @@ class Decompression:
             case Coding.DEFLATE:
                 return _Zlib(zlib.MAX_WBITS if _has_zlib_header(self._body) else -zlib.MAX_WBITS)
             case Coding.ZSTD:
-                return _Zstd()
+                return zstd.ZstdDecompressor(options=_ZSTD_OPTIONS)
 
     def _end_member(self, member: _Member) -> None:
         self._rest = member.unused_data
@@ -225,6 +180,6 @@ class Decompression:
 
 
 def _has_zlib_header(body: bytes) -> bool:
-    """ "deflate" means zlib's format (RFC 9110, section 8.4.1.2), but some send what it wraps, of which no compressor
-    makes such a beginning."""
+    """Whether the body begins as zlib's format, which "deflate" means (RFC 9110, section 8.4.1.2). Some clients send
+    the raw deflate data that it wraps, and no compressor makes those begin like this."""
     return len(body) < 2 or (body[0] & 0x0F == 8 and (body[0] << 8 | body[1]) % 31 == 0)

@@ -1,8 +1,8 @@
-"""Closes a listening socket without resetting a connection that a client already has.
+"""Close a listening socket without resetting connections that clients already have.
 
-Owns the one trick that this takes. Closing a listening socket resets whatever the kernel has connected and nobody has
-accepted yet: a client would see its request, already sent, go unanswered. So new connects are turned away first, then
-what waits is accepted, then the socket is closed. Called by `vecd.gateway.http.server` when it drains.
+Closing a listening socket resets every connection that the kernel has made and no process has accepted yet: a client
+would get no response to a request that it has already sent. So new connections are refused first, then those that wait
+are accepted, then the socket is closed. Called by `vecd.gateway.http.server` when it drains.
 """
 
 import ctypes
@@ -22,11 +22,11 @@ class _Program(ctypes.Structure):
     _fields_ = [("length", ctypes.c_ushort), ("instructions", ctypes.c_char_p)]
 
 
-def turn_away_connects(sock: socket.socket, uds_id: FileId | None) -> None:
-    """From now on, no client gets a new connection to the listening `sock`; those it has stay and can be accepted.
+def refuse_connects(sock: socket.socket, uds_id: FileId | None) -> None:
+    """Refuse new connections to the listening `sock`; those that it already has can still be accepted.
 
-    On TCP a socket filter drops the packets that ask for one; such a client asks again a second later, and is refused
-    by then. On a unix socket the file is removed, if it is still the one that `uds_id` names. Best effort: where
+    On TCP a socket filter drops the packets that open one; such a client tries again a second later, and is refused
+    then. On a unix socket the file is removed, if it is still the one that `uds_id` names. Best effort: where
     the kernel forbids the filter, a connect in the moment of closing may be reset.
     """
     with suppress(OSError):

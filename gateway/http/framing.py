@@ -1,13 +1,13 @@
-"""The body of one request, cut out of a connection's bytes: by its length, or chunk by chunk.
+"""Read the body of one request from a connection's bytes: by its length, or chunk by chunk.
 
-Owns the framing of bodies: where one ends, its limits, and the bytes of it that have come. Never looks at heads, nor at
-what a body says. Pure: it is given bytes and a position, takes what belongs to the body, and says how far it got.
+Owns the framing of bodies: where a body ends, its limits, and its bytes received so far. Never reads heads, nor the
+content of a body. Pure: it gets bytes and a position, takes those of the body, and returns the position after them.
 Called by `vecd.gateway.http.http1`.
 
-Chunks are read here and not by llhttp, which cannot stop at the end of a request: bytes beyond it would have to be
-kept from it by looking for every place where it might be, of which a hostile body has one in 4 bytes. Nothing is
-lenient: a line ends with CRLF, a size is 1 to 16 hexadecimal digits, extensions and trailers follow the grammar of
-RFC 9112, section 7.1. What is refused, and when, does not depend on how the bytes were divided.
+Chunks are read here rather than by llhttp, which cannot stop at the end of a request: to withhold the bytes beyond it,
+one would have to search for each place where it might end, and a hostile body has one such place in 4 bytes. The
+grammar is strict: a line ends with CRLF, a size is 1 to 16 hexadecimal digits, extensions and trailers follow RFC 9112,
+section 7.1. What is refused, and when, does not depend on how the bytes were divided.
 """
 
 import re
@@ -17,8 +17,8 @@ from typing import NoReturn, Protocol
 from vecd.gateway.types.errors import BadRequest, HeadersTooLarge, PayloadTooLarge
 
 FREE_FRAMING_BYTES = 1024 * 1024
-"""So many bytes a body's chunks may be framed with, and as many more as they carry: that is 5 bytes a chunk on average,
-the least that framing takes. Reading a chunk costs 0.4 µs, be it of one byte only."""
+"""Bytes of chunk framing allowed for a body, besides as many as it has of content: on average 5 bytes a chunk, the
+least that framing takes. Reading a chunk costs 0.4 µs, even of one byte."""
 
 _LINE_END = b"\r\n"
 _MAX_LOOKED_AT_BYTES = 64
@@ -29,7 +29,7 @@ _CHUNK_LINE_BEGUN = re.compile(rb"[0-9A-Fa-f]{1,16}(?:;[\t\x20-\x7e\x80-\xff]*)?
 _TRAILER = re.compile(rb"(" + _TOKEN + rb"):[\t\x20-\x7e\x80-\xff]*")
 _TRAILER_BEGUN = re.compile(rb"(?:" + _TOKEN + rb"(?::[\t\x20-\x7e\x80-\xff]*)?)?\r?")
 _FRAMING_TRAILERS = {b"content-length", b"transfer-encoding"}
-# The lines of the chunks that are so small that looking at each counts.
+# The size lines of chunks so small that the cost of each matters.
 _SMALL_SIZES = {line: size for size in range(1, 1024) for line in (b"%x" % size, b"%X" % size)}
 
 
@@ -38,14 +38,14 @@ class Body(Protocol):
 
     @property
     def num_bytes(self) -> int:
-        """Of the body, without its framing, that have come."""
+        """Received of the body, without its framing."""
 
     def read(self, data: bytes, at: int) -> int:
-        """Take what of the body is in `data` from `at` on; returns the position after it. What is left, if the body is
-        not complete, is to be given again with what comes after it. Raises ApiError when it is refused."""
+        """Take the bytes of the body that begin at `at` in `data`; returns the position after them. If the body is not
+        complete, pass the bytes that are left again, with those that follow. Raises ApiError when it is refused."""
 
     def take(self) -> bytes:
-        """The body, once complete; it is let go of."""
+        """The body, once complete, which is dropped here."""
 
 
 class NoBody:
@@ -93,7 +93,7 @@ class KnownBody:
 
 
 class ChunkedBody:
-    """A body of chunks. Trailers are checked and dropped: as headers, they would go round the checks of these."""
+    """A body of chunks. Trailers are checked and dropped: taken as headers, they would evade the checks of headers."""
 
     __slots__ = (
         "_is_at_line_end", "_is_in_trailers", "_max_bytes", "_max_framing_bytes", "_num_framing_bytes",
@@ -106,7 +106,7 @@ class ChunkedBody:
         self._max_framing_bytes = max_framing_bytes
         self._pieces = BytesIO()  # not a list: two-byte chunks as objects would take twenty times the body's size
         self._num_left_bytes = 0  # of the chunk being read
-        self._is_at_line_end = False  # its bytes have all come, the CRLF after them has not
+        self._is_at_line_end = False  # all its bytes were received, but not the CRLF after them
         self._is_in_trailers = False
         self._num_framing_bytes = 0  # in all
         self._num_since_bytes = 0  # of them, since the last byte of body
@@ -135,9 +135,9 @@ class ChunkedBody:
         return body
 
     def _read_small_chunks(self, data: bytes, at: int) -> int:
-        """Take chunks that are small and whole, for as long as there is nothing else to be seen about them.
+        """Take small chunks that are complete, for as long as they have no extensions.
 
-        A step for each of these is what a body of tiny chunks costs; the other methods need several.
+        One step for each of these is the cost of a body of tiny chunks; the other methods need several.
         """
         write, size_of, line_end = self._pieces.write, _SMALL_SIZES.get, _LINE_END
         num_bytes, num_framing_bytes = self.num_bytes, self._num_framing_bytes
@@ -221,8 +221,8 @@ class ChunkedBody:
         return at + len(line) + 2
 
     def _line(self, data: bytes, at: int, begun: re.Pattern[bytes], what: str) -> bytes | None:
-        """The line at `at` without its end, or None if that has not come yet. What cannot become one is refused early,
-        by its first bytes; all of it would be looked at again for each byte that comes."""
+        """The line at `at` without its end, or None while its end is missing. A line that cannot become valid is
+        refused by its first bytes; otherwise all of it would be checked again for each byte received."""
         max_bytes = self._max_framing_bytes - self._num_since_bytes
         stop = data.find(_LINE_END, at, at + max_bytes)
         if stop >= 0:

@@ -1,15 +1,15 @@
-"""HTTP/1.x as bytes: what a connection has received becomes requests, and responses become bytes.
+"""HTTP/1.x as bytes: bytes received become requests, and responses become bytes.
 
-Owns how a request is read: its framing, its limits, which bytes are refused and with which error; and how the head
-of a response is written. Never touches a socket, a task or a clock: `vecd.gateway.http.connection` feeds it, sends what
-it encodes, and keeps the deadlines. Tests drive it with bytes alone.
+Owns how a request is read (its framing, its limits, which bytes are refused and with which error) and how the head of a
+response is written. Never touches a socket, a task or a clock: `vecd.gateway.http.connection` feeds it, sends what it
+encodes, and keeps the deadlines. Tests drive it with bytes alone.
 
-llhttp (by httptools) parses heads. Added here is what llhttp leaves to its user: limits, one well-formed Host, exactly
-known transfer codings and versions, no upgrades. llhttp cannot stop at the end of a head, so it is never given bytes
-beyond it:
+llhttp (by httptools) parses heads. This module adds what llhttp leaves to its user: limits, one well-formed Host,
+exactly known transfer codings and versions, no upgrades. llhttp cannot stop at the end of a head, so it never gets
+bytes beyond it:
 
-    bytes fed       │ head … CRLF CRLF                              │ body              │ head of the next request …
-    given to llhttp └ as they come, 3 kept back until the end comes ┘ `vecd.gateway.http.framing` │ waits, unparsed
+    bytes fed       │ head … CRLF CRLF                               │ body      │ head of the next request …
+    given to llhttp └ as received, 3 held back until the end arrives ┘ `framing` │ waits, unparsed
 
 So the pipelined requests of a connection wait as plain bytes, each head is read by a parser of its own, and nothing (a
 trailer, an upgrade, a `Connection: close`) leaks from one request into the next.
@@ -50,8 +50,8 @@ _MINOR_VERSIONS = {"1.0": 0, "1.1": 1}
 # llhttp's reasons for a version it does not know, and for the preface of HTTP/2.
 _VERSION_REASONS = {"Invalid HTTP version", "Pause on PRI/Upgrade"}
 
-# RFC 9110, section 7.2; RFC 3986, section 3.2.2. Empty where the target has no authority. Without the comma, which no
-# name has, but two Hosts that somebody on the way has made one of.
+# RFC 9110, section 7.2; RFC 3986, section 3.2.2. Empty where the target has no authority. Without the comma: no name
+# has one, but two Host headers that a proxy has joined do.
 _HOST = re.compile(
     r"(?:(?:[A-Za-z0-9._~!$&'()*+;=-]|%[0-9A-Fa-f]{2})*|\[[0-9A-Fa-f:.]+\]|\[v[0-9A-Fa-f]+\.[\w.~!$&'()*+,;=:-]+\])"
     r"(?::[0-9]*)?",
@@ -67,7 +67,7 @@ _MAX_QUOTED_CHARACTERS = 64
 
 @dataclass(slots=True)
 class HeadReceived:
-    """A request's head is complete and acceptable, and bytes of its body are missing."""
+    """The head of a request is complete and acceptable, and bytes of its body are missing."""
 
     request: HttpRequest
 
@@ -83,15 +83,15 @@ Event: TypeAlias = HeadReceived | RequestReceived
 
 
 class ReadState(Enum):
-    """Where a reader stands; a connection sets its deadline by it."""
+    """The state of a reader, by which a connection sets its deadline."""
 
     IDLE = auto()
-    """Between requests: nothing of the next one has come."""
+    """Between requests: no byte of the next one was received."""
     HEAD = auto()
-    """At least one byte of a request has come, and its head was not complete when last looked at."""
+    """At least one byte of a request was received, and its head is not complete."""
     BODY = auto()
     CLOSED = auto()
-    """The bytes were refused, or the last request asked to close: whatever else comes is dropped."""
+    """The bytes were refused, or the last request asked to close: all further bytes are dropped."""
 
 
 class RequestReader:
@@ -101,9 +101,9 @@ class RequestReader:
 
     def __init__(self, limits: Limits) -> None:
         self.limits = limits
-        """Of the next request; one that is being read goes by those that it began with."""
+        """Of the next request; the one that is being read keeps those that it began with."""
         self._data = b""
-        self._at = 0  # so much of _data has been parsed
+        self._at = 0  # the part of _data before this position is parsed
         self._message: _Message | None = None
         self._has_told_of_head = False
         self.state = ReadState.IDLE
@@ -115,16 +115,16 @@ class RequestReader:
 
     @property
     def num_body_bytes(self) -> int:
-        """Bytes that are held of a body which is not complete."""
+        """Bytes that are held of an incomplete body."""
         return self._message.body.num_bytes if self._message is not None else 0
 
     @property
     def num_waiting_bytes(self) -> int:
-        """Bytes fed and not parsed yet: what waits behind a request that is being answered."""
+        """Bytes fed and not parsed yet: those behind the request that is being handled."""
         return len(self._data) - self._at
 
     def feed(self, data: bytes) -> None:
-        """Add what the connection received. Parses nothing yet."""
+        """Add bytes that the connection received. Parses nothing yet."""
         if self.state is ReadState.CLOSED:
             return
         rest = self._data[self._at :]
@@ -134,7 +134,7 @@ class RequestReader:
             self._seek_request()
 
     def next_event(self) -> Event | None:
-        """What the bytes say next; None when they say nothing more, or when the reader is closed.
+        """Parse the next event; None when bytes are missing, or when the reader is closed.
 
         Raises ApiError when the bytes are refused. Every complete request before them has been returned by then;
         the reader is closed, and `request` is the one refused, if its head was known.
@@ -151,10 +151,10 @@ class RequestReader:
             raise
         if message.request is None:
             return None
-        return self._end_message(message.request) if message.body.is_complete else self._tell_of_head(message.request)
+        return self._end_message(message.request) if message.body.is_complete else self._report_head(message.request)
 
     def _read(self, message: "_Message") -> None:
-        """Parse what has come of one request, and no byte beyond it."""
+        """Parse the received bytes of one request, and none beyond it."""
         while message.request is None:
             start, stop = self._at, self._segment_end()
             if stop == start:
@@ -165,13 +165,13 @@ class RequestReader:
             self._at = message.body.read(self._data, self._at)
 
     def _segment_end(self) -> int:
-        """How far can be parsed without going beyond the head."""
+        """The position up to which llhttp can parse without going beyond the head."""
         blank_line = self._data.find(_BLANK_LINE, self._at)
         if blank_line >= 0:
             return blank_line + len(_BLANK_LINE)
         return max(self._at, len(self._data) - _MAX_KEPT_BACK_BYTES)
 
-    def _tell_of_head(self, request: HttpRequest) -> HeadReceived | None:
+    def _report_head(self, request: HttpRequest) -> HeadReceived | None:
         self.state = ReadState.BODY
         if self._has_told_of_head:
             return None
@@ -181,7 +181,7 @@ class RequestReader:
     def _end_message(self, request: HttpRequest) -> RequestReceived:
         assert self._message is not None
         request.body = self._message.body.take()
-        self._message.let_go()
+        self._message.free()
         self._message = None
         self._has_told_of_head = False
         if request.keep_alive:
@@ -198,18 +198,18 @@ class RequestReader:
         self.state = ReadState.HEAD if self._at < len(self._data) else ReadState.IDLE
 
     def close(self) -> None:
-        """Nothing more will be read: let go of what has come of a request."""
+        """Read nothing more, and drop the received bytes of a request."""
         self.state = ReadState.CLOSED
         self._data, self._at = b"", 0
         if self._message is not None:
-            self._message.let_go()
+            self._message.free()
 
 
 _NO_BODY = NoBody()
 
 
 class _Message:
-    """One request while it is read: what llhttp calls back, the checks, and the body as it comes."""
+    """One request while it is read: the callbacks of llhttp, the checks, and the body received so far."""
 
     __slots__ = (
         "_content_length", "_headers", "_is_chunked", "_limits", "_num_head_bytes", "_num_headers", "_parser",
@@ -230,15 +230,15 @@ class _Message:
         self.body: Body = _NO_BODY
 
     def parse_head(self, segment: bytes) -> None:
-        """Let llhttp read the next bytes. Raises ApiError when they are refused, by llhttp or by a check here."""
+        """Parse the next bytes with llhttp. Raises ApiError when they are refused, by llhttp or by a check here."""
         assert self._parser is not None
         self._num_head_bytes += len(segment)
         try:
             self._parser.feed_data(segment)
         except httptools.HttpParserUpgrade:
-            pass  # Every stock Java client offers h2c, and takes HTTP/1.1 for a no.
+            pass  # Java's own client always offers h2c, and continues with HTTP/1.1.
         except httptools.HttpParserCallbackError:
-            # What a callback raises, httptools hides.
+            # httptools hides exceptions of callbacks.
             if self._refusal is None:
                 raise
             raise self._refusal from None
@@ -248,8 +248,8 @@ class _Message:
         if self.request is not None:
             self._begin_body()
 
-    def let_go(self) -> None:
-        """Free what was read, now and not when the collector comes: parser and callbacks refer to each other."""
+    def free(self) -> None:
+        """Free what was read now, rather than at the next garbage collection: parser and callbacks are a cycle."""
         self._parser = None
         self.body = _NO_BODY
 
@@ -335,7 +335,7 @@ class _Message:
         )
 
     def _check(self, request: HttpRequest) -> None:
-        """What llhttp does not check. Content-Length beside Transfer-Encoding, or twice, is refused by llhttp."""
+        """Check what llhttp does not. It refuses Content-Length given twice, or beside Transfer-Encoding."""
         headers = self._headers
         if "host" not in headers and request.http_minor == 1:
             raise BadRequest("header Host: missing, and HTTP/1.1 requires it")
@@ -369,12 +369,12 @@ def _is_authority(host: str) -> bool:
 def _check_transfer_encoding(value: str, http_minor: int) -> None:
     if http_minor == 0:
         raise BadRequest("header Transfer-Encoding: not allowed in HTTP/1.0")
-    # Anything beside it, be it an empty element, is read differently by different servers on the way.
+    # Proxies differ in how they read anything else beside it, even an empty element.
     if value.lower() != "chunked":
         raise NotImplementedByServer(f"header Transfer-Encoding: {_quoted(value)}, only chunked is supported")
 
 
-@lru_cache(maxsize=64)  # a server has few paths, and this takes a tenth of the time of reading a small request
+@lru_cache(maxsize=64)  # a server has few paths; without the cache, a tenth of the time of a small request
 def _path_and_query(target: bytes) -> tuple[str, bytes]:
     """Split a request target: origin-form, absolute-form ("http://host/path"), or "*"."""
     if b"://" in target and not target.startswith(b"/"):
@@ -390,7 +390,7 @@ def _decoded_path(path: bytes) -> str:
     if not path.startswith(b"/") and path != b"*":
         raise BadRequest("request target: the path does not start with a slash")
     if b"%" not in path:
-        return path.decode("ascii")  # llhttp lets no other byte pass
+        return path.decode("ascii")  # llhttp refuses all other bytes
     if _INVALID_ESCAPE.search(path):
         raise BadRequest("request target: a percent sign without two hexadecimal digits after it")
     try:
@@ -403,7 +403,7 @@ def _decoded_path(path: bytes) -> str:
 
 
 def _refusal_of(error: httptools.HttpParserError) -> ApiError:
-    """llhttp's reasons are fixed sentences that quote nothing."""
+    """The error for a refusal of llhttp, whose reasons are fixed sentences that quote nothing."""
     reason = str(error)
     if reason in _VERSION_REASONS:
         return HttpVersionNotSupported("HTTP version: only 1.1 and 1.0 are supported")
@@ -424,7 +424,7 @@ def new_request_id() -> str:
 _STATUS_LINES = {status.value: f"HTTP/1.1 {status.value} {status.phrase}" for status in HTTPStatus}
 _BODILESS_STATUSES = {HTTPStatus.NO_CONTENT.value, HTTPStatus.NOT_MODIFIED.value}
 _MAX_JOINED_BYTES = 48 * 1024
-"""Copying so much takes 1 µs."""
+"""Copying so many bytes takes 1 µs."""
 
 
 def encode_response(
@@ -436,11 +436,11 @@ def encode_response(
     head_only: bool = False,
     date: str | None = None,
 ) -> list[bytes | memoryview]:
-    """The bytes of an answer: one piece, or head and body's pieces if the body is too large to copy.
+    """The bytes of a response: one piece, or the head and the pieces of the body if that is too large to copy.
 
-    `keep_alive`: the connection takes another request after this. `http_minor`: of the request. `head_only`: the
-    request was a HEAD. `date`: now, as HTTP writes it. Raises ValueError when a value would end its line (response
-    splitting) or is not latin-1, and KeyError for a status that does not exist.
+    `keep_alive`: the connection stays open for another request. `http_minor`: of the request. `head_only`: the request
+    was a HEAD. `date`: now, as HTTP writes it. Raises ValueError when a value would end its line (response splitting)
+    or is not latin-1, and KeyError for a status that does not exist.
     """
     lines = [_STATUS_LINES[response.status], f"x-request-id: {request_id}"]
     is_bodiless = response.status in _BODILESS_STATUSES
@@ -466,7 +466,7 @@ def encode_response(
 def _encode_lines(lines: list[str]) -> bytes:
     text = "\r\n".join(lines) + "\r\n\r\n"
     num_line_ends = len(lines) + 1
-    # One look at the whole head instead of one at each value: it has as many line ends as lines, or it is a forgery.
+    # One check of the whole head instead of one for each value: it must have as many line ends as lines.
     if text.count("\n") != num_line_ends or text.count("\r") != num_line_ends or "\0" in text:
         raise ValueError("a response header has a line end or a NUL in it")
     return text.encode("latin-1")

@@ -1,9 +1,9 @@
-"""The listeners and all their connections: how many there may be, when they are looked at, drain.
+"""The listeners and all their connections: limits on their number, their deadlines, and draining.
 
-Owns the listening sockets, what is counted over all connections, and the clock that their deadlines go by. What happens
-on one connection is `vecd.gateway.http.connection`'s; where the listener speaks TLS, a `vecd.gateway.http.tls_layer`
-stands between the socket and the connection. Never decides what is answered (the `Application`). `vecd.gateway.main`
-starts and drains it.
+Owns the listening sockets, what is counted over all connections, and the clock of their deadlines. One connection is
+handled by `vecd.gateway.http.connection`; where the listener speaks TLS, a `vecd.gateway.http.tls_layer` is between the
+socket and the connection. Never decides on responses (the `Application` does). `vecd.gateway.main` starts and drains
+it.
 """
 
 import asyncio
@@ -18,7 +18,7 @@ from email.utils import formatdate
 from vecd.gateway.http.body_budget import BodyBudget
 from vecd.gateway.http.connection import Connection
 from vecd.gateway.http.contract import Application, Timeouts
-from vecd.gateway.http.drain_listener import turn_away_connects
+from vecd.gateway.http.drain_listener import refuse_connects
 from vecd.gateway.http.shared_accept import SharedListener
 from vecd.gateway.http.tls import ServerTls
 from vecd.gateway.http.tls_layer import TlsLayer
@@ -27,14 +27,14 @@ from vecd.shm.socketfile import FileId, file_id
 
 log = logging.getLogger("vecd.gateway")
 
-# asyncio calls listen(2) again on the socket it is given, with 100 unless told. The kernel caps it at somaxconn.
+# asyncio calls listen(2) again on the socket it is given, with 100 by default. The kernel caps it at somaxconn.
 _BACKLOG = 4096
 _MAX_REFUSED_CONNECTIONS = 256
-"""So many may be told at once that there are too many; the rest is cut off."""
+"""So many refused connections get a response at a time; more are aborted."""
 _MAX_ADMIN_CONNECTIONS = 64
 _MAX_HELD_BYTES = 512 * 1024 * 1024
 _MAX_HELD_BODIES = 4
-"""So many of the longest allowed may be held, arriving or unsent, if they are more than `_MAX_HELD_BYTES`."""
+"""Bodies of the longest size allowed that may be held, arriving or unsent, if that is more than `_MAX_HELD_BYTES`."""
 _DRAIN_POLL_S = 0.05
 _ADMIN_DRAIN_S = 1.0
 _ABORT_TIMEOUT_S = 1.0
@@ -63,15 +63,15 @@ class Server:
         max_arriving_bytes: int | None = None,
         max_unsent_bytes: int | None = None,
         clock: Callable[[], float] = time.monotonic,
-        on_answer: Callable[[int, HttpRequest | None], None] = lambda status, request: None,
+        on_finished: Callable[[int, HttpRequest | None], None] = lambda status, request: None,
         is_ahead: Callable[[], bool] | None = None,
     ) -> None:
-        """`max_connections` of the public listener, `max_connections_per_address` of them from one `client_of`; None:
-        as many. `max_arriving_bytes` of all requests that cannot be served yet, `max_unsent_bytes` of all answers that
-        wait for clients which take nothing; None: 512 MiB each, or four of the longest bodies.
-        `clock`, in seconds, is what the timeouts are measured by; `on_answer` hears the status of each
-        answer, `vecd.gateway.telemetry.shared_metrics.GONE` of one that nobody waited for, and the request, if its head
-        was understood. `is_ahead`, where several gateways share the socket, says whether one of them has fewer
+        """`max_connections`: to the public listener; `max_connections_per_address`: of these, from one `client_of`;
+        None: as many. `max_arriving_bytes`: of all requests that cannot be handled yet; `max_unsent_bytes`: of all
+        responses whose clients read nothing; None: 512 MiB each, or four of the longest bodies. `clock`: in seconds,
+        for the timeouts. `on_finished`: called with the status of each response, or with
+        `vecd.gateway.telemetry.shared_metrics.GONE` where the client disconnected before it, and with the request, if
+        its head could be parsed. `is_ahead`, where several gateways share the socket: whether one of them has fewer
         connections.
         """
         self.app = app
@@ -83,9 +83,9 @@ class Server:
         self._fixed_max_unsent_bytes = max_unsent_bytes
         self.max_unsent_bytes = max_unsent_bytes or _max_held_bytes(limits)
         self.arriving = BodyBudget(max_arriving_bytes or _max_held_bytes(limits))
-        """What all connections hold of requests that cannot be served yet."""
+        """The bytes that all connections hold of requests that cannot be handled yet."""
         self.clock = clock
-        self.on_answer = on_answer
+        self.on_finished = on_finished
         self._is_ahead = is_ahead
         self.is_draining = False
         self.num_requests_in_flight = 0
@@ -101,27 +101,27 @@ class Server:
 
     @property
     def num_connections(self) -> int:
-        """Of the public listener, without those that are only being told that there are too many."""
+        """To the public listener, without those that are being refused because there are too many."""
         return len(self._connections)
 
     @property
     def num_arriving_bytes(self) -> int:
-        """Of requests that cannot be served yet: bodies that are not complete, and what waits behind other requests."""
+        """Of requests that cannot be handled yet: incomplete bodies, and what waits behind other requests."""
         return self.arriving.num_bytes
 
     def change_limits(
         self, limits: Limits, max_connections: int, max_connections_per_address: int | None = None
     ) -> None:
-        """Go by other limits from now on; the arguments are those of the constructor, and what was not given there
-        follows. Open connections stay, though they may be more than are allowed; they go by `limits` from their next
-        request on. On the running loop."""
+        """Use other limits from now on. The arguments are those of the constructor; limits that were not given there
+        are derived again. Open connections stay, even if they are more than allowed now; their next request is held to
+        `limits`. Call on the running loop."""
         self.limits = limits
         self.max_connections = max_connections
         self.max_connections_per_address = max_connections_per_address or max_connections
         self.max_unsent_bytes = self._fixed_max_unsent_bytes or _max_held_bytes(limits)
         self.arriving.max_bytes = self._fixed_max_arriving_bytes or _max_held_bytes(limits)
         for connection in self._all_connections():
-            connection.take_limits(limits)
+            connection.set_limits(limits)
 
     async def start(
         self,
@@ -133,10 +133,10 @@ class Server:
     ) -> None:
         """Accept from a bound and listening stream socket, TCP or unix. `drain` closes it, and removes its file.
 
-        Call it once for the public socket, which speaks TLS if `tls` is given, and once more for the admin one, where
-        there is one. Its requests have `is_admin`, its connections a small limit of their own, and it is the last to
-        close. uvloop sets TCP_NODELAY on what it accepts. With `keeps_listening` somebody else has the socket open,
-        too: `drain` only closes it here, its file stays, and what waits in its backlog is left there.
+        Call it once for the public socket, which speaks TLS if `tls` is given, and once more for the admin socket, if
+        there is one. Requests of the admin listener have `is_admin`, its connections have a small limit of their own,
+        and it closes last. uvloop sets TCP_NODELAY on what it accepts. With `keeps_listening`, another process has the
+        socket open, too: `drain` only closes it here, its file stays, and its backlog is left to that process.
         """
         self._loop = asyncio.get_running_loop()
         is_ours = sock.family == socket.AF_UNIX and not keeps_listening
@@ -161,19 +161,19 @@ class Server:
         return SharedListener(sock, make_protocol, lambda: not self.is_draining and is_ahead())
 
     async def drain(self, deadline_s: float, grace_s: float = 0.5) -> bool:
-        """Answer what has been sent, then close everything. True when nothing was left unanswered at the deadline.
+        """Answer the requests that were sent, then close everything. True when none was left at the deadline.
 
         The public listener stays open for `grace_s`, so that connections waiting in its backlog are served, and an idle
         connection is closed only after as long a silence, so that a request already on its way is, too. From now on
-        every answer says `connection: close`. The admin listener goes on until the rest is done; what it was asked is
-        not counted as left.
+        every response has `connection: close`. The admin listener serves until the rest is done; its requests are not
+        counted as left.
         """
         self.is_draining = True
         end = time.monotonic() + deadline_s
         await asyncio.sleep(min(grace_s, deadline_s))
         await self._close_listeners(is_admin=False)
         await self._finish(self._connections, end, grace_s)
-        is_all_answered = not any(connection.owes_an_answer for connection in self._connections)
+        is_all_answered = not any(connection.owes_response for connection in self._connections)
         await self._close_listeners(is_admin=True)
         await self._finish(self._admin_connections, min(end, time.monotonic() + _ADMIN_DRAIN_S), 0)
         await self._abort_all()
@@ -187,9 +187,9 @@ class Server:
             if listener.keeps_listening:
                 listener.accepting.close()
             elif not is_admin or self._is_ahead is None:
-                turn_away_connects(listener.sock, listener.uds_id)
+                refuse_connects(listener.sock, listener.uds_id)
         if closing:
-            # What is left in a backlog of ours is accepted, and what was accepted at last becomes a connection.
+            # What waits in our own backlog is accepted, and the last accepted sockets become connections.
             await asyncio.sleep(_DRAIN_POLL_S)
         for listener in closing:
             if not listener.keeps_listening:
@@ -206,14 +206,14 @@ class Server:
     # --- called by connections ---
 
     def http_date(self) -> str:
-        """Now, for the Date header; written anew once a second."""
+        """Now, for the Date header; rendered once a second."""
         now = int(time.time())
         if now != self._date_of:
             self._date_of, self._date = now, formatdate(now, usegmt=True)
         return self._date
 
     def register(self, connection: Connection) -> str | None:
-        """Count a new connection. When there are too many it is to be refused, for the reason returned."""
+        """Count a new connection. Returns the reason to refuse it when there are too many, else None."""
         reason = self._admit(connection)
         if reason is not None:
             self._num_refused_since_sweep += 1
@@ -252,7 +252,7 @@ class Server:
     # --- deadlines ---
 
     def sweep(self) -> None:
-        """Look at every connection's deadlines once. One timer for all of them costs a request nothing."""
+        """Check the deadlines of every connection once. One timer for all of them costs a request nothing."""
         now = self.clock()
         connections = self._all_connections()
         for connection in connections:
@@ -272,8 +272,8 @@ class Server:
             self._num_refused_since_sweep = self._num_refused_of_address_since_sweep = 0
 
     def _reset_silent(self, connections: list[Connection], num_unsent_bytes: int) -> None:
-        """Too much is unsent in all: reset those that hold up most of it and have taken nothing since the last sweep,
-        until it is not. Each of them alone would have had `write_s`."""
+        """Too much is unsent in all: reset the connections with most of it that have read nothing since the last sweep,
+        until it is no longer too much. Each of them alone would have had `write_s`."""
         silent = sorted(
             (connection for connection in connections if connection.takes_nothing),
             key=lambda connection: connection.num_unsent_bytes,
@@ -286,7 +286,7 @@ class Server:
             connection.reset()
         if num_reset:
             log.warning(
-                "%d connections reset that took nothing of their answers: %d bytes were unsent, at most %d are held",
+                "%d connections reset that read nothing of their responses: %d bytes were unsent, at most %d are held",
                 num_reset,
                 num_unsent_bytes,
                 self.max_unsent_bytes,
@@ -307,7 +307,7 @@ class Server:
         tasks = [connection.task for connection in connections if connection.task is not None]
         for connection in connections:
             connection.abort()
-        await asyncio.sleep(0)  # until the loop has told them
+        await asyncio.sleep(0)  # until the loop has called `connection_lost` of each
         if tasks:
             await asyncio.wait(tasks, timeout=_ABORT_TIMEOUT_S)
 

@@ -1,12 +1,12 @@
-"""Accepts connections from a listening socket that several gateways share, so that each has about as many.
+"""Accept connections from a listening socket that several gateways share, so that each has about as many.
 
-Owns the accepting alone; `vecd.gateway.http.server` owns the connections. A lone gateway does without it, and lets the
-event loop accept.
+Owns the accepting alone; `vecd.gateway.http.server` owns the connections. A single gateway does not use it: there the
+event loop accepts.
 
-All gateways wake when somebody connects, and the first takes what there is: when many connect at once, as a client's
-pool does, one gateway may be the only one that runs, and have them all for as long as they live. Measured on 2 busy
-cores: of 16 connections to 2 gateways, all 16 at one, in 1 of 6 tries. So a gateway that is ahead of another steps
-back, once, for a moment; if nobody else has accepted by then, it does.
+Every gateway wakes when a client connects, and the first one accepts all that wait: when many connect at once, as a
+client's pool does, one gateway may be the only one that runs, and have all of them for as long as they live. Measured
+on 2 busy cores: of 16 connections to 2 gateways, all 16 at one, in 1 of 6 tries. So a gateway with more connections
+than another waits once, for a moment; if no other gateway has accepted by then, it accepts.
 """
 
 import asyncio
@@ -17,7 +17,7 @@ from collections.abc import Callable
 log = logging.getLogger("vecd.gateway")
 
 _STEP_BACK_S = 0.002
-"""A gateway that is behind and idle has accepted by then; one that is busy costs a new connection no more than that."""
+"""An idle gateway with fewer connections has accepted by then; a busy one costs a new connection no more than that."""
 _NO_DESCRIPTOR_PAUSE_S = 1.0
 
 
@@ -27,7 +27,7 @@ class SharedListener:
     ) -> None:
         """Accept from `sock`, which is listening, until `close`. Call on the running event loop.
 
-        `is_ahead` says whether another gateway ought to have the next connection. Side effect: owns `sock`.
+        `is_ahead` says whether another gateway should have the next connection. Side effect: owns `sock`.
         """
         self._loop = asyncio.get_running_loop()
         self._sock = sock
@@ -40,7 +40,7 @@ class SharedListener:
         self._resume()
 
     def close(self) -> None:
-        """What has not been accepted yet, nobody here will accept."""
+        """Stop accepting; what waits in the backlog is left to other gateways."""
         self._pause()
         self._sock.close()
 
@@ -59,7 +59,7 @@ class SharedListener:
         self._timer = self._loop.call_later(seconds, self._resume)
 
     def _accept(self) -> None:
-        """One connection. More are left for the next turn of the loop, and for others."""
+        """Accept one connection; more are left for the next turn of the loop, and for other gateways."""
         if not self._has_stepped_back and self._is_ahead():
             self._has_stepped_back = True
             self._pause_for(_STEP_BACK_S)
@@ -68,7 +68,7 @@ class SharedListener:
         try:
             accepted, _ = self._sock.accept()
         except (BlockingIOError, InterruptedError, ConnectionAbortedError):
-            return  # another gateway was faster, or the client has given up
+            return  # another gateway was faster, or the client has disconnected
         except OSError as error:
             log.error("no connection can be accepted: %s", error)
             self._pause_for(_NO_DESCRIPTOR_PAUSE_S)
@@ -83,6 +83,6 @@ class SharedListener:
             if accepted.family != socket.AF_UNIX:
                 accepted.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
             await self._loop.connect_accepted_socket(self._make_protocol, accepted)
-        except OSError as error:  # the client has gone already
+        except OSError as error:  # the client has disconnected already
             log.info("a connection ended before it began: %s", error)
             accepted.close()

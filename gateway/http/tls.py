@@ -1,8 +1,8 @@
-"""The certificate and key that the public listener speaks TLS with.
+"""The certificate and key with which the public listener speaks TLS.
 
-Owns the SSLContext, its rules, and every way in which the two files can be wrong. Never touches a connection
-(`vecd.gateway.http.tls_layer`). `vecd.gateway.main` makes one at its start and reloads it; `vecd.launch.config.tls`
-looks for problems before any gateway is started.
+Owns the SSLContext, its rules, and the checks of the two files. Never touches a connection
+(`vecd.gateway.http.tls_layer`). `vecd.gateway.main` makes one `ServerTls` at its start and reloads it;
+`vecd.launch.config.plan` checks the files before any gateway starts.
 """
 
 import os
@@ -12,39 +12,40 @@ from contextlib import suppress
 
 _ALPN = ["http/1.1"]
 _HANDSHAKE_STEPS = 4
-# OpenSSL's reasons. It keeps certificates and keys by algorithm: one of another has no counterpart.
+# OpenSSL's reasons. It keeps certificates and keys by algorithm: a key of another algorithm has no certificate.
 _MISMATCHES = {"KEY_VALUES_MISMATCH", "KEY_TYPE_MISMATCH", "NO_CERTIFICATE_ASSIGNED", "NO_PRIVATE_KEY_ASSIGNED"}
 # OpenSSL's X509_V_ERR_CERT_NOT_YET_VALID and X509_V_ERR_CERT_HAS_EXPIRED.
 _DATE_PROBLEMS = {9: "not valid yet", 10: "expired"}
 
 
 class TlsError(Exception):
-    """Certificate and key cannot be used. The message has a line for each problem, and is for the operator."""
+    """Certificate and key cannot be used. The message has a line for each problem, for the operator."""
 
 
 class ServerTls:
-    """What new handshakes use: TLS 1.2 or newer, no renegotiation, HTTP/1.1 alone by ALPN."""
+    """The settings of new handshakes: TLS 1.2 or newer, no renegotiation, only HTTP/1.1 by ALPN."""
 
     def __init__(self, cert: str, key: str) -> None:
-        """`cert`: path of the chain, the server's own certificate first; `key`: of its key. Both PEM. Raises TlsError.
+        """`cert`: path of the chain, the server's own certificate first; `key`: path of its key. Both PEM. Raises
+        TlsError.
 
-        A certificate that has expired is taken: one that was good at the server's start must not end a gateway later.
+        An expired certificate is accepted: one that was valid at the server's start must not end a gateway later.
         """
         self._cert = cert
         self._key = key
         self.context = _make_context(cert, key)
 
     def reload(self) -> None:
-        """Read both files again. Raises TlsError, and goes on with what was read before.
+        """Read both files again. Raises TlsError, and keeps what was read before.
 
-        In a context of its own: a pair that does not match would spoil the one in use, and one of another algorithm be
-        added to what it has. Handshakes that have begun end as they began.
+        Makes a new context: a pair that does not match would spoil the one in use, and one of another algorithm would
+        be added to it. Handshakes that have begun keep their context.
         """
         self.context = _make_context(self._cert, self._key)
 
 
 def find_problems(cert: str, key: str) -> list[str]:
-    """A line for each thing that is wrong with the two files, naming file and reason; what is expired is."""
+    """A line for each problem of the two files, with file and reason; an expired certificate is one."""
     try:
         context = _make_context(cert, key)
     except TlsError as error:
@@ -79,7 +80,7 @@ def _why_unreadable(path: str) -> str | None:
 
 
 class _HasPassphrase(Exception):
-    """Raised when OpenSSL asks for one, which would otherwise be asked of a terminal."""
+    """Raised when OpenSSL wants a passphrase, for which it would otherwise prompt on a terminal."""
 
 
 def _why_unusable(context: ssl.SSLContext, cert: str, key: str) -> str | None:
@@ -89,7 +90,7 @@ def _why_unusable(context: ssl.SSLContext, cert: str, key: str) -> str | None:
     try:
         context.load_cert_chain(cert, key, password=refuse)
     except _HasPassphrase:
-        return f"{key}: the key has a passphrase, which nobody is there to enter"
+        return f"{key}: the key has a passphrase, and nobody can enter it"
     except ssl.SSLError as error:
         if error.reason in _MISMATCHES:
             return f"{key}: the key is not that of the certificate in {cert}"
@@ -98,7 +99,7 @@ def _why_unusable(context: ssl.SSLContext, cert: str, key: str) -> str | None:
         if error.reason is None:
             return f"{key}: no private key in PEM is in it"
         return f"{cert}, {key}: cannot be used: {error.reason}"
-    except OSError as error:  # it was there a moment ago
+    except OSError as error:  # it was readable a moment ago
         return f"{cert}, {key}: cannot be read: {error.strerror}"
     return None
 
@@ -112,7 +113,7 @@ def _holds_certificate(path: str) -> bool:
 
 
 def _date_problem(context: ssl.SSLContext, cert: str) -> str | None:
-    """What is wrong with the certificate's dates, found out by a handshake in memory with a client that trusts it."""
+    """The problem with the certificate's dates, found by a handshake in memory with a client that trusts it."""
     client_context = ssl.SSLContext(ssl.PROTOCOL_TLS_CLIENT)
     client_context.check_hostname = False
     client_context.verify_flags = ssl.VERIFY_X509_PARTIAL_CHAIN
@@ -126,7 +127,7 @@ def _date_problem(context: ssl.SSLContext, cert: str) -> str | None:
                 with suppress(ssl.SSLWantReadError):
                     side.do_handshake()
     except ssl.SSLCertVerificationError as error:
-        # Other doubts, as about its purpose, are for its clients to have.
+        # Other problems, such as its purpose, are for clients to judge.
         return _DATE_PROBLEMS.get(error.verify_code)
     except ssl.SSLError:
         return None

@@ -1,13 +1,12 @@
-"""TLS between a socket's transport and a connection, which notices nothing of it.
+"""TLS between a socket's transport and a connection, which does not notice it.
 
-Owns one connection's encryption: the handshake and its deadline, what is waiting to be encrypted, and how TLS begins
-and ends. Never looks at what it carries, and makes no context (`vecd.gateway.http.tls`). `vecd.gateway.http.server`
-puts one in between for each connection of a listener that speaks TLS.
+Owns one connection's encryption: the handshake and its deadline, the data that waits to be encrypted, and how TLS
+begins and ends. Never reads what it carries, and makes no context (`vecd.gateway.http.tls` does).
+`vecd.gateway.http.server` makes a layer for each connection of a listener that speaks TLS.
 
-Why not the event loop's own: uvloop encrypts an answer as a whole at once, and then counts none of it as unsent, so
-that a client that takes nothing would be seen neither by flow control nor by a deadline; and it cannot shut down one
-half.
-Here only so much is encrypted as the socket takes, and all the rest counts.
+Why not the event loop's own TLS: uvloop encrypts a whole response at once, and then counts none of it as unsent, so
+neither flow control nor a deadline would notice a client that reads nothing; and it cannot shut down one half of a
+connection. Here only as much is encrypted as the socket takes, and all the rest counts as unsent.
 
     socket's transport  ─data_received→  TlsLayer  ─data_received→  Connection
                         ←write──────────           ←writelines────
@@ -27,11 +26,11 @@ _READ_BYTES = 256 * 1024
 _ENCRYPTED_AT_ONCE_BYTES = 64 * 1024
 """Four records."""
 _MAX_UNASKED_BYTES = 1024 * 1024
-"""Of what OpenSSL answers by itself, such as updates of keys, to a client that does not read."""
+"""Unsent bytes of OpenSSL's own replies, such as key updates, to a client that does not read."""
 
 
 class TlsLayer(asyncio.Protocol, asyncio.Transport):
-    """The protocol of a socket's transport, and the transport of a connection, which is made before the handshake."""
+    """The protocol of a socket's transport, and the transport of a connection that exists before the handshake."""
 
     def __init__(
         self,
@@ -51,10 +50,10 @@ class TlsLayer(asyncio.Protocol, asyncio.Transport):
         self._num_unencrypted_bytes = 0
         self._is_socket_blocked = False
         self._is_connection_blocked = False
-        self._has_closed = False  # asked to, by the connection
-        self._has_written_eof = False  # asked to, by the connection
-        self._has_close_notify = False  # the client has said that nothing more comes
-        self._is_shut_down = False  # we have said that nothing more comes
+        self._has_closed = False  # called by the connection
+        self._has_written_eof = False  # called by the connection
+        self._has_close_notify = False  # the client has sent its close_notify
+        self._is_shut_down = False  # this side has sent its close_notify
 
     # --- called by the event loop ---
 
@@ -68,7 +67,7 @@ class TlsLayer(asyncio.Protocol, asyncio.Transport):
         if self._tls is None or self._connection is None or self._has_close_notify or self._has_closed:
             return
         if self._is_shut_down:
-            self._connection.data_received(data)  # it only counts them
+            self._connection.data_received(data)  # which only counts the bytes
             return
         self._incoming.write(data)
         try:
@@ -80,7 +79,7 @@ class TlsLayer(asyncio.Protocol, asyncio.Transport):
             self._break_off(error)
 
     def eof_received(self) -> bool:
-        """The client sends no more; whether it said so by TLS, too, makes no difference."""
+        """The client sends no more, whether it has sent close_notify or not."""
         if not self._is_open or self._connection is None:
             return False
         if not self._connection.eof_received():
@@ -98,7 +97,7 @@ class TlsLayer(asyncio.Protocol, asyncio.Transport):
         self._timer.cancel()
         self._is_open = False
         self._forget_unencrypted()
-        # The connection knows this layer as its transport: neither would be freed before the collector came.
+        # The connection refers to this layer as its transport: only garbage collection would free the cycle.
         connection, self._connection, self._tls = self._connection, None, None
         if connection is not None:
             connection.connection_lost(exc)
@@ -132,11 +131,11 @@ class TlsLayer(asyncio.Protocol, asyncio.Transport):
                 self.abort()
 
     def _break_off(self, error: ssl.SSLError) -> None:
-        """What came is not TLS, or not any that we speak, or was tampered with."""
-        log.debug("a TLS connection is broken off: %s", error.reason)
+        """Abort: the bytes are not TLS, or an unsupported version of it, or were tampered with."""
+        log.debug("a TLS connection is aborted: %s", error.reason)
         self._is_open = False
         self._forget_unencrypted()
-        self._flush()  # the alert that says why
+        self._flush()  # the alert with the reason
         self._socket.close()
 
     def _give_up(self) -> None:
@@ -160,7 +159,7 @@ class TlsLayer(asyncio.Protocol, asyncio.Transport):
                 self._flush()
         except ssl.SSLError as error:
             self._break_off(error)
-        self._tell_connection()
+        self._update_flow_control()
         if not self._unencrypted:
             self._end_if_asked()
 
@@ -186,7 +185,7 @@ class TlsLayer(asyncio.Protocol, asyncio.Transport):
         if self._outgoing.pending and not self._socket.is_closing():
             self._socket.write(self._outgoing.read())
 
-    def _tell_connection(self) -> None:
+    def _update_flow_control(self) -> None:
         is_blocked = self._is_socket_blocked or bool(self._unencrypted)
         if is_blocked == self._is_connection_blocked or self._connection is None:
             return
@@ -202,7 +201,7 @@ class TlsLayer(asyncio.Protocol, asyncio.Transport):
         if (self._has_written_eof or self._has_closed) and not self._is_shut_down:
             self._is_shut_down = True
             if self._tls is not None and self._is_open:
-                with suppress(ssl.SSLError):  # it wants to read the other side's
+                with suppress(ssl.SSLError):  # it wants to read the client's close_notify
                     self._tls.unwrap()
                 self._flush()
             if self._has_written_eof and not self._socket.is_closing():
@@ -213,8 +212,8 @@ class TlsLayer(asyncio.Protocol, asyncio.Transport):
     # --- called by the connection ---
 
     def writelines(self, list_of_data: Iterable[Any]) -> None:
-        """Pieces are taken as they are, and held until they are encrypted. Before the handshake nobody could read
-        them: they are dropped."""
+        """Hold the pieces, without a copy, until they are encrypted. Before the handshake they are dropped, because the
+        client could not read them."""
         if not self._is_open or self.is_closing() or self._has_written_eof:
             return
         for piece in list_of_data:
@@ -233,7 +232,7 @@ class TlsLayer(asyncio.Protocol, asyncio.Transport):
         return True
 
     def write_eof(self) -> None:
-        """Once everything is sent. A client without a handshake has been told nothing: it is let go at once."""
+        """Shut down this half once everything is sent; without a handshake, close at once."""
         if not self._is_open:
             self._socket.abort()
             return
@@ -241,7 +240,7 @@ class TlsLayer(asyncio.Protocol, asyncio.Transport):
         self._encrypt()
 
     def close(self) -> None:
-        """Once everything is sent."""
+        """Close once everything is sent."""
         self._has_closed = True
         self._encrypt()
 

@@ -46,7 +46,6 @@ from vecd.gateway.scheduling.queue import (
     TenantRotation,
     are_of_tokens,
     kept,
-    rows_of,
 )
 from vecd.gateway.types.request import Priority
 from vecd.shm.batch_limits import FULL_BATCH_S
@@ -60,28 +59,6 @@ speed."""
 
 _SHORT_EXPECTED_S = 2.0
 """After a short request, others like it are expected for this long."""
-
-
-class BatchSize(NamedTuple):
-    """The size of a batch that is about to be built."""
-
-    max_tokens: int
-    """Tokens that it should have; more if one sequence more comes nearer to that than none."""
-    done_by: float = -math.inf
-    """When the batch will be done, by the policy's clock: requests whose deadline is earlier are passed over."""
-    is_short: bool = False
-    """Others wait for it; see `BatchingPolicy.wants_short_batches`."""
-
-
-class PlannedBatch(NamedTuple):
-    """What a worker gets next."""
-
-    sequences: list[QueuedSequence]
-    """None when nothing waits, or when a busy worker is to wait."""
-    too_late: list[RequestQueue]
-    """Requests that were closed because no batch would be done before their deadline. To be failed by the caller."""
-    budget_tokens: int
-    """Tokens that the worker could have got."""
 
 
 class Unqueued(NamedTuple):
@@ -131,8 +108,9 @@ class BatchingPolicy:
         self._passed_over: dict[RequestRotation, None] = {}
         """Those whose next sequence was too long for the rest of a batch, in the order in which that happened."""
         self._isolated: deque[list[QueuedSequence]] = deque()
-        self._kinds = deque((self._isolated_batch, self._fresh_batch, self._mixed_batch))
-        """The kinds of batch take turns too; the next one first. One that would be empty is skipped."""
+        self._kinds = (self._isolated_batch, self._fresh_batch, self._mixed_batch)
+        self._next_kind = 0
+        """The kinds of batch take turns too. One that would be empty is skipped."""
         self._short_seen_at = -math.inf
         self._newcomer: TenantQueue | None = None
         self._newcomer_seen_at = -math.inf
@@ -151,11 +129,16 @@ class BatchingPolicy:
 
     def add(self, request_queue: RequestQueue, sequences: list[QueuedSequence], now: float) -> None:
         """Queue sequences of an open request behind those that it has; each that `must_run_alone` is isolated."""
-        if [sequence for sequence in sequences if sequence.deaths is not None]:
-            sequences = self._isolate_suspects(sequences)
-        num_tokens = sum([sequence.num_tokens for sequence in sequences])
-        self._count(num_tokens, len(sequences), rows_of(num_tokens, sequences))
-        request_queue.sequences.extend(sequences)
+        waiting, num_tokens = request_queue.sequences, 0
+        num_before = len(waiting)
+        for sequence in sequences:
+            if sequence.deaths is not None and sequence.must_run_alone:
+                self.isolate([sequence])
+            else:
+                waiting.append(sequence)
+                num_tokens += sequence.num_tokens
+        num_sequences = len(waiting) - num_before
+        self._count(num_tokens, num_sequences, num_tokens if are_of_tokens(sequences) else num_sequences)
         request_queue.num_tokens += num_tokens
         is_short = request_queue.is_new and num_tokens <= self.quantum and request_queue.is_complete
         if is_short:
@@ -164,7 +147,7 @@ class BatchingPolicy:
             request_queue.rotation.count(num_tokens)
         else:
             request_queue.waits_since = now
-            if sequences:
+            if waiting:
                 self._enter(request_queue, now, is_short=is_short)
         request_queue.is_new = False
 
@@ -182,13 +165,16 @@ class BatchingPolicy:
         """Queue sequences of a lost batch again, before all others of their priority and in their old order; each that
         `must_run_alone` is isolated. None of a closed request may be among them."""
         by_request: dict[RequestQueue, list[QueuedSequence]] = {}
-        for sequence in self._isolate_suspects(sequences):
-            by_request.setdefault(sequence.request_queue, []).append(sequence)
+        for sequence in sequences:
+            if sequence.must_run_alone:
+                self.isolate([sequence])
+            else:
+                by_request.setdefault(sequence.request_queue, []).append(sequence)
         for request_queue, lost in reversed(by_request.items()):
             if request_queue.rotation is not None:
                 request_queue.rotation.remove(request_queue)
             num_tokens = sum(sequence.num_tokens for sequence in lost)
-            self._count(num_tokens, len(lost), rows_of(num_tokens, lost))
+            self._count(num_tokens, len(lost), num_tokens if are_of_tokens(lost) else len(lost))
             request_queue.sequences.extendleft(reversed(lost))
             request_queue.num_tokens += num_tokens
             request_queue.deficit += num_tokens
@@ -216,13 +202,6 @@ class BatchingPolicy:
         request_queue.num_tokens = 0
         if self._isolated:
             self._drop_isolated(request_queue)
-
-    def _isolate_suspects(self, sequences: list[QueuedSequence]) -> list[QueuedSequence]:
-        """Isolate each sequence that must run alone; returns the others."""
-        for sequence in sequences:
-            if sequence.must_run_alone:
-                self.isolate([sequence])
-        return [sequence for sequence in sequences if not sequence.must_run_alone]
 
     def _drop_isolated(self, request_queue: RequestQueue) -> None:
         batches, self._isolated = self._isolated, deque()
@@ -288,27 +267,26 @@ class BatchingPolicy:
 
     # --- when and how large ---------------------------------------------------------------------------------
 
-    def next_batch(self, now: float, cost_model: CostModel, num_idle_workers: int) -> PlannedBatch:
+    def next_batch(self, now: float, cost_model: CostModel, num_idle_workers: int) -> "PlannedBatch":
         """Take the next batch for a worker that is as fast as `cost_model` says.
 
         `num_idle_workers`: idle workers, this one included; 0 if it is busy, and the batch is to be sent ahead.
         """
         if not self.queued_sequences:
-            return PlannedBatch([], [], 0)
+            return PlannedBatch(0, 0, 0)
         is_short = self.wants_short_batches(now)
         budget = cost_model.budget_tokens(SHORT_BATCH_S if is_short else FULL_BATCH_S)
         if not num_idle_workers and (is_short or not self.fills(budget)):
-            return PlannedBatch([], [], 0)
-        return self.take(now, self.size(now, cost_model, budget, num_idle_workers, is_short=is_short), budget)
+            return PlannedBatch(0, 0, 0)
+        num_tokens = self.share(budget, num_idle_workers)
+        batch = self.take(now, num_tokens, done_by=now + cost_model.batch_s(num_tokens), is_short=is_short)
+        batch.budget_tokens = budget
+        return batch
 
-    def size(
-        self, now: float, cost_model: CostModel, budget_tokens: int, num_idle_workers: int, *, is_short: bool
-    ) -> BatchSize:
-        """What waits is divided among the idle workers, so that a small queue keeps all of them busy instead of filling
-        one."""
-        share = -(-self.queued_tokens // max(1, num_idle_workers))
-        num_tokens = min(budget_tokens, self._max_batch_tokens, share)
-        return BatchSize(num_tokens, now + cost_model.batch_s(num_tokens), is_short)
+    def share(self, budget_tokens: int, num_idle_workers: int) -> int:
+        """The tokens of a worker's next batch: what waits is divided among the idle workers, so that a small queue
+        keeps all of them busy instead of filling one."""
+        return min(budget_tokens, self._max_batch_tokens, -(-self.queued_tokens // max(1, num_idle_workers)))
 
     def fills(self, max_tokens: int) -> bool:
         """Whether what waits is enough for a whole batch of `max_tokens`."""
@@ -317,9 +295,10 @@ class BatchingPolicy:
     def wants_short_batches(self, now: float) -> bool:
         """Whether others wait for each batch: short requests come while a backlog is worked on, or a tenant with little
         comes with them beside others that have much."""
-        is_short_expected = now - self._short_seen_at < _SHORT_EXPECTED_S
-        if is_short_expected and any(priority_class.num_backlog_tokens for priority_class in self._classes):
-            return True
+        if now - self._short_seen_at < _SHORT_EXPECTED_S:
+            for priority_class in self._classes:
+                if priority_class.num_backlog_tokens:
+                    return True
         if self._newcomer is None:
             return False
         if now - self._newcomer_seen_at >= _SHORT_EXPECTED_S or self._newcomer.num_tokens > self.quantum:
@@ -329,28 +308,30 @@ class BatchingPolicy:
 
     # --- which, and in what turn ----------------------------------------------------------------------------
 
-    def take(self, now: float, size: BatchSize, budget_tokens: int = 0) -> PlannedBatch:
-        """Take the sequences of one batch of `size`: isolated ones, fresh requests alone, or all by their turns.
+    def take(
+        self, now: float, max_tokens: int, *, done_by: float = -math.inf, is_short: bool = False
+    ) -> "PlannedBatch":
+        """Take a batch of about `max_tokens`: isolated sequences, fresh requests alone, or all by their turns.
 
-        Among short batches every other has fresh requests alone, if there are any: they need not wait for the part of
-        the backlog that goes with them.
+        `done_by`: when the batch will be done; requests whose deadline is earlier are passed over. `is_short`: others
+        wait for it. Every other such batch has fresh requests alone, if there are any: they need not wait for the part
+        of the backlog that goes with them.
         """
-        batch = _Batch(size, self._max_batch_tokens, self._max_batch_rows)
-        for _ in range(len(self._kinds)):
-            build = self._kinds[0]
-            self._kinds.rotate(-1)
-            build(batch, now)
+        batch = PlannedBatch(max_tokens, self._max_batch_tokens, self._max_batch_rows, done_by, is_short=is_short)
+        for _ in self._kinds:
+            self._kinds[self._next_kind](batch, now)
+            self._next_kind = (self._next_kind + 1) % len(self._kinds)
             if batch.sequences:
                 self._count(-batch.num_tokens, -len(batch.sequences), -batch.num_rows)
                 break
-        return PlannedBatch(batch.sequences, batch.too_late, budget_tokens)
+        return batch
 
-    def _isolated_batch(self, batch: "_Batch", now: float) -> None:
+    def _isolated_batch(self, batch: "PlannedBatch", now: float) -> None:
         if self._isolated:
             batch.fill_with(self._isolated.popleft())
 
-    def _fresh_batch(self, batch: "_Batch", now: float) -> None:
-        if not batch.size.is_short:
+    def _fresh_batch(self, batch: "PlannedBatch", now: float) -> None:
+        if not batch.is_short:
             return
         for priority_class in self._classes:
             self._serve_owed(priority_class, batch, batch.whole)
@@ -358,30 +339,31 @@ class BatchingPolicy:
                 if tenant_queue.fresh.num_tokens and self._serve_turn(tenant_queue.fresh, batch, batch.whole):
                     break
 
-    def _mixed_batch(self, batch: "_Batch", now: float) -> None:
+    def _mixed_batch(self, batch: "PlannedBatch", now: float) -> None:
         """Begin with those that have been passed over, and with priorities that have got nothing for long."""
         passed_over, self._passed_over = self._passed_over, {}
         for rotation in passed_over:
             self._serve_turn(rotation, batch, batch.part())
-        for priority_class in self._classes:
+        waiting = [priority_class for priority_class in self._classes if priority_class.num_tokens]
+        for priority_class in waiting:
             if now - priority_class.served_at >= AGING_S:
                 priority_class.served_at = now
                 self._serve_class(priority_class, batch, batch.part())
-        for priority_class in self._classes:
+        for priority_class in waiting:
             num_before = batch.num_tokens
             self._serve_class(priority_class, batch, batch.whole)
             if batch.num_tokens > num_before:
                 priority_class.served_at = now
 
-    def _serve_class(self, priority_class: PriorityClass, batch: "_Batch", limit: "_Limit") -> None:
-        if not priority_class.num_tokens:
-            return
-        self._serve_owed(priority_class, batch, limit)
-        if (tenant_queue := priority_class.only_tenant) is not None:
-            first = batch.less_kept(limit) if tenant_queue.backlog.num_tokens else limit
-            self._serve_turn(tenant_queue.fresh, batch, first)
-            self._serve_turn(tenant_queue.backlog, batch, limit)
-            self._serve_turn(tenant_queue.fresh, batch, limit)
+    def _serve_class(self, priority_class: PriorityClass, batch: "PlannedBatch", limit: "_Limit") -> None:
+        if priority_class.owed:
+            self._serve_owed(priority_class, batch, limit)
+        if (tenant_queue := priority_class.only_tenant) is not None:  # a turn without an end
+            fresh, backlog = tenant_queue.fresh, tenant_queue.backlog
+            self._serve(fresh, batch, batch.less_kept(limit) if backlog.num_tokens else limit)
+            if backlog.num_tokens:
+                self._serve(backlog, batch, limit)
+                self._serve(fresh, batch, limit)
             priority_class.end_first_turn(tenant_queue)
         else:
             first = batch.less_kept(limit) if priority_class.old.num_tokens else limit
@@ -389,7 +371,7 @@ class BatchingPolicy:
             self._serve_tenants(priority_class, priority_class.old, batch, limit)
             self._serve_tenants(priority_class, priority_class.new, batch, limit)
 
-    def _serve_owed(self, priority_class: PriorityClass, batch: "_Batch", limit: "_Limit") -> None:
+    def _serve_owed(self, priority_class: PriorityClass, batch: "PlannedBatch", limit: "_Limit") -> None:
         """Send again what was lost, out of turn: its turns have been taken."""
         for tenant_queue, owed in tuple(priority_class.owed.items()):
             num_before = batch.num_tokens
@@ -399,7 +381,7 @@ class BatchingPolicy:
             del priority_class.owed[tenant_queue]
 
     def _serve_tenants(
-        self, priority_class: PriorityClass, rotation: TenantRotation, batch: "_Batch", limit: "_Limit"
+        self, priority_class: PriorityClass, rotation: TenantRotation, batch: "PlannedBatch", limit: "_Limit"
     ) -> None:
         """Give tenants their turns until the batch takes no more within the limit."""
         while (tenant_queue := priority_class.next_tenant(rotation)) is not None:
@@ -410,11 +392,11 @@ class BatchingPolicy:
                     break  # the rest of the turn is less than its next sequence
             priority_class.end_turn(tenant_queue)
 
-    def _serve_turn(self, rotation: RequestRotation, batch: "_Batch", limit: "_Limit") -> bool:
+    def _serve_turn(self, rotation: RequestRotation, batch: "PlannedBatch", limit: "_Limit") -> bool:
         """The same as `_serve`, in the turn of its tenant, which has no end while the tenant is alone."""
         tenant_queue = rotation.tenant_queue
         if tenant_queue.priority_class.only_tenant is not None:
-            return self._serve(rotation, batch, limit, math.inf)
+            return self._serve(rotation, batch, limit)
         if not tenant_queue.deficit:
             return False
         num_before = batch.num_tokens
@@ -422,13 +404,15 @@ class BatchingPolicy:
         tenant_queue.deficit -= batch.num_tokens - num_before
         return is_full
 
-    def _serve(self, rotation: RequestRotation, batch: "_Batch", limit: "_Limit", max_tokens: float) -> bool:
+    def _serve(
+        self, rotation: RequestRotation, batch: "PlannedBatch", limit: "_Limit", max_tokens: float = math.inf
+    ) -> bool:
         """Give request queues their turns, of `max_tokens` in all.
 
         Returns whether the batch ended it, because it took no more within the limit.
         """
         num_before, is_full = len(batch.sequences), False
-        while not is_full and (request_queue := self._next_request(rotation, batch)) is not None:
+        while not is_full and rotation.queues and (request_queue := self._next_request(rotation, batch)) is not None:
             sent, is_full = batch.fill(request_queue.sequences, min(request_queue.deficit, max_tokens), limit)
             max_tokens -= sent
             request_queue.deficit -= sent
@@ -446,12 +430,12 @@ class BatchingPolicy:
             self._passed_over[rotation] = None
         return is_full
 
-    def _next_request(self, rotation: RequestRotation, batch: "_Batch") -> RequestQueue | None:
+    def _next_request(self, rotation: RequestRotation, batch: "PlannedBatch") -> RequestQueue | None:
         """The request queue whose turn it is; closes those that can only be late."""
         while rotation.queues:
             request_queue = next(iter(rotation.queues))
             # The last one is served all the same: an estimate must not idle a worker.
-            if request_queue.deadline >= batch.size.done_by or self.queued_sequences == len(request_queue.sequences):
+            if request_queue.deadline >= batch.done_by or self.queued_sequences == len(request_queue.sequences):
                 return request_queue
             batch.too_late.append(request_queue)
             self.close(request_queue)
@@ -465,20 +449,40 @@ class _Limit(NamedTuple):
     rows: int
 
 
-class _Batch:
-    """A batch that is being built."""
+class PlannedBatch:
+    """What a worker gets next, as it is built and then as it is sent."""
 
-    __slots__ = ("_max_rows", "_max_tokens", "num_rows", "num_tokens", "sequences", "size", "too_late", "whole")
+    __slots__ = (
+        "_max_rows",
+        "_max_tokens",
+        "budget_tokens",
+        "done_by",
+        "is_short",
+        "num_rows",
+        "num_tokens",
+        "sequences",
+        "too_late",
+        "whole",
+    )
 
-    def __init__(self, size: BatchSize, max_tokens: int, max_rows: int) -> None:
-        self.size = size
-        self.whole = _Limit(size.max_tokens, max_rows)
+    def __init__(
+        self, tokens: int, max_tokens: int, max_rows: int, done_by: float = -math.inf, *, is_short: bool = False
+    ) -> None:
+        """`tokens`: those that it should have; up to `max_tokens` if one sequence more comes nearer to that than
+        none."""
+        self.whole = _Limit(tokens, max_rows)
+        self.done_by = done_by
+        self.is_short = is_short
         self._max_tokens = max_tokens
         self._max_rows = max_rows
         self.sequences: list[QueuedSequence] = []
-        self.too_late: list[RequestQueue] = []
+        """Empty when nothing waits, or a busy worker is to get nothing."""
         self.num_tokens = 0
         self.num_rows = 0
+        self.too_late: list[RequestQueue] = []
+        """Requests that were closed because no batch would be done before their deadline; the caller fails them."""
+        self.budget_tokens = 0
+        """Tokens that the worker could have got."""
 
     def part(self) -> _Limit:
         """The kept part of the whole, beyond what is in it."""

@@ -21,7 +21,7 @@ from collections import OrderedDict, deque
 from itertools import islice
 
 from vecd.gateway.encoding.pending import ChunkedInput, PendingResult
-from vecd.gateway.types.deaths import Deaths
+from vecd.gateway.scheduling.deaths import Deaths
 from vecd.gateway.types.request import Chunk, Priority, TokenizedInput
 from vecd.gateway.types.timeline import BatchShare
 from vecd.shm.output import Output
@@ -154,7 +154,7 @@ class RequestQueue:
     @property
     def num_rows(self) -> int:
         """Rows that `sequences` take in slots."""
-        return rows_of(self.num_tokens, self.sequences)
+        return self.num_tokens if are_of_tokens(self.sequences) else len(self.sequences)
 
     @property
     def is_complete(self) -> bool:
@@ -165,11 +165,6 @@ class RequestQueue:
 def are_of_tokens(sequences: "deque[QueuedSequence] | list[QueuedSequence]") -> bool:
     """Whether sequences of one request, which all have the same output, take a row for each token."""
     return bool(sequences) and sequences[0].output.is_per_token
-
-
-def rows_of(num_tokens: int, sequences: "deque[QueuedSequence] | list[QueuedSequence]") -> int:
-    """Rows that sequences of one request, `num_tokens` in all, take in slots."""
-    return num_tokens if are_of_tokens(sequences) else len(sequences)
 
 
 class RequestRotation:
@@ -194,7 +189,8 @@ class RequestRotation:
     def remove(self, request_queue: RequestQueue) -> None:
         request_queue.rotation = None
         del self.queues[request_queue]
-        self.count(-request_queue.num_tokens)
+        if request_queue.num_tokens:
+            self.count(-request_queue.num_tokens)
 
     def count(self, num_tokens: int) -> None:
         """Add tokens to all totals that this rotation is part of; below 0: take them away."""

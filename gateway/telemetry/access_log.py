@@ -1,24 +1,23 @@
-"""One line for each request, and not more of them than anybody reads.
+"""The access log: one line for each finished request, at a bounded rate.
 
-Owns what stands in such a line, and how many are written: so many a second of those that were answered, so many of
-those that took long, and so many of those that the server failed, each with a budget of its own. What is left out is
-counted, and told of every ten seconds. Never logs what a caller has sent, but for ids of a checked form: the route is a
-pattern of `vecd.gateway.api.registry.ENDPOINTS`, because who mistakes the path for the body puts a text there.
-`vecd.gateway.telemetry.on_finished` calls `note_over` for each request that is over, `vecd.gateway.main` makes and
-changes it. docs/logs.md describes the fields.
+Owns the fields of such a line, and how many lines are written: requests that the server failed, slow requests and all
+others have a budget each. What is left out is counted, and the number is logged every ten seconds. Nothing that a
+client sent is logged, but for ids of a checked form: the route is a pattern of the table of routes, because a client
+that confuses path and body puts a text into the path. `vecd.gateway.telemetry.on_finished` calls `on_finished` for
+each request. docs/logs.md describes the fields.
 """
 
 import asyncio
 import logging
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
-from vecd.gateway.api.registry import ENDPOINTS
-from vecd.gateway.telemetry.probes import PROBES
 from vecd.gateway.telemetry.shared_metrics import SharedMetrics
 from vecd.gateway.telemetry.tracing import trace_of
 from vecd.gateway.types.config import GatewayConfig
+from vecd.gateway.types.endpoints import Endpoint
 from vecd.gateway.types.messages import HttpRequest
+from vecd.gateway.types.timeline import Durations
 from vecd.shm.logs import ACCESS, JSON
 from vecd.shm.shared_metrics import Counter
 
@@ -28,17 +27,19 @@ MAX_FAILURES_PER_S = 50.0
 """Lines of requests answered with a status of 500 or above."""
 MAX_SLOW_PER_S = 10.0
 SLOW_S = 5.0
-"""A request that takes so long is logged though others of its second have used up the rest."""
-TELL_EVERY_S = 10.0
+"""A request that takes so long has a budget of its own."""
+REPORT_EVERY_S = 10.0
 
 _LINES_DROPPED = Counter.LINES_DROPPED
-_STAGES = ("parse", "tokenize", "queue", "compute", "encode")
+_STAGES = tuple(field.removesuffix("_s") for field in Durations._fields if field != "total_s")
+_STAGE_KEYS = tuple(f"{name}_ms" for name in _STAGES)
+_NO_STAGES: dict[str, float | None] = dict.fromkeys(_STAGE_KEYS)
 _SHORT = {"error": "error", "dialect": "api", "caller": "caller", "request_id": "id", "trace_id": "trace"}
 _HEAD_WIDTH = 40
 
 
 class Bucket:
-    """So many a second, and at once as many as a second's."""
+    """A token bucket: `rate` tokens a second, and as many as a second's at once."""
 
     __slots__ = ("_at", "_level", "_most", "_rate")
 
@@ -49,14 +50,12 @@ class Bucket:
 
     def take(self, now: float) -> bool:
         level = self._level + (now - self._at) * self._rate
-        if level > self._most:
+        if level > self._most:  # 0.1 µs faster than `min`
             level = self._most
         self._at = now
-        if level < 1.0:
-            self._level = level
-            return False
-        self._level = level - 1.0
-        return True
+        has_token = level >= 1.0
+        self._level = level - 1.0 if has_token else level
+        return has_token
 
 
 def _later(seconds: float, callback: Callable[[], None]) -> object:
@@ -70,29 +69,37 @@ class AccessLog:
         self,
         config: GatewayConfig,
         shared_metrics: SharedMetrics,
+        endpoints: Sequence[Endpoint],
         call_later: Callable[[float, Callable[[], None]], object] = _later,
     ) -> None:
-        self._counters = shared_metrics.ours.counters
+        """`endpoints`: by the index that timelines have."""
+        self._endpoints = endpoints
+        self._probes = frozenset(index for index, endpoint in enumerate(endpoints) if endpoint.is_probe)
+        self._shared_metrics, self._counters = shared_metrics, shared_metrics.ours.counters
         self._call_later = call_later
         self._num_dropped = 0
-        """Since they were told of last."""
+        """Since the last report."""
         self._failures, self._slow = Bucket(MAX_FAILURES_PER_S), Bucket(MAX_SLOW_PER_S)
         self.change(config)
 
     def change(self, config: GatewayConfig) -> None:
-        """Go by another configuration. Call it once the root logger has its level."""
+        """Use another configuration. Call it once the root logger has its level."""
         self._rate = config.max_logged_requests_per_s
         self._others = Bucket(self._rate)
         self._is_json = config.log_format == JSON
         self._is_on = self._rate > 0 and log.isEnabledFor(logging.INFO)
 
-    def note_over(self, status: int, request: HttpRequest, now: float) -> None:
+    def on_finished(self, status: int, request: HttpRequest, now: float) -> None:
         """A `vecd.gateway.telemetry.on_finished.Listener`."""
         timeline = request.timeline
         level = logging.INFO
         if status >= 500:
-            bucket, level = self._failures, logging.WARNING
-        elif status < 400 and timeline.endpoint in PROBES:
+            bucket = self._failures
+            if timeline.endpoint not in self._probes:
+                level = logging.WARNING
+            elif status == 503 and not self._shared_metrics.was_ready:
+                return  # the model is being loaded, and a probe is to find that out
+        elif status < 400 and timeline.endpoint in self._probes:
             if log.isEnabledFor(logging.DEBUG):
                 self._write(logging.DEBUG, status, request, now)
             return
@@ -108,10 +115,10 @@ class AccessLog:
         self._counters[_LINES_DROPPED] += 1
         self._num_dropped += 1
         if self._num_dropped == 1:
-            self._call_later(TELL_EVERY_S, self.tell_dropped)
+            self._call_later(REPORT_EVERY_S, self.report_dropped)
 
-    def tell_dropped(self) -> None:
-        """Say how many were not logged, if any."""
+    def report_dropped(self) -> None:
+        """Log how many requests were not logged, if any."""
         if not self._num_dropped:
             return
         num, self._num_dropped = self._num_dropped, 0
@@ -123,16 +130,15 @@ class AccessLog:
         )  # fmt: skip
 
     def _write(self, level: int, status: int, request: HttpRequest, now: float) -> None:
-        fields = describe(status, request, now)
+        fields = describe(status, request, self._endpoints[request.timeline.endpoint], now)
         line = f"{request.method} {fields['route']} {status}" if self._is_json else render(fields)
         log.log(level, "%s", line, extra={"fields": fields})
 
 
-def describe(status: int, request: HttpRequest, now: float) -> dict[str, Any]:
-    """What is logged of a request that was over at `now`, by `time.monotonic`: always the same keys, None for what is
-    not known, or does not apply."""
+def describe(status: int, request: HttpRequest, endpoint: Endpoint, now: float) -> dict[str, Any]:
+    """The fields of a request that finished at `now`, by `time.monotonic`: always the same keys, None for what is not
+    known or does not apply."""
     timeline = request.timeline
-    endpoint = ENDPOINTS[timeline.endpoint]
     trace = trace_of(request)
     began_at = timeline.arrived_at or timeline.started_at or now
     is_embedding = timeline.num_inputs > 0
@@ -154,12 +160,11 @@ def describe(status: int, request: HttpRequest, now: float) -> dict[str, Any]:
 
 
 def _stages_ms(request: HttpRequest, now: float) -> dict[str, float | None]:
-    """Of a request that did not get its rows, those that it has come through."""
+    """The time of each stage; of a request that did not get its rows, of the stages that it came through."""
     timeline = request.timeline
     if timeline.is_embedded:
-        durations = timeline.durations(now)
-        return {f"{name}_ms": _ms(seconds) for name, seconds in zip(_STAGES, durations, strict=False)}
-    stages: dict[str, float | None] = dict.fromkeys(f"{name}_ms" for name in _STAGES)
+        return dict(zip(_STAGE_KEYS, map(_ms, timeline.durations(now)), strict=False))
+    stages = _NO_STAGES.copy()
     if timeline.parsed_at:
         stages["parse_ms"] = _ms(timeline.parsed_at - timeline.arrived_at)
     if timeline.tokenized_at:
@@ -172,7 +177,7 @@ def _ms(seconds: float) -> float:
 
 
 def render(fields: dict[str, Any]) -> str:
-    """The line for people: status, time and route in columns, the rest by name where there is any."""
+    """The line as text: status, time and route in columns, then what is known, by name."""
     head = f"{fields['status']} {fields['total_ms']:9.1f} ms {fields['method']} {fields['route']}"
     parts = [head.ljust(_HEAD_WIDTH)]
     if fields["items"] is not None:

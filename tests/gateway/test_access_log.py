@@ -19,17 +19,17 @@ from vecd.gateway.telemetry.access_log import (
     describe,
     render,
 )
-from vecd.gateway.telemetry.probes import PROBES
 from vecd.gateway.telemetry.shared_metrics import GONE, SharedMetrics
 from vecd.gateway.types.config import GatewayConfig
 from vecd.gateway.types.endpoints import Endpoint
 from vecd.gateway.types.messages import HttpRequest
 from vecd.gateway.types.messages import Limits as HttpLimits
 from vecd.shm.logs import ACCESS, JsonFormatter, TextFormatter
-from vecd.shm.shared_metrics import Counter
+from vecd.shm.shared_metrics import Counter, Gauge
 
 EMBEDDINGS = ENDPOINTS.index(Endpoint("/v1/embeddings", "openai"))
 HEALTH = ENDPOINTS.index(Endpoint("/health", "vecd"))
+EMBEDDING = ENDPOINTS[EMBEDDINGS]
 TRACE_ID = "0af7651916cd43dd8448eb211c80319c"
 NOW = 1000.0
 
@@ -96,12 +96,17 @@ def make(request):
     loggers = logging.getLogger(ACCESS)
     level = loggers.level
 
-    def made(rate: float = 100.0, log_format: str = "text", level: int = logging.INFO) -> Log:
+    def made(rate: float = 100.0, log_format: str = "text", level: int = logging.INFO, num_workers: int = 1) -> Log:
         loggers.setLevel(level)
         shared_metrics = SharedMetrics.private()
+        shared_metrics.poll({Gauge.WORKERS: lambda: num_workers})
+        shared_metrics.publish()
         timers: list[tuple[float, Any]] = []
         access = AccessLog(
-            settings(rate, log_format), shared_metrics, lambda seconds, call: timers.append((seconds, call))
+            settings(rate, log_format),
+            shared_metrics,
+            ENDPOINTS,
+            lambda seconds, call: timers.append((seconds, call)),
         )
         found = Log(access, shared_metrics, timers=timers)
         handler = Kept(found.records)
@@ -117,7 +122,7 @@ def make(request):
 
 
 def test_a_line_for_people():
-    line = render(describe(200, embedded(traceparent=f"00-{TRACE_ID}-b7ad6b7169203331-00"), NOW))
+    line = render(describe(200, embedded(traceparent=f"00-{TRACE_ID}-b7ad6b7169203331-00"), EMBEDDING, NOW))
     assert line == (
         "200      10.0 ms POST /v1/embeddings     items=3 tokens=41 parse=0.5 tokenize=0.8 queue=0.7 compute=7.0 "
         f"encode=1.0 api=openai caller=acme id=req_1 trace={TRACE_ID}"
@@ -126,7 +131,7 @@ def test_a_line_for_people():
 
 def test_a_line_for_programs(make):
     log = make(log_format="json")
-    log.access.note_over(200, embedded(), NOW)
+    log.access.on_finished(200, embedded(), NOW)
     said = json.loads(JsonFormatter("gateway").format(log.records[0]))
     assert (said.pop("message"), said.pop("level")) == ("POST /v1/embeddings 200", "info")
     assert {name: value for name, value in said.items() if name not in ("time", "process", "logger")} == {
@@ -140,22 +145,22 @@ def test_a_line_for_programs(make):
 def test_the_keys_are_always_the_same():
     refused = request()
     refused.timeline.started_at = refused.timeline.arrived_at = 0.0  # by its head
-    assert describe(413, refused, NOW).keys() == describe(200, embedded(), NOW).keys()
-    assert describe(413, refused, NOW)["total_ms"] == 0
+    assert describe(413, refused, EMBEDDING, NOW).keys() == describe(200, embedded(), EMBEDDING, NOW).keys()
+    assert describe(413, refused, EMBEDDING, NOW)["total_ms"] == 0
 
 
 def test_a_request_that_failed_says_how_far_it_came():
     failed = embedded()
     failed.timeline.done_at = failed.timeline.sent_at = 0.0
     failed.timeline.error = "service_unavailable"
-    said = describe(503, failed, NOW)
+    said = describe(503, failed, EMBEDDING, NOW)
     assert (said["error"], said["parse_ms"], said["tokenize_ms"]) == ("service_unavailable", 0.5, 0.8)
     assert (said["queue_ms"], said["compute_ms"], said["encode_ms"]) == (None, None, None)
     assert "503      10.0 ms POST /v1/embeddings" in render(said)
 
 
 def test_who_is_gone_has_a_line():
-    assert describe(GONE, request(), NOW)["status"] == 499
+    assert describe(GONE, request(), EMBEDDING, NOW)["status"] == 499
 
 
 def read(head: str) -> HttpRequest:
@@ -176,7 +181,7 @@ def test_nothing_that_a_caller_writes_is_logged_or_makes_a_line(make, formatter)
         f"Content-Length: 6\r\n\r\nsecret"
     )
     log = make()
-    log.access.note_over(404, hostile, NOW)
+    log.access.on_finished(404, hostile, NOW)
     line = formatter.format(log.records[0])
     assert "secret" not in line
     assert len(line.splitlines()) == 1
@@ -188,18 +193,18 @@ def test_nothing_that_a_caller_writes_is_logged_or_makes_a_line(make, formatter)
 def test_so_many_a_second_and_the_rest_is_counted(make):
     log = make(rate=10)
     for _ in range(25):
-        log.access.note_over(200, request(), NOW)
+        log.access.on_finished(200, request(), NOW)
     assert len(log.records) == 10
     assert log.num_dropped == 15
     for _ in range(25):
-        log.access.note_over(200, request(), NOW + 0.5)
+        log.access.on_finished(200, request(), NOW + 0.5)
     assert len(log.records) == 15
 
 
 def test_what_was_left_out_is_told_of_every_ten_seconds(make):
     log = make(rate=10)
     for _ in range(25):
-        log.access.note_over(200, request(), NOW)
+        log.access.on_finished(200, request(), NOW)
     [(seconds, tell)] = log.timers
     assert seconds == 10
     tell()
@@ -208,46 +213,46 @@ def test_what_was_left_out_is_told_of_every_ten_seconds(make):
     tell()
     assert len(log.records) == 11
     for _ in range(11):
-        log.access.note_over(200, request(), NOW + 20)
+        log.access.on_finished(200, request(), NOW + 20)
     assert len(log.timers) == 2
 
 
 def test_failures_have_a_budget_of_their_own(make):
     log = make(rate=10)
     for _ in range(200):
-        log.access.note_over(200, request(), NOW)
+        log.access.on_finished(200, request(), NOW)
     for _ in range(200):
-        log.access.note_over(503, request(), NOW)
+        log.access.on_finished(503, request(), NOW)
     statuses = [said["status"] for said in log.fields()]
     assert statuses.count(503) == MAX_FAILURES_PER_S
     assert {made.levelno for made in log.records if "503" in made.getMessage()} == {logging.WARNING}
     for _ in range(20):
-        log.access.note_over(200, request(), NOW + 1)
+        log.access.on_finished(200, request(), NOW + 1)
     assert [said["status"] for said in log.fields()].count(200) == 20
 
 
 def test_slow_ones_have_one_too(make):
     log = make(rate=10)
     for _ in range(50):
-        log.access.note_over(200, request(), NOW)
+        log.access.on_finished(200, request(), NOW)
     for _ in range(50):
-        log.access.note_over(200, request(took_s=SLOW_S + 1), NOW)
+        log.access.on_finished(200, request(took_s=SLOW_S + 1), NOW)
     assert [said["total_ms"] > 1000 * SLOW_S for said in log.fields()].count(True) == MAX_SLOW_PER_S
 
 
 def test_none_means_none_but_what_the_server_failed(make):
     log = make(rate=0)
     for status in (200, 404, 429, GONE):
-        log.access.note_over(status, request(took_s=SLOW_S + 1), NOW)
+        log.access.on_finished(status, request(took_s=SLOW_S + 1), NOW)
     assert (log.records, log.num_dropped, log.timers) == ([], 0, [])
-    log.access.note_over(500, request(), NOW)
+    log.access.on_finished(500, request(), NOW)
     assert [said["status"] for said in log.fields()] == [500]
 
 
 def test_above_level_info_only_failures_have_one(make):
     log = make(level=logging.WARNING)
-    log.access.note_over(200, request(), NOW)
-    log.access.note_over(500, request(), NOW)
+    log.access.on_finished(200, request(), NOW)
+    log.access.on_finished(500, request(), NOW)
     assert [said["status"] for said in log.fields()] == [500]
     assert log.num_dropped == 0
 
@@ -255,31 +260,53 @@ def test_above_level_info_only_failures_have_one(make):
 def test_probes_are_logged_when_they_fail(make):
     log = make(rate=1)
     for _ in range(10):
-        log.access.note_over(200, request(HEALTH), NOW)
-    log.access.note_over(503, request(HEALTH), NOW)
-    log.access.note_over(401, request(HEALTH), NOW)
+        log.access.on_finished(200, request(HEALTH), NOW)
+    log.access.on_finished(503, request(HEALTH), NOW)
+    log.access.on_finished(401, request(HEALTH), NOW)
     assert [(said["route"], said["status"]) for said in log.fields()] == [("/health", 503), ("/health", 401)]
     assert log.num_dropped == 0
 
 
+@pytest.mark.parametrize("level", [logging.INFO, logging.DEBUG])
+def test_a_probe_that_finds_no_worker_while_the_model_is_loaded_is_not_logged(make, level):
+    log = make(level=level, num_workers=0)
+    log.access.on_finished(503, request(HEALTH), NOW)
+    assert (log.records, log.num_dropped) == ([], 0)
+    log.access.on_finished(503, request(), NOW)
+    assert [made.levelno for made in log.records] == [logging.WARNING], "another request is"
+
+
+def test_a_probe_that_fails_is_never_a_warning(make):
+    """Nor does a worker's death make it one: that has a line of its own."""
+    log = make()
+    log.shared_metrics.poll({Gauge.WORKERS: lambda: 0})
+    log.shared_metrics.publish()
+    for status in (401, 500, 503):
+        log.access.on_finished(status, request(HEALTH), NOW)
+    assert [(made.levelno, made.fields["status"]) for made in log.records] == [
+        (logging.INFO, status) for status in (401, 500, 503)
+    ]
+
+
 def test_at_level_debug_probes_are_logged_too(make):
     log = make(level=logging.DEBUG)
-    log.access.note_over(200, request(HEALTH), NOW)
+    log.access.on_finished(200, request(HEALTH), NOW)
     assert [made.levelname for made in log.records] == ["DEBUG"]
 
 
 def test_what_counts_as_a_probe():
-    assert sorted(ENDPOINTS[index].route for index in PROBES) == [
+    assert sorted({endpoint.route for endpoint in ENDPOINTS if endpoint.is_probe}) == [
         "/", "/health", "/live", "/metrics", "/ping", "/stats",
     ]  # fmt: skip
-    assert ENDPOINTS.index(Endpoint("/", "tei")) not in PROBES  # POST, which embeds
+    assert Endpoint("/", "tei") in ENDPOINTS  # POST, which embeds
+    assert not Endpoint("/", "tei").is_probe
 
 
 def test_another_configuration(make):
     log = make(rate=0)
-    log.access.note_over(200, request(), NOW)
+    log.access.on_finished(200, request(), NOW)
     log.access.change(settings(5, "json"))
-    log.access.note_over(200, request(), NOW)
+    log.access.on_finished(200, request(), NOW)
     assert [made.getMessage() for made in log.records] == ["POST /v1/embeddings 200"]
 
 

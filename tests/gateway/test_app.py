@@ -222,7 +222,7 @@ def test_an_input_that_ends_workers_is_found_out_though_nobody_waits_for_it():
             worker = bench.add_worker(0, life)
             embedding = service.embed([13], [life], principal=Principal("anybody"))
             batch = await worker.receive()
-            assert inputs_of(batch) == ([13, life] if life < 3 else [13]), "the third time it is a suspect"
+            assert inputs_of(batch) == ([13, life] if life < 3 else [13]), "the third time it is isolated"
             embedding.cancel()
             await asyncio.wait([embedding])
             crash(bench, worker)
@@ -233,7 +233,7 @@ def test_an_input_that_ends_workers_is_found_out_though_nobody_waits_for_it():
     run_service(test)
 
 
-def test_whoever_is_answered_is_no_suspect_any_more():
+def test_an_input_that_has_been_computed_is_not_isolated_any_more():
     async def test(bench, service):
         first = bench.add_worker(0, 1)
         embedding = service.embed([1], [2])

@@ -17,7 +17,7 @@ class Holding:
         self.num_held_bytes = 0
         self.num_given_up = 0
 
-    def give_up_held(self) -> None:
+    def drop_held(self) -> None:
         assert self.num_held_bytes > SMALL_PART_BYTES
         self.num_given_up += 1
         self.arriving.count(self, 0)
@@ -25,9 +25,9 @@ class Holding:
     def get(self, num_bytes: int) -> None:
         """More comes."""
         self.arriving.count(self, self.num_held_bytes + num_bytes)
-        while (one_too_many := self.arriving.one_too_many(self)) is not None:
-            assert isinstance(one_too_many, Holding)
-            one_too_many.give_up_held()
+        while (next_to_drop := self.arriving.next_to_drop(self)) is not None:
+            assert isinstance(next_to_drop, Holding)
+            next_to_drop.drop_held()
 
 
 def holding(arriving: BodyBudget, client: str, num_bytes: int = 0) -> Holding:

@@ -3,7 +3,7 @@ import threading
 
 import pytest
 
-from vecd.gateway.http.drain_listener import turn_away_connects
+from vecd.gateway.http.drain_listener import refuse_connects
 from vecd.shm.socketfile import file_id
 
 
@@ -30,7 +30,7 @@ def test_who_is_connected_is_served_and_who_comes_later_is_refused(listening):
     where = listening.family, listening.getsockname()
     early = [connect(*where) for _ in range(5)]
     uds_id = file_id(where[1]) if listening.family == socket.AF_UNIX else None
-    turn_away_connects(listening, uds_id)
+    refuse_connects(listening, uds_id)
     late: list[OSError | None] = []
 
     def come_late() -> None:

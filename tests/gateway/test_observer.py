@@ -4,7 +4,7 @@ from typing import Any
 
 import pytest
 
-from vecd.gateway.telemetry.on_finished import Observer
+from vecd.gateway.telemetry.on_finished import FinishedRequests
 from vecd.gateway.telemetry.shared_metrics import GONE, SharedMetrics
 from vecd.gateway.types.messages import HttpRequest
 from vecd.gateway.types.timeline import Durations, RequestTimeline
@@ -49,7 +49,7 @@ def test_what_was_computed_while_the_rest_was_tokenized_waited_for_nothing():
 
 def test_an_answered_embedding_request_is_counted_with_its_stages():
     shared_metrics = SharedMetrics.private()
-    Observer(shared_metrics).note_over(200, request(**EMBEDDED))
+    FinishedRequests(shared_metrics).on_finished(200, request(**EMBEDDED))
     assert shared_metrics.answers() == {(3, 200): 1}
     assert shared_metrics.total(Counter.INPUTS) == 2
     assert shared_metrics.total(Counter.INPUT_TOKENS) == 7
@@ -64,7 +64,7 @@ def test_an_answered_embedding_request_is_counted_with_its_stages():
 )
 def test_what_was_not_embedded_and_answered_has_no_stages(status, noted):
     shared_metrics = SharedMetrics.private()
-    Observer(shared_metrics).note_over(status, request(**noted))
+    FinishedRequests(shared_metrics).on_finished(status, request(**noted))
     assert shared_metrics.answers() == {(noted.get("endpoint", 0), status): 1}
     assert shared_metrics.total(Counter.INPUTS) == 0
     assert sum(shared_metrics.histogram(Histogram.TOTAL)[0]) == 0
@@ -72,17 +72,17 @@ def test_what_was_not_embedded_and_answered_has_no_stages(status, noted):
 
 def test_a_request_that_was_not_understood_goes_nowhere():
     shared_metrics = SharedMetrics.private()
-    observer = Observer(shared_metrics)
-    observer.listeners.append(lambda *heard: pytest.fail("nothing is known of it"))
-    observer.note_over(400, None)
+    finished = FinishedRequests(shared_metrics)
+    finished.listeners.append(lambda *heard: pytest.fail("nothing is known of it"))
+    finished.on_finished(400, None)
     assert shared_metrics.answers() == {(0, 400): 1}
 
 
 def test_listeners_are_told_after_it_is_counted():
     shared_metrics, heard = SharedMetrics.private(), []
-    observer, over = Observer(shared_metrics), request()
-    observer.listeners.append(lambda *told: heard.append((*told, shared_metrics.answers())))
-    observer.note_over(404, over)
+    finished, over = FinishedRequests(shared_metrics), request()
+    finished.listeners.append(lambda *told: heard.append((*told, shared_metrics.answers())))
+    finished.on_finished(404, over)
     [(status, told, finished_at, answers)] = heard
     assert (status, told, answers) == (404, over, {(0, 404): 1})
     assert finished_at > 0
@@ -95,9 +95,9 @@ def test_a_listener_that_fails_harms_neither_the_request_nor_the_next_listener(c
         raise ValueError("what a " + "caller sent")
 
     shared_metrics, heard = SharedMetrics.private(), []
-    observer = Observer(shared_metrics)
-    observer.listeners += [fail, lambda *told: heard.append(told)]
-    observer.note_over(200, request())
+    finished = FinishedRequests(shared_metrics)
+    finished.listeners += [fail, lambda *told: heard.append(told)]
+    finished.on_finished(200, request())
     assert len(heard) == 1
     assert "ValueError" in caplog.text
     assert "what a caller sent" not in caplog.text

@@ -1,5 +1,4 @@
 import asyncio
-import math
 from array import array
 
 import pytest
@@ -8,8 +7,7 @@ from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
 
 from vecd.gateway.encoding.pending import ChunkedInput, PendingResult
-from vecd.gateway.scheduling.cost_model import CostModel
-from vecd.gateway.scheduling.policy import AGING_S, BatchingPolicy, BatchSize, PlannedBatch
+from vecd.gateway.scheduling.policy import AGING_S, BatchingPolicy
 from vecd.gateway.scheduling.queue import QueuedSequence, RequestQueue, TenantQueue
 from vecd.gateway.types.request import Chunk, Priority, TokenizedInput
 from vecd.shm.output import Output
@@ -41,11 +39,7 @@ class Queue:
 
     def take(self, max_tokens=BIG, idle=1, after_s=0.0, is_short=False) -> list[QueuedSequence]:
         self.now += after_s
-        size = self.policy.size(self.now, CostModel(max_tokens), max_tokens, idle, is_short=is_short)
-        return self.policy.take(self.now, size._replace(done_by=-math.inf)).sequences
-
-    def plan(self, max_tokens, *, done_by) -> PlannedBatch:
-        return self.policy.take(self.now, BatchSize(max_tokens, done_by))
+        return self.policy.take(self.now, self.policy.share(max_tokens, idle), is_short=is_short).sequences
 
     def close(self, request_queue: RequestQueue) -> None:
         request_queue.pending.abandon()
@@ -531,7 +525,7 @@ def test_a_tenant_whose_requests_can_only_be_late_does_not_hold_up_others():
     for request_queue in late:
         queue.policy.add(request_queue, make_sequences(request_queue, 10), queue.now)
     in_time = queue.request(10, tenant="in time")
-    batch = queue.plan(max_tokens=100, done_by=queue.now + 1)
+    batch = queue.policy.take(queue.now, 100, done_by=queue.now + 1)
     assert request_queues_of(batch.sequences) == [in_time]
     assert batch.too_late == late
 
@@ -677,7 +671,7 @@ def test_who_can_only_be_late_is_passed_by():
     for deadline in (queue.now + 0.1, queue.now + 0.3):
         request_queues.append(queue.policy.open(PendingResult(1, (Nowhere(),), _loop), Priority.NORMAL, deadline))
         queue.policy.add(request_queues[-1], make_sequences(request_queues[-1], 10), queue.now)
-    batch = queue.plan(max_tokens=100, done_by=queue.now + 0.2)
+    batch = queue.policy.take(queue.now, 100, done_by=queue.now + 0.2)
     assert request_queues_of(batch.sequences) == [request_queues[1]]
     assert batch.too_late == [request_queues[0]]
     assert (queue.policy.queued_tokens, queue.policy.queued_sequences) == (0, 0)
@@ -688,7 +682,7 @@ def test_the_last_one_is_served_even_if_it_is_expected_to_be_late():
     queue = Queue(max_tokens=100)
     request_queue = queue.policy.open(PendingResult(1, (Nowhere(),), _loop), Priority.NORMAL, queue.now + 0.1)
     queue.policy.add(request_queue, make_sequences(request_queue, 10), queue.now)
-    batch = queue.plan(max_tokens=100, done_by=queue.now + 5)
+    batch = queue.policy.take(queue.now, 100, done_by=queue.now + 5)
     assert request_queues_of(batch.sequences) == [request_queue]
     assert batch.too_late == []
 

@@ -833,7 +833,7 @@ def test_answers_that_nobody_takes_are_limited_in_all(caplog):
 
     run(test())
     told = [record.getMessage() for record in caplog.records if record.levelno == logging.WARNING]
-    assert any("took nothing of their answers" in line and "at most 40000000 are held" in line for line in told)
+    assert any("read nothing of their responses" in line and "at most 40000000 are held" in line for line in told)
     assert sum(int(line.split()[0]) for line in told) == 3
 
 
@@ -1225,12 +1225,12 @@ def test_drain_without_connections():
 def test_each_request_is_heard_of_once_when_it_is_over():
     heard: list[tuple[int, str]] = []
 
-    def on_answer(status: int, request: HttpRequest | None) -> None:
+    def on_finished(status: int, request: HttpRequest | None) -> None:
         heard.append((status, "" if request is None else f"{request.path} {request.timeline.error}".rstrip()))
 
     async def test() -> None:
         async with serving() as model_info:
-            model_info.server.on_answer = on_answer
+            model_info.server.on_finished = on_finished
             client = await model_info.connect()
             await client.ask(post("/quiet", body=b"a text"))
             await client.ask(post("/refused", body=b"a text"))
@@ -1548,8 +1548,8 @@ def test_only_who_takes_nothing_of_its_answer_is_reset_for_want_of_room(caplog):
     record(test)
     told = [record.getMessage() for record in caplog.records if record.levelno == logging.WARNING]
     assert told == [
-        "4 connections reset that took nothing of their answers: 2399 bytes were unsent, at most 1000 are held",
-        "1 connections reset that took nothing of their answers: 898 bytes were unsent, at most 800 are held",
+        "4 connections reset that read nothing of their responses: 2399 bytes were unsent, at most 1000 are held",
+        "1 connections reset that read nothing of their responses: 898 bytes were unsent, at most 800 are held",
     ]
 
 

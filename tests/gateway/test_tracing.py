@@ -2,11 +2,10 @@
 
 import logging
 import socket
+import sys
 import threading
 import time
 from itertools import pairwise
-from types import SimpleNamespace
-from typing import cast
 
 import pytest
 from collector import Collector, Span, collecting
@@ -15,10 +14,10 @@ from hypothesis import strategies as st
 from serving import eventually
 
 from vecd.gateway.api.registry import ENDPOINTS
-from vecd.gateway.telemetry import spans as spans_module
 from vecd.gateway.telemetry.shared_metrics import GONE
-from vecd.gateway.telemetry.spans import Facts, SpanSender
-from vecd.gateway.telemetry.tracing import Tracing, parse_traceparent, trace_of
+from vecd.gateway.telemetry.span_sender import MAX_WAITING, SpanSender, traces_url
+from vecd.gateway.telemetry.spans import Facts
+from vecd.gateway.telemetry.tracing import Tracing, parse_traceparent, start_tracing, trace_of
 from vecd.gateway.types.endpoints import Endpoint
 from vecd.gateway.types.messages import HttpRequest
 from vecd.gateway.types.timeline import BatchShare, Trace
@@ -114,7 +113,7 @@ def test_a_state_is_passed_on_unless_it_is_too_long():
 
 
 class Queue:
-    """Where a sender would take requests."""
+    """Takes requests as a sender does."""
 
     def __init__(self) -> None:
         self.traces: list[Trace] = []
@@ -122,17 +121,20 @@ class Queue:
     def add(self, status: int, request: HttpRequest, trace: Trace, now: float) -> None:
         self.traces.append(trace)
 
+    def close(self, timeout_s: float) -> None:
+        pass
+
 
 def traced(ratio: float, request: HttpRequest, route: int | None = None) -> list[Trace]:
     """What becomes of a request that is handled."""
     queue = Queue()
-    tracing = Tracing(cast(SpanSender, queue), ratio)
+    tracing = Tracing(queue, ratio, ENDPOINTS)
     request.timeline.started_at = 1.0
     tracing.begin(request)
     record = request.timeline
     assert (record.batches is not None) == (record.trace is not None and record.trace.is_sampled)
     request.timeline.endpoint = endpoint("/v1/embeddings", "openai") if route is None else route
-    tracing.note_over(200, request, 2.0)
+    tracing.on_finished(200, request, 2.0)
     return queue.traces
 
 
@@ -165,10 +167,10 @@ def test_probes_have_a_trace_only_if_they_come_with_one():
 
 def test_a_request_that_is_refused_by_its_head_is_traced_too():
     queue = Queue()
-    tracing = Tracing(cast(SpanSender, queue), 1)
+    tracing = Tracing(queue, 1, ENDPOINTS)
     for header in (SAMPLED, UNSAMPLED, "nonsense"):
-        tracing.note_over(413, embedded(traceparent=header), 2.0)
-    tracing.note_over(413, embedded(), 2.0)
+        tracing.on_finished(413, embedded(traceparent=header), 2.0)
+    tracing.on_finished(413, embedded(), 2.0)
     assert [trace.parent_id for trace in queue.traces] == [PARENT_ID, ""]
 
 
@@ -185,7 +187,7 @@ def collector():
 def sender(collector, monkeypatch):
     monkeypatch.setenv("OTEL_EXPORTER_OTLP_HEADERS", "x-token=abc")
     monkeypatch.setenv("OTEL_RESOURCE_ATTRIBUTES", "deployment.environment=test,service.version=9")
-    made = SpanSender(collector.url, FACTS)
+    made = SpanSender(collector.url, FACTS, ENDPOINTS)
     yield made
     made.close(10)
 
@@ -251,7 +253,7 @@ def test_who_sends_them_is_said_by_the_server_and_before_that_by_the_environment
     assert said["service.instance.id"]
     assert collector.headers[-1]["x-token"] == "abc"
     monkeypatch.setenv("OTEL_SERVICE_NAME", "search")
-    [*_, span] = sent(SpanSender(collector.url, FACTS), collector, (200, traced_request()))
+    [*_, span] = sent(SpanSender(collector.url, FACTS, ENDPOINTS), collector, (200, traced_request()))
     assert span.resource["service.name"] == "search"
 
 
@@ -291,13 +293,14 @@ def test_a_large_request_is_computed_while_it_is_tokenized(sender, collector):
     assert by_name["tokenize"].end_ns > by_name["compute"].start_ns
 
 
-def test_who_waits_at_the_door_has_a_span_of_it(sender, collector):
+def test_a_request_that_waits_for_its_admission_has_a_span_for_it(sender, collector):
     request = traced_request()
     request.timeline.parsed_at -= 0.5
     request.timeline.arrived_at -= 0.5
     request.timeline.started_at -= 0.5
-    door = next(span for span in sent(sender, collector, (200, request)) if span.name == "door")
-    assert door.end_ns - door.start_ns > 4e8
+    spans = sent(sender, collector, (200, request))
+    admission = next(span for span in spans if span.name == "admission")
+    assert admission.end_ns - admission.start_ns > 4e8
 
 
 def test_no_span_has_what_a_caller_wrote(sender, collector):
@@ -314,16 +317,27 @@ def test_a_state_that_is_not_well_formed_is_dropped(sender, collector):
 # --- a collector that is not well -----------------------------------------------------------------------------------
 
 
+def sending() -> list[threading.Thread]:
+    """The threads that send spans."""
+    return [thread for thread in threading.enumerate() if "BatchSpan" in thread.name]
+
+
+@pytest.fixture(autouse=True)
+def _no_thread_is_left():
+    yield
+    eventually(lambda: not sending())
+
+
 def test_a_collector_that_is_not_there_costs_spans_and_one_line(caplog):
     with collecting() as gone:
         url = gone.url
-    sender = SpanSender(url, FACTS)
-    for _ in range(spans_module.MAX_WAITING + 500):
+    sender = SpanSender(url, FACTS, ENDPOINTS)
+    for _ in range(MAX_WAITING + 500):
         sender.add(200, embedded(), Trace(TRACE_ID, PARENT_ID, 1), 1.0)
-    assert len(sender._waiting) <= spans_module.MAX_WAITING
-    threads = threading.active_count()
+    assert sender.num_waiting <= MAX_WAITING
+    assert sending()
     sender.close(0.2)  # while it still tries
-    eventually(lambda: threading.active_count() < threads or not sender._thread.is_alive())
+    eventually(lambda: not sending())
     eventually(lambda: bool(caplog.records))
     [record] = caplog.records
     assert (record.name, record.levelno) == ("vecd.spans", logging.WARNING)
@@ -333,7 +347,7 @@ def test_a_collector_that_is_not_there_costs_spans_and_one_line(caplog):
 def test_a_collector_that_refuses_is_told_of_once_a_minute(caplog):
     with collecting() as refusing:
         refusing.status = 400
-        sender = SpanSender(refusing.url, FACTS)
+        sender = SpanSender(refusing.url, FACTS, ENDPOINTS)
         sender.add(200, traced_request(), Trace(TRACE_ID, PARENT_ID, 1), 1.0)
         eventually(lambda: bool(caplog.records))
         sender.add(200, traced_request(), Trace(TRACE_ID, PARENT_ID, 1), 1.0)
@@ -345,28 +359,24 @@ def test_a_collector_that_refuses_is_told_of_once_a_minute(caplog):
 
 def test_a_collector_that_never_answers_holds_nobody_up():
     with socket.create_server(("127.0.0.1", 0)) as silent:
-        sender = SpanSender(f"http://127.0.0.1:{silent.getsockname()[1]}", FACTS)
+        sender = SpanSender(f"http://127.0.0.1:{silent.getsockname()[1]}", FACTS, ENDPOINTS)
         sender.add(200, traced_request(), Trace(TRACE_ID, PARENT_ID, 1), 1.0)
         connection, _ = silent.accept()
         with connection:
+            began_at = time.monotonic()
             sender.close(0.1)
-            assert sender._thread.is_alive()
-    sender._thread.join(20)
-    assert not sender._thread.is_alive()
+            assert time.monotonic() - began_at < 5
+            assert sending()
+    eventually(lambda: not sending())
 
 
 def test_without_the_packages_nothing_is_kept(monkeypatch, caplog):
-    monkeypatch.setitem(__import__("sys").modules, "opentelemetry.sdk.trace", None)
-    sender = SpanSender("http://127.0.0.1:9", FACTS)
-    sender._thread.join(20)
-    sender.add(200, embedded(), Trace(TRACE_ID, PARENT_ID, 1), 1.0)
-    assert not sender._waiting
-    sender.close(1)
+    monkeypatch.setitem(sys.modules, "opentelemetry.sdk.trace", None)
+    monkeypatch.delitem(sys.modules, "vecd.gateway.telemetry.span_sender")
+    assert start_tracing("http://127.0.0.1:9", FACTS, 1, ENDPOINTS) is None
     assert "OpenTelemetry cannot be used: ModuleNotFoundError" in caplog.text
 
 
 @pytest.mark.parametrize("url", ["http://x:4318", "http://x:4318/", "http://x:4318/v1/traces", "http://x/otlp"])
-def test_where_spans_go(url, monkeypatch):
-    monkeypatch.setattr(threading, "Thread", lambda **_: SimpleNamespace(start=lambda: None))
-    endpoint = SpanSender(url, FACTS).endpoint
-    assert endpoint == ("http://x/otlp/v1/traces" if "otlp" in url else "http://x:4318/v1/traces")
+def test_where_spans_go(url):
+    assert traces_url(url) == ("http://x/otlp/v1/traces" if "otlp" in url else "http://x:4318/v1/traces")
