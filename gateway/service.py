@@ -196,7 +196,7 @@ class Services:
         self._read_tokenizer = read_tokenizer
         self._make_service = make_service
         self._keys: Sequence[ApiKey] = first.config.keys
-        """The newest that this gateway has been told of."""
+        """The newest keys from the supervisor."""
         self._preparing: dict[int, asyncio.Task[None]] = {}
 
     def total(self, value: Callable[[Service], int]) -> int:
