@@ -72,55 +72,39 @@ def parse_target(url: str) -> Target:
         raise ValueError(f"{url!r}: {error}") from error
 
 
-def render_post(
+def render_request(
     target: Target,
     path: str,
-    body: bytes,
+    body: bytes | None = None,
     *,
     api_key: str | None,
     accept: str = "application/json",
     headers: Mapping[str, str] | None = None,
     user_agent: str = "vecd-bench",
 ) -> bytes:
-    """A whole POST of a JSON `body`, ready to be sent any number of times, with `headers` besides its own.
+    """A whole POST of a JSON `body`, or a GET without one, ready to be sent any number of times.
 
-    Raises ValueError when `path`, `api_key` or a header cannot stand in an HTTP request.
+    Raises ValueError when `path`, `api_key` or one of `headers` cannot stand in an HTTP request.
     """
-    entity = {"Content-Type": "application/json", "Content-Length": str(len(body))}
-    return _render_head("POST", target, path, accept, user_agent, api_key, {**entity, **(headers or {})}) + body
-
-
-def render_get(target: Target, path: str, *, api_key: str | None, user_agent: str) -> bytes:
-    """A whole GET. Raises ValueError as `render_post` does."""
-    return _render_head("GET", target, path, "application/json", user_agent, api_key, {})
-
-
-def _render_head(
-    method: str,
-    target: Target,
-    path: str,
-    accept: str,
-    user_agent: str,
-    api_key: str | None,
-    headers: Mapping[str, str],
-) -> bytes:
     if not path.startswith("/") or not path.isprintable() or " " in path:
         raise ValueError(f"{path!r} is no path: it must start with / and have no blanks")
     if api_key is not None and not api_key.isprintable():
         raise ValueError("the API key has characters that cannot be sent")
     lines = [
-        f"{method} {path} HTTP/1.1",
+        f"{'GET' if body is None else 'POST'} {path} HTTP/1.1",
         f"Host: {target.host_header}",
         f"User-Agent: {user_agent}",
         f"Accept: {accept}",
     ]
     if api_key is not None:
         lines.append(f"Authorization: Bearer {api_key}")
-    for name, value in headers.items():
+    if body is not None:
+        lines += ["Content-Type: application/json", f"Content-Length: {len(body)}"]
+    for name, value in (headers or {}).items():
         if not value or not value.isascii() or not value.isprintable():
             raise ValueError(f"{value!r} cannot be sent as the header {name}")
         lines.append(f"{name}: {value}")
-    return "\r\n".join(lines).encode() + b"\r\n\r\n"
+    return "\r\n".join(lines).encode() + b"\r\n\r\n" + (body or b"")
 
 
 class ServerResponse(NamedTuple):

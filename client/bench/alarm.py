@@ -13,7 +13,6 @@ import ctypes
 import os
 import time
 from collections.abc import Callable
-from types import TracebackType
 from typing import Self
 
 # Source: timerfd_create(2), <bits/timerfd.h>. `os.timerfd_create` is there from Python 3.13 on.
@@ -54,8 +53,6 @@ class Alarm:
     def __enter__(self) -> Self:
         return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
+    def __exit__(self, *_: object) -> None:
         self._loop.remove_reader(self._fd)
         os.close(self._fd)

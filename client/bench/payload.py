@@ -11,7 +11,7 @@ from typing import Any
 import orjson
 
 from vecd.client.bench.texts import FixedWords, Lengths, draw_texts, shuffle_texts
-from vecd.client.connection import parse_target, render_post
+from vecd.client.connection import parse_target, render_request
 
 _NUM_DISTINCT_REQUESTS = 512
 """Enough that requests under way at the same time differ. A server with a cache would still use it."""
@@ -55,7 +55,8 @@ def render_requests(url: str, shape: RequestShape, num_requests: int = _NUM_DIST
         for start in range(0, len(texts), shape.texts_per_request)
     )
     return [
-        render_post(target, shape.path, body, api_key=shape.api_key, accept=accept, headers=headers) for body in bodies
+        render_request(target, shape.path, body, api_key=shape.api_key, accept=accept, headers=headers)
+        for body in bodies
     ]
 
 

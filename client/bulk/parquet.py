@@ -7,7 +7,6 @@ extra, and takes 30 MB. Called by `vecd.client.bulk.inputs` and `vecd.client.bul
 import itertools
 from collections.abc import Iterator, Sequence
 from pathlib import Path
-from types import TracebackType
 from typing import Any, Self
 
 import numpy as np
@@ -85,9 +84,7 @@ class ParquetReader:
     def __enter__(self) -> Self:
         return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
+    def __exit__(self, *_: object) -> None:
         self._file.close()
 
 

@@ -30,8 +30,7 @@ from vecd.client.connection import (
     Target,
     connect,
     name_failure,
-    render_get,
-    render_post,
+    render_request,
 )
 
 _AGENT = "vecd-embed"
@@ -166,7 +165,7 @@ class EmbeddingService:
         return np.frombuffer(response.body, self._item), response.model or ""
 
     async def _info(self) -> tuple[dict[str, Any], RequestLimits]:
-        request = render_get(self._target, "/info", api_key=self._options.api_key, user_agent=_AGENT)
+        request = render_request(self._target, "/info", api_key=self._options.api_key, user_agent=_AGENT)
         try:
             response = await self._exchange(request)
             info = orjson.loads(response.body) if response.status == 200 else {}
@@ -209,7 +208,7 @@ class EmbeddingService:
     def _render(self, texts: Sequence[str]) -> bytes:
         options = self._options
         body = {**options.fields, "input": texts, "encoding_format": "bytes", "output_dtype": options.dtype}
-        return render_post(
+        return render_request(
             self._target,
             _PATH,
             orjson.dumps(body),

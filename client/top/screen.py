@@ -12,7 +12,6 @@ import termios
 import tty
 from collections.abc import Callable
 from contextlib import suppress
-from types import TracebackType
 from typing import Any
 
 from rich.console import Console, ConsoleDimensions, RenderableType
@@ -40,9 +39,7 @@ class Screen:
         self._take()
         return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
+    def __exit__(self, *_: object) -> None:
         self._restore()
 
     def _take(self) -> None:

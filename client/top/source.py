@@ -11,7 +11,7 @@ from vecd.client.connection import (
     Target,
     connect,
     name_failure,
-    render_get,
+    render_request,
 )
 from vecd.client.top.stats import NotStats, Stats, read_stats
 
@@ -41,7 +41,7 @@ class StatsSource:
         """Raises ValueError when the key cannot be sent."""
         self._target = target
         self._has_key = api_key is not None
-        self._request = render_get(target, _PATH, api_key=api_key, user_agent="vecd-top")
+        self._request = render_request(target, _PATH, api_key=api_key, user_agent="vecd-top")
         self._connection: ClientConnection | None = None
 
     async def read(self) -> Stats:

@@ -1,4 +1,4 @@
-"""Checks a caller's key. Knows digests, never a key, and logs neither. Called by `vecd.gateway.pipeline`.
+"""Checks a caller's key. Knows digests, never a key, and logs neither. Called by `vecd.gateway.admission.principals`.
 
 Digests are looked up rather than compared one after the other, so that a thousand keys cost no more than one. What is
 looked up is a digest of the digest, made with a secret of this process: how long that takes says nothing of a key,

@@ -2,7 +2,7 @@
 
 Owns the callers and their limits, `tokens_per_s` and `max_requests`. A caller's tenant, in whose turn its requests are
 served, is its key's name, or its address where there are no keys. Pure: no socket, no task. Called by
-`vecd.gateway.pipeline`.
+`vecd.gateway.api.application` and `vecd.gateway.pipeline`.
 
 Limits are of the whole server. Gateways know nothing of one another, so each allows its part: a caller whose
 connections all are with one of two gateways gets half of its tokens.

@@ -15,7 +15,7 @@ from vecd.client.connection import (
     connect,
     name_failure,
     parse_target,
-    render_post,
+    render_request,
 )
 
 CHUNKED = (
@@ -29,7 +29,7 @@ async def exchange_all(
 ) -> tuple[ClientConnection, list[ServerResponse]]:
     target = parse_target(url)
     connection = await connect(target, 10)
-    request = render_post(target, "/x", b"{}", api_key=None)
+    request = render_request(target, "/x", b"{}", api_key=None)
     try:
         return connection, [await connection.exchange(request, timeout_s) for _ in range(num_requests)]
     finally:
@@ -142,11 +142,11 @@ def test_urls_that_name_no_server_are_refused(url: str) -> None:
 @pytest.mark.parametrize(("path", "api_key"), [("v1", None), ("/a b", None), ("/a\r\nX: y", None), ("/", "k\n")])
 def test_what_cannot_be_sent_is_refused(path: str, api_key: str | None) -> None:
     with pytest.raises(ValueError, match=r".+"):
-        render_post(Target("h", 1, None), path, b"", api_key=api_key)
+        render_request(Target("h", 1, None), path, b"", api_key=api_key)
 
 
 def test_a_request_carries_its_key_and_length() -> None:
-    request = render_post(Target("h", 1, None), "/v1/embeddings", b'{"a":1}', api_key="s3cret")
+    request = render_request(Target("h", 1, None), "/v1/embeddings", b'{"a":1}', api_key="s3cret")
     head, _, body = request.partition(b"\r\n\r\n")
     assert head.startswith(b"POST /v1/embeddings HTTP/1.1\r\nHost: h:1\r\n")
     assert b"Authorization: Bearer s3cret" in head
@@ -170,7 +170,7 @@ def test_an_answer_without_end_is_cut(start_server: Callable[..., Any], monkeypa
 
 def test_a_request_carries_further_headers() -> None:
     headers = {"x-vecd-priority": "bulk", "x-vecd-timeout-ms": "50"}
-    request = render_post(Target("h", 1, None), "/", b"", api_key=None, accept="application/x-npy", headers=headers)
+    request = render_request(Target("h", 1, None), "/", b"", api_key=None, accept="application/x-npy", headers=headers)
     assert b"\r\nx-vecd-priority: bulk\r\nx-vecd-timeout-ms: 50\r\n\r\n" in request
     assert b"\r\nAccept: application/x-npy\r\n" in request
 
@@ -178,14 +178,14 @@ def test_a_request_carries_further_headers() -> None:
 @pytest.mark.parametrize("value", ["", "a\r\nb: c", "ü"])
 def test_headers_that_cannot_be_sent_are_refused(value: str) -> None:
     with pytest.raises(ValueError, match="x-vecd-priority"):
-        render_post(Target("h", 1, None), "/", b"", api_key=None, headers={"x-vecd-priority": value})
+        render_request(Target("h", 1, None), "/", b"", api_key=None, headers={"x-vecd-priority": value})
 
 
 def test_outcomes_come_once_and_not_from_within_send(start_server: Callable[..., Any]) -> None:
     async def send() -> tuple[list[ExchangeResult], list[ExchangeResult]]:
         target = parse_target(start_server(lambda n: 200 if n == 0 else None).url)
         connection = await connect(target, 10)
-        request = render_post(target, "/x", b'{"input":"a"}', api_key=None)
+        request = render_request(target, "/x", b'{"input":"a"}', api_key=None)
         outcomes: list[ExchangeResult] = []
         connection.send(request, 10, outcomes.append)
         at_once = list(outcomes)
