@@ -19,6 +19,8 @@ from vecd.shm.control import (
     Discard,
     Drain,
     Heartbeat,
+    InputDeaths,
+    InputsCleared,
     Message,
     ModelBroken,
     NewKeys,
@@ -45,6 +47,10 @@ class Generations(Protocol):
     def set_broken(self, generation: int, reason: str) -> None: ...
 
     def add_to_quarantine(self, digest: str) -> None: ...
+
+    def note_deaths(self, message: InputDeaths) -> None: ...
+
+    def note_cleared(self, digests: list[str]) -> None: ...
 
     def set_keys(self, keys: Sequence[ApiKey]) -> None: ...
 
@@ -120,6 +126,10 @@ class Control:
                 generations.set_broken(message.generation, message.reason)
             case Quarantined():
                 generations.add_to_quarantine(message.digest)
+            case InputDeaths():
+                generations.note_deaths(message)
+            case InputsCleared():
+                generations.note_cleared(message.digests)
             case NewKeys():
                 generations.set_keys(tuple(ApiKey.from_json(key) for key in message.keys))
             case Prepare():

@@ -150,6 +150,7 @@ class Gateway:
         loop = asyncio.get_running_loop()
         config = self._config
         self._services.active.dispatcher.start(zmq_fd)
+        self._services.active.dispatcher.activate()
         self._address = _address_of(listening)
         self._listen_to_requests(config)
         await self._server.start(listening, tls=self._tls, keeps_listening=config.keeps_listening)

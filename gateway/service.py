@@ -37,6 +37,8 @@ from vecd.gateway.types.messages import HttpRequest, Response
 from vecd.gateway.types.request import Overflow
 from vecd.shm.card import ModelError
 from vecd.shm.control import (
+    InputDeaths,
+    InputsCleared,
     Message,
     Prepare,
     Prepared,
@@ -49,7 +51,7 @@ from vecd.shm.control import (
     WorkerUp,
 )
 from vecd.shm.output import Output
-from vecd.shm.shared_metrics import Gauge
+from vecd.shm.shared_metrics import Gauge, ServiceKey
 from vecd.shm.views import map_arena
 from vecd.shm.wire import Incarnation
 
@@ -85,11 +87,12 @@ class Service:
             config.arena.rows_per_slot,
             config.max_tokens,
             num_gateways=config.num_gateways,
-            queued_elsewhere=lambda: self._shared_metrics.others(Gauge.QUEUED_TOKENS),
+            queued_elsewhere=lambda: gateway.shared_metrics.others(Gauge.QUEUED_TOKENS),
         )
         self.dispatcher = Dispatcher(
             policy=self.policy,
             epoch=gateway.epoch,
+            service=ServiceKey(generation),
             max_batch_tokens=config.max_batch_tokens,
             batch_timeout_s=config.batch_timeout_s,
             num_gateways=config.num_gateways,
@@ -97,6 +100,8 @@ class Service:
             on_stuck=lambda who: send(WorkerStuck(who.worker, who.life)),
             on_connected=lambda who: send(WorkerMet(who.worker, who.life)),
             on_quarantined=lambda digest: send(Quarantined(digest)),
+            on_deaths=lambda *deaths: send(InputDeaths(*deaths)) if config.num_gateways > 1 else None,
+            on_cleared=lambda digests: send(InputsCleared(digests)) if config.num_gateways > 1 else None,
             on_broken=lambda make_error: self.pipeline.fail_all(make_error),  # noqa: PLW0108 (it is made below)
             on_sending=TeiCounts(self._shared_metrics).count_batch if config.has_tei_metrics else None,
             quarantine_key=gateway.quarantine_key,
@@ -240,7 +245,6 @@ class Services:
         service = self.all[message.generation]
         shared_metrics = self._gateway.shared_metrics
         slots = map_arena(arena_fd, service.config.arena, writable=False)[shared_metrics.gateway]
-        shared_metrics.worker_up(message.worker, message.life)
         service.dispatcher.worker_up(Incarnation(message.worker, message.life), slots, message.facts)
 
     def worker_down(self, message: WorkerDown) -> None:
@@ -254,6 +258,16 @@ class Services:
     def add_to_quarantine(self, digest: str) -> None:
         for service in self.all.values():
             service.dispatcher.quarantine.add(digest)
+
+    def note_deaths(self, message: InputDeaths) -> None:
+        for service in self.all.values():
+            service.dispatcher.note_deaths(
+                message.digests, is_isolated=message.is_isolated, has_crashed=message.has_crashed
+            )
+
+    def note_cleared(self, digests: list[str]) -> None:
+        for service in self.all.values():
+            service.dispatcher.note_cleared(digests)
 
     def set_keys(self, keys: Sequence[ApiKey]) -> None:
         self._keys = keys
@@ -293,6 +307,7 @@ class Services:
         """Give new requests to this generation, and retire the one before."""
         before = self.active
         service = self.active = self.all[generation]
+        service.dispatcher.activate()
         service.api.adopt(before.api.principals, self._keys)
         self.on_activated(service.config)
         self._retire(before)

@@ -5,9 +5,10 @@ starts, so there is no name to find, no permission to get wrong and nothing to u
 JSON; descriptors ride along (SCM_RIGHTS). The end of the stream means that the other side is dead.
 
     supervisor → gateway       GatewayStart (+ sockets, board), WorkerUp (+ arena), WorkerDown, Drain,
-                               Prepare (+ ZeroMQ socket), Activate, Discard, ModelBroken, Quarantined, NewKeys
-    gateway → supervisor       GatewayReady, ChildFailed, Beat, WorkerMet, WorkerStuck, Prepared, Retired, Quarantined,
-                               ReloadAsked
+                               Prepare (+ ZeroMQ socket), Activate, Discard, ModelBroken, NewKeys,
+                               Quarantined, InputDeaths, InputsCleared
+    gateway → supervisor       GatewayReady, ChildFailed, Heartbeat, WorkerMet, WorkerStuck, Prepared, Retired,
+                               ReloadAsked, Quarantined, InputDeaths, InputsCleared
     supervisor → fork server   ForkServerStart, ForkWorker (+ control, arena, ZeroMQ addresses)
     fork server → supervisor   ForkServerReady, WorkerForked (+ pidfd), ForkFailed, WorkerExited
     worker → supervisor        Progress, WorkerReady, ChildFailed
@@ -117,6 +118,26 @@ class ModelBroken:
 
     generation: int
     reason: str
+
+
+@dataclass(frozen=True, slots=True)
+class InputDeaths:
+    """From a gateway, and to all others: a worker has died while it computed these inputs."""
+
+    digests: list[str]
+    """As in `Quarantined`."""
+    is_isolated: bool
+    """There was nothing else in the batch."""
+    has_crashed: bool
+    """As in `WorkerDown`."""
+
+
+@dataclass(frozen=True, slots=True)
+class InputsCleared:
+    """From a gateway, and to all others: these inputs, with which workers had died, have been computed."""
+
+    digests: list[str]
+    """As in `Quarantined`."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -269,7 +290,8 @@ class ChildFailed:
 
 Message: TypeAlias = (
     GatewayStart | WorkerUp | WorkerDown | Drain | Prepare | Activate | Discard | ModelBroken | NewKeys
-    | GatewayReady | Heartbeat | WorkerMet | WorkerStuck | Prepared | Retired | Quarantined | ReloadAsked
+    | GatewayReady | Heartbeat | WorkerMet | WorkerStuck | Prepared | Retired | Quarantined
+    | InputDeaths | InputsCleared | ReloadAsked
     | ForkServerStart | ForkServerReady | ForkWorker | WorkerForked | ForkFailed | WorkerExited
     | Progress | WorkerReady | ChildFailed
 )  # fmt: skip

@@ -20,7 +20,7 @@ class WorkerConfig:
     arena: ArenaSpec
     engine: str
     """"fused", "packed" or "padded"; "auto": the fastest of these with the reference model's vectors, within bounds;
-    "dummy", or its old name "weightless": no model, vectors made from the token ids alone for tests."""
+    "dummy": no model, vectors made from the token ids alone for tests."""
     device: str
     """"cpu", or "cuda:0", "cuda:1", …"""
     dtype: str

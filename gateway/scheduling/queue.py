@@ -21,7 +21,7 @@ from collections import OrderedDict, deque
 from itertools import islice
 
 from vecd.gateway.encoding.pending import ChunkedInput, PendingResult
-from vecd.gateway.types.deaths import Deaths
+from vecd.gateway.scheduling.deaths import Deaths
 from vecd.gateway.types.request import Chunk, Priority, TokenizedInput
 from vecd.gateway.types.timeline import BatchShare
 from vecd.shm.output import Output

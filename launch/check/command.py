@@ -20,6 +20,15 @@ from pathlib import Path as FilePath
 from typing import Any, NamedTuple
 
 from vecd.client.bench.texts import read_texts
+from vecd.launch.base.exit_codes import (
+    EXIT_BAD_CONFIGURATION,
+    EXIT_COULD_NOT_START,
+    EXIT_INTERNAL_ERROR,
+    EXIT_OK,
+    ConfigurationError,
+    StartFailure,
+)
+from vecd.launch.base.programs import self_command
 from vecd.launch.check import model as check_model
 from vecd.launch.check.advice import advise, is_disturbed
 from vecd.launch.check.machine import read_machine
@@ -30,15 +39,6 @@ from vecd.launch.check.tokens import MAX_TEXTS, affordable, built_in_texts
 from vecd.launch.config.plan import Plan, make_plan, version
 from vecd.launch.config.settings import Settings, load_settings
 from vecd.launch.config.tokenizer import forget
-from vecd.launch.exit_codes import (
-    EXIT_BAD_CONFIGURATION,
-    EXIT_COULD_NOT_START,
-    EXIT_INTERNAL_ERROR,
-    EXIT_OK,
-    ConfigurationError,
-    StartFailure,
-)
-from vecd.launch.processes.children import self_command
 from vecd.shm.card import ModelError
 from vecd.workers.check.order import Order
 
@@ -112,8 +112,8 @@ def _read_request(options: argparse.Namespace, settings: Settings) -> _Requested
     problems, texts = [], []
     if not 0 < options.seconds <= _MAX_SECONDS:
         problems.append(f"--seconds: {options.seconds:g} given, must be above 0 and at most {_MAX_SECONDS:g}")
-    if settings.engine in ("dummy", "weightless"):
-        problems.append(f"--engine: {settings.engine} given, which has no model to check")
+    if settings.engine == "dummy":
+        problems.append("--engine: dummy given, which has no model to check")
     if options.texts is not None:
         try:
             texts = read_texts(options.texts)

@@ -14,7 +14,8 @@ from collections.abc import Callable, Iterator
 from contextlib import suppress
 from typing import Any, BinaryIO
 
-from vecd.launch.processes.children import child_environment, self_command
+from vecd.launch.base.programs import self_command
+from vecd.launch.processes.children import child_environment
 from vecd.shm.card import ModelError
 from vecd.workers.process.kernel import describe_status
 

@@ -298,7 +298,7 @@ def test_a_report_that_nobody_takes(
     [
         (["--seconds", "0"], "--seconds: 0 given"),
         (["--texts", "nowhere.txt"], "--texts: nowhere.txt cannot be read"),
-        (["--engine", "weightless"], "--engine: weightless given, which has no model to check"),
+        (["--engine", "weightless"], "--engine: dummy given, which has no model to check"),
         (["--dtype", "int4"], "--dtype: "),
         (["--nonsense"], "--nonsense"),
         (["--max-tokens", "1000"], "--max-tokens: 1000 given, the model takes at most 256"),

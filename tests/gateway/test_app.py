@@ -19,7 +19,7 @@ from dispatching import EPOCH, SPEC, Bench, Worker, run
 from vecd.gateway import pipeline as app_module
 from vecd.gateway.admission.admission import Admission
 from vecd.gateway.admission.principals import Principal, Principals
-from vecd.gateway.api.operations import DecodeAsk, TokenizeAsk
+from vecd.gateway.api.operations import ParsedDecode, ParsedTokenize
 from vecd.gateway.encoding.fragments import JsonRows
 from vecd.gateway.pipeline import Pipeline
 from vecd.gateway.tokenization.fair_pool import Threads
@@ -222,7 +222,7 @@ def test_an_input_that_ends_workers_is_found_out_though_nobody_waits_for_it():
             worker = bench.add_worker(0, life)
             embedding = service.embed([13], [life], principal=Principal("anybody"))
             batch = await worker.receive()
-            assert inputs_of(batch) == ([13, life] if life < 3 else [13]), "the third time it is a suspect"
+            assert inputs_of(batch) == ([13, life] if life < 3 else [13]), "the third time it is isolated"
             embedding.cancel()
             await asyncio.wait([embedding])
             crash(bench, worker)
@@ -233,7 +233,7 @@ def test_an_input_that_ends_workers_is_found_out_though_nobody_waits_for_it():
     run_service(test)
 
 
-def test_whoever_is_answered_is_no_suspect_any_more():
+def test_an_input_that_has_been_computed_is_not_isolated_any_more():
     async def test(bench, service):
         first = bench.add_worker(0, 1)
         embedding = service.embed([1], [2])
@@ -404,7 +404,7 @@ def run_inspections(test: Callable) -> None:
 
 
 def describe(service: Service, timeout_s: float = FAR_S, num_chars: int = 10) -> asyncio.Task[None]:
-    ask = TokenizeAsk(["a" * num_chars], True, "", Collected(), lambda: Response(200, b""))
+    ask = ParsedTokenize(["a" * num_chars], True, "", Collected(), lambda: Response(200, b""))
     now = asyncio.get_running_loop().time()
     return asyncio.ensure_future(service.app.describe(ask, timeout_s, now, service.holder))
 
@@ -419,7 +419,7 @@ def test_who_asks_the_tokenizer_pays_for_the_tokens():
         await asking
         assert service.holder.num_tokens == 7
         now = asyncio.get_running_loop().time()
-        ask = DecodeAsk([[1, 2], [3]], True, lambda texts: Response(200, b""))
+        ask = ParsedDecode([[1, 2], [3]], True, lambda texts: Response(200, b""))
         assert await service.app.decode(ask, None, now, service.holder) == ["decoded"]
         assert service.holder.num_tokens == 10
         service.holder.charge(10**9)

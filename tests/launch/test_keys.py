@@ -7,10 +7,10 @@ import pytest
 
 from vecd.gateway.admission.principals import Principals
 from vecd.gateway.types.config import SCOPES, ApiKey
+from vecd.launch.base.exit_codes import ConfigurationError
 from vecd.launch.config import keys as keys_module
 from vecd.launch.config.keys import load_keys, main
 from vecd.launch.config.settings import load_settings
-from vecd.launch.exit_codes import ConfigurationError
 
 KEY = "0123456789abcdef"
 

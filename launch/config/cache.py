@@ -1,6 +1,6 @@
-"""Where vecd remembers what was expensive to find out: choices of an engine, converted tokenizers.
+"""The cache directory: selections of an engine, converted tokenizers.
 
-Owns the choice of the folder. Everything in it can be deleted at any time. Called by `vecd.launch.config.plan`.
+Owns the choice of the directory. Everything in it can be deleted at any time. Called by `vecd.launch.config.plan`.
 """
 
 import os
@@ -14,7 +14,7 @@ def cache_folder(settings: Settings, environ: Mapping[str, str] = os.environ) ->
     """--cache-dir, else systemd's CacheDirectory=, else `vecd` in the user's cache. Absolute; may not exist yet."""
     if settings.cache_dir is not None:
         return settings.cache_dir
-    # systemd names several folders with colons between; a unit of vecd has one.
+    # systemd separates several folders by colons; a unit of vecd has one.
     of_service = environ.get("CACHE_DIRECTORY", "").partition(":")[0]
     if of_service:
         return Path(of_service).absolute()

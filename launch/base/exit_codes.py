@@ -20,7 +20,7 @@ class ChildDied(Exception):
 
 
 def first_of(group: BaseExceptionGroup[BaseException]) -> BaseException:
-    """Of the children that could not start, the first; the group itself if it has anything else.
+    """The first StartFailure of the group; the group itself if it holds anything else.
 
     For `except BaseExceptionGroup`, not for `except*`: Python before 3.11.4 makes a group again of what is raised in
     that.

@@ -1,13 +1,12 @@
 """One HTTP/1.1 connection to a server, kept alive from request to request.
 
-Owns the socket, the parsing of what comes back and the deadline of each exchange. Knows nothing of embeddings
-and never sends anything twice: whether to connect again is the caller's to say. Called by
-`vecd.client.bench.closed_loop`, `vecd.client.bench.open_loop`, `vecd.client.bench.contact` and
-`vecd.client.bulk.service`.
+Owns the socket, the parsing of what comes back and the deadline of each exchange. Knows nothing of embeddings and
+never sends anything twice: its caller decides whether to connect again. Called by the load loops of `vecd bench`, by
+`vecd.client.bulk.service` and by `vecd.client.top.source`.
 
-Why no HTTP library: a load generator shares its cores with the server it measures, so what it costs is an error of
-the measurement. With everything around it this costs 9 µs of CPU per request, system calls not counted (64 connections,
-2 KB answers).
+Why no HTTP library: a load generator shares its cores with the server it measures, so its own cost is an error of the
+measurement. With everything around it this costs 9 µs of CPU per request, system calls not counted (64 connections,
+2 KB responses).
 """
 
 import asyncio
@@ -19,22 +18,24 @@ from urllib.parse import urlsplit
 import httptools
 
 _FRAMING_HEADERS = (b"content-length", b"transfer-encoding")
-_TOKEN_HEADERS = (b"x-vecd-tokens", b"x-compute-tokens")
-"""Where a server may tell how many tokens a request had; the last one is text-embeddings-inference's."""
-_DIMENSIONS_HEADER = b"x-vecd-dimensions"
+_NUMBER_HEADERS = {
+    b"x-vecd-tokens": "num_tokens",
+    b"x-compute-tokens": "num_tokens",  # text-embeddings-inference's
+    b"x-vecd-dimensions": "num_dimensions",
+    b"retry-after": "retry_after_s",
+}
+"""By header, the field of `ServerResponse` that takes its number."""
 _MODEL_HEADER = b"x-vecd-model"
-_RETRY_HEADER = b"retry-after"
-_KNOWN_HEADERS = frozenset((*_FRAMING_HEADERS, *_TOKEN_HEADERS, _DIMENSIONS_HEADER, _MODEL_HEADER, _RETRY_HEADER))
 _MAX_BODY_BYTES = 1 << 30
 """A server that sends without end must not take this process's memory before the timeout comes."""
 
 
 class ConnectionClosed(ConnectionError):
-    """Raised by `exchange` when the server closes before the whole answer has come."""
+    """Raised by `exchange` when the server closes before the whole response has come."""
 
 
-class BadAnswer(Exception):
-    """Raised when what came back is not an HTTP answer, or not the answer to what was asked."""
+class BadResponse(Exception):
+    """Raised when the bytes are not an HTTP response, or the response does not fit the request."""
 
 
 class Target(NamedTuple):
@@ -71,78 +72,62 @@ def parse_target(url: str) -> Target:
         raise ValueError(f"{url!r}: {error}") from error
 
 
-def render_post(
+def render_request(
     target: Target,
     path: str,
-    body: bytes,
+    body: bytes | None = None,
     *,
     api_key: str | None,
     accept: str = "application/json",
     headers: Mapping[str, str] | None = None,
     user_agent: str = "vecd-bench",
 ) -> bytes:
-    """A whole POST of a JSON `body`, ready to be sent any number of times, with `headers` besides its own.
+    """A whole POST of a JSON `body`, or a GET without one, ready to be sent any number of times.
 
-    Raises ValueError when `path`, `api_key` or a header cannot stand in an HTTP request.
+    Raises ValueError when `path`, `api_key` or one of `headers` cannot stand in an HTTP request.
     """
-    entity = {"Content-Type": "application/json", "Content-Length": str(len(body))}
-    return _render_head("POST", target, path, accept, user_agent, api_key, {**entity, **(headers or {})}) + body
-
-
-def render_get(target: Target, path: str, *, api_key: str | None, user_agent: str) -> bytes:
-    """A whole GET. Raises ValueError as `render_post` does."""
-    return _render_head("GET", target, path, "application/json", user_agent, api_key, {})
-
-
-def _render_head(
-    method: str,
-    target: Target,
-    path: str,
-    accept: str,
-    user_agent: str,
-    api_key: str | None,
-    headers: Mapping[str, str],
-) -> bytes:
     if not path.startswith("/") or not path.isprintable() or " " in path:
         raise ValueError(f"{path!r} is no path: it must start with / and have no blanks")
     if api_key is not None and not api_key.isprintable():
         raise ValueError("the API key has characters that cannot be sent")
     lines = [
-        f"{method} {path} HTTP/1.1",
+        f"{'GET' if body is None else 'POST'} {path} HTTP/1.1",
         f"Host: {target.host_header}",
         f"User-Agent: {user_agent}",
         f"Accept: {accept}",
     ]
     if api_key is not None:
         lines.append(f"Authorization: Bearer {api_key}")
-    for name, value in headers.items():
+    if body is not None:
+        lines += ["Content-Type: application/json", f"Content-Length: {len(body)}"]
+    for name, value in (headers or {}).items():
         if not value or not value.isascii() or not value.isprintable():
             raise ValueError(f"{value!r} cannot be sent as the header {name}")
         lines.append(f"{name}: {value}")
-    return "\r\n".join(lines).encode() + b"\r\n\r\n"
+    return "\r\n".join(lines).encode() + b"\r\n\r\n" + (body or b"")
 
 
-class Answer(NamedTuple):
-    """What came back, whatever its status."""
+class ServerResponse(NamedTuple):
+    """A response, whatever its status."""
 
     status: int
     body: bytes
     num_tokens: int | None = None
-    """Of the request, where a header told."""
+    """Tokens of the request, if a header said so."""
     num_dimensions: int | None = None
-    """Of each vector, where a header told."""
+    """Dimensions of each vector, if a header said so."""
     model: str | None = None
-    """Whose vectors they are, where a header told."""
+    """Name of the model, if a header said so."""
     retry_after_s: int | None = None
-    """When to come again, where a header told in seconds."""
+    """The Retry-After header, if it is a number of seconds."""
 
 
-Outcome: TypeAlias = Answer | Exception
-"""How an exchange ended: TimeoutError when the whole answer was not there in time, ConnectionClosed or another OSError
-when the connection broke, BadAnswer when the bytes were not HTTP."""
+ExchangeResult: TypeAlias = ServerResponse | Exception
+"""How an exchange ended: TimeoutError when the whole response did not come in time, ConnectionClosed or another OSError
+when the connection broke, BadResponse when the bytes were not HTTP."""
 
 
-class Connection(asyncio.Protocol):
+class ClientConnection(asyncio.Protocol):
     """One exchange at a time, by `send` or `exchange`. Made by `connect`."""
 
     def __init__(self) -> None:
@@ -150,27 +135,25 @@ class Connection(asyncio.Protocol):
         self._loop = asyncio.get_running_loop()
         self._parser = httptools.HttpResponseParser(self)
         self._transport: asyncio.Transport
-        self._on_outcome: Callable[[Outcome], object] | None = None
+        self._on_outcome: Callable[[ExchangeResult], object] | None = None
         self._timer: asyncio.TimerHandle
-        self._answer: Answer | None = None
+        self._response: ServerResponse | None = None
         """Complete, not yet delivered."""
         self._is_unasked = False
-        """Whether there was an answer too many."""
+        """Whether a second response came for one request."""
         self._chunks: list[bytes] = []
         self._num_body_bytes = 0
-        self._num_tokens: int | None = None
-        self._num_dimensions: int | None = None
+        self._numbers: dict[str, int] = {}
         self._model: str | None = None
-        self._retry_after_s: int | None = None
         self._is_framed = False
         self._ends_with_connection = False
         self._keeps_alive = True
 
-    def send(self, request: bytes, timeout_s: float, on_outcome: Callable[[Outcome], object]) -> None:
+    def send(self, request: bytes, timeout_s: float, on_outcome: Callable[[ExchangeResult], object]) -> None:
         """Send `request`; `on_outcome` is called with what comes back, once, by the event loop and never from here.
 
-        Raises ConnectionClosed when the connection is not open. Side effects: by the time `on_outcome` hears of an
-        error, or of an answer that says so, the connection is closed (`is_open`).
+        Raises ConnectionClosed when the connection is not open. Side effects: when `on_outcome` is called
+        with an error, or with a response that ends the connection, the connection is already closed (`is_open`).
         """
         if not self.is_open:
             raise ConnectionClosed("closed while idle")
@@ -178,20 +161,20 @@ class Connection(asyncio.Protocol):
         self._timer = self._loop.call_later(timeout_s, self._expire)
         self._transport.write(request)
 
-    async def exchange(self, request: bytes, timeout_s: float) -> Answer:
-        """Send `request` and return what comes back. Raises what an `Outcome` may be."""
-        outcome: asyncio.Future[Outcome] = self._loop.create_future()
+    async def exchange(self, request: bytes, timeout_s: float) -> ServerResponse:
+        """Send `request` and return what comes back. Raises what an `ExchangeResult` may be."""
+        outcome: asyncio.Future[ExchangeResult] = self._loop.create_future()
         self.send(request, timeout_s, outcome.set_result)
         try:
-            answer = await outcome
+            response = await outcome
         finally:
             self._forget()
-        if isinstance(answer, Exception):
-            raise answer
-        return answer
+        if isinstance(response, Exception):
+            raise response
+        return response
 
     def close(self) -> None:
-        """Drop the connection at once. What is under way has no outcome."""
+        """Drop the connection at once. `on_outcome` of an exchange under way is not called."""
         self._forget()
         self._abort()
 
@@ -200,32 +183,32 @@ class Connection(asyncio.Protocol):
         self._transport.abort()
 
     def _forget(self) -> None:
-        """Nobody waits any more."""
+        """Call `on_outcome` no more."""
         if self._on_outcome is not None:
             self._on_outcome = None
             self._timer.cancel()
 
     def _expire(self) -> None:
-        self._fail(TimeoutError("no whole answer in time"))
+        self._fail(TimeoutError("no whole response in time"))
 
     def _fail(self, error: Exception) -> None:
         self._abort()
         self._deliver(error)
 
-    def _deliver(self, outcome: Outcome) -> None:
+    def _deliver(self, outcome: ExchangeResult) -> None:
         if (on_outcome := self._on_outcome) is not None:
             self._on_outcome = None
             self._timer.cancel()
             on_outcome(outcome)
 
-    def _deliver_answer(self, answer: Answer) -> None:
-        self._answer = None
+    def _deliver_response(self, response: ServerResponse) -> None:
+        self._response = None
         if self._on_outcome is None or self._is_unasked:
-            self._fail(BadAnswer("an answer that nobody asked for"))
+            self._fail(BadResponse("a response without a request"))
             return
         if not self._keeps_alive:
             self._abort()
-        self._deliver(answer)
+        self._deliver(response)
 
     # --- called by the event loop -------------------------------------------------------------------------
 
@@ -237,40 +220,34 @@ class Connection(asyncio.Protocol):
         try:
             self._parser.feed_data(data)
         except httptools.HttpParserError as error:
-            self._fail(BadAnswer(f"not HTTP: {error}"))
+            self._fail(BadResponse(f"not HTTP: {error}"))
             return
-        # Not from the parser's own callbacks: it would take what is raised in there for a fault of the answer's.
-        if self._answer is not None:
-            self._deliver_answer(self._answer)
+        # Not from the parser's own callbacks: it takes exceptions in them for errors in the response.
+        if self._response is not None:
+            self._deliver_response(self._response)
 
     def connection_lost(self, exc: Exception | None) -> None:
         self.is_open = False
         if exc is None and self._ends_with_connection and self._on_outcome is not None:
-            self._deliver_answer(self._take_answer())
+            self._deliver_response(self._take_response())
         else:
-            self._fail(exc or ConnectionClosed("closed before the answer was complete"))
+            self._fail(exc or ConnectionClosed("closed before the response was complete"))
 
     # --- called by the parser -----------------------------------------------------------------------------
 
     def on_message_begin(self) -> None:
         self._is_framed = False
-        self._num_tokens = self._num_dimensions = self._model = self._retry_after_s = None
+        self._numbers, self._model = {}, None
         self._num_body_bytes = 0
 
     def on_header(self, name: bytes, value: bytes) -> None:
         name = name.lower()
-        if name not in _KNOWN_HEADERS:
-            return
         if name in _FRAMING_HEADERS:
             self._is_framed = True
-        elif name in _TOKEN_HEADERS and value.isdigit():
-            self._num_tokens = int(value)
-        elif name == _DIMENSIONS_HEADER and value.isdigit():
-            self._num_dimensions = int(value)
+        elif name in _NUMBER_HEADERS and value.isdigit():
+            self._numbers[_NUMBER_HEADERS[name]] = int(value)
         elif name == _MODEL_HEADER:
             self._model = value.decode("latin-1")
-        elif name == _RETRY_HEADER and value.isdigit():
-            self._retry_after_s = int(value)
 
     def on_headers_complete(self) -> None:
         self._ends_with_connection = not self._is_framed
@@ -279,40 +256,39 @@ class Connection(asyncio.Protocol):
     def on_body(self, body: bytes) -> None:
         self._num_body_bytes += len(body)
         if self._num_body_bytes > _MAX_BODY_BYTES:
-            self._fail(BadAnswer(f"longer than {_MAX_BODY_BYTES >> 30} GiB"))
+            self._fail(BadResponse(f"longer than {_MAX_BODY_BYTES >> 30} GiB"))
         else:
             self._chunks.append(body)
 
     def on_message_complete(self) -> None:
         self._ends_with_connection = False
-        if self._parser.get_status_code() < 200:  # an interim answer: the real one follows
+        if self._parser.get_status_code() < 200:  # an interim response: the final one follows
             return
-        self._is_unasked = self._answer is not None
-        self._answer = self._take_answer()
+        self._is_unasked = self._response is not None
+        self._response = self._take_response()
 
-    def _take_answer(self) -> Answer:
+    def _take_response(self) -> ServerResponse:
         body = b"".join(self._chunks)
         self._chunks.clear()
-        status = self._parser.get_status_code()
-        return Answer(status, body, self._num_tokens, self._num_dimensions, self._model, self._retry_after_s)
+        return ServerResponse(self._parser.get_status_code(), body, model=self._model, **self._numbers)
 
 
-async def connect(target: Target, timeout_s: float) -> Connection:
+async def connect(target: Target, timeout_s: float) -> ClientConnection:
     """Open a connection. Raises OSError when it cannot be made, TimeoutError when it takes longer than
     `timeout_s`."""
     loop = asyncio.get_running_loop()
     async with asyncio.timeout(timeout_s):
         if target.unix_path is not None:
-            _, connection = await loop.create_unix_connection(Connection, target.unix_path)
+            _, connection = await loop.create_unix_connection(ClientConnection, target.unix_path)
         else:
-            _, connection = await loop.create_connection(Connection, target.host, target.port)
+            _, connection = await loop.create_connection(ClientConnection, target.host, target.port)
     return connection
 
 
 def name_failure(error: Exception) -> str:
     """The kind under which a failed exchange is counted."""
     match error:
-        case BadAnswer():
+        case BadResponse():
             return "bad answer"
         case TimeoutError():
             return "timeout"

@@ -1,6 +1,6 @@
-"""The files of an output while it is made: each only ever grows, and is cut back to what the journal knows.
+"""A file of an unfinished output: it only grows, and is cut back to the length in the journal.
 
-Owns the open files and the lock, which is on the first of them. Knows nothing of what is in them. Called by
+Owns the open file and its lock. Knows nothing of its content. Called by
 `vecd.client.bulk.output`.
 """
 
@@ -11,12 +11,12 @@ from contextlib import contextmanager
 from pathlib import Path
 
 
-class PartError(Exception):
-    """Raised when the files of an unfinished run cannot be gone on with. The message says why."""
+class OutputError(Exception):
+    """Raised when the files of an unfinished run cannot be used. The message says why."""
 
 
-class Part:
-    """One of them. Raises OSError when it cannot be opened or written."""
+class OutputFile:
+    """Raises OSError when it cannot be opened or written."""
 
     def __init__(self, path: Path) -> None:
         self.path = path
@@ -24,7 +24,7 @@ class Part:
         self.num_bytes = os.fstat(self._fd).st_size
 
     def lock(self) -> bool:
-        """False when somebody else has it, or has just put the file in its final place. Lasts until `close`."""
+        """False when another process has the lock, or has just renamed the file. Lasts until `close`."""
         try:
             fcntl.flock(self._fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
             return os.path.samestat(os.fstat(self._fd), os.stat(self.path))
@@ -32,16 +32,16 @@ class Part:
             return False
 
     def cut(self, num_bytes: int) -> None:
-        """Forget what is behind so many bytes. Raises PartError when there are not so many."""
+        """Cut the file to `num_bytes`. Raises OutputError when it is shorter."""
         if self.num_bytes < num_bytes:
-            raise PartError(
+            raise OutputError(
                 f"{self.path} has {self.num_bytes:,} bytes, the journal knows of {num_bytes:,}: --restart begins anew"
             )
         os.ftruncate(self._fd, num_bytes)
         self.num_bytes = num_bytes
 
     def append(self, data: bytes | memoryview) -> None:
-        """Whole, or OSError."""
+        """Write all of `data`. Raises OSError."""
         view = memoryview(data)
         while view:
             with self._named():
@@ -50,7 +50,7 @@ class Part:
             view = view[num_written:]
 
     def overwrite(self, data: bytes) -> None:
-        """Its beginning."""
+        """Write `data` over the beginning of the file."""
         with self._named():
             os.pwrite(self._fd, data, 0)
 
@@ -60,14 +60,14 @@ class Part:
 
     @contextmanager
     def _named(self) -> Iterator[None]:
-        """A full disk says which file it is about."""
+        """Name the file in an OSError, such as that of a full disk."""
         try:
             yield
         except OSError as error:
             raise OSError(error.errno, error.strerror, str(self.path)) from error
 
     def close(self) -> None:
-        """May be called again."""
+        """May be repeated."""
         if self._fd >= 0:
             os.close(self._fd)
             self._fd = -1

@@ -5,8 +5,7 @@ import copy
 import orjson
 import pytest
 
-from vecd.client.top.frame import is_same_life, make_frame, percentile
-from vecd.client.top.history import NUM_REMEMBERED, History
+from vecd.client.top.figures import NUM_REMEMBERED, History, compute_figures, is_same_life, percentile
 from vecd.client.top.stats import STAGES, NotStats, Stats, read_stats
 
 BOUNDS = [0.001, 0.01, 0.1]
@@ -69,30 +68,30 @@ def later(seconds: float = 2.0) -> dict:
 
 
 def test_rates_and_shares_are_of_what_came_in_between():
-    frame = make_frame(read(answer()), read(later()))
-    assert (frame.requests_per_s, frame.inputs_per_s, frame.tokens_per_s) == (10, 20, 450)
-    batches = frame.batches
+    figures = compute_figures(read(answer()), read(later()))
+    assert (figures.requests_per_s, figures.inputs_per_s, figures.tokens_per_s) == (10, 20, 450)
+    batches = figures.batches
     assert (batches.per_s, batches.mean_sequences, batches.mean_tokens, batches.padding_share) == (5, 4, 90, 0.1)
-    [worker] = frame.workers
+    [worker] = figures.workers
     assert (worker.busy_share, worker.batches_per_s, worker.tokens_per_s, worker.cpu_share) == (0.75, 5, 450, 0.5)
-    assert [(error.status, error.per_s, error.num) for error in frame.errors] == [(429, 2, 4)]
-    assert frame.faults == {"refused": 4}
-    assert (frame.memory_bytes, frame.num_processes, frame.cpu_cores) == (180, 3, 0.5)
+    assert [(error.status, error.per_s, error.num) for error in figures.errors] == [(429, 2, 4)]
+    assert figures.faults == {"refused": 4}
+    assert (figures.memory_bytes, figures.num_processes, figures.cpu_cores) == (180, 3, 0.5)
 
 
 def test_the_first_answer_has_levels_and_no_rates():
-    frame = make_frame(None, read(later()))
-    assert frame.elapsed_s is frame.requests_per_s is frame.batches.per_s is frame.workers[0].busy_share is None
-    assert {latency.p50_s for latency in frame.latencies} == {None}
-    assert frame.cpu_cores is None
-    assert (frame.errors[0].per_s, frame.errors[0].num) == (None, 4)
-    assert frame.memory_bytes == 180
+    figures = compute_figures(None, read(later()))
+    assert figures.elapsed_s is figures.requests_per_s is figures.batches.per_s is figures.workers[0].busy_share is None
+    assert {latency.p50_s for latency in figures.latencies} == {None}
+    assert figures.cpu_cores is None
+    assert (figures.errors[0].per_s, figures.errors[0].num) == (None, 4)
+    assert figures.memory_bytes == 180
 
 
 def test_where_nothing_happened_there_is_no_percentile_and_no_mean():
-    frame = make_frame(read(later(2.0)), read(later(4.0)))
-    assert frame.requests_per_s == frame.batches.per_s == frame.workers[0].busy_share == 0
-    assert frame.batches.mean_tokens is frame.batches.padding_share is frame.latencies[-1].p99_s is None
+    figures = compute_figures(read(later(2.0)), read(later(4.0)))
+    assert figures.requests_per_s == figures.batches.per_s == figures.workers[0].busy_share == 0
+    assert figures.batches.mean_tokens is figures.batches.padding_share is figures.latencies[-1].p99_s is None
 
 
 @pytest.mark.parametrize(
@@ -115,8 +114,8 @@ def test_percentiles_are_interpolated_within_their_bucket(counts, share, expecte
 def test_percentiles_are_of_the_requests_in_between_alone():
     before, after = later(), later(4.0)
     after["stages"]["queue"]["counts"] = [4, 10, 0, 10]
-    frame = make_frame(read(before), read(after))
-    queue = next(latency for latency in frame.latencies if latency.stage == "queue")
+    figures = compute_figures(read(before), read(after))
+    queue = next(latency for latency in figures.latencies if latency.stage == "queue")
     assert queue.num == 4
     assert queue.p50_s == pytest.approx(0.0005)
 
@@ -124,24 +123,24 @@ def test_percentiles_are_of_the_requests_in_between_alone():
 def test_a_long_batch_makes_nobody_busier_than_busy():
     after = later()
     after["workers"][0]["busy_s"] = 30.0
-    assert make_frame(read(answer()), read(after)).workers[0].busy_share == 1.0
+    assert compute_figures(read(answer()), read(after)).workers[0].busy_share == 1.0
 
 
 def test_whoever_is_new_has_no_rates_yet():
     after = later()
     after["workers"].append({**after["workers"][0], "worker": 1, "life": 3, "pid": None})
     after["processes"]["worker-0"]["pid"] = 99  # another life, whose processor time began at 0
-    frame = make_frame(read(answer()), read(after))
-    assert [worker.num_restarts for worker in frame.workers] == [0, 2]
-    assert frame.workers[1].busy_share is frame.workers[1].memory_bytes is frame.workers[0].cpu_share is None
+    figures = compute_figures(read(answer()), read(after))
+    assert [worker.num_restarts for worker in figures.workers] == [0, 2]
+    assert figures.workers[1].busy_share is figures.workers[1].memory_bytes is figures.workers[0].cpu_share is None
 
 
 def test_fill_is_shown_where_a_server_tells_it():
     before, after = answer(), later()
     before["batch_fill"] = {"bounds": [0.5, 1.0], "counts": [4, 0, 0], "sum": 1.0}
     after["batch_fill"] = {"bounds": [0.5, 1.0], "counts": [4, 2, 0], "sum": 2.5}
-    assert make_frame(read(before), read(after)).batches.mean_fill == 0.75
-    assert make_frame(read(answer()), read(later())).batches.mean_fill is None
+    assert compute_figures(read(before), read(after)).batches.mean_fill == 0.75
+    assert compute_figures(read(answer()), read(later())).batches.mean_fill is None
 
 
 # --- restarts --------------------------------------------------------------------------------------------------
@@ -180,8 +179,8 @@ def test_after_a_restart_everything_starts_anew():
     history.add(read(answer()))
     history.add(read(later()))
     assert history.trends().requests_per_s == (10,)
-    frame = history.add(read(answer(104.0)))
-    assert frame.requests_per_s is frame.cpu_cores is None
+    figures = history.add(read(answer(104.0)))
+    assert figures.requests_per_s is figures.cpu_cores is None
     assert history.trends() == ((), (), (), 2)
     assert history.add(read(answer(105.0))).requests_per_s == 0
 
@@ -192,8 +191,8 @@ def test_processor_time_is_of_the_last_seconds():
     for second in range(20):
         after = answer(100.0 + second)
         after["processes"]["worker-0"]["cpu_s"] = 1.0 + second // 2 * 2 * 0.25
-        frame = history.add(read(after))
-    assert frame.workers[0].cpu_share == pytest.approx(0.25, abs=0.06)
+        figures = history.add(read(after))
+    assert figures.workers[0].cpu_share == pytest.approx(0.25, abs=0.06)
 
 
 def test_what_is_remembered_is_bounded():

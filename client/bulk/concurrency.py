@@ -1,10 +1,10 @@
-"""How many requests are under way at a time.
+"""The number of requests under way.
 
-Owns the number, which follows the server: enough for it to have about a second of work in hand, however fast it is, and
-no more. Pure but for the clock. Called by `vecd.client.bulk.service`.
+Owns the number, which follows the server: it gets about a second of work, however fast it is. Pure but for the clock.
+Called by `vecd.client.bulk.service`.
 
-More would buy nothing: a server that has a second of work never waits for this program, and what waits there longer
-holds memory, and is computed in vain when either of the two dies.
+More would not help: a server that has a second of work never waits for this program, and longer queues hold memory, and
+are lost when one of the two dies.
 """
 
 import asyncio
@@ -17,8 +17,8 @@ _START = 4
 _TOO_SHORT_S, _TOO_LONG_S = 1.0, 4.0
 
 
-class Pace:
-    """`turn` around each request."""
+class ConcurrencyLimit:
+    """Limits concurrent requests: each holds a `permit`."""
 
     def __init__(self) -> None:
         self.limit = _START
@@ -32,8 +32,8 @@ class Pace:
         self.is_fixed = True
 
     @asynccontextmanager
-    async def turn(self) -> AsyncIterator[None]:
-        """Wait for one's turn, and learn from how long it takes."""
+    async def permit(self) -> AsyncIterator[None]:
+        """Wait until a request may start, and learn from the time that it takes."""
         async with self._next:
             await self._next.wait_for(lambda: self.num_running < self.limit)
             self.num_running += 1
@@ -47,7 +47,7 @@ class Pace:
                 self._next.notify_all()
 
     def learn(self, took_s: float, *, was_full: bool) -> None:
-        """A request took so long; `was_full`: as many were under way as may."""
+        """Adapt to a request that took `took_s`; `was_full`: at its start the limit was reached."""
         if self.is_fixed:
             return
         if took_s < _TOO_SHORT_S and was_full:

@@ -1,4 +1,4 @@
-"""A server of this command's own: started for one run, stopped at its end, and gone however that end comes.
+"""The server that `vecd embed` starts for one run. It stops at the end of the run, and with this process.
 
 Owns the process. Knows `vecd serve` by its command line alone. Called by `vecd.client.bulk.command`.
 """
@@ -23,22 +23,22 @@ _PR_SET_PDEATHSIG = 1
 _STOP_TIMEOUT_S = 45.0
 _TAIL_BYTES = 4096
 _NOT_OURS = ("NOTIFY_SOCKET", "WATCHDOG_PID", "WATCHDOG_USEC", "LISTEN_PID", "LISTEN_FDS", "LISTEN_FDNAMES")
-"""Of systemd's, when it has started this command: they are not for the server."""
+"""Variables of systemd for this command, not for the server."""
 _RESERVED = ("--host", "--port", "--uds", "--ready-fd", "--tls-cert", "--tls-key")
 
 
 class StartFailed(Exception):
-    """Raised when the server does not start. The message is the last that it said."""
+    """Raised when the server does not start. The message has the end of its log."""
 
 
 def check_flags(flags: Sequence[str]) -> None:
-    """Raises ValueError for flags of `vecd serve` that are not the caller's to choose."""
+    """Raises ValueError for flags of `vecd serve` that this command sets itself."""
     for flag in flags:
         if flag.partition("=")[0] in _RESERVED:
             raise ValueError(f"{flag}: where the server listens is chosen here; for one that listens elsewhere, --url")
 
 
-class OwnServer:
+class ServerProcess:
     """A server that is ready."""
 
     def __init__(self, process: "subprocess.Popen[bytes]", url: str, log: IO[bytes]) -> None:
@@ -47,21 +47,21 @@ class OwnServer:
         self._log = log
 
     def why_gone(self) -> str | None:
-        """What it said last, once it has ended."""
+        """The end of its log, once it has ended."""
         if self._process.poll() is None:
             return None
         return f"the server that was started here has ended with {self._process.returncode}: {_last_lines(self._log)}"
 
 
 @contextmanager
-def own_server(model: str | None, flags: Sequence[str], on_wait: Callable[[str], None]) -> Iterator[OwnServer]:
-    """Start one on a free port of 127.0.0.1. `on_wait` is told now and then what it does until it is ready.
+def start_server(model: str | None, flags: Sequence[str], on_wait: Callable[[str], None]) -> Iterator[ServerProcess]:
+    """Start a server on a free port of 127.0.0.1, and stop it in the end. `on_wait` is called until it is ready.
 
-    Raises StartFailed. To be called by the main thread: when that ends, however it does, the server stops.
+    Raises StartFailed. To be called by the main thread: when that ends, for whatever reason, the server stops.
     """
     reader, writer = os.pipe()
     command = [
-        # As `vecd.launch.programs` writes it: in the binary, sys.executable is the binary, and takes the same words.
+        # As `launch/base/programs.py` writes it: in the binary, sys.executable is the binary, and takes the same words.
         sys.executable, "-P", "-m", "vecd", "serve", *([model] if model else []), *flags,
         "--port", "0", "--ready-fd", str(writer), "--drain-grace", "0",
     ]  # fmt: skip
@@ -78,7 +78,7 @@ def own_server(model: str | None, flags: Sequence[str], on_wait: Callable[[str],
         )
         os.close(writer)
         try:
-            yield OwnServer(process, _await_ready(process, ready, log, on_wait), log)
+            yield ServerProcess(process, _await_ready(process, ready, log, on_wait), log)
         finally:
             _stop(process)
 
@@ -88,7 +88,7 @@ _libc = ctypes.CDLL(None)
 
 def _stop_with_parent(parent_pid: int) -> None:
     _libc.prctl(_PR_SET_PDEATHSIG, signal.SIGTERM)
-    if os.getppid() != parent_pid:  # it has died before this was asked for
+    if os.getppid() != parent_pid:  # it died before the call above
         os._exit(1)
 
 
