@@ -25,8 +25,8 @@ _MIN_COSINE = {"bfloat16": 0.998, "float16": 0.998, "int8": 0.99}
 """Measured on all-MiniLM-L6-v2, bfloat16 against float32: 0.9989 at worst, typically 0.9998."""
 
 # Most wrong paths fail at a border, at a length, or in an order, and short sequences show that as well as long ones:
-# 136 tokens in all; 392 took 60 ms on a core for all-MiniLM-L6-v2. Unsorted, with equal lengths, whose borders are inside
-# a run.
+# 136 tokens in all; 392 took 60 ms on a core for all-MiniLM-L6-v2. Unsorted, and with equal lengths, which have a
+# border inside a run.
 _SHORT_LENGTHS = (5, 1, 34, 3, 13, 1, 55, 2, 5, 8, 3, 6)
 # Beyond the thresholds of engines, and of models with windows.
 _LONG_LENGTHS = (256, 170)

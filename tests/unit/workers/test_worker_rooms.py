@@ -36,7 +36,7 @@ def test_rooms_import_only_from_rooms_below() -> None:
         floor = ROOMS.index(room) if room in ROOMS else -1
         for name in imports(ast.parse(path.read_text())):
             parts = name.split(".")
-            if parts[:2] == ["vecd", "workers"] and len(parts) > 2 and parts[2] in ROOMS:
-                if ROOMS.index(parts[2]) > floor:
-                    wrong.append(f"{path.relative_to(ROOT)} imports {name}")
+            target = parts[2] if parts[:2] == ["vecd", "workers"] and len(parts) > 2 else ""
+            if target in ROOMS and ROOMS.index(target) > floor:
+                wrong.append(f"{path.relative_to(ROOT)} imports {name}")
     assert wrong == []
