@@ -87,7 +87,7 @@ class Service:
             config.arena.rows_per_slot,
             config.max_tokens,
             num_gateways=config.num_gateways,
-            queued_elsewhere=lambda: gateway.shared_metrics.others(Gauge.QUEUED_TOKENS),
+            queued_elsewhere=lambda: self._shared_metrics.others(Gauge.QUEUED_TOKENS),
         )
         self.dispatcher = Dispatcher(
             policy=self.policy,
@@ -99,9 +99,9 @@ class Service:
             widths={output: output.width_of(config.card) for output in Output},
             on_stuck=lambda who: send(WorkerStuck(who.worker, who.life)),
             on_connected=lambda who: send(WorkerMet(who.worker, who.life)),
+            on_deaths=(lambda *deaths: send(InputDeaths(*deaths))) if config.num_gateways > 1 else None,
+            on_cleared=(lambda digests: send(InputsCleared(digests))) if config.num_gateways > 1 else None,
             on_quarantined=lambda digest: send(Quarantined(digest)),
-            on_deaths=lambda *deaths: send(InputDeaths(*deaths)) if config.num_gateways > 1 else None,
-            on_cleared=lambda digests: send(InputsCleared(digests)) if config.num_gateways > 1 else None,
             on_broken=lambda make_error: self.pipeline.fail_all(make_error),  # noqa: PLW0108 (it is made below)
             on_sending=TeiCounts(self._shared_metrics).count_batch if config.has_tei_metrics else None,
             quarantine_key=gateway.quarantine_key,
@@ -196,7 +196,7 @@ class Services:
         self._read_tokenizer = read_tokenizer
         self._make_service = make_service
         self._keys: Sequence[ApiKey] = first.config.keys
-        """The newest that this gateway has been told of."""
+        """The newest keys from the supervisor."""
         self._preparing: dict[int, asyncio.Task[None]] = {}
 
     def total(self, value: Callable[[Service], int]) -> int:
@@ -239,12 +239,11 @@ class Services:
         for service in self.all.values():
             service.pipeline.give_up()
 
-    # --- what the supervisor says ---------------------------------------------------------------------------
+    # --- messages of the supervisor -------------------------------------------------------------------------
 
     def worker_up(self, message: WorkerUp, arena_fd: int) -> None:
         service = self.all[message.generation]
-        shared_metrics = self._gateway.shared_metrics
-        slots = map_arena(arena_fd, service.config.arena, writable=False)[shared_metrics.gateway]
+        slots = map_arena(arena_fd, service.config.arena, writable=False)[self._gateway.shared_metrics.gateway]
         service.dispatcher.worker_up(Incarnation(message.worker, message.life), slots, message.facts)
 
     def worker_down(self, message: WorkerDown) -> None:
@@ -294,7 +293,7 @@ class Services:
             raise
         except ModelError as error:
             send(Prepared(generation, str(error)))
-        except BaseException as error:  # libraries in Rust raise what is no Exception
+        except BaseException as error:  # libraries in Rust raise other classes than Exception
             log.error("generation %d cannot be prepared", generation, exc_info=True)
             send(Prepared(generation, f"a gateway failed with {type(error).__name__}"))
         else:

@@ -56,7 +56,7 @@ class OperationsHandler:
         timeline = http.timeline
         timeline.arrived_at = time.monotonic()
         try:
-            principal.check_limits()  # before the body is parsed
+            principal.check_quota()  # before the body is parsed
             parsed = await context.bodies.parse(
                 http.body, self._large, lambda body: self._parse(context, http, body), principal.tenant, self._small,
                 http.coding,

@@ -29,7 +29,6 @@ from vecd.gateway.api.routes import Place, Route
 from vecd.gateway.api.stats import describe_stats
 from vecd.gateway.telemetry.metrics import CONTENT_TYPE, render_metrics
 from vecd.gateway.telemetry.processes import Usage
-from vecd.gateway.types.errors import NotImplementedByServer
 from vecd.gateway.types.messages import HttpRequest, Response
 from vecd.shm.shared_metrics import Gauge
 
@@ -69,7 +68,7 @@ async def info(context: Context, http: HttpRequest, principal: Principal) -> Res
         return _json(200, describe_for_tei(config, links, num_threads))
     tenants = None
     if http.is_admin or principal.is_admin:
-        tenants = describe_tenants(context.num_tenants(), context.principals.holders, context.load_of)
+        tenants = describe_tenants(context.num_tenants(), context.principals.with_keys, context.load_of)
     body = describe_info(
         config, context.shared_metrics, links, num_threads=num_threads, started_at=context.started_at, tenants=tenants
     )
@@ -110,8 +109,6 @@ async def _usages(context: Context) -> dict[str, Usage]:
 
 
 async def reload(context: Context, http: HttpRequest, principal: Principal) -> Response:
-    if context.on_reload is None:
-        raise NotImplementedByServer("This gateway has no supervisor that could reload its configuration")
     context.on_reload()
     return _json(202, {"status": "reloading"})
 
@@ -122,7 +119,7 @@ async def keys(context: Context, http: HttpRequest, principal: Principal) -> Res
         200,
         {
             "gateway": context.shared_metrics.gateway,
-            "keys": [holder.describe() for holder in context.principals.holders],
+            "keys": [holder.describe() for holder in context.principals.with_keys],
         },
     )
 

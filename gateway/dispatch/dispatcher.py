@@ -10,8 +10,8 @@ Life of a slot: free → `_send` → in flight → `Done` → being encoded → 
 scheduler, as far as `vecd.gateway.dispatch.retry_budget` pays for it. A poison input, found by
 `vecd.gateway.dispatch.crash_attribution`, is failed, and rejected from then on by `vecd.gateway.dispatch.quarantine`.
 
-Several may live in one process and on one event loop. Called by `vecd.gateway.main` (control messages) and
-`vecd.gateway.pipeline` (new sequences, health).
+Several may live in one process and on one event loop. Called by `vecd.gateway.service` (control messages) and
+`vecd.gateway.pipeline` (new sequences).
 """
 
 import asyncio
@@ -118,7 +118,8 @@ class Dispatcher:
         self._links: dict[bytes, WorkerLink] = {}
         self._is_dispatch_due = False
         self._is_stopped = False
-        self._num_done = 0
+        self._num_deaths = 0
+        """Of workers."""
         self.broken: str | None = None
         """Why no worker stays alive, once the supervisor has said so; None again as soon as one is up."""
         self.tokens_per_s = self._pace.tokens_per_s
@@ -210,7 +211,7 @@ class Dispatcher:
         """Workers have died with these inputs at another gateway, which also decides whether it rejects them."""
         for digest in digests:
             deaths = self._crash_attribution.record(digest, None)
-            count_death(deaths, is_isolated=is_isolated, has_crashed=has_crashed, num_done=self._num_done)
+            count_death(deaths, is_isolated=is_isolated, has_crashed=has_crashed, num_worker_deaths=self._num_deaths)
 
     def note_cleared(self, digests: list[str]) -> None:
         """Another gateway's workers have computed these inputs."""
@@ -246,6 +247,7 @@ class Dispatcher:
         self._last_death = f"{incarnation} {reason}"
         if link is None:
             return
+        self._num_deaths += 1
         # Answered batches are still encoded: their rows were complete before the worker died, and the view keeps
         # the arena. A death counts for inputs that were being computed, and not for a batch that was sent ahead, or
         # waited for another gateway's.
@@ -377,7 +379,6 @@ class Dispatcher:
         link.cost_model.observe(batch.num_tokens, done.compute_us / 1e6)
         self._note_pace(link.cost_model)
         self._retries.earn(batch.num_tokens)
-        self._num_done += 1
         worker = link.incarnation.worker
         self._board.batch_done(
             batch.number,
@@ -450,7 +451,9 @@ class Dispatcher:
             deaths = self._crash_attribution.record(digest, sequences[0].deaths)
             for sequence in sequences:
                 sequence.deaths = deaths
-            if count_death(deaths, is_isolated=is_isolated, has_crashed=has_crashed, num_done=self._num_done):
+            if count_death(
+                deaths, is_isolated=is_isolated, has_crashed=has_crashed, num_worker_deaths=self._num_deaths
+            ):
                 self._reject(sequences[0], digest)
 
     def _clear(self, sequences: list[QueuedSequence]) -> None:
@@ -480,8 +483,7 @@ class Dispatcher:
             self._report_stuck(link)
 
     def _put_back(self, sequences: list[QueuedSequence]) -> None:
-        """Queue lost sequences again: those that must run alone as isolated batches, the others as far as the retry
-        budget pays for them."""
+        """Queue lost sequences again, as far as the retry budget pays for those that may share a batch."""
         for sequence in sequences:
             is_free = sequence.is_abandoned or sequence.must_run_alone
             if not is_free and not self._retries.pay(sequence.num_tokens):

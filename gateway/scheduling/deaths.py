@@ -16,10 +16,10 @@ class Deaths:
     num: int = 0
     num_alone: int = 0
     """Of these, in a batch of this input alone."""
-    num_beside_others: int = 0
-    """Of those alone, after other batches had been done since the death before."""
-    num_done: int = 0
-    """Batches that the gateway's workers had done by the time of the last death."""
+    num_in_a_row: int = 0
+    """Of those alone, the newest, between which no other worker has died."""
+    last_worker_death: int = 0
+    """The number of the newest, among the deaths of all workers."""
 
     @property
     def must_run_alone(self) -> bool:

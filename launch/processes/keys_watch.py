@@ -8,7 +8,6 @@ import logging
 import os
 from collections.abc import Callable
 from pathlib import Path
-from typing import NamedTuple
 
 from vecd.gateway.types.config import ApiKey
 from vecd.launch.base.exit_codes import ConfigurationError
@@ -19,14 +18,6 @@ from vecd.launch.processes.file_access import FileAccess, FilesHang
 log = logging.getLogger("vecd.supervisor")
 
 _INTERVAL_S = 2.0
-
-
-class _Version(NamedTuple):
-    """What differs when the file does. All 0: there is no file."""
-
-    inode: int = 0
-    size: int = 0
-    changed_at_ns: int = 0
 
 
 class KeysWatch:
@@ -41,8 +32,8 @@ class KeysWatch:
         self._files = files
         self._current_settings = current_settings
         self._on_keys = on_keys
-        self._seen: _Version | None = None
-        self._seen_by: Settings | None = None
+        self._seen: tuple[Settings, tuple[int, ...]] | None = None
+        """The version of the file that was read last, and the settings that named the file."""
 
     async def run(self) -> None:
         """Look at the file every two seconds, until cancelled."""
@@ -58,9 +49,9 @@ class KeysWatch:
             return
         try:
             version = await self._files.call(str(path), lambda: _version(path))
-            if self._seen_by is settings and self._seen == version:
+            if self._seen is not None and self._seen[0] is settings and self._seen[1] == version:
                 return
-            self._seen_by, self._seen = settings, version
+            self._seen = settings, version
             keys = await self._files.call(str(path), lambda: load_keys(settings))
         except FilesHang:  # which is logged
             self._seen = None
@@ -74,9 +65,10 @@ class KeysWatch:
                 self._on_keys(keys)
 
 
-def _version(path: Path) -> _Version:
+def _version(path: Path) -> tuple[int, ...]:
+    """What differs when the file does; empty if there is none."""
     try:
         found = os.stat(path)
     except OSError:
-        return _Version()
-    return _Version(found.st_ino, found.st_size, found.st_mtime_ns)
+        return ()
+    return found.st_ino, found.st_size, found.st_mtime_ns

@@ -8,64 +8,68 @@ from vecd.gateway.dispatch.crash_attribution import MAX_REMEMBERED, REMEMBERED_S
 from vecd.gateway.scheduling.deaths import Deaths
 
 
-def deaths_until_rejected(*, has_crashed: bool, others_go_on: bool, in_company: int = 2) -> int:
-    deaths, num_done = Deaths(), 0
+def deaths_until_rejected(*, has_crashed: bool, others_die: bool = False, in_company: int = 2) -> int:
+    deaths, num_worker_deaths = Deaths(), 50
     for number in range(1, 100):
-        num_done += others_go_on
+        num_worker_deaths += 2 if others_die else 1
         is_isolated = number > in_company
         assert deaths.must_run_alone == (number > 2)
-        if count_death(deaths, is_isolated=is_isolated, has_crashed=has_crashed, num_done=num_done):
+        if count_death(deaths, is_isolated=is_isolated, has_crashed=has_crashed, num_worker_deaths=num_worker_deaths):
             return number
     raise AssertionError("never")
 
 
-def test_an_isolated_crash_is_enough_at_the_third_death():
-    assert deaths_until_rejected(has_crashed=True, others_go_on=True) == 3
-    assert deaths_until_rejected(has_crashed=True, others_go_on=False) == 3
-    assert deaths_until_rejected(has_crashed=True, others_go_on=False, in_company=0) == 3
+@pytest.mark.parametrize("others_die", [False, True])
+@pytest.mark.parametrize("in_company", [0, 1, 2])
+def test_an_isolated_crash_is_enough_at_the_third_death(in_company: int, others_die: bool):
+    assert deaths_until_rejected(has_crashed=True, others_die=others_die, in_company=in_company) == 3
 
 
-def test_a_kill_may_come_from_outside_and_proves_less():
-    assert deaths_until_rejected(has_crashed=False, others_go_on=True) == 5
-    assert deaths_until_rejected(has_crashed=False, others_go_on=True, in_company=0) == 3
+@pytest.mark.parametrize("in_company", [0, 1, 2])
+def test_a_kill_may_come_from_outside_and_five_are_needed(in_company: int):
+    assert deaths_until_rejected(has_crashed=False, in_company=in_company) == 5
 
 
-def test_where_nobody_gets_on_it_is_not_the_input_for_long():
-    assert deaths_until_rejected(has_crashed=False, others_go_on=False) == 5
-    assert deaths_until_rejected(has_crashed=False, others_go_on=False, in_company=0) == 5
+def test_where_other_workers_die_as_well_it_is_not_the_input_for_long():
+    assert deaths_until_rejected(has_crashed=False, others_die=True) == 10
+    assert deaths_until_rejected(has_crashed=False, others_die=True, in_company=0) == 8
 
 
 def test_deaths_in_company_alone_never_reject():
     deaths = Deaths()
-    for num_done in range(100):
-        assert not count_death(deaths, is_isolated=False, has_crashed=True, num_done=num_done)
+    for number in range(100):
+        assert not count_death(deaths, is_isolated=False, has_crashed=True, num_worker_deaths=number)
 
 
 def test_after_many_deaths_in_company_three_isolated_ones_are_still_needed():
     """As when many copies of a harmless input are being computed, and all workers are killed at once."""
     deaths = Deaths()
-    for _ in range(8):
-        assert not count_death(deaths, is_isolated=False, has_crashed=False, num_done=0)
-    rejected = [count_death(deaths, is_isolated=True, has_crashed=False, num_done=0) for _ in range(3)]
-    assert rejected == [False, False, True]
+    rejected = [
+        count_death(deaths, is_isolated=number > 8, has_crashed=False, num_worker_deaths=number)
+        for number in range(1, 12)
+    ]
+    assert rejected == [False] * 10 + [True]
 
 
 @pytest.mark.parametrize("seed", range(50))
-def test_an_input_that_ends_every_worker_is_rejected_after_five_deaths_at_most(seed: int):
-    """Whatever ends them, and whatever happens to others, while one copy of it is computed at a time. In its first
-    two deaths it may have been isolated or not."""
+def test_an_input_that_ends_every_worker_is_rejected_after_five_deaths_and_ten_while_others_die(seed: int):
+    """Whatever ends them, while one copy of it is computed at a time. In its first two deaths it may have been
+    isolated or not."""
     dice = random.Random(seed)
-    for _ in range(200):
-        deaths, num_done, num_deaths = Deaths(), 0, 0
+    for _ in range(100):
+        others_die = dice.random() < 0.5
+        deaths, num_worker_deaths, num_deaths = Deaths(), 0, 0
         is_rejected = False
         while not is_rejected:
             num_deaths += 1
-            num_done += dice.choice((0, 0, 1))
-            is_isolated = deaths.must_run_alone or dice.random() < 0.5
+            num_worker_deaths += 1 + (dice.choice((0, 1, 3)) if others_die else 0)
             is_rejected = count_death(
-                deaths, is_isolated=is_isolated, has_crashed=dice.random() < 0.3, num_done=num_done
+                deaths,
+                is_isolated=deaths.must_run_alone or dice.random() < 0.5,
+                has_crashed=dice.random() < 0.2,
+                num_worker_deaths=num_worker_deaths,
             )
-        assert 3 <= num_deaths <= 5
+        assert 3 <= num_deaths <= (10 if others_die else 5)
 
 
 class Clock:

@@ -212,8 +212,8 @@ def test_limits_have_bounds(limit):
 @pytest.mark.parametrize("limits", ["tokens_per_s = 1e12\nmax_requests = 1_000_000_000", "tokens_per_s = 0.001"])
 def test_limits_at_their_bounds(limits):
     [key] = from_file(f'[[keys]]\nname = "a"\nsha256 = "{digest(KEY)}"\n{limits}\n')
-    [caller] = Principals([key], num_gateways=64).holders
-    with caller.spend(10):
+    [principal] = Principals([key], num_gateways=64).with_keys
+    with principal.reserve(10):
         pass
 
 
