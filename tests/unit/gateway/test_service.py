@@ -25,7 +25,7 @@ from vecd.launch.config.plan import make_plan
 from vecd.launch.config.settings import load_settings
 from vecd.shm.arena import create_arena
 from vecd.shm.card import ModelError
-from vecd.shm.control import Message, Prepare, Prepared, Retired, WorkerDown, WorkerUp
+from vecd.shm.control import InputDeaths, InputsCleared, Message, Prepare, Prepared, Retired, WorkerDown, WorkerUp
 from vecd.shm.wire import Incarnation
 
 KEYS = (ApiKey("a", "00"),)
@@ -46,6 +46,8 @@ class FakeDispatcher:
         self.downs: list[tuple[Incarnation, str, bool]] = []
         self.broken: list[str] = []
         self.quarantine: set[str] = set()
+        self.deaths: list[tuple[list[str], bool, bool]] = []
+        self.cleared: list[list[str]] = []
 
     def start(self, fd: int) -> None:
         if self.fails is not None:
@@ -57,6 +59,12 @@ class FakeDispatcher:
 
     def worker_up(self, who: Incarnation, slots: object, facts: dict[str, Any]) -> None:
         self.ups.append((who, facts))
+
+    def note_deaths(self, digests: list[str], *, is_isolated: bool, has_crashed: bool) -> None:
+        self.deaths.append((digests, is_isolated, has_crashed))
+
+    def note_cleared(self, digests: list[str]) -> None:
+        self.cleared.append(digests)
 
     def activate(self) -> None:
         self.is_active = True
@@ -411,6 +419,19 @@ def test_only_the_generation_without_workers_is_broken_and_a_poison_input_is_ref
         bench.services.add_to_quarantine("ab")
         assert (bench.first.dispatcher.broken, service.dispatcher.broken) == ([], ["it does not start"])
         assert bench.first.dispatcher.quarantine == service.dispatcher.quarantine == {"ab"}
+
+    asyncio.run(test())
+
+
+def test_deaths_at_other_gateways_and_inputs_that_are_cleared_there_are_told_to_all(listening):
+    async def test() -> None:
+        bench = Bench()
+        service = await bench.prepared(2, listening)
+        bench.services.note_deaths(InputDeaths(["ab", "cd"], is_isolated=False, has_crashed=True))
+        bench.services.note_cleared(InputsCleared(["cd"]))
+        for each in (bench.first, service):
+            assert each.dispatcher.deaths == [(["ab", "cd"], False, True)]
+            assert each.dispatcher.cleared == [["cd"]]
 
     asyncio.run(test())
 
