@@ -11,7 +11,8 @@ from typing import Any
 from vecd.shm.arena import ArenaSpec
 from vecd.shm.card import ModelCard
 from vecd.workers.config import WorkerConfig
-from vecd.workers.engine import Engine, load_engine
+from vecd.workers.engine import Engine
+from vecd.workers.engines.load import load_engine
 
 _ROWS_PER_SLOT = 512
 

@@ -50,7 +50,7 @@ class Generations(Protocol):
 
     def note_deaths(self, message: InputDeaths) -> None: ...
 
-    def note_cleared(self, message: InputsCleared) -> None: ...
+    def note_cleared(self, digests: list[str]) -> None: ...
 
     def set_keys(self, keys: Sequence[ApiKey]) -> None: ...
 
@@ -129,7 +129,7 @@ class Control:
             case InputDeaths():
                 generations.note_deaths(message)
             case InputsCleared():
-                generations.note_cleared(message)
+                generations.note_cleared(message.digests)
             case NewKeys():
                 generations.set_keys(tuple(ApiKey.from_json(key) for key in message.keys))
             case Prepare():

@@ -1,7 +1,7 @@
 """The way of an embedding request, from its parsed body to its rows.
 
-Owns the order of that way: the limits of the principal, admission, the tokenizer, the batching policy, the workers;
-and the requests that are waiting on it. It is the `vecd.gateway.api.context.Embedder` of one generation of the
+Owns the order of that way (the principal's limits, admission, tokenizer, batching policy, dispatcher) and the requests
+that are waiting on it. It is the `vecd.gateway.api.context.Embedder` of one generation of the
 configuration. Knows no HTTP, no dialect, no socket and no ZeroMQ frame. Made by `vecd.gateway.service`.
 """
 
@@ -14,7 +14,7 @@ from typing import Any, TypeVar
 from vecd.gateway.admission.admission import Admission, Permit
 from vecd.gateway.admission.deadlines import Deadlines
 from vecd.gateway.admission.principals import Principal, Reservation
-from vecd.gateway.api.operations import DecodeAsk, TokenizeAsk
+from vecd.gateway.api.operations import ParsedDecode, ParsedTokenize
 from vecd.gateway.dispatch.dispatcher import Dispatcher
 from vecd.gateway.encoding.fragments import Encoder
 from vecd.gateway.encoding.pending import ChunkedInput, PendingResult
@@ -36,9 +36,9 @@ from vecd.gateway.types.errors import (
 from vecd.gateway.types.request import (
     Embedded,
     EmbedRequest,
+    InputReport,
     Overflow,
     Priority,
-    Report,
     Source,
     Stages,
     TokenizedInput,
@@ -63,7 +63,7 @@ class _Counts:
     def __init__(self, *, wants_reports: bool) -> None:
         self.num_tokens = self.num_truncated = self.num_chunked = 0
         self.sources: set[Source] = set()
-        self.reports: list[Report] = []
+        self.reports: list[InputReport] = []
         self.wants_reports = wants_reports
 
     def add(self, tokenized: list[TokenizedInput]) -> int:
@@ -76,7 +76,7 @@ class _Counts:
         # Enum computes hashes in Python, so not each of thousands is hashed.
         self.sources.update(sources[:1] if sources.count(sources[0]) == len(sources) else sources)
         for item in tokenized if self.wants_reports else ():
-            self.reports.append(Report(item.num_tokens, item.is_truncated, max(1, len(item.chunks)), item.source))
+            self.reports.append(InputReport(item.num_tokens, item.is_truncated, max(1, len(item.chunks)), item.source))
         return num_tokens
 
 
@@ -147,25 +147,27 @@ class Pipeline:
     # --- what is asked of the tokenizer itself --------------------------------------------------------------
 
     async def describe(
-        self, ask: TokenizeAsk, timeout_s: float | None, arrived_at: float, principal: Principal
+        self, parsed: ParsedTokenize, timeout_s: float | None, arrived_at: float, principal: Principal
     ) -> None:
         """Give the tokens of texts to `ask.collector`. Raises as `embed`, and TooManyRequests where much is asked of
         the tokenizer already."""
-        size = size_of(ask.texts, ask.prompt)
-        how = Tokenizing(ask.prompt, Overflow.CHUNK, add_special_tokens=ask.add_special_tokens)
-        num_estimated = self.tokenizer.estimate_tokens(ask.texts, how)
-        with principal.spend(num_estimated) as reservation, self._inspecting(size, principal):
-            steps = self.tokenizer.describe_steps(ask.texts, ask.prompt, ask.add_special_tokens, ask.collector)
-            reservation.note_sent(num_estimated)  # whatever comes of it: nobody tokenizes for nothing
+        size = size_of(parsed.texts, parsed.prompt)
+        how = Tokenizing(parsed.prompt, Overflow.CHUNK, add_special_tokens=parsed.add_special_tokens)
+        num_estimated = self.tokenizer.estimate_tokens(parsed.texts, how)
+        with principal.reserve(num_estimated) as reservation, self._inspecting(size, principal):
+            steps = self.tokenizer.describe_steps(
+                parsed.texts, parsed.prompt, parsed.add_special_tokens, parsed.collector
+            )
+            reservation.note_sent(num_estimated)  # tokenizing is charged, whether it succeeds or not
             reservation.settle(await self._inspect(steps, timeout_s, arrived_at, principal))
 
     async def decode(
-        self, ask: DecodeAsk, timeout_s: float | None, arrived_at: float, principal: Principal
+        self, parsed: ParsedDecode, timeout_s: float | None, arrived_at: float, principal: Principal
     ) -> list[str]:
         """The texts of lists of token ids. Raises as `describe`."""
-        num_ids = sum(map(len, ask.lists))
-        with principal.spend(num_ids) as reservation, self._inspecting(size_of(ask.lists), principal):
-            steps = self.tokenizer.decode_steps(ask.lists, ask.skip_special_tokens)
+        num_ids = sum(map(len, parsed.lists))
+        with principal.reserve(num_ids) as reservation, self._inspecting(size_of(parsed.lists), principal):
+            steps = self.tokenizer.decode_steps(parsed.lists, parsed.skip_special_tokens)
             reservation.note_sent(num_ids)
             return await self._inspect(steps, timeout_s, arrived_at, principal)
 
@@ -209,7 +211,7 @@ class Pipeline:
         deadline = self._deadline(request.timeout_s, timeline.arrived_at)
         priority = Priority.NORMAL if request.priority is None else request.priority
         priority = max(self._max_priority, principal.max_priority, priority)
-        with principal.spend(num_estimated) as reservation:
+        with principal.reserve(num_estimated) as reservation:
             permit = self.admission.try_enter(num_estimated, priority, deadline, principal.tenant)
             if permit is None:
                 permit = await self._enter(num_estimated, priority, deadline, principal)

@@ -87,7 +87,7 @@ class Service:
             config.arena.rows_per_slot,
             config.max_tokens,
             num_gateways=config.num_gateways,
-            queued_elsewhere=lambda: self._shared_metrics.others(Gauge.QUEUED_TOKENS),
+            queued_elsewhere=lambda: gateway.shared_metrics.others(Gauge.QUEUED_TOKENS),
         )
         self.dispatcher = Dispatcher(
             policy=self.policy,
@@ -264,9 +264,9 @@ class Services:
                 message.digests, is_isolated=message.is_isolated, has_crashed=message.has_crashed
             )
 
-    def note_cleared(self, message: InputsCleared) -> None:
+    def note_cleared(self, digests: list[str]) -> None:
         for service in self.all.values():
-            service.dispatcher.note_cleared(message.digests)
+            service.dispatcher.note_cleared(digests)
 
     def set_keys(self, keys: Sequence[ApiKey]) -> None:
         self._keys = keys

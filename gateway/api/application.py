@@ -43,7 +43,7 @@ class Api:
         self._public_table = public_table(
             ROUTES,
             has_admin_listener=self._context.config.has_admin_listener,
-            has_keys=self.principals.are_known,
+            has_keys=self.principals.have_keys,
         )
 
     def adopt(self, principals: Principals, keys: Sequence[ApiKey]) -> None:
@@ -57,7 +57,7 @@ class Api:
         """Refuse what can be refused before the body has arrived. Raises ApiError."""
         route, principal = self._find(request)
         if route.scope == "embed" and _is_large(request):
-            principal.check_limits()  # a small body is read all the same, so that the client keeps its connection
+            principal.check_quota()  # a small body is read all the same, so that the client keeps its connection
         return None
 
     async def handle(self, request: HttpRequest) -> Response:
@@ -91,7 +91,7 @@ class Api:
 
     def describe(self, request: HttpRequest) -> dict[str, Any]:
         """The OpenAPI document of the listener that `request` came by."""
-        return describe_api(self._table(request), self._context.model_info, has_keys=self.principals.are_known)
+        return describe_api(self._table(request), self._context.model_info, has_keys=self.principals.have_keys)
 
     def _table(self, request: HttpRequest) -> Table:
         return self._admin_table if request.is_admin else self._public_table

@@ -11,7 +11,7 @@ from typing import Any, NamedTuple, Protocol
 from vecd.gateway.admission.principals import Principal, Principals
 from vecd.gateway.api.bodies import Bodies
 from vecd.gateway.api.model_info import ModelInfo
-from vecd.gateway.api.operations import DecodeAsk, TokenizeAsk
+from vecd.gateway.api.operations import ParsedDecode, ParsedTokenize
 from vecd.gateway.dispatch.worker_link import WorkerLink
 from vecd.gateway.telemetry.processes import Processes
 from vecd.gateway.telemetry.shared_metrics import SharedMetrics
@@ -36,12 +36,12 @@ class Embedder(Protocol):
         """
 
     async def describe(
-        self, ask: TokenizeAsk, timeout_s: float | None, arrived_at: float, principal: Principal
+        self, parsed: ParsedTokenize, timeout_s: float | None, arrived_at: float, principal: Principal
     ) -> None:
         """Give the tokens of texts to `ask.collector`. Raises ApiError."""
 
     async def decode(
-        self, ask: DecodeAsk, timeout_s: float | None, arrived_at: float, principal: Principal
+        self, parsed: ParsedDecode, timeout_s: float | None, arrived_at: float, principal: Principal
     ) -> list[str]:
         """The texts of lists of token ids. Raises ApiError."""
 

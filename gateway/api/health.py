@@ -1,7 +1,8 @@
-"""What the server says of itself: `/health`, `/live`, `/info`. Reads the gateway's state, changes none of it.
+"""The bodies of `/health` and `/info`. Reads the state of the gateway, changes none of it.
 
-`/health` is about this gateway, whom the caller would send requests to: its own links to the workers. `/info` is about
-the whole server, whichever gateway answers it, and is for its operator, but for what `describe_for_tei` says.
+`/health` is about this gateway and its own links to the workers, because the caller's requests would go to it. `/info`
+is about the whole server, whichever gateway answers it. It is for the operator, except for what `describe_for_tei`
+returns.
 """
 
 import os
@@ -39,7 +40,7 @@ def describe_info(
     started_at: float,
     tenants: Mapping[str, Any] | None,
 ) -> dict[str, Any]:
-    """The body of `/info`: the model, the limits, the workers and what waits. No text, no key, no path, no address.
+    """The body of `/info`: the model, the limits, the workers and the queue. No text, no key, no path, no address.
 
     `num_threads`: the tokenizer's, in this gateway. `started_at`: by `time.monotonic`. `tenants`: as
     `describe_tenants` has them, with the names of keys; None for a caller who may not see them. Side effect: the
@@ -75,7 +76,7 @@ def describe_info(
 
 
 def describe_model(config: GatewayConfig) -> dict[str, Any]:
-    """The card, as `/info` and the page show it."""
+    """The model card, as `/info` and the page show it."""
     card = config.card
     return {
         "id": config.model,
@@ -92,8 +93,8 @@ def describe_model(config: GatewayConfig) -> dict[str, Any]:
 
 
 def describe_for_tei(config: GatewayConfig, links: Collection[WorkerLink], num_threads: int) -> dict[str, Any]:
-    """What text-embeddings-inference says under `/info`, by its names, which some of its clients read before they send
-    texts: the model and the limits, nothing that is for the operator alone. A worker that is up says the dtype."""
+    """The fields of text-embeddings-inference's `/info`, which some of its clients read before they send texts: the
+    model and the limits, nothing for the operator alone. The dtype is that of a worker that is up."""
     card = config.card
     dtypes = [link.facts.get("dtype") for link in links]
     return {
@@ -138,7 +139,7 @@ INFO_SCHEMA: dict[str, Any] = {
     "required": list(_TEI_TYPES),
     "properties": {name: {"type": kind} for name, kind in _TEI_TYPES.items()},
 }
-"""Of what everybody sees of `/info`."""
+"""The schema of the fields of `/info` that every caller sees."""
 
 
 def describe_tenants(
@@ -157,7 +158,7 @@ def describe_gateways(shared_metrics: SharedMetrics) -> list[dict[str, Any]]:
 
 
 def _describe_gateway(shared_metrics: SharedMetrics, index: int, row: Row) -> dict[str, Any]:
-    """A gateway that is being started again has pid 0. What it has answered is of all its lives."""
+    """A gateway that is being started again has pid 0. `answered` counts over all its lives."""
     pid, started_ns = row.gauges[Gauge.PID], row.gauges[Gauge.STARTED_NS]
     return {
         "gateway": index,
@@ -170,7 +171,7 @@ def _describe_gateway(shared_metrics: SharedMetrics, index: int, row: Row) -> di
 
 
 def state_of(link: WorkerLink | None) -> str:
-    """Of a worker, as this gateway sees it: one of `vecd.gateway.telemetry.metrics.WORKER_STATES`."""
+    """The state of a worker, as this gateway sees it: one of `vecd.gateway.telemetry.metrics.WORKER_STATES`."""
     if link is None:
         return "down"
     if link.is_stuck:
@@ -179,7 +180,7 @@ def state_of(link: WorkerLink | None) -> str:
 
 
 def _describe_worker(link: WorkerLink, shared_metrics: SharedMetrics) -> dict[str, Any]:
-    """Its state is as this gateway sees it."""
+    """The state is as this gateway sees it."""
     state = state_of(link)
     return {
         "worker": link.incarnation.worker,

@@ -1,7 +1,7 @@
-"""What the page at `/` and `vecd top` show: `/stats`, the whole server at one moment, as numbers.
+"""The body of `/stats`: the whole server at one moment, as numbers. The page at `/` and `vecd top` show it.
 
-Owns the shape of that answer. Everything in it is a level or only ever grows, so that whoever asks twice has the rates
-and percentiles between; nothing a caller sent is in it. Reads the board and the links, changes nothing. Called by
+Owns the shape of that body. Each number is a level or only grows, so that the difference of two bodies gives rates and
+percentiles; nothing that a caller sent is in it. Reads the shared metrics and the links, changes nothing. Called by
 `vecd.gateway.api.system_routes`.
 
     now_s               by the server's monotonic clock, as all times here
@@ -9,14 +9,14 @@ and percentiles between; nothing a caller sent is in it. Reads the board and the
     totals              inputs, input_tokens, sequences, tokens, padding_tokens, batches, compute_s, refused, expired,
                         retried, stuck, poisoned                        }
     stages{}            by stage: counts of each bucket (the last: above all bounds), sum_s; `stage_bounds_s`
-    batch_tokens{}      the same of batches' sizes: bounds, counts, sum
-    batch_fill{}        and of the share of its room that each had
+    batch_tokens{}      the same for the sizes of batches: bounds, counts, sum
+    batch_fill{}        the same for the part of its room that each batch used
     queue               requests, sequences, tokens, age_s              }
     arena               rows, rows_in_use                               } now
     workers[]           worker, life, state, batches, sequences, tokens, busy_s, pid, dtype, path, tokens_per_s
     gateways[]          gateway, pid, connections, requests, answered, uptime_s
     batches[]           gateway, number, worker, sequences, tokens, sent_s, done_s (null: under way), compute_s;
-                        those under way and of the last seconds
+                        those under way and those of the last seconds
     processes{}         by name: pid, cpu_s, resident_bytes, proportional_bytes
     model, server       what does not change while this generation serves
 """
@@ -34,7 +34,7 @@ from vecd.gateway.types.endpoints import Endpoint
 from vecd.shm.shared_metrics import Counter, Gauge, Histogram, WorkerCell
 
 RECENT_S = 5.0
-"""Batches answered since then are in the answer, if the board remembers them."""
+"""Batches that were done in the last so many seconds are listed, if the shared metrics still have them."""
 
 _STAGES = {
     "parse": Histogram.PARSE,

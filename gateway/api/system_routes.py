@@ -1,7 +1,7 @@
-"""What the server says of itself, and what its operator may ask of it: the routes of no dialect.
+"""The server's own routes, which belong to no dialect: health, figures, documentation, commands of the operator.
 
-Owns their handlers and their documentation. What they say is `vecd.gateway.api.health`'s,
-`vecd.gateway.telemetry.metrics`' and `vecd.gateway.api.openapi`'s. Read by `vecd.gateway.api.registry`.
+Owns their handlers and their documentation. The bodies are written by `vecd.gateway.api.health`,
+`vecd.gateway.api.stats` and `vecd.gateway.telemetry.metrics`. Read by `vecd.gateway.api.registry`.
 """
 
 import asyncio
@@ -44,11 +44,11 @@ async def live(context: Context, http: HttpRequest, principal: Principal) -> Res
 
 
 async def root(context: Context, http: HttpRequest, principal: Principal) -> Response:
-    """The page, for a browser. For others, where text-embeddings-inference has its health, and Ollama what its clients
-    look for first."""
+    """The page for a browser, and a health check for other clients: text-embeddings-inference has its health here, and
+    Ollama's clients request this path first."""
     response = await _root(context, http, principal)
     if context.config.has_ui:
-        response.headers["vary"] = "accept"  # or a cache would give the one to who wants the other
+        response.headers["vary"] = "accept"  # a cache must not answer one kind of client with the other's response
     return response
 
 
@@ -62,15 +62,14 @@ async def _root(context: Context, http: HttpRequest, principal: Principal) -> Re
 
 
 async def info(context: Context, http: HttpRequest, principal: Principal) -> Response:
-    """What is for an operator is said to operators alone; the rest, in text-embeddings-inference's words, to all who
-    may call at all: its clients ask for it."""
+    """Operators get everything; other callers get the fields of text-embeddings-inference, which its clients need."""
     config, links, num_threads = context.config, context.links(), context.threads.num_threads
     is_operators = principal.sees_metrics and (http.is_admin or not config.has_admin_listener)
     if not is_operators:
         return _json(200, describe_for_tei(config, links, num_threads))
     tenants = None
     if http.is_admin or principal.is_admin:
-        tenants = describe_tenants(context.num_tenants(), context.principals.holders, context.load_of)
+        tenants = describe_tenants(context.num_tenants(), context.principals.with_keys, context.load_of)
     body = describe_info(
         config, context.shared_metrics, links, num_threads=num_threads, started_at=context.started_at, tenants=tenants
     )
@@ -102,7 +101,7 @@ async def stats(context: Context, http: HttpRequest, principal: Principal) -> Re
 
 
 async def _usages(context: Context) -> dict[str, Usage]:
-    """Of the supervisor, all gateways, the workers that are up, and the fork server that they come from."""
+    """The usage of the supervisor, all gateways, the workers that are up, and their fork server."""
     pids = {"supervisor": os.getppid()}
     pids |= {f"gateway-{n}": pid for n, row in enumerate(context.shared_metrics.rows) if (pid := row.gauges[Gauge.PID])}
     for link in context.links():
@@ -112,18 +111,18 @@ async def _usages(context: Context) -> dict[str, Usage]:
 
 async def reload(context: Context, http: HttpRequest, principal: Principal) -> Response:
     if context.on_reload is None:
-        raise NotImplementedByServer("This gateway has nobody who could reload its configuration")
+        raise NotImplementedByServer("This gateway has no supervisor that could reload its configuration")
     context.on_reload()
     return _json(202, {"status": "reloading"})
 
 
 async def keys(context: Context, http: HttpRequest, principal: Principal) -> Response:
-    """Of each key what it may and has used, by its name: nothing that it could be told from."""
+    """The limits and the use of each key, by its name; neither a key nor its digest."""
     return _json(
         200,
         {
             "gateway": context.shared_metrics.gateway,
-            "keys": [holder.describe() for holder in context.principals.holders],
+            "keys": [holder.describe() for holder in context.principals.with_keys],
         },
     )
 
@@ -133,12 +132,12 @@ def _json(status: int, body: Any, headers: Mapping[str, str] | None = None) -> R
 
 
 async def openapi(context: Context, http: HttpRequest, principal: Principal) -> Response:
-    """Of the listener that is asked."""
+    """The document of the listener that the request came by."""
     return _json(200, context.openapi(http))
 
 
 async def docs(context: Context, http: HttpRequest, principal: Principal) -> Response:
-    """A page that shows /openapi.json. Needs nothing from anywhere else."""
+    """A page that shows /openapi.json, and loads nothing else."""
     return _page("docs.html")
 
 
@@ -148,9 +147,9 @@ def _page(name: str) -> Response:
 
 
 _POLICY = (
-    # All that a page is made of is in it, and it talks to nobody but its own server.
+    # A page contains all of its parts, and sends requests only to its own server.
     "default-src 'none'; script-src 'unsafe-inline'; style-src 'unsafe-inline'; connect-src 'self'; img-src data:; "
-    # Nor is it shown inside another, whose clicks would be its own, nor lets text become markup.
+    # No other page may embed it, because clicks there would count as clicks here; no text may become markup.
     "base-uri 'none'; form-action 'none'; frame-ancestors 'none'; require-trusted-types-for 'script'"
 )
 _PAGE_HEADERS = {
@@ -166,19 +165,19 @@ _TEXT = "text/plain; charset=utf-8"
 _STATUS = {"type": "object", "required": ["status"], "properties": {"status": {"type": "string"}}}
 _OBJECT = {"type": "object"}
 
-HEALTH = Operation(summary="Whether a worker can serve", answer=_STATUS, other_answers={503: _STATUS})
-LIVE = Operation(summary="Whether the gateway runs", answer=_STATUS)
-ROOT = Operation(summary="Whether a worker can serve", answer={"type": "string"}, media_type=_TEXT)
+HEALTH = Operation(summary="Whether a worker can serve", response=_STATUS, other_responses={503: _STATUS})
+LIVE = Operation(summary="Whether the gateway runs", response=_STATUS)
+ROOT = Operation(summary="Whether a worker can serve", response={"type": "string"}, media_type=_TEXT)
 INFO = Operation(
-    summary="Describe the model and the limits; to operators the queue and the workers, too", answer=INFO_SCHEMA
+    summary="Describe the model and the limits; to operators the queue and the workers, too", response=INFO_SCHEMA
 )
-STATS = Operation(summary="The whole server at this moment, as the page shows it", answer=_OBJECT)
-METRICS = Operation(summary="Counters and gauges for Prometheus", answer={"type": "string"}, media_type=CONTENT_TYPE)
-RELOAD = Operation(summary="Read the configuration again, as SIGHUP does", answer=_STATUS, status=202)
-KEYS = Operation(summary="Limits and use of each API key", answer=_OBJECT)
-OPENAPI = Operation(summary="This document", answer=_OBJECT)
+STATS = Operation(summary="The whole server at this moment, as the page shows it", response=_OBJECT)
+METRICS = Operation(summary="Counters and gauges for Prometheus", response={"type": "string"}, media_type=CONTENT_TYPE)
+RELOAD = Operation(summary="Read the configuration again, as SIGHUP does", response=_STATUS, status=202)
+KEYS = Operation(summary="Limits and use of each API key", response=_OBJECT)
+OPENAPI = Operation(summary="This document", response=_OBJECT)
 DOCS = Operation(
-    summary="A page that shows this document", answer={"type": "string"}, media_type="text/html; charset=utf-8"
+    summary="A page that shows this document", response={"type": "string"}, media_type="text/html; charset=utf-8"
 )
 
 OWN_ROUTES = {

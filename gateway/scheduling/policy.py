@@ -256,14 +256,21 @@ class BatchingPolicy:
         return (waiting + num_unqueued_tokens) / workers.tokens_per_s
 
     def tokens_ahead(self, num_tokens: int, priority: Priority, tokens_per_s: float, tenant: str = "") -> int:
-        """Estimated tokens of those queued that are served before a new request of `num_tokens` has been."""
+        """Estimated tokens of those queued that are served before a new request of `num_tokens` has been.
+
+        A priority gets what the higher ones leave, and beside them one part each AGING_S, as the lower ones do beside
+        it.
+        """
+        ahead = self._classes[priority].tokens_ahead(tenant, num_tokens)
         higher = sum([priority_class.num_tokens for priority_class in self._classes[:priority]])
-        first_turns, ahead = self._classes[priority].tokens_ahead(tenant, num_tokens)
-        if higher and num_tokens <= self.quantum:
-            # It is in the first turns that its priority gets by aging, or in one of the next.
-            num_parts = 1 + first_turns // max(1, kept(self._max_batch_tokens))
-            higher = min(higher, int(num_parts * AGING_S * tokens_per_s))
-        return higher + ahead
+        lower = [priority_class.num_tokens for priority_class in self._classes[priority + 1 :]]
+        if not higher and not any(lower):
+            return ahead
+        between_parts = max(int(AGING_S * tokens_per_s), 1)
+        part = max(kept(self._max_batch_tokens), self.queued_tokens // self.queued_sequences, 1)
+        num_parts = -(-(ahead + num_tokens) // part)
+        ahead += min(higher, num_parts * between_parts)
+        return ahead + sum([min(tokens, ahead * part // between_parts) for tokens in lower])
 
     # --- when and how large ---------------------------------------------------------------------------------
 

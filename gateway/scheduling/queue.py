@@ -241,15 +241,15 @@ class TenantQueue:
             return self.backlog, self.fresh
         return self.fresh, self.backlog
 
-    def tokens_ahead(self, num_tokens: int) -> tuple[int, int]:
-        """What is served before a new request of this tenant, of `num_tokens`: tokens in first turns, and in all."""
+    def tokens_ahead(self, num_tokens: int) -> int:
+        """Estimated tokens that are served before a new request of this tenant, of `num_tokens`, has been."""
         quantum = self.priority_class.quantum
         first_turns = min(self.fresh.num_tokens, len(self.fresh.queues) * quantum)
         if num_tokens <= quantum:
-            meanwhile = kept_beside(first_turns)
+            later_turns = kept_beside(first_turns)
         else:  # each of its requests gets as much
-            meanwhile = (len(self.fresh.queues) + len(self.backlog.queues)) * num_tokens
-        return first_turns, first_turns + min(self.num_tokens - first_turns, meanwhile)
+            later_turns = (len(self.fresh.queues) + len(self.backlog.queues)) * num_tokens
+        return first_turns + min(self.num_tokens - first_turns, later_turns)
 
 
 class PriorityClass:
@@ -282,7 +282,7 @@ class PriorityClass:
         """Whether tenants have more than a turn waiting, on average."""
         return self.num_tokens > len(self.tenant_queues) * self.quantum
 
-    # --- who is there ---------------------------------------------------------------------------------------
+    # --- tenants --------------------------------------------------------------------------------------------
 
     def tenant_queue(self, tenant: str) -> TenantQueue:
         """The tenant's queue; a new one is the last of those that have their first turn."""
@@ -334,7 +334,7 @@ class PriorityClass:
         tenant_queue.deficit = self.quantum + (tenant_queue.deficit if tenant_queue.num_tokens else 0)
 
     def end_first_turn(self, tenant_queue: TenantQueue) -> None:
-        """The only tenant has been served: whoever comes now is newer."""
+        """The only tenant has been served, so each that comes now is newer."""
         if tenant_queue.rotation is self.new:
             self.new.tenant_queues.remove(tenant_queue)
             self._append_to_old(tenant_queue)
@@ -351,24 +351,22 @@ class PriorityClass:
 
     # --- estimates ------------------------------------------------------------------------------------------
 
-    def tokens_ahead(self, tenant: str, num_tokens: int) -> tuple[int, int]:
-        """What of this class is served before a tenant's new request of `num_tokens`: tokens in first turns, and in
-        all."""
+    def tokens_ahead(self, tenant: str, num_tokens: int) -> int:
+        """Estimated tokens of this class that are served before a tenant's new request of `num_tokens` has been."""
         own = self.tenant_queues.get(tenant)
-        first_turns, ahead = own.tokens_ahead(num_tokens) if own is not None else (0, 0)
-        first_of_others, others = self._others_ahead(own, ahead + num_tokens)
-        return first_turns + first_of_others, ahead + others
+        ahead = own.tokens_ahead(num_tokens) if own is not None else 0
+        return ahead + self._others_ahead(own, ahead + num_tokens)
 
-    def _others_ahead(self, own: TenantQueue | None, num_tokens: int) -> tuple[int, int]:
-        """What other tenants send until the tenant with the queue `own` has sent `num_tokens`."""
+    def _others_ahead(self, own: TenantQueue | None, num_tokens: int) -> int:
+        """Estimated tokens that others send until the tenant with the queue `own` has sent `num_tokens`."""
         num_others = len(self.tenant_queues) - (own is not None)
         if not num_others:
-            return 0, 0
-        waiting = self.num_tokens - (own.num_tokens if own is not None else 0)
+            return 0
+        own_tokens = own.num_tokens if own is not None else 0
+        waiting = self.num_tokens - own_tokens
         if num_tokens <= self.quantum and (own is None or own.rotation is self.new):
-            newer = self.new.num_tokens - (own.num_tokens if own is not None else 0)
-            first_turns = min(newer, len(self.new.tenant_queues) * self.quantum)
-            return first_turns, first_turns + min(waiting - first_turns, kept_beside(first_turns))
+            first_turns = min(self.new.num_tokens - own_tokens, len(self.new.tenant_queues) * self.quantum)
+            return first_turns + min(waiting - first_turns, kept_beside(first_turns))
         # Each gets as much as this one does meanwhile, in whole turns.
         turns = -(-num_tokens // self.quantum) * self.quantum
         looked_at = [
@@ -379,4 +377,4 @@ class PriorityClass:
         ahead = sum([min(tokens, turns) for tokens in looked_at])
         if (num_rest := num_others - len(looked_at)) > 0:
             ahead += min(waiting - sum(looked_at), num_rest * turns)
-        return ahead, ahead
+        return ahead

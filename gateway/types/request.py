@@ -157,7 +157,7 @@ class Token(NamedTuple):
     stop: int | None
 
 
-class Report(NamedTuple):
+class InputReport(NamedTuple):
     """What became of one input."""
 
     num_tokens: int
@@ -211,7 +211,7 @@ class Embedded(NamedTuple):
     """Inputs that were longer than the model takes, and were split."""
     sources: frozenset[Source]
     """What the inputs were taken for."""
-    reports: tuple[Report, ...]
+    reports: tuple[InputReport, ...]
     """One for each input, if they were wanted."""
     num_chars: int
     """Of all texts, as they came."""

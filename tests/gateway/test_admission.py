@@ -326,7 +326,7 @@ def test_the_waiters_of_one_tenant_leave_room_for_those_of_another():
         entrance.try_enter(tenant="greedy")
         crowd = [asyncio.ensure_future(entrance.enter(tenant="greedy")) for _ in range(600)]
         polite = asyncio.ensure_future(entrance.enter(tenant="polite"))
-        await asyncio.sleep(0)  # who is rejected is so at once; the rest waits for as long as its deadline allows
+        await asyncio.sleep(0)  # a rejection comes at once; the rest waits until its time is over
         assert sum(task.done() for task in crowd) == 88
         assert not polite.done()
         await asyncio.gather(*crowd, polite, return_exceptions=True)

@@ -70,7 +70,10 @@ def recorded(callbacks: list[Run]) -> Iterator[None]:
             return
         if event == "call":
             run = Run(frame)
-            (stack[-1].callees if stack else callbacks).append(run)
+            if stack:
+                stack[-1].callees.append(run)
+            elif not _is_of_timer(frame):
+                callbacks.append(run)
             stack.append(run)
         elif event == "return" and stack and stack[-1].frame is frame:
             stack.pop()
@@ -80,6 +83,12 @@ def recorded(callbacks: list[Run]) -> Iterator[None]:
         yield
     finally:
         sys.setprofile(None)
+
+
+def _is_of_timer(frame: FrameType) -> bool:
+    """Whether a frame is a timer's callback: sweeps and the like, which are no part of the way."""
+    caller = frame.f_back
+    return caller is not None and isinstance(caller.f_locals.get("self"), asyncio.TimerHandle)
 
 
 def holders_of(callbacks: list[Run]) -> list[Holder]:

@@ -1,7 +1,7 @@
 """Whether an engine gives the vectors of the plain model.
 
 Owns the probe sequences, the two figures they are compared by, and the bounds. Knows no engine's inside. Called by
-`vecd.workers.engines.selection` for all probes, once for each model, version and processor, and by
+`vecd.workers.engines.torch.selection` for all probes, once for each model, version and processor, and by
 `vecd.workers.engines.load` for the short ones at every start.
 
 The plain model is transformers' own modules on one sequence at a time: nothing packed, nothing padded, no neighbour.

@@ -14,12 +14,12 @@ import orjson
 
 from vecd.gateway.api import fields
 from vecd.gateway.api.dialects import options
-from vecd.gateway.api.dialects.headers import answer_headers, parse_priority, parse_timeout_s, priority_numbered
+from vecd.gateway.api.dialects.headers import parse_priority, parse_timeout_s, priority_numbered, response_headers
 from vecd.gateway.api.dialects.inputs import parse_texts
 from vecd.gateway.api.dialects.rows import json_list
 from vecd.gateway.api.fields import Field, Fields, Schema, Values, given, json_type
 from vecd.gateway.api.model_info import ModelInfo
-from vecd.gateway.api.operations import Ask, Call, Dialect, Operation
+from vecd.gateway.api.operations import Call, Dialect, Operation, ParsedEmbed
 from vecd.gateway.encoding.forms import Names, check_forms
 from vecd.gateway.encoding.fragments import JsonRows
 from vecd.gateway.types.errors import ApiError, BadRequest
@@ -115,7 +115,7 @@ FIELDS = Fields(
 # --- parse ------------------------------------------------------------------------------------------------------
 
 
-def parse_embed(call: Call, *, version: int) -> Ask:
+def parse_embed(call: Call, *, version: int) -> ParsedEmbed:
     """`version`: 1 answers a bare list of floats to whoever names no `embedding_types`."""
     values, model_info = call.values, call.model_info
     texts = _read_texts(values, model_info.max_inputs)
@@ -148,7 +148,7 @@ def parse_embed(call: Call, *, version: int) -> Ask:
         max_tokens=limit,
         request_id=call.request_id,
     )
-    return Ask(request, render)
+    return ParsedEmbed(request, render)
 
 
 def _read_texts(values: Values, max_inputs: int) -> list[str]:
@@ -232,7 +232,7 @@ def render_embed(
     kind = b"embeddings_floats" if names is None else b"embeddings_by_type"
     meta = orjson.dumps(_meta(embedded, version, max_tokens))
     pieces.append(b'],"meta":%b,"response_type":"%b"}' % (meta, kind))
-    return Response(200, pieces, headers=answer_headers(embedded))
+    return Response(200, pieces, headers=response_headers(embedded))
 
 
 def _rows(embedded: Embedded, index: int) -> list[bytes | memoryview]:
@@ -296,7 +296,7 @@ _META: Schema = {
 }
 
 
-def _answer(kind: str, embeddings: Schema) -> Schema:
+def _response(kind: str, embeddings: Schema) -> Schema:
     return {
         "type": "object",
         "required": ["id", "embeddings", "texts", "meta", "response_type"],
@@ -314,7 +314,7 @@ def _answer(kind: str, embeddings: Schema) -> Schema:
     }
 
 
-_V2_ANSWER = _answer("embeddings_by_type", _BY_TYPE)
+_V2_RESPONSE = _response("embeddings_by_type", _BY_TYPE)
 _SUMMARY = "Embed texts"
 
 DIALECT = Dialect(
@@ -322,13 +322,13 @@ DIALECT = Dialect(
     title="Cohere",
     operations={
         "POST /v2/embed": Operation(
-            summary=_SUMMARY, fields=FIELDS, embed=partial(parse_embed, version=2), answer=_V2_ANSWER
+            summary=_SUMMARY, fields=FIELDS, embed=partial(parse_embed, version=2), response=_V2_RESPONSE
         ),
         "POST /v1/embed": Operation(
             summary=_SUMMARY,
             fields=FIELDS,
             embed=partial(parse_embed, version=1),
-            answer={"oneOf": [_answer("embeddings_floats", _FLOATS), _V2_ANSWER]},
+            response={"oneOf": [_response("embeddings_floats", _FLOATS), _V2_RESPONSE]},
         ),
     },
     render_error=render_error,

@@ -90,7 +90,7 @@ def _quality_of(media_type: str, qualities: Mapping[str, float]) -> float:
     return 0.0
 
 
-def answer_headers(embedded: Embedded) -> dict[str, str]:
+def response_headers(embedded: Embedded) -> dict[str, str]:
     """What an answer's headers say of its inputs; nothing where all were texts that the model takes whole."""
     headers = {}
     if embedded.num_truncated:

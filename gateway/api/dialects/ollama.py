@@ -19,12 +19,12 @@ from typing import Any
 import orjson
 
 from vecd.gateway.api import fields
-from vecd.gateway.api.dialects.headers import answer_headers, parse_priority, parse_timeout_s
+from vecd.gateway.api.dialects.headers import parse_priority, parse_timeout_s, response_headers
 from vecd.gateway.api.dialects.inputs import parse_texts
 from vecd.gateway.api.dialects.rows import json_list
 from vecd.gateway.api.fields import Field, Fields, Schema, Values, json_type
 from vecd.gateway.api.model_info import ModelInfo
-from vecd.gateway.api.operations import Ask, Call, Dialect, Operation
+from vecd.gateway.api.operations import Call, Dialect, Operation, ParsedEmbed
 from vecd.gateway.encoding.fragments import JsonRows
 from vecd.gateway.types.errors import ApiError, BadRequest, InputTooLong, ModelNotFound, NotFound
 from vecd.gateway.types.messages import Response
@@ -79,13 +79,13 @@ VERBOSE = fields.anything("verbose", "ignored", {})
 # --- embed ------------------------------------------------------------------------------------------------------
 
 
-def parse_embed(call: Call) -> Ask | Response:
+def parse_embed(call: Call) -> ParsedEmbed | Response:
     values, model_info = call.values, call.model_info
     texts = _read_texts(values.get(INPUT), INPUT.name, model_info.max_inputs)
     truncate = values.get(TRUNCATE)
     overflow = None if truncate is None else Overflow.TRUNCATE if truncate else Overflow.ERROR
-    asked = values.get(DIMENSIONS)
-    dimensions = model_info.check_dimensions(asked, DIMENSIONS.name) if asked else None
+    requested = values.get(DIMENSIONS)
+    dimensions = model_info.check_dimensions(requested, DIMENSIONS.name) if requested else None
     tokenizing = _read_tokenizing(values, model_info, overflow)
     if not texts:
         return Response(200, _render_list([], model_info.model, 0, 0))
@@ -97,14 +97,14 @@ def parse_embed(call: Call) -> Ask | Response:
         normalize=True,
         dimensions=dimensions,
     )
-    return Ask(request, partial(render_embed, model=model_info.model))
+    return ParsedEmbed(request, partial(render_embed, model=model_info.model))
 
 
 def render_embed(embedded: Embedded, *, model: str) -> Response:
     """The answer, with the collected rows in it as they are."""
     total_ns = round(embedded.stages.total_s * _NS_PER_S)
     pieces = _render_list(_fragments(embedded), model, total_ns, embedded.num_tokens)
-    return Response(200, pieces, headers=answer_headers(embedded))
+    return Response(200, pieces, headers=response_headers(embedded))
 
 
 def _render_list(fragments: list[bytes], model: str, total_ns: int, num_tokens: int) -> list[bytes | memoryview]:
@@ -116,7 +116,7 @@ def _render_list(fragments: list[bytes], model: str, total_ns: int, num_tokens: 
     ]
 
 
-def parse_embeddings(call: Call) -> Ask | Response:
+def parse_embeddings(call: Call) -> ParsedEmbed | Response:
     """The older operation: one text, whose vector is the model's own, of whatever length."""
     values, model_info = call.values, call.model_info
     tokenizing = _read_tokenizing(values, model_info, None)
@@ -129,12 +129,12 @@ def parse_embeddings(call: Call) -> Ask | Response:
         timeout_s=parse_timeout_s(call.headers),
         tokenizing=tokenizing,
     )
-    return Ask(request, render_embedding)
+    return ParsedEmbed(request, render_embedding)
 
 
 def render_embedding(embedded: Embedded) -> Response:
     [fragment] = _fragments(embedded)
-    return Response(200, [b'{"embedding":', fragment, b"}"], headers=answer_headers(embedded))
+    return Response(200, [b'{"embedding":', fragment, b"}"], headers=response_headers(embedded))
 
 
 def _fragments(embedded: Embedded) -> list[bytes]:
@@ -321,7 +321,7 @@ _LISTED: dict[str, Schema] = {
     "digest": {"type": "string", "pattern": "^[0-9a-f]{64}$", "description": "SHA-256 of the model's facts"},
     "details": _DETAILS,
 }
-_EMBED_ANSWER = _object(
+_EMBED_RESPONSE = _object(
     "model embeddings total_duration load_duration prompt_eval_count",
     model=_TEXT,
     embeddings={"type": "array", "items": _VECTOR},
@@ -329,7 +329,7 @@ _EMBED_ANSWER = _object(
     load_duration={**_NUMBER, "description": "nanoseconds"},
     prompt_eval_count={**_NUMBER, "description": "tokens"},
 )
-_SHOW_ANSWER = _object(
+_SHOW_RESPONSE = _object(
     "details model_info capabilities modified_at",
     modelfile=_TEXT,
     parameters=_TEXT,
@@ -341,7 +341,7 @@ _SHOW_ANSWER = _object(
 )
 
 
-def _models_answer(**more: Schema) -> Schema:
+def _models_response(**more: Schema) -> Schema:
     listed = {**_LISTED, **more}
     return _object("models", models={"type": "array", "items": _object(" ".join(listed), **listed), "minItems": 1})
 
@@ -354,30 +354,32 @@ DIALECT = Dialect(
             summary="Embed texts",
             fields=Fields(MODEL, INPUT, TRUNCATE, DIMENSIONS, OPTIONS, KEEP_ALIVE),
             embed=parse_embed,
-            answer=_EMBED_ANSWER,
+            response=_EMBED_RESPONSE,
         ),
         "POST /api/embeddings": Operation(
             summary="Embed a text (older)",
             fields=Fields(MODEL, PROMPT, OPTIONS, KEEP_ALIVE),
             embed=parse_embeddings,
-            answer=_object("embedding", embedding=_VECTOR),
+            response=_object("embedding", embedding=_VECTOR),
         ),
-        "GET /api/tags": Operation(summary="List the model", describe=list_models, answer=_models_answer()),
+        "GET /api/tags": Operation(summary="List the model", describe=list_models, response=_models_response()),
         "GET /api/ps": Operation(
-            summary="List what runs: the model", describe=list_running, answer=_models_answer(context_length=_NUMBER)
+            summary="List what runs: the model",
+            describe=list_running,
+            response=_models_response(context_length=_NUMBER),
         ),
         "GET /api/version": Operation(
-            summary="Tell the server's version", describe=tell_version, answer=_object("version", version=_TEXT)
+            summary="Tell the server's version", describe=tell_version, response=_object("version", version=_TEXT)
         ),
         "POST /api/show": Operation(
-            summary="Describe the model", fields=Fields(MODEL, NAME, VERBOSE), reply=show, answer=_SHOW_ANSWER
+            summary="Describe the model", fields=Fields(MODEL, NAME, VERBOSE), reply=show, response=_SHOW_RESPONSE
         ),
         "POST /api/pull": Operation(
             summary="Make sure that the model is there",
             fields=Fields(MODEL, NAME, STREAM),
             reply=pull,
-            answer=_object("status", status=_TEXT),
-            binary_answers=("application/x-ndjson",),
+            response=_object("status", status=_TEXT),
+            binary_media_types=("application/x-ndjson",),
         ),
     },
     render_error=render_error,

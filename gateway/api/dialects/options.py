@@ -370,7 +370,7 @@ FORM_FIELDS = (ENCODING, OUTPUT_DTYPE, EMBED_DTYPE, ENDIANNESS, EMBEDDING_TYPE, 
 _DTYPE_NAMES = frozenset(field.name for field in FORM_FIELDS if field is not ENCODING)
 
 
-class AskedForm(NamedTuple):
+class RequestedForm(NamedTuple):
     form: Form
     has_metadata: bool = False
     """The answer describes its rows in vLLM's header, too."""
@@ -380,19 +380,19 @@ class AskedForm(NamedTuple):
         return self.form.encoding in (Encoding.FLOAT, Encoding.BASE64)
 
 
-_PLAIN = {name: AskedForm(Form(encoding), name == _METADATA) for name, encoding in _ENCODINGS.items()}
+_PLAIN = {name: RequestedForm(Form(encoding), name == _METADATA) for name, encoding in _ENCODINGS.items()}
 """By `encoding_format`, where no other field says more."""
-_ACCEPTED = {encoding: AskedForm(Form(encoding or Encoding.FLOAT)) for encoding in (None, *Encoding)}
+_ACCEPTED = {encoding: RequestedForm(Form(encoding or Encoding.FLOAT)) for encoding in (None, *Encoding)}
 """By what `Accept` prefers to JSON, where no field says anything."""
 
 
-def read_encoding(values: Values, headers: Mapping[str, str]) -> AskedForm:
+def read_encoding(values: Values, headers: Mapping[str, str]) -> RequestedForm:
     """The form, where no field but `encoding_format` says anything of it. Raises BadRequest."""
     name = values.get(ENCODING)
     return _PLAIN[name] if name is not None else _ACCEPTED[parse_accept(headers)]
 
 
-def read_form(values: Values, headers: Mapping[str, str]) -> AskedForm:
+def read_form(values: Values, headers: Mapping[str, str]) -> RequestedForm:
     """The one form in which vectors are answered. Fields win over `Accept`. Raises BadRequest."""
     if not values.has_any(_DTYPE_NAMES):
         return read_encoding(values, headers)
@@ -406,7 +406,7 @@ def read_form(values: Values, headers: Mapping[str, str]) -> AskedForm:
     if encoding is None:
         encoding = parse_accept(headers) or Encoding.FLOAT
     is_big_endian = values.get(ENDIANNESS) is True and encoding is not Encoding.FLOAT
-    return AskedForm(Form(encoding, _read_dtype(values, jina), is_big_endian), name == _METADATA)
+    return RequestedForm(Form(encoding, _read_dtype(values, jina), is_big_endian), name == _METADATA)
 
 
 def _read_dtype(values: Values, jina: tuple[_JinaType, str] | None) -> Dtype:

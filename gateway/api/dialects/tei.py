@@ -24,12 +24,12 @@ from typing import Any, TypeVar
 import orjson
 
 from vecd.gateway.api import fields
-from vecd.gateway.api.dialects.headers import answer_headers, parse_accept, parse_priority, parse_timeout_s
+from vecd.gateway.api.dialects.headers import parse_accept, parse_priority, parse_timeout_s, response_headers
 from vecd.gateway.api.dialects.inputs import check_id_lists, parse_inputs, parse_texts
 from vecd.gateway.api.dialects.rows import json_list, render_rows
 from vecd.gateway.api.fields import Field, Fields, Schema, Values, contradiction, json_type
 from vecd.gateway.api.model_info import ModelInfo
-from vecd.gateway.api.operations import Ask, Call, DecodeAsk, Dialect, Operation, TokenizeAsk
+from vecd.gateway.api.operations import Call, Dialect, Operation, ParsedDecode, ParsedEmbed, ParsedTokenize
 from vecd.gateway.encoding.forms import Names, check_forms
 from vecd.gateway.encoding.fragments import JsonRows, Matrix
 from vecd.gateway.types.errors import (
@@ -171,18 +171,18 @@ class _Options:
 # --- embeddings -------------------------------------------------------------------------------------------------
 
 
-def parse_embed(call: Call) -> Ask:
+def parse_embed(call: Call) -> ParsedEmbed:
     inputs = _checked_inputs(call.values.get(INPUTS), INPUTS.name, call.model_info)
     request = _embed_request(call, _Options(call.values), inputs)
-    return Ask(request, partial(render_vectors, model_info=call.model_info))
+    return ParsedEmbed(request, partial(render_vectors, model_info=call.model_info))
 
 
-def parse_embed_or_compare(call: Call) -> Ask:
+def parse_embed_or_compare(call: Call) -> ParsedEmbed:
     """What "/" does: texts to compare are told by their shape, since clients send them to the same address."""
     return parse_similarity(call) if isinstance(call.values.get(INPUTS_OF_ALL), dict) else parse_embed(call)
 
 
-def parse_embed_all(call: Call) -> Ask:
+def parse_embed_all(call: Call) -> ParsedEmbed:
     """Raises WrongModel where a token's vector has no room, BadRequest for what cannot be."""
     values, model_info = call.values, call.model_info
     width = Output.TOKENS.width_of(model_info)
@@ -202,7 +202,7 @@ def parse_embed_all(call: Call) -> Ask:
         tokenizing=tokenizing,
         output=Output.TOKENS,
     )
-    return Ask(request, partial(render_vectors, model_info=model_info))
+    return ParsedEmbed(request, partial(render_vectors, model_info=model_info))
 
 
 def _embed_request(call: Call, options: _Options, inputs: list[str] | list[TokenIds]) -> EmbedRequest:
@@ -286,14 +286,14 @@ def _headers(embedded: Embedded, model_info: ModelInfo) -> dict[str, str]:
         "x-tokenization-time": str(int(stages.tokenize_s * 1e3)),
         "x-queue-time": str(int(stages.queue_s * 1e3)),
         "x-inference-time": str(int(stages.compute_s * 1e3)),
-        **answer_headers(embedded),
+        **response_headers(embedded),
     }
 
 
 # --- similarity -------------------------------------------------------------------------------------------------
 
 
-def parse_similarity(call: Call) -> Ask:
+def parse_similarity(call: Call) -> ParsedEmbed:
     model_info = call.model_info
     texts, options = _compared(call.values.require(COMPARED), model_info), _Options(call.values)
     _check_is_json(options, "cosines are JSON")
@@ -306,7 +306,7 @@ def parse_similarity(call: Call) -> Ask:
         normalize=True,
         dimensions=_dimensions(options, model_info),
     )
-    return Ask(request, partial(render_similarity, model_info=model_info))
+    return ParsedEmbed(request, partial(render_similarity, model_info=model_info))
 
 
 def _check_is_json(options: _Options, why: str) -> None:
@@ -351,7 +351,7 @@ def render_similarity(embedded: Embedded, *, model_info: ModelInfo) -> Response:
 # --- Vertex AI --------------------------------------------------------------------------------------------------
 
 
-def parse_vertex(call: Call) -> Ask:
+def parse_vertex(call: Call) -> ParsedEmbed:
     """All instances as one request, whose options are those of the first."""
     model_info, instances = call.model_info, call.values.require(INSTANCES)
     written = _written_options(instances[0])
@@ -368,7 +368,7 @@ def parse_vertex(call: Call) -> Ask:
     options = _Options(_read_nested(OPTION_FIELDS, written, "instances[0]"), "instances[0].")
     _check_is_json(options, "predictions are JSON")
     request = _embed_request(call._replace(headers=_without_accept(call.headers)), options, inputs)
-    return Ask(request, partial(render_predictions, ends=ends, model_info=model_info))
+    return ParsedEmbed(request, partial(render_predictions, ends=ends, model_info=model_info))
 
 
 def _written_options(instance: dict[str, Any]) -> dict[str, Any]:
@@ -419,7 +419,7 @@ def render_predictions(embedded: Embedded, *, ends: list[int], model_info: Model
 # --- tokens -----------------------------------------------------------------------------------------------------
 
 
-def parse_tokenize(call: Call) -> TokenizeAsk:
+def parse_tokenize(call: Call) -> ParsedTokenize:
     values, model_info = call.values, call.model_info
     texts = values.get(TEXTS)
     if texts == []:
@@ -429,7 +429,7 @@ def parse_tokenize(call: Call) -> TokenizeAsk:
     prompt = model_info.default_prompt if name is None else model_info.prompt_named(name, PROMPT_NAME.name)
     adds = values.get(ADD_SPECIAL_TOKENS) is not False
     tokens = TokenLists(texts, prompt)
-    return TokenizeAsk(texts, adds, prompt, tokens, tokens.render)
+    return ParsedTokenize(texts, adds, prompt, tokens, tokens.render)
 
 
 class TokenLists:
@@ -469,7 +469,7 @@ class TokenLists:
         return Response(200, [*self._pieces, b"]]"])
 
 
-def parse_decode(call: Call) -> DecodeAsk:
+def parse_decode(call: Call) -> ParsedDecode:
     value = call.values.require(IDS)
     if value == []:
         raise EmptyInput("'ids' cannot be empty", param=IDS.name)
@@ -477,7 +477,7 @@ def parse_decode(call: Call) -> DecodeAsk:
     if isinstance(lists[0], str):
         raise BadRequest("'ids' must be token ids, or a list of lists of them, is text", param=IDS.name)
     skips = call.values.get(SKIP_SPECIAL_TOKENS) is not False
-    return DecodeAsk(check_id_lists(lists, IDS.name), skips, render_texts)
+    return ParsedDecode(check_id_lists(lists, IDS.name), skips, render_texts)
 
 
 def render_texts(texts: list[str]) -> Response:
@@ -491,15 +491,15 @@ def _wrong_model(what: str) -> WrongModel:
     return WrongModel(f"The model served here makes embeddings: it cannot {what}")
 
 
-def parse_rerank(call: Call) -> Ask:
+def parse_rerank(call: Call) -> ParsedEmbed:
     raise _wrong_model("rank texts")
 
 
-def parse_predict(call: Call) -> Ask:
+def parse_predict(call: Call) -> ParsedEmbed:
     raise _wrong_model("classify texts")
 
 
-def parse_embed_sparse(call: Call) -> Ask:
+def parse_embed_sparse(call: Call) -> ParsedEmbed:
     raise _wrong_model("make sparse vectors")
 
 
@@ -569,14 +569,18 @@ ERROR: Schema = {
 _BINARY = ("application/octet-stream", "application/x-npy")
 
 _EMBED = Operation(
-    summary="Embed texts or token ids", fields=EMBED_FIELDS, embed=parse_embed, answer=_VECTORS, binary_answers=_BINARY
+    summary="Embed texts or token ids",
+    fields=EMBED_FIELDS,
+    embed=parse_embed,
+    response=_VECTORS,
+    binary_media_types=_BINARY,
 )
 _DEFAULT = Operation(
     summary="Embed texts or token ids, or compare texts",
     fields=Fields(INPUTS_OF_ALL, *OPTION_FIELDS, PARAMETERS),
     embed=parse_embed_or_compare,
-    answer={"anyOf": [_VECTORS, _COSINES]},
-    binary_answers=_BINARY,
+    response={"anyOf": [_VECTORS, _COSINES]},
+    binary_media_types=_BINARY,
     claims="inputs",
 )
 
@@ -591,36 +595,36 @@ DIALECT = Dialect(
             summary="Embed every token of texts, special tokens included",
             fields=Fields(INPUTS, *_TOKENIZING, PARAMETERS),
             embed=parse_embed_all,
-            answer={"type": "array", "items": _VECTORS},
+            response={"type": "array", "items": _VECTORS},
         ),
         "POST /similarity": Operation(
             summary="Compare a text with others, by cosine",
             fields=Fields(COMPARED, *_TOKENIZING, DIMENSIONS, ENCODING, PARAMETERS),
             embed=parse_similarity,
-            answer=_COSINES,
+            response=_COSINES,
         ),
         "POST /vertex": Operation(
             summary="Embed, as Vertex AI asks for it",
             fields=Fields(INSTANCES),
             embed=parse_vertex,
-            answer=_PREDICTIONS,
+            response=_PREDICTIONS,
         ),
         "POST /tokenize": Operation(
             summary="The tokens of texts",
             fields=Fields(TEXTS, ADD_SPECIAL_TOKENS, PROMPT_NAME),
             tokenize=parse_tokenize,
-            answer={"type": "array", "items": {"type": "array", "items": _TOKEN}},
+            response={"type": "array", "items": {"type": "array", "items": _TOKEN}},
             claims="inputs",
         ),
         "POST /decode": Operation(
             summary="The text of token ids",
             fields=Fields(IDS, SKIP_SPECIAL_TOKENS),
             decode=parse_decode,
-            answer={"type": "array", "items": {"type": "string"}},
+            response={"type": "array", "items": {"type": "string"}},
         ),
-        "POST /rerank": Operation(summary="Not of this model", embed=parse_rerank, answer={}),
-        "POST /predict": Operation(summary="Not of this model", embed=parse_predict, answer={}),
-        "POST /embed_sparse": Operation(summary="Not of this model", embed=parse_embed_sparse, answer={}),
+        "POST /rerank": Operation(summary="Not of this model", embed=parse_rerank, response={}),
+        "POST /predict": Operation(summary="Not of this model", embed=parse_predict, response={}),
+        "POST /embed_sparse": Operation(summary="Not of this model", embed=parse_embed_sparse, response={}),
     },
     render_error=render_error,
     error=ERROR,

@@ -32,6 +32,7 @@ from vecd.shm.control import (
     WorkerUp,
 )
 
+DEATHS = InputDeaths(["ab"], is_isolated=True, has_crashed=False)
 KEY = {"name": "a", "digest": "00", "scopes": ["embed"], "max_priority": "bulk"}
 
 
@@ -113,6 +114,8 @@ def is_open(fd: int) -> bool:
     [
         (ModelBroken(2, "why"), ("set_broken", 2, "why")),
         (Quarantined("ab"), ("add_to_quarantine", "ab")),
+        (DEATHS, ("note_deaths", DEATHS)),
+        (InputsCleared(["ab"]), ("note_cleared", ["ab"])),
         (NewKeys([KEY]), ("set_keys", (ApiKey("a", "00", ("embed",), "bulk"),))),
         (NewKeys([]), ("set_keys", ())),
         (Activate(3), ("activate", 3)),

@@ -25,7 +25,7 @@ from vecd.launch.config.plan import make_plan
 from vecd.launch.config.settings import load_settings
 from vecd.shm.arena import create_arena
 from vecd.shm.card import ModelError
-from vecd.shm.control import InputDeaths, InputsCleared, Message, Prepare, Prepared, Retired, WorkerDown, WorkerUp
+from vecd.shm.control import InputDeaths, Message, Prepare, Prepared, Retired, WorkerDown, WorkerUp
 from vecd.shm.wire import Incarnation
 
 KEYS = (ApiKey("a", "00"),)
@@ -40,14 +40,14 @@ class FakeDispatcher:
     def __init__(self) -> None:
         self.started_with: int | None = None
         self.is_stopped = False
-        self.is_active = False
+        self.is_activated = False
+        self.deaths: list[tuple[list[str], bool, bool]] = []
+        self.cleared: list[str] = []
         self.fails: BaseException | None = None
         self.ups: list[tuple[Incarnation, dict[str, Any]]] = []
         self.downs: list[tuple[Incarnation, str, bool]] = []
         self.broken: list[str] = []
         self.quarantine: set[str] = set()
-        self.deaths: list[tuple[list[str], bool, bool]] = []
-        self.cleared: list[list[str]] = []
 
     def start(self, fd: int) -> None:
         if self.fails is not None:
@@ -57,17 +57,17 @@ class FakeDispatcher:
     def stop(self) -> None:
         self.is_stopped = True
 
-    def worker_up(self, who: Incarnation, slots: object, facts: dict[str, Any]) -> None:
-        self.ups.append((who, facts))
-
     def note_deaths(self, digests: list[str], *, is_isolated: bool, has_crashed: bool) -> None:
         self.deaths.append((digests, is_isolated, has_crashed))
 
     def note_cleared(self, digests: list[str]) -> None:
-        self.cleared.append(digests)
+        self.cleared += digests
 
     def activate(self) -> None:
-        self.is_active = True
+        self.is_activated = True
+
+    def worker_up(self, who: Incarnation, slots: object, facts: dict[str, Any]) -> None:
+        self.ups.append((who, facts))
 
     def worker_down(self, who: Incarnation, reason: str, *, has_crashed: bool) -> None:
         self.downs.append((who, reason, has_crashed))
@@ -264,9 +264,9 @@ def test_new_requests_go_to_the_active_generation_and_old_ones_stay_where_they_b
         service = await bench.prepared(2, listening)
         old = asyncio.ensure_future(bench.services.handle(request()))
         await asyncio.sleep(0)
-        assert not service.dispatcher.is_active
+        assert not service.dispatcher.is_activated
         bench.services.activate(2)
-        assert service.dispatcher.is_active
+        assert service.dispatcher.is_activated
         new = asyncio.ensure_future(bench.services.handle(request()))
         await asyncio.sleep(0)
         assert (bench.first.num_handled, service.num_handled) == (1, 1)
@@ -419,19 +419,10 @@ def test_only_the_generation_without_workers_is_broken_and_a_poison_input_is_ref
         bench.services.add_to_quarantine("ab")
         assert (bench.first.dispatcher.broken, service.dispatcher.broken) == ([], ["it does not start"])
         assert bench.first.dispatcher.quarantine == service.dispatcher.quarantine == {"ab"}
-
-    asyncio.run(test())
-
-
-def test_deaths_at_other_gateways_and_inputs_that_are_cleared_there_are_told_to_all(listening):
-    async def test() -> None:
-        bench = Bench()
-        service = await bench.prepared(2, listening)
-        bench.services.note_deaths(InputDeaths(["ab", "cd"], is_isolated=False, has_crashed=True))
-        bench.services.note_cleared(InputsCleared(["cd"]))
-        for each in (bench.first, service):
-            assert each.dispatcher.deaths == [(["ab", "cd"], False, True)]
-            assert each.dispatcher.cleared == [["cd"]]
+        bench.services.note_deaths(InputDeaths(["ab"], is_isolated=True, has_crashed=False))
+        assert bench.first.dispatcher.deaths == service.dispatcher.deaths == [(["ab"], True, False)]
+        bench.services.note_cleared(["ab"])
+        assert bench.first.dispatcher.cleared == service.dispatcher.cleared == ["ab"]
 
     asyncio.run(test())
 

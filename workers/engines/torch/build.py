@@ -1,7 +1,7 @@
 """From a path's name to its engine.
 
 Owns the list of paths and the imports that each of them needs: the fused one none of transformers', which costs a
-process seconds. Compares nothing: that is `vecd.workers.engines.selection`'s. Called by that and by
+process seconds. Compares nothing: that is `vecd.workers.engines.torch.selection`'s. Called by that and by
 `vecd.workers.engines.load`.
 """
 

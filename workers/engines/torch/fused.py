@@ -219,7 +219,7 @@ def load_fused(card: ModelCard, dtype: str) -> FusedForward:
     if card.model_type not in FAMILIES:
         raise NotFusible(f"{card.model_type} has no fused path")
     if type_between_layers(dtype) is None:
-        raise NotFusible(f"this processor has no prepacked products for {dtype}")
+        raise NotFusible(f"there are no linear kernels for {dtype} here")
     folder = Path(card.weights_folder)
     try:
         config = json.loads((folder / "config.json").read_text(encoding="utf-8"))

@@ -2,7 +2,7 @@
 
 Owns the call into transformers: safetensors only, local files only, no code from the model's folder, and silence on
 stderr. A tensor that is missing, misshapen or left over is a refusal: transformers would fill the gap with random
-numbers and go on. Called by `vecd.workers.engines.torch.build` and `vecd.workers.engines.selection`.
+numbers and go on. Called by `vecd.workers.engines.torch.build` and `vecd.workers.engines.torch.selection`.
 """
 
 import inspect
