@@ -130,8 +130,6 @@ def test_a_message_becomes_one_call(message, call):
 def test_the_whole_message_is_passed_on_where_it_has_many_parts():
     down = WorkerDown(1, 2, "killed", has_crashed=True)
     assert obeyed((down, []))[0].calls == [("worker_down", down)]
-    deaths, cleared = InputDeaths(["ab"], is_isolated=True, has_crashed=False), InputsCleared(["ab"])
-    assert obeyed((deaths, []), (cleared, []))[0].calls == [("note_deaths", deaths), ("note_cleared", cleared)]
 
 
 def test_a_drain_is_the_process_s():
