@@ -97,7 +97,7 @@ class Control:
         """Obey all messages that have come.
 
         Side effect: the process ends when one cannot be understood, or was lost because there were no descriptors left.
-        A new gateway, which is told everything again, is better than one that has obeyed half of a message.
+        A new gateway, which gets every message again, is better than one that has obeyed half of a message.
         """
         try:
             while (received := self._channel.receive(0)) is not None:

@@ -58,7 +58,7 @@ _LAST_RESPONSES_S = 1.0
 
 def run(channel: Channel) -> int:
     """Serve until told to drain; returns the exit code. `channel` is the inherited end of the control connection."""
-    # The terminal's Ctrl-C reaches the whole process group; only the supervisor acts on it.
+    # A Ctrl-C in the terminal reaches the whole process group; only the supervisor acts on it.
     for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
         signal.signal(number, signal.SIG_IGN)
     received = channel.receive(_START_TIMEOUT_S)
@@ -67,7 +67,7 @@ def run(channel: Channel) -> int:
     start, (board_fd, zmq_fd, *listening_fds) = received
     assert isinstance(start, GatewayStart)
     with suppress(RuntimeError, OSError, ValueError):  # there may be no stderr
-        # A supervisor that does not hear of this process any more asks with SIGABRT where it hangs.
+        # The supervisor sends SIGABRT when the heartbeats stop: the trace shows where this process hangs.
         faulthandler.enable()
     config = GatewayConfig.from_json(start.config)
     name = "gateway" if config.num_gateways == 1 else f"gateway-{start.gateway}"
@@ -82,9 +82,9 @@ def run(channel: Channel) -> int:
         channel.send(ChildFailed(str(error)))
         return 3
     keep_freed_memory()
-    # Of the threads that parse and tokenize, some steps are plain Python: the loop must not wait 5 ms for the GIL.
+    # Threads parse and tokenize, partly in plain Python: the event loop must not wait 5 ms for the GIL.
     sys.setswitchinterval(_SWITCH_INTERVAL_S)
-    # What has been set up stays; and a body of millions of values must not be walked through again and again.
+    # The objects made so far stay; and the collector must not walk through a body of millions of values repeatedly.
     gc.collect()
     gc.freeze()
     gc.set_threshold(_GC_THRESHOLD, 50, 100)
@@ -134,7 +134,7 @@ class Gateway:
         )
 
     def _is_ahead(self) -> bool:
-        """Whether a gateway that serves has fewer connections than this one; by more than an eighth, if they are many.
+        """Whether another gateway that serves has fewer connections than this one, by more than an eighth.
 
         Side effect: the number of connections is published, because each gateway goes by the present numbers of the
         others.
@@ -197,7 +197,7 @@ class Gateway:
         if config.otlp_endpoint is None:
             tracing = None
         else:
-            # Also where only the model's name has changed: it is in the spans.
+            # Made anew even if only the model's name has changed, because spans have the name.
             facts = Facts(
                 config.version,
                 config.model,
@@ -222,24 +222,23 @@ async def drain(services: Services, server: Server, deadline_s: float, grace_s: 
     services.begin_drain()
     last_responses_s = min(_LAST_RESPONSES_S, deadline_s / 4)
     asyncio.get_running_loop().call_later(deadline_s - last_responses_s, services.give_up)
-    # The last moments of the grace are the server's, for connections that are under way.
+    # The server spends the last part of the grace on connections that are being opened.
     quiet_s = min(grace_s, _QUIET_S)
     await asyncio.sleep(grace_s - quiet_s)
     return await server.drain(deadline_s - (grace_s - quiet_s), quiet_s)
 
 
 def _address_of(sock: socket.socket) -> tuple[str, int | None]:
-    """Where a socket listens: address and port, or path and None."""
+    """The address and port of a listening socket, or its path and None."""
     name = sock.getsockname()
     return (str(name), None) if sock.family == socket.AF_UNIX else (name[0], name[1])
 
 
 class LoopWatch:
-    """Records how late the event loop comes to what is due, and publishes the polled gauges.
+    """Records the lag of the event loop, and publishes the polled gauges.
 
-    Looks often while requests are being answered, and seldom while none is: to wake a process that sleeps costs much
-    more than to be one more thing that its loop does. Measured: of a core, an idle gateway takes 1 % to look 50 times a
-    second and 0.1 % to look 4 times.
+    It ticks often while requests are being handled, and seldom otherwise, because waking an idle process costs much
+    more than one more callback of a busy loop. Measured, idle: 50 ticks a second take 1 % of a core, 4 take 0.1 %.
     """
 
     def __init__(

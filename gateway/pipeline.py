@@ -22,7 +22,7 @@ from vecd.gateway.scheduling.policy import BatchingPolicy
 from vecd.gateway.scheduling.queue import QueuedSequence, RequestQueue
 from vecd.gateway.telemetry.shared_metrics import SharedMetrics
 from vecd.gateway.telemetry.tei_metrics import TeiCounts
-from vecd.gateway.tokenization.tokenize_api import Room, size_of
+from vecd.gateway.tokenization.tokenize_api import TokenizeLimiter, size_of
 from vecd.gateway.tokenization.tokenizer import Tokenizer
 from vecd.gateway.types.config import GatewayConfig
 from vecd.gateway.types.errors import (
@@ -50,13 +50,13 @@ from vecd.shm.shared_metrics import Counter
 T = TypeVar("T")
 
 _MAX_TOKEN_FLOATS = 8 * 2**20
-"""Of one answer with a vector for each token: 32 MiB, and 180 MB as JSON."""
+"""Limit for one response with a vector for each token: 32 MiB, and 180 MB as JSON."""
 _MAX_RUNNING_TOKEN_FLOATS = 2 * _MAX_TOKEN_FLOATS
-"""Of all such answers that are being made."""
+"""Limit for all such responses that are being computed."""
 
 
 class _Counts:
-    """What became of a request's inputs, as they are tokenized."""
+    """Counts of a request's inputs, as they are tokenized."""
 
     __slots__ = ("num_chunked", "num_tokens", "num_truncated", "reports", "sources", "wants_reports")
 
@@ -67,7 +67,7 @@ class _Counts:
         self.wants_reports = wants_reports
 
     def add(self, tokenized: list[TokenizedInput]) -> int:
-        """How many tokens they are."""
+        """Count these inputs. Returns the number of their tokens."""
         _, nums, are_truncated, sources, chunks = zip(*tokenized, strict=True)
         num_tokens: int = sum(nums)
         self.num_tokens += num_tokens
@@ -102,25 +102,25 @@ class Pipeline:
         self.encoder = Encoder(config.card, config.quantization_ranges)
         self._max_priority = Priority[config.max_priority.upper()]
         self._pending: set[PendingResult] = set()
-        self._inspected = Room()
+        self._tokenize_limiter = TokenizeLimiter()
         self._token_floats: dict[RequestQueue, int] = {}
-        """Of requests for one vector for each token; usually none."""
+        """Those of requests for one vector for each token; usually none."""
         self._deadlines = Deadlines(self._expire)
         self._tei_counts = TeiCounts(shared_metrics) if config.has_tei_metrics else None
 
     # --- its end --------------------------------------------------------------------------------------------
 
     def give_up(self) -> None:
-        """Answer every request that still waits for rows with a 503: the drain's deadline is about to pass."""
+        """Fail every request that still waits for rows with a 503, because the drain's deadline is near."""
         self.end(_shutting_down)
 
     def end(self, make_error: Callable[[], ApiError]) -> None:
-        """Answer every request that waits for rows, or comes to that from now on, each with an error of its own."""
+        """Fail every request that waits for rows, now or later, each with an error of its own."""
         self._make_end = make_error
         self.fail_all(make_error)
 
     def fail_all(self, make_error: Callable[[], ApiError]) -> None:
-        """Answer every request that still waits for rows, each with an error of its own."""
+        """Fail every request that waits for rows, each with an error of its own."""
         for pending in list(self._pending):
             pending.fail(make_error())
 
@@ -129,7 +129,7 @@ class Pipeline:
     def embed(
         self, request: EmbedRequest, num_estimated: int, timeline: RequestTimeline, principal: Principal
     ) -> Coroutine[Any, Any, Embedded]:
-        """The rows of a request, and what was embedded. `num_estimated`: its tokens, guessed from characters.
+        """Compute the rows of a request. `num_estimated`: its tokens, guessed from characters.
 
         Its deadline counts from `timeline.arrived_at`; the times are noted on the timeline. Raises ApiError:
         RateLimited for a key that is over its limits, TooManyRequests when admission refuses it, BadRequest for an
@@ -140,17 +140,17 @@ class Pipeline:
         return embedding if self._tei_counts is None else self._tei_counts.watch(len(request.inputs), embedding)
 
     def count_unread(self, error: ApiError) -> None:
-        """An embedding request is refused, before it could be read as one."""
+        """Count an embedding request that was refused before its body could be parsed."""
         if self._tei_counts is not None:
             self._tei_counts.count_unread(error)
 
-    # --- what is asked of the tokenizer itself --------------------------------------------------------------
+    # --- requests of the tokenizer alone --------------------------------------------------------------------
 
     async def describe(
         self, parsed: ParsedTokenize, timeout_s: float | None, arrived_at: float, principal: Principal
     ) -> None:
-        """Give the tokens of texts to `ask.collector`. Raises as `embed`, and TooManyRequests where much is asked of
-        the tokenizer already."""
+        """Give the tokens of texts to `parsed.collector`. Raises as `embed`, and TooManyRequests while there are too
+        many such requests."""
         size = size_of(parsed.texts, parsed.prompt)
         how = Tokenizing(parsed.prompt, Overflow.CHUNK, add_special_tokens=parsed.add_special_tokens)
         num_estimated = self.tokenizer.estimate_tokens(parsed.texts, how)
@@ -173,11 +173,11 @@ class Pipeline:
 
     @contextmanager
     def _inspecting(self, size: int, principal: Principal) -> Iterator[None]:
-        """Room for a request that asks the tokenizer. It needs no worker, and so no permit."""
+        """Reserve room for a request that needs the tokenizer alone, and so no permit."""
         if self._make_end is not None:
             raise self._make_end()
         try:
-            with self._inspected.enter(size, principal.tenant):
+            with self._tokenize_limiter.reserve(size, principal.tenant):
                 yield
         except TooManyRequests:
             self.shared_metrics.add(Counter.REFUSED)
@@ -186,7 +186,7 @@ class Pipeline:
     async def _inspect(
         self, steps: Generator[None, None, T], timeout_s: float | None, arrived_at: float, principal: Principal
     ) -> T:
-        """What `steps` return, in the threads, before the deadline."""
+        """Run `steps` in the threads, and return their result. Raises DeadlinePassed."""
         pending = PendingResult(1, (), asyncio.get_running_loop())
         self._pending.add(pending)
         tick = self._deadlines.set(pending, self._deadline(timeout_s, arrived_at))
@@ -291,13 +291,13 @@ class Pipeline:
             self._queue_run(request, request_queue, 0, tokenized, permit, counts)
         else:
             await _unless_over(request_queue.pending, self._queue_runs(request, request_queue, permit, counts))
-        permit.note_queued()  # whatever the estimate was
-        request.inputs.clear()  # megabytes that need not wait for the answer
+        permit.note_queued()  # the estimate no longer counts
+        request.inputs.clear()  # frees up to megabytes before the response is there
 
     async def _queue_runs(
         self, request: EmbedRequest, request_queue: RequestQueue, permit: Permit, counts: "_Counts"
     ) -> None:
-        """Run by run: the first inputs are with the workers while the last are being tokenized."""
+        """Queue run by run: workers compute the first inputs while the last are being tokenized."""
         num_queued = 0
         async with aclosing(self.tokenizer.tokenize(request.inputs, request.tokenizing, request_queue.tenant)) as runs:
             async for tokenized in runs:
@@ -344,7 +344,8 @@ class Pipeline:
         return sequences
 
     def _check_token_rows(self, start: int, tokenized: list[TokenizedInput], num_tokens: int) -> None:
-        """A batch's rows lie in one slot, and an answer's in the memory of the gateway. `num_tokens`: of all so far."""
+        """Raises BadRequest for inputs whose rows do not fit into one slot, or into the memory of a response.
+        `num_tokens`: of all inputs so far."""
         most = _MAX_TOKEN_FLOATS // self.config.card.hidden_size
         if num_tokens > most:
             raise BadRequest(
@@ -362,7 +363,7 @@ class Pipeline:
                 )
 
     def _take_token_floats(self, request_queue: RequestQueue, num_tokens: int) -> None:
-        """Make room for the vectors of so many more tokens, until the request is over. Raises TooManyRequests."""
+        """Reserve room for the vectors of more tokens, until the request is over. Raises TooManyRequests."""
         num_floats = num_tokens * self.config.card.hidden_size
         running = sum(self._token_floats.values())
         if running + num_floats > _MAX_RUNNING_TOKEN_FLOATS:  # no request is so large by itself
@@ -382,7 +383,7 @@ class Pipeline:
 
 
 async def _unless_over(pending: PendingResult, queueing: Coroutine[Any, Any, T]) -> T:
-    """What `queueing` returns; it is ended when the request is over before, and this raises why."""
+    """The result of `queueing`. If the request is over before, `queueing` is cancelled, and this raises the reason."""
     task = asyncio.ensure_future(queueing)
     try:
         await asyncio.wait((task, pending.finished), return_when=asyncio.FIRST_COMPLETED)

@@ -87,7 +87,7 @@ class Service:
             config.arena.rows_per_slot,
             config.max_tokens,
             num_gateways=config.num_gateways,
-            queued_elsewhere=lambda: gateway.shared_metrics.others(Gauge.QUEUED_TOKENS),
+            queued_elsewhere=lambda: self._shared_metrics.others(Gauge.QUEUED_TOKENS),
         )
         self.dispatcher = Dispatcher(
             policy=self.policy,
@@ -196,7 +196,7 @@ class Services:
         self._read_tokenizer = read_tokenizer
         self._make_service = make_service
         self._keys: Sequence[ApiKey] = first.config.keys
-        """The newest that this gateway has been told of."""
+        """The newest keys from the supervisor."""
         self._preparing: dict[int, asyncio.Task[None]] = {}
 
     def total(self, value: Callable[[Service], int]) -> int:
@@ -239,7 +239,7 @@ class Services:
         for service in self.all.values():
             service.pipeline.give_up()
 
-    # --- what the supervisor says ---------------------------------------------------------------------------
+    # --- messages of the supervisor -------------------------------------------------------------------------
 
     def worker_up(self, message: WorkerUp, arena_fd: int) -> None:
         service = self.all[message.generation]
@@ -293,7 +293,7 @@ class Services:
             raise
         except ModelError as error:
             send(Prepared(generation, str(error)))
-        except BaseException as error:  # libraries in Rust raise what is no Exception
+        except BaseException as error:  # libraries in Rust raise other classes than Exception
             log.error("generation %d cannot be prepared", generation, exc_info=True)
             send(Prepared(generation, f"a gateway failed with {type(error).__name__}"))
         else:

@@ -1,4 +1,5 @@
-"""Checks the API key of a request. Knows digests, never a key, and logs neither. Called by `vecd.gateway.pipeline`.
+"""Checks the API key of a request. Knows digests, never a key, and logs neither. Called by
+`vecd.gateway.admission.principals`.
 
 Digests are looked up rather than compared one after the other, so that a thousand keys cost no more than one. The
 lookup is by a digest of the digest, made with a secret of this process: its time tells nothing about a key, because no

@@ -2,7 +2,7 @@
 
 Owns the quotas `tokens_per_s` and `max_requests`, and how much of them is used. A principal's tenant, in whose turn its
 requests are served, is the name of its key, or its address where there are no keys. Pure: no socket, no task. Called by
-`vecd.gateway.pipeline`.
+`vecd.gateway.api.application` and `vecd.gateway.pipeline`.
 
 Quotas are for the whole server. Gateways share no counters, so each allows its part: a principal with all its
 connections at one of two gateways gets half of its tokens.

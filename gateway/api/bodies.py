@@ -123,10 +123,10 @@ class Bodies:
             del self._num_bytes_of[tenant]
 
 
-def _check_room(num_waiting: int, num_bytes: int, limit: int, whose: str) -> None:
+def _check_room(num_waiting: int, num_bytes: int, limit: int, what: str) -> None:
     if num_waiting and num_waiting + num_bytes > limit:
         raise TooManyRequests(
-            f"{whose} {num_waiting} bytes wait to be parsed, this one has {num_bytes}, at most {limit} may",
+            f"{what} {num_waiting} bytes wait to be parsed, this one has {num_bytes}, at most {limit} may",
             retry_after_s=num_waiting / _BYTES_PER_S,
         )
 

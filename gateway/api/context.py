@@ -38,7 +38,7 @@ class Embedder(Protocol):
     async def describe(
         self, parsed: ParsedTokenize, timeout_s: float | None, arrived_at: float, principal: Principal
     ) -> None:
-        """Give the tokens of texts to `ask.collector`. Raises ApiError."""
+        """Give the tokens of texts to `parsed.collector`. Raises ApiError."""
 
     async def decode(
         self, parsed: ParsedDecode, timeout_s: float | None, arrived_at: float, principal: Principal
@@ -84,5 +84,5 @@ class Context:
     """By tenant."""
     openapi: Callable[[HttpRequest], dict[str, Any]]
     """The OpenAPI document of the listener that a request came by."""
-    on_reload: Callable[[], None] | None
-    """Asks the supervisor to read its configuration again; None where there is no supervisor."""
+    on_reload: Callable[[], None]
+    """Requests that the supervisor reads its configuration again."""

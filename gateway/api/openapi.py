@@ -137,7 +137,7 @@ def _route(route: Route, model_info: ModelInfo, *, has_keys: bool) -> dict[str, 
     assert about is not None, "a route without documentation"
     responses = {str(about.status): _response([about]), **_others(about)}
     if route.place is Place.ADMIN or needs_key:
-        responses.update({"401": _plain_error(401), "403": _plain_error(403)})
+        responses.update({str(status): _error(status, _STATUSES[status], ["openai"]) for status in (401, 403)})
     return {**security, "tags": ["server"], "summary": about.summary, "responses": responses}
 
 
@@ -166,7 +166,7 @@ def _operation(claims: Sequence[Claim], model_info: ModelInfo, *, needs_key: boo
     for dialect in dialects:
         texts.update(dialect.statuses if has_body else {})
     for status, text in sorted(texts.items()):
-        described["responses"][str(status)] = _error(status, text, dialects)
+        described["responses"][str(status)] = _error(status, text, [dialect.name for dialect in dialects])
     return described
 
 
@@ -191,22 +191,14 @@ def _others(operation: Operation) -> dict[str, Any]:
     }
 
 
-def _error(status: int, text: str, dialects: Sequence[Dialect]) -> dict[str, Any]:
-    schemas: list[Schema] = [{"$ref": f"#/components/schemas/{dialect.name}-error"} for dialect in dialects]
+def _error(status: int, text: str, dialects: Sequence[str]) -> dict[str, Any]:
+    """`dialects`: the names of those whose shapes the error may have."""
+    schemas: list[Schema] = [{"$ref": f"#/components/schemas/{dialect}-error"} for dialect in dialects]
     headers = {**_REQUEST_ID, **(_RETRY_AFTER if status in _WITH_RETRY_AFTER else {})}
     return {
         "description": text,
         "headers": headers,
         "content": {"application/json": {"schema": _any_of(schemas)}},
-    }
-
-
-def _plain_error(status: int) -> dict[str, Any]:
-    schema = {"$ref": "#/components/schemas/openai-error"}
-    return {
-        "description": _STATUSES[status],
-        "headers": _REQUEST_ID,
-        "content": {"application/json": {"schema": schema}},
     }
 
 

@@ -46,23 +46,16 @@ def dialect_routes() -> dict[str, dict[str, Route]]:
     return table
 
 
-def _own_routes() -> dict[str, dict[str, Route]]:
-    return {
-        path: {method: route._replace(endpoint=_endpoint(path, OWN)) for method, route in methods.items()}
-        for path, methods in OWN_ROUTES.items()
-    }
+def _all_routes() -> Table:
+    """Those of the dialects, and the server's own. Both may be at one path, with different methods."""
+    table = dialect_routes()
+    for path, methods in OWN_ROUTES.items():
+        for method, route in methods.items():
+            table.setdefault(path, {})[method] = route._replace(endpoint=_endpoint(path, OWN))
+    return table
 
 
-def _merged(*tables: Table) -> Table:
-    """One table of all; a path may be in several of them, with different methods."""
-    merged: dict[str, dict[str, Route]] = {}
-    for table in tables:
-        for path, methods in table.items():
-            merged.setdefault(path, {}).update(methods)
-    return merged
-
-
-ROUTES: Table = _merged(dialect_routes(), _own_routes())
+ROUTES: Table = _all_routes()
 
 ENDPOINTS: tuple[Endpoint, ...] = tuple(_endpoints)
 """By the index that `Route.endpoint` and `RequestTimeline.endpoint` have."""

@@ -10,6 +10,7 @@ POST into a GET. A spelling never leads to a route with another first part, so t
 import re
 from collections.abc import Awaitable, Callable, Iterator, Mapping
 from enum import Enum, auto
+from functools import partial
 from typing import NamedTuple, TypeAlias
 
 from vecd.gateway.admission.principals import Principal
@@ -83,7 +84,8 @@ def find_route(table: Table, method: str, path: str) -> Route:
     """
     methods = methods_at(table, path)
     if method == "OPTIONS" and (methods is not None or path == "*"):
-        return Route(_Options(allowed_methods(methods or {"GET": None, "POST": None})), scope=None)
+        allow = allowed_methods(methods or {"GET": None, "POST": None})
+        return Route(partial(_respond_to_options, allow), scope=None)
     if methods is None:
         raise NotFound(
             "There is nothing at this path; embeddings are at POST /v1/embeddings",
@@ -101,14 +103,8 @@ def allowed_methods(methods: Mapping[str, object]) -> str:
     return ", ".join(sorted({*methods, "OPTIONS", *(["HEAD"] if "GET" in methods else [])}))
 
 
-class _Options:
-    """The handler of OPTIONS: lists the methods."""
-
-    def __init__(self, allow: str) -> None:
-        self._allow = allow
-
-    async def __call__(self, context: Context, http: HttpRequest, principal: Principal) -> Response:
-        return Response(204, headers={"allow": self._allow})
+async def _respond_to_options(allow: str, context: Context, http: HttpRequest, principal: Principal) -> Response:
+    return Response(204, headers={"allow": allow})
 
 
 def methods_at(table: Table, path: str) -> Mapping[str, Route] | None:

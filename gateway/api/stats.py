@@ -104,7 +104,7 @@ def describe_stats(
         "workers": _describe_workers(config.num_workers, shared_metrics, links),
         "gateways": describe_gateways(shared_metrics),
         "batches": [_describe_batch(*batch) for batch in shared_metrics.recent_batches(now_ns - int(RECENT_S * 1e9))],
-        "processes": {name: _describe_usage(usage) for name, usage in usages.items()},
+        "processes": {name: usage._asdict() for name, usage in usages.items()},
     }  # fmt: skip
 
 
@@ -149,13 +149,4 @@ def _describe_batch(
         "sent_s": sent_ns / 1e9,
         "done_s": done_ns / 1e9 if done_ns else None,
         "compute_s": compute_us / 1e6,
-    }
-
-
-def _describe_usage(usage: Usage) -> dict[str, Any]:
-    return {
-        "pid": usage.pid,
-        "cpu_s": usage.cpu_s,
-        "resident_bytes": usage.resident_bytes,
-        "proportional_bytes": usage.proportional_bytes,
     }

@@ -29,7 +29,6 @@ from vecd.gateway.api.routes import Place, Route
 from vecd.gateway.api.stats import describe_stats
 from vecd.gateway.telemetry.metrics import CONTENT_TYPE, render_metrics
 from vecd.gateway.telemetry.processes import Usage
-from vecd.gateway.types.errors import NotImplementedByServer
 from vecd.gateway.types.messages import HttpRequest, Response
 from vecd.shm.shared_metrics import Gauge
 
@@ -110,8 +109,6 @@ async def _usages(context: Context) -> dict[str, Usage]:
 
 
 async def reload(context: Context, http: HttpRequest, principal: Principal) -> Response:
-    if context.on_reload is None:
-        raise NotImplementedByServer("This gateway has no supervisor that could reload its configuration")
     context.on_reload()
     return _json(202, {"status": "reloading"})
 

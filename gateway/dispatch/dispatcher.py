@@ -10,8 +10,8 @@ Life of a slot: free → `_send` → in flight → `Done` → being encoded → 
 scheduler, as far as `vecd.gateway.dispatch.retry_budget` pays for it. A poison input, found by
 `vecd.gateway.dispatch.crash_attribution`, is failed, and rejected from then on by `vecd.gateway.dispatch.quarantine`.
 
-Several may live in one process and on one event loop. Called by `vecd.gateway.main` (control messages) and
-`vecd.gateway.pipeline` (new sequences, health).
+Several may live in one process and on one event loop. Called by `vecd.gateway.service` (control messages) and
+`vecd.gateway.pipeline` (new sequences).
 """
 
 import asyncio

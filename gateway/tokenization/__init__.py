@@ -1,1 +1,1 @@
-"""Text to token ids, and where a text is cut."""
+"""Texts to token ids: tokenizing, truncating and splitting inputs."""

@@ -1,17 +1,17 @@
-"""The text of token ids of cl100k_base, the vocabulary of OpenAI's embedding models.
+"""Decode token ids of cl100k_base, the vocabulary of OpenAI's embedding models, to text.
 
-Owns the table of bytes by id, which is read when it is first needed: most servers never do. Decodes only; nothing here
-could encode. Called by `vecd.gateway.tokenization.id_policy`, in a thread, or on the event loop for a few ids once the
+Owns the table of bytes by id, which is read when it is first needed: most servers never need it. Cannot encode. Called
+by `vecd.gateway.tokenization.id_policy`, in a thread, or on the event loop for a few ids once the
 table is there.
 
     lengths   0 1 1 1 … 7 4 13          starts   sums of the lengths
     tokens    !"#$ … <|endoftext|>      an id's bytes, one id after the other
 
-Clients that know only OpenAI's models send these ids, whatever the server; LangChain does by default. It splits what
-is longer than 8,191 ids wherever that is, so a list may begin and end inside a character: the rest of one becomes
-U+FFFD, as in tiktoken's own `decode`. Inside it is UTF-8; a list of which that is not true is of another vocabulary.
-The special tokens' ids become what they are written as, "<|endoftext|>": the text that the caller's own decoding gives,
-and that the model's tokenizer takes as it takes any text.
+Clients that know only OpenAI's models send these ids to any server; LangChain does by default. It splits lists of more
+than 8,191 ids at any place, so a list may begin and end inside a character: the rest of one becomes U+FFFD, as in
+tiktoken's own `decode`. Otherwise a list decodes to UTF-8; one that does not is of another vocabulary. The ids of
+special tokens become their names, such as "<|endoftext|>": the text that the client's own decoding gives, and that the
+model's tokenizer reads like any text.
 
 Source: `cl100k_base.tiktoken` of tiktoken, whose licence (MIT) lies beside the data. `tools/make_cl100k.py` makes the
 file and knows its format.
@@ -33,20 +33,20 @@ from numpy.typing import NDArray
 from vecd.gateway.types.request import TokenIds
 
 NUM_IDS = 100_277
-"""Ids are less. Some of the last are no token's: see `is_any_unknown`."""
+"""Ids are below this. Some of the last ones have no token: see `is_any_unknown`."""
 FIRST_UNKNOWN_ID = 100_256
-"""The least that is no token's."""
+"""The lowest id without a token."""
 
 _FILE = Path(__file__).with_name("data") / "cl100k_base.bin"
 _SLICE_IDS = 4096
-"""Decoded at once: 0.15 ms of English."""
+"""Ids decoded at once: 0.15 ms of English."""
 
 
 class _Table(NamedTuple):
     lengths: NDArray[np.uint8]
-    """[N] bytes of each id's token; 0 for those that are no token's."""
+    """[N] the number of bytes of each id's token; 0 for ids without a token."""
     starts: NDArray[np.int32]
-    """[N] where each begins in `tokens`."""
+    """[N] where each token begins in `tokens`."""
     tokens: NDArray[np.uint8]
 
 
@@ -63,7 +63,7 @@ def is_loaded() -> bool:
 
 
 def load() -> None:
-    """Read the table, unless it is there."""
+    """Read the table, unless it is loaded."""
     global _table
     with _lock:
         if _table is None:
@@ -71,17 +71,17 @@ def load() -> None:
 
 
 def is_any_unknown(ids: TokenIds) -> bool:
-    """Whether any of `ids`, all of which are 0 … NUM_IDS - 1, is no token's. Loads the table."""
+    """Whether any of `ids`, each 0 … NUM_IDS - 1, has no token. Loads the table."""
     return not bool(_loaded().lengths[_as_array(ids)].all())
 
 
 def num_bytes(ids: TokenIds) -> int:
-    """Of the text of ids that are all known."""
+    """The length in bytes of the text of known ids."""
     return int(_loaded().lengths[_as_array(ids)].sum(dtype=np.int64))
 
 
 def decode_steps(ids: TokenIds, max_chars: int) -> Generator[None, None, str]:
-    """The text of ids that are all known, or of so many of the first of them that it has more than `max_chars`.
+    """The text of known ids, or of the first of them, as many as make more than `max_chars` characters.
 
     Yields between pieces of work. Loads the table. Raises NotText.
     """
@@ -107,7 +107,7 @@ def decode_steps(ids: TokenIds, max_chars: int) -> Generator[None, None, str]:
 
 
 def _num_stray(encoded: bytes) -> int:
-    """Bytes at the beginning that are the rest of a character, which has four at most."""
+    """The number of bytes at the beginning that are the rest of a character, at most three."""
     return next((index for index, byte in enumerate(encoded[:3]) if not 0x80 <= byte < 0xC0), len(encoded[:3]))
 
 
@@ -115,7 +115,7 @@ def _decoded(decoder: codecs.IncrementalDecoder, encoded: bytes) -> str:
     try:
         return decoder.decode(encoded)
     except UnicodeDecodeError:
-        raise NotText from None  # that one has the bytes
+        raise NotText from None  # the cause would hold the bytes
 
 
 def _loaded() -> _Table:

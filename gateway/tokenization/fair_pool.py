@@ -1,16 +1,16 @@
-"""A few threads for what would hold up the event loop, shared a turn at a time.
+"""A few threads for work that would block the event loop, shared fairly, a turn at a time.
 
-Owns the threads, and the rule by which works of different requests interleave: tenants take turns, and the works of one
-tenant are first come, first served, a turn each. Knows nothing of what is done in them. Called by
-`vecd.gateway.api.bodies` and `vecd.gateway.tokenization.tokenizer`.
+Owns the threads, and the order of their work: tenants take turns, and the jobs of one tenant are first come, first
+served, a turn each. Knows nothing of the work itself. Called by `vecd.gateway.api.bodies` and
+`vecd.gateway.tokenization.tokenizer`.
 
-What waits is bounded by its callers, since a request waits for one turn at a time: those that are tokenized by
-`vecd.gateway.admission.admission`, bodies that are parsed by `vecd.gateway.api.bodies`.
+A request waits for one turn at a time, so the callers bound what waits here: `vecd.gateway.admission.admission` for
+requests that are tokenized, `vecd.gateway.api.bodies` for bodies that are parsed.
 
-A thread that computes in Python holds the GIL, and a loop that wants it back waits a whole switch interval (5 ms) at
-each wake-up. So long work comes in pieces of at most about 1 ms, and the GIL is let go after each. Measured with two
-threads that parse JSON without pause, 2 cores: the loop wakes up late by 15 ms (median) and 51 ms (p99) without letting
-go, by 0.4 and 5 ms with it.
+A thread that computes in Python holds the GIL, and an event loop that needs it waits a whole switch interval (5 ms) at
+each wake-up. So long work comes in pieces of at most about 1 ms, and the GIL is released after each. Measured with two
+threads that parse JSON without pause, 2 cores: the loop wakes up late by 15 ms (median) and 51 ms (p99) without the
+release, and by 0.4 and 5 ms with it.
 """
 
 import asyncio
@@ -25,11 +25,11 @@ from typing import Any, TypeAlias, TypeVar, cast
 T = TypeVar("T")
 
 _TURN_S = 0.005
-"""One work's turn. Short beside what a request takes, long beside handing it over (0.1 ms)."""
+"""Of one turn. Short compared with a request, long compared with the hand-over (0.1 ms)."""
 
 
 class Threads:
-    """Use from one event loop. What is cancelled ends with the turn it is in."""
+    """Use from one event loop. Cancelled work ends with its present turn."""
 
     def __init__(self, num_threads: int = 2) -> None:
         self.num_threads = num_threads
@@ -37,8 +37,8 @@ class Threads:
         self._waiting = _Turns()
 
     async def call(self, function: Callable[[], T], tenant: str = "") -> T:
-        """Call a function in a thread: one turn, however long it takes. `tenant` is whose it is; any string."""
-        # In no variable: what is raised would hold this frame, and by it itself, until the collector comes.
+        """Call a function in a thread: one turn, however long it takes. `tenant`: any string."""
+        # No variable: an exception would hold this frame, and through it itself, until the next garbage collection.
         return await asyncio.wrap_future(self._submit(function, tenant))
 
     async def run(self, steps: Generator[None, None, T], tenant: str = "") -> T:
@@ -49,7 +49,7 @@ class Threads:
         return result[0]
 
     def close(self) -> None:
-        """Wait for the turns being taken, and end the threads. Who waits for a turn is cancelled."""
+        """Wait for the present turns, and end the threads. Work that waits for a turn is cancelled."""
         self._executor.shutdown(cancel_futures=True)
         while (turn := self._waiting.take()) is not None:
             turn[0].cancel()
@@ -57,7 +57,7 @@ class Threads:
     def _submit(self, function: Callable[[], T], tenant: str) -> Future[T]:
         future: Future[T] = Future()
         self._waiting.add(tenant, (future, function))
-        # For each turn that waits once, but not for this very one: whose it is shows when a thread is free.
+        # Once for each turn that waits, but not for this very one: which turn is next is decided when a thread is free.
         self._executor.submit(self._take_next)
         return future
 
@@ -69,19 +69,19 @@ _Turn: TypeAlias = tuple[Future[Any], Callable[[], Any]]
 
 
 class _Turns:
-    """What waits for a thread. Added to by the loop, taken from by the threads."""
+    """The turns that wait for a thread. The event loop adds, the threads take."""
 
     def __init__(self) -> None:
         self._lock = threading.Lock()
         self._by_tenant: dict[str, deque[_Turn]] = {}
-        """The tenant whose turn it is comes first. None is empty."""
+        """By tenant; the next tenant comes first. No queue is empty."""
 
     def add(self, tenant: str, turn: _Turn) -> None:
         with self._lock:
             self._by_tenant.setdefault(tenant, deque()).append(turn)
 
     def take(self) -> _Turn | None:
-        """The next turn, of which the tenant's next one comes after all other tenants'; None when nothing waits."""
+        """The next turn; its tenant goes behind all other tenants. None when nothing waits."""
         with self._lock:
             tenant = next(iter(self._by_tenant), None)
             if tenant is None:
@@ -99,16 +99,16 @@ def _call(turn: _Turn | None) -> None:
     future, function = turn
     try:
         result = function()
-    except BaseException as error:  # it is raised where the result is awaited
+    except BaseException as error:  # raised where the result is awaited
         future.set_exception(error)
-        # See `call`: what is raised holds this frame, too.
+        # See `call`: the exception holds this frame, too.
         del turn, future, function
     else:
         future.set_result(result)
 
 
 def _take_turn(steps: Generator[None, None, T]) -> tuple[T] | None:
-    """Run pieces for a turn; the result in a tuple, once there is one."""
+    """Run pieces for a turn; returns the result in a tuple once there is one, else None."""
     end = time.perf_counter() + _TURN_S
     while True:
         try:
@@ -117,4 +117,4 @@ def _take_turn(steps: Generator[None, None, T]) -> tuple[T] | None:
             return (cast(T, stop.value),)
         if time.perf_counter() >= end:
             return None
-        time.sleep(0)  # lets go of the GIL
+        time.sleep(0)  # releases the GIL

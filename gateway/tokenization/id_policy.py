@@ -1,18 +1,18 @@
-"""Whose vocabulary a list of token ids is of, and whether all of them are in it.
+"""Decide to which vocabulary a list of token ids belongs, and check that all of its ids are in that vocabulary.
 
 Owns the policy of `--token-ids`, and the refusals. Embeds nothing, and quotes no id. Called by
 `vecd.gateway.tokenization.tokenizer`.
 
-- "auto": a list framed by the model's special tokens, as its tokenizer makes it, is the model's. Any other is
-  cl100k_base's, which is what clients send that know only OpenAI's models. Where the model's frame does not tell the
-  two apart, neither is taken: of a model that frames nothing, or by ids that are common signs in cl100k_base (T5's
-  </s> is its quotation mark, with which many texts end; Gemma's <bos> its #). In APIs of which callers know that ids
-  are the model's (`Tokenizing.are_ids_of_model`), every list is;
+- "auto": a list that begins and ends with the model's special tokens, as its tokenizer makes it, is the model's. Any
+  other is cl100k_base's, which clients send that know only OpenAI's models. Where the special tokens do not distinguish
+  the two, both are refused: for a model without special tokens, or with ids that are common signs in cl100k_base (T5's
+  </s> is its quotation mark, with which many texts end; Gemma's <bos> is its #). In APIs whose ids are always the
+  model's (`Tokenizing.are_ids_of_model`), every list is the model's;
 - "model": every list is the model's;
 - "cl100k": every list is cl100k_base's;
-- "reject": none is taken.
+- "reject": every list is refused.
 
-Right or refused, that is the rule: ids of one vocabulary are valid ids of the other, and are other words there.
+The rule is to be right or to refuse: ids of one vocabulary are valid ids of the other, and mean other words there.
 """
 
 from array import array
@@ -24,13 +24,13 @@ from vecd.gateway.tokenization import cl100k
 from vecd.gateway.types.errors import BadRequest
 from vecd.gateway.types.request import Source, TokenIds
 
-# The signs that texts often begin and end with, as ids of cl100k_base, whose first 94 are ASCII from "!" on.
+# The signs with which texts often begin and end, as ids of cl100k_base, whose first 94 ids are ASCII from "!" on.
 _COMMON_FIRST = {ord(char) - ord("!") for char in "\"#'(*-<@[`{"}
 _COMMON_LAST = {ord(char) - ord("!") for char in "\"!'()*,-./:;>?]`}"}
 
 
-class Frame(NamedTuple):
-    """The special tokens that a model's tokenizer puts around a text."""
+class SequenceTemplate(NamedTuple):
+    """The special tokens that a model's tokenizer puts before and behind a text."""
 
     prefix: list[int]
     suffix: list[int]
@@ -39,39 +39,41 @@ class Frame(NamedTuple):
     def num_tokens(self) -> int:
         return len(self.prefix) + len(self.suffix)
 
-    def is_around(self, ids: TokenIds) -> bool:
-        """Whether there is a frame, and `ids` are in it."""
+    def matches(self, ids: TokenIds) -> bool:
+        """Whether there are special tokens, and `ids` begin and end with them."""
         prefix, suffix = self
         if not (prefix or suffix) or len(ids) < len(prefix) + len(suffix):
             return False
         return [*ids[: len(prefix)]] == prefix and [*ids[len(ids) - len(suffix) :]] == suffix
 
     @property
-    def is_telling(self) -> bool:
-        """Whether a list of cl100k_base's ids is not in it, but for texts that hardly anybody writes: at one end at
-        least is an id that such a list has not, or seldom, at that end."""
+    def is_distinctive(self) -> bool:
+        """Whether lists of cl100k_base's ids do not match it, except for very rare texts: at one end at least it has an
+        id that such lists never or seldom have there."""
         has_rare_first = bool(self.prefix) and self.prefix[0] not in _COMMON_FIRST
         return has_rare_first or (bool(self.suffix) and self.suffix[-1] not in _COMMON_LAST)
 
 
-NO_FRAME = Frame([], [])
+NO_SPECIAL_TOKENS = SequenceTemplate([], [])
 
 
 class IdPolicy:
-    def __init__(self, policy: str, vocab_size: int, frame: Frame) -> None:
+    def __init__(self, policy: str, vocab_size: int, template: SequenceTemplate) -> None:
         """`policy`: one of `vecd.gateway.types.config.TOKEN_ID_POLICIES`; `vocab_size` is the model's."""
         self._policy = policy
         self._vocab_size = vocab_size
-        self._frame = frame
+        self._template = template
 
     def may_decode(self, are_ids_of_model: bool = False) -> bool:
         """Whether some lists may be cl100k_base's. `are_ids_of_model`: see `Tokenizing`."""
-        return self._policy == "cl100k" or (self._policy == "auto" and self._frame.is_telling and not are_ids_of_model)
+        if self._policy == "auto":
+            return self._template.is_distinctive and not are_ids_of_model
+        return self._policy == "cl100k"
 
     def source_of(self, ids: TokenIds, index: int, are_ids_of_model: bool = False) -> Source:
-        """MODEL or CL100K. `ids`: at least one. Raises BadRequest, naming the input by its index, for a list that is
-        not taken, and for ids outside the vocabulary that it is taken to be of. Loads
-        `vecd.gateway.tokenization.cl100k` if it is."""
+        """MODEL or CL100K. `ids`: at least one. Raises BadRequest, which names the input by its index, for a list that
+        the policy refuses, and for ids outside the vocabulary that the list is assigned to. Loads
+        `vecd.gateway.tokenization.cl100k` where that is its vocabulary."""
         if self.are_model_s(ids, are_ids_of_model):
             self._check_range(ids, index, self._vocab_size, "the model's")
             if self._policy == "reject":
@@ -99,12 +101,12 @@ class IdPolicy:
         return Source.CL100K
 
     def are_model_s(self, ids: TokenIds, are_ids_of_model: bool = False) -> bool:
-        """Whether the policy takes `ids` for the model's, if it takes any."""
+        """Whether the policy takes `ids` for the model's, if it does not refuse them."""
         match self._policy:
             case "model" | "reject":
                 return True
             case "auto":
-                return are_ids_of_model or (self._frame.is_telling and self._frame.is_around(ids))
+                return are_ids_of_model or (self._template.is_distinctive and self._template.matches(ids))
             case _:
                 return False
 
@@ -117,11 +119,12 @@ class IdPolicy:
         )
 
     @staticmethod
-    def _check_range(ids: TokenIds, index: int, num_ids: int, whose: str, why: str = "") -> None:
+    def _check_range(ids: TokenIds, index: int, num_ids: int, vocabulary: str, why: str = "") -> None:
         least, most = _extremes(ids)
         if least < 0 or most >= num_ids:
             raise BadRequest(
-                f"'input[{index}]' has a token id outside {whose} vocabulary, 0 to {num_ids - 1}{why}", param="input"
+                f"'input[{index}]' has a token id outside {vocabulary} vocabulary, 0 to {num_ids - 1}{why}",
+                param="input",
             )
 
 

@@ -1,7 +1,7 @@
-"""Where a text may be cut so that its pieces' tokens, one after the other, are the whole text's.
+"""Find split points: places where a text can be cut so that the pieces' tokens in a row are those of the whole text.
 
-Owns what is known of normalizers, pre-tokenizers and added tokens for that. Tokenizes nothing but its own probes, and
-holds no text. Called by `vecd.gateway.tokenization.tokenizer`.
+Owns what must be known of normalizers, pre-tokenizers and added tokens for that. Tokenizes nothing but its own probes,
+and keeps no text. Called by `vecd.gateway.tokenization.text_tokens`.
 
 A cut before character c is right if every stage of the tokenizer does the same on both sides as on the whole:
 
@@ -9,9 +9,9 @@ A cut before character c is right if every stage of the tokenizer does the same 
             none has c       c begins anew  again           it cuts, too     sees the pre-tokenizer's
             but at its start                                                 pieces, one by one
 
-What a stage does is known for the kinds listed here; with any other, or one with settings that look further, no cut is
-known, and texts are tokenized whole. Then probes are cut wherever it was found right, and tokenized: a tokenizer that
-is none of what this takes it for shows there, and its texts are tokenized whole, too.
+This is known for the kinds of stages listed here. With any other kind, or settings that look further, there are no
+split points, and texts are tokenized whole. As a check, probes are cut at all their split points and tokenized: a
+tokenizer that behaves differently fails there, and its texts are tokenized whole, too.
 """
 
 import itertools
@@ -25,10 +25,10 @@ from tokenizers import Tokenizer
 
 _SPACES = " \t\n\r\u3000"
 _IDEOGRAPHS = "\u4e00-\u9fff"
-# Both BERT's pre-tokenizer and the patterns below cut before them, if a letter or digit comes first.
+# BERT's pre-tokenizer and the patterns below cut before these, if a letter or digit precedes.
 _MARKS = ",.!?;:\u3001\u3002\uff01\uff0c\uff1a\uff1b\uff1f"
-# BERT's cuts before them, whatever comes first: they are words of their own. Not before <, = and >, which with a mark
-# behind them become one character that is part of a word, where a normalizer composes.
+# BERT's pre-tokenizer cuts before these, whatever precedes: they are words of their own. Not before <, = and >: a
+# normalizer that composes joins them with a following mark to one character, which is part of a word.
 _ASCII_PUNCTUATION = "!\"#$%&'()*+,-./:;?@[\\]^_`{|}~"
 
 _WORD = (
@@ -36,18 +36,18 @@ _WORD = (
     "\u0400-\u0481\u048a-\u052f\u05d0-\u05ea\u0620-\u063f\u0641-\u064a\u0905-\u0939\u0e01-\u0e30"
     "\u3041-\u3096\u30a1-\u30fa\u4e00-\u9fff\uac00-\ud7a3"
 )
-"""Letters and digits that stand for themselves: none is blank, combines with what comes before, draws what comes behind
-it into its grapheme cluster, or ends with anything but a letter or digit when it is decomposed."""
+"""Letters and digits that normalizers treat alone: none is blank, combines with the character before, takes the next
+into its grapheme cluster, or ends with anything but a letter or digit when it is decomposed."""
 
 _LOCAL_NORMALIZERS = {
     "BertNormalizer", "Lowercase", "StripAccents", "NFC", "NFD", "NFKC", "NFKD", "Nmt", "Precompiled", "ByteLevel",
     "Replace",
 }  # fmt: skip
-"""They look at a character, at a base with its marks, or at a grapheme cluster, each of which a space begins anew."""
+"""They process a character, a base with its marks, or a grapheme cluster; a space begins a new one of each."""
 _LOCAL_PATTERNS = {" {2,}"}
-"""Regular expressions of Replace, none of which matches what begins with a letter."""
+"""Regular expressions of Replace; no match begins with a letter."""
 
-# Source: the patterns of GPT-2, of Llama 3, and of Qwen 2, as their tokenizer.json have them.
+# Source: the patterns in tokenizer.json of GPT-2, Llama 3 and Qwen 2.
 _LLAMA = (
     r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}{1,3}| ?[^\s\p{L}\p{N}]+[\r\n]*|\s*[\r\n]+"
     r"|\s+(?!\S)|\s+"
@@ -57,7 +57,7 @@ _WORD_PATTERNS = {
     _LLAMA,
     _LLAMA.replace("{1,3}", ""),
 }
-"""In all of these, what begins with letters or digits ends with them; nothing looks back."""
+"""In all of these, a match that begins with letters or digits ends with them; none looks back."""
 
 _PROBES = (
     "Hello, wörld! It's 1234.5 o'clock;  two  spaces\tand\nlines\r\n\r\nof text: e\u0301te\u0301 (x) [y] <z> .. !? ,",
@@ -67,9 +67,9 @@ _PROBES = (
 
 
 def cut_pattern(tokenizer: Tokenizer) -> re.Pattern[str] | None:
-    """Matches one character, where it may be cut before that character; None when no such place is known.
+    """A pattern that matches one character if there is a split point before it; None when none is known.
 
-    A cut stays right when the text before it or behind it is cut, too. The match looks back by one character at most.
+    A split point stays right when the text before or behind it is cut, too. The match looks back at most one character.
     `tokenizer` must neither truncate nor pad, and is left as it is.
     """
     normalizers = _parts(tokenizer.normalizer, "normalizers")
@@ -84,7 +84,7 @@ def cut_pattern(tokenizer: Tokenizer) -> re.Pattern[str] | None:
 
 
 def _parts(component: Any, name: str) -> list[Mapping[str, Any]]:
-    """A normalizer's or pre-tokenizer's stages, as its file describes them."""
+    """The stages of a normalizer or pre-tokenizer, as its file describes them."""
     if component is None:
         return []
     stages = [json.loads(component.__getstate__())]
@@ -105,12 +105,12 @@ def _is_local(normalizers: Iterable[Mapping[str, Any]]) -> bool:
 
 
 def _replaces(normalizers: Iterable[Mapping[str, Any]]) -> bool:
-    """Whether the file itself says what becomes of a character, so that it could be anything."""
+    """Whether the file itself defines replacements, so that a character can become anything."""
     return any(stage["type"] in {"Replace", "Precompiled", "ByteLevel"} for stage in normalizers)
 
 
 def _model_is_sure(tokenizer: Tokenizer) -> bool:
-    """Whether the same piece has the same tokens each time, which with dropout it has not."""
+    """Whether the same piece always has the same tokens, which it has not with dropout."""
     return not getattr(tokenizer.model, "dropout", None)
 
 
@@ -118,12 +118,12 @@ def _model_is_sure(tokenizer: Tokenizer) -> bool:
 
 
 def _words_pattern(tokenizer: Tokenizer, normalizers: Iterable[Mapping[str, Any]]) -> re.Pattern[str] | None:
-    """BERT's: blanks are dropped, and ideographs and punctuation are words of their own, whatever is beside them."""
+    """For BERT's: blanks are dropped, and ideographs and punctuation are words of their own in any context."""
     words = _added(tokenizer)
     if words is None:
         return None
     inner = {char for word in words for char in word[1:]}
-    # Before and behind an ideograph the normalizer puts blanks.
+    # The normalizer puts blanks before and behind an ideograph.
     is_free = not any(_is_blank(char) or char >= "\u3400" for char in inner)
     has_ideographs = is_free and any(stage.get("handle_chinese_chars") for stage in normalizers)
     before = _without(tokenizer, set(_SPACES + _ASCII_PUNCTUATION + _MARKS), inner)
@@ -131,19 +131,19 @@ def _words_pattern(tokenizer: Tokenizer, normalizers: Iterable[Mapping[str, Any]
 
 
 def _spaces_pattern(tokenizer: Tokenizer, pre_tokenizers: list[Mapping[str, Any]]) -> re.Pattern[str] | None:
-    """A blank, sometimes a punctuation mark, behind a letter or digit."""
+    """For byte pairs and unigrams: a blank, sometimes a punctuation mark, behind a letter or digit."""
     before, words = _cut_before(pre_tokenizers), _added(tokenizer)
     if not before or words is None or not _keeps_words(tokenizer):
         return None
     spaces = {" ", "▁"} if pre_tokenizers[0]["type"] == "Metaspace" else set(_SPACES)
     before = {char for char in before if _keeps_kind(_normalized(tokenizer, char), char, spaces)}
-    # A word of nothing but blanks begins where a cut before a blank may be, or behind it.
+    # A token of blanks only can begin at a split point before a blank, or behind it.
     pairs = [pair for word in words for pair in itertools.pairwise(word)]
     return _one_of(_without(tokenizer, before, {b for a, b in pairs if not _is_blank(a)}), behind=_WORD)
 
 
 def _without(tokenizer: Tokenizer, before: set[str], inner: set[str]) -> set[str]:
-    """Those that cannot stand inside an added token, of which `inner` are all characters but the first."""
+    """The characters of `before` that no added token has inside. `inner`: of added tokens, all but the first."""
     has_blank = any(map(_is_blank, inner))
     return {
         char
@@ -233,7 +233,7 @@ def _is_blank(char: str) -> bool:
 
 
 def _agrees(tokenizer: Tokenizer, pattern: re.Pattern[str]) -> bool:
-    """Whether the probes' pieces have the probes' tokens, each probe cut everywhere at once, and in two everywhere."""
+    """Whether the pieces of each probe have its tokens: cut at all split points at once, and in two at each."""
     for probe in _PROBES:
         cuts = [match.start() for match in pattern.finditer(probe) if match.start() > 0]
         whole = _ids(tokenizer, [probe])

@@ -1,17 +1,18 @@
-"""A text's own tokens: its first ones, its last ones, or all, with as little work as that takes.
+"""Make a text's own tokens: the first, the last or all of them, with as little work as possible.
 
-Owns the calls of the `tokenizers` library that make tokens of texts. Knows nothing of frames, limits and requests.
-Called by `vecd.gateway.tokenization.tokenizer`.
+Owns the calls of the `tokenizers` library. Knows nothing of special tokens, limits and requests. Called by
+`vecd.gateway.tokenization.tokenizer`.
 
-`Tokenizer.encode` holds the GIL for its whole length (2.4 s for a million CJK characters, whatever the truncation);
-the batch calls release it. The library truncates what it has tokenized. Where a text may be cut without changing its
-tokens (`vecd.gateway.tokenization.split_points`), it is tokenized piece by piece until there are as many as are wanted:
+`Tokenizer.encode` holds the GIL for its whole run (2.4 s for a million CJK characters, even if it truncates); the batch
+calls release it. The library tokenizes all of a text before it truncates. Where a text has split points, at which a cut
+does not change its tokens (`vecd.gateway.tokenization.split_points`), it is tokenized piece by piece until there are
+enough tokens:
 
-    text      │ piece │ piece │ piece │ never looked at …
-    tokens    └ 1030 ─┴ 1100 ─┴ … ─ more than wanted
+    text      │ piece │ piece │ piece │ never read …
+    tokens    └ 1030 ─┴ 1100 ─┴ … ─ more than needed
 
-and from its end towards its beginning where the last ones are wanted. Each piece is a step of a generator, between
-which others may have their turn.
+and from its end towards its beginning where its last tokens are needed. Each piece is a step of a generator, so that
+other requests can have a turn in between.
 """
 
 import re
@@ -22,43 +23,43 @@ import tokenizers
 from vecd.gateway.tokenization.split_points import cut_pattern
 
 CHARS_PER_TEXT = 20
-"""What a text costs beside its characters, in characters."""
+"""The cost of a text besides its characters, in characters."""
 
 RUN_CHARS = 16 * 1024
-"""Of the texts that are tokenized in one call, or their first pieces: 3 ms of English, 14 ms of CJK. What cannot be cut
-takes a turn by itself, of whatever length: a word of 2,000,000 letters 0.3 s, as many emoji 1.6 s."""
+"""Of the texts, or their first pieces, that are tokenized in one call: 3 ms of English, 14 ms of CJK. Text without
+split points takes one turn, however long: a word of 2,000,000 letters 0.3 s, as many emoji 1.6 s."""
 
 _CHARS_PER_EXPECTED_TOKEN = 4
-"""A text's first piece has so many for each token that is kept: less than English, more than most other text."""
+"""Characters of a text's first piece for each token that is kept: fewer than English has, more than most other text."""
 
 _PIECE_CHARS = 4 * 1024
-"""The longest piece that is tokenized at once, if it can be cut there: 10 ms of CJK, 14 ms of words of no language."""
+"""The longest piece that is tokenized at once, if there is a split point: 10 ms of CJK, 14 ms of random words."""
 
 _LEAST_PIECE_CHARS = 256
-"""A call costs as much as so many characters, 0.03 ms."""
+"""The cost of a call, in characters: 0.03 ms."""
 
 _SEARCH_CHARS = 64 * 1024
-"""So far a cut is looked for before others have their turn: 0.9 ms at worst."""
+"""Characters searched for a split point before other requests have a turn: 0.9 ms at worst."""
 
 
 class TextTokens:
-    """Tokens of texts without the model's frame. Texts are looked at up to `max_chars`; what is behind is not there."""
+    """Tokens of texts without special tokens. Texts are read up to `max_chars`; the rest is ignored."""
 
     def __init__(self, tokenizer: tokenizers.Tokenizer, max_chars: int, *, may_cut: bool) -> None:
-        """`tokenizer` neither truncates nor pads yet. `may_cut`: pieces may be cut where `text_cuts` knows a place."""
+        """`tokenizer` neither truncates nor pads yet. `may_cut`: texts may be cut at split points."""
         self._tokenizer = tokenizer
         self.max_chars = max_chars
         self.cuts = cut_pattern(tokenizer) if may_cut else None
 
     def first_chars(self, num: int) -> int:
-        """How much of a text is tokenized to begin with, where `num` tokens are wanted."""
+        """How much of a text is tokenized first, where `num` tokens are needed."""
         if self.cuts is None:
             return self.max_chars
         return min(_PIECE_CHARS, max(_LEAST_PIECE_CHARS, (num + 1) * _CHARS_PER_EXPECTED_TOKEN))
 
     def first_steps(self, texts: Sequence[str], prompt: str, num: int) -> Generator[None, None, list[list[int]]]:
-        """Of each text, with the prompt before it: all tokens, or, if they are more than `num`, the first of them and
-        at least one more than `num`. What the library truncates is not among them, and is behind those."""
+        """For each text, with the prompt before it: all tokens, or, if there are more than `num`, the first of them,
+        more than `num`. Tokens that the library truncates are missing at the end."""
         if self.cuts is None:
             return self.ids([prompt + text[: self.max_chars] for text in texts])
         if self._is_one_call(texts, prompt, num):
@@ -69,7 +70,7 @@ class TextTokens:
             ends.append(end)
         firsts = [prompt + text[:end] for text, end in zip(texts, ends, strict=True)]
         lists: list[list[int]] = []
-        for part in runs_of(firsts, RUN_CHARS, self.max_chars):  # some could be cut nowhere
+        for part in runs_of(firsts, RUN_CHARS, self.max_chars):  # some have no split point
             lists += self.ids(firsts[part.start : part.stop])
             yield
         for text, end, ids in zip(texts, ends, lists, strict=True):
@@ -77,8 +78,8 @@ class TextTokens:
         return lists
 
     def _is_one_call(self, texts: Sequence[str], prompt: str, num: int) -> bool:
-        """Whether each text is a first piece by itself, and all are one run, as of most requests: looking for places
-        to cut them would take as long as a tenth of the tokenizing."""
+        """Whether each text is a first piece by itself, and all are one run, as in most requests: the search for split
+        points would take a tenth of the time of the tokenizing."""
         longest = max(map(len, texts))
         if longest > self.first_chars(num) or longest > self.max_chars:
             return False
@@ -93,7 +94,7 @@ class TextTokens:
         return ids
 
     def piece_steps(self, text: str, prompt: str) -> Generator[None, None, list[str]]:
-        """What may be tokenized apart of the text, with the prompt before it: one piece or more."""
+        """The pieces of the text, with the prompt before it, that can be tokenized separately: at least one."""
         start, stop = 0, min(len(text), self.max_chars)
         pieces: list[str] = []
         while not pieces or start < stop:
@@ -103,7 +104,7 @@ class TextTokens:
         return pieces
 
     def last_steps(self, text: str, prompt: str, num: int) -> Generator[None, None, list[int]]:
-        """Of the text, with the prompt before it: all tokens, or the last of them and at least `num`."""
+        """The tokens of the text, with the prompt before it: all, or the last of them, at least `num`."""
         end = min(len(text), self.max_chars)
         parts: list[list[int]] = []
         num_ids, num_chars = 0, self.first_chars(num)
@@ -118,25 +119,25 @@ class TextTokens:
             yield
 
     def last_part(self, piece: str) -> str:
-        """What of a piece is behind the last place where it may be cut; not always, but always from such a place on."""
+        """The end of a piece from a split point on, usually from the last one."""
         if self.cuts is None:
             return piece
         cuts = [cut.start() for cut in self.cuts.finditer(piece, max(1, len(piece) - _LEAST_PIECE_CHARS))]
         return piece[cuts[-1] :] if cuts else piece
 
     def ids(self, texts: Sequence[str]) -> list[list[int]]:
-        """Of each text, as far as the library does not truncate it."""
+        """The tokens of each text, as far as the library does not truncate it."""
         return [encoding.ids for encoding in self._tokenizer.encode_batch_fast(texts, add_special_tokens=False)]
 
     def all_ids(self, text: str) -> list[int]:
-        """Of one text, what the library truncates as well."""
+        """All tokens of one text, those that the library truncates included."""
         [encoding] = self._tokenizer.encode_batch_fast([text], add_special_tokens=False)
         return [token_id for part in (encoding, *encoding.overflowing) for token_id in part.ids]
 
     def _extend(
         self, ids: list[int], text: str, start: int, num: int, cuts: re.Pattern[str]
     ) -> Generator[None, None, None]:
-        """Add a text's tokens from `start` on to those before it, until there is one more than `num`."""
+        """Add a text's tokens from `start` on to those before it, until there are more than `num`."""
         stop = min(len(text), self.max_chars)
         while len(ids) <= num and start < stop:
             yield
@@ -148,7 +149,7 @@ class TextTokens:
             start = end
 
     def _piece_end(self, text: str, least: int, cuts: re.Pattern[str]) -> Generator[None, None, int]:
-        """The first place from `least` on where a text may be cut; if there is none, where it ends."""
+        """The first split point from `least` on; the end of the text if there is none."""
         stop = min(len(text), self.max_chars)
         while least < stop:
             cut = cuts.search(text, least, min(stop, least + _SEARCH_CHARS))
@@ -159,7 +160,7 @@ class TextTokens:
         return stop
 
     def _piece_start(self, text: str, most: int, end: int, cuts: re.Pattern[str]) -> Generator[None, None, int]:
-        """A place before `end`, at about `most`, where a text may be cut; if there is none, 0."""
+        """A split point before `end`, at about `most`; 0 if there is none."""
         while most > 0:
             cut = cuts.search(text, most, end)
             if cut is not None:
@@ -170,7 +171,7 @@ class TextTokens:
 
 
 def runs_of(inputs: Sequence[Sequence[object]], most: int, longest: int, cost_per_input: int = 0) -> Iterator[range]:
-    """Runs of at most `most` characters or ids, or one input each, of which at most `longest` count."""
+    """Runs of at most `most` characters or ids, or of one input each. An input counts for at most `longest`."""
     start = cost = 0
     for index, item in enumerate(inputs):
         cost_of_item = min(len(item), longest) + CHARS_PER_TEXT + cost_per_input

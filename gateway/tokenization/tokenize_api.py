@@ -1,10 +1,10 @@
-"""What a caller may ask of the tokenizer itself: the tokens of a text, the text of tokens.
+"""The tokenizer as an API: the tokens of texts, and the texts of tokens.
 
-Owns the bounds of such a question, of one and of all that are being answered, and the offsets of tokens. Knows no
-request. Called by `vecd.gateway.tokenization.tokenizer`, in its threads; `Room` by `vecd.gateway.pipeline`.
+Owns the limits of such a request, and of all of them together, and the offsets of tokens. Knows no HTTP. Called by
+`vecd.gateway.tokenization.tokenizer`, in its threads; `TokenizeLimiter` by `vecd.gateway.pipeline`.
 
-No more than a piece's tokens are there at a time, in Python's objects, of which one takes three times as much as it
-does in an answer: a collector writes them as they come.
+Only the tokens of one piece of a text exist as Python objects at a time, because an object takes three times as much
+memory as in a response: a collector writes them as they are made.
 """
 
 from collections.abc import Generator, Iterator, Sequence
@@ -14,46 +14,46 @@ from itertools import islice
 import numpy as np
 import tokenizers
 
-from vecd.gateway.tokenization.id_policy import NO_FRAME, Frame
+from vecd.gateway.tokenization.id_policy import NO_SPECIAL_TOKENS, SequenceTemplate
 from vecd.gateway.tokenization.text_tokens import TextTokens
 from vecd.gateway.types.errors import BadRequest, TooManyRequests
 from vecd.gateway.types.request import Token, TokenCollector, TokenIds
 
 MAX_CHARS = 2**18
-"""Of all texts of one request, prompts included. A character may be a token, which takes 70 bytes of an answer: 18 MB,
-which are copied once, in one turn of the loop, when they are sent. So many CJK characters take 1.3 s, 29 MB and turns
-of up to 9 ms; twice as many 51 MB, and one of 30 to 66 ms (2 cores)."""
+"""Of all texts of one request, prompts included. A character may be a token, which takes 70 bytes of a response: 18 MB,
+which are copied once, in one turn of the event loop, when they are sent. So many CJK characters take 1.3 s, 29 MB and
+turns of up to 9 ms; twice as many take 51 MB, and one turn of 30 to 66 ms (2 cores)."""
 
 MAX_IDS = 250_000
 """Of all lists of one request."""
 
 _MAX_SIZE = 2**19
-"""Characters and ids of all such requests that are being answered."""
+"""Characters and ids of all such requests at a time."""
 
 _SHORT_SIZE = 8 * 1024
-"""Up to so much a request is a short one, which need not wait for a long one of the same tenant."""
+"""A request up to this size is short, and need not wait for a long one of the same tenant."""
 
 _SIZE_PER_ITEM = 64
-"""What a text or a list counts beside its own."""
+"""What a text or a list counts besides its length."""
 
 _TOKENS_PER_STEP = 1000
-"""Written at once: 1.5 ms."""
+"""Tokens written at once: 1.5 ms."""
 
 _RETRY_AFTER_S = 1.0
-"""The largest take about as long."""
+"""The largest requests take about as long."""
 
 
-class Room:
-    """How much is asked of the tokenizer at a time. A tenant's long requests have at most half of it, so that there is
-    some for others; where there is nobody else, a request of any size is let in."""
+class TokenizeLimiter:
+    """Limits the size of all such requests at a time. Long requests of one tenant get at most half of it, so that some
+    is left for others; while there is no other request, one of any size is admitted."""
 
     def __init__(self) -> None:
         self._sizes: dict[str, int] = {}
-        """By tenant; none is 0."""
+        """By tenant; no value is 0."""
 
     @contextmanager
-    def enter(self, size: int, tenant: str) -> Iterator[None]:
-        """Room for a request of so much (`size_of`) until it is answered. Raises TooManyRequests."""
+    def reserve(self, size: int, tenant: str) -> Iterator[None]:
+        """Reserve `size`, by `size_of`, until the request is done. Raises TooManyRequests."""
         own, all_sizes = self._sizes.get(tenant, 0), sum(self._sizes.values())
         if (all_sizes and all_sizes + size > _MAX_SIZE) or (own and size > _SHORT_SIZE and own + size > _MAX_SIZE // 2):
             raise TooManyRequests(
@@ -71,30 +71,32 @@ class Room:
 
 
 def size_of(items: Sequence[str] | Sequence[TokenIds], prompt: str = "") -> int:
-    """In characters, or ids: what a request counts. Above 0."""
+    """The size of a request, in characters or ids. Above 0."""
     return 1 + sum(map(len, items)) + len(items) * (_SIZE_PER_ITEM + len(prompt))
 
 
-class Inspector:
-    def __init__(self, tokenizer: tokenizers.Tokenizer, texts: TextTokens, frame: Frame, vocab_size: int) -> None:
+class TokenizeApi:
+    def __init__(
+        self, tokenizer: tokenizers.Tokenizer, texts: TextTokens, template: SequenceTemplate, vocab_size: int
+    ) -> None:
         self._tokenizer = tokenizer
         self._texts = texts
-        self._frame = frame
+        self._template = template
         self._vocab_size = vocab_size
 
     def describe_steps(
         self, texts: Sequence[str], prompt: str, add_special_tokens: bool, collector: TokenCollector
     ) -> Generator[None, None, int]:
-        """Give the collector the tokens of each text with the prompt before it; returns how many they are. Yields
-        between pieces of work. Raises BadRequest, naming `input`: for too much at once."""
+        """Give the collector the tokens of each text with the prompt before it; returns their number. Yields between
+        pieces of work. Raises BadRequest, which names `input`, for too much at once."""
         self._check_texts(texts, prompt)
         return self._describe_steps(texts, prompt, add_special_tokens, collector)
 
     def _describe_steps(
         self, texts: Sequence[str], prompt: str, add_special_tokens: bool, collector: TokenCollector
     ) -> Generator[None, None, int]:
-        frame = self._frame if add_special_tokens else NO_FRAME
-        before, behind = self._special(frame.prefix), self._special(frame.suffix)
+        template = self._template if add_special_tokens else NO_SPECIAL_TOKENS
+        before, behind = self._special(template.prefix), self._special(template.suffix)
         num_tokens = 0
         for index, text in enumerate(texts):
             collector.put(index, before)
@@ -112,7 +114,7 @@ class Inspector:
         return num_tokens
 
     def decode_steps(self, lists: Sequence[TokenIds], skip_special_tokens: bool) -> Generator[None, None, list[str]]:
-        """The text of each list. Yields between pieces of work. Raises BadRequest, naming `input`: for too much at
+        """The text of each list. Yields between pieces of work. Raises BadRequest, which names `input`, for too much at
         once."""
         num_ids = sum(map(len, lists))
         if num_ids > MAX_IDS:
@@ -149,8 +151,9 @@ class Inspector:
         return [Token(token_id, self._tokenizer.id_to_token(token_id) or "", True, None, None) for token_id in ids]
 
     def _tokens_of(self, piece: str, context: str, start: int) -> Iterator[list[Token]]:
-        """Some at a time. `start`: of the piece in its text, in bytes. `context`: what is before it, from some place on
-        where the text may be cut, too: the library's offsets are others for what a text begins with."""
+        """The tokens of a piece, some at a time. `start`: where the piece begins in its text, in bytes. `context`: the
+        text before the piece, from an earlier split point on: the library's offsets differ at the beginning of a
+        text."""
         [first] = self._tokenizer.encode_batch([context + piece], add_special_tokens=False)
         at = _byte_offsets(context + piece, start - len(context.encode()))
         if first.overflowing:
@@ -167,7 +170,7 @@ class Inspector:
 
 
 def _byte_offsets(text: str, start: int) -> Sequence[int]:
-    """Of each character, and of the end."""
+    """The byte offset of each character, and of the end."""
     if text.isascii():
         return range(start, start + len(text) + 1)
     codes = np.frombuffer(text.encode("utf-32-le"), np.uint32)

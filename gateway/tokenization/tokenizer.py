@@ -1,19 +1,19 @@
-"""Turns inputs into token ids, without transformers and without ever blocking the event loop for long.
+"""Turn inputs into token ids, without transformers and without blocking the event loop for long.
 
-Owns the model's tokenizer, and the decision what of a request is done when and where. Never truncates silently: what
-was cut is counted. Called by `vecd.gateway.pipeline`.
+Owns the model's tokenizer, and decides which work is done on the event loop and which in a thread. Never truncates
+silently: truncated inputs are counted. Called by `vecd.gateway.pipeline`.
 
     texts ────────────────── text_tokens ─┐
     ids of cl100k_base ─ cl100k ──────────┤
     ids of the model ─── id_policy ───────┴─ truncation ─ TokenizedInput
 
-Anything but a short request goes to a thread, run by run: the first inputs are computed while the others are tokenized,
-and requests take turns at the threads.
+Requests that are not short go to a thread, run by run: the first inputs are computed while the others are tokenized,
+and requests take turns in the threads.
 
-A model's tokenizer takes its special tokens where they stand in a text, too: "[SEP]" in a text ends it, as far as the
-model knows. So whoever sends somebody else's text lets that end it, or mask it. sentence-transformers and
-text-embeddings-inference do so, hence the default; `literal_special_tokens` makes plain characters of them, and gives
-such texts, and no others, vectors that theirs do not have.
+A model's tokenizer also recognizes its special tokens inside a text: for the model, "[SEP]" in a text ends it. So a
+text from an untrusted source can end or mask itself. sentence-transformers and text-embeddings-inference do the same,
+hence the default; `literal_special_tokens` makes plain characters of them, and gives such texts, and no others, vectors
+that differ from theirs.
 """
 
 import os
@@ -29,10 +29,10 @@ from tokenizers.normalizers import Sequence as NormalizerSequence
 
 from vecd.gateway.tokenization import cl100k
 from vecd.gateway.tokenization.fair_pool import Threads
-from vecd.gateway.tokenization.id_policy import NO_FRAME, Frame, IdPolicy
+from vecd.gateway.tokenization.id_policy import NO_SPECIAL_TOKENS, IdPolicy, SequenceTemplate
 from vecd.gateway.tokenization.text_tokens import CHARS_PER_TEXT, RUN_CHARS, TextTokens, runs_of
-from vecd.gateway.tokenization.tokenize_api import Inspector
-from vecd.gateway.tokenization.truncation import Fit, check_num_chunks
+from vecd.gateway.tokenization.tokenize_api import TokenizeApi
+from vecd.gateway.tokenization.truncation import TruncationPolicy, check_num_chunks
 from vecd.gateway.types.errors import BadRequest, InputTooLong
 from vecd.gateway.types.request import (
     MAX_PROMPT_CHARS,
@@ -52,39 +52,39 @@ _INLINE_IDS = 8192
 """Up to this many token ids are checked on the event loop: 0.4 ms."""
 
 _CHARS_PER_TOKEN, _MIN_CHARS_PER_TOKEN, _MANY_CHARS = 1000, 250, 2_000_000
-"""A text is cut after max_tokens times this many characters, before it is tokenized; fewer where that would be very
-many in all, but never fewer than the second. Ordinary text has 2 to 6 characters a token; only long runs of blanks, and
-words of thousands of letters, have hundreds. text-embeddings-inference draws the line at 250."""
+"""Before it is tokenized, a text is cut after max_tokens times the first number of characters, or after fewer where
+that would be very many, but never below the second number. Ordinary text has 2 to 6 characters a token; only long runs
+of blanks, and words of thousands of letters, have hundreds. text-embeddings-inference's limit is 250."""
 
 _MANY_TOKENS = 64 * 1024
-"""So many of a text are made ids of at once, more only where they are wanted: it takes the GIL, 2 ms for so many. Only
-texts that cannot be cut have more in a piece. One more than is kept tells what is too long."""
+"""Tokens of a text that become ids at once, more only where they are needed: this holds the GIL, 2 ms for so many. Only
+texts without split points have more in a piece. One more than is kept shows that a text is too long."""
 
 _RUN_IDS = 32 * 1024
-"""Of the id lists that are checked in one call: 1.6 ms."""
+"""Token ids checked in one call: 1.6 ms."""
 
 _RUN_DECODED_IDS = 4 * 1024
-"""Of those that may have to be decoded and tokenized: as many as `RUN_CHARS` of English."""
+"""Token ids in one call that may have to be decoded and tokenized: as many as `RUN_CHARS` of English."""
 
 _LEAST_CHUNK_TOKENS = 32
-"""Fewest tokens that a chunk has of its text, for models that take twice as many: less room would make too many."""
+"""Fewest tokens of its text that a chunk has, for models that take twice as many: fewer would make too many chunks."""
 
 _NUM_REMEMBERED = 64
-"""Ways of asking whose limits and prompt's tokens are remembered."""
+"""Combinations of options for which the truncation policy is cached."""
 
 PLAIN = Tokenizing()
 
 
 class Tokenizer:
-    """The model's tokenizer. `tokenize_now` is what the gateway tries first, `tokenize` what always works.
+    """The model's tokenizer. The gateway tries `tokenize_now` first; `tokenize` always works.
 
-    Texts are tokenized with the model's special tokens and a prompt, unless the request would rather not. Lists of
-    token ids are taken by the policy (`vecd.gateway.tokenization.id_policy`): the model's own as they are, without a
-    prompt; those of cl100k_base become texts. What of an input is longer than the model takes becomes what the request,
-    or the server, says (`vecd.gateway.tokenization.truncation`).
+    Texts are tokenized with the model's special tokens and a prompt, unless the request says otherwise. Lists of token
+    ids are read by a policy (`vecd.gateway.tokenization.id_policy`): the model's own unchanged, without a prompt; those
+    of cl100k_base become texts. Inputs that are too long for the model are truncated, split or refused as the request,
+    or the server's default, says (`vecd.gateway.tokenization.truncation`).
 
-    Of a text, `max_chars` characters are looked at, and of a list `max_ids` ids. What goes on behind them is truncated
-    where that is asked for, and refused otherwise.
+    At most `max_chars` characters of a text are read, and `max_ids` ids of a list. Longer inputs are truncated there if
+    the overflow is TRUNCATE, and refused otherwise.
     """
 
     def __init__(
@@ -96,37 +96,38 @@ class Tokenizer:
         overflow: Overflow = Overflow.TRUNCATE,
         literal_special_tokens: bool = False,
     ) -> None:
-        """Read the model's tokenizer.json. `overflow`: where a request does not say. `literal_special_tokens`: those in
-        a text are taken for characters.
+        """Read the model's tokenizer.json. `overflow`: the default of requests. `literal_special_tokens`: special
+        tokens in a text are read as characters.
 
-        Raises ModelError when it is no tokenizer.
+        Raises ModelError when the file is no tokenizer.
         """
         self._tokenizer = _read_tokenizer(card, literal_special_tokens=literal_special_tokens)
-        # The library's own threads take the workers' cores and gain nothing: 2,048 texts of 200 words take as long
-        # with them (2 cores).
+        # The library's own threads use the workers' cores without a gain: 2,048 texts of 200 words take as long with
+        # them (2 cores).
         os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
         self.threads = Threads()
         self.max_tokens = max_tokens
         self.max_chars = max_tokens * max(_MIN_CHARS_PER_TOKEN, min(_CHARS_PER_TOKEN, _MANY_CHARS // max_tokens))
         self.max_ids = self.max_chars
-        """Of a longer list, so many of the first and at least one more have to be there, and the last few."""
+        """A caller may shorten a longer list, but must keep its first `max_ids`, at least one more, and its last
+        few."""
         self._prompt = card.prompt
         self._overflow = overflow
-        self._frame = _frame_of(self._tokenizer)
-        self.least_tokens = min(max_tokens, self._frame.num_tokens + 1)
-        """That an input has to have room for."""
-        self._policy = IdPolicy(token_id_policy, card.vocab_size, self._frame)
-        room = max_tokens - self._frame.num_tokens
-        self._least_chunk = max(1, min(_LEAST_CHUNK_TOKENS, room // 2))
-        self._is_framed_plainly = room > 0 and _is_framed_plainly(self._tokenizer, self._frame)
-        self._texts = TextTokens(self._tokenizer, self.max_chars, may_cut=self._is_framed_plainly)
-        self._inspector = Inspector(self._tokenizer, self._texts, self._frame, card.vocab_size)
-        self._fit = lru_cache(_NUM_REMEMBERED)(self._make_fit)
-        self._fit_of_ids = lru_cache(_NUM_REMEMBERED)(self._make_fit_of_ids)
+        self._template = _template_of(self._tokenizer)
+        self.least_tokens = min(max_tokens, self._template.num_tokens + 1)
+        """The smallest limit on the tokens of an input."""
+        self._policy = IdPolicy(token_id_policy, card.vocab_size, self._template)
+        max_own_tokens = max_tokens - self._template.num_tokens
+        self._least_chunk = max(1, min(_LEAST_CHUNK_TOKENS, max_own_tokens // 2))
+        self._is_template_plain = max_own_tokens > 0 and _is_template_plain(self._tokenizer, self._template)
+        self._texts = TextTokens(self._tokenizer, self.max_chars, may_cut=self._is_template_plain)
+        self._tokenize_api = TokenizeApi(self._tokenizer, self._texts, self._template, card.vocab_size)
+        self._truncation = lru_cache(_NUM_REMEMBERED)(self._make_truncation)
+        self._truncation_of_ids = lru_cache(_NUM_REMEMBERED)(self._make_truncation_of_ids)
         self._tokenizer.enable_truncation(max(max_tokens + 1, _MANY_TOKENS))
 
     def estimate_tokens(self, inputs: list[str] | list[TokenIds], how: Tokenizing = PLAIN) -> int:
-        """A guess from lengths alone, for admission: 3 characters a token, or the ids themselves."""
+        """An estimate from lengths alone, for admission: 3 characters a token, or the number of ids."""
         most = self.max_tokens if how.max_tokens is None else min(self.max_tokens, max(1, how.max_tokens))
         prompt = self._prompt if how.prompt is None else how.prompt
         extra = 2 + len(prompt) // 3
@@ -139,7 +140,7 @@ class Tokenizer:
         return num_own + num_chunks * min(most, extra)
 
     def tokenize_now(self, inputs: list[str] | list[TokenIds], how: Tokenizing = PLAIN) -> list[TokenizedInput] | None:
-        """Tokenize at once, on the event loop; None when that would hold it up. Raises as `tokenize`."""
+        """Tokenize at once, on the event loop; None when that would block it. Raises as `tokenize`."""
         if not self._is_short(inputs, how):
             return None
         steps = self._take_run(inputs, range(len(inputs)), how)
@@ -154,10 +155,10 @@ class Tokenizer:
     ) -> AsyncGenerator[list[TokenizedInput], None]:
         """Tokenize in the threads; yields runs of consecutive inputs, in order. `tenant`: see `Threads`.
 
-        Raises BadRequest when it comes to what it is about, naming `input`: a list of ids that the policy refuses, ids
-        outside the vocabulary, an input without a token, one that is more than is looked at and may not be truncated,
-        too many chunks; naming no field: a prompt or a limit of tokens that leaves no room for a text. InputTooLong for
-        an input that is longer than the model takes, with Overflow.ERROR.
+        Raises BadRequest when it reaches the input in question, which names `input`: a list of ids that the policy
+        refuses, ids outside the vocabulary, an input without a token, one that is too long to be read and may not be
+        truncated, too many chunks; without a field: a prompt or a limit on tokens that leaves none for a text.
+        InputTooLong for an input that is too long for the model, with Overflow.ERROR.
         """
         num_chunks = 0
         for run in self._runs(inputs, how):
@@ -169,21 +170,22 @@ class Tokenizer:
     def describe_steps(
         self, texts: list[str], prompt: str, add_special_tokens: bool, collector: TokenCollector
     ) -> Generator[None, None, int]:
-        """Give the collector the tokens of each text, whole, with the prompt before it; returns how many they are.
-        For the threads: yields between pieces of work.
+        """Give the collector all tokens of each text with the prompt before it; returns their number. For the threads:
+        yields between pieces of work.
 
-        Raises BadRequest, naming `input`, for a text of more than `max_chars`, and for too much in all.
+        Raises BadRequest, which names `input`, for a text of more than `max_chars`, and for too much in all.
         """
-        return self._inspector.describe_steps(texts, prompt, add_special_tokens, collector)
+        return self._tokenize_api.describe_steps(texts, prompt, add_special_tokens, collector)
 
     def decode_steps(self, lists: list[TokenIds], skip_special_tokens: bool) -> Generator[None, None, list[str]]:
         """The text of each list of the model's ids. For the threads: yields between pieces of work.
 
-        Raises BadRequest, naming `input`, for ids outside the vocabulary, and for too many in all.
+        Raises BadRequest, which names `input`, for ids outside the vocabulary, and for too many in all.
         """
-        return self._inspector.decode_steps(lists, skip_special_tokens)
+        return self._tokenize_api.decode_steps(lists, skip_special_tokens)
 
-    # --- how much, and where ----------------------------------------------------------------------------------
+    # --- on the event loop, or in a thread
+    # ----------------------------------------------------------------------------------
 
     def _is_short(self, inputs: list[str] | list[TokenIds], how: Tokenizing) -> bool:
         """Whether `inputs` can be tokenized on the event loop."""
@@ -202,61 +204,61 @@ class Tokenizer:
         if not cl100k.is_loaded() or sum(len(ids) for ids, _ in decoded) > _INLINE_CHARS:
             return False
         for ids, index in decoded:
-            self._policy.source_of(ids, index)  # only what is known has a length
+            self._policy.source_of(ids, index)  # refuses unknown ids, which have no length
         num_bytes = sum(cl100k.num_bytes(ids) for ids, _ in decoded)
         return num_bytes + len(decoded) * (CHARS_PER_TEXT + len(prompt)) <= _INLINE_CHARS
 
     def _runs(self, inputs: list[str] | list[TokenIds], how: Tokenizing) -> Iterator[range]:
-        """Cuts the inputs into runs of so much as one call takes, or one input each."""
+        """Divide the inputs into runs of as much as one call takes, or of one input each."""
         if _are_texts(inputs):
             prompt = self._prompt if how.prompt is None else how.prompt
-            longest = self._texts.first_chars(self.max_tokens - self._frame.num_tokens)
+            longest = self._texts.first_chars(self.max_tokens - self._template.num_tokens)
             return runs_of(inputs, RUN_CHARS, longest, len(prompt))
         most = _RUN_DECODED_IDS if self._policy.may_decode(how.are_ids_of_model) else _RUN_IDS
         return runs_of(cast(list[TokenIds], inputs), most, most)
 
     # --- limits -----------------------------------------------------------------------------------------------
 
-    def _make_fit(self, how: Tokenizing) -> Fit:
-        """Of texts. Raises BadRequest for a limit or a prompt that leaves no room."""
+    def _make_truncation(self, how: Tokenizing) -> TruncationPolicy:
+        """The policy for texts. Raises BadRequest for a limit or a prompt that leaves no token for a text."""
         prompt = self._prompt if how.prompt is None else how.prompt
-        fit = self._limits(how, self._frame if how.add_special_tokens else NO_FRAME)
+        truncation = self._limits(how, self._template if how.add_special_tokens else NO_SPECIAL_TOKENS)
         if not prompt:
-            return fit
+            return truncation
         if how.prompt is not None:
             _check_prompt(prompt)
         prompt_ids = tuple(self._texts.all_ids(prompt))
-        if how.prompt is not None and len(prompt_ids) >= fit.room:
+        if how.prompt is not None and len(prompt_ids) >= truncation.max_own_tokens:
             raise BadRequest(
-                f"The prompt has {len(prompt_ids)} tokens, and an input may have {fit.max_tokens} in all, of which "
-                f"{fit.frame.num_tokens} are special tokens: nothing would be left for a text"
+                f"The prompt has {len(prompt_ids)} tokens, and an input may have {truncation.max_tokens} in all, of "
+                f"which {truncation.template.num_tokens} are special tokens: nothing would be left for a text"
             )
-        return replace(fit, prompt=prompt, prompt_ids=prompt_ids)
+        return replace(truncation, prompt=prompt, prompt_ids=prompt_ids)
 
-    def _make_fit_of_ids(self, how: Tokenizing, is_framed: bool) -> Fit:
-        """Of lists of the model's own ids, in its frame or without one."""
-        return self._limits(how, self._frame if is_framed else NO_FRAME)
+    def _make_truncation_of_ids(self, how: Tokenizing, has_special_tokens: bool) -> TruncationPolicy:
+        """The policy for lists of the model's own ids, with its special tokens or without."""
+        return self._limits(how, self._template if has_special_tokens else NO_SPECIAL_TOKENS)
 
-    def _limits(self, how: Tokenizing, frame: Frame) -> Fit:
+    def _limits(self, how: Tokenizing, template: SequenceTemplate) -> TruncationPolicy:
         overflow = how.overflow or self._overflow
         max_tokens = self.max_tokens if how.max_tokens is None else min(self.max_tokens, how.max_tokens)
-        fit = Fit(frame, max_tokens, overflow, self._least_chunk)
-        least = frame.num_tokens + (self._least_chunk if overflow is Overflow.CHUNK else 1)
+        truncation = TruncationPolicy(template, max_tokens, overflow, self._least_chunk)
+        least = template.num_tokens + (self._least_chunk if overflow is Overflow.CHUNK else 1)
         is_asked_for = how.max_tokens is not None or overflow is not Overflow.TRUNCATE
         if max_tokens < least and is_asked_for:
             what = "has to have room for" if overflow is not Overflow.CHUNK else "that is split has to have room for"
             raise BadRequest(
-                f"An input {what} at least {least} tokens, {frame.num_tokens} special tokens among them; the limit is "
-                f"{max_tokens}"
+                f"An input {what} at least {least} tokens, {template.num_tokens} special tokens among them; the limit "
+                f"is {max_tokens}"
             )
-        return fit
+        return truncation
 
     # --- a run of inputs --------------------------------------------------------------------------------------
 
     def _take_run(
         self, inputs: list[str] | list[TokenIds], run: range, how: Tokenizing
     ) -> Generator[None, None, list[TokenizedInput]]:
-        """Yields between pieces of work."""
+        """Tokenize some of the inputs. Yields between pieces of work."""
         if _are_texts(inputs):
             return self._take_texts(inputs[run.start : run.stop], run, how, Source.TEXT)
         return self._take_lists(cast(list[TokenIds], inputs), run, how)
@@ -264,63 +266,67 @@ class Tokenizer:
     def _take_texts(
         self, texts: list[str], indices: Sequence[int], how: Tokenizing, source: Source
     ) -> Generator[None, None, list[TokenizedInput]]:
-        """`indices`: of each text's input among the request's."""
-        fit = self._fit(how)
-        room, max_chars = fit.room, self.max_chars
-        if how.add_special_tokens and not self._is_framed_plainly:
-            return (yield from self._take_framed_texts(texts, indices, fit, source))
-        lists = yield from self._texts.first_steps(texts, fit.prompt, room)
+        """`indices`: the index in the request of each text's input."""
+        truncation = self._truncation(how)
+        max_own_tokens, max_chars = truncation.max_own_tokens, self.max_chars
+        if how.add_special_tokens and not self._is_template_plain:
+            return (yield from self._take_texts_by_library(texts, indices, truncation, source))
+        lists = yield from self._texts.first_steps(texts, truncation.prompt, max_own_tokens)
         tokenized = []
         for index, text, own in zip(indices, texts, lists, strict=True):
-            if len(own) <= room and len(text) <= max_chars:
-                item = fit.whole(own, source)
-            elif fit.overflow is Overflow.TRUNCATE:
-                item = fit.beginning(own, source)
+            if len(own) <= max_own_tokens and len(text) <= max_chars:
+                item = truncation.whole(own, source)
+            elif truncation.overflow is Overflow.TRUNCATE:
+                item = truncation.beginning(own, source)
             else:
-                item = yield from self._take_long_text(text, index, fit, source)
+                item = yield from self._take_long_text(text, index, truncation, source)
             if not item.num_tokens:
                 raise BadRequest(f"'input[{index}]' has no tokens, at least 1 is needed", param="input")
             tokenized.append(item)
         return tokenized
 
-    def _take_framed_texts(
-        self, texts: list[str], indices: Sequence[int], fit: Fit, source: Source
+    def _take_texts_by_library(
+        self, texts: list[str], indices: Sequence[int], truncation: TruncationPolicy, source: Source
     ) -> Generator[None, None, list[TokenizedInput]]:
-        """The same where the library alone knows what stands around a text."""
-        prepared = [fit.prompt + text[: self.max_chars] for text in texts]
+        """Tokenize texts for a model whose special tokens are not a plain template: only the library can add them."""
+        prepared = [truncation.prompt + text[: self.max_chars] for text in texts]
         tokenized = []
         for index, text, encoding in zip(indices, texts, self._tokenizer.encode_batch_fast(prepared), strict=True):
             ids = encoding.ids
-            is_long = len(ids) > fit.max_tokens or len(text) > self.max_chars
-            if not is_long or fit.overflow is Overflow.TRUNCATE:
-                tokenized.append(fit.framed(ids, source, is_truncated=is_long))
+            is_long = len(ids) > truncation.max_tokens or len(text) > self.max_chars
+            if not is_long or truncation.overflow is Overflow.TRUNCATE:
+                tokenized.append(truncation.templated(ids, source, is_truncated=is_long))
             else:
-                tokenized.append((yield from self._take_long_text(text, index, fit, source)))
+                tokenized.append((yield from self._take_long_text(text, index, truncation, source)))
         return tokenized
 
-    def _take_long_text(self, text: str, index: int, fit: Fit, source: Source) -> Generator[None, None, TokenizedInput]:
-        """A text of more tokens, or characters, than are taken, which may not be truncated on the right."""
+    def _take_long_text(
+        self, text: str, index: int, truncation: TruncationPolicy, source: Source
+    ) -> Generator[None, None, TokenizedInput]:
+        """Tokenize a text with too many tokens or characters, which may not be truncated on the right."""
         is_beyond = len(text) > self.max_chars
-        if fit.overflow is Overflow.ERROR:
-            own = yield from self._texts.all_steps(text, fit.prompt)
-            num_tokens = len(own) + fit.frame.num_tokens
-            if num_tokens > fit.max_tokens:
-                raise InputTooLong(fit.max_tokens, num_tokens, is_at_least=is_beyond, param="input")
+        if truncation.overflow is Overflow.ERROR:
+            own = yield from self._texts.all_steps(text, truncation.prompt)
+            num_tokens = len(own) + truncation.template.num_tokens
+            if num_tokens > truncation.max_tokens:
+                raise InputTooLong(truncation.max_tokens, num_tokens, is_at_least=is_beyond, param="input")
         if is_beyond:
             raise self._beyond(index, f"{self.max_chars} characters")
-        if fit.overflow is Overflow.TRUNCATE_LEFT:
-            return (yield from self._take_end(text, fit, source))
-        own = yield from self._texts.all_steps(text, fit.prompt)
-        return (yield from fit.chunk_steps(own, source))
+        if truncation.overflow is Overflow.TRUNCATE_LEFT:
+            return (yield from self._take_end(text, truncation, source))
+        own = yield from self._texts.all_steps(text, truncation.prompt)
+        return (yield from truncation.chunk_steps(own, source))
 
-    def _take_end(self, text: str, fit: Fit, source: Source) -> Generator[None, None, TokenizedInput]:
-        """The prompt, and the last tokens of a text that has more."""
+    def _take_end(
+        self, text: str, truncation: TruncationPolicy, source: Source
+    ) -> Generator[None, None, TokenizedInput]:
+        """The prompt and the last tokens of a text that is too long."""
         prompt: TokenIds = []
-        if fit.prompt:
-            [first] = yield from self._texts.first_steps([text], fit.prompt, len(fit.prompt_ids))
-            prompt = fit.prompt_of(first)
-        last = yield from self._texts.last_steps(text, fit.prompt, fit.room - len(prompt))
-        return fit.end(last, source, prompt)
+        if truncation.prompt:
+            [first] = yield from self._texts.first_steps([text], truncation.prompt, len(truncation.prompt_ids))
+            prompt = truncation.prompt_of(first)
+        last = yield from self._texts.last_steps(text, truncation.prompt, truncation.max_own_tokens - len(prompt))
+        return truncation.end(last, source, prompt)
 
     def _take_lists(
         self, lists: list[TokenIds], run: range, how: Tokenizing
@@ -341,7 +347,7 @@ class Tokenizer:
         return [tokenized[index] for index in run]
 
     def _decode(self, ids: TokenIds, index: int, how: Tokenizing) -> Generator[None, None, str]:
-        """The text of ids of cl100k_base, as far as they are looked at."""
+        """The text of ids of cl100k_base, of the first `max_ids`."""
         if len(ids) > self.max_ids and (how.overflow or self._overflow) is not Overflow.TRUNCATE:
             raise self._beyond(index, f"{self.max_ids} token ids")
         try:
@@ -355,26 +361,26 @@ class Tokenizer:
             ) from None
 
     def _take_ids(self, ids: TokenIds, index: int, how: Tokenizing) -> Generator[None, None, TokenizedInput]:
-        """A list of the model's own ids, in its frame or without one."""
+        """A list of the model's own ids, with its special tokens or without."""
         if how.prompt:
             raise BadRequest(
                 f"'input[{index}]' is a list of the model's own token ids, which are taken as they are: no prompt can "
                 "be put before it. Send text",
                 param="input",
             )
-        fit = self._fit_of_ids(how, self._frame.is_around(ids))
+        truncation = self._truncation_of_ids(how, self._template.matches(ids))
         is_beyond = len(ids) > self.max_ids
-        if len(ids) <= fit.max_tokens or fit.overflow is Overflow.TRUNCATE:
-            return fit.framed(ids, Source.MODEL, is_truncated=len(ids) > fit.max_tokens)
-        if fit.overflow is Overflow.ERROR:
+        if len(ids) <= truncation.max_tokens or truncation.overflow is Overflow.TRUNCATE:
+            return truncation.templated(ids, Source.MODEL, is_truncated=len(ids) > truncation.max_tokens)
+        if truncation.overflow is Overflow.ERROR:
             num_tokens = self.max_ids + 1 if is_beyond else len(ids)
-            raise InputTooLong(fit.max_tokens, num_tokens, is_at_least=is_beyond, param="input")
+            raise InputTooLong(truncation.max_tokens, num_tokens, is_at_least=is_beyond, param="input")
         if is_beyond:
             raise self._beyond(index, f"{self.max_ids} token ids")
-        own = ids[len(fit.frame.prefix) : len(ids) - len(fit.frame.suffix)]
-        if fit.overflow is Overflow.TRUNCATE_LEFT:
-            return fit.end(own, Source.MODEL)
-        return (yield from fit.chunk_steps(own, Source.MODEL))
+        own = ids[len(truncation.template.prefix) : len(ids) - len(truncation.template.suffix)]
+        if truncation.overflow is Overflow.TRUNCATE_LEFT:
+            return truncation.end(own, Source.MODEL)
+        return (yield from truncation.chunk_steps(own, Source.MODEL))
 
     @staticmethod
     def _beyond(index: int, limit: str) -> BadRequest:
@@ -391,7 +397,7 @@ def _are_texts(inputs: Sequence[str | TokenIds]) -> TypeGuard[list[str]]:
 
 
 def _cost(inputs: Sequence[str | TokenIds], prompt: str) -> int:
-    """In characters, or ids: at least what `CHARS_PER_TEXT` says for each, so there is no need to count many."""
+    """The size of the inputs, in characters or ids. Each counts at least `CHARS_PER_TEXT`, so many are not added up."""
     per_input = CHARS_PER_TEXT + len(prompt)
     most = _INLINE_IDS
     if len(inputs) * per_input > most:
@@ -405,7 +411,7 @@ def _check_prompt(prompt: str) -> None:
 
 
 def _read_tokenizer(card: ModelCard, *, literal_special_tokens: bool) -> tokenizers.Tokenizer:
-    """One that neither truncates nor pads. Raises ModelError."""
+    """Read a tokenizer that neither truncates nor pads. Raises ModelError."""
     path = Path(card.tokenizer_file)
     try:
         tokenizer = tokenizers.Tokenizer.from_file(str(path))
@@ -432,21 +438,21 @@ def _lowercase_first(tokenizer: tokenizers.Tokenizer) -> None:
     tokenizer.normalizer = NormalizerSequence([Lowercase(), *others])
 
 
-def _frame_of(tokenizer: tokenizers.Tokenizer) -> Frame:
+def _template_of(tokenizer: tokenizers.Tokenizer) -> SequenceTemplate:
     """The special ids that the tokenizer puts before and behind a text."""
     encoding = next((found for found in map(tokenizer.encode, "a1中!") if 0 in found.special_tokens_mask), None)
     if encoding is None:
-        return NO_FRAME
+        return NO_SPECIAL_TOKENS
     mask = encoding.special_tokens_mask
     start = next((i for i, special in enumerate(mask) if not special), len(mask))
     end = len(mask) - next((i for i, special in enumerate(reversed(mask)) if not special), 0)
-    return Frame(encoding.ids[:start], encoding.ids[max(start, end) :])
+    return SequenceTemplate(encoding.ids[:start], encoding.ids[max(start, end) :])
 
 
-def _is_framed_plainly(tokenizer: tokenizers.Tokenizer, frame: Frame) -> bool:
-    """Whether a text's tokens are its own between the same few before and behind it, and no more."""
+def _is_template_plain(tokenizer: tokenizers.Tokenizer, template: SequenceTemplate) -> bool:
+    """Whether a sequence is always the prefix, the text's own tokens, and the suffix."""
     return all(
         tokenizer.encode(text).ids
-        == [*frame.prefix, *tokenizer.encode(text, add_special_tokens=False).ids, *frame.suffix]
+        == [*template.prefix, *tokenizer.encode(text, add_special_tokens=False).ids, *template.suffix]
         for text in ("", "a", "a b")
     )

@@ -1,6 +1,6 @@
-"""What the gateway is told at its start.
+"""The configuration of a gateway.
 
-Owns `GatewayConfig`, composed by the supervisor and sent over the control channel as JSON. Reads no environment
+Owns `GatewayConfig`, which the supervisor composes and sends over the control channel as JSON. Reads no environment
 and no file. Imports neither numpy nor uvloop: the supervisor imports it.
 """
 
@@ -21,10 +21,10 @@ SCOPES = ("embed", "metrics", "admin")
 
 @dataclass(frozen=True, slots=True)
 class ApiKey:
-    """What a caller who sends a certain key may do. Holds the key's digest, never the key."""
+    """What a client with a certain key may do. Has the key's digest, never the key."""
 
     name: str
-    """Names the tenant in shares of the server; told to no other caller."""
+    """The tenant's name in fair queueing; shown to no other client."""
     digest: str
     """SHA-256 of the key, in hexadecimal."""
     scopes: tuple[str, ...] = SCOPES
@@ -32,7 +32,7 @@ class ApiKey:
     max_priority: str = "interactive"
     """One of PRIORITIES."""
     tokens_per_s: float | None = None
-    """Averaged over seconds, over all gateways; None: as many as there is room for."""
+    """Averaged over seconds, over all gateways; None: no limit."""
     max_requests: int | None = None
     """Embedding requests at a time, at all gateways."""
 
@@ -43,16 +43,16 @@ class ApiKey:
 
 @dataclass(frozen=True, slots=True)
 class GatewayConfig:
-    """Everything a gateway needs to know, the same for each. Immutable; a new configuration is a new generation of it.
+    """The configuration of every gateway. Immutable; a new configuration is a new generation.
 
-    What limits the whole server is divided among the gateways by `share`.
+    Limits on the whole server are divided among the gateways by `share`.
     """
 
     version: str
     model: str
-    """The served model's name, reported in every answer."""
+    """The served model's name, reported in every response."""
     aliases: tuple[str, ...]
-    """Other names that callers may use for it."""
+    """Other names for it in requests."""
     is_strict: bool
     """A request for a model of any other name is refused."""
     card: ModelCard
@@ -62,20 +62,20 @@ class GatewayConfig:
     compute_type: str
     """"cpu" or "gpu"."""
     board_workers: int
-    """Workers that the board has room for: as many as a later configuration may have."""
+    """Workers that the shared metrics have cells for: as many as a later configuration may have."""
     keys: tuple[ApiKey, ...]
-    """One of them is required of every caller, unless there are none."""
+    """Every request needs one of them, unless there are none."""
     token_ids: str
     """One of TOKEN_ID_POLICIES; see `vecd.gateway.tokenization.tokenizer`."""
     overflow: str
-    """One of OVERFLOWS, for requests that do not say."""
+    """One of OVERFLOWS, the default of requests."""
     is_matryoshka: bool
-    """Smaller `dimensions` are allowed, because the model says so, or the operator."""
+    """Smaller `dimensions` are allowed, by the model or by the operator."""
     quantization_ranges: str | None
     """Path of a NumPy file, float32 [2, D]: each element's least and greatest; see
     `vecd.gateway.encoding.quantization`."""
     literal_special_tokens: bool
-    """Special tokens that stand in a text are taken for characters."""
+    """Special tokens in a text are read as characters."""
     max_tokens: int
     """Longest sequence in tokens, special ones included; at most the card's."""
     max_batch_tokens: int
@@ -87,45 +87,45 @@ class GatewayConfig:
     max_requests: int
     """Embedding requests admitted at a time, by all gateways."""
     max_wait_s: float
-    """Until a request would have its turn; by an estimate it is refused at the door if it were longer."""
+    """The longest wait of a request: one whose estimated wait is longer is refused."""
     max_priority: str
-    """One of PRIORITIES: the highest that callers get, whatever they ask for."""
+    """One of PRIORITIES: the highest that requests get."""
     max_connections: int
     """Open at a time, at all gateways."""
     max_connections_per_address: int
-    """Of these, from one address (IPv6: one /64). Unix sockets have none."""
+    """Of these, from one address (IPv6: one /64). Connections by unix sockets have no address."""
     has_admin_listener: bool
     """/metrics, /info and /admin are served on a socket of their own, and not on the public one."""
     cors_origins: tuple[str, ...]
-    """Web pages of these origins may call; "*": of any. None: no page may."""
+    """Web pages of these origins may send requests; "*": of all origins; empty: no page may."""
     has_tei_metrics: bool
-    """/metrics has text-embeddings-inference's names, too."""
+    """/metrics also has text-embeddings-inference's names."""
     has_ui: bool
-    """A browser is given the page at `/`."""
+    """A browser gets the page at `/`."""
     log_format: str
     """One of LOG_FORMATS."""
     max_logged_requests_per_s: float
-    """Lines for requests, of each gateway, of those that are answered without an error of the server's; 0: none."""
+    """Log lines of each gateway for requests without a server error; 0: none."""
     otlp_endpoint: str | None
     """URL of an OpenTelemetry collector that spans are sent to, by OTLP over HTTP."""
     trace_ratio: float
-    """Of requests that come without a trace, so many are traced; 0 … 1."""
+    """The share of requests without a trace that are traced; 0 … 1."""
     tls_cert: str | None
     """Path of the certificate chain; with it, the public listener speaks TLS."""
     tls_key: str | None
     request_timeout_s: float
-    """From the request's last byte to its answer."""
+    """From the request's last byte to its response."""
     batch_timeout_s: float
-    """The most from the answer to the batch ahead of it to a batch's rows, so that it covers a batch of every other
-    gateway; past it the worker counts as stuck. Less, once the worker's speed is known."""
+    """The longest time from the reply to the previous batch to a batch's rows, long enough for a batch of every other
+    gateway in between; then the worker counts as stuck. Less, once the worker's speed is known."""
     uds: str | None
-    """Path of the unix socket listened on, removed when the supervisor dies without doing so."""
+    """Path of the listening unix socket, removed by the gateway when the supervisor dies without doing so."""
     admin_uds: str | None
     """The same of the admin listener."""
     log_level: str
     keeps_listening: bool = False
-    """The public socket is open elsewhere, and will be accepted from again: what waits there when the gateway ends is
-    left to whoever comes next, not turned away."""
+    """Another process keeps the public socket open: connections in its backlog when the gateway ends are left to the
+    next gateway, not refused."""
     keeps_admin_listening: bool = False
 
     @property

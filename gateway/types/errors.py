@@ -1,10 +1,10 @@
-"""The one table of errors that a client can see: exception → status, type, code and log level.
+"""The table of errors that a client can see: exception → status, type, code and log level.
 
-Three families: the caller's (4xx: names the field, the limit and the value), overload (429 and 503, with
-Retry-After), ours (5xx: generic to the client, whole in the log under the request id). Raised anywhere in the
-gateway, answered once, by `vecd.gateway.http.connection`. Statuses, types and codes follow what OpenAI's API answers,
-because clients match on them: 400 and never 422, and no 5xx is ever an `invalid_request_error`. No message quotes a
-text, a token id, a vector or a key.
+Three families: client errors (4xx: with the field, the limit and the value), overload (429 and 503, with Retry-After),
+and server errors (5xx: generic for the client, complete in the log under the request id). Raised anywhere in the
+gateway, rendered once, by `vecd.gateway.http.connection`. Statuses, types and codes follow OpenAI's API, because
+clients match on them: 400 and never 422, and no 5xx is ever an `invalid_request_error`. No message quotes a text, a
+token id, a vector or a key.
 """
 
 import logging
@@ -12,7 +12,7 @@ from typing import ClassVar
 
 
 class ApiError(Exception):
-    """A request that is answered with an error. Subclasses fix the family; `message` is for the caller to read."""
+    """An error response. Subclasses define the family; `message` is for the client to read."""
 
     status: ClassVar[int] = 500
     type: ClassVar[str] = "server_error"
@@ -24,16 +24,16 @@ class ApiError(Exception):
         self.message = message
         self.param = param
         self.dialect: str | None = None
-        """Whose shape the answer has, where the path alone does not tell."""
+        """The dialect whose shape the response has, where the path alone does not decide."""
         if code is not None:
             self.code = code
 
     def headers(self) -> dict[str, str]:
-        """Headers that the status asks for."""
+        """Headers that the status requires."""
         return {}
 
 
-# --- the caller's -----------------------------------------------------------------------------------------------
+# --- client errors ----------------------------------------------------------------------------------------------
 
 
 class BadRequest(ApiError):
@@ -53,14 +53,13 @@ class EmptyInput(BadRequest):
 
 
 class InputTooLong(BadRequest):
-    """Raised by `vecd.gateway.tokenization.tokenizer` for an input that is longer than the model takes, where the
-    request, or the server, would rather have an error. LiteLLM and Elasticsearch know OpenAI's sentence, and act on
-    it."""
+    """Raised by `vecd.gateway.tokenization.tokenizer` for an input that is too long for the model, where the request or
+    the server has Overflow.ERROR. LiteLLM and Elasticsearch recognize OpenAI's sentence, and act on it."""
 
     def __init__(
         self, max_tokens: int, num_tokens: int, *, is_at_least: bool = False, param: str | None = None
     ) -> None:
-        """`is_at_least`: not all of the input was looked at."""
+        """`is_at_least`: not all of the input was read."""
         num = f"at least {num_tokens}" if is_at_least else f"{num_tokens}"
         super().__init__(
             f"This model's maximum context length is {max_tokens} tokens, however you requested {num} tokens ({num} in "
@@ -77,7 +76,7 @@ class TooManyTokens(BadRequest):
 
 
 class ModelNotFound(BadRequest):
-    """Raised by `vecd.gateway.api.model_info` for a name that is not the served model's, where that matters."""
+    """Raised by `vecd.gateway.api.model_info` for a name that is not the served model's, where the name is checked."""
 
     status = 404
     code = "model_not_found"
@@ -86,7 +85,7 @@ class ModelNotFound(BadRequest):
         name = name[:64]
         super().__init__(f"The model `{name}` does not exist", param="model")
         self.name = name
-        """For dialects that have a sentence of their own."""
+        """For dialects with a message of their own."""
 
 
 class InvalidApiKey(ApiError):
@@ -101,8 +100,8 @@ class InvalidApiKey(ApiError):
 
 
 class PermissionDenied(ApiError):
-    """Raised by `vecd.gateway.admission.auth` when a caller's key is known, and has not the scope that the path asks
-    for, and by `vecd.gateway.http.connection` for a web page on the admin listener."""
+    """Raised by `vecd.gateway.admission.auth` when a known key does not have the scope that the path requires, and by
+    `vecd.gateway.http.connection` for a web page on the admin listener."""
 
     status = 403
     type = "invalid_request_error"
@@ -148,14 +147,14 @@ class PayloadTooLarge(ApiError):
 
 
 class UnsupportedEncoding(ApiError):
-    """Raised for a body with a Content-Encoding that is not understood, before any of it is read."""
+    """Raised for a body with an unsupported Content-Encoding, before any of it is read."""
 
     status = 415
     type = "invalid_request_error"
     code = "unsupported_content_encoding"
 
     def __init__(self, message: str, *, accepted: str) -> None:
-        """`accepted`: as Accept-Encoding names the codings that are."""
+        """`accepted`: the supported codings, as Accept-Encoding names them."""
         super().__init__(message)
         self._accepted = accepted
 
@@ -164,7 +163,7 @@ class UnsupportedEncoding(ApiError):
 
 
 class WrongModel(ApiError):
-    """Raised by TEI's dialect for what a model of another kind could do: rank, classify, weigh words."""
+    """Raised by TEI's dialect for requests to other kinds of models: ranking, classification, sparse vectors."""
 
     status = 424
     type = "invalid_request_error"
@@ -199,7 +198,7 @@ class HttpVersionNotSupported(ApiError):
 class _Overload(ApiError):
     def __init__(self, message: str, *, retry_after_s: float, code: str | None = None) -> None:
         super().__init__(message, code=code)
-        # SDKs ignore or give up on more than a minute or two, and hammer on zero.
+        # SDKs ignore more than a minute or two, and retry at once on zero.
         self.retry_after_s = round(min(60.0, max(1.0, retry_after_s)))
 
     def headers(self) -> dict[str, str]:
@@ -207,8 +206,8 @@ class _Overload(ApiError):
 
 
 class TooManyRequests(_Overload):
-    """Raised when too much is waiting: by `vecd.gateway.admission.admission` at the door, by `vecd.gateway.api.bodies`
-    and `vecd.gateway.http.connection` for a large body."""
+    """Raised when too much is waiting: by `vecd.gateway.admission.admission`, and for a large body by
+    `vecd.gateway.api.bodies` and `vecd.gateway.http.connection`."""
 
     status = 429
     type = "rate_limit_error"
@@ -216,7 +215,7 @@ class TooManyRequests(_Overload):
 
 
 class RateLimited(_Overload):
-    """Raised by `vecd.gateway.admission.principals` when a key has used up what it may."""
+    """Raised by `vecd.gateway.admission.principals` when a key has used up its quota."""
 
     status = 429
     type = "rate_limit_error"
@@ -241,11 +240,11 @@ class DeadlinePassed(Unavailable):
         super().__init__(f"No answer before the request's deadline: {why}", retry_after_s=5)
 
 
-# --- ours -------------------------------------------------------------------------------------------------------
+# --- server errors ----------------------------------------------------------------------------------------------
 
 
 class ServerError(ApiError):
-    """Raised when the engine failed on a request, and answered for any unexpected exception."""
+    """Raised when the engine failed on a request, and rendered for any unexpected exception."""
 
     code = "internal_error"
     log_level = logging.ERROR
@@ -262,5 +261,5 @@ class PoisonInput(EngineFailed):
     code = "poison_input"
 
     def headers(self) -> dict[str, str]:
-        # OpenAI's SDKs repeat a 5xx, and this one would kill again.
+        # OpenAI's SDKs repeat a 5xx, which would crash a worker again.
         return {"x-should-retry": "false"}

@@ -1,7 +1,7 @@
-"""HTTP messages as values: what a connection has read, and what is to be written.
+"""HTTP messages as values: requests that were read, and responses to write.
 
-Owns the two types and the limits on what is read. Parses nothing and holds no socket. `vecd.gateway.http` makes
-requests and writes responses; handlers do the opposite.
+Owns the two types and the limits on requests. Parses nothing and holds no socket. `vecd.gateway.http` makes requests
+and writes responses; handlers read requests and make responses.
 """
 
 from dataclasses import dataclass, field
@@ -18,7 +18,7 @@ class Coding(Enum):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Limits:
-    """The most that is read of one request. A request at a limit is taken, one byte or header more is refused."""
+    """The most that is read of one request. A request at a limit is accepted; one byte or header more is refused."""
 
     max_body_bytes: int
     max_target_bytes: int = 8 * 1024
@@ -30,7 +30,7 @@ class Limits:
 
 @dataclass(slots=True)
 class HttpRequest:
-    """One HTTP request. Neither headers nor body are in its repr, since both may hold what no log may show."""
+    """One HTTP request. Its repr has neither headers nor body, because both may contain what must not be logged."""
 
     method: str
     path: str
@@ -42,30 +42,30 @@ class HttpRequest:
     http_minor: int
     """0 for HTTP/1.0, 1 for HTTP/1.1."""
     keep_alive: bool
-    """The client would send another request on this connection."""
+    """The client wants to keep the connection open for another request."""
     request_id: str = field(compare=False)
     """The client's own, or one made here."""
     expects_continue: bool = False
-    """The client sends its body only after an interim answer."""
+    """The client sends its body only after an interim response."""
     coding: Coding | None = None
-    """Of the body, which is left as it was sent: see `vecd.gateway.http.decompress`."""
+    """Of the body, which is kept compressed: see `vecd.gateway.http.decompress`."""
     body: bytes = field(default=b"", repr=False)
-    """Empty until the whole body is there."""
+    """Empty until the whole body was received."""
     client: str = field(default="", repr=False)
-    """Who asks, as `vecd.gateway.http.connection` names it: an IPv4 address, the /64 of an IPv6 address, "" on a unix
-    socket."""
+    """The client's address, by `vecd.gateway.http.connection.client_of`: an IPv4 address, the /64 of an IPv6 address,
+    "" on a unix socket."""
     is_admin: bool = False
-    """It came by the admin listener."""
+    """It was received by the admin listener."""
     timeline: RequestTimeline = field(default_factory=RequestTimeline, compare=False, repr=False)
 
 
 @dataclass(slots=True)
 class Response:
-    """What an app answers. The connection adds the headers that are its own business."""
+    """The response of an application. The connection adds headers of its own."""
 
     status: int
     body: bytes | list[bytes | memoryview] = field(default=b"", repr=False)
-    """In one piece or several, which are sent as they are; a memoryview is one-dimensional and of bytes."""
+    """One piece or several, which are sent without a copy; a memoryview is one-dimensional and of bytes."""
     headers: dict[str, str] = field(default_factory=dict)
     """All but content-type, content-length, x-request-id and connection."""
     content_type: str = "application/json"

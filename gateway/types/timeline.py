@@ -1,14 +1,14 @@
-"""What is known of one HTTP request when it is over: where it went, what it held, where its time went.
+"""The timeline of one HTTP request: its endpoint, its size, and when each stage of it was reached.
 
-Owns the record. Whoever handles a request notes on it what happens and when, and decides nothing by it; nothing that
-the caller sent is on it, but numbers and the ids of its trace. `vecd.gateway.telemetry.on_finished` reads it once the
-request is over. Instants are by `time.monotonic`; 0.0 is one that never came.
+Owns the type. The code that handles a request notes what happens and when, and decides nothing by it. It has nothing
+that the client sent, but numbers and the ids of its trace. `vecd.gateway.telemetry.on_finished` reads it once the
+request is finished. Instants are by `time.monotonic`; 0.0 stands for one that was not reached.
 """
 
 from typing import NamedTuple
 
 IS_SAMPLED = 0x01
-"""The only flag of `traceparent` that decides anything here: https://www.w3.org/TR/trace-context/."""
+"""The only flag of `traceparent` with an effect here. Source: https://www.w3.org/TR/trace-context/."""
 
 
 class Trace(NamedTuple):
@@ -17,10 +17,10 @@ class Trace(NamedTuple):
     trace_id: str
     """32 lower-case hexadecimal digits."""
     parent_id: str
-    """The caller's span, 16 digits; "" where the trace begins here."""
+    """The client's span, 16 digits; "" where the trace begins here."""
     flags: int
     state: str = ""
-    """The header `tracestate`, as it came."""
+    """The header `tracestate`, as it was received."""
 
     @property
     def is_sampled(self) -> bool:
@@ -28,8 +28,8 @@ class Trace(NamedTuple):
 
 
 class Durations(NamedTuple):
-    """Where the time of an embedding request went; as `vecd.shm.shared_metrics.Histogram` has its stages, and in that
-    order."""
+    """The time of each stage of an embedding request, and of all. Each field has a member of
+    `vecd.shm.shared_metrics.Histogram` with its name."""
 
     parse_s: float
     tokenize_s: float
@@ -40,7 +40,7 @@ class Durations(NamedTuple):
 
 
 class BatchShare(NamedTuple):
-    """A batch that a request had something in."""
+    """A batch with sequences of a request."""
 
     worker: int
     number: int
@@ -50,12 +50,12 @@ class BatchShare(NamedTuple):
     compute_us: int
     """By the worker's own clock."""
     num_sequences: int
-    """Of the whole batch, as the next."""
+    """In the whole batch, as the next."""
     num_tokens: int
 
 
 class RequestTimeline:
-    """Made with its request. Costs 0.3 µs."""
+    """Made with its request, in 0.3 µs."""
 
     __slots__ = (
         "arrived_at",
@@ -76,46 +76,46 @@ class RequestTimeline:
 
     def __init__(self) -> None:
         self.endpoint = 0
-        """Where it goes: an index of `vecd.gateway.api.registry.ENDPOINTS`."""
+        """The index of its endpoint in `vecd.gateway.api.registry.ENDPOINTS`."""
         self.principal = ""
-        """The name of the key that it came with; "" without one."""
+        """The name of the request's key; "" without one."""
         self.error = ""
-        """The code, or else the type, of the error that it was answered with."""
+        """The code, or else the type, of the error in the response."""
         self.num_inputs = 0
-        """Of an embedding request that was read; otherwise 0."""
+        """Of an embedding request whose body was parsed; otherwise 0."""
         self.num_tokens = 0
-        """Of those that were tokenized."""
+        """Of the inputs that were tokenized."""
         self.started_at = 0.0
-        """It was complete, and its turn on its connection."""
+        """The request was complete, and the requests before it on its connection were answered."""
         self.arrived_at = 0.0
         """Its handler began."""
         self.parsed_at = 0.0
-        """Its body was understood."""
+        """Its body was parsed."""
         self.entered_at = 0.0
-        """It was let in at the door."""
+        """It was admitted."""
         self.tokenized_at = 0.0
-        """All of it was."""
+        """All its inputs were tokenized."""
         self.sent_at = 0.0
-        """The first of it went to a worker."""
+        """Its first batch was sent to a worker."""
         self.done_at = 0.0
-        """The last of its batches was answered. Whatever has this has all of the above."""
+        """The worker's reply to its last batch was received. Then all of the above are set."""
         self.batches: list[BatchShare] | None = None
-        """Of a request that is traced."""
+        """Its batches, if it is traced."""
         self.trace: Trace | None = None
-        """The trace that it belongs to, where `vecd.gateway.telemetry.tracing` has looked."""
+        """The trace that it belongs to, set by `vecd.gateway.telemetry.tracing`."""
 
     @property
     def is_embedded(self) -> bool:
-        """All its rows came."""
+        """Whether all its rows were received."""
         return self.done_at > 0.0
 
     def durations(self, finished_at: float) -> Durations:
-        """Of one that `is_embedded`."""
-        at_the_door_s = self.entered_at - self.parsed_at
+        """The durations of a request that `is_embedded` and finished at `finished_at`."""
+        admission_s = self.entered_at - self.parsed_at
         return Durations(
             self.parsed_at - self.arrived_at,
             self.tokenized_at - self.entered_at,
-            at_the_door_s + max(0.0, self.sent_at - self.tokenized_at),
+            admission_s + max(0.0, self.sent_at - self.tokenized_at),
             self.done_at - self.sent_at,
             finished_at - self.done_at,
             finished_at - self.arrived_at,

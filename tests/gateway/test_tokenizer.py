@@ -12,8 +12,8 @@ import tokenizers
 from described import Collected
 
 from vecd.gateway.tokenization import cl100k
-from vecd.gateway.tokenization.id_policy import Frame, IdPolicy
-from vecd.gateway.tokenization.tokenize_api import Room
+from vecd.gateway.tokenization.id_policy import IdPolicy, SequenceTemplate
+from vecd.gateway.tokenization.tokenize_api import TokenizeLimiter
 from vecd.gateway.tokenization.tokenizer import PLAIN, Tokenizer
 from vecd.gateway.types.errors import BadRequest, InputTooLong, TooManyRequests
 from vecd.gateway.types.request import Overflow, Source, Token, TokenIds, TokenizedInput, Tokenizing
@@ -345,7 +345,7 @@ def test_a_character_that_a_split_has_cut_is_replaced(card, cut):
     ],
 )
 def test_by_which_frames_vocabularies_are_told_apart(prefix, suffix, is_telling):
-    policy = IdPolicy("auto", 200_000, Frame(prefix, suffix))
+    policy = IdPolicy("auto", 200_000, SequenceTemplate(prefix, suffix))
     own = [*prefix, 1000, 1001, *suffix]
     if is_telling:
         assert policy.source_of(own, 0) is Source.MODEL
@@ -598,22 +598,22 @@ def test_tokens_are_described_some_at_a_time(card, text):
 def test_there_is_room_for_so_much_at_a_time(monkeypatch):
     monkeypatch.setattr("vecd.gateway.tokenization.tokenize_api._MAX_SIZE", 100)
     monkeypatch.setattr("vecd.gateway.tokenization.tokenize_api._SHORT_SIZE", 5)
-    room = Room()
+    limiter = TokenizeLimiter()
     says = r"10000 characters .* 0 of them yours, .* has 1: at most 100 may be"
-    with room.enter(10_000, "a"), pytest.raises(TooManyRequests, match=says):  # nobody was there before
-        room.enter(1, "b").__enter__()
-    with room.enter(50, "a"):
-        with room.enter(5, "a"):
+    with limiter.reserve(10_000, "a"), pytest.raises(TooManyRequests, match=says):  # nobody was there before
+        limiter.reserve(1, "b").__enter__()
+    with limiter.reserve(50, "a"):
+        with limiter.reserve(5, "a"):
             pass
         for size in (6, 51):
             with pytest.raises(TooManyRequests) as caught:
-                room.enter(size, "a").__enter__()
+                limiter.reserve(size, "a").__enter__()
             assert caught.value.headers() == {"retry-after": "1"}
-        with room.enter(25, "b"), room.enter(25, "b"), pytest.raises(TooManyRequests):
-            room.enter(1, "c").__enter__()
-        with room.enter(50, "c"):
+        with limiter.reserve(25, "b"), limiter.reserve(25, "b"), pytest.raises(TooManyRequests):
+            limiter.reserve(1, "c").__enter__()
+        with limiter.reserve(50, "c"):
             pass
-    assert not room._sizes
+    assert not limiter._sizes
 
 
 def test_a_broken_file_is_one_line_that_names_it(card, tmp_path):

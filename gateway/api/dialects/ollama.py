@@ -1,12 +1,13 @@
-"""Ollama's API, as far as it is about embeddings: parse a request, render an answer. Pure.
+"""The part of Ollama's API that is about embeddings: parses requests, renders responses. Pure.
 
-Owns the shapes of `/api/…`. Source of the shapes: Ollama's server and SDKs. What clients ask before they embed is
-answered, too: which model there is, and what it is like. Nothing needs to be pulled: the served model is there. What is
-not known of it (number of parameters, when it would be unloaded) is left out of its descriptions. Its digest, which
-Ollama's own command shows the beginning of, is of its facts and not of its weights.
+Owns the shapes of `/api/…`. Source of the shapes: Ollama's server and SDKs. It also answers what clients request before
+they embed: the list of models and their descriptions. A pull does nothing, because the served model is always present.
+Unknown facts (number of parameters, time of unloading) are left out of the descriptions. The digest, whose beginning
+Ollama's own command shows, is computed from the facts of the model and not from its weights.
 
-Options: `num_ctx` bounds the tokens of a text, as with Ollama. The others are of text generation and change no vector;
-clients send them all the same, most often as null, and they are ignored. So is `keep_alive`: the model stays.
+Options: `num_ctx` limits the tokens of a text, as with Ollama. The others are for text generation and change no vector.
+Clients send them all the same, most often as null, and they are ignored. So is `keep_alive`: the model is never
+unloaded.
 """
 
 import hashlib
@@ -37,7 +38,7 @@ _TAG = "latest"
 
 
 def _read_num_ctx(value: Any, name: str) -> int | None:
-    """Of the options."""
+    """The `num_ctx` of the options."""
     if not isinstance(value, dict):
         raise BadRequest(f"'{name}' must be an object, is {json_type(value)}", param=name)
     num_ctx = value.get("num_ctx")
@@ -101,14 +102,14 @@ def parse_embed(call: Call) -> ParsedEmbed | Response:
 
 
 def render_embed(embedded: Embedded, *, model: str) -> Response:
-    """The answer, with the collected rows in it as they are."""
+    """The response, which holds the collected rows without a copy."""
     total_ns = round(embedded.stages.total_s * _NS_PER_S)
     pieces = _render_list(_fragments(embedded), model, total_ns, embedded.num_tokens)
     return Response(200, pieces, headers=response_headers(embedded))
 
 
 def _render_list(fragments: list[bytes], model: str, total_ns: int, num_tokens: int) -> list[bytes | memoryview]:
-    """In pieces, so that megabytes are never copied. Nothing was loaded for the request's sake."""
+    """In pieces, so that megabytes are never copied. No model was loaded for the request: the duration is 0."""
     return [
         b'{"model":%b,"embeddings":' % orjson.dumps(model),
         *json_list(fragments),
@@ -117,7 +118,7 @@ def _render_list(fragments: list[bytes], model: str, total_ns: int, num_tokens: 
 
 
 def parse_embeddings(call: Call) -> ParsedEmbed | Response:
-    """The older operation: one text, whose vector is the model's own, of whatever length."""
+    """The older operation: one text. Its vector is the model's own, and not brought to length 1."""
     values, model_info = call.values, call.model_info
     tokenizing = _read_tokenizing(values, model_info, None)
     prompt = values.get(PROMPT)
@@ -144,7 +145,7 @@ def _fragments(embedded: Embedded) -> list[bytes]:
 
 
 def _read_texts(value: Any, name: str, max_inputs: int) -> list[str]:
-    """None of them for nothing, an empty text and an empty list, as with Ollama. Raises BadRequest."""
+    """The texts; empty for null, an empty text and an empty list, as with Ollama. Raises BadRequest."""
     if value is None or value == "" or value == []:
         return []
     wrong = None if isinstance(value, str | list) else (name, _type_of(value))
@@ -207,7 +208,7 @@ def show(call: Call) -> Response:
 
 
 def pull(call: Call) -> Response:
-    """Does nothing, and succeeds for every name that can be embedded with: clients pull what they are about to use."""
+    """Does nothing, and succeeds for every name that an embedding may use, because clients pull before they embed."""
     model_info, name = call.model_info, _required_name(call.values)
     try:
         _check_name(name, model_info)
@@ -231,7 +232,7 @@ def _required_name(values: Values) -> str:
 
 
 def _check_name(name: str, model_info: ModelInfo) -> None:
-    """Raises ModelNotFound for a name that cannot be embedded with either."""
+    """Raises ModelNotFound for a name that an embedding may not use either."""
     model_info.prompt_of_model_name(name)
 
 
@@ -248,7 +249,7 @@ def _describe(name: str, model_info: ModelInfo) -> dict[str, Any]:
 
 
 def _digest(model_info: ModelInfo) -> str:
-    """SHA-256 of what is known of the model and changes its vectors, under whichever name it is called."""
+    """SHA-256 of the known facts that change the model's vectors; the same under all its names."""
     facts = (
         model_info.model,
         model_info.version,
@@ -286,7 +287,7 @@ def _json(body: dict[str, Any]) -> Response:
 
 
 def render_error(error: ApiError) -> Response:
-    """Always one sentence; where clients know Ollama's, it begins with that."""
+    """The message begins with Ollama's own where clients look for it."""
     message = error.message
     if isinstance(error, ModelNotFound):
         message = f'model "{error.name}" not found, try pulling it first'

@@ -1,8 +1,8 @@
-"""OpenAI's embeddings API: parse a request, render an answer. Pure, but for the clock that `created` is read from.
+"""OpenAI's embeddings API: parses requests, renders responses. Pure, but for the clock that `created` is read from.
 
-Owns the shapes of `/v1/embeddings` and `/v1/models`. Source of the shapes: OpenAI's published OpenAPI document. Answers
-have `id` and `created` besides, as vLLM's and infinity's do, and every client ignores. What may be asked for beyond
-OpenAI's fields is in `vecd.gateway.api.dialects.options`.
+Owns the shapes of `/v1/embeddings` and `/v1/models`. Source of the shapes: OpenAI's published OpenAPI document.
+Responses also have `id` and `created`, as vLLM's and infinity's do; clients ignore them. Options beyond OpenAI's fields
+are in `vecd.gateway.api.dialects.options`.
 """
 
 import json
@@ -78,7 +78,7 @@ def _request_with_options(inputs: list[str] | list[TokenIds], requested: Request
 
 
 def read_report(values: Values, requested: RequestedForm) -> bool:
-    """Whether each item of the answer is to have a report. Raises BadRequest where there are no items."""
+    """Whether each item of the response must have a report. Raises BadRequest if the response is binary."""
     wants_report = values.get(options.REPORT) is True
     if wants_report and not requested.is_json:
         raise BadRequest(
@@ -90,18 +90,18 @@ def read_report(values: Values, requested: RequestedForm) -> bool:
 
 
 class Item(NamedTuple):
-    """What an item of an answer is called."""
+    """The names in one item of a response."""
 
     object: bytes
     vector: bytes
-    """The key behind which its vector is."""
+    """The key of the vector."""
 
 
 EMBEDDING = Item(b"embedding", b"embedding")
 
 
 def render_response(item: Item, requested: RequestedForm, model: str, request_id: str, embedded: Embedded) -> Response:
-    """The answer, with the collected rows in it as they are."""
+    """The response, which holds the collected rows without a copy."""
     [collector] = embedded.collectors
     created = int(time.time())
     if isinstance(collector, Matrix):
@@ -146,15 +146,15 @@ def _report(report: InputReport) -> dict[str, Any]:
 # --- vLLM's header ----------------------------------------------------------------------------------------------
 
 _MAX_METADATA_BYTES = 3072
-"""nginx has 4 KiB for the whole head of an answer, if it is not told otherwise, and answers 502 to a longer one;
-aiohttp takes 8 KiB for a header."""
+"""nginx has 4 KiB for the whole head of a response by default, and answers 502 to a longer one; aiohttp takes 8 KiB for
+a header."""
 _LEAST_SPAN_BYTES = 64
-"""What an input's entry takes of it at least, so that those of thousands need not be written to be too long."""
+"""The least size of an input's entry. Saves writing entries of thousands of inputs, only to find them too long."""
 
 
 def _metadata(matrix: Matrix, form: Form, model: str, num_tokens: int, request_id: str, created: int) -> str:
-    """What vLLM says of rows in its header `metadata`: JSON. `data`, which has an entry for each input, is left out
-    where it is too long for a header: rows are in the order of the inputs, and all of the same length."""
+    """The JSON of vLLM's header `metadata`. `data`, with an entry for each input, is left out if it is too long for a
+    header: rows are in the order of the inputs, and all have the same length."""
     described: dict[str, Any] = {"id": f"embd-{request_id}", "created": created, "model": model}
     usage = {"prompt_tokens": num_tokens, "total_tokens": num_tokens}
     if len(matrix.rows) <= _MAX_METADATA_BYTES // _LEAST_SPAN_BYTES:
@@ -185,7 +185,7 @@ def _spans(matrix: Matrix, form: Form) -> Iterator[dict[str, Any]]:
 
 
 def list_models(model_info: ModelInfo, path: str) -> Response:
-    """The model by all its names; for programs that let people choose from a list, also with each of its prompts."""
+    """The model under all its names, and with each of its prompts, for programs that show a list to choose from."""
     prompts = model_info.prompts if model_info.pools_prompt else ()
     names = [*model_info.names, *(f"{model_info.model}:{name}" for name in prompts)]
     return Response(200, orjson.dumps({"object": "list", "data": [_describe(model_info, name) for name in names]}))
@@ -213,7 +213,7 @@ def _describe(model_info: ModelInfo, name: str) -> dict[str, Any]:
 
 
 def render_error(error: ApiError) -> Response:
-    """All four keys are always there. Voyage's and Jina's clients read `detail`, which OpenAI's pass over."""
+    """All four keys are always present. Voyage's and Jina's clients read `detail`, which OpenAI's ignore."""
     described = {"message": error.message, "type": error.type, "param": error.param, "code": error.code}
     return Response(error.status, orjson.dumps({"error": described, "detail": error.message}))
 
@@ -243,7 +243,7 @@ VECTOR: Schema = {
 
 
 def response_schema(kind: str, key: str, vector: Schema) -> Schema:
-    """Of an answer whose items are objects of the `kind`, each with its vector behind `key`."""
+    """The schema of a response whose items are objects of the `kind`, each with its vector at `key`."""
     item = {
         "type": "object",
         "required": ["object", "index", key],

@@ -1,7 +1,7 @@
-"""vLLM's pooling API, beside its `/v1/embeddings`: parse a request, render an answer. Pure, but for the clock.
+"""vLLM's API beside `/v1/embeddings`: parses requests, renders responses. Pure, but for the clock.
 
-Owns the shapes of `/pooling`, `/tokenize`, `/detokenize` and `/version`, and of SageMaker's `/invocations` where its
-body is that of an embeddings request. Source of the shapes: vLLM's published OpenAPI document. Errors are OpenAI's.
+Owns the shapes of `/pooling`, `/tokenize`, `/detokenize` and `/version`, and of SageMaker's `/invocations` with the
+body of an embeddings request. Source of the shapes: vLLM's published OpenAPI document. Errors are OpenAI's.
 """
 
 from functools import partial
@@ -60,7 +60,7 @@ def parse_pooling(call: Call) -> ParsedEmbed:
         timeout_s=parse_timeout_s(call.headers),
         tokenizing=tokenizing._replace(are_ids_of_model=True),
         output=options.output_of(normalize) if task is Output.VECTORS else task,
-        # What vLLM's models do with tokens by themselves, most do with vectors: bring them to length 1.
+        # vLLM brings the vectors of tokens to length 1 by default; those of inputs are as the model gives them.
         normalize=normalize is not False if task.is_per_token else normalize is True,
         dimensions=None if task.is_per_token else options.read_dimensions(values, model_info),
         wants_report=wants_report,
@@ -72,7 +72,7 @@ def parse_pooling(call: Call) -> ParsedEmbed:
 
 
 def _check_tokens(request: EmbedRequest, values: Values, model_info: ModelInfo) -> None:
-    """What goes with vectors of inputs only. Raises BadRequest."""
+    """Refuse the options that only vectors of inputs have. Raises BadRequest."""
     for field in options.DIMENSION_FIELDS:
         dimensions = values.get(field)
         if dimensions is not None and dimensions != model_info.hidden_size:
@@ -92,7 +92,7 @@ def _check_tokens(request: EmbedRequest, values: Values, model_info: ModelInfo) 
 # --- tokens -----------------------------------------------------------------------------------------------------
 
 TEXT = fields.anything("prompt", "what is to be tokenized", {"type": "string"}, is_required=True, is_large=True)
-# Not large, as long as it may be: of a large list only as much is kept as an embedding needs.
+# It may be long, but is not `is_large`: large lists are cut to the number of ids that an embedding needs.
 IDS = fields.anything(
     "tokens",
     "token ids of the model's own",
@@ -110,7 +110,7 @@ DETOKENIZE_FIELDS = Fields(IDS, options.MODEL)
 
 
 def parse_tokenize(call: Call) -> ParsedTokenize:
-    """With the prompt that an embedding of the same text by the same model's name would have: it counts as well."""
+    """The tokens include those of the prompt that an embedding of the text under the same model's name would have."""
     values, model_info = call.values, call.model_info
     text = values.require(TEXT)
     if not isinstance(text, str):
@@ -132,9 +132,9 @@ class Tokens:
     def __init__(self, *, wants_texts: bool) -> None:
         self.num = 0
         self.ids: list[bytes] = []
-        """Some of them in each, with commas between."""
+        """Parts of the JSON list, each with commas inside."""
         self.texts: list[bytes] | None = [] if wants_texts else None
-        """The same."""
+        """As `ids`."""
 
     def put(self, index: int, tokens: list[Token]) -> None:
         if not tokens:
@@ -153,7 +153,7 @@ def render_tokenize(tokens: Tokens, *, max_tokens: int) -> Response:
 
 def parse_detokenize(call: Call) -> ParsedDecode:
     ids = parse_ids(call.values.require(IDS), IDS.name)
-    call.model_info.prompt_of_model_name(call.values.get(options.MODEL))  # where another model's name is an error
+    call.model_info.prompt_of_model_name(call.values.get(options.MODEL))  # raises ModelNotFound if names are strict
     return ParsedDecode([ids], skip_special_tokens=False, render=render_detokenize)
 
 

@@ -25,7 +25,7 @@ from vecd.launch.config.plan import make_plan
 from vecd.launch.config.settings import load_settings
 from vecd.shm.arena import create_arena
 from vecd.shm.card import ModelError
-from vecd.shm.control import InputDeaths, Message, Prepare, Prepared, Retired, WorkerDown, WorkerUp
+from vecd.shm.control import InputDeaths, Message, Prepare, Prepared, ReloadAsked, Retired, WorkerDown, WorkerUp
 from vecd.shm.wire import Incarnation
 
 KEYS = (ApiKey("a", "00"),)
@@ -482,6 +482,19 @@ def service(**changes: Any) -> tuple[Service, list[Message]]:
     sent: list[Message] = []
     facts = GatewayFacts(1, b"k" * 32, SharedMetrics.private(), sent.append)
     return Service(replace(planned_config(), **changes), 1, cast(Tokenizer, NoTokenizer()), facts), sent
+
+
+def test_a_reload_is_requested_from_the_supervisor():
+    async def test() -> None:
+        made, sent = service()
+        asked = HttpRequest(
+            method="POST", path="/admin/reload", query=b"", headers={}, http_minor=1, keep_alive=True, request_id="",
+            is_admin=True,
+        )  # fmt: skip
+        assert (await made.api.handle(asked)).status == 202
+        assert sent == [ReloadAsked()]
+
+    run_in_virtual_time(test)
 
 
 def test_health_says_why_there_is_no_worker_and_that_the_server_drains():
