@@ -20,11 +20,11 @@ import pybase64
 from numpy.typing import NDArray
 
 from benchmarks.machine import describe_machine
-from vecd.gateway.api.dialects.openai import EMBEDDING, render_answer
-from vecd.gateway.api.dialects.options import AskedForm
+from vecd.gateway.api.dialects.openai import EMBEDDING, render_response
+from vecd.gateway.api.dialects.options import RequestedForm
 from vecd.gateway.encoding.fragments import Encoder
 from vecd.gateway.http.http1 import encode_response
-from vecd.gateway.memory import keep_freed_memory
+from vecd.gateway.main import keep_freed_memory
 from vecd.gateway.types.request import Dtype, Embedded, EmbedRequest, Encoding, Form, Stages
 from vecd.shm.card import ModelCard, Step
 
@@ -70,7 +70,7 @@ def answer(slot: NDArray[np.float32], case: Case, encoder: Encoder) -> int:
     for start in range(0, num_rows, _ROWS_PER_BATCH):
         for collector in collectors:
             collector.put(start, slot[start : start + _ROWS_PER_BATCH])
-    response = render_answer(EMBEDDING, AskedForm(case.form), "m", "r", _embedded(collectors, num_rows))
+    response = render_response(EMBEDDING, RequestedForm(case.form), "m", "r", _embedded(collectors, num_rows))
     return sum(map(len, encode_response(response, request_id="r", keep_alive=True)))
 
 

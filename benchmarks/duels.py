@@ -22,11 +22,12 @@ from transformers import AutoConfig, PretrainedConfig
 from benchmarks.cpu import Neighbours
 from benchmarks.findings import Finding, rounded
 from benchmarks.linear import LINEAR_FLOP, LINEAR_NAME, linear_pass, model_flop
-from benchmarks.ours import MAX_BATCH_TOKENS, NotMeasurable, load_vecd
+from benchmarks.ours import NotMeasurable, load_vecd
 from benchmarks.peers import Peer, Peers
 from benchmarks.targets import CONTESTS, Contest
 from benchmarks.turns import Pass, fastest, paired_ratio, take_turns
 from benchmarks.workload import Work, make_works, packed_batches, padded_batches
+from vecd.shm.batch_limits import MAX_BATCH_TOKENS
 from vecd.shm.card import read_card
 from vecd.workers.engine import Engine
 

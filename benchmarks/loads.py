@@ -9,10 +9,10 @@ cut at 256.
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
-from vecd.client.bench.connection import parse_target
 from vecd.client.bench.load import Bulk, Load
 from vecd.client.bench.payload import RequestShape, render_requests
 from vecd.client.bench.texts import FixedWords, Lengths, LognormalWords
+from vecd.client.connection import parse_target
 
 SHORT = FixedWords(10)
 """14.4 tokens on average."""

@@ -11,10 +11,9 @@ from typing import Any
 from vecd.shm.arena import ArenaSpec
 from vecd.shm.card import ModelCard
 from vecd.workers.config import WorkerConfig
-from vecd.workers.engine import Engine, load_engine
+from vecd.workers.engine import Engine
+from vecd.workers.engines.load import load_engine
 
-MAX_BATCH_TOKENS = 2048
-"""As `vecd serve` has it by default."""
 _ROWS_PER_SLOT = 512
 
 

@@ -29,7 +29,7 @@ from benchmarks.vectors import Vectors, WrongVectors
 from vecd.client.bench import command as bench
 from vecd.client.bench import report
 from vecd.client.bench.load import Load, Unreachable
-from vecd.client.bench.tally import Result
+from vecd.client.bench.tally import RunResult
 
 _NAME_WIDTH = 17
 _MAX_FAILURES = 2
@@ -188,10 +188,10 @@ class Comparison:
         return round(size)
 
 
-def _run(load: Load, name: str) -> Result:
+def _run(load: Load, name: str) -> RunResult:
     """Raises ServerFailure when the run ends early, Unreachable, KeyboardInterrupt."""
 
-    def tell(_: Load, result: Result) -> None:
+    def tell(_: Load, result: RunResult) -> None:
         print("\n".join([f"{name:<{_NAME_WIDTH}}{report.row(result)}", *report.notes(result)]), flush=True)
 
     [result] = uvloop.run(bench.run_loads([load], tell))

@@ -1,35 +1,30 @@
-"""The handlers: from a parsed HTTP request to an answer. `Pipeline` is what `vecd.gateway.http.server` serves.
+"""The way of an embedding request, from its parsed body to its rows.
 
-Owns the path of a request through admission, tokenizer, scheduler and dispatcher, and the table of routes. Knows no
-socket and no ZeroMQ frame.
+Owns the order of that way (the principal's limits, admission, tokenizer, batching policy, dispatcher) and the requests
+that are waiting on it. It is the `vecd.gateway.api.context.Embedder` of one generation of the
+configuration. Knows no HTTP, no dialect, no socket and no ZeroMQ frame. Made by `vecd.gateway.service`.
 """
 
 import asyncio
 import time
-from collections.abc import Callable, Coroutine, Generator, Iterator, Sequence
+from collections.abc import Callable, Coroutine, Generator, Iterator
 from contextlib import aclosing, contextmanager
 from typing import Any, TypeVar
 
 from vecd.gateway.admission.admission import Admission, Permit
 from vecd.gateway.admission.deadlines import Deadlines
-from vecd.gateway.admission.principals import Principal, Principals, Reservation
-from vecd.gateway.api.bodies import Bodies
-from vecd.gateway.api.cors import PREFLIGHT, Cors
-from vecd.gateway.api.model_info import ModelInfo
-from vecd.gateway.api.operations import DecodeAsk, TokenizeAsk
-from vecd.gateway.api.registry import ENDPOINTS, ROUTES, render_error
-from vecd.gateway.api.routes import Route, Table, admin_table, find_route, public_table
+from vecd.gateway.admission.principals import Principal, Reservation
+from vecd.gateway.api.operations import ParsedDecode, ParsedTokenize
 from vecd.gateway.dispatch.dispatcher import Dispatcher
 from vecd.gateway.encoding.fragments import Encoder
 from vecd.gateway.encoding.pending import ChunkedInput, PendingResult
+from vecd.gateway.scheduling.policy import BatchingPolicy
 from vecd.gateway.scheduling.queue import QueuedSequence, RequestQueue
-from vecd.gateway.scheduling.scheduler import Scheduler
-from vecd.gateway.telemetry.processes import Processes
 from vecd.gateway.telemetry.shared_metrics import SharedMetrics
 from vecd.gateway.telemetry.tei_metrics import TeiCounts
 from vecd.gateway.tokenization.tokenize_api import TokenizeLimiter, size_of
 from vecd.gateway.tokenization.tokenizer import Tokenizer
-from vecd.gateway.types.config import ApiKey, GatewayConfig
+from vecd.gateway.types.config import GatewayConfig
 from vecd.gateway.types.errors import (
     ApiError,
     BadRequest,
@@ -38,47 +33,41 @@ from vecd.gateway.types.errors import (
     TooManyTokens,
     Unavailable,
 )
-from vecd.gateway.types.messages import HttpRequest, Response
 from vecd.gateway.types.request import (
     Embedded,
     EmbedRequest,
+    InputReport,
     Overflow,
     Priority,
-    Report,
     Source,
     Stages,
     TokenizedInput,
     Tokenizing,
 )
-from vecd.gateway.types.timeline import Durations, RequestTimeline
+from vecd.gateway.types.timeline import RequestTimeline
 from vecd.shm.shared_metrics import Counter
 
 T = TypeVar("T")
 
-_LARGE_BODY_BYTES = 64 * 1024
-
-_ASKS_FOR_TIMING = "x-vecd-timing"
-"""A request with this header, whatever it says, is told where its time went."""
-
 _MAX_TOKEN_FLOATS = 8 * 2**20
-"""Of one answer with a vector for each token: 32 MiB, and 180 MB as JSON."""
+"""Limit for one response with a vector for each token: 32 MiB, and 180 MB as JSON."""
 _MAX_RUNNING_TOKEN_FLOATS = 2 * _MAX_TOKEN_FLOATS
-"""Of all such answers that are being made."""
+"""Limit for all such responses that are being computed."""
 
 
 class _Counts:
-    """What became of a request's inputs, as they are tokenized."""
+    """Counts of a request's inputs, as they are tokenized."""
 
     __slots__ = ("num_chunked", "num_tokens", "num_truncated", "reports", "sources", "wants_reports")
 
     def __init__(self, *, wants_reports: bool) -> None:
         self.num_tokens = self.num_truncated = self.num_chunked = 0
         self.sources: set[Source] = set()
-        self.reports: list[Report] = []
+        self.reports: list[InputReport] = []
         self.wants_reports = wants_reports
 
     def add(self, tokenized: list[TokenizedInput]) -> int:
-        """How many tokens they are."""
+        """Count these inputs. Returns the number of their tokens."""
         _, nums, are_truncated, sources, chunks = zip(*tokenized, strict=True)
         num_tokens: int = sum(nums)
         self.num_tokens += num_tokens
@@ -87,7 +76,7 @@ class _Counts:
         # Enum computes hashes in Python, so not each of thousands is hashed.
         self.sources.update(sources[:1] if sources.count(sources[0]) == len(sources) else sources)
         for item in tokenized if self.wants_reports else ():
-            self.reports.append(Report(item.num_tokens, item.is_truncated, max(1, len(item.chunks)), item.source))
+            self.reports.append(InputReport(item.num_tokens, item.is_truncated, max(1, len(item.chunks)), item.source))
         return num_tokens
 
 
@@ -98,150 +87,93 @@ class Pipeline:
         *,
         admission: Admission,
         tokenizer: Tokenizer,
-        scheduler: Scheduler,
+        policy: BatchingPolicy,
         dispatcher: Dispatcher,
         shared_metrics: SharedMetrics,
     ) -> None:
         self.config = config
         self.admission = admission
         self.tokenizer = tokenizer
-        self.scheduler = scheduler
+        self.policy = policy
         self.dispatcher = dispatcher
         self.shared_metrics = shared_metrics
-        self.endpoints = ENDPOINTS
-        self.processes = Processes()
-        self.bodies = Bodies(
-            tokenizer.threads,
-            max_inputs=config.max_inputs,
-            max_chars=tokenizer.max_chars,
-            max_ids=tokenizer.max_ids,
-            max_bytes=config.max_body_bytes,
-        )
-        self.is_draining = False
         self._make_end: Callable[[], ApiError] | None = None
-        """Makes the error for whoever still comes, once this has ended."""
-        self.started_at = time.monotonic()
-        self.model_info = ModelInfo.of(config, int(time.time()), tokenizer.least_tokens)
-        self.cors = Cors(config.cors_origins)
+        """Makes the error of each request that still comes, once this has ended."""
         self.encoder = Encoder(config.card, config.quantization_ranges)
-        self.on_reload: Callable[[], None] | None = None
-        """What `POST /admin/reload` asks for."""
-        self._admin_table = admin_table(ROUTES)
-        self.callers = Principals(config.keys, config.num_gateways)
-        self.set_keys(config.keys)
         self._max_priority = Priority[config.max_priority.upper()]
-        self._gatherings: set[PendingResult] = set()
+        self._pending: set[PendingResult] = set()
         self._tokenize_limiter = TokenizeLimiter()
         self._token_floats: dict[RequestQueue, int] = {}
-        """Of requests for one vector for each token; usually none."""
+        """Those of requests for one vector for each token; usually none."""
         self._deadlines = Deadlines(self._expire)
         self._tei_counts = TeiCounts(shared_metrics) if config.has_tei_metrics else None
 
-    # --- what the server calls ------------------------------------------------------------------------------
-
-    def check_head(self, request: HttpRequest) -> Response | None:
-        """Refuse what can be refused before the body has arrived. Raises ApiError."""
-        route, principal = self._admit(request)
-        if route.scope == "embed" and _is_large(request):
-            principal.check_limits()  # a small body is taken all the same, which leaves the caller his connection
-        return None
-
-    async def handle(self, request: HttpRequest) -> Response:
-        route, principal = self._admit(request)
-        request.timeline.principal = principal.name
-        return await route.handler(self, request, principal)
-
-    def render_error(self, error: ApiError, path: str | None) -> Response:
-        return render_error(error, path, self._public_table)
-
-    def add_headers(self, response: Response, request: HttpRequest | None) -> None:
-        self.cors.add_headers(response, request)
-        if request is not None and _ASKS_FOR_TIMING in request.headers and request.timeline.is_embedded:
-            response.headers["server-timing"] = _server_timing(request.timeline.durations(time.monotonic()))
+    # --- its end --------------------------------------------------------------------------------------------
 
     def give_up(self) -> None:
-        """Answer every request that still waits for rows with a 503: the drain's deadline is about to pass."""
+        """Fail every request that still waits for rows with a 503, because the drain's deadline is near."""
         self.end(_shutting_down)
 
     def end(self, make_error: Callable[[], ApiError]) -> None:
-        """Answer every request that waits for rows, or comes to that from now on, each with an error of its own."""
+        """Fail every request that waits for rows, now or later, each with an error of its own."""
         self._make_end = make_error
         self.fail_all(make_error)
 
     def fail_all(self, make_error: Callable[[], ApiError]) -> None:
-        """Answer every request that still waits for rows, each with an error of its own."""
-        for pending in list(self._gatherings):
+        """Fail every request that waits for rows, each with an error of its own."""
+        for pending in list(self._pending):
             pending.fail(make_error())
-
-    def set_keys(self, keys: Sequence[ApiKey]) -> None:
-        """From now on these are the keys that callers may send. What has been admitted goes on."""
-        self.callers.set_keys(keys)
-        self._public_table = public_table(
-            ROUTES, has_admin_listener=self.config.has_admin_listener, has_keys=self.callers.are_known
-        )
-
-    def table(self, request: HttpRequest) -> Table:
-        """What is served on the listener that a request came by."""
-        return self._admin_table if request.is_admin else self._public_table
-
-    def _admit(self, request: HttpRequest) -> tuple[Route, Principal]:
-        """Where a request goes, and who sends it. Of a request that comes in parts this is asked twice, because its key
-        may be gone by the time that its body has come; it takes 4 µs."""
-        if self.cors.is_preflight(request):
-            route = PREFLIGHT
-        else:
-            route = find_route(self.table(request), request.method, request.path)
-            request.timeline.endpoint = route.endpoint
-        return route, self.callers.identify(request.headers, request.client, route.scope, is_admin=request.is_admin)
 
     # --- embeddings -----------------------------------------------------------------------------------------
 
     def embed(
         self, request: EmbedRequest, num_estimated: int, timeline: RequestTimeline, principal: Principal
     ) -> Coroutine[Any, Any, Embedded]:
-        """The rows of a request, and what was embedded. `num_estimated`: its tokens, guessed from characters.
+        """Compute the rows of a request. `num_estimated`: its tokens, guessed from characters.
 
-        `record.arrived_at` is what its deadline counts from; what happens is noted on the record. Raises ApiError:
-        RateLimited for a key that is over its limits, TooManyRequests at the door, BadRequest for an input, Unavailable
-        when the deadline passes or no worker stays alive, ServerError when the engine fails. Side effects: its inputs
-        are gone once they are tokenized; when cancelled, what is still queued is dropped.
+        Its deadline counts from `timeline.arrived_at`; the times are noted on the timeline. Raises ApiError:
+        RateLimited for a key that is over its limits, TooManyRequests when admission refuses it, BadRequest for an
+        input, Unavailable when the deadline passes or no worker stays alive, ServerError when the engine fails. Side
+        effects: its inputs are removed once they are tokenized; when cancelled, what is still queued is dropped.
         """
         embedding = self._embed(request, num_estimated, timeline, principal)
         return embedding if self._tei_counts is None else self._tei_counts.watch(len(request.inputs), embedding)
 
     def count_unread(self, error: ApiError) -> None:
-        """An embedding request is refused, before it could be read as one."""
+        """Count an embedding request that was refused before its body could be parsed."""
         if self._tei_counts is not None:
             self._tei_counts.count_unread(error)
 
-    # --- what is asked of the tokenizer itself --------------------------------------------------------------
+    # --- requests of the tokenizer alone --------------------------------------------------------------------
 
     async def describe(
-        self, ask: TokenizeAsk, timeout_s: float | None, arrived_at: float, principal: Principal
+        self, parsed: ParsedTokenize, timeout_s: float | None, arrived_at: float, principal: Principal
     ) -> None:
-        """Give the tokens of texts to `ask.collector`. Raises as `embed`, and TooManyRequests where much is asked of
-        the tokenizer already."""
-        size = size_of(ask.texts, ask.prompt)
-        how = Tokenizing(ask.prompt, Overflow.CHUNK, add_special_tokens=ask.add_special_tokens)
-        num_estimated = self.tokenizer.estimate_tokens(ask.texts, how)
-        with principal.spend(num_estimated) as spending, self._inspecting(size, principal):
-            steps = self.tokenizer.describe_steps(ask.texts, ask.prompt, ask.add_special_tokens, ask.collector)
-            spending.note_sent(num_estimated)  # whatever comes of it: nobody tokenizes for nothing
-            spending.settle(await self._inspect(steps, timeout_s, arrived_at, principal))
+        """Give the tokens of texts to `parsed.collector`. Raises as `embed`, and TooManyRequests while there are too
+        many such requests."""
+        size = size_of(parsed.texts, parsed.prompt)
+        how = Tokenizing(parsed.prompt, Overflow.CHUNK, add_special_tokens=parsed.add_special_tokens)
+        num_estimated = self.tokenizer.estimate_tokens(parsed.texts, how)
+        with principal.reserve(num_estimated) as reservation, self._inspecting(size, principal):
+            steps = self.tokenizer.describe_steps(
+                parsed.texts, parsed.prompt, parsed.add_special_tokens, parsed.collector
+            )
+            reservation.note_sent(num_estimated)  # tokenizing is charged, whether it succeeds or not
+            reservation.settle(await self._inspect(steps, timeout_s, arrived_at, principal))
 
     async def decode(
-        self, ask: DecodeAsk, timeout_s: float | None, arrived_at: float, principal: Principal
+        self, parsed: ParsedDecode, timeout_s: float | None, arrived_at: float, principal: Principal
     ) -> list[str]:
         """The texts of lists of token ids. Raises as `describe`."""
-        num_ids = sum(map(len, ask.lists))
-        with principal.spend(num_ids) as spending, self._inspecting(size_of(ask.lists), principal):
-            steps = self.tokenizer.decode_steps(ask.lists, ask.skip_special_tokens)
-            spending.note_sent(num_ids)
+        num_ids = sum(map(len, parsed.lists))
+        with principal.reserve(num_ids) as reservation, self._inspecting(size_of(parsed.lists), principal):
+            steps = self.tokenizer.decode_steps(parsed.lists, parsed.skip_special_tokens)
+            reservation.note_sent(num_ids)
             return await self._inspect(steps, timeout_s, arrived_at, principal)
 
     @contextmanager
     def _inspecting(self, size: int, principal: Principal) -> Iterator[None]:
-        """Room for a request that asks the tokenizer. It needs no worker, and so no permit."""
+        """Reserve room for a request that needs the tokenizer alone, and so no permit."""
         if self._make_end is not None:
             raise self._make_end()
         try:
@@ -254,15 +186,15 @@ class Pipeline:
     async def _inspect(
         self, steps: Generator[None, None, T], timeout_s: float | None, arrived_at: float, principal: Principal
     ) -> T:
-        """What `steps` return, in the threads, before the deadline."""
+        """Run `steps` in the threads, and return their result. Raises DeadlinePassed."""
         pending = PendingResult(1, (), asyncio.get_running_loop())
-        self._gatherings.add(pending)
+        self._pending.add(pending)
         tick = self._deadlines.set(pending, self._deadline(timeout_s, arrived_at))
         try:
             return await _unless_over(pending, self.tokenizer.threads.run(steps, principal.tenant))
         finally:
             self._deadlines.drop(pending, tick)
-            self._gatherings.discard(pending)
+            self._pending.discard(pending)
             pending.abandon()
 
     def _deadline(self, timeout_s: float | None, arrived_at: float) -> float:
@@ -279,12 +211,12 @@ class Pipeline:
         deadline = self._deadline(request.timeout_s, timeline.arrived_at)
         priority = Priority.NORMAL if request.priority is None else request.priority
         priority = max(self._max_priority, principal.max_priority, priority)
-        with principal.spend(num_estimated) as spending:
+        with principal.reserve(num_estimated) as reservation:
             permit = self.admission.try_enter(num_estimated, priority, deadline, principal.tenant)
             if permit is None:
                 permit = await self._enter(num_estimated, priority, deadline, principal)
             with permit:
-                return await self._gather(request, permit, principal, spending, timeline)
+                return await self._gather(request, permit, principal, reservation, timeline)
 
     async def _enter(self, num_estimated: int, priority: Priority, deadline: float, principal: Principal) -> Permit:
         try:
@@ -298,33 +230,33 @@ class Pipeline:
         request: EmbedRequest,
         permit: Permit,
         principal: Principal,
-        spending: Reservation,
+        reservation: Reservation,
         timeline: RequestTimeline,
     ) -> Embedded:
         if self._make_end is not None:
             raise self._make_end()
-        self.dispatcher.raise_if_broken()  # it may have been found out while this request was at the door
+        self.dispatcher.raise_if_broken()  # it may have been found out while this request waited for admission
         entered_at = timeline.entered_at = time.monotonic()
         num_chars = sum(map(len, request.inputs)) if isinstance(request.inputs[0], str) else 0
         collectors = self.encoder.make_collectors(request)
         pending = PendingResult(len(request.inputs), collectors, asyncio.get_running_loop())
-        request_queue = self.scheduler.open(pending, permit.priority, permit.deadline, principal.tenant)
+        request_queue = self.policy.open(pending, permit.priority, permit.deadline, principal.tenant)
         request_queue.batches = timeline.batches
         counts = _Counts(wants_reports=request.wants_report)
-        self._gatherings.add(pending)
+        self._pending.add(pending)
         tick = self._deadlines.set(pending, permit.deadline)
         try:
             await self._queue(request, request_queue, permit, counts)
             tokenized_at = timeline.tokenized_at = time.monotonic()
-            spending.settle(counts.num_tokens)
+            reservation.settle(counts.num_tokens)
             await pending.finished
         finally:
             self._deadlines.drop(pending, tick)
-            self._gatherings.discard(pending)
+            self._pending.discard(pending)
             pending.abandon()
-            self.scheduler.close(request_queue)
+            self.policy.close(request_queue)
             self._token_floats.pop(request_queue, None)
-            spending.note_sent(request_queue.num_sent_tokens)
+            reservation.note_sent(request_queue.num_sent_tokens)
             timeline.num_tokens = counts.num_tokens
         finished_at = time.monotonic()
         sent_at = timeline.sent_at = request_queue.first_sent_at or tokenized_at
@@ -359,13 +291,13 @@ class Pipeline:
             self._queue_run(request, request_queue, 0, tokenized, permit, counts)
         else:
             await _unless_over(request_queue.pending, self._queue_runs(request, request_queue, permit, counts))
-        permit.note_queued()  # whatever the estimate was
-        request.inputs.clear()  # megabytes that need not wait for the answer
+        permit.note_queued()  # the estimate no longer counts
+        request.inputs.clear()  # frees up to megabytes before the response is there
 
     async def _queue_runs(
         self, request: EmbedRequest, request_queue: RequestQueue, permit: Permit, counts: "_Counts"
     ) -> None:
-        """Run by run: the first inputs are with the workers while the last are being tokenized."""
+        """Queue run by run: workers compute the first inputs while the last are being tokenized."""
         num_queued = 0
         async with aclosing(self.tokenizer.tokenize(request.inputs, request.tokenizing, request_queue.tenant)) as runs:
             async for tokenized in runs:
@@ -402,7 +334,7 @@ class Pipeline:
         self, request: EmbedRequest, request_queue: RequestQueue, start: int, tokenized: list[TokenizedInput]
     ) -> list[QueuedSequence]:
         sequences = []
-        is_normalized = request.normalize or request.output.is_normalized_by(self.model_info)
+        is_normalized = request.normalize or request.output.is_normalized_by(self.config.card)
         for index, item in enumerate(tokenized, start):
             if not item.chunks:
                 sequences.append(QueuedSequence(request_queue, index, item, request.output))
@@ -412,8 +344,9 @@ class Pipeline:
         return sequences
 
     def _check_token_rows(self, start: int, tokenized: list[TokenizedInput], num_tokens: int) -> None:
-        """A batch's rows lie in one slot, and an answer's in the memory of the gateway. `num_tokens`: of all so far."""
-        most = _MAX_TOKEN_FLOATS // self.model_info.hidden_size
+        """Raises BadRequest for inputs whose rows do not fit into one slot, or into the memory of a response.
+        `num_tokens`: of all inputs so far."""
+        most = _MAX_TOKEN_FLOATS // self.config.card.hidden_size
         if num_tokens > most:
             raise BadRequest(
                 f"The inputs have {num_tokens} tokens or more: one vector for each token is given of at most {most} in "
@@ -430,8 +363,8 @@ class Pipeline:
                 )
 
     def _take_token_floats(self, request_queue: RequestQueue, num_tokens: int) -> None:
-        """Make room for the vectors of so many more tokens, until the request is over. Raises TooManyRequests."""
-        num_floats = num_tokens * self.model_info.hidden_size
+        """Reserve room for the vectors of more tokens, until the request is over. Raises TooManyRequests."""
+        num_floats = num_tokens * self.config.card.hidden_size
         running = sum(self._token_floats.values())
         if running + num_floats > _MAX_RUNNING_TOKEN_FLOATS:  # no request is so large by itself
             self.shared_metrics.add(Counter.REFUSED)
@@ -450,7 +383,7 @@ class Pipeline:
 
 
 async def _unless_over(pending: PendingResult, queueing: Coroutine[Any, Any, T]) -> T:
-    """What `queueing` returns; it is ended when the request is over before, and this raises why."""
+    """The result of `queueing`. If the request is over before, `queueing` is cancelled, and this raises the reason."""
     task = asyncio.ensure_future(queueing)
     try:
         await asyncio.wait((task, pending.finished), return_when=asyncio.FIRST_COMPLETED)
@@ -459,18 +392,6 @@ async def _unless_over(pending: PendingResult, queueing: Coroutine[Any, Any, T])
         return await task
     finally:
         task.cancel()
-
-
-def _server_timing(durations: Durations) -> str:
-    """As the header has it, which browsers show: https://www.w3.org/TR/server-timing/."""
-    stages = zip(durations._fields, durations, strict=True)
-    return ", ".join(f"{name.removesuffix('_s')};dur={seconds * 1e3:.3f}" for name, seconds in stages)
-
-
-def _is_large(request: HttpRequest) -> bool:
-    """Whether more of a body is to come than is read for the sake of a connection."""
-    length = request.headers.get("content-length", "")
-    return not length.isdecimal() or int(length) > _LARGE_BODY_BYTES
 
 
 def _shutting_down() -> Unavailable:

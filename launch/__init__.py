@@ -1,4 +1,4 @@
 """What the supervisor needs before and around its children: settings, the plan, sockets, processes, the summary.
 
-Imported by `supervisor` alone; like it, imports neither torch nor numpy.
+Imported by `vecd.supervisor` and the `vecd` command; imports neither torch nor numpy.
 """

@@ -1,13 +1,12 @@
 """The first lines of every process that the supervisor starts: `python -m vecd.launch.child KIND …`.
 
-Imports nothing before it knows what it is to become, so that the gateway stays without torch and the fork server
-without uvloop.
+Imports nothing before the kind is known, so that the gateway stays without torch and the fork server without uvloop.
 """
 
 import sys
 from collections.abc import Callable
 
-from vecd.launch.exit_codes import EXIT_COULD_NOT_START, EXIT_OK
+from vecd.launch.base.exit_codes import EXIT_COULD_NOT_START, EXIT_OK
 
 
 def gateway(control_fd: str) -> int:
@@ -31,7 +30,7 @@ def fetch(model: str, revision: str, answer_fd: str) -> int:
     from vecd.shm.card import ModelError
     from vecd.workers.process.kernel import die_with_parent
 
-    die_with_parent(os.getppid())  # nobody waits for the rest of a download any more
+    die_with_parent(os.getppid())  # no process would use the rest of a download
     from vecd.workers import hub
 
     with open(int(answer_fd), "w") as answer:
@@ -65,14 +64,14 @@ def convert(folder: str, vocab_size: str, answer_fd: str) -> int:
 
 def choose(answer_fd: str) -> int:
     """The order comes on stdin."""
-    from vecd.workers.engines.selection_process import serve
+    from vecd.workers.process.selection_process import serve
 
     return serve(sys.stdin.read(), int(answer_fd))
 
 
 def check(answer_fd: str) -> int:
-    """The orders come on stdin."""
-    from vecd.workers.check.orders import serve
+    """The order comes on stdin."""
+    from vecd.workers.check.run import serve
 
     return serve(sys.stdin, int(answer_fd))
 

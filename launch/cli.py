@@ -7,7 +7,7 @@ import. Called by the console script and by `python -m vecd`.
 import sys
 from collections.abc import Sequence
 
-from vecd.launch.exit_codes import EXIT_BAD_CONFIGURATION, EXIT_OK
+from vecd.launch.base.exit_codes import EXIT_BAD_CONFIGURATION, EXIT_OK
 
 _USAGE = """\
 usage: vecd serve [MODEL] [--flags]    serve a model's embeddings (vecd serve --help)

@@ -1,11 +1,9 @@
-"""What a config.json that asks for the model's own code means in transformers' own architectures, if anything.
+"""Translates a config.json that names the model's own code into transformers' own architectures.
 
-Owns the table of architectures whose original implementation lives in a model's repository and which transformers has
-since taken in under other names. A row says what the original code does where the configuration is silent, what
-transformers' version always does, and how the names translate; a configuration that differs in anything else is
-refused, because a model that is nearly the right one gives vectors that are quietly wrong. Never runs a model's code,
-and never looks at it. Called by `vecd.shm.card` for the sizes and by `vecd.workers.engines.torch.loading` for the
-model.
+Owns the table of architectures whose original code is in a model's repository and which transformers now implements
+under other names. A row has the original's defaults, the only values that transformers implements, and the translation
+of names. Any other configuration is refused, because a similar model gives wrong vectors without an error. Never runs
+or reads a model's code. Called by `vecd.shm.card` for the sizes and by `vecd.workers.engines.torch.loading` for the model.
 """
 
 from collections.abc import Callable, Mapping
@@ -17,15 +15,15 @@ _Config = Mapping[str, Any]
 
 @dataclass(frozen=True, slots=True)
 class _Port:
-    """An architecture of transformers, and what an original configuration must say to be the same."""
+    """An architecture of transformers, and the conditions under which an original configuration is the same."""
 
     always: Mapping[str, tuple[Any, Any]]
-    """Key → the original's value where the key is absent, and the only one that transformers' version implements."""
+    """Key → the original's default, and the only value that transformers implements."""
     translate: Callable[[_Config], dict[str, Any]]
 
 
 def native_config(config: _Config) -> dict[str, Any] | None:
-    """The fields for transformers' own configuration class, or None where it reads config.json right by itself.
+    """The fields for transformers' configuration class, or None if it reads config.json correctly without help.
 
     Raises ValueError, with the reason in one line, for code that has no equal in transformers.
     """
@@ -33,10 +31,10 @@ def native_config(config: _Config) -> dict[str, Any] | None:
     if not isinstance(auto_map, Mapping):
         raise ValueError("auto_map must be a JSON object")
     model_type = str(config.get("model_type"))
-    # Code for other classes (AutoModelForCausalLM …) is never called for: hidden states come from AutoModel's.
+    # Code for other classes (AutoModelForCausalLM …) does not matter: hidden states come from AutoModel's.
     wanted = auto_map.get("AutoModel", auto_map.get("AutoConfig"))
     if wanted is None:
-        # The original's names without its auto_map: transformers would put its defaults in their place.
+        # The original's names without its auto_map: transformers would ignore them and use its defaults.
         if model_type == "nomic_bert" and "n_embd" in config:
             return _ported(config, _NOMIC)
         return None
@@ -67,7 +65,7 @@ def _number(config: _Config, name: str) -> Any:
 
 
 def _whole(config: _Config, name: str, multiple_of: int = 1) -> int:
-    """A whole number, rounded up as the original rounds it."""
+    """A whole number, rounded up to a multiple, as in the original."""
     value = _number(config, name)
     if not isinstance(value, int):
         raise ValueError(f"{name} must be a whole number")
@@ -100,7 +98,7 @@ def _translate_nomic(config: _Config) -> dict[str, Any]:
         raise ValueError(f"rope_parameters is {rope!r}, and rotary_emb_base {base!r}")
     return {
         **translated,
-        # Rotary positions have no table that could end; the trained length is another number.
+        # Rotary positions have no table of limited length.
         "max_position_embeddings": _whole(config, "n_positions"),
         "rope_parameters": {"rope_type": "default", "rope_theta": base},
     }
@@ -108,7 +106,7 @@ def _translate_nomic(config: _Config) -> dict[str, Any]:
 
 # nomic-embed-text-v1 and v1.5, CodeRankEmbed, snowflake-arctic-embed-m-long. Source: modeling_hf_nomic_bert.py and
 # configuration_hf_nomic_bert.py of nomic-ai/nomic-bert-2048, against transformers 5.23's models/nomic_bert and the
-# names of its tensors in conversion_mapping.py. What is absent is GPT-2's default there, and seldom what is wanted.
+# names of its tensors in conversion_mapping.py. An absent key has GPT-2's default there, which is seldom intended.
 _NOMIC = _Port(
     always={
         "activation_function": ("gelu_new", "swiglu"),
@@ -191,11 +189,11 @@ _PORTS = {
 }
 """By config.json's model_type and the class that its auto_map names for AutoModel."""
 
-# Known, and not run: a model_type that transformers knows does not make it transformers' model.
+# Known code that differs from transformers' architecture of the same model_type.
 _REASONS = {
     ("bert", "JinaBertModel"): "transformers' BERT has no ALiBi positions, which this code adds",
     ("qwen2", "Qwen2Model"): "this code lets tokens see those behind them, transformers' Qwen2 does not",
     ("mistral", "MistralModel"): "this code lets tokens see those behind them, transformers' Mistral does not",
-    ("xlm-roberta", "XLMRobertaLoRA"): "this code chooses adapters by task",
-    ("eurobert", "EuroBertModel"): "versions of this code differ in ways that config.json does not tell",
+    ("xlm-roberta", "XLMRobertaLoRA"): "this code selects adapters by task",
+    ("eurobert", "EuroBertModel"): "versions of this code differ in ways that config.json does not show",
 }

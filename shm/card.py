@@ -1,8 +1,8 @@
-"""The model card: what every process must know of a model, read from its folder's JSON files.
+"""The model card: the facts of a model that every process needs, read from its folder's JSON files.
 
 Owns the reading of `config.json`, `modules.json` and the sentence-transformers files beside them, and the refusal
-of folders that cannot be served. Reads no weights and imports no torch, so the supervisor can call it first and a
-broken folder is one clear line before any process has started. Sources of the formats: the files themselves as
+of folders that cannot be served. Reads no weights and imports no torch, so the supervisor can call it first and report
+a broken folder in one line before any process starts. Sources of the formats: the files themselves as
 saved by sentence-transformers 2 to 6 (`modules.json`, `*_Pooling/config.json`, `*_Dense/config.json`).
 """
 
@@ -15,7 +15,7 @@ from typing import Any
 from vecd.shm.architecture import native_config
 
 POOLING_MODES = ("cls", "max", "mean", "mean_sqrt_len_tokens", "weightedmean", "lasttoken")
-"""In the order in which sentence-transformers concatenates them where a model has several."""
+"""In the order in which sentence-transformers concatenates them if a model has several."""
 
 _LEGACY_POOLING_KEYS = {
     "pooling_mode_cls_token": "cls",
@@ -26,7 +26,7 @@ _LEGACY_POOLING_KEYS = {
     "pooling_mode_lasttoken": "lasttoken",
 }
 
-# Families whose position ids start after the padding id, so that two more positions exist than tokens fit.
+# Families whose position ids start after the padding id, so that there are two more positions than tokens.
 # Source: create_position_ids_from_input_ids in transformers' modeling_roberta.
 POSITIONS_AFTER_PADDING = frozenset(
     {
@@ -48,7 +48,7 @@ POSITIONS_AFTER_PADDING = frozenset(
 
 
 class ModelError(Exception):
-    """A model that cannot be served. The message is one line: what is missing or wrong, and in which file."""
+    """The model cannot be served. The message is one line with the file and its fault."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -88,22 +88,21 @@ class ModelCard:
     """One or more of POOLING_MODES; several are concatenated in that order."""
     steps: tuple[Step, ...]
     lowercase: bool
-    """Texts are lowercased before the tokenizer's own normalizer."""
+    """Texts are converted to lower case before the tokenizer's own normalizer."""
     prompt: str
-    """Put before every text that has no prompt of its own; empty for most models."""
+    """Prefixed to every text that has no other prompt; empty for most models."""
     prompts: tuple[tuple[str, str], ...] = ()
-    """Name and text of each prompt that the model was made with."""
+    """Name and text of each of the model's prompts."""
     pools_prompt: bool = True
-    """A prompt's tokens are pooled with the text's. False: a prompt cannot be served."""
+    """The tokens of a prompt are pooled with those of the text. If False, prompts are refused."""
     is_matryoshka: bool = False
-    """The first part of a vector, brought to length 1, is a vector, too."""
+    """A vector can be cut to its first elements and normalized again."""
     matryoshka_dims: tuple[int, ...] = ()
-    """Lengths of such parts that the model was made for; none are stated for any length."""
+    """The lengths that the model was trained for; empty for any length."""
     weights_bytes: int = 0
-    """Of the files that the weights are in, those of modules behind the first included."""
+    """The size of all files of weights, including those of modules behind the first."""
     tokenizer_file: str = ""
-    """Absolute path of the fast tokenizer's file; empty if the model has none yet, and `vecd.launch.config.plan`
-    converts it."""
+    """Absolute path of the fast tokenizer's file; empty until `vecd.launch.config.plan` has converted it."""
 
     def to_json(self) -> dict[str, Any]:
         return asdict(self)
@@ -117,16 +116,15 @@ class ModelCard:
 
     @property
     def is_normalized(self) -> bool:
-        """The model's last step brings vectors to length 1."""
+        """Whether the model's last step normalizes vectors to length 1."""
         return bool(self.steps) and self.steps[-1].kind == "normalize"
 
 
 def read_card(folder: Path) -> ModelCard:
     """Read the card of the model in `folder`.
 
-    Raises ModelError when a needed file is missing or unreadable, when the weights are not safetensors, when the
-    model wants code from its repository to be run that has no equal in transformers, or when it has a module that
-    vecd does not know.
+    Raises ModelError when a required file is missing or unreadable, when the weights are not safetensors, when the
+    model needs code from its repository that has no equal in transformers, or when it has an unknown module.
     """
     if not folder.is_dir():
         raise ModelError(f"{folder}: no such folder")
@@ -202,7 +200,7 @@ def _read_config(weights_folder: Path) -> dict[str, Any]:
         raise ModelError(f"{path}: model_type is missing")
     if "quantization_config" in config:
         raise ModelError(f"{path}: quantized weights (quantization_config) are not supported")
-    # transformers would load whatever file is named here, a pickle included.
+    # transformers would load any file that is named here, even a pickle.
     if config.get("transformers_weights") is not None:
         raise ModelError(f"{path}: weights under another name (transformers_weights) are not supported")
     try:
@@ -229,13 +227,13 @@ def _check_files(weights_folder: Path) -> None:
 
 
 def vocabulary_files(weights_folder: Path) -> list[Path]:
-    """Vocabularies of a slow tokenizer, from which the fast one's file can be made: WordPiece, BPE, sentencepiece."""
+    """The vocabularies of a slow tokenizer: WordPiece, BPE, sentencepiece. The fast one's file can be made of them."""
     named = (weights_folder / name for name in ("vocab.txt", "vocab.json", "merges.txt"))
     return sorted(path for path in (*named, *weights_folder.glob("*.model")) if path.is_file())
 
 
 def _check_weights(folder: Path) -> None:
-    """The model's own weights, or those of a module behind it."""
+    """Refuse a model or module without safetensors weights."""
     single = folder / "model.safetensors"
     if single.is_file():
         return
@@ -253,7 +251,7 @@ def _check_shards(index: Path) -> None:
     if not isinstance(shards, dict) or not all(isinstance(name, str) for name in shards.values()):
         raise ModelError(f"{index}: weight_map must name a file for each tensor")
     for name in sorted(set(shards.values())):
-        # Judged by its name, because transformers does so, and unpickles what is not called .safetensors.
+        # By its name, because transformers unpickles every file that is not called .safetensors.
         if not name.endswith(".safetensors"):
             raise ModelError(f"{index}: {name} is not safetensors")
         if not (index.parent / name).is_file():
@@ -261,7 +259,7 @@ def _check_shards(index: Path) -> None:
 
 
 def _weights_bytes(weights_folder: Path, *module_folders: Path) -> int:
-    """Of weights that `_check_files` and `_read_step` have found."""
+    """The size of the files that `_check_files` and `_read_step` have found."""
     index = weights_folder / "model.safetensors.index.json"
     names = {"model.safetensors"}
     if not (weights_folder / "model.safetensors").is_file():
@@ -283,7 +281,7 @@ _SENTENCE_BERT_FILES = (
 
 
 def _read_sentence_bert(weights_folder: Path) -> dict[str, Any]:
-    """The Transformer module's own settings; empty where there are none. Refuses those that would change vectors."""
+    """The Transformer module's settings; may be empty. Refuses settings that would change vectors."""
     path = next((weights_folder / name for name in _SENTENCE_BERT_FILES if (weights_folder / name).exists()), None)
     if path is None:
         return {}
@@ -314,7 +312,7 @@ class _Module:
 
 
 def _read_modules(folder: Path) -> list[_Module]:
-    """The chain of modules: a Transformer, a Pooling, then steps; of a plain transformers model the first alone."""
+    """The chain of modules: a Transformer, a Pooling, then steps. A plain transformers model has only the first."""
     path = folder / "modules.json"
     if not path.exists():
         return [_Module("Transformer", "")]
@@ -334,8 +332,8 @@ def _read_modules(folder: Path) -> list[_Module]:
 def _read_module(path: Path, module: Any) -> _Module:
     if not isinstance(module, dict) or not all(isinstance(module.get(name), str) for name in ("type", "path")):
         raise ModelError(f"{path}: each module must have a type and a path")
-    # Old: sentence_transformers.models.Pooling. New: sentence_transformers.….modules.pooling.Pooling. A class from
-    # elsewhere is code of the model's repository, whatever its name.
+    # Old: sentence_transformers.models.Pooling. New: sentence_transformers.….modules.pooling.Pooling. Any other class
+    # is code of the model's repository.
     library, kind = module["type"].partition(".")[0], module["type"].rpartition(".")[2]
     if library != "sentence_transformers":
         raise ModelError(f"{path}: module {module['type']} is not sentence-transformers' own, which vecd refuses")
@@ -345,7 +343,7 @@ def _read_module(path: Path, module: Any) -> _Module:
 
 
 def _default_pooling(config: Mapping[str, Any]) -> str:
-    """What sentence-transformers takes for a plain transformers model."""
+    """sentence-transformers' pooling of a plain transformers model."""
     architectures = config.get("architectures")
     named = str(architectures[0]) if isinstance(architectures, list) and architectures else ""
     is_causal = named.endswith("ForCausalLM") and config.get("is_causal", True)
@@ -395,7 +393,7 @@ def _read_dense(path: Path, module_path: str, in_dim: int) -> Step:
     if config.get("use_residual"):
         raise ModelError(f"{path}: use_residual is not supported")
     activation = config.get("activation_function", "torch.nn.Tanh")
-    # sentence-transformers takes no other either, but puts Tanh in its place.
+    # sentence-transformers accepts no other either, but uses Tanh instead.
     if not isinstance(activation, str) or not activation.startswith("torch.nn."):
         raise ModelError(f"{path}: activation_function {activation!r} is not one of torch.nn's")
     _check_weights(path.parent)
@@ -428,14 +426,14 @@ def _positive(config: Mapping[str, Any], names: tuple[str, ...], path: Path) -> 
 
 
 def _max_tokens(weights_folder: Path, config: Mapping[str, Any], sentence_bert: Mapping[str, Any]) -> int:
-    """sentence_bert_config.json's limit, else the tokenizer's, never more than there are positions."""
+    """The limit of sentence_bert_config.json, else the tokenizer's; at most the number of positions."""
     positions = config.get("max_position_embeddings", config.get("n_positions"))
     limits: list[int] = []
     if isinstance(positions, int) and positions > 0:
         if config["model_type"] in POSITIONS_AFTER_PADDING:
             pad_token_id = config.get("pad_token_id")
             if pad_token_id is None or config["model_type"] == "mpnet":
-                pad_token_id = 1  # these families' default, and all that MPNet knows
+                pad_token_id = 1  # the default of these families, and MPNet's only value
             positions -= int(pad_token_id) + 1
         limits.append(positions)
     stated = sentence_bert.get("max_seq_length")
@@ -443,7 +441,7 @@ def _max_tokens(weights_folder: Path, config: Mapping[str, Any], sentence_bert: 
         stated = (sentence_bert.get(name) or {}).get("model_max_length", stated)
     if stated is None:
         stated = _read_optional(weights_folder / "tokenizer_config.json").get("model_max_length")
-    # Tokenizers without a limit say 1e30.
+    # Tokenizers without a limit have 1e30.
     if isinstance(stated, int | float) and 0 < stated < 1e9:
         limits.append(int(stated))
     if not limits:
@@ -475,7 +473,7 @@ def _prompts(folder: Path) -> tuple[tuple[str, str], ...]:
 
 
 def _matryoshka_dims(config: Mapping[str, Any], dim: int, path: Path) -> tuple[int, ...]:
-    """Under the name that vLLM reads, too; sentence-transformers writes none."""
+    """Read under vLLM's name; sentence-transformers writes none."""
     dims = config.get("matryoshka_dimensions") or []
     if not isinstance(dims, list) or not all(type(number) is int and 1 <= number <= dim for number in dims):
         raise ModelError(f"{path}: matryoshka_dimensions must be a list of whole numbers from 1 to {dim}")

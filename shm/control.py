@@ -5,9 +5,10 @@ starts, so there is no name to find, no permission to get wrong and nothing to u
 JSON; descriptors ride along (SCM_RIGHTS). The end of the stream means that the other side is dead.
 
     supervisor → gateway       GatewayStart (+ sockets, board), WorkerUp (+ arena), WorkerDown, Drain,
-                               Prepare (+ ZeroMQ socket), Activate, Discard, ModelBroken, Quarantined, NewKeys
-    gateway → supervisor       GatewayReady, ChildFailed, Beat, WorkerMet, WorkerStuck, Prepared, Retired, Quarantined,
-                               ReloadAsked
+                               Prepare (+ ZeroMQ socket), Activate, Discard, ModelBroken, NewKeys,
+                               Quarantined, InputDeaths, InputsCleared
+    gateway → supervisor       GatewayReady, ChildFailed, Heartbeat, WorkerMet, WorkerStuck, Prepared, Retired,
+                               ReloadAsked, Quarantined, InputDeaths, InputsCleared
     supervisor → fork server   ForkServerStart, ForkWorker (+ control, arena, ZeroMQ addresses)
     fork server → supervisor   ForkServerReady, WorkerForked (+ pidfd), ForkFailed, WorkerExited
     worker → supervisor        Progress, WorkerReady, ChildFailed
@@ -120,6 +121,26 @@ class ModelBroken:
 
 
 @dataclass(frozen=True, slots=True)
+class InputDeaths:
+    """From a gateway, and to all others: a worker has died while it computed these inputs."""
+
+    digests: list[str]
+    """As in `Quarantined`."""
+    is_isolated: bool
+    """There was nothing else in the batch."""
+    has_crashed: bool
+    """As in `WorkerDown`."""
+
+
+@dataclass(frozen=True, slots=True)
+class InputsCleared:
+    """From a gateway, and to all others: these inputs, with which workers had died, have been computed."""
+
+    digests: list[str]
+    """As in `Quarantined`."""
+
+
+@dataclass(frozen=True, slots=True)
 class Quarantined:
     """From a gateway, and to all others: an input has ended worker after worker, and is refused for a while."""
 
@@ -192,7 +213,7 @@ class ForkServerStart:
     """A `vecd.workers.config.WorkerConfig` as plain JSON values, whose engine the workers will share; None: each loads
     its own, because what is on an accelerator does not survive a fork."""
     choose_command: list[str] = field(default_factory=list)
-    """The command line of `vecd.workers.engines.selection_process.serve`, but for its descriptor."""
+    """The command line of `vecd.workers.process.selection_process.serve`, but for its descriptor."""
     log_level: str = "info"
     log_format: str = "text"
 
@@ -269,7 +290,8 @@ class ChildFailed:
 
 Message: TypeAlias = (
     GatewayStart | WorkerUp | WorkerDown | Drain | Prepare | Activate | Discard | ModelBroken | NewKeys
-    | GatewayReady | Heartbeat | WorkerMet | WorkerStuck | Prepared | Retired | Quarantined | ReloadAsked
+    | GatewayReady | Heartbeat | WorkerMet | WorkerStuck | Prepared | Retired | Quarantined
+    | InputDeaths | InputsCleared | ReloadAsked
     | ForkServerStart | ForkServerReady | ForkWorker | WorkerForked | ForkFailed | WorkerExited
     | Progress | WorkerReady | ChildFailed
 )  # fmt: skip

@@ -8,16 +8,22 @@ Memory map, int64 of the machine's own byte order throughout::
     offset 0            row_nbytes           2 × row_nbytes
     ├── gateway 0 ──────┼── gateway 1 ───────┤   …  num_gateways
 
-    counters │ gauges │ answers         │ histograms        │ tei_counters,   │ workers       │ batches       │ up to
-    Counter  │ Gauge  │ MAX_ENDPOINTS × │ Histogram ×       │ tei_histograms: │ num_workers × │ NUM_BATCHES × │ n × 64
+    counters │ gauges │ answers         │ histograms        │ tei_counters,   │ workers       │ batches       │ …
+    Counter  │ Gauge  │ MAX_ENDPOINTS × │ Histogram ×       │ tei_histograms: │ num_workers × │ NUM_BATCHES × │
              │        │ STATUSES        │ (buckets … │ sum) │ the same again  │ WorkerCell    │ BatchCell     │
+
+    … │ services       │ lives                         │ up to
+      │ NUM_SERVICES × │ NUM_SERVICES × num_workers ×  │ n × 64
+      │ ServiceCell    │ LifeCell                      │
 
     part          who writes                                  a gateway's death
     counters,     the gateway whose row it is                 leaves them; its next life counts on from there, so that
     answers,                                                  sums over all rows never go back
     histograms,
     (TEI's, too),
-    workers
+    workers, lives
+    services      the gateway whose row it is, when it        leaves them; its next life takes the place of a service
+                  begins to have a service                    that it has again, and clears others before it uses them
     batches       the gateway whose row it is, one after      leaves them: whoever reads goes by their times
                   the other, round and round
     gauges        the gateway whose row it is; while it is    clears them (`clear_gauges`)
@@ -40,6 +46,7 @@ from operator import mul
 from typing import Self
 
 from vecd.shm.sealed_memory import create_sealed
+from vecd.shm.wire import Incarnation
 
 _BYTES_PER_CELL = 8
 _NS_PER_S = 1_000_000_000
@@ -234,19 +241,53 @@ class TeiHistogram(_HistogramCells):
     BATCH_NEXT_TOKENS = "te_batch_next_tokens", _powers_of_2(21), 1
 
 
+@dataclass(frozen=True, slots=True)
+class ServiceKey:
+    """Names a service: a model in one generation of the configuration."""
+
+    generation: int
+    """1 for the first; never used twice, also not after a reload that was refused."""
+    model: int = 0
+    """Its index among the models of the configuration, which has one."""
+
+
+@dataclass(frozen=True, slots=True)
+class WorkerKey:
+    """Names one life of one worker among all that a server ever has."""
+
+    service: ServiceKey
+    incarnation: Incarnation
+
+
 class WorkerCell(IntEnum):
-    """What a gateway knows of one worker."""
+    """What a gateway knows of the workers of one index, over all their lives in all services."""
 
     LIFE = 0
-    """The newest incarnation it has been told of."""
+    """The newest incarnation of a service that requests have been sent to."""
     BATCHES = 1
-    """Done by all lives together."""
-    BATCHES_BEFORE = 2
-    """Of these, by lives before the newest."""
-    SEQUENCES = 3
+    SEQUENCES = 2
     """Of these batches."""
-    TOKENS = 4
-    COMPUTE_US = 5
+    TOKENS = 3
+    COMPUTE_US = 4
+
+
+NUM_SERVICES = 2
+"""Services that a gateway has at a time: during a reload, the active one and the next, or the one before."""
+
+
+class ServiceCell(IntEnum):
+    """Whose the lives at the same place are; zeros: nobody's."""
+
+    GENERATION = 0
+    MODEL = 1
+
+
+class LifeCell(IntEnum):
+    """What a gateway knows of the newest life of a worker in one service."""
+
+    LIFE = 0
+    BATCHES = 1
+    """Done by this life."""
 
 
 NUM_BATCHES = 128
@@ -257,7 +298,7 @@ class BatchCell(IntEnum):
     """What a gateway says of one batch."""
 
     NUMBER = 0
-    """Unique within a life of the gateway, from 1; 0 where there has been none."""
+    """Unique within a life of the gateway, over all its services, from 1; 0 where there has been none."""
     WORKER = 1
     SEQUENCES = 2
     TOKENS = 3
@@ -281,7 +322,8 @@ class SharedMetricsSpec:
         ours = len(Counter) + len(Gauge) + MAX_ENDPOINTS * len(STATUSES)
         ours += sum(histogram.num_cells for histogram in Histogram)
         tei = len(TeiCounter) + sum(histogram.num_cells for histogram in TeiHistogram)
-        cells = ours + tei + self.num_workers * len(WorkerCell) + NUM_BATCHES * len(BatchCell)
+        services = NUM_SERVICES * (len(ServiceCell) + self.num_workers * len(LifeCell))
+        cells = ours + tei + self.num_workers * len(WorkerCell) + NUM_BATCHES * len(BatchCell) + services
         return -(-cells // _CELLS_PER_CACHE_LINE) * _CELLS_PER_CACHE_LINE
 
     @property
@@ -309,6 +351,10 @@ class Row:
     """By the worker's index, and then by `WorkerCell`."""
     batches: Sequence["memoryview[int]"]
     """A batch's number modulo NUM_BATCHES, and then `BatchCell`."""
+    services: Sequence["memoryview[int]"]
+    """By the service's place, and then by `ServiceCell`."""
+    lives: Sequence[Sequence["memoryview[int]"]]
+    """By the service's place, the worker's index, and then by `LifeCell`."""
 
 
 def create_shared_metrics(spec: SharedMetricsSpec) -> int:
@@ -344,4 +390,6 @@ def _cut_row(cells: "memoryview[int]", spec: SharedMetricsSpec) -> Row:
         tei_histograms=[take(histogram.num_cells) for histogram in TeiHistogram],
         workers=[take(len(WorkerCell)) for _ in range(spec.num_workers)],
         batches=[take(len(BatchCell)) for _ in range(NUM_BATCHES)],
+        services=[take(len(ServiceCell)) for _ in range(NUM_SERVICES)],
+        lives=[[take(len(LifeCell)) for _ in range(spec.num_workers)] for _ in range(NUM_SERVICES)],
     )

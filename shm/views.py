@@ -17,7 +17,7 @@ from vecd.shm.arena import ArenaSpec
 Rows: TypeAlias = NDArray[np.float32]
 """float32, shape [rows_per_slot, dim]. Borrows the arena's memory: valid only while the holder owns the slot."""
 
-Begun: TypeAlias = NDArray[np.int64]
+BatchNumbers: TypeAlias = NDArray[np.int64]
 """By slot: the number of the batch that the worker has begun there, else 0. Borrows the arena's memory."""
 
 
@@ -26,7 +26,7 @@ class SlotViews:
     """One gateway's slots, counted from 0 as on the wire."""
 
     rows: list[Rows]
-    begun: Begun
+    begun: BatchNumbers
 
 
 def map_arena(fd: int, spec: ArenaSpec, *, writable: bool) -> list[SlotViews]:

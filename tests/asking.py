@@ -10,10 +10,10 @@ from numpy.typing import NDArray
 
 from vecd.gateway.api.json_stream import Bounds, PieceReader
 from vecd.gateway.api.model_info import ModelInfo
-from vecd.gateway.api.operations import Ask, Call, Operation
+from vecd.gateway.api.operations import Call, Operation, ParsedEmbed
 from vecd.gateway.encoding.fragments import Encoder
 from vecd.gateway.types.messages import Response
-from vecd.gateway.types.request import Embedded, Overflow, Report, Source, Stages
+from vecd.gateway.types.request import Embedded, InputReport, Overflow, Source, Stages
 
 REQUEST_ID = "req_1"
 STAGES = Stages(0.004, 0.001, 0.001, 0.002)
@@ -50,12 +50,12 @@ def ask(
     model_info: ModelInfo = PLAIN,
     *,
     in_pieces: bool = False,
-) -> Ask:
+) -> ParsedEmbed:
     """What a body asks for; `in_pieces`: as if it were a large one."""
     assert operation.embed is not None
     fields = read_in_pieces(operation, body) if in_pieces else body
     asked = operation.embed(Call(operation.fields.read(fields), headers or {}, model_info, REQUEST_ID))
-    assert isinstance(asked, Ask)
+    assert isinstance(asked, ParsedEmbed)
     return asked
 
 
@@ -71,7 +71,7 @@ def read_in_pieces(operation: Operation, body: Mapping[str, Any], **bounds: int)
             return fields
 
 
-def answer(asked: Ask, rows: NDArray[np.float32], **changes: Any) -> Response:
+def answer(asked: ParsedEmbed, rows: NDArray[np.float32], **changes: Any) -> Response:
     """The answer with these rows, one for each input. `changes`: of the `Embedded`."""
     dim = rows.shape[1]
     card: Any = SimpleNamespace(dim=dim, hidden_size=dim, is_normalized=True)
@@ -84,7 +84,7 @@ def answer(asked: Ask, rows: NDArray[np.float32], **changes: Any) -> Response:
         num_truncated=0,
         num_chunked=0,
         sources=frozenset((Source.TEXT,)),
-        reports=tuple(Report(3, False, 1, Source.TEXT) for _ in rows) if asked.request.wants_report else (),
+        reports=tuple(InputReport(3, False, 1, Source.TEXT) for _ in rows) if asked.request.wants_report else (),
         num_chars=5,
         stages=STAGES,
     )

@@ -14,18 +14,20 @@ import zmq
 
 from vecd.gateway.dispatch.dispatcher import Dispatcher
 from vecd.gateway.encoding.pending import ChunkedInput, PendingResult
+from vecd.gateway.scheduling.policy import BatchingPolicy
 from vecd.gateway.scheduling.queue import QueuedSequence, RequestQueue
-from vecd.gateway.scheduling.scheduler import Scheduler
 from vecd.gateway.telemetry.shared_metrics import SharedMetrics
 from vecd.gateway.types.request import Chunk, Priority, TokenizedInput
 from vecd.launch.processes.sockets import make_zmq_endpoint
 from vecd.shm.arena import ArenaSpec, create_arena
 from vecd.shm.output import Output
+from vecd.shm.shared_metrics import ServiceKey
 from vecd.shm.views import map_arena
 from vecd.shm.wire import Alive, Batch, Done, Incarnation, Probe, decode_to_worker, encode
 
 SPEC = ArenaSpec(num_slots=2, rows_per_slot=8, dim=4)
 EPOCH = 7
+SERVICE = ServiceKey(1)
 DEADLINE_S = 10.0
 
 
@@ -136,15 +138,23 @@ def tokenized(ids: list[int]) -> TokenizedInput:
 class Bench:
     """A dispatcher and its workers, for the length of one test."""
 
-    def __init__(self, *, batch_timeout_s: float = 60, **options) -> None:
+    def __init__(
+        self,
+        *,
+        batch_timeout_s: float = 60,
+        service: ServiceKey = SERVICE,
+        shared_metrics: SharedMetrics | None = None,
+        **options,
+    ) -> None:
         """`options` are the dispatcher's."""
-        self.scheduler = Scheduler(16, SPEC.rows_per_slot, max_sequence_tokens=16)
+        self.policy = BatchingPolicy(16, SPEC.rows_per_slot, max_sequence_tokens=16)
         self.stuck: list[Incarnation] = []
-        self.shared_metrics = SharedMetrics.private()
+        self.shared_metrics = shared_metrics or SharedMetrics.private()
         self.listening, self.address_fd = make_zmq_endpoint()
         self.dispatcher = Dispatcher(
-            scheduler=self.scheduler,
+            policy=self.policy,
             epoch=EPOCH,
+            service=service,
             max_batch_tokens=16,
             batch_timeout_s=batch_timeout_s,
             on_stuck=self.stuck.append,
@@ -205,7 +215,7 @@ class Bench:
 
     def _open(self, num_inputs: int) -> Request:
         request = Request(num_inputs)
-        request.request_queue = self.scheduler.open(request, Priority.NORMAL)
+        request.request_queue = self.policy.open(request, Priority.NORMAL)
         return request
 
     def _queue(self, request_queue: RequestQueue, sequences: list[QueuedSequence]) -> None:

@@ -69,7 +69,7 @@ def check_document(url: str, dialect: Dialect) -> None:
             if answer.status_code >= 400:
                 _validate(dialect.error, answer.json(), exchange["name"])
             elif operation is not None:
-                _validate(operation.answer, answer.json(), exchange["name"])
+                _validate(operation.response, answer.json(), exchange["name"])
                 if isinstance(request.get("body"), dict):
                     _validate(operation.fields.schema(), request["body"], exchange["name"])
 

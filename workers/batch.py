@@ -1,7 +1,7 @@
-"""From a batch message to a batch that an engine may be given.
+"""Turns a batch message into a batch for an engine.
 
-Owns the checks on what the gateway sent: a worker computes nothing that could index outside a slot, the vocabulary
-or the table of positions. Pure. Called by `vecd.workers.process.loop`.
+Owns the checks on the message: no computation may index outside a slot, the vocabulary or the table of positions. Pure.
+Called by `vecd.workers.process.loop`.
 """
 
 import numpy as np

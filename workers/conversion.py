@@ -1,8 +1,8 @@
-"""Makes the fast tokenizer's file of a model that has only a slow tokenizer's: vocab.txt, merges.txt, *.model.
+"""Makes the fast tokenizer's file for a model that has only a slow tokenizer's files: vocab.txt, merges.txt, *.model.
 
-Owns the call of transformers' AutoTokenizer, and the proof that the file gives the same ids. Equality with
-AutoTokenizer is what right means, because sentence-transformers tokenizes with it. Runs no code of the model's. Called
-by `vecd.launch.child` in a process of its own, once for each model.
+Owns the call of transformers' AutoTokenizer, and the check that the file gives the same ids. AutoTokenizer is the
+reference, because sentence-transformers tokenizes with it. Runs no code of the model's. Called by `vecd.launch.child`
+in a process of its own, once for each model.
 """
 
 import importlib.util
@@ -36,17 +36,17 @@ _PROBES = (
 
 
 def convert(folder: Path, vocab_size: int, target: Path) -> None:
-    """Write the fast tokenizer of the model in `folder` to `target`, whose ids must be below `vocab_size`.
+    """Write the fast tokenizer of the model in `folder` to `target`. Its ids must be below `vocab_size`.
 
-    Raises ModelError, in one line, when transformers cannot make one, when it makes one without a vocabulary, and when
-    the file's ids differ from AutoTokenizer's.
+    Raises ModelError, in one line, when transformers cannot make one, when it has no vocabulary, and when the file's
+    ids differ from AutoTokenizer's.
     """
     _refuse_remote_code(folder)
     tokenizer = _load(folder)
     backend = getattr(tokenizer, "backend_tokenizer", None)
     if backend is None:
         raise ModelError(f"{folder}: transformers has no fast form of {type(tokenizer).__name__}; no tokenizer.json")
-    # A class that does not find its file starts with special tokens alone, and takes every word for unknown.
+    # A class that does not find its file has only special tokens, and treats every word as unknown.
     if len(tokenizer) <= len(tokenizer.all_special_ids):
         names = ", ".join(path.name for path in vocabulary_files(folder))
         raise ModelError(f"{folder}: {type(tokenizer).__name__} takes no vocabulary from {names}; no tokenizer.json")

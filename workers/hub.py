@@ -1,7 +1,7 @@
 """Fetches a model from the Hugging Face hub into its cache, or finds it there.
 
-Owns the choice of files: JSON, vocabularies and safetensors, and nothing that could be executed. Called by
-`supervisor` in a process of its own, so that neither the library nor a download's memory stays.
+Owns the selection of files: JSON, vocabularies and safetensors, and nothing executable. Runs in a process of its own
+(`vecd.launch.child`), so that neither the library nor a download's memory stays.
 """
 
 from pathlib import Path
@@ -21,10 +21,10 @@ _UNWANTED = ["onnx/*", "openvino/*", "*.onnx*", "coreml/*"]
 
 
 def fetch(model: str, revision: str | None) -> Path:
-    """The folder of the model's files, downloaded with a progress bar where the cache lacks them.
+    """The folder of the model's files; files that the cache lacks are downloaded with a progress bar.
 
-    Works without a network when the cache has them. The token for private models is taken from HF_TOKEN by the
-    library. Raises ModelError, in one line, when the model cannot be had.
+    Needs no network if the cache has all files. The library reads the token for private models from HF_TOKEN. Raises
+    ModelError, in one line, when the model is not available.
     """
     at = f"{model}@{revision}" if revision else model
     try:
@@ -41,5 +41,5 @@ def fetch(model: str, revision: str | None) -> Path:
         ) from None
     except LocalEntryNotFoundError:
         raise ModelError(f"{at}: no such folder, not in the hub's cache, and the hub cannot be reached") from None
-    except Exception as error:  # whatever the HTTP library raises
+    except Exception as error:  # the HTTP library may raise anything
         raise ModelError(f"{at}: cannot be fetched: {type(error).__name__}: {error}".splitlines()[0]) from None

@@ -1,6 +1,6 @@
 """The order in which a worker computes the sequences of a batch: by length, so that equal lengths form runs.
 
-Owns the sorting, and the way back to the order of the batch. Pure numpy, no torch. Called by
+Owns the sorting and the order that undoes it. Pure numpy, no torch. Called by
 `vecd.workers.engines.torch.transformer`; the runs are used by `vecd.workers.engines.torch.packed_attention` and
 `vecd.workers.engines.torch.pooling`.
 """
@@ -42,12 +42,12 @@ class Layout:
     """Cover the tokens from 0 to T without a gap."""
 
     def offsets(self) -> NDArray[np.int64]:
-        """For each token, how many tokens of its own sequence stand before it. Shape [T]."""
+        """The position of each token within its sequence, from 0. Shape [T]."""
         return np.arange(self.token_ids.size) - np.repeat(self.starts, self.lengths)
 
     def positions_after(self, padding_id: int) -> NDArray[np.int64]:
-        """Positions of the RoBERTa-like families, [T]: from padding_id + 1 on, and padding_id itself at a padding
-        token, which does not count; a text may hold one, spelled out. Source: create_position_ids_from_input_ids in
+        """Positions of the RoBERTa-like families, [T]: from padding_id + 1 on. A padding token, which a text may
+        contain literally, has position padding_id and does not count. Source: create_position_ids_from_input_ids in
         transformers' modeling_roberta.
         """
         counts = self.token_ids != padding_id

@@ -1,7 +1,7 @@
 """Wakes an event loop at an exact moment.
 
-Owns a timer of the kernel's. Event loops count in milliseconds (libuv's timers and epoll's timeout do), and a request
-that is sent half a millisecond late is half a millisecond of latency that no server caused. Called by
+Owns a kernel timer. Event loops count in milliseconds (libuv's timers and epoll's timeout do), and a request that is
+sent half a millisecond late has half a millisecond of latency that the server did not cause. Called by
 `vecd.client.bench.open_loop`.
 
 Measured under uvloop, on two cores that other processes kept busy: woken 0.07 ms after the moment at the median and
@@ -13,12 +13,9 @@ import ctypes
 import os
 import time
 from collections.abc import Callable
-from types import TracebackType
 from typing import Self
 
 # Source: timerfd_create(2), <bits/timerfd.h>. `os.timerfd_create` is there from Python 3.13 on.
-_CLOCK_MONOTONIC = time.CLOCK_MONOTONIC
-_NONBLOCK_CLOEXEC = os.O_NONBLOCK | os.O_CLOEXEC
 _ABSOLUTE_TIME = 1
 _NS_PER_S = 1_000_000_000
 
@@ -26,26 +23,26 @@ _libc = ctypes.CDLL(None, use_errno=True)
 
 
 class Alarm:
-    """Calls `on_time` from the event loop at the moment last `set`, and again and again until it is set anew.
+    """A context that calls `on_time` from the event loop at the moment last `set`, repeatedly until it is set anew.
 
-    Raises OSError when the kernel has no timer to give. To be closed by `with`.
+    Raises OSError when the kernel has no timer left.
     """
 
     def __init__(self, on_time: Callable[[], None]) -> None:
         self._loop = asyncio.get_running_loop()
-        self._fd = _libc.timerfd_create(_CLOCK_MONOTONIC, _NONBLOCK_CLOEXEC)
+        self._fd = _libc.timerfd_create(time.CLOCK_MONOTONIC, os.O_NONBLOCK | os.O_CLOEXEC)
         if self._fd < 0:
             raise OSError(ctypes.get_errno(), "timerfd_create failed")
-        # struct itimerspec: seconds and nanoseconds of the interval, none, and of the moment.
+        # struct itimerspec: seconds and nanoseconds of the interval, which is none, and of the moment.
         self._moment = (ctypes.c_long * 4)()
         self._loop.add_reader(self._fd, on_time)
 
     def set(self, moment: float) -> None:
-        """`moment` is on the clock of `time.perf_counter`, which on Linux is CLOCK_MONOTONIC. One gone by is now."""
+        """`moment` is on the clock of `time.perf_counter`, which on Linux is CLOCK_MONOTONIC. A past moment is now."""
         self._set_ns(max(round(moment * _NS_PER_S), 1))
 
     def disarm(self) -> None:
-        """Call nobody until the next `set`."""
+        """Do not call `on_time` until the next `set`."""
         self._set_ns(0)
 
     def _set_ns(self, moment_ns: int) -> None:
@@ -56,8 +53,6 @@ class Alarm:
     def __enter__(self) -> Self:
         return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
+    def __exit__(self, *_: object) -> None:
         self._loop.remove_reader(self._fd)
         os.close(self._fd)

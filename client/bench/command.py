@@ -1,8 +1,7 @@
-"""`vecd bench`: how many embeddings a second a server gives, and how long each caller waits for them.
+"""`vecd bench`: how many embeddings a second a server gives, and how long each request takes.
 
-Owns the order of the runs and what is written of them: a table, a JSON line a run, a plot. Talks only HTTP, so it
-measures any server with the OpenAI API. Called as `vecd bench` or `python -m vecd.client.bench.command`; flags are
-`vecd.client.bench.options`', the measuring is `vecd.client.bench.run`'s.
+Owns the order of the runs and their output: a table, a JSON line a run, a plot. Talks only HTTP, so it measures any
+server with the OpenAI API. Called as `vecd bench` or `python -m vecd.client.bench.command`, and by the benchmarks.
 """
 
 import asyncio
@@ -19,30 +18,30 @@ import uvloop
 
 from vecd.client.bench import report
 from vecd.client.bench.load import Load, Unreachable
-from vecd.client.bench.options import STDOUT, Options, parse_options
+from vecd.client.bench.options import STDOUT, BenchOptions, parse_options
 from vecd.client.bench.plot import Point, draw_latency
-from vecd.client.bench.progress import ProgressLine
-from vecd.client.bench.run import Progress, Run
-from vecd.client.bench.tally import Result
+from vecd.client.bench.run import LoadRun, RunProgress
+from vecd.client.bench.tally import RunResult
+from vecd.client.status_line import StatusLine
 
 INTERRUPTED = "interrupted"
-"""Why a run ended early, when Ctrl-C ended it."""
+"""Why a run ended early, if Ctrl-C ended it."""
 _EXIT_INTERRUPTED = 128 + signal.SIGINT
 
 
 async def run_loads(
     loads: Sequence[Load],
-    on_result: Callable[[Load, Result], None],
-    on_progress: Callable[[Load, Progress], None] | None = None,
-) -> list[Result]:
-    """Run `loads` one after the other, telling `on_result` of each as it ends, and `on_progress` how it goes.
+    on_result: Callable[[Load, RunResult], None],
+    on_progress: Callable[[Load, RunProgress], None] | None = None,
+) -> list[RunResult]:
+    """Run `loads` one after the other, calling `on_result` at the end of each and `on_progress` meanwhile.
 
-    Raises Unreachable when a run finds no server. Side effects: Ctrl-C ends the run under way and skips the
-    rest; a second one ends the process.
+    Raises Unreachable when a run finds no server. Side effects: Ctrl-C ends the run under way and skips the rest; a
+    second one ends the process.
     """
-    results: list[Result] = []
+    results: list[RunResult] = []
     for load in loads:
-        run = Run(load, None if on_progress is None else partial(on_progress, load))
+        run = LoadRun(load, None if on_progress is None else partial(on_progress, load))
         _stop_on_interrupt(run)
         results.append(await run.run())
         on_result(load, results[-1])
@@ -51,7 +50,7 @@ async def run_loads(
     return results
 
 
-def _stop_on_interrupt(run: Run) -> None:
+def _stop_on_interrupt(run: LoadRun) -> None:
     loop = asyncio.get_running_loop()
 
     def stop() -> None:
@@ -64,7 +63,7 @@ def _stop_on_interrupt(run: Run) -> None:
 def main(argv: list[str] | None = None) -> int:
     """Exit codes: 0 every run had successes and its time, 1 one had not, 2 bad arguments, 130 interrupted."""
     try:
-        return _bench(*parse_options(argv))
+        return _bench(parse_options(argv))
     except KeyboardInterrupt:
         return _EXIT_INTERRUPTED
     except (Unreachable, OSError) as error:  # OSError: the table, the JSON file or the plot could not be written
@@ -72,21 +71,24 @@ def main(argv: list[str] | None = None) -> int:
         return 1
 
 
-def _bench(options: Options, loads: Sequence[Load]) -> int:
-    _allow_connections(max(_most_connections(load) for load in loads))
+def _bench(options: BenchOptions) -> int:
+    _allow_connections(max(_max_connections(load) for load in options.loads))
     table = sys.stderr if options.json == STDOUT else sys.stdout
     print(options.describe(), file=table)
     print(report.heading(), file=table, flush=True)
-    line = ProgressLine()
+    line = StatusLine("vecd bench", is_live=sys.stderr.isatty() and sys.stdout.isatty())
     points: list[Point] = []
 
-    def tell(load: Load, result: Result) -> None:
+    def show(load: Load, progress: RunProgress) -> None:
+        line.show(lambda: f"{report.name(load)}: {progress.describe()}")
+
+    def write(load: Load, result: RunResult) -> None:
         line.clear()
         _write(options, result, table)
         points.append(Point.of(result, report.name(result)))
 
     try:
-        results = uvloop.run(run_loads(loads, tell, lambda load, progress: line.show(report.name(load), progress)))
+        results = uvloop.run(run_loads(options.loads, write, show))
     finally:
         line.clear()
         if options.plot is not None and points:
@@ -96,7 +98,7 @@ def _bench(options: Options, loads: Sequence[Load]) -> int:
     return 0 if all(result.num_requests and result.ended_early is None for result in results) else 1
 
 
-def _write(options: Options, result: Result, table: TextIO) -> None:
+def _write(options: BenchOptions, result: RunResult, table: TextIO) -> None:
     print(report.row(result), file=table)
     for note in report.notes(result):
         print(f"{'':{report.FIRST_WIDTH}} {note}", file=table)
@@ -108,8 +110,8 @@ def _write(options: Options, result: Result, table: TextIO) -> None:
             file.write(orjson.dumps(_record(options, result), option=orjson.OPT_APPEND_NEWLINE))
 
 
-def _record(options: Options, result: Result) -> dict[str, Any]:
-    """One run with what it was asked to do, and never the key."""
+def _record(options: BenchOptions, result: RunResult) -> dict[str, Any]:
+    """One run with its options, without the key."""
     fields = {
         "ended_at": datetime.now(UTC).isoformat(timespec="seconds"),
         **options.fields(),
@@ -117,18 +119,16 @@ def _record(options: Options, result: Result) -> dict[str, Any]:
     }
     if fields["bulk"] is not None:
         fields["bulk"] = {**options.bulk_fields(), **fields["bulk"]}
-    if result.mode == "closed":
-        fields["max_connections"] = None
     return fields
 
 
-def _most_connections(load: Load) -> int:
+def _max_connections(load: Load) -> int:
     num_bulk = 0 if load.bulk is None else load.bulk.clients
     return num_bulk + (load.clients if load.rate_per_s is None else load.max_connections)
 
 
 def _allow_connections(num_connections: int) -> None:
-    """Raise this process's limit of open files as far as it may go; the shell's is often 1,024."""
+    """Raise this process's limit of open files as far as is allowed; the shell's is often 1,024."""
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     wanted = min(num_connections + 64, hard) if hard != resource.RLIM_INFINITY else num_connections + 64
     if soft < wanted:

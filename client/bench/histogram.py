@@ -1,7 +1,7 @@
 """Counts of values in log-linear buckets: percentiles of any number of values in constant memory.
 
-Owns the buckets and their precision, three significant digits. Knows nothing of time or requests: values are whole
-numbers of whatever unit the caller takes. Filled by `vecd.client.bench.tally`.
+Owns the buckets and their precision, three significant digits. Values are whole numbers, for `vecd bench` nanoseconds.
+Filled by `vecd.client.bench.tally`.
 
 Buckets are 1 wide up to 2,047, then 2 wide up to 4,095, 4 wide up to 8,191 and so on: each doubling has 1,024 of them,
 so a bucket is never wider than 1/1,024 of the values in it.
@@ -20,8 +20,8 @@ MAX_VALUE = (1 << 42) - 1
 _NUM_BUCKETS = (MAX_VALUE.bit_length() - _SUB_BITS + 1) * _SUB_BUCKETS
 
 
-class Histogram:
-    """How often each value was seen, to three significant digits. Takes 264 KiB, however many values it has seen."""
+class LatencyHistogram:
+    """How often each value was recorded, to three significant digits. Takes 264 KiB for any number of values."""
 
     __slots__ = ("_counts", "count", "max_value", "total")
 
@@ -47,18 +47,9 @@ class Histogram:
         shift = value.bit_length() - _SUB_BITS - 1
         self._counts[value if shift <= 0 else (shift << _SUB_BITS) + (value >> shift)] += 1
 
-    def merge(self, other: "Histogram") -> None:
-        """Count everything that `other` has counted, too."""
-        for bucket, count in enumerate(other._counts):
-            if count:
-                self._counts[bucket] += count
-        self.count += other.count
-        self.total += other.total
-        self.max_value = max(self.max_value, other.max_value)
-
     def percentile(self, percent: float) -> int | None:
-        """The value that `percent` (0–100) of all are not above (nearest rank), to `PRECISION`; None when there are no
-        values. The largest value is exact."""
+        """The value at the nearest rank of `percent` (0–100), to `PRECISION`; None without values. The largest value is
+        exact."""
         if not self.count:
             return None
         wanted = min(max(math.ceil(percent / 100 * self.count), 1), self.count)

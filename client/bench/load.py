@@ -1,27 +1,26 @@
-"""What a run sends, to whom, how often and for how long, as data.
+"""The load of a run as data: requests, target, rate and duration.
 
-Owns no socket and no clock. Made by `vecd.client.bench.command` and the benchmarks, run by `vecd.client.bench.run`.
+Has no socket and no clock. Made by `vecd.client.bench.command` and the benchmarks, run by `vecd.client.bench.run`.
 """
 
-import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from vecd.client.bench.connection import Target
-from vecd.client.bench.window import ArrivalWindow, CountedWindow, TimedWindow, Window
+from vecd.client.bench.window import ArrivalWindow, CountedWindow, TimedWindow
+from vecd.client.connection import Target
 
 DEFAULT_MAX_CONNECTIONS = 1024
 MAX_RATE_PER_S = 100_000.0
-"""Several times of what this generator can send: a higher rate is a slip of the hand."""
+"""Several times what this generator can send."""
 
 
 class Unreachable(Exception):
-    """Raised by `Run.run` when not one connection can be made: there is nothing to measure."""
+    """Raised by `LoadRun.run` when no connection can be made."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Bulk:
-    """Clients that run beside what is measured, each asking again when it is answered. Immutable."""
+    """Clients of a closed loop beside the measured load. Immutable."""
 
     requests: Sequence[bytes]
     texts_per_request: int
@@ -43,21 +42,21 @@ class Load:
     clients: int = 0
     """Each sends its next request when it has the last one's answer."""
     rate_per_s: float | None = None
-    """Requests arrive at random moments, so many a second on average, whatever the server does (a Poisson process)."""
+    """Average arrivals a second, at random moments (a Poisson process), whatever the server does."""
     max_connections: int = DEFAULT_MAX_CONNECTIONS
-    """Of an open loop. An arrival that finds all of them busy is an error."""
+    """Connections of an open loop. An arrival that finds all of them busy is an error."""
     warmup_s: float
     duration_s: float
-    """Of the measured window; ignored when `num_requests` is given."""
+    """Length of the measured window; ignored when `num_requests` is given."""
     num_requests: int | None = None
     timeout_s: float
-    """Of one request, from sending it to having its whole answer."""
+    """Longest time from sending a request to its whole response."""
     encoding_format: str = "base64"
-    """How answers are read; the requests ask for it themselves. One of `vecd.client.bench.answers.READERS`."""
+    """Encoding of the responses, which `requests` demand. One of `vecd.client.bench.responses.READERS`."""
     goodput_ms: float | None = None
     """An answer is good when it comes within this of the request's arrival."""
     seed: int = 0
-    """Of the arrivals of an open loop."""
+    """Seed of the arrivals of an open loop."""
     bulk: Bulk | None = None
 
     def __post_init__(self) -> None:
@@ -66,11 +65,7 @@ class Load:
         if self.rate_per_s is not None and not 0 < self.rate_per_s <= MAX_RATE_PER_S:
             raise ValueError(f"a rate must be above 0 and at most {MAX_RATE_PER_S:,.0f} a second")
 
-    @property
-    def goodput_s(self) -> float:
-        return math.inf if self.goodput_ms is None else self.goodput_ms / 1000
-
-    def open_window(self, started_at: float) -> Window:
+    def open_window(self, started_at: float) -> TimedWindow:
         if self.num_requests is not None:
             return CountedWindow(started_at, self.warmup_s, self.num_requests)
         if self.rate_per_s is not None:

@@ -1,6 +1,6 @@
-"""The requests of a run, rendered before it starts: in a run, a request costs one write.
+"""The requests of a run, rendered before it starts, so that sending one costs one write.
 
-Owns the body's shape, OpenAI's, and the headers that go with it. Opens no socket. Called by `vecd.client.bench.command`
+Owns the OpenAI-shaped body and the headers. Opens no socket. Called by `vecd.client.bench.command`
 and the benchmarks.
 """
 
@@ -10,36 +10,35 @@ from typing import Any
 
 import orjson
 
-from vecd.client.bench.connection import parse_target, render_post
 from vecd.client.bench.texts import FixedWords, Lengths, draw_texts, shuffle_texts
+from vecd.client.connection import parse_target, render_request
 
 _NUM_DISTINCT_REQUESTS = 512
-"""Enough that requests under way at the same time differ. A server with a cache would still answer from
-it."""
+"""Enough that requests under way at the same time differ. A server with a cache would still use it."""
 _TEN_WORDS = FixedWords(10)
 _ACCEPT = {"bytes": "*/*", "npy": "application/x-npy"}
-"""By encoding; JSON for the others. What "bytes" asks for, its body says."""
+"""By encoding; JSON for the others. "bytes" is requested in the body."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RequestShape:
-    """What one request asks for."""
+    """What the requests of a run have in common."""
 
     path: str = "/v1/embeddings"
     lengths: Lengths = _TEN_WORDS
     texts: Sequence[str] | None = None
-    """What is sent, in an order that `seed` decides; None: texts of `lengths` are drawn."""
+    """The texts to send, in an order that depends on `seed`; None: texts of `lengths` are drawn."""
     texts_per_request: int = 1
     encoding_format: str = "base64"
-    """One of `vecd.client.bench.answers.READERS`. "npy" is asked for by header, the others in the body."""
+    """One of `vecd.client.bench.responses.READERS`. "npy" is requested by header, the others in the body."""
     model: str | None = None
     """Left out of the requests when None."""
     api_key: str | None = None
     seed: int = 0
     timeout_ms: int | None = None
-    """What the server is told to answer within."""
+    """Sent as the server's deadline."""
     priority: str | None = None
-    """What the server is told of the request's place in its queue."""
+    """Sent as the priority in the server's queue."""
 
 
 def render_requests(url: str, shape: RequestShape, num_requests: int = _NUM_DISTINCT_REQUESTS) -> list[bytes]:
@@ -56,7 +55,8 @@ def render_requests(url: str, shape: RequestShape, num_requests: int = _NUM_DIST
         for start in range(0, len(texts), shape.texts_per_request)
     )
     return [
-        render_post(target, shape.path, body, api_key=shape.api_key, accept=accept, headers=headers) for body in bodies
+        render_request(target, shape.path, body, api_key=shape.api_key, accept=accept, headers=headers)
+        for body in bodies
     ]
 
 

@@ -1,7 +1,7 @@
 """Latency over throughput, drawn: a curve a server, a point a run.
 
-Owns how it looks. Loads matplotlib when asked for something, and not before: it is heavy, and an extra. Measures
-nothing. Called by `vecd.client.bench.command` and the benchmarks.
+Owns how it looks. Imports matplotlib only when it draws: it is heavy, and an extra. Measures nothing. Called by
+`vecd.client.bench.command` and the benchmarks.
 """
 
 import importlib
@@ -12,9 +12,9 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple, Self
 
-from vecd.client.bench.tally import Result
+from vecd.client.bench.tally import RunResult
 
-# Source: the palette of M. Okabe and K. Ito, to be told apart by colour-blind readers; its yellow is too pale here.
+# Source: the palette of M. Okabe and K. Ito for colour-blind readers, without its yellow, which is too pale here.
 _COLORS = ("#0072B2", "#D55E00", "#009E73", "#CC79A7", "#E69F00", "#56B4E9", "#000000")
 _MARKERS = ("o", "s", "^", "D", "v", "P", "X")
 _INK = "#333333"
@@ -26,7 +26,7 @@ _TICKS_A_DECADE = (1, 2, 5)
 
 
 class PlotUnavailable(Exception):
-    """Raised when matplotlib is not installed; the message says how to."""
+    """Raised when matplotlib is not installed. The message says how to install it."""
 
 
 class Point(NamedTuple):
@@ -36,11 +36,11 @@ class Point(NamedTuple):
     p50_ms: float
     p99_ms: float
     label: str = ""
-    """Written beside the point, when there is a single curve: what was asked for."""
+    """The load, written beside the point of a single curve."""
 
     @classmethod
-    def of(cls, result: Result, label: str = "") -> Self:
-        """The point of `result`, over its requests a second. NaN where nothing succeeded, which is not drawn."""
+    def of(cls, result: RunResult, label: str = "") -> Self:
+        """The point of `result`, over its requests a second. Not drawable where nothing succeeded."""
         latency = result.latency
         return cls(result.requests_per_s, latency.p50_ms, latency.p99_ms, label)
 
@@ -92,41 +92,36 @@ def _new_figure(width: float) -> Any:
 
 
 def _draw_single(panel: Any, points: Sequence[Point]) -> None:
-    rates = [point.throughput_per_s for point in points]
-    medians, tails = [point.p50_ms for point in points], [point.p99_ms for point in points]
-    panel.plot(rates, tails, color=_COLORS[1], marker=_MARKERS[1], markersize=5, linewidth=1.8, label="p99")
-    panel.plot(rates, medians, color=_COLORS[0], marker=_MARKERS[0], markersize=5, linewidth=1.8, label="p50")
+    _draw_curve(panel, points, "p99", "p99_ms", 1)
+    _draw_curve(panel, points, "p50", "p50_ms", 0)
     for point in points:
         place = (point.throughput_per_s, point.p99_ms)
-        panel.annotate(
-            point.label,
-            place,
-            xytext=(0, 7),
-            textcoords="offset points",
-            ha="center",
-            fontsize=8,
-            color=_INK,
-            bbox=_HALO,
-        )
+        above = {"xytext": (0, 7), "textcoords": "offset points", "ha": "center"}
+        panel.annotate(point.label, place, **above, fontsize=8, color=_INK, bbox=_HALO)
     panel.legend(frameon=False, loc="upper left")
 
 
 def _draw_panel(panel: Any, curves: Mapping[str, Sequence[Point]], percentile: str) -> None:
     for index, (name, points) in enumerate(curves.items()):
-        panel.plot(
-            [point.throughput_per_s for point in points],
-            [point.p50_ms if percentile == "p50" else point.p99_ms for point in points],
-            color=_COLORS[index % len(_COLORS)],
-            marker=_MARKERS[index % len(_MARKERS)],
-            markersize=5,
-            linewidth=1.8,
-            label=name,
-        )
+        _draw_curve(panel, points, name, f"{percentile}_ms", index)
     panel.set_title(percentile, fontsize=11, color=_INK)
 
 
+def _draw_curve(panel: Any, points: Sequence[Point], label: str, latency: str, index: int) -> None:
+    """`latency`: the field of `Point`; `index` chooses colour and marker."""
+    panel.plot(
+        [point.throughput_per_s for point in points],
+        [getattr(point, latency) for point in points],
+        color=_COLORS[index % len(_COLORS)],
+        marker=_MARKERS[index % len(_MARKERS)],
+        markersize=5,
+        linewidth=1.8,
+        label=label,
+    )
+
+
 def _dress(panel: Any, curves: Mapping[str, Sequence[Point]], throughput: str) -> None:
-    """Axes, ticks and grid. Latency is logarithmic: an overloaded server's is a hundred times an idle one's."""
+    """Axes, ticks and grid. Latency is logarithmic: under overload it is a hundred times that of an idle server."""
     ticker = importlib.import_module("matplotlib.ticker")
     points = [point for of_server in curves.values() for point in of_server]
     panel.set_xlabel(throughput)

@@ -1,4 +1,4 @@
-"""How a run is written down: a table for people, one JSON object a run for programs.
+"""How a run is reported: a table for people, one JSON object a run for programs.
 
 Owns column widths and field names. Measures nothing and opens no socket. Called by `vecd.client.bench.command` and the
 benchmarks.
@@ -8,70 +8,46 @@ import math
 from typing import Any
 
 from vecd.client.bench.load import Load
-from vecd.client.bench.tally import LATE_S, Result
+from vecd.client.bench.tally import LATE_S, RunResult
 
-_COLUMNS = (
-    "load",
-    "req/s",
-    "texts/s",
-    "tokens/s",
-    "p50 ms",
-    "p90 ms",
-    "p99 ms",
-    "p99.9 ms",
-    "max ms",
-    "errors",
-    "own CPU",
-)
+_RATES = ("req/s", "texts/s", "tokens/s")
+_LATENCIES = ("p50 ms", "p90 ms", "p99 ms", "p99.9 ms", "max ms")
 FIRST_WIDTH = 13
 _WIDTH = 10
 _BUSY_CPU_SHARE = 0.7
-"""From here on the load generator itself may be what is measured."""
+"""From here on the load generator itself may limit the figures."""
 _LATE_SHARE = 0.01
-"""From here on the generator's own lateness is in the percentiles people look at."""
+"""From here on the generator's own lateness shows in the percentiles."""
 _BEHIND_SHARE = 0.95
-"""Below this share of what arrived, a server is said not to keep up; chance alone explains a few."""
+"""Below this share of the arrivals, a server does not keep up; chance explains a few."""
 _BEHIND_REQUESTS = 10
 
 
 def heading() -> str:
     """The line above the rows."""
-    return _line(*_COLUMNS)
+    return _line("load", *_RATES, *_LATENCIES, "errors", "own CPU")
 
 
-def row(result: Result) -> str:
+def row(result: RunResult) -> str:
     """One run on one line, and one more for the bulk that ran beside it."""
-    latency = result.latency
-    line = _line(
-        name(result),
-        *map(_number, (result.requests_per_s, result.texts_per_s, result.tokens_per_s or math.nan)),
-        *map(_number, (latency.p50_ms, latency.p90_ms, latency.p99_ms, latency.p999_ms, latency.max_ms)),
-        f"{result.num_errors}",
-        f"{result.cpu_share:.0%}",
-    )
-    return line if result.bulk is None else f"{line}\n{_bulk_row(result.bulk)}"
+    line = _row(name(result), result, f"{result.cpu_share:.0%}")
+    return line if result.bulk is None else f"{line}\n{_row(f'+ {result.bulk.clients} bulk', result.bulk, '')}"
 
 
-def _bulk_row(bulk: Result) -> str:
-    latency = bulk.latency
-    return _line(
-        f"+ {bulk.clients} bulk",
-        *map(_number, (bulk.requests_per_s, bulk.texts_per_s, bulk.tokens_per_s or math.nan)),
-        *map(_number, (latency.p50_ms, latency.p90_ms, latency.p99_ms, latency.p999_ms, latency.max_ms)),
-        f"{bulk.num_errors}",
-        "",
-    )
+def _row(name: str, result: RunResult, cpu: str) -> str:
+    rates = (result.requests_per_s, result.texts_per_s, result.tokens_per_s or math.nan)
+    return _line(name, *map(_number, (*rates, *result.latency[: len(_LATENCIES)])), f"{result.num_errors}", cpu)
 
 
-def name(run: Result | Load) -> str:
-    """What is asked for in a run: "16 clients" or "200 /s"."""
+def name(run: RunResult | Load) -> str:
+    """The load of a run: "16 clients" or "200 /s"."""
     if run.rate_per_s is not None:
         return f"{run.rate_per_s:g} /s"
     return f"{run.clients} client{'s' if run.clients != 1 else ''}"
 
 
-def notes(result: Result) -> list[str]:
-    """What a reader must know about a row: its errors by kind, and why its figures may mislead."""
+def notes(result: RunResult) -> list[str]:
+    """The errors of a row by kind, and why its figures may mislead."""
     lines = _errors(result)
     if result.bulk is not None:
         lines += [f"bulk: {line}" for line in _errors(result.bulk)]
@@ -87,14 +63,14 @@ def notes(result: Result) -> list[str]:
     return lines
 
 
-def _errors(result: Result) -> list[str]:
+def _errors(result: RunResult) -> list[str]:
     return [
         f"{count} × {kind}: {_one_line(result.first_details.get(kind, ''))}" for kind, count in result.errors.items()
     ]
 
 
-def _pace(result: Result) -> list[str]:
-    """Whether what was asked for was sent, and answered."""
+def _pace(result: RunResult) -> list[str]:
+    """Whether all arrivals were sent in time, and answered."""
     lines = []
     if result.late_share > _LATE_SHARE:
         lines.append(
@@ -107,7 +83,7 @@ def _pace(result: Result) -> list[str]:
     return lines
 
 
-def fields(result: Result) -> dict[str, Any]:
+def fields(result: RunResult) -> dict[str, Any]:
     """The figures of a run as JSON takes them; every name has its unit, and is always there."""
     is_open = result.mode == "open"
     has_goodput = result.goodput_ms is not None
@@ -124,16 +100,13 @@ def fields(result: Result) -> dict[str, Any]:
         "late_share": round(result.late_share, 5) if is_open else None,
         "late_max_ms": round(result.max_late_ms, 3) if is_open else None,
         "ended_early": result.ended_early,
-        "bulk": None if result.bulk is None else _bulk_fields(result.bulk),
+        "bulk": None
+        if (bulk := result.bulk) is None
+        else {"clients": bulk.clients, "texts_per_request": bulk.texts_per_request, **_figures(bulk)},
     }
 
 
-def _bulk_fields(bulk: Result) -> dict[str, Any]:
-    return {"clients": bulk.clients, "texts_per_request": bulk.texts_per_request, **_figures(bulk)}
-
-
-def _figures(result: Result) -> dict[str, Any]:
-    latency = result.latency
+def _figures(result: RunResult) -> dict[str, Any]:
     return {
         "offered": result.num_offered,
         "requests": result.num_requests,
@@ -143,12 +116,7 @@ def _figures(result: Result) -> dict[str, Any]:
         "requests_per_s": round(result.requests_per_s, 2),
         "texts_per_s": round(result.texts_per_s, 2),
         "tokens_per_s": round(result.tokens_per_s, 1) if result.num_tokens else None,
-        "p50_ms": _or_null(latency.p50_ms),
-        "p90_ms": _or_null(latency.p90_ms),
-        "p99_ms": _or_null(latency.p99_ms),
-        "p999_ms": _or_null(latency.p999_ms),
-        "max_ms": _or_null(latency.max_ms),
-        "mean_ms": _or_null(latency.mean_ms),
+        **{name: None if math.isnan(ms) else round(ms, 3) for name, ms in result.latency._asdict().items()},
         "errors": result.errors,
     }
 
@@ -161,10 +129,6 @@ def _number(value: float) -> str:
     if math.isnan(value):
         return "–"
     return f"{value:,.0f}" if value >= 1000 else f"{value:.1f}" if value >= 10 else f"{value:.2f}"
-
-
-def _or_null(value: float) -> float | None:
-    return None if math.isnan(value) else round(value, 3)
 
 
 def _one_line(text: str) -> str:

@@ -1,4 +1,4 @@
-"""What a run has seen so far, and the figures that come out of it.
+"""What a run has counted so far, and the figures that come out of it.
 
 Owns latencies, counts and percentiles, in memory that does not grow with the requests; every figure has its unit in its
 name. Reads no clock and opens no socket. Filled by `vecd.client.bench.stream`, printed by `vecd.client.bench.report`.
@@ -6,49 +6,51 @@ name. Reads no clock and opens no socket. Filled by `vecd.client.bench.stream`, 
 
 import math
 from collections import Counter
-from dataclasses import dataclass, field
-from typing import Literal, TypeAlias
+from dataclasses import dataclass, field, fields
+from typing import Any, Literal, NamedTuple, Self, TypeAlias
 
-from vecd.client.bench.answers import Receipt
-from vecd.client.bench.histogram import Histogram
+from vecd.client.bench.histogram import LatencyHistogram
+from vecd.client.bench.responses import Receipt
 
 _NS_PER_S = 1_000_000_000
 _NS_PER_MS = 1_000_000
 LATE_S = 0.01
-"""An open loop's request sent so long after its arrival is counted as late."""
+"""A request of an open loop that is sent later than this after its arrival is counted as late."""
 
-Mode: TypeAlias = Literal["closed", "open"]
+LoopMode: TypeAlias = Literal["closed", "open"]
 
 
-@dataclass(slots=True)
+@dataclass(slots=True, kw_only=True)
 class Tally:
-    """Counts one stream's requests. Owned by the run; read when it is over."""
+    """Counts the requests of one stream. Owned by the run, read when it is over."""
 
-    goodput_s: float = math.inf
+    goodput_ms: float | None = None
     """A success is good when its latency is at most this."""
-    latencies: Histogram = field(default_factory=Histogram)
+    latencies: LatencyHistogram = field(default_factory=LatencyHistogram)
     """Nanoseconds, of the measured requests that succeeded."""
     num_good: int = 0
+    """Successes within `goodput_ms`."""
     num_requests: int = 0
-    """Successes that ended inside the window, as `num_texts` and `num_tokens`: what rates are of."""
+    """Successes that ended inside the window, from which rates are computed; `num_texts` and `num_tokens` likewise."""
     num_texts: int = 0
     num_tokens: int = 0
+    """0 when the server does not say."""
     errors: Counter[str] = field(default_factory=Counter)
     """How many requests failed, by kind."""
     first_details: dict[str, str] = field(default_factory=dict)
-    """What the first error of each kind said."""
+    """The message of the first error of each kind."""
     num_late: int = 0
-    """How many requests the generator itself sent late; only in an open loop."""
-    max_late_s: float = 0.0
+    """Requests of an open loop that were sent well after their arrival. Latencies include the delay."""
+    max_late_ms: float = 0.0
 
     def add_latency(self, latency_s: float) -> None:
-        """Of a measured request that succeeded."""
+        """Count the latency of a measured request that succeeded."""
         self.latencies.record(round(latency_s * _NS_PER_S))
-        if latency_s <= self.goodput_s:
+        if self.goodput_ms is None or latency_s * 1000 <= self.goodput_ms:
             self.num_good += 1
 
-    def add_answer(self, receipt: Receipt) -> None:
-        """Of a success that ended inside the window."""
+    def add_success(self, receipt: Receipt) -> None:
+        """Count a success that ended inside the window."""
         self.num_requests += 1
         self.num_texts += receipt.num_embeddings
         self.num_tokens += receipt.num_tokens
@@ -57,10 +59,13 @@ class Tally:
         self.errors[kind] += count
         self.first_details.setdefault(kind, detail)
 
+    def add_late(self, late_s: float) -> None:
+        self.num_late += 1
+        self.max_late_ms = max(self.max_late_ms, late_s * 1000)
 
-@dataclass(frozen=True, slots=True)
-class Latency:
-    """Of the requests that succeeded, from wanting to send to having the whole answer; NaN when none did.
+
+class LatencySummary(NamedTuple):
+    """Latencies of the requests that succeeded, from the moment of sending to the whole response; NaN when none did.
 
     To three significant digits, the largest exactly (`vecd.client.bench.histogram`).
     """
@@ -73,62 +78,52 @@ class Latency:
     mean_ms: float
 
     @classmethod
-    def of(cls, latencies: Histogram) -> "Latency":
+    def of(cls, latencies: LatencyHistogram) -> Self:
         """The figures of `latencies`, which are nanoseconds."""
-        percentiles = (latencies.percentile(percent) for percent in (50, 90, 99, 99.9, 100))
-        return cls(*(_in_ms(value) for value in (*percentiles, latencies.mean)))
+        values = [*(latencies.percentile(percent) for percent in (50, 90, 99, 99.9, 100)), latencies.mean]
+        return cls(*(math.nan if value is None else value / _NS_PER_MS for value in values))
 
 
-def _in_ms(value_ns: float | None) -> float:
-    return math.nan if value_ns is None else value_ns / _NS_PER_MS
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Result:
+@dataclass(slots=True, kw_only=True)
+class RunResult(Tally):
     """The figures of one run. Rates are of successes."""
 
-    mode: Mode
     clients: int
-    """How many asked in turns; 0 in an open loop."""
-    rate_per_s: float | None
-    """The arrivals asked for in an open loop; None in a closed one."""
+    """Clients of a closed loop; 0 in an open one."""
+    rate_per_s: float | None = None
+    """The rate of arrivals in an open loop; None in a closed one."""
     texts_per_request: int
     elapsed_s: float
     """Length of the measured window."""
-    num_requests: int
-    """Successes that ended inside the window, as `num_texts` and `num_tokens`."""
-    num_texts: int
-    num_tokens: int
-    """0 when the server does not tell."""
-    num_good: int
-    """Successes within `goodput_ms`."""
-    goodput_ms: float | None
-    latencies: Histogram
-    """Nanoseconds, of the measured requests that succeeded. Those of several runs can be merged."""
-    errors: dict[str, int]
-    first_details: dict[str, str]
     cpu_share: float
-    """CPU the load generator itself used, as a share of one core."""
-    num_late: int
-    """Requests of an open loop that were sent well after their intended arrival. Latencies include it."""
-    max_late_ms: float
+    """CPU that the load generator itself used, as a share of one core."""
     ended_early: str | None
     """Why the run stopped before its time."""
-    bulk: "Result | None" = None
-    """What ran beside."""
+    bulk: "RunResult | None" = None
+    """The figures of the bulk that ran beside."""
+
+    @classmethod
+    def of(cls, tally: Tally, **run: Any) -> Self:
+        """The figures of a finished run; `run` are the fields that `tally` has not."""
+        counted = {each.name: getattr(tally, each.name) for each in fields(tally)}
+        return cls(**{**counted, "errors": Counter(dict(tally.errors.most_common()))}, **run)
 
     @property
-    def latency(self) -> Latency:
-        """Worked out anew at every call: keep it."""
-        return Latency.of(self.latencies)
+    def mode(self) -> LoopMode:
+        return "closed" if self.rate_per_s is None else "open"
+
+    @property
+    def latency(self) -> LatencySummary:
+        """Computed anew at every access: keep it."""
+        return LatencySummary.of(self.latencies)
 
     @property
     def num_errors(self) -> int:
-        return sum(self.errors.values())
+        return self.errors.total()
 
     @property
     def num_offered(self) -> int:
-        """Measured requests, whatever became of them."""
+        """Measured requests, successes and errors."""
         return self.latencies.count + self.num_errors
 
     @property
@@ -153,7 +148,7 @@ class Result:
 
     @property
     def goodput_share(self) -> float:
-        """Of all measured requests, errors included; 0.0 when there were none."""
+        """Good requests ÷ all measured requests, errors included; 0.0 without requests."""
         return self.num_good / self.num_offered if self.num_offered else 0.0
 
     @property
@@ -162,37 +157,3 @@ class Result:
 
     def _per_second(self, count: int) -> float:
         return count / self.elapsed_s if self.elapsed_s > 0 else 0.0
-
-
-def summarize(
-    tally: Tally,
-    *,
-    clients: int,
-    texts_per_request: int,
-    elapsed_s: float,
-    cpu_share: float,
-    ended_early: str | None,
-    rate_per_s: float | None = None,
-    bulk: Result | None = None,
-) -> Result:
-    """The figures of a finished run."""
-    return Result(
-        mode="closed" if rate_per_s is None else "open",
-        clients=clients,
-        rate_per_s=rate_per_s,
-        texts_per_request=texts_per_request,
-        elapsed_s=elapsed_s,
-        num_requests=tally.num_requests,
-        num_texts=tally.num_texts,
-        num_tokens=tally.num_tokens,
-        num_good=tally.num_good,
-        goodput_ms=None if tally.goodput_s == math.inf else tally.goodput_s * 1000,
-        latencies=tally.latencies,
-        errors=dict(tally.errors.most_common()),
-        first_details=tally.first_details,
-        cpu_share=cpu_share,
-        num_late=tally.num_late,
-        max_late_ms=tally.max_late_s * 1000,
-        ended_early=ended_early,
-        bulk=bulk,
-    )

@@ -1,6 +1,6 @@
-"""Texts to embed, without shipping any: runs of words from the reference that every CPython carries, or a file's lines.
+"""Texts to embed: runs of words from the reference that every CPython carries, or the lines of a file.
 
-Owns what is sent and how long it is; deterministic for a seed on one Python version. Opens no socket. Called by
+Owns the texts and their lengths; deterministic for a seed on one Python version. Opens no socket. Called by
 `vecd.client.bench.payload`, `vecd.client.bench.command` and the benchmarks.
 """
 
@@ -15,11 +15,11 @@ from typing import Protocol
 import orjson
 
 _MAX_FILE_BYTES = 1 << 28
-"""Of texts: they are all kept in memory, and so are the requests made of them."""
+"""The texts and the requests made of them are all kept in memory."""
 
 
 class Lengths(Protocol):
-    """How many words the next text has."""
+    """A distribution of the number of words in a text."""
 
     def draw(self, rng: random.Random) -> int:
         """At least 1."""
@@ -71,7 +71,7 @@ def parse_lengths(value: str) -> Lengths:
 @functools.cache
 def english_words() -> tuple[str, ...]:
     """About 60,000 words in reading order, with the punctuation that sticks to them."""
-    from pydoc_data.topics import topics  # half a megabyte: loaded when asked for
+    from pydoc_data.topics import topics  # half a megabyte: loaded when needed
 
     prose = " ".join(topics[name] for name in sorted(topics))
     return tuple(re.findall(r"[A-Za-z][A-Za-z'-]*[.,;:]?", prose))
@@ -94,7 +94,7 @@ def draw_texts(num_texts: int, lengths: Lengths, seed: int) -> list[str]:
 def read_texts(path: Path) -> list[str]:
     """The texts of a file, in its order: one a line, or each line's "text" when the first line is a JSON object.
 
-    Blank lines are left out. Raises ValueError with a line that says what is wrong with the file.
+    Blank lines are left out. Raises ValueError with what is wrong with the file.
     """
     try:
         if path.stat().st_size > _MAX_FILE_BYTES:

@@ -1,10 +1,10 @@
-"""`vecd embed`: rows of files in, vectors out, exactly once each, whatever dies meanwhile.
+"""`vecd embed`: rows of files in, vectors out, each exactly once, even if the run is killed meanwhile.
 
-Owns the order of things: flags, inputs, the output's lock, the journal, the server, the run, the final files; and what
-is said at the end. Talks only HTTP. Called as `vecd embed` or `python -m vecd.client.bulk.command`.
+Owns the order of things: flags, inputs, the lock of the output, the journal, the server, the run, the final files, and
+the last line on the screen. Talks only HTTP. Called as `vecd embed` or `python -m vecd.client.bulk.command`.
 
-Exit codes: 0 OUT is there; 1 the run ended before that, and can go on; 2 nothing was begun: flags, inputs or an
-unfinished run do not go together; 130 and 143 interrupted, and can go on.
+Exit codes: 0 OUT is complete; 1 the run ended before, and can be resumed; 2 nothing was begun: flags, inputs or an
+unfinished run do not fit; 130 and 143 interrupted, and can be resumed.
 """
 
 import os
@@ -16,77 +16,81 @@ from contextlib import contextmanager
 
 import uvloop
 
-from vecd.client.bench.connection import parse_target
-from vecd.client.bulk.inputs import Input, check_readable, find_inputs
+from vecd.client.bulk.inputs import InputSource, check_readable, find_inputs
 from vecd.client.bulk.journal import Commit, Journal, JournalError
-from vecd.client.bulk.options import Options, parse_options
-from vecd.client.bulk.output import Output, journal_path
-from vecd.client.bulk.own_server import StartFailed, own_server
-from vecd.client.bulk.parts import PartError
-from vecd.client.bulk.progress import BulkLine, in_words
+from vecd.client.bulk.options import EmbedOptions, parse_options
+from vecd.client.bulk.output import OutputFiles, journal_path
+from vecd.client.bulk.output_file import OutputError
+from vecd.client.bulk.progress import in_words
 from vecd.client.bulk.rows import InputError
-from vecd.client.bulk.session import Session
+from vecd.client.bulk.run import EmbedRun
+from vecd.client.bulk.server_process import StartFailed, start_server
+from vecd.client.bulk.service import EmbeddingService
+from vecd.client.connection import parse_target
+from vecd.client.status_line import StatusLine
 
 EXIT_OK, EXIT_ENDED, EXIT_NOT_BEGUN = 0, 1, 2
+_PLAIN_S = 10.0
+"""Between lines of progress in a log."""
 
 
 def main(argv: list[str] | None = None) -> int:
     """Returns the exit code."""
     _open_standard_streams()
-    options = parse_options(sys.argv[1:] if argv is None else argv, os.environ)
-    line = BulkLine(is_quiet=options.is_quiet)
+    options = parse_options(sys.argv[1:] if argv is None else argv)
+    line = StatusLine("vecd embed", plain_s=_PLAIN_S)
+    if options.quiet:
+        line.silence()
     try:
         return _embed(options, line)
-    except (InputError, JournalError, PartError, StartFailed) as error:
+    except (InputError, JournalError, OutputError, StartFailed) as error:
         line.say(str(error))
         return EXIT_NOT_BEGUN
-    except OSError as error:  # the output cannot be made, or not be finished
-        line.say(_told(error))
+    except OSError as error:  # the output cannot be created or finished
+        line.say(_describe(error))
         return EXIT_ENDED
-    except KeyboardInterrupt:  # while no run waits for signals, or for the second time
+    except KeyboardInterrupt:  # before or after the run, or a second one
         line.say("interrupted")
         return 128 + signal.SIGINT
 
 
 def _open_standard_streams() -> None:
-    """Those that were closed lead nowhere: else a file of ours would get the number of one, and what is said there."""
+    """Open those that are closed: another file would get the number of one, and be read or written instead."""
     while (fd := os.open(os.devnull, os.O_RDWR)) <= 2:
         pass
     os.close(fd)
 
 
-def _told(error: Exception) -> str:
-    """With the file first, as all that is said of files."""
+def _describe(error: Exception) -> str:
+    """With the file first."""
     if isinstance(error, OSError) and error.filename:
         return f"{error.filename}: {error.strerror}"
     return str(error)
 
 
-def _embed(options: Options, line: BulkLine) -> int:
-    inputs = find_inputs(options.paths, options.input_format)
-    _check_not_input(options, inputs)
-    check_readable(inputs, options.shape)
-    with _locked(options) as output:
-        journal = _unfinished(options, inputs, output)
-        if journal is None or not journal.commit.is_complete:
-            return _embed_by_server(options, inputs, output, journal, line)
-        output.choose_form(
-            options.output_format, journal.model["dim"], options.asked.dtype, options.shape.keep,
-            on_bad_row=options.on_bad_row,
-        )  # fmt: skip
-        return _finish(options, output, journal.commit, line, "the run before was complete")
-
-
-def _check_not_input(options: Options, inputs: Sequence[Input]) -> None:
-    """Raises InputError."""
+def _embed(options: EmbedOptions, line: StatusLine) -> int:
+    inputs = find_inputs(options.files, options.format)
     for each in inputs:
         if each.path == os.path.abspath(options.out):
             raise InputError(f"{each.name} is input and output")
+    check_readable(inputs, options.shape)
+    with _locked(options) as output:
+        unfinished = _unfinished(options, inputs, output)
+        if unfinished is None or not unfinished.commit.is_complete:
+            return _embed_by_server(options, inputs, output, unfinished, line)
+        output.choose_form(
+            options.output_format,
+            unfinished.model["dim"],
+            options.dtype,
+            options.keep,
+            on_bad_row=options.on_bad_row,
+        )
+        return _finish(options, output, unfinished.commit, line, "the run before was complete")
 
 
 @contextmanager
-def _locked(options: Options) -> Iterator[Output]:
-    output = Output(options.out)
+def _locked(options: EmbedOptions) -> Iterator[OutputFiles]:
+    output = OutputFiles(options.out)
     try:
         yield output
     finally:
@@ -95,63 +99,69 @@ def _locked(options: Options) -> Iterator[Output]:
         output.close()
 
 
-def _unfinished(options: Options, inputs: Sequence[Input], output: Output) -> Journal | None:
-    """The run to go on with. Raises JournalError, PartError."""
+def _unfinished(options: EmbedOptions, inputs: Sequence[InputSource], output: OutputFiles) -> Journal | None:
+    """The run to resume. Raises JournalError, OutputError."""
     path = journal_path(options.out)
-    if options.restarts:
+    if options.restart:
         path.unlink(missing_ok=True)
         return None
     journal = Journal.load(path)
     if journal is not None and not journal.commit.position.row and not journal.commit.is_complete:
-        return None  # nothing was done: whatever is different now, it begins anew
+        return None  # nothing was done: the run begins anew, whatever has changed
     if journal is not None:
-        journal.check_same(options.fields(), options.on_bad_row, [each.identity() for each in inputs])
+        journal.check_same(options.journal_fields(), options.on_bad_row, [each.identity() for each in inputs])
     elif options.out.exists():
-        raise PartError(f"{options.out} exists; --restart replaces it")
+        raise OutputError(f"{options.out} exists; --restart replaces it")
     elif not output.is_new:
-        raise PartError(f"{options.out}.part exists, and nothing tells what it is; --restart replaces it")
+        raise OutputError(f"{options.out}.part exists, and nothing tells what it is; --restart replaces it")
     return journal
 
 
 def _embed_by_server(
-    options: Options, inputs: Sequence[Input], output: Output, journal: Journal | None, line: BulkLine
+    options: EmbedOptions,
+    inputs: Sequence[InputSource],
+    output: OutputFiles,
+    unfinished: Journal | None,
+    line: StatusLine,
 ) -> int:
     began_at = time.monotonic()
     with _server(options, line) as (url, why_gone):
-        session = Session(options, inputs, output, journal, line)
-        outcome = uvloop.run(session.run(parse_target(url), why_gone))
+        service = EmbeddingService(parse_target(url), options.request, why_gone)
+        if options.concurrency is not None:
+            service.concurrency.fix(options.concurrency)
+        outcome = uvloop.run(EmbedRun(options, inputs, output, unfinished, service, line).run())
     line.clear()
     if outcome.signal_number:
-        line.say(f"interrupted; {_kept(outcome.commit)}")
+        line.say(f"interrupted; {_describe_done(outcome.commit)}")
         return 128 + outcome.signal_number
     if outcome.error is not None:
-        line.say(f"{_told(outcome.error)}; {_kept(outcome.commit)}")
+        line.say(f"{_describe(outcome.error)}; {_describe_done(outcome.commit)}")
         return EXIT_ENDED
     took_s = time.monotonic() - began_at
-    num_before = 0 if journal is None else journal.commit.position.row
+    num_before = 0 if unfinished is None else unfinished.commit.position.row
     num_rows = outcome.commit.position.row - num_before
     how = f"{num_rows:,} in {in_words(took_s)}, {num_rows / took_s:,.0f} a second"
     return _finish(options, output, outcome.commit, line, how)
 
 
 @contextmanager
-def _server(options: Options, line: BulkLine) -> Iterator[tuple[str, Callable[[], str | None]]]:
-    """Where it listens, and what has ended it for good. Raises StartFailed."""
+def _server(options: EmbedOptions, line: StatusLine) -> Iterator[tuple[str, Callable[[], str | None]]]:
+    """Its URL, and a function that returns why it will not come back. Raises StartFailed."""
     if options.url is not None:
         yield options.url, lambda: None
     else:
-        with own_server(options.model, options.serve_flags, lambda text: line.show(lambda: text)) as server:
+        with start_server(options.model, options.serve_flags, lambda text: line.show(lambda: text)) as server:
             yield server.url, server.why_gone
 
 
-def _kept(commit: Commit) -> str:
+def _describe_done(commit: Commit) -> str:
     if not commit.position.row:
         return "no row is done"
     return f"{commit.position.row:,} rows are done, the same command goes on behind them"
 
 
-def _finish(options: Options, output: Output, commit: Commit, line: BulkLine, how: str) -> int:
-    """Make the final files, and say what there is."""
+def _finish(options: EmbedOptions, output: OutputFiles, commit: Commit, line: StatusLine, how: str) -> int:
+    """Make the final files, and write the last line."""
     output.finish(commit.lengths, commit.num_written)
     journal_path(options.out).unlink(missing_ok=True)
     line.say(f"{options.out}: {commit.num_written:,} rows ({how})")

@@ -1,9 +1,8 @@
-"""What of a run is done for good: written down so that a run that was killed goes on where it was.
+"""The journal of a run: its settings, inputs, model and last commit, so that a killed run can be resumed.
 
-Owns the journal file, `OUT.journal`: what was asked, of which inputs, of which model, and the last commit. It is
-replaced whole, by rename, after everything that it tells of is on the disk. So it is always true: rows that it does
-not know of may be in the parts of the output, and are cut off again. Called by `vecd.client.bulk.run` and
-`vecd.client.bulk.command`.
+Owns the file `OUT.journal`. It is replaced as a whole, by rename, after all that it describes is on the disk. So it is
+always true: rows that are in the output files, but not in the journal, are cut off when the run is resumed. Called by
+`vecd.client.bulk.run` and `vecd.client.bulk.command`.
 """
 
 import os
@@ -15,46 +14,47 @@ from typing import Any, Self
 import orjson
 
 from vecd.client.bulk.rows import Position
+from vecd.client.options import flag_name
 
 _VERSION = 1
 
 
 class JournalError(Exception):
-    """Raised when a journal is none, or of another run than the one that is to go on. The message says how to go on."""
+    """Raised when a journal cannot be read, or is of another run. The message says how to go on."""
 
 
 @dataclass(frozen=True, slots=True)
 class Commit:
-    """How far a run is."""
+    """What is done for good."""
 
     position: Position
     lengths: tuple[int, ...] = ()
-    """Bytes of each part of the output that are there for good, in `Output`'s order."""
+    """Bytes of each output file, in the order of `OutputFiles`."""
     num_written: int = 0
-    """Rows of the output."""
+    """Rows in the output."""
     num_rejected: int = 0
     num_tokens: int = 0
     is_complete: bool = False
-    """All rows are in the parts: only the final files are to be made of them."""
+    """All rows are in the files; only the final names are missing."""
 
 
 @dataclass(frozen=True, slots=True)
 class Journal:
-    """Immutable; `save` puts it in the place of the last one."""
+    """Immutable; `save` replaces the last one."""
 
     asked: dict[str, Any]
-    """What changes rows or vectors: a run that goes on must ask the same."""
+    """The settings that change rows or vectors. A resumed run must have the same."""
     on_bad_row: str
     inputs: list[dict[str, Any]]
     model: dict[str, Any]
-    """As `vecd.client.bulk.service.Model` tells of itself."""
+    """The fields of `vecd.client.bulk.service.ModelFingerprint`."""
     commit: Commit
 
     def with_commit(self, commit: Commit) -> Self:
         return replace(self, commit=commit)
 
     def save(self, path: Path) -> None:
-        """Atomically: whoever reads meanwhile, or afterwards, has the last journal or this one. Raises OSError."""
+        """Replace the journal atomically. Raises OSError."""
         draft = path.with_name(path.name + ".new")
         try:
             with draft.open("wb") as file:
@@ -73,20 +73,19 @@ class Journal:
             fields = orjson.loads(path.read_bytes())
             if fields.pop("version") != _VERSION:
                 raise JournalError(f"{path} is of another version of vecd: --restart begins anew")
-            told = fields.pop("commit")
-            position = Position(**told.pop("position"))
-            commit = Commit(**{**told, "position": position, "lengths": tuple(told["lengths"])})
-            return cls(**fields, commit=commit)
+            commit = fields.pop("commit")
+            commit |= {"position": Position(**commit["position"]), "lengths": tuple(commit["lengths"])}
+            return cls(**fields, commit=Commit(**commit))
         except FileNotFoundError:
             return None
         except (OSError, ValueError, TypeError, LookupError, AttributeError) as error:
             raise JournalError(f"{path} cannot be read ({type(error).__name__}): --restart begins anew") from error
 
     def check_same(self, asked: dict[str, Any], on_bad_row: str, inputs: list[dict[str, Any]]) -> None:
-        """Raises JournalError when the run that is to go on was another one."""
+        """Raises JournalError when the unfinished run had other settings or inputs."""
         for name in asked.keys() | self.asked.keys():
             if asked.get(name) != self.asked.get(name):
-                raise _other(f"{_flag(name)} was {self.asked.get(name)!r}, is {asked.get(name)!r}")
+                raise _other(f"{flag_name(name)} was {self.asked.get(name)!r}, is {asked.get(name)!r}")
         if on_bad_row != self.on_bad_row and self.commit.num_rejected:
             raise _other(f"--on-bad-row was {self.on_bad_row}, is {on_bad_row}, and there have been bad rows")
         if len(inputs) != len(self.inputs):
@@ -100,16 +99,12 @@ class Journal:
 _FACTS = {"num_bytes": "size", "mtime_ns": "time of change", "head": "beginning"}
 
 
-def _flag(name: str) -> str:
-    return "--" + name.replace("_", "-")
-
-
 def _other(what: str) -> JournalError:
     return JournalError(f"the unfinished run was another one: {what}. Run it as it was, or begin anew by --restart")
 
 
 def sync_folder(path: Path) -> None:
-    """Make what was made, renamed or removed beside `path` last."""
+    """Make durable what was created, renamed or removed beside `path`."""
     with suppress(OSError):  # not every file system can
         fd = os.open(path.parent, os.O_RDONLY | os.O_DIRECTORY)
         try:

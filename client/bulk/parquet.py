@@ -1,13 +1,12 @@
 """Parquet: rows out of a file, and vectors into one. The only module that imports pyarrow.
 
-Owns both in memory that depends on a row group and not on the file. Imported where it is needed, and only there:
-pyarrow may be missing, and takes 30 MB. Called by `vecd.client.bulk.inputs` and `vecd.client.bulk.output`.
+Both take memory that depends on a row group and not on the file. Imported only where parquet is used: pyarrow is an
+extra, and takes 30 MB. Called by `vecd.client.bulk.inputs` and `vecd.client.bulk.output`.
 """
 
 import itertools
 from collections.abc import Iterator, Sequence
 from pathlib import Path
-from types import TracebackType
 from typing import Any, Self
 
 import numpy as np
@@ -16,19 +15,19 @@ import pyarrow
 import pyarrow.parquet
 from numpy.typing import NDArray
 
-from vecd.client.bulk.readers import why_no_text
-from vecd.client.bulk.rows import InputError, Item
+from vecd.client.bulk.readers import make_row
+from vecd.client.bulk.rows import InputError, InputRow
 
 _ROWS_READ = 1024
 _GROUP_BYTES = 1 << 24
-"""Of vectors, in a row group that is written."""
+"""Bytes of vectors in a row group that is written."""
 
 
 class ParquetReader:
-    """The rows of a file from `offset` on, by row groups. To be closed by `with`."""
+    """A context that iterates over the rows of a file from `offset` on."""
 
     def __init__(self, path: str, field: str, keep: Sequence[str], offset: int, num_bytes: int) -> None:
-        """Raises InputError when the file is none, lacks a column, or has something else than texts in `field`."""
+        """Raises InputError when the file is not parquet, lacks a column, or has no texts in `field`."""
         try:
             self._file = pyarrow.parquet.ParquetFile(path)
         except (pyarrow.ArrowException, OSError) as error:
@@ -56,43 +55,36 @@ class ParquetReader:
         num_rows: int = self._file.metadata.num_rows
         return self._num_bytes * self.offset // max(1, num_rows)
 
-    def __iter__(self) -> Iterator[Item]:
+    def __iter__(self) -> Iterator[InputRow]:
         try:
-            yield from self._items()
+            yield from self._rows()
         except (pyarrow.ArrowException, OSError) as error:
             raise InputError(f"cannot be read behind row {self.offset}: {error}") from error
 
-    def _items(self) -> Iterator[Item]:
+    def _rows(self) -> Iterator[InputRow]:
+        """Row groups before the offset are not read."""
         metadata, start = self._file.metadata, 0
-        for group in range(metadata.num_row_groups):
-            num_rows = metadata.row_group(group).num_rows
-            if self.offset < start + num_rows:
-                yield from self._items_of(group, self.offset - start)
-            start += num_rows
-
-    def _items_of(self, group: int, num_skipped: int) -> Iterator[Item]:
         columns = list(dict.fromkeys((self._field, *self._keep)))
-        name = f'"{self._field}"'
-        for batch in self._file.iter_batches(_ROWS_READ, row_groups=[group], columns=columns):
-            if num_skipped >= batch.num_rows:
-                num_skipped -= batch.num_rows
+        for group in range(metadata.num_row_groups):
+            num_skipped, start = self.offset - start, start + metadata.row_group(group).num_rows
+            if self.offset >= start:
                 continue
-            rest = batch.slice(num_skipped)
-            num_skipped = 0
-            texts = rest.column(columns.index(self._field)).to_pylist()
-            kept_columns = [rest.column(columns.index(name)).to_pylist() for name in self._keep]
-            for index, text in enumerate(texts):
-                kept = tuple(column[index] for column in kept_columns)
-                self.offset += 1
-                reason = why_no_text(text, name)
-                yield Item(self.offset, None, reason, kept) if reason else Item(self.offset, text, "", kept)
+            # One group at a time: pyarrow would hold the memory of all that it is given together.
+            for batch in self._file.iter_batches(_ROWS_READ, row_groups=[group], columns=columns):
+                rest = batch.slice(num_skipped)
+                num_skipped = max(0, num_skipped - batch.num_rows)
+                yield from self._convert(rest)
+
+    def _convert(self, batch: Any) -> Iterator[InputRow]:
+        values = batch.to_pydict()
+        for index, text in enumerate(values[self._field]):
+            self.offset += 1
+            yield make_row(self.offset, text, f'"{self._field}"', tuple(values[name][index] for name in self._keep))
 
     def __enter__(self) -> Self:
         return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
+    def __exit__(self, *_: object) -> None:
         self._file.close()
 
 
@@ -100,7 +92,7 @@ def _is_text(kind: Any) -> bool:
     types = pyarrow.types
     if types.is_dictionary(kind):
         kind = kind.value_type
-    # A column of nothing but nulls may have a type of its own: each of its rows is a bad one.
+    # A column of nulls alone may have the type null: each of its rows is a bad one.
     return bool(
         types.is_string(kind) or types.is_large_string(kind) or types.is_string_view(kind) or types.is_null(kind)
     )
@@ -112,8 +104,8 @@ def _is_text(kind: Any) -> bool:
 def write_parquet(vectors: Path, fields: Path, target: Path, keep: Sequence[str], dim: int, dtype: str) -> None:
     """Columns `row`, those of `keep`, and `embedding`, a list of fixed size, which is null for a row without a vector.
 
-    `vectors`: raw rows end to end; `fields`: a JSON line a row: its number, whether it has a vector, what is kept.
-    A kept column has the type that all its values have; one of mixed or nested values is of JSON texts.
+    `vectors`: raw rows end to end; `fields`: a JSON line a row with its number, whether it has a vector, and the kept
+    values. A kept column has the type that all its values have; mixed or nested values become JSON texts.
     """
     kinds = _column_kinds(fields, len(keep))
     schema = pyarrow.schema(
@@ -139,8 +131,8 @@ def _table(schema: Any, kinds: Sequence[str], records: list[list[Any]], rows: ND
     numbers, have_vectors, *kept = zip(*records, strict=True)
     columns = [pyarrow.array(numbers, pyarrow.int64())]
     for kind, values in zip(kinds, kept, strict=True):
-        told = map(_as_json, values) if kind == "json" else values
-        columns.append(pyarrow.array(told, pyarrow.string() if kind == "json" else kind))
+        shown = map(_as_json, values) if kind == "json" else values
+        columns.append(pyarrow.array(shown, pyarrow.string() if kind == "json" else kind))
     has_none = pyarrow.array([not has_vector for has_vector in have_vectors])
     columns.append(pyarrow.FixedSizeListArray.from_arrays(pyarrow.array(rows), dim, mask=has_none))
     return pyarrow.Table.from_arrays(columns, schema=schema)
@@ -151,7 +143,7 @@ def _as_json(value: Any) -> str | None:
 
 
 def _column_kinds(fields: Path, num_kept: int) -> list[str]:
-    """What all values of each kept column are: Arrow's name of their type, or "json"."""
+    """The type that all values of each kept column have: Arrow's name of it, or "json"."""
     seen: list[set[str]] = [set() for _ in range(num_kept)]
     with fields.open("rb") as lines:
         for line in lines if num_kept else ():

@@ -1,40 +1,33 @@
-"""How far a run is, how fast it goes, and how long it will take.
+"""How far a run is, how fast it goes, and how long it will take, in words.
 
-Owns the line: rewritten four times a second on a terminal, a plain one every ten seconds elsewhere, and none when it is
-not wanted. Called by `vecd.client.bulk.run` and `vecd.client.bulk.command`.
+Pure. Called by `vecd.client.bulk.run` and `vecd.client.bulk.command`.
 """
 
-import io
-import sys
-import time
 from collections import deque
-from collections.abc import Callable
-from typing import NamedTuple, TextIO
+from typing import NamedTuple
 
-_REDRAW_S, _PLAIN_S = 0.25, 10.0
 _WINDOW_S = 30.0
-"""Rates are of the last so many seconds: a restart of the server in the past says nothing of what is to come."""
+"""Rates are of the last seconds: an earlier restart of the server says nothing about the time left."""
 _BAR_WIDTH = 24
-_CLEAR_LINE = "\r\x1b[K"
 
 
 class Moment(NamedTuple):
-    """How far a run is at some time."""
+    """The state of a run at one time."""
 
     at_s: float
     """On any monotonic clock."""
     num_rows: int
-    """Done, and earlier runs' with them; of the input, not of the output."""
+    """Rows of the input that are done, also by earlier runs."""
     num_tokens: int
     num_bytes: int
-    """Of the inputs, up to the last row that is done."""
+    """Bytes of the inputs up to the last row that is done."""
 
 
 class Course:
-    """The moments of a run, as far back as rates look."""
+    """The moments of a run within the window of its rates."""
 
     def __init__(self, total_bytes: int | None) -> None:
-        """None: how much there will be is not known."""
+        """`total_bytes` of the inputs; None if it is not known."""
         self._total_bytes = total_bytes
         self._moments: deque[Moment] = deque()
 
@@ -50,7 +43,7 @@ class Course:
             moments.popleft()
 
     def describe(self, now_s: float) -> str:
-        """Rows, rates, time left; what is not known yet, or never, is left out."""
+        """Rows, rates and time left, as far as they are known."""
         first, last = self._moments[0], self._moments[-1]
         elapsed_s = max(now_s - first.at_s, 1e-3)
         parts = [f"{last.num_rows:,} rows"]
@@ -64,7 +57,7 @@ class Course:
 
     @property
     def share(self) -> float | None:
-        """How much is done, from 0 to 1; None when it is not known of how much."""
+        """Share of the inputs that is done, from 0 to 1; None if their size is not known."""
         if not self._total_bytes:
             return None
         return min(1.0, self._moments[-1].num_bytes / self._total_bytes)
@@ -81,42 +74,3 @@ def in_words(seconds: float) -> str:
 def bar(share: float) -> str:
     num_full = int(share * _BAR_WIDTH)
     return f"{share:4.0%} {'━' * num_full}{'╌' * (_BAR_WIDTH - num_full)}"
-
-
-class BulkLine:
-    """`show` and `clear`, on standard error."""
-
-    def __init__(self, stream: TextIO | None = None, *, is_quiet: bool = False, is_live: bool | None = None) -> None:
-        """`is_live` decides instead of looking whether it is a terminal."""
-        # None is Python's word for a standard error that was closed when it started.
-        self._stream = stream = stream or sys.stderr or io.StringIO()
-        self._is_quiet = is_quiet
-        self._is_live = stream.isatty() if is_live is None else is_live
-        self._drawn_at = time.monotonic() if not self._is_live else 0.0
-        self._is_drawn = False
-
-    def show(self, describe: Callable[[], str]) -> None:
-        """Draw what `describe` says, unless the line is still fresh."""
-        now = time.monotonic()
-        if self._is_quiet or now - self._drawn_at < (_REDRAW_S if self._is_live else _PLAIN_S):
-            return
-        self._drawn_at = now
-        self._is_drawn = self._is_live
-        self._write(f"{_CLEAR_LINE}{describe()}" if self._is_live else f"vecd embed: {describe()}\n")
-
-    def say(self, line: str) -> None:
-        """Something that stays, whatever the line does."""
-        self.clear()
-        self._write(f"vecd embed: {line}\n")
-
-    def clear(self) -> None:
-        if self._is_drawn:
-            self._is_drawn = False
-            self._write(_CLEAR_LINE)
-
-    def _write(self, text: str) -> None:
-        try:
-            self._stream.write(text)
-            self._stream.flush()
-        except OSError:  # the terminal has gone, the run has not
-            self._is_quiet = True

@@ -1,45 +1,41 @@
-"""What is read of the inputs: rows, and how far they have been read. Called by all of `client.bulk`."""
+"""Rows of the inputs, and how far the inputs have been read. Used by all of `vecd.client.bulk`."""
 
-from collections.abc import Iterator
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple, Protocol
 
 
 class InputError(Exception):
-    """Raised when an input cannot be read, or not any further, or is not the one it was. The message names it."""
+    """Raised when an input cannot be read, or has changed. The message names it."""
 
 
-class Item(NamedTuple):
-    """A row as a reader finds it."""
+class InputRow(NamedTuple):
+    """One row of an input."""
 
     line: int
-    """Where it begins, from 1; in a parquet file, its number there."""
+    """Where it begins, from 1; in a parquet file, the number of the row."""
     text: str | None
-    """None: there is none that could be embedded."""
+    """None for a row that cannot be embedded."""
     reason: str = ""
-    """Why there is none. Never quotes the row."""
+    """Why it cannot. Never quotes the row."""
     kept: tuple[Any, ...] = ()
-    """The values of --keep; None for those that the row does not have."""
+    """The values of --keep; None for fields that the row does not have."""
 
 
-class Reader(Protocol):
-    """One input, opened at some place. To be iterated once, from one thread."""
+class InputPlace(Protocol):
+    """How far an input has been read: behind the last row that its reader has returned."""
 
     @property
     def offset(self) -> int:
-        """Of what comes behind the last item: uncompressed bytes, or rows of a parquet file. Opening there goes on
-        with the next one."""
+        """Uncompressed bytes, or rows of a parquet file. A reader opened at this offset returns the next row."""
 
     @property
     def line(self) -> int:
-        """Lines before that place, or rows."""
-
-    def __iter__(self) -> Iterator[Item]:
-        """Raises InputError."""
+        """Lines, or rows of a parquet file."""
 
     @property
     def bytes_read(self) -> int:
-        """Of the file as it lies on the disk, for telling how far it is."""
+        """Bytes of the file on the disk, for the progress."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -47,34 +43,30 @@ class Position:
     """A place between two rows of all inputs."""
 
     input: int = 0
-    """Which of them, from 0."""
+    """Index of the input."""
     offset: int = 0
+    """`offset` and `line` of `InputPlace` in that input."""
     line: int = 0
-    """Both as the reader of that input has them."""
     row: int = 0
     """Rows before it, in all inputs."""
     digest: str = ""
-    """Of all texts before it; of inputs that cannot be opened at an offset."""
-
-
-class Row(NamedTuple):
-    """An item by its number among the rows of all inputs, from 0."""
-
-    number: int
-    input: int
-    item: Item
+    """Digest of all texts before it, for inputs that cannot be opened at an offset."""
 
 
 @dataclass(slots=True)
-class Batch:
-    """Consecutive rows: what one request is made of."""
+class RowBatch:
+    """Consecutive rows of one input, for one request."""
 
-    rows: list[Row]
+    rows: Sequence[InputRow]
+    first_row: int
+    """Number of the first one among the rows of all inputs, from 0."""
+    input: int
+    """Index of the input."""
     end: Position
-    """Behind the last of them."""
+    """Behind the last row."""
     bytes_read: int
-    """Of all inputs, when they were read."""
+    """Bytes of all inputs that had been read with these rows."""
 
     def texts(self) -> list[str]:
-        """Of the rows that have one, in order."""
-        return [row.item.text for row in self.rows if row.item.text is not None]
+        """The texts of the rows that have one, in order."""
+        return [row.text for row in self.rows if row.text is not None]

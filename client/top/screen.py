@@ -1,7 +1,7 @@
 """The terminal that `vecd top` draws on.
 
-Owns the terminal's modes (alternate screen, cursor, keys without Enter) and gives back what it found, however the
-program ends but by SIGKILL; while it is stopped by Ctrl-Z, too. Knows neither figures nor servers. Called by
+Owns the terminal's modes (alternate screen, cursor, keys without Enter) and restores them however the program ends,
+except by SIGKILL, and while it is stopped by Ctrl-Z. Knows neither figures nor servers. Called by
 `vecd.client.top.command`.
 """
 
@@ -12,97 +12,81 @@ import termios
 import tty
 from collections.abc import Callable
 from contextlib import suppress
-from types import TracebackType
-from typing import Self
+from typing import Any
 
 from rich.console import Console, ConsoleDimensions, RenderableType
 
 _ENTER = "\x1b[?1049h\x1b[?25l\x1b[?7l\x1b[2J"
-"""Alternate screen, no cursor, no wrapping, nothing on it …"""
+"""Alternate screen, no cursor, no wrapping, cleared."""
 _LEAVE = "\x1b[?7h\x1b[?25h\x1b[?1049l"
-"""… and back."""
 _HOME, _CLEAR_LINE, _CLEAR_REST = "\x1b[H", "\x1b[K", "\x1b[J"
-_USUAL_SIZE = (80, 24)
-"""Of a terminal that does not know."""
+_DEFAULT_SIZE = (80, 24)
 _MAX_KEYS = 64
 """Bytes read at a time."""
 
 
-def terminal() -> Console:
-    """Standard output, as far as it has colours; without them under NO_COLOR."""
-    return Console(highlight=False, markup=False, emoji=False)
-
-
 class Screen:
-    """A context: the terminal is ours inside it."""
+    """A context: inside it, the terminal shows the pictures and keys come without Enter."""
 
-    def __init__(self, console: Console) -> None:
-        """`console`: on a terminal. Keys come from standard input, if that is one, too."""
-        self.console = console
-        self._output = console.file
-        self._keyboard: int | None = sys.stdin.fileno() if sys.stdin is not None and sys.stdin.isatty() else None
-        self._modes: list[object] | None = None
-
-    @property
-    def keyboard(self) -> int | None:
+    def __init__(self) -> None:
+        """Standard output is a terminal. Keys come from standard input, if that is one, too."""
+        self.console = Console(highlight=False, markup=False, emoji=False)
+        self.keyboard = sys.stdin.fileno() if sys.stdin is not None and sys.stdin.isatty() else None
         """The descriptor that keys come from."""
-        return self._keyboard
+        self._modes: Any = None
 
-    def __enter__(self) -> Self:
-        self.take()
+    def __enter__(self) -> "Screen":
+        self._take()
         return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
-        self.give_back()
+    def __exit__(self, *_: object) -> None:
+        self._restore()
 
-    def take(self) -> None:
-        if self._keyboard is not None and self._modes is None:
-            self._modes = termios.tcgetattr(self._keyboard)
-            tty.setcbreak(self._keyboard)
+    def _take(self) -> None:
+        if self.keyboard is not None and self._modes is None:
+            self._modes = termios.tcgetattr(self.keyboard)
+            tty.setcbreak(self.keyboard)
         self._write(_ENTER)
 
-    def give_back(self) -> None:
-        """May be called again. A terminal that has gone wants nothing back."""
-        with suppress(OSError, ValueError):
+    def _restore(self) -> None:
+        with suppress(OSError, ValueError):  # a terminal that has gone needs nothing
             self._write(_LEAVE)
-        if self._keyboard is not None and self._modes is not None:
+        if self.keyboard is not None and self._modes is not None:
             modes, self._modes = self._modes, None
             with suppress(OSError, termios.error):
-                termios.tcsetattr(self._keyboard, termios.TCSADRAIN, modes)  # type: ignore[arg-type]
+                termios.tcsetattr(self.keyboard, termios.TCSADRAIN, modes)
 
     def draw(self, picture: Callable[[int, int], RenderableType]) -> None:
-        """Draw what `picture` makes of the terminal's columns and lines, over what is there. Raises OSError when the
-        terminal has gone."""
+        """Draw `picture` of the terminal's columns and lines over the last one. Raises OSError when the terminal has
+        gone."""
         width, height = self._size()
         self.console.size = ConsoleDimensions(width, height)
         with self.console.capture() as captured:
             self.console.print(picture(width, height), end="", soft_wrap=False)
         lines = captured.get().split("\n")[:height]
-        # In one piece, and without clearing first: nothing flickers.
+        # In one piece, and without clearing first, so that nothing flickers.
         self._write(_HOME + "\r\n".join(line + _CLEAR_LINE for line in lines) + _CLEAR_REST)
 
     def _size(self) -> tuple[int, int]:
-        """The terminal's own word, whatever COLUMNS and LINES say: those do not change with it."""
+        """From the terminal itself: COLUMNS and LINES do not change with it."""
         try:
-            width, height = os.get_terminal_size(self._output.fileno())
+            width, height = os.get_terminal_size(self.console.file.fileno())
         except OSError:
             width, height = 0, 0
-        return width or _USUAL_SIZE[0], height or _USUAL_SIZE[1]
+        return width or _DEFAULT_SIZE[0], height or _DEFAULT_SIZE[1]
 
     def keys(self) -> str:
-        """What has been typed; "" at the end of the keyboard. Raises OSError as `draw` does."""
-        assert self._keyboard is not None
-        return os.read(self._keyboard, _MAX_KEYS).decode("latin-1")
+        """What has been typed; "" at the end of the keyboard. Raises OSError when the terminal has gone."""
+        assert self.keyboard is not None
+        return os.read(self.keyboard, _MAX_KEYS).decode("latin-1")
 
     def stop(self) -> None:
-        """What Ctrl-Z asks for: give the terminal back, stop, and take it again when told to go on."""
-        self.give_back()
-        # Not SIGTSTP, which is ours to handle. The shell sees no difference.
+        """Restore the terminal, stop this process as Ctrl-Z does, and take the terminal again when it continues."""
+        self._restore()
+        # Not SIGTSTP, which this program handles. The shell sees no difference.
         os.kill(os.getpid(), signal.SIGSTOP)
-        self.take()
+        self._take()
 
     def _write(self, text: str) -> None:
-        self._output.write(text)
-        self._output.flush()
+        self.console.file.write(text)
+        self.console.file.flush()

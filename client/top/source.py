@@ -1,51 +1,69 @@
-"""Where `vecd top` has its figures from: one server's `/stats`, asked again and again on one connection.
+"""The `/stats` of one server, requested again and again on one connection.
 
-Owns the connection, the deadline of an answer, and what is said when none comes. Decides neither when to ask nor what
-to show. Called by `vecd.client.top.command`.
+Owns the connection, the deadline of a response, and the words for why there is none. Called by
+`vecd.client.top.command`.
 """
 
-from vecd.client.bench.connection import Answer, BadAnswer, Connection, Target, connect, name_failure, render_get
+from vecd.client.connection import (
+    BadResponse,
+    ClientConnection,
+    ServerResponse,
+    Target,
+    connect,
+    name_failure,
+    render_request,
+)
 from vecd.client.top.stats import NotStats, Stats, read_stats
 
 _TIMEOUT_S = 5.0
-"""For a connection, and for an answer: a server whose gateway hangs this long has it killed by its supervisor."""
+"""Time for a connection, and for a response. A supervisor replaces a gateway that hangs this long."""
 _PATH = "/stats"
+_REFUSALS = {
+    401: "wants a key with the scope metrics: --api-key, or VECD_API_KEY",
+    403: "has not given this key the scope metrics, which its figures need",
+    404: f"has no {_PATH}: where --admin-port or --admin-uds are set, the figures are there; and servers older than "
+    "this one have none",
+}
 
 
-class Refused(Exception):
-    """Raised when asking again would bring the same answer: the message says what is missing."""
+class StatsRefused(Exception):
+    """Raised when another request would bring the same response. The message says what is missing."""
 
 
-class Away(Exception):
-    """Raised when there is no answer now; the message says why, in a word or two."""
+class StatsUnavailable(Exception):
+    """Raised when there is no response now. The message says why, in a word or two."""
 
 
-class Source:
-    """`ask`, again after Away; one at a time."""
+class StatsSource:
+    """`read` one response at a time. May be called again after StatsUnavailable."""
 
     def __init__(self, target: Target, api_key: str | None) -> None:
         """Raises ValueError when the key cannot be sent."""
         self._target = target
         self._has_key = api_key is not None
-        self._request = render_get(target, _PATH, api_key=api_key, user_agent="vecd-top")
-        self._connection: Connection | None = None
+        self._request = render_request(target, _PATH, api_key=api_key, user_agent="vecd-top")
+        self._connection: ClientConnection | None = None
 
-    async def ask(self) -> Stats:
-        """Raises Away or Refused."""
+    async def read(self) -> Stats:
+        """Raises StatsUnavailable or StatsRefused."""
         try:
-            answer = await self._exchange()
-        except (OSError, BadAnswer) as error:
-            raise Away(name_failure(error)) from error
-        if answer.status != 200:
-            self._refuse(answer.status)
+            response = await self._exchange()
+        except (OSError, BadResponse) as error:
+            raise StatsUnavailable(name_failure(error)) from error
+        if response.status == 401 and self._has_key:
+            raise StatsRefused(f"{self._target} does not know the key of --api-key")
+        if response.status in _REFUSALS:
+            raise StatsRefused(f"{self._target} {_REFUSALS[response.status]}")
+        if response.status != 200:
+            raise StatsUnavailable(f"status {response.status}")
         try:
-            return read_stats(answer.body)
+            return read_stats(response.body)
         except NotStats as error:
-            raise Refused(f"{self._target}{_PATH} is not the figures of a vecd: {error}") from error
+            raise StatsRefused(f"{self._target}{_PATH} has not the figures of a vecd server: {error}") from error
 
-    async def _exchange(self) -> Answer:
-        """Servers close what has been idle, and a gateway may have died: then it is asked again, once, on another
-        connection. Raises OSError and BadAnswer."""
+    async def _exchange(self) -> ServerResponse:
+        """Send the request, and once more on a new connection if the old one is broken: servers close idle connections,
+        and a gateway may have been replaced. Raises OSError and BadResponse."""
         if self._connection is not None and self._connection.is_open:
             try:
                 return await self._connection.exchange(self._request, _TIMEOUT_S)
@@ -57,19 +75,3 @@ class Source:
     def close(self) -> None:
         if self._connection is not None:
             self._connection.close()
-
-    def _refuse(self, status: int) -> None:
-        match status:
-            case 401 if self._has_key:
-                raise Refused(f"{self._target} does not know the key of --api-key")
-            case 401:
-                raise Refused(f"{self._target} wants a key with the scope metrics: --api-key, or VECD_API_KEY")
-            case 403:
-                raise Refused(f"{self._target} has not given this key the scope metrics, which its figures need")
-            case 404:
-                raise Refused(
-                    f"{self._target} has no {_PATH}: where --admin-port or --admin-uds are set, the figures are there; "
-                    "and servers older than this one have none"
-                )
-            case _:
-                raise Away(f"status {status}")

@@ -1,45 +1,48 @@
-"""What a server says under `/stats`, read and checked.
+"""A server's `/stats`, read and checked.
 
-Owns the answer's shape as `vecd top` needs it: a server may say more, or less of what is marked so. Nothing in it is
-trusted: what is no such answer is told by the field's name, and text loses whatever could move a terminal's cursor.
-Pure. Called by `vecd.client.top.source`; read by `vecd.client.top.frame`.
+Owns the shape of the answer as far as `vecd top` needs it: more fields are allowed, and some may be missing. Nothing in
+the answer is trusted: a wrong field is reported by its name, and text loses characters that could move a terminal's
+cursor. Pure. Called by `vecd.client.top.source`; read by `vecd.client.top.figures`.
 """
 
 import math
-from collections.abc import Mapping, Sequence
+from collections import Counter
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, TypeAlias
+from typing import Any, TypeAlias, TypeVar, get_type_hints
 
 import orjson
 
 _OWN_DIALECT = "vecd"
-"""What the server says of itself is asked for by dashboards and probes: no work of anybody's."""
+"""Requests of dashboards and probes, which are not counted as work."""
 _MAX_ITEMS = 4096
-"""Of a list: more workers, gateways or statuses than any server has."""
+"""Length of a list: more workers, gateways or statuses than any server has."""
 _MAX_CHARACTERS = 200
 
 STAGES = ("parse", "tokenize", "queue", "compute", "encode", "total")
 _TOTALS = ("inputs", "tokens", "padding_tokens", "batches", "sequences")
-_MORE_TOTALS = ("refused", "expired", "retried", "stuck", "poisoned", "compute_s")
-"""Of servers that count them."""
+_OPTIONAL_TOTALS = ("refused", "expired", "retried", "stuck", "poisoned", "compute_s")
+
+_T = TypeVar("_T")
+_Object: TypeAlias = Mapping[str, Any]
 
 
 class NotStats(Exception):
-    """Raised when an answer is not that of a vecd's `/stats`; the message says which field is wrong."""
+    """Raised when an answer is not that of `/stats`. The message names the wrong field."""
 
 
 @dataclass(frozen=True, slots=True)
 class Distribution:
-    """Counts by size, of all that there has been."""
+    """A histogram since the start of the server."""
 
     bounds: tuple[float, ...]
-    """Upper ones, rising; the last count is of what is above all."""
+    """Upper bounds, rising. The last count is of the values above all of them."""
     counts: tuple[float, ...]
     sum: float
 
 
 @dataclass(frozen=True, slots=True)
-class Worker:
+class WorkerStats:
     worker: int
     state: str
     life: int
@@ -53,46 +56,44 @@ class Worker:
 
 
 @dataclass(frozen=True, slots=True)
-class Gateway:
+class GatewayStats:
     gateway: int
     pid: int
-    """0: it is being started again."""
+    """0 while the process is being replaced."""
     uptime_s: float
     connections: float
     requests: float
-    """In hand now."""
+    """Under way now."""
     answered: float
 
 
 @dataclass(frozen=True, slots=True)
-class Process:
+class ProcessStats:
     pid: int
     cpu_s: float
     resident_bytes: float
     proportional_bytes: float
+    """0 where the kernel does not say which pages are shared."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Stats:
-    """One answer. Everything but `queue`, `arena` and what is said of the model only grows while a server lives."""
+    """One answer. All but `queue`, `arena` and `model` only grows while a server lives."""
 
     now_s: float
     version: str
     model: Mapping[str, Any]
-    """Text, numbers and truth values, by `/stats`' names."""
+    """Text, numbers and booleans, by the names in `/stats`."""
     answers: Mapping[int, float]
-    """By status: of requests for something, not of what the server says of itself."""
+    """By status, of requests for work."""
     totals: Mapping[str, float]
     stages: Mapping[str, Distribution]
     batch_fill: Distribution | None
     queue: Mapping[str, float]
     arena: Mapping[str, float]
-    workers: tuple[Worker, ...]
-    gateways: tuple[Gateway, ...]
-    processes: Mapping[str, Process]
-
-
-Object: TypeAlias = Mapping[str, Any]
+    workers: tuple[WorkerStats, ...]
+    gateways: tuple[GatewayStats, ...]
+    processes: Mapping[str, ProcessStats]
 
 
 def read_stats(body: bytes) -> Stats:
@@ -103,94 +104,72 @@ def read_stats(body: bytes) -> Stats:
         raise NotStats("no JSON") from error
     if not isinstance(answer, dict):
         raise NotStats("no JSON object")
-    totals = _object(answer, "totals")
+    totals, stages, queue, arena = (_object(answer, name) for name in ("totals", "stages", "queue", "arena"))
+    stage_bounds, fill = answer.get("stage_bounds_s"), answer.get("batch_fill")
+    answers: Counter[int] = Counter()
+    for entry in _objects(answer, "requests"):
+        if _text(entry, "dialect") != _OWN_DIALECT:
+            answers[_whole(entry, "status")] += _whole(entry, "count")
     return Stats(
         now_s=_number(answer, "now_s"),
-        version=_text(_object(answer, "server"), "version") or "?",
+        version=_text(_object(answer, "server"), "version"),
         model={name: _shown(value) for name, value in _object(answer, "model").items()},
-        answers=_read_answers(answer),
-        totals={
-            **{name: _number(totals, name) for name in _TOTALS},
-            **{name: _number(totals, name, 0) for name in _MORE_TOTALS},
-        },
-        stages=_read_stages(answer),
-        batch_fill=_read_fill(answer.get("batch_fill")),
-        queue={name: _number(_object(answer, "queue"), name) for name in ("requests", "sequences", "tokens", "age_s")},
-        arena={name: _number(_object(answer, "arena"), name) for name in ("rows", "rows_in_use")},
-        workers=tuple(map(_read_worker, _objects(answer, "workers"))),
-        gateways=tuple(map(_read_gateway, _objects(answer, "gateways"))),
+        answers=answers,
+        totals={name: _number(totals, name) for name in _TOTALS}
+        | {name: _number({name: 0, **totals}, name) for name in _OPTIONAL_TOTALS},
+        stages={name: _distribution(_object(stages, name), stage_bounds, "sum_s", f"stages.{name}") for name in STAGES},
+        batch_fill=_distribution(fill, fill.get("bounds"), "sum", "batch_fill") if isinstance(fill, dict) else None,
+        queue={name: _number(queue, name) for name in ("requests", "sequences", "tokens", "age_s")},
+        arena={name: _number(arena, name) for name in ("rows", "rows_in_use")},
+        workers=tuple(_read(WorkerStats, entry) for entry in _objects(answer, "workers")),
+        gateways=tuple(_read(GatewayStats, entry) for entry in _objects(answer, "gateways")),
         processes={
-            _shown(name): _read_process(process)
-            for name, process in _object(answer, "processes").items()
-            if isinstance(process, dict)
+            _shown(name): _read(ProcessStats, entry)
+            for name, entry in _object(answer, "processes").items()
+            if isinstance(entry, dict)
         },
     )
 
 
-def _read_answers(answer: Object) -> dict[int, float]:
-    answers: dict[int, float] = {}
-    for entry in _objects(answer, "requests"):
-        if _text(entry, "dialect") != _OWN_DIALECT:
-            status = int(_number(entry, "status"))
-            answers[status] = answers.get(status, 0) + _number(entry, "count")
-    return answers
-
-
-def _read_stages(answer: Object) -> dict[str, Distribution]:
-    bounds, stages = answer.get("stage_bounds_s"), _object(answer, "stages")
-    return {name: _read_distribution(_object(stages, name), bounds, "sum_s", f"stages.{name}") for name in STAGES}
-
-
-def _read_fill(fill: Any) -> Distribution | None:
-    return _read_distribution(fill, fill.get("bounds"), "sum", "batch_fill") if isinstance(fill, dict) else None
-
-
-def _read_distribution(histogram: Object, bounds: Any, sum_name: str, name: str) -> Distribution:
+def _distribution(histogram: _Object, bounds: Any, sum_name: str, name: str) -> Distribution:
     limits, counts = _numbers(bounds, f"the bounds of {name}"), _numbers(histogram.get("counts"), f"{name}.counts")
     if len(counts) != len(limits) + 1 or list(limits) != sorted(limits):
         raise NotStats(f"{name}.counts do not fit its bounds")
     return Distribution(limits, counts, _number(histogram, sum_name))
 
 
-def _read_worker(entry: Object) -> Worker:
-    return Worker(
-        worker=int(_number(entry, "worker")),
-        state=_text(entry, "state") or "?",
-        life=int(_number(entry, "life")),
-        batches=_number(entry, "batches"),
-        tokens=_number(entry, "tokens"),
-        busy_s=_number(entry, "busy_s"),
-        pid=int(_number(entry, "pid")) if entry.get("pid") is not None else None,
-        dtype=_text(entry, "dtype"),
-        path=_text(entry, "path"),
-    )
-
-
-def _read_gateway(entry: Object) -> Gateway:
-    return Gateway(
-        gateway=int(_number(entry, "gateway")),
-        pid=int(_number(entry, "pid")),
-        uptime_s=_number(entry, "uptime_s"),
-        connections=_number(entry, "connections"),
-        requests=_number(entry, "requests"),
-        answered=_number(entry, "answered"),
-    )
-
-
-def _read_process(entry: Object) -> Process:
-    return Process(
-        pid=int(_number(entry, "pid")),
-        cpu_s=_number(entry, "cpu_s"),
-        resident_bytes=_number(entry, "resident_bytes"),
-        proportional_bytes=_number(entry, "proportional_bytes"),
-    )
-
-
 # --- one field -------------------------------------------------------------------------------------------------
 
 
-def _number(found: Object, name: str, default: float | None = None) -> float:
-    return _checked_number(found.get(name, default), name)
+def _read(kind: Callable[..., _T], entry: _Object) -> _T:
+    """A `kind` of the fields that have its names, each checked by its type."""
+    return kind(**{name: _READERS[hint](entry, name) for name, hint in get_type_hints(kind).items()})
+
+
+def _number(entry: _Object, name: str) -> float:
+    return _checked_number(entry.get(name), name)
+
+
+def _whole(entry: _Object, name: str) -> int:
+    return int(_number(entry, name))
+
+
+def _text(entry: _Object, name: str) -> str:
+    return _text_or_none(entry, name) or "?"
+
+
+def _text_or_none(entry: _Object, name: str) -> str | None:
+    value = entry.get(name)
+    return _shown(value) if isinstance(value, str) else None
+
+
+_READERS: dict[Any, Callable[[_Object, str], Any]] = {
+    float: _number,
+    int: _whole,
+    str: _text,
+    str | None: _text_or_none,
+    int | None: lambda entry, name: _whole(entry, name) if entry.get(name) is not None else None,
+}
 
 
 def _numbers(values: Any, name: str) -> tuple[float, ...]:
@@ -205,27 +184,22 @@ def _checked_number(value: Any, name: str) -> float:
     return value
 
 
-def _text(found: Object, name: str) -> str | None:
-    value = found.get(name)
-    return _shown(value) if isinstance(value, str) else None
-
-
-def _object(found: Object, name: str) -> Object:
-    value = found.get(name)
+def _object(entry: _Object, name: str) -> _Object:
+    value = entry.get(name)
     if not isinstance(value, dict) or len(value) > _MAX_ITEMS:
         raise NotStats(f"{name} is no object")
     return value
 
 
-def _objects(found: Object, name: str) -> Sequence[Object]:
-    values = found.get(name)
+def _objects(entry: _Object, name: str) -> Sequence[_Object]:
+    values = entry.get(name)
     if not isinstance(values, list) or len(values) > _MAX_ITEMS or not all(isinstance(value, dict) for value in values):
         raise NotStats(f"{name} is no list of objects")
     return values
 
 
 def _shown(value: Any) -> Any:
-    """Text without what is not printable; what is neither text nor a number nor a truth value becomes None."""
+    """Text with ? for what is not printable; None for what is neither text nor a number nor a boolean."""
     if isinstance(value, str):
         return "".join(c if c.isprintable() else "?" for c in value[:_MAX_CHARACTERS])
     return value if isinstance(value, int | float | bool) else None

@@ -1,13 +1,13 @@
-"""Figures as `vecd top` writes them: short, of one width where they stand below one another, with their unit.
+"""Figures as text: short, with their unit, and of one width where they stand below one another.
 
-Owns the words for figures, bars and rows of a sparkline. Pure. Called by `vecd.client.top.view`.
+Owns numbers, bars and sparklines in words. Pure. Called by `vecd.client.top.view`.
 """
 
 import math
 from collections.abc import Iterable
 
 NOTHING = "–"
-"""Where there is no figure, because nothing happened or nothing is known."""
+"""Stands for a figure that is not known."""
 _BLOCKS = "▁▂▃▄▅▆▇█"
 _ASCII_BLOCKS = "_.-=+*%#"
 _EIGHTHS = " ▏▎▍▌▋▊▉"
@@ -40,7 +40,7 @@ def duration(seconds: float | None) -> str:
 
 
 def age(seconds: float) -> str:
-    """Of a process."""
+    """How long a process has run."""
     minutes, s = divmod(int(seconds), 60)
     hours, m = divmod(minutes, 60)
     days, h = divmod(hours, 24)
@@ -66,7 +66,7 @@ def share(part: float | None) -> str:
 
 
 def bar(part: float | None, width: int, *, is_ascii: bool = False) -> str:
-    """`width` columns, of which `part` are full; rounded to an eighth of a column, or to one."""
+    """`width` columns, of which the share `part` is full, rounded to an eighth of a column, in ASCII to one."""
     filled = min(1.0, max(0.0, part or 0.0)) * width
     if is_ascii:
         return ("#" * round(filled)).ljust(width, ".")
@@ -75,7 +75,7 @@ def bar(part: float | None, width: int, *, is_ascii: bool = False) -> str:
 
 
 def sparkline(values: Iterable[float], width: int, *, is_ascii: bool = False) -> str:
-    """The last `width` values, the newest on the right, each a block as high as it is, of the highest among them."""
+    """The last `width` values as blocks, the newest on the right. The highest value has a full block."""
     blocks = _ASCII_BLOCKS if is_ascii else _BLOCKS
     shown = list(values)[-width:] if width > 0 else []
     highest = max(shown, default=0.0)

@@ -1,76 +1,80 @@
-"""Grants a request a permit, lets it wait for one a moment, or refuses it and says when to come back.
+"""Grants a request a permit, lets it wait a moment for one, or rejects it and says when to come back.
 
-Owns the count of requests in the house, and the short queue at its door. Judges by work: the tokens that would be
-served before the request, over the tokens that the workers embed per second. What is ahead of whom the scheduler knows;
-a short request behind a huge one is not behind all of it, and no tenant is behind all that another one has. Called by
-`vecd.gateway.pipeline` once a request has been parsed and before it is tokenized.
+Owns the count of admitted requests, and the admission queues. Judges by work: the time until the request would have had
+its turn, by the estimate of `vecd.gateway.scheduling.policy`. Called by `vecd.gateway.pipeline` once a request has been
+parsed and before it is tokenized.
 
-Places, in the house and at its door, are bounded by what is free (the dynamic threshold of Choudhury and Hahne, 1998):
-a tenant may have up to `_TIMES_FREE` times as many as are free. Alone it gets eight of nine, and there is always room
-for the next; two get eight of seventeen each, and who had more takes no more until the others have as many.
+Permits, and places in the admission queues, are bounded by what is free (the dynamic threshold of Choudhury and Hahne,
+1998): a tenant may have up to `_TIMES_FREE` times as many as are free. Alone it gets eight of nine, and there is always
+room for the next tenant; two tenants get eight of seventeen each, and the one that had more gets no more until the
+other has as many.
 """
 
 import asyncio
 import time
 from collections import deque
-from collections.abc import Callable
 
+from vecd.gateway.scheduling.policy import BatchingPolicy, Unqueued, Workers
 from vecd.gateway.types.errors import TooManyRequests
 from vecd.gateway.types.request import Priority
 
-_DOOR_S = 0.25
-"""So long a request may wait for a permit: long enough for a burst to be let in, and too short to pile up."""
+_MAX_WAIT_FOR_PERMIT_S = 0.25
+"""Long enough for a burst to be admitted, and too short for waiters to pile up."""
 
 _TIMES_FREE = 8
 
-_MAX_AT_DOOR = 576
+_MAX_WAITERS = 576
 """512 of one tenant."""
 
 _MAX_LOOKS = 8
-"""So many tenants' requests of a kind are looked at when somebody leaves; those that are not have their turn later."""
+"""Tenants of an admission queue that are looked at when a request is over; the others are looked at later."""
 
 _SAFE_PART = 0.6
-"""Of the time that a request has left, so much may pass until its turn. What is let in up to the last moment is all
-answered too late: at twice the capacity, with deadlines of 1 s, not one request was in time with a part of 1."""
+"""The part of the time to a request's deadline that may pass until its turn. Requests that are admitted up to the last
+moment are all answered too late: at twice the capacity, with deadlines of 1 s, not one was in time with a part of 1."""
 
 
-class Waiter:
-    """What one tenant has in the house, and at its door."""
+class _TenantUse:
+    """What one tenant has at this gateway: permits and waiters."""
 
-    __slots__ = ("num_at_door", "num_requests", "num_unqueued", "tenant")
+    __slots__ = ("num_requests", "num_unqueued", "num_waiters", "tenant")
 
     def __init__(self, tenant: str) -> None:
         self.tenant = tenant
         self.num_requests = 0
-        """With a permit."""
+        """Requests with a permit."""
         self.num_unqueued = 0
-        """Tokens of theirs that are not queued yet, estimated."""
-        self.num_at_door = 0
+        """Tokens of these that are not queued yet, estimated."""
+        self.num_waiters = 0
 
 
 class Permit:
-    """A request's place in the house. Whoever is granted one releases it, whatever happens."""
+    """The right of one request to be served. Whoever is granted one releases it, whatever happens."""
 
-    __slots__ = ("_admission", "deadline", "guest", "num_tokens", "num_unqueued", "priority")
+    __slots__ = ("_admission", "deadline", "num_tokens", "num_unqueued", "priority", "use")
 
     def __init__(
-        self, admission: "Admission", guest: Waiter, num_tokens: int, priority: Priority, deadline: float
+        self, admission: "Admission", use: _TenantUse, num_tokens: int, priority: Priority, deadline: float
     ) -> None:
         self._admission = admission
-        self.guest = guest
+        self.use = use
         self.num_tokens = num_tokens
         """Estimated from characters."""
         self.num_unqueued = 0
-        """Of these, what the scheduler does not know of yet."""
+        """The part of these that the batching policy does not know of yet."""
         self.priority = priority
         self.deadline = deadline
-        """When its caller stops waiting for the answer, by `time.monotonic`."""
+        """When the client stops waiting for the response, by `time.monotonic`."""
+
+    @property
+    def tenant(self) -> str:
+        return self.use.tenant
 
     def note_queued(self, num_tokens: int | None = None) -> None:
-        """So many of its tokens, or all, are now the scheduler's to count."""
+        """The batching policy counts `num_tokens` of the request from now on; None: all of them."""
         num_tokens = self.num_unqueued if num_tokens is None else min(num_tokens, self.num_unqueued)
         self.num_unqueued -= num_tokens
-        self.guest.num_unqueued -= num_tokens
+        self.use.num_unqueued -= num_tokens
         self._admission.num_unqueued -= num_tokens
 
     def __enter__(self) -> "Permit":
@@ -81,245 +85,234 @@ class Permit:
 
     def release(self) -> None:
         self.note_queued()
-        self._admission.leave(self.guest)
+        self._admission.leave(self.use)
 
 
-class _AtDoor:
+class _Waiter:
     """A request that waits for a permit."""
 
-    __slots__ = ("is_at_door", "is_let_in", "let_in", "permit")
+    __slots__ = ("admitted", "is_admitted", "is_counted", "permit")
 
-    def __init__(self, permit: Permit, let_in: "asyncio.Future[None]") -> None:
+    def __init__(self, permit: Permit, admitted: "asyncio.Future[None]") -> None:
         self.permit = permit
-        self.let_in = let_in
-        self.is_let_in = False
-        self.is_at_door = True
-        """Counted there. Whoever is just leaving counts itself out: until then its guest is not forgotten."""
+        self.admitted = admitted
+        self.is_admitted = False
+        self.is_counted = True
+        """Among the tenant's waiters. One that is just leaving counts itself out: until then its tenant is not
+        forgotten."""
 
 
-class _Door:
-    """Requests of one kind that wait to be let in: a tenant's in the order in which they came, tenants in turns.
+class _AdmissionQueue:
+    """Waiters of one kind: those of a tenant in the order in which they came, tenants in turns.
 
-    Tenants have queues of their own: one that may not have more must not bar the way for others.
+    Tenants have queues of their own: one that may not have more must not hold up others.
     """
 
-    __slots__ = ("queues",)
+    __slots__ = ("by_tenant",)
 
     def __init__(self) -> None:
-        self.queues: dict[str, deque[_AtDoor]] = {}
-        """By tenant, the one whose turn it is first. None is empty."""
+        self.by_tenant: dict[str, deque[_Waiter]] = {}
+        """The tenant first whose turn it is. No queue is empty."""
 
-    def add(self, entry: _AtDoor) -> None:
-        self.queues.setdefault(entry.permit.guest.tenant, deque()).append(entry)
+    def add(self, waiter: _Waiter) -> None:
+        self.by_tenant.setdefault(waiter.permit.tenant, deque()).append(waiter)
 
-    def remove(self, entry: _AtDoor) -> None:
+    def remove(self, waiter: _Waiter) -> None:
         """It need not be there."""
-        tenant = entry.permit.guest.tenant
-        queue = self.queues.get(tenant)
-        if queue is None or entry not in queue:
+        tenant = waiter.permit.tenant
+        queue = self.by_tenant.get(tenant)
+        if queue is None or waiter not in queue:
             return
-        queue.remove(entry)
+        queue.remove(waiter)
         if not queue:
-            del self.queues[tenant]
+            del self.by_tenant[tenant]
 
-    def pop(self, tenant: str) -> _AtDoor:
-        """The tenant's next request. Its other ones have their turn after those of all others."""
-        queue = self.queues.pop(tenant)
-        entry = queue.popleft()
+    def pop(self, tenant: str) -> _Waiter:
+        """The tenant's next waiter. Its other ones have their turn after those of all other tenants."""
+        queue = self.by_tenant.pop(tenant)
+        waiter = queue.popleft()
         if queue:
-            self.queues[tenant] = queue
-        return entry
+            self.by_tenant[tenant] = queue
+        return waiter
 
     def put_last(self, tenant: str) -> None:
-        self.queues[tenant] = self.queues.pop(tenant)
+        self.by_tenant[tenant] = self.by_tenant.pop(tenant)
 
 
 class Admission:
-    def __init__(
-        self,
-        *,
-        max_requests: int,
-        max_wait_s: float,
-        short_tokens: int,
-        tokens_waiting: Callable[[], int],
-        tokens_ahead: Callable[[int, Priority, str], int],
-        tokens_per_s: Callable[[], float],
-    ) -> None:
-        """`short_tokens`: up to so many make a request a short one, which waits for none but its like.
-
-        `tokens_waiting` is all that is in the queue and on the workers, `tokens_ahead` what of it a tenant's request of
-        so many would wait for; `tokens_per_s` is that of all workers, above 0.
-        """
+    def __init__(self, *, max_requests: int, max_wait_s: float, policy: BatchingPolicy, workers: Workers) -> None:
+        """At most `max_requests` have a permit, none of which would wait for longer than `max_wait_s` by the estimate
+        of `policy`. A request of at most `policy.quantum` tokens is a short one, which waits only for its like."""
         self._max_requests = max_requests
         self._max_wait_s = max_wait_s
-        self._short_tokens = short_tokens
-        self._tokens_waiting = tokens_waiting
-        self._tokens_ahead = tokens_ahead
-        self._tokens_per_s = tokens_per_s
-        # Order is kept among equals: a bulk request that finds no room must not bar the way for short ones.
-        self._doors = [(_Door(), _Door()) for _ in Priority]
-        self._num_at_door = 0
-        self._is_opening_due = False
-        self._guests: dict[str, Waiter] = {}
+        self._policy = policy
+        self._workers = workers
+        # Order is kept among equals: a large request that finds no room must not hold up short ones.
+        self._queues = [(_AdmissionQueue(), _AdmissionQueue()) for _ in Priority]
+        self._num_waiters = 0
+        self._is_look_due = False
+        self._uses: dict[str, _TenantUse] = {}
         self.num_requests = 0
-        """With a permit."""
+        """Requests with a permit."""
         self.num_unqueued = 0
-        """Tokens of theirs that are not queued yet, estimated."""
+        """Tokens of these that are not queued yet, estimated."""
 
     def try_enter(self, num_tokens: int, priority: Priority, deadline: float, tenant: str = "") -> Permit | None:
-        """A permit for a tenant's request of about `num_tokens`, if there is one now and none of its like is at the
-        door."""
-        permit = Permit(self, self._guest(tenant), num_tokens, priority, deadline)
-        if (self._num_at_door and tenant in self._door(permit).queues) or self._obstacle(permit) is not None:
-            self._forget_if_gone(permit.guest)
+        """A permit for a tenant's request of about `num_tokens`, if there is one now and none of its like waits."""
+        permit = Permit(self, self._use(tenant), num_tokens, priority, deadline)
+        if (self._num_waiters and tenant in self._queue(permit).by_tenant) or self._rejection_reason(permit):
+            self._forget_if_unused(permit.use)
             return None
         self._grant(permit)
         return permit
 
     async def enter(self, num_tokens: int, priority: Priority, deadline: float, tenant: str = "") -> Permit:
-        """The same, after a moment at the door if need be. Raises TooManyRequests."""
+        """A permit as by `try_enter`, after a moment in the admission queue if need be. Raises TooManyRequests."""
         if (granted := self.try_enter(num_tokens, priority, deadline, tenant)) is not None:
             return granted
-        permit = Permit(self, self._guest(tenant), num_tokens, priority, deadline)
-        entry = _AtDoor(permit, asyncio.get_running_loop().create_future())
-        self._go_to_door(entry)
+        permit = Permit(self, self._use(tenant), num_tokens, priority, deadline)
+        waiter = _Waiter(permit, asyncio.get_running_loop().create_future())
+        self._add_waiter(waiter)
         try:
-            async with asyncio.timeout(min(_DOOR_S, deadline - time.monotonic())):
-                await entry.let_in
+            async with asyncio.timeout(min(_MAX_WAIT_FOR_PERMIT_S, deadline - time.monotonic())):
+                await waiter.admitted
         except TimeoutError:
-            self._leave_door(entry)
-            if not entry.is_let_in:
-                self._enter_or_refuse(permit)
+            self._remove_waiter(waiter)
+            if not waiter.is_admitted:
+                self._grant_or_reject(permit)
         except BaseException:
-            self._leave_door(entry)
-            if entry.is_let_in:
+            self._remove_waiter(waiter)
+            if waiter.is_admitted:
                 permit.release()
             raise
         finally:
-            self._forget_if_gone(permit.guest)
+            self._forget_if_unused(permit.use)
         return permit
 
-    def leave(self, guest: Waiter) -> None:
-        """A request gives its permit back."""
+    def leave(self, use: _TenantUse) -> None:
+        """Take a tenant's permit back."""
         self.num_requests -= 1
-        guest.num_requests -= 1
-        self._forget_if_gone(guest)
-        self._open_door_soon()
+        use.num_requests -= 1
+        self._forget_if_unused(use)
+        self._admit_waiters_soon()
 
-    def _open_door_soon(self) -> None:
-        """Once for all who leave in this turn of the loop: it is a look at some fifty of those who wait."""
-        if self._num_at_door and not self._is_opening_due:
-            self._is_opening_due = True
-            asyncio.get_running_loop().call_soon(self.open_door)
-
-    def open_door(self) -> None:
-        """Let in who stands at the door, as far as there is room."""
-        self._is_opening_due = False
-        if not self._num_at_door:
+    def admit_waiters(self) -> None:
+        """Grant permits to waiters, as far as there is room."""
+        self._is_look_due = False
+        if not self._num_waiters:
             return
-        for doors in self._doors:
-            for door in doors:
-                self._let_in(door)
+        for queues in self._queues:
+            for queue in queues:
+                self._admit_from(queue)
 
     @property
     def num_tenants(self) -> int:
-        """With a request in the house or at its door."""
-        return len(self._guests)
+        """Tenants with a permit or a waiter."""
+        return len(self._uses)
 
     def num_requests_of(self, tenant: str) -> int:
-        """With a permit."""
-        guest = self._guests.get(tenant)
-        return guest.num_requests if guest is not None else 0
+        """Requests of a tenant with a permit."""
+        use = self._uses.get(tenant)
+        return use.num_requests if use is not None else 0
 
     def wait_s(self, num_tokens: int, priority: Priority, tenant: str = "") -> float:
-        """Until a tenant's request of so many tokens would have had its turn, if it were queued now."""
-        return self._wait_s(num_tokens, priority, self._guests.get(tenant) or Waiter(tenant))
+        """Estimated seconds until a tenant's request of `num_tokens` would have had its turn, if it were queued now."""
+        return self._wait_s(num_tokens, priority, self._uses.get(tenant) or _TenantUse(tenant))
 
-    def _wait_s(self, num_tokens: int, priority: Priority, guest: Waiter) -> float:
-        unqueued = min(guest.num_unqueued, num_tokens * guest.num_requests)
-        num_others = len(self._guests) - (guest.tenant in self._guests)
-        unqueued += min(self.num_unqueued - guest.num_unqueued, (num_tokens + unqueued) * num_others)
-        return (self._tokens_ahead(num_tokens, priority, guest.tenant) + unqueued) / self._tokens_per_s()
+    def _wait_s(self, num_tokens: int, priority: Priority, use: _TenantUse) -> float:
+        unqueued = Unqueued(
+            own_tokens=use.num_unqueued,
+            own_requests=use.num_requests,
+            others_tokens=self.num_unqueued - use.num_unqueued,
+            num_others=len(self._uses) - (use.tenant in self._uses),
+        )
+        return self._policy.wait_s(num_tokens, priority, use.tenant, unqueued, self._workers)
 
-    # --- at the door ----------------------------------------------------------------------------------------
+    # --- waiters --------------------------------------------------------------------------------------------
 
-    def _door(self, permit: Permit) -> _Door:
-        return self._doors[permit.priority][permit.num_tokens > self._short_tokens]
+    def _queue(self, permit: Permit) -> _AdmissionQueue:
+        return self._queues[permit.priority][permit.num_tokens > self._policy.quantum]
 
-    def _go_to_door(self, entry: _AtDoor) -> None:
-        guest = entry.permit.guest
-        if guest.num_at_door >= _TIMES_FREE * (_MAX_AT_DOOR - self._num_at_door):
-            reason = _too_many("wait to be admitted", guest.num_at_door, self._num_at_door, _MAX_AT_DOOR)
-            refusal = self._refusal(entry.permit, reason)
-            self._forget_if_gone(guest)
-            raise refusal
-        self._door(entry.permit).add(entry)
-        self._num_at_door += 1
-        guest.num_at_door += 1
+    def _add_waiter(self, waiter: _Waiter) -> None:
+        use = waiter.permit.use
+        if use.num_waiters >= _TIMES_FREE * (_MAX_WAITERS - self._num_waiters):
+            reason = _too_many("wait to be admitted", use.num_waiters, self._num_waiters, _MAX_WAITERS)
+            rejection = self._rejection(waiter.permit, reason)
+            self._forget_if_unused(use)
+            raise rejection
+        self._queue(waiter.permit).add(waiter)
+        self._num_waiters += 1
+        use.num_waiters += 1
 
-    def _let_in(self, door: _Door) -> None:
-        num_looks = min(_MAX_LOOKS, len(door.queues))
-        while num_looks and door.queues:
-            tenant, queue = next(iter(door.queues.items()))
-            if not queue[0].let_in.done() and self._obstacle(queue[0].permit) is not None:
-                door.put_last(tenant)
+    def _admit_waiters_soon(self) -> None:
+        """Once for all requests that are over in this turn of the loop: it looks at some fifty waiters."""
+        if self._num_waiters and not self._is_look_due:
+            self._is_look_due = True
+            asyncio.get_running_loop().call_soon(self.admit_waiters)
+
+    def _admit_from(self, queue: _AdmissionQueue) -> None:
+        num_looks = min(_MAX_LOOKS, len(queue.by_tenant))
+        while num_looks and queue.by_tenant:
+            tenant, waiters = next(iter(queue.by_tenant.items()))
+            if not waiters[0].admitted.done() and self._rejection_reason(waiters[0].permit):
+                queue.put_last(tenant)
                 num_looks -= 1
                 continue
-            entry = door.pop(tenant)
-            if not entry.let_in.done():  # else it is just leaving
-                self._count_out(entry)
-                entry.is_let_in = True
-                self._grant(entry.permit)
-                entry.let_in.set_result(None)
+            waiter = queue.pop(tenant)
+            if not waiter.admitted.done():  # else it is just leaving
+                self._count_out(waiter)
+                waiter.is_admitted = True
+                self._grant(waiter.permit)
+                waiter.admitted.set_result(None)
 
-    def _leave_door(self, entry: _AtDoor) -> None:
-        self._door(entry.permit).remove(entry)
-        if entry.is_at_door:
-            self._count_out(entry)
-        self._open_door_soon()  # somebody behind it may need less
+    def _remove_waiter(self, waiter: _Waiter) -> None:
+        self._queue(waiter.permit).remove(waiter)
+        if waiter.is_counted:
+            self._count_out(waiter)
+        self._admit_waiters_soon()  # one behind it may need less
 
-    def _count_out(self, entry: _AtDoor) -> None:
-        entry.is_at_door = False
-        self._num_at_door -= 1
-        entry.permit.guest.num_at_door -= 1
+    def _count_out(self, waiter: _Waiter) -> None:
+        waiter.is_counted = False
+        self._num_waiters -= 1
+        waiter.permit.use.num_waiters -= 1
 
-    def _enter_or_refuse(self, permit: Permit) -> None:
-        """At the end of the wait. Nobody has left meanwhile, perhaps, but what was queued may be done."""
-        if (obstacle := self._obstacle(permit)) is not None:
-            raise self._refusal(permit, obstacle)
+    def _grant_or_reject(self, permit: Permit) -> None:
+        """At the end of the wait. No request may be over since, but what was queued may be done."""
+        if (reason := self._rejection_reason(permit)) is not None:
+            raise self._rejection(permit, reason)
         self._grant(permit)
 
-    # --- in the house ---------------------------------------------------------------------------------------
+    # --- permits --------------------------------------------------------------------------------------------
 
-    def _guest(self, tenant: str) -> Waiter:
-        guest = self._guests.get(tenant)
-        if guest is None:
-            guest = self._guests[tenant] = Waiter(tenant)
-        return guest
+    def _use(self, tenant: str) -> _TenantUse:
+        use = self._uses.get(tenant)
+        if use is None:
+            use = self._uses[tenant] = _TenantUse(tenant)
+        return use
 
-    def _forget_if_gone(self, guest: Waiter) -> None:
-        is_gone = not guest.num_requests and not guest.num_at_door
-        if is_gone and self._guests.get(guest.tenant) is guest:  # and not a new one of the same tenant
-            del self._guests[guest.tenant]
+    def _forget_if_unused(self, use: _TenantUse) -> None:
+        is_unused = not use.num_requests and not use.num_waiters
+        if is_unused and self._uses.get(use.tenant) is use:  # and not a new one of the same tenant
+            del self._uses[use.tenant]
 
     def _grant(self, permit: Permit) -> None:
         permit.num_unqueued = permit.num_tokens
-        permit.guest.num_unqueued += permit.num_tokens
-        permit.guest.num_requests += 1
+        permit.use.num_unqueued += permit.num_tokens
+        permit.use.num_requests += 1
         self.num_unqueued += permit.num_tokens
         self.num_requests += 1
 
-    def _obstacle(self, permit: Permit) -> str | None:
+    def _rejection_reason(self, permit: Permit) -> str | None:
         """Why there is no room for a request; None if there is, as there always is for a lone one."""
         if self.num_requests == 0:
             return None
-        guest = permit.guest
-        if guest.num_requests >= _TIMES_FREE * (self._max_requests - self.num_requests):
-            return _too_many("are being served", guest.num_requests, self.num_requests, self._max_requests)
+        use = permit.use
+        if use.num_requests >= _TIMES_FREE * (self._max_requests - self.num_requests):
+            return _too_many("are being served", use.num_requests, self.num_requests, self._max_requests)
         safe_s = _SAFE_PART * (permit.deadline - time.monotonic())
-        if self._tokens_waiting() + self.num_unqueued <= min(safe_s, self._max_wait_s) * self._tokens_per_s():
-            return None  # whatever the order: this takes a tenth of the time, and there is seldom more to say
-        wait_s = self._wait_s(permit.num_tokens, permit.priority, guest)
+        if self._policy.max_wait_s(self.num_unqueued, self._workers) <= min(safe_s, self._max_wait_s):
+            return None
+        wait_s = self._wait_s(permit.num_tokens, permit.priority, use)
         if wait_s > self._max_wait_s:
             return f"the wait would be about {wait_s:.0f} s, at most {self._max_wait_s:g} s are allowed"
         if wait_s > safe_s:
@@ -327,8 +320,8 @@ class Admission:
             return f"the wait would be about {wait_s:.2g} s, too long for a deadline that is {left_s:.2g} s away"
         return None
 
-    def _refusal(self, permit: Permit, reason: str) -> TooManyRequests:
-        return TooManyRequests(reason, retry_after_s=self._wait_s(permit.num_tokens, permit.priority, permit.guest))
+    def _rejection(self, permit: Permit, reason: str) -> TooManyRequests:
+        return TooManyRequests(reason, retry_after_s=self._wait_s(permit.num_tokens, permit.priority, permit.use))
 
 
 def _too_many(do_what: str, num_of_tenant: int, num_in_all: int, max_in_all: int) -> str:

@@ -1,6 +1,6 @@
 """Deadlines of many requests for the price of one timer.
 
-Owns the clock's ticks and what is due at each. A deadline is kept at most a tick late. Setting and dropping one costs
+Owns the clock's ticks and what is due at each. A deadline is met at most a tick late. Setting and dropping one costs
 0.5 µs together, an event loop's own timer 4 µs; nearly all are dropped. Called by `vecd.gateway.pipeline`.
 """
 
@@ -16,7 +16,7 @@ TICK_S = 0.02
 
 class Deadlines(Generic[T]):
     def __init__(self, on_due: Callable[[T], None], clock: Callable[[], float] = time.monotonic) -> None:
-        """`on_due` is called with what is still there when its deadline has passed."""
+        """`on_due` is called with each thing that has not been dropped when its deadline has passed."""
         self._on_due = on_due
         self._clock = clock
         self._due: dict[int, set[T]] = {}
@@ -24,7 +24,7 @@ class Deadlines(Generic[T]):
         self._seen = 0
 
     def set(self, thing: T, deadline: float) -> int:
-        """Remember a deadline, in the clock's seconds; returns what `drop` wants. Call on the running loop."""
+        """Remember a deadline, in the clock's seconds; returns the tick that `drop` needs. Call on the running loop."""
         tick = max(self._seen + 1, int(deadline / TICK_S) + 1)
         if tick in self._due:
             self._due[tick].add(thing)

@@ -1,11 +1,11 @@
-"""Who sends a request, and how much of what its key allows is used: each gateway knows its own part.
+"""Principals: the senders of requests, and the quotas of their keys.
 
-Owns the callers and their limits, `tokens_per_s` and `max_requests`. A caller's tenant, in whose turn its requests are
-served, is its key's name, or its address where there are no keys. Pure: no socket, no task. Called by
-`vecd.gateway.pipeline`.
+Owns the quotas `tokens_per_s` and `max_requests`, and how much of them is used. A principal's tenant, in whose turn its
+requests are served, is the name of its key, or its address where there are no keys. Pure: no socket, no task. Called by
+`vecd.gateway.api.application` and `vecd.gateway.pipeline`.
 
-Limits are of the whole server. Gateways know nothing of one another, so each allows its part: a caller whose
-connections all are with one of two gateways gets half of its tokens.
+Quotas are for the whole server. Gateways share no counters, so each allows its part: a principal with all its
+connections at one of two gateways gets half of its tokens.
 """
 
 import time
@@ -18,32 +18,32 @@ from vecd.gateway.types.errors import RateLimited
 from vecd.gateway.types.request import Priority
 
 BURST_S = 5.0
-"""Of its `tokens_per_s`, a caller who has been silent may send so many seconds' worth at once."""
+"""Seconds of its `tokens_per_s` that a principal may send at once after a silence."""
 
 
 class Principal:
-    """Whoever sends a request: one without a key, who is not limited."""
+    """The sender of a request. This one has no key, and no quota."""
 
     max_priority = Priority.INTERACTIVE
     is_admin = False
     sees_metrics = True
     name = ""
-    """Of the key; "" without one."""
+    """The name of its key; "" without one."""
 
     def __init__(self, tenant: str) -> None:
         self.tenant = tenant
 
-    def check_limits(self) -> None:
-        """Raises RateLimited if a request, whatever its size, would be one too many now."""
+    def check_quota(self) -> None:
+        """Raises RateLimited if no request, whatever its size, would be accepted now."""
 
-    def spend(self, num_tokens: int) -> "Reservation":
-        """Begin a request of about so many tokens. Raises RateLimited. What it returns is to be entered, and left when
-        the request is answered."""
-        return _FREE
+    def reserve(self, num_tokens: int) -> "Reservation":
+        """Begin a request of about `num_tokens`. Raises RateLimited. The reservation must be entered, and left when the
+        request is over."""
+        return _UNLIMITED
 
 
 class KeyPrincipal(Principal):
-    """Everybody who sends a certain key."""
+    """All senders of one key."""
 
     def __init__(self, key: ApiKey, num_gateways: int, clock: Callable[[], float]) -> None:
         super().__init__(key.name)
@@ -51,14 +51,14 @@ class KeyPrincipal(Principal):
         self._num_gateways = num_gateways
         self._clock = clock
         self.num_running = 0
-        """Embedding requests, at this gateway now."""
+        """Embedding requests that this gateway is serving."""
         self.num_requests = self.num_tokens = self.num_refused = 0
-        """Since this gateway knows the key; those refused were over one of its limits."""
+        """Since this gateway knows the key. Requests over the quota are refused."""
         self._tokens_per_s: float | None = None
         self.set_key(key)
 
     def set_key(self, key: ApiKey) -> None:
-        """Other limits and scopes of the same name. What has been used stays used."""
+        """Replace quota and scopes by those of another key of the same name. What has been used stays used."""
         self.key = key
         self.max_priority = Priority[key.max_priority.upper()]
         self.is_admin = "admin" in key.scopes
@@ -74,10 +74,10 @@ class KeyPrincipal(Principal):
         self._max_level = tokens_per_s * BURST_S
         if is_first:
             self._level = self._max_level
-            """Tokens that may be sent; below 0 for what was sent beyond them."""
+            """Tokens that may be sent now; below 0 after a request that took more than there were."""
             self._filled_at = self._clock()
 
-    def check_limits(self) -> None:
+    def check_quota(self) -> None:
         if self._max_running is not None and self.num_running >= self._max_running:
             self._refuse(
                 f"{self.num_running} requests with this API key are being served, at most {self._max_running} are at "
@@ -92,20 +92,20 @@ class KeyPrincipal(Principal):
                 retry_after_s=wait_s,
             )
 
-    def spend(self, num_tokens: int) -> "Reservation":
-        self.check_limits()
+    def reserve(self, num_tokens: int) -> "Reservation":
+        self.check_quota()
         self.num_requests += 1
         self.num_running += 1
         return _KeyReservation(self, num_tokens)
 
     def charge(self, num_tokens: int) -> None:
-        """So many more tokens, or fewer than were thought."""
+        """Count `num_tokens` as used; below 0: give them back."""
         self.num_tokens += num_tokens
         if self._tokens_per_s is not None:
             self._level -= num_tokens
 
     def describe(self) -> dict[str, Any]:
-        """For `GET /admin/keys`: the key's limits, and what this gateway knows of its use."""
+        """For `GET /admin/keys`: the key's quota, and how much of it is used at this gateway."""
         return {
             "name": self.key.name,
             "scopes": list(self.key.scopes),
@@ -121,7 +121,7 @@ class KeyPrincipal(Principal):
         }
 
     def _fill(self, tokens_per_s: float) -> float:
-        """The level of the key's bucket, now."""
+        """Refill the key's bucket; returns its level."""
         now = self._clock()
         self._level = min(self._max_level, self._level + (now - self._filled_at) * tokens_per_s)
         self._filled_at = now
@@ -133,13 +133,13 @@ class KeyPrincipal(Principal):
 
 
 class Reservation:
-    """What one request takes of its caller's limits, until it is answered. This one: of nobody's."""
+    """The part of a quota that one request takes until it is over. This one takes nothing."""
 
     def settle(self, num_tokens: int) -> None:
-        """It is known how many tokens the request has: the next ones are judged by that."""
+        """Replace the estimate: the request has `num_tokens`."""
 
     def note_sent(self, num_tokens: int) -> None:
-        """So many are all that workers had of the request: should it fail, they are what it costs. 0 before that."""
+        """Workers had `num_tokens` of the request, which is its price if it fails; 0 until this is called."""
 
     def __enter__(self) -> "Reservation":
         return self
@@ -148,20 +148,20 @@ class Reservation:
         pass
 
 
-_FREE = Reservation()
+_UNLIMITED = Reservation()
 
 
 class _KeyReservation(Reservation):
-    __slots__ = ("_holder", "_num_sent", "_num_tokens")
+    __slots__ = ("_num_sent", "_num_tokens", "_principal")
 
-    def __init__(self, holder: KeyPrincipal, num_tokens: int) -> None:
-        self._holder = holder
+    def __init__(self, principal: KeyPrincipal, num_tokens: int) -> None:
+        self._principal = principal
         self._num_sent = 0
         self._num_tokens = 0
         self.settle(num_tokens)
 
     def settle(self, num_tokens: int) -> None:
-        self._holder.charge(num_tokens - self._num_tokens)
+        self._principal.charge(num_tokens - self._num_tokens)
         self._num_tokens = num_tokens
 
     def note_sent(self, num_tokens: int) -> None:
@@ -170,48 +170,47 @@ class _KeyReservation(Reservation):
     def __exit__(self, error_type: type[BaseException] | None, *_: object) -> None:
         if error_type is not None:
             self.settle(self._num_sent)
-        self._holder.num_running -= 1
+        self._principal.num_running -= 1
 
 
 class Principals:
-    """Finds out who sends a request."""
+    """Identifies the sender of a request."""
 
     def __init__(
         self, keys: Sequence[ApiKey], num_gateways: int = 1, clock: Callable[[], float] = time.monotonic
     ) -> None:
         self._num_gateways = num_gateways
         self._clock = clock
-        self._holders: dict[str, KeyPrincipal] = {}
+        self._by_name: dict[str, KeyPrincipal] = {}
         self.set_keys(keys)
 
     def set_keys(self, keys: Sequence[ApiKey]) -> None:
-        """From now on these are the keys. What is running goes on; keys whose name stays keep what they have used."""
+        """Replace the keys. Running requests go on; a key with the name of an old one keeps its use."""
         self._auth = Auth(keys)
-        holders, self._holders = self._holders, {}
+        before, self._by_name = self._by_name, {}
         for key in keys:
-            holder = holders.get(key.name)
-            if holder is None:
-                holder = KeyPrincipal(key, self._num_gateways, self._clock)
+            principal = before.get(key.name)
+            if principal is None:
+                principal = KeyPrincipal(key, self._num_gateways, self._clock)
             else:
-                holder.set_key(key)
-            self._holders[key.name] = holder
+                principal.set_key(key)
+            self._by_name[key.name] = principal
 
     @property
-    def are_known(self) -> bool:
-        """Whether there are keys."""
-        return bool(self._holders)
+    def have_keys(self) -> bool:
+        return bool(self._by_name)
 
     @property
-    def holders(self) -> Sequence[KeyPrincipal]:
-        return tuple(self._holders.values())
+    def with_keys(self) -> Sequence[KeyPrincipal]:
+        return tuple(self._by_name.values())
 
     def identify(
         self, headers: Mapping[str, str], client: str, scope: str | None, *, is_admin: bool = False
     ) -> Principal:
-        """Who sends a request from the address `client` to a path that asks for `scope`; for none: anybody.
+        """The sender of a request from the address `client` to a path that needs `scope`; None: any sender may.
 
-        `is_admin`: on the admin listener, which is open unless a key has the scope "admin". Raises InvalidApiKey,
-        PermissionDenied.
+        `is_admin`: the request came on the admin listener, which is open unless a key has the scope "admin". Raises
+        InvalidApiKey for an unknown or missing key, PermissionDenied for a key without the scope.
         """
         if scope is None or (is_admin and not self._auth.has_scope("admin")):
             return Principal(client)
@@ -219,4 +218,4 @@ class Principals:
         if key is None:
             return Principal(client)
         check_scope(key, scope)
-        return self._holders[key.name]
+        return self._by_name[key.name]

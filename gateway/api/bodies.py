@@ -1,8 +1,8 @@
-"""Parses request bodies without holding up the event loop, whatever their size.
+"""Parses request bodies of any size without blocking the event loop.
 
 Owns the line between small bodies, which are parsed at once, and large ones, which are parsed in a thread and in
-pieces (`vecd.gateway.api.json_stream`), with the same outcome. Knows no dialect: which fields may be large is for its
-caller to say, and what the fields mean for the function it passes. A body that was sent compressed is decompressed here
+pieces (`vecd.gateway.api.json_stream`), with the same result. Knows no dialect: the caller says which fields may be
+large, and passes the function that reads the fields. A compressed body is decompressed here
 (`vecd.gateway.http.decompress`), by the same rule. Called by `vecd.gateway.api.handlers`.
 
 Measured, 45 MB of token ids: given to orjson at once they hold the GIL for 1.6 s.
@@ -25,29 +25,30 @@ from vecd.gateway.types.messages import Coding
 T = TypeVar("T")
 
 _INLINE_BYTES = 64 * 1024
-"""Up to so many are parsed on the event loop: 0.06 ms of texts, 0.15 ms of token ids, at worst (empty lists) 1.1 ms."""
+"""Bodies of at most so many bytes are parsed on the event loop: 0.06 ms for texts, 0.15 ms for token ids, at worst
+(empty lists) 1.1 ms."""
 
 _MAX_WAITING_BYTES = 256 * 1024 * 1024
-"""Of large bodies that are being parsed, or wait for it. What they become takes as much again. One tenant's take at
-most half of it, so that there is room for another's."""
+"""Limit on all large bodies that are being parsed or wait for it. Their parsed values take as much again. The bodies
+of one tenant take at most half of it, so that there is room for another's."""
 
 _BYTES_PER_S = 50e6
-"""So fast they are parsed at the slowest: token ids."""
+"""The lowest rate of parsing, which token ids have; for Retry-After."""
 _INFLATED_AT_A_TIME_BYTES = 1024 * 1024
-"""Takes 3 ms from gzip, which lets go of the GIL meanwhile."""
+"""Bytes that one step decompresses: 3 ms with gzip, which releases the GIL meanwhile."""
 _DECOMPRESSOR_BYTES = 256 * 1024
-"""Of a zstd decompressor; gzip's is smaller."""
+"""Memory of a zstd decompressor; gzip's is smaller."""
 
 
 class Bodies:
     def __init__(self, threads: Threads, *, max_inputs: int, max_chars: int, max_ids: int, max_bytes: int) -> None:
-        """`max_chars` and `max_ids` are the most that is looked at of one input; see `Bounds`. `max_bytes`: the most
-        that a body may become when it is decompressed."""
+        """`max_chars` and `max_ids`: how much of one input is read; see `Bounds`. `max_bytes`: how large a body may
+        become when it is decompressed."""
         self._threads = threads
         self._max_bytes = max_bytes
         self._num_waiting_bytes = 0
         self._num_bytes_of: Counter[str] = Counter()
-        """By tenant; those with none are not there."""
+        """By tenant, without those that have none."""
         self._bounds = Bounds(max_items=max_inputs, max_chars=max_chars, max_ids=max_ids)
 
     async def parse(
@@ -59,14 +60,16 @@ class Bodies:
         small_fields: frozenset[str] = frozenset(),
         coding: Coding | None = None,
     ) -> T:
-        """What `parse_fields` makes of the fields of the object that the body is. `tenant`: whose it is, if anybody's.
+        """Parse the JSON object in `body`, and return the result of `parse_fields` for its fields.
 
         `large_fields`: names of the fields that may hold megabytes: a string, a list of strings, of numbers or of
         lists of numbers. `small_fields`: others that an error may name. In a large body, lists of int32 in large
-        fields come as `array("i")`, and strings and lists of numbers without what goes beyond the bounds.
-        `parse_fields` is then called in a thread. `coding`: of the body as it was sent. Raises BadRequest for anything
-        but a JSON object in that coding, PayloadTooLarge for one that is too long without it, TooManyRequests when too
-        much waits to be parsed, of all bodies or of this tenant's, and what `parse_fields` raises.
+        fields come as `array("i")`, and strings and lists of numbers are cut at the bounds; `parse_fields` is then
+        called in a thread. `tenant`: the owner of the body, "" if there is none. `coding`: the body's Content-Encoding.
+
+        Raises BadRequest for anything but a JSON object in that coding, PayloadTooLarge for one that is too long when
+        decompressed, TooManyRequests when too many bytes wait to be parsed, of all bodies or of this tenant's, and
+        what `parse_fields` raises.
         """
         inflating = None if coding is None else Decompression(body, coding, self._max_bytes)
         if inflating is not None and len(body) <= _INLINE_BYTES:
@@ -85,7 +88,7 @@ class Bodies:
     async def _inflate(
         self, inflating: Decompression, num_sent_bytes: int, wait_with: Callable[[int], None], tenant: str
     ) -> bytes:
-        """A turn at a time, each of which is counted before the next: nobody knows how much it becomes."""
+        """Decompress step by step, and count the bytes before each, because the whole size is not known."""
         advance = partial(inflating.advance, _INFLATED_AT_A_TIME_BYTES)
         while not inflating.is_complete:
             wait_with(num_sent_bytes + inflating.num_bytes + _DECOMPRESSOR_BYTES)
@@ -95,8 +98,8 @@ class Bodies:
 
     @contextmanager
     def _waiting(self, tenant: str) -> Iterator[Callable[[int], None]]:
-        """What it gives is to be told how many bytes wait; it raises TooManyRequests instead, where others wait already
-        and so many would be too much beside them."""
+        """Yield a function that sets how many bytes of this body wait. It raises TooManyRequests if other bodies wait
+        and so many more would exceed a limit."""
         num_own = 0
 
         def wait_with(num_bytes: int) -> None:
@@ -120,10 +123,10 @@ class Bodies:
             del self._num_bytes_of[tenant]
 
 
-def _check_room(num_waiting: int, num_bytes: int, limit: int, whose: str) -> None:
+def _check_room(num_waiting: int, num_bytes: int, limit: int, what: str) -> None:
     if num_waiting and num_waiting + num_bytes > limit:
         raise TooManyRequests(
-            f"{whose} {num_waiting} bytes wait to be parsed, this one has {num_bytes}, at most {limit} may",
+            f"{what} {num_waiting} bytes wait to be parsed, this one has {num_bytes}, at most {limit} may",
             retry_after_s=num_waiting / _BYTES_PER_S,
         )
 
@@ -132,7 +135,7 @@ def _parse_object(body: bytes) -> dict[str, Any]:
     try:
         fields = orjson.loads(body)
     except orjson.JSONDecodeError as error:
-        # The library says what and where, and quotes nothing.
+        # The message of the library has the fault and its place, and quotes nothing.
         raise BadRequest(f"The body is not valid JSON: {error}") from None
     if not isinstance(fields, dict):
         raise BadRequest("The body must be a JSON object")

@@ -1,29 +1,26 @@
-"""Which web pages may call: cross-origin resource sharing, off unless origins are configured.
+"""Cross-origin resource sharing: which web pages may call. Off unless origins are configured.
 
-Owns the headers by which a browser lets a page read an answer, and the answers to its preflights. Knows no path and no
-key: a preflight never carries one, and a key is still asked for of the request that follows. Nothing is ever allowed
-with cookies, so that a page of an allowed origin can do no more than its key. Pure; called by `vecd.gateway.pipeline`,
-never for the admin listener, which answers no page at all.
+Owns the headers by which a browser lets a page read a response, and the responses to preflights. Knows no path and no
+key: a preflight never carries a key, and the request that follows needs one all the same. Cookies are never allowed, so
+a page of an allowed origin can do no more than its key. Pure. Called by `vecd.gateway.api.application`; the HTTP server
+adds no such headers on the admin listener.
 
 Source: the Fetch standard, "CORS protocol"; "Private Network Access" for the one header of it.
 """
 
 import re
 from collections.abc import Mapping, Sequence
-from typing import TYPE_CHECKING
 
 from vecd.gateway.admission.principals import Principal
+from vecd.gateway.api.context import Context
 from vecd.gateway.api.routes import Route
 from vecd.gateway.types.messages import HttpRequest, Response
-
-if TYPE_CHECKING:
-    from vecd.gateway.pipeline import Pipeline
 
 ANY = "*"
 _METHODS = "GET, HEAD, POST, OPTIONS"
 _USUAL_HEADERS = "authorization, content-type"
 _MAX_AGE_S = 7200
-"""For so long a browser need not ask again; Chromium remembers no longer."""
+"""How long a browser may keep the response to a preflight; Chromium keeps none for longer."""
 _ALWAYS_EXPOSED = ("x-request-id", "retry-after")
 _READABLE_ANYWAY = {"content-type", "content-length", "vary", "access-control-allow-origin"}
 _DEFAULT_PORTS = {"http": ":80", "https": ":443"}
@@ -31,15 +28,17 @@ _HEADER_NAMES = re.compile(r"[!#$%&'*+.^_`|~0-9A-Za-z-]+(?:[ \t]*,[ \t]*[!#$%&'*
 
 
 class Cors:
-    """What pages of some origins may. Immutable."""
+    """The rules for pages of some origins. Immutable."""
 
     def __init__(self, origins: Sequence[str]) -> None:
-        """`origins`: as `GatewayConfig.cors_origins`; none: no page may."""
+        """`origins`: as in `GatewayConfig.cors_origins`; empty: no page may call."""
         self._allows_any = ANY in origins
+        self.preflight_route = Route(self._handle_preflight, scope=None)
+        """Replaces the route of the path, if the request is a preflight."""
         self._origins = frozenset(map(_as_browsers_write_it, origins))
 
     def is_preflight(self, request: HttpRequest) -> bool:
-        """Whether a browser asks, for a page of an allowed origin, what it may send."""
+        """Whether this is a browser's preflight for a page of an allowed origin."""
         headers = request.headers
         return (
             request.method == "OPTIONS"
@@ -47,15 +46,18 @@ class Cors:
             and self._allowed(headers) is not None
         )
 
-    def answer_preflight(self, request: HttpRequest) -> Response:
-        """Whatever the path, or the page could not read that there is nothing at it.
+    async def _handle_preflight(self, context: Context, http: HttpRequest, principal: Principal) -> Response:
+        return self.preflight_response(http)
 
-        The headers asked for are allowed by name: "*" would leave out Authorization.
+    def preflight_response(self, request: HttpRequest) -> Response:
+        """The response to a preflight. It is the same at an unknown path, or else the page could not read the 404.
+
+        The requested headers are allowed by name, because "*" would leave out Authorization.
         """
-        asked = request.headers.get("access-control-request-headers", "")
+        requested = request.headers.get("access-control-request-headers", "")
         headers = {
             "access-control-allow-methods": _METHODS,
-            "access-control-allow-headers": asked if _HEADER_NAMES.fullmatch(asked) else _USUAL_HEADERS,
+            "access-control-allow-headers": requested if _HEADER_NAMES.fullmatch(requested) else _USUAL_HEADERS,
             "access-control-max-age": str(_MAX_AGE_S),
         }
         if request.headers.get("access-control-request-private-network", "").lower() == "true":
@@ -63,7 +65,7 @@ class Cors:
         return Response(204, headers=headers)
 
     def add_headers(self, response: Response, request: HttpRequest | None) -> None:
-        """What every answer to `request` has, errors included; None: it was not understood."""
+        """Add the headers that every response to `request` has, errors included; None: it could not be parsed."""
         if not self._origins:
             return
         allowed = self._allowed({"origin": ""} if request is None else request.headers)
@@ -74,7 +76,7 @@ class Cors:
                 names = [name for name in response.headers if name not in _READABLE_ANYWAY]
                 added["access-control-expose-headers"] = ", ".join(dict.fromkeys((*_ALWAYS_EXPOSED, *names)))
         if not self._allows_any:
-            # Also to those who get nothing else: a cache must not give their answer to others.
+            # Also on responses without the other headers: a cache must not give them to other origins.
             vary = response.headers.get("vary")
             added["vary"] = f"{vary}, origin" if vary else "origin"
         response.headers = {**response.headers, **added}
@@ -90,14 +92,6 @@ class Cors:
 
 
 def _as_browsers_write_it(origin: str) -> str:
-    """In lower case, and without the port that the scheme has anyway."""
+    """In lower case, and without the default port of the scheme."""
     origin = origin.lower()
     return origin.removesuffix(_DEFAULT_PORTS.get(origin.partition(":")[0], ""))
-
-
-async def _preflight(app: "Pipeline", http: HttpRequest, principal: Principal) -> Response:
-    return app.cors.answer_preflight(http)
-
-
-PREFLIGHT = Route(_preflight, scope=None)
-"""Instead of whatever is at the path."""

@@ -1,9 +1,9 @@
-"""The fields of a request's body, as data: what each may be, how it is read, what the documentation says of it.
+"""The fields of a request's body as data: the values that each may have, its reader, and its documentation.
 
 Owns `Field` and `Fields`, and the readers of the usual kinds of values. Every dialect declares its fields with them,
-and `vecd.gateway.api.openapi` writes the document from the same declarations. Null is the same as absent, unknown
-fields are ignored (clients send dozens), and every refusal names the field, the limit and the value, never a text.
-Pure.
+and `vecd.gateway.api.openapi` writes the document from the same declarations. Null is the same as absent. Unknown
+fields are ignored, because clients send dozens. Every error names the field, the limit and the value, but never quotes
+a text. Pure.
 """
 
 from array import array
@@ -19,7 +19,7 @@ T = TypeVar("T")
 E = TypeVar("E", bound=Enum)
 
 Schema: TypeAlias = dict[str, Any]
-"""JSON Schema, as OpenAPI 3.1 has it."""
+"""A JSON Schema, as in OpenAPI 3.1."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -30,15 +30,15 @@ class Field(Generic[T]):
     description: str
     schema: Schema
     read: Callable[[Any, str], T]
-    """The value, which is not null, and the field's name. Raises BadRequest."""
+    """Takes the value, which is not null, and the name of the field. Raises BadRequest."""
     is_required: bool = False
-    """For the documentation; `Values.require` is what refuses."""
+    """For the documentation; `Values.require` raises the error."""
     is_large: bool = False
     """May hold megabytes of texts or ids; see `vecd.gateway.api.bodies`."""
 
 
 class Values:
-    """What a body has in its fields; absent and null ones have none."""
+    """The values of a body's fields, without absent and null ones."""
 
     __slots__ = ("_values",)
 
@@ -49,11 +49,11 @@ class Values:
         return cast("T | None", self._values.get(field.name))
 
     def has_any(self, names: frozenset[str]) -> bool:
-        """Whether one of the fields of these names is there: quicker to ask than each of them."""
+        """Whether any field of these names has a value; quicker than one look-up for each."""
         return not names.isdisjoint(self._values)
 
     def require(self, field: Field[T]) -> T:
-        """Raises BadRequest where there is none."""
+        """The value. Raises BadRequest if there is none."""
         value = self._values.get(field.name)
         if value is None:
             raise BadRequest(f"'{field.name}' is required: {field.description}", param=field.name)
@@ -72,7 +72,7 @@ class Fields:
         return iter(self._by_name.values())
 
     def read(self, body: Mapping[str, Any]) -> Values:
-        """Looks at what was sent, not at what might have been: most requests have two fields. Raises BadRequest."""
+        """Read the fields of a body. Raises BadRequest. Goes by the names in the body, of which most have two."""
         values: dict[str, Any] = {}
         for name, value in body.items():
             if value is not None and (field := self._by_name.get(name)) is not None:
@@ -80,7 +80,7 @@ class Fields:
         return Values(values)
 
     def schema(self) -> Schema:
-        """Of the whole body."""
+        """The schema of the whole body."""
         properties = {
             field.name: {**field.schema, "description": field.description} for field in self._by_name.values()
         }
@@ -129,7 +129,7 @@ def read_whole_number(value: Any, name: str) -> int:
 
 
 def choice(name: str, description: str, choices: Mapping[str, T], **schema: Any) -> Field[T]:
-    """One of the keys of `choices`; its value is read."""
+    """A field that must be one of the keys of `choices`; it reads as the value of that key."""
 
     def read(value: Any, name: str) -> T:
         if isinstance(value, str) and value in choices:
@@ -143,27 +143,27 @@ def choice(name: str, description: str, choices: Mapping[str, T], **schema: Any)
 def anything(
     name: str, description: str, schema: Schema, *, is_required: bool = False, is_large: bool = False
 ) -> Field[Any]:
-    """Whatever its dialect reads of it."""
+    """A field that reads as it was sent; its dialect checks the value."""
     return Field(name, description, schema, lambda value, _: value, is_required, is_large)
 
 
 def named(enum: type[E]) -> dict[str, E]:
-    """The choices of an enum whose values are what callers write."""
+    """The choices of an enum whose values are the names that clients send."""
     return {member.value: member for member in enum}
 
 
 def given(value: Any) -> str:
-    """What was sent in place of a name: a string is quoted, of anything else its type is told."""
+    """A wrong value, for an error message: a string is quoted, anything else is named by its type."""
     return quoted(value) if isinstance(value, str) else json_type(value)
 
 
 def contradiction(first: str, second: str) -> BadRequest:
-    """Of two fields that say different things of the same."""
+    """The error for two fields that mean the same and have different values."""
     return BadRequest(f"'{first}' and '{second}' contradict each other: send one of them", param=second)
 
 
 def json_type(value: Any) -> str:
-    """What JSON calls the type of a value; never the value itself."""
+    """The name of a value's type in JSON, for an error message."""
     match value:
         case None:
             return "null"
@@ -175,7 +175,7 @@ def json_type(value: Any) -> str:
             return "a number with a fraction, or too large"
         case str():
             return "a string"
-        case list() | array():  # which large bodies' token ids come in
+        case list() | array():  # the token ids of a large body
             return "a list"
         case _:
             return "an object"

@@ -1,7 +1,7 @@
-"""Runs the operations of all dialects: from an HTTP request to its answer.
+"""Runs the operations of all dialects: from an HTTP request to its response.
 
-Owns what they have in common: the body's way into fields, the choice among dialects that share a path, and who is asked
-for what. Knows no dialect by name. Called by `vecd.gateway.pipeline` through the routes that
+Owns what they have in common: parsing the body into fields, choosing among dialects that share a path, and calling the
+embedder. Knows no dialect by name. Called by `vecd.gateway.api.application` through the routes that
 `vecd.gateway.api.registry` makes.
 """
 
@@ -9,77 +9,74 @@ import re
 import time
 from collections.abc import Mapping
 from functools import partial
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import Any, NamedTuple
 
 from vecd.gateway.admission.principals import Principal
+from vecd.gateway.api.context import Context
 from vecd.gateway.api.dialects.headers import parse_timeout_s
-from vecd.gateway.api.operations import Ask, Call, DecodeAsk, Dialect, Operation, TokenizeAsk
+from vecd.gateway.api.operations import Call, Dialect, Operation, ParsedDecode, ParsedEmbed, ParsedTokenize
 from vecd.gateway.api.routes import name_in
 from vecd.gateway.types.errors import ApiError
 from vecd.gateway.types.messages import HttpRequest, Response
 from vecd.gateway.types.timeline import RequestTimeline
 
-if TYPE_CHECKING:
-    from vecd.gateway.pipeline import Pipeline
-
-
 _INLINE_ITEMS = 4096
-"""Answers of so many items are put together on the event loop: 1 ms, 4 ms with a report of each."""
+"""Responses of at most so many items are rendered on the event loop: 1 ms, 4 ms with a report of each."""
 
 _INPUT = "input"
 _QUOTED_INPUT = re.compile(r"'input(?=['\[])")
-"""As parts that know no dialect name the field with what is embedded."""
+"""The name of the input field in messages of modules that know no dialect."""
 
 
 class Claim(NamedTuple):
-    """What one dialect has at a path."""
+    """An operation of one dialect, at the path that it shares with others."""
 
     dialect: Dialect
     operation: Operation
     endpoint: int = 0
-    """As a `RequestTimeline` has it."""
+    """As in `RequestTimeline.endpoint`."""
 
 
 class OperationsHandler:
-    """What is at one path, for one method: a handler, as `vecd.gateway.api.routes` calls it."""
+    """The handler of one path and method."""
 
     def __init__(self, claims: tuple[Claim, ...], path: str = "") -> None:
-        """Of several, a body is taken by the first of whose `claims` it has the field; the first takes the rest. A `*`
-        within `path` is the name of a model, whatever name the body has."""
+        """`claims`: a body belongs to the first claim whose field it has, or else to the first of all. `path`: a `*`
+        inside it stands for the name of a model, which replaces the one in the body."""
         self.claims = claims
         self._path_of_model = path if "*" in path and not path.endswith("*") else None
         self._input_fields = {claim.dialect.name: _input_fields(claim.operation) for claim in claims}
         self._large = frozenset[str]().union(*(claim.operation.fields.large for claim in claims))
         self._small = frozenset[str]().union(*(claim.operation.fields.small for claim in claims))
 
-    async def __call__(self, app: "Pipeline", http: HttpRequest, principal: Principal) -> Response:
+    async def __call__(self, context: Context, http: HttpRequest, principal: Principal) -> Response:
         first = self.claims[0]
         if first.operation.describe is not None:
-            return first.operation.describe(app.model_info, http.path)
+            return first.operation.describe(context.model_info, http.path)
         timeline = http.timeline
         timeline.arrived_at = time.monotonic()
         try:
-            principal.check_limits()  # before anything is made of the body
-            asked = await app.bodies.parse(
-                http.body, self._large, lambda body: self._parse(app, http, body), principal.tenant, self._small,
+            principal.check_quota()  # before the body is parsed
+            parsed = await context.bodies.parse(
+                http.body, self._large, lambda body: self._parse(context, http, body), principal.tenant, self._small,
                 http.coding,
             )  # fmt: skip
         except ApiError as error:
             if first.operation.embed is not None:
-                app.count_unread(error)
+                context.embedder.count_unread(error)
             raise
         timeline.parsed_at = time.monotonic()
-        http.body = b""  # tens of megabytes that nobody needs any more
+        http.body = b""  # frees up to tens of megabytes
         try:
-            return await _answer(app, asked, timeline, principal)
+            return await _respond(context, parsed, timeline, principal)
         except ApiError as error:
-            error.dialect = asked.claim.dialect.name
-            if asked.field is not None and error.param == _INPUT:
-                _name(error, asked.field, is_list=asked.field in asked.claim.operation.fields.large)
+            error.dialect = parsed.claim.dialect.name
+            if parsed.field is not None and error.param == _INPUT:
+                _name(error, parsed.field, is_list=parsed.field in parsed.claim.operation.fields.large)
             raise
 
     def claim_of(self, body: Mapping[str, Any]) -> Claim:
-        """Whose the body is."""
+        """The claim that a body belongs to."""
         for claim in self.claims:
             if claim.operation.claims is not None and body.get(claim.operation.claims) is not None:
                 return claim
@@ -91,70 +88,71 @@ class OperationsHandler:
             return names[0] if names else None
         return next((name for name in names if body.get(name) is not None), None)
 
-    def _parse(self, app: "Pipeline", http: HttpRequest, body: Mapping[str, Any]) -> "_Asked":
-        """In a thread, if the body is large."""
+    def _parse(self, context: Context, http: HttpRequest, body: Mapping[str, Any]) -> "_Parsed":
+        """Called in a thread if the body is large."""
         if self._path_of_model is not None:  # Azure's clients send both, and it is the path that names the deployment
             body = {**body, "model": name_in(self._path_of_model, http.path)}
         claim = self.claim_of(body)
         http.timeline.endpoint = claim.endpoint
         operation = claim.operation
         try:
-            call = Call(operation.fields.read(body), http.headers, app.model_info, http.request_id)
+            call = Call(operation.fields.read(body), http.headers, context.model_info, http.request_id)
             if operation.embed is not None:
-                ask = operation.embed(call)
-                if isinstance(ask, Response):
-                    return _Asked(claim, ask)
-                num_estimated = app.tokenizer.estimate_tokens(ask.request.inputs, ask.request.tokenizing)
-                return _Asked(claim, ask, num_estimated, None, self._field(claim, body))
+                work = operation.embed(call)
+                if isinstance(work, Response):
+                    return _Parsed(claim, work)
+                num_estimated = context.estimate_tokens(work.request.inputs, work.request.tokenizing)
+                return _Parsed(claim, work, num_estimated, None, self._field(claim, body))
             if operation.tokenize is not None:
                 timeout_s = parse_timeout_s(http.headers)
-                return _Asked(claim, operation.tokenize(call), 0, timeout_s, self._field(claim, body))
+                return _Parsed(claim, operation.tokenize(call), 0, timeout_s, self._field(claim, body))
             if operation.decode is not None:
                 timeout_s = parse_timeout_s(http.headers)
-                return _Asked(claim, operation.decode(call), 0, timeout_s, self._field(claim, body))
+                return _Parsed(claim, operation.decode(call), 0, timeout_s, self._field(claim, body))
             assert operation.reply is not None
-            return _Asked(claim, operation.reply(call))
+            return _Parsed(claim, operation.reply(call))
         except ApiError as error:
             error.dialect = claim.dialect.name
             raise
 
 
 def _input_fields(operation: Operation) -> tuple[str, ...]:
-    """Where the inputs may be; none where it is called `input`, as everywhere within."""
+    """The names of the fields that may hold the inputs; none if it is `input`, the name that errors have anyway."""
     names = tuple(field.name for field in operation.fields if field.is_large or field.is_required)
     return () if names == (_INPUT,) else names
 
 
-class _Asked(NamedTuple):
+class _Parsed(NamedTuple):
     claim: Claim
-    ask: Ask | TokenizeAsk | DecodeAsk | Response
+    work: ParsedEmbed | ParsedTokenize | ParsedDecode | Response
     num_estimated: int = 0
-    """Tokens of what is to be embedded, guessed from characters."""
+    """Tokens of the inputs to embed, guessed from characters."""
     timeout_s: float | None = None
-    """Of what the tokenizer is asked; `EmbedRequest` has its own."""
+    """Of a `ParsedTokenize` or `ParsedDecode`; `EmbedRequest` has its own."""
     field: str | None = None
-    """Where the caller has put the inputs, if it is not called `input`."""
+    """The field with the inputs, if it is not `input`."""
 
 
-async def _answer(app: "Pipeline", asked: _Asked, timeline: RequestTimeline, principal: Principal) -> Response:
-    match asked.ask:
+async def _respond(context: Context, parsed: _Parsed, timeline: RequestTimeline, principal: Principal) -> Response:
+    match parsed.work:
         case Response() as response:
             return response
-        case Ask() as ask:
-            is_large = len(ask.request.inputs) > _INLINE_ITEMS  # they will be gone
-            embedded = await app.embed(ask.request, asked.num_estimated, timeline, principal)
+        case ParsedEmbed() as work:
+            is_large = len(work.request.inputs) > _INLINE_ITEMS  # `embed` removes them
+            embedded = await context.embedder.embed(work.request, parsed.num_estimated, timeline, principal)
             if is_large:
-                return await app.tokenizer.threads.call(partial(ask.render, embedded), principal.tenant)
-            return ask.render(embedded)
-        case TokenizeAsk() as ask:
-            await app.describe(ask, asked.timeout_s, timeline.arrived_at, principal)
-            return ask.render()
-        case DecodeAsk() as ask:
-            return ask.render(await app.decode(ask, asked.timeout_s, timeline.arrived_at, principal))
+                return await context.threads.call(partial(work.render, embedded), principal.tenant)
+            return work.render(embedded)
+        case ParsedTokenize() as work:
+            await context.embedder.describe(work, parsed.timeout_s, timeline.arrived_at, principal)
+            return work.render()
+        case ParsedDecode() as work:
+            return work.render(await context.embedder.decode(work, parsed.timeout_s, timeline.arrived_at, principal))
 
 
 def _name(error: ApiError, field: str, *, is_list: bool) -> None:
-    """Let an error about the inputs name them as the caller does. `is_list`: they are counted as those of the field."""
+    """Put the client's name of the input field into an error. `is_list`: positions in the message count in that field
+    too."""
     error.param = field
     if is_list:
         error.message = _QUOTED_INPUT.sub(f"'{field}", error.message)

@@ -1,40 +1,55 @@
-"""What the server says of itself: `/health`, `/live`, `/info`. Reads the gateway's state, changes none of it.
+"""The bodies of `/health` and `/info`. Reads the state of the gateway, changes none of it.
 
-`/health` is about this gateway, whom the caller would send requests to: its own links to the workers. `/info` is about
-the whole server, whichever gateway answers it, and is for its operator, but for what `describe_for_tei` says.
+`/health` is about this gateway and its own links to the workers, because the caller's requests would go to it. `/info`
+is about the whole server, whichever gateway answers it. It is for the operator, except for what `describe_for_tei`
+returns.
 """
 
 import os
 import time
-from typing import TYPE_CHECKING, Any
+from collections.abc import Callable, Collection, Mapping, Sequence
+from typing import Any
 
+from vecd.gateway.admission.principals import KeyPrincipal
+from vecd.gateway.api.context import TenantLoad
 from vecd.gateway.dispatch.worker_link import WorkerLink
-from vecd.gateway.scheduling.cost_model import FULL_BATCH_S, SHORT_BATCH_S
+from vecd.gateway.scheduling.policy import SHORT_BATCH_S
 from vecd.gateway.telemetry.shared_metrics import SharedMetrics
+from vecd.gateway.types.config import GatewayConfig
 from vecd.gateway.types.request import Overflow
+from vecd.shm.batch_limits import FULL_BATCH_S
 from vecd.shm.shared_metrics import Gauge, Row
 
-if TYPE_CHECKING:
-    from vecd.gateway.pipeline import Pipeline
 
+def describe_health(reason: str | None) -> tuple[int, dict[str, Any]]:
+    """Status and body of `/health`: 200 only while a worker can serve and the server takes requests.
 
-def describe_health(app: "Pipeline") -> tuple[int, dict[str, Any]]:
-    """Status and body of `/health`: 200 only while a worker can serve and the server takes requests."""
-    reason = "the server is shutting down" if app.is_draining else app.dispatcher.why_unavailable()
+    `reason`: why it cannot, as `Context.why_unavailable` says; None: it can.
+    """
     if reason is None:
         return 200, {"status": "ok"}
     return 503, {"status": "unavailable", "reason": reason}
 
 
-def describe_info(app: "Pipeline", *, shows_tenants: bool) -> dict[str, Any]:
-    """The body of `/info`: the model, the limits, the workers and what waits. No text, no key, no path, no address; the
-    names of keys only if it `shows_tenants`."""
-    config, shared_metrics = app.config, app.shared_metrics
+def describe_info(
+    config: GatewayConfig,
+    shared_metrics: SharedMetrics,
+    links: Collection[WorkerLink],
+    *,
+    num_threads: int,
+    started_at: float,
+    tenants: Mapping[str, Any] | None,
+) -> dict[str, Any]:
+    """The body of `/info`: the model, the limits, the workers and the queue. No text, no key, no path, no address.
+
+    `num_threads`: the tokenizer's, in this gateway. `started_at`: by `time.monotonic`. `tenants`: as
+    `describe_tenants` has them, with the names of keys; None for a caller who may not see them. Side effect: the
+    polled gauges are published.
+    """
     shared_metrics.publish()
-    tenants = {"tenants": _describe_tenants(app)} if shows_tenants else {}
     return {
-        **describe_for_tei(app),
-        "model": describe_model(app),
+        **describe_for_tei(config, links, num_threads),
+        "model": describe_model(config),
         "limits": {
             "max_inputs": config.max_inputs,
             "max_body_bytes": config.max_body_bytes,
@@ -49,20 +64,20 @@ def describe_info(app: "Pipeline", *, shows_tenants: bool) -> dict[str, Any]:
             "sequences": shared_metrics.total(Gauge.QUEUED_SEQUENCES),
             "tokens": shared_metrics.total(Gauge.QUEUED_TOKENS),
         },
-        **tenants,
-        "workers": [_describe_worker(link, shared_metrics) for link in app.dispatcher.links],
+        **({} if tenants is None else {"tenants": tenants}),
+        "workers": [_describe_worker(link, shared_metrics) for link in links],
         "gateway": {
             "gateway": shared_metrics.gateway,
             "pid": os.getpid(),
-            "uptime_s": round(time.monotonic() - app.started_at, 1),
+            "uptime_s": round(time.monotonic() - started_at, 1),
         },
         "gateways": describe_gateways(shared_metrics),
     }
 
 
-def describe_model(app: "Pipeline") -> dict[str, Any]:
-    """The card, as `/info` and the page show it."""
-    config, card = app.config, app.config.card
+def describe_model(config: GatewayConfig) -> dict[str, Any]:
+    """The model card, as `/info` and the page show it."""
+    card = config.card
     return {
         "id": config.model,
         "architecture": card.model_type,
@@ -77,11 +92,11 @@ def describe_model(app: "Pipeline") -> dict[str, Any]:
     }
 
 
-def describe_for_tei(app: "Pipeline") -> dict[str, Any]:
-    """What text-embeddings-inference says under `/info`, by its names, which some of its clients read before they send
-    texts: the model and the limits, nothing that is for the operator alone. A worker that is up says the dtype."""
-    config, card = app.config, app.config.card
-    dtypes = [link.facts.get("dtype") for link in app.dispatcher.links]
+def describe_for_tei(config: GatewayConfig, links: Collection[WorkerLink], num_threads: int) -> dict[str, Any]:
+    """The fields of text-embeddings-inference's `/info`, which some of its clients read before they send texts: the
+    model and the limits, nothing for the operator alone. The dtype is that of a worker that is up."""
+    card = config.card
+    dtypes = [link.facts.get("dtype") for link in links]
     return {
         "model_id": config.model,
         "model_sha": None,
@@ -94,7 +109,7 @@ def describe_for_tei(app: "Pipeline") -> dict[str, Any]:
         "max_batch_requests": None,
         "max_client_batch_size": config.max_inputs,
         "auto_truncate": Overflow(config.overflow) is not Overflow.ERROR,
-        "tokenization_workers": app.tokenizer.threads.num_threads * config.num_gateways,
+        "tokenization_workers": num_threads * config.num_gateways,
         "version": config.version,
         "sha": None,
         "docker_label": None,
@@ -124,22 +139,18 @@ INFO_SCHEMA: dict[str, Any] = {
     "required": list(_TEI_TYPES),
     "properties": {name: {"type": kind} for name, kind in _TEI_TYPES.items()},
 }
-"""Of what everybody sees of `/info`."""
+"""The schema of the fields of `/info` that every caller sees."""
 
 
-def _describe_tenants(app: "Pipeline") -> dict[str, Any]:
-    """Of this gateway. Without keys a tenant is an address, and only how many there are is said."""
-    return {
-        "present": app.admission.num_tenants,
-        "keys": [
-            {
-                "name": holder.tenant,
-                "requests": app.admission.num_requests_of(holder.tenant),
-                "queued_tokens": app.scheduler.queued_tokens_of(holder.tenant),
-            }
-            for holder in app.callers.holders
-        ],
-    }
+def describe_tenants(
+    num_tenants: int, holders: Sequence[KeyPrincipal], load_of: Callable[[str], TenantLoad]
+) -> dict[str, Any]:
+    """The tenants of this gateway. Without keys a tenant is an address, and only their number is shown."""
+    keys = []
+    for holder in holders:
+        load = load_of(holder.tenant)
+        keys.append({"name": holder.tenant, "requests": load.num_requests, "queued_tokens": load.queued_tokens})
+    return {"present": num_tenants, "keys": keys}
 
 
 def describe_gateways(shared_metrics: SharedMetrics) -> list[dict[str, Any]]:
@@ -147,7 +158,7 @@ def describe_gateways(shared_metrics: SharedMetrics) -> list[dict[str, Any]]:
 
 
 def _describe_gateway(shared_metrics: SharedMetrics, index: int, row: Row) -> dict[str, Any]:
-    """A gateway that is being started again has pid 0. What it has answered is of all its lives."""
+    """A gateway that is being started again has pid 0. `answered` counts over all its lives."""
     pid, started_ns = row.gauges[Gauge.PID], row.gauges[Gauge.STARTED_NS]
     return {
         "gateway": index,
@@ -160,7 +171,7 @@ def _describe_gateway(shared_metrics: SharedMetrics, index: int, row: Row) -> di
 
 
 def state_of(link: WorkerLink | None) -> str:
-    """Of a worker, as this gateway sees it: one of `vecd.gateway.telemetry.metrics.WORKER_STATES`."""
+    """The state of a worker, as this gateway sees it: one of `vecd.gateway.telemetry.metrics.WORKER_STATES`."""
     if link is None:
         return "down"
     if link.is_stuck:
@@ -169,14 +180,13 @@ def state_of(link: WorkerLink | None) -> str:
 
 
 def _describe_worker(link: WorkerLink, shared_metrics: SharedMetrics) -> dict[str, Any]:
-    """Its state is as this gateway sees it."""
-    worker, life = link.incarnation.worker, link.incarnation.life
+    """The state is as this gateway sees it."""
     state = state_of(link)
     return {
-        "worker": worker,
-        "life": life,
+        "worker": link.incarnation.worker,
+        "life": link.incarnation.life,
         "state": ("busy" if link.in_flight else "idle") if state == "ready" else state,
-        "batches": shared_metrics.worker_batches_in(worker, life),
+        "batches": shared_metrics.worker_batches_in(link.key),
         "tokens_per_s": round(link.cost_model.tokens_per_s),
         "batch_tokens": link.cost_model.budget_tokens(FULL_BATCH_S),
         "short_batch_tokens": link.cost_model.budget_tokens(SHORT_BATCH_S),

@@ -1,15 +1,14 @@
-"""Where a JSON document may be cut, so that each piece can be given to a parser by itself.
+"""Finds places at which a JSON document may be cut, so that a parser can read each piece by itself.
 
-Owns the grammar that this takes, as patterns: strings and brackets, and no more. Decides nothing about validity: where
-a document is valid the cuts are right, and where it is not, some piece is invalid, too. All functions look at the bytes
-from `start` up to `limit` and no further, so that none holds the GIL for long: 0.1 to 1 ms for 32 KB. Called by
-`vecd.gateway.api.json_stream`.
+Owns the necessary grammar as patterns: strings and brackets only. Does not validate: the cuts of a valid document are
+right, and an invalid one has an invalid piece. All functions read only the bytes from `start` to `limit`, so that none
+holds the GIL for long: 0.1 to 1 ms for 32 KB. Called by `vecd.gateway.api.json_stream`.
 """
 
 import re
 
 _LONG_STRING_BYTES = 64
-"""As much as Python adds to a string."""
+"""The overhead of a string in Python."""
 _BLANKS = re.compile(rb"[ \t\n\r]*+")
 _SCALAR = re.compile(rb'[^][{}",: \t\n\r]*+')
 _STRING = re.compile(rb'"(?:[^"\\]++|\\.)*+"', re.DOTALL)
@@ -26,7 +25,7 @@ def blanks_end(document: bytes, start: int, limit: int) -> int:
 
 
 def run_end(document: bytes, start: int, limit: int) -> int:
-    """Behind the last comma of a run of whole elements of a list; `start` when not even one ends before `limit`."""
+    """The end of the last comma in a run of whole elements of a list; `start` if no element ends before `limit`."""
     numbers_end = _end(_NUMBERS, document, start, limit)
     if (comma := document.rfind(b",", start, numbers_end)) >= 0:
         return comma + 1  # a fifth of the time that the other pattern takes for numbers
@@ -34,7 +33,7 @@ def run_end(document: bytes, start: int, limit: int) -> int:
 
 
 def text_end(document: bytes, start: int, limit: int) -> int:
-    """Behind the last whole character of a string whose inside begins at `start`; `start` if there is none."""
+    """The end of the last whole character of a string whose content begins at `start`; `start` if there is none."""
     end = _end(_TEXT, document, start, limit)
     for back in range(4):  # more than three bytes that continue a character are an error, wherever the cut is
         if end - back > start and (end - back == len(document) or document[end - back] & 0xC0 != 0x80):
@@ -43,7 +42,7 @@ def text_end(document: bytes, start: int, limit: int) -> int:
 
 
 def value_end(document: bytes, start: int, limit: int) -> int | None:
-    """Behind the value that begins at `start`, which is `start` if none does; None when it goes on at `limit`."""
+    """The end of the value that begins at `start`; `start` if none does; None if it continues at `limit`."""
     if document.startswith(b'"', start):
         string = _STRING.match(document, start, limit)
         return string.end() if string else None
@@ -54,13 +53,13 @@ def value_end(document: bytes, start: int, limit: int) -> int | None:
 
 
 def long_strings_bytes(document: bytes, start: int, stop: int) -> int:
-    """Of a value from `start` to `stop`, what stands in strings so long that they take little more memory than that."""
+    """The bytes in long strings of a value from `start` to `stop`: strings that need little more memory in Python."""
     lengths = (string.end() - string.start() for string in _STRING.finditer(document, start, stop))
     return sum(length for length in lengths if length >= _LONG_STRING_BYTES)
 
 
 def _closing_end(document: bytes, start: int, limit: int) -> int | None:
-    """Behind the bracket that closes the one at `start`. Of which kind it is, the parser will see."""
+    """The end of the bracket that closes the one at `start`. The parser checks its kind."""
     depth = 0
     for token in _BRACKETS_AND_STRINGS.finditer(document, start, limit):
         first = token[0][:1]
@@ -71,12 +70,12 @@ def _closing_end(document: bytes, start: int, limit: int) -> int | None:
             if depth == 0:
                 return token.end()
         elif len(token[0]) == 1:
-            return None  # a string that goes on
+            return None  # a string that continues
     return None
 
 
 def _end(pattern: re.Pattern[bytes], document: bytes, start: int, limit: int) -> int:
-    """Where the match of a pattern ends that matches everywhere, if only nothing."""
+    """The end of the match of a pattern that also matches the empty string."""
     match = pattern.match(document, start, limit)
     assert match is not None
     return match.end()

@@ -1,8 +1,8 @@
-"""`orjson.loads` for a large object, a piece at a time: the same values, and the same documents refused.
+"""`orjson.loads` for a large object, piece by piece: it returns the same values and refuses the same documents.
 
-Owns the walk through the document, and what is kept of it. Parses nothing itself: each piece is given to orjson, in
-brackets that make it as deeply nested as it was. Never knows what a field means. Called by `vecd.gateway.api.bodies`,
-in a thread.
+Owns the walk through the document, and the bounds on what is kept. Parses nothing itself: orjson gets each piece, in
+brackets that make it as deeply nested as it was. Knows no meaning of a field. Called by `vecd.gateway.api.bodies`, in a
+thread.
 
     {"model": "m", "input": ["…", "…", │ "…", "…", │ "…"], "user": "u"}
               └ whole ┘      └─── runs of elements ───┘            └ whole ┘
@@ -22,32 +22,32 @@ from vecd.gateway.api.json_split import blanks_end, long_strings_bytes, run_end,
 from vecd.gateway.types.errors import BadRequest, TooManyInputs
 
 Steps: TypeAlias = Generator[None, None, Any]
-"""Yields between pieces, so that whoever runs it can let others have their turn."""
+"""Yields between pieces, so that the thread can alternate between bodies."""
 
 _NUM_LAST_IDS = 16
-"""Kept of a list of ids that is shortened: more than any tokenizer puts behind a text."""
+"""So many ids are kept at the end of a shortened list: more than any tokenizer appends to a text."""
 _MAX_DEPTH = 2
-"""Lists in lists are cut, what lies deeper is not."""
+"""Lists, and lists in them, are cut; deeper ones are not."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Bounds:
-    """How much of a large field is kept. What is dropped has been parsed, and could change no answer."""
+    """How much of a large field is kept. Dropped values have been parsed, and cannot change a response."""
 
     max_items: int
-    """Elements of a list that is not one of whole numbers. One with more is refused."""
+    """Most elements of a list that does not hold whole numbers. A list with more is refused."""
     max_chars: int
-    """Of a string; so many and at least one more are kept of a longer one."""
+    """Characters of a string; of a longer one, at least one more is kept."""
     max_ids: int
-    """Of a list of whole numbers; see `_shorten`."""
+    """Ids of a list of whole numbers; see `_shorten`."""
     window_bytes: int = 32 * 1024
     """The longest piece. orjson takes 0.1 ms for so many ids, 0.03 ms for texts, at worst (empty lists) 0.6 ms."""
     max_other_bytes: int = 256 * 1024
-    """Of all that is not cut, together; of objects in a large list each, and without their long strings together. At
-    worst (nothing but brackets) 5 ms."""
+    """Bytes of all values together that are not cut. For objects in a large list: bytes of each, and of all together
+    without their long strings. At worst (only brackets) 5 ms."""
     max_fields: int = 16 * 1024
-    """Of the object, each as often as it is there. A body that is parsed whole is too small for so many; clients send
-    dozens. At worst (lists in lists) 1 s of turns."""
+    """Fields of the object, repetitions included. Clients send dozens, and a body that is parsed whole is too small for
+    so many. At worst (lists in lists) 1 s of steps."""
 
 
 class PieceReader:
@@ -61,7 +61,7 @@ class PieceReader:
         small_fields: frozenset[str] = frozenset(),
     ) -> None:
         """`large_fields`: the top-level fields whose strings and lists are cut. Errors name them and `small_fields`;
-        any other name may be anything that was sent."""
+        any other name may be a text that was sent."""
         self._document = document
         self._large_fields = large_fields
         self._known_fields = large_fields | small_fields
@@ -117,7 +117,7 @@ class PieceReader:
         return self._read_other(depth=0)
 
     def _read_large(self, depth: int) -> Steps:
-        """A value of a large field, `depth` lists deep."""
+        """Read a value of a large field, `depth` lists deep."""
         if self._document.startswith(b'"', self._at):
             return (yield from self._read_text())
         if depth < _MAX_DEPTH and self._document.startswith(b"[", self._at):
@@ -171,7 +171,7 @@ class PieceReader:
         raise BadRequest(f"'{self._field}' has a list of values that are not all token ids", param=self._field)
 
     def _read_text(self) -> Steps:
-        """A string, cut into windows."""
+        """Read a string, cut into windows."""
         document, bounds = self._document, self._bounds
         parts: list[str] = []
         num_chars = 0
@@ -189,7 +189,7 @@ class PieceReader:
         return "".join(parts)
 
     def _read_other(self, depth: int) -> Any:
-        """A value that is not cut. Long strings in an element of a large list are texts, as in `{"text": "…"}`."""
+        """Read a value that is not cut. Long strings in an element of a large list are texts, as in `{"text": "…"}`."""
         most, is_element = self._bounds.max_other_bytes, depth > 0
         start, limit = self._at, self._at + most - (0 if is_element else self._num_other_bytes)
         end = value_end(self._document, start, limit)
@@ -282,15 +282,15 @@ def _as_ids(value: Any) -> Any:
         try:
             return array("i", value)
         except OverflowError:
-            return value  # some are no token ids, whatever the model
+            return value  # too large for the token ids of any model
     return value
 
 
 def _shorten(ids: "array[int]", max_ids: int) -> int:
-    """Take out of `ids` what lies between the first `max_ids` and the last few, but for its extremes; how many.
+    """Remove the ids between the first `max_ids` and the last few, except the least and the greatest. Returns how many.
 
-    Whoever takes at most `max_ids` of them, looks at how the list ends, and asks whether all are in a vocabulary,
-    finds the same as in the whole list; and it is still too long. It can be shortened again with more ids behind it.
+    Code that uses at most `max_ids` of them, the end of the list, and whether all are in a vocabulary, gets the same
+    result as for the whole list; and the list is still too long. More ids can be appended, and it be shortened again.
     """
     dropped = ids[max_ids:-_NUM_LAST_IDS]
     if len(dropped) <= 2:
@@ -300,9 +300,9 @@ def _shorten(ids: "array[int]", max_ids: int) -> int:
 
 
 class _Elements:
-    """Of a list that is read run by run: an array while all of them are int32, shortened where it is long; then a list.
+    """The elements of a list that is read run by run: an array while all are int32, shortened if long; then a list.
 
-    What a run costs does not depend on how many came before it.
+    The cost of a run does not depend on how many came before it.
     """
 
     def __init__(self, max_ids: int) -> None:
@@ -310,7 +310,7 @@ class _Elements:
         self._ids = array("i")
         self._values: list[Any] | None = []
         self.num = 0
-        """So many came."""
+        """Elements that were added."""
         self.num_dropped = 0
         self.are_whole_numbers = True
 
@@ -319,7 +319,7 @@ class _Elements:
         return self._ids if self._values is None else self._values
 
     def add_ids(self, run: list[Any]) -> bool:
-        """Take them if all are int32, as all before them were; otherwise nothing is changed."""
+        """Add a run if all elements so far are int32, and return True; otherwise change nothing."""
         if self._values or not _are_ids(run):
             return False
         try:
@@ -333,7 +333,7 @@ class _Elements:
         return True
 
     def add_values(self, run: list[Any]) -> int:
-        """Take anything behind what nothing has been dropped of; how many there are."""
+        """Add a run of anything. Nothing may have been dropped. Returns the number of elements."""
         if self._values is None:
             self._values = self._ids.tolist()
         self._values += run

@@ -1,7 +1,7 @@
-"""What dialects know of the served model: its names, its prompts, its limits.
+"""The served model as dialects see it: its names, its prompts, its limits.
 
-Owns how a caller's way of naming a model or a prompt is understood, the same in every dialect. Immutable; a reload
-makes another. Pure: read by dialects, made by `vecd.gateway.pipeline`.
+Owns how the names of models and prompts in requests are understood, the same in every dialect. Immutable; a reload
+makes another. Pure. Read by dialects, made by `vecd.gateway.service`.
 """
 
 import re
@@ -13,8 +13,8 @@ from vecd.gateway.types.errors import BadRequest, ModelNotFound
 from vecd.gateway.types.quoting import quoted
 from vecd.gateway.types.request import Overflow
 
-# What callers say a text is for, in the order in which a model's prompts are looked for. Names: Cohere's and Voyage's
-# `input_type`, Jina's `task`, Nomic's and sentence-transformers' prompts.
+# The purposes of texts that clients name, each with the names of prompts to look for, in this order. Sources: Cohere's
+# and Voyage's `input_type`, Jina's `task`, Nomic's and sentence-transformers' prompts.
 _QUERY = ("query", "search_query", "retrieval.query", "s2p_query", "web_search_query")
 _DOCUMENT = ("document", "passage", "search_document", "retrieval.passage", "corpus")
 _PURPOSES = {
@@ -28,21 +28,21 @@ _PURPOSES = {
     "code.passage": ("code.passage", *_DOCUMENT),
 }
 _RETRIEVAL = frozenset((*_QUERY, *_DOCUMENT, "code.query", "code.passage"))
-"""Purposes of texts that search, and of those that are found."""
+"""The purposes of queries and of documents."""
 PURPOSES = tuple(_PURPOSES)
-"""Names of what a text may be for that are known whatever the model."""
+"""The purposes that are known for every model."""
 
 _MAX_LISTED_CHARS = 32
 _MAX_LISTED = 20
 _TAG = "latest"
-"""Ollama's clients put it behind every name."""
+"""Ollama's clients append it to every name."""
 _VERSION = re.compile(r"(?:v|q|iq|f|fp|bf|int)?[0-9].*", re.IGNORECASE)
-"""Behind a colon: a version, a size or a type, as Ollama's tags have them ("v1.5", "335m-v1-fp16", "q8_0", "bf16"), and
-not a prompt's name with a mistake in it ("query2")."""
+"""A version, a size or a type behind a colon, as in Ollama's tags ("v1.5", "335m-v1-fp16", "q8_0", "bf16"). It does not
+match a misspelt name of a prompt ("query2")."""
 
 
 def _listed(names: Iterable[str]) -> str:
-    """For a message, which a model with hundreds of prompts must not make endless."""
+    """The names for an error message, cut because a model may have hundreds of prompts."""
     listed = [f"'{name[:_MAX_LISTED_CHARS]}'" for name in names]
     more = f" and {len(listed) - _MAX_LISTED} more" if len(listed) > _MAX_LISTED else ""
     return ", ".join(listed[:_MAX_LISTED]) + more
@@ -51,7 +51,7 @@ def _listed(names: Iterable[str]) -> str:
 @dataclass(frozen=True, slots=True)
 class ModelInfo:
     model: str
-    """Reported in every answer."""
+    """Reported in every response."""
     aliases: tuple[str, ...]
     is_strict: bool
     dim: int
@@ -77,13 +77,13 @@ class ModelInfo:
     """Seconds since 1970."""
     default_prompt: str = ""
     has_quantization_ranges: bool = False
-    """int8 and uint8 are made with ranges of the model's own vectors."""
+    """int8 and uint8 are quantized with ranges of the model's own vectors."""
     least_tokens: int = 1
-    """That an input has to have room for: the special tokens around a text, and one of its own."""
+    """The smallest limit on an input's tokens: its special tokens, and one of the text."""
     weights_bytes: int = 0
-    """Of the files that the weights are in."""
+    """The size of the files of the weights."""
     prompts: dict[str, str] = field(default_factory=dict)
-    """By name, as the model's files have them."""
+    """By the names in the model's files."""
 
     @classmethod
     def of(cls, config: GatewayConfig, created_at: int, least_tokens: int) -> "ModelInfo":
@@ -119,11 +119,11 @@ class ModelInfo:
 
     @property
     def names(self) -> tuple[str, ...]:
-        """The model's own, and its aliases."""
+        """The model's own name, and its aliases."""
         return (self.model, *self.aliases)
 
     def knows(self, name: str) -> bool:
-        """Whether the name is this model's, with what it may have behind a colon."""
+        """Whether the name is this model's, possibly with a colon and a prompt or tag."""
         if self._is_own(name):
             return True
         base, colon, suffix = name.rpartition(":")
@@ -136,11 +136,11 @@ class ModelInfo:
         return suffix == _TAG or suffix in self.prompts or suffix in _PURPOSES
 
     def prompt_of_model_name(self, name: str | None) -> str | None:
-        """The prompt that a model's name asks for by what is behind its last colon, as "minilm:query" does; None where
-        it asks for none, as most names with colons do: "nomic-embed-text:v1.5", "org/model:latest".
+        """The prompt that a model's name selects behind its last colon, as in "minilm:query". None if it selects none,
+        as most names with colons: "nomic-embed-text:v1.5", "org/model:latest".
 
-        Raises ModelNotFound for another model where names matter, and BadRequest for what can only be a prompt's name
-        with a mistake in it: words behind the name of this model, which has prompts, but none that is called so.
+        Raises ModelNotFound for another model's name if names are strict, and BadRequest for a misspelt prompt: this
+        model's name with something behind the colon that is neither a version nor one of its prompts.
         """
         if name is None or (":" not in name and not self.is_strict) or self._is_own(name):
             return None
@@ -154,7 +154,7 @@ class ModelInfo:
         return None
 
     def prompt_named(self, name: str, param: str) -> str:
-        """The model's prompt of exactly that name. Raises BadRequest, naming the field `param`."""
+        """The model's prompt of exactly that name. Raises BadRequest, which names the field `param`."""
         if name not in self.prompts:
             raise self._unknown_prompt(name, param)
         return self.checked(self.prompts[name], param)
@@ -164,12 +164,12 @@ class ModelInfo:
         return BadRequest(f"'{param}': the model has no prompt {quoted(name)}; it has {known}", param=param)
 
     def prompt_for(self, purpose: str, param: str = "input_type") -> str | None:
-        """The model's prompt for texts of a purpose: the prompt of that name, or what other APIs call the same.
+        """The model's prompt for texts of a purpose: the prompt of that name, or of a name that means the same.
 
-        Where the model has none for it, as most have none at all: None, which is the default prompt. But "" for queries
-        and documents where there is a default prompt, which may be that of the other: so do sentence-transformers'
-        `encode_query` and `encode_document`. Raises BadRequest, naming the field `param`, for a purpose that nobody
-        knows.
+        If the model has no such prompt: None, which means the default prompt. For queries and documents it is ""
+        instead if there is a default prompt, because that may be meant for the other of the two; sentence-transformers'
+        `encode_query` and `encode_document` do the same. Raises BadRequest, which names the field `param`, for an
+        unknown purpose.
         """
         for name in (purpose, *_PURPOSES.get(purpose, ())):
             if name in self.prompts:
@@ -180,7 +180,7 @@ class ModelInfo:
         return "" if self.default_prompt and purpose in _RETRIEVAL else None
 
     def checked(self, prompt: str, param: str) -> str:
-        """A prompt, if this model takes any. Raises BadRequest."""
+        """`prompt`. Raises BadRequest if it is not empty and this model takes none."""
         if prompt and not self.pools_prompt:
             raise BadRequest(
                 f"'{param}': this model leaves prompts out of its pooling (include_prompt), which is not supported",
@@ -189,8 +189,8 @@ class ModelInfo:
         return prompt
 
     def check_max_tokens(self, max_tokens: int, param: str) -> int:
-        """A limit on an input's tokens, as a request has it. Raises BadRequest, naming the field `param`, for one that
-        leaves no room for a text."""
+        """`max_tokens`, a request's limit on the tokens of an input. Raises BadRequest, which names the field `param`,
+        if it leaves no room for a text."""
         if max_tokens < self.least_tokens:
             raise BadRequest(
                 f"'{param}' must be at least {self.least_tokens}, with the special tokens around a text, "
@@ -200,7 +200,7 @@ class ModelInfo:
         return max_tokens
 
     def check_dimensions(self, dimensions: int, param: str) -> int | None:
-        """`dimensions` as a request has them; None for all. Raises BadRequest, in OpenAI's words where it has some."""
+        """The requested `dimensions`; None for all. Raises BadRequest, with OpenAI's message where it has one."""
         if dimensions == self.dim:
             return None
         if not self.is_matryoshka:

@@ -1,8 +1,8 @@
-"""`/openapi.json`: what is served, written from the declarations that requests are parsed by.
+"""`/openapi.json`: the document of all routes, written from the declarations that requests are parsed by.
 
-Owns the document's frame, and what all routes have in common: headers, errors, limits. Every field, answer and error
-body is the dialect's own (`vecd.gateway.api.operations`). Pure; called by `vecd.gateway.pipeline`, once for each
-configuration.
+Owns the frame of the document, and what all routes have in common: headers, errors, limits. Every field, response and
+error body is declared by its dialect (`vecd.gateway.api.operations`). Pure. Called by `vecd.gateway.api.application`
+for each request of the document.
 
 Source of the format: the OpenAPI Specification, version 3.1.
 """
@@ -34,7 +34,7 @@ _STATUSES = {
 }
 _DIMENSIONS = {"dimensions", "output_dimension", "truncate_dim"}
 _NUM_TOKENS = {"truncate_prompt_tokens"}
-"""Fields that are refused above as many tokens as the model takes."""
+"""Fields whose maximum is the number of tokens that the model takes."""
 _WITH_RETRY_AFTER = {429, 503}
 _OF_BODIES = {408, 413, 415}
 _OF_EMBEDDING = {429, 500, 503}
@@ -58,7 +58,7 @@ _PARAMETERS = (
 
 
 def describe_api(table: Table, model_info: ModelInfo, *, has_keys: bool) -> dict[str, Any]:
-    """The document of all that is in `table`, which is one listener's."""
+    """The document of `table`, the routes of one listener."""
     dialects = {dialect.name: dialect for dialect in _dialects_of(table)}
     return {
         "openapi": "3.1.0",
@@ -116,7 +116,7 @@ def _paths(table: Table, model_info: ModelInfo, *, has_keys: bool) -> dict[str, 
 
 
 def _template(path: str) -> tuple[str, list[dict[str, Any]]]:
-    """The path as OpenAPI writes it, and its parameters."""
+    """The path in OpenAPI's notation, and its parameters."""
     if "*" not in path:
         return path, []
     name = {"name": "name", "in": "path", "required": True, "schema": {"type": "string", "minLength": 1}}
@@ -135,9 +135,9 @@ def _route(route: Route, model_info: ModelInfo, *, has_keys: bool) -> dict[str, 
         return {**security, **_operation(claims, model_info, needs_key=needs_key)}
     about = route.about
     assert about is not None, "a route without documentation"
-    responses = {str(about.status): _answer([about]), **_others(about)}
+    responses = {str(about.status): _response([about]), **_others(about)}
     if route.place is Place.ADMIN or needs_key:
-        responses.update({"401": _plain_error(401), "403": _plain_error(403)})
+        responses.update({str(status): _error(status, _STATUSES[status], ["openai"]) for status in (401, 403)})
     return {**security, "tags": ["server"], "summary": about.summary, "responses": responses}
 
 
@@ -157,8 +157,8 @@ def _operation(claims: Sequence[Claim], model_info: ModelInfo, *, needs_key: boo
     statuses = {400, 401, 403, 404, 431} | (_OF_BODIES if has_body else set()) | (_OF_EMBEDDING if has_body else set())
     if not needs_key:
         statuses -= {401, 403}
-    answering = [operation for operation in operations if operation.answer]
-    described["responses"] = {"200": _answer(answering)} if answering else {}
+    documented = [operation for operation in operations if operation.response]
+    described["responses"] = {"200": _response(documented)} if documented else {}
     for operation in operations:
         described["responses"].update(_others(operation))
     dialects = list({claim.dialect.name: claim.dialect for claim in claims}.values())
@@ -166,17 +166,17 @@ def _operation(claims: Sequence[Claim], model_info: ModelInfo, *, needs_key: boo
     for dialect in dialects:
         texts.update(dialect.statuses if has_body else {})
     for status, text in sorted(texts.items()):
-        described["responses"][str(status)] = _error(status, text, dialects)
+        described["responses"][str(status)] = _error(status, text, [dialect.name for dialect in dialects])
     return described
 
 
-def _answer(operations: Sequence[Operation]) -> dict[str, Any]:
+def _response(operations: Sequence[Operation]) -> dict[str, Any]:
     by_media_type: dict[str, list[Schema]] = {}
     for operation in operations:
-        by_media_type.setdefault(operation.media_type, []).append(operation.answer)
+        by_media_type.setdefault(operation.media_type, []).append(operation.response)
     content: dict[str, Any] = {media: {"schema": _any_of(schemas)} for media, schemas in by_media_type.items()}
     for operation in operations:
-        content.update({media_type: {} for media_type in operation.binary_answers})
+        content.update({media_type: {} for media_type in operation.binary_media_types})
     return {"description": "The answer", "headers": _REQUEST_ID, "content": content}
 
 
@@ -187,26 +187,18 @@ def _others(operation: Operation) -> dict[str, Any]:
             "headers": _REQUEST_ID,
             "content": {operation.media_type: {"schema": schema}} if schema else {},
         }
-        for status, schema in operation.other_answers.items()
+        for status, schema in operation.other_responses.items()
     }
 
 
-def _error(status: int, text: str, dialects: Sequence[Dialect]) -> dict[str, Any]:
-    schemas: list[Schema] = [{"$ref": f"#/components/schemas/{dialect.name}-error"} for dialect in dialects]
+def _error(status: int, text: str, dialects: Sequence[str]) -> dict[str, Any]:
+    """`dialects`: the names of those whose shapes the error may have."""
+    schemas: list[Schema] = [{"$ref": f"#/components/schemas/{dialect}-error"} for dialect in dialects]
     headers = {**_REQUEST_ID, **(_RETRY_AFTER if status in _WITH_RETRY_AFTER else {})}
     return {
         "description": text,
         "headers": headers,
         "content": {"application/json": {"schema": _any_of(schemas)}},
-    }
-
-
-def _plain_error(status: int) -> dict[str, Any]:
-    schema = {"$ref": "#/components/schemas/openai-error"}
-    return {
-        "description": _STATUSES[status],
-        "headers": _REQUEST_ID,
-        "content": {"application/json": {"schema": schema}},
     }
 
 
@@ -216,8 +208,8 @@ def _any_of(schemas: Sequence[Schema]) -> Schema:
 
 
 def _with_limits(operation: Operation, model_info: ModelInfo) -> Schema:
-    """The body's schema, with the limits of what is served: how many inputs there may be, how long vectors are, and
-    how many tokens a text has."""
+    """The schema of the body, with the limits of the served model: the number of inputs, the lengths of vectors, and
+    the tokens of a text."""
     schema = copy.deepcopy(operation.fields.schema())
     for field in operation.fields:
         described = schema["properties"][field.name]
@@ -226,15 +218,15 @@ def _with_limits(operation: Operation, model_info: ModelInfo) -> Schema:
                 if part.get("type") == "array" and part.get("items", {}).get("type") != "integer":
                     part["maxItems"] = model_info.max_inputs
         if field.name in _DIMENSIONS:
-            described.update(_dimensions_of(model_info, field.schema, answers_tokens=operation.answers_tokens))
+            described.update(_dimensions_of(model_info, field.schema, returns_tokens=operation.returns_tokens))
         if field.name in _NUM_TOKENS:
             described["maximum"] = model_info.max_tokens
     return schema
 
 
-def _dimensions_of(model_info: ModelInfo, declared: Schema, *, answers_tokens: bool) -> Schema:
-    """`declared`: of the field, whatever is served. A least value of 0 stands for the model's own."""
-    own = {model_info.dim, model_info.hidden_size} if answers_tokens else {model_info.dim}
+def _dimensions_of(model_info: ModelInfo, declared: Schema, *, returns_tokens: bool) -> Schema:
+    """`declared`: the schema of the field without a model. Where its minimum is 0, 0 stands for the model's own."""
+    own = {model_info.dim, model_info.hidden_size} if returns_tokens else {model_info.dim}
     if model_info.is_matryoshka and not model_info.matryoshka_dims:
         return {"maximum": max(own)}
     zero = [0] if declared.get("minimum") == 0 else []

@@ -1,11 +1,11 @@
-"""What a dialect is made of: operations, each a pure reading of a body and a pure writing of an answer.
+"""The parts of a dialect: operations, each a pure function that parses a body and one that renders a response.
 
-Owns the types alone. A dialect is one file of `gateway.dialects` with a `DIALECT` at its end, and one row of
+Owns the types alone. A dialect is one file of `vecd.gateway.api.dialects` with a `DIALECT` at its end, and one row of
 `vecd.gateway.api.registry.DIALECTS`. `vecd.gateway.api.handlers` runs operations; `vecd.gateway.api.openapi` documents
 them.
 
-    body ─ fields.read ─ Values ─ parse(Call) ─┬─ Ask.request ─ the same for all dialects ─ Embedded ─┐
-                                               └─ Ask.render ◄────────────────────────────────────────┴─ Response
+   body ─ fields.read ─ Values ─ parse(Call) ─┬─ ParsedEmbed.request ─ the same for all dialects ─ Embedded ─┐
+                                              └─ ParsedEmbed.render ◄────────────────────────────────────────┴─ Response
 """
 
 from collections.abc import Callable, Mapping
@@ -29,24 +29,28 @@ class Call(NamedTuple):
     request_id: str = ""
 
 
-class Ask(NamedTuple):
-    """What a call asks for, and how its answer is written."""
+class ParsedEmbed(NamedTuple):
+    """A call for vectors, and how its response is rendered."""
 
     request: EmbedRequest
     render: Callable[[Embedded], Response]
 
 
-class TokenizeAsk(NamedTuple):
+class ParsedTokenize(NamedTuple):
+    """A call for the tokens of texts."""
+
     texts: list[str]
     add_special_tokens: bool
     prompt: str
     """Put before every text."""
     collector: TokenCollector
     render: Callable[[], Response]
-    """Once the collector has all tokens."""
+    """Called once the collector has all tokens."""
 
 
-class DecodeAsk(NamedTuple):
+class ParsedDecode(NamedTuple):
+    """A call for the texts of lists of token ids."""
+
     lists: list[TokenIds]
     skip_special_tokens: bool
     render: Callable[[list[str]], Response]
@@ -57,39 +61,39 @@ NO_FIELDS = Fields()
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Operation:
-    """One thing that callers may ask for. At most one of the functions is given; each is pure, and raises BadRequest.
+    """One operation of an API. At most one of the functions is given; each is pure, and raises BadRequest.
 
-    With none it documents a route that has a handler of its own.
+    Without a function it documents a route that has a handler of its own.
     """
 
     summary: str
-    answer: Schema
-    """Of the body of a 200; for the documentation. Empty where there never is one."""
+    response: Schema
+    """The schema of the body of a 200, for the documentation. Empty if there is never a 200."""
     fields: Fields = NO_FIELDS
-    embed: Callable[[Call], Ask | Response] | None = None
-    """A Response where there is nothing to embed."""
-    tokenize: Callable[[Call], TokenizeAsk] | None = None
-    decode: Callable[[Call], DecodeAsk] | None = None
+    embed: Callable[[Call], ParsedEmbed | Response] | None = None
+    """Returns a Response if there is nothing to embed."""
+    tokenize: Callable[[Call], ParsedTokenize] | None = None
+    decode: Callable[[Call], ParsedDecode] | None = None
     reply: Callable[[Call], Response] | None = None
-    """Needs no more than the body, and what is served."""
+    """For a response that needs only the body and the model info."""
     describe: Callable[[ModelInfo, str], Response] | None = None
-    """Needs no more than what is served, and the path."""
+    """For a response that needs only the model info and the path."""
     claims: str | None = None
-    """The field by which a body is known to mean this operation, where several dialects have one at the same path."""
-    answers_tokens: bool = False
-    """Rows may be those of tokens, which have another length than the model's vectors; for the documentation."""
-    binary_answers: tuple[str, ...] = ()
-    """Other media types that a 200 may have."""
+    """The field that a body of this operation has, where several dialects have an operation at the same path."""
+    returns_tokens: bool = False
+    """A row may be a token's, which has another length than the model's vectors; for the documentation."""
+    binary_media_types: tuple[str, ...] = ()
+    """Other media types of a 200."""
     media_type: str = "application/json"
-    """Of an answer that is no error."""
+    """The media type of a response that is not an error."""
     status: int = 200
-    """The same."""
-    other_answers: Mapping[int, Schema] = field(default_factory=dict)
-    """What is answered with other statuses, and is no error of the dialect's; for the documentation."""
+    """The status of a response that is not an error."""
+    other_responses: Mapping[int, Schema] = field(default_factory=dict)
+    """Schemas of responses that have other statuses and are not errors of the dialect, for the documentation."""
 
 
-OperationsHandler: TypeAlias = Mapping[str, Operation]
-"""By method and path: "POST /v1/embeddings". A path that ends in `/*` matches everything below it."""
+OperationTable: TypeAlias = Mapping[str, Operation]
+"""Operations by method and path: "POST /v1/embeddings". A path that ends in `/*` matches everything below it."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -97,12 +101,12 @@ class Dialect:
     name: str
     title: str
     """For the documentation."""
-    operations: OperationsHandler
+    operations: OperationTable
     render_error: Callable[[ApiError], Response]
-    """Without the headers that the status asks for, which are added."""
+    """Renders an error without the headers of its status, which are added afterwards."""
     error: Schema
-    """Of the body of every error; for the documentation."""
+    """The schema of the body of every error, for the documentation."""
     statuses: Mapping[int, str] = field(default_factory=dict)
-    """Statuses of errors that other dialects do not have, and what each means; for the documentation."""
+    """Statuses of errors that only this dialect has, and what each means, for the documentation."""
     prefix: str = ""
-    """Of the paths at which errors have its shape even where there is nothing, if there are such: "/api/"."""
+    """Errors of unknown paths that begin with this have the shape of the dialect: "/api/". Empty: there are none."""

@@ -1,8 +1,7 @@
-"""All that is served, as one table: the dialects, and what the server says of itself.
+"""All routes as one table: those of the dialects, and the server's own.
 
-Owns the list of dialects, which is asked first at a path that several have, and the names that requests are counted by.
-Knows no socket. Read by `vecd.gateway.pipeline` (routes, shapes of errors), `vecd.gateway.api.openapi`, and whoever
-says what became of requests.
+Owns the list of dialects, whose order decides at a path that several have, and the names that requests are counted
+under. Knows no socket. Read by `vecd.gateway.api.application` (routes, shapes of errors) and `vecd.gateway.service`.
 """
 
 from collections.abc import Iterator, Mapping
@@ -18,7 +17,7 @@ from vecd.gateway.types.messages import Response
 from vecd.shm.shared_metrics import MAX_ENDPOINTS
 
 DIALECTS: tuple[Dialect, ...] = (openai.DIALECT, vllm.DIALECT, cohere.DIALECT, ollama.DIALECT, tei.DIALECT)
-"""Of two at the same path, the first takes what no other claims."""
+"""Of the dialects at one path, the first takes what no other claims."""
 
 _BY_NAME = {dialect.name: dialect for dialect in DIALECTS}
 
@@ -34,7 +33,7 @@ def _endpoint(route: str, dialect: str) -> int:
 
 
 def dialect_routes() -> dict[str, dict[str, Route]]:
-    """Path → method → route, of all dialects."""
+    """The routes of all dialects: path → method → route."""
     claims: dict[tuple[str, str], list[Claim]] = {}
     for dialect in DIALECTS:
         for at, operation in dialect.operations.items():
@@ -47,31 +46,24 @@ def dialect_routes() -> dict[str, dict[str, Route]]:
     return table
 
 
-def _own_routes() -> dict[str, dict[str, Route]]:
-    return {
-        path: {method: route._replace(endpoint=_endpoint(path, OWN)) for method, route in methods.items()}
-        for path, methods in OWN_ROUTES.items()
-    }
+def _all_routes() -> Table:
+    """Those of the dialects, and the server's own. Both may be at one path, with different methods."""
+    table = dialect_routes()
+    for path, methods in OWN_ROUTES.items():
+        for method, route in methods.items():
+            table.setdefault(path, {})[method] = route._replace(endpoint=_endpoint(path, OWN))
+    return table
 
 
-def _merged(*tables: Table) -> Table:
-    """A path may be in several, under other methods."""
-    merged: dict[str, dict[str, Route]] = {}
-    for table in tables:
-        for path, methods in table.items():
-            merged.setdefault(path, {}).update(methods)
-    return merged
-
-
-ROUTES: Table = _merged(dialect_routes(), _own_routes())
+ROUTES: Table = _all_routes()
 
 ENDPOINTS: tuple[Endpoint, ...] = tuple(_endpoints)
-"""By the index that routes and records have. At most `vecd.shm.shared_metrics.MAX_ENDPOINTS`."""
+"""By the index that `Route.endpoint` and `RequestTimeline.endpoint` have."""
 assert len(ENDPOINTS) <= MAX_ENDPOINTS
 
 
 def render_error(error: ApiError, path: str | None, table: Table) -> Response:
-    """In the shape of the dialect that the request was made in; in OpenAI's where none is known."""
+    """Render an error in the shape of the request's dialect, or in OpenAI's if the dialect is not known."""
     dialect = _BY_NAME.get(error.dialect) if error.dialect is not None else _dialect_at(path, table)
     response = (dialect or openai.DIALECT).render_error(error)
     response.headers.update(error.headers())

@@ -1,26 +1,26 @@
-"""The routes, as data: path → method → handler, who may call it, and on which listener. Owns the table and its errors;
-knows no socket.
+"""The routes as data: path → method → handler, with the scope of the key and the listeners of each.
 
-Clients write paths in many ways (a base URL with or without /v1, a trailing or a double slash, the whole URL where a
-base was asked for); those that can mean only one thing are served directly, never redirected, because a redirect turns
-a POST into a GET. No spelling leads below another first part than its own, so that a proxy may tell paths by prefix.
+Owns the lookup of a path and its errors. Knows no socket.
+
+Clients write paths in many ways: a base URL with or without /v1, a trailing or a double slash, the whole URL in place
+of a base. Those that can mean only one route are served directly. They are never redirected, because a redirect turns a
+POST into a GET. A spelling never leads to a route with another first part, so that a proxy may route by prefix.
 """
 
 import re
 from collections.abc import Awaitable, Callable, Iterator, Mapping
 from enum import Enum, auto
-from typing import TYPE_CHECKING, NamedTuple, TypeAlias
+from functools import partial
+from typing import NamedTuple, TypeAlias
 
 from vecd.gateway.admission.principals import Principal
+from vecd.gateway.api.context import Context
+from vecd.gateway.api.operations import Operation
 from vecd.gateway.types.errors import MethodNotAllowed, NotFound
 from vecd.gateway.types.messages import HttpRequest, Response
 
-if TYPE_CHECKING:
-    from vecd.gateway.api.operations import Operation
-    from vecd.gateway.pipeline import Pipeline
-
-Handler: TypeAlias = Callable[["Pipeline", HttpRequest, Principal], Awaitable[Response]]
-"""A function of `vecd.gateway.pipeline`, or a `vecd.gateway.api.handlers.Operations`."""
+Handler: TypeAlias = Callable[[Context, HttpRequest, Principal], Awaitable[Response]]
+"""A function of `vecd.gateway.api.system_routes`, or a `vecd.gateway.api.handlers.OperationsHandler`."""
 
 
 class Place(Enum):
@@ -31,33 +31,33 @@ class Place(Enum):
     OPERATOR = auto()
     """On the admin listener alone, if there is one."""
     ADMIN = auto()
-    """The same, and nowhere on a server without keys: nobody may command one that is open to all."""
+    """Like OPERATOR, but not served at all by a server without keys and without an admin listener."""
 
 
 class Route(NamedTuple):
     handler: Handler
     scope: str | None = "embed"
-    """What the caller's key must allow, of `vecd.gateway.types.config.SCOPES`. None: no key is asked for, as probes of
-    a load balancer have none."""
+    """The scope that a key must have, one of `vecd.gateway.types.config.SCOPES`. None: no key is needed, because the
+    probes of a load balancer have none."""
     place: Place = Place.PUBLIC
-    about: "Operation | None" = None
-    """For the documentation; a `vecd.gateway.api.handlers.Operations` has its own."""
+    about: Operation | None = None
+    """For the documentation, if the handler is not a `vecd.gateway.api.handlers.OperationsHandler`."""
     endpoint: int = 0
-    """As a `vecd.gateway.types.timeline.Record` has it; of several dialects at one path, the first one's."""
+    """As in `RequestTimeline.endpoint`; that of the first dialect, if several share the path."""
 
 
 Table: TypeAlias = Mapping[str, Mapping[str, Route]]
-"""Path → method → route. A `*` in a path, of which it has one at most, is one part or several: a model's name may have
-slashes in it."""
+"""Path → method → route. A path may have one `*`, which stands for one part or several: a model's name may have
+slashes."""
 
 _SLASHES = re.compile("//+")
 _FIRST_V1S = re.compile(r"^(/v1)+(?=/)")
 _MAX_PARTS = 16
-"""Of a path in which repetitions are looked for."""
+"""Repetitions are looked for only in paths of at most so many parts."""
 
 
 def public_table(table: Table, *, has_admin_listener: bool, has_keys: bool) -> Table:
-    """What is served on the public listener."""
+    """The routes of the public listener."""
     places = {Place.PUBLIC, Place.BOTH}
     if not has_admin_listener:
         places |= {Place.OPERATOR, Place.ADMIN} if has_keys else {Place.OPERATOR}
@@ -65,7 +65,7 @@ def public_table(table: Table, *, has_admin_listener: bool, has_keys: bool) -> T
 
 
 def admin_table(table: Table) -> Table:
-    """What is served on the admin listener."""
+    """The routes of the admin listener."""
     return _of_places(table, {Place.BOTH, Place.OPERATOR, Place.ADMIN})
 
 
@@ -80,11 +80,12 @@ def _of_places(table: Table, places: set[Place]) -> Table:
 def find_route(table: Table, method: str, path: str) -> Route:
     """Raises NotFound for an unknown path, MethodNotAllowed for a known one with another method.
 
-    OPTIONS is answered at every path that there is, and needs no key: it says what anybody could find out.
+    OPTIONS is answered at every known path, and needs no key: the methods are no secret.
     """
     methods = methods_at(table, path)
     if method == "OPTIONS" and (methods is not None or path == "*"):
-        return Route(_Options(allowed_methods(methods or {"GET": None, "POST": None})), scope=None)
+        allow = allowed_methods(methods or {"GET": None, "POST": None})
+        return Route(partial(_respond_to_options, allow), scope=None)
     if methods is None:
         raise NotFound(
             "There is nothing at this path; embeddings are at POST /v1/embeddings",
@@ -98,22 +99,16 @@ def find_route(table: Table, method: str, path: str) -> Route:
 
 
 def allowed_methods(methods: Mapping[str, object]) -> str:
-    """As the header Allow has them."""
+    """The value of the header Allow."""
     return ", ".join(sorted({*methods, "OPTIONS", *(["HEAD"] if "GET" in methods else [])}))
 
 
-class _Options:
-    """A handler: which methods there are."""
-
-    def __init__(self, allow: str) -> None:
-        self._allow = allow
-
-    async def __call__(self, app: "Pipeline", http: HttpRequest, principal: Principal) -> Response:
-        return Response(204, headers={"allow": self._allow})
+async def _respond_to_options(allow: str, context: Context, http: HttpRequest, principal: Principal) -> Response:
+    return Response(204, headers={"allow": allow})
 
 
 def methods_at(table: Table, path: str) -> Mapping[str, Route] | None:
-    """What is at a path, however it is written; None where there is nothing."""
+    """The routes of a path, in any spelling; None if there are none."""
     methods = table.get(path)
     if methods is not None:
         return methods
@@ -125,18 +120,18 @@ def methods_at(table: Table, path: str) -> Mapping[str, Route] | None:
 
 
 def name_in(pattern: str, path: str) -> str | None:
-    """What stands in a path, however it is written, for the `*` of `pattern`; None where the path is another."""
+    """The part of a path, in any spelling, that the `*` of `pattern` stands for; None if the path does not match."""
     return next((name for spelling in _spellings(path) if (name := _name_in(pattern, spelling))), None)
 
 
 def normalize(path: str) -> str:
-    """One slash where there are several, none at the end, one /v1 where there are two."""
+    """Reduce repeated slashes and a repeated /v1 to one, and remove a slash at the end."""
     path = "/" + _SLASHES.sub("/", path).strip("/")
     return _FIRST_V1S.sub("/v1", path)
 
 
 def _spellings(path: str) -> Iterator[str]:
-    """What a path may mean, the likeliest first."""
+    """The normal spellings of a path, the likeliest first."""
     path = normalize(path)
     yield path
     parts = path.split("/", _MAX_PARTS + 1)[1:]
@@ -145,7 +140,7 @@ def _spellings(path: str) -> Iterator[str]:
 
 
 def _without_repetitions(parts: list[str]) -> list[str]:
-    """Of parts, one or several, that follow directly on the same again, the first."""
+    """Where one part or several are directly followed by the same again, keep the first."""
     for length in range(len(parts) // 2, 0, -1):
         for start in range(len(parts) - 2 * length + 1):
             middle = start + length
@@ -163,5 +158,5 @@ def _name_in(pattern: str, path: str) -> str | None:
     if not star or not path.startswith(before) or not path.endswith(after):
         return None
     name = path[len(before) : len(path) - len(after)]
-    # What ends as the pattern does is the end given twice, and no name.
+    # A name that ends like the pattern is the end of the pattern, written twice.
     return None if after and name.endswith(after) else name

@@ -1,7 +1,7 @@
-"""What the page at `/` and `vecd top` show: `/stats`, the whole server at one moment, as numbers.
+"""The body of `/stats`: the whole server at one moment, as numbers. The page at `/` and `vecd top` show it.
 
-Owns the shape of that answer. Everything in it is a level or only ever grows, so that whoever asks twice has the rates
-and percentiles between; nothing a caller sent is in it. Reads the board and the links, changes nothing. Called by
+Owns the shape of that body. Each number is a level or only grows, so that the difference of two bodies gives rates and
+percentiles; nothing that a caller sent is in it. Reads the shared metrics and the links, changes nothing. Called by
 `vecd.gateway.api.system_routes`.
 
     now_s               by the server's monotonic clock, as all times here
@@ -9,31 +9,32 @@ and percentiles between; nothing a caller sent is in it. Reads the board and the
     totals              inputs, input_tokens, sequences, tokens, padding_tokens, batches, compute_s, refused, expired,
                         retried, stuck, poisoned                        }
     stages{}            by stage: counts of each bucket (the last: above all bounds), sum_s; `stage_bounds_s`
-    batch_tokens{}      the same of batches' sizes: bounds, counts, sum
-    batch_fill{}        and of the share of its room that each had
+    batch_tokens{}      the same for the sizes of batches: bounds, counts, sum
+    batch_fill{}        the same for the part of its room that each batch used
     queue               requests, sequences, tokens, age_s              }
     arena               rows, rows_in_use                               } now
     workers[]           worker, life, state, batches, sequences, tokens, busy_s, pid, dtype, path, tokens_per_s
     gateways[]          gateway, pid, connections, requests, answered, uptime_s
     batches[]           gateway, number, worker, sequences, tokens, sent_s, done_s (null: under way), compute_s;
-                        those under way and of the last seconds
+                        those under way and those of the last seconds
     processes{}         by name: pid, cpu_s, resident_bytes, proportional_bytes
     model, server       what does not change while this generation serves
 """
 
 import time
-from collections.abc import Mapping
-from typing import TYPE_CHECKING, Any
+from collections.abc import Collection, Mapping, Sequence
+from typing import Any
 
 from vecd.gateway.api.health import describe_gateways, describe_model, state_of
+from vecd.gateway.dispatch.worker_link import WorkerLink
 from vecd.gateway.telemetry.processes import Usage
+from vecd.gateway.telemetry.shared_metrics import SharedMetrics
+from vecd.gateway.types.config import GatewayConfig
+from vecd.gateway.types.endpoints import Endpoint
 from vecd.shm.shared_metrics import Counter, Gauge, Histogram, WorkerCell
 
-if TYPE_CHECKING:
-    from vecd.gateway.pipeline import Pipeline
-
 RECENT_S = 5.0
-"""Batches answered since then are in the answer, if the board remembers them."""
+"""Batches that were done in the last so many seconds are listed, if the shared metrics still have them."""
 
 _STAGES = {
     "parse": Histogram.PARSE,
@@ -59,29 +60,37 @@ _TOTALS = {
 }
 
 
-def describe_stats(app: "Pipeline", usages: Mapping[str, Usage]) -> dict[str, Any]:
-    """The body of `/stats`. Side effect: the board's polled gauges are published."""
-    shared_metrics, now_ns = app.shared_metrics, time.monotonic_ns()
+def describe_stats(
+    config: GatewayConfig,
+    shared_metrics: SharedMetrics,
+    links: Collection[WorkerLink],
+    endpoints: Sequence[Endpoint],
+    usages: Mapping[str, Usage],
+) -> dict[str, Any]:
+    """The body of `/stats`. Side effect: the polled gauges are published."""
+    now_ns = time.monotonic_ns()
     shared_metrics.publish()
     return {
         "now_s": now_ns / 1e9,
-        "model": describe_model(app),
+        "model": describe_model(config),
         "server": {
-            "version": app.config.version,
-            "num_gateways": app.config.num_gateways,
+            "version": config.version,
+            "num_gateways": config.num_gateways,
             "gateway": shared_metrics.gateway,
         },
         "requests": [
-            {"route": app.endpoints[endpoint][0], "dialect": app.endpoints[endpoint][1], "status": status, "count": num}
+            {"route": endpoints[endpoint].route, "dialect": endpoints[endpoint].dialect, "status": status, "count": num}
             for (endpoint, status), num in shared_metrics.answers().items()
         ],
         "totals": {name: shared_metrics.total(counter) / counter.per_unit for name, counter in _TOTALS.items()},
         "stage_bounds_s": Histogram.TOTAL.bounds,
-        "stages": {name: _histogram(app, histogram, "sum_s") for name, histogram in _STAGES.items()},
+        "stages": {name: _histogram(shared_metrics, histogram, "sum_s") for name, histogram in _STAGES.items()},
         "batch_tokens": {
-            "bounds": Histogram.BATCH_TOKENS.bounds, **_histogram(app, Histogram.BATCH_TOKENS, "sum")
+            "bounds": Histogram.BATCH_TOKENS.bounds, **_histogram(shared_metrics, Histogram.BATCH_TOKENS, "sum")
         },
-        "batch_fill": {"bounds": Histogram.BATCH_FILL.bounds, **_histogram(app, Histogram.BATCH_FILL, "sum")},
+        "batch_fill": {
+            "bounds": Histogram.BATCH_FILL.bounds, **_histogram(shared_metrics, Histogram.BATCH_FILL, "sum")
+        },
         "queue": {
             "requests": shared_metrics.total(Gauge.REQUESTS),
             "sequences": shared_metrics.total(Gauge.QUEUED_SEQUENCES),
@@ -92,33 +101,35 @@ def describe_stats(app: "Pipeline", usages: Mapping[str, Usage]) -> dict[str, An
             "rows": shared_metrics.total(Gauge.ARENA_ROWS),
             "rows_in_use": shared_metrics.total(Gauge.ARENA_ROWS_IN_USE),
         },
-        "workers": _describe_workers(app),
+        "workers": _describe_workers(config.num_workers, shared_metrics, links),
         "gateways": describe_gateways(shared_metrics),
         "batches": [_describe_batch(*batch) for batch in shared_metrics.recent_batches(now_ns - int(RECENT_S * 1e9))],
-        "processes": {name: _describe_usage(usage) for name, usage in usages.items()},
+        "processes": {name: usage._asdict() for name, usage in usages.items()},
     }  # fmt: skip
 
 
-def _histogram(app: "Pipeline", histogram: Histogram, sum_name: str) -> dict[str, Any]:
-    counts, total = app.shared_metrics.histogram(histogram)
+def _histogram(shared_metrics: SharedMetrics, histogram: Histogram, sum_name: str) -> dict[str, Any]:
+    counts, total = shared_metrics.histogram(histogram)
     return {"counts": counts, sum_name: total}
 
 
-def _describe_workers(app: "Pipeline") -> list[dict[str, Any]]:
-    links = {link.incarnation.worker: link for link in app.dispatcher.links}
+def _describe_workers(
+    num_workers: int, shared_metrics: SharedMetrics, links: Collection[WorkerLink]
+) -> list[dict[str, Any]]:
+    by_worker = {link.incarnation.worker: link for link in links}
     described = []
-    for worker in range(app.config.num_workers):
-        link = links.get(worker)
+    for worker in range(num_workers):
+        link = by_worker.get(worker)
         facts = link.facts if link is not None else {}
         described.append(
             {
                 "worker": worker,
-                "life": app.shared_metrics.worker_life(worker),
+                "life": shared_metrics.worker_life(worker),
                 "state": state_of(link),
-                "batches": app.shared_metrics.worker_total(worker, WorkerCell.BATCHES),
-                "sequences": app.shared_metrics.worker_total(worker, WorkerCell.SEQUENCES),
-                "tokens": app.shared_metrics.worker_total(worker, WorkerCell.TOKENS),
-                "busy_s": app.shared_metrics.worker_total(worker, WorkerCell.COMPUTE_US) / 1e6,
+                "batches": shared_metrics.worker_total(worker, WorkerCell.BATCHES),
+                "sequences": shared_metrics.worker_total(worker, WorkerCell.SEQUENCES),
+                "tokens": shared_metrics.worker_total(worker, WorkerCell.TOKENS),
+                "busy_s": shared_metrics.worker_total(worker, WorkerCell.COMPUTE_US) / 1e6,
                 "tokens_per_s": round(link.cost_model.tokens_per_s) if link is not None else 0,
                 **{name: facts.get(name) for name in ("pid", "dtype", "path")},
             }
@@ -138,13 +149,4 @@ def _describe_batch(
         "sent_s": sent_ns / 1e9,
         "done_s": done_ns / 1e9 if done_ns else None,
         "compute_s": compute_us / 1e6,
-    }
-
-
-def _describe_usage(usage: Usage) -> dict[str, Any]:
-    return {
-        "pid": usage.pid,
-        "cpu_s": usage.cpu_s,
-        "resident_bytes": usage.resident_bytes,
-        "proportional_bytes": usage.proportional_bytes,
     }

@@ -1,7 +1,7 @@
-"""What the server says of itself, and what its operator may ask of it: the routes of no dialect.
+"""The server's own routes, which belong to no dialect: health, figures, documentation, commands of the operator.
 
-Owns their handlers and their documentation. What they say is `vecd.gateway.api.health`'s,
-`vecd.gateway.telemetry.metrics`' and `vecd.gateway.api.openapi`'s. Read by `vecd.gateway.api.registry`.
+Owns their handlers and their documentation. The bodies are written by `vecd.gateway.api.health`,
+`vecd.gateway.api.stats` and `vecd.gateway.telemetry.metrics`. Read by `vecd.gateway.api.registry`.
 """
 
 import asyncio
@@ -9,74 +9,83 @@ import os
 from collections.abc import Mapping
 from functools import partial
 from importlib.resources import files
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import orjson
 
 from vecd.gateway.admission.auth import ANY_SCOPE
 from vecd.gateway.admission.principals import Principal
-from vecd.gateway.api.health import INFO_SCHEMA, describe_for_tei, describe_health, describe_info, state_of
-from vecd.gateway.api.openapi import describe_api
+from vecd.gateway.api.context import Context
+from vecd.gateway.api.health import (
+    INFO_SCHEMA,
+    describe_for_tei,
+    describe_health,
+    describe_info,
+    describe_tenants,
+    state_of,
+)
 from vecd.gateway.api.operations import Operation
 from vecd.gateway.api.routes import Place, Route
 from vecd.gateway.api.stats import describe_stats
 from vecd.gateway.telemetry.metrics import CONTENT_TYPE, render_metrics
 from vecd.gateway.telemetry.processes import Usage
-from vecd.gateway.types.errors import NotImplementedByServer
 from vecd.gateway.types.messages import HttpRequest, Response
 from vecd.shm.shared_metrics import Gauge
 
-if TYPE_CHECKING:
-    from vecd.gateway.pipeline import Pipeline
 
-
-async def health(app: "Pipeline", http: HttpRequest, principal: Principal) -> Response:
-    status, body = describe_health(app)
+async def health(context: Context, http: HttpRequest, principal: Principal) -> Response:
+    status, body = describe_health(context.why_unavailable())
     return _json(status, body, headers={} if status == 200 else {"retry-after": "1"})
 
 
-async def live(app: "Pipeline", http: HttpRequest, principal: Principal) -> Response:
+async def live(context: Context, http: HttpRequest, principal: Principal) -> Response:
     return _json(200, {"status": "ok"})
 
 
-async def root(app: "Pipeline", http: HttpRequest, principal: Principal) -> Response:
-    """The page, for a browser. For others, where text-embeddings-inference has its health, and Ollama what its clients
-    look for first."""
-    response = await _root(app, http, principal)
-    if app.config.has_ui:
-        response.headers["vary"] = "accept"  # or a cache would give the one to who wants the other
+async def root(context: Context, http: HttpRequest, principal: Principal) -> Response:
+    """The page for a browser, and a health check for other clients: text-embeddings-inference has its health here, and
+    Ollama's clients request this path first."""
+    response = await _root(context, http, principal)
+    if context.config.has_ui:
+        response.headers["vary"] = "accept"  # a cache must not answer one kind of client with the other's response
     return response
 
 
-async def _root(app: "Pipeline", http: HttpRequest, principal: Principal) -> Response:
-    if app.config.has_ui and "text/html" in http.headers.get("accept", ""):
+async def _root(context: Context, http: HttpRequest, principal: Principal) -> Response:
+    if context.config.has_ui and "text/html" in http.headers.get("accept", ""):
         return _page("page.html")
-    status, _ = describe_health(app)
+    status, _ = describe_health(context.why_unavailable())
     if status != 200:
-        return await health(app, http, principal)
+        return await health(context, http, principal)
     return Response(200, b"vecd is running", content_type=_TEXT)
 
 
-async def info(app: "Pipeline", http: HttpRequest, principal: Principal) -> Response:
-    """What is for an operator is said to operators alone; the rest, in text-embeddings-inference's words, to all who
-    may call at all: its clients ask for it."""
-    is_operators = principal.sees_metrics and (http.is_admin or not app.config.has_admin_listener)
+async def info(context: Context, http: HttpRequest, principal: Principal) -> Response:
+    """Operators get everything; other callers get the fields of text-embeddings-inference, which its clients need."""
+    config, links, num_threads = context.config, context.links(), context.threads.num_threads
+    is_operators = principal.sees_metrics and (http.is_admin or not config.has_admin_listener)
     if not is_operators:
-        return _json(200, describe_for_tei(app))
-    return _json(200, describe_info(app, shows_tenants=http.is_admin or principal.is_admin))
+        return _json(200, describe_for_tei(config, links, num_threads))
+    tenants = None
+    if http.is_admin or principal.is_admin:
+        tenants = describe_tenants(context.num_tenants(), context.principals.with_keys, context.load_of)
+    body = describe_info(
+        config, context.shared_metrics, links, num_threads=num_threads, started_at=context.started_at, tenants=tenants
+    )
+    return _json(200, body)
 
 
-async def metrics(app: "Pipeline", http: HttpRequest, principal: Principal) -> Response:
-    config = app.config
-    links = {link.incarnation.worker: link for link in app.dispatcher.links}
-    usages = await _usages(app)
-    app.shared_metrics.publish()
+async def metrics(context: Context, http: HttpRequest, principal: Principal) -> Response:
+    config = context.config
+    links = {link.incarnation.worker: link for link in context.links()}
+    usages = await _usages(context)
+    context.shared_metrics.publish()
     render = partial(
         render_metrics,
-        app.shared_metrics,
+        context.shared_metrics,
         version=config.version,
         model=config.model,
-        endpoints=app.endpoints,
+        endpoints=context.endpoints,
         worker_states={worker: state_of(links.get(worker)) for worker in range(config.num_workers)},
         usages=usages,
         tei_max_tokens=config.max_tokens if config.has_tei_metrics else None,
@@ -84,30 +93,34 @@ async def metrics(app: "Pipeline", http: HttpRequest, principal: Principal) -> R
     return Response(200, await asyncio.to_thread(render), content_type=CONTENT_TYPE)
 
 
-async def stats(app: "Pipeline", http: HttpRequest, principal: Principal) -> Response:
-    return _json(200, describe_stats(app, await _usages(app)), headers={"cache-control": "no-store"})
+async def stats(context: Context, http: HttpRequest, principal: Principal) -> Response:
+    usages = await _usages(context)
+    body = describe_stats(context.config, context.shared_metrics, context.links(), context.endpoints, usages)
+    return _json(200, body, headers={"cache-control": "no-store"})
 
 
-async def _usages(app: "Pipeline") -> dict[str, Usage]:
-    """Of the supervisor, all gateways, the workers that are up, and the fork server that they come from."""
+async def _usages(context: Context) -> dict[str, Usage]:
+    """The usage of the supervisor, all gateways, the workers that are up, and their fork server."""
     pids = {"supervisor": os.getppid()}
-    pids |= {f"gateway-{n}": pid for n, row in enumerate(app.shared_metrics.rows) if (pid := row.gauges[Gauge.PID])}
-    for link in app.dispatcher.links:
+    pids |= {f"gateway-{n}": pid for n, row in enumerate(context.shared_metrics.rows) if (pid := row.gauges[Gauge.PID])}
+    for link in context.links():
         pids |= {f"worker-{link.incarnation.worker}": link.facts["pid"], "forkserver": link.facts["parent_pid"]}
-    return await app.processes.usages(pids)
+    return await context.processes.usages(pids)
 
 
-async def reload(app: "Pipeline", http: HttpRequest, principal: Principal) -> Response:
-    if app.on_reload is None:
-        raise NotImplementedByServer("This gateway has nobody who could reload its configuration")
-    app.on_reload()
+async def reload(context: Context, http: HttpRequest, principal: Principal) -> Response:
+    context.on_reload()
     return _json(202, {"status": "reloading"})
 
 
-async def keys(app: "Pipeline", http: HttpRequest, principal: Principal) -> Response:
-    """Of each key what it may and has used, by its name: nothing that it could be told from."""
+async def keys(context: Context, http: HttpRequest, principal: Principal) -> Response:
+    """The limits and the use of each key, by its name; neither a key nor its digest."""
     return _json(
-        200, {"gateway": app.shared_metrics.gateway, "keys": [holder.describe() for holder in app.callers.holders]}
+        200,
+        {
+            "gateway": context.shared_metrics.gateway,
+            "keys": [holder.describe() for holder in context.principals.with_keys],
+        },
     )
 
 
@@ -115,13 +128,13 @@ def _json(status: int, body: Any, headers: Mapping[str, str] | None = None) -> R
     return Response(status, orjson.dumps(body), headers=dict(headers or {}))
 
 
-async def openapi(app: "Pipeline", http: HttpRequest, principal: Principal) -> Response:
-    """Of the listener that is asked."""
-    return _json(200, describe_api(app.table(http), app.model_info, has_keys=app.callers.are_known))
+async def openapi(context: Context, http: HttpRequest, principal: Principal) -> Response:
+    """The document of the listener that the request came by."""
+    return _json(200, context.openapi(http))
 
 
-async def docs(app: "Pipeline", http: HttpRequest, principal: Principal) -> Response:
-    """A page that shows /openapi.json. Needs nothing from anywhere else."""
+async def docs(context: Context, http: HttpRequest, principal: Principal) -> Response:
+    """A page that shows /openapi.json, and loads nothing else."""
     return _page("docs.html")
 
 
@@ -131,9 +144,9 @@ def _page(name: str) -> Response:
 
 
 _POLICY = (
-    # All that a page is made of is in it, and it talks to nobody but its own server.
+    # A page contains all of its parts, and sends requests only to its own server.
     "default-src 'none'; script-src 'unsafe-inline'; style-src 'unsafe-inline'; connect-src 'self'; img-src data:; "
-    # Nor is it shown inside another, whose clicks would be its own, nor lets text become markup.
+    # No other page may embed it, because clicks there would count as clicks here; no text may become markup.
     "base-uri 'none'; form-action 'none'; frame-ancestors 'none'; require-trusted-types-for 'script'"
 )
 _PAGE_HEADERS = {
@@ -149,19 +162,19 @@ _TEXT = "text/plain; charset=utf-8"
 _STATUS = {"type": "object", "required": ["status"], "properties": {"status": {"type": "string"}}}
 _OBJECT = {"type": "object"}
 
-HEALTH = Operation(summary="Whether a worker can serve", answer=_STATUS, other_answers={503: _STATUS})
-LIVE = Operation(summary="Whether the gateway runs", answer=_STATUS)
-ROOT = Operation(summary="Whether a worker can serve", answer={"type": "string"}, media_type=_TEXT)
+HEALTH = Operation(summary="Whether a worker can serve", response=_STATUS, other_responses={503: _STATUS})
+LIVE = Operation(summary="Whether the gateway runs", response=_STATUS)
+ROOT = Operation(summary="Whether a worker can serve", response={"type": "string"}, media_type=_TEXT)
 INFO = Operation(
-    summary="Describe the model and the limits; to operators the queue and the workers, too", answer=INFO_SCHEMA
+    summary="Describe the model and the limits; to operators the queue and the workers, too", response=INFO_SCHEMA
 )
-STATS = Operation(summary="The whole server at this moment, as the page shows it", answer=_OBJECT)
-METRICS = Operation(summary="Counters and gauges for Prometheus", answer={"type": "string"}, media_type=CONTENT_TYPE)
-RELOAD = Operation(summary="Read the configuration again, as SIGHUP does", answer=_STATUS, status=202)
-KEYS = Operation(summary="Limits and use of each API key", answer=_OBJECT)
-OPENAPI = Operation(summary="This document", answer=_OBJECT)
+STATS = Operation(summary="The whole server at this moment, as the page shows it", response=_OBJECT)
+METRICS = Operation(summary="Counters and gauges for Prometheus", response={"type": "string"}, media_type=CONTENT_TYPE)
+RELOAD = Operation(summary="Read the configuration again, as SIGHUP does", response=_STATUS, status=202)
+KEYS = Operation(summary="Limits and use of each API key", response=_OBJECT)
+OPENAPI = Operation(summary="This document", response=_OBJECT)
 DOCS = Operation(
-    summary="A page that shows this document", answer={"type": "string"}, media_type="text/html; charset=utf-8"
+    summary="A page that shows this document", response={"type": "string"}, media_type="text/html; charset=utf-8"
 )
 
 OWN_ROUTES = {

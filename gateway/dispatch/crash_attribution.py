@@ -1,24 +1,31 @@
-"""Whose fault a worker's death is: that of an input which it was computing, or of none. Pure.
+"""Decides which inputs are the cause of workers' deaths. Pure.
 
-Owns the verdict, and the record on which it rests (`CrashAttribution`). The record is of inputs and not of requests:
-one whose caller never waits for the end, and sends it again and again, is found out all the same. An input that is
-answered is struck off. Workers die of inputs, but also of a kill from outside, or because memory runs out that others
-took; then an innocent input is in every batch that is lost. A verdict costs its caller the answer, and everybody else
-who sends the same for a while; so it takes deaths that say something:
+Owns the rule, and the record of deaths on which it rests (`CrashAttribution`). The record is kept by input and not by
+request, so it also finds an input whose client never waits for the end and sends it again and again. An input is struck
+off as soon as it has been computed. A worker may die of its input, but also of a kill from outside, or because other
+programs used up the memory; then harmless inputs are in the batches that are lost. A rejection costs the client the
+response, and everybody who sends the same input for a while, so it needs deaths that are evidence:
 
-    in company          says little: the input runs alone from the second one on
-    alone, by a crash   (SIGSEGV and its like, which nobody sends) the third death is proof
-    alone, otherwise    (SIGKILL, which the kernel sends for memory, too; a hang) three, if others' batches were done in
-                        between each time; five in any case
+    in a batch with others    little evidence: from the second death on, the input runs in an isolated batch
+    isolated, a crash         (SIGSEGV and the like, which nobody sends) rejected at the third death
+    isolated, another death   (SIGKILL, which the kernel also sends when memory runs out; a hang) rejected at the fifth
+                              death, if the last three were isolated and no other worker has died between them
 
-Measured, 2 workers of which a random one was killed each second for a minute, on a busy machine: where the third death,
-alone, was proof in any case, 27 of 618 requests were condemned. Called by `vecd.gateway.dispatch.dispatcher`.
+Workers that are killed from outside die with other inputs, or with none, as often as with this one; that is why deaths
+in between make the others weak evidence. So that two such inputs cannot protect each other for ever, the eighth
+isolated death is enough in any case. An input of which one copy is computed at a time is therefore rejected after five
+deaths at most, and after ten while other workers die as well. Gateways tell each other of deaths, so these are deaths
+in the whole server.
+
+Measured, 2 workers of which a random one was killed each second for a minute, on a busy machine: when any third death,
+isolated, led to a rejection, 27 of 618 harmless requests were rejected; when other batches had to be done between the
+three, 18 of 507; by this rule, 0 of 549. Called by `vecd.gateway.dispatch.dispatcher`.
 """
 
 import time
 from collections.abc import Callable
 
-from vecd.gateway.types.deaths import Deaths
+from vecd.gateway.scheduling.deaths import Deaths
 
 REMEMBERED_S = 600.0
 """After the last death."""
@@ -26,9 +33,13 @@ REMEMBERED_S = 600.0
 MAX_REMEMBERED = 4096
 """Inputs; a worker that dies leaves a batch of them, some hundreds at most."""
 
+_CRASHES = 3
+_DEATHS, _IN_A_ROW = 5, 3
+_ISOLATED = 8
+
 
 class CrashAttribution:
-    """The deaths of each input that has not been answered since, by its digest."""
+    """The deaths of each input that has not been computed since, by its digest."""
 
     def __init__(self, clock: Callable[[], float] = time.monotonic) -> None:
         self._clock = clock
@@ -39,14 +50,14 @@ class CrashAttribution:
         return len(self._records)
 
     def find(self, digest: str) -> Deaths | None:
-        """Of the workers that died of the input; None when there are none."""
+        """The deaths of the input; None when there are none."""
         self._forget_old()
         record = self._records.get(digest)
         return None if record is None else record[1]
 
     def record(self, digest: str, known: Deaths | None) -> Deaths:
-        """Where one more death is to be counted, remembered from now on. `known`: those that one of its requests knows
-        of. Of more than MAX_REMEMBERED inputs the one with the oldest death is forgotten."""
+        """Where one more death is to be counted, remembered from now on. `known`: what a request with this input
+        remembers itself. Of more than MAX_REMEMBERED inputs the one with the oldest death is forgotten."""
         deaths = known or self.find(digest) or Deaths()
         self._records.pop(digest, None)
         self._records[digest] = (self._clock() + REMEMBERED_S, deaths)
@@ -55,7 +66,7 @@ class CrashAttribution:
         return deaths
 
     def forget(self, digest: str) -> None:
-        """The input has been answered, or found guilty. It need not be known."""
+        """The input has been computed, or rejected. It need not be known."""
         self._records.pop(digest, None)
 
     def _forget_old(self) -> None:
@@ -65,3 +76,19 @@ class CrashAttribution:
 
     def _forget_first(self) -> None:
         del self._records[next(iter(self._records))]
+
+
+def count_death(deaths: Deaths, *, is_isolated: bool, has_crashed: bool, num_worker_deaths: int) -> bool:
+    """Count one more death; returns whether the input is to be rejected. `num_worker_deaths`: deaths of all workers
+    that this gateway knows of, this one included."""
+    deaths.num += 1
+    has_other_died = num_worker_deaths > deaths.last_worker_death + 1
+    deaths.last_worker_death = num_worker_deaths
+    if not is_isolated:
+        deaths.num_in_a_row = 0
+        return False
+    deaths.num_alone += 1
+    deaths.num_in_a_row = 1 if has_other_died else deaths.num_in_a_row + 1
+    if has_crashed and deaths.num >= _CRASHES:
+        return True
+    return deaths.num_alone >= _ISOLATED or (deaths.num >= _DEATHS and deaths.num_in_a_row >= _IN_A_ROW)

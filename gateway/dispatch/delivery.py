@@ -132,7 +132,7 @@ def _deliver_vectors(sequences: list[QueuedSequence], rows: Rows) -> None:
                 _fail_not_finite(sequence)
     start = 0
     for end in range(1, len(sequences) + 1):
-        # Neighbours in a batch are most often neighbours in their request: then they go together.
+        # Neighbours in a batch are most often neighbours in their request; these are handed over together.
         if end == len(sequences) or not _follows(sequences[end], sequences[end - 1]):
             first = sequences[start]
             try:
@@ -146,13 +146,13 @@ def _deliver_vectors(sequences: list[QueuedSequence], rows: Rows) -> None:
 
 
 def _follows(sequence: QueuedSequence, other: QueuedSequence) -> bool:
-    # Those that are chunks have that in common with none but chunks of their own input, which have the same index.
+    # Chunks of one input have the same index, and share `chunked` with nothing else: no chunk follows another.
     is_next = sequence.request_queue is other.request_queue and sequence.index == other.index + 1
     return is_next and sequence.chunked is other.chunked
 
 
 def _are_finite(rows: Rows) -> bool:
-    """Whether all are. A sum is finite if they are, but for huge ones; and takes a third of looking at each."""
+    """Whether all are. Their sum is finite then, but for huge values, and takes a third of the time."""
     with np.errstate(all="ignore"):
         return math.isfinite(rows.sum()) or bool(np.isfinite(rows).all())
 

@@ -7,11 +7,11 @@ that a batch arrived from its reply alone. A reply is checked against the record
 breaks the protocol, or says nothing for too long, is ignored from then on and reported.
 
 Life of a slot: free → `_send` → in flight → `Done` → being encoded → free. A lost batch's sequences go back to the
-scheduler, as far as `vecd.gateway.dispatch.retry_budget` pays for it; those that workers died of, by the judgement of
-`vecd.gateway.dispatch.crash_attribution`, are given up, and refused from then on by `vecd.gateway.dispatch.quarantine`.
+scheduler, as far as `vecd.gateway.dispatch.retry_budget` pays for it. A poison input, found by
+`vecd.gateway.dispatch.crash_attribution`, is failed, and rejected from then on by `vecd.gateway.dispatch.quarantine`.
 
-Several may live in one process and on one event loop. Called by `vecd.gateway.main` (control messages) and
-`vecd.gateway.pipeline` (new sequences, health).
+Several may live in one process and on one event loop. Called by `vecd.gateway.service` (control messages) and
+`vecd.gateway.pipeline` (new sequences).
 """
 
 import asyncio
@@ -24,21 +24,21 @@ from typing import Any
 
 import numpy as np
 
-from vecd.gateway.dispatch.crash_attribution import CrashAttribution
+from vecd.gateway.dispatch.crash_attribution import CrashAttribution, count_death
 from vecd.gateway.dispatch.delivery import Delivery
 from vecd.gateway.dispatch.quarantine import Quarantine, poisonous
 from vecd.gateway.dispatch.retry_budget import RetryBudget
 from vecd.gateway.dispatch.transport import Transport
 from vecd.gateway.dispatch.worker_link import InFlight, WorkerLink
-from vecd.gateway.scheduling.cost_model import FULL_BATCH_S, SHORT_BATCH_S, CostModel
+from vecd.gateway.scheduling.cost_model import CostModel
+from vecd.gateway.scheduling.policy import BatchingPolicy, PlannedBatch
 from vecd.gateway.scheduling.queue import QueuedSequence, RequestQueue
-from vecd.gateway.scheduling.scheduler import Scheduler
 from vecd.gateway.telemetry.shared_metrics import SharedMetrics
 from vecd.gateway.types.errors import DeadlinePassed, EngineFailed, Unavailable
 from vecd.gateway.types.timeline import BatchShare
 from vecd.shm.failure_code import FailureCode
 from vecd.shm.output import NOT_PLAIN, Output
-from vecd.shm.shared_metrics import Counter
+from vecd.shm.shared_metrics import Counter, ServiceKey
 from vecd.shm.views import SlotViews
 from vecd.shm.wire import Alive, Batch, Done, Failed, Incarnation, ToGateway, WireError
 
@@ -47,7 +47,7 @@ log = logging.getLogger("vecd.dispatch")
 _SWEEP_INTERVAL_S = 0.25
 
 _LATE_S = 1.0
-"""A sweep that comes so late says that this process has stood still: then no worker is to blame for the time."""
+"""A sweep that is later than this shows that this process has stood still; the time does not count against workers."""
 
 _BROKEN_RETRY_AFTER_S, _KEEP_DYING_RETRY_AFTER_S = 30, 5
 _QUARANTINE_KEY_BYTES = 32
@@ -55,22 +55,25 @@ _QUARANTINE_KEY_BYTES = 32
 _VECTORS = Output.VECTORS  # Python 3.11 takes 0.2 µs to find a member of an enumeration
 
 _MAX_BATCHES_NOTED = 64
-"""Of one request that is traced."""
+"""Batches that are noted for one request that is traced."""
 
 _MAX_FAILURES = 10
-"""Failures in a row, each on a batch of one sequence, after which the worker itself is suspected."""
+"""Failures in a row, each on a batch of one sequence, after which the worker is replaced."""
 
 
 class Dispatcher:
     def __init__(
         self,
         *,
-        scheduler: Scheduler,
+        policy: BatchingPolicy,
         epoch: int,
+        service: ServiceKey,
         max_batch_tokens: int,
         batch_timeout_s: float,
         on_stuck: Callable[[Incarnation], None],
         on_connected: Callable[[Incarnation], None] | None = None,
+        on_deaths: Callable[[list[str], bool, bool], None] | None = None,
+        on_cleared: Callable[[list[str]], None] | None = None,
         on_quarantined: Callable[[str], None] | None = None,
         on_broken: Callable[[Callable[[], Unavailable]], None] | None = None,
         on_sending: Callable[[int, int], None] | None = None,
@@ -79,36 +82,44 @@ class Dispatcher:
         widths: Mapping[Output, int] | None = None,
         shared_metrics: SharedMetrics | None = None,
     ) -> None:
-        """Callbacks, all on the event loop: `on_stuck`, a worker is past its deadline or has broken the protocol;
-        `on_connected`, a worker has answered its first probe; `on_quarantined`, an input is given up (its digest, made
-        with `quarantine_key`; None: a random key); `on_broken`, no worker stays alive (a factory of the error for each
-        request); `on_sending`, a batch goes to a worker (its numbers of sequences and tokens).
+        """`service` names what the workers serve, among all services of this gateway.
+
+        Callbacks, all on the event loop: `on_stuck`, a worker is past its deadline or has broken the protocol;
+        `on_connected`, a worker has answered its first probe; `on_deaths`, a worker has died with inputs (their
+        digests, made with `quarantine_key`; None: a random key), in an isolated batch or not, by a crash or not;
+        `on_cleared`, inputs with deaths have been computed; `on_quarantined`, an input is rejected from now on;
+        `on_broken`, no worker stays alive (a factory of the error for each request); `on_sending`, a batch goes to a
+        worker (its numbers of sequences and tokens).
 
         `batch_timeout_s` is the most that a worker has for a batch; `num_gateways` take turns at it. `widths`: the
         number of floats of a row that are each output's own, the first ones; None: all.
         """
-        self._scheduler = scheduler
+        self._policy = policy
         self._epoch = epoch
+        self.service = service
+        """What this dispatcher's workers serve."""
         self._batch_timeout_s = batch_timeout_s
         self._num_gateways = num_gateways
         self._on_stuck = on_stuck
         self._on_connected = on_connected
+        self._on_deaths = on_deaths
+        self._on_cleared = on_cleared
         self._on_quarantined = on_quarantined
         self._on_broken = on_broken
         self._on_sending = on_sending
         self._transport = Transport(epoch, on_message=self._on_message, on_unreadable=self._on_unreadable)
         self._delivery = Delivery(widths=widths or {}, on_delivered=self._on_delivered)
         self.quarantine = Quarantine(quarantine_key or secrets.token_bytes(_QUARANTINE_KEY_BYTES))
-        self._suspects = CrashAttribution()
+        self._crash_attribution = CrashAttribution()
         self._retries = RetryBudget(max_batch_tokens)
         self._pace = CostModel(max_batch_tokens)
         """Of a worker about which nothing is known yet: that of the last batch of any."""
         self._board = shared_metrics or SharedMetrics.private()
         self._links: dict[bytes, WorkerLink] = {}
-        self._last_number = 0
         self._is_dispatch_due = False
         self._is_stopped = False
-        self._num_done = 0
+        self._num_deaths = 0
+        """Of workers."""
         self.broken: str | None = None
         """Why no worker stays alive, once the supervisor has said so; None again as soon as one is up."""
         self.tokens_per_s = self._pace.tokens_per_s
@@ -123,6 +134,7 @@ class Dispatcher:
         """Take over the ZeroMQ listening socket. Call on the running event loop."""
         self._loop = asyncio.get_running_loop()
         self._transport.start(listening_fd)
+        self._place = self._board.open_service(self.service)
         self._sweep_soon()
 
     def stop(self) -> None:
@@ -132,6 +144,11 @@ class Dispatcher:
         self._delivery.clear()
         self._sweeper.cancel()
         self._transport.stop()
+        self._board.close_service(self.service)
+
+    def activate(self) -> None:
+        """New requests are for this dispatcher's service from now on. Call after `start`."""
+        self._board.activate_service(self.service)
 
     # --- what others ask ------------------------------------------------------------------------------------
 
@@ -163,7 +180,7 @@ class Dispatcher:
         )
 
     def raise_if_broken(self) -> None:
-        """Raises Unavailable while no worker stays alive: to wait for one would be in vain."""
+        """Raises Unavailable while no worker stays alive, so that no request waits for one."""
         if self.broken is not None:
             raise self._broken_error()
 
@@ -173,10 +190,13 @@ class Dispatcher:
         )
 
     def submit(self, request_queue: RequestQueue, sequences: list[QueuedSequence]) -> None:
-        """Queue sequences of a request, and send them as soon as a worker has room. Raises PoisonInput, and queues
-        nothing, when one of them is refused."""
+        """Queue sequences of an open request, with the deaths of workers that their inputs are known for, and send what
+        can be sent soon. Raises PoisonInput, and queues nothing, when one of them is refused."""
         self.quarantine.check(sequences)
-        self._scheduler.add(request_queue, self.without_suspects(sequences), time.monotonic())
+        if self._crash_attribution:
+            for sequence in sequences:
+                sequence.deaths = self._crash_attribution.find(self.quarantine.digest(sequence.token_ids))
+        self._policy.add(request_queue, sequences, time.monotonic())
         self.schedule_dispatch()
 
     def schedule_dispatch(self) -> None:
@@ -185,16 +205,18 @@ class Dispatcher:
             self._is_dispatch_due = True
             self._loop.call_soon(self._dispatch)
 
-    def without_suspects(self, sequences: list[QueuedSequence]) -> list[QueuedSequence]:
-        """Those of a new request that may share a batch. The others, whose like workers have died of before, are queued
-        here, each alone. Costs nothing while no worker has died."""
-        if not self._suspects:
-            return sequences
-        for sequence in sequences:
-            sequence.deaths = self._suspects.find(self.quarantine.digest(sequence.token_ids))
-        for sequence in filter(_is_suspect, sequences):
-            self._scheduler.set_aside([sequence])
-        return [sequence for sequence in sequences if not _is_suspect(sequence)]
+    # --- what other gateways say, through the supervisor ----------------------------------------------------
+
+    def note_deaths(self, digests: list[str], *, is_isolated: bool, has_crashed: bool) -> None:
+        """Workers have died with these inputs at another gateway, which also decides whether it rejects them."""
+        for digest in digests:
+            deaths = self._crash_attribution.record(digest, None)
+            count_death(deaths, is_isolated=is_isolated, has_crashed=has_crashed, num_worker_deaths=self._num_deaths)
+
+    def note_cleared(self, digests: list[str]) -> None:
+        """Another gateway's workers have computed these inputs."""
+        for digest in digests:
+            self._crash_attribution.forget(digest)
 
     # --- what the supervisor says ---------------------------------------------------------------------------
 
@@ -203,27 +225,32 @@ class Dispatcher:
         if self._is_stopped:
             return
         self.broken = None
-        link = WorkerLink(incarnation, slots, facts, self._pace.copy(), free_slots=list(range(len(slots.rows))))
+        link = WorkerLink(
+            self.service, incarnation, slots, facts, self._pace.copy(), free_slots=list(range(len(slots.rows)))
+        )
         self._links[incarnation.identity] = link
+        self._board.worker_up(link.key)
         self._retries.make_room_for(len(self._links))
         self._transport.probe(incarnation.identity, lambda: self._is_awaited(link))
 
     def set_broken(self, reason: str) -> None:
-        """No worker stays alive: every request is failed at once, and new ones, until one is up all the same."""
-        log.error("the model is given up for now: %s", reason)
+        """No worker stays alive: fail all requests, and new ones at once until a worker is up."""
+        log.error("no worker stays alive, requests fail until one is up: %s", reason)
         self.broken = reason
         if self._on_broken is not None:
             self._on_broken(self._broken_error)
 
     def worker_down(self, incarnation: Incarnation, reason: str, *, has_crashed: bool = False) -> None:
-        """An incarnation is dead: its batches are queued again, its arena dropped. `has_crashed`: by its own doing."""
+        """An incarnation is dead: queue its batches again and drop its arena. `has_crashed`: by a signal that a process
+        brings upon itself."""
         link = self._links.pop(incarnation.identity, None)
         self._last_death = f"{incarnation} {reason}"
         if link is None:
             return
+        self._num_deaths += 1
         # Answered batches are still encoded: their rows were complete before the worker died, and the view keeps
-        # the arena. Of the others only those that were being computed are counted; a batch that was sent ahead, or
-        # waited for another gateway's, is innocent.
+        # the arena. A death counts for inputs that were being computed, and not for a batch that was sent ahead, or
+        # waited for another gateway's.
         lost = list(link.in_flight.values())
         link.in_flight.clear()
         self.in_flight_tokens -= sum(batch.num_tokens for batch in lost)
@@ -237,73 +264,54 @@ class Dispatcher:
     # --- sending --------------------------------------------------------------------------------------------
 
     def _dispatch(self) -> None:
-        """Work-conserving: every idle worker gets a batch, a busy one a second only when a whole one waits.
-
-        While short requests wait for the batches of a backlog, these are short, and none is sent ahead.
-        """
+        """Send the batches that the policy plans for idle workers, and then those for busy ones."""
         self._is_dispatch_due = False
         if self._is_stopped:
             return
         now = time.monotonic()
-        is_short = self._scheduler.wants_short_batches(now)
-        batch_s = SHORT_BATCH_S if is_short else FULL_BATCH_S
         idle = [link for link in self._links.values() if link.is_idle]
         while idle:
-            budget = idle[-1].cost_model.budget_tokens(batch_s)
-            batch = self._next_batch(now, idle[-1].cost_model, budget, len(idle), is_short=is_short)
-            if not batch:
+            batch = self._next_batch(now, idle[-1].cost_model, len(idle))
+            if not batch.sequences:
                 return
-            self._send(idle.pop(), batch, now, budget)
-        if not is_short:
-            self._send_ahead(now)
-
-    def _send_ahead(self, now: float) -> None:
+            self._send(idle.pop(), batch.sequences, now, batch.budget_tokens)
         for link in self._links.values():
-            budget = link.cost_model.budget_tokens(FULL_BATCH_S)
-            is_taking = link.is_usable and link.free_slots and self._scheduler.fills(budget)
-            if is_taking and (batch := self._next_batch(now, link.cost_model, budget)):
-                self._send(link, batch, now, budget)
+            if link.is_usable and link.free_slots:
+                batch = self._next_batch(now, link.cost_model, 0)
+                if batch.sequences:
+                    self._send(link, batch.sequences, now, batch.budget_tokens)
 
-    def _next_batch(
-        self, now: float, cost_model: CostModel, budget: int, num_idle: int = 1, *, is_short: bool = False
-    ) -> list[QueuedSequence]:
-        batch = self._take_batch(now, cost_model, budget, num_idle, is_short=is_short)
-        while self.quarantine and batch:
-            harmless = self._without_quarantined(batch)
-            if harmless:
-                return harmless
-            batch = self._take_batch(now, cost_model, budget, num_idle, is_short=is_short)
-        return batch
-
-    def _without_quarantined(self, batch: list[QueuedSequence]) -> list[QueuedSequence]:
-        """What may be sent of what was queued before an input like it was given up."""
-        for sequence in batch:
-            if self.quarantine.holds(sequence.token_ids):
-                sequence.pending.fail(poisonous(sequence.index))
-        return [sequence for sequence in batch if not sequence.is_abandoned]
-
-    def _take_batch(
-        self, now: float, cost_model: CostModel, budget: int, num_idle: int, *, is_short: bool
-    ) -> list[QueuedSequence]:
-        num_tokens = min(budget, self._scheduler.queued_tokens // num_idle)
-        done_by = now + cost_model.batch_s(num_tokens)
-        batch = self._scheduler.next_batch(
-            now, max_tokens=budget, num_idle_workers=num_idle, done_by=done_by, is_short=is_short
-        )
-        if self._scheduler.hopeless:
-            for request_queue in self._scheduler.hopeless:
+    def _next_batch(self, now: float, cost_model: CostModel, num_idle_workers: int) -> PlannedBatch:
+        """The policy's next batch of which something may be sent: without inputs that were quarantined after they had
+        been queued. Requests that can only be late are failed."""
+        while True:
+            batch = self._policy.next_batch(now, cost_model, num_idle_workers)
+            for request_queue in batch.too_late:
                 self._board.add(Counter.EXPIRED)
                 request_queue.pending.fail(DeadlinePassed(None))
-            self._scheduler.hopeless.clear()
-        return batch
+            if not self.quarantine or not batch.sequences:
+                return batch
+            for sequence in batch.sequences:
+                if self.quarantine.holds(sequence.token_ids):
+                    sequence.pending.fail(poisonous(sequence.index))
+            batch.sequences = [sequence for sequence in batch.sequences if not sequence.is_abandoned]
+            if batch.sequences:
+                return batch
 
     def _send(self, link: WorkerLink, sequences: list[QueuedSequence], now: float, budget_tokens: int) -> None:
-        self._last_number += 1
         lengths = [sequence.num_tokens for sequence in sequences]
         num_tokens = sum(lengths)
         outputs = _outputs_bytes(sequences)
         row_ends = _row_ends(sequences, outputs)
-        batch = InFlight(self._last_number, link.free_slots.pop(), sequences, num_tokens, row_ends, now, now)
+        batch = InFlight(
+            number=self._board.next_batch_number(),
+            slot=link.free_slots.pop(),
+            sequences=sequences,
+            num_tokens=num_tokens,
+            row_ends=row_ends,
+            started_at=now,
+            sent_at=now,
+        )
         link.in_flight[batch.number] = batch
         self.in_flight_tokens += num_tokens
         _note_sent(sequences, now)
@@ -311,11 +319,11 @@ class Dispatcher:
         if self._on_sending is not None:
             self._on_sending(len(sequences), num_tokens)
         message = Batch(
-            self._epoch,
-            batch.number,
-            batch.slot,
-            len(sequences),
-            num_tokens,
+            epoch=self._epoch,
+            number=batch.number,
+            slot=batch.slot,
+            num_sequences=len(sequences),
+            num_tokens=num_tokens,
             lengths_bytes=np.array(lengths, dtype="<i4").tobytes(),
             token_ids_bytes=b"".join([sequence.token_ids for sequence in sequences]),
             outputs_bytes=outputs,
@@ -371,14 +379,19 @@ class Dispatcher:
         link.cost_model.observe(batch.num_tokens, done.compute_us / 1e6)
         self._note_pace(link.cost_model)
         self._retries.earn(batch.num_tokens)
-        self._num_done += 1
         worker = link.incarnation.worker
         self._board.batch_done(
-            batch.number, worker, len(batch.sequences), batch.num_tokens, done.compute_us, done.num_padding_tokens
+            batch.number,
+            worker,
+            num_sequences=len(batch.sequences),
+            num_tokens=batch.num_tokens,
+            compute_us=done.compute_us,
+            padding_tokens=done.num_padding_tokens,
+            place=self._place,
         )
         _note_done(batch, worker, done.compute_us)
         link.num_failures = 0
-        if self._suspects:
+        if self._crash_attribution:
             self._clear(batch.sequences)
         self._dispatch()  # the worker computes its next batch while this one's rows are encoded
         self._delivery.add(link, batch)
@@ -399,10 +412,10 @@ class Dispatcher:
             _fail(batch.sequences[0], failed.code)
             self._count_failure(link)
         else:
-            # One of them, most often; halves find it in a few batches, and the others are done with.
+            # Most often one sequence is the cause: halves find it in a few batches, and the others are computed.
             middle = len(batch.sequences) // 2
             for half in (batch.sequences[:middle], batch.sequences[middle:]):
-                self._scheduler.set_aside([sequence for sequence in half if not sequence.is_abandoned])
+                self._policy.isolate([sequence for sequence in half if not sequence.is_abandoned])
         self.schedule_dispatch()
 
     def _on_delivered(self, link: WorkerLink, batch: InFlight) -> None:
@@ -410,7 +423,8 @@ class Dispatcher:
         self.schedule_dispatch()
 
     def _take_answered(self, link: WorkerLink, number: int, slot: int) -> InFlight | None:
-        """The record of the batch that a worker answers; None, and the worker is not believed, when there is none."""
+        """The record of the batch that a worker answers. None, when there is none; then the worker is ignored from now
+        on, and reported."""
         batch = link.in_flight.get(number)
         if batch is None or batch.slot != slot:
             log.error("%s answered batch %d in slot %d, which it does not have", link.incarnation, number, slot)
@@ -426,58 +440,61 @@ class Dispatcher:
     # --- when things go wrong -------------------------------------------------------------------------------
 
     def _count_death(self, batch: InFlight, *, has_crashed: bool) -> None:
-        """One more for each input in the batch, also for those whose callers have gone."""
-        is_alone = len(batch.sequences) == 1
+        """Count one more for each input in the batch, also for those whose clients have gone."""
+        is_isolated = len(batch.sequences) == 1
         by_digest: dict[str, list[QueuedSequence]] = {}
         for sequence in batch.sequences:
             by_digest.setdefault(self.quarantine.digest(sequence.token_ids), []).append(sequence)
+        if self._on_deaths is not None:
+            self._on_deaths(list(by_digest), is_isolated, has_crashed)
         for digest, sequences in by_digest.items():
-            deaths = self._suspects.record(digest, sequences[0].deaths)
+            deaths = self._crash_attribution.record(digest, sequences[0].deaths)
             for sequence in sequences:
                 sequence.deaths = deaths
-            if deaths.count(is_alone=is_alone, has_crashed=has_crashed, num_done=self._num_done):
-                self._give_up(sequences[0], digest)
+            if count_death(
+                deaths, is_isolated=is_isolated, has_crashed=has_crashed, num_worker_deaths=self._num_deaths
+            ):
+                self._reject(sequences[0], digest)
 
     def _clear(self, sequences: list[QueuedSequence]) -> None:
-        """They have been computed, and their worker lives."""
-        for sequence in sequences:
-            if sequence.deaths is not None:
-                self._suspects.forget(self.quarantine.digest(sequence.token_ids))
+        """Strike off inputs that have been computed by a worker that lives."""
+        cleared = [self.quarantine.digest(sequence.token_ids) for sequence in sequences if sequence.deaths is not None]
+        for digest in cleared:
+            self._crash_attribution.forget(digest)
+        if cleared and self._on_cleared is not None:
+            self._on_cleared(cleared)
 
-    def _give_up(self, sequence: QueuedSequence, digest: str) -> None:
-        """Fail the request, and every other that has the same input for a while."""
-        log.error("a sequence of %d tokens died with %d workers; given up", sequence.num_tokens, sequence.num_deaths)
+    def _reject(self, sequence: QueuedSequence, digest: str) -> None:
+        """Fail the request of a poison input, and for a while every other that has the same input."""
+        log.error("%d workers died with an input of %d tokens; rejected", sequence.num_deaths, sequence.num_tokens)
         self._board.add(Counter.POISONED)
         sequence.pending.fail(poisonous(sequence.index))
-        self._suspects.forget(digest)
+        self._crash_attribution.forget(digest)
         self.quarantine.add(digest)
         if self._on_quarantined is not None:
             self._on_quarantined(digest)
 
     def _count_failure(self, link: WorkerLink) -> None:
-        """A worker that only fails is always idle, and would be given everything: it is replaced."""
+        """Count a failed batch of one sequence. A worker that only fails is always idle and would get every batch, so
+        it is replaced after some."""
         link.num_failures += 1
         if link.num_failures >= _MAX_FAILURES:
             log.error("%s has failed %d times in a row", link.incarnation, link.num_failures)
             self._report_stuck(link)
 
     def _put_back(self, sequences: list[QueuedSequence]) -> None:
-        """Queue lost sequences again: suspects each alone, the others as far as may be paid for."""
+        """Queue lost sequences again, as far as the retry budget pays for those that may share a batch."""
         for sequence in sequences:
-            is_free = sequence.is_abandoned or _is_suspect(sequence)
+            is_free = sequence.is_abandoned or sequence.must_run_alone
             if not is_free and not self._retries.pay(sequence.num_tokens):
                 sequence.pending.fail(_keep_dying())
         alive = [sequence for sequence in sequences if not sequence.is_abandoned]
         self._board.add(Counter.RETRIED, len(alive))
-        self._scheduler.put_back([sequence for sequence in alive if not _is_suspect(sequence)])
-        for sequence in alive:
-            if _is_suspect(sequence):
-                self._scheduler.set_aside([sequence])
+        self._policy.put_back(alive)
         self.schedule_dispatch()
 
     def _report_stuck(self, link: WorkerLink) -> None:
-        """Believe the worker nothing, give it nothing more, and have it killed; its batches come back with
-        `worker_down`."""
+        """Ignore a worker from now on and have the supervisor kill it. Its batches come back by `worker_down`."""
         if not link.is_stuck:
             link.is_stuck = True
             self._board.add(Counter.STUCK)
@@ -499,16 +516,17 @@ class Dispatcher:
         now = time.monotonic()
         for link in self.links:
             if not link.is_stuck:
-                self._judge(link, now)
+                self._check_deadlines(link, now)
 
     def _excuse(self, seconds: float) -> None:
-        """Count no such time against any worker."""
+        """Do not count this time against any worker."""
         for link in self._links.values():
             link.up_at += seconds
             for batch in link.in_flight.values():
                 batch.started_at += seconds
 
-    def _judge(self, link: WorkerLink, now: float) -> None:
+    def _check_deadlines(self, link: WorkerLink, now: float) -> None:
+        """Report a worker that has not answered its first probe, or its oldest batch, in time."""
         if not link.is_connected and now - link.up_at > self._batch_timeout_s:
             log.error("%s has not answered for %.0f s", link.incarnation, now - link.up_at)
             self._report_stuck(link)
@@ -528,18 +546,18 @@ class Dispatcher:
             limit_s=self._batch_timeout_s,
             has_answered=link.has_answered,
             num_gateways=self._num_gateways,
-            max_sequence_tokens=self._scheduler.quantum,
+            max_sequence_tokens=self._policy.quantum,
         )
 
 
 def _outputs_bytes(sequences: list[QueuedSequence]) -> bytes:
-    """What they ask for, as a Batch has it."""
+    """The outputs of the sequences, as a Batch carries them."""
     outputs = [sequence.output for sequence in sequences]
     return b"" if outputs.count(_VECTORS) == len(outputs) else bytes(outputs)
 
 
 def _row_ends(sequences: list[QueuedSequence], outputs: bytes) -> list[int] | range:
-    """A range where each has one row and all of it, as is usual, and a list where not."""
+    """The end of each sequence's rows: a range where each sequence has one row, as is usual, else a list."""
     if not any(code in outputs for code in NOT_PLAIN):
         return range(1, len(sequences) + 1)
     return list(accumulate([sequence.num_rows for sequence in sequences]))
@@ -562,9 +580,14 @@ def _note_done(batch: InFlight, worker: int, compute_us: int) -> None:
         request_queue.last_done_at = batch.answered_at
         if request_queue.batches is not None and len(request_queue.batches) < _MAX_BATCHES_NOTED:
             share = BatchShare(
-                worker, batch.number, batch.sent_at, batch.answered_at, compute_us, len(batch.sequences),
-                batch.num_tokens,
-            )  # fmt: skip
+                worker=worker,
+                number=batch.number,
+                sent_at=batch.sent_at,
+                done_at=batch.answered_at,
+                compute_us=compute_us,
+                num_sequences=len(batch.sequences),
+                num_tokens=batch.num_tokens,
+            )
             if share not in request_queue.batches:
                 request_queue.batches.append(share)
 
@@ -574,13 +597,9 @@ def _note_lost(sequences: list[QueuedSequence]) -> None:
         sequence.request_queue.num_sent_tokens -= sequence.num_tokens
 
 
-def _is_suspect(sequence: QueuedSequence) -> bool:
-    return sequence.deaths is not None and sequence.deaths.must_run_alone
-
-
 def _keep_dying() -> Unavailable:
     return Unavailable(
-        "Workers keep dying, and what they leave is more than may be computed again",
+        "Workers keep dying, and they have lost more work than may be computed again",
         retry_after_s=_KEEP_DYING_RETRY_AFTER_S,
         code="retry_budget_exhausted",
     )

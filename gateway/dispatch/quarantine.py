@@ -1,8 +1,8 @@
-"""Inputs that have ended worker after worker, and are refused for a while.
+"""Poison inputs: inputs that have ended worker after worker, and are rejected for a while.
 
-Owns a bounded set of digests, and when each is forgotten. A digest is keyed, so that it says nothing about the input to
-whoever does not have the key; gateways share a key, and so understand one another's digests. Knows no worker and no
-request. Filled by `vecd.gateway.dispatch.dispatcher`; asked by it and by `vecd.gateway.pipeline`.
+Owns a bounded set of digests, and when each is forgotten. A digest is keyed: without the key it says nothing about the
+input. Gateways share a key, so they understand each other's digests. Knows no worker and no request. Filled and asked
+by `vecd.gateway.dispatch.dispatcher`.
 """
 
 import time
@@ -13,13 +13,15 @@ from typing import Protocol
 from vecd.gateway.types.errors import PoisonInput
 
 KEPT_S = 600.0
-"""A new version of the model, or more memory, may have made an input harmless; trying costs three workers."""
+"""A new version of the model, or more memory, may have made an input harmless; to try costs up to five workers."""
 
 MAX_KEPT = 1024
 _DIGEST_BYTES = 16
 
 
-class Sequence(Protocol):
+class TokenizedSequence(Protocol):
+    """What the quarantine must know of a request's sequence."""
+
     token_ids: bytes
     index: int
     """Of its input, among the request's."""
@@ -37,22 +39,23 @@ class Quarantine:
         return len(self._expires_at)
 
     def digest(self, token_ids: bytes) -> str:
-        """In hexadecimal; the same wherever the key is. Measured: 1.6 µs for 50 tokens."""
+        """In hexadecimal; the same in every process that has the key. Measured: 1.6 µs for 50 tokens."""
         return blake2b(token_ids, key=self._key, digest_size=_DIGEST_BYTES).hexdigest()
 
     def add(self, digest: str) -> None:
-        """Refuse from now on, for KEPT_S, the input with this digest. Of more than MAX_KEPT the oldest is forgotten."""
+        """Reject the input with this digest from now on, for KEPT_S. If there are more than MAX_KEPT, the oldest is
+        forgotten."""
         self._expires_at.pop(digest, None)
         self._expires_at[digest] = self._clock() + KEPT_S
         while len(self._expires_at) > MAX_KEPT:
             self._forget_first()
 
     def holds(self, token_ids: bytes) -> bool:
-        """Whether this input is refused. Costs nothing while none is."""
+        """Whether this input is rejected. Costs nothing while no input is."""
         return bool(self._expires_at) and self._is_kept(self.digest(token_ids))
 
-    def check(self, sequences: Iterable[Sequence]) -> None:
-        """Raises PoisonInput for the first of a request's sequences that is refused."""
+    def check(self, sequences: Iterable[TokenizedSequence]) -> None:
+        """Raises PoisonInput for the first of a request's sequences that is rejected."""
         if not self._expires_at:
             return
         for sequence in sequences:

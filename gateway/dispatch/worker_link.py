@@ -10,6 +10,7 @@ from typing import Any
 
 from vecd.gateway.scheduling.cost_model import CostModel
 from vecd.gateway.scheduling.queue import QueuedSequence
+from vecd.shm.shared_metrics import ServiceKey, WorkerKey
 from vecd.shm.views import SlotViews
 from vecd.shm.wire import Incarnation
 
@@ -40,6 +41,7 @@ class InFlight:
 class WorkerLink:
     """The gateway's record of one incarnation."""
 
+    service: ServiceKey
     incarnation: Incarnation
     slots: SlotViews
     facts: dict[str, Any]
@@ -57,6 +59,10 @@ class WorkerLink:
     num_failures: int = 0
     """Batches of one sequence that it has failed on since its last success."""
     up_at: float = field(default_factory=time.monotonic)
+
+    @property
+    def key(self) -> WorkerKey:
+        return WorkerKey(self.service, self.incarnation)
 
     @property
     def is_usable(self) -> bool:

@@ -1,6 +1,7 @@
 """The contracts between connections, the server that holds them, and the application that handles requests.
 
-Owns types alone. `vecd.gateway.pipeline` is the application; `vecd.gateway.http.server` and its connections call it.
+Owns types alone. `vecd.gateway.service.Services` is the application. `vecd.gateway.http.server` and its connections
+call it.
 """
 
 from collections.abc import Callable

@@ -2,7 +2,7 @@
 
 Owns the SSLContext, its rules, and the checks of the two files. Never touches a connection
 (`vecd.gateway.http.tls_layer`). `vecd.gateway.main` makes one `ServerTls` at its start and reloads it;
-`vecd.launch.config.tls` checks the files before any gateway starts.
+`vecd.launch.config.plan` checks the files before any gateway starts.
 """
 
 import os

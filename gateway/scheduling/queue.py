@@ -1,112 +1,81 @@
-"""What of the requests waits: sequences, in a queue for each request.
+"""What waits for a batch, and whose turn it is.
 
-Owns the types and no rule. Made by `vecd.gateway.pipeline`, queued by `vecd.gateway.scheduling.scheduler`.
+Owns the sequences of every request until a batch takes them, the order of turns among requests and among tenants, and
+all totals of what waits. Pure. What one turn sends, and into which batch, is decided by
+`vecd.gateway.scheduling.policy`, the only module that changes anything here but what the comments name.
+
+    PriorityClass
+      new   a tenant that comes with nothing waiting has its first turn here, before the others, ──┐
+      old   and all later turns here, for as long as it has something waiting                   ◄──┘
+        TenantQueue (one tenant in that class)
+          fresh    a request has its first turn here
+          backlog  and all later turns here
+            RequestQueue (the waiting sequences of one request)
+
+Both levels follow fq_codel (RFC 8290), and a turn is worth the same quantum of tokens in both. A tenant that runs out
+keeps its place until its turn comes round again: otherwise a tenant that always runs out would always be new.
 """
 
-from collections import deque
-from typing import TYPE_CHECKING
+import math
+from collections import OrderedDict, deque
+from itertools import islice
 
 from vecd.gateway.encoding.pending import ChunkedInput, PendingResult
-from vecd.gateway.types.deaths import Deaths
+from vecd.gateway.scheduling.deaths import Deaths
 from vecd.gateway.types.request import Chunk, Priority, TokenizedInput
 from vecd.gateway.types.timeline import BatchShare
 from vecd.shm.output import Output
 
-if TYPE_CHECKING:
-    from vecd.gateway.scheduling.fair_queue import TenantQueue
+_KEPT_PART = 4
+"""One part in four is kept for what has waited longer, wherever newcomers go first."""
+
+_MIN_TENANTS_LOOKED_THROUGH = 64
+
+_MAX_TENANTS_ESTIMATED = 64
+"""Other tenants that are looked at one by one for an estimate; the rest are estimated together, because thousands may
+wait at once and each of their requests asks. Those looked at have waited for the longest, and so most often have most
+waiting."""
 
 
-class Lane:
-    """Flows of one tenant that are served in turns."""
-
-    __slots__ = ("num_flows", "num_tokens", "request_queues", "share")
-
-    def __init__(self, share: "TenantQueue") -> None:
-        self.share = share
-        self.request_queues: deque[RequestQueue] = deque()
-        """The next one first. One that is over may still stand here, without its `lane`."""
-        self.num_flows = 0
-        self.num_tokens = 0
+def kept(amount: int) -> int:
+    """The part of `amount` that is kept for what has waited longer."""
+    return amount // _KEPT_PART
 
 
-class RequestQueue:
-    """What of one request waits for a batch, in the order of its inputs. All but `gathering`, and what the dispatcher
-    notes, is the scheduler's."""
-
-    __slots__ = (
-        "batches",
-        "credit",
-        "deadline",
-        "first_sent_at",
-        "is_new",
-        "lane",
-        "last_done_at",
-        "num_sent_tokens",
-        "num_tokens",
-        "pending",
-        "priority",
-        "queue",
-        "tenant",
-        "waits_since",
-    )
-
-    def __init__(self, pending: PendingResult, priority: Priority, deadline: float, tenant: str) -> None:
-        self.pending = pending
-        self.priority = priority
-        self.tenant = tenant
-        self.deadline = deadline
-        """By the clock that the scheduler is told."""
-        self.queue: deque[QueuedSequence] = deque()
-        self.num_tokens = 0
-        """Of the sequences in `queue`."""
-        self.num_sent_tokens = 0
-        """Of those that workers have, or have embedded; of what they have lost none. `vecd.gateway.dispatch.dispatcher`
-        counts them."""
-        self.lane: Lane | None = None
-        """Where it is listed; None while nothing of it waits."""
-        self.credit = 0
-        """Tokens that it may still send before the others of its lane have had their turn."""
-        self.is_new = True
-        """Nothing of it has been queued yet."""
-        self.first_sent_at: float | None = None
-        """When the first of it went to a worker; `vecd.gateway.dispatch.dispatcher` notes it."""
-        self.last_done_at = 0.0
-        """When the newest of its batches was answered; `vecd.gateway.dispatch.dispatcher` notes it, as the next."""
-        self.batches: list[BatchShare] | None = None
-        """Its batches, where somebody wants to know."""
-        self.waits_since = 0.0
-        """When something of it was queued that none of it waited before."""
+def kept_beside(amount: int) -> int:
+    """What the kept part comes to while newcomers get `amount`."""
+    return amount // (_KEPT_PART - 1)
 
 
 class QueuedSequence:
-    """One tokenized input: the unit of scheduling. Owned by the scheduler while queued, then by one batch."""
+    """One tokenized input: the unit of scheduling. Owned by the batching policy while queued, then by one batch."""
 
     __slots__ = ("chunked", "deaths", "index", "num_tokens", "output", "request_queue", "token_ids", "weight")
 
     def __init__(
         self,
-        request_queue: RequestQueue,
+        request_queue: "RequestQueue",
         index: int,
         tokenized: TokenizedInput | Chunk,
         output: Output = Output.VECTORS,
         chunked: ChunkedInput | None = None,
     ) -> None:
-        """`chunked`: what the sequence is a chunk of, if it is one."""
+        """`chunked`: the input that the sequence is a chunk of, if it is one."""
         self.request_queue = request_queue
         self.index = index
-        """Position of its input among the request's."""
+        """Position of its input in the request."""
         self.token_ids = tokenized.token_ids
         self.num_tokens = tokenized.num_tokens
         self.output = output
         self.chunked = chunked
         self.weight = tokenized.weight if isinstance(tokenized, Chunk) else 0
-        """Of its row in the mean of its input's."""
+        """Weight of a chunk's row in the mean."""
         self.deaths: Deaths | None = None
-        """Of the workers that had it; None while there are none."""
+        """Deaths of workers that were computing it; None while there are none."""
 
     @property
     def num_rows(self) -> int:
-        """What it takes of a slot."""
+        """Rows that it takes in a slot."""
         return self.output.num_rows(self.num_tokens)
 
     @property
@@ -116,8 +85,13 @@ class QueuedSequence:
 
     @property
     def num_deaths(self) -> int:
-        """How many batches it was in died with their worker."""
+        """Batches with it that died with their worker."""
         return 0 if self.deaths is None else self.deaths.num
+
+    @property
+    def must_run_alone(self) -> bool:
+        """So many workers died of it that it may not share a batch."""
+        return self.deaths is not None and self.deaths.must_run_alone
 
     @property
     def pending(self) -> PendingResult:
@@ -126,3 +100,281 @@ class QueuedSequence:
     @property
     def is_abandoned(self) -> bool:
         return self.request_queue.pending.is_over
+
+
+class RequestQueue:
+    """The sequences of one request that wait for a batch, in the order of its inputs.
+
+    Owned by the batching policy, but for `pending` and the fields that `vecd.gateway.dispatch` writes.
+    """
+
+    __slots__ = (
+        "batches",
+        "deadline",
+        "deficit",
+        "first_sent_at",
+        "is_new",
+        "last_done_at",
+        "num_sent_tokens",
+        "num_tokens",
+        "pending",
+        "priority",
+        "rotation",
+        "sequences",
+        "tenant",
+        "waits_since",
+    )
+
+    def __init__(self, pending: PendingResult, priority: Priority, deadline: float, tenant: str) -> None:
+        self.pending = pending
+        self.priority = priority
+        self.tenant = tenant
+        self.deadline = deadline
+        """By the clock that the policy is given."""
+        self.sequences: deque[QueuedSequence] = deque()
+        self.num_tokens = 0
+        """Tokens of `sequences`."""
+        self.rotation: RequestRotation | None = None
+        """Where it waits for its turn; None while `sequences` is empty."""
+        self.deficit = 0
+        """Tokens that it may still send in this turn."""
+        self.is_new = True
+        """Nothing of it has been queued yet."""
+        self.waits_since = 0.0
+        """Time at which sequences were queued and none of it waited before."""
+        self.num_sent_tokens = 0
+        """Tokens that workers have or have embedded, without those of lost batches. Written by the dispatcher."""
+        self.first_sent_at: float | None = None
+        """Time at which its first sequence went to a worker. Written by the dispatcher."""
+        self.last_done_at = 0.0
+        """Time at which its newest batch was answered. Written by the dispatcher."""
+        self.batches: list[BatchShare] | None = None
+        """Its batches, if the request is traced. Written by the dispatcher."""
+
+    @property
+    def num_rows(self) -> int:
+        """Rows that `sequences` take in slots."""
+        return self.num_tokens if are_of_tokens(self.sequences) else len(self.sequences)
+
+    @property
+    def is_complete(self) -> bool:
+        """Whether the request's last input waits here, while no input has been answered yet."""
+        return bool(self.sequences) and self.sequences[-1].index == self.pending.num_missing - 1
+
+
+def are_of_tokens(sequences: "deque[QueuedSequence] | list[QueuedSequence]") -> bool:
+    """Whether sequences of one request, which all have the same output, take a row for each token."""
+    return bool(sequences) and sequences[0].output.is_per_token
+
+
+class RequestRotation:
+    """Request queues of one tenant that take turns."""
+
+    __slots__ = ("num_tokens", "queues", "tenant_queue")
+
+    def __init__(self, tenant_queue: "TenantQueue") -> None:
+        self.tenant_queue = tenant_queue
+        self.queues: OrderedDict[RequestQueue, None] = OrderedDict()
+        """The next one first. None is empty."""
+        self.num_tokens = 0
+
+    def append(self, request_queue: RequestQueue, *, at_front: bool = False) -> None:
+        """Let a request queue, which is not empty and in no rotation, wait for its turn."""
+        request_queue.rotation = self
+        self.queues[request_queue] = None
+        if at_front:
+            self.queues.move_to_end(request_queue, last=False)
+        self.count(request_queue.num_tokens)
+
+    def remove(self, request_queue: RequestQueue) -> None:
+        request_queue.rotation = None
+        del self.queues[request_queue]
+        if request_queue.num_tokens:
+            self.count(-request_queue.num_tokens)
+
+    def count(self, num_tokens: int) -> None:
+        """Add tokens to all totals that this rotation is part of; below 0: take them away."""
+        tenant_queue = self.tenant_queue
+        self.num_tokens += num_tokens
+        tenant_queue.rotation.num_tokens += num_tokens
+        if self is tenant_queue.backlog:
+            tenant_queue.priority_class.num_backlog_tokens += num_tokens
+
+
+class TenantRotation:
+    """Tenant queues of one priority class that take turns."""
+
+    __slots__ = ("num_tokens", "tenant_queues")
+
+    def __init__(self) -> None:
+        self.tenant_queues: deque[TenantQueue] = deque()
+        """The next one first; some may have nothing waiting."""
+        self.num_tokens = 0
+
+
+class TenantQueue:
+    """What one tenant has waiting in one priority class."""
+
+    __slots__ = ("backlog", "deficit", "fresh", "num_turns", "priority_class", "rotation", "tenant")
+
+    def __init__(self, tenant: str, priority_class: "PriorityClass") -> None:
+        self.tenant = tenant
+        self.priority_class = priority_class
+        self.rotation = priority_class.new
+        self.deficit = priority_class.quantum
+        """Tokens that it may still send in this turn; counts only beside other tenants."""
+        self.num_turns = 0
+        self.fresh = RequestRotation(self)
+        self.backlog = RequestRotation(self)
+
+    @property
+    def num_tokens(self) -> int:
+        return self.fresh.num_tokens + self.backlog.num_tokens
+
+    @property
+    def rotations_by_turn(self) -> tuple[RequestRotation, RequestRotation]:
+        """Fresh requests go first, and the backlog first in each fourth turn.
+
+        Whole turns, because a part of one may be less than a sequence.
+        """
+        if self.num_turns % _KEPT_PART == _KEPT_PART - 1:
+            return self.backlog, self.fresh
+        return self.fresh, self.backlog
+
+    def tokens_ahead(self, num_tokens: int) -> int:
+        """Estimated tokens that are served before a new request of this tenant, of `num_tokens`, has been."""
+        quantum = self.priority_class.quantum
+        first_turns = min(self.fresh.num_tokens, len(self.fresh.queues) * quantum)
+        if num_tokens <= quantum:
+            later_turns = kept_beside(first_turns)
+        else:  # each of its requests gets as much
+            later_turns = (len(self.fresh.queues) + len(self.backlog.queues)) * num_tokens
+        return first_turns + min(self.num_tokens - first_turns, later_turns)
+
+
+class PriorityClass:
+    """The tenant queues of one priority."""
+
+    def __init__(self, quantum: int) -> None:
+        """`quantum`: tokens of a turn, at least those of the longest sequence."""
+        self.quantum = quantum
+        self.tenant_queues: dict[str, TenantQueue] = {}
+        """By tenant: all that have something waiting, and some that had."""
+        self.new = TenantRotation()
+        self.old = TenantRotation()
+        self.owed: dict[TenantQueue, int] = {}
+        """Tokens of lost batches, which tenants send before all others and out of turn."""
+        self.num_backlog_tokens = 0
+        self.served_at = -math.inf
+        self._max_tenants = _MIN_TENANTS_LOOKED_THROUGH
+
+    @property
+    def num_tokens(self) -> int:
+        return self.new.num_tokens + self.old.num_tokens
+
+    @property
+    def only_tenant(self) -> TenantQueue | None:
+        """The tenant queue, if there is no other to take turns with."""
+        return next(iter(self.tenant_queues.values())) if len(self.tenant_queues) == 1 else None
+
+    @property
+    def has_many_turns(self) -> bool:
+        """Whether tenants have more than a turn waiting, on average."""
+        return self.num_tokens > len(self.tenant_queues) * self.quantum
+
+    # --- tenants --------------------------------------------------------------------------------------------
+
+    def tenant_queue(self, tenant: str) -> TenantQueue:
+        """The tenant's queue; a new one is the last of those that have their first turn."""
+        tenant_queue = self.tenant_queues.get(tenant)
+        if tenant_queue is None:
+            if not self.num_tokens:
+                self._forget_all()
+            elif len(self.tenant_queues) >= self._max_tenants:
+                self._drop_idle()
+            tenant_queue = self.tenant_queues[tenant] = TenantQueue(tenant, self)
+            self.new.tenant_queues.append(tenant_queue)
+        return tenant_queue
+
+    def _forget_all(self) -> None:
+        """Nothing waits, so no tenant is behind another."""
+        self.tenant_queues.clear()
+        self.new.tenant_queues.clear()
+        self.old.tenant_queues.clear()
+        self.owed.clear()
+
+    def _drop_idle(self) -> None:
+        """Looks through all tenants, but only after as many have come."""
+        self.tenant_queues = {queue.tenant: queue for queue in self.tenant_queues.values() if queue.num_tokens}
+        for rotation in (self.new, self.old):
+            rotation.tenant_queues = deque(queue for queue in rotation.tenant_queues if queue.num_tokens)
+        self._max_tenants = 2 * len(self.tenant_queues) + _MIN_TENANTS_LOOKED_THROUGH
+
+    # --- turns ----------------------------------------------------------------------------------------------
+
+    def next_tenant(self, rotation: TenantRotation) -> TenantQueue | None:
+        """The tenant queue whose turn it is; None if nothing waits in the rotation."""
+        while rotation.tenant_queues:
+            tenant_queue = rotation.tenant_queues[0]
+            if tenant_queue.num_tokens:
+                return tenant_queue
+            if rotation is self.new:
+                self.end_turn(tenant_queue)
+            else:
+                rotation.tenant_queues.popleft()
+                del self.tenant_queues[tenant_queue.tenant]
+        return None
+
+    def end_turn(self, tenant_queue: TenantQueue) -> None:
+        """Give the tenant queue at the front of its rotation its next turn after all others."""
+        tenant_queue.rotation.tenant_queues.popleft()
+        self._append_to_old(tenant_queue)
+        tenant_queue.num_turns += 1
+        # What an idle tenant could not use is not saved for when it has something again.
+        tenant_queue.deficit = self.quantum + (tenant_queue.deficit if tenant_queue.num_tokens else 0)
+
+    def end_first_turn(self, tenant_queue: TenantQueue) -> None:
+        """The only tenant has been served, so each that comes now is newer."""
+        if tenant_queue.rotation is self.new:
+            self.new.tenant_queues.remove(tenant_queue)
+            self._append_to_old(tenant_queue)
+
+    def in_turn(self) -> tuple[TenantQueue, ...]:
+        """All tenant queues, the next one first."""
+        return (*self.new.tenant_queues, *self.old.tenant_queues)
+
+    def _append_to_old(self, tenant_queue: TenantQueue) -> None:
+        tenant_queue.rotation.num_tokens -= tenant_queue.num_tokens
+        tenant_queue.rotation = self.old
+        self.old.num_tokens += tenant_queue.num_tokens
+        self.old.tenant_queues.append(tenant_queue)
+
+    # --- estimates ------------------------------------------------------------------------------------------
+
+    def tokens_ahead(self, tenant: str, num_tokens: int) -> int:
+        """Estimated tokens of this class that are served before a tenant's new request of `num_tokens` has been."""
+        own = self.tenant_queues.get(tenant)
+        ahead = own.tokens_ahead(num_tokens) if own is not None else 0
+        return ahead + self._others_ahead(own, ahead + num_tokens)
+
+    def _others_ahead(self, own: TenantQueue | None, num_tokens: int) -> int:
+        """Estimated tokens that others send until the tenant with the queue `own` has sent `num_tokens`."""
+        num_others = len(self.tenant_queues) - (own is not None)
+        if not num_others:
+            return 0
+        own_tokens = own.num_tokens if own is not None else 0
+        waiting = self.num_tokens - own_tokens
+        if num_tokens <= self.quantum and (own is None or own.rotation is self.new):
+            first_turns = min(self.new.num_tokens - own_tokens, len(self.new.tenant_queues) * self.quantum)
+            return first_turns + min(waiting - first_turns, kept_beside(first_turns))
+        # Each gets as much as this one does meanwhile, in whole turns.
+        turns = -(-num_tokens // self.quantum) * self.quantum
+        looked_at = [
+            other.num_tokens
+            for other in islice(self.tenant_queues.values(), _MAX_TENANTS_ESTIMATED)
+            if other is not own
+        ]
+        ahead = sum([min(tokens, turns) for tokens in looked_at])
+        if (num_rest := num_others - len(looked_at)) > 0:
+            ahead += min(waiting - sum(looked_at), num_rest * turns)
+        return ahead

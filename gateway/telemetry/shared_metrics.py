@@ -13,14 +13,19 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 
 from vecd.shm.shared_metrics import (
     NUM_BATCHES,
+    NUM_SERVICES,
     STATUSES,
     BatchCell,
     Counter,
     Gauge,
     Histogram,
+    LifeCell,
     Row,
+    ServiceCell,
+    ServiceKey,
     SharedMetricsSpec,
     WorkerCell,
+    WorkerKey,
     cut_rows,
 )
 
@@ -38,6 +43,14 @@ _COMPUTE_US, _PADDING_TOKENS = Counter.COMPUTE_US, Counter.PADDING_TOKENS
 _BATCH_SEQUENCES, _BATCH_TOKENS, _BATCH_FILL = (
     Histogram.BATCH_SEQUENCES, Histogram.BATCH_TOKENS, Histogram.BATCH_FILL,
 )  # fmt: skip
+_BATCH_NUMBER, _BATCH_WORKER, _BATCH_NUM_SEQUENCES, _BATCH_NUM_TOKENS = (
+    BatchCell.NUMBER, BatchCell.WORKER, BatchCell.SEQUENCES, BatchCell.TOKENS,
+)  # fmt: skip
+_BATCH_SENT_NS, _BATCH_DONE_NS, _BATCH_COMPUTE_US = BatchCell.SENT_NS, BatchCell.DONE_NS, BatchCell.COMPUTE_US
+_WORKER_BATCHES, _WORKER_SEQUENCES, _WORKER_TOKENS, _WORKER_COMPUTE_US = (
+    WorkerCell.BATCHES, WorkerCell.SEQUENCES, WorkerCell.TOKENS, WorkerCell.COMPUTE_US,
+)  # fmt: skip
+_LIFE_BATCHES = LifeCell.BATCHES
 
 
 class SharedMetrics:
@@ -57,9 +70,14 @@ class SharedMetrics:
         """Whether this gateway has ever had a worker that it could send batches to, as `publish` found."""
         self._counters, self._gauges, self._answers = self.ours.counters, self.ours.gauges, self.ours.answers
         self._histograms, self._workers, self._batches = self.ours.histograms, self.ours.workers, self.ours.batches
+        self._lives = self.ours.lives
         self._bounds = [histogram.bounds for histogram in Histogram]
         self._per_unit = [histogram.per_unit for histogram in Histogram]
         self._polled: dict[Gauge, Callable[[], int]] = {}
+        self._services: list[ServiceKey | None] = [None] * NUM_SERVICES
+        """Those that this gateway has, by their place in the row."""
+        self._active: ServiceKey | None = None
+        self._last_batch_number = 0
         for gauge in Gauge:
             self.set(gauge, 0)
         self.set(Gauge.PID, os.getpid())
@@ -106,12 +124,50 @@ class SharedMetrics:
             cells[bisect_left(bounds, value)] += 1
             cells[-1] += int(value * per_unit)
 
-    def worker_up(self, worker: int, life: int) -> None:
-        """Batches of this worker are from now on of this life."""
-        cells = self._workers[worker]
-        if cells[WorkerCell.LIFE] != life:
-            cells[WorkerCell.BATCHES_BEFORE] = cells[WorkerCell.BATCHES]
-            cells[WorkerCell.LIFE] = life
+    def open_service(self, service: ServiceKey) -> int:
+        """Begin to have a service; returns its place in the row. What a former life of this gateway has counted for it
+        stays. Raises ValueError when NUM_SERVICES are open already."""
+        free = [place for place, occupant in enumerate(self._services) if occupant is None]
+        if not free:
+            raise ValueError(f"a gateway has at most {NUM_SERVICES} services at a time")
+        known = [place for place in free if _service_of(self.ours.services[place]) == service]
+        [place, *_] = known or free
+        if not known:
+            for cells in (self.ours.services[place], *self.ours.lives[place]):
+                for cell in range(len(cells)):
+                    cells[cell] = 0
+            self.ours.services[place][ServiceCell.MODEL] = service.model
+            self.ours.services[place][ServiceCell.GENERATION] = service.generation
+        self._services[place] = service
+        return place
+
+    def activate_service(self, service: ServiceKey) -> None:
+        """New requests are for this service, which is open, from now on: its workers' lives are those that count."""
+        self._active = service
+        for worker, cells in enumerate(self.ours.lives[self._services.index(service)]):
+            if cells[LifeCell.LIFE]:
+                self._workers[worker][WorkerCell.LIFE] = cells[LifeCell.LIFE]
+
+    def close_service(self, service: ServiceKey) -> None:
+        """The service is over. What it has counted stays in the totals."""
+        if service in self._services:
+            self._services[self._services.index(service)] = None
+
+    def worker_up(self, key: WorkerKey) -> None:
+        """Batches of this worker in this service, which is open, are from now on of this life."""
+        worker, life = key.incarnation.worker, key.incarnation.life
+        cells = self.ours.lives[self._services.index(key.service)][worker]
+        if cells[LifeCell.LIFE] != life:
+            cells[LifeCell.LIFE] = 0
+            cells[LifeCell.BATCHES] = 0
+            cells[LifeCell.LIFE] = life
+        if key.service == self._active:
+            self._workers[worker][WorkerCell.LIFE] = life
+
+    def next_batch_number(self) -> int:
+        """A number that no other batch of this life of the gateway has, from 1."""
+        self._last_batch_number += 1
+        return self._last_batch_number
 
     def batch_sent(self, number: int, worker: int, num_sequences: int, num_tokens: int, room_tokens: int) -> None:
         """A batch has gone to a worker. `room_tokens`: what it might have had."""
@@ -119,37 +175,47 @@ class SharedMetrics:
         self.observe(_BATCH_TOKENS, num_tokens)
         self.observe(_BATCH_FILL, num_tokens / room_tokens)
         cells = self._batches[number % NUM_BATCHES]
-        # In the order of `BatchCell`. First that it is not done: nobody is to take the old times for the new batch's.
-        cells[5] = 0
-        cells[0], cells[1], cells[2], cells[3] = number, worker, num_sequences, num_tokens
-        cells[4] = time.monotonic_ns()
+        cells[_BATCH_DONE_NS] = 0  # first: a reader must not take the old times for the new batch's
+        cells[_BATCH_NUMBER] = number
+        cells[_BATCH_WORKER] = worker
+        cells[_BATCH_NUM_SEQUENCES] = num_sequences
+        cells[_BATCH_NUM_TOKENS] = num_tokens
+        cells[_BATCH_SENT_NS] = time.monotonic_ns()
 
     def batch_done(
-        self, number: int, worker: int, num_sequences: int, num_tokens: int, compute_us: int, padding_tokens: int
+        self,
+        number: int,
+        worker: int,
+        num_sequences: int,
+        num_tokens: int,
+        compute_us: int,
+        padding_tokens: int,
+        place: int = 0,
     ) -> None:
-        """A worker has answered a batch with its rows."""
+        """A worker has answered a batch with its rows. `place`: its service's, as `open_service` returned it."""
         counters = self._counters
         counters[_BATCHES] += 1
         counters[_SEQUENCES] += num_sequences
         counters[_TOKENS] += num_tokens
         counters[_COMPUTE_US] += compute_us
         counters[_PADDING_TOKENS] += padding_tokens
-        cells = self._workers[worker]  # in the order of `WorkerCell`
-        cells[1] += 1
-        cells[3] += num_sequences
-        cells[4] += num_tokens
-        cells[5] += compute_us
+        cells = self._workers[worker]
+        cells[_WORKER_BATCHES] += 1
+        cells[_WORKER_SEQUENCES] += num_sequences
+        cells[_WORKER_TOKENS] += num_tokens
+        cells[_WORKER_COMPUTE_US] += compute_us
+        self._lives[place][worker][_LIFE_BATCHES] += 1
         cells = self._batches[number % NUM_BATCHES]
-        if cells[0] == number:  # or so many have been sent since
-            cells[6] = compute_us
-            cells[5] = time.monotonic_ns()
+        if cells[_BATCH_NUMBER] == number:  # else NUM_BATCHES have been sent since
+            cells[_BATCH_COMPUTE_US] = compute_us
+            cells[_BATCH_DONE_NS] = time.monotonic_ns()
 
     def batch_lost(self, number: int) -> None:
         """A batch will not be answered."""
         cells = self._batches[number % NUM_BATCHES]
-        if cells[0] == number:
-            cells[6] = 0
-            cells[5] = time.monotonic_ns()
+        if cells[_BATCH_NUMBER] == number:
+            cells[_BATCH_COMPUTE_US] = 0
+            cells[_BATCH_DONE_NS] = time.monotonic_ns()
 
     def poll(self, gauges: Mapping[Gauge, Callable[[], int]]) -> None:
         """Let `publish` read these gauges by a call, rather than have them set whenever they change."""
@@ -202,7 +268,7 @@ class SharedMetrics:
         return sum(row.workers[worker][cell] for row in self.rows)
 
     def worker_life(self, worker: int) -> int:
-        """The newest that any gateway has heard of."""
+        """The newest, of the services that requests have been sent to, that any gateway knows."""
         return max(row.workers[worker][WorkerCell.LIFE] for row in self.rows)
 
     def recent_batches(self, since_ns: int) -> list[tuple[int, ...]]:
@@ -212,14 +278,22 @@ class SharedMetrics:
             (gateway, *cells)
             for gateway, row in enumerate(self.rows)
             for cells in row.batches
-            if 0 < row.gauges[Gauge.STARTED_NS] < cells[4] and (not cells[5] or cells[5] >= since_ns)
+            if 0 < row.gauges[Gauge.STARTED_NS] < cells[_BATCH_SENT_NS]
+            and (not cells[_BATCH_DONE_NS] or cells[_BATCH_DONE_NS] >= since_ns)
         ]
         return sorted(found, key=lambda batch: batch[1 + BatchCell.SENT_NS])
 
-    def worker_batches_in(self, worker: int, life: int) -> int:
-        """Batches that one life of a worker has done: the newest, of those gateways that have heard of it."""
-        return sum(
-            cells[WorkerCell.BATCHES] - cells[WorkerCell.BATCHES_BEFORE]
-            for cells in (row.workers[worker] for row in self.rows)
-            if cells[WorkerCell.LIFE] == life
+    def worker_batches_in(self, key: WorkerKey) -> int:
+        """Batches that one life of a worker has done, for all gateways. 0 of a life that is over."""
+        worker, life = key.incarnation.worker, key.incarnation.life
+        lives = (
+            lives[worker]
+            for row in self.rows
+            for cells, lives in zip(row.services, row.lives, strict=True)
+            if _service_of(cells) == key.service
         )
+        return sum(cells[LifeCell.BATCHES] for cells in lives if cells[LifeCell.LIFE] == life)
+
+
+def _service_of(cells: "memoryview[int]") -> ServiceKey:
+    return ServiceKey(cells[ServiceCell.GENERATION], cells[ServiceCell.MODEL])

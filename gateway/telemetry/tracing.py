@@ -105,7 +105,7 @@ def import_opentelemetry() -> None:
 
 def start_tracing(url: str, facts: Facts, ratio: float, endpoints: Sequence[Endpoint]) -> Tracing | None:
     """Trace requests, and send their spans to the collector at `url`. Returns None, and logs an error, where
-    OpenTelemetry cannot be used; `vecd.launch.config.otel` has checked before that it is installed."""
+    OpenTelemetry cannot be used; `vecd.launch.config.plan` has checked before that it is installed."""
     try:
         from vecd.gateway.telemetry.span_sender import SpanSender
 

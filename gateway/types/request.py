@@ -157,7 +157,7 @@ class Token(NamedTuple):
     stop: int | None
 
 
-class Report(NamedTuple):
+class InputReport(NamedTuple):
     """How one input was processed."""
 
     num_tokens: int
@@ -211,7 +211,7 @@ class Embedded(NamedTuple):
     """Inputs that were too long for the model, and were split."""
     sources: frozenset[Source]
     """How the inputs were read."""
-    reports: tuple[Report, ...]
+    reports: tuple[InputReport, ...]
     """One for each input, if the request wants them."""
     num_chars: int
     """Of all texts, as received."""

@@ -1,142 +1,140 @@
-"""A configuration for this model on this machine, derived from what was measured, each setting with its reason.
+"""Recommends settings for a model on a machine, from what was measured; docs/check.md has the rules as a table.
 
-Owns the rules. Pure: from a machine, a model, a path and measurements to settings and notes. Called by
-`vecd.launch.check.command`.
+Owns the rules and their constants. Pure. Called by `vecd.launch.check.command`.
 """
 
 import math
-from collections.abc import Iterable
-from dataclasses import replace
+from collections.abc import Sequence
 
 from vecd.launch.check.report import Advice, Machine, Measurements, Path, Setting, Speed
+from vecd.shm.batch_limits import FULL_BATCH_S, MAX_BATCH_TOKENS, MAX_BATCH_TOKENS_ON_GPU
 
 GATEWAY_S_PER_REQUEST = 300e-6
 """Processor time of the gateway for one short text. Measured with the real model, whose workers share the caches, and
 64 clients on two cores: 292 µs (docs/log.md)."""
 
 SERVER_MB = 300
-"""Of the supervisor and a gateway with a tokenizer, and what they hold of requests."""
+"""The supervisor, a gateway with a tokenizer, and the requests that they hold."""
 _GATEWAY_MB = 150
 _GATEWAY_SHARE = 0.6
-"""Of a core that one gateway should use: above it, answers wait for each other."""
+"""The share of a core that one gateway should use; above it, responses wait for each other."""
 
 _MAX_GATEWAYS = 64
 _USED_MEMORY = 0.8
-"""Of what is available: the rest is for the files that the kernel keeps, and for what nobody has thought of."""
+"""The share of the available memory; the rest is for the kernel's cache of files and for the unexpected."""
 
 _CLEARLY_FASTER = 1.1
-"""From which on a shorter type is worth its less exact vectors, and more tokens a batch their latency. Below it, a
-measurement on a busy machine says nothing."""
+"""From this factor on, a shorter type is worth less exact vectors, and a larger batch is worth its latency. Smaller
+factors are within the noise of a busy machine."""
 
 _NEARLY_ALL = 0.95
-"""So much of the best throughput is enough for fewer workers: they take less memory."""
-
-FULL_BATCH_S = 0.25
-"""What a worker is given at most, in seconds of its own speed (vecd.gateway.scheduling.cost_model)."""
+"""Fewer workers are enough if they have this share of the best throughput; they need less memory."""
 
 _LEAST_CORE_SHARE = 0.9
 
-_DEFAULT_BATCH_TOKENS = 2048
-_GPU_BATCH_TOKENS = 32_768
-
 
 def advise(machine: Machine, given: dict[str, str | int], path: Path, measured: Measurements) -> Advice:
-    """`given`: settings that say what is served, and are kept as they are. Without speeds, what the rules of `vecd
-    serve` would choose, and that it was not measured."""
-    dtype, notes = _dtype(machine, path, measured)
+    """`given`: settings that say what is served; they are kept. Without speeds, the rules of `vecd serve` decide."""
+    dtype, notes = _dtype(path, measured), _int8_notes(measured)
+    of_dtype = [speed for speed in measured.speeds if speed.dtype == dtype.value]
+    shortest = min((speed.text_tokens for speed in of_dtype), default=0)
+    short = [speed for speed in of_dtype if speed.text_tokens == shortest]
+    texts_per_s = short[0].texts_per_s if short else None
+    workers, reason = _workers(machine, path, measured, texts_per_s)
     private_mb = max((speed.private_mb for speed in measured.speeds), default=0)
-    workers = _workers(machine, path, measured, dtype.value)
-    gateways = _gateways(machine, workers, measured, dtype.value)
-    workers, memory_notes = _fitted(workers, gateways, machine, path, private_mb)
-    batch = _batch_tokens(path, measured, dtype.value)
-    settings = [workers, dtype, _gateways(machine, workers, measured, dtype.value), batch]
-    kept = [Setting(name, value, "") for name, value in given.items()]
-    return Advice((*kept, *settings), (*notes, *memory_notes))
+    fixed_mb = SERVER_MB + _GATEWAY_MB * (_gateways(machine, workers, texts_per_s) - 1) + path.shared_mb
+    room_mb = _USED_MEMORY * machine.available_mb
+    if machine.available_mb and fixed_mb + workers * private_mb > room_mb:
+        share = f"{room_mb:,.0f} MB are {_USED_MEMORY:.0%} of what is available"
+        reason = f"memory for no more: {fixed_mb:,} MB for all and {private_mb:,} MB for each, and {share}"
+        if fixed_mb + private_mb > room_mb:
+            reason, needed = "memory is short even for one", f"about {fixed_mb + private_mb:,} MB are needed"
+            notes.append(f"memory is short even for one worker: {needed}, and {share}")
+        workers = min(workers, max(1, int((room_mb - fixed_mb) // private_mb))) if private_mb else 1
+    gateways = _gateways(machine, workers, texts_per_s)
+    why_gateways = "enough unless parsing and encoding take more than a core (not measured)"
+    if texts_per_s is not None:
+        cores = workers * texts_per_s * GATEWAY_S_PER_REQUEST
+        why_gateways = f"{workers * texts_per_s:,.0f} short texts/s of the workers take {cores:.2f} cores of gateway"
+    settings = [
+        *(Setting(name, value, "") for name, value in given.items()),
+        Setting("workers", workers, reason),
+        dtype,
+        Setting("gateways", gateways, why_gateways),
+        Setting("max_batch_tokens", *_batch_tokens(path, short)),
+    ]
+    return Advice(tuple(settings), tuple(notes))
 
 
 def is_disturbed(measured: Measurements) -> bool:
-    """Whether other programs ran on the same cores: figures are then too low, and those of several workers most."""
+    """Whether other programs used the same cores. All speeds are then too low, most of all those of several workers."""
     return measured.core_share < _LEAST_CORE_SHARE
 
 
 # --- dtype ------------------------------------------------------------------------------------------------------
 
 
-def _dtype(machine: Machine, path: Path, measured: Measurements) -> tuple[Setting, list[str]]:
-    speeds = _speeds_by_dtype(measured)
-    notes: list[str] = []
-    if "int8" in speeds and "float32" in speeds:
-        base = "bfloat16" if "bfloat16" in speeds else "float32"
-        factor = _factor(speeds["int8"], speeds[base])
-        cosine = measured.agreements.get("int8", {}).get("min_cosine")
-        exactness = f" with less exact vectors (cosine {cosine:.4f})" if cosine is not None else ""
-        notes.append(f"--dtype int8 has {factor:.2f} times the tokens/s of {base}{exactness}: yours to choose")
-    if path.device != "cpu" or not speeds:
-        return Setting("dtype", path.dtype, _why_chosen(path)), notes
-    if "float32" not in speeds or len(speeds) == 1:
-        is_only = path.dtype == "float32" and "bfloat16" in measured.not_measured
-        reason = "the only type that this processor computes natively" if is_only else _why_chosen(path)
-        return Setting("dtype", path.dtype, reason), notes
-    short = "bfloat16"
-    if short in speeds:
-        factor = _factor(speeds[short], speeds["float32"])
-        if factor >= _CLEARLY_FASTER:
-            agrees = _agrees(measured.agreements.get(short, {}))
-            return Setting("dtype", short, f"{factor:.2f} times the tokens/s of float32{agrees}"), notes
-        return Setting(
-            "dtype", "float32", f"bfloat16 has {factor:.2f} times its tokens/s, which is not worth it"
-        ), notes
-    return Setting("dtype", "float32", "exact, and the fastest of the types that need no decision of yours"), notes
+def _dtype(path: Path, measured: Measurements) -> Setting:
+    dtypes = {speed.dtype for speed in measured.speeds}
+    if path.device == "cpu" and "float32" in dtypes and len(dtypes) > 1:
+        if "bfloat16" not in dtypes:
+            return Setting("dtype", "float32", "exact, and the fastest of the types besides int8")
+        factor = _factor(measured, "bfloat16", "float32")
+        if factor < _CLEARLY_FASTER:
+            return Setting("dtype", "float32", f"bfloat16 has {factor:.2f} times its tokens/s, which is not worth it")
+        parity = _parity(measured.agreements.get("bfloat16", {}))
+        return Setting("dtype", "bfloat16", f"{factor:.2f} times the tokens/s of float32{parity}")
+    if path.dtype == "float32":
+        if "bfloat16" in measured.not_measured and dtypes:
+            return Setting("dtype", "float32", "the only type that this processor computes natively")
+        parity = ""
+    else:
+        parity = _parity(path.probes)
+    reason = path.reasons[-1].partition(": ")[2] if path.reasons else "what --dtype auto selects here"
+    return Setting("dtype", path.dtype, reason + parity)
 
 
-def _why_chosen(path: Path) -> str:
-    """What the path says of its dtype, which is the last of its reasons."""
-    reason = path.reasons[-1].partition(": ")[2] if path.reasons else "what --dtype auto chooses here"
-    return reason + ("" if path.dtype == "float32" else _agrees(path.probes))
+def _int8_notes(measured: Measurements) -> list[str]:
+    dtypes = {speed.dtype for speed in measured.speeds}
+    if not {"int8", "float32"} <= dtypes:
+        return []
+    base = "bfloat16" if "bfloat16" in dtypes else "float32"
+    cosine = measured.agreements.get("int8", {}).get("min_cosine")
+    exactness = "" if cosine is None else f" with less exact vectors (cosine {cosine:.4f})"
+    factor = _factor(measured, "int8", base)
+    return [f"--dtype int8 has {factor:.2f} times the tokens/s of {base}{exactness}: yours to choose"]
 
 
-def _agrees(parity: dict[str, float]) -> str:
+def _parity(parity: dict[str, float]) -> str:
     cosine = parity.get("min_cosine")
-    return "" if cosine is None else f", cosine {cosine:.5f} or better with the plain model"
+    return "" if cosine is None else f", cosine {cosine:.5f} or better"
 
 
-def _speeds_by_dtype(measured: Measurements) -> dict[str, list[Speed]]:
-    found: dict[str, list[Speed]] = {}
-    for speed in measured.speeds:
-        found.setdefault(speed.dtype, []).append(speed)
-    return found
-
-
-def _factor(ours: Iterable[Speed], theirs: Iterable[Speed]) -> float:
-    """How many times as fast, over the same lengths of text: the geometric mean."""
-    by_length = {speed.text_tokens: speed.tokens_per_s for speed in theirs}
-    factors = [s.tokens_per_s / by_length[s.text_tokens] for s in ours if by_length.get(s.text_tokens)]
+def _factor(measured: Measurements, dtype: str, base: str) -> float:
+    """The ratio of speeds over the same lengths of text: the geometric mean."""
+    of_base = {speed.text_tokens: speed.tokens_per_s for speed in measured.speeds if speed.dtype == base}
+    factors = [
+        speed.tokens_per_s / of_base[speed.text_tokens]
+        for speed in measured.speeds
+        if speed.dtype == dtype and of_base.get(speed.text_tokens)
+    ]
     return math.exp(sum(map(math.log, factors)) / len(factors)) if factors else 1.0
 
 
-def _shortest(measured: Measurements, dtype: str | int) -> Speed | None:
-    """Of a dtype, the speed with the shortest texts."""
-    return min((s for s in measured.speeds if s.dtype == dtype), key=lambda s: s.text_tokens, default=None)
+# --- workers, gateways, batches ---------------------------------------------------------------------------------
 
 
-# --- workers and gateways ---------------------------------------------------------------------------------------
-
-
-def _workers(machine: Machine, path: Path, measured: Measurements, dtype: str | int) -> Setting:
+def _workers(machine: Machine, path: Path, measured: Measurements, texts_per_s: float | None) -> tuple[int, str]:
     if path.device != "cpu":
-        return Setting("workers", max(1, len(machine.gpus)), "one for each GPU")
+        return max(1, len(machine.gpus)), "one for each GPU"
     cores = machine.num_usable_cores
     useful, reason = _useful_cores(machine, measured)
-    speed = _shortest(measured, dtype)
-    if speed is None:
-        return Setting("workers", useful, reason)
-    # What the gateways take for the texts of all workers is no worker's; less than a whole core costs none.
-    share = speed.texts_per_s * GATEWAY_S_PER_REQUEST
-    count = min(useful, max(1, math.ceil((cores + 1) / (1 + share)) - 1))
+    # The gateways' share of the cores for the texts of all workers; less than a whole core costs no worker.
+    share = (texts_per_s or 0.0) * GATEWAY_S_PER_REQUEST
+    count = min(useful, max(1, math.ceil((cores + 1) / (1 + share)) - 1)) if share else useful
     if count < useful:
-        taken = count * share
-        reason = f"{cores} cores, of which the gateway needs about {taken:.1f} with short texts"
-    return Setting("workers", count, reason)
+        reason = f"{cores} cores, of which the gateway needs about {count * share:.1f} with short texts"
+    return count, reason
 
 
 def _useful_cores(machine: Machine, measured: Measurements) -> tuple[int, str]:
@@ -144,85 +142,39 @@ def _useful_cores(machine: Machine, measured: Measurements) -> tuple[int, str]:
     cores, physical = machine.num_usable_cores, machine.num_usable_physical_cores
     one_each = "one for the core" if cores == 1 else "one for each core that may be used"
     if not measured.scaling or is_disturbed(measured):
-        if physical < cores:
-            return physical, f"one for each physical core: two threads of a core share what computes ({cores} threads)"
-        return cores, one_each
-    best = max(scaling.tokens_per_s for scaling in measured.scaling)
-    for scaling in sorted(measured.scaling, key=lambda scaling: scaling.num_workers):
-        if scaling.tokens_per_s >= _NEARLY_ALL * best:
-            break
-    first = min(measured.scaling, key=lambda scaling: scaling.num_workers)
-    times = scaling.tokens_per_s / (first.tokens_per_s / first.num_workers)
-    if scaling.num_workers == 1:
-        why = (
-            one_each
-            if cores == 1
-            else f"more have no higher throughput: {best / scaling.tokens_per_s:.2f} times at most"
-        )
-    else:
-        why = f"{one_each}: together {times:.2f} times the tokens/s of one"
-        if scaling.num_workers < cores:
-            why = f"together {times:.2f} times the tokens/s of one, and more have hardly more ({cores} threads)"
-    return scaling.num_workers, why
+        if physical == cores:
+            return cores, one_each
+        return physical, f"one for each physical core: two threads of a core share its units ({cores} threads)"
+    scaling = sorted(measured.scaling, key=lambda one: one.num_workers)
+    best = max(one.tokens_per_s for one in scaling)
+    enough = next(one for one in scaling if one.tokens_per_s >= _NEARLY_ALL * best)
+    if enough.num_workers == 1:
+        return 1, one_each if cores == 1 else f"more have {best / enough.tokens_per_s:.2f} times the throughput at most"
+    times = enough.tokens_per_s / (scaling[0].tokens_per_s / scaling[0].num_workers)
+    reason = f"together {times:.2f} times the tokens/s of one"
+    if enough.num_workers < cores:
+        return enough.num_workers, f"{reason}; more have hardly more ({cores} threads)"
+    return enough.num_workers, f"{one_each}: {reason}"
 
 
-def _gateways(machine: Machine, workers: Setting, measured: Measurements, dtype: str | int) -> Setting:
-    speed = _shortest(measured, dtype)
-    if speed is None:
-        return Setting("gateways", 1, "enough unless parsing and encoding take more than a core (not measured)")
-    requests = int(workers.value) * speed.texts_per_s
-    share = requests * GATEWAY_S_PER_REQUEST
-    count = max(1, min(_MAX_GATEWAYS, machine.num_usable_cores, math.ceil(share / _GATEWAY_SHARE)))
-    return Setting(
-        "gateways", count, f"the workers compute {requests:,.0f} short texts/s, which take {share:.2f} cores of gateway"
-    )
+def _gateways(machine: Machine, workers: int, texts_per_s: float | None) -> int:
+    wanted = math.ceil(workers * (texts_per_s or 0.0) * GATEWAY_S_PER_REQUEST / _GATEWAY_SHARE)
+    return max(1, min(_MAX_GATEWAYS, machine.num_usable_cores, wanted))
 
 
-# --- memory and batches -----------------------------------------------------------------------------------------
-
-
-def _fitted(
-    workers: Setting, gateways: Setting, machine: Machine, path: Path, private_mb: int
-) -> tuple[Setting, list[str]]:
-    """As many workers as memory suffices for."""
-    fixed = SERVER_MB + _GATEWAY_MB * (int(gateways.value) - 1) + path.shared_mb
-    room = _USED_MEMORY * machine.available_mb
-    needed = fixed + int(workers.value) * private_mb
-    if not machine.available_mb or needed <= room:
-        return workers, []
-    count = max(1, int((room - fixed) // private_mb)) if private_mb else 1
-    if fixed + private_mb > room:
-        note = (
-            f"memory is short even for one worker: about {fixed + private_mb:,} MB are needed, and {room:,.0f} MB are "
-            f"{_USED_MEMORY:.0%} of what is available"
-        )
-        return replace(workers, value=1, reason="memory is short even for one"), [note]
-    reason = (
-        f"memory for no more: {fixed:,} MB for all and {private_mb:,} MB for each, and {room:,.0f} MB are "
-        f"{_USED_MEMORY:.0%} of what is available"
-    )
-    return replace(workers, value=min(count, int(workers.value)), reason=reason), []
-
-
-def _batch_tokens(path: Path, measured: Measurements, dtype: str | int) -> Setting:
-    name, default = "max_batch_tokens", _DEFAULT_BATCH_TOKENS
+def _batch_tokens(path: Path, short: Sequence[Speed]) -> tuple[int, str]:
+    """From the speeds with short texts, by size of batch."""
     if path.device != "cpu":
-        return Setting(name, _GPU_BATCH_TOKENS, "the default for GPUs; larger and smaller ones were not measured")
-    short = _shortest(measured, dtype)
-    if short is None:
-        return Setting(name, default, "the default (not measured)")
-    same = [speed for speed in measured.speeds if (speed.dtype, speed.text_tokens) == (dtype, short.text_tokens)]
-    rates = {speed.batch_tokens: speed.undisturbed_tokens_per_s for speed in same}
+        return MAX_BATCH_TOKENS_ON_GPU, "the default for GPUs; other sizes were not measured"
+    if not short:
+        return MAX_BATCH_TOKENS, "the default (not measured)"
+    rates = {speed.batch_tokens: speed.undisturbed_tokens_per_s for speed in short}
     reached = int(max(rates.values()) * FULL_BATCH_S)
-    larger = sorted(size for size in rates if size > default)
-    if reached <= default:
-        reason = (
-            f"the default; a batch may take a quarter of a second, in which a worker computes {reached:,} tokens, so a "
-            "larger limit would change nothing"
-        )
-        return Setting(name, default, reason)
+    if reached <= MAX_BATCH_TOKENS:
+        return MAX_BATCH_TOKENS, f"the default; {FULL_BATCH_S:g} s, a batch's limit, are {reached:,} tokens here"
+    larger = sorted(size for size in rates if size > MAX_BATCH_TOKENS)
     for size in larger:
         factor = rates[size] / rates[min(rates)]
         if factor >= _CLEARLY_FASTER:
-            return Setting(name, size, f"{factor:.2f} times the tokens/s of batches of {min(rates):,} tokens")
-    return Setting(name, default, "the default; larger batches were no faster" if larger else "the default")
+            return size, f"{factor:.2f} times the tokens/s of batches of {min(rates):,} tokens"
+    return MAX_BATCH_TOKENS, "the default; larger batches were no faster" if larger else "the default"

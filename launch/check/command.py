@@ -1,33 +1,26 @@
-"""`vecd check`: what a model is, how it would be served here, whether rightly and how fast, and with which settings.
+"""`vecd check`: describes a model and its path here, compares its vectors, measures its speed, recommends settings.
 
-Owns the command's arguments, the order of its parts, and its exit codes. It reads the settings that `vecd serve` would
-read, makes the same plan, and loads the engine that a worker would run; it opens no port. What it finds out about the
-choice of an engine is remembered, so that the first start of the server is a quick one. Called by `supervisor`; the
-parts are in the modules `check_*` beside it, and in `vecd.workers.check.orders`.
+Owns the command's arguments, the order of its parts, and its exit codes. It reads the same settings as `vecd serve`,
+makes the same plan, and loads the engine that a worker would run; it opens no port. The selection of the engine is
+remembered, so the first start of the server is quick. Called by `vecd.launch.cli`; the parts are in the modules beside
+it, and in `vecd.workers.check.run`.
 """
 
 import argparse
+import importlib.metadata
 import json
 import logging
 import os
 import signal
 import sys
 from collections.abc import Sequence
-from contextlib import ExitStack, suppress
+from contextlib import suppress
+from dataclasses import asdict, replace
 from pathlib import Path as FilePath
+from typing import Any, NamedTuple
 
 from vecd.client.bench.texts import read_texts
-from vecd.launch.check import model as check_model
-from vecd.launch.check.advice import advise, is_disturbed
-from vecd.launch.check.machine import read_machine
-from vecd.launch.check.measure import Say, Speeds, Wishes, load_and_compare
-from vecd.launch.check.report import Measurements, Parity, Problem, Report
-from vecd.launch.check.text import render
-from vecd.launch.check.weights import read_weights
-from vecd.launch.config.plan import make_plan, version
-from vecd.launch.config.settings import Settings, load_settings
-from vecd.launch.config.tokenizer import forget
-from vecd.launch.exit_codes import (
+from vecd.launch.base.exit_codes import (
     EXIT_BAD_CONFIGURATION,
     EXIT_COULD_NOT_START,
     EXIT_INTERNAL_ERROR,
@@ -35,12 +28,33 @@ from vecd.launch.exit_codes import (
     ConfigurationError,
     StartFailure,
 )
+from vecd.launch.base.programs import self_command
+from vecd.launch.check import model as check_model
+from vecd.launch.check.advice import advise, is_disturbed
+from vecd.launch.check.machine import read_machine
+from vecd.launch.check.process import run
+from vecd.launch.check.report import Comparison, Machine, Measurements, Model, Path, Problem, Report
+from vecd.launch.check.text import render
+from vecd.launch.check.tokens import MAX_TEXTS, affordable, built_in_texts
+from vecd.launch.config.plan import Plan, make_plan, version
+from vecd.launch.config.settings import Settings, load_settings
+from vecd.launch.config.tokenizer import forget
 from vecd.shm.card import ModelError
+from vecd.workers.check.order import Order
 
 log = logging.getLogger("vecd.check")
 
 _EXIT_INTERRUPTED = 128 + signal.SIGINT
 _MAX_SECONDS = 600.0
+_TIMEOUT_S = 600.0
+"""Without a word from a process; `--start-timeout` can make it longer."""
+
+
+class _Requested(NamedTuple):
+    texts: list[str]
+    """The user's; empty for the built-in ones."""
+    seconds: float
+    """For each dtype and length of text, over all rounds; 0: measure nothing."""
 
 
 def main(argv: Sequence[str]) -> int:
@@ -51,13 +65,13 @@ def main(argv: Sequence[str]) -> int:
     try:
         options, rest = _parser().parse_known_args(argv)
         settings = load_settings(rest)
-        wishes = _wishes(options, settings)
+        requested = _read_request(options, settings)
     except ConfigurationError as error:
         for line in error.problems:
             print(f"vecd check: {line}", file=sys.stderr)
         return EXIT_BAD_CONFIGURATION
     try:
-        return _check(settings, wishes, is_json=options.json)
+        return _check(settings, requested, is_json=options.json)
     except ConfigurationError as error:  # settings that do not fit the model or the machine
         for line in error.problems:
             print(f"vecd check: {line}", file=sys.stderr)
@@ -73,8 +87,8 @@ def _parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(
         prog="vecd check",
         usage="vecd check [MODEL] [--quick] [--json] [--texts FILE] [--seconds S] [flags of vecd serve]",
-        description="Show what a model is, how it would be served on this machine, whether its vectors are right, how "
-        "fast it is, and the settings that follow. MODEL, --dtype, --device, --engine, --max-tokens, --revision, "
+        description="Describe a model and how it would be served here, check its vectors, measure its speed, "
+        "and recommend settings. MODEL, --dtype, --device, --engine, --max-tokens, --revision, "
         "--cache-dir and every other flag, variable and file mean what they mean to vecd serve.",
         epilog="Exit codes: 0 the model can be served, 2 bad usage, 3 it cannot or should not be served.",
         allow_abbrev=False,
@@ -93,13 +107,13 @@ def _parser() -> argparse.ArgumentParser:
     return parser
 
 
-def _wishes(options: argparse.Namespace, settings: Settings) -> Wishes:
+def _read_request(options: argparse.Namespace, settings: Settings) -> _Requested:
     """Raises ConfigurationError."""
     problems, texts = [], []
     if not 0 < options.seconds <= _MAX_SECONDS:
         problems.append(f"--seconds: {options.seconds:g} given, must be above 0 and at most {_MAX_SECONDS:g}")
-    if settings.engine == "weightless":
-        problems.append("--engine: weightless given, which has no model to check")
+    if settings.engine == "dummy":
+        problems.append("--engine: dummy given, which has no model to check")
     if options.texts is not None:
         try:
             texts = read_texts(options.texts)
@@ -107,17 +121,17 @@ def _wishes(options: argparse.Namespace, settings: Settings) -> Wishes:
             problems.append(f"--texts: {error}")
     if problems:
         raise ConfigurationError(problems)
-    return Wishes(tuple(texts), options.quick, options.seconds)
+    return _Requested(texts, 0 if options.quick else options.seconds)
 
 
-def _check(settings: Settings, wishes: Wishes, *, is_json: bool) -> int:
+def _check(settings: Settings, requested: _Requested, *, is_json: bool) -> int:
     """Raises ConfigurationError."""
     progress = _Progress()
-    # As an exception: processes and files are left behind by none.
+    # An exception, so that processes and files are cleaned up.
     before = signal.signal(signal.SIGTERM, lambda *_: sys.exit(128 + signal.SIGTERM))
     report = Report(version(), read_machine())
     try:
-        _fill(report, settings, wishes, progress.say)
+        _fill(report, settings, requested, progress)
     except (ModelError, StartFailure) as error:
         report.problems.append(check_model.problem(str(error)))
     finally:
@@ -129,11 +143,11 @@ def _check(settings: Settings, wishes: Wishes, *, is_json: bool) -> int:
 
 
 def _print(text: str) -> bool:
-    """False when it could not be written; who stops reading, as `head` does, has read enough."""
+    """False if it could not be written. A reader that stops early, such as `head`, is no error."""
     try:
         print(text, flush=True)
     except OSError as error:
-        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())  # what is left is not tried again at the end
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())  # Python flushes it again at exit
         if isinstance(error, BrokenPipeError):
             return True
         print(f"vecd check: the report cannot be written: {error.strerror}", file=sys.stderr)
@@ -141,58 +155,103 @@ def _print(text: str) -> bool:
     return True
 
 
-def _fill(report: Report, settings: Settings, wishes: Wishes, say: Say) -> None:
-    """The report, as far as it goes. Raises ModelError or StartFailure for what ends it, ConfigurationError."""
+def _fill(report: Report, settings: Settings, requested: _Requested, progress: "_Progress") -> None:
+    """Fill the report as far as possible. Raises ModelError or StartFailure for what ends it, ConfigurationError."""
     plan = make_plan(settings)
     try:
-        card = plan.workers[0].card
-        report.model = check_model.describe(card, plan.gateway.model, read_weights(card), card.tokenizer_file)
-        problems, report.warnings = check_model.purpose(report.model)
-        report.problems += problems
-        if problems:
-            return  # it would load, and that would tell nothing of its vectors
-        with ExitStack() as stack:
-            child, report.path, warnings = load_and_compare(stack, plan, report.model, wishes, say)
-            report.warnings += warnings
-            report.problems += [_disagreement(a) for a in report.path.agreements if not a.is_within_bounds]
-            measured = Measurements()
-            if not wishes.is_quick and not report.problems:
-                measured = Speeds(stack, child, plan, report.path, report.machine, wishes, say).measure()
-                report.measurements = measured
-                report.warnings += _disturbance(measured)
+        report.model = check_model.describe(plan.workers[0].card, plan.gateway.model)
+        report.problems, report.warnings = check_model.purpose(report.model)
+        if report.problems:
+            return  # it would load, and its vectors would mean nothing
+        timeout_s = max(_TIMEOUT_S, settings.start_timeout)
+        texts, sequences = _tokenize(plan, report, requested, timeout_s, progress)
+        order = _order(plan, report.model, report.machine, texts, sequences, requested.seconds)
+
+        def on_found(name: str, value: dict[str, Any]) -> None:
+            match name:
+                case "path":
+                    report.path = Path(**value)
+                case "agreements":
+                    assert report.path is not None
+                    found = tuple(Comparison(**comparison) for comparison in value["agreements"])
+                    report.path = replace(report.path, agreements=found, not_compared=tuple(value["not_compared"]))
+                    report.problems += [_disagreement(one) for one in found if not one.is_within_bounds]
+                case "measurements":
+                    report.measurements = Measurements.from_json(value)
+
+        run("check", asdict(order), timeout_s, progress.say, on_found)
+        assert report.path is not None
+        measured = report.measurements or Measurements()
+        if is_disturbed(measured):
+            report.warnings.append(
+                f"other programs ran meanwhile: a worker had {measured.core_share:.0%} of its core at worst. The "
+                "figures of speed are too low; measure again on a quiet machine"
+            )
         if not report.problems:
             report.advice = advise(report.machine, _given(settings), report.path, measured)
     finally:
         forget(plan.gateway.card)
 
 
+def _tokenize(
+    plan: Plan, report: Report, requested: _Requested, timeout_s: float, progress: "_Progress"
+) -> tuple[list[str], list[list[int]]]:
+    """The texts that will be compared, and their token ids. Adds warnings to the report. Raises ModelError."""
+    assert report.model is not None
+    progress.say("tokenizing")
+    texts, max_tokens = requested.texts[: MAX_TEXTS + 1] or built_in_texts(), plan.gateway.max_tokens
+    found: dict[str, Any] = {}
+    order = {"card": plan.gateway.card.to_json(), "max_tokens": max_tokens, "texts": texts}
+    run("check_tokens", order, timeout_s, progress.say, found.__setitem__)
+    sequences, num_truncated = found["tokens"]["sequences"], found["tokens"]["num_truncated"]
+    count = affordable([len(ids) for ids in sequences], report.model.num_parameters)
+    if count < len(requested.texts):
+        report.warnings.append(f"the first {count} of {len(requested.texts)} texts were compared, to limit the time")
+    if num_truncated and requested.texts:
+        report.warnings.append(f"{num_truncated} of the texts are longer than {max_tokens} tokens, and were cut")
+    return texts[:count], sequences[:count]
+
+
+def _order(
+    plan: Plan, model: Model, machine: Machine, texts: list[str], sequences: list[list[int]], seconds: float
+) -> Order:
+    try:
+        sentence_transformers = importlib.metadata.version("sentence-transformers")
+    except importlib.metadata.PackageNotFoundError:
+        sentence_transformers = ""
+    return Order(
+        config=plan.workers[0],
+        select_command=self_command("choose"),
+        texts=texts,
+        sequences=sequences,
+        num_parameters=model.num_parameters,
+        stored_dtype="".join(model.weights_dtypes[:1]),
+        max_tokens=plan.gateway.max_tokens,
+        sentence_transformers=sentence_transformers,
+        available_mb=machine.available_mb,
+        worker_counts=sorted({machine.num_usable_physical_cores, machine.num_usable_cores} - {1}),
+        seconds=seconds,
+    )
+
+
 def _given(settings: Settings) -> dict[str, str | int]:
-    """What says which model is served, and how much of a text: not for the machine to decide."""
+    """The settings that say what is served. They do not depend on the machine."""
     path = FilePath(settings.model).expanduser()
     model = str(path.absolute()) if settings.model and path.is_dir() else settings.model
     found = {"model": model, "revision": settings.revision, "max_tokens": settings.max_tokens}
     return {name: value for name, value in found.items() if value}
 
 
-def _disturbance(measured: Measurements) -> list[str]:
-    if not is_disturbed(measured):
-        return []
-    return [
-        f"other programs ran meanwhile: a worker had {measured.core_share:.0%} of its core at worst. The figures of "
-        "speed are too low; measure again on a quiet machine"
-    ]
-
-
-def _disagreement(parity: Parity) -> Problem:
+def _disagreement(found: Comparison) -> Problem:
     return Problem(
-        f"the vectors are not those of {parity.against}: smallest cosine {parity.min_cosine:.5f}, largest "
-        f"difference {parity.max_abs_diff:.1e} over {parity.num_texts} texts",
+        f"the vectors are not those of {found.against}: smallest cosine {found.min_cosine:.5f}, largest "
+        f"difference {found.max_abs_diff:.1e} over {found.num_texts} texts",
         "do not serve it as it is; try --dtype float32 and --engine padded, and please report it with the model's name",
     )
 
 
 class _Progress:
-    """What is being done, on standard error: a line that is rewritten on a terminal, else a line each."""
+    """Stages on standard error: one line that is rewritten on a terminal, else a line each."""
 
     def __init__(self) -> None:
         self._is_terminal = sys.stderr.isatty()
@@ -208,6 +267,6 @@ class _Progress:
             self._write("\r\x1b[K")
 
     def _write(self, text: str) -> None:
-        with suppress(OSError):  # whoever read it has gone
+        with suppress(OSError):  # the reader is gone
             sys.stderr.write(text)
             sys.stderr.flush()

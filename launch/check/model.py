@@ -1,24 +1,27 @@
-"""What there is to know of a model without running it, and what is wrong with it that its files tell.
+"""The facts and faults of a model that its files show without running it.
 
-Owns the facts of the report's first part, the judgement of models that were made for something else, and what to do
-about each refusal. Reads files, starts nothing. Called by `vecd.launch.check.command`.
+Owns the report's part about the model, the headers of weights' files, the refusal of models made for another purpose,
+and the suggestion for each refusal. Reads files, starts nothing. Called by `vecd.launch.check.command`.
 """
 
 import json
+import math
 import re
 from collections import Counter
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
+from safetensors import SafetensorError, safe_open
+
 from vecd.launch.check.report import Model, Problem
-from vecd.launch.check.weights import LFS_POINTER, Tensor
-from vecd.shm.card import ModelCard, Step, vocabulary_files
+from vecd.shm.card import ModelCard, ModelError, Step, vocabulary_files
 
 _NAMES = {"F64": "float64", "F32": "float32", "F16": "float16", "BF16": "bfloat16", "I8": "int8", "U8": "uint8"}
 _BUFFERS = ("I64", "I32", "BOOL")
-"""What is stored beside the weights: positions, masks."""
+"""Types of tensors that are no weights: positions, masks."""
 _GENERATORS = ("ForCausalLM", "LMHeadModel", "ForConditionalGeneration")
-"""How transformers' names of classes that generate text end."""
+_LFS_POINTER = b"version https://git-lfs"
 _OTHER_TASKS = ("ForSequenceClassification", "ForTokenClassification", "ForQuestionAnswering", "ForMultipleChoice")
 _LFS = "fetch the files themselves: git lfs pull in the model's repository, or let vecd fetch it by its hub id"
 _AGAIN = "fetch it again, and compare its size or checksum with the original's"
@@ -28,19 +31,20 @@ _EXPORT = (
 )
 
 
-def describe(card: ModelCard, name: str, weights: dict[str, Tensor], tokenizer_file: str) -> Model:
-    """`weights`: as `vecd.launch.check.weights` reads them; `tokenizer_file`: the model's own, or empty."""
-    config = _config(card)
+def describe(card: ModelCard, name: str) -> Model:
+    """The facts of a model. Raises ModelError for weights that are not whole, or lack a tensor that the index names."""
+    config: dict[str, Any] = json.loads((Path(card.weights_folder) / "config.json").read_text(encoding="utf-8"))
+    architectures = config.get("architectures")
     elements: Counter[str] = Counter()
-    for tensor in weights.values():
-        if tensor.dtype in _BUFFERS:
-            continue
-        elements[_NAMES.get(tensor.dtype, tensor.dtype)] += tensor.num_elements
+    for path in _weights_files(card):
+        for dtype, count in read_header(path).values():
+            if dtype not in _BUFFERS:
+                elements[_NAMES.get(dtype, dtype)] += count
     return Model(
         name=name,
         folder=card.folder,
         model_type=card.model_type,
-        architecture=_architecture(config),
+        architecture=str(architectures[0]) if isinstance(architectures, list) and architectures else "",
         dim=card.dim,
         hidden_size=card.hidden_size,
         max_tokens=card.max_tokens,
@@ -55,7 +59,7 @@ def describe(card: ModelCard, name: str, weights: dict[str, Tensor], tokenizer_f
         num_parameters=sum(elements.values()),
         weights_bytes=card.weights_bytes,
         weights_dtypes=tuple(name for name, _ in elements.most_common()),
-        tokenizer=_describe_tokenizer(card, tokenizer_file),
+        tokenizer=_describe_tokenizer(card),
     )
 
 
@@ -68,29 +72,62 @@ def _describe_step(step: Step) -> str:
     return "Normalize"
 
 
-def _describe_tokenizer(card: ModelCard, tokenizer_file: str) -> str:
-    if tokenizer_file:
-        return Path(tokenizer_file).name
+def _describe_tokenizer(card: ModelCard) -> str:
+    if card.tokenizer_file:
+        return Path(card.tokenizer_file).name
     return f"converted from {', '.join(path.name for path in vocabulary_files(Path(card.weights_folder)))}"
 
 
-def _config(card: ModelCard) -> dict[str, Any]:
-    """config.json, which has been read once already."""
-    config: dict[str, Any] = json.loads((Path(card.weights_folder) / "config.json").read_text(encoding="utf-8"))
-    return config
+# --- the weights ------------------------------------------------------------------------------------------------
 
 
-def _architecture(config: dict[str, Any]) -> str:
-    names = config.get("architectures")
-    return str(names[0]) if isinstance(names, list) and names else ""
+def _weights_files(card: ModelCard) -> Iterator[Path]:
+    """The files of the transformer and of the modules behind it. Raises ModelError for a wrong index."""
+    folder = Path(card.weights_folder)
+    yield from (Path(card.folder) / step.path / "model.safetensors" for step in card.steps if step.path)
+    if (folder / "model.safetensors").is_file():
+        yield folder / "model.safetensors"
+        return
+    index = folder / "model.safetensors.index.json"
+    places: dict[str, str] = json.loads(index.read_text(encoding="utf-8"))["weight_map"]
+    for shard in sorted(set(places.values())):
+        missing = {name for name, place in places.items() if place == shard} - read_header(folder / shard).keys()
+        if missing:
+            raise ModelError(f"{folder / shard}: {min(missing)} is missing, which {index.name} says is there")
+        yield folder / shard
 
 
-# --- what it was made for ---------------------------------------------------------------------------------------
+def read_header(path: Path) -> dict[str, tuple[str, int]]:
+    """The type and the number of elements of each tensor. Raises ModelError, in one line, for a file that is not
+    whole."""
+    try:
+        with safe_open(path, framework="np") as file:
+            slices = {name: file.get_slice(name) for name in file.keys()}  # noqa: SIM118
+            return {name: (part.get_dtype(), math.prod(part.get_shape())) for name, part in slices.items()}
+    except (OSError, SafetensorError) as error:
+        if _is_lfs_pointer(path):
+            raise ModelError(f"{path}: is a pointer of git-lfs, not the weights") from None
+        size = f"it has {path.stat().st_size:,} bytes" if path.exists() else "it is missing"
+        for pattern, fault in _FAULTS:
+            if re.search(pattern, str(error)):
+                raise ModelError(f"{path}: {fault}: {size} ({error})") from None
+        raise ModelError(f"{path}: cannot be read: {error}") from None
+
+
+_FAULTS = (
+    ("incomplete metadata|invalid header length", "is cut off, or has something behind its tensors"),
+    ("invalid shape|invalid offset", "is damaged"),
+    ("header", "is not a safetensors file"),
+)
+"""By the messages of the safetensors library."""
+
+
+# --- its purpose ---------------------------------------------------------------------------------------------
 
 
 def purpose(model: Model) -> tuple[list[Problem], list[str]]:
-    """Problems and warnings of a model whose files do not say that it embeds texts: it would be served, and its vectors
-    would mean little."""
+    """Problems and warnings for a model whose files do not say that it embeds texts. `vecd serve` would serve it, but
+    its vectors would mean little."""
     if (Path(model.folder) / "modules.json").is_file():
         return [], []
     architecture = model.architecture
@@ -138,7 +175,7 @@ _SUGGESTIONS = (
      "never runs code from a model's folder"),
     (r"has no architecture|has no encoder", "a newer transformers may have it (pip install --upgrade transformers); "
      "vecd serves encoders and decoders of text that transformers implements itself"),
-    (r"pooling_mode", "correct 1_Pooling/config.json; a mode of somebody's own cannot be served"),
+    (r"pooling_mode", "correct 1_Pooling/config.json; other modes cannot be served"),
     (r"quantized weights", "take the original weights; --dtype int8 quantizes them itself"),
     (r"adapters", "merge the adapter into the model (merge_and_unload of peft) and save it"),
     (r"in the weights and|the weights lack|config\.json has no place|in_features", "config.json and the weights are of "
@@ -153,12 +190,12 @@ _SUGGESTIONS = (
     (r"\.json: ", "correct the file, or copy it from the original"),
     (r"cannot be loaded", "compare config.json with the original's: its sizes must be those of the weights"),
 )  # fmt: skip
-"""Of the first that is found in the message. The messages are `vecd.shm.card`'s, `vecd.workers.engines.torch.loading`'s
-and others'; a test holds each of them against the real one."""
+"""The first pattern found in a message decides. The messages come from `vecd.shm.card`,
+`vecd.workers.engines.torch.loading` and others; a test compares each pattern with the real message."""
 
 
 def problem(message: str) -> Problem:
-    """A refusal, and what to do about it."""
+    """A refusal and its suggestion."""
     path = message.partition(": ")[0]
     if _is_lfs_pointer(Path(path)):
         return Problem(f"{path}: is a pointer of git-lfs, not the file itself", _LFS)
@@ -171,6 +208,6 @@ def problem(message: str) -> Problem:
 def _is_lfs_pointer(path: Path) -> bool:
     try:
         with path.open("rb") as file:
-            return file.read(len(LFS_POINTER)) == LFS_POINTER
+            return file.read(len(_LFS_POINTER)) == _LFS_POINTER
     except (OSError, ValueError):
         return False

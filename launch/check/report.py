@@ -1,34 +1,35 @@
-"""What `vecd check` has found, as data: JSON for programs (`to_json`), text for people (`vecd.launch.check.text`).
+"""The report of `vecd check` as data: `to_json` is its JSON, `vecd.launch.check.text` its text.
 
-Owns the shapes and nothing else: reads nothing, measures nothing, decides nothing. Filled by
-`vecd.launch.check.machine`, `vecd.launch.check.model`, `vecd.launch.check.measure` and `vecd.launch.check.advice`.
+Owns the shapes and nothing else. Filled by `vecd.launch.check.machine`, `vecd.launch.check.model`,
+`vecd.launch.check.advice` and, from another process, by `vecd.workers.check.run`.
 """
 
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, field
 from typing import Any
 
 
 @dataclass(frozen=True, slots=True)
 class Machine:
-    """What a server could use of it."""
+    """The parts of the machine that a server could use."""
 
     processor: str
-    """The model's name, as the kernel has it."""
+    """The model's name."""
     num_cores: int
-    """Logical ones that are online."""
+    """Logical cores."""
     num_usable_cores: int
-    """Of them, those that this process may use: by affinity and by its cgroup's quota."""
+    """The logical cores that this process may use, by affinity and by its cgroup's quota."""
     num_usable_physical_cores: int
-    """The same, where two threads of a core count as one."""
+    """The same, where two threads of one core count once."""
     quota_cores: float | None
-    """Of the cgroup; None without one."""
+    """The cgroup's; None without one."""
     flags: tuple[str, ...]
-    """Instruction sets that make a difference here, of `vecd.launch.check.machine.FLAGS`."""
+    """Keys of `vecd.launch.check.machine.FLAGS`."""
     memory_mb: int
     available_mb: int
-    """That new processes can have: of the machine, and of the cgroup if that is less."""
+    """For new processes: the machine's, or the cgroup's if that is less."""
     memory_limit_mb: int | None
-    """Of the cgroup; None without one."""
+    """The cgroup's; None without one."""
     gpus: tuple[str, ...]
     kernel: str
     python: str
@@ -40,13 +41,13 @@ class Model:
     folder: str
     model_type: str
     architecture: str
-    """The class that config.json names; empty where it names none."""
+    """The class that config.json names; may be empty."""
     dim: int
     hidden_size: int
     max_tokens: int
     pooling: tuple[str, ...]
     steps: tuple[str, ...]
-    """Modules behind the pooling, in words."""
+    """The modules behind the pooling, in words."""
     is_normalized: bool
     prompts: dict[str, str]
     default_prompt: str
@@ -56,14 +57,14 @@ class Model:
     num_parameters: int
     weights_bytes: int
     weights_dtypes: tuple[str, ...]
-    """Types in the files, that of most parameters first."""
+    """Types in the files, the one with most parameters first."""
     tokenizer: str
-    """Which files it is of."""
+    """Its file, or the files that it is converted from."""
 
 
 @dataclass(frozen=True, slots=True)
-class Parity:
-    """Of the served vectors with others of the same texts."""
+class Comparison:
+    """The served vectors against others of the same texts."""
 
     against: str
     num_texts: int
@@ -71,39 +72,39 @@ class Parity:
     min_cosine: float
     max_abs_diff: float
     is_within_bounds: bool
-    by_length: tuple[dict[str, Any], ...]
-    """The first four figures for each class of lengths."""
+    by_length: Sequence[dict[str, Any]]
+    """num_texts, longest_tokens, min_cosine and max_abs_diff for each class of lengths."""
 
 
 @dataclass(frozen=True, slots=True)
 class Path:
-    """How the model would be run, and why so."""
+    """How the model would be run, and why."""
 
     path: str
     dtype: str
     device: str
     attention: str
-    reasons: tuple[str, ...]
-    refused: tuple[str, ...]
-    """What was tried before, and why it is not used."""
+    reasons: Sequence[str]
+    refused: Sequence[str]
+    """The paths and dtypes that were tried before, and why they are not used."""
     probes: dict[str, Any]
-    """Agreement with the plain model on random probes, as at the start of a server."""
+    """Parity with the reference model on random probes, as at the start of a server."""
     is_remembered: bool
-    """Chosen at an earlier start, or check."""
+    """Selected at an earlier start, or by an earlier check."""
     choosing_s: float
-    """How long choosing took; 0 where it was remembered."""
+    """The time of the selection; 0 if it was remembered."""
     load_s: float
-    """From the start of the process until the engine is warm, without choosing."""
+    """From the start of the process until the engine is warm, without the selection."""
     shared_mb: int
     """Memory of the process that workers are forked from."""
-    agreements: tuple[Parity, ...] = ()
+    agreements: tuple[Comparison, ...] = ()
     not_compared: tuple[str, ...] = ()
-    """With whom not, and why."""
+    """The missing comparisons, and why."""
 
 
 @dataclass(frozen=True, slots=True)
 class Speed:
-    """Of one worker; the median of several turns."""
+    """One worker's speed; the median of several turns."""
 
     dtype: str
     path: str
@@ -115,11 +116,11 @@ class Speed:
     private_mb: int
     """The most memory that the worker had for itself."""
     core_share: float = 1.0
-    """Of a core, how much it had; less than 1 where other programs wanted it, too."""
+    """The share of a core that it had; less than 1 if other programs used the core, too."""
 
     @property
     def undisturbed_tokens_per_s(self) -> float:
-        """What it would be with the core for itself: tokens a second of processor time."""
+        """Tokens per second of processor time: the speed with the core for itself."""
         return self.tokens_per_s / min(1.0, max(0.01, self.core_share))
 
     @property
@@ -129,13 +130,13 @@ class Speed:
 
 @dataclass(frozen=True, slots=True)
 class Scaling:
-    """Of several workers at once, with the chosen dtype."""
+    """The speed of several workers at once, with the selected dtype."""
 
     num_workers: int
     tokens_per_s: float
-    """Of all together."""
+    """The sum over all workers."""
     core_share: float = 1.0
-    """The least that one of them had."""
+    """The smallest of one worker."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -145,20 +146,25 @@ class Measurements:
     not_measured: dict[str, str] = field(default_factory=dict)
     """dtype → why."""
     agreements: dict[str, dict[str, Any]] = field(default_factory=dict)
-    """dtype → agreement with the plain model on random probes, of those that were measured."""
+    """dtype → parity with the reference model on random probes, for the measured dtypes."""
     num_rounds: int = 0
     turn_s: float = 0.0
 
+    @classmethod
+    def from_json(cls, fields: Mapping[str, Any]) -> "Measurements":
+        speeds = tuple(Speed(**speed) for speed in fields["speeds"])
+        return cls(**{**fields, "speeds": speeds, "scaling": tuple(Scaling(**one) for one in fields["scaling"])})
+
     @property
     def core_share(self) -> float:
-        """What workers had of their cores, at worst; 1 where nothing was measured."""
+        """The smallest share of a core that a worker had; 1 if nothing was measured."""
         shares = [speed.core_share for speed in self.speeds] + [scaling.core_share for scaling in self.scaling]
         return min(shares, default=1.0)
 
 
 @dataclass(frozen=True, slots=True)
 class Setting:
-    """One that is recommended."""
+    """A recommended setting."""
 
     name: str
     """With underscores, as in a TOML file."""
@@ -170,12 +176,12 @@ class Setting:
 class Advice:
     settings: tuple[Setting, ...]
     notes: tuple[str, ...]
-    """What else to know: other choices, and what does not fit."""
+    """Other possibilities, and what does not fit."""
 
 
 @dataclass(frozen=True, slots=True)
 class Problem:
-    """Why the model cannot be served, or should not be."""
+    """A reason not to serve the model."""
 
     what: str
     suggestion: str
@@ -183,7 +189,7 @@ class Problem:
 
 @dataclass(slots=True)
 class Report:
-    """Filled from above to below; what comes after a problem is missing."""
+    """Filled from top to bottom; the parts after a problem are missing."""
 
     version: str
     machine: Machine

@@ -1,7 +1,8 @@
-"""Which architectures the installed transformers has, found out without importing it.
+"""Refuses architectures that the installed transformers does not have, without importing it.
 
-Owns one look into two of its files, so that a model of an unknown architecture is one clear line before any process
-has started. Where the files are not as expected the worker finds out, and says so. Called by `vecd.launch.config.plan`.
+Owns the search in two of its files, by which a model of an unknown architecture is one clear line before any process
+has started. If the files are not as expected, the worker reports the architecture. Called by
+`vecd.launch.config.plan`.
 """
 
 import importlib.metadata

@@ -1,8 +1,8 @@
 """API keys, from the settings and from a file of keys, as digests; and `vecd key`, which makes one.
 
-Owns the format of `--api-keys` and of `--keys-file`, and every check on them. The keys themselves are forgotten here,
-and stand in no message. Called by `vecd.launch.config.plan`, and by `supervisor`: when the file has changed, and for
-`vecd key`.
+Owns the format of `--api-keys` and of `--keys-file`, and every check on them. Keeps no key, and no message contains
+one. Called by `vecd.launch.config.plan`; by `vecd.launch.processes` when the file has changed; and by
+`vecd.launch.cli` for `vecd key`.
 """
 
 import errno
@@ -19,24 +19,24 @@ from pathlib import Path
 from typing import Any
 
 from vecd.gateway.types.config import PRIORITIES, SCOPES, ApiKey
+from vecd.launch.base.exit_codes import EXIT_BAD_CONFIGURATION, EXIT_OK, ConfigurationError
 from vecd.launch.config.settings import Settings
-from vecd.launch.exit_codes import EXIT_BAD_CONFIGURATION, EXIT_OK, ConfigurationError
 
 MIN_KEY_CHARACTERS = 16
-"""Of keys in lists and files. What `vecd key` makes has 43: 256 bits."""
+"""For keys in lists and files. A key of `vecd key` has 43: 256 bits."""
 
 MAX_KEYS = 10_000
 MAX_TOKENS_PER_S = 1e12
 MIN_TOKENS_PER_S = 1e-3
 MAX_REQUESTS = 10**9
 _MAX_FILE_BYTES = 8 * 1024 * 1024
-"""Of so many keys, with every field and some comments."""
+"""Enough for MAX_KEYS entries with every field and some comments."""
 
 _NEW_KEY_BYTES = 32
 _NAME = re.compile(r"[A-Za-z0-9._-]{1,64}")
 _DIGEST = re.compile(r"[0-9a-fA-F]{64}")
 _OTHERS = 0o077
-"""The bits of a file's mode that let anybody but its owner at it."""
+"""The bits of a file's mode that give access to others than its owner."""
 
 _USAGE = """\
 usage: vecd key NAME
@@ -46,9 +46,9 @@ NAME has 1 to 64 of the characters A-Z a-z 0-9 . _ -"""
 
 
 def load_keys(settings: Settings) -> tuple[ApiKey, ...]:
-    """Every key that callers may send; none when the server is open. Raises ConfigurationError with all that is wrong:
-    where, in which entry and field, and never a key."""
-    found = _Found()
+    """Every key that clients may send; none when the server is open. Raises ConfigurationError with all problems: file,
+    entry and field, and never a key."""
+    found = _KeysRead()
     if settings.api_key is not None:
         found.add("--api-key", ApiKey("default", _digest(settings.api_key.get_secret_value())))
     if settings.api_keys is not None:
@@ -78,12 +78,12 @@ def main(arguments: Sequence[str]) -> int:
 
 
 def _check_admin_listener(settings: Settings, keys: Sequence[ApiKey]) -> list[str]:
-    """It asks for no key before one has the scope: then only this machine may reach it."""
+    """While no key has the scope, it requires none: then only this machine may reach it."""
     if settings.admin_port is None or _is_loopback(settings.admin_host) or any("admin" in key.scopes for key in keys):
         return []
     return [
         f"--admin-host: {settings.admin_host} may be reached from other machines, and no key has the scope admin, "
-        "which it would ask for: give a key that scope, or listen on 127.0.0.1"
+        "which it would require: give a key that scope, or listen on 127.0.0.1"
     ]
 
 
@@ -94,8 +94,8 @@ def _is_loopback(host: str) -> bool:
         return host == "localhost"
 
 
-class _Found:
-    """The keys that have been read, and what was wrong on the way."""
+class _KeysRead:
+    """The keys that have been read, and the problems."""
 
     def __init__(self) -> None:
         self.keys: list[ApiKey] = []
@@ -113,7 +113,7 @@ class _Found:
 # --- --api-keys -------------------------------------------------------------------------------------------------------
 
 
-def _read_list(text: str, found: _Found) -> None:
+def _read_list(text: str, found: _KeysRead) -> None:
     """NAME=KEY,NAME=KEY. No part of it stands in a message: where a name is missing, what looks like one is the key."""
     for number, entry in enumerate(text.split(","), 1):
         place = f"--api-keys: entry {number}"
@@ -129,7 +129,7 @@ def _read_list(text: str, found: _Found) -> None:
 # --- --keys-file ------------------------------------------------------------------------------------------------------
 
 
-def _read_file(path: Path, found: _Found) -> None:
+def _read_file(path: Path, found: _KeysRead) -> None:
     try:
         mode, content = _read_regular(path)
         document = tomllib.loads(content.decode())
@@ -151,7 +151,7 @@ def _read_file(path: Path, found: _Found) -> None:
         found.problems.append(f"{path}: keys: must be tables, each beginning with [[keys]]")
         return
     if not entries:
-        # Not taken for no keys: whoever names a file means to close the server.
+        # Not the same as no file: an operator who names a file wants the server to require keys.
         found.problems.append(f"{path}: has no keys; give it one (vecd key NAME makes it), or leave out --keys-file")
     if len(entries) > MAX_KEYS:
         found.problems.append(f"{path}: has {len(entries)} keys, at most {MAX_KEYS} may be")
@@ -166,7 +166,7 @@ def _read_file(path: Path, found: _Found) -> None:
 
 
 def _read_regular(path: Path) -> tuple[int, bytes]:
-    """A file's mode and content. Never waits for somebody to write, as reading a pipe would. Raises OSError."""
+    """A file's mode and content. Never waits for a writer, as reading a pipe would. Raises OSError."""
     with open(path, "rb", opener=lambda name, flags: os.open(name, flags | os.O_NONBLOCK)) as file:
         mode = os.fstat(file.fileno()).st_mode
         if not stat.S_ISREG(mode):
@@ -177,7 +177,7 @@ def _read_regular(path: Path) -> tuple[int, bytes]:
     return mode, content
 
 
-def _read_entry(place: str, entry: dict[str, Any], found: _Found) -> None:
+def _read_entry(place: str, entry: dict[str, Any], found: _KeysRead) -> None:
     problems = [f"{_shown(field)}: there is no such field" for field in sorted(entry.keys() - _CHECKS.keys())]
     if "name" not in entry:
         problems.append("name: is missing")

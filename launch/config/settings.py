@@ -2,8 +2,8 @@
 
 Owns the names, defaults, ranges and help texts, from which `--help` and docs/operating.md's table are generated. A flag
 wins over the environment (`VECD_*`), that over `.env`, that over the file named by `--config`, that over the default.
-Every problem is reported at once (`ConfigurationError`). Called by `supervisor` alone, the only reader of argv and
-environment.
+Every problem is reported at once (`ConfigurationError`). Called by the supervisor, the only reader of argv and
+environment, and by `vecd check` and `vecd install-service`.
 """
 
 import os
@@ -28,7 +28,8 @@ from pydantic_settings import (
     SettingsError,
 )
 
-from vecd.launch.exit_codes import ConfigurationError
+from vecd.launch.base.exit_codes import ConfigurationError
+from vecd.shm.batch_limits import MAX_BATCH_TOKENS, MAX_BATCH_TOKENS_ON_GPU
 
 ENV_PREFIX = "VECD_"
 
@@ -94,15 +95,15 @@ class Settings(BaseSettings):
         description="number format of the forward pass; auto: bfloat16 where the processor or GPU computes it "
         "natively and the vectors agree with float32's, else float32. int8: faster, but less exact vectors",
     )
-    engine: Literal["auto", "fused", "packed", "padded", "weightless"] = Field(
+    engine: Literal["auto", "fused", "packed", "padded", "dummy"] = Field(
         default="auto",
         description="implementation of the forward pass; auto: the fastest one whose vectors agree with the reference "
-        "model's. weightless: the dummy engine, which has no model and returns made-up vectors, for tests",
+        "model's. dummy: no model, made-up vectors, for tests",
     )
     max_batch_tokens: Annotated[int, Field(ge=1, le=1_000_000)] | Literal["auto"] = Field(
         default="auto",
         description="maximum tokens in one forward pass. A worker gets fewer if it cannot compute them in a quarter of "
-        "a second. auto: 2048 on a processor, 32768 on a GPU",
+        f"a second. auto: {MAX_BATCH_TOKENS} on a processor, {MAX_BATCH_TOKENS_ON_GPU} on a GPU",
     )
     max_tokens: int | None = Field(
         default=None, ge=3, description="maximum tokens of an input, see --overflow; default: the model's own limit"
@@ -245,6 +246,11 @@ class Settings(BaseSettings):
     def _absolute(cls, path: Path | None) -> Path | None:
         return None if path is None else path.absolute()
 
+    @field_validator("engine", mode="before")
+    @classmethod
+    def _by_its_name(cls, engine: object) -> object:
+        return "dummy" if engine == "weightless" else engine  # its name before, still accepted
+
     @field_validator("cors_origins")
     @classmethod
     def _are_origins(cls, origins: str) -> str:
@@ -312,9 +318,9 @@ def load_settings(argv: Sequence[str], *, without: Sequence[str] = ()) -> Settin
 
     Raises ConfigurationError with every problem that was found, in any of the sources.
     """
-    found = _Found()
+    found = _Merged()
     flags = found.read_flags(argv)
-    # An empty variable is one that is not set, as where a compose file passes on what it has not got.
+    # An empty variable counts as unset: a compose file passes on unset variables as empty ones.
     environment = EnvSettingsSource(Settings, env_ignore_empty=True)()
     dotenv = DotEnvSettingsSource(Settings, env_ignore_empty=True)()
     config = flags.get("config") or environment.get("config") or dotenv.get("config")
@@ -331,14 +337,14 @@ def load_settings(argv: Sequence[str], *, without: Sequence[str] = ()) -> Settin
 
 
 def load_flags(argv: Sequence[str]) -> Settings:
-    """What flags alone say; `model_fields_set` has those that were given. Raises ConfigurationError."""
-    found = _Found()
+    """Settings from flags alone; `model_fields_set` has those that were given. Raises ConfigurationError."""
+    found = _Merged()
     found.add("--", "kebab", found.read_flags(argv))
     return found.validate()
 
 
-class _Found:
-    """What the sources say, merged in rising precedence, and the problems met on the way."""
+class _Merged:
+    """The values of all sources, merged in rising precedence, and the problems found in them."""
 
     def __init__(self) -> None:
         self._values: dict[str, Any] = {}
@@ -354,7 +360,7 @@ class _Found:
         self._values.pop(name, None)
 
     def read_flags(self, argv: Sequence[str]) -> dict[str, Any]:
-        """The flags that can be read. argparse stops at the first problem: that one is set aside, and it goes on."""
+        """The flags that can be read. argparse stops at a problem: that flag is removed, and the rest parsed again."""
         rest, ignore_unknown = list(argv), False
         for _ in range(len(argv) + 2):
             try:
@@ -384,7 +390,7 @@ class _Found:
         for variable, value in environ.items():
             name = variable.removeprefix(ENV_PREFIX).lower()
             if name in _SECRETS and not value:
-                # Not taken for unset: whoever meant to set a key must not get an open server.
+                # Not the same as unset: an operator who wanted to set a key must not get an open server.
                 self._problems.append(f"{origin}{variable}: is empty; give it a key, or remove it")
             if (
                 variable.startswith(ENV_PREFIX)

@@ -1,10 +1,9 @@
 """Where a model's fast tokenizer is, also for a model that comes without one.
 
 Owns the folder `tokenizers` in the cache: one file for each content of a model's tokenizer files. The conversion
-itself needs transformers, and is a process of its own. What the gateway is told is a path to a descriptor of this
-process, so that whenever it is restarted it reads the same file again, whatever has been put in its place, and nothing
-is left behind: also where there is no cache to write to, and when the cache is emptied while the server runs. Called by
-`vecd.launch.config.plan`.
+itself needs transformers, and is a process of its own. The gateway gets a path to a descriptor of this process: each
+time that it is restarted it reads the same content, even if the file has been replaced, the cache emptied, or no cache
+can be written; and nothing is left behind. Called by `vecd.launch.config.plan`.
 """
 
 import hashlib
@@ -16,8 +15,8 @@ from contextlib import suppress
 from dataclasses import replace
 from pathlib import Path
 
-from vecd.launch.exit_codes import EXIT_OK
-from vecd.launch.processes.children import self_command
+from vecd.launch.base.exit_codes import EXIT_OK
+from vecd.launch.base.programs import self_command
 from vecd.shm import logs
 from vecd.shm.card import ModelCard, ModelError, vocabulary_files
 
@@ -58,7 +57,7 @@ def _held_open(card: ModelCard, fd: int) -> ModelCard:
 
 
 def forget(card: ModelCard) -> None:
-    """Close the descriptor that `with_tokenizer` opened for a card that no process is told of any more."""
+    """Close the descriptor that `with_tokenizer` opened for this card, once no process is given the card any more."""
     owner, _, fd = card.tokenizer_file.rpartition("/fd/")
     if owner == f"/proc/{os.getpid()}":
         os.close(int(fd))
@@ -99,7 +98,7 @@ def _convert(card: ModelCard) -> int:
 
 
 def _store(fd: int, cached: Path) -> None:
-    """Write to the cache, whole or not at all; where that cannot be, say so."""
+    """Write to the cache, whole or not at all; log a warning if it cannot be written."""
     partial = cached.with_name(f"tokenizer.json.{os.getpid()}")
     try:
         cached.parent.mkdir(parents=True, exist_ok=True)
@@ -111,4 +110,4 @@ def _store(fd: int, cached: Path) -> None:
     except OSError as error:
         with suppress(OSError):
             partial.unlink()
-        logs.say(f"not remembered for the next start: {error}", logging.WARNING)
+        logs.say(f"the converted tokenizer is not cached for the next start: {error}", logging.WARNING)

@@ -1,23 +1,23 @@
-"""Decides how long a child that died has to wait for its next life, and when there is no use in another. Pure.
+"""Decides how long to wait before a child that died is restarted, and when to give up. Pure.
 
 The first restart is at once, the next after 0.5, 1, 2 … 30 s, until a child has been ready for a while. One that dies
-again and again without ever having been ready ends the server. One that has been ready does not: what kills it may be a
-request, and would end everybody's. It counts as broken then, and is tried again now and then. Called by
+again and again without ever having been ready ends the server. One that has been ready does not: a request may kill it,
+and ending the server would fail all other requests. It then counts as broken, and is restarted every 30 s. Called by
 `vecd.launch.processes.worker_pool` and `vecd.launch.processes.gateway_pool`.
 """
 
 from dataclasses import dataclass
 
-from vecd.launch.exit_codes import StartFailure
+from vecd.launch.base.exit_codes import StartFailure
 
 _MAX_DEATHS_BEFORE_READY = 3
 _QUICK_LIFE_S = 0.25
-"""Shorter than what dies by its first batch, longer than what somebody kills now and then by hand: with 1 s, killing a
-random one of two workers each second made both wait, and after a minute the model counted as broken."""
+"""A child that was ready for less has died quickly. With 1 s, killing a random one of two workers each second made both
+wait, and after a minute the model counted as broken."""
 _FIRST_BACKOFF_S, _MAX_BACKOFF_S = 0.5, 30.0
 
 _DEATHS_OF_BROKEN = 6
-"""Quick deaths in a row: 7.5 s of trying at least."""
+"""Quick deaths in a row; they take at least 7.5 s."""
 
 
 @dataclass(slots=True)
@@ -28,11 +28,11 @@ class Backoff:
 
     @property
     def is_broken(self) -> bool:
-        """It has died so often that the next life will most likely end the same way."""
+        """Whether it has died quickly so often that the next restart will most likely end the same way."""
         return self.num_quick_deaths >= _DEATHS_OF_BROKEN
 
     def delay_after(self, reason: str, ready_for_s: float | None) -> float:
-        """Seconds to wait after a life that was ready for so long, or never.
+        """Seconds to wait before the next restart, after a process that was ready for `ready_for_s`, or never (None).
 
         Raises StartFailure when the child has died too often without ever having been ready.
         """

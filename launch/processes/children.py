@@ -1,22 +1,26 @@
 """The supervisor's children as processes: how they are started, waited for, and killed.
 
-Owns pidfds, the control channels' ends, and the fork server. Decides nothing: when to restart is for
-`vecd.launch.processes.worker_pool` and `vecd.launch.processes.gateway_pool`.
+Owns pidfds, the control channels' ends, and the fork server. Does not decide when to restart:
+`vecd.launch.processes.worker_pool` and `vecd.launch.processes.gateway_pool` do, which reach the operating system
+through `System`.
 """
 
 import asyncio
 import logging
 import os
 import signal
+import socket
 import subprocess
 import tempfile
 from collections.abc import Awaitable, Callable, Iterator, Sequence
 from contextlib import contextmanager, suppress
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
-from vecd.launch.exit_codes import ChildDied, StartFailure
-from vecd.launch.programs import command_of
+from vecd.launch.base.exit_codes import ChildDied, StartFailure
+from vecd.launch.base.programs import self_command
+from vecd.launch.processes.file_access import FileAccess
+from vecd.launch.processes.sockets import make_zmq_endpoint
 from vecd.shm.control import (
     Channel,
     ChildFailed,
@@ -40,11 +44,10 @@ _ABORT_S = 0.5
 _REAP_TIMEOUT_S = 1.0
 _REAP_INTERVAL_S, _REAP_ROUNDS = 0.01, 200
 
-
 _CRASHES = {signal.SIGSEGV, signal.SIGBUS, signal.SIGILL, signal.SIGFPE, signal.SIGABRT}
 
 _waited_for: set[int] = set()
-"""Pids of processes that somebody may still want to reap."""
+"""Pids of processes that have a `Process` to reap them."""
 
 
 @dataclass(slots=True)
@@ -56,24 +59,24 @@ class Process:
     pidfd: int
     channel: Channel
     reap: Callable[[], Awaitable[int | None]]
-    """Returns the exit status, as `os.waitstatus_to_exitcode` gives it, once the process has ended; None when nobody
-    can tell."""
+    """Returns the exit status, as `os.waitstatus_to_exitcode` gives it, once the process has ended; None when it cannot
+    be known."""
     status: int | None = None
-    """The same, once `ended` has returned."""
+    """The exit status, once `ended` has returned."""
 
     async def ended(self) -> str:
-        """Wait until the process has ended, and has been reaped; says how."""
+        """Wait until the process has ended, and has been reaped; returns how it ended."""
         await self.died()
         self.status = await self.reap()
         return describe_status(self.status)
 
     @property
     def has_crashed(self) -> bool:
-        """Whether it was ended by a signal that processes bring upon themselves."""
+        """Whether it was ended by a signal that a process causes itself, as a segmentation fault does."""
         return self.status is not None and -self.status in _CRASHES
 
     async def died(self) -> None:
-        """Wait until the process has ended. What it held may be taken from it now."""
+        """Wait until the process has ended. It may not have been reaped yet."""
         await _readable(self.pidfd)
 
     async def receive(self) -> Message | None:
@@ -86,12 +89,12 @@ class Process:
         self._signal(signal.SIGKILL)
 
     def abort(self) -> None:
-        """Have it write where it hangs, and kill it: SIGABRT, and soon SIGKILL, which also ends what is stopped."""
+        """Send SIGABRT, at which it writes where it hangs, and soon SIGKILL, which also ends a stopped process."""
         self._signal(signal.SIGABRT)
         asyncio.get_running_loop().call_later(_ABORT_S, self.kill)
 
     def _signal(self, number: signal.Signals) -> None:
-        if self.pidfd >= 0:  # else it is dead and closed, and the number may be another's
+        if self.pidfd >= 0:  # else it is dead and closed, and the number may be another process's
             with suppress(ProcessLookupError):
                 signal.pidfd_send_signal(self.pidfd, number)
 
@@ -99,7 +102,7 @@ class Process:
         _waited_for.add(self.pid)
 
     def close(self) -> None:
-        """Side effect: who has not been reaped by now is for `reap_orphans`."""
+        """Side effect: a process that has not been reaped by now is left to `reap_orphans`."""
         _waited_for.discard(self.pid)
         os.close(self.pidfd)
         self.pidfd = -1
@@ -121,13 +124,8 @@ async def _readable(fd: int) -> None:
         loop.remove_reader(fd)
 
 
-def self_command(command: str) -> list[str]:
-    """The command line that runs `vecd.launch.child`."""
-    return command_of("vecd.launch.child", command)
-
-
 def spawn(name: str, command: str) -> Process:
-    """Start this program again as a child with a control channel. Raises OSError when it cannot be."""
+    """Start this program again as a child with a control channel. Raises OSError when no process can be started."""
     environment = child_environment()
     ours, theirs = Channel.pair()
     try:
@@ -150,7 +148,7 @@ def spawn(name: str, command: str) -> Process:
 
 
 def _reap_orphan(pidfd: int) -> int | None:
-    """The exit status of a worker whose fork server died first, and which is therefore ours to reap."""
+    """The exit status of a worker whose fork server died first, which makes it a child of this process."""
     try:
         result = os.waitid(os.P_PIDFD, pidfd, os.WEXITED | os.WNOHANG)
     except ChildProcessError:
@@ -161,15 +159,15 @@ def _reap_orphan(pidfd: int) -> int | None:
 
 
 def reap_orphans() -> None:
-    """Reap what children of ours have left behind: a fork server that is killed leaves those that it had started.
+    """Reap the children that a dead child has left behind, as a killed fork server does.
 
-    Not while something else in this process waits for a child by itself, as `subprocess` does.
+    Not to be called while something else in this process waits for a child by itself, as `subprocess` does.
     """
     reap_strangers(_waited_for.__contains__)
 
 
 async def reap_everything() -> None:
-    """Reap what is left of killed children, so that not even a zombie stays behind."""
+    """Reap all killed children, so that no zombie stays behind."""
     for _ in range(_REAP_ROUNDS):
         if not _reap_some():
             return
@@ -177,7 +175,7 @@ async def reap_everything() -> None:
 
 
 def _reap_some() -> bool:
-    """Reap whatever has ended; says whether there are children left."""
+    """Reap all children that have ended; returns whether there are others."""
     try:
         while os.waitid(os.P_ALL, 0, os.WEXITED | os.WNOHANG) is not None:
             pass
@@ -187,10 +185,10 @@ def _reap_some() -> bool:
 
 
 def child_environment() -> dict[str, str]:
-    """Ours, without what no child has any business with."""
+    """This process's environment without its secrets, and with what every child needs."""
     inherited = {name: value for name, value in os.environ.items() if name not in _SECRET_VARIABLES}
-    # Importing transformers makes torch create its compiler's cache folder, which nothing here uses: let it find one
-    # that exists, and leave none behind.
+    # Importing transformers makes torch create its compiler's cache folder, which nothing here uses: one that exists
+    # is named, so that none is left behind.
     return {**inherited, **_CHILD_ENVIRONMENT, "TORCHINDUCTOR_CACHE_DIR": tempfile.gettempdir()}
 
 
@@ -202,7 +200,7 @@ _CHILD_ENVIRONMENT = {
     "OPENBLAS_NUM_THREADS": "1",
     "MKL_NUM_THREADS": "1",
     "TOKENIZERS_PARALLELISM": "false",
-    # What is served was found before the children started; they never go and look for something else.
+    # The model was found before the children started: they never look for another.
     "HF_HUB_OFFLINE": "1",
     "TRANSFORMERS_VERBOSITY": "error",
     # Counting GPUs must not touch CUDA before the fork.
@@ -264,7 +262,7 @@ class ForkServer:
         return [self._process.pid] if self._process is not None else []
 
     async def stop(self) -> None:
-        """Kill the process, started or not; its workers die with it. Nobody may be waiting in `fork`."""
+        """Kill the process, started or not; its workers die with it. Not to be called while a `fork` is under way."""
         if self._starting is not None:
             self._starting.cancel()
             with suppress(asyncio.CancelledError, ChildDied, StartFailure):
@@ -272,7 +270,7 @@ class ForkServer:
         await self._end()
 
     async def _give_up(self, why: str) -> None:
-        """A fork server that hangs is killed, and another started when next needed."""
+        """Kill a fork server that hangs; another is started when next needed."""
         log.error("the fork server %s and is killed", why)
         await self._end()
 
@@ -281,11 +279,11 @@ class ForkServer:
             self._reader.cancel()
             await asyncio.wait([self._reader])
         if self._process is not None:
-            await self._bury(self._process)
+            await self._reap(self._process)
 
     async def _ensure_running(self) -> Channel:
-        """Whoever comes while it is being started waits for the same start, and shares its failure: a try for each
-        worker would make them wait for one another's."""
+        """Start the process unless it runs. All that call this during a start wait for the same start and share its
+        failure: with a try for each worker, each would wait for those of the others."""
         if self._process is not None:
             return self._process.channel
         if self._starting is None:
@@ -324,7 +322,7 @@ class ForkServer:
                     raise ChildDied(f"the fork server cannot start: {message.message}")
             raise ChildDied(f"the fork server {await process.ended()} while {stage}")
         except BaseException as error:
-            await self._bury(process)
+            await self._reap(process)
             if isinstance(error, TimeoutError):
                 raise ChildDied(f"the fork server was still {stage} after {self._start_timeout_s:g} s") from error
             if isinstance(error, OSError):
@@ -332,16 +330,17 @@ class ForkServer:
             raise
 
     async def _read(self, process: Process) -> None:
-        """Hear what is forked and what has exited, until the fork server is dead."""
+        """Receive what is forked and what has exited, until the fork server is dead."""
         try:
-            while await self._hear(process):
+            while await self._receive(process):
                 pass
             log.error("the fork server %s", await process.ended())
         except Exception:
-            log.exception("the fork server is not understood and is killed")
-        await self._bury(process)
+            log.exception("a message of the fork server cannot be read, and it is killed")
+        await self._reap(process)
 
-    async def _hear(self, process: Process) -> bool:
+    async def _receive(self, process: Process) -> bool:
+        """Handle the next message; returns whether there may be more."""
         await _readable(process.channel.fileno())
         match process.channel.receive(0):
             case None:
@@ -352,7 +351,7 @@ class ForkServer:
                 if future is not None and not future.done():
                     future.set_result((forked.pid, pidfd, exited_future))
                 else:
-                    os.close(pidfd)  # nobody waits for it any more; it ends with its control channel
+                    os.close(pidfd)  # its `fork` was given up; it ends with its control channel
             case ForkFailed() as failed, []:
                 future = self._forked.get(Incarnation(failed.worker, failed.life))
                 if future is not None and not future.done():
@@ -367,8 +366,8 @@ class ForkServer:
                     os.close(fd)
         return True
 
-    async def _bury(self, process: Process) -> None:
-        """Kill the process, and tell everybody who waits for it."""
+    async def _reap(self, process: Process) -> None:
+        """Kill the process, and fail every `fork` and `reap` that waits for it."""
         if self._process is process:
             self._process = None
         process.kill()
@@ -376,7 +375,7 @@ class ForkServer:
         for future in waiting:
             if not future.done():
                 future.set_exception(ChildDied("the fork server is gone"))
-                future.exception()  # seen: nobody may be waiting
+                future.exception()  # retrieved: no coroutine may be waiting
         self._exited.clear()
         await process.ended()
         process.close()
@@ -384,9 +383,21 @@ class ForkServer:
 
 @contextmanager
 def killed_after(process: Process) -> Iterator[None]:
-    """Whatever happens inside, the process has been killed and its descriptors closed afterwards."""
+    """Kill the process and close its descriptors when the block ends, in whatever way."""
     try:
         yield
     finally:
         process.kill()
         process.close()
+
+
+@dataclass(frozen=True, slots=True)
+class System:
+    """What supervision needs from the operating system. A test passes functions that start no process."""
+
+    spawn: Callable[[str, str], Process] = spawn
+    fork_server: Callable[[ForkServerStart, float, Callable[[str], None]], ForkServer] = ForkServer
+    make_endpoint: Callable[[], tuple[socket.socket, int]] = make_zmq_endpoint
+    reap_orphans: Callable[[], None] = reap_orphans
+    reap_everything: Callable[[], Awaitable[None]] = reap_everything
+    files: FileAccess = field(default_factory=FileAccess)

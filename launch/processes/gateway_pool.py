@@ -1,27 +1,27 @@
-"""The gateways: started, watched, replaced when they die, and told what they must know.
+"""The gateways: started, watched, restarted when they die, and kept up to date.
 
-Owns a keeper for each gateway, the links to those that run, and what each of them has been told of which generation of
-the configuration. What has to be told is worked out anew whenever anything has changed (`tell`), so that a gateway that
-starts in the middle of a reload ends up knowing what the others know. Called by `supervisor`.
+Owns a coroutine for each gateway, which supervises it, the links to those that run, and what each of them has been sent
+about which generation of the configuration. What is still to be sent is worked out anew whenever anything has changed
+(`reconcile`), so that a gateway that starts in the middle of a reload ends up in the state of the others. Called by
+`vecd.supervisor` and `vecd.launch.processes.reload`.
 
-A new generation, and what one gateway is told (→) and says (←) of it:
+Messages to one gateway (→) and from it (←) about a new generation:
 
     → Prepare   ← Prepared   → WorkerUp …   ← WorkerMet …   → Activate
-    ← Retired, of the one before   → Discard, of the one before
+    ← Retired (the generation before)   → Discard (the generation before)
 """
 
 import asyncio
 import logging
 import socket
-import time
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import asdict, dataclass, field, replace
 
 from vecd.gateway.types.config import ApiKey
-from vecd.launch.exit_codes import StartFailure
+from vecd.launch.base.exit_codes import StartFailure
 from vecd.launch.processes.backoff import Backoff
-from vecd.launch.processes.children import Process, killed_after, spawn
+from vecd.launch.processes.children import Process, System, killed_after
 from vecd.launch.processes.worker_pool import WorkerPool
 from vecd.shm.control import (
     Activate,
@@ -47,40 +47,43 @@ log = logging.getLogger("vecd.supervisor")
 
 _START_TIMEOUT_S = 60.0
 _HUNG_AFTER_S = 10.0
-"""Without a beat. A gateway sends one a second, whatever it has to do: nothing holds its loop up for long."""
+"""Without a heartbeat. A gateway sends one a second, whatever it has to do: nothing holds its loop up for long."""
 _WATCH_INTERVAL_S = 1.0
 
 
 @dataclass(slots=True)
 class Link:
-    """A gateway that runs, and what it knows."""
+    """A gateway that runs, and what it has been sent."""
 
     index: int
     process: Process
     generation: int
     """The one that it serves new requests with."""
+    heartbeat_at: float
+    """When its last message came, by the loop's clock."""
     is_ready: bool = False
     known: set[int] = field(default_factory=set)
-    """Generations that it has been told of."""
+    """Generations that it has been sent."""
     prepared: set[int] = field(default_factory=set)
     retiring: set[int] = field(default_factory=set)
-    """Generations that still have requests of before the change."""
-    told_up: set[Incarnation] = field(default_factory=set)
-    told_keys: tuple[ApiKey, ...] = ()
-    told_broken: dict[int, str] = field(default_factory=dict)
-    met: set[Incarnation] = field(default_factory=set)
-    heard_at: float = field(default_factory=time.monotonic)
-    is_condemned: bool = False
+    """Generations with requests that began before another one became active."""
+    sent_up: set[Incarnation] = field(default_factory=set)
+    sent_keys: tuple[ApiKey, ...] = ()
+    sent_broken: dict[int, str] = field(default_factory=dict)
+    connected: set[Incarnation] = field(default_factory=set)
+    """Workers that have replied to it."""
+    is_killed: bool = False
+    """It has been sent a signal for hanging."""
 
 
 @dataclass(slots=True)
 class Sockets:
-    """What every life of every gateway is given."""
+    """The descriptors that every gateway process inherits."""
 
     listening: list[socket.socket]
     """The public socket, and the admin socket if there is one. Closed when the drain begins."""
     shared_metrics: int
-    board_spec: SharedMetricsSpec
+    metrics_spec: SharedMetricsSpec
 
 
 class GatewayPool:
@@ -93,23 +96,25 @@ class GatewayPool:
         worker_pools: Mapping[int, WorkerPool],
         on_message: Callable[[Link, Message], None],
         on_change: Callable[[], None],
+        system: System,
     ) -> None:
-        """`crews`, by generation, is looked at whenever something is told. `on_message` hears what gateways say, but
-        for what is kept in `Link`; `on_change` is called when that, or who runs, has changed."""
+        """`worker_pools`, by generation, is read at each `reconcile`. `on_message` is called with the messages of
+        gateways that do not change a `Link`; `on_change` when a link has changed, begun or ended."""
         self.links: dict[int, Link] = {}
         """By the gateway's index; also those that are starting."""
         self.active = min(worker_pools)
         """The generation that new requests are for."""
         self.keys = keys
-        """That callers may send, whatever a generation's own configuration says."""
+        """The keys that clients may send, whatever a generation's own configuration says."""
         self.num_deaths = 0
-        """Of gateways, in all."""
+        """Of all gateways."""
         self._num_gateways = num_gateways
         self._sockets = sockets
         self._quarantine_key = quarantine_key
-        self._crews = worker_pools
-        self._on_message = on_message
+        self._worker_pools = worker_pools
+        self._on_other_message = on_message
         self._on_change = on_change
+        self._system = system
         self._drain: Drain | None = None
         self._is_draining = asyncio.Event()
 
@@ -118,28 +123,28 @@ class GatewayPool:
         return [link for link in self.links.values() if link.is_ready]
 
     @property
-    def heard_links(self) -> list[Link]:
-        """Of those that are ready, those that have beaten lately."""
-        now = time.monotonic()
-        return [link for link in self.ready_links if now - link.heard_at <= _HUNG_AFTER_S]
+    def healthy_links(self) -> list[Link]:
+        """Those that are ready and have sent a heartbeat lately."""
+        now = _now()
+        return [link for link in self.ready_links if now - link.heartbeat_at <= _HUNG_AFTER_S]
 
-    def has_met(self, worker_pool: WorkerPool) -> bool:
-        """Whether the crew is complete, and every gateway that is ready, of which there is one, has met all of it."""
-        everybody = {worker.incarnation for worker in worker_pool.ready.values()}
+    def is_connected(self, worker_pool: WorkerPool) -> bool:
+        """Whether the pool is complete, and each ready gateway, of which there is one, is connected to all of it."""
+        workers = {worker.incarnation for worker in worker_pool.ready.values()}
         links = self.ready_links
-        return worker_pool.is_complete and bool(links) and all(link.met >= everybody for link in links)
+        return worker_pool.is_complete and bool(links) and all(link.connected >= workers for link in links)
 
-    # --- keepers --------------------------------------------------------------------------------------------
+    # --- supervision ----------------------------------------------------------------------------------------
 
-    async def keep(self, index: int) -> None:
-        """Keep a gateway alive until it has drained, or until cancelled. Raises StartFailure when it cannot start or
+    async def supervise(self, index: int) -> None:
+        """Keep a gateway running until it has drained, or until cancelled. Raises StartFailure when it cannot start or
         keeps dying, if it has never been ready."""
         name = self._name(index)
         backoff = Backoff(name)
         epoch = 0
         while not self._is_draining.is_set():
             epoch += 1
-            reason, ready_for_s = await self._live(index, epoch, backoff)
+            reason, ready_for_s = await self._run(index, epoch, backoff)
             self.num_deaths += 1
             self._on_change()
             if self._is_draining.is_set():
@@ -150,45 +155,46 @@ class GatewayPool:
                 async with asyncio.timeout(backoff.delay_after(reason, ready_for_s)):
                     await self._is_draining.wait()
 
-    async def watch(self) -> None:
-        """Until cancelled, kill gateways that live but do nothing any more."""
-        looked_at = time.monotonic()
+    async def watch_heartbeats(self) -> None:
+        """Until cancelled, kill gateways that run but do nothing any more."""
+        looked_at = _now()
         while True:
             await asyncio.sleep(_WATCH_INTERVAL_S)
-            now = time.monotonic()
-            was_away = now - looked_at > 2 * _WATCH_INTERVAL_S  # this process was stopped: nobody could be heard
+            now = _now()
+            was_stopped = now - looked_at > 2 * _WATCH_INTERVAL_S  # this process: it could receive no heartbeat
             looked_at = now
             for link in list(self.links.values()):
-                if was_away:
-                    link.heard_at = now
-                elif link.is_ready and not link.is_condemned and now - link.heard_at > _HUNG_AFTER_S:
-                    log.error("%s has not been heard of for %.0f s and is killed", link.process.name, _HUNG_AFTER_S)
-                    link.is_condemned = True
+                if was_stopped:
+                    link.heartbeat_at = now
+                elif link.is_ready and not link.is_killed and now - link.heartbeat_at > _HUNG_AFTER_S:
+                    log.error("%s has not sent a heartbeat for %.0f s and is killed", link.process.name, _HUNG_AFTER_S)
+                    link.is_killed = True
                     link.process.abort()
 
     def _name(self, index: int) -> str:
         return "the gateway" if self._num_gateways == 1 else f"gateway {index}"
 
-    async def _live(self, index: int, epoch: int, backoff: Backoff) -> tuple[str, float | None]:
-        """One life of a gateway; returns how it ended, and for how many seconds it had been ready.
+    async def _run(self, index: int, epoch: int, backoff: Backoff) -> tuple[str, float | None]:
+        """Run one process from its start to its end; returns how it ended, and for how many seconds it had been ready.
 
-        Raises StartFailure when it says that it cannot start, and has never been ready.
+        Raises StartFailure when it reports that it cannot start, and has never been ready.
         """
         try:
-            process = spawn(self._name(index), "gateway")
+            process = self._system.spawn(self._name(index), "gateway")
         except OSError as error:
             return f"cannot be started: {error}", None
         with killed_after(process):
-            link = self.links[index] = Link(index, process, self.active, known={self.active}, prepared={self.active})
+            known = {self.active}
+            link = self.links[index] = Link(index, process, self.active, _now(), known=known, prepared=set(known))
             try:
                 reason = await self._start(link, epoch, backoff)
                 if reason is not None:
                     return reason, None
-                ready_at = time.monotonic()
-                self._is_ready(link)
+                ready_at = _now()
+                self._on_ready(link)
                 while (message := await process.receive()) is not None:
-                    self._hear(link, message)
-                return await self._ended(link), time.monotonic() - ready_at
+                    self._on_message(link, message)
+                return await self._reap(link), _now() - ready_at
             finally:
                 if self.links.get(index) is link:
                     del self.links[index]
@@ -196,8 +202,8 @@ class GatewayPool:
 
     async def _start(self, link: Link, epoch: int, backoff: Backoff) -> str | None:
         """Why it did not get ready; None when it did."""
-        worker_pool = self._crews[link.generation]
-        link.told_keys = self.keys
+        worker_pool = self._worker_pools[link.generation]
+        link.sent_keys = self.keys
         config = replace(worker_pool.plan.gateway, keys=self.keys).to_json()
         start = GatewayStart(config, link.index, epoch, link.generation, self._quarantine_key)
         listening = [sock.fileno() for sock in self._sockets.listening]
@@ -209,106 +215,107 @@ class GatewayPool:
                 ready = await link.process.receive()
         except TimeoutError:
             link.process.kill()
-            await self._ended(link)
+            await self._reap(link)
             return f"was not ready within {_START_TIMEOUT_S:g} s"
         if isinstance(ready, ChildFailed) and not backoff.has_been_ready:
             raise StartFailure(ready.message)
         if isinstance(ready, ChildFailed):
-            await self._ended(link)
+            await self._reap(link)
             return f"cannot start: {ready.message}"
         if ready is None:
-            return await self._ended(link)
+            return await self._reap(link)
         assert isinstance(ready, GatewayReady)
         return None
 
-    def _is_ready(self, link: Link) -> None:
-        link.is_ready = True
-        link.heard_at = time.monotonic()
-        if self._drain is not None:
-            send_or_kill(link.process, self._drain)
-        self.tell()
-        self._on_change()
-
-    async def _ended(self, link: Link) -> str:
-        """Wait until it has; says how. Side effect: the board says no longer what the gateway had."""
+    async def _reap(self, link: Link) -> str:
+        """Wait until the process has ended; returns how. Side effect: the gauges that it had written are cleared."""
         reason = await link.process.ended()
-        clear_gauges(self._sockets.shared_metrics, self._sockets.board_spec, link.index)
+        clear_gauges(self._sockets.shared_metrics, self._sockets.metrics_spec, link.index)
         return reason
 
-    def _hear(self, link: Link, message: Message) -> None:
-        link.heard_at = time.monotonic()
+    def _on_ready(self, link: Link) -> None:
+        link.is_ready = True
+        link.heartbeat_at = _now()
+        if self._drain is not None:
+            send_or_kill(link.process, self._drain)
+        self.reconcile()
+        self._on_change()
+
+    def _on_message(self, link: Link, message: Message) -> None:
+        link.heartbeat_at = _now()
         match message:
             case WorkerMet():
-                link.met.add(Incarnation(message.worker, message.life))
+                link.connected.add(Incarnation(message.worker, message.life))
             case Prepared(error=""):
                 link.prepared.add(message.generation)
             case Retired():
                 link.retiring.discard(message.generation)
             case _:
-                self._on_message(link, message)
+                self._on_other_message(link, message)
                 return
-        self.tell()
+        self.reconcile()
         self._on_change()
 
-    # --- telling --------------------------------------------------------------------------------------------
+    # --- messages to gateways -------------------------------------------------------------------------------
 
-    def tell(self) -> None:
-        """Tell every gateway what it does not know yet of the crews and the keys."""
+    def reconcile(self) -> None:
+        """Send every ready gateway what it has not been sent yet about keys, generations and workers."""
         for link in self.ready_links:
-            # Before it hears of workers: until then it answers nobody, with whichever key.
-            if link.told_keys is not self.keys:
-                link.told_keys = self.keys
+            # Before it learns of workers: until then it serves no request, with whatever key.
+            if link.sent_keys is not self.keys:
+                link.sent_keys = self.keys
                 send_or_kill(link.process, NewKeys([asdict(key) for key in self.keys]))
-            for generation, worker_pool in self._crews.items():
+            for generation, worker_pool in self._worker_pools.items():
                 if generation not in link.known:
                     link.known.add(generation)
                     prepare = Prepare(generation, replace(worker_pool.plan.gateway, keys=self.keys).to_json())
                     send_or_kill(link.process, prepare, [worker_pool.zmq_listening(link.index)])
                 if generation in link.prepared:
-                    self._tell_of(worker_pool, link)
-            self._tell_active(link)
+                    self._send_workers(worker_pool, link)
+            self._activate(link)
 
-    def _tell_of(self, worker_pool: WorkerPool, link: Link) -> None:
+    def _send_workers(self, worker_pool: WorkerPool, link: Link) -> None:
         for worker in worker_pool.ready.values():
-            who = worker.incarnation
-            if who not in link.told_up:
-                link.told_up.add(who)
-                link.told_broken.pop(worker_pool.generation, None)
-                up = WorkerUp(worker_pool.generation, who.worker, who.life, worker.facts)
+            incarnation = worker.incarnation
+            if incarnation not in link.sent_up:
+                link.sent_up.add(incarnation)
+                link.sent_broken.pop(worker_pool.generation, None)
+                up = WorkerUp(worker_pool.generation, incarnation.worker, incarnation.life, worker.facts)
                 send_or_kill(link.process, up, [worker.arena_fd])
-        if worker_pool.broken is not None and link.told_broken.get(worker_pool.generation) != worker_pool.broken:
-            link.told_broken[worker_pool.generation] = worker_pool.broken
+        if worker_pool.broken is not None and link.sent_broken.get(worker_pool.generation) != worker_pool.broken:
+            link.sent_broken[worker_pool.generation] = worker_pool.broken
             send_or_kill(link.process, ModelBroken(worker_pool.generation, worker_pool.broken))
 
-    def _tell_active(self, link: Link) -> None:
-        """Once it can serve with the active generation, not before."""
+    def _activate(self, link: Link) -> None:
+        """Let it serve with the active generation, once it is connected to a worker of it."""
         if link.generation == self.active:
             return
-        theirs = {worker.incarnation for worker in self._crews[self.active].ready.values()}
-        if link.met & theirs:
+        workers = {worker.incarnation for worker in self._worker_pools[self.active].ready.values()}
+        if link.connected & workers:
             link.retiring.add(link.generation)
             link.generation = self.active
             send_or_kill(link.process, Activate(self.active))
 
-    def tell_down(self, incarnation: Incarnation, reason: str, *, has_crashed: bool) -> None:
+    def send_down(self, incarnation: Incarnation, reason: str, *, has_crashed: bool) -> None:
+        """Tell the gateways that know of a worker that it is dead."""
         for link in self.ready_links:
-            if incarnation in link.told_up:
-                link.told_up.discard(incarnation)
-                link.met.discard(incarnation)
+            if incarnation in link.sent_up:
+                link.sent_up.discard(incarnation)
+                link.connected.discard(incarnation)
                 send_or_kill(link.process, WorkerDown(incarnation.worker, incarnation.life, reason, has_crashed))
 
-    def tell_all(self, message: Message, but: Link | None = None) -> None:
-        """Something that a gateway which starts later, or is starting, can do without."""
+    def broadcast(self, message: Message, but: Link | None = None) -> None:
+        """Send all ready gateways a message that one which starts later does not need."""
         for link in self.ready_links:
             if link is not but:
                 send_or_kill(link.process, message)
 
     def discard(self, generation: int) -> None:
-        """Let every gateway forget a generation, and end those that have nothing else. Its crew is to be taken from the
-        crews first."""
+        """Let every gateway forget a generation, and kill those that serve no other. Its worker pool is to be removed
+        from the worker pools first."""
         for link in list(self.links.values()):
             if link.generation == generation:
-                log.error("%s serves what is no longer served, and is killed", link.process.name)
+                log.error("%s still serves generation %d and is killed", link.process.name, generation)
                 link.process.kill()
             elif generation in link.known:
                 link.known.discard(generation)
@@ -316,25 +323,30 @@ class GatewayPool:
                 link.retiring.discard(generation)
                 send_or_kill(link.process, Discard(generation))
 
-    def uses(self, generation: int) -> bool:
-        """Whether any gateway has requests that this generation must answer, or sends it new ones."""
+    def serves(self, generation: int) -> bool:
+        """Whether any gateway has requests of this generation, or begins new ones with it."""
         return any(link.generation == generation or generation in link.retiring for link in self.links.values())
 
-    def drain(self, order: Drain) -> None:
-        """From now on a gateway that ends is not started again."""
-        self._drain = order
+    def drain(self, message: Drain) -> None:
+        """Let all gateways drain. From now on one that ends is not restarted."""
+        self._drain = message
         self._is_draining.set()
-        self.tell_all(order)
+        self.broadcast(message)
+
+
+def _now() -> float:
+    """Seconds, by the clock that timeouts go by."""
+    return asyncio.get_running_loop().time()
 
 
 def send_or_kill(process: Process, message: Message, fds: Sequence[int] = ()) -> None:
-    """Tell a child what it must not miss: one that does not listen is killed, and its successor told everything."""
+    """Send a child a message that it must not miss: one that does not read is killed, and its successor sent all."""
     try:
         process.channel.send(message, fds)
     except BlockingIOError:
         log.error("%s does not read its control messages and is killed", process.name)
         process.kill()
     except OSError as error:
-        if not isinstance(error, ConnectionError):  # else it has just died, which its keeper is about to see
-            log.error("%s cannot be told, and is killed: %s", process.name, error)
+        if not isinstance(error, ConnectionError):  # else it has just died, which its own coroutine is about to see
+            log.error("%s cannot be sent a message and is killed: %s", process.name, error)
         process.kill()

@@ -1,7 +1,7 @@
-"""The sockets that outlive every child: for clients, for operators, and for workers to reach the gateways by.
+"""The sockets that outlive every child: for clients, for operators, and for the workers' connections to gateways.
 
-Owns how they are made: whom they let in, and that no other server's is taken; and which of them systemd has made and
-handed over (`take_inherited`). Never accepts. Called by `supervisor`.
+Owns how they are made, with which permissions, without replacing another server's; and which of them systemd has made
+and handed over (`take_inherited`). Never accepts a connection. Called by `vecd.supervisor`.
 """
 
 import os
@@ -12,8 +12,8 @@ from collections.abc import MutableMapping
 from dataclasses import dataclass
 from pathlib import Path
 
+from vecd.launch.base.exit_codes import ConfigurationError, StartFailure
 from vecd.launch.config.settings import Settings
-from vecd.launch.exit_codes import ConfigurationError, StartFailure
 
 _LISTEN_BACKLOG = 2048
 _PROBE_TIMEOUT_S = 1.0
@@ -25,23 +25,23 @@ _MAX_INHERITED = 64
 ADMIN_NAME = "admin"
 """FileDescriptorName= of the socket for operators. The public one may have any other."""
 _REPLACED = {"public": ("host", "port", "uds"), "admin": ("admin_host", "admin_port", "admin_uds")}
-"""Settings that say where to listen, which a socket handed over has decided."""
+"""Settings of the address, which a socket that is handed over has already."""
 
 
 @dataclass(frozen=True, slots=True)
 class Inherited:
-    """Listening sockets that another process has made, and keeps open when this one ends: what waits in their backlog
-    is for the next life. None: ours are to be made."""
+    """Listening sockets that another process has made, and keeps open when this one ends: connections in their backlog
+    are for the next process. None: this process makes its own."""
 
     public: socket.socket | None = None
     admin: socket.socket | None = None
 
 
 def take_inherited(settings: Settings, environ: MutableMapping[str, str] = os.environ) -> Inherited:
-    """What systemd has handed over by a socket unit. Raises ConfigurationError for what cannot be served, and for
-    settings that say otherwise where to listen.
+    """The sockets that systemd has handed over by a socket unit. Raises ConfigurationError for one that cannot be
+    served, and for settings of another address.
 
-    Side effects: the variables are gone, and the descriptors are closed in children.
+    Side effects: removes the variables; the descriptors are closed in children.
     """
     number, pid, names = (environ.pop(f"LISTEN_{name}", "") for name in ("FDS", "PID", "FDNAMES"))
     if not number or pid != str(os.getpid()):
@@ -64,7 +64,7 @@ def take_inherited(settings: Settings, environ: MutableMapping[str, str] = os.en
 
 
 def _by_use(fds: range, names: str) -> dict[str, socket.socket]:
-    """Sockets by what they are for. Raises ConfigurationError."""
+    """Sockets by their use, "public" or "admin". Raises ConfigurationError."""
     found: dict[str, socket.socket] = {}
     for fd, name in zip(fds, names.split(":") + [""] * len(fds), strict=False):
         use = "admin" if name == ADMIN_NAME else "public"
@@ -146,12 +146,12 @@ def _url(sock: socket.socket, scheme: str) -> str:
 
 
 def _listen_unix(path: Path) -> tuple[socket.socket, str]:
-    """A socket file left by a killed server is replaced; one that somebody listens on is not."""
+    """Replaces the socket file of a killed server, and none on which a process listens."""
     sock = socket.socket(socket.AF_UNIX)
     try:
         _remove_if_dead(path)
         sock.bind(str(path))
-        path.chmod(_ONLY_OURS)  # whatever the umask; nobody can connect before it listens
+        path.chmod(_ONLY_OURS)  # whatever the umask; no client can connect before it listens
         sock.listen(_LISTEN_BACKLOG)
     except OSError as error:
         sock.close()
@@ -169,14 +169,14 @@ def _remove_if_dead(path: Path) -> None:
         except ConnectionRefusedError:
             path.unlink()
         except TimeoutError:
-            pass  # somebody listens, and is busy: binding will say that the path is in use
+            pass  # another process listens, and is busy: bind() will fail
 
 
 def make_zmq_endpoint() -> tuple[socket.socket, int]:
     """A listening unix socket without a name, and an O_PATH descriptor by which workers reach it.
 
-    The name exists for a moment, in a folder only we can enter; what has no name cannot be left behind, stolen or
-    entered by another user. Gateways come and go on the same socket (ADR 0002).
+    The name exists for a moment, in a folder that only this user can enter: nothing is left behind, and no other user
+    can connect. All processes of one gateway, one after the other, use the same socket (ADR 0002).
     """
     with tempfile.TemporaryDirectory(prefix="vecd-") as folder:
         path = os.path.join(folder, "gateway")

@@ -1,24 +1,24 @@
-"""The workers of one configuration: started, replaced when they die, ended one by one.
+"""The workers of one generation: started, restarted when they die, stopped one by one.
 
-Owns the fork server, the ZeroMQ endpoints that its workers are connected to, their arenas, and a keeper for each
-worker: a coroutine that starts one life after the other. Knows no gateway; whoever must hear of a worker's coming and
-going is told through `Observer`. Called by `supervisor`, which has one crew, and while it reloads two.
+Owns the fork server, the ZeroMQ endpoints that its workers are connected to, their arenas, and a coroutine for each
+worker, which supervises it: it runs one incarnation after the other. Knows no gateway: what gateways must learn of a
+worker goes to a `WorkerObserver`. Called by `vecd.supervisor`, which has one pool, and two during a reload.
 """
 
 import asyncio
 import logging
 import os
 import socket
-import time
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any, Protocol
 
+from vecd.launch.base.exit_codes import ChildDied, StartFailure, first_of
+from vecd.launch.base.programs import self_command
 from vecd.launch.config.plan import Plan
-from vecd.launch.exit_codes import ChildDied, StartFailure, first_of
 from vecd.launch.processes.backoff import Backoff
-from vecd.launch.processes.children import ForkServer, Process, killed_after, self_command
-from vecd.launch.processes.sockets import make_zmq_endpoint
+from vecd.launch.processes.children import Process, System, killed_after
+from vecd.launch.processes.file_access import FilesHang
 from vecd.shm.arena import create_arena
 from vecd.shm.control import ChildFailed, ForkServerStart, Progress, WorkerReady
 from vecd.shm.wire import Incarnation
@@ -32,18 +32,18 @@ _MODEL_CHANGED_INTERVALS_S = 5.0, 60.0
 
 @dataclass(slots=True)
 class ReadyWorker:
-    """What every gateway must be told of an incarnation that is ready."""
+    """What every gateway must learn of an incarnation that is ready."""
 
     incarnation: Incarnation
     process: Process
     arena_fd: int
     facts: dict[str, Any]
-    is_condemned: bool = False
-    """A gateway has said that it is stuck, and it is being killed for it."""
+    is_stuck: bool = False
+    """A gateway has reported so, and it is being killed for it."""
 
 
-class Observer(Protocol):
-    """Who hears of a crew's workers."""
+class WorkerObserver(Protocol):
+    """Receives what happens to a pool's workers."""
 
     def on_ready(self, worker_pool: "WorkerPool", worker: ReadyWorker) -> None: ...
 
@@ -54,19 +54,25 @@ class Observer(Protocol):
         """No worker is ready, and one has died again and again."""
 
     def on_model_changed(self, worker_pool: "WorkerPool") -> None:
-        """Its files are others than the crew was made for, and are about to be read again."""
+        """The model's files have changed since the pool was made, and a worker is about to read them."""
 
     def on_stage(self, worker_pool: "WorkerPool", stage: str) -> None:
-        """What the fork server, or the first worker, is doing before anybody is ready."""
+        """The fork server, or the first worker, has begun a stage of its start, before any worker was ready."""
 
     def on_warning(self, worker_pool: "WorkerPool", warning: str) -> None: ...
 
 
 class WorkerPool:
     def __init__(
-        self, generation: int, plan: Plan, num_gateways: int, lives: dict[int, int], observer: Observer
+        self,
+        generation: int,
+        plan: Plan,
+        num_gateways: int,
+        lives: dict[int, int],
+        observer: WorkerObserver,
+        system: System,
     ) -> None:
-        """`lives` are the worker's lives so far, by index, over all generations: an incarnation never comes twice.
+        """`lives` counts each worker's incarnations, by index, over all generations: an incarnation never comes twice.
 
         Raises OSError without descriptors for the endpoints.
         """
@@ -78,72 +84,74 @@ class WorkerPool:
         """Why there is no use in waiting for a worker; None while there is."""
         self._lives = lives
         self._observer = observer
+        self._files = system.files
         self._has_been_ready = False
         timeout_s = plan.settings.start_timeout
-        self._fork_server = ForkServer(_fork_server_start(plan), timeout_s, self._on_load_stage)
+        self._fork_server = system.fork_server(_fork_server_start(plan), timeout_s, self._on_load_stage)
         self._endpoints: list[tuple[socket.socket, int]] = []
         try:
             for _ in range(num_gateways):
-                self._endpoints.append(make_zmq_endpoint())
+                self._endpoints.append(system.make_endpoint())
         except OSError:
             self.close()
             raise
-        self._keepers: list[asyncio.Task[None]] = []
+        self._supervised: list[asyncio.Task[None]] = []
+        """For each worker."""
 
     @property
     def is_complete(self) -> bool:
         return len(self.ready) == len(self.plan.workers)
 
     def zmq_listening(self, gateway: int) -> int:
-        """The descriptor of the socket on which this crew's workers look for a gateway."""
+        """The descriptor of the socket on which this pool's workers connect to a gateway."""
         return self._endpoints[gateway][0].fileno()
 
     def pids(self) -> list[int]:
         """Of all its processes."""
         return [*self._fork_server.pids(), *(worker.process.pid for worker in self.ready.values())]
 
-    async def keep(self) -> None:
-        """Keep all workers alive until cancelled. Raises StartFailure when one cannot start or keeps dying, if it has
-        never been ready. On the way out nothing of them is left."""
+    async def supervise(self) -> None:
+        """Keep all workers running until cancelled, or until `stop` has ended them. On the way out none of their
+        processes is left. Raises StartFailure when one cannot start or keeps dying, if it has never been ready."""
         try:
             async with asyncio.TaskGroup() as group:
                 for index in range(len(self.plan.workers)):
-                    self._keepers.append(group.create_task(self._keep_worker(index)))
+                    self._supervised.append(group.create_task(self._supervise_worker(index)))
         except BaseExceptionGroup as failures:
             raise first_of(failures) from None
         finally:
             await self._fork_server.stop()
 
-    async def dismiss(self) -> None:
-        """End the workers one by one, and with the last of them `keep`."""
-        for keeper in self._keepers:
-            keeper.cancel()
-            await asyncio.wait([keeper])
+    async def stop(self) -> None:
+        """End the workers one by one; with the last of them `supervise` returns."""
+        for task in self._supervised:
+            task.cancel()
+            await asyncio.wait([task])
 
     def close(self) -> None:
-        """Close the endpoints, once no gateway is told of them any more."""
+        """Close the endpoints, once no gateway is sent them any more."""
         for listening, address in self._endpoints:
             listening.close()
             os.close(address)
         self._endpoints.clear()
 
     def kill_stuck(self, incarnation: Incarnation) -> None:
-        """Any gateway is believed, once. The worker is asked to write where it hangs, and then killed."""
+        """Kill a worker that a gateway has reported as stuck. First it is asked to write where it hangs."""
         worker = self.ready.get(incarnation.worker)
-        if worker is not None and worker.incarnation == incarnation and not worker.is_condemned:
+        if worker is not None and worker.incarnation == incarnation and not worker.is_stuck:
             log.error("%s is stuck and is killed", incarnation)
-            worker.is_condemned = True
+            worker.is_stuck = True
             worker.process.abort()
 
-    # --- a worker's lives -----------------------------------------------------------------------------------
+    # --- supervision of a worker ----------------------------------------------------------------------------
 
-    async def _keep_worker(self, index: int) -> None:
+    async def _supervise_worker(self, index: int) -> None:
         backoff = Backoff(f"worker {index}")
         while True:
             await self._until_model_is_ours()
             self._lives[index] = self._lives.get(index, 0) + 1
             incarnation = Incarnation(index, self._lives[index])
-            reason, ready_for_s = await self._live(incarnation)
+            reason, ready_for_s = await self._run(incarnation)
             log.error("%s %s", incarnation, reason)
             delay_s = backoff.delay_after(reason, ready_for_s)
             if backoff.is_broken and not self.ready:
@@ -151,12 +159,19 @@ class WorkerPool:
             await asyncio.sleep(delay_s)
 
     async def _until_model_is_ours(self) -> None:
-        """Rather none than a worker that reads another model than the others have read: a reload takes its place."""
+        """Wait while a new worker would read other files than the running ones have read: a reload replaces the pool.
+        Files that hang are waited for, too: the worker would hang in its start."""
         interval_s, longest_s = _MODEL_CHANGED_INTERVALS_S
-        while self._has_been_ready and self._reads_model() and self.plan.model_has_changed():
-            self._observer.on_model_changed(self)
-            if not self.ready:  # nobody is left, and nobody will come, to whom requests could go
-                self._is_broken("the model's files have changed, and are being read anew")
+        while self._has_been_ready and self._reads_model():
+            try:
+                if not await self._files.call(self.plan.card.folder, self.plan.model_has_changed):
+                    return
+                self._observer.on_model_changed(self)
+                reason = "the model's files have changed, and are being read anew"
+            except FilesHang as error:
+                reason = str(error)
+            if not self.ready:  # requests can go to no worker, and none will come
+                self._is_broken(reason)
             await asyncio.sleep(interval_s)
             interval_s = min(2 * interval_s, longest_s)
 
@@ -169,10 +184,10 @@ class WorkerPool:
             self.broken = reason
             self._observer.on_broken(self, reason)
 
-    async def _live(self, incarnation: Incarnation) -> tuple[str, float | None]:
-        """One life of a worker; returns how it ended, and for how many seconds it had been ready.
+    async def _run(self, incarnation: Incarnation) -> tuple[str, float | None]:
+        """Run one incarnation to its end; returns how it ended, and for how many seconds it had been ready.
 
-        Raises StartFailure when it says that it cannot start, before any has ever been ready.
+        Raises StartFailure when it reports that it cannot start, before any has ever been ready.
         """
         try:
             arena_fd = create_arena(self.plan.gateway.arena)
@@ -189,31 +204,33 @@ class WorkerPool:
                 facts, reason = await self._await_ready(process)
                 if facts is None:
                     return reason, None
-                return await self._live_ready(ReadyWorker(incarnation, process, arena_fd, facts))
+                return await self._run_ready(ReadyWorker(incarnation, process, arena_fd, facts))
         finally:
             os.close(arena_fd)
 
-    async def _live_ready(self, worker: ReadyWorker) -> tuple[str, float]:
+    async def _run_ready(self, worker: ReadyWorker) -> tuple[str, float]:
         self.ready[worker.incarnation.worker] = worker
         self._has_been_ready = True
         self.broken = None
-        ready_at = time.monotonic()
+        clock = asyncio.get_running_loop().time
+        ready_at = clock()
         self._observer.on_ready(self, worker)
         try:
             await worker.process.died()
         except asyncio.CancelledError:
             worker.process.kill()
-            await self._until_reaped(worker)
+            await self._reap_killed(worker)
             raise
         finally:
             del self.ready[worker.incarnation.worker]
-        ready_for_s = time.monotonic() - ready_at
+        ready_for_s = clock() - ready_at
         reason = await worker.process.ended()
         self._observer.on_down(self, worker, reason)
         return reason, ready_for_s
 
-    async def _until_reaped(self, worker: ReadyWorker) -> None:
-        """By the fork server, which may go next. What a driver does not let die is not waited for."""
+    async def _reap_killed(self, worker: ReadyWorker) -> None:
+        """Wait until the fork server, which may go next, has reaped it. A process that a driver keeps from dying is not
+        waited for."""
         try:
             async with asyncio.timeout(_DYING_TIMEOUT_S):
                 await worker.process.ended()
@@ -221,7 +238,7 @@ class WorkerPool:
             log.error("%s does not die, and is left alone", worker.incarnation)
 
     async def _await_ready(self, process: Process) -> tuple[dict[str, Any] | None, str]:
-        """What the worker says of itself, or None and why there is nothing."""
+        """What the worker reports of itself, or None and why it did not get ready."""
         stage, timeout_s = "starting", self.plan.settings.start_timeout
         try:
             async with asyncio.timeout(timeout_s):
@@ -260,10 +277,11 @@ class WorkerPool:
 
 
 def _fork_server_start(plan: Plan) -> ForkServerStart:
-    """What the fork server imports and loads: an engine for processors is shared, one for a GPU is each worker's."""
+    """The fork server's configuration. Workers share an engine for processors, which it loads; one for a GPU each
+    worker loads itself."""
     config = plan.workers[0]
     level, log_format = config.log_level, config.log_format
-    if config.engine == "weightless":
+    if config.engine == "dummy":
         return ForkServerStart(os.getpid(), [], log_level=level, log_format=log_format)
     modules = modules_to_preload(plan.card.model_type, config.engine)
     shared = config.to_json() if config.device == "cpu" else None

@@ -1,7 +1,8 @@
-"""`vecd install-service`: has systemd keep a server running, by units for this very installation.
+"""`vecd install-service`: writes systemd units that keep a server of this installation running.
 
-Owns the command: its flags, what it replaces and what it refuses to, and the commands of systemctl that belong to it.
-What the files say is `vecd.launch.systemd.placement`'s and `vecd.launch.systemd.units`'. Called by `supervisor`.
+Owns the command: its flags, what it replaces and refuses to replace, and the commands of systemctl that belong to it.
+The content of the files is `vecd.launch.systemd.placement`'s and `vecd.launch.systemd.unit_files`'. Called by
+`vecd.launch.cli`.
 """
 
 import argparse
@@ -13,10 +14,10 @@ import sys
 from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 
+from vecd.launch.base.exit_codes import EXIT_BAD_CONFIGURATION, EXIT_COULD_NOT_START, EXIT_OK, ConfigurationError
 from vecd.launch.config.settings import load_flags
-from vecd.launch.exit_codes import EXIT_BAD_CONFIGURATION, EXIT_COULD_NOT_START, EXIT_OK, ConfigurationError
-from vecd.launch.systemd.placement import SERVICE, SOCKET, Place, contents, own_command, place_of
-from vecd.launch.systemd.units import MADE_BY
+from vecd.launch.systemd.placement import InstallPaths, contents, own_command, paths_of
+from vecd.launch.systemd.unit_files import MADE_BY, SERVICE, SOCKET
 
 _SYSTEMCTL_TIMEOUT_S = 600.0
 _UNIT_MODE = 0o644
@@ -27,7 +28,7 @@ says what to do next, or does it (--now). What is there and differs is not touch
 
 
 def main(arguments: Sequence[str]) -> int:
-    """The command. Returns the exit code: 2 for what cannot be done as asked, 3 when writing or systemctl failed."""
+    """The command. Returns the exit code: 2 for what cannot be done as given, 3 when writing or systemctl failed."""
     options, flags = _parser().parse_known_args(arguments)
     try:
         return _remove(options, flags) if options.remove else _install(options, flags)
@@ -64,23 +65,23 @@ def _parser() -> argparse.ArgumentParser:
 
 
 def _install(options: argparse.Namespace, flags: Sequence[str]) -> int:
-    place = _place(options)
+    paths = _paths(options)
     settings = load_flags(flags)
     if options.run_as is not None:
         _check_user(options)
-    files = contents(place, settings, has_socket=options.socket, run_as=options.run_as, command=own_command())
+    files = contents(paths, settings, has_socket=options.socket, run_as=options.run_as, command=own_command())
     if options.print:
         print("\n".join(f"# {path}\n{text}" for path, text in files.items()), end="")
         return EXIT_OK
-    if not settings.model_fields_set and place.on_disk(place.config).exists():
-        del files[place.config]
-    socket = place.units / SOCKET
-    if not options.socket and os.path.lexists(place.on_disk(socket)):
+    if not settings.model_fields_set and paths.on_disk(paths.config).exists():
+        del files[paths.config]
+    socket = paths.units / SOCKET
+    if not options.socket and os.path.lexists(paths.on_disk(socket)):
         problem = "is there, and listens for the service: give --socket, too, or --remove it first"
-        raise ConfigurationError([f"{place.on_disk(socket)}: {problem}"])
-    written = _write(place, files, force=options.force)
+        raise ConfigurationError([f"{paths.on_disk(socket)}: {problem}"])
+    written = _write(paths, files, force=options.force)
     units = [*([SOCKET] if options.socket else []), SERVICE]
-    # What runs goes by what was written only after a restart. A socket that is as before stays open: nobody is refused.
+    # The service uses new files only after a restart. A socket that is as before stays open: no client is refused.
     restarted = units if socket in written else [SERVICE]
     commands = [["daemon-reload"], ["enable", *units], ["restart", *restarted]]
     if options.now:
@@ -94,8 +95,8 @@ def _install(options: argparse.Namespace, flags: Sequence[str]) -> int:
 def _remove(options: argparse.Namespace, flags: Sequence[str]) -> int:
     if flags:
         raise ConfigurationError(["--remove: takes no MODEL and no flags of `vecd serve`"])
-    place = _place(options)
-    units = _found(place.on_disk(place.units / name) for name in (SOCKET, SERVICE))
+    paths = _paths(options)
+    units = _found(paths.on_disk(paths.units / name) for name in (SOCKET, SERVICE))
     strange = [path for path, text in units.items() if not text.startswith(MADE_BY)]
     if strange and not options.force:
         raise ConfigurationError([f"{path}: is not of `vecd install-service` (--force removes it)" for path in strange])
@@ -110,27 +111,27 @@ def _remove(options: argparse.Namespace, flags: Sequence[str]) -> int:
     for path in units:
         path.unlink()
         print(f"removed {path}")
-    print(f"{place.on_disk(place.config)} stays")
+    print(f"{paths.on_disk(paths.config)} stays")
     return _systemctl(options, [["daemon-reload"]])
 
 
-def _place(options: argparse.Namespace) -> Place:
+def _paths(options: argparse.Namespace) -> InstallPaths:
     if options.root is not None and not options.root.is_dir():
         raise ConfigurationError([f"--root: {options.root} is no folder"])
     if options.root is not None and options.now:
         raise ConfigurationError(["--now: not with --root, below which no systemd runs"])
     if options.user and options.run_as is not None:
         raise ConfigurationError(["--run-as: not with --user, whose services are all this user's"])
-    place = place_of(is_of_user=options.user, root=options.root)
+    paths = paths_of(is_of_user=options.user, root=options.root)
     if os.geteuid() != 0 and not (options.user or options.print or options.root):
         raise ConfigurationError(
-            [f"only root may write {place.units}: use sudo; or --user, for a service of your own; or --print"]
+            [f"only root may write {paths.units}: use sudo; or --user, for a service of your own; or --print"]
         )
-    return place
+    return paths
 
 
 def _check_user(options: argparse.Namespace) -> None:
-    """Raises ConfigurationError for a name that cannot be in a unit, or is nobody's on this machine."""
+    """Raises ConfigurationError for a name that cannot stand in a unit, or that no user of this machine has."""
     if not re.fullmatch(r"[A-Za-z_][A-Za-z0-9_.-]{0,63}", options.run_as):
         raise ConfigurationError([f"--run-as: is no user's name (given: {options.run_as!r})"])
     if options.root is None:
@@ -140,18 +141,18 @@ def _check_user(options: argparse.Namespace) -> None:
             raise ConfigurationError([f"--run-as: there is no user {options.run_as}"]) from None
 
 
-def _write(place: Place, files: Mapping[Path, str], *, force: bool) -> set[Path]:
-    """All files or none, but for what fails on the way. Returns those that were not there before as they are now.
+def _write(paths: InstallPaths, files: Mapping[Path, str], *, force: bool) -> set[Path]:
+    """Write all files, or none if one of them would be replaced without `force`. Returns those that are new or changed.
 
-    Raises ConfigurationError for those that are there and differ, and OSError.
+    Raises ConfigurationError for those that exist and differ, and OSError.
     """
-    existing = _found(map(place.on_disk, files))
-    changed = {path: text for path, text in files.items() if existing.get(place.on_disk(path)) != text}
-    differing = [place.on_disk(path) for path in changed if place.on_disk(path) in existing]
+    existing = _found(map(paths.on_disk, files))
+    changed = {path: text for path, text in files.items() if existing.get(paths.on_disk(path)) != text}
+    differing = [paths.on_disk(path) for path in changed if paths.on_disk(path) in existing]
     if differing and not force:
         raise ConfigurationError([f"{path}: is there, and differs (--force replaces it)" for path in differing])
     for path in files:
-        on_disk = place.on_disk(path)
+        on_disk = paths.on_disk(path)
         if path not in changed:
             print(f"{on_disk} is there already")
             continue
@@ -165,7 +166,7 @@ def _write(place: Place, files: Mapping[Path, str], *, force: bool) -> set[Path]
 
 
 def _found(paths: Iterable[Path]) -> dict[Path, str]:
-    """The text of those that are there. What leads nowhere has none."""
+    """The text of the files that exist; "" for a link that leads nowhere."""
     there = [path for path in paths if os.path.lexists(path)]
     return {path: path.read_text(errors="replace") if path.exists() else "" for path in there}
 

@@ -1,9 +1,9 @@
-"""What vecd tells systemd: that it is ready, reloads, stops, is alive, and a line for `systemctl status`.
+"""Notifies systemd that the server is ready, reloads, stops or is alive, and sends the line of `systemctl status`.
 
-Owns the protocol of sd_notify(3): datagrams of `NAME=value` lines to the unix socket that the environment names. Says
-nothing where there is none, never raises, and takes the variables away, so that no child speaks for the service. When
-what is said is for `supervisor`, its only caller; whether the server is well enough to be said alive, for
-`vecd.launch.systemd.watchdog`.
+Owns the protocol of sd_notify(3): datagrams of `NAME=value` lines to the unix socket that the environment names. Sends
+nothing where there is none, never raises, and removes the variables, so that no child notifies in the service's place.
+`vecd.supervisor`, its only caller, decides when to send what, and `vecd.launch.systemd.watchdog` whether the server is
+healthy.
 """
 
 import os
@@ -18,7 +18,7 @@ from contextlib import contextmanager
 EXTEND_EVERY_S = 5.0
 _EXTEND_BY_S = 30.0
 _MAX_EXTENDED_S = 3600.0
-"""So long may it take to find the model, which may have to be fetched from the hub first."""
+"""The longest time to find the model, which may have to be fetched from the hub first."""
 _MIN_INTERVAL_S = 0.05
 _MAX_STATUS_CHARACTERS = 400
 _MAX_UNSENT = 4
@@ -26,8 +26,8 @@ _MAX_UNSENT = 4
 
 class Notifier:
     def __init__(self, address: str = "", watchdog_s: float | None = None) -> None:
-        """`address`: a path, or a name behind an @; empty: nobody listens. `watchdog_s`: in which it wants to hear that
-        the server is alive; None: it does not."""
+        """`address`: a path, or a name after an @; empty: there is no listener. `watchdog_s`: the watchdog expects a
+        notification at least this often; None: there is no watchdog."""
         self.watchdog_s = watchdog_s
         self._address = "\0" + address[1:] if address.startswith("@") else address
         self._status = ""
@@ -35,7 +35,7 @@ class Notifier:
 
     @classmethod
     def from_environment(cls, environ: MutableMapping[str, str] = os.environ) -> "Notifier":
-        """Side effect: the variables are gone."""
+        """Side effect: removes the variables."""
         address = environ.pop("NOTIFY_SOCKET", "")
         watchdog_us, watchdog_pid = environ.pop("WATCHDOG_USEC", ""), environ.pop("WATCHDOG_PID", "")
         is_for_us = watchdog_pid in ("", str(os.getpid()))
@@ -49,16 +49,16 @@ class Notifier:
 
     @property
     def interval_s(self) -> float:
-        """How often to say something: four times in the time in which the watchdog wants to hear it, at least."""
+        """The time between two notifications: at most a quarter of what the watchdog allows."""
         wanted_s = EXTEND_EVERY_S if self.watchdog_s is None else self.watchdog_s / 4
         return max(_MIN_INTERVAL_S, min(EXTEND_EVERY_S, wanted_s))
 
     def ready(self, status: str) -> None:
-        """After the start, and after each reload, whatever came of it."""
+        """To be called after the start, and after each reload, whatever its result."""
         self._send_surely(status, "READY=1")
 
     def status(self, status: str) -> None:
-        """The line that `systemctl status` shows. One that it shows already is not sent."""
+        """Send the line that `systemctl status` shows, unless it shows this one already."""
         if status != self._status and self._send(_status_line(status)):
             self._status = status
 
@@ -67,31 +67,31 @@ class Notifier:
         self._send_surely(status, "RELOADING=1", f"MONOTONIC_USEC={time.monotonic_ns() // 1000}")
 
     def stopping(self, status: str, within_s: float) -> None:
-        """The drain begins, and may take so long, whatever TimeoutStopSec= says."""
+        """The drain begins, and may take this long, regardless of TimeoutStopSec=."""
         self._send_surely(status, "STOPPING=1", _extend(within_s))
 
     def alive(self) -> None:
         self._send("WATCHDOG=1")
 
     def extend(self) -> None:
-        """A start or a reload goes on. To be said every EXTEND_EVERY_S: TimeoutStartSec= is for those that do not."""
+        """A start or a reload goes on. To be called every EXTEND_EVERY_S: TimeoutStartSec= ends one that is silent."""
         self._send(_extend(_EXTEND_BY_S))
 
     @contextmanager
     def extending(self) -> Iterator[None]:
-        """Say so from a thread, while the caller's block keeps this one; for an hour at most."""
+        """Call `extend` from a thread, while the block occupies this one; for an hour at most."""
         if not self.has_listener:
             yield
             return
         is_over = threading.Event()
 
-        def say() -> None:
+        def extend() -> None:
             for _ in range(int(_MAX_EXTENDED_S / EXTEND_EVERY_S)):
                 self.extend()
                 if is_over.wait(EXTEND_EVERY_S):
                     return
 
-        thread = threading.Thread(target=say, name="extending", daemon=True)
+        thread = threading.Thread(target=extend, name="extending", daemon=True)
         thread.start()
         try:
             yield
@@ -100,14 +100,14 @@ class Notifier:
             thread.join()
 
     def _send_surely(self, status: str, *lines: str) -> None:
-        """What is said once only, and without which the service would stay starting or reloading. Where systemd is too
-        busy to take it, it goes before the next message, of which there is one every `interval_s`."""
+        """Send a message that must arrive: without it the service would stay starting or reloading. If systemd is too
+        busy to take it, it is sent before the next message, which comes within `interval_s`."""
         self._status = status
         self._unsent.append(_encoded(*lines, _status_line(status)))
         self._send()
 
     def _send(self, *lines: str) -> bool:
-        """Whether it was taken. Never waits, as this is the supervisor's loop."""
+        """Returns whether it was taken. Never waits: it runs in the supervisor's loop."""
         if not self._address:
             return False
         try:
@@ -119,7 +119,7 @@ class Notifier:
                     self._unsent.popleft()
                 if lines:
                     sock.send(_encoded(*lines))
-        except (OSError, ValueError):  # nobody listens, is too busy, or the address is none
+        except (OSError, ValueError):  # there is no listener, it is too busy, or the address is invalid
             return False
         return True
 
@@ -137,8 +137,8 @@ def _extend(by_s: float) -> str:
 
 
 def serving(model: str, url: str, num_ready: int, num_workers: int, broken: str | None, refused: str) -> str:
-    """The status of a server that has been ready. `broken`: why there is no use in waiting for a worker; `refused`: why
-    the last reload was, or ""."""
+    """The status line of a server that has been ready. `broken`: why there is no use in waiting for a worker;
+    `refused`: why the last reload was refused, or ""."""
     workers = f"{num_workers}" if num_ready == num_workers else f"{num_ready} of {num_workers}"
     plural = "" if workers == "1" else "s"
     status = f"Serving {model} at {url}, {workers} worker{plural}"

@@ -13,12 +13,11 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
+from vecd.launch.base.exit_codes import ConfigurationError
+from vecd.launch.base.programs import command_of
 from vecd.launch.config.settings import Settings
-from vecd.launch.exit_codes import ConfigurationError
-from vecd.launch.programs import command_of
-from vecd.launch.systemd.units import DEFAULT_LISTEN, service_unit, socket_unit
+from vecd.launch.systemd.unit_files import DEFAULT_LISTEN, SERVICE, SOCKET, service_unit, socket_unit
 
-SERVICE, SOCKET = "vecd.service", "vecd.socket"
 _HOMES = tuple(map(Path, ("/home", "/root", "/run/user")))
 """What ProtectHome= hides."""
 _SECRET = ("api_key", "api_keys")
@@ -27,27 +26,27 @@ _EMPTY_CONFIG = "# Settings of vecd.service: a line for each flag of `vecd serve
 
 
 @dataclass(frozen=True, slots=True)
-class Place:
+class InstallPaths:
     """Where units and settings are."""
 
     units: Path
     config: Path
     is_of_user: bool
     root: Path
-    """What the paths begin with on this machine, and not in the units."""
+    """Prefix of the paths on this machine; the units have them without it."""
 
     def on_disk(self, path: Path) -> Path:
         return self.root / path.relative_to("/")
 
 
-def place_of(*, is_of_user: bool, root: Path | None = None, environ: Mapping[str, str] = os.environ) -> Place:
-    """Of the system's systemd, or of this user's own."""
+def paths_of(*, is_of_user: bool, root: Path | None = None, environ: Mapping[str, str] = os.environ) -> InstallPaths:
+    """The paths of the system's systemd, or of this user's own."""
     root = root or Path("/")
     if not is_of_user:
-        return Place(Path("/etc/systemd/system"), Path("/etc/vecd.toml"), False, root)
+        return InstallPaths(Path("/etc/systemd/system"), Path("/etc/vecd.toml"), False, root)
     home = environ.get("XDG_CONFIG_HOME", "")
     folder = Path(home) if home.startswith("/") else Path.home() / ".config"
-    return Place(folder / "systemd/user", folder / "vecd/vecd.toml", True, root)
+    return InstallPaths(folder / "systemd/user", folder / "vecd/vecd.toml", True, root)
 
 
 def own_command() -> list[str]:
@@ -55,47 +54,41 @@ def own_command() -> list[str]:
     if getattr(sys, "frozen", False):
         return [sys.executable]
     script = Path(sys.executable).parent / "vecd"
-    if os.access(script, os.X_OK):
-        return [str(script)]
-    return command_of("supervisor")
+    return [str(script)] if os.access(script, os.X_OK) else command_of("vecd")
 
 
 def contents(
-    place: Place, settings: Settings, *, has_socket: bool, run_as: str | None, command: list[str]
+    paths: InstallPaths, settings: Settings, *, has_socket: bool, run_as: str | None, command: list[str]
 ) -> dict[Path, str]:
-    """The text of each file, by path. `settings` has those that were given, and no others, in `model_fields_set`.
-
-    Raises ConfigurationError.
-    """
+    """The text of each file, by path. Only settings in `model_fields_set` are written. Raises ConfigurationError."""
     given = {name: getattr(settings, name) for name in Settings.model_fields if name in settings.model_fields_set}
-    if "model" in given:
-        given["model"] = _absolute(given["model"])
-    problems = _unfit(given, place)
+    if model := given.get("model"):
+        folder = Path(model).expanduser()
+        if folder.is_dir() or model.startswith((".", "/", "~")):
+            given["model"] = str(folder.absolute())  # the service has another working directory
     needed = _needed(given, command)
-    if run_as is None and not place.is_of_user:
+    problems = _unfit(given, paths)
+    if run_as is None and not paths.is_of_user:
         problems += filter(None, map(_closed_to_others, needed))
     if problems:
         raise ConfigurationError(problems)
-    listen = _listen(given) if has_socket else DEFAULT_LISTEN
+    is_in_home = any(path.is_relative_to(home) for path in needed for home in _HOMES)
+    files: dict[Path, str] = {}
     try:
-        service = service_unit(
-            command,
-            str(place.config),
-            is_of_user=place.is_of_user,
-            run_as=run_as,
-            is_in_home=any(path.is_relative_to(home) for path in needed for home in _HOMES),
+        if has_socket:  # which takes its settings out of those of the service
+            files[paths.units / SOCKET] = socket_unit(_take_listen(given))
+        files[paths.units / SERVICE] = service_unit(
+            command, str(paths.config), is_of_user=paths.is_of_user, run_as=run_as, is_in_home=is_in_home
         )
-        sockets = {place.units / SOCKET: socket_unit(listen)} if has_socket else {}
     except ValueError as error:
         raise ConfigurationError([str(error)]) from None
-    return {place.config: to_toml(given), place.units / SERVICE: service, **sockets}
+    return {paths.config: to_toml(given), **files}
 
 
 def to_toml(given: Mapping[str, object]) -> str:
     """Lines of the --config file."""
-    if not given:
-        return _EMPTY_CONFIG
-    return "".join(f"{name.replace('_', '-')} = {_toml_value(value)}\n" for name, value in given.items())
+    lines = [f"{name.replace('_', '-')} = {_toml_value(value)}\n" for name, value in given.items()]
+    return "".join(lines) or _EMPTY_CONFIG
 
 
 def _toml_value(value: object) -> str:
@@ -104,18 +97,10 @@ def _toml_value(value: object) -> str:
     return json.dumps(str(value), ensure_ascii=False).replace("\x7f", "\\u007f")
 
 
-def _absolute(model: str) -> str:
-    """A folder's path, and a hub id as it is; the service has another working directory."""
-    path = Path(model).expanduser()
-    if path.is_dir() or model.startswith((".", "/", "~")):
-        return str(path.absolute())
-    return model
-
-
-def _unfit(given: Mapping[str, object], place: Place) -> list[str]:
-    """Settings that do not belong into a service's file."""
+def _unfit(given: Mapping[str, object], paths: InstallPaths) -> list[str]:
+    """Why settings must not stand in a service's file."""
     problems = [
-        f"--{name.replace('_', '-')}: would stand in {place.config}, which others can read: use --keys-file"
+        f"--{name.replace('_', '-')}: would stand in {paths.config}, which others can read: use --keys-file"
         for name in _SECRET
         if name in given
     ]
@@ -126,8 +111,8 @@ def _unfit(given: Mapping[str, object], place: Place) -> list[str]:
     return problems
 
 
-def _listen(given: dict[str, object]) -> str:
-    """The socket unit's address, of settings that must not be the service's then. Side effect: takes them away."""
+def _take_listen(given: dict[str, object]) -> str:
+    """The socket unit's address. Side effect: removes the settings that it is made of. Raises ConfigurationError."""
     host, port, uds = (given.pop(name, None) for name in ("host", "port", "uds"))
     if uds is not None:
         return str(uds)
@@ -135,10 +120,9 @@ def _listen(given: dict[str, object]) -> str:
     host = str(host or default_host)
     if not re.fullmatch(r"[0-9.]+|[0-9a-fA-F:]+", host):
         raise ConfigurationError([f"--host: systemd listens on addresses, not on names (given: {host!r})"])
-    port = default_port if port is None else port
     if port == 0:
         raise ConfigurationError(["--port: a socket unit needs a port of its own (given: 0)"])
-    return f"[{host}]:{port}" if ":" in host else f"{host}:{port}"
+    return f"{f'[{host}]' if ':' in host else host}:{port or default_port}"
 
 
 def _needed(given: Mapping[str, object], command: list[str]) -> list[Path]:

@@ -1,8 +1,8 @@
-"""What came of a reload, for whoever asked for it; and `vecd reload`, which asks and waits.
+"""The result of a reload, as a file; and `vecd reload`, which requests a reload and waits for its result.
 
-Owns a file in the folder that systemd makes for the service (RuntimeDirectory=), where the supervisor says who
-it is, and counts what it was asked for and what it has done. A signal has no answer: without the file, `systemctl
-reload` would succeed before the reload has begun, and whatever comes of it. Where there is no such folder nothing is
+Owns a file in the folder that systemd makes for the service (RuntimeDirectory=), in which the supervisor writes its
+process id and counts the reloads that were requested and those that are done. A signal has no reply: without the file,
+`systemctl reload` would succeed before the reload has begun, whatever its result. Without such a folder nothing is
 written.
 """
 
@@ -18,7 +18,7 @@ from contextlib import suppress
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
-from vecd.launch.exit_codes import EXIT_BAD_CONFIGURATION, EXIT_COULD_NOT_START, EXIT_OK
+from vecd.launch.base.exit_codes import EXIT_BAD_CONFIGURATION, EXIT_COULD_NOT_START, EXIT_OK
 
 _FILE = "reloads.json"
 _LOOK_INTERVAL_S = 0.05
@@ -27,49 +27,46 @@ _MAX_WAIT_S = 3600.0
 _USAGE = """\
 usage: vecd reload PID
 
-Ask the server with this process id for what SIGHUP does, and wait for what comes of it. Exits 0 when the server goes by
-its new configuration, and 2 with the reasons when that cannot be used and nothing has changed.
+Send SIGHUP to the server with this process id, and wait for the reload. Exits 0 when the server has its new
+configuration, and 2 with the reasons when that cannot be used and nothing has changed.
 For ExecReload= of a unit with RuntimeDirectory=, as `vecd install-service` writes it."""
 
 
 @dataclass(slots=True)
 class Reloads:
-    """Counts of reloads."""
+    """The content of the file."""
 
     pid: int
-    """Of the supervisor that counts."""
+    """Of the supervisor, which writes it."""
     num_asked: int = 0
+    """Reloads that were requested."""
     num_done: int = 0
-    """Of those asked for, so many are done. Several that were asked for meanwhile may be done by one."""
+    """How many of them are done. One reload may do several that were requested meanwhile."""
     problems: tuple[str, ...] = ()
-    """Of the last that was done. None: the server goes by the new configuration."""
+    """Why the last one was refused. Empty: the server has the new configuration."""
 
 
-class ReloadOutcome:
-    """The supervisor's side."""
+class ReloadResult:
+    """The supervisor's side of the file."""
 
     def __init__(self, environ: Mapping[str, str] = os.environ) -> None:
-        """Side effect: what the life before has left is overwritten."""
+        """Side effect: the file of an earlier process is overwritten."""
         self._path = _path(environ)
         self._reloads = Reloads(os.getpid())
         self._write()
 
-    def asked(self) -> None:
+    def requested(self) -> None:
         self._reloads.num_asked += 1
         self._write()
 
-    @property
-    def num_asked(self) -> int:
-        return self._reloads.num_asked
-
-    def done(self, num_asked: int, problems: Sequence[str] = ()) -> None:
-        """The reload that began when so many had been asked for."""
-        self._reloads.num_done = num_asked
+    def done(self, num_requested: int, problems: Sequence[str] = ()) -> None:
+        """The first `num_requested` reloads are done. `problems`: why the last of them was refused."""
+        self._reloads.num_done = num_requested
         self._reloads.problems = tuple(problems)
         self._write()
 
     def close(self) -> None:
-        """Leave nothing behind."""
+        """Remove the file."""
         if self._path is not None:
             with suppress(OSError):
                 self._path.unlink()
@@ -77,7 +74,7 @@ class ReloadOutcome:
     def _write(self) -> None:
         if self._path is None:
             return
-        with suppress(OSError):  # a full disk is no reason to end, nor to say so at every reload
+        with suppress(OSError):  # a full disk must not end the server
             new = self._path.with_suffix(".new")
             new.write_text(json.dumps(asdict(self._reloads)))
             new.replace(self._path)

@@ -1,71 +1,70 @@
-"""Whether the server is so far gone that only a new one helps: then systemd is not told any more that it is alive.
+"""Decides when only a restart of the whole server helps: systemd's watchdog is then no longer notified.
 
-Owns that rule, as a pure function, and the time that it goes by. Asked by `supervisor` each time that it could say so;
-one that does not come to ask hangs, and is restarted for that.
+Owns that rule, as a pure function, and the times that it depends on. `vecd.supervisor` asks before each notification; a
+supervisor that hangs sends none, and is restarted for that.
 
-A restart costs every connection and every request under way, and for seconds there is nobody who could even say what is
-wrong. So it is for what the supervisor cannot mend by itself. Workers and gateways that die or hang it does mend, in
-seconds; and a model whose files are broken is broken in the next life, too, which would only take the answers
-of `/health` away.
+A restart costs every connection and every running request, and for seconds not even `/health` responds. So it is the
+last resort for what the supervisor cannot repair. It restarts workers and gateways that die or hang by itself, in
+seconds. A restart does not repair a model whose files are broken: it would only take the responses of `/health` away.
 """
 
 from dataclasses import dataclass
 
 MAX_WITHOUT_GATEWAY_S = 180.0
-"""A gateway that hangs is killed after 10 s, the next life waits 30 s at most and has 60 s to start: two tries."""
+"""A gateway that hangs is killed after 10 s; its restart waits at most 30 s and has 60 s to start: two tries."""
 _MARGIN_S = 60.0
 
 
 @dataclass(frozen=True, slots=True)
 class HealthSignals:
-    """What the supervisor sees of its server at a moment."""
+    """The state of the server, as the supervisor knows it."""
 
-    hears_gateway: bool
-    """One of them at least is ready, and has beaten lately."""
+    has_gateway: bool
+    """At least one gateway is ready and has sent a heartbeat lately."""
     can_serve: bool
-    """A gateway that is heard has an answer from a worker that is not stuck."""
+    """Such a gateway is connected to a worker that is not stuck."""
     is_broken: bool
-    """It is known why there is no worker, `/health` says so, and it is tried again now and then."""
+    """The reason why there is no worker is known and reported by `/health`, and a start is tried again regularly."""
 
 
-HEALTHY = HealthSignals(hears_gateway=True, can_serve=True, is_broken=False)
+HEALTHY = HealthSignals(has_gateway=True, can_serve=True, is_broken=False)
 
 
 def why_restart(without_gateway_s: float, without_worker_s: float, *, is_broken: bool, start_timeout_s: float) -> str:
-    """Why a new server is needed; "" while it is not.
+    """Why the server must be restarted; "" while it need not be.
 
-    `without_gateway_s` is how long no gateway has been heard of, `without_worker_s` how long none of them could serve;
-    `start_timeout_s` is how long a worker may take to start, and before it the fork server.
+    `without_gateway_s`: time without a heartbeat of any gateway; `without_worker_s`: time during which no gateway could
+    serve; `start_timeout_s`: time that a worker may take to start, and before it the fork server.
     """
     if without_gateway_s > MAX_WITHOUT_GATEWAY_S:
-        return f"no gateway has been heard of for {without_gateway_s:.0f} s"
+        return f"no gateway has sent a heartbeat for {without_gateway_s:.0f} s"
     max_without_worker_s = 2 * start_timeout_s + _MARGIN_S
     if without_worker_s > max_without_worker_s and not is_broken:
-        return f"no worker can serve for {without_worker_s:.0f} s, and it is not known why"
+        return f"no worker has been able to serve for {without_worker_s:.0f} s, for an unknown reason"
     return ""
 
 
 class WatchdogState:
-    """How long the signs have been bad."""
+    """For how long the health signals have been bad."""
 
     def __init__(self, now: float, interval_s: float) -> None:
-        """`now` in seconds; `interval_s` is how often it will be asked."""
-        self._asked_at = self._heard_at = self._served_at = now
+        """`now` in seconds; `interval_s`: the time between two calls of `why_restart`."""
+        self._called_at = self._gateway_at = self._served_at = now
         self._interval_s = interval_s
 
     def why_restart(self, health_signals: HealthSignals, now: float, start_timeout_s: float) -> str:
-        away_s = now - self._asked_at - 2 * self._interval_s
-        self._asked_at = now
-        if away_s > 0:  # this process was stopped, or the machine: nobody could be heard meanwhile
-            self._heard_at += away_s
+        away_s = now - self._called_at - 2 * self._interval_s
+        self._called_at = now
+        if away_s > 0:  # this process was stopped, or the machine: it could receive no heartbeat
+            self._gateway_at += away_s
             self._served_at += away_s
-        if health_signals.hears_gateway:
-            self._heard_at = now
-        # Without a gateway nobody can say of a worker that it serves; that is the gateways' time, not theirs.
-        if health_signals.can_serve or health_signals.is_broken or not health_signals.hears_gateway:
+        if health_signals.has_gateway:
+            self._gateway_at = now
+        # Without a gateway no worker can serve: that time counts for the gateways, not for the workers.
+        if health_signals.can_serve or health_signals.is_broken or not health_signals.has_gateway:
             self._served_at = now
         return why_restart(
-            now - self._heard_at,
+            now - self._gateway_at,
             now - self._served_at,
             is_broken=health_signals.is_broken,
             start_timeout_s=start_timeout_s,

@@ -4,18 +4,18 @@ from typing import Any
 
 import pytest
 
-from vecd.client.bench import connection as connection_module
-from vecd.client.bench.connection import (
-    Answer,
-    BadAnswer,
-    Connection,
+from vecd.client import connection as connection_module
+from vecd.client.connection import (
+    BadResponse,
+    ClientConnection,
     ConnectionClosed,
-    Outcome,
+    ExchangeResult,
+    ServerResponse,
     Target,
     connect,
     name_failure,
     parse_target,
-    render_post,
+    render_request,
 )
 
 CHUNKED = (
@@ -24,44 +24,46 @@ CHUNKED = (
 )
 
 
-async def exchange_all(url: str, num_requests: int, timeout_s: float = 10) -> tuple[Connection, list[Answer]]:
+async def exchange_all(
+    url: str, num_requests: int, timeout_s: float = 10
+) -> tuple[ClientConnection, list[ServerResponse]]:
     target = parse_target(url)
     connection = await connect(target, 10)
-    request = render_post(target, "/x", b"{}", api_key=None)
+    request = render_request(target, "/x", b"{}", api_key=None)
     try:
         return connection, [await connection.exchange(request, timeout_s) for _ in range(num_requests)]
     finally:
         connection.close()
 
 
-def ask(url: str, num_requests: int = 1, timeout_s: float = 10) -> list[Answer]:
+def ask(url: str, num_requests: int = 1, timeout_s: float = 10) -> list[ServerResponse]:
     return asyncio.run(exchange_all(url, num_requests, timeout_s))[1]
 
 
 def test_a_connection_is_kept_alive(start_server: Callable[..., Any]) -> None:
     server = start_server(lambda _: b"HTTP/1.1 200 OK\r\nContent-Length: 2\r\n\r\nhi")
-    assert ask(server.url, num_requests=5) == [Answer(200, b"hi")] * 5
+    assert ask(server.url, num_requests=5) == [ServerResponse(200, b"hi")] * 5
     assert server.num_connections == 1
 
 
 def test_chunked_answers_are_put_together(start_server: Callable[..., Any]) -> None:
-    assert ask(start_server(lambda _: CHUNKED).url, 2) == [Answer(200, b"hello world")] * 2
+    assert ask(start_server(lambda _: CHUNKED).url, 2) == [ServerResponse(200, b"hello world")] * 2
 
 
 def test_an_answer_may_end_with_its_connection(start_server: Callable[..., Any]) -> None:
     server = start_server(lambda _: b"HTTP/1.1 200 OK\r\nConnection: close\r\n\r\nhi there")
-    assert ask(server.url) == [Answer(200, b"hi there")]
+    assert ask(server.url) == [ServerResponse(200, b"hi there")]
 
 
 def test_an_interim_answer_is_not_the_answer(start_server: Callable[..., Any]) -> None:
     interim = b"HTTP/1.1 100 Continue\r\n\r\nHTTP/1.1 200 OK\r\nContent-Length: 2\r\n\r\nhi"
-    assert ask(start_server(lambda _: interim).url, 2) == [Answer(200, b"hi")] * 2
+    assert ask(start_server(lambda _: interim).url, 2) == [ServerResponse(200, b"hi")] * 2
 
 
 def test_a_server_that_closes_is_taken_at_its_word(start_server: Callable[..., Any]) -> None:
     server = start_server(lambda _: b"HTTP/1.1 200 OK\r\nConnection: close\r\nContent-Length: 2\r\n\r\nhi")
     connection, answers = asyncio.run(exchange_all(server.url, 1))
-    assert answers == [Answer(200, b"hi")]
+    assert answers == [ServerResponse(200, b"hi")]
     assert not connection.is_open
     with pytest.raises(ConnectionClosed):
         asyncio.run(exchange_all(server.url, 2))
@@ -82,7 +84,7 @@ def test_half_an_answer_is_none(start_server: Callable[..., Any], cut: bytes) ->
 
 @pytest.mark.parametrize("junk", [b"SSH-2.0-OpenSSH_9.6\r\n", b"HTTP/1.1 2x0 OK\r\n\r\n"])
 def test_what_is_not_http_is_a_bad_answer(start_server: Callable[..., Any], junk: bytes) -> None:
-    with pytest.raises(BadAnswer):
+    with pytest.raises(BadResponse):
         ask(start_server(lambda _: junk).url)
 
 
@@ -99,7 +101,7 @@ def test_half_an_answer_ends_at_the_timeout(start_server: Callable[..., Any]) ->
 
 def test_an_answer_that_nobody_asked_for_closes_the_connection() -> None:
     async def receive_unasked() -> bool:
-        connection = Connection()
+        connection = ClientConnection()
         transport = FakeTransport()
         connection.connection_made(transport)
         connection.data_received(b"HTTP/1.1 408 Request Timeout\r\nContent-Length: 0\r\n\r\n")
@@ -140,11 +142,11 @@ def test_urls_that_name_no_server_are_refused(url: str) -> None:
 @pytest.mark.parametrize(("path", "api_key"), [("v1", None), ("/a b", None), ("/a\r\nX: y", None), ("/", "k\n")])
 def test_what_cannot_be_sent_is_refused(path: str, api_key: str | None) -> None:
     with pytest.raises(ValueError, match=r".+"):
-        render_post(Target("h", 1, None), path, b"", api_key=api_key)
+        render_request(Target("h", 1, None), path, b"", api_key=api_key)
 
 
 def test_a_request_carries_its_key_and_length() -> None:
-    request = render_post(Target("h", 1, None), "/v1/embeddings", b'{"a":1}', api_key="s3cret")
+    request = render_request(Target("h", 1, None), "/v1/embeddings", b'{"a":1}', api_key="s3cret")
     head, _, body = request.partition(b"\r\n\r\n")
     assert head.startswith(b"POST /v1/embeddings HTTP/1.1\r\nHost: h:1\r\n")
     assert b"Authorization: Bearer s3cret" in head
@@ -156,19 +158,19 @@ def test_headers_that_tell_of_the_vectors_are_read(start_server: Callable[..., A
     told = b"HTTP/1.1 200 OK\r\nX-Vecd-Tokens: 7\r\nx-vecd-dimensions: 384\r\nContent-Length: 2\r\n\r\nhi"
     silent = b"HTTP/1.1 200 OK\r\nX-Vecd-Tokens: many\r\nContent-Length: 2\r\n\r\nhi"
     server = start_server(lambda n: (told, silent)[n])
-    assert ask(server.url, 2) == [Answer(200, b"hi", 7, 384), Answer(200, b"hi")]
+    assert ask(server.url, 2) == [ServerResponse(200, b"hi", 7, 384), ServerResponse(200, b"hi")]
 
 
 def test_an_answer_without_end_is_cut(start_server: Callable[..., Any], monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(connection_module, "_MAX_BODY_BYTES", 1000)
     server = start_server(lambda _: b"HTTP/1.1 200 OK\r\n\r\n" + b"x" * 2000)
-    with pytest.raises(BadAnswer, match="longer than"):
+    with pytest.raises(BadResponse, match="longer than"):
         ask(server.url)
 
 
 def test_a_request_carries_further_headers() -> None:
     headers = {"x-vecd-priority": "bulk", "x-vecd-timeout-ms": "50"}
-    request = render_post(Target("h", 1, None), "/", b"", api_key=None, accept="application/x-npy", headers=headers)
+    request = render_request(Target("h", 1, None), "/", b"", api_key=None, accept="application/x-npy", headers=headers)
     assert b"\r\nx-vecd-priority: bulk\r\nx-vecd-timeout-ms: 50\r\n\r\n" in request
     assert b"\r\nAccept: application/x-npy\r\n" in request
 
@@ -176,15 +178,15 @@ def test_a_request_carries_further_headers() -> None:
 @pytest.mark.parametrize("value", ["", "a\r\nb: c", "ü"])
 def test_headers_that_cannot_be_sent_are_refused(value: str) -> None:
     with pytest.raises(ValueError, match="x-vecd-priority"):
-        render_post(Target("h", 1, None), "/", b"", api_key=None, headers={"x-vecd-priority": value})
+        render_request(Target("h", 1, None), "/", b"", api_key=None, headers={"x-vecd-priority": value})
 
 
 def test_outcomes_come_once_and_not_from_within_send(start_server: Callable[..., Any]) -> None:
-    async def send() -> tuple[list[Outcome], list[Outcome]]:
+    async def send() -> tuple[list[ExchangeResult], list[ExchangeResult]]:
         target = parse_target(start_server(lambda n: 200 if n == 0 else None).url)
         connection = await connect(target, 10)
-        request = render_post(target, "/x", b'{"input":"a"}', api_key=None)
-        outcomes: list[Outcome] = []
+        request = render_request(target, "/x", b'{"input":"a"}', api_key=None)
+        outcomes: list[ExchangeResult] = []
         connection.send(request, 10, outcomes.append)
         at_once = list(outcomes)
         while not outcomes:
@@ -198,7 +200,7 @@ def test_outcomes_come_once_and_not_from_within_send(start_server: Callable[...,
 
     at_once, (answer, error) = asyncio.run(send())
     assert at_once == []
-    assert isinstance(answer, Answer)
+    assert isinstance(answer, ServerResponse)
     assert isinstance(error, TimeoutError)
 
 
@@ -209,7 +211,7 @@ def test_outcomes_come_once_and_not_from_within_send(start_server: Callable[...,
         (ConnectionRefusedError(111, "x"), "connection refused"),
         (ConnectionResetError(), "connection reset"),
         (ConnectionClosed(), "connection closed"),
-        (BadAnswer(), "bad answer"),
+        (BadResponse(), "bad answer"),
         (FileNotFoundError(2, "x"), "connection error ENOENT"),
         (OSError("odd"), "connection error OSError"),
     ],

@@ -481,3 +481,13 @@ def test_the_probe_is_no_row(embed: Run) -> None:
     embed.write([PROBE, "other"])
     assert embed() == 0
     check(np.load(embed.out), [PROBE, "other"])
+
+
+def test_a_row_with_the_words_of_the_probe_can_be_rejected(embed: Run, server: BulkServer) -> None:
+    """The run knows its own probe by having sent it, and not by its text."""
+    bad = f"{PROBE} And more."
+    server.fail = refuse(bad, status=500)
+    embed.write([bad, "other"])
+    assert embed("--batch-texts", "1", "--retry-for", "5") == 0
+    check(np.load(embed.out), [None, "other"])
+    assert [told["row"] for told in embed.rejected()] == [0]

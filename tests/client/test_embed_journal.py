@@ -13,33 +13,34 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from vecd.client.bulk.journal import Commit, Journal, JournalError
-from vecd.client.bulk.output import Done, Output, journal_path, npy_header
-from vecd.client.bulk.parts import Part, PartError
-from vecd.client.bulk.rows import Item, Position, Row
+from vecd.client.bulk.output import EmbeddedBatch, OutputFiles, journal_path, npy_header
+from vecd.client.bulk.output_file import OutputError, OutputFile
+from vecd.client.bulk.rows import InputRow, Position, RowBatch
 
 FORMATS = ("npy", "jsonl", "parquet")
 BAD = (3, 4, 9)
 NUM_ROWS = 12
 
 
-def open_output(out: Path, on_bad_row: str) -> Output:
-    output = Output(out)
+def open_output(out: Path, on_bad_row: str) -> OutputFiles:
+    output = OutputFiles(out)
     output.choose_form(out.suffix[1:], DIM, "float32", () if out.suffix == ".npy" else ("id",), on_bad_row=on_bad_row)
     return output
 
 
-def make_done(numbers: range) -> Done:
+def make_done(numbers: range) -> EmbeddedBatch:
     """Rows as a run has them answered; those of `BAD` have no text."""
-    rows = [Row(n, 0, Item(n + 1, None if n in BAD else f"text {n}", "", (n,))) for n in numbers]
+    rows = [InputRow(n + 1, None if n in BAD else f"text {n}", "", (n,)) for n in numbers]
     vectors = vectors_of([f"text {n}" for n in numbers])
     reasons = {index: "bad" for index, n in enumerate(numbers) if n in BAD}
     vectors[list(reasons)] = np.nan
-    return Done(rows, vectors, reasons)
+    batch = RowBatch(rows, numbers.start, 0, Position(row=numbers.stop), 0)
+    return EmbeddedBatch(batch, vectors, reasons)
 
 
-def append(output: Output, written: Commit, numbers: range) -> Commit:
+def append(output: OutputFiles, written: Commit, numbers: range) -> Commit:
     done = make_done(numbers)
-    rejected = [b'{"row":%d}\n' % done.rows[index].number for index in done.reasons]
+    rejected = [b'{"row":%d}\n' % (numbers.start + index) for index in done.reasons]
     num_written = output.append(done, rejected)
     return Commit(Position(row=numbers.stop), output.lengths, written.num_written + num_written)
 
@@ -105,7 +106,7 @@ def live(out: Path, on_bad_row: str, sizes: list[int], data: st.DataObject, *, d
     output = open_output(out, on_bad_row)
     written = committed = journal.commit
     if committed.lengths:
-        output.go_on(committed.lengths)
+        output.resume(committed.lengths)
     else:
         output.begin()
         written = committed = Commit(Position(), output.lengths)
@@ -130,8 +131,8 @@ def live(out: Path, on_bad_row: str, sizes: list[int], data: st.DataObject, *, d
         finish(out, on_bad_row, journal, written)
 
 
-def parts_of(output: Output) -> list[Path]:
-    return [part.path for part in output._parts]
+def parts_of(output: OutputFiles) -> list[Path]:
+    return [part.path for part in output._files]
 
 
 def finish(out: Path, on_bad_row: str, journal: Journal, written: Commit) -> None:
@@ -152,7 +153,7 @@ def test_killed_at_any_step_of_the_end(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, format: str, on_bad_row: str
 ) -> None:
     """Before each rename, removal and write in turn; then once more in the next life, at the same step of that one."""
-    steps = [(Path, "rename"), (Path, "unlink"), (Part, "overwrite"), (Part, "cut"), (Part, "sync")]
+    steps = [(Path, "rename"), (Path, "unlink"), (OutputFile, "overwrite"), (OutputFile, "cut"), (OutputFile, "sync")]
     for num_steps in itertools.count(1):
         folder = tmp_path / str(num_steps)
         folder.mkdir()
@@ -196,23 +197,23 @@ def test_parts_that_are_shorter_than_the_journal_says_are_refused(tmp_path: Path
     commit = append(output, Commit(Position()), range(2))
     output.close()
     (tmp_path / "v.npy.part").write_bytes(b"short")
-    with pytest.raises(PartError, match=r"v\.npy\.part has 5 bytes, the journal knows of 160: --restart"):
-        open_output(out, "blank").go_on(commit.lengths)
+    with pytest.raises(OutputError, match=r"v\.npy\.part has 5 bytes, the journal knows of 160: --restart"):
+        open_output(out, "blank").resume(commit.lengths)
 
 
 def test_an_output_that_was_complete_and_is_gone(tmp_path: Path) -> None:
     output = open_output(tmp_path / "v.npy", "blank")
-    with pytest.raises(PartError, match="is gone"):
+    with pytest.raises(OutputError, match="is gone"):
         output.finish((1000, 1000, 0), 3)
     output.close()
 
 
 def test_two_runs_cannot_have_one_output(tmp_path: Path) -> None:
-    first = Output(tmp_path / "v.npy")
-    with pytest.raises(PartError, match="another vecd embed"):
-        Output(tmp_path / "v.npy")
+    first = OutputFiles(tmp_path / "v.npy")
+    with pytest.raises(OutputError, match="another vecd embed"):
+        OutputFiles(tmp_path / "v.npy")
     first.close()
-    Output(tmp_path / "v.npy").close()
+    OutputFiles(tmp_path / "v.npy").close()
 
 
 @pytest.mark.parametrize("shape", [(0,), (3, 4), (10**12, 10**5)])

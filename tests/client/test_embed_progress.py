@@ -3,9 +3,10 @@ import io
 
 import pytest
 
-from vecd.client.bulk import progress
-from vecd.client.bulk.pace import FEWEST, MOST, Pace
-from vecd.client.bulk.progress import BulkLine, Course, Moment, bar, in_words
+from vecd.client import status_line as status_line_module
+from vecd.client.bulk.concurrency import FEWEST, MOST, ConcurrencyLimit
+from vecd.client.bulk.progress import Course, Moment, bar, in_words
+from vecd.client.status_line import StatusLine
 
 
 @pytest.mark.parametrize(
@@ -41,11 +42,10 @@ def test_the_bar() -> None:
 
 
 def test_a_terminal_has_one_line_and_a_log_several(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(progress, "_REDRAW_S", 0.0)
-    monkeypatch.setattr(progress, "_PLAIN_S", 0.0)
+    monkeypatch.setattr(status_line_module, "_REDRAW_S", 0.0)
     texts = {}
     for is_live in (True, False):
-        line = BulkLine(stream := io.StringIO(), is_live=is_live)
+        line = StatusLine("vecd embed", stream := io.StringIO(), is_live=is_live, plain_s=0.0)
         line.show(lambda: "half")
         line.show(lambda: "more")
         line.say("done")
@@ -55,14 +55,15 @@ def test_a_terminal_has_one_line_and_a_log_several(monkeypatch: pytest.MonkeyPat
 
 
 def test_quiet_is_quiet_but_for_what_stays() -> None:
-    line = BulkLine(stream := io.StringIO(), is_quiet=True, is_live=True)
+    line = StatusLine("vecd embed", stream := io.StringIO(), is_live=True)
+    line.silence()
     line.show(lambda: "half")
     line.say("done")
     assert stream.getvalue() == "vecd embed: done\n"
 
 
 def test_the_pace_follows_the_server() -> None:
-    pace = Pace()
+    pace = ConcurrencyLimit()
     for _ in range(100):
         pace.learn(0.01, was_full=True)
     assert pace.limit == MOST
@@ -76,12 +77,12 @@ def test_the_pace_follows_the_server() -> None:
 
 def test_no_more_are_under_way_than_may_be() -> None:
     async def run() -> int:
-        pace, most = Pace(), 0
+        pace, most = ConcurrencyLimit(), 0
         pace.fix(3)
 
         async def work() -> None:
             nonlocal most
-            async with pace.turn():
+            async with pace.permit():
                 most = max(most, pace.num_running)
                 await asyncio.sleep(0)
 

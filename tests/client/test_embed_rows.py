@@ -7,13 +7,13 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from vecd.client.bulk.feed import BatchSize, read_batches
-from vecd.client.bulk.inputs import Input, Shape, check_unchanged, find_inputs
+from vecd.client.bulk.feed import RequestSize, read_batches
+from vecd.client.bulk.inputs import InputSource, RowShape, check_unchanged, find_inputs
 from vecd.client.bulk.lines import Lines
-from vecd.client.bulk.rows import InputError, Item, Position
+from vecd.client.bulk.rows import InputError, InputRow, Position
 
-SHAPE = Shape("text", (), 1000)
-ONE_BATCH = BatchSize(1000, 1 << 20)
+SHAPE = RowShape("text", (), 1000)
+ONE_BATCH = RequestSize(1000, 1 << 20)
 
 
 def reader_of(data: bytes, rng: random.Random) -> Callable[[int], bytes]:
@@ -43,9 +43,9 @@ def test_lines_are_cut_as_split_does_and_know_where_they_end(data: bytes, max_by
     assert next(iter(lines), "end") == "end"
 
 
-def items_of(path: Path, shape: Shape = SHAPE, format: str | None = None) -> list[Item]:
+def items_of(path: Path, shape: RowShape = SHAPE, format: str | None = None) -> list[InputRow]:
     inputs = find_inputs([str(path)], format)
-    return [row.item for batch in read_batches(inputs, shape, ONE_BATCH, Position()) for row in batch.rows]
+    return [row for batch in read_batches(inputs, shape, ONE_BATCH, Position()) for row in batch.rows]
 
 
 def write(folder: Path, name: str, content: bytes | str) -> Path:
@@ -58,13 +58,13 @@ def write(folder: Path, name: str, content: bytes | str) -> Path:
 def test_every_line_of_a_text_file_is_a_row(tmp_path: Path) -> None:
     path = write(tmp_path, "a.txt", b"\xef\xbb\xbfone\r\n\n \t\nbad \xff\ntwo\x00\x85three\n" + b"x" * 1001 + b"\nlast")
     assert items_of(path) == [
-        Item(1, "one"),
-        Item(2, None, "the line is empty"),
-        Item(3, None, "the line is empty"),
-        Item(4, None, "not UTF-8: byte 4 of the line"),
-        Item(5, None, "not UTF-8: byte 4 of the line"),
-        Item(6, None, "the line is too long (--max-row-bytes)"),
-        Item(7, "last"),
+        InputRow(1, "one"),
+        InputRow(2, None, "the line is empty"),
+        InputRow(3, None, "the line is empty"),
+        InputRow(4, None, "not UTF-8: byte 4 of the line"),
+        InputRow(5, None, "not UTF-8: byte 4 of the line"),
+        InputRow(6, None, "the line is too long (--max-row-bytes)"),
+        InputRow(7, "last"),
     ]
 
 
@@ -74,7 +74,7 @@ def test_json_lines(tmp_path: Path) -> None:
         '{"text": " "}\n{"text": "cut\n[1]\n{"text": "\\ud800"}\n{"text": "a\\nb", "id": "z"}'
     )
     path = write(tmp_path, "a.jsonl", content)
-    items = items_of(path, Shape("text", ("id",), 1000))
+    items = items_of(path, RowShape("text", ("id",), 1000))
     assert [(item.line, item.text, item.kept) for item in items] == [
         (1, "one", (7,)),
         (3, "two", (None,)),
@@ -98,13 +98,13 @@ def test_json_lines(tmp_path: Path) -> None:
 def test_csv(tmp_path: Path) -> None:
     content = 'id,text,n\n1,one,x\n\n2,"two\nlines, ""quoted""",y\n3,short\n4,,z\n5,\xff,w\n6,six,last'
     path = write(tmp_path, "a.csv", content.encode("latin-1"))
-    assert items_of(path, Shape("text", ("id",), 1000)) == [
-        Item(2, "one", "", ("1",)),
-        Item(4, 'two\nlines, "quoted"', "", ("2",)),
-        Item(6, None, "2 fields, the header has 3", ("3",)),
-        Item(7, None, '"text" is empty', ("4",)),
-        Item(8, None, '"text" is not UTF-8', ("5",)),
-        Item(9, "six", "", ("6",)),
+    assert items_of(path, RowShape("text", ("id",), 1000)) == [
+        InputRow(2, "one", "", ("1",)),
+        InputRow(4, 'two\nlines, "quoted"', "", ("2",)),
+        InputRow(6, None, "2 fields, the header has 3", ("3",)),
+        InputRow(7, None, '"text" is empty', ("4",)),
+        InputRow(8, None, '"text" is not UTF-8', ("5",)),
+        InputRow(9, "six", "", ("6",)),
     ]
 
 
@@ -118,12 +118,12 @@ def test_a_quote_that_is_never_closed_takes_no_more_than_a_row(tmp_path: Path) -
 
 def test_a_quote_that_is_open_at_the_end_is_no_text(tmp_path: Path) -> None:
     """Nor are the rows that it has swallowed."""
-    items = items_of(write(tmp_path, "a.csv", 'text,id\nfirst,1\n"open,2\nthird,3\n'), Shape("text", ("id",), 1000))
-    assert items == [Item(2, "first", "", ("1",)), Item(3, None, "not CSV: a quote is never closed", (None,))]
+    items = items_of(write(tmp_path, "a.csv", 'text,id\nfirst,1\n"open,2\nthird,3\n'), RowShape("text", ("id",), 1000))
+    assert items == [InputRow(2, "first", "", ("1",)), InputRow(3, None, "not CSV: a quote is never closed", (None,))]
 
 
 def test_tsv_and_gzip(tmp_path: Path) -> None:
-    assert items_of(write(tmp_path, "a.tsv.gz", "text\tid\none, two\t1\n")) == [Item(2, "one, two")]
+    assert items_of(write(tmp_path, "a.tsv.gz", "text\tid\none, two\t1\n")) == [InputRow(2, "one, two")]
 
 
 @pytest.mark.parametrize(
@@ -179,10 +179,11 @@ FILES = {
 @pytest.mark.parametrize("max_texts", [1, 2, 3, 100])
 def test_reading_goes_on_at_the_end_of_any_batch(tmp_path: Path, max_texts: int) -> None:
     inputs = find_inputs([str(write(tmp_path, name, content)) for name, content in FILES.items()], None)
-    size = BatchSize(max_texts, 1000)
+    size = RequestSize(max_texts, 1000)
     batches = list(read_batches(inputs, SHAPE, size, Position()))
     rows = [row for batch in batches for row in batch.rows]
-    assert [row.number for row in rows] == list(range(len(rows)))
+    numbers = [batch.first_row + index for batch in batches for index in range(len(batch.rows))]
+    assert numbers == list(range(len(rows)))
     assert len(rows) == 14
     assert [batch.bytes_read for batch in batches] == sorted(batch.bytes_read for batch in batches)
     assert batches[-1].bytes_read == sum(each.num_bytes for each in inputs)
@@ -193,14 +194,14 @@ def test_reading_goes_on_at_the_end_of_any_batch(tmp_path: Path, max_texts: int)
 
 def test_a_batch_ends_with_the_row_that_fills_it(tmp_path: Path) -> None:
     inputs = find_inputs([str(write(tmp_path, "a.txt", "12345\n12345\n1\n1\n"))], None)
-    batches = read_batches(inputs, SHAPE, BatchSize(3, 10), Position())
+    batches = read_batches(inputs, SHAPE, RequestSize(3, 10), Position())
     assert [len(batch.rows) for batch in batches] == [2, 2]
 
 
 def test_a_stream_is_known_by_its_first_rows(tmp_path: Path) -> None:
     path = write(tmp_path, "a.txt", "one\ntwo\nthree\nfour\n")
-    stream = Input(str(path), "txt", is_stream=True, is_gzip=False)
-    size = BatchSize(2, 1000)
+    stream = InputSource(str(path), "txt", is_stream=True, is_gzip=False)
+    size = RequestSize(2, 1000)
     first, second = read_batches([stream], SHAPE, size, Position())
     assert list(read_batches([stream], SHAPE, size, first.end)) == [second]
     path.write_text("one\nother\nthree\nfour\n")

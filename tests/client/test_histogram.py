@@ -2,18 +2,18 @@ import math
 from collections.abc import Sequence
 
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
-from vecd.client.bench.histogram import MAX_VALUE, PRECISION, Histogram
+from vecd.client.bench.histogram import MAX_VALUE, PRECISION, LatencyHistogram
 
 # Of all magnitudes alike: uniform integers would nearly all be of the largest.
 VALUES = st.integers(0, MAX_VALUE.bit_length()).flatmap(lambda bits: st.integers(0, min((1 << bits) - 1, MAX_VALUE)))
 PERCENTS = st.sampled_from([0, 1, 50, 90, 99, 99.9, 100]) | st.floats(0, 100)
 
 
-def histogram_of(values: Sequence[int]) -> Histogram:
-    histogram = Histogram()
+def histogram_of(values: Sequence[int]) -> LatencyHistogram:
+    histogram = LatencyHistogram()
     for value in values:
         histogram.record(value)
     return histogram
@@ -40,16 +40,6 @@ def test_count_mean_and_maximum_are_exact(values: list[int]) -> None:
     assert histogram.max_value == histogram.percentile(100) == max(values)
 
 
-@given(st.lists(VALUES), st.lists(VALUES), PERCENTS)
-@settings(max_examples=50)
-def test_merged_is_as_if_recorded_together(one: list[int], other: list[int], percent: float) -> None:
-    merged = histogram_of(one)
-    merged.merge(histogram_of(other))
-    together = histogram_of(one + other)
-    assert (merged.count, merged.mean, merged.max_value) == (together.count, together.mean, together.max_value)
-    assert merged.percentile(percent) == together.percentile(percent)
-
-
 @given(st.lists(VALUES, min_size=1), PERCENTS, PERCENTS)
 def test_percentiles_grow_with_the_percent(values: list[int], one: float, other: float) -> None:
     histogram = histogram_of(values)
@@ -60,7 +50,7 @@ def test_percentiles_grow_with_the_percent(values: list[int], one: float, other:
 
 
 def test_without_values_there_is_nothing() -> None:
-    assert (Histogram().percentile(50), Histogram().mean, Histogram().max_value) == (None, None, 0)
+    assert (LatencyHistogram().percentile(50), LatencyHistogram().mean, LatencyHistogram().max_value) == (None, None, 0)
 
 
 def test_what_does_not_fit_counts_as_the_nearest_that_does() -> None:

@@ -3,12 +3,12 @@ import math
 
 import pytest
 
-from vecd.client.bench import progress as progress_module
-from vecd.client.bench.progress import ProgressLine, describe
-from vecd.client.bench.run import Progress
+from vecd.client import status_line as status_line_module
+from vecd.client.bench.run import RunProgress
+from vecd.client.status_line import StatusLine
 
 
-def make_progress(**changes: object) -> Progress:
+def make_progress(**changes: object) -> RunProgress:
     fields: dict[str, object] = {
         "is_warming_up": False,
         "elapsed_s": 2.0,
@@ -17,7 +17,7 @@ def make_progress(**changes: object) -> Progress:
         "num_errors": 3,
         "num_waiting": 4,
     }
-    return Progress(**{**fields, **changes})  # type: ignore[arg-type]
+    return RunProgress(**{**fields, **changes})  # type: ignore[arg-type]
 
 
 @pytest.mark.parametrize(
@@ -30,16 +30,16 @@ def make_progress(**changes: object) -> Progress:
         (make_progress(is_warming_up=True), "warming up"),
     ],
 )
-def test_progress_in_words(progress: Progress, words: str) -> None:
-    assert describe(progress) == words
+def test_progress_in_words(progress: RunProgress, words: str) -> None:
+    assert progress.describe() == words
 
 
 def test_the_line_is_rewritten_and_cleared(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(progress_module, "_REDRAW_S", 0.0)
+    monkeypatch.setattr(status_line_module, "_REDRAW_S", 0.0)
     stream = io.StringIO()
-    line = ProgressLine(stream, is_shown=True)
-    line.show("16 clients", make_progress())
-    line.show("16 clients", make_progress(left_s=1.0))
+    line = StatusLine("vecd bench", stream, is_live=True)
+    line.show(lambda: f"16 clients: {make_progress().describe()}")
+    line.show(lambda: f"16 clients: {make_progress(left_s=1.0).describe()}")
     assert stream.getvalue().count("\r") == 2
     assert "\n" not in stream.getvalue()
     assert stream.getvalue().endswith("16 clients: 250.0 req/s, 3 errors, 1 s left")
@@ -48,18 +48,18 @@ def test_the_line_is_rewritten_and_cleared(monkeypatch: pytest.MonkeyPatch) -> N
 
 
 def test_the_line_is_not_rewritten_all_the_time(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(progress_module, "_REDRAW_S", 1000.0)
+    monkeypatch.setattr(status_line_module, "_REDRAW_S", 1000.0)
     stream = io.StringIO()
-    line = ProgressLine(stream, is_shown=True)
+    line = StatusLine("vecd bench", stream, is_live=True)
     for _ in range(5):
-        line.show("16 clients", make_progress())
+        line.show(lambda: f"16 clients: {make_progress().describe()}")
     assert stream.getvalue().count("16 clients") == 1
 
 
 def test_without_a_terminal_nothing_is_written() -> None:
     stream = io.StringIO()
-    line = ProgressLine(stream)
-    line.show("16 clients", make_progress())
+    line = StatusLine("vecd bench", stream)
+    line.show(lambda: f"16 clients: {make_progress().describe()}")
     line.clear()
     assert stream.getvalue() == ""
 
@@ -69,6 +69,6 @@ def test_a_terminal_that_goes_does_not_end_the_run() -> None:
         def write(self, _: str) -> int:
             raise OSError(5, "Input/output error")
 
-    line = ProgressLine(Gone(), is_shown=True)
-    line.show("16 clients", make_progress())
+    line = StatusLine("vecd bench", Gone(), is_live=True)
+    line.show(lambda: f"16 clients: {make_progress().describe()}")
     line.clear()

@@ -1,14 +1,14 @@
 import pytest
 
 from vecd.client.bench import report
-from vecd.client.bench.answers import Receipt
-from vecd.client.bench.tally import Result, Tally, summarize
+from vecd.client.bench.responses import Receipt
+from vecd.client.bench.tally import RunResult, Tally
 
 
 def make_result(
     tally: Tally, *, rate_per_s: float | None = None, cpu_share: float = 0.1, ended_early: str | None = None
-) -> Result:
-    return summarize(
+) -> RunResult:
+    return RunResult.of(
         tally,
         clients=0 if rate_per_s else 4,
         texts_per_request=1,
@@ -24,7 +24,7 @@ def make_tally(num_measured: int = 1000, num_in_window: int = 1000) -> Tally:
     for _ in range(num_measured):
         tally.add_latency(0.005)
     for _ in range(num_in_window):
-        tally.add_answer(Receipt(1, 12))
+        tally.add_success(Receipt(1, 12))
     return tally
 
 
@@ -47,7 +47,7 @@ def test_a_busy_generator_is_said(cpu_share: float, is_noted: bool) -> None:
 
 def test_a_late_generator_is_said() -> None:
     tally = make_tally()
-    tally.num_late, tally.max_late_s = 50, 0.25
+    tally.num_late, tally.max_late_ms = 50, 250.0
     (note,) = report.notes(make_result(tally, rate_per_s=100))
     assert "the load generator was late: 5.0% of the requests" in note
     assert "at most 250 ms" in note

@@ -5,14 +5,14 @@ from typing import Any
 
 import pytest
 
-from vecd.client.bench import contact as contact_module
 from vecd.client.bench import open_loop as open_loop_module
 from vecd.client.bench import run as run_module
-from vecd.client.bench.connection import parse_target
+from vecd.client.bench import stream as stream_module
 from vecd.client.bench.load import MAX_RATE_PER_S, Bulk, Load, Unreachable
 from vecd.client.bench.payload import RequestShape, render_requests
-from vecd.client.bench.run import Progress, Run
-from vecd.client.bench.tally import Result
+from vecd.client.bench.run import LoadRun, RunProgress
+from vecd.client.bench.tally import RunResult
+from vecd.client.connection import parse_target
 
 DEADLINE_S = 60.0
 
@@ -51,10 +51,10 @@ def make_load(
     )
 
 
-def run(load: Load) -> Result:
-    async def run_in_time() -> Result:
+def run(load: Load) -> RunResult:
+    async def run_in_time() -> RunResult:
         async with asyncio.timeout(DEADLINE_S):
-            return await Run(load).run()
+            return await LoadRun(load).run()
 
     return asyncio.run(run_in_time())
 
@@ -139,7 +139,7 @@ def test_no_server_at_all_is_said_at_once(dead_url: str) -> None:
 
 
 def test_a_server_that_dies_ends_the_run(start_server: Callable[..., Any], monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(contact_module, "_GONE_AFTER_S", 0.3)
+    monkeypatch.setattr(stream_module, "_GONE_AFTER_S", 0.3)
     servers: list[Any] = []
 
     def die_at_20(n: int) -> int:
@@ -157,7 +157,7 @@ def test_a_server_that_dies_ends_the_run(start_server: Callable[..., Any], monke
 def test_a_server_that_hangs_ends_a_counted_run(
     start_server: Callable[..., Any], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(contact_module, "_GONE_AFTER_S", 0.3)
+    monkeypatch.setattr(stream_module, "_GONE_AFTER_S", 0.3)
     server = start_server(lambda n: 200 if n < 5 else None)
     result = run(make_load(server.url, num_requests=10**6, timeout_s=0.5))
     assert "answered nothing for 0.8 s" in str(result.ended_early)
@@ -183,8 +183,8 @@ def test_what_a_hanging_server_owes_is_counted(
 def test_stopping_keeps_what_was_measured(start_server: Callable[..., Any], load_of: Callable[[str], Load]) -> None:
     server = start_server()
 
-    async def stop_at_once() -> Result:
-        the_run = Run(load_of(server.url))
+    async def stop_at_once() -> RunResult:
+        the_run = LoadRun(load_of(server.url))
         running = asyncio.create_task(the_run.run())
         async with asyncio.timeout(DEADLINE_S):
             while len(server.bodies) < 10:
@@ -202,10 +202,10 @@ def test_stopping_does_not_wait_for_a_connection(monkeypatch: pytest.MonkeyPatch
     async def never(*_: object) -> None:
         await asyncio.sleep(DEADLINE_S * 2)
 
-    monkeypatch.setattr(contact_module, "connect", never)
+    monkeypatch.setattr(stream_module, "connect", never)
 
-    async def stop_at_once() -> Result:
-        the_run = Run(make_load(dead_url))
+    async def stop_at_once() -> RunResult:
+        the_run = LoadRun(make_load(dead_url))
         asyncio.get_running_loop().call_soon(the_run.stop, "enough")
         async with asyncio.timeout(DEADLINE_S):
             return await the_run.run()
@@ -215,9 +215,9 @@ def test_stopping_does_not_wait_for_a_connection(monkeypatch: pytest.MonkeyPatch
 
 
 def test_a_run_tells_how_it_goes(start_server: Callable[..., Any]) -> None:
-    seen: list[Progress] = []
+    seen: list[RunProgress] = []
     server = start_server(lambda n: 200 if n % 2 else 503)
-    asyncio.run(Run(make_load(server.url, warmup_s=0.5, duration_s=0.6), seen.append).run())
+    asyncio.run(LoadRun(make_load(server.url, warmup_s=0.5, duration_s=0.6), seen.append).run())
     assert [progress.is_warming_up for progress in seen] == sorted((p.is_warming_up for p in seen), reverse=True)
     assert seen[0].is_warming_up
     assert seen[0].num_requests == 0
@@ -271,8 +271,8 @@ def test_an_open_loop_does_not_wait_for_a_server_that_stalls(start_server: Calla
 
 
 def test_latency_runs_from_the_arrival_when_the_generator_is_late(start_server: Callable[..., Any]) -> None:
-    async def hold_up() -> Result:
-        running = asyncio.create_task(Run(make_load(server.url, rate_per_s=500, num_requests=100)).run())
+    async def hold_up() -> RunResult:
+        running = asyncio.create_task(LoadRun(make_load(server.url, rate_per_s=500, num_requests=100)).run())
         while len(server.bodies) < 10:
             await asyncio.sleep(0.001)
         time.sleep(0.3)  # noqa: ASYNC251 - this is what is tested
@@ -353,7 +353,7 @@ def test_goodput_is_what_came_in_time(start_server: Callable[..., Any]) -> None:
 def test_a_server_that_dies_ends_an_open_loop(
     start_server: Callable[..., Any], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(contact_module, "_GONE_AFTER_S", 0.3)
+    monkeypatch.setattr(stream_module, "_GONE_AFTER_S", 0.3)
     servers: list[Any] = []
 
     def die_at_20(n: int) -> int:

@@ -1,22 +1,21 @@
-import dataclasses
 import math
 import sys
 
 import pytest
 
-from vecd.client.bench.answers import Receipt
-from vecd.client.bench.histogram import Histogram
-from vecd.client.bench.tally import Latency, Result, Tally, summarize
+from vecd.client.bench.histogram import LatencyHistogram
+from vecd.client.bench.responses import Receipt
+from vecd.client.bench.tally import LatencySummary, RunResult, Tally
 
 
 def test_of_a_single_latency_all_figures_are_it() -> None:
     tally = Tally()
     tally.add_latency(0.0071)
-    assert dataclasses.astuple(Latency.of(tally.latencies)) == pytest.approx([7.1] * 6)
+    assert LatencySummary.of(tally.latencies) == pytest.approx([7.1] * 6)
 
 
 def test_without_latencies_there_are_no_figures() -> None:
-    assert all(map(math.isnan, dataclasses.astuple(Latency.of(Histogram()))))
+    assert all(map(math.isnan, LatencySummary.of(LatencyHistogram())))
 
 
 def test_memory_does_not_grow_with_the_requests() -> None:
@@ -28,19 +27,19 @@ def test_memory_does_not_grow_with_the_requests() -> None:
     before = size_of(tally)
     for i in range(20_000):
         tally.add_latency(i / 1000)
-        tally.add_answer(Receipt(1, 1))
+        tally.add_success(Receipt(1, 1))
         tally.add_errors("timeout", f"{i}")
     assert size_of(tally) == before
 
 
-def summary_of(tally: Tally, elapsed_s: float = 2.0) -> Result:
-    return summarize(tally, clients=1, texts_per_request=3, elapsed_s=elapsed_s, cpu_share=0.1, ended_early=None)
+def summary_of(tally: Tally, elapsed_s: float = 2.0) -> RunResult:
+    return RunResult.of(tally, clients=1, texts_per_request=3, elapsed_s=elapsed_s, cpu_share=0.1, ended_early=None)
 
 
 def test_rates_are_of_successes() -> None:
     tally = Tally()
     for _ in range(10):
-        tally.add_answer(Receipt(num_embeddings=3, num_tokens=60))
+        tally.add_success(Receipt(num_embeddings=3, num_tokens=60))
     tally.add_errors("HTTP 503", "full", 4)
     result = summary_of(tally)
     assert (result.requests_per_s, result.texts_per_s, result.tokens_per_s) == (5.0, 15.0, 300.0)
@@ -61,7 +60,7 @@ def test_a_run_that_ended_before_it_began_has_no_rate() -> None:
 
 
 def test_goodput_is_a_share_of_everything_that_was_asked() -> None:
-    tally = Tally(goodput_s=0.05)
+    tally = Tally(goodput_ms=50)
     for latency_s in (0.01, 0.05, 0.051, 3.0):
         tally.add_latency(latency_s)
     tally.add_errors("HTTP 429", "full", 4)

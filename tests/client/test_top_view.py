@@ -6,8 +6,7 @@ import orjson
 import pytest
 from rich.console import Console
 
-from vecd.client.top.frame import make_frame
-from vecd.client.top.history import Trends
+from vecd.client.top.figures import Trends, compute_figures
 from vecd.client.top.stats import read_stats
 from vecd.client.top.text import age, bar, duration, number, share, size, sparkline
 from vecd.client.top.view import Scene, draw
@@ -49,13 +48,13 @@ def stats(num_workers: int, num_gateways: int, seconds: int):
 
 
 def scene(num_workers: int = 2, num_gateways: int = 2, **changes) -> Scene:
-    frame = make_frame(stats(num_workers, num_gateways, 0), stats(num_workers, num_gateways, 2))
+    figures = compute_figures(stats(num_workers, num_gateways, 0), stats(num_workers, num_gateways, 2))
     rates = tuple(float(n) for n in range(500))
     return replace(
         Scene(
             target="http://127.0.0.1:8000",
             interval_s=1.0,
-            frame=frame,
+            figures=figures,
             trends=Trends(rates, rates, rates),
             has_keys=True,
         ),
@@ -115,8 +114,8 @@ def test_more_workers_than_lines_are_counted():
 
 
 def test_before_the_first_answer_it_says_what_it_waits_for():
-    assert "waiting for the first answer" in lines_of(scene(frame=None), 80, 24)[2]
-    lines = lines_of(scene(frame=None, trouble="no answer, trying again: connection refused"), 80, 24)
+    assert "waiting for the first answer" in lines_of(scene(figures=None), 80, 24)[2]
+    lines = lines_of(scene(figures=None, trouble="no answer, trying again: connection refused"), 80, 24)
     assert "connection refused" in lines[2]
 
 

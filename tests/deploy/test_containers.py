@@ -75,6 +75,7 @@ def test_what_is_copied_exists_and_is_all_that_the_package_needs() -> None:
     assert [name for name in sent if not (ROOT / name).exists()] == []
     project = tomllib.loads((ROOT / "pyproject.toml").read_text())
     needed = {"vecd", *(link.readlink().name for link in (ROOT / "vecd").iterdir() if link.is_symlink())}
+    needed |= {str(link.resolve().relative_to(ROOT)) for link in (ROOT / "launch/systemd/data").iterdir()}
     assert needed | {"pyproject.toml", "constraints.txt", project["project"]["readme"], "LICENSE"} == sent
     for rest in instructions("COPY"):
         if "--from" not in rest:

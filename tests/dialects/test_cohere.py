@@ -11,7 +11,7 @@ import pytest
 from vecd.gateway.api.dialects.cohere import DIALECT, FIELDS
 from vecd.gateway.api.fields import Values
 from vecd.gateway.api.model_info import ModelInfo
-from vecd.gateway.api.operations import Ask, Call
+from vecd.gateway.api.operations import Call, ParsedEmbed
 from vecd.gateway.types.errors import BadRequest, ModelNotFound
 from vecd.gateway.types.request import Dtype, Encoding, Form, Overflow, Priority
 
@@ -20,11 +20,13 @@ def test_golden(weightless):
     goldens.check("cohere", weightless.url, {"id"})
 
 
-def parse(model_info: ModelInfo, body: dict, path: str = "/v2/embed", headers: dict[str, str] | None = None) -> Ask:
+def parse(
+    model_info: ModelInfo, body: dict, path: str = "/v2/embed", headers: dict[str, str] | None = None
+) -> ParsedEmbed:
     operation = DIALECT.operations[f"POST {path}"]
     assert operation.embed is not None
     ask = operation.embed(Call(FIELDS.read(body), headers or {}, model_info, "req_1"))
-    assert isinstance(ask, Ask)
+    assert isinstance(ask, ParsedEmbed)
     return ask
 
 

@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 
 from vecd.gateway.api.dialects import cohere, ollama
 from vecd.gateway.api.fields import Field
-from vecd.gateway.api.operations import Ask, Call, Operation
+from vecd.gateway.api.operations import Call, Operation, ParsedEmbed
 from vecd.gateway.types.errors import BadRequest, NotFound
 from vecd.gateway.types.messages import Response
 
@@ -72,13 +72,13 @@ def test_a_body_is_taken_or_refused(model_info, at, data, is_strict):
     run = operation.embed or operation.reply
     assert run is not None
     refusal = ""
-    asked: Ask | Response | None = None
+    asked: ParsedEmbed | Response | None = None
     try:
         asked = run(Call(operation.fields.read(body), {}, model_info, "req_1"))
     except (BadRequest, NotFound) as error:
         refusal = error.message
     assert SECRET not in refusal
-    if not isinstance(asked, Ask):
+    if not isinstance(asked, ParsedEmbed):
         assert refusal or isinstance(asked, Response)
         return
     assert 1 <= len(asked.request.inputs) <= 2

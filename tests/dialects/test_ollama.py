@@ -10,7 +10,7 @@ import pytest
 
 from vecd.gateway.api.dialects.ollama import DIALECT
 from vecd.gateway.api.model_info import ModelInfo
-from vecd.gateway.api.operations import Ask, Call
+from vecd.gateway.api.operations import Call, ParsedEmbed
 from vecd.gateway.api.registry import ROUTES, render_error
 from vecd.gateway.types.errors import BadRequest, InputTooLong, ModelNotFound, NotFound
 from vecd.gateway.types.messages import Response
@@ -21,20 +21,20 @@ def test_golden(weightless):
     goldens.check("ollama", weightless.url, {"total_duration", "modified_at", "version", "digest"})
 
 
-def call(model_info: ModelInfo, path: str, body: dict, headers: dict[str, str] | None = None) -> Ask | Response:
+def call(model_info: ModelInfo, path: str, body: dict, headers: dict[str, str] | None = None) -> ParsedEmbed | Response:
     operation = DIALECT.operations[f"POST {path}"]
     run = operation.embed or operation.reply
     assert run is not None
     return run(Call(operation.fields.read(body), headers or {}, model_info, "req_1"))
 
 
-def embed(model_info: ModelInfo, body: dict) -> Ask:
+def embed(model_info: ModelInfo, body: dict) -> ParsedEmbed:
     ask = call(model_info, "/api/embed", {"input": "a", **body})
-    assert isinstance(ask, Ask)
+    assert isinstance(ask, ParsedEmbed)
     return ask
 
 
-def body_of(response: Ask | Response) -> dict:
+def body_of(response: ParsedEmbed | Response) -> dict:
     assert isinstance(response, Response)
     body = response.body if isinstance(response.body, bytes) else b"".join(response.body)
     return json.loads(body)
@@ -47,7 +47,7 @@ def test_vectors_have_length_1(model_info):
     """Whatever the model's own have; those of the older operation are the model's own."""
     assert embed(model_info, {}).request.normalize
     ask = call(model_info, "/api/embeddings", {"prompt": "a"})
-    assert isinstance(ask, Ask)
+    assert isinstance(ask, ParsedEmbed)
     assert not ask.request.normalize
 
 
@@ -61,7 +61,7 @@ def test_num_ctx_bounds_a_text(model_info):
     for num_ctx in (None, model_info.max_tokens, 8192):
         assert embed(model_info, {"options": {"num_ctx": num_ctx}}).request.tokenizing.max_tokens is None
     ask = call(model_info, "/api/embeddings", {"prompt": "a", "options": {"num_ctx": 16}})
-    assert isinstance(ask, Ask)
+    assert isinstance(ask, ParsedEmbed)
     assert ask.request.tokenizing.max_tokens == 16
 
 
@@ -71,7 +71,7 @@ def test_dimensions(model_info):
 
 def test_headers(model_info):
     ask = call(model_info, "/api/embed", {"input": "a"}, {"x-vecd-priority": "bulk", "x-vecd-timeout-ms": "1500"})
-    assert isinstance(ask, Ask)
+    assert isinstance(ask, ParsedEmbed)
     assert ask.request.priority is not None
     assert (ask.request.priority.name, ask.request.timeout_s) == ("BULK", 1.5)
 
@@ -82,7 +82,7 @@ def test_a_tag_may_name_a_prompt(model_info):
     assert embed(model_info, {"model": f"{model_info.model}:latest"}).request.tokenizing.prompt is None
     assert embed(model_info, {"model": model_info.model}).request.tokenizing.prompt is None
     ask = call(model_info, "/api/embeddings", {"model": f"{model_info.model}:query", "prompt": "a"})
-    assert isinstance(ask, Ask)
+    assert isinstance(ask, ParsedEmbed)
     assert ask.request.tokenizing.prompt == "query: "
 
 

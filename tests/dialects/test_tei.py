@@ -15,7 +15,7 @@ from hypothesis import strategies as st
 
 from vecd.gateway.api.dialects.tei import DIALECT, render_error
 from vecd.gateway.api.model_info import ModelInfo
-from vecd.gateway.api.operations import Ask, Call
+from vecd.gateway.api.operations import Call, ParsedEmbed
 from vecd.gateway.types.errors import (
     ApiError,
     BadRequest,
@@ -51,7 +51,7 @@ def request_of(
     operation = DIALECT.operations[f"POST {path}"]
     assert operation.embed is not None
     ask = operation.embed(call(model_info, path, {"inputs": "a", **body}, headers))
-    assert isinstance(ask, Ask)
+    assert isinstance(ask, ParsedEmbed)
     return ask.request
 
 

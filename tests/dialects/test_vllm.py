@@ -13,7 +13,7 @@ from serving import Server
 
 from vecd.gateway.api.dialects.vllm import DIALECT
 from vecd.gateway.api.model_info import ModelInfo
-from vecd.gateway.api.operations import Call, DecodeAsk, TokenizeAsk
+from vecd.gateway.api.operations import Call, ParsedDecode, ParsedTokenize
 from vecd.gateway.types.errors import BadRequest, ModelNotFound
 from vecd.gateway.types.request import Dtype, Encoding, Form, Overflow, Token, Tokenizing
 from vecd.shm.output import Output
@@ -110,12 +110,12 @@ def test_the_answers_shape():
 # --- tokens -----------------------------------------------------------------------------------------------------
 
 
-def tokenize(body: dict[str, Any], model_info: ModelInfo = PLAIN) -> TokenizeAsk:
+def tokenize(body: dict[str, Any], model_info: ModelInfo = PLAIN) -> ParsedTokenize:
     assert TOKENIZE.tokenize is not None
     return TOKENIZE.tokenize(Call(TOKENIZE.fields.read(body), {}, model_info))
 
 
-def detokenize(body: dict[str, Any], model_info: ModelInfo = PLAIN) -> DecodeAsk:
+def detokenize(body: dict[str, Any], model_info: ModelInfo = PLAIN) -> ParsedDecode:
     assert DETOKENIZE.decode is not None
     return DETOKENIZE.decode(Call(DETOKENIZE.fields.read(body), {}, model_info))
 

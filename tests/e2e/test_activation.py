@@ -195,7 +195,7 @@ def service(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Service]:
 
 def test_it_says_how_it_starts(service):
     said = service.systemd.said
-    assert "STATUS=Starting: making a weightless engine" in said
+    assert "STATUS=Starting: making a dummy engine" in said
     assert any(line.startswith("EXTEND_TIMEOUT_USEC=") for line in said)
     assert said[said.index("READY=1") + 1] == service.serving
     service.systemd.until_said("WATCHDOG=1")

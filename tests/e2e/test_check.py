@@ -2,13 +2,11 @@
 
 import json
 import os
-import signal
 import subprocess
 import sys
 import threading
-from collections.abc import Callable, Iterator
-from contextlib import ExitStack, contextmanager, nullcontext
-from dataclasses import replace
+from collections.abc import Callable
+from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any
 
@@ -20,14 +18,13 @@ from serving import clean_environment, eventually
 from texts import make_texts
 
 from vecd.launch.check import command as check
-from vecd.launch.check import measure as check_measure
-from vecd.launch.check import report as check_report
-from vecd.launch.check.children import Child
-from vecd.launch.check.machine import read_machine
-from vecd.launch.check.measure import Speeds, Wishes
-from vecd.launch.config.plan import Plan, make_plan
+from vecd.launch.check import process
+from vecd.launch.check.process import run
+from vecd.launch.check.report import Measurements
+from vecd.launch.config.plan import make_plan
 from vecd.launch.config.settings import load_settings
 from vecd.shm.card import ModelError
+from vecd.workers.check.order import Order
 
 _HIDDEN, _LAYERS, _INNER, _POSITIONS = 8, 1, 16, 64
 
@@ -46,7 +43,7 @@ def environment(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 
 
 def test_the_bundled_model(environment: Path) -> None:
-    """Chosen, and compared with the plain model and with sentence-transformers, on texts of one's own."""
+    """Chosen, and compared with the reference model and with sentence-transformers, on texts of one's own."""
     texts = environment.parent / "texts.txt"
     texts.write_text("\n".join(make_texts(20)).replace("\x00", ""))
     command = [sys.executable, "-m", "vecd", "check", "--json", "--quick", "--texts", str(texts)]
@@ -58,10 +55,10 @@ def test_the_bundled_model(environment: Path) -> None:
     path = report["path"]
     assert path["path"] == "fused"
     assert path["not_compared"] == []
-    plain, reference = path["agreements"]
-    assert plain["against"] == "the plain model in float32"
-    assert reference["against"].startswith("sentence-transformers")
-    for parity in (plain, reference):
+    reference_model, sentence_transformers = path["agreements"]
+    assert reference_model["against"] == "the reference model in float32"
+    assert sentence_transformers["against"].startswith("sentence-transformers")
+    for parity in (reference_model, sentence_transformers):
         assert parity["is_within_bounds"]
         assert parity["longest_tokens"] == 256
         assert sum(row["num_texts"] for row in parity["by_length"]) == parity["num_texts"] > 15
@@ -74,27 +71,25 @@ def test_the_bundled_model(environment: Path) -> None:
     assert list(environment.iterdir()) == []
 
 
-# --- its processes, with an engine that has no model ------------------------------------------------------------
+# --- its processes, with the dummy engine -----------------------------------------------------------------------
 
 
-@pytest.fixture(scope="module")
-def loaded() -> Iterator[tuple[Plan, Child]]:
-    """One for all tests of this file."""
+def order(seconds: float, **changes: Any) -> dict[str, Any]:
     plan = make_plan(load_settings(["--engine", "weightless", "--device", "cpu"]))
-    with Child("check", lambda stage: None) as child:
-        child.ask(60, do="load", config=plan.workers[0].to_json(), choose_command=[])
-        yield plan, child
+    made = Order(plan.workers[0], ["false"], [], [], 1, "float32", 256, "", 10_000, [2], seconds)
+    return asdict(replace(made, **changes))
 
 
-def test_speed_in_turns(loaded: tuple[Plan, Child], monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(check_measure, "_ROUNDS", 2)
-    monkeypatch.setattr(check_measure, "_PILOT_S", 0.01)
-    plan, child = loaded
-    path = check_report.Path("weightless", "float32", "cpu", "none", (), (), {}, True, 0.0, 0.0, 30)
-    machine = replace(read_machine(), num_usable_cores=2, num_usable_physical_cores=2)
-    with ExitStack() as stack:
-        speeds = Speeds(stack, child, plan, path, machine, Wishes((), False, 0.02), lambda stage: None)
-        measured = speeds.measure()
+def found_by(kind: str, order: dict[str, Any], timeout_s: float = 60) -> dict[str, Any]:
+    found: dict[str, Any] = {}
+    run(kind, order, timeout_s, lambda stage: None, found.__setitem__)
+    return found
+
+
+def test_speed_in_turns(environment: Path) -> None:
+    found = found_by("check", order(0.1))
+    assert found["path"]["path"] == "dummy"
+    measured = Measurements.from_json(found["measurements"])
     assert {speed.text_tokens for speed in measured.speeds} == {24, 256}
     assert {speed.batch_tokens for speed in measured.speeds} >= {2048, 4096, 8192}  # it is fast enough for all of them
     for speed in measured.speeds:
@@ -103,60 +98,61 @@ def test_speed_in_turns(loaded: tuple[Plan, Child], monkeypatch: pytest.MonkeyPa
         assert 0 < speed.core_share <= 1.1
     assert [scaling.num_workers for scaling in measured.scaling] == [1, 2]
     assert {speed.dtype for speed in measured.speeds} | measured.not_measured.keys() == {"float32", "bfloat16", "int8"}
+    assert list(environment.iterdir()) == []
 
 
-def test_a_worker_that_is_killed(loaded: tuple[Plan, Child]) -> None:
-    """Its death is an answer, and the engine's process is asked again."""
-    _, child = loaded
-    with killing(child) as kill_next, pytest.raises(ModelError, match="a worker was killed by SIGKILL"):
-        kill_next(lambda: child.ask(60, do="turn", num_workers=1, lengths=[5], turn_s=60))
-    assert child.ask(60, do="turn", num_workers=1, lengths=[5], turn_s=0.01)["tokens_per_s"] > 0
+def test_a_worker_that_is_killed(environment: Path) -> None:
+    """Its death ends the measurement with a sentence; what was found before is there."""
+    found: dict[str, Any] = {}
+
+    def kill_worker() -> None:
+        eventually(lambda: bool(workers()))
+        workers()[0].kill()
+
+    def workers() -> list[psutil.Process]:
+        return [worker for child in psutil.Process().children() for worker in child.children()]
+
+    killer = threading.Thread(target=kill_worker)
+    killer.start()
+    with pytest.raises(ModelError, match="a worker was killed by SIGKILL"):
+        run("check", order(500), 60, lambda stage: None, found.__setitem__)
+    killer.join()
+    assert found.keys() == {"path", "agreements"}
 
 
-def test_a_process_that_does_not_answer_and_one_that_is_killed(environment: Path) -> None:
-    with Child("check", lambda stage: None) as child:
-        os.kill(child.pid, signal.SIGSTOP)
-        with pytest.raises(ModelError, match="no answer within 0 s from the process that was busy with: native"):
-            child.ask(0.1, do="native")
-        os.kill(child.pid, signal.SIGKILL)
-        with pytest.raises(ModelError, match="the process was killed by SIGKILL, as the kernel does when memory runs"):
-            child.ask(60, do="native")
+@pytest.mark.parametrize(
+    ("do", "says"),
+    [
+        ("time.sleep(300)", "no answer within 1 s from the process that was busy with: loading"),
+        ("os.kill(os.getpid(), 19)", "no answer within 1 s from the process that was busy with: loading"),
+        (
+            "os.kill(os.getpid(), 9)",
+            "the process was killed by SIGKILL, as the kernel does when memory runs out, while",
+        ),
+        ("sys.exit('the last words')", r"ended with exit code 1, while busy with: loading \(the last words\)"),
+        ('os.write(fd, b\'{"error": "no such layer"}\\n\')', "^no such layer$"),
+        ("os.write(fd, b'{\"fou')", "ended with exit code 0, while busy with: loading"),
+    ],
+)
+def test_a_process_that_does_not_answer_or_dies(
+    do: str, says: str, environment: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    code = 'import os, sys, time; fd = int(sys.argv[1]); os.write(fd, b\'{"stage": "loading"}\\n\'); '
+    monkeypatch.setattr(process, "self_command", lambda kind: [sys.executable, "-c", code + do])
+    with pytest.raises(ModelError, match=says):
+        found_by("check", {}, timeout_s=1)
+    assert psutil.Process().children() == []
+    assert list(environment.iterdir()) == []
 
 
-def test_weights_that_are_not_finite(
-    loaded: tuple[Plan, Child], model: Path, environment: Path, monkeypatch: pytest.MonkeyPatch,
-    capfd: pytest.CaptureFixture[str],
-) -> None:  # fmt: skip
-    """Looked for before anything is loaded, so the process that has no model does."""
+def test_weights_that_are_not_finite(model: Path, environment: Path, capfd: pytest.CaptureFixture[str]) -> None:
     weights = tiny_weights(30_522)
     weights["encoder.layer.0.output.dense.bias"][3] = np.nan
     save_file(weights, model / "model.safetensors", metadata={"format": "pt"})
-    _, child = loaded
-    monkeypatch.setattr(
-        check_measure, "Child", lambda kind, say: nullcontext(child) if kind == "check" else Child(kind, say)
-    )
     assert check.main([str(model), "--quick", "--json"]) == 3
     [problem] = json.loads(capfd.readouterr().out)["problems"]
     assert "encoder.layer.0.output.dense.bias: weights are not finite" in problem["what"]
     assert "fetch them again" in problem["suggestion"]
-
-
-@contextmanager
-def killing(child: Child) -> Iterator[Callable[[Callable[[], Any]], Any]]:
-    """Calls something, and meanwhile kills the first process that `child` forks."""
-
-    def kill() -> None:
-        process = psutil.Process(child.pid)
-        eventually(lambda: bool(process.children()))
-        process.children()[0].kill()
-
-    def kill_next(call: Callable[[], Any]) -> Any:
-        thread.start()
-        return call()
-
-    thread = threading.Thread(target=kill)
-    yield kill_next
-    thread.join()
 
 
 # --- broken models ----------------------------------------------------------------------------------------------
@@ -302,7 +298,7 @@ def test_a_report_that_nobody_takes(
     [
         (["--seconds", "0"], "--seconds: 0 given"),
         (["--texts", "nowhere.txt"], "--texts: nowhere.txt cannot be read"),
-        (["--engine", "weightless"], "--engine: weightless given, which has no model to check"),
+        (["--engine", "weightless"], "--engine: dummy given, which has no model to check"),
         (["--dtype", "int4"], "--dtype: "),
         (["--nonsense"], "--nonsense"),
         (["--max-tokens", "1000"], "--max-tokens: 1000 given, the model takes at most 256"),

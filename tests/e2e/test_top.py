@@ -228,7 +228,7 @@ def test_whoever_is_refused_has_his_terminal_back_and_is_told_why(served):
 
 
 def test_without_a_terminal_it_prints_one_picture_as_text(served):
-    argv = command(served.admin_url, "--once", "--interval", "0.2", module=("supervisor", "top"))
+    argv = command(served.admin_url, "--once", "--interval", "0.2", module=("vecd", "top"))
     done = subprocess.run(
         argv, env=environment(VECD_API_KEY=METRICS_KEY), capture_output=True, text=True, timeout=DEADLINE_S, check=False
     )

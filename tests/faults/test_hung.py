@@ -19,7 +19,7 @@ def test_a_gateway_that_hangs_is_replaced():
         [vector] = server.embed("waits in the backlog")
         assert len(vector) == 384
         assert server.gateway().pid != gateway.pid
-        assert "has not been heard of" in server.stderr
+        assert "has not sent a heartbeat" in server.stderr
 
 
 @only_long

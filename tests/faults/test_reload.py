@@ -163,6 +163,20 @@ def test_descriptors_do_not_pile_up():
         eventually(lambda: [process.num_fds() for process in kept] <= [n + 1 for n in before])
 
 
+@pytest.mark.parametrize("line", ['dtype = "int8"', 'device = "cuda"', "workers = 1000"])
+def test_descriptors_of_refused_reloads_do_not_pile_up(weightless, line):
+    server, config = weightless
+    if line.startswith("device") and list(Path("/dev").glob("nvidia[0-9]*")):
+        pytest.skip("there is a GPU")
+    supervisor = server.processes()[0]
+    config.write_text(line)
+    assert "nothing has changed: " in reload_outcome(server)
+    before = supervisor.num_fds()
+    for _ in range(4):
+        assert "nothing has changed: " in reload_outcome(server)
+    assert supervisor.num_fds() <= before + 1  # another connection, or a file that is being read now
+
+
 def test_a_gateway_that_dies_meanwhile_comes_back_with_the_new_configuration(tmp_path):
     config = tmp_path / "vecd.toml"
     config.write_text("max-inputs = 2")

@@ -18,8 +18,8 @@ from dispatching import EPOCH, SPEC, Bench, Worker, run
 
 from vecd.gateway import pipeline as app_module
 from vecd.gateway.admission.admission import Admission
-from vecd.gateway.admission.principals import Principal
-from vecd.gateway.api.operations import DecodeAsk, TokenizeAsk
+from vecd.gateway.admission.principals import Principal, Principals
+from vecd.gateway.api.operations import ParsedDecode, ParsedTokenize
 from vecd.gateway.encoding.fragments import JsonRows
 from vecd.gateway.pipeline import Pipeline
 from vecd.gateway.tokenization.fair_pool import Threads
@@ -82,21 +82,19 @@ class Service:
         self.admission = Admission(
             max_requests=100,
             max_wait_s=FAR_S,
-            short_tokens=100,
-            tokens_waiting=lambda: 0,
-            tokens_ahead=lambda *_: 0,
-            tokens_per_s=lambda: 1e6,
+            policy=bench.policy,
+            workers=bench.dispatcher,
         )
         tokenizer: Any = Ids()
         self.app = Pipeline(
             config,
             admission=self.admission,
             tokenizer=tokenizer,
-            scheduler=bench.scheduler,
+            policy=bench.policy,
             dispatcher=bench.dispatcher,
             shared_metrics=bench.shared_metrics,
         )
-        [self.holder] = self.app.callers.holders
+        [self.principal] = Principals(config.keys, config.num_gateways).with_keys
 
     def embed(
         self,
@@ -110,13 +108,13 @@ class Service:
         request = EmbedRequest(ids, timeout_s=timeout_s, output=output)
         timeline = RequestTimeline() if timeline is None else timeline
         timeline.arrived_at = asyncio.get_running_loop().time()
-        return asyncio.ensure_future(self.app.embed(request, ESTIMATE, timeline, principal or self.holder))
+        return asyncio.ensure_future(self.app.embed(request, ESTIMATE, timeline, principal or self.principal))
 
     def num_paid(self) -> int:
         """Tokens, as counted; those that the key may send now say the same."""
-        paid = self.holder.describe()["use"]["tokens"]
-        level = self.holder._fill(0.0)
-        assert level == self.holder._max_level - paid
+        paid = self.principal.describe()["use"]["tokens"]
+        level = self.principal._fill(0.0)
+        assert level == self.principal._max_level - paid
         return paid
 
 
@@ -224,7 +222,7 @@ def test_an_input_that_ends_workers_is_found_out_though_nobody_waits_for_it():
             worker = bench.add_worker(0, life)
             embedding = service.embed([13], [life], principal=Principal("anybody"))
             batch = await worker.receive()
-            assert inputs_of(batch) == ([13, life] if life < 3 else [13]), "the third time it is a suspect"
+            assert inputs_of(batch) == ([13, life] if life < 3 else [13]), "the third time it is isolated"
             embedding.cancel()
             await asyncio.wait([embedding])
             crash(bench, worker)
@@ -235,7 +233,7 @@ def test_an_input_that_ends_workers_is_found_out_though_nobody_waits_for_it():
     run_service(test)
 
 
-def test_whoever_is_answered_is_no_suspect_any_more():
+def test_an_input_that_has_been_computed_is_not_isolated_any_more():
     async def test(bench, service):
         first = bench.add_worker(0, 1)
         embedding = service.embed([1], [2])
@@ -306,7 +304,7 @@ def test_an_input_that_ends_workers_is_refused_whatever_is_asked_of_it(output):
             with pytest.raises(ServerError, match=r"'input\[0\]'") as caught:
                 await service.embed(*again, principal=Principal("anybody"))
             assert caught.value.code == "poison_input"
-        assert bench.scheduler.queued_sequences == 0
+        assert bench.policy.queued_sequences == 0
 
     run_service(test)
 
@@ -406,29 +404,29 @@ def run_inspections(test: Callable) -> None:
 
 
 def describe(service: Service, timeout_s: float = FAR_S, num_chars: int = 10) -> asyncio.Task[None]:
-    ask = TokenizeAsk(["a" * num_chars], True, "", Collected(), lambda: Response(200, b""))
+    ask = ParsedTokenize(["a" * num_chars], True, "", Collected(), lambda: Response(200, b""))
     now = asyncio.get_running_loop().time()
-    return asyncio.ensure_future(service.app.describe(ask, timeout_s, now, service.holder))
+    return asyncio.ensure_future(service.app.describe(ask, timeout_s, now, service.principal))
 
 
 def test_who_asks_the_tokenizer_pays_for_the_tokens():
     async def test(service, tokenizer):
         asking = describe(service)
         await asyncio.sleep(0)
-        assert service.holder.num_running == 1
+        assert service.principal.num_running == 1
         assert service.num_paid() == 100
         tokenizer.is_done.set()
         await asking
-        assert service.holder.num_tokens == 7
+        assert service.principal.num_tokens == 7
         now = asyncio.get_running_loop().time()
-        ask = DecodeAsk([[1, 2], [3]], True, lambda texts: Response(200, b""))
-        assert await service.app.decode(ask, None, now, service.holder) == ["decoded"]
-        assert service.holder.num_tokens == 10
-        service.holder.charge(10**9)
-        for asked in (describe(service), service.app.decode(ask, None, now, service.holder)):
+        ask = ParsedDecode([[1, 2], [3]], True, lambda texts: Response(200, b""))
+        assert await service.app.decode(ask, None, now, service.principal) == ["decoded"]
+        assert service.principal.num_tokens == 10
+        service.principal.charge(10**9)
+        for asked in (describe(service), service.app.decode(ask, None, now, service.principal)):
             with pytest.raises(RateLimited):
                 await asked
-        assert service.holder.num_running == 0
+        assert service.principal.num_running == 0
 
     run_inspections(test)
 
@@ -454,7 +452,7 @@ def test_an_app_that_has_ended_asks_no_tokenizer():
         for asked in (asking, describe(service)):
             with pytest.raises(Superseded):
                 await asked
-        assert service.holder.num_running == 0
+        assert service.principal.num_running == 0
 
     run_inspections(test)
 
@@ -466,7 +464,7 @@ def test_so_much_is_asked_of_the_tokenizer_at_a_time():
         with pytest.raises(TooManyRequests, match="200065 characters are with the tokenizer") as caught:
             await describe(service, num_chars=100_000)
         assert int(caught.value.headers()["retry-after"]) >= 1
-        assert service.holder.num_tokens == 100, "who is refused pays nothing"
+        assert service.principal.num_tokens == 100, "a rejected request costs nothing"
         tokenizer.is_done.set()
         await describe(service, num_chars=100)
         await asking

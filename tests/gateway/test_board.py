@@ -10,9 +10,12 @@ from vecd.shm.shared_metrics import (
     Counter,
     Gauge,
     Histogram,
+    ServiceKey,
     WorkerCell,
+    WorkerKey,
     clear_gauges,
 )
+from vecd.shm.wire import Incarnation
 
 
 def test_what_gateways_count_is_added_up_for_each_of_them(shared_metrics_of_all):
@@ -88,6 +91,17 @@ def test_what_a_gateway_has_answered_is_all_but_those_whose_client_went(shared_m
 # --- workers and batches ---------------------------------------------------------------------------------------
 
 
+SERVICE = ServiceKey(1)
+
+
+def life_of(worker: int, life: int, service: ServiceKey = SERVICE) -> WorkerKey:
+    return WorkerKey(service, Incarnation(worker, life))
+
+
+def up(shared_metrics: SharedMetrics, worker: int, life: int) -> None:
+    shared_metrics.worker_up(life_of(worker, life))
+
+
 def do_batch(shared_metrics: SharedMetrics, number: int, worker: int, num_tokens: int = 10) -> None:
     shared_metrics.batch_sent(number, worker, 2, num_tokens, 100)
     shared_metrics.batch_done(number, worker, 2, num_tokens, 500, 1)
@@ -95,25 +109,23 @@ def do_batch(shared_metrics: SharedMetrics, number: int, worker: int, num_tokens
 
 def test_batches_are_counted_by_worker_and_by_life(shared_metrics_of_all):
     for shared_metrics in shared_metrics_of_all:
-        shared_metrics.worker_up(0, 1)
-        shared_metrics.worker_up(1, 1)
+        up(shared_metrics, 0, 1)
+        up(shared_metrics, 1, 1)
         do_batch(shared_metrics, 1, 0)
         do_batch(shared_metrics, 2, 1)
     for shared_metrics in shared_metrics_of_all:
-        shared_metrics.worker_up(0, 2)
-    shared_metrics_of_all[0].worker_up(0, 2)  # told again, as after its own death
+        up(shared_metrics, 0, 2)
+    up(shared_metrics_of_all[0], 0, 2)  # told again, as after its own death
     do_batch(shared_metrics_of_all[0], 3, 0)
     of_all_lives = [shared_metrics_of_all[1].worker_total(worker, WorkerCell.BATCHES) for worker in range(2)]
     assert of_all_lives == [3, 2]
-    assert (shared_metrics_of_all[1].worker_batches_in(0, 2), shared_metrics_of_all[1].worker_batches_in(1, 1)) == (
-        1,
-        2,
-    )
-    assert shared_metrics_of_all[1].worker_batches_in(0, 1) == 0, "nobody asks for a life that is over"
+    batches_of = shared_metrics_of_all[1].worker_batches_in
+    assert (batches_of(life_of(0, 2)), batches_of(life_of(1, 1))) == (1, 2)
+    assert batches_of(life_of(0, 1)) == 0, "nobody asks for a life that is over"
 
 
 def test_a_batch_is_counted_for_its_worker_and_for_all(shared_metrics_of_all):
-    shared_metrics_of_all[0].worker_up(1, 1)
+    up(shared_metrics_of_all[0], 1, 1)
     shared_metrics_of_all[0].batch_sent(1, 1, 5, 600, 2400)
     shared_metrics_of_all[0].batch_done(1, 1, 5, 600, 7000, 24)
     shared_metrics = shared_metrics_of_all[1]
@@ -129,9 +141,9 @@ def test_a_batch_is_counted_for_its_worker_and_for_all(shared_metrics_of_all):
 
 def test_a_worker_is_known_from_its_first_life_on_and_its_life_is_the_newest_anybody_heard_of(shared_metrics_of_all):
     assert shared_metrics_of_all[0].known_workers() == []
-    shared_metrics_of_all[1].worker_up(1, 4)
+    up(shared_metrics_of_all[1], 1, 4)
     assert shared_metrics_of_all[0].known_workers() == [1]
-    shared_metrics_of_all[0].worker_up(1, 3)
+    up(shared_metrics_of_all[0], 1, 3)
     assert shared_metrics_of_all[0].worker_life(1) == 4
 
 

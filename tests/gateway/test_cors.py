@@ -106,7 +106,7 @@ def test_headers_that_answers_share_are_not_written_to():
 
 def test_a_preflight_allows_what_it_asks_for():
     asked = preflight(access_control_request_headers=ASKED)
-    answer = Cors((ORIGIN,)).answer_preflight(asked)
+    answer = Cors((ORIGIN,)).preflight_response(asked)
     assert (answer.status, answer.headers) == (
         204,
         {
@@ -120,14 +120,14 @@ def test_a_preflight_allows_what_it_asks_for():
 
 @pytest.mark.parametrize("headers", ["", "a b", "a,,b", "a: b", "\xe9", "a;b", ","])
 def test_a_preflight_that_asks_for_nothing_that_is_a_name(headers):
-    answer = Cors((ORIGIN,)).answer_preflight(preflight(access_control_request_headers=headers))
+    answer = Cors((ORIGIN,)).preflight_response(preflight(access_control_request_headers=headers))
     assert answer.headers["access-control-allow-headers"] == "authorization, content-type"
 
 
 @pytest.mark.parametrize(("value", "is_allowed"), [("true", True), ("false", False), (None, False)])
 def test_a_page_may_reach_into_a_private_network_if_it_asks(value, is_allowed):
     asked = preflight() if value is None else preflight(access_control_request_private_network=value)
-    headers = Cors((ORIGIN,)).answer_preflight(asked).headers
+    headers = Cors((ORIGIN,)).preflight_response(asked).headers
     assert headers.get("access-control-allow-private-network") == ("true" if is_allowed else None)
 
 
@@ -149,7 +149,7 @@ def test_no_value_can_split_an_answer_or_allow_more_than_it_names(origin, header
     if not cors.is_preflight(asked):
         assert origin not in origins
         return
-    answer = cors.answer_preflight(asked)
+    answer = cors.preflight_response(asked)
     cors.add_headers(answer, asked)
     encode_response(answer, request_id="id", keep_alive=True)
     assert answer.headers["access-control-allow-origin"] in origins

@@ -12,9 +12,10 @@ from dispatching import DEADLINE_S, EPOCH, SPEC, Bench, Request, Worker, run
 
 from vecd.gateway.dispatch import delivery
 from vecd.gateway.dispatch import dispatcher as dispatch
+from vecd.gateway.dispatch.dispatcher import Dispatcher
 from vecd.gateway.types.errors import ServerError, Unavailable
 from vecd.shm.failure_code import FailureCode
-from vecd.shm.shared_metrics import BatchCell, Counter, Histogram, WorkerCell
+from vecd.shm.shared_metrics import BatchCell, Counter, Histogram, ServiceKey, WorkerCell
 from vecd.shm.views import map_arena
 from vecd.shm.wire import Alive, Done, Failed, Incarnation, Probe, encode
 
@@ -135,7 +136,7 @@ def test_a_sequence_that_kills_is_tried_alone_and_then_given_up_and_no_other():
 
 
 def test_an_input_whose_workers_are_killed_from_outside_is_answered():
-    """More often, and each time alone, than would condemn it if they had crashed."""
+    """More often, and each time alone, than it takes to reject it if they had crashed."""
 
     async def test(bench):
         unlucky = bench.request(13)
@@ -151,7 +152,7 @@ def test_an_input_whose_workers_are_killed_from_outside_is_answered():
     run(test)
 
 
-def test_a_batch_that_was_only_sent_ahead_is_innocent():
+def test_a_death_does_not_count_for_a_batch_that_was_only_sent_ahead():
     async def test(bench):
         worker = bench.add_worker()
         first = bench.request(1, length=16)
@@ -159,14 +160,14 @@ def test_a_batch_that_was_only_sent_ahead_is_innocent():
         second = bench.request(2, length=16)
         await worker.receive()
         bench.dispatcher.worker_down(worker.incarnation, "was killed")
-        suspects = [bench.scheduler.next_batch(time.monotonic(), max_tokens=16)[0] for _ in range(2)]
-        assert [(s.pending, s.num_deaths) for s in suspects] == [(first, 1), (second, 0)]
+        lost = [bench.policy.take(time.monotonic(), 16).sequences[0] for _ in range(2)]
+        assert [(s.pending, s.num_deaths) for s in lost] == [(first, 1), (second, 0)]
 
     run(test)
 
 
 @pytest.mark.parametrize("begun", [[], [0], [0, 1]])
-def test_only_what_a_dead_worker_had_begun_is_suspected(begun):
+def test_a_death_counts_for_what_the_worker_had_begun_alone(begun):
     """It may have been busy with another gateway's batch, or, on an accelerator, with two."""
 
     async def test(bench):
@@ -179,7 +180,7 @@ def test_only_what_a_dead_worker_had_begun_is_suspected(begun):
         for index in begun:
             worker.begun[batches[index].slot] = batches[index].number
         bench.dispatcher.worker_down(worker.incarnation, "was killed")
-        lost = [bench.scheduler.next_batch(time.monotonic(), max_tokens=16)[0] for _ in range(2)]
+        lost = [bench.policy.take(time.monotonic(), 16).sequences[0] for _ in range(2)]
         assert {requests.index(s.pending): s.num_deaths for s in lost} == {n: int(n in begun) for n in (0, 1)}
 
     run(test)
@@ -329,8 +330,8 @@ def test_no_empty_batch_is_sent_when_what_was_set_aside_has_gone():
         worker.send(Failed(EPOCH, batch.number, batch.slot, FailureCode.ENGINE_ERROR))
         for request in requests:
             request.abandon()
-            bench.scheduler.close(request.request_queue)
-        assert bench.scheduler.queued_tokens == 16
+            bench.policy.close(request.request_queue)
+        assert bench.policy.queued_tokens == 16
         batch = await worker.receive()
         assert batch.num_sequences == 1
         worker.answer(batch)
@@ -706,7 +707,7 @@ def test_what_was_queued_before_its_like_was_given_up_reaches_no_worker():
             await poison.finished
         assert caught.value.code == "poison_input"
         assert caught.value.headers() == {"x-should-retry": "false"}
-        assert (bench.scheduler.queued_tokens, bench.dispatcher.in_flight_tokens) == (0, 0)
+        assert (bench.policy.queued_tokens, bench.dispatcher.in_flight_tokens) == (0, 0)
 
     run(test)
 
@@ -724,11 +725,71 @@ def test_a_batch_of_nothing_but_poison_does_not_keep_others_waiting():
     run(test)
 
 
+def test_deaths_count_over_all_gateways():
+    """A client that gives up and comes again by another gateway does not begin anew: five deaths in all."""
+    others: list[Dispatcher] = []
+
+    async def test(bench):
+        other = Bench(
+            quarantine_key=b"key",
+            on_deaths=lambda digests, is_isolated, has_crashed: bench.dispatcher.note_deaths(
+                digests, is_isolated=is_isolated, has_crashed=has_crashed
+            ),
+        )
+        other.dispatcher.start(other.listening.detach())
+        others.append(other.dispatcher)
+        for life, gateway in enumerate((bench, other, bench, other, bench), 1):
+            request = gateway.request(13)
+            worker = gateway.add_worker(0, life)
+            await worker.receive()
+            assert not request.is_over
+            if life < 5:
+                request.abandon()
+            gateway.dispatcher.worker_down(worker.incarnation, "was killed by SIGKILL")
+        with pytest.raises(ServerError) as caught:
+            await request.finished
+        assert caught.value.code == "poison_input"
+        other.close()
+
+    run(
+        test,
+        quarantine_key=b"key",
+        on_deaths=lambda digests, is_isolated, has_crashed: others[0].note_deaths(
+            digests, is_isolated=is_isolated, has_crashed=has_crashed
+        ),
+    )
+
+
+def test_an_input_with_deaths_at_another_gateway_is_isolated_until_any_worker_has_computed_it():
+    cleared: list[list[str]] = []
+
+    async def test(bench):
+        digest = bench.dispatcher.quarantine.digest(array("i", [13, 13]).tobytes())
+        worker = bench.add_worker()
+        await bench.all_connected()
+        for computed_by in ("this gateway's worker", "another's"):
+            for _ in range(2):
+                bench.dispatcher.note_deaths([digest], is_isolated=False, has_crashed=True)
+            if computed_by == "another's":
+                bench.dispatcher.note_cleared([digest])
+            requests = [bench.request(1), bench.request(13)]
+            num_sequences = []
+            while not all(request.is_over for request in requests):
+                batch = await worker.receive()
+                num_sequences.append(batch.num_sequences)
+                worker.answer(batch)
+                await bench.settled(batch)
+            assert num_sequences == ([2] if computed_by == "another's" else [1, 1])
+            assert cleared == [[digest]]
+
+    run(test, on_cleared=cleared.append)
+
+
 # --- deaths without end -----------------------------------------------------------------------------------------
 
 
 def test_a_storm_of_deaths_is_not_paid_for_without_end():
-    """The workers of this test begin nothing, so that no sequence is suspected and tried alone."""
+    """The workers of this test begin nothing, so that no death counts for a sequence and isolates it."""
 
     async def test(bench):
         request, num_deaths = bench.request(1, length=16), 0
@@ -748,9 +809,9 @@ def test_a_storm_of_deaths_is_not_paid_for_without_end():
     run(test)
 
 
-def test_suspects_are_tried_alone_however_much_has_been_lost():
+def test_isolated_batches_are_free_however_much_has_been_lost():
     async def test(bench):
-        bench.dispatcher._retries.num_tokens = 2 * 2  # of two tries in company
+        bench.dispatcher._retries.num_tokens = 2 * 2  # of two tries in a batch with others
         request = bench.request(1)
         for life in (1, 2):
             worker = bench.add_worker(0, life)
@@ -856,6 +917,26 @@ def test_a_dispatcher_stops_beside_another_and_leaves_nothing_behind():
             await asyncio.sleep(2 * dispatch._SWEEP_INTERVAL_S)
             await served_once(bench, worker)
         assert errors == []
+
+    run(test)
+
+
+def test_batches_of_two_dispatchers_of_a_gateway_have_different_numbers():
+    async def test(bench):
+        other = Bench(service=ServiceKey(2), shared_metrics=bench.shared_metrics)
+        other.dispatcher.start(other.listening.detach())
+        worker, others_worker = bench.add_worker(), other.add_worker(life=2)
+        seen = []
+        for _ in range(2):
+            for one, its_worker in ((bench, worker), (other, others_worker)):
+                request = one.request(1)
+                batch = await its_worker.receive()
+                seen.append(batch.number)
+                its_worker.answer(batch)
+                await request.finished
+        other.close()
+        assert seen == [1, 2, 3, 4]
+        assert [cells["NUMBER"] for cells in cells_of(bench)] == seen
 
     run(test)
 

@@ -139,7 +139,7 @@ def test_a_worker_s_death_does_not_disturb_what_is_being_encoded(monkeypatch):
         crash(bench, worker)
         await asyncio.gather(tokens.finished, chunked.finished)
         assert (tokens.num_rows_left, chunked.fragments) == ([2, 0], [b"3"])
-        assert bench.scheduler.queued_sequences == 0
+        assert bench.policy.queued_sequences == 0
 
     run(test)
 
@@ -255,7 +255,7 @@ def test_a_chunk_that_is_lost_and_sent_again_counts_once(is_first_lost: bool):
         kept[0].answer(again)
         await request.finished
         assert request.fragments == [b"15"]
-        assert bench.scheduler.queued_sequences == 0
+        assert bench.policy.queued_sequences == 0
 
     run(test)
 

@@ -215,13 +215,13 @@ def assert_has_a_row_each(fields: Any, headers: Mapping[str, str], body: bytes) 
 def test_any_embeddings_request_is_answered_as_declared(weightless, fields, headers, num_blanks):
     """Blanks make a large body of a small one, which is parsed in another way."""
     body = b" " * num_blanks + orjson.dumps(fields)
-    status, answer_headers, answer = exchange(
+    status, response_headers, answer = exchange(
         weightless.port, head_of("POST", b"/v1/embeddings", headers, len(body)), body
     )
     may_time_out = "x-vecd-timeout-ms" in map(str.lower, headers)
-    assert_is_declared(status, answer_headers, answer, may_time_out)
+    assert_is_declared(status, response_headers, answer, may_time_out)
     if status == 200:
-        assert_has_a_row_each(fields, answer_headers, answer)
+        assert_has_a_row_each(fields, response_headers, answer)
 
 
 @settings(max_examples=3000 if IS_LONG else 50, deadline=None, suppress_health_check=_SLOW_IS_NO_MATTER)
@@ -237,14 +237,14 @@ def test_any_embeddings_request_is_answered_as_declared(weightless, fields, head
 )
 @example(method="POST", target=b"/v1/embeddings", headers={}, body=b" " * 300_001)
 def test_any_request_is_answered_as_declared(weightless, method, target, headers, body):
-    status, answer_headers, answer = exchange(weightless.port, head_of(method, target, headers, len(body)), body)
+    status, response_headers, answer = exchange(weightless.port, head_of(method, target, headers, len(body)), body)
     if method == "HEAD":
         assert (status in STATUSES, answer) == (True, b"")
     elif status != 204:
         # What is at "/" is text-embeddings-inference's.
         path = unquote_to_bytes(re.split(rb"[?#]", target)[0])
         assert_declared = assert_is_declared if path.strip(b"/") else assert_is_declared_by_tei
-        assert_declared(status, answer_headers, answer, "x-vecd-timeout-ms" in map(str.lower, headers))
+        assert_declared(status, response_headers, answer, "x-vecd-timeout-ms" in map(str.lower, headers))
 
 
 @pytest.mark.parametrize("size", [10, 80_000])

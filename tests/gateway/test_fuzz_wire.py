@@ -171,7 +171,7 @@ def test_whatever_a_worker_says_rows_are_right_and_every_request_is_over(all_fra
             error = request.finished.exception()
             assert error is None or getattr(error, "code", None) in ("engine_error", "out_of_memory", "bad_message")
             assert error is not None or request.fragments == expected
-        assert (bench.dispatcher.in_flight_tokens, bench.scheduler.queued_tokens) == (0, 0)
+        assert (bench.dispatcher.in_flight_tokens, bench.policy.queued_tokens) == (0, 0)
 
     run(test)
 

@@ -11,7 +11,8 @@ from vecd.gateway.api.registry import ENDPOINTS
 from vecd.gateway.telemetry.metrics import CONTENT_TYPE, WORKER_STATES, render_metrics
 from vecd.gateway.telemetry.processes import Usage
 from vecd.gateway.telemetry.shared_metrics import SharedMetrics
-from vecd.shm.shared_metrics import STATUSES, Counter, Gauge, Histogram, clear_gauges
+from vecd.shm.shared_metrics import STATUSES, Counter, Gauge, Histogram, ServiceKey, WorkerKey, clear_gauges
+from vecd.shm.wire import Incarnation
 
 EMBEDDINGS = ENDPOINTS.index(("/v1/embeddings", "openai"))
 TEI = ENDPOINTS.index(("/embed", "tei"))
@@ -109,11 +110,11 @@ def test_fill_is_of_the_room_that_a_batch_had(shared_metrics_of_all):
 
 def test_workers_are_told_by_their_index_over_all_lives_and_gateways(shared_metrics_of_all):
     for shared_metrics in shared_metrics_of_all:
-        shared_metrics.worker_up(0, 1)
-        shared_metrics.worker_up(2, 1)
+        shared_metrics.worker_up(WorkerKey(ServiceKey(1), Incarnation(0, 1)))
+        shared_metrics.worker_up(WorkerKey(ServiceKey(1), Incarnation(2, 1)))
         shared_metrics.batch_sent(1, 2, 4, 600, 2400)
         shared_metrics.batch_done(1, 2, 4, 600, 250_000, 6)
-        shared_metrics.worker_up(2, 3)
+        shared_metrics.worker_up(WorkerKey(ServiceKey(1), Incarnation(2, 3)))
     metrics = metrics_of(shared_metrics_of_all[0], worker_states={0: "ready", 1: "down", 2: "starting"})
     assert of(metrics, "vecd_worker_batches_total") == {'{worker="0"}': 0, '{worker="2"}': 2}
     assert metrics['vecd_worker_sequences_total{worker="2"}'] == 8

@@ -23,8 +23,8 @@ from vecd.gateway.types.request import (
     EmbedRequest,
     Encoding,
     Form,
+    InputReport,
     Priority,
-    Report,
     Source,
     Tokenizing,
 )
@@ -326,7 +326,7 @@ def test_headers_tell_what_was_not_embedded_as_it_came():
 
 @pytest.mark.parametrize("encoding", ["float", "base64"])
 def test_each_item_may_have_a_report(encoding):
-    reports = (Report(3, False, 1, Source.TEXT), Report(300, True, 2, Source.CL100K))
+    reports = (InputReport(3, False, 1, Source.TEXT), InputReport(300, True, 2, Source.CL100K))
     body, _ = rendered(changes={"reports": reports}, report=True, encoding_format=encoding)
     assert [item["report"] for item in orjson.loads(body)["data"]] == [
         {"tokens": 3, "truncated": False, "chunks": 1, "source": "text"},

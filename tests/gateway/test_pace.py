@@ -2,7 +2,9 @@ import random
 
 import pytest
 
-from vecd.gateway.scheduling.cost_model import FULL_BATCH_S, SHORT_BATCH_S, CostModel
+from vecd.gateway.scheduling.cost_model import CostModel
+from vecd.gateway.scheduling.policy import SHORT_BATCH_S
+from vecd.shm.batch_limits import FULL_BATCH_S
 
 MAX_TOKENS = 4096
 
@@ -35,7 +37,7 @@ def test_forgets_how_fast_it_was():
 
 
 def test_one_batch_that_stood_still_does_not_make_a_worker_slow():
-    """It was stopped, or the machine slept. Else nobody with a deadline would be let in for a long time."""
+    """It was stopped, or the machine slept. Else no request with a deadline would be admitted for a long time."""
     cost_model = CostModel(MAX_TOKENS)
     for _ in range(100):
         cost_model.observe(12, 0.004)

@@ -1,40 +1,75 @@
-"""What counts as proof against an input."""
+"""When deaths of workers lead to the rejection of an input."""
 
-from vecd.gateway.dispatch.crash_attribution import MAX_REMEMBERED, REMEMBERED_S, CrashAttribution
-from vecd.gateway.types.deaths import Deaths
+import random
+
+import pytest
+
+from vecd.gateway.dispatch.crash_attribution import MAX_REMEMBERED, REMEMBERED_S, CrashAttribution, count_death
+from vecd.gateway.scheduling.deaths import Deaths
 
 
-def deaths_until_guilty(*, has_crashed: bool, others_go_on: bool, in_company: int = 2) -> int:
-    deaths, num_done = Deaths(), 0
+def deaths_until_rejected(*, has_crashed: bool, others_die: bool = False, in_company: int = 2) -> int:
+    deaths, num_worker_deaths = Deaths(), 50
     for number in range(1, 100):
-        num_done += others_go_on
-        is_alone = number > in_company
+        num_worker_deaths += 2 if others_die else 1
+        is_isolated = number > in_company
         assert deaths.must_run_alone == (number > 2)
-        if deaths.count(is_alone=is_alone, has_crashed=has_crashed, num_done=num_done):
+        if count_death(deaths, is_isolated=is_isolated, has_crashed=has_crashed, num_worker_deaths=num_worker_deaths):
             return number
     raise AssertionError("never")
 
 
-def test_a_crash_alone_is_proof_at_the_third_death():
-    assert deaths_until_guilty(has_crashed=True, others_go_on=True) == 3
-    assert deaths_until_guilty(has_crashed=True, others_go_on=False) == 3
-    assert deaths_until_guilty(has_crashed=True, others_go_on=False, in_company=0) == 3
+@pytest.mark.parametrize("others_die", [False, True])
+@pytest.mark.parametrize("in_company", [0, 1, 2])
+def test_an_isolated_crash_is_enough_at_the_third_death(in_company: int, others_die: bool):
+    assert deaths_until_rejected(has_crashed=True, others_die=others_die, in_company=in_company) == 3
 
 
-def test_a_kill_may_come_from_outside_and_proves_less():
-    assert deaths_until_guilty(has_crashed=False, others_go_on=True) == 5
-    assert deaths_until_guilty(has_crashed=False, others_go_on=True, in_company=0) == 3
+@pytest.mark.parametrize("in_company", [0, 1, 2])
+def test_a_kill_may_come_from_outside_and_five_are_needed(in_company: int):
+    assert deaths_until_rejected(has_crashed=False, in_company=in_company) == 5
 
 
-def test_where_nobody_gets_on_it_is_not_the_input_for_long():
-    assert deaths_until_guilty(has_crashed=False, others_go_on=False) == 7
-    assert deaths_until_guilty(has_crashed=False, others_go_on=False, in_company=0) == 5
+def test_where_other_workers_die_as_well_it_is_not_the_input_for_long():
+    assert deaths_until_rejected(has_crashed=False, others_die=True) == 10
+    assert deaths_until_rejected(has_crashed=False, others_die=True, in_company=0) == 8
 
 
-def test_deaths_in_company_never_condemn():
+def test_deaths_in_company_alone_never_reject():
     deaths = Deaths()
-    for num_done in range(100):
-        assert not deaths.count(is_alone=False, has_crashed=True, num_done=num_done)
+    for number in range(100):
+        assert not count_death(deaths, is_isolated=False, has_crashed=True, num_worker_deaths=number)
+
+
+def test_after_many_deaths_in_company_three_isolated_ones_are_still_needed():
+    """As when many copies of a harmless input are being computed, and all workers are killed at once."""
+    deaths = Deaths()
+    rejected = [
+        count_death(deaths, is_isolated=number > 8, has_crashed=False, num_worker_deaths=number)
+        for number in range(1, 12)
+    ]
+    assert rejected == [False] * 10 + [True]
+
+
+@pytest.mark.parametrize("seed", range(50))
+def test_an_input_that_ends_every_worker_is_rejected_after_five_deaths_and_ten_while_others_die(seed: int):
+    """Whatever ends them, while one copy of it is computed at a time. In its first two deaths it may have been
+    isolated or not."""
+    dice = random.Random(seed)
+    for _ in range(100):
+        others_die = dice.random() < 0.5
+        deaths, num_worker_deaths, num_deaths = Deaths(), 0, 0
+        is_rejected = False
+        while not is_rejected:
+            num_deaths += 1
+            num_worker_deaths += 1 + (dice.choice((0, 1, 3)) if others_die else 0)
+            is_rejected = count_death(
+                deaths,
+                is_isolated=deaths.must_run_alone or dice.random() < 0.5,
+                has_crashed=dice.random() < 0.2,
+                num_worker_deaths=num_worker_deaths,
+            )
+        assert 3 <= num_deaths <= (10 if others_die else 5)
 
 
 class Clock:
@@ -46,34 +81,34 @@ class Clock:
 
 def test_deaths_are_remembered_for_a_while_after_the_last():
     clock = Clock()
-    suspects = CrashAttribution(clock)
-    deaths = suspects.record("a", None)
+    attribution = CrashAttribution(clock)
+    deaths = attribution.record("a", None)
     clock.now = 0.5 * REMEMBERED_S
-    assert suspects.record("a", None) is deaths
-    suspects.record("b", None)
+    assert attribution.record("a", None) is deaths
+    attribution.record("b", None)
     clock.now = 1.4 * REMEMBERED_S
-    assert suspects.find("a") is deaths
+    assert attribution.find("a") is deaths
     clock.now = 1.5 * REMEMBERED_S
-    assert suspects.find("a") is None
-    assert len(suspects) == 0
+    assert attribution.find("a") is None
+    assert len(attribution) == 0
 
 
 def test_what_is_forgotten_begins_anew_but_a_request_remembers_its_own_deaths():
-    suspects = CrashAttribution()
-    deaths = suspects.record("a", None)
-    suspects.forget("a")
-    suspects.forget("never seen")
-    assert suspects.find("a") is None
-    assert suspects.record("a", deaths) is deaths
-    assert suspects.find("a") is deaths
+    attribution = CrashAttribution()
+    deaths = attribution.record("a", None)
+    attribution.forget("a")
+    attribution.forget("never seen")
+    assert attribution.find("a") is None
+    assert attribution.record("a", deaths) is deaths
+    assert attribution.find("a") is deaths
 
 
-def test_of_too_many_suspects_the_one_with_the_oldest_death_is_forgotten():
-    suspects = CrashAttribution()
+def test_of_too_many_inputs_the_one_with_the_oldest_death_is_forgotten():
+    attribution = CrashAttribution()
     for number in range(MAX_REMEMBERED):
-        suspects.record(str(number), None)
-    suspects.record("0", None)
-    suspects.record("one more", None)
-    assert len(suspects) == MAX_REMEMBERED
-    assert suspects.find("0") is not None
-    assert suspects.find("1") is None
+        attribution.record(str(number), None)
+    attribution.record("0", None)
+    attribution.record("one more", None)
+    assert len(attribution) == MAX_REMEMBERED
+    assert attribution.find("0") is not None
+    assert attribution.find("1") is None

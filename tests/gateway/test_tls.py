@@ -1,4 +1,4 @@
-"""`vecd.gateway.http.tls`, `vecd.launch.config.tls`: which files are taken, and what is said of others."""
+"""`vecd.gateway.http.tls`, `vecd.launch.config.plan`: which files are taken, and what is said of others."""
 
 import ssl
 from pathlib import Path
@@ -7,8 +7,8 @@ import pytest
 from certificates import Certificate, encrypt_key, make_certificate
 
 from vecd.gateway.http.tls import ServerTls, TlsError, find_problems
-from vecd.launch.config.tls import check_tls
-from vecd.launch.exit_codes import ConfigurationError
+from vecd.launch.base.exit_codes import ConfigurationError
+from vecd.launch.config.plan import check_tls
 
 
 @pytest.fixture(scope="module")

@@ -28,7 +28,8 @@ from sentence_transformers import SentenceTransformer
 from tokenizers import Tokenizer
 
 from vecd.shm.card import read_card
-from vecd.workers.engine import Engine, PackedBatch, load_engine
+from vecd.workers.engine import Engine, PackedBatch
+from vecd.workers.engines.load import load_engine
 
 ONE_TOKEN = [1]
 LONGEST = [MAX_TOKENS]

@@ -1,4 +1,4 @@
-"""A fast path that is wrong is caught by its comparison with the plain model, whatever is wrong with it."""
+"""A fast path that is wrong is caught by its comparison with the reference model, whatever is wrong with it."""
 
 from collections.abc import Callable, Iterator
 from dataclasses import replace
@@ -13,7 +13,7 @@ from torch import Tensor
 from transformers import AttentionInterface
 
 from vecd.shm.card import ModelError
-from vecd.workers.engine import load_engine
+from vecd.workers.engines.load import load_engine
 from vecd.workers.engines.torch import packed_attention as packing
 from vecd.workers.engines.torch.fused import Attention, Embeddings, FusedForward
 from vecd.workers.engines.torch.packed import PackedForward
@@ -155,7 +155,7 @@ def test_a_fused_path_that_goes_wrong_is_caught(
     monkeypatch.setattr(where, "__call__", error)
     engine = load(folder, dtype=dtype)
     assert (engine.facts["path"], engine.facts["dtype"]) == ("padded" if family == "mpnet" else "packed", dtype)
-    assert engine.warnings[0].startswith(f"fused {dtype} is not used: its vectors are not the plain model's")
+    assert engine.warnings[0].startswith(f"fused {dtype} is not used: its vectors are not the reference model's")
     batch = random_batch(LENGTHS)
     assert_same_vectors(embed(engine, batch), reference(folder, batch), dtype)
 
@@ -203,7 +203,7 @@ def test_a_wrong_way_for_long_texts_is_caught(
     monkeypatch.setattr(Attention, "_attend_long", error)
     engine = load(folder, dtype="bfloat16")
     assert (engine.facts["path"], engine.facts["dtype"]) == (next_path, "bfloat16")
-    assert engine.warnings[0].startswith("fused bfloat16 is not used: its vectors are not the plain model's")
+    assert engine.warnings[0].startswith("fused bfloat16 is not used: its vectors are not the reference model's")
 
 
 def test_in_the_real_model_too(minilm_folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -211,4 +211,4 @@ def test_in_the_real_model_too(minilm_folder: Path, monkeypatch: pytest.MonkeyPa
     monkeypatch.setattr(Attention, "_attend_long", attend_to_whatever_is_in_the_window)
     engine = load(minilm_folder, dtype="bfloat16")
     assert engine.facts["path"] == "packed"
-    assert engine.warnings[0].startswith("fused bfloat16 is not used: its vectors are not the plain model's")
+    assert engine.warnings[0].startswith("fused bfloat16 is not used: its vectors are not the reference model's")

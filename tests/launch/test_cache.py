@@ -2,7 +2,7 @@ from pathlib import Path
 
 import pytest
 
-from vecd.launch.cache import cache_folder
+from vecd.launch.config.cache import cache_folder
 from vecd.launch.config.settings import load_settings
 
 

@@ -9,8 +9,7 @@ import numpy as np
 import pytest
 from safetensors.numpy import save_file
 
-from vecd.launch.check.model import describe, problem, purpose
-from vecd.launch.check.weights import Tensor, read_header, read_weights
+from vecd.launch.check.model import describe, problem, purpose, read_header
 from vecd.shm.card import ModelError, read_card
 
 
@@ -22,16 +21,16 @@ def weights(tmp_path: Path) -> Path:
 
 
 def test_the_header_of_a_whole_file(weights: Path) -> None:
-    assert read_header(weights) == {"a": Tensor("F32", (3, 4)), "b": Tensor("F16", (5,))}
+    assert read_header(weights) == {"a": ("F32", 12), "b": ("F16", 5)}
 
 
 @pytest.mark.parametrize(
     ("first", "last", "says"),
     [
-        (0, -1, "is cut off: it has"),
-        (0, 20, "is cut off: it has 20 bytes, and its header alone would take"),
-        (0, 3, r"is not a safetensors file \(3 bytes\)"),
-        (0, 0, r"is not a safetensors file \(0 bytes\)"),
+        (0, -1, "is cut off, or has something behind its tensors: it has"),
+        (0, 20, "is cut off, or has something behind its tensors: it has 20 bytes"),
+        (0, 3, "is not a safetensors file: it has 3 bytes"),
+        (0, 0, "is not a safetensors file: it has 0 bytes"),
         (8, None, "is not a safetensors file"),
     ],
 )
@@ -54,7 +53,7 @@ def written(path: Path, header: Any, size: int) -> Path:
         ([], 0, "is not a safetensors file"),
         ({"a": 3}, 0, "is not a safetensors file"),
         ({"a": {"dtype": "F32", "shape": ["x"], "data_offsets": [0, 4]}}, 4, "is not a safetensors file"),
-        ({"a": {"dtype": "F32", "shape": [2], "data_offsets": [0, 4]}}, 4, "is damaged: a takes 4 bytes"),
+        ({"a": {"dtype": "F32", "shape": [2], "data_offsets": [0, 4]}}, 4, "is damaged: it has"),
         ({"a": {"dtype": "F32", "shape": [1], "data_offsets": [0, 4]}}, 9, "has something behind its tensors"),
         (b"[" * 100_000, 0, "is not a safetensors file"),
     ],
@@ -73,7 +72,7 @@ def test_a_pointer_of_git_lfs(weights: Path) -> None:
 
 def test_the_bundled_model(minilm_folder: Path) -> None:
     card = read_card(minilm_folder)
-    model = describe(card, "all-MiniLM-L6-v2", read_weights(card), card.tokenizer_file)
+    model = describe(card, "all-MiniLM-L6-v2")
     assert model.num_parameters == 22_713_216  # without the 512 positions that are stored beside them
     assert model.weights_dtypes == ("float32",)
     assert (model.architecture, model.tokenizer, model.steps) == ("BertModel", "tokenizer.json", ("Normalize",))
@@ -95,7 +94,7 @@ def test_what_a_plain_transformers_model_was_made_for(
     architecture: str, says: str | None, minilm_folder: Path, tmp_path: Path
 ) -> None:
     card = read_card(minilm_folder)
-    model = describe(card, "minilm", {}, card.tokenizer_file)
+    model = describe(card, "minilm")
     problems, warnings = purpose(replace(model, architecture=architecture, folder=str(tmp_path)))
     assert [says in found.what for found in problems if says] == ([True] if says else [])
     assert ["no modules.json" in warning for warning in warnings] == ([] if says else [True])
@@ -128,7 +127,7 @@ def test_what_a_plain_transformers_model_was_made_for(
         ("/x/1_Pooling/config.json: pooling_mode 'vibes' is unknown; known: cls", "correct 1_Pooling"),
         ("/x: w is [1] in the weights and [2] in config.json", "different models"),
         ("/x: the weights lack encoder.layer.6, which config.json calls for", "different models"),
-        ("/x: the plain model's vectors in float32 contain nan or infinity", "broken"),
+        ("/x: the reference model's vectors in float32 contain nan or infinity", "broken"),
         ("the process was killed by SIGKILL, as the kernel does when memory runs out, while busy with: load", "memory"),
         ("the process was killed by SIGILL, while busy with: load", "another build"),
         ("/x/config.json: must be a JSON object", "correct the file"),

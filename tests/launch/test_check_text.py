@@ -6,10 +6,10 @@ from dataclasses import replace
 
 from vecd.launch.check.report import (
     Advice,
+    Comparison,
     Machine,
     Measurements,
     Model,
-    Parity,
     Path,
     Problem,
     Report,
@@ -20,7 +20,7 @@ from vecd.launch.check.report import (
 from vecd.launch.check.text import WIDTH, command, render, toml
 
 _ROW = {"num_texts": 9, "longest_tokens": 16, "min_cosine": 0.99991, "max_abs_diff": 2e-3}
-_AGREEMENT = Parity("the plain model in float32", 9, 16, 0.99991, 2e-3, True, (_ROW,))
+_AGREEMENT = Comparison("the reference model in float32", 9, 16, 0.99991, 2e-3, True, (_ROW,))
 _MACHINE = Machine("Imagined 9000", 64, 4, 2, 3.5, ("avx2", "amx_bf16"), 16_000, 8_000, 12_000, (), "6.1", "3.11")
 _MODEL = Model(
     name="org/model",
@@ -87,7 +87,7 @@ def test_a_whole_report() -> None:
         "yes: 64, 128",
         "90.9 MB, 22,713,216 parameters in float32, float16",
         "packed, bfloat16, on cpu",
-        "chosen in 8.6 s",
+        "selected in 8.6 s",
         "0.99991000",
         "agrees, by the bounds for bfloat16",
         "which is not installed",

@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 from serving import eventually
 
-from vecd.launch.exit_codes import ChildDied, StartFailure
+from vecd.launch.base.exit_codes import ChildDied, StartFailure
 from vecd.launch.processes import children
 from vecd.launch.processes.children import ForkServer, killed_after, spawn
 from vecd.shm.arena import ArenaSpec

@@ -2,7 +2,7 @@ import os
 
 import pytest
 
-from vecd.workers.config import usable_cores
+from vecd.workers.processor import usable_cores
 
 CORES = len(os.sched_getaffinity(0))
 

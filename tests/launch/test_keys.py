@@ -7,10 +7,10 @@ import pytest
 
 from vecd.gateway.admission.principals import Principals
 from vecd.gateway.types.config import SCOPES, ApiKey
+from vecd.launch.base.exit_codes import ConfigurationError
 from vecd.launch.config import keys as keys_module
 from vecd.launch.config.keys import load_keys, main
 from vecd.launch.config.settings import load_settings
-from vecd.launch.exit_codes import ConfigurationError
 
 KEY = "0123456789abcdef"
 
@@ -212,8 +212,8 @@ def test_limits_have_bounds(limit):
 @pytest.mark.parametrize("limits", ["tokens_per_s = 1e12\nmax_requests = 1_000_000_000", "tokens_per_s = 0.001"])
 def test_limits_at_their_bounds(limits):
     [key] = from_file(f'[[keys]]\nname = "a"\nsha256 = "{digest(KEY)}"\n{limits}\n')
-    [caller] = Principals([key], num_gateways=64).holders
-    with caller.spend(10):
+    [principal] = Principals([key], num_gateways=64).with_keys
+    with principal.reserve(10):
         pass
 
 

@@ -4,9 +4,9 @@ import sys
 
 import pytest
 
-from vecd.launch.config.otel import check_otel
+from vecd.launch.base.exit_codes import ConfigurationError
+from vecd.launch.config.plan import check_otel
 from vecd.launch.config.settings import load_settings
-from vecd.launch.exit_codes import ConfigurationError
 
 MISSING = ["opentelemetry.sdk.trace", "opentelemetry.exporter.otlp.proto.http.trace_exporter"]
 

@@ -9,20 +9,20 @@ from pathlib import Path
 
 import pytest
 
-from vecd.launch.systemd.reload_command import ReloadOutcome, main
+from vecd.launch.systemd.reload_command import ReloadResult, main
 
 # Takes a signal for a wish, and says after a while what came of it, as the supervisor does.
 SERVER = """
 import signal, sys, time
-from vecd.launch.systemd.reload_command import ReloadOutcome
-outcome, problems = ReloadOutcome(), sys.argv[1:]
+from vecd.launch.systemd.reload_command import ReloadResult
+outcome, problems = ReloadResult(), sys.argv[1:]
 signal.pthread_sigmask(signal.SIG_BLOCK, [signal.SIGHUP])
 print("ready", flush=True)
 signal.sigwait([signal.SIGHUP])
-outcome.asked()
+outcome.requested()
 if problems == ["end"]:
     sys.exit()
-outcome.done(outcome.num_asked, problems)
+outcome.done(1, problems)
 time.sleep(60)
 """
 
@@ -60,13 +60,13 @@ def test_a_server_that_ends_meanwhile(folder, capsys):
 
 def test_what_was_asked_for_before_is_not_taken_for_ours(folder):
     """A reload that began before ours was asked for may have read the configuration of before."""
-    outcome = ReloadOutcome({"RUNTIME_DIRECTORY": str(folder)})
-    outcome.asked()
+    outcome = ReloadResult({"RUNTIME_DIRECTORY": str(folder)})
+    outcome.requested()
     codes: list[int] = []
     was_asked = threading.Event()
 
     def on_signal(*_: object) -> None:
-        outcome.asked()
+        outcome.requested()
         was_asked.set()
 
     signal.signal(signal.SIGHUP, on_signal)
@@ -85,11 +85,11 @@ def test_what_was_asked_for_before_is_not_taken_for_ours(folder):
 
 
 def test_nothing_is_written_without_a_folder_and_nothing_left_in_one(tmp_path):
-    outcome = ReloadOutcome({})
-    outcome.asked()
+    outcome = ReloadResult({})
+    outcome.requested()
     outcome.done(1)
     outcome.close()
-    outcome = ReloadOutcome({"RUNTIME_DIRECTORY": str(tmp_path)})
+    outcome = ReloadResult({"RUNTIME_DIRECTORY": str(tmp_path)})
     assert len(list(tmp_path.iterdir())) == 1
     outcome.close()
     assert not list(tmp_path.iterdir())
@@ -97,7 +97,7 @@ def test_nothing_is_written_without_a_folder_and_nothing_left_in_one(tmp_path):
 
 def test_another_process_is_left_alone(folder, capsys):
     """SIGHUP ends whoever does not know it."""
-    ReloadOutcome({"RUNTIME_DIRECTORY": str(folder)})
+    ReloadResult({"RUNTIME_DIRECTORY": str(folder)})
     with subprocess.Popen(["sleep", "60"]) as other:
         assert main([str(other.pid)]) == 3
         assert other.poll() is None
@@ -108,7 +108,7 @@ def test_another_process_is_left_alone(folder, capsys):
 @pytest.mark.parametrize("name", ["none", "file"])
 def test_a_folder_that_is_gone_is_no_reason_to_end(name, tmp_path):
     (tmp_path / "file").touch()
-    outcome = ReloadOutcome({"RUNTIME_DIRECTORY": f"{tmp_path}/{name}"})
+    outcome = ReloadResult({"RUNTIME_DIRECTORY": f"{tmp_path}/{name}"})
     outcome.done(1)
     outcome.close()
 

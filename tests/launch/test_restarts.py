@@ -1,6 +1,6 @@
 import pytest
 
-from vecd.launch.exit_codes import StartFailure
+from vecd.launch.base.exit_codes import StartFailure
 from vecd.launch.processes.backoff import Backoff
 
 

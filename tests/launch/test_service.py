@@ -8,11 +8,11 @@ from pathlib import Path
 
 import pytest
 
+from vecd.launch.base.exit_codes import ConfigurationError
 from vecd.launch.config.settings import Settings, load_flags
-from vecd.launch.exit_codes import ConfigurationError
 from vecd.launch.systemd import install_service as service
-from vecd.launch.systemd.placement import contents, own_command, place_of, to_toml
-from vecd.launch.systemd.units import MADE_BY
+from vecd.launch.systemd.placement import contents, own_command, paths_of, to_toml
+from vecd.launch.systemd.unit_files import MADE_BY
 
 UNITS = "etc/systemd/system"
 NAME = 'a "b" \\ \u007f ü'
@@ -212,12 +212,12 @@ def test_a_program_that_the_made_up_user_cannot_read(tmp_path):
     program = tmp_path / "vecd"
     program.write_text("#!/bin/sh\n")
     tmp_path.chmod(0o700)
-    place = place_of(is_of_user=False)
+    paths = paths_of(is_of_user=False)
     with pytest.raises(ConfigurationError) as raised:
-        contents(place, Settings.model_construct(set()), has_socket=False, run_as=None, command=[str(program)])
+        contents(paths, Settings.model_construct(set()), has_socket=False, run_as=None, command=[str(program)])
     [problem] = [problem for problem in raised.value.problems if problem.startswith(str(program))]
     assert "is closed to others (mode 0700)" in problem
-    files = contents(place, Settings.model_construct(set()), has_socket=False, run_as="me", command=[str(program)])
+    files = contents(paths, Settings.model_construct(set()), has_socket=False, run_as="me", command=[str(program)])
     unit = files[Path("/etc/systemd/system/vecd.service")]
     assert "\nUser=me\n" in unit
     assert "DynamicUser" not in unit

@@ -2,8 +2,8 @@ from pathlib import Path
 
 import pytest
 
+from vecd.launch.base.exit_codes import ConfigurationError
 from vecd.launch.config.settings import flag_table, load_settings
-from vecd.launch.exit_codes import ConfigurationError
 
 
 @pytest.fixture(autouse=True)

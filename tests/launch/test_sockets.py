@@ -9,8 +9,8 @@ from pathlib import Path
 
 import pytest
 
+from vecd.launch.base.exit_codes import ConfigurationError, StartFailure
 from vecd.launch.config.settings import Settings
-from vecd.launch.exit_codes import ConfigurationError, StartFailure
 from vecd.launch.processes import sockets
 from vecd.launch.processes.sockets import Inherited, listen, listen_admin, take_inherited
 

@@ -100,7 +100,7 @@ def test_a_cache_that_cannot_be_written(card, tmp_path, quick, capfd):
     assert vocabulary(converted)["hello"] == 5
     assert vocabulary(converted)["hello"] == 5, "a second gateway reads it, too"
     said = capfd.readouterr().err.splitlines()
-    assert said[1].startswith("vecd: not remembered for the next start: ")
+    assert said[1].startswith("vecd: the converted tokenizer is not cached for the next start: ")
     assert len(said) == 2
     close(converted)
 

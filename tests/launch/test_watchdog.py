@@ -5,9 +5,9 @@ import pytest
 from vecd.launch.systemd.watchdog import HEALTHY, MAX_WITHOUT_GATEWAY_S, HealthSignals, WatchdogState, why_restart
 
 START_TIMEOUT_S = 100.0
-NO_GATEWAY = HealthSignals(hears_gateway=False, can_serve=False, is_broken=False)
-NO_WORKER = HealthSignals(hears_gateway=True, can_serve=False, is_broken=False)
-BROKEN = HealthSignals(hears_gateway=True, can_serve=False, is_broken=True)
+NO_GATEWAY = HealthSignals(has_gateway=False, can_serve=False, is_broken=False)
+NO_WORKER = HealthSignals(has_gateway=True, can_serve=False, is_broken=False)
+BROKEN = HealthSignals(has_gateway=True, can_serve=False, is_broken=True)
 INTERVAL_S = 5.0
 
 
@@ -16,10 +16,10 @@ INTERVAL_S = 5.0
     [
         (0, 0, False, ""),
         (MAX_WITHOUT_GATEWAY_S, 0, False, ""),
-        (MAX_WITHOUT_GATEWAY_S + 1, 0, False, "no gateway has been heard of for 181 s"),
-        (MAX_WITHOUT_GATEWAY_S + 1, 0, True, "no gateway has been heard of for 181 s"),
+        (MAX_WITHOUT_GATEWAY_S + 1, 0, False, "no gateway has sent a heartbeat for 181 s"),
+        (MAX_WITHOUT_GATEWAY_S + 1, 0, True, "no gateway has sent a heartbeat for 181 s"),
         (0, 260, False, ""),
-        (0, 261, False, "no worker can serve for 261 s, and it is not known why"),
+        (0, 261, False, "no worker has been able to serve for 261 s, for an unknown reason"),
         (0, 261, True, ""),
     ],
 )

@@ -29,7 +29,7 @@ _PORT = 8000
 
 _VENV = "/opt/vecd/.venv"
 _CODE, _SITE = "/opt/vecd/code", "/opt/vecd/site"
-_FOLDERS = ["client", "gateway", "launch", "shm", "workers", "supervisor.py"]
+_FOLDERS = ["client", "deploy", "gateway", "launch", "shm", "vecd", "workers", "supervisor.py"]
 _SCRIPT = f"""\
 #!{_VENV}/bin/python
 import sys

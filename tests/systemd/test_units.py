@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from vecd.launch.systemd.units import quoted, service_unit, socket_unit
+from vecd.launch.systemd.unit_files import quoted, service_unit, socket_unit
 
 DEPLOY = Path(__file__).resolve().parents[2] / "deploy"
 MAX_EXPOSURE = 2.0

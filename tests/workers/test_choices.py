@@ -14,8 +14,8 @@ import numpy as np
 import pytest
 
 from vecd.workers.config import WorkerConfig
-from vecd.workers.engine import load_engine
 from vecd.workers.engines import selection_cache as choices
+from vecd.workers.engines.load import load_engine
 from vecd.workers.engines.selection_cache import Selection, forget, recall, remember
 
 CHOICE = Selection("fused", "float32", {"min_cosine": 1.0}, np.arange(6, dtype=np.float32).reshape(3, 2), ["a warning"])
@@ -37,7 +37,7 @@ def test_what_is_remembered_is_recalled_until_it_is_forgotten(config: WorkerConf
     recalled = recall(config)
     assert recalled is not None
     assert recalled.to_json() == CHOICE.to_json()
-    assert recalled.plain.dtype == np.float32
+    assert recalled.reference.dtype == np.float32
     forget(config)
     assert recall(config) is None
 
@@ -139,7 +139,7 @@ def test_a_second_load_takes_the_choice_of_the_first(config: WorkerConfig) -> No
     "lie",
     [
         {"path": "no such path"},
-        {"plain": "other vectors"},
+        {"reference": "other vectors"},
         {"dtype": "no such type"},
     ],
 )
@@ -147,7 +147,7 @@ def test_a_memory_that_is_wrong_is_made_anew(config: WorkerConfig, lie: dict[str
     load_engine(config, lambda stage: None)
     remembered = recall(config)
     assert remembered is not None
-    changes = {"plain": -remembered.plain} if "plain" in lie else lie
+    changes = {"reference": -remembered.reference} if "reference" in lie else lie
     remember(config, replace(remembered, **changes))
     engine = load_engine(config, lambda stage: None)
     assert engine.facts["path"] == "fused"
@@ -159,7 +159,8 @@ def test_a_memory_that_is_wrong_is_made_anew(config: WorkerConfig, lie: dict[str
 def test_a_remembered_fused_engine_needs_no_transformers(config: WorkerConfig) -> None:
     load_engine(config, lambda stage: None)
     code = (
-        "import json, sys; from vecd.workers.config import WorkerConfig; from vecd.workers.engine import load_engine\n"
+        "import json, sys\n"
+        "from vecd.workers.config import WorkerConfig; from vecd.workers.engines.load import load_engine\n"
         "engine = load_engine(WorkerConfig.from_json(json.load(sys.stdin)), print)\n"
         "assert engine.facts['path'] == 'fused'\n"
         "sys.exit('transformers' in sys.modules)"

@@ -42,7 +42,7 @@ class Copy:
 
 
 class Calls:
-    """`vecd.workers.engines.torch.device.Calls`, on the processor."""
+    """`vecd.workers.engines.torch.device.DeviceCalls`, on the processor."""
 
     def __init__(self) -> None:
         self.pinned_addresses: list[tuple[int, int]] = []

@@ -15,7 +15,8 @@ from numpy.typing import NDArray
 from safetensors.torch import load_file, save_file
 
 from vecd.shm.card import ModelError
-from vecd.workers.engine import Engine, PackedBatch, load_engine
+from vecd.workers.engine import Engine, PackedBatch
+from vecd.workers.engines.load import load_engine
 from vecd.workers.engines.parity import vectors_of
 from vecd.workers.engines.torch.linear import has_native_int8
 from vecd.workers.engines.torch.padded import rectangles
@@ -133,7 +134,7 @@ def test_a_model_that_gives_nan_is_refused(
     weights = load_file(path)
     weights["encoder.layer.1.output.dense.bias"][3] = torch.nan
     save_file(weights, path, metadata={"format": "pt"})
-    with pytest.raises(ModelError, match="the plain model's vectors in float32 contain nan"):
+    with pytest.raises(ModelError, match="the reference model's vectors in float32 contain nan"):
         load(worker_config(folder))
 
 
@@ -141,16 +142,14 @@ def test_the_stages_of_loading_are_reported(checkpoint: Callable[..., Path], wor
     stages: list[str] = []
     engine = load_engine(worker_config(checkpoint("bert")), stages.append)
     assert stages == [
-        "loading the plain model, to compare with",
-        "embedding probes of up to 60 tokens with it",
-        "comparing fused float32 with it",
+        "loading the reference model",
+        "embedding probes of up to 60 tokens with the reference model",
+        "comparing fused float32 with the reference model",
     ]
     assert engine.facts["cpu_capability"] == torch.backends.cpu.get_cpu_capability()
     assert engine.facts["agreement"]["max_abs_diff"] < 1e-5
 
 
-def test_the_weightless_engine_is_loaded_without_a_model(
-    checkpoint: Callable[..., Path], worker_config: Config
-) -> None:
-    engine = load(worker_config(checkpoint("bert"), engine="weightless"))
-    assert engine.facts == {"dtype": "float32", "path": "weightless"}
+def test_the_dummy_engine_is_loaded_without_a_model(checkpoint: Callable[..., Path], worker_config: Config) -> None:
+    engine = load(worker_config(checkpoint("bert"), engine="dummy"))
+    assert engine.facts == {"dtype": "float32", "path": "dummy"}

@@ -43,8 +43,8 @@ from vecd.shm.wire import Done, Failed, Incarnation
 from vecd.workers.config import WorkerConfig
 from vecd.workers.engine import PackedBatch
 from vecd.workers.engines.dummy import dummy_vectors
-from vecd.workers.engines.selection_process import SelectionProcess
 from vecd.workers.process.preload import modules_to_preload
+from vecd.workers.process.selection_process import SelectionProcess
 
 DEADLINE_S = 60.0
 DIM = 8
@@ -218,7 +218,7 @@ def minilm_server(minilm_config: WorkerConfig) -> Iterator[ForkServer]:
 def test_a_worker_becomes_ready_and_serves(server: ForkServer, endpoint: Any, gateway: Any, as_message: Any) -> None:
     worker = server.fork(WEIGHTLESS, endpoint.address_fd, worker=3)
     ready, stages = worker.until_ready()
-    assert stages == ["making a weightless engine"]
+    assert stages == ["making a dummy engine"]
     assert ready.warnings == []
     assert ready.facts.pop("private_memory_mb") < 500
     assert (ready.facts.pop("pid"), ready.facts.pop("parent_pid")) == (worker.pid, server.process.pid)
@@ -466,7 +466,7 @@ def test_an_import_that_starts_a_thread_is_refused(tmp_path: Path) -> None:
 def test_the_real_model_through_the_slot(
     minilm_server: ForkServer, minilm_config: WorkerConfig, endpoint: Any, gateway: Any, as_message: Any
 ) -> None:
-    assert minilm_server.stages[0] == "loading the plain model, to compare with"
+    assert minilm_server.stages[0] == "loading the reference model"
     texts = ["A text-embedding server.", "x", "Ein zweiter, etwas längerer Text. " * 9]
     worker = minilm_server.fork(minilm_config, endpoint.address_fd)
     ready, stages = worker.until_ready()
@@ -528,7 +528,7 @@ def test_without_a_shared_engine_a_worker_loads_its_own(
 ) -> None:
     worker = server.fork(worker_config(checkpoint("bert")), endpoint.address_fd)
     ready, stages = worker.until_ready()
-    assert stages[0] == "loading the plain model, to compare with"
+    assert stages[0] == "loading the reference model"
     assert ready.facts["path"] == "fused"
     gateway.meet(worker.who)
     gateway.send(worker.who, as_message(BATCH))
@@ -556,7 +556,7 @@ COMPARISONS = {
     "ends": ("sys.stdin.read(); sys.exit(9)", "ended with exit code 9 while starting"),
     "ends at once": ("os.close(0); sys.exit(9)", "ended with exit code 9 while starting"),
     "is killed": ('os.write(fd, b\'{"stage": "x"}\\n\'); os.kill(os.getpid(), 9)', "killed by SIGKILL while x"),
-    "ends in mid-line": ('os.write(fd, b\'{"choice": {"pl\'); sys.exit(9)', "ended with exit code 9 while starting"),
+    "ends in mid-line": ('os.write(fd, b\'{"selection": {"pl\'); sys.exit(9)', "ended with exit code 9 while starting"),
     "refuses": ('os.write(fd, b\'{"error": "no such layer"}\\n\'); time.sleep(300)', "^no such layer$"),
 }
 

@@ -21,7 +21,7 @@ from vecd.shm.arena import ArenaSpec, create_arena
 from vecd.shm.card import read_card
 from vecd.shm.output import Output
 from vecd.shm.views import Rows, map_slots
-from vecd.workers.engine import load_engine
+from vecd.workers.engines.load import load_engine
 from vecd.workers.engines.parity import vectors_of
 from vecd.workers.engines.torch import cuda
 from vecd.workers.engines.torch import packed_attention as packing

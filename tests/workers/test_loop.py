@@ -439,8 +439,8 @@ def test_a_worker_that_rests_gives_memory_back_once(
     monkeypatch: pytest.MonkeyPatch, loop: RunningLoop, gateway: Any, as_message: Any
 ) -> None:
     given_back = threading.Semaphore(0)
-    monkeypatch.setattr("vecd.workers.process.loop._REST_AFTER_MS", 20)
-    monkeypatch.setattr("vecd.workers.process.loop.give_memory_back", given_back.release)
+    monkeypatch.setattr("vecd.workers.process.loop._TRIM_AFTER_MS", 20)
+    monkeypatch.setattr("vecd.workers.process.loop.return_free_memory", given_back.release)
     for number in (1, 2):
         gateway.send(WHO, as_message(BATCH, number=number))
         assert isinstance(gateway.receive(WHO), Done)

@@ -136,7 +136,7 @@ def test_a_missing_or_broken_file_and_an_unknown_activation_are_refused(tmp_path
 def test_a_model_saved_with_steps_gives_the_reference_s_vectors(
     checkpoint: Callable[..., Path], worker_config: Any, reference: Any, random_batch: Any
 ) -> None:
-    from vecd.workers.engine import load_engine
+    from vecd.workers.engines.load import load_engine
     from vecd.workers.engines.parity import vectors_of
 
     torch.manual_seed(3)

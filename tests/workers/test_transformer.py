@@ -162,7 +162,7 @@ def test_other_errors_are_not_tried_again(starved: Any, random_batch: Any) -> No
 
 
 class Late:
-    """`vecd.workers.engines.torch.device.Calls` on the processor, whose copies take place when they are waited for."""
+    """`vecd.workers.engines.torch.device.DeviceCalls` on the processor. Copies take place when they are waited for."""
 
     def __init__(self, refusal: str = "") -> None:
         self._refusal = refusal

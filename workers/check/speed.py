@@ -1,50 +1,185 @@
-"""How fast an engine is in one worker, and what memory the worker needs for itself.
+"""The speed of engines in one worker and in several, and the memory that a worker needs for itself.
 
-Owns the batches that it is measured with and the clock. Knows nothing of other workers or dtypes: who measures what in
-turns with what is `vecd.launch.check.measure`'s. Called by `vecd.workers.check.orders`, in a process forked for it.
+Owns the batches, the clock, and the turns in which dtypes, batches and numbers of workers are measured. Called by
+`vecd.workers.check.run`; each measurement runs in processes forked for it.
 """
 
 import re
+import statistics
 import time
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 
-from vecd.shm.card import ModelCard
-from vecd.workers.engine import Engine, PackedBatch
+from vecd.shm.batch_limits import FULL_BATCH_S, MAX_BATCH_TOKENS
+from vecd.shm.card import ModelCard, ModelError
+from vecd.workers.check.forks import in_workers
+from vecd.workers.check.order import Order
+from vecd.workers.engine import Engine, PackedBatch, ReportProgress
+from vecd.workers.engines.load import set_num_threads
+
+_ROUNDS = 5
+_SHORT_TOKENS, _LONG_TOKENS = 24, 256
+_LARGER_BATCHES = (4096, 8192)
+_MAX_SEQUENCES = 512
+_PILOT_TOKENS, _PILOT_S = 256, 0.1
+_USED_MEMORY = 0.8
 
 
-class Turn:
-    """Batches of the same lengths, one after the other. Side effect of making one: the engine has run the first."""
+@dataclass(frozen=True, slots=True, eq=False)
+class _Case:
+    """One thing to measure, in turns with others."""
 
-    def __init__(self, engine: Engine, card: ModelCard, lengths: list[int]) -> None:
-        """Random ids of the vocabulary: the words matter to no engine's speed."""
-        self._engine = engine
-        token_ids = np.random.default_rng(seed=0).integers(0, card.vocab_size, sum(lengths), dtype=np.int32)
-        self._batch = PackedBatch(np.array(lengths, dtype=np.int32), token_ids)
-        self._rows = np.zeros((len(lengths), card.dim), dtype=np.float32)
+    engine: Engine
+    text_tokens: int
+    lengths: tuple[int, ...]
+    batch_tokens: int
+    """The requested size of the batch; whole texts come close to it."""
+    num_workers: int = 1
+
+
+def measure(
+    order: Order,
+    served: Engine,
+    others: Mapping[str, Callable[[], Engine] | None],
+    room_mb: int,
+    report: ReportProgress,
+) -> dict[str, Any]:
+    """Measure the served engine and those of other dtypes, in turns, so that a disturbance affects all.
+
+    `others`: loads the engine of a dtype; None for one that the processor does not compute natively. `room_mb`: memory
+    for workers. Raises ModelError or WorkerDied when an engine cannot be measured.
+    """
+    engines, not_measured = [served], {}
+    if order.config.device != "cpu":
+        not_measured["others"] = "on GPUs the served type alone is measured"
+    for dtype, load in others.items():
+        report(f"loading the model in {dtype}")
+        other = "this processor does not compute it natively" if load is None else _other(dtype, load)
+        if isinstance(other, str):
+            not_measured[dtype] = other
+        else:
+            engines.append(other)
+    of_served, *of_others = [_cases(order, engine, may_be_larger=engine is served) for engine in engines]
+    private_mb = max(_turn(order, case, _PILOT_S)["private_mb"] for case in of_served)
+    last, cases = of_served[-1], [*of_served, *(case for cases in of_others for case in cases)]
+    if order.config.device == "cpu":
+        counts = [count for count in order.worker_counts if count * private_mb < _USED_MEMORY * room_mb]
+        cases += [replace(last, num_workers=count) for count in counts]
+    turn_s = order.seconds / _ROUNDS
+    turns: dict[_Case, list[dict[str, Any]]] = {case: [] for case in cases}
+    for number in range(_ROUNDS):
+        report(f"measuring, round {number + 1} of {_ROUNDS}")
+        for case in cases:
+            turns[case].append(_turn(order, case, turn_s))
+    alone = [_speed(case, turns[case]) for case in cases if case.num_workers == 1]
+    together = [_scaling(case, turns[case]) for case in cases if case.num_workers > 1]
+    return {
+        "speeds": alone,
+        "scaling": [_scaling(last, turns[last]), *together] if together else [],
+        "not_measured": not_measured,
+        "agreements": {engine.facts["dtype"]: engine.facts.get("agreement", {}) for engine in engines},
+        "num_rounds": _ROUNDS,
+        "turn_s": turn_s,
+    }
+
+
+def _other(dtype: str, load: Callable[[], Engine]) -> Engine | str:
+    """The engine of a dtype, or the reason why there is none."""
+    try:
+        engine = load()
+    except ModelError as error:
+        return str(error)
+    return engine if engine.facts["dtype"] == dtype else "; ".join(engine.warnings) or "the model has no path for it"
+
+
+def _cases(order: Order, engine: Engine, *, may_be_larger: bool) -> list[_Case]:
+    """Batches as they are served, for both lengths of text: at most what a quarter of a second computes. The served
+    type also gets larger ones with short texts if the worker is fast enough for them."""
+    cases = []
+    for text_tokens in sorted({min(_SHORT_TOKENS, order.max_tokens), min(_LONG_TOKENS, order.max_tokens)}):
+        pilot = _Case(engine, text_tokens, _lengths(text_tokens, _PILOT_TOKENS), _PILOT_TOKENS)
+        most = int(_turn(order, pilot, _PILOT_S)["tokens_per_s"] * FULL_BATCH_S)
+        sizes = [max(text_tokens, min(MAX_BATCH_TOKENS, most))]
+        if may_be_larger and text_tokens <= _SHORT_TOKENS:
+            sizes += [size for size in _LARGER_BATCHES if size <= most]
+        cases += [replace(pilot, lengths=_lengths(text_tokens, size), batch_tokens=size) for size in sizes]
+    return cases
+
+
+def _lengths(text_tokens: int, batch_tokens: int) -> tuple[int, ...]:
+    return (text_tokens,) * max(1, min(_MAX_SEQUENCES, batch_tokens // text_tokens))
+
+
+def _speed(case: _Case, results: list[dict[str, Any]]) -> dict[str, Any]:
+    rates = [result["tokens_per_s"] for result in results]
+    return {
+        "dtype": case.engine.facts["dtype"],
+        "path": case.engine.facts["path"],
+        "text_tokens": case.text_tokens,
+        "batch_tokens": case.batch_tokens,
+        "tokens_per_s": statistics.median(rates),
+        "lowest": min(rates),
+        "highest": max(rates),
+        "private_mb": max(result["private_mb"] for result in results),
+        "core_share": statistics.median(result["core_share"] for result in results),
+    }
+
+
+def _scaling(case: _Case, results: list[dict[str, Any]]) -> dict[str, Any]:
+    medians = {name: statistics.median(result[name] for result in results) for name in ("tokens_per_s", "core_share")}
+    return {"num_workers": case.num_workers, **medians}
+
+
+# --- one turn ---------------------------------------------------------------------------------------------------
+
+
+def _turn(order: Order, case: _Case, turn_s: float) -> dict[str, Any]:
+    """Compute batches for `turn_s` in all workers of a case at once: tokens per second of all together, the largest
+    private memory of one, and the smallest share of a core."""
+    config = order.config
+
+    def prepare() -> Callable[[], dict[str, Any]]:
+        set_num_threads(config)
+        batch, rows = _batch(config.card, case.lengths)
         _forget_peak()
-        engine.embed(self._batch, self._rows)
+        case.engine.embed(batch, rows)
+        return lambda: _run(case.engine, batch, rows, turn_s)
 
-    def run(self, turn_s: float) -> dict[str, Any]:
-        """At least one batch, and no other once `turn_s` have passed."""
-        num_batches, elapsed_s, started_at, processor_s = 0, 0.0, time.perf_counter(), time.process_time()
-        while elapsed_s < turn_s:
-            self._engine.embed(self._batch, self._rows)
-            num_batches += 1
-            elapsed_s = time.perf_counter() - started_at
-        return {
-            "tokens_per_s": num_batches * self._batch.token_ids.size / elapsed_s,
-            # Below 1 where others wanted the core, too.
-            "core_share": (time.process_time() - processor_s) / elapsed_s,
-            "private_mb": _peak_private_mb(),
-        }
+    results = in_workers(prepare, case.num_workers, may_fork=config.device == "cpu")
+    return {
+        "tokens_per_s": sum(result["tokens_per_s"] for result in results),
+        "core_share": min(result["core_share"] for result in results),
+        "private_mb": max(result["private_mb"] for result in results),
+    }
+
+
+def _batch(card: ModelCard, lengths: Sequence[int]) -> tuple[PackedBatch, Any]:
+    """Random ids of the vocabulary, which have no influence on speed, and rows for the vectors."""
+    token_ids = np.random.default_rng(seed=0).integers(0, card.vocab_size, sum(lengths), dtype=np.int32)
+    return PackedBatch(np.array(lengths, dtype=np.int32), token_ids), np.zeros((len(lengths), card.dim), np.float32)
+
+
+def _run(engine: Engine, batch: PackedBatch, rows: Any, turn_s: float) -> dict[str, Any]:
+    """At least one batch, and none is started after `turn_s`."""
+    num_batches, elapsed_s, started_at, processor_s = 0, 0.0, time.perf_counter(), time.process_time()
+    while elapsed_s < turn_s:
+        engine.embed(batch, rows)
+        num_batches += 1
+        elapsed_s = time.perf_counter() - started_at
+    return {
+        "tokens_per_s": num_batches * batch.token_ids.size / elapsed_s,
+        "core_share": (time.process_time() - processor_s) / elapsed_s,  # below 1 if other programs used the core
+        "private_mb": _peak_private_mb(),
+    }
 
 
 def pss_mb() -> int:
-    """This process's memory, a page that several processes share counted as a part."""
+    """This process's memory, where a page shared by several processes counts in part."""
     return _kilobytes(Path("/proc/self/smaps_rollup"), "Pss") // 1024
 
 
@@ -55,17 +190,16 @@ def _forget_peak() -> None:
 
 
 def _peak_private_mb() -> int:
-    """The most memory that was written by this process alone: what it has now, and what it has given back since."""
+    """The most memory that this process alone wrote: what it has now, and what it has returned since the peak."""
     status = Path("/proc/self/status")
-    given_back = max(0, _kilobytes(status, "VmHWM") - _kilobytes(status, "VmRSS"))
-    return (_kilobytes(Path("/proc/self/smaps_rollup"), "Private_Dirty") + given_back) // 1024
+    returned = max(0, _kilobytes(status, "VmHWM") - _kilobytes(status, "VmRSS"))
+    return (_kilobytes(Path("/proc/self/smaps_rollup"), "Private_Dirty") + returned) // 1024
 
 
 def _kilobytes(path: Path, name: str) -> int:
     """0 where the kernel does not say."""
     try:
-        text = path.read_text()
+        found = re.search(rf"^{name}:\s+(\d+) kB", path.read_text(), re.MULTILINE)
     except OSError:
         return 0
-    found = re.search(rf"^{name}:\s+(\d+) kB", text, re.MULTILINE)
     return int(found[1]) if found else 0

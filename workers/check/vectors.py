@@ -1,12 +1,11 @@
-"""What the served engine's vectors are compared with: the plain model's, and sentence-transformers'.
+"""The vectors that the served engine's are compared with: the reference model's, and sentence-transformers'.
 
-Owns both ways to such vectors, the comparison by length of text, and the look at weights that are no numbers. Judges by
-the bounds of `vecd.workers.engines.parity`. Called by `vecd.workers.check.orders`.
+Owns both sources of vectors, the comparison by length of text, and the search for weights that are not finite. The
+bounds are those of `vecd.workers.engines.parity`. Called by `vecd.workers.check.run`.
 """
 
 import warnings
-from collections.abc import Iterator, Sequence
-from dataclasses import replace
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -15,38 +14,53 @@ import torch
 from numpy.typing import NDArray
 from safetensors import safe_open
 
+from vecd.shm.batch_limits import MAX_BATCH_TOKENS
 from vecd.shm.card import ModelError
 from vecd.workers.config import WorkerConfig
-from vecd.workers.engine import PackedBatch
-from vecd.workers.engines.parity import Parity, compare, vectors_one_by_one
+from vecd.workers.engine import Engine, PackedBatch
+from vecd.workers.engines.parity import Parity, compare, vectors_of, vectors_one_by_one
 
 _LENGTH_STEPS = (16, 64, 256, 1024, 4096)
-"""Tokens up to which texts are counted together; the longest are by themselves."""
+"""Upper limits, in tokens, of the classes of lengths; longer texts are one more class."""
 
 _SCANNED_ELEMENTS = 1 << 24
-"""Of a tensor, at a time: looking takes a copy."""
+"""Elements of a tensor that are examined at a time, because that makes a copy."""
 
 
-def plain_vectors(config: WorkerConfig, dtype: str, sequences: list[list[int]]) -> NDArray[np.float32]:
-    """transformers' own modules, nothing packed and nothing padded. Raises ModelError."""
-    from vecd.workers.engines.torch.build import build_engine
-    from vecd.workers.engines.torch.loading import one_line
+def embed(engine: Engine, sequences: Sequence[list[int]], dim: int) -> NDArray[np.float32]:
+    """The engine's vectors, [B, dim], in batches of several lengths, as they are served: that is where paths fail."""
+    batches: list[list[list[int]]] = [[]]
+    for ids in sequences:
+        if batches[-1] and sum(map(len, batches[-1])) + len(ids) > MAX_BATCH_TOKENS:
+            batches.append([])
+        batches[-1].append(ids)
+    return np.concatenate([vectors_of(engine, _packed(batch), dim) for batch in batches])
 
-    torch.set_num_threads(config.num_threads)
+
+def _packed(sequences: Sequence[list[int]]) -> PackedBatch:
     lengths = np.array([len(ids) for ids in sequences], dtype=np.int32)
-    batch = PackedBatch(lengths, np.concatenate([np.array(ids, dtype=np.int32) for ids in sequences]))
+    return PackedBatch(lengths, np.concatenate([np.array(ids, dtype=np.int32) for ids in sequences]))
+
+
+def reference_model_vectors(config: WorkerConfig, dtype: str, sequences: Sequence[list[int]]) -> NDArray[np.float32]:
+    """The vectors of transformers' own modules, one sequence at a time. Raises ModelError."""
+    from vecd.workers.engines.torch.build import build_engine
+
     try:
-        engine = build_engine(replace(config, dtype=dtype), "padded", dtype)
-        return vectors_one_by_one(engine, batch, config.card.dim)
+        engine = build_engine(config, "padded", dtype)
+        return vectors_one_by_one(engine, _packed(sequences), config.card.dim)
     except ModelError:
         raise
-    except Exception as error:  # whatever a model raises
-        raise ModelError(f"{config.card.folder}: the plain model cannot be run: {one_line(error)}") from error
+    except Exception as error:  # a model may raise anything
+        why = f"{type(error).__name__}: {error}".splitlines()[0]
+        raise ModelError(f"{config.card.folder}: the reference model cannot be run: {why}") from error
 
 
-def reference_vectors(folder: str, max_tokens: int, texts: list[str]) -> NDArray[np.float32]:
-    """sentence-transformers' own, in float32 whatever is stored, on the processor, one text at a time. Runs no code of
-    the model's. Raises ModelError when it cannot load or run the model."""
+def sentence_transformers_vectors(folder: str, max_tokens: int, texts: Sequence[str], dim: int) -> NDArray[np.float32]:
+    """sentence-transformers' vectors, [B, dim], in float32 for any stored type, on the processor, one text at a time.
+
+    Runs no code of the model's. Raises ModelError when it cannot load or run the model, or has another dimension.
+    """
     warnings.simplefilter("ignore")
     try:
         from sentence_transformers import SentenceTransformer
@@ -59,51 +73,43 @@ def reference_vectors(folder: str, max_tokens: int, texts: list[str]) -> NDArray
             model_kwargs={"dtype": torch.float32},
         )
         model.max_seq_length = max_tokens
-        vectors = model.encode(texts, batch_size=1, convert_to_numpy=True, show_progress_bar=False)
-    except Exception as error:  # whatever it, transformers and the model raise
-        why = f"{type(error).__name__}: {error}".splitlines()[0]
-        raise ModelError(f"sentence-transformers cannot run the model: {why}") from error
+        vectors = model.encode(list(texts), batch_size=1, convert_to_numpy=True, show_progress_bar=False)
+    except Exception as error:  # the library, transformers and the model may raise anything
+        raise ModelError(f"it cannot run the model: {type(error).__name__}: {error}".splitlines()[0]) from error
+    if vectors.shape[1] != dim:
+        raise ModelError(f"its vectors have {vectors.shape[1]} dimensions, vecd's {dim}")
     return np.asarray(vectors, dtype=np.float32)
 
 
 def compare_by_length(
     ours: NDArray[np.float32], theirs: NDArray[np.float32], lengths: Sequence[int], dtype: str
 ) -> dict[str, Any]:
-    """Agreement of two sets of vectors, each [B, D], of all and of each class of lengths; `dtype` is what ours were
-    computed in, and sets the bounds."""
+    """Parity of two sets of vectors, each [B, D], for all texts and for each class of lengths. `dtype` is the type in
+    which ours were computed, and sets the bounds."""
+    tokens = np.asarray(lengths)
+    classes = np.searchsorted(_LENGTH_STEPS, tokens)
+    rows_by_class = [np.flatnonzero(classes == number) for number in np.unique(classes)]
     whole = compare(ours, theirs)
     return {
-        **_figures(whole, len(lengths), max(lengths)),
+        **_figures(whole, tokens),
         "is_within_bounds": whole.is_within_bounds(dtype),
-        "by_length": [
-            _figures(compare(ours[rows], theirs[rows]), rows.size, max(lengths[row] for row in rows))
-            for rows in _classes(np.asarray(lengths))
-        ],
+        "by_length": [_figures(compare(ours[rows], theirs[rows]), tokens[rows]) for rows in rows_by_class],
     }
 
 
-def _figures(parity: Parity, num_texts: int, longest: int) -> dict[str, Any]:
-    return {"num_texts": num_texts, "longest_tokens": longest, **parity.to_json()}
-
-
-def _classes(lengths: "NDArray[np.int64]") -> Iterator[NDArray[np.int64]]:
-    """The rows of each class that has any."""
-    classes = np.searchsorted(_LENGTH_STEPS, lengths)
-    for number in np.unique(classes):
-        yield np.flatnonzero(classes == number)
+def _figures(parity: Parity, lengths: NDArray[Any]) -> dict[str, Any]:
+    return {"num_texts": lengths.size, "longest_tokens": int(lengths.max()), **parity.to_json()}
 
 
 def find_not_finite(folders: Sequence[str]) -> list[str]:
-    """Names of the tensors in safetensors files that have nan or infinity in them, each with its file. Raises
-    ModelError."""
+    """The tensors in safetensors files that contain nan or infinity, as "file: name". Raises ModelError."""
     found: list[str] = []
-    for folder in folders:
-        for path in sorted(Path(folder).glob("*.safetensors")):
-            try:
-                with safe_open(path, framework="pt") as weights:
-                    found += [f"{path}: {name}" for name in weights.keys() if not _is_finite(weights.get_tensor(name))]  # noqa: SIM118
-            except Exception as error:  # SafetensorError, OSError, types that torch does not know
-                raise ModelError(f"{path}: cannot be read: {type(error).__name__}: {error}".splitlines()[0]) from error
+    for path in (path for folder in folders for path in sorted(Path(folder).glob("*.safetensors"))):
+        try:
+            with safe_open(path, framework="pt") as weights:
+                found += [f"{path}: {name}" for name in weights.keys() if not _is_finite(weights.get_tensor(name))]  # noqa: SIM118
+        except Exception as error:  # SafetensorError, OSError, types that torch does not know
+            raise ModelError(f"{path}: cannot be read: {type(error).__name__}: {error}".splitlines()[0]) from error
     return found
 
 

@@ -1,7 +1,7 @@
 """The engine without a model: vectors made from the token ids alone, to test everything but the vectors.
 
-Owns their definition, which tests may compute for themselves (`dummy_vectors`). Imports no torch, loads nothing,
-and is fast enough to show what the rest of the server costs.
+Owns the definition of these vectors, which tests can compute (`dummy_vectors`). Imports no torch, loads nothing, and is
+fast enough to show what the rest of the server costs.
 
 The vector of a sequence t[0] … t[n-1], all arithmetic modulo 2^64::
 
@@ -10,9 +10,9 @@ The vector of a sequence t[0] … t[n-1], all arithmetic modulo 2^64::
     x[j] = u[j] / 2^23 - 1                           in [-1, 1)
     v    = x / ‖x‖                                   in float64, then rounded to float32
 
-That is Output.VECTORS. UNNORMALIZED is x, rounded to float32, for a model whose last step is to normalize, and v for
-others. TOKENS has a row for each i: the v of t[0] … t[i] with H floats in the place of D, and zeros behind them; so the
-last is the sequence's vector where H is D.
+Output.VECTORS is v. UNNORMALIZED is x, rounded to float32, if the model's last step is to normalize, else v. TOKENS has
+a row for each i: the v of t[0] … t[i] with H floats instead of D, then zeros. If H is D, the last row is the sequence's
+vector.
 
 `mix` is the finalizer of SplitMix64. Source: Steele, Lea, Flood, "Fast splittable pseudorandom number generators",
 OOPSLA 2014.
@@ -32,13 +32,13 @@ _GOLDEN = np.uint64(0x9E3779B97F4A7C15)
 
 
 class DummyEngine:
-    """An engine of `dim` floats per vector, and of `hidden_size` per token; as many, if that is None."""
+    """An engine with `dim` floats per vector and `hidden_size` per token; None means `dim`."""
 
     def __init__(self, dim: int, hidden_size: int | None = None, *, is_normalized: bool = True) -> None:
         self._dim = dim
         self._hidden_size = dim if hidden_size is None else hidden_size
         self._is_normalized = is_normalized
-        self.facts: dict[str, Any] = {"dtype": "float32", "path": "weightless"}
+        self.facts: dict[str, Any] = {"dtype": "float32", "path": "dummy"}
         self.warnings: list[str] = []
         self.num_padding_tokens = 0
 
@@ -63,7 +63,7 @@ class DummyEngine:
             rows[at, made.shape[1] :] = 0
 
     def _rows_of(self, output: Output, batch: PackedBatch) -> NDArray[np.float32]:
-        """The rows of all sequences of a batch, as if each had asked for `output`."""
+        """The rows of all sequences of a batch, as if each had this output."""
         match output:
             case Output.TOKENS:
                 return dummy_states(batch, self._hidden_size)
@@ -74,12 +74,12 @@ class DummyEngine:
 
 
 def dummy_vectors(batch: PackedBatch, dim: int) -> NDArray[np.float32]:
-    """The vectors of a batch, float32 [B, dim], each of length 1, or 0 where it is [-1, …], which never happens."""
+    """The vectors of a batch, float32 [B, dim], each of length 1."""
     return _normalized(_floats(_hashes(batch), dim))
 
 
 def dummy_states(batch: PackedBatch, hidden_size: int) -> NDArray[np.float32]:
-    """The rows of all tokens of a batch, float32 [T, hidden_size], of the same lengths."""
+    """The rows of all tokens of a batch, float32 [T, hidden_size], each of length 1."""
     mixed, starts, lengths = _mixed(batch)
     sums = np.cumsum(mixed)
     before = np.repeat(sums[starts] - mixed[starts], lengths)
@@ -106,7 +106,7 @@ def _hashes(batch: PackedBatch) -> NDArray[np.uint64]:
 
 
 def _mixed(batch: PackedBatch) -> tuple[NDArray[np.uint64], NDArray[np.int64], NDArray[np.int64]]:
-    """What each token adds to the sums, shape [T]; where each sequence begins and how long it is, both [B]."""
+    """The addend of each token, shape [T]; the start and the length of each sequence, both [B]."""
     lengths = batch.lengths.astype(np.int64)
     starts = np.cumsum(lengths) - lengths
     places = (np.arange(batch.token_ids.size) - np.repeat(starts, lengths) + 1).astype(np.uint64)

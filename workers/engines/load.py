@@ -1,66 +1,85 @@
-"""From a configuration to the engine that was chosen for it, now or at an earlier start.
+"""Loads the engine of a worker's configuration, with the selection made now or at an earlier start.
 
-Owns the order: recall, build, check, and only where that does not give an engine: choose and remember. Called by
-`vecd.workers.engine`.
+Owns the order: recall a selection, build its engine, check it with short probes; if that gives no engine, select anew
+and remember. Imports torch only for a configuration with a model. Called by `vecd.workers.process.main`,
+`vecd.workers.process.forkserver` and `vecd.workers.check`.
 """
 
 import logging
 from collections.abc import Callable
 from typing import TypeAlias
 
-import torch
-
 from vecd.shm.card import ModelError
 from vecd.workers.config import WorkerConfig
-from vecd.workers.engine import Report
+from vecd.workers.engine import Engine, ReportProgress
+from vecd.workers.engines.dummy import DummyEngine
 from vecd.workers.engines.parity import compare, short_probes, vectors_of
 from vecd.workers.engines.selection_cache import Selection, forget, recall, remember
-from vecd.workers.engines.torch.build import build_engine
-from vecd.workers.engines.torch.transformer import TransformerEngine
 
 log = logging.getLogger("vecd.engine")
 
-ChooseElsewhere: TypeAlias = Callable[[Report], Selection]
-"""Makes the choice in another process. Raises ModelError."""
+SelectElsewhere: TypeAlias = Callable[[ReportProgress], Selection]
+"""Makes the selection in another process. Raises ModelError."""
 
 
-def load_chosen_engine(
-    config: WorkerConfig, report: Report, choose_elsewhere: ChooseElsewhere | None
-) -> TransformerEngine:
-    """See `vecd.workers.engine.load_engine`."""
-    torch.set_num_threads(config.num_threads)
-    choice = recall(config)
-    if choice is not None:
+def load_engine(
+    config: WorkerConfig, report: ReportProgress, select_elsewhere: SelectElsewhere | None = None
+) -> Engine:
+    """Build the engine of `config`, warm and compared with the reference model.
+
+    The comparison is remembered in `config.cache_folder`; a remembered one is checked again with short probes. A new
+    comparison runs in `select_elsewhere`, or in this process if that is None.
+
+    Side effect: sets torch's number of threads. Raises ModelError when the model cannot be loaded, or cannot run the
+    way `config` requires.
+    """
+    if config.is_dummy:
+        report("making a dummy engine")
+        card = config.card
+        return DummyEngine(card.dim, card.hidden_size, is_normalized=card.is_normalized)
+    set_num_threads(config)
+    selection = recall(config)
+    if selection is not None:
         try:
-            return _built(config, choice, report)
-        except Exception as error:  # whatever became of the files, choosing anew says it better
-            log.warning("the engine that was chosen earlier is chosen anew: %s: %s", type(error).__name__, error)
+            return _build(config, selection, report)
+        except Exception as error:  # whatever happened to the files, a new selection reports it better
+            log.warning("the engine is selected anew: %s: %s", type(error).__name__, error)
             forget(config)
-    if choose_elsewhere is not None:
-        choice = choose_elsewhere(report)
-        engine = _built(config, choice, report)
+    if select_elsewhere is not None:
+        selection = select_elsewhere(report)
+        engine = _build(config, selection, report)
     else:
-        from vecd.workers.engines.selection import choose  # imports transformers
+        from vecd.workers.engines.torch.selection import select  # imports transformers
 
-        choice, engine = choose(config, report)
-        _describe(engine, choice)
-    remember(config, choice)
+        selection, engine = select(config, report)
+        _describe(engine, selection)
+    remember(config, selection)
     return engine
 
 
-def _built(config: WorkerConfig, choice: Selection, report: Report) -> TransformerEngine:
-    """The engine of a choice, warm. Raises ModelError when its vectors are not what they were."""
-    report(f"loading weights for {choice.path} {choice.dtype}")
-    engine = build_engine(config, choice.path, choice.dtype)
+def set_num_threads(config: WorkerConfig) -> None:
+    """Set the threads of one forward pass; also used in a process that was forked after the engine was loaded."""
+    if not config.is_dummy:
+        import torch
+
+        torch.set_num_threads(config.num_threads)
+
+
+def _build(config: WorkerConfig, selection: Selection, report: ReportProgress) -> Engine:
+    """The engine of a selection, warm. Raises ModelError when its vectors are not those of the selection."""
+    from vecd.workers.engines.torch.build import build_engine
+
+    report(f"loading weights for {selection.path} {selection.dtype}")
+    engine = build_engine(config, selection.path, selection.dtype)
     probes = short_probes(config.card)
     vectors = vectors_of(engine, probes, config.card.dim)
-    parity = compare(vectors, choice.plain[: probes.lengths.size])
-    if not parity.is_within_bounds(choice.dtype):
-        raise ModelError(f"{config.card.folder}: the vectors are not the plain model's any more: {parity}")
-    _describe(engine, choice)
+    parity = compare(vectors, selection.reference[: probes.lengths.size])
+    if not parity.is_within_bounds(selection.dtype):
+        raise ModelError(f"{config.card.folder}: the vectors are not the reference model's any more: {parity}")
+    _describe(engine, selection)
     return engine
 
 
-def _describe(engine: TransformerEngine, choice: Selection) -> None:
-    engine.facts["agreement"] = choice.parity
-    engine.warnings = list(choice.warnings)
+def _describe(engine: Engine, selection: Selection) -> None:
+    engine.facts["agreement"] = selection.parity
+    engine.warnings = list(selection.warnings)

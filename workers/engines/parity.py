@@ -1,10 +1,10 @@
-"""Whether an engine gives the vectors of the plain model.
+"""Parity: whether an engine gives the vectors of the reference model.
 
-Owns the probe sequences, the two figures they are compared by, and the bounds. Knows no engine's inside. Called by
-`vecd.workers.engines.selection` for all probes, once for each model, version and processor, and by
+Owns the probe sequences, the two figures of the comparison, and the bounds. Knows no engine. Called by
+`vecd.workers.engines.torch.selection` for all probes, once for each model, version and processor, and by
 `vecd.workers.engines.load` for the short ones at every start.
 
-The plain model is transformers' own modules on one sequence at a time: nothing packed, nothing padded, no neighbour.
+The reference model is transformers' own modules on one sequence at a time, without packing, padding or neighbours.
 """
 
 import math
@@ -18,34 +18,35 @@ from vecd.shm.card import ModelCard
 from vecd.workers.engine import Engine, PackedBatch
 
 _MAX_ABS_DIFF = 1e-5
-"""Of float32: what rounding alone may do to an element, as a fraction of the largest where that is beyond 1.
-Measured on all-MiniLM-L6-v2, packed: 1.5e-7."""
+"""For float32: the largest difference of an element that rounding may cause, relative to the largest element if that is
+beyond 1. Measured on all-MiniLM-L6-v2, packed: 1.5e-7."""
 
 _MIN_COSINE = {"bfloat16": 0.998, "float16": 0.998, "int8": 0.99}
 """Measured on all-MiniLM-L6-v2, bfloat16 against float32: 0.9989 at worst, typically 0.9998."""
 
-# Most paths that go wrong do so at a border, at a length, or in an order, and short sequences show it as well as long
-# ones: 392 tokens in all, 60 ms on a core for all-MiniLM-L6-v2. Unsorted, with twins, whose borders are inside a run.
+# Most wrong paths fail at a border, at a length, or in an order, and short sequences show that as well as long ones:
+# 136 tokens in all; 392 took 60 ms on a core for all-MiniLM-L6-v2. Unsorted, and with equal lengths, which have a
+# border inside a run.
 _SHORT_LENGTHS = (5, 1, 34, 3, 13, 1, 55, 2, 5, 8, 3, 6)
-# And those behind a threshold of an engine, or of a model with windows.
+# Beyond the thresholds of engines, and of models with windows.
 _LONG_LENGTHS = (256, 170)
 
 _LONGEST_COST = 1e12
-"""Products of weights that the longest probe may take: some 20 s on a core. 2,000 tokens of a model with 250 million
-parameters; models of billions are compared up to 256 tokens, whatever they take."""
+"""Multiplications by weights that the longest probe may take: some 20 s on a core. 2,000 tokens of a model with 250
+million parameters. Models of billions are compared up to 256 tokens, however long it takes."""
 
 
 @dataclass(frozen=True, slots=True)
 class Parity:
-    """How far vectors are from the plain ones, at worst. Not finite when a vector is not."""
+    """The largest distances of vectors from the reference vectors. Not finite if a vector is not."""
 
     max_abs_diff: float
     min_cosine: float
     scale: float
-    """The largest absolute element of the plain vectors."""
+    """The largest absolute element of the reference vectors."""
 
     def is_within_bounds(self, dtype: str) -> bool:
-        """Whether vectors computed in `dtype` are to be trusted. What is not finite never is."""
+        """Whether the figures are within the bounds for vectors computed in `dtype`. False if they are not finite."""
         if not math.isfinite(self.max_abs_diff):
             return False
         if dtype == "float32":
@@ -60,7 +61,7 @@ class Parity:
 
 
 def all_probes(card: ModelCard, num_parameters: int) -> PackedBatch:
-    """The same sequences every time: random ids of the vocabulary, from 1 token to the longest that is affordable.
+    """Random ids of the vocabulary, the same at every call, from 1 token to the longest affordable length.
 
     The first of them are `short_probes`.
     """
@@ -69,7 +70,7 @@ def all_probes(card: ModelCard, num_parameters: int) -> PackedBatch:
 
 
 def short_probes(card: ModelCard) -> PackedBatch:
-    """Those of at most 55 tokens."""
+    """The probes of at most 55 tokens."""
     return _probes(card, _SHORT_LENGTHS)
 
 
@@ -80,14 +81,14 @@ def _probes(card: ModelCard, wanted_lengths: tuple[int, ...]) -> PackedBatch:
 
 
 def vectors_of(engine: Engine, batch: PackedBatch, dim: int) -> NDArray[np.float32]:
-    """What `engine` makes of `batch`, float32 [`batch.num_rows`, dim]. Raises what the engine raises."""
+    """The engine's rows for `batch`, float32 [`batch.num_rows`, dim]. Raises what the engine raises."""
     rows = np.full((batch.num_rows, dim), np.nan, dtype=np.float32)
     engine.embed(batch, rows)
     return rows
 
 
 def vectors_one_by_one(engine: Engine, batch: PackedBatch, dim: int) -> NDArray[np.float32]:
-    """The same, each sequence in a batch of its own."""
+    """Like `vectors_of`, with each sequence in a batch of its own."""
     ends = np.cumsum(batch.lengths)
     sequences = np.split(batch.token_ids, ends[:-1])
     return np.concatenate(
@@ -95,14 +96,14 @@ def vectors_one_by_one(engine: Engine, batch: PackedBatch, dim: int) -> NDArray[
     )
 
 
-def compare(vectors: NDArray[np.float32], plain: NDArray[np.float32]) -> Parity:
+def compare(vectors: NDArray[np.float32], reference: NDArray[np.float32]) -> Parity:
     """Compare two sets of vectors, each [B, D], row by row."""
-    ours, theirs = vectors.astype(np.float64), plain.astype(np.float64)
+    ours, theirs = vectors.astype(np.float64), reference.astype(np.float64)
     with np.errstate(invalid="ignore", divide="ignore"):
         differences = np.abs(ours - theirs)
         norms = np.linalg.norm(ours, axis=1) * np.linalg.norm(theirs, axis=1)
         cosines = np.einsum("bd,bd->b", ours, theirs) / norms
-    # A zero vector has no direction; two of them agree all the same.
+    # A zero vector has no direction, but two zero vectors are equal.
     cosines[differences.max(axis=1) == 0] = 1.0
     return Parity(
         max_abs_diff=float(differences.max()),

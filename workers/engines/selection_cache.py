@@ -1,14 +1,14 @@
-"""The choice of an engine, and the memory of it: what was compared once need not be compared at every start.
+"""The selection of an engine, and its cache: a comparison made once is not repeated at every start.
 
-Owns `Selection` and its file in the cache folder. A choice holds for one set of model files, one version of this code
-and of what it stands on, one processor or accelerator, and one set of wishes; anything else is another file. Imports no
-torch, because the fork server asks here whether it needs to choose at all. Called by `vecd.workers.engines.load` and
-`vecd.workers.process.forkserver`.
+Owns `Selection` and its file in the cache directory. A selection holds for one set of model files, one version of this
+code and its libraries, one processor or accelerator, and one set of requested settings; anything else is another file.
+Imports no torch, because the fork server looks here to decide whether a comparison is needed. Called by
+`vecd.workers.engines.load` and `vecd.workers.process.forkserver`.
 
-    <cache folder>/engines/<key>.json     made by a rename, so that nobody reads half of one
+    <cache directory>/engines/<key>.json     written by a rename, so no reader sees half a file
 
-The vectors of the plain model are part of it: each start computes a few of them again (`vecd.workers.engines.parity`),
-so that a memory that is wrong, for whatever reason, costs a second and never a vector.
+A selection holds the reference model's vectors. Each start computes a few of them again
+(`vecd.workers.engines.parity`), so a wrong cache entry costs a second and never gives a wrong vector.
 """
 
 import base64
@@ -17,7 +17,6 @@ import json
 import logging
 import os
 import platform
-import re
 import tempfile
 from collections.abc import Iterator
 from contextlib import suppress
@@ -30,27 +29,28 @@ import numpy as np
 from numpy.typing import NDArray
 
 from vecd.workers.config import WorkerConfig
+from vecd.workers.processor import cpuinfo
 
-log = logging.getLogger("vecd.choices")
+log = logging.getLogger("vecd.selection")
 
 _FORMAT = 1
 _LIBRARIES = ("torch", "transformers", "safetensors", "numpy")
-# What libraries read that decides which instructions they use.
+# The variables by which libraries decide which instructions they use.
 _VARIABLES = ("ATEN_CPU_CAPABILITY", "ONEDNN_MAX_CPU_ISA", "DNNL_MAX_CPU_ISA", "MKL_ENABLE_INSTRUCTIONS")
 
 
 @dataclass(frozen=True, slots=True)
 class Selection:
-    """Which engine a model gets, and how far it was from the plain model."""
+    """The engine that a model gets, and its parity with the reference model."""
 
     path: str
     dtype: str
     parity: dict[str, Any]
-    """`vecd.workers.engines.parity.Agreement` as JSON values."""
-    plain: NDArray[np.float32]
-    """The plain model's vectors of all probes, [P, D]."""
+    """`vecd.workers.engines.parity.Parity` as JSON values."""
+    reference: NDArray[np.float32]
+    """The reference model's vectors of all probes, [P, D]."""
     warnings: list[str] = field(default_factory=list)
-    """What was tried before and refused, one line each."""
+    """The paths and dtypes that were tried before and refused, one line each."""
 
     def to_json(self) -> dict[str, Any]:
         return {
@@ -58,25 +58,25 @@ class Selection:
             "dtype": self.dtype,
             "agreement": self.parity,
             "warnings": self.warnings,
-            "shape": list(self.plain.shape),
-            "plain": base64.b64encode(self.plain.astype("<f4").tobytes()).decode(),
+            "shape": list(self.reference.shape),
+            "reference": base64.b64encode(self.reference.astype("<f4").tobytes()).decode(),
         }
 
     @classmethod
     def from_json(cls, fields: dict[str, Any]) -> "Selection":
-        """Raises KeyError, TypeError or ValueError for anything but what `to_json` gave."""
-        plain = np.frombuffer(base64.b64decode(fields["plain"]), dtype="<f4").reshape(fields["shape"])
+        """Raises KeyError, TypeError or ValueError for fields that are not from `to_json`."""
+        reference = np.frombuffer(base64.b64decode(fields["reference"]), dtype="<f4").reshape(fields["shape"])
         return cls(
             path=str(fields["path"]),
             dtype=str(fields["dtype"]),
             parity=dict(fields["agreement"]),
-            plain=plain.astype(np.float32),
+            reference=reference.astype(np.float32),
             warnings=list(fields["warnings"]),
         )
 
 
 def recall(config: WorkerConfig) -> Selection | None:
-    """The choice made earlier under the same conditions, if it is remembered."""
+    """The selection made earlier under the same conditions; None if there is none."""
     path = _file(config)
     try:
         return Selection.from_json(json.loads(path.read_text())) if path else None
@@ -84,12 +84,12 @@ def recall(config: WorkerConfig) -> Selection | None:
         return None
     except (OSError, KeyError, TypeError, ValueError, RecursionError) as error:
         log.warning("%s cannot be read and is made anew: %s: %s", path, type(error).__name__, error)
-        forget(config)  # or the next look would warn again
+        forget(config)  # otherwise the next call would warn again
         return None
 
 
-def remember(config: WorkerConfig, choice: Selection) -> None:
-    """Write the choice down; where that cannot be done it is made again at each start, and the log says so."""
+def remember(config: WorkerConfig, selection: Selection) -> None:
+    """Write the selection to the cache. If that fails, log a warning; each start then compares again."""
     path = _file(config)
     if path is None:
         return
@@ -97,14 +97,14 @@ def remember(config: WorkerConfig, choice: Selection) -> None:
         path.parent.mkdir(parents=True, exist_ok=True)
         with tempfile.NamedTemporaryFile("w", dir=path.parent, prefix=".", delete=False) as file:
             try:
-                json.dump(choice.to_json(), file)
+                json.dump(selection.to_json(), file)
                 file.flush()
                 os.replace(file.name, path)
             except OSError:
                 os.unlink(file.name)
                 raise
     except OSError as error:
-        log.warning("the choice of an engine cannot be remembered: %s", error)
+        log.warning("the selection of an engine cannot be remembered: %s", error)
 
 
 def forget(config: WorkerConfig) -> None:
@@ -118,7 +118,7 @@ def forget(config: WorkerConfig) -> None:
 
 
 def _file(config: WorkerConfig) -> Path | None:
-    """None without a cache folder, or when the model's files cannot be looked at."""
+    """None without a cache directory, or when the model's files cannot be examined."""
     if not config.cache_folder:
         return None
     try:
@@ -129,12 +129,12 @@ def _file(config: WorkerConfig) -> Path | None:
 
 
 def _conditions(config: WorkerConfig) -> dict[str, Any]:
-    """Everything that an agreement depends on."""
+    """Everything that parity depends on."""
     return {
         "format": _FORMAT,
         "model": list(_stamps(config)),
         "card": config.card.to_json(),
-        "wishes": [config.engine, config.dtype, config.device.partition(":")[0]],
+        "requested": [config.engine, config.dtype, config.device.partition(":")[0]],
         "device": _device_name(config.device),
         "code": _digest_of_code(),
         "libraries": {name: metadata.version(name) for name in _LIBRARIES},
@@ -143,10 +143,9 @@ def _conditions(config: WorkerConfig) -> dict[str, Any]:
 
 
 def _stamps(config: WorkerConfig) -> Iterator[list[Any]]:
-    """What changes when a file does, without reading it: weights may have gigabytes.
+    """Values that change when a file changes, without reading it, because weights may have gigabytes.
 
-    The time of the last change of the inode cannot be set by hand, unlike the time of modification, which image
-    builders set to a constant.
+    The inode's change time cannot be set by a program. The modification time can: image builders set it to a constant.
     """
     folders = {config.card.folder, config.card.weights_folder}
     folders |= {str(Path(config.card.folder) / step.path) for step in config.card.steps if step.path}
@@ -157,7 +156,8 @@ def _stamps(config: WorkerConfig) -> Iterator[list[Any]]:
 
 
 def _digest_of_code() -> str:
-    """Of this package's sources: an engine that was changed is another one. Empty where there are no sources."""
+    """A digest of this package's sources and vecd's version, because a changed engine needs a new comparison. Only the
+    version counts where there are no sources."""
     digest = hashlib.sha256()
     folder = Path(__file__).parents[1]
     for path in sorted(folder.rglob("*.py")):
@@ -171,9 +171,4 @@ def _device_name(device: str) -> str:
         import torch
 
         return str(torch.cuda.get_device_properties(device))
-    try:
-        cpuinfo = Path("/proc/cpuinfo").read_text()
-    except OSError:
-        return platform.processor()
-    found = [re.search(rf"^{key}\s*:\s*(.*)$", cpuinfo, re.MULTILINE) for key in ("model name", "(?:flags|Features)")]
-    return " ".join(line[1] for line in found if line)
+    return f"{cpuinfo('model name') or platform.processor()} {cpuinfo('flags|Features')}"

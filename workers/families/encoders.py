@@ -1,7 +1,7 @@
 """The families that the fused path computes, as data: what differs between them, and the names of their tensors.
 
-They are one architecture: BERT's post-LayerNorm encoder. Whether a model of theirs is computed right is not taken from
-this table, but from the comparison with the plain model (`vecd.workers.engines.parity`). Read by
+All are one architecture: BERT's post-LayerNorm encoder. The comparison with the reference model
+(`vecd.workers.engines.parity`) shows whether a model is computed correctly. Read by
 `vecd.workers.engines.torch.fused`.
 
 Source of the names: the checkpoints themselves, as saved by transformers.
@@ -13,10 +13,10 @@ from types import MappingProxyType
 
 @dataclass(frozen=True, slots=True)
 class Family:
-    """Tensor names are without ".weight" and ".bias"; those of a layer are relative to it."""
+    """Names of tensors, without ".weight" and ".bias". Names in a layer are relative to it."""
 
     prefixes: tuple[str, ...]
-    """Where the names may begin; heads that a model was trained with put the encoder one level down."""
+    """Possible prefixes of the names; training heads put the encoder one level down."""
     layer: str = "encoder.layer.{}."
     query: str = "attention.self.query"
     key: str = "attention.self.key"
@@ -27,11 +27,11 @@ class Family:
     down: str = "output.dense"
     norm: str = "output.LayerNorm"
     has_token_types: bool = True
-    """Every token is of type 0: a sentence alone."""
+    """Every token has type 0, as in a single sentence."""
     positions_after: str | int | None = None
     """The padding id after which positions begin, or the setting that holds it; None: positions begin at 0."""
     distance_bias: str | None = None
-    """The table of a bias for how far two tokens are apart, the same in every layer."""
+    """The table of a bias by the distance of two tokens, the same in every layer."""
     num_layers: str = "num_hidden_layers"
     num_heads: str = "num_attention_heads"
     activation: str = "hidden_act"

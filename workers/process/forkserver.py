@@ -1,15 +1,15 @@
-"""The process that workers are forked from: it has imported torch, and loaded the engine that they share.
+"""The process that workers are forked from. It has imported torch and loaded the engine that they share.
 
-Owns the forks, their pidfds and their reaping. Starts no thread: a thread pool does not survive a fork, and a CUDA
-context neither, so an engine for an accelerator is left to the workers. Started by the supervisor as a program of its
-own, with OMP_NUM_THREADS=1 and the like, because neither importing nor computing must start threads. Ends when the
-supervisor is gone, and its workers with it.
+Owns the forks, their pidfds and their reaping. Starts no thread, because a thread pool does not survive a fork; a CUDA
+context does not survive it either, so each worker loads an engine for an accelerator by itself. The supervisor starts
+this process as a program of its own, with OMP_NUM_THREADS=1 and the like, because neither an import nor a computation
+may start threads. It ends when the supervisor ends, and its workers end with it.
 
-What is loaded before the fork, weights laid out anew or cast among it, is in memory once, however many workers there
-are: docs/adr/0007-engine-before-fork.md.
+Memory filled before the fork, such as prepacked or cast weights, exists once for all workers
+(docs/adr/0007-engine-before-fork.md).
 
-Why not multiprocessing's forkserver: its listening socket is a file in /tmp that a kill -9 leaves behind, and it
-imports the supervisor's program again.
+multiprocessing's forkserver is not used: kill -9 leaves its listening socket in /tmp, and it imports the supervisor's
+program again.
 """
 
 import gc
@@ -41,11 +41,12 @@ from vecd.shm.control import (
 )
 from vecd.shm.wire import Incarnation
 from vecd.workers.config import WorkerConfig
-from vecd.workers.engine import Engine, Report, load_engine
+from vecd.workers.engine import Engine, ReportProgress
+from vecd.workers.engines.load import load_engine
 from vecd.workers.engines.selection_cache import Selection, recall
-from vecd.workers.engines.selection_process import SelectionProcess
 from vecd.workers.process import main
 from vecd.workers.process.kernel import die_with_parent, leave_no_core, num_threads, set_process_name, trace_crashes
+from vecd.workers.process.selection_process import SelectionProcess
 
 log = logging.getLogger("vecd.forkserver")
 
@@ -53,8 +54,8 @@ log = logging.getLogger("vecd.forkserver")
 def serve(channel: Channel) -> int:
     """Fork workers until the supervisor closes the channel or dies; returns the exit code.
 
-    Side effects on the process: it dies with its parent, once it has been told who that is; name, logging, no core
-    files, SIGINT, SIGTERM and SIGHUP ignored, SIGCHLD handled.
+    Side effects on the process: it dies with its parent, once a message has named that; name, logging, no core files,
+    SIGINT, SIGTERM and SIGHUP ignored, SIGCHLD handled.
     """
     set_process_name("vecd-forkserver")
     for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
@@ -78,7 +79,7 @@ def _start(channel: Channel) -> int:
     start, _ = received
     assert isinstance(start, ForkServerStart), start
     logs.change(start.log_level, start.log_format)
-    # Loading takes long, and nobody looks at the channel meanwhile.
+    # Loading takes long, and the channel is not read during it.
     if not die_with_parent(start.parent_pid):
         return main.EXIT_OK
     try:
@@ -89,7 +90,7 @@ def _start(channel: Channel) -> int:
     if not _is_single_threaded():
         channel.send(ChildFailed(f"loading {', '.join(modules)} started threads, which a fork would lose"))
         return main.EXIT_COULD_NOT_START
-    # What is frozen is never looked at by a child's garbage collector, whose marks would copy every page.
+    # A child's garbage collector skips frozen objects; its marks would copy every page.
     gc.collect()
     gc.freeze()
     server = _ForkServer(channel, engine)
@@ -98,7 +99,7 @@ def _start(channel: Channel) -> int:
 
 
 def _is_single_threaded() -> bool:
-    """Whether only this thread is left; transformers does not wait for the end of those that it loaded with."""
+    """Whether only this thread is left. Waits, because transformers does not join the threads that load weights."""
     deadline = time.monotonic() + _THREADS_TIMEOUT_S
     while num_threads() != 1:
         if time.monotonic() >= deadline:
@@ -110,24 +111,24 @@ def _is_single_threaded() -> bool:
 _THREADS_TIMEOUT_S = 1.0
 
 
-def _load(start: ForkServerStart, report: Report) -> tuple[list[str], Engine | None]:
-    """The modules that could be imported, and the engine that the workers share. Raises ModelError."""
+def _load(start: ForkServerStart, report: ReportProgress) -> tuple[list[str], Engine | None]:
+    """The imported modules, and the engine that the workers share. Raises ModelError."""
     if start.config is None:
         return _import(start.modules), None
     config = WorkerConfig.from_json({**start.config, "num_threads": 1})
     with ExitStack() as stack:
 
-        def begin() -> SelectionProcess:
+        def start_selection() -> SelectionProcess:
             return stack.enter_context(SelectionProcess(start.choose_command, config))
 
-        # Begun first: it takes longer than importing does. In vain if another server remembers its choice meanwhile.
-        begun = begin() if recall(config) is None else None
+        # Started before the imports, because it takes longer. Not needed if another server remembers one meanwhile.
+        process = start_selection() if recall(config) is None else None
         modules = _import(start.modules)
 
-        def choose(report: Report) -> Selection:
-            return (begun or begin()).result(report)
+        def select(report: ReportProgress) -> Selection:
+            return (process or start_selection()).result(report)
 
-        return modules, load_engine(config, report, choose)
+        return modules, load_engine(config, report, select)
 
 
 def _import(modules: list[str]) -> list[str]:
@@ -137,14 +138,14 @@ def _import(modules: list[str]) -> list[str]:
 def _can_import(name: str) -> bool:
     try:
         importlib.import_module(name)
-    except Exception as error:  # an import may raise anything; workers try again, and then it matters
+    except Exception as error:  # an import may raise anything; if a worker needs it, the worker's error ends its start
         log.warning("%s cannot be imported: %s: %s", name, type(error).__name__, error)
         return False
     return True
 
 
 class _ForkServer:
-    """Side effect of making one: SIGCHLD is handled."""
+    """Side effect of construction: SIGCHLD is handled."""
 
     def __init__(self, channel: Channel, engine: Engine | None) -> None:
         self._channel = channel
@@ -164,17 +165,17 @@ class _ForkServer:
                 received = self._channel.receive(0)
                 if received is None:
                     return main.EXIT_OK
-                self._obey(*received)
+                self._handle(*received)
 
     def _watch_children(self) -> None:
-        """SIGCHLD becomes readable: the C handler writes to the wake-up descriptor, the Python one does nothing."""
+        """Make SIGCHLD readable: the C handler writes to the wake-up descriptor; the Python handler does nothing."""
         self._woken.setblocking(False)
         self._wake.setblocking(False)
         signal.set_wakeup_fd(self._wake.fileno(), warn_on_full_buffer=False)
         signal.signal(signal.SIGCHLD, lambda *_: None)
         self._selector.register(self._woken, selectors.EVENT_READ)
 
-    def _obey(self, message: Message, fds: list[int]) -> None:
+    def _handle(self, message: Message, fds: list[int]) -> None:
         try:
             match message, fds:
                 case ForkWorker(), [_, _, _, *_]:
@@ -191,31 +192,31 @@ class _ForkServer:
             assert num_threads() == 1, "a thread would be lost in the fork, with whatever lock it holds"
             pid = os.fork()
         except OSError as error:  # too many processes or open files, too little memory
-            self._tell_fork_failed(order, error)
+            self._report_fork_failed(order, error)
             return
         if pid == 0:
             self._become_worker(order, fds, parent_pid)
-        # Nobody but us reaps it, and not before the next turn: the pid cannot be another process's yet.
+        # Only this process reaps it, and not before the next pass of the loop: the pid is still this child's.
         try:
             pidfd = os.pidfd_open(pid)
         except OSError as error:  # no descriptor left
-            os.kill(pid, signal.SIGKILL)  # nobody could watch it
-            self._tell_fork_failed(order, error)
+            os.kill(pid, signal.SIGKILL)  # it could not be watched
+            self._report_fork_failed(order, error)
             return
         try:
             self._channel.send(WorkerForked(order.worker, order.life, pid), [pidfd])
         finally:
             os.close(pidfd)
 
-    def _tell_fork_failed(self, order: ForkWorker, error: OSError) -> None:
+    def _report_fork_failed(self, order: ForkWorker, error: OSError) -> None:
         log.error("worker %d cannot be forked: %s", order.worker, error)
         self._channel.send(ForkFailed(order.worker, order.life, str(error)))
 
     def _become_worker(self, order: ForkWorker, fds: list[int], parent_pid: int) -> NoReturn:
-        """In the child: leave the fork server behind, live, and leave without its clean-up."""
+        """In the child: close the fork server's descriptors, run the worker, and exit without the parent's clean-up."""
         code = main.EXIT_INTERNAL_ERROR
         try:
-            self._leave_behind()
+            self._close_in_child()
             control_fd, arena_fd, *address_fds = fds
             code = main.run(
                 WorkerConfig.from_json(order.config),
@@ -229,9 +230,9 @@ class _ForkServer:
         except BaseException:
             traceback.print_exc()
         finally:
-            _leave(code)
+            _exit(code)
 
-    def _leave_behind(self) -> None:
+    def _close_in_child(self) -> None:
         signal.set_wakeup_fd(-1)
         signal.signal(signal.SIGCHLD, signal.SIG_DFL)
         self._selector.close()
@@ -240,7 +241,7 @@ class _ForkServer:
         self._wake.close()
 
     def _reap(self) -> None:
-        """Report every child that has ended; one signal may stand for several."""
+        """Report every child that has ended. One signal may mean several children."""
         while True:
             try:
                 pid, status = os.waitpid(-1, os.WNOHANG)
@@ -251,7 +252,7 @@ class _ForkServer:
             self._channel.send(WorkerExited(pid, os.waitstatus_to_exitcode(status)))
 
 
-def _leave(code: int) -> NoReturn:
+def _exit(code: int) -> NoReturn:
     try:
         logging.shutdown()
         sys.stdout.flush()

@@ -1,8 +1,7 @@
-"""What a process asks of the kernel about itself: to die with its parent, a name, to be first when memory runs out; and
-what it writes when it is made to crash.
+"""Requests of a process to the kernel about itself: death with its parent, name, memory priority, core files, crashes.
 
-Owns the calls into libc and /proc, and the words for how a process ended. Called by every process but the gateway.
-Linux only.
+Owns the calls into libc and /proc, and the description of how a process ended. Called by every process except the
+gateway. Linux only.
 """
 
 import ctypes
@@ -20,11 +19,11 @@ from pathlib import Path
 _PR_SET_PDEATHSIG, _PR_SET_NAME, _PR_SET_CHILD_SUBREAPER = 1, 15, 36
 
 _OOM_SCORE = 500
-"""Of -1000 … 1000: a worker is replaced in a second, the gateway holds everybody's requests."""
+"""In -1000 … 1000. A worker is replaced in a second, whereas the gateway holds all requests."""
 
 
 def die_with_parent(parent_pid: int) -> bool:
-    """Be killed when the parent dies, however it dies. False when it is dead already: then nobody will.
+    """Have the kernel kill this process when its parent dies. False if the parent is dead already.
 
     The kernel sends the signal when the parent's *thread* that forked ends; the fork server has only one.
     """
@@ -33,15 +32,15 @@ def die_with_parent(parent_pid: int) -> bool:
 
 
 def adopt_orphans() -> None:
-    """Become the parent of whatever loses its own below this process, in order to reap it."""
+    """Become the parent of descendants that lose their own parent, in order to reap them."""
     _prctl(_PR_SET_CHILD_SUBREAPER, 1)
 
 
 def reap_strangers(is_known: Callable[[int], bool]) -> int:
-    """Reap what was adopted and has ended, but for children that `is_known`, by pid, says that somebody waits for.
+    """Reap adopted processes that have ended; returns how many. Children for whose pid `is_known` is true are left to
+    their owner.
 
-    Returns how many. One that is known, and has ended but has not been waited for yet, may hide others behind it: they
-    are found the next time.
+    A known child that has ended may hide others behind it until its owner reaps it; the next call finds those.
     """
     num_reaped = 0
     while (pid := _first_zombie()) is not None and not is_known(pid):
@@ -59,20 +58,20 @@ def _first_zombie() -> int | None:
 
 
 def trace_crashes() -> None:
-    """On SIGABRT, SIGSEGV, SIGBUS, SIGFPE and SIGILL, write to stderr where each thread is, and die of the signal.
+    """On SIGABRT, SIGSEGV, SIGBUS, SIGFPE and SIGILL, write each thread's stack to stderr, and die of the signal.
 
-    Files, lines and names of functions; no values. SIGABRT does it even in the middle of a long call into C. Forked
-    children do the same. Without effect where there is no stderr.
+    The stack has files, lines and function names, no values. SIGABRT works even during a long call into C. Forked
+    children do the same. Without effect if there is no stderr.
     """
     with suppress(RuntimeError, OSError, ValueError):
         faulthandler.enable(sys.stderr)
 
 
 def leave_no_core() -> None:
-    """Write no core file on a crash: it would hold texts. Children inherit that.
+    """Write no core file on a crash, because it would contain texts. Children inherit this.
 
-    A limit of 1 byte, not of 0, because the kernel hands a core to a program that collects them (systemd-coredump,
-    apport) whatever the limit, but for this one. Source: Linux, fs/coredump.c.
+    The limit is 1 byte, because with any other limit the kernel still passes a core to a program that collects them
+    (systemd-coredump, apport). Source: Linux, fs/coredump.c.
     """
     _, hard = resource.getrlimit(resource.RLIMIT_CORE)
     limit = 1 if hard == resource.RLIM_INFINITY else min(1, hard)
@@ -91,7 +90,7 @@ def volunteer_for_oom_kill() -> None:
 
 
 def describe_status(status: int | None) -> str:
-    """How a process ended, from its exit code or minus its signal's number; None where nobody can tell."""
+    """How a process ended, from its exit code or its negative signal number; None if that is unknown."""
     if status is None:
         return "died"
     if status >= 0:
@@ -108,17 +107,17 @@ def num_threads() -> int:
     return int(found[1])
 
 
-def give_memory_back() -> None:
-    """Return what has been freed to the kernel; a few milliseconds. Does nothing where libc is not glibc."""
+def return_free_memory() -> None:
+    """Return freed memory to the kernel; takes a few milliseconds. Does nothing if libc is not glibc."""
     trim = getattr(ctypes.CDLL(None), "malloc_trim", None)
     if trim is not None:
         trim(ctypes.c_size_t(0))
 
 
 def private_memory_mb() -> int:
-    """Memory written by this process alone: what one more worker costs. 0 where the kernel does not say.
+    """Memory written by this process alone, which is the cost of one more worker; 0 if the kernel does not say.
 
-    Weights mapped from a file are not in it: all workers share them.
+    Weights mapped from a file are not included, because all workers share them.
     """
     try:
         rollup = Path("/proc/self/smaps_rollup").read_text()

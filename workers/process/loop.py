@@ -1,18 +1,17 @@
 """The worker's loop: a batch comes in, its rows are written, a reply goes out.
 
-Owns a DEALER socket for each gateway and the answer to every message. Knows no model: that is the engine's. Called by
-`vecd.workers.process.main` once the engine is warm; ends when the supervisor is gone.
+Owns a DEALER socket for each gateway and the reply to every message. Knows no model, only an engine. Called by
+`vecd.workers.process.main` once the engine is warm; ends when the supervisor ends.
 
-Gateways take turns, a message each, so that none waits for more than one batch of every other. What one of them says is
-about its own slots alone, and is answered on its own socket.
+Gateways take turns, one message each, so that none waits for more than one batch of every other. A gateway's messages
+are about its own slots, and the replies go to its own socket.
 
-One thread. A batch whose rows are complete when the engine returns is answered before the next message is looked at;
-so it is on a processor. On an accelerator a batch that has been begun is left alone while another is begun, if one
-waits already, so that its way back overlaps the other's computing; if none waits, it is finished and answered at once.
-At most two are under way, in two slots, whosever they are, and they are answered in their order.
+One thread. On a processor the rows are complete when the engine returns, and the reply is sent before the next message
+is read. On an accelerator a running batch is left alone while the next one is begun, if one is waiting, so that its
+copy overlaps the other's computation; if none is waiting, it is finished at once. At most two batches run, in two
+slots, and replies keep their order.
 
-Waiting has no deadline of its own, because both ways of being needed end it: a message, or the end of the control
-channel.
+Waiting has no deadline, because both events that need the worker end it: a message, and the end of the control channel.
 """
 
 import logging
@@ -29,33 +28,34 @@ from vecd.shm.arena import ArenaSpec
 from vecd.shm.card import ModelCard
 from vecd.shm.control import Channel
 from vecd.shm.failure_code import FailureCode
-from vecd.shm.views import Begun, Rows, SlotViews
+from vecd.shm.views import BatchNumbers, Rows, SlotViews
 from vecd.shm.wire import Alive, Batch, Done, Failed, Incarnation, Probe, ToGateway, WireError, decode_to_worker, encode
 from vecd.workers.batch import BadBatch, read_batch
 from vecd.workers.engine import Engine, Finish
 from vecd.workers.out_of_memory import means_no_more_code, means_out_of_memory
-from vecd.workers.process.kernel import give_memory_back
+from vecd.workers.process.kernel import return_free_memory
 
 log = logging.getLogger("vecd.worker")
 
 _RECONNECT_INTERVAL_MS = 20
-"""How soon after a gateway's death its successor is looked for, and again. Measured: back in 30 ms."""
+"""The interval at which a worker tries to connect to a new gateway after the old one's death. Measured: connected in
+30 ms."""
 
-_REST_AFTER_MS = 1000
-"""Without a batch, until memory is given back: the allocator keeps some 80 MB of what batches of all-MiniLM-L6-v2 in
-float32 used in passing. Not after each batch: asking the kernel for it again costs a tenth of the speed."""
+_TRIM_AFTER_MS = 1000
+"""Time without a batch until unused memory is returned to the kernel: the allocator keeps some 80 MB after batches of
+all-MiniLM-L6-v2 in float32. Returning it after each batch would cost a tenth of the speed."""
 
 _MAX_COMPUTE_US = 2**32 - 1  # the field has 32 bits
 
-_MAX_BEGUN = 2
-"""Batches under way: one computes, one is on its way back."""
+_MAX_RUNNING = 2
+"""One batch computes while the rows of another are copied back."""
 
 
 @contextmanager
 def connected(address_fds: Sequence[int], incarnation: Incarnation) -> Iterator[list["zmq.Socket[bytes]"]]:
-    """A socket to whichever gateway listens behind each of `address_fds`, O_PATH descriptors of unix sockets.
+    """Sockets connected to the gateways that listen behind `address_fds`, O_PATH descriptors of unix sockets.
 
-    The paths that they are reached by name no file, so there is none to clean up. Closed without waiting.
+    Their paths are no files, so none has to be removed. The sockets are closed without waiting.
     """
     context = zmq.Context()
     try:
@@ -75,18 +75,19 @@ def _connected(context: "zmq.Context[zmq.Socket[bytes]]", address_fd: int, who: 
 
 @dataclass(slots=True)
 class _Peer:
-    """A gateway, whichever of its lives."""
+    """A gateway; a restarted one is the same peer."""
 
     socket: "zmq.Socket[bytes]"
     slots: Sequence[Rows]
-    begun: Begun
+    begun: BatchNumbers
     epoch: int = 0
-    """Of its newest probe. A batch of an older one is of a dead life; its slot may have a new owner."""
+    """The epoch of its newest probe. A batch of an older epoch comes from a dead gateway, and its slot may have a new
+    owner."""
 
 
 @dataclass(frozen=True, slots=True)
-class _Begun:
-    """A batch under way. Keeps the message, whose memory the engine may still be reading."""
+class _Running:
+    """A batch that has been begun and not finished. Keeps the message, because the engine may still read its memory."""
 
     peer: _Peer
     message: Batch
@@ -110,49 +111,49 @@ class Loop:
         self._peers = deque(
             _Peer(socket, theirs.rows, theirs.begun) for socket, theirs in zip(sockets, slots, strict=True)
         )
-        """In the order of their turns: the one who has waited longest is first."""
+        """In the order of their turns: the one that has waited longest is first."""
         self._channel = channel
         self._engine = engine
         self._arena = arena
         self._card = card
-        self._begun: deque[_Begun] = deque()
-        """In the order in which they came, and in which they are answered."""
+        self._running: deque[_Running] = deque()
+        """In the order of arrival, which is the order of the replies."""
         self._finished_ns = 0
-        """When the last one was."""
-        self._has_rested = True
-        """Whether memory has been given back since the last batch."""
+        """The time when the last batch was finished."""
+        self._has_trimmed = True
+        """Whether unused memory has been returned since the last batch."""
 
     def run(self) -> None:
-        """Answer messages until the supervisor closes the control channel, or dies."""
+        """Reply to messages until the supervisor closes the control channel or dies."""
         poller = zmq.Poller()
         for peer in self._peers:
             poller.register(peer.socket, zmq.POLLIN)
         poller.register(self._channel.fileno(), zmq.POLLIN)
         while True:
-            ready = dict(poller.poll(self._patience_ms()))
+            ready = dict(poller.poll(self._poll_timeout_ms()))
             if self._channel.fileno() in ready and self._supervisor_is_gone():
                 self._finish_all()
                 return
-            if (turn := self._next_of(ready)) is not None:
-                self._receive(turn)
-            elif self._begun:
+            if (peer := self._next_peer(ready)) is not None:
+                self._receive(peer)
+            elif self._running:
                 self._finish_all()
             elif not ready:
-                give_memory_back()
-                self._has_rested = True
+                return_free_memory()
+                self._has_trimmed = True
 
-    def _next_of(self, ready: Container[object]) -> _Peer | None:
-        """Whose turn it is, of those who have sent something."""
+    def _next_peer(self, ready: Container[object]) -> _Peer | None:
+        """The next peer in turn among those that have sent a message."""
         for _ in range(len(self._peers)):
             self._peers.rotate(-1)
             if self._peers[-1].socket in ready:
                 return self._peers[-1]
         return None
 
-    def _patience_ms(self) -> int | None:
-        if self._begun:
+    def _poll_timeout_ms(self) -> int | None:
+        if self._running:
             return 0
-        return None if self._has_rested else _REST_AFTER_MS
+        return None if self._has_trimmed else _TRIM_AFTER_MS
 
     def _supervisor_is_gone(self) -> bool:
         try:
@@ -165,17 +166,18 @@ class Loop:
         return False
 
     def _receive(self, peer: _Peer) -> None:
-        """One batch, or none, and the probes before it.
+        """Receive at most one batch, and all probes before it.
 
-        More batches are left for later turns, so that others have theirs, and the end of the supervisor is seen between
-        two. Probes take no turn: a gateway that has just started sends many while others' batches are computed.
+        Further batches wait for later turns, so that other gateways get theirs and the end of the supervisor is noticed
+        between two batches. Probes take no turn: a gateway that has just started sends many while others' batches are
+        computed.
         """
         message = self._next_message(peer)
         probe: Probe | None = None
         while isinstance(message, Probe):
             probe, message = message, self._next_message(peer)
         if probe is not None:
-            self._finish_all_of(peer)  # whoever hears Alive may take every slot for free
+            self._finish_all_of(peer)  # a gateway that receives Alive treats every slot as free
             peer.epoch = max(peer.epoch, probe.epoch)
             self._send(peer, Alive(probe.epoch))
         if message is None:
@@ -186,7 +188,7 @@ class Loop:
             self._begin(peer, message)
 
     def _next_message(self, peer: _Peer) -> Probe | Batch | None:
-        """None when nothing has come, or nothing that can be read."""
+        """None if there is no message, or none that can be read."""
         try:
             return decode_to_worker(peer.socket.recv_multipart(zmq.DONTWAIT))
         except zmq.Again:
@@ -196,10 +198,10 @@ class Loop:
             return None
 
     def _begin(self, peer: _Peer, message: Batch) -> None:
-        """Begin a batch; finish and answer those that need not, or must not, wait for another."""
-        if any(begun.peer is peer and begun.message.slot == message.slot for begun in self._begun):
+        """Begin a batch; finish and reply to the batches that need not, or must not, wait for another."""
+        if any(batch.peer is peer and batch.message.slot == message.slot for batch in self._running):
             self._finish_all_of(peer)  # never while the slot is being written
-        self._has_rested = False
+        self._has_trimmed = False
         started_ns = time.perf_counter_ns()
         try:
             batch = read_batch(message, self._arena, self._card)
@@ -210,61 +212,61 @@ class Loop:
             failed = self._failed(message, error)
         else:
             num_padding_tokens = self._engine.num_padding_tokens - num_padding_before
-            self._begun.append(_Begun(peer, message, batch.num_rows, started_ns, num_padding_tokens, finish))
-            while self._begun and (len(self._begun) == _MAX_BEGUN or self._begun[0].finish.is_ready()):
+            self._running.append(_Running(peer, message, batch.num_rows, started_ns, num_padding_tokens, finish))
+            while self._running and (len(self._running) == _MAX_RUNNING or self._running[0].finish.is_ready()):
                 self._finish_first()
             return
         self._finish_all()
         self._reply(peer, message, failed)
 
     def _finish_all(self) -> None:
-        while self._begun:
+        while self._running:
             self._finish_first()
 
     def _finish_all_of(self, peer: _Peer) -> None:
-        """And what was begun before it, because they are finished in their order."""
-        while any(begun.peer is peer for begun in self._begun):
+        """Finish all batches of a peer, and those begun before them, because batches finish in their order."""
+        while any(batch.peer is peer for batch in self._running):
             self._finish_first()
 
     def _finish_first(self) -> None:
-        begun = self._begun.popleft()
+        batch = self._running.popleft()
         try:
-            begun.finish()
+            batch.finish()
         except Exception as error:
-            reply: Done | Failed = self._failed(begun.message, error)
+            reply: Done | Failed = self._failed(batch.message, error)
         else:
-            reply = self._done(begun)
+            reply = self._done(batch)
         self._finished_ns = time.perf_counter_ns()
-        self._reply(begun.peer, begun.message, reply)
+        self._reply(batch.peer, batch.message, reply)
 
     def _reply(self, peer: _Peer, message: Batch, reply: Done | Failed) -> None:
         if message.slot < peer.begun.size:
             peer.begun[message.slot] = 0
         self._send(peer, reply)
 
-    def _done(self, begun: _Begun) -> Done:
-        # Not counting what it waited for the batch before it: the times of all batches add up to the clock's.
-        since_ns = max(begun.started_ns, self._finished_ns)
+    def _done(self, batch: _Running) -> Done:
+        # Without its wait for the batch before it, so that the times of all batches add up to the clock's.
+        since_ns = max(batch.started_ns, self._finished_ns)
         compute_us = (time.perf_counter_ns() - since_ns) // 1000
-        message = begun.message
+        message = batch.message
         return Done(
             message.epoch,
             message.number,
             message.slot,
-            begun.num_rows,
+            batch.num_rows,
             min(compute_us, _MAX_COMPUTE_US),
-            begun.num_padding_tokens,
+            batch.num_padding_tokens,
         )
 
     def _failed(self, message: Batch, error: Exception) -> Failed:
-        """The answer to a batch that raised `error`, which is logged. Raises EngineLost if that is what it means."""
+        """The reply to a batch that raised `error`, which is logged. Raises EngineLost if the engine cannot go on."""
         if isinstance(error, BadBatch):
             log.error("batch %d refused: %s", message.number, error)
             code = FailureCode.BAD_MESSAGE
         elif _means_device_lost(error):
             raise EngineLost("its device takes no more work") from None
         elif means_no_more_code(error):
-            raise EngineLost("memory did not suffice, and oneDNN will not make code in this process again") from None
+            raise EngineLost("memory ran out, and oneDNN cannot compile kernels in this process again") from None
         else:
             _log_without_content(message, error)
             code = FailureCode.OUT_OF_MEMORY if means_out_of_memory(error) else FailureCode.ENGINE_ERROR
@@ -274,12 +276,12 @@ class Loop:
         try:
             peer.socket.send_multipart(encode(reply), zmq.DONTWAIT)
         except zmq.Again:
-            # Thousands of replies that nobody reads: there is no gateway. Its successor asks anew.
+            # Thousands of unread replies: there is no gateway. A new one probes again.
             log.error("%s dropped: no gateway takes it", type(reply).__name__)
 
 
 class EngineLost(Exception):
-    """The engine can do no more, or not all, in this process. Ends the worker; its batches are sent to another."""
+    """The engine cannot go on in this process. Ends the worker; the gateway sends its batches to another."""
 
 
 def _means_device_lost(error: Exception) -> bool:
@@ -288,7 +290,7 @@ def _means_device_lost(error: Exception) -> bool:
 
 
 def _log_without_content(message: Batch, error: Exception) -> None:
-    """Where it failed, but not what it says: torch quotes values in its messages, and values are token ids."""
+    """Log where it failed, but not the message: torch quotes values in its messages, and values are token ids."""
     log.error(
         "batch %d (%d sequences, %d tokens) failed: %s\n%s",
         message.number,

@@ -1,6 +1,6 @@
-"""A worker's life: become a worker, map the arena, load the engine, say so, serve.
+"""A worker process from its start to its end: set up the process, map the arena, load the engine, report ready, serve.
 
-Owns the process: its name, its signals, its exit code. Called by `vecd.workers.process.forkserver` in a freshly forked
+Owns the process: its name, its signals, its exit code. Called by `vecd.workers.process.forkserver` in a newly forked
 child.
 """
 
@@ -17,7 +17,8 @@ from vecd.shm.control import Channel, ChildFailed, Message, Progress, WorkerRead
 from vecd.shm.views import map_arena
 from vecd.shm.wire import Incarnation
 from vecd.workers.config import WorkerConfig
-from vecd.workers.engine import Engine, load_engine, set_num_threads
+from vecd.workers.engine import Engine
+from vecd.workers.engines.load import load_engine, set_num_threads
 from vecd.workers.process.kernel import (
     die_with_parent,
     private_memory_mb,
@@ -33,7 +34,7 @@ EXIT_OK, EXIT_COULD_NOT_START, EXIT_INTERNAL_ERROR = 0, 3, 70
 
 
 class SupervisorGone(Exception):
-    """Nobody is left to work for. Ends the worker at any stage, with exit code 0."""
+    """The supervisor has ended. Ends the worker at any stage, with exit code 0."""
 
 
 def run(
@@ -46,12 +47,12 @@ def run(
     parent_pid: int | None = None,
     engine: Engine | None = None,
 ) -> int:
-    """Live as `incarnation` until the supervisor is gone; returns the exit code.
+    """Run as `incarnation` until the supervisor ends; returns the exit code.
 
-    `channel` is the worker's end of its control connection, `arena_fd` its arena, `address_fds` the O_PATH
-    descriptors of the gateways' ZeroMQ sockets, by their index: all owned by this call. `parent_pid` is the fork
-    server's, whose death in the moment of the fork would otherwise go unseen. `engine` is the one that the fork server
-    has loaded; without it the worker loads its own.
+    `channel` is the worker's end of its control connection, `arena_fd` its arena, `address_fds` the O_PATH descriptors
+    of the gateways' ZeroMQ sockets, by the gateway's index; this call owns all of them. `parent_pid` is the fork
+    server's; without it, the fork server's death during the fork would not be noticed. `engine` is the engine that the
+    fork server has loaded; if it is None, the worker loads its own.
 
     Side effects on the whole process: name, signal handling, logging, memory priority, torch's threads.
     """
@@ -62,7 +63,7 @@ def run(
         return EXIT_OK
     except ModelError as error:
         log.error("%s", error)
-        return _tell_cannot_start(channel, str(error))
+        return _report_cannot_start(channel, str(error))
     except EngineLost as error:
         log.error("%s ends: %s", incarnation, error)
         return EXIT_INTERNAL_ERROR
@@ -76,13 +77,13 @@ def _become_worker(config: WorkerConfig, incarnation: Incarnation, parent_pid: i
     if not die_with_parent(parent_pid):
         raise SupervisorGone
     set_process_name(f"vecd-worker-{incarnation.worker}")
-    # The terminal's Ctrl-C reaches the whole process group; only the supervisor acts on it. SIGTERM, too,
-    # may reach every process; a worker serves until its control channel ends.
+    # Ctrl-C in a terminal reaches the whole process group, and SIGTERM may reach every process. Only the supervisor
+    # acts on them; a worker serves until its control channel ends.
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     signal.signal(signal.SIGTERM, signal.SIG_IGN)
     signal.signal(signal.SIGHUP, signal.SIG_IGN)
     volunteer_for_oom_kill()
-    trace_crashes()  # the supervisor sends SIGABRT to one that is stuck
+    trace_crashes()  # the supervisor sends SIGABRT to a worker that is stuck
     logs.configure(f"worker-{incarnation.worker}", config.log_level, config.log_format)
 
 
@@ -97,15 +98,15 @@ def _live(
     slots = map_arena(arena_fd, config.arena, writable=True)
     os.close(arena_fd)
     if engine is None:
-        engine = load_engine(config, lambda stage: _tell(channel, Progress(stage)))
+        engine = load_engine(config, lambda stage: _send(channel, Progress(stage)))
     else:
         set_num_threads(config)
     engine.adopt([rows for views in slots for rows in views.rows])
-    # What has been loaded stays: the collector need not walk through it again between batches.
+    # Loaded objects stay; the collector need not examine them again between batches.
     gc.collect()
     gc.freeze()
     with connected(address_fds, incarnation) as sockets:
-        _tell(channel, WorkerReady(_facts(config, engine), engine.warnings))
+        _send(channel, WorkerReady(_facts(config, engine), engine.warnings))
         Loop(sockets, channel, engine, slots, config.arena, config.card).run()
 
 
@@ -119,17 +120,17 @@ def _facts(config: WorkerConfig, engine: Engine) -> dict[str, Any]:
     }
 
 
-def _tell(channel: Channel, message: Message) -> None:
-    """Raises SupervisorGone when nobody hears it."""
+def _send(channel: Channel, message: Message) -> None:
+    """Raises SupervisorGone when the supervisor has closed the channel."""
     try:
         channel.send(message)
     except ConnectionError:
         raise SupervisorGone from None
 
 
-def _tell_cannot_start(channel: Channel, why: str) -> int:
+def _report_cannot_start(channel: Channel, why: str) -> int:
     try:
-        _tell(channel, ChildFailed(why))
+        _send(channel, ChildFailed(why))
     except SupervisorGone:
         return EXIT_OK
     return EXIT_COULD_NOT_START

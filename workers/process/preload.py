@@ -1,18 +1,18 @@
-"""Which modules the fork server imports, so that a worker need not.
+"""The modules that the fork server imports so that workers need not.
 
-Owns the list. Imports nothing heavy, because the supervisor, who must stay small, calls it.
+Owns the list. Imports nothing large, because the supervisor calls it and must stay small.
 """
 
 from vecd.workers.families.encoders import FAMILIES
 
 
 def modules_to_preload(model_type: str, engine: str) -> list[str]:
-    """The modules whose import makes up nearly all of a worker's start, for a model of this type.
+    """The modules whose import takes most of a worker's start, for a model of this type, in the order to import them.
 
-    Some may not exist in the installed versions: the fork server imports what it can, in this order. Measured on
-    2 cores: torch 1.5 s, transformers 2 s more, which a family with a fused path does without.
+    Some may not exist in the installed versions; the fork server skips those. Measured on 2 cores: torch 1.5 s,
+    transformers 2 s more, which a family with a fused path does not need.
     """
-    torch_alone = ["torch", "safetensors.torch", "vecd.workers.engines.load"]
+    torch_alone = ["torch", "safetensors.torch", "vecd.workers.engines.torch.build"]
     if engine in ("auto", "fused") and model_type in FAMILIES:
         return torch_alone
     # transformers' rule; a text model that is part of a larger one lives in the larger one's module.

@@ -1,8 +1,8 @@
-"""Cohere's embeddings API, versions 1 and 2: parse a request, render an answer. Pure.
+"""Cohere's embeddings API, versions 1 and 2: parses requests, renders responses. Pure.
 
 Owns the shapes of `/v2/embed` and `/v1/embed`. Source of the shapes: Cohere's published SDKs. Texts are embedded,
-images are not; `input_type` asks for the model's prompt of that purpose. Cohere takes 96 texts, this server as many as
-in every dialect. Answers echo the texts.
+images are not. `input_type` selects the model's prompt for that purpose. Cohere takes at most 96 texts; this server has
+the same limit in every dialect. Responses echo the texts.
 """
 
 from array import array
@@ -14,12 +14,12 @@ import orjson
 
 from vecd.gateway.api import fields
 from vecd.gateway.api.dialects import options
-from vecd.gateway.api.dialects.headers import answer_headers, parse_priority, parse_timeout_s, priority_numbered
+from vecd.gateway.api.dialects.headers import parse_priority, parse_timeout_s, priority_numbered, response_headers
 from vecd.gateway.api.dialects.inputs import parse_texts
 from vecd.gateway.api.dialects.rows import json_list
 from vecd.gateway.api.fields import Field, Fields, Schema, Values, given, json_type
 from vecd.gateway.api.model_info import ModelInfo
-from vecd.gateway.api.operations import Ask, Call, Dialect, Operation
+from vecd.gateway.api.operations import Call, Dialect, Operation, ParsedEmbed
 from vecd.gateway.encoding.forms import Names, check_forms
 from vecd.gateway.encoding.fragments import JsonRows
 from vecd.gateway.types.errors import ApiError, BadRequest
@@ -35,13 +35,13 @@ _FORMS = {
     "base64": Form(Encoding.BASE64),
 }
 _IMAGE = "image"
-"""The purpose of Cohere's that no text has."""
+"""The `input_type` of Cohere's that is for images."""
 
 # --- fields -----------------------------------------------------------------------------------------------------
 
 
 def _read_types(value: Any, name: str) -> tuple[str, ...]:
-    """Each once, in the order in which they were named."""
+    """The types without repetitions, in the order of the request."""
     if not isinstance(value, list):
         raise BadRequest(f"'{name}' must be a list, is {json_type(value)}", param=name)
     for index, item in enumerate(value):
@@ -115,8 +115,8 @@ FIELDS = Fields(
 # --- parse ------------------------------------------------------------------------------------------------------
 
 
-def parse_embed(call: Call, *, version: int) -> Ask:
-    """`version`: 1 answers a bare list of floats to whoever names no `embedding_types`."""
+def parse_embed(call: Call, *, version: int) -> ParsedEmbed:
+    """`version`: 1 responds with a bare list of floats to a request without `embedding_types`."""
     values, model_info = call.values, call.model_info
     texts = _read_texts(values, model_info.max_inputs)
     types = values.get(EMBEDDING_TYPES) or ()
@@ -148,7 +148,7 @@ def parse_embed(call: Call, *, version: int) -> Ask:
         max_tokens=limit,
         request_id=call.request_id,
     )
-    return Ask(request, render)
+    return ParsedEmbed(request, render)
 
 
 def _read_texts(values: Values, max_inputs: int) -> list[str]:
@@ -192,8 +192,8 @@ def _text_of(item: Any, where: str, name: str) -> Any:
 
 
 def _read_prompt(values: Values, model_info: ModelInfo) -> str | None:
-    """By `input_type`, or by the model's name. Raises BadRequest where they contradict each other: clients that always
-    send an `input_type` would otherwise undo, unseen, what their user wrote into the name."""
+    """The prompt by `input_type`, or by the model's name. Raises BadRequest if they contradict each other, because
+    clients that always send an `input_type` would silently override what their user wrote into the name."""
     if values.get(options.INPUT_TYPE) == _IMAGE and _IMAGE not in model_info.prompts:
         name = options.INPUT_TYPE.name
         raise BadRequest(f"'{name}' '{_IMAGE}' is not supported: this server embeds texts", param=name)
@@ -201,8 +201,11 @@ def _read_prompt(values: Values, model_info: ModelInfo) -> str | None:
 
 
 def _echo(texts: Sequence[str]) -> list[bytes]:
-    """The texts as JSON, with the commas between them. Made here because a large body is parsed in a thread, while
-    answers are rendered on the event loop; and so nothing keeps the texts themselves."""
+    """The texts as JSON, with the commas between them.
+
+    They are written here because a large body is parsed in a thread, while responses are rendered on the event loop,
+    and so that no reference to the texts is kept.
+    """
     return [b"%b%b" % (b"," if index else b"", orjson.dumps(text)) for index, text in enumerate(texts)]
 
 
@@ -218,8 +221,8 @@ def render_embed(
     max_tokens: int,
     request_id: str,
 ) -> Response:
-    """The answer, in pieces, so that megabytes are never copied. `names`: of the request's forms; None: the bare list
-    of version 1. `max_tokens`: what the texts were cut to."""
+    """The response, in pieces, so that megabytes are never copied. `names`: of the request's forms; None: the bare list
+    of version 1. `max_tokens`: the length that texts were cut to."""
     pieces: list[bytes | memoryview] = [b'{"id":%b,"embeddings":' % orjson.dumps(request_id)]
     if names is None:
         pieces += _rows(embedded, 0)
@@ -232,7 +235,7 @@ def render_embed(
     kind = b"embeddings_floats" if names is None else b"embeddings_by_type"
     meta = orjson.dumps(_meta(embedded, version, max_tokens))
     pieces.append(b'],"meta":%b,"response_type":"%b"}' % (meta, kind))
-    return Response(200, pieces, headers=answer_headers(embedded))
+    return Response(200, pieces, headers=response_headers(embedded))
 
 
 def _rows(embedded: Embedded, index: int) -> list[bytes | memoryview]:
@@ -296,7 +299,7 @@ _META: Schema = {
 }
 
 
-def _answer(kind: str, embeddings: Schema) -> Schema:
+def _response(kind: str, embeddings: Schema) -> Schema:
     return {
         "type": "object",
         "required": ["id", "embeddings", "texts", "meta", "response_type"],
@@ -314,7 +317,7 @@ def _answer(kind: str, embeddings: Schema) -> Schema:
     }
 
 
-_V2_ANSWER = _answer("embeddings_by_type", _BY_TYPE)
+_V2_RESPONSE = _response("embeddings_by_type", _BY_TYPE)
 _SUMMARY = "Embed texts"
 
 DIALECT = Dialect(
@@ -322,13 +325,13 @@ DIALECT = Dialect(
     title="Cohere",
     operations={
         "POST /v2/embed": Operation(
-            summary=_SUMMARY, fields=FIELDS, embed=partial(parse_embed, version=2), answer=_V2_ANSWER
+            summary=_SUMMARY, fields=FIELDS, embed=partial(parse_embed, version=2), response=_V2_RESPONSE
         ),
         "POST /v1/embed": Operation(
             summary=_SUMMARY,
             fields=FIELDS,
             embed=partial(parse_embed, version=1),
-            answer={"oneOf": [_answer("embeddings_floats", _FLOATS), _V2_ANSWER]},
+            response={"oneOf": [_response("embeddings_floats", _FLOATS), _V2_RESPONSE]},
         ),
     },
     render_error=render_error,

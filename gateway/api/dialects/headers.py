@@ -1,9 +1,9 @@
 """Headers that mean the same in every dialect. Pure.
 
-Of requests it owns `x-vecd-priority`, `x-vecd-timeout-ms` and what is read of `Accept`: a field of the body, where a
-dialect has one for the same, wins over the header, because it is the more explicit of the two. Of answers it owns what
-says that an input was not embedded as it came: `x-vecd-truncated`, `x-vecd-chunked` (each how many inputs) and
-`x-vecd-token-ids` (whose vocabulary token ids were taken for). Called by the dialects.
+Owns the request headers `x-vecd-priority`, `x-vecd-timeout-ms` and the reading of `Accept`. If a dialect has a field
+for the same, the field wins over the header, because it is more explicit. Owns the response headers for inputs that
+were not embedded as they came: `x-vecd-truncated` and `x-vecd-chunked` (numbers of inputs) and `x-vecd-token-ids` (the
+vocabularies of the token ids). Called by the dialects.
 """
 
 import re
@@ -25,25 +25,25 @@ _TEXTS = frozenset((Source.TEXT,))
 
 
 def parse_priority(headers: Mapping[str, str]) -> Priority | None:
-    """What `x-vecd-priority` asks for. Raises BadRequest."""
+    """The priority in `x-vecd-priority`. Raises BadRequest."""
     name = headers.get("x-vecd-priority")
     return None if name is None else priority_named(name, "header x-vecd-priority:")
 
 
 def priority_named(name: str, where: str, param: str | None = None) -> Priority:
-    """The priority of that name. Raises BadRequest, which begins with `where`."""
+    """The priority of that name. Raises BadRequest with a message that begins with `where`."""
     if name not in _PRIORITIES:
         raise BadRequest(f"{where} must be 'interactive', 'normal' or 'bulk', is {quoted(name)}", param=param)
     return _PRIORITIES[name]
 
 
 def priority_numbered(number: int) -> Priority:
-    """As vLLM and Cohere have it: lower goes first, 0 is the usual."""
+    """The priority of a number of vLLM's and Cohere's: lower goes first, 0 is normal."""
     return Priority.NORMAL if number == 0 else Priority.INTERACTIVE if number < 0 else Priority.BULK
 
 
 def parse_timeout_s(headers: Mapping[str, str]) -> float | None:
-    """What `x-vecd-timeout-ms` asks for, in seconds. Raises BadRequest."""
+    """The timeout in `x-vecd-timeout-ms`, in seconds. Raises BadRequest."""
     value = headers.get("x-vecd-timeout-ms")
     if value is None:
         return None
@@ -55,10 +55,10 @@ def parse_timeout_s(headers: Mapping[str, str]) -> float | None:
 
 
 def parse_accept(headers: Mapping[str, str]) -> Encoding | None:
-    """The encoding without JSON that `Accept` prefers to JSON; None when there is none.
+    """The binary encoding that `Accept` prefers to JSON; None if there is none.
 
-    JSON is answered to whoever likes it as much, or accepts nothing that there is: a 406 would help nobody.
-    Source: RFC 9110, section 12.5.1; of the parameters only q counts.
+    The response is JSON if the client likes it as much, or accepts none of the types, instead of a 406.
+    Source: RFC 9110, section 12.5.1; only the parameter q counts.
     """
     accept = headers.get("accept")
     if accept is None or not _MAY_BE_BINARY.search(accept):
@@ -73,7 +73,7 @@ def parse_accept(headers: Mapping[str, str]) -> Encoding | None:
 
 
 def _media_range(text: str) -> tuple[str, float]:
-    """A range and its quality, which is 1 when it is not given, and 0 when it cannot be read."""
+    """A media range and its quality: 1 if there is none, 0 if it cannot be parsed."""
     media_range, *parameters = text.split(";")
     for parameter in parameters:
         if parameter.strip().startswith("q"):
@@ -83,15 +83,15 @@ def _media_range(text: str) -> tuple[str, float]:
 
 
 def _quality_of(media_type: str, qualities: Mapping[str, float]) -> float:
-    """By the most specific range that has the type."""
+    """The quality of the most specific range that includes the type."""
     for media_range in (media_type, "application/*", "*/*"):
         if media_range in qualities:
             return qualities[media_range]
     return 0.0
 
 
-def answer_headers(embedded: Embedded) -> dict[str, str]:
-    """What an answer's headers say of its inputs; nothing where all were texts that the model takes whole."""
+def response_headers(embedded: Embedded) -> dict[str, str]:
+    """The headers for inputs that were cut, split or token ids; empty if all were texts and embedded whole."""
     headers = {}
     if embedded.num_truncated:
         headers["x-vecd-truncated"] = str(embedded.num_truncated)

@@ -1,4 +1,4 @@
-"""What callers send to be embedded: texts, or token ids, checked. Pure. Called by the dialects."""
+"""Checks the inputs of a request: texts or token ids. Pure. Called by the dialects."""
 
 from array import array
 from typing import Any
@@ -11,7 +11,7 @@ from vecd.gateway.types.request import TokenIds
 def parse_inputs(value: Any, name: str, max_inputs: int) -> list[str] | list[TokenIds]:
     """A string, a list of strings, one list of token ids, or a list of such lists, of the field `name`.
 
-    In place of a string in a list, Jina's `{"text": "…"}` may be there. Raises BadRequest.
+    A string in a list may also be written as Jina's `{"text": "…"}`. Raises BadRequest.
     """
     if isinstance(value, str):
         return [value]
@@ -35,7 +35,7 @@ def parse_inputs(value: Any, name: str, max_inputs: int) -> list[str] | list[Tok
 
 
 def _unwrapped(values: list[Any], name: str) -> list[Any]:
-    """Objects that hold a text and nothing else, as that text."""
+    """Replace each object that holds only a text by that text."""
     if dict not in set(map(type, values)):
         return values
     return [
@@ -45,7 +45,7 @@ def _unwrapped(values: list[Any], name: str) -> list[Any]:
 
 
 def _text_of(item: dict[str, Any], name: str, param: str) -> Any:
-    # Which keys there are is not said: they may be anything that was sent.
+    # The message does not name the keys, because they may be any text that was sent.
     if not any(key != "text" and value is not None for key, value in item.items()):
         text = item.get("text")
         if isinstance(text, str):
@@ -101,7 +101,7 @@ def _check_texts(values: list[Any], name: str) -> list[str]:
 
 
 def check_id_lists(values: list[Any], name: str) -> list[TokenIds]:
-    """Lists of token ids, none of them empty. Raises BadRequest."""
+    """`values`, checked: lists of token ids, none of them empty. Raises BadRequest."""
     for index, value in enumerate(values):
         if not isinstance(value, list | array):
             raise BadRequest(f"'{name}[{index}]' must be a list of token ids, is {json_type(value)}", param=name)
@@ -113,7 +113,7 @@ def check_id_lists(values: list[Any], name: str) -> list[TokenIds]:
 
 
 def _check_ids(values: list[Any], name: str, param: str) -> None:
-    if set(map(type, values)) == {int}:  # the loop would take ten times as long, and there may be millions
+    if set(map(type, values)) == {int}:  # ten times faster than the loop, for millions of ids
         return
     for index, value in enumerate(values):
         if type(value) is not int:

@@ -1,12 +1,13 @@
-"""Ollama's API, as far as it is about embeddings: parse a request, render an answer. Pure.
+"""The part of Ollama's API that is about embeddings: parses requests, renders responses. Pure.
 
-Owns the shapes of `/api/…`. Source of the shapes: Ollama's server and SDKs. What clients ask before they embed is
-answered, too: which model there is, and what it is like. Nothing needs to be pulled: the served model is there. What is
-not known of it (number of parameters, when it would be unloaded) is left out of its descriptions. Its digest, which
-Ollama's own command shows the beginning of, is of its facts and not of its weights.
+Owns the shapes of `/api/…`. Source of the shapes: Ollama's server and SDKs. It also answers what clients request before
+they embed: the list of models and their descriptions. A pull does nothing, because the served model is always present.
+Unknown facts (number of parameters, time of unloading) are left out of the descriptions. The digest, whose beginning
+Ollama's own command shows, is computed from the facts of the model and not from its weights.
 
-Options: `num_ctx` bounds the tokens of a text, as with Ollama. The others are of text generation and change no vector;
-clients send them all the same, most often as null, and they are ignored. So is `keep_alive`: the model stays.
+Options: `num_ctx` limits the tokens of a text, as with Ollama. The others are for text generation and change no vector.
+Clients send them all the same, most often as null, and they are ignored. So is `keep_alive`: the model is never
+unloaded.
 """
 
 import hashlib
@@ -19,12 +20,12 @@ from typing import Any
 import orjson
 
 from vecd.gateway.api import fields
-from vecd.gateway.api.dialects.headers import answer_headers, parse_priority, parse_timeout_s
+from vecd.gateway.api.dialects.headers import parse_priority, parse_timeout_s, response_headers
 from vecd.gateway.api.dialects.inputs import parse_texts
 from vecd.gateway.api.dialects.rows import json_list
 from vecd.gateway.api.fields import Field, Fields, Schema, Values, json_type
 from vecd.gateway.api.model_info import ModelInfo
-from vecd.gateway.api.operations import Ask, Call, Dialect, Operation
+from vecd.gateway.api.operations import Call, Dialect, Operation, ParsedEmbed
 from vecd.gateway.encoding.fragments import JsonRows
 from vecd.gateway.types.errors import ApiError, BadRequest, InputTooLong, ModelNotFound, NotFound
 from vecd.gateway.types.messages import Response
@@ -37,7 +38,7 @@ _TAG = "latest"
 
 
 def _read_num_ctx(value: Any, name: str) -> int | None:
-    """Of the options."""
+    """The `num_ctx` of the options."""
     if not isinstance(value, dict):
         raise BadRequest(f"'{name}' must be an object, is {json_type(value)}", param=name)
     num_ctx = value.get("num_ctx")
@@ -79,13 +80,13 @@ VERBOSE = fields.anything("verbose", "ignored", {})
 # --- embed ------------------------------------------------------------------------------------------------------
 
 
-def parse_embed(call: Call) -> Ask | Response:
+def parse_embed(call: Call) -> ParsedEmbed | Response:
     values, model_info = call.values, call.model_info
     texts = _read_texts(values.get(INPUT), INPUT.name, model_info.max_inputs)
     truncate = values.get(TRUNCATE)
     overflow = None if truncate is None else Overflow.TRUNCATE if truncate else Overflow.ERROR
-    asked = values.get(DIMENSIONS)
-    dimensions = model_info.check_dimensions(asked, DIMENSIONS.name) if asked else None
+    requested = values.get(DIMENSIONS)
+    dimensions = model_info.check_dimensions(requested, DIMENSIONS.name) if requested else None
     tokenizing = _read_tokenizing(values, model_info, overflow)
     if not texts:
         return Response(200, _render_list([], model_info.model, 0, 0))
@@ -97,18 +98,18 @@ def parse_embed(call: Call) -> Ask | Response:
         normalize=True,
         dimensions=dimensions,
     )
-    return Ask(request, partial(render_embed, model=model_info.model))
+    return ParsedEmbed(request, partial(render_embed, model=model_info.model))
 
 
 def render_embed(embedded: Embedded, *, model: str) -> Response:
-    """The answer, with the collected rows in it as they are."""
+    """The response, which holds the collected rows without a copy."""
     total_ns = round(embedded.stages.total_s * _NS_PER_S)
     pieces = _render_list(_fragments(embedded), model, total_ns, embedded.num_tokens)
-    return Response(200, pieces, headers=answer_headers(embedded))
+    return Response(200, pieces, headers=response_headers(embedded))
 
 
 def _render_list(fragments: list[bytes], model: str, total_ns: int, num_tokens: int) -> list[bytes | memoryview]:
-    """In pieces, so that megabytes are never copied. Nothing was loaded for the request's sake."""
+    """In pieces, so that megabytes are never copied. No model was loaded for the request: the duration is 0."""
     return [
         b'{"model":%b,"embeddings":' % orjson.dumps(model),
         *json_list(fragments),
@@ -116,8 +117,8 @@ def _render_list(fragments: list[bytes], model: str, total_ns: int, num_tokens: 
     ]
 
 
-def parse_embeddings(call: Call) -> Ask | Response:
-    """The older operation: one text, whose vector is the model's own, of whatever length."""
+def parse_embeddings(call: Call) -> ParsedEmbed | Response:
+    """The older operation: one text. Its vector is the model's own, and not brought to length 1."""
     values, model_info = call.values, call.model_info
     tokenizing = _read_tokenizing(values, model_info, None)
     prompt = values.get(PROMPT)
@@ -129,12 +130,12 @@ def parse_embeddings(call: Call) -> Ask | Response:
         timeout_s=parse_timeout_s(call.headers),
         tokenizing=tokenizing,
     )
-    return Ask(request, render_embedding)
+    return ParsedEmbed(request, render_embedding)
 
 
 def render_embedding(embedded: Embedded) -> Response:
     [fragment] = _fragments(embedded)
-    return Response(200, [b'{"embedding":', fragment, b"}"], headers=answer_headers(embedded))
+    return Response(200, [b'{"embedding":', fragment, b"}"], headers=response_headers(embedded))
 
 
 def _fragments(embedded: Embedded) -> list[bytes]:
@@ -144,7 +145,7 @@ def _fragments(embedded: Embedded) -> list[bytes]:
 
 
 def _read_texts(value: Any, name: str, max_inputs: int) -> list[str]:
-    """None of them for nothing, an empty text and an empty list, as with Ollama. Raises BadRequest."""
+    """The texts; empty for null, an empty text and an empty list, as with Ollama. Raises BadRequest."""
     if value is None or value == "" or value == []:
         return []
     wrong = None if isinstance(value, str | list) else (name, _type_of(value))
@@ -207,7 +208,7 @@ def show(call: Call) -> Response:
 
 
 def pull(call: Call) -> Response:
-    """Does nothing, and succeeds for every name that can be embedded with: clients pull what they are about to use."""
+    """Does nothing, and succeeds for every name that an embedding may use, because clients pull before they embed."""
     model_info, name = call.model_info, _required_name(call.values)
     try:
         _check_name(name, model_info)
@@ -231,7 +232,7 @@ def _required_name(values: Values) -> str:
 
 
 def _check_name(name: str, model_info: ModelInfo) -> None:
-    """Raises ModelNotFound for a name that cannot be embedded with either."""
+    """Raises ModelNotFound for a name that an embedding may not use either."""
     model_info.prompt_of_model_name(name)
 
 
@@ -248,7 +249,7 @@ def _describe(name: str, model_info: ModelInfo) -> dict[str, Any]:
 
 
 def _digest(model_info: ModelInfo) -> str:
-    """SHA-256 of what is known of the model and changes its vectors, under whichever name it is called."""
+    """SHA-256 of the known facts that change the model's vectors; the same under all its names."""
     facts = (
         model_info.model,
         model_info.version,
@@ -286,7 +287,7 @@ def _json(body: dict[str, Any]) -> Response:
 
 
 def render_error(error: ApiError) -> Response:
-    """Always one sentence; where clients know Ollama's, it begins with that."""
+    """The message begins with Ollama's own where clients look for it."""
     message = error.message
     if isinstance(error, ModelNotFound):
         message = f'model "{error.name}" not found, try pulling it first'
@@ -321,7 +322,7 @@ _LISTED: dict[str, Schema] = {
     "digest": {"type": "string", "pattern": "^[0-9a-f]{64}$", "description": "SHA-256 of the model's facts"},
     "details": _DETAILS,
 }
-_EMBED_ANSWER = _object(
+_EMBED_RESPONSE = _object(
     "model embeddings total_duration load_duration prompt_eval_count",
     model=_TEXT,
     embeddings={"type": "array", "items": _VECTOR},
@@ -329,7 +330,7 @@ _EMBED_ANSWER = _object(
     load_duration={**_NUMBER, "description": "nanoseconds"},
     prompt_eval_count={**_NUMBER, "description": "tokens"},
 )
-_SHOW_ANSWER = _object(
+_SHOW_RESPONSE = _object(
     "details model_info capabilities modified_at",
     modelfile=_TEXT,
     parameters=_TEXT,
@@ -341,7 +342,7 @@ _SHOW_ANSWER = _object(
 )
 
 
-def _models_answer(**more: Schema) -> Schema:
+def _models_response(**more: Schema) -> Schema:
     listed = {**_LISTED, **more}
     return _object("models", models={"type": "array", "items": _object(" ".join(listed), **listed), "minItems": 1})
 
@@ -354,30 +355,32 @@ DIALECT = Dialect(
             summary="Embed texts",
             fields=Fields(MODEL, INPUT, TRUNCATE, DIMENSIONS, OPTIONS, KEEP_ALIVE),
             embed=parse_embed,
-            answer=_EMBED_ANSWER,
+            response=_EMBED_RESPONSE,
         ),
         "POST /api/embeddings": Operation(
             summary="Embed a text (older)",
             fields=Fields(MODEL, PROMPT, OPTIONS, KEEP_ALIVE),
             embed=parse_embeddings,
-            answer=_object("embedding", embedding=_VECTOR),
+            response=_object("embedding", embedding=_VECTOR),
         ),
-        "GET /api/tags": Operation(summary="List the model", describe=list_models, answer=_models_answer()),
+        "GET /api/tags": Operation(summary="List the model", describe=list_models, response=_models_response()),
         "GET /api/ps": Operation(
-            summary="List what runs: the model", describe=list_running, answer=_models_answer(context_length=_NUMBER)
+            summary="List what runs: the model",
+            describe=list_running,
+            response=_models_response(context_length=_NUMBER),
         ),
         "GET /api/version": Operation(
-            summary="Tell the server's version", describe=tell_version, answer=_object("version", version=_TEXT)
+            summary="Tell the server's version", describe=tell_version, response=_object("version", version=_TEXT)
         ),
         "POST /api/show": Operation(
-            summary="Describe the model", fields=Fields(MODEL, NAME, VERBOSE), reply=show, answer=_SHOW_ANSWER
+            summary="Describe the model", fields=Fields(MODEL, NAME, VERBOSE), reply=show, response=_SHOW_RESPONSE
         ),
         "POST /api/pull": Operation(
             summary="Make sure that the model is there",
             fields=Fields(MODEL, NAME, STREAM),
             reply=pull,
-            answer=_object("status", status=_TEXT),
-            binary_answers=("application/x-ndjson",),
+            response=_object("status", status=_TEXT),
+            binary_media_types=("application/x-ndjson",),
         ),
     },
     render_error=render_error,

@@ -1,8 +1,8 @@
-"""OpenAI's embeddings API: parse a request, render an answer. Pure, but for the clock that `created` is read from.
+"""OpenAI's embeddings API: parses requests, renders responses. Pure, but for the clock that `created` is read from.
 
-Owns the shapes of `/v1/embeddings` and `/v1/models`. Source of the shapes: OpenAI's published OpenAPI document. Answers
-have `id` and `created` besides, as vLLM's and infinity's do, and every client ignores. What may be asked for beyond
-OpenAI's fields is in `vecd.gateway.api.dialects.options`.
+Owns the shapes of `/v1/embeddings` and `/v1/models`. Source of the shapes: OpenAI's published OpenAPI document.
+Responses also have `id` and `created`, as vLLM's and infinity's do; clients ignore them. Options beyond OpenAI's fields
+are in `vecd.gateway.api.dialects.options`.
 """
 
 import json
@@ -15,17 +15,17 @@ import orjson
 
 from vecd.gateway.api import fields
 from vecd.gateway.api.dialects import options
-from vecd.gateway.api.dialects.headers import answer_headers, parse_priority, parse_timeout_s
+from vecd.gateway.api.dialects.headers import parse_priority, parse_timeout_s, response_headers
 from vecd.gateway.api.dialects.inputs import parse_inputs
-from vecd.gateway.api.dialects.options import AskedForm
+from vecd.gateway.api.dialects.options import RequestedForm
 from vecd.gateway.api.dialects.rows import render_rows
 from vecd.gateway.api.fields import Fields, Schema, Values
 from vecd.gateway.api.model_info import ModelInfo
-from vecd.gateway.api.operations import Ask, Call, Dialect, Operation
+from vecd.gateway.api.operations import Call, Dialect, Operation, ParsedEmbed
 from vecd.gateway.encoding.fragments import JsonRows, Matrix
 from vecd.gateway.types.errors import ApiError, BadRequest, ModelNotFound
 from vecd.gateway.types.messages import Response
-from vecd.gateway.types.request import Embedded, EmbedRequest, Report, TokenIds, Tokenizing
+from vecd.gateway.types.request import Embedded, EmbedRequest, Form, InputReport, TokenIds, Tokenizing
 
 _IDS = {"type": "array", "items": {"type": "integer", "minimum": 0}, "minItems": 1}
 _JINA_TEXT = {"type": "object", "required": ["text"], "properties": {"text": {"type": "string"}}}
@@ -45,70 +45,71 @@ FIELDS = Fields(INPUT, *options.COMMON, options.TASK)
 # --- embeddings -------------------------------------------------------------------------------------------------
 
 
-def parse_embeddings(call: Call) -> Ask:
+def parse_embeddings(call: Call) -> ParsedEmbed:
     values, headers, model_info = call.values, call.headers, call.model_info
     inputs = parse_inputs(values.get(INPUT), INPUT.name, model_info.max_inputs)
     if values.has_any(options.RARE_NAMES):
-        asked = options.read_form(values, headers)
-        request = _request_with_options(inputs, asked, call)
+        requested = options.read_form(values, headers)
+        request = _request_with_options(inputs, requested, call)
     else:  # most requests, 2 µs sooner
-        asked = options.read_encoding(values, headers)
+        requested = options.read_encoding(values, headers)
         prompt = model_info.prompt_of_model_name(values.get(options.MODEL))
         tokenizing = options.USUAL_TOKENIZING if prompt is None else Tokenizing(prompt)
-        request = EmbedRequest(inputs, (asked.form,), parse_priority(headers), parse_timeout_s(headers), tokenizing)
-    return Ask(request, partial(render_answer, EMBEDDING, asked, model_info.model, call.request_id))
+        request = EmbedRequest(inputs, (requested.form,), parse_priority(headers), parse_timeout_s(headers), tokenizing)
+    return ParsedEmbed(request, partial(render_response, EMBEDDING, requested, model_info.model, call.request_id))
 
 
-def _request_with_options(inputs: list[str] | list[TokenIds], asked: AskedForm, call: Call) -> EmbedRequest:
+def _request_with_options(inputs: list[str] | list[TokenIds], requested: RequestedForm, call: Call) -> EmbedRequest:
     values, model_info = call.values, call.model_info
     normalize = options.read_normalize(values)
     request = EmbedRequest(
         inputs=inputs,
-        forms=(asked.form,),
+        forms=(requested.form,),
         priority=options.read_priority(values, call.headers),
         timeout_s=parse_timeout_s(call.headers),
         tokenizing=options.read_tokenizing(values, model_info, options.read_prompt(values, model_info)),
         output=options.output_of(normalize),
         normalize=normalize is True,
         dimensions=options.read_dimensions(values, model_info),
-        wants_report=read_report(values, asked),
+        wants_report=read_report(values, requested),
     )
     options.check_form(request, values, model_info)
     return request
 
 
-def read_report(values: Values, asked: AskedForm) -> bool:
-    """Whether each item of the answer is to have a report. Raises BadRequest where there are no items."""
+def read_report(values: Values, requested: RequestedForm) -> bool:
+    """Whether each item of the response must have a report. Raises BadRequest if the response is binary."""
     wants_report = values.get(options.REPORT) is True
-    if wants_report and not asked.is_json:
+    if wants_report and not requested.is_json:
         raise BadRequest(
             f"'{options.REPORT.name}' is part of a JSON answer, and this one has the encoding "
-            f"'{asked.form.encoding.value}', which leaves no place for it",
+            f"'{requested.form.encoding.value}', which leaves no place for it",
             param=options.REPORT.name,
         )
     return wants_report
 
 
 class Item(NamedTuple):
-    """What an item of an answer is called."""
+    """The names in one item of a response."""
 
     object: bytes
     vector: bytes
-    """The key behind which its vector is."""
+    """The key of the vector."""
 
 
 EMBEDDING = Item(b"embedding", b"embedding")
 
 
-def render_answer(item: Item, asked: AskedForm, model: str, request_id: str, embedded: Embedded) -> Response:
-    """The answer, with the collected rows in it as they are."""
+def render_response(item: Item, requested: RequestedForm, model: str, request_id: str, embedded: Embedded) -> Response:
+    """The response, which holds the collected rows without a copy."""
     [collector] = embedded.collectors
     created = int(time.time())
     if isinstance(collector, Matrix):
         response = render_rows(collector, model=model, num_tokens=embedded.num_tokens)
-        if asked.has_metadata:
-            response.headers["metadata"] = _metadata(collector, asked, model, embedded.num_tokens, request_id, created)
-        response.headers.update(answer_headers(embedded))
+        if requested.has_metadata:
+            header = _metadata(collector, requested.form, model, embedded.num_tokens, request_id, created)
+            response.headers["metadata"] = header
+        response.headers.update(response_headers(embedded))
         return response
     assert isinstance(collector, JsonRows)
     names = (request_id.encode(), created, orjson.dumps(model))
@@ -116,11 +117,11 @@ def render_answer(item: Item, asked: AskedForm, model: str, request_id: str, emb
     pieces = _render_items(head, collector.fragments, item, embedded.reports)
     num_tokens = embedded.num_tokens
     pieces.append(b'}],"usage":{"prompt_tokens":%d,"total_tokens":%d}}' % (num_tokens, num_tokens))
-    return Response(200, pieces, answer_headers(embedded))
+    return Response(200, pieces, response_headers(embedded))
 
 
 def _render_items(
-    head: bytes, fragments: list[bytes], item: Item, reports: tuple[Report, ...]
+    head: bytes, fragments: list[bytes], item: Item, reports: tuple[InputReport, ...]
 ) -> list[bytes | memoryview]:
     """In pieces, so that megabytes are never copied. The last item is left open."""
     pieces: list[bytes | memoryview] = []
@@ -133,7 +134,7 @@ def _render_items(
     return pieces
 
 
-def _report(report: Report) -> dict[str, Any]:
+def _report(report: InputReport) -> dict[str, Any]:
     return {
         "tokens": report.num_tokens,
         "truncated": report.is_truncated,
@@ -145,19 +146,19 @@ def _report(report: Report) -> dict[str, Any]:
 # --- vLLM's header ----------------------------------------------------------------------------------------------
 
 _MAX_METADATA_BYTES = 3072
-"""nginx has 4 KiB for the whole head of an answer, if it is not told otherwise, and answers 502 to a longer one;
-aiohttp takes 8 KiB for a header."""
+"""nginx has 4 KiB for the whole head of a response by default, and answers 502 to a longer one; aiohttp takes 8 KiB for
+a header."""
 _LEAST_SPAN_BYTES = 64
-"""What an input's entry takes of it at least, so that those of thousands need not be written to be too long."""
+"""The least size of an input's entry. Saves writing entries of thousands of inputs, only to find them too long."""
 
 
-def _metadata(matrix: Matrix, asked: AskedForm, model: str, num_tokens: int, request_id: str, created: int) -> str:
-    """What vLLM says of rows in its header `metadata`: JSON. `data`, which has an entry for each input, is left out
-    where it is too long for a header: rows are in the order of the inputs, and all of the same length."""
+def _metadata(matrix: Matrix, form: Form, model: str, num_tokens: int, request_id: str, created: int) -> str:
+    """The JSON of vLLM's header `metadata`. `data`, with an entry for each input, is left out if it is too long for a
+    header: rows are in the order of the inputs, and all have the same length."""
     described: dict[str, Any] = {"id": f"embd-{request_id}", "created": created, "model": model}
     usage = {"prompt_tokens": num_tokens, "total_tokens": num_tokens}
     if len(matrix.rows) <= _MAX_METADATA_BYTES // _LEAST_SPAN_BYTES:
-        header = _in_ascii({**described, "data": list(_spans(matrix, asked)), "usage": usage})
+        header = _in_ascii({**described, "data": list(_spans(matrix, form)), "usage": usage})
         if len(header) <= _MAX_METADATA_BYTES:
             return header
     return _in_ascii({**described, "usage": usage})
@@ -167,13 +168,13 @@ def _in_ascii(value: dict[str, Any]) -> str:
     return json.dumps(value, separators=(",", ":"))  # orjson would write UTF-8, which no header holds
 
 
-def _spans(matrix: Matrix, asked: AskedForm) -> Iterator[dict[str, Any]]:
+def _spans(matrix: Matrix, form: Form) -> Iterator[dict[str, Any]]:
     for index, row in enumerate(matrix.rows):
         start = index * matrix.row_bytes
         yield {
             "index": index,
-            "embed_dtype": asked.form.dtype.value,
-            "endianness": "big" if asked.form.is_big_endian else "little",
+            "embed_dtype": form.dtype.value,
+            "endianness": "big" if form.is_big_endian else "little",
             "start": start,
             "end": start + matrix.row_bytes,
             "shape": [len(row)],
@@ -184,7 +185,7 @@ def _spans(matrix: Matrix, asked: AskedForm) -> Iterator[dict[str, Any]]:
 
 
 def list_models(model_info: ModelInfo, path: str) -> Response:
-    """The model by all its names; for programs that let people choose from a list, also with each of its prompts."""
+    """The model under all its names, and with each of its prompts, for programs that show a list to choose from."""
     prompts = model_info.prompts if model_info.pools_prompt else ()
     names = [*model_info.names, *(f"{model_info.model}:{name}" for name in prompts)]
     return Response(200, orjson.dumps({"object": "list", "data": [_describe(model_info, name) for name in names]}))
@@ -212,7 +213,7 @@ def _describe(model_info: ModelInfo, name: str) -> dict[str, Any]:
 
 
 def render_error(error: ApiError) -> Response:
-    """All four keys are always there. Voyage's and Jina's clients read `detail`, which OpenAI's pass over."""
+    """All four keys are always present. Voyage's and Jina's clients read `detail`, which OpenAI's ignore."""
     described = {"message": error.message, "type": error.type, "param": error.param, "code": error.code}
     return Response(error.status, orjson.dumps({"error": described, "detail": error.message}))
 
@@ -241,8 +242,8 @@ VECTOR: Schema = {
 }
 
 
-def answer_schema(kind: str, key: str, vector: Schema) -> Schema:
-    """Of an answer whose items are objects of the `kind`, each with its vector behind `key`."""
+def response_schema(kind: str, key: str, vector: Schema) -> Schema:
+    """The schema of a response whose items are objects of the `kind`, each with its vector at `key`."""
     item = {
         "type": "object",
         "required": ["object", "index", key],
@@ -297,17 +298,17 @@ ERROR_SCHEMA: Schema = {
     },
 }
 
-BINARY_ANSWERS = ("application/octet-stream", "application/x-npy")
+BINARY_MEDIA_TYPES = ("application/octet-stream", "application/x-npy")
 
 EMBEDDINGS = Operation(
     summary="Embed texts or token ids",
     fields=FIELDS,
     embed=parse_embeddings,
-    answer=answer_schema("embedding", "embedding", VECTOR),
-    binary_answers=BINARY_ANSWERS,
+    response=response_schema("embedding", "embedding", VECTOR),
+    binary_media_types=BINARY_MEDIA_TYPES,
 )
-_MODELS = Operation(summary="List the model, by all its names", describe=list_models, answer=_MODELS_SCHEMA)
-_MODEL = Operation(summary="Describe the model", describe=retrieve_model, answer=_MODEL_SCHEMA)
+_MODELS = Operation(summary="List the model, by all its names", describe=list_models, response=_MODELS_SCHEMA)
+_MODEL = Operation(summary="Describe the model", describe=retrieve_model, response=_MODEL_SCHEMA)
 
 DIALECT = Dialect(
     name="openai",

@@ -1,9 +1,9 @@
-"""What requests of OpenAI's kind may ask for beyond texts and a model. Pure.
+"""The options of requests in OpenAI's shape, beyond inputs and a model. Pure.
 
-Owns the fields for it, under the names that vLLM, Jina, Voyage, Cohere, text-embeddings-inference and vecd itself have
-given them, and what they come to together: one thing may be asked for by several names, and fields that contradict one
-another are refused, because whichever were ignored would change the vectors. Knows no shape of an answer. Called by
-`vecd.gateway.api.dialects.openai` and `vecd.gateway.api.dialects.vllm`; other dialects may take single fields from it.
+Owns their fields, under the names that vLLM, Jina, Voyage, Cohere, text-embeddings-inference and vecd itself use, and
+their meaning together. One option may have several names. Fields that contradict each other are refused, because the
+vectors would depend on which one was ignored. Knows no shape of a response. Called by
+`vecd.gateway.api.dialects.openai` and `vecd.gateway.api.dialects.vllm`; other dialects use single fields of it.
 """
 
 from collections.abc import Mapping, Sequence
@@ -31,7 +31,7 @@ T = TypeVar("T")
 
 
 def _agreed(values: Values, *synonyms: Field[T]) -> tuple[T, str] | None:
-    """What fields for the same thing say, and the name of the first of them. Raises BadRequest where two differ."""
+    """The value of fields for one option, and the name of the first that has it. Raises BadRequest if two differ."""
     agreed: tuple[T, str] | None = None
     for field in synonyms:
         value = values.get(field)
@@ -45,7 +45,8 @@ def _agreed(values: Values, *synonyms: Field[T]) -> tuple[T, str] | None:
 
 
 def refused(name: str, why: str, schema: Schema, *, harmless: tuple[Any, ...] = ()) -> Field[None]:
-    """A field that is not supported, and would change vectors or answer: anything but `harmless` is an error."""
+    """A field that is not supported, and would change the vectors or the response: any value but those in `harmless`
+    is an error."""
 
     def read(value: Any, name: str) -> None:
         if not any(value is known for known in harmless):
@@ -85,28 +86,28 @@ INPUT_TYPE = fields.text(
 )
 TASK = fields.text("task", "the same as `input_type`, by Jina's name", examples=list(PURPOSES))
 PROMPT_FIELDS: tuple[Field[str], ...] = (PROMPT, PROMPT_NAME, INPUT_TYPE, TASK)
-"""At most one of them may be there."""
+"""A request may have at most one of them."""
 _PROMPT_NAMES = frozenset(field.name for field in PROMPT_FIELDS)
 
 
 def read_prompt(
     values: Values, model_info: ModelInfo, prompt_fields: Sequence[Field[str]] = PROMPT_FIELDS
 ) -> str | None:
-    """What is put before every text; None for the model's default.
+    """The prompt that is put before every text; None for the model's default.
 
-    Raises BadRequest, also where a field and what stands behind the model's name ask for two prompts, and ModelNotFound
-    for another model's name where names matter.
+    Raises BadRequest, also if a field and the model's name select different prompts, and ModelNotFound for another
+    model's name if names are strict.
     """
     of_name = model_info.prompt_of_model_name(values.get(MODEL))
     if not values.has_any(_PROMPT_NAMES):
         return of_name
-    asking = [field for field in prompt_fields if values.get(field) is not None]
-    if not asking:
+    chosen_by = [field for field in prompt_fields if values.get(field) is not None]
+    if not chosen_by:
         return of_name
-    if len(asking) > 1:
-        names = [field.name for field in asking]
+    if len(chosen_by) > 1:
+        names = [field.name for field in chosen_by]
         raise BadRequest(f"'{names[0]}' and '{names[1]}' both choose the prompt: send one of them", param=names[1])
-    [field] = asking
+    [field] = chosen_by
     prompt = _prompt_of(field, values.require(field), model_info)
     if of_name is not None and prompt != of_name:
         raise contradiction(MODEL.name, field.name)
@@ -130,7 +131,7 @@ _TRUNCATE: dict[str, frozenset[Overflow]] = {
     "END": frozenset((Overflow.TRUNCATE,)),
 }
 _OF_FLAG: dict[bool, frozenset[Overflow]] = {True: _CUT, False: _TRUNCATE["NONE"]}
-# A side says nothing of whether there is something to be cut.
+# A side alone does not decide whether an input may be cut.
 _OF_SIDE = {"left": frozenset(Overflow) - _TRUNCATE["END"], "right": frozenset(Overflow) - _TRUNCATE["START"]}
 
 
@@ -191,7 +192,7 @@ OVERFLOW_FIELDS: tuple[Field[frozenset[Overflow]], ...] = (
     TRUNCATION_SIDE,
     TRUNCATION_DIRECTION,
 )
-"""What each says is which ways of dealing with a long input it leaves."""
+"""The value of each is the set of policies for a long input that it allows."""
 _OVERFLOW_NAMES = frozenset(
     (*(field.name for field in OVERFLOW_FIELDS), TRUNCATE_PROMPT_TOKENS.name, ADD_SPECIAL_TOKENS.name)
 )
@@ -201,7 +202,7 @@ USUAL_TOKENIZING = Tokenizing()
 
 
 def read_tokenizing(values: Values, model_info: ModelInfo, prompt: str | None) -> Tokenizing:
-    """How inputs become sequences. Raises BadRequest."""
+    """The options of the tokenizer. Raises BadRequest."""
     if not values.has_any(_OVERFLOW_NAMES):
         return USUAL_TOKENIZING if prompt is None else Tokenizing(prompt)
     max_tokens = values.get(TRUNCATE_PROMPT_TOKENS)
@@ -222,12 +223,12 @@ def read_tokenizing(values: Values, model_info: ModelInfo, prompt: str | None) -
 
 
 _PREFERRED = (Overflow.TRUNCATE, Overflow.TRUNCATE_LEFT)
-"""Where the server's own way is ruled out."""
+"""Tried first if the server's own policy is not allowed."""
 
 
 def _read_overflow(values: Values, model_info: ModelInfo) -> Overflow | None:
-    """What all fields leave: the server's own way, if that is among it."""
-    _agreed(values, TRUNCATION_SIDE, TRUNCATION_DIRECTION)  # what both leave, an error, is what neither asks for
+    """A policy that all fields allow: the server's own, if it is one of them."""
+    _agreed(values, TRUNCATION_SIDE, TRUNCATION_DIRECTION)  # both sides together would leave only an error
     allowed_by = {field.name: allowed for field in OVERFLOW_FIELDS if (allowed := values.get(field)) is not None}
     if values.get(TRUNCATE_PROMPT_TOKENS) is not None:
         allowed_by[TRUNCATE_PROMPT_TOKENS.name] = _CUT
@@ -248,7 +249,7 @@ def _read_overflow(values: Values, model_info: ModelInfo) -> Overflow | None:
 
 
 def _dimensions(name: str, description: str) -> Field[int]:
-    # Which numbers are allowed is for the model to say, in OpenAI's words.
+    # The allowed numbers depend on the model; the error has OpenAI's words.
     return Field(name, description, {"type": ["integer", "null"], "minimum": 1}, fields.read_whole_number)
 
 
@@ -262,7 +263,7 @@ DIMENSION_FIELDS = (DIMENSIONS, OUTPUT_DIMENSION, TRUNCATE_DIM)
 
 
 def read_dimensions(values: Values, model_info: ModelInfo) -> int | None:
-    """As `EmbedRequest` has them. Raises BadRequest."""
+    """As in `EmbedRequest.dimensions`. Raises BadRequest."""
     agreed = _agreed(values, *DIMENSION_FIELDS)
     return None if agreed is None else model_info.check_dimensions(*agreed)
 
@@ -276,13 +277,13 @@ NORMALIZE_FIELDS = (NORMALIZE, NORMALIZED, USE_ACTIVATION)
 
 
 def read_normalize(values: Values) -> bool | None:
-    """Whether vectors are to have length 1; None: as the model has them. Raises BadRequest."""
+    """Whether vectors must have length 1; None: as the model gives them. Raises BadRequest."""
     agreed = _agreed(values, *NORMALIZE_FIELDS)
     return None if agreed is None else agreed[0]
 
 
 def output_of(normalize: bool | None) -> Output:
-    """What a worker makes of the sequences, where vectors are wanted."""
+    """The output for a request of one vector for each input."""
     return Output.UNNORMALIZED if normalize is False else Output.VECTORS
 
 
@@ -322,7 +323,7 @@ def _refuse(value: Any, name: str, must_be: str) -> NoReturn:
 
 
 def _read_encoding(value: Any, name: str) -> str | None:
-    if value == "":  # some clients' way of saying nothing
+    if value == "":  # some clients send it for the default
         return None
     if not isinstance(value, str) or value not in _ENCODINGS:
         _refuse(value, name, _or(_ENCODINGS))
@@ -370,30 +371,30 @@ FORM_FIELDS = (ENCODING, OUTPUT_DTYPE, EMBED_DTYPE, ENDIANNESS, EMBEDDING_TYPE, 
 _DTYPE_NAMES = frozenset(field.name for field in FORM_FIELDS if field is not ENCODING)
 
 
-class AskedForm(NamedTuple):
+class RequestedForm(NamedTuple):
     form: Form
     has_metadata: bool = False
-    """The answer describes its rows in vLLM's header, too."""
+    """The response describes its rows in vLLM's header, too."""
 
     @property
     def is_json(self) -> bool:
         return self.form.encoding in (Encoding.FLOAT, Encoding.BASE64)
 
 
-_PLAIN = {name: AskedForm(Form(encoding), name == _METADATA) for name, encoding in _ENCODINGS.items()}
-"""By `encoding_format`, where no other field says more."""
-_ACCEPTED = {encoding: AskedForm(Form(encoding or Encoding.FLOAT)) for encoding in (None, *Encoding)}
-"""By what `Accept` prefers to JSON, where no field says anything."""
+_PLAIN = {name: RequestedForm(Form(encoding), name == _METADATA) for name, encoding in _ENCODINGS.items()}
+"""By `encoding_format`, for requests without other fields for the form."""
+_ACCEPTED = {encoding: RequestedForm(Form(encoding or Encoding.FLOAT)) for encoding in (None, *Encoding)}
+"""By what `Accept` prefers to JSON, for requests without a field for the form."""
 
 
-def read_encoding(values: Values, headers: Mapping[str, str]) -> AskedForm:
-    """The form, where no field but `encoding_format` says anything of it. Raises BadRequest."""
+def read_encoding(values: Values, headers: Mapping[str, str]) -> RequestedForm:
+    """The form of a request with no field for it but `encoding_format`. Raises BadRequest."""
     name = values.get(ENCODING)
     return _PLAIN[name] if name is not None else _ACCEPTED[parse_accept(headers)]
 
 
-def read_form(values: Values, headers: Mapping[str, str]) -> AskedForm:
-    """The one form in which vectors are answered. Fields win over `Accept`. Raises BadRequest."""
+def read_form(values: Values, headers: Mapping[str, str]) -> RequestedForm:
+    """The one form of the vectors in the response. Fields win over `Accept`. Raises BadRequest."""
     if not values.has_any(_DTYPE_NAMES):
         return read_encoding(values, headers)
     name = values.get(ENCODING)
@@ -406,7 +407,7 @@ def read_form(values: Values, headers: Mapping[str, str]) -> AskedForm:
     if encoding is None:
         encoding = parse_accept(headers) or Encoding.FLOAT
     is_big_endian = values.get(ENDIANNESS) is True and encoding is not Encoding.FLOAT
-    return AskedForm(Form(encoding, _read_dtype(values, jina), is_big_endian), name == _METADATA)
+    return RequestedForm(Form(encoding, _read_dtype(values, jina), is_big_endian), name == _METADATA)
 
 
 def _read_dtype(values: Values, jina: tuple[_JinaType, str] | None) -> Dtype:
@@ -419,7 +420,7 @@ def _read_dtype(values: Values, jina: tuple[_JinaType, str] | None) -> Dtype:
 
 
 def check_form(request: EmbedRequest, values: Values, model_info: ModelInfo) -> None:
-    """Whether the vectors can be answered as they are asked for. Raises BadRequest, naming the field that asked."""
+    """Check that the vectors can have the requested form. Raises BadRequest, which names the field."""
     if request.forms[0].dtype is Dtype.FLOAT32 and not request.output.is_per_token:
         return  # they always can
     check_forms(
@@ -496,7 +497,7 @@ MODALITY = Field("modality", "infinity's; of texts alone", {"enum": ["text", Non
 
 
 def read_priority(values: Values, headers: Mapping[str, str]) -> Priority | None:
-    """The body wins over the header: it is the more explicit. Raises BadRequest."""
+    """The priority in the body, or else in the header: the body is more explicit. Raises BadRequest."""
     priority = values.get(PRIORITY)
     return parse_priority(headers) if priority is None else priority
 
@@ -518,6 +519,6 @@ COMMON: tuple[Field[Any], ...] = (
     MODALITY,
     *REFUSED_FIELDS,
 )
-"""What every operation of this kind that embeds takes beside its inputs."""
+"""The fields of every operation of this kind that embeds, without its inputs."""
 RARE_NAMES = frozenset(field.name for field in (*COMMON, TASK)) - {MODEL.name, ENCODING.name, USER.name}
-"""Of all fields but those that most requests have."""
+"""The names of all fields but those that most requests have."""

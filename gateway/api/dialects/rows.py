@@ -1,7 +1,7 @@
-"""Rows in answers, where they look the same in every dialect. Pure.
+"""The parts of responses with rows that are the same in every dialect. Pure.
 
-Owns the JSON list of them, and the answers that are the rows and nothing else: their bytes end to end, or the same as a
-NumPy file, with what JSON would say beside them in headers. Called by the dialects.
+Owns the JSON list of rows, and the binary responses: the bytes of the rows end to end, or a NumPy file. What JSON would
+hold beside the rows is in headers there. Called by the dialects.
 """
 
 import re
@@ -26,7 +26,7 @@ def json_list(fragments: Sequence[bytes]) -> list[bytes | memoryview]:
 
 
 def render_rows(matrix: Matrix, *, model: str, num_tokens: int) -> Response:
-    """The answer is in the matrix's form, and borrows it. A model's name that no header can hold is left out."""
+    """A binary response, which borrows the matrix. A model's name that no header can hold is left out."""
     headers = {
         "x-vecd-tokens": str(num_tokens),
         "x-vecd-dimensions": str(matrix.dim),

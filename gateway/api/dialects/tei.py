@@ -1,18 +1,18 @@
-"""text-embeddings-inference's HTTP API: parse a request, render an answer. Pure.
+"""text-embeddings-inference's HTTP API: parses requests, renders responses. Pure.
 
 Owns the shapes of `/embed`, `/embed_all`, `/similarity`, `/tokenize`, `/decode`, `/vertex`, of `/` and `/invocations`,
-which are `/embed` by another name, and of its errors; `/info` is `vecd.gateway.api.health`'s, since it says more to
-some. Source of the shapes: its router's types, version 1.9.
+which do the same as `/embed`, and of its errors. `/info` belongs to `vecd.gateway.api.health`, because operators get
+more fields there. Source of the shapes: its router's types, version 1.9.
 
-What it does not share with text-embeddings-inference:
+Differences from text-embeddings-inference:
 
-- token ids are the model's unless `--token-ids` says that they are another vocabulary's;
-- `parameters`, which it reads of texts to compare alone, may hold the options of every embedding;
-- one request's inputs are all texts or all token ids;
+- token ids are the model's unless `--token-ids` names another vocabulary;
+- `parameters` may hold the options of every embedding, and not only of texts to compare;
+- the inputs of one request are all texts or all token ids;
 - an empty text is embedded, not refused;
-- `dimensions` is for models that are made for it, or declared so (`--matryoshka`), and refused for others;
-- texts inside objects, as `/similarity` and `/vertex` have them, may take 256 KiB of a body that is larger than 64;
-- what ranks, classifies or makes sparse vectors is answered as it would be with a model that cannot: 424.
+- `dimensions` is refused unless the model was made for it, or declared so (`--matryoshka`);
+- texts inside objects, as in `/similarity` and `/vertex`, may take 256 KiB of a body that is larger than 64 KiB;
+- routes that rank, classify or make sparse vectors answer as with a model that cannot do so: 424.
 """
 
 import re
@@ -24,12 +24,12 @@ from typing import Any, TypeVar
 import orjson
 
 from vecd.gateway.api import fields
-from vecd.gateway.api.dialects.headers import answer_headers, parse_accept, parse_priority, parse_timeout_s
+from vecd.gateway.api.dialects.headers import parse_accept, parse_priority, parse_timeout_s, response_headers
 from vecd.gateway.api.dialects.inputs import check_id_lists, parse_inputs, parse_texts
 from vecd.gateway.api.dialects.rows import json_list, render_rows
 from vecd.gateway.api.fields import Field, Fields, Schema, Values, contradiction, json_type
 from vecd.gateway.api.model_info import ModelInfo
-from vecd.gateway.api.operations import Ask, Call, DecodeAsk, Dialect, Operation, TokenizeAsk
+from vecd.gateway.api.operations import Call, Dialect, Operation, ParsedDecode, ParsedEmbed, ParsedTokenize
 from vecd.gateway.encoding.forms import Names, check_forms
 from vecd.gateway.encoding.fragments import JsonRows, Matrix
 from vecd.gateway.types.errors import (
@@ -115,7 +115,7 @@ INSTANCES = Field(
 
 
 def _read_nested(declared: Fields, body: Any, within: str) -> Values:
-    """The fields of an object inside the body. Raises BadRequest, naming `within` and the field."""
+    """The fields of an object inside the body. Raises BadRequest, which names `within` and the field."""
     if not isinstance(body, dict):
         raise BadRequest(f"'{within}' must be an object, is {json_type(body)}", param=within)
     return Values(
@@ -137,17 +137,17 @@ EMBED_FIELDS = Fields(INPUTS, *OPTION_FIELDS, PARAMETERS)
 
 
 class _Options:
-    """What a request says of how it is to be embedded: in fields of its own, or in its `parameters`. Clients have them
-    there with texts to compare, and Hugging Face's endpoints with every model."""
+    """The options of a request, in its own fields or in its `parameters`. Clients use `parameters` with texts to
+    compare, and for Hugging Face's endpoints with every model."""
 
     def __init__(self, values: Values, within: str = "") -> None:
-        """`within`: what stands before a field's name in an error."""
+        """`within`: the prefix of a field's name in an error."""
         self._own = values
         self._parameters = values.get(PARAMETERS)
         self._within = within
 
     def get(self, field: Field[T]) -> T | None:
-        """Raises BadRequest where both places have it, and differ."""
+        """The value of an option. Raises BadRequest if both places have it with different values."""
         own = self._own.get(field)
         if self._parameters is None:  # as most have none
             return own
@@ -157,7 +157,7 @@ class _Options:
         return parameter if own is None else own
 
     def name_of(self, field: Field[Any]) -> str:
-        """For an error: with where the field was found."""
+        """The name of the field in an error, with the place where it was found."""
         is_parameter = self._own.get(field) is None and self._parameters is not None
         return self._parameter_name(field) if is_parameter else self._own_name(field)
 
@@ -171,19 +171,19 @@ class _Options:
 # --- embeddings -------------------------------------------------------------------------------------------------
 
 
-def parse_embed(call: Call) -> Ask:
+def parse_embed(call: Call) -> ParsedEmbed:
     inputs = _checked_inputs(call.values.get(INPUTS), INPUTS.name, call.model_info)
     request = _embed_request(call, _Options(call.values), inputs)
-    return Ask(request, partial(render_vectors, model_info=call.model_info))
+    return ParsedEmbed(request, partial(render_vectors, model_info=call.model_info))
 
 
-def parse_embed_or_compare(call: Call) -> Ask:
-    """What "/" does: texts to compare are told by their shape, since clients send them to the same address."""
+def parse_embed_or_compare(call: Call) -> ParsedEmbed:
+    """The operation at "/": texts to compare are recognized by their shape, because clients send them there too."""
     return parse_similarity(call) if isinstance(call.values.get(INPUTS_OF_ALL), dict) else parse_embed(call)
 
 
-def parse_embed_all(call: Call) -> Ask:
-    """Raises WrongModel where a token's vector has no room, BadRequest for what cannot be."""
+def parse_embed_all(call: Call) -> ParsedEmbed:
+    """Raises WrongModel if a token's vector is longer than a row, and BadRequest."""
     values, model_info = call.values, call.model_info
     width = Output.TOKENS.width_of(model_info)
     if width > model_info.dim:
@@ -193,7 +193,7 @@ def parse_embed_all(call: Call) -> Ask:
         )
     tokenizing = _tokenizing(_Options(values), model_info)
     overflow = tokenizing.overflow or model_info.overflow
-    # What would be split has no one row for each token; it is refused, rather than cut where nobody asked for that.
+    # An input in chunks has no single row for each token. It is refused, because the request did not allow to cut it.
     tokenizing = tokenizing._replace(overflow=Overflow.ERROR if overflow is Overflow.CHUNK else overflow)
     request = EmbedRequest(
         inputs=_checked_inputs(values.get(INPUTS), INPUTS.name, model_info),
@@ -202,7 +202,7 @@ def parse_embed_all(call: Call) -> Ask:
         tokenizing=tokenizing,
         output=Output.TOKENS,
     )
-    return Ask(request, partial(render_vectors, model_info=model_info))
+    return ParsedEmbed(request, partial(render_vectors, model_info=model_info))
 
 
 def _embed_request(call: Call, options: _Options, inputs: list[str] | list[TokenIds]) -> EmbedRequest:
@@ -246,8 +246,7 @@ def _tokenizing(options: _Options, model_info: ModelInfo) -> Tokenizing:
 
 
 def _overflow(options: _Options, model_info: ModelInfo) -> Overflow | None:
-    """A side alone changes only which one is cut: whether any is, and which one where none is named, is the server's
-    to say."""
+    """A direction alone does not decide whether inputs are cut; the server's default decides what is left open."""
     truncates, direction = options.get(TRUNCATE), options.get(DIRECTION)
     default = model_info.overflow
     if truncates is None:
@@ -262,7 +261,7 @@ def _overflow(options: _Options, model_info: ModelInfo) -> Overflow | None:
 
 
 def render_vectors(embedded: Embedded, *, model_info: ModelInfo) -> Response:
-    """A list with the collected rows in it as they are, or the rows alone."""
+    """A JSON list that holds the collected rows without a copy, or a binary response."""
     [collector] = embedded.collectors
     if isinstance(collector, Matrix):
         response = render_rows(collector, model=model_info.model, num_tokens=embedded.num_tokens)
@@ -286,14 +285,14 @@ def _headers(embedded: Embedded, model_info: ModelInfo) -> dict[str, str]:
         "x-tokenization-time": str(int(stages.tokenize_s * 1e3)),
         "x-queue-time": str(int(stages.queue_s * 1e3)),
         "x-inference-time": str(int(stages.compute_s * 1e3)),
-        **answer_headers(embedded),
+        **response_headers(embedded),
     }
 
 
 # --- similarity -------------------------------------------------------------------------------------------------
 
 
-def parse_similarity(call: Call) -> Ask:
+def parse_similarity(call: Call) -> ParsedEmbed:
     model_info = call.model_info
     texts, options = _compared(call.values.require(COMPARED), model_info), _Options(call.values)
     _check_is_json(options, "cosines are JSON")
@@ -306,7 +305,7 @@ def parse_similarity(call: Call) -> Ask:
         normalize=True,
         dimensions=_dimensions(options, model_info),
     )
-    return Ask(request, partial(render_similarity, model_info=model_info))
+    return ParsedEmbed(request, partial(render_similarity, model_info=model_info))
 
 
 def _check_is_json(options: _Options, why: str) -> None:
@@ -316,7 +315,7 @@ def _check_is_json(options: _Options, why: str) -> None:
 
 
 def _compared(value: Any, model_info: ModelInfo) -> list[str]:
-    """The text, and those that it is compared with."""
+    """The text, and the texts that it is compared with."""
     if not isinstance(value, dict):
         raise BadRequest(
             f"'inputs' must be an object of a 'source_sentence' and 'sentences', is {json_type(value)}", param="inputs"
@@ -351,7 +350,7 @@ def render_similarity(embedded: Embedded, *, model_info: ModelInfo) -> Response:
 # --- Vertex AI --------------------------------------------------------------------------------------------------
 
 
-def parse_vertex(call: Call) -> Ask:
+def parse_vertex(call: Call) -> ParsedEmbed:
     """All instances as one request, whose options are those of the first."""
     model_info, instances = call.model_info, call.values.require(INSTANCES)
     written = _written_options(instances[0])
@@ -368,11 +367,11 @@ def parse_vertex(call: Call) -> Ask:
     options = _Options(_read_nested(OPTION_FIELDS, written, "instances[0]"), "instances[0].")
     _check_is_json(options, "predictions are JSON")
     request = _embed_request(call._replace(headers=_without_accept(call.headers)), options, inputs)
-    return Ask(request, partial(render_predictions, ends=ends, model_info=model_info))
+    return ParsedEmbed(request, partial(render_predictions, ends=ends, model_info=model_info))
 
 
 def _written_options(instance: dict[str, Any]) -> dict[str, Any]:
-    """As they are written. Most have none, and a small body may have thousands of instances."""
+    """The options of an instance, not parsed. Most have none, and a small body may have thousands of instances."""
     if len(instance) == 1:
         return {}
     if "query" in instance and "texts" in instance:
@@ -384,7 +383,7 @@ _OPTION_NAMES = tuple(field.name for field in OPTION_FIELDS)
 
 
 def _inputs_of_instance(instance: dict[str, Any], index: int, before: list[Any], model_info: ModelInfo) -> list[Any]:
-    """Raises BadRequest where they are too many with those `before` them, or of another kind."""
+    """Raises BadRequest if there are too many with those `before` them, or of another kind."""
     name = f"instances[{index}].inputs"
     inputs: list[Any] = _checked_inputs(instance.get(INPUTS.name), name, model_info)
     if len(before) + len(inputs) > model_info.max_inputs:
@@ -405,7 +404,7 @@ def _without_accept(headers: Mapping[str, str]) -> dict[str, str]:
 
 
 def render_predictions(embedded: Embedded, *, ends: list[int], model_info: ModelInfo) -> Response:
-    """`ends`: 0, and so many inputs there are up to the end of each instance."""
+    """`ends`: 0, and for each instance the number of inputs up to its end."""
     [collector] = embedded.collectors
     assert isinstance(collector, JsonRows)
     pieces: list[bytes | memoryview] = []
@@ -419,7 +418,7 @@ def render_predictions(embedded: Embedded, *, ends: list[int], model_info: Model
 # --- tokens -----------------------------------------------------------------------------------------------------
 
 
-def parse_tokenize(call: Call) -> TokenizeAsk:
+def parse_tokenize(call: Call) -> ParsedTokenize:
     values, model_info = call.values, call.model_info
     texts = values.get(TEXTS)
     if texts == []:
@@ -429,20 +428,20 @@ def parse_tokenize(call: Call) -> TokenizeAsk:
     prompt = model_info.default_prompt if name is None else model_info.prompt_named(name, PROMPT_NAME.name)
     adds = values.get(ADD_SPECIAL_TOKENS) is not False
     tokens = TokenLists(texts, prompt)
-    return TokenizeAsk(texts, adds, prompt, tokens, tokens.render)
+    return ParsedTokenize(texts, adds, prompt, tokens, tokens.render)
 
 
 class TokenLists:
-    """The tokens of texts, as JSON: of a token its part of the text, of a special one its name."""
+    """The tokens of texts as JSON. A token is written as its part of the text, a special one as its name."""
 
     def __init__(self, texts: list[str], prompt: str) -> None:
         self._texts = texts
         self._prompt = prompt
         self._index = -1
         self._data = b""
-        """Of the text that is being written, with its prompt, in UTF-8."""
+        """The text that is being written, with its prompt, in UTF-8."""
         self._before = b""
-        """What stands before its next tokens."""
+        """The separator before the next tokens of the text."""
         self._pieces: list[bytes | memoryview] = [b"["]
 
     def put(self, index: int, tokens: list[Token]) -> None:
@@ -469,7 +468,7 @@ class TokenLists:
         return Response(200, [*self._pieces, b"]]"])
 
 
-def parse_decode(call: Call) -> DecodeAsk:
+def parse_decode(call: Call) -> ParsedDecode:
     value = call.values.require(IDS)
     if value == []:
         raise EmptyInput("'ids' cannot be empty", param=IDS.name)
@@ -477,7 +476,7 @@ def parse_decode(call: Call) -> DecodeAsk:
     if isinstance(lists[0], str):
         raise BadRequest("'ids' must be token ids, or a list of lists of them, is text", param=IDS.name)
     skips = call.values.get(SKIP_SPECIAL_TOKENS) is not False
-    return DecodeAsk(check_id_lists(lists, IDS.name), skips, render_texts)
+    return ParsedDecode(check_id_lists(lists, IDS.name), skips, render_texts)
 
 
 def render_texts(texts: list[str]) -> Response:
@@ -491,15 +490,15 @@ def _wrong_model(what: str) -> WrongModel:
     return WrongModel(f"The model served here makes embeddings: it cannot {what}")
 
 
-def parse_rerank(call: Call) -> Ask:
+def parse_rerank(call: Call) -> ParsedEmbed:
     raise _wrong_model("rank texts")
 
 
-def parse_predict(call: Call) -> Ask:
+def parse_predict(call: Call) -> ParsedEmbed:
     raise _wrong_model("classify texts")
 
 
-def parse_embed_sparse(call: Call) -> Ask:
+def parse_embed_sparse(call: Call) -> ParsedEmbed:
     raise _wrong_model("make sparse vectors")
 
 
@@ -513,11 +512,11 @@ _ERRORS: tuple[tuple[type[ApiError], int | None, str], ...] = (
     (ServerError, None, "Backend"),
     (Unavailable, None, "Unhealthy"),
 )
-"""Class, its status (None: its own), its type. The first that fits; what does not is a refusal, or overload, by its
-status."""
+"""Class, status (None: the error's own) and type. The first match counts; other errors are overload or a refusal, by
+their status."""
 _OVERLOADED = 429
 _FIELD = re.compile(r"'input(?=['\[])")
-"""As parts that know no dialect name the field."""
+"""The name of the input field in messages of modules that know no dialect."""
 
 
 def render_error(error: ApiError) -> Response:
@@ -530,7 +529,7 @@ def _status_and_type(error: ApiError) -> tuple[int, str]:
     if error.status == _OVERLOADED:
         return error.status, "Overloaded"
     if isinstance(error, BadRequest) and error.dialect is None and error.param is None:
-        return error.status, "Validation"  # no JSON, or no HTTP: nothing that was read as a request of this dialect
+        return error.status, "Validation"  # not JSON, or not HTTP, so not yet a request of this dialect
     for kind, status, error_type in _ERRORS:
         if isinstance(error, kind):
             return (error.status if status is None else status), error_type
@@ -569,14 +568,18 @@ ERROR: Schema = {
 _BINARY = ("application/octet-stream", "application/x-npy")
 
 _EMBED = Operation(
-    summary="Embed texts or token ids", fields=EMBED_FIELDS, embed=parse_embed, answer=_VECTORS, binary_answers=_BINARY
+    summary="Embed texts or token ids",
+    fields=EMBED_FIELDS,
+    embed=parse_embed,
+    response=_VECTORS,
+    binary_media_types=_BINARY,
 )
 _DEFAULT = Operation(
     summary="Embed texts or token ids, or compare texts",
     fields=Fields(INPUTS_OF_ALL, *OPTION_FIELDS, PARAMETERS),
     embed=parse_embed_or_compare,
-    answer={"anyOf": [_VECTORS, _COSINES]},
-    binary_answers=_BINARY,
+    response={"anyOf": [_VECTORS, _COSINES]},
+    binary_media_types=_BINARY,
     claims="inputs",
 )
 
@@ -591,36 +594,36 @@ DIALECT = Dialect(
             summary="Embed every token of texts, special tokens included",
             fields=Fields(INPUTS, *_TOKENIZING, PARAMETERS),
             embed=parse_embed_all,
-            answer={"type": "array", "items": _VECTORS},
+            response={"type": "array", "items": _VECTORS},
         ),
         "POST /similarity": Operation(
             summary="Compare a text with others, by cosine",
             fields=Fields(COMPARED, *_TOKENIZING, DIMENSIONS, ENCODING, PARAMETERS),
             embed=parse_similarity,
-            answer=_COSINES,
+            response=_COSINES,
         ),
         "POST /vertex": Operation(
             summary="Embed, as Vertex AI asks for it",
             fields=Fields(INSTANCES),
             embed=parse_vertex,
-            answer=_PREDICTIONS,
+            response=_PREDICTIONS,
         ),
         "POST /tokenize": Operation(
             summary="The tokens of texts",
             fields=Fields(TEXTS, ADD_SPECIAL_TOKENS, PROMPT_NAME),
             tokenize=parse_tokenize,
-            answer={"type": "array", "items": {"type": "array", "items": _TOKEN}},
+            response={"type": "array", "items": {"type": "array", "items": _TOKEN}},
             claims="inputs",
         ),
         "POST /decode": Operation(
             summary="The text of token ids",
             fields=Fields(IDS, SKIP_SPECIAL_TOKENS),
             decode=parse_decode,
-            answer={"type": "array", "items": {"type": "string"}},
+            response={"type": "array", "items": {"type": "string"}},
         ),
-        "POST /rerank": Operation(summary="Not of this model", embed=parse_rerank, answer={}),
-        "POST /predict": Operation(summary="Not of this model", embed=parse_predict, answer={}),
-        "POST /embed_sparse": Operation(summary="Not of this model", embed=parse_embed_sparse, answer={}),
+        "POST /rerank": Operation(summary="Not of this model", embed=parse_rerank, response={}),
+        "POST /predict": Operation(summary="Not of this model", embed=parse_predict, response={}),
+        "POST /embed_sparse": Operation(summary="Not of this model", embed=parse_embed_sparse, response={}),
     },
     render_error=render_error,
     error=ERROR,

@@ -1,7 +1,7 @@
-"""vLLM's pooling API, beside its `/v1/embeddings`: parse a request, render an answer. Pure, but for the clock.
+"""vLLM's API beside `/v1/embeddings`: parses requests, renders responses. Pure, but for the clock.
 
-Owns the shapes of `/pooling`, `/tokenize`, `/detokenize` and `/version`, and of SageMaker's `/invocations` where its
-body is that of an embeddings request. Source of the shapes: vLLM's published OpenAPI document. Errors are OpenAI's.
+Owns the shapes of `/pooling`, `/tokenize`, `/detokenize` and `/version`, and of SageMaker's `/invocations` with the
+body of an embeddings request. Source of the shapes: vLLM's published OpenAPI document. Errors are OpenAI's.
 """
 
 from functools import partial
@@ -13,20 +13,20 @@ from vecd.gateway.api.dialects import options
 from vecd.gateway.api.dialects.headers import parse_timeout_s
 from vecd.gateway.api.dialects.inputs import parse_ids, parse_inputs
 from vecd.gateway.api.dialects.openai import (
-    BINARY_ANSWERS,
+    BINARY_MEDIA_TYPES,
     EMBEDDINGS,
     ERROR_SCHEMA,
     INPUT,
     VECTOR,
     Item,
-    answer_schema,
     read_report,
-    render_answer,
     render_error,
+    render_response,
+    response_schema,
 )
 from vecd.gateway.api.fields import Field, Fields, Schema, Values, json_type
 from vecd.gateway.api.model_info import ModelInfo
-from vecd.gateway.api.operations import Ask, Call, DecodeAsk, Dialect, Operation, TokenizeAsk
+from vecd.gateway.api.operations import Call, Dialect, Operation, ParsedDecode, ParsedEmbed, ParsedTokenize
 from vecd.gateway.types.errors import BadRequest
 from vecd.gateway.types.messages import Response
 from vecd.gateway.types.request import EmbedRequest, Overflow, Token
@@ -46,21 +46,21 @@ _PROMPT_FIELDS: tuple[Field[str], ...] = (options.PROMPT, options.PROMPT_NAME, o
 POOLING_FIELDS = Fields(INPUT, *options.COMMON, POOLING_TASK)
 
 
-def parse_pooling(call: Call) -> Ask:
+def parse_pooling(call: Call) -> ParsedEmbed:
     values, model_info = call.values, call.model_info
     task = values.get(POOLING_TASK) or Output.VECTORS
-    asked = options.read_form(values, call.headers)
+    requested = options.read_form(values, call.headers)
     normalize = options.read_normalize(values)
-    wants_report = read_report(values, asked)
+    wants_report = read_report(values, requested)
     tokenizing = options.read_tokenizing(values, model_info, options.read_prompt(values, model_info, _PROMPT_FIELDS))
     request = EmbedRequest(
         inputs=parse_inputs(values.get(INPUT), INPUT.name, model_info.max_inputs),
-        forms=(asked.form,),
+        forms=(requested.form,),
         priority=options.read_priority(values, call.headers),
         timeout_s=parse_timeout_s(call.headers),
         tokenizing=tokenizing._replace(are_ids_of_model=True),
         output=options.output_of(normalize) if task is Output.VECTORS else task,
-        # What vLLM's models do with tokens by themselves, most do with vectors: bring them to length 1.
+        # vLLM brings the vectors of tokens to length 1 by default; those of inputs are as the model gives them.
         normalize=normalize is not False if task.is_per_token else normalize is True,
         dimensions=None if task.is_per_token else options.read_dimensions(values, model_info),
         wants_report=wants_report,
@@ -68,11 +68,11 @@ def parse_pooling(call: Call) -> Ask:
     if task.is_per_token:
         _check_tokens(request, values, model_info)
     options.check_form(request, values, model_info)
-    return Ask(request, partial(render_answer, _POOLING, asked, model_info.model, call.request_id))
+    return ParsedEmbed(request, partial(render_response, _POOLING, requested, model_info.model, call.request_id))
 
 
 def _check_tokens(request: EmbedRequest, values: Values, model_info: ModelInfo) -> None:
-    """What goes with vectors of inputs only. Raises BadRequest."""
+    """Refuse the options that only vectors of inputs have. Raises BadRequest."""
     for field in options.DIMENSION_FIELDS:
         dimensions = values.get(field)
         if dimensions is not None and dimensions != model_info.hidden_size:
@@ -92,7 +92,7 @@ def _check_tokens(request: EmbedRequest, values: Values, model_info: ModelInfo) 
 # --- tokens -----------------------------------------------------------------------------------------------------
 
 TEXT = fields.anything("prompt", "what is to be tokenized", {"type": "string"}, is_required=True, is_large=True)
-# Not large, as long as it may be: of a large list only as much is kept as an embedding needs.
+# It may be long, but is not `is_large`: large lists are cut to the number of ids that an embedding needs.
 IDS = fields.anything(
     "tokens",
     "token ids of the model's own",
@@ -109,15 +109,15 @@ TOKENIZE_FIELDS = Fields(TEXT, options.MODEL, options.ADD_SPECIAL_TOKENS, RETURN
 DETOKENIZE_FIELDS = Fields(IDS, options.MODEL)
 
 
-def parse_tokenize(call: Call) -> TokenizeAsk:
-    """With the prompt that an embedding of the same text by the same model's name would have: it counts as well."""
+def parse_tokenize(call: Call) -> ParsedTokenize:
+    """The tokens include those of the prompt that an embedding of the text under the same model's name would have."""
     values, model_info = call.values, call.model_info
     text = values.require(TEXT)
     if not isinstance(text, str):
         raise BadRequest(f"'{TEXT.name}' must be a string, is {json_type(text)}", param=TEXT.name)
     prompt = model_info.prompt_of_model_name(values.get(options.MODEL))
     tokens = Tokens(wants_texts=values.get(RETURN_TOKEN_STRS) is True)
-    return TokenizeAsk(
+    return ParsedTokenize(
         texts=[text],
         add_special_tokens=values.get(options.ADD_SPECIAL_TOKENS) is not False,
         prompt=model_info.default_prompt if prompt is None else prompt,
@@ -132,9 +132,9 @@ class Tokens:
     def __init__(self, *, wants_texts: bool) -> None:
         self.num = 0
         self.ids: list[bytes] = []
-        """Some of them in each, with commas between."""
+        """Parts of the JSON list, each with commas inside."""
         self.texts: list[bytes] | None = [] if wants_texts else None
-        """The same."""
+        """As `ids`."""
 
     def put(self, index: int, tokens: list[Token]) -> None:
         if not tokens:
@@ -151,10 +151,10 @@ def render_tokenize(tokens: Tokens, *, max_tokens: int) -> Response:
     return Response(200, body % (tokens.num, max_tokens, b",".join(tokens.ids), texts))
 
 
-def parse_detokenize(call: Call) -> DecodeAsk:
+def parse_detokenize(call: Call) -> ParsedDecode:
     ids = parse_ids(call.values.require(IDS), IDS.name)
-    call.model_info.prompt_of_model_name(call.values.get(options.MODEL))  # where another model's name is an error
-    return DecodeAsk([ids], skip_special_tokens=False, render=render_detokenize)
+    call.model_info.prompt_of_model_name(call.values.get(options.MODEL))  # raises ModelNotFound if names are strict
+    return ParsedDecode([ids], skip_special_tokens=False, render=render_detokenize)
 
 
 def render_detokenize(texts: list[str]) -> Response:
@@ -191,29 +191,29 @@ DIALECT = Dialect(
             summary="Embed texts or token ids, as a whole or token by token",
             fields=POOLING_FIELDS,
             embed=parse_pooling,
-            answer=answer_schema("pooling", "data", _POOLED),
-            answers_tokens=True,
-            binary_answers=BINARY_ANSWERS,
+            response=response_schema("pooling", "data", _POOLED),
+            returns_tokens=True,
+            binary_media_types=BINARY_MEDIA_TYPES,
         ),
         "POST /tokenize": Operation(
             summary="Tokenize a text, without embedding it",
             fields=TOKENIZE_FIELDS,
             tokenize=parse_tokenize,
-            answer=_TOKENIZED,
+            response=_TOKENIZED,
             claims=TEXT.name,
         ),
         "POST /detokenize": Operation(
-            summary="The text of token ids", fields=DETOKENIZE_FIELDS, decode=parse_detokenize, answer=_DETOKENIZED
+            summary="The text of token ids", fields=DETOKENIZE_FIELDS, decode=parse_detokenize, response=_DETOKENIZED
         ),
         "POST /invocations": Operation(
             summary="Embed texts or token ids, where SageMaker looks for it",
             fields=EMBEDDINGS.fields,
             embed=EMBEDDINGS.embed,
-            answer=EMBEDDINGS.answer,
+            response=EMBEDDINGS.response,
             claims=INPUT.name,
-            binary_answers=BINARY_ANSWERS,
+            binary_media_types=BINARY_MEDIA_TYPES,
         ),
-        "GET /version": Operation(summary="The server's version", describe=version, answer=_VERSION),
+        "GET /version": Operation(summary="The server's version", describe=version, response=_VERSION),
     },
     render_error=render_error,
     error=ERROR_SCHEMA,

@@ -1,7 +1,8 @@
-"""Makes workers of a server under trial misbehave on certain token ids.
+"""Makes workers of a server under trial misbehave on certain token ids, or hang while they start.
 
-Imported by every Python whose PYTHONPATH has this folder; changes the engines' `begin`, and that only while the file
-named by TRIAL_FAULTS exists, which a trial makes when its server is ready: loading and comparing go undisturbed.
+Imported by every Python whose PYTHONPATH has this folder. Changes the engines' `begin`, and that only while the file
+named by TRIAL_FAULTS exists, which a trial makes when its server is ready: loading and comparing go undisturbed. While
+the folder named by TRIAL_FAULTS with `.starts` behind it exists, one engine can be made, and every other hangs.
 """
 
 import contextlib
@@ -15,8 +16,8 @@ from collections.abc import Callable, Sequence
 from types import ModuleType
 from typing import Any
 
-KILL, SPIN, SLEEP, RAISE = 30101, 30102, 30103, 30104
-"""The ids: ends its worker, never returns, returns after SLEEP_S, raises."""
+KILL, SPIN, SLEEP, RAISE, CRASH = 30101, 30102, 30103, 30104, 30105
+"""The ids: ends its worker by SIGKILL, never returns, returns after SLEEP_S, raises, ends its worker by SIGSEGV."""
 SLEEP_S = 0.3
 _ENGINES = {
     "vecd.workers.engines.dummy": "DummyEngine",
@@ -30,6 +31,8 @@ def misbehave(begin: Callable[..., Any]) -> Callable[..., Any]:
             ids = set(batch.token_ids.tolist())
             if KILL in ids:
                 os.kill(os.getpid(), signal.SIGKILL)
+            if CRASH in ids:
+                os.kill(os.getpid(), signal.SIGSEGV)
             while SPIN in ids:
                 pass
             if SLEEP in ids:
@@ -39,6 +42,19 @@ def misbehave(begin: Callable[..., Any]) -> Callable[..., Any]:
         return begin(self, batch, rows)
 
     return begin_or_not
+
+
+def start_once(init: Callable[..., None]) -> Callable[..., None]:
+    def init_or_hang(self: Any, *arguments: Any, **options: Any) -> None:
+        starts = os.environ["TRIAL_FAULTS"] + ".starts"
+        if os.path.exists(starts):
+            try:
+                os.mkdir(os.path.join(starts, "first"))
+            except FileExistsError:
+                time.sleep(3600)
+        init(self, *arguments, **options)
+
+    return init_or_hang
 
 
 class _Finder(importlib.abc.MetaPathFinder):
@@ -62,6 +78,7 @@ class _Finder(importlib.abc.MetaPathFinder):
             execute(module)
             engine = getattr(module, _ENGINES[name])
             engine.begin = misbehave(engine.begin)
+            engine.__init__ = start_once(engine.__init__)
 
         spec.loader.exec_module = execute_and_change  # type: ignore[method-assign]
         return spec

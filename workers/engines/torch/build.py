@@ -1,8 +1,7 @@
-"""From a path's name to its engine.
+"""Builds the engine of a path by its name.
 
-Owns the list of paths and the imports that each of them needs: the fused one none of transformers', which costs a
-process seconds. Compares nothing: that is `vecd.workers.engines.selection`'s. Called by that and by
-`vecd.workers.engines.load`.
+Owns the list of paths and their imports: the fused path does not import transformers, which takes seconds. Compares
+nothing. Called by `vecd.workers.engines.torch.selection` and by `vecd.workers.engines.load`.
 """
 
 from collections.abc import Callable
@@ -25,17 +24,17 @@ PATHS = {
     "packed": ("packed",),
     "padded": ("padded", "unpadded"),
 }
-"""By `WorkerConfig.engine`: what is tried, in this order."""
+"""By `WorkerConfig.engine`: the paths to try, in this order."""
 
 Load = Callable[[str], "PreTrainedModel"]
 """Gives the transformers model in a dtype."""
 
 
 def build_engine(config: WorkerConfig, path: str, dtype: str, load: Load | None = None) -> TransformerEngine:
-    """The engine that runs the model of `config` in one way.
+    """Build the engine that runs the model of `config` on `path` in `dtype`.
 
-    Raises NotFusible for a model that the fused path does not describe, ModelError for one that cannot be loaded, and
-    what a model raises that cannot be run this way.
+    Raises NotFusible for a model without a fused path, ModelError for one that cannot be loaded, and anything that a
+    model raises on a path that it does not support.
     """
     device = torch.device(config.device)
     forward = _forward(config.card, path, dtype, device, load or _loader(config.card, device))

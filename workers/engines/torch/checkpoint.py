@@ -1,10 +1,10 @@
 """A model's tensors by name, mapped from its safetensors files.
 
-Owns the way from a folder, with one file or shards and an index, to tensors that borrow the file's pages: nothing is
-read before it is used, and all processes share what was read. Knows no architecture. Called by
+Owns the mapping of a folder, with one file or shards and an index, to tensors that borrow the file's pages: nothing is
+read before it is used, and all processes share the pages. Knows no architecture. Called by
 `vecd.workers.engines.torch.fused`.
 
-A file must not be changed in place while it is mapped; whoever replaces a model writes a new file and renames it.
+A file must not be changed in place while it is mapped. To replace a model, write a new file and rename it.
 """
 
 import json

@@ -1,8 +1,7 @@
-"""The calls into CUDA, and nothing else. Everything around them is in `vecd.workers.engines.torch.device`, and tested
-without a GPU.
+"""The calls into CUDA, and nothing else. `vecd.workers.engines.torch.device` uses them, and is tested without a GPU.
 
-What is in this file has never been run on a GPU (tests/workers/test_gpu.py is what to run first). Safe to import
-where torch has no CUDA.
+This file has never been run on a GPU; run tests/workers/test_gpu.py first. Safe to import where torch has no CUDA. A
+function that torch lacks is a RuntimeError or None, which the callers handle.
 """
 
 import contextlib
@@ -18,10 +17,12 @@ VarlenAttention: TypeAlias = Callable[..., Any]
 """torch.nn.attention.varlen.varlen_attn."""
 
 
-class Calls:
-    """`vecd.workers.engines.torch.device.Calls` for one GPU. Side effects: makes it the process's current one (kernels
-    that allocate by themselves do so there, and a context on another GPU would cost hundreds of megabytes of its
-    memory); float32 products are computed in float32."""
+class Cuda:
+    """`vecd.workers.engines.torch.device.DeviceCalls` for one GPU.
+
+    Side effects: the GPU becomes the process's current one, because some kernels allocate memory on the current GPU and
+    a context on another GPU costs hundreds of megabytes; float32 matrices are multiplied in float32.
+    """
 
     def __init__(self, device: torch.device) -> None:
         torch.cuda.set_device(device)
@@ -37,13 +38,16 @@ class Calls:
 
     def pin(self, address: int, nbytes: int) -> None:
         runtime = torch.cuda.cudart()  # type: ignore[no-untyped-call]
-        error = int(runtime.cudaHostRegister(address, nbytes, 0))
+        register = getattr(runtime, "cudaHostRegister", None)
+        if register is None:
+            raise RuntimeError(f"torch {torch.__version__} has no cudaHostRegister")
+        error = int(register(address, nbytes, 0))
         if error:
             self._forget_error()
             raise RuntimeError(f"cudaHostRegister returned {error}")
 
     def _forget_error(self) -> None:
-        """CUDA would report the last call's error again at the next kernel, which did nothing wrong."""
+        """Without this, CUDA reports the last call's error again at the next kernel."""
         with contextlib.suppress(RuntimeError):
             torch.ones(1, device=self._device)
         torch.ones(1, device=self._device)
@@ -55,7 +59,7 @@ class Calls:
         self._copies.wait_stream(torch.cuda.current_stream(self._device))
         with torch.cuda.stream(self._copies):
             target.copy_(source, non_blocking=True)
-        # Its memory may go to another tensor only when the copy is over, whoever still holds it.
+        # The allocator may reuse its memory only after the copy.
         source.record_stream(self._copies)
         copied = torch.cuda.Event()  # type: ignore[no-untyped-call]
         copied.record(self._copies)
@@ -66,23 +70,29 @@ class Calls:
 
 
 def upload(tensor: Tensor, device: torch.device) -> Tensor:
-    """A copy on `device`, in the order of the current stream. From pinned memory the processor need not wait for it."""
-    # If no more memory can be pinned, the copy waits; if the device is lost, it says so.
+    """A copy on `device`, in the order of the current stream. The processor does not wait for a copy from pinned
+    memory."""
+    # If no more memory can be pinned, the copy waits; if the device is lost, the copy raises.
     with contextlib.suppress(RuntimeError):
         tensor = tensor.pin_memory()  # torch keeps it until the copy is over
     return tensor.to(device, non_blocking=True)
 
 
 def _compute_float32_in_float32() -> None:
-    """No TensorFloat-32, whose 10 bits of mantissa the agreement would refuse. It is torch's default for products, not
-    for convolutions, and an environment variable changes it."""
+    """Switch TensorFloat-32 off: its 10 bits of mantissa are outside the bounds of parity. That is torch's default for
+    matrices but not for convolutions, and an environment variable changes it."""
     torch.set_float32_matmul_precision("highest")
     torch.backends.cudnn.allow_tf32 = False
 
 
+def has_native_bfloat16(device: torch.device) -> bool:
+    """Compute capability 8, Ampere, has bfloat16; older GPUs emulate it."""
+    return torch.cuda.get_device_capability(device) >= (8, 0)
+
+
 @cache
 def varlen_attention(device: torch.device) -> VarlenAttention | None:
-    """torch's attention over sequences of any lengths, end to end; None where this torch or this GPU has none."""
+    """torch's attention over sequences of any lengths, end to end; None if this torch or this GPU has none."""
     try:
         from torch.nn.attention.varlen import varlen_attn
     except ImportError:
@@ -90,7 +100,8 @@ def varlen_attention(device: torch.device) -> VarlenAttention | None:
     # Early versions took no window.
     if not {"scale", "window_size", "enable_gqa"} <= inspect.signature(varlen_attn).parameters.keys():
         return None
-    if not torch.backends.cuda.is_flash_attention_available():
+    is_flash_available = getattr(torch.backends.cuda, "is_flash_attention_available", None)
+    if is_flash_available is None or not is_flash_available():
         return None
     # Flash attention needs compute capability 8, Ampere.
     return varlen_attn if torch.cuda.get_device_capability(device) >= (8, 0) else None

@@ -1,14 +1,14 @@
-"""Where a model runs, as far as that is not the model's business: token ids to it, vectors back into a slot.
+"""Devices: moves token ids to a model and vectors from it into a slot.
 
-Owns the two kinds of device. On a processor everything is complete when it returns. On an accelerator the way back is a
-copy that goes on while the next batch is computed::
+Owns the two kinds of device. On a processor everything is complete on return. On an accelerator, vectors are copied
+back while the next batch is computed::
 
     compute stream   … batch N ─┬─ in the batch's order ─┬─ batch N+1 …
     copy stream                 │                        └─ copy ─ event
     Finish                      └── is_ready, wait ─────────────────┘
 
-into the slot itself, once the driver has pinned the arena's pages (`adopt`), and otherwise through a pinned buffer of
-torch's. Knows no model. The calls into CUDA are `vecd.workers.engines.torch.cuda`'s. Called by
+The copy goes into the slot itself if the driver has pinned the arena's pages (`adopt`), else through a pinned buffer of
+torch's. Knows no model. The calls into CUDA are in `vecd.workers.engines.torch.cuda`. Called by
 `vecd.workers.engines.torch.transformer`; the engines use `to_device`.
 """
 
@@ -26,8 +26,8 @@ from vecd.workers.engines.torch import cuda
 
 
 def to_device(values: NDArray[Any], device: torch.device) -> Tensor:
-    """A tensor of `values` on `device`. On a processor it borrows their memory. On a GPU the copy may still be under
-    way, but whatever is computed from it comes after."""
+    """A tensor of `values` on `device`. On a processor it borrows their memory. On a GPU the copy may still be in
+    progress, but computations that use it wait for it."""
     tensor = torch.from_numpy(values)
     return cuda.upload(tensor, device) if device.type == "cuda" else tensor.to(device)
 
@@ -41,15 +41,15 @@ class Device(Protocol):
         has each number below R once."""
 
     def free_memory(self) -> None:
-        """Give back what the allocator keeps for later."""
+        """Return the memory that the allocator keeps for later."""
 
     def facts(self) -> dict[str, Any]:
         """JSON values for `/info`."""
 
 
 def open_device(device: torch.device) -> Device:
-    """The device that a model is on. Side effects on a GPU: see `vecd.workers.engines.torch.cuda.Calls`."""
-    return Accelerator(cuda.Calls(device)) if device.type == "cuda" else Processor()
+    """The device that a model is on. Side effects on a GPU: see `vecd.workers.engines.torch.cuda.Cuda`."""
+    return Accelerator(cuda.Cuda(device)) if device.type == "cuda" else Processor()
 
 
 class Processor:
@@ -68,42 +68,42 @@ class Processor:
 
 
 class Event(Protocol):
-    """As torch.cuda.Event: a place in a stream of work."""
+    """Like torch.cuda.Event: a place in a stream of work."""
 
     def query(self) -> bool: ...
     def synchronize(self) -> None: ...
 
 
-class Calls(Protocol):
-    """What `Accelerator` needs of CUDA."""
+class DeviceCalls(Protocol):
+    """The functions of CUDA that `Accelerator` needs."""
 
     def name(self) -> str:
-        """Of the GPU, as its maker calls it."""
+        """The GPU's product name."""
 
     def upload(self, tensor: Tensor) -> Tensor:
-        """A copy on the device of a tensor in the processor's memory, ready for whatever is computed next."""
+        """A copy on the device of a tensor in the processor's memory, for use by the next computation."""
 
     def pin(self, address: int, nbytes: int) -> None:
-        """Pin memory of this process, for good. Raises RuntimeError when the driver does not take it."""
+        """Pin memory of this process until its end. Raises RuntimeError when the driver refuses it."""
 
     def pinned(self, shape: tuple[int, ...]) -> Tensor:
         """A new float32 tensor in pinned memory."""
 
     def start_copy(self, target: Tensor, source: Tensor) -> Event:
-        """Copy `source` on the device to `target` in pinned memory, after what has been computed so far and beside what
-        is computed next. Copies happen one after the other. The caller keeps `target` until the event has come."""
+        """Copy `source` on the device to `target` in pinned memory, after the computations so far and in parallel to
+        the next ones. Copies run one after the other. The caller keeps `target` until the event has occurred."""
 
     def free_memory(self) -> None: ...
 
 
 class Accelerator:
-    def __init__(self, calls: Calls) -> None:
+    def __init__(self, calls: DeviceCalls) -> None:
         self._calls = calls
         self._pinned = range(0)
         """The addresses of the adopted memory."""
 
     def adopt(self, slots: Sequence[Rows]) -> str | None:
-        # Never unpinned: that happens with the end of the process, as the unmapping does.
+        # Never unpinned: the end of the process does that, as it unmaps the memory.
         addresses = span(slots)
         try:
             self._calls.pin(addresses.start, len(addresses))
@@ -114,7 +114,7 @@ class Accelerator:
         return None
 
     def write(self, vectors: Tensor, order: NDArray[np.int64], rows: Rows) -> Finish:
-        # Put in order here, so that what is copied is one block.
+        # Ordered on the device, so that one block is copied.
         ordered = vectors.index_select(0, self._calls.upload(torch.from_numpy(inverse(order))))
         target = rows[: order.size]
         if self._holds(target):
@@ -150,7 +150,7 @@ class _Written:
 
 
 class _Staged(_Written):
-    """The Finish of rows that are written from a buffer. Owns the buffer until then."""
+    """The Finish of rows that are written from a buffer. Owns the buffer."""
 
     def __init__(self, copied: Event, staged: Tensor, rows: Rows) -> None:
         super().__init__(copied)

@@ -1,15 +1,15 @@
-"""The fused forward pass: a post-LayerNorm encoder written out over packed sequences, from the weights' files alone.
+"""The fused forward pass: a post-LayerNorm encoder over packed sequences, from the weights' files alone.
 
-Owns the description of a layer: one product for query, key and value, activation and residual inside the products
-(`vecd.workers.engines.torch.linear`), no padding and no copy between. Imports no transformers, which takes seconds.
-What differs between families is data (`vecd.workers.families.encoders`). Called by
+Owns the computation of a layer: one linear kernel for query, key and value, activation and residual inside the kernels
+(`vecd.workers.engines.torch.linear`), no padding and no copies between them. Does not import transformers, which takes
+seconds. The differences between families are data (`vecd.workers.families.encoders`). Called by
 `vecd.workers.engines.torch.transformer`.
 
     x ─┬─ qkv ─ attention per run ─ out + x ─ norm ─┬─ up, activation ─ down + x ─ norm ─ x
        └────────────────────────────────┘           └──────────────────────┘
 
-A batch is computed as if it had a few tokens more (`_rounded`), because oneDNN compiles its products for each number
-of tokens anew: 0.6–0.8 ms for each of four, measured on an AVX-512 core, where a text of 12 tokens takes 5 ms.
+A batch is computed with a few additional tokens (`_rounded`), because oneDNN compiles its kernels for each number of
+tokens: 0.6–0.8 ms for each of four, measured on an AVX-512 core, where a text of 12 tokens takes 5 ms.
 """
 
 import json
@@ -32,7 +32,7 @@ from vecd.workers.layout import Layout, Run
 
 
 class NotFusible(Exception):
-    """A model that this module does not describe. Raised before anything is computed; the model is then packed."""
+    """This module cannot compute the model. Raised before any computation; the model then runs packed."""
 
 
 # --- the parts --------------------------------------------------------------------------------------------------
@@ -40,7 +40,7 @@ class NotFusible(Exception):
 
 @dataclass(frozen=True, slots=True)
 class Norm:
-    """LayerNorm. Weight and bias are float32 whatever is normalized."""
+    """LayerNorm. Weight and bias are always float32."""
 
     weight: Tensor
     bias: Tensor
@@ -61,7 +61,7 @@ class Embeddings:
     positions_after: int | None
 
     def __call__(self, layout: Layout, num_tokens: int) -> Tensor:
-        """float32 [num_tokens, H]; what is behind the layout's own tokens is word 0 at position 0."""
+        """float32 [num_tokens, H]; the tokens behind the layout's own are word 0 at position 0."""
         after = self.positions_after
         positions = layout.offsets() if after is None else layout.positions_after(after)
         x = self.words[_extended(layout.token_ids, num_tokens)].float()
@@ -77,11 +77,11 @@ def _extended(ids: "np.ndarray[tuple[int], np.dtype[np.int64]]", num_tokens: int
 
 @dataclass(frozen=True, slots=True)
 class Attention:
-    """Each sequence attends to itself alone. Queries are scaled already, by their weights."""
+    """Each sequence attends only to itself. The query weights contain the scale."""
 
     num_heads: int
     bias: Tensor | None
-    """Added to the scores, float32 [heads, M, M] for texts of up to M tokens; its corner is that of shorter texts."""
+    """Added to the scores, float32 [heads, M, M] for texts of up to M tokens; shorter texts use its corner."""
 
     def __call__(self, qkv: Tensor, runs: list[Run]) -> Tensor:
         """qkv [T', 3 H] → [T', H]; rows behind the runs are zero."""
@@ -111,10 +111,10 @@ class Attention:
         return length >= _LONG and qkv.dtype is torch.bfloat16 and qkv.shape[0] >= _up_to(_LONG_STEP, length)
 
     def _attend_long(self, qkv: Tensor, tokens: slice, attended: Tensor) -> None:
-        """One sequence, some heads at a time, by oneDNN's bfloat16 products. Writes its rows of `attended`.
+        """One sequence, some heads at a time, by oneDNN's bfloat16 kernels. Writes its rows of `attended`.
 
-        The products are made for few lengths: what is missing is filled up with the sequence's neighbours, whose scores
-        are -inf and whose values are zero.
+        Only few lengths are computed: the rest is filled with neighbouring tokens, with scores of -inf and values of
+        zero.
         """
         length = tokens.stop - tokens.start
         size = _up_to(_LONG_STEP, length)
@@ -139,12 +139,12 @@ class Attention:
 
 
 _LONG = 160
-"""Tokens from which on bfloat16 attention is faster by oneDNN's products than by SDPA: at 512 tokens 10.1 instead of
-13.2 µs a token and layer of all-MiniLM-L6-v2, measured on an AVX512-BF16 core without AMX."""
+"""From this number of tokens on, bfloat16 attention is faster with oneDNN's kernels than with SDPA: at 512 tokens 10.1
+instead of 13.2 µs per token and layer of all-MiniLM-L6-v2, measured on an AVX512-BF16 core without AMX."""
 
 _LONG_STEP = 16
 _LONG_SCORES_BYTES = 1 << 20
-"""What is in a core's second-level cache; half or three times as much makes little difference."""
+"""The size of a core's second-level cache; half or three times as much makes little difference."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -184,8 +184,8 @@ class FusedForward:
         return x[:num_tokens]
 
     def warm(self, max_tokens: int) -> None:
-        """Have oneDNN compile its products for short texts before the first of them is there to wait for it. What is
-        compiled goes by shape, so one layer stands for all. 0.1 s for all-MiniLM-L6-v2."""
+        """Compile oneDNN's kernels for short texts before the first request. They depend only on shapes, so one layer
+        is enough. 0.1 s for all-MiniLM-L6-v2."""
         with torch.inference_mode():
             for num_tokens in range(_STEP_OF_SHORT, _WARM_UP_TO + 1, _STEP_OF_SHORT):
                 x = torch.zeros(num_tokens, self._embeddings.words.shape[1], dtype=self._dtype)
@@ -197,8 +197,8 @@ _WARM_UP_TO = 64
 
 
 def _rounded(num_tokens: int) -> int:
-    """The number of tokens that is computed: one of 104 up to 2,048, because oneDNN keeps what it compiled for each,
-    some 100 KB for each of four products, in every worker. At most 3 more for a short text, 1 % for a full batch."""
+    """The number of tokens to compute: one of 104 numbers up to 2,048, because oneDNN keeps compiled kernels for each,
+    some 100 KB for each of four, in every worker. At most 3 more for a short text, 1 % for a full batch."""
     step = _STEP_OF_SHORT if num_tokens <= 128 else 16 if num_tokens <= 512 else 32
     return _up_to(step, num_tokens)
 
@@ -208,18 +208,18 @@ def _up_to(step: int, number: int) -> int:
     return -(-number // step) * step
 
 
-# --- from a model's files ---------------------------------------------------------------------------------------
+# --- loading a model's files ------------------------------------------------------------------------------------
 
 
 def load_fused(card: ModelCard, dtype: str) -> FusedForward:
-    """The fused path of the model of `card`, its products in `dtype`: "float32", "bfloat16" or "int8".
+    """Load the fused path of the model of `card` with linear kernels for `dtype`: "float32", "bfloat16" or "int8".
 
-    Raises NotFusible for another family, setting or type, or when a tensor is not where it should be.
+    Raises NotFusible for another family, setting or type, or for a tensor under another name.
     """
     if card.model_type not in FAMILIES:
         raise NotFusible(f"{card.model_type} has no fused path")
     if type_between_layers(dtype) is None:
-        raise NotFusible(f"this processor has no prepacked products for {dtype}")
+        raise NotFusible(f"there are no linear kernels for {dtype} here")
     folder = Path(card.weights_folder)
     try:
         config = json.loads((folder / "config.json").read_text(encoding="utf-8"))
@@ -229,7 +229,7 @@ def load_fused(card: ModelCard, dtype: str) -> FusedForward:
         forward.warm(card.max_tokens)
         return forward
     except (OSError, SafetensorError, ValueError, KeyError, TypeError, RuntimeError) as error:
-        # Nothing is lost: the packed path looks at the same files, and says what is wrong with them.
+        # The packed path reads the same files and reports their faults.
         raise NotFusible(f"{type(error).__name__}: {error}") from error
 
 
@@ -237,7 +237,7 @@ class _Builder:
     def __init__(
         self, family: Family, config: Mapping[str, Any], weights: Checkpoint, dtype: str, max_tokens: int
     ) -> None:
-        """Raises NotFusible for settings that change what a layer does, KeyError for those that are missing."""
+        """Raises NotFusible for settings that change a layer's computation, KeyError for missing ones."""
         self._family = family
         self._config = config
         self._weights = weights
@@ -268,7 +268,7 @@ class _Builder:
         if config[self._family.activation] not in ACTIVATIONS:
             raise NotFusible(f"activation {config[self._family.activation]}")
         if config.get("is_decoder") or config.get("add_cross_attention"):
-            raise NotFusible("a decoder, whose tokens do not see what comes after them")
+            raise NotFusible("a decoder: its tokens do not see later tokens")
         if config.get("position_embedding_type", "absolute") != "absolute":
             raise NotFusible(f"position_embedding_type {config['position_embedding_type']}")
 
@@ -314,7 +314,7 @@ class _Builder:
         return Norm(weight.float(), bias.float(), self._epsilon)
 
     def _distance_bias(self) -> Tensor | None:
-        """What MPNet adds to the scores, float32 [heads, M, M]."""
+        """MPNet's addition to the scores, float32 [heads, M, M]."""
         if self._family.distance_bias is None:
             return None
         table = self._tensor(f"{self._family.distance_bias}.weight").float()  # [buckets, heads]

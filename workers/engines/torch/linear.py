@@ -1,7 +1,8 @@
 """Linear layers as oneDNN computes them best: weights laid out once, activation and residual in the same call.
 
-Owns the two kinds, `PrepackedLinear` in float32 or bfloat16 and `QuantizedLinear` in int8, and the choice between them.
-Knows no model. Called by `vecd.workers.engines.torch.fused`.
+Owns the two kinds, `PrepackedLinear` in float32 or bfloat16 and `QuantizedLinear` in int8, and the decision between
+them. The calls into oneDNN are in `vecd.workers.engines.torch.onednn`. Knows no model. Called by
+`vecd.workers.engines.torch.fused`.
 """
 
 from dataclasses import dataclass
@@ -10,7 +11,8 @@ from typing import Protocol, TypeAlias
 import torch
 from torch import Tensor
 
-from vecd.workers.engines.torch.prepack import has_products
+from vecd.workers.engines.torch.onednn import FloatKernels, Int8Kernels, float_kernels, int8_kernels
+from vecd.workers.processor import cpu_flags
 
 Activation: TypeAlias = tuple[str, str]
 """oneDNN's post-operation and its algorithm."""
@@ -24,79 +26,73 @@ DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
 
 
 class Linear(Protocol):
-    """x [T, K] → [T, N], both of the type that is passed between layers. Owns its copy of the weight."""
+    """x [T, K] → [T, N], both of the type passed between layers. Owns its copy of the weight."""
 
     def __call__(self, x: Tensor, activation: Activation = NO_ACTIVATION) -> Tensor: ...
 
     def plus(self, x: Tensor, residual: Tensor) -> Tensor:
-        """The product plus `residual` [T, N]."""
+        """The layer's output plus `residual` [T, N]."""
 
 
 def type_between_layers(dtype: str) -> torch.dtype | None:
-    """What layers that compute in `dtype` pass on: for int8, bfloat16 where it is native. None: there is no such layer
-    on this processor."""
+    """The type of the values between layers that compute in `dtype`: for int8, bfloat16 where that is native, else
+    float32. None if this processor, or this torch, has no kernels for `dtype`."""
     if dtype == "int8":
         if not has_native_int8():
             return None
         return torch.bfloat16 if has_native_bfloat16() else torch.float32
     between = DTYPES.get(dtype)
-    return between if between is not None and has_products(torch.device("cpu"), between) else None
+    return between if between is not None and float_kernels(between) is not None else None
 
 
 def has_native_bfloat16() -> bool:
-    """Whether the processor multiplies bfloat16 itself. oneDNN also emulates it, slower than float32."""
-    has_instructions = torch.cpu._is_avx512_bf16_supported() or torch.cpu._is_amx_tile_supported()
-    return bool(has_instructions and has_products(torch.device("cpu"), torch.bfloat16))
+    """Whether the processor has instructions for bfloat16. oneDNN also emulates them, slower than float32."""
+    return bool(cpu_flags() & {"avx512_bf16", "amx_tile"}) and float_kernels(torch.bfloat16) is not None
 
 
 def has_native_int8() -> bool:
-    """Whether the processor adds up products of int8 in 32 bits. Older ones do it in 16, which overflow."""
-    return bool(torch.cpu._is_vnni_supported() and has_products(torch.device("cpu"), torch.float32))
+    """Whether the processor sums int8 multiplications in 32 bits (VNNI). Older ones use 16 bits, which overflow."""
+    return "avx512_vnni" in cpu_flags() and int8_kernels() is not None
 
 
 def make_linear(weight: Tensor, bias: Tensor, dtype: str) -> Linear:
-    """From weight [N, K] and bias [N] as stored, in a `dtype` that `type_between_layers` has a type for."""
+    """Make a layer from weight [N, K] and bias [N] as stored. `type_between_layers(dtype)` must not be None."""
     between = type_between_layers(dtype)
     assert between is not None, dtype
     bias = bias.to(between, copy=True)
     if dtype == "int8":
         return QuantizedLinear.of(weight.float(), bias)
-    return PrepackedLinear(torch.ops.mkldnn._reorder_linear_weight(weight.to(between), None), bias)
-
-
-if torch._C._has_mkldnn:
-    # Resolved once: looking an operation up costs microseconds at every call.
-    _product = torch.ops.mkldnn._linear_pointwise.default
-    _product_plus = torch.ops.mkldnn._linear_pointwise.binary
-    _quantized_product = torch.ops.onednn.qlinear_pointwise.default
-_gelu_ = torch.ops.aten.gelu_.default
+    kernels = float_kernels(between)
+    assert kernels is not None, dtype
+    return PrepackedLinear(kernels, kernels.prepack(weight.to(between), None), bias)
 
 
 @dataclass(frozen=True, slots=True)
 class PrepackedLinear:
+    kernels: FloatKernels
     weight: Tensor
     """In oneDNN's own layout."""
     bias: Tensor
 
     def __call__(self, x: Tensor, activation: Activation = NO_ACTIVATION) -> Tensor:
         kind, algorithm = activation
-        out: Tensor = _product(x, self.weight, self.bias, kind, [], algorithm)
+        out: Tensor = self.kernels.linear(x, self.weight, self.bias, kind, [], algorithm)
         return out
 
     def plus(self, x: Tensor, residual: Tensor) -> Tensor:
-        out: Tensor = _product_plus(x, residual, self.weight, self.bias, "add")
+        out: Tensor = self.kernels.linear_add(x, residual, self.weight, self.bias, "add")
         return out
 
 
 @dataclass(frozen=True, slots=True)
 class QuantizedLinear:
-    """int8 products: weights with a scale for each output, set once, and inputs with a scale for each token.
+    """An int8 layer: weights have one scale for each output, set once; inputs have one scale for each token.
 
-    A scale for each token, where torch's own dynamic quantization has one for the whole batch, is what keeps a text's
-    vector from depending on its neighbours. oneDNN's product takes one scale, so it is given 1, and the tokens' scales
-    are multiplied in afterwards.
+    torch's own dynamic quantization has one scale for the whole batch, so a text's vector depends on its neighbours.
+    oneDNN's kernel takes only one scale; it gets 1, and the result is multiplied by the tokens' scales afterwards.
     """
 
+    kernels: Int8Kernels
     weight: Tensor
     scales: Tensor
     """float32 [N]"""
@@ -108,57 +104,45 @@ class QuantizedLinear:
     def of(cls, weight: Tensor, bias: Tensor) -> "QuantizedLinear":
         scales = weight.abs().amax(dim=1).clamp(min=_TINY) / _INT8_MAX
         quantized = (weight / scales[:, None]).round().to(torch.int8)
-        packed = torch.ops.onednn.qlinear_prepack(quantized, None)
-        return cls(packed, scales, torch.zeros(len(scales), dtype=torch.int32), bias)
+        kernels = int8_kernels()
+        assert kernels is not None, "this processor has no int8 kernels"
+        zero_points = torch.zeros(len(scales), dtype=torch.int32)
+        return cls(kernels, kernels.prepack(quantized, None), scales, zero_points, bias)
 
     def __call__(self, x: Tensor, activation: Activation = NO_ACTIVATION) -> Tensor:
-        parts = [_activated(self._scaled(part, self.bias), activation) for part in torch.split(x, _TOKENS_AT_A_TIME)]
+        parts = [self._activated(self._scaled(part, self.bias), activation) for part in torch.split(x, _CHUNK_TOKENS)]
         return parts[0] if len(parts) == 1 else torch.cat(parts)
 
     def plus(self, x: Tensor, residual: Tensor) -> Tensor:
-        pairs = zip(torch.split(x, _TOKENS_AT_A_TIME), torch.split(residual, _TOKENS_AT_A_TIME), strict=True)
+        pairs = zip(torch.split(x, _CHUNK_TOKENS), torch.split(residual, _CHUNK_TOKENS), strict=True)
         parts = [self._scaled(part, rest + self.bias) for part, rest in pairs]
         return parts[0] if len(parts) == 1 else torch.cat(parts)
 
     def _scaled(self, x: Tensor, plus: Tensor) -> Tensor:
-        """The product of x [T, K], plus a bias [N] or a matrix [T, N]."""
+        """x [T, K] times the weight, plus a bias [N] or a matrix [T, N]."""
         scales = x.abs().amax(dim=1, keepdim=True).float().clamp_(min=_TINY) / _INT8_MAX
         signed = (x * scales.reciprocal()).round_().to(torch.int8)
-        # oneDNN's fast product takes unsigned inputs, 128 being zero: the uppermost bit turned.
+        # oneDNN's fast kernel takes unsigned inputs, where 128 is zero: flip the highest bit.
         unsigned = signed.view(torch.uint8).bitwise_xor_(128)
-        product = _quantized_product(
-            unsigned,
-            1.0,
-            128,
-            self.weight,
-            self.scales,
-            self.zero_points,
-            None,
-            1.0,
-            0,
-            self.bias.dtype,
-            "none",
-            [],
-            "",
-        )
+        product = self.kernels.multiply(unsigned, self.weight, self.scales, self.zero_points, self.bias.dtype)
         return torch.addcmul(plus, product, scales.to(self.bias.dtype))
 
-
-def _activated(x: Tensor, activation: Activation) -> Tensor:
-    match activation:
-        case "gelu", algorithm:
-            out: Tensor = _gelu_(x, approximate=algorithm)
-            return out
-        case "relu", _:
-            return x.relu_()
-        case _:
-            return x
+    def _activated(self, x: Tensor, activation: Activation) -> Tensor:
+        match activation:
+            case "gelu", algorithm:
+                out: Tensor = self.kernels.gelu_(x, approximate=algorithm)
+                return out
+            case "relu", _:
+                return x.relu_()
+            case _:
+                return x
 
 
 _INT8_MAX = 127
 _TINY = 1e-20
-"""In place of the scale of a row of zeros."""
+"""Replaces the scale of a row of zeros."""
 
-_TOKENS_AT_A_TIME = 256
-"""What the steps around a quantized product pass on then stays in a core's cache: all-MiniLM-L6-v2, mixed lengths, is
-1.12 times as fast as bfloat16 with 256, 1.08 times with 512, and slower with all 2,048 at once."""
+_CHUNK_TOKENS = 256
+"""Tokens computed at a time, so that the data between the steps around an int8 kernel stays in a core's cache. Measured
+with all-MiniLM-L6-v2 and mixed lengths: 1.12 times as fast as bfloat16 with 256, 1.08 times with 512, and slower with
+all 2,048 at once."""

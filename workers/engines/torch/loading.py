@@ -1,8 +1,8 @@
 """Loads a transformer's weights, all of them and nothing else.
 
-Owns the call into transformers: safetensors only, local files only, no code from the model's folder, and silence on
-stderr. A tensor that is missing, misshapen or left over is a refusal: transformers would fill the gap with random
-numbers and go on. Called by `vecd.workers.engines.torch.build` and `vecd.workers.engines.selection`.
+Owns the call into transformers: safetensors only, local files only, no code from the model's folder, nothing on
+stderr. Refuses a tensor that is missing, misshapen or left over; transformers would fill the gap with random numbers.
+Called by `vecd.workers.engines.torch.build` and `vecd.workers.engines.torch.selection`.
 """
 
 import inspect
@@ -29,15 +29,15 @@ from vecd.shm.card import ModelCard, ModelError
 
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
 
-# Their tokenizers give the tokens of one text different type ids, and a worker is sent none.
+# Their tokenizers give the tokens of one text different type ids, which the gateway does not send.
 _FAMILIES_WITH_TOKEN_TYPES = frozenset({"xlnet", "funnel"})
 
 
 def load_model(card: ModelCard, dtype: str, device: torch.device) -> PreTrainedModel:
     """The model of `card`, in evaluation mode, its weights in `dtype` (a key of DTYPES) on `device`.
 
-    On a CPU, weights stored in `dtype` are mapped from the file and shared between workers; others are converted,
-    which costs a copy each. Raises ModelError, in one line, when it cannot be had exactly as stored.
+    On a CPU, weights stored in `dtype` are mapped from the file and shared between workers; others are converted, which
+    costs a copy each. Raises ModelError, in one line, when the model cannot be loaded exactly as stored.
     """
     folder = card.weights_folder
     if card.model_type in _FAMILIES_WITH_TOKEN_TYPES:
@@ -59,7 +59,7 @@ def load_model(card: ModelCard, dtype: str, device: torch.device) -> PreTrainedM
 
 
 def is_stored_as_float32(card: ModelCard) -> bool:
-    """Whether the weights, of which the first file is looked at, are float32. Raises ModelError for a broken file."""
+    """Whether the weights in the first file are float32. Raises ModelError for a broken file."""
     folder = Path(card.weights_folder)
     single = folder / "model.safetensors"
     path = single if single.is_file() else min(folder.glob("*.safetensors"), default=single)
@@ -72,8 +72,7 @@ def is_stored_as_float32(card: ModelCard) -> bool:
 
 
 def _config_of(folder: str) -> PretrainedConfig:
-    """As transformers reads it, or translated where the model was written for code of its own
-    (`vecd.shm.architecture`)."""
+    """transformers' configuration, translated for a model with code of its own (`vecd.shm.architecture`)."""
     stored = json.loads((Path(folder) / "config.json").read_text(encoding="utf-8"))
     native = native_config(stored)
     if native is not None:
@@ -95,7 +94,7 @@ def _load(folder: str, config: PretrainedConfig, dtype: str) -> tuple[PreTrained
         local_files_only=True,
         trust_remote_code=False,
         output_loading_info=True,
-        # Reported instead of raised, so that the refusal can name the tensor.
+        # Reported instead of raised, so that the ModelError can name the tensor.
         ignore_mismatched_sizes=True,
         **arguments,
     )
@@ -103,7 +102,7 @@ def _load(folder: str, config: PretrainedConfig, dtype: str) -> tuple[PreTrained
 
 
 def _class_of(folder: str, config: PretrainedConfig) -> type[PreTrainedModel]:
-    """The class that gives hidden states; of a family with encoder and decoder, the encoder's."""
+    """The class that gives hidden states; for a family with encoder and decoder, the encoder's."""
     found: Any = MODEL_FOR_TEXT_ENCODING_MAPPING.get(type(config), None)
     if found is None and not getattr(config, "is_encoder_decoder", False):
         found = MODEL_MAPPING.get(type(config), None)
@@ -117,10 +116,10 @@ def _class_of(folder: str, config: PretrainedConfig) -> type[PreTrainedModel]:
 
 
 def _refuse_partial(folder: str, model: PreTrainedModel, loaded: dict[str, Any]) -> None:
-    """Refuse gaps, but for a pooler that nobody reads; and left-overs, but for heads that the model was trained with.
+    """Refuse missing tensors, except those of a pooler, which is not used, and left-over ones, except training heads.
 
-    A head is a part that the architecture does not have at all ("cls", "lm_head"). A left-over inside a part that it
-    does have ("encoder.layer.12…") means that the configuration describes another model.
+    A head is a part that the architecture does not have ("cls", "lm_head"). A left-over inside a part that it has
+    ("encoder.layer.12…") means that the configuration describes another model.
     """
     missing = sorted(name for name in loaded["missing_keys"] if _part(name, model) != "pooler")
     if missing:
@@ -144,7 +143,7 @@ def _some(names: list[str]) -> str:
 
 
 def _refuse_length_dependent_positions(folder: str, config: PretrainedConfig, max_tokens: int) -> None:
-    """Refuse rotary positions that stretch with the longest text of a batch, once texts can be that long."""
+    """Refuse rotary positions that stretch with the longest text of a batch, if texts can be that long."""
     parameters = getattr(config, "rope_parameters", None) or {}
     # One set of parameters, or one for each kind of layer.
     entries: list[Any] = [parameters, *(value for value in parameters.values() if isinstance(value, dict))]
@@ -160,7 +159,7 @@ def _refuse_length_dependent_positions(folder: str, config: PretrainedConfig, ma
 
 @contextmanager
 def _silence() -> Iterator[None]:
-    """Nothing of transformers on stderr: what matters becomes a ModelError."""
+    """Keep transformers from writing to stderr. Errors become a ModelError."""
     transformers.logging.set_verbosity_error()  # type: ignore[no-untyped-call]
     transformers.logging.disable_progress_bar()  # type: ignore[no-untyped-call]
     with warnings.catch_warnings():

@@ -1,7 +1,7 @@
 """The packed forward pass: all sequences end to end in one pass of batch size 1, without a padding token.
 
-Owns the arguments that make a stock transformers model do so. The attention is
-`vecd.workers.engines.torch.packed_attention`'s. Called by `vecd.workers.engines.torch.transformer`.
+Owns the arguments that make an unmodified transformers model do so. The attention is in
+`vecd.workers.engines.torch.packed_attention`. Called by `vecd.workers.engines.torch.transformer`.
 """
 
 import inspect
@@ -21,8 +21,8 @@ from vecd.workers.layout import Layout
 
 
 class PackedForward:
-    """Side effect: the model's attention is switched to packed and its linear layers are prepacked; a padded forward
-    made later switches both back."""
+    """Side effect of construction: the model's attention is switched to packed, and its linear layers are prepacked. A
+    padded forward made later switches both back."""
 
     path = "packed"
     num_padding_tokens = 0
@@ -47,7 +47,7 @@ class PackedForward:
         arguments: dict[str, Any] = {
             "input_ids": token_ids,
             "position_ids": to_device(self._positions(layout), self._device)[None],
-            # All ones: without a mask transformers would look for packing itself, and wrap the model's mask rule.
+            # All ones, because without a mask transformers looks for packing itself and wraps the model's mask rule.
             "attention_mask": torch.ones_like(token_ids),
         }
         if self._has_token_types:

@@ -1,13 +1,13 @@
-"""Attention over packed sequences, put into stock transformers models.
+"""Attention over packed sequences, for unmodified transformers models.
 
-Owns two functions registered with transformers under one name: a mask function that keeps the model's rule instead of
-building a T × T mask from it, and an attention function that keeps sequences apart: it applies SDPA to each run of
-equal-length sequences or, on a GPU and where `suits_varlen` and the rule allow, one variable-length kernel to all.
-Knows no model and no weights. Called by `vecd.workers.engines.torch.packed`.
+Owns two functions registered with transformers under one name. The mask function keeps the model's rule instead of
+building a T × T mask from it. The attention function keeps sequences apart: it applies SDPA to each run of equal-length
+sequences or, on a GPU and if `suits_varlen` and the rule allow it, one variable-length kernel to all. Knows no model
+and no weights. Called by `vecd.workers.engines.torch.packed`.
 
-What the model asks of its attention is done or refused (PackingError), never ignored: causal and windowed masks are
-evaluated per sequence length, grouped key/value heads are passed on, anything unknown is refused.
-`vecd.workers.engines.parity` is the second net, for models that never ask.
+Every argument of the model's attention is obeyed or refused (PackingError), never ignored: causal and windowed masks
+are evaluated per sequence length, grouped key/value heads are passed on, unknown arguments are refused. Parity
+(`vecd.workers.engines.parity`) catches models that use no arguments.
 """
 
 from collections.abc import Callable, Iterator, Sequence
@@ -33,26 +33,26 @@ PACKED_ATTENTION = "vecd_packed"
 MaskRule: TypeAlias = Callable[[Any, Any, Any, Any], Any]
 """transformers' mask functions: (batch, head, query position, key position) → may attend. Works on index tensors."""
 
-# Arguments that transformers' modules hand to every attention function, and that say nothing it must do: positions and
-# windows are in the mask already, the rest concerns what is returned or other implementations.
+# Arguments that transformers' modules pass to every attention function and that need no action: positions and windows
+# are in the mask already, the others concern return values or other implementations.
 _HARMLESS_ARGUMENTS = frozenset(
     {"position_ids", "sliding_window", "deterministic", "cache_position", "return_dict", "use_cache"}
 )
 
 
 class PackingError(Exception):
-    """A model whose attention cannot be packed. Raised while it runs; the model is then run padded."""
+    """A model's attention cannot be packed. Raised while it runs; the model then runs padded."""
 
 
 Window: TypeAlias = tuple[int, int]
-"""How many tokens before itself and behind itself a token sees; -1 for all. What flash attention calls window_size."""
+"""How many tokens before and after itself a token sees; -1 for all. Flash attention's window_size."""
 
 _EVERYTHING: Window = (-1, -1)
 _CAUSAL: Window = (-1, 0)
 
 
 class SequenceMask:
-    """A model's mask, as its rule within one sequence. Stands where transformers expects a mask tensor."""
+    """A model's mask, as its rule within one sequence. Replaces the mask tensor that transformers expects."""
 
     def __init__(self, rule: MaskRule) -> None:
         self._rule = rule
@@ -62,7 +62,7 @@ class SequenceMask:
     def of_run(self, run: Run, device: torch.device) -> tuple[bool, Tensor | None]:
         """(is_causal, mask) for SDPA over the sequences of a run; mask is bool [length, length] or None.
 
-        Raises PackingError when the rule depends on more than how far two tokens of a sequence are apart.
+        Raises PackingError when the rule depends on more than the distance of two tokens of a sequence.
         """
         if self._rule is bidirectional_mask_function:
             return False, None
@@ -74,16 +74,16 @@ class SequenceMask:
         return False, self._allowed[run.length]
 
     def window(self, longest: Run, device: torch.device) -> Window | None:
-        """The rule as a window, which holds for sequences up to the length of `longest`; None if it is not one.
+        """The rule as a window that holds for sequences up to the length of `longest`; None if it is no window.
 
-        Evaluated once per rule and thousand tokens, because that waits for the device. Raises what `of_run` raises.
+        Evaluated once per rule and 1,024 tokens, because it waits for the device. Raises what `of_run` raises.
         """
         if self._rule is bidirectional_mask_function:
             return _EVERYTHING
         if self._rule is causal_mask_function:
             return _CAUSAL
         key = rule_key(self._rule)
-        # A rule that cannot be known again may look into tensors that are no longer than the batch.
+        # A rule without a key may read tensors that are no longer than the batch.
         length = longest.length if key is None else -(-longest.length // 1024) * 1024
         known = self._windows if key is None else _known_windows.setdefault(key, {})
         if length not in known:
@@ -104,7 +104,7 @@ class SequenceMask:
 
 
 _known_windows: dict[Any, dict[int, Window | None]] = {}
-"""By the key of a rule and the length up to which it holds. transformers makes its rules anew in every pass."""
+"""By the key of a rule and the length up to which it holds. transformers makes new rules in every pass."""
 
 
 def rule_key(rule: Any) -> Any:
@@ -123,7 +123,7 @@ def rule_key(rule: Any) -> Any:
 
 
 def window_of(allowed: Tensor) -> Window | None:
-    """The window that `allowed`, bool [length, length], is made of; None if it is none."""
+    """`allowed`, bool [length, length], as a window; None if it is none."""
     length = len(allowed)
     before, behind = int(allowed[:, 0].sum()) - 1, int(allowed[0].sum()) - 1
     positions = torch.arange(length, device=allowed.device)
@@ -133,11 +133,11 @@ def window_of(allowed: Tensor) -> Window | None:
     return (-1 if before == length - 1 else before, -1 if behind == length - 1 else behind)
 
 
-# --- the pass going on ------------------------------------------------------------------------------------------
+# --- the current pass -------------------------------------------------------------------------------------------
 
 
 class _Pass:
-    """What all layers of a forward pass have in common."""
+    """The values that all layers of a forward pass share."""
 
     def __init__(self, runs: Sequence[Run]) -> None:
         self.runs = runs
@@ -151,7 +151,7 @@ class _Pass:
 
 
 def boundaries(runs: Sequence[Run]) -> NDArray[np.int32]:
-    """Where each sequence begins, and the last one ends. Shape [B + 1]. What flash attention calls cu_seqlens."""
+    """The start of each sequence, and the end of the last one. Shape [B + 1]. Flash attention's cu_seqlens."""
     lengths = np.repeat([run.length for run in runs], [run.count for run in runs])
     return np.concatenate(([0], np.cumsum(lengths))).astype(np.int32)
 
@@ -159,8 +159,8 @@ def boundaries(runs: Sequence[Run]) -> NDArray[np.int32]:
 _NO_PASS = _Pass(())
 
 _pass = _NO_PASS
-"""The forward pass going on. A module-level value, because most models hand no argument of ours down to their
-attention; a worker has one engine and one thread."""
+"""The current forward pass. A module-level value, because most models pass no additional arguments to their attention.
+A worker has one engine and one thread."""
 
 
 @contextmanager
@@ -175,17 +175,17 @@ def running(runs: Sequence[Run]) -> Iterator[None]:
         _pass = _NO_PASS
 
 
-# --- what transformers calls ------------------------------------------------------------------------------------
+# --- called by transformers -------------------------------------------------------------------------------------
 
 
 def register() -> None:
-    """Make PACKED_ATTENTION known to transformers. Side effect: on the process, once and for all."""
+    """Register PACKED_ATTENTION with transformers. Side effect on the whole process."""
     AttentionInterface.register(PACKED_ATTENTION, packed_attention)
     AttentionMaskInterface.register(PACKED_ATTENTION, sequence_mask)
 
 
 def sequence_mask(*, mask_function: MaskRule, q_offset: int = 0, kv_offset: int = 0, **_: Any) -> SequenceMask:
-    """transformers' mask function: keeps the rule. Raises PackingError when there are earlier tokens in a cache."""
+    """transformers' mask function: keep the rule. Raises PackingError if a cache has earlier tokens."""
     if q_offset or kv_offset:
         raise PackingError("a cache of earlier tokens")
     return SequenceMask(mask_function)
@@ -203,10 +203,10 @@ def packed_attention(
     is_causal: bool | None = None,
     **arguments: Any,
 ) -> tuple[Tensor, None]:
-    """transformers' attention function, over the runs of the forward pass going on.
+    """transformers' attention function, over the runs of the current forward pass.
 
     query [1, heads, T, head dim], key and value [1, key heads, T, head dim] → [1, T, heads, head dim]. Raises
-    PackingError when the model asks for something that is not done here.
+    PackingError for arguments that are not supported here.
     """
     _refuse_unknown(arguments, dropout)
     _check_shapes(query, key)
@@ -291,7 +291,7 @@ def _rule_of(module: torch.nn.Module, mask: Any, is_causal: bool | None, window:
         raise PackingError(f"{type(module).__name__} builds a mask tensor of its own")
     if window is not None:
         raise PackingError(f"{type(module).__name__} has a sliding window without a mask")
-    # Without a mask, transformers' own SDPA function decides like this.
+    # transformers' own SDPA function decides in this way without a mask.
     causal = bool(getattr(module, "is_causal", True)) if is_causal is None else is_causal
     return SequenceMask(causal_mask_function if causal else bidirectional_mask_function)
 

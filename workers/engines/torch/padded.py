@@ -1,6 +1,6 @@
-"""The padded forward pass: what transformers models are made for, and what the packed one falls back to.
+"""The padded forward pass: the input that transformers models expect, and the fallback of the packed pass.
 
-Owns the cutting of a batch into small rectangles of similar length, padded on the right, and the attention masks.
+Owns the division of a batch into small rectangles of similar length, padded on the right, and the attention masks.
 Called by `vecd.workers.engines.torch.transformer`.
 """
 
@@ -18,15 +18,15 @@ from vecd.workers.layout import Layout
 
 _MAX_SEQUENCES = 16
 _MAX_TOKENS = 4096
-"""Of one rectangle, padding included: more make nothing faster on a core."""
+"""Limits of one rectangle, padding included; larger ones are not faster on a core."""
 
 _FREE_PADDING_TOKENS = 64
-"""Padding that costs no more than one more pass would. Measured on all-MiniLM-L6-v2, float32, one core: a pass costs
-8 ms and 0.15 ms per token."""
+"""Padding that costs no more than another pass. Measured on all-MiniLM-L6-v2, float32, one core: a pass costs 8 ms and
+0.15 ms per token."""
 
 
 class PaddedForward:
-    """Side effect: attention and linear layers are switched back to transformers' own, should they be packed."""
+    """Side effect of construction: packed attention and linear layers are switched back to transformers' own."""
 
     path = "padded"
 
@@ -56,13 +56,13 @@ class PaddedForward:
             input_ids=to_device(token_ids, self._device),
             attention_mask=to_device(is_token.astype(np.int64), self._device),
         ).last_hidden_state
-        # By index: choosing by a mask would wait for a GPU to count what it chooses.
+        # By index, because a mask would wait for a GPU to count the selected tokens.
         return hidden.flatten(0, 1).index_select(0, to_device(np.flatnonzero(is_token), self._device))
 
 
 class UnpaddedForward(PaddedForward):
-    """Only sequences of one length share a pass: for the few models whose vectors change with padding, masked or not
-    (convolutions and Fourier transforms reach over the border: ConvBERT, MobileBERT, FNet)."""
+    """Only sequences of one length share a pass. For the few models whose vectors change with masked padding, because
+    convolutions and Fourier transforms reach over the border: ConvBERT, MobileBERT, FNet."""
 
     path = "unpadded"
 
@@ -91,7 +91,7 @@ def _takes_one_more(count: int, num_tokens: int, length: int, *, may_pad: bool) 
 
 
 def _restore_attention(model: PreTrainedModel) -> None:
-    """What transformers chooses when it is not asked for an implementation."""
+    """Switch to the implementation that transformers uses by default."""
     try:
         model.set_attn_implementation("sdpa")
     except ValueError:  # a family that has no SDPA

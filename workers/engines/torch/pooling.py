@@ -1,7 +1,7 @@
-"""From the hidden states of tokens to the vectors of sequences.
+"""Turns the hidden states of tokens into the vectors of sequences.
 
-Owns the pooling modes and the steps behind them (dense, layer_norm, normalize), all in float32 whatever the model
-computes in. Knows no model and no batch, only runs of equal-length sequences. Called by
+Owns the pooling modes and the steps behind them (dense, layer_norm, normalize), all in float32 for every dtype of the
+model. Knows no model and no batch, only runs of equal-length sequences. Called by
 `vecd.workers.engines.torch.transformer`.
 
 Source of the modes and the layout of the steps' files: sentence-transformers' modules Pooling, Dense, LayerNorm and
@@ -69,14 +69,14 @@ class Head:
         return self.normalized(self.unnormalized(hidden, runs))
 
     def unnormalized(self, hidden: Tensor, runs: Sequence[Run]) -> Tensor:
-        """The same without the last step, if that is to normalize."""
+        """Like the call, without the last step if that is to normalize."""
         vectors = pool(hidden, runs, self._modes)
         for step in self._steps:
             vectors = step(vectors)
         return vectors
 
     def normalized(self, vectors: Tensor) -> Tensor:
-        """What that step makes of `unnormalized` vectors; themselves where there is none."""
+        """Apply that last step to `unnormalized` vectors; without such a step, return them."""
         return vectors if self._norm is None else self._norm(vectors)
 
 

@@ -1,8 +1,8 @@
-"""The engine that has a model: hidden states from a transformer, vectors from its head.
+"""The engine of a model: hidden states from a transformer, vectors from its head.
 
-Owns the order of events in a batch, and the second try where memory did not suffice. How the hidden states come about,
-packed or padded, is the `Forward` it is given; how the vectors come into the rows is the device's; everything else is
-the same for all. Called by `vecd.workers.process.loop` through `vecd.workers.engine.Engine`.
+Owns the steps of a batch, and the second try after out of memory. A `Forward` computes the hidden states, fused, packed
+or padded; the device writes the vectors into the rows. Called by `vecd.workers.process.loop` through
+`vecd.workers.engine.Engine`.
 """
 
 import logging
@@ -31,14 +31,14 @@ class Forward(Protocol):
     path: str
     """Its name, for the operator."""
     num_padding_tokens: int
-    """As an `Engine` has them."""
+    """See `Engine.num_padding_tokens`."""
 
     def __call__(self, layout: Layout) -> Tensor:
         """The last layer's hidden states, [T, H], in the layout's order."""
 
 
 class TransformerEngine:
-    """Runs one model in one way. The model's settings belong to the engine made last from it."""
+    """Runs one model in one way. The model's settings belong to the last engine that was made from it."""
 
     def __init__(self, forward: Forward, head: Head, dtype: str, device: torch.device = _CPU) -> None:
         """`device` is where `forward` and `head` compute."""
@@ -61,14 +61,14 @@ class TransformerEngine:
         self.begin(batch, rows)()
 
     def begin(self, batch: PackedBatch, rows: Rows) -> Finish:
-        """As `Engine.begin`. Where memory does not suffice, the batch is computed in two halves, once; raises the error
-        when there is but one sequence, or a half is too much as well."""
+        """See `Engine.begin`. After out of memory the batch is computed once more, in two halves. Raises the error if
+        there is only one sequence, or if a half is too large as well."""
         try:
             return self._begin(batch, rows)
         except Exception as error:
             if batch.lengths.size == 1 or not means_out_of_memory(error):
                 raise
-        # Here, where the error is gone: its traceback holds the tensors of the pass that failed.
+        # Outside of `except`, because the error's traceback holds the tensors of the failed pass.
         log.warning(
             "out of memory: %d sequences of %d tokens are computed in two halves",
             batch.lengths.size,
@@ -76,7 +76,7 @@ class TransformerEngine:
         )
         self._device.free_memory()
         first, second = halves(batch)
-        self._begin(first, rows)()  # to the end, so that nothing writes to the rows should the second fail
+        self._begin(first, rows)()  # finished, so that nothing writes to the rows if the second fails
         return self._begin(second, rows[first.num_rows :])
 
     def _begin(self, batch: PackedBatch, rows: Rows) -> Finish:

@@ -16,6 +16,7 @@ from vecd.gateway.scheduling.queue import QueuedSequence, RequestQueue
 from vecd.gateway.types.errors import ServerError
 from vecd.gateway.types.request import Priority, TokenizedInput
 from vecd.shm.output import Output
+from vecd.shm.shared_metrics import ServiceKey
 from vecd.shm.views import SlotViews
 from vecd.shm.wire import Incarnation
 
@@ -62,7 +63,7 @@ class Case:
         self.delivery = Delivery(widths={}, on_delivered=lambda _, batch: self.delivered.append(batch.number))
         self.rows = [np.zeros((rows_per_slot, DIM), np.float32) for _ in range(num_slots)]
         slots = SlotViews(self.rows, np.zeros(num_slots, np.uint64))
-        self.link = WorkerLink(Incarnation(0, 1), slots, {}, CostModel(1000))
+        self.link = WorkerLink(ServiceKey(1), Incarnation(0, 1), slots, {}, CostModel(1000))
         self.num_requests = 0
 
     def request(self, num_rows: int, refused: float | None = None) -> tuple[PendingResult, Rows, RequestQueue]:

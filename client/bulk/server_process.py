@@ -1,0 +1,124 @@
+"""The server that `vecd embed` starts for one run. It stops at the end of the run, and with this process.
+
+Owns the process. Knows `vecd serve` by its command line alone. Called by `vecd.client.bulk.command`.
+"""
+
+import ctypes
+import os
+import select
+import signal
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from functools import partial
+from typing import IO
+
+import orjson
+
+# Linux UAPI include/uapi/linux/prctl.h
+_PR_SET_PDEATHSIG = 1
+_STOP_TIMEOUT_S = 45.0
+_TAIL_BYTES = 4096
+_NOT_OURS = ("NOTIFY_SOCKET", "WATCHDOG_PID", "WATCHDOG_USEC", "LISTEN_PID", "LISTEN_FDS", "LISTEN_FDNAMES")
+"""Variables of systemd for this command, not for the server."""
+_RESERVED = ("--host", "--port", "--uds", "--ready-fd", "--tls-cert", "--tls-key")
+
+
+class StartFailed(Exception):
+    """Raised when the server does not start. The message has the end of its log."""
+
+
+def check_flags(flags: Sequence[str]) -> None:
+    """Raises ValueError for flags of `vecd serve` that this command sets itself."""
+    for flag in flags:
+        if flag.partition("=")[0] in _RESERVED:
+            raise ValueError(f"{flag}: where the server listens is chosen here; for one that listens elsewhere, --url")
+
+
+class ServerProcess:
+    """A server that is ready."""
+
+    def __init__(self, process: "subprocess.Popen[bytes]", url: str, log: IO[bytes]) -> None:
+        self.url = url
+        self._process = process
+        self._log = log
+
+    def why_gone(self) -> str | None:
+        """The end of its log, once it has ended."""
+        if self._process.poll() is None:
+            return None
+        return f"the server that was started here has ended with {self._process.returncode}: {_last_lines(self._log)}"
+
+
+@contextmanager
+def start_server(model: str | None, flags: Sequence[str], on_wait: Callable[[str], None]) -> Iterator[ServerProcess]:
+    """Start a server on a free port of 127.0.0.1, and stop it in the end. `on_wait` is called until it is ready.
+
+    Raises StartFailed. To be called by the main thread: when that ends, for whatever reason, the server stops.
+    """
+    reader, writer = os.pipe()
+    command = [
+        # As `launch/base/programs.py` writes it: in the binary, sys.executable is the binary, and takes the same words.
+        sys.executable, "-P", "-m", "vecd", "serve", *([model] if model else []), *flags,
+        "--port", "0", "--ready-fd", str(writer), "--drain-grace", "0",
+    ]  # fmt: skip
+    with tempfile.TemporaryFile() as log, os.fdopen(reader, "rb", buffering=0) as ready:
+        process = subprocess.Popen(
+            command,
+            pass_fds=[writer],
+            stdin=subprocess.DEVNULL,
+            stdout=log,
+            stderr=log,
+            start_new_session=True,  # Ctrl-C is for this process, which then stops the server in its own time
+            env={name: value for name, value in os.environ.items() if name not in _NOT_OURS},
+            preexec_fn=partial(_stop_with_parent, os.getpid()),  # noqa: PLW1509 (takes no lock)
+        )
+        os.close(writer)
+        try:
+            yield ServerProcess(process, _await_ready(process, ready, log, on_wait), log)
+        finally:
+            _stop(process)
+
+
+_libc = ctypes.CDLL(None)
+
+
+def _stop_with_parent(parent_pid: int) -> None:
+    _libc.prctl(_PR_SET_PDEATHSIG, signal.SIGTERM)
+    if os.getppid() != parent_pid:  # it died before the call above
+        os._exit(1)
+
+
+def _await_ready(
+    process: "subprocess.Popen[bytes]", ready: IO[bytes], log: IO[bytes], on_wait: Callable[[str], None]
+) -> str:
+    started_at = time.monotonic()
+    while not select.select([ready], [], [], 0.25)[0]:
+        said = _last_lines(log).rpartition("\n")[2]
+        on_wait(f"starting a server, {time.monotonic() - started_at:.0f} s: {said}")
+    line = ready.readline()
+    if not line:  # the other end was closed, by its death
+        process.wait(_STOP_TIMEOUT_S)
+        raise StartFailed(f"the server did not start: {_last_lines(log)}")
+    url: str = orjson.loads(line)["url"]
+    return url
+
+
+def _last_lines(log: IO[bytes]) -> str:
+    size = os.fstat(log.fileno()).st_size
+    tail = os.pread(log.fileno(), _TAIL_BYTES, max(0, size - _TAIL_BYTES))
+    return tail.decode(errors="replace").strip()
+
+
+def _stop(process: "subprocess.Popen[bytes]") -> None:
+    if process.poll() is not None:
+        return
+    process.send_signal(signal.SIGTERM)
+    try:
+        process.wait(_STOP_TIMEOUT_S)
+    except subprocess.TimeoutExpired:
+        process.kill()
+        process.wait()

@@ -1,0 +1,304 @@
+"""One HTTP/1.1 connection to a server, kept alive from request to request.
+
+Owns the socket, the parsing of what comes back and the deadline of each exchange. Knows nothing of embeddings and
+never sends anything twice: its caller decides whether to connect again. Called by the load loops of `vecd bench`, by
+`vecd.client.bulk.service` and by `vecd.client.top.source`.
+
+Why no HTTP library: a load generator shares its cores with the server it measures, so its own cost is an error of the
+measurement. With everything around it this costs 9 µs of CPU per request, system calls not counted (64 connections,
+2 KB responses).
+"""
+
+import asyncio
+import errno
+from collections.abc import Callable, Mapping
+from typing import NamedTuple, TypeAlias, cast
+from urllib.parse import urlsplit
+
+import httptools
+
+_FRAMING_HEADERS = (b"content-length", b"transfer-encoding")
+_NUMBER_HEADERS = {
+    b"x-vecd-tokens": "num_tokens",
+    b"x-compute-tokens": "num_tokens",  # text-embeddings-inference's
+    b"x-vecd-dimensions": "num_dimensions",
+    b"retry-after": "retry_after_s",
+}
+"""By header, the field of `ServerResponse` that takes its number."""
+_MODEL_HEADER = b"x-vecd-model"
+_MAX_BODY_BYTES = 1 << 30
+"""A server that sends without end must not take this process's memory before the timeout comes."""
+
+
+class ConnectionClosed(ConnectionError):
+    """Raised by `exchange` when the server closes before the whole response has come."""
+
+
+class BadResponse(Exception):
+    """Raised when the bytes are not an HTTP response, or the response does not fit the request."""
+
+
+class Target(NamedTuple):
+    """Where a server listens: a host and port, or the path of a unix socket."""
+
+    host: str
+    port: int
+    unix_path: str | None
+
+    @property
+    def host_header(self) -> str:
+        if self.unix_path is not None:
+            return "localhost"
+        return f"[{self.host}]:{self.port}" if ":" in self.host else f"{self.host}:{self.port}"
+
+    def __str__(self) -> str:
+        return f"http://{self.host_header}" if self.unix_path is None else f"unix:{self.unix_path}"
+
+
+def parse_target(url: str) -> Target:
+    """Read "http://host:port" or "unix:/path". Raises ValueError with a line that says what is wrong."""
+    parts = urlsplit(url)
+    if parts.scheme == "unix":
+        if parts.netloc or not parts.path:
+            raise ValueError(f"{url!r} names no socket: write unix:/path/to/socket")
+        return Target("", 0, parts.path)
+    if parts.scheme != "http" or not parts.hostname:
+        raise ValueError(f"{url!r} is neither http://host:port nor unix:/path")
+    if parts.path not in ("", "/") or parts.query:
+        raise ValueError(f"{url!r} has a path: give it with --path")
+    try:
+        return Target(parts.hostname, parts.port or 80, None)
+    except ValueError as error:
+        raise ValueError(f"{url!r}: {error}") from error
+
+
+def render_request(
+    target: Target,
+    path: str,
+    body: bytes | None = None,
+    *,
+    api_key: str | None,
+    accept: str = "application/json",
+    headers: Mapping[str, str] | None = None,
+    user_agent: str = "vecd-bench",
+) -> bytes:
+    """A whole POST of a JSON `body`, or a GET without one, ready to be sent any number of times.
+
+    Raises ValueError when `path`, `api_key` or one of `headers` cannot stand in an HTTP request.
+    """
+    if not path.startswith("/") or not path.isprintable() or " " in path:
+        raise ValueError(f"{path!r} is no path: it must start with / and have no blanks")
+    if api_key is not None and not api_key.isprintable():
+        raise ValueError("the API key has characters that cannot be sent")
+    lines = [
+        f"{'GET' if body is None else 'POST'} {path} HTTP/1.1",
+        f"Host: {target.host_header}",
+        f"User-Agent: {user_agent}",
+        f"Accept: {accept}",
+    ]
+    if api_key is not None:
+        lines.append(f"Authorization: Bearer {api_key}")
+    if body is not None:
+        lines += ["Content-Type: application/json", f"Content-Length: {len(body)}"]
+    for name, value in (headers or {}).items():
+        if not value or not value.isascii() or not value.isprintable():
+            raise ValueError(f"{value!r} cannot be sent as the header {name}")
+        lines.append(f"{name}: {value}")
+    return "\r\n".join(lines).encode() + b"\r\n\r\n" + (body or b"")
+
+
+class ServerResponse(NamedTuple):
+    """A response, whatever its status."""
+
+    status: int
+    body: bytes
+    num_tokens: int | None = None
+    """Tokens of the request, if a header said so."""
+    num_dimensions: int | None = None
+    """Dimensions of each vector, if a header said so."""
+    model: str | None = None
+    """Name of the model, if a header said so."""
+    retry_after_s: int | None = None
+    """The Retry-After header, if it is a number of seconds."""
+
+
+ExchangeResult: TypeAlias = ServerResponse | Exception
+"""How an exchange ended: TimeoutError when the whole response did not come in time, ConnectionClosed or another OSError
+when the connection broke, BadResponse when the bytes were not HTTP."""
+
+
+class ClientConnection(asyncio.Protocol):
+    """One exchange at a time, by `send` or `exchange`. Made by `connect`."""
+
+    def __init__(self) -> None:
+        self.is_open = False
+        self._loop = asyncio.get_running_loop()
+        self._parser = httptools.HttpResponseParser(self)
+        self._transport: asyncio.Transport
+        self._on_outcome: Callable[[ExchangeResult], object] | None = None
+        self._timer: asyncio.TimerHandle
+        self._response: ServerResponse | None = None
+        """Complete, not yet delivered."""
+        self._is_unasked = False
+        """Whether a second response came for one request."""
+        self._chunks: list[bytes] = []
+        self._num_body_bytes = 0
+        self._numbers: dict[str, int] = {}
+        self._model: str | None = None
+        self._is_framed = False
+        self._ends_with_connection = False
+        self._keeps_alive = True
+
+    def send(self, request: bytes, timeout_s: float, on_outcome: Callable[[ExchangeResult], object]) -> None:
+        """Send `request`; `on_outcome` is called with what comes back, once, by the event loop and never from here.
+
+        Raises ConnectionClosed when the connection is not open. Side effects: when `on_outcome` is called
+        with an error, or with a response that ends the connection, the connection is already closed (`is_open`).
+        """
+        if not self.is_open:
+            raise ConnectionClosed("closed while idle")
+        self._on_outcome = on_outcome
+        self._timer = self._loop.call_later(timeout_s, self._expire)
+        self._transport.write(request)
+
+    async def exchange(self, request: bytes, timeout_s: float) -> ServerResponse:
+        """Send `request` and return what comes back. Raises what an `ExchangeResult` may be."""
+        outcome: asyncio.Future[ExchangeResult] = self._loop.create_future()
+        self.send(request, timeout_s, outcome.set_result)
+        try:
+            response = await outcome
+        finally:
+            self._forget()
+        if isinstance(response, Exception):
+            raise response
+        return response
+
+    def close(self) -> None:
+        """Drop the connection at once. `on_outcome` of an exchange under way is not called."""
+        self._forget()
+        self._abort()
+
+    def _abort(self) -> None:
+        self.is_open = False
+        self._transport.abort()
+
+    def _forget(self) -> None:
+        """Call `on_outcome` no more."""
+        if self._on_outcome is not None:
+            self._on_outcome = None
+            self._timer.cancel()
+
+    def _expire(self) -> None:
+        self._fail(TimeoutError("no whole response in time"))
+
+    def _fail(self, error: Exception) -> None:
+        self._abort()
+        self._deliver(error)
+
+    def _deliver(self, outcome: ExchangeResult) -> None:
+        if (on_outcome := self._on_outcome) is not None:
+            self._on_outcome = None
+            self._timer.cancel()
+            on_outcome(outcome)
+
+    def _deliver_response(self, response: ServerResponse) -> None:
+        self._response = None
+        if self._on_outcome is None or self._is_unasked:
+            self._fail(BadResponse("a response without a request"))
+            return
+        if not self._keeps_alive:
+            self._abort()
+        self._deliver(response)
+
+    # --- called by the event loop -------------------------------------------------------------------------
+
+    def connection_made(self, transport: asyncio.BaseTransport) -> None:
+        self._transport = cast(asyncio.Transport, transport)  # uvloop's are no subclasses of it
+        self.is_open = True
+
+    def data_received(self, data: bytes) -> None:
+        try:
+            self._parser.feed_data(data)
+        except httptools.HttpParserError as error:
+            self._fail(BadResponse(f"not HTTP: {error}"))
+            return
+        # Not from the parser's own callbacks: it takes exceptions in them for errors in the response.
+        if self._response is not None:
+            self._deliver_response(self._response)
+
+    def connection_lost(self, exc: Exception | None) -> None:
+        self.is_open = False
+        if exc is None and self._ends_with_connection and self._on_outcome is not None:
+            self._deliver_response(self._take_response())
+        else:
+            self._fail(exc or ConnectionClosed("closed before the response was complete"))
+
+    # --- called by the parser -----------------------------------------------------------------------------
+
+    def on_message_begin(self) -> None:
+        self._is_framed = False
+        self._numbers, self._model = {}, None
+        self._num_body_bytes = 0
+
+    def on_header(self, name: bytes, value: bytes) -> None:
+        name = name.lower()
+        if name in _FRAMING_HEADERS:
+            self._is_framed = True
+        elif name in _NUMBER_HEADERS and value.isdigit():
+            self._numbers[_NUMBER_HEADERS[name]] = int(value)
+        elif name == _MODEL_HEADER:
+            self._model = value.decode("latin-1")
+
+    def on_headers_complete(self) -> None:
+        self._ends_with_connection = not self._is_framed
+        self._keeps_alive = self._parser.should_keep_alive()
+
+    def on_body(self, body: bytes) -> None:
+        self._num_body_bytes += len(body)
+        if self._num_body_bytes > _MAX_BODY_BYTES:
+            self._fail(BadResponse(f"longer than {_MAX_BODY_BYTES >> 30} GiB"))
+        else:
+            self._chunks.append(body)
+
+    def on_message_complete(self) -> None:
+        self._ends_with_connection = False
+        if self._parser.get_status_code() < 200:  # an interim response: the final one follows
+            return
+        self._is_unasked = self._response is not None
+        self._response = self._take_response()
+
+    def _take_response(self) -> ServerResponse:
+        body = b"".join(self._chunks)
+        self._chunks.clear()
+        return ServerResponse(self._parser.get_status_code(), body, model=self._model, **self._numbers)
+
+
+async def connect(target: Target, timeout_s: float) -> ClientConnection:
+    """Open a connection. Raises OSError when it cannot be made, TimeoutError when it takes longer than
+    `timeout_s`."""
+    loop = asyncio.get_running_loop()
+    async with asyncio.timeout(timeout_s):
+        if target.unix_path is not None:
+            _, connection = await loop.create_unix_connection(ClientConnection, target.unix_path)
+        else:
+            _, connection = await loop.create_connection(ClientConnection, target.host, target.port)
+    return connection
+
+
+def name_failure(error: Exception) -> str:
+    """The kind under which a failed exchange is counted."""
+    match error:
+        case BadResponse():
+            return "bad answer"
+        case TimeoutError():
+            return "timeout"
+        case ConnectionClosed():
+            return "connection closed"
+        case ConnectionRefusedError():
+            return "connection refused"
+        case ConnectionResetError() | BrokenPipeError():
+            return "connection reset"
+        case OSError(errno=int(number)):
+            return f"connection error {errno.errorcode.get(number, number)}"
+        case _:
+            return f"connection error {type(error).__name__}"

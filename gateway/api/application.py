@@ -1,0 +1,109 @@
+"""The HTTP API of one generation of the configuration: from an HTTP request to its route's handler.
+
+Owns `Api`, the `vecd.gateway.http.contract.Application`: it finds the route and the principal of a request, passes the
+`Context` to the route's handler, and adds the headers that responses have in common. What is embedded goes through
+`Context.embedder`. Made by `vecd.gateway.service`.
+"""
+
+import time
+from collections.abc import Sequence
+from typing import Any
+
+from vecd.gateway.admission.principals import Principal, Principals
+from vecd.gateway.api.context import Context
+from vecd.gateway.api.cors import Cors
+from vecd.gateway.api.openapi import describe_api
+from vecd.gateway.api.registry import ROUTES, render_error
+from vecd.gateway.api.routes import Route, Table, admin_table, find_route, public_table
+from vecd.gateway.types.config import ApiKey
+from vecd.gateway.types.errors import ApiError
+from vecd.gateway.types.messages import HttpRequest, Response
+from vecd.gateway.types.timeline import Durations
+
+_LARGE_BODY_BYTES = 64 * 1024
+
+_TIMING_HEADER = "x-vecd-timing"
+"""A request with this header, whatever its value, gets a response with `server-timing`."""
+
+
+class Api:
+    def __init__(self, context: Context) -> None:
+        self._context = context
+        self._cors = Cors(context.config.cors_origins)
+        self._admin_table = admin_table(ROUTES)
+        self.set_keys(context.config.keys)
+
+    @property
+    def principals(self) -> Principals:
+        return self._context.principals
+
+    def set_keys(self, keys: Sequence[ApiKey]) -> None:
+        """Accept these keys from now on. What has been admitted goes on."""
+        self.principals.set_keys(keys)
+        self._public_table = public_table(
+            ROUTES,
+            has_admin_listener=self._context.config.has_admin_listener,
+            has_keys=self.principals.have_keys,
+        )
+
+    def adopt(self, principals: Principals, keys: Sequence[ApiKey]) -> None:
+        """Go on with another generation's principals, because what they have used stays used, under these keys."""
+        self._context.principals = principals
+        self.set_keys(keys)
+
+    # --- what the server calls ------------------------------------------------------------------------------
+
+    def check_head(self, request: HttpRequest) -> Response | None:
+        """Refuse what can be refused before the body has arrived. Raises ApiError."""
+        route, principal = self._find(request)
+        if route.scope == "embed" and _is_large(request):
+            principal.check_quota()  # a small body is read all the same, so that the client keeps its connection
+        return None
+
+    async def handle(self, request: HttpRequest) -> Response:
+        route, principal = self._find(request)
+        request.timeline.principal = principal.name
+        return await route.handler(self._context, request, principal)
+
+    def render_error(self, error: ApiError, path: str | None) -> Response:
+        return render_error(error, path, self._public_table)
+
+    def add_headers(self, response: Response, request: HttpRequest | None) -> None:
+        self._cors.add_headers(response, request)
+        if request is not None and _TIMING_HEADER in request.headers and request.timeline.is_embedded:
+            response.headers["server-timing"] = _server_timing(request.timeline.durations(time.monotonic()))
+
+    def _find(self, request: HttpRequest) -> tuple[Route, Principal]:
+        """Find the route and the principal of a request. Raises ApiError. Takes 4 µs.
+
+        Called twice for a request that arrives in parts, because its key may have been removed before the last one.
+        """
+        if self._cors.is_preflight(request):
+            route = self._cors.preflight_route
+        else:
+            route = find_route(self._table(request), request.method, request.path)
+            request.timeline.endpoint = route.endpoint
+        return route, self._context.principals.identify(
+            request.headers, request.client, route.scope, is_admin=request.is_admin
+        )
+
+    # --- what is served -------------------------------------------------------------------------------------
+
+    def describe(self, request: HttpRequest) -> dict[str, Any]:
+        """The OpenAPI document of the listener that `request` came by."""
+        return describe_api(self._table(request), self._context.model_info, has_keys=self.principals.have_keys)
+
+    def _table(self, request: HttpRequest) -> Table:
+        return self._admin_table if request.is_admin else self._public_table
+
+
+def _server_timing(durations: Durations) -> str:
+    """As the header has it, which browsers show: https://www.w3.org/TR/server-timing/."""
+    stages = zip(durations._fields, durations, strict=True)
+    return ", ".join(f"{name.removesuffix('_s')};dur={seconds * 1e3:.3f}" for name, seconds in stages)
+
+
+def _is_large(request: HttpRequest) -> bool:
+    """Whether more of a body is to come than is read for the sake of a connection."""
+    length = request.headers.get("content-length", "")
+    return not length.isdecimal() or int(length) > _LARGE_BODY_BYTES

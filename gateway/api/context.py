@@ -1,0 +1,88 @@
+"""What the handlers of requests may use. One `Context` for each generation of the configuration.
+
+Owns the type alone. `vecd.gateway.service` makes it, `vecd.gateway.api.application` passes it to the handler of every
+route. No handler reaches more than is named here: no queue, no socket and no connection to a worker.
+"""
+
+from collections.abc import Callable, Collection, Coroutine, Sequence
+from dataclasses import dataclass
+from typing import Any, NamedTuple, Protocol
+
+from vecd.gateway.admission.principals import Principal, Principals
+from vecd.gateway.api.bodies import Bodies
+from vecd.gateway.api.model_info import ModelInfo
+from vecd.gateway.api.operations import ParsedDecode, ParsedTokenize
+from vecd.gateway.dispatch.worker_link import WorkerLink
+from vecd.gateway.telemetry.processes import Processes
+from vecd.gateway.telemetry.shared_metrics import SharedMetrics
+from vecd.gateway.tokenization.fair_pool import Threads
+from vecd.gateway.types.config import GatewayConfig
+from vecd.gateway.types.endpoints import Endpoint
+from vecd.gateway.types.errors import ApiError
+from vecd.gateway.types.messages import HttpRequest
+from vecd.gateway.types.request import Embedded, EmbedRequest, TokenIds, Tokenizing
+from vecd.gateway.types.timeline import RequestTimeline
+
+
+class Embedder(Protocol):
+    """The work behind the handlers: `vecd.gateway.pipeline`."""
+
+    def embed(
+        self, request: EmbedRequest, num_estimated: int, timeline: RequestTimeline, principal: Principal
+    ) -> Coroutine[Any, Any, Embedded]:
+        """Compute the rows of a request. `num_estimated`: its tokens, by `Context.estimate_tokens`. Raises ApiError.
+
+        Side effects: the times are noted on `timeline`; `request.inputs` is empty afterwards.
+        """
+
+    async def describe(
+        self, parsed: ParsedTokenize, timeout_s: float | None, arrived_at: float, principal: Principal
+    ) -> None:
+        """Give the tokens of texts to `parsed.collector`. Raises ApiError."""
+
+    async def decode(
+        self, parsed: ParsedDecode, timeout_s: float | None, arrived_at: float, principal: Principal
+    ) -> list[str]:
+        """The texts of lists of token ids. Raises ApiError."""
+
+    def count_unread(self, error: ApiError) -> None:
+        """Count an embedding request that was refused before its body could be parsed."""
+
+
+class TenantLoad(NamedTuple):
+    """What one tenant has in this gateway."""
+
+    num_requests: int
+    queued_tokens: int
+
+
+@dataclass(slots=True, kw_only=True)
+class Context:
+    config: GatewayConfig
+    model_info: ModelInfo
+    bodies: Bodies
+    threads: Threads
+    """For work that would hold up the event loop."""
+    estimate_tokens: Callable[[list[str] | list[TokenIds], Tokenizing], int]
+    """Guesses the tokens of inputs from their characters. May be called in any thread."""
+    embedder: Embedder
+    principals: Principals
+    """Replaced on a reload by those of the generation before, because what they have used stays used."""
+    shared_metrics: SharedMetrics
+    endpoints: Sequence[Endpoint]
+    """The names that requests are counted under, by the index that a `RequestTimeline` has."""
+    processes: Processes
+    started_at: float
+    """By `time.monotonic`."""
+    links: Callable[[], Collection[WorkerLink]]
+    """The workers that are up. Handlers only read them."""
+    why_unavailable: Callable[[], str | None]
+    """The reason why no embedding request can be served now; None while one can."""
+    num_tenants: Callable[[], int]
+    """Tenants with a request in this gateway."""
+    load_of: Callable[[str], TenantLoad]
+    """By tenant."""
+    openapi: Callable[[HttpRequest], dict[str, Any]]
+    """The OpenAPI document of the listener that a request came by."""
+    on_reload: Callable[[], None]
+    """Requests that the supervisor reads its configuration again."""

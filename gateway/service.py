@@ -1,0 +1,346 @@
+"""The generations of the configuration that a gateway serves, and the wiring of each.
+
+Owns `Service`, all that a request of one generation goes through, and `Services`, the generations there are: which of
+them takes new requests, and how one is prepared, activated, retired and discarded. A request stays with the generation
+that it began with. Knows no connection and no listening socket. Made by `vecd.gateway.main`; called by
+`vecd.gateway.http.server` (requests) and `vecd.gateway.control` (what the supervisor says).
+"""
+
+import asyncio
+import gc
+import logging
+import socket
+import time
+from collections.abc import Callable, Sequence
+from contextlib import suppress
+from dataclasses import dataclass
+from typing import Any
+
+from vecd.gateway.admission.admission import Admission
+from vecd.gateway.admission.principals import Principals
+from vecd.gateway.api.application import Api
+from vecd.gateway.api.bodies import Bodies
+from vecd.gateway.api.context import Context, TenantLoad
+from vecd.gateway.api.model_info import ModelInfo
+from vecd.gateway.api.registry import ENDPOINTS
+from vecd.gateway.dispatch.dispatcher import Dispatcher
+from vecd.gateway.pipeline import Pipeline
+from vecd.gateway.scheduling.policy import BatchingPolicy
+from vecd.gateway.telemetry.processes import Processes
+from vecd.gateway.telemetry.shared_metrics import SharedMetrics
+from vecd.gateway.telemetry.tei_metrics import TeiCounts
+from vecd.gateway.telemetry.tracing import Tracing, import_opentelemetry
+from vecd.gateway.tokenization.tokenizer import Tokenizer
+from vecd.gateway.types.config import ApiKey, GatewayConfig
+from vecd.gateway.types.errors import ApiError, Unavailable
+from vecd.gateway.types.messages import HttpRequest, Response
+from vecd.gateway.types.request import Overflow
+from vecd.shm.card import ModelError
+from vecd.shm.control import (
+    InputDeaths,
+    InputsCleared,
+    Message,
+    Prepare,
+    Prepared,
+    Quarantined,
+    ReloadAsked,
+    Retired,
+    WorkerDown,
+    WorkerMet,
+    WorkerStuck,
+    WorkerUp,
+)
+from vecd.shm.output import Output
+from vecd.shm.shared_metrics import Gauge, ServiceKey
+from vecd.shm.views import map_arena
+from vecd.shm.wire import Incarnation
+
+log = logging.getLogger("vecd.gateway")
+
+_RETIRE_POLL_S = 0.02
+
+
+@dataclass(frozen=True, slots=True)
+class GatewayFacts:
+    """What all generations of one gateway have in common."""
+
+    epoch: int
+    """Which of the gateway's lives this is."""
+    quarantine_key: bytes
+    shared_metrics: SharedMetrics
+    send: Callable[[Message], None]
+    """Reports to the supervisor."""
+
+
+class Service:
+    """All that a request goes through, for one generation of the configuration."""
+
+    def __init__(self, config: GatewayConfig, generation: int, tokenizer: Tokenizer, gateway: GatewayFacts) -> None:
+        """Holds no socket yet: see `Dispatcher.start`."""
+        self.config = config
+        self.generation = generation
+        self._tokenizer = tokenizer
+        self._shared_metrics = gateway.shared_metrics
+        send = gateway.send
+        self.policy = BatchingPolicy(
+            config.max_batch_tokens,
+            config.arena.rows_per_slot,
+            config.max_tokens,
+            num_gateways=config.num_gateways,
+            queued_elsewhere=lambda: self._shared_metrics.others(Gauge.QUEUED_TOKENS),
+        )
+        self.dispatcher = Dispatcher(
+            policy=self.policy,
+            epoch=gateway.epoch,
+            service=ServiceKey(generation),
+            max_batch_tokens=config.max_batch_tokens,
+            batch_timeout_s=config.batch_timeout_s,
+            num_gateways=config.num_gateways,
+            widths={output: output.width_of(config.card) for output in Output},
+            on_stuck=lambda who: send(WorkerStuck(who.worker, who.life)),
+            on_connected=lambda who: send(WorkerMet(who.worker, who.life)),
+            on_deaths=(lambda *deaths: send(InputDeaths(*deaths))) if config.num_gateways > 1 else None,
+            on_cleared=(lambda digests: send(InputsCleared(digests))) if config.num_gateways > 1 else None,
+            on_quarantined=lambda digest: send(Quarantined(digest)),
+            on_broken=lambda make_error: self.pipeline.fail_all(make_error),  # noqa: PLW0108 (it is made below)
+            on_sending=TeiCounts(self._shared_metrics).count_batch if config.has_tei_metrics else None,
+            quarantine_key=gateway.quarantine_key,
+            shared_metrics=self._shared_metrics,
+        )
+        self.admission = Admission(
+            max_requests=config.share(config.max_requests),
+            max_wait_s=config.max_wait_s,
+            policy=self.policy,
+            workers=self.dispatcher,
+        )
+        self.pipeline = Pipeline(
+            config,
+            admission=self.admission,
+            tokenizer=tokenizer,
+            policy=self.policy,
+            dispatcher=self.dispatcher,
+            shared_metrics=self._shared_metrics,
+        )
+        self.is_draining = False
+        self.api = Api(self._make_context(lambda: send(ReloadAsked())))
+        self.num_handled = 0
+        """Requests that are being handled."""
+
+    def _make_context(self, on_reload: Callable[[], None]) -> Context:
+        config, tokenizer = self.config, self._tokenizer
+        return Context(
+            config=config,
+            model_info=ModelInfo.of(config, int(time.time()), tokenizer.least_tokens),
+            bodies=Bodies(
+                tokenizer.threads,
+                max_inputs=config.max_inputs,
+                max_chars=tokenizer.max_chars,
+                max_ids=tokenizer.max_ids,
+                max_bytes=config.max_body_bytes,
+            ),
+            threads=tokenizer.threads,
+            estimate_tokens=tokenizer.estimate_tokens,
+            embedder=self.pipeline,
+            principals=Principals(config.keys, config.num_gateways),
+            shared_metrics=self._shared_metrics,
+            endpoints=ENDPOINTS,
+            processes=Processes(),
+            started_at=time.monotonic(),
+            links=lambda: self.dispatcher.links,
+            why_unavailable=self._why_unavailable,
+            num_tenants=lambda: self.admission.num_tenants,
+            load_of=self._load_of,
+            openapi=self._describe_api,
+            on_reload=on_reload,
+        )
+
+    @property
+    def is_in_use(self) -> bool:
+        return self.num_handled > 0 or self.admission.num_requests > 0
+
+    def stop(self) -> None:
+        self.dispatcher.stop()
+        # Waits for the step that is being taken, which on a huge text may be a second.
+        asyncio.get_running_loop().run_in_executor(None, self._tokenizer.threads.close)
+
+    def _why_unavailable(self) -> str | None:
+        return "the server is shutting down" if self.is_draining else self.dispatcher.why_unavailable()
+
+    def _describe_api(self, request: HttpRequest) -> dict[str, Any]:
+        return self.api.describe(request)
+
+    def _load_of(self, tenant: str) -> TenantLoad:
+        return TenantLoad(self.admission.num_requests_of(tenant), self.policy.queued_tokens_of(tenant))
+
+
+class Services:
+    """The generations, as the `vecd.gateway.http.contract.Application` that the server serves, and as the
+    `vecd.gateway.control.Generations` that the supervisor changes."""
+
+    def __init__(
+        self,
+        first: Service,
+        gateway: GatewayFacts,
+        *,
+        read_tokenizer: Callable[[GatewayConfig], Tokenizer],
+        make_service: Callable[[GatewayConfig, int, Tokenizer, GatewayFacts], Service] = Service,
+    ) -> None:
+        """`read_tokenizer` is called in a thread, for each generation that is prepared; raises ModelError."""
+        self.active = first
+        self.all = {first.generation: first}
+        """Those that have requests, or may get them, by generation."""
+        self.tracing: Tracing | None = None
+        self.on_activated: Callable[[GatewayConfig], None] = lambda config: None
+        """Applies a new generation's configuration to what all generations share."""
+        self._gateway = gateway
+        self._read_tokenizer = read_tokenizer
+        self._make_service = make_service
+        self._keys: Sequence[ApiKey] = first.config.keys
+        """The newest keys from the supervisor."""
+        self._preparing: dict[int, asyncio.Task[None]] = {}
+
+    def total(self, value: Callable[[Service], int]) -> int:
+        return sum(map(value, self.all.values()))
+
+    def stop(self) -> None:
+        for service in self.all.values():
+            service.dispatcher.stop()
+
+    # --- what the server calls ------------------------------------------------------------------------------
+
+    def check_head(self, request: HttpRequest) -> Response | None:
+        return self.active.api.check_head(request)
+
+    async def handle(self, request: HttpRequest) -> Response:
+        service = self.active
+        service.num_handled += 1
+        if self.tracing is not None:
+            self.tracing.begin(request)
+        try:
+            return await service.api.handle(request)
+        finally:
+            service.num_handled -= 1
+
+    def render_error(self, error: ApiError, path: str | None) -> Response:
+        return self.active.api.render_error(error, path)
+
+    def add_headers(self, response: Response, request: HttpRequest | None) -> None:
+        self.active.api.add_headers(response, request)
+
+    # --- the drain ------------------------------------------------------------------------------------------
+
+    def begin_drain(self) -> None:
+        """From now on `/health` says 503."""
+        for service in self.all.values():
+            service.is_draining = True
+
+    def give_up(self) -> None:
+        """Answer every request that still waits for rows with a 503."""
+        for service in self.all.values():
+            service.pipeline.give_up()
+
+    # --- messages of the supervisor -------------------------------------------------------------------------
+
+    def worker_up(self, message: WorkerUp, arena_fd: int) -> None:
+        service = self.all[message.generation]
+        slots = map_arena(arena_fd, service.config.arena, writable=False)[self._gateway.shared_metrics.gateway]
+        service.dispatcher.worker_up(Incarnation(message.worker, message.life), slots, message.facts)
+
+    def worker_down(self, message: WorkerDown) -> None:
+        who = Incarnation(message.worker, message.life)
+        for service in self.all.values():
+            service.dispatcher.worker_down(who, message.reason, has_crashed=message.has_crashed)
+
+    def set_broken(self, generation: int, reason: str) -> None:
+        self.all[generation].dispatcher.set_broken(reason)
+
+    def add_to_quarantine(self, digest: str) -> None:
+        for service in self.all.values():
+            service.dispatcher.quarantine.add(digest)
+
+    def note_deaths(self, message: InputDeaths) -> None:
+        for service in self.all.values():
+            service.dispatcher.note_deaths(
+                message.digests, is_isolated=message.is_isolated, has_crashed=message.has_crashed
+            )
+
+    def note_cleared(self, digests: list[str]) -> None:
+        for service in self.all.values():
+            service.dispatcher.note_cleared(digests)
+
+    def set_keys(self, keys: Sequence[ApiKey]) -> None:
+        self._keys = keys
+        for service in self.all.values():
+            service.api.set_keys(keys)
+
+    def prepare(self, message: Prepare, zmq_listening: socket.socket) -> None:
+        """Make ready for another generation beside those there are, and report it."""
+        # A socket object closes itself if the task is cancelled before it begins.
+        task = self._preparing[message.generation] = asyncio.ensure_future(self._prepare(message, zmq_listening))
+        task.add_done_callback(lambda _: self._preparing.pop(message.generation, None))
+
+    async def _prepare(self, message: Prepare, zmq_listening: socket.socket) -> None:
+        generation, send = message.generation, self._gateway.send
+        try:
+            config = GatewayConfig.from_json(message.config)
+            tokenizer = await asyncio.get_running_loop().run_in_executor(None, self._read_tokenizer, config)
+            if config.otlp_endpoint is not None:
+                with suppress(ImportError):  # `start_tracing` logs it
+                    await asyncio.to_thread(import_opentelemetry)
+            service = self._make_service(config, generation, tokenizer, self._gateway)
+            service.dispatcher.start(zmq_listening.fileno())
+        except asyncio.CancelledError:
+            raise
+        except ModelError as error:
+            send(Prepared(generation, str(error)))
+        except BaseException as error:  # libraries in Rust raise other classes than Exception
+            log.error("generation %d cannot be prepared", generation, exc_info=True)
+            send(Prepared(generation, f"a gateway failed with {type(error).__name__}"))
+        else:
+            zmq_listening.detach()  # the dispatcher owns it from now on
+            service.is_draining = self.active.is_draining
+            self.all[generation] = service
+            send(Prepared(generation))
+
+    def activate(self, generation: int) -> None:
+        """Give new requests to this generation, and retire the one before."""
+        before = self.active
+        service = self.active = self.all[generation]
+        service.dispatcher.activate()
+        service.api.adopt(before.api.principals, self._keys)
+        self.on_activated(service.config)
+        self._retire(before)
+
+    def _retire(self, service: Service) -> None:
+        """Report as soon as its last request is answered."""
+        if service.is_in_use:
+            asyncio.get_running_loop().call_later(_RETIRE_POLL_S, self._retire, service)
+        else:
+            self._gateway.send(Retired(service.generation))
+
+    def discard(self, generation: int) -> None:
+        """Forget a generation, whether it is being prepared or has been retired."""
+        if (preparing := self._preparing.get(generation)) is not None:
+            preparing.cancel()
+        service = self.all.pop(generation, None)
+        if service is not None:
+            service.pipeline.end(lambda: Unavailable("The server has changed its configuration", retry_after_s=1))
+            service.stop()
+            gc.collect()  # a tokenizer, and views of arenas
+
+    # --- what is measured -----------------------------------------------------------------------------------
+
+    def queue_age_us(self) -> int:
+        now = time.monotonic()
+        return int(max(service.policy.oldest_wait_s(now) for service in self.all.values()) * 1e6)
+
+
+def read_tokenizer(config: GatewayConfig) -> Tokenizer:
+    """Raises ModelError for one that cannot be read. Takes up to seconds."""
+    return Tokenizer(
+        config.card,
+        config.max_tokens,
+        config.token_ids,
+        overflow=Overflow(config.overflow),
+        literal_special_tokens=config.literal_special_tokens,
+    )

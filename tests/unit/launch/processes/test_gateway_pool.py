@@ -1,0 +1,403 @@
+"""What each gateway is sent, and when it is started, killed and given up."""
+
+import asyncio
+import os
+from collections.abc import AsyncIterator, Callable
+from contextlib import asynccontextmanager
+from typing import Any
+
+import pytest
+
+from tests.support.supervision import FakeGateway, Fakes, FakeSocket, run, settle
+from vecd.gateway.types.config import ApiKey
+from vecd.launch.base.exit_codes import StartFailure
+from vecd.launch.config.plan import Plan
+from vecd.launch.processes.gateway_pool import GatewayPool, Link, Sockets
+from vecd.launch.processes.worker_pool import ReadyWorker, WorkerPool
+from vecd.shm.control import (
+    Activate,
+    ChildFailed,
+    Discard,
+    Drain,
+    GatewayReady,
+    GatewayStart,
+    Heartbeat,
+    Message,
+    ModelBroken,
+    NewKeys,
+    Prepare,
+    Prepared,
+    Quarantined,
+    Retired,
+    WorkerDown,
+    WorkerMet,
+    WorkerUp,
+)
+from vecd.shm.shared_metrics import create_shared_metrics
+from vecd.shm.wire import Incarnation
+
+KEYS = (ApiKey("first", "0" * 64),)
+
+
+class Observed:
+    """Has a pool's workers in `pool.ready`, put there by the test."""
+
+    def __getattr__(self, name: str) -> Callable[..., None]:
+        return lambda *arguments: None
+
+
+class Bench:
+    """A gateway pool whose worker pools are filled by hand."""
+
+    def __init__(self, plan: Plan, num_gateways: int) -> None:
+        self.fakes = Fakes()
+        self.plan = plan
+        self.worker_pools: dict[int, WorkerPool] = {}
+        self.add_generation(1)
+        self.heard: list[Message] = []
+        self.metrics_fd = create_shared_metrics(plan.gateway.shared_metrics)
+        sockets = Sockets([FakeSocket()], self.metrics_fd, plan.gateway.shared_metrics)  # type: ignore[list-item]
+        self.pool = GatewayPool(
+            num_gateways, sockets, "aa", (), self.worker_pools, self.on_message, lambda: None, self.fakes.system
+        )
+        self.tasks = [asyncio.create_task(self.pool.supervise(index)) for index in range(num_gateways)]
+
+    def on_message(self, link: Link, message: Message) -> None:
+        self.heard.append(message)
+
+    def add_generation(self, generation: int) -> None:
+        observer: Any = Observed()
+        self.worker_pools[generation] = WorkerPool(generation, self.plan, 2, {}, observer, self.fakes.system)
+
+    def worker_up(self, generation: int, index: int, life: int) -> Incarnation:
+        incarnation = Incarnation(index, life)
+        process: Any = None
+        self.worker_pools[generation].ready[index] = ReadyWorker(incarnation, process, 0, {})
+        self.pool.reconcile()
+        return incarnation
+
+
+@pytest.fixture
+def bench(planned: Callable[..., Plan]) -> Callable[..., Any]:
+    @asynccontextmanager
+    async def made(num_gateways: int = 1, **attributes: Any) -> AsyncIterator[Bench]:
+        bench = Bench(planned("--workers", "2", "--gateways", "2"), num_gateways)
+
+        def on_spawn(gateway: FakeGateway) -> None:
+            for name, value in attributes.items():
+                setattr(gateway, name, value)
+
+        bench.fakes.on_spawn = on_spawn
+        try:
+            await settle()
+            yield bench
+        finally:
+            for task in bench.tasks:
+                task.cancel()
+            await asyncio.wait(bench.tasks)
+            for worker_pool in bench.worker_pools.values():
+                worker_pool.close()
+            os.close(bench.metrics_fd)
+        assert not bench.fakes.living
+
+    return made
+
+
+# --- reconcile --------------------------------------------------------------------------------------------------------
+
+
+def test_a_gateway_is_sent_each_thing_once(bench) -> None:
+    async def test() -> None:
+        async with bench() as made:
+            [gateway] = made.fakes.gateways
+            made.worker_up(1, 0, 1)
+            made.worker_up(1, 1, 1)
+            for _ in range(3):
+                made.pool.reconcile()
+            await settle()
+            assert [type(message) for message in gateway.sent()] == [GatewayStart, WorkerUp, WorkerUp]
+            assert made.pool.is_connected(made.worker_pools[1])
+
+    run(test())
+
+
+def test_a_gateway_that_starts_later_ends_up_knowing_the_same(bench) -> None:
+    """Whatever has happened before, and in whatever order: generations, workers, keys."""
+
+    async def test() -> None:
+        async with bench(num_gateways=2) as made:
+            first, second = made.fakes.gateways
+            made.worker_up(1, 0, 1)
+            made.add_generation(2)
+            made.worker_up(2, 0, 2)
+            made.pool.keys = KEYS
+            made.pool.reconcile()
+            await settle()
+            second.end(1)
+            await settle()
+            third = made.fakes.gateways[2]
+            [start] = third.sent(GatewayStart)
+            assert start.epoch == 2
+            assert [key["name"] for key in start.config["keys"]] == ["first"], "it starts with the keys of now"
+            assert len(first.sent(NewKeys)) == 1
+            assert not third.sent(NewKeys)
+            assert third.sent(WorkerUp) == first.sent(WorkerUp)
+            [prepare] = third.sent(Prepare)
+            assert prepare.generation == 2
+            assert prepare.config["keys"] == start.config["keys"]
+
+    run(test())
+
+
+def test_the_workers_of_a_generation_come_after_it_is_prepared(bench) -> None:
+    async def test() -> None:
+        async with bench(unprepared="no such file") as made:
+            [gateway] = made.fakes.gateways
+            made.add_generation(2)
+            made.worker_up(2, 0, 2)
+            await settle()
+            assert len(gateway.sent(Prepare)) == 1
+            assert not gateway.sent(WorkerUp)
+            assert made.heard == [Prepared(2, "no such file")], "which is for the supervisor"
+            gateway.inbox.put_nowait(Prepared(2))
+            await settle()
+            assert [message.generation for message in gateway.sent(WorkerUp)] == [2]
+
+    run(test())
+
+
+def test_a_generation_becomes_active_where_it_has_a_worker(bench) -> None:
+    async def test() -> None:
+        async with bench(num_gateways=2, retires=False) as made:
+            first, second = made.fakes.gateways
+            second.connects = False
+            made.worker_up(1, 0, 1)
+            made.add_generation(2)
+            made.worker_up(2, 0, 2)
+            await settle()
+            made.pool.active = 2
+            made.pool.reconcile()
+            assert [len(gateway.sent(Activate)) for gateway in (first, second)] == [1, 0]
+            assert made.pool.serves(1)
+            second.inbox.put_nowait(WorkerMet(0, 2))
+            await settle()
+            assert [len(gateway.sent(Activate)) for gateway in (first, second)] == [1, 1]
+            assert made.pool.serves(1), "their last requests are not answered"
+            for gateway in (first, second):
+                assert made.pool.serves(1)
+                gateway.inbox.put_nowait(Retired(1))
+                await settle()
+            assert not made.pool.serves(1)
+            assert made.pool.serves(2)
+
+    run(test())
+
+
+def test_what_is_discarded_is_forgotten_and_who_serves_it_is_killed(bench) -> None:
+    async def test() -> None:
+        async with bench(num_gateways=2) as made:
+            first, second = made.fakes.gateways
+            second.connects = False
+            made.add_generation(2)
+            made.worker_up(2, 0, 2)
+            await settle()
+            made.pool.active = 2
+            made.pool.reconcile()
+            await settle()
+            made.worker_pools.pop(1).close()
+            made.pool.discard(1)
+            assert first.sent(Discard) == [Discard(1)]
+            assert not second.is_alive, "it has no other generation"
+            await settle()
+            [start] = made.fakes.gateways[2].sent(GatewayStart)
+            assert start.generation == 2
+
+    run(test())
+
+
+def test_a_dead_worker_is_reported_to_those_that_knew_of_it(bench) -> None:
+    async def test() -> None:
+        async with bench(num_gateways=2) as made:
+            first, second = made.fakes.gateways
+            incarnation = made.worker_up(1, 0, 1)
+            await settle()
+            del made.worker_pools[1].ready[0]
+            second.end(1)
+            await settle()
+            made.pool.send_down(incarnation, "was killed", has_crashed=True)
+            assert first.sent(WorkerDown) == [WorkerDown(0, 1, "was killed", True)]
+            assert not made.fakes.gateways[2].sent(WorkerUp, WorkerDown)
+            made.pool.send_down(incarnation, "was killed", has_crashed=True)
+            assert len(first.sent(WorkerDown)) == 1
+            made.worker_up(1, 0, 2)
+            assert [message.life for message in first.sent(WorkerUp)] == [1, 2]
+
+    run(test())
+
+
+def test_a_broken_model_is_reported_once_and_again_when_it_breaks_again(bench) -> None:
+    async def test() -> None:
+        async with bench() as made:
+            [gateway] = made.fakes.gateways
+            made.worker_pools[1].broken = "dies again and again"
+            for _ in range(3):
+                made.pool.reconcile()
+            assert gateway.sent(ModelBroken) == [ModelBroken(1, "dies again and again")]
+            made.worker_pools[1].broken = None
+            incarnation = made.worker_up(1, 0, 1)
+            del made.worker_pools[1].ready[0]
+            made.pool.send_down(incarnation, "died", has_crashed=False)
+            made.worker_pools[1].broken = "dies again and again"
+            made.pool.reconcile()
+            assert len(gateway.sent(ModelBroken)) == 2
+
+    run(test())
+
+
+def test_a_message_for_all_but_its_sender(bench) -> None:
+    async def test() -> None:
+        async with bench(num_gateways=2) as made:
+            first, second = made.fakes.gateways
+            made.pool.broadcast(Quarantined("aa"), but=made.pool.links[0])
+            assert (len(first.sent(Quarantined)), len(second.sent(Quarantined))) == (0, 1)
+
+    run(test())
+
+
+# --- supervision ------------------------------------------------------------------------------------------------------
+
+
+def test_a_dead_gateway_is_restarted_and_sent_everything(bench) -> None:
+    async def test() -> None:
+        async with bench() as made:
+            made.worker_up(1, 0, 1)
+            await settle(5)
+            made.fakes.gateways[0].end(-11)
+            await settle()
+            assert len(made.fakes.gateways) == 2
+            assert made.pool.num_deaths == 1
+            assert len(made.fakes.gateways[1].sent(WorkerUp)) == 1
+
+    run(test())
+
+
+def test_a_gateway_that_never_gets_ready_ends_the_server(bench) -> None:
+    async def test() -> None:
+        async with bench(starts=False) as made:
+            for _ in range(3):
+                made.fakes.gateways[-1].end(1)
+                await settle(1)
+            with pytest.raises(StartFailure, match=r"the gateway keeps dying \(3 times\)"):
+                await made.tasks[0]
+
+    run(test())
+
+
+def test_a_gateway_that_reports_why_it_cannot_start(bench) -> None:
+    """The first one ends the server; one of a server that has served does not."""
+
+    async def test() -> None:
+        async with bench(starts=False) as made:
+            made.fakes.gateways[0].inbox.put_nowait(GatewayReady())
+            await settle(1)
+            made.fakes.gateways[0].end(-9)
+            await settle()
+            again = made.fakes.gateways[1]
+            again.inbox.put_nowait(ChildFailed("no certificate"))
+            await settle()
+            again.end(3)
+            await settle(1)
+            assert len(made.fakes.gateways) == 3
+        async with bench(starts=False) as made:
+            made.fakes.gateways[0].inbox.put_nowait(ChildFailed("no certificate"))
+            with pytest.raises(StartFailure, match="no certificate"):
+                await made.tasks[0]
+
+    run(test())
+
+
+def test_a_gateway_that_does_not_get_ready_in_time_is_killed(bench) -> None:
+    async def test() -> None:
+        async with bench(starts=False) as made:
+            await settle(59)
+            assert made.fakes.gateways[0].is_alive
+            await settle(2)
+            assert not made.fakes.gateways[0].is_alive
+            assert len(made.fakes.gateways) == 2
+
+    run(test())
+
+
+def test_a_gateway_without_heartbeats_is_killed(bench) -> None:
+    async def test() -> None:
+        async with bench(num_gateways=2) as made:
+            watching = asyncio.create_task(made.pool.watch_heartbeats())
+            silent, lively = made.fakes.gateways
+            for _ in range(12):
+                lively.inbox.put_nowait(Heartbeat())
+                await settle(1)
+            assert silent.num_aborts == 1
+            assert lively.is_alive
+            watching.cancel()
+
+    run(test())
+
+
+def test_a_gateway_that_does_not_read_is_killed(bench) -> None:
+    async def test() -> None:
+        async with bench() as made:
+            [gateway] = made.fakes.gateways
+            gateway.channel.error = BlockingIOError()
+            made.worker_up(1, 0, 1)
+            assert not gateway.is_alive
+            await settle()
+            assert len(made.fakes.gateways[1].sent(WorkerUp)) == 1
+
+    run(test())
+
+
+def test_no_process_can_be_started(bench) -> None:
+    async def test() -> None:
+        async with bench() as made:
+            made.fakes.spawn_error = OSError("no memory")
+            made.fakes.gateways[0].end(1)
+            await settle(20)
+            assert made.pool.num_deaths > 3
+            made.fakes.spawn_error = None
+            await settle(40)
+            assert made.fakes.gateways[-1].is_alive
+
+    run(test())
+
+
+def test_nothing_is_restarted_during_a_drain(bench) -> None:
+    async def test() -> None:
+        async with bench(num_gateways=2, drains=False) as made:
+            for _ in range(2):  # after the second death a restart waits
+                made.fakes.gateways[-1].end(1)
+                await settle()
+            late: list[FakeGateway] = []
+            made.fakes.on_spawn = late.append
+            made.pool.drain(Drain(30, 0))
+            await settle()
+            assert made.fakes.gateways[0].sent(Drain) == [Drain(30, 0)]
+            made.fakes.gateways[0].end(0)
+            await settle(60)
+            assert not made.fakes.living
+            assert not late
+            assert all(task.done() for task in made.tasks)
+
+    run(test())
+
+
+def test_a_gateway_that_gets_ready_during_a_drain_drains(bench) -> None:
+    async def test() -> None:
+        async with bench(starts=False) as made:
+            made.pool.drain(Drain(30, 0))
+            [gateway] = made.fakes.gateways
+            assert not gateway.sent(Drain)
+            gateway.inbox.put_nowait(GatewayReady())
+            await settle()
+            assert gateway.sent(Drain) == [Drain(30, 0)]
+
+    run(test())

@@ -1,0 +1,523 @@
+"""Start, reload, drain and end of a server whose children, files and time are fakes."""
+
+import asyncio
+import os
+import signal
+from collections.abc import AsyncIterator, Callable
+from contextlib import asynccontextmanager
+from hashlib import sha256
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from tests.support.supervision import (
+    FakeGateway,
+    FakeNotifier,
+    Fakes,
+    FakeSocket,
+    num_descriptors,
+    ready,
+    run,
+    settle,
+)
+from vecd.launch.base.exit_codes import StartFailure
+from vecd.launch.config.plan import make_plan
+from vecd.launch.config.settings import load_settings
+from vecd.launch.processes.sockets import Inherited
+from vecd.shm.control import (
+    Activate,
+    ChildFailed,
+    Discard,
+    Drain,
+    Heartbeat,
+    NewKeys,
+    Prepare,
+    Quarantined,
+    ReloadAsked,
+    Retired,
+    WorkerDown,
+    WorkerStuck,
+    WorkerUp,
+)
+from vecd.supervisor import Supervisor
+
+WATCHDOG_S = 2.0
+
+
+class Bench:
+    def __init__(self, folder: Path, fakes: Fakes, arguments: list[str]) -> None:
+        self.folder, self.fakes, self.notifier = folder, fakes, FakeNotifier(WATCHDOG_S)
+        self.config = folder / "vecd.toml"
+        self.result = folder / "run" / "reloads.json"
+        self.socket = FakeSocket()
+        inherited = Inherited(public=self.socket)  # type: ignore[arg-type]
+        self.plan = make_plan(load_settings(arguments))
+        self.supervisor = Supervisor(self.plan, arguments, self.notifier, inherited, fakes.system)
+        self.task = asyncio.create_task(self.supervisor.run())
+
+    @property
+    def generations(self) -> list[int]:
+        """The one that each living gateway serves with."""
+        return [gateway._generation for gateway in self.fakes.gateways if gateway.is_alive]
+
+    @property
+    def status(self) -> str:
+        return self.notifier.said("STATUS=")[-1]
+
+    async def reload(self, seconds: float = 1) -> None:
+        self.supervisor.request_reload()
+        await settle(seconds)
+
+    async def end(self) -> int:
+        self.supervisor.stop()
+        return await self.task
+
+
+@pytest.fixture
+def bench(minilm_folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[..., Any]:
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "run").mkdir()
+    monkeypatch.setenv("RUNTIME_DIRECTORY", str(tmp_path / "run"))
+
+    @asynccontextmanager
+    async def made(*flags: str, config: str = "workers = 2\n", **attributes: Any) -> AsyncIterator[Bench]:
+        (tmp_path / "vecd.toml").write_text(config)
+        fakes = Fakes()
+
+        def on_spawn(gateway: FakeGateway) -> None:
+            for name, value in attributes.items():
+                setattr(gateway, name, value)
+
+        fakes.on_spawn = on_spawn
+        arguments = [str(minilm_folder), "--engine", "weightless", "--config", str(tmp_path / "vecd.toml"), *flags]
+        bench = Bench(tmp_path, fakes, arguments)
+        try:
+            await settle()
+            yield bench
+        finally:
+            bench.supervisor.stop()
+            bench.supervisor.stop()
+            await asyncio.wait([bench.task])
+            bench.supervisor.plan.close()
+        assert not fakes.living
+        assert bench.socket.is_closed
+        assert not bench.result.exists()
+
+    return made
+
+
+def write(name: str, text: str) -> None:
+    """A file in the server's working directory."""
+    Path(name).write_text(text)
+
+
+def beat(gateway: FakeGateway, seconds: int = 10_000) -> None:
+    """Send heartbeats as a healthy gateway does, for so long."""
+    loop = asyncio.get_running_loop()
+    for second in range(seconds):
+        loop.call_later(second, gateway.inbox.put_nowait, Heartbeat())
+
+
+# --- start ------------------------------------------------------------------------------------------------------------
+
+
+def test_a_server_is_ready_when_its_gateways_are_connected_to_all_workers(bench) -> None:
+    async def test() -> None:
+        async with bench("--gateways", "2", connects=False) as made:
+            await settle(20)
+            assert not made.notifier.said("READY")
+            assert made.notifier.said("EXTEND_TIMEOUT_USEC")
+            for gateway in made.fakes.gateways:
+                gateway.connects = True
+                for up in gateway.sent(WorkerUp):
+                    gateway.on_sent(up)
+            await settle()
+            assert made.notifier.said("READY") == ["READY=1"]
+            assert made.status == "STATUS=Serving model at http://127.0.0.1:8000, 2 workers"
+            assert await made.end() == 0
+
+    run(test())
+
+
+def test_a_gateway_that_cannot_start_ends_the_server(bench) -> None:
+    async def test() -> None:
+        async with bench(starts=False) as made:
+            made.fakes.gateways[0].inbox.put_nowait(ChildFailed("no such file"))
+            with pytest.raises(StartFailure, match="no such file"):
+                await made.task
+
+    run(test())
+
+
+def test_a_worker_that_cannot_start_ends_the_server(bench) -> None:
+    async def test() -> None:
+        async with bench(starts=False) as made:
+            made.fakes.on_fork = lambda worker: worker.end(1)
+            made.fakes.workers[0].end(1)
+            await settle(1)
+            await settle(10)
+            assert not made.task.done(), "it has been ready"
+        made.fakes.on_fork = lambda worker: worker.inbox.put_nowait(ChildFailed("no such layer"))
+        again = Bench(made.folder, made.fakes, made.supervisor._arguments)
+        with pytest.raises(StartFailure, match="no such layer"):
+            await again.task
+        again.plan.close()
+
+    run(test())
+
+
+def test_a_server_that_is_still_starting_refuses_a_reload(bench) -> None:
+    async def test() -> None:
+        async with bench(connects=False) as made:
+            await made.reload()
+            assert "the server is still starting" in made.result.read_text()
+            assert len(made.fakes.fork_servers) == 1
+
+    run(test())
+
+
+# --- watch ------------------------------------------------------------------------------------------------------------
+
+
+def test_what_gateways_report_reaches_workers_and_other_gateways(bench) -> None:
+    async def test() -> None:
+        async with bench("--gateways", "2") as made:
+            first, second = made.fakes.gateways
+            first.inbox.put_nowait(WorkerStuck(0, 1))
+            first.inbox.put_nowait(Quarantined("ab"))
+            await settle()
+            assert made.fakes.workers[0].num_aborts == 1
+            assert second.sent(Quarantined) == [Quarantined("ab")]
+            assert not first.sent(Quarantined)
+            [down] = first.sent(WorkerDown)
+            assert not down.has_crashed, "it was killed for hanging, and by no input"
+            made.fakes.workers[1].end(-signal.SIGSEGV)
+            await settle(1)
+            assert [down.has_crashed for down in second.sent(WorkerDown)] == [False, True]
+            assert [up.life for up in second.sent(WorkerUp)] == [1, 1, 2, 2]
+            assert made.status.endswith("2 workers")
+
+    run(test())
+
+
+def test_keys_are_read_again_when_their_file_changes(bench) -> None:
+    async def test() -> None:
+        write("keys.toml", entry("first"))
+        async with bench("--keys-file", "keys.toml") as made:
+            [gateway] = made.fakes.gateways
+            beat(gateway)
+            await settle(5)
+            assert not gateway.sent(NewKeys)
+            write("keys.toml", entry("first") + entry("second"))
+            await settle(3)
+            [message] = gateway.sent(NewKeys)
+            assert [key["name"] for key in message.keys] == ["first", "second"]
+            write("keys.toml", "this is no TOML")
+            await settle(10)
+            assert len(gateway.sent(NewKeys)) == 1
+            write("keys.toml", entry("second"))
+            await settle(3)
+            assert [key["name"] for key in gateway.sent(NewKeys)[1].keys] == ["second"]
+
+    run(test())
+
+
+def entry(name: str) -> str:
+    return f'[[keys]]\nname = "{name}"\nsha256 = "{sha256(name.encode()).hexdigest()}"\n'
+
+
+def test_a_keys_file_that_hangs_stops_nothing(bench, caplog) -> None:
+    """Watchdog, heartbeats, restarts and drain go on; there is one thread and one line."""
+
+    async def test() -> None:
+        write("keys.toml", entry("first"))
+        async with bench("--keys-file", "keys.toml") as made:
+            [gateway] = made.fakes.gateways
+            await settle(5)
+            beat(gateway, 200)
+            loop = asyncio.get_running_loop()
+            made.fakes.threads.hangs = True
+            began_at = loop.time()
+            write("keys.toml", entry("second"))
+            await settle(30)
+            made.fakes.workers[0].end(-9)
+            await settle(30)
+            assert made.notifier.longest_gap_s(began_at, loop.time()) <= WATCHDOG_S / 2
+            assert len(made.fakes.workers) == 3, "restarted"
+            assert gateway.is_alive
+            assert made.fakes.threads.num_hanging == 1
+            assert [r.message for r in caplog.records if "file system" in r.message] == [
+                f"{made.folder}/keys.toml: the file system has not responded within 10 s"
+            ]
+            assert not gateway.sent(NewKeys)
+            made.fakes.threads.release()
+            await settle(5)
+            assert [key["name"] for key in gateway.sent(NewKeys)[0].keys] == ["second"]
+            made.fakes.threads.hangs = True
+            await settle(5)
+            assert await made.end() == 0
+
+    run(test())
+
+
+# --- reload -----------------------------------------------------------------------------------------------------------
+
+
+def test_a_reload_replaces_one_generation_by_another(bench) -> None:
+    async def test() -> None:
+        async with bench("--gateways", "2", retires=False) as made:
+            old = list(made.fakes.workers)
+            made.config.write_text("workers = 3\n")
+            made.fakes.on_fork = lambda worker: None
+            await made.reload(5)
+            assert made.generations == [1, 1], "no new worker is ready"
+            assert made.notifier.said("RELOADING")
+            for worker in made.fakes.workers[2:]:
+                ready(worker)
+            await settle()
+            assert made.generations == [2, 2]
+            assert all(worker.is_alive for worker in old), "requests of before are not answered yet"
+            for gateway in made.fakes.gateways:
+                assert [type(message) for message in gateway.sent(Prepare, Activate)] == [Prepare, Activate]
+                gateway.inbox.put_nowait(Retired(1))
+            await settle()
+            assert not any(worker.is_alive for worker in old)
+            assert all(gateway.sent(Discard) == [Discard(1)] for gateway in made.fakes.gateways)
+            assert [server.is_stopped for server in made.fakes.fork_servers] == [True, False]
+            assert '"num_asked": 1, "num_done": 1, "problems": []' in made.result.read_text()
+            assert made.notifier.said("READY") == ["READY=1", "READY=1"]
+            assert made.status == "STATUS=Serving model at http://127.0.0.1:8000, 3 workers"
+            lives = {worker.name for worker in made.fakes.workers}
+            assert len(lives) == len(made.fakes.workers), "no incarnation comes twice"
+
+    run(test())
+
+
+def test_requests_that_never_end_do_not_hold_up_a_reload_for_ever(bench) -> None:
+    async def test() -> None:
+        async with bench("--request-timeout", "20", retires=False) as made:
+            beat(made.fakes.gateways[0])
+            await made.reload(24)
+            assert made.fakes.workers[0].is_alive
+            await settle(2)
+            assert not made.fakes.workers[0].is_alive
+            assert made.generations == [2]
+
+    run(test())
+
+
+REFUSED = {
+    "nonsense": ("this is no TOML", "cannot be read"),
+    "a value": ("workers = 0", "workers"),
+    "a fixed setting": ("workers = 2\nport = 9", "port: cannot be changed while serving"),
+    "workers": ("workers = 1000", "at most 64 without a restart"),
+    "device": ('device = "cuda"', "--device: cuda given, but"),
+    "dtype": ('dtype = "int8"', "--dtype: int8 given"),
+    "model": ("max-tokens = 100000", "--max-tokens: 100000 given"),
+    "keys": ('keys-file = "nowhere.toml"', "nowhere.toml: cannot be read"),
+    "open files": ("", "open files: the limit is 100"),
+    "endpoint": ("", "Too many open files"),
+    "gateway": ("", "no such certificate"),
+    "worker": ("", "no such layer"),
+    "slow": ("start-timeout = 30", "not connected to all new workers within 30 s"),
+    "gateways": ("", "gateways have died 3 times meanwhile"),
+    "hang": ("", "the file system has not responded within 10 s"),
+}
+
+
+@pytest.mark.parametrize("case", REFUSED)
+def test_a_refused_reload_changes_nothing_and_leaks_nothing(bench, case, monkeypatch) -> None:
+    text, problem = REFUSED[case]
+
+    async def test() -> None:
+        async with bench() as made:
+            await made.reload()
+            assert made.generations == [2]
+            await settle(1)
+            workers, gateway = [w for w in made.fakes.workers if w.is_alive], made.fakes.gateways[0]
+            beat(gateway)
+            before, num_servers = num_descriptors(), len(made.fakes.fork_servers)
+            made.config.write_text(text)
+            match case:
+                case "open files":
+                    monkeypatch.setattr("vecd.launch.config.plan.max_open_files", lambda: 100)
+                case "endpoint":
+                    made.fakes.endpoint_error = OSError(24, "Too many open files")
+                case "gateway":
+                    gateway.unprepared = "no such certificate"
+                case "worker":
+                    made.fakes.on_fork = lambda worker: worker.inbox.put_nowait(ChildFailed("no such layer"))
+                case "slow" | "gateways":
+                    made.fakes.on_fork = lambda worker: None
+                case "hang":
+                    made.fakes.threads.hangs = True
+            made.supervisor.request_reload()
+            for _ in range(3 if case == "gateways" else 0):
+                await settle(2)
+                made.fakes.gateways[-1].end(1)
+            await settle(60)
+            if case == "hang":
+                made.fakes.threads.release()
+                await settle(1)
+            assert problem in made.result.read_text()
+            assert problem in made.status
+            assert made.generations == [2]
+            assert [worker for worker in made.fakes.workers if worker.is_alive] == workers
+            assert not [s for s in made.fakes.fork_servers[num_servers:] if s.is_running and not s.is_stopped]
+            assert num_descriptors() == before
+            # And what was wrong is no hindrance for the next one.
+            monkeypatch.undo()
+            made.fakes.endpoint_error, made.fakes.on_fork, gateway.unprepared = None, ready, ""
+            made.config.write_text("workers = 2\n")
+            os.chdir(made.folder)
+            os.environ["RUNTIME_DIRECTORY"] = str(made.folder / "run")
+            await made.reload()
+            assert made.generations[0] > 2
+            assert "not reloaded" not in made.status
+            assert num_descriptors() == before
+
+    run(test())
+
+
+def test_a_model_that_changes_during_a_reload_is_reloaded_again(bench, monkeypatch) -> None:
+    changes = [True, False]
+    monkeypatch.setattr("vecd.launch.config.plan.Plan.model_has_changed", lambda plan: changes.pop(0))
+
+    async def test() -> None:
+        async with bench() as made:
+            await made.reload()
+            assert made.generations == [3], "the second was a mixture, and refused"
+            assert not changes
+            assert not made.supervisor._reloader.problems
+
+    run(test())
+
+
+def test_keys_of_the_new_configuration_come_with_it(bench) -> None:
+    async def test() -> None:
+        write("keys.toml", entry("first"))
+        write("others.toml", entry("second"))
+        async with bench(config='keys-file = "keys.toml"\n') as made:
+            [gateway] = made.fakes.gateways
+            made.config.write_text('keys-file = "others.toml"\n')
+            made.fakes.on_fork = lambda worker: None
+            await made.reload()
+            assert not gateway.sent(NewKeys), "not before"
+            write("others.toml", entry("third"))
+            for worker in made.fakes.workers[-1:]:
+                ready(worker)
+            for worker in made.fakes.workers:
+                if worker.inbox.empty():
+                    ready(worker)
+            await settle()
+            assert [key["name"] for key in gateway.sent(NewKeys)[0].keys] == ["third"], "as they are now"
+            assert made.generations == [2]
+
+    run(test())
+
+
+def test_requests_during_a_reload_are_done_by_one_more(bench) -> None:
+    async def test() -> None:
+        async with bench() as made:
+            [gateway] = made.fakes.gateways
+            made.fakes.on_fork = lambda worker: None
+            await made.reload()
+            for _ in range(3):
+                gateway.inbox.put_nowait(ReloadAsked())
+            await settle()
+            assert '"num_asked": 4, "num_done": 0' in made.result.read_text()
+            made.fakes.on_fork = ready
+            for worker in made.fakes.workers[2:]:
+                ready(worker)
+            await settle()
+            assert made.generations == [3]
+            assert '"num_asked": 4, "num_done": 4, "problems": []' in made.result.read_text()
+
+    run(test())
+
+
+def test_a_gateway_that_starts_during_a_reload_takes_part_in_it(bench) -> None:
+    async def test() -> None:
+        async with bench("--gateways", "2") as made:
+            made.fakes.on_fork = lambda worker: None
+            await made.reload(2)
+            made.fakes.gateways[1].end(1)
+            await settle()
+            for worker in made.fakes.workers[2:]:
+                ready(worker)
+            await settle()
+            assert made.generations == [2, 2]
+            assert not any(worker.is_alive for worker in made.fakes.workers[:2])
+
+    run(test())
+
+
+# --- drain and end ----------------------------------------------------------------------------------------------------
+
+
+def test_a_drain_waits_for_gateways_and_keeps_their_workers_running(bench) -> None:
+    async def test() -> None:
+        async with bench("--drain-timeout", "20", "--drain-grace", "1", drains=False) as made:
+            [gateway] = made.fakes.gateways
+            beat(gateway)
+            made.supervisor.stop()
+            await settle(5)
+            assert gateway.sent(Drain) == [Drain(21, 1)]
+            assert made.socket.is_closed
+            assert made.notifier.said("STOPPING") == ["STOPPING=1"]
+            made.fakes.workers[0].end(-9)
+            await settle(1)
+            assert len(made.fakes.workers) == 3
+            assert not made.task.done()
+            gateway.end(0)
+            assert await made.task == 0
+            assert len(made.fakes.gateways) == 1
+            assert not made.fakes.living
+
+    run(test())
+
+
+def test_a_gateway_that_does_not_finish_is_killed(bench) -> None:
+    async def test() -> None:
+        async with bench("--drain-timeout", "20", "--drain-grace", "1", drains=False) as made:
+            beat(made.fakes.gateways[0])
+            made.supervisor.stop()
+            await settle(22.9)
+            assert made.fakes.gateways[0].is_alive
+            assert await made.task == 0
+            assert asyncio.get_running_loop().time() < 24
+
+    run(test())
+
+
+def test_a_second_signal_ends_at_once(bench) -> None:
+    async def test() -> None:
+        async with bench(drains=False) as made:
+            made.supervisor.stop()
+            await settle(1)
+            made.supervisor.stop()
+            await asyncio.wait([made.task], timeout=0.1)
+            assert made.task.done()
+            assert not made.fakes.living
+
+    run(test())
+
+
+@pytest.mark.parametrize("stage", ["reading", "starting", "retiring"])
+def test_a_drain_in_the_middle_of_a_reload_ends_both_generations(bench, stage: str) -> None:
+    async def test() -> None:
+        async with bench(retires=False) as made:
+            made.fakes.threads.hangs = stage == "reading"
+            if stage == "starting":
+                made.fakes.on_fork = lambda worker: None
+            await made.reload()
+            assert made.generations == [2 if stage == "retiring" else 1]
+            assert await made.end() == 0
+            assert asyncio.get_running_loop().time() < 10, "nothing was waited for"
+            made.supervisor.request_reload()
+            assert not made.fakes.living
+            made.fakes.threads.release()
+            await settle(1)
+
+    run(test())

@@ -1,0 +1,129 @@
+"""A private name of torch that is gone, or does something else, costs a path or a dtype and never the start."""
+
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from checkpoints import Checkpoints, worker_config
+
+from vecd.workers.engine import Engine
+from vecd.workers.engines.load import load_engine
+from vecd.workers.engines.torch import onednn
+from vecd.workers.engines.torch.linear import has_native_bfloat16, has_native_int8, type_between_layers
+from vecd.workers.engines.torch.onednn import BFLOAT16_NAME, FLOAT_NAMES, INT8_NAMES, float_kernels, int8_kernels
+from vecd.workers.engines.torch.prepack import prepack_linears
+
+if not torch.backends.mkldnn.is_available():
+    pytest.skip("this torch has no oneDNN", allow_module_level=True)
+
+
+class Without:
+    """A namespace of `torch.ops` in which one operation does not exist."""
+
+    def __init__(self, namespace: Any, name: str) -> None:
+        self._namespace, self._name = namespace, name
+
+    def __getattr__(self, name: str) -> Any:
+        if name == self._name:
+            raise AttributeError(f"'_OpNamespace' object has no attribute '{name}'")
+        return getattr(self._namespace, name)
+
+
+@pytest.fixture(autouse=True)
+def _no_memory() -> Iterator[None]:
+    float_kernels.cache_clear()
+    int8_kernels.cache_clear()
+    yield
+    float_kernels.cache_clear()
+    int8_kernels.cache_clear()
+
+
+@pytest.fixture
+def rename(monkeypatch: pytest.MonkeyPatch) -> Callable[[str], None]:
+    """`rename(name)`: torch no longer has the operation of this name, one of `onednn`'s."""
+
+    def rename(name: str) -> None:
+        _, namespace, operation, _ = name.split(".")
+        monkeypatch.setattr(torch.ops, namespace, Without(getattr(torch.ops, namespace), operation))
+
+    return rename
+
+
+@pytest.fixture(scope="module")
+def bert(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    torch.set_num_threads(1)
+    return Checkpoints(tmp_path_factory.mktemp)("bert")
+
+
+def load(folder: Path, **changes: Any) -> Engine:
+    return load_engine(worker_config(folder, **changes), lambda stage: None)
+
+
+def native_dtype() -> str:
+    return "bfloat16" if has_native_bfloat16() else "float32"
+
+
+def test_all_kernels_of_this_torch_work() -> None:
+    assert float_kernels(torch.float32) is not None
+    assert int8_kernels() is not None
+    assert float_kernels(torch.float16) is None
+
+
+@pytest.mark.parametrize("name", FLOAT_NAMES.values())
+def test_without_a_float_kernel_the_model_is_packed_in_float32(
+    name: str, bert: Path, rename: Callable[[str], None], caplog: pytest.LogCaptureFixture
+) -> None:
+    rename(name)
+    engine = load(bert, dtype="auto")
+    assert (engine.facts["path"], engine.facts["dtype"]) == ("packed", "float32")
+    assert f"torch.{name.rpartition('.')[0]}" in caplog.text
+    assert prepack_linears(torch.nn.Linear(4, 4)) == 0
+    assert type_between_layers("int8") is None
+
+
+def test_without_the_question_about_bfloat16_the_model_is_fused_in_float32(
+    bert: Path, rename: Callable[[str], None], caplog: pytest.LogCaptureFixture
+) -> None:
+    rename(BFLOAT16_NAME)
+    engine = load(bert, dtype="auto")
+    assert (engine.facts["path"], engine.facts["dtype"]) == ("fused", "float32")
+    if onednn.float_kernels(torch.bfloat16) is None and "avx512_bf16" in Path("/proc/cpuinfo").read_text():
+        assert caplog.text.count("_is_mkldnn_bf16_supported") == 1
+
+
+@pytest.mark.parametrize("name", INT8_NAMES.values())
+def test_without_an_int8_kernel_the_type_of_auto_is_used(name: str, bert: Path, rename: Callable[[str], None]) -> None:
+    rename(name)
+    assert not has_native_int8()
+    engine = load(bert, dtype="int8")
+    assert (engine.facts["path"], engine.facts["dtype"]) == ("fused", native_dtype())
+    assert engine.warnings[0].startswith("fused int8 is not used")
+
+
+def test_a_kernel_with_other_arguments_is_not_used(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setitem(FLOAT_NAMES, "linear", FLOAT_NAMES["linear_add"])
+    assert float_kernels(torch.float32) is None
+    assert caplog.text.count("are not used: ") == 1
+
+
+def test_a_kernel_that_computes_something_else_is_not_used(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setitem(FLOAT_NAMES, "linear_add", "zeros_like")
+    monkeypatch.setattr(torch, "zeros_like", lambda x, *_: x)
+    assert float_kernels(torch.float32) is None
+    assert "a wrong result" in caplog.text
+
+
+def test_a_remembered_engine_whose_kernel_is_gone_is_selected_anew(
+    bert: Path, tmp_path: Path, rename: Callable[[str], None]
+) -> None:
+    cache = {"cache_folder": str(tmp_path), "dtype": "float32"}
+    assert load(bert, **cache).facts["path"] == "fused"
+    float_kernels.cache_clear()
+    rename(FLOAT_NAMES["linear"])
+    assert load(bert, **cache).facts["path"] == "packed"

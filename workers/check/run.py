@@ -1,0 +1,233 @@
+"""The part of `vecd check` that needs torch, in a process of its own: load the engine, compare and measure it.
+
+Owns the process, its order and its responses, and the reasons for the selected path. It loads the engine as the fork
+server does; each computation runs in a process forked from it, as in a worker, so its memory is a worker's and its
+crash becomes an error message. Called by `vecd.launch.child`; `vecd.launch.check.process` is the other end.
+
+The order is one JSON object on standard input, an `Order` and "parent_pid". Responses are JSON, one object a line:
+{"stage": …} and {"found": name, "value": …} any number of times, then {"end": true} or {"error": …}. Names are "path",
+"agreements" and "measurements"; their values have the fields of `vecd.launch.check.report`.
+"""
+
+import json
+import logging
+import time
+from collections.abc import Callable
+from dataclasses import replace
+from pathlib import Path
+from typing import Any, TextIO, TypeAlias
+
+import numpy as np
+
+from vecd.shm.card import ModelError
+from vecd.workers.check.forks import WorkerDied, in_worker
+from vecd.workers.check.order import Order
+from vecd.workers.check.speed import measure, pss_mb
+from vecd.workers.check.vectors import (
+    compare_by_length,
+    embed,
+    find_not_finite,
+    reference_model_vectors,
+    sentence_transformers_vectors,
+)
+from vecd.workers.config import WorkerConfig
+from vecd.workers.engine import Engine, ReportProgress
+from vecd.workers.engines.load import load_engine, set_num_threads
+from vecd.workers.engines.selection_cache import Selection, recall
+from vecd.workers.process.kernel import die_with_parent, leave_no_core, set_process_name, volunteer_for_oom_kill
+from vecd.workers.process.selection_process import SelectionProcess
+
+OnFound: TypeAlias = Callable[[str, dict[str, Any]], None]
+
+
+def serve(orders: TextIO, response_fd: int) -> int:
+    """Do what the order says; returns the exit code. Side effects on the process: it dies with its parent; name,
+    logging, memory priority, no core file."""
+    started_at = time.monotonic()
+    set_process_name("vecd-check")
+    volunteer_for_oom_kill()
+    leave_no_core()
+    logging.basicConfig(level=logging.ERROR, format="%(message)s")
+    fields = json.loads(orders.read() or "{}")
+    if not fields or not die_with_parent(fields.pop("parent_pid")):
+        return 0
+    with open(response_fd, "w") as responses:
+
+        def respond(**response: Any) -> None:
+            print(json.dumps(response), file=responses, flush=True)
+
+        report, on_found = lambda stage: respond(stage=stage), lambda name, value: respond(found=name, value=value)
+        try:
+            order = Order(**{**fields, "config": WorkerConfig.from_json(fields["config"])})
+            _check(order, report, on_found, started_at)
+            respond(end=True)
+        except (ModelError, WorkerDied) as error:
+            respond(error=str(error))
+    return 0
+
+
+def _check(order: Order, report: ReportProgress, on_found: OnFound, started_at: float) -> None:
+    report("reading the weights")
+    _refuse_not_finite(order.config)
+    report("loading the model")
+    is_remembered = recall(order.config) is not None
+    engine, selecting_s = _load(order, order.config.dtype, report)
+    path = {
+        **_describe_path(order.config, engine),
+        "is_remembered": is_remembered,
+        "choosing_s": selecting_s,
+        "load_s": time.monotonic() - started_at - selecting_s,
+        "shared_mb": pss_mb(),
+    }
+    on_found("path", path)
+    found = _compare(order, engine, path, report) if order.texts else {"agreements": [], "not_compared": []}
+    on_found("agreements", found)
+    if order.seconds and all(comparison["is_within_bounds"] for comparison in found["agreements"]):
+        others = {
+            dtype: (lambda dtype=dtype: _load(order, dtype, report)[0]) if dtype in _native_dtypes() else None
+            for dtype in ("float32", "bfloat16", "int8")
+            if order.config.device == "cpu" and dtype != path["dtype"]
+        }
+        on_found("measurements", measure(order, engine, others, order.available_mb - path["shared_mb"], report))
+
+
+def _refuse_not_finite(config: WorkerConfig) -> None:
+    card = config.card
+    folders = [card.weights_folder, *(str(Path(card.folder) / step.path) for step in card.steps if step.path)]
+    found = find_not_finite(folders)
+    if found:
+        more = f" and {len(found) - 1} more" if len(found) > 1 else ""
+        raise ModelError(f"{found[0]}{more}: weights are not finite (nan or infinity)")
+
+
+def _load(order: Order, dtype: str, report: ReportProgress) -> tuple[Engine, float]:
+    """The engine in a dtype, selected or recalled as in the fork server, and the seconds of the selection. Raises
+    ModelError."""
+    config, selecting_s = replace(order.config, dtype=dtype), 0.0
+
+    def select(report: ReportProgress) -> Selection:
+        nonlocal selecting_s
+        started_at = time.monotonic()
+        with SelectionProcess(order.select_command, config) as process:
+            selection = process.result(report)
+        selecting_s = time.monotonic() - started_at
+        return selection
+
+    if config.device == "cpu":
+        return load_engine(replace(config, num_threads=1), report, select), selecting_s
+    return load_engine(config, report), 0.0
+
+
+# --- the path ---------------------------------------------------------------------------------------------------
+
+_ATTENTION = {
+    "fused": "SDPA over runs of texts of equal length",
+    "packed": "SDPA over runs of texts of equal length, in the place of transformers' own",
+    "padded": "transformers' own, with a mask over the padding",
+    "unpadded": "transformers' own, over texts of equal length, without padding",
+}
+
+
+def _describe_path(config: WorkerConfig, engine: Engine) -> dict[str, Any]:
+    facts = engine.facts
+    path, dtype = facts["path"], facts["dtype"]
+    attention = _ATTENTION.get(path, "none")
+    if path == "packed" and config.device != "cpu":
+        attention = "torch's variable-length attention where the GPU has it, else SDPA"
+    elif path == "fused" and dtype != "float32":  # Source: vecd.workers.engines.torch.fused
+        attention += "; oneDNN's kernels for long ones"
+    return {
+        "path": path,
+        "dtype": dtype,
+        "device": config.device + (f" ({facts['gpu']})" if "gpu" in facts else ""),
+        "attention": attention,
+        "reasons": [_why_path(config, path, dtype), _why_dtype(config, dtype)],
+        "refused": engine.warnings,
+        "probes": facts.get("agreement", {}),
+    }
+
+
+def _why_path(config: WorkerConfig, path: str, dtype: str) -> str:
+    if config.engine != "auto":
+        return f"--engine {config.engine} was given"
+    if path == "fused":
+        return f"fused: the family {config.card.model_type} has it, and it agrees with the reference model"
+    from vecd.workers.engines.torch.build import build_engine
+    from vecd.workers.engines.torch.fused import NotFusible
+
+    not_fused = "fused is refused"
+    try:
+        build_engine(config, "fused", dtype)
+    except NotFusible as error:
+        not_fused = str(error).splitlines()[0]
+    rest = "it agrees with the reference model, and is the next fastest" if path == "packed" else "packed is refused"
+    return f"{path}: {not_fused}; {rest}"
+
+
+def _why_dtype(config: WorkerConfig, dtype: str) -> str:
+    if config.dtype != "auto":
+        return f"{dtype}: --dtype {config.dtype} was given" + (", and is not available" * (dtype != config.dtype))
+    if dtype != "float32":
+        return f"{dtype}: computed natively here, and it agrees with the reference model"
+    if config.device == "cpu" and "bfloat16" not in _native_dtypes():
+        return "float32: the processor does not compute bfloat16 natively"
+    return "float32: a shorter type is refused"
+
+
+def _native_dtypes() -> list[str]:
+    from vecd.workers.engines.torch.linear import has_native_bfloat16, has_native_int8
+
+    found = {"float32": True, "bfloat16": has_native_bfloat16(), "int8": has_native_int8()}
+    return [dtype for dtype, is_native in found.items() if is_native]
+
+
+# --- comparisons ------------------------------------------------------------------------------------------------
+
+_USED_MEMORY = 0.8
+
+
+def _compare(order: Order, engine: Engine, path: dict[str, Any], report: ReportProgress) -> dict[str, Any]:
+    """With the reference model, and with sentence-transformers, each in a forked process. Raises ModelError for vectors
+    that are not finite, and when the reference model cannot be run."""
+    config, card = order.config, order.config.card
+
+    def run(work: Callable[[], Any], stage: str) -> Any:
+        def with_threads() -> Any:
+            set_num_threads(config)
+            return work()
+
+        report(stage)
+        return in_worker(with_threads, may_fork=config.device == "cpu")
+
+    def comparison(against: str, theirs: Any) -> dict[str, Any]:
+        lengths = [len(ids) for ids in order.sequences]
+        return {"against": against, **compare_by_length(ours, theirs, lengths, path["dtype"])}
+
+    ours = run(lambda: embed(engine, order.sequences, card.dim), f"embedding {len(order.texts)} texts")
+    if not np.isfinite(ours).all():
+        raise ModelError(f"{card.folder}: the vectors of some texts contain nan or infinity")
+    dtype, on_cpu = _reference_dtype(order, path), replace(config, device="cpu")
+    theirs = run(lambda: reference_model_vectors(on_cpu, dtype, order.sequences), "comparing with the reference model")
+    found = [comparison(f"the reference model in {dtype}", theirs)]
+    name = f"sentence-transformers {order.sentence_transformers}"
+    if not order.sentence_transformers:
+        missing = "sentence-transformers, which is not installed: pip install sentence-transformers"
+        return {"agreements": found, "not_compared": [f"not compared with {missing}"]}
+    try:
+        theirs = run(
+            lambda: sentence_transformers_vectors(card.folder, order.max_tokens, order.texts, card.dim),
+            "comparing with sentence-transformers",
+        )
+    except (ModelError, WorkerDied) as error:
+        return {"agreements": found, "not_compared": [f"not compared with {name}: {error}"]}
+    return {"agreements": [*found, comparison(f"{name} in float32", theirs)], "not_compared": []}
+
+
+def _reference_dtype(order: Order, path: dict[str, Any]) -> str:
+    """float32, unless weights stored in a shorter type do not fit into memory in float32, here and in
+    sentence-transformers."""
+    dtype: str = path["dtype"]
+    needed_mb = 2 * 4 * order.num_parameters >> 20
+    if "float32" in (dtype, order.stored_dtype) or needed_mb < _USED_MEMORY * order.available_mb - path["shared_mb"]:
+        return "float32"
+    return "bfloat16" if dtype == "int8" else dtype

@@ -1,0 +1,132 @@
+"""Selects the engine of a worker: the fastest path and dtype that give the vectors of the reference model.
+
+Owns the order in which paths and dtypes are tried, and the warnings about those that were refused. Imports transformers
+and needs a second copy of the model while it compares, so on a processor it runs in a process of its own
+(`vecd.workers.process.selection_process`). Called by that process and by `vecd.workers.engines.load`.
+"""
+
+import logging
+from collections.abc import Iterator
+from dataclasses import replace
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from transformers import PreTrainedModel
+
+from vecd.shm.card import ModelError
+from vecd.workers.config import WorkerConfig
+from vecd.workers.engine import PackedBatch, ReportProgress
+from vecd.workers.engines.parity import all_probes, compare, vectors_of, vectors_one_by_one
+from vecd.workers.engines.selection_cache import Selection
+from vecd.workers.engines.torch import cuda
+from vecd.workers.engines.torch.build import PATHS, build_engine
+from vecd.workers.engines.torch.fused import NotFusible
+from vecd.workers.engines.torch.linear import has_native_bfloat16
+from vecd.workers.engines.torch.loading import is_stored_as_float32, load_model, one_line
+from vecd.workers.engines.torch.transformer import TransformerEngine
+
+log = logging.getLogger("vecd.selection")
+
+
+def select(config: WorkerConfig, report: ReportProgress) -> tuple[Selection, TransformerEngine]:
+    """Return the first engine whose vectors are the reference model's within bounds, and the record of it.
+
+    The reference vectors are computed in float32. If the weights are stored in a shorter type, they are computed in the
+    first type to be tried instead, because float32 would take twice the memory.
+
+    Raises ModelError when the model cannot be loaded or run, or when no path that `config` allows is within bounds.
+    """
+    return _Selector(config, report).select()
+
+
+def dtypes_to_try(config: WorkerConfig) -> tuple[str, ...]:
+    """The types to try, in order: the requested one; for "auto" the 16-bit type that the device computes natively,
+    then float32. int8 is followed by those of "auto", because only the fused path has int8."""
+    if config.dtype == "int8":
+        return ("int8", *dtypes_to_try(replace(config, dtype="auto")))
+    if config.dtype != "auto":
+        return (config.dtype,)
+    if config.device.startswith("cuda"):
+        return ("bfloat16" if cuda.has_native_bfloat16(torch.device(config.device)) else "float16", "float32")
+    return ("bfloat16", "float32") if has_native_bfloat16() else ("float32",)
+
+
+class _Selector:
+    def __init__(self, config: WorkerConfig, report: ReportProgress) -> None:
+        self._config = config
+        self._report = report
+        self._device = torch.device(config.device)
+        self._dtypes = dtypes_to_try(config)
+        self._warnings: list[str] = []
+        self._model: PreTrainedModel | None = None
+        self._loaded_dtype = ""
+
+    def select(self) -> tuple[Selection, TransformerEngine]:
+        config = self._config
+        loadable = [dtype for dtype in self._dtypes if dtype != "int8"]
+        reference_dtype = "float32" if is_stored_as_float32(config.card) else loadable[0]
+        self._report("loading the reference model")
+        probes = all_probes(config.card, sum(weight.numel() for weight in self._load(reference_dtype).parameters()))
+        self._report(f"embedding probes of up to {probes.lengths.max()} tokens with the reference model")
+        reference = self._reference_vectors(reference_dtype, probes)
+        if not np.isfinite(reference).all():
+            raise ModelError(
+                f"{config.card.folder}: the reference model's vectors in {reference_dtype} contain nan or infinity"
+            )
+        for dtype, path in self._candidates(reference_dtype):
+            self._report(f"comparing {path} {dtype} with the reference model")
+            found = self._try(dtype, path, probes, reference)
+            if found is not None:
+                return found
+        raise ModelError(f"{config.card.folder}: {'; '.join(self._warnings)}")
+
+    def _candidates(self, reference_dtype: str) -> Iterator[tuple[str, str]]:
+        for dtype in dict.fromkeys((*self._dtypes, reference_dtype)):
+            for path in PATHS[self._config.engine] if dtype != "int8" else ("fused",):
+                yield dtype, path
+
+    def _reference_vectors(self, dtype: str, probes: PackedBatch) -> NDArray[np.float32]:
+        try:
+            engine = build_engine(self._config, "padded", dtype, self._load)
+            return vectors_one_by_one(engine, probes, self._config.card.dim)
+        except Exception as error:
+            raise ModelError(f"{self._config.card.folder}: the model cannot be run: {one_line(error)}") from error
+
+    def _try(
+        self, dtype: str, path: str, probes: PackedBatch, reference: NDArray[np.float32]
+    ) -> tuple[Selection, TransformerEngine] | None:
+        """The engine, if its vectors are within bounds. None if not; a warning may have been added."""
+        try:
+            engine = build_engine(self._config, path, dtype, self._load)
+            parity = compare(vectors_of(engine, probes, self._config.card.dim), reference)
+        except ModelError:
+            raise
+        except NotFusible as error:
+            # Without such a request nothing is wrong: most families have no fused path.
+            if self._config.engine == path or dtype == "int8":
+                self._refuse(dtype, path, one_line(error))
+            return None
+        except Exception as error:  # a model may raise anything on a path that it was not written for
+            self._refuse(dtype, path, one_line(error))
+            return None
+        if not parity.is_within_bounds(dtype):
+            self._refuse(dtype, path, f"its vectors are not the reference model's: {parity}")
+            return None
+        log.info("%s %s agrees with the reference model: %s", path, dtype, parity)
+        figures = {
+            **parity.to_json(),
+            "probes": probes.lengths.size,
+            "longest_probe_tokens": int(probes.lengths.max()),
+        }
+        return Selection(path, dtype, figures, reference, self._warnings), engine
+
+    def _refuse(self, dtype: str, path: str, why: str) -> None:
+        self._warnings.append(f"{path} {dtype} is not used: {why}")
+
+    def _load(self, dtype: str) -> PreTrainedModel:
+        """The model in `dtype`. Keeps only the last one, because each may be large."""
+        if self._model is None or self._loaded_dtype != dtype:
+            self._model = None
+            self._model, self._loaded_dtype = load_model(self._config.card, dtype, self._device), dtype
+        return self._model
