@@ -1,10 +1,10 @@
-"""The arena: one anonymous shared-memory file per worker incarnation, cut into batch slots.
+"""The arena: one anonymous shared-memory file per worker incarnation, divided into batch slots.
 
-Owns the geometry (`ArenaSpec`) and the making of the file. Never maps it: that is `vecd.shm.views`, which needs numpy,
-and the supervisor, who calls this module, must stay small and must never touch the memory (a crashing worker
-cannot then take the supervisor along).
+Owns the geometry (`ArenaSpec`), and makes the file. Never maps it: `vecd.shm.views` does, which needs numpy. The
+supervisor calls this module; it must stay small and must never touch the memory, so that a crashing worker cannot end
+the supervisor.
 
-Memory map, little-endian float32 but for the last part, which is int64; gateway g of G has slots of its own::
+Memory map, little-endian float32 except for the last part, which is int64; each of G gateways has slots of its own::
 
     offset 0            slot_nbytes                                  num_slots × G × slot_nbytes
     ├── gateway 0 ──────┼─────────────────────┼── gateway 1 ───── … ─┤
@@ -12,25 +12,25 @@ Memory map, little-endian float32 but for the last part, which is int64; gateway
     │ row 0 │ row 1 │ … rows_per_slot         │                      │ the number of the batch that the
     │ dim × float32 │                         │                      │ worker has begun there, else 0
 
-The arena holds no lock, no free list, no flag that anybody waits for. A gateway never sees another's slots: on the wire
-it counts its own from 0, and the worker knows by the socket that a batch comes from whose they are. Who may write rows
-is decided elsewhere:
+The arena has no lock, no free list, and no flag that a process waits for. A gateway never sees the slots of another: on
+the wire it counts its own from 0, and the worker identifies the gateway by the socket that a batch arrives on. These
+are the states of a slot:
 
     state of a slot   who may write its rows   how it leaves the state
-    free              nobody                   its gateway sends a batch that names the slot
+    free              no process               its gateway sends a batch that names the slot
     in flight         the worker               the worker replies with the batch's number
-    read              nobody                   the gateway has encoded every row, and frees the slot
+    read              no process               the gateway has encoded every row, and frees the slot
 
 Order: the worker stores the rows, then makes the system call that sends the reply; the gateway makes the system
 call that receives it, then loads the rows. The kernel's locking of the socket queue orders the two on every
-architecture. Nothing polls a flag in shared memory.
+architecture. No process polls a flag in shared memory.
 
-What has been begun is read only when the incarnation is dead, to learn which batches it died on: the worker stores a
-number before it computes a batch and 0 before it replies. All that it ever stored is there once the supervisor has
-seen it end, and has told the gateway so.
+The numbers of begun batches are read only when the incarnation is dead, to learn which batches it died on: the worker
+stores a number before it computes a batch and 0 before it replies. All its stores are visible once the supervisor has
+seen it end, and has notified the gateway.
 
-A dead or killed incarnation's arena is dropped and its successor gets a new file, so a worker that wakes up late
-writes into memory that nobody reads any more.
+The arena of a dead incarnation is dropped, and its successor gets a new file: a worker that wakes up late writes into
+memory that is not read any more.
 """
 
 from dataclasses import dataclass
@@ -47,7 +47,7 @@ class ArenaSpec:
     num_slots: int
     """Batches in flight per worker, of each gateway."""
     rows_per_slot: int
-    """The most that a batch may ask for: one for a sequence, or one for each of its tokens."""
+    """The most rows of a batch: one for each sequence, or one for each of its tokens."""
     dim: int
     """Floats per row."""
     num_gateways: int = 1
@@ -58,7 +58,7 @@ class ArenaSpec:
 
     @property
     def begun_offset(self) -> int:
-        """Where the numbers begin: at a multiple of their size, which the rows' end need not be."""
+        """Where the numbers begin: the first multiple of their size behind the rows."""
         rows_nbytes = self.num_all_slots * self.rows_per_slot * self.dim * _BYTES_PER_FLOAT
         return -(-rows_nbytes // _BYTES_PER_NUMBER) * _BYTES_PER_NUMBER
 

@@ -1,7 +1,7 @@
-"""The failure codes that travel from a worker to the gateway.
+"""The failure codes that a worker sends to the gateway.
 
-Across processes travels a code, never an exception: a pickled exception is code execution in the reader, and its
-message may quote one caller's text to another. The worker logs the exception itself, under the batch number.
+Processes send codes, never exceptions: to unpickle an exception is to execute code, and its message may quote one
+client's text to another. The worker logs the exception itself, under the batch number.
 """
 
 from enum import IntEnum
@@ -18,4 +18,4 @@ class FailureCode(IntEnum):
     """The forward pass ran out of memory; a smaller batch may succeed."""
 
     BAD_MESSAGE = 3
-    """The worker could not read the batch: a bug, or two versions of vecd speaking to each other."""
+    """The worker could not read the batch: a bug, or two versions of vecd."""

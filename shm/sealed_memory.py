@@ -1,6 +1,6 @@
-"""Makes the anonymous files that processes share: a size that nobody can change, and no name to leave behind.
+"""Make the anonymous files that processes share: of a fixed size, and without a name that could be left behind.
 
-Called for arenas and for the board. Never maps what it makes.
+Called for arenas and for shared metrics. Never maps what it makes.
 """
 
 import fcntl
@@ -12,13 +12,13 @@ _F_SEAL_SEAL, _F_SEAL_SHRINK, _F_SEAL_GROW = 0x1, 0x2, 0x4
 
 
 def create_sealed(name: str, nbytes: int) -> int:
-    """The descriptor of a file of zeros, which the caller owns; `name` shows in /proc only.
+    """Make a file of zeros and return its descriptor, which the caller owns. `name` appears in /proc only.
 
-    The pages are allocated here (`posix_fallocate`), so that a machine without memory for them fails now, with
-    OSError, and not later with a SIGBUS; and the file is sealed, so that nobody can truncate it under another.
+    The pages are allocated here (`posix_fallocate`), so that a machine without enough memory fails now, with OSError,
+    rather than later with a SIGBUS; and the file is sealed, so that no process can truncate it while another uses it.
     Measured: 0.2 ms per MB.
 
-    Raises OSError when the memory cannot be had.
+    Raises OSError when there is not enough memory.
     """
     fd = os.memfd_create(name, os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING)
     try:

@@ -147,15 +147,15 @@ class Histogram(_HistogramCells):
         (0.0005, 0.001, 0.002, 0.005, 0.01, 0.02, 0.05, 0.1, 0.2, 0.5, 1.0, 2.0),
     )
     PARSE = *_STAGE, {"stage": "parse"}
-    """From the request's last byte until its body was understood."""
+    """From the request's last byte until its body was parsed."""
     TOKENIZE = *_STAGE, {"stage": "tokenize"}
-    """From the door until all inputs were tokenized; of a large request, a part of it was computed meanwhile."""
+    """From admission until all inputs were tokenized; of a large request, a part was computed meanwhile."""
     QUEUE = *_STAGE, {"stage": "queue"}
-    """At the door, and from then, or when all was tokenized if that was later, until the first of it was sent."""
+    """The wait for admission; and from tokenization, if that was earlier, until the first batch was sent."""
     COMPUTE = *_STAGE, {"stage": "compute"}
-    """From then until the last of its batches was answered."""
+    """From then until the last batch was done."""
     ENCODE = *_STAGE, {"stage": "encode"}
-    """From then until the answer was handed to the connection."""
+    """From then until the response was handed to the connection."""
     TOTAL = *_STAGE, {"stage": "total"}
     """All of it."""
     BATCH_SEQUENCES = (
@@ -184,11 +184,11 @@ class Histogram(_HistogramCells):
 STATUSES = (
     200, 202, 204, 400, 401, 403, 404, 405, 408, 409, 413, 415, 417, 422, 424, 429, 431, 499, 500, 501, 503, 505,
 )  # fmt: skip
-"""Of HTTP, that the server answers with. 499: the client went before it was answered."""
+"""The HTTP statuses of responses. 499: the client disconnected before it got one."""
 
 MAX_ENDPOINTS = 128
-"""Routes, each with a dialect, that answers are counted by. Which they are, and in which order, is the gateways' own:
-all of a server are of one version."""
+"""The most endpoints, a route with a dialect each, that requests are counted under. The gateways define which and in
+which order: all gateways of a server have the same version."""
 
 
 class TeiCounter(_Cell):

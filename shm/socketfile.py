@@ -1,8 +1,7 @@
-"""Removes a unix socket's file, and only that one.
+"""Remove a unix socket's file, if it is still the same file.
 
-Whoever listens on a path may end after another server has bound the same path anew; its clean-up must not take the
-other's file away. So a file is known by its inode, taken right after it was bound. Called by the supervisor and the
-gateway.
+A server may end after another server has bound the same path again, and its clean-up must not remove the other's file.
+So a file is identified by its inode, read right after it was bound. Called by the supervisor and the gateway.
 """
 
 import os
@@ -15,7 +14,7 @@ FileId: TypeAlias = tuple[int, int]
 
 
 def file_id(path: str | Path) -> FileId | None:
-    """None when there is no such file."""
+    """The id of a file; None when there is no such file."""
     try:
         found = os.stat(path)
     except OSError:

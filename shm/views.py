@@ -1,8 +1,8 @@
 """Numpy views of an arena's slots.
 
-Owns the mapping. The worker maps its arena writable, a gateway maps every worker's arena read-only and keeps the views
-of its own slots. A mapping is never closed by hand: numpy views pin it (`mmap.close()` raises BufferError while one
-lives), and it goes when the last view goes.
+Owns the mapping. The worker maps its arena writable; a gateway maps every worker's arena read-only and keeps the views
+of its own slots. A mapping is never closed explicitly: numpy views keep it open (`mmap.close()` raises BufferError
+while one exists), and it is unmapped with the last view.
 """
 
 import mmap
@@ -18,7 +18,7 @@ Rows: TypeAlias = NDArray[np.float32]
 """float32, shape [rows_per_slot, dim]. Borrows the arena's memory: valid only while the holder owns the slot."""
 
 BatchNumbers: TypeAlias = NDArray[np.int64]
-"""By slot: the number of the batch that the worker has begun there, else 0. Borrows the arena's memory."""
+"""By slot: the number of the batch that the worker has begun in it, or 0. Borrows the arena's memory."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -1,7 +1,6 @@
-"""Whether a request's vectors can be given in the forms it asks for, checked before anything is computed.
+"""Check, before anything is computed, that a request's vectors can be returned in the forms it requests.
 
-Owns those rules and their messages. Converts nothing: that is `vecd.gateway.encoding`. Called by dialects, and by the
-encoder.
+Owns those rules and their messages. Converts nothing. Called by dialects, and by `vecd.gateway.encoding.fragments`.
 """
 
 from typing import NamedTuple
@@ -16,7 +15,7 @@ DIMS_PER_BYTE = 8
 
 
 class Names(NamedTuple):
-    """What a dialect calls the fields."""
+    """A dialect's names of the fields."""
 
     dtype: str = "encoding_format"
     encoding: str = "encoding_format"
@@ -27,9 +26,9 @@ DEFAULT_NAMES = Names()
 
 
 def check_forms(request: EmbedRequest, model: ModelSizes, names: Names = DEFAULT_NAMES, *, has_ranges: bool) -> None:
-    """Raise BadRequest, which names the field by `names`, for a form that the request's vectors cannot be given in.
+    """Raise BadRequest, which names the field by `names`, for a form that the request's vectors cannot have.
 
-    `has_ranges`: the server was given ranges for whole numbers (`--quantization-ranges`).
+    `has_ranges`: the server has ranges for integer types (`--quantization-ranges`).
     """
     dimensions = request.dimensions
     width = request.output.width_of(model)
@@ -66,7 +65,7 @@ def _check_form(form: Form, request: EmbedRequest, model: ModelSizes, has_ranges
 
 
 def _check_scale(form: Form, request: EmbedRequest, model: ModelSizes, has_ranges: bool, names: Names) -> None:
-    """Whether the steps that there are fit the vectors."""
+    """Check that the quantization ranges fit the vectors."""
     name = form.dtype.value
     if not has_ranges:
         if not are_normalized(request, model):
@@ -91,12 +90,12 @@ def _check_scale(form: Form, request: EmbedRequest, model: ModelSizes, has_range
 
 
 def width_of(request: EmbedRequest, model: ModelSizes) -> int:
-    """Dimensions of each row that is answered."""
+    """The dimensions of each returned row."""
     if request.dimensions is not None:
         return request.dimensions
     return request.output.width_of(model)
 
 
 def are_normalized(request: EmbedRequest, model: ModelSizes) -> bool:
-    """The rows that are answered have length 1, as float32."""
+    """Whether the returned rows, as float32, have length 1."""
     return request.normalize or request.output.is_normalized_by(model)

@@ -1,9 +1,9 @@
-"""Collects a request's rows in the forms in which they will be answered.
+"""Collect a request's rows in the forms of its response.
 
-Owns the copies: a row is borrowed from the arena for the length of a `put`, and what is kept does not refer to it; and
-what may be asked of which vectors (`check_forms`). Knows no dialect: what stands around the rows is written by whoever
-renders the answer. Made by `vecd.gateway.pipeline`, filled by `vecd.gateway.types.request.Gathering` as batches finish.
-The formulas are `vecd.gateway.encoding.quantization`'s.
+Owns the copies: a row is borrowed from the arena during a `put`, and what is kept does not refer to it. Knows no
+dialect: the dialect writes the rest of the response. Made by `vecd.gateway.pipeline`, filled by
+`vecd.gateway.encoding.pending.PendingResult` as batches finish. The formulas are
+`vecd.gateway.encoding.quantization`'s.
 
 Measured for 128 × 1024 floats (`benchmarks/answers.py`): raw 0.02 ms, base64 0.13 ms, float JSON 3.1 ms. That is why
 base64, the default of OpenAI's SDKs, matters, and why rows are encoded a few at a time
@@ -55,7 +55,7 @@ _STORED = {
 
 
 def stored_dtype(form: Form) -> np.dtype[Any]:
-    """NumPy's type of a form's elements, in the order of bytes that was asked for; bfloat16's bits are a uint16's."""
+    """NumPy's type of a form's elements, in the requested byte order; bfloat16 is stored as uint16."""
     return np.dtype((">" if form.is_big_endian else "<") + _STORED[form.dtype])
 
 
@@ -63,7 +63,7 @@ def stored_dtype(form: Form) -> np.dtype[Any]:
 
 
 def encode_float(rows: Rows) -> list[bytes]:
-    """JSON arrays of numbers, each the shortest that reads back as the same float32, or whole. `rows` are [n, D]."""
+    """JSON arrays of numbers, each the shortest that parses as the same float32, or an integer. `rows` are [n, D]."""
     return [orjson.dumps(row, option=orjson.OPT_SERIALIZE_NUMPY) for row in rows]
 
 
@@ -74,14 +74,14 @@ def encode_base64(rows: Rows) -> list[bytes]:
 
 
 class _Json(NamedTuple):
-    """How an encoding is written as JSON."""
+    """The functions that write an encoding as JSON."""
 
     encode: Callable[[Rows], list[bytes]]
-    """A fragment for each vector."""
+    """Makes a fragment for each vector."""
     encode_tokens: Callable[[Rows], Iterable[bytes]]
-    """What is kept of an input's tokens until all are there."""
+    """Makes what is kept of an input's tokens until all were delivered."""
     join_tokens: Callable[[Iterable[bytes]], bytes]
-    """The fragment of an input, of what was kept."""
+    """Makes the fragment of an input of what was kept."""
 
 
 _NUMBERS = _Json(encode_float, encode_float, lambda lists: b"[%b]" % b",".join(lists))
@@ -89,19 +89,19 @@ _BASE64 = _Json(encode_base64, lambda rows: [rows.tobytes()], lambda parts: b'"%
 
 
 class JsonRows:
-    """A fragment of JSON for each input: a vector's, or of its tokens a list of lists, or base64 of their rows end to
-    end."""
+    """A fragment of JSON for each input: of its vector; or for its tokens a list of lists, or base64 of their rows end
+    to end."""
 
     __slots__ = ("_convert", "_json", "_parts", "fragments")
 
     def __init__(self, num_inputs: int, encoding: Encoding = Encoding.FLOAT, convert: Convert | None = None) -> None:
-        """`encoding` is FLOAT or BASE64. `convert`: float32 rows to those that are written; None: they are."""
+        """`encoding` is FLOAT or BASE64. `convert`: float32 rows to the returned rows; None: they are the same."""
         self.fragments: list[bytes] = [b""] * num_inputs
         """In input order."""
         self._json = _NUMBERS if encoding is Encoding.FLOAT else _BASE64
         self._convert = convert
         self._parts: dict[int, list[bytes]] = {}
-        """By input, of those whose tokens have begun to come."""
+        """By input, for those with some of their tokens delivered."""
 
     def put(self, index: int, rows: NDArray[np.float32]) -> None:
         """`rows` are C-contiguous."""
@@ -109,7 +109,7 @@ class JsonRows:
         self.fragments[index : index + len(rows)] = self._json.encode(converted)
 
     def put_tokens(self, index: int, rows: NDArray[np.float32], num_left: int) -> None:
-        """`rows` are C-contiguous, and the next ones of input `index`; `num_left` are still to come."""
+        """`rows` are C-contiguous, and the next ones of input `index`; `num_left` more will follow."""
         converted = rows if self._convert is None else self._convert(rows)
         parts = self._parts.setdefault(index, [])
         parts += self._json.encode_tokens(converted)
@@ -126,12 +126,12 @@ class Matrix:
     __slots__ = ("_convert", "dim", "form", "rows")
 
     def __init__(self, num_rows: int, dim: int, form: Form = _FLOAT32_BYTES, convert: Convert | None = None) -> None:
-        """`convert`: float32 rows to rows of the form's type; None: they are."""
+        """`convert`: float32 rows to rows of the form's type; None: they have it."""
         width = dim // DIMS_PER_BYTE if form.dtype in PACKED else dim
         self.rows: Rows = np.empty((num_rows, width), dtype=stored_dtype(form))
-        """In input order, as they are answered; bfloat16 as its bits."""
+        """In input order, as they are returned; bfloat16 as its bits."""
         self.dim = dim
-        """Of the vectors, of which binary types have eight to an element."""
+        """The dimensions of the vectors; binary types have eight in an element."""
         self.form = form
         self._convert = convert
 
@@ -143,14 +143,14 @@ class Matrix:
         self.rows[index : index + len(rows)] = rows if self._convert is None else self._convert(rows)
 
     def put_tokens(self, index: int, rows: NDArray[np.float32], num_left: int) -> None:
-        raise ValueError("rows of tokens make no matrix")  # check_forms has let it pass
+        raise ValueError("rows of tokens make no matrix")  # check_forms has accepted it
 
     def view(self) -> memoryview:
         """The bytes of all rows, borrowed."""
         return self.rows.view(np.uint8).data.cast("B")
 
     def npy_header(self) -> bytes:
-        """What comes before the rows in a NumPy file, version 1.0."""
+        """The header of a NumPy file, version 1.0."""
         header = BytesIO()
         npy_format.write_array_header_1_0(header, npy_format.header_data_from_array_1_0(self.rows))
         return header.getvalue()
@@ -170,8 +170,8 @@ class Encoder:
         self._ranges = None if ranges_path is None else read_ranges(ranges_path, card.dim)
 
     def make_collectors(self, request: EmbedRequest) -> tuple[JsonRows | Matrix, ...]:
-        """One for each of the request's forms. Raises BadRequest for what `check_forms` would have refused."""
-        if self._takes_rows_as_they_are(request):  # as most do: the general way takes 7 µs
+        """A collector for each of the request's forms. Raises BadRequest where `check_forms` would."""
+        if self._takes_rows_unchanged(request):  # most requests: the general case takes 7 µs
             return (_collector(request.forms[0], len(request.inputs), self._card.dim),)
         check_forms(request, self._card, has_ranges=self._ranges is not None)
         prepare = self._preparation(request)
@@ -181,8 +181,8 @@ class Encoder:
             for form in request.forms
         )
 
-    def _takes_rows_as_they_are(self, request: EmbedRequest) -> bool:
-        """One form of the model's own vectors, as float32."""
+    def _takes_rows_unchanged(self, request: EmbedRequest) -> bool:
+        """Whether it requests one form of the model's own vectors, as float32."""
         return (
             len(request.forms) == 1
             and request.forms[0].dtype is Dtype.FLOAT32
@@ -193,7 +193,7 @@ class Encoder:
         )
 
     def _preparation(self, request: EmbedRequest) -> list[Convert]:
-        """The steps from the model's rows to the float32 rows that were asked for."""
+        """The steps from the model's rows to the requested float32 rows."""
         steps: list[Convert] = []
         if request.dimensions is not None:
             steps.append(partial(shorten, dimensions=request.dimensions))
@@ -203,7 +203,7 @@ class Encoder:
         return steps
 
     def _conversion(self, form: Form, width: int) -> list[Convert]:
-        """The steps from those rows to the ones that are written."""
+        """The steps from those rows to the returned ones."""
         steps: list[Convert] = []
         match form.dtype:
             case Dtype.FLOAT16:
@@ -220,7 +220,7 @@ class Encoder:
                 steps.append(to_ubinary)
         match form.encoding:
             case Encoding.FLOAT if form.dtype is Dtype.FLOAT16:
-                steps.append(_as_float32)  # whose shortest number orjson writes
+                steps.append(_as_float32)  # orjson writes its shortest number
             case Encoding.FLOAT if form.dtype is Dtype.BFLOAT16:
                 steps.append(from_bfloat16)
             case Encoding.BASE64 if form.is_big_endian:
@@ -249,7 +249,7 @@ def _run(steps: tuple[Convert, ...], rows: Rows) -> Rows:
 
 
 def _as_bytes(rows: Rows, dtype: np.dtype[Any]) -> Rows:
-    """uint8: a view of bytes in another order than the machine's has none of a row's."""
+    """The bytes of the rows, as uint8, in the byte order of `dtype`."""
     return rows.astype(dtype).view(np.uint8)
 
 

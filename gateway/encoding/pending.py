@@ -1,4 +1,4 @@
-"""A request's rows as they come back: collected in whatever order its batches finish.
+"""The pending result of a request: its rows, collected in the order in which its batches finish.
 
 Owns `PendingResult`, and the mean of an input's chunks. Knows no worker and no slot: rows are borrowed until a call
 returns. Made by `vecd.gateway.pipeline`, filled by `vecd.gateway.dispatch`.
@@ -16,7 +16,7 @@ from vecd.shm.output import Output
 
 
 class Delivered(Protocol):
-    """What a pending result asks of the sequence that rows belong to."""
+    """What a pending result uses of the sequence to which rows belong."""
 
     index: int
     weight: int
@@ -25,10 +25,10 @@ class Delivered(Protocol):
 
 
 class ChunkedInput:
-    """The vectors of one input's chunks as they come, which become one.
+    """Collects the vectors of one input's chunks, and makes one vector of them.
 
-    Source of the mean, and of its weights: LangChain's `OpenAIEmbeddings`, which does the same before a server that
-    takes no long texts.
+    Source of the mean, and of its weights: LangChain's `OpenAIEmbeddings`, which does the same for servers that accept
+    no long texts.
     """
 
     __slots__ = ("_num_missing", "_sum", "_total_weight", "is_normalized")
@@ -41,7 +41,7 @@ class ChunkedInput:
         self.is_normalized = is_normalized
 
     def add(self, row: NDArray[np.float32], weight: int) -> NDArray[np.float32] | None:
-        """Take a chunk's row (float32 [D], borrowed). With the last one, the input's: float32 [1, D]."""
+        """Take a chunk's row (float32 [D], borrowed). With the last one, return the input's: float32 [1, D]."""
         weighted = row.astype(np.float64) * weight
         self._sum = weighted if self._sum is None else self._sum + weighted
         self._total_weight += weight
@@ -55,10 +55,10 @@ class ChunkedInput:
 
 
 class PendingResult:
-    """Collects the rows of one request, in whatever order its batches finish.
+    """Collects the rows of one request, in the order in which its batches finish.
 
-    `finished` resolves when every row is there, or raises the ApiError of the first that failed. Once it is done,
-    for whatever reason, the sequences still queued are abandoned and never reach a worker.
+    `finished` resolves when every row was delivered, or raises the ApiError of the first failure. Once it is done, for
+    any reason, the sequences that are still queued are abandoned and never reach a worker.
     """
 
     __slots__ = ("_collectors", "finished", "num_missing")
@@ -71,7 +71,7 @@ class PendingResult:
 
     @property
     def is_over(self) -> bool:
-        """Answered, failed, or given up by its caller."""
+        """Whether it is complete, has failed, or was abandoned."""
         return self.finished.done()
 
     def deliver(self, index: int, rows: NDArray[np.float32]) -> None:
@@ -81,14 +81,14 @@ class PendingResult:
         try:
             for collector in self._collectors:
                 collector.put(index, rows)
-        except ApiError as error:  # the rows cannot be had in this form
-            self.fail(error.with_traceback(None))  # whose frames have the rows
+        except ApiError as error:  # the rows cannot have this form
+            self.fail(error.with_traceback(None))  # its frames hold the rows
         else:
             self._count(len(rows))
 
     def deliver_one(self, sequence: Delivered, rows: NDArray[np.float32], num_left: int = 0) -> None:
         """Take the next rows (float32 [n, D], or [n, H] of tokens, C-contiguous, borrowed) of a sequence that is not
-        `is_plain`; `num_left` more of it are to come."""
+        `is_plain`; `num_left` more rows will follow."""
         if self.is_over:
             return
         if sequence.output.is_per_token:
@@ -115,5 +115,5 @@ class PendingResult:
             self.finished.set_exception(error)
 
     def abandon(self) -> None:
-        """Its caller has gone, or its deadline has passed."""
+        """Abandon the request: its client has disconnected, or its deadline has passed."""
         self.finished.cancel()

@@ -1,10 +1,10 @@
-"""From the model's float32 rows to the rows that are answered: shorter, of length 1, of another type.
+"""Convert the model's float32 rows to the returned rows: shorter, of length 1, of another type.
 
-Owns the formulas, and the reading of a file of ranges. Pure but for that file. What may be combined with what is
-`vecd.gateway.encoding.fragments`'s, which calls this. docs/output-types.md says what the formulas cost, and how to undo
-them.
+Owns the formulas, and the reading of a file of ranges. Pure except for that file. `vecd.gateway.encoding.fragments`
+calls it and decides which conversions are combined. docs/output-types.md describes the loss of accuracy, and the
+inverse formulas.
 
-Every function takes float32 [n, D], finite, which it only reads, and gives a new array.
+Every function reads float32 [n, D], finite, and returns a new array.
 """
 
 from functools import lru_cache
@@ -37,14 +37,14 @@ dimension that has half of the length in 1,536 has elements of 27. Half as many 
 
 
 def shorten(rows: FloatRows, dimensions: int) -> FloatRows:
-    """The first `dimensions` elements of each."""
+    """The first `dimensions` elements of each row."""
     return rows[:, :dimensions].copy()
 
 
 def normalize(rows: FloatRows) -> FloatRows:
-    """Each brought to length 1; one of zeros stays what it is.
+    """Each row divided by its length; a row of zeros stays unchanged.
 
-    Lengths are float64, since squares of small float32s would be lost, and those of great ones infinite.
+    Lengths are float64, because squares of small float32s would vanish, and those of large ones would be infinite.
     """
     exact = rows.astype(np.float64)
     lengths: NDArray[np.float64] = np.sqrt(np.vecdot(exact, exact))[:, None]
@@ -58,10 +58,10 @@ def normalize(rows: FloatRows) -> FloatRows:
 
 
 def to_float16(rows: FloatRows) -> NDArray[np.float16]:
-    """The nearest float16s. Raises BadRequest where there is none: infinity is not a vector's element."""
+    """The nearest float16s. Raises BadRequest for an element beyond the range, whose nearest would be infinity."""
     with np.errstate(over="ignore", under="ignore"):
         halves = rows.astype(np.float16)
-    # By its bits, which takes an eighth of np.isinf.
+    # By its bits: an eighth of the time of np.isinf.
     if (halves.view(np.uint16) & _FLOAT16_INFINITY).max() == _FLOAT16_INFINITY:
         raise BadRequest(
             f"float16 ends at {_MAX_FLOAT16}, and a vector has an element beyond that; ask for float32 or bfloat16"
@@ -70,10 +70,10 @@ def to_float16(rows: FloatRows) -> NDArray[np.float16]:
 
 
 def to_bfloat16(rows: FloatRows) -> NDArray[np.uint16]:
-    """The bits of the nearest bfloat16s, the even one of two that are as near.
+    """The bits of the nearest bfloat16s, and of the even one where two are equally near.
 
-    The upper half of a float32 is a bfloat16. What is added is just less than half of its last bit, and one more
-    where that bit is set. Raises BadRequest for an element so great that the nearest would be infinity.
+    The upper half of a float32 is a bfloat16. Before the lower half is dropped, just less than half of the last bit is
+    added, and one more where that bit is set. Raises BadRequest for an element whose nearest would be infinity.
     """
     bits = rows.view(np.uint32)
     rounded = ((bits + (0x7FFF + ((bits >> 16) & 1))) >> 16).astype(np.uint16)
@@ -83,15 +83,15 @@ def to_bfloat16(rows: FloatRows) -> NDArray[np.uint16]:
 
 
 def from_bfloat16(bits: NDArray[np.uint16]) -> FloatRows:
-    """The float32s that they are."""
+    """The float32s with the same values."""
     return (bits.astype(np.uint32) << 16).view(np.float32)
 
 
-# --- whole numbers ----------------------------------------------------------------------------------------------
+# --- integers ---------------------------------------------------------------------------------------------------
 
 
 class Ranges(NamedTuple):
-    """Where each element's 256 steps begin, and how wide they are: float32 [D] each.
+    """For each element, where its 256 steps begin, and their width: float32 [D] each.
 
     Source of the formula: sentence-transformers' `quantize_embeddings`, to the bit.
     """
@@ -105,7 +105,7 @@ class Ranges(NamedTuple):
 
     def to_uint8(self, rows: FloatRows) -> NDArray[np.uint8]:
         steps = np.subtract(rows, self.starts)
-        with np.errstate(over="ignore"):  # which is clipped
+        with np.errstate(over="ignore"):  # infinity is clipped
             steps /= self.widths
         np.floor(steps, out=steps)
         return np.clip(steps, 0, _NUM_STEPS, out=steps).astype(np.uint8)
@@ -136,7 +136,7 @@ def read_ranges(path: str, dim: int) -> Ranges:
     if not Path(path).is_file():
         raise ModelError(f"{path}: no such file (--quantization-ranges)")
     try:
-        # Mapped, so that of a file that is none of ranges no more than its header is read.
+        # Mapped, so that only the header is read of a file that has no ranges.
         array = np.load(path, mmap_mode="r", allow_pickle=False)
     except (OSError, ValueError, EOFError, SyntaxError) as error:
         raise ModelError(f"{path}: is no NumPy file (--quantization-ranges): {type(error).__name__}") from None
@@ -152,7 +152,7 @@ def read_ranges(path: str, dim: int) -> Ranges:
         ranges = Ranges.between(least, greatest)
     if not np.isfinite(least).all() or not np.isfinite(greatest).all():
         raise ModelError(f"{path}: has values that are not finite (--quantization-ranges)")
-    # Of two numbers that lie too near to one another, or too far apart, no 255th part can be taken.
+    # Two numbers that are too near to each other, or too far apart, cannot be divided into 255 steps.
     bad = np.flatnonzero(~((least < greatest) & (ranges.widths > 0) & np.isfinite(ranges.widths)))
     if bad.size:
         raise ModelError(
@@ -168,7 +168,8 @@ def to_ubinary(rows: FloatRows) -> NDArray[np.uint8]:
 
 
 def to_binary(rows: FloatRows) -> NDArray[np.int8]:
-    """The same bytes less 128. Source: sentence-transformers' `quantize_embeddings`, and Cohere's and Voyage's."""
+    """The bytes of `to_ubinary` less 128. Source: sentence-transformers' `quantize_embeddings`, and Cohere's and
+    Voyage's."""
     return _less_128(to_ubinary(rows))
 
 

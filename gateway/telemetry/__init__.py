@@ -1,1 +1,1 @@
-"""What is counted, logged and traced: shared metrics, `/metrics`, the access log, spans."""
+"""Counting, logging and tracing: shared metrics, `/metrics`, the access log, spans."""

@@ -1,9 +1,9 @@
-"""`/metrics`: the board in Prometheus' text format, summed over all gateways, whichever of them answers.
+"""`/metrics`: the shared metrics of all gateways in Prometheus' text format, the same from each of them.
 
-Owns the prefix `vecd_` before the names that `vecd.shm.shared_metrics` gives, and the labels: there are never more of
-them than workers, gateways, processes, and routes times dialects times statuses; nothing that a caller sends is among
-them. What is called `te_` is written by `vecd.gateway.telemetry.tei_metrics`. Reads the board, changes nothing. Called
-by `vecd.gateway.api.system_routes`.
+Owns the prefix `vecd_` of the names in `vecd.shm.shared_metrics`, and the labels: their values are workers, gateways,
+processes, routes, dialects and statuses, and never anything that a client sends. A new counter or histogram there needs
+no change here. `vecd.gateway.telemetry.tei_metrics` writes the metrics named `te_*`. Reads the metrics, changes
+nothing. Called by `vecd.gateway.api.system_routes`.
 """
 
 import time
@@ -30,7 +30,7 @@ CONTENT_TYPE = "text/plain; version=0.0.4; charset=utf-8"
 
 
 WORKER_STATES = ("ready", "starting", "stuck", "down")
-"""As a gateway sees a worker. "starting": it is up, and has not answered yet."""
+"""The state of a worker in one gateway. "starting": it is up, and not yet connected."""
 
 
 def render_metrics(
@@ -43,12 +43,12 @@ def render_metrics(
     usages: Mapping[str, Usage] = MappingProxyType({}),
     tei_max_tokens: int | None = None,
 ) -> bytes:
-    """The body of `/metrics`. `endpoints`: the route and the dialect of each that the board counts. `worker_states`: of
-    WORKER_STATES, by the worker's index. `usages`: of processes, by name. `tei_max_tokens`: the model's longest
-    sequence, where text-embeddings-inference's metrics are to be in it, too.
+    """The body of `/metrics`. `endpoints`: route and dialect, by the index that requests are counted under.
+    `worker_states`: of WORKER_STATES, by the worker's index. `usages`: of processes, by name. `tei_max_tokens`: the
+    model's longest sequence, if the body is to have text-embeddings-inference's metrics, too.
 
-    Takes 2.5 ms, and reads nothing but its arguments and the board's memory, so that a thread may do it. The board's
-    polled gauges are the caller's to publish, on the loop.
+    Takes 2.5 ms, and reads only its arguments and the shared memory, so that a thread can call it. Before, the caller
+    publishes the polled gauges, on the event loop.
     """
     collector = _Collector(shared_metrics, {"version": version, "model": model}, endpoints, worker_states, usages)
     ours = generate_latest(collector)
@@ -68,7 +68,7 @@ class _Collector(Collector):
         worker_states: Mapping[int, str],
         usages: Mapping[str, Usage],
     ) -> None:
-        self._board = shared_metrics
+        self._shared_metrics = shared_metrics
         self._info = info
         self._endpoints = endpoints
         self._worker_states = worker_states
@@ -89,7 +89,7 @@ class _Collector(Collector):
             "HTTP requests answered; status 499: the client went before",
             labels=["route", "dialect", "status"],
         )
-        for (endpoint, status), number in self._board.answers().items():
+        for (endpoint, status), number in self._shared_metrics.answers().items():
             metric.add_metric([*self._endpoints[endpoint], str(status)], number)
         return metric
 
@@ -98,7 +98,7 @@ class _Collector(Collector):
             first, *others = counters
             metric = CounterMetricFamily(f"vecd_{first.metric}", first.help, labels=list(first.labels))
             for counter in (first, *others):
-                metric.add_metric(list(counter.labels.values()), self._board.total(counter) / counter.per_unit)
+                metric.add_metric(list(counter.labels.values()), self._shared_metrics.total(counter) / counter.per_unit)
             yield metric
 
     def _gauges(self) -> Iterator[Metric]:
@@ -106,20 +106,20 @@ class _Collector(Collector):
             if gauge is Gauge.STARTED_NS:
                 yield self._start_times()
             elif gauge.is_summed:
-                total = self._board.total(gauge) / gauge.per_unit
+                total = self._shared_metrics.total(gauge) / gauge.per_unit
                 yield GaugeMetricFamily(f"vecd_{gauge.metric}", gauge.help, total)
             else:
                 metric = GaugeMetricFamily(f"vecd_{gauge.metric}", gauge.help, labels=["gateway"])
-                for index, row in enumerate(self._board.rows):
+                for index, row in enumerate(self._shared_metrics.rows):
                     metric.add_metric([str(index)], row.gauges[gauge] / gauge.per_unit)
                 yield metric
 
     def _start_times(self) -> Metric:
-        """As seconds since 1970. A gateway that is being started again has none."""
+        """In seconds since 1970. A gateway that is restarting has none."""
         gauge = Gauge.STARTED_NS
         metric = GaugeMetricFamily(f"vecd_{gauge.metric}", gauge.help, labels=["gateway"])
         zero_s = time.time() - time.monotonic()
-        for index, row in enumerate(self._board.rows):
+        for index, row in enumerate(self._shared_metrics.rows):
             if started_ns := row.gauges[gauge]:
                 metric.add_metric([str(index)], round(zero_s + started_ns / 1e9, 3))
         return metric
@@ -129,7 +129,7 @@ class _Collector(Collector):
             first, *others = histograms
             metric = HistogramMetricFamily(f"vecd_{name}", first.help, labels=list(first.labels))
             for histogram in (first, *others):
-                counts, total = self._board.histogram(histogram)
+                counts, total = self._shared_metrics.histogram(histogram)
                 names = [*map(str, histogram.bounds), "+Inf"]
                 buckets = list(zip(names, accumulate(counts), strict=True))
                 metric.add_metric(list(histogram.labels.values()), buckets, total)
@@ -138,14 +138,14 @@ class _Collector(Collector):
     def _workers(self) -> Iterator[Metric]:
         for cell, name, help, per_unit in _OF_WORKERS:
             metric = CounterMetricFamily(f"vecd_worker_{name}", help, labels=["worker"])
-            for index in self._board.known_workers():
-                metric.add_metric([str(index)], self._board.worker_total(index, cell) / per_unit)
+            for index in self._shared_metrics.known_workers():
+                metric.add_metric([str(index)], self._shared_metrics.worker_total(index, cell) / per_unit)
             yield metric
         metric = CounterMetricFamily(
             "vecd_worker_restarts", "Lives of a worker after its first, reloads among them", labels=["worker"]
         )
-        for index in self._board.known_workers():
-            metric.add_metric([str(index)], self._board.worker_life(index) - 1)
+        for index in self._shared_metrics.known_workers():
+            metric.add_metric([str(index)], self._shared_metrics.worker_life(index) - 1)
         yield metric
         states = GaugeMetricFamily(
             "vecd_worker_state", "1 for the state that a worker is in, as the gateway that answers sees it",

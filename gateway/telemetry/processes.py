@@ -1,8 +1,7 @@
-"""What the server's processes take of the machine, as the kernel counts it.
+"""Processor time and memory of the server's processes, as the kernel counts them.
 
-Owns the reading of /proc: of this process, its supervisor, and those whose ids it is told. Changes nothing. Reading
-takes about a millisecond for each process, so it is done in a thread, and not again for a while. Called by
-`vecd.gateway.api.system_routes` for `/metrics` and `/stats`.
+Owns the reading of /proc. Changes nothing. Reading takes about a millisecond for each process, so it is done in a
+thread, and its result is kept for a second. Called by `vecd.gateway.api.system_routes` for `/metrics` and `/stats`.
 """
 
 import asyncio
@@ -21,20 +20,20 @@ _PSS = re.compile(rb"^Pss:\s+(\d+) kB", re.MULTILINE)
 
 
 class Usage(NamedTuple):
-    """Of one process."""
+    """What one process uses."""
 
     pid: int
     cpu_s: float
-    """Of processor time, since it began."""
+    """Processor time since its start."""
     resident_bytes: int
-    """In memory, whoever else has it, too."""
+    """Resident memory, shared memory included."""
     proportional_bytes: int
-    """The same, but of what n processes share an n-th: over all processes these add up. 0 where the kernel does not
-    say."""
+    """Resident memory, where memory that n processes share counts as an n-th: the sum over all processes is right. 0
+    where the kernel does not report it."""
 
 
 class Processes:
-    """Remembers what was read last."""
+    """Reads the usage of processes, and keeps it for a second."""
 
     def __init__(self) -> None:
         self._read_at = float("-inf")
@@ -42,7 +41,7 @@ class Processes:
         self._reading = asyncio.Lock()
 
     async def usages(self, pids: Mapping[str, int]) -> dict[str, Usage]:
-        """By the name that `pids` has for a process; those that are gone are left out. At most a second old."""
+        """The usage of each process, by its name in `pids`, at most a second old. Ended processes are left out."""
         async with self._reading:
             if time.monotonic() - self._read_at > _KEEP_S or not pids.keys() <= self._usages.keys():
                 self._usages = await asyncio.to_thread(_read_all, dict(pids))
@@ -53,15 +52,15 @@ class Processes:
 def _read_all(pids: Mapping[str, int]) -> dict[str, Usage]:
     found = {}
     for name, pid in pids.items():
-        with suppress(OSError, ValueError, IndexError):  # it has gone, or is not ours to look at
+        with suppress(OSError, ValueError, IndexError):  # it has ended, or belongs to another user
             found[name] = read_usage(pid)
     return found
 
 
 def read_usage(pid: int) -> Usage:
-    """Raises OSError when there is no such process."""
+    """The usage of a process. Raises OSError when there is no such process."""
     folder = Path("/proc", str(pid))
-    # Behind the name, which may have blanks and parentheses in it.
+    # The fields behind the name, which may contain blanks and parentheses.
     fields = (folder / "stat").read_bytes().rpartition(b")")[2].split()
     ticks = int(fields[11]) + int(fields[12])
     resident = int((folder / "statm").read_bytes().split()[1]) * _PAGE_BYTES

@@ -1,20 +1,18 @@
-"""text-embeddings-inference's metrics (`te_*`), for dashboards and autoscalers that know them: what is counted, and
-how it is written out.
+"""text-embeddings-inference's metrics (`te_*`), for dashboards and autoscalers that know them: counting and rendering.
 
-Owns the meaning of `vecd.shm.shared_metrics.TeiCounter` and `TeiHistogram`. All dialects' embedding requests count,
-because an autoscaler wants the whole load. Made by `vecd.gateway.pipeline` where `--tei-metrics` asks for it; written
-out by `vecd.gateway.telemetry.metrics`. Measured on two cores with other work: 8 µs for a request of one input, 0.3 ms
-for one of 2,048, 1 ms to write all out; where it is not asked for, 0.1 µs.
+Owns the meaning of `vecd.shm.shared_metrics.TeiCounter` and `TeiHistogram`. Embedding requests of all dialects count,
+because an autoscaler needs the whole load. Used by `vecd.gateway.pipeline` with `--tei-metrics`; rendered by
+`vecd.gateway.telemetry.metrics`. Measured on two cores with other work: 8 µs for a request of one input, 0.3 ms for one
+of 2,048, 1 ms to render all; without `--tei-metrics`, 0.1 µs.
 
-What means another thing here, or nothing:
+Differences from the original:
 
-- "single" is a request of one input, be it in a list;
-- a request whose body cannot be read as one is in `te_request_failure` alone, by "validation", "batch_size" (too many
+- "single" is a request of one input, even in a list;
+- a request whose body cannot be parsed is in `te_request_failure` alone, as "validation", "batch_size" (too many
   inputs), "model_type" or "overloaded"; malformed JSON is "validation";
-- `te_embed_*` are of inputs. One is counted when it has been tokenized; its times are its request's, because it is
-  answered with the others;
-- "dropped" is a request whose caller has gone, however many inputs it has;
-- of what only other models do, `te_predict_*`, there is none.
+- `te_embed_*` count inputs. An input is counted when it is tokenized; its times are those of its request;
+- "dropped" is a request whose client disconnected, whatever its number of inputs;
+- there are no `te_predict_*`, which only other kinds of models have.
 """
 
 import asyncio
@@ -46,8 +44,8 @@ _FAILURES: tuple[tuple[type[ApiError], TeiCounter], ...] = (
     (TooManyTokens, TeiCounter.FAILURE_VALIDATION),
     (WrongModel, TeiCounter.FAILURE_MODEL_TYPE),
 )
-"""The first class that fits. Of the others, what the caller has done wrong is told by where it was found out, and all
-else is the engine's."""
+"""The first class that matches counts. Other client errors count by the stage that found them, and all other errors as
+the engine's."""
 
 _DURATIONS = (
     (TeiHistogram.REQUEST_DURATION, TeiHistogram.EMBED_DURATION),
@@ -55,18 +53,18 @@ _DURATIONS = (
     (TeiHistogram.REQUEST_QUEUE_DURATION, TeiHistogram.EMBED_QUEUE_DURATION),
     (TeiHistogram.REQUEST_INFERENCE_DURATION, TeiHistogram.EMBED_INFERENCE_DURATION),
 )
-"""Of a request, and of each of its inputs; in the order of `Stages`."""
+"""The histograms of a request, and of each of its inputs, in the order of `Stages`."""
 
 
 class TeiCounts:
-    """What one gateway counts. A few plain stores each, as all that is done to the board."""
+    """The counts of one gateway. Each count is a few plain stores, as all shared metrics are."""
 
     def __init__(self, shared_metrics: SharedMetrics) -> None:
         self._counters = shared_metrics.ours.tei_counters
         self._histograms = shared_metrics.ours.tei_histograms
 
     async def watch(self, num_inputs: int, embedding: Awaitable[Embedded]) -> Embedded:
-        """Count a request, which has been read, and what becomes of it."""
+        """Count a request whose body was parsed, and its result."""
         is_single = num_inputs == 1
         self._counters[TeiCounter.COUNT_SINGLE if is_single else TeiCounter.COUNT_BATCH] += 1
         try:
@@ -86,11 +84,11 @@ class TeiCounts:
         return embedded
 
     def count_unread(self, error: ApiError) -> None:
-        """A request has been refused before it could be read as one."""
+        """Count a request that was refused before its body was parsed."""
         self._counters[_failure_of(error, TeiCounter.FAILURE_VALIDATION)] += 1
 
     def count_tokenized(self, tokenized: Sequence[TokenizedInput]) -> None:
-        """Inputs go to the queue."""
+        """Count inputs that are queued."""
         self._counters[TeiCounter.EMBED_COUNT] += len(tokenized)
         if len(tokenized) == 1:
             self._observe(TeiHistogram.REQUEST_INPUT_LENGTH, tokenized[0].num_tokens)
@@ -99,7 +97,7 @@ class TeiCounts:
             self._observe(TeiHistogram.REQUEST_INPUT_LENGTH, num_tokens, num)
 
     def count_batch(self, num_sequences: int, num_tokens: int) -> None:
-        """A batch goes to a worker."""
+        """Count a batch that is sent to a worker."""
         self._observe(TeiHistogram.BATCH_NEXT_SIZE, num_sequences)
         self._observe(TeiHistogram.BATCH_NEXT_TOKENS, num_tokens)
 
@@ -120,19 +118,19 @@ class TeiCounts:
         cells[-1] += value * num
 
 
-def _failure_of(error: ApiError, if_callers: TeiCounter) -> TeiCounter:
+def _failure_of(error: ApiError, if_client_error: TeiCounter) -> TeiCounter:
     for kind, counter in _FAILURES:
         if isinstance(error, kind):
             return counter
-    return if_callers if isinstance(error, BadRequest) else TeiCounter.FAILURE_INFERENCE
+    return if_client_error if isinstance(error, BadRequest) else TeiCounter.FAILURE_INFERENCE
 
 
-# --- writing it out ---------------------------------------------------------------------------------------------
+# --- rendering --------------------------------------------------------------------------------------------------
 
 
 def render_tei_metrics(shared_metrics: SharedMetrics, *, max_tokens: int) -> str:
-    """All `te_*` in Prometheus' text format, as their original writes them: counters have no `_total`. `max_tokens` is
-    the longest sequence."""
+    """All `te_*` in Prometheus' text format, as the original writes them: counters have no `_total`. `max_tokens`: the
+    model's longest sequence."""
     lines = [
         "# TYPE te_queue_size gauge",
         f"te_queue_size {shared_metrics.total(Gauge.QUEUED_SEQUENCES)}",
@@ -171,6 +169,6 @@ def _buckets(histogram: TeiHistogram, counts: Iterable[int], max_tokens: int) ->
 
 
 def _plain(number: float) -> str:
-    """Digits alone, no exponent, no fraction that is none."""
+    """Digits only: no exponent, and no fraction of zero."""
     text = format(Decimal(repr(number)), "f")
     return text.removesuffix(".0")

@@ -1,9 +1,8 @@
-"""A request on its way through the gateway: what was asked (`EmbedRequest`), what waits (`RequestQueue`), what has come
-back (`PendingResult`), what is answered (`Embedded`).
+"""An embedding request as values: what is requested (`EmbedRequest`), its inputs as tokens (`TokenizedInput`), its
+result (`Embedded`).
 
-Owns the life of one request's sequences. Knows no HTTP, no JSON and no worker. Dialects make `EmbedRequest`s,
-`vecd.gateway.pipeline` makes `PendingResult`s and `RequestQueue`s, `vecd.gateway.scheduling.policy` queues,
-`vecd.gateway.dispatch.dispatcher` delivers.
+Owns the types alone. Knows no HTTP, no JSON and no worker. Dialects make `EmbedRequest`s and render `Embedded`s;
+`vecd.gateway.pipeline` makes the one into the other.
 """
 
 from array import array
@@ -19,23 +18,23 @@ if TYPE_CHECKING:
     pass
 
 TokenIds: TypeAlias = Union[list[int], "array[int]"]
-"""Token ids as a caller sent them; large bodies' come as `array("i")`."""
+"""Token ids as the client sent them; those of large bodies are an `array("i")`."""
 
 
 class Encoding(Enum):
-    """How a vector is written into an answer."""
+    """How a vector is written into a response."""
 
     FLOAT = "float"
-    """A JSON list of numbers, whole ones for whole types."""
+    """A JSON list of numbers, integers for integer types."""
     BASE64 = "base64"
     BYTES = "bytes"
     """The rows' bytes, no JSON around them."""
     NPY = "npy"
-    """The same behind the header of a NumPy file."""
+    """The rows' bytes behind the header of a NumPy file."""
 
 
 class Dtype(Enum):
-    """The type of a vector's elements in an answer. `vecd.gateway.encoding.quantization` has the formulas."""
+    """The type of a vector's elements in a response. `vecd.gateway.encoding.quantization` has the formulas."""
 
     FLOAT32 = "float32"
     FLOAT16 = "float16"
@@ -49,16 +48,16 @@ class Dtype(Enum):
 
 
 class Form(NamedTuple):
-    """One form in which a request's vectors are answered."""
+    """One form in which a request's vectors are returned."""
 
     encoding: Encoding = Encoding.FLOAT
     dtype: Dtype = Dtype.FLOAT32
     is_big_endian: bool = False
-    """Of BASE64, BYTES and NPY."""
+    """The byte order of BASE64, BYTES and NPY."""
 
 
 class Overflow(Enum):
-    """What becomes of an input that is longer than the model takes."""
+    """What happens to an input that is too long for the model."""
 
     ERROR = "error"
     TRUNCATE = "truncate"
@@ -66,31 +65,31 @@ class Overflow(Enum):
     TRUNCATE_LEFT = "truncate_left"
     """Its end is kept, behind the prompt."""
     CHUNK = "chunk"
-    """Its chunks are embedded, and their vectors' mean, weighted by tokens, is answered."""
+    """Its chunks are embedded; its vector is the mean of theirs, weighted by tokens."""
 
 
 MAX_PROMPT_CHARS = 4096
-"""Of a prompt that comes with a request. It is put before every input, of which there may be thousands."""
+"""Of a prompt in a request. It is put before every input, and there may be thousands."""
 
 
 class Tokenizing(NamedTuple):
     """How a request's inputs become sequences."""
 
     prompt: str | None = None
-    """Put before every text. None: the model's own default, which most have none of."""
+    """Put before every text. None: the model's default, which most models do not have."""
     overflow: Overflow | None = None
     """None: the server's default."""
     max_tokens: int | None = None
     """Longest sequence, special tokens included, at most the server's; None: the server's."""
     add_special_tokens: bool = True
-    """False: a text's own tokens alone, without the model's frame."""
+    """False: a text's own tokens alone."""
     are_ids_of_model: bool = False
-    """Lists of ids are the model's own, framed or not, unless the server has been told otherwise: in APIs whose callers
-    have them from the same server, and know of no other vocabulary."""
+    """Lists of ids are the model's own, with special tokens or without, unless `--token-ids` says otherwise: in APIs
+    whose clients get ids from the same server, and use no other vocabulary."""
 
 
 class Priority(IntEnum):
-    """How soon a request wants its answer, beside others. Lower goes first."""
+    """The priority class of a request. Lower goes first."""
 
     INTERACTIVE = 0
     NORMAL = 1
@@ -98,28 +97,29 @@ class Priority(IntEnum):
 
 
 class EmbedRequest(NamedTuple):
-    """What a caller asks, whatever the dialect it was asked in."""
+    """An embedding request, independent of its dialect."""
 
     inputs: list[str] | list[TokenIds]
     """At least one; texts, or token ids."""
     forms: tuple[Form, ...] = (Form(),)
-    """At least one: each is answered with all vectors."""
+    """At least one. All vectors are returned in each form."""
     priority: Priority | None = None
     """None: the server's default."""
     timeout_s: float | None = None
-    """From the request's arrival to its answer; None: the server's default."""
+    """From the request's arrival to its response; None: the server's default."""
     tokenizing: Tokenizing = Tokenizing()
     output: Output = Output.VECTORS
     normalize: bool = False
-    """Bring the vectors to length 1, which most models' are already."""
+    """Bring the vectors to length 1; those of most models have it already."""
     dimensions: int | None = None
-    """So many of each vector's first, brought to length 1 again; None: all. Only of models made for it."""
+    """Return only the first so many dimensions of each vector, brought to length 1 again; None: all. Only for models
+    made for it."""
     wants_report: bool = False
-    """`Embedded.reports` are wanted."""
+    """The client requests `Embedded.reports`."""
 
 
 class Source(Enum):
-    """What an input was taken for."""
+    """How an input was read."""
 
     TEXT = "text"
     MODEL = "model"
@@ -130,18 +130,18 @@ class Source(Enum):
 
 class TokenizedInput(NamedTuple):
     token_ids: bytes
-    """int32, little-endian, shape [num_tokens], special tokens included. Of an input in chunks: the first one's."""
+    """int32, little-endian, shape [num_tokens], special tokens included. For an input in chunks: those of the first."""
     num_tokens: int
-    """At least 1. Of an input in chunks: of all."""
+    """At least 1. For an input in chunks: of all of them."""
     is_truncated: bool
     source: Source = Source.TEXT
     chunks: "tuple[Chunk, ...]" = ()
-    """All of them, at least two; none where the input is one sequence."""
+    """At least two; empty where the input is one sequence."""
 
 
 class Chunk(NamedTuple):
     token_ids: bytes
-    """As those of a TokenizedInput."""
+    """As in `TokenizedInput`."""
     num_tokens: int
     weight: int
     """Tokens of the text itself."""
@@ -150,15 +150,15 @@ class Chunk(NamedTuple):
 class Token(NamedTuple):
     id: int
     text: str
-    """As the vocabulary has it."""
+    """As in the vocabulary."""
     is_special: bool
     start: int | None
-    """In UTF-8 bytes of the text, its prompt before it included; None for a token that is in no text."""
+    """In UTF-8 bytes of the text with its prompt before it; None for a special token that is added."""
     stop: int | None
 
 
 class InputReport(NamedTuple):
-    """What became of one input."""
+    """How one input was processed."""
 
     num_tokens: int
     is_truncated: bool
@@ -168,20 +168,20 @@ class InputReport(NamedTuple):
 
 
 class Stages(NamedTuple):
-    """How long a request took, in seconds, and where."""
+    """How long each stage of a request took, in seconds."""
 
     total_s: float
     """From its arrival to its last row."""
     tokenize_s: float
-    """Until all was tokenized, beginning at the door; of a large request, a part of it was computed meanwhile."""
+    """From admission until all inputs were tokenized; of a large request, a part was computed meanwhile."""
     queue_s: float
-    """From then, or the first sequence's queueing, until the first of it went to a worker."""
+    """From then, or when the first sequence was queued, until the first batch was sent to a worker."""
     compute_s: float
     """From then to the last row."""
 
 
 class Collector(Protocol):
-    """Keeps a request's rows in the form in which they will be answered; made by `vecd.gateway.encoding.fragments`."""
+    """Keeps a request's rows in the form of its response; made by `vecd.gateway.encoding.fragments`."""
 
     def put(self, index: int, rows: NDArray[np.float32]) -> None:
         """Take the rows (float32 [n, D], borrowed until this returns) of inputs `index` … `index + n - 1`."""
@@ -192,27 +192,27 @@ class Collector(Protocol):
 
 
 class TokenCollector(Protocol):
-    """Keeps the tokens of texts in the form in which they will be answered; made by dialects."""
+    """Keeps the tokens of texts in the form of the response; made by dialects."""
 
     def put(self, index: int, tokens: list[Token]) -> None:
-        """Take the next tokens of text `index`: few enough to be written in a millisecond or two, in the order of
-        texts, each of which comes up at least once. In a thread."""
+        """Take the next tokens of text `index`: few enough to be written in a millisecond or two. Called in the order
+        of texts, at least once for each, in a thread."""
 
 
 class Embedded(NamedTuple):
-    """What came of a request."""
+    """The result of an embedding request."""
 
     collectors: "tuple[Collector, ...]"
     """The rows, in each of the request's forms."""
     num_tokens: int
     num_truncated: int
-    """Inputs that were longer than the model takes, and were cut."""
+    """Inputs that were too long for the model, and were truncated."""
     num_chunked: int
-    """Inputs that were longer than the model takes, and were split."""
+    """Inputs that were too long for the model, and were split."""
     sources: frozenset[Source]
-    """What the inputs were taken for."""
+    """How the inputs were read."""
     reports: tuple[InputReport, ...]
-    """One for each input, if they were wanted."""
+    """One for each input, if the request wants them."""
     num_chars: int
-    """Of all texts, as they came."""
+    """Of all texts, as received."""
     stages: Stages
