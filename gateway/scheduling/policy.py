@@ -460,19 +460,6 @@ class _Limit(NamedTuple):
 class PlannedBatch:
     """What a worker gets next, as it is built and then as it is sent."""
 
-    __slots__ = (
-        "_max_rows",
-        "_max_tokens",
-        "budget_tokens",
-        "done_by",
-        "is_short",
-        "num_rows",
-        "num_tokens",
-        "sequences",
-        "too_late",
-        "whole",
-    )
-
     def __init__(
         self, tokens: int, max_tokens: int, max_rows: int, done_by: float = -math.inf, *, is_short: bool = False
     ) -> None:
