@@ -1,4 +1,4 @@
-"""The board: one anonymous shared-memory file in which every gateway writes what it counts, and reads what all do.
+"""Shared metrics: one anonymous shared-memory file. Each gateway writes its own counts in it and reads those of all.
 
 Owns the geometry, the making of the file, and the names of everything on it: a new counter is one more line of
 `Counter`. Made once by the supervisor, which never maps it. `vecd.gateway.telemetry.shared_metrics` is how it is used.
@@ -117,7 +117,7 @@ class Gauge(_Cell):
     WORKERS = "workers_ready", "Workers that the gateway can send batches to", False
     PID = "gateway_pid", "Process id of the gateway; 0 while it is being started again", False
     STARTED_NS = "gateway_start_time_seconds", "When the gateway began", False
-    """On the board by the clock of `time.monotonic_ns`, which every process reads alike and nobody sets."""
+    """Stored by the clock of `time.monotonic_ns`, which is the same in all processes and is never set."""
 
 
 _STAGE_BOUNDS_S = (
@@ -291,7 +291,7 @@ class LifeCell(IntEnum):
 
 
 NUM_BATCHES = 128
-"""Batches of a gateway that the board remembers."""
+"""Batches of a gateway that are remembered."""
 
 
 class BatchCell(IntEnum):
@@ -312,7 +312,7 @@ class BatchCell(IntEnum):
 
 @dataclass(frozen=True, slots=True)
 class SharedMetricsSpec:
-    """The geometry of a server's board."""
+    """The geometry of a server's shared metrics."""
 
     num_gateways: int
     num_workers: int
@@ -333,7 +333,7 @@ class SharedMetricsSpec:
 
 @dataclass(frozen=True, slots=True)
 class Row:
-    """One gateway's part of the board, as memoryviews of int64. Each borrows the board's memory."""
+    """One gateway's part, as memoryviews of int64. Each borrows the shared memory."""
 
     counters: "memoryview[int]"
     """By `Counter`."""
@@ -358,18 +358,18 @@ class Row:
 
 
 def create_shared_metrics(spec: SharedMetricsSpec) -> int:
-    """Make a board full of zeros and return its descriptor, which the caller owns. Raises OSError without memory."""
+    """Make the file, full of zeros, and return its descriptor, which the caller owns. Raises OSError without memory."""
     return create_sealed("vecd-board", spec.nbytes)
 
 
 def clear_gauges(fd: int, spec: SharedMetricsSpec, gateway: int) -> None:
-    """Write zeros over the gauges of a gateway that has died, without mapping the board."""
+    """Write zeros over the gauges of a gateway that has died, without mapping the file."""
     offset = (gateway * spec.row_cells + len(Counter)) * _BYTES_PER_CELL
     os.pwrite(fd, bytes(len(Gauge) * _BYTES_PER_CELL), offset)
 
 
 def cut_rows(cells: "memoryview[int]", spec: SharedMetricsSpec) -> list[Row]:
-    """The rows of a board whose memory is `cells`, int64s."""
+    """Each gateway's part of the shared metrics whose memory is `cells`, int64s."""
     return [_cut_row(cells[n * spec.row_cells : (n + 1) * spec.row_cells], spec) for n in range(spec.num_gateways)]
 
 

@@ -258,7 +258,7 @@ class SharedMetrics:
         return sum(row.answers) - sum(row.answers[_GONE_PLACE::_NUM_STATUSES])
 
     def known_workers(self) -> list[int]:
-        """Those that have been up; the board may have room for more."""
+        """Those that have been up; there may be cells for more."""
         return [
             worker for worker in range(self.num_workers) if any(r.workers[worker][WorkerCell.LIFE] for r in self.rows)
         ]
