@@ -1,4 +1,5 @@
 # make serve   start a server on the bundled model        make test   run the tests
+# make test-fast   the unit tests alone, under a minute
 # make test-clients   the tests of client libraries, with those that are large to install
 # make check   ruff, mypy, import-linter                  make bench  measure against other servers, and write docs/benchmarks.md
 # make soak    every trial of docs/reliability.md in its long form, an hour; writes its table
@@ -13,7 +14,7 @@ BIN := $(VENV)/bin
 # Passed on to `vecd serve`:  make serve ARGS="--port 9000 --workers 1"
 ARGS ?=
 
-.PHONY: serve test test-clients test-browser test-systemd soak check format bench bench-engine bench-tuning constraints binary test-binary clean
+.PHONY: serve test test-fast test-clients test-browser test-systemd soak check format bench bench-engine bench-tuning constraints binary test-binary clean
 
 serve: $(VENV)/.serve
 	$(BIN)/vecd serve $(ARGS)
@@ -21,26 +22,32 @@ serve: $(VENV)/.serve
 test: $(VENV)/.test
 	$(BIN)/python -m pytest -n auto --dist loadfile $(TESTS)
 
+# Unit tests alone, without those marked slow: under a minute on two cores.
+test-fast: $(VENV)/.test
+	$(BIN)/python -m pytest -n auto --dist worksteal -m "not slow" $(or $(TESTS),tests/unit)
+
 # CLIENTS=small installs what takes seconds; all, the default, LlamaIndex, Haystack, LiteLLM, Chroma, … as well: 2 GB in
 # build/clients, some minutes the first time.
 test-clients: $(VENV)/.test
-	VECD_CLIENTS=$(or $(CLIENTS),all) $(BIN)/python -m pytest -n auto --dist loadfile $(or $(TESTS),tests/clients)
+	VECD_CLIENTS=$(or $(CLIENTS),all) $(BIN)/python -m pytest -n auto --dist loadfile $(or $(TESTS),tests/system/clients)
 
 # Once playwright is there, `make test` runs them, too. axe tells who cannot use the page; without npm it is left out.
 test-browser: $(VENV)/.browser
 	npm install --prefix build/browser --no-audit --no-fund --ignore-scripts --loglevel=error axe-core@4.14.1 || true
-	$(BIN)/python -m pytest $(or $(TESTS),tests/browser)
+	$(BIN)/python -m pytest $(or $(TESTS),tests/system/browser)
 
 test-systemd: $(VENV)/.test
-	VECD_SYSTEMD=1 $(BIN)/python -m pytest -s $(or $(TESTS),tests/systemd)
+	VECD_SYSTEMD=1 $(BIN)/python -m pytest -s $(or $(TESTS),tests/system/systemd)
 
 # One test after the other, because they measure. Results of several runs add up; remove the file to begin anew.
+SOAK_TESTS := tests/system/soak tests/system/hostile tests/system/faults tests/system/api/test_scheduling.py tests/system/dialects/test_fuzz_openai.py \
+	tests/process/gateway/dispatch/test_fuzz_wire.py tests/unit/gateway/tokenization/test_split_points.py
 SOAK_RESULTS := $(CURDIR)/build/soak.jsonl
 soak: $(VENV)/.test
 	mkdir -p build
 	VECD_SOAK=1 VECD_SOAK_RESULTS=$(SOAK_RESULTS) $(BIN)/python -m pytest -o timeout=1800 \
-		$(or $(TESTS),tests/trials tests/hostile tests/faults tests/e2e/test_scheduling.py $(wildcard tests/gateway/test_fuzz_*.py) tests/gateway/test_text_cuts.py); status=$$?; \
-	$(BIN)/python -m tests.trials.report $(SOAK_RESULTS) docs/reliability.md; exit $$status
+		$(or $(TESTS),$(SOAK_TESTS)); status=$$?; \
+	$(BIN)/python -m tests.support.soak.report $(SOAK_RESULTS) docs/reliability.md; exit $$status
 
 check: $(VENV)/.check
 	$(BIN)/ruff check .
@@ -68,7 +75,7 @@ binary: $(BINARY)/.installed
 	$(BINARY)/venv/bin/python -m tools.binary.build dist $(BINARY)
 
 test-binary: $(VENV)/.test binary
-	VECD_BINARY=1 $(BIN)/python -m pytest $(or $(TESTS),tests/binary)
+	VECD_BINARY=1 $(BIN)/python -m pytest $(or $(TESTS),tests/system/binary)
 
 $(BINARY)/.installed: pyproject.toml constraints.txt
 	test -x $(BINARY)/venv/bin/python || $(PYTHON) -m venv $(BINARY)/venv

@@ -12,8 +12,9 @@ from pathlib import Path
 import numpy as np
 import pytest
 from hypothesis import HealthCheck, settings
-from serving import cache_folder, exact_server, running_server
-from trials.report import describe_machine
+
+from tests.support.serving import cache_folder, exact_server, running_server
+from tests.support.soak.report import describe_machine
 
 os.environ.setdefault("HF_HUB_OFFLINE", "1")
 os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")

@@ -8,8 +8,8 @@ from contextlib import suppress
 from typing import Any, cast
 
 import pytest
-from virtualtime import run_in_virtual_time
 
+from tests.support.virtualtime import run_in_virtual_time
 from vecd.gateway.control import Control
 from vecd.gateway.types.config import ApiKey
 from vecd.shm.control import (

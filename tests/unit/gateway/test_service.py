@@ -11,8 +11,8 @@ from types import SimpleNamespace
 from typing import Any, cast
 
 import pytest
-from virtualtime import run_in_virtual_time
 
+from tests.support.virtualtime import run_in_virtual_time
 from vecd.gateway.http.server import Server
 from vecd.gateway.main import drain
 from vecd.gateway.service import GatewayFacts, Service, Services

@@ -1,6 +1,6 @@
 """The calls into CUDA, and nothing else. `vecd.workers.engines.torch.device` uses them, and is tested without a GPU.
 
-This file has never been run on a GPU; run tests/workers/test_gpu.py first. Safe to import where torch has no CUDA. A
+This file has never been run on a GPU; run tests/system/gpu/test_gpu.py first. Safe to import where torch has no CUDA. A
 function that torch lacks is a RuntimeError or None, which the callers handle.
 """
 

@@ -5,9 +5,9 @@ import asyncio
 import pytest
 
 from vecd.gateway.encoding.pending import PendingResult
+from vecd.gateway.scheduling.deaths import Deaths
 from vecd.gateway.scheduling.policy import BatchingPolicy
 from vecd.gateway.scheduling.queue import QueuedSequence, RequestQueue
-from vecd.gateway.types.deaths import Deaths
 from vecd.gateway.types.request import Priority, TokenizedInput
 
 NOW = 100.0

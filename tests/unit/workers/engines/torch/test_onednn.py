@@ -7,8 +7,8 @@ from typing import Any
 
 import pytest
 import torch
-from checkpoints import Checkpoints, worker_config
 
+from tests.support.checkpoints import Checkpoints, worker_config
 from vecd.workers.engine import Engine
 from vecd.workers.engines.load import load_engine
 from vecd.workers.engines.torch import onednn

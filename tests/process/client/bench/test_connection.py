@@ -1,0 +1,134 @@
+import asyncio
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+
+from vecd.client import connection as connection_module
+from vecd.client.connection import (
+    BadResponse,
+    ClientConnection,
+    ConnectionClosed,
+    ExchangeResult,
+    ServerResponse,
+    connect,
+    parse_target,
+    render_request,
+)
+
+CHUNKED = (
+    b"HTTP/1.1 200 OK\r\nTransfer-Encoding: chunked\r\n\r\n"
+    b"5\r\nhello\r\n1\r\n \r\n5;ext=1\r\nworld\r\n0\r\nTrailer: x\r\n\r\n"
+)
+
+
+async def exchange_all(
+    url: str, num_requests: int, timeout_s: float = 10
+) -> tuple[ClientConnection, list[ServerResponse]]:
+    target = parse_target(url)
+    connection = await connect(target, 10)
+    request = render_request(target, "/x", b"{}", api_key=None)
+    try:
+        return connection, [await connection.exchange(request, timeout_s) for _ in range(num_requests)]
+    finally:
+        connection.close()
+
+
+def ask(url: str, num_requests: int = 1, timeout_s: float = 10) -> list[ServerResponse]:
+    return asyncio.run(exchange_all(url, num_requests, timeout_s))[1]
+
+
+def test_a_connection_is_kept_alive(start_server: Callable[..., Any]) -> None:
+    server = start_server(lambda _: b"HTTP/1.1 200 OK\r\nContent-Length: 2\r\n\r\nhi")
+    assert ask(server.url, num_requests=5) == [ServerResponse(200, b"hi")] * 5
+    assert server.num_connections == 1
+
+
+def test_chunked_answers_are_put_together(start_server: Callable[..., Any]) -> None:
+    assert ask(start_server(lambda _: CHUNKED).url, 2) == [ServerResponse(200, b"hello world")] * 2
+
+
+def test_an_answer_may_end_with_its_connection(start_server: Callable[..., Any]) -> None:
+    server = start_server(lambda _: b"HTTP/1.1 200 OK\r\nConnection: close\r\n\r\nhi there")
+    assert ask(server.url) == [ServerResponse(200, b"hi there")]
+
+
+def test_an_interim_answer_is_not_the_answer(start_server: Callable[..., Any]) -> None:
+    interim = b"HTTP/1.1 100 Continue\r\n\r\nHTTP/1.1 200 OK\r\nContent-Length: 2\r\n\r\nhi"
+    assert ask(start_server(lambda _: interim).url, 2) == [ServerResponse(200, b"hi")] * 2
+
+
+def test_a_server_that_closes_is_taken_at_its_word(start_server: Callable[..., Any]) -> None:
+    server = start_server(lambda _: b"HTTP/1.1 200 OK\r\nConnection: close\r\nContent-Length: 2\r\n\r\nhi")
+    connection, answers = asyncio.run(exchange_all(server.url, 1))
+    assert answers == [ServerResponse(200, b"hi")]
+    assert not connection.is_open
+    with pytest.raises(ConnectionClosed):
+        asyncio.run(exchange_all(server.url, 2))
+
+
+@pytest.mark.parametrize(
+    "cut",
+    [
+        b"HTTP/1.1 200 OK\r\nConnection: close\r\n",
+        b"HTTP/1.1 200 OK\r\nConnection: close\r\nContent-Length: 10\r\n\r\nhi",
+        b"HTTP/1.1 200 OK\r\nConnection: close\r\nTransfer-Encoding: chunked\r\n\r\n5\r\nhe",
+    ],
+)
+def test_half_an_answer_is_none(start_server: Callable[..., Any], cut: bytes) -> None:
+    with pytest.raises(ConnectionClosed):
+        ask(start_server(lambda _: cut).url)
+
+
+@pytest.mark.parametrize("junk", [b"SSH-2.0-OpenSSH_9.6\r\n", b"HTTP/1.1 2x0 OK\r\n\r\n"])
+def test_what_is_not_http_is_a_bad_answer(start_server: Callable[..., Any], junk: bytes) -> None:
+    with pytest.raises(BadResponse):
+        ask(start_server(lambda _: junk).url)
+
+
+def test_silence_ends_at_the_timeout(start_server: Callable[..., Any]) -> None:
+    with pytest.raises(TimeoutError):
+        ask(start_server(lambda _: None).url, timeout_s=0.05)
+
+
+def test_half_an_answer_ends_at_the_timeout(start_server: Callable[..., Any]) -> None:
+    server = start_server(lambda _: b"HTTP/1.1 200 OK\r\nContent-Length: 10\r\n\r\nhi")
+    with pytest.raises(TimeoutError):
+        ask(server.url, timeout_s=0.05)
+
+
+def test_headers_that_tell_of_the_vectors_are_read(start_server: Callable[..., Any]) -> None:
+    told = b"HTTP/1.1 200 OK\r\nX-Vecd-Tokens: 7\r\nx-vecd-dimensions: 384\r\nContent-Length: 2\r\n\r\nhi"
+    silent = b"HTTP/1.1 200 OK\r\nX-Vecd-Tokens: many\r\nContent-Length: 2\r\n\r\nhi"
+    server = start_server(lambda n: (told, silent)[n])
+    assert ask(server.url, 2) == [ServerResponse(200, b"hi", 7, 384), ServerResponse(200, b"hi")]
+
+
+def test_an_answer_without_end_is_cut(start_server: Callable[..., Any], monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(connection_module, "_MAX_BODY_BYTES", 1000)
+    server = start_server(lambda _: b"HTTP/1.1 200 OK\r\n\r\n" + b"x" * 2000)
+    with pytest.raises(BadResponse, match="longer than"):
+        ask(server.url)
+
+
+def test_outcomes_come_once_and_not_from_within_send(start_server: Callable[..., Any]) -> None:
+    async def send() -> tuple[list[ExchangeResult], list[ExchangeResult]]:
+        target = parse_target(start_server(lambda n: 200 if n == 0 else None).url)
+        connection = await connect(target, 10)
+        request = render_request(target, "/x", b'{"input":"a"}', api_key=None)
+        outcomes: list[ExchangeResult] = []
+        connection.send(request, 10, outcomes.append)
+        at_once = list(outcomes)
+        while not outcomes:
+            await asyncio.sleep(0.01)
+        connection.send(request, 0.05, outcomes.append)
+        while len(outcomes) < 2:
+            await asyncio.sleep(0.01)
+        await asyncio.sleep(0.05)
+        assert not connection.is_open
+        return at_once, outcomes
+
+    at_once, (answer, error) = asyncio.run(send())
+    assert at_once == []
+    assert isinstance(answer, ServerResponse)
+    assert isinstance(error, TimeoutError)

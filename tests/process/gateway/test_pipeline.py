@@ -1,0 +1,491 @@
+"""What a request leaves behind that has no answer: of its key's limits, and of what its worker died of."""
+
+import asyncio
+import threading
+from array import array
+from collections.abc import Callable
+from contextlib import suppress
+from dataclasses import replace
+from functools import cache
+from hashlib import sha256
+from typing import Any
+
+import numpy as np
+import orjson
+import pytest
+
+from tests.support.described import Collected
+from tests.support.dispatching import EPOCH, SPEC, Bench, Worker, run
+from vecd.gateway import pipeline as app_module
+from vecd.gateway.admission.admission import Admission
+from vecd.gateway.admission.principals import Principal, Principals
+from vecd.gateway.api.operations import ParsedDecode, ParsedTokenize
+from vecd.gateway.encoding.fragments import JsonRows
+from vecd.gateway.pipeline import Pipeline
+from vecd.gateway.tokenization.fair_pool import Threads
+from vecd.gateway.types.config import ApiKey, GatewayConfig
+from vecd.gateway.types.errors import (
+    ApiError,
+    BadRequest,
+    DeadlinePassed,
+    RateLimited,
+    ServerError,
+    TooManyRequests,
+    Unavailable,
+)
+from vecd.gateway.types.messages import Response
+from vecd.gateway.types.request import Chunk, Embedded, EmbedRequest, Source, TokenIds, TokenizedInput
+from vecd.gateway.types.timeline import RequestTimeline
+from vecd.launch.config.plan import make_plan
+from vecd.launch.config.settings import load_settings
+from vecd.shm.failure_code import FailureCode
+from vecd.shm.output import Output
+from vecd.shm.wire import Failed
+
+FAR_S = 60.0
+SPLIT = 1000
+ESTIMATE = 1_000_000
+
+
+class Ids:
+    """A tokenizer of what is tokenized already. What begins with SPLIT is an input in chunks, of a token each."""
+
+    threads: Any = None
+    max_chars = max_tokens = max_ids = 16
+    least_tokens = 1
+
+    def tokenize_now(self, inputs, tokenizing) -> list[TokenizedInput]:
+        return [self._tokenized(ids) for ids in inputs]
+
+    def _tokenized(self, ids) -> TokenizedInput:
+        if ids[0] != SPLIT:
+            return TokenizedInput(array("i", ids).tobytes(), len(ids), False)
+        chunks = tuple(Chunk(array("i", [n]).tobytes(), 1, 1) for n in ids[1:])
+        return TokenizedInput(chunks[0].token_ids, len(chunks), False, chunks=chunks)
+
+
+@cache
+def planned_config() -> GatewayConfig:
+    """What a gateway is told, of the bundled model."""
+    return make_plan(load_settings(["--port", "0"])).gateway
+
+
+class Service:
+    """An app in front of a bench's dispatcher, and a key with limits."""
+
+    def __init__(self, bench: Bench, *, normalizes: bool) -> None:
+        key = ApiKey("a", sha256(b"secret").hexdigest(), tokens_per_s=1e6)
+        planned = planned_config()
+        steps = planned.card.steps if normalizes else ()
+        card = replace(planned.card, dim=SPEC.dim, hidden_size=SPEC.dim, steps=steps)
+        config = replace(planned, keys=(key,), card=card, arena=SPEC, request_timeout_s=FAR_S)
+        self.admission = Admission(
+            max_requests=100,
+            max_wait_s=FAR_S,
+            policy=bench.policy,
+            workers=bench.dispatcher,
+        )
+        tokenizer: Any = Ids()
+        self.app = Pipeline(
+            config,
+            admission=self.admission,
+            tokenizer=tokenizer,
+            policy=bench.policy,
+            dispatcher=bench.dispatcher,
+            shared_metrics=bench.shared_metrics,
+        )
+        [self.principal] = Principals(config.keys, config.num_gateways).with_keys
+
+    def embed(
+        self,
+        *inputs: list[int],
+        timeout_s: float = FAR_S,
+        principal: Principal | None = None,
+        output: Output = Output.VECTORS,
+        timeline: RequestTimeline | None = None,
+    ) -> asyncio.Task[Embedded]:
+        ids: list[TokenIds] = list(inputs)
+        request = EmbedRequest(ids, timeout_s=timeout_s, output=output)
+        timeline = RequestTimeline() if timeline is None else timeline
+        timeline.arrived_at = asyncio.get_running_loop().time()
+        return asyncio.ensure_future(self.app.embed(request, ESTIMATE, timeline, principal or self.principal))
+
+    def num_paid(self) -> int:
+        """Tokens, as counted; those that the key may send now say the same."""
+        paid = self.principal.describe()["use"]["tokens"]
+        level = self.principal._fill(0.0)
+        assert level == self.principal._max_level - paid
+        return paid
+
+
+def crash(bench: Bench, worker: Worker) -> None:
+    bench.dispatcher.worker_down(worker.incarnation, "was killed by SIGSEGV", has_crashed=True)
+
+
+def inputs_of(batch) -> list[int]:
+    """The first id of each."""
+    lengths = np.frombuffer(batch.lengths_bytes, dtype="<i4")
+    ids = np.frombuffer(batch.token_ids_bytes, dtype="<i4")
+    return [int(ids[start]) for start in np.cumsum(lengths) - lengths]
+
+
+def run_service(test: Callable, *, normalizes: bool = True) -> None:
+    """`normalizes`: the model's last step does."""
+
+    async def with_service(bench: Bench) -> None:
+        await test(bench, Service(bench, normalizes=normalizes))
+
+    run(with_service)
+
+
+def test_what_happens_to_a_request_is_noted():
+    async def test(bench, service):
+        worker = bench.add_worker()
+        timeline = RequestTimeline()
+        embedding = service.embed([1, 1], [2], timeline=timeline)
+        await asyncio.sleep(0)
+        assert not timeline.is_embedded
+        worker.answer(await worker.receive())
+        await embedding
+        assert (timeline.num_inputs, timeline.num_tokens) == (2, 3)
+        assert timeline.is_embedded
+        instants = (timeline.arrived_at, timeline.entered_at, timeline.tokenized_at, timeline.sent_at, timeline.done_at)
+        assert list(instants) == sorted(instants)
+
+    run_service(test)
+
+
+def test_an_answered_request_pays_for_its_tokens():
+    async def test(bench, service):
+        worker = bench.add_worker()
+        embedding = service.embed([1, 1], [2])
+        worker.answer(await worker.receive())
+        assert (await embedding).num_tokens == 3
+        assert service.num_paid() == 3
+
+    run_service(test)
+
+
+def test_what_never_came_to_a_worker_costs_nothing():
+    async def test(bench, service):
+        with pytest.raises(DeadlinePassed):
+            await service.embed([1, 1], timeout_s=0.01)
+        gone = service.embed([1, 1])
+        await asyncio.sleep(0)
+        gone.cancel()
+        await asyncio.wait([gone])
+        bench.dispatcher.broken = "it is broken"
+        with pytest.raises(Unavailable):
+            await service.embed([1, 1])
+        assert service.num_paid() == 0
+
+    run_service(test)
+
+
+def test_what_the_engine_fails_on_or_a_dying_worker_loses_costs_nothing():
+    async def test(bench, service):
+        worker = bench.add_worker()
+        failing = service.embed([1, 1])
+        batch = await worker.receive()
+        worker.send(Failed(EPOCH, batch.number, batch.slot, FailureCode.ENGINE_ERROR))
+        with pytest.raises(ServerError):
+            await failing
+        assert service.num_paid() == 0
+
+        lost = service.embed([1, 1])
+        await worker.receive()
+        crash(bench, worker)
+        lost.cancel()
+        await asyncio.wait([lost])
+        assert service.num_paid() == 0
+
+    run_service(test)
+
+
+def test_what_a_worker_has_is_paid_for_by_whoever_does_not_wait():
+    """Else a caller who never waits would embed for nothing."""
+
+    async def test(bench, service):
+        worker = bench.add_worker()
+        embedding = service.embed([1, 1], [2])
+        await worker.receive()
+        embedding.cancel()
+        await asyncio.wait([embedding])
+        assert service.num_paid() == 3
+
+    run_service(test)
+
+
+def test_an_input_that_ends_workers_is_found_out_though_nobody_waits_for_it():
+    async def test(bench, service):
+        for life in range(1, 4):
+            worker = bench.add_worker(0, life)
+            embedding = service.embed([13], [life], principal=Principal("anybody"))
+            batch = await worker.receive()
+            assert inputs_of(batch) == ([13, life] if life < 3 else [13]), "the third time it is isolated"
+            embedding.cancel()
+            await asyncio.wait([embedding])
+            crash(bench, worker)
+        with pytest.raises(ServerError) as caught:
+            await service.embed([13], principal=Principal("anybody"))
+        assert caught.value.code == "poison_input"
+
+    run_service(test)
+
+
+def test_an_input_that_has_been_computed_is_not_isolated_any_more():
+    async def test(bench, service):
+        first = bench.add_worker(0, 1)
+        embedding = service.embed([1], [2])
+        await first.receive()
+        crash(bench, first)
+        second = bench.add_worker(0, 2)
+        second.answer(await second.receive())
+        await embedding
+        for life in (3, 4):  # each alone, and never the third in a row
+            embedding = service.embed([1])
+            await second.receive()
+            crash(bench, second)
+            second = bench.add_worker(0, life)
+            second.answer(await second.receive())
+            await embedding
+
+    run_service(test)
+
+
+def fragments_of(embedded: Embedded) -> list[Any]:
+    """The rows of each input, as numbers."""
+    [collector] = embedded.collectors
+    assert isinstance(collector, JsonRows)
+    return [orjson.loads(fragment) for fragment in collector.fragments]
+
+
+def test_a_chunk_that_is_sent_again_counts_once_and_is_paid_for_once():
+    async def test(bench, service):
+        doomed = bench.add_worker(0, 1)
+        embedding = service.embed([SPLIT, 10, 20], [7])
+        await doomed.receive()
+        crash(bench, doomed)
+        heir = bench.add_worker(0, 2)
+        heir.answer(await heir.receive())
+        embedded = await embedding
+        assert fragments_of(embedded) == [[15.0] * SPEC.dim, [7.0] * SPEC.dim]
+        assert (embedded.num_tokens, embedded.num_chunked) == (3, 1)
+        assert service.num_paid() == 3
+
+    run_service(test, normalizes=False)
+
+
+def test_rows_of_tokens_survive_a_worker_and_are_paid_for_once():
+    async def test(bench, service):
+        doomed = bench.add_worker(0, 1)
+        embedding = service.embed([1, 2], [3], output=Output.TOKENS)
+        await doomed.receive()
+        crash(bench, doomed)
+        heir = bench.add_worker(0, 2)
+        heir.answer(await heir.receive())
+        assert fragments_of(await embedding) == [[[1.0] * SPEC.dim, [2.0] * SPEC.dim], [[3.0] * SPEC.dim]]
+        assert service.num_paid() == 3
+
+    run_service(test)
+
+
+@pytest.mark.parametrize("output", [Output.VECTORS, Output.TOKENS])
+def test_an_input_that_ends_workers_is_refused_whatever_is_asked_of_it(output):
+    async def test(bench, service):
+        for life in range(1, 4):
+            worker = bench.add_worker(0, life)
+            embedding = service.embed([13], principal=Principal("anybody"), output=output)
+            await worker.receive()
+            embedding.cancel()
+            await asyncio.wait([embedding])
+            crash(bench, worker)
+        for again in ([13],), ([SPLIT, 5, 13],):
+            with pytest.raises(ServerError, match=r"'input\[0\]'") as caught:
+                await service.embed(*again, principal=Principal("anybody"))
+            assert caught.value.code == "poison_input"
+        assert bench.policy.queued_sequences == 0
+
+    run_service(test)
+
+
+def test_a_text_has_no_more_rows_than_a_slot():
+    async def test(bench, service):
+        worker = bench.add_worker()
+        fits, too_long = [1] * SPEC.rows_per_slot, [1] * (SPEC.rows_per_slot + 1)
+        embedding = service.embed(fits, output=Output.TOKENS)
+        worker.answer(await worker.receive())
+        assert len(fragments_of(await embedding)[0]) == SPEC.rows_per_slot
+        with pytest.raises(BadRequest, match=r"'input\[1\]' has 9 tokens"):
+            await service.embed([1], too_long, output=Output.TOKENS)
+
+    run_service(test)
+
+
+class Superseded(ApiError):
+    """An error of the test's own."""
+
+    def __init__(self) -> None:
+        super().__init__("another is in its place")
+
+
+def test_an_app_that_has_ended_answers_with_the_error_that_it_was_given():
+    async def test(bench, service):
+        waiting = [service.embed([1]) for _ in range(2)]
+        await asyncio.sleep(0)
+        service.app.end(Superseded)
+        results = await asyncio.gather(*waiting, service.embed([1]), return_exceptions=True)
+        assert [type(result) for result in results] == [Superseded] * 3
+        assert len(set(map(id, results))) == 3
+        service.app.give_up()
+        with pytest.raises(Unavailable, match="shutting down"):
+            await service.embed([1])
+        assert service.num_paid() == 0
+
+    run_service(test)
+
+
+def test_vectors_of_tokens_are_bounded_in_one_request_and_in_all(monkeypatch):
+    """5 tokens of a request, 8 of all that run: what is over leaves room for others."""
+    monkeypatch.setattr(app_module, "_MAX_TOKEN_FLOATS", 5 * SPEC.dim)
+    monkeypatch.setattr(app_module, "_MAX_RUNNING_TOKEN_FLOATS", 8 * SPEC.dim)
+
+    async def test(bench, service):
+        with pytest.raises(BadRequest, match=r"6 tokens or more: .* at most 5"):
+            await service.embed([1, 1, 1], [2, 2, 2], output=Output.TOKENS)
+        running = service.embed([1] * 5, output=Output.TOKENS)
+        await asyncio.sleep(0)
+        with pytest.raises(TooManyRequests, match=f"at most {8 * SPEC.dim} may be made"):
+            await service.embed([2] * 4, output=Output.TOKENS)
+        running.cancel()
+        with suppress(asyncio.CancelledError):
+            await running
+        worker = bench.add_worker()
+        after = service.embed([3] * 4, output=Output.TOKENS)
+        worker.answer(await worker.receive())
+        assert (await after).num_tokens == 4
+
+    run_service(test)
+
+
+# --- what is asked of the tokenizer itself ---------------------------------------------------------------------
+
+
+class Endless(Ids):
+    """A tokenizer that is not done with a text before it is told so."""
+
+    def __init__(self) -> None:
+        self.threads = Threads()
+        self.is_done = threading.Event()
+
+    def estimate_tokens(self, inputs, how) -> int:
+        return 100
+
+    def describe_steps(self, texts, prompt, add_special_tokens, collector):
+        while not self.is_done.wait(0.001):
+            yield
+        return 7
+
+    def decode_steps(self, lists, skip_special_tokens):
+        yield
+        return ["decoded"]
+
+
+def run_inspections(test: Callable) -> None:
+    async def with_tokenizer(bench, service):
+        tokenizer = service.app.tokenizer = Endless()
+        try:
+            await test(service, tokenizer)
+        finally:
+            tokenizer.is_done.set()
+            tokenizer.threads.close()
+
+    run_service(with_tokenizer)
+
+
+def describe(service: Service, timeout_s: float = FAR_S, num_chars: int = 10) -> asyncio.Task[None]:
+    ask = ParsedTokenize(["a" * num_chars], True, "", Collected(), lambda: Response(200, b""))
+    now = asyncio.get_running_loop().time()
+    return asyncio.ensure_future(service.app.describe(ask, timeout_s, now, service.principal))
+
+
+def test_who_asks_the_tokenizer_pays_for_the_tokens():
+    async def test(service, tokenizer):
+        asking = describe(service)
+        await asyncio.sleep(0)
+        assert service.principal.num_running == 1
+        assert service.num_paid() == 100
+        tokenizer.is_done.set()
+        await asking
+        assert service.principal.num_tokens == 7
+        now = asyncio.get_running_loop().time()
+        ask = ParsedDecode([[1, 2], [3]], True, lambda texts: Response(200, b""))
+        assert await service.app.decode(ask, None, now, service.principal) == ["decoded"]
+        assert service.principal.num_tokens == 10
+        service.principal.charge(10**9)
+        for asked in (describe(service), service.app.decode(ask, None, now, service.principal)):
+            with pytest.raises(RateLimited):
+                await asked
+        assert service.principal.num_running == 0
+
+    run_inspections(test)
+
+
+def test_the_tokenizer_is_asked_with_a_deadline():
+    """And what it has done until then is paid for: else whoever has a short one tokenizes for nothing."""
+
+    async def test(service, tokenizer):
+        with pytest.raises(DeadlinePassed):
+            await describe(service, timeout_s=0.01)
+        assert service.num_paid() == 100
+        with pytest.raises(DeadlinePassed):
+            await describe(service, timeout_s=0.01)
+
+    run_inspections(test)
+
+
+def test_an_app_that_has_ended_asks_no_tokenizer():
+    async def test(service, tokenizer):
+        asking = describe(service)
+        await asyncio.sleep(0)
+        service.app.end(Superseded)
+        for asked in (asking, describe(service)):
+            with pytest.raises(Superseded):
+                await asked
+        assert service.principal.num_running == 0
+
+    run_inspections(test)
+
+
+def test_so_much_is_asked_of_the_tokenizer_at_a_time():
+    async def test(service, tokenizer):
+        asking = describe(service, num_chars=200_000)
+        await asyncio.sleep(0)
+        with pytest.raises(TooManyRequests, match="200065 characters are with the tokenizer") as caught:
+            await describe(service, num_chars=100_000)
+        assert int(caught.value.headers()["retry-after"]) >= 1
+        assert service.principal.num_tokens == 100, "a rejected request costs nothing"
+        tokenizer.is_done.set()
+        await describe(service, num_chars=100)
+        await asking
+        await describe(service, num_chars=200_000)
+
+    run_inspections(test)
+
+
+def test_counts_of_runs():
+    counts = app_module._Counts(wants_reports=True)
+    plain, cut = TokenizedInput(b"", 3, False), TokenizedInput(b"", 8, True, Source.CL100K)
+    split = TokenizedInput(b"", 9, False, Source.MODEL, (Chunk(b"", 5, 3), Chunk(b"", 4, 2)))
+    assert counts.add([plain, plain]) == 6
+    assert counts.sources == {Source.TEXT}
+    assert counts.add([split, cut, plain]) == 20
+    assert (counts.num_tokens, counts.num_truncated, counts.num_chunked) == (26, 1, 1)
+    assert counts.sources == set(Source)
+    assert [(report.num_tokens, report.num_chunks) for report in counts.reports] == [
+        (3, 1),
+        (3, 1),
+        (9, 2),
+        (8, 1),
+        (3, 1),
+    ]

@@ -1,0 +1,31 @@
+"""The choice of an engine is remembered for as long as it holds, and no longer."""
+
+import json
+import shutil
+import subprocess
+import sys
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+
+from vecd.workers.config import WorkerConfig
+from vecd.workers.engines.load import load_engine
+
+
+@pytest.fixture
+def config(checkpoint: Callable[..., Path], worker_config: Callable[..., WorkerConfig], tmp_path: Path) -> WorkerConfig:
+    folder = shutil.copytree(checkpoint("bert"), tmp_path / "model")
+    return worker_config(folder, cache_folder=str(tmp_path / "cache"))
+
+
+def test_a_remembered_fused_engine_needs_no_transformers(config: WorkerConfig) -> None:
+    load_engine(config, lambda stage: None)
+    code = (
+        "import json, sys\n"
+        "from vecd.workers.config import WorkerConfig; from vecd.workers.engines.load import load_engine\n"
+        "engine = load_engine(WorkerConfig.from_json(json.load(sys.stdin)), print)\n"
+        "assert engine.facts['path'] == 'fused'\n"
+        "sys.exit('transformers' in sys.modules)"
+    )
+    subprocess.run([sys.executable, "-c", code], input=json.dumps(config.to_json()).encode(), check=True, timeout=60)

@@ -1,0 +1,1 @@
+"""What tests import. It has no tests of its own here."""

@@ -1,0 +1,1 @@
+"""A container that systemd boots in, and clients within it."""

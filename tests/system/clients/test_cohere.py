@@ -1,0 +1,99 @@
+"""Cohere's SDKs, in Python and in JavaScript, against the real server and the real model."""
+
+from collections.abc import Iterator
+
+import numpy as np
+import pytest
+
+from tests.support.clients.corpus import TEXTS, numbers
+from tests.support.clients.driving import Client, ClientError, running_client
+from tests.support.clients.keys import KEY
+
+MODEL = "all-MiniLM-L6-v2"
+BODY = {"model": MODEL, "texts": TEXTS, "input_type": "search_document", "embedding_types": ["float"]}
+A_HUNDRED = numbers(100)
+JS_BODY = {"model": MODEL, "texts": TEXTS, "inputType": "search_document", "embeddingTypes": ["float"]}
+
+
+@pytest.fixture(scope="module")
+def python() -> Iterator[Client]:
+    with running_client("openai-2", "cohere_client") as client:
+        yield client
+
+
+@pytest.fixture(scope="module")
+def javascript() -> Iterator[Client]:
+    with running_client("node", "cohere_client") as client:
+        yield client
+
+
+def test_second_api(python, float32_server, is_right):
+    answer = python.call("embed", url=float32_server.url, body=BODY)
+    assert is_right(answer["embeddings"]["float"], TEXTS)
+    assert answer["texts"] == TEXTS
+    assert answer["meta"]
+
+
+def test_types_of_numbers(python, float32_server, is_right):
+    body = {**BODY, "embedding_types": ["float", "int8", "uint8", "binary", "ubinary"]}
+    given = python.call("embed", url=float32_server.url, body=body)["embeddings"]
+    assert is_right(given["float"], TEXTS)
+    floats = np.array(given["float"], dtype=np.float32)
+    bits = np.packbits(floats > 0, axis=1)
+    assert np.array_equal(np.array(given["ubinary"]), bits)
+    assert np.array_equal(np.array(given["binary"]), bits.astype(np.int16) - 128)
+    int8s = np.array(given["int8"])
+    assert int8s.shape == floats.shape
+    assert ((int8s >= -128) & (int8s <= 127)).all()
+    cosines = (int8s * floats).sum(axis=1) / np.linalg.norm(int8s, axis=1)
+    assert cosines.min() > 0.99
+    assert np.array_equal(np.array(given["uint8"]), int8s + 128)
+
+
+def test_first_api_in_several_batches(python, float32_server, is_right):
+    body = {"model": MODEL, "texts": A_HUNDRED, "input_type": "search_document"}
+    answer = python.call("embed_first_api", url=float32_server.url, body=body)
+    assert answer["kind"] == "embeddings_floats"
+    assert is_right(answer["vectors"], A_HUNDRED)
+    assert answer["texts"] == A_HUNDRED
+
+
+def test_first_api_by_type_in_several_batches(python, float32_server, is_right):
+    body = {"model": MODEL, "texts": A_HUNDRED, "input_type": "search_query", "embedding_types": ["float"]}
+    answer = python.call("embed_first_api", url=float32_server.url, body=body)
+    assert answer["kind"] == "embeddings_by_type"
+    assert is_right(answer["embeddings"]["float"], A_HUNDRED)
+
+
+@pytest.mark.parametrize(
+    ("changes", "kind"),
+    [
+        ({"key": "wrong"}, "UnauthorizedError"),
+        ({"model": "embed-v4.0"}, "NotFoundError"),
+        ({"texts": ["word " * 1000], "truncate": "NONE"}, "BadRequestError"),
+        ({"texts": []}, "BadRequestError"),
+    ],
+)
+def test_errors(python, strict_server, changes, kind):
+    key = changes.get("key", KEY)
+    body = BODY | {name: value for name, value in changes.items() if name != "key"}
+    with pytest.raises(ClientError) as caught:
+        python.call("embed", url=strict_server.url, key=key, body=body)
+    assert kind in caught.value.classes
+    assert isinstance(caught.value.fields["body"]["message"], str)
+
+
+def test_javascript(javascript, float32_server, is_right):
+    assert is_right(javascript.call("embed", url=float32_server.url, body=JS_BODY)["float"], TEXTS)
+
+
+def test_javascript_first_api(javascript, float32_server, is_right):
+    body = {"model": MODEL, "texts": TEXTS, "inputType": "search_query"}
+    answer = javascript.call("embedFirstApi", url=float32_server.url, body=body)
+    assert is_right(answer["vectors"], TEXTS)
+
+
+def test_javascript_errors(javascript, strict_server):
+    with pytest.raises(ClientError) as caught:
+        javascript.call("embed", url=strict_server.url, key="wrong", body=JS_BODY)
+    assert "UnauthorizedError" in caught.value.classes

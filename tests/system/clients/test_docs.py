@@ -1,0 +1,50 @@
+"""The code in docs/clients.md does what it says: each block is run as it stands, but for the server's address."""
+
+import re
+from pathlib import Path
+from typing import NamedTuple
+
+import pytest
+
+from tests.support.clients.corpus import DOCUMENTED
+from tests.support.clients.driving import running_client
+from tests.support.clients.environments import PINS, is_node
+
+PAGE = Path(__file__).parents[3] / "docs" / "clients.md"
+_ADDRESS = "http://127.0.0.1:8000"
+
+
+class Block(NamedTuple):
+    heading: str
+    language: str
+    environment: str
+    code: str
+
+
+def _blocks() -> list[Block]:
+    """A block for each environment that it runs in."""
+    found: list[Block] = []
+    for section in re.split(r"^## ", PAGE.read_text(encoding="utf-8"), flags=re.MULTILINE):
+        heading = section.partition("\n")[0]
+        for language, names, code in re.findall(r"^```(\w+)(?: runs-in=(\S+))?\n(.*?)^```$", section, re.M | re.S):
+            assert names, f"'{heading}': a block that says not where it runs"
+            found += [Block(heading, language, name, code) for name in names.split(",")]
+    return found
+
+
+BLOCKS = _blocks()
+
+
+@pytest.mark.parametrize("block", BLOCKS, ids=[f"{b.heading} {b.language} {b.environment}" for b in BLOCKS])
+def test_block(block, float32_server, is_right):
+    assert _ADDRESS in block.code
+    code = block.code.replace(_ADDRESS, float32_server.url)
+    with running_client(block.environment, "documented") as client:
+        assert is_right(client.call("run", code=code), DOCUMENTED)
+
+
+def test_every_environment_is_in_the_page():
+    """What is pinned is documented, and no block runs where its language does not."""
+    assert {path.stem for path in PINS.iterdir()} == {block.environment for block in BLOCKS}
+    assert {block.environment for block in BLOCKS if block.language == "js"} == {"node"}
+    assert all(is_node(block.environment) == (block.language == "js") for block in BLOCKS)

@@ -1,0 +1,148 @@
+"""How environments are made: once, whoever else wants one, and never half."""
+
+import subprocess
+import sys
+import zipfile
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+
+import pytest
+
+from tests.support.clients import environments
+from tests.support.clients.driving import Client, ClientError, running_client
+from tests.support.clients.environments import Unavailable, command, prepare
+
+
+@pytest.fixture
+def pins(tmp_path, monkeypatch) -> Path:
+    """A folder of pins of our own; what is made of them is made below it."""
+    for name in ("pins", "run"):
+        (tmp_path / name).mkdir()
+    monkeypatch.setattr(environments, "PINS", tmp_path / "pins")
+    monkeypatch.setattr(environments, "cache_folder", lambda: str(tmp_path / "run"))
+    monkeypatch.setenv("VECD_TEST_ENVIRONMENTS", str(tmp_path / "made"))
+    return tmp_path / "pins"
+
+
+@pytest.fixture
+def installs(monkeypatch) -> list[str]:
+    """Names of environments that have been installed, or tried."""
+    names: list[str] = []
+    install = environments._install
+
+    def counted(name: str, folder: Path) -> None:
+        names.append(name)
+        install(name, folder)
+
+    monkeypatch.setattr(environments, "_install", counted)
+    return names
+
+
+def make_wheel(folder: Path) -> str:
+    """A package of one line, which needs no registry. Returns what names it in a file of pins."""
+    path = folder / "tinyclient-1.0-py3-none-any.whl"
+    about = "tinyclient-1.0.dist-info"
+    with zipfile.ZipFile(path, "w") as wheel:
+        wheel.writestr("tinyclient.py", "ANSWER = 42\n")
+        wheel.writestr(f"{about}/METADATA", "Metadata-Version: 2.1\nName: tinyclient\nVersion: 1.0\n")
+        wheel.writestr(f"{about}/WHEEL", "Wheel-Version: 1.0\nRoot-Is-Purelib: true\nTag: py3-none-any\n")
+        wheel.writestr(f"{about}/RECORD", "tinyclient.py,,\n")
+    return f"tinyclient @ file://{path}\n"
+
+
+def test_an_environment_is_made_once_by_whoever_comes_first(pins, installs, tmp_path):
+    (pins / "tiny.txt").write_text(make_wheel(tmp_path))
+    with ThreadPoolExecutor(3) as pool:
+        [folder] = set(pool.map(prepare, ["tiny"] * 3))
+    assert prepare("tiny") == folder
+    assert installs == ["tiny"]
+    code = "import sys, tinyclient; print(tinyclient.ANSWER, sys.prefix)"
+    run = [*command("tiny", folder), "-c", code]
+    out = subprocess.run(run, check=True, capture_output=True, text=True, timeout=60).stdout
+    assert out.split() == ["42", str(folder)]
+
+
+def test_other_pins_are_another_environment(pins, installs, tmp_path):
+    (pins / "tiny.txt").write_text(make_wheel(tmp_path))
+    first = prepare("tiny")
+    (pins / "tiny.txt").write_text("# other\n" + make_wheel(tmp_path))
+    assert prepare("tiny") != first
+    assert installs == ["tiny", "tiny"]
+
+
+def test_what_was_begun_and_not_ended_is_made_anew(pins, installs, tmp_path):
+    (pins / "tiny.txt").write_text(make_wheel(tmp_path))
+    folder = prepare("tiny")
+    (folder / "installed").unlink()
+    (folder / "rest").touch()
+    assert prepare("tiny") == folder
+    assert not (folder / "rest").exists()
+
+
+def test_what_cannot_be_installed_is_told_and_not_tried_again(pins, installs, tmp_path):
+    (pins / "broken.txt").write_text(f"tinyclient @ file://{tmp_path}/tinyclient-2.0-py3-none-any.whl\n")
+    for _ in range(2):
+        with pytest.raises(Unavailable, match=r"'broken' was not installed: .*No such file or directory"):
+            prepare("broken")
+    assert installs == ["broken"]
+    assert [path.suffix for path in (tmp_path / "made").iterdir()] == [".lock"]
+
+
+def test_who_needs_it_is_skipped_with_the_reason(pins, tmp_path):
+    (pins / "broken.txt").write_text(f"tinyclient @ file://{tmp_path}/tinyclient-2.0-py3-none-any.whl\n")
+    with (
+        pytest.raises(pytest.skip.Exception, match="'broken' was not installed"),
+        running_client("broken", "documented"),
+    ):
+        pass
+
+
+def test_large_ones_are_for_those_who_ask(monkeypatch):
+    monkeypatch.delenv("VECD_CLIENTS", raising=False)
+    for name in ("frameworks", "openai-1"):
+        with pytest.raises(Unavailable, match="make test-clients"):
+            prepare(name)
+    monkeypatch.setenv("VECD_CLIENTS", "small")
+    with pytest.raises(Unavailable, match="make test-clients"):
+        prepare("frameworks")
+
+
+@pytest.fixture
+def script(pins, tmp_path):
+    """`documented.py`, which runs any code, in an environment without packages."""
+    (pins / "tiny.txt").write_text(make_wheel(tmp_path))
+    with running_client("tiny", "documented") as client:
+        yield client
+
+
+def test_a_script_that_prints_raises_and_returns(script: Client):
+    assert script.call("run", code="print('noise'); vectors = [[1.5]]") == [[1.5]]
+    with pytest.raises(ClientError) as caught:
+        script.call("run", code="raise FileNotFoundError('no such thing')")
+    assert caught.value.classes[:2] == ["FileNotFoundError", "OSError"]
+    assert caught.value.message == "no such thing"
+    assert script.call("run", code="vectors = [[0.1]]") == [[0.1]]
+
+
+def test_a_script_that_dies_says_its_last_words(script: Client):
+    with pytest.raises(AssertionError, match=r"the client died: .*last words"):
+        script.call("run", code="import os, sys; print('last words', file=sys.stderr, flush=True); os._exit(1)")
+
+
+def test_a_script_that_hangs_is_given_up(script: Client):
+    with pytest.raises(AssertionError, match="did not answer in 1 s"):
+        script.call("run", code="import time; time.sleep(60)", timeout_s=1)
+
+
+def test_no_script_outlives_its_test(pins, tmp_path):
+    (pins / "tiny.txt").write_text(make_wheel(tmp_path))
+    with running_client("tiny", "documented") as client:
+        client.call("run", code="vectors = []")
+        process = client._process
+    assert process.returncode is not None
+
+
+def test_nothing_of_the_tests_own_environment_is_seen(script: Client):
+    path = script.call("run", code="import sys; vectors = [[float('site-packages' in p)] for p in sys.path]")
+    assert sum(row[0] for row in path) == 1.0
+    assert sys.prefix not in str(path)

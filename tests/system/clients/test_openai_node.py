@@ -1,0 +1,99 @@
+"""openai-node against the real server and the real model: the newest for node 20, and the 4.x that AnythingLLM carries.
+
+Up to 6.x it takes a list of numbers for base64 without a word, and makes a quarter of the numbers of it, all zero.
+"""
+
+from collections.abc import Iterator
+
+import pytest
+
+from tests.support.clients.corpus import NUM_TOKENS, TEXTS, numbers
+from tests.support.clients.driving import Client, ClientError, running_client
+from tests.support.clients.keys import KEY, SLOW_KEY
+
+MODEL = "all-MiniLM-L6-v2"
+MAJORS = [6, 4]
+
+
+@pytest.fixture(scope="module")
+def openai() -> Iterator[Client]:
+    with running_client("node", "openai_client") as client:
+        yield client
+
+
+@pytest.fixture(params=MAJORS)
+def create(request, openai, float32_server):
+    def call(**body):
+        return openai.call("create", major=request.param, url=f"{float32_server.url}/v1", body={"model": MODEL, **body})
+
+    return call
+
+
+@pytest.fixture(params=MAJORS)
+def refusal(request, openai, strict_server):
+    def call(key: str = KEY, **body) -> ClientError:
+        arguments = {"major": request.param, "url": f"{strict_server.url}/v1", "key": key}
+        with pytest.raises(ClientError) as caught:
+            openai.call("create", **arguments, body={"model": MODEL, **body})
+        return caught.value
+
+    return call
+
+
+def test_default_settings(create, is_right):
+    answer = create(input=TEXTS)
+    assert is_right(answer["vectors"], TEXTS)
+    assert answer["model"] == MODEL
+    assert answer["usage"] == {"prompt_tokens": sum(NUM_TOKENS), "total_tokens": sum(NUM_TOKENS)}
+
+
+def test_a_string(create, is_right):
+    assert is_right(create(input="hello")["vectors"], ["hello"])
+
+
+def test_float(create, is_right):
+    assert is_right(create(input=TEXTS, encoding_format="float")["vectors"], TEXTS)
+
+
+def test_nulls_are_absent(create, is_right):
+    # AnythingLLM sends such where nothing is set.
+    nulls = {"model": None, "dimensions": None, "user": None, "encoding_format": None}
+    assert is_right(create(input=TEXTS, **nulls)["vectors"], TEXTS)
+
+
+def test_five_hundred_texts(create, is_right):
+    texts = numbers(500)
+    assert is_right(create(input=texts)["vectors"], texts)
+
+
+@pytest.mark.parametrize("value", [[], [None], {}, [1.5]])
+def test_of_bad_input_the_caller_reads_our_message(refusal, value):
+    error = refusal(input=value)
+    assert error.fields["status"] == 400
+    assert error.fields["param"] == "input"
+    assert "input" in error.message
+    assert "status code (no body)" not in error.message
+
+
+def test_a_wrong_key(refusal):
+    error = refusal(key="null", input="a")
+    assert (error.fields["status"], error.fields["code"]) == (401, "invalid_api_key")
+
+
+def test_another_model(refusal):
+    error = refusal(model="other", input="a")
+    assert (error.fields["status"], error.fields["code"]) == (404, "model_not_found")
+
+
+@pytest.mark.parametrize("major", MAJORS)
+def test_who_is_over_a_limit_waits_as_told_and_is_served(openai, strict_server, major):
+    """A request of 32 tokens is more than the key may spend at once, so that the next one has to wait."""
+    arguments = {"major": major, "url": f"{strict_server.url}/v1", "key": SLOW_KEY, "maxRetries": 5}
+    for text in ("word " * 30, "a"):
+        answer = openai.call("create", **arguments, body={"model": MODEL, "input": text})
+        assert len(answer["vectors"][0]) == 384
+
+
+@pytest.mark.parametrize("major", MAJORS)
+def test_models(openai, float32_server, major):
+    assert openai.call("models", major=major, url=f"{float32_server.url}/v1") == [MODEL]

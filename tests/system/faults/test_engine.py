@@ -1,0 +1,178 @@
+"""A model that gives what is not a vector, or kills who touches it, and memory that does not suffice."""
+
+import json
+import os
+import resource
+import shutil
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+
+import httpx
+import numpy as np
+import psutil
+import pytest
+from safetensors.numpy import load_file, save_file
+from tokenizers import Tokenizer
+
+from tests.support.serving import Server, eventually, exact_server
+from tests.support.texts import make_texts
+
+_WORDS = "embeddings.word_embeddings.weight"
+_PAGE_BYTES = os.sysconf("SC_PAGE_SIZE")
+
+
+def post(server: Server, texts: list[str]) -> httpx.Response:
+    return httpx.post(f"{server.url}/v1/embeddings", json={"input": texts}, timeout=120)
+
+
+def assert_right(server: Server, texts: list[str], expected: np.ndarray) -> None:
+    assert np.abs(np.array(server.embed(texts)) - expected).max() < 1e-5
+
+
+def lives(server: Server) -> list[int]:
+    return [worker["life"] for worker in server.info()["workers"]]
+
+
+def metric(server: Server, name: str) -> float:
+    lines = httpx.get(f"{server.url}/metrics").text.splitlines()
+    return next(float(line.split()[-1]) for line in lines if line.startswith(f"vecd_{name}_total "))
+
+
+@pytest.fixture(scope="module")
+def sick_model(minilm_folder, tmp_path_factory):
+    """all-MiniLM-L6-v2 whose embedding of the word "zebra" is not a number."""
+    folder = tmp_path_factory.mktemp("model") / "sick"
+    shutil.copytree(minilm_folder, folder)
+    weights = load_file(folder / "model.safetensors")
+    word = Tokenizer.from_file(str(folder / "tokenizer.json")).token_to_id("zebra")
+    embeddings = weights[_WORDS].copy()
+    embeddings[word] = np.nan
+    save_file({**weights, _WORDS: embeddings}, folder / "model.safetensors", {"format": "pt"})
+    return folder
+
+
+def test_nan_fails_its_own_request_and_no_other(sick_model, reference):
+    with exact_server(str(sick_model), "--workers", "1") as server:
+        with httpx.Client(timeout=60) as http:
+            answer = http.post(f"{server.url}/v1/embeddings", json={"input": ["a horse", "a zebra"]})
+        assert answer.status_code == 500
+        error = answer.json()["error"]
+        assert (error["type"], error["code"]) == ("server_error", "not_finite")
+        assert "input[1]" in error["message"]
+        for path in ("/embed", "/embed_all"):  # of an API that has another status for it
+            answer = httpx.post(server.url + path, json={"inputs": ["a horse", "a zebra"]}, timeout=60)
+            assert (answer.status_code, answer.json()["error_type"]) == (424, "Backend")
+            assert "'inputs[1]'" in answer.json()["error"]
+        assert "zebra" not in json.dumps(error) + server.stderr
+        assert np.abs(np.array(server.embed("a horse")) - reference(["a horse"])).max() < 1e-5
+
+
+# --- a word that kills ------------------------------------------------------------------------------------------
+
+
+@pytest.fixture
+def deadly_model(minilm_folder: Path, tmp_path: Path) -> Path:
+    """all-MiniLM-L6-v2 with the vector of the word "zebra" at the very end of its file: `cut_off` takes it away.
+
+    The word changes places with the last of the vocabulary, in the tokenizer and among the vectors: it is the same
+    model.
+    """
+    folder = tmp_path / "deadly"
+    shutil.copytree(minilm_folder, folder)
+    tokenizer = json.loads((folder / "tokenizer.json").read_text(encoding="utf-8"))
+    vocabulary = tokenizer["model"]["vocab"]
+    [last] = [token for token, number in vocabulary.items() if number == len(vocabulary) - 1]
+    places = [vocabulary["zebra"], vocabulary[last]]
+    vocabulary["zebra"], vocabulary[last] = reversed(places)
+    (folder / "tokenizer.json").write_text(json.dumps(tokenizer, ensure_ascii=False), encoding="utf-8")
+    weights = load_file(folder / "model.safetensors")
+    embeddings = weights.pop(_WORDS).copy()
+    embeddings[places] = embeddings[places[::-1]]
+    write_safetensors(folder / "model.safetensors", {**weights, _WORDS: embeddings})
+    return folder
+
+
+def write_safetensors(path: Path, tensors: dict[str, np.ndarray]) -> None:
+    """In the order given, which the library's own function does not keep."""
+    header: dict[str, object] = {"__metadata__": {"format": "pt"}}
+    offset, names = 0, {"float32": "F32", "int64": "I64"}
+    for name, tensor in tensors.items():
+        end = offset + tensor.nbytes
+        header[name] = {"dtype": names[str(tensor.dtype)], "shape": tensor.shape, "data_offsets": [offset, end]}
+        offset = end
+    described = json.dumps(header).encode()
+    described += b" " * (-len(described) % 8)
+    path.unlink()
+    with path.open("wb") as file:
+        file.write(len(described).to_bytes(8, "little") + described)
+        for tensor in tensors.values():
+            file.write(np.ascontiguousarray(tensor).tobytes())
+
+
+def cut_off(folder: Path) -> None:
+    """Whoever looks at the last vector from now on gets SIGBUS: the file is mapped, and ends before it."""
+    path = folder / "model.safetensors"
+    os.truncate(path, (path.stat().st_size - 1) // _PAGE_BYTES * _PAGE_BYTES)
+
+
+def test_an_input_that_kills_is_given_up_and_then_refused_and_no_other_is_harmed(deadly_model, reference):
+    good = [text[:200] for text in make_texts(24, seed=11)]
+    expected = reference(good)
+    with exact_server(str(deadly_model), "--workers", "2") as server:
+        assert_right(server, ["a zebra"], reference(["a zebra"]))
+        cut_off(deadly_model)
+        with ThreadPoolExecutor(8) as threads:
+            answers = [threads.submit(post, server, [text]) for text in good[:12]]
+            killing = threads.submit(post, server, ["a horse", "a zebra"])
+            answers += [threads.submit(post, server, [text]) for text in good[12:]]
+            for answer, row in zip(answers, expected, strict=True):
+                assert answer.result().status_code == 200, answer.result().text
+                vector = np.array(answer.result().json()["data"][0]["embedding"])
+                assert np.abs(vector - row).max() < 1e-5
+            assert_given_up(killing.result(), server)
+        assert "was killed by SIGBUS" in server.stderr
+        assert "Fatal Python error: Bus error" in server.stderr
+        eventually(lambda: len(lives(server)) == 2, 60)
+        before = lives(server)
+        assert sum(before) == 2 + 3, "it ended three workers"
+        assert_given_up(post(server, ["a zebra"]), server, index=0, is_again=True)
+        assert_given_up(post(server, ["a horse", "a zebra"]), server, is_again=True)
+        assert_right(server, good, expected)
+        assert lives(server) == before
+        assert metric(server, "inputs_poisonous") == 1
+        assert metric(server, "sequences_retried") >= 2
+
+
+def assert_given_up(answer: httpx.Response, server: Server, index: int = 1, is_again: bool = False) -> None:
+    assert answer.status_code == 500, answer.text
+    error = answer.json()["error"]
+    assert (error["type"], error["code"]) == ("server_error", "poison_input")
+    assert f"'input[{index}]'" in error["message"]
+    assert answer.headers["x-should-retry"] == "false"
+    assert "zebra" not in answer.text + server.stderr
+    assert httpx.get(f"{server.url}/health").status_code == 200 or not is_again
+
+
+# --- memory -----------------------------------------------------------------------------------------------------
+
+
+def test_a_worker_whose_memory_runs_out_fails_nothing_that_another_can_compute(reference):
+    """It ends, by itself or by what a library does then, and is replaced; or what is too large for memory is computed
+    in parts, or fails by that name. Which of these, is up to the allocator."""
+    texts = [" ".join(make_texts(6, seed=n))[: 60 * (n + 1)] for n in range(10)]
+    short, expected = ["a horse"], reference(texts)
+    with exact_server("--workers", "1") as server:
+        assert_right(server, short, reference(short))
+        [worker] = server.workers()
+        worker.rlimit(psutil.RLIMIT_AS, (worker.memory_info().vms, resource.RLIM_INFINITY))
+        for text, row in zip(texts, expected, strict=True):
+            answer = post(server, [text])
+            if answer.status_code == 200:
+                assert np.abs(np.array(answer.json()["data"][0]["embedding"]) - row).max() < 1e-5
+            else:
+                assert answer.json()["error"]["code"] == "out_of_memory", answer.text
+        assert_right(server, short, reference(short))
+        for each in server.workers():
+            each.rlimit(psutil.RLIMIT_AS, (resource.RLIM_INFINITY, resource.RLIM_INFINITY))
+        assert_right(server, texts, expected)
+        assert httpx.get(f"{server.url}/health").status_code == 200

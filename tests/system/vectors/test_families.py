@@ -1,0 +1,226 @@
+"""Every family in every way that it can be run, against transformers with sentence-transformers' pooling."""
+
+import json
+import re
+import shutil
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from numpy.typing import NDArray
+from safetensors.torch import load_file, save_file
+from sentence_transformers import SentenceTransformer
+from tokenizers import Tokenizer
+
+from tests.support.checkpoints import (
+    FLOATS_OF_FUSED,
+    MAX_TOKENS,
+    Checkpoints,
+    Reference,
+    assert_same_vectors,
+    batch_of,
+    embed,
+    engine_of,
+    random_batch,
+    skip_without,
+    worker_config,
+)
+from vecd.shm.card import read_card
+from vecd.workers.engine import Engine, PackedBatch
+from vecd.workers.engines.load import load_engine
+
+ONE_TOKEN = [1]
+LONGEST = [MAX_TOKENS]
+MIXED = [5, 1, 30, 60, 7, 5, 2, 1, 12, 12, 59]
+BATCHES = (ONE_TOKEN, [1] * 5, LONGEST, [MAX_TOKENS] * 2, MIXED)
+
+FUSED = ("bert", "roberta", "xlm-roberta", "camembert", "distilbert", "mpnet")
+FAMILIES: list[tuple[str, str, tuple[str, ...]]] = [
+    ("bert", "mean", ("fused", "packed", "padded")),
+    ("roberta", "cls", ("fused", "packed", "padded")),
+    ("xlm-roberta", "mean", ("fused", "packed", "padded")),
+    ("camembert", "lasttoken", ("fused", "packed", "padded")),
+    ("distilbert", "mean", ("fused", "packed", "padded")),
+    ("mpnet", "cls", ("fused", "padded")),
+    ("electra", "max", ("packed", "padded")),
+    ("albert", "mean_sqrt_len_tokens", ("packed", "padded")),
+    ("modernbert", "mean", ("packed", "padded")),
+    ("nomic_bert", "mean", ("packed", "padded")),
+    ("gte", "cls", ("packed", "padded")),
+    ("qwen2", "lasttoken", ("packed", "padded")),
+    ("qwen3", "lasttoken", ("packed", "padded")),
+    ("mistral", "weightedmean", ("packed", "padded")),
+    ("gemma3_text", "mean", ("packed", "padded")),
+    ("gpt2", "lasttoken", ("packed", "padded")),
+    ("deberta-v2", "cls", ("padded",)),
+    ("t5", "mean", ("padded",)),
+    ("gemma2", "mean", ("padded",)),
+    ("fnet", "mean", ("unpadded",)),
+]
+
+
+@pytest.mark.parametrize(("family", "pooling", "paths"), FAMILIES)
+def test_vectors_are_the_reference_s(
+    family: str, pooling: str, paths: tuple[str, ...], checkpoint: Checkpoints, reference: Reference
+) -> None:
+    folder = checkpoint(family, pooling=pooling)
+    batches = [random_batch(lengths, seed=seed) for seed, lengths in enumerate(BATCHES)]
+    expected = [reference(folder, batch) for batch in batches]
+    for path in paths:
+        assert_batches_agree(engine_of(folder, path), batches, expected, "float32")
+    if family != "fnet" and (paths[0] != "fused" or "bfloat16" in FLOATS_OF_FUSED):  # PyTorch has no FFT in bfloat16
+        assert_batches_agree(engine_of(folder, paths[0], "bfloat16"), batches, expected, "bfloat16")
+
+
+def assert_batches_agree(
+    engine: Engine, batches: list[PackedBatch], expected: list[NDArray[np.float32]], dtype: str
+) -> None:
+    for batch, vectors in zip(batches, expected, strict=True):
+        assert_same_vectors(embed(engine, batch, vectors.shape[1]), vectors, dtype)
+
+
+@pytest.mark.parametrize(("family", "pooling", "paths"), FAMILIES)
+def test_the_fastest_path_is_chosen_and_those_before_it_are_refused(
+    family: str, pooling: str, paths: tuple[str, ...], checkpoint: Checkpoints
+) -> None:
+    engine = load_engine(worker_config(checkpoint(family, pooling=pooling)), lambda stage: None)
+    assert engine.facts["path"] == paths[0]
+    refused = {"fused": [], "packed": [], "padded": ["packed"], "unpadded": ["packed", "padded"]}[paths[0]]
+    assert [warning.split()[0] for warning in engine.warnings] == refused
+
+
+@pytest.mark.parametrize("dtype", ["bfloat16", "float16"])
+def test_a_family_without_a_path_in_sixteen_bits_is_run_in_float32(
+    dtype: str, checkpoint: Checkpoints, reference: Reference
+) -> None:
+    folder, batch = checkpoint("fnet"), random_batch(MIXED)
+    engine = load_engine(worker_config(folder, dtype=dtype), lambda stage: None)
+    assert (engine.facts["path"], engine.facts["dtype"]) == ("unpadded", "float32")
+    assert_same_vectors(embed(engine, batch), reference(folder, batch))
+
+
+# --- what differs between checkpoints of one family ---------------------------------------------------------------
+
+
+@pytest.mark.parametrize("family", FUSED)
+@pytest.mark.parametrize("stored", [{"stored": "bfloat16"}, {"stored": "float16", "with_head": True}], ids=str)
+def test_however_the_weights_are_stored_they_are_fused(
+    family: str, stored: dict[str, Any], checkpoint: Checkpoints, reference: Reference
+) -> None:
+    folder = checkpoint(family, **stored)
+    weights = load_file(folder / "model.safetensors")
+    assert {tensor.dtype for tensor in weights.values()} == {getattr(torch, stored["stored"])}
+    assert stored.get("with_head", False) == ("embeddings.word_embeddings.weight" not in weights)
+    batch = random_batch(MIXED)
+    expected = reference(folder, batch)
+    for dtype in FLOATS_OF_FUSED:
+        assert_same_vectors(embed(engine_of(folder, "fused", dtype), batch), expected, dtype)
+
+
+@pytest.mark.parametrize("stored", ["bfloat16", "float16"])
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+def test_weights_of_sixteen_bits_are_compared_and_fused(stored: str, dtype: str, checkpoint: Checkpoints) -> None:
+    skip_without(dtype)
+    config = worker_config(checkpoint("bert", stored=stored), dtype=dtype)
+    engine = load_engine(config, lambda stage: None)
+    assert (engine.facts["path"], engine.facts["dtype"], engine.warnings) == ("fused", dtype, [])
+
+
+@pytest.mark.parametrize("family", FUSED)
+def test_shards_are_fused(family: str, checkpoint: Checkpoints, reference: Reference, tmp_path: Path) -> None:
+    folder = shutil.copytree(checkpoint(family), tmp_path / "shards")
+    weights = load_file(folder / "model.safetensors")
+    (folder / "model.safetensors").unlink()
+    shards = {name: f"model-{index % 3}.safetensors" for index, name in enumerate(sorted(weights))}
+    for shard in set(shards.values()):
+        save_file({name: weights[name] for name in weights if shards[name] == shard}, folder / shard)
+    (folder / "model.safetensors.index.json").write_text(json.dumps({"metadata": {}, "weight_map": shards}))
+    batch = random_batch(MIXED)
+    assert_same_vectors(embed(engine_of(folder, "fused"), batch), reference(checkpoint(family), batch))
+
+
+@pytest.mark.parametrize(
+    ("family", "settings"),
+    [
+        ("bert", {"hidden_act": "relu"}),
+        ("bert", {"hidden_act": "gelu_new"}),
+        ("bert", {"layer_norm_eps": 0.5}),
+        ("bert", {"type_vocab_size": 1}),
+        ("bert", {"type_vocab_size": 5, "num_hidden_layers": 1}),
+        ("bert", {"hidden_size": 60, "num_attention_heads": 5}),
+        ("bert", {"hidden_size": 30, "num_attention_heads": 1, "intermediate_size": 50}),
+        ("roberta", {"pad_token_id": 0}),
+        ("roberta", {"pad_token_id": 7, "type_vocab_size": 1}),
+        ("xlm-roberta", {"layer_norm_eps": 0.5, "hidden_size": 36, "num_attention_heads": 6}),
+        ("camembert", {"pad_token_id": 3}),
+        ("distilbert", {"hidden_act": "relu", "hidden_size": 36, "num_attention_heads": 6}),
+        ("distilbert", {"sinusoidal_pos_embds": True}),
+        # More rows than transformers' MPNet looks at.
+        ("mpnet", {"relative_attention_num_buckets": 64, "hidden_size": 60, "num_attention_heads": 5}),
+        ("mpnet", {"layer_norm_eps": 0.5, "hidden_act": "relu"}),
+    ],
+)
+def test_every_setting_that_is_fused_is_obeyed(
+    family: str, settings: dict[str, Any], checkpoint: Checkpoints, reference: Reference
+) -> None:
+    folder = checkpoint(family, **settings)
+    batches = [random_batch(lengths) for lengths in (ONE_TOKEN, LONGEST, MIXED)]
+    expected = [reference(folder, batch) for batch in batches]
+    for dtype in FLOATS_OF_FUSED:
+        assert_batches_agree(engine_of(folder, "fused", dtype), batches, expected, dtype)
+
+
+@pytest.mark.parametrize("family", ["bert", "distilbert", "mpnet"])
+def test_every_weight_shows_in_the_vectors(family: str, checkpoint: Checkpoints, tmp_path: Path) -> None:
+    """Or else these tests would not see that it is missing, or another's."""
+    batch = random_batch([12, 7])
+    folder = checkpoint(family)
+    plain = embed(engine_of(folder, "fused"), batch)
+    weights = load_file(folder / "model.safetensors")
+    # Nobody reads the pooler, and a bias that is the same for all keys goes out of the softmax.
+    names = [name for name in weights if not name.startswith("pooler.")]
+    names = [name for name in names if not name.endswith(("key.bias", "k_lin.bias", "attn.k.bias"))]
+    of_layers = {re.sub(r"\.\d\.", ".1.", name) for name in names}
+    assert len(of_layers) >= 15 + 4
+    assert of_layers <= set(names)
+    changed = shutil.copytree(folder, tmp_path / "changed")
+    for name in of_layers:
+        save_file({**weights, name: weights[name] * 1.5}, changed / "model.safetensors")
+        assert np.abs(embed(engine_of(changed, "fused"), batch) - plain).max() > 1e-4, name
+
+
+@pytest.mark.parametrize("family", ["roberta", "xlm-roberta", "camembert", "mpnet"])
+def test_a_padding_token_inside_a_text_has_the_position_that_the_reference_gives_it(
+    family: str, checkpoint: Checkpoints, reference: Reference
+) -> None:
+    folder = checkpoint(family, pooling="cls")
+    texts = ([5, 1, 7, 1, 1, 9], [1, 1, 4], [1], [1, 1], [4, 1])
+    batch = batch_of([np.array(ids, dtype=np.int32) for ids in texts])
+    for path in ("fused", "padded") if family == "mpnet" else ("fused", "packed"):
+        assert_same_vectors(embed(engine_of(folder, path), batch), reference(folder, batch))
+
+
+# --- the real model -----------------------------------------------------------------------------------------------
+
+TEXTS = [
+    "A text-embedding server.",
+    "Zwei Sätze. Ein kurzer und ein etwas längerer, der bis hierher reicht.",
+    "x",
+    "The quick brown fox jumps over the lazy dog. " * 12,
+    "word " * 300,
+    "東京は日本の首都です。",
+]
+
+
+def test_minilm_gives_the_reference_s_vectors(minilm_folder: Path) -> None:
+    tokenizer = Tokenizer.from_file(str(minilm_folder / "tokenizer.json"))
+    tokenizer.no_padding()
+    tokenizer.enable_truncation(read_card(minilm_folder).max_tokens)
+    batch = batch_of([np.array(encoding.ids, dtype=np.int32) for encoding in tokenizer.encode_batch(TEXTS)])
+    assert batch.lengths.max() == 256
+    expected = SentenceTransformer(str(minilm_folder), device="cpu", local_files_only=True).encode(TEXTS)
+    for path in ("fused", "packed", "padded"):
+        for dtype in FLOATS_OF_FUSED:
+            assert_batches_agree(engine_of(minilm_folder, path, dtype), [batch], [expected], dtype)

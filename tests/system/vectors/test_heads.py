@@ -1,0 +1,114 @@
+"""What stands behind the transformer: every pooling mode, Dense and Normalize modules, as sentence-transformers has
+them; and prompts before it, through a whole server."""
+
+from collections.abc import Sequence
+
+import numpy as np
+import pytest
+import torch
+from sentence_transformers import SentenceTransformer
+from sentence_transformers.sentence_transformer.modules import Dense, LayerNorm, Normalize
+
+from tests.support.checkpoints import (
+    HIDDEN_SIZE,
+    Checkpoints,
+    Reference,
+    assert_same_vectors,
+    embed,
+    engine_of,
+    random_batch,
+)
+from tests.support.serving import exact_server
+from vecd.shm.card import POOLING_MODES, read_card
+
+LENGTHS = [5, 1, 30, 60, 7, 5, 2, 1, 12, 12, 59]
+
+
+ALL_MODES = POOLING_MODES[::-1]  # side by side, in an order of the model's own
+
+
+@pytest.mark.parametrize(
+    ("family", "path", "pooling"),
+    [
+        *(("bert", "fused", mode) for mode in POOLING_MODES),
+        *((family, path, ALL_MODES) for family, path in (("bert", "fused"), ("qwen3", "packed"), ("t5", "padded"))),
+    ],
+)
+def test_every_pooling_mode_is_the_reference_s(
+    family: str, path: str, pooling: str | Sequence[str], checkpoint: Checkpoints, reference: Reference
+) -> None:
+    folder = checkpoint(family, pooling=pooling, steps=[])
+    dim = HIDDEN_SIZE * (1 if isinstance(pooling, str) else len(pooling))
+    engine = engine_of(folder, path)
+    for lengths in ([1], [60], LENGTHS):
+        batch = random_batch(lengths)
+        assert_same_vectors(embed(engine, batch, dim), reference(folder, batch))
+
+
+@pytest.mark.parametrize(
+    ("family", "path", "pooling"),
+    [("bert", "fused", "cls"), ("gemma3_text", "packed", "mean"), ("t5", "padded", "mean")],
+)
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+def test_dense_modules_as_in_embeddinggemma_and_gtr_are_the_reference_s(
+    family: str, path: str, pooling: str, dtype: str, checkpoint: Checkpoints, reference: Reference
+) -> None:
+    folder = checkpoint(family, pooling=pooling, steps=widening_steps())
+    engine = engine_of(folder, path, dtype)
+    for lengths in ([1], [60], LENGTHS):
+        batch = random_batch(lengths)
+        assert_same_vectors(embed(engine, batch, 24), reference(folder, batch), dtype)
+
+
+@pytest.mark.parametrize("last", [[], [Normalize()]], ids=["as it is", "normalized"])
+def test_vectors_of_any_size_are_the_reference_s(
+    last: list[torch.nn.Module], checkpoint: Checkpoints, reference: Reference
+) -> None:
+    """Without Normalize elements are beyond 1, and are held to a part of the largest."""
+    torch.manual_seed(2)
+    wide = Dense(2 * HIDDEN_SIZE, 16, activation_function=torch.nn.Identity())
+    with torch.no_grad():
+        wide.linear.weight.mul_(100)
+    folder = checkpoint("bert", pooling=["cls", "max"], steps=[Normalize(), LayerNorm(2 * HIDDEN_SIZE), wide, *last])
+    assert read_card(folder).dim == 16
+    batch = random_batch(LENGTHS)
+    expected = reference(folder, batch)
+    assert (np.abs(expected).max() > 10) is np.bool_(not last)
+    assert_same_vectors(embed(engine_of(folder, "fused"), batch, 16), expected)
+
+
+def widening_steps() -> list[torch.nn.Module]:
+    torch.manual_seed(1)
+    identity = torch.nn.Identity()
+    return [
+        Dense(HIDDEN_SIZE, 64, bias=False, activation_function=identity),
+        Dense(64, 24, bias=False, activation_function=identity),
+        Normalize(),
+    ]
+
+
+# --- prompts ------------------------------------------------------------------------------------------------------
+
+TEXTS = [
+    "w2 w3",
+    "w9",
+    "",
+    "w7 w8 unknown w9",
+    " ".join(f"w{index}" for index in range(2, 115)),
+    "w4 " * 59,
+    "w5 " * 56,
+]
+PROMPTS = {"query": "w50 w51 w52 w53 : ", "document": "w60 "}
+
+
+def test_a_served_model_s_default_prompt_is_put_before_every_text(checkpoint: Checkpoints) -> None:
+    folder = checkpoint("bert", prompts=PROMPTS, steps=widening_steps())
+    model = SentenceTransformer(str(folder), device="cpu", local_files_only=True)
+    expected = model.encode(TEXTS)
+    assert np.abs(expected - model.encode(TEXTS, prompt=PROMPTS["query"])).max() == 0
+    assert np.abs(expected - model.encode(TEXTS, prompt="")).max(axis=1).min() > 1e-2
+    with exact_server(str(folder), "--workers", "1") as server:
+        together = np.array(server.embed(TEXTS), dtype=np.float32)
+        alone = np.array([server.embed(text)[0] for text in TEXTS], dtype=np.float32)
+    assert_same_vectors(together, expected)
+    assert_same_vectors(alone, expected)

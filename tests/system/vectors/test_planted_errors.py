@@ -1,0 +1,223 @@
+"""A fast path that is wrong is caught by its comparison with the reference model, whatever is wrong with it."""
+
+from collections.abc import Callable, Iterator
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from torch import Tensor
+from transformers import AttentionInterface
+
+from tests.support.checkpoints import (
+    Checkpoints,
+    Reference,
+    assert_same_vectors,
+    embed,
+    random_batch,
+    skip_without,
+    worker_config,
+)
+from vecd.shm.card import ModelError
+from vecd.workers.engines.load import load_engine
+from vecd.workers.engines.torch import packed_attention as packing
+from vecd.workers.engines.torch.fused import Attention, Embeddings, FusedForward
+from vecd.workers.engines.torch.packed import PackedForward
+from vecd.workers.engines.torch.padded import PACKED_ATTENTION
+from vecd.workers.engines.torch.transformer import TransformerEngine
+from vecd.workers.layout import Layout, Run
+
+LENGTHS = [5, 1, 30, 60, 7, 5, 2, 1, 12, 12, 59]
+LONG_SETTINGS: dict[str, Any] = {"max_tokens": 512, "max_position_embeddings": 600}
+
+
+def load(folder: Any, **changes: str) -> TransformerEngine:
+    engine = load_engine(worker_config(folder, **changes), lambda stage: None)
+    assert isinstance(engine, TransformerEngine)
+    return engine
+
+
+# --- packed -------------------------------------------------------------------------------------------------------
+
+
+@pytest.fixture
+def borderless_attention(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    """Plants a packed attention that takes all sequences for one."""
+
+    def attention(module: Any, query: Any, key: Any, value: Any, mask: Any, **arguments: Any) -> Any:
+        out = torch.nn.functional.scaled_dot_product_attention(query, key, value, scale=arguments["scaling"])
+        return out.transpose(1, 2), None
+
+    monkeypatch.setattr(packing, "packed_attention", attention)
+    yield
+    monkeypatch.undo()
+    packing.register()
+    assert AttentionInterface()[PACKED_ATTENTION] is packing.packed_attention
+
+
+@pytest.mark.usefixtures("borderless_attention")
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+def test_an_attention_across_borders_is_caught(dtype: str, checkpoint: Checkpoints, reference: Reference) -> None:
+    folder = checkpoint("electra")
+    engine = load(folder, dtype=dtype)
+    assert (engine.facts["path"], engine.facts["dtype"]) == ("padded", dtype)
+    (warning,) = engine.warnings
+    assert warning.startswith(f"packed {dtype} is not used")
+    assert "largest difference" in warning
+    assert "smallest cosine 0." in warning
+    batch = random_batch(LENGTHS)
+    assert_same_vectors(embed(engine, batch), reference(folder, batch), dtype)
+
+
+@pytest.mark.usefixtures("borderless_attention")
+def test_insisting_on_a_path_that_disagrees_is_refused(checkpoint: Checkpoints) -> None:
+    with pytest.raises(ModelError, match=r"packed float32 is not used.*largest difference"):
+        load(checkpoint("bert"), engine="packed")
+
+
+def test_a_window_that_is_forgotten_is_caught(checkpoint: Checkpoints, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(packing.SequenceMask, "of_run", lambda self, run, device: (False, None))
+    engine = load(checkpoint("modernbert"))
+    assert engine.facts["path"] == "padded"
+    assert "packed float32 is not used" in engine.warnings[0]
+
+
+def test_positions_that_do_not_begin_anew_are_caught(checkpoint: Checkpoints, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(PackedForward, "_positions", lambda self, layout: np.arange(layout.token_ids.size) % 60)
+    assert load(checkpoint("electra")).facts["path"] == "padded"
+
+
+# --- fused --------------------------------------------------------------------------------------------------------
+
+_attend, _embed, _run = Attention.__call__, Embeddings.__call__, FusedForward.__call__
+
+
+def attend_across_borders(self: Attention, qkv: Tensor, runs: list[Run]) -> Tensor:
+    return _attend(replace(self, bias=None), qkv, [Run(0, 1, runs[-1].stop)])
+
+
+def attend_across_the_borders_of_a_run(self: Attention, qkv: Tensor, runs: list[Run]) -> Tensor:
+    return _attend(replace(self, bias=None), qkv, [Run(run.start, 1, run.count * run.length) for run in runs])
+
+
+def forget_the_last_key(self: Attention, qkv: Tensor, runs: list[Run]) -> Tensor:
+    cut = qkv.clone()
+    for run in runs:
+        last = slice(run.start + run.length - 1, run.stop, run.length)
+        cut[last, qkv.shape[1] // 3 :] = 0
+    return _attend(self, cut, runs)
+
+
+def forget_the_bias(self: Attention, qkv: Tensor, runs: list[Run]) -> Tensor:
+    return _attend(replace(self, bias=None), qkv, runs)
+
+
+def shift_the_bias(self: Attention, qkv: Tensor, runs: list[Run]) -> Tensor:
+    assert self.bias is not None
+    return _attend(replace(self, bias=self.bias.roll(1, dims=2)), qkv, runs)
+
+
+def forget_the_last_head(self: Attention, qkv: Tensor, runs: list[Run]) -> Tensor:
+    out = _attend(self, qkv, runs).clone()
+    out[:, -(out.shape[1] // self.num_heads) :] = 0
+    return out
+
+
+def position_one_off(self: Embeddings, layout: Layout, num_tokens: int) -> Tensor:
+    return _embed(replace(self, positions=self.positions.roll(-1, dims=0)), layout, num_tokens)
+
+
+def swap_the_last_two_tokens(self: FusedForward, layout: Layout) -> Tensor:
+    hidden = _run(self, layout)
+    places = torch.arange(len(hidden))
+    places[-61:] = places[-61:].roll(1)
+    return hidden[places]
+
+
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+@pytest.mark.parametrize(
+    ("where", "error", "family"),
+    [
+        (Attention, attend_across_borders, "bert"),
+        (Attention, attend_across_the_borders_of_a_run, "distilbert"),
+        (Attention, forget_the_last_key, "bert"),
+        (Attention, forget_the_last_head, "roberta"),
+        (Attention, forget_the_bias, "mpnet"),
+        (Attention, shift_the_bias, "mpnet"),
+        (Embeddings, position_one_off, "xlm-roberta"),
+        (FusedForward, swap_the_last_two_tokens, "camembert"),
+    ],
+)
+def test_a_fused_path_that_goes_wrong_is_caught(
+    where: Any,
+    error: Callable[..., Tensor],
+    family: str,
+    dtype: str,
+    checkpoint: Checkpoints,
+    reference: Reference,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    skip_without(dtype)
+    folder = checkpoint(family, pooling="cls", initializer_range=0.2)
+    monkeypatch.setattr(where, "__call__", error)
+    engine = load(folder, dtype=dtype)
+    assert (engine.facts["path"], engine.facts["dtype"]) == ("padded" if family == "mpnet" else "packed", dtype)
+    assert engine.warnings[0].startswith(f"fused {dtype} is not used: its vectors are not the reference model's")
+    batch = random_batch(LENGTHS)
+    assert_same_vectors(embed(engine, batch), reference(folder, batch), dtype)
+
+
+# Only long texts in bfloat16 go this way, so that only the long probes can show what is wrong with it.
+
+
+def attend_to_whatever_is_in_the_window(self: Attention, qkv: Tensor, tokens: slice, attended: Tensor) -> None:
+    size = -(-(tokens.stop - tokens.start) // 16) * 16
+    first = min(tokens.start, qkv.shape[0] - size)
+    window = qkv[first : first + size]
+    out = Attention._attend(replace(self, bias=None), window, Run(0, 1, size))
+    attended[tokens] = out[tokens.start - first : tokens.stop - first]
+
+
+def attend_with_the_values_before(self: Attention, qkv: Tensor, tokens: slice, attended: Tensor) -> None:
+    own = qkv[tokens].clone()
+    own[:, 2 * qkv.shape[1] // 3 :] = own[:, 2 * qkv.shape[1] // 3 :].roll(1, dims=0)
+    attended[tokens] = Attention._attend(self, own, Run(0, 1, tokens.stop - tokens.start))
+
+
+@pytest.mark.parametrize("error", [attend_to_whatever_is_in_the_window, attend_with_the_values_before])
+@pytest.mark.parametrize(("family", "sizes", "next_path"), [("bert", (128, 2), "packed"), ("mpnet", (32, 4), "padded")])
+def test_a_wrong_way_for_long_texts_is_caught(
+    family: str,
+    sizes: tuple[int, int],
+    next_path: str,
+    error: Any,
+    checkpoint: Checkpoints,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """In models that attend to few tokens each, like trained ones; where all are attended to alike, a few more make no
+    difference that rounding would not."""
+    skip_without("bfloat16")
+    folder = checkpoint(
+        family,
+        pooling="cls",
+        hidden_size=sizes[0],
+        num_attention_heads=sizes[1],
+        initializer_range=1.6 / sizes[0] ** 0.5,
+        num_hidden_layers=2,
+        **LONG_SETTINGS,
+    )
+    assert load(folder, dtype="bfloat16").facts["path"] == "fused"
+    monkeypatch.setattr(Attention, "_attend_long", error)
+    engine = load(folder, dtype="bfloat16")
+    assert (engine.facts["path"], engine.facts["dtype"]) == (next_path, "bfloat16")
+    assert engine.warnings[0].startswith("fused bfloat16 is not used: its vectors are not the reference model's")
+
+
+def test_in_the_real_model_too(minilm_folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    skip_without("bfloat16")
+    monkeypatch.setattr(Attention, "_attend_long", attend_to_whatever_is_in_the_window)
+    engine = load(minilm_folder, dtype="bfloat16")
+    assert engine.facts["path"] == "packed"
+    assert engine.warnings[0].startswith("fused bfloat16 is not used: its vectors are not the reference model's")

@@ -1,0 +1,41 @@
+import importlib.util
+import math
+from pathlib import Path
+
+import pytest
+
+from vecd.client.bench.plot import PlotUnavailable, Point, draw_latency, require_matplotlib
+
+HAS_MATPLOTLIB = importlib.util.find_spec("matplotlib") is not None
+needs_matplotlib = pytest.mark.skipif(not HAS_MATPLOTLIB, reason="matplotlib is the extra vecd[plot]")
+POINTS = [Point(100, 2, 5, "1 client"), Point(900, 3.5, 9, "4 clients"), Point(1000, 15, 80, "16 clients")]
+NOTHING = Point(0, math.nan, math.nan)
+
+
+@pytest.fixture
+def without_matplotlib(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(importlib.util, "find_spec", lambda _: None)
+
+
+@pytest.mark.usefixtures("without_matplotlib")
+def test_what_to_install_is_said() -> None:
+    with pytest.raises(PlotUnavailable, match=r"pip install 'vecd\[plot\]'"):
+        require_matplotlib()
+
+
+def draw(path: Path, **curves: list[Point]) -> bytes:
+    draw_latency(curves, path, "latency")
+    return path.read_bytes()
+
+
+@pytest.mark.slow
+@needs_matplotlib
+def test_runs_without_successes_are_left_out(tmp_path: Path) -> None:
+    assert draw(tmp_path / "a.png", one=[*POINTS, NOTHING]) == draw(tmp_path / "b.png", one=POINTS)
+    assert draw(tmp_path / "a.png", one=POINTS[:2]) != draw(tmp_path / "b.png", one=POINTS)
+
+
+@needs_matplotlib
+@pytest.mark.parametrize("curves", [{}, {"one": []}, {"one": [NOTHING]}, {"one": [NOTHING], "other": []}])
+def test_nothing_is_drawn_as_empty_axes(tmp_path: Path, curves: dict[str, list[Point]]) -> None:
+    assert draw(tmp_path / "a.png", **curves).startswith(b"\x89PNG")

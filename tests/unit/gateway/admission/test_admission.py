@@ -1,0 +1,340 @@
+import asyncio
+
+import pytest
+
+from tests.support.admitting import NORMAL, Entrance
+from vecd.gateway.types.errors import TooManyRequests
+
+
+def test_a_permit_is_returned_whatever_happens():
+    entrance = Entrance()
+    with pytest.raises(RuntimeError), entrance.try_enter(10) as permit:  # noqa: PT012
+        permit.note_queued(4)
+        assert (entrance.admission.num_requests, entrance.admission.num_unqueued) == (1, 6)
+        raise RuntimeError
+    assert (entrance.admission.num_requests, entrance.admission.num_unqueued) == (0, 0)
+
+
+def test_more_tokens_than_estimated_are_not_counted_twice():
+    entrance = Entrance()
+    with entrance.try_enter(10) as permit:
+        permit.note_queued(7)
+        permit.note_queued(7)
+        assert entrance.admission.num_unqueued == 0
+
+
+def test_too_many_requests_are_rejected_with_limit_and_value():
+    entrance = Entrance(max_requests=1)
+    with entrance.try_enter():
+        assert entrance.try_enter() is None
+        assert "1 requests are being served, at most 1" in entrance.rejection().message
+
+
+def test_too_long_a_wait_is_rejected_with_limit_and_value():
+    entrance = Entrance()
+    with entrance.try_enter():
+        entrance.policy.ahead = 9_000
+        assert entrance.try_enter() is not None
+        entrance.policy.ahead = 25_000
+        assert entrance.try_enter() is None
+        assert "the wait would be about 25 s, at most 10 s" in entrance.rejection().message
+
+
+def test_a_request_whose_deadline_comes_before_its_turn_is_refused():
+    entrance = Entrance()
+    with entrance.try_enter():
+        entrance.policy.ahead = 2_000
+        assert entrance.try_enter(timeout_s=4) is not None
+        assert "about 2 s, too long for a deadline that is 3 s away" in entrance.rejection(timeout_s=3.26).message
+
+
+def test_a_lone_request_is_admitted_however_large_and_whatever_waits():
+    entrance = Entrance()
+    entrance.policy.ahead = 10**9
+    with entrance.try_enter(10**9):
+        assert entrance.try_enter() is None
+
+
+def test_what_is_not_queued_yet_counts_as_waiting():
+    entrance = Entrance()
+    with entrance.try_enter(50_000) as large:
+        assert entrance.try_enter(20_000) is None
+        assert entrance.try_enter(10) is not None, "which a short one will not wait for"
+        large.note_queued(50_000)
+        assert entrance.try_enter(20_000) is not None, "now the policy says what is ahead"
+
+
+@pytest.mark.parametrize(("tokens_per_s", "seconds"), [(1e9, 1), (1000.0, 30), (0.001, 60)])
+def test_retry_after_is_the_drain_time_between_1_and_60_s(tokens_per_s, seconds):
+    entrance = Entrance(max_requests=1)
+    with entrance.try_enter():
+        entrance.policy.ahead, entrance.workers.tokens_per_s = 30_000, tokens_per_s
+        assert int(entrance.rejection().headers()["retry-after"]) == seconds
+
+
+def test_waiters_wait_a_moment_and_are_admitted_in_their_order():
+    async def test():
+        entrance = Entrance(max_requests=2)
+        permits = [entrance.try_enter(), entrance.try_enter()]
+        entered = []
+
+        async def ask(name):
+            permit = await entrance.enter()
+            entered.append(name)
+            return permit
+
+        tasks = [asyncio.ensure_future(ask(name)) for name in "abc"]
+        await asyncio.sleep(0)
+        assert entrance.try_enter() is None, "none overtakes"
+        permits.pop().release()
+        permits.pop().release()
+        permits += [await tasks[0], await tasks[1]]
+        assert entered == ["a", "b"]
+        with pytest.raises(TooManyRequests):
+            await tasks[2]
+        for permit in permits:
+            permit.release()
+        assert entrance.admission.num_requests == 0
+
+    asyncio.run(test())
+
+
+@pytest.mark.parametrize("is_admitted", [True, False])
+def test_a_waiter_that_is_cancelled_leaves_nothing_behind(is_admitted):
+    async def test():
+        entrance = Entrance(max_requests=1)
+        permit = entrance.try_enter()
+        waiting, leaving = (asyncio.ensure_future(entrance.enter()) for _ in range(2))
+        await asyncio.sleep(0)
+        leaving.cancel()
+        await asyncio.wait([leaving])
+        permit.release()
+        if is_admitted:  # it is cancelled in the same moment
+            entrance.admission.admit_waiters()
+            assert entrance.admission.num_requests == 1
+        waiting.cancel()
+        await asyncio.wait([waiting])
+        assert (entrance.admission.num_requests, entrance.admission.num_unqueued) == (0, 0)
+        assert entrance.try_enter() is not None
+
+    asyncio.run(test())
+
+
+def test_waiters_beyond_the_limit_are_rejected_at_once():
+    async def test():
+        entrance = Entrance(max_requests=1)
+        entrance.try_enter()
+        tasks = [asyncio.ensure_future(entrance.enter(timeout_s=60)) for _ in range(600)]
+        await asyncio.sleep(0.01)
+        assert sum(task.done() for task in tasks) == 88
+        results = await asyncio.gather(*tasks, return_exceptions=True)
+        assert all(isinstance(result, TooManyRequests) for result in results)
+
+    asyncio.run(test())
+
+
+def test_a_waiter_cancelled_in_the_moment_of_a_release_takes_no_permit_and_delays_none():
+    async def test():
+        entrance = Entrance(max_requests=1)
+        with entrance.try_enter():
+            leaving = asyncio.ensure_future(entrance.enter())
+            await asyncio.sleep(0)
+            leaving.cancel()
+        await asyncio.wait([leaving])
+        assert leaving.cancelled()
+        assert entrance.admission.num_requests == 0
+
+    asyncio.run(test())
+
+
+def test_a_large_waiter_does_not_hold_up_short_requests():
+    async def test():
+        entrance = Entrance()
+        held = entrance.try_enter()
+        entrance.policy.ahead = 5_000
+        large = asyncio.ensure_future(entrance.enter(num_tokens=1_000, timeout_s=1))
+        await asyncio.sleep(0)
+        assert entrance.try_enter(num_tokens=1_000, timeout_s=60) is None, "its like"
+        assert entrance.try_enter(num_tokens=10, timeout_s=60) is not None
+        entrance.policy.ahead = 0
+        held.release()
+        assert (await large).num_tokens == 1_000
+
+    asyncio.run(test())
+
+
+def test_at_the_end_of_the_wait_there_is_one_more_look():
+    """What was queued may be done without any release."""
+
+    async def test():
+        entrance = Entrance()
+        entrance.try_enter()
+        entrance.policy.ahead = 50_000
+        entering = asyncio.ensure_future(entrance.enter())
+        await asyncio.sleep(0)
+        entrance.policy.ahead = 0
+        await entering
+        assert entrance.admission.num_requests == 2
+
+    asyncio.run(test())
+
+
+def test_a_lone_tenant_gets_eight_of_nine_places_and_the_next_one_finds_room():
+    entrance = Entrance(max_requests=900)
+    assert len(entrance.fill("greedy")) == 800
+    assert len(entrance.fill("polite", 50)) == 50
+    assert len(entrance.fill("third", 5)) == 5
+    message = entrance.rejection(tenant="greedy").message
+    assert "855 requests are being served, at most 900 are at a time, and 800 of them are yours" in message
+
+
+def test_places_come_to_be_shared_evenly():
+    entrance = Entrance(max_requests=900)
+    held = {"greedy": entrance.fill("greedy"), "polite": []}
+    for _ in range(2000):  # the greedy one's requests are answered, and each wants as many as it gets
+        if held["greedy"]:
+            held["greedy"].pop(0).release()
+        for tenant in held:
+            held[tenant] += entrance.fill(tenant, 1)
+    assert abs(len(held["greedy"]) - len(held["polite"])) <= 16
+    assert len(held["greedy"]) + len(held["polite"]) >= 800
+
+
+@pytest.mark.parametrize("max_requests", [1, 2, 8])
+def test_of_few_places_a_lone_tenant_gets_all(max_requests):
+    assert len(Entrance(max_requests=max_requests).fill("a")) == max_requests
+
+
+def test_a_tenant_whose_queue_is_full_is_rejected_and_another_is_not():
+    entrance = Entrance()
+    entrance.policy.ahead_of = {"greedy": 25_000, "polite": 100}
+    with entrance.try_enter(tenant="greedy"):
+        assert entrance.try_enter(tenant="greedy") is None
+        assert "about 25 s, at most 10 s" in entrance.rejection(tenant="greedy").message
+        assert entrance.try_enter(tenant="polite") is not None
+
+
+def test_what_another_tenant_has_not_queued_yet_is_waited_for_as_far_as_it_takes_turns():
+    entrance = Entrance()
+    with entrance.try_enter(9_000, tenant="greedy"), entrance.try_enter(9_000, tenant="greedy"):
+        assert entrance.admission.wait_s(20, NORMAL, "polite") == 0.02
+        assert entrance.admission.wait_s(20, NORMAL, "greedy") == 0.04
+        assert entrance.admission.wait_s(50_000, NORMAL, "polite") == 18
+
+
+def test_a_tenants_waiters_do_not_hold_up_another_tenant():
+    async def test():
+        entrance = Entrance(max_requests=9)
+        held = entrance.fill("greedy")
+        assert len(held) == 8
+        waiting = [asyncio.ensure_future(entrance.enter(tenant="greedy")) for _ in range(100)]
+        await asyncio.sleep(0)
+        polite = entrance.try_enter(tenant="polite")
+        assert polite is not None, "the waiters are not its like"
+        entrance.policy.ahead_of = {"greedy": 50_000}
+        late = asyncio.ensure_future(entrance.enter(tenant="polite"))  # there is no free permit
+        await asyncio.sleep(0)
+        held.pop().release()
+        assert (await late).tenant == "polite"
+        results = await asyncio.gather(*waiting, return_exceptions=True)
+        assert all(isinstance(result, TooManyRequests) for result in results)
+
+    asyncio.run(test())
+
+
+def test_waiters_of_several_tenants_are_admitted_by_turns():
+    async def test():
+        entrance = Entrance(max_requests=2)
+        held, entered = entrance.fill("first"), []
+
+        async def ask(tenant):
+            held.append(await entrance.enter(tenant=tenant))
+            entered.append(tenant)
+
+        tasks = [asyncio.ensure_future(ask(tenant)) for tenant in ("a", "a", "a", "b", "b")]
+        await asyncio.sleep(0)
+        for _ in range(4):
+            held.pop(0).release()
+            await asyncio.sleep(0)
+            await asyncio.sleep(0)
+        assert entered == ["a", "b", "a", "b"]
+        await asyncio.gather(*tasks, return_exceptions=True)
+
+    asyncio.run(test())
+
+
+def test_the_waiters_of_one_tenant_leave_room_for_those_of_another():
+    async def test():
+        entrance = Entrance(max_requests=1)
+        entrance.try_enter(tenant="greedy")
+        crowd = [asyncio.ensure_future(entrance.enter(tenant="greedy")) for _ in range(600)]
+        polite = asyncio.ensure_future(entrance.enter(tenant="polite"))
+        await asyncio.sleep(0)  # a rejection comes at once; the rest waits until its time is over
+        assert sum(task.done() for task in crowd) == 88
+        assert not polite.done()
+        await asyncio.gather(*crowd, polite, return_exceptions=True)
+
+    asyncio.run(test())
+
+
+def test_tenants_without_requests_are_forgotten():
+    async def test():
+        entrance = Entrance(max_requests=3)
+        for n in range(50):
+            with entrance.try_enter(tenant=f"comes and goes {n}"):
+                pass
+        permits = entrance.fill("a")
+        for n in range(5):
+            assert entrance.try_enter(tenant=f"finds no room {n}") is None
+        tasks = [asyncio.ensure_future(entrance.enter(tenant=f"waits {n}")) for n in range(5)]
+        await asyncio.sleep(0)
+        tasks[0].cancel()
+        permits.pop().release()
+        await asyncio.gather(*tasks, return_exceptions=True)
+        for task in tasks[1:]:
+            if not task.exception():
+                task.result().release()
+        for permit in permits:
+            permit.release()
+        assert entrance.admission._uses == {}
+        assert (entrance.admission.num_requests, entrance.admission.num_unqueued) == (0, 0)
+
+    asyncio.run(test())
+
+
+def test_a_new_waiter_costs_one_estimate_and_not_one_of_each_other():
+    async def test():
+        entrance = Entrance()
+        held = entrance.try_enter()
+        entrance.policy.ahead = 50_000
+        tasks = [asyncio.ensure_future(entrance.enter(tenant=f"t{n}")) for n in range(200)]
+        await asyncio.sleep(0)
+        assert entrance.policy.num_looks <= 200
+        for task in tasks:
+            task.cancel()
+        await asyncio.gather(*tasks, return_exceptions=True)
+        held.release()
+
+    asyncio.run(test())
+
+
+def test_waiters_are_looked_at_once_for_all_permits_released_in_a_turn():
+    async def test():
+        entrance = Entrance()
+        held = entrance.fill("a")
+        entrance.policy.ahead = 50_000
+        tasks = [asyncio.ensure_future(entrance.enter(tenant=f"t{n}")) for n in range(50)]
+        await asyncio.sleep(0)
+        entrance.policy.num_looks = 0
+        for permit in held[1:]:
+            permit.release()
+        assert len(held) > 50
+        await asyncio.sleep(0)
+        assert 1 <= entrance.policy.num_looks <= 16
+        entrance.policy.ahead = 0
+        held[0].release()
+        for permit in await asyncio.gather(*tasks):
+            permit.release()
+        assert entrance.admission.num_requests == entrance.admission.num_tenants == 0
+
+    asyncio.run(test())

@@ -1,0 +1,146 @@
+"""vLLM's dialect: every exchange to the byte, and its vectors beside those of /v1/embeddings."""
+
+from dataclasses import replace
+from typing import Any
+
+import numpy as np
+import pytest
+
+from tests.support.asking import PLAIN, answer, ask, body_of, read_in_pieces
+from vecd.gateway.api.dialects.vllm import DIALECT
+from vecd.gateway.api.model_info import ModelInfo
+from vecd.gateway.api.operations import Call, ParsedDecode, ParsedTokenize
+from vecd.gateway.types.errors import BadRequest, ModelNotFound
+from vecd.gateway.types.request import Dtype, Encoding, Form, Overflow, Token, Tokenizing
+from vecd.shm.output import Output
+
+POOLING = DIALECT.operations["POST /pooling"]
+TOKENIZE = DIALECT.operations["POST /tokenize"]
+DETOKENIZE = DIALECT.operations["POST /detokenize"]
+E5 = replace(PLAIN, prompts={"query": "query: "}, default_prompt="default: ")
+
+
+# --- pooling ----------------------------------------------------------------------------------------------------
+
+
+def test_pooling_takes_what_embeddings_take():
+    fields = {"input": ["a"], "model": "m:query", "truncate_prompt_tokens": 8, "embed_dtype": "float16"}
+    request = ask(POOLING, fields, model_info=E5).request
+    assert (request.forms, request.output) == ((Form(Encoding.FLOAT, Dtype.FLOAT16),), Output.VECTORS)
+    assert request.tokenizing == Tokenizing("query: ", Overflow.TRUNCATE, 8, are_ids_of_model=True)
+    request = ask(POOLING, {**fields, "task": "token_embed"}, model_info=E5).request
+    assert (request.output, request.normalize) == (Output.TOKENS, True)
+    request = ask(POOLING, {"input": "a", "task": "token_embed", "normalize": False, "dimensions": 384}).request
+    assert (request.output, request.normalize, request.dimensions) == (Output.TOKENS, False, None)
+
+
+@pytest.mark.parametrize(
+    ("fields", "model_info", "param", "says"),
+    [
+        ({"task": "retrieval.query"}, PLAIN, "task", "must be one of 'embed', 'token_embed', is 'retrieval.query'"),
+        ({"task": "token_embed", "dimensions": 64}, PLAIN, "dimensions", "must be 384, as many as a token's"),
+        ({"task": "token_embed", "truncate_dim": 0}, PLAIN, "truncate_dim", "must be 384"),
+        ({"task": "token_embed", "overflow": "chunk"}, PLAIN, "overflow", "does not go with chunks"),
+        ({"task": "token_embed"}, replace(PLAIN, overflow=Overflow.CHUNK), "overflow", "does not go with chunks"),
+        ({"task": "token_embed", "encoding_format": "npy"}, PLAIN, "encoding_format", "must be 'float' or 'base64'"),
+        ({"report": True, "encoding_format": "bytes"}, PLAIN, "report", "is part of a JSON answer"),
+        ({"messages": []}, PLAIN, "messages", "is not supported"),
+        ({"input": []}, PLAIN, "input", "the list is empty"),
+        ({"input_type": "query", "prompt": ""}, PLAIN, "input_type", "both choose the prompt"),
+    ],
+)
+def test_what_pooling_refuses(fields, model_info, param, says):
+    with pytest.raises(BadRequest) as caught:
+        ask(POOLING, {"input": "a", **fields}, model_info=model_info)
+    assert caught.value.param == param
+    assert says in caught.value.message
+
+
+def test_tokens_go_with_a_server_whose_default_is_chunks_if_the_request_says_so():
+    model_info = replace(PLAIN, overflow=Overflow.CHUNK)
+    request = ask(
+        POOLING, {"input": "a", "task": "token_embed", "truncate_prompt_tokens": -1}, model_info=model_info
+    ).request
+    assert request.tokenizing.overflow is Overflow.TRUNCATE
+
+
+def test_the_answers_shape():
+    response = answer(ask(POOLING, {"input": ["a", "b"]}), np.arange(6, dtype=np.float32).reshape(2, 3))
+    assert b'"data":[{"object":"pooling","index":0,"data":[0.0,1.0,2.0]},' in body_of(response)
+
+
+# --- tokens -----------------------------------------------------------------------------------------------------
+
+
+def tokenize(body: dict[str, Any], model_info: ModelInfo = PLAIN) -> ParsedTokenize:
+    assert TOKENIZE.tokenize is not None
+    return TOKENIZE.tokenize(Call(TOKENIZE.fields.read(body), {}, model_info))
+
+
+def detokenize(body: dict[str, Any], model_info: ModelInfo = PLAIN) -> ParsedDecode:
+    assert DETOKENIZE.decode is not None
+    return DETOKENIZE.decode(Call(DETOKENIZE.fields.read(body), {}, model_info))
+
+
+@pytest.mark.parametrize(
+    ("model", "prompt"), [(None, "default: "), ("m", "default: "), ("m:query", "query: "), ("m:document", "")]
+)
+def test_a_text_is_tokenized_as_it_would_be_embedded(model, prompt):
+    asked = tokenize({"prompt": "a", "model": model}, E5)
+    assert (asked.texts, asked.prompt, asked.add_special_tokens) == (["a"], prompt, True)
+    assert tokenize({"prompt": "a", "add_special_tokens": False}).add_special_tokens is False
+
+
+@pytest.mark.parametrize(
+    ("body", "param"),
+    [
+        ({}, "prompt"),
+        ({"prompt": ["a"]}, "prompt"),
+        ({"prompt": 5}, "prompt"),
+        ({"prompt": "a", "messages": []}, "messages"),
+        ({"prompt": "a", "return_token_strs": 1}, "return_token_strs"),
+    ],
+)
+def test_what_cannot_be_tokenized(body, param):
+    with pytest.raises(BadRequest) as caught:
+        tokenize(body)
+    assert caught.value.param == param
+
+
+@pytest.mark.parametrize(
+    "body",
+    [{}, {"tokens": []}, {"tokens": "a"}, {"tokens": [1.5]}, {"tokens": [True]}, {"tokens": [[1]]}, {"tokens": None}],
+)
+def test_what_is_no_list_of_ids(body):
+    with pytest.raises(BadRequest) as caught:
+        detokenize(body)
+    assert caught.value.param == "tokens"
+
+
+def test_another_models_tokens_are_not_counted_where_names_matter():
+    strict = replace(PLAIN, is_strict=True)
+    with pytest.raises(ModelNotFound):
+        tokenize({"prompt": "a", "model": "gpt"}, strict)
+    with pytest.raises(ModelNotFound):
+        detokenize({"tokens": [1], "model": "gpt"}, strict)
+
+
+def test_all_ids_of_a_large_body_are_decoded():
+    ids = list(range(5000))
+    fields = read_in_pieces(DETOKENIZE, {"tokens": ids}, max_ids=10, window_bytes=64)
+    assert DETOKENIZE.decode is not None
+    assert DETOKENIZE.decode(Call(DETOKENIZE.fields.read(fields), {}, PLAIN)).lists == [ids]
+
+
+def test_tokens_are_answered_with_their_texts_if_they_are_wanted():
+    tokens = [Token(101, "[CLS]", True, None, None), Token(1037, "a", False, 0, 1)]
+    answers = []
+    for more in ({}, {"return_token_strs": True}):
+        asked = tokenize({"prompt": "a", **more})
+        for some in ([], tokens[:1], tokens[1:], []):
+            asked.collector.put(0, some)
+        answers.append(body_of(asked.render()))
+    assert answers == [
+        b'{"count":2,"max_model_len":256,"tokens":[101,1037],"token_strs":null}',
+        b'{"count":2,"max_model_len":256,"tokens":[101,1037],"token_strs":["[CLS]","a"]}',
+    ]

@@ -1,0 +1,352 @@
+import asyncio
+import gzip
+import threading
+import zlib
+from collections.abc import Callable
+from typing import Any
+
+import orjson
+import pytest
+
+from vecd.gateway.api import bodies as bodies_module
+from vecd.gateway.api.bodies import Bodies
+from vecd.gateway.api.dialects.openai import FIELDS, parse_embeddings
+from vecd.gateway.api.json_stream import Bounds
+from vecd.gateway.api.model_info import ModelInfo
+from vecd.gateway.api.operations import Call, ParsedEmbed
+from vecd.gateway.http.decompress import zstd
+from vecd.gateway.tokenization.fair_pool import Threads
+from vecd.gateway.types.errors import BadRequest, PayloadTooLarge, TooManyRequests
+from vecd.gateway.types.messages import Coding
+from vecd.gateway.types.request import Overflow
+
+LARGE = frozenset({"input"})
+SERVED = ModelInfo(
+    model="m", aliases=(), is_strict=False, dim=384, hidden_size=384, max_tokens=256, is_normalized=True,
+    is_matryoshka=False, matryoshka_dims=(), pools_prompt=True, model_type="bert", pooling=("mean",), max_inputs=4,
+    max_request_tokens=None, max_body_bytes=10**9, max_batch_tokens=2048, max_requests=4096,
+    overflow=Overflow.TRUNCATE, compute_type="cpu", version="1", created_at=0,
+)  # fmt: skip
+
+
+def make_bodies(threads: Threads, *, max_inputs: int = 10, max_bytes: int = 10**9) -> Bodies:
+    return Bodies(threads, max_inputs=max_inputs, max_chars=10**9, max_ids=10**9, max_bytes=max_bytes)
+
+
+def parse(
+    body: bytes,
+    parse_fields: Callable[[dict[str, Any]], Any] = dict,
+    coding: Coding | None = None,
+    max_bytes: int = 10**9,
+) -> Any:
+    async def main() -> Any:
+        threads = Threads()
+        bodies = make_bodies(threads, max_inputs=100_000, max_bytes=max_bytes)
+        try:
+            return await bodies.parse(body, LARGE, parse_fields, small_fields=FIELDS.small, coding=coding)
+        finally:
+            threads.close()
+
+    return asyncio.run(main())
+
+
+@pytest.mark.parametrize("num_texts", [1, 20_000])
+def test_small_and_large_bodies_are_the_same(num_texts):
+    fields = {"input": [f"text {i}" for i in range(num_texts)], "model": "m", "other": [None, {"a": 1.5}]}
+    assert parse(orjson.dumps(fields)) == fields
+
+
+@pytest.mark.parametrize(("num_texts", "is_inline"), [(1, True), (20_000, False)])
+def test_fields_of_large_bodies_are_parsed_in_a_thread(num_texts, is_inline):
+    body = orjson.dumps({"input": ["text"] * num_texts})
+    thread = parse(body, lambda fields: threading.current_thread())
+    assert (thread is threading.main_thread()) is is_inline
+
+
+@pytest.mark.parametrize("padding", [b"", b" " * 100_000])
+@pytest.mark.parametrize(
+    ("body", "says"),
+    [
+        (b"", "is not valid JSON|must be a JSON object"),
+        (b"[]", "must be a JSON object"),
+        (b"null", "must be a JSON object"),
+        (b"{", "is not valid JSON"),
+        (b'{"input":"secret', "is not valid JSON"),
+        (b'{"input":"\\ud800"}', "is not valid JSON"),
+        (b'{"input":"\xff"}', "is not valid JSON"),
+        (b'{"input":NaN}', "is not valid JSON"),
+        (b'{"input":' + b"[" * 5000, "is not valid JSON"),
+    ],
+)
+def test_what_is_not_a_json_object_is_refused_and_not_quoted(padding, body, says):
+    with pytest.raises(BadRequest, match=says) as caught:
+        parse(padding + body)
+    assert "secret" not in caught.value.message
+
+
+@pytest.mark.parametrize("num_texts", [1, 20_000])
+def test_what_the_dialect_refuses_is_refused(num_texts):
+    def refuse(fields: dict[str, Any]) -> None:
+        raise BadRequest("as asked", param="input")
+
+    with pytest.raises(BadRequest, match="as asked"):
+        parse(orjson.dumps({"input": ["text"] * num_texts}), refuse)
+
+
+def test_bodies_that_wait_to_be_parsed_are_bounded(monkeypatch):
+    monkeypatch.setattr("vecd.gateway.api.bodies._MAX_WAITING_BYTES", 150_000)
+    body = b'{"input":"%b"}' % (b"x" * 100_000)
+
+    async def main() -> None:
+        threads = Threads()
+        bodies = make_bodies(threads)
+        try:
+            first = asyncio.ensure_future(bodies.parse(body, LARGE, dict))
+            await asyncio.sleep(0)
+            with pytest.raises(TooManyRequests, match=r"100012 bytes wait .* this one has 100012, at most 150000"):
+                await bodies.parse(body, LARGE, dict)
+            assert await bodies.parse(b'{"input":"small"}', LARGE, dict) == {"input": "small"}
+            await first
+            assert len((await bodies.parse(body, LARGE, dict))["input"]) == 100_000
+        finally:
+            threads.close()
+
+    asyncio.run(main())
+
+
+def test_a_tenant_s_bodies_take_at_most_half_of_the_room(monkeypatch):
+    monkeypatch.setattr("vecd.gateway.api.bodies._MAX_WAITING_BYTES", 300_000)
+    body = b'{"input":"%b"}' % (b"x" * 100_000)
+
+    async def main() -> None:
+        threads = Threads()
+        bodies = make_bodies(threads)
+
+        async def parse_for(tenant: str) -> int:
+            return len((await bodies.parse(body, LARGE, dict, tenant))["input"])
+
+        try:
+            first = asyncio.ensure_future(parse_for("a"))
+            await asyncio.sleep(0)
+            with pytest.raises(
+                TooManyRequests, match=r"this caller's bodies of 100012 bytes .* at most 150000"
+            ) as caught:
+                await parse_for("a")
+            assert caught.value.retry_after_s >= 1
+            second = asyncio.ensure_future(parse_for("b"))
+            await asyncio.sleep(0)
+            with pytest.raises(TooManyRequests, match=r"^bodies of 200024 bytes .* at most 300000"):
+                await parse_for("c")
+            assert {await first, await second} == {100_000}
+            assert await parse_for("a") == 100_000
+            assert bodies._num_waiting_bytes == 0
+            assert not bodies._num_bytes_of
+        finally:
+            threads.close()
+
+    asyncio.run(main())
+
+
+def test_where_callers_have_no_keys_all_share_the_room(monkeypatch):
+    monkeypatch.setattr("vecd.gateway.api.bodies._MAX_WAITING_BYTES", 300_000)
+    body = b'{"input":"%b"}' % (b"x" * 100_000)
+
+    async def main() -> None:
+        threads = Threads()
+        bodies = make_bodies(threads)
+        try:
+            two = [bodies.parse(body, LARGE, dict) for _ in range(2)]
+            assert [len(fields["input"]) for fields in await asyncio.gather(*two)] == [100_000, 100_000]
+        finally:
+            threads.close()
+
+    asyncio.run(main())
+
+
+PADDING = b" " * 100_000
+SURROGATE, DEEP = b'"\\ud800 secret"', b"[" * 1000 + b'"secret"' + b"]" * 1000
+
+
+@pytest.mark.parametrize("padding", [b"", PADDING], ids=["small", "large"])
+@pytest.mark.parametrize(
+    ("body", "says"),
+    [
+        (b"", "is not valid JSON|must be a JSON object"),
+        (b"  \n\t ", "is not valid JSON|must be a JSON object"),
+        (b"\xef\xbb\xbf{}", "is not valid JSON|must be a JSON object"),
+        (b'{"input":"secret"}{}', "is not valid JSON"),
+        (b'{"input":"secret"}\x00', "is not valid JSON"),
+        (b'{"input":%b}' % SURROGATE, "is not valid JSON"),
+        (b'{"input":[%b]}' % SURROGATE, "is not valid JSON"),
+        (b'{"user":%b}' % SURROGATE, "is not valid JSON"),
+        (b'{%b:1}' % SURROGATE, "is not valid JSON"),
+        (b'{"input":"\xed\xa0\x80"}', "is not valid JSON"),
+        (b'{"input":"\xc0\xaf"}', "is not valid JSON"),
+        (b'{"\xff":1}', "is not valid JSON"),
+        (b'{"input":-Infinity}', "is not valid JSON"),
+        (b"{'input':'secret'}", "is not valid JSON"),
+        (b'{"input":"secret"', "is not valid JSON"),
+        (b'{"input":[1 2]}', "is not valid JSON"),
+        (b'"secret"', "must be a JSON object"),
+        (b'[{"input":"secret"}]', "must be a JSON object"),
+        (b"1e999", "is not valid JSON|must be a JSON object"),
+        (b'{"input":' + b"[" * 1025 + b"]" * 1025 + b"}", "is not valid JSON"),
+    ],
+)  # fmt: skip
+def test_hostile_bodies_are_refused_and_not_quoted(padding, body, says):
+    for padded in (padding + body, body + padding):
+        with pytest.raises(BadRequest, match=says) as caught:
+            parse(padded)
+        assert "secret" not in caught.value.message
+
+
+@pytest.mark.parametrize("padding", [b"", PADDING], ids=["small", "large"])
+@pytest.mark.parametrize(
+    ("value", "param", "says"),
+    [
+        (b"1e999", None, "is not valid JSON"),
+        (b"9" * 100, "input", "'input' must be a string"),
+        (b"[%b]" % (b"9" * 100), "input", r"'input\[0\]' must be a string, is a number with a fraction, or too large"),
+        (
+            b"[1,%b]" % (b"9" * 100),
+            "input",
+            r"'input\[1\]' must be a token id, is a number with a fraction, or too large",
+        ),
+        (b"[1,1e999]", None, "is not valid JSON"),
+        (DEEP, "input", r"'input\[0\]\[0\]' must be a token id, is a list"),
+        (b"[]", "input", "the list is empty"),
+        (b"[[]]", "input", "is an empty list"),
+        (b"{}", "input", "is an object"),
+        (b"null", "input", "is required"),
+        (b'"x","input":["secret",1]', "input", r"'input\[1\]' must be a string"),
+        (b'"x","dimensions":1e400', None, "is not valid JSON"),
+        (b'"x","dimensions":%b' % (b"9" * 100), "dimensions", "must be a whole number"),
+        (b'"x","dimensions":384.0', "dimensions", "must be a whole number"),
+        (b'"x","priority":{"a":"secret"}', "priority", "must be a string or a whole number"),
+        (b'"x","model":["secret"]', "model", "must be a string, is a list"),
+        (b'"x","encoding_format":["secret"]', "encoding_format", "is a list"),
+    ],
+)
+def test_values_that_fit_no_field_are_refused_by_name(padding, value, param, says):
+    def parse_fields(fields: dict[str, Any]) -> ParsedEmbed:
+        return parse_embeddings(Call(FIELDS.read(fields), {}, SERVED))
+
+    body = b'{"input":%b}' % value
+    for padded in (padding + body, body + padding):
+        with pytest.raises(BadRequest, match=says) as caught:
+            parse(padded, parse_fields)
+        assert caught.value.param == param
+        assert "secret" not in caught.value.message
+        assert "999" not in caught.value.message
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("unit", "says"),
+    [
+        (b',"%d":1', "has more than 16384 fields"),
+        (b',"":1', "has more than 16384 fields"),
+        (b',"input":""', "has more than 16384 fields"),
+        (b',"input":[[]]', "has more than 16384 fields"),
+        (b',"user":"%b"' % (b"secret" * 100_000), "'user': .* 262144 bytes in all"),
+        (b',"model":"%b"' % (b"secret" * 100_000), "'model': .* 262144 bytes in all"),
+        (b',"priority":%b' % (b"1" * 1_000_000), "'priority': .* 262144 bytes in all"),
+        (b',"secret":%b' % (b"1" * 1_000_000), "^other fields and the names of fields: .* 262144 bytes in all"),
+        (b',"%b":1' % (b"secret" * 100_000), "the names of fields: .* 262144 bytes in all"),
+    ],
+)  # fmt: skip
+def test_what_a_body_is_filled_up_with_is_refused(unit, says):
+    units = (unit % index if b"%d" in unit else unit for index in range(20_000 if len(unit) < 100 else 1))
+    with pytest.raises(BadRequest, match=says) as caught:
+        parse(b'{"input":"x"' + b"".join(units) + b"}")
+    assert "secret" not in caught.value.message
+
+
+def test_no_small_body_has_more_fields_than_a_large_one_may():
+    """Else the same object would be taken or refused by its size."""
+    assert bodies_module._INLINE_BYTES // len(b'"":1,') < Bounds(max_items=1, max_chars=1, max_ids=1).max_fields
+
+
+# --- sent compressed ----------------------------------------------------------------------------------------------
+
+COMPRESS: dict[Coding, Callable[[bytes], bytes]] = {
+    Coding.GZIP: gzip.compress,
+    Coding.DEFLATE: zlib.compress,
+    Coding.ZSTD: zstd.compress,
+}
+
+
+@pytest.mark.parametrize("coding", Coding)
+@pytest.mark.parametrize("num_texts", [1, 20_000])
+def test_a_compressed_body_means_what_it_was_before(coding, num_texts):
+    body = orjson.dumps({"input": [f"text {i}" for i in range(num_texts)]})
+    assert parse(COMPRESS[coding](body), coding=coding) == parse(body)
+
+
+def test_a_small_body_that_becomes_large_is_parsed_in_a_thread():
+    body = orjson.dumps({"input": ["text"] * 20_000})
+    assert len(gzip.compress(body)) < 1000
+    thread = parse(gzip.compress(body), lambda fields: threading.current_thread(), Coding.GZIP)
+    assert thread is not threading.main_thread()
+    thread = parse(gzip.compress(b'{"input":"text"}'), lambda fields: threading.current_thread(), Coding.GZIP)
+    assert thread is threading.main_thread()
+
+
+@pytest.mark.parametrize("coding", Coding)
+@pytest.mark.parametrize("num_bytes", [1_000, 1_000_000])
+def test_a_compressed_body_is_bounded_by_what_it_becomes(coding, num_bytes):
+    body = b'{"input":"%b"}' % (b"x" * num_bytes)
+    assert len(parse(COMPRESS[coding](body), coding=coding, max_bytes=len(body))["input"]) == num_bytes
+    with pytest.raises(PayloadTooLarge, match=f"longer than the {len(body) - 1} bytes allowed"):
+        parse(COMPRESS[coding](body), coding=coding, max_bytes=len(body) - 1)
+
+
+@pytest.mark.parametrize("num_bytes", [0, 1_000_000])
+def test_what_is_not_of_its_coding_is_refused_and_not_quoted(num_bytes):
+    with pytest.raises(BadRequest, match="not valid gzip data") as caught:
+        parse(b'{"input":"secret"}' + b" " * num_bytes, coding=Coding.GZIP)
+    assert "secret" not in caught.value.message
+    with pytest.raises(BadRequest, match=r"is not valid JSON|must be a JSON object"):
+        parse(gzip.compress(b"secret" + b" " * num_bytes), coding=Coding.GZIP)
+
+
+def test_what_bodies_become_is_bounded_together_while_they_become_it(monkeypatch):
+    monkeypatch.setattr("vecd.gateway.api.bodies._MAX_WAITING_BYTES", 30_000_000)
+    monkeypatch.setattr("vecd.gateway.api.bodies._INFLATED_AT_A_TIME_BYTES", 100_000)
+    bomb = gzip.compress(b'{"input":"%b"}' % (b"x" * 20_000_000))
+
+    async def main() -> None:
+        threads = Threads()
+        bodies = make_bodies(threads)
+        most = 0
+
+        def watched(fields: dict[str, Any]) -> int:
+            return len(fields["input"])
+
+        async def watch() -> None:
+            nonlocal most
+            while True:
+                most = max(most, bodies._num_waiting_bytes)
+                await asyncio.sleep(0)
+
+        watching = asyncio.ensure_future(watch())
+        try:
+            three = [bodies.parse(bomb, LARGE, watched, coding=Coding.GZIP) for _ in range(3)]
+            ends = await asyncio.gather(*three, return_exceptions=True)
+            assert ends.count(20_000_000) == 1
+            assert sum(isinstance(end, TooManyRequests) for end in ends) == 2
+            assert most <= 30_000_000
+            assert bodies._num_waiting_bytes == 0
+            assert not bodies._num_bytes_of
+            left = asyncio.ensure_future(bodies.parse(bomb, LARGE, watched, coding=Coding.GZIP))
+            while not bodies._num_waiting_bytes:
+                await asyncio.sleep(0)
+            left.cancel()
+            await asyncio.wait([left])
+            assert left.cancelled()
+            assert bodies._num_waiting_bytes == 0
+        finally:
+            watching.cancel()
+            threads.close()
+
+    asyncio.run(main())

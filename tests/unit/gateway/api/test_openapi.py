@@ -1,0 +1,142 @@
+"""/openapi.json says all that is served, and nothing else."""
+
+import json
+from dataclasses import replace
+from typing import Any
+
+import jsonschema_rs
+import pytest
+
+from tests.support.asking import PLAIN
+from vecd.gateway.api.handlers import OperationsHandler
+from vecd.gateway.api.openapi import describe_api
+from vecd.gateway.api.registry import DIALECTS, ROUTES
+from vecd.gateway.api.routes import admin_table, public_table
+
+SERVED = replace(
+    PLAIN, model="m", dim=8, hidden_size=8, max_tokens=16, max_inputs=7, max_request_tokens=1000, max_body_bytes=12345
+)
+PUBLIC = public_table(ROUTES, has_admin_listener=False, has_keys=True)
+
+
+@pytest.fixture(scope="module")
+def document() -> dict[str, Any]:
+    return describe_api(PUBLIC, SERVED, has_keys=True)
+
+
+def operations(document: dict[str, Any]) -> dict[tuple[str, str], dict[str, Any]]:
+    return {
+        (method.upper(), path): about
+        for path, item in document["paths"].items()
+        for method, about in item.items()
+        if method != "parameters"
+    }
+
+
+def test_every_route_is_in_it_and_no_other(document):
+    model_info = {(method, path.replace("/*", "/{name}")) for path, methods in PUBLIC.items() for method in methods}
+    assert set(operations(document)) == model_info
+
+
+def test_the_admin_listener_has_a_document_of_its_own():
+    described = describe_api(admin_table(ROUTES), SERVED, has_keys=False)
+    assert ("POST", "/admin/reload") in operations(described)
+    assert ("POST", "/v1/embeddings") not in operations(described)
+
+
+def test_names_of_operations_are_different(document):
+    names = [about["operationId"] for about in operations(document).values()]
+    assert len(names) == len(set(names))
+
+
+def test_every_field_that_is_parsed_is_in_it(document):
+    for path, methods in PUBLIC.items():
+        for method, route in methods.items():
+            if not isinstance(route.handler, OperationsHandler):
+                continue
+            text = json.dumps(document["paths"][path.replace("/*", "/{name}")][method.lower()])
+            for claim in route.handler.claims:
+                for field in claim.operation.fields:
+                    assert f'"{field.name}": ' in text, (path, field.name)
+                    assert field.description
+
+
+def test_every_schema_is_one(document):
+    for (method, path), about in operations(document).items():
+        contents = [about.get("requestBody", {}).get("content", {})]
+        contents += [response.get("content", {}) for response in about["responses"].values()]
+        for content in contents:
+            for media in content.values():
+                schema = media.get("schema", {})
+                jsonschema_rs.meta.validate({**schema, "components": document["components"]})
+                assert schema or method == "POST", path
+
+
+def test_every_reference_leads_somewhere(document):
+    def references(value: Any) -> list[str]:
+        found = [value["$ref"]] if isinstance(value, dict) and "$ref" in value else []
+        items = value.values() if isinstance(value, dict) else value if isinstance(value, list) else []
+        return found + [reference for item in items for reference in references(item)]
+
+    for reference in references(document):
+        assert reference.removeprefix("#/components/schemas/") in document["components"]["schemas"]
+
+
+def test_errors_are_said_with_their_shape(document):
+    about = document["paths"]["/v1/embeddings"]["post"]
+    assert {"400", "401", "403", "404", "408", "413", "415", "429", "431", "500", "503"} <= set(about["responses"])
+    for status in ("429", "503"):
+        assert "retry-after" in about["responses"][status]["headers"]
+    for dialect in DIALECTS:
+        assert dialect.error.get("required"), dialect.name
+
+
+def test_limits_are_those_of_the_server(document):
+    description = document["info"]["description"]
+    for limit in ("`m`", " 8 dimensions", " 16 tokens", " 7 inputs", " 1000 tokens", " 12345 bytes"):
+        assert limit in description
+    schema = json.dumps(document["paths"]["/v1/embeddings"]["post"]["requestBody"])
+    assert '"maxItems": 7' in schema
+    without_limit = describe_api(PUBLIC, replace(SERVED, max_request_tokens=None), has_keys=False)
+    assert "any number of tokens" in without_limit["info"]["description"]
+
+
+def body_fields(document: dict[str, Any], path: str) -> dict[str, Any]:
+    schema = document["paths"][path]["post"]["requestBody"]["content"]["application/json"]["schema"]
+    fields: dict[str, Any] = schema["properties"]
+    return fields
+
+
+def test_vectors_of_tokens_have_a_length_of_their_own():
+    """Which some models' vectors have not."""
+    described = describe_api(PUBLIC, replace(SERVED, hidden_size=12), has_keys=False)
+    assert body_fields(described, "/pooling")["dimensions"]["enum"] == [8, 12, None]
+    assert body_fields(described, "/v1/embeddings")["dimensions"]["enum"] == [8, None]
+    matryoshka = describe_api(PUBLIC, replace(SERVED, hidden_size=12, is_matryoshka=True), has_keys=False)
+    assert body_fields(matryoshka, "/pooling")["dimensions"]["maximum"] == 12
+    assert body_fields(matryoshka, "/v1/embeddings")["dimensions"]["maximum"] == 8
+
+
+def test_no_more_tokens_may_be_asked_for_than_the_model_takes(document):
+    for path in ("/v1/embeddings", "/pooling"):
+        assert body_fields(document, path)["truncate_prompt_tokens"]["maximum"] == 16
+
+
+def test_what_never_succeeds_has_no_200(document):
+    for path in ("/rerank", "/predict", "/embed_sparse"):
+        responses = document["paths"][path]["post"]["responses"]
+        assert "200" not in responses
+        assert "424" in responses
+    assert all(
+        "200" in about["responses"] or "202" in about["responses"]
+        for (_, path), about in operations(document).items()
+        if path not in ("/rerank", "/predict", "/embed_sparse")
+    )
+
+
+def test_keys_are_asked_for_only_where_there_are_some(document):
+    assert document["paths"]["/v1/embeddings"]["post"]["security"]
+    assert "security" not in document["paths"]["/health"]["get"]
+    open_to_all = describe_api(PUBLIC, SERVED, has_keys=False)
+    assert "security" not in open_to_all["paths"]["/v1/embeddings"]["post"]
+    assert not open_to_all["components"]["securitySchemes"]

@@ -1,0 +1,71 @@
+"""docs/output-types.md: every snippet of it reads what the gateway writes."""
+
+import base64
+import io
+import re
+from pathlib import Path
+
+import numpy as np
+import orjson
+import pytest
+
+from vecd.gateway.api.dialects.rows import render_rows
+from vecd.gateway.encoding.fragments import Encoder, Matrix
+from vecd.gateway.encoding.quantization import normalize
+from vecd.gateway.types.request import Dtype, EmbedRequest, Encoding, Form
+from vecd.shm.card import ModelCard, Step
+from vecd.shm.output import Output
+
+_PAGE = (Path(__file__).parents[4] / "docs" / "output-types.md").read_text()
+_SNIPPETS = dict(re.findall(r"^```python (.+?)\n(.*?)^```$", _PAGE, re.MULTILINE | re.DOTALL))
+_DIM = 1536
+_ROWS = normalize(np.random.default_rng(0).standard_normal((5, _DIM), dtype=np.float32))
+_READING = [name for name in _SNIPPETS if name.split()[0] in {encoding.value for encoding in Encoding}]
+
+# Of an element, which is some 1/40.
+_TOLERANCES = {
+    Dtype.FLOAT32: 0.0, Dtype.FLOAT16: 1e-4, Dtype.BFLOAT16: 6e-4, Dtype.INT8: 0.0033, Dtype.UINT8: 0.0033,
+}  # fmt: skip
+
+
+def test_there_is_a_snippet_for_each_dtype_and_encoding():
+    words = {word for name in _READING for word in name.split()}
+    assert words >= {member.value for enum in (Dtype, Encoding) for member in enum}
+
+
+@pytest.mark.parametrize("name", _READING)
+def test_what_a_snippet_reads_is_the_vector(name, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    encoding, dtype, *others = name.split()
+    form = Form(Encoding(encoding), Dtype(dtype), "big-endian" in others)
+    ranges_path = None
+    if "ranges-file" in others:
+        exec(_SNIPPETS["ranges-file"], {"np": np, "vectors": _ROWS})
+        ranges_path = "ranges.npy"
+    output = Output.TOKENS if "tokens" in others else Output.VECTORS
+    card = ModelCard(
+        "/m", "/m", "bert", _DIM, _DIM, 512, 99, ("mean",), (Step("normalize"),), lowercase=False, prompt=""
+    )
+    num_inputs = 1 if output is Output.TOKENS else len(_ROWS)
+    request = EmbedRequest(["text"] * num_inputs, (form,), output=output)
+    [collector] = Encoder(card, ranges_path).make_collectors(request)
+    names = {"np": np, "io": io, "base64": base64, "dim": _DIM, "hidden_size": _DIM}
+    if output is Output.TOKENS:
+        collector.put_tokens(0, _ROWS, 0)
+    else:
+        collector.put(0, _ROWS)
+    if isinstance(collector, Matrix):
+        pieces = render_rows(collector, model="m", num_tokens=1).body
+        names["body"] = pieces if isinstance(pieces, bytes) else b"".join(pieces)
+        expected = _ROWS
+    else:
+        names["embedding"] = orjson.loads(collector.fragments[0])
+        expected = _ROWS if output is Output.TOKENS else _ROWS[0]
+    exec(_SNIPPETS[name], names)
+    vectors = names["vectors"]
+    assert isinstance(vectors, np.ndarray)
+    assert (vectors.dtype, vectors.shape) == (np.float32, expected.shape)
+    if form.dtype in _TOLERANCES:
+        np.testing.assert_allclose(vectors, expected, rtol=0, atol=_TOLERANCES[form.dtype])
+    else:
+        assert np.array_equal(vectors, np.where(expected > 0, 1, -1))
