@@ -1,13 +1,18 @@
 """Fixtures that several folders of tests use, how a run is divided among processes, and where its results are kept."""
 
+import asyncio
 import fcntl
+import functools
 import hashlib
 import importlib.util
+import inspect
 import json
 import os
+from collections.abc import Generator
 from datetime import UTC, datetime
 from functools import cache
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -25,6 +30,8 @@ settings.load_profile("vecd")
 
 _MAX_PROCESSES = 8
 """Each may have the reference model and servers of its own."""
+_ASYNC_DEADLINE_S = 30.0
+"""Of a test that is a coroutine, without its fixtures. Far more than any takes."""
 _RESULT = "RESULT "
 """So begins a line of a test's output that is to be kept: one JSON object follows."""
 
@@ -54,6 +61,27 @@ def pytest_runtest_logreport(report: pytest.TestReport) -> None:
     }
     with open(path, "a", encoding="utf-8") as file:
         file.write(json.dumps(record) + "\n")
+
+
+@pytest.fixture(scope="session")
+def anyio_backend() -> tuple[str, dict[str, bool]]:
+    """Tests that are coroutines run in an event loop of their own, of the gateway's kind."""
+    return "asyncio", {"use_uvloop": True}
+
+
+@pytest.hookimpl(wrapper=True)
+def pytest_pyfunc_call(pyfuncitem: pytest.Function) -> Generator[None, Any, Any]:
+    """Give every test that is a coroutine a deadline, so that a hang is a failure with a traceback."""
+    test = pyfuncitem.obj
+    if inspect.iscoroutinefunction(test):
+
+        @functools.wraps(test)
+        async def within_deadline(**fixtures: Any) -> None:
+            async with asyncio.timeout(_ASYNC_DEADLINE_S):
+                await test(**fixtures)
+
+        pyfuncitem.obj = within_deadline
+    return (yield)
 
 
 @pytest.fixture(scope="session")

@@ -1,12 +1,14 @@
 """A dispatcher over real ZeroMQ, and workers that a test plays.
 
-Owns their making and their end. `run(test)` calls `await test(bench)` with a dispatcher that has been started.
+Owns their making and their end. Most tests take the fixture `bench`, whose dispatcher has been started.
 """
 
 import asyncio
 import os
 from array import array
-from collections.abc import Callable
+from collections.abc import AsyncIterator, Callable, Coroutine
+from contextlib import asynccontextmanager
+from typing import Any
 
 import numpy as np
 import pytest
@@ -229,14 +231,22 @@ class Bench:
         os.close(self.address_fd)
 
 
-def run(test: Callable, **options) -> None:
+@asynccontextmanager
+async def running_bench(**options) -> AsyncIterator[Bench]:
+    """A bench whose dispatcher runs. `options` are the bench's."""
+    bench = Bench(**options)
+    bench.dispatcher.start(bench.listening.detach())
+    try:
+        yield bench
+    finally:
+        bench.close()
+
+
+def run(test: Callable[[Bench], Coroutine[Any, Any, None]]) -> None:
+    """For tests that hypothesis runs: each example has a bench and an event loop of its own."""
+
     async def main() -> None:
-        bench = Bench(**options)
-        bench.dispatcher.start(bench.listening.detach())
-        try:
-            async with asyncio.timeout(3 * DEADLINE_S):
-                await test(bench)
-        finally:
-            bench.close()
+        async with running_bench() as bench, asyncio.timeout(3 * DEADLINE_S):
+            await test(bench)
 
     asyncio.run(main())

@@ -8,13 +8,11 @@ import socket
 import struct
 import time
 import weakref
-from collections.abc import AsyncIterator, Callable, Coroutine, Iterator
+from collections.abc import AsyncIterator, Callable, Iterator
 from contextlib import asynccontextmanager, contextmanager, suppress
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
-
-import uvloop
 
 from tests.support.certificates import Certificate
 from vecd.gateway.api.dialects import openai
@@ -248,15 +246,6 @@ async def serving(
     assert server.num_connections == 0
     assert server.num_requests_in_flight == 0
     assert server.num_arriving_bytes == 0
-
-
-def run(test: Coroutine[Any, Any, None]) -> None:
-    async def within_deadline() -> None:
-        async with asyncio.timeout(DEADLINE_S):
-            await test
-
-    with asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner:
-        runner.run(within_deadline())
 
 
 async def until(is_so: Callable[[], bool]) -> None:

@@ -3,7 +3,7 @@
 import asyncio
 import threading
 from array import array
-from collections.abc import Callable
+from collections.abc import AsyncIterator
 from contextlib import suppress
 from dataclasses import replace
 from functools import cache
@@ -15,7 +15,7 @@ import orjson
 import pytest
 
 from tests.support.described import Collected
-from tests.support.dispatching import EPOCH, SPEC, Bench, Worker, run
+from tests.support.dispatching import EPOCH, SPEC, Bench, Worker
 from vecd.gateway import pipeline as app_module
 from vecd.gateway.admission.admission import Admission
 from vecd.gateway.admission.principals import Principal, Principals
@@ -73,7 +73,8 @@ def planned_config() -> GatewayConfig:
 class Service:
     """An app in front of a bench's dispatcher, and a key with limits."""
 
-    def __init__(self, bench: Bench, *, normalizes: bool) -> None:
+    def __init__(self, bench: Bench, *, normalizes: bool = True) -> None:
+        """`normalizes`: the model's last step does."""
         key = ApiKey("a", sha256(b"secret").hexdigest(), tokens_per_s=1e6)
         planned = planned_config()
         steps = planned.card.steps if normalizes else ()
@@ -129,128 +130,103 @@ def inputs_of(batch) -> list[int]:
     return [int(ids[start]) for start in np.cumsum(lengths) - lengths]
 
 
-def run_service(test: Callable, *, normalizes: bool = True) -> None:
-    """`normalizes`: the model's last step does."""
-
-    async def with_service(bench: Bench) -> None:
-        await test(bench, Service(bench, normalizes=normalizes))
-
-    run(with_service)
+@pytest.fixture
+async def service(bench: Bench) -> Service:
+    return Service(bench)
 
 
-def test_what_happens_to_a_request_is_noted():
-    async def test(bench, service):
-        worker = bench.add_worker()
-        timeline = RequestTimeline()
-        embedding = service.embed([1, 1], [2], timeline=timeline)
-        await asyncio.sleep(0)
-        assert not timeline.is_embedded
-        worker.answer(await worker.receive())
-        await embedding
-        assert (timeline.num_inputs, timeline.num_tokens) == (2, 3)
-        assert timeline.is_embedded
-        instants = (timeline.arrived_at, timeline.entered_at, timeline.tokenized_at, timeline.sent_at, timeline.done_at)
-        assert list(instants) == sorted(instants)
-
-    run_service(test)
+async def test_what_happens_to_a_request_is_noted(bench, service):
+    worker = bench.add_worker()
+    timeline = RequestTimeline()
+    embedding = service.embed([1, 1], [2], timeline=timeline)
+    await asyncio.sleep(0)
+    assert not timeline.is_embedded
+    worker.answer(await worker.receive())
+    await embedding
+    assert (timeline.num_inputs, timeline.num_tokens) == (2, 3)
+    assert timeline.is_embedded
+    instants = (timeline.arrived_at, timeline.entered_at, timeline.tokenized_at, timeline.sent_at, timeline.done_at)
+    assert list(instants) == sorted(instants)
 
 
-def test_an_answered_request_pays_for_its_tokens():
-    async def test(bench, service):
-        worker = bench.add_worker()
-        embedding = service.embed([1, 1], [2])
-        worker.answer(await worker.receive())
-        assert (await embedding).num_tokens == 3
-        assert service.num_paid() == 3
-
-    run_service(test)
+async def test_an_answered_request_pays_for_its_tokens(bench, service):
+    worker = bench.add_worker()
+    embedding = service.embed([1, 1], [2])
+    worker.answer(await worker.receive())
+    assert (await embedding).num_tokens == 3
+    assert service.num_paid() == 3
 
 
-def test_what_never_came_to_a_worker_costs_nothing():
-    async def test(bench, service):
-        with pytest.raises(DeadlinePassed):
-            await service.embed([1, 1], timeout_s=0.01)
-        gone = service.embed([1, 1])
-        await asyncio.sleep(0)
-        gone.cancel()
-        await asyncio.wait([gone])
-        bench.dispatcher.broken = "it is broken"
-        with pytest.raises(Unavailable):
-            await service.embed([1, 1])
-        assert service.num_paid() == 0
-
-    run_service(test)
+async def test_what_never_came_to_a_worker_costs_nothing(bench, service):
+    with pytest.raises(DeadlinePassed):
+        await service.embed([1, 1], timeout_s=0.01)
+    gone = service.embed([1, 1])
+    await asyncio.sleep(0)
+    gone.cancel()
+    await asyncio.wait([gone])
+    bench.dispatcher.broken = "it is broken"
+    with pytest.raises(Unavailable):
+        await service.embed([1, 1])
+    assert service.num_paid() == 0
 
 
-def test_what_the_engine_fails_on_or_a_dying_worker_loses_costs_nothing():
-    async def test(bench, service):
-        worker = bench.add_worker()
-        failing = service.embed([1, 1])
-        batch = await worker.receive()
-        worker.send(Failed(EPOCH, batch.number, batch.slot, FailureCode.ENGINE_ERROR))
-        with pytest.raises(ServerError):
-            await failing
-        assert service.num_paid() == 0
+async def test_what_the_engine_fails_on_or_a_dying_worker_loses_costs_nothing(bench, service):
+    worker = bench.add_worker()
+    failing = service.embed([1, 1])
+    batch = await worker.receive()
+    worker.send(Failed(EPOCH, batch.number, batch.slot, FailureCode.ENGINE_ERROR))
+    with pytest.raises(ServerError):
+        await failing
+    assert service.num_paid() == 0
 
-        lost = service.embed([1, 1])
-        await worker.receive()
-        crash(bench, worker)
-        lost.cancel()
-        await asyncio.wait([lost])
-        assert service.num_paid() == 0
-
-    run_service(test)
+    lost = service.embed([1, 1])
+    await worker.receive()
+    crash(bench, worker)
+    lost.cancel()
+    await asyncio.wait([lost])
+    assert service.num_paid() == 0
 
 
-def test_what_a_worker_has_is_paid_for_by_whoever_does_not_wait():
+async def test_what_a_worker_has_is_paid_for_by_whoever_does_not_wait(bench, service):
     """Else a caller who never waits would embed for nothing."""
 
-    async def test(bench, service):
-        worker = bench.add_worker()
-        embedding = service.embed([1, 1], [2])
-        await worker.receive()
+    worker = bench.add_worker()
+    embedding = service.embed([1, 1], [2])
+    await worker.receive()
+    embedding.cancel()
+    await asyncio.wait([embedding])
+    assert service.num_paid() == 3
+
+
+async def test_an_input_that_ends_workers_is_found_out_though_nobody_waits_for_it(bench, service):
+    for life in range(1, 4):
+        worker = bench.add_worker(0, life)
+        embedding = service.embed([13], [life], principal=Principal("anybody"))
+        batch = await worker.receive()
+        assert inputs_of(batch) == ([13, life] if life < 3 else [13]), "the third time it is isolated"
         embedding.cancel()
         await asyncio.wait([embedding])
-        assert service.num_paid() == 3
-
-    run_service(test)
-
-
-def test_an_input_that_ends_workers_is_found_out_though_nobody_waits_for_it():
-    async def test(bench, service):
-        for life in range(1, 4):
-            worker = bench.add_worker(0, life)
-            embedding = service.embed([13], [life], principal=Principal("anybody"))
-            batch = await worker.receive()
-            assert inputs_of(batch) == ([13, life] if life < 3 else [13]), "the third time it is isolated"
-            embedding.cancel()
-            await asyncio.wait([embedding])
-            crash(bench, worker)
-        with pytest.raises(ServerError) as caught:
-            await service.embed([13], principal=Principal("anybody"))
-        assert caught.value.code == "poison_input"
-
-    run_service(test)
+        crash(bench, worker)
+    with pytest.raises(ServerError) as caught:
+        await service.embed([13], principal=Principal("anybody"))
+    assert caught.value.code == "poison_input"
 
 
-def test_an_input_that_has_been_computed_is_not_isolated_any_more():
-    async def test(bench, service):
-        first = bench.add_worker(0, 1)
-        embedding = service.embed([1], [2])
-        await first.receive()
-        crash(bench, first)
-        second = bench.add_worker(0, 2)
+async def test_an_input_that_has_been_computed_is_not_isolated_any_more(bench, service):
+    first = bench.add_worker(0, 1)
+    embedding = service.embed([1], [2])
+    await first.receive()
+    crash(bench, first)
+    second = bench.add_worker(0, 2)
+    second.answer(await second.receive())
+    await embedding
+    for life in (3, 4):  # each alone, and never the third in a row
+        embedding = service.embed([1])
+        await second.receive()
+        crash(bench, second)
+        second = bench.add_worker(0, life)
         second.answer(await second.receive())
         await embedding
-        for life in (3, 4):  # each alone, and never the third in a row
-            embedding = service.embed([1])
-            await second.receive()
-            crash(bench, second)
-            second = bench.add_worker(0, life)
-            second.answer(await second.receive())
-            await embedding
-
-    run_service(test)
 
 
 def fragments_of(embedded: Embedded) -> list[Any]:
@@ -260,66 +236,55 @@ def fragments_of(embedded: Embedded) -> list[Any]:
     return [orjson.loads(fragment) for fragment in collector.fragments]
 
 
-def test_a_chunk_that_is_sent_again_counts_once_and_is_paid_for_once():
-    async def test(bench, service):
-        doomed = bench.add_worker(0, 1)
-        embedding = service.embed([SPLIT, 10, 20], [7])
-        await doomed.receive()
-        crash(bench, doomed)
-        heir = bench.add_worker(0, 2)
-        heir.answer(await heir.receive())
-        embedded = await embedding
-        assert fragments_of(embedded) == [[15.0] * SPEC.dim, [7.0] * SPEC.dim]
-        assert (embedded.num_tokens, embedded.num_chunked) == (3, 1)
-        assert service.num_paid() == 3
-
-    run_service(test, normalizes=False)
+async def test_a_chunk_that_is_sent_again_counts_once_and_is_paid_for_once(bench):
+    service = Service(bench, normalizes=False)
+    doomed = bench.add_worker(0, 1)
+    embedding = service.embed([SPLIT, 10, 20], [7])
+    await doomed.receive()
+    crash(bench, doomed)
+    heir = bench.add_worker(0, 2)
+    heir.answer(await heir.receive())
+    embedded = await embedding
+    assert fragments_of(embedded) == [[15.0] * SPEC.dim, [7.0] * SPEC.dim]
+    assert (embedded.num_tokens, embedded.num_chunked) == (3, 1)
+    assert service.num_paid() == 3
 
 
-def test_rows_of_tokens_survive_a_worker_and_are_paid_for_once():
-    async def test(bench, service):
-        doomed = bench.add_worker(0, 1)
-        embedding = service.embed([1, 2], [3], output=Output.TOKENS)
-        await doomed.receive()
-        crash(bench, doomed)
-        heir = bench.add_worker(0, 2)
-        heir.answer(await heir.receive())
-        assert fragments_of(await embedding) == [[[1.0] * SPEC.dim, [2.0] * SPEC.dim], [[3.0] * SPEC.dim]]
-        assert service.num_paid() == 3
-
-    run_service(test)
+async def test_rows_of_tokens_survive_a_worker_and_are_paid_for_once(bench, service):
+    doomed = bench.add_worker(0, 1)
+    embedding = service.embed([1, 2], [3], output=Output.TOKENS)
+    await doomed.receive()
+    crash(bench, doomed)
+    heir = bench.add_worker(0, 2)
+    heir.answer(await heir.receive())
+    assert fragments_of(await embedding) == [[[1.0] * SPEC.dim, [2.0] * SPEC.dim], [[3.0] * SPEC.dim]]
+    assert service.num_paid() == 3
 
 
 @pytest.mark.parametrize("output", [Output.VECTORS, Output.TOKENS])
-def test_an_input_that_ends_workers_is_refused_whatever_is_asked_of_it(output):
-    async def test(bench, service):
-        for life in range(1, 4):
-            worker = bench.add_worker(0, life)
-            embedding = service.embed([13], principal=Principal("anybody"), output=output)
-            await worker.receive()
-            embedding.cancel()
-            await asyncio.wait([embedding])
-            crash(bench, worker)
-        for again in ([13],), ([SPLIT, 5, 13],):
-            with pytest.raises(ServerError, match=r"'input\[0\]'") as caught:
-                await service.embed(*again, principal=Principal("anybody"))
-            assert caught.value.code == "poison_input"
-        assert bench.policy.queued_sequences == 0
-
-    run_service(test)
+async def test_an_input_that_ends_workers_is_refused_whatever_is_asked_of_it(output, bench, service):
+    for life in range(1, 4):
+        worker = bench.add_worker(0, life)
+        embedding = service.embed([13], principal=Principal("anybody"), output=output)
+        await worker.receive()
+        embedding.cancel()
+        await asyncio.wait([embedding])
+        crash(bench, worker)
+    for again in ([13],), ([SPLIT, 5, 13],):
+        with pytest.raises(ServerError, match=r"'input\[0\]'") as caught:
+            await service.embed(*again, principal=Principal("anybody"))
+        assert caught.value.code == "poison_input"
+    assert bench.policy.queued_sequences == 0
 
 
-def test_a_text_has_no_more_rows_than_a_slot():
-    async def test(bench, service):
-        worker = bench.add_worker()
-        fits, too_long = [1] * SPEC.rows_per_slot, [1] * (SPEC.rows_per_slot + 1)
-        embedding = service.embed(fits, output=Output.TOKENS)
-        worker.answer(await worker.receive())
-        assert len(fragments_of(await embedding)[0]) == SPEC.rows_per_slot
-        with pytest.raises(BadRequest, match=r"'input\[1\]' has 9 tokens"):
-            await service.embed([1], too_long, output=Output.TOKENS)
-
-    run_service(test)
+async def test_a_text_has_no_more_rows_than_a_slot(bench, service):
+    worker = bench.add_worker()
+    fits, too_long = [1] * SPEC.rows_per_slot, [1] * (SPEC.rows_per_slot + 1)
+    embedding = service.embed(fits, output=Output.TOKENS)
+    worker.answer(await worker.receive())
+    assert len(fragments_of(await embedding)[0]) == SPEC.rows_per_slot
+    with pytest.raises(BadRequest, match=r"'input\[1\]' has 9 tokens"):
+        await service.embed([1], too_long, output=Output.TOKENS)
 
 
 class Superseded(ApiError):
@@ -329,43 +294,36 @@ class Superseded(ApiError):
         super().__init__("another is in its place")
 
 
-def test_an_app_that_has_ended_answers_with_the_error_that_it_was_given():
-    async def test(bench, service):
-        waiting = [service.embed([1]) for _ in range(2)]
-        await asyncio.sleep(0)
-        service.app.end(Superseded)
-        results = await asyncio.gather(*waiting, service.embed([1]), return_exceptions=True)
-        assert [type(result) for result in results] == [Superseded] * 3
-        assert len(set(map(id, results))) == 3
-        service.app.give_up()
-        with pytest.raises(Unavailable, match="shutting down"):
-            await service.embed([1])
-        assert service.num_paid() == 0
-
-    run_service(test)
+async def test_an_app_that_has_ended_answers_with_the_error_that_it_was_given(bench, service):
+    waiting = [service.embed([1]) for _ in range(2)]
+    await asyncio.sleep(0)
+    service.app.end(Superseded)
+    results = await asyncio.gather(*waiting, service.embed([1]), return_exceptions=True)
+    assert [type(result) for result in results] == [Superseded] * 3
+    assert len(set(map(id, results))) == 3
+    service.app.give_up()
+    with pytest.raises(Unavailable, match="shutting down"):
+        await service.embed([1])
+    assert service.num_paid() == 0
 
 
-def test_vectors_of_tokens_are_bounded_in_one_request_and_in_all(monkeypatch):
+async def test_vectors_of_tokens_are_bounded_in_one_request_and_in_all(monkeypatch, bench, service):
     """5 tokens of a request, 8 of all that run: what is over leaves room for others."""
     monkeypatch.setattr(app_module, "_MAX_TOKEN_FLOATS", 5 * SPEC.dim)
     monkeypatch.setattr(app_module, "_MAX_RUNNING_TOKEN_FLOATS", 8 * SPEC.dim)
-
-    async def test(bench, service):
-        with pytest.raises(BadRequest, match=r"6 tokens or more: .* at most 5"):
-            await service.embed([1, 1, 1], [2, 2, 2], output=Output.TOKENS)
-        running = service.embed([1] * 5, output=Output.TOKENS)
-        await asyncio.sleep(0)
-        with pytest.raises(TooManyRequests, match=f"at most {8 * SPEC.dim} may be made"):
-            await service.embed([2] * 4, output=Output.TOKENS)
-        running.cancel()
-        with suppress(asyncio.CancelledError):
-            await running
-        worker = bench.add_worker()
-        after = service.embed([3] * 4, output=Output.TOKENS)
-        worker.answer(await worker.receive())
-        assert (await after).num_tokens == 4
-
-    run_service(test)
+    with pytest.raises(BadRequest, match=r"6 tokens or more: .* at most 5"):
+        await service.embed([1, 1, 1], [2, 2, 2], output=Output.TOKENS)
+    running = service.embed([1] * 5, output=Output.TOKENS)
+    await asyncio.sleep(0)
+    with pytest.raises(TooManyRequests, match=f"at most {8 * SPEC.dim} may be made"):
+        await service.embed([2] * 4, output=Output.TOKENS)
+    running.cancel()
+    with suppress(asyncio.CancelledError):
+        await running
+    worker = bench.add_worker()
+    after = service.embed([3] * 4, output=Output.TOKENS)
+    worker.answer(await worker.receive())
+    assert (await after).num_tokens == 4
 
 
 # --- what is asked of the tokenizer itself ---------------------------------------------------------------------
@@ -391,16 +349,13 @@ class Endless(Ids):
         return ["decoded"]
 
 
-def run_inspections(test: Callable) -> None:
-    async def with_tokenizer(bench, service):
-        tokenizer = service.app.tokenizer = Endless()
-        try:
-            await test(service, tokenizer)
-        finally:
-            tokenizer.is_done.set()
-            tokenizer.threads.close()
-
-    run_service(with_tokenizer)
+@pytest.fixture
+async def tokenizer(service: Service) -> AsyncIterator[Endless]:
+    app: Any = service.app
+    tokenizer = app.tokenizer = Endless()
+    yield tokenizer
+    tokenizer.is_done.set()
+    tokenizer.threads.close()
 
 
 def describe(service: Service, timeout_s: float = FAR_S, num_chars: int = 10) -> asyncio.Task[None]:
@@ -409,68 +364,56 @@ def describe(service: Service, timeout_s: float = FAR_S, num_chars: int = 10) ->
     return asyncio.ensure_future(service.app.describe(ask, timeout_s, now, service.principal))
 
 
-def test_who_asks_the_tokenizer_pays_for_the_tokens():
-    async def test(service, tokenizer):
-        asking = describe(service)
-        await asyncio.sleep(0)
-        assert service.principal.num_running == 1
-        assert service.num_paid() == 100
-        tokenizer.is_done.set()
-        await asking
-        assert service.principal.num_tokens == 7
-        now = asyncio.get_running_loop().time()
-        ask = ParsedDecode([[1, 2], [3]], True, lambda texts: Response(200, b""))
-        assert await service.app.decode(ask, None, now, service.principal) == ["decoded"]
-        assert service.principal.num_tokens == 10
-        service.principal.charge(10**9)
-        for asked in (describe(service), service.app.decode(ask, None, now, service.principal)):
-            with pytest.raises(RateLimited):
-                await asked
-        assert service.principal.num_running == 0
-
-    run_inspections(test)
+async def test_who_asks_the_tokenizer_pays_for_the_tokens(service, tokenizer):
+    asking = describe(service)
+    await asyncio.sleep(0)
+    assert service.principal.num_running == 1
+    assert service.num_paid() == 100
+    tokenizer.is_done.set()
+    await asking
+    assert service.principal.num_tokens == 7
+    now = asyncio.get_running_loop().time()
+    ask = ParsedDecode([[1, 2], [3]], True, lambda texts: Response(200, b""))
+    assert await service.app.decode(ask, None, now, service.principal) == ["decoded"]
+    assert service.principal.num_tokens == 10
+    service.principal.charge(10**9)
+    for asked in (describe(service), service.app.decode(ask, None, now, service.principal)):
+        with pytest.raises(RateLimited):
+            await asked
+    assert service.principal.num_running == 0
 
 
-def test_the_tokenizer_is_asked_with_a_deadline():
+async def test_the_tokenizer_is_asked_with_a_deadline(service, tokenizer):
     """And what it has done until then is paid for: else whoever has a short one tokenizes for nothing."""
 
-    async def test(service, tokenizer):
-        with pytest.raises(DeadlinePassed):
-            await describe(service, timeout_s=0.01)
-        assert service.num_paid() == 100
-        with pytest.raises(DeadlinePassed):
-            await describe(service, timeout_s=0.01)
-
-    run_inspections(test)
+    with pytest.raises(DeadlinePassed):
+        await describe(service, timeout_s=0.01)
+    assert service.num_paid() == 100
+    with pytest.raises(DeadlinePassed):
+        await describe(service, timeout_s=0.01)
 
 
-def test_an_app_that_has_ended_asks_no_tokenizer():
-    async def test(service, tokenizer):
-        asking = describe(service)
-        await asyncio.sleep(0)
-        service.app.end(Superseded)
-        for asked in (asking, describe(service)):
-            with pytest.raises(Superseded):
-                await asked
-        assert service.principal.num_running == 0
-
-    run_inspections(test)
+async def test_an_app_that_has_ended_asks_no_tokenizer(service, tokenizer):
+    asking = describe(service)
+    await asyncio.sleep(0)
+    service.app.end(Superseded)
+    for asked in (asking, describe(service)):
+        with pytest.raises(Superseded):
+            await asked
+    assert service.principal.num_running == 0
 
 
-def test_so_much_is_asked_of_the_tokenizer_at_a_time():
-    async def test(service, tokenizer):
-        asking = describe(service, num_chars=200_000)
-        await asyncio.sleep(0)
-        with pytest.raises(TooManyRequests, match="200065 characters are with the tokenizer") as caught:
-            await describe(service, num_chars=100_000)
-        assert int(caught.value.headers()["retry-after"]) >= 1
-        assert service.principal.num_tokens == 100, "a rejected request costs nothing"
-        tokenizer.is_done.set()
-        await describe(service, num_chars=100)
-        await asking
-        await describe(service, num_chars=200_000)
-
-    run_inspections(test)
+async def test_so_much_is_asked_of_the_tokenizer_at_a_time(service, tokenizer):
+    asking = describe(service, num_chars=200_000)
+    await asyncio.sleep(0)
+    with pytest.raises(TooManyRequests, match="200065 characters are with the tokenizer") as caught:
+        await describe(service, num_chars=100_000)
+    assert int(caught.value.headers()["retry-after"]) >= 1
+    assert service.principal.num_tokens == 100, "a rejected request costs nothing"
+    tokenizer.is_done.set()
+    await describe(service, num_chars=100)
+    await asking
+    await describe(service, num_chars=200_000)
 
 
 def test_counts_of_runs():

@@ -10,7 +10,7 @@ from contextlib import contextmanager
 import numpy as np
 import pytest
 
-from tests.support.dispatching import DEADLINE_S, SPEC, Bench, Request, run
+from tests.support.dispatching import DEADLINE_S, SPEC, Bench, Request, running_bench
 from vecd.shm.arena import create_arena
 from vecd.shm.card import ModelCard
 from vecd.shm.control import Channel
@@ -141,68 +141,55 @@ def code_of(request: Request) -> object:
     ("fault", "code"),
     [(raises, "engine_error"), (has_wrong_shapes, "engine_error"), (gives_nan, "not_finite")],
 )
-def test_one_input_that_fails_fails_alone_and_the_worker_stays(fault, code):
-    async def test(bench):
-        good = [ask(bench, n) for n in range(1, 4)]
-        bad = ask(bench, 20, BAD)
-        good += [ask(bench, n) for n in range(4, 7)]
-        with live_worker(bench, FaultyEngine(fault)):
-            await all_over(bad, *good)
-            assert code_of(bad) == code
-            assert "'input[1]'" in str(bad.finished.exception())
-            later = ask(bench, 7, 8)
-            await all_over(later)
-        assert_right(later, 7, 8)
-        for number, request in enumerate(good, 1):
-            assert_right(request, number)
-        assert bench.stuck == []
-
-    run(test)
+async def test_one_input_that_fails_fails_alone_and_the_worker_stays(fault, code, bench):
+    good = [ask(bench, n) for n in range(1, 4)]
+    bad = ask(bench, 20, BAD)
+    good += [ask(bench, n) for n in range(4, 7)]
+    with live_worker(bench, FaultyEngine(fault)):
+        await all_over(bad, *good)
+        assert code_of(bad) == code
+        assert "'input[1]'" in str(bad.finished.exception())
+        later = ask(bench, 7, 8)
+        await all_over(later)
+    assert_right(later, 7, 8)
+    for number, request in enumerate(good, 1):
+        assert_right(request, number)
+    assert bench.stuck == []
 
 
-def test_a_batch_too_large_for_memory_is_computed_in_parts_and_nobody_fails():
-    async def test(bench):
-        requests = [ask(bench, n) for n in range(1, 9)]
-        with live_worker(bench, FaultyEngine(runs_out_of_memory)):
+async def test_a_batch_too_large_for_memory_is_computed_in_parts_and_nobody_fails(bench):
+    requests = [ask(bench, n) for n in range(1, 9)]
+    with live_worker(bench, FaultyEngine(runs_out_of_memory)):
+        await all_over(*requests)
+    for number, request in enumerate(requests, 1):
+        assert_right(request, number)
+    assert bench.stuck == []
+
+
+async def test_an_input_too_large_for_memory_fails_alone(bench):
+    small, large = ask(bench, 1), bench.request(2, length=8)
+    with live_worker(bench, FaultyEngine(runs_out_of_memory)):
+        await all_over(small, large)
+    assert code_of(large) == "out_of_memory"
+    assert_right(small, 1)
+
+
+async def test_a_worker_whose_engine_is_lost_ends_and_the_next_answers(bench):
+    requests = [ask(bench, 1), ask(bench, BAD), ask(bench, 2)]
+    with live_worker(bench, FaultyEngine(is_lost)) as lost:
+        async with asyncio.timeout(DEADLINE_S):
+            while lost.is_alive() or bench.dispatcher.links:
+                await asyncio.sleep(0.01)
+        with live_worker(bench, FaultyEngine(lambda batch, rows: None), life=2):
             await all_over(*requests)
-        for number, request in enumerate(requests, 1):
-            assert_right(request, number)
-        assert bench.stuck == []
-
-    run(test)
+    for number, request in zip((1, BAD, 2), requests, strict=True):
+        assert_right(request, number)
+    assert bench.shared_metrics.total(Counter.RETRIED) >= 1
 
 
-def test_an_input_too_large_for_memory_fails_alone():
-    async def test(bench):
-        small, large = ask(bench, 1), bench.request(2, length=8)
-        with live_worker(bench, FaultyEngine(runs_out_of_memory)):
-            await all_over(small, large)
-        assert code_of(large) == "out_of_memory"
-        assert_right(small, 1)
-
-    run(test)
-
-
-def test_a_worker_whose_engine_is_lost_ends_and_the_next_answers():
-    async def test(bench):
-        requests = [ask(bench, 1), ask(bench, BAD), ask(bench, 2)]
-        with live_worker(bench, FaultyEngine(is_lost)) as lost:
-            async with asyncio.timeout(DEADLINE_S):
-                while lost.is_alive() or bench.dispatcher.links:
-                    await asyncio.sleep(0.01)
-            with live_worker(bench, FaultyEngine(lambda batch, rows: None), life=2):
-                await all_over(*requests)
-        for number, request in zip((1, BAD, 2), requests, strict=True):
-            assert_right(request, number)
-        assert bench.shared_metrics.total(Counter.RETRIED) >= 1
-
-    run(test)
-
-
-def test_an_input_whose_engine_is_lost_every_time_is_given_up_and_refused():
+async def test_an_input_whose_engine_is_lost_every_time_is_given_up_and_refused():
     told: list[str] = []
-
-    async def test(bench):
+    async with running_bench(on_quarantined=told.append) as bench:
         bad, good, life = ask(bench, BAD), ask(bench, 1), 0
         while not (bad.is_over and good.is_over):
             life += 1
@@ -216,5 +203,3 @@ def test_an_input_whose_engine_is_lost_every_time_is_given_up_and_refused():
         assert code_of(bad) == "poison_input"
         assert_right(good, 1)
         assert told == [bench.dispatcher.quarantine.digest(array("i", [BAD, BAD]).tobytes())]
-
-    run(test, on_quarantined=told.append)

@@ -21,7 +21,7 @@ import pytest
 from tests.support import slowclients
 from tests.support.serving import running_server
 from tests.support.slowclients import End, run_slow_clients
-from tests.support.tinyserver import DEADLINE_S, get, post, run, serving
+from tests.support.tinyserver import DEADLINE_S, get, post, serving
 from vecd.gateway.http.contract import Timeouts
 
 SHORT = Timeouts(head_s=1.0, body_s=2.0, idle_s=1e6, write_s=1.0, linger_s=0.5, sweep_s=0.05)
@@ -36,36 +36,33 @@ def check_ends(ends: list[End], timeouts: Timeouts) -> None:
             assert end.answer.startswith("HTTP/1.1 408"), end
 
 
-def test_fast_clients_are_served_while_slow_ones_are_cut():
-    async def test() -> None:
-        async with serving(timeouts=SHORT) as served:
-            idle = [await served.connect() for _ in range(20)]
-            slow = asyncio.ensure_future(
-                run_slow_clients(
-                    served.address()[1],
-                    {"head": 25, "body": 20, "reader": 5},
-                    interval_s=0.2,
-                    large=get("/large"),
-                    body_line=b"POST /echo HTTP/1.1",
-                    give_up_s=DEADLINE_S,
-                )
+async def test_fast_clients_are_served_while_slow_ones_are_cut():
+    async with serving(timeouts=SHORT) as served:
+        idle = [await served.connect() for _ in range(20)]
+        slow = asyncio.ensure_future(
+            run_slow_clients(
+                served.address()[1],
+                {"head": 25, "body": 20, "reader": 5},
+                interval_s=0.2,
+                large=get("/large"),
+                body_line=b"POST /echo HTTP/1.1",
+                give_up_s=DEADLINE_S,
             )
-            fast = [await served.connect() for _ in range(4)]
-            num_answered = 0
-            while not slow.done():
-                for client in fast:
-                    body = b"text %d" % num_answered
-                    assert (await client.ask(post("/echo", body=body))).body == body
-                    num_answered += 1
-                await asyncio.sleep(0.01)
-            check_ends(await slow, SHORT)
-            assert Counter(end.kind for end in slow.result()) == {"head": 25, "body": 20, "reader": 5}
-            assert num_answered > 0
-            for client in idle:
-                assert (await client.ask(get("/a"))).body == b"/a"
-            assert served.server.num_connections == 24
-
-    run(test())
+        )
+        fast = [await served.connect() for _ in range(4)]
+        num_answered = 0
+        while not slow.done():
+            for client in fast:
+                body = b"text %d" % num_answered
+                assert (await client.ask(post("/echo", body=body))).body == body
+                num_answered += 1
+            await asyncio.sleep(0.01)
+        check_ends(await slow, SHORT)
+        assert Counter(end.kind for end in slow.result()) == {"head": 25, "body": 20, "reader": 5}
+        assert num_answered > 0
+        for client in idle:
+            assert (await client.ask(get("/a"))).body == b"/a"
+        assert served.server.num_connections == 24
 
 
 # --- the long trial -------------------------------------------------------------------------------------------------

@@ -9,7 +9,7 @@ from unittest.mock import ANY
 import numpy as np
 import pytest
 
-from tests.support.dispatching import DEADLINE_S, EPOCH, SPEC, Bench, Request, Worker, run
+from tests.support.dispatching import DEADLINE_S, EPOCH, SPEC, Bench, Request, Worker, running_bench
 from vecd.gateway.dispatch import delivery
 from vecd.gateway.dispatch import dispatcher as dispatch
 from vecd.gateway.dispatch.dispatcher import Dispatcher
@@ -20,206 +20,170 @@ from vecd.shm.views import map_arena
 from vecd.shm.wire import Alive, Done, Failed, Incarnation, Probe, encode
 
 
-def test_rows_come_back_in_order():
-    async def test(bench):
-        worker = bench.add_worker()
-        pending = bench.request(3, 1, 2)
-        worker.answer(await worker.receive())
-        await pending.finished
-        assert pending.fragments == [b"3", b"1", b"2"]
-
-    run(test)
+async def test_rows_come_back_in_order(bench):
+    worker = bench.add_worker()
+    pending = bench.request(3, 1, 2)
+    worker.answer(await worker.receive())
+    await pending.finished
+    assert pending.fragments == [b"3", b"1", b"2"]
 
 
-def test_nothing_is_sent_to_a_worker_that_has_not_answered_a_probe():
-    async def test(bench):
-        assert bench.dispatcher.why_unavailable() == "workers are loading"
-        worker = bench.add_worker()
-        assert bench.dispatcher.why_unavailable() is not None
-        bench.request(1)
-        await worker.receive()
-        assert bench.dispatcher.why_unavailable() is None
-
-    run(test)
+async def test_nothing_is_sent_to_a_worker_that_has_not_answered_a_probe(bench):
+    assert bench.dispatcher.why_unavailable() == "workers are loading"
+    worker = bench.add_worker()
+    assert bench.dispatcher.why_unavailable() is not None
+    bench.request(1)
+    await worker.receive()
+    assert bench.dispatcher.why_unavailable() is None
 
 
-def test_what_waits_is_divided_among_idle_workers_and_grows_while_they_are_busy():
-    async def test(bench):
-        workers = [bench.add_worker(0), bench.add_worker(1)]
-        await bench.all_connected()
-        first = bench.request(1, 2)
-        held = [await worker.receive() for worker in workers]
-        assert [batch.num_sequences for batch in held] == [1, 1]
-        second = bench.request(3, 4, 5)
-        workers[0].answer(held[0])
-        grown = await workers[0].receive()
-        assert grown.num_sequences == 3
-        workers[0].answer(grown)
-        workers[1].answer(held[1])
-        await asyncio.gather(first.finished, second.finished)
-
-    run(test)
+async def test_what_waits_is_divided_among_idle_workers_and_grows_while_they_are_busy(bench):
+    workers = [bench.add_worker(0), bench.add_worker(1)]
+    await bench.all_connected()
+    first = bench.request(1, 2)
+    held = [await worker.receive() for worker in workers]
+    assert [batch.num_sequences for batch in held] == [1, 1]
+    second = bench.request(3, 4, 5)
+    workers[0].answer(held[0])
+    grown = await workers[0].receive()
+    assert grown.num_sequences == 3
+    workers[0].answer(grown)
+    workers[1].answer(held[1])
+    await asyncio.gather(first.finished, second.finished)
 
 
-def test_a_second_batch_is_sent_ahead_only_when_it_is_full():
-    async def test(bench):
-        worker = bench.add_worker()
-        bench.request(1, length=16)
-        held = await worker.receive()
-        bench.request(2, length=15)
-        with pytest.raises(TimeoutError):
-            await asyncio.wait_for(worker.receive(), 0.1)
-        bench.request(3, length=1)
-        ahead = await worker.receive()
-        assert (ahead.num_tokens, ahead.slot) == (16, 1 - held.slot)
-
-    run(test)
+async def test_a_second_batch_is_sent_ahead_only_when_it_is_full(bench):
+    worker = bench.add_worker()
+    bench.request(1, length=16)
+    held = await worker.receive()
+    bench.request(2, length=15)
+    with pytest.raises(TimeoutError):
+        await asyncio.wait_for(worker.receive(), 0.1)
+    bench.request(3, length=1)
+    ahead = await worker.receive()
+    assert (ahead.num_tokens, ahead.slot) == (16, 1 - held.slot)
 
 
-def test_a_dead_workers_batch_is_sent_to_another():
-    async def test(bench):
-        doomed = bench.add_worker(0)
-        pending = bench.request(5, 6)
-        await doomed.receive()
-        bench.dispatcher.worker_down(doomed.incarnation, "was killed")
-        heir = bench.add_worker(0, life=2)
-        heir.answer(await heir.receive())
-        await pending.finished
-        assert pending.fragments == [b"5", b"6"]
-
-    run(test)
+async def test_a_dead_workers_batch_is_sent_to_another(bench):
+    doomed = bench.add_worker(0)
+    pending = bench.request(5, 6)
+    await doomed.receive()
+    bench.dispatcher.worker_down(doomed.incarnation, "was killed")
+    heir = bench.add_worker(0, life=2)
+    heir.answer(await heir.receive())
+    await pending.finished
+    assert pending.fragments == [b"5", b"6"]
 
 
-def test_what_a_dead_worker_says_late_is_not_believed():
-    async def test(bench):
-        late = bench.add_worker(0)
-        pending = bench.request(5)
-        batch = await late.receive()
-        bench.dispatcher.worker_down(late.incarnation, "was killed")
-        heir = bench.add_worker(0, life=2)
-        taken = await heir.receive()
-        late.slots[batch.slot][:] = 666
-        late.send(Done(EPOCH, batch.number, batch.slot, 1, 1))
-        late.send(Done(EPOCH, taken.number, taken.slot, 1, 1))
-        heir.answer(taken)
-        await pending.finished
-        assert pending.fragments == [b"5"]
-
-    run(test)
+async def test_what_a_dead_worker_says_late_is_not_believed(bench):
+    late = bench.add_worker(0)
+    pending = bench.request(5)
+    batch = await late.receive()
+    bench.dispatcher.worker_down(late.incarnation, "was killed")
+    heir = bench.add_worker(0, life=2)
+    taken = await heir.receive()
+    late.slots[batch.slot][:] = 666
+    late.send(Done(EPOCH, batch.number, batch.slot, 1, 1))
+    late.send(Done(EPOCH, taken.number, taken.slot, 1, 1))
+    heir.answer(taken)
+    await pending.finished
+    assert pending.fragments == [b"5"]
 
 
-def test_a_sequence_that_kills_is_tried_alone_and_then_given_up_and_no_other():
-    async def test(bench):
-        poison, good = bench.request(13), bench.request(1)
-        deaths = 0
-        for life in range(1, 10):
-            worker = bench.add_worker(0, life)
-            while not good.is_over or not poison.is_over:
-                batch = await worker.receive()
-                if 13 in np.frombuffer(batch.token_ids_bytes, dtype="<i4"):
-                    deaths += 1
-                    if deaths == 3:
-                        assert batch.num_sequences == 1, "the last try is alone"
-                    bench.dispatcher.worker_down(worker.incarnation, "was killed by SIGSEGV", has_crashed=True)
-                    break
-                worker.answer(batch)
-                await good.finished
-            if good.is_over and poison.is_over:
+async def test_a_sequence_that_kills_is_tried_alone_and_then_given_up_and_no_other(bench):
+    poison, good = bench.request(13), bench.request(1)
+    deaths = 0
+    for life in range(1, 10):
+        worker = bench.add_worker(0, life)
+        while not good.is_over or not poison.is_over:
+            batch = await worker.receive()
+            if 13 in np.frombuffer(batch.token_ids_bytes, dtype="<i4"):
+                deaths += 1
+                if deaths == 3:
+                    assert batch.num_sequences == 1, "the last try is alone"
+                bench.dispatcher.worker_down(worker.incarnation, "was killed by SIGSEGV", has_crashed=True)
                 break
-        assert deaths == 3
-        assert good.fragments == [b"1"]
-        with pytest.raises(ServerError) as caught:
-            await poison.finished
-        assert caught.value.code == "poison_input"
+            worker.answer(batch)
+            await good.finished
+        if good.is_over and poison.is_over:
+            break
+    assert deaths == 3
+    assert good.fragments == [b"1"]
+    with pytest.raises(ServerError) as caught:
+        await poison.finished
+    assert caught.value.code == "poison_input"
 
-    run(test)
 
-
-def test_an_input_whose_workers_are_killed_from_outside_is_answered():
+async def test_an_input_whose_workers_are_killed_from_outside_is_answered(bench):
     """More often, and each time alone, than it takes to reject it if they had crashed."""
 
-    async def test(bench):
-        unlucky = bench.request(13)
-        for life in range(1, 5):
-            worker = bench.add_worker(0, life)
-            await worker.receive()
-            bench.dispatcher.worker_down(worker.incarnation, "was killed by SIGKILL")
-        worker = bench.add_worker(0, 9)
-        worker.answer(await worker.receive())
-        await unlucky.finished
-        assert unlucky.fragments == [b"13"]
-
-    run(test)
-
-
-def test_a_death_does_not_count_for_a_batch_that_was_only_sent_ahead():
-    async def test(bench):
-        worker = bench.add_worker()
-        first = bench.request(1, length=16)
+    unlucky = bench.request(13)
+    for life in range(1, 5):
+        worker = bench.add_worker(0, life)
         await worker.receive()
-        second = bench.request(2, length=16)
-        await worker.receive()
-        bench.dispatcher.worker_down(worker.incarnation, "was killed")
-        lost = [bench.policy.take(time.monotonic(), 16).sequences[0] for _ in range(2)]
-        assert [(s.pending, s.num_deaths) for s in lost] == [(first, 1), (second, 0)]
+        bench.dispatcher.worker_down(worker.incarnation, "was killed by SIGKILL")
+    worker = bench.add_worker(0, 9)
+    worker.answer(await worker.receive())
+    await unlucky.finished
+    assert unlucky.fragments == [b"13"]
 
-    run(test)
+
+async def test_a_death_does_not_count_for_a_batch_that_was_only_sent_ahead(bench):
+    worker = bench.add_worker()
+    first = bench.request(1, length=16)
+    await worker.receive()
+    second = bench.request(2, length=16)
+    await worker.receive()
+    bench.dispatcher.worker_down(worker.incarnation, "was killed")
+    lost = [bench.policy.take(time.monotonic(), 16).sequences[0] for _ in range(2)]
+    assert [(s.pending, s.num_deaths) for s in lost] == [(first, 1), (second, 0)]
 
 
 @pytest.mark.parametrize("begun", [[], [0], [0, 1]])
-def test_a_death_counts_for_what_the_worker_had_begun_alone(begun):
+async def test_a_death_counts_for_what_the_worker_had_begun_alone(begun, bench):
     """It may have been busy with another gateway's batch, or, on an accelerator, with two."""
 
-    async def test(bench):
-        worker = bench.add_worker()
-        requests, batches = [], []
-        for first_id in (1, 2):
-            requests.append(bench.request(first_id, length=16))
-            batches.append(await worker.receive())
-        worker.begun[:] = 0
-        for index in begun:
-            worker.begun[batches[index].slot] = batches[index].number
-        bench.dispatcher.worker_down(worker.incarnation, "was killed")
-        lost = [bench.policy.take(time.monotonic(), 16).sequences[0] for _ in range(2)]
-        assert {requests.index(s.pending): s.num_deaths for s in lost} == {n: int(n in begun) for n in (0, 1)}
-
-    run(test)
+    worker = bench.add_worker()
+    requests, batches = [], []
+    for first_id in (1, 2):
+        requests.append(bench.request(first_id, length=16))
+        batches.append(await worker.receive())
+    worker.begun[:] = 0
+    for index in begun:
+        worker.begun[batches[index].slot] = batches[index].number
+    bench.dispatcher.worker_down(worker.incarnation, "was killed")
+    lost = [bench.policy.take(time.monotonic(), 16).sequences[0] for _ in range(2)]
+    assert {requests.index(s.pending): s.num_deaths for s in lost} == {n: int(n in begun) for n in (0, 1)}
 
 
-def test_a_failed_batch_is_tried_one_by_one():
-    async def test(bench):
-        worker = bench.add_worker()
-        bad, good = bench.request(13), bench.request(1)
-        while not (bad.is_over and good.is_over):
-            batch = await worker.receive()
-            is_bad = 13 in np.frombuffer(batch.token_ids_bytes, dtype="<i4")
-            if is_bad:
-                worker.send(Failed(EPOCH, batch.number, batch.slot, FailureCode.ENGINE_ERROR))
-            else:
-                worker.answer(batch)
-            if batch.num_sequences == 1:
-                await asyncio.wait({bad.finished if is_bad else good.finished})
-        with pytest.raises(ServerError, match=r"failed on 'input\[0\]'"):
-            await bad.finished
-        assert good.fragments == [b"1"]
-
-    run(test)
-
-
-def test_a_row_that_is_not_finite_fails_its_own_request_only():
-    async def test(bench):
-        worker = bench.add_worker()
-        sick, well = bench.request(1, 2), bench.request(3)
+async def test_a_failed_batch_is_tried_one_by_one(bench):
+    worker = bench.add_worker()
+    bad, good = bench.request(13), bench.request(1)
+    while not (bad.is_over and good.is_over):
         batch = await worker.receive()
-        worker.compute(batch)
-        worker.slots[batch.slot][1, 2] = np.nan
-        worker.send(Done(EPOCH, batch.number, batch.slot, batch.num_sequences, 1))
-        with pytest.raises(ServerError, match=r"not finite for 'input\[1\]'"):
-            await sick.finished
-        await well.finished
-        assert well.fragments == [b"3"]
+        is_bad = 13 in np.frombuffer(batch.token_ids_bytes, dtype="<i4")
+        if is_bad:
+            worker.send(Failed(EPOCH, batch.number, batch.slot, FailureCode.ENGINE_ERROR))
+        else:
+            worker.answer(batch)
+        if batch.num_sequences == 1:
+            await asyncio.wait({bad.finished if is_bad else good.finished})
+    with pytest.raises(ServerError, match=r"failed on 'input\[0\]'"):
+        await bad.finished
+    assert good.fragments == [b"1"]
 
-    run(test)
+
+async def test_a_row_that_is_not_finite_fails_its_own_request_only(bench):
+    worker = bench.add_worker()
+    sick, well = bench.request(1, 2), bench.request(3)
+    batch = await worker.receive()
+    worker.compute(batch)
+    worker.slots[batch.slot][1, 2] = np.nan
+    worker.send(Done(EPOCH, batch.number, batch.slot, batch.num_sequences, 1))
+    with pytest.raises(ServerError, match=r"not finite for 'input\[1\]'"):
+        await sick.finished
+    await well.finished
+    assert well.fragments == [b"3"]
 
 
 @pytest.mark.parametrize(
@@ -231,39 +195,33 @@ def test_a_row_that_is_not_finite_fails_its_own_request_only():
         pytest.param(lambda b: Done(EPOCH, b.number, b.slot, 0, 1), id="no rows"),
     ],
 )
-def test_a_worker_that_lies_is_reported_and_gets_nothing_more(lie):
-    async def test(bench):
-        liar = bench.add_worker()
-        pending = bench.request(5)
-        liar.send(lie(await liar.receive()))
-        while not bench.stuck:
-            await asyncio.sleep(0.001)
-        assert bench.stuck == [liar.incarnation]
-        bench.dispatcher.worker_down(liar.incarnation, "was killed")
-        honest = bench.add_worker(0, life=2)
-        honest.answer(await honest.receive())
-        await pending.finished
-        assert pending.fragments == [b"5"]
-
-    run(test)
+async def test_a_worker_that_lies_is_reported_and_gets_nothing_more(lie, bench):
+    liar = bench.add_worker()
+    pending = bench.request(5)
+    liar.send(lie(await liar.receive()))
+    while not bench.stuck:
+        await asyncio.sleep(0.001)
+    assert bench.stuck == [liar.incarnation]
+    bench.dispatcher.worker_down(liar.incarnation, "was killed")
+    honest = bench.add_worker(0, life=2)
+    honest.answer(await honest.receive())
+    await pending.finished
+    assert pending.fragments == [b"5"]
 
 
-def test_an_answer_to_the_gateway_before_this_one_is_ignored():
-    async def test(bench):
-        worker = bench.add_worker()
-        pending = bench.request(5)
-        batch = await worker.receive()
-        worker.send(Done(EPOCH - 1, batch.number, batch.slot, 1, 1))
-        worker.answer(batch)
-        await pending.finished
-        assert pending.fragments == [b"5"]
-        assert not bench.stuck
-
-    run(test)
+async def test_an_answer_to_the_gateway_before_this_one_is_ignored(bench):
+    worker = bench.add_worker()
+    pending = bench.request(5)
+    batch = await worker.receive()
+    worker.send(Done(EPOCH - 1, batch.number, batch.slot, 1, 1))
+    worker.answer(batch)
+    await pending.finished
+    assert pending.fragments == [b"5"]
+    assert not bench.stuck
 
 
-def test_a_worker_past_its_deadline_is_reported_once():
-    async def test(bench):
+async def test_a_worker_past_its_deadline_is_reported_once():
+    async with running_bench(batch_timeout_s=0.01) as bench:
         worker = bench.add_worker()
         bench.request(5)
         await worker.receive()
@@ -273,120 +231,97 @@ def test_a_worker_past_its_deadline_is_reported_once():
         await asyncio.sleep(1.5)
         assert bench.stuck == [worker.incarnation]
 
-    run(test, batch_timeout_s=0.01)
 
-
-def test_a_worker_that_never_answers_a_probe_is_reported():
-    async def test(bench):
+async def test_a_worker_that_never_answers_a_probe_is_reported():
+    async with running_bench(batch_timeout_s=0.01) as bench:
         silent = bench.add_worker()
         while not bench.stuck:
             await asyncio.sleep(0.01)
         assert bench.stuck == [silent.incarnation]
 
-    run(test, batch_timeout_s=0.01)
 
-
-def test_a_worker_that_only_fails_is_reported():
-    async def test(bench):
-        worker = bench.add_worker()
-        while not bench.stuck:
-            request = bench.request(1)
-            batch = await worker.receive()
-            worker.send(Failed(EPOCH, batch.number, batch.slot, FailureCode.ENGINE_ERROR))
-            with pytest.raises(ServerError):
-                await request.finished
-        assert bench.stuck == [worker.incarnation]
-
-    run(test)
-
-
-def test_a_bad_one_among_many_is_found_by_halves():
-    async def test(bench):
-        worker = bench.add_worker()
-        requests = {first_id: bench.request(first_id) for first_id in (1, 2, 3, 4, 13, 5, 6, 7)}
-        num_failures = 0
-        while not all(request.is_over for request in requests.values()):
-            batch = await worker.receive()
-            if 13 in np.frombuffer(batch.token_ids_bytes, dtype="<i4"):
-                num_failures += 1
-                worker.send(Failed(EPOCH, batch.number, batch.slot, FailureCode.ENGINE_ERROR))
-            else:
-                worker.answer(batch)
-            await asyncio.sleep(0.05)
-        assert num_failures == 4, "of 8, 4, 2 and 1"
-        with pytest.raises(ServerError):
-            await requests.pop(13).finished
-        assert all(request.fragments == [b"%d" % first_id] for first_id, request in requests.items())
-
-    run(test)
-
-
-def test_no_empty_batch_is_sent_when_what_was_set_aside_has_gone():
-    async def test(bench):
-        worker = bench.add_worker()
-        requests = [bench.request(n) for n in (1, 2)]
-        batch = await worker.receive()
-        stays = bench.request(3, length=16)
-        worker.send(Failed(EPOCH, batch.number, batch.slot, FailureCode.ENGINE_ERROR))
-        for request in requests:
-            request.abandon()
-            bench.policy.close(request.request_queue)
-        assert bench.policy.queued_tokens == 16
-        batch = await worker.receive()
-        assert batch.num_sequences == 1
-        worker.answer(batch)
-        await stays.finished
-
-    run(test)
-
-
-def test_the_speed_stays_known_while_there_is_no_worker():
-    async def test(bench):
-        worker = bench.add_worker()
+async def test_a_worker_that_only_fails_is_reported(bench):
+    worker = bench.add_worker()
+    while not bench.stuck:
         request = bench.request(1)
-        worker.answer(await worker.receive())
-        await request.finished
-        bench.dispatcher.worker_down(worker.incarnation, "was killed")
-        assert bench.dispatcher.tokens_per_s > 0
+        batch = await worker.receive()
+        worker.send(Failed(EPOCH, batch.number, batch.slot, FailureCode.ENGINE_ERROR))
+        with pytest.raises(ServerError):
+            await request.finished
+    assert bench.stuck == [worker.incarnation]
 
-    run(test)
+
+async def test_a_bad_one_among_many_is_found_by_halves(bench):
+    worker = bench.add_worker()
+    requests = {first_id: bench.request(first_id) for first_id in (1, 2, 3, 4, 13, 5, 6, 7)}
+    num_failures = 0
+    while not all(request.is_over for request in requests.values()):
+        batch = await worker.receive()
+        if 13 in np.frombuffer(batch.token_ids_bytes, dtype="<i4"):
+            num_failures += 1
+            worker.send(Failed(EPOCH, batch.number, batch.slot, FailureCode.ENGINE_ERROR))
+        else:
+            worker.answer(batch)
+        await asyncio.sleep(0.05)
+    assert num_failures == 4, "of 8, 4, 2 and 1"
+    with pytest.raises(ServerError):
+        await requests.pop(13).finished
+    assert all(request.fragments == [b"%d" % first_id] for first_id, request in requests.items())
 
 
-def test_a_failed_send_does_not_hide_what_has_arrived():
+async def test_no_empty_batch_is_sent_when_what_was_set_aside_has_gone(bench):
+    worker = bench.add_worker()
+    requests = [bench.request(n) for n in (1, 2)]
+    batch = await worker.receive()
+    stays = bench.request(3, length=16)
+    worker.send(Failed(EPOCH, batch.number, batch.slot, FailureCode.ENGINE_ERROR))
+    for request in requests:
+        request.abandon()
+        bench.policy.close(request.request_queue)
+    assert bench.policy.queued_tokens == 16
+    batch = await worker.receive()
+    assert batch.num_sequences == 1
+    worker.answer(batch)
+    await stays.finished
+
+
+async def test_the_speed_stays_known_while_there_is_no_worker(bench):
+    worker = bench.add_worker()
+    request = bench.request(1)
+    worker.answer(await worker.receive())
+    await request.finished
+    bench.dispatcher.worker_down(worker.incarnation, "was killed")
+    assert bench.dispatcher.tokens_per_s > 0
+
+
+async def test_a_failed_send_does_not_hide_what_has_arrived(bench):
     """Probes to a worker that is not there yet fail; the answers of another must be seen all the same."""
 
-    async def test(bench):
-        worker = bench.add_worker(0)
-        nobody = Incarnation(9, 1)
-        bench.dispatcher.worker_up(nobody, map_arena(worker.fd, SPEC, writable=False)[0], {})
-        for n in range(200):
-            pending = bench.request(n)
-            worker.answer(await worker.receive())
-            await asyncio.wait_for(pending.finished, 1)
-
-    run(test)
+    worker = bench.add_worker(0)
+    nobody = Incarnation(9, 1)
+    bench.dispatcher.worker_up(nobody, map_arena(worker.fd, SPEC, writable=False)[0], {})
+    for n in range(200):
+        pending = bench.request(n)
+        worker.answer(await worker.receive())
+        await asyncio.wait_for(pending.finished, 1)
 
 
-def test_an_abandoned_request_is_dropped_and_its_rows_go_nowhere():
-    async def test(bench):
-        worker = bench.add_worker()
-        gone, stays = bench.request(1), bench.request(2)
-        batch = await worker.receive()
-        gone.abandon()
-        worker.answer(batch)
-        if batch.num_sequences == 1:
-            worker.answer(await worker.receive())
-        await stays.finished
-        assert gone.fragments == [b""]
-
-    run(test)
+async def test_an_abandoned_request_is_dropped_and_its_rows_go_nowhere(bench):
+    worker = bench.add_worker()
+    gone, stays = bench.request(1), bench.request(2)
+    batch = await worker.receive()
+    gone.abandon()
+    worker.answer(batch)
+    if batch.num_sequences == 1:
+        worker.answer(await worker.receive())
+    await stays.finished
+    assert gone.fragments == [b""]
 
 
-def test_a_large_answer_is_encoded_over_several_turns_of_the_loop():
+async def test_a_large_answer_is_encoded_over_several_turns_of_the_loop(bench):
     turns = 0
-
-    async def test(bench):
-        nonlocal turns
+    before, delivery._FLOATS_PER_TURN = delivery._FLOATS_PER_TURN, 2 * SPEC.dim
+    try:
         worker = bench.add_worker()
         pending = bench.request(*range(1, 8))
         batch = await worker.receive()
@@ -402,10 +337,6 @@ def test_a_large_answer_is_encoded_over_several_turns_of_the_loop():
         count()
         await pending.finished
         assert pending.fragments == [b"%d" % i for i in range(1, 8)]
-
-    before, delivery._FLOATS_PER_TURN = delivery._FLOATS_PER_TURN, 2 * SPEC.dim
-    try:
-        run(test)
     finally:
         delivery._FLOATS_PER_TURN = before
     assert turns >= 2
@@ -444,52 +375,43 @@ async def served_once(bench: Bench, worker: Worker) -> None:
     await request.finished
 
 
-def test_while_no_speed_is_known_a_batch_has_the_whole_timeout(clock):
-    async def test(bench):
-        worker = bench.add_worker()
-        bench.request(5)
-        await worker.receive()
-        clock.passes(bench, 59.9)
-        assert not bench.stuck
-        clock.passes(bench, 0.2)
-        assert bench.stuck == [worker.incarnation]
-
-    run(test)
+async def test_while_no_speed_is_known_a_batch_has_the_whole_timeout(clock, bench):
+    worker = bench.add_worker()
+    bench.request(5)
+    await worker.receive()
+    clock.passes(bench, 59.9)
+    assert not bench.stuck
+    clock.passes(bench, 0.2)
+    assert bench.stuck == [worker.incarnation]
 
 
-def test_once_its_speed_is_known_a_worker_is_stuck_soon(clock):
-    async def test(bench):
-        worker = bench.add_worker()
-        await served_once(bench, worker)
-        bench.request(5)
-        await worker.receive()
-        clock.passes(bench, 1.9)
-        assert not bench.stuck
-        clock.passes(bench, 0.2)
-        assert bench.stuck == [worker.incarnation]
-        assert bench.shared_metrics.total(Counter.STUCK) == 1
-
-    run(test)
+async def test_once_its_speed_is_known_a_worker_is_stuck_soon(clock, bench):
+    worker = bench.add_worker()
+    await served_once(bench, worker)
+    bench.request(5)
+    await worker.receive()
+    clock.passes(bench, 1.9)
+    assert not bench.stuck
+    clock.passes(bench, 0.2)
+    assert bench.stuck == [worker.incarnation]
+    assert bench.shared_metrics.total(Counter.STUCK) == 1
 
 
-def test_a_new_life_has_more_time_for_its_first_batch(clock):
-    async def test(bench):
-        worker = bench.add_worker()
-        await served_once(bench, worker)
-        bench.dispatcher.worker_down(worker.incarnation, "was killed")
-        heir = bench.add_worker(life=2)
-        bench.request(5)
-        await heir.receive()
-        clock.passes(bench, 11.9)
-        assert not bench.stuck
-        clock.passes(bench, 0.2)
-        assert bench.stuck == [heir.incarnation]
-
-    run(test)
+async def test_a_new_life_has_more_time_for_its_first_batch(clock, bench):
+    worker = bench.add_worker()
+    await served_once(bench, worker)
+    bench.dispatcher.worker_down(worker.incarnation, "was killed")
+    heir = bench.add_worker(life=2)
+    bench.request(5)
+    await heir.receive()
+    clock.passes(bench, 11.9)
+    assert not bench.stuck
+    clock.passes(bench, 0.2)
+    assert bench.stuck == [heir.incarnation]
 
 
-def test_a_batch_has_time_for_those_of_other_gateways(clock):
-    async def test(bench):
+async def test_a_batch_has_time_for_those_of_other_gateways(clock):
+    async with running_bench(num_gateways=3) as bench:
         worker = bench.add_worker()
         await served_once(bench, worker)
         bench.request(5)
@@ -499,60 +421,49 @@ def test_a_batch_has_time_for_those_of_other_gateways(clock):
         clock.passes(bench, 0.3)
         assert bench.stuck == [worker.incarnation]
 
-    run(test, num_gateways=3)
+
+async def test_a_batch_sent_ahead_has_its_time_from_the_answer_to_the_one_before_it(clock, bench):
+    worker = bench.add_worker()
+    await served_once(bench, worker)
+    first = bench.request(1, length=16)
+    held = await worker.receive()
+    bench.request(2, length=16)
+    await worker.receive()
+    clock.passes(bench, 1.9)
+    worker.answer(held)
+    await first.finished
+    clock.passes(bench, 1.9)
+    assert not bench.stuck
+    clock.passes(bench, 0.2)
+    assert bench.stuck == [worker.incarnation]
 
 
-def test_a_batch_sent_ahead_has_its_time_from_the_answer_to_the_one_before_it(clock):
-    async def test(bench):
-        worker = bench.add_worker()
-        await served_once(bench, worker)
-        first = bench.request(1, length=16)
-        held = await worker.receive()
-        bench.request(2, length=16)
-        await worker.receive()
-        clock.passes(bench, 1.9)
-        worker.answer(held)
-        await first.finished
-        clock.passes(bench, 1.9)
-        assert not bench.stuck
-        clock.passes(bench, 0.2)
-        assert bench.stuck == [worker.incarnation]
-
-    run(test)
-
-
-def test_a_gateway_that_has_stood_still_accuses_nobody(clock, caplog):
+async def test_a_gateway_that_has_stood_still_accuses_nobody(clock, caplog, bench):
     """Of a worker that is silent and one that was never heard: neither may have had the time."""
 
-    async def test(bench):
-        worker = bench.add_worker(0)
-        await served_once(bench, worker)
-        bench.request(5)
-        await worker.receive()
-        bench.add_worker(1)
-        clock.now += 1000  # no sweep came in all this time
-        bench.dispatcher._sweep()
-        assert "stood still for 999.8 s" in caplog.text
-        assert not bench.stuck
-        clock.passes(bench, 3)
-        assert bench.stuck == [worker.incarnation], "the time that passes now is its own"
-
-    run(test)
+    worker = bench.add_worker(0)
+    await served_once(bench, worker)
+    bench.request(5)
+    await worker.receive()
+    bench.add_worker(1)
+    clock.now += 1000  # no sweep came in all this time
+    bench.dispatcher._sweep()
+    assert "stood still for 999.8 s" in caplog.text
+    assert not bench.stuck
+    clock.passes(bench, 3)
+    assert bench.stuck == [worker.incarnation], "the time that passes now is its own"
 
 
-def test_what_has_arrived_is_read_before_anybody_is_judged(clock):
-    async def test(bench):
-        worker = bench.add_worker()
-        request = bench.request(5)
-        worker.answer(await worker.receive())
-        deadline = time.monotonic() + DEADLINE_S
-        while not bench.dispatcher._transport.has_message():
-            assert time.monotonic() < deadline  # and the event loop has no turn
-        clock.passes(bench, 100)
-        assert not bench.stuck
-        await request.finished
-
-    run(test)
+async def test_what_has_arrived_is_read_before_anybody_is_judged(clock, bench):
+    worker = bench.add_worker()
+    request = bench.request(5)
+    worker.answer(await worker.receive())
+    deadline = time.monotonic() + DEADLINE_S
+    while not bench.dispatcher._transport.has_message():
+        assert time.monotonic() < deadline  # and the event loop has no turn
+    clock.passes(bench, 100)
+    assert not bench.stuck
+    await request.finished
 
 
 def test_sweeps_come_often_enough():
@@ -563,104 +474,89 @@ def test_sweeps_come_often_enough():
 # --- who is not believed ----------------------------------------------------------------------------------------
 
 
-def test_a_liar_s_other_batch_is_not_believed_either():
-    async def test(bench):
-        liar = bench.add_worker()
-        lied_about, other = bench.request(1, length=16), bench.request(2, length=16)
-        first, second = await liar.receive(), await liar.receive()
-        liar.send(Done(EPOCH, first.number, first.slot, 5, 1))
-        liar.compute(second)
-        liar.send(Done(EPOCH, second.number, second.slot, 1, 1))
-        while not bench.stuck:
-            await asyncio.sleep(0.001)
-        await asyncio.sleep(0.05)
-        assert not other.is_over
-        bench.dispatcher.worker_down(liar.incarnation, "was killed")
-        honest = bench.add_worker(life=2)
-        for _ in range(2):
-            honest.answer(await honest.receive())
-        await asyncio.gather(lied_about.finished, other.finished)
-        assert (lied_about.fragments, other.fragments) == ([b"1"], [b"2"])
-
-    run(test)
+async def test_a_liar_s_other_batch_is_not_believed_either(bench):
+    liar = bench.add_worker()
+    lied_about, other = bench.request(1, length=16), bench.request(2, length=16)
+    first, second = await liar.receive(), await liar.receive()
+    liar.send(Done(EPOCH, first.number, first.slot, 5, 1))
+    liar.compute(second)
+    liar.send(Done(EPOCH, second.number, second.slot, 1, 1))
+    while not bench.stuck:
+        await asyncio.sleep(0.001)
+    await asyncio.sleep(0.05)
+    assert not other.is_over
+    bench.dispatcher.worker_down(liar.incarnation, "was killed")
+    honest = bench.add_worker(life=2)
+    for _ in range(2):
+        honest.answer(await honest.receive())
+    await asyncio.gather(lied_about.finished, other.finished)
+    assert (lied_about.fragments, other.fragments) == ([b"1"], [b"2"])
 
 
-def test_an_answer_after_the_deadline_is_not_believed(clock):
-    async def test(bench):
-        late = bench.add_worker()
-        request = bench.request(5)
-        batch = await late.receive()
-        clock.passes(bench, 100)
-        assert bench.stuck == [late.incarnation]
-        late.slots[batch.slot][:] = 666
-        late.send(Done(EPOCH, batch.number, batch.slot, 1, 1))
-        await asyncio.sleep(0.05)
-        assert not request.is_over
-        bench.dispatcher.worker_down(late.incarnation, "was killed")
-        heir = bench.add_worker(life=2)
-        heir.answer(await heir.receive())
-        await request.finished
-        assert request.fragments == [b"5"]
-
-    run(test)
+async def test_an_answer_after_the_deadline_is_not_believed(clock, bench):
+    late = bench.add_worker()
+    request = bench.request(5)
+    batch = await late.receive()
+    clock.passes(bench, 100)
+    assert bench.stuck == [late.incarnation]
+    late.slots[batch.slot][:] = 666
+    late.send(Done(EPOCH, batch.number, batch.slot, 1, 1))
+    await asyncio.sleep(0.05)
+    assert not request.is_over
+    bench.dispatcher.worker_down(late.incarnation, "was killed")
+    heir = bench.add_worker(life=2)
+    heir.answer(await heir.receive())
+    await request.finished
+    assert request.fragments == [b"5"]
 
 
-def test_a_second_answer_to_a_batch_is_not_believed():
-    async def test(bench):
-        worker = bench.add_worker()
-        request = bench.request(5)
-        batch = await worker.receive()
-        worker.answer(batch)
-        await request.finished
-        following = bench.request(6)
-        taken = await worker.receive()
-        worker.answer(batch)
-        while not bench.stuck:
-            await asyncio.sleep(0.001)
-        worker.answer(taken)
-        await asyncio.sleep(0.05)
-        assert not following.is_over
-        assert request.fragments == [b"5"]
-
-    run(test)
+async def test_a_second_answer_to_a_batch_is_not_believed(bench):
+    worker = bench.add_worker()
+    request = bench.request(5)
+    batch = await worker.receive()
+    worker.answer(batch)
+    await request.finished
+    following = bench.request(6)
+    taken = await worker.receive()
+    worker.answer(batch)
+    while not bench.stuck:
+        await asyncio.sleep(0.001)
+    worker.answer(taken)
+    await asyncio.sleep(0.05)
+    assert not following.is_over
+    assert request.fragments == [b"5"]
 
 
 @pytest.mark.parametrize(
     "frames", [[b""], [b"nonsense"], [b"x" * 16, b"y"], encode(Probe(EPOCH)), [*encode(Alive(EPOCH)), b"more"]]
 )
-def test_a_worker_that_cannot_be_understood_is_reported_and_its_batch_goes_to_another(frames):
-    async def test(bench):
-        worker = bench.add_worker()
-        request = bench.request(5)
-        await worker.receive()
-        worker.send_frames(frames)
-        while not bench.stuck:
+async def test_a_worker_that_cannot_be_understood_is_reported_and_its_batch_goes_to_another(frames, bench):
+    worker = bench.add_worker()
+    request = bench.request(5)
+    await worker.receive()
+    worker.send_frames(frames)
+    while not bench.stuck:
+        await asyncio.sleep(0.001)
+    bench.dispatcher.worker_down(worker.incarnation, "was killed")
+    heir = bench.add_worker(life=2)
+    heir.answer(await heir.receive())
+    await request.finished
+    assert request.fragments == [b"5"]
+
+
+async def test_a_batch_that_every_worker_answers_wrongly_is_given_up(bench):
+    request = bench.request(5)
+    for life in range(1, 4):
+        liar = bench.add_worker(life=life)
+        batch = await liar.receive()
+        liar.begun[:] = 0
+        liar.send(Done(EPOCH, batch.number, batch.slot, 5, 1))
+        while len(bench.stuck) < life:
             await asyncio.sleep(0.001)
-        bench.dispatcher.worker_down(worker.incarnation, "was killed")
-        heir = bench.add_worker(life=2)
-        heir.answer(await heir.receive())
+        bench.dispatcher.worker_down(liar.incarnation, "was killed")
+    with pytest.raises(ServerError) as caught:
         await request.finished
-        assert request.fragments == [b"5"]
-
-    run(test)
-
-
-def test_a_batch_that_every_worker_answers_wrongly_is_given_up():
-    async def test(bench):
-        request = bench.request(5)
-        for life in range(1, 4):
-            liar = bench.add_worker(life=life)
-            batch = await liar.receive()
-            liar.begun[:] = 0
-            liar.send(Done(EPOCH, batch.number, batch.slot, 5, 1))
-            while len(bench.stuck) < life:
-                await asyncio.sleep(0.001)
-            bench.dispatcher.worker_down(liar.incarnation, "was killed")
-        with pytest.raises(ServerError) as caught:
-            await request.finished
-        assert caught.value.code == "poison_input"
-
-    run(test)
+    assert caught.value.code == "poison_input"
 
 
 # --- poison -----------------------------------------------------------------------------------------------------
@@ -676,10 +572,9 @@ async def poisoned(bench: Bench, request: Request) -> None:
         await request.finished
 
 
-def test_what_was_given_up_is_refused_everywhere():
+async def test_what_was_given_up_is_refused_everywhere():
     told: list[str] = []
-
-    async def test(bench):
+    async with running_bench(quarantine_key=b"key", on_quarantined=told.append) as bench:
         await poisoned(bench, bench.request(13))
         [digest] = told
         assert bench.shared_metrics.total(Counter.POISONED) == 1
@@ -692,44 +587,40 @@ def test_what_was_given_up_is_refused_everywhere():
         other.listening.close()
         os.close(other.address_fd)
 
-    run(test, quarantine_key=b"key", on_quarantined=told.append)
+
+async def test_what_was_queued_before_its_like_was_given_up_reaches_no_worker(bench):
+    poison, good = bench.request(13), bench.request(1)
+    bench.dispatcher.quarantine.add(bench.dispatcher.quarantine.digest(array("i", [13, 13]).tobytes()))
+    worker = bench.add_worker()
+    worker.answer(await worker.receive())
+    await good.finished
+    assert good.fragments == [b"1"]
+    with pytest.raises(ServerError, match=r"'input\[0\]'") as caught:
+        await poison.finished
+    assert caught.value.code == "poison_input"
+    assert caught.value.headers() == {"x-should-retry": "false"}
+    assert (bench.policy.queued_tokens, bench.dispatcher.in_flight_tokens) == (0, 0)
 
 
-def test_what_was_queued_before_its_like_was_given_up_reaches_no_worker():
-    async def test(bench):
-        poison, good = bench.request(13), bench.request(1)
-        bench.dispatcher.quarantine.add(bench.dispatcher.quarantine.digest(array("i", [13, 13]).tobytes()))
-        worker = bench.add_worker()
-        worker.answer(await worker.receive())
-        await good.finished
-        assert good.fragments == [b"1"]
-        with pytest.raises(ServerError, match=r"'input\[0\]'") as caught:
-            await poison.finished
-        assert caught.value.code == "poison_input"
-        assert caught.value.headers() == {"x-should-retry": "false"}
-        assert (bench.policy.queued_tokens, bench.dispatcher.in_flight_tokens) == (0, 0)
-
-    run(test)
+async def test_a_batch_of_nothing_but_poison_does_not_keep_others_waiting(bench):
+    for _ in range(3):
+        bench.request(13, length=16)
+    good = bench.request(1, length=16)
+    bench.dispatcher.quarantine.add(bench.dispatcher.quarantine.digest(array("i", [13] * 16).tobytes()))
+    worker = bench.add_worker()
+    worker.answer(await worker.receive())
+    await good.finished
 
 
-def test_a_batch_of_nothing_but_poison_does_not_keep_others_waiting():
-    async def test(bench):
-        for _ in range(3):
-            bench.request(13, length=16)
-        good = bench.request(1, length=16)
-        bench.dispatcher.quarantine.add(bench.dispatcher.quarantine.digest(array("i", [13] * 16).tobytes()))
-        worker = bench.add_worker()
-        worker.answer(await worker.receive())
-        await good.finished
-
-    run(test)
-
-
-def test_deaths_count_over_all_gateways():
+async def test_deaths_count_over_all_gateways():
     """A client that gives up and comes again by another gateway does not begin anew: five deaths in all."""
     others: list[Dispatcher] = []
-
-    async def test(bench):
+    async with running_bench(
+        quarantine_key=b"key",
+        on_deaths=lambda digests, is_isolated, has_crashed: others[0].note_deaths(
+            digests, is_isolated=is_isolated, has_crashed=has_crashed
+        ),
+    ) as bench:
         other = Bench(
             quarantine_key=b"key",
             on_deaths=lambda digests, is_isolated, has_crashed: bench.dispatcher.note_deaths(
@@ -751,19 +642,10 @@ def test_deaths_count_over_all_gateways():
         assert caught.value.code == "poison_input"
         other.close()
 
-    run(
-        test,
-        quarantine_key=b"key",
-        on_deaths=lambda digests, is_isolated, has_crashed: others[0].note_deaths(
-            digests, is_isolated=is_isolated, has_crashed=has_crashed
-        ),
-    )
 
-
-def test_an_input_with_deaths_at_another_gateway_is_isolated_until_any_worker_has_computed_it():
+async def test_an_input_with_deaths_at_another_gateway_is_isolated_until_any_worker_has_computed_it():
     cleared: list[list[str]] = []
-
-    async def test(bench):
+    async with running_bench(on_cleared=cleared.append) as bench:
         digest = bench.dispatcher.quarantine.digest(array("i", [13, 13]).tobytes())
         worker = bench.add_worker()
         await bench.all_connected()
@@ -782,70 +664,58 @@ def test_an_input_with_deaths_at_another_gateway_is_isolated_until_any_worker_ha
             assert num_sequences == ([2] if computed_by == "another's" else [1, 1])
             assert cleared == [[digest]]
 
-    run(test, on_cleared=cleared.append)
-
 
 # --- deaths without end -----------------------------------------------------------------------------------------
 
 
-def test_a_storm_of_deaths_is_not_paid_for_without_end():
+async def test_a_storm_of_deaths_is_not_paid_for_without_end(bench):
     """The workers of this test begin nothing, so that no death counts for a sequence and isolates it."""
 
-    async def test(bench):
-        request, num_deaths = bench.request(1, length=16), 0
-        while not request.is_over:
-            worker = bench.add_worker(0, num_deaths + 1)
-            await worker.receive()
-            worker.begun[:] = 0
-            bench.dispatcher.worker_down(worker.incarnation, "was killed")
-            num_deaths += 1
-        with pytest.raises(Unavailable, match="keep dying") as caught:
-            await request.finished
-        assert caught.value.code == "retry_budget_exhausted"
-        assert caught.value.headers() == {"retry-after": "5"}
-        assert num_deaths == 17, "16 batches of 16 tokens may be lost"
-        assert bench.shared_metrics.total(Counter.RETRIED) == 16
-
-    run(test)
-
-
-def test_isolated_batches_are_free_however_much_has_been_lost():
-    async def test(bench):
-        bench.dispatcher._retries.num_tokens = 2 * 2  # of two tries in a batch with others
-        request = bench.request(1)
-        for life in (1, 2):
-            worker = bench.add_worker(0, life)
-            await worker.receive()
-            bench.dispatcher.worker_down(worker.incarnation, "was killed")
-        last = bench.add_worker(0, 3)
-        last.answer(await last.receive())
+    request, num_deaths = bench.request(1, length=16), 0
+    while not request.is_over:
+        worker = bench.add_worker(0, num_deaths + 1)
+        await worker.receive()
+        worker.begun[:] = 0
+        bench.dispatcher.worker_down(worker.incarnation, "was killed")
+        num_deaths += 1
+    with pytest.raises(Unavailable, match="keep dying") as caught:
         await request.finished
+    assert caught.value.code == "retry_budget_exhausted"
+    assert caught.value.headers() == {"retry-after": "5"}
+    assert num_deaths == 17, "16 batches of 16 tokens may be lost"
+    assert bench.shared_metrics.total(Counter.RETRIED) == 16
 
-    run(test)
+
+async def test_isolated_batches_are_free_however_much_has_been_lost(bench):
+    bench.dispatcher._retries.num_tokens = 2 * 2  # of two tries in a batch with others
+    request = bench.request(1)
+    for life in (1, 2):
+        worker = bench.add_worker(0, life)
+        await worker.receive()
+        bench.dispatcher.worker_down(worker.incarnation, "was killed")
+    last = bench.add_worker(0, 3)
+    last.answer(await last.receive())
+    await request.finished
 
 
-def test_halves_of_a_failed_batch_cost_nothing():
-    async def test(bench):
-        bench.dispatcher._retries.num_tokens = 0
-        requests = [bench.request(n) for n in range(4)]
-        worker = bench.add_worker()
-        batch = await worker.receive()
-        worker.send(Failed(EPOCH, batch.number, batch.slot, FailureCode.ENGINE_ERROR))
-        while not all(request.is_over for request in requests):
-            worker.answer(await worker.receive())
-            await asyncio.sleep(0.01)
-        await asyncio.gather(*(request.finished for request in requests))
-
-    run(test)
+async def test_halves_of_a_failed_batch_cost_nothing(bench):
+    bench.dispatcher._retries.num_tokens = 0
+    requests = [bench.request(n) for n in range(4)]
+    worker = bench.add_worker()
+    batch = await worker.receive()
+    worker.send(Failed(EPOCH, batch.number, batch.slot, FailureCode.ENGINE_ERROR))
+    while not all(request.is_over for request in requests):
+        worker.answer(await worker.receive())
+        await asyncio.sleep(0.01)
+    await asyncio.gather(*(request.finished for request in requests))
 
 
 # --- without workers --------------------------------------------------------------------------------------------
 
 
-def test_a_broken_model_fails_everybody_until_a_worker_is_up():
+async def test_a_broken_model_fails_everybody_until_a_worker_is_up():
     failed: list[Unavailable] = []
-
-    async def test(bench):
+    async with running_bench(on_broken=lambda make_error: failed.extend([make_error(), make_error()])) as bench:
         bench.dispatcher.raise_if_broken()
         bench.dispatcher.set_broken("worker 0 keeps dying")
         assert bench.dispatcher.why_unavailable() == bench.dispatcher.broken == "worker 0 keeps dying"
@@ -859,13 +729,10 @@ def test_a_broken_model_fails_everybody_until_a_worker_is_up():
         assert bench.dispatcher.broken is None
         bench.dispatcher.raise_if_broken()
 
-    run(test, on_broken=lambda make_error: failed.extend([make_error(), make_error()]))
 
-
-def test_a_worker_connects_once():
+async def test_a_worker_connects_once():
     connected: list[Incarnation] = []
-
-    async def test(bench):
+    async with running_bench(on_connected=connected.append) as bench:
         worker = bench.add_worker()
         assert not connected
         await served_once(bench, worker)
@@ -873,8 +740,6 @@ def test_a_worker_connects_once():
             worker.send(Alive(EPOCH))
         await served_once(bench, worker)
         assert connected == [worker.incarnation]
-
-    run(test, on_connected=connected.append)
 
 
 # --- several in one process -------------------------------------------------------------------------------------
@@ -902,43 +767,37 @@ async def live_beside(bench: Bench, worker: Worker) -> None:
     assert other.dispatcher.links == []
 
 
-def test_a_dispatcher_stops_beside_another_and_leaves_nothing_behind():
-    async def test(bench):
-        errors = []
-        asyncio.get_running_loop().set_exception_handler(lambda loop, context: errors.append(context))
-        worker = bench.add_worker()
+async def test_a_dispatcher_stops_beside_another_and_leaves_nothing_behind(bench):
+    errors = []
+    asyncio.get_running_loop().set_exception_handler(lambda loop, context: errors.append(context))
+    worker = bench.add_worker()
+    await served_once(bench, worker)
+    for _ in range(2):
+        open_fds = len(os.listdir("/proc/self/fd"))
+        await live_beside(bench, worker)
+        async with asyncio.timeout(DEADLINE_S):  # a last timer keeps an arena for a moment
+            while len(os.listdir("/proc/self/fd")) > open_fds:
+                await asyncio.sleep(0.01)
+        await asyncio.sleep(2 * dispatch._SWEEP_INTERVAL_S)
         await served_once(bench, worker)
-        for _ in range(2):
-            open_fds = len(os.listdir("/proc/self/fd"))
-            await live_beside(bench, worker)
-            async with asyncio.timeout(DEADLINE_S):  # a last timer keeps an arena for a moment
-                while len(os.listdir("/proc/self/fd")) > open_fds:
-                    await asyncio.sleep(0.01)
-            await asyncio.sleep(2 * dispatch._SWEEP_INTERVAL_S)
-            await served_once(bench, worker)
-        assert errors == []
-
-    run(test)
+    assert errors == []
 
 
-def test_batches_of_two_dispatchers_of_a_gateway_have_different_numbers():
-    async def test(bench):
-        other = Bench(service=ServiceKey(2), shared_metrics=bench.shared_metrics)
-        other.dispatcher.start(other.listening.detach())
-        worker, others_worker = bench.add_worker(), other.add_worker(life=2)
-        seen = []
-        for _ in range(2):
-            for one, its_worker in ((bench, worker), (other, others_worker)):
-                request = one.request(1)
-                batch = await its_worker.receive()
-                seen.append(batch.number)
-                its_worker.answer(batch)
-                await request.finished
-        other.close()
-        assert seen == [1, 2, 3, 4]
-        assert [cells["NUMBER"] for cells in cells_of(bench)] == seen
-
-    run(test)
+async def test_batches_of_two_dispatchers_of_a_gateway_have_different_numbers(bench):
+    other = Bench(service=ServiceKey(2), shared_metrics=bench.shared_metrics)
+    other.dispatcher.start(other.listening.detach())
+    worker, others_worker = bench.add_worker(), other.add_worker(life=2)
+    seen = []
+    for _ in range(2):
+        for one, its_worker in ((bench, worker), (other, others_worker)):
+            request = one.request(1)
+            batch = await its_worker.receive()
+            seen.append(batch.number)
+            its_worker.answer(batch)
+            await request.finished
+    other.close()
+    assert seen == [1, 2, 3, 4]
+    assert [cells["NUMBER"] for cells in cells_of(bench)] == seen
 
 
 # --- what is noted of batches -------------------------------------------------------------------------------------
@@ -950,56 +809,47 @@ def cells_of(bench) -> list[dict[str, int]]:
     ]
 
 
-def test_a_batch_is_on_the_board_while_it_runs_and_after():
-    async def test(bench):
-        worker = bench.add_worker(3)
-        pending = bench.request(1, 2)
-        batch = await worker.receive()
-        [running] = cells_of(bench)
-        assert (running["WORKER"], running["SEQUENCES"], running["TOKENS"]) == (3, 2, 4)
-        assert running["DONE_NS"] == 0 < running["SENT_NS"] < time.monotonic_ns()
-        assert bench.dispatcher.num_rows_in_use == 2
-        assert bench.dispatcher.num_rows == SPEC.num_slots * SPEC.rows_per_slot
-        worker.compute(batch)
-        worker.send(Done(EPOCH, batch.number, batch.slot, 2, compute_us=70, num_padding_tokens=4))
-        await pending.finished
-        [done] = cells_of(bench)
-        assert done["SENT_NS"] == running["SENT_NS"] < done["DONE_NS"]
-        assert done["COMPUTE_US"] == 70
-        assert bench.shared_metrics.total(Counter.PADDING_TOKENS) == 4
-        assert bench.shared_metrics.worker_total(3, WorkerCell.TOKENS) == 4
-        assert bench.shared_metrics.histogram(Histogram.BATCH_FILL) == (ANY, 4 / 16)
-        await bench.settled(batch)
-        assert bench.dispatcher.num_rows_in_use == 0
-
-    run(test)
+async def test_a_batch_is_on_the_board_while_it_runs_and_after(bench):
+    worker = bench.add_worker(3)
+    pending = bench.request(1, 2)
+    batch = await worker.receive()
+    [running] = cells_of(bench)
+    assert (running["WORKER"], running["SEQUENCES"], running["TOKENS"]) == (3, 2, 4)
+    assert running["DONE_NS"] == 0 < running["SENT_NS"] < time.monotonic_ns()
+    assert bench.dispatcher.num_rows_in_use == 2
+    assert bench.dispatcher.num_rows == SPEC.num_slots * SPEC.rows_per_slot
+    worker.compute(batch)
+    worker.send(Done(EPOCH, batch.number, batch.slot, 2, compute_us=70, num_padding_tokens=4))
+    await pending.finished
+    [done] = cells_of(bench)
+    assert done["SENT_NS"] == running["SENT_NS"] < done["DONE_NS"]
+    assert done["COMPUTE_US"] == 70
+    assert bench.shared_metrics.total(Counter.PADDING_TOKENS) == 4
+    assert bench.shared_metrics.worker_total(3, WorkerCell.TOKENS) == 4
+    assert bench.shared_metrics.histogram(Histogram.BATCH_FILL) == (ANY, 4 / 16)
+    await bench.settled(batch)
+    assert bench.dispatcher.num_rows_in_use == 0
 
 
-def test_a_lost_batch_does_not_run_for_ever_on_the_board():
-    async def test(bench):
-        worker = bench.add_worker()
-        bench.request(1)
-        await worker.receive()
-        bench.dispatcher.worker_down(worker.incarnation, "killed")
-        [lost] = cells_of(bench)
-        assert lost["DONE_NS"] > 0
-        assert bench.shared_metrics.total(Counter.BATCHES) == 0
-
-    run(test)
+async def test_a_lost_batch_does_not_run_for_ever_on_the_board(bench):
+    worker = bench.add_worker()
+    bench.request(1)
+    await worker.receive()
+    bench.dispatcher.worker_down(worker.incarnation, "killed")
+    [lost] = cells_of(bench)
+    assert lost["DONE_NS"] > 0
+    assert bench.shared_metrics.total(Counter.BATCHES) == 0
 
 
-def test_a_request_is_told_when_the_last_of_its_batches_was_answered_and_which_they_were():
-    async def test(bench):
-        workers = [bench.add_worker(0), bench.add_worker(1)]
-        await bench.all_connected()
-        pending = bench.request(1, 2)
-        noted = pending.request_queue.batches = []
-        held = [await worker.receive() for worker in workers]
-        for worker, batch in zip(workers, held, strict=True):
-            worker.answer(batch)
-        await pending.finished
-        assert sorted(share.worker for share in noted) == [0, 1]
-        assert all(share.num_tokens == 2 and share.sent_at < share.done_at for share in noted)
-        assert pending.request_queue.last_done_at == max(share.done_at for share in noted)
-
-    run(test)
+async def test_a_request_is_told_when_the_last_of_its_batches_was_answered_and_which_they_were(bench):
+    workers = [bench.add_worker(0), bench.add_worker(1)]
+    await bench.all_connected()
+    pending = bench.request(1, 2)
+    noted = pending.request_queue.batches = []
+    held = [await worker.receive() for worker in workers]
+    for worker, batch in zip(workers, held, strict=True):
+        worker.answer(batch)
+    await pending.finished
+    assert sorted(share.worker for share in noted) == [0, 1]
+    assert all(share.num_tokens == 2 and share.sent_at < share.done_at for share in noted)
+    assert pending.request_queue.last_done_at == max(share.done_at for share in noted)

@@ -7,7 +7,7 @@ import random
 import numpy as np
 import pytest
 
-from tests.support.dispatching import EPOCH, SPEC, Bench, Request, Worker, run, sequences_of
+from tests.support.dispatching import EPOCH, SPEC, Bench, Request, Worker, running_bench, sequences_of
 from vecd.gateway.dispatch import delivery
 from vecd.gateway.types.errors import ServerError, Unavailable
 from vecd.shm.failure_code import FailureCode
@@ -34,118 +34,98 @@ def crash(bench: Bench, worker: Worker) -> None:
 # --- rows to their requests -------------------------------------------------------------------------------------
 
 
-def test_all_kinds_go_in_one_batch_and_come_back_to_their_requests():
-    async def test(bench):
-        worker = bench.add_worker()
-        await bench.all_connected()
-        vectors = bench.request(1, 2, length=1)
-        tokens = bench.tokens_of([3, 4], [5])
-        raw = bench.request(6, length=1, output=RAW)
-        chunked = bench.chunked([10, 20])
-        batch = await worker.receive()
-        assert outputs_of(batch) == [VECTORS, VECTORS, TOKENS, TOKENS, RAW, VECTORS, VECTORS]
-        worker.answer(batch)
-        await asyncio.gather(vectors.finished, tokens.finished, raw.finished, chunked.finished)
-        assert vectors.fragments == [b"1", b"2"]
-        assert tokens.fragments == [b"3 3 3 3 4 4 4 4", b"5 5 5 5"]
-        assert raw.fragments == [b"6"]
-        assert chunked.fragments == [b"15"]
-
-    run(test)
+async def test_all_kinds_go_in_one_batch_and_come_back_to_their_requests(bench):
+    worker = bench.add_worker()
+    await bench.all_connected()
+    vectors = bench.request(1, 2, length=1)
+    tokens = bench.tokens_of([3, 4], [5])
+    raw = bench.request(6, length=1, output=RAW)
+    chunked = bench.chunked([10, 20])
+    batch = await worker.receive()
+    assert outputs_of(batch) == [VECTORS, VECTORS, TOKENS, TOKENS, RAW, VECTORS, VECTORS]
+    worker.answer(batch)
+    await asyncio.gather(vectors.finished, tokens.finished, raw.finished, chunked.finished)
+    assert vectors.fragments == [b"1", b"2"]
+    assert tokens.fragments == [b"3 3 3 3 4 4 4 4", b"5 5 5 5"]
+    assert raw.fragments == [b"6"]
+    assert chunked.fragments == [b"15"]
 
 
-def test_a_batch_of_vectors_alone_names_no_outputs():
-    async def test(bench):
-        worker = bench.add_worker()
-        pending = bench.request(1)
-        batch = await worker.receive()
-        assert batch.outputs_bytes == b""
-        worker.answer(batch)
-        await pending.finished
-
-    run(test)
+async def test_a_batch_of_vectors_alone_names_no_outputs(bench):
+    worker = bench.add_worker()
+    pending = bench.request(1)
+    batch = await worker.receive()
+    assert batch.outputs_bytes == b""
+    worker.answer(batch)
+    await pending.finished
 
 
 @pytest.mark.parametrize("inputs", [[[2, 4], [7]], [[7], [2, 4]], [[2, 4], [6, 8], [7], [9]], [[7], [9], [1, 2, 3]]])
-def test_a_chunk_is_not_taken_for_its_neighbour_s_vector(inputs: list[list[int]]):
-    async def test(bench):
-        worker = bench.add_worker()
-        request = bench.chunked(*inputs)
-        while not request.is_over:
-            batch = await worker.receive()
-            worker.answer(batch)
-            await bench.settled(batch)
-        assert request.fragments == [b"%d" % (sum(ids) // len(ids)) for ids in inputs]
-
-    run(test)
+async def test_a_chunk_is_not_taken_for_its_neighbour_s_vector(inputs: list[list[int]], bench):
+    worker = bench.add_worker()
+    request = bench.chunked(*inputs)
+    while not request.is_over:
+        batch = await worker.receive()
+        worker.answer(batch)
+        await bench.settled(batch)
+    assert request.fragments == [b"%d" % (sum(ids) // len(ids)) for ids in inputs]
 
 
-def test_a_batch_never_has_more_rows_than_a_slot():
-    async def test(bench):
-        worker = bench.add_worker()
-        requests = [bench.tokens_of([n] * 5) for n in (1, 2)] + [bench.request(3, 4, 5, length=1)]
-        while not all(request.is_over for request in requests):
-            batch = await worker.receive()
-            num_rows = worker.compute(batch)
-            assert num_rows <= SPEC.rows_per_slot
-            worker.answer(batch)
-            await bench.settled(batch)
-        assert [request.fragments for request in requests[:2]] == [[b" ".join([b"%d" % n] * 20)] for n in (1, 2)]
-        assert requests[2].fragments == [b"3", b"4", b"5"]
-
-    run(test)
+async def test_a_batch_never_has_more_rows_than_a_slot(bench):
+    worker = bench.add_worker()
+    requests = [bench.tokens_of([n] * 5) for n in (1, 2)] + [bench.request(3, 4, 5, length=1)]
+    while not all(request.is_over for request in requests):
+        batch = await worker.receive()
+        num_rows = worker.compute(batch)
+        assert num_rows <= SPEC.rows_per_slot
+        worker.answer(batch)
+        await bench.settled(batch)
+    assert [request.fragments for request in requests[:2]] == [[b" ".join([b"%d" % n] * 20)] for n in (1, 2)]
+    assert requests[2].fragments == [b"3", b"4", b"5"]
 
 
-def test_the_rows_of_one_sequence_are_encoded_over_several_turns_of_the_loop(monkeypatch):
+async def test_the_rows_of_one_sequence_are_encoded_over_several_turns_of_the_loop(monkeypatch, bench):
     monkeypatch.setattr(delivery, "_FLOATS_PER_TURN", 3 * SPEC.dim)
     turns: list[int] = []
+    worker = bench.add_worker()
+    await bench.all_connected()
+    tokens, vector = bench.tokens_of([1, 2, 3, 4, 5, 6, 7]), bench.request(8, length=1)
 
-    async def test(bench):
-        worker = bench.add_worker()
-        await bench.all_connected()
-        tokens, vector = bench.tokens_of([1, 2, 3, 4, 5, 6, 7]), bench.request(8, length=1)
+    def count() -> None:
+        turns.append(len(tokens.num_rows_left))
+        if not tokens.is_over:
+            asyncio.get_running_loop().call_soon(count)
 
-        def count() -> None:
-            turns.append(len(tokens.num_rows_left))
-            if not tokens.is_over:
-                asyncio.get_running_loop().call_soon(count)
-
-        worker.answer(await worker.receive())
-        count()
-        await asyncio.gather(tokens.finished, vector.finished)
-        assert tokens.num_rows_left == [4, 1, 0]
-        numbers = [int(number) for part in tokens.fragments[0].split(b",") for number in part.split()]
-        assert numbers == [n for n in range(1, 8) for _ in range(SPEC.dim)]
-        assert vector.fragments == [b"8"]
-        assert {1, 2} <= set(turns), "others had their turn in between"
-
-    run(test)
+    worker.answer(await worker.receive())
+    count()
+    await asyncio.gather(tokens.finished, vector.finished)
+    assert tokens.num_rows_left == [4, 1, 0]
+    numbers = [int(number) for part in tokens.fragments[0].split(b",") for number in part.split()]
+    assert numbers == [n for n in range(1, 8) for _ in range(SPEC.dim)]
+    assert vector.fragments == [b"8"]
+    assert {1, 2} <= set(turns), "others had their turn in between"
 
 
-def test_a_worker_s_death_does_not_disturb_what_is_being_encoded(monkeypatch):
+async def test_a_worker_s_death_does_not_disturb_what_is_being_encoded(monkeypatch, bench):
     """Its rows were complete; sent again, they would come twice."""
     monkeypatch.setattr(delivery, "_FLOATS_PER_TURN", 2 * SPEC.dim)
-
-    async def test(bench):
-        worker = bench.add_worker()
-        await bench.all_connected()
-        tokens, chunked = bench.tokens_of([1, 2, 3, 4]), bench.chunked([2, 4])
-        batch = await worker.receive()
-        assert batch.num_sequences == 3
-        worker.answer(batch)
-        while not tokens.num_rows_left:
-            await asyncio.sleep(0)
-        assert not tokens.is_over
-        crash(bench, worker)
-        await asyncio.gather(tokens.finished, chunked.finished)
-        assert (tokens.num_rows_left, chunked.fragments) == ([2, 0], [b"3"])
-        assert bench.policy.queued_sequences == 0
-
-    run(test)
+    worker = bench.add_worker()
+    await bench.all_connected()
+    tokens, chunked = bench.tokens_of([1, 2, 3, 4]), bench.chunked([2, 4])
+    batch = await worker.receive()
+    assert batch.num_sequences == 3
+    worker.answer(batch)
+    while not tokens.num_rows_left:
+        await asyncio.sleep(0)
+    assert not tokens.is_over
+    crash(bench, worker)
+    await asyncio.gather(tokens.finished, chunked.finished)
+    assert (tokens.num_rows_left, chunked.fragments) == ([2, 0], [b"3"])
+    assert bench.policy.queued_sequences == 0
 
 
-def test_of_a_token_s_row_only_its_own_floats_are_delivered():
-    async def test(bench):
+async def test_of_a_token_s_row_only_its_own_floats_are_delivered():
+    async with running_bench(widths={Output.TOKENS: 3}) as bench:
         worker = bench.add_worker()
         await bench.all_connected()
         tokens, vector = bench.tokens_of([1, 2]), bench.request(3)
@@ -156,173 +136,146 @@ def test_of_a_token_s_row_only_its_own_floats_are_delivered():
         await asyncio.gather(tokens.finished, vector.finished)
         assert tokens.fragments == [b"1 1 1 2 2 2"]
 
-    run(test, widths={Output.TOKENS: 3})
-
 
 @pytest.mark.parametrize("floats_per_turn", [1000, SPEC.dim])
-def test_a_token_s_row_that_is_not_finite_fails_its_own_request_only(floats_per_turn, monkeypatch):
+async def test_a_token_s_row_that_is_not_finite_fails_its_own_request_only(floats_per_turn, monkeypatch, bench):
     monkeypatch.setattr(delivery, "_FLOATS_PER_TURN", floats_per_turn)
-
-    async def test(bench):
-        worker = bench.add_worker()
-        await bench.all_connected()
-        sick, well, chunked = bench.tokens_of([1], [2, 3, 4]), bench.tokens_of([5, 6]), bench.request(7)
-        batch = await worker.receive()
-        worker.compute(batch)
-        worker.slots[batch.slot][2, 1] = np.inf
-        worker.send(Done(EPOCH, batch.number, batch.slot, 7, 1))
-        with pytest.raises(ServerError, match=r"not finite for 'input\[1\]'"):
-            await sick.finished
-        await asyncio.gather(well.finished, chunked.finished)
-        assert well.fragments[0].replace(b",", b" ") == b"5 5 5 5 6 6 6 6"
-
-    run(test)
+    worker = bench.add_worker()
+    await bench.all_connected()
+    sick, well, chunked = bench.tokens_of([1], [2, 3, 4]), bench.tokens_of([5, 6]), bench.request(7)
+    batch = await worker.receive()
+    worker.compute(batch)
+    worker.slots[batch.slot][2, 1] = np.inf
+    worker.send(Done(EPOCH, batch.number, batch.slot, 7, 1))
+    with pytest.raises(ServerError, match=r"not finite for 'input\[1\]'"):
+        await sick.finished
+    await asyncio.gather(well.finished, chunked.finished)
+    assert well.fragments[0].replace(b",", b" ") == b"5 5 5 5 6 6 6 6"
 
 
-def test_a_chunk_s_row_that_is_not_finite_fails_its_own_request_only():
-    async def test(bench):
-        worker = bench.add_worker()
-        await bench.all_connected()
-        sick, well = bench.chunked([1], [2, 4]), bench.chunked([6, 8])
-        batch = await worker.receive()
-        worker.compute(batch)
-        worker.slots[batch.slot][2, 0] = np.nan
-        worker.send(Done(EPOCH, batch.number, batch.slot, 5, 1))
-        with pytest.raises(ServerError, match=r"not finite for 'input\[1\]'"):
-            await sick.finished
-        await well.finished
-        assert well.fragments == [b"7"]
-
-    run(test)
+async def test_a_chunk_s_row_that_is_not_finite_fails_its_own_request_only(bench):
+    worker = bench.add_worker()
+    await bench.all_connected()
+    sick, well = bench.chunked([1], [2, 4]), bench.chunked([6, 8])
+    batch = await worker.receive()
+    worker.compute(batch)
+    worker.slots[batch.slot][2, 0] = np.nan
+    worker.send(Done(EPOCH, batch.number, batch.slot, 5, 1))
+    with pytest.raises(ServerError, match=r"not finite for 'input\[1\]'"):
+        await sick.finished
+    await well.finished
+    assert well.fragments == [b"7"]
 
 
 # --- when workers die, fail and lie -----------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("num_rows", [1, 2, 4, 0])
-def test_a_worker_that_writes_another_number_of_rows_is_reported(num_rows: int):
-    async def test(bench):
-        liar = bench.add_worker()
-        request = bench.tokens_of([1, 2, 3])
-        batch = await liar.receive()
-        liar.send(Done(EPOCH, batch.number, batch.slot, num_rows, 1))
-        await reported(bench)
-        bench.dispatcher.worker_down(liar.incarnation, "was killed")
-        honest = bench.add_worker(0, life=2)
-        honest.answer(await honest.receive())
-        await request.finished
-        assert request.fragments == [b"1 1 1 1 2 2 2 2 3 3 3 3"]
-
-    run(test)
+async def test_a_worker_that_writes_another_number_of_rows_is_reported(num_rows: int, bench):
+    liar = bench.add_worker()
+    request = bench.tokens_of([1, 2, 3])
+    batch = await liar.receive()
+    liar.send(Done(EPOCH, batch.number, batch.slot, num_rows, 1))
+    await reported(bench)
+    bench.dispatcher.worker_down(liar.incarnation, "was killed")
+    honest = bench.add_worker(0, life=2)
+    honest.answer(await honest.receive())
+    await request.finished
+    assert request.fragments == [b"1 1 1 1 2 2 2 2 3 3 3 3"]
 
 
-def test_a_dead_worker_s_tokens_are_asked_for_again_and_paid_for_once():
-    async def test(bench):
-        doomed = bench.add_worker(0)
-        request = bench.tokens_of([1, 2], [3])
-        batch = await doomed.receive()
-        assert request.request_queue.num_sent_tokens == 3
-        doomed.slots[batch.slot][:] = 666
-        crash(bench, doomed)
-        assert request.request_queue.num_sent_tokens == 0
-        heir = bench.add_worker(0, life=2)
-        again = await heir.receive()
-        assert outputs_of(again) == [TOKENS, TOKENS]
-        heir.answer(again)
-        await request.finished
-        assert request.fragments == [b"1 1 1 1 2 2 2 2", b"3 3 3 3"]
-        assert request.request_queue.num_sent_tokens == 3
-        assert bench.shared_metrics.total(Counter.RETRIED) == 2
-
-    run(test)
+async def test_a_dead_worker_s_tokens_are_asked_for_again_and_paid_for_once(bench):
+    doomed = bench.add_worker(0)
+    request = bench.tokens_of([1, 2], [3])
+    batch = await doomed.receive()
+    assert request.request_queue.num_sent_tokens == 3
+    doomed.slots[batch.slot][:] = 666
+    crash(bench, doomed)
+    assert request.request_queue.num_sent_tokens == 0
+    heir = bench.add_worker(0, life=2)
+    again = await heir.receive()
+    assert outputs_of(again) == [TOKENS, TOKENS]
+    heir.answer(again)
+    await request.finished
+    assert request.fragments == [b"1 1 1 1 2 2 2 2", b"3 3 3 3"]
+    assert request.request_queue.num_sent_tokens == 3
+    assert bench.shared_metrics.total(Counter.RETRIED) == 2
 
 
 @pytest.mark.parametrize("is_first_lost", [True, False])
-def test_a_chunk_that_is_lost_and_sent_again_counts_once(is_first_lost: bool):
-    async def test(bench):
-        workers = [bench.add_worker(0), bench.add_worker(1)]
-        await bench.all_connected()
-        request = bench.chunked([10, 20])
-        held = {sequences_of(batch)[0][0]: (worker, batch) for worker in workers for batch in [await worker.receive()]}
-        assert sorted(held) == [10, 20], "a chunk each"
-        lost, kept = held[10 if is_first_lost else 20], held[20 if is_first_lost else 10]
-        crash(bench, lost[0])
-        kept[0].answer(kept[1])
-        again = await kept[0].receive()
-        assert sequences_of(again) == sequences_of(lost[1])
-        assert not request.is_over
-        lost[0].answer(lost[1])  # too late: nobody listens to the dead
-        kept[0].answer(again)
-        await request.finished
-        assert request.fragments == [b"15"]
-        assert bench.policy.queued_sequences == 0
-
-    run(test)
+async def test_a_chunk_that_is_lost_and_sent_again_counts_once(is_first_lost: bool, bench):
+    workers = [bench.add_worker(0), bench.add_worker(1)]
+    await bench.all_connected()
+    request = bench.chunked([10, 20])
+    held = {sequences_of(batch)[0][0]: (worker, batch) for worker in workers for batch in [await worker.receive()]}
+    assert sorted(held) == [10, 20], "a chunk each"
+    lost, kept = held[10 if is_first_lost else 20], held[20 if is_first_lost else 10]
+    crash(bench, lost[0])
+    kept[0].answer(kept[1])
+    again = await kept[0].receive()
+    assert sequences_of(again) == sequences_of(lost[1])
+    assert not request.is_over
+    lost[0].answer(lost[1])  # too late: nobody listens to the dead
+    kept[0].answer(again)
+    await request.finished
+    assert request.fragments == [b"15"]
+    assert bench.policy.queued_sequences == 0
 
 
-def test_a_chunk_whose_answer_is_not_believed_counts_once():
-    async def test(bench):
-        workers = [bench.add_worker(0), bench.add_worker(1)]
-        await bench.all_connected()
-        request = bench.chunked([10, 20])
-        liar, honest = workers
-        lied_about, taken = await liar.receive(), await honest.receive()
-        liar.send(Done(EPOCH, lied_about.number, lied_about.slot, 2, 1))
-        await reported(bench)
-        honest.answer(taken)
-        honest.answer(await honest.receive())
-        await request.finished
-        assert request.fragments == [b"15"]
-
-    run(test)
+async def test_a_chunk_whose_answer_is_not_believed_counts_once(bench):
+    workers = [bench.add_worker(0), bench.add_worker(1)]
+    await bench.all_connected()
+    request = bench.chunked([10, 20])
+    liar, honest = workers
+    lied_about, taken = await liar.receive(), await honest.receive()
+    liar.send(Done(EPOCH, lied_about.number, lied_about.slot, 2, 1))
+    await reported(bench)
+    honest.answer(taken)
+    honest.answer(await honest.receive())
+    await request.finished
+    assert request.fragments == [b"15"]
 
 
 @pytest.mark.parametrize("kind", ["tokens", "chunk"])
-def test_what_kills_is_tried_alone_and_then_given_up_and_no_other(kind: str):
-    async def test(bench):
-        poison = bench.tokens_of([1], [13, 13]) if kind == "tokens" else bench.chunked([1], [2, 13])
-        good = [bench.tokens_of([3, 4]), bench.chunked([10, 20]), bench.request(5)]
-        deaths = 0
-        for life in range(1, 12):
-            worker = bench.add_worker(0, life)
-            while not (poison.is_over and all(request.is_over for request in good)):
-                batch = await worker.receive()
-                if [13, 13] in sequences_of(batch):
-                    deaths += 1
-                    assert deaths < 3 or batch.num_sequences == 1, "the last try is alone"
-                    crash(bench, worker)
-                    break
-                worker.answer(batch)
-                await bench.settled(batch)
-        assert deaths == 3
-        assert [request.fragments for request in good] == [[b"3 3 3 3 4 4 4 4"], [b"15"], [b"5"]]
-        with pytest.raises(ServerError, match=r"'input\[1\]' ended its worker") as caught:
-            await poison.finished
-        assert caught.value.code == "poison_input"
-
-    run(test)
-
-
-def test_a_bad_one_among_many_is_found_by_halves_that_fit():
-    async def test(bench):
-        worker = bench.add_worker()
-        await bench.all_connected()
-        bad, tokens = bench.tokens_of([13, 13]), bench.tokens_of([1, 2, 3])
-        chunked, vector = bench.chunked([10, 20]), bench.request(5)
-        requests = [bad, tokens, chunked, vector]
-        while not all(request.is_over for request in requests):
+async def test_what_kills_is_tried_alone_and_then_given_up_and_no_other(kind: str, bench):
+    poison = bench.tokens_of([1], [13, 13]) if kind == "tokens" else bench.chunked([1], [2, 13])
+    good = [bench.tokens_of([3, 4]), bench.chunked([10, 20]), bench.request(5)]
+    deaths = 0
+    for life in range(1, 12):
+        worker = bench.add_worker(0, life)
+        while not (poison.is_over and all(request.is_over for request in good)):
             batch = await worker.receive()
             if [13, 13] in sequences_of(batch):
-                worker.send(Failed(EPOCH, batch.number, batch.slot, FailureCode.ENGINE_ERROR))
-            else:
-                worker.answer(batch)
+                deaths += 1
+                assert deaths < 3 or batch.num_sequences == 1, "the last try is alone"
+                crash(bench, worker)
+                break
+            worker.answer(batch)
             await bench.settled(batch)
-        with pytest.raises(ServerError):
-            await bad.finished
-        assert tokens.fragments == [b"1 1 1 1 2 2 2 2 3 3 3 3"]
-        assert (chunked.fragments, vector.fragments) == ([b"15"], [b"5"])
+    assert deaths == 3
+    assert [request.fragments for request in good] == [[b"3 3 3 3 4 4 4 4"], [b"15"], [b"5"]]
+    with pytest.raises(ServerError, match=r"'input\[1\]' ended its worker") as caught:
+        await poison.finished
+    assert caught.value.code == "poison_input"
 
-    run(test)
+
+async def test_a_bad_one_among_many_is_found_by_halves_that_fit(bench):
+    worker = bench.add_worker()
+    await bench.all_connected()
+    bad, tokens = bench.tokens_of([13, 13]), bench.tokens_of([1, 2, 3])
+    chunked, vector = bench.chunked([10, 20]), bench.request(5)
+    requests = [bad, tokens, chunked, vector]
+    while not all(request.is_over for request in requests):
+        batch = await worker.receive()
+        if [13, 13] in sequences_of(batch):
+            worker.send(Failed(EPOCH, batch.number, batch.slot, FailureCode.ENGINE_ERROR))
+        else:
+            worker.answer(batch)
+        await bench.settled(batch)
+    with pytest.raises(ServerError):
+        await bad.finished
+    assert tokens.fragments == [b"1 1 1 1 2 2 2 2 3 3 3 3"]
+    assert (chunked.fragments, vector.fragments) == ([b"15"], [b"5"])
 
 
 # --- anything, in any order -------------------------------------------------------------------------------------
@@ -365,7 +318,7 @@ async def something(dice: random.Random, bench: Bench, worker: Worker, batch: Ba
 
 
 @pytest.mark.parametrize("seed", range(6))
-def test_every_request_is_answered_rightly_or_failed_whatever_happens(seed: int, monkeypatch):
+async def test_every_request_is_answered_rightly_or_failed_whatever_happens(seed: int, monkeypatch, bench):
     monkeypatch.setattr(delivery, "_FLOATS_PER_TURN", 3 * SPEC.dim)
     num_answered = 0
 
@@ -375,25 +328,21 @@ def test_every_request_is_answered_rightly_or_failed_whatever_happens(seed: int,
             while is_alive:
                 is_alive = await something(dice, bench, worker, await worker.receive())
 
-    async def test(bench):
-        nonlocal num_answered
-        dice = random.Random(seed)
-        playing = asyncio.ensure_future(play(bench, dice))
-        requests = []
-        for number in range(1, 31):
-            request, expected = random_request(bench, dice, number)
-            requests.append((request, expected))
-            if dice.random() < 0.3:
-                await asyncio.wait({request.finished, playing}, return_when=asyncio.FIRST_COMPLETED)
-        for request, _ in requests:
+    dice = random.Random(seed)
+    playing = asyncio.ensure_future(play(bench, dice))
+    requests = []
+    for number in range(1, 31):
+        request, expected = random_request(bench, dice, number)
+        requests.append((request, expected))
+        if dice.random() < 0.3:
             await asyncio.wait({request.finished, playing}, return_when=asyncio.FIRST_COMPLETED)
-        playing.cancel()
-        for request, expected in requests:
-            if (error := request.finished.exception()) is None:
-                assert [fragment.replace(b",", b" ") for fragment in request.fragments] == expected
-                num_answered += 1
-            else:
-                assert isinstance(error, ServerError | Unavailable)
-
-    run(test)
+    for request, _ in requests:
+        await asyncio.wait({request.finished, playing}, return_when=asyncio.FIRST_COMPLETED)
+    playing.cancel()
+    for request, expected in requests:
+        if (error := request.finished.exception()) is None:
+            assert [fragment.replace(b",", b" ") for fragment in request.fragments] == expected
+            num_answered += 1
+        else:
+            assert isinstance(error, ServerError | Unavailable)
     assert num_answered >= 10

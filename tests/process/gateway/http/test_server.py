@@ -7,8 +7,8 @@ import logging
 import math
 import select
 import socket
-from collections.abc import Awaitable, Callable
-from contextlib import suppress
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -28,7 +28,6 @@ from tests.support.tinyserver import (
     no_collector,
     only,
     post,
-    run,
     serving,
     until,
 )
@@ -63,200 +62,158 @@ def tls(certificate: Certificate) -> Listening:
 # --- one request after the other ----------------------------------------------------------------------------------
 
 
-def test_a_connection_takes_one_request_after_the_other(sock):
-    async def test() -> None:
-        async with serving(sock) as model_info:
-            client = await model_info.connect()
-            for number in range(3):
-                answer = await client.ask(post("/echo", "X-Request-Id: mine", body=b"text %d" % number))
-                assert (answer.status, answer.body) == (200, b"text %d" % number)
-                assert answer.headers["x-request-id"] == "mine"
-                assert "connection" not in answer.headers
-            assert model_info.server.num_connections == 1
-
-    run(test())
+async def test_a_connection_takes_one_request_after_the_other(sock):
+    async with serving(sock) as model_info:
+        client = await model_info.connect()
+        for number in range(3):
+            answer = await client.ask(post("/echo", "X-Request-Id: mine", body=b"text %d" % number))
+            assert (answer.status, answer.body) == (200, b"text %d" % number)
+            assert answer.headers["x-request-id"] == "mine"
+            assert "connection" not in answer.headers
+        assert model_info.server.num_connections == 1
 
 
-def test_a_request_may_come_byte_by_byte_and_in_chunks():
-    async def test() -> None:
-        async with serving() as model_info:
-            client = await model_info.connect()
-            data = get("/echo", "Transfer-Encoding: chunked", method="POST") + b"2\r\nhe\r\n3\r\nllo\r\n0\r\n\r\n"
-            for byte in data:
-                client.send(bytes([byte]))
-                await asyncio.sleep(0)
-            assert (await client.answer()).body == b"hello"
-
-    run(test())
+async def test_a_request_may_come_byte_by_byte_and_in_chunks():
+    async with serving() as model_info:
+        client = await model_info.connect()
+        data = get("/echo", "Transfer-Encoding: chunked", method="POST") + b"2\r\nhe\r\n3\r\nllo\r\n0\r\n\r\n"
+        for byte in data:
+            client.send(bytes([byte]))
+            await asyncio.sleep(0)
+        assert (await client.answer()).body == b"hello"
 
 
-def test_pipelined_requests_are_answered_in_order_one_at_a_time():
-    async def test() -> None:
-        async with serving() as model_info:
-            client = await model_info.connect()
-            client.send(get("/wait") + post("/echo", body=b"2") + get("/3"))
-            await model_info.app.started.wait()
-            await (await model_info.connect()).ask(get("/other"))
-            assert model_info.app.handled == ["/wait", "/other"]
-            assert model_info.server.num_requests_in_flight == 1
-            model_info.app.release.set()
-            assert [(await client.answer()).body for _ in range(3)] == [b"/wait", b"2", b"/3"]
-
-    run(test())
+async def test_pipelined_requests_are_answered_in_order_one_at_a_time():
+    async with serving() as model_info:
+        client = await model_info.connect()
+        client.send(get("/wait") + post("/echo", body=b"2") + get("/3"))
+        await model_info.app.started.wait()
+        await (await model_info.connect()).ask(get("/other"))
+        assert model_info.app.handled == ["/wait", "/other"]
+        assert model_info.server.num_requests_in_flight == 1
+        model_info.app.release.set()
+        assert [(await client.answer()).body for _ in range(3)] == [b"/wait", b"2", b"/3"]
 
 
-def test_http_1_0():
-    async def test() -> None:
-        async with serving() as model_info:
-            client = await model_info.connect()
-            answer = await client.ask(get("/a", "Connection: keep-alive", version="1.0"))
-            assert answer.headers["connection"] == "keep-alive"
-            answer = await client.ask(get("/b", version="1.0"))
-            assert answer.headers["connection"] == "close"
-            assert await client.rest() == b""
-
-    run(test())
+async def test_http_1_0():
+    async with serving() as model_info:
+        client = await model_info.connect()
+        answer = await client.ask(get("/a", "Connection: keep-alive", version="1.0"))
+        assert answer.headers["connection"] == "keep-alive"
+        answer = await client.ask(get("/b", version="1.0"))
+        assert answer.headers["connection"] == "close"
+        assert await client.rest() == b""
 
 
-def test_connection_close_is_heeded():
-    async def test() -> None:
-        async with serving() as model_info:
-            client = await model_info.connect()
-            answer = await client.ask(get("/a", "Connection: close") + get("/b"))
-            assert answer.headers["connection"] == "close"
-            assert await client.rest() == b""
-            assert model_info.app.handled == ["/a"]
-
-    run(test())
+async def test_connection_close_is_heeded():
+    async with serving() as model_info:
+        client = await model_info.connect()
+        answer = await client.ask(get("/a", "Connection: close") + get("/b"))
+        assert answer.headers["connection"] == "close"
+        assert await client.rest() == b""
+        assert model_info.app.handled == ["/a"]
 
 
-def test_head_has_no_body():
-    async def test() -> None:
-        async with serving() as model_info:
-            client = await model_info.connect()
-            client.send(get("/12345", method="HEAD") + get("/next"))
-            _, headers = await client.head()
-            assert headers["content-length"] == "6"
-            assert (await client.answer()).body == b"/next"
-
-    run(test())
+async def test_head_has_no_body():
+    async with serving() as model_info:
+        client = await model_info.connect()
+        client.send(get("/12345", method="HEAD") + get("/next"))
+        _, headers = await client.head()
+        assert headers["content-length"] == "6"
+        assert (await client.answer()).body == b"/next"
 
 
 @pytest.mark.parametrize("method", ["GET", "HEAD"])
-def test_a_large_answer_in_pieces_arrives_whole(sock, method):
-    async def test() -> None:
-        async with serving(sock) as model_info:
-            client = await model_info.connect()
-            client.send(get("/pieces", method=method) + get("/next"))
-            if method == "HEAD":
-                assert (await client.head())[1]["content-length"] == "22500000"
-            else:
-                body = (await client.answer()).body
-                assert body == b"".join(bytes(5000) + b"%d," % (i % 10) * 5000 for i in range(1, 3000, 2))
-            assert (await client.answer()).body == b"/next"
-
-    run(test())
+async def test_a_large_answer_in_pieces_arrives_whole(sock, method):
+    async with serving(sock) as model_info:
+        client = await model_info.connect()
+        client.send(get("/pieces", method=method) + get("/next"))
+        if method == "HEAD":
+            assert (await client.head())[1]["content-length"] == "22500000"
+        else:
+            body = (await client.answer()).body
+            assert body == b"".join(bytes(5000) + b"%d," % (i % 10) * 5000 for i in range(1, 3000, 2))
+        assert (await client.answer()).body == b"/next"
 
 
-def test_a_large_answer_arrives_whole():
-    async def test() -> None:
-        async with serving() as model_info:
-            client = await model_info.connect()
-            client.send(get("/large") + get("/next"))
-            assert (await client.answer()).body == b"x" * 30_000_000
-            assert (await client.answer()).body == b"/next"
-
-    run(test())
+async def test_a_large_answer_arrives_whole():
+    async with serving() as model_info:
+        client = await model_info.connect()
+        client.send(get("/large") + get("/next"))
+        assert (await client.answer()).body == b"x" * 30_000_000
+        assert (await client.answer()).body == b"/next"
 
 
 # --- the body is outstanding ---------------------------------------------------------------------------------------
 
 
-def test_expect_100_continue():
-    async def test() -> None:
-        async with serving() as model_info:
+async def test_expect_100_continue():
+    async with serving() as model_info:
+        client = await model_info.connect()
+        client.send(post("/echo", "Expect: 100-continue", body=b"hello")[:-5])
+        assert await client.head() == (100, {})
+        assert model_info.app.checked == ["/echo"]
+        assert (await client.ask(b"hello")).body == b"hello"
+
+
+async def test_no_interim_answer_to_http_1_0_nor_unasked():
+    async with serving() as model_info:
+        for data in (
+            post("/echo", "Expect: 100-continue", body=b"hello", version="1.0"),
+            post("/echo", body=b"hello"),
+            post("/echo", "Expect: 100-continue", body=b""),
+        ):
             client = await model_info.connect()
-            client.send(post("/echo", "Expect: 100-continue", body=b"hello")[:-5])
-            assert await client.head() == (100, {})
-            assert model_info.app.checked == ["/echo"]
-            assert (await client.ask(b"hello")).body == b"hello"
-
-    run(test())
-
-
-def test_no_interim_answer_to_http_1_0_nor_unasked():
-    async def test() -> None:
-        async with serving() as model_info:
-            for data in (
-                post("/echo", "Expect: 100-continue", body=b"hello", version="1.0"),
-                post("/echo", body=b"hello"),
-                post("/echo", "Expect: 100-continue", body=b""),
-            ):
-                client = await model_info.connect()
-                client.send(data[:-5])
-                await asyncio.sleep(0)
-                client.send(data[-5:])
-                assert (await client.answer()).status == 200
-
-    run(test())
+            client.send(data[:-5])
+            await asyncio.sleep(0)
+            client.send(data[-5:])
+            assert (await client.answer()).status == 200
 
 
 @pytest.mark.parametrize("expect", [(), ("Expect: 100-continue",)])
 @pytest.mark.parametrize(("path", "status"), [("/secret", 401), ("/early", 200), ("/broken-check", 500)])
-def test_the_head_alone_can_be_answered(path, status, expect, caplog):
-    async def test() -> None:
-        async with serving() as model_info:
-            client = await model_info.connect()
-            answer = await client.ask(post(path, *expect, "X-Request-Id: mine", body=b"hello")[:-5])
-            assert answer.status == status
-            assert answer.headers["connection"] == "close"
-            assert answer.headers["x-request-id"] == "mine"
-            assert await client.rest() == b""
-            assert model_info.app.handled == []
-
-    run(test())
+async def test_the_head_alone_can_be_answered(path, status, expect, caplog):
+    async with serving() as model_info:
+        client = await model_info.connect()
+        answer = await client.ask(post(path, *expect, "X-Request-Id: mine", body=b"hello")[:-5])
+        assert answer.status == status
+        assert answer.headers["connection"] == "close"
+        assert answer.headers["x-request-id"] == "mine"
+        assert await client.rest() == b""
+        assert model_info.app.handled == []
     assert "quotes" not in caplog.text
 
 
-def test_a_request_that_comes_in_one_piece_is_left_to_the_handler():
-    async def test() -> None:
-        async with serving() as model_info:
-            client = await model_info.connect()
-            assert (await client.ask(post("/secret", body=b"hello"))).body == b"hello"
-            assert model_info.app.checked == []
-
-    run(test())
+async def test_a_request_that_comes_in_one_piece_is_left_to_the_handler():
+    async with serving() as model_info:
+        client = await model_info.connect()
+        assert (await client.ask(post("/secret", body=b"hello"))).body == b"hello"
+        assert model_info.app.checked == []
 
 
 # --- errors --------------------------------------------------------------------------------------------------------
 
 
-def test_an_api_error_is_rendered_and_the_connection_lives():
-    async def test() -> None:
-        async with serving() as model_info:
-            client = await model_info.connect()
-            answer = await client.ask(get("/refused"))
-            assert answer.status == 400
-            assert answer.headers["x-path"] == "/refused"
-            assert b"as asked" in answer.body
-            assert (await client.ask(get("/next"))).status == 200
-
-    run(test())
+async def test_an_api_error_is_rendered_and_the_connection_lives():
+    async with serving() as model_info:
+        client = await model_info.connect()
+        answer = await client.ask(get("/refused"))
+        assert answer.status == 400
+        assert answer.headers["x-path"] == "/refused"
+        assert b"as asked" in answer.body
+        assert (await client.ask(get("/next"))).status == 200
 
 
 @pytest.mark.parametrize("path", ["/fails", "/cancels", "/unsendable"])
-def test_anything_unexpected_is_a_500_logged_once_without_its_message(path, caplog):
-    async def test() -> None:
-        async with serving() as model_info:
-            client = await model_info.connect()
-            answer = await client.ask(post(path, "X-Request-Id: id-7", body=b"a body"))
-            assert answer.status == 500
-            assert b"internal_error" in answer.body
-            assert b"quotes" not in answer.body
-            assert b"Traceback" not in answer.body
-            assert (await client.ask(get("/next"))).status == 200
-
-    run(test())
+async def test_anything_unexpected_is_a_500_logged_once_without_its_message(path, caplog):
+    async with serving() as model_info:
+        client = await model_info.connect()
+        answer = await client.ask(post(path, "X-Request-Id: id-7", body=b"a body"))
+        assert answer.status == 500
+        assert b"internal_error" in answer.body
+        assert b"quotes" not in answer.body
+        assert b"Traceback" not in answer.body
+        assert (await client.ask(get("/next"))).status == 200
     (record,) = [record for record in caplog.records if record.levelno >= logging.WARNING]
     assert "id-7" in record.getMessage()
     assert "connection.py" in record.getMessage()
@@ -264,8 +221,8 @@ def test_anything_unexpected_is_a_500_logged_once_without_its_message(path, capl
     assert "quotes" not in caplog.text
 
 
-def test_what_a_refused_request_had_in_hand_is_freed_at_once():
-    async def test() -> None:
+async def test_what_a_refused_request_had_in_hand_is_freed_at_once():
+    with no_collector():
         async with serving() as model_info:
             client = await model_info.connect()
             client.send(get("/refuses-what-is-large"))
@@ -273,15 +230,12 @@ def test_what_a_refused_request_had_in_hand_is_freed_at_once():
             assert model_info.app.large is not None
             assert model_info.app.large() is None
 
-    with no_collector():
-        run(test())
 
-
-def test_a_body_that_was_broken_off_is_freed_at_once():
+async def test_a_body_that_was_broken_off_is_freed_at_once():
     def num_messages() -> int:
         return sum(type(thing) is _Message for thing in gc.get_objects())
 
-    async def test() -> None:
+    with no_collector():
         async with serving() as model_info:
             client = await model_info.connect()
             client.send(b"POST /x HTTP/1.1\r\nHost: h\r\nContent-Length: 900000\r\n\r\n" + b"x" * 300_000)
@@ -291,177 +245,144 @@ def test_a_body_that_was_broken_off_is_freed_at_once():
             await until(lambda: model_info.server.num_connections == 0)
             assert num_messages() == 0
 
-    with no_collector():
-        run(test())
 
-
-def test_nobody_is_left_waiting_when_not_even_an_error_can_be_rendered():
-    async def test() -> None:
-        async with serving() as model_info:
-            asyncio.get_running_loop().set_exception_handler(lambda loop, context: None)
-            model_info.app.can_render = False
-            for data in (get("/fails"), b"garbage\r\n\r\n", post("/secret", body=b"hello")[:-5]):
-                client = await model_info.connect()
-                client.send(data)
-                with suppress(ConnectionResetError):
-                    assert await client.rest() == b""
-
-    run(test())
-
-
-def test_a_protocol_error_is_answered_after_the_requests_before_it():
-    async def test() -> None:
-        async with serving() as model_info:
+async def test_nobody_is_left_waiting_when_not_even_an_error_can_be_rendered():
+    async with serving() as model_info:
+        asyncio.get_running_loop().set_exception_handler(lambda loop, context: None)
+        model_info.app.can_render = False
+        for data in (get("/fails"), b"garbage\r\n\r\n", post("/secret", body=b"hello")[:-5]):
             client = await model_info.connect()
-            client.send(get("/wait") + get("/2") + b"garbage\r\n\r\n" + get("/never"))
-            await model_info.app.started.wait()
-            model_info.app.release.set()
-            assert (await client.answer()).body == b"/wait"
-            assert (await client.answer()).body == b"/2"
-            answer = await client.answer()
-            assert (answer.status, answer.headers["connection"]) == (400, "close")
-            assert answer.headers["x-path"] == "None"
-            assert await client.rest() == b""
-            assert model_info.app.handled == ["/wait", "/2"]
-
-    run(test())
+            client.send(data)
+            with suppress(ConnectionResetError):
+                assert await client.rest() == b""
 
 
-def test_a_client_that_sends_too_much_still_reads_why(sock):
-    async def test() -> None:
-        async with serving(sock) as model_info:
-            client = await model_info.connect()
-            client.send(get("/a", "Content-Length: 20000000", method="POST") + b"x" * 20_000_000)
-            await client.writer.drain()
-            answer = await client.answer()
-            assert (answer.status, answer.headers["x-path"]) == (413, "/a")
-            assert await client.rest() == b""
-            assert model_info.app.checked == []
+async def test_a_protocol_error_is_answered_after_the_requests_before_it():
+    async with serving() as model_info:
+        client = await model_info.connect()
+        client.send(get("/wait") + get("/2") + b"garbage\r\n\r\n" + get("/never"))
+        await model_info.app.started.wait()
+        model_info.app.release.set()
+        assert (await client.answer()).body == b"/wait"
+        assert (await client.answer()).body == b"/2"
+        answer = await client.answer()
+        assert (answer.status, answer.headers["connection"]) == (400, "close")
+        assert answer.headers["x-path"] == "None"
+        assert await client.rest() == b""
+        assert model_info.app.handled == ["/wait", "/2"]
 
-    run(test())
+
+async def test_a_client_that_sends_too_much_still_reads_why(sock):
+    async with serving(sock) as model_info:
+        client = await model_info.connect()
+        client.send(get("/a", "Content-Length: 20000000", method="POST") + b"x" * 20_000_000)
+        await client.writer.drain()
+        answer = await client.answer()
+        assert (answer.status, answer.headers["x-path"]) == (413, "/a")
+        assert await client.rest() == b""
+        assert model_info.app.checked == []
 
 
-def test_a_refused_head_request_has_no_body():
-    async def test() -> None:
-        async with serving() as model_info:
-            client = await model_info.connect()
-            client.send(get("/", "Content-Encoding: br", method="HEAD"))
-            status, headers = await client.head()
-            assert status == 415
-            assert int(headers["content-length"]) > 0
-            assert await client.rest() == b""
-
-    run(test())
+async def test_a_refused_head_request_has_no_body():
+    async with serving() as model_info:
+        client = await model_info.connect()
+        client.send(get("/", "Content-Encoding: br", method="HEAD"))
+        status, headers = await client.head()
+        assert status == 415
+        assert int(headers["content-length"]) > 0
+        assert await client.rest() == b""
 
 
 # --- clients that leave ---------------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("how", ["close", "reset"])
-def test_a_client_that_leaves_cancels_its_request(sock, how, caplog):
-    async def test() -> None:
-        async with serving(sock) as model_info:
-            client = await model_info.connect()
-            client.send(get("/wait"))
-            await model_info.app.started.wait()
-            if how == "reset":
-                client.reset()
-            elif sock.certificate is not None:
-                client.writer.transport.abort()  # asyncio's close() would first wait for an answer to its close_notify
-            else:
-                client.close()
-            await model_info.app.cancelled.wait()
-            await until(lambda: model_info.server.num_connections == 0)
-            assert model_info.server.num_requests_in_flight == 0
-
-    run(test())
+async def test_a_client_that_leaves_cancels_its_request(sock, how, caplog):
+    async with serving(sock) as model_info:
+        client = await model_info.connect()
+        client.send(get("/wait"))
+        await model_info.app.started.wait()
+        if how == "reset":
+            client.reset()
+        elif sock.certificate is not None:
+            client.writer.transport.abort()  # asyncio's close() would first wait for an answer to its close_notify
+        else:
+            client.close()
+        await model_info.app.cancelled.wait()
+        await until(lambda: model_info.server.num_connections == 0)
+        assert model_info.server.num_requests_in_flight == 0
     assert caplog.records == []
 
 
-def test_a_client_that_leaves_with_requests_waiting_cancels_all():
-    async def test() -> None:
-        async with serving() as model_info:
+async def test_a_client_that_leaves_with_requests_waiting_cancels_all():
+    async with serving() as model_info:
+        client = await model_info.connect()
+        client.send(get("/wait") + get("/2") * 5)
+        await model_info.app.started.wait()
+        client.reset()
+        await model_info.app.cancelled.wait()
+        await until(lambda: model_info.server.num_connections == 0)
+        assert model_info.app.handled == ["/wait"]
+
+
+async def test_a_client_that_only_shut_down_its_half_is_answered(sock):
+    async with serving(sock) as model_info:
+        client = await model_info.connect()
+        client.send(get("/wait") + get("/2"))
+        client.shut_down()
+        await model_info.app.started.wait()
+        for _ in range(10):
+            model_info.server.sweep()
+            await asyncio.sleep(0.001)
+        model_info.app.release.set()
+        while (first := await client.head())[0] == 100:
+            pass
+        assert first[0] == 200
+        everything = await client.rest()
+        assert everything.startswith(b"/waitHTTP/1.1 200 OK\r\n")
+        assert everything.endswith(b"\r\n\r\n/2")
+        assert b"connection: close" in everything
+        await until(lambda: model_info.server.num_connections == 0)
+
+
+async def test_an_http_1_0_client_that_shut_down_its_half_gets_nothing_but_the_answer():
+    async with serving() as model_info:
+        client = await model_info.connect()
+        client.send(get("/wait", version="1.0"))
+        client.shut_down()
+        await model_info.app.started.wait()
+        for _ in range(10):
+            model_info.server.sweep()
+            await asyncio.sleep(0.001)
+        model_info.app.release.set()
+        assert (await client.answer()).status == 200
+        assert await client.rest() == b""
+
+
+async def test_requests_behind_a_large_answer_survive_a_shut_down():
+    async with serving() as model_info:
+        client = await model_info.connect()
+        client.send(get("/large") + get("/2"))
+        await until(lambda: model_info.app.handled == ["/large"])
+        client.shut_down()
+        assert len((await client.answer()).body) == 30_000_000
+        assert (await client.answer()).body == b"/2"
+        assert await client.rest() == b""
+
+
+async def test_half_a_request_and_a_shut_down_is_no_request():
+    async with serving() as model_info:
+        for path in ("/a", "/wait"):
             client = await model_info.connect()
-            client.send(get("/wait") + get("/2") * 5)
-            await model_info.app.started.wait()
-            client.reset()
-            await model_info.app.cancelled.wait()
-            await until(lambda: model_info.server.num_connections == 0)
-            assert model_info.app.handled == ["/wait"]
-
-    run(test())
-
-
-def test_a_client_that_only_shut_down_its_half_is_answered(sock):
-    async def test() -> None:
-        async with serving(sock) as model_info:
-            client = await model_info.connect()
-            client.send(get("/wait") + get("/2"))
+            client.send(get(path, "Connection: keep-alive", version="1.0") + get("/b")[:-5])
             client.shut_down()
-            await model_info.app.started.wait()
-            for _ in range(10):
-                model_info.server.sweep()
-                await asyncio.sleep(0.001)
-            model_info.app.release.set()
-            while (first := await client.head())[0] == 100:
-                pass
-            assert first[0] == 200
-            everything = await client.rest()
-            assert everything.startswith(b"/waitHTTP/1.1 200 OK\r\n")
-            assert everything.endswith(b"\r\n\r\n/2")
-            assert b"connection: close" in everything
-            await until(lambda: model_info.server.num_connections == 0)
-
-    run(test())
-
-
-def test_an_http_1_0_client_that_shut_down_its_half_gets_nothing_but_the_answer():
-    async def test() -> None:
-        async with serving() as model_info:
-            client = await model_info.connect()
-            client.send(get("/wait", version="1.0"))
-            client.shut_down()
-            await model_info.app.started.wait()
-            for _ in range(10):
-                model_info.server.sweep()
-                await asyncio.sleep(0.001)
-            model_info.app.release.set()
-            assert (await client.answer()).status == 200
+            if path == "/wait":
+                await model_info.app.started.wait()
+                model_info.app.release.set()
+            assert (await client.answer()).body == path.encode()
             assert await client.rest() == b""
-
-    run(test())
-
-
-def test_requests_behind_a_large_answer_survive_a_shut_down():
-    async def test() -> None:
-        async with serving() as model_info:
-            client = await model_info.connect()
-            client.send(get("/large") + get("/2"))
-            await until(lambda: model_info.app.handled == ["/large"])
-            client.shut_down()
-            assert len((await client.answer()).body) == 30_000_000
-            assert (await client.answer()).body == b"/2"
-            assert await client.rest() == b""
-
-    run(test())
-
-
-def test_half_a_request_and_a_shut_down_is_no_request():
-    async def test() -> None:
-        async with serving() as model_info:
-            for path in ("/a", "/wait"):
-                client = await model_info.connect()
-                client.send(get(path, "Connection: keep-alive", version="1.0") + get("/b")[:-5])
-                client.shut_down()
-                if path == "/wait":
-                    await model_info.app.started.wait()
-                    model_info.app.release.set()
-                assert (await client.answer()).body == path.encode()
-                assert await client.rest() == b""
-            await until(lambda: model_info.server.num_connections == 0)
-            assert model_info.app.handled == ["/a", "/wait"]
-
-    run(test())
+        await until(lambda: model_info.server.num_connections == 0)
+        assert model_info.app.handled == ["/a", "/wait"]
 
 
 # --- limits of time and number --------------------------------------------------------------------------------------
@@ -479,38 +400,32 @@ SOON = {"sweep_s": 0.01}
         (post("/a", body=b"hello")[:-1], only(body_s=0.05, **SOON), b"body", "/a"),
     ],
 )
-def test_a_request_that_is_not_complete_in_time(data, timeouts, what, path):
-    async def test() -> None:
-        async with serving(timeouts=timeouts) as model_info:
-            client = await model_info.connect()
-            client.send(data)
-            if data.startswith(b"GET /first"):
-                assert (await client.answer()).status == 200
-            answer = await client.answer()
-            assert (answer.status, answer.headers["connection"]) == (408, "close")
-            assert what in answer.body
-            assert answer.headers["x-path"] == path
-            assert await client.rest() == b""
-
-    run(test())
+async def test_a_request_that_is_not_complete_in_time(data, timeouts, what, path):
+    async with serving(timeouts=timeouts) as model_info:
+        client = await model_info.connect()
+        client.send(data)
+        if data.startswith(b"GET /first"):
+            assert (await client.answer()).status == 200
+        answer = await client.answer()
+        assert (answer.status, answer.headers["connection"]) == (408, "close")
+        assert what in answer.body
+        assert answer.headers["x-path"] == path
+        assert await client.rest() == b""
 
 
-def test_dripping_bytes_does_not_extend_the_deadline():
-    async def test() -> None:
-        async with serving(timeouts=only(head_s=0.05, **SOON)) as model_info:
-            client = await model_info.connect()
-            client.send(b"GET / HTTP/1.1\r\nX: ")
-            answered = asyncio.ensure_future(client.answer())
-            while not answered.done():
-                client.send(b"a")
-                await asyncio.sleep(0.005)
-            assert (await answered).status == 408
-
-    run(test())
+async def test_dripping_bytes_does_not_extend_the_deadline():
+    async with serving(timeouts=only(head_s=0.05, **SOON)) as model_info:
+        client = await model_info.connect()
+        client.send(b"GET / HTTP/1.1\r\nX: ")
+        answered = asyncio.ensure_future(client.answer())
+        while not answered.done():
+            client.send(b"a")
+            await asyncio.sleep(0.005)
+        assert (await answered).status == 408
 
 
-def test_a_body_that_drips_is_cut_off():
-    async def test(recorded: Recorded) -> None:
+async def test_a_body_that_drips_is_cut_off():
+    async with recording() as recorded:
         recorded.connection.data_received(get("/a", "Content-Length: 500", method="POST"))
         for _ in range(59):
             recorded.connection.data_received(b"x")
@@ -521,11 +436,9 @@ def test_a_body_that_drips_is_cut_off():
         assert recorded.transport.sent.startswith(b"HTTP/1.1 408 ")
         assert recorded.server.num_arriving_bytes == 0
 
-    record(test)
 
-
-def test_a_large_body_that_comes_fast_has_longer():
-    async def test(recorded: Recorded) -> None:
+async def test_a_large_body_that_comes_fast_has_longer():
+    async with recording(max_body_bytes=32 * 2**20) as recorded:
         recorded.connection.data_received(get("/echo", f"Content-Length: {32 * 2**20}", method="POST"))
         for _ in range(128):
             recorded.connection.data_received(bytes(256 * 1024))
@@ -533,84 +446,67 @@ def test_a_large_body_that_comes_fast_has_longer():
         await until(lambda: recorded.transport.sent != b"")
         assert recorded.transport.sent.startswith(b"HTTP/1.1 200 ")
 
-    record(test, max_body_bytes=32 * 2**20)
-
 
 @pytest.mark.parametrize("data", [b"", b"\r\n", get("/a")])
-def test_an_idle_connection_is_closed_without_a_word(data):
-    async def test() -> None:
-        async with serving(timeouts=only(idle_s=0.05, **SOON)) as model_info:
-            client = await model_info.connect()
-            client.send(data)
-            if data == get("/a"):
-                assert (await client.answer()).status == 200
-            assert await client.rest() == b""
-
-    run(test())
-
-
-def test_a_slow_handler_has_no_deadline_here():
-    async def test() -> None:
-        clock = Clock()
-        async with serving(timeouts=only(head_s=1, body_s=1, idle_s=1, linger_s=1), clock=clock) as model_info:
-            client = await model_info.connect()
-            client.send(get("/wait"))
-            await model_info.app.started.wait()
-            clock.now += 1000
-            model_info.server.sweep()
-            model_info.app.release.set()
+async def test_an_idle_connection_is_closed_without_a_word(data):
+    async with serving(timeouts=only(idle_s=0.05, **SOON)) as model_info:
+        client = await model_info.connect()
+        client.send(data)
+        if data == get("/a"):
             assert (await client.answer()).status == 200
+        assert await client.rest() == b""
 
-    run(test())
+
+async def test_a_slow_handler_has_no_deadline_here():
+    clock = Clock()
+    async with serving(timeouts=only(head_s=1, body_s=1, idle_s=1, linger_s=1), clock=clock) as model_info:
+        client = await model_info.connect()
+        client.send(get("/wait"))
+        await model_info.app.started.wait()
+        clock.now += 1000
+        model_info.server.sweep()
+        model_info.app.release.set()
+        assert (await client.answer()).status == 200
 
 
 @pytest.mark.parametrize("path", ["/large", "/pieces"])
-def test_a_client_that_does_not_read_is_cut_off(path):
-    async def test() -> None:
-        async with serving(timeouts=only(write_s=0.05, **SOON)) as model_info:
-            sock = socket.create_connection(model_info.address())
-            with sock:
-                sock.send(get(path))
-                await until(lambda: model_info.app.handled == [path])
-                await until(lambda: model_info.server.num_connections == 0)
-                # Megabytes that a kernel has of it are dropped, too, and not kept until the client takes them.
-                poll = select.poll()
-                poll.register(sock, 0)
-                await until(lambda: bool(poll.poll(0)))
-
-    run(test())
+async def test_a_client_that_does_not_read_is_cut_off(path):
+    async with serving(timeouts=only(write_s=0.05, **SOON)) as model_info:
+        sock = socket.create_connection(model_info.address())
+        with sock:
+            sock.send(get(path))
+            await until(lambda: model_info.app.handled == [path])
+            await until(lambda: model_info.server.num_connections == 0)
+            # Megabytes that a kernel has of it are dropped, too, and not kept until the client takes them.
+            poll = select.poll()
+            poll.register(sock, 0)
+            await until(lambda: bool(poll.poll(0)))
 
 
-def test_too_many_connections_are_told_so(caplog):
-    async def test() -> None:
-        async with serving(max_connections=2) as model_info:
-            first, second = await model_info.connect(), await model_info.connect()
-            assert (await first.ask(get("/a"))).status == 200
-            assert (await second.ask(get("/a"))).status == 200
-            third = await model_info.connect()
-            answer = await third.ask(get("/a"))
-            assert (answer.status, answer.headers["connection"]) == (503, "close")
-            assert answer.headers["retry-after"] == "1"
-            assert b"2" in answer.body
-            assert await third.rest() == b""
-            assert model_info.server.num_connections == 2
-            model_info.server.sweep()
-            model_info.server.sweep()
-            second.close()
-            await until(lambda: model_info.server.num_connections == 1)
-            assert (await (await model_info.connect()).ask(get("/b"))).status == 200
-
-    run(test())
+async def test_too_many_connections_are_told_so(caplog):
+    async with serving(max_connections=2) as model_info:
+        first, second = await model_info.connect(), await model_info.connect()
+        assert (await first.ask(get("/a"))).status == 200
+        assert (await second.ask(get("/a"))).status == 200
+        third = await model_info.connect()
+        answer = await third.ask(get("/a"))
+        assert (answer.status, answer.headers["connection"]) == (503, "close")
+        assert answer.headers["retry-after"] == "1"
+        assert b"2" in answer.body
+        assert await third.rest() == b""
+        assert model_info.server.num_connections == 2
+        model_info.server.sweep()
+        model_info.server.sweep()
+        second.close()
+        await until(lambda: model_info.server.num_connections == 1)
+        assert (await (await model_info.connect()).ask(get("/b"))).status == 200
     (record,) = [record for record in caplog.records if record.levelno >= logging.WARNING]
     assert "1 connections refused" in record.getMessage()
 
 
-def test_one_connection_too_many_is_told_so_though_it_says_nothing():
-    async def test() -> None:
-        async with serving(max_connections=0, timeouts=only(linger_s=0.05, **SOON)) as model_info:
-            assert (await (await model_info.connect()).answer()).status == 503
-
-    run(test())
+async def test_one_connection_too_many_is_told_so_though_it_says_nothing():
+    async with serving(max_connections=0, timeouts=only(linger_s=0.05, **SOON)) as model_info:
+        assert (await (await model_info.connect()).answer()).status == 503
 
 
 @pytest.mark.parametrize(
@@ -632,49 +528,40 @@ def test_who_is_at_the_other_end(peername, client):
     assert client_of(peername) == client
 
 
-def test_a_request_says_whose_it_is(sock):
-    async def test() -> None:
-        async with serving(sock) as model_info:
-            client = await model_info.connect()
-            expected = b" False" if sock.sock.family == socket.AF_UNIX else b"127.0.0.1 False"
-            assert (await client.ask(get("/who"))).body == expected
-            client.send(post("/who", body=b"hello")[:-1])
-            await until(lambda: model_info.app.checked == ["/who"])
-            assert (await client.ask(b"o")).body == expected
-
-    run(test())
+async def test_a_request_says_whose_it_is(sock):
+    async with serving(sock) as model_info:
+        client = await model_info.connect()
+        expected = b" False" if sock.sock.family == socket.AF_UNIX else b"127.0.0.1 False"
+        assert (await client.ask(get("/who"))).body == expected
+        client.send(post("/who", body=b"hello")[:-1])
+        await until(lambda: model_info.app.checked == ["/who"])
+        assert (await client.ask(b"o")).body == expected
 
 
-def test_connections_from_one_address_are_limited(caplog):
-    async def test() -> None:
-        async with serving(max_connections_per_address=2) as model_info:
-            first, second = await model_info.connect(), await model_info.connect()
-            assert (await first.ask(get("/a"))).status == 200
-            assert (await second.ask(get("/a"))).status == 200
-            answer = await (await model_info.connect()).ask(get("/a"))
-            assert (answer.status, answer.headers["connection"], answer.headers["retry-after"]) == (503, "close", "1")
-            assert b"one address: 2 are open" in answer.body
-            neighbour = await model_info.connect(local_addr=("127.0.0.2", 0))
-            assert (await neighbour.ask(get("/who"))).body == b"127.0.0.2 False"
-            assert model_info.server.num_connections == 3
-            model_info.server.sweep()
-            second.close()
-            await until(lambda: model_info.server.num_connections == 2)
-            assert (await (await model_info.connect()).ask(get("/b"))).status == 200
-        assert not model_info.server._num_of_address
-
-    run(test())
+async def test_connections_from_one_address_are_limited(caplog):
+    async with serving(max_connections_per_address=2) as model_info:
+        first, second = await model_info.connect(), await model_info.connect()
+        assert (await first.ask(get("/a"))).status == 200
+        assert (await second.ask(get("/a"))).status == 200
+        answer = await (await model_info.connect()).ask(get("/a"))
+        assert (answer.status, answer.headers["connection"], answer.headers["retry-after"]) == (503, "close", "1")
+        assert b"one address: 2 are open" in answer.body
+        neighbour = await model_info.connect(local_addr=("127.0.0.2", 0))
+        assert (await neighbour.ask(get("/who"))).body == b"127.0.0.2 False"
+        assert model_info.server.num_connections == 3
+        model_info.server.sweep()
+        second.close()
+        await until(lambda: model_info.server.num_connections == 2)
+        assert (await (await model_info.connect()).ask(get("/b"))).status == 200
+    assert not model_info.server._num_of_address
     (record,) = [record for record in caplog.records if record.levelno >= logging.WARNING]
     assert "1 connections refused, 1 of them because their address has 2" in record.getMessage()
 
 
-def test_connections_by_a_unix_socket_have_no_address_to_be_limited_by(tmp_path):
-    async def test() -> None:
-        async with serving(listening(tmp_path / "s"), max_connections_per_address=1) as model_info:
-            for _ in range(5):
-                assert (await (await model_info.connect()).ask(get("/a"))).status == 200
-
-    run(test())
+async def test_connections_by_a_unix_socket_have_no_address_to_be_limited_by(tmp_path):
+    async with serving(listening(tmp_path / "s"), max_connections_per_address=1) as model_info:
+        for _ in range(5):
+            assert (await (await model_info.connect()).ask(get("/a"))).status == 200
 
 
 # --- bodies that are still arriving ---------------------------------------------------------------------------------
@@ -701,114 +588,94 @@ def by(number: int) -> dict[str, Any]:
 
 
 @pytest.mark.parametrize("sock", ["tcp", "tls"], indirect=True)
-def test_one_address_holds_half_at_most_and_what_has_hardly_begun_is_not_refused(sock):
-    async def test() -> None:
-        async with serving(sock, max_arriving_bytes=900 * KIB) as model_info:
-            held = [await hold(model_info, 150 * KIB) for _ in range(3)]
-            small = await hold(model_info, 64 * KIB)
-            assert model_info.server.num_arriving_bytes == 514 * KIB
-            client = await model_info.connect()
-            client.send(half_post(65 * KIB, 900 * KIB))
-            answer = await client.answer()
-            assert (answer.status, answer.headers["connection"], answer.headers["x-path"]) == (429, "close", "/half")
-            assert int(answer.headers["retry-after"]) > 0
-            assert b"server_overloaded" in answer.body
-            assert str(900 * KIB).encode() in answer.body
-            await until(lambda: model_info.server.num_arriving_bytes == 514 * KIB)
-            assert (await client.rest()) == b""
-            neighbour = await hold(model_info, 300 * KIB, 301 * KIB, **by(2))
-            assert (await neighbour.ask(bytes(KIB))).status == 200
-            answer = await held[0].ask(bytes(750 * KIB))
-            assert answer.status == 429, "it was already too much"
-            assert (await small.ask(bytes(836 * KIB))).status in (200, 429)
-            assert (await (await model_info.connect()).ask(post("/echo", body=b"x" * 60 * KIB))).status == 200
-
-    run(test())
+async def test_one_address_holds_half_at_most_and_what_has_hardly_begun_is_not_refused(sock):
+    async with serving(sock, max_arriving_bytes=900 * KIB) as model_info:
+        held = [await hold(model_info, 150 * KIB) for _ in range(3)]
+        small = await hold(model_info, 64 * KIB)
+        assert model_info.server.num_arriving_bytes == 514 * KIB
+        client = await model_info.connect()
+        client.send(half_post(65 * KIB, 900 * KIB))
+        answer = await client.answer()
+        assert (answer.status, answer.headers["connection"], answer.headers["x-path"]) == (429, "close", "/half")
+        assert int(answer.headers["retry-after"]) > 0
+        assert b"server_overloaded" in answer.body
+        assert str(900 * KIB).encode() in answer.body
+        await until(lambda: model_info.server.num_arriving_bytes == 514 * KIB)
+        assert (await client.rest()) == b""
+        neighbour = await hold(model_info, 300 * KIB, 301 * KIB, **by(2))
+        assert (await neighbour.ask(bytes(KIB))).status == 200
+        answer = await held[0].ask(bytes(750 * KIB))
+        assert answer.status == 429, "it was already too much"
+        assert (await small.ask(bytes(836 * KIB))).status in (200, 429)
+        assert (await (await model_info.connect()).ask(post("/echo", body=b"x" * 60 * KIB))).status == 200
 
 
 @pytest.mark.parametrize("num_addresses", [2, 3])
-def test_who_holds_most_makes_room_for_who_comes_later(num_addresses):
-    async def test() -> None:
-        async with serving(max_arriving_bytes=600 * KIB) as model_info:
-            each = 600 // num_addresses
-            silent = [
-                await hold(model_info, (each - number) * KIB, **by(2 + number)) for number in range(num_addresses)
-            ]
-            client = await model_info.connect()
-            client.send(half_post(100 * KIB, 101 * KIB))
-            answer = await silent[0].answer()
-            assert (answer.status, answer.headers["x-path"]) == (429, "/half")
-            assert (await client.ask(bytes(KIB))).status == 200
-            assert model_info.server.num_arriving_bytes == sum((each - n) * KIB for n in range(1, num_addresses))
-
-    run(test())
+async def test_who_holds_most_makes_room_for_who_comes_later(num_addresses):
+    async with serving(max_arriving_bytes=600 * KIB) as model_info:
+        each = 600 // num_addresses
+        silent = [await hold(model_info, (each - number) * KIB, **by(2 + number)) for number in range(num_addresses)]
+        client = await model_info.connect()
+        client.send(half_post(100 * KIB, 101 * KIB))
+        answer = await silent[0].answer()
+        assert (answer.status, answer.headers["x-path"]) == (429, "/half")
+        assert (await client.ask(bytes(KIB))).status == 200
+        assert model_info.server.num_arriving_bytes == sum((each - n) * KIB for n in range(1, num_addresses))
 
 
-def test_without_addresses_one_connection_may_hold_all_and_makes_room(tmp_path):
-    async def test() -> None:
-        async with serving(listening(tmp_path / "s"), max_arriving_bytes=600 * KIB) as model_info:
-            silent = await hold(model_info, 599 * KIB)
-            client = await model_info.connect()
-            client.send(half_post(100 * KIB, 101 * KIB))
-            assert (await silent.answer()).status == 429
-            assert (await client.ask(bytes(KIB))).status == 200
-
-    run(test())
+async def test_without_addresses_one_connection_may_hold_all_and_makes_room(tmp_path):
+    async with serving(listening(tmp_path / "s"), max_arriving_bytes=600 * KIB) as model_info:
+        silent = await hold(model_info, 599 * KIB)
+        client = await model_info.connect()
+        client.send(half_post(100 * KIB, 101 * KIB))
+        assert (await silent.answer()).status == 429
+        assert (await client.ask(bytes(KIB))).status == 200
 
 
-def test_what_has_arrived_is_counted_until_it_is_complete():
-    async def test() -> None:
-        async with serving() as model_info:
-            client = await hold(model_info, 100 * KIB, 200 * KIB)
-            client.send(bytes(50 * KIB))
-            await until(lambda: model_info.server.num_arriving_bytes == 150 * KIB)
-            assert (await client.ask(bytes(50 * KIB) + get("/next"))).status == 200
-            assert model_info.server.num_arriving_bytes == 0
-            assert (await client.answer()).status == 200
-
-    run(test())
+async def test_what_has_arrived_is_counted_until_it_is_complete():
+    async with serving() as model_info:
+        client = await hold(model_info, 100 * KIB, 200 * KIB)
+        client.send(bytes(50 * KIB))
+        await until(lambda: model_info.server.num_arriving_bytes == 150 * KIB)
+        assert (await client.ask(bytes(50 * KIB) + get("/next"))).status == 200
+        assert model_info.server.num_arriving_bytes == 0
+        assert (await client.answer()).status == 200
 
 
 @pytest.mark.parametrize("how", ["reset", "half closed", "too late", "refused", "answered early", "drained"])
-def test_what_has_arrived_is_no_longer_counted_when_nobody_waits_for_the_rest(how):
-    async def test() -> None:
-        timeouts = only(body_s=0.5 if how == "too late" else 1e6, sweep_s=0.01)
-        async with serving(timeouts=timeouts) as model_info:
-            client = await model_info.connect()
-            path = "/early" if how == "answered early" else "/a"
-            client.send(get(path, "Transfer-Encoding: chunked", method="POST") + b"1000\r\n" + bytes(4096))
-            if how not in ("answered early", "too late"):
-                await until(lambda: model_info.server.num_arriving_bytes == 4096)
-            match how:
-                case "reset":
-                    client.reset()
-                case "half closed":
-                    client.shut_down()
-                case "refused":
-                    assert (await client.ask(b"nonsense")).status == 400
-                case "too late":
-                    assert (await client.answer()).status == 408
-                case "answered early":
-                    assert (await client.answer()).body == b"early"
-                    client.send(bytes(4096))
-                case "drained":
-                    assert await model_info.server.drain(0.05, grace_s=0.01) is False
-            await until(lambda: model_info.server.num_arriving_bytes == 0)
-
-    run(test())
+async def test_what_has_arrived_is_no_longer_counted_when_nobody_waits_for_the_rest(how):
+    timeouts = only(body_s=0.5 if how == "too late" else 1e6, sweep_s=0.01)
+    async with serving(timeouts=timeouts) as model_info:
+        client = await model_info.connect()
+        path = "/early" if how == "answered early" else "/a"
+        client.send(get(path, "Transfer-Encoding: chunked", method="POST") + b"1000\r\n" + bytes(4096))
+        if how not in ("answered early", "too late"):
+            await until(lambda: model_info.server.num_arriving_bytes == 4096)
+        match how:
+            case "reset":
+                client.reset()
+            case "half closed":
+                client.shut_down()
+            case "refused":
+                assert (await client.ask(b"nonsense")).status == 400
+            case "too late":
+                assert (await client.answer()).status == 408
+            case "answered early":
+                assert (await client.answer()).body == b"early"
+                client.send(bytes(4096))
+            case "drained":
+                assert await model_info.server.drain(0.05, grace_s=0.01) is False
+        await until(lambda: model_info.server.num_arriving_bytes == 0)
 
 
-def test_uploads_that_come_fast_are_never_cut(sock):
-    async def test() -> None:
-        async with serving(sock, limits=Limits(max_body_bytes=64 * 2**20), timeouts=Timeouts()) as model_info:
-            client = await model_info.connect()
-            client.send(get("/len", f"Content-Length: {64 * 2**20}", method="POST"))
-            for _ in range(64):
-                client.send(bytes(2**20))
-                await client.writer.drain()
-            assert (await client.answer()).body == b"%d" % (64 * 2**20)
-
-    run(test())
+async def test_uploads_that_come_fast_are_never_cut(sock):
+    async with serving(sock, limits=Limits(max_body_bytes=64 * 2**20), timeouts=Timeouts()) as model_info:
+        client = await model_info.connect()
+        client.send(get("/len", f"Content-Length: {64 * 2**20}", method="POST"))
+        for _ in range(64):
+            client.send(bytes(2**20))
+            await client.writer.drain()
+        assert (await client.answer()).body == b"%d" % (64 * 2**20)
 
 
 def ask_without_reading(model_info: ModelInfo, path: str) -> socket.socket:
@@ -820,18 +687,15 @@ def ask_without_reading(model_info: ModelInfo, path: str) -> socket.socket:
     return sock
 
 
-def test_answers_that_nobody_takes_are_limited_in_all(caplog):
-    async def test() -> None:
-        async with serving(max_unsent_bytes=40_000_000) as model_info:
-            reading = await model_info.connect()
-            silent = [ask_without_reading(model_info, "/large") for _ in range(4)]
-            await until(lambda: model_info.server.num_connections == 2)  # one may stay
-            assert (await reading.ask(get("/a"))).status == 200
-            assert model_info.server.num_connections == 2
-            for sock in silent:
-                sock.close()
-
-    run(test())
+async def test_answers_that_nobody_takes_are_limited_in_all(caplog):
+    async with serving(max_unsent_bytes=40_000_000) as model_info:
+        reading = await model_info.connect()
+        silent = [ask_without_reading(model_info, "/large") for _ in range(4)]
+        await until(lambda: model_info.server.num_connections == 2)  # one may stay
+        assert (await reading.ask(get("/a"))).status == 200
+        assert model_info.server.num_connections == 2
+        for sock in silent:
+            sock.close()
     told = [record.getMessage() for record in caplog.records if record.levelno == logging.WARNING]
     assert any("read nothing of their responses" in line and "at most 40000000 are held" in line for line in told)
     assert sum(int(line.split()[0]) for line in told) == 3
@@ -840,42 +704,36 @@ def test_answers_that_nobody_takes_are_limited_in_all(caplog):
 # --- other limits ---------------------------------------------------------------------------------------------------
 
 
-def test_open_connections_go_by_changed_limits_from_their_next_request_on():
-    async def test() -> None:
-        async with serving(limits=Limits(max_body_bytes=100)) as model_info:
-            first, second = await model_info.connect(), await model_info.connect()
-            assert (await first.ask(post("/len", body=bytes(100)))).status == 200
-            second.send(half_post(99, 100))
-            await until(lambda: model_info.server.num_arriving_bytes == 99)
-            model_info.server.change_limits(Limits(max_body_bytes=200), 100)
-            assert (await first.ask(post("/len", body=bytes(200)))).status == 200
-            model_info.server.change_limits(Limits(max_body_bytes=50), 100)
-            assert (await second.ask(bytes(1))).status == 200, "it had begun"
-            assert (await first.ask(post("/len", body=bytes(51)))).status == 413
-            assert (await second.ask(post("/len", body=bytes(51)))).status == 413
-            third = await model_info.connect()
-            assert (await third.ask(post("/len", body=bytes(50)))).status == 200
-
-    run(test())
+async def test_open_connections_go_by_changed_limits_from_their_next_request_on():
+    async with serving(limits=Limits(max_body_bytes=100)) as model_info:
+        first, second = await model_info.connect(), await model_info.connect()
+        assert (await first.ask(post("/len", body=bytes(100)))).status == 200
+        second.send(half_post(99, 100))
+        await until(lambda: model_info.server.num_arriving_bytes == 99)
+        model_info.server.change_limits(Limits(max_body_bytes=200), 100)
+        assert (await first.ask(post("/len", body=bytes(200)))).status == 200
+        model_info.server.change_limits(Limits(max_body_bytes=50), 100)
+        assert (await second.ask(bytes(1))).status == 200, "it had begun"
+        assert (await first.ask(post("/len", body=bytes(51)))).status == 413
+        assert (await second.ask(post("/len", body=bytes(51)))).status == 413
+        third = await model_info.connect()
+        assert (await third.ask(post("/len", body=bytes(50)))).status == 200
 
 
-def test_connections_may_become_more_and_fewer():
-    async def test() -> None:
-        async with serving(max_connections=1) as model_info:
-            limits = model_info.server.limits
-            first = await model_info.connect()
-            assert (await first.ask(get("/a"))).status == 200
-            assert (await (await model_info.connect()).ask(get("/a"))).status == 503
-            model_info.server.change_limits(limits, 3, 2)
-            assert (await (await model_info.connect()).ask(get("/a"))).status == 200
-            assert (await (await model_info.connect()).ask(get("/a"))).status == 503, "of one address"
-            assert (await (await model_info.connect(**by(2))).ask(get("/a"))).status == 200
-            model_info.server.change_limits(limits, 1)
-            assert model_info.server.max_connections_per_address == 1
-            assert (await first.ask(get("/a"))).status == 200, "it was open before"
-            assert (await (await model_info.connect()).ask(get("/a"))).status == 503
-
-    run(test())
+async def test_connections_may_become_more_and_fewer():
+    async with serving(max_connections=1) as model_info:
+        limits = model_info.server.limits
+        first = await model_info.connect()
+        assert (await first.ask(get("/a"))).status == 200
+        assert (await (await model_info.connect()).ask(get("/a"))).status == 503
+        model_info.server.change_limits(limits, 3, 2)
+        assert (await (await model_info.connect()).ask(get("/a"))).status == 200
+        assert (await (await model_info.connect()).ask(get("/a"))).status == 503, "of one address"
+        assert (await (await model_info.connect(**by(2))).ask(get("/a"))).status == 200
+        model_info.server.change_limits(limits, 1)
+        assert model_info.server.max_connections_per_address == 1
+        assert (await first.ask(get("/a"))).status == 200, "it was open before"
+        assert (await (await model_info.connect()).ask(get("/a"))).status == 503
 
 
 def test_what_may_be_held_follows_the_longest_body_unless_it_was_given():
@@ -895,46 +753,40 @@ def test_what_may_be_held_follows_the_longest_body_unless_it_was_given():
 # --- the admin listener ---------------------------------------------------------------------------------------------
 
 
-def test_the_admin_listener_has_a_limit_of_its_own(tmp_path):
-    async def test() -> None:
-        async with serving(max_connections=1, admin=listening(tmp_path / "admin")) as model_info:
-            assert (await (await model_info.connect()).ask(get("/who"))).body == b"127.0.0.1 False"
-            admins = [await model_info.connect_admin() for _ in range(64)]
-            for admin in admins:
-                assert (await admin.ask(get("/who"))).body == b" True"
-            assert model_info.server.num_connections == 1
-            answer = await (await model_info.connect_admin()).ask(get("/who"))
-            assert answer.status == 503
-            assert b"64 to the admin listener" in answer.body
-            admins[0].close()
-            await until(lambda: len(model_info.server._admin_connections) == 63)
-            assert (await (await model_info.connect_admin()).ask(get("/who"))).status == 200
-
-    run(test())
+async def test_the_admin_listener_has_a_limit_of_its_own(tmp_path):
+    async with serving(max_connections=1, admin=listening(tmp_path / "admin")) as model_info:
+        assert (await (await model_info.connect()).ask(get("/who"))).body == b"127.0.0.1 False"
+        admins = [await model_info.connect_admin() for _ in range(64)]
+        for admin in admins:
+            assert (await admin.ask(get("/who"))).body == b" True"
+        assert model_info.server.num_connections == 1
+        answer = await (await model_info.connect_admin()).ask(get("/who"))
+        assert answer.status == 503
+        assert b"64 to the admin listener" in answer.body
+        admins[0].close()
+        await until(lambda: len(model_info.server._admin_connections) == 63)
+        assert (await (await model_info.connect_admin()).ask(get("/who"))).status == 200
 
 
-def test_the_admin_listener_answers_no_web_page():
-    async def test() -> None:
-        async with serving(admin=listening()) as model_info:
-            client = await model_info.connect_admin()
-            for origin in ("http://example.com", "null", "http://127.0.0.1:9000"):
-                answer = await client.ask(post("/reload", f"Origin: {origin}", body=b"x"))
-                assert answer.status == 403
-                assert b"origin_not_allowed" in answer.body
-            assert model_info.app.handled == []
-            assert (await client.ask(post("/reload", body=b"x"))).status == 200
-            assert (await (await model_info.connect()).ask(get("/a", "Origin: http://example.com"))).status == 200
-            client.send(get("/reload", "Origin: null", "Content-Length: 5", method="POST"))
-            answer = await client.answer()
-            assert (answer.status, answer.headers["connection"]) == (403, "close")
-            assert await client.rest() == b""
-            assert model_info.app.handled == ["/reload", "/a"]
-            assert model_info.app.checked == []
-
-    run(test())
+async def test_the_admin_listener_answers_no_web_page():
+    async with serving(admin=listening()) as model_info:
+        client = await model_info.connect_admin()
+        for origin in ("http://example.com", "null", "http://127.0.0.1:9000"):
+            answer = await client.ask(post("/reload", f"Origin: {origin}", body=b"x"))
+            assert answer.status == 403
+            assert b"origin_not_allowed" in answer.body
+        assert model_info.app.handled == []
+        assert (await client.ask(post("/reload", body=b"x"))).status == 200
+        assert (await (await model_info.connect()).ask(get("/a", "Origin: http://example.com"))).status == 200
+        client.send(get("/reload", "Origin: null", "Content-Length: 5", method="POST"))
+        answer = await client.answer()
+        assert (answer.status, answer.headers["connection"]) == (403, "close")
+        assert await client.rest() == b""
+        assert model_info.app.handled == ["/reload", "/a"]
+        assert model_info.app.checked == []
 
 
-def test_the_app_may_add_headers_to_every_answer_but_those_on_the_admin_listener(tmp_path):
+async def test_the_app_may_add_headers_to_every_answer_but_those_on_the_admin_listener(tmp_path):
     """Also where it never sees the request, or it was not understood."""
     asked = {
         get("/a"): (200, "/a"),
@@ -946,126 +798,107 @@ def test_the_app_may_add_headers_to_every_answer_but_those_on_the_admin_listener
         get("/c", "Content-Length: 1000001", method="POST"): (413, "/c"),
         b"garbage\r\n\r\n": (400, "-"),
     }
-
-    async def test() -> None:
-        async with serving(admin=listening(tmp_path / "admin"), max_connections=1) as model_info:
-            for data, (status, added) in asked.items():
-                client = await model_info.connect()
-                answer = await client.ask(data)
-                assert (answer.status, answer.headers["x-added"]) == (status, added)
-                if status == 200:
-                    refused = await model_info.connect()
-                    answer = await refused.ask(get("/a"))
-                    assert (answer.status, answer.headers["x-added"]) == (503, "-")
-                    refused.close()
-                client.close()
-                await until(lambda: model_info.server.num_connections == 0)
-            admin = await model_info.connect_admin()
-            assert "x-added" not in (await admin.ask(get("/a"))).headers
-            assert "x-added" not in (await admin.ask(get("/refused", "Origin: https://a.example"))).headers
-
-    run(test())
+    async with serving(admin=listening(tmp_path / "admin"), max_connections=1) as model_info:
+        for data, (status, added) in asked.items():
+            client = await model_info.connect()
+            answer = await client.ask(data)
+            assert (answer.status, answer.headers["x-added"]) == (status, added)
+            if status == 200:
+                refused = await model_info.connect()
+                answer = await refused.ask(get("/a"))
+                assert (answer.status, answer.headers["x-added"]) == (503, "-")
+                refused.close()
+            client.close()
+            await until(lambda: model_info.server.num_connections == 0)
+        admin = await model_info.connect_admin()
+        assert "x-added" not in (await admin.ask(get("/a"))).headers
+        assert "x-added" not in (await admin.ask(get("/refused", "Origin: https://a.example"))).headers
 
 
 @pytest.mark.parametrize("kind", ["tcp", "unix"])
-def test_the_admin_listener_is_the_last_to_close(kind, tmp_path):
-    async def test() -> None:
-        admin = listening(tmp_path / "admin" if kind == "unix" else None)
-        address = admin.address
-        async with serving(admin=admin) as model_info:
-            busy, idle = await model_info.connect(), await model_info.connect_admin()
-            assert (await idle.ask(get("/a"))).status == 200
-            public_address = model_info.address()
-            busy.send(get("/wait"))
-            await model_info.app.started.wait()
-            drained = asyncio.ensure_future(model_info.server.drain(DEADLINE_S, grace_s=0.01))
-            await until(lambda: model_info.listening.sock.fileno() == -1)
-            with pytest.raises(OSError):  # noqa: PT011
-                await connect_to(public_address)
-            for _ in range(2):
-                answer = await (await model_info.connect_admin()).ask(get("/who"))
-                assert answer.status == 200
-                assert answer.body.endswith(b" True")
-            assert not drained.done()
-            model_info.app.release.set()
-            assert (await busy.answer()).body == b"/wait"
-            busy.close()
-            assert await drained is True
-            assert await idle.rest() == b""
-            with pytest.raises(OSError):  # noqa: PT011
-                await connect_to(address)
-
-    run(test())
+async def test_the_admin_listener_is_the_last_to_close(kind, tmp_path):
+    admin = listening(tmp_path / "admin" if kind == "unix" else None)
+    address = admin.address
+    async with serving(admin=admin) as model_info:
+        busy, idle = await model_info.connect(), await model_info.connect_admin()
+        assert (await idle.ask(get("/a"))).status == 200
+        public_address = model_info.address()
+        busy.send(get("/wait"))
+        await model_info.app.started.wait()
+        drained = asyncio.ensure_future(model_info.server.drain(DEADLINE_S, grace_s=0.01))
+        await until(lambda: model_info.listening.sock.fileno() == -1)
+        with pytest.raises(OSError):  # noqa: PT011
+            await connect_to(public_address)
+        for _ in range(2):
+            answer = await (await model_info.connect_admin()).ask(get("/who"))
+            assert answer.status == 200
+            assert answer.body.endswith(b" True")
+        assert not drained.done()
+        model_info.app.release.set()
+        assert (await busy.answer()).body == b"/wait"
+        busy.close()
+        assert await drained is True
+        assert await idle.rest() == b""
+        with pytest.raises(OSError):  # noqa: PT011
+            await connect_to(address)
 
 
-def test_who_waits_on_the_admin_listener_does_not_hold_up_a_drain(tmp_path):
-    async def test() -> None:
-        async with serving(admin=listening(tmp_path / "admin")) as model_info:
-            admin = await model_info.connect_admin()
-            admin.send(get("/wait"))
-            await model_info.app.started.wait()
-            assert await model_info.server.drain(DEADLINE_S, grace_s=0) is True
-            assert model_info.app.cancelled.is_set()
-
-    run(test())
+async def test_who_waits_on_the_admin_listener_does_not_hold_up_a_drain(tmp_path):
+    async with serving(admin=listening(tmp_path / "admin")) as model_info:
+        admin = await model_info.connect_admin()
+        admin.send(get("/wait"))
+        await model_info.app.started.wait()
+        assert await model_info.server.drain(DEADLINE_S, grace_s=0) is True
+        assert model_info.app.cancelled.is_set()
 
 
-def test_a_gateway_that_is_done_leaves_the_admin_socket_to_others(tmp_path):
+async def test_a_gateway_that_is_done_leaves_the_admin_socket_to_others(tmp_path):
     """Several gateways listen on it, and the first to be done must not turn away those who come to another."""
 
-    async def test() -> None:
-        admin = listening(tmp_path / "admin")
-        async with serving(is_ahead=lambda: False, admin=Listening(admin.sock.dup())) as model_info:
-            assert await model_info.server.drain(DEADLINE_S, grace_s=0) is True
-        async with serving(is_ahead=lambda: False, admin=admin) as other:
-            assert (await (await other.connect_admin()).ask(get("/who"))).status == 200
-
-    run(test())
+    admin = listening(tmp_path / "admin")
+    async with serving(is_ahead=lambda: False, admin=Listening(admin.sock.dup())) as model_info:
+        assert await model_info.server.drain(DEADLINE_S, grace_s=0) is True
+    async with serving(is_ahead=lambda: False, admin=admin) as other:
+        assert (await (await other.connect_admin()).ask(get("/who"))).status == 200
 
 
 # --- drain ----------------------------------------------------------------------------------------------------------
 
 
-def test_a_request_that_has_arrived_unread_is_not_closed_upon(sock):
+async def test_a_request_that_has_arrived_unread_is_not_closed_upon(sock):
     """A loop that was held up comes to its timers before it reads."""
 
-    async def test() -> None:
-        async with serving(sock) as model_info:
-            client = await model_info.connect()
-            assert (await client.ask(get("/a"))).status == 200
-            [connection] = model_info.server._connections
-            client.send(get("/b"))
-            connection.close_if_silent(math.inf)
-            assert (await client.answer()).body == b"/b"
-            await until(lambda: connection._reader.state is ReadState.IDLE)
-            connection.close_if_silent(math.inf)
-            assert await client.rest() == b""
-
-    run(test())
+    async with serving(sock) as model_info:
+        client = await model_info.connect()
+        assert (await client.ask(get("/a"))).status == 200
+        [connection] = model_info.server._connections
+        client.send(get("/b"))
+        connection.close_if_silent(math.inf)
+        assert (await client.answer()).body == b"/b"
+        await until(lambda: connection._reader.state is ReadState.IDLE)
+        connection.close_if_silent(math.inf)
+        assert await client.rest() == b""
 
 
-def test_drain_answers_what_is_in_flight_and_closes_what_is_idle(sock):
-    async def test() -> None:
-        async with serving(sock) as model_info:
-            idle, busy = [await model_info.connect() for _ in range(2)]
-            assert (await idle.ask(get("/a"))).status == 200
-            busy.send(get("/wait") + get("/2"))
-            await model_info.app.started.wait()
-            address = model_info.address()
-            drained = asyncio.ensure_future(model_info.server.drain(DEADLINE_S, grace_s=0.02))
-            assert await idle.rest() == b""
-            assert not drained.done()
-            with pytest.raises(OSError):  # noqa: PT011
-                await connect_to(address)
-            model_info.app.release.set()
-            assert "connection" not in (await busy.answer()).headers
-            answer = await busy.answer()
-            assert (answer.body, answer.headers["connection"]) == (b"/2", "close")
-            assert await busy.rest() == b""
-            busy.close()
-            assert await drained is True
-
-    run(test())
+async def test_drain_answers_what_is_in_flight_and_closes_what_is_idle(sock):
+    async with serving(sock) as model_info:
+        idle, busy = [await model_info.connect() for _ in range(2)]
+        assert (await idle.ask(get("/a"))).status == 200
+        busy.send(get("/wait") + get("/2"))
+        await model_info.app.started.wait()
+        address = model_info.address()
+        drained = asyncio.ensure_future(model_info.server.drain(DEADLINE_S, grace_s=0.02))
+        assert await idle.rest() == b""
+        assert not drained.done()
+        with pytest.raises(OSError):  # noqa: PT011
+            await connect_to(address)
+        model_info.app.release.set()
+        assert "connection" not in (await busy.answer()).headers
+        answer = await busy.answer()
+        assert (answer.body, answer.headers["connection"]) == (b"/2", "close")
+        assert await busy.rest() == b""
+        busy.close()
+        assert await drained is True
 
 
 async def connect_to(address: Any) -> None:
@@ -1075,176 +908,146 @@ async def connect_to(address: Any) -> None:
         await asyncio.open_connection(*address)
 
 
-def test_drain_serves_all_who_come_in_its_grace():
-    async def test() -> None:
-        async with serving() as model_info:
-            idle = await model_info.connect()
-            assert (await idle.ask(get("/a"))).status == 200
-            drained = asyncio.ensure_future(model_info.server.drain(DEADLINE_S, grace_s=1))
-            await until(lambda: model_info.server.is_draining)
-            late = await model_info.connect()
-            for client in (idle, late):
-                assert (await client.ask(get("/b"))).headers["connection"] == "close"
-                assert await client.rest() == b""
-                client.close()
-            assert await drained is True
-
-    run(test())
+async def test_drain_serves_all_who_come_in_its_grace():
+    async with serving() as model_info:
+        idle = await model_info.connect()
+        assert (await idle.ask(get("/a"))).status == 200
+        drained = asyncio.ensure_future(model_info.server.drain(DEADLINE_S, grace_s=1))
+        await until(lambda: model_info.server.is_draining)
+        late = await model_info.connect()
+        for client in (idle, late):
+            assert (await client.ask(get("/b"))).headers["connection"] == "close"
+            assert await client.rest() == b""
+            client.close()
+        assert await drained is True
 
 
-def test_drain_answers_what_was_on_its_way():
+async def test_drain_answers_what_was_on_its_way():
     """On an idle connection and in the listener's backlog; the event loop has seen neither when the drain begins."""
 
-    async def test() -> None:
-        loop = asyncio.get_running_loop()
-        async with serving() as model_info:
-            with socket.socket() as idle, socket.socket() as new:
-                idle.setblocking(False)
-                await loop.sock_connect(idle, model_info.address())
-                idle.send(get("/a"))
-                assert b"/a" in await loop.sock_recv(idle, 10_000)
-                idle.send(get("/b"))
-                new.connect(model_info.address())
-                new.setblocking(False)
-                new.send(get("/c"))
-                drained = asyncio.ensure_future(model_info.server.drain(DEADLINE_S, grace_s=0.5))
-                for client, body in ((idle, b"/b"), (new, b"/c")):
-                    answer = await loop.sock_recv(client, 10_000)
-                    assert answer.endswith(body)
-                    assert b"connection: close" in answer
-            assert await drained is True
-
-    run(test())
+    loop = asyncio.get_running_loop()
+    async with serving() as model_info:
+        with socket.socket() as idle, socket.socket() as new:
+            idle.setblocking(False)
+            await loop.sock_connect(idle, model_info.address())
+            idle.send(get("/a"))
+            assert b"/a" in await loop.sock_recv(idle, 10_000)
+            idle.send(get("/b"))
+            new.connect(model_info.address())
+            new.setblocking(False)
+            new.send(get("/c"))
+            drained = asyncio.ensure_future(model_info.server.drain(DEADLINE_S, grace_s=0.5))
+            for client, body in ((idle, b"/b"), (new, b"/c")):
+                answer = await loop.sock_recv(client, 10_000)
+                assert answer.endswith(body)
+                assert b"connection: close" in answer
+        assert await drained is True
 
 
 @pytest.mark.parametrize("num_gateways", [1, 2])
-def test_drain_answers_who_was_accepted_at_last_and_leaves_the_others(num_gateways):
+async def test_drain_answers_who_was_accepted_at_last_and_leaves_the_others(num_gateways):
     """Of a socket that stays open elsewhere. The drain begins so many turns of the loop after the request has come."""
 
-    async def main() -> None:
-        for num_turns in range(6):
-            options: dict[str, Any] = {"is_ahead": lambda: False} if num_gateways > 1 else {}
-            limits = Limits(max_body_bytes=1000)
-            app = TinyApp()
-            server = Server(app, limits=limits, timeouts=FOREVER, max_connections=1, **options)
-            elsewhere = listening().sock
-            with elsewhere, socket.create_connection(elsewhere.getsockname(), DEADLINE_S) as client:
-                client.sendall(get("/len"))
-                client.shutdown(socket.SHUT_WR)
-                await server.start(elsewhere.dup(), keeps_listening=True)
-                for _ in range(num_turns):
-                    await asyncio.sleep(0)
-                await server.drain(DEADLINE_S, grace_s=0)
-                elsewhere.setblocking(False)
-                try:
-                    elsewhere.accept()[0].close()  # the next life's
-                except BlockingIOError:
-                    assert app.handled == ["/len"]
-
-    run(main())
+    for num_turns in range(6):
+        options: dict[str, Any] = {"is_ahead": lambda: False} if num_gateways > 1 else {}
+        limits = Limits(max_body_bytes=1000)
+        app = TinyApp()
+        server = Server(app, limits=limits, timeouts=FOREVER, max_connections=1, **options)
+        elsewhere = listening().sock
+        with elsewhere, socket.create_connection(elsewhere.getsockname(), DEADLINE_S) as client:
+            client.sendall(get("/len"))
+            client.shutdown(socket.SHUT_WR)
+            await server.start(elsewhere.dup(), keeps_listening=True)
+            for _ in range(num_turns):
+                await asyncio.sleep(0)
+            await server.drain(DEADLINE_S, grace_s=0)
+            elsewhere.setblocking(False)
+            try:
+                elsewhere.accept()[0].close()  # the next life's
+            except BlockingIOError:
+                assert app.handled == ["/len"]
 
 
-def test_drain_waits_for_a_request_that_is_still_arriving():
-    async def test() -> None:
-        async with serving() as model_info:
-            client = await model_info.connect()
-            client.send(post("/echo", body=b"hello")[:-2])
-            await until(lambda: model_info.app.checked == ["/echo"])
-            drained = asyncio.ensure_future(model_info.server.drain(DEADLINE_S, grace_s=0))
-            await until(lambda: model_info.server.is_draining)
-            answer = await client.ask(b"lo")
-            assert (answer.body, answer.headers["connection"]) == (b"hello", "close")
-            client.close()
-            assert await drained is True
-
-    run(test())
+async def test_drain_waits_for_a_request_that_is_still_arriving():
+    async with serving() as model_info:
+        client = await model_info.connect()
+        client.send(post("/echo", body=b"hello")[:-2])
+        await until(lambda: model_info.app.checked == ["/echo"])
+        drained = asyncio.ensure_future(model_info.server.drain(DEADLINE_S, grace_s=0))
+        await until(lambda: model_info.server.is_draining)
+        answer = await client.ask(b"lo")
+        assert (answer.body, answer.headers["connection"]) == (b"hello", "close")
+        client.close()
+        assert await drained is True
 
 
 @pytest.mark.parametrize("data", [get("/wait"), get("/a") + post("/echo", body=b"hello")[:-1]])
-def test_drain_gives_up_at_its_deadline(data):
-    async def test() -> None:
-        async with serving() as model_info:
-            client = await model_info.connect()
-            client.send(data)
-            await until(lambda: bool(model_info.app.handled))
-            await until(lambda: b"wait" in data or model_info.app.checked == ["/echo"])
+async def test_drain_gives_up_at_its_deadline(data):
+    async with serving() as model_info:
+        client = await model_info.connect()
+        client.send(data)
+        await until(lambda: bool(model_info.app.handled))
+        await until(lambda: b"wait" in data or model_info.app.checked == ["/echo"])
+        assert await model_info.server.drain(0.05, grace_s=0.01) is False
+        assert model_info.server.num_connections == 0
+        assert model_info.server.num_requests_in_flight == 0
+        assert model_info.app.cancelled.is_set() == (b"wait" in data)
+        with suppress(ConnectionResetError):
+            await client.rest()
+
+
+async def test_drain_counts_an_answer_that_was_not_taken_as_not_given():
+    async with serving() as model_info:
+        with socket.create_connection(model_info.address()) as sock:
+            sock.send(get("/large"))
+            await until(lambda: model_info.app.handled == ["/large"])
             assert await model_info.server.drain(0.05, grace_s=0.01) is False
-            assert model_info.server.num_connections == 0
-            assert model_info.server.num_requests_in_flight == 0
-            assert model_info.app.cancelled.is_set() == (b"wait" in data)
-            with suppress(ConnectionResetError):
-                await client.rest()
-
-    run(test())
 
 
-def test_drain_counts_an_answer_that_was_not_taken_as_not_given():
-    async def test() -> None:
-        async with serving() as model_info:
-            with socket.create_connection(model_info.address()) as sock:
-                sock.send(get("/large"))
-                await until(lambda: model_info.app.handled == ["/large"])
-                assert await model_info.server.drain(0.05, grace_s=0.01) is False
-
-    run(test())
+async def test_drain_owes_nothing_to_a_client_that_does_not_close():
+    async with serving() as model_info:
+        client = await model_info.connect()
+        assert (await client.ask(post("/secret", body=b"hello")[:-1])).status == 401
+        assert await model_info.server.drain(0.05, grace_s=0.01) is True
 
 
-def test_drain_owes_nothing_to_a_client_that_does_not_close():
-    async def test() -> None:
-        async with serving() as model_info:
-            client = await model_info.connect()
-            assert (await client.ask(post("/secret", body=b"hello")[:-1])).status == 401
-            assert await model_info.server.drain(0.05, grace_s=0.01) is True
-
-    run(test())
-
-
-def test_drain_waits_for_cancelled_handlers_to_tidy_up():
-    async def test() -> None:
-        async with serving() as model_info:
-            client = await model_info.connect()
-            client.send(get("/slow-to-stop"))
-            await model_info.app.started.wait()
-            assert await model_info.server.drain(0) is False
-            assert model_info.app.tidied_up
-
-    run(test())
+async def test_drain_waits_for_cancelled_handlers_to_tidy_up():
+    async with serving() as model_info:
+        client = await model_info.connect()
+        client.send(get("/slow-to-stop"))
+        await model_info.app.started.wait()
+        assert await model_info.server.drain(0) is False
+        assert model_info.app.tidied_up
 
 
-def test_drain_without_connections():
-    async def test() -> None:
-        async with serving() as model_info:
-            assert await model_info.server.drain(DEADLINE_S, grace_s=0) is True
-
-    run(test())
+async def test_drain_without_connections():
+    async with serving() as model_info:
+        assert await model_info.server.drain(DEADLINE_S, grace_s=0) is True
 
 
 # --- log ------------------------------------------------------------------------------------------------------------
 
 
-def test_each_request_is_heard_of_once_when_it_is_over():
+async def test_each_request_is_heard_of_once_when_it_is_over():
     heard: list[tuple[int, str]] = []
 
     def on_finished(status: int, request: HttpRequest | None) -> None:
         heard.append((status, "" if request is None else f"{request.path} {request.timeline.error}".rstrip()))
 
-    async def test() -> None:
-        async with serving() as model_info:
-            model_info.server.on_finished = on_finished
-            client = await model_info.connect()
-            await client.ask(post("/quiet", body=b"a text"))
-            await client.ask(post("/refused", body=b"a text"))
-            await client.ask(get("/fails"))
-            await client.ask(get("/secret", "content-length: 1"))
-            client = await model_info.connect()
-            await client.ask(b"nonsense\r\n\r\n")
-            client = await model_info.connect()
-            client.send(get("/wait"))
-            await model_info.app.started.wait()
-            client.reset()
-            await until(lambda: len(heard) == 6)
-
-    run(test())
+    async with serving() as model_info:
+        model_info.server.on_finished = on_finished
+        client = await model_info.connect()
+        await client.ask(post("/quiet", body=b"a text"))
+        await client.ask(post("/refused", body=b"a text"))
+        await client.ask(get("/fails"))
+        await client.ask(get("/secret", "content-length: 1"))
+        client = await model_info.connect()
+        await client.ask(b"nonsense\r\n\r\n")
+        client = await model_info.connect()
+        client.send(get("/wait"))
+        await model_info.app.started.wait()
+        client.reset()
+        await until(lambda: len(heard) == 6)
     assert heard == [
         (200, "/quiet"),
         (400, "/refused invalid_request_error"),
@@ -1324,38 +1127,35 @@ class Recorded:
         self.server.sweep()
 
 
-def record(
-    test: Callable[[Recorded], Awaitable[None]],
+@asynccontextmanager
+async def recording(
     timeouts: Timeouts | None = None,
     *,
     max_body_bytes: int = 1000,
     max_arriving_bytes: int | None = None,
-) -> None:
-    async def with_connection() -> None:
-        app, clock = TinyApp(), Clock()
-        server = Server(
-            app,
-            limits=Limits(max_body_bytes=max_body_bytes),
-            timeouts=timeouts or Timeouts(),
-            max_connections=1,
-            max_arriving_bytes=max_arriving_bytes,
-            clock=clock,
-        )
-        connection = Connection(server, asyncio.get_running_loop())
-        transport = RecordingTransport()
-        connection.connection_made(transport)
-        await test(Recorded(app, clock, server, connection, transport))
-        connection.connection_lost(None)
-        assert server.num_connections == 0
-        assert server.num_arriving_bytes == 0
-        transport.socket.close()
-        transport.client_socket.close()
-
-    run(with_connection())
+) -> AsyncIterator[Recorded]:
+    app, clock = TinyApp(), Clock()
+    server = Server(
+        app,
+        limits=Limits(max_body_bytes=max_body_bytes),
+        timeouts=timeouts or Timeouts(),
+        max_connections=1,
+        max_arriving_bytes=max_arriving_bytes,
+        clock=clock,
+    )
+    connection = Connection(server, asyncio.get_running_loop())
+    transport = RecordingTransport()
+    connection.connection_made(transport)
+    yield Recorded(app, clock, server, connection, transport)
+    connection.connection_lost(None)
+    assert server.num_connections == 0
+    assert server.num_arriving_bytes == 0
+    transport.socket.close()
+    transport.client_socket.close()
 
 
-def test_deadlines_are_neither_early_nor_late():
-    async def test(recorded: Recorded) -> None:
+async def test_deadlines_are_neither_early_nor_late():
+    async with recording() as recorded:
         recorded.pass_time(119.9)
         recorded.connection.data_received(b"G")
         recorded.pass_time(9.9)
@@ -1369,11 +1169,9 @@ def test_deadlines_are_neither_early_nor_late():
         assert recorded.transport.is_closed
         assert b"408" not in recorded.transport.sent
 
-    record(test)
 
-
-def test_silence_is_measured_from_what_happened_last():
-    async def test(recorded: Recorded) -> None:
+async def test_silence_is_measured_from_what_happened_last():
+    async with recording() as recorded:
         recorded.pass_time(5)
         recorded.connection.close_if_silent(recorded.clock.now - 5.1)
         assert not recorded.transport.is_closed
@@ -1388,11 +1186,9 @@ def test_silence_is_measured_from_what_happened_last():
         recorded.connection.close_if_silent(recorded.clock.now)
         assert recorded.transport.is_closed
 
-    record(test)
 
-
-def test_a_handler_that_ignores_its_end_does_no_harm():
-    async def test(recorded: Recorded) -> None:
+async def test_a_handler_that_ignores_its_end_does_no_harm():
+    async with recording() as recorded:
         recorded.connection.data_received(get("/stubborn") + get("/2"))
         await recorded.app.started.wait()
         task = recorded.connection.task
@@ -1404,11 +1200,9 @@ def test_a_handler_that_ignores_its_end_does_no_harm():
         assert recorded.app.handled == ["/stubborn"]
         assert recorded.transport.sent == b""
 
-    record(test)
 
-
-def test_what_waits_behind_a_request_is_bounded():
-    async def test(recorded: Recorded) -> None:
+async def test_what_waits_behind_a_request_is_bounded():
+    async with recording() as recorded:
         recorded.connection.data_received(get("/wait"))
         await recorded.app.started.wait()
         waiting = get("/2") * (64 * 1024 // len(get("/2")))
@@ -1420,11 +1214,9 @@ def test_what_waits_behind_a_request_is_bounded():
         await until(lambda: recorded.transport.sent.count(b"HTTP/1.1 200") == waiting.count(b"GET") + 2)
         assert not recorded.transport.is_reading_paused
 
-    record(test)
 
-
-def test_what_waits_behind_a_request_counts_as_arriving():
-    async def test(recorded: Recorded) -> None:
+async def test_what_waits_behind_a_request_counts_as_arriving():
+    async with recording() as recorded:
         waiting = post("/len", body=bytes(900))
         recorded.connection.data_received(get("/wait") + waiting)
         assert recorded.server.num_arriving_bytes == len(waiting)
@@ -1434,11 +1226,9 @@ def test_what_waits_behind_a_request_counts_as_arriving():
         await until(lambda: recorded.transport.sent.count(b"HTTP/1.1 200") == 3)
         assert recorded.server.num_arriving_bytes == 0
 
-    record(test)
 
-
-def test_too_much_behind_a_request_is_dropped_and_its_answer_is_the_last():
-    async def test(recorded: Recorded) -> None:
+async def test_too_much_behind_a_request_is_dropped_and_its_answer_is_the_last():
+    async with recording(max_body_bytes=200 * KIB, max_arriving_bytes=150 * KIB) as recorded:
         recorded.connection.data_received(get("/wait") + post("/len", body=bytes(150 * KIB)))
         assert recorded.server.num_arriving_bytes == 0
         assert recorded.transport.sent == b""
@@ -1449,11 +1239,9 @@ def test_too_much_behind_a_request_is_dropped_and_its_answer_is_the_last():
         assert not recorded.transport.is_reading_paused
         assert recorded.app.handled == ["/wait"]
 
-    record(test, max_body_bytes=200 * KIB, max_arriving_bytes=150 * KIB)
 
-
-def test_the_next_request_waits_until_the_answer_before_it_is_taken():
-    async def test(recorded: Recorded) -> None:
+async def test_the_next_request_waits_until_the_answer_before_it_is_taken():
+    async with recording() as recorded:
         recorded.connection.data_received(get("/1"))
         recorded.connection.pause_writing()
         await until(lambda: recorded.transport.sent.endswith(b"/1"))
@@ -1464,8 +1252,6 @@ def test_the_next_request_waits_until_the_answer_before_it_is_taken():
         recorded.connection.resume_writing()
         await until(lambda: recorded.transport.sent.endswith(b"/2"))
 
-    record(test)
-
 
 def send_large_answer(recorded: Recorded, num_unsent_bytes: int) -> None:
     """As if so much of an answer waited for the client."""
@@ -1474,8 +1260,8 @@ def send_large_answer(recorded: Recorded, num_unsent_bytes: int) -> None:
 
 
 @pytest.mark.parametrize("num_taken_bytes", [1, 16 * 1024 - 1, 16 * 1024])
-def test_a_slow_reader_has_to_take_16_kib_in_30_s(num_taken_bytes):
-    async def test(recorded: Recorded) -> None:
+async def test_a_slow_reader_has_to_take_16_kib_in_30_s(num_taken_bytes):
+    async with recording() as recorded:
         send_large_answer(recorded, 320 * 1024)
         recorded.pass_time(0)
         for _ in range(10):
@@ -1483,13 +1269,11 @@ def test_a_slow_reader_has_to_take_16_kib_in_30_s(num_taken_bytes):
             recorded.pass_time(30)
         assert recorded.transport.is_aborted == (num_taken_bytes < 16 * 1024)
 
-    record(test)
 
-
-def test_the_time_to_take_an_answer_begins_with_it():
+async def test_the_time_to_take_an_answer_begins_with_it():
     """And not when the connection was looked at last, which on a busy machine may have been long before."""
 
-    async def test(recorded: Recorded) -> None:
+    async with recording() as recorded:
         recorded.pass_time(0)
         recorded.clock.now += 25
         send_large_answer(recorded, 100)
@@ -1499,11 +1283,9 @@ def test_the_time_to_take_an_answer_begins_with_it():
         recorded.pass_time(0.1)
         assert recorded.transport.is_aborted
 
-    record(test)
 
-
-def test_a_slow_reader_of_little_has_to_take_all_of_it():
-    async def test(recorded: Recorded) -> None:
+async def test_a_slow_reader_of_little_has_to_take_all_of_it():
+    async with recording() as recorded:
         send_large_answer(recorded, 100)
         recorded.pass_time(0)
         recorded.transport.num_unsent_bytes = 1
@@ -1512,11 +1294,9 @@ def test_a_slow_reader_of_little_has_to_take_all_of_it():
         recorded.pass_time(0.1)
         assert recorded.transport.is_aborted
 
-    record(test)
 
-
-def test_only_who_takes_nothing_of_its_answer_is_reset_for_want_of_room(caplog):
-    async def test(recorded: Recorded) -> None:
+async def test_only_who_takes_nothing_of_its_answer_is_reset_for_want_of_room(caplog):
+    async with recording() as recorded:
         recorded.server.change_limits(recorded.server.limits, 10)
         recorded.server.max_unsent_bytes = 1000
         connections = [(recorded.connection, recorded.transport)]
@@ -1544,8 +1324,6 @@ def test_only_who_takes_nothing_of_its_answer_is_reset_for_want_of_room(caplog):
         assert not connections[0][1].is_aborted
         recorded.pass_time(1)
         assert connections[0][1].is_aborted
-
-    record(test)
     told = [record.getMessage() for record in caplog.records if record.levelno == logging.WARNING]
     assert told == [
         "4 connections reset that read nothing of their responses: 2399 bytes were unsent, at most 1000 are held",
@@ -1554,8 +1332,8 @@ def test_only_who_takes_nothing_of_its_answer_is_reset_for_want_of_room(caplog):
 
 
 @pytest.mark.parametrize("num_periods", [32, 33])
-def test_a_slow_reader_of_much_has_to_have_taken_all_after_32_periods(num_periods):
-    async def test(recorded: Recorded) -> None:
+async def test_a_slow_reader_of_much_has_to_have_taken_all_after_32_periods(num_periods):
+    async with recording() as recorded:
         send_large_answer(recorded, 32 * 33 * 100_000)
         recorded.pass_time(0)
         for _ in range(num_periods - 1):
@@ -1563,13 +1341,11 @@ def test_a_slow_reader_of_much_has_to_have_taken_all_after_32_periods(num_period
             recorded.pass_time(30)
         assert recorded.transport.is_aborted == (num_periods > 32)
 
-    record(test)
 
-
-def test_what_a_kernel_holds_for_a_client_counts_as_not_taken():
+async def test_what_a_kernel_holds_for_a_client_counts_as_not_taken():
     """It takes megabytes from us at a time, and the client may read them as slowly as it pleases."""
 
-    async def test(recorded: Recorded) -> None:
+    async with recording() as recorded:
         recorded.transport.socket.setblocking(False)
         with suppress(BlockingIOError):
             while True:
@@ -1584,11 +1360,9 @@ def test_what_a_kernel_holds_for_a_client_counts_as_not_taken():
             recorded.pass_time(20)
         assert recorded.transport.is_aborted
 
-    record(test)
 
-
-def test_a_client_reads_the_last_answer_as_slowly_as_any_other():
-    async def test(recorded: Recorded) -> None:
+async def test_a_client_reads_the_last_answer_as_slowly_as_any_other():
+    async with recording() as recorded:
         recorded.connection.data_received(get("/1", "Connection: close"))
         await until(lambda: recorded.transport.is_shut_down)
         recorded.transport.socket.send(bytes(100_000))
@@ -1601,11 +1375,9 @@ def test_a_client_reads_the_last_answer_as_slowly_as_any_other():
         recorded.pass_time(0.2)
         assert recorded.transport.is_aborted
 
-    record(test)
 
-
-def test_a_slow_reader_has_its_time_to_close_after_the_last_byte():
-    async def test(recorded: Recorded) -> None:
+async def test_a_slow_reader_has_its_time_to_close_after_the_last_byte():
+    async with recording() as recorded:
         recorded.connection.data_received(get("/1", "Connection: close"))
         await until(lambda: recorded.transport.is_shut_down)
         recorded.transport.num_unsent_bytes = 1
@@ -1617,11 +1389,9 @@ def test_a_slow_reader_has_its_time_to_close_after_the_last_byte():
         recorded.pass_time(0.2)
         assert recorded.transport.is_aborted
 
-    record(test)
 
-
-def test_a_client_that_does_not_close_is_cut_off():
-    async def test(recorded: Recorded) -> None:
+async def test_a_client_that_does_not_close_is_cut_off():
+    async with recording() as recorded:
         recorded.pass_time(5)
         recorded.connection.data_received(b"garbage\r\n\r\n")
         assert recorded.transport.is_shut_down
@@ -1631,30 +1401,24 @@ def test_a_client_that_does_not_close_is_cut_off():
         recorded.pass_time(0.1)
         assert recorded.transport.is_aborted
 
-    record(test)
 
-
-def test_a_client_that_was_refused_keeps_its_time_to_read_why_in_a_drain():
-    async def test(recorded: Recorded) -> None:
+async def test_a_client_that_was_refused_keeps_its_time_to_read_why_in_a_drain():
+    async with recording() as recorded:
         recorded.connection.data_received(b"garbage\r\n\r\n")
         recorded.connection.close_if_silent(recorded.clock.now)
         assert not recorded.transport.is_closed
 
-    record(test)
 
-
-def test_the_end_of_both_sides_ends_a_connection():
-    async def test(recorded: Recorded) -> None:
+async def test_the_end_of_both_sides_ends_a_connection():
+    async with recording() as recorded:
         recorded.connection.data_received(get("/1", "Connection: close"))
         recorded.connection.pause_writing()
         await until(lambda: recorded.transport.is_shut_down)
         assert recorded.connection.eof_received() is False
 
-    record(test)
 
-
-def test_a_refused_client_may_finish_sending_but_not_drip():
-    async def test(recorded: Recorded) -> None:
+async def test_a_refused_client_may_finish_sending_but_not_drip():
+    async with recording() as recorded:
         recorded.connection.data_received(b"garbage\r\n\r\n")
         for _ in range(10):
             recorded.connection.data_received(b"x" * 1_000_000)
@@ -1664,21 +1428,17 @@ def test_a_refused_client_may_finish_sending_but_not_drip():
         recorded.pass_time(1.1)
         assert recorded.transport.is_aborted
 
-    record(test)
 
-
-def test_a_refused_client_may_not_send_for_ever():
-    async def test(recorded: Recorded) -> None:
+async def test_a_refused_client_may_not_send_for_ever():
+    async with recording() as recorded:
         recorded.connection.data_received(b"garbage\r\n\r\n")
         for _ in range(65):
             recorded.connection.data_received(bytes(1024 * 1024))
         assert recorded.transport.is_aborted
 
-    record(test)
 
-
-def test_the_telling_of_refused_connections_is_bounded():
-    async def test(recorded: Recorded) -> None:
+async def test_the_telling_of_refused_connections_is_bounded():
+    async with recording() as recorded:
         transports = []
         for _ in range(257):
             transports.append(RecordingTransport())
@@ -1686,16 +1446,12 @@ def test_the_telling_of_refused_connections_is_bounded():
         assert not any(transport.is_aborted for transport in transports[:-1])
         assert transports[-1].is_aborted
 
-    record(test)
 
-
-def test_refused_connections_that_left_are_forgotten():
-    async def test(recorded: Recorded) -> None:
+async def test_refused_connections_that_left_are_forgotten():
+    async with recording() as recorded:
         for _ in range(300):
             transport = RecordingTransport()
             connection = Connection(recorded.server, asyncio.get_running_loop())
             connection.connection_made(transport)
             assert not transport.is_aborted
             connection.connection_lost(None)
-
-    record(test)

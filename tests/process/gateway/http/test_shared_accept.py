@@ -2,11 +2,9 @@
 
 import asyncio
 import socket
-from collections.abc import Callable, Coroutine
-from typing import Any
+from collections.abc import Callable, Iterator
 
 import pytest
-import uvloop
 
 from vecd.gateway.http.shared_accept import SharedListener
 
@@ -47,49 +45,47 @@ async def connect(port: int) -> bytes:
     return answer
 
 
-def run(test: Callable[[socket.socket, int], Coroutine[Any, Any, None]]) -> None:
+@pytest.fixture
+def sock() -> Iterator[socket.socket]:
     with socket.create_server(("127.0.0.1", 0), backlog=100) as sock:
-        uvloop.run(test(sock, sock.getsockname()[1]))
+        yield sock
+
+
+@pytest.fixture
+def port(sock: socket.socket) -> int:
+    number: int = sock.getsockname()[1]
+    return number
 
 
 @pytest.mark.parametrize("num_clients", [2, 20])
-def test_connections_that_come_at_once_are_shared_evenly(num_clients):
-    async def test(sock, port):
-        both: list[Connections] = []
-        both.append(Connections(sock, lambda: both[0].num > both[1].num))
-        both.append(Connections(sock, lambda: both[1].num > both[0].num))
-        answers = await asyncio.gather(*(connect(port) for _ in range(num_clients)))
-        assert answers == [b"hello"] * num_clients
-        assert [connections.num for connections in both] == [num_clients // 2] * 2
-        for connections in both:
-            connections.listener.close()
-
-    run(test)
+async def test_connections_that_come_at_once_are_shared_evenly(num_clients, sock, port):
+    both: list[Connections] = []
+    both.append(Connections(sock, lambda: both[0].num > both[1].num))
+    both.append(Connections(sock, lambda: both[1].num > both[0].num))
+    answers = await asyncio.gather(*(connect(port) for _ in range(num_clients)))
+    assert answers == [b"hello"] * num_clients
+    assert [connections.num for connections in both] == [num_clients // 2] * 2
+    for connections in both:
+        connections.listener.close()
 
 
-def test_who_is_ahead_accepts_what_nobody_else_does():
-    async def test(sock, port):
-        alone = Connections(sock, lambda: True)
-        assert await asyncio.gather(*(connect(port) for _ in range(5))) == [b"hello"] * 5
-        assert alone.num_asked == 5, "it steps back once for each"
-        alone.listener.close()
-
-    run(test)
+async def test_who_is_ahead_accepts_what_nobody_else_does(sock, port):
+    alone = Connections(sock, lambda: True)
+    assert await asyncio.gather(*(connect(port) for _ in range(5))) == [b"hello"] * 5
+    assert alone.num_asked == 5, "it steps back once for each"
+    alone.listener.close()
 
 
 @pytest.mark.parametrize("is_ahead", [True, False])
-def test_nothing_is_accepted_after_the_close(is_ahead):
-    async def test(sock, port):
-        closed = Connections(sock, lambda: is_ahead)
-        connecting = asyncio.ensure_future(connect(port))
-        while is_ahead and not closed.num_asked:
-            await asyncio.sleep(0)
-        closed.listener.close()
-        await asyncio.sleep(0.02)
-        assert closed.num == 0
-        other = Connections(sock, lambda: False)
-        assert await connecting == b"hello"
-        assert other.num == 1
-        other.listener.close()
-
-    run(test)
+async def test_nothing_is_accepted_after_the_close(is_ahead, sock, port):
+    closed = Connections(sock, lambda: is_ahead)
+    connecting = asyncio.ensure_future(connect(port))
+    while is_ahead and not closed.num_asked:
+        await asyncio.sleep(0)
+    closed.listener.close()
+    await asyncio.sleep(0.02)
+    assert closed.num == 0
+    other = Connections(sock, lambda: False)
+    assert await connecting == b"hello"
+    assert other.num == 1
+    other.listener.close()

@@ -22,7 +22,6 @@ from tests.support.tinyserver import (
     no_collector,
     only,
     post,
-    run,
     serving,
     until,
 )
@@ -139,29 +138,23 @@ def test_a_request_byte_by_byte_from_the_handshake_on(tls, version, make_loop):
         runner.run(asyncio.wait_for(test(), DEADLINE_S))
 
 
-def test_a_stock_client(tls):
-    async def test() -> None:
-        async with serving(tls) as model_info:
-            url = f"https://localhost:{model_info.address()[1]}"
-            context = tls.certificate.client_context()
-            async with httpx.AsyncClient(base_url=url, verify=context, timeout=DEADLINE_S) as client:
-                for size in (10, 900_000):
-                    answer = await client.post("/echo", content=b"x" * size)
-                    assert (answer.status_code, answer.content) == (200, b"x" * size)
-                assert (await client.get("/large")).content == b"x" * 30_000_000
-                assert model_info.server.num_connections == 1
-
-    run(test())
+async def test_a_stock_client(tls):
+    async with serving(tls) as model_info:
+        url = f"https://localhost:{model_info.address()[1]}"
+        context = tls.certificate.client_context()
+        async with httpx.AsyncClient(base_url=url, verify=context, timeout=DEADLINE_S) as client:
+            for size in (10, 900_000):
+                answer = await client.post("/echo", content=b"x" * size)
+                assert (answer.status_code, answer.content) == (200, b"x" * size)
+            assert (await client.get("/large")).content == b"x" * 30_000_000
+            assert model_info.server.num_connections == 1
 
 
-def test_a_gateway_among_several(tls):
-    async def test() -> None:
-        async with serving(tls, is_ahead=lambda: True) as model_info:
-            for _ in range(3):
-                client = await model_info.connect()
-                assert (await client.ask(get("/who"))).body == b"127.0.0.1 False"
-
-    run(test())
+async def test_a_gateway_among_several(tls):
+    async with serving(tls, is_ahead=lambda: True) as model_info:
+        for _ in range(3):
+            client = await model_info.connect()
+            assert (await client.ask(get("/who"))).body == b"127.0.0.1 False"
 
 
 # --- what is not TLS ------------------------------------------------------------------------------------------------
@@ -178,224 +171,188 @@ NOT_TLS = {
 
 
 @pytest.mark.parametrize("name", NOT_TLS)
-def test_what_is_not_tls_is_closed_without_a_word_in_the_log(tls, name, caplog):
-    async def test() -> None:
-        async with serving(tls) as model_info:
-            client = await TlsClient.connect(model_info)
-            await client.send_raw(NOT_TLS[name])
-            with suppress(ConnectionResetError):
-                while data := await client.received():
-                    assert data[0] == 0x15, "an alert, and never an answer in the clear"
-            await is_gone(model_info)
-            client.close()
-            assert (await (await model_info.connect()).ask(get("/b"))).status == 200
-
-    run(test())
+async def test_what_is_not_tls_is_closed_without_a_word_in_the_log(tls, name, caplog):
+    async with serving(tls) as model_info:
+        client = await TlsClient.connect(model_info)
+        await client.send_raw(NOT_TLS[name])
+        with suppress(ConnectionResetError):
+            while data := await client.received():
+                assert data[0] == 0x15, "an alert, and never an answer in the clear"
+        await is_gone(model_info)
+        client.close()
+        assert (await (await model_info.connect()).ask(get("/b"))).status == 200
     assert [record for record in caplog.records if record.levelno >= logging.INFO] == []
 
 
 @pytest.mark.parametrize("num_bytes", [0, 1, 100])
-def test_a_handshake_that_is_not_done_in_time(tls, num_bytes):
-    async def test() -> None:
-        async with serving(tls) as model_info:
-            done = await model_info.connect()
-            model_info.server.timeouts = only(handshake_s=0.1)
+async def test_a_handshake_that_is_not_done_in_time(tls, num_bytes):
+    async with serving(tls) as model_info:
+        done = await model_info.connect()
+        model_info.server.timeouts = only(handshake_s=0.1)
+        client = await TlsClient.connect(model_info)
+        await client.send_raw(client.begin()[:num_bytes])
+        with suppress(ConnectionResetError):
+            assert await client.received() == b""
+        await until(lambda: model_info.server.num_connections == 1)
+        assert (await done.ask(get("/a"))).status == 200
+        client.close()
+
+
+async def test_a_client_that_leaves_within_the_handshake(tls, caplog):
+    async with serving(tls) as model_info:
+        for num_bytes in (0, 1, 100, 10_000):
             client = await TlsClient.connect(model_info)
             await client.send_raw(client.begin()[:num_bytes])
-            with suppress(ConnectionResetError):
-                assert await client.received() == b""
             await until(lambda: model_info.server.num_connections == 1)
-            assert (await done.ask(get("/a"))).status == 200
             client.close()
-
-    run(test())
-
-
-def test_a_client_that_leaves_within_the_handshake(tls, caplog):
-    async def test() -> None:
-        async with serving(tls) as model_info:
-            for num_bytes in (0, 1, 100, 10_000):
-                client = await TlsClient.connect(model_info)
-                await client.send_raw(client.begin()[:num_bytes])
-                await until(lambda: model_info.server.num_connections == 1)
-                client.close()
-                await is_gone(model_info)
-
-    run(test())
-    assert [record for record in caplog.records if record.levelno >= logging.INFO] == []
-
-
-def test_a_record_that_was_tampered_with(tls, caplog):
-    async def test() -> None:
-        async with serving(tls) as model_info:
-            client = await TlsClient.connect(model_info)
-            await client.shake_hands()
-            await client.send(get("/wait"))
-            await model_info.app.started.wait()
-            client.tls.write(get("/never"))
-            record = bytearray(client._to_server.read())
-            record[-1] ^= 1
-            await client.send_raw(bytes(record))
-            await model_info.app.cancelled.wait()
             await is_gone(model_info)
-            assert model_info.app.handled == ["/wait"]
-            client.close()
-
-    run(test())
     assert [record for record in caplog.records if record.levelno >= logging.INFO] == []
 
 
-def test_too_many_connections_are_told_so(tls):
-    async def test() -> None:
-        async with serving(tls, max_connections=1) as model_info:
-            first, second = await model_info.connect(), await model_info.connect()
-            assert (await first.ask(get("/a"))).status == 200
-            answer = await second.ask(get("/a"))
-            assert (answer.status, answer.headers["connection"]) == (503, "close")
-            assert await second.rest() == b""
+async def test_a_record_that_was_tampered_with(tls, caplog):
+    async with serving(tls) as model_info:
+        client = await TlsClient.connect(model_info)
+        await client.shake_hands()
+        await client.send(get("/wait"))
+        await model_info.app.started.wait()
+        client.tls.write(get("/never"))
+        record = bytearray(client._to_server.read())
+        record[-1] ^= 1
+        await client.send_raw(bytes(record))
+        await model_info.app.cancelled.wait()
+        await is_gone(model_info)
+        assert model_info.app.handled == ["/wait"]
+        client.close()
+    assert [record for record in caplog.records if record.levelno >= logging.INFO] == []
 
-    run(test())
+
+async def test_too_many_connections_are_told_so(tls):
+    async with serving(tls, max_connections=1) as model_info:
+        first, second = await model_info.connect(), await model_info.connect()
+        assert (await first.ask(get("/a"))).status == 200
+        answer = await second.ask(get("/a"))
+        assert (answer.status, answer.headers["connection"]) == (503, "close")
+        assert await second.rest() == b""
 
 
-def test_one_connection_too_many_that_never_speaks_is_let_go(tls):
-    async def test() -> None:
-        async with serving(tls, max_connections=0, timeouts=only(linger_s=0.05, sweep_s=0.01)) as model_info:
-            client = await TlsClient.connect(model_info)
-            with suppress(ConnectionResetError):
-                assert await client.received() == b""
-            client.close()
-
-    run(test())
+async def test_one_connection_too_many_that_never_speaks_is_let_go(tls):
+    async with serving(tls, max_connections=0, timeouts=only(linger_s=0.05, sweep_s=0.01)) as model_info:
+        client = await TlsClient.connect(model_info)
+        with suppress(ConnectionResetError):
+            assert await client.received() == b""
+        client.close()
 
 
 # --- how TLS ends ---------------------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("how", ["connection: close", "idle", "drain"])
-def test_the_server_says_goodbye(tls, how):
+async def test_the_server_says_goodbye(tls, how):
     """So that a client knows that nothing was cut off."""
 
-    async def test() -> None:
-        async with serving(tls) as model_info:
-            client = await TlsClient.connect(model_info)
-            await client.shake_hands()
-            await client.send(get("/a", *(["Connection: close"] if how == "connection: close" else [])))
-            assert (await client.read()).endswith(b"/a")
-            if how == "idle":
-                model_info.server.timeouts = only(idle_s=0.05, sweep_s=0.01)
-            drained = asyncio.ensure_future(model_info.server.drain(DEADLINE_S, grace_s=0)) if how == "drain" else None
-            assert await client.read() == b""
-            client.close()
-            assert drained is None or await drained is True
-
-    run(test())
+    async with serving(tls) as model_info:
+        client = await TlsClient.connect(model_info)
+        await client.shake_hands()
+        await client.send(get("/a", *(["Connection: close"] if how == "connection: close" else [])))
+        assert (await client.read()).endswith(b"/a")
+        if how == "idle":
+            model_info.server.timeouts = only(idle_s=0.05, sweep_s=0.01)
+        drained = asyncio.ensure_future(model_info.server.drain(DEADLINE_S, grace_s=0)) if how == "drain" else None
+        assert await client.read() == b""
+        client.close()
+        assert drained is None or await drained is True
 
 
-def test_who_says_goodbye_may_still_read(tls):
-    async def test() -> None:
-        async with serving(tls) as model_info:
-            client = await TlsClient.connect(model_info)
-            await client.shake_hands()
-            await client.send(get("/wait") + get("/pieces"))
-            await client.say_goodbye()
-            await model_info.app.started.wait()
-            for _ in range(10):
-                model_info.server.sweep()
-                await asyncio.sleep(0.001)
-            model_info.app.release.set()
-            pieces = []
-            while data := await client.read():
-                pieces.append(data)
-            everything = b"".join(pieces)
-            assert everything.count(b"HTTP/1.1 200 OK") == 2
-            assert len(everything) > 22_500_000
-            client.close()
-
-    run(test())
+async def test_who_says_goodbye_may_still_read(tls):
+    async with serving(tls) as model_info:
+        client = await TlsClient.connect(model_info)
+        await client.shake_hands()
+        await client.send(get("/wait") + get("/pieces"))
+        await client.say_goodbye()
+        await model_info.app.started.wait()
+        for _ in range(10):
+            model_info.server.sweep()
+            await asyncio.sleep(0.001)
+        model_info.app.release.set()
+        pieces = []
+        while data := await client.read():
+            pieces.append(data)
+        everything = b"".join(pieces)
+        assert everything.count(b"HTTP/1.1 200 OK") == 2
+        assert len(everything) > 22_500_000
+        client.close()
 
 
-def test_what_comes_after_a_goodbye_is_ignored(tls):
-    async def test() -> None:
-        async with serving(tls) as model_info:
-            client = await TlsClient.connect(model_info)
-            await client.shake_hands()
-            await client.send(get("/wait"))
-            await model_info.app.started.wait()
-            await client.say_goodbye()
-            for _ in range(20):
-                await client.send_raw(b"\x17\x03\x03\x00\x20" + bytes(32))
-                await asyncio.sleep(0.002)
-            model_info.app.release.set()
-            everything = b""
-            while data := await client.read():
-                everything += data
-            assert everything.count(b"HTTP/1.1 100") <= 2
-            assert everything.endswith(b"/wait")
-            client.close()
-
-    run(test())
+async def test_what_comes_after_a_goodbye_is_ignored(tls):
+    async with serving(tls) as model_info:
+        client = await TlsClient.connect(model_info)
+        await client.shake_hands()
+        await client.send(get("/wait"))
+        await model_info.app.started.wait()
+        await client.say_goodbye()
+        for _ in range(20):
+            await client.send_raw(b"\x17\x03\x03\x00\x20" + bytes(32))
+            await asyncio.sleep(0.002)
+        model_info.app.release.set()
+        everything = b""
+        while data := await client.read():
+            everything += data
+        assert everything.count(b"HTTP/1.1 100") <= 2
+        assert everything.endswith(b"/wait")
+        client.close()
 
 
 @pytest.mark.parametrize("version", VERSIONS)
 @pytest.mark.parametrize("says_goodbye", [True, False])
-def test_who_leaves_is_noticed(tls, says_goodbye, version):
-    async def test() -> None:
-        async with serving(tls) as model_info:
-            client = await TlsClient.connect(model_info, version=version)
-            await client.shake_hands()
-            await client.send(get("/wait"))
-            await model_info.app.started.wait()
-            if says_goodbye:
-                await client.say_goodbye()
-            client.close()
-            await model_info.app.cancelled.wait()
-            await is_gone(model_info)
-
-    run(test())
+async def test_who_leaves_is_noticed(tls, says_goodbye, version):
+    async with serving(tls) as model_info:
+        client = await TlsClient.connect(model_info, version=version)
+        await client.shake_hands()
+        await client.send(get("/wait"))
+        await model_info.app.started.wait()
+        if says_goodbye:
+            await client.say_goodbye()
+        client.close()
+        await model_info.app.cancelled.wait()
+        await is_gone(model_info)
 
 
 @pytest.mark.parametrize("path", ["/large", "/pieces"])
-def test_a_client_that_does_not_read_is_cut_off(tls, path):
-    async def test() -> None:
-        async with serving(tls, timeouts=only(write_s=0.2, sweep_s=0.01)) as model_info:
-            client = await TlsClient.connect(model_info)
-            await client.shake_hands()
-            await client.send(get(path) + get("/never"))
-            await until(lambda: model_info.app.handled == [path])
-            await is_gone(model_info)
-            assert model_info.app.handled == [path]
-            client.close()
-
-    run(test())
+async def test_a_client_that_does_not_read_is_cut_off(tls, path):
+    async with serving(tls, timeouts=only(write_s=0.2, sweep_s=0.01)) as model_info:
+        client = await TlsClient.connect(model_info)
+        await client.shake_hands()
+        await client.send(get(path) + get("/never"))
+        await until(lambda: model_info.app.handled == [path])
+        await is_gone(model_info)
+        assert model_info.app.handled == [path]
+        client.close()
 
 
-def test_what_waits_for_a_client_is_counted_and_not_encrypted_yet(tls):
-    async def test() -> None:
-        async with serving(tls) as model_info:
-            client = await TlsClient.connect(model_info)
-            await client.shake_hands()
-            await client.send(get("/large"))
-            await until(lambda: model_info.app.handled == ["/large"])
-            (connection,) = model_info.server._connections
-            layer: Any = connection._transport
-            assert isinstance(layer, TlsLayer)
-            await until(lambda: layer.get_write_buffer_size() > 0 and layer._is_socket_blocked)
-            assert layer.get_write_buffer_size() > 20_000_000
-            assert layer._socket.get_write_buffer_size() < 300_000
-            num_bytes = 0
-            while num_bytes < 30_000_000:
-                num_bytes += len(await client.read())
-            assert layer.get_write_buffer_size() == 0
-            client.close()
-
-    run(test())
+async def test_what_waits_for_a_client_is_counted_and_not_encrypted_yet(tls):
+    async with serving(tls) as model_info:
+        client = await TlsClient.connect(model_info)
+        await client.shake_hands()
+        await client.send(get("/large"))
+        await until(lambda: model_info.app.handled == ["/large"])
+        (connection,) = model_info.server._connections
+        layer: Any = connection._transport
+        assert isinstance(layer, TlsLayer)
+        await until(lambda: layer.get_write_buffer_size() > 0 and layer._is_socket_blocked)
+        assert layer.get_write_buffer_size() > 20_000_000
+        assert layer._socket.get_write_buffer_size() < 300_000
+        num_bytes = 0
+        while num_bytes < 30_000_000:
+            num_bytes += len(await client.read())
+        assert layer.get_write_buffer_size() == 0
+        client.close()
 
 
-def test_a_connection_that_ended_is_freed_at_once(tls):
+async def test_a_connection_that_ended_is_freed_at_once(tls):
     def num_layers() -> int:
         return sum(type(thing) in (TlsLayer, ssl.SSLObject) for thing in gc.get_objects())
 
-    async def test() -> None:
+    with no_collector():
         async with serving(tls) as model_info:
             client = await TlsClient.connect(model_info)
             await client.shake_hands()
@@ -407,22 +364,16 @@ def test_a_connection_that_ended_is_freed_at_once(tls):
             await asyncio.sleep(0.01)
             assert num_layers() == before - 2
 
-    with no_collector():
-        run(test())
 
-
-def test_a_new_certificate_is_for_new_connections(tls, tmp_path):
-    async def test() -> None:
-        other = make_certificate(tmp_path)
-        made = ServerTls(tls.certificate.cert, tls.certificate.key)
-        async with serving(tls, tls=made) as model_info:
-            client = await model_info.connect()
-            made._cert, made._key = other.cert, other.key
-            made.reload()
-            assert (await client.ask(get("/a"))).status == 200
-            with pytest.raises(ssl.SSLCertVerificationError):
-                await model_info.connect()
-            model_info.listening.certificate = other
-            assert (await (await model_info.connect()).ask(get("/b"))).status == 200
-
-    run(test())
+async def test_a_new_certificate_is_for_new_connections(tls, tmp_path):
+    other = make_certificate(tmp_path)
+    made = ServerTls(tls.certificate.cert, tls.certificate.key)
+    async with serving(tls, tls=made) as model_info:
+        client = await model_info.connect()
+        made._cert, made._key = other.cert, other.key
+        made.reload()
+        assert (await client.ask(get("/a"))).status == 200
+        with pytest.raises(ssl.SSLCertVerificationError):
+            await model_info.connect()
+        model_info.listening.certificate = other
+        assert (await (await model_info.connect()).ask(get("/b"))).status == 200

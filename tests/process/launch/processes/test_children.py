@@ -47,14 +47,10 @@ def test_workers_share_a_start_and_its_failure(monkeypatch: pytest.MonkeyPatch) 
     assert all(isinstance(error, ChildDied) for error in errors)
 
 
-def test_the_next_try_is_another_start(monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_the_next_try_is_another_start(monkeypatch: pytest.MonkeyPatch) -> None:
     server, stages = fork_server(monkeypatch, "channel.send(Progress('loading')); sys.exit(7)")
-
-    async def twice() -> None:
-        await fork_all(server)
-        await fork_all(server)
-
-    asyncio.run(twice())
+    await fork_all(server)
+    await fork_all(server)
     assert stages == ["loading", "loading"]
 
 
@@ -71,19 +67,15 @@ def test_what_cannot_be_helped_by_another_start_is_said_to_all(monkeypatch: pyte
     assert [type(error) for error in errors] == [StartFailure] * NUM_WORKERS
 
 
-def test_a_start_ends_with_the_supervisor_though_nobody_waits_for_it(monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_a_start_ends_with_the_supervisor_though_nobody_waits_for_it(monkeypatch: pytest.MonkeyPatch) -> None:
     server, stages = fork_server(monkeypatch, "channel.send(Progress(str(os.getpid()))); time.sleep(300)")
-
-    async def stop_while_starting() -> None:
-        waiting = asyncio.create_task(fork_all(server))
-        async with asyncio.timeout(60):
-            while not stages:
-                await asyncio.sleep(0.01)
-        waiting.cancel()
-        await asyncio.wait([waiting])
-        await server.stop()
-
-    asyncio.run(stop_while_starting())
+    waiting = asyncio.create_task(fork_all(server))
+    async with asyncio.timeout(60):
+        while not stages:
+            await asyncio.sleep(0.01)
+    waiting.cancel()
+    await asyncio.wait([waiting])
+    await server.stop()
     with pytest.raises(ProcessLookupError):
         os.kill(int(stages[0]), 0)
 

@@ -72,111 +72,93 @@ def test_retry_after_is_the_drain_time_between_1_and_60_s(tokens_per_s, seconds)
         assert int(entrance.rejection().headers()["retry-after"]) == seconds
 
 
-def test_waiters_wait_a_moment_and_are_admitted_in_their_order():
-    async def test():
-        entrance = Entrance(max_requests=2)
-        permits = [entrance.try_enter(), entrance.try_enter()]
-        entered = []
+async def test_waiters_wait_a_moment_and_are_admitted_in_their_order():
+    entrance = Entrance(max_requests=2)
+    permits = [entrance.try_enter(), entrance.try_enter()]
+    entered = []
 
-        async def ask(name):
-            permit = await entrance.enter()
-            entered.append(name)
-            return permit
+    async def ask(name):
+        permit = await entrance.enter()
+        entered.append(name)
+        return permit
 
-        tasks = [asyncio.ensure_future(ask(name)) for name in "abc"]
-        await asyncio.sleep(0)
-        assert entrance.try_enter() is None, "none overtakes"
-        permits.pop().release()
-        permits.pop().release()
-        permits += [await tasks[0], await tasks[1]]
-        assert entered == ["a", "b"]
-        with pytest.raises(TooManyRequests):
-            await tasks[2]
-        for permit in permits:
-            permit.release()
-        assert entrance.admission.num_requests == 0
-
-    asyncio.run(test())
+    tasks = [asyncio.ensure_future(ask(name)) for name in "abc"]
+    await asyncio.sleep(0)
+    assert entrance.try_enter() is None, "none overtakes"
+    permits.pop().release()
+    permits.pop().release()
+    permits += [await tasks[0], await tasks[1]]
+    assert entered == ["a", "b"]
+    with pytest.raises(TooManyRequests):
+        await tasks[2]
+    for permit in permits:
+        permit.release()
+    assert entrance.admission.num_requests == 0
 
 
 @pytest.mark.parametrize("is_admitted", [True, False])
-def test_a_waiter_that_is_cancelled_leaves_nothing_behind(is_admitted):
-    async def test():
-        entrance = Entrance(max_requests=1)
-        permit = entrance.try_enter()
-        waiting, leaving = (asyncio.ensure_future(entrance.enter()) for _ in range(2))
+async def test_a_waiter_that_is_cancelled_leaves_nothing_behind(is_admitted):
+    entrance = Entrance(max_requests=1)
+    permit = entrance.try_enter()
+    waiting, leaving = (asyncio.ensure_future(entrance.enter()) for _ in range(2))
+    await asyncio.sleep(0)
+    leaving.cancel()
+    await asyncio.wait([leaving])
+    permit.release()
+    if is_admitted:  # it is cancelled in the same moment
+        entrance.admission.admit_waiters()
+        assert entrance.admission.num_requests == 1
+    waiting.cancel()
+    await asyncio.wait([waiting])
+    assert (entrance.admission.num_requests, entrance.admission.num_unqueued) == (0, 0)
+    assert entrance.try_enter() is not None
+
+
+async def test_waiters_beyond_the_limit_are_rejected_at_once():
+    entrance = Entrance(max_requests=1)
+    entrance.try_enter()
+    tasks = [asyncio.ensure_future(entrance.enter(timeout_s=60)) for _ in range(600)]
+    await asyncio.sleep(0)
+    assert sum(task.done() for task in tasks) == 88
+    results = await asyncio.gather(*tasks, return_exceptions=True)
+    assert all(isinstance(result, TooManyRequests) for result in results)
+
+
+async def test_a_waiter_cancelled_in_the_moment_of_a_release_takes_no_permit_and_delays_none():
+    entrance = Entrance(max_requests=1)
+    with entrance.try_enter():
+        leaving = asyncio.ensure_future(entrance.enter())
         await asyncio.sleep(0)
         leaving.cancel()
-        await asyncio.wait([leaving])
-        permit.release()
-        if is_admitted:  # it is cancelled in the same moment
-            entrance.admission.admit_waiters()
-            assert entrance.admission.num_requests == 1
-        waiting.cancel()
-        await asyncio.wait([waiting])
-        assert (entrance.admission.num_requests, entrance.admission.num_unqueued) == (0, 0)
-        assert entrance.try_enter() is not None
-
-    asyncio.run(test())
+    await asyncio.wait([leaving])
+    assert leaving.cancelled()
+    assert entrance.admission.num_requests == 0
 
 
-def test_waiters_beyond_the_limit_are_rejected_at_once():
-    async def test():
-        entrance = Entrance(max_requests=1)
-        entrance.try_enter()
-        tasks = [asyncio.ensure_future(entrance.enter(timeout_s=60)) for _ in range(600)]
-        await asyncio.sleep(0.01)
-        assert sum(task.done() for task in tasks) == 88
-        results = await asyncio.gather(*tasks, return_exceptions=True)
-        assert all(isinstance(result, TooManyRequests) for result in results)
-
-    asyncio.run(test())
-
-
-def test_a_waiter_cancelled_in_the_moment_of_a_release_takes_no_permit_and_delays_none():
-    async def test():
-        entrance = Entrance(max_requests=1)
-        with entrance.try_enter():
-            leaving = asyncio.ensure_future(entrance.enter())
-            await asyncio.sleep(0)
-            leaving.cancel()
-        await asyncio.wait([leaving])
-        assert leaving.cancelled()
-        assert entrance.admission.num_requests == 0
-
-    asyncio.run(test())
+async def test_a_large_waiter_does_not_hold_up_short_requests():
+    entrance = Entrance()
+    held = entrance.try_enter()
+    entrance.policy.ahead = 5_000
+    large = asyncio.ensure_future(entrance.enter(num_tokens=1_000, timeout_s=1))
+    await asyncio.sleep(0)
+    assert entrance.try_enter(num_tokens=1_000, timeout_s=60) is None, "its like"
+    assert entrance.try_enter(num_tokens=10, timeout_s=60) is not None
+    entrance.policy.ahead = 0
+    held.release()
+    assert (await large).num_tokens == 1_000
 
 
-def test_a_large_waiter_does_not_hold_up_short_requests():
-    async def test():
-        entrance = Entrance()
-        held = entrance.try_enter()
-        entrance.policy.ahead = 5_000
-        large = asyncio.ensure_future(entrance.enter(num_tokens=1_000, timeout_s=1))
-        await asyncio.sleep(0)
-        assert entrance.try_enter(num_tokens=1_000, timeout_s=60) is None, "its like"
-        assert entrance.try_enter(num_tokens=10, timeout_s=60) is not None
-        entrance.policy.ahead = 0
-        held.release()
-        assert (await large).num_tokens == 1_000
-
-    asyncio.run(test())
-
-
-def test_at_the_end_of_the_wait_there_is_one_more_look():
+async def test_at_the_end_of_the_wait_there_is_one_more_look():
     """What was queued may be done without any release."""
 
-    async def test():
-        entrance = Entrance()
-        entrance.try_enter()
-        entrance.policy.ahead = 50_000
-        entering = asyncio.ensure_future(entrance.enter())
-        await asyncio.sleep(0)
-        entrance.policy.ahead = 0
-        await entering
-        assert entrance.admission.num_requests == 2
-
-    asyncio.run(test())
+    entrance = Entrance()
+    entrance.try_enter()
+    entrance.policy.ahead = 50_000
+    entering = asyncio.ensure_future(entrance.enter())
+    await asyncio.sleep(0)
+    entrance.policy.ahead = 0
+    await entering
+    assert entrance.admission.num_requests == 2
 
 
 def test_a_lone_tenant_gets_eight_of_nine_places_and_the_next_one_finds_room():
@@ -222,119 +204,101 @@ def test_what_another_tenant_has_not_queued_yet_is_waited_for_as_far_as_it_takes
         assert entrance.admission.wait_s(50_000, NORMAL, "polite") == 18
 
 
-def test_a_tenants_waiters_do_not_hold_up_another_tenant():
-    async def test():
-        entrance = Entrance(max_requests=9)
-        held = entrance.fill("greedy")
-        assert len(held) == 8
-        waiting = [asyncio.ensure_future(entrance.enter(tenant="greedy")) for _ in range(100)]
+async def test_a_tenants_waiters_do_not_hold_up_another_tenant():
+    entrance = Entrance(max_requests=9)
+    held = entrance.fill("greedy")
+    assert len(held) == 8
+    waiting = [asyncio.ensure_future(entrance.enter(tenant="greedy")) for _ in range(100)]
+    await asyncio.sleep(0)
+    polite = entrance.try_enter(tenant="polite")
+    assert polite is not None, "the waiters are not its like"
+    entrance.policy.ahead_of = {"greedy": 50_000}
+    late = asyncio.ensure_future(entrance.enter(tenant="polite"))  # there is no free permit
+    await asyncio.sleep(0)
+    held.pop().release()
+    assert (await late).tenant == "polite"
+    results = await asyncio.gather(*waiting, return_exceptions=True)
+    assert all(isinstance(result, TooManyRequests) for result in results)
+
+
+async def test_waiters_of_several_tenants_are_admitted_by_turns():
+    entrance = Entrance(max_requests=2)
+    held, entered = entrance.fill("first"), []
+
+    async def ask(tenant):
+        held.append(await entrance.enter(tenant=tenant))
+        entered.append(tenant)
+
+    tasks = [asyncio.ensure_future(ask(tenant)) for tenant in ("a", "a", "a", "b", "b")]
+    await asyncio.sleep(0)
+    for _ in range(4):
+        held.pop(0).release()
         await asyncio.sleep(0)
-        polite = entrance.try_enter(tenant="polite")
-        assert polite is not None, "the waiters are not its like"
-        entrance.policy.ahead_of = {"greedy": 50_000}
-        late = asyncio.ensure_future(entrance.enter(tenant="polite"))  # there is no free permit
         await asyncio.sleep(0)
-        held.pop().release()
-        assert (await late).tenant == "polite"
-        results = await asyncio.gather(*waiting, return_exceptions=True)
-        assert all(isinstance(result, TooManyRequests) for result in results)
-
-    asyncio.run(test())
+    assert entered == ["a", "b", "a", "b"]
+    await asyncio.gather(*tasks, return_exceptions=True)
 
 
-def test_waiters_of_several_tenants_are_admitted_by_turns():
-    async def test():
-        entrance = Entrance(max_requests=2)
-        held, entered = entrance.fill("first"), []
-
-        async def ask(tenant):
-            held.append(await entrance.enter(tenant=tenant))
-            entered.append(tenant)
-
-        tasks = [asyncio.ensure_future(ask(tenant)) for tenant in ("a", "a", "a", "b", "b")]
-        await asyncio.sleep(0)
-        for _ in range(4):
-            held.pop(0).release()
-            await asyncio.sleep(0)
-            await asyncio.sleep(0)
-        assert entered == ["a", "b", "a", "b"]
-        await asyncio.gather(*tasks, return_exceptions=True)
-
-    asyncio.run(test())
+async def test_the_waiters_of_one_tenant_leave_room_for_those_of_another():
+    entrance = Entrance(max_requests=1)
+    entrance.try_enter(tenant="greedy")
+    crowd = [asyncio.ensure_future(entrance.enter(tenant="greedy")) for _ in range(600)]
+    polite = asyncio.ensure_future(entrance.enter(tenant="polite"))
+    await asyncio.sleep(0)  # a rejection comes at once; the rest waits until its time is over
+    assert sum(task.done() for task in crowd) == 88
+    assert not polite.done()
+    await asyncio.gather(*crowd, polite, return_exceptions=True)
 
 
-def test_the_waiters_of_one_tenant_leave_room_for_those_of_another():
-    async def test():
-        entrance = Entrance(max_requests=1)
-        entrance.try_enter(tenant="greedy")
-        crowd = [asyncio.ensure_future(entrance.enter(tenant="greedy")) for _ in range(600)]
-        polite = asyncio.ensure_future(entrance.enter(tenant="polite"))
-        await asyncio.sleep(0)  # a rejection comes at once; the rest waits until its time is over
-        assert sum(task.done() for task in crowd) == 88
-        assert not polite.done()
-        await asyncio.gather(*crowd, polite, return_exceptions=True)
-
-    asyncio.run(test())
-
-
-def test_tenants_without_requests_are_forgotten():
-    async def test():
-        entrance = Entrance(max_requests=3)
-        for n in range(50):
-            with entrance.try_enter(tenant=f"comes and goes {n}"):
-                pass
-        permits = entrance.fill("a")
-        for n in range(5):
-            assert entrance.try_enter(tenant=f"finds no room {n}") is None
-        tasks = [asyncio.ensure_future(entrance.enter(tenant=f"waits {n}")) for n in range(5)]
-        await asyncio.sleep(0)
-        tasks[0].cancel()
-        permits.pop().release()
-        await asyncio.gather(*tasks, return_exceptions=True)
-        for task in tasks[1:]:
-            if not task.exception():
-                task.result().release()
-        for permit in permits:
-            permit.release()
-        assert entrance.admission._uses == {}
-        assert (entrance.admission.num_requests, entrance.admission.num_unqueued) == (0, 0)
-
-    asyncio.run(test())
+async def test_tenants_without_requests_are_forgotten():
+    entrance = Entrance(max_requests=3)
+    for n in range(50):
+        with entrance.try_enter(tenant=f"comes and goes {n}"):
+            pass
+    permits = entrance.fill("a")
+    for n in range(5):
+        assert entrance.try_enter(tenant=f"finds no room {n}") is None
+    tasks = [asyncio.ensure_future(entrance.enter(tenant=f"waits {n}")) for n in range(5)]
+    await asyncio.sleep(0)
+    tasks[0].cancel()
+    permits.pop().release()
+    await asyncio.gather(*tasks, return_exceptions=True)
+    for task in tasks[1:]:
+        if not task.exception():
+            task.result().release()
+    for permit in permits:
+        permit.release()
+    assert entrance.admission._uses == {}
+    assert (entrance.admission.num_requests, entrance.admission.num_unqueued) == (0, 0)
 
 
-def test_a_new_waiter_costs_one_estimate_and_not_one_of_each_other():
-    async def test():
-        entrance = Entrance()
-        held = entrance.try_enter()
-        entrance.policy.ahead = 50_000
-        tasks = [asyncio.ensure_future(entrance.enter(tenant=f"t{n}")) for n in range(200)]
-        await asyncio.sleep(0)
-        assert entrance.policy.num_looks <= 200
-        for task in tasks:
-            task.cancel()
-        await asyncio.gather(*tasks, return_exceptions=True)
-        held.release()
-
-    asyncio.run(test())
+async def test_a_new_waiter_costs_one_estimate_and_not_one_of_each_other():
+    entrance = Entrance()
+    held = entrance.try_enter()
+    entrance.policy.ahead = 50_000
+    tasks = [asyncio.ensure_future(entrance.enter(tenant=f"t{n}")) for n in range(200)]
+    await asyncio.sleep(0)
+    assert entrance.policy.num_looks <= 200
+    for task in tasks:
+        task.cancel()
+    await asyncio.gather(*tasks, return_exceptions=True)
+    held.release()
 
 
-def test_waiters_are_looked_at_once_for_all_permits_released_in_a_turn():
-    async def test():
-        entrance = Entrance()
-        held = entrance.fill("a")
-        entrance.policy.ahead = 50_000
-        tasks = [asyncio.ensure_future(entrance.enter(tenant=f"t{n}")) for n in range(50)]
-        await asyncio.sleep(0)
-        entrance.policy.num_looks = 0
-        for permit in held[1:]:
-            permit.release()
-        assert len(held) > 50
-        await asyncio.sleep(0)
-        assert 1 <= entrance.policy.num_looks <= 16
-        entrance.policy.ahead = 0
-        held[0].release()
-        for permit in await asyncio.gather(*tasks):
-            permit.release()
-        assert entrance.admission.num_requests == entrance.admission.num_tenants == 0
-
-    asyncio.run(test())
+async def test_waiters_are_looked_at_once_for_all_permits_released_in_a_turn():
+    entrance = Entrance()
+    held = entrance.fill("a")
+    entrance.policy.ahead = 50_000
+    tasks = [asyncio.ensure_future(entrance.enter(tenant=f"t{n}")) for n in range(50)]
+    await asyncio.sleep(0)
+    entrance.policy.num_looks = 0
+    for permit in held[1:]:
+        permit.release()
+    assert len(held) > 50
+    await asyncio.sleep(0)
+    assert 1 <= entrance.policy.num_looks <= 16
+    entrance.policy.ahead = 0
+    held[0].release()
+    for permit in await asyncio.gather(*tasks):
+        permit.release()
+    assert entrance.admission.num_requests == entrance.admission.num_tenants == 0

@@ -93,74 +93,60 @@ def test_what_the_dialect_refuses_is_refused(num_texts):
         parse(orjson.dumps({"input": ["text"] * num_texts}), refuse)
 
 
-def test_bodies_that_wait_to_be_parsed_are_bounded(monkeypatch):
+async def test_bodies_that_wait_to_be_parsed_are_bounded(monkeypatch):
     monkeypatch.setattr("vecd.gateway.api.bodies._MAX_WAITING_BYTES", 150_000)
     body = b'{"input":"%b"}' % (b"x" * 100_000)
-
-    async def main() -> None:
-        threads = Threads()
-        bodies = make_bodies(threads)
-        try:
-            first = asyncio.ensure_future(bodies.parse(body, LARGE, dict))
-            await asyncio.sleep(0)
-            with pytest.raises(TooManyRequests, match=r"100012 bytes wait .* this one has 100012, at most 150000"):
-                await bodies.parse(body, LARGE, dict)
-            assert await bodies.parse(b'{"input":"small"}', LARGE, dict) == {"input": "small"}
-            await first
-            assert len((await bodies.parse(body, LARGE, dict))["input"]) == 100_000
-        finally:
-            threads.close()
-
-    asyncio.run(main())
+    threads = Threads()
+    bodies = make_bodies(threads)
+    try:
+        first = asyncio.ensure_future(bodies.parse(body, LARGE, dict))
+        await asyncio.sleep(0)
+        with pytest.raises(TooManyRequests, match=r"100012 bytes wait .* this one has 100012, at most 150000"):
+            await bodies.parse(body, LARGE, dict)
+        assert await bodies.parse(b'{"input":"small"}', LARGE, dict) == {"input": "small"}
+        await first
+        assert len((await bodies.parse(body, LARGE, dict))["input"]) == 100_000
+    finally:
+        threads.close()
 
 
-def test_a_tenant_s_bodies_take_at_most_half_of_the_room(monkeypatch):
+async def test_a_tenant_s_bodies_take_at_most_half_of_the_room(monkeypatch):
     monkeypatch.setattr("vecd.gateway.api.bodies._MAX_WAITING_BYTES", 300_000)
     body = b'{"input":"%b"}' % (b"x" * 100_000)
+    threads = Threads()
+    bodies = make_bodies(threads)
 
-    async def main() -> None:
-        threads = Threads()
-        bodies = make_bodies(threads)
+    async def parse_for(tenant: str) -> int:
+        return len((await bodies.parse(body, LARGE, dict, tenant))["input"])
 
-        async def parse_for(tenant: str) -> int:
-            return len((await bodies.parse(body, LARGE, dict, tenant))["input"])
-
-        try:
-            first = asyncio.ensure_future(parse_for("a"))
-            await asyncio.sleep(0)
-            with pytest.raises(
-                TooManyRequests, match=r"this caller's bodies of 100012 bytes .* at most 150000"
-            ) as caught:
-                await parse_for("a")
-            assert caught.value.retry_after_s >= 1
-            second = asyncio.ensure_future(parse_for("b"))
-            await asyncio.sleep(0)
-            with pytest.raises(TooManyRequests, match=r"^bodies of 200024 bytes .* at most 300000"):
-                await parse_for("c")
-            assert {await first, await second} == {100_000}
-            assert await parse_for("a") == 100_000
-            assert bodies._num_waiting_bytes == 0
-            assert not bodies._num_bytes_of
-        finally:
-            threads.close()
-
-    asyncio.run(main())
+    try:
+        first = asyncio.ensure_future(parse_for("a"))
+        await asyncio.sleep(0)
+        with pytest.raises(TooManyRequests, match=r"this caller's bodies of 100012 bytes .* at most 150000") as caught:
+            await parse_for("a")
+        assert caught.value.retry_after_s >= 1
+        second = asyncio.ensure_future(parse_for("b"))
+        await asyncio.sleep(0)
+        with pytest.raises(TooManyRequests, match=r"^bodies of 200024 bytes .* at most 300000"):
+            await parse_for("c")
+        assert {await first, await second} == {100_000}
+        assert await parse_for("a") == 100_000
+        assert bodies._num_waiting_bytes == 0
+        assert not bodies._num_bytes_of
+    finally:
+        threads.close()
 
 
-def test_where_callers_have_no_keys_all_share_the_room(monkeypatch):
+async def test_where_callers_have_no_keys_all_share_the_room(monkeypatch):
     monkeypatch.setattr("vecd.gateway.api.bodies._MAX_WAITING_BYTES", 300_000)
     body = b'{"input":"%b"}' % (b"x" * 100_000)
-
-    async def main() -> None:
-        threads = Threads()
-        bodies = make_bodies(threads)
-        try:
-            two = [bodies.parse(body, LARGE, dict) for _ in range(2)]
-            assert [len(fields["input"]) for fields in await asyncio.gather(*two)] == [100_000, 100_000]
-        finally:
-            threads.close()
-
-    asyncio.run(main())
+    threads = Threads()
+    bodies = make_bodies(threads)
+    try:
+        two = [bodies.parse(body, LARGE, dict) for _ in range(2)]
+        assert [len(fields["input"]) for fields in await asyncio.gather(*two)] == [100_000, 100_000]
+    finally:
+        threads.close()
 
 
 PADDING = b" " * 100_000
@@ -310,43 +296,39 @@ def test_what_is_not_of_its_coding_is_refused_and_not_quoted(num_bytes):
         parse(gzip.compress(b"secret" + b" " * num_bytes), coding=Coding.GZIP)
 
 
-def test_what_bodies_become_is_bounded_together_while_they_become_it(monkeypatch):
+async def test_what_bodies_become_is_bounded_together_while_they_become_it(monkeypatch):
     monkeypatch.setattr("vecd.gateway.api.bodies._MAX_WAITING_BYTES", 30_000_000)
     monkeypatch.setattr("vecd.gateway.api.bodies._INFLATED_AT_A_TIME_BYTES", 100_000)
     bomb = gzip.compress(b'{"input":"%b"}' % (b"x" * 20_000_000))
+    threads = Threads()
+    bodies = make_bodies(threads)
+    most = 0
 
-    async def main() -> None:
-        threads = Threads()
-        bodies = make_bodies(threads)
-        most = 0
+    def watched(fields: dict[str, Any]) -> int:
+        return len(fields["input"])
 
-        def watched(fields: dict[str, Any]) -> int:
-            return len(fields["input"])
+    async def watch() -> None:
+        nonlocal most
+        while True:
+            most = max(most, bodies._num_waiting_bytes)
+            await asyncio.sleep(0)
 
-        async def watch() -> None:
-            nonlocal most
-            while True:
-                most = max(most, bodies._num_waiting_bytes)
-                await asyncio.sleep(0)
-
-        watching = asyncio.ensure_future(watch())
-        try:
-            three = [bodies.parse(bomb, LARGE, watched, coding=Coding.GZIP) for _ in range(3)]
-            ends = await asyncio.gather(*three, return_exceptions=True)
-            assert ends.count(20_000_000) == 1
-            assert sum(isinstance(end, TooManyRequests) for end in ends) == 2
-            assert most <= 30_000_000
-            assert bodies._num_waiting_bytes == 0
-            assert not bodies._num_bytes_of
-            left = asyncio.ensure_future(bodies.parse(bomb, LARGE, watched, coding=Coding.GZIP))
-            while not bodies._num_waiting_bytes:
-                await asyncio.sleep(0)
-            left.cancel()
-            await asyncio.wait([left])
-            assert left.cancelled()
-            assert bodies._num_waiting_bytes == 0
-        finally:
-            watching.cancel()
-            threads.close()
-
-    asyncio.run(main())
+    watching = asyncio.ensure_future(watch())
+    try:
+        three = [bodies.parse(bomb, LARGE, watched, coding=Coding.GZIP) for _ in range(3)]
+        ends = await asyncio.gather(*three, return_exceptions=True)
+        assert ends.count(20_000_000) == 1
+        assert sum(isinstance(end, TooManyRequests) for end in ends) == 2
+        assert most <= 30_000_000
+        assert bodies._num_waiting_bytes == 0
+        assert not bodies._num_bytes_of
+        left = asyncio.ensure_future(bodies.parse(bomb, LARGE, watched, coding=Coding.GZIP))
+        while not bodies._num_waiting_bytes:
+            await asyncio.sleep(0)
+        left.cancel()
+        await asyncio.wait([left])
+        assert left.cancelled()
+        assert bodies._num_waiting_bytes == 0
+    finally:
+        watching.cancel()
+        threads.close()

@@ -340,22 +340,19 @@ def test_a_bad_file_of_ranges_is_said_when_the_encoder_is_made(tmp_path):
 
 
 @pytest.mark.parametrize("output", [Output.VECTORS, Output.TOKENS])
-def test_a_row_that_the_form_cannot_hold_fails_its_request_alone(output):
-    async def run() -> None:
-        card = card_of(is_normalized=False)
-        collectors = Encoder(card).make_collectors(request_of(1, Form(dtype=Dtype.FLOAT16), output=output))
-        pending = PendingResult(1, collectors, asyncio.get_running_loop())
-        rows = np.full((1, 16), 1e5, dtype=np.float32)
-        if output is Output.TOKENS:
-            request_queue = RequestQueue(pending, Priority.NORMAL, 0.0, "")
-            pending.deliver_one(QueuedSequence(request_queue, 0, TokenizedInput(b"", 1, False), output), rows)
-        else:
-            pending.deliver(0, rows)
-        with pytest.raises(BadRequest, match="float16 ends at 65504") as caught:
-            pending.finished.result()
-        assert "100000" not in caught.value.message
-
-    asyncio.run(run())
+async def test_a_row_that_the_form_cannot_hold_fails_its_request_alone(output):
+    card = card_of(is_normalized=False)
+    collectors = Encoder(card).make_collectors(request_of(1, Form(dtype=Dtype.FLOAT16), output=output))
+    pending = PendingResult(1, collectors, asyncio.get_running_loop())
+    rows = np.full((1, 16), 1e5, dtype=np.float32)
+    if output is Output.TOKENS:
+        request_queue = RequestQueue(pending, Priority.NORMAL, 0.0, "")
+        pending.deliver_one(QueuedSequence(request_queue, 0, TokenizedInput(b"", 1, False), output), rows)
+    else:
+        pending.deliver(0, rows)
+    with pytest.raises(BadRequest, match="float16 ends at 65504") as caught:
+        pending.finished.result()
+    assert "100000" not in caught.value.message
 
 
 # --- files and views --------------------------------------------------------------------------------------------
