@@ -45,8 +45,8 @@ from vecd.shm.control import (
     Quarantined,
     ReloadAsked,
     Retired,
+    WorkerConnected,
     WorkerDown,
-    WorkerMet,
     WorkerStuck,
     WorkerUp,
 )
@@ -98,7 +98,7 @@ class Service:
             num_gateways=config.num_gateways,
             widths={output: output.width_of(config.card) for output in Output},
             on_stuck=lambda who: send(WorkerStuck(who.worker, who.life)),
-            on_connected=lambda who: send(WorkerMet(who.worker, who.life)),
+            on_connected=lambda who: send(WorkerConnected(who.worker, who.life)),
             on_deaths=(lambda *deaths: send(InputDeaths(*deaths))) if config.num_gateways > 1 else None,
             on_cleared=(lambda digests: send(InputsCleared(digests))) if config.num_gateways > 1 else None,
             on_quarantined=lambda digest: send(Quarantined(digest)),

@@ -3,8 +3,7 @@
 Owns the table of architectures whose original code is in a model's repository and which transformers now implements
 under other names. A row has the original's defaults, the only values that transformers implements, and the translation
 of names. Any other configuration is refused, because a similar model gives wrong vectors without an error. Never runs
-or reads a model's code. Called by `vecd.shm.card` for the sizes and by `vecd.workers.engines.torch.loading` for the
-model.
+or reads a model's code. Called by `vecd.shm.card` for the sizes and by `vecd.workers.engines.torch.loading`.
 """
 
 from collections.abc import Callable, Mapping

@@ -7,7 +7,7 @@ JSON; descriptors ride along (SCM_RIGHTS). The end of the stream means that the 
     supervisor → gateway       GatewayStart (+ sockets, shared metrics), WorkerUp (+ arena), WorkerDown, Drain,
                                Prepare (+ ZeroMQ socket), Activate, Discard, ModelBroken, NewKeys,
                                Quarantined, InputDeaths, InputsCleared
-    gateway → supervisor       GatewayReady, ChildFailed, Heartbeat, WorkerMet, WorkerStuck, Prepared, Retired,
+    gateway → supervisor       GatewayReady, ChildFailed, Heartbeat, WorkerConnected, WorkerStuck, Prepared, Retired,
                                ReloadAsked, Quarantined, InputDeaths, InputsCleared
     supervisor → fork server   ForkServerStart, ForkWorker (+ control, arena, ZeroMQ addresses)
     fork server → supervisor   ForkServerReady, WorkerForked (+ pidfd), ForkFailed, WorkerExited
@@ -167,8 +167,8 @@ class Heartbeat:
 
 
 @dataclass(frozen=True, slots=True)
-class WorkerMet:
-    """From a gateway: an incarnation has answered it."""
+class WorkerConnected:
+    """From a gateway: an incarnation has answered its first probe."""
 
     worker: int
     life: int
@@ -290,7 +290,7 @@ class ChildFailed:
 
 Message: TypeAlias = (
     GatewayStart | WorkerUp | WorkerDown | Drain | Prepare | Activate | Discard | ModelBroken | NewKeys
-    | GatewayReady | Heartbeat | WorkerMet | WorkerStuck | Prepared | Retired | Quarantined
+    | GatewayReady | Heartbeat | WorkerConnected | WorkerStuck | Prepared | Retired | Quarantined
     | InputDeaths | InputsCleared | ReloadAsked
     | ForkServerStart | ForkServerReady | ForkWorker | WorkerForked | ForkFailed | WorkerExited
     | Progress | WorkerReady | ChildFailed

@@ -112,17 +112,17 @@ class Dispatcher:
         self.quarantine = Quarantine(quarantine_key or secrets.token_bytes(_QUARANTINE_KEY_BYTES))
         self._crash_attribution = CrashAttribution()
         self._retries = RetryBudget(max_batch_tokens)
-        self._pace = CostModel(max_batch_tokens)
-        """Of a worker about which nothing is known yet: that of the last batch of any."""
-        self._board = shared_metrics or SharedMetrics.private()
+        self._newest_cost_model = CostModel(max_batch_tokens)
+        """Of the worker that has answered last; a new worker begins with a copy."""
+        self._shared_metrics = shared_metrics or SharedMetrics.private()
         self._links: dict[bytes, WorkerLink] = {}
         self._is_dispatch_due = False
         self._is_stopped = False
         self._num_deaths = 0
-        """Of workers."""
+        """Of workers, in this dispatcher's life."""
         self.broken: str | None = None
         """Why no worker stays alive, once the supervisor has said so; None again as soon as one is up."""
-        self.tokens_per_s = self._pace.tokens_per_s
+        self.tokens_per_s = self._newest_cost_model.tokens_per_s
         """Of all workers together, with full batches. While there is none, as before."""
         self.in_flight_tokens = 0
         """Sent to workers and not answered."""
@@ -134,7 +134,7 @@ class Dispatcher:
         """Take over the ZeroMQ listening socket. Call on the running event loop."""
         self._loop = asyncio.get_running_loop()
         self._transport.start(listening_fd)
-        self._place = self._board.open_service(self.service)
+        self._place = self._shared_metrics.open_service(self.service)
         self._sweep_soon()
 
     def stop(self) -> None:
@@ -144,11 +144,11 @@ class Dispatcher:
         self._delivery.clear()
         self._sweeper.cancel()
         self._transport.stop()
-        self._board.close_service(self.service)
+        self._shared_metrics.close_service(self.service)
 
     def activate(self) -> None:
         """New requests are for this dispatcher's service from now on. Call after `start`."""
-        self._board.activate_service(self.service)
+        self._shared_metrics.activate_service(self.service)
 
     # --- what others ask ------------------------------------------------------------------------------------
 
@@ -226,10 +226,15 @@ class Dispatcher:
             return
         self.broken = None
         link = WorkerLink(
-            self.service, incarnation, slots, facts, self._pace.copy(), free_slots=list(range(len(slots.rows)))
+            self.service,
+            incarnation,
+            slots,
+            facts,
+            self._newest_cost_model.copy(),
+            free_slots=list(range(len(slots.rows))),
         )
         self._links[incarnation.identity] = link
-        self._board.worker_up(link.key)
+        self._shared_metrics.worker_up(link.key)
         self._retries.make_room_for(len(self._links))
         self._transport.probe(incarnation.identity, lambda: self._is_awaited(link))
 
@@ -256,7 +261,7 @@ class Dispatcher:
         self.in_flight_tokens -= sum(batch.num_tokens for batch in lost)
         for batch in lost:
             _note_lost(batch.sequences)
-            self._board.batch_lost(batch.number)
+            self._shared_metrics.batch_lost(batch.number)
             if link.slots.begun[batch.slot] == batch.number:
                 self._count_death(batch, has_crashed=has_crashed)
         self._put_back([sequence for batch in lost for sequence in batch.sequences])
@@ -287,7 +292,7 @@ class Dispatcher:
         while True:
             batch = self._policy.next_batch(now, cost_model, num_idle_workers)
             for request_queue in batch.too_late:
-                self._board.add(Counter.EXPIRED)
+                self._shared_metrics.add(Counter.EXPIRED)
                 request_queue.pending.fail(DeadlinePassed(None))
             if not self.quarantine or not batch.sequences:
                 return batch
@@ -304,7 +309,7 @@ class Dispatcher:
         outputs = _outputs_bytes(sequences)
         row_ends = _row_ends(sequences, outputs)
         batch = InFlight(
-            number=self._board.next_batch_number(),
+            number=self._shared_metrics.next_batch_number(),
             slot=link.free_slots.pop(),
             sequences=sequences,
             num_tokens=num_tokens,
@@ -315,7 +320,9 @@ class Dispatcher:
         link.in_flight[batch.number] = batch
         self.in_flight_tokens += num_tokens
         _note_sent(sequences, now)
-        self._board.batch_sent(batch.number, link.incarnation.worker, len(sequences), num_tokens, budget_tokens)
+        self._shared_metrics.batch_sent(
+            batch.number, link.incarnation.worker, len(sequences), num_tokens, budget_tokens
+        )
         if self._on_sending is not None:
             self._on_sending(len(sequences), num_tokens)
         message = Batch(
@@ -371,16 +378,16 @@ class Dispatcher:
             log.error("%s wrote %d rows instead of %d", link.incarnation, done.num_rows, batch.num_rows)
             self._report_stuck(link)
             _note_lost(batch.sequences)
-            self._board.batch_lost(batch.number)
+            self._shared_metrics.batch_lost(batch.number)
             self._count_death(batch, has_crashed=True)  # it costs a worker as well: no batch may do so for ever
             self._put_back(batch.sequences)
             return
         link.has_answered = True
         link.cost_model.observe(batch.num_tokens, done.compute_us / 1e6)
-        self._note_pace(link.cost_model)
+        self._note_cost_model(link.cost_model)
         self._retries.earn(batch.num_tokens)
         worker = link.incarnation.worker
-        self._board.batch_done(
+        self._shared_metrics.batch_done(
             batch.number,
             worker,
             num_sequences=len(batch.sequences),
@@ -396,8 +403,8 @@ class Dispatcher:
         self._dispatch()  # the worker computes its next batch while this one's rows are encoded
         self._delivery.add(link, batch)
 
-    def _note_pace(self, cost_model: CostModel) -> None:
-        self._pace = cost_model
+    def _note_cost_model(self, cost_model: CostModel) -> None:
+        self._newest_cost_model = cost_model
         self.tokens_per_s = sum(link.cost_model.tokens_per_s for link in self._links.values() if link.is_usable)
 
     def _on_failed(self, link: WorkerLink, failed: Failed) -> None:
@@ -407,7 +414,7 @@ class Dispatcher:
         log.error("%s failed on a batch of %d: %s", link.incarnation, len(batch.sequences), failed.code.name)
         link.free_slots.append(batch.slot)
         _note_lost(batch.sequences)
-        self._board.batch_lost(batch.number)
+        self._shared_metrics.batch_lost(batch.number)
         if len(batch.sequences) == 1:
             _fail(batch.sequences[0], failed.code)
             self._count_failure(link)
@@ -467,7 +474,7 @@ class Dispatcher:
     def _reject(self, sequence: QueuedSequence, digest: str) -> None:
         """Fail the request of a poison input, and for a while every other that has the same input."""
         log.error("%d workers died with an input of %d tokens; rejected", sequence.num_deaths, sequence.num_tokens)
-        self._board.add(Counter.POISONED)
+        self._shared_metrics.add(Counter.POISONED)
         sequence.pending.fail(poisonous(sequence.index))
         self._crash_attribution.forget(digest)
         self.quarantine.add(digest)
@@ -489,7 +496,7 @@ class Dispatcher:
             if not is_free and not self._retries.pay(sequence.num_tokens):
                 sequence.pending.fail(_keep_dying())
         alive = [sequence for sequence in sequences if not sequence.is_abandoned]
-        self._board.add(Counter.RETRIED, len(alive))
+        self._shared_metrics.add(Counter.RETRIED, len(alive))
         self._policy.put_back(alive)
         self.schedule_dispatch()
 
@@ -497,7 +504,7 @@ class Dispatcher:
         """Ignore a worker from now on and have the supervisor kill it. Its batches come back by `worker_down`."""
         if not link.is_stuck:
             link.is_stuck = True
-            self._board.add(Counter.STUCK)
+            self._shared_metrics.add(Counter.STUCK)
             self._on_stuck(link.incarnation)
 
     # --- deadlines ------------------------------------------------------------------------------------------

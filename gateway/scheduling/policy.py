@@ -370,6 +370,7 @@ class BatchingPolicy:
             self._serve(fresh, batch, batch.less_kept(limit) if backlog.num_tokens else limit)
             if backlog.num_tokens:
                 self._serve(backlog, batch, limit)
+            if fresh.num_tokens:
                 self._serve(fresh, batch, limit)
             priority_class.end_first_turn(tenant_queue)
         else:
@@ -393,7 +394,7 @@ class BatchingPolicy:
         """Give tenants their turns until the batch takes no more within the limit."""
         while (tenant_queue := priority_class.next_tenant(rotation)) is not None:
             for requests in tenant_queue.rotations_by_turn:
-                if self._serve_turn(requests, batch, limit):
+                if self._serve_on_deficit(requests, batch, limit):
                     return
                 if requests.num_tokens:
                     break  # the rest of the turn is less than its next sequence
@@ -401,14 +402,14 @@ class BatchingPolicy:
 
     def _serve_turn(self, rotation: RequestRotation, batch: "PlannedBatch", limit: "_Limit") -> bool:
         """The same as `_serve`, in the turn of its tenant, which has no end while the tenant is alone."""
-        tenant_queue = rotation.tenant_queue
-        if tenant_queue.priority_class.only_tenant is not None:
+        if rotation.tenant_queue.priority_class.only_tenant is not None:
             return self._serve(rotation, batch, limit)
-        if not tenant_queue.deficit:
-            return False
+        return self._serve_on_deficit(rotation, batch, limit)
+
+    def _serve_on_deficit(self, rotation: RequestRotation, batch: "PlannedBatch", limit: "_Limit") -> bool:
         num_before = batch.num_tokens
-        is_full = self._serve(rotation, batch, limit, tenant_queue.deficit)
-        tenant_queue.deficit -= batch.num_tokens - num_before
+        is_full = self._serve(rotation, batch, limit, rotation.tenant_queue.deficit)
+        rotation.tenant_queue.deficit -= batch.num_tokens - num_before
         return is_full
 
     def _serve(
@@ -458,19 +459,6 @@ class _Limit(NamedTuple):
 
 class PlannedBatch:
     """What a worker gets next, as it is built and then as it is sent."""
-
-    __slots__ = (
-        "_max_rows",
-        "_max_tokens",
-        "budget_tokens",
-        "done_by",
-        "is_short",
-        "num_rows",
-        "num_tokens",
-        "sequences",
-        "too_late",
-        "whole",
-    )
 
     def __init__(
         self, tokens: int, max_tokens: int, max_rows: int, done_by: float = -math.inf, *, is_short: bool = False

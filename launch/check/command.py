@@ -65,14 +65,8 @@ def main(argv: Sequence[str]) -> int:
     try:
         options, rest = _parser().parse_known_args(argv)
         settings = load_settings(rest)
-        requested = _read_request(options, settings)
+        return _check(settings, _read_request(options, settings), is_json=options.json)
     except ConfigurationError as error:
-        for line in error.problems:
-            print(f"vecd check: {line}", file=sys.stderr)
-        return EXIT_BAD_CONFIGURATION
-    try:
-        return _check(settings, requested, is_json=options.json)
-    except ConfigurationError as error:  # settings that do not fit the model or the machine
         for line in error.problems:
             print(f"vecd check: {line}", file=sys.stderr)
         return EXIT_BAD_CONFIGURATION

@@ -12,6 +12,7 @@ from pathlib import Path
 
 from vecd.launch.check.report import Machine
 from vecd.launch.config.plan import num_visible_gpus
+from vecd.workers.process.kernel import kilobytes
 from vecd.workers.processor import cgroup_quota, cgroups, cpu_flags, cpuinfo, usable_cores
 
 FLAGS = {
@@ -37,7 +38,7 @@ _NO_LIMIT_MB = 1 << 33
 def read_machine(root: Path = Path("/")) -> Machine:
     """`root`: the folder that contains /proc and /sys."""
     limit_mb, used_mb = _cgroup_memory(root)
-    available_mb = _meminfo_mb(root, "MemAvailable")
+    available_mb = kilobytes(root / "proc/meminfo", "MemAvailable") // 1024
     if limit_mb is not None:
         available_mb = min(available_mb, max(0, limit_mb - used_mb))
     places = root / "sys/fs/cgroup", root / "proc/self/cgroup"
@@ -50,7 +51,7 @@ def read_machine(root: Path = Path("/")) -> Machine:
         num_usable_physical_cores=min(usable, _num_physical(os.sched_getaffinity(0), root)),
         quota_cores=cgroup_quota(*places),
         flags=tuple(flag for flag in FLAGS if flag in flags),
-        memory_mb=_meminfo_mb(root, "MemTotal"),
+        memory_mb=kilobytes(root / "proc/meminfo", "MemTotal") // 1024,
         available_mb=available_mb,
         memory_limit_mb=limit_mb,
         gpus=_gpus(root),
@@ -64,11 +65,6 @@ def _text(path: Path) -> str:
         return path.read_text(errors="replace")
     except OSError:
         return ""
-
-
-def _meminfo_mb(root: Path, name: str) -> int:
-    found = re.search(rf"^{name}:\s+(\d+) kB", _text(root / "proc/meminfo"), re.MULTILINE)
-    return int(found[1]) // 1024 if found else 0
 
 
 def _num_physical(cores: set[int], root: Path) -> int:

@@ -20,9 +20,7 @@ from vecd.shm.card import ModelCard, ModelError, Step, vocabulary_files
 _NAMES = {"F64": "float64", "F32": "float32", "F16": "float16", "BF16": "bfloat16", "I8": "int8", "U8": "uint8"}
 _BUFFERS = ("I64", "I32", "BOOL")
 """Types of tensors that are no weights: positions, masks."""
-_GENERATORS = ("ForCausalLM", "LMHeadModel", "ForConditionalGeneration")
 _LFS_POINTER = b"version https://git-lfs"
-_OTHER_TASKS = ("ForSequenceClassification", "ForTokenClassification", "ForQuestionAnswering", "ForMultipleChoice")
 _LFS = "fetch the files themselves: git lfs pull in the model's repository, or let vecd fetch it by its hub id"
 _AGAIN = "fetch it again, and compare its size or checksum with the original's"
 _EXPORT = (
@@ -125,28 +123,31 @@ _FAULTS = (
 # --- its purpose ---------------------------------------------------------------------------------------------
 
 
+_OTHER_PURPOSES = (
+    (
+        ("ForCausalLM", "LMHeadModel", "ForConditionalGeneration"),
+        "generates text, and no modules.json says how to make vectors of it: its hidden states were never trained to "
+        "be compared",
+        "take a model that was trained for embeddings; if this one was, add the modules.json and 1_Pooling/config.json "
+        "that sentence-transformers saves",
+    ),
+    (
+        ("ForSequenceClassification", "ForTokenClassification", "ForQuestionAnswering", "ForMultipleChoice"),
+        "was trained to classify, and no modules.json says how to make vectors of it",
+        "take the embedding model of the same family",
+    ),
+)
+"""The ends of transformers' names of classes, the fault, and what to do."""
+
+
 def purpose(model: Model) -> tuple[list[Problem], list[str]]:
     """Problems and warnings for a model whose files do not say that it embeds texts. `vecd serve` would serve it, but
     its vectors would mean little."""
     if (Path(model.folder) / "modules.json").is_file():
         return [], []
-    architecture = model.architecture
-    if architecture.endswith(_GENERATORS):
-        return [
-            Problem(
-                f"{architecture} generates text, and no modules.json says how to make vectors of it: its hidden states "
-                "were never trained to be compared",
-                "take a model that was trained for embeddings; if this one was, add the modules.json and "
-                "1_Pooling/config.json that sentence-transformers saves",
-            )
-        ], []
-    if architecture.endswith(_OTHER_TASKS):
-        return [
-            Problem(
-                f"{architecture} was trained to classify, and no modules.json says how to make vectors of it",
-                "take the embedding model of the same family",
-            )
-        ], []
+    for suffixes, fault, suggestion in _OTHER_PURPOSES:
+        if model.architecture.endswith(suffixes):
+            return [Problem(f"{model.architecture} {fault}", suggestion)], []
     return [], [
         f"no modules.json: {'+'.join(model.pooling)} pooling without normalisation is assumed, as "
         "sentence-transformers does; right only if the model was trained with it"

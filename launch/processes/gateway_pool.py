@@ -7,7 +7,7 @@ about which generation of the configuration. What is still to be sent is worked 
 
 Messages to one gateway (→) and from it (←) about a new generation:
 
-    → Prepare   ← Prepared   → WorkerUp …   ← WorkerMet …   → Activate
+    → Prepare   ← Prepared   → WorkerUp …   ← WorkerConnected …   → Activate
     ← Retired (the generation before)   → Discard (the generation before)
 """
 
@@ -36,8 +36,8 @@ from vecd.shm.control import (
     Prepare,
     Prepared,
     Retired,
+    WorkerConnected,
     WorkerDown,
-    WorkerMet,
     WorkerUp,
 )
 from vecd.shm.shared_metrics import SharedMetricsSpec, clear_gauges
@@ -244,7 +244,7 @@ class GatewayPool:
     def _on_message(self, link: Link, message: Message) -> None:
         link.heartbeat_at = _now()
         match message:
-            case WorkerMet():
+            case WorkerConnected():
                 link.connected.add(Incarnation(message.worker, message.life))
             case Prepared(error=""):
                 link.prepared.add(message.generation)

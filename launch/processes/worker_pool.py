@@ -281,7 +281,7 @@ def _fork_server_start(plan: Plan) -> ForkServerStart:
     worker loads itself."""
     config = plan.workers[0]
     level, log_format = config.log_level, config.log_format
-    if config.engine == "dummy":
+    if config.is_dummy:
         return ForkServerStart(os.getpid(), [], log_level=level, log_format=log_format)
     modules = modules_to_preload(plan.card.model_type, config.engine)
     shared = config.to_json() if config.device == "cpu" else None

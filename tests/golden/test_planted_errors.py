@@ -17,6 +17,7 @@ from vecd.workers.engines.load import load_engine
 from vecd.workers.engines.torch import packed_attention as packing
 from vecd.workers.engines.torch.fused import Attention, Embeddings, FusedForward
 from vecd.workers.engines.torch.packed import PackedForward
+from vecd.workers.engines.torch.padded import PACKED_ATTENTION
 from vecd.workers.engines.torch.transformer import TransformerEngine
 from vecd.workers.layout import Layout, Run
 
@@ -45,7 +46,7 @@ def borderless_attention(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     yield
     monkeypatch.undo()
     packing.register()
-    assert AttentionInterface()[packing.PACKED_ATTENTION] is packing.packed_attention
+    assert AttentionInterface()[PACKED_ATTENTION] is packing.packed_attention
 
 
 @pytest.mark.usefixtures("borderless_attention")

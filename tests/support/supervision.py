@@ -29,7 +29,7 @@ from vecd.shm.control import (
     Prepare,
     Prepared,
     Retired,
-    WorkerMet,
+    WorkerConnected,
     WorkerReady,
     WorkerUp,
 )
@@ -160,7 +160,7 @@ class FakeGateway(FakeProcess):
                 if self.starts:
                     self.inbox.put_nowait(GatewayReady())
             case WorkerUp() if self.connects:
-                self.inbox.put_nowait(WorkerMet(message.worker, message.life))
+                self.inbox.put_nowait(WorkerConnected(message.worker, message.life))
             case Prepare():
                 self.inbox.put_nowait(Prepared(message.generation, self.unprepared))
             case Activate():

@@ -4,7 +4,6 @@ Owns the batches, the clock, and the turns in which dtypes, batches and numbers 
 `vecd.workers.check.run`; each measurement runs in processes forked for it.
 """
 
-import re
 import statistics
 import time
 from collections.abc import Callable, Mapping, Sequence
@@ -21,6 +20,7 @@ from vecd.workers.check.forks import in_workers
 from vecd.workers.check.order import Order
 from vecd.workers.engine import Engine, PackedBatch, ReportProgress
 from vecd.workers.engines.load import set_num_threads
+from vecd.workers.process.kernel import kilobytes, private_memory_mb
 
 _ROUNDS = 5
 _SHORT_TOKENS, _LONG_TOKENS = 24, 256
@@ -180,7 +180,7 @@ def _run(engine: Engine, batch: PackedBatch, rows: Any, turn_s: float) -> dict[s
 
 def pss_mb() -> int:
     """This process's memory, where a page shared by several processes counts in part."""
-    return _kilobytes(Path("/proc/self/smaps_rollup"), "Pss") // 1024
+    return kilobytes(Path("/proc/self/smaps_rollup"), "Pss") // 1024
 
 
 def _forget_peak() -> None:
@@ -192,14 +192,5 @@ def _forget_peak() -> None:
 def _peak_private_mb() -> int:
     """The most memory that this process alone wrote: what it has now, and what it has returned since the peak."""
     status = Path("/proc/self/status")
-    returned = max(0, _kilobytes(status, "VmHWM") - _kilobytes(status, "VmRSS"))
-    return (_kilobytes(Path("/proc/self/smaps_rollup"), "Private_Dirty") + returned) // 1024
-
-
-def _kilobytes(path: Path, name: str) -> int:
-    """0 where the kernel does not say."""
-    try:
-        found = re.search(rf"^{name}:\s+(\d+) kB", path.read_text(), re.MULTILINE)
-    except OSError:
-        return 0
-    return int(found[1]) if found else 0
+    returned = max(0, kilobytes(status, "VmHWM") - kilobytes(status, "VmRSS"))
+    return private_memory_mb() + returned // 1024

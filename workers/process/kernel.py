@@ -119,12 +119,16 @@ def private_memory_mb() -> int:
 
     Weights mapped from a file are not included, because all workers share them.
     """
+    return kilobytes(Path("/proc/self/smaps_rollup"), "Private_Dirty") // 1024
+
+
+def kilobytes(path: Path, name: str) -> int:
+    """The number in a line "name:  number kB" of a file in /proc; 0 if the kernel does not say."""
     try:
-        rollup = Path("/proc/self/smaps_rollup").read_text()
+        found = re.search(rf"^{name}:\s+(\d+) kB", path.read_text(), re.MULTILINE)
     except OSError:
         return 0
-    found = re.search(r"^Private_Dirty:\s+(\d+) kB", rollup, re.MULTILINE)
-    return int(found[1]) // 1024 if found else 0
+    return int(found[1]) if found else 0
 
 
 def _prctl(option: int, argument: int | bytes) -> None:

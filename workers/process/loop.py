@@ -134,8 +134,8 @@ class Loop:
             if self._channel.fileno() in ready and self._supervisor_is_gone():
                 self._finish_all()
                 return
-            if (peer := self._next_peer(ready)) is not None:
-                self._receive(peer)
+            if (sender := self._next_peer(ready)) is not None:
+                self._receive(sender)
             elif self._running:
                 self._finish_all()
             elif not ready:

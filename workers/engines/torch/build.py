@@ -5,7 +5,7 @@ nothing. Called by `vecd.workers.engines.torch.selection` and by `vecd.workers.e
 """
 
 from collections.abc import Callable
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 import torch
 
@@ -46,14 +46,13 @@ def _forward(card: ModelCard, path: str, dtype: str, device: torch.device, load:
         if device.type != "cpu":
             raise NotFusible(f"the fused path is for processors, not for {device.type}")
         return load_fused(card, dtype)
-    from vecd.workers.engines.torch.packed import PackedForward
+    if path == "packed":
+        from vecd.workers.engines.torch.packed import PackedForward  # not below: it needs names inside transformers
+
+        return PackedForward(load(dtype), device)
     from vecd.workers.engines.torch.padded import PaddedForward, UnpaddedForward
 
-    forwards: dict[str, Callable[[Any, torch.device], Forward]] = {
-        "packed": PackedForward,
-        "padded": PaddedForward,
-        "unpadded": UnpaddedForward,
-    }
+    forwards = {"padded": PaddedForward, "unpadded": UnpaddedForward}
     if path not in forwards:
         raise ModelError(f"{card.folder}: there is no path {path}")
     return forwards[path](load(dtype), device)

@@ -25,10 +25,8 @@ from transformers.masking_utils import bidirectional_mask_function, causal_mask_
 
 from vecd.workers.engines.torch import cuda
 from vecd.workers.engines.torch.device import to_device
+from vecd.workers.engines.torch.padded import PACKED_ATTENTION
 from vecd.workers.layout import Run
-
-PACKED_ATTENTION = "vecd_packed"
-"""The `attn_implementation` under which transformers finds the functions below."""
 
 MaskRule: TypeAlias = Callable[[Any, Any, Any, Any], Any]
 """transformers' mask functions: (batch, head, query position, key position) → may attend. Works on index tensors."""

@@ -12,9 +12,12 @@ from torch import Tensor
 from transformers import PreTrainedModel
 
 from vecd.workers.engines.torch.device import to_device
-from vecd.workers.engines.torch.packed_attention import PACKED_ATTENTION
 from vecd.workers.engines.torch.prepack import restore_linears
 from vecd.workers.layout import Layout
+
+PACKED_ATTENTION = "vecd_packed"
+"""The `attn_implementation` under which transformers finds `vecd.workers.engines.torch.packed_attention`. It is here so
+that this path, the last fallback, works with a transformers whose internal names that module does not find."""
 
 _MAX_SEQUENCES = 16
 _MAX_TOKENS = 4096

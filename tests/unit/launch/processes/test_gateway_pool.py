@@ -29,8 +29,8 @@ from vecd.shm.control import (
     Prepared,
     Quarantined,
     Retired,
+    WorkerConnected,
     WorkerDown,
-    WorkerMet,
     WorkerUp,
 )
 from vecd.shm.shared_metrics import create_shared_metrics
@@ -179,7 +179,7 @@ def test_a_generation_becomes_active_where_it_has_a_worker(bench) -> None:
             made.pool.reconcile()
             assert [len(gateway.sent(Activate)) for gateway in (first, second)] == [1, 0]
             assert made.pool.serves(1)
-            second.inbox.put_nowait(WorkerMet(0, 2))
+            second.inbox.put_nowait(WorkerConnected(0, 2))
             await settle()
             assert [len(gateway.sent(Activate)) for gateway in (first, second)] == [1, 1]
             assert made.pool.serves(1), "their last requests are not answered"

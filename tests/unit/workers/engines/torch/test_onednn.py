@@ -1,5 +1,6 @@
-"""A private name of torch that is gone, or does something else, costs a path or a dtype and never the start."""
+"""A private name of torch, or of transformers, that is gone or changed costs a path or a dtype and never the start."""
 
+import sys
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -117,6 +118,18 @@ def test_a_kernel_that_computes_something_else_is_not_used(
     monkeypatch.setattr(torch, "zeros_like", lambda x, *_: x)
     assert float_kernels(torch.float32) is None
     assert "a wrong result" in caplog.text
+
+
+def test_without_a_name_inside_transformers_the_model_is_padded(
+    tmp_path_factory: pytest.TempPathFactory, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for name in ("packed", "padded"):
+        monkeypatch.delitem(sys.modules, f"vecd.workers.engines.torch.{name}", raising=False)
+    # The import of the module that needs such names fails.
+    monkeypatch.setitem(sys.modules, "vecd.workers.engines.torch.packed_attention", None)
+    engine = load(Checkpoints(tmp_path_factory.mktemp)("electra"))  # has no fused path
+    assert engine.facts["path"] == "padded"
+    assert engine.warnings[0].startswith("packed float32 is not used: ModuleNotFoundError: ")
 
 
 def test_a_remembered_engine_whose_kernel_is_gone_is_selected_anew(
