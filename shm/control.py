@@ -4,7 +4,7 @@ Owns the messages and the channel they travel on: a pair of SOCK_SEQPACKET unix 
 starts, so there is no name to find, no permission to get wrong and nothing to unlink. A message is one packet of
 JSON; descriptors ride along (SCM_RIGHTS). The end of the stream means that the other side is dead.
 
-    supervisor → gateway       GatewayStart (+ sockets, board), WorkerUp (+ arena), WorkerDown, Drain,
+    supervisor → gateway       GatewayStart (+ sockets, shared metrics), WorkerUp (+ arena), WorkerDown, Drain,
                                Prepare (+ ZeroMQ socket), Activate, Discard, ModelBroken, NewKeys,
                                Quarantined, InputDeaths, InputsCleared
     gateway → supervisor       GatewayReady, ChildFailed, Heartbeat, WorkerConnected, WorkerStuck, Prepared, Retired,
@@ -42,8 +42,8 @@ SEND_TIMEOUT_MS = 1000
 
 @dataclass(frozen=True, slots=True)
 class GatewayStart:
-    """To a new gateway: its configuration. Descriptors: the board, its ZeroMQ listening socket, the public listening
-    socket, and the admin one if there is one."""
+    """To a new gateway: its configuration. Descriptors: the shared metrics, its ZeroMQ listening socket, the
+    public listening socket, and the admin one if there is one."""
 
     config: dict[str, Any]
     """A `vecd.gateway.types.config.GatewayConfig` as plain JSON values, the same for each gateway."""

@@ -145,7 +145,7 @@ class LogHandler(logging.Handler):
         super().close()
 
     def _tell_lost(self, num: int) -> bytes:
-        line = f"{num} lines are lost here: nobody took what this process wrote"
+        line = f"{num} lines are lost here: stderr was not read in time"
         return self.format(_made(logging.WARNING, line, {"event": "lines_lost", "count": num})).encode() + b"\n"
 
 

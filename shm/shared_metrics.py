@@ -1,11 +1,11 @@
-"""Shared metrics: one anonymous shared-memory file. Each gateway writes its own counts in it and reads those of all.
+"""The shared metrics: one anonymous shared-memory file in which each gateway counts, and reads the counts of all.
 
-Owns the geometry, the making of the file, and the names of everything on it: a new counter is one more line of
-`Counter`. Made once by the supervisor, which never maps it. `vecd.gateway.telemetry.shared_metrics` is how it is used.
+Owns the geometry, makes the file, and names all its cells: a new counter is one more line of `Counter`. Made once by
+the supervisor, which never maps it. Gateways use it through `vecd.gateway.telemetry.shared_metrics`.
 
-Memory map, int64 of the machine's own byte order throughout::
+Memory map, int64 in the machine's byte order throughout; each gateway has one section::
 
-    offset 0            row_nbytes           2 × row_nbytes
+    offset 0            section_nbytes       2 × section_nbytes
     ├── gateway 0 ──────┼── gateway 1 ───────┤   …  num_gateways
 
     counters │ gauges │ answers         │ histograms        │ tei_counters,   │ workers       │ batches       │ …
@@ -16,25 +16,24 @@ Memory map, int64 of the machine's own byte order throughout::
       │ NUM_SERVICES × │ NUM_SERVICES × num_workers ×  │ n × 64
       │ ServiceCell    │ LifeCell                      │
 
-    part          who writes                                  a gateway's death
-    counters,     the gateway whose row it is                 leaves them; its next life counts on from there, so that
-    answers,                                                  sums over all rows never go back
+    part              who writes                            at the death of the gateway
+    counters,         the section's gateway                 they stay; its next life counts on from there, so that
+    answers,                                                sums over all sections never decrease
     histograms,
-    (TEI's, too),
-    workers, lives
-    services      the gateway whose row it is, when it        leaves them; its next life takes the place of a service
-                  begins to have a service                    that it has again, and clears others before it uses them
-    batches       the gateway whose row it is, one after      leaves them: whoever reads goes by their times
-                  the other, round and round
-    gauges        the gateway whose row it is; while it is    clears them (`clear_gauges`)
-                  dead, the supervisor
+    tei_*, workers,
+    lives
+    services          the section's gateway, when it opens  they stay; its next life reuses the place of a service that
+                      a service                             it opens again, and clears other places before use
+    batches           the section's gateway, in a ring      they stay: readers go by their times
+    gauges            the section's gateway; while it is    the supervisor clears them (`clear_gauges`)
+                      dead, the supervisor
 
-Order: a row has one writer at a time. The supervisor writes only between the end of one life, which it has seen by a
-pidfd, and the start of the next. A value is eight bytes at a multiple of eight, stored and loaded by one instruction,
-so a reader sees it as it was or as it is, never half of each. Two values may be of different moments, and nobody
-decides anything by two of them (a batch may be read with the times of the one before it: a page shows it wrongly for a
-moment): there is no lock, no sequence number, no fence. Rows begin at multiples of 64 bytes, so
-that two gateways never write to the same line of a cache.
+Order: a section has one writer at a time. The supervisor writes only between the end of one life, which it has seen by
+a pidfd, and the start of the next. A value is eight bytes at a multiple of eight, stored and loaded by one instruction,
+so a reader sees the old or the new value, never half of each. Two values may be of different moments, and no decision
+depends on two of them (a batch may be read with the times of the one before it, and a page then shows it wrongly for a
+moment): there is no lock, no sequence number, no fence. Sections begin at multiples of 64 bytes, so that two gateways
+never write to the same cache line.
 """
 
 import os
@@ -117,7 +116,7 @@ class Gauge(_Cell):
     WORKERS = "workers_ready", "Workers that the gateway can send batches to", False
     PID = "gateway_pid", "Process id of the gateway; 0 while it is being started again", False
     STARTED_NS = "gateway_start_time_seconds", "When the gateway began", False
-    """Stored by the clock of `time.monotonic_ns`, which is the same in all processes and is never set."""
+    """Stored by `time.monotonic_ns`, which is the same in every process, and which cannot be set."""
 
 
 _STAGE_BOUNDS_S = (
@@ -276,7 +275,7 @@ NUM_SERVICES = 2
 
 
 class ServiceCell(IntEnum):
-    """Whose the lives at the same place are; zeros: nobody's."""
+    """The service to which the lives at the same place belong; zeros: none."""
 
     GENERATION = 0
     MODEL = 1
@@ -291,7 +290,7 @@ class LifeCell(IntEnum):
 
 
 NUM_BATCHES = 128
-"""Batches of a gateway that are remembered."""
+"""The latest batches of a gateway, which are kept."""
 
 
 class BatchCell(IntEnum):
@@ -318,7 +317,7 @@ class SharedMetricsSpec:
     num_workers: int
 
     @property
-    def row_cells(self) -> int:
+    def section_cells(self) -> int:
         ours = len(Counter) + len(Gauge) + MAX_ENDPOINTS * len(STATUSES)
         ours += sum(histogram.num_cells for histogram in Histogram)
         tei = len(TeiCounter) + sum(histogram.num_cells for histogram in TeiHistogram)
@@ -328,12 +327,12 @@ class SharedMetricsSpec:
 
     @property
     def nbytes(self) -> int:
-        return self.num_gateways * self.row_cells * _BYTES_PER_CELL
+        return self.num_gateways * self.section_cells * _BYTES_PER_CELL
 
 
 @dataclass(frozen=True, slots=True)
-class Row:
-    """One gateway's part, as memoryviews of int64. Each borrows the shared memory."""
+class Section:
+    """The cells of one gateway, as memoryviews of int64. Each borrows the memory of the file."""
 
     counters: "memoryview[int]"
     """By `Counter`."""
@@ -359,21 +358,24 @@ class Row:
 
 def create_shared_metrics(spec: SharedMetricsSpec) -> int:
     """Make the file, full of zeros, and return its descriptor, which the caller owns. Raises OSError without memory."""
-    return create_sealed("vecd-board", spec.nbytes)
+    return create_sealed("vecd-metrics", spec.nbytes)
 
 
 def clear_gauges(fd: int, spec: SharedMetricsSpec, gateway: int) -> None:
     """Write zeros over the gauges of a gateway that has died, without mapping the file."""
-    offset = (gateway * spec.row_cells + len(Counter)) * _BYTES_PER_CELL
+    offset = (gateway * spec.section_cells + len(Counter)) * _BYTES_PER_CELL
     os.pwrite(fd, bytes(len(Gauge) * _BYTES_PER_CELL), offset)
 
 
-def cut_rows(cells: "memoryview[int]", spec: SharedMetricsSpec) -> list[Row]:
-    """Each gateway's part of the shared metrics whose memory is `cells`, int64s."""
-    return [_cut_row(cells[n * spec.row_cells : (n + 1) * spec.row_cells], spec) for n in range(spec.num_gateways)]
+def cut_sections(cells: "memoryview[int]", spec: SharedMetricsSpec) -> list[Section]:
+    """The section of each gateway. `cells`: the int64s of the whole file."""
+    return [
+        _cut_section(cells[n * spec.section_cells : (n + 1) * spec.section_cells], spec)
+        for n in range(spec.num_gateways)
+    ]
 
 
-def _cut_row(cells: "memoryview[int]", spec: SharedMetricsSpec) -> Row:
+def _cut_section(cells: "memoryview[int]", spec: SharedMetricsSpec) -> Section:
     start = 0
 
     def take(num_cells: int) -> "memoryview[int]":
@@ -381,7 +383,7 @@ def _cut_row(cells: "memoryview[int]", spec: SharedMetricsSpec) -> Row:
         start += num_cells
         return cells[start - num_cells : start]
 
-    return Row(
+    return Section(
         counters=take(len(Counter)),
         gauges=take(len(Gauge)),
         answers=take(MAX_ENDPOINTS * len(STATUSES)),

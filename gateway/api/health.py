@@ -18,7 +18,7 @@ from vecd.gateway.telemetry.shared_metrics import SharedMetrics
 from vecd.gateway.types.config import GatewayConfig
 from vecd.gateway.types.request import Overflow
 from vecd.shm.batch_limits import FULL_BATCH_S
-from vecd.shm.shared_metrics import Gauge, Row
+from vecd.shm.shared_metrics import Gauge, Section
 
 
 def describe_health(reason: str | None) -> tuple[int, dict[str, Any]]:
@@ -154,19 +154,19 @@ def describe_tenants(
 
 
 def describe_gateways(shared_metrics: SharedMetrics) -> list[dict[str, Any]]:
-    return [_describe_gateway(shared_metrics, index, row) for index, row in enumerate(shared_metrics.rows)]
+    return [_describe_gateway(shared_metrics, index, section) for index, section in enumerate(shared_metrics.sections)]
 
 
-def _describe_gateway(shared_metrics: SharedMetrics, index: int, row: Row) -> dict[str, Any]:
+def _describe_gateway(shared_metrics: SharedMetrics, index: int, section: Section) -> dict[str, Any]:
     """A gateway that is being started again has pid 0. `answered` counts over all its lives."""
-    pid, started_ns = row.gauges[Gauge.PID], row.gauges[Gauge.STARTED_NS]
+    pid, started_ns = section.gauges[Gauge.PID], section.gauges[Gauge.STARTED_NS]
     return {
         "gateway": index,
         "pid": pid,
         "uptime_s": round((time.monotonic_ns() - started_ns) / 1e9, 1) if pid else 0.0,
-        "connections": row.gauges[Gauge.CONNECTIONS],
-        "requests": row.gauges[Gauge.REQUESTS],
-        "answered": shared_metrics.num_answered_by(row),
+        "connections": section.gauges[Gauge.CONNECTIONS],
+        "requests": section.gauges[Gauge.REQUESTS],
+        "answered": shared_metrics.num_answered_by(section),
     }
 
 

@@ -95,7 +95,7 @@ def describe_stats(
             "requests": shared_metrics.total(Gauge.REQUESTS),
             "sequences": shared_metrics.total(Gauge.QUEUED_SEQUENCES),
             "tokens": shared_metrics.total(Gauge.QUEUED_TOKENS),
-            "age_s": max(row.gauges[Gauge.QUEUE_AGE_US] for row in shared_metrics.rows) / 1e6,
+            "age_s": max(section.gauges[Gauge.QUEUE_AGE_US] for section in shared_metrics.sections) / 1e6,
         },
         "arena": {
             "rows": shared_metrics.total(Gauge.ARENA_ROWS),

@@ -102,7 +102,8 @@ async def stats(context: Context, http: HttpRequest, principal: Principal) -> Re
 async def _usages(context: Context) -> dict[str, Usage]:
     """The usage of the supervisor, all gateways, the workers that are up, and their fork server."""
     pids = {"supervisor": os.getppid()}
-    pids |= {f"gateway-{n}": pid for n, row in enumerate(context.shared_metrics.rows) if (pid := row.gauges[Gauge.PID])}
+    sections = enumerate(context.shared_metrics.sections)
+    pids |= {f"gateway-{index}": pid for index, section in sections if (pid := section.gauges[Gauge.PID])}
     for link in context.links():
         pids |= {f"worker-{link.incarnation.worker}": link.facts["pid"], "forkserver": link.facts["parent_pid"]}
     return await context.processes.usages(pids)

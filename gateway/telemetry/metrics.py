@@ -110,8 +110,8 @@ class _Collector(Collector):
                 yield GaugeMetricFamily(f"vecd_{gauge.metric}", gauge.help, total)
             else:
                 metric = GaugeMetricFamily(f"vecd_{gauge.metric}", gauge.help, labels=["gateway"])
-                for index, row in enumerate(self._shared_metrics.rows):
-                    metric.add_metric([str(index)], row.gauges[gauge] / gauge.per_unit)
+                for index, section in enumerate(self._shared_metrics.sections):
+                    metric.add_metric([str(index)], section.gauges[gauge] / gauge.per_unit)
                 yield metric
 
     def _start_times(self) -> Metric:
@@ -119,8 +119,8 @@ class _Collector(Collector):
         gauge = Gauge.STARTED_NS
         metric = GaugeMetricFamily(f"vecd_{gauge.metric}", gauge.help, labels=["gateway"])
         zero_s = time.time() - time.monotonic()
-        for index, row in enumerate(self._shared_metrics.rows):
-            if started_ns := row.gauges[gauge]:
+        for index, section in enumerate(self._shared_metrics.sections):
+            if started_ns := section.gauges[gauge]:
                 metric.add_metric([str(index)], round(zero_s + started_ns / 1e9, 3))
         return metric
 

@@ -20,13 +20,13 @@ from vecd.shm.shared_metrics import (
     Gauge,
     Histogram,
     LifeCell,
-    Row,
+    Section,
     ServiceCell,
     ServiceKey,
     SharedMetricsSpec,
     WorkerCell,
     WorkerKey,
-    cut_rows,
+    cut_sections,
 )
 
 _PLACES = {status: place for place, status in enumerate(STATUSES)}
@@ -54,7 +54,7 @@ _LIFE_BATCHES = LifeCell.BATCHES
 
 
 class SharedMetrics:
-    """`rows` are the sections of all gateways, read-only; this gateway's is at the index `gateway`."""
+    """`sections` are the sections of all gateways, read-only; this gateway's is at the index `gateway`."""
 
     def __init__(self, cells: "memoryview[int]", spec: SharedMetricsSpec, gateway: int) -> None:
         """`cells` are the int64s of the whole file, writable.
@@ -63,8 +63,8 @@ class SharedMetrics:
         """
         self.gateway = gateway
         self.num_workers = spec.num_workers
-        self.rows: list[Row] = cut_rows(cells.toreadonly(), spec)
-        self.ours = cut_rows(cells, spec)[gateway]
+        self.sections: list[Section] = cut_sections(cells.toreadonly(), spec)
+        self.ours = cut_sections(cells, spec)[gateway]
         """This gateway's section, writable."""
         self.was_ready = False
         """Whether this gateway has ever had a worker that it could send batches to, as `publish` found."""
@@ -75,7 +75,7 @@ class SharedMetrics:
         self._per_unit = [histogram.per_unit for histogram in Histogram]
         self._polled: dict[Gauge, Callable[[], int]] = {}
         self._services: list[ServiceKey | None] = [None] * NUM_SERVICES
-        """Those that this gateway has, by their place in the row."""
+        """Those that this gateway has, by their place in the section."""
         self._active: ServiceKey | None = None
         self._last_batch_number = 0
         for gauge in Gauge:
@@ -125,7 +125,7 @@ class SharedMetrics:
             cells[-1] += int(value * per_unit)
 
     def open_service(self, service: ServiceKey) -> int:
-        """Begin to have a service; returns its place in the row. What a former life of this gateway has counted for it
+        """Open a service and return its place in the section. What an earlier life of this gateway has counted for it
         stays. Raises ValueError when NUM_SERVICES are open already."""
         free = [place for place, occupant in enumerate(self._services) if occupant is None]
         if not free:
@@ -192,7 +192,7 @@ class SharedMetrics:
         padding_tokens: int,
         place: int = 0,
     ) -> None:
-        """A worker has answered a batch with its rows. `place`: its service's, as `open_service` returned it."""
+        """A worker has answered a batch with its sections. `place`: its service's, as `open_service` returned it."""
         counters = self._counters
         counters[_BATCHES] += 1
         counters[_SEQUENCES] += num_sequences
@@ -232,53 +232,57 @@ class SharedMetrics:
     def total(self, cell: Counter | Gauge) -> int:
         """The sum as it is stored: `per_unit` of it make one of the metric's unit."""
         if isinstance(cell, Counter):
-            return sum(row.counters[cell] for row in self.rows)
-        return sum(row.gauges[cell] for row in self.rows)
+            return sum(section.counters[cell] for section in self.sections)
+        return sum(section.gauges[cell] for section in self.sections)
 
     def others(self, gauge: Gauge) -> list[int]:
         """The values of all gateways but this one."""
-        return [row.gauges[gauge] for index, row in enumerate(self.rows) if index != self.gateway]
+        return [section.gauges[gauge] for index, section in enumerate(self.sections) if index != self.gateway]
 
     def histogram(self, histogram: Histogram) -> tuple[list[int], float]:
         """The count of each bucket, and the sum of all values in the metric's unit."""
-        *counts, total = (sum(cells) for cells in zip(*(row.histograms[histogram] for row in self.rows), strict=True))
+        *counts, total = (
+            sum(cells) for cells in zip(*(section.histograms[histogram] for section in self.sections), strict=True)
+        )
         return counts, total / histogram.per_unit
 
     def answers(self) -> dict[tuple[int, int], int]:
         """The number of finished requests by endpoint and status, where there are any."""
-        sums = map(sum, zip(*(row.answers for row in self.rows), strict=True))
+        sums = map(sum, zip(*(section.answers for section in self.sections), strict=True))
         return {
             (cell // _NUM_STATUSES, STATUSES[cell % _NUM_STATUSES]): number
             for cell, number in enumerate(sums)
             if number
         }
 
-    def num_answered_by(self, row: Row) -> int:
+    def num_answered_by(self, section: Section) -> int:
         """The number of requests that one gateway has answered, in all its lives."""
-        return sum(row.answers) - sum(row.answers[_GONE_PLACE::_NUM_STATUSES])
+        return sum(section.answers) - sum(section.answers[_GONE_PLACE::_NUM_STATUSES])
 
     def known_workers(self) -> list[int]:
-        """Those that have been up; there may be cells for more."""
+        """Workers that have been up; there may be cells for more."""
         return [
-            worker for worker in range(self.num_workers) if any(r.workers[worker][WorkerCell.LIFE] for r in self.rows)
+            worker
+            for worker in range(self.num_workers)
+            if any(r.workers[worker][WorkerCell.LIFE] for r in self.sections)
         ]
 
     def worker_total(self, worker: int, cell: WorkerCell) -> int:
         """What all lives of a worker have done. Not for LIFE."""
-        return sum(row.workers[worker][cell] for row in self.rows)
+        return sum(section.workers[worker][cell] for section in self.sections)
 
     def worker_life(self, worker: int) -> int:
         """The newest, of the services that requests have been sent to, that any gateway knows."""
-        return max(row.workers[worker][WorkerCell.LIFE] for row in self.rows)
+        return max(section.workers[worker][WorkerCell.LIFE] for section in self.sections)
 
     def recent_batches(self, since_ns: int) -> list[tuple[int, ...]]:
         """What is remembered of all gateways' batches that were answered since then, or are under way, but for those of
         a gateway's former lives: for each the gateway and the cells in the order of `BatchCell`, oldest first."""
         found = [
             (gateway, *cells)
-            for gateway, row in enumerate(self.rows)
-            for cells in row.batches
-            if 0 < row.gauges[Gauge.STARTED_NS] < cells[_BATCH_SENT_NS]
+            for gateway, section in enumerate(self.sections)
+            for cells in section.batches
+            if 0 < section.gauges[Gauge.STARTED_NS] < cells[_BATCH_SENT_NS]
             and (not cells[_BATCH_DONE_NS] or cells[_BATCH_DONE_NS] >= since_ns)
         ]
         return sorted(found, key=lambda batch: batch[1 + BatchCell.SENT_NS])
@@ -288,8 +292,8 @@ class SharedMetrics:
         worker, life = key.incarnation.worker, key.incarnation.life
         lives = (
             lives[worker]
-            for row in self.rows
-            for cells, lives in zip(row.services, row.lives, strict=True)
+            for section in self.sections
+            for cells, lives in zip(section.services, section.lives, strict=True)
             if _service_of(cells) == key.service
         )
         return sum(cells[LifeCell.BATCHES] for cells in lives if cells[LifeCell.LIFE] == life)

@@ -1,4 +1,4 @@
-"""text-embeddings-inference's metrics (`te_*`), for dashboards and autoscalers that know them: counting and rendering.
+"""Count and render text-embeddings-inference's metrics (`te_*`), for dashboards and autoscalers that use them.
 
 Owns the meaning of `vecd.shm.shared_metrics.TeiCounter` and `TeiHistogram`. Embedding requests of all dialects count,
 because an autoscaler needs the whole load. Used by `vecd.gateway.pipeline` with `--tei-metrics`; rendered by
@@ -144,15 +144,15 @@ def _counters(shared_metrics: SharedMetrics) -> Iterator[str]:
     for metric, counters in groupby(TeiCounter, lambda counter: counter.metric):
         yield f"# TYPE {metric} counter"
         for counter in counters:
-            number = sum(row.tei_counters[counter] for row in shared_metrics.rows)
+            number = sum(section.tei_counters[counter] for section in shared_metrics.sections)
             labels = ",".join(f'{name}="{value}"' for name, value in counter.labels.items())
             yield f"{metric}{{{labels}}} {number}" if labels else f"{metric} {number}"
 
 
 def _histograms(shared_metrics: SharedMetrics, max_tokens: int) -> Iterator[str]:
     for histogram in TeiHistogram:
-        rows = [row.tei_histograms[histogram] for row in shared_metrics.rows]
-        *counts, total = (sum(cells) for cells in zip(*rows, strict=True))
+        sections = [section.tei_histograms[histogram] for section in shared_metrics.sections]
+        *counts, total = (sum(cells) for cells in zip(*sections, strict=True))
         yield f"# TYPE {histogram.metric} histogram"
         yield from _buckets(histogram, accumulate(counts), max_tokens)
         yield f"{histogram.metric}_sum {_plain(total / histogram.per_unit)}"

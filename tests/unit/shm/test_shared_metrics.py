@@ -12,14 +12,14 @@ from vecd.shm.shared_metrics import (
     Counter,
     Gauge,
     Histogram,
-    Row,
+    Section,
     SharedMetricsSpec,
     TeiCounter,
     TeiHistogram,
     WorkerCell,
     clear_gauges,
     create_shared_metrics,
-    cut_rows,
+    cut_sections,
 )
 
 SPEC = SharedMetricsSpec(num_gateways=3, num_workers=2)
@@ -32,51 +32,56 @@ def board_fd():
     os.close(fd)
 
 
-def rows_of(fd: int) -> list[Row]:
-    return cut_rows(memoryview(mmap.mmap(fd, SPEC.nbytes)).cast("q"), SPEC)
+def sections_of(fd: int) -> list[Section]:
+    return cut_sections(memoryview(mmap.mmap(fd, SPEC.nbytes)).cast("q"), SPEC)
 
 
-def cells_of(row: Row) -> list[memoryview]:
-    ours = [row.counters, row.gauges, row.answers, *row.histograms]
-    return [*ours, row.tei_counters, *row.tei_histograms, *row.workers, *row.batches]
+def cells_of(section: Section) -> list[memoryview]:
+    ours = [section.counters, section.gauges, section.answers, *section.histograms]
+    return [*ours, section.tei_counters, *section.tei_histograms, *section.workers, *section.batches]
 
 
 def test_every_cell_is_a_piece_of_memory_of_its_own(board_fd):
-    parts = [part for row in rows_of(board_fd) for part in cells_of(row)]
+    parts = [part for section in sections_of(board_fd) for part in cells_of(section)]
     values = iter(range(1, 1_000_000))
     written = [[next(values) for _ in part] for part in parts]
     for part, numbers in zip(parts, written, strict=True):
         for index, number in enumerate(numbers):
             part[index] = number
     assert [list(part) for part in parts] == written
-    assert [list(part) for row in rows_of(board_fd) for part in cells_of(row)] == written
+    assert [list(part) for section in sections_of(board_fd) for part in cells_of(section)] == written
 
 
 def test_there_is_a_cell_for_everything():
-    [row] = cut_rows(memoryview(bytearray(SharedMetricsSpec(1, 5).nbytes)).cast("q"), SharedMetricsSpec(1, 5))
-    assert (len(row.counters), len(row.gauges)) == (len(Counter), len(Gauge))
-    assert len(row.answers) == MAX_ENDPOINTS * len(STATUSES)
-    assert [len(cells) for cells in row.histograms] == [len(h.bounds) + 2 for h in Histogram]
-    assert len(row.tei_counters) == len(TeiCounter)
-    assert [len(cells) for cells in row.tei_histograms] == [len(h.bounds) + 2 for h in TeiHistogram]
-    assert [len(cells) for cells in row.workers] == [len(WorkerCell)] * 5
-    assert [len(cells) for cells in row.batches] == [len(BatchCell)] * NUM_BATCHES
+    [section] = cut_sections(memoryview(bytearray(SharedMetricsSpec(1, 5).nbytes)).cast("q"), SharedMetricsSpec(1, 5))
+    assert (len(section.counters), len(section.gauges)) == (len(Counter), len(Gauge))
+    assert len(section.answers) == MAX_ENDPOINTS * len(STATUSES)
+    assert [len(cells) for cells in section.histograms] == [len(h.bounds) + 2 for h in Histogram]
+    assert len(section.tei_counters) == len(TeiCounter)
+    assert [len(cells) for cells in section.tei_histograms] == [len(h.bounds) + 2 for h in TeiHistogram]
+    assert [len(cells) for cells in section.workers] == [len(WorkerCell)] * 5
+    assert [len(cells) for cells in section.batches] == [len(BatchCell)] * NUM_BATCHES
 
 
 def test_rows_share_no_line_of_a_cache():
     for num_workers in range(1, 20):
-        assert SharedMetricsSpec(2, num_workers).row_cells * 8 % 64 == 0
+        assert SharedMetricsSpec(2, num_workers).section_cells * 8 % 64 == 0
 
 
 def test_a_dead_gateway_s_gauges_are_cleared_and_nothing_else(board_fd):
-    rows = rows_of(board_fd)
-    for row in rows:
-        for cells in cells_of(row):
+    sections = sections_of(board_fd)
+    for section in sections:
+        for cells in cells_of(section):
             for index in range(len(cells)):
                 cells[index] = 7
     clear_gauges(board_fd, SPEC, 1)
-    assert not any(rows[1].gauges)
-    rest = [cells for row in rows for cells in cells_of(row) if not (row is rows[1] and cells is row.gauges)]
+    assert not any(sections[1].gauges)
+    rest = [
+        cells
+        for section in sections
+        for cells in cells_of(section)
+        if not (section is sections[1] and cells is section.gauges)
+    ]
     assert all(value == 7 for cells in rest for value in cells)
 
 

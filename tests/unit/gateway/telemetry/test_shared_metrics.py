@@ -85,7 +85,7 @@ def test_what_a_gateway_has_answered_is_all_but_those_whose_client_went(shared_m
     for status in (200, 500, GONE, GONE):
         shared_metrics_of_all[0].add_answer(3, status)
     shared_metrics_of_all[1].add_answer(3, 200)
-    assert [shared_metrics_of_all[1].num_answered_by(row) for row in shared_metrics_of_all[1].rows] == [2, 1]
+    assert [shared_metrics_of_all[1].num_answered_by(row) for row in shared_metrics_of_all[1].sections] == [2, 1]
 
 
 # --- workers and batches ---------------------------------------------------------------------------------------
@@ -225,4 +225,4 @@ def test_polled_gauges_are_asked_for_when_published(shared_metrics_of_all):
 
 def test_a_gateway_cannot_write_to_another_s_row(shared_metrics_of_all):
     with pytest.raises(TypeError, match="read-only"):
-        shared_metrics_of_all[0].rows[1].counters[0] = 1
+        shared_metrics_of_all[0].sections[1].counters[0] = 1
