@@ -94,7 +94,7 @@ class OpenLoop:
                 with Alarm(self._send_due) as self._alarm:
                     if self._plan_next():
                         self._alarm.set(self._due)
-                    await self._has_sent_all.wait()
+                        await self._has_sent_all.wait()
         finally:
             for client in self._clients:
                 client.close()
@@ -102,35 +102,28 @@ class OpenLoop:
     def _plan_next(self) -> bool:
         """Move on to the next arrival. Returns whether there is one."""
         self._due += self._random.expovariate(self._rate_per_s)
-        if self.stream.window.may_send(self._due):
-            return True
-        self._end_arrivals()
-        return False
+        return self.stream.window.may_send(self._due)
 
     def _send_due(self) -> None:
         """Send all requests that are due, and set the alarm anew."""
         now = time.perf_counter()
-        if now > self.stream.window.closes_at + _MAX_LATE_S:
+        is_last = now > self.stream.window.closes_at + _MAX_LATE_S
+        if is_last:
             self._give_up_rest()
-            return
         for _ in range(_MAX_BURST):
-            if self._due > now:
+            if is_last or self._due > now:
                 break
             self._send(self._due, now)
-            if not self._plan_next():
-                return
-        self._alarm.set(self._due)
+            is_last = not self._plan_next()
+        self._alarm.set(None if is_last else self._due)
+        if is_last:
+            self._has_sent_all.set()
 
     def _give_up_rest(self) -> None:
         """The rate is too high for this process. The number of arrivals that are left is known on average only."""
         window = self.stream.window
         num_left = 1 + round((window.closes_at - max(self._due, window.opens_at)) * self._rate_per_s)
         self.stream.result.add_errors(NOT_SENT, "the load generator itself is too slow for this rate", num_left)
-        self._end_arrivals()
-
-    def _end_arrivals(self) -> None:
-        self._alarm.disarm()
-        self._has_sent_all.set()
 
     def _send(self, arrived_at: float, now: float) -> None:
         if now - arrived_at > LATE_S and self.stream.window.measures_failure(arrived_at, arrived_at):

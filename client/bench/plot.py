@@ -65,48 +65,42 @@ def draw_latency(
     """
     require_matplotlib()
     drawable = {name: [point for point in points if point.p50_ms and point.p99_ms] for name, points in curves.items()}
+    points = [point for of_server in drawable.values() for point in of_server]
+    is_single = len(drawable) == 1
     matplotlib = importlib.import_module("matplotlib")
     with matplotlib.rc_context({**_STYLE, "axes.prop_cycle": matplotlib.cycler(color=_COLORS, marker=_MARKERS)}):
         # Not pyplot's, which live until they are closed and may need a display.
-        figure = importlib.import_module("matplotlib.figure").Figure(layout="constrained")
-        if len(drawable) == 1:
-            figure.set_size_inches(7.5, 4.6)
-            panels = [figure.add_subplot()]
-            [points] = drawable.values()
-            _draw_curve(panels[0], points, "p50")
-            _draw_curve(panels[0], points, "p99")
-            for point in points:
-                panels[0].annotate(
-                    point.label,
-                    (point.throughput_per_s, point.p99_ms),
-                    xytext=(0, 7),
-                    textcoords="offset points",
-                    ha="center",
-                    fontsize=8,
-                    bbox=_HALO,
-                )
+        new_figure = importlib.import_module("matplotlib.figure").Figure
+        figure = new_figure(figsize=(7.5 if is_single else 11.5, 4.6), layout="constrained")
+        panels = figure.subplots(1, 1 if is_single else 2, sharex=True, sharey=True, squeeze=False)[0]
+        for panel, shown in zip(panels, (("p50", "p99"),) if is_single else (("p50",), ("p99",)), strict=True):
+            for percentile in shown:
+                for name, of_server in drawable.items():
+                    _draw_curve(panel, of_server, percentile, percentile if is_single else name)
+            _scale(panel, points)
+            panel.set_xlabel(throughput)
+            panel.set_title("" if is_single else shown[0])
+        if is_single:
+            _label_points(panels[0], points)
             panels[0].legend(loc="upper left")
         else:
-            figure.set_size_inches(11.5, 4.6)
-            panels = list(figure.subplots(1, 2, sharex=True, sharey=True))
-            for panel, percentile in zip(panels, ("p50", "p99"), strict=True):
-                panel.set_title(percentile)
-                for name, points in drawable.items():
-                    _draw_curve(panel, points, percentile, name)
             columns = min(len(drawable), _LEGEND_COLUMNS) or 1
             figure.legend(*panels[0].get_legend_handles_labels(), loc="outside lower center", ncols=columns)
-        for panel in panels:
-            panel.set_xlabel(throughput)
-            _scale(panel, [point for points in drawable.values() for point in points])
         panels[0].set_ylabel("latency, ms")
         title = textwrap.fill(title, width=round(figure.get_figwidth() * _TITLE_CHARS_PER_INCH))
         figure.suptitle(title, x=0.01, ha="left")
         figure.savefig(path, format="png", dpi=_DPI, facecolor="white")
 
 
-def _draw_curve(panel: Any, points: Sequence[Point], percentile: str, label: str = "") -> None:
+def _draw_curve(panel: Any, points: Sequence[Point], percentile: str, label: str) -> None:
     latencies = [getattr(point, f"{percentile}_ms") for point in points]
-    panel.plot([point.throughput_per_s for point in points], latencies, label=label or percentile)
+    panel.plot([point.throughput_per_s for point in points], latencies, label=label)
+
+
+def _label_points(panel: Any, points: Sequence[Point]) -> None:
+    above = {"xytext": (0, 7), "textcoords": "offset points", "ha": "center", "fontsize": 8, "bbox": _HALO}
+    for point in points:
+        panel.annotate(point.label, (point.throughput_per_s, point.p99_ms), **above)
 
 
 def _scale(panel: Any, points: Sequence[Point]) -> None:

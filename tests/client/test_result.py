@@ -22,18 +22,18 @@ def test_without_latencies_there_are_no_figures() -> None:
 
 def test_memory_does_not_grow_with_the_requests() -> None:
     def size_of(result: RunResult) -> int:
-        return (
-            sys.getsizeof(result.latencies._counts) + sys.getsizeof(result.errors) + sys.getsizeof(result.first_details)
-        )
+        return sum(map(sys.getsizeof, (result.latencies._counts, result.errors, result.first_details)))
 
     result = make_result()
-    result.add_errors("timeout", "")
-    before = size_of(result)
-    for i in range(20_000):
-        result.add_latency(i / 1000)
-        result.add_success(Receipt(1, 1))
-        result.add_errors("timeout", f"{i}")
-    assert size_of(result) == before
+    sizes = []
+    for repetition in range(3):
+        for i in range(44_000):  # from a microsecond to an hour
+            result.add_latency(1e-6 * 1.0005 ** (i + repetition / 3))
+            result.add_success(Receipt(1, 1))
+            result.add_errors("timeout", f"{i}")
+        sizes.append(size_of(result))
+    assert sizes[0] == sizes[1] == sizes[2] < 1 << 21
+    assert len(result.latencies._counts) < 34_000
 
 
 def test_rates_are_of_successes() -> None:
