@@ -11,14 +11,14 @@ from dataclasses import dataclass, replace
 
 from vecd.client.bench.load import Bulk, Load
 from vecd.client.bench.payload import RequestShape, render_requests
-from vecd.client.bench.texts import FixedWords, Lengths, LognormalWords
+from vecd.client.bench.texts import Lengths
 from vecd.client.connection import parse_target
 
-SHORT = FixedWords(10)
+SHORT = Lengths(10)
 """14.4 tokens on average."""
-MIXED = LognormalWords(86, 0.8)
+MIXED = Lengths(86, 0.8)
 """100.1 tokens on average, median 80; 7 % of the texts are longer than the model takes."""
-LONG = FixedWords(101)
+LONG = Lengths(101)
 """127.6 tokens on average."""
 TOKENS_PER_TEXT = {"short": 14.4, "mixed": 100.1}
 """To turn texts into tokens: not every server counts them, and one counts characters."""

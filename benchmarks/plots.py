@@ -3,7 +3,6 @@
 Owns which points are drawn; how they look is `vecd.client.bench.plot`'s. Called by `benchmarks.compare`.
 """
 
-import math
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 
@@ -39,5 +38,4 @@ def curve(session: Session, server: str) -> Sequence[Point]:
 
 
 def _point(figures: Mapping[str, float | None]) -> Point:
-    rate, p50_ms, p99_ms = (figures[name] for name in ("requests_per_s", "p50_ms", "p99_ms"))
-    return Point(rate or 0.0, p50_ms or math.nan, p99_ms or math.nan)
+    return Point(figures["requests_per_s"] or 0.0, figures["p50_ms"], figures["p99_ms"])

@@ -29,7 +29,7 @@ from benchmarks.vectors import Vectors, WrongVectors
 from vecd.client.bench import command as bench
 from vecd.client.bench import report
 from vecd.client.bench.load import Load, Unreachable
-from vecd.client.bench.tally import RunResult
+from vecd.client.bench.result import RunResult
 
 _NAME_WIDTH = 17
 _MAX_FAILURES = 2
@@ -157,7 +157,7 @@ class Comparison:
             server_cores=round(cpu.server, 3),
             others_cores=round(cpu.others, 3),
             memory_mb=round(session_mb(server), 1),
-            texts_per_batch=round(result.texts_per_s / batches_per_s, 1) if batches_per_s else None,
+            texts_per_batch=round(result.per_s(result.num_texts) / batches_per_s, 1) if batches_per_s else None,
             info=_told(server) if recipe.is_ours else {},
         )
         if run.is_disturbed:

@@ -15,7 +15,7 @@ import orjson
 from numpy.typing import NDArray
 
 from benchmarks.loads import LONG, SHORT
-from vecd.client.bench.texts import FixedWords, draw_texts
+from vecd.client.bench.texts import Lengths, draw_texts
 
 MIN_COSINE = 0.999
 """To vecd's float32 vectors. bfloat16 keeps it on this model."""
@@ -25,7 +25,7 @@ Vectors: TypeAlias = NDArray[np.float32]
 """[B, D], each of length 1."""
 
 TEXTS: Sequence[str] = (*draw_texts(4, SHORT, seed=1), *draw_texts(2, LONG, seed=1))
-OVERLONG_TEXTS: Sequence[str] = draw_texts(2, FixedWords(300), seed=1)
+OVERLONG_TEXTS: Sequence[str] = draw_texts(2, Lengths(300), seed=1)
 """About 380 tokens, of which the model takes 256."""
 
 

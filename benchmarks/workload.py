@@ -14,10 +14,10 @@ import numpy as np
 from numpy.typing import NDArray
 from tokenizers import Tokenizer
 
-from vecd.client.bench.texts import FixedWords, Lengths, LognormalWords, draw_texts
+from vecd.client.bench.texts import Lengths, draw_texts
 from vecd.workers.engine import PackedBatch
 
-MIXED_WORDS = LognormalWords(80, 0.9)
+MIXED_WORDS = Lengths(80, 0.9)
 """Many short texts and a few long ones: a median of 53 words; the model cuts the longest off."""
 _NUM_MIXED_TEXTS = 64
 _NUM_LONG_TEXTS = 4
@@ -66,9 +66,9 @@ def make_works(tokenizer_file: Path, max_tokens: int) -> dict[str, Work]:
     tokenizer = Tokenizer.from_file(str(tokenizer_file))
     tokenizer.no_padding()
     mixed = _tokenize(tokenizer, MIXED_WORDS, _NUM_MIXED_TEXTS, max_tokens)
-    single = _tokenize(tokenizer, FixedWords(_SHORT_TOKENS), 1, _SHORT_TOKENS)
+    single = _tokenize(tokenizer, Lengths(_SHORT_TOKENS), 1, _SHORT_TOKENS)
     # Twice the model's own limit, but what its positions reach: the attention's share grows with the length.
-    long = _tokenize(tokenizer, FixedWords(_LONG_TOKENS), _NUM_LONG_TEXTS, _LONG_TOKENS)
+    long = _tokenize(tokenizer, Lengths(_LONG_TOKENS), _NUM_LONG_TEXTS, _LONG_TOKENS)
     works = (
         Work("mixed", mixed, (1, 2, 4, 8, 16, 32)),
         Work("single", single, (1,), is_latency=True),

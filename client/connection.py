@@ -11,7 +11,7 @@ measurement. With everything around it this costs 9 µs of CPU per request, syst
 
 import asyncio
 import errno
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from typing import NamedTuple, TypeAlias, cast
 from urllib.parse import urlsplit
 
@@ -128,15 +128,15 @@ when the connection broke, BadResponse when the bytes were not HTTP."""
 
 
 class ClientConnection(asyncio.Protocol):
-    """One exchange at a time, by `send` or `exchange`. Made by `connect`."""
+    """One `exchange` at a time. Made by `connect`."""
 
     def __init__(self) -> None:
         self.is_open = False
         self._loop = asyncio.get_running_loop()
         self._parser = httptools.HttpResponseParser(self)
         self._transport: asyncio.Transport
-        self._on_outcome: Callable[[ExchangeResult], object] | None = None
-        self._timer: asyncio.TimerHandle
+        self._outcome: asyncio.Future[ExchangeResult] | None = None
+        """Of the exchange under way."""
         self._response: ServerResponse | None = None
         """Complete, not yet delivered."""
         self._is_unasked = False
@@ -149,66 +149,46 @@ class ClientConnection(asyncio.Protocol):
         self._ends_with_connection = False
         self._keeps_alive = True
 
-    def send(self, request: bytes, timeout_s: float, on_outcome: Callable[[ExchangeResult], object]) -> None:
-        """Send `request`; `on_outcome` is called with what comes back, once, by the event loop and never from here.
+    async def exchange(self, request: bytes, timeout_s: float) -> ServerResponse:
+        """Send `request` and return what comes back. Raises what an `ExchangeResult` may be.
 
-        Raises ConnectionClosed when the connection is not open. Side effects: when `on_outcome` is called
-        with an error, or with a response that ends the connection, the connection is already closed (`is_open`).
+        Side effects: after an error, or a response that ends the connection, the connection is closed (`is_open`).
         """
         if not self.is_open:
             raise ConnectionClosed("closed while idle")
-        self._on_outcome = on_outcome
-        self._timer = self._loop.call_later(timeout_s, self._expire)
+        self._outcome = self._loop.create_future()
+        timer = self._loop.call_later(timeout_s, self._fail, TimeoutError("no whole response in time"))
         self._transport.write(request)
-
-    async def exchange(self, request: bytes, timeout_s: float) -> ServerResponse:
-        """Send `request` and return what comes back. Raises what an `ExchangeResult` may be."""
-        outcome: asyncio.Future[ExchangeResult] = self._loop.create_future()
-        self.send(request, timeout_s, outcome.set_result)
         try:
-            response = await outcome
+            outcome = await self._outcome
         finally:
-            self._forget()
-        if isinstance(response, Exception):
-            raise response
-        return response
+            timer.cancel()
+            self._outcome = None
+        if isinstance(outcome, Exception):
+            raise outcome
+        return outcome
 
     def close(self) -> None:
-        """Drop the connection at once. `on_outcome` of an exchange under way is not called."""
-        self._forget()
-        self._abort()
-
-    def _abort(self) -> None:
-        self.is_open = False
-        self._transport.abort()
-
-    def _forget(self) -> None:
-        """Call `on_outcome` no more."""
-        if self._on_outcome is not None:
-            self._on_outcome = None
-            self._timer.cancel()
-
-    def _expire(self) -> None:
-        self._fail(TimeoutError("no whole response in time"))
+        """Drop the connection at once. An exchange under way raises ConnectionClosed."""
+        self._fail(ConnectionClosed("closed by the client"))
 
     def _fail(self, error: Exception) -> None:
-        self._abort()
+        self.is_open = False
+        self._transport.abort()
         self._deliver(error)
 
     def _deliver(self, outcome: ExchangeResult) -> None:
-        if (on_outcome := self._on_outcome) is not None:
-            self._on_outcome = None
-            self._timer.cancel()
-            on_outcome(outcome)
+        if self._outcome is not None and not self._outcome.done():
+            self._outcome.set_result(outcome)
 
     def _deliver_response(self, response: ServerResponse) -> None:
         self._response = None
-        if self._on_outcome is None or self._is_unasked:
+        if self._outcome is None or self._outcome.done() or self._is_unasked:
             self._fail(BadResponse("a response without a request"))
             return
-        if not self._keeps_alive:
-            self._abort()
         self._deliver(response)
+        if not self._keeps_alive:
+            self.close()
 
     # --- called by the event loop -------------------------------------------------------------------------
 
@@ -228,7 +208,7 @@ class ClientConnection(asyncio.Protocol):
 
     def connection_lost(self, exc: Exception | None) -> None:
         self.is_open = False
-        if exc is None and self._ends_with_connection and self._on_outcome is not None:
+        if exc is None and self._ends_with_connection and self._outcome is not None:
             self._deliver_response(self._take_response())
         else:
             self._fail(exc or ConnectionClosed("closed before the response was complete"))

@@ -2,7 +2,7 @@
 
 Owns a kernel timer. Event loops count in milliseconds (libuv's timers and epoll's timeout do), and a request that is
 sent half a millisecond late has half a millisecond of latency that the server did not cause. Called by
-`vecd.client.bench.open_loop`.
+`vecd.client.bench.loops`.
 
 Measured under uvloop, on two cores that other processes kept busy: woken 0.07 ms after the moment at the median and
 0.2 ms at p90; by `asyncio.sleep` 0.12 and 1.1 ms.
@@ -37,15 +37,12 @@ class Alarm:
         self._moment = (ctypes.c_long * 4)()
         self._loop.add_reader(self._fd, on_time)
 
-    def set(self, moment: float) -> None:
-        """`moment` is on the clock of `time.perf_counter`, which on Linux is CLOCK_MONOTONIC. A past moment is now."""
-        self._set_ns(max(round(moment * _NS_PER_S), 1))
+    def set(self, moment: float | None) -> None:
+        """`moment` is on the clock of `time.perf_counter`, which on Linux is CLOCK_MONOTONIC. A past moment is now.
 
-    def disarm(self) -> None:
-        """Do not call `on_time` until the next `set`."""
-        self._set_ns(0)
-
-    def _set_ns(self, moment_ns: int) -> None:
+        With None, `on_time` is not called until the next `set`.
+        """
+        moment_ns = 0 if moment is None else max(round(moment * _NS_PER_S), 1)
         self._moment[2], self._moment[3] = divmod(moment_ns, _NS_PER_S)
         if _libc.timerfd_settime(self._fd, _ABSOLUTE_TIME, self._moment, None) != 0:
             raise OSError(ctypes.get_errno(), "timerfd_settime failed")

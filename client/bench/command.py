@@ -20,8 +20,8 @@ from vecd.client.bench import report
 from vecd.client.bench.load import Load, Unreachable
 from vecd.client.bench.options import STDOUT, BenchOptions, parse_options
 from vecd.client.bench.plot import Point, draw_latency
-from vecd.client.bench.run import LoadRun, RunProgress
-from vecd.client.bench.tally import RunResult
+from vecd.client.bench.result import RunResult
+from vecd.client.bench.run import LoadRun
 from vecd.client.status_line import StatusLine
 
 INTERRUPTED = "interrupted"
@@ -32,7 +32,7 @@ _EXIT_INTERRUPTED = 128 + signal.SIGINT
 async def run_loads(
     loads: Sequence[Load],
     on_result: Callable[[Load, RunResult], None],
-    on_progress: Callable[[Load, RunProgress], None] | None = None,
+    on_progress: Callable[[Load, str], None] | None = None,
 ) -> list[RunResult]:
     """Run `loads` one after the other, calling `on_result` at the end of each and `on_progress` meanwhile.
 
@@ -79,13 +79,15 @@ def _bench(options: BenchOptions) -> int:
     line = StatusLine("vecd bench", is_live=sys.stderr.isatty() and sys.stdout.isatty())
     points: list[Point] = []
 
-    def show(load: Load, progress: RunProgress) -> None:
-        line.show(lambda: f"{report.name(load)}: {progress.describe()}")
+    def show(load: Load, progress: str) -> None:
+        line.show(lambda: f"{report.name(load)}: {progress}")
 
     def write(load: Load, result: RunResult) -> None:
         line.clear()
         _write(options, result, table)
-        points.append(Point.of(result, report.name(result)))
+        latencies_ms = result.latencies_ms()
+        throughput_per_s = result.per_s(result.num_requests)
+        points.append(Point(throughput_per_s, latencies_ms["p50_ms"], latencies_ms["p99_ms"], report.name(result)))
 
     try:
         results = uvloop.run(run_loads(options.loads, write, show))

@@ -6,7 +6,6 @@ Has no socket and no clock. Made by `vecd.client.bench.command` and the benchmar
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from vecd.client.bench.window import ArrivalWindow, CountedWindow, TimedWindow
 from vecd.client.connection import Target
 
 DEFAULT_MAX_CONNECTIONS = 1024
@@ -64,10 +63,3 @@ class Load:
             raise ValueError("a load has clients or a rate, and not both")
         if self.rate_per_s is not None and not 0 < self.rate_per_s <= MAX_RATE_PER_S:
             raise ValueError(f"a rate must be above 0 and at most {MAX_RATE_PER_S:,.0f} a second")
-
-    def open_window(self, started_at: float) -> TimedWindow:
-        if self.num_requests is not None:
-            return CountedWindow(started_at, self.warmup_s, self.num_requests)
-        if self.rate_per_s is not None:
-            return ArrivalWindow(started_at, self.warmup_s, self.duration_s)
-        return TimedWindow(started_at, self.warmup_s, self.duration_s)

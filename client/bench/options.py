@@ -15,7 +15,7 @@ from vecd.client.bench.load import DEFAULT_MAX_CONNECTIONS, MAX_RATE_PER_S, Bulk
 from vecd.client.bench.payload import RequestShape, render_requests
 from vecd.client.bench.plot import PlotUnavailable, require_matplotlib
 from vecd.client.bench.responses import READERS
-from vecd.client.bench.texts import FixedWords, Lengths, parse_lengths, read_texts
+from vecd.client.bench.texts import Lengths, parse_lengths, read_texts
 from vecd.client.connection import parse_target
 from vecd.client.options import flag, flag_name, integer, listed, number, parse, whole
 
@@ -49,15 +49,6 @@ _load = partial(flag, group="load")
 _request = partial(flag, group="requests")
 _bulk = partial(flag, group="bulk, beside what is measured")
 _report = partial(flag, group="report")
-
-
-def _lengths(value: str) -> Lengths:
-    try:
-        return parse_lengths(value)
-    except ValueError:
-        raise ValueError(
-            f"{value!r} is neither a number of words nor lognormal:MEAN,SIGMA of positive numbers"
-        ) from None
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -97,7 +88,7 @@ class BenchOptions:
     texts_per_request: int = _request("inputs in each (1)", default=1, read=whole(_MAX_TEXTS_PER_REQUEST), metavar="N")
     words: int | None = _request(f"in each text ({_DEFAULT_WORDS})", read=whole(), metavar="N")
     lengths: Lengths | None = _request(
-        "words in each text, instead of --words", read=_lengths, metavar="lognormal:MEAN,SIGMA"
+        "words in each text, instead of --words", read=parse_lengths, metavar="lognormal:MEAN,SIGMA"
     )
     texts: Path | None = _request('texts to send: one a line, or JSON objects with a "text"', read=Path, metavar="FILE")
     distinct_requests: int | None = _request(
@@ -124,7 +115,7 @@ class BenchOptions:
         f"inputs in each request ({_DEFAULT_BULK_TEXTS})", read=whole(_MAX_TEXTS_PER_REQUEST), metavar="N"
     )
     bulk_words: Lengths | None = _bulk(
-        f"in each text, or lognormal:MEAN,SIGMA ({_DEFAULT_BULK_WORDS})", read=_lengths, metavar="N"
+        f"in each text, or lognormal:MEAN,SIGMA ({_DEFAULT_BULK_WORDS})", read=parse_lengths, metavar="N"
     )
     bulk_priority: str | None = _bulk("sent as x-vecd-priority", metavar="P")
     goodput_ms: float | None = _report(
@@ -202,7 +193,7 @@ class BenchOptions:
         except ValueError as error:
             raise ValueError(f"--texts: {error}") from error
         return RequestShape(
-            lengths=self.lengths or FixedWords(self.words or _DEFAULT_WORDS),
+            lengths=self.lengths or Lengths(self.words or _DEFAULT_WORDS),
             texts=texts,
             api_key=self.api_key,
             **{name: getattr(self, name) for name in _REQUEST_FLAGS},
@@ -217,7 +208,7 @@ class BenchOptions:
             self._shape,
             texts=None,
             texts_per_request=self.bulk_texts or _DEFAULT_BULK_TEXTS,
-            lengths=self.bulk_words or FixedWords(_DEFAULT_BULK_WORDS),
+            lengths=self.bulk_words or Lengths(_DEFAULT_BULK_WORDS),
             priority=self.bulk_priority,
             timeout_ms=None,
             seed=self.seed + 1,

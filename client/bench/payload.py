@@ -10,12 +10,12 @@ from typing import Any
 
 import orjson
 
-from vecd.client.bench.texts import FixedWords, Lengths, draw_texts, shuffle_texts
+from vecd.client.bench.texts import Lengths, draw_texts, shuffle_texts
 from vecd.client.connection import parse_target, render_request
 
 _NUM_DISTINCT_REQUESTS = 512
 """Enough that requests under way at the same time differ. A server with a cache would still use it."""
-_TEN_WORDS = FixedWords(10)
+_TEN_WORDS = Lengths(10)
 _ACCEPT = {"bytes": "*/*", "npy": "application/x-npy"}
 """By encoding; JSON for the others. "bytes" is requested in the body."""
 
@@ -47,32 +47,23 @@ def render_requests(url: str, shape: RequestShape, num_requests: int = _NUM_DIST
     Raises ValueError when `url` names no server, or the path, key or priority cannot be sent.
     """
     target = parse_target(url)
-    headers = _render_headers(shape)
-    accept = _ACCEPT.get(shape.encoding_format, "application/json")
-    texts = _take_texts(shape, num_requests * shape.texts_per_request)
-    bodies = (
-        _render_body(shape, texts[start : start + shape.texts_per_request])
-        for start in range(0, len(texts), shape.texts_per_request)
-    )
-    return [
-        render_request(target, shape.path, body, api_key=shape.api_key, accept=accept, headers=headers)
-        for body in bodies
-    ]
-
-
-def _take_texts(shape: RequestShape, num_texts: int) -> list[str]:
+    headers = {"x-vecd-timeout-ms": shape.timeout_ms, "x-vecd-priority": shape.priority}
+    num_texts = num_requests * shape.texts_per_request
     if shape.texts is None:
-        return draw_texts(num_texts, shape.lengths, shape.seed)
-    return shuffle_texts(list(shape.texts), num_texts, shape.seed)
-
-
-def _render_headers(shape: RequestShape) -> dict[str, str]:
-    headers = {}
-    if shape.timeout_ms is not None:
-        headers["x-vecd-timeout-ms"] = f"{shape.timeout_ms}"
-    if shape.priority is not None:
-        headers["x-vecd-priority"] = shape.priority
-    return headers
+        texts = draw_texts(num_texts, shape.lengths, shape.seed)
+    else:
+        texts = shuffle_texts(list(shape.texts), num_texts, shape.seed)
+    return [
+        render_request(
+            target,
+            shape.path,
+            _render_body(shape, texts[start : start + shape.texts_per_request]),
+            api_key=shape.api_key,
+            accept=_ACCEPT.get(shape.encoding_format, "application/json"),
+            headers={name: f"{value}" for name, value in headers.items() if value is not None},
+        )
+        for start in range(0, num_texts, shape.texts_per_request)
+    ]
 
 
 def _render_body(shape: RequestShape, texts: list[str]) -> bytes:

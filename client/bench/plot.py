@@ -6,18 +6,27 @@ Owns how it looks. Imports matplotlib only when it draws: it is heavy, and an ex
 
 import importlib
 import importlib.util
-import math
 import textwrap
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import Any, NamedTuple, Self
-
-from vecd.client.bench.tally import RunResult
+from typing import Any, NamedTuple
 
 # Source: the palette of M. Okabe and K. Ito for colour-blind readers, without its yellow, which is too pale here.
 _COLORS = ("#0072B2", "#D55E00", "#009E73", "#CC79A7", "#E69F00", "#56B4E9", "#000000")
 _MARKERS = ("o", "s", "^", "D", "v", "P", "X")
 _INK = "#333333"
+_STYLE = {
+    **dict.fromkeys(("text.color", "axes.labelcolor", "xtick.color", "ytick.color"), _INK),
+    **dict.fromkeys(("axes.spines.top", "axes.spines.right", "axes.spines.left", "legend.frameon"), False),
+    **dict.fromkeys(("axes.titlesize", "figure.titlesize"), 11),
+    **dict.fromkeys(("xtick.major.size", "ytick.major.size"), 0),
+    "axes.axisbelow": True,
+    "axes.grid": True,
+    "grid.color": "#DDDDDD",
+    "grid.linewidth": 0.7,
+    "lines.linewidth": 1.8,
+    "lines.markersize": 5,
+}
 _HALO = {"facecolor": "white", "edgecolor": "none", "alpha": 0.8, "pad": 0.6}
 _DPI = 160
 _TITLE_CHARS_PER_INCH = 11
@@ -30,23 +39,13 @@ class PlotUnavailable(Exception):
 
 
 class Point(NamedTuple):
-    """One run."""
+    """One run. Without a latency, where nothing succeeded, it is not drawn."""
 
     throughput_per_s: float
-    p50_ms: float
-    p99_ms: float
+    p50_ms: float | None
+    p99_ms: float | None
     label: str = ""
     """The load, written beside the point of a single curve."""
-
-    @classmethod
-    def of(cls, result: RunResult, label: str = "") -> Self:
-        """The point of `result`, over its requests a second. Not drawable where nothing succeeded."""
-        latency = result.latency
-        return cls(result.requests_per_s, latency.p50_ms, latency.p99_ms, label)
-
-    @property
-    def is_drawable(self) -> bool:
-        return all(map(math.isfinite, self[:3])) and min(self.p50_ms, self.p99_ms) > 0
 
 
 def require_matplotlib() -> None:
@@ -64,78 +63,56 @@ def draw_latency(
     lead back to the left. One server has both percentiles in one panel, several have a panel for each and a legend.
     Raises PlotUnavailable without matplotlib, OSError when `path` cannot be written.
     """
-    drawable = {name: [point for point in points if point.is_drawable] for name, points in curves.items()}
-    figure = _new_figure(width=7.5 if len(drawable) == 1 else 11.5)
-    if len(drawable) == 1:
-        axes = [figure.add_subplot()]
-        _draw_single(axes[0], *drawable.values())
-    else:
-        axes = list(figure.subplots(1, 2, sharex=True, sharey=True))
-        columns = min(len(drawable), _LEGEND_COLUMNS) or 1
-        for panel, percentile in zip(axes, ("p50", "p99"), strict=True):
-            _draw_panel(panel, drawable, percentile)
-        figure.legend(*axes[0].get_legend_handles_labels(), frameon=False, loc="outside lower center", ncols=columns)
-    for panel in axes:
-        _dress(panel, drawable, throughput)
-    axes[0].set_ylabel("latency, ms")
-    title = textwrap.fill(title, width=round(figure.get_figwidth() * _TITLE_CHARS_PER_INCH))
-    figure.suptitle(title, x=0.01, ha="left", fontsize=11, color=_INK)
-    figure.savefig(path, format="png", dpi=_DPI, facecolor="white")
-
-
-def _new_figure(width: float) -> Any:
-    """Drawn by Agg, without a display and without pyplot's figures that live until they are closed."""
     require_matplotlib()
-    figure = importlib.import_module("matplotlib.figure").Figure(figsize=(width, 4.6), layout="constrained")
-    importlib.import_module("matplotlib.backends.backend_agg").FigureCanvasAgg(figure)
-    return figure
+    drawable = {name: [point for point in points if point.p50_ms and point.p99_ms] for name, points in curves.items()}
+    points = [point for of_server in drawable.values() for point in of_server]
+    is_single = len(drawable) == 1
+    matplotlib = importlib.import_module("matplotlib")
+    with matplotlib.rc_context({**_STYLE, "axes.prop_cycle": matplotlib.cycler(color=_COLORS, marker=_MARKERS)}):
+        # Not pyplot's, which live until they are closed and may need a display.
+        new_figure = importlib.import_module("matplotlib.figure").Figure
+        figure = new_figure(figsize=(7.5 if is_single else 11.5, 4.6), layout="constrained")
+        panels = figure.subplots(1, 1 if is_single else 2, sharex=True, sharey=True, squeeze=False)[0]
+        for panel, shown in zip(panels, (("p50", "p99"),) if is_single else (("p50",), ("p99",)), strict=True):
+            for percentile in shown:
+                for name, of_server in drawable.items():
+                    _draw_curve(panel, of_server, percentile, percentile if is_single else name)
+            _scale(panel, points)
+            panel.set_xlabel(throughput)
+            panel.set_title("" if is_single else shown[0])
+        if is_single:
+            _label_points(panels[0], points)
+            panels[0].legend(loc="upper left")
+        else:
+            columns = min(len(drawable), _LEGEND_COLUMNS) or 1
+            figure.legend(*panels[0].get_legend_handles_labels(), loc="outside lower center", ncols=columns)
+        panels[0].set_ylabel("latency, ms")
+        title = textwrap.fill(title, width=round(figure.get_figwidth() * _TITLE_CHARS_PER_INCH))
+        figure.suptitle(title, x=0.01, ha="left")
+        figure.savefig(path, format="png", dpi=_DPI, facecolor="white")
 
 
-def _draw_single(panel: Any, points: Sequence[Point]) -> None:
-    _draw_curve(panel, points, "p99", "p99_ms", 1)
-    _draw_curve(panel, points, "p50", "p50_ms", 0)
+def _draw_curve(panel: Any, points: Sequence[Point], percentile: str, label: str) -> None:
+    latencies = [getattr(point, f"{percentile}_ms") for point in points]
+    panel.plot([point.throughput_per_s for point in points], latencies, label=label)
+
+
+def _label_points(panel: Any, points: Sequence[Point]) -> None:
+    above = {"xytext": (0, 7), "textcoords": "offset points", "ha": "center", "fontsize": 8, "bbox": _HALO}
     for point in points:
-        place = (point.throughput_per_s, point.p99_ms)
-        above = {"xytext": (0, 7), "textcoords": "offset points", "ha": "center"}
-        panel.annotate(point.label, place, **above, fontsize=8, color=_INK, bbox=_HALO)
-    panel.legend(frameon=False, loc="upper left")
+        panel.annotate(point.label, (point.throughput_per_s, point.p99_ms), **above)
 
 
-def _draw_panel(panel: Any, curves: Mapping[str, Sequence[Point]], percentile: str) -> None:
-    for index, (name, points) in enumerate(curves.items()):
-        _draw_curve(panel, points, name, f"{percentile}_ms", index)
-    panel.set_title(percentile, fontsize=11, color=_INK)
-
-
-def _draw_curve(panel: Any, points: Sequence[Point], label: str, latency: str, index: int) -> None:
-    """`latency`: the field of `Point`; `index` chooses colour and marker."""
-    panel.plot(
-        [point.throughput_per_s for point in points],
-        [getattr(point, latency) for point in points],
-        color=_COLORS[index % len(_COLORS)],
-        marker=_MARKERS[index % len(_MARKERS)],
-        markersize=5,
-        linewidth=1.8,
-        label=label,
-    )
-
-
-def _dress(panel: Any, curves: Mapping[str, Sequence[Point]], throughput: str) -> None:
-    """Axes, ticks and grid. Latency is logarithmic: under overload it is a hundred times that of an idle server."""
+def _scale(panel: Any, points: Sequence[Point]) -> None:
+    """Latency is logarithmic: under overload it is a hundred times that of an idle server."""
     ticker = importlib.import_module("matplotlib.ticker")
-    points = [point for of_server in curves.values() for point in of_server]
-    panel.set_xlabel(throughput)
     panel.set_xlim(0, 1.06 * max((point.throughput_per_s for point in points), default=1.0))
     panel.set_yscale("log")
-    lowest = min((point.p50_ms for point in points), default=1.0)
-    highest = max((point.p99_ms for point in points), default=10.0)
+    lowest = min((point.p50_ms or 0.0 for point in points), default=1.0)
+    highest = max((point.p99_ms or 0.0 for point in points), default=10.0)
     panel.set_ylim(lowest / 1.5, highest * 2)  # room for labels above
     panel.yaxis.set_major_locator(ticker.LogLocator(subs=_TICKS_A_DECADE, numticks=20))
     panel.yaxis.set_minor_locator(ticker.NullLocator())
-    panel.yaxis.set_major_formatter(ticker.FuncFormatter(lambda value, _: f"{value:,g}"))
-    panel.xaxis.set_major_formatter(ticker.FuncFormatter(lambda value, _: f"{value:,g}"))
-    panel.tick_params(labelleft=True, colors=_INK, length=0)
-    panel.grid(color="#DDDDDD", linewidth=0.7)
-    panel.set_axisbelow(True)
-    for side in ("top", "right", "left"):
-        panel.spines[side].set_visible(False)
+    for axis in (panel.xaxis, panel.yaxis):
+        axis.set_major_formatter(ticker.FuncFormatter(lambda value, _: f"{value:,g}"))
+    panel.tick_params(labelleft=True)

@@ -10,7 +10,6 @@ import random
 import re
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Protocol
 
 import orjson
 
@@ -18,53 +17,38 @@ _MAX_FILE_BYTES = 1 << 28
 """The texts and the requests made of them are all kept in memory."""
 
 
-class Lengths(Protocol):
-    """A distribution of the number of words in a text."""
+@dataclass(frozen=True, slots=True)
+class Lengths:
+    """How many words a text has: exactly `mean`, or with `sigma`, the deviation of their logarithm, lognormally many
+    with that mean, which are many short texts and a few long ones, as in real traffic."""
+
+    mean: float
+    sigma: float | None = None
 
     def draw(self, rng: random.Random) -> int:
         """At least 1."""
-
-
-@dataclass(frozen=True, slots=True)
-class FixedWords:
-    """Every text has `num_words`."""
-
-    num_words: int
-
-    def draw(self, rng: random.Random) -> int:
-        return self.num_words
-
-    def __str__(self) -> str:
-        return f"{self.num_words} words"
-
-
-@dataclass(frozen=True, slots=True)
-class LognormalWords:
-    """Many short texts and a few long ones, as in real traffic: `mean` words, `sigma` of their logarithm."""
-
-    mean: float
-    sigma: float
-
-    def draw(self, rng: random.Random) -> int:
+        if self.sigma is None:
+            return round(self.mean)
         # A lognormal's mean is exp(mu + sigma² / 2), so this mu makes `mean` the mean and not the median.
         mu = math.log(self.mean) - self.sigma**2 / 2
         return max(1, round(rng.lognormvariate(mu, self.sigma)))
 
     def __str__(self) -> str:
-        return f"lognormal {self.mean:g} words (sigma {self.sigma:g})"
+        return f"{self.mean} words" if self.sigma is None else f"lognormal {self.mean:g} words (sigma {self.sigma:g})"
 
 
 def parse_lengths(value: str) -> Lengths:
     """Read "10" or "lognormal:70,0.8". Raises ValueError when it is neither, or not positive."""
-    if value.isdecimal():
-        lengths: Lengths = FixedWords(int(value))
-        is_positive = int(value) > 0
-    else:
-        mean, sigma = (float(part) for part in value.removeprefix("lognormal:").split(","))
-        lengths = LognormalWords(mean, sigma)
-        is_positive = 0 < mean < math.inf and 0 <= sigma < math.inf
-    if not is_positive:
-        raise ValueError(f"not positive: {value}")
+    try:
+        if value.isdecimal():
+            lengths = Lengths(int(value))
+        else:
+            mean, sigma = (float(part) for part in value.removeprefix("lognormal:").split(","))
+            lengths = Lengths(mean, sigma)
+    except ValueError:
+        lengths = Lengths(0)
+    if not (0 < lengths.mean < math.inf and 0 <= (lengths.sigma or 0.0) < math.inf):
+        raise ValueError(f"{value!r} is neither a number of words nor lognormal:MEAN,SIGMA of positive numbers")
     return lengths
 
 

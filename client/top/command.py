@@ -1,38 +1,81 @@
 """`vecd top`: a running server, live in a terminal.
 
-Owns the order of things: request, draw, wait, and what keys and signals do. Speaks only HTTP. Called as `vecd top` or
-`python -m vecd.client.top.command`.
+Owns the flags, the order of things (request, draw, wait), and what keys and signals do. Speaks only HTTP. Called as
+`vecd top` or `python -m vecd.client.top.command`.
 """
 
 import asyncio
+import importlib.util
 import os
 import signal
 import sys
-from contextlib import closing
-from dataclasses import asdict, replace
-from typing import TYPE_CHECKING, Any
+from collections.abc import Sequence
+from contextlib import closing, suppress
+from dataclasses import dataclass
+from typing import Any
 
 import orjson
 
-from vecd.client.top.figures import History
-from vecd.client.top.options import MAX_INTERVAL_S, MIN_INTERVAL_S, TopOptions, parse_options
-from vecd.client.top.source import StatsRefused, StatsUnavailable
+from vecd.client.connection import Target, parse_target
+from vecd.client.options import flag, number, parse
+from vecd.client.top.figures import Figures, History
+from vecd.client.top.source import StatsRefused, StatsSource, StatsUnavailable
 
-if TYPE_CHECKING:  # rich is an extra, and --json needs none
-    from vecd.client.top.screen import Screen
-
-_INTERVALS_S = (MIN_INTERVAL_S, 0.2, 0.5, 1.0, 2.0, 5.0, 10.0, 30.0, 60.0, MAX_INTERVAL_S)
+_INTERVALS_S = (0.1, 0.2, 0.5, 1.0, 2.0, 5.0, 10.0, 30.0, 60.0, 3600.0)
 """The steps of + and -."""
 _END_SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGQUIT)
 _FILE_COLUMNS = 100
 """Width of a picture that is written into a file."""
 
 
-def main(argv: list[str] | None = None) -> int:
+@dataclass(frozen=True, kw_only=True)
+class TopOptions:
+    """Immutable. Raises ValueError when the server's address or the key cannot be used, or nothing can be drawn."""
+
+    url: str = flag(
+        "http://host:port or unix:/path (http://127.0.0.1:8000); of the admin listener, if the server has one",
+        default="http://127.0.0.1:8000",
+    )
+    api_key: str | None = flag(
+        "one that has the scope metrics; better set as VECD_API_KEY, a flag shows in ps", variable="VECD_API_KEY"
+    )
+    interval: float = flag(
+        "seconds from one answer to the next request (1)",
+        default=1.0,
+        read=number("seconds", _INTERVALS_S[-1], least=_INTERVALS_S[0]),
+        metavar="S",
+    )
+    once: bool = flag("print one picture, of that many seconds, as plain text", default=False)
+    json: bool = flag("print one JSON object for each interval instead", default=False)
+
+    def __post_init__(self) -> None:
+        self.source()  # whether the key can be sent
+        if self.json:
+            return
+        if importlib.util.find_spec("rich") is None:
+            raise ValueError("drawing needs rich: pip install 'vecd[cli]'; --json does not")
+        if not self.once and (not sys.stdout.isatty() or os.environ.get("TERM") in (None, "", "dumb")):
+            raise ValueError("standard output is not a terminal that can be drawn on: use --once or --json")
+
+    @property
+    def target(self) -> Target:
+        return parse_target(self.url)
+
+    def source(self) -> StatsSource:
+        return StatsSource(self.target, self.api_key)
+
+
+def main(argv: Sequence[str] | None = None) -> int:
     """Exit codes: 0 ended by the user, 1 the server refuses its figures or did not answer --once, 2 bad arguments."""
-    options = parse_options(argv)
+    options = parse(
+        TopOptions,
+        argv,
+        prog="vecd top",
+        description="Show what a running server does: rates, latency by stage, queue, workers, memory. "
+        "Keys: q quits, p pauses the picture, + and - change the interval.",
+    )
     try:
-        asyncio.run(_run(options))
+        asyncio.run(_write(options) if options.json or options.once else Watch(options).run())
     except StatsRefused as error:
         print(f"vecd top: {error}", file=sys.stderr)
         return 1
@@ -46,21 +89,10 @@ def main(argv: list[str] | None = None) -> int:
     return 0
 
 
-async def _run(options: TopOptions) -> None:
-    if options.json:
-        await _write_lines(options)
-    elif options.once:
-        await _print_once(options)
-    else:
-        from vecd.client.top.screen import Screen
-
-        await Watch(options, Screen()).run()
-
-
 # --- without a terminal ----------------------------------------------------------------------------------------
 
 
-async def _write_lines(options: TopOptions) -> None:
+async def _write(options: TopOptions) -> None:
     """Raises StatsRefused; with --once also StatsUnavailable."""
     history = History()
     with closing(options.source()) as source:
@@ -72,42 +104,37 @@ async def _write_lines(options: TopOptions) -> None:
                     raise
                 _write_line({"target": str(options.target), "error": f"no answer: {error}"})
             else:
-                if figures.elapsed_s is not None:
-                    _write_line({"target": str(options.target), "error": None, **asdict(figures)})
+                if figures["elapsed_s"] is not None:
+                    if options.json:
+                        _write_line({"target": str(options.target), "error": None, **figures})
+                    else:
+                        _write_picture(options, figures, history)
                     if options.once:
                         return
             await asyncio.sleep(options.interval)
 
 
 def _write_line(line: dict[str, Any]) -> None:
-    sys.stdout.write(orjson.dumps(line).decode() + "\n")
-    sys.stdout.flush()
+    print(orjson.dumps(line).decode(), flush=True)
 
 
-async def _print_once(options: TopOptions) -> None:
-    """Raises StatsRefused and StatsUnavailable."""
+def _write_picture(options: TopOptions, figures: Figures, history: History) -> None:
     from rich.console import Console
 
-    from vecd.client.top.view import Scene, draw
+    from vecd.client.top.view import Scene
 
-    history = History()
-    with closing(options.source()) as source:
-        history.add(await source.read())
-        await asyncio.sleep(options.interval)
-        figures = history.add(await source.read())
-    console = Console(no_color=True, force_terminal=False, highlight=False, markup=False, emoji=False)
-    if not console.file.isatty():
-        console.width = int(os.environ.get("COLUMNS") or _FILE_COLUMNS)
-    scene = Scene(
-        target=str(options.target),
-        interval_s=options.interval,
-        figures=figures,
-        trends=history.trends(),
-        is_ascii=console.options.ascii_only,
+    console = Console(
+        width=None if sys.stdout.isatty() else int(os.environ.get("COLUMNS") or _FILE_COLUMNS),
+        no_color=True,
+        force_terminal=False,
+        highlight=False,
+        markup=False,
+        emoji=False,
     )
+    scene = Scene(target=str(options.target), interval_s=options.interval, figures=figures, rates=tuple(history.rates))
     with console.capture() as captured:
-        console.print(draw(scene, console.width, None))
-    sys.stdout.write("\n".join(line.rstrip() for line in captured.get().splitlines()) + "\n")
+        console.print(scene)
+    print("\n".join(line.rstrip() for line in captured.get().splitlines()))
 
 
 # --- on a terminal ---------------------------------------------------------------------------------------------
@@ -116,121 +143,105 @@ async def _print_once(options: TopOptions) -> None:
 class Watch:
     """Keeps the picture up to date. `run` once."""
 
-    def __init__(self, options: TopOptions, screen: "Screen") -> None:
+    def __init__(self, options: TopOptions) -> None:
+        from vecd.client.top.terminal import Terminal  # rich is an extra, and --json needs none
         from vecd.client.top.view import Scene
 
         self._source = options.source()
-        self._screen = screen
         self._history = History()
-        self._scene = Scene(
-            target=str(options.target),
-            interval_s=options.interval,
-            figures=None,
-            trends=self._history.trends(),
-            has_keys=screen.keyboard is not None,
-            is_ascii=screen.console.options.ascii_only,
-        )
-        """The picture as it is drawn. While it is paused, its figures and trends stay."""
-        self._latest = self._scene
-        """The same with the latest figures."""
+        self._latest: Figures | None = None
+        """As `figures` of the scene, which stay while it is paused."""
+        self._answered_at = 0.0
+        self._scene = Scene(target=str(options.target), interval_s=options.interval)
+        self._terminal = Terminal(self._scene)
+        self._scene.has_keys = self._terminal.keyboard is not None
         self._is_ending = False
         self._is_stopping = False
         self._changed = asyncio.Event()
-        self._interval_changed = asyncio.Event()
+        """Set when there is something to draw or to do."""
 
     async def run(self) -> None:
         """Until q, Ctrl-C or SIGTERM. Raises StatsRefused."""
         loop = asyncio.get_running_loop()
-        for number in _END_SIGNALS:
-            loop.add_signal_handler(number, self._end)
+        for end_signal in _END_SIGNALS:
+            loop.add_signal_handler(end_signal, self._end)
         loop.add_signal_handler(signal.SIGWINCH, self._changed.set)
         loop.add_signal_handler(signal.SIGTSTP, self._stop)
-        if self._screen.keyboard is not None:
-            loop.add_reader(self._screen.keyboard, self._read_keys)
-        reading = asyncio.create_task(self._keep_reading())
-        reading.add_done_callback(lambda _: self._changed.set())
+        with closing(self._source), self._terminal, suppress(OSError):  # OSError: the terminal has gone
+            if self._terminal.keyboard is not None:
+                loop.add_reader(self._terminal.keyboard, self._read_keys)
+            reading = loop.create_task(self._read())
+            try:
+                while not self._is_ending:
+                    self._terminal.draw()
+                    due_at = None
+                    if reading.done():
+                        reading.result()
+                        # From one answer to the next request, so that a server that reads its processes' times once a
+                        # second reads them again for each.
+                        due_at = self._answered_at + self._scene.interval_s
+                    if not await self._wait_for_change(due_at):
+                        reading = loop.create_task(self._read())
+                        await self._wait_for_change(None)
+                    if self._is_stopping:
+                        self._is_stopping = False
+                        self._terminal.stop()
+            finally:
+                reading.cancel()
+                if self._terminal.keyboard is not None:
+                    loop.remove_reader(self._terminal.keyboard)
+
+    async def _wait_for_change(self, deadline: float | None) -> bool:
+        """Returns whether there was one in time."""
         try:
-            with self._screen:  # after its signals are handled
-                await self._keep_drawing(reading)
-        finally:
-            if self._screen.keyboard is not None:
-                loop.remove_reader(self._screen.keyboard)
-            reading.cancel()
-            self._source.close()
+            async with asyncio.timeout_at(deadline):
+                await self._changed.wait()
+        except TimeoutError:
+            return False
+        self._changed.clear()
+        return True
 
-    async def _keep_drawing(self, reading: "asyncio.Task[None]") -> None:
-        from vecd.client.top.view import draw
-
-        while not self._is_ending:
-            if reading.done():
-                reading.result()
-            if self._is_stopping:
-                self._is_stopping = False
-                self._screen.stop()
-            self._changed.clear()
-            try:
-                self._screen.draw(lambda width, height: draw(self._scene, width, height))
-            except OSError:  # the terminal has gone
-                return
-            await self._changed.wait()
-
-    async def _keep_reading(self) -> None:
+    async def _read(self) -> None:
         """Raises StatsRefused."""
-        while True:
-            try:
-                figures = self._history.add(await self._source.read())
-                self._change(figures=figures, trends=self._history.trends(), trouble=None)
-            except StatsUnavailable as error:
-                self._change(trouble=f"no answer, trying again: {error}")
-            await self._pause_between()
+        try:
+            self._latest = self._history.add(await self._source.read())
+            self._scene.trouble = None
+        except StatsUnavailable as error:
+            self._scene.trouble = f"no answer, trying again: {error}"
+        finally:
+            self._answered_at = asyncio.get_running_loop().time()
+            self._show_latest()
 
-    async def _pause_between(self) -> None:
-        """Wait from one answer to the next request, so that a server that reads its processes' times once a second
-        reads them again for each."""
-        answered_at = asyncio.get_running_loop().time()
-        while True:
-            self._interval_changed.clear()
-            try:
-                async with asyncio.timeout_at(answered_at + self._scene.interval_s):
-                    await self._interval_changed.wait()
-            except TimeoutError:
-                return
-
-    def _change(self, **changes: Any) -> None:
-        """Draw the picture anew with `changes`."""
-        self._latest = replace(self._latest, **changes)
-        shown = self._scene
-        if self._latest.is_paused and shown.figures is not None:
-            self._scene = replace(self._latest, figures=shown.figures, trends=shown.trends)
-        else:
-            self._scene = self._latest
+    def _show_latest(self) -> None:
+        """Put the latest figures into the picture, unless it is paused."""
+        scene = self._scene
+        if not scene.is_paused or scene.figures is None:
+            scene.figures = self._latest
+            scene.rates, scene.num_restarts = tuple(self._history.rates), self._history.num_restarts
         self._changed.set()
 
     # --- keys and signals --------------------------------------------------------------------------------------
 
     def _read_keys(self) -> None:
-        try:
-            keys = self._screen.keys()
-        except OSError:
-            keys = ""
-        if not keys:  # the terminal has gone
+        keys = self._terminal.keys()
+        if not keys:
             self._end()
         for key in keys:
             match key:
                 case "q" | "Q" | "\x04":
                     self._end()
                 case "p" | "P" | " ":
-                    self._change(is_paused=not self._latest.is_paused)
+                    self._scene.is_paused = not self._scene.is_paused
+                    self._show_latest()
                 case "+" | "=":
-                    self._set_interval(min((s for s in _INTERVALS_S if s > self._latest.interval_s), default=None))
+                    self._set_interval(next((s for s in _INTERVALS_S if s > self._scene.interval_s), None))
                 case "-" | "_":
-                    self._set_interval(max((s for s in _INTERVALS_S if s < self._latest.interval_s), default=None))
+                    self._set_interval(next((s for s in reversed(_INTERVALS_S) if s < self._scene.interval_s), None))
 
     def _set_interval(self, interval_s: float | None) -> None:
         """None: there is no longer or shorter one."""
-        if interval_s is not None:
-            self._change(interval_s=interval_s)
-            self._interval_changed.set()
+        self._scene.interval_s = interval_s or self._scene.interval_s
+        self._changed.set()
 
     def _end(self) -> None:
         self._is_ending = True

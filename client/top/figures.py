@@ -1,238 +1,272 @@
-"""The figures of `vecd top`: rates, percentiles and shares, from two answers of a server.
+"""The figures of `vecd top`: rates, percentiles and shares, from two answers of a server to `/stats`.
 
-Owns how they are computed, which answer the last one is compared with, and the past rates. A server that was
-started again begins anew. Draws nothing, requests nothing, and knows no clock but the server's, which is in its
-answers. A figure without anything to divide by is None. Called by `vecd.client.top.command`; drawn by
-`vecd.client.top.view`.
+Owns the fields that an answer must have, how the figures are computed, which answer the last one is compared with, and
+the past rates. A server that was started again begins anew. Draws nothing, requests nothing, and knows no clock but the
+server's, which is in its answers. A figure without anything to divide by is None. Called by `vecd.client.top.command`;
+drawn by `vecd.client.top.view`.
 """
 
+import math
 from bisect import bisect_left
-from collections import deque
-from collections.abc import Mapping
-from dataclasses import dataclass
+from collections import Counter, deque
+from collections.abc import Mapping, Sequence
 from itertools import accumulate
-from typing import Any, NamedTuple
+from typing import Any, TypeAlias
 
-from vecd.client.top.stats import STAGES, Distribution, GatewayStats, ProcessStats, Stats, WorkerStats
+import orjson
 
 NUM_REMEMBERED = 600
 """Answers; more than a terminal has columns."""
 _CPU_WINDOW_S = 5.0
 """A server reads the processor time of its processes at most once a second, so shares of less would jump."""
+_OWN_DIALECT = "vecd"
+"""Requests of dashboards and probes, which are not counted as work."""
+_MAX_ITEMS = 4096
+"""Length of a list: more workers, gateways or statuses than any server has."""
+_MAX_CHARACTERS = 200
+
+STAGES = ("parse", "tokenize", "queue", "compute", "encode", "total")
+_WORK = ("inputs", "tokens", "padding_tokens", "batches", "sequences")
 _FAULTS = ("refused", "expired", "retried", "stuck", "poisoned")
 
-
-@dataclass(frozen=True, slots=True)
-class StageLatency:
-    """Latency of the requests that finished one stage, or all stages, between two answers."""
-
-    stage: str
-    num: float
-    p50_s: float | None
-    p90_s: float | None
-    p99_s: float | None
+Stats: TypeAlias = Mapping[str, Any]
+"""An answer as `read_stats` returns it: the fields of `_SHAPE`, and `answers`, the number of answers to requests for
+work by status. All but `queue`, `arena`, `model` and `server` only grows while a server lives."""
+Figures: TypeAlias = Mapping[str, Any]
+"""What `compute_figures` returns, and a line of --json contains."""
 
 
-@dataclass(frozen=True, slots=True)
-class BatchFigures:
-    """The batches between two answers."""
-
-    per_s: float | None
-    mean_sequences: float | None
-    mean_tokens: float | None
-    mean_fill: float | None
-    """Tokens ÷ room for tokens; None also if the server does not say."""
-    padding_share: float | None
-    """Padding tokens ÷ all tokens computed."""
+class NotStats(Exception):
+    """Raised when an answer is not that of `/stats`. The message names the wrong field."""
 
 
-@dataclass(frozen=True, slots=True)
-class WorkerFigures:
-    worker: int
-    state: str
-    num_restarts: int
-    busy_share: float | None
-    batches_per_s: float | None
-    tokens_per_s: float | None
-    pid: int | None
-    memory_bytes: float | None
-    cpu_share: float | None
-    """Share of one core."""
+# --- one answer ------------------------------------------------------------------------------------------------
 
 
-@dataclass(frozen=True, slots=True)
-class GatewayFigures:
-    gateway: int
-    pid: int
-    uptime_s: float
-    connections: float
-    requests: float
-    answered_per_s: float | None
-    memory_bytes: float | None
-    cpu_share: float | None
+def _number(value: Any, name: str) -> float:
+    if isinstance(value, bool) or not isinstance(value, int | float) or not math.isfinite(value) or value < 0:
+        raise NotStats(f"{name} is no number from 0")
+    return value
 
 
-@dataclass(frozen=True, slots=True)
-class ErrorFigures:
-    """Answers with one status of at least 400."""
-
-    status: int
-    per_s: float | None
-    num: float
-    """Since the start of the server."""
+def _whole(value: Any, name: str) -> int:
+    return int(_number(value, name))
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class ServerFigures:
-    """One picture. Its fields are the keys of a line of --json."""
-
-    version: str
-    model: Mapping[str, Any]
-    dtype: str | None
-    path: str | None
-    """How the workers compute."""
-    uptime_s: float
-    """Age of the oldest gateway."""
-    elapsed_s: float | None
-    """Between the two answers; None with a single one."""
-    requests_per_s: float | None
-    inputs_per_s: float | None
-    tokens_per_s: float | None
-    latencies: tuple[StageLatency, ...]
-    errors: tuple[ErrorFigures, ...]
-    faults: Mapping[str, float]
-    """How often what should not happen has happened since the start of the server, without zeros."""
-    queue: Mapping[str, float]
-    arena: Mapping[str, float]
-    batches: BatchFigures
-    workers: tuple[WorkerFigures, ...]
-    gateways: tuple[GatewayFigures, ...]
-    num_processes: int
-    memory_bytes: float
-    """Memory of all processes; shared pages count once."""
-    cpu_cores: float | None
+def _count(value: Any, name: str) -> float:
+    """A number that older servers do not send."""
+    return _number(0 if value is None else value, name)
 
 
-def compute_figures(before: Stats | None, now: Stats, cpu_before: Stats | None = None) -> ServerFigures:
+def _scalar(value: Any, _: str) -> Any:
+    """Text with ? for what is not printable; None for what is neither text nor a number nor a boolean."""
+    if isinstance(value, str):
+        return "".join(c if c.isprintable() else "?" for c in value[:_MAX_CHARACTERS])
+    return value if isinstance(value, int | float | bool) else None
+
+
+def _text(value: Any, name: str) -> str | None:
+    return _scalar(value, name) if isinstance(value, str) else None
+
+
+def _name(value: Any, name: str) -> str:
+    return _text(value, name) or "?"
+
+
+_ANY_NAME = "*"
+_SHAPE: Mapping[str, Any] = {
+    "totals": dict.fromkeys(_WORK, _number) | dict.fromkeys(_FAULTS, _count),
+    "now_s": _number,
+    "server": {"version": _name},
+    "model": {_ANY_NAME: _scalar},
+    "requests": [{"dialect": _name, "status": _whole, "count": _whole}],
+    "stage_bounds_s": [_number],
+    "stages": {stage: {"counts": [_number]} for stage in STAGES},
+    "batch_fill": {"bounds": [_number], "counts": [_number], "sum": _number},
+    "queue": dict.fromkeys(("requests", "sequences", "tokens", "age_s"), _number),
+    "arena": dict.fromkeys(("rows", "rows_in_use"), _number),
+    "workers": [
+        {"state": _name, "pid": lambda value, name: None if value is None else _whole(value, name)}
+        | dict.fromkeys(("worker", "life"), _whole)
+        | dict.fromkeys(("batches", "tokens", "busy_s"), _number)
+        | dict.fromkeys(("dtype", "path"), _text)
+    ],
+    "gateways": [
+        {"gateway": _whole, "pid": _whole} | dict.fromkeys(("uptime_s", "connections", "requests", "answered"), _number)
+    ],
+    "processes": {
+        _ANY_NAME: {"pid": _whole} | dict.fromkeys(("cpu_s", "resident_bytes", "proportional_bytes"), _number)
+    },
+}
+"""The fields that are needed; others may be there. `batch_fill` may be missing."""
+
+
+def read_stats(body: bytes) -> Stats:
+    """Nothing in `body` is trusted: a wrong field is reported by its name, and text loses characters that could move a
+    terminal's cursor. Raises NotStats."""
+    try:
+        answer = orjson.loads(body)
+    except orjson.JSONDecodeError as error:
+        raise NotStats("no JSON") from error
+    if not isinstance(answer, dict):
+        raise NotStats("no JSON object")
+    has_fill = isinstance(answer.get("batch_fill"), dict)
+    stats = _read(answer, {name: shape for name, shape in _SHAPE.items() if has_fill or name != "batch_fill"}, "")
+    for stage, histogram in stats["stages"].items():
+        _check_buckets(stats["stage_bounds_s"], histogram["counts"], f"stages.{stage}")
+    if has_fill:
+        _check_buckets(stats["batch_fill"]["bounds"], stats["batch_fill"]["counts"], "batch_fill")
+    answers: Counter[int] = Counter()
+    for entry in stats["requests"]:
+        if entry["dialect"] != _OWN_DIALECT:
+            answers[entry["status"]] += entry["count"]
+    return {**stats, "answers": answers}
+
+
+def _read(value: Any, shape: Any, name: str) -> Any:
+    """`value` with the fields of `shape` alone, each checked."""
+    if isinstance(shape, dict):
+        if not isinstance(value, dict) or len(value) > _MAX_ITEMS:
+            raise NotStats(f"{name} is no object")
+        if _ANY_NAME in shape:
+            shape = dict.fromkeys(value, shape[_ANY_NAME])
+        names = {key: _scalar(key, "") for key in shape}
+        return {
+            names[key]: _read(value.get(key), each, f"{name}.{names[key]}".lstrip(".")) for key, each in shape.items()
+        }
+    if isinstance(shape, list):
+        if not isinstance(value, list) or len(value) > _MAX_ITEMS:
+            raise NotStats(f"{name} is no list")
+        return [_read(each, shape[0], f"{name}.{index}") for index, each in enumerate(value)]
+    return shape(value, name)
+
+
+def _check_buckets(bounds: Sequence[float], counts: Sequence[float], name: str) -> None:
+    """The last count is of the values above all bounds."""
+    if len(counts) != len(bounds) + 1 or list(bounds) != sorted(bounds):
+        raise NotStats(f"{name}.counts do not fit its bounds")
+
+
+# --- two answers -----------------------------------------------------------------------------------------------
+
+
+def compute_figures(before: Stats | None, now: Stats, cpu_before: Stats | None = None) -> Figures:
     """What happened between two answers of one life of a server (`is_same_life`), and its state now.
 
-    `cpu_before`: the answer with which processor times are compared, if that is not `before`.
+    `cpu_before`: the answer with which processor times are compared, if that is not `before`. Rates and shares are None
+    where an answer or a process is the first of its kind.
     """
-    elapsed_s = now.now_s - before.now_s if before is not None else None
+    elapsed_s = now["now_s"] - before["now_s"] if before is not None else None
     before = before or now  # nothing has grown, and no rate is known
-    shares = _cpu_shares(cpu_before or before, now)
+    cpu_shares = _cpu_shares(cpu_before or before, now)
+    processes = now["processes"]
+    done = {name: now["totals"][name] - before["totals"][name] for name in _WORK}
 
-    def rate(earlier: object | None, later: object, name: str) -> float | None:
-        """How fast the attribute `name` has grown; None for what is new."""
-        return (getattr(later, name) - getattr(earlier, name)) / elapsed_s if earlier and elapsed_s else None
+    def per_s(earlier: float | None, later: float) -> float | None:
+        return (later - earlier) / elapsed_s if earlier is not None and elapsed_s else None
 
-    def growth(earlier: float, later: float) -> float | None:
-        return (later - earlier) / elapsed_s if elapsed_s else None
+    def usage(name: str) -> dict[str, float | None]:
+        memory_bytes = _memory(processes[name]) if name in processes else None
+        return {"memory_bytes": memory_bytes, "cpu_share": cpu_shares.get(name)}  # of one core
 
-    def process(name: str) -> dict[str, float | None]:
-        memory_bytes = _memory(now.processes[name]) if name in now.processes else None
-        return {"memory_bytes": memory_bytes, "cpu_share": shares.get(name)}
-
-    def worker_figures(worker: WorkerStats) -> WorkerFigures:
-        old = workers_before.get(worker.worker)
-        busy = rate(old, worker, "busy_s")
-        return WorkerFigures(
-            worker=worker.worker,
-            state=worker.state,
-            num_restarts=max(0, worker.life - 1),
+    def worker_figures(worker: Stats) -> Figures:
+        old = workers_before.get(worker["worker"], {})
+        busy = per_s(old.get("busy_s"), worker["busy_s"])
+        return {
+            "worker": worker["worker"],
+            "state": worker["state"],
+            "num_restarts": max(0, worker["life"] - 1),
             # A batch counts when it is done, so a long one may be more than the time between two answers.
-            busy_share=min(1.0, busy) if busy is not None else None,
-            batches_per_s=rate(old, worker, "batches"),
-            tokens_per_s=rate(old, worker, "tokens"),
-            pid=worker.pid,
-            **process(f"worker-{worker.worker}"),
-        )
+            "busy_share": min(1.0, busy) if busy is not None else None,
+            "batches_per_s": per_s(old.get("batches"), worker["batches"]),
+            "tokens_per_s": per_s(old.get("tokens"), worker["tokens"]),
+            "pid": worker["pid"],
+            **usage(f"worker-{worker['worker']}"),
+        }
 
-    def gateway_figures(gateway: GatewayStats) -> GatewayFigures:
-        return GatewayFigures(
-            gateway=gateway.gateway,
-            pid=gateway.pid,
-            uptime_s=gateway.uptime_s,
-            connections=gateway.connections,
-            requests=gateway.requests,
-            answered_per_s=rate(gateways_before.get(gateway.gateway), gateway, "answered"),
-            **process(f"gateway-{gateway.gateway}"),
-        )
+    def gateway_figures(gateway: Stats) -> Figures:
+        old = gateways_before.get(gateway["gateway"], {})
+        return {
+            **{name: gateway[name] for name in ("gateway", "pid", "uptime_s", "connections", "requests")},
+            "answered_per_s": per_s(old.get("answered"), gateway["answered"]),
+            **usage(f"gateway-{gateway['gateway']}"),
+        }
 
-    workers_before = {worker.worker: worker for worker in before.workers}
-    gateways_before = {gateway.gateway: gateway for gateway in before.gateways}
-    dtype, path = next(((worker.dtype, worker.path) for worker in now.workers if worker.path), (None, None))
-    return ServerFigures(
-        version=now.version,
-        model=now.model,
-        dtype=dtype,
-        path=path,
-        uptime_s=max((gateway.uptime_s for gateway in now.gateways), default=0.0),
-        elapsed_s=elapsed_s,
-        requests_per_s=growth(sum(before.answers.values()), sum(now.answers.values())),
-        inputs_per_s=growth(before.totals["inputs"], now.totals["inputs"]),
-        tokens_per_s=growth(before.totals["tokens"], now.totals["tokens"]),
-        latencies=tuple(_latency(stage, before.stages[stage], now.stages[stage]) for stage in STAGES),
-        errors=tuple(
-            ErrorFigures(status, growth(before.answers.get(status, 0), num), num)
-            for status, num in sorted(now.answers.items())
+    workers_before = {worker["worker"]: worker for worker in before["workers"]}
+    gateways_before = {gateway["gateway"]: gateway for gateway in before["gateways"]}
+    # How the workers compute; known once one of them has started.
+    computing: Stats = next((worker for worker in now["workers"] if worker["path"]), {})
+    return {
+        "version": now["server"]["version"],
+        "model": now["model"],
+        "dtype": computing.get("dtype"),
+        "path": computing.get("path"),
+        "uptime_s": max((gateway["uptime_s"] for gateway in now["gateways"]), default=0.0),
+        "elapsed_s": elapsed_s,
+        "requests_per_s": per_s(before["answers"].total(), now["answers"].total()),
+        "inputs_per_s": per_s(0, done["inputs"]),
+        "tokens_per_s": per_s(0, done["tokens"]),
+        "latencies": [_latency(stage, before, now) for stage in STAGES],
+        "errors": [
+            {"status": status, "per_s": per_s(before["answers"][status], num), "num": num}
+            for status, num in sorted(now["answers"].items())
             if status >= 400
-        ),
-        faults={name: now.totals[name] for name in _FAULTS if now.totals[name]},
-        queue=now.queue,
-        arena=now.arena,
-        batches=_batch_figures(before, now),
-        workers=tuple(map(worker_figures, now.workers)),
-        gateways=tuple(map(gateway_figures, now.gateways)),
-        num_processes=len(now.processes),
-        memory_bytes=sum(map(_memory, now.processes.values())),
-        cpu_cores=sum(shares.values()) if shares else None,
-    )
-
-
-def _batch_figures(before: Stats, now: Stats) -> BatchFigures:
-    batches, sequences, tokens, padding = (
-        now.totals[name] - before.totals[name] for name in ("batches", "sequences", "tokens", "padding_tokens")
-    )
-    fill = None
-    if before.batch_fill is not None and now.batch_fill is not None:
-        num_sent = sum(now.batch_fill.counts) - sum(before.batch_fill.counts)
-        fill = _share(now.batch_fill.sum - before.batch_fill.sum, num_sent)
-    return BatchFigures(
-        per_s=_share(batches, now.now_s - before.now_s),
-        mean_sequences=_share(sequences, batches),
-        mean_tokens=_share(tokens, batches),
-        mean_fill=fill,
-        padding_share=_share(padding, tokens + padding),
-    )
+        ],
+        "faults": {name: now["totals"][name] for name in _FAULTS if now["totals"][name]},
+        "queue": now["queue"],
+        "arena": now["arena"],
+        "batches": {
+            "per_s": per_s(0, done["batches"]),
+            "mean_sequences": _share(done["sequences"], done["batches"]),
+            "mean_tokens": _share(done["tokens"], done["batches"]),
+            "mean_fill": _mean_fill(before, now),
+            "padding_share": _share(done["padding_tokens"], done["tokens"] + done["padding_tokens"]),
+        },
+        "workers": [worker_figures(worker) for worker in now["workers"]],
+        "gateways": [gateway_figures(gateway) for gateway in now["gateways"]],
+        "num_processes": len(processes),
+        "memory_bytes": sum(map(_memory, processes.values())),
+        "cpu_cores": sum(cpu_shares.values()) if cpu_shares else None,
+    }
 
 
 def _share(part: float, whole: float) -> float | None:
     return part / whole if whole > 0 else None
 
 
-def _memory(process: ProcessStats) -> float:
-    return process.proportional_bytes or process.resident_bytes
+def _memory(process: Stats) -> float:
+    """Shared pages count once, where the kernel says which pages are shared."""
+    num_bytes: float = process["proportional_bytes"] or process["resident_bytes"]
+    return num_bytes
 
 
 def _cpu_shares(before: Stats, now: Stats) -> dict[str, float]:
     """Shares of one core, by process, for those that were already there under the same id."""
-    if now.now_s <= before.now_s:
+    if now["now_s"] <= before["now_s"]:
         return {}
+    old = before["processes"]
     return {
-        name: max(0.0, process.cpu_s - before.processes[name].cpu_s) / (now.now_s - before.now_s)
-        for name, process in now.processes.items()
-        if name in before.processes and before.processes[name].pid == process.pid
+        name: max(0.0, process["cpu_s"] - old[name]["cpu_s"]) / (now["now_s"] - before["now_s"])
+        for name, process in now["processes"].items()
+        if name in old and old[name]["pid"] == process["pid"]
     }
 
 
-def _latency(stage: str, before: Distribution, now: Distribution) -> StageLatency:
-    counts = [later - earlier for earlier, later in zip(before.counts, now.counts, strict=True)]
-    p50_s, p90_s, p99_s = (percentile(now.bounds, counts, share) for share in (0.5, 0.9, 0.99))
-    return StageLatency(stage, sum(counts), p50_s, p90_s, p99_s)
+def _mean_fill(before: Stats, now: Stats) -> float | None:
+    """Tokens ÷ room for tokens, of the batches in between; None also if the server does not say."""
+    old, new = before.get("batch_fill"), now.get("batch_fill")
+    return _share(new["sum"] - old["sum"], sum(new["counts"]) - sum(old["counts"])) if old and new else None
 
 
-def percentile(bounds: tuple[float, ...], counts: list[float], share: float) -> float | None:
+def _latency(stage: str, before: Stats, now: Stats) -> Figures:
+    """Of the requests that finished one stage, or all of them, in between."""
+    pairs = zip(before["stages"][stage]["counts"], now["stages"][stage]["counts"], strict=True)
+    counts = [later - earlier for earlier, later in pairs]
+    p50_s, p90_s, p99_s = (percentile(now["stage_bounds_s"], counts, share) for share in (0.5, 0.9, 0.99))
+    return {"stage": stage, "num": sum(counts), "p50_s": p50_s, "p90_s": p90_s, "p99_s": p99_s}
+
+
+def percentile(bounds: Sequence[float], counts: Sequence[float], share: float) -> float | None:
     """The value that `share` of all values are below, or None without values.
 
     Values are taken to lie evenly in their bucket, as by histogram_quantile of Prometheus. Above the last bound the
@@ -250,61 +284,51 @@ def percentile(bounds: tuple[float, ...], counts: list[float], share: float) -> 
     return lower + (bounds[bucket] - lower) * (share * total - below) / counts[bucket]
 
 
-# --- from answer to answer ---------------------------------------------------------------------------------------
-
-
-class Trends(NamedTuple):
-    """The rates of the last answers, oldest first."""
-
-    requests_per_s: tuple[float, ...] = ()
-    inputs_per_s: tuple[float, ...] = ()
-    tokens_per_s: tuple[float, ...] = ()
-    num_lives: int = 1
-    """Starts of the server that were seen, and the first one."""
+# --- from answer to answer -------------------------------------------------------------------------------------
 
 
 class History:
     """`add` each answer, in order."""
 
     def __init__(self) -> None:
-        self._rates: deque[tuple[float, ...]] = deque(maxlen=NUM_REMEMBERED)
+        self.rates: deque[tuple[float, float, float]] = deque(maxlen=NUM_REMEMBERED)
+        """Requests, inputs and tokens a second of the last answers, oldest first."""
+        self.num_restarts = 0
+        """Of the server, as far as they were seen."""
         self._recent: deque[Stats] = deque(maxlen=NUM_REMEMBERED)
         """The answers of the last seconds, oldest first."""
-        self._num_lives = 1
 
-    def add(self, stats: Stats) -> ServerFigures:
+    def add(self, stats: Stats) -> Figures:
         """What has happened since the last answer."""
         if self._recent and not is_same_life(self._recent[-1], stats):
-            self._num_lives += 1
+            self.num_restarts += 1
             self._recent.clear()
-            self._rates.clear()
-        while len(self._recent) > 1 and stats.now_s - self._recent[0].now_s > _CPU_WINDOW_S:
+            self.rates.clear()
+        while len(self._recent) > 1 and stats["now_s"] - self._recent[0]["now_s"] > _CPU_WINDOW_S:
             self._recent.popleft()
         first, last = (self._recent[0], self._recent[-1]) if self._recent else (None, None)
         figures = compute_figures(last, stats, first)
         self._recent.append(stats)
-        rates = (figures.requests_per_s, figures.inputs_per_s, figures.tokens_per_s)
-        if figures.requests_per_s is not None:
-            self._rates.append(tuple(rate or 0.0 for rate in rates))
+        if figures["elapsed_s"] is not None:
+            self.rates.append((figures["requests_per_s"], figures["inputs_per_s"], figures["tokens_per_s"]))
         return figures
-
-    def trends(self) -> Trends:
-        """Until now."""
-        requests, inputs, tokens = zip(*self._rates, strict=True) if self._rates else ((), (), ())
-        return Trends(requests, inputs, tokens, self._num_lives)
 
 
 def is_same_life(before: Stats, now: Stats) -> bool:
     """Whether the server has not been started again: no count that only grows has become smaller."""
-    supervisors = [stats.processes["supervisor"].pid for stats in (before, now) if "supervisor" in stats.processes]
+    supervisors = {stats["processes"].get("supervisor", {}).get("pid") for stats in (before, now)} - {None}
+    counts = _growing(now)
     return (
-        len(set(supervisors)) < 2
-        and now.now_s > before.now_s
-        and all(now.totals[name] >= number for name, number in before.totals.items())
-        and all(now.answers.get(status, 0) >= number for status, number in before.answers.items())
-        and all(
-            before.stages[stage].bounds == now.stages[stage].bounds
-            and all(old <= new for old, new in zip(before.stages[stage].counts, now.stages[stage].counts, strict=True))
-            for stage in STAGES
-        )
+        len(supervisors) < 2
+        and now["now_s"] > before["now_s"]
+        and now["stage_bounds_s"] == before["stage_bounds_s"]
+        and all(counts.get(name, 0) >= count for name, count in _growing(before).items())
     )
+
+
+def _growing(stats: Stats) -> dict[Any, float]:
+    """All counts of the whole server, each under a name of its own."""
+    buckets = {
+        (stage, bucket): count for stage in STAGES for bucket, count in enumerate(stats["stages"][stage]["counts"])
+    }
+    return {**stats["totals"], **stats["answers"], **buckets}

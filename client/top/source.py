@@ -13,7 +13,7 @@ from vecd.client.connection import (
     name_failure,
     render_request,
 )
-from vecd.client.top.stats import NotStats, Stats, read_stats
+from vecd.client.top.figures import NotStats, Stats, read_stats
 
 _TIMEOUT_S = 5.0
 """Time for a connection, and for a response. A supervisor replaces a gateway that hangs this long."""

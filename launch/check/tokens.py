@@ -11,7 +11,7 @@ from array import array
 from collections.abc import Sequence
 from typing import Any, TextIO
 
-from vecd.client.bench.texts import FixedWords, draw_text
+from vecd.client.bench.texts import Lengths, draw_text
 from vecd.shm.card import ModelCard, ModelError
 from vecd.workers.process.kernel import die_with_parent, leave_no_core, set_process_name
 
@@ -33,7 +33,7 @@ _AWKWARD = (
 def built_in_texts() -> list[str]:
     """Texts of 1 to 400 words, some unusual ones, and a long one; the same at every call."""
     rng = random.Random(0)
-    return [*(draw_text(FixedWords(count), rng) for count in _WORDS * 3), *_AWKWARD, draw_text(FixedWords(1500), rng)]
+    return [*(draw_text(Lengths(count), rng) for count in _WORDS * 3), *_AWKWARD, draw_text(Lengths(1500), rng)]
 
 
 def affordable(lengths: Sequence[int], num_parameters: int) -> int:

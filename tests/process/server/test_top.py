@@ -27,6 +27,8 @@ from vecd.client.top.command import main as top
 DEADLINE_S = 60.0
 BACK = b"\x1b[?1049l"
 """Leaves the alternate screen."""
+HOME = b"\x1b[H"
+"""Begins each picture."""
 MODES = slice(0, 6)
 """Of termios' attributes: flags and speeds."""
 EMBED_KEY, METRICS_KEY = "the-key-of-a-caller-0123456789", "the-key-of-a-dashboard-0123456789"
@@ -92,11 +94,11 @@ class Terminal:
         """The first picture of which it is true, without colours. What came before is forgotten."""
         deadline = time.monotonic() + DEADLINE_S
         while time.monotonic() < deadline:
-            *pictures, unfinished = self.written.split(b"\x1b[J")
+            *pictures, unfinished = self.written.split(HOME)
             for number, picture in enumerate(pictures):
-                text = re.sub(r"\x1b\[[0-9;?]*[a-zA-Z]|\r", "", picture.decode().rpartition("\x1b[H")[2])
+                text = re.sub(r"\x1b\[[0-9;?]*[a-zA-Z]|\r", "", picture.decode())
                 if is_there(text):
-                    self.written = b"\x1b[J".join([*pictures[number + 1 :], unfinished])
+                    self.written = HOME.join([*pictures[number + 1 :], unfinished])
                     return text
             self._read(deadline)
         raise AssertionError(f"not seen in {DEADLINE_S} s; last: {self.written[-3000:]!r}")

@@ -20,7 +20,7 @@ async def wake_at(moments: list[float]) -> list[float]:
         if len(woken) < len(moments):
             alarm.set(started_at + moments[len(woken)])
         else:
-            alarm.disarm()
+            alarm.set(None)
             finished.set_result(None)
 
     with Alarm(on_time) as alarm:

@@ -9,7 +9,6 @@ from vecd.client.connection import (
     BadResponse,
     ClientConnection,
     ConnectionClosed,
-    ExchangeResult,
     ServerResponse,
     connect,
     parse_target,
@@ -111,24 +110,31 @@ def test_an_answer_without_end_is_cut(start_server: Callable[..., Any], monkeypa
         ask(server.url)
 
 
-def test_outcomes_come_once_and_not_from_within_send(start_server: Callable[..., Any]) -> None:
-    async def send() -> tuple[list[ExchangeResult], list[ExchangeResult]]:
+def test_after_a_timeout_the_connection_is_closed(start_server: Callable[..., Any]) -> None:
+    async def exchange_twice() -> None:
         target = parse_target(start_server(lambda n: 200 if n == 0 else None).url)
         connection = await connect(target, 10)
         request = render_request(target, "/x", b'{"input":"a"}', api_key=None)
-        outcomes: list[ExchangeResult] = []
-        connection.send(request, 10, outcomes.append)
-        at_once = list(outcomes)
-        while not outcomes:
-            await asyncio.sleep(0.01)
-        connection.send(request, 0.05, outcomes.append)
-        while len(outcomes) < 2:
-            await asyncio.sleep(0.01)
-        await asyncio.sleep(0.05)
+        assert (await connection.exchange(request, 10)).status == 200
+        with pytest.raises(TimeoutError):
+            await connection.exchange(request, 0.05)
         assert not connection.is_open
-        return at_once, outcomes
+        with pytest.raises(ConnectionClosed):
+            await connection.exchange(request, 10)
 
-    at_once, (answer, error) = asyncio.run(send())
-    assert at_once == []
-    assert isinstance(answer, ServerResponse)
-    assert isinstance(error, TimeoutError)
+    asyncio.run(exchange_twice())
+
+
+def test_closing_ends_an_exchange_under_way(start_server: Callable[..., Any]) -> None:
+    async def close_meanwhile() -> None:
+        target = parse_target(start_server(lambda _: None).url)
+        connection = await connect(target, 10)
+        exchange = asyncio.create_task(
+            connection.exchange(render_request(target, "/x", b'{"input":"a"}', api_key=None), 60)
+        )
+        await asyncio.sleep(0)
+        connection.close()
+        with pytest.raises(ConnectionClosed):
+            await asyncio.wait_for(exchange, 20)
+
+    asyncio.run(close_meanwhile())

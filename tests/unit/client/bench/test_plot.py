@@ -1,5 +1,4 @@
 import importlib.util
-import math
 from pathlib import Path
 
 import pytest
@@ -9,7 +8,7 @@ from vecd.client.bench.plot import PlotUnavailable, Point, draw_latency, require
 HAS_MATPLOTLIB = importlib.util.find_spec("matplotlib") is not None
 needs_matplotlib = pytest.mark.skipif(not HAS_MATPLOTLIB, reason="matplotlib is the extra vecd[plot]")
 POINTS = [Point(100, 2, 5, "1 client"), Point(900, 3.5, 9, "4 clients"), Point(1000, 15, 80, "16 clients")]
-NOTHING = Point(0, math.nan, math.nan)
+NOTHING = Point(0, None, None)
 
 
 @pytest.fixture

@@ -1,48 +1,47 @@
 import io
-import math
 
 import pytest
 
 from vecd.client import status_line as status_line_module
-from vecd.client.bench.run import RunProgress
+from vecd.client.bench.report import describe_progress
+from vecd.client.bench.result import RunResult
+from vecd.client.bench.window import Window
 from vecd.client.status_line import StatusLine
 
 
-def make_progress(**changes: object) -> RunProgress:
-    fields: dict[str, object] = {
-        "is_warming_up": False,
-        "elapsed_s": 2.0,
-        "left_s": 7.2,
-        "num_requests": 500,
-        "num_errors": 3,
-        "num_waiting": 4,
-    }
-    return RunProgress(**{**fields, **changes})  # type: ignore[arg-type]
+def describe(now: float = 12.0, *, num_requests: int = 500, is_by_number: bool = False) -> str:
+    """The progress of a run that measures from 10 to 20."""
+    window = Window(8.0, 2.0, 10.0, num_requests=1000 if is_by_number else None)
+    if is_by_number:
+        window.may_send(10.0)
+    result = RunResult(num_requests=num_requests)
+    result.add_errors("timeout", "", 3)
+    return describe_progress(window, result, 4, now)
 
 
 @pytest.mark.parametrize(
     ("progress", "words"),
     [
-        (make_progress(), "250.0 req/s, 3 errors, 8 s left"),
-        (make_progress(left_s=0.0), "250.0 req/s, 3 errors, waiting for 4 answers"),
-        (make_progress(left_s=math.inf), "250.0 req/s, 3 errors, 500 answered"),
-        (make_progress(elapsed_s=0.0, num_requests=0), "0.0 req/s, 3 errors, 8 s left"),
-        (make_progress(is_warming_up=True), "warming up"),
+        (describe(12.8), "178.6 req/s, 3 errors, 8 s left"),
+        (describe(21.0), "50.0 req/s, 3 errors, waiting for 4 answers"),
+        (describe(is_by_number=True), "250.0 req/s, 3 errors, 500 answered"),
+        (describe(10.0, num_requests=0), "0.0 req/s, 3 errors, 10 s left"),
+        (describe(9.0), "warming up"),
     ],
 )
-def test_progress_in_words(progress: RunProgress, words: str) -> None:
-    assert progress.describe() == words
+def test_progress_in_words(progress: str, words: str) -> None:
+    assert progress == words
 
 
 def test_the_line_is_rewritten_and_cleared(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(status_line_module, "_REDRAW_S", 0.0)
     stream = io.StringIO()
     line = StatusLine("vecd bench", stream, is_live=True)
-    line.show(lambda: f"16 clients: {make_progress().describe()}")
-    line.show(lambda: f"16 clients: {make_progress(left_s=1.0).describe()}")
+    line.show(lambda: f"16 clients: {describe()}")
+    line.show(lambda: f"16 clients: {describe(19.5)}")
     assert stream.getvalue().count("\r") == 2
     assert "\n" not in stream.getvalue()
-    assert stream.getvalue().endswith("16 clients: 250.0 req/s, 3 errors, 1 s left")
+    assert stream.getvalue().endswith("16 clients: 52.6 req/s, 3 errors, 1 s left")
     line.clear()
     assert stream.getvalue().endswith("\r\x1b[K")
 
@@ -52,14 +51,14 @@ def test_the_line_is_not_rewritten_all_the_time(monkeypatch: pytest.MonkeyPatch)
     stream = io.StringIO()
     line = StatusLine("vecd bench", stream, is_live=True)
     for _ in range(5):
-        line.show(lambda: f"16 clients: {make_progress().describe()}")
+        line.show(lambda: f"16 clients: {describe()}")
     assert stream.getvalue().count("16 clients") == 1
 
 
 def test_without_a_terminal_nothing_is_written() -> None:
     stream = io.StringIO()
     line = StatusLine("vecd bench", stream)
-    line.show(lambda: f"16 clients: {make_progress().describe()}")
+    line.show(lambda: f"16 clients: {describe()}")
     line.clear()
     assert stream.getvalue() == ""
 
@@ -70,5 +69,5 @@ def test_a_terminal_that_goes_does_not_end_the_run() -> None:
             raise OSError(5, "Input/output error")
 
     line = StatusLine("vecd bench", Gone(), is_live=True)
-    line.show(lambda: f"16 clients: {make_progress().describe()}")
+    line.show(lambda: f"16 clients: {describe()}")
     line.clear()

@@ -6,8 +6,7 @@ import pytest
 
 from vecd.client.bench import texts as texts_module
 from vecd.client.bench.texts import (
-    FixedWords,
-    LognormalWords,
+    Lengths,
     draw_text,
     draw_texts,
     english_words,
@@ -18,25 +17,25 @@ from vecd.client.bench.texts import (
 
 
 def test_the_same_seed_draws_the_same_texts() -> None:
-    assert draw_texts(50, FixedWords(10), seed=3) == draw_texts(50, FixedWords(10), seed=3)
+    assert draw_texts(50, Lengths(10), seed=3) == draw_texts(50, Lengths(10), seed=3)
 
 
 def test_another_seed_draws_others() -> None:
-    assert draw_texts(50, FixedWords(10), seed=3) != draw_texts(50, FixedWords(10), seed=4)
+    assert draw_texts(50, Lengths(10), seed=3) != draw_texts(50, Lengths(10), seed=4)
 
 
 def test_texts_of_fixed_length_have_it() -> None:
-    assert {len(text.split()) for text in draw_texts(200, FixedWords(7), seed=0)} == {7}
+    assert {len(text.split()) for text in draw_texts(200, Lengths(7), seed=0)} == {7}
 
 
 def test_texts_are_running_english() -> None:
     prose = " ".join(english_words())
-    assert all(text in prose for text in draw_texts(20, FixedWords(12), seed=0))
+    assert all(text in prose for text in draw_texts(20, Lengths(12), seed=0))
 
 
 def test_lognormal_lengths_have_their_mean_and_a_long_tail() -> None:
     rng = random.Random(1)
-    lengths = [LognormalWords(70, 0.8).draw(rng) for _ in range(20_000)]
+    lengths = [Lengths(70, 0.8).draw(rng) for _ in range(20_000)]
     assert statistics.mean(lengths) == pytest.approx(70, rel=0.03)
     assert statistics.median(lengths) < 55
     assert max(lengths) > 500
@@ -44,12 +43,12 @@ def test_lognormal_lengths_have_their_mean_and_a_long_tail() -> None:
 
 
 def test_a_text_is_never_longer_than_the_reference() -> None:
-    assert draw_text(FixedWords(10**7), random.Random(0)) == " ".join(english_words())
+    assert draw_text(Lengths(10**7), random.Random(0)) == " ".join(english_words())
 
 
 @pytest.mark.parametrize(
     ("value", "lengths"),
-    [("10", FixedWords(10)), ("lognormal:70,0.8", LognormalWords(70, 0.8)), ("lognormal:5,0", LognormalWords(5, 0))],
+    [("10", Lengths(10)), ("lognormal:70,0.8", Lengths(70, 0.8)), ("lognormal:5,0", Lengths(5, 0))],
 )
 def test_lengths_are_read_from_the_command_line(value: str, lengths: object) -> None:
     assert parse_lengths(value) == lengths

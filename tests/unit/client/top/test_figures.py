@@ -5,8 +5,17 @@ import copy
 import orjson
 import pytest
 
-from vecd.client.top.figures import NUM_REMEMBERED, History, compute_figures, is_same_life, percentile
-from vecd.client.top.stats import STAGES, NotStats, Stats, read_stats
+from vecd.client.top.figures import (
+    NUM_REMEMBERED,
+    STAGES,
+    History,
+    NotStats,
+    Stats,
+    compute_figures,
+    is_same_life,
+    percentile,
+    read_stats,
+)
 
 BOUNDS = [0.001, 0.01, 0.1]
 
@@ -69,29 +78,54 @@ def later(seconds: float = 2.0) -> dict:
 
 def test_rates_and_shares_are_of_what_came_in_between():
     figures = compute_figures(read(answer()), read(later()))
-    assert (figures.requests_per_s, figures.inputs_per_s, figures.tokens_per_s) == (10, 20, 450)
-    batches = figures.batches
-    assert (batches.per_s, batches.mean_sequences, batches.mean_tokens, batches.padding_share) == (5, 4, 90, 0.1)
-    [worker] = figures.workers
-    assert (worker.busy_share, worker.batches_per_s, worker.tokens_per_s, worker.cpu_share) == (0.75, 5, 450, 0.5)
-    assert [(error.status, error.per_s, error.num) for error in figures.errors] == [(429, 2, 4)]
-    assert figures.faults == {"refused": 4}
-    assert (figures.memory_bytes, figures.num_processes, figures.cpu_cores) == (180, 3, 0.5)
+    assert (figures["requests_per_s"], figures["inputs_per_s"], figures["tokens_per_s"]) == (10, 20, 450)
+    batches = figures["batches"]
+    assert (batches["per_s"], batches["mean_sequences"], batches["mean_tokens"]) == (5, 4, 90)
+    assert batches["padding_share"] == 0.1
+    [worker] = figures["workers"]
+    assert (worker["busy_share"], worker["batches_per_s"], worker["tokens_per_s"]) == (0.75, 5, 450)
+    assert worker["cpu_share"] == 0.5
+    assert figures["errors"] == [{"status": 429, "per_s": 2, "num": 4}]
+    assert figures["faults"] == {"refused": 4}
+    assert (figures["memory_bytes"], figures["num_processes"], figures["cpu_cores"]) == (180, 3, 0.5)
 
 
 def test_the_first_answer_has_levels_and_no_rates():
     figures = compute_figures(None, read(later()))
-    assert figures.elapsed_s is figures.requests_per_s is figures.batches.per_s is figures.workers[0].busy_share is None
-    assert {latency.p50_s for latency in figures.latencies} == {None}
-    assert figures.cpu_cores is None
-    assert (figures.errors[0].per_s, figures.errors[0].num) == (None, 4)
-    assert figures.memory_bytes == 180
+    assert figures["elapsed_s"] is figures["requests_per_s"] is figures["batches"]["per_s"] is None
+    assert figures["workers"][0]["busy_share"] is None
+    assert {latency["p50_s"] for latency in figures["latencies"]} == {None}
+    assert figures["cpu_cores"] is None
+    assert figures["errors"] == [{"status": 429, "per_s": None, "num": 4}]
+    assert figures["memory_bytes"] == 180
 
 
 def test_where_nothing_happened_there_is_no_percentile_and_no_mean():
     figures = compute_figures(read(later(2.0)), read(later(4.0)))
-    assert figures.requests_per_s == figures.batches.per_s == figures.workers[0].busy_share == 0
-    assert figures.batches.mean_tokens is figures.batches.padding_share is figures.latencies[-1].p99_s is None
+    assert figures["requests_per_s"] == figures["batches"]["per_s"] == figures["workers"][0]["busy_share"] == 0
+    assert figures["batches"]["mean_tokens"] is figures["batches"]["padding_share"] is None
+    assert figures["latencies"][-1]["p99_s"] is None
+
+
+KEYS = """
+    version model dtype path uptime_s elapsed_s requests_per_s inputs_per_s tokens_per_s latencies errors faults queue
+    arena batches workers gateways num_processes memory_bytes cpu_cores
+"""
+KEYS_WITHIN = {
+    "latencies": "stage num p50_s p90_s p99_s",
+    "workers": "worker state num_restarts busy_share batches_per_s tokens_per_s pid memory_bytes cpu_share",
+    "gateways": "gateway pid uptime_s connections requests answered_per_s memory_bytes cpu_share",
+}
+
+
+def test_programs_find_every_figure_under_its_name():
+    for before in (None, read(answer())):
+        figures = compute_figures(before, read(later()))
+        assert list(figures) == KEYS.split()
+        assert list(figures["batches"]) == ["per_s", "mean_sequences", "mean_tokens", "mean_fill", "padding_share"]
+        assert {name: list(figures[name][0]) for name in KEYS_WITHIN} == {
+            name: keys.split() for name, keys in KEYS_WITHIN.items()
+        }
 
 
 @pytest.mark.parametrize(
@@ -115,15 +149,15 @@ def test_percentiles_are_of_the_requests_in_between_alone():
     before, after = later(), later(4.0)
     after["stages"]["queue"]["counts"] = [4, 10, 0, 10]
     figures = compute_figures(read(before), read(after))
-    queue = next(latency for latency in figures.latencies if latency.stage == "queue")
-    assert queue.num == 4
-    assert queue.p50_s == pytest.approx(0.0005)
+    queue = next(latency for latency in figures["latencies"] if latency["stage"] == "queue")
+    assert queue["num"] == 4
+    assert queue["p50_s"] == pytest.approx(0.0005)
 
 
 def test_a_long_batch_makes_nobody_busier_than_busy():
     after = later()
     after["workers"][0]["busy_s"] = 30.0
-    assert compute_figures(read(answer()), read(after)).workers[0].busy_share == 1.0
+    assert compute_figures(read(answer()), read(after))["workers"][0]["busy_share"] == 1.0
 
 
 def test_whoever_is_new_has_no_rates_yet():
@@ -131,16 +165,17 @@ def test_whoever_is_new_has_no_rates_yet():
     after["workers"].append({**after["workers"][0], "worker": 1, "life": 3, "pid": None})
     after["processes"]["worker-0"]["pid"] = 99  # another life, whose processor time began at 0
     figures = compute_figures(read(answer()), read(after))
-    assert [worker.num_restarts for worker in figures.workers] == [0, 2]
-    assert figures.workers[1].busy_share is figures.workers[1].memory_bytes is figures.workers[0].cpu_share is None
+    old, new = figures["workers"]
+    assert (old["num_restarts"], new["num_restarts"]) == (0, 2)
+    assert new["busy_share"] is new["memory_bytes"] is old["cpu_share"] is None
 
 
 def test_fill_is_shown_where_a_server_tells_it():
     before, after = answer(), later()
     before["batch_fill"] = {"bounds": [0.5, 1.0], "counts": [4, 0, 0], "sum": 1.0}
     after["batch_fill"] = {"bounds": [0.5, 1.0], "counts": [4, 2, 0], "sum": 2.5}
-    assert compute_figures(read(before), read(after)).batches.mean_fill == 0.75
-    assert compute_figures(read(answer()), read(later())).batches.mean_fill is None
+    assert compute_figures(read(before), read(after))["batches"]["mean_fill"] == 0.75
+    assert compute_figures(read(answer()), read(later()))["batches"]["mean_fill"] is None
 
 
 # --- restarts --------------------------------------------------------------------------------------------------
@@ -178,11 +213,11 @@ def test_after_a_restart_everything_starts_anew():
     history = History()
     history.add(read(answer()))
     history.add(read(later()))
-    assert history.trends().requests_per_s == (10,)
+    assert list(history.rates) == [(10, 20, 450)]
     figures = history.add(read(answer(104.0)))
-    assert figures.requests_per_s is figures.cpu_cores is None
-    assert history.trends() == ((), (), (), 2)
-    assert history.add(read(answer(105.0))).requests_per_s == 0
+    assert figures["requests_per_s"] is figures["cpu_cores"] is None
+    assert (list(history.rates), history.num_restarts) == ([], 1)
+    assert history.add(read(answer(105.0)))["requests_per_s"] == 0
 
 
 def test_processor_time_is_of_the_last_seconds():
@@ -192,14 +227,14 @@ def test_processor_time_is_of_the_last_seconds():
         after = answer(100.0 + second)
         after["processes"]["worker-0"]["cpu_s"] = 1.0 + second // 2 * 2 * 0.25
         figures = history.add(read(after))
-    assert figures.workers[0].cpu_share == pytest.approx(0.25, abs=0.06)
+    assert figures["workers"][0]["cpu_share"] == pytest.approx(0.25, abs=0.06)
 
 
 def test_what_is_remembered_is_bounded():
     history = History()
     for second in range(NUM_REMEMBERED + 10):
         history.add(read(answer(100.0 + second / 100)))
-    assert len(history.trends().requests_per_s) == NUM_REMEMBERED
+    assert len(history.rates) == NUM_REMEMBERED
 
 
 # --- what is no such answer ------------------------------------------------------------------------------------
@@ -241,8 +276,10 @@ def test_nothing_that_a_server_says_reaches_the_terminal_s_controls():
     changed = answer()
     changed["model"]["id"] = "\x1b[2Jevil\r\n\u202e" + "x" * 10_000
     changed["workers"][0]["state"] = "\x07ready"
+    changed["processes"]["\x1b[Jworker"] = changed["processes"]["worker-0"]
     changed["unheard of"] = {"more": []}
     stats = read(changed)
-    assert stats.model["id"].startswith("?[2Jevil???xxx")
-    assert len(stats.model["id"]) <= 200
-    assert stats.workers[0].state == "?ready"
+    assert stats["model"]["id"].startswith("?[2Jevil???xxx")
+    assert len(stats["model"]["id"]) <= 200
+    assert stats["workers"][0]["state"] == "?ready"
+    assert "?[Jworker" in stats["processes"]

@@ -1,15 +1,13 @@
 """How `vecd top` looks: every size of terminal, and what a reader must find."""
 
-from dataclasses import replace
+import io
 
 import orjson
 import pytest
 from rich.console import Console
 
-from vecd.client.top.figures import Trends, compute_figures
-from vecd.client.top.stats import read_stats
-from vecd.client.top.text import age, bar, duration, number, share, size, sparkline
-from vecd.client.top.view import Scene, draw
+from vecd.client.top.figures import compute_figures, read_stats
+from vecd.client.top.view import Scene, age, bar, duration, number, share, size, sparkline
 
 
 def stats(num_workers: int, num_gateways: int, seconds: int):
@@ -49,23 +47,15 @@ def stats(num_workers: int, num_gateways: int, seconds: int):
 
 def scene(num_workers: int = 2, num_gateways: int = 2, **changes) -> Scene:
     figures = compute_figures(stats(num_workers, num_gateways, 0), stats(num_workers, num_gateways, 2))
-    rates = tuple(float(n) for n in range(500))
-    return replace(
-        Scene(
-            target="http://127.0.0.1:8000",
-            interval_s=1.0,
-            figures=figures,
-            trends=Trends(rates, rates, rates),
-            has_keys=True,
-        ),
-        **changes,
-    )
+    rates = [(float(n), float(n), float(n)) for n in range(500)]
+    picture = {"target": "http://127.0.0.1:8000", "interval_s": 1.0, "figures": figures, "rates": rates}
+    return Scene(**{**picture, "has_keys": True, **changes})
 
 
 def lines_of(scene: Scene, width: int, height: int | None) -> list[str]:
     console = Console(width=width, height=height or 25, force_terminal=True, color_system=None, markup=False)
     with console.capture() as captured:
-        console.print(draw(scene, width, height), end="")
+        console.print(scene, end="", height=height)
     return captured.get().rstrip("\n").split("\n")
 
 
@@ -119,8 +109,16 @@ def test_before_the_first_answer_it_says_what_it_waits_for():
     assert "connection refused" in lines[2]
 
 
-def test_a_terminal_without_unicode_gets_none_of_it_in_bars():
-    assert set(sparkline([0, 1, 2, 3], 6, is_ascii=True) + bar(0.5, 10, is_ascii=True)) <= set(" _.-=+*%#")
+@pytest.mark.parametrize("encoding", ["ascii", "latin-1"])
+def test_a_terminal_without_unicode_gets_none_of_it(encoding):
+    file = io.TextIOWrapper(io.BytesIO(), encoding)
+    console = Console(file=file, width=130, height=40, force_terminal=True, color_system=None)
+    console.print(scene(num_workers=50, target="http://näme"))  # a character that it lacks would be an error
+    file.seek(0)
+    text = file.read()
+    assert "#########   90 %" in text
+    assert text.split("\n")[2].endswith("####")
+    assert "vecd 1.2  a-model | 384" in text
 
 
 @pytest.mark.parametrize(
