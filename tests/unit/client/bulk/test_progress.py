@@ -1,11 +1,10 @@
-import asyncio
 import io
 
 import pytest
 
 from vecd.client import status_line as status_line_module
-from vecd.client.bulk.concurrency import FEWEST, MOST, ConcurrencyLimit
 from vecd.client.bulk.progress import Course, Moment, bar, in_words
+from vecd.client.bulk.service import MAX_CONCURRENCY, MIN_CONCURRENCY, adapt
 from vecd.client.status_line import StatusLine
 
 
@@ -62,32 +61,13 @@ def test_quiet_is_quiet_but_for_what_stays() -> None:
     assert stream.getvalue() == "vecd embed: done\n"
 
 
-def test_the_pace_follows_the_server() -> None:
-    pace = ConcurrencyLimit()
+def test_the_concurrency_follows_the_server() -> None:
+    concurrency = 4
     for _ in range(100):
-        pace.learn(0.01, was_full=True)
-    assert pace.limit == MOST
-    pace.learn(0.01, was_full=False)
+        concurrency = adapt(concurrency, 0.01, was_full=True)
+    assert concurrency == MAX_CONCURRENCY
+    assert adapt(concurrency, 2.0, was_full=True) == MAX_CONCURRENCY
     for _ in range(100):
-        pace.learn(60.0, was_full=True)
-    assert pace.limit == FEWEST
-    pace.learn(0.01, was_full=False)
-    assert pace.limit == FEWEST
-
-
-def test_no_more_are_under_way_than_may_be() -> None:
-    async def run() -> int:
-        pace, most = ConcurrencyLimit(), 0
-        pace.fix(3)
-
-        async def work() -> None:
-            nonlocal most
-            async with pace.permit():
-                most = max(most, pace.num_running)
-                await asyncio.sleep(0)
-
-        await asyncio.gather(*(work() for _ in range(20)))
-        assert pace.num_running == 0
-        return most
-
-    assert asyncio.run(run()) == 3
+        concurrency = adapt(concurrency, 60.0, was_full=True)
+    assert concurrency == MIN_CONCURRENCY
+    assert adapt(concurrency, 0.01, was_full=False) == MIN_CONCURRENCY
