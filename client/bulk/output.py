@@ -206,16 +206,13 @@ class OutputFiles:
             file.cut(min(num_bytes, file.num_bytes))
         final = self._make_final(num_rows)
         self.sync()
-        is_wanted = {".rows.npy": self._options.on_bad_row == "skip", ".rejected.jsonl": lengths[-1] > 0}
-        for suffix, wanted in is_wanted.items():
-            target = _beside(self._options.out, suffix)
-            for file in self._files:
-                if file.path != _beside(target, ".part") or file in placed:
-                    continue
-                if wanted:
-                    file.path.rename(target)
-                else:  # of an earlier output
-                    target.unlink(missing_ok=True)
+        for file in self._files[1:]:
+            target = file.path.with_suffix("")
+            is_wanted = {".npy": self._options.on_bad_row == "skip", ".jsonl": file.num_bytes > 0}.get(target.suffix)
+            if is_wanted and file not in placed:
+                file.path.rename(target)
+            elif is_wanted is False and file not in placed:
+                target.unlink(missing_ok=True)  # of an earlier output
         final.rename(self._options.out)
         sync_folder(self._options.out)
 

@@ -10,19 +10,17 @@ import asyncio
 import signal
 import threading
 import time
-from collections import deque
 from collections.abc import Generator, Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import suppress
 from dataclasses import asdict, replace
-from typing import NamedTuple
 
 from vecd.client.bulk.errors import EmbedError, ModelChanged, RunEnded
 from vecd.client.bulk.inputs import InputSource, RowBatch, check_unchanged, read_batches
 from vecd.client.bulk.journal import Commit, Journal
 from vecd.client.bulk.options import EmbedOptions
 from vecd.client.bulk.output import OutputFiles, journal_path
-from vecd.client.bulk.progress import Course, Moment, bar
+from vecd.client.bulk.progress import Course, Moment
 from vecd.client.bulk.rows import Position
 from vecd.client.bulk.service import EmbeddingService, Vectors
 from vecd.client.status_line import StatusLine
@@ -36,11 +34,6 @@ _LAST_COMMIT_S = 10.0
 _BYTES_PER_CHAR = 6
 """Most bytes of a character in JSON."""
 _SIGNALS = (signal.SIGINT, signal.SIGTERM)
-
-
-class _Pending(NamedTuple):
-    batch: RowBatch
-    task: "asyncio.Task[Vectors]"
 
 
 class EmbedRun:
@@ -69,8 +62,9 @@ class EmbedRun:
         self._journal: Journal
         self._written = self.commit
         """The next commit: what has been written since."""
-        self._course = Course(None if inputs[0].is_stream else sum(each.num_bytes for each in inputs))
-        self._pending: deque[_Pending] = deque()
+        self._course: Course
+        self._pending: dict[asyncio.Task[Vectors], RowBatch] = {}
+        """Batches that are requested and not yet written, in their order."""
         self._commit_due_at = 0.0
         self._commit_s = _FIRST_COMMIT_S
         # One thread, so that commits reach the disk in order, also when one is no longer awaited.
@@ -125,7 +119,7 @@ class EmbedRun:
         self._output.begin(self.commit.lengths)
         self.commit = self._written = replace(self.commit, lengths=self._output.lengths)
         self._commit_due_at = time.monotonic() + self._commit_s
-        self._course.begin(self._moment(0))
+        self._begin_course(0)
         limited = replace(
             options,
             batch_texts=min(options.batch_texts, max_texts or options.batch_texts),
@@ -156,9 +150,8 @@ class EmbedRun:
         committing: asyncio.Task[None] | None = None
         try:
             while True:
-                while self._pending and self._pending[0].task.done():
-                    first = self._pending.popleft()
-                    self._write(first.batch, first.task.result())
+                while self._pending and (first := next(iter(self._pending))).done():
+                    self._write(self._pending.pop(first), first.result())
                 if committing is not None and committing.done():
                     committing.result()
                     committing = None
@@ -172,11 +165,11 @@ class EmbedRun:
                     elif not self._pending:
                         return
                 self._line.show(self._describe_progress)
-                tasks = {reading, committing, *(each.task for each in self._pending)}
+                tasks = {reading, committing, *self._pending}
                 waits = [task for task in tasks if task is not None and not task.done()]
                 await asyncio.wait(waits, timeout=_TICK_S, return_when=asyncio.FIRST_COMPLETED)
         finally:
-            others = [reading, *(each.task for each in self._pending)]
+            others = [reading, *self._pending]
             for task in others:
                 task.cancel()
             await asyncio.gather(*others, return_exceptions=True)
@@ -190,15 +183,15 @@ class EmbedRun:
 
     def _has_room(self) -> bool:
         """Whether another request may be under way."""
-        num_running = sum(not each.task.done() for each in self._pending)
+        num_running = sum(not task.done() for task in self._pending)
         limit = self._service.concurrency
         return num_running < limit and len(self._pending) < limit + _AHEAD
 
     def _start(self, batch: RowBatch) -> None:
         """Send the request of `batch`."""
         if batch.first_row and batch.first_row == self._journal.commit.position.row:
-            self._course.begin(self._moment(batch.bytes_read))
-        self._pending.append(_Pending(batch, asyncio.create_task(self._service.embed(batch.rows))))
+            self._begin_course(batch.bytes_read)
+        self._pending[asyncio.create_task(self._service.embed(batch.rows))] = batch
 
     def _write(self, batch: RowBatch, vectors: Vectors) -> None:
         """Raises RunEnded for the first row without a vector, with --on-bad-row fail."""
@@ -216,13 +209,15 @@ class EmbedRun:
         )
         self._course.add(self._moment(batch.bytes_read))
 
+    def _begin_course(self, num_bytes: int) -> None:
+        self._course = Course(sum(each.num_bytes for each in self._inputs), self._moment(num_bytes))
+
     def _moment(self, num_bytes: int) -> Moment:
         return Moment(time.monotonic(), self._written.position.row, self._written.num_tokens, num_bytes)
 
     def _describe_progress(self) -> str:
-        share, trouble = self._course.share, self._service.trouble
-        words = self._course.describe(time.monotonic()) + (f", waiting: {trouble}" if trouble else "")
-        return words if share is None else f"{bar(share)} {words}"
+        trouble = self._service.trouble
+        return self._course.describe(time.monotonic()) + (f", waiting: {trouble}" if trouble else "")
 
     # --- commits ------------------------------------------------------------------------------------------
 

@@ -156,32 +156,26 @@ class EmbeddingService:
     # --- texts --------------------------------------------------------------------------------------------
 
     async def embed(self, rows: Sequence[InputRow]) -> Vectors:
-        """The vectors of `rows`, NaN for those without a text. Raises RunEnded."""
-        reasons = {index: row.reason for index, row in enumerate(rows) if row.text is None}
-        texts = [row.text for row in rows if row.text is not None]
-        if not reasons:
-            return await self._embed_timed(texts)
-        matrix = np.full((len(rows), self._model.dim), np.nan, self._item)
+        """The vectors of `rows`. Raises RunEnded."""
+        vectors = Vectors(
+            np.full((len(rows), self._model.dim), np.nan, self._item),
+            {index: row.reason for index, row in enumerate(rows) if row.text is None},
+        )
+        texts = {index: row.text for index, row in enumerate(rows) if row.text is not None}
         if not texts:
-            return Vectors(matrix, reasons)
-        vectors = await self._embed_timed(texts)
-        sent = [index for index in range(len(rows)) if index not in reasons]
-        matrix[sent] = vectors.matrix
-        reasons |= {sent[index]: reason for index, reason in vectors.reasons.items()}
-        return Vectors(matrix, reasons, vectors.num_tokens)
-
-    async def _embed_timed(self, texts: list[str]) -> Vectors:
+            return vectors
         self._num_running += 1
         began_at, was_full = time.monotonic(), self._num_running >= self.concurrency
         try:
-            vectors = await self._embed(texts)
+            await self._fill(vectors, list(texts), list(texts.values()))
         finally:
             self._num_running -= 1
         if self._options.concurrency is None:
             self.concurrency = adapt(self.concurrency, time.monotonic() - began_at, was_full=was_full)
         return vectors
 
-    async def _embed(self, texts: list[str]) -> Vectors:
+    async def _fill(self, vectors: Vectors, indices: list[int], texts: list[str]) -> None:
+        """Request the vectors of `texts`, which are those of the rows `indices`."""
         response = await self._until_served(texts)
         dim = self._model.dim
         if response.status == 200:
@@ -190,16 +184,14 @@ class EmbeddingService:
                     "the server has another model than this run began with: its vectors have "
                     f"{response.num_dimensions} dimensions, not {dim}"
                 )
-            # The matrix borrows the memory of the body.
-            matrix = np.frombuffer(response.body, self._item).reshape(len(texts), dim)
-            return Vectors(matrix, {}, response.num_tokens or 0)
-        if len(texts) == 1:
-            return Vectors(np.full((1, dim), np.nan, self._item), {0: _message(response)})
-        middle = len(texts) // 2
-        first, second = await self._embed(texts[:middle]), await self._embed(texts[middle:])
-        reasons = first.reasons | {middle + index: reason for index, reason in second.reasons.items()}
-        matrix = np.concatenate((first.matrix, second.matrix))
-        return Vectors(matrix, reasons, first.num_tokens + second.num_tokens)
+            vectors.matrix[indices] = np.frombuffer(response.body, self._item).reshape(len(texts), dim)
+            vectors.num_tokens += response.num_tokens or 0
+        elif len(texts) == 1:
+            vectors.reasons[indices[0]] = _message(response)
+        else:
+            middle = len(texts) // 2
+            await self._fill(vectors, indices[:middle], texts[:middle])
+            await self._fill(vectors, indices[middle:], texts[middle:])
 
     def _render_texts(self, texts: Sequence[str]) -> bytes:
         body = {
