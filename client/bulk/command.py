@@ -11,20 +11,20 @@ import os
 import signal
 import sys
 import time
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Sequence
+from contextlib import ExitStack
+from dataclasses import asdict
 
 import uvloop
 
+from vecd.client.bulk.errors import EmbedError, RunEnded
 from vecd.client.bulk.inputs import InputSource, check_readable, find_inputs
-from vecd.client.bulk.journal import Commit, Journal, JournalError
+from vecd.client.bulk.journal import Commit, Journal
 from vecd.client.bulk.options import EmbedOptions, parse_options
 from vecd.client.bulk.output import OutputFiles, journal_path
-from vecd.client.bulk.output_file import OutputError
 from vecd.client.bulk.progress import in_words
-from vecd.client.bulk.rows import InputError
 from vecd.client.bulk.run import EmbedRun
-from vecd.client.bulk.server_process import StartFailed, start_server
+from vecd.client.bulk.server_process import start_server
 from vecd.client.bulk.service import EmbeddingService
 from vecd.client.connection import parse_target
 from vecd.client.status_line import StatusLine
@@ -43,7 +43,7 @@ def main(argv: list[str] | None = None) -> int:
         line.silence()
     try:
         return _embed(options, line)
-    except (InputError, JournalError, OutputError, StartFailed) as error:
+    except EmbedError as error:
         line.say(str(error))
         return EXIT_NOT_BEGUN
     except OSError as error:  # the output cannot be created or finished
@@ -63,57 +63,43 @@ def _open_standard_streams() -> None:
 
 def _describe(error: Exception) -> str:
     """With the file first."""
-    if isinstance(error, OSError) and error.filename:
-        return f"{error.filename}: {error.strerror}"
-    return str(error)
+    return f"{error.filename}: {error.strerror}" if isinstance(error, OSError) and error.filename else str(error)
 
 
 def _embed(options: EmbedOptions, line: StatusLine) -> int:
     inputs = find_inputs(options.files, options.format)
     for each in inputs:
         if each.path == os.path.abspath(options.out):
-            raise InputError(f"{each.name} is input and output")
-    check_readable(inputs, options.shape)
-    with _locked(options) as output:
-        unfinished = _unfinished(options, inputs, output)
+            raise EmbedError(f"{each.name} is input and output")
+    check_readable(inputs, options)
+    output = OutputFiles(options)
+    try:
+        unfinished = _find_unfinished(options, inputs, output)
         if unfinished is None or not unfinished.commit.is_complete:
             return _embed_by_server(options, inputs, output, unfinished, line)
-        output.choose_form(
-            options.output_format,
-            unfinished.model["dim"],
-            options.dtype,
-            options.keep,
-            on_bad_row=options.on_bad_row,
-        )
+        output.open(unfinished.model["dim"])
         return _finish(options, output, unfinished.commit, line, "the run before was complete")
-
-
-@contextmanager
-def _locked(options: EmbedOptions) -> Iterator[OutputFiles]:
-    output = OutputFiles(options.out)
-    try:
-        yield output
     finally:
         if not journal_path(options.out).exists():
             output.remove_if_new()
         output.close()
 
 
-def _unfinished(options: EmbedOptions, inputs: Sequence[InputSource], output: OutputFiles) -> Journal | None:
-    """The run to resume. Raises JournalError, OutputError."""
+def _find_unfinished(options: EmbedOptions, inputs: Sequence[InputSource], output: OutputFiles) -> Journal | None:
+    """The run to resume. Raises EmbedError when it cannot be, or something else is in the place of the output."""
     path = journal_path(options.out)
     if options.restart:
         path.unlink(missing_ok=True)
         return None
     journal = Journal.load(path)
-    if journal is not None and not journal.commit.position.row and not journal.commit.is_complete:
-        return None  # nothing was done: the run begins anew, whatever has changed
     if journal is not None:
-        journal.check_same(options.journal_fields(), options.on_bad_row, [each.identity() for each in inputs])
+        if not journal.commit.position.row and not journal.commit.is_complete:
+            return None  # nothing was done: the run begins anew, whatever has changed
+        journal.check_same(options.journal_fields(), options.on_bad_row, [asdict(each) for each in inputs])
     elif options.out.exists():
-        raise OutputError(f"{options.out} exists; --restart replaces it")
+        raise EmbedError(f"{options.out} exists; --restart replaces it")
     elif not output.is_new:
-        raise OutputError(f"{options.out}.part exists, and nothing tells what it is; --restart replaces it")
+        raise EmbedError(f"{options.out}.part exists, and nothing tells what it is; --restart replaces it")
     return journal
 
 
@@ -124,40 +110,30 @@ def _embed_by_server(
     unfinished: Journal | None,
     line: StatusLine,
 ) -> int:
-    began_at = time.monotonic()
-    with _server(options, line) as (url, why_gone):
-        service = EmbeddingService(parse_target(url), options.request, why_gone)
-        if options.concurrency is not None:
-            service.concurrency.fix(options.concurrency)
-        outcome = uvloop.run(EmbedRun(options, inputs, output, unfinished, service, line).run())
+    began_at, error = time.monotonic(), None
+    with ExitStack() as stack:
+        if options.url is not None:
+            service = EmbeddingService(parse_target(options.url), options)
+        else:
+            serving = start_server(options.model, options.serve_flags, lambda text: line.show(lambda: text))
+            url, why_gone = stack.enter_context(serving)
+            service = EmbeddingService(parse_target(url), options, why_gone)
+        run = EmbedRun(options, inputs, output, unfinished, service, line)
+        try:
+            uvloop.run(run.run())
+        except (RunEnded, OSError) as ended:
+            error = ended
     line.clear()
-    if outcome.signal_number:
-        line.say(f"interrupted; {_describe_done(outcome.commit)}")
-        return 128 + outcome.signal_number
-    if outcome.error is not None:
-        line.say(f"{_describe(outcome.error)}; {_describe_done(outcome.commit)}")
-        return EXIT_ENDED
+    num_rows = run.commit.position.row
+    if run.signal_number or error is not None:
+        why = _describe(error) if error is not None and not run.signal_number else "interrupted"
+        done = f"{num_rows:,} rows are done, the same command goes on behind them" if num_rows else "no row is done"
+        line.say(f"{why}; {done}")
+        return 128 + run.signal_number if run.signal_number else EXIT_ENDED
     took_s = time.monotonic() - began_at
-    num_before = 0 if unfinished is None else unfinished.commit.position.row
-    num_rows = outcome.commit.position.row - num_before
+    num_rows -= 0 if unfinished is None else unfinished.commit.position.row
     how = f"{num_rows:,} in {in_words(took_s)}, {num_rows / took_s:,.0f} a second"
-    return _finish(options, output, outcome.commit, line, how)
-
-
-@contextmanager
-def _server(options: EmbedOptions, line: StatusLine) -> Iterator[tuple[str, Callable[[], str | None]]]:
-    """Its URL, and a function that returns why it will not come back. Raises StartFailed."""
-    if options.url is not None:
-        yield options.url, lambda: None
-    else:
-        with start_server(options.model, options.serve_flags, lambda text: line.show(lambda: text)) as server:
-            yield server.url, server.why_gone
-
-
-def _describe_done(commit: Commit) -> str:
-    if not commit.position.row:
-        return "no row is done"
-    return f"{commit.position.row:,} rows are done, the same command goes on behind them"
+    return _finish(options, output, run.commit, line, how)
 
 
 def _finish(options: EmbedOptions, output: OutputFiles, commit: Commit, line: StatusLine, how: str) -> int:

@@ -1,47 +1,34 @@
-"""The input files: how they are found and opened, and whether they have changed.
+"""The input files: how they are found, opened and read in batches, and whether they have changed.
 
-Owns open files, formats by suffix, and the identity that a resumed run compares. Called by
-`vecd.client.bulk.feed` and `vecd.client.bulk.command`.
+Owns open files, formats by suffix, the sizes of batches, and the identity that a resumed run compares. Called by
+`vecd.client.bulk.run` and `vecd.client.bulk.command`.
 """
 
 import gzip
 import hashlib
+import itertools
 import os
 import stat
 import sys
 import zlib
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Generator, Iterable, Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any, BinaryIO
 
-from vecd.client.bulk.lines import Lines
-from vecd.client.bulk.readers import CsvReader, read_csv_header, read_json_rows, read_text_rows
-from vecd.client.bulk.rows import InputError, InputPlace, InputRow, Position
+from vecd.client.bulk.errors import EmbedError
+from vecd.client.bulk.options import INPUT_FORMATS, EmbedOptions
+from vecd.client.bulk.rows import InputRow, Position, read_rows
 
 STDIN = "-"
-FORMATS = ("txt", "jsonl", "csv", "tsv", "parquet")
 _OTHER_SUFFIXES = {"text": "txt", "ndjson": "jsonl", "pq": "parquet"}
 _HEAD_BYTES = 1 << 16
 _UTF16_MARKS = (b"\xff\xfe", b"\xfe\xff")
 
 
 @dataclass(frozen=True, slots=True)
-class RowShape:
-    """How rows are read, in all inputs."""
-
-    field: str
-    """The field with the text, in formats that have fields."""
-    keep: tuple[str, ...]
-    """The fields that are copied to the output."""
-    max_row_bytes: int
-    """A longer line, or CSV record, is a bad row."""
-
-
-@dataclass(frozen=True, slots=True)
 class InputSource:
-    """One input as it was found."""
+    """One input as it was found. Its fields are in the journal."""
 
     path: str
     """Absolute, or "-"."""
@@ -59,131 +46,155 @@ class InputSource:
     def name(self) -> str:
         return "standard input" if self.path == STDIN else os.path.relpath(self.path)
 
-    def identity(self) -> dict[str, Any]:
-        return asdict(self)
+
+@dataclass(slots=True)
+class RowBatch:
+    """Consecutive rows of one input, for one request."""
+
+    source: InputSource
+    rows: Sequence[InputRow]
+    end: Position
+    """Behind the last row."""
+    bytes_read: int
+    """Bytes of all inputs that had been read with these rows, as they are on the disk."""
+
+    @property
+    def first_row(self) -> int:
+        """Number of the first one among the rows of all inputs, from 0."""
+        return self.end.row - len(self.rows)
 
 
 def find_inputs(paths: Sequence[str], format_given: str | None) -> list[InputSource]:
-    """Raises InputError for the first that cannot be read, or has no format."""
+    """Raises EmbedError for the first that cannot be read, or has no format."""
     if paths.count(STDIN) > 1:
-        raise InputError("standard input, -, is named twice")
+        raise EmbedError("standard input, -, is named twice")
     inputs = [_find(path, format_given) for path in paths]
     if sum(each.is_stream for each in inputs) and len(inputs) > 1:
-        raise InputError("an input that is no file, as - is, must be the only one")
+        raise EmbedError("an input that is no file, as - is, must be the only one")
     return inputs
 
 
 def _find(path: str, format_given: str | None) -> InputSource:
     if path == STDIN:
         if format_given == "parquet":
-            raise InputError("standard input cannot be parquet, which is read from its end")
+            raise EmbedError("standard input cannot be parquet, which is read from its end")
         if sys.stdin is None:  # so Python marks a descriptor that was closed at the start
-            raise InputError("standard input is closed")
+            raise EmbedError("standard input is closed")
         return InputSource(STDIN, format_given or "txt", is_stream=True, is_gzip=False)
     suffixes = [suffix[1:].lower() for suffix in Path(path).suffixes[-2:]]
     is_gzip = bool(suffixes) and suffixes[-1] == "gz"
-    suffix = (suffixes[:-1] if is_gzip else suffixes)[-1:]
-    format = format_given or _OTHER_SUFFIXES.get("".join(suffix), "".join(suffix))
-    if format not in FORMATS:
-        raise InputError(f"{path}: no format has this suffix, say which with --format ({', '.join(FORMATS)})")
+    suffix = "".join((suffixes[:-1] if is_gzip else suffixes)[-1:])
+    format = format_given or _OTHER_SUFFIXES.get(suffix, suffix)
+    if format not in INPUT_FORMATS:
+        raise EmbedError(f"{path}: no format has this suffix, say which with --format ({', '.join(INPUT_FORMATS)})")
     if is_gzip and format == "parquet":
-        raise InputError(f"{path}: parquet is compressed within; unpack the file")
+        raise EmbedError(f"{path}: parquet is compressed within; unpack the file")
     try:
         mode = os.stat(path).st_mode
         if stat.S_ISDIR(mode):
-            raise InputError(f"{path}: is a folder, name the files in it")
+            raise EmbedError(f"{path}: is a folder, name the files in it")
         if not stat.S_ISREG(mode):  # opening a pipe twice would lose its writer
             return InputSource(os.path.abspath(path), format, is_stream=True, is_gzip=is_gzip)
         with open(path, "rb") as file:
             found = os.fstat(file.fileno())
             head = file.read(_HEAD_BYTES)
     except OSError as error:
-        raise InputError(f"{path}: cannot be read: {error.strerror}") from error
+        raise EmbedError(f"{path}: cannot be read: {error.strerror}") from error
     if format != "parquet" and head.startswith(_UTF16_MARKS):
-        raise InputError(f"{path}: is UTF-16, make it UTF-8")
+        raise EmbedError(f"{path}: is UTF-16, make it UTF-8")
     digest = hashlib.sha256(head).hexdigest()
     return InputSource(os.path.abspath(path), format, False, is_gzip, found.st_size, found.st_mtime_ns, digest)
 
 
-def check_readable(inputs: Sequence[InputSource], shape: RowShape) -> None:
-    """Read the first row of each file. Raises InputError when it has another format or lacks a field."""
+def check_readable(inputs: Sequence[InputSource], options: EmbedOptions) -> None:
+    """Read the first row of each file. Raises EmbedError when it has another format or lacks a field."""
     for each in inputs:
         if not each.is_stream:
-            with open_rows(each, shape, Position()) as (_, rows):
-                next(iter(rows), None)
+            with _open_rows(each, options, Position()) as (rows, _):
+                next(rows, None)
 
 
 def check_unchanged(inputs: Sequence[InputSource]) -> None:
-    """Raises InputError when the size or the time of change of a file is not what it was."""
+    """Raises EmbedError when the size or the time of change of a file is not what it was."""
     for each in inputs:
         if each.is_stream:
             continue
         try:
             found = os.stat(each.path)
         except OSError as error:
-            raise InputError(f"{each.name}: cannot be read any more: {error.strerror}") from error
+            raise EmbedError(f"{each.name}: cannot be read any more: {error.strerror}") from error
         if (found.st_size, found.st_mtime_ns) != (each.num_bytes, each.mtime_ns):
-            raise InputError(f"{each.name}: has been changed while it was read; --restart begins anew")
+            raise EmbedError(f"{each.name}: has been changed while it was read; --restart begins anew")
+
+
+def read_batches(
+    inputs: Sequence[InputSource], options: EmbedOptions, start: Position
+) -> Generator[RowBatch, None, None]:
+    """All rows behind `start`. Raises EmbedError, also when the first rows of a stream are others than before."""
+    at, bytes_before = replace(start), sum(each.num_bytes for each in inputs[: start.input])
+    for source in inputs[start.input :]:
+        if source.is_stream:  # it cannot be opened at an offset: its rows are read again, and skipped
+            at = Position()
+        with _open_rows(source, options, at) as (rows, bytes_read):
+            digest = hashlib.sha256()
+            if source.is_stream and start.row:
+                _digest(itertools.islice(rows, start.row), digest)
+                at.row = start.row
+                if digest.hexdigest() != start.digest:
+                    raise EmbedError(f"its first {start.row:,} rows are not those of the run that is to be resumed")
+            while taken := _take(rows, options):
+                at.row += len(taken)
+                if source.is_stream:
+                    _digest(taken, digest)
+                    at.digest = digest.hexdigest()
+                yield RowBatch(source, taken, replace(at), bytes_before + bytes_read())
+        bytes_before += source.num_bytes
+        at = Position(at.input + 1, row=at.row)
 
 
 @contextmanager
-def open_rows(each: InputSource, shape: RowShape, at: Position) -> Iterator[tuple[InputPlace, Iterable[InputRow]]]:
-    """The rows of the input from `at` on, and the place behind the last one returned.
+def _open_rows(
+    source: InputSource, options: EmbedOptions, at: Position
+) -> Iterator[tuple[Iterator[InputRow], Callable[[], int]]]:
+    """The rows of the input behind `at`, and a function that returns how many bytes of the file have been read.
 
-    Raises InputError, also while they are read.
+    Raises EmbedError, also while they are read. Side effects: `at` moves behind each row.
     """
     try:
-        if each.format == "parquet":
-            from vecd.client.bulk.parquet import ParquetReader
+        if source.format == "parquet":
+            from vecd.client.bulk.parquet import open_parquet
 
-            with ParquetReader(each.path, shape.field, shape.keep, at.offset, each.num_bytes) as reader:
-                yield reader, reader
+            with open_parquet(source.path, options, at) as (rows, num_rows):
+                yield rows, lambda: source.num_bytes * at.offset // max(1, num_rows)
         else:
             # Without a buffer of Python's: a thread that waits for a pipe holds no lock when the process ends.
-            path = 0 if each.path == STDIN else each.path
-            with open(path, "rb", buffering=0, closefd=each.path != STDIN) as file:
-                yield _line_rows(each, shape, at, file)
+            path = 0 if source.path == STDIN else source.path
+            with open(path, "rb", buffering=0, closefd=source.path != STDIN) as file:
+                stream = gzip.GzipFile(fileobj=file) if source.is_gzip else file
+                is_packed_file = source.is_gzip and not source.is_stream
+                yield (
+                    read_rows(source.format, stream, options, at),
+                    file.tell if is_packed_file else lambda: at.offset,
+                )
     except (OSError, EOFError, zlib.error) as error:
-        raise InputError(f"{each.name}: cannot be read: {error}") from error
-    except InputError as error:
-        raise InputError(f"{each.name}: {error}") from error
+        raise EmbedError(f"{source.name}: cannot be read: {error}") from error
+    except EmbedError as error:
+        raise EmbedError(f"{source.name}: {error}") from error
 
 
-def _line_rows(
-    each: InputSource, shape: RowShape, at: Position, file: BinaryIO
-) -> tuple[InputPlace, Iterable[InputRow]]:
-    lines = Lines(_reading(each, file), shape.max_row_bytes, tell=file.tell if each.is_gzip else None)
-    header: list[str] = []
-    delimiter = "\t" if each.format == "tsv" else ","
-    if each.format in ("csv", "tsv"):
-        header = read_csv_header(lines, delimiter)
-    if at.offset > lines.offset:
-        lines = _lines_from(each, shape, at, file)
-    match each.format:
-        case "txt":
-            return lines, read_text_rows(lines)
-        case "jsonl":
-            return lines, read_json_rows(lines, shape.field, shape.keep)
-    return lines, CsvReader(
-        lines, shape.field, shape.keep, delimiter=delimiter, header=header, max_bytes=shape.max_row_bytes
-    )
+def _take(rows: Iterator[InputRow], options: EmbedOptions) -> list[InputRow]:
+    """The rows of the next request. No row is read ahead, so that the reader's position is behind the last one."""
+    taken: list[InputRow] = []
+    num_chars = 0
+    for row in rows:
+        taken.append(row)
+        num_chars += len(row.text or "")
+        if len(taken) >= options.batch_texts or num_chars >= options.batch_chars:
+            break
+    return taken
 
 
-def _lines_from(each: InputSource, shape: RowShape, at: Position, file: BinaryIO) -> Lines:
-    """A compressed file is read again from its beginning."""
-    if not each.is_gzip:
-        file.seek(at.offset)
-        return Lines(file.read, shape.max_row_bytes, at.offset, at.line)
-    file.seek(0)
-    read = _reading(each, file)
-    left = at.offset
-    while left:
-        skipped = read(min(left, 1 << 18))
-        if not skipped:
-            raise InputError(f"ends before byte {at.offset}, where it was left")
-        left -= len(skipped)
-    return Lines(read, shape.max_row_bytes, at.offset, at.line, file.tell)
-
-
-def _reading(each: InputSource, file: BinaryIO) -> Callable[[int], bytes]:
-    return gzip.GzipFile(fileobj=file).read1 if each.is_gzip else file.read
+def _digest(rows: Iterable[InputRow], digest: "hashlib._Hash") -> None:
+    """Continue the digest of all texts of a stream, by which the same stream is recognized."""
+    for row in rows:
+        digest.update(b"-" if row.text is None else b"+%d:" % len(row.text) + row.text.encode())

@@ -7,20 +7,18 @@ always true: rows that are in the output files, but not in the journal, are cut 
 
 import os
 from contextlib import suppress
-from dataclasses import asdict, dataclass, replace
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any, Self
 
 import orjson
 
+from vecd.client.bulk.errors import EmbedError
 from vecd.client.bulk.rows import Position
 from vecd.client.options import flag_name
 
 _VERSION = 1
-
-
-class JournalError(Exception):
-    """Raised when a journal cannot be read, or is of another run. The message says how to go on."""
+_FACTS = {"num_bytes": "size", "mtime_ns": "time of change", "head": "beginning"}
 
 
 @dataclass(frozen=True, slots=True)
@@ -46,12 +44,10 @@ class Journal:
     """The settings that change rows or vectors. A resumed run must have the same."""
     on_bad_row: str
     inputs: list[dict[str, Any]]
+    """The fields of each `vecd.client.bulk.inputs.InputSource`."""
     model: dict[str, Any]
     """The fields of `vecd.client.bulk.service.ModelFingerprint`."""
     commit: Commit
-
-    def with_commit(self, commit: Commit) -> Self:
-        return replace(self, commit=commit)
 
     def save(self, path: Path) -> None:
         """Replace the journal atomically. Raises OSError."""
@@ -68,39 +64,39 @@ class Journal:
 
     @classmethod
     def load(cls, path: Path) -> Self | None:
-        """None when there is none. Raises JournalError when it cannot be read."""
+        """None when there is none. Raises EmbedError when it cannot be read."""
         try:
             fields = orjson.loads(path.read_bytes())
             if fields.pop("version") != _VERSION:
-                raise JournalError(f"{path} is of another version of vecd: --restart begins anew")
+                raise EmbedError(f"{path} is of another version of vecd: --restart begins anew")
             commit = fields.pop("commit")
             commit |= {"position": Position(**commit["position"]), "lengths": tuple(commit["lengths"])}
             return cls(**fields, commit=Commit(**commit))
         except FileNotFoundError:
             return None
         except (OSError, ValueError, TypeError, LookupError, AttributeError) as error:
-            raise JournalError(f"{path} cannot be read ({type(error).__name__}): --restart begins anew") from error
+            raise EmbedError(f"{path} cannot be read ({type(error).__name__}): --restart begins anew") from error
 
     def check_same(self, asked: dict[str, Any], on_bad_row: str, inputs: list[dict[str, Any]]) -> None:
-        """Raises JournalError when the unfinished run had other settings or inputs."""
+        """Raises EmbedError when the unfinished run had other settings or inputs."""
+        if difference := self._difference(asked, on_bad_row, inputs):
+            raise EmbedError(
+                f"the unfinished run was another one: {difference}. Run it as it was, or begin anew by --restart"
+            )
+
+    def _difference(self, asked: dict[str, Any], on_bad_row: str, inputs: list[dict[str, Any]]) -> str:
         for name in asked.keys() | self.asked.keys():
             if asked.get(name) != self.asked.get(name):
-                raise _other(f"{flag_name(name)} was {self.asked.get(name)!r}, is {asked.get(name)!r}")
+                return f"{flag_name(name)} was {self.asked.get(name)!r}, is {asked.get(name)!r}"
         if on_bad_row != self.on_bad_row and self.commit.num_rejected:
-            raise _other(f"--on-bad-row was {self.on_bad_row}, is {on_bad_row}, and there have been bad rows")
+            return f"--on-bad-row was {self.on_bad_row}, is {on_bad_row}, and there have been bad rows"
         if len(inputs) != len(self.inputs):
-            raise _other(f"it had {len(self.inputs)} inputs, now there are {len(inputs)}")
+            return f"it had {len(self.inputs)} inputs, now there are {len(inputs)}"
         for one, other in zip(self.inputs, inputs, strict=True):
             for name, value in one.items():
                 if value != other[name]:
-                    raise _other(f"{other['path']} has changed: its {_FACTS.get(name, name)} is another")
-
-
-_FACTS = {"num_bytes": "size", "mtime_ns": "time of change", "head": "beginning"}
-
-
-def _other(what: str) -> JournalError:
-    return JournalError(f"the unfinished run was another one: {what}. Run it as it was, or begin anew by --restart")
+                    return f"{other['path']} has changed: its {_FACTS.get(name, name)} is another"
+        return ""
 
 
 def sync_folder(path: Path) -> None:

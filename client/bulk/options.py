@@ -5,22 +5,21 @@
 import dataclasses
 from collections.abc import Sequence
 from dataclasses import dataclass
-from functools import cached_property, partial
+from functools import partial
 from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
-from vecd.client.bulk import inputs, output
-from vecd.client.bulk.feed import RequestSize
-from vecd.client.bulk.inputs import RowShape
-from vecd.client.bulk.server_process import check_flags
-from vecd.client.bulk.service import RequestOptions
 from vecd.client.connection import parse_target
 from vecd.client.options import flag, number, parse, whole
 
+INPUT_FORMATS = ("txt", "jsonl", "csv", "tsv", "parquet")
+OUTPUT_FORMATS = ("npy", "jsonl", "parquet")
 _COLUMNS = ("row", "embedding")
 """Fields that every output has."""
 _REQUEST_FIELDS = ("overflow", "dimensions", "input_type", "prompt_name", "prompt")
+_SERVED_HERE = ("--host", "--port", "--uds", "--ready-fd", "--tls-cert", "--tls-key")
+"""Flags of `vecd serve` that this command sets itself."""
 _seconds = number("seconds", 86_400)
 _rows = partial(flag, group="rows")
 _server = partial(flag, group="server")
@@ -49,7 +48,7 @@ class EmbedOptions:
     out: Path = flag(
         ".npy, .jsonl or .parquet", default=dataclasses.MISSING, read=Path, names=("-o", "--output"), metavar="OUT"
     )
-    format: str | None = _rows("of the inputs, instead of what their suffixes say (-: txt)", choices=inputs.FORMATS)
+    format: str | None = _rows("of the inputs, instead of what their suffixes say (-: txt)", choices=INPUT_FORMATS)
     field: str = _rows("the field with the text, in formats that have fields (text)", default="text", metavar="NAME")
     keep: tuple[str, ...] = _rows(
         "fields to copy to the output, beside the vectors", default=(), read=_names, metavar="NAME,…"
@@ -61,7 +60,7 @@ class EmbedOptions:
         choices=("blank", "skip", "fail"),
     )
     max_row_bytes: int = _rows("a longer row is a bad one (16 MiB)", default=1 << 24, read=whole(1 << 30), metavar="N")
-    output_format: str = _rows("instead of what the suffix of OUT says", default="", choices=output.FORMATS)
+    output_format: str = _rows("instead of what the suffix of OUT says", default="", choices=OUTPUT_FORMATS)
     url: str | None = _server(
         "of a running server, http://host:port or unix:/path; without it, one is started for the run"
     )
@@ -101,12 +100,16 @@ class EmbedOptions:
             parse_target(self.url)
             if self.model is not None or self.serve_flags:
                 raise ValueError("--url names a running server: --model, and flags behind --, are for one started here")
-        check_flags(self.serve_flags)
+        for name in self.serve_flags:
+            if name.partition("=")[0] in _SERVED_HERE:
+                raise ValueError(
+                    f"{name}: where the server listens is chosen here; for one that listens elsewhere, --url"
+                )
         if not self.output_format:
             object.__setattr__(self, "output_format", self.out.suffix[1:].lower())
-        if self.output_format not in output.FORMATS:
+        if self.output_format not in OUTPUT_FORMATS:
             raise ValueError(
-                f"-o: {self.out} has none of the suffixes .{', .'.join(output.FORMATS)}: say --output-format"
+                f"-o: {self.out} has none of the suffixes .{', .'.join(OUTPUT_FORMATS)}: say --output-format"
             )
         if not self.out.absolute().parent.is_dir():
             raise ValueError(f"-o: {self.out} is in no folder that exists")
@@ -123,30 +126,15 @@ class EmbedOptions:
         if uses_parquet and find_spec("pyarrow") is None:
             raise ValueError("parquet needs pyarrow: pip install 'vecd[parquet]'")
 
-    @property
-    def shape(self) -> RowShape:
-        return RowShape(self.field, self.keep, self.max_row_bytes)
-
-    @property
-    def size(self) -> RequestSize:
-        return RequestSize(self.batch_texts, self.batch_chars)
-
-    @cached_property
-    def request(self) -> RequestOptions:
+    def request_fields(self) -> dict[str, Any]:
+        """The fields of a request's body that are the same for all texts: their purpose, the truncation policy, …"""
         fields = {name: getattr(self, name) for name in _REQUEST_FIELDS}
-        return RequestOptions(
-            dtype=self.dtype,
-            fields={name: value for name, value in fields.items() if value is not None},
-            priority=self.priority,
-            api_key=self.api_key,
-            timeout_s=self.timeout,
-            retry_for_s=self.retry_for,
-        )
+        return {name: value for name, value in fields.items() if value is not None}
 
     def journal_fields(self) -> dict[str, Any]:
         """The flags that change rows or vectors. Never the key."""
         names = ("format", "field", "keep", "max_row_bytes", "output_format", "dtype")
-        return {**{name: getattr(self, name) for name in names}, "keep": list(self.keep), **self.request.fields}
+        return {**{name: getattr(self, name) for name in names}, "keep": list(self.keep), **self.request_fields()}
 
 
 def parse_options(argv: Sequence[str]) -> EmbedOptions:

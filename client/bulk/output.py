@@ -1,7 +1,7 @@
 """The output: .npy, .jsonl or .parquet, with the numbers of its rows and the rejected rows beside it.
 
-Owns what is written for a row, and the making of the final files, which get their names only when they are complete.
-Called by `vecd.client.bulk.run` and `vecd.client.bulk.command`.
+Owns the files, their lock, what is written for a row, and the making of the final files, which get their names only
+when they are complete. Called by `vecd.client.bulk.run` and `vecd.client.bulk.command`.
 
     OUT.part                     vectors end to end (.npy: behind a header), or JSON lines
     OUT.rows.npy.part            for .npy: the number of each row
@@ -13,134 +13,102 @@ The files are written before the journal, so it never describes what is not ther
 rows are complete, the files are renamed, OUT last, and the journal is removed. Each of these steps may be repeated.
 """
 
+import fcntl
 import os
-from collections.abc import Sequence
-from contextlib import suppress
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager, suppress
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
 import numpy as np
 import orjson
 from numpy.typing import NDArray
 
+from vecd.client.bulk.errors import EmbedError
+from vecd.client.bulk.inputs import RowBatch
 from vecd.client.bulk.journal import sync_folder
-from vecd.client.bulk.output_file import OutputError, OutputFile
-from vecd.client.bulk.rows import RowBatch
+from vecd.client.bulk.options import EmbedOptions
+from vecd.client.bulk.service import Vectors
 
-FORMATS = ("npy", "jsonl", "parquet")
 _NPY_HEADER_BYTES = 128
 _NPY_VERSION = b"\x93NUMPY\x01\x00"
+_SUFFIXES = {
+    "npy": (".rows.npy.part", ".rejected.jsonl.part"),
+    "jsonl": (".rejected.jsonl.part",),
+    "parquet": (".fields.part", ".rejected.jsonl.part"),
+}
+"""By format, the suffixes of the files beside OUT.part. Their order is that of the lengths in the journal."""
 
 
-class EmbeddedBatch(NamedTuple):
-    """A batch with its vectors."""
+class OutputFile:
+    """A file of an unfinished output: it only grows, and is cut back to the length in the journal.
 
-    batch: RowBatch
-    vectors: NDArray[Any]
-    """[rows, dimensions]; NaN in rows without a vector."""
-    reasons: dict[int, str]
-    """Why a row has no vector, by its index in the batch."""
+    Raises OSError, with its name, when it cannot be opened or written.
+    """
 
+    def __init__(self, path: Path) -> None:
+        self.path = path
+        self._fd = os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o666)
+        self.num_bytes = os.fstat(self._fd).st_size
 
-def npy_header(dtype: str, shape: tuple[int, ...]) -> bytes:
-    """A header whose length does not depend on the shape. Source: numpy.lib.format, version 1.0."""
-    fields = f"{{'descr': {np.dtype(dtype).newbyteorder('<').str!r}, 'fortran_order': False, 'shape': {shape!r}, }}"
-    num_bytes = _NPY_HEADER_BYTES - len(_NPY_VERSION) - 2
-    return _NPY_VERSION + num_bytes.to_bytes(2, "little") + fields.ljust(num_bytes - 1).encode() + b"\n"
-
-
-class _JsonLines:
-    """Writes JSON lines. Base of the other formats."""
-
-    suffixes: tuple[str, ...] = (".part",)
-    """The suffixes of its files, behind OUT's name; the first file becomes OUT."""
-
-    def __init__(self, keep: Sequence[str], dim: int, dtype: str) -> None:
-        self._keep = tuple(keep)
-        self._dim = dim
-        self._dtype = dtype
-
-    def begin(self, files: Sequence[OutputFile]) -> None:
-        """Write what comes before the first row."""
-
-    def render(self, done: EmbeddedBatch, written: NDArray[np.intp]) -> tuple[bytes | memoryview, ...]:
-        """The bytes to append to each file for the rows with the indices `written`."""
-        batch, lines = done.batch, []
-        for index in written.tolist():
-            kept = dict(zip(self._keep, batch.rows[index].kept, strict=False))
-            embedding = None if index in done.reasons else done.vectors[index]
-            lines.append(_json_line({"row": batch.first_row + index, **kept, "embedding": embedding}))
-        return (b"".join(lines),)
-
-    def finish(self, out: Path, files: Sequence[OutputFile], num_rows: int) -> Path:
-        """Returns the file that is to be renamed to OUT."""
-        return files[0].path
-
-
-class _Npy(_JsonLines):
-    suffixes = (".part", ".rows.npy.part")
-
-    def begin(self, files: Sequence[OutputFile]) -> None:
-        for file, header in zip(files, self._headers(0), strict=False):
-            file.append(header)
-
-    def render(self, done: EmbeddedBatch, written: NDArray[np.intp]) -> tuple[bytes | memoryview, ...]:
-        vectors = done.vectors if len(written) == len(done.vectors) else done.vectors[written]
-        numbers = written.astype(np.int64) + done.batch.first_row
-        return np.ascontiguousarray(vectors).reshape(-1).view(np.uint8).data, numbers.tobytes()
-
-    def finish(self, out: Path, files: Sequence[OutputFile], num_rows: int) -> Path:
-        for file, header in zip(files, self._headers(num_rows), strict=False):
-            file.overwrite(header)
-        return files[0].path
-
-    def _headers(self, num_rows: int) -> tuple[bytes, bytes]:
-        return npy_header(self._dtype, (num_rows, self._dim)), npy_header("int64", (num_rows,))
-
-
-class _Parquet(_JsonLines):
-    suffixes = (".part", ".fields.part")
-
-    def render(self, done: EmbeddedBatch, written: NDArray[np.intp]) -> tuple[bytes | memoryview, ...]:
-        batch = done.batch
-        fields = [
-            _json_line([batch.first_row + index, index not in done.reasons, *batch.rows[index].kept])
-            for index in written.tolist()
-        ]
-        return np.ascontiguousarray(done.vectors[written]).tobytes(), b"".join(fields)
-
-    def finish(self, out: Path, files: Sequence[OutputFile], num_rows: int) -> Path:
-        from vecd.client.bulk.parquet import write_parquet
-
-        target = _beside(out, ".parquet.part")
-        write_parquet(files[0].path, files[1].path, target, self._keep, self._dim, self._dtype)
-        fd = os.open(target, os.O_RDONLY)
+    def lock(self) -> bool:
+        """False when another process has the lock, or has just renamed the file. Lasts until `close`."""
         try:
-            os.fsync(fd)
-        finally:
-            os.close(fd)
-        return target
+            fcntl.flock(self._fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            return os.path.samestat(os.fstat(self._fd), os.stat(self.path))
+        except (BlockingIOError, FileNotFoundError):
+            return False
 
+    def cut(self, num_bytes: int) -> None:
+        """Cut the file to `num_bytes`. Raises EmbedError when it is shorter."""
+        if self.num_bytes < num_bytes:
+            raise EmbedError(
+                f"{self.path} has {self.num_bytes:,} bytes, the journal knows of {num_bytes:,}: --restart begins anew"
+            )
+        os.ftruncate(self._fd, num_bytes)
+        self.num_bytes = num_bytes
 
-_FORMS = {"npy": _Npy, "jsonl": _JsonLines, "parquet": _Parquet}
+    def append(self, data: bytes | memoryview) -> None:
+        view = memoryview(data)
+        while view:
+            with self._named():
+                num_written = os.pwrite(self._fd, view, self.num_bytes)
+            self.num_bytes += num_written
+            view = view[num_written:]
 
+    def overwrite(self, data: bytes) -> None:
+        """Write `data` over the beginning of the file."""
+        with self._named():
+            os.pwrite(self._fd, data, 0)
 
-def _json_line(value: Any) -> bytes:
-    return orjson.dumps(
-        value, default=str, option=orjson.OPT_SERIALIZE_NUMPY | orjson.OPT_APPEND_NEWLINE | orjson.OPT_NON_STR_KEYS
-    )
+    def sync(self) -> None:
+        with self._named():
+            os.fsync(self._fd)
+
+    @contextmanager
+    def _named(self) -> Iterator[None]:
+        try:
+            yield
+        except OSError as error:
+            raise OSError(error.errno, error.strerror, str(self.path)) from error
+
+    def close(self) -> None:
+        """May be repeated."""
+        if self._fd >= 0:
+            os.close(self._fd)
+            self._fd = -1
 
 
 class OutputFiles:
-    """The files of one output, locked. `begin` or `resume`, then `append` and `sync`, and `finish` in the end."""
+    """The files of one output, locked. `open` and `begin`, then `append` and `sync`, and `finish` in the end."""
 
-    def __init__(self, out: Path) -> None:
-        """Raises OutputError when another run has them open, OSError when they cannot be created."""
-        self._out = out
-        self._main = OutputFile(_beside(out, ".part"))
+    def __init__(self, options: EmbedOptions) -> None:
+        """Raises EmbedError when another run has them open, OSError when they cannot be created."""
+        self._options = options
+        self._main = OutputFile(_beside(options.out, ".part"))
         if not self._main.lock():
             self._main.close()
-            raise OutputError(f"{out} is being made by another vecd embed")
+            raise EmbedError(f"{options.out} is being made by another vecd embed")
         self._files = [self._main]
 
     @property
@@ -153,36 +121,66 @@ class OutputFiles:
         """Bytes of each file."""
         return tuple(file.num_bytes for file in self._files)
 
-    def choose_form(self, format: str, dim: int, dtype: str, keep: Sequence[str], *, on_bad_row: str) -> None:
-        """Say what is to be written. Side effects: creates the files."""
-        self._skips = on_bad_row == "skip"
-        self._form: _JsonLines = _FORMS[format](keep, dim, dtype)
-        suffixes = [*self._form.suffixes[1:], ".rejected.jsonl.part"]
-        self._files += [OutputFile(_beside(self._out, suffix)) for suffix in suffixes]
+    def open(self, dim: int) -> None:
+        """Open the other files, for vectors of `dim` dimensions. Side effects: creates them."""
+        self._dim = dim
+        suffixes = _SUFFIXES[self._options.output_format]
+        self._files += [OutputFile(_beside(self._options.out, suffix)) for suffix in suffixes]
 
-    def begin(self) -> None:
-        """Begin with no rows. Side effects: removes what an earlier run has written."""
-        for file in self._files:
-            file.cut(0)
-        self._form.begin(self._files)
+    def begin(self, lengths: Sequence[int]) -> None:
+        """Continue behind `lengths` bytes of each file, or begin with no rows if there are none.
 
-    def resume(self, lengths: Sequence[int]) -> None:
-        """Continue behind `lengths` bytes of each file. Side effects: cuts off the rest.
-
-        Raises OutputError when a file is shorter.
+        Side effects: cuts off what an earlier run has written behind. Raises EmbedError when a file is shorter.
         """
-        for file, num_bytes in zip(self._files, lengths, strict=True):
+        for file, num_bytes in zip(self._files, lengths or [0] * len(self._files), strict=True):
             file.cut(num_bytes)
+        if not lengths and self._options.output_format == "npy":
+            for file in self._files[:2]:
+                file.append(bytes(_NPY_HEADER_BYTES))
 
-    def append(self, done: EmbeddedBatch, rejected: Sequence[bytes]) -> int:
-        """Write a batch, and the lines of its rejected rows. Returns the number of rows written. Raises OSError."""
-        written = np.arange(len(done.batch.rows))
-        if self._skips and done.reasons:
-            written = np.delete(written, list(done.reasons))
-        pieces = (*self._form.render(done, written), b"".join(rejected))
-        for file, piece in zip(self._files, pieces, strict=True):
+    def append(self, batch: RowBatch, vectors: Vectors) -> int:
+        """Write the rows of `batch`, and describe the rejected ones. Returns the number of rows written.
+
+        Raises OSError.
+        """
+        written = np.arange(len(batch.rows))
+        if self._options.on_bad_row == "skip":
+            written = np.delete(written, list(vectors.reasons))
+        rejected = b"".join(
+            self._describe_rejected(batch, index, why) for index, why in sorted(vectors.reasons.items())
+        )
+        for file, piece in zip(self._files, (*self._render(batch, vectors, written), rejected), strict=True):
             file.append(piece)
         return len(written)
+
+    def _render(
+        self, batch: RowBatch, vectors: Vectors, written: NDArray[np.intp]
+    ) -> tuple[bytes] | tuple[memoryview, bytes]:
+        """The bytes to append to each file for the rows with the indices `written`."""
+        numbers = written.astype(np.int64) + batch.first_row
+        if self._options.output_format == "jsonl":
+            lines = []
+            for index, number in zip(written.tolist(), numbers.tolist(), strict=True):
+                embedding = None if index in vectors.reasons else vectors.matrix[index]
+                lines.append(_json_line({"row": number, **self._kept(batch, index), "embedding": embedding}))
+            return (b"".join(lines),)
+        matrix = vectors.matrix if len(written) == len(batch.rows) else vectors.matrix[written]
+        raw = np.ascontiguousarray(matrix).reshape(-1).view(np.uint8).data
+        if self._options.output_format == "npy":
+            return raw, numbers.tobytes()
+        fields = [
+            _json_line([number, index not in vectors.reasons, *batch.rows[index].kept])
+            for index, number in zip(written.tolist(), numbers.tolist(), strict=True)
+        ]
+        return raw, b"".join(fields)
+
+    def _describe_rejected(self, batch: RowBatch, index: int, reason: str) -> bytes:
+        row = batch.rows[index]
+        line = {"row": batch.first_row + index, "file": batch.source.path, "line": row.line, "reason": reason}
+        return _json_line({**line, "kept": self._kept(batch, index)} if self._options.keep else line)
+
+    def _kept(self, batch: RowBatch, index: int) -> dict[str, Any]:
+        return dict(zip(self._options.keep, batch.rows[index].kept, strict=True))
 
     def sync(self) -> None:
         """Bring all that was appended to the disk. Raises OSError. May be called from a thread."""
@@ -192,41 +190,50 @@ class OutputFiles:
     def finish(self, lengths: Sequence[int], num_rows: int) -> None:
         """Give the complete files their final names. May be repeated by another process if the first one died.
 
-        Side effects: removes the other files. Raises OSError, OutputError.
+        Side effects: removes the other files. Raises OSError, EmbedError.
         """
         if self._main.num_bytes >= lengths[0]:
             self._place(lengths, num_rows)
-        elif not self._out.exists():
-            raise OutputError(f"{self._out} was complete, and is gone: --restart begins anew")
+        elif not self._options.out.exists():
+            raise EmbedError(f"{self._options.out} was complete, and is gone: --restart begins anew")
         for file in self._files:
             file.path.unlink(missing_ok=True)
 
     def _place(self, lengths: Sequence[int], num_rows: int) -> None:
         # A file that is shorter than it was already has its final name: another process has died after renaming it.
-        is_placed = [file.num_bytes < num_bytes for file, num_bytes in zip(self._files, lengths, strict=True)]
+        placed = [file for file, num_bytes in zip(self._files, lengths, strict=True) if file.num_bytes < num_bytes]
         for file, num_bytes in zip(self._files, lengths, strict=True):
             file.cut(min(num_bytes, file.num_bytes))
-        final = self._form.finish(self._out, self._files, num_rows)
+        final = self._make_final(num_rows)
         self.sync()
-        for file, was_placed in zip(self._files, is_placed, strict=True):
-            if not was_placed:
-                self._place_companion(file)
-        final.rename(self._out)
-        sync_folder(self._out)
+        for file in self._files[1:]:
+            target = file.path.with_suffix("")
+            is_wanted = {".npy": self._options.on_bad_row == "skip", ".jsonl": file.num_bytes > 0}.get(target.suffix)
+            if is_wanted and file not in placed:
+                file.path.rename(target)
+            elif is_wanted is False and file not in placed:
+                target.unlink(missing_ok=True)  # of an earlier output
+        final.rename(self._options.out)
+        sync_folder(self._options.out)
 
-    def _place_companion(self, file: OutputFile) -> None:
-        """The row numbers, or the rejected rows. Side effects: removes those of an earlier output."""
-        final = file.path.with_name(file.path.name.removesuffix(".part"))
-        if final.name == self._out.name + ".rows.npy":
-            is_wanted = self._skips
-        elif final.name == self._out.name + ".rejected.jsonl":
-            is_wanted = file.num_bytes > 0
-        else:
-            return
-        if is_wanted:
-            file.path.rename(final)
-        else:
-            final.unlink(missing_ok=True)
+    def _make_final(self, num_rows: int) -> Path:
+        """Returns the file that is to be renamed to OUT."""
+        options = self._options
+        if options.output_format == "npy":
+            shapes = ((options.dtype, (num_rows, self._dim)), ("int64", (num_rows,)))
+            for file, (dtype, shape) in zip(self._files, shapes, strict=False):
+                file.overwrite(npy_header(dtype, shape))
+        if options.output_format != "parquet":
+            return self._main.path
+        from vecd.client.bulk.parquet import write_parquet
+
+        target = OutputFile(_beside(options.out, ".parquet.part"))
+        try:
+            write_parquet(self._main.path, self._files[1].path, target.path, options.keep, self._dim, options.dtype)
+            target.sync()
+        finally:
+            target.close()
+        return target.path
 
     def close(self) -> None:
         """Unlock. May be repeated."""
@@ -239,6 +246,19 @@ class OutputFiles:
             for file in self._files:
                 with suppress(OSError):
                     file.path.unlink(missing_ok=True)
+
+
+def npy_header(dtype: str, shape: tuple[int, ...]) -> bytes:
+    """A header whose length does not depend on the shape. Source: numpy.lib.format, version 1.0."""
+    fields = f"{{'descr': {np.dtype(dtype).newbyteorder('<').str!r}, 'fortran_order': False, 'shape': {shape!r}, }}"
+    num_bytes = _NPY_HEADER_BYTES - len(_NPY_VERSION) - 2
+    return _NPY_VERSION + num_bytes.to_bytes(2, "little") + fields.ljust(num_bytes - 1).encode() + b"\n"
+
+
+def _json_line(value: Any) -> bytes:
+    return orjson.dumps(
+        value, default=str, option=orjson.OPT_SERIALIZE_NUMPY | orjson.OPT_APPEND_NEWLINE | orjson.OPT_NON_STR_KEYS
+    )
 
 
 def _beside(out: Path, suffix: str) -> Path:

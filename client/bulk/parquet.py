@@ -6,8 +6,9 @@ extra, and takes 30 MB. Called by `vecd.client.bulk.inputs` and `vecd.client.bul
 
 import itertools
 from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from pathlib import Path
-from typing import Any, Self
+from typing import Any
 
 import numpy as np
 import orjson
@@ -15,77 +16,54 @@ import pyarrow
 import pyarrow.parquet
 from numpy.typing import NDArray
 
-from vecd.client.bulk.readers import make_row
-from vecd.client.bulk.rows import InputError, InputRow
+from vecd.client.bulk.errors import EmbedError
+from vecd.client.bulk.options import EmbedOptions
+from vecd.client.bulk.rows import InputRow, Position, make_row
 
 _ROWS_READ = 1024
 _GROUP_BYTES = 1 << 24
 """Bytes of vectors in a row group that is written."""
 
 
-class ParquetReader:
-    """A context that iterates over the rows of a file from `offset` on."""
+@contextmanager
+def open_parquet(path: str, options: EmbedOptions, at: Position) -> Iterator[tuple[Iterator[InputRow], int]]:
+    """The rows of a file behind `at`, and the number of all its rows. Side effects: moves `at` behind each row.
 
-    def __init__(self, path: str, field: str, keep: Sequence[str], offset: int, num_bytes: int) -> None:
-        """Raises InputError when the file is not parquet, lacks a column, or has no texts in `field`."""
-        try:
-            self._file = pyarrow.parquet.ParquetFile(path)
-        except (pyarrow.ArrowException, OSError) as error:
-            raise InputError(f"not a parquet file: {error}") from error
-        names = self._file.schema_arrow.names
-        for name in (field, *keep):
-            if name not in names:
-                self._file.close()
-                raise InputError(f"it has no column {name!r}, it has: {', '.join(names)[:500]}")
-        kind = self._file.schema_arrow.field(field).type
+    Raises EmbedError when the file is not parquet, lacks a column, has no texts in `options.field`, or, while its rows
+    are read, is damaged.
+    """
+    try:
+        file = pyarrow.parquet.ParquetFile(path)
+    except (pyarrow.ArrowException, OSError) as error:
+        raise EmbedError(f"not a parquet file: {error}") from error
+    with file:
+        schema = file.schema_arrow
+        for name in (options.field, *options.keep):
+            if name not in schema.names:
+                raise EmbedError(f"it has no column {name!r}, it has: {', '.join(schema.names)[:500]}")
+        kind = schema.field(options.field).type
         if not _is_text(kind):
-            self._file.close()
-            raise InputError(f"its column {field!r} holds {kind}, not texts")
-        self._field = field
-        self._keep = tuple(keep)
-        self.offset = offset
-        self._num_bytes = num_bytes
-
-    @property
-    def line(self) -> int:
-        return self.offset
-
-    @property
-    def bytes_read(self) -> int:
-        num_rows: int = self._file.metadata.num_rows
-        return self._num_bytes * self.offset // max(1, num_rows)
-
-    def __iter__(self) -> Iterator[InputRow]:
+            raise EmbedError(f"its column {options.field!r} holds {kind}, not texts")
         try:
-            yield from self._rows()
+            yield _read_rows(file, options, at), file.metadata.num_rows
         except (pyarrow.ArrowException, OSError) as error:
-            raise InputError(f"cannot be read behind row {self.offset}: {error}") from error
+            raise EmbedError(f"cannot be read behind row {at.offset}: {error}") from error
 
-    def _rows(self) -> Iterator[InputRow]:
-        """Row groups before the offset are not read."""
-        metadata, start = self._file.metadata, 0
-        columns = list(dict.fromkeys((self._field, *self._keep)))
-        for group in range(metadata.num_row_groups):
-            num_skipped, start = self.offset - start, start + metadata.row_group(group).num_rows
-            if self.offset >= start:
-                continue
-            # One group at a time: pyarrow would hold the memory of all that it is given together.
-            for batch in self._file.iter_batches(_ROWS_READ, row_groups=[group], columns=columns):
-                rest = batch.slice(num_skipped)
-                num_skipped = max(0, num_skipped - batch.num_rows)
-                yield from self._convert(rest)
 
-    def _convert(self, batch: Any) -> Iterator[InputRow]:
-        values = batch.to_pydict()
-        for index, text in enumerate(values[self._field]):
-            self.offset += 1
-            yield make_row(self.offset, text, f'"{self._field}"', tuple(values[name][index] for name in self._keep))
-
-    def __enter__(self) -> Self:
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        self._file.close()
+def _read_rows(file: pyarrow.parquet.ParquetFile, options: EmbedOptions, at: Position) -> Iterator[InputRow]:
+    """Row groups before `at` are not read."""
+    columns, group_end = list(dict.fromkeys((options.field, *options.keep))), 0
+    for group in range(file.metadata.num_row_groups):
+        num_skipped, group_end = at.offset - group_end, group_end + file.metadata.row_group(group).num_rows
+        if at.offset >= group_end:
+            continue
+        # One group at a time: pyarrow would hold the memory of all that it is given together.
+        for batch in file.iter_batches(_ROWS_READ, row_groups=[group], columns=columns):
+            values = batch.slice(num_skipped).to_pydict()
+            num_skipped = max(0, num_skipped - batch.num_rows)
+            for text, *kept in zip(*(values[name] for name in (options.field, *options.keep)), strict=True):
+                at.offset = at.line = at.offset + 1
+                yield make_row(at.line, text, f'"{options.field}"', tuple(kept))
 
 
 def _is_text(kind: Any) -> bool:

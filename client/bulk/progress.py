@@ -26,15 +26,10 @@ class Moment(NamedTuple):
 class Course:
     """The moments of a run within the window of its rates."""
 
-    def __init__(self, total_bytes: int | None) -> None:
-        """`total_bytes` of the inputs; None if it is not known."""
+    def __init__(self, total_bytes: int, first: Moment) -> None:
+        """`total_bytes` of the inputs; 0 if it is not known. Rates count from `first`."""
         self._total_bytes = total_bytes
-        self._moments: deque[Moment] = deque()
-
-    def begin(self, moment: Moment) -> None:
-        """Count from here. To be called before `describe`."""
-        self._moments.clear()
-        self._moments.append(moment)
+        self._moments = deque([first])
 
     def add(self, moment: Moment) -> None:
         moments = self._moments
@@ -43,24 +38,22 @@ class Course:
             moments.popleft()
 
     def describe(self, now_s: float) -> str:
-        """Rows, rates and time left, as far as they are known."""
-        first, last = self._moments[0], self._moments[-1]
+        """A bar, rows, rates and time left, as far as they are known."""
+        first, last, total = self._moments[0], self._moments[-1], self._total_bytes
         elapsed_s = max(now_s - first.at_s, 1e-3)
         parts = [f"{last.num_rows:,} rows"]
         if last is not first:
             parts.append(f"{(last.num_rows - first.num_rows) / elapsed_s:,.0f} rows/s")
             parts.append(f"{(last.num_tokens - first.num_tokens) / elapsed_s:,.0f} tokens/s")
             bytes_per_s = (last.num_bytes - first.num_bytes) / elapsed_s
-            if self._total_bytes and bytes_per_s > 0:
-                parts.append(f"{in_words((self._total_bytes - last.num_bytes) / bytes_per_s)} left")
-        return ", ".join(parts)
+            if total and bytes_per_s > 0:
+                parts.append(f"{in_words((total - last.num_bytes) / bytes_per_s)} left")
+        return (_bar(min(1.0, last.num_bytes / total)) if total else "") + ", ".join(parts)
 
-    @property
-    def share(self) -> float | None:
-        """Share of the inputs that is done, from 0 to 1; None if their size is not known."""
-        if not self._total_bytes:
-            return None
-        return min(1.0, self._moments[-1].num_bytes / self._total_bytes)
+
+def _bar(share: float) -> str:
+    num_full = int(share * _BAR_WIDTH)
+    return f"{share:4.0%} {'━' * num_full}{'╌' * (_BAR_WIDTH - num_full)} "
 
 
 def in_words(seconds: float) -> str:
@@ -69,8 +62,3 @@ def in_words(seconds: float) -> str:
     if whole < 3600:
         return f"{whole // 60}:{whole % 60:02} min"
     return f"{whole // 3600}:{whole % 3600 // 60:02} h"
-
-
-def bar(share: float) -> str:
-    num_full = int(share * _BAR_WIDTH)
-    return f"{share:4.0%} {'━' * num_full}{'╌' * (_BAR_WIDTH - num_full)}"

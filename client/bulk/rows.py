@@ -1,12 +1,26 @@
-"""Rows of the inputs, and how far the inputs have been read. Used by all of `vecd.client.bulk`."""
+"""Rows, and how they are read from lines: texts, JSON lines, CSV.
 
-from collections.abc import Sequence
+Owns what a row is in each of these formats, and what is wrong with a bad one. Opens nothing. Called by
+`vecd.client.bulk.inputs` and, for the rows of parquet files, by `vecd.client.bulk.parquet`.
+"""
+
+import csv
+import gzip
+import io
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
-from typing import Any, NamedTuple, Protocol
+from typing import Any, NamedTuple, TypeAlias
 
+import orjson
 
-class InputError(Exception):
-    """Raised when an input cannot be read, or has changed. The message names it."""
+from vecd.client.bulk.errors import EmbedError
+from vecd.client.bulk.options import EmbedOptions
+
+_BOM = b"\xef\xbb\xbf"
+_CHUNK_BYTES = 1 << 18
+_JSON_TYPES = {dict: "an object", list: "a list", bool: "true or false", int: "a number", float: "a number"}
+
+ByteStream: TypeAlias = io.FileIO | gzip.GzipFile
 
 
 class InputRow(NamedTuple):
@@ -22,51 +36,181 @@ class InputRow(NamedTuple):
     """The values of --keep; None for fields that the row does not have."""
 
 
-class InputPlace(Protocol):
-    """How far an input has been read: behind the last row that its reader has returned."""
-
-    @property
-    def offset(self) -> int:
-        """Uncompressed bytes, or rows of a parquet file. A reader opened at this offset returns the next row."""
-
-    @property
-    def line(self) -> int:
-        """Lines, or rows of a parquet file."""
-
-    @property
-    def bytes_read(self) -> int:
-        """Bytes of the file on the disk, for the progress."""
-
-
-@dataclass(frozen=True, slots=True)
+@dataclass(slots=True)
 class Position:
-    """A place between two rows of all inputs."""
+    """A place between two rows of all inputs. A reader moves its own one behind each row that it returns."""
 
     input: int = 0
     """Index of the input."""
     offset: int = 0
-    """`offset` and `line` of `InputPlace` in that input."""
+    """Uncompressed bytes of the input, or rows of a parquet file. A reader that begins there returns the next row."""
     line: int = 0
+    """Lines of the input, or rows of a parquet file."""
     row: int = 0
     """Rows before it, in all inputs."""
     digest: str = ""
     """Digest of all texts before it, for inputs that cannot be opened at an offset."""
 
 
-@dataclass(slots=True)
-class RowBatch:
-    """Consecutive rows of one input, for one request."""
+def make_row(line: int, value: Any, name: str, kept: tuple[Any, ...]) -> InputRow:
+    """A row with the text `value` of the field `name`, or with what is wrong with it."""
+    if not isinstance(value, str):
+        kind = "null" if value is None else _JSON_TYPES.get(type(value), "no text")
+        return InputRow(line, None, f"{name} is {kind}, not a text", kept)
+    if not value or value.isspace():
+        return InputRow(line, None, f"{name} is empty", kept)
+    return InputRow(line, value, "", kept)
 
-    rows: Sequence[InputRow]
-    first_row: int
-    """Number of the first one among the rows of all inputs, from 0."""
-    input: int
-    """Index of the input."""
-    end: Position
-    """Behind the last row."""
-    bytes_read: int
-    """Bytes of all inputs that had been read with these rows."""
 
-    def texts(self) -> list[str]:
-        """The texts of the rows that have one, in order."""
-        return [row.text for row in self.rows if row.text is not None]
+def read_rows(format: str, stream: ByteStream, options: EmbedOptions, at: Position) -> Iterator[InputRow]:
+    """The rows behind `at` of a `stream` that is at its beginning. Side effects: moves `at` behind each row.
+
+    Raises EmbedError when the header of a CSV file lacks a field, or the stream ends before `at`.
+    """
+    if format in ("csv", "tsv"):
+        yield from _read_csv(stream, options, at, "," if format == "csv" else "\t")
+        return
+    parse = _parse_text if format == "txt" else _parse_json
+    for raw in _lines_behind(at, stream, options.max_row_bytes):
+        if raw is None:
+            yield InputRow(at.line, None, "the line is too long (--max-row-bytes)", (None,) * len(options.keep))
+        elif (row := parse(at.line, raw, options)) is not None:
+            yield row
+
+
+def split_lines(read: Callable[[int], bytes], max_bytes: int, at: Position) -> Iterator[bytes | None]:
+    """Lines without their line feed; None for one longer than `max_bytes`, which is not kept.
+
+    `read(n)` returns at most n bytes, and none at the end. The last line may lack its line feed. A byte order mark at
+    the beginning is removed. Side effects: moves `at` behind each line.
+    """
+    begun: list[bytes] = []
+    """The beginning of a line, from the chunks before."""
+    num_begun = 0
+
+    def complete(end: bytes, num_feeds: int) -> bytes | None:
+        nonlocal num_begun
+        num_bytes = num_begun + len(end)
+        line = b"".join((*begun, end)) if num_bytes <= max_bytes else None
+        if line is not None and at.offset == 0:
+            line = line.removeprefix(_BOM)
+        at.offset += num_bytes + num_feeds
+        at.line += 1
+        begun.clear()
+        num_begun = 0
+        return line
+
+    while chunk := read(_CHUNK_BYTES):
+        *ends, rest = chunk.split(b"\n")
+        for end in ends:
+            yield complete(end, 1)
+        num_begun += len(rest)
+        if num_begun <= max_bytes:
+            begun.append(rest)
+        else:  # the bytes of a line that is too long are counted, and dropped
+            begun.clear()
+    if num_begun:
+        yield complete(b"", 0)
+
+
+def _lines_behind(at: Position, stream: ByteStream, max_bytes: int) -> Iterator[bytes | None]:
+    # A compressed file is read up to there. A pipe, which cannot be moved, is at its beginning.
+    if at.offset and stream.seek(at.offset) != at.offset:
+        raise EmbedError(f"ends before byte {at.offset}, where it was left")
+    return split_lines(stream.read1 if isinstance(stream, gzip.GzipFile) else stream.read, max_bytes, at)
+
+
+def _parse_text(line: int, raw: bytes, options: EmbedOptions) -> InputRow:
+    none_kept = (None,) * len(options.keep)
+    try:
+        return make_row(line, raw.decode().removesuffix("\r"), "the line", none_kept)
+    except UnicodeDecodeError as error:
+        return InputRow(line, None, f"not UTF-8: byte {error.start} of the line", none_kept)
+
+
+def _parse_json(line: int, raw: bytes, options: EmbedOptions) -> InputRow | None:
+    """An object with the text in `options.field`, or the text itself as a string; None for a blank line."""
+    if not raw or raw.isspace():
+        return None
+    none_kept = (None,) * len(options.keep)
+    try:
+        value = orjson.loads(raw)
+    except ValueError as error:
+        reason = str(error).partition(": line ")[0]  # orjson counts the lines of this one line
+        return InputRow(line, None, f"not JSON: {reason}", none_kept)
+    if not isinstance(value, dict):
+        return make_row(line, value, "the line", none_kept)
+    kept = tuple(value.get(key) for key in options.keep)
+    if options.field not in value:
+        return InputRow(line, None, f'no field "{options.field}"', kept)
+    return make_row(line, value[options.field], f'"{options.field}"', kept)
+
+
+def _read_csv(stream: ByteStream, options: EmbedOptions, at: Position, delimiter: str) -> Iterator[InputRow]:
+    """Every record below the header that is not blank is a row. Quoted fields may contain line feeds."""
+    begin, max_bytes = (at.offset, at.line), options.max_row_bytes
+    at.offset = at.line = 0
+    lines = _lines_behind(at, stream, max_bytes)
+    header = _read_csv_header(lines, delimiter)
+    if begin[0]:
+        at.offset, at.line = begin
+        lines = _lines_behind(at, stream, max_bytes)
+    for name in (options.field, *options.keep):
+        if name not in header:
+            raise EmbedError(f"its header has no field {name!r}, it has: {', '.join(header)[:500]}")
+    column, kept_columns = header.index(options.field), [header.index(name) for name in options.keep]
+    num_bytes, is_cut_off = 0, False
+    """Of the record that is being read."""
+
+    def decode() -> Iterator[str]:
+        """Bytes that are not UTF-8 become surrogates, which `_utf8_or_none` finds."""
+        nonlocal num_bytes, is_cut_off
+        for raw in lines:
+            if raw is None or num_bytes + len(raw) > max_bytes:
+                raise csv.Error("the record is too long (--max-row-bytes); is a quote never closed?")
+            num_bytes += len(raw) + 1
+            yield raw.decode(errors="surrogateescape") + "\n"
+        is_cut_off = num_bytes > 0  # the parser has requested one line more: the record has no end
+
+    csv.field_size_limit(max_bytes)
+    records = csv.reader(decode(), delimiter=delimiter)
+    while True:
+        line, num_bytes = at.line + 1, 0
+        try:
+            record = next(records)
+        except StopIteration:
+            return
+        except csv.Error as error:
+            yield InputRow(line, None, f"not CSV: {error}", (None,) * len(kept_columns))
+            records = csv.reader(decode(), delimiter=delimiter)
+            continue
+        if is_cut_off:
+            yield InputRow(line, None, "not CSV: a quote is never closed", (None,) * len(kept_columns))
+        elif record:
+            kept = tuple(_utf8_or_none(record[index]) if index < len(record) else None for index in kept_columns)
+            if len(record) != len(header):
+                yield InputRow(line, None, f"{len(record)} fields, the header has {len(header)}", kept)
+            elif (text := _utf8_or_none(record[column])) is None:
+                yield InputRow(line, None, f'"{options.field}" is not UTF-8', kept)
+            else:
+                yield make_row(line, text, f'"{options.field}"', kept)
+
+
+def _read_csv_header(lines: Iterator[bytes | None], delimiter: str) -> list[str]:
+    """The names of the columns. Side effects: `lines` is behind it."""
+    decoded = (raw.decode(errors="replace") + "\n" for raw in lines if raw is not None)
+    try:
+        header = next(csv.reader(decoded, delimiter=delimiter), [])
+    except csv.Error as error:
+        raise EmbedError(f"its header is not CSV: {error}") from error
+    if not header:
+        raise EmbedError("it has no header")
+    return header
+
+
+def _utf8_or_none(text: str) -> str | None:
+    try:
+        text.encode()
+    except UnicodeEncodeError:
+        return None
+    return text

@@ -18,46 +18,26 @@ from typing import IO
 
 import orjson
 
+from vecd.client.bulk.errors import EmbedError
+
 # Linux UAPI include/uapi/linux/prctl.h
 _PR_SET_PDEATHSIG = 1
 _STOP_TIMEOUT_S = 45.0
 _TAIL_BYTES = 4096
 _NOT_OURS = ("NOTIFY_SOCKET", "WATCHDOG_PID", "WATCHDOG_USEC", "LISTEN_PID", "LISTEN_FDS", "LISTEN_FDNAMES")
 """Variables of systemd for this command, not for the server."""
-_RESERVED = ("--host", "--port", "--uds", "--ready-fd", "--tls-cert", "--tls-key")
-
-
-class StartFailed(Exception):
-    """Raised when the server does not start. The message has the end of its log."""
-
-
-def check_flags(flags: Sequence[str]) -> None:
-    """Raises ValueError for flags of `vecd serve` that this command sets itself."""
-    for flag in flags:
-        if flag.partition("=")[0] in _RESERVED:
-            raise ValueError(f"{flag}: where the server listens is chosen here; for one that listens elsewhere, --url")
-
-
-class ServerProcess:
-    """A server that is ready."""
-
-    def __init__(self, process: "subprocess.Popen[bytes]", url: str, log: IO[bytes]) -> None:
-        self.url = url
-        self._process = process
-        self._log = log
-
-    def why_gone(self) -> str | None:
-        """The end of its log, once it has ended."""
-        if self._process.poll() is None:
-            return None
-        return f"the server that was started here has ended with {self._process.returncode}: {_last_lines(self._log)}"
+_libc = ctypes.CDLL(None)
 
 
 @contextmanager
-def start_server(model: str | None, flags: Sequence[str], on_wait: Callable[[str], None]) -> Iterator[ServerProcess]:
+def start_server(
+    model: str | None, flags: Sequence[str], on_wait: Callable[[str], None]
+) -> Iterator[tuple[str, Callable[[], str | None]]]:
     """Start a server on a free port of 127.0.0.1, and stop it in the end. `on_wait` is called until it is ready.
 
-    Raises StartFailed. To be called by the main thread: when that ends, for whatever reason, the server stops.
+    Its URL, and a function that returns why it will not come back: the end of its log, once it has ended. Raises
+    EmbedError when the server does not start. To be called by the main thread: when that ends, for whatever reason, the
+    server stops.
     """
     reader, writer = os.pipe()
     command = [
@@ -77,13 +57,22 @@ def start_server(model: str | None, flags: Sequence[str], on_wait: Callable[[str
             preexec_fn=partial(_stop_with_parent, os.getpid()),  # noqa: PLW1509 (takes no lock)
         )
         os.close(writer)
+
+        def why_gone() -> str | None:
+            if process.poll() is None:
+                return None
+            return f"the server that was started here has ended with {process.returncode}: {_last_lines(log)}"
+
         try:
-            yield ServerProcess(process, _await_ready(process, ready, log, on_wait), log)
+            yield _await_ready(process, ready, log, on_wait), why_gone
         finally:
-            _stop(process)
-
-
-_libc = ctypes.CDLL(None)
+            if process.poll() is None:
+                process.send_signal(signal.SIGTERM)
+            try:
+                process.wait(_STOP_TIMEOUT_S)
+            except subprocess.TimeoutExpired:
+                process.kill()
+                process.wait()
 
 
 def _stop_with_parent(parent_pid: int) -> None:
@@ -102,7 +91,7 @@ def _await_ready(
     line = ready.readline()
     if not line:  # the other end was closed, by its death
         process.wait(_STOP_TIMEOUT_S)
-        raise StartFailed(f"the server did not start: {_last_lines(log)}")
+        raise EmbedError(f"the server did not start: {_last_lines(log)}")
     url: str = orjson.loads(line)["url"]
     return url
 
@@ -111,14 +100,3 @@ def _last_lines(log: IO[bytes]) -> str:
     size = os.fstat(log.fileno()).st_size
     tail = os.pread(log.fileno(), _TAIL_BYTES, max(0, size - _TAIL_BYTES))
     return tail.decode(errors="replace").strip()
-
-
-def _stop(process: "subprocess.Popen[bytes]") -> None:
-    if process.poll() is not None:
-        return
-    process.send_signal(signal.SIGTERM)
-    try:
-        process.wait(_STOP_TIMEOUT_S)
-    except subprocess.TimeoutExpired:
-        process.kill()
-        process.wait()

@@ -1,9 +1,11 @@
 import errno
+import gzip
 import os
 import signal
 import subprocess
 import sys
 import threading
+import time
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
@@ -186,6 +188,17 @@ def test_a_bad_row_ends_the_run_which_goes_on_as_told(
     assert TEXTS[9] not in server.texts
 
 
+@pytest.mark.parametrize("suffix", ["jsonl", "parquet"])
+def test_fields_that_lines_of_text_do_not_have_are_null(embed: Run, tmp_path: Path, suffix: str) -> None:
+    out = tmp_path / f"v.{suffix}"
+    assert embed("--keep", "id", out=out) == 0
+    if suffix == "parquet":
+        kept = pyarrow.parquet.read_table(out)["id"].to_pylist()
+    else:
+        kept = [orjson.loads(line)["id"] for line in out.read_bytes().splitlines()]
+    assert kept == [None] * 100
+
+
 # --- trouble ----------------------------------------------------------------------------------------------
 
 
@@ -237,6 +250,23 @@ def test_a_server_that_does_not_come(embed: Run, server: BulkServer, tmp_path: P
     url = server.url.rpartition(":")[0] + ":1"
     assert main([str(embed.source), "-o", str(embed.out), "--url", url, "--retry-for", "0.5"]) == 1
     assert [path.name for path in tmp_path.iterdir()] == ["a.txt"]
+
+
+def test_no_more_requests_are_under_way_than_may_be(embed: Run, server: BulkServer) -> None:
+    lock, running = threading.Lock(), [0, 0]
+
+    def count(texts: list[str]) -> None:
+        with lock:
+            running[0] += 1
+            running[1] = max(running)
+        time.sleep(0.01)
+        with lock:
+            running[0] -= 1
+
+    server.fail = count
+    assert embed("--concurrency", "3", "--batch-texts", "2") == 0
+    assert 2 <= running[1] <= 4  # the fourth is the probe of a commit
+    check(np.load(embed.out), TEXTS)
 
 
 @pytest.mark.parametrize("status", [401, 403, 404])
@@ -410,6 +440,16 @@ def test_a_pipe_is_gone_on_with_if_it_gives_the_same_again(
     assert through_pipe(TEXTS, "fail") == 0
     check(np.load(embed.out), TEXTS)
     assert server.texts == TEXTS[50:]
+
+
+def test_a_pipe_may_be_compressed(embed: Run, tmp_path: Path) -> None:
+    pipe = tmp_path / "pipe.txt.gz"
+    os.mkfifo(pipe)
+    writer = threading.Thread(target=pipe.write_bytes, args=[gzip.compress(embed.source.read_bytes())])
+    writer.start()
+    assert embed(source=pipe) == 0
+    writer.join()
+    check(np.load(embed.out), TEXTS)
 
 
 # --- flags ------------------------------------------------------------------------------------------------

@@ -1,6 +1,7 @@
 """Wherever a run is killed, the next one makes of what is left an output with every row once."""
 
 import itertools
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -12,10 +13,13 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from tests.support.bulk_server import DIM, vectors_of
-from vecd.client.bulk.journal import Commit, Journal, JournalError
-from vecd.client.bulk.output import EmbeddedBatch, OutputFiles, journal_path, npy_header
-from vecd.client.bulk.output_file import OutputError, OutputFile
-from vecd.client.bulk.rows import InputRow, Position, RowBatch
+from vecd.client.bulk.errors import EmbedError
+from vecd.client.bulk.inputs import InputSource, RowBatch
+from vecd.client.bulk.journal import Commit, Journal
+from vecd.client.bulk.options import EmbedOptions
+from vecd.client.bulk.output import OutputFile, OutputFiles, journal_path, npy_header
+from vecd.client.bulk.rows import InputRow, Position
+from vecd.client.bulk.service import Vectors
 
 FORMATS = ("npy", "jsonl", "parquet")
 BAD = (3, 4, 9)
@@ -23,25 +27,27 @@ NUM_ROWS = 12
 
 
 def open_output(out: Path, on_bad_row: str) -> OutputFiles:
-    output = OutputFiles(out)
-    output.choose_form(out.suffix[1:], DIM, "float32", () if out.suffix == ".npy" else ("id",), on_bad_row=on_bad_row)
+    output = OutputFiles(make_options(out, on_bad_row))
+    output.open(DIM)
     return output
 
 
-def make_done(numbers: range) -> EmbeddedBatch:
+def make_options(out: Path, on_bad_row: str = "blank") -> EmbedOptions:
+    return EmbedOptions(files=[], out=out, keep=() if out.suffix == ".npy" else ("id",), on_bad_row=on_bad_row)
+
+
+def make_done(numbers: range) -> tuple[RowBatch, Vectors]:
     """Rows as a run has them answered; those of `BAD` have no text."""
     rows = [InputRow(n + 1, None if n in BAD else f"text {n}", "", (n,)) for n in numbers]
     vectors = vectors_of([f"text {n}" for n in numbers])
     reasons = {index: "bad" for index, n in enumerate(numbers) if n in BAD}
     vectors[list(reasons)] = np.nan
-    batch = RowBatch(rows, numbers.start, 0, Position(row=numbers.stop), 0)
-    return EmbeddedBatch(batch, vectors, reasons)
+    source = InputSource("/a.txt", "txt", is_stream=False, is_gzip=False)
+    return RowBatch(source, rows, Position(row=numbers.stop), 0), Vectors(vectors, reasons)
 
 
 def append(output: OutputFiles, written: Commit, numbers: range) -> Commit:
-    done = make_done(numbers)
-    rejected = [b'{"row":%d}\n' % (numbers.start + index) for index in done.reasons]
-    num_written = output.append(done, rejected)
+    num_written = output.append(*make_done(numbers))
     return Commit(Position(row=numbers.stop), output.lengths, written.num_written + num_written)
 
 
@@ -104,12 +110,8 @@ def live(out: Path, on_bad_row: str, sizes: list[int], data: st.DataObject, *, d
     journal = Journal.load(journal_path(out))
     assert journal is not None
     output = open_output(out, on_bad_row)
-    written = committed = journal.commit
-    if committed.lengths:
-        output.resume(committed.lengths)
-    else:
-        output.begin()
-        written = committed = Commit(Position(), output.lengths)
+    output.begin(journal.commit.lengths)
+    written = committed = replace(journal.commit, lengths=output.lengths)
     batches = itertools.cycle(sizes)
     num_batches = data.draw(st.integers(0, 6), "batches") if dies else 1000
     while written.position.row < NUM_ROWS and num_batches:
@@ -117,7 +119,7 @@ def live(out: Path, on_bad_row: str, sizes: list[int], data: st.DataObject, *, d
         start = written.position.row
         written = append(output, written, range(start, min(start + next(batches), NUM_ROWS)))
         if dies and data.draw(st.booleans(), "commits"):
-            journal.with_commit(written).save(journal_path(out))
+            replace(journal, commit=written).save(journal_path(out))
             committed = written
     output.close()
     if dies:
@@ -136,7 +138,7 @@ def parts_of(output: OutputFiles) -> list[Path]:
 
 
 def finish(out: Path, on_bad_row: str, journal: Journal, written: Commit) -> None:
-    journal.with_commit(written).save(journal_path(out))
+    replace(journal, commit=written).save(journal_path(out))
     output = open_output(out, on_bad_row)
     output.finish(written.lengths, written.num_written)
     journal_path(out).unlink()
@@ -159,7 +161,7 @@ def test_killed_at_any_step_of_the_end(
         folder.mkdir()
         out = folder / f"v.{format}"
         output = open_output(out, on_bad_row)
-        output.begin()
+        output.begin(())
         commit = append(output, Commit(Position()), range(NUM_ROWS))
         output.close()
         deaths = 0
@@ -193,27 +195,27 @@ def counted(step: Any, left: list[int]) -> Any:
 def test_parts_that_are_shorter_than_the_journal_says_are_refused(tmp_path: Path) -> None:
     out = tmp_path / "v.npy"
     output = open_output(out, "blank")
-    output.begin()
+    output.begin(())
     commit = append(output, Commit(Position()), range(2))
     output.close()
     (tmp_path / "v.npy.part").write_bytes(b"short")
-    with pytest.raises(OutputError, match=r"v\.npy\.part has 5 bytes, the journal knows of 160: --restart"):
-        open_output(out, "blank").resume(commit.lengths)
+    with pytest.raises(EmbedError, match=r"v\.npy\.part has 5 bytes, the journal knows of 160: --restart"):
+        open_output(out, "blank").begin(commit.lengths)
 
 
 def test_an_output_that_was_complete_and_is_gone(tmp_path: Path) -> None:
     output = open_output(tmp_path / "v.npy", "blank")
-    with pytest.raises(OutputError, match="is gone"):
+    with pytest.raises(EmbedError, match="is gone"):
         output.finish((1000, 1000, 0), 3)
     output.close()
 
 
 def test_two_runs_cannot_have_one_output(tmp_path: Path) -> None:
-    first = OutputFiles(tmp_path / "v.npy")
-    with pytest.raises(OutputError, match="another vecd embed"):
-        OutputFiles(tmp_path / "v.npy")
+    first = OutputFiles(make_options(tmp_path / "v.npy"))
+    with pytest.raises(EmbedError, match="another vecd embed"):
+        OutputFiles(make_options(tmp_path / "v.npy"))
     first.close()
-    OutputFiles(tmp_path / "v.npy").close()
+    OutputFiles(make_options(tmp_path / "v.npy")).close()
 
 
 @pytest.mark.parametrize("shape", [(0,), (3, 4), (10**12, 10**5)])
@@ -232,7 +234,7 @@ def test_headers_are_numpys(tmp_path: Path, shape: tuple[int, ...]) -> None:
 @pytest.mark.parametrize("content", [b"", b"{", b"[]", b"{}", b'{"version": 1}', b'{"version": 2}', b"\xff"])
 def test_journals_that_cannot_be_read_are_refused(tmp_path: Path, content: bytes) -> None:
     (tmp_path / "v.npy.journal").write_bytes(content)
-    with pytest.raises(JournalError, match="--restart"):
+    with pytest.raises(EmbedError, match="--restart"):
         Journal.load(tmp_path / "v.npy.journal")
 
 

@@ -1,11 +1,10 @@
-import asyncio
 import io
 
 import pytest
 
 from vecd.client import status_line as status_line_module
-from vecd.client.bulk.concurrency import FEWEST, MOST, ConcurrencyLimit
-from vecd.client.bulk.progress import Course, Moment, bar, in_words
+from vecd.client.bulk.progress import Course, Moment, in_words
+from vecd.client.bulk.service import MAX_CONCURRENCY, MIN_CONCURRENCY, adapt
 from vecd.client.status_line import StatusLine
 
 
@@ -18,27 +17,26 @@ def test_times_in_words(seconds: float, words: str) -> None:
 
 
 def test_rates_and_time_left_are_of_the_last_half_minute() -> None:
-    course = Course(10_000)
-    course.begin(Moment(0.0, 500, 0, 1000))
-    assert course.describe(5.0) == "500 rows"
+    course = Course(10_000, Moment(0.0, 500, 0, 1000))
+    assert course.describe(5.0) == f" 10% {'━' * 2}{'╌' * 22} 500 rows"
     course.add(Moment(10.0, 600, 1000, 2000))
-    assert course.describe(10.0) == "600 rows, 10 rows/s, 100 tokens/s, 1:20 min left"
-    assert course.share == 0.2
+    assert course.describe(10.0) == f" 20% {'━' * 4}{'╌' * 20} 600 rows, 10 rows/s, 100 tokens/s, 1:20 min left"
     for second in range(11, 61):
         course.add(Moment(float(second), 600 + 100 * (second - 10), 1000, 2000 + 100 * (second - 10)))
-    assert course.describe(60.0) == "5,600 rows, 100 rows/s, 0 tokens/s, 0:30 min left"
+    words = course.describe(60.0)
+    assert words == f" 70% {'━' * 16}{'╌' * 8} 5,600 rows, 100 rows/s, 0 tokens/s, 0:30 min left"
 
 
 def test_how_long_a_pipe_takes_is_not_known() -> None:
-    course = Course(None)
-    course.begin(Moment(0.0, 0, 0, 0))
+    course = Course(0, Moment(0.0, 0, 0, 0))
     course.add(Moment(1.0, 10, 20, 30))
-    assert course.share is None
     assert course.describe(1.0) == "10 rows, 10 rows/s, 20 tokens/s"
 
 
-def test_the_bar() -> None:
-    assert [bar(share).count("━") for share in (0.0, 0.5, 1.0)] == [0, 12, 24]
+@pytest.mark.parametrize(("num_bytes", "num_full"), [(0, 0), (50, 12), (100, 24), (101, 24)])
+def test_the_bar(num_bytes: int, num_full: int) -> None:
+    """A file that has grown meanwhile is not done beyond its end."""
+    assert Course(100, Moment(0.0, 0, 0, num_bytes)).describe(1.0).count("━") == num_full
 
 
 def test_a_terminal_has_one_line_and_a_log_several(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -62,32 +60,13 @@ def test_quiet_is_quiet_but_for_what_stays() -> None:
     assert stream.getvalue() == "vecd embed: done\n"
 
 
-def test_the_pace_follows_the_server() -> None:
-    pace = ConcurrencyLimit()
+def test_the_concurrency_follows_the_server() -> None:
+    concurrency = 4
     for _ in range(100):
-        pace.learn(0.01, was_full=True)
-    assert pace.limit == MOST
-    pace.learn(0.01, was_full=False)
+        concurrency = adapt(concurrency, 0.01, was_full=True)
+    assert concurrency == MAX_CONCURRENCY
+    assert adapt(concurrency, 2.0, was_full=True) == MAX_CONCURRENCY
     for _ in range(100):
-        pace.learn(60.0, was_full=True)
-    assert pace.limit == FEWEST
-    pace.learn(0.01, was_full=False)
-    assert pace.limit == FEWEST
-
-
-def test_no_more_are_under_way_than_may_be() -> None:
-    async def run() -> int:
-        pace, most = ConcurrencyLimit(), 0
-        pace.fix(3)
-
-        async def work() -> None:
-            nonlocal most
-            async with pace.permit():
-                most = max(most, pace.num_running)
-                await asyncio.sleep(0)
-
-        await asyncio.gather(*(work() for _ in range(20)))
-        assert pace.num_running == 0
-        return most
-
-    assert asyncio.run(run()) == 3
+        concurrency = adapt(concurrency, 60.0, was_full=True)
+    assert concurrency == MIN_CONCURRENCY
+    assert adapt(concurrency, 0.01, was_full=False) == MIN_CONCURRENCY

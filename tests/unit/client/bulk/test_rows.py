@@ -7,13 +7,15 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from vecd.client.bulk.feed import RequestSize, read_batches
-from vecd.client.bulk.inputs import InputSource, RowShape, check_unchanged, find_inputs
-from vecd.client.bulk.lines import Lines
-from vecd.client.bulk.rows import InputError, InputRow, Position
+from vecd.client.bulk.errors import EmbedError
+from vecd.client.bulk.inputs import InputSource, check_unchanged, find_inputs, read_batches
+from vecd.client.bulk.options import EmbedOptions
+from vecd.client.bulk.rows import InputRow, Position, split_lines
 
-SHAPE = RowShape("text", (), 1000)
-ONE_BATCH = RequestSize(1000, 1 << 20)
+
+def make_options(*keep: str, max_texts: int = 1000, max_chars: int = 1 << 20) -> EmbedOptions:
+    out = Path("v.jsonl")
+    return EmbedOptions(files=[], out=out, keep=keep, max_row_bytes=1000, batch_texts=max_texts, batch_chars=max_chars)
 
 
 def reader_of(data: bytes, rng: random.Random) -> Callable[[int], bytes]:
@@ -34,18 +36,20 @@ def test_lines_are_cut_as_split_does_and_know_where_they_end(data: bytes, max_by
     expected = data.split(b"\n")
     if not expected[-1]:
         expected.pop()
-    lines = Lines(reader_of(data, rng), max_bytes)
+    at = Position()
+    lines = split_lines(reader_of(data, rng), max_bytes, at)
     offset = 0
     for number, line in enumerate(expected, 1):
-        assert next(iter(lines)) == (line if len(line) <= max_bytes else None)
+        kept = line.removeprefix(b"\xef\xbb\xbf") if number == 1 else line
+        assert next(lines) == (kept if len(line) <= max_bytes else None)
         offset = min(offset + len(line) + 1, len(data))
-        assert (lines.line, lines.offset) == (number, offset)
-    assert next(iter(lines), "end") == "end"
+        assert (at.line, at.offset) == (number, offset)
+    assert next(lines, "end") == "end"
 
 
-def items_of(path: Path, shape: RowShape = SHAPE, format: str | None = None) -> list[InputRow]:
-    inputs = find_inputs([str(path)], format)
-    return [row for batch in read_batches(inputs, shape, ONE_BATCH, Position()) for row in batch.rows]
+def items_of(path: Path, *keep: str) -> list[InputRow]:
+    inputs = find_inputs([str(path)], None)
+    return [row for batch in read_batches(inputs, make_options(*keep), Position()) for row in batch.rows]
 
 
 def write(folder: Path, name: str, content: bytes | str) -> Path:
@@ -74,7 +78,7 @@ def test_json_lines(tmp_path: Path) -> None:
         '{"text": " "}\n{"text": "cut\n[1]\n{"text": "\\ud800"}\n{"text": "a\\nb", "id": "z"}'
     )
     path = write(tmp_path, "a.jsonl", content)
-    items = items_of(path, RowShape("text", ("id",), 1000))
+    items = items_of(path, "id")
     assert [(item.line, item.text, item.kept) for item in items] == [
         (1, "one", (7,)),
         (3, "two", (None,)),
@@ -98,7 +102,7 @@ def test_json_lines(tmp_path: Path) -> None:
 def test_csv(tmp_path: Path) -> None:
     content = 'id,text,n\n1,one,x\n\n2,"two\nlines, ""quoted""",y\n3,short\n4,,z\n5,\xff,w\n6,six,last'
     path = write(tmp_path, "a.csv", content.encode("latin-1"))
-    assert items_of(path, RowShape("text", ("id",), 1000)) == [
+    assert items_of(path, "id") == [
         InputRow(2, "one", "", ("1",)),
         InputRow(4, 'two\nlines, "quoted"', "", ("2",)),
         InputRow(6, None, "2 fields, the header has 3", ("3",)),
@@ -106,6 +110,12 @@ def test_csv(tmp_path: Path) -> None:
         InputRow(8, None, '"text" is not UTF-8', ("5",)),
         InputRow(9, "six", "", ("6",)),
     ]
+
+
+def test_kept_fields_that_are_not_utf8_are_not_kept(tmp_path: Path) -> None:
+    """Nor those of a record that is bad for another reason."""
+    items = items_of(write(tmp_path, "a.csv", b"id,text\n\xff,one\n\xff\n"), "id")
+    assert items == [InputRow(2, "one", "", (None,)), InputRow(3, None, "1 fields, the header has 2", (None,))]
 
 
 def test_a_quote_that_is_never_closed_takes_no_more_than_a_row(tmp_path: Path) -> None:
@@ -118,7 +128,7 @@ def test_a_quote_that_is_never_closed_takes_no_more_than_a_row(tmp_path: Path) -
 
 def test_a_quote_that_is_open_at_the_end_is_no_text(tmp_path: Path) -> None:
     """Nor are the rows that it has swallowed."""
-    items = items_of(write(tmp_path, "a.csv", 'text,id\nfirst,1\n"open,2\nthird,3\n'), RowShape("text", ("id",), 1000))
+    items = items_of(write(tmp_path, "a.csv", 'text,id\nfirst,1\n"open,2\nthird,3\n'), "id")
     assert items == [InputRow(2, "first", "", ("1",)), InputRow(3, None, "not CSV: a quote is never closed", (None,))]
 
 
@@ -136,7 +146,7 @@ def test_tsv_and_gzip(tmp_path: Path) -> None:
     ],
 )
 def test_files_that_are_refused(tmp_path: Path, name: str, content: bytes | str, message: str) -> None:
-    with pytest.raises(InputError, match=message):
+    with pytest.raises(EmbedError, match=message):
         items_of(write(tmp_path, name, content))
 
 
@@ -144,17 +154,17 @@ def test_files_that_are_refused(tmp_path: Path, name: str, content: bytes | str,
 def test_a_gzip_file_that_is_cut_off_is_an_error(tmp_path: Path, keep: int) -> None:
     path = write(tmp_path, "a.txt.gz", "".join(f"line {n}\n" for n in range(100)))
     path.write_bytes(path.read_bytes()[:keep])
-    with pytest.raises(InputError, match="cannot be read"):
+    with pytest.raises(EmbedError, match="cannot be read"):
         items_of(path)
 
 
 def test_inputs_that_do_not_go_together(tmp_path: Path) -> None:
     path = str(write(tmp_path, "a.txt", "x"))
-    with pytest.raises(InputError, match="only one"):
+    with pytest.raises(EmbedError, match="only one"):
         find_inputs([path, "-"], None)
-    with pytest.raises(InputError, match="twice"):
+    with pytest.raises(EmbedError, match="twice"):
         find_inputs(["-", "-"], None)
-    with pytest.raises(InputError, match="No such file"):
+    with pytest.raises(EmbedError, match="No such file"):
         find_inputs([path + "x.txt"], None)
 
 
@@ -163,7 +173,7 @@ def test_a_file_that_is_written_to_meanwhile_is_found_out(tmp_path: Path) -> Non
     inputs = find_inputs([str(path)], None)
     check_unchanged(inputs)
     path.write_bytes(b"x\ny\n")
-    with pytest.raises(InputError, match="has been changed"):
+    with pytest.raises(EmbedError, match="has been changed"):
         check_unchanged(inputs)
 
 
@@ -179,8 +189,8 @@ FILES = {
 @pytest.mark.parametrize("max_texts", [1, 2, 3, 100])
 def test_reading_goes_on_at_the_end_of_any_batch(tmp_path: Path, max_texts: int) -> None:
     inputs = find_inputs([str(write(tmp_path, name, content)) for name, content in FILES.items()], None)
-    size = RequestSize(max_texts, 1000)
-    batches = list(read_batches(inputs, SHAPE, size, Position()))
+    options = make_options(max_texts=max_texts, max_chars=1000)
+    batches = list(read_batches(inputs, options, Position()))
     rows = [row for batch in batches for row in batch.rows]
     numbers = [batch.first_row + index for batch in batches for index in range(len(batch.rows))]
     assert numbers == list(range(len(rows)))
@@ -188,22 +198,22 @@ def test_reading_goes_on_at_the_end_of_any_batch(tmp_path: Path, max_texts: int)
     assert [batch.bytes_read for batch in batches] == sorted(batch.bytes_read for batch in batches)
     assert batches[-1].bytes_read == sum(each.num_bytes for each in inputs)
     for batch in batches:
-        rest = [row for later in read_batches(inputs, SHAPE, size, batch.end) for row in later.rows]
+        rest = [row for later in read_batches(inputs, options, batch.end) for row in later.rows]
         assert rest == rows[batch.end.row :]
 
 
 def test_a_batch_ends_with_the_row_that_fills_it(tmp_path: Path) -> None:
     inputs = find_inputs([str(write(tmp_path, "a.txt", "12345\n12345\n1\n1\n"))], None)
-    batches = read_batches(inputs, SHAPE, RequestSize(3, 10), Position())
+    batches = read_batches(inputs, make_options(max_texts=3, max_chars=10), Position())
     assert [len(batch.rows) for batch in batches] == [2, 2]
 
 
 def test_a_stream_is_known_by_its_first_rows(tmp_path: Path) -> None:
     path = write(tmp_path, "a.txt", "one\ntwo\nthree\nfour\n")
     stream = InputSource(str(path), "txt", is_stream=True, is_gzip=False)
-    size = RequestSize(2, 1000)
-    first, second = read_batches([stream], SHAPE, size, Position())
-    assert list(read_batches([stream], SHAPE, size, first.end)) == [second]
+    options = make_options(max_texts=2)
+    first, second = read_batches([stream], options, Position())
+    assert list(read_batches([stream], options, first.end)) == [second]
     path.write_text("one\nother\nthree\nfour\n")
-    with pytest.raises(InputError, match="first 2 rows are not those"):
-        list(read_batches([stream], SHAPE, size, first.end))
+    with pytest.raises(EmbedError, match="first 2 rows are not those"):
+        list(read_batches([stream], options, first.end))

@@ -7,12 +7,17 @@ import pytest
 pytest.importorskip("pyarrow")
 import pyarrow.parquet
 
-from vecd.client.bulk.parquet import ParquetReader
+from vecd.client.bulk.options import EmbedOptions
+from vecd.client.bulk.parquet import open_parquet
+from vecd.client.bulk.rows import Position
 
 
 def read(path: Path, offset: int) -> list[tuple[int, str | None, tuple[object, ...]]]:
-    with ParquetReader(str(path), "text", ("id",), offset, path.stat().st_size) as reader:
-        return [(row.line, row.text, row.kept) for row in reader]
+    at, options = Position(offset=offset, line=offset), EmbedOptions(files=[], out=Path("v.jsonl"), keep=("id",))
+    with open_parquet(str(path), options, at) as (rows, num_rows):
+        found = [(row.line, row.text, row.kept) for row in rows]
+    assert at.offset == at.line == num_rows
+    return found
 
 
 @pytest.mark.parametrize("group_rows", [1, 3, 2000, 5000])

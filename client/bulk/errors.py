@@ -1,0 +1,13 @@
+"""How `vecd embed` ends before its output is complete. Every message names the file or server that it is about."""
+
+
+class EmbedError(Exception):
+    """Raised when an input, the output, the journal or the server of the run does not fit. Exit code 2."""
+
+
+class RunEnded(Exception):
+    """Raised when a run ends with rows left to do. The same command may resume it. Exit code 1."""
+
+
+class ModelChanged(RunEnded):
+    """Raised when the server has another model than at the beginning of the run: what is not committed is lost."""
