@@ -12,8 +12,8 @@ import signal
 import sys
 import time
 from collections.abc import Sequence
-from contextlib import ExitStack
-from dataclasses import asdict
+from contextlib import ExitStack, closing
+from dataclasses import asdict, replace
 
 import uvloop
 
@@ -72,43 +72,36 @@ def _embed(options: EmbedOptions, line: StatusLine) -> int:
         if each.path == os.path.abspath(options.out):
             raise EmbedError(f"{each.name} is input and output")
     check_readable(inputs, options)
-    output = OutputFiles(options)
-    try:
-        unfinished = _find_unfinished(options, inputs, output)
-        if unfinished is None or not unfinished.commit.is_complete:
-            return _embed_by_server(options, inputs, output, unfinished, line)
-        output.open(unfinished.model["dim"])
-        return _finish(options, output, unfinished.commit, line, "the run before was complete")
-    finally:
-        if not journal_path(options.out).exists():
-            output.remove_if_new()
-        output.close()
+    with closing(OutputFiles(options)) as output:
+        journal = _find_journal(options, inputs, output)
+        if not journal.commit.is_complete:
+            return _embed_by_server(options, inputs, output, journal, line)
+        output.open(journal.model["dim"])
+        return _finish(options, output, journal.commit, line, "the run before was complete")
 
 
-def _find_unfinished(options: EmbedOptions, inputs: Sequence[InputSource], output: OutputFiles) -> Journal | None:
-    """The run to resume. Raises EmbedError when it cannot be, or something else is in the place of the output."""
+def _find_journal(options: EmbedOptions, inputs: Sequence[InputSource], output: OutputFiles) -> Journal:
+    """That of the run to resume, or a new one. Raises EmbedError when something else is in the place of the output."""
     path = journal_path(options.out)
+    new = Journal(options.journal_fields(), options.on_bad_row, [asdict(each) for each in inputs])
     if options.restart:
         path.unlink(missing_ok=True)
-        return None
-    journal = Journal.load(path)
-    if journal is not None:
-        if not journal.commit.position.row and not journal.commit.is_complete:
-            return None  # nothing was done: the run begins anew, whatever has changed
-        journal.check_same(options.journal_fields(), options.on_bad_row, [asdict(each) for each in inputs])
-    elif options.out.exists():
+        return new
+    old = Journal.load(path)
+    if old is not None:
+        if not old.commit.position.row and not old.commit.is_complete:
+            return new  # nothing was done: the run begins anew, whatever has changed
+        old.check_same(new)
+        return replace(old, on_bad_row=options.on_bad_row)
+    if options.out.exists():
         raise EmbedError(f"{options.out} exists; --restart replaces it")
-    elif not output.is_new:
+    if not output.is_new:
         raise EmbedError(f"{options.out}.part exists, and nothing tells what it is; --restart replaces it")
-    return journal
+    return new
 
 
 def _embed_by_server(
-    options: EmbedOptions,
-    inputs: Sequence[InputSource],
-    output: OutputFiles,
-    unfinished: Journal | None,
-    line: StatusLine,
+    options: EmbedOptions, inputs: Sequence[InputSource], output: OutputFiles, journal: Journal, line: StatusLine
 ) -> int:
     began_at, error = time.monotonic(), None
     with ExitStack() as stack:
@@ -118,7 +111,7 @@ def _embed_by_server(
             serving = start_server(options.model, options.serve_flags, lambda text: line.show(lambda: text))
             url, why_gone = stack.enter_context(serving)
             service = EmbeddingService(parse_target(url), options, why_gone)
-        run = EmbedRun(options, inputs, output, unfinished, service, line)
+        run = EmbedRun(options, inputs, output, journal, service, line)
         try:
             uvloop.run(run.run())
         except (RunEnded, OSError) as ended:
@@ -131,7 +124,7 @@ def _embed_by_server(
         line.say(f"{why}; {done}")
         return 128 + run.signal_number if run.signal_number else EXIT_ENDED
     took_s = time.monotonic() - began_at
-    num_rows -= 0 if unfinished is None else unfinished.commit.position.row
+    num_rows -= journal.commit.position.row
     how = f"{num_rows:,} in {in_words(took_s)}, {num_rows / took_s:,.0f} a second"
     return _finish(options, output, run.commit, line, how)
 

@@ -7,7 +7,7 @@ always true: rows that are in the output files, but not in the journal, are cut 
 
 import os
 from contextlib import suppress
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any, Self
 
@@ -25,7 +25,7 @@ _FACTS = {"num_bytes": "size", "mtime_ns": "time of change", "head": "beginning"
 class Commit:
     """What is done for good."""
 
-    position: Position
+    position: Position = field(default_factory=Position)
     lengths: tuple[int, ...] = ()
     """Bytes of each output file, in the order of `OutputFiles`."""
     num_written: int = 0
@@ -45,9 +45,9 @@ class Journal:
     on_bad_row: str
     inputs: list[dict[str, Any]]
     """The fields of each `vecd.client.bulk.inputs.InputSource`."""
-    model: dict[str, Any]
-    """The fields of `vecd.client.bulk.service.ModelFingerprint`."""
-    commit: Commit
+    model: dict[str, Any] = field(default_factory=dict)
+    """The fields of `vecd.client.bulk.service.ModelFingerprint`; empty before the run has met its server."""
+    commit: Commit = field(default_factory=Commit)
 
     def save(self, path: Path) -> None:
         """Replace the journal atomically. Raises OSError."""
@@ -77,25 +77,25 @@ class Journal:
         except (OSError, ValueError, TypeError, LookupError, AttributeError) as error:
             raise EmbedError(f"{path} cannot be read ({type(error).__name__}): --restart begins anew") from error
 
-    def check_same(self, asked: dict[str, Any], on_bad_row: str, inputs: list[dict[str, Any]]) -> None:
-        """Raises EmbedError when the unfinished run had other settings or inputs."""
-        if difference := self._difference(asked, on_bad_row, inputs):
+    def check_same(self, other: Self) -> None:
+        """Raises EmbedError when `other`, which would resume this run, has other settings or inputs."""
+        if difference := self._difference(other):
             raise EmbedError(
                 f"the unfinished run was another one: {difference}. Run it as it was, or begin anew by --restart"
             )
 
-    def _difference(self, asked: dict[str, Any], on_bad_row: str, inputs: list[dict[str, Any]]) -> str:
-        for name in asked.keys() | self.asked.keys():
-            if asked.get(name) != self.asked.get(name):
-                return f"{flag_name(name)} was {self.asked.get(name)!r}, is {asked.get(name)!r}"
-        if on_bad_row != self.on_bad_row and self.commit.num_rejected:
-            return f"--on-bad-row was {self.on_bad_row}, is {on_bad_row}, and there have been bad rows"
-        if len(inputs) != len(self.inputs):
-            return f"it had {len(self.inputs)} inputs, now there are {len(inputs)}"
-        for one, other in zip(self.inputs, inputs, strict=True):
-            for name, value in one.items():
-                if value != other[name]:
-                    return f"{other['path']} has changed: its {_FACTS.get(name, name)} is another"
+    def _difference(self, other: Self) -> str:
+        for name in other.asked.keys() | self.asked.keys():
+            if other.asked.get(name) != self.asked.get(name):
+                return f"{flag_name(name)} was {self.asked.get(name)!r}, is {other.asked.get(name)!r}"
+        if other.on_bad_row != self.on_bad_row and self.commit.num_rejected:
+            return f"--on-bad-row was {self.on_bad_row}, is {other.on_bad_row}, and there have been bad rows"
+        if len(other.inputs) != len(self.inputs):
+            return f"it had {len(self.inputs)} inputs, now there are {len(other.inputs)}"
+        for was, now in zip(self.inputs, other.inputs, strict=True):
+            for name, value in was.items():
+                if value != now[name]:
+                    return f"{now['path']} has changed: its {_FACTS.get(name, name)} is another"
         return ""
 
 

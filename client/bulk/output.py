@@ -236,16 +236,12 @@ class OutputFiles:
         return target.path
 
     def close(self) -> None:
-        """Unlock. May be repeated."""
+        """Unlock. May be repeated. Side effects: removes the files of a run that never began."""
         for file in reversed(self._files):
-            file.close()
-
-    def remove_if_new(self) -> None:
-        """Remove the files of a run that never began."""
-        if self.is_new:
-            for file in self._files:
+            if self.is_new and not journal_path(self._options.out).exists():
                 with suppress(OSError):
                     file.path.unlink(missing_ok=True)
+            file.close()
 
 
 def npy_header(dtype: str, shape: tuple[int, ...]) -> bytes:

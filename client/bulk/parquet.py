@@ -109,15 +109,14 @@ def _table(schema: Any, kinds: Sequence[str], records: list[list[Any]], rows: ND
     numbers, have_vectors, *kept = zip(*records, strict=True)
     columns = [pyarrow.array(numbers, pyarrow.int64())]
     for kind, values in zip(kinds, kept, strict=True):
-        shown = map(_as_json, values) if kind == "json" else values
-        columns.append(pyarrow.array(shown, pyarrow.string() if kind == "json" else kind))
+        if kind == "json":
+            texts = [None if value is None else orjson.dumps(value).decode() for value in values]
+            columns.append(pyarrow.array(texts, pyarrow.string()))
+        else:
+            columns.append(pyarrow.array(values, kind))
     has_none = pyarrow.array([not has_vector for has_vector in have_vectors])
     columns.append(pyarrow.FixedSizeListArray.from_arrays(pyarrow.array(rows), dim, mask=has_none))
     return pyarrow.Table.from_arrays(columns, schema=schema)
-
-
-def _as_json(value: Any) -> str | None:
-    return None if value is None else orjson.dumps(value).decode()
 
 
 def _column_kinds(fields: Path, num_kept: int) -> list[str]:

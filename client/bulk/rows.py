@@ -73,7 +73,7 @@ def read_rows(format: str, stream: ByteStream, options: EmbedOptions, at: Positi
     parse = _parse_text if format == "txt" else _parse_json
     for raw in _lines_behind(at, stream, options.max_row_bytes):
         if raw is None:
-            yield InputRow(at.line, None, "the line is too long (--max-row-bytes)", (None,) * len(options.keep))
+            yield InputRow(at.line, None, "the line is too long (--max-row-bytes)", _none_kept(options))
         elif (row := parse(at.line, raw, options)) is not None:
             yield row
 
@@ -121,49 +121,73 @@ def _lines_behind(at: Position, stream: ByteStream, max_bytes: int) -> Iterator[
 
 
 def _parse_text(line: int, raw: bytes, options: EmbedOptions) -> InputRow:
-    none_kept = (None,) * len(options.keep)
     try:
-        return make_row(line, raw.decode().removesuffix("\r"), "the line", none_kept)
+        return make_row(line, raw.decode().removesuffix("\r"), "the line", _none_kept(options))
     except UnicodeDecodeError as error:
-        return InputRow(line, None, f"not UTF-8: byte {error.start} of the line", none_kept)
+        return InputRow(line, None, f"not UTF-8: byte {error.start} of the line", _none_kept(options))
 
 
 def _parse_json(line: int, raw: bytes, options: EmbedOptions) -> InputRow | None:
     """An object with the text in `options.field`, or the text itself as a string; None for a blank line."""
     if not raw or raw.isspace():
         return None
-    none_kept = (None,) * len(options.keep)
     try:
         value = orjson.loads(raw)
     except ValueError as error:
         reason = str(error).partition(": line ")[0]  # orjson counts the lines of this one line
-        return InputRow(line, None, f"not JSON: {reason}", none_kept)
+        return InputRow(line, None, f"not JSON: {reason}", _none_kept(options))
     if not isinstance(value, dict):
-        return make_row(line, value, "the line", none_kept)
+        return make_row(line, value, "the line", _none_kept(options))
     kept = tuple(value.get(key) for key in options.keep)
     if options.field not in value:
         return InputRow(line, None, f'no field "{options.field}"', kept)
     return make_row(line, value[options.field], f'"{options.field}"', kept)
 
 
+def _none_kept(options: EmbedOptions) -> tuple[None, ...]:
+    return (None,) * len(options.keep)
+
+
 def _read_csv(stream: ByteStream, options: EmbedOptions, at: Position, delimiter: str) -> Iterator[InputRow]:
-    """Every record below the header that is not blank is a row. Quoted fields may contain line feeds."""
-    begin, max_bytes = (at.offset, at.line), options.max_row_bytes
+    """Every record below the header that is not blank is a row."""
+    begin = at.offset, at.line
     at.offset = at.line = 0
-    lines = _lines_behind(at, stream, max_bytes)
-    header = _read_csv_header(lines, delimiter)
-    if begin[0]:
-        at.offset, at.line = begin
-        lines = _lines_behind(at, stream, max_bytes)
+    records = _read_records(stream, options, at, delimiter)
+    _, header, wrong = next(records, (0, [], ""))
+    if not header:
+        raise EmbedError(f"its header is {wrong}" if wrong else "it has no header")
     for name in (options.field, *options.keep):
         if name not in header:
             raise EmbedError(f"its header has no field {name!r}, it has: {', '.join(header)[:500]}")
+    if begin[0]:
+        at.offset, at.line = begin
+        records = _read_records(stream, options, at, delimiter)
     column, kept_columns = header.index(options.field), [header.index(name) for name in options.keep]
+    for line, record, wrong in records:
+        kept = tuple(_utf8_or_none(record[index]) if index < len(record) else None for index in kept_columns)
+        if wrong:
+            yield InputRow(line, None, wrong, kept)
+        elif record and len(record) != len(header):
+            yield InputRow(line, None, f"{len(record)} fields, the header has {len(header)}", kept)
+        elif record and (text := _utf8_or_none(record[column])) is None:
+            yield InputRow(line, None, f'"{options.field}" is not UTF-8', kept)
+        elif record:
+            yield make_row(line, text, f'"{options.field}"', kept)
+
+
+def _read_records(
+    stream: ByteStream, options: EmbedOptions, at: Position, delimiter: str
+) -> Iterator[tuple[int, list[str], str]]:
+    """The line at which each CSV record behind `at` begins, its fields, and what is wrong with it instead.
+
+    Quoted fields may contain line feeds. Bytes that are not UTF-8 are surrogates, which `_utf8_or_none` finds.
+    """
+    max_bytes = options.max_row_bytes
+    lines = _lines_behind(at, stream, max_bytes)
     num_bytes, is_cut_off = 0, False
     """Of the record that is being read."""
 
     def decode() -> Iterator[str]:
-        """Bytes that are not UTF-8 become surrogates, which `_utf8_or_none` finds."""
         nonlocal num_bytes, is_cut_off
         for raw in lines:
             if raw is None or num_bytes + len(raw) > max_bytes:
@@ -181,31 +205,10 @@ def _read_csv(stream: ByteStream, options: EmbedOptions, at: Position, delimiter
         except StopIteration:
             return
         except csv.Error as error:
-            yield InputRow(line, None, f"not CSV: {error}", (None,) * len(kept_columns))
+            yield line, [], f"not CSV: {error}"
             records = csv.reader(decode(), delimiter=delimiter)
-            continue
-        if is_cut_off:
-            yield InputRow(line, None, "not CSV: a quote is never closed", (None,) * len(kept_columns))
-        elif record:
-            kept = tuple(_utf8_or_none(record[index]) if index < len(record) else None for index in kept_columns)
-            if len(record) != len(header):
-                yield InputRow(line, None, f"{len(record)} fields, the header has {len(header)}", kept)
-            elif (text := _utf8_or_none(record[column])) is None:
-                yield InputRow(line, None, f'"{options.field}" is not UTF-8', kept)
-            else:
-                yield make_row(line, text, f'"{options.field}"', kept)
-
-
-def _read_csv_header(lines: Iterator[bytes | None], delimiter: str) -> list[str]:
-    """The names of the columns. Side effects: `lines` is behind it."""
-    decoded = (raw.decode(errors="replace") + "\n" for raw in lines if raw is not None)
-    try:
-        header = next(csv.reader(decoded, delimiter=delimiter), [])
-    except csv.Error as error:
-        raise EmbedError(f"its header is not CSV: {error}") from error
-    if not header:
-        raise EmbedError("it has no header")
-    return header
+        else:
+            yield (line, [], "not CSV: a quote is never closed") if is_cut_off else (line, record, "")
 
 
 def _utf8_or_none(text: str) -> str | None:

@@ -12,7 +12,7 @@ import threading
 import time
 from collections.abc import Generator, Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
-from contextlib import suppress
+from contextlib import closing, contextmanager, suppress
 from dataclasses import asdict, replace
 
 from vecd.client.bulk.errors import EmbedError, ModelChanged, RunEnded
@@ -21,7 +21,6 @@ from vecd.client.bulk.journal import Commit, Journal
 from vecd.client.bulk.options import EmbedOptions
 from vecd.client.bulk.output import OutputFiles, journal_path
 from vecd.client.bulk.progress import Course, Moment
-from vecd.client.bulk.rows import Position
 from vecd.client.bulk.service import EmbeddingService, Vectors
 from vecd.client.status_line import StatusLine
 
@@ -44,22 +43,21 @@ class EmbedRun:
         options: EmbedOptions,
         inputs: Sequence[InputSource],
         output: OutputFiles,
-        unfinished: Journal | None,
+        journal: Journal,
         service: EmbeddingService,
         line: StatusLine,
     ) -> None:
-        """`unfinished`: the journal of the run to resume."""
-        self.commit = Commit(Position()) if unfinished is None else unfinished.commit
+        """`journal`: that of the run to resume, or a new one."""
+        self.commit = journal.commit
         """The last one: what is done."""
         self.signal_number = 0
         """The signal that has interrupted the run, or 0."""
         self._options = options
         self._inputs = inputs
         self._output = output
-        self._unfinished = unfinished
+        self._journal = journal
         self._service = service
         self._line = line
-        self._journal: Journal
         self._written = self.commit
         """The next commit: what has been written since."""
         self._course: Course
@@ -77,45 +75,49 @@ class EmbedRun:
         RunEnded or OSError when rows are left. Side effects: SIGINT and SIGTERM end the run in order, a second one at
         once.
         """
-        self._handle_signals()
         try:
-            batches = await self._begin()
-            await self._embed_all(batches)
+            with self._handling_signals(), closing(self._service):
+                await self._embed_all(await self._begin())
         except asyncio.CancelledError:
             if not self.signal_number:
                 raise
-        finally:
-            _drop_signal_handlers()
-            self._service.close()
 
-    def _handle_signals(self) -> None:
+    @contextmanager
+    def _handling_signals(self) -> Iterator[None]:
         loop, task = asyncio.get_running_loop(), asyncio.current_task()
         assert task is not None
 
+        def drop() -> None:
+            """Restore what signals do by default. uvloop would keep the handlers after its end."""
+            for number in _SIGNALS:
+                loop.remove_signal_handler(number)
+
         def stop(number: int) -> None:
             self.signal_number = number
-            _drop_signal_handlers()
+            drop()
             task.cancel()
 
         for number in _SIGNALS:
             loop.add_signal_handler(number, stop, number)
+        try:
+            yield
+        finally:
+            drop()
 
     async def _begin(self) -> Generator[RowBatch, None, None]:
         """Connect to the server, and bring output and journal to where the run begins. Returns the rows left."""
         self._line.show(lambda: "waiting for the server")
-        options, old = self._options, self._unfinished
+        options = self._options
         model, max_texts, max_bytes = await self._service.connect()
-        if old is not None and (why := model.why_other(old.model)):
+        if is_new := not self.commit.lengths:
+            self._journal = replace(self._journal, model=asdict(model))
+        elif why := model.why_other(self._journal.model):
             raise EmbedError(f"the unfinished run had another model: {why}. --restart begins anew")
         self._output.open(model.dim)
-        if old is not None:
-            self._journal = replace(old, on_bad_row=options.on_bad_row)
-            self._line.say(f"goes on behind row {self.commit.position.row:,}")
-        else:
-            # The journal comes before the first byte: files without a journal are not this command's to cut off.
-            inputs = [asdict(each) for each in self._inputs]
-            self._journal = Journal(options.journal_fields(), options.on_bad_row, inputs, asdict(model), self.commit)
+        if is_new:  # the journal comes before the first byte: files without one are not this command's to cut off
             self._journal.save(journal_path(options.out))
+        else:
+            self._line.say(f"goes on behind row {self.commit.position.row:,}")
         self._output.begin(self.commit.lengths)
         self.commit = self._written = replace(self.commit, lengths=self._output.lengths)
         self._commit_due_at = time.monotonic() + self._commit_s
@@ -254,9 +256,3 @@ async def _next_batch(batches: Iterator[RowBatch]) -> RowBatch | None:
 
     threading.Thread(target=read, name="reader", daemon=True).start()
     return await asyncio.wrap_future(found)
-
-
-def _drop_signal_handlers() -> None:
-    """Restore what signals do by default. uvloop would keep the handlers after its end."""
-    for number in _SIGNALS:
-        asyncio.get_running_loop().remove_signal_handler(number)
