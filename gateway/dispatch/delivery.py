@@ -34,7 +34,7 @@ class Delivery:
         self._widths = widths
         self._on_delivered = on_delivered
         self._to_encode: deque[tuple[WorkerLink, InFlight]] = deque()
-        self._floats_left = _FLOATS_PER_TURN
+        self._floats_left = 0
         """What may still be encoded in this turn."""
         self._is_turn_due = False
         """The next turn's budget has been asked for."""
@@ -60,13 +60,13 @@ class Delivery:
 
     def _begin_turn(self) -> None:
         self._is_turn_due = False
-        self._floats_left = _FLOATS_PER_TURN
         self._encode_some()
 
     def _encode_some(self) -> None:
         """Encode rows, oldest batch first, until this turn's budget is used up; the next turn goes on with the rest."""
-        if not self._is_turn_due and self._to_encode:
+        if not self._is_turn_due and self._to_encode:  # nothing has been encoded in this turn
             self._is_turn_due = True
+            self._floats_left = _FLOATS_PER_TURN
             asyncio.get_running_loop().call_soon(self._begin_turn)
         while self._to_encode and self._floats_left > 0:
             link, batch = self._to_encode[0]

@@ -26,7 +26,8 @@ sys.addaudithook(_refuse)
 
 
 @pytest.hookimpl(wrapper=True)
-def pytest_runtest_protocol(item: pytest.Item) -> Generator[None, Any, Any]:
+def pytest_runtest_call(item: pytest.Item) -> Generator[None, Any, Any]:
+    # Not the whole protocol: the last test of a run ends the servers of other folders, too.
     if item.path.is_relative_to(_FOLDER):  # pytest calls this one for the tests of every folder
         _running.append(item.nodeid)
     try:

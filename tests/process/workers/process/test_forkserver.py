@@ -222,7 +222,7 @@ def test_a_worker_becomes_ready_and_serves(server: ForkServer, endpoint: Any, ga
     assert ready.warnings == []
     assert ready.facts.pop("private_memory_mb") < 500
     assert (ready.facts.pop("pid"), ready.facts.pop("parent_pid")) == (worker.pid, server.process.pid)
-    assert ready.facts == {"dtype": "float32", "path": "weightless", "threads": 1}
+    assert ready.facts == {"dtype": "float32", "path": "dummy", "threads": 1}
 
     gateway.meet(worker.who)
     gateway.send(worker.who, as_message(BATCH, number=1, slot=1))
