@@ -32,7 +32,7 @@ NO_FREE_CONNECTION = "no free connection"
 NOT_SENT = "not sent in time"
 
 
-class Loop(Protocol):
+class LoadLoop(Protocol):
     stream: Stream
 
     async def run(self, first: ClientConnection | None = None) -> None:

@@ -12,7 +12,7 @@ from collections.abc import Callable
 
 from vecd.client.bench import report
 from vecd.client.bench.load import Load, Unreachable
-from vecd.client.bench.loops import ClosedLoop, Loop, OpenLoop
+from vecd.client.bench.loops import ClosedLoop, LoadLoop, OpenLoop
 from vecd.client.bench.result import RunResult
 from vecd.client.bench.stream import Contact, Stream
 from vecd.client.bench.window import Window
@@ -84,7 +84,7 @@ class LoadRun:
 
     # --- start --------------------------------------------------------------------------------------------
 
-    def _measured_loop(self, started_at: float) -> Loop:
+    def _measured_loop(self, started_at: float) -> LoadLoop:
         load = self._load
         window = Window(
             started_at,
@@ -104,7 +104,7 @@ class LoadRun:
             return ClosedLoop(stream, clients=load.clients, ramp_s=load.warmup_s / 2)
         return OpenLoop(stream, rate_per_s=load.rate_per_s, max_connections=load.max_connections, seed=load.seed)
 
-    def _bulk_loop(self, started_at: float) -> Loop | None:
+    def _bulk_loop(self, started_at: float) -> LoadLoop | None:
         """Beside a run by number, its window closes when the run ends."""
         load, bulk = self._load, self._load.bulk
         if bulk is None:
