@@ -33,7 +33,7 @@ def test_sigterm_under_load_answers_everything_accepted(corpus):
             await asyncio.gather(*load._clients)
         return load
 
-    with exact_server() as server:
+    with exact_server("--drain-grace", "0.5") as server:
         load = asyncio.run(stop_under_load(server))
         assert server.process.wait(30) == 0
     assert load.failures == []
