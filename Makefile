@@ -1,5 +1,5 @@
 # make serve   start a server on the bundled model        make test   run the tests
-# make test-fast   the unit tests alone, under a minute
+# make test-fast   the unit tests alone, about a minute
 # make test-clients   the tests of client libraries, with those that are large to install
 # make check   ruff, mypy, import-linter                  make bench  measure against other servers, and write docs/benchmarks.md
 # make soak    every trial of docs/reliability.md in its long form, an hour; writes its table
@@ -22,7 +22,7 @@ serve: $(VENV)/.serve
 test: $(VENV)/.test
 	$(BIN)/python -m pytest -n auto --dist loadfile $(TESTS)
 
-# Unit tests alone, without those marked slow: under a minute on two cores.
+# Unit tests alone, without those marked slow: about a minute on two cores.
 test-fast: $(VENV)/.test
 	$(BIN)/python -m pytest -n auto --dist worksteal -m "not slow" $(or $(TESTS),tests/unit)
 

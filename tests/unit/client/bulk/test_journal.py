@@ -85,6 +85,7 @@ def check_whole(out: Path, on_bad_row: str, num_rows: int = NUM_ROWS) -> None:
     assert {path.name for path in out.parent.iterdir()} == {out.name, *(out.name + name for name in companions)}
 
 
+@pytest.mark.slow
 @settings(max_examples=60, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
 @given(
     data=st.data(),

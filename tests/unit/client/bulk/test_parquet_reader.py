@@ -20,6 +20,7 @@ def read(path: Path, offset: int) -> list[tuple[int, str | None, tuple[object, .
     return found
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("group_rows", [1, 3, 2000, 5000])
 def test_reading_goes_on_behind_any_row(tmp_path: Path, group_rows: int) -> None:
     path = tmp_path / "a.parquet"

@@ -493,6 +493,7 @@ def test_a_tokenizer_that_is_not_what_it_seems_is_not_cut(monkeypatch):
     assert cut_pattern(unigram()) is None
 
 
+@pytest.mark.slow
 def test_letters_and_digits_are_that_and_nothing_more():
     for char in map(chr, range(0x110000)):
         if re.match(f"[{text_cuts._WORD}]", char):
