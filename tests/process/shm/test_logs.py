@@ -26,7 +26,7 @@ def test_without_stderr_nothing_is_written_to_whatever_has_its_number(tmp_path):
         "import os, sys\n"
         f"fd = os.open({str(tmp_path / 'other')!r}, os.O_WRONLY | os.O_CREAT)\n"
         "assert fd == 2 and sys.stderr is None\n"
-        "import logging\nfrom shm import logs\n"
+        "import logging\nfrom vecd.shm import logs\n"
         "logs.configure('supervisor', 'info', 'text')\nlogging.getLogger('x').error('x')\nlogs.say('x')\n"
     )
     subprocess.run(["sh", "-c", 'exec "$@" 2>&-', "sh", sys.executable, "-c", code], check=True, timeout=60)
@@ -35,7 +35,7 @@ def test_without_stderr_nothing_is_written_to_whatever_has_its_number(tmp_path):
 
 def test_a_log_that_nobody_reads_does_not_keep_a_process_from_ending():
     code = (
-        "import logging\nfrom shm import logs\nlogs.configure('x', 'info', 'text')\n"
+        "import logging\nfrom vecd.shm import logs\nlogs.configure('x', 'info', 'text')\n"
         "for n in range(3000): logging.getLogger('vecd.access').info('x' * 200)\n"
     )
     with subprocess.Popen([sys.executable, "-c", code], stderr=subprocess.PIPE) as process:

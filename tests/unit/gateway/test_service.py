@@ -375,6 +375,8 @@ def test_a_generation_that_is_being_prepared_can_be_discarded(listening):
         await bench.prepared(3, listening)
         assert bench.sent == [Prepared(3)], "nothing is said of the one that was discarded"
         assert sorted(bench.services.all) == [1, 3]
+        # `Prepared` is sent before the task has ended, and the task is forgotten only after that.
+        await asyncio.gather(*bench.services._preparing.values(), return_exceptions=True)
         assert not bench.services._preparing
 
     asyncio.run(test())
