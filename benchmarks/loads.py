@@ -9,7 +9,7 @@ cut at 256.
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
-from vecd.client.bench.load import Bulk, Load
+from vecd.client.bench.load import Load
 from vecd.client.bench.payload import RequestShape, render_requests
 from vecd.client.bench.texts import Lengths
 from vecd.client.connection import parse_target
@@ -180,7 +180,7 @@ def make_load(workload: Workload, url: str, duration_s: float, capacity_per_s: f
         if not capacity_per_s:
             raise ValueError(f"{workload.name} needs a rate of {CAPACITY}")
         rate_per_s = workload.capacity_share * capacity_per_s
-    return Load(
+    load = Load(
         target=parse_target(url),
         requests=render_requests(url, _shape(workload.lengths, workload.texts_per_request)),
         texts_per_request=workload.texts_per_request,
@@ -190,13 +190,13 @@ def make_load(workload: Workload, url: str, duration_s: float, capacity_per_s: f
         warmup_s=workload.warmup_s,
         duration_s=workload.length_factor * duration_s,
         timeout_s=_TIMEOUT_S,
-        bulk=_make_bulk(url) if workload.has_bulk else None,
     )
+    return replace(load, bulk=_make_bulk(load, url)) if workload.has_bulk else load
 
 
-def _make_bulk(url: str) -> Bulk:
+def _make_bulk(load: Load, url: str) -> Load:
     requests = render_requests(url, _shape(LONG, _BULK_TEXTS), _NUM_BULK_REQUESTS)
-    return Bulk(requests=requests, texts_per_request=_BULK_TEXTS, clients=_BULK_CLIENTS)
+    return replace(load, requests=requests, texts_per_request=_BULK_TEXTS, clients=_BULK_CLIENTS, rate_per_s=None)
 
 
 def _shape(lengths: Lengths, texts_per_request: int) -> RequestShape:

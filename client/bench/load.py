@@ -18,16 +18,6 @@ class Unreachable(Exception):
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Bulk:
-    """Clients of a closed loop beside the measured load. Immutable."""
-
-    requests: Sequence[bytes]
-    texts_per_request: int
-    clients: int
-    encoding_format: str = "base64"
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
 class Load:
     """One run: a closed loop of `clients`, or an open one of `rate_per_s`. Immutable.
 
@@ -56,7 +46,8 @@ class Load:
     """An answer is good when it comes within this of the request's arrival."""
     seed: int = 0
     """Seed of the arrivals of an open loop."""
-    bulk: Bulk | None = None
+    bulk: "Load | None" = None
+    """A closed loop that runs beside; its duration is infinite beside a run of `num_requests`, at whose end it ends."""
 
     def __post_init__(self) -> None:
         if (self.rate_per_s is None) == (self.clients == 0):

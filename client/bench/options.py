@@ -5,13 +5,14 @@ Everything is checked before anything is sent. Measures nothing. Called by `vecd
 
 # ruff: noqa: RUF009 (a flag is a dataclasses.field)
 
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property, partial
 from pathlib import Path
 from typing import Any
 
-from vecd.client.bench.load import DEFAULT_MAX_CONNECTIONS, MAX_RATE_PER_S, Bulk, Load
+from vecd.client.bench.load import DEFAULT_MAX_CONNECTIONS, MAX_RATE_PER_S, Load
 from vecd.client.bench.payload import RequestShape, render_requests
 from vecd.client.bench.plot import PlotUnavailable, require_matplotlib
 from vecd.client.bench.responses import READERS
@@ -159,32 +160,31 @@ class BenchOptions:
     @cached_property
     def loads(self) -> list[Load]:
         """One for each number of clients, or each rate."""
-        bulk = None
-        if self._bulk_shape is not None and self.bulk_clients is not None:
-            bulk = Bulk(
-                requests=self._render(self._bulk_shape),
-                texts_per_request=self._bulk_shape.texts_per_request,
-                clients=self.bulk_clients,
-                encoding_format=self.encoding_format,
-            )
         load = partial(
             Load,
             target=parse_target(self.url),
+            warmup_s=self.warmup,
+            duration_s=math.inf if self.requests else self.duration,
+            timeout_s=self.timeout,
+            encoding_format=self.encoding_format,
+        )
+        bulk = None
+        if (shape := self._bulk_shape) is not None and self.bulk_clients is not None:
+            texts_per_request = shape.texts_per_request
+            bulk = load(requests=self._render(shape), texts_per_request=texts_per_request, clients=self.bulk_clients)
+        measured = partial(
+            load,
             requests=self._render(self._shape),
             texts_per_request=self.texts_per_request,
             max_connections=self.max_connections or DEFAULT_MAX_CONNECTIONS,
-            warmup_s=self.warmup,
-            duration_s=self.duration,
             num_requests=self.requests,
-            timeout_s=self.timeout,
-            encoding_format=self.encoding_format,
             goodput_ms=self.goodput_ms,
             seed=self.seed,
             bulk=bulk,
         )
         if self.rate is not None:
-            return [load(rate_per_s=rate_per_s) for rate_per_s in self.rate]
-        return [load(clients=clients) for clients in self.clients or _DEFAULT_CLIENTS]
+            return [measured(rate_per_s=rate_per_s) for rate_per_s in self.rate]
+        return [measured(clients=clients) for clients in self.clients or _DEFAULT_CLIENTS]
 
     @cached_property
     def _shape(self) -> RequestShape:
