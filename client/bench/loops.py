@@ -63,7 +63,7 @@ class _OpenLoop:
     def __init__(self, stream: Stream, rate_per_s: float, first: ClientConnection | None) -> None:
         self._stream = stream
         self._rate_per_s = rate_per_s
-        self._random = random.Random(stream.load.seed)
+        self._random = random.Random(stream.load.shape.seed)
         self._max_connections = stream.load.max_connections
         self._idle = [Client(stream, first)]
         self._clients = set(self._idle)

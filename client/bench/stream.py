@@ -70,7 +70,7 @@ class Stream:
         self.result = RunResult(load=load)
         self.waiting: dict[object, float] = {}
         """When each request was sent that has no answer yet."""
-        self._read = READERS[load.encoding_format]
+        self._read = READERS[load.shape.encoding_format]
 
     def count(self, sent_at: float, response: ServerResponse) -> None:
         """Count the response to the request that should have been sent at `sent_at`. Raises BadResponse when it is
@@ -82,7 +82,7 @@ class Stream:
             return
         is_measured, is_counted = self.window.measures(sent_at, now), self.window.counts(sent_at, now)
         if is_measured or is_counted:
-            receipt = self._read(response, self.load.texts_per_request)
+            receipt = self._read(response, self.load.shape.texts_per_request)
             if is_measured:
                 self.result.add_latency(now - sent_at)
             if is_counted:

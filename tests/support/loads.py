@@ -1,23 +1,19 @@
 """A load of `vecd bench` that is described and not sent."""
 
-from typing import Any
-
-from vecd.client.bench.load import Load
+from vecd.client.bench.load import Load, RequestShape
 from vecd.client.connection import Target
 
 
-def make_load(**fields: Any) -> Load:
-    """Of four clients, unless `fields` have a rate. Its server is not there."""
-    defaults = {"clients": 0 if "rate_per_s" in fields else 4, "texts_per_request": 1}
-    target = Target("localhost", 1, None)
+def make_load(rate_per_s: float | None = None, goodput_ms: float | None = None) -> Load:
+    """Of four clients, unless it has a rate. Its server is not there."""
     return Load(
-        **{
-            **defaults,
-            "target": target,
-            "requests": [],
-            "warmup_s": 2.0,
-            "duration_s": 10.0,
-            "timeout_s": 1.0,
-            **fields,
-        }
+        target=Target("localhost", 1, None),
+        shape=RequestShape(),
+        requests=[],
+        clients=4 if rate_per_s is None else 0,
+        rate_per_s=rate_per_s,
+        goodput_ms=goodput_ms,
+        warmup_s=2.0,
+        duration_s=10.0,
+        timeout_s=1.0,
     )

@@ -10,8 +10,7 @@ import pytest
 from vecd.client.bench import loops as loops_module
 from vecd.client.bench import run as run_module
 from vecd.client.bench import stream as stream_module
-from vecd.client.bench.load import MAX_RATE_PER_S, Load, Unreachable
-from vecd.client.bench.payload import RequestShape, render_requests
+from vecd.client.bench.load import MAX_RATE_PER_S, Load, RequestShape, Unreachable, render_requests
 from vecd.client.bench.result import RunResult
 from vecd.client.bench.run import LoadRun
 from vecd.client.connection import parse_target
@@ -34,17 +33,16 @@ def make_load(
     texts_per_request: int = 1,
     timeout_s: float = 10.0,
 ) -> Load:
+    target = parse_target(url)
+    shape = RequestShape(texts_per_request=texts_per_request, encoding_format=encoding_format)
     return Load(
-        target=parse_target(url),
-        requests=render_requests(
-            url, RequestShape(texts_per_request=texts_per_request, encoding_format=encoding_format), num_requests=8
-        ),
-        texts_per_request=texts_per_request,
+        target=target,
+        shape=shape,
+        requests=render_requests(target, shape, num_requests=8),
         clients=clients if clients is not None else int(rate_per_s is None),
         rate_per_s=rate_per_s,
         max_connections=max_connections,
         goodput_ms=goodput_ms,
-        encoding_format=encoding_format,
         bulk=bulk,
         warmup_s=warmup_s,
         duration_s=duration_s,

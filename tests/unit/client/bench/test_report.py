@@ -11,8 +11,7 @@ from vecd.client.bench.result import RunResult
 def make_result(
     num_measured: int = 1000, num_in_window: int = 1000, rate_per_s: float | None = None, **fields: Any
 ) -> RunResult:
-    load = make_load() if rate_per_s is None else make_load(rate_per_s=rate_per_s)
-    result = RunResult(**{"load": load, "elapsed_s": 10.0, "cpu_share": 0.1, **fields})
+    result = RunResult(**{"load": make_load(rate_per_s), "elapsed_s": 10.0, "cpu_share": 0.1, **fields})
     for _ in range(num_measured):
         result.add_latency(0.005)
     for _ in range(num_in_window):

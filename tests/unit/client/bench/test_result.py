@@ -8,7 +8,7 @@ from vecd.client.bench.result import RunResult
 
 
 def make_result(goodput_ms: float | None = None, elapsed_s: float = 2.0) -> RunResult:
-    return RunResult(load=make_load(texts_per_request=3, goodput_ms=goodput_ms), elapsed_s=elapsed_s)
+    return RunResult(load=make_load(goodput_ms=goodput_ms), elapsed_s=elapsed_s)
 
 
 def test_of_a_single_latency_all_figures_are_it() -> None:
