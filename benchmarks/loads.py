@@ -9,8 +9,7 @@ cut at 256.
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
-from vecd.client.bench.load import Bulk, Load
-from vecd.client.bench.payload import RequestShape, render_requests
+from vecd.client.bench.load import Load, RequestShape, render_requests
 from vecd.client.bench.texts import Lengths
 from vecd.client.connection import parse_target
 
@@ -180,24 +179,23 @@ def make_load(workload: Workload, url: str, duration_s: float, capacity_per_s: f
         if not capacity_per_s:
             raise ValueError(f"{workload.name} needs a rate of {CAPACITY}")
         rate_per_s = workload.capacity_share * capacity_per_s
-    return Load(
-        target=parse_target(url),
-        requests=render_requests(url, _shape(workload.lengths, workload.texts_per_request)),
-        texts_per_request=workload.texts_per_request,
+    target = parse_target(url)
+    shape = RequestShape(lengths=workload.lengths, texts_per_request=workload.texts_per_request)
+    load = Load(
+        target=target,
+        shape=shape,
+        requests=render_requests(target, shape),
         clients=workload.clients,
         rate_per_s=rate_per_s,
         max_connections=_MAX_CONNECTIONS,
         warmup_s=workload.warmup_s,
         duration_s=workload.length_factor * duration_s,
         timeout_s=_TIMEOUT_S,
-        bulk=_make_bulk(url) if workload.has_bulk else None,
     )
+    return replace(load, bulk=_make_bulk(load)) if workload.has_bulk else load
 
 
-def _make_bulk(url: str) -> Bulk:
-    requests = render_requests(url, _shape(LONG, _BULK_TEXTS), _NUM_BULK_REQUESTS)
-    return Bulk(requests=requests, texts_per_request=_BULK_TEXTS, clients=_BULK_CLIENTS)
-
-
-def _shape(lengths: Lengths, texts_per_request: int) -> RequestShape:
-    return RequestShape(lengths=lengths, texts_per_request=texts_per_request)
+def _make_bulk(load: Load) -> Load:
+    shape = RequestShape(lengths=LONG, texts_per_request=_BULK_TEXTS)
+    requests = render_requests(load.target, shape, _NUM_BULK_REQUESTS)
+    return replace(load, shape=shape, requests=requests, clients=_BULK_CLIENTS, rate_per_s=None)

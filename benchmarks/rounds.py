@@ -191,7 +191,7 @@ class Comparison:
 def _run(load: Load, name: str) -> RunResult:
     """Raises ServerFailure when the run ends early, Unreachable, KeyboardInterrupt."""
 
-    def tell(_: Load, result: RunResult) -> None:
+    def tell(result: RunResult) -> None:
         print("\n".join([f"{name:<{_NAME_WIDTH}}{report.row(result)}", *report.notes(result)]), flush=True)
 
     [result] = uvloop.run(bench.run_loads([load], tell))

@@ -12,7 +12,7 @@ measurement. With everything around it this costs 9 µs of CPU per request, syst
 import asyncio
 import errno
 from collections.abc import Mapping
-from typing import NamedTuple, TypeAlias, cast
+from typing import Any, NamedTuple, cast
 from urllib.parse import urlsplit
 
 import httptools
@@ -122,11 +122,6 @@ class ServerResponse(NamedTuple):
     """The Retry-After header, if it is a number of seconds."""
 
 
-ExchangeResult: TypeAlias = ServerResponse | Exception
-"""How an exchange ended: TimeoutError when the whole response did not come in time, ConnectionClosed or another OSError
-when the connection broke, BadResponse when the bytes were not HTTP."""
-
-
 class ClientConnection(asyncio.Protocol):
     """One `exchange` at a time. Made by `connect`."""
 
@@ -135,7 +130,7 @@ class ClientConnection(asyncio.Protocol):
         self._loop = asyncio.get_running_loop()
         self._parser = httptools.HttpResponseParser(self)
         self._transport: asyncio.Transport
-        self._outcome: asyncio.Future[ExchangeResult] | None = None
+        self._outcome: asyncio.Future[ServerResponse] | None = None
         """Of the exchange under way."""
         self._response: ServerResponse | None = None
         """Complete, not yet delivered."""
@@ -143,14 +138,17 @@ class ClientConnection(asyncio.Protocol):
         """Whether a second response came for one request."""
         self._chunks: list[bytes] = []
         self._num_body_bytes = 0
-        self._numbers: dict[str, int] = {}
-        self._model: str | None = None
+        self._fields: dict[str, Any] = {}
+        """Of the response that is being received, those that a header said."""
         self._is_framed = False
         self._ends_with_connection = False
         self._keeps_alive = True
 
     async def exchange(self, request: bytes, timeout_s: float) -> ServerResponse:
-        """Send `request` and return what comes back. Raises what an `ExchangeResult` may be.
+        """Send `request` and return what comes back.
+
+        Raises TimeoutError when the whole response does not come in time, ConnectionClosed or another OSError when the
+        connection breaks, BadResponse when the bytes are not HTTP.
 
         Side effects: after an error, or a response that ends the connection, the connection is closed (`is_open`).
         """
@@ -160,13 +158,10 @@ class ClientConnection(asyncio.Protocol):
         timer = self._loop.call_later(timeout_s, self._fail, TimeoutError("no whole response in time"))
         self._transport.write(request)
         try:
-            outcome = await self._outcome
+            return await self._outcome
         finally:
             timer.cancel()
             self._outcome = None
-        if isinstance(outcome, Exception):
-            raise outcome
-        return outcome
 
     def close(self) -> None:
         """Drop the connection at once. An exchange under way raises ConnectionClosed."""
@@ -175,18 +170,15 @@ class ClientConnection(asyncio.Protocol):
     def _fail(self, error: Exception) -> None:
         self.is_open = False
         self._transport.abort()
-        self._deliver(error)
-
-    def _deliver(self, outcome: ExchangeResult) -> None:
         if self._outcome is not None and not self._outcome.done():
-            self._outcome.set_result(outcome)
+            self._outcome.set_exception(error)
 
     def _deliver_response(self, response: ServerResponse) -> None:
         self._response = None
         if self._outcome is None or self._outcome.done() or self._is_unasked:
             self._fail(BadResponse("a response without a request"))
             return
-        self._deliver(response)
+        self._outcome.set_result(response)
         if not self._keeps_alive:
             self.close()
 
@@ -217,7 +209,7 @@ class ClientConnection(asyncio.Protocol):
 
     def on_message_begin(self) -> None:
         self._is_framed = False
-        self._numbers, self._model = {}, None
+        self._fields = {}
         self._num_body_bytes = 0
 
     def on_header(self, name: bytes, value: bytes) -> None:
@@ -225,9 +217,9 @@ class ClientConnection(asyncio.Protocol):
         if name in _FRAMING_HEADERS:
             self._is_framed = True
         elif name in _NUMBER_HEADERS and value.isdigit():
-            self._numbers[_NUMBER_HEADERS[name]] = int(value)
+            self._fields[_NUMBER_HEADERS[name]] = int(value)
         elif name == _MODEL_HEADER:
-            self._model = value.decode("latin-1")
+            self._fields["model"] = value.decode("latin-1")
 
     def on_headers_complete(self) -> None:
         self._ends_with_connection = not self._is_framed
@@ -250,7 +242,7 @@ class ClientConnection(asyncio.Protocol):
     def _take_response(self) -> ServerResponse:
         body = b"".join(self._chunks)
         self._chunks.clear()
-        return ServerResponse(self._parser.get_status_code(), body, model=self._model, **self._numbers)
+        return ServerResponse(self._parser.get_status_code(), body, **self._fields)
 
 
 async def connect(target: Target, timeout_s: float) -> ClientConnection:

@@ -10,7 +10,6 @@ import signal
 import sys
 from collections.abc import Callable, Sequence
 from datetime import UTC, datetime
-from functools import partial
 from typing import Any, TextIO
 
 import orjson
@@ -31,8 +30,8 @@ _EXIT_INTERRUPTED = 128 + signal.SIGINT
 
 async def run_loads(
     loads: Sequence[Load],
-    on_result: Callable[[Load, RunResult], None],
-    on_progress: Callable[[Load, str], None] | None = None,
+    on_result: Callable[[RunResult], None],
+    on_progress: Callable[[str], None] | None = None,
 ) -> list[RunResult]:
     """Run `loads` one after the other, calling `on_result` at the end of each and `on_progress` meanwhile.
 
@@ -41,10 +40,10 @@ async def run_loads(
     """
     results: list[RunResult] = []
     for load in loads:
-        run = LoadRun(load, None if on_progress is None else partial(on_progress, load))
+        run = LoadRun(load, on_progress)
         _stop_on_interrupt(run)
         results.append(await run.run())
-        on_result(load, results[-1])
+        on_result(results[-1])
         if results[-1].ended_early is not None:
             break
     return results
@@ -79,18 +78,15 @@ def _bench(options: BenchOptions) -> int:
     line = StatusLine("vecd bench", is_live=sys.stderr.isatty() and sys.stdout.isatty())
     points: list[Point] = []
 
-    def show(load: Load, progress: str) -> None:
-        line.show(lambda: f"{report.name(load)}: {progress}")
-
-    def write(load: Load, result: RunResult) -> None:
+    def write(result: RunResult) -> None:
         line.clear()
         _write(options, result, table)
         latencies_ms = result.latencies_ms()
-        throughput_per_s = result.per_s(result.num_requests)
-        points.append(Point(throughput_per_s, latencies_ms["p50_ms"], latencies_ms["p99_ms"], report.name(result)))
+        throughput_per_s, name = result.per_s(result.num_requests), report.name(result.load)
+        points.append(Point(throughput_per_s, latencies_ms["p50_ms"], latencies_ms["p99_ms"], name))
 
     try:
-        results = uvloop.run(run_loads(options.loads, write, show))
+        results = uvloop.run(run_loads(options.loads, write, lambda progress: line.show(lambda: progress)))
     finally:
         line.clear()
         if options.plot is not None and points:
@@ -125,8 +121,8 @@ def _record(options: BenchOptions, result: RunResult) -> dict[str, Any]:
 
 
 def _max_connections(load: Load) -> int:
-    num_bulk = 0 if load.bulk is None else load.bulk.clients
-    return num_bulk + (load.clients if load.rate_per_s is None else load.max_connections)
+    num_bulk = 0 if load.bulk is None else _max_connections(load.bulk)
+    return num_bulk + (load.clients or load.max_connections)
 
 
 def _allow_connections(num_connections: int) -> None:

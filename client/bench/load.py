@@ -1,16 +1,26 @@
-"""The load of a run as data: requests, target, rate and duration.
+"""The load of a run as data: its requests, rendered before it starts, and how fast they are sent.
 
-Has no socket and no clock. Made by `vecd.client.bench.command` and the benchmarks, run by `vecd.client.bench.run`.
+Owns the OpenAI-shaped body and the headers; sending a request costs one write. Opens no socket and reads no clock. Made
+by `vecd.client.bench.options` and the benchmarks, run by `vecd.client.bench.run`.
 """
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import Any
 
-from vecd.client.connection import Target
+import orjson
+
+from vecd.client.bench.texts import Lengths, draw_texts, shuffle_texts
+from vecd.client.connection import Target, render_request
 
 DEFAULT_MAX_CONNECTIONS = 1024
 MAX_RATE_PER_S = 100_000.0
 """Several times what this generator can send."""
+_NUM_DISTINCT_REQUESTS = 512
+"""Enough that requests under way at the same time differ. A server with a cache would still use it."""
+_TEN_WORDS = Lengths(10)
+_ACCEPT = {"bytes": "*/*", "npy": "application/x-npy"}
+"""By encoding; JSON for the others. "bytes" is requested in the body."""
 
 
 class Unreachable(Exception):
@@ -18,13 +28,25 @@ class Unreachable(Exception):
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Bulk:
-    """Clients of a closed loop beside the measured load. Immutable."""
+class RequestShape:
+    """What the requests of a run have in common."""
 
-    requests: Sequence[bytes]
-    texts_per_request: int
-    clients: int
+    path: str = "/v1/embeddings"
+    lengths: Lengths = _TEN_WORDS
+    texts: Sequence[str] | None = None
+    """The texts to send, in an order that depends on `seed`; None: texts of `lengths` are drawn."""
+    texts_per_request: int = 1
     encoding_format: str = "base64"
+    """One of `vecd.client.bench.responses.READERS`. "npy" is requested by header, the others in the body."""
+    model: str | None = None
+    """Left out of the requests when None."""
+    api_key: str | None = None
+    seed: int = 0
+    """Of the texts, and of the arrivals in an open loop."""
+    timeout_ms: int | None = None
+    """Sent as the server's deadline."""
+    priority: str | None = None
+    """Sent as the priority in the server's queue."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -35,9 +57,9 @@ class Load:
     """
 
     target: Target
+    shape: RequestShape
     requests: Sequence[bytes]
-    """Whole HTTP requests, sent in turn by all clients together."""
-    texts_per_request: int
+    """Whole HTTP requests of that shape, sent in turn by all clients together."""
     clients: int = 0
     """Each sends its next request when it has the last one's answer."""
     rate_per_s: float | None = None
@@ -50,16 +72,46 @@ class Load:
     num_requests: int | None = None
     timeout_s: float
     """Longest time from sending a request to its whole response."""
-    encoding_format: str = "base64"
-    """Encoding of the responses, which `requests` demand. One of `vecd.client.bench.responses.READERS`."""
     goodput_ms: float | None = None
     """An answer is good when it comes within this of the request's arrival."""
-    seed: int = 0
-    """Seed of the arrivals of an open loop."""
-    bulk: Bulk | None = None
+    bulk: "Load | None" = None
+    """A closed loop that runs beside; its duration is infinite beside a run of `num_requests`, at whose end it ends."""
 
     def __post_init__(self) -> None:
         if (self.rate_per_s is None) == (self.clients == 0):
             raise ValueError("a load has clients or a rate, and not both")
         if self.rate_per_s is not None and not 0 < self.rate_per_s <= MAX_RATE_PER_S:
             raise ValueError(f"a rate must be above 0 and at most {MAX_RATE_PER_S:,.0f} a second")
+
+
+def render_requests(target: Target, shape: RequestShape, num_requests: int = _NUM_DISTINCT_REQUESTS) -> list[bytes]:
+    """`num_requests` whole HTTP requests of different texts.
+
+    Raises ValueError when the path, key or priority cannot be sent.
+    """
+    headers = {"x-vecd-timeout-ms": shape.timeout_ms, "x-vecd-priority": shape.priority}
+    num_texts = num_requests * shape.texts_per_request
+    if shape.texts is None:
+        texts = draw_texts(num_texts, shape.lengths, shape.seed)
+    else:
+        texts = shuffle_texts(list(shape.texts), num_texts, shape.seed)
+    return [
+        render_request(
+            target,
+            shape.path,
+            _render_body(shape, texts[start : start + shape.texts_per_request]),
+            api_key=shape.api_key,
+            accept=_ACCEPT.get(shape.encoding_format, "application/json"),
+            headers={name: f"{value}" for name, value in headers.items() if value is not None},
+        )
+        for start in range(0, num_texts, shape.texts_per_request)
+    ]
+
+
+def _render_body(shape: RequestShape, texts: list[str]) -> bytes:
+    body: dict[str, Any] = {"input": texts if len(texts) > 1 else texts[0]}
+    if shape.encoding_format != "npy":
+        body["encoding_format"] = shape.encoding_format
+    if shape.model is not None:
+        body["model"] = shape.model
+    return orjson.dumps(body)

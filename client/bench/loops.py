@@ -14,7 +14,6 @@ import asyncio
 import random
 import time
 from contextlib import closing
-from typing import Protocol
 
 from vecd.client.bench.alarm import Alarm
 from vecd.client.bench.result import LATE_S
@@ -32,63 +31,49 @@ NO_FREE_CONNECTION = "no free connection"
 NOT_SENT = "not sent in time"
 
 
-class LoadLoop(Protocol):
-    stream: Stream
+async def send_stream(stream: Stream, first: ClientConnection | None = None) -> None:
+    """Send the requests of a stream as its load says: in a closed loop or an open one.
 
-    async def run(self, first: ClientConnection | None = None) -> None:
-        """Once. Ends when the stream's window has closed and all answers are there, or when it is cancelled.
-
-        `first` is the first client's connection to begin with. The caller closes it, too: this may never start.
-        """
-
-
-class ClosedLoop:
-    """N clients, each sending its next request when it has the last one's answer."""
-
-    def __init__(self, stream: Stream, *, clients: int, ramp_s: float) -> None:
-        """The clients start one by one over `ramp_s`.
-
-        If all connected at once, the server process that wakes first would accept most of them (seen: 12 of 16, by one
-        of two under gunicorn).
-        """
-        self.stream = stream
-        self._clients = clients
-        self._ramp_s = ramp_s
-
-    async def run(self, first: ClientConnection | None = None) -> None:
-        async with asyncio.TaskGroup() as group:
-            for index in range(self._clients):
-                group.create_task(self._send(Client(self.stream, None if index else first), index))
-
-    async def _send(self, client: Client, index: int) -> None:
-        await asyncio.sleep(self._ramp_s * index / self._clients)
-        with closing(client):
-            while self.stream.window.may_send(sent_at := time.perf_counter()):
-                if not await client.request(sent_at):
-                    await asyncio.sleep(_PAUSE_S)
+    Ends when the stream's window has closed and all answers are there, or when it is cancelled. `first` is the first
+    client's connection to begin with. The caller closes it, too: this may never start.
+    """
+    if stream.load.rate_per_s is not None:
+        await _OpenLoop(stream, stream.load.rate_per_s, first).run()
+        return
+    async with asyncio.TaskGroup() as group:
+        for index in range(stream.load.clients):
+            group.create_task(_send_in_turn(stream, index, None if index else first))
 
 
-class OpenLoop:
+async def _send_in_turn(stream: Stream, index: int, connection: ClientConnection | None) -> None:
+    """One client of a closed loop, which sends its next request when it has the last one's answer."""
+    # The clients start one by one in the first half of the warm-up. If all connected at once, the server process that
+    # wakes first would accept most of them (seen: 12 of 16, by one of two under gunicorn).
+    await asyncio.sleep(stream.load.warmup_s / 2 * index / stream.load.clients)
+    with closing(Client(stream, connection)) as client:
+        while stream.window.may_send(sent_at := time.perf_counter()):
+            if not await client.request(sent_at):
+                await asyncio.sleep(_PAUSE_S)
+
+
+class _OpenLoop:
     """Requests at random moments, by the client used last of those that are free. So the connections of a burst may
     fall idle, as in the pools of HTTP libraries."""
 
-    def __init__(self, stream: Stream, *, rate_per_s: float, max_connections: int, seed: int) -> None:
-        self.stream = stream
+    def __init__(self, stream: Stream, rate_per_s: float, first: ClientConnection | None) -> None:
+        self._stream = stream
         self._rate_per_s = rate_per_s
-        self._max_connections = max_connections
-        self._random = random.Random(seed)
-        self._clients: set[Client] = set()
-        self._idle: list[Client] = []
-        self._due = 0.0
+        self._random = random.Random(stream.load.shape.seed)
+        self._max_connections = stream.load.max_connections
+        self._idle = [Client(stream, first)]
+        self._clients = set(self._idle)
+        self._due = time.perf_counter()
         """When the next request arrives."""
         self._has_sent_all = asyncio.Event()
         self._group: asyncio.TaskGroup
         self._alarm: Alarm
 
-    async def run(self, first: ClientConnection | None = None) -> None:
-        self._idle = [Client(self.stream, first)]
-        self._clients = set(self._idle)
-        self._due = time.perf_counter()
+    async def run(self) -> None:
         try:
             async with asyncio.TaskGroup() as self._group:
                 with Alarm(self._send_due) as self._alarm:
@@ -102,12 +87,12 @@ class OpenLoop:
     def _plan_next(self) -> bool:
         """Move on to the next arrival. Returns whether there is one."""
         self._due += self._random.expovariate(self._rate_per_s)
-        return self.stream.window.may_send(self._due)
+        return self._stream.window.may_send(self._due)
 
     def _send_due(self) -> None:
         """Send all requests that are due, and set the alarm anew."""
         now = time.perf_counter()
-        is_last = now > self.stream.window.closes_at + _MAX_LATE_S
+        is_last = now > self._stream.window.closes_at + _MAX_LATE_S
         if is_last:
             self._give_up_rest()
         for _ in range(_MAX_BURST):
@@ -121,17 +106,17 @@ class OpenLoop:
 
     def _give_up_rest(self) -> None:
         """The rate is too high for this process. The number of arrivals that are left is known on average only."""
-        window = self.stream.window
+        window = self._stream.window
         num_left = 1 + round((window.closes_at - max(self._due, window.opens_at)) * self._rate_per_s)
-        self.stream.result.add_errors(NOT_SENT, "the load generator itself is too slow for this rate", num_left)
+        self._stream.result.add_errors(NOT_SENT, "the load generator itself is too slow for this rate", num_left)
 
     def _send(self, arrived_at: float, now: float) -> None:
-        if now - arrived_at > LATE_S and self.stream.window.measures_failure(arrived_at, arrived_at):
-            self.stream.result.add_late(now - arrived_at)
+        if now - arrived_at > LATE_S and self._stream.window.measures_failure(arrived_at, arrived_at):
+            self._stream.result.add_late(now - arrived_at)
         if (client := self._take_client()) is not None:
             self._group.create_task(self._request(client, arrived_at))
         else:
-            self.stream.count_error(arrived_at, NO_FREE_CONNECTION, f"all {self._max_connections} were in use")
+            self._stream.count_error(arrived_at, NO_FREE_CONNECTION, f"all {self._max_connections} were in use")
 
     def _take_client(self) -> Client | None:
         """None when all are busy."""
@@ -141,7 +126,7 @@ class OpenLoop:
             self._clients.discard(client)
         if len(self._clients) == self._max_connections:
             return None
-        self._clients.add(client := Client(self.stream))
+        self._clients.add(client := Client(self._stream))
         return client
 
     async def _request(self, client: Client, arrived_at: float) -> None:

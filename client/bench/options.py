@@ -5,14 +5,14 @@ Everything is checked before anything is sent. Measures nothing. Called by `vecd
 
 # ruff: noqa: RUF009 (a flag is a dataclasses.field)
 
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property, partial
 from pathlib import Path
 from typing import Any
 
-from vecd.client.bench.load import DEFAULT_MAX_CONNECTIONS, MAX_RATE_PER_S, Bulk, Load
-from vecd.client.bench.payload import RequestShape, render_requests
+from vecd.client.bench.load import DEFAULT_MAX_CONNECTIONS, MAX_RATE_PER_S, Load, RequestShape, render_requests
 from vecd.client.bench.plot import PlotUnavailable, require_matplotlib
 from vecd.client.bench.responses import READERS
 from vecd.client.bench.texts import Lengths, parse_lengths, read_texts
@@ -159,32 +159,28 @@ class BenchOptions:
     @cached_property
     def loads(self) -> list[Load]:
         """One for each number of clients, or each rate."""
-        bulk = None
-        if self._bulk_shape is not None and self.bulk_clients is not None:
-            bulk = Bulk(
-                requests=self._render(self._bulk_shape),
-                texts_per_request=self._bulk_shape.texts_per_request,
-                clients=self.bulk_clients,
-                encoding_format=self.encoding_format,
-            )
         load = partial(
             Load,
             target=parse_target(self.url),
-            requests=self._render(self._shape),
-            texts_per_request=self.texts_per_request,
-            max_connections=self.max_connections or DEFAULT_MAX_CONNECTIONS,
             warmup_s=self.warmup,
-            duration_s=self.duration,
-            num_requests=self.requests,
+            duration_s=math.inf if self.requests else self.duration,
             timeout_s=self.timeout,
-            encoding_format=self.encoding_format,
+        )
+        bulk = None
+        if (shape := self._bulk_shape) is not None and self.bulk_clients is not None:
+            bulk = load(shape=shape, requests=self._render(shape), clients=self.bulk_clients)
+        measured = partial(
+            load,
+            shape=self._shape,
+            requests=self._render(self._shape),
+            max_connections=self.max_connections or DEFAULT_MAX_CONNECTIONS,
+            num_requests=self.requests,
             goodput_ms=self.goodput_ms,
-            seed=self.seed,
             bulk=bulk,
         )
         if self.rate is not None:
-            return [load(rate_per_s=rate_per_s) for rate_per_s in self.rate]
-        return [load(clients=clients) for clients in self.clients or _DEFAULT_CLIENTS]
+            return [measured(rate_per_s=rate_per_s) for rate_per_s in self.rate]
+        return [measured(clients=clients) for clients in self.clients or _DEFAULT_CLIENTS]
 
     @cached_property
     def _shape(self) -> RequestShape:
@@ -217,7 +213,7 @@ class BenchOptions:
     def _render(self, shape: RequestShape) -> list[bytes]:
         fitting = _NUM_READY_TEXTS // shape.texts_per_request
         default = min(max(fitting, _DISTINCT_REQUESTS[0]), _DISTINCT_REQUESTS[-1])
-        return render_requests(self.url, shape, self.distinct_requests or default)
+        return render_requests(parse_target(self.url), shape, self.distinct_requests or default)
 
     # --- in words -----------------------------------------------------------------------------------------
 
@@ -251,7 +247,12 @@ class BenchOptions:
         """What the bulk sends; empty without bulk."""
         if self._bulk_shape is None:
             return {}
-        return {"lengths": str(self._bulk_shape.lengths), "priority": self.bulk_priority}
+        shape = self._bulk_shape
+        return {
+            "texts_per_request": shape.texts_per_request,
+            "lengths": str(shape.lengths),
+            "priority": shape.priority,
+        }
 
 
 def parse_options(argv: Sequence[str] | None) -> BenchOptions:

@@ -40,8 +40,8 @@ def heading() -> str:
 
 def row(result: RunResult) -> str:
     """One run on one line, and one more for the bulk that ran beside it."""
-    line = _row(name(result), result, f"{result.cpu_share:.0%}")
-    return line if result.bulk is None else f"{line}\n{_row(f'+ {result.bulk.clients} bulk', result.bulk, '')}"
+    line = _row(name(result.load), result, f"{result.cpu_share:.0%}")
+    return line if result.bulk is None else f"{line}\n{_row(f'+ {result.bulk.load.clients} bulk', result.bulk, '')}"
 
 
 def _row(name: str, result: RunResult, cpu: str) -> str:
@@ -50,11 +50,11 @@ def _row(name: str, result: RunResult, cpu: str) -> str:
     return _line(name, *cells, f"{result.errors.total()}", cpu)
 
 
-def name(run: RunResult | Load) -> str:
-    """The load of a run: "16 clients" or "200 /s"."""
-    if run.rate_per_s is not None:
-        return f"{run.rate_per_s:g} /s"
-    return f"{run.clients} client{'s' if run.clients != 1 else ''}"
+def name(load: Load) -> str:
+    """ "16 clients" or "200 /s"."""
+    if load.rate_per_s is not None:
+        return f"{load.rate_per_s:g} /s"
+    return f"{load.clients} client{'s' if load.clients != 1 else ''}"
 
 
 def notes(result: RunResult) -> list[str]:
@@ -62,10 +62,10 @@ def notes(result: RunResult) -> list[str]:
     lines = _errors(result)
     if result.bulk is not None:
         lines += [f"bulk: {line}" for line in _errors(result.bulk)]
-    if result.goodput_ms is not None:
+    if (goodput_ms := result.load.goodput_ms) is not None:
         good = f"{result.per_s(result.num_good):.1f} requests/s, {result.share(result.num_good):.1%}"
-        lines.append(f"answered within {result.goodput_ms:g} ms: {good}")
-    if result.rate_per_s is not None:
+        lines.append(f"answered within {goodput_ms:g} ms: {good}")
+    if result.load.rate_per_s is not None:
         lines += _pace(result)
     if result.ended_early is not None:
         lines.append(f"ended early, after {result.elapsed_s:.1f} s measured: {result.ended_early}")
@@ -98,23 +98,23 @@ def _pace(result: RunResult) -> list[str]:
 
 def fields(result: RunResult) -> dict[str, Any]:
     """The figures of a run as JSON takes them; every name has its unit, and is always there."""
-    is_open = result.rate_per_s is not None
-    has_goodput = result.goodput_ms is not None
-    bulk = result.bulk
+    load, bulk = result.load, result.bulk
+    is_open = load.rate_per_s is not None
+    has_goodput = load.goodput_ms is not None
     return {
         "mode": "open" if is_open else "closed",
-        "clients": None if is_open else result.clients,
-        "rate_per_s": result.rate_per_s,
+        "clients": None if is_open else load.clients,
+        "rate_per_s": load.rate_per_s,
         "elapsed_s": round(result.elapsed_s, 3),
         **_figures(result),
-        "goodput_ms": result.goodput_ms,
+        "goodput_ms": load.goodput_ms,
         "goodput_per_s": round(result.per_s(result.num_good), 2) if has_goodput else None,
         "goodput_share": round(result.share(result.num_good), 5) if has_goodput else None,
         "cpu_share": round(result.cpu_share, 3),
         "late_share": round(result.share(result.num_late), 5) if is_open else None,
         "late_max_ms": round(result.max_late_ms, 3) if is_open else None,
         "ended_early": result.ended_early,
-        "bulk": bulk and {"clients": bulk.clients, "texts_per_request": bulk.texts_per_request, **_figures(bulk)},
+        "bulk": bulk and {"clients": bulk.load.clients, **_figures(bulk)},
     }
 
 
@@ -134,9 +134,9 @@ def _figures(result: RunResult) -> dict[str, Any]:
 
 
 def describe_progress(window: Window, result: RunResult, num_waiting: int, now: float) -> str:
-    """How far a run is; `num_waiting` requests have no answer yet."""
+    """The load of a run, and how far it is; `num_waiting` requests have no answer yet."""
     if now < window.opens_at:
-        return "warming up"
+        return f"{name(result.load)}: warming up"
     elapsed_s, left_s = window.elapsed_s(now), window.closes_at - now
     if left_s <= 0:
         rest = f"waiting for {num_waiting} answers"
@@ -145,7 +145,7 @@ def describe_progress(window: Window, result: RunResult, num_waiting: int, now: 
     else:
         rest = f"{result.num_requests} answered"
     rate = result.num_requests / elapsed_s if elapsed_s > 0 else 0.0
-    return f"{rate:,.1f} req/s, {result.errors.total()} errors, {rest}"
+    return f"{name(result.load)}: {rate:,.1f} req/s, {result.errors.total()} errors, {rest}"
 
 
 def _line(first: str, *others: str) -> str:

@@ -10,6 +10,7 @@ from dataclasses import dataclass, field
 from typing import Optional
 
 from vecd.client.bench.histogram import LatencyHistogram
+from vecd.client.bench.load import Load
 from vecd.client.bench.responses import Receipt
 
 _NS_PER_S = 1_000_000_000
@@ -23,18 +24,12 @@ LATE_S = 0.01
 class RunResult:
     """The requests of one loop. Owned by the run until it is over. Rates are of successes."""
 
-    clients: int = 0
-    """Clients of a closed loop; 0 in an open one."""
-    rate_per_s: float | None = None
-    """The rate of arrivals in an open loop; None in a closed one."""
-    texts_per_request: int = 1
-    goodput_ms: float | None = None
-    """A success is good when its latency is at most this."""
-
+    load: Load
+    """What was sent."""
     latencies: LatencyHistogram = field(default_factory=LatencyHistogram)
     """Nanoseconds, of the measured requests that succeeded: from the moment of sending to the whole response."""
     num_good: int = 0
-    """Successes within `goodput_ms`."""
+    """Successes within the load's `goodput_ms`; all without it."""
     num_requests: int = 0
     """Successes that ended inside the window, from which rates are computed; `num_texts` and `num_tokens` likewise."""
     num_texts: int = 0
@@ -56,12 +51,12 @@ class RunResult:
     ended_early: str | None = None
     """Why the run stopped before its time."""
     bulk: Optional["RunResult"] = None
-    """The figures of the bulk that ran beside."""
+    """The figures of the load's bulk."""
 
     def add_latency(self, latency_s: float) -> None:
         """Count the latency of a measured request that succeeded."""
         self.latencies.record(round(latency_s * _NS_PER_S))
-        if self.goodput_ms is None or latency_s * 1000 <= self.goodput_ms:
+        if self.load.goodput_ms is None or latency_s * 1000 <= self.load.goodput_ms:
             self.num_good += 1
 
     def add_success(self, receipt: Receipt) -> None:

@@ -1,29 +1,25 @@
 """One run of a load: from the first connection to the figures.
 
-Owns the run's loops and its end. A run ends when the window has closed and the answers are there, when they do not
+Owns the run's streams and its end. A run ends when the window has closed and the answers are there, when they do not
 come, when the server is gone, or when `stop` is called. Prints nothing and reads no argv. Called by
 `vecd.client.bench.command`.
 """
 
 import asyncio
-import math
 import time
 from collections.abc import Callable
 
 from vecd.client.bench import report
 from vecd.client.bench.load import Load, Unreachable
-from vecd.client.bench.loops import ClosedLoop, LoadLoop, OpenLoop
+from vecd.client.bench.loops import send_stream
 from vecd.client.bench.result import RunResult
 from vecd.client.bench.stream import Contact, Stream
-from vecd.client.bench.window import Window
 from vecd.client.connection import ClientConnection
 
 _TICK_S = 0.1
 """How often a run checks whether it should end early, and reports its progress."""
 _DRAIN_S = 10.0
 """How long a timed run waits for answers after its last request, so that the next run begins with an idle server."""
-_QUIET_ARRIVALS = 20
-"""Without a server's fault, no arrival for as long as 20 take on average has a chance of e⁻²⁰."""
 
 
 class LoadRun:
@@ -32,19 +28,16 @@ class LoadRun:
     def __init__(self, load: Load, on_progress: Callable[[str], None] | None = None) -> None:
         self._load = load
         self._on_progress = on_progress
-        self._cpu_marks: list[tuple[float, float]] = []
-        """CPU and wall time in seconds, at the beginning and at the end of what is measured."""
         self._stop_requested = asyncio.Event()
         self._ended_early: str | None = None
-        quiet_s = _QUIET_ARRIVALS / load.rate_per_s if load.rate_per_s else 0.0
-        self._contact = Contact(load.target, load.timeout_s, quiet_s)
+        self._contact = Contact(load)
 
     async def run(self) -> RunResult:
         """Send until the window closes, or `stop`. Raises Unreachable when no connection can be made."""
         stopping = asyncio.create_task(self._stop_requested.wait())
         try:
             first = await self._connect_first(stopping)
-            return await self._run_loops(first, stopping)
+            return await self._send(first, stopping)
         finally:
             stopping.cancel()
 
@@ -65,86 +58,48 @@ class LoadRun:
         except OSError as error:
             raise Unreachable(f"cannot connect to {self._load.target}: {str(error) or 'timeout'}") from error
 
-    async def _run_loops(self, first: ClientConnection | None, stopping: "asyncio.Task[bool]") -> RunResult:
+    async def _send(self, first: ClientConnection | None, stopping: "asyncio.Task[bool]") -> RunResult:
         started_at = self._contact.answered_at = time.perf_counter()
-        measured, bulk = self._measured_loop(started_at), self._bulk_loop(started_at)
-        timers = self._start_clock(measured.stream.window)
+        measured = Stream(self._load, self._contact, started_at)
+        bulk = None if self._load.bulk is None else Stream(self._load.bulk, self._contact, started_at)
         try:
             async with asyncio.TaskGroup() as group:
-                tasks = {group.create_task(measured.run(first)): measured.stream}
+                tasks = {group.create_task(send_stream(measured, first)): measured}
                 if bulk is not None:
-                    tasks[group.create_task(bulk.run())] = bulk.stream
-                ended_at = await self._watch(tasks, stopping)
+                    tasks[group.create_task(send_stream(bulk))] = bulk
+                await self._watch(tasks, stopping)
         finally:
-            for timer in timers:
-                timer.cancel()
             if first is not None:
                 first.close()
-        return self._complete(list(tasks.values()), ended_at)
+        measured.result.bulk = None if bulk is None else bulk.result
+        return measured.result
 
-    # --- start --------------------------------------------------------------------------------------------
-
-    def _measured_loop(self, started_at: float) -> LoadLoop:
-        load = self._load
-        window = Window(
-            started_at,
-            load.warmup_s,
-            load.duration_s,
-            num_requests=load.num_requests,
-            is_by_arrival=load.rate_per_s is not None,
-        )
-        result = RunResult(
-            clients=load.clients,
-            rate_per_s=load.rate_per_s,
-            texts_per_request=load.texts_per_request,
-            goodput_ms=load.goodput_ms,
-        )
-        stream = Stream(load.requests, window, self._contact, result, load.encoding_format)
-        if load.rate_per_s is None:
-            return ClosedLoop(stream, clients=load.clients, ramp_s=load.warmup_s / 2)
-        return OpenLoop(stream, rate_per_s=load.rate_per_s, max_connections=load.max_connections, seed=load.seed)
-
-    def _bulk_loop(self, started_at: float) -> LoadLoop | None:
-        """Beside a run by number, its window closes when the run ends."""
-        load, bulk = self._load, self._load.bulk
-        if bulk is None:
-            return None
-        window = Window(started_at, load.warmup_s, load.duration_s if load.num_requests is None else math.inf)
-        result = RunResult(clients=bulk.clients, texts_per_request=bulk.texts_per_request)
-        stream = Stream(bulk.requests, window, self._contact, result, bulk.encoding_format)
-        return ClosedLoop(stream, clients=bulk.clients, ramp_s=load.warmup_s / 2)
-
-    def _start_clock(self, window: Window) -> list[asyncio.TimerHandle]:
-        loop, now = asyncio.get_running_loop(), time.perf_counter()
-        moments = [moment for moment in (window.opens_at, window.closes_at) if moment < math.inf]
-        return [loop.call_later(moment - now, self._mark_cpu) for moment in moments]
-
-    def _mark_cpu(self) -> None:
-        self._cpu_marks.append((time.process_time(), time.perf_counter()))
-
-    # --- end ----------------------------------------------------------------------------------------------
-
-    async def _watch(self, tasks: "dict[asyncio.Task[None], Stream]", stopping: "asyncio.Task[bool]") -> float:
-        """Wait until all loops are done, or end them. Returns when the measured one, which is the first, was done."""
-        measuring, *_ = tasks
-        ended_at: float | None = None
+    async def _watch(self, tasks: "dict[asyncio.Task[None], Stream]", stopping: "asyncio.Task[bool]") -> None:
+        """Wait until all loops are done, or end them. Side effects: sets what a result has when the run is over."""
+        measuring, measured = next(iter(tasks.items()))
+        began, ended = _clocks(), None
         while (running := [task for task in tasks if not task.done()]) and not stopping.done():
             await asyncio.wait([*running, stopping], timeout=_TICK_S, return_when=asyncio.FIRST_COMPLETED)
             now = time.perf_counter()
-            if ended_at is None and measuring.done():
-                ended_at = now
-                self._mark_cpu()
+            if now < measured.window.opens_at:
+                began = _clocks()
+            if ended is None and (measuring.done() or now >= measured.window.closes_at):
+                ended = _clocks()
                 for stream in tasks.values():
                     stream.window.closes_at = min(stream.window.closes_at, now)
             for task in running:
                 self._end_if_hopeless(task, tasks[task], now)
             if self._on_progress is not None:
-                stream = tasks[measuring]
-                self._on_progress(report.describe_progress(stream.window, stream.result, len(stream.waiting), now))
+                num_waiting = len(measured.waiting)
+                self._on_progress(report.describe_progress(measured.window, measured.result, num_waiting, now))
         for task in tasks:
             task.cancel()
-        self._mark_cpu()
-        return ended_at or time.perf_counter()
+        ended = ended or _clocks()
+        wall_s, cpu_s = (end - begin for begin, end in zip(began, ended, strict=True))
+        for stream in tasks.values():
+            stream.result.elapsed_s = stream.window.elapsed_s(ended[0])
+            stream.result.cpu_share = cpu_s / wall_s if wall_s > 0 else 0.0
+            stream.result.ended_early = self._ended_early
 
     def _end_if_hopeless(self, task: "asyncio.Task[None]", stream: Stream, now: float) -> None:
         """End a loop when its answers do not come, and the run when the server is gone."""
@@ -157,16 +112,7 @@ class LoadRun:
         elif now < stream.window.closes_at and (reason := self._contact.why_give_up(now)) is not None:
             self.stop(reason)
 
-    def _complete(self, streams: list[Stream], ended_at: float) -> RunResult:
-        """The result of the first stream, with that of the second as its bulk."""
-        cpu_share = 0.0
-        if len(self._cpu_marks) > 1:
-            (cpu_began, began), (cpu_ended, ended), *_ = self._cpu_marks
-            cpu_share = (cpu_ended - cpu_began) / (ended - began) if ended > began else 0.0
-        for stream in streams:
-            stream.result.elapsed_s = stream.window.elapsed_s(ended_at)
-            stream.result.cpu_share = cpu_share
-            stream.result.ended_early = self._ended_early
-        result, *beside = [stream.result for stream in streams]
-        result.bulk = beside[0] if beside else None
-        return result
+
+def _clocks() -> tuple[float, float]:
+    """Wall time, and the CPU time of this process, in seconds."""
+    return time.perf_counter(), time.process_time()

@@ -1,7 +1,7 @@
 """Texts to embed: runs of words from the reference that every CPython carries, or the lines of a file.
 
 Owns the texts and their lengths; deterministic for a seed on one Python version. Opens no socket. Called by
-`vecd.client.bench.payload`, `vecd.client.bench.command` and the benchmarks.
+`vecd.client.bench.load`, `vecd.client.bench.options` and the benchmarks.
 """
 
 import functools

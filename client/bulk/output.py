@@ -14,9 +14,11 @@ rows are complete, the files are renamed, OUT last, and the journal is removed. 
 """
 
 import fcntl
+import io
 import os
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, suppress
+from itertools import zip_longest
 from pathlib import Path
 from typing import Any
 
@@ -30,8 +32,6 @@ from vecd.client.bulk.journal import sync_folder
 from vecd.client.bulk.options import EmbedOptions
 from vecd.client.bulk.service import Vectors
 
-_NPY_HEADER_BYTES = 128
-_NPY_VERSION = b"\x93NUMPY\x01\x00"
 _SUFFIXES = {
     "npy": (".rows.npy.part", ".rejected.jsonl.part"),
     "jsonl": (".rejected.jsonl.part",),
@@ -80,6 +80,7 @@ class OutputFile:
         """Write `data` over the beginning of the file."""
         with self._named():
             os.pwrite(self._fd, data, 0)
+        self.num_bytes = max(self.num_bytes, len(data))
 
     def sync(self) -> None:
         with self._named():
@@ -134,9 +135,8 @@ class OutputFiles:
         """
         for file, num_bytes in zip(self._files, lengths or [0] * len(self._files), strict=True):
             file.cut(num_bytes)
-        if not lengths and self._options.output_format == "npy":
-            for file in self._files[:2]:
-                file.append(bytes(_NPY_HEADER_BYTES))
+        if not lengths:
+            self._write_headers(0)
 
     def append(self, batch: RowBatch, vectors: Vectors) -> int:
         """Write the rows of `batch`, and describe the rejected ones. Returns the number of rows written.
@@ -169,7 +169,7 @@ class OutputFiles:
         if self._options.output_format == "npy":
             return raw, numbers.tobytes()
         fields = [
-            _json_line([number, index not in vectors.reasons, *batch.rows[index].kept])
+            _json_line([number, index not in vectors.reasons, *self._kept(batch, index).values()])
             for index, number in zip(written.tolist(), numbers.tolist(), strict=True)
         ]
         return raw, b"".join(fields)
@@ -180,7 +180,7 @@ class OutputFiles:
         return _json_line({**line, "kept": self._kept(batch, index)} if self._options.keep else line)
 
     def _kept(self, batch: RowBatch, index: int) -> dict[str, Any]:
-        return dict(zip(self._options.keep, batch.rows[index].kept, strict=True))
+        return dict(zip_longest(self._options.keep, batch.rows[index].kept))
 
     def sync(self) -> None:
         """Bring all that was appended to the disk. Raises OSError. May be called from a thread."""
@@ -219,10 +219,7 @@ class OutputFiles:
     def _make_final(self, num_rows: int) -> Path:
         """Returns the file that is to be renamed to OUT."""
         options = self._options
-        if options.output_format == "npy":
-            shapes = ((options.dtype, (num_rows, self._dim)), ("int64", (num_rows,)))
-            for file, (dtype, shape) in zip(self._files, shapes, strict=False):
-                file.overwrite(npy_header(dtype, shape))
+        self._write_headers(num_rows)
         if options.output_format != "parquet":
             return self._main.path
         from vecd.client.bulk.parquet import write_parquet
@@ -235,6 +232,12 @@ class OutputFiles:
             target.close()
         return target.path
 
+    def _write_headers(self, num_rows: int) -> None:
+        """Those of the .npy files, if they are the format."""
+        if self._options.output_format == "npy":
+            self._main.overwrite(npy_header(self._options.dtype, (num_rows, self._dim)))
+            self._files[1].overwrite(npy_header("int64", (num_rows,)))
+
     def close(self) -> None:
         """Unlock. May be repeated. Side effects: removes the files of a run that never began."""
         for file in reversed(self._files):
@@ -245,10 +248,10 @@ class OutputFiles:
 
 
 def npy_header(dtype: str, shape: tuple[int, ...]) -> bytes:
-    """A header whose length does not depend on the shape. Source: numpy.lib.format, version 1.0."""
-    fields = f"{{'descr': {np.dtype(dtype).newbyteorder('<').str!r}, 'fortran_order': False, 'shape': {shape!r}, }}"
-    num_bytes = _NPY_HEADER_BYTES - len(_NPY_VERSION) - 2
-    return _NPY_VERSION + num_bytes.to_bytes(2, "little") + fields.ljust(num_bytes - 1).encode() + b"\n"
+    """A header whose length does not depend on the number of rows: numpy leaves room for it to grow."""
+    file, descr = io.BytesIO(), np.dtype(dtype).newbyteorder("<").str
+    np.lib.format.write_array_header_1_0(file, {"descr": descr, "fortran_order": False, "shape": shape})
+    return file.getvalue()
 
 
 def _json_line(value: Any) -> bytes:

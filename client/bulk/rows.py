@@ -33,7 +33,7 @@ class InputRow(NamedTuple):
     reason: str = ""
     """Why it cannot. Never quotes the row."""
     kept: tuple[Any, ...] = ()
-    """The values of --keep; None for fields that the row does not have."""
+    """The values of --keep, None for fields that the row does not have; () for a row that has no fields."""
 
 
 @dataclass(slots=True)
@@ -52,7 +52,7 @@ class Position:
     """Digest of all texts before it, for inputs that cannot be opened at an offset."""
 
 
-def make_row(line: int, value: Any, name: str, kept: tuple[Any, ...]) -> InputRow:
+def make_row(line: int, value: Any, name: str, kept: tuple[Any, ...] = ()) -> InputRow:
     """A row with the text `value` of the field `name`, or with what is wrong with it."""
     if not isinstance(value, str):
         kind = "null" if value is None else _JSON_TYPES.get(type(value), "no text")
@@ -73,7 +73,7 @@ def read_rows(format: str, stream: ByteStream, options: EmbedOptions, at: Positi
     parse = _parse_text if format == "txt" else _parse_json
     for raw in _lines_behind(at, stream, options.max_row_bytes):
         if raw is None:
-            yield InputRow(at.line, None, "the line is too long (--max-row-bytes)", _none_kept(options))
+            yield InputRow(at.line, None, "the line is too long (--max-row-bytes)")
         elif (row := parse(at.line, raw, options)) is not None:
             yield row
 
@@ -120,11 +120,11 @@ def _lines_behind(at: Position, stream: ByteStream, max_bytes: int) -> Iterator[
     return split_lines(stream.read1 if isinstance(stream, gzip.GzipFile) else stream.read, max_bytes, at)
 
 
-def _parse_text(line: int, raw: bytes, options: EmbedOptions) -> InputRow:
+def _parse_text(line: int, raw: bytes, _: EmbedOptions) -> InputRow:
     try:
-        return make_row(line, raw.decode().removesuffix("\r"), "the line", _none_kept(options))
+        return make_row(line, raw.decode().removesuffix("\r"), "the line")
     except UnicodeDecodeError as error:
-        return InputRow(line, None, f"not UTF-8: byte {error.start} of the line", _none_kept(options))
+        return InputRow(line, None, f"not UTF-8: byte {error.start} of the line")
 
 
 def _parse_json(line: int, raw: bytes, options: EmbedOptions) -> InputRow | None:
@@ -135,17 +135,13 @@ def _parse_json(line: int, raw: bytes, options: EmbedOptions) -> InputRow | None
         value = orjson.loads(raw)
     except ValueError as error:
         reason = str(error).partition(": line ")[0]  # orjson counts the lines of this one line
-        return InputRow(line, None, f"not JSON: {reason}", _none_kept(options))
+        return InputRow(line, None, f"not JSON: {reason}")
     if not isinstance(value, dict):
-        return make_row(line, value, "the line", _none_kept(options))
+        return make_row(line, value, "the line")
     kept = tuple(value.get(key) for key in options.keep)
     if options.field not in value:
         return InputRow(line, None, f'no field "{options.field}"', kept)
     return make_row(line, value[options.field], f'"{options.field}"', kept)
-
-
-def _none_kept(options: EmbedOptions) -> tuple[None, ...]:
-    return (None,) * len(options.keep)
 
 
 def _read_csv(stream: ByteStream, options: EmbedOptions, at: Position, delimiter: str) -> Iterator[InputRow]:

@@ -141,8 +141,8 @@ class EmbeddingService:
 
     async def _embed_probe(self) -> ServerResponse:
         response = await self._until_served([PROBE], is_probe=True)
-        if response.status != 200:
-            raise RunEnded(f"{self._target} refuses: {_message(response)}")
+        if isinstance(response, str):
+            raise RunEnded(f"{self._target} refuses: {response}")
         return response
 
     async def _info(self) -> dict[str, Any]:
@@ -178,7 +178,7 @@ class EmbeddingService:
         """Request the vectors of `texts`, which are those of the rows `indices`."""
         response = await self._until_served(texts)
         dim = self._model.dim
-        if response.status == 200:
+        if not isinstance(response, str):
             if response.num_dimensions != dim:
                 raise RunEnded(
                     "the server has another model than this run began with: its vectors have "
@@ -187,7 +187,7 @@ class EmbeddingService:
             vectors.matrix[indices] = np.frombuffer(response.body, self._item).reshape(len(texts), dim)
             vectors.num_tokens += response.num_tokens or 0
         elif len(texts) == 1:
-            vectors.reasons[indices[0]] = _message(response)
+            vectors.reasons[indices[0]] = response
         else:
             middle = len(texts) // 2
             await self._fill(vectors, indices[:middle], texts[:middle])
@@ -218,33 +218,32 @@ class EmbeddingService:
 
     # --- requests -----------------------------------------------------------------------------------------
 
-    async def _until_served(self, texts: Sequence[str], *, is_probe: bool = False) -> ServerResponse:
-        """Repeat the request until there are vectors, or the texts are found to be at fault.
+    async def _until_served(self, texts: Sequence[str], *, is_probe: bool = False) -> ServerResponse | str:
+        """Repeat the request until there are vectors, or the texts are found to be at fault: then, what is wrong.
 
         `is_probe`: the text was chosen by this module, so failures are never its fault. Raises RunEnded.
         """
         request = self._render_texts(texts)
         began_at, pause_s, num_failures = time.monotonic(), _FIRST_PAUSE_S, 0
         while True:
-            failure, retry_after_s = None, None
+            retry_after_s = None
             try:
                 response = await self._exchange(request)
                 why = self._why_bad(response, len(texts))
                 if why is None or response.status in _REFUSED:
                     self.trouble = ""
                     self._served_at = time.monotonic()
-                    return response
+                    return response if why is None else why
                 if response.status not in _BUSY and response.status != 200 and response.status < 500:
                     raise RunEnded(f"{self._target} answers {response.status}: {why}")
                 num_failures += response.status not in _BUSY
-                failure = response if response.status != 200 else None
                 retry_after_s = response.retry_after_s
             except (OSError, BadResponse) as error:
                 why = f"{name_failure(error)}: {error}"
                 num_failures += isinstance(error, TimeoutError | BadResponse)
             is_own_fault = num_failures >= _MAX_FAILURES and not is_probe
             if is_own_fault and (len(texts) > 1 or await self._serves_probe()):
-                return failure or ServerResponse(500, orjson.dumps({"error": {"message": why}}))
+                return why
             self.trouble = why
             await self._pause(began_at, pause_s, retry_after_s)
             pause_s = min(2 * pause_s, _MAX_PAUSE_S)

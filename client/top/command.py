@@ -23,7 +23,13 @@ from vecd.client.top.source import StatsRefused, StatsSource, StatsUnavailable
 
 _INTERVALS_S = (0.1, 0.2, 0.5, 1.0, 2.0, 5.0, 10.0, 30.0, 60.0, 3600.0)
 """The steps of + and -."""
-_END_SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGQUIT)
+_SIGNALS = {
+    **dict.fromkeys((signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGQUIT), "q"),
+    signal.SIGWINCH: "resized",
+    signal.SIGTSTP: "stopped",
+}
+_KEYS = {"Q": "q", "\x04": "q", "P": "p", " ": "p", "=": "+", "_": "-"}
+"""By another way to type it, a key."""
 _FILE_COLUMNS = 100
 """Width of a picture that is written into a file."""
 
@@ -151,66 +157,76 @@ class Watch:
         self._history = History()
         self._latest: Figures | None = None
         """As `figures` of the scene, which stay while it is paused."""
-        self._answered_at = 0.0
         self._scene = Scene(target=str(options.target), interval_s=options.interval)
         self._terminal = Terminal(self._scene)
         self._scene.has_keys = self._terminal.keyboard is not None
-        self._is_ending = False
-        self._is_stopping = False
-        self._changed = asyncio.Event()
-        """Set when there is something to draw or to do."""
+        self._events: asyncio.Queue[str] = asyncio.Queue()
+        """Keys, and the names of what else there is to draw or to do."""
 
     async def run(self) -> None:
         """Until q, Ctrl-C or SIGTERM. Raises StatsRefused."""
-        loop = asyncio.get_running_loop()
-        for end_signal in _END_SIGNALS:
-            loop.add_signal_handler(end_signal, self._end)
-        loop.add_signal_handler(signal.SIGWINCH, self._changed.set)
-        loop.add_signal_handler(signal.SIGTSTP, self._stop)
+        loop, happen = asyncio.get_running_loop(), self._events.put_nowait
+        for signal_number, event in _SIGNALS.items():
+            loop.add_signal_handler(signal_number, happen, event)
         with closing(self._source), self._terminal, suppress(OSError):  # OSError: the terminal has gone
             if self._terminal.keyboard is not None:
                 loop.add_reader(self._terminal.keyboard, self._read_keys)
-            reading = loop.create_task(self._read())
+            reading = self._start_reading()
             try:
-                while not self._is_ending:
+                self._terminal.draw()
+                while (event := await self._next_event(reading)) != "q":
+                    if event == "due":
+                        reading = self._start_reading()
+                        continue
+                    self._handle(event)
                     self._terminal.draw()
-                    due_at = None
-                    if reading.done():
-                        reading.result()
-                        # From one answer to the next request, so that a server that reads its processes' times once a
-                        # second reads them again for each.
-                        due_at = self._answered_at + self._scene.interval_s
-                    if not await self._wait_for_change(due_at):
-                        reading = loop.create_task(self._read())
-                        await self._wait_for_change(None)
-                    if self._is_stopping:
-                        self._is_stopping = False
-                        self._terminal.stop()
             finally:
                 reading.cancel()
                 if self._terminal.keyboard is not None:
                     loop.remove_reader(self._terminal.keyboard)
 
-    async def _wait_for_change(self, deadline: float | None) -> bool:
-        """Returns whether there was one in time."""
-        try:
-            async with asyncio.timeout_at(deadline):
-                await self._changed.wait()
-        except TimeoutError:
-            return False
-        self._changed.clear()
-        return True
+    def _read_keys(self) -> None:
+        for key in self._terminal.keys() or "q":
+            self._events.put_nowait(_KEYS.get(key, key))
 
-    async def _read(self) -> None:
+    async def _next_event(self, reading: "asyncio.Task[float]") -> str:
         """Raises StatsRefused."""
+        # From one answer to the next request, so that a server that reads its processes' times once a second reads them
+        # again for each.
+        due_at = reading.result() + self._scene.interval_s if reading.done() else None
+        try:
+            async with asyncio.timeout_at(due_at):
+                return await self._events.get()
+        except TimeoutError:
+            return "due"
+
+    def _handle(self, event: str) -> None:
+        scene = self._scene
+        match event:
+            case "p":
+                scene.is_paused = not scene.is_paused
+                self._show_latest()
+            case "+":
+                scene.interval_s = min((s for s in _INTERVALS_S if s > scene.interval_s), default=scene.interval_s)
+            case "-":
+                scene.interval_s = max((s for s in _INTERVALS_S if s < scene.interval_s), default=scene.interval_s)
+            case "stopped":
+                self._terminal.stop()
+
+    def _start_reading(self) -> "asyncio.Task[float]":
+        reading = asyncio.create_task(self._read())
+        reading.add_done_callback(lambda _: self._events.put_nowait("answered"))
+        return reading
+
+    async def _read(self) -> float:
+        """Returns when the answer came, by the clock of the event loop. Raises StatsRefused."""
         try:
             self._latest = self._history.add(await self._source.read())
             self._scene.trouble = None
         except StatsUnavailable as error:
             self._scene.trouble = f"no answer, trying again: {error}"
-        finally:
-            self._answered_at = asyncio.get_running_loop().time()
-            self._show_latest()
+        self._show_latest()
+        return asyncio.get_running_loop().time()
 
     def _show_latest(self) -> None:
         """Put the latest figures into the picture, unless it is paused."""
@@ -218,38 +234,6 @@ class Watch:
         if not scene.is_paused or scene.figures is None:
             scene.figures = self._latest
             scene.rates, scene.num_restarts = tuple(self._history.rates), self._history.num_restarts
-        self._changed.set()
-
-    # --- keys and signals --------------------------------------------------------------------------------------
-
-    def _read_keys(self) -> None:
-        keys = self._terminal.keys()
-        if not keys:
-            self._end()
-        for key in keys:
-            match key:
-                case "q" | "Q" | "\x04":
-                    self._end()
-                case "p" | "P" | " ":
-                    self._scene.is_paused = not self._scene.is_paused
-                    self._show_latest()
-                case "+" | "=":
-                    self._set_interval(next((s for s in _INTERVALS_S if s > self._scene.interval_s), None))
-                case "-" | "_":
-                    self._set_interval(next((s for s in reversed(_INTERVALS_S) if s < self._scene.interval_s), None))
-
-    def _set_interval(self, interval_s: float | None) -> None:
-        """None: there is no longer or shorter one."""
-        self._scene.interval_s = interval_s or self._scene.interval_s
-        self._changed.set()
-
-    def _end(self) -> None:
-        self._is_ending = True
-        self._changed.set()
-
-    def _stop(self) -> None:
-        self._is_stopping = True
-        self._changed.set()
 
 
 if __name__ == "__main__":

@@ -53,11 +53,6 @@ def _whole(value: Any, name: str) -> int:
     return int(_number(value, name))
 
 
-def _count(value: Any, name: str) -> float:
-    """A number that older servers do not send."""
-    return _number(0 if value is None else value, name)
-
-
 def _scalar(value: Any, _: str) -> Any:
     """Text with ? for what is not printable; None for what is neither text nor a number nor a boolean."""
     if isinstance(value, str):
@@ -75,14 +70,14 @@ def _name(value: Any, name: str) -> str:
 
 _ANY_NAME = "*"
 _SHAPE: Mapping[str, Any] = {
-    "totals": dict.fromkeys(_WORK, _number) | dict.fromkeys(_FAULTS, _count),
+    "totals": dict.fromkeys(_WORK + _FAULTS, _number),
     "now_s": _number,
     "server": {"version": _name},
     "model": {_ANY_NAME: _scalar},
     "requests": [{"dialect": _name, "status": _whole, "count": _whole}],
     "stage_bounds_s": [_number],
     "stages": {stage: {"counts": [_number]} for stage in STAGES},
-    "batch_fill": {"bounds": [_number], "counts": [_number], "sum": _number},
+    "batch_fill": {"counts": [_number], "sum": _number},
     "queue": dict.fromkeys(("requests", "sequences", "tokens", "age_s"), _number),
     "arena": dict.fromkeys(("rows", "rows_in_use"), _number),
     "workers": [
@@ -98,7 +93,7 @@ _SHAPE: Mapping[str, Any] = {
         _ANY_NAME: {"pid": _whole} | dict.fromkeys(("cpu_s", "resident_bytes", "proportional_bytes"), _number)
     },
 }
-"""The fields that are needed; others may be there. `batch_fill` may be missing."""
+"""The fields that are needed; others may be there."""
 
 
 def read_stats(body: bytes) -> Stats:
@@ -110,12 +105,11 @@ def read_stats(body: bytes) -> Stats:
         raise NotStats("no JSON") from error
     if not isinstance(answer, dict):
         raise NotStats("no JSON object")
-    has_fill = isinstance(answer.get("batch_fill"), dict)
-    stats = _read(answer, {name: shape for name, shape in _SHAPE.items() if has_fill or name != "batch_fill"}, "")
-    for stage, histogram in stats["stages"].items():
-        _check_buckets(stats["stage_bounds_s"], histogram["counts"], f"stages.{stage}")
-    if has_fill:
-        _check_buckets(stats["batch_fill"]["bounds"], stats["batch_fill"]["counts"], "batch_fill")
+    stats = _read(answer, _SHAPE, "")
+    bounds_s = stats["stage_bounds_s"]
+    for stage, histogram in stats["stages"].items():  # the last count is of the values above all bounds
+        if len(histogram["counts"]) != len(bounds_s) + 1 or bounds_s != sorted(bounds_s):
+            raise NotStats(f"stages.{stage}.counts do not fit stage_bounds_s")
     answers: Counter[int] = Counter()
     for entry in stats["requests"]:
         if entry["dialect"] != _OWN_DIALECT:
@@ -139,12 +133,6 @@ def _read(value: Any, shape: Any, name: str) -> Any:
             raise NotStats(f"{name} is no list")
         return [_read(each, shape[0], f"{name}.{index}") for index, each in enumerate(value)]
     return shape(value, name)
-
-
-def _check_buckets(bounds: Sequence[float], counts: Sequence[float], name: str) -> None:
-    """The last count is of the values above all bounds."""
-    if len(counts) != len(bounds) + 1 or list(bounds) != sorted(bounds):
-        raise NotStats(f"{name}.counts do not fit its bounds")
 
 
 # --- two answers -----------------------------------------------------------------------------------------------
@@ -194,6 +182,7 @@ def compute_figures(before: Stats | None, now: Stats, cpu_before: Stats | None =
 
     workers_before = {worker["worker"]: worker for worker in before["workers"]}
     gateways_before = {gateway["gateway"]: gateway for gateway in before["gateways"]}
+    fill_before, fill = before["batch_fill"], now["batch_fill"]  # tokens ÷ room for tokens
     # How the workers compute; known once one of them has started.
     computing: Stats = next((worker for worker in now["workers"] if worker["path"]), {})
     return {
@@ -219,7 +208,7 @@ def compute_figures(before: Stats | None, now: Stats, cpu_before: Stats | None =
             "per_s": per_s(0, done["batches"]),
             "mean_sequences": _share(done["sequences"], done["batches"]),
             "mean_tokens": _share(done["tokens"], done["batches"]),
-            "mean_fill": _mean_fill(before, now),
+            "mean_fill": _share(fill["sum"] - fill_before["sum"], sum(fill["counts"]) - sum(fill_before["counts"])),
             "padding_share": _share(done["padding_tokens"], done["tokens"] + done["padding_tokens"]),
         },
         "workers": [worker_figures(worker) for worker in now["workers"]],
@@ -250,12 +239,6 @@ def _cpu_shares(before: Stats, now: Stats) -> dict[str, float]:
         for name, process in now["processes"].items()
         if name in old and old[name]["pid"] == process["pid"]
     }
-
-
-def _mean_fill(before: Stats, now: Stats) -> float | None:
-    """Tokens ÷ room for tokens, of the batches in between; None also if the server does not say."""
-    old, new = before.get("batch_fill"), now.get("batch_fill")
-    return _share(new["sum"] - old["sum"], sum(new["counts"]) - sum(old["counts"])) if old and new else None
 
 
 def _latency(stage: str, before: Stats, now: Stats) -> Figures:

@@ -46,7 +46,7 @@ def test_the_curve_is_shares_of_the_servers_own_rate() -> None:
 def test_the_bulk_is_two_clients_with_512_texts() -> None:
     load = make_load(BY_NAME["interactive-bulk"], "http://127.0.0.1:1", 1.0, None)
     assert load.bulk is not None
-    assert (load.bulk.clients, load.bulk.texts_per_request) == (2, 512)
+    assert (load.bulk.clients, load.bulk.shape.texts_per_request) == (2, 512)
 
 
 @pytest.mark.parametrize("name", ["mixed", "short"])

@@ -2,13 +2,16 @@ from typing import Any
 
 import pytest
 
+from tests.support.loads import make_load
 from vecd.client.bench import report
 from vecd.client.bench.responses import Receipt
 from vecd.client.bench.result import RunResult
 
 
-def make_result(num_measured: int = 1000, num_in_window: int = 1000, **fields: Any) -> RunResult:
-    result = RunResult(**{"clients": 0 if "rate_per_s" in fields else 4, "elapsed_s": 10.0, "cpu_share": 0.1, **fields})
+def make_result(
+    num_measured: int = 1000, num_in_window: int = 1000, rate_per_s: float | None = None, **fields: Any
+) -> RunResult:
+    result = RunResult(**{"load": make_load(rate_per_s), "elapsed_s": 10.0, "cpu_share": 0.1, **fields})
     for _ in range(num_measured):
         result.add_latency(0.005)
     for _ in range(num_in_window):

@@ -2,12 +2,13 @@ import sys
 
 import pytest
 
+from tests.support.loads import make_load
 from vecd.client.bench.responses import Receipt
 from vecd.client.bench.result import RunResult
 
 
 def make_result(goodput_ms: float | None = None, elapsed_s: float = 2.0) -> RunResult:
-    return RunResult(clients=1, texts_per_request=3, elapsed_s=elapsed_s, goodput_ms=goodput_ms)
+    return RunResult(load=make_load(goodput_ms=goodput_ms), elapsed_s=elapsed_s)
 
 
 def test_of_a_single_latency_all_figures_are_it() -> None:

@@ -81,14 +81,14 @@ def test_json_lines(tmp_path: Path) -> None:
     items = items_of(path, "id")
     assert [(item.line, item.text, item.kept) for item in items] == [
         (1, "one", (7,)),
-        (3, "two", (None,)),
+        (3, "two", ()),
         (4, None, ([1],)),
         (5, None, (None,)),
         (6, None, (None,)),
         (7, None, (None,)),
-        (8, None, (None,)),
-        (9, None, (None,)),
-        (10, None, (None,)),
+        (8, None, ()),
+        (9, None, ()),
+        (10, None, ()),
         (11, "a\nb", ("z",)),
     ]
     reasons = [item.reason for item in items]

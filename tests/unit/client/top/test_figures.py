@@ -29,8 +29,10 @@ def answer(now_s: float = 100.0) -> dict:
         "server": {"version": "1.2", "num_gateways": 1, "gateway": 0},
         "requests": [{"route": "/stats", "dialect": "vecd", "status": 200, "count": 7}],
         "totals": dict.fromkeys(
-            ("inputs", "input_tokens", "sequences", "tokens", "padding_tokens", "batches", "compute_s", "refused"), 0
+            ("inputs", "input_tokens", "sequences", "tokens", "padding_tokens", "batches", "compute_s",
+             "refused", "expired", "retried", "stuck", "poisoned"), 0
         ),
+        "batch_fill": {"bounds": [0.5, 1.0], "counts": [0, 0, 0], "sum": 0.0},
         "stage_bounds_s": BOUNDS,
         "stages": {stage: {"counts": [0, 0, 0, 0], "sum_s": 0.0} for stage in STAGES},
         "queue": {"requests": 0, "sequences": 0, "tokens": 0, "age_s": 0.0},
@@ -170,7 +172,7 @@ def test_whoever_is_new_has_no_rates_yet():
     assert new["busy_share"] is new["memory_bytes"] is old["cpu_share"] is None
 
 
-def test_fill_is_shown_where_a_server_tells_it():
+def test_fill_is_that_of_the_batches_in_between():
     before, after = answer(), later()
     before["batch_fill"] = {"bounds": [0.5, 1.0], "counts": [4, 0, 0], "sum": 1.0}
     after["batch_fill"] = {"bounds": [0.5, 1.0], "counts": [4, 2, 0], "sum": 2.5}
@@ -265,6 +267,7 @@ def broken(change) -> bytes:
         (broken(lambda a: a["workers"][0].pop("busy_s")), "busy_s"),
         (broken(lambda a: a["requests"][0].update(status=None, dialect="openai")), "status"),
         (broken(lambda a: a.update(queue=None)), "queue"),
+        (broken(lambda a: a.pop("batch_fill")), "batch_fill"),
     ],
 )
 def test_what_is_no_answer_is_told_by_its_field(body, field):

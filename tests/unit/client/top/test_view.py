@@ -22,7 +22,8 @@ def stats(num_workers: int, num_gateways: int, seconds: int):
                 "requests": [{"dialect": "openai", "status": status, "count": done} for status in (200, 429)],
                 "totals": dict.fromkeys(
                     ("inputs", "tokens", "padding_tokens", "batches", "sequences", "retried"), done
-                ),
+                ) | dict.fromkeys(("refused", "expired", "stuck", "poisoned"), 0),
+                "batch_fill": {"bounds": [1.0], "counts": [0, 0], "sum": 0.0},
                 "stage_bounds_s": [0.001, 1.0],
                 "stages": {
                     stage: {"counts": [done, done, done], "sum_s": 1.0}
