@@ -13,9 +13,10 @@ import logging
 import os
 import signal
 import sys
-from collections.abc import Sequence
+import tempfile
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import suppress
-from dataclasses import asdict, replace
+from dataclasses import asdict
 from pathlib import Path as FilePath
 from typing import Any, NamedTuple
 
@@ -32,15 +33,17 @@ from vecd.launch.base.programs import self_command
 from vecd.launch.check import model as check_model
 from vecd.launch.check.advice import advise, is_disturbed
 from vecd.launch.check.machine import read_machine
-from vecd.launch.check.process import run
-from vecd.launch.check.report import Comparison, Machine, Measurements, Model, Path, Problem, Report
+from vecd.launch.check.report import Comparison, Machine, Measurements, Model, Problem, Report
 from vecd.launch.check.text import render
 from vecd.launch.check.tokens import MAX_TEXTS, affordable, built_in_texts
 from vecd.launch.config.plan import Plan, make_plan, version
 from vecd.launch.config.settings import Settings, load_settings
 from vecd.launch.config.tokenizer import forget
+from vecd.launch.processes.children import child_environment
 from vecd.shm.card import ModelError
 from vecd.workers.check.order import Order
+from vecd.workers.engine import ReportProgress
+from vecd.workers.process.ordered_process import OrderedProcess
 
 log = logging.getLogger("vecd.check")
 
@@ -161,20 +164,10 @@ def _fill(report: Report, settings: Settings, requested: _Requested, progress: "
         texts, sequences = _tokenize(plan, report, requested, timeout_s, progress)
         order = _order(plan, report.model, report.machine, texts, sequences, requested.seconds)
 
-        def on_found(name: str, value: dict[str, Any]) -> None:
-            match name:
-                case "path":
-                    report.path = Path(**value)
-                case "agreements":
-                    assert report.path is not None
-                    found = tuple(Comparison(**comparison) for comparison in value["agreements"])
-                    report.path = replace(report.path, agreements=found, not_compared=tuple(value["not_compared"]))
-                    report.problems += [_disagreement(one) for one in found if not one.is_within_bounds]
-                case "measurements":
-                    report.measurements = Measurements.from_json(value)
-
-        run("check", asdict(order), timeout_s, progress.say, on_found)
+        for name, value in run("check", asdict(order), timeout_s, progress.say):
+            report.add(name, value)
         assert report.path is not None
+        report.problems += [_disagreement(one) for one in report.path.agreements if not one.is_within_bounds]
         measured = report.measurements or Measurements()
         if is_disturbed(measured):
             report.warnings.append(
@@ -194,10 +187,9 @@ def _tokenize(
     assert report.model is not None
     progress.say("tokenizing")
     texts, max_tokens = requested.texts[: MAX_TEXTS + 1] or built_in_texts(), plan.gateway.max_tokens
-    found: dict[str, Any] = {}
     order = {"card": plan.gateway.card.to_json(), "max_tokens": max_tokens, "texts": texts}
-    run("check_tokens", order, timeout_s, progress.say, found.__setitem__)
-    sequences, num_truncated = found["tokens"]["sequences"], found["tokens"]["num_truncated"]
+    found = dict(run("check_tokens", order, timeout_s, progress.say))
+    sequences, num_truncated = found["sequences"], found["num_truncated"]
     count = affordable([len(ids) for ids in sequences], report.model.num_parameters)
     if count < len(requested.texts):
         report.warnings.append(f"the first {count} of {len(requested.texts)} texts were compared, to limit the time")
@@ -226,6 +218,16 @@ def _order(
         worker_counts=sorted({machine.num_usable_physical_cores, machine.num_usable_cores} - {1}),
         seconds=seconds,
     )
+
+
+def run(kind: str, order: Mapping[str, Any], timeout_s: float, report: ReportProgress) -> Iterator[tuple[str, Any]]:
+    """Yield what a child of `kind` (a function of `vecd.launch.child`) finds; see `OrderedProcess.results`."""
+    command = self_command(kind)
+    with (
+        tempfile.TemporaryFile() as stderr,
+        OrderedProcess(command, order, environment=child_environment(), stderr=stderr) as process,
+    ):
+        yield from process.results(report, timeout_s)
 
 
 def _given(settings: Settings) -> dict[str, str | int]:

@@ -8,6 +8,8 @@ from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, field
 from typing import Any
 
+from pydantic import TypeAdapter
+
 
 @dataclass(frozen=True, slots=True)
 class Machine:
@@ -150,11 +152,6 @@ class Measurements:
     num_rounds: int = 0
     turn_s: float = 0.0
 
-    @classmethod
-    def from_json(cls, fields: Mapping[str, Any]) -> "Measurements":
-        speeds = tuple(Speed(**speed) for speed in fields["speeds"])
-        return cls(**{**fields, "speeds": speeds, "scaling": tuple(Scaling(**one) for one in fields["scaling"])})
-
     @property
     def core_share(self) -> float:
         """The smallest share of a core that a worker had; 1 if nothing was measured."""
@@ -200,5 +197,12 @@ class Report:
     problems: list[Problem] = field(default_factory=list)
     warnings: list[str] = field(default_factory=list)
 
+    def add(self, name: str, value: Mapping[str, Any]) -> None:
+        """Add a part that `vecd.workers.check.run` has found, as JSON values."""
+        setattr(self, name, _FOUND_PARTS[name].validate_python(value))
+
     def to_json(self) -> dict[str, Any]:
         return {"is_servable": not self.problems, **asdict(self)}
+
+
+_FOUND_PARTS: dict[str, TypeAdapter[Any]] = {"path": TypeAdapter(Path), "measurements": TypeAdapter(Measurements)}

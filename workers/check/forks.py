@@ -20,10 +20,6 @@ Work: TypeAlias = Callable[[], Any]
 _THREADS_TIMEOUT_S = 1.0
 
 
-class WorkerDied(Exception):
-    """A forked process ended without a result. The message says how."""
-
-
 def in_worker(work: Work, *, may_fork: bool) -> Any:
     """The result of `work`, done in a forked process. See `in_workers`."""
     return in_workers(lambda: work, 1, may_fork=may_fork)[0]
@@ -32,8 +28,8 @@ def in_worker(work: Work, *, may_fork: bool) -> Any:
 def in_workers(prepare: Callable[[], Work], num_workers: int, *, may_fork: bool) -> list[Any]:
     """Fork `num_workers` processes, call `prepare` in each, and when all are prepared, call their work at once.
 
-    An engine on an accelerator does not survive a fork; then this process does the work once. Raises WorkerDied when a
-    process is killed or runs out of memory, and ModelError, in one line, for what the work raises.
+    An engine on an accelerator does not survive a fork; then this process does the work once. Raises ModelError, in one
+    line, for what the work raises, and for a process that died, as when memory runs out.
     """
     if not may_fork:
         return [_call(_call(prepare))]
@@ -61,7 +57,7 @@ def _receive(process: Any, connection: "Connection[Any, Any]") -> Any:
         result = connection.recv()
     except (EOFError, ConnectionError):
         process.join()
-        raise WorkerDied(f"a worker {describe_status(process.exitcode)}") from None
+        raise ModelError(f"a worker {describe_status(process.exitcode)}") from None
     if isinstance(result, ModelError):
         raise result
     return result

@@ -52,7 +52,7 @@ def measure(
     """Measure the served engine and those of other dtypes, in turns, so that a disturbance affects all.
 
     `others`: loads the engine of a dtype; None for one that the processor does not compute natively. `room_mb`: memory
-    for workers. Raises ModelError or WorkerDied when an engine cannot be measured.
+    for workers. Raises ModelError when an engine cannot be measured.
     """
     engines, not_measured = [served], {}
     if order.config.device != "cpu":
