@@ -106,19 +106,21 @@ class Path:
 
 @dataclass(frozen=True, slots=True)
 class Speed:
-    """One worker's speed; the median of several turns."""
+    """The speed of one worker, or of several at once; the median of several turns."""
 
     dtype: str
     path: str
     text_tokens: int
     batch_tokens: int
     tokens_per_s: float
+    """Of all workers together."""
     lowest: float
     highest: float
     private_mb: int
-    """The most memory that the worker had for itself."""
+    """The most memory that a worker had for itself."""
     core_share: float = 1.0
-    """The share of a core that it had; less than 1 if other programs used the core, too."""
+    """The share of a core that a worker had, the smallest of several; less than 1 if other programs used it, too."""
+    num_workers: int = 1
 
     @property
     def undisturbed_tokens_per_s(self) -> float:
@@ -131,20 +133,11 @@ class Speed:
 
 
 @dataclass(frozen=True, slots=True)
-class Scaling:
-    """The speed of several workers at once, with the selected dtype."""
-
-    num_workers: int
-    tokens_per_s: float
-    """The sum over all workers."""
-    core_share: float = 1.0
-    """The smallest of one worker."""
-
-
-@dataclass(frozen=True, slots=True)
 class Measurements:
     speeds: tuple[Speed, ...] = ()
-    scaling: tuple[Scaling, ...] = ()
+    """Of one worker, with each dtype."""
+    scaling: tuple[Speed, ...] = ()
+    """Of one and of several workers, with the selected dtype; empty if several were not measured."""
     not_measured: dict[str, str] = field(default_factory=dict)
     """dtype → why."""
     agreements: dict[str, dict[str, Any]] = field(default_factory=dict)
@@ -155,8 +148,7 @@ class Measurements:
     @property
     def core_share(self) -> float:
         """The smallest share of a core that a worker had; 1 if nothing was measured."""
-        shares = [speed.core_share for speed in self.speeds] + [scaling.core_share for scaling in self.scaling]
-        return min(shares, default=1.0)
+        return min((speed.core_share for speed in (*self.speeds, *self.scaling)), default=1.0)
 
 
 @dataclass(frozen=True, slots=True)

@@ -75,7 +75,7 @@ def test_the_bundled_model(environment: Path) -> None:
 
 def order(seconds: float, **changes: Any) -> dict[str, Any]:
     plan = make_plan(load_settings(["--engine", "weightless", "--device", "cpu"]))
-    made = Order(plan.workers[0], ["false"], [], [], 1, "float32", 256, "", 10_000, [2], seconds)
+    made = Order(plan.workers[0], ["false"], [], [], 1, "float32", 256, 10_000, [2], seconds)
     return asdict(replace(made, **changes))
 
 
