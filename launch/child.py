@@ -66,7 +66,7 @@ def choose(answer_fd: str) -> int:
     """The order comes on stdin."""
     from vecd.workers.process.selection_process import serve
 
-    return serve(sys.stdin.read(), int(answer_fd))
+    return serve(sys.stdin, int(answer_fd))
 
 
 def check(answer_fd: str) -> int:

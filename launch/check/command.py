@@ -7,19 +7,19 @@ it, and in `vecd.workers.check.run`.
 """
 
 import argparse
-import importlib.metadata
 import json
 import logging
 import os
 import signal
 import sys
-from collections.abc import Sequence
-from contextlib import suppress
-from dataclasses import asdict, replace
+import tempfile
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import asdict
 from pathlib import Path as FilePath
-from typing import Any, NamedTuple
+from typing import Any
 
 from vecd.client.bench.texts import read_texts
+from vecd.client.status_line import StatusLine
 from vecd.launch.base.exit_codes import (
     EXIT_BAD_CONFIGURATION,
     EXIT_COULD_NOT_START,
@@ -32,15 +32,17 @@ from vecd.launch.base.programs import self_command
 from vecd.launch.check import model as check_model
 from vecd.launch.check.advice import advise, is_disturbed
 from vecd.launch.check.machine import read_machine
-from vecd.launch.check.process import run
-from vecd.launch.check.report import Comparison, Machine, Measurements, Model, Path, Problem, Report
+from vecd.launch.check.report import Comparison, Measurements, Problem, Report
 from vecd.launch.check.text import render
 from vecd.launch.check.tokens import MAX_TEXTS, affordable, built_in_texts
 from vecd.launch.config.plan import Plan, make_plan, version
 from vecd.launch.config.settings import Settings, load_settings
 from vecd.launch.config.tokenizer import forget
+from vecd.launch.processes.children import child_environment
 from vecd.shm.card import ModelError
 from vecd.workers.check.order import Order
+from vecd.workers.engine import ReportProgress
+from vecd.workers.process.ordered_process import OrderedProcess
 
 log = logging.getLogger("vecd.check")
 
@@ -48,13 +50,6 @@ _EXIT_INTERRUPTED = 128 + signal.SIGINT
 _MAX_SECONDS = 600.0
 _TIMEOUT_S = 600.0
 """Without a word from a process; `--start-timeout` can make it longer."""
-
-
-class _Requested(NamedTuple):
-    texts: list[str]
-    """The user's; empty for the built-in ones."""
-    seconds: float
-    """For each dtype and length of text, over all rounds; 0: measure nothing."""
 
 
 def main(argv: Sequence[str]) -> int:
@@ -65,7 +60,11 @@ def main(argv: Sequence[str]) -> int:
     try:
         options, rest = _parser().parse_known_args(argv)
         settings = load_settings(rest)
-        return _check(settings, _read_request(options, settings), is_json=options.json)
+        texts = _read_texts(options, settings)
+        report = _examine(settings, texts, 0 if options.quick else options.seconds)
+        if not _print(json.dumps(report.to_json(), ensure_ascii=False) if options.json else render(report)):
+            return EXIT_INTERNAL_ERROR
+        return EXIT_COULD_NOT_START if report.problems else EXIT_OK
     except ConfigurationError as error:
         for line in error.problems:
             print(f"vecd check: {line}", file=sys.stderr)
@@ -91,18 +90,12 @@ def _parser() -> argparse.ArgumentParser:
     add("--quick", action="store_true", help="do not measure speed")
     add("--json", action="store_true", help="print the report as one JSON object")
     add("--texts", type=FilePath, metavar="FILE", help='compare with these: one a line, or JSON objects with a "text"')
-    add(
-        "--seconds",
-        type=float,
-        default=2.5,
-        metavar="S",
-        help="for each dtype and length of text that is measured (2.5)",
-    )
+    add("--seconds", type=float, default=2.5, metavar="S", help="to measure each dtype and length of text (2.5)")
     return parser
 
 
-def _read_request(options: argparse.Namespace, settings: Settings) -> _Requested:
-    """Raises ConfigurationError."""
+def _read_texts(options: argparse.Namespace, settings: Settings) -> list[str]:
+    """The user's texts; empty for the built-in ones. Raises ConfigurationError for these and for other options."""
     problems, texts = [], []
     if not 0 < options.seconds <= _MAX_SECONDS:
         problems.append(f"--seconds: {options.seconds:g} given, must be above 0 and at most {_MAX_SECONDS:g}")
@@ -115,25 +108,7 @@ def _read_request(options: argparse.Namespace, settings: Settings) -> _Requested
             problems.append(f"--texts: {error}")
     if problems:
         raise ConfigurationError(problems)
-    return _Requested(texts, 0 if options.quick else options.seconds)
-
-
-def _check(settings: Settings, requested: _Requested, *, is_json: bool) -> int:
-    """Raises ConfigurationError."""
-    progress = _Progress()
-    # An exception, so that processes and files are cleaned up.
-    before = signal.signal(signal.SIGTERM, lambda *_: sys.exit(128 + signal.SIGTERM))
-    report = Report(version(), read_machine())
-    try:
-        _fill(report, settings, requested, progress)
-    except (ModelError, StartFailure) as error:
-        report.problems.append(check_model.problem(str(error)))
-    finally:
-        progress.clear()
-        signal.signal(signal.SIGTERM, before)
-    if not _print(json.dumps(report.to_json(), ensure_ascii=False) if is_json else render(report)):
-        return EXIT_INTERNAL_ERROR
-    return EXIT_COULD_NOT_START if report.problems else EXIT_OK
+    return texts
 
 
 def _print(text: str) -> bool:
@@ -149,32 +124,54 @@ def _print(text: str) -> bool:
     return True
 
 
-def _fill(report: Report, settings: Settings, requested: _Requested, progress: "_Progress") -> None:
+def _examine(settings: Settings, texts: list[str], seconds: float) -> Report:
+    """The report, with as much as a faulty model allows. `seconds` of measurement for each dtype and length of text; 0:
+    measure nothing. Raises ConfigurationError."""
+    status = StatusLine("vecd check", plain_s=0)
+
+    def show(stage: str) -> None:
+        status.clear()  # so that it is drawn at once
+        status.show(lambda: stage)
+
+    # An exception, so that processes and files are cleaned up.
+    before = signal.signal(signal.SIGTERM, lambda *_: sys.exit(128 + signal.SIGTERM))
+    report = Report(version(), read_machine())
+    try:
+        _fill(report, settings, texts, seconds, show)
+    except (ModelError, StartFailure) as error:
+        report.problems.append(check_model.problem(str(error)))
+    finally:
+        status.clear()
+        signal.signal(signal.SIGTERM, before)
+    return report
+
+
+def _fill(report: Report, settings: Settings, texts: list[str], seconds: float, show: ReportProgress) -> None:
     """Fill the report as far as possible. Raises ModelError or StartFailure for what ends it, ConfigurationError."""
-    plan = make_plan(settings)
+    plan, machine = make_plan(settings), report.machine
     try:
         report.model = check_model.describe(plan.workers[0].card, plan.gateway.model)
         report.problems, report.warnings = check_model.purpose(report.model)
         if report.problems:
             return  # it would load, and its vectors would mean nothing
         timeout_s = max(_TIMEOUT_S, settings.start_timeout)
-        texts, sequences = _tokenize(plan, report, requested, timeout_s, progress)
-        order = _order(plan, report.model, report.machine, texts, sequences, requested.seconds)
-
-        def on_found(name: str, value: dict[str, Any]) -> None:
-            match name:
-                case "path":
-                    report.path = Path(**value)
-                case "agreements":
-                    assert report.path is not None
-                    found = tuple(Comparison(**comparison) for comparison in value["agreements"])
-                    report.path = replace(report.path, agreements=found, not_compared=tuple(value["not_compared"]))
-                    report.problems += [_disagreement(one) for one in found if not one.is_within_bounds]
-                case "measurements":
-                    report.measurements = Measurements.from_json(value)
-
-        run("check", asdict(order), timeout_s, progress.say, on_found)
+        compared, sequences = _tokenize(plan, report, texts, timeout_s, show)
+        order = Order(
+            config=plan.workers[0],
+            select_command=self_command("choose"),
+            texts=compared,
+            sequences=sequences,
+            num_parameters=report.model.num_parameters,
+            stored_dtype="".join(report.model.weights_dtypes[:1]),
+            max_tokens=plan.gateway.max_tokens,
+            available_mb=machine.available_mb,
+            worker_counts=sorted({machine.num_usable_physical_cores, machine.num_usable_cores} - {1}),
+            seconds=seconds,
+        )
+        for name, value in run("check", asdict(order), timeout_s, show):
+            report.add(name, value)
         assert report.path is not None
+        report.problems += [_disagreement(one) for one in report.path.agreements if not one.is_within_bounds]
         measured = report.measurements or Measurements()
         if is_disturbed(measured):
             report.warnings.append(
@@ -182,50 +179,37 @@ def _fill(report: Report, settings: Settings, requested: _Requested, progress: "
                 "figures of speed are too low; measure again on a quiet machine"
             )
         if not report.problems:
-            report.advice = advise(report.machine, _given(settings), report.path, measured)
+            report.advice = advise(machine, _given(settings), report.path, measured)
     finally:
         forget(plan.gateway.card)
 
 
 def _tokenize(
-    plan: Plan, report: Report, requested: _Requested, timeout_s: float, progress: "_Progress"
+    plan: Plan, report: Report, texts: list[str], timeout_s: float, show: ReportProgress
 ) -> tuple[list[str], list[list[int]]]:
     """The texts that will be compared, and their token ids. Adds warnings to the report. Raises ModelError."""
     assert report.model is not None
-    progress.say("tokenizing")
-    texts, max_tokens = requested.texts[: MAX_TEXTS + 1] or built_in_texts(), plan.gateway.max_tokens
-    found: dict[str, Any] = {}
-    order = {"card": plan.gateway.card.to_json(), "max_tokens": max_tokens, "texts": texts}
-    run("check_tokens", order, timeout_s, progress.say, found.__setitem__)
-    sequences, num_truncated = found["tokens"]["sequences"], found["tokens"]["num_truncated"]
+    show("tokenizing")
+    candidates, max_tokens = texts[: MAX_TEXTS + 1] or built_in_texts(), plan.gateway.max_tokens
+    order = {"card": plan.gateway.card.to_json(), "max_tokens": max_tokens, "texts": candidates}
+    found = dict(run("check_tokens", order, timeout_s, show))
+    sequences, num_truncated = found["sequences"], found["num_truncated"]
     count = affordable([len(ids) for ids in sequences], report.model.num_parameters)
-    if count < len(requested.texts):
-        report.warnings.append(f"the first {count} of {len(requested.texts)} texts were compared, to limit the time")
-    if num_truncated and requested.texts:
+    if count < len(texts):
+        report.warnings.append(f"the first {count} of {len(texts)} texts were compared, to limit the time")
+    if num_truncated and texts:
         report.warnings.append(f"{num_truncated} of the texts are longer than {max_tokens} tokens, and were cut")
-    return texts[:count], sequences[:count]
+    return candidates[:count], sequences[:count]
 
 
-def _order(
-    plan: Plan, model: Model, machine: Machine, texts: list[str], sequences: list[list[int]], seconds: float
-) -> Order:
-    try:
-        sentence_transformers = importlib.metadata.version("sentence-transformers")
-    except importlib.metadata.PackageNotFoundError:
-        sentence_transformers = ""
-    return Order(
-        config=plan.workers[0],
-        select_command=self_command("choose"),
-        texts=texts,
-        sequences=sequences,
-        num_parameters=model.num_parameters,
-        stored_dtype="".join(model.weights_dtypes[:1]),
-        max_tokens=plan.gateway.max_tokens,
-        sentence_transformers=sentence_transformers,
-        available_mb=machine.available_mb,
-        worker_counts=sorted({machine.num_usable_physical_cores, machine.num_usable_cores} - {1}),
-        seconds=seconds,
-    )
+def run(kind: str, order: Mapping[str, Any], timeout_s: float, report: ReportProgress) -> Iterator[tuple[str, Any]]:
+    """Yield what a child of `kind` (a function of `vecd.launch.child`) finds; see `OrderedProcess.results`."""
+    command = self_command(kind)
+    with (
+        tempfile.TemporaryFile() as stderr,
+        OrderedProcess(command, order, environment=child_environment(), stderr=stderr) as process,
+    ):
+        yield from process.results(report, timeout_s)
 
 
 def _given(settings: Settings) -> dict[str, str | int]:
@@ -242,25 +226,3 @@ def _disagreement(found: Comparison) -> Problem:
         f"difference {found.max_abs_diff:.1e} over {found.num_texts} texts",
         "do not serve it as it is; try --dtype float32 and --engine padded, and please report it with the model's name",
     )
-
-
-class _Progress:
-    """Stages on standard error: one line that is rewritten on a terminal, else a line each."""
-
-    def __init__(self) -> None:
-        self._is_terminal = sys.stderr.isatty()
-        self._last = ""
-
-    def say(self, stage: str) -> None:
-        if stage != self._last:
-            self._last = stage
-            self._write(f"\r\x1b[Kvecd check: {stage}" if self._is_terminal else f"vecd check: {stage}\n")
-
-    def clear(self) -> None:
-        if self._is_terminal and self._last:
-            self._write("\r\x1b[K")
-
-    def _write(self, text: str) -> None:
-        with suppress(OSError):  # the reader is gone
-            sys.stderr.write(text)
-            sys.stderr.flush()

@@ -45,7 +45,7 @@ def read_machine(root: Path = Path("/")) -> Machine:
     usable = usable_cores(*places)
     flags = cpu_flags(root)
     return Machine(
-        processor=cpuinfo("model name", root) or platform.processor() or platform.machine(),
+        processor=cpuinfo("model name", root) or platform.machine(),
         num_cores=os.cpu_count() or usable,
         num_usable_cores=usable,
         num_usable_physical_cores=min(usable, _num_physical(os.sched_getaffinity(0), root)),

@@ -8,6 +8,8 @@ from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, field
 from typing import Any
 
+from pydantic import TypeAdapter
+
 
 @dataclass(frozen=True, slots=True)
 class Machine:
@@ -104,19 +106,21 @@ class Path:
 
 @dataclass(frozen=True, slots=True)
 class Speed:
-    """One worker's speed; the median of several turns."""
+    """The speed of one worker, or of several at once; the median of several turns."""
 
     dtype: str
     path: str
     text_tokens: int
     batch_tokens: int
     tokens_per_s: float
+    """Of all workers together."""
     lowest: float
     highest: float
     private_mb: int
-    """The most memory that the worker had for itself."""
+    """The most memory that a worker had for itself."""
     core_share: float = 1.0
-    """The share of a core that it had; less than 1 if other programs used the core, too."""
+    """The share of a core that a worker had, the smallest of several; less than 1 if other programs used it, too."""
+    num_workers: int = 1
 
     @property
     def undisturbed_tokens_per_s(self) -> float:
@@ -129,20 +133,11 @@ class Speed:
 
 
 @dataclass(frozen=True, slots=True)
-class Scaling:
-    """The speed of several workers at once, with the selected dtype."""
-
-    num_workers: int
-    tokens_per_s: float
-    """The sum over all workers."""
-    core_share: float = 1.0
-    """The smallest of one worker."""
-
-
-@dataclass(frozen=True, slots=True)
 class Measurements:
     speeds: tuple[Speed, ...] = ()
-    scaling: tuple[Scaling, ...] = ()
+    """Of one worker, with each dtype."""
+    scaling: tuple[Speed, ...] = ()
+    """Of one and of several workers, with the selected dtype; empty if several were not measured."""
     not_measured: dict[str, str] = field(default_factory=dict)
     """dtype → why."""
     agreements: dict[str, dict[str, Any]] = field(default_factory=dict)
@@ -150,16 +145,10 @@ class Measurements:
     num_rounds: int = 0
     turn_s: float = 0.0
 
-    @classmethod
-    def from_json(cls, fields: Mapping[str, Any]) -> "Measurements":
-        speeds = tuple(Speed(**speed) for speed in fields["speeds"])
-        return cls(**{**fields, "speeds": speeds, "scaling": tuple(Scaling(**one) for one in fields["scaling"])})
-
     @property
     def core_share(self) -> float:
         """The smallest share of a core that a worker had; 1 if nothing was measured."""
-        shares = [speed.core_share for speed in self.speeds] + [scaling.core_share for scaling in self.scaling]
-        return min(shares, default=1.0)
+        return min((speed.core_share for speed in (*self.speeds, *self.scaling)), default=1.0)
 
 
 @dataclass(frozen=True, slots=True)
@@ -200,5 +189,12 @@ class Report:
     problems: list[Problem] = field(default_factory=list)
     warnings: list[str] = field(default_factory=list)
 
+    def add(self, name: str, value: Mapping[str, Any]) -> None:
+        """Add a part that `vecd.workers.check.run` has found, as JSON values."""
+        setattr(self, name, _FOUND_PARTS[name].validate_python(value))
+
     def to_json(self) -> dict[str, Any]:
         return {"is_servable": not self.problems, **asdict(self)}
+
+
+_FOUND_PARTS: dict[str, TypeAdapter[Any]] = {"path": TypeAdapter(Path), "measurements": TypeAdapter(Measurements)}

@@ -5,7 +5,6 @@ can end a process by a panic. Called by `vecd.launch.check.command`, and by `vec
 """
 
 import asyncio
-import json
 import random
 from array import array
 from collections.abc import Sequence
@@ -13,7 +12,8 @@ from typing import Any, TextIO
 
 from vecd.client.bench.texts import Lengths, draw_text
 from vecd.shm.card import ModelCard, ModelError
-from vecd.workers.process.kernel import die_with_parent, leave_no_core, set_process_name
+from vecd.workers.engine import ReportProgress
+from vecd.workers.process.ordered_process import OnFound, carry_out
 
 MAX_TEXTS = 200
 _AFFORDABLE = 5e11
@@ -49,27 +49,23 @@ def affordable(lengths: Sequence[int], num_parameters: int) -> int:
 
 
 def serve(orders: TextIO, response_fd: int) -> int:
-    """One order: {"parent_pid", "card", "max_tokens", "texts"}; responses as of `vecd.workers.check.run`."""
-    order: dict[str, Any] = json.loads(orders.read() or "{}")
-    if not order or not die_with_parent(order["parent_pid"]):
-        return 0
-    set_process_name("vecd-check")
-    leave_no_core()
-    with open(response_fd, "w") as responses:
-        try:
-            found = asyncio.run(_tokenize(ModelCard.from_json(order["card"]), order["max_tokens"], order["texts"]))
-            print(json.dumps({"found": "tokens", "value": found}), json.dumps({"end": True}), sep="\n", file=responses)
-        except ModelError as error:
-            print(json.dumps({"error": str(error)}), file=responses)
-    return 0
+    """The process: tokenizes the order's "texts" with the tokenizer of "card", cut to "max_tokens". It finds
+    "sequences", the token ids, and "num_truncated". Returns the exit code."""
+    return carry_out(_tokenize, orders, response_fd, "vecd-check")
 
 
-async def _tokenize(card: ModelCard, max_tokens: int, texts: list[str]) -> dict[str, Any]:
+def _tokenize(order: dict[str, Any], report: ReportProgress, on_found: OnFound) -> None:
     from vecd.gateway.tokenization.tokenizer import Tokenizer
     from vecd.gateway.types.errors import ApiError
 
+    card = ModelCard.from_json(order["card"])
+    runs = Tokenizer(card, order["max_tokens"], "model").tokenize(order["texts"])
+
+    async def all_inputs() -> list[Any]:
+        return [item async for run in runs for item in run]
+
     try:
-        inputs = [item async for run in Tokenizer(card, max_tokens, "model").tokenize(texts) for item in run]
+        inputs = asyncio.run(all_inputs())
     except ApiError as error:
         raise ModelError(f"the texts cannot be tokenized: {error}") from error
     sequences = [array("i", item.token_ids).tolist() for item in inputs]
@@ -79,4 +75,5 @@ async def _tokenize(card: ModelCard, max_tokens: int, texts: list[str]) -> dict[
             f"{card.weights_folder}: the tokenizer gives id {largest}, but config.json has a vocab_size of "
             f"{card.vocab_size}: they are of different models"
         )
-    return {"sequences": sequences, "num_truncated": sum(item.is_truncated for item in inputs)}
+    on_found("sequences", sequences)
+    on_found("num_truncated", sum(item.is_truncated for item in inputs))

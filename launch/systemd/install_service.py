@@ -21,6 +21,8 @@ from vecd.launch.systemd.unit_files import MADE_BY, SERVICE, SOCKET
 
 _SYSTEMCTL_TIMEOUT_S = 600.0
 _UNIT_MODE = 0o644
+_USER_NAME = re.compile(r"[A-Za-z_][A-Za-z0-9_.-]{0,63}")
+"""What can stand in a unit."""
 _DESCRIPTION = """\
 Have systemd keep a server running: writes vecd.service, which runs this very installation, and its settings. MODEL and
 every flag of `vecd serve` are taken, and written into the settings; without any, settings that are there stay. Then it
@@ -48,38 +50,34 @@ def _parser() -> argparse.ArgumentParser:
         usage="vecd install-service [MODEL] [--flags of vecd serve] [--socket] [--user | --run-as USER] [--now] …",
         allow_abbrev=False,
     )
-    parser.add_argument(
-        "--socket",
-        action="store_true",
-        help="also vecd.socket: systemd listens, and keeps what connects while vecd restarts; "
-        "--host, --port and --uds say where",
-    )
-    parser.add_argument("--user", action="store_true", help="for this user's own systemd, without root")
-    parser.add_argument("--run-as", metavar="USER", help="run as this user; default: one that systemd makes up")
-    parser.add_argument("--print", action="store_true", help="print the files, and write nothing")
-    parser.add_argument("--now", action="store_true", help="enable and start it, too")
-    parser.add_argument("--force", action="store_true", help="replace, or remove, what is there and differs")
-    parser.add_argument("--remove", action="store_true", help="stop and remove the units; the settings stay")
-    parser.add_argument("--root", type=Path, metavar="DIR", help="write below DIR, as into an image; no systemctl")
+    add = parser.add_argument
+    add("--socket", action="store_true", help="also vecd.socket: systemd listens, and keeps what connects while vecd "
+        "restarts; --host, --port and --uds say where")  # fmt: skip
+    add("--user", action="store_true", help="for this user's own systemd, without root")
+    add("--run-as", metavar="USER", help="run as this user; default: one that systemd makes up")
+    add("--print", action="store_true", help="print the files, and write nothing")
+    add("--now", action="store_true", help="enable and start it, too")
+    add("--force", action="store_true", help="replace, or remove, what is there and differs")
+    add("--remove", action="store_true", help="stop and remove the units; the settings stay")
+    add("--root", type=Path, metavar="DIR", help="write below DIR, as into an image; no systemctl")
     return parser
 
 
 def _install(options: argparse.Namespace, flags: Sequence[str]) -> int:
     paths = _paths(options)
     settings = load_flags(flags)
-    if options.run_as is not None:
-        _check_user(options)
-    files = contents(paths, settings, has_socket=options.socket, run_as=options.run_as, command=own_command())
+    texts = contents(paths, settings, has_socket=options.socket, run_as=options.run_as, command=own_command())
     if options.print:
-        print("\n".join(f"# {path}\n{text}" for path, text in files.items()), end="")
+        print("\n".join(f"# {path}\n{text}" for path, text in texts.items()), end="")
         return EXIT_OK
-    if not settings.model_fields_set and paths.on_disk(paths.config).exists():
-        del files[paths.config]
-    socket = paths.units / SOCKET
-    if not options.socket and os.path.lexists(paths.on_disk(socket)):
+    files = {paths.on_disk(path): text for path, text in texts.items()}
+    config, socket = paths.on_disk(paths.config), paths.on_disk(paths.units / SOCKET)
+    if not settings.model_fields_set and config.exists():
+        del files[config]
+    if not options.socket and os.path.lexists(socket):
         problem = "is there, and listens for the service: give --socket, too, or --remove it first"
-        raise ConfigurationError([f"{paths.on_disk(socket)}: {problem}"])
-    written = _write(paths, files, force=options.force)
+        raise ConfigurationError([f"{socket}: {problem}"])
+    written = _write(files, force=options.force)
     units = [*([SOCKET] if options.socket else []), SERVICE]
     # The service uses new files only after a restart. A socket that is as before stays open: no client is refused.
     restarted = units if socket in written else [SERVICE]
@@ -116,53 +114,55 @@ def _remove(options: argparse.Namespace, flags: Sequence[str]) -> int:
 
 
 def _paths(options: argparse.Namespace) -> InstallPaths:
-    if options.root is not None and not options.root.is_dir():
-        raise ConfigurationError([f"--root: {options.root} is no folder"])
-    if options.root is not None and options.now:
-        raise ConfigurationError(["--now: not with --root, below which no systemd runs"])
-    if options.user and options.run_as is not None:
-        raise ConfigurationError(["--run-as: not with --user, whose services are all this user's"])
-    paths = paths_of(is_of_user=options.user, root=options.root)
-    if os.geteuid() != 0 and not (options.user or options.print or options.root):
-        raise ConfigurationError(
-            [f"only root may write {paths.units}: use sudo; or --user, for a service of your own; or --print"]
-        )
+    """Raises ConfigurationError for options that do not go together, or that name nothing."""
+    root, run_as = options.root, options.run_as
+    paths = paths_of(is_of_user=options.user, root=root)
+    may_write = os.geteuid() == 0 or options.user or options.print or root
+    faults = (
+        (root and not root.is_dir(), f"--root: {root} is no folder"),
+        (root and options.now, "--now: not with --root, below which no systemd runs"),
+        (run_as and options.user, "--run-as: not with --user, whose services are all this user's"),
+        (run_as is not None and not _USER_NAME.fullmatch(run_as), f"--run-as: is no user's name (given: {run_as!r})"),
+        (run_as and not root and not _is_user(run_as), f"--run-as: there is no user {run_as}"),
+        (
+            not may_write,
+            f"only root may write {paths.units}: use sudo; or --user, for a service of your own; or --print",
+        ),
+    )
+    if problems := [problem for is_wrong, problem in faults if is_wrong]:
+        raise ConfigurationError(problems)
     return paths
 
 
-def _check_user(options: argparse.Namespace) -> None:
-    """Raises ConfigurationError for a name that cannot stand in a unit, or that no user of this machine has."""
-    if not re.fullmatch(r"[A-Za-z_][A-Za-z0-9_.-]{0,63}", options.run_as):
-        raise ConfigurationError([f"--run-as: is no user's name (given: {options.run_as!r})"])
-    if options.root is None:
-        try:
-            pwd.getpwnam(options.run_as)
-        except KeyError:
-            raise ConfigurationError([f"--run-as: there is no user {options.run_as}"]) from None
+def _is_user(name: str) -> bool:
+    try:
+        pwd.getpwnam(name)
+    except KeyError:
+        return False
+    return True
 
 
-def _write(paths: InstallPaths, files: Mapping[Path, str], *, force: bool) -> set[Path]:
+def _write(files: Mapping[Path, str], *, force: bool) -> list[Path]:
     """Write all files, or none if one of them would be replaced without `force`. Returns those that are new or changed.
 
     Raises ConfigurationError for those that exist and differ, and OSError.
     """
-    existing = _found(map(paths.on_disk, files))
-    changed = {path: text for path, text in files.items() if existing.get(paths.on_disk(path)) != text}
-    differing = [paths.on_disk(path) for path in changed if paths.on_disk(path) in existing]
+    existing = _found(files)
+    changed = [path for path, text in files.items() if existing.get(path) != text]
+    differing = [path for path in changed if path in existing]
     if differing and not force:
         raise ConfigurationError([f"{path}: is there, and differs (--force replaces it)" for path in differing])
-    for path in files:
-        on_disk = paths.on_disk(path)
+    for path, text in files.items():
         if path not in changed:
-            print(f"{on_disk} is there already")
+            print(f"{path} is there already")
             continue
-        on_disk.parent.mkdir(parents=True, exist_ok=True)
-        new = on_disk.with_name(f".{path.name}.new")
-        new.write_text(changed[path])
+        path.parent.mkdir(parents=True, exist_ok=True)
+        new = path.with_name(f".{path.name}.new")
+        new.write_text(text)
         new.chmod(_UNIT_MODE)
-        new.replace(on_disk)
-        print(f"wrote {on_disk}")
-    return set(changed)
+        new.replace(path)
+        print(f"wrote {path}")
+    return changed
 
 
 def _found(paths: Iterable[Path]) -> dict[Path, str]:

@@ -39,12 +39,12 @@ class InstallPaths:
         return self.root / path.relative_to("/")
 
 
-def paths_of(*, is_of_user: bool, root: Path | None = None, environ: Mapping[str, str] = os.environ) -> InstallPaths:
+def paths_of(*, is_of_user: bool, root: Path | None = None) -> InstallPaths:
     """The paths of the system's systemd, or of this user's own."""
     root = root or Path("/")
     if not is_of_user:
         return InstallPaths(Path("/etc/systemd/system"), Path("/etc/vecd.toml"), False, root)
-    home = environ.get("XDG_CONFIG_HOME", "")
+    home = os.environ.get("XDG_CONFIG_HOME", "")
     folder = Path(home) if home.startswith("/") else Path.home() / ".config"
     return InstallPaths(folder / "systemd/user", folder / "vecd/vecd.toml", True, root)
 
@@ -92,9 +92,9 @@ def to_toml(given: Mapping[str, object]) -> str:
 
 
 def _toml_value(value: object) -> str:
-    if isinstance(value, bool | int | float):
-        return json.dumps(value)
-    return json.dumps(str(value), ensure_ascii=False).replace("\x7f", "\\u007f")
+    # JSON's numbers, booleans and strings are TOML's, but for one character.
+    plain = value if isinstance(value, bool | int | float) else str(value)
+    return json.dumps(plain, ensure_ascii=False).replace("\x7f", "\\u007f")
 
 
 def _unfit(given: Mapping[str, object], paths: InstallPaths) -> list[str]:

@@ -1,6 +1,6 @@
 """Decides when only a restart of the whole server helps: systemd's watchdog is then no longer notified.
 
-Owns that rule, as a pure function, and the times that it depends on. `vecd.supervisor` asks before each notification; a
+Owns that rule, without a clock, and the times that it depends on. `vecd.supervisor` asks before each notification; a
 supervisor that hangs sends none, and is restarted for that.
 
 A restart costs every connection and every running request, and for seconds not even `/health` responds. So it is the
@@ -30,20 +30,6 @@ class HealthSignals:
 HEALTHY = HealthSignals(has_gateway=True, can_serve=True, is_broken=False)
 
 
-def why_restart(without_gateway_s: float, without_worker_s: float, *, is_broken: bool, start_timeout_s: float) -> str:
-    """Why the server must be restarted; "" while it need not be.
-
-    `without_gateway_s`: time without a heartbeat of any gateway; `without_worker_s`: time during which no gateway could
-    serve; `start_timeout_s`: time that a worker may take to start, and before it the fork server.
-    """
-    if without_gateway_s > MAX_WITHOUT_GATEWAY_S:
-        return f"no gateway has sent a heartbeat for {without_gateway_s:.0f} s"
-    max_without_worker_s = 2 * start_timeout_s + _MARGIN_S
-    if without_worker_s > max_without_worker_s and not is_broken:
-        return f"no worker has been able to serve for {without_worker_s:.0f} s, for an unknown reason"
-    return ""
-
-
 class WatchdogState:
     """For how long the health signals have been bad."""
 
@@ -53,6 +39,8 @@ class WatchdogState:
         self._interval_s = interval_s
 
     def why_restart(self, health_signals: HealthSignals, now: float, start_timeout_s: float) -> str:
+        """Why the server must be restarted; "" while it need not be. `start_timeout_s`: the time that a worker may take
+        to start, and before it the fork server."""
         away_s = now - self._called_at - 2 * self._interval_s
         self._called_at = now
         if away_s > 0:  # this process was stopped, or the machine: it could receive no heartbeat
@@ -63,9 +51,9 @@ class WatchdogState:
         # Without a gateway no worker can serve: that time counts for the gateways, not for the workers.
         if health_signals.can_serve or health_signals.is_broken or not health_signals.has_gateway:
             self._served_at = now
-        return why_restart(
-            now - self._gateway_at,
-            now - self._served_at,
-            is_broken=health_signals.is_broken,
-            start_timeout_s=start_timeout_s,
-        )
+        without_gateway_s, without_worker_s = now - self._gateway_at, now - self._served_at
+        if without_gateway_s > MAX_WITHOUT_GATEWAY_S:
+            return f"no gateway has sent a heartbeat for {without_gateway_s:.0f} s"
+        if without_worker_s > 2 * start_timeout_s + _MARGIN_S:
+            return f"no worker has been able to serve for {without_worker_s:.0f} s, for an unknown reason"
+        return ""

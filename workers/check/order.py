@@ -20,8 +20,6 @@ class Order:
     num_parameters: int
     stored_dtype: str
     max_tokens: int
-    sentence_transformers: str
-    """Its version; empty if it is not installed."""
     available_mb: int
     worker_counts: Sequence[int]
     """Numbers of workers to measure together, in addition to 1."""

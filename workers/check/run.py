@@ -2,73 +2,51 @@
 
 Owns the process, its order and its responses, and the reasons for the selected path. It loads the engine as the fork
 server does; each computation runs in a process forked from it, as in a worker, so its memory is a worker's and its
-crash becomes an error message. Called by `vecd.launch.child`; `vecd.launch.check.process` is the other end.
+crash becomes an error message. Called by `vecd.launch.child`; `vecd.launch.check.command` gives the order.
 
-The order is one JSON object on standard input, an `Order` and "parent_pid". Responses are JSON, one object a line:
-{"stage": …} and {"found": name, "value": …} any number of times, then {"end": true} or {"error": …}. Names are "path",
-"agreements" and "measurements"; their values have the fields of `vecd.launch.check.report`.
+The order is an `Order`. What is found is named "path", twice if texts are compared, and "measurements", and has the
+fields of `vecd.launch.check.report`.
 """
 
-import json
+import importlib.metadata
 import logging
 import time
 from collections.abc import Callable
 from dataclasses import replace
-from pathlib import Path
-from typing import Any, TextIO, TypeAlias
+from typing import Any, TextIO
 
 import numpy as np
 
 from vecd.shm.card import ModelError
-from vecd.workers.check.forks import WorkerDied, in_worker
+from vecd.workers.check.forks import in_workers
 from vecd.workers.check.order import Order
 from vecd.workers.check.speed import measure, pss_mb
 from vecd.workers.check.vectors import (
     compare_by_length,
     embed,
-    find_not_finite,
     reference_model_vectors,
+    refuse_not_finite,
     sentence_transformers_vectors,
 )
 from vecd.workers.config import WorkerConfig
 from vecd.workers.engine import Engine, ReportProgress
-from vecd.workers.engines.load import load_engine, set_num_threads
+from vecd.workers.engines.load import load_engine
 from vecd.workers.engines.selection_cache import Selection, recall
-from vecd.workers.process.kernel import die_with_parent, leave_no_core, set_process_name, volunteer_for_oom_kill
+from vecd.workers.process.ordered_process import OnFound, carry_out
 from vecd.workers.process.selection_process import SelectionProcess
-
-OnFound: TypeAlias = Callable[[str, dict[str, Any]], None]
 
 
 def serve(orders: TextIO, response_fd: int) -> int:
-    """Do what the order says; returns the exit code. Side effects on the process: it dies with its parent; name,
-    logging, memory priority, no core file."""
-    started_at = time.monotonic()
-    set_process_name("vecd-check")
-    volunteer_for_oom_kill()
-    leave_no_core()
+    """Do what the order says; returns the exit code. Side effects on the process: those of `carry_out`; logging."""
     logging.basicConfig(level=logging.ERROR, format="%(message)s")
-    fields = json.loads(orders.read() or "{}")
-    if not fields or not die_with_parent(fields.pop("parent_pid")):
-        return 0
-    with open(response_fd, "w") as responses:
-
-        def respond(**response: Any) -> None:
-            print(json.dumps(response), file=responses, flush=True)
-
-        report, on_found = lambda stage: respond(stage=stage), lambda name, value: respond(found=name, value=value)
-        try:
-            order = Order(**{**fields, "config": WorkerConfig.from_json(fields["config"])})
-            _check(order, report, on_found, started_at)
-            respond(end=True)
-        except (ModelError, WorkerDied) as error:
-            respond(error=str(error))
-    return 0
+    return carry_out(_check, orders, response_fd, "vecd-check")
 
 
-def _check(order: Order, report: ReportProgress, on_found: OnFound, started_at: float) -> None:
+def _check(fields: dict[str, Any], report: ReportProgress, on_found: OnFound) -> None:
+    started_at = time.monotonic()
+    order = Order(**{**fields, "config": WorkerConfig.from_json(fields["config"])})
     report("reading the weights")
-    _refuse_not_finite(order.config)
+    refuse_not_finite(order.config.card)
     report("loading the model")
     is_remembered = recall(order.config) is not None
     engine, selecting_s = _load(order, order.config.dtype, report)
@@ -80,24 +58,13 @@ def _check(order: Order, report: ReportProgress, on_found: OnFound, started_at: 
         "shared_mb": pss_mb(),
     }
     on_found("path", path)
-    found = _compare(order, engine, path, report) if order.texts else {"agreements": [], "not_compared": []}
-    on_found("agreements", found)
-    if order.seconds and all(comparison["is_within_bounds"] for comparison in found["agreements"]):
-        others = {
-            dtype: (lambda dtype=dtype: _load(order, dtype, report)[0]) if dtype in _native_dtypes() else None
-            for dtype in ("float32", "bfloat16", "int8")
-            if order.config.device == "cpu" and dtype != path["dtype"]
-        }
-        on_found("measurements", measure(order, engine, others, order.available_mb - path["shared_mb"], report))
-
-
-def _refuse_not_finite(config: WorkerConfig) -> None:
-    card = config.card
-    folders = [card.weights_folder, *(str(Path(card.folder) / step.path) for step in card.steps if step.path)]
-    found = find_not_finite(folders)
-    if found:
-        more = f" and {len(found) - 1} more" if len(found) > 1 else ""
-        raise ModelError(f"{found[0]}{more}: weights are not finite (nan or infinity)")
+    if order.texts:
+        path |= _compare(order, engine, path, report)
+        on_found("path", path)
+    if order.seconds and all(comparison["is_within_bounds"] for comparison in path.get("agreements", ())):
+        others, not_measured = _load_others(order, path["dtype"], report)
+        measured = measure(order, [engine, *others], order.available_mb - path["shared_mb"], report)
+        on_found("measurements", {**measured, "not_measured": not_measured})
 
 
 def _load(order: Order, dtype: str, report: ReportProgress) -> tuple[Engine, float]:
@@ -116,6 +83,30 @@ def _load(order: Order, dtype: str, report: ReportProgress) -> tuple[Engine, flo
     if config.device == "cpu":
         return load_engine(replace(config, num_threads=1), report, select), selecting_s
     return load_engine(config, report), 0.0
+
+
+def _load_others(order: Order, served_dtype: str, report: ReportProgress) -> tuple[list[Engine], dict[str, str]]:
+    """The engines of the other dtypes; for those that have none, why."""
+    if order.config.device != "cpu":
+        return [], {"others": "on GPUs the served type alone is measured"}
+    engines, not_measured = [], {}
+    for dtype in ("float32", "bfloat16", "int8"):
+        if dtype == served_dtype:
+            continue
+        if dtype not in _native_dtypes():
+            not_measured[dtype] = "this processor does not compute it natively"
+            continue
+        report(f"loading the model in {dtype}")
+        try:
+            engine, _ = _load(order, dtype, report)
+        except ModelError as error:
+            not_measured[dtype] = str(error)
+            continue
+        if engine.facts["dtype"] == dtype:
+            engines.append(engine)
+        else:
+            not_measured[dtype] = "; ".join(engine.warnings) or "the model has no path for it"
+    return engines, not_measured
 
 
 # --- the path ---------------------------------------------------------------------------------------------------
@@ -192,12 +183,9 @@ def _compare(order: Order, engine: Engine, path: dict[str, Any], report: ReportP
     config, card = order.config, order.config.card
 
     def run(work: Callable[[], Any], stage: str) -> Any:
-        def with_threads() -> Any:
-            set_num_threads(config)
-            return work()
-
         report(stage)
-        return in_worker(with_threads, may_fork=config.device == "cpu")
+        [result] = in_workers(config, lambda: work)
+        return result
 
     def comparison(against: str, theirs: Any) -> dict[str, Any]:
         lengths = [len(ids) for ids in order.sequences]
@@ -209,8 +197,9 @@ def _compare(order: Order, engine: Engine, path: dict[str, Any], report: ReportP
     dtype, on_cpu = _reference_dtype(order, path), replace(config, device="cpu")
     theirs = run(lambda: reference_model_vectors(on_cpu, dtype, order.sequences), "comparing with the reference model")
     found = [comparison(f"the reference model in {dtype}", theirs)]
-    name = f"sentence-transformers {order.sentence_transformers}"
-    if not order.sentence_transformers:
+    try:
+        name = f"sentence-transformers {importlib.metadata.version('sentence-transformers')}"
+    except importlib.metadata.PackageNotFoundError:
         missing = "sentence-transformers, which is not installed: pip install sentence-transformers"
         return {"agreements": found, "not_compared": [f"not compared with {missing}"]}
     try:
@@ -218,7 +207,7 @@ def _compare(order: Order, engine: Engine, path: dict[str, Any], report: ReportP
             lambda: sentence_transformers_vectors(card.folder, order.max_tokens, order.texts, card.dim),
             "comparing with sentence-transformers",
         )
-    except (ModelError, WorkerDied) as error:
+    except ModelError as error:
         return {"agreements": found, "not_compared": [f"not compared with {name}: {error}"]}
     return {"agreements": [*found, comparison(f"{name} in float32", theirs)], "not_compared": []}
 

@@ -6,7 +6,7 @@ Owns the batches, the clock, and the turns in which dtypes, batches and numbers 
 
 import statistics
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -15,11 +15,10 @@ from typing import Any
 import numpy as np
 
 from vecd.shm.batch_limits import FULL_BATCH_S, MAX_BATCH_TOKENS
-from vecd.shm.card import ModelCard, ModelError
+from vecd.shm.card import ModelCard
 from vecd.workers.check.forks import in_workers
 from vecd.workers.check.order import Order
 from vecd.workers.engine import Engine, PackedBatch, ReportProgress
-from vecd.workers.engines.load import set_num_threads
 from vecd.workers.process.kernel import kilobytes, private_memory_mb
 
 _ROUNDS = 5
@@ -36,65 +35,42 @@ class _Case:
 
     engine: Engine
     text_tokens: int
-    lengths: tuple[int, ...]
     batch_tokens: int
     """The requested size of the batch; whole texts come close to it."""
     num_workers: int = 1
 
+    def batch(self, card: ModelCard) -> PackedBatch:
+        """Random ids of the vocabulary, which have no influence on speed."""
+        num_texts = max(1, min(_MAX_SEQUENCES, self.batch_tokens // self.text_tokens))
+        lengths = np.full(num_texts, self.text_tokens, dtype=np.int32)
+        token_ids = np.random.default_rng(seed=0).integers(0, card.vocab_size, lengths.sum(), dtype=np.int32)
+        return PackedBatch(lengths, token_ids)
 
-def measure(
-    order: Order,
-    served: Engine,
-    others: Mapping[str, Callable[[], Engine] | None],
-    room_mb: int,
-    report: ReportProgress,
-) -> dict[str, Any]:
-    """Measure the served engine and those of other dtypes, in turns, so that a disturbance affects all.
 
-    `others`: loads the engine of a dtype; None for one that the processor does not compute natively. `room_mb`: memory
-    for workers. Raises ModelError or WorkerDied when an engine cannot be measured.
-    """
-    engines, not_measured = [served], {}
-    if order.config.device != "cpu":
-        not_measured["others"] = "on GPUs the served type alone is measured"
-    for dtype, load in others.items():
-        report(f"loading the model in {dtype}")
-        other = "this processor does not compute it natively" if load is None else _other(dtype, load)
-        if isinstance(other, str):
-            not_measured[dtype] = other
-        else:
-            engines.append(other)
-    of_served, *of_others = [_cases(order, engine, may_be_larger=engine is served) for engine in engines]
+def measure(order: Order, engines: Sequence[Engine], room_mb: int, report: ReportProgress) -> dict[str, Any]:
+    """Measure engines in turns, so that a disturbance affects all; the first one, which is served, also in several
+    workers at once. `room_mb`: memory for workers. Raises ModelError when an engine cannot be measured."""
+    of_served, *of_others = [_cases(order, engine, may_be_larger=engine is engines[0]) for engine in engines]
     private_mb = max(_turn(order, case, _PILOT_S)["private_mb"] for case in of_served)
-    last, cases = of_served[-1], [*of_served, *(case for cases in of_others for case in cases)]
+    longest, cases = of_served[-1], [*of_served, *(case for cases in of_others for case in cases)]
     if order.config.device == "cpu":
         counts = [count for count in order.worker_counts if count * private_mb < _USED_MEMORY * room_mb]
-        cases += [replace(last, num_workers=count) for count in counts]
+        cases += [replace(longest, num_workers=count) for count in counts]
     turn_s = order.seconds / _ROUNDS
     turns: dict[_Case, list[dict[str, Any]]] = {case: [] for case in cases}
     for number in range(_ROUNDS):
         report(f"measuring, round {number + 1} of {_ROUNDS}")
-        for case in cases:
-            turns[case].append(_turn(order, case, turn_s))
-    alone = [_speed(case, turns[case]) for case in cases if case.num_workers == 1]
-    together = [_scaling(case, turns[case]) for case in cases if case.num_workers > 1]
+        for case, results in turns.items():
+            results.append(_turn(order, case, turn_s))
+    speeds = {case: _speed(case, results) for case, results in turns.items()}
+    together = [speed for case, speed in speeds.items() if case.num_workers > 1]
     return {
-        "speeds": alone,
-        "scaling": [_scaling(last, turns[last]), *together] if together else [],
-        "not_measured": not_measured,
+        "speeds": [speed for case, speed in speeds.items() if case.num_workers == 1],
+        "scaling": [speeds[longest], *together] if together else [],
         "agreements": {engine.facts["dtype"]: engine.facts.get("agreement", {}) for engine in engines},
         "num_rounds": _ROUNDS,
         "turn_s": turn_s,
     }
-
-
-def _other(dtype: str, load: Callable[[], Engine]) -> Engine | str:
-    """The engine of a dtype, or the reason why there is none."""
-    try:
-        engine = load()
-    except ModelError as error:
-        return str(error)
-    return engine if engine.facts["dtype"] == dtype else "; ".join(engine.warnings) or "the model has no path for it"
 
 
 def _cases(order: Order, engine: Engine, *, may_be_larger: bool) -> list[_Case]:
@@ -102,22 +78,19 @@ def _cases(order: Order, engine: Engine, *, may_be_larger: bool) -> list[_Case]:
     type also gets larger ones with short texts if the worker is fast enough for them."""
     cases = []
     for text_tokens in sorted({min(_SHORT_TOKENS, order.max_tokens), min(_LONG_TOKENS, order.max_tokens)}):
-        pilot = _Case(engine, text_tokens, _lengths(text_tokens, _PILOT_TOKENS), _PILOT_TOKENS)
+        pilot = _Case(engine, text_tokens, _PILOT_TOKENS)
         most = int(_turn(order, pilot, _PILOT_S)["tokens_per_s"] * FULL_BATCH_S)
         sizes = [max(text_tokens, min(MAX_BATCH_TOKENS, most))]
         if may_be_larger and text_tokens <= _SHORT_TOKENS:
             sizes += [size for size in _LARGER_BATCHES if size <= most]
-        cases += [replace(pilot, lengths=_lengths(text_tokens, size), batch_tokens=size) for size in sizes]
+        cases += [replace(pilot, batch_tokens=size) for size in sizes]
     return cases
-
-
-def _lengths(text_tokens: int, batch_tokens: int) -> tuple[int, ...]:
-    return (text_tokens,) * max(1, min(_MAX_SEQUENCES, batch_tokens // text_tokens))
 
 
 def _speed(case: _Case, results: list[dict[str, Any]]) -> dict[str, Any]:
     rates = [result["tokens_per_s"] for result in results]
     return {
+        "num_workers": case.num_workers,
         "dtype": case.engine.facts["dtype"],
         "path": case.engine.facts["path"],
         "text_tokens": case.text_tokens,
@@ -130,38 +103,27 @@ def _speed(case: _Case, results: list[dict[str, Any]]) -> dict[str, Any]:
     }
 
 
-def _scaling(case: _Case, results: list[dict[str, Any]]) -> dict[str, Any]:
-    medians = {name: statistics.median(result[name] for result in results) for name in ("tokens_per_s", "core_share")}
-    return {"num_workers": case.num_workers, **medians}
-
-
 # --- one turn ---------------------------------------------------------------------------------------------------
 
 
 def _turn(order: Order, case: _Case, turn_s: float) -> dict[str, Any]:
     """Compute batches for `turn_s` in all workers of a case at once: tokens per second of all together, the largest
     private memory of one, and the smallest share of a core."""
-    config = order.config
+    card = order.config.card
 
     def prepare() -> Callable[[], dict[str, Any]]:
-        set_num_threads(config)
-        batch, rows = _batch(config.card, case.lengths)
+        batch = case.batch(card)
+        rows = np.zeros((batch.num_rows, card.dim), np.float32)
         _forget_peak()
         case.engine.embed(batch, rows)
         return lambda: _run(case.engine, batch, rows, turn_s)
 
-    results = in_workers(prepare, case.num_workers, may_fork=config.device == "cpu")
+    results = in_workers(order.config, prepare, case.num_workers)
     return {
         "tokens_per_s": sum(result["tokens_per_s"] for result in results),
         "core_share": min(result["core_share"] for result in results),
         "private_mb": max(result["private_mb"] for result in results),
     }
-
-
-def _batch(card: ModelCard, lengths: Sequence[int]) -> tuple[PackedBatch, Any]:
-    """Random ids of the vocabulary, which have no influence on speed, and rows for the vectors."""
-    token_ids = np.random.default_rng(seed=0).integers(0, card.vocab_size, sum(lengths), dtype=np.int32)
-    return PackedBatch(np.array(lengths, dtype=np.int32), token_ids), np.zeros((len(lengths), card.dim), np.float32)
 
 
 def _run(engine: Engine, batch: PackedBatch, rows: Any, turn_s: float) -> dict[str, Any]:

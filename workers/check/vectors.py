@@ -15,7 +15,8 @@ from numpy.typing import NDArray
 from safetensors import safe_open
 
 from vecd.shm.batch_limits import MAX_BATCH_TOKENS
-from vecd.shm.card import ModelError
+from vecd.shm.card import ModelCard, ModelError
+from vecd.workers.check.forks import one_line
 from vecd.workers.config import WorkerConfig
 from vecd.workers.engine import Engine, PackedBatch
 from vecd.workers.engines.parity import Parity, compare, vectors_of, vectors_one_by_one
@@ -52,30 +53,23 @@ def reference_model_vectors(config: WorkerConfig, dtype: str, sequences: Sequenc
     except ModelError:
         raise
     except Exception as error:  # a model may raise anything
-        why = f"{type(error).__name__}: {error}".splitlines()[0]
-        raise ModelError(f"{config.card.folder}: the reference model cannot be run: {why}") from error
+        raise ModelError(f"{config.card.folder}: the reference model cannot be run: {one_line(error)}") from error
 
 
 def sentence_transformers_vectors(folder: str, max_tokens: int, texts: Sequence[str], dim: int) -> NDArray[np.float32]:
     """sentence-transformers' vectors, [B, dim], in float32 for any stored type, on the processor, one text at a time.
 
-    Runs no code of the model's. Raises ModelError when it cannot load or run the model, or has another dimension.
+    Runs no code of the model's. Raises ModelError for another dimension, and whatever the library, transformers and the
+    model raise.
     """
     warnings.simplefilter("ignore")
-    try:
-        from sentence_transformers import SentenceTransformer
+    from sentence_transformers import SentenceTransformer
 
-        model = SentenceTransformer(
-            folder,
-            device="cpu",
-            local_files_only=True,
-            trust_remote_code=False,
-            model_kwargs={"dtype": torch.float32},
-        )
-        model.max_seq_length = max_tokens
-        vectors = model.encode(list(texts), batch_size=1, convert_to_numpy=True, show_progress_bar=False)
-    except Exception as error:  # the library, transformers and the model may raise anything
-        raise ModelError(f"it cannot run the model: {type(error).__name__}: {error}".splitlines()[0]) from error
+    model = SentenceTransformer(
+        folder, device="cpu", local_files_only=True, trust_remote_code=False, model_kwargs={"dtype": torch.float32}
+    )
+    model.max_seq_length = max_tokens
+    vectors = model.encode(list(texts), batch_size=1, convert_to_numpy=True, show_progress_bar=False)
     if vectors.shape[1] != dim:
         raise ModelError(f"its vectors have {vectors.shape[1]} dimensions, vecd's {dim}")
     return np.asarray(vectors, dtype=np.float32)
@@ -101,16 +95,19 @@ def _figures(parity: Parity, lengths: NDArray[Any]) -> dict[str, Any]:
     return {"num_texts": lengths.size, "longest_tokens": int(lengths.max()), **parity.to_json()}
 
 
-def find_not_finite(folders: Sequence[str]) -> list[str]:
-    """The tensors in safetensors files that contain nan or infinity, as "file: name". Raises ModelError."""
+def refuse_not_finite(card: ModelCard) -> None:
+    """Raises ModelError for weights that contain nan or infinity, and for a file that cannot be read."""
+    folders = [card.weights_folder, *(f"{card.folder}/{step.path}" for step in card.steps if step.path)]
     found: list[str] = []
     for path in (path for folder in folders for path in sorted(Path(folder).glob("*.safetensors"))):
         try:
             with safe_open(path, framework="pt") as weights:
                 found += [f"{path}: {name}" for name in weights.keys() if not _is_finite(weights.get_tensor(name))]  # noqa: SIM118
         except Exception as error:  # SafetensorError, OSError, types that torch does not know
-            raise ModelError(f"{path}: cannot be read: {type(error).__name__}: {error}".splitlines()[0]) from error
-    return found
+            raise ModelError(f"{path}: cannot be read: {one_line(error)}") from error
+    if found:
+        more = f" and {len(found) - 1} more" if len(found) > 1 else ""
+        raise ModelError(f"{found[0]}{more}: weights are not finite (nan or infinity)")
 
 
 def _is_finite(tensor: torch.Tensor) -> bool:

@@ -20,7 +20,6 @@ import selectors
 import signal
 import socket
 import sys
-import time
 import traceback
 from contextlib import ExitStack
 from typing import NoReturn
@@ -45,7 +44,14 @@ from vecd.workers.engine import Engine, ReportProgress
 from vecd.workers.engines.load import load_engine
 from vecd.workers.engines.selection_cache import Selection, recall
 from vecd.workers.process import main
-from vecd.workers.process.kernel import die_with_parent, leave_no_core, num_threads, set_process_name, trace_crashes
+from vecd.workers.process.kernel import (
+    die_with_parent,
+    is_single_threaded,
+    leave_no_core,
+    num_threads,
+    set_process_name,
+    trace_crashes,
+)
 from vecd.workers.process.selection_process import SelectionProcess
 
 log = logging.getLogger("vecd.forkserver")
@@ -87,7 +93,7 @@ def _start(channel: Channel) -> int:
     except ModelError as error:
         channel.send(ChildFailed(str(error)))
         return main.EXIT_COULD_NOT_START
-    if not _is_single_threaded():
+    if not is_single_threaded():
         channel.send(ChildFailed(f"loading {', '.join(modules)} started threads, which a fork would lose"))
         return main.EXIT_COULD_NOT_START
     # A child's garbage collector skips frozen objects; its marks would copy every page.
@@ -96,19 +102,6 @@ def _start(channel: Channel) -> int:
     server = _ForkServer(channel, engine)
     channel.send(ForkServerReady(modules))
     return server.run()
-
-
-def _is_single_threaded() -> bool:
-    """Whether only this thread is left. Waits, because transformers does not join the threads that load weights."""
-    deadline = time.monotonic() + _THREADS_TIMEOUT_S
-    while num_threads() != 1:
-        if time.monotonic() >= deadline:
-            return False
-        time.sleep(0.01)
-    return True
-
-
-_THREADS_TIMEOUT_S = 1.0
 
 
 def _load(start: ForkServerStart, report: ReportProgress) -> tuple[list[str], Engine | None]:

@@ -11,6 +11,7 @@ import re
 import resource
 import signal
 import sys
+import time
 from collections.abc import Callable
 from contextlib import suppress
 from pathlib import Path
@@ -20,6 +21,8 @@ _PR_SET_PDEATHSIG, _PR_SET_NAME, _PR_SET_CHILD_SUBREAPER = 1, 15, 36
 
 _OOM_SCORE = 500
 """In -1000 … 1000. A worker is replaced in a second, whereas the gateway holds all requests."""
+
+_THREADS_TIMEOUT_S = 1.0
 
 
 def die_with_parent(parent_pid: int) -> bool:
@@ -105,6 +108,16 @@ def num_threads() -> int:
     found = re.search(r"^Threads:\s+(\d+)", Path("/proc/self/status").read_text(), re.MULTILINE)
     assert found, "the kernel counts threads"
     return int(found[1])
+
+
+def is_single_threaded() -> bool:
+    """Whether only this thread is left. Waits, because transformers does not join the threads that load weights."""
+    deadline = time.monotonic() + _THREADS_TIMEOUT_S
+    while num_threads() != 1:
+        if time.monotonic() >= deadline:
+            return False
+        time.sleep(0.01)
+    return True
 
 
 def return_free_memory() -> None:

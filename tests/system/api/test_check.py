@@ -18,9 +18,8 @@ from safetensors.numpy import save_file
 from tests.support.serving import clean_environment, eventually
 from tests.support.texts import make_texts
 from vecd.launch.check import command as check
-from vecd.launch.check import process
-from vecd.launch.check.process import run
-from vecd.launch.check.report import Measurements
+from vecd.launch.check.machine import read_machine
+from vecd.launch.check.report import Report
 from vecd.launch.config.plan import make_plan
 from vecd.launch.config.settings import load_settings
 from vecd.shm.card import ModelError
@@ -76,20 +75,22 @@ def test_the_bundled_model(environment: Path) -> None:
 
 def order(seconds: float, **changes: Any) -> dict[str, Any]:
     plan = make_plan(load_settings(["--engine", "weightless", "--device", "cpu"]))
-    made = Order(plan.workers[0], ["false"], [], [], 1, "float32", 256, "", 10_000, [2], seconds)
+    made = Order(plan.workers[0], ["false"], [], [], 1, "float32", 256, 10_000, [2], seconds)
     return asdict(replace(made, **changes))
 
 
 def found_by(kind: str, order: dict[str, Any], timeout_s: float = 60) -> dict[str, Any]:
-    found: dict[str, Any] = {}
-    run(kind, order, timeout_s, lambda stage: None, found.__setitem__)
-    return found
+    return dict(check.run(kind, order, timeout_s, lambda stage: None))
 
 
 def test_speed_in_turns(environment: Path) -> None:
-    found = found_by("check", order(0.1))
-    assert found["path"]["path"] == "dummy"
-    measured = Measurements.from_json(found["measurements"])
+    report = Report("1.0", read_machine())
+    for name, value in found_by("check", order(0.1)).items():
+        report.add(name, value)
+    measured = report.measurements
+    assert report.path is not None
+    assert measured is not None
+    assert report.path.path == "dummy"
     assert {speed.text_tokens for speed in measured.speeds} == {24, 256}
     assert {speed.batch_tokens for speed in measured.speeds} >= {2048, 4096, 8192}  # it is fast enough for all of them
     for speed in measured.speeds:
@@ -116,9 +117,9 @@ def test_a_worker_that_is_killed(environment: Path) -> None:
     killer = threading.Thread(target=kill_worker)
     killer.start()
     with pytest.raises(ModelError, match="a worker was killed by SIGKILL"):
-        run("check", order(500), 60, lambda stage: None, found.__setitem__)
+        found.update(check.run("check", order(500), 60, lambda stage: None))
     killer.join()
-    assert found.keys() == {"path", "agreements"}
+    assert found.keys() == {"path"}
 
 
 @pytest.mark.parametrize(
@@ -139,7 +140,7 @@ def test_a_process_that_does_not_answer_or_dies(
     do: str, says: str, environment: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     code = 'import os, sys, time; fd = int(sys.argv[1]); os.write(fd, b\'{"stage": "loading"}\\n\'); '
-    monkeypatch.setattr(process, "self_command", lambda kind: [sys.executable, "-c", code + do])
+    monkeypatch.setattr(check, "self_command", lambda kind: [sys.executable, "-c", code + do])
     others = psutil.Process().children()  # servers of other tests
     with pytest.raises(ModelError, match=says):
         found_by("check", {}, timeout_s=1)

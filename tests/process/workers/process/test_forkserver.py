@@ -553,10 +553,16 @@ def test_a_model_that_cannot_be_loaded_says_why_and_exits_3(
 
 # What a process that compares may do instead of choosing; its last argument is the descriptor for its answers.
 COMPARISONS = {
-    "ends": ("sys.stdin.read(); sys.exit(9)", "ended with exit code 9 while starting"),
-    "ends at once": ("os.close(0); sys.exit(9)", "ended with exit code 9 while starting"),
-    "is killed": ('os.write(fd, b\'{"stage": "x"}\\n\'); os.kill(os.getpid(), 9)', "killed by SIGKILL while x"),
-    "ends in mid-line": ('os.write(fd, b\'{"selection": {"pl\'); sys.exit(9)', "ended with exit code 9 while starting"),
+    "ends": ("sys.stdin.read(); sys.exit(9)", "ended with exit code 9, while busy with: starting"),
+    "ends at once": ("os.close(0); sys.exit(9)", "ended with exit code 9, while busy with: starting"),
+    "is killed": (
+        'os.write(fd, b\'{"stage": "x"}\\n\'); os.kill(os.getpid(), 9)',
+        "killed by SIGKILL, as .*, while busy with: x",
+    ),
+    "ends in mid-line": (
+        'os.write(fd, b\'{"selection": {"pl\'); sys.exit(9)',
+        "ended with exit code 9, while busy with: starting",
+    ),
     "refuses": ('os.write(fd, b\'{"error": "no such layer"}\\n\'); time.sleep(300)', "^no such layer$"),
 }
 

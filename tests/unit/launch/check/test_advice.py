@@ -6,7 +6,7 @@ from typing import Any
 import pytest
 
 from vecd.launch.check.advice import GATEWAY_S_PER_REQUEST, advise, is_disturbed
-from vecd.launch.check.report import Advice, Machine, Measurements, Path, Scaling, Setting, Speed
+from vecd.launch.check.report import Advice, Machine, Measurements, Path, Setting, Speed
 
 MACHINE = Machine(
     processor="imagined",
@@ -45,7 +45,7 @@ def speed(
 
 
 def measured(*speeds: Speed, scaling: dict[int, float] | None = None, **others: Any) -> Measurements:
-    together = tuple(Scaling(count, rate) for count, rate in (scaling or {}).items())
+    together = tuple(replace(speed("float32", rate), num_workers=count) for count, rate in (scaling or {}).items())
     others.setdefault("not_measured", {"bfloat16": "not native"})
     agreements = {"bfloat16": PROBES, "int8": {"min_cosine": 0.9931}}
     return Measurements(speeds, together, agreements=agreements, num_rounds=5, turn_s=0.5, **others)
@@ -130,7 +130,8 @@ def test_threads_of_a_core_are_measured_not_believed() -> None:
 
 
 def test_a_disturbed_measurement_decides_nothing_about_workers() -> None:
-    disturbed = Measurements((speed("float32", 3000),), (Scaling(1, 3000, 0.6), Scaling(2, 2900, 0.4)))
+    one = replace(speed("float32", 3000), core_share=0.6)
+    disturbed = Measurements((one,), (one, replace(one, tokens_per_s=2900, core_share=0.4, num_workers=2)))
     assert is_disturbed(disturbed)
     assert setting(advise(MACHINE, {}, PATH, disturbed), "workers").value == 2
     assert not is_disturbed(Measurements())

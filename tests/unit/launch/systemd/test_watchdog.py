@@ -1,8 +1,10 @@
 """When only a new server helps, and when it does not."""
 
+from dataclasses import replace
+
 import pytest
 
-from vecd.launch.systemd.watchdog import HEALTHY, MAX_WITHOUT_GATEWAY_S, HealthSignals, WatchdogState, why_restart
+from vecd.launch.systemd.watchdog import HEALTHY, MAX_WITHOUT_GATEWAY_S, HealthSignals, WatchdogState
 
 START_TIMEOUT_S = 100.0
 NO_GATEWAY = HealthSignals(has_gateway=False, can_serve=False, is_broken=False)
@@ -12,20 +14,20 @@ INTERVAL_S = 5.0
 
 
 @pytest.mark.parametrize(
-    ("without_gateway_s", "without_worker_s", "is_broken", "reason"),
+    ("health_signals", "seconds", "reason"),
     [
-        (0, 0, False, ""),
-        (MAX_WITHOUT_GATEWAY_S, 0, False, ""),
-        (MAX_WITHOUT_GATEWAY_S + 1, 0, False, "no gateway has sent a heartbeat for 181 s"),
-        (MAX_WITHOUT_GATEWAY_S + 1, 0, True, "no gateway has sent a heartbeat for 181 s"),
-        (0, 260, False, ""),
-        (0, 261, False, "no worker has been able to serve for 261 s, for an unknown reason"),
-        (0, 261, True, ""),
+        (HEALTHY, 0, ""),
+        (NO_GATEWAY, MAX_WITHOUT_GATEWAY_S, ""),
+        (NO_GATEWAY, MAX_WITHOUT_GATEWAY_S + 1, "no gateway has sent a heartbeat for 181 s"),
+        (replace(NO_GATEWAY, is_broken=True), MAX_WITHOUT_GATEWAY_S + 1, "no gateway has sent a heartbeat for 181 s"),
+        (NO_WORKER, 260, ""),
+        (NO_WORKER, 261, "no worker has been able to serve for 261 s, for an unknown reason"),
+        (BROKEN, 261, ""),
     ],
 )
-def test_the_rule(without_gateway_s, without_worker_s, is_broken, reason):
-    found = why_restart(without_gateway_s, without_worker_s, is_broken=is_broken, start_timeout_s=START_TIMEOUT_S)
-    assert found == reason
+def test_the_rule(health_signals, seconds, reason):
+    watchdog_state = WatchdogState(0, interval_s=seconds)  # the next call is in time
+    assert watchdog_state.why_restart(health_signals, seconds, START_TIMEOUT_S) == reason
 
 
 def restarted_after(*health_signals: tuple[HealthSignals, float]) -> float | None:

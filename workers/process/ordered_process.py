@@ -1,0 +1,147 @@
+"""A process that carries out one order: JSON on its standard input, responses as lines of JSON through a pipe.
+
+Owns both ends: `OrderedProcess` starts the process and reads from it, `carry_out` runs in it. The parent keeps none of
+the memory that the work needs, and a crash of the work becomes an error message. Called for the selection of an engine
+(`vecd.workers.process.selection_process`), and for `vecd check` (`vecd.launch.check.command`, which orders,
+`vecd.launch.check.tokens` and `vecd.workers.check.run`, which carry out).
+
+The responses: {"stage": …} and {"found": name, "value": …} any number of times, then {"end": true} or {"error": …}.
+"""
+
+import json
+import os
+import select
+import subprocess
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import suppress
+from typing import Any, BinaryIO, Self, TextIO, TypeAlias
+
+from vecd.shm.card import ModelError
+from vecd.workers.engine import ReportProgress
+from vecd.workers.process.kernel import (
+    describe_status,
+    die_with_parent,
+    leave_no_core,
+    set_process_name,
+    volunteer_for_oom_kill,
+)
+
+_LAST_LINES_CHARS = 4096
+
+OnFound: TypeAlias = Callable[[str, Any], None]
+"""Called with the name and the value, as of JSON, of each result."""
+
+
+class OrderedProcess:
+    """The process, seen from its parent. It ends with its parent, and when its context ends."""
+
+    def __init__(
+        self,
+        command: Sequence[str],
+        order: Mapping[str, Any],
+        title: str = "the process",
+        *,
+        environment: Mapping[str, str] | None = None,
+        stderr: BinaryIO | None = None,
+    ) -> None:
+        """Start `command` with the descriptor for its responses as last argument, and give it the order.
+
+        `title` names it in errors. `environment` and `stderr`: None for this process's own. Errors repeat the last line
+        in `stderr`. Raises OSError.
+        """
+        self._title, self._stderr = title, stderr
+        reader, writer = os.pipe()
+        self._responses = open(reader, "rb", buffering=0)  # noqa: SIM115  (closed by `__exit__`)
+        try:
+            self._process = subprocess.Popen(
+                [*command, str(writer)],
+                pass_fds=[writer],
+                stdin=subprocess.PIPE,
+                stdout=subprocess.DEVNULL,
+                stderr=stderr,
+                env=environment,
+            )
+        finally:
+            os.close(writer)
+        self.pid = self._process.pid
+        assert self._process.stdin
+        with suppress(BrokenPipeError), self._process.stdin as stdin:  # it died at once: `results` reports it
+            stdin.write(json.dumps({**order, "parent_pid": os.getpid()}).encode())
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        """End the process, whether or not its results were read."""
+        self._end()
+        self._responses.close()
+
+    def _end(self) -> None:
+        self._process.kill()
+        self._process.wait()
+
+    def results(self, report: ReportProgress, timeout_s: float | None = None) -> Iterator[tuple[str, Any]]:
+        """Yield the name and the value of each result as it comes. At the end the process and its memory are gone.
+
+        Raises ModelError with the error of the work, or with a sentence about a process that died, or that wrote
+        nothing for `timeout_s`.
+        """
+        stage, unread = "starting", b""
+        while select.select([self._responses], [], [], timeout_s)[0]:
+            received = self._responses.read(1 << 16)
+            if not received:
+                raise ModelError(f"{self._title} {self._how_it_ended()}, while busy with: {stage}{self._last_words()}")
+            *lines, unread = (unread + received).split(b"\n")
+            for response in map(json.loads, lines):
+                match response:
+                    case {"stage": stage}:
+                        report(stage)
+                    case {"found": name, "value": value}:
+                        yield name, value
+                    case {"error": error}:
+                        raise ModelError(error)
+                    case _:
+                        self._end()
+                        return
+        raise ModelError(f"no answer within {timeout_s:.0f} s from {self._title} that was busy with: {stage}")
+
+    def _how_it_ended(self) -> str:
+        how = describe_status(self._process.wait())
+        return f"{how}, as the kernel does when memory runs out" if "SIGKILL" in how else how
+
+    def _last_words(self) -> str:
+        """The last line that the process wrote to `stderr`, in parentheses."""
+        if self._stderr is None:
+            return ""
+        self._stderr.seek(0, os.SEEK_END)
+        self._stderr.seek(max(0, self._stderr.tell() - _LAST_LINES_CHARS))
+        lines = self._stderr.read().decode(errors="replace").strip().splitlines()
+        return f" ({lines[-1].strip()})" if lines else ""
+
+
+def carry_out(
+    work: Callable[[dict[str, Any], ReportProgress, OnFound], None], orders: TextIO, response_fd: int, name: str
+) -> int:
+    """Do `work` with the order that is read from `orders`, and write the responses to `response_fd`. A ModelError of
+    the work becomes a response. Returns the exit code.
+
+    Side effects on the process: it dies with its parent; `name`, memory priority, no core file.
+    """
+    order = json.loads(orders.read() or "{}")
+    if not order or not die_with_parent(order.pop("parent_pid")):
+        return 0  # the parent died before it gave the order, or has died since
+    set_process_name(name)
+    volunteer_for_oom_kill()
+    leave_no_core()
+    with open(response_fd, "w") as responses:
+
+        def respond(**response: Any) -> None:
+            print(json.dumps(response), file=responses, flush=True)
+
+        try:
+            work(order, lambda stage: respond(stage=stage), lambda name, value: respond(found=name, value=value))
+        except ModelError as error:
+            respond(error=str(error))
+        else:
+            respond(end=True)
+    return 0
