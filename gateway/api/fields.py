@@ -10,16 +10,14 @@ from array import array
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from enum import Enum
-from typing import Any, Generic, TypeAlias, TypeVar, cast
+from typing import Any, Generic, TypeVar, cast
 
+from vecd.gateway.api.schemas import Schema, described, nullable
 from vecd.gateway.types.errors import BadRequest
 from vecd.gateway.types.quoting import quoted
 
 T = TypeVar("T")
 E = TypeVar("E", bound=Enum)
-
-Schema: TypeAlias = dict[str, Any]
-"""A JSON Schema, as in OpenAPI 3.1."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -81,9 +79,7 @@ class Fields:
 
     def schema(self) -> Schema:
         """The schema of the whole body."""
-        properties = {
-            field.name: {**field.schema, "description": field.description} for field in self._by_name.values()
-        }
+        properties = {field.name: described(field.schema, field.description) for field in self._by_name.values()}
         required = [field.name for field in self._by_name.values() if field.is_required]
         return {"type": "object", "properties": properties, **({"required": required} if required else {})}
 
@@ -97,11 +93,11 @@ def text(name: str, description: str, **schema: Any) -> Field[str]:
             raise BadRequest(f"'{name}' must be a string, is {json_type(value)}", param=name)
         return value
 
-    return Field(name, description, {"type": ["string", "null"], **schema}, read)
+    return Field(name, description, nullable("string", **schema), read)
 
 
 def flag(name: str, description: str, **schema: Any) -> Field[bool]:
-    return Field(name, description, {"type": ["boolean", "null"], **schema}, read_flag)
+    return Field(name, description, nullable("boolean", **schema), read_flag)
 
 
 def read_flag(value: Any, name: str) -> bool:
@@ -119,7 +115,7 @@ def whole_number(name: str, description: str, *, minimum: int, maximum: int | No
             raise BadRequest(f"'{name}' must be {bounds}, is {value}", param=name)
         return cast(int, value)
 
-    return Field(name, description, {"type": ["integer", "null"], **limits, **schema}, read)
+    return Field(name, description, nullable("integer", **limits, **schema), read)
 
 
 def read_whole_number(value: Any, name: str) -> int:

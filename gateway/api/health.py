@@ -12,6 +12,7 @@ from typing import Any
 
 from vecd.gateway.admission.principals import KeyPrincipal
 from vecd.gateway.api.context import TenantLoad
+from vecd.gateway.api.schemas import BOOLEAN, STRING, Schema, nullable, record
 from vecd.gateway.dispatch.worker_link import WorkerLink
 from vecd.gateway.scheduling.policy import SHORT_BATCH_S
 from vecd.gateway.telemetry.shared_metrics import SharedMetrics
@@ -117,28 +118,24 @@ def describe_for_tei(config: GatewayConfig, links: Collection[WorkerLink], num_t
 
 
 _TEI_POOLING = {"lasttoken": "last_token"}
-_TEI_TYPES: dict[str, Any] = {
-    "model_id": "string",
-    "model_sha": ["string", "null"],
-    "model_dtype": "string",
-    "served_model_name": "string",
-    "model_type": "object",
-    "max_concurrent_requests": "integer",
-    "max_input_length": "integer",
-    "max_batch_tokens": "integer",
-    "max_batch_requests": ["integer", "null"],
-    "max_client_batch_size": "integer",
-    "auto_truncate": "boolean",
-    "tokenization_workers": "integer",
-    "version": "string",
-    "sha": ["string", "null"],
-    "docker_label": ["string", "null"],
-}
-INFO_SCHEMA: dict[str, Any] = {
-    "type": "object",
-    "required": list(_TEI_TYPES),
-    "properties": {name: {"type": kind} for name, kind in _TEI_TYPES.items()},
-}
+_INTEGER: Schema = {"type": "integer"}
+INFO_SCHEMA = record(
+    model_id=STRING,
+    model_sha=nullable("string"),
+    model_dtype=STRING,
+    served_model_name=STRING,
+    model_type={"type": "object"},
+    max_concurrent_requests=_INTEGER,
+    max_input_length=_INTEGER,
+    max_batch_tokens=_INTEGER,
+    max_batch_requests=nullable("integer"),
+    max_client_batch_size=_INTEGER,
+    auto_truncate=BOOLEAN,
+    tokenization_workers=_INTEGER,
+    version=STRING,
+    sha=nullable("string"),
+    docker_label=nullable("string"),
+)
 """The schema of the fields of `/info` that every caller sees."""
 
 

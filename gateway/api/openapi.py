@@ -13,11 +13,11 @@ from collections.abc import Iterator, Sequence
 from typing import Any
 
 from vecd.gateway.api.dialects.headers import MAX_TIMEOUT_MS
-from vecd.gateway.api.fields import Schema
 from vecd.gateway.api.handlers import Claim, OperationsHandler
 from vecd.gateway.api.model_info import ModelInfo
 from vecd.gateway.api.operations import Dialect, Operation
 from vecd.gateway.api.routes import Place, Route, Table
+from vecd.gateway.api.schemas import Schema
 
 _STATUSES = {
     400: "The request is wrong: the message names the field, the limit and the value",

@@ -12,8 +12,9 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from typing import NamedTuple, TypeAlias
 
-from vecd.gateway.api.fields import Fields, Schema, Values
+from vecd.gateway.api.fields import Fields, Values
 from vecd.gateway.api.model_info import ModelInfo
+from vecd.gateway.api.schemas import Schema
 from vecd.gateway.types.errors import ApiError
 from vecd.gateway.types.messages import Response
 from vecd.gateway.types.request import Embedded, EmbedRequest, TokenCollector, TokenIds

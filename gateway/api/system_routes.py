@@ -15,6 +15,7 @@ import orjson
 
 from vecd.gateway.admission.auth import ANY_SCOPE
 from vecd.gateway.admission.principals import Principal
+from vecd.gateway.api import schemas
 from vecd.gateway.api.context import Context
 from vecd.gateway.api.health import (
     INFO_SCHEMA,
@@ -160,22 +161,22 @@ _PAGE_HEADERS = {
 
 _TEXT = "text/plain; charset=utf-8"
 
-_STATUS = {"type": "object", "required": ["status"], "properties": {"status": {"type": "string"}}}
+_STATUS = schemas.record(status=schemas.STRING)
 _OBJECT = {"type": "object"}
 
 HEALTH = Operation(summary="Whether a worker can serve", response=_STATUS, other_responses={503: _STATUS})
 LIVE = Operation(summary="Whether the gateway runs", response=_STATUS)
-ROOT = Operation(summary="Whether a worker can serve", response={"type": "string"}, media_type=_TEXT)
+ROOT = Operation(summary="Whether a worker can serve", response=schemas.STRING, media_type=_TEXT)
 INFO = Operation(
     summary="Describe the model and the limits; to operators the queue and the workers, too", response=INFO_SCHEMA
 )
 STATS = Operation(summary="The whole server at this moment, as the page shows it", response=_OBJECT)
-METRICS = Operation(summary="Counters and gauges for Prometheus", response={"type": "string"}, media_type=CONTENT_TYPE)
+METRICS = Operation(summary="Counters and gauges for Prometheus", response=schemas.STRING, media_type=CONTENT_TYPE)
 RELOAD = Operation(summary="Read the configuration again, as SIGHUP does", response=_STATUS, status=202)
 KEYS = Operation(summary="Limits and use of each API key", response=_OBJECT)
 OPENAPI = Operation(summary="This document", response=_OBJECT)
 DOCS = Operation(
-    summary="A page that shows this document", response={"type": "string"}, media_type="text/html; charset=utf-8"
+    summary="A page that shows this document", response=schemas.STRING, media_type="text/html; charset=utf-8"
 )
 
 OWN_ROUTES = {

@@ -11,8 +11,9 @@ from typing import Any, NamedTuple, NoReturn, TypeVar
 
 from vecd.gateway.api import fields
 from vecd.gateway.api.dialects.headers import parse_accept, parse_priority, priority_named, priority_numbered
-from vecd.gateway.api.fields import Field, Schema, Values, contradiction, given, json_type
+from vecd.gateway.api.fields import Field, Values, contradiction, given, json_type
 from vecd.gateway.api.model_info import PURPOSES, ModelInfo
+from vecd.gateway.api.schemas import Schema, any_of, list_of, nullable
 from vecd.gateway.encoding.forms import Names, check_forms
 from vecd.gateway.types.errors import BadRequest
 from vecd.gateway.types.request import (
@@ -74,7 +75,7 @@ MODEL = fields.text(
 PROMPT = Field(
     "prompt",
     'put before every text; "" for no prompt, not even the model\'s own',
-    {"type": ["string", "null"], "maxLength": MAX_PROMPT_CHARS},
+    nullable("string", maxLength=MAX_PROMPT_CHARS),
     _read_prompt,
 )
 PROMPT_NAME = fields.text("prompt_name", "name of one of the model's prompts, which is put before every text")
@@ -161,19 +162,19 @@ TRUNCATE = Field(
     "truncate",
     "true, or Cohere's and NVIDIA's `END` and `START`, cut an input that is longer than the model takes at that end; "
     "false and `NONE` make it an error",
-    {"anyOf": [{"type": ["boolean", "null"]}, {"enum": [*_TRUNCATE]}]},
+    any_of(nullable("boolean"), {"enum": [*_TRUNCATE]}),
     _read_truncate,
 )
 TRUNCATION = Field(
     "truncation",
     "the same, by Voyage's name",
-    {"type": ["boolean", "null"]},
+    nullable("boolean"),
     lambda value, name: _OF_FLAG[fields.read_flag(value, name)],
 )
 TRUNCATE_PROMPT_TOKENS = Field(
     "truncate_prompt_tokens",
     "vLLM's: inputs are cut to so many tokens, special ones included; -1: to as many as the model takes",
-    {"type": ["integer", "null"], "minimum": -1, "not": {"const": 0}},
+    {**nullable("integer", minimum=-1), "not": {"const": 0}},
     _read_num_prompt_tokens,
 )
 TRUNCATION_SIDE = fields.choice("truncation_side", "the side on which inputs are cut, where they are", _OF_SIDE)
@@ -250,7 +251,7 @@ def _read_overflow(values: Values, model_info: ModelInfo) -> Overflow | None:
 
 def _dimensions(name: str, description: str) -> Field[int]:
     # The allowed numbers depend on the model; the error has OpenAI's words.
-    return Field(name, description, {"type": ["integer", "null"], "minimum": 1}, fields.read_whole_number)
+    return Field(name, description, nullable("integer", minimum=1), fields.read_whole_number)
 
 
 DIMENSIONS = _dimensions(
@@ -342,8 +343,8 @@ def _read_jina_type(value: Any, name: str) -> _JinaType:
 
 def _jina_type(name: str, description: str) -> Field[_JinaType]:
     names = [*_JINA_TYPES]
-    one = {"type": "array", "items": {"enum": names}, "minItems": 1, "maxItems": 1}
-    return Field(name, description, {"anyOf": [{"enum": [*names, None]}, one]}, _read_jina_type)
+    one = {**list_of({"enum": names}, at_least=1), "maxItems": 1}
+    return Field(name, description, any_of({"enum": [*names, None]}, one), _read_jina_type)
 
 
 ENCODING = Field(
@@ -453,7 +454,7 @@ def _read_priority(value: Any, name: str) -> Priority:
 PRIORITY = Field(
     "priority",
     "how soon an answer is wanted, beside other requests: a name, or a number, lower first",
-    {"anyOf": [{"enum": ["interactive", "normal", "bulk", None]}, {"type": "integer"}]},
+    any_of({"enum": ["interactive", "normal", "bulk", None]}, {"type": "integer"}),
     _read_priority,
 )
 REPORT = fields.flag(
@@ -464,25 +465,25 @@ REFUSED_FIELDS: tuple[Field[None], ...] = (
     refused(
         "messages",
         "this server takes texts, not conversations: send what is to be embedded in 'input'",
-        {"type": ["array", "null"]},
+        nullable("array"),
     ),
     refused(
         "chat_template",
         "this server takes texts, not conversations; 'prompt' is put before every text",
-        {"type": ["string", "null"]},
+        nullable("string"),
     ),
-    refused("mm_processor_kwargs", "this server embeds texts, not images or sounds", {"type": ["object", "null"]}),
+    refused("mm_processor_kwargs", "this server embeds texts, not images or sounds", nullable("object")),
     refused(
         "late_chunking",
         "every input is embedded by itself",
-        {"type": ["boolean", "null"], "default": False},
+        nullable("boolean", default=False),
         harmless=(False,),
     ),
-    refused("late_chunking_params", "every input is embedded by itself", {"type": ["object", "null"]}),
+    refused("late_chunking_params", "every input is embedded by itself", nullable("object")),
     refused(
         "return_multivector",
         "an input has one vector; POST /pooling with 'task' 'token_embed' has one for each token",
-        {"type": ["boolean", "null"], "default": False},
+        nullable("boolean", default=False),
         harmless=(False,),
     ),
 )

@@ -17,19 +17,21 @@ Differences from text-embeddings-inference:
 
 import re
 from collections.abc import Mapping
+from dataclasses import replace
 from functools import partial
 from itertools import pairwise
 from typing import Any, TypeVar
 
 import orjson
 
-from vecd.gateway.api import fields
+from vecd.gateway.api import fields, schemas
 from vecd.gateway.api.dialects.headers import parse_accept, parse_priority, parse_timeout_s, response_headers
 from vecd.gateway.api.dialects.inputs import check_id_lists, parse_inputs, parse_texts
 from vecd.gateway.api.dialects.rows import json_list, render_rows
-from vecd.gateway.api.fields import Field, Fields, Schema, Values, contradiction, json_type
+from vecd.gateway.api.fields import Field, Fields, Values, contradiction, json_type
 from vecd.gateway.api.model_info import ModelInfo
 from vecd.gateway.api.operations import Call, Dialect, Operation, ParsedDecode, ParsedEmbed, ParsedTokenize
+from vecd.gateway.api.schemas import any_of, described, list_of, nullable, record
 from vecd.gateway.encoding.forms import Names, check_forms
 from vecd.gateway.encoding.fragments import JsonRows, Matrix
 from vecd.gateway.types.errors import (
@@ -50,24 +52,20 @@ T = TypeVar("T")
 
 # --- fields -----------------------------------------------------------------------------------------------------
 
-_TEXTS: Schema = {"type": "array", "items": {"type": "string"}, "minItems": 1}
-_IDS: Schema = {"type": "array", "items": {"type": "integer", "minimum": 0}, "minItems": 1}
-_ANY_INPUTS: list[Schema] = [{"type": "string"}, _TEXTS, _IDS, {"type": "array", "items": _IDS, "minItems": 1}]
-_COMPARED: Schema = {
-    "type": "object",
-    "required": ["source_sentence", "sentences"],
-    "properties": {"source_sentence": {"type": "string"}, "sentences": _TEXTS},
-}
+_TEXT_OR_TEXTS = (schemas.STRING, schemas.TEXTS)
+_IDS_OR_LISTS = (schemas.TOKEN_IDS, list_of(schemas.TOKEN_IDS, at_least=1))
+_COMPARED = record(source_sentence=schemas.STRING, sentences=schemas.TEXTS)
 
 _WHAT = "what is to be embedded: a text, a list of texts, token ids, or a list of lists of them"
-INPUTS = fields.anything("inputs", _WHAT, {"anyOf": _ANY_INPUTS}, is_required=True, is_large=True)
-INPUTS_OF_ALL = fields.anything(
-    "inputs", f"{_WHAT}; or texts to compare, as with /similarity", {"anyOf": [*_ANY_INPUTS, _COMPARED]},
-    is_required=True, is_large=True,
-)  # fmt: skip
+INPUTS = fields.anything("inputs", _WHAT, any_of(*_TEXT_OR_TEXTS, *_IDS_OR_LISTS), is_required=True, is_large=True)
+INPUTS_OF_ALL = replace(
+    INPUTS,
+    description=f"{_WHAT}; or texts to compare, as with /similarity",
+    schema=any_of(*_TEXT_OR_TEXTS, *_IDS_OR_LISTS, _COMPARED),
+)
 COMPARED = fields.anything("inputs", "a text, and those that it is compared with", _COMPARED, is_required=True)
 TEXTS = fields.anything(
-    "inputs", "a text, or a list of texts", {"anyOf": [{"type": "string"}, _TEXTS]}, is_required=True, is_large=True
+    "inputs", "a text, or a list of texts", any_of(*_TEXT_OR_TEXTS), is_required=True, is_large=True
 )
 TRUNCATE = fields.flag(
     "truncate", "whether a text that is longer than the model takes is cut, or refused; null: the server's default"
@@ -87,10 +85,12 @@ ENCODING = fields.choice(
 )
 ADD_SPECIAL_TOKENS = fields.flag("add_special_tokens", "put the model's special tokens around a text", default=True)
 IDS = fields.anything(
-    "ids", "token ids of the model's own, or a list of lists of them",
-    {"anyOf": [_IDS, {"type": "array", "items": _IDS, "minItems": 1}]},
-    is_required=True, is_large=True,
-)  # fmt: skip
+    "ids",
+    "token ids of the model's own, or a list of lists of them",
+    any_of(*_IDS_OR_LISTS),
+    is_required=True,
+    is_large=True,
+)
 SKIP_SPECIAL_TOKENS = fields.flag("skip_special_tokens", "leave the model's special tokens out of a text", default=True)
 
 
@@ -108,10 +108,12 @@ def _read_instances(value: Any, name: str) -> list[dict[str, Any]]:
 _TOKENIZING = (TRUNCATE, DIRECTION, PROMPT_NAME)
 OPTION_FIELDS = Fields(*_TOKENIZING, NORMALIZE, DIMENSIONS, ENCODING)
 INSTANCES = Field(
-    "instances", "requests as /embed takes them, all with the same options",
-    {"type": "array", "items": Fields(INPUTS, *OPTION_FIELDS).schema(), "minItems": 1}, _read_instances,
+    "instances",
+    "requests as /embed takes them, all with the same options",
+    list_of(Fields(INPUTS, *OPTION_FIELDS).schema(), at_least=1),
+    _read_instances,
     is_required=True,
-)  # fmt: skip
+)
 
 
 def _read_nested(declared: Fields, body: Any, within: str) -> Values:
@@ -538,33 +540,16 @@ def _status_and_type(error: ApiError) -> tuple[int, str]:
 
 # --- the table --------------------------------------------------------------------------------------------------
 
-_VECTOR: Schema = {"type": "array", "items": {"type": "number"}}
-_VECTORS: Schema = {"type": "array", "items": _VECTOR}
-_COSINES: Schema = _VECTOR
-_TOKEN: Schema = {
-    "type": "object",
-    "required": ["id", "text", "special", "start", "stop"],
-    "properties": {
-        "id": {"type": "integer"},
-        "text": {"type": "string"},
-        "special": {"type": "boolean"},
-        "start": {"type": ["integer", "null"], "description": "in bytes of the text as UTF-8, its prompt included"},
-        "stop": {"type": ["integer", "null"]},
-    },
-}
-_PREDICTIONS: Schema = {
-    "type": "object",
-    "required": ["predictions"],
-    "properties": {"predictions": {"type": "array", "items": _VECTORS}},
-}
-ERROR: Schema = {
-    "type": "object",
-    "required": ["error", "error_type"],
-    "properties": {
-        "error": {"type": "string"},
-        "error_type": {"enum": ["Unhealthy", "Backend", "Overloaded", "Validation", "Tokenizer", "Empty"]},
-    },
-}
+_VECTORS = list_of(schemas.VECTOR)
+_COSINES = schemas.VECTOR
+_TOKEN = record(
+    id={"type": "integer"},
+    text=schemas.STRING,
+    special=schemas.BOOLEAN,
+    start=described(nullable("integer"), "in bytes of the text as UTF-8, its prompt included"),
+    stop=nullable("integer"),
+)
+_ERROR_TYPES = ["Unhealthy", "Backend", "Overloaded", "Validation", "Tokenizer", "Empty"]
 _BINARY = ("application/octet-stream", "application/x-npy")
 
 _EMBED = Operation(
@@ -578,7 +563,7 @@ _DEFAULT = Operation(
     summary="Embed texts or token ids, or compare texts",
     fields=Fields(INPUTS_OF_ALL, *OPTION_FIELDS, PARAMETERS),
     embed=parse_embed_or_compare,
-    response={"anyOf": [_VECTORS, _COSINES]},
+    response=any_of(_VECTORS, _COSINES),
     binary_media_types=_BINARY,
     claims="inputs",
 )
@@ -594,7 +579,7 @@ DIALECT = Dialect(
             summary="Embed every token of texts, special tokens included",
             fields=Fields(INPUTS, *_TOKENIZING, PARAMETERS),
             embed=parse_embed_all,
-            response={"type": "array", "items": _VECTORS},
+            response=list_of(_VECTORS),
         ),
         "POST /similarity": Operation(
             summary="Compare a text with others, by cosine",
@@ -606,27 +591,27 @@ DIALECT = Dialect(
             summary="Embed, as Vertex AI asks for it",
             fields=Fields(INSTANCES),
             embed=parse_vertex,
-            response=_PREDICTIONS,
+            response=record(predictions=list_of(_VECTORS)),
         ),
         "POST /tokenize": Operation(
             summary="The tokens of texts",
             fields=Fields(TEXTS, ADD_SPECIAL_TOKENS, PROMPT_NAME),
             tokenize=parse_tokenize,
-            response={"type": "array", "items": {"type": "array", "items": _TOKEN}},
+            response=list_of(list_of(_TOKEN)),
             claims="inputs",
         ),
         "POST /decode": Operation(
             summary="The text of token ids",
             fields=Fields(IDS, SKIP_SPECIAL_TOKENS),
             decode=parse_decode,
-            response={"type": "array", "items": {"type": "string"}},
+            response=list_of(schemas.STRING),
         ),
         "POST /rerank": Operation(summary="Not of this model", embed=parse_rerank, response={}),
         "POST /predict": Operation(summary="Not of this model", embed=parse_predict, response={}),
         "POST /embed_sparse": Operation(summary="Not of this model", embed=parse_embed_sparse, response={}),
     },
     render_error=render_error,
-    error=ERROR,
+    error=record(error=schemas.STRING, error_type={"enum": _ERROR_TYPES}),
     statuses={
         422: "A field is not as it must be",
         424: "The engine failed on an input, or the model cannot do this at all",
