@@ -15,13 +15,12 @@ import time
 from collections.abc import Callable, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
-from typing import Any
 
 from vecd.gateway.admission.admission import Admission
 from vecd.gateway.admission.principals import Principals
 from vecd.gateway.api.application import Api
 from vecd.gateway.api.bodies import Bodies
-from vecd.gateway.api.context import Context, TenantLoad
+from vecd.gateway.api.context import Context
 from vecd.gateway.api.model_info import ModelInfo
 from vecd.gateway.api.registry import ENDPOINTS
 from vecd.gateway.dispatch.dispatcher import Dispatcher
@@ -154,8 +153,8 @@ class Service:
             links=lambda: self.dispatcher.links,
             why_unavailable=self._why_unavailable,
             num_tenants=lambda: self.admission.num_tenants,
-            load_of=self._load_of,
-            openapi=self._describe_api,
+            load_of=lambda tenant: (self.admission.num_requests_of(tenant), self.policy.queued_tokens_of(tenant)),
+            openapi=lambda request: self.api.describe(request),  # noqa: PLW0108 (it is made afterwards)
             on_reload=on_reload,
         )
 
@@ -170,12 +169,6 @@ class Service:
 
     def _why_unavailable(self) -> str | None:
         return "the server is shutting down" if self.is_draining else self.dispatcher.why_unavailable()
-
-    def _describe_api(self, request: HttpRequest) -> dict[str, Any]:
-        return self.api.describe(request)
-
-    def _load_of(self, tenant: str) -> TenantLoad:
-        return TenantLoad(self.admission.num_requests_of(tenant), self.policy.queued_tokens_of(tenant))
 
 
 class Services:

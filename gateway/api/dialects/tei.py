@@ -1,7 +1,7 @@
 """text-embeddings-inference's HTTP API: parses requests, renders responses. Pure.
 
 Owns the shapes of `/embed`, `/embed_all`, `/similarity`, `/tokenize`, `/decode`, `/vertex`, of `/` and `/invocations`,
-which do the same as `/embed`, and of its errors. `/info` belongs to `vecd.gateway.api.health`, because operators get
+which do the same as `/embed`, and of its errors. `/info` belongs to `vecd.gateway.api.info`, because operators get
 more fields there. Source of the shapes: its router's types, version 1.9.
 
 Differences from text-embeddings-inference:
