@@ -57,6 +57,9 @@ class ParsedDecode(NamedTuple):
     render: Callable[[list[str]], Response]
 
 
+Work: TypeAlias = ParsedEmbed | ParsedTokenize | ParsedDecode | Response
+"""What a parsed call needs; a Response needs nothing more."""
+
 NO_FIELDS = Fields()
 
 
@@ -73,10 +76,8 @@ class Operation:
     fields: Fields = NO_FIELDS
     embed: Callable[[Call], ParsedEmbed | Response] | None = None
     """Returns a Response if there is nothing to embed."""
-    tokenize: Callable[[Call], ParsedTokenize] | None = None
-    decode: Callable[[Call], ParsedDecode] | None = None
-    reply: Callable[[Call], Response] | None = None
-    """For a response that needs only the body and the model info."""
+    reply: Callable[[Call], ParsedTokenize | ParsedDecode | Response] | None = None
+    """For a response that needs no vectors: only the tokenizer, or only the body and the model info."""
     describe: Callable[[ModelInfo, str], Response] | None = None
     """For a response that needs only the model info and the path."""
     claims: str | None = None

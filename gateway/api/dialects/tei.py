@@ -143,7 +143,7 @@ class _Options:
     compare, and for Hugging Face's endpoints with every model."""
 
     def __init__(self, values: Values, within: str = "") -> None:
-        """`within`: the prefix of a field's name in an error."""
+        """`within`: the name of the object that the fields are in, for an error. Such an object has no `parameters`."""
         self._own = values
         self._parameters = values.get(PARAMETERS)
         self._within = within
@@ -155,19 +155,13 @@ class _Options:
             return own
         parameter = self._parameters.get(field)
         if own is not None and parameter is not None and own != parameter:
-            raise contradiction(self._own_name(field), self._parameter_name(field))
+            raise contradiction(field.name, f"{PARAMETERS.name}.{field.name}")
         return parameter if own is None else own
 
     def name_of(self, field: Field[Any]) -> str:
         """The name of the field in an error, with the place where it was found."""
         is_parameter = self._own.get(field) is None and self._parameters is not None
-        return self._parameter_name(field) if is_parameter else self._own_name(field)
-
-    def _own_name(self, field: Field[Any]) -> str:
-        return self._within + field.name
-
-    def _parameter_name(self, field: Field[Any]) -> str:
-        return f"{self._within}{PARAMETERS.name}.{field.name}"
+        return f"{PARAMETERS.name if is_parameter else self._within}.{field.name}".removeprefix(".")
 
 
 # --- embeddings -------------------------------------------------------------------------------------------------
@@ -366,7 +360,7 @@ def parse_vertex(call: Call) -> ParsedEmbed:
             )
         inputs += _inputs_of_instance(instance, index, inputs, model_info)
         ends.append(len(inputs))
-    options = _Options(_read_nested(OPTION_FIELDS, written, "instances[0]"), "instances[0].")
+    options = _Options(_read_nested(OPTION_FIELDS, written, "instances[0]"), "instances[0]")
     _check_is_json(options, "predictions are JSON")
     request = _embed_request(call._replace(headers=_without_accept(call.headers)), options, inputs)
     return ParsedEmbed(request, partial(render_predictions, ends=ends, model_info=model_info))
@@ -492,16 +486,11 @@ def _wrong_model(what: str) -> WrongModel:
     return WrongModel(f"The model served here makes embeddings: it cannot {what}")
 
 
-def parse_rerank(call: Call) -> ParsedEmbed:
-    raise _wrong_model("rank texts")
+def _of_other_models(what: str) -> Operation:
+    def refuse(call: Call) -> ParsedEmbed:
+        raise _wrong_model(what)
 
-
-def parse_predict(call: Call) -> ParsedEmbed:
-    raise _wrong_model("classify texts")
-
-
-def parse_embed_sparse(call: Call) -> ParsedEmbed:
-    raise _wrong_model("make sparse vectors")
+    return Operation(summary="Not of this model", embed=refuse, response={})
 
 
 # --- errors -----------------------------------------------------------------------------------------------------
@@ -596,19 +585,19 @@ DIALECT = Dialect(
         "POST /tokenize": Operation(
             summary="The tokens of texts",
             fields=Fields(TEXTS, ADD_SPECIAL_TOKENS, PROMPT_NAME),
-            tokenize=parse_tokenize,
+            reply=parse_tokenize,
             response=list_of(list_of(_TOKEN)),
             claims="inputs",
         ),
         "POST /decode": Operation(
             summary="The text of token ids",
             fields=Fields(IDS, SKIP_SPECIAL_TOKENS),
-            decode=parse_decode,
+            reply=parse_decode,
             response=list_of(schemas.STRING),
         ),
-        "POST /rerank": Operation(summary="Not of this model", embed=parse_rerank, response={}),
-        "POST /predict": Operation(summary="Not of this model", embed=parse_predict, response={}),
-        "POST /embed_sparse": Operation(summary="Not of this model", embed=parse_embed_sparse, response={}),
+        "POST /rerank": _of_other_models("rank texts"),
+        "POST /predict": _of_other_models("classify texts"),
+        "POST /embed_sparse": _of_other_models("make sparse vectors"),
     },
     render_error=render_error,
     error=record(error=schemas.STRING, error_type={"enum": _ERROR_TYPES}),

@@ -186,14 +186,14 @@ DIALECT = Dialect(
         "POST /tokenize": Operation(
             summary="Tokenize a text, without embedding it",
             fields=TOKENIZE_FIELDS,
-            tokenize=parse_tokenize,
+            reply=parse_tokenize,
             response=_TOKENIZED,
             claims=TEXT.name,
         ),
         "POST /detokenize": Operation(
             summary="The text of token ids",
             fields=DETOKENIZE_FIELDS,
-            decode=parse_detokenize,
+            reply=parse_detokenize,
             response=record(prompt=schemas.STRING),
         ),
         "POST /invocations": Operation(
