@@ -40,18 +40,11 @@ _TAG = "latest"
 
 def _read_num_ctx(value: Any, name: str) -> int | None:
     """The `num_ctx` of the options."""
-    if not isinstance(value, dict):
-        raise BadRequest(f"'{name}' must be an object, is {json_type(value)}", param=name)
-    num_ctx = value.get("num_ctx")
-    if num_ctx is None:
-        return None
-    if type(num_ctx) is not int:
-        raise BadRequest(f"'{name}.num_ctx' must be a whole number, is {json_type(num_ctx)}", param=name)
-    if num_ctx < 1:
-        raise BadRequest(f"'{name}.num_ctx' must be at least 1, is {num_ctx}", param=name)
-    return num_ctx
+    num_ctx = fields.expect(dict, value, name, "an object").get(_NUM_CTX.name)
+    return None if num_ctx is None else _NUM_CTX.read(num_ctx, f"{name}.{_NUM_CTX.name}")
 
 
+_NUM_CTX = fields.whole_number("num_ctx", "longest text in tokens, if that is less than the model's", minimum=1)
 MODEL = fields.text(
     "model", "name of the model, with or without `:latest`; another tag may name a prompt: `name:query`"
 )
@@ -70,8 +63,8 @@ TRUNCATE = fields.flag(
 DIMENSIONS = fields.whole_number("dimensions", "length of the vectors; 0: the model's own", minimum=0)
 OPTIONS: Field[int | None] = Field(
     "options",
-    "`num_ctx`: longest text in tokens, if that is less than the model's; all others are ignored",
-    nullable("object", properties={"num_ctx": nullable("integer", minimum=1)}),
+    f"`{_NUM_CTX.name}`: {_NUM_CTX.description}; all others are ignored",
+    nullable("object", properties={_NUM_CTX.name: _NUM_CTX.schema}),
     _read_num_ctx,
 )
 KEEP_ALIVE = fields.anything("keep_alive", "ignored: the model stays", {})

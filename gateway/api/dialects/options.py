@@ -11,7 +11,7 @@ from typing import Any, NamedTuple, NoReturn, TypeVar
 
 from vecd.gateway.api import fields
 from vecd.gateway.api.dialects.headers import parse_accept, parse_priority, priority_named, priority_numbered
-from vecd.gateway.api.fields import Field, Values, contradiction, given, json_type
+from vecd.gateway.api.fields import Field, Values, contradiction, given
 from vecd.gateway.api.model_info import PURPOSES, ModelInfo
 from vecd.gateway.api.schemas import Schema, any_of, list_of, nullable
 from vecd.gateway.encoding.forms import Names, check_forms
@@ -60,11 +60,10 @@ def refused(name: str, why: str, schema: Schema, *, harmless: tuple[Any, ...] = 
 
 
 def _read_prompt(value: Any, name: str) -> str:
-    if not isinstance(value, str):
-        raise BadRequest(f"'{name}' must be a string, is {json_type(value)}", param=name)
-    if len(value) > MAX_PROMPT_CHARS:
-        raise BadRequest(f"'{name}' must have at most {MAX_PROMPT_CHARS} characters, has {len(value)}", param=name)
-    return value
+    prompt = fields.read_text(value, name)
+    if len(prompt) > MAX_PROMPT_CHARS:
+        raise BadRequest(f"'{name}' must have at most {MAX_PROMPT_CHARS} characters, has {len(prompt)}", param=name)
+    return prompt
 
 
 MODEL = fields.text(
@@ -145,11 +144,10 @@ def _read_truncate(value: Any, name: str) -> frozenset[Overflow]:
 
 
 def _read_num_prompt_tokens(value: Any, name: str) -> int:
-    if type(value) is not int:
-        raise BadRequest(f"'{name}' must be a whole number, is {json_type(value)}", param=name)
-    if value < 1 and value != -1:
-        raise BadRequest(f"'{name}' must be at least 1, or -1 for the model's length, is {value}", param=name)
-    return value
+    number = fields.read_whole_number(value, name)
+    if number < 1 and number != -1:
+        raise BadRequest(f"'{name}' must be at least 1, or -1 for the model's length, is {number}", param=name)
+    return number
 
 
 OVERFLOW = fields.choice(
@@ -298,7 +296,7 @@ _ENCODINGS = {
     "bytes_only": Encoding.BYTES,
     "npy": Encoding.NPY,
 }
-_DTYPES = {"float": Dtype.FLOAT32, **fields.named(Dtype)}
+_DTYPES = {"float": Dtype.FLOAT32, **{dtype.value: dtype for dtype in Dtype}}
 
 
 class _JinaType(NamedTuple):
@@ -446,9 +444,7 @@ def _first_given(values: Values, candidates: Sequence[Field[Any]]) -> str:
 def _read_priority(value: Any, name: str) -> Priority:
     if type(value) is int:
         return priority_numbered(value)
-    if not isinstance(value, str):
-        raise BadRequest(f"'{name}' must be a string or a whole number, is {json_type(value)}", param=name)
-    return priority_named(value, f"'{name}'", param=name)
+    return priority_named(fields.expect(str, value, name, "a string or a whole number"), f"'{name}'", param=name)
 
 
 PRIORITY = Field(

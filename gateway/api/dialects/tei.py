@@ -95,14 +95,13 @@ SKIP_SPECIAL_TOKENS = fields.flag("skip_special_tokens", "leave the model's spec
 
 
 def _read_instances(value: Any, name: str) -> list[dict[str, Any]]:
-    if not isinstance(value, list):
-        raise BadRequest(f"'{name}' must be a list of objects, is {json_type(value)}", param=name)
-    if not value:
+    instances = fields.expect(list, value, name, "a list of objects")
+    if not instances:
         raise EmptyInput(f"'{name}' cannot be empty", param=name)
-    for index, instance in enumerate(value):
+    for index, instance in enumerate(instances):
         if not isinstance(instance, dict):
             raise BadRequest(f"'{name}[{index}]' must be an object, is {json_type(instance)}", param=name)
-    return value
+    return instances
 
 
 _TOKENIZING = (TRUNCATE, DIRECTION, PROMPT_NAME)
@@ -118,13 +117,12 @@ INSTANCES = Field(
 
 def _read_nested(declared: Fields, body: Any, within: str) -> Values:
     """The fields of an object inside the body. Raises BadRequest, which names `within` and the field."""
-    if not isinstance(body, dict):
-        raise BadRequest(f"'{within}' must be an object, is {json_type(body)}", param=within)
+    given = fields.expect(dict, body, within, "an object")
     return Values(
         {
             field.name: field.read(value, f"{within}.{field.name}")
             for field in declared
-            if (value := body.get(field.name)) is not None
+            if (value := given.get(field.name)) is not None
         }
     )
 
@@ -312,26 +310,19 @@ def _check_is_json(options: _Options, why: str) -> None:
 
 def _compared(value: Any, model_info: ModelInfo) -> list[str]:
     """The text, and the texts that it is compared with."""
-    if not isinstance(value, dict):
-        raise BadRequest(
-            f"'inputs' must be an object of a 'source_sentence' and 'sentences', is {json_type(value)}", param="inputs"
-        )
-    source, sentences = value.get("source_sentence"), value.get("sentences")
-    if not isinstance(source, str):
-        given = "missing" if source is None else json_type(source)
-        raise BadRequest(f"'inputs.source_sentence' must be a string, is {given}", param="inputs.source_sentence")
-    if not isinstance(sentences, list):
-        given = "missing" if sentences is None else json_type(sentences)
-        raise BadRequest(f"'inputs.sentences' must be a list of strings, is {given}", param="inputs.sentences")
+    given = fields.expect(dict, value, "inputs", "an object of a 'source_sentence' and 'sentences'")
+    source = fields.expect(str, given.get("source_sentence"), "inputs.source_sentence", "a string", none="missing")
+    name = "inputs.sentences"
+    sentences = fields.expect(list, given.get("sentences"), name, "a list of strings", none="missing")
     if not sentences:
-        raise EmptyInput("'inputs.sentences' cannot be empty", param="inputs.sentences")
+        raise EmptyInput(f"'{name}' cannot be empty", param=name)
     if len(sentences) >= model_info.max_inputs:
         raise TooManyInputs(
-            f"'inputs.sentences' has {len(sentences)} texts, at most {model_info.max_inputs - 1} beside the source in "
-            "one request (--max-inputs)",
-            param="inputs.sentences",
+            f"'{name}' has {len(sentences)} texts, at most {model_info.max_inputs - 1} beside the source in one "
+            "request (--max-inputs)",
+            param=name,
         )
-    return [source, *parse_texts(sentences, "inputs.sentences", model_info.max_inputs)]
+    return [source, *parse_texts(sentences, name, model_info.max_inputs)]
 
 
 def render_similarity(embedded: Embedded, *, model_info: ModelInfo) -> Response:

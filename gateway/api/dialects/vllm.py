@@ -24,7 +24,7 @@ from vecd.gateway.api.dialects.openai import (
     render_response,
     response_schema,
 )
-from vecd.gateway.api.fields import Field, Fields, Values, json_type
+from vecd.gateway.api.fields import Field, Fields, Values
 from vecd.gateway.api.model_info import ModelInfo
 from vecd.gateway.api.operations import Call, Dialect, Operation, ParsedDecode, ParsedEmbed, ParsedTokenize
 from vecd.gateway.api.schemas import any_of, list_of, nullable, record
@@ -108,9 +108,7 @@ DETOKENIZE_FIELDS = Fields(IDS, options.MODEL)
 def parse_tokenize(call: Call) -> ParsedTokenize:
     """The tokens include those of the prompt that an embedding of the text under the same model's name would have."""
     values, model_info = call.values, call.model_info
-    text = values.require(TEXT)
-    if not isinstance(text, str):
-        raise BadRequest(f"'{TEXT.name}' must be a string, is {json_type(text)}", param=TEXT.name)
+    text = fields.read_text(values.require(TEXT), TEXT.name)
     prompt = model_info.prompt_of_model_name(values.get(options.MODEL))
     tokens = Tokens(wants_texts=values.get(RETURN_TOKEN_STRS) is True)
     return ParsedTokenize(
