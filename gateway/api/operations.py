@@ -91,7 +91,7 @@ class Operation:
     status: int = 200
     """The status of a response that is not an error."""
     other_responses: Mapping[int, Schema] = field(default_factory=dict)
-    """Schemas of responses that have other statuses and are not errors of the dialect, for the documentation."""
+    """Schemas of responses of the server's own routes that have other statuses, for the documentation."""
 
 
 OperationTable: TypeAlias = Mapping[str, Operation]
