@@ -16,7 +16,7 @@ from vecd.gateway.telemetry.shared_metrics import SharedMetrics
 from vecd.gateway.types.config import GatewayConfig
 from vecd.gateway.types.request import Overflow
 from vecd.shm.batch_limits import FULL_BATCH_S
-from vecd.shm.shared_metrics import Gauge, Section
+from vecd.shm.shared_metrics import Gauge
 
 
 def describe_info(context: Context, *, shows_tenants: bool) -> dict[str, Any]:
@@ -127,20 +127,19 @@ def _describe_tenants(context: Context) -> dict[str, Any]:
 
 
 def describe_gateways(shared_metrics: SharedMetrics) -> list[dict[str, Any]]:
-    return [_describe_gateway(shared_metrics, index, section) for index, section in enumerate(shared_metrics.sections)]
-
-
-def _describe_gateway(shared_metrics: SharedMetrics, index: int, section: Section) -> dict[str, Any]:
     """A gateway that is being started again has pid 0. `answered` counts over all its lives."""
-    pid, started_ns = section.gauges[Gauge.PID], section.gauges[Gauge.STARTED_NS]
-    return {
-        "gateway": index,
-        "pid": pid,
-        "uptime_s": round((time.monotonic_ns() - started_ns) / 1e9, 1) if pid else 0.0,
-        "connections": section.gauges[Gauge.CONNECTIONS],
-        "requests": section.gauges[Gauge.REQUESTS],
-        "answered": shared_metrics.num_answered_by(section),
-    }
+    now_ns = time.monotonic_ns()
+    return [
+        {
+            "gateway": index,
+            "pid": (pid := section.gauges[Gauge.PID]),
+            "uptime_s": round((now_ns - section.gauges[Gauge.STARTED_NS]) / 1e9, 1) if pid else 0.0,
+            "connections": section.gauges[Gauge.CONNECTIONS],
+            "requests": section.gauges[Gauge.REQUESTS],
+            "answered": shared_metrics.num_answered_by(section),
+        }
+        for index, section in enumerate(shared_metrics.sections)
+    ]
 
 
 def state_of(link: WorkerLink | None) -> str:

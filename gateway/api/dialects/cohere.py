@@ -16,13 +16,12 @@ from vecd.gateway.api import fields, schemas
 from vecd.gateway.api.dialects import options
 from vecd.gateway.api.dialects.headers import parse_priority, parse_timeout_s, priority_numbered, response_headers
 from vecd.gateway.api.dialects.inputs import parse_texts
-from vecd.gateway.api.dialects.rows import json_list
+from vecd.gateway.api.dialects.rows import fragments_of, json_list
 from vecd.gateway.api.fields import Field, Fields, Values, given, json_type
 from vecd.gateway.api.model_info import ModelInfo
 from vecd.gateway.api.operations import Call, Dialect, Operation, ParsedEmbed
 from vecd.gateway.api.schemas import Schema, any_of, described, list_of, nullable, record
 from vecd.gateway.encoding.forms import Names, check_forms
-from vecd.gateway.encoding.fragments import JsonRows
 from vecd.gateway.types.errors import ApiError, BadRequest
 from vecd.gateway.types.messages import Response
 from vecd.gateway.types.request import Dtype, Embedded, EmbedRequest, Encoding, Form, Overflow, Priority, Tokenizing
@@ -205,23 +204,17 @@ def render_embed(
     of version 1. `max_tokens`: the length that texts were cut to."""
     pieces: list[bytes | memoryview] = [b'{"id":%b,"embeddings":' % orjson.dumps(request_id)]
     if names is None:
-        pieces += _rows(embedded, 0)
+        pieces += json_list(fragments_of(embedded))
     else:
         for index, name in enumerate(names):
             pieces.append(b'%b"%b":' % (b"," if index else b"{", name.encode()))
-            pieces += _rows(embedded, index)
+            pieces += json_list(fragments_of(embedded, index))
         pieces.append(b"}")
     pieces += (b',"texts":[', *echoed)
     kind = b"embeddings_floats" if names is None else b"embeddings_by_type"
     meta = orjson.dumps(_meta(embedded, version, max_tokens))
     pieces.append(b'],"meta":%b,"response_type":"%b"}' % (meta, kind))
     return Response(200, pieces, headers=response_headers(embedded))
-
-
-def _rows(embedded: Embedded, index: int) -> list[bytes | memoryview]:
-    collector = embedded.collectors[index]
-    assert isinstance(collector, JsonRows)
-    return json_list(collector.fragments)
 
 
 def _meta(embedded: Embedded, version: int, max_tokens: int) -> dict[str, Any]:

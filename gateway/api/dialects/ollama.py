@@ -22,17 +22,15 @@ import orjson
 from vecd.gateway.api import fields, schemas
 from vecd.gateway.api.dialects.headers import parse_priority, parse_timeout_s, response_headers
 from vecd.gateway.api.dialects.inputs import parse_texts
-from vecd.gateway.api.dialects.rows import json_list
+from vecd.gateway.api.dialects.rows import fragments_of, json_list
 from vecd.gateway.api.fields import Field, Fields, Values, json_type
 from vecd.gateway.api.model_info import ModelInfo
 from vecd.gateway.api.operations import Call, Dialect, Operation, ParsedEmbed
 from vecd.gateway.api.schemas import Schema, any_of, described, list_of, nullable, record
-from vecd.gateway.encoding.fragments import JsonRows
 from vecd.gateway.types.errors import ApiError, BadRequest, InputTooLong, ModelNotFound, NotFound
 from vecd.gateway.types.messages import Response
 from vecd.gateway.types.request import Embedded, EmbedRequest, Overflow, Tokenizing
 
-_NS_PER_S = 1e9
 _TAG = "latest"
 
 # --- fields -----------------------------------------------------------------------------------------------------
@@ -97,8 +95,8 @@ def parse_embed(call: Call) -> ParsedEmbed | Response:
 
 def render_embed(embedded: Embedded, *, model: str) -> Response:
     """The response, which holds the collected rows without a copy."""
-    total_ns = round(embedded.stages.total_s * _NS_PER_S)
-    pieces = _render_list(_fragments(embedded), model, total_ns, embedded.num_tokens)
+    total_ns = round(embedded.stages.total_s * 1e9)
+    pieces = _render_list(fragments_of(embedded), model, total_ns, embedded.num_tokens)
     return Response(200, pieces, headers=response_headers(embedded))
 
 
@@ -128,14 +126,8 @@ def parse_embeddings(call: Call) -> ParsedEmbed | Response:
 
 
 def render_embedding(embedded: Embedded) -> Response:
-    [fragment] = _fragments(embedded)
+    [fragment] = fragments_of(embedded)
     return Response(200, [b'{"embedding":', fragment, b"}"], headers=response_headers(embedded))
-
-
-def _fragments(embedded: Embedded) -> list[bytes]:
-    [collector] = embedded.collectors
-    assert isinstance(collector, JsonRows)
-    return collector.fragments
 
 
 def _read_texts(value: Any, name: str, max_inputs: int) -> list[str]:
@@ -181,7 +173,7 @@ def tell_version(model_info: ModelInfo, path: str) -> Response:
 
 def show(call: Call) -> Response:
     model_info = call.model_info
-    _check_name(_required_name(call.values), model_info)
+    model_info.prompt_of_model_name(_required_name(call.values))  # raises ModelNotFound for a name no embedding may use
     family = model_info.model_type
     return _json(
         {
@@ -205,7 +197,7 @@ def pull(call: Call) -> Response:
     """Does nothing, and succeeds for every name that an embedding may use, because clients pull before they embed."""
     model_info, name = call.model_info, _required_name(call.values)
     try:
-        _check_name(name, model_info)
+        model_info.prompt_of_model_name(name)
     except ModelNotFound as error:
         raise NotFound(
             f'pull model manifest: file does not exist: this server has "{model_info.model}" and no other model, '
@@ -223,11 +215,6 @@ def _required_name(values: Values) -> str:
     if not name:
         raise BadRequest("model is required", param=MODEL.name)
     return name
-
-
-def _check_name(name: str, model_info: ModelInfo) -> None:
-    """Raises ModelNotFound for a name that an embedding may not use either."""
-    model_info.prompt_of_model_name(name)
 
 
 def _describe(name: str, model_info: ModelInfo) -> dict[str, Any]:

@@ -7,6 +7,7 @@ vectors would depend on which one was ignored. Knows no shape of a response. Cal
 """
 
 from collections.abc import Mapping, Sequence
+from itertools import combinations
 from typing import Any, NamedTuple, NoReturn, TypeVar
 
 from vecd.gateway.api import fields
@@ -108,18 +109,11 @@ def read_prompt(
         names = [field.name for field in chosen_by]
         raise BadRequest(f"'{names[0]}' and '{names[1]}' both choose the prompt: send one of them", param=names[1])
     [field] = chosen_by
-    prompt = _prompt_of(field, values.require(field), model_info)
+    choosers = {PROMPT.name: model_info.checked, PROMPT_NAME.name: model_info.prompt_named}
+    prompt = choosers.get(field.name, model_info.prompt_for)(values.require(field), field.name)
     if of_name is not None and prompt != of_name:
         raise contradiction(MODEL.name, field.name)
     return prompt
-
-
-def _prompt_of(field: Field[str], value: str, model_info: ModelInfo) -> str | None:
-    if field is PROMPT:
-        return model_info.checked(value, field.name)
-    return (
-        model_info.prompt_named(value, field.name) if field is PROMPT_NAME else model_info.prompt_for(value, field.name)
-    )
 
 
 # --- overflow ---------------------------------------------------------------------------------------------------
@@ -233,15 +227,11 @@ def _read_overflow(values: Values, model_info: ModelInfo) -> Overflow | None:
         allowed_by[TRUNCATE_PROMPT_TOKENS.name] = _CUT
     if not allowed_by:
         return None
-    left: dict[Overflow, None] = dict.fromkeys((model_info.overflow, *_PREFERRED, *Overflow))
-    seen: list[str] = []
-    for name, allowed in allowed_by.items():
-        for other in seen:
-            if not allowed & allowed_by[other]:
-                raise contradiction(other, name)
-        seen.append(name)
-        left = {overflow: None for overflow in left if overflow in allowed}
-    return next(iter(left))
+    for (first, allowed), (second, also_allowed) in combinations(allowed_by.items(), 2):
+        if not allowed & also_allowed:
+            raise contradiction(first, second)
+    candidates = (model_info.overflow, *_PREFERRED, *Overflow)
+    return next(overflow for overflow in candidates if all(overflow in allowed for allowed in allowed_by.values()))
 
 
 # --- vectors ----------------------------------------------------------------------------------------------------
@@ -299,17 +289,9 @@ _ENCODINGS = {
 _DTYPES = {"float": Dtype.FLOAT32, **{dtype.value: dtype for dtype in Dtype}}
 
 
-class _JinaType(NamedTuple):
-    dtype: Dtype
-    encoding: Encoding | None
-
-
 _JINA_TYPES = {
-    "float": _JinaType(Dtype.FLOAT32, None),
-    "base64": _JinaType(Dtype.FLOAT32, Encoding.BASE64),
-    "binary": _JinaType(Dtype.BINARY, None),
-    "ubinary": _JinaType(Dtype.UBINARY, None),
-}
+    "float": Dtype.FLOAT32, "base64": Dtype.FLOAT32, "binary": Dtype.BINARY, "ubinary": Dtype.UBINARY,
+}  # fmt: skip
 
 
 def _or(names: Mapping[str, Any]) -> str:
@@ -329,17 +311,17 @@ def _read_encoding(value: Any, name: str) -> str | None:
     return value
 
 
-def _read_jina_type(value: Any, name: str) -> _JinaType:
+def _read_jina_type(value: Any, name: str) -> str:
     if isinstance(value, list):
         if len(value) != 1:
             raise BadRequest(f"'{name}' must be one type, or a list of one, is a list of {len(value)}", param=name)
         [value] = value
     if not isinstance(value, str) or value not in _JINA_TYPES:
         _refuse(value, name, _or(_JINA_TYPES))
-    return _JINA_TYPES[value]
+    return value
 
 
-def _jina_type(name: str, description: str) -> Field[_JinaType]:
+def _jina_type(name: str, description: str) -> Field[str]:
     names = [*_JINA_TYPES]
     one = {**list_of({"enum": names}, at_least=1), "maxItems": 1}
     return Field(name, description, any_of({"enum": [*names, None]}, one), _read_jina_type)
@@ -399,23 +381,24 @@ def read_form(values: Values, headers: Mapping[str, str]) -> RequestedForm:
     name = values.get(ENCODING)
     jina = _agreed(values, EMBEDDING_TYPE, ENCODING_TYPE)
     encoding = None if name is None else _ENCODINGS[name]
-    if jina is not None and jina[0].encoding is not None:
-        if encoding not in (None, jina[0].encoding):
+    if jina is not None and jina[0] == "base64":
+        if encoding not in (None, Encoding.BASE64):
             raise contradiction(ENCODING.name, jina[1])
-        encoding = jina[0].encoding
+        encoding = Encoding.BASE64
     if encoding is None:
         encoding = parse_accept(headers) or Encoding.FLOAT
     is_big_endian = values.get(ENDIANNESS) is True and encoding is not Encoding.FLOAT
     return RequestedForm(Form(encoding, _read_dtype(values, jina), is_big_endian), name == _METADATA)
 
 
-def _read_dtype(values: Values, jina: tuple[_JinaType, str] | None) -> Dtype:
+def _read_dtype(values: Values, jina: tuple[str, str] | None) -> Dtype:
     agreed = _agreed(values, OUTPUT_DTYPE, EMBED_DTYPE)
     if jina is None:
         return Dtype.FLOAT32 if agreed is None else agreed[0]
-    if agreed is not None and agreed[0] is not jina[0].dtype:
+    dtype = _JINA_TYPES[jina[0]]
+    if agreed is not None and agreed[0] is not dtype:
         raise contradiction(agreed[1], jina[1])
-    return jina[0].dtype
+    return dtype
 
 
 def check_form(request: EmbedRequest, values: Values, model_info: ModelInfo) -> None:

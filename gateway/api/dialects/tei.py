@@ -27,13 +27,13 @@ import orjson
 from vecd.gateway.api import fields, schemas
 from vecd.gateway.api.dialects.headers import parse_accept, parse_priority, parse_timeout_s, response_headers
 from vecd.gateway.api.dialects.inputs import check_id_lists, parse_inputs, parse_texts
-from vecd.gateway.api.dialects.rows import json_list, render_rows
+from vecd.gateway.api.dialects.rows import fragments_of, json_list, render_rows
 from vecd.gateway.api.fields import Field, Fields, Values, contradiction, json_type
 from vecd.gateway.api.model_info import ModelInfo
 from vecd.gateway.api.operations import Call, Dialect, Operation, ParsedDecode, ParsedEmbed, ParsedTokenize
 from vecd.gateway.api.schemas import any_of, described, list_of, nullable, record
 from vecd.gateway.encoding.forms import Names, check_forms
-from vecd.gateway.encoding.fragments import JsonRows, Matrix
+from vecd.gateway.encoding.fragments import Matrix
 from vecd.gateway.types.errors import (
     ApiError,
     BadRequest,
@@ -260,8 +260,7 @@ def render_vectors(embedded: Embedded, *, model_info: ModelInfo) -> Response:
     if isinstance(collector, Matrix):
         response = render_rows(collector, model=model_info.model, num_tokens=embedded.num_tokens)
     else:
-        assert isinstance(collector, JsonRows)
-        response = Response(200, json_list(collector.fragments))
+        response = Response(200, json_list(fragments_of(embedded)))
     response.headers.update(_headers(embedded, model_info))
     return response
 
@@ -392,12 +391,11 @@ def _without_accept(headers: Mapping[str, str]) -> dict[str, str]:
 
 def render_predictions(embedded: Embedded, *, ends: list[int], model_info: ModelInfo) -> Response:
     """`ends`: 0, and for each instance the number of inputs up to its end."""
-    [collector] = embedded.collectors
-    assert isinstance(collector, JsonRows)
+    fragments = fragments_of(embedded)
     pieces: list[bytes | memoryview] = []
     before = b'{"predictions":['
     for start, end in pairwise(ends):
-        pieces += (before, *json_list(collector.fragments[start:end]))
+        pieces += (before, *json_list(fragments[start:end]))
         before = b","
     return Response(200, [*pieces, b"]}"], _headers(embedded, model_info))
 
