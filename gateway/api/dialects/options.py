@@ -230,7 +230,7 @@ def _read_overflow(values: Values, model_info: ModelInfo) -> Overflow | None:
     for (first, allowed), (second, also_allowed) in combinations(allowed_by.items(), 2):
         if not allowed & also_allowed:
             raise contradiction(first, second)
-    candidates = (model_info.overflow, *_PREFERRED, *Overflow)
+    candidates: tuple[Overflow, ...] = (model_info.overflow, *_PREFERRED, *Overflow)
     return next(overflow for overflow in candidates if all(overflow in allowed for allowed in allowed_by.values()))
 
 
