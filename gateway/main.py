@@ -36,7 +36,7 @@ from vecd.gateway.types.config import GatewayConfig
 from vecd.gateway.types.messages import Limits
 from vecd.shm import logs
 from vecd.shm.card import ModelError
-from vecd.shm.control import Channel, ChildFailed, GatewayReady, GatewayStart
+from vecd.shm.control import Channel, ChildFailed, Drain, GatewayReady, GatewayStart, Message
 from vecd.shm.shared_metrics import Counter, Gauge, Histogram
 from vecd.shm.socketfile import file_id, remove_if_ours
 
@@ -158,9 +158,10 @@ class Gateway:
             await self._server.start(admin, is_admin=True, keeps_listening=config.keeps_admin_listening)
         self._watch = LoopWatch(self._shared_metrics, loop, lambda: self._server.num_requests_in_flight > 0)
         self._control.send(GatewayReady())
-        self._drain_order: asyncio.Future[tuple[float, float]] = loop.create_future()
-        self._control.start(self._services, self._take_drain_order)
-        everything_answered = await drain(self._services, self._server, *await self._drain_order)
+        self._drain_order: asyncio.Future[Drain] = loop.create_future()
+        self._control.start(self._on_message)
+        order = await self._drain_order
+        everything_answered = await drain(self._services, self._server, order.deadline_s, order.grace_s)
         self._control.stop()
         self._watch.stop()
         self._services.stop()
@@ -171,9 +172,11 @@ class Gateway:
             log.warning("the drain's deadline has passed: connections that waited for a response were cut")
         return 0
 
-    def _take_drain_order(self, deadline_s: float, grace_s: float) -> None:
-        if not self._drain_order.done():
-            self._drain_order.set_result((deadline_s, grace_s))
+    def _on_message(self, message: Message, fds: list[int]) -> None:
+        if not isinstance(message, Drain):
+            self._services.on_message(message, fds)
+        elif not self._drain_order.done():
+            self._drain_order.set_result(message)
 
     def _change(self, config: GatewayConfig) -> None:
         """Apply the configuration of a generation that has become the active one to what all generations share."""

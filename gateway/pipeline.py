@@ -214,16 +214,13 @@ class Pipeline:
         with principal.reserve(num_estimated) as reservation:
             permit = self.admission.try_enter(num_estimated, priority, deadline, principal.tenant)
             if permit is None:
-                permit = await self._enter(num_estimated, priority, deadline, principal)
+                try:
+                    permit = await self.admission.enter(num_estimated, priority, deadline, principal.tenant)
+                except TooManyRequests:
+                    self.shared_metrics.add(Counter.REFUSED)
+                    raise
             with permit:
                 return await self._gather(request, permit, principal, reservation, timeline)
-
-    async def _enter(self, num_estimated: int, priority: Priority, deadline: float, principal: Principal) -> Permit:
-        try:
-            return await self.admission.enter(num_estimated, priority, deadline, principal.tenant)
-        except TooManyRequests:
-            self.shared_metrics.add(Counter.REFUSED)
-            raise
 
     async def _gather(
         self,

@@ -9,18 +9,18 @@ that it began with. Knows no connection and no listening socket. Made by `vecd.g
 import asyncio
 import gc
 import logging
+import os
 import socket
 import time
 from collections.abc import Callable, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
-from typing import Any
 
 from vecd.gateway.admission.admission import Admission
 from vecd.gateway.admission.principals import Principals
 from vecd.gateway.api.application import Api
 from vecd.gateway.api.bodies import Bodies
-from vecd.gateway.api.context import Context, TenantLoad
+from vecd.gateway.api.context import Context
 from vecd.gateway.api.model_info import ModelInfo
 from vecd.gateway.api.registry import ENDPOINTS
 from vecd.gateway.dispatch.dispatcher import Dispatcher
@@ -37,9 +37,13 @@ from vecd.gateway.types.messages import HttpRequest, Response
 from vecd.gateway.types.request import Overflow
 from vecd.shm.card import ModelError
 from vecd.shm.control import (
+    Activate,
+    Discard,
     InputDeaths,
     InputsCleared,
     Message,
+    ModelBroken,
+    NewKeys,
     Prepare,
     Prepared,
     Quarantined,
@@ -149,8 +153,8 @@ class Service:
             links=lambda: self.dispatcher.links,
             why_unavailable=self._why_unavailable,
             num_tenants=lambda: self.admission.num_tenants,
-            load_of=self._load_of,
-            openapi=self._describe_api,
+            load_of=lambda tenant: (self.admission.num_requests_of(tenant), self.policy.queued_tokens_of(tenant)),
+            openapi=lambda request: self.api.describe(request),  # noqa: PLW0108 (it is made afterwards)
             on_reload=on_reload,
         )
 
@@ -166,16 +170,10 @@ class Service:
     def _why_unavailable(self) -> str | None:
         return "the server is shutting down" if self.is_draining else self.dispatcher.why_unavailable()
 
-    def _describe_api(self, request: HttpRequest) -> dict[str, Any]:
-        return self.api.describe(request)
-
-    def _load_of(self, tenant: str) -> TenantLoad:
-        return TenantLoad(self.admission.num_requests_of(tenant), self.policy.queued_tokens_of(tenant))
-
 
 class Services:
-    """The generations, as the `vecd.gateway.http.contract.Application` that the server serves, and as the
-    `vecd.gateway.control.Generations` that the supervisor changes."""
+    """The generations, as the `vecd.gateway.http.contract.Application` that the server serves, and as the supervisor's
+    messages change them."""
 
     def __init__(
         self,
@@ -241,32 +239,37 @@ class Services:
 
     # --- messages of the supervisor -------------------------------------------------------------------------
 
-    def worker_up(self, message: WorkerUp, arena_fd: int) -> None:
-        service = self.all[message.generation]
-        slots = map_arena(arena_fd, service.config.arena, writable=False)[self._gateway.shared_metrics.gateway]
-        service.dispatcher.worker_up(Incarnation(message.worker, message.life), slots, message.facts)
-
-    def worker_down(self, message: WorkerDown) -> None:
-        who = Incarnation(message.worker, message.life)
-        for service in self.all.values():
-            service.dispatcher.worker_down(who, message.reason, has_crashed=message.has_crashed)
-
-    def set_broken(self, generation: int, reason: str) -> None:
-        self.all[generation].dispatcher.set_broken(reason)
-
-    def add_to_quarantine(self, digest: str) -> None:
-        for service in self.all.values():
-            service.dispatcher.quarantine.add(digest)
-
-    def note_deaths(self, message: InputDeaths) -> None:
-        for service in self.all.values():
-            service.dispatcher.note_deaths(
-                message.digests, is_isolated=message.is_isolated, has_crashed=message.has_crashed
-            )
-
-    def note_cleared(self, digests: list[str]) -> None:
-        for service in self.all.values():
-            service.dispatcher.note_cleared(digests)
+    def on_message(self, message: Message, fds: Sequence[int]) -> None:
+        """Obey a message, without waiting. The descriptors stay the caller's."""
+        dispatchers = [service.dispatcher for service in self.all.values()]
+        match message:
+            case WorkerUp():
+                service = self.all[message.generation]
+                slots = map_arena(fds[0], service.config.arena, writable=False)[self._gateway.shared_metrics.gateway]
+                service.dispatcher.worker_up(Incarnation(message.worker, message.life), slots, message.facts)
+            case WorkerDown():
+                who = Incarnation(message.worker, message.life)
+                for dispatcher in dispatchers:
+                    dispatcher.worker_down(who, message.reason, has_crashed=message.has_crashed)
+            case ModelBroken():
+                self.all[message.generation].dispatcher.set_broken(message.reason)
+            case Quarantined():
+                for dispatcher in dispatchers:
+                    dispatcher.quarantine.add(message.digest)
+            case InputDeaths(digests, is_isolated, has_crashed):
+                for dispatcher in dispatchers:
+                    dispatcher.note_deaths(digests, is_isolated=is_isolated, has_crashed=has_crashed)
+            case InputsCleared():
+                for dispatcher in dispatchers:
+                    dispatcher.note_cleared(message.digests)
+            case NewKeys():
+                self.set_keys(tuple(map(ApiKey.from_json, message.keys)))
+            case Prepare():
+                self.prepare(message, socket.socket(fileno=os.dup(fds[0])))
+            case Activate():
+                self.activate(message.generation)
+            case Discard():
+                self.discard(message.generation)
 
     def set_keys(self, keys: Sequence[ApiKey]) -> None:
         self._keys = keys
@@ -274,7 +277,8 @@ class Services:
             service.api.set_keys(keys)
 
     def prepare(self, message: Prepare, zmq_listening: socket.socket) -> None:
-        """Make ready for another generation beside those there are, and report it."""
+        """Make ready for another generation beside those there are, and report it. Takes the ownership of
+        `zmq_listening`."""
         # A socket object closes itself if the task is cancelled before it begins.
         task = self._preparing[message.generation] = asyncio.ensure_future(self._prepare(message, zmq_listening))
         task.add_done_callback(lambda _: self._preparing.pop(message.generation, None))

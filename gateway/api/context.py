@@ -6,7 +6,7 @@ route. No handler reaches more than is named here: no queue, no socket and no co
 
 from collections.abc import Callable, Collection, Coroutine, Sequence
 from dataclasses import dataclass
-from typing import Any, NamedTuple, Protocol
+from typing import Any, Protocol
 
 from vecd.gateway.admission.principals import Principal, Principals
 from vecd.gateway.api.bodies import Bodies
@@ -49,13 +49,6 @@ class Embedder(Protocol):
         """Count an embedding request that was refused before its body could be parsed."""
 
 
-class TenantLoad(NamedTuple):
-    """What one tenant has in this gateway."""
-
-    num_requests: int
-    queued_tokens: int
-
-
 @dataclass(slots=True, kw_only=True)
 class Context:
     config: GatewayConfig
@@ -80,8 +73,8 @@ class Context:
     """The reason why no embedding request can be served now; None while one can."""
     num_tenants: Callable[[], int]
     """Tenants with a request in this gateway."""
-    load_of: Callable[[str], TenantLoad]
-    """By tenant."""
+    load_of: Callable[[str], tuple[int, int]]
+    """The requests and the queued tokens that one tenant has in this gateway."""
     openapi: Callable[[HttpRequest], dict[str, Any]]
     """The OpenAPI document of the listener that a request came by."""
     on_reload: Callable[[], None]

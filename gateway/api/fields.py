@@ -9,17 +9,13 @@ a text. Pure.
 from array import array
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
-from enum import Enum
-from typing import Any, Generic, TypeAlias, TypeVar, cast
+from typing import Any, Generic, TypeVar, cast
 
+from vecd.gateway.api.schemas import Schema, described, nullable
 from vecd.gateway.types.errors import BadRequest
 from vecd.gateway.types.quoting import quoted
 
 T = TypeVar("T")
-E = TypeVar("E", bound=Enum)
-
-Schema: TypeAlias = dict[str, Any]
-"""A JSON Schema, as in OpenAPI 3.1."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -81,9 +77,7 @@ class Fields:
 
     def schema(self) -> Schema:
         """The schema of the whole body."""
-        properties = {
-            field.name: {**field.schema, "description": field.description} for field in self._by_name.values()
-        }
+        properties = {field.name: described(field.schema, field.description) for field in self._by_name.values()}
         required = [field.name for field in self._by_name.values() if field.is_required]
         return {"type": "object", "properties": properties, **({"required": required} if required else {})}
 
@@ -92,16 +86,17 @@ class Fields:
 
 
 def text(name: str, description: str, **schema: Any) -> Field[str]:
-    def read(value: Any, name: str) -> str:
-        if not isinstance(value, str):
-            raise BadRequest(f"'{name}' must be a string, is {json_type(value)}", param=name)
-        return value
+    return Field(name, description, nullable("string", **schema), read_text)
 
-    return Field(name, description, {"type": ["string", "null"], **schema}, read)
+
+def read_text(value: Any, name: str) -> str:
+    if not isinstance(value, str):
+        raise BadRequest(f"'{name}' must be a string, is {json_type(value)}", param=name)
+    return value
 
 
 def flag(name: str, description: str, **schema: Any) -> Field[bool]:
-    return Field(name, description, {"type": ["boolean", "null"], **schema}, read_flag)
+    return Field(name, description, nullable("boolean", **schema), read_flag)
 
 
 def read_flag(value: Any, name: str) -> bool:
@@ -110,16 +105,13 @@ def read_flag(value: Any, name: str) -> bool:
     return value
 
 
-def whole_number(name: str, description: str, *, minimum: int, maximum: int | None = None, **schema: Any) -> Field[int]:
-    bounds = f"at least {minimum}" if maximum is None else f"{minimum} to {maximum}"
-    limits = {"minimum": minimum} if maximum is None else {"minimum": minimum, "maximum": maximum}
-
+def whole_number(name: str, description: str, *, minimum: int) -> Field[int]:
     def read(value: Any, name: str) -> int:
-        if read_whole_number(value, name) < minimum or (maximum is not None and value > maximum):
-            raise BadRequest(f"'{name}' must be {bounds}, is {value}", param=name)
+        if read_whole_number(value, name) < minimum:
+            raise BadRequest(f"'{name}' must be at least {minimum}, is {value}", param=name)
         return cast(int, value)
 
-    return Field(name, description, {"type": ["integer", "null"], **limits, **schema}, read)
+    return Field(name, description, nullable("integer", minimum=minimum), read)
 
 
 def read_whole_number(value: Any, name: str) -> int:
@@ -147,9 +139,16 @@ def anything(
     return Field(name, description, schema, lambda value, _: value, is_required, is_large)
 
 
-def named(enum: type[E]) -> dict[str, E]:
-    """The choices of an enum whose values are the names that clients send."""
-    return {member.value: member for member in enum}
+def expect(kind: type[T], value: Any, where: str, what: str, *, param: str | None = None, none: str = "null") -> T:
+    """The value, if it is of that type; never for a number, because a boolean counts as one.
+
+    Raises BadRequest, which says that `where` must be `what`, for the field `param`: `where` itself by default. `none`:
+    the word for None, "missing" for what an object should have.
+    """
+    if not isinstance(value, kind):
+        is_now = none if value is None else json_type(value)
+        raise BadRequest(f"'{where}' must be {what}, is {is_now}", param=param or where)
+    return value
 
 
 def given(value: Any) -> str:

@@ -14,11 +14,10 @@ from typing import Any, NamedTuple
 from vecd.gateway.admission.principals import Principal
 from vecd.gateway.api.context import Context
 from vecd.gateway.api.dialects.headers import parse_timeout_s
-from vecd.gateway.api.operations import Call, Dialect, Operation, ParsedDecode, ParsedEmbed, ParsedTokenize
+from vecd.gateway.api.operations import Call, Dialect, Operation, ParsedDecode, ParsedEmbed, ParsedTokenize, Work
 from vecd.gateway.api.routes import name_in
 from vecd.gateway.types.errors import ApiError
 from vecd.gateway.types.messages import HttpRequest, Response
-from vecd.gateway.types.timeline import RequestTimeline
 
 _INLINE_ITEMS = 4096
 """Responses of at most so many items are rendered on the event loop: 1 ms, 4 ms with a report of each."""
@@ -68,7 +67,7 @@ class OperationsHandler:
         timeline.parsed_at = time.monotonic()
         http.body = b""  # frees up to tens of megabytes
         try:
-            return await _respond(context, parsed, timeline, principal)
+            return await _respond(context, parsed, http, principal)
         except ApiError as error:
             error.dialect = parsed.claim.dialect.name
             if parsed.field is not None and error.param == _INPUT:
@@ -97,20 +96,12 @@ class OperationsHandler:
         operation = claim.operation
         try:
             call = Call(operation.fields.read(body), http.headers, context.model_info, http.request_id)
-            if operation.embed is not None:
-                work = operation.embed(call)
-                if isinstance(work, Response):
-                    return _Parsed(claim, work)
+            parse = operation.embed or operation.reply
+            assert parse is not None
+            work, num_estimated = parse(call), 0
+            if isinstance(work, ParsedEmbed):
                 num_estimated = context.estimate_tokens(work.request.inputs, work.request.tokenizing)
-                return _Parsed(claim, work, num_estimated, None, self._field(claim, body))
-            if operation.tokenize is not None:
-                timeout_s = parse_timeout_s(http.headers)
-                return _Parsed(claim, operation.tokenize(call), 0, timeout_s, self._field(claim, body))
-            if operation.decode is not None:
-                timeout_s = parse_timeout_s(http.headers)
-                return _Parsed(claim, operation.decode(call), 0, timeout_s, self._field(claim, body))
-            assert operation.reply is not None
-            return _Parsed(claim, operation.reply(call))
+            return _Parsed(claim, work, num_estimated, self._field(claim, body))
         except ApiError as error:
             error.dialect = claim.dialect.name
             raise
@@ -124,30 +115,30 @@ def _input_fields(operation: Operation) -> tuple[str, ...]:
 
 class _Parsed(NamedTuple):
     claim: Claim
-    work: ParsedEmbed | ParsedTokenize | ParsedDecode | Response
-    num_estimated: int = 0
+    work: Work
+    num_estimated: int
     """Tokens of the inputs to embed, guessed from characters."""
-    timeout_s: float | None = None
-    """Of a `ParsedTokenize` or `ParsedDecode`; `EmbedRequest` has its own."""
-    field: str | None = None
+    field: str | None
     """The field with the inputs, if it is not `input`."""
 
 
-async def _respond(context: Context, parsed: _Parsed, timeline: RequestTimeline, principal: Principal) -> Response:
+async def _respond(context: Context, parsed: _Parsed, http: HttpRequest, principal: Principal) -> Response:
     match parsed.work:
         case Response() as response:
             return response
         case ParsedEmbed() as work:
             is_large = len(work.request.inputs) > _INLINE_ITEMS  # `embed` removes them
-            embedded = await context.embedder.embed(work.request, parsed.num_estimated, timeline, principal)
+            embedded = await context.embedder.embed(work.request, parsed.num_estimated, http.timeline, principal)
             if is_large:
                 return await context.threads.call(partial(work.render, embedded), principal.tenant)
             return work.render(embedded)
         case ParsedTokenize() as work:
-            await context.embedder.describe(work, parsed.timeout_s, timeline.arrived_at, principal)
+            timeout_s = parse_timeout_s(http.headers)
+            await context.embedder.describe(work, timeout_s, http.timeline.arrived_at, principal)
             return work.render()
         case ParsedDecode() as work:
-            return work.render(await context.embedder.decode(work, parsed.timeout_s, timeline.arrived_at, principal))
+            timeout_s = parse_timeout_s(http.headers)
+            return work.render(await context.embedder.decode(work, timeout_s, http.timeline.arrived_at, principal))
 
 
 def _name(error: ApiError, field: str, *, is_list: bool) -> None:

@@ -86,7 +86,8 @@ class PieceReader:
             self._expect(b":")
             yield from self._skip_blanks()
             # Of fields of the same name the last counts, as with orjson.
-            fields[self._field] = yield from self._read_field()
+            is_large = self._field in self._large_fields
+            fields[self._field] = (yield from self._read_large(depth=0)) if is_large else self._read_other(depth=0)
             if self._at - paused_at >= self._bounds.window_bytes:
                 paused_at = self._at
                 yield
@@ -110,11 +111,6 @@ class PieceReader:
         name = self._read_other(depth=0)
         assert isinstance(name, str)
         return name
-
-    def _read_field(self) -> Steps:
-        if self._field in self._large_fields:
-            return (yield from self._read_large(depth=0))
-        return self._read_other(depth=0)
 
     def _read_large(self, depth: int) -> Steps:
         """Read a value of a large field, `depth` lists deep."""
@@ -193,8 +189,10 @@ class PieceReader:
         most, is_element = self._bounds.max_other_bytes, depth > 0
         start, limit = self._at, self._at + most - (0 if is_element else self._num_other_bytes)
         end = value_end(self._document, start, limit)
+        if end is None and limit <= len(self._document):
+            raise self._too_much()
         if end is None:
-            raise self._unended(limit)
+            raise _invalid_json("unexpected end of data", len(self._document))
         if end == start:
             raise self._invalid("a value was expected")
         num_text_bytes = long_strings_bytes(self._document, start, end) if is_element else 0
@@ -238,11 +236,6 @@ class PieceReader:
             f"'{self._field}' has a list of token ids in which number {num_before + index} is not a whole number",
             param=self._field,
         )
-
-    def _unended(self, limit: int) -> BadRequest:
-        if limit > len(self._document):
-            return _invalid_json("unexpected end of data", len(self._document))
-        return self._too_much()
 
     def _too_much(self) -> BadRequest:
         name = self._field if self._field in self._known_fields else None

@@ -67,8 +67,6 @@ class ModelInfo:
     max_inputs: int
     max_request_tokens: int | None
     max_body_bytes: int
-    max_batch_tokens: int
-    max_requests: int
     overflow: Overflow
     compute_type: str
     """"cpu" or "gpu"."""
@@ -104,8 +102,6 @@ class ModelInfo:
             max_inputs=config.max_inputs,
             max_request_tokens=config.max_request_tokens,
             max_body_bytes=config.max_body_bytes,
-            max_batch_tokens=config.max_batch_tokens,
-            max_requests=config.max_requests,
             overflow=Overflow(config.overflow),
             compute_type=config.compute_type,
             version=config.version,

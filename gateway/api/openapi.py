@@ -13,11 +13,11 @@ from collections.abc import Iterator, Sequence
 from typing import Any
 
 from vecd.gateway.api.dialects.headers import MAX_TIMEOUT_MS
-from vecd.gateway.api.fields import Schema
 from vecd.gateway.api.handlers import Claim, OperationsHandler
 from vecd.gateway.api.model_info import ModelInfo
 from vecd.gateway.api.operations import Dialect, Operation
 from vecd.gateway.api.routes import Place, Route, Table
+from vecd.gateway.api.schemas import Schema
 
 _STATUSES = {
     400: "The request is wrong: the message names the field, the limit and the value",
@@ -36,8 +36,8 @@ _DIMENSIONS = {"dimensions", "output_dimension", "truncate_dim"}
 _NUM_TOKENS = {"truncate_prompt_tokens"}
 """Fields whose maximum is the number of tokens that the model takes."""
 _WITH_RETRY_AFTER = {429, 503}
-_OF_BODIES = {408, 413, 415}
-_OF_EMBEDDING = {429, 500, 503}
+_WITH_BODY = {408, 413, 415, 429, 500, 503}
+_WITH_KEY = {401, 403}
 
 _REQUEST_ID = {"x-request-id": {"description": "Of the request, as it is in the log", "schema": {"type": "string"}}}
 _RETRY_AFTER = {"retry-after": {"description": "Seconds, 1 to 60", "schema": {"type": "integer", "minimum": 1}}}
@@ -135,9 +135,12 @@ def _route(route: Route, model_info: ModelInfo, *, has_keys: bool) -> dict[str, 
         return {**security, **_operation(claims, model_info, needs_key=needs_key)}
     about = route.about
     assert about is not None, "a route without documentation"
-    responses = {str(about.status): _response([about]), **_others(about)}
+    responses = {str(about.status): _response([about])}
+    for status, schema in about.other_responses.items():
+        content = {about.media_type: {"schema": schema}}
+        responses[str(status)] = {"description": "", "headers": _REQUEST_ID, "content": content}
     if route.place is Place.ADMIN or needs_key:
-        responses.update({str(status): _error(status, _STATUSES[status], ["openai"]) for status in (401, 403)})
+        responses.update({str(status): _error(status, _STATUSES[status], ["openai"]) for status in sorted(_WITH_KEY)})
     return {**security, "tags": ["server"], "summary": about.summary, "responses": responses}
 
 
@@ -148,25 +151,21 @@ def _operation(claims: Sequence[Claim], model_info: ModelInfo, *, needs_key: boo
         "summary": "; or: ".join(dict.fromkeys(operation.summary for operation in operations)),
     }
     has_body = any(operation.describe is None for operation in operations)
-    embeds = any(operation.embed is not None for operation in operations)
     if has_body:
         schemas = [_with_limits(operation, model_info) for operation in operations]
         described["requestBody"] = {"required": True, "content": {"application/json": {"schema": _any_of(schemas)}}}
-    if embeds:
+    if any(operation.embed is not None for operation in operations):
         described["parameters"] = list(_PARAMETERS)
-    statuses = {400, 401, 403, 404, 431} | (_OF_BODIES if has_body else set()) | (_OF_EMBEDDING if has_body else set())
-    if not needs_key:
-        statuses -= {401, 403}
     documented = [operation for operation in operations if operation.response]
-    described["responses"] = {"200": _response(documented)} if documented else {}
-    for operation in operations:
-        described["responses"].update(_others(operation))
-    dialects = list({claim.dialect.name: claim.dialect for claim in claims}.values())
-    texts = {status: text for status, text in _STATUSES.items() if status in statuses}
-    for dialect in dialects:
-        texts.update(dialect.statuses if has_body else {})
+    responses = described["responses"] = {"200": _response(documented)} if documented else {}
+    dialects = {claim.dialect.name: claim.dialect for claim in claims}
+    left_out = (set() if has_body else _WITH_BODY) | (set() if needs_key else _WITH_KEY)
+    texts = {status: text for status, text in _STATUSES.items() if status not in left_out}
+    if has_body:
+        for dialect in dialects.values():
+            texts.update(dialect.statuses)
     for status, text in sorted(texts.items()):
-        described["responses"][str(status)] = _error(status, text, [dialect.name for dialect in dialects])
+        responses[str(status)] = _error(status, text, [*dialects])
     return described
 
 
@@ -180,26 +179,11 @@ def _response(operations: Sequence[Operation]) -> dict[str, Any]:
     return {"description": "The answer", "headers": _REQUEST_ID, "content": content}
 
 
-def _others(operation: Operation) -> dict[str, Any]:
-    return {
-        str(status): {
-            "description": "",
-            "headers": _REQUEST_ID,
-            "content": {operation.media_type: {"schema": schema}} if schema else {},
-        }
-        for status, schema in operation.other_responses.items()
-    }
-
-
 def _error(status: int, text: str, dialects: Sequence[str]) -> dict[str, Any]:
     """`dialects`: the names of those whose shapes the error may have."""
     schemas: list[Schema] = [{"$ref": f"#/components/schemas/{dialect}-error"} for dialect in dialects]
     headers = {**_REQUEST_ID, **(_RETRY_AFTER if status in _WITH_RETRY_AFTER else {})}
-    return {
-        "description": text,
-        "headers": headers,
-        "content": {"application/json": {"schema": _any_of(schemas)}},
-    }
+    return {"description": text, "headers": headers, "content": {"application/json": {"schema": _any_of(schemas)}}}
 
 
 def _any_of(schemas: Sequence[Schema]) -> Schema:

@@ -12,8 +12,9 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from typing import NamedTuple, TypeAlias
 
-from vecd.gateway.api.fields import Fields, Schema, Values
+from vecd.gateway.api.fields import Fields, Values
 from vecd.gateway.api.model_info import ModelInfo
+from vecd.gateway.api.schemas import Schema
 from vecd.gateway.types.errors import ApiError
 from vecd.gateway.types.messages import Response
 from vecd.gateway.types.request import Embedded, EmbedRequest, TokenCollector, TokenIds
@@ -56,6 +57,9 @@ class ParsedDecode(NamedTuple):
     render: Callable[[list[str]], Response]
 
 
+Work: TypeAlias = ParsedEmbed | ParsedTokenize | ParsedDecode | Response
+"""What a parsed call needs; a Response needs nothing more."""
+
 NO_FIELDS = Fields()
 
 
@@ -72,10 +76,8 @@ class Operation:
     fields: Fields = NO_FIELDS
     embed: Callable[[Call], ParsedEmbed | Response] | None = None
     """Returns a Response if there is nothing to embed."""
-    tokenize: Callable[[Call], ParsedTokenize] | None = None
-    decode: Callable[[Call], ParsedDecode] | None = None
-    reply: Callable[[Call], Response] | None = None
-    """For a response that needs only the body and the model info."""
+    reply: Callable[[Call], ParsedTokenize | ParsedDecode | Response] | None = None
+    """For a response that needs no vectors: only the tokenizer, or only the body and the model info."""
     describe: Callable[[ModelInfo, str], Response] | None = None
     """For a response that needs only the model info and the path."""
     claims: str | None = None
@@ -89,7 +91,7 @@ class Operation:
     status: int = 200
     """The status of a response that is not an error."""
     other_responses: Mapping[int, Schema] = field(default_factory=dict)
-    """Schemas of responses that have other statuses and are not errors of the dialect, for the documentation."""
+    """Schemas of responses of the server's own routes that have other statuses, for the documentation."""
 
 
 OperationTable: TypeAlias = Mapping[str, Operation]

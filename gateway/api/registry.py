@@ -4,8 +4,6 @@ Owns the list of dialects, whose order decides at a path that several have, and 
 under. Knows no socket. Read by `vecd.gateway.api.application` (routes, shapes of errors) and `vecd.gateway.service`.
 """
 
-from collections.abc import Iterator, Mapping
-
 from vecd.gateway.api.dialects import cohere, ollama, openai, tei, vllm
 from vecd.gateway.api.handlers import Claim, OperationsHandler
 from vecd.gateway.api.operations import Dialect
@@ -21,19 +19,15 @@ DIALECTS: tuple[Dialect, ...] = (openai.DIALECT, vllm.DIALECT, cohere.DIALECT, o
 
 _BY_NAME = {dialect.name: dialect for dialect in DIALECTS}
 
-
-_endpoints = [NO_ROUTE]
+_endpoints: dict[Endpoint, int] = {NO_ROUTE: 0}
 
 
 def _endpoint(route: str, dialect: str) -> int:
-    endpoint = Endpoint(route, dialect)
-    if endpoint not in _endpoints:
-        _endpoints.append(endpoint)
-    return _endpoints.index(endpoint)
+    return _endpoints.setdefault(Endpoint(route, dialect), len(_endpoints))
 
 
-def dialect_routes() -> dict[str, dict[str, Route]]:
-    """The routes of all dialects: path → method → route."""
+def _make_routes() -> Table:
+    """The routes of the dialects, and the server's own. Both may be at one path, with different methods."""
     claims: dict[tuple[str, str], list[Claim]] = {}
     for dialect in DIALECTS:
         for at, operation in dialect.operations.items():
@@ -43,19 +37,13 @@ def dialect_routes() -> dict[str, dict[str, Route]]:
     table: dict[str, dict[str, Route]] = {}
     for (path, method), theirs in claims.items():
         table.setdefault(path, {})[method] = Route(OperationsHandler(tuple(theirs), path), endpoint=theirs[0].endpoint)
-    return table
-
-
-def _all_routes() -> Table:
-    """Those of the dialects, and the server's own. Both may be at one path, with different methods."""
-    table = dialect_routes()
     for path, methods in OWN_ROUTES.items():
         for method, route in methods.items():
             table.setdefault(path, {})[method] = route._replace(endpoint=_endpoint(path, OWN))
     return table
 
 
-ROUTES: Table = _all_routes()
+ROUTES = _make_routes()
 
 ENDPOINTS: tuple[Endpoint, ...] = tuple(_endpoints)
 """By the index that `Route.endpoint` and `RequestTimeline.endpoint` have."""
@@ -73,11 +61,7 @@ def render_error(error: ApiError, path: str | None, table: Table) -> Response:
 def _dialect_at(path: str | None, table: Table) -> Dialect | None:
     if path is None:
         return None
-    found = next(_dialects_of(methods_at(table, path)), None)
-    return found or next((dialect for dialect in DIALECTS if dialect.prefix and path.startswith(dialect.prefix)), None)
-
-
-def _dialects_of(methods: Mapping[str, Route] | None) -> Iterator[Dialect]:
-    for route in methods.values() if methods is not None else ():
+    for route in (methods_at(table, path) or {}).values():
         if isinstance(route.handler, OperationsHandler):
-            yield route.handler.claims[0].dialect
+            return route.handler.claims[0].dialect
+    return next((dialect for dialect in DIALECTS if dialect.prefix and path.startswith(dialect.prefix)), None)

@@ -22,15 +22,13 @@ percentiles; nothing that a caller sent is in it. Reads the shared metrics and t
 """
 
 import time
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Mapping
 from typing import Any
 
-from vecd.gateway.api.health import describe_gateways, describe_model, state_of
-from vecd.gateway.dispatch.worker_link import WorkerLink
+from vecd.gateway.api.context import Context
+from vecd.gateway.api.info import describe_gateways, describe_model, state_of
 from vecd.gateway.telemetry.processes import Usage
 from vecd.gateway.telemetry.shared_metrics import SharedMetrics
-from vecd.gateway.types.config import GatewayConfig
-from vecd.gateway.types.endpoints import Endpoint
 from vecd.shm.shared_metrics import Counter, Gauge, Histogram, WorkerCell
 
 RECENT_S = 5.0
@@ -60,14 +58,9 @@ _TOTALS = {
 }
 
 
-def describe_stats(
-    config: GatewayConfig,
-    shared_metrics: SharedMetrics,
-    links: Collection[WorkerLink],
-    endpoints: Sequence[Endpoint],
-    usages: Mapping[str, Usage],
-) -> dict[str, Any]:
-    """The body of `/stats`. Side effect: the polled gauges are published."""
+def describe_stats(context: Context, usages: Mapping[str, Usage]) -> dict[str, Any]:
+    """The body of `/stats`. `usages`: of the server's processes. Side effect: the polled gauges are published."""
+    config, shared_metrics, endpoints = context.config, context.shared_metrics, context.endpoints
     now_ns = time.monotonic_ns()
     shared_metrics.publish()
     return {
@@ -101,7 +94,7 @@ def describe_stats(
             "rows": shared_metrics.total(Gauge.ARENA_ROWS),
             "rows_in_use": shared_metrics.total(Gauge.ARENA_ROWS_IN_USE),
         },
-        "workers": _describe_workers(config.num_workers, shared_metrics, links),
+        "workers": _describe_workers(context),
         "gateways": describe_gateways(shared_metrics),
         "batches": [_describe_batch(*batch) for batch in shared_metrics.recent_batches(now_ns - int(RECENT_S * 1e9))],
         "processes": {name: usage._asdict() for name, usage in usages.items()},
@@ -113,12 +106,11 @@ def _histogram(shared_metrics: SharedMetrics, histogram: Histogram, sum_name: st
     return {"counts": counts, sum_name: total}
 
 
-def _describe_workers(
-    num_workers: int, shared_metrics: SharedMetrics, links: Collection[WorkerLink]
-) -> list[dict[str, Any]]:
-    by_worker = {link.incarnation.worker: link for link in links}
+def _describe_workers(context: Context) -> list[dict[str, Any]]:
+    shared_metrics = context.shared_metrics
+    by_worker = {link.incarnation.worker: link for link in context.links()}
     described = []
-    for worker in range(num_workers):
+    for worker in range(context.config.num_workers):
         link = by_worker.get(worker)
         facts = link.facts if link is not None else {}
         described.append(

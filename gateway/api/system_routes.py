@@ -1,6 +1,6 @@
 """The server's own routes, which belong to no dialect: health, figures, documentation, commands of the operator.
 
-Owns their handlers and their documentation. The bodies are written by `vecd.gateway.api.health`,
+Owns their handlers and their documentation. The bodies are written by `vecd.gateway.api.info`,
 `vecd.gateway.api.stats` and `vecd.gateway.telemetry.metrics`. Read by `vecd.gateway.api.registry`.
 """
 
@@ -15,15 +15,9 @@ import orjson
 
 from vecd.gateway.admission.auth import ANY_SCOPE
 from vecd.gateway.admission.principals import Principal
+from vecd.gateway.api import schemas
 from vecd.gateway.api.context import Context
-from vecd.gateway.api.health import (
-    INFO_SCHEMA,
-    describe_for_tei,
-    describe_health,
-    describe_info,
-    describe_tenants,
-    state_of,
-)
+from vecd.gateway.api.info import INFO_SCHEMA, describe_for_tei, describe_info, state_of
 from vecd.gateway.api.operations import Operation
 from vecd.gateway.api.routes import Place, Route
 from vecd.gateway.api.stats import describe_stats
@@ -34,8 +28,12 @@ from vecd.shm.shared_metrics import Gauge
 
 
 async def health(context: Context, http: HttpRequest, principal: Principal) -> Response:
-    status, body = describe_health(context.why_unavailable())
-    return _json(status, body, headers={} if status == 200 else {"retry-after": "1"})
+    """200 only while a worker can serve and the server takes requests. Is about this gateway and its own links to the
+    workers, because the caller's requests would go to it."""
+    reason = context.why_unavailable()
+    if reason is None:
+        return _json(200, {"status": "ok"})
+    return _json(503, {"status": "unavailable", "reason": reason}, headers={"retry-after": "1"})
 
 
 async def live(context: Context, http: HttpRequest, principal: Principal) -> Response:
@@ -54,25 +52,17 @@ async def root(context: Context, http: HttpRequest, principal: Principal) -> Res
 async def _root(context: Context, http: HttpRequest, principal: Principal) -> Response:
     if context.config.has_ui and "text/html" in http.headers.get("accept", ""):
         return _page("page.html")
-    status, _ = describe_health(context.why_unavailable())
-    if status != 200:
+    if context.why_unavailable() is not None:
         return await health(context, http, principal)
     return Response(200, b"vecd is running", content_type=_TEXT)
 
 
 async def info(context: Context, http: HttpRequest, principal: Principal) -> Response:
     """Operators get everything; other callers get the fields of text-embeddings-inference, which its clients need."""
-    config, links, num_threads = context.config, context.links(), context.threads.num_threads
-    is_operators = principal.sees_metrics and (http.is_admin or not config.has_admin_listener)
+    is_operators = principal.sees_metrics and (http.is_admin or not context.config.has_admin_listener)
     if not is_operators:
-        return _json(200, describe_for_tei(config, links, num_threads))
-    tenants = None
-    if http.is_admin or principal.is_admin:
-        tenants = describe_tenants(context.num_tenants(), context.principals.with_keys, context.load_of)
-    body = describe_info(
-        config, context.shared_metrics, links, num_threads=num_threads, started_at=context.started_at, tenants=tenants
-    )
-    return _json(200, body)
+        return _json(200, describe_for_tei(context))
+    return _json(200, describe_info(context, shows_tenants=http.is_admin or principal.is_admin))
 
 
 async def metrics(context: Context, http: HttpRequest, principal: Principal) -> Response:
@@ -94,9 +84,7 @@ async def metrics(context: Context, http: HttpRequest, principal: Principal) -> 
 
 
 async def stats(context: Context, http: HttpRequest, principal: Principal) -> Response:
-    usages = await _usages(context)
-    body = describe_stats(context.config, context.shared_metrics, context.links(), context.endpoints, usages)
-    return _json(200, body, headers={"cache-control": "no-store"})
+    return _json(200, describe_stats(context, await _usages(context)), headers={"cache-control": "no-store"})
 
 
 async def _usages(context: Context) -> dict[str, Usage]:
@@ -160,22 +148,22 @@ _PAGE_HEADERS = {
 
 _TEXT = "text/plain; charset=utf-8"
 
-_STATUS = {"type": "object", "required": ["status"], "properties": {"status": {"type": "string"}}}
+_STATUS = schemas.record(status=schemas.STRING)
 _OBJECT = {"type": "object"}
 
 HEALTH = Operation(summary="Whether a worker can serve", response=_STATUS, other_responses={503: _STATUS})
 LIVE = Operation(summary="Whether the gateway runs", response=_STATUS)
-ROOT = Operation(summary="Whether a worker can serve", response={"type": "string"}, media_type=_TEXT)
+ROOT = Operation(summary="Whether a worker can serve", response=schemas.STRING, media_type=_TEXT)
 INFO = Operation(
     summary="Describe the model and the limits; to operators the queue and the workers, too", response=INFO_SCHEMA
 )
 STATS = Operation(summary="The whole server at this moment, as the page shows it", response=_OBJECT)
-METRICS = Operation(summary="Counters and gauges for Prometheus", response={"type": "string"}, media_type=CONTENT_TYPE)
+METRICS = Operation(summary="Counters and gauges for Prometheus", response=schemas.STRING, media_type=CONTENT_TYPE)
 RELOAD = Operation(summary="Read the configuration again, as SIGHUP does", response=_STATUS, status=202)
 KEYS = Operation(summary="Limits and use of each API key", response=_OBJECT)
 OPENAPI = Operation(summary="This document", response=_OBJECT)
 DOCS = Operation(
-    summary="A page that shows this document", response={"type": "string"}, media_type="text/html; charset=utf-8"
+    summary="A page that shows this document", response=schemas.STRING, media_type="text/html; charset=utf-8"
 )
 
 OWN_ROUTES = {

@@ -2,7 +2,7 @@
 
 Owns this gateway's section of `vecd.shm.shared_metrics`, where the memory and its rules are described. Every write is a
 few plain stores: no lock, no system call. Measured: `add` takes 0.15 µs, `set` 0.1 µs. Called wherever something is
-counted; read by `vecd.gateway.api.health` and `vecd.gateway.telemetry.metrics`.
+counted; read by `vecd.gateway.api.info` and `vecd.gateway.telemetry.metrics`.
 """
 
 import mmap

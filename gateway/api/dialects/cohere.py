@@ -12,16 +12,16 @@ from typing import Any
 
 import orjson
 
-from vecd.gateway.api import fields
+from vecd.gateway.api import fields, schemas
 from vecd.gateway.api.dialects import options
 from vecd.gateway.api.dialects.headers import parse_priority, parse_timeout_s, priority_numbered, response_headers
 from vecd.gateway.api.dialects.inputs import parse_texts
-from vecd.gateway.api.dialects.rows import json_list
-from vecd.gateway.api.fields import Field, Fields, Schema, Values, given, json_type
+from vecd.gateway.api.dialects.rows import fragments_of, json_list
+from vecd.gateway.api.fields import Field, Fields, Values, given, json_type
 from vecd.gateway.api.model_info import ModelInfo
 from vecd.gateway.api.operations import Call, Dialect, Operation, ParsedEmbed
+from vecd.gateway.api.schemas import Schema, any_of, described, list_of, nullable, record
 from vecd.gateway.encoding.forms import Names, check_forms
-from vecd.gateway.encoding.fragments import JsonRows
 from vecd.gateway.types.errors import ApiError, BadRequest
 from vecd.gateway.types.messages import Response
 from vecd.gateway.types.request import Dtype, Embedded, EmbedRequest, Encoding, Form, Overflow, Priority, Tokenizing
@@ -42,9 +42,7 @@ _IMAGE = "image"
 
 def _read_types(value: Any, name: str) -> tuple[str, ...]:
     """The types without repetitions, in the order of the request."""
-    if not isinstance(value, list):
-        raise BadRequest(f"'{name}' must be a list, is {json_type(value)}", param=name)
-    for index, item in enumerate(value):
+    for index, item in enumerate(fields.expect(list, value, name, "a list")):
         if not isinstance(item, str) or item not in _FORMS:
             known = ", ".join(f"'{known}'" for known in _FORMS)
             raise BadRequest(f"'{name}[{index}]' must be one of {known}, is {given(item)}", param=name)
@@ -55,34 +53,21 @@ def _read_priority(value: Any, name: str) -> Priority:
     return priority_numbered(fields.read_whole_number(value, name))
 
 
-_TEXT_LIST: Schema = {"type": "array", "items": {"type": "string"}, "minItems": 1}
-_TEXT_ITEM: Schema = {
-    "type": "object",
-    "required": ["type", "text"],
-    "properties": {"type": {"const": "text"}, "text": {"type": "string"}},
-}
-_CONTENT: Schema = {
-    "type": "object",
-    "required": ["content"],
-    "properties": {"content": {"type": "array", "items": _TEXT_ITEM, "minItems": 1, "maxItems": 1}},
-}
+_TEXT = record(type={"const": "text"}, text=schemas.STRING)
+_INPUT = record(content={**list_of(_TEXT, at_least=1), "maxItems": 1})
 
-TEXTS = fields.anything(
-    "texts", "what is to be embedded", {"anyOf": [_TEXT_LIST, {"type": ["string", "null"]}]}, is_large=True
-)
+TEXTS = fields.anything("texts", "what is to be embedded", any_of(schemas.TEXTS, nullable("string")), is_large=True)
 INPUTS = fields.anything(
     "inputs",
     "the same as objects, each with one text",
-    {"anyOf": [{"type": "array", "items": _CONTENT, "minItems": 1}, {"type": "null"}]},
+    any_of(list_of(_INPUT, at_least=1), {"type": "null"}),
     is_large=True,
 )
-IMAGES = fields.anything(
-    "images", "refused: only texts are embedded", {"type": ["array", "null"], "maxItems": 0}, is_large=True
-)
+IMAGES = fields.anything("images", "refused: only texts are embedded", nullable("array", maxItems=0), is_large=True)
 EMBEDDING_TYPES = Field(
     "embedding_types",
     "forms in which each vector is answered",
-    {"type": ["array", "null"], "items": {"enum": list(_FORMS)}},
+    nullable("array", items={"enum": list(_FORMS)}),
     _read_types,
 )
 OUTPUT_DIMENSION = fields.whole_number("output_dimension", "length of the vectors", minimum=1)
@@ -96,7 +81,7 @@ MAX_TOKENS = fields.whole_number("max_tokens", "longest text in tokens, if that 
 PRIORITY = Field(
     "priority",
     "how soon an answer is wanted, beside other requests: lower first, 0 is the default",
-    {"type": ["integer", "null"]},
+    nullable("integer"),
     _read_priority,
 )
 FIELDS = Fields(
@@ -167,28 +152,22 @@ def _texts_of(inputs: Any, name: str, max_inputs: int) -> list[str]:
     if not isinstance(inputs, list):
         what = "a list of whole numbers" if isinstance(inputs, array) else json_type(inputs)
         raise BadRequest(f"'{name}' must be a list of objects, is {what}", param=name)
-    texts = []
-    for index, item in enumerate(inputs):
-        if not isinstance(item, dict):
-            raise BadRequest(f"'{name}[{index}]' must be an object, is {json_type(item)}", param=name)
-        content, where = item.get("content"), f"{name}[{index}].content"
-        if not isinstance(content, list):
-            what = "missing" if content is None else json_type(content)
-            raise BadRequest(f"'{where}' must be a list, is {what}", param=name)
-        if len(content) != 1:
-            raise BadRequest(f"'{where}' must have 1 item, a text, has {len(content)}", param=name)
-        texts.append(_text_of(content[0], where, name))
-    return parse_texts(texts, name, max_inputs)
+    return parse_texts([_text_of(item, index, name) for index, item in enumerate(inputs)], name, max_inputs)
 
 
-def _text_of(item: Any, where: str, name: str) -> Any:
-    if not isinstance(item, dict):
-        raise BadRequest(f"'{where}[0]' must be an object, is {json_type(item)}", param=name)
-    if item.get("type") != "text":
-        raise BadRequest(f"'{where}[0].type' must be 'text': this server embeds texts", param=name)
-    if not isinstance(item.get("text"), str):
-        raise BadRequest(f"'{where}[0].text' must be a string, is {json_type(item.get('text'))}", param=name)
-    return item["text"]
+def _text_of(item: Any, index: int, param: str) -> str:
+    match item:
+        case {"content": [{"type": "text", "text": str(text)}]}:
+            return text
+    content = fields.expect(dict, item, f"{param}[{index}]", "an object", param=param).get("content")
+    where = f"{param}[{index}].content"
+    parts = fields.expect(list, content, where, "a list", param=param, none="missing")
+    if len(parts) != 1:
+        raise BadRequest(f"'{where}' must have 1 item, a text, has {len(parts)}", param=param)
+    part = fields.expect(dict, parts[0], f"{where}[0]", "an object", param=param)
+    if part.get("type") != "text":
+        raise BadRequest(f"'{where}[0].type' must be 'text': this server embeds texts", param=param)
+    return fields.expect(str, part.get("text"), f"{where}[0].text", "a string", param=param)
 
 
 def _read_prompt(values: Values, model_info: ModelInfo) -> str | None:
@@ -225,23 +204,17 @@ def render_embed(
     of version 1. `max_tokens`: the length that texts were cut to."""
     pieces: list[bytes | memoryview] = [b'{"id":%b,"embeddings":' % orjson.dumps(request_id)]
     if names is None:
-        pieces += _rows(embedded, 0)
+        pieces += json_list(fragments_of(embedded))
     else:
         for index, name in enumerate(names):
             pieces.append(b'%b"%b":' % (b"," if index else b"{", name.encode()))
-            pieces += _rows(embedded, index)
+            pieces += json_list(fragments_of(embedded, index))
         pieces.append(b"}")
     pieces += (b',"texts":[', *echoed)
     kind = b"embeddings_floats" if names is None else b"embeddings_by_type"
     meta = orjson.dumps(_meta(embedded, version, max_tokens))
     pieces.append(b'],"meta":%b,"response_type":"%b"}' % (meta, kind))
     return Response(200, pieces, headers=response_headers(embedded))
-
-
-def _rows(embedded: Embedded, index: int) -> list[bytes | memoryview]:
-    collector = embedded.collectors[index]
-    assert isinstance(collector, JsonRows)
-    return json_list(collector.fragments)
 
 
 def _meta(embedded: Embedded, version: int, max_tokens: int) -> dict[str, Any]:
@@ -266,55 +239,45 @@ def render_error(error: ApiError) -> Response:
 # --- documentation ----------------------------------------------------------------------------------------------
 
 
-def _list_of(items: Schema) -> Schema:
-    return {"type": "array", "items": items, "minItems": 1}
+def _vectors(element: Schema) -> Schema:
+    return list_of(list_of(element, at_least=1), at_least=1)
 
 
-_FLOATS = _list_of(_list_of({"type": "number"}))
+_FLOATS = _vectors({"type": "number"})
+_SIGNED = _vectors({"type": "integer", "minimum": -128, "maximum": 127})
+_UNSIGNED = _vectors({"type": "integer", "minimum": 0, "maximum": 255})
+_BASE64 = list_of({"type": "string", "contentEncoding": "base64"}, at_least=1)
 _BY_TYPE: Schema = {
     "type": "object",
     "minProperties": 1,
     "properties": {
         "float": _FLOATS,
-        "int8": _list_of(_list_of({"type": "integer", "minimum": -128, "maximum": 127})),
-        "uint8": _list_of(_list_of({"type": "integer", "minimum": 0, "maximum": 255})),
-        "binary": _list_of(_list_of({"type": "integer", "minimum": -128, "maximum": 127})),
-        "ubinary": _list_of(_list_of({"type": "integer", "minimum": 0, "maximum": 255})),
-        "base64": _list_of({"type": "string", "contentEncoding": "base64"}),
+        "int8": _SIGNED,
+        "uint8": _UNSIGNED,
+        "binary": _SIGNED,
+        "ubinary": _UNSIGNED,
+        "base64": _BASE64,
     },
     "additionalProperties": False,
 }
-_META: Schema = {
-    "type": "object",
-    "required": ["api_version", "billed_units"],
-    "properties": {
-        "api_version": {"type": "object", "required": ["version"], "properties": {"version": {"enum": ["1", "2"]}}},
-        "billed_units": {
-            "type": "object",
-            "required": ["input_tokens"],
-            "properties": {"input_tokens": {"type": "integer", "minimum": 1}},
-        },
-        "warnings": {"type": "array", "items": {"type": "string"}, "description": "Texts that were cut, if any were"},
-    },
-}
+_META = record(
+    "warnings",
+    api_version=record(version={"enum": ["1", "2"]}),
+    billed_units=record(input_tokens=schemas.POSITIVE),
+    warnings=described(list_of(schemas.STRING), "Texts that were cut, if any were"),
+)
 
 
 def _response(kind: str, embeddings: Schema) -> Schema:
-    return {
-        "type": "object",
-        "required": ["id", "embeddings", "texts", "meta", "response_type"],
-        "properties": {
-            "id": {"type": "string", "description": "The request's, as in the header x-request-id"},
-            "embeddings": embeddings,
-            "texts": {
-                "type": "array",
-                "items": {"type": "string"},
-                "description": "As they came; of one that is longer than is looked at, as much as that",
-            },
-            "meta": _META,
-            "response_type": {"const": kind},
-        },
-    }
+    return record(
+        id=described(schemas.STRING, "The request's, as in the header x-request-id"),
+        embeddings=embeddings,
+        texts=described(
+            list_of(schemas.STRING), "As they came; of one that is longer than is looked at, as much as that"
+        ),
+        meta=_META,
+        response_type={"const": kind},
+    )
 
 
 _V2_RESPONSE = _response("embeddings_by_type", _BY_TYPE)
@@ -335,10 +298,6 @@ DIALECT = Dialect(
         ),
     },
     render_error=render_error,
-    error={
-        "type": "object",
-        "required": ["message"],
-        "properties": {"message": {"type": "string"}},
-    },
+    error=record(message=schemas.STRING),
     prefix="/v2/",
 )

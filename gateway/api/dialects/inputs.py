@@ -3,7 +3,7 @@
 from array import array
 from typing import Any
 
-from vecd.gateway.api.fields import json_type
+from vecd.gateway.api.fields import expect, json_type
 from vecd.gateway.types.errors import BadRequest, TooManyInputs
 from vecd.gateway.types.request import TokenIds
 
@@ -23,9 +23,7 @@ def parse_inputs(value: Any, name: str, max_inputs: int) -> list[str] | list[Tok
         raise BadRequest(
             f"'{name}' must be a string, a list of strings, or token ids, is {json_type(value)}", param=name
         )
-    if not value:
-        raise BadRequest(f"'$.{name}' is invalid: the list is empty, at least 1 input is needed", param=name)
-    if type(value[0]) is int:
+    if value and type(value[0]) is int:
         _check_ids(value, name, name)
         return _one_list(value)
     _check_num(value, name, max_inputs)
@@ -61,13 +59,9 @@ def parse_texts(value: Any, name: str, max_inputs: int) -> list[str]:
     """A string or a list of strings. Raises BadRequest."""
     if isinstance(value, str):
         return [value]
-    if not isinstance(value, list):
-        given = "missing" if value is None else json_type(value)
-        raise BadRequest(f"'{name}' must be a string or a list of strings, is {given}", param=name)
-    if not value:
-        raise BadRequest(f"'$.{name}' is invalid: the list is empty, at least 1 input is needed", param=name)
-    _check_num(value, name, max_inputs)
-    return _check_texts(value, name)
+    texts = expect(list, value, name, "a string or a list of strings", none="missing")
+    _check_num(texts, name, max_inputs)
+    return _check_texts(texts, name)
 
 
 def parse_ids(value: Any, name: str) -> TokenIds:
@@ -82,6 +76,8 @@ def parse_ids(value: Any, name: str) -> TokenIds:
 
 
 def _check_num(values: list[Any], name: str, max_inputs: int) -> None:
+    if not values:
+        raise BadRequest(f"'$.{name}' is invalid: the list is empty, at least 1 input is needed", param=name)
     if len(values) > max_inputs:
         raise TooManyInputs(
             f"'$.{name}' is invalid: {len(values)} inputs, at most {max_inputs} in one request (--max-inputs)",

@@ -19,19 +19,18 @@ from typing import Any
 
 import orjson
 
-from vecd.gateway.api import fields
+from vecd.gateway.api import fields, schemas
 from vecd.gateway.api.dialects.headers import parse_priority, parse_timeout_s, response_headers
 from vecd.gateway.api.dialects.inputs import parse_texts
-from vecd.gateway.api.dialects.rows import json_list
-from vecd.gateway.api.fields import Field, Fields, Schema, Values, json_type
+from vecd.gateway.api.dialects.rows import fragments_of, json_list
+from vecd.gateway.api.fields import Field, Fields, Values, json_type
 from vecd.gateway.api.model_info import ModelInfo
 from vecd.gateway.api.operations import Call, Dialect, Operation, ParsedEmbed
-from vecd.gateway.encoding.fragments import JsonRows
+from vecd.gateway.api.schemas import Schema, any_of, described, list_of, nullable, record
 from vecd.gateway.types.errors import ApiError, BadRequest, InputTooLong, ModelNotFound, NotFound
 from vecd.gateway.types.messages import Response
 from vecd.gateway.types.request import Embedded, EmbedRequest, Overflow, Tokenizing
 
-_NS_PER_S = 1e9
 _TAG = "latest"
 
 # --- fields -----------------------------------------------------------------------------------------------------
@@ -39,18 +38,11 @@ _TAG = "latest"
 
 def _read_num_ctx(value: Any, name: str) -> int | None:
     """The `num_ctx` of the options."""
-    if not isinstance(value, dict):
-        raise BadRequest(f"'{name}' must be an object, is {json_type(value)}", param=name)
-    num_ctx = value.get("num_ctx")
-    if num_ctx is None:
-        return None
-    if type(num_ctx) is not int:
-        raise BadRequest(f"'{name}.num_ctx' must be a whole number, is {json_type(num_ctx)}", param=name)
-    if num_ctx < 1:
-        raise BadRequest(f"'{name}.num_ctx' must be at least 1, is {num_ctx}", param=name)
-    return num_ctx
+    num_ctx = fields.expect(dict, value, name, "an object").get(_NUM_CTX.name)
+    return None if num_ctx is None else _NUM_CTX.read(num_ctx, f"{name}.{_NUM_CTX.name}")
 
 
+_NUM_CTX = fields.whole_number("num_ctx", "longest text in tokens, if that is less than the model's", minimum=1)
 MODEL = fields.text(
     "model", "name of the model, with or without `:latest`; another tag may name a prompt: `name:query`"
 )
@@ -58,7 +50,7 @@ NAME = fields.text("name", "the same")
 INPUT = fields.anything(
     "input",
     "what is to be embedded",
-    {"anyOf": [{"type": ["string", "null"]}, {"type": "array", "items": {"type": "string"}}]},
+    any_of(nullable("string"), list_of(schemas.STRING)),
     is_large=True,
 )
 PROMPT = replace(fields.text("prompt", "what is to be embedded"), is_large=True)
@@ -69,8 +61,8 @@ TRUNCATE = fields.flag(
 DIMENSIONS = fields.whole_number("dimensions", "length of the vectors; 0: the model's own", minimum=0)
 OPTIONS: Field[int | None] = Field(
     "options",
-    "`num_ctx`: longest text in tokens, if that is less than the model's; all others are ignored",
-    {"type": ["object", "null"], "properties": {"num_ctx": {"type": ["integer", "null"], "minimum": 1}}},
+    f"`{_NUM_CTX.name}`: {_NUM_CTX.description}; all others are ignored",
+    nullable("object", properties={_NUM_CTX.name: _NUM_CTX.schema}),
     _read_num_ctx,
 )
 KEEP_ALIVE = fields.anything("keep_alive", "ignored: the model stays", {})
@@ -103,8 +95,8 @@ def parse_embed(call: Call) -> ParsedEmbed | Response:
 
 def render_embed(embedded: Embedded, *, model: str) -> Response:
     """The response, which holds the collected rows without a copy."""
-    total_ns = round(embedded.stages.total_s * _NS_PER_S)
-    pieces = _render_list(_fragments(embedded), model, total_ns, embedded.num_tokens)
+    total_ns = round(embedded.stages.total_s * 1e9)
+    pieces = _render_list(fragments_of(embedded), model, total_ns, embedded.num_tokens)
     return Response(200, pieces, headers=response_headers(embedded))
 
 
@@ -134,14 +126,8 @@ def parse_embeddings(call: Call) -> ParsedEmbed | Response:
 
 
 def render_embedding(embedded: Embedded) -> Response:
-    [fragment] = _fragments(embedded)
+    [fragment] = fragments_of(embedded)
     return Response(200, [b'{"embedding":', fragment, b"}"], headers=response_headers(embedded))
-
-
-def _fragments(embedded: Embedded) -> list[bytes]:
-    [collector] = embedded.collectors
-    assert isinstance(collector, JsonRows)
-    return collector.fragments
 
 
 def _read_texts(value: Any, name: str, max_inputs: int) -> list[str]:
@@ -187,7 +173,7 @@ def tell_version(model_info: ModelInfo, path: str) -> Response:
 
 def show(call: Call) -> Response:
     model_info = call.model_info
-    _check_name(_required_name(call.values), model_info)
+    model_info.prompt_of_model_name(_required_name(call.values))  # raises ModelNotFound for a name no embedding may use
     family = model_info.model_type
     return _json(
         {
@@ -211,7 +197,7 @@ def pull(call: Call) -> Response:
     """Does nothing, and succeeds for every name that an embedding may use, because clients pull before they embed."""
     model_info, name = call.model_info, _required_name(call.values)
     try:
-        _check_name(name, model_info)
+        model_info.prompt_of_model_name(name)
     except ModelNotFound as error:
         raise NotFound(
             f'pull model manifest: file does not exist: this server has "{model_info.model}" and no other model, '
@@ -229,11 +215,6 @@ def _required_name(values: Values) -> str:
     if not name:
         raise BadRequest("model is required", param=MODEL.name)
     return name
-
-
-def _check_name(name: str, model_info: ModelInfo) -> None:
-    """Raises ModelNotFound for a name that an embedding may not use either."""
-    model_info.prompt_of_model_name(name)
 
 
 def _describe(name: str, model_info: ModelInfo) -> dict[str, Any]:
@@ -299,52 +280,44 @@ def render_error(error: ApiError) -> Response:
 # --- documentation ----------------------------------------------------------------------------------------------
 
 
-def _object(required: str, **properties: Schema) -> Schema:
-    return {"type": "object", "required": required.split(), "properties": properties}
-
-
-_TEXT: Schema = {"type": "string"}
-_NUMBER: Schema = {"type": "integer", "minimum": 0}
-_VECTOR: Schema = {"type": "array", "items": {"type": "number"}}
 _MOMENT: Schema = {"type": "string", "format": "date-time"}
-_DETAILS = _object(
-    "format family families",
-    parent_model=_TEXT,
-    format=_TEXT,
-    family=_TEXT,
-    families={"type": "array", "items": _TEXT},
+_DETAILS = record(
+    "parent_model",
+    parent_model=schemas.STRING,
+    format=schemas.STRING,
+    family=schemas.STRING,
+    families=list_of(schemas.STRING),
 )
-_LISTED: dict[str, Schema] = {
-    "name": _TEXT,
-    "model": _TEXT,
-    "modified_at": _MOMENT,
-    "size": {**_NUMBER, "description": "bytes of the weights' files"},
-    "digest": {"type": "string", "pattern": "^[0-9a-f]{64}$", "description": "SHA-256 of the model's facts"},
-    "details": _DETAILS,
-}
-_EMBED_RESPONSE = _object(
-    "model embeddings total_duration load_duration prompt_eval_count",
-    model=_TEXT,
-    embeddings={"type": "array", "items": _VECTOR},
-    total_duration={**_NUMBER, "description": "nanoseconds"},
-    load_duration={**_NUMBER, "description": "nanoseconds"},
-    prompt_eval_count={**_NUMBER, "description": "tokens"},
+_EMBED_RESPONSE = record(
+    model=schemas.STRING,
+    embeddings=list_of(schemas.VECTOR),
+    total_duration=described(schemas.COUNT, "nanoseconds"),
+    load_duration=described(schemas.COUNT, "nanoseconds"),
+    prompt_eval_count=described(schemas.COUNT, "tokens"),
 )
-_SHOW_RESPONSE = _object(
-    "details model_info capabilities modified_at",
-    modelfile=_TEXT,
-    parameters=_TEXT,
-    template=_TEXT,
+_SHOW_RESPONSE = record(
+    *("modelfile", "parameters", "template"),
+    modelfile=schemas.STRING,
+    parameters=schemas.STRING,
+    template=schemas.STRING,
     details=_DETAILS,
-    model_info=_object("general.architecture"),
-    capabilities={"type": "array", "items": _TEXT},
+    model_info={"type": "object", "required": ["general.architecture"], "properties": {}},
+    capabilities=list_of(schemas.STRING),
     modified_at=_MOMENT,
 )
 
 
 def _models_response(**more: Schema) -> Schema:
-    listed = {**_LISTED, **more}
-    return _object("models", models={"type": "array", "items": _object(" ".join(listed), **listed), "minItems": 1})
+    listed = record(
+        name=schemas.STRING,
+        model=schemas.STRING,
+        modified_at=_MOMENT,
+        size=described(schemas.COUNT, "bytes of the weights' files"),
+        digest={"type": "string", "pattern": "^[0-9a-f]{64}$", "description": "SHA-256 of the model's facts"},
+        details=_DETAILS,
+        **more,
+    )
+    return record(models=list_of(listed, at_least=1))
 
 
 DIALECT = Dialect(
@@ -361,16 +334,16 @@ DIALECT = Dialect(
             summary="Embed a text (older)",
             fields=Fields(MODEL, PROMPT, OPTIONS, KEEP_ALIVE),
             embed=parse_embeddings,
-            response=_object("embedding", embedding=_VECTOR),
+            response=record(embedding=schemas.VECTOR),
         ),
         "GET /api/tags": Operation(summary="List the model", describe=list_models, response=_models_response()),
         "GET /api/ps": Operation(
             summary="List what runs: the model",
             describe=list_running,
-            response=_models_response(context_length=_NUMBER),
+            response=_models_response(context_length=schemas.COUNT),
         ),
         "GET /api/version": Operation(
-            summary="Tell the server's version", describe=tell_version, response=_object("version", version=_TEXT)
+            summary="Tell the server's version", describe=tell_version, response=record(version=schemas.STRING)
         ),
         "POST /api/show": Operation(
             summary="Describe the model", fields=Fields(MODEL, NAME, VERBOSE), reply=show, response=_SHOW_RESPONSE
@@ -379,11 +352,11 @@ DIALECT = Dialect(
             summary="Make sure that the model is there",
             fields=Fields(MODEL, NAME, STREAM),
             reply=pull,
-            response=_object("status", status=_TEXT),
+            response=record(status=schemas.STRING),
             binary_media_types=("application/x-ndjson",),
         ),
     },
     render_error=render_error,
-    error=_object("error", error=_TEXT),
+    error=record(error=schemas.STRING),
     prefix="/api/",
 )

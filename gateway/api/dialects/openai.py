@@ -13,33 +13,30 @@ from typing import Any, NamedTuple
 
 import orjson
 
-from vecd.gateway.api import fields
+from vecd.gateway.api import fields, schemas
 from vecd.gateway.api.dialects import options
 from vecd.gateway.api.dialects.headers import parse_priority, parse_timeout_s, response_headers
 from vecd.gateway.api.dialects.inputs import parse_inputs
 from vecd.gateway.api.dialects.options import RequestedForm
 from vecd.gateway.api.dialects.rows import render_rows
-from vecd.gateway.api.fields import Fields, Schema, Values
+from vecd.gateway.api.fields import Fields, Values
 from vecd.gateway.api.model_info import ModelInfo
 from vecd.gateway.api.operations import Call, Dialect, Operation, ParsedEmbed
+from vecd.gateway.api.schemas import Schema, any_of, described, list_of, nullable, record
 from vecd.gateway.encoding.fragments import JsonRows, Matrix
 from vecd.gateway.types.errors import ApiError, BadRequest, ModelNotFound
 from vecd.gateway.types.messages import Response
 from vecd.gateway.types.request import Embedded, EmbedRequest, Form, InputReport, TokenIds, Tokenizing
 
-_IDS = {"type": "array", "items": {"type": "integer", "minimum": 0}, "minItems": 1}
-_JINA_TEXT = {"type": "object", "required": ["text"], "properties": {"text": {"type": "string"}}}
+_TEXTS = list_of(any_of(schemas.STRING, record(text=schemas.STRING)), at_least=1)
 INPUT = fields.anything(
     "input",
     "what is to be embedded: a string, a list of strings (or of Jina's objects with a `text`), token ids, or a list of "
     "lists of them",
-    {"anyOf": [{"type": "string"},
-               {"type": "array", "items": {"anyOf": [{"type": "string"}, _JINA_TEXT]}, "minItems": 1},
-               _IDS,
-               {"type": "array", "items": _IDS, "minItems": 1}]},
+    any_of(schemas.STRING, _TEXTS, schemas.TOKEN_IDS, list_of(schemas.TOKEN_IDS, at_least=1)),
     is_required=True,
     is_large=True,
-)  # fmt: skip
+)
 FIELDS = Fields(INPUT, *options.COMMON, options.TASK)
 
 # --- embeddings -------------------------------------------------------------------------------------------------
@@ -220,83 +217,50 @@ def render_error(error: ApiError) -> Response:
 
 # --- the dialect ------------------------------------------------------------------------------------------------
 
-_COUNT = {"type": "integer", "minimum": 0}
-USAGE: Schema = {
-    "type": "object",
-    "required": ["prompt_tokens", "total_tokens"],
-    "properties": {"prompt_tokens": _COUNT, "total_tokens": _COUNT},
-}
-REPORT_SCHEMA: Schema = {
-    "type": "object",
-    "description": "what became of the input; only where `report` asks for it",
-    "required": ["tokens", "truncated", "chunks", "source"],
-    "properties": {
-        "tokens": {"type": "integer", "minimum": 1, "description": "special ones included"},
-        "truncated": {"type": "boolean"},
-        "chunks": {"type": "integer", "minimum": 1, "description": "1: it was not split"},
-        "source": {"enum": ["text", "model", "cl100k"], "description": "what it was taken for: text, or whose ids"},
-    },
-}
-VECTOR: Schema = {
-    "anyOf": [{"type": "array", "items": {"type": "number"}}, {"type": "string", "contentEncoding": "base64"}]
-}
+_CREATED = described(schemas.COUNT, "seconds since 1970")
+_REPORT = described(
+    record(
+        tokens=described(schemas.POSITIVE, "special ones included"),
+        truncated=schemas.BOOLEAN,
+        chunks=described(schemas.POSITIVE, "1: it was not split"),
+        source=described({"enum": ["text", "model", "cl100k"]}, "what it was taken for: text, or whose ids"),
+    ),
+    "what became of the input; only where `report` asks for it",
+)
+VECTOR = any_of(schemas.VECTOR, {"type": "string", "contentEncoding": "base64"})
 
 
 def response_schema(kind: str, key: str, vector: Schema) -> Schema:
     """The schema of a response whose items are objects of the `kind`, each with its vector at `key`."""
-    item = {
-        "type": "object",
-        "required": ["object", "index", key],
-        "properties": {"object": {"const": kind}, "index": _COUNT, key: vector, "report": REPORT_SCHEMA},
-    }
-    return {
-        "type": "object",
-        "required": ["id", "object", "created", "model", "data", "usage"],
-        "properties": {
-            "id": {"type": "string"},
-            "object": {"const": "list"},
-            "created": {**_COUNT, "description": "seconds since 1970"},
-            "model": {"type": "string", "description": "the served model, whatever name was sent"},
-            "data": {"type": "array", "items": item, "minItems": 1, "description": "in the order of the inputs"},
-            "usage": USAGE,
-        },
-    }
+    item = record("report", object={"const": kind}, index=schemas.COUNT, **{key: vector}, report=_REPORT)
+    return record(
+        id=schemas.STRING,
+        object={"const": "list"},
+        created=_CREATED,
+        model=described(schemas.STRING, "the served model, whatever name was sent"),
+        data=described(list_of(item, at_least=1), "in the order of the inputs"),
+        usage=record(prompt_tokens=schemas.COUNT, total_tokens=schemas.COUNT),
+    )
 
 
-_MODEL_SCHEMA: Schema = {
-    "type": "object",
-    "required": ["id", "object", "created", "owned_by", "root", "max_model_len"],
-    "properties": {
-        "id": {"type": "string"},
-        "object": {"const": "model"},
-        "created": {**_COUNT, "description": "seconds since 1970"},
-        "owned_by": {"type": "string"},
-        "root": {"type": "string", "description": "the served model's own name"},
-        "max_model_len": {"type": "integer", "minimum": 1, "description": "tokens, special ones included"},
-    },
-}
-_MODELS_SCHEMA: Schema = {
-    "type": "object",
-    "required": ["object", "data"],
-    "properties": {"object": {"const": "list"}, "data": {"type": "array", "items": _MODEL_SCHEMA, "minItems": 1}},
-}
-ERROR_SCHEMA: Schema = {
-    "type": "object",
-    "required": ["error", "detail"],
-    "properties": {
-        "detail": {"type": "string", "description": "the message again, for Voyage's and Jina's clients"},
-        "error": {
-            "type": "object",
-            "required": ["message", "type", "param", "code"],
-            "properties": {
-                "message": {"type": "string"},
-                "type": {"type": "string"},
-                "param": {"type": ["string", "null"], "description": "the field that is wrong"},
-                "code": {"type": ["string", "null"]},
-            },
-        },
-    },
-}
+_MODEL_RESPONSE = record(
+    id=schemas.STRING,
+    object={"const": "model"},
+    created=_CREATED,
+    owned_by=schemas.STRING,
+    root=described(schemas.STRING, "the served model's own name"),
+    max_model_len=described(schemas.POSITIVE, "tokens, special ones included"),
+)
+_MODELS_RESPONSE = record(object={"const": "list"}, data=list_of(_MODEL_RESPONSE, at_least=1))
+ERROR_SCHEMA = record(
+    detail=described(schemas.STRING, "the message again, for Voyage's and Jina's clients"),
+    error=record(
+        message=schemas.STRING,
+        type=schemas.STRING,
+        param=described(nullable("string"), "the field that is wrong"),
+        code=nullable("string"),
+    ),
+)
 
 BINARY_MEDIA_TYPES = ("application/octet-stream", "application/x-npy")
 
@@ -307,8 +271,8 @@ EMBEDDINGS = Operation(
     response=response_schema("embedding", "embedding", VECTOR),
     binary_media_types=BINARY_MEDIA_TYPES,
 )
-_MODELS = Operation(summary="List the model, by all its names", describe=list_models, response=_MODELS_SCHEMA)
-_MODEL = Operation(summary="Describe the model", describe=retrieve_model, response=_MODEL_SCHEMA)
+_MODELS = Operation(summary="List the model, by all its names", describe=list_models, response=_MODELS_RESPONSE)
+_MODEL = Operation(summary="Describe the model", describe=retrieve_model, response=_MODEL_RESPONSE)
 
 DIALECT = Dialect(
     name="openai",

@@ -7,12 +7,14 @@ vectors would depend on which one was ignored. Knows no shape of a response. Cal
 """
 
 from collections.abc import Mapping, Sequence
+from itertools import combinations
 from typing import Any, NamedTuple, NoReturn, TypeVar
 
 from vecd.gateway.api import fields
 from vecd.gateway.api.dialects.headers import parse_accept, parse_priority, priority_named, priority_numbered
-from vecd.gateway.api.fields import Field, Schema, Values, contradiction, given, json_type
+from vecd.gateway.api.fields import Field, Values, contradiction, given
 from vecd.gateway.api.model_info import PURPOSES, ModelInfo
+from vecd.gateway.api.schemas import Schema, any_of, list_of, nullable
 from vecd.gateway.encoding.forms import Names, check_forms
 from vecd.gateway.types.errors import BadRequest
 from vecd.gateway.types.request import (
@@ -59,11 +61,10 @@ def refused(name: str, why: str, schema: Schema, *, harmless: tuple[Any, ...] = 
 
 
 def _read_prompt(value: Any, name: str) -> str:
-    if not isinstance(value, str):
-        raise BadRequest(f"'{name}' must be a string, is {json_type(value)}", param=name)
-    if len(value) > MAX_PROMPT_CHARS:
-        raise BadRequest(f"'{name}' must have at most {MAX_PROMPT_CHARS} characters, has {len(value)}", param=name)
-    return value
+    prompt = fields.read_text(value, name)
+    if len(prompt) > MAX_PROMPT_CHARS:
+        raise BadRequest(f"'{name}' must have at most {MAX_PROMPT_CHARS} characters, has {len(prompt)}", param=name)
+    return prompt
 
 
 MODEL = fields.text(
@@ -74,7 +75,7 @@ MODEL = fields.text(
 PROMPT = Field(
     "prompt",
     'put before every text; "" for no prompt, not even the model\'s own',
-    {"type": ["string", "null"], "maxLength": MAX_PROMPT_CHARS},
+    nullable("string", maxLength=MAX_PROMPT_CHARS),
     _read_prompt,
 )
 PROMPT_NAME = fields.text("prompt_name", "name of one of the model's prompts, which is put before every text")
@@ -108,18 +109,11 @@ def read_prompt(
         names = [field.name for field in chosen_by]
         raise BadRequest(f"'{names[0]}' and '{names[1]}' both choose the prompt: send one of them", param=names[1])
     [field] = chosen_by
-    prompt = _prompt_of(field, values.require(field), model_info)
+    choosers = {PROMPT.name: model_info.checked, PROMPT_NAME.name: model_info.prompt_named}
+    prompt = choosers.get(field.name, model_info.prompt_for)(values.require(field), field.name)
     if of_name is not None and prompt != of_name:
         raise contradiction(MODEL.name, field.name)
     return prompt
-
-
-def _prompt_of(field: Field[str], value: str, model_info: ModelInfo) -> str | None:
-    if field is PROMPT:
-        return model_info.checked(value, field.name)
-    return (
-        model_info.prompt_named(value, field.name) if field is PROMPT_NAME else model_info.prompt_for(value, field.name)
-    )
 
 
 # --- overflow ---------------------------------------------------------------------------------------------------
@@ -144,11 +138,10 @@ def _read_truncate(value: Any, name: str) -> frozenset[Overflow]:
 
 
 def _read_num_prompt_tokens(value: Any, name: str) -> int:
-    if type(value) is not int:
-        raise BadRequest(f"'{name}' must be a whole number, is {json_type(value)}", param=name)
-    if value < 1 and value != -1:
-        raise BadRequest(f"'{name}' must be at least 1, or -1 for the model's length, is {value}", param=name)
-    return value
+    number = fields.read_whole_number(value, name)
+    if number < 1 and number != -1:
+        raise BadRequest(f"'{name}' must be at least 1, or -1 for the model's length, is {number}", param=name)
+    return number
 
 
 OVERFLOW = fields.choice(
@@ -161,19 +154,19 @@ TRUNCATE = Field(
     "truncate",
     "true, or Cohere's and NVIDIA's `END` and `START`, cut an input that is longer than the model takes at that end; "
     "false and `NONE` make it an error",
-    {"anyOf": [{"type": ["boolean", "null"]}, {"enum": [*_TRUNCATE]}]},
+    any_of(nullable("boolean"), {"enum": [*_TRUNCATE]}),
     _read_truncate,
 )
 TRUNCATION = Field(
     "truncation",
     "the same, by Voyage's name",
-    {"type": ["boolean", "null"]},
+    nullable("boolean"),
     lambda value, name: _OF_FLAG[fields.read_flag(value, name)],
 )
 TRUNCATE_PROMPT_TOKENS = Field(
     "truncate_prompt_tokens",
     "vLLM's: inputs are cut to so many tokens, special ones included; -1: to as many as the model takes",
-    {"type": ["integer", "null"], "minimum": -1, "not": {"const": 0}},
+    {**nullable("integer", minimum=-1), "not": {"const": 0}},
     _read_num_prompt_tokens,
 )
 TRUNCATION_SIDE = fields.choice("truncation_side", "the side on which inputs are cut, where they are", _OF_SIDE)
@@ -234,15 +227,11 @@ def _read_overflow(values: Values, model_info: ModelInfo) -> Overflow | None:
         allowed_by[TRUNCATE_PROMPT_TOKENS.name] = _CUT
     if not allowed_by:
         return None
-    left: dict[Overflow, None] = dict.fromkeys((model_info.overflow, *_PREFERRED, *Overflow))
-    seen: list[str] = []
-    for name, allowed in allowed_by.items():
-        for other in seen:
-            if not allowed & allowed_by[other]:
-                raise contradiction(other, name)
-        seen.append(name)
-        left = {overflow: None for overflow in left if overflow in allowed}
-    return next(iter(left))
+    for (first, allowed), (second, also_allowed) in combinations(allowed_by.items(), 2):
+        if not allowed & also_allowed:
+            raise contradiction(first, second)
+    candidates: tuple[Overflow, ...] = (model_info.overflow, *_PREFERRED, *Overflow)
+    return next(overflow for overflow in candidates if all(overflow in allowed for allowed in allowed_by.values()))
 
 
 # --- vectors ----------------------------------------------------------------------------------------------------
@@ -250,7 +239,7 @@ def _read_overflow(values: Values, model_info: ModelInfo) -> Overflow | None:
 
 def _dimensions(name: str, description: str) -> Field[int]:
     # The allowed numbers depend on the model; the error has OpenAI's words.
-    return Field(name, description, {"type": ["integer", "null"], "minimum": 1}, fields.read_whole_number)
+    return Field(name, description, nullable("integer", minimum=1), fields.read_whole_number)
 
 
 DIMENSIONS = _dimensions(
@@ -297,20 +286,12 @@ _ENCODINGS = {
     "bytes_only": Encoding.BYTES,
     "npy": Encoding.NPY,
 }
-_DTYPES = {"float": Dtype.FLOAT32, **fields.named(Dtype)}
-
-
-class _JinaType(NamedTuple):
-    dtype: Dtype
-    encoding: Encoding | None
+_DTYPES = {"float": Dtype.FLOAT32, **{dtype.value: dtype for dtype in Dtype}}
 
 
 _JINA_TYPES = {
-    "float": _JinaType(Dtype.FLOAT32, None),
-    "base64": _JinaType(Dtype.FLOAT32, Encoding.BASE64),
-    "binary": _JinaType(Dtype.BINARY, None),
-    "ubinary": _JinaType(Dtype.UBINARY, None),
-}
+    "float": Dtype.FLOAT32, "base64": Dtype.FLOAT32, "binary": Dtype.BINARY, "ubinary": Dtype.UBINARY,
+}  # fmt: skip
 
 
 def _or(names: Mapping[str, Any]) -> str:
@@ -330,20 +311,20 @@ def _read_encoding(value: Any, name: str) -> str | None:
     return value
 
 
-def _read_jina_type(value: Any, name: str) -> _JinaType:
+def _read_jina_type(value: Any, name: str) -> str:
     if isinstance(value, list):
         if len(value) != 1:
             raise BadRequest(f"'{name}' must be one type, or a list of one, is a list of {len(value)}", param=name)
         [value] = value
     if not isinstance(value, str) or value not in _JINA_TYPES:
         _refuse(value, name, _or(_JINA_TYPES))
-    return _JINA_TYPES[value]
+    return value
 
 
-def _jina_type(name: str, description: str) -> Field[_JinaType]:
+def _jina_type(name: str, description: str) -> Field[str]:
     names = [*_JINA_TYPES]
-    one = {"type": "array", "items": {"enum": names}, "minItems": 1, "maxItems": 1}
-    return Field(name, description, {"anyOf": [{"enum": [*names, None]}, one]}, _read_jina_type)
+    one = {**list_of({"enum": names}, at_least=1), "maxItems": 1}
+    return Field(name, description, any_of({"enum": [*names, None]}, one), _read_jina_type)
 
 
 ENCODING = Field(
@@ -400,23 +381,24 @@ def read_form(values: Values, headers: Mapping[str, str]) -> RequestedForm:
     name = values.get(ENCODING)
     jina = _agreed(values, EMBEDDING_TYPE, ENCODING_TYPE)
     encoding = None if name is None else _ENCODINGS[name]
-    if jina is not None and jina[0].encoding is not None:
-        if encoding not in (None, jina[0].encoding):
+    if jina is not None and jina[0] == "base64":
+        if encoding not in (None, Encoding.BASE64):
             raise contradiction(ENCODING.name, jina[1])
-        encoding = jina[0].encoding
+        encoding = Encoding.BASE64
     if encoding is None:
         encoding = parse_accept(headers) or Encoding.FLOAT
     is_big_endian = values.get(ENDIANNESS) is True and encoding is not Encoding.FLOAT
     return RequestedForm(Form(encoding, _read_dtype(values, jina), is_big_endian), name == _METADATA)
 
 
-def _read_dtype(values: Values, jina: tuple[_JinaType, str] | None) -> Dtype:
+def _read_dtype(values: Values, jina: tuple[str, str] | None) -> Dtype:
     agreed = _agreed(values, OUTPUT_DTYPE, EMBED_DTYPE)
     if jina is None:
         return Dtype.FLOAT32 if agreed is None else agreed[0]
-    if agreed is not None and agreed[0] is not jina[0].dtype:
+    dtype = _JINA_TYPES[jina[0]]
+    if agreed is not None and agreed[0] is not dtype:
         raise contradiction(agreed[1], jina[1])
-    return jina[0].dtype
+    return dtype
 
 
 def check_form(request: EmbedRequest, values: Values, model_info: ModelInfo) -> None:
@@ -445,15 +427,13 @@ def _first_given(values: Values, candidates: Sequence[Field[Any]]) -> str:
 def _read_priority(value: Any, name: str) -> Priority:
     if type(value) is int:
         return priority_numbered(value)
-    if not isinstance(value, str):
-        raise BadRequest(f"'{name}' must be a string or a whole number, is {json_type(value)}", param=name)
-    return priority_named(value, f"'{name}'", param=name)
+    return priority_named(fields.expect(str, value, name, "a string or a whole number"), f"'{name}'", param=name)
 
 
 PRIORITY = Field(
     "priority",
     "how soon an answer is wanted, beside other requests: a name, or a number, lower first",
-    {"anyOf": [{"enum": ["interactive", "normal", "bulk", None]}, {"type": "integer"}]},
+    any_of({"enum": ["interactive", "normal", "bulk", None]}, {"type": "integer"}),
     _read_priority,
 )
 REPORT = fields.flag(
@@ -464,25 +444,25 @@ REFUSED_FIELDS: tuple[Field[None], ...] = (
     refused(
         "messages",
         "this server takes texts, not conversations: send what is to be embedded in 'input'",
-        {"type": ["array", "null"]},
+        nullable("array"),
     ),
     refused(
         "chat_template",
         "this server takes texts, not conversations; 'prompt' is put before every text",
-        {"type": ["string", "null"]},
+        nullable("string"),
     ),
-    refused("mm_processor_kwargs", "this server embeds texts, not images or sounds", {"type": ["object", "null"]}),
+    refused("mm_processor_kwargs", "this server embeds texts, not images or sounds", nullable("object")),
     refused(
         "late_chunking",
         "every input is embedded by itself",
-        {"type": ["boolean", "null"], "default": False},
+        nullable("boolean", default=False),
         harmless=(False,),
     ),
-    refused("late_chunking_params", "every input is embedded by itself", {"type": ["object", "null"]}),
+    refused("late_chunking_params", "every input is embedded by itself", nullable("object")),
     refused(
         "return_multivector",
         "an input has one vector; POST /pooling with 'task' 'token_embed' has one for each token",
-        {"type": ["boolean", "null"], "default": False},
+        nullable("boolean", default=False),
         harmless=(False,),
     ),
 )

@@ -7,12 +7,19 @@ hold beside the rows is in headers there. Called by the dialects.
 import re
 from collections.abc import Sequence
 
-from vecd.gateway.encoding.fragments import Matrix
+from vecd.gateway.encoding.fragments import JsonRows, Matrix
 from vecd.gateway.types.messages import Response
-from vecd.gateway.types.request import Encoding
+from vecd.gateway.types.request import Embedded, Encoding
 
 _HEADER_SAFE = re.compile(r"[!-~]{1,256}")
 MEDIA_TYPES = {Encoding.BYTES: "application/octet-stream", Encoding.NPY: "application/x-npy"}
+
+
+def fragments_of(embedded: Embedded, form: int = 0) -> list[bytes]:
+    """The rows as JSON, in one of the forms that the request has."""
+    collector = embedded.collectors[form]
+    assert isinstance(collector, JsonRows)
+    return collector.fragments
 
 
 def json_list(fragments: Sequence[bytes]) -> list[bytes | memoryview]:

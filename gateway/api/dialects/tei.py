@@ -1,7 +1,7 @@
 """text-embeddings-inference's HTTP API: parses requests, renders responses. Pure.
 
 Owns the shapes of `/embed`, `/embed_all`, `/similarity`, `/tokenize`, `/decode`, `/vertex`, of `/` and `/invocations`,
-which do the same as `/embed`, and of its errors. `/info` belongs to `vecd.gateway.api.health`, because operators get
+which do the same as `/embed`, and of its errors. `/info` belongs to `vecd.gateway.api.info`, because operators get
 more fields there. Source of the shapes: its router's types, version 1.9.
 
 Differences from text-embeddings-inference:
@@ -17,21 +17,23 @@ Differences from text-embeddings-inference:
 
 import re
 from collections.abc import Mapping
+from dataclasses import replace
 from functools import partial
 from itertools import pairwise
 from typing import Any, TypeVar
 
 import orjson
 
-from vecd.gateway.api import fields
+from vecd.gateway.api import fields, schemas
 from vecd.gateway.api.dialects.headers import parse_accept, parse_priority, parse_timeout_s, response_headers
 from vecd.gateway.api.dialects.inputs import check_id_lists, parse_inputs, parse_texts
-from vecd.gateway.api.dialects.rows import json_list, render_rows
-from vecd.gateway.api.fields import Field, Fields, Schema, Values, contradiction, json_type
+from vecd.gateway.api.dialects.rows import fragments_of, json_list, render_rows
+from vecd.gateway.api.fields import Field, Fields, Values, contradiction, json_type
 from vecd.gateway.api.model_info import ModelInfo
 from vecd.gateway.api.operations import Call, Dialect, Operation, ParsedDecode, ParsedEmbed, ParsedTokenize
+from vecd.gateway.api.schemas import any_of, described, list_of, nullable, record
 from vecd.gateway.encoding.forms import Names, check_forms
-from vecd.gateway.encoding.fragments import JsonRows, Matrix
+from vecd.gateway.encoding.fragments import Matrix
 from vecd.gateway.types.errors import (
     ApiError,
     BadRequest,
@@ -50,24 +52,20 @@ T = TypeVar("T")
 
 # --- fields -----------------------------------------------------------------------------------------------------
 
-_TEXTS: Schema = {"type": "array", "items": {"type": "string"}, "minItems": 1}
-_IDS: Schema = {"type": "array", "items": {"type": "integer", "minimum": 0}, "minItems": 1}
-_ANY_INPUTS: list[Schema] = [{"type": "string"}, _TEXTS, _IDS, {"type": "array", "items": _IDS, "minItems": 1}]
-_COMPARED: Schema = {
-    "type": "object",
-    "required": ["source_sentence", "sentences"],
-    "properties": {"source_sentence": {"type": "string"}, "sentences": _TEXTS},
-}
+_TEXT_OR_TEXTS = (schemas.STRING, schemas.TEXTS)
+_IDS_OR_LISTS = (schemas.TOKEN_IDS, list_of(schemas.TOKEN_IDS, at_least=1))
+_COMPARED = record(source_sentence=schemas.STRING, sentences=schemas.TEXTS)
 
 _WHAT = "what is to be embedded: a text, a list of texts, token ids, or a list of lists of them"
-INPUTS = fields.anything("inputs", _WHAT, {"anyOf": _ANY_INPUTS}, is_required=True, is_large=True)
-INPUTS_OF_ALL = fields.anything(
-    "inputs", f"{_WHAT}; or texts to compare, as with /similarity", {"anyOf": [*_ANY_INPUTS, _COMPARED]},
-    is_required=True, is_large=True,
-)  # fmt: skip
+INPUTS = fields.anything("inputs", _WHAT, any_of(*_TEXT_OR_TEXTS, *_IDS_OR_LISTS), is_required=True, is_large=True)
+INPUTS_OF_ALL = replace(
+    INPUTS,
+    description=f"{_WHAT}; or texts to compare, as with /similarity",
+    schema=any_of(*_TEXT_OR_TEXTS, *_IDS_OR_LISTS, _COMPARED),
+)
 COMPARED = fields.anything("inputs", "a text, and those that it is compared with", _COMPARED, is_required=True)
 TEXTS = fields.anything(
-    "inputs", "a text, or a list of texts", {"anyOf": [{"type": "string"}, _TEXTS]}, is_required=True, is_large=True
+    "inputs", "a text, or a list of texts", any_of(*_TEXT_OR_TEXTS), is_required=True, is_large=True
 )
 TRUNCATE = fields.flag(
     "truncate", "whether a text that is longer than the model takes is cut, or refused; null: the server's default"
@@ -87,42 +85,44 @@ ENCODING = fields.choice(
 )
 ADD_SPECIAL_TOKENS = fields.flag("add_special_tokens", "put the model's special tokens around a text", default=True)
 IDS = fields.anything(
-    "ids", "token ids of the model's own, or a list of lists of them",
-    {"anyOf": [_IDS, {"type": "array", "items": _IDS, "minItems": 1}]},
-    is_required=True, is_large=True,
-)  # fmt: skip
+    "ids",
+    "token ids of the model's own, or a list of lists of them",
+    any_of(*_IDS_OR_LISTS),
+    is_required=True,
+    is_large=True,
+)
 SKIP_SPECIAL_TOKENS = fields.flag("skip_special_tokens", "leave the model's special tokens out of a text", default=True)
 
 
 def _read_instances(value: Any, name: str) -> list[dict[str, Any]]:
-    if not isinstance(value, list):
-        raise BadRequest(f"'{name}' must be a list of objects, is {json_type(value)}", param=name)
-    if not value:
+    instances = fields.expect(list, value, name, "a list of objects")
+    if not instances:
         raise EmptyInput(f"'{name}' cannot be empty", param=name)
-    for index, instance in enumerate(value):
+    for index, instance in enumerate(instances):
         if not isinstance(instance, dict):
             raise BadRequest(f"'{name}[{index}]' must be an object, is {json_type(instance)}", param=name)
-    return value
+    return instances
 
 
 _TOKENIZING = (TRUNCATE, DIRECTION, PROMPT_NAME)
 OPTION_FIELDS = Fields(*_TOKENIZING, NORMALIZE, DIMENSIONS, ENCODING)
 INSTANCES = Field(
-    "instances", "requests as /embed takes them, all with the same options",
-    {"type": "array", "items": Fields(INPUTS, *OPTION_FIELDS).schema(), "minItems": 1}, _read_instances,
+    "instances",
+    "requests as /embed takes them, all with the same options",
+    list_of(Fields(INPUTS, *OPTION_FIELDS).schema(), at_least=1),
+    _read_instances,
     is_required=True,
-)  # fmt: skip
+)
 
 
 def _read_nested(declared: Fields, body: Any, within: str) -> Values:
     """The fields of an object inside the body. Raises BadRequest, which names `within` and the field."""
-    if not isinstance(body, dict):
-        raise BadRequest(f"'{within}' must be an object, is {json_type(body)}", param=within)
+    given = fields.expect(dict, body, within, "an object")
     return Values(
         {
             field.name: field.read(value, f"{within}.{field.name}")
             for field in declared
-            if (value := body.get(field.name)) is not None
+            if (value := given.get(field.name)) is not None
         }
     )
 
@@ -141,7 +141,7 @@ class _Options:
     compare, and for Hugging Face's endpoints with every model."""
 
     def __init__(self, values: Values, within: str = "") -> None:
-        """`within`: the prefix of a field's name in an error."""
+        """`within`: the name of the object that the fields are in, for an error. Such an object has no `parameters`."""
         self._own = values
         self._parameters = values.get(PARAMETERS)
         self._within = within
@@ -153,19 +153,13 @@ class _Options:
             return own
         parameter = self._parameters.get(field)
         if own is not None and parameter is not None and own != parameter:
-            raise contradiction(self._own_name(field), self._parameter_name(field))
+            raise contradiction(field.name, f"{PARAMETERS.name}.{field.name}")
         return parameter if own is None else own
 
     def name_of(self, field: Field[Any]) -> str:
         """The name of the field in an error, with the place where it was found."""
         is_parameter = self._own.get(field) is None and self._parameters is not None
-        return self._parameter_name(field) if is_parameter else self._own_name(field)
-
-    def _own_name(self, field: Field[Any]) -> str:
-        return self._within + field.name
-
-    def _parameter_name(self, field: Field[Any]) -> str:
-        return f"{self._within}{PARAMETERS.name}.{field.name}"
+        return f"{PARAMETERS.name if is_parameter else self._within}.{field.name}".removeprefix(".")
 
 
 # --- embeddings -------------------------------------------------------------------------------------------------
@@ -266,8 +260,7 @@ def render_vectors(embedded: Embedded, *, model_info: ModelInfo) -> Response:
     if isinstance(collector, Matrix):
         response = render_rows(collector, model=model_info.model, num_tokens=embedded.num_tokens)
     else:
-        assert isinstance(collector, JsonRows)
-        response = Response(200, json_list(collector.fragments))
+        response = Response(200, json_list(fragments_of(embedded)))
     response.headers.update(_headers(embedded, model_info))
     return response
 
@@ -316,26 +309,19 @@ def _check_is_json(options: _Options, why: str) -> None:
 
 def _compared(value: Any, model_info: ModelInfo) -> list[str]:
     """The text, and the texts that it is compared with."""
-    if not isinstance(value, dict):
-        raise BadRequest(
-            f"'inputs' must be an object of a 'source_sentence' and 'sentences', is {json_type(value)}", param="inputs"
-        )
-    source, sentences = value.get("source_sentence"), value.get("sentences")
-    if not isinstance(source, str):
-        given = "missing" if source is None else json_type(source)
-        raise BadRequest(f"'inputs.source_sentence' must be a string, is {given}", param="inputs.source_sentence")
-    if not isinstance(sentences, list):
-        given = "missing" if sentences is None else json_type(sentences)
-        raise BadRequest(f"'inputs.sentences' must be a list of strings, is {given}", param="inputs.sentences")
+    given = fields.expect(dict, value, "inputs", "an object of a 'source_sentence' and 'sentences'")
+    source = fields.expect(str, given.get("source_sentence"), "inputs.source_sentence", "a string", none="missing")
+    name = "inputs.sentences"
+    sentences = fields.expect(list, given.get("sentences"), name, "a list of strings", none="missing")
     if not sentences:
-        raise EmptyInput("'inputs.sentences' cannot be empty", param="inputs.sentences")
+        raise EmptyInput(f"'{name}' cannot be empty", param=name)
     if len(sentences) >= model_info.max_inputs:
         raise TooManyInputs(
-            f"'inputs.sentences' has {len(sentences)} texts, at most {model_info.max_inputs - 1} beside the source in "
-            "one request (--max-inputs)",
-            param="inputs.sentences",
+            f"'{name}' has {len(sentences)} texts, at most {model_info.max_inputs - 1} beside the source in one "
+            "request (--max-inputs)",
+            param=name,
         )
-    return [source, *parse_texts(sentences, "inputs.sentences", model_info.max_inputs)]
+    return [source, *parse_texts(sentences, name, model_info.max_inputs)]
 
 
 def render_similarity(embedded: Embedded, *, model_info: ModelInfo) -> Response:
@@ -364,7 +350,7 @@ def parse_vertex(call: Call) -> ParsedEmbed:
             )
         inputs += _inputs_of_instance(instance, index, inputs, model_info)
         ends.append(len(inputs))
-    options = _Options(_read_nested(OPTION_FIELDS, written, "instances[0]"), "instances[0].")
+    options = _Options(_read_nested(OPTION_FIELDS, written, "instances[0]"), "instances[0]")
     _check_is_json(options, "predictions are JSON")
     request = _embed_request(call._replace(headers=_without_accept(call.headers)), options, inputs)
     return ParsedEmbed(request, partial(render_predictions, ends=ends, model_info=model_info))
@@ -405,12 +391,11 @@ def _without_accept(headers: Mapping[str, str]) -> dict[str, str]:
 
 def render_predictions(embedded: Embedded, *, ends: list[int], model_info: ModelInfo) -> Response:
     """`ends`: 0, and for each instance the number of inputs up to its end."""
-    [collector] = embedded.collectors
-    assert isinstance(collector, JsonRows)
+    fragments = fragments_of(embedded)
     pieces: list[bytes | memoryview] = []
     before = b'{"predictions":['
     for start, end in pairwise(ends):
-        pieces += (before, *json_list(collector.fragments[start:end]))
+        pieces += (before, *json_list(fragments[start:end]))
         before = b","
     return Response(200, [*pieces, b"]}"], _headers(embedded, model_info))
 
@@ -490,16 +475,11 @@ def _wrong_model(what: str) -> WrongModel:
     return WrongModel(f"The model served here makes embeddings: it cannot {what}")
 
 
-def parse_rerank(call: Call) -> ParsedEmbed:
-    raise _wrong_model("rank texts")
+def _of_other_models(what: str) -> Operation:
+    def refuse(call: Call) -> ParsedEmbed:
+        raise _wrong_model(what)
 
-
-def parse_predict(call: Call) -> ParsedEmbed:
-    raise _wrong_model("classify texts")
-
-
-def parse_embed_sparse(call: Call) -> ParsedEmbed:
-    raise _wrong_model("make sparse vectors")
+    return Operation(summary="Not of this model", embed=refuse, response={})
 
 
 # --- errors -----------------------------------------------------------------------------------------------------
@@ -538,33 +518,16 @@ def _status_and_type(error: ApiError) -> tuple[int, str]:
 
 # --- the table --------------------------------------------------------------------------------------------------
 
-_VECTOR: Schema = {"type": "array", "items": {"type": "number"}}
-_VECTORS: Schema = {"type": "array", "items": _VECTOR}
-_COSINES: Schema = _VECTOR
-_TOKEN: Schema = {
-    "type": "object",
-    "required": ["id", "text", "special", "start", "stop"],
-    "properties": {
-        "id": {"type": "integer"},
-        "text": {"type": "string"},
-        "special": {"type": "boolean"},
-        "start": {"type": ["integer", "null"], "description": "in bytes of the text as UTF-8, its prompt included"},
-        "stop": {"type": ["integer", "null"]},
-    },
-}
-_PREDICTIONS: Schema = {
-    "type": "object",
-    "required": ["predictions"],
-    "properties": {"predictions": {"type": "array", "items": _VECTORS}},
-}
-ERROR: Schema = {
-    "type": "object",
-    "required": ["error", "error_type"],
-    "properties": {
-        "error": {"type": "string"},
-        "error_type": {"enum": ["Unhealthy", "Backend", "Overloaded", "Validation", "Tokenizer", "Empty"]},
-    },
-}
+_VECTORS = list_of(schemas.VECTOR)
+_COSINES = schemas.VECTOR
+_TOKEN = record(
+    id={"type": "integer"},
+    text=schemas.STRING,
+    special=schemas.BOOLEAN,
+    start=described(nullable("integer"), "in bytes of the text as UTF-8, its prompt included"),
+    stop=nullable("integer"),
+)
+_ERROR_TYPES = ["Unhealthy", "Backend", "Overloaded", "Validation", "Tokenizer", "Empty"]
 _BINARY = ("application/octet-stream", "application/x-npy")
 
 _EMBED = Operation(
@@ -578,7 +541,7 @@ _DEFAULT = Operation(
     summary="Embed texts or token ids, or compare texts",
     fields=Fields(INPUTS_OF_ALL, *OPTION_FIELDS, PARAMETERS),
     embed=parse_embed_or_compare,
-    response={"anyOf": [_VECTORS, _COSINES]},
+    response=any_of(_VECTORS, _COSINES),
     binary_media_types=_BINARY,
     claims="inputs",
 )
@@ -594,7 +557,7 @@ DIALECT = Dialect(
             summary="Embed every token of texts, special tokens included",
             fields=Fields(INPUTS, *_TOKENIZING, PARAMETERS),
             embed=parse_embed_all,
-            response={"type": "array", "items": _VECTORS},
+            response=list_of(_VECTORS),
         ),
         "POST /similarity": Operation(
             summary="Compare a text with others, by cosine",
@@ -606,27 +569,27 @@ DIALECT = Dialect(
             summary="Embed, as Vertex AI asks for it",
             fields=Fields(INSTANCES),
             embed=parse_vertex,
-            response=_PREDICTIONS,
+            response=record(predictions=list_of(_VECTORS)),
         ),
         "POST /tokenize": Operation(
             summary="The tokens of texts",
             fields=Fields(TEXTS, ADD_SPECIAL_TOKENS, PROMPT_NAME),
-            tokenize=parse_tokenize,
-            response={"type": "array", "items": {"type": "array", "items": _TOKEN}},
+            reply=parse_tokenize,
+            response=list_of(list_of(_TOKEN)),
             claims="inputs",
         ),
         "POST /decode": Operation(
             summary="The text of token ids",
             fields=Fields(IDS, SKIP_SPECIAL_TOKENS),
-            decode=parse_decode,
-            response={"type": "array", "items": {"type": "string"}},
+            reply=parse_decode,
+            response=list_of(schemas.STRING),
         ),
-        "POST /rerank": Operation(summary="Not of this model", embed=parse_rerank, response={}),
-        "POST /predict": Operation(summary="Not of this model", embed=parse_predict, response={}),
-        "POST /embed_sparse": Operation(summary="Not of this model", embed=parse_embed_sparse, response={}),
+        "POST /rerank": _of_other_models("rank texts"),
+        "POST /predict": _of_other_models("classify texts"),
+        "POST /embed_sparse": _of_other_models("make sparse vectors"),
     },
     render_error=render_error,
-    error=ERROR,
+    error=record(error=schemas.STRING, error_type={"enum": _ERROR_TYPES}),
     statuses={
         422: "A field is not as it must be",
         424: "The engine failed on an input, or the model cannot do this at all",

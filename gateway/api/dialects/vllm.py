@@ -8,7 +8,7 @@ from functools import partial
 
 import orjson
 
-from vecd.gateway.api import fields
+from vecd.gateway.api import fields, schemas
 from vecd.gateway.api.dialects import options
 from vecd.gateway.api.dialects.headers import parse_timeout_s
 from vecd.gateway.api.dialects.inputs import parse_ids, parse_inputs
@@ -24,9 +24,10 @@ from vecd.gateway.api.dialects.openai import (
     render_response,
     response_schema,
 )
-from vecd.gateway.api.fields import Field, Fields, Schema, Values, json_type
+from vecd.gateway.api.fields import Field, Fields, Values
 from vecd.gateway.api.model_info import ModelInfo
 from vecd.gateway.api.operations import Call, Dialect, Operation, ParsedDecode, ParsedEmbed, ParsedTokenize
+from vecd.gateway.api.schemas import any_of, list_of, nullable, record
 from vecd.gateway.types.errors import BadRequest
 from vecd.gateway.types.messages import Response
 from vecd.gateway.types.request import EmbedRequest, Overflow, Token
@@ -91,19 +92,14 @@ def _check_tokens(request: EmbedRequest, values: Values, model_info: ModelInfo) 
 
 # --- tokens -----------------------------------------------------------------------------------------------------
 
-TEXT = fields.anything("prompt", "what is to be tokenized", {"type": "string"}, is_required=True, is_large=True)
+TEXT = fields.anything("prompt", "what is to be tokenized", schemas.STRING, is_required=True, is_large=True)
 # It may be long, but is not `is_large`: large lists are cut to the number of ids that an embedding needs.
-IDS = fields.anything(
-    "tokens",
-    "token ids of the model's own",
-    {"type": "array", "items": {"type": "integer", "minimum": 0}, "minItems": 1},
-    is_required=True,
-)
+IDS = fields.anything("tokens", "token ids of the model's own", schemas.TOKEN_IDS, is_required=True)
 RETURN_TOKEN_STRS = fields.flag(
     "return_token_strs", "true: the tokens as the vocabulary has them are answered, too", default=False
 )
 MESSAGES = options.refused(
-    "messages", "this server takes texts, not conversations: send one in 'prompt'", {"type": ["array", "null"]}
+    "messages", "this server takes texts, not conversations: send one in 'prompt'", nullable("array")
 )
 TOKENIZE_FIELDS = Fields(TEXT, options.MODEL, options.ADD_SPECIAL_TOKENS, RETURN_TOKEN_STRS, MESSAGES)
 DETOKENIZE_FIELDS = Fields(IDS, options.MODEL)
@@ -112,9 +108,7 @@ DETOKENIZE_FIELDS = Fields(IDS, options.MODEL)
 def parse_tokenize(call: Call) -> ParsedTokenize:
     """The tokens include those of the prompt that an embedding of the text under the same model's name would have."""
     values, model_info = call.values, call.model_info
-    text = values.require(TEXT)
-    if not isinstance(text, str):
-        raise BadRequest(f"'{TEXT.name}' must be a string, is {json_type(text)}", param=TEXT.name)
+    text = fields.read_text(values.require(TEXT), TEXT.name)
     prompt = model_info.prompt_of_model_name(values.get(options.MODEL))
     tokens = Tokens(wants_texts=values.get(RETURN_TOKEN_STRS) is True)
     return ParsedTokenize(
@@ -168,20 +162,12 @@ def version(model_info: ModelInfo, path: str) -> Response:
 
 # --- the dialect ------------------------------------------------------------------------------------------------
 
-_ROWS = {"type": "array", "items": {"type": "array", "items": {"type": "number"}}}
-_POOLED: Schema = {"anyOf": [*VECTOR["anyOf"], _ROWS]}
-_TOKENIZED: Schema = {
-    "type": "object",
-    "required": ["count", "max_model_len", "tokens", "token_strs"],
-    "properties": {
-        "count": {"type": "integer", "minimum": 0},
-        "max_model_len": {"type": "integer", "minimum": 1},
-        "tokens": {"type": "array", "items": {"type": "integer", "minimum": 0}},
-        "token_strs": {"type": ["array", "null"], "items": {"type": "string"}},
-    },
-}
-_DETOKENIZED: Schema = {"type": "object", "required": ["prompt"], "properties": {"prompt": {"type": "string"}}}
-_VERSION: Schema = {"type": "object", "required": ["version"], "properties": {"version": {"type": "string"}}}
+_TOKENIZED = record(
+    count=schemas.COUNT,
+    max_model_len=schemas.POSITIVE,
+    tokens=list_of(schemas.COUNT),
+    token_strs=nullable("array", items=schemas.STRING),
+)
 
 DIALECT = Dialect(
     name="vllm",
@@ -191,19 +177,22 @@ DIALECT = Dialect(
             summary="Embed texts or token ids, as a whole or token by token",
             fields=POOLING_FIELDS,
             embed=parse_pooling,
-            response=response_schema("pooling", "data", _POOLED),
+            response=response_schema("pooling", "data", any_of(*VECTOR["anyOf"], list_of(schemas.VECTOR))),
             returns_tokens=True,
             binary_media_types=BINARY_MEDIA_TYPES,
         ),
         "POST /tokenize": Operation(
             summary="Tokenize a text, without embedding it",
             fields=TOKENIZE_FIELDS,
-            tokenize=parse_tokenize,
+            reply=parse_tokenize,
             response=_TOKENIZED,
             claims=TEXT.name,
         ),
         "POST /detokenize": Operation(
-            summary="The text of token ids", fields=DETOKENIZE_FIELDS, decode=parse_detokenize, response=_DETOKENIZED
+            summary="The text of token ids",
+            fields=DETOKENIZE_FIELDS,
+            reply=parse_detokenize,
+            response=record(prompt=schemas.STRING),
         ),
         "POST /invocations": Operation(
             summary="Embed texts or token ids, where SageMaker looks for it",
@@ -213,7 +202,9 @@ DIALECT = Dialect(
             claims=INPUT.name,
             binary_media_types=BINARY_MEDIA_TYPES,
         ),
-        "GET /version": Operation(summary="The server's version", describe=version, response=_VERSION),
+        "GET /version": Operation(
+            summary="The server's version", describe=version, response=record(version=schemas.STRING)
+        ),
     },
     render_error=render_error,
     error=ERROR_SCHEMA,

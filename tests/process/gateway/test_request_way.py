@@ -150,7 +150,7 @@ async def trace() -> list[Holder]:
     address = public.getsockname()
     await server.start(public)
     try:
-        services.worker_up(WorkerUp(1, 0, 1, {}), worker.fd)
+        services.on_message(WorkerUp(1, 0, 1, {}), [worker.fd])
         reader, writer = await asyncio.open_connection(*address)
 
         async def exchange() -> bytes:

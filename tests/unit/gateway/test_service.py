@@ -5,7 +5,7 @@ import os
 import socket
 import threading
 from collections.abc import Callable, Iterator
-from dataclasses import replace
+from dataclasses import asdict, replace
 from functools import cache
 from types import SimpleNamespace
 from typing import Any, cast
@@ -25,7 +25,22 @@ from vecd.launch.config.plan import make_plan
 from vecd.launch.config.settings import load_settings
 from vecd.shm.arena import create_arena
 from vecd.shm.card import ModelError
-from vecd.shm.control import InputDeaths, Message, Prepare, Prepared, ReloadAsked, Retired, WorkerDown, WorkerUp
+from vecd.shm.control import (
+    Activate,
+    Discard,
+    InputDeaths,
+    InputsCleared,
+    Message,
+    ModelBroken,
+    NewKeys,
+    Prepare,
+    Prepared,
+    Quarantined,
+    ReloadAsked,
+    Retired,
+    WorkerDown,
+    WorkerUp,
+)
 from vecd.shm.wire import Incarnation
 
 KEYS = (ApiKey("a", "00"),)
@@ -198,6 +213,20 @@ def test_a_prepared_generation_gets_no_requests_yet(listening):
     asyncio.run(test())
 
 
+def test_the_listening_socket_of_a_message_is_taken_as_a_copy(listening):
+    async def test() -> None:
+        bench = Bench()
+        bench.services.on_message(Prepare(2, planned_config().to_json()), [listening.fileno()])
+        await bench.reported(Prepared(2))
+        fd = bench.made[2].dispatcher.started_with
+        assert fd is not None
+        assert fd != listening.fileno()
+        assert os.fstat(fd).st_ino == os.fstat(listening.fileno()).st_ino
+        os.close(fd)
+
+    asyncio.run(test())
+
+
 def test_a_generation_that_is_prepared_while_the_server_drains_drains_too(listening):
     async def test() -> None:
         bench = Bench()
@@ -265,7 +294,7 @@ def test_new_requests_go_to_the_active_generation_and_old_ones_stay_where_they_b
         old = asyncio.ensure_future(bench.services.handle(request()))
         await asyncio.sleep(0)
         assert not service.dispatcher.is_activated
-        bench.services.activate(2)
+        bench.services.on_message(Activate(2), [])
         assert service.dispatcher.is_activated
         new = asyncio.ensure_future(bench.services.handle(request()))
         await asyncio.sleep(0)
@@ -283,10 +312,10 @@ def test_what_was_used_and_the_newest_keys_go_over_to_the_active_generation(list
     async def test() -> None:
         bench = Bench()
         service = await bench.prepared(2, listening)
-        bench.services.set_keys(KEYS)
+        bench.services.on_message(NewKeys([asdict(key) for key in KEYS]), [])
         third = await bench.prepared(3, listening)
         assert (bench.first.api.keys, service.api.keys, third.api.keys) == (KEYS, KEYS, ())
-        bench.services.activate(3)
+        bench.services.on_message(Activate(3), [])
         assert (third.api.principals, third.api.keys) == ("principals of 1", KEYS)
         assert bench.activated == [third.config]
 
@@ -299,7 +328,7 @@ def test_a_generation_is_retired_when_its_last_request_is_answered():
         bench.services.all[2] = cast(Service, FakeService(planned_config(), 2))
         going = asyncio.ensure_future(bench.services.handle(request()))
         await asyncio.sleep(0)
-        bench.services.activate(2)
+        bench.services.on_message(Activate(2), [])
         await asyncio.sleep(60)
         assert bench.sent == []
         bench.first.admission.num_requests = 1
@@ -320,7 +349,7 @@ def test_a_generation_without_requests_is_retired_at_once():
     async def test() -> None:
         bench = Bench()
         bench.services.all[2] = cast(Service, FakeService(planned_config(), 2))
-        bench.services.activate(2)
+        bench.services.on_message(Activate(2), [])
         assert bench.sent == [Retired(1)]
 
     run_in_virtual_time(test)
@@ -346,7 +375,7 @@ def test_a_discarded_generation_answers_what_it_still_has_and_stops(listening):
     async def test() -> None:
         bench = Bench()
         service = await bench.prepared(2, listening)
-        bench.services.discard(2)
+        bench.services.on_message(Discard(2), [])
         [error] = service.errors
         assert isinstance(error, Unavailable)
         assert error.headers() == {"retry-after": "1"}
@@ -369,7 +398,7 @@ def test_a_generation_that_is_being_prepared_can_be_discarded(listening):
         bench.read = wait
         bench.order(2, listening)
         await asyncio.to_thread(is_reading.wait, 30)
-        bench.services.discard(2)
+        bench.services.on_message(Discard(2), [])
         may_go_on.set()
         bench.read = lambda: None
         await bench.prepared(3, listening)
@@ -385,7 +414,7 @@ def test_a_generation_that_is_being_prepared_can_be_discarded(listening):
 def test_a_generation_that_nobody_knows_can_be_discarded():
     async def test() -> None:
         bench = Bench()
-        bench.services.discard(9)
+        bench.services.on_message(Discard(9), [])
         assert [*bench.services.all] == [1]
 
     run_in_virtual_time(test)
@@ -400,13 +429,13 @@ def test_a_worker_is_its_generation_s_but_its_death_is_told_to_all(listening):
         service = await bench.prepared(2, listening)
         fd = create_arena(planned_config().arena)
         try:
-            bench.services.worker_up(WorkerUp(2, 0, 7, {"pid": 1}), fd)
+            bench.services.on_message(WorkerUp(2, 0, 7, {"pid": 1}), [fd])
         finally:
             os.close(fd)
         assert service.dispatcher.ups == [(Incarnation(0, 7), {"pid": 1})]
         assert bench.first.dispatcher.ups == []
         assert bench.shared_metrics.worker_life(0) == 0, "the lives that are shown are the active generation's"
-        bench.services.worker_down(WorkerDown(0, 7, "killed", has_crashed=True))
+        bench.services.on_message(WorkerDown(0, 7, "killed", has_crashed=True), [])
         for each in (bench.first, service):
             assert each.dispatcher.downs == [(Incarnation(0, 7), "killed", True)]
 
@@ -417,13 +446,13 @@ def test_only_the_generation_without_workers_is_broken_and_a_poison_input_is_ref
     async def test() -> None:
         bench = Bench()
         service = await bench.prepared(2, listening)
-        bench.services.set_broken(2, "it does not start")
-        bench.services.add_to_quarantine("ab")
+        bench.services.on_message(ModelBroken(2, "it does not start"), [])
+        bench.services.on_message(Quarantined("ab"), [])
         assert (bench.first.dispatcher.broken, service.dispatcher.broken) == ([], ["it does not start"])
         assert bench.first.dispatcher.quarantine == service.dispatcher.quarantine == {"ab"}
-        bench.services.note_deaths(InputDeaths(["ab"], is_isolated=True, has_crashed=False))
+        bench.services.on_message(InputDeaths(["ab"], is_isolated=True, has_crashed=False), [])
         assert bench.first.dispatcher.deaths == service.dispatcher.deaths == [(["ab"], True, False)]
-        bench.services.note_cleared(["ab"])
+        bench.services.on_message(InputsCleared(["ab"]), [])
         assert bench.first.dispatcher.cleared == service.dispatcher.cleared == ["ab"]
 
     asyncio.run(test())

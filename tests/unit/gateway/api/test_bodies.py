@@ -24,7 +24,7 @@ LARGE = frozenset({"input"})
 SERVED = ModelInfo(
     model="m", aliases=(), is_strict=False, dim=384, hidden_size=384, max_tokens=256, is_normalized=True,
     is_matryoshka=False, matryoshka_dims=(), pools_prompt=True, model_type="bert", pooling=("mean",), max_inputs=4,
-    max_request_tokens=None, max_body_bytes=10**9, max_batch_tokens=2048, max_requests=4096,
+    max_request_tokens=None, max_body_bytes=10**9,
     overflow=Overflow.TRUNCATE, compute_type="cpu", version="1", created_at=0,
 )  # fmt: skip
 

@@ -5,7 +5,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from vecd.gateway.api.registry import ROUTES, dialect_routes
+from vecd.gateway.api.registry import DIALECTS, ROUTES
 from vecd.gateway.api.routes import admin_table, find_route, methods_at, name_in, normalize, public_table
 from vecd.gateway.types.config import SCOPES
 from vecd.gateway.types.errors import MethodNotAllowed, NotFound
@@ -129,7 +129,7 @@ NO_KEY = {
 }  # fmt: skip
 ANY_KEY, OPERATOR, ADMIN = {"GET /info"}, {"GET /metrics", "GET /stats"}, {"POST /admin/reload", "GET /admin/keys"}
 """What is not for whoever may embed: everything else is."""
-EMBEDDINGS = {f"{method} {path}" for path, methods in dialect_routes().items() for method in methods}
+EMBEDDINGS = {at for dialect in DIALECTS for at in dialect.operations}
 
 
 def places(table) -> set[str]:

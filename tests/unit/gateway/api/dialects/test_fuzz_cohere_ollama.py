@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 
 from vecd.gateway.api.dialects import cohere, ollama
 from vecd.gateway.api.fields import Field
-from vecd.gateway.api.operations import Call, Operation, ParsedEmbed
+from vecd.gateway.api.operations import Call, Operation, ParsedEmbed, Work
 from vecd.gateway.types.errors import BadRequest, NotFound
 from vecd.gateway.types.messages import Response
 
@@ -73,7 +73,7 @@ def test_a_body_is_taken_or_refused(model_info, at, data, is_strict):
     run = operation.embed or operation.reply
     assert run is not None
     refusal = ""
-    asked: ParsedEmbed | Response | None = None
+    asked: Work | None = None
     try:
         asked = run(Call(operation.fields.read(body), {}, model_info, "req_1"))
     except (BadRequest, NotFound) as error:

@@ -19,7 +19,9 @@ def call(model_info: ModelInfo, path: str, body: dict, headers: dict[str, str] |
     operation = DIALECT.operations[f"POST {path}"]
     run = operation.embed or operation.reply
     assert run is not None
-    return run(Call(operation.fields.read(body), headers or {}, model_info, "req_1"))
+    asked = run(Call(operation.fields.read(body), headers or {}, model_info, "req_1"))
+    assert isinstance(asked, ParsedEmbed | Response)
+    return asked
 
 
 def embed(model_info: ModelInfo, body: dict) -> ParsedEmbed:

@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 from tests.support.asking import PLAIN
 from vecd.gateway.api.dialects.tei import DIALECT, render_error
 from vecd.gateway.api.model_info import ModelInfo
-from vecd.gateway.api.operations import Call, ParsedEmbed
+from vecd.gateway.api.operations import Call, ParsedEmbed, ParsedTokenize
 from vecd.gateway.types.errors import (
     ApiError,
     BadRequest,
@@ -95,10 +95,12 @@ def test_a_prompt_is_one_of_the_model_s(model_info):
     model_info = replace(model_info, prompts={"query": "query: "}, default_prompt="default: ")
     assert request_of(model_info, prompt_name="query").tokenizing.prompt == "query: "
     assert request_of(model_info).tokenizing.prompt is None, "the model's default"
-    tokenize = DIALECT.operations["POST /tokenize"].tokenize
+    tokenize = DIALECT.operations["POST /tokenize"].reply
     assert tokenize is not None
-    assert tokenize(call(model_info, "/tokenize", {"inputs": "a"})).prompt == "default: "
-    assert tokenize(call(model_info, "/tokenize", {"inputs": "a", "prompt_name": "query"})).prompt == "query: "
+    for name, prompt in ((None, "default: "), ("query", "query: ")):
+        asked = tokenize(call(model_info, "/tokenize", {"inputs": "a", "prompt_name": name}))
+        assert isinstance(asked, ParsedTokenize)
+        assert asked.prompt == prompt
     with pytest.raises(BadRequest, match=r"'parameters\.prompt_name': the model has no prompt 'other'"):
         request_of(
             model_info,
@@ -305,7 +307,7 @@ SERVED = replace(
 def test_any_object_is_a_request_or_refused(path, body):
     """And what is refused is answered in the dialect's shape."""
     operation = DIALECT.operations[f"POST {path}"]
-    parse = operation.embed or operation.tokenize or operation.decode
+    parse = operation.embed or operation.reply
     assert parse is not None
     try:
         ask = parse(call(SERVED, path, body))

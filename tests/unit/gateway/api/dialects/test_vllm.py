@@ -73,13 +73,17 @@ def test_the_answers_shape():
 
 
 def tokenize(body: dict[str, Any], model_info: ModelInfo = PLAIN) -> ParsedTokenize:
-    assert TOKENIZE.tokenize is not None
-    return TOKENIZE.tokenize(Call(TOKENIZE.fields.read(body), {}, model_info))
+    assert TOKENIZE.reply is not None
+    asked = TOKENIZE.reply(Call(TOKENIZE.fields.read(body), {}, model_info))
+    assert isinstance(asked, ParsedTokenize)
+    return asked
 
 
 def detokenize(body: dict[str, Any], model_info: ModelInfo = PLAIN) -> ParsedDecode:
-    assert DETOKENIZE.decode is not None
-    return DETOKENIZE.decode(Call(DETOKENIZE.fields.read(body), {}, model_info))
+    assert DETOKENIZE.reply is not None
+    asked = DETOKENIZE.reply(Call(DETOKENIZE.fields.read(body), {}, model_info))
+    assert isinstance(asked, ParsedDecode)
+    return asked
 
 
 @pytest.mark.parametrize(
@@ -128,8 +132,7 @@ def test_another_models_tokens_are_not_counted_where_names_matter():
 def test_all_ids_of_a_large_body_are_decoded():
     ids = list(range(5000))
     fields = read_in_pieces(DETOKENIZE, {"tokens": ids}, max_ids=10, window_bytes=64)
-    assert DETOKENIZE.decode is not None
-    assert DETOKENIZE.decode(Call(DETOKENIZE.fields.read(fields), {}, PLAIN)).lists == [ids]
+    assert detokenize(fields).lists == [ids]
 
 
 def test_tokens_are_answered_with_their_texts_if_they_are_wanted():

@@ -1,54 +1,33 @@
-"""The bodies of `/health` and `/info`. Reads the state of the gateway, changes none of it.
+"""The body of `/info`, and parts of it that `/stats` has too. Reads the state of the gateway, changes none of it.
 
-`/health` is about this gateway and its own links to the workers, because the caller's requests would go to it. `/info`
-is about the whole server, whichever gateway answers it. It is for the operator, except for what `describe_for_tei`
-returns.
+`/info` is about the whole server, whichever gateway answers it. It is for the operator, except for what
+`describe_for_tei` returns. Called by `vecd.gateway.api.system_routes` and `vecd.gateway.api.stats`.
 """
 
 import os
 import time
-from collections.abc import Callable, Collection, Mapping, Sequence
 from typing import Any
 
-from vecd.gateway.admission.principals import KeyPrincipal
-from vecd.gateway.api.context import TenantLoad
+from vecd.gateway.api.context import Context
+from vecd.gateway.api.schemas import BOOLEAN, STRING, Schema, nullable, record
 from vecd.gateway.dispatch.worker_link import WorkerLink
 from vecd.gateway.scheduling.policy import SHORT_BATCH_S
 from vecd.gateway.telemetry.shared_metrics import SharedMetrics
 from vecd.gateway.types.config import GatewayConfig
 from vecd.gateway.types.request import Overflow
 from vecd.shm.batch_limits import FULL_BATCH_S
-from vecd.shm.shared_metrics import Gauge, Section
+from vecd.shm.shared_metrics import Gauge
 
 
-def describe_health(reason: str | None) -> tuple[int, dict[str, Any]]:
-    """Status and body of `/health`: 200 only while a worker can serve and the server takes requests.
-
-    `reason`: why it cannot, as `Context.why_unavailable` says; None: it can.
-    """
-    if reason is None:
-        return 200, {"status": "ok"}
-    return 503, {"status": "unavailable", "reason": reason}
-
-
-def describe_info(
-    config: GatewayConfig,
-    shared_metrics: SharedMetrics,
-    links: Collection[WorkerLink],
-    *,
-    num_threads: int,
-    started_at: float,
-    tenants: Mapping[str, Any] | None,
-) -> dict[str, Any]:
+def describe_info(context: Context, *, shows_tenants: bool) -> dict[str, Any]:
     """The body of `/info`: the model, the limits, the workers and the queue. No text, no key, no path, no address.
 
-    `num_threads`: the tokenizer's, in this gateway. `started_at`: by `time.monotonic`. `tenants`: as
-    `describe_tenants` has them, with the names of keys; None for a caller who may not see them. Side effect: the
-    polled gauges are published.
+    `shows_tenants`: the caller may see the names of keys. Side effect: the polled gauges are published.
     """
+    config, shared_metrics = context.config, context.shared_metrics
     shared_metrics.publish()
     return {
-        **describe_for_tei(config, links, num_threads),
+        **describe_for_tei(context),
         "model": describe_model(config),
         "limits": {
             "max_inputs": config.max_inputs,
@@ -64,12 +43,12 @@ def describe_info(
             "sequences": shared_metrics.total(Gauge.QUEUED_SEQUENCES),
             "tokens": shared_metrics.total(Gauge.QUEUED_TOKENS),
         },
-        **({} if tenants is None else {"tenants": tenants}),
-        "workers": [_describe_worker(link, shared_metrics) for link in links],
+        **({"tenants": _describe_tenants(context)} if shows_tenants else {}),
+        "workers": [_describe_worker(link, shared_metrics) for link in context.links()],
         "gateway": {
             "gateway": shared_metrics.gateway,
             "pid": os.getpid(),
-            "uptime_s": round(time.monotonic() - started_at, 1),
+            "uptime_s": round(time.monotonic() - context.started_at, 1),
         },
         "gateways": describe_gateways(shared_metrics),
     }
@@ -92,11 +71,11 @@ def describe_model(config: GatewayConfig) -> dict[str, Any]:
     }
 
 
-def describe_for_tei(config: GatewayConfig, links: Collection[WorkerLink], num_threads: int) -> dict[str, Any]:
+def describe_for_tei(context: Context) -> dict[str, Any]:
     """The fields of text-embeddings-inference's `/info`, which some of its clients read before they send texts: the
     model and the limits, nothing for the operator alone. The dtype is that of a worker that is up."""
-    card = config.card
-    dtypes = [link.facts.get("dtype") for link in links]
+    config, card = context.config, context.config.card
+    dtypes = [link.facts.get("dtype") for link in context.links()]
     return {
         "model_id": config.model,
         "model_sha": None,
@@ -109,7 +88,7 @@ def describe_for_tei(config: GatewayConfig, links: Collection[WorkerLink], num_t
         "max_batch_requests": None,
         "max_client_batch_size": config.max_inputs,
         "auto_truncate": Overflow(config.overflow) is not Overflow.ERROR,
-        "tokenization_workers": num_threads * config.num_gateways,
+        "tokenization_workers": context.threads.num_threads * config.num_gateways,
         "version": config.version,
         "sha": None,
         "docker_label": None,
@@ -117,57 +96,50 @@ def describe_for_tei(config: GatewayConfig, links: Collection[WorkerLink], num_t
 
 
 _TEI_POOLING = {"lasttoken": "last_token"}
-_TEI_TYPES: dict[str, Any] = {
-    "model_id": "string",
-    "model_sha": ["string", "null"],
-    "model_dtype": "string",
-    "served_model_name": "string",
-    "model_type": "object",
-    "max_concurrent_requests": "integer",
-    "max_input_length": "integer",
-    "max_batch_tokens": "integer",
-    "max_batch_requests": ["integer", "null"],
-    "max_client_batch_size": "integer",
-    "auto_truncate": "boolean",
-    "tokenization_workers": "integer",
-    "version": "string",
-    "sha": ["string", "null"],
-    "docker_label": ["string", "null"],
-}
-INFO_SCHEMA: dict[str, Any] = {
-    "type": "object",
-    "required": list(_TEI_TYPES),
-    "properties": {name: {"type": kind} for name, kind in _TEI_TYPES.items()},
-}
+_INTEGER: Schema = {"type": "integer"}
+INFO_SCHEMA = record(
+    model_id=STRING,
+    model_sha=nullable("string"),
+    model_dtype=STRING,
+    served_model_name=STRING,
+    model_type={"type": "object"},
+    max_concurrent_requests=_INTEGER,
+    max_input_length=_INTEGER,
+    max_batch_tokens=_INTEGER,
+    max_batch_requests=nullable("integer"),
+    max_client_batch_size=_INTEGER,
+    auto_truncate=BOOLEAN,
+    tokenization_workers=_INTEGER,
+    version=STRING,
+    sha=nullable("string"),
+    docker_label=nullable("string"),
+)
 """The schema of the fields of `/info` that every caller sees."""
 
 
-def describe_tenants(
-    num_tenants: int, holders: Sequence[KeyPrincipal], load_of: Callable[[str], TenantLoad]
-) -> dict[str, Any]:
+def _describe_tenants(context: Context) -> dict[str, Any]:
     """The tenants of this gateway. Without keys a tenant is an address, and only their number is shown."""
     keys = []
-    for holder in holders:
-        load = load_of(holder.tenant)
-        keys.append({"name": holder.tenant, "requests": load.num_requests, "queued_tokens": load.queued_tokens})
-    return {"present": num_tenants, "keys": keys}
+    for tenant in (holder.tenant for holder in context.principals.with_keys):
+        num_requests, queued_tokens = context.load_of(tenant)
+        keys.append({"name": tenant, "requests": num_requests, "queued_tokens": queued_tokens})
+    return {"present": context.num_tenants(), "keys": keys}
 
 
 def describe_gateways(shared_metrics: SharedMetrics) -> list[dict[str, Any]]:
-    return [_describe_gateway(shared_metrics, index, section) for index, section in enumerate(shared_metrics.sections)]
-
-
-def _describe_gateway(shared_metrics: SharedMetrics, index: int, section: Section) -> dict[str, Any]:
     """A gateway that is being started again has pid 0. `answered` counts over all its lives."""
-    pid, started_ns = section.gauges[Gauge.PID], section.gauges[Gauge.STARTED_NS]
-    return {
-        "gateway": index,
-        "pid": pid,
-        "uptime_s": round((time.monotonic_ns() - started_ns) / 1e9, 1) if pid else 0.0,
-        "connections": section.gauges[Gauge.CONNECTIONS],
-        "requests": section.gauges[Gauge.REQUESTS],
-        "answered": shared_metrics.num_answered_by(section),
-    }
+    now_ns = time.monotonic_ns()
+    return [
+        {
+            "gateway": index,
+            "pid": (pid := section.gauges[Gauge.PID]),
+            "uptime_s": round((now_ns - section.gauges[Gauge.STARTED_NS]) / 1e9, 1) if pid else 0.0,
+            "connections": section.gauges[Gauge.CONNECTIONS],
+            "requests": section.gauges[Gauge.REQUESTS],
+            "answered": shared_metrics.num_answered_by(section),
+        }
+        for index, section in enumerate(shared_metrics.sections)
+    ]
 
 
 def state_of(link: WorkerLink | None) -> str:
