@@ -30,7 +30,6 @@ from vecd.gateway.service import GatewayFacts, Service, Services, read_tokenizer
 from vecd.gateway.telemetry.access_log import AccessLog
 from vecd.gateway.telemetry.on_finished import FinishedRequests
 from vecd.gateway.telemetry.shared_metrics import SharedMetrics
-from vecd.gateway.telemetry.spans import Facts
 from vecd.gateway.telemetry.tracing import start_tracing
 from vecd.gateway.types.config import GatewayConfig
 from vecd.gateway.types.messages import Limits
@@ -197,18 +196,8 @@ class Gateway:
     def _listen_to_requests(self, config: GatewayConfig) -> None:
         """Set the listeners that this configuration wants to hear of finished requests."""
         before = self._services.tracing
-        if config.otlp_endpoint is None:
-            tracing = None
-        else:
-            # Made anew even if only the model's name has changed, because spans have the name.
-            facts = Facts(
-                config.version,
-                config.model,
-                self._shared_metrics.gateway,
-                "https" if self._tls else "http",
-                *self._address,
-            )
-            tracing = start_tracing(config.otlp_endpoint, facts, config.trace_ratio, ENDPOINTS)
+        # Made anew even if only the model's name has changed, because spans have the name.
+        tracing = start_tracing(config, self._shared_metrics.gateway, self._address, ENDPOINTS)
         self._services.tracing = tracing
         self._finished.listeners = [self._access_log.on_finished]
         if tracing is not None:

@@ -54,7 +54,7 @@ def render_error(error: ApiError, path: str | None, table: Table) -> Response:
     """Render an error in the shape of the request's dialect, or in OpenAI's if the dialect is not known."""
     dialect = _BY_NAME.get(error.dialect) if error.dialect is not None else _dialect_at(path, table)
     response = (dialect or openai.DIALECT).render_error(error)
-    response.headers.update(error.headers())
+    response.headers.update(error.headers)
     return response
 
 

@@ -33,7 +33,7 @@ class Sender(Protocol):
 
 
 class BodyBudget:
-    def __init__(self, max_bytes: int) -> None:
+    def __init__(self, max_bytes: int = 0) -> None:
         self.max_bytes = max_bytes
         self.num_bytes = 0
         """Held by all connections."""

@@ -189,7 +189,7 @@ class Connection(asyncio.Protocol):
                 _check_origin(request)
             response = self._server.app.check_head(request)
         except Exception as error:
-            response = self._render(error, request.request_id, request.path, request)
+            response = self._render(error, request.request_id, request)
         if response is not None:
             self._end_with(response, request.request_id, request)
         elif request.expects_continue:
@@ -233,7 +233,7 @@ class Connection(asyncio.Protocol):
         except Exception as error:
             failure = error
         try:
-            return self._write_response(request, self._render(failure, request.request_id, request.path, request))
+            return self._write_response(request, self._render(failure, request.request_id, request))
         finally:
             _drop_frames(failure)
 
@@ -262,10 +262,8 @@ class Connection(asyncio.Protocol):
         # Closed by the request itself, or because too much was sent behind it.
         return self._reader.state is ReadState.CLOSED or (is_leaving and self._reader.state is ReadState.IDLE)
 
-    def _render(
-        self, error: BaseException, request_id: str, path: str | None, request: HttpRequest | None = None
-    ) -> Response:
-        """The response to a failure, which is logged here, once."""
+    def _render(self, error: BaseException, request_id: str, request: HttpRequest | None) -> Response:
+        """The response to a failure, which is logged here, once. `request`: None if its head could not be parsed."""
         if request is not None:
             request.timeline.error = _name_of(error)
         if isinstance(error, ApiError):
@@ -273,7 +271,7 @@ class Connection(asyncio.Protocol):
         else:
             log.error("request %s: unexpected %s", request_id, _describe(error))
             error = ServerError("The server failed on this request. Its log says more under the id of the request.")
-        return self._server.app.render_error(error, path)
+        return self._server.app.render_error(error, request.path if request is not None else None)
 
     def _send(self, pieces: Sequence[bytes | memoryview]) -> None:
         """uvloop takes pieces as they are, and counts their bytes until the client's kernel has them."""
@@ -286,12 +284,8 @@ class Connection(asyncio.Protocol):
     def _refuse(self, error: ApiError) -> None:
         """Write an error, stop reading, and end the connection."""
         request = self._reader.request
-        if request is None:
-            request_id = new_request_id()
-            self._end_with(self._render(error, request_id, None), request_id)
-        else:
-            response = self._render(error, request.request_id, request.path, request)
-            self._end_with(response, request.request_id, request)
+        request_id = request.request_id if request is not None else new_request_id()
+        self._end_with(self._render(error, request_id, request), request_id, request)
 
     def _refuse_connection(self, reason: str) -> None:
         """Refuse the whole connection. Not logged each time, unlike other refusals: the sweep logs their number."""
@@ -327,17 +321,16 @@ class Connection(asyncio.Protocol):
         if self._num_dropped_bytes > _MAX_DROPPED_BYTES:
             self.abort()
 
-    def _is_hung_up(self) -> bool:
-        """Whether the connection is closed in both directions, rather than only the client's sending half shut down."""
+    def _is_hung_up(self, events: int = 0) -> bool:
+        """Whether the connection is closed in both directions, rather than only the client's sending half shut down; or
+        has one of the `events` of poll(2)."""
         poll = select.poll()
-        poll.register(self._fileno(), 0)
+        poll.register(self._fileno(), events)
         return bool(poll.poll(0))
 
     def _close_unless_readable(self) -> None:
         """Close unless there is something to read: a late event loop runs its timers before it reads."""
-        poll = select.poll()
-        poll.register(self._fileno(), select.POLLIN)
-        if not poll.poll(0):
+        if not self._is_hung_up(select.POLLIN):
             self._transport.close()
 
     def _fileno(self) -> int:

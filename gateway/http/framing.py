@@ -48,19 +48,8 @@ class Body(Protocol):
         """The body, once complete, which is dropped here."""
 
 
-class NoBody:
-    is_complete = True
-    num_bytes = 0
-
-    def read(self, data: bytes, at: int) -> int:
-        return at
-
-    def take(self) -> bytes:
-        return b""
-
-
 class KnownBody:
-    """A body whose Content-Length is known."""
+    """A body whose Content-Length is known, or 0: then `read` and `take` change nothing."""
 
     __slots__ = ("_length", "_pieces", "_whole", "is_complete", "num_bytes")
 

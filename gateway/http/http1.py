@@ -28,7 +28,7 @@ from urllib.parse import unquote_to_bytes
 import httptools
 
 from vecd.gateway.http.decompress import coding_named
-from vecd.gateway.http.framing import Body, ChunkedBody, KnownBody, NoBody
+from vecd.gateway.http.framing import Body, ChunkedBody, KnownBody
 from vecd.gateway.types.errors import (
     ApiError,
     BadRequest,
@@ -38,6 +38,7 @@ from vecd.gateway.types.errors import (
     PayloadTooLarge,
 )
 from vecd.gateway.types.messages import HttpRequest, Limits, Response
+from vecd.gateway.types.quoting import quoted
 
 CONTINUE = b"HTTP/1.1 100 Continue\r\n\r\n"
 
@@ -62,7 +63,6 @@ _CONTROL_CHARACTER = re.compile(r"[\x00-\x1f\x7f]")
 _REQUEST_ID = re.compile(r"[A-Za-z0-9._-]{1,128}")
 _REQUEST_ID_PREFIX = f"req_{os.urandom(8).hex()}"
 _request_numbers = itertools.count(1)
-_MAX_QUOTED_CHARACTERS = 64
 
 
 @dataclass(slots=True)
@@ -97,7 +97,7 @@ class ReadState(Enum):
 class RequestReader:
     """Reads the requests of one connection, one at a time: feed it, then take events until there is none."""
 
-    __slots__ = ("_at", "_data", "_has_told_of_head", "_message", "limits", "state")
+    __slots__ = ("_at", "_data", "_message", "limits", "state")
 
     def __init__(self, limits: Limits) -> None:
         self.limits = limits
@@ -105,7 +105,6 @@ class RequestReader:
         self._data = b""
         self._at = 0  # the part of _data before this position is parsed
         self._message: _Message | None = None
-        self._has_told_of_head = False
         self.state = ReadState.IDLE
 
     @property
@@ -151,7 +150,12 @@ class RequestReader:
             raise
         if message.request is None:
             return None
-        return self._end_message(message.request) if message.body.is_complete else self._report_head(message.request)
+        if message.body.is_complete:
+            return self._end_message(message.request)
+        if self.state is ReadState.BODY:
+            return None
+        self.state = ReadState.BODY
+        return HeadReceived(message.request)
 
     def _read(self, message: "_Message") -> None:
         """Parse the received bytes of one request, and none beyond it."""
@@ -171,19 +175,11 @@ class RequestReader:
             return blank_line + len(_BLANK_LINE)
         return max(self._at, len(self._data) - _MAX_KEPT_BACK_BYTES)
 
-    def _report_head(self, request: HttpRequest) -> HeadReceived | None:
-        self.state = ReadState.BODY
-        if self._has_told_of_head:
-            return None
-        self._has_told_of_head = True
-        return HeadReceived(request)
-
     def _end_message(self, request: HttpRequest) -> RequestReceived:
         assert self._message is not None
         request.body = self._message.body.take()
         self._message.free()
         self._message = None
-        self._has_told_of_head = False
         if request.keep_alive:
             self._seek_request()
         else:
@@ -205,7 +201,7 @@ class RequestReader:
             self._message.free()
 
 
-_NO_BODY = NoBody()
+_NO_BODY = KnownBody(0)
 
 
 class _Message:
@@ -371,7 +367,7 @@ def _check_transfer_encoding(value: str, http_minor: int) -> None:
         raise BadRequest("header Transfer-Encoding: not allowed in HTTP/1.0")
     # Proxies differ in how they read anything else beside it, even an empty element.
     if value.lower() != "chunked":
-        raise NotImplementedByServer(f"header Transfer-Encoding: {_quoted(value)}, only chunked is supported")
+        raise NotImplementedByServer(f"header Transfer-Encoding: {quoted(value)}, only chunked is supported")
 
 
 @lru_cache(maxsize=64)  # a server has few paths; without the cache, a tenth of the time of a small request
@@ -408,10 +404,6 @@ def _refusal_of(error: httptools.HttpParserError) -> ApiError:
     if reason in _VERSION_REASONS:
         return HttpVersionNotSupported("HTTP version: only 1.1 and 1.0 are supported")
     return BadRequest(f"not a well-formed HTTP request: {reason}")
-
-
-def _quoted(value: str) -> str:
-    return ascii(value[:_MAX_QUOTED_CHARACTERS])
 
 
 def new_request_id() -> str:

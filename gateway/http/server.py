@@ -60,29 +60,19 @@ class Server:
         timeouts: Timeouts,
         max_connections: int,
         max_connections_per_address: int | None = None,
-        max_arriving_bytes: int | None = None,
-        max_unsent_bytes: int | None = None,
         clock: Callable[[], float] = time.monotonic,
         on_finished: Callable[[int, HttpRequest | None], None] = lambda status, request: None,
         is_ahead: Callable[[], bool] | None = None,
     ) -> None:
         """`max_connections`: to the public listener; `max_connections_per_address`: of these, from one `client_of`;
-        None: as many. `max_arriving_bytes`: of all requests that cannot be handled yet; `max_unsent_bytes`: of all
-        responses whose clients read nothing; None: 512 MiB each, or four of the longest bodies. `clock`: in seconds,
-        for the timeouts. `on_finished`: called with the status of each response, or with
-        `vecd.gateway.telemetry.shared_metrics.GONE` where the client disconnected before it, and with the request, if
-        its head could be parsed. `is_ahead`, where several gateways share the socket: whether one of them has fewer
-        connections.
+        None: as many. `clock`: in seconds, for the timeouts. `on_finished`: called with the status of each response,
+        or with `vecd.gateway.telemetry.shared_metrics.GONE` where the client disconnected before it, and with the
+        request, if its head could be parsed. `is_ahead`, where several gateways share the socket: whether one of them
+        has fewer connections.
         """
         self.app = app
-        self.limits = limits
         self.timeouts = timeouts
-        self.max_connections = max_connections
-        self.max_connections_per_address = max_connections_per_address or max_connections
-        self._fixed_max_arriving_bytes = max_arriving_bytes
-        self._fixed_max_unsent_bytes = max_unsent_bytes
-        self.max_unsent_bytes = max_unsent_bytes or _max_held_bytes(limits)
-        self.arriving = BodyBudget(max_arriving_bytes or _max_held_bytes(limits))
+        self.arriving = BodyBudget()
         """The bytes that all connections hold of requests that cannot be handled yet."""
         self.clock = clock
         self.on_finished = on_finished
@@ -98,28 +88,24 @@ class Server:
         self._num_refused_since_sweep = 0
         self._num_refused_of_address_since_sweep = 0
         self._date_of, self._date = 0, ""
+        self.change_limits(limits, max_connections, max_connections_per_address)
 
     @property
     def num_connections(self) -> int:
         """To the public listener, without those that are being refused because there are too many."""
         return len(self._connections)
 
-    @property
-    def num_arriving_bytes(self) -> int:
-        """Of requests that cannot be handled yet: incomplete bodies, and what waits behind other requests."""
-        return self.arriving.num_bytes
-
     def change_limits(
         self, limits: Limits, max_connections: int, max_connections_per_address: int | None = None
     ) -> None:
-        """Use other limits from now on. The arguments are those of the constructor; limits that were not given there
-        are derived again. Open connections stay, even if they are more than allowed now; their next request is held to
-        `limits`. Call on the running loop."""
+        """Use other limits from now on. The arguments are those of the constructor. Open connections stay, even if they
+        are more than allowed now; their next request is held to `limits`. Call on the running loop."""
         self.limits = limits
         self.max_connections = max_connections
         self.max_connections_per_address = max_connections_per_address or max_connections
-        self.max_unsent_bytes = self._fixed_max_unsent_bytes or _max_held_bytes(limits)
-        self.arriving.max_bytes = self._fixed_max_arriving_bytes or _max_held_bytes(limits)
+        self.max_unsent_bytes = max(_MAX_HELD_BYTES, _MAX_HELD_BODIES * limits.max_body_bytes)
+        """Of all responses whose clients read nothing."""
+        self.arriving.max_bytes = self.max_unsent_bytes
         for connection in self._all_connections():
             connection.set_limits(limits)
 
@@ -310,7 +296,3 @@ class Server:
         await asyncio.sleep(0)  # until the loop has called `connection_lost` of each
         if tasks:
             await asyncio.wait(tasks, timeout=_ABORT_TIMEOUT_S)
-
-
-def _max_held_bytes(limits: Limits) -> int:
-    return max(_MAX_HELD_BYTES, _MAX_HELD_BODIES * limits.max_body_bytes)

@@ -7,9 +7,10 @@ nothing. Called by `vecd.gateway.api.system_routes`.
 """
 
 import time
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from itertools import accumulate, groupby
 from types import MappingProxyType
+from typing import TypeAlias
 
 from prometheus_client import generate_latest
 from prometheus_client.metrics_core import (
@@ -27,8 +28,6 @@ from vecd.gateway.telemetry.tei_metrics import render_tei_metrics
 from vecd.shm.shared_metrics import Counter, Gauge, Histogram, WorkerCell
 
 CONTENT_TYPE = "text/plain; version=0.0.4; charset=utf-8"
-
-
 WORKER_STATES = ("ready", "starting", "stuck", "down")
 """The state of a worker in one gateway. "starting": it is up, and not yet connected."""
 
@@ -50,127 +49,93 @@ def render_metrics(
     Takes 2.5 ms, and reads only its arguments and the shared memory, so that a thread can call it. Before, the caller
     publishes the polled gauges, on the event loop.
     """
-    collector = _Collector(shared_metrics, {"version": version, "model": model}, endpoints, worker_states, usages)
-    ours = generate_latest(collector)
-    return (
-        ours
-        if tei_max_tokens is None
-        else ours + render_tei_metrics(shared_metrics, max_tokens=tei_max_tokens).encode()
+    ours = generate_latest(
+        _Families(
+            [
+                InfoMetricFamily("vecd", "What is served, by which version", {"version": version, "model": model}),
+                _requests(shared_metrics, endpoints),
+                *_counters(shared_metrics),
+                *_gauges(shared_metrics),
+                *_histograms(shared_metrics),
+                *_workers(shared_metrics, worker_states),
+                *_processes(usages),
+            ]
+        )
+    )
+    if tei_max_tokens is None:
+        return ours
+    return ours + render_tei_metrics(shared_metrics, max_tokens=tei_max_tokens).encode()
+
+
+class _Families(Collector):
+    def __init__(self, metrics: list[Metric]) -> None:
+        self._metrics = metrics
+
+    def collect(self) -> Iterable[Metric]:
+        return self._metrics
+
+
+_Samples: TypeAlias = Iterable[tuple[Sequence[object], float]]
+"""Of each sample its labels' values, and its own."""
+
+
+def _counter(name: str, help: str, labels: Iterable[str], samples: _Samples) -> Metric:
+    return _with_samples(CounterMetricFamily(f"vecd_{name}", help, labels=list(labels)), samples)
+
+
+def _gauge(name: str, help: str, labels: Iterable[str], samples: _Samples) -> Metric:
+    return _with_samples(GaugeMetricFamily(f"vecd_{name}", help, labels=list(labels)), samples)
+
+
+def _with_samples(metric: CounterMetricFamily | GaugeMetricFamily, samples: _Samples) -> Metric:
+    for values, number in samples:
+        metric.add_metric([str(value) for value in values], number)
+    return metric
+
+
+def _requests(shared_metrics: SharedMetrics, endpoints: Sequence[tuple[str, str]]) -> Metric:
+    return _counter(
+        "requests",
+        "HTTP requests answered; status 499: the client went before",
+        ["route", "dialect", "status"],
+        [((*endpoints[endpoint], status), number) for (endpoint, status), number in shared_metrics.answers().items()],
     )
 
 
-class _Collector(Collector):
-    def __init__(
-        self,
-        shared_metrics: SharedMetrics,
-        info: dict[str, str],
-        endpoints: Sequence[tuple[str, str]],
-        worker_states: Mapping[int, str],
-        usages: Mapping[str, Usage],
-    ) -> None:
-        self._shared_metrics = shared_metrics
-        self._info = info
-        self._endpoints = endpoints
-        self._worker_states = worker_states
-        self._usages = usages
+def _counters(shared_metrics: SharedMetrics) -> Iterator[Metric]:
+    for name, counters in groupby(Counter, lambda counter: counter.metric):
+        first, *others = counters
+        samples = [
+            ((*counter.labels.values(),), shared_metrics.total(counter) / counter.per_unit)
+            for counter in (first, *others)
+        ]
+        yield _counter(name, first.help, first.labels, samples)
 
-    def collect(self) -> Iterable[Metric]:
-        yield InfoMetricFamily("vecd", "What is served, by which version", self._info)
-        yield self._requests()
-        yield from self._counters()
-        yield from self._gauges()
-        yield from self._histograms()
-        yield from self._workers()
-        yield from self._processes()
 
-    def _requests(self) -> Metric:
-        metric = CounterMetricFamily(
-            "vecd_requests",
-            "HTTP requests answered; status 499: the client went before",
-            labels=["route", "dialect", "status"],
-        )
-        for (endpoint, status), number in self._shared_metrics.answers().items():
-            metric.add_metric([*self._endpoints[endpoint], str(status)], number)
-        return metric
+def _gauges(shared_metrics: SharedMetrics) -> Iterator[Metric]:
+    zero_s = time.time() - time.monotonic()
+    for gauge in Gauge:
+        by_gateway = [((index,), section.gauges[gauge]) for index, section in enumerate(shared_metrics.sections)]
+        if gauge.is_summed:
+            yield _gauge(gauge.metric, gauge.help, (), [((), shared_metrics.total(gauge) / gauge.per_unit)])
+        elif gauge is Gauge.STARTED_NS:  # in seconds since 1970; a gateway that is restarting has none
+            started = [(index, round(zero_s + ns / 1e9, 3)) for index, ns in by_gateway if ns]
+            yield _gauge(gauge.metric, gauge.help, ["gateway"], started)
+        else:
+            values = [(index, value / gauge.per_unit) for index, value in by_gateway]
+            yield _gauge(gauge.metric, gauge.help, ["gateway"], values)
 
-    def _counters(self) -> Iterator[Metric]:
-        for _, counters in groupby(Counter, lambda counter: counter.metric):
-            first, *others = counters
-            metric = CounterMetricFamily(f"vecd_{first.metric}", first.help, labels=list(first.labels))
-            for counter in (first, *others):
-                metric.add_metric(list(counter.labels.values()), self._shared_metrics.total(counter) / counter.per_unit)
-            yield metric
 
-    def _gauges(self) -> Iterator[Metric]:
-        for gauge in Gauge:
-            if gauge is Gauge.STARTED_NS:
-                yield self._start_times()
-            elif gauge.is_summed:
-                total = self._shared_metrics.total(gauge) / gauge.per_unit
-                yield GaugeMetricFamily(f"vecd_{gauge.metric}", gauge.help, total)
-            else:
-                metric = GaugeMetricFamily(f"vecd_{gauge.metric}", gauge.help, labels=["gateway"])
-                for index, section in enumerate(self._shared_metrics.sections):
-                    metric.add_metric([str(index)], section.gauges[gauge] / gauge.per_unit)
-                yield metric
-
-    def _start_times(self) -> Metric:
-        """In seconds since 1970. A gateway that is restarting has none."""
-        gauge = Gauge.STARTED_NS
-        metric = GaugeMetricFamily(f"vecd_{gauge.metric}", gauge.help, labels=["gateway"])
-        zero_s = time.time() - time.monotonic()
-        for index, section in enumerate(self._shared_metrics.sections):
-            if started_ns := section.gauges[gauge]:
-                metric.add_metric([str(index)], round(zero_s + started_ns / 1e9, 3))
-        return metric
-
-    def _histograms(self) -> Iterator[Metric]:
-        for name, histograms in groupby(Histogram, lambda histogram: histogram.metric):
-            first, *others = histograms
-            metric = HistogramMetricFamily(f"vecd_{name}", first.help, labels=list(first.labels))
-            for histogram in (first, *others):
-                counts, total = self._shared_metrics.histogram(histogram)
-                names = [*map(str, histogram.bounds), "+Inf"]
-                buckets = list(zip(names, accumulate(counts), strict=True))
-                metric.add_metric(list(histogram.labels.values()), buckets, total)
-            yield metric
-
-    def _workers(self) -> Iterator[Metric]:
-        for cell, name, help, per_unit in _OF_WORKERS:
-            metric = CounterMetricFamily(f"vecd_worker_{name}", help, labels=["worker"])
-            for index in self._shared_metrics.known_workers():
-                metric.add_metric([str(index)], self._shared_metrics.worker_total(index, cell) / per_unit)
-            yield metric
-        metric = CounterMetricFamily(
-            "vecd_worker_restarts", "Lives of a worker after its first, reloads among them", labels=["worker"]
-        )
-        for index in self._shared_metrics.known_workers():
-            metric.add_metric([str(index)], self._shared_metrics.worker_life(index) - 1)
+def _histograms(shared_metrics: SharedMetrics) -> Iterator[Metric]:
+    for name, histograms in groupby(Histogram, lambda histogram: histogram.metric):
+        first, *others = histograms
+        metric = HistogramMetricFamily(f"vecd_{name}", first.help, labels=list(first.labels))
+        for histogram in (first, *others):
+            counts, total = shared_metrics.histogram(histogram)
+            names = [*map(str, histogram.bounds), "+Inf"]
+            buckets = list(zip(names, accumulate(counts), strict=True))
+            metric.add_metric(list(histogram.labels.values()), buckets, total)
         yield metric
-        states = GaugeMetricFamily(
-            "vecd_worker_state", "1 for the state that a worker is in, as the gateway that answers sees it",
-            labels=["worker", "state"],
-        )  # fmt: skip
-        for index, current in self._worker_states.items():
-            for state in WORKER_STATES:
-                states.add_metric([str(index), state], float(state == current))
-        yield states
-
-    def _processes(self) -> Iterator[Metric]:
-        cpu = CounterMetricFamily("vecd_process_cpu_seconds", "Processor time of a process", labels=["process"])
-        resident = GaugeMetricFamily(
-            "vecd_process_resident_bytes", "Memory of a process, with what others have, too", labels=["process"]
-        )
-        proportional = GaugeMetricFamily(
-            "vecd_process_proportional_bytes",
-            "Memory of a process, of what n share an n-th: these add up to the server's",
-            labels=["process"],
-        )
-        for name, usage in self._usages.items():
-            cpu.add_metric([name], usage.cpu_s)
-            resident.add_metric([name], usage.resident_bytes)
-            proportional.add_metric([name], usage.proportional_bytes)
-        yield from (cpu, resident, proportional)
 
 
 _OF_WORKERS = (
@@ -179,3 +144,30 @@ _OF_WORKERS = (
     (WorkerCell.TOKENS, "tokens", "Tokens of these", 1),
     (WorkerCell.COMPUTE_US, "busy_seconds", "Time spent on them: its rate is the share of the time it was busy", 10**6),
 )
+
+
+def _workers(shared_metrics: SharedMetrics, states: Mapping[int, str]) -> Iterator[Metric]:
+    known = shared_metrics.known_workers()
+    for cell, name, help, per_unit in _OF_WORKERS:
+        totals = [((index,), shared_metrics.worker_total(index, cell) / per_unit) for index in known]
+        yield _counter(f"worker_{name}", help, ["worker"], totals)
+    restarts = [((index,), shared_metrics.worker_life(index) - 1) for index in known]
+    yield _counter("worker_restarts", "Lives of a worker after its first, reloads among them", ["worker"], restarts)
+    yield _gauge(
+        "worker_state",
+        "1 for the state that a worker is in, as the gateway that answers sees it",
+        ["worker", "state"],
+        [((index, state), state == current) for index, current in states.items() for state in WORKER_STATES],
+    )
+
+
+def _processes(usages: Mapping[str, Usage]) -> Iterator[Metric]:
+    def samples(value: Callable[[Usage], float]) -> _Samples:
+        return [((name,), value(usage)) for name, usage in usages.items()]
+
+    labels = ["process"]
+    yield _counter("process_cpu_seconds", "Processor time of a process", labels, samples(lambda usage: usage.cpu_s))
+    resident = samples(lambda usage: usage.resident_bytes)
+    yield _gauge("process_resident_bytes", "Memory of a process, with what others have, too", labels, resident)
+    help = "Memory of a process, of what n share an n-th: these add up to the server's"
+    yield _gauge("process_proportional_bytes", help, labels, samples(lambda usage: usage.proportional_bytes))

@@ -1,33 +1,62 @@
-"""What the spans of a finished request are called, and what they say.
+"""Make the spans of finished requests, and send them to a collector, in the thread of OpenTelemetry's
+BatchSpanProcessor.
 
-Pure: knows neither OpenTelemetry nor a collector. No text, token id, vector or key is in a span, nor the path as the
-client wrote it. `vecd.gateway.telemetry.span_sender` sends them.
+Owns what the spans are called and say, the queue of finished requests and the connection to the collector (OTLP over
+HTTP, by OpenTelemetry's exporter). No text, token id, vector or key is in a span, nor the path as the client wrote it.
+Nothing in it waits in the event loop: a request is put on a bounded queue, and what it has too many of is dropped and
+counted. A collector that is slow or missing costs spans, and one line of the log a minute. Imported by
+`vecd.gateway.telemetry.tracing` alone, and only with `--otlp-endpoint`: OpenTelemetry takes 0.2 s to import, and is
+installed by `vecd[otel]` only.
 """
 
-from collections.abc import Mapping, Sequence
-from types import MappingProxyType
-from typing import Any, NamedTuple
+import logging
+import os
+import random
+import socket
+import threading
+import time
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import suppress
+from typing import Any, NamedTuple, cast
+from uuid import uuid4
+
+from opentelemetry.exporter.otlp.proto.http.trace_exporter import OTLPSpanExporter
+from opentelemetry.sdk.resources import OTELResourceDetector, Resource
+from opentelemetry.sdk.trace import ReadableSpan
+from opentelemetry.sdk.trace.export import BatchSpanProcessor, SpanExporter, SpanExportResult
+from opentelemetry.sdk.util.instrumentation import InstrumentationScope
+from opentelemetry.trace import SpanContext, SpanKind, Status, StatusCode, TraceFlags, TraceState
 
 from vecd.gateway.telemetry.shared_metrics import GONE
+from vecd.gateway.types.config import GatewayConfig
 from vecd.gateway.types.endpoints import NO_ROUTE, Endpoint
-from vecd.gateway.types.timeline import RequestTimeline, Trace
+from vecd.gateway.types.messages import HttpRequest
+from vecd.gateway.types.timeline import BatchShare, RequestTimeline, Trace
 
+log = logging.getLogger("vecd.spans")
+
+MAX_WAITING = 4096
+"""Requests on the queue. Each is a few hundred bytes."""
+_BATCH = 128
+"""Requests sent at a time: a thousand spans, half a megabyte."""
+_SEND_EVERY_MS = 1000.0
+_MAX_SHARE = 0.2
+"""Of a core, for making and encoding spans: clients decide how much is traced, and the event loop needs the core."""
+_COMPLAIN_EVERY_S = 60.0
 _ADMISSION_S = 0.001
 """A request that waited so long for its admission has a span for it."""
+_TRACES_PATH = "/v1/traces"
+_NS = 1_000_000_000
+_SAMPLED = TraceFlags(TraceFlags.SAMPLED)
 
 
-class Facts(NamedTuple):
-    """What all spans of a gateway have in common."""
-
-    version: str
-    model: str
-    gateway: int
-    scheme: str
-    address: str
-    port: int | None
+def traces_url(url: str) -> str:
+    """Where a collector takes traces; `url` as OTEL_EXPORTER_OTLP_ENDPOINT has it, with or without /v1/traces."""
+    url = url.rstrip("/")
+    return url if url.endswith(_TRACES_PATH) else url + _TRACES_PATH
 
 
-class Finished(NamedTuple):
+class _Finished(NamedTuple):
     """A finished request, without its headers and body."""
 
     status: int
@@ -39,87 +68,233 @@ class Finished(NamedTuple):
     trace: Trace
     finished_at: float
     """By `time.monotonic`."""
-    context: object
+    context: SpanContext = SpanContext(1, 1, False, _SAMPLED)
     """For OpenTelemetry's queue alone: the same for all, and sampled."""
 
 
-class Span(NamedTuple):
-    name: str
-    began_at: float
-    """By `time.monotonic`, as the next."""
-    ended_at: float
-    attributes: Mapping[str, Any] = MappingProxyType({})
-    spans: Sequence["Span"] = ()
-    """Those within it."""
+class SpanSender(SpanExporter):
+    """The queue of finished requests, and the exporter that OpenTelemetry's processor passes them to in its thread."""
 
+    def __init__(
+        self, config: GatewayConfig, gateway: int, address: tuple[str, int | None], endpoints: Sequence[Endpoint]
+    ) -> None:
+        """`config` has the URL of a collector. `gateway`: this one's index. `address`: host and port of the public
+        listener, or its path and None. `endpoints`: by the index that timelines have.
 
-def describe(request: Finished, endpoint: Endpoint, facts: Facts) -> dict[str, Any]:
-    """The attributes of a request's span, by OpenTelemetry's conventions for HTTP servers and generative AI, and ours.
-    None of them is what a client sent, but for the request's id."""
-    timeline = request.timeline
-    attributes: dict[str, Any] = {
-        "http.request.method": request.method,
-        "url.scheme": "http" if request.is_admin else facts.scheme,
-        "network.protocol.version": f"1.{request.http_minor}",
-        "server.address": facts.address,
-        "vecd.request_id": request.request_id,
-        "vecd.dialect": endpoint.dialect,
-    }
-    if endpoint is not NO_ROUTE:
-        attributes["http.route"] = attributes["url.path"] = endpoint.route
-    if request.status != GONE:
-        attributes["http.response.status_code"] = request.status
-    if facts.port is not None and not request.is_admin:
-        attributes["server.port"] = facts.port
-    if request.status == GONE:
-        attributes["error.type"] = "client_gone"
-    elif request.status >= 400:
-        attributes["error.type"] = timeline.error or str(request.status)
-    if timeline.principal:
-        attributes["vecd.caller"] = timeline.principal
-    if timeline.num_inputs:
-        attributes |= {
-            "gen_ai.operation.name": "embeddings",
-            "gen_ai.request.model": facts.model,
-            "gen_ai.usage.input_tokens": timeline.num_tokens,
-            "vecd.inputs": timeline.num_inputs,
+        Raises RuntimeError where no more threads can be started. Side effect: a thread is started.
+        """
+        assert config.otlp_endpoint is not None
+        url = traces_url(config.otlp_endpoint)
+        self._config, self._address, self._endpoints = config, address, endpoints
+        self._num_added = self._num_taken = self._num_dropped = 0
+        """Requests, put on the queue, taken from it, and dropped before it. Each has one writer, and only grows."""
+        self._num_dropped_before = 0
+        self._closing = threading.Event()
+        self._is_shut_down = False
+        self._losses = _Losses(url)
+        # What the exporter and the libraries below it would log of each failure is told with the losses, once a minute.
+        noisy = logging.getLogger("opentelemetry")
+        noisy.propagate = False
+        noisy.handlers = [self._losses]
+        logging.getLogger("urllib3").setLevel(logging.CRITICAL)
+        self._exporter = OTLPSpanExporter(endpoint=url)
+        self._scope = InstrumentationScope("vecd", config.version)
+        # The environment (OTEL_SERVICE_NAME, OTEL_RESOURCE_ATTRIBUTES) has precedence.
+        self._resource = Resource.create(_resource(config.version, gateway)).merge(OTELResourceDetector().detect())
+        self._processor = BatchSpanProcessor(
+            self, MAX_WAITING, schedule_delay_millis=_SEND_EVERY_MS, max_export_batch_size=_BATCH
+        )
+
+    @property
+    def num_waiting(self) -> int:
+        return self._num_added - self._num_taken
+
+    # --- called on the event loop ---------------------------------------------------------------------------
+
+    def add(self, status: int, request: HttpRequest, trace: Trace, now: float) -> None:
+        """Queue a request that finished at `now`, by `time.monotonic`. Never waits."""
+        if self.num_waiting >= MAX_WAITING:
+            self._num_dropped += 1
+            return
+        self._num_added += 1
+        finished = _Finished(
+            status, request.method, request.request_id, request.is_admin, request.http_minor, request.timeline, trace,
+            now,
+        )  # fmt: skip
+        # The queue is of whole requests: to make their spans here would take the event loop 50 µs for each request.
+        self._processor.on_end(cast(ReadableSpan, finished))
+
+    def close(self, timeout_s: float) -> None:
+        """Send what is queued, for at most `timeout_s`; the rest is lost."""
+        self._closing.set()
+        # In a thread, because it waits for up to 30 s, and takes no other limit.
+        thread = threading.Thread(target=self._processor.shutdown, name="spans-shutdown", daemon=True)
+        with suppress(RuntimeError):  # no more threads: what is queued is lost
+            thread.start()
+            thread.join(timeout_s)
+        self.shutdown()
+
+    # --- called in the processor's thread -------------------------------------------------------------------
+
+    def export(self, spans: Sequence[ReadableSpan]) -> SpanExportResult:
+        requests = cast(Sequence[_Finished], spans)
+        began_at, result = time.thread_time(), SpanExportResult.FAILURE
+        self._num_taken += len(requests)
+        if not self._is_shut_down:
+            try:
+                result = self._exporter.export([span for request in requests for span in self._spans(request)])
+            except Exception as error:  # a bug of the exporter must not be logged with the spans it was given
+                self._losses.reason = f"unexpected {type(error).__name__}"
+        num_dropped = self._num_dropped
+        num_lost = num_dropped - self._num_dropped_before
+        self._num_dropped_before = num_dropped
+        self._losses.add(num_lost + (0 if result is SpanExportResult.SUCCESS else len(requests)))
+        self._closing.wait((time.thread_time() - began_at) * (1 / _MAX_SHARE - 1))
+        return result
+
+    def shutdown(self) -> None:
+        """Give up what is being sent. May be called again."""
+        if not self._is_shut_down:
+            self._is_shut_down = True
+            self._exporter.shutdown()  # type: ignore[no-untyped-call]
+
+    def _spans(self, request: _Finished) -> list[ReadableSpan]:
+        """The span of a request, and before it those of the stages that it came through, and of their batches."""
+        timeline, trace, finished_at = request.timeline, request.trace, request.finished_at
+        trace_id = int(trace.trace_id, 16)
+        state = TraceState.from_header([trace.state]) if trace.state else None
+        # From one clock to the other, once for all spans of a request: so they fit into one another.
+        offset_ns = time.time_ns() - time.monotonic_ns()
+        spans: list[ReadableSpan] = []
+
+        def context() -> SpanContext:
+            return SpanContext(trace_id, random.getrandbits(64) or 1, False, _SAMPLED, state)
+
+        def add(
+            own: SpanContext, parent: SpanContext | None, name: str, began_at: float, ended_at: float,
+            attributes: Mapping[str, Any] | None = None, **more: Any,
+        ) -> None:  # fmt: skip
+            start_time, end_time = int(began_at * _NS) + offset_ns, int(ended_at * _NS) + offset_ns
+            spans.append(
+                ReadableSpan(
+                    name, own, parent, self._resource, attributes, instrumentation_scope=self._scope,
+                    start_time=start_time, end_time=end_time, **more,
+                )
+            )  # fmt: skip
+
+        whole = context()
+        for name, began_at, ended_at in _stages(timeline, finished_at):
+            stage = context()
+            if name == "compute":
+                for batch in timeline.batches or ():
+                    add(
+                        context(), stage, f"worker {batch.worker} batch", batch.sent_at, batch.done_at, _of_batch(batch)
+                    )
+            add(stage, whole, name, began_at, ended_at)
+        parent = None
+        if trace.parent_id:
+            parent = SpanContext(trace_id, int(trace.parent_id, 16), True, TraceFlags(trace.flags), state)
+        endpoint = self._endpoints[timeline.endpoint]
+        name = request.method if endpoint is NO_ROUTE else f"{request.method} {endpoint.route}"
+        attributes = self._of_request(request, endpoint)
+        is_error = request.status >= 500 or request.status == GONE
+        status = Status(StatusCode.ERROR if is_error else StatusCode.UNSET)
+        began_at = timeline.started_at or finished_at
+        add(whole, parent, name, began_at, finished_at, attributes, kind=SpanKind.SERVER, status=status)
+        return spans
+
+    def _of_request(self, request: _Finished, endpoint: Endpoint) -> dict[str, Any]:
+        """The attributes of a request's span, by OpenTelemetry's conventions for HTTP servers and generative AI, and
+        ours. None of them is what a client sent, but for the request's id."""
+        timeline, (host, port) = request.timeline, self._address
+        has_tls = self._config.tls_cert is not None and not request.is_admin
+        attributes: dict[str, Any] = {
+            "http.request.method": request.method,
+            "url.scheme": "https" if has_tls else "http",
+            "network.protocol.version": f"1.{request.http_minor}",
+            "server.address": host,
+            "vecd.request_id": request.request_id,
+            "vecd.dialect": endpoint.dialect,
         }
-    return attributes
+        if endpoint is not NO_ROUTE:
+            attributes["http.route"] = attributes["url.path"] = endpoint.route
+        if request.status != GONE:
+            attributes["http.response.status_code"] = request.status
+        if port is not None and not request.is_admin:
+            attributes["server.port"] = port
+        if request.status == GONE:
+            attributes["error.type"] = "client_gone"
+        elif request.status >= 400:
+            attributes["error.type"] = timeline.error or str(request.status)
+        if timeline.principal:
+            attributes["vecd.caller"] = timeline.principal
+        if timeline.num_inputs:
+            attributes |= {
+                "gen_ai.operation.name": "embeddings",
+                "gen_ai.request.model": self._config.model,
+                "gen_ai.usage.input_tokens": timeline.num_tokens,
+                "vecd.inputs": timeline.num_inputs,
+            }
+        return attributes
 
 
-def span_of(request: Finished, endpoint: Endpoint, facts: Facts) -> Span:
-    """The span of a request; below it those of the stages that it came through, and of their batches."""
-    timeline, finished_at = request.timeline, request.finished_at
-    name = request.method if endpoint is NO_ROUTE else f"{request.method} {endpoint.route}"
-    spans = []
+def _stages(timeline: RequestTimeline, finished_at: float) -> Iterator[tuple[str, float, float]]:
+    """The stages that a request came through: the name of each, its beginning and end, by `time.monotonic`."""
     if timeline.parsed_at:
-        spans.append(Span("parse", timeline.arrived_at, timeline.parsed_at))
+        yield "parse", timeline.arrived_at, timeline.parsed_at
     if timeline.entered_at - timeline.parsed_at >= _ADMISSION_S:
-        spans.append(Span("admission", timeline.parsed_at, timeline.entered_at))
+        yield "admission", timeline.parsed_at, timeline.entered_at
     if timeline.tokenized_at:
-        spans.append(Span("tokenize", timeline.entered_at, timeline.tokenized_at))
+        yield "tokenize", timeline.entered_at, timeline.tokenized_at
     if timeline.is_embedded:
         # The first batches of a large request are computed while its rest is tokenized: then nothing was queued.
-        spans.append(Span("queue", min(timeline.tokenized_at, timeline.sent_at), timeline.sent_at))
-        spans.append(Span("compute", timeline.sent_at, timeline.done_at, spans=_batches(timeline)))
-        spans.append(Span("encode", timeline.done_at, finished_at))
-    attributes = describe(request, endpoint, facts)
-    return Span(name, timeline.started_at or finished_at, finished_at, attributes, spans)
+        yield "queue", min(timeline.tokenized_at, timeline.sent_at), timeline.sent_at
+        yield "compute", timeline.sent_at, timeline.done_at
+        yield "encode", timeline.done_at, finished_at
 
 
-def _batches(timeline: RequestTimeline) -> list[Span]:
-    return [
-        Span(
-            f"worker {batch.worker} batch",
-            batch.sent_at,
-            batch.done_at,
-            {
-                "vecd.worker": batch.worker,
-                "vecd.batch": batch.number,
-                "vecd.batch.sequences": batch.num_sequences,
-                "vecd.batch.tokens": batch.num_tokens,
-                "vecd.batch.compute_ms": batch.compute_us / 1e3,
-            },
-        )
-        for batch in timeline.batches or ()
-    ]
+def _of_batch(batch: BatchShare) -> dict[str, Any]:
+    return {
+        "vecd.worker": batch.worker,
+        "vecd.batch": batch.number,
+        "vecd.batch.sequences": batch.num_sequences,
+        "vecd.batch.tokens": batch.num_tokens,
+        "vecd.batch.compute_ms": batch.compute_us / 1e3,
+    }
+
+
+class _Losses(logging.Handler):
+    """How many requests have lost their spans, and why: a line at most once a minute."""
+
+    def __init__(self, url: str) -> None:
+        super().__init__()
+        self._url = url
+        self._logged_at = float("-inf")
+        self._num_lost = 0
+        """Since the last line."""
+        self.reason = ""
+
+    def emit(self, record: logging.LogRecord) -> None:
+        self.reason = record.getMessage()[:300]
+
+    def add(self, num_lost: int) -> None:
+        self._num_lost += num_lost
+        now = time.monotonic()
+        if not self._num_lost or now - self._logged_at < _COMPLAIN_EVERY_S:
+            return
+        log.warning(
+            "spans of %d requests did not get to %s: %s",
+            self._num_lost, self._url, self.reason or "more than can be sent",
+        )  # fmt: skip
+        self._logged_at, self._num_lost, self.reason = now, 0, ""
+
+
+def _resource(version: str, gateway: int) -> dict[str, Any]:
+    return {
+        "service.name": "vecd",
+        "service.version": version,
+        "service.instance.id": str(uuid4()),
+        "host.name": socket.gethostname(),
+        "process.pid": os.getpid(),
+        "vecd.gateway": gateway,
+    }

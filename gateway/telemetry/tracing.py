@@ -1,7 +1,7 @@
 """Decide which requests are traced, and under which trace: W3C's Trace Context, and a sample of those without one.
 
 Owns the header `traceparent`, the decision, and the hand-over of finished requests to
-`vecd.gateway.telemetry.span_sender`, which it imports only where `--otlp-endpoint` wants spans: otherwise no part of
+`vecd.gateway.telemetry.spans`, which it imports only where `--otlp-endpoint` wants spans: otherwise no part of
 OpenTelemetry is loaded. A header that is not well-formed is ignored, as the standard wants it: it is never an error.
 Called for each request before it is handled (`begin`) and when it is finished (`on_finished`).
 
@@ -15,7 +15,7 @@ import re
 from collections.abc import Sequence
 from typing import Protocol
 
-from vecd.gateway.telemetry.spans import Facts
+from vecd.gateway.types.config import GatewayConfig
 from vecd.gateway.types.endpoints import Endpoint
 from vecd.gateway.types.messages import HttpRequest
 from vecd.gateway.types.timeline import IS_SAMPLED, Trace
@@ -100,16 +100,21 @@ class Tracing:
 
 def import_opentelemetry() -> None:
     """Import what `start_tracing` needs, which takes 0.2 s: call it in a thread before, where the event loop runs."""
-    importlib.import_module("vecd.gateway.telemetry.span_sender")
+    importlib.import_module("vecd.gateway.telemetry.spans")
 
 
-def start_tracing(url: str, facts: Facts, ratio: float, endpoints: Sequence[Endpoint]) -> Tracing | None:
-    """Trace requests, and send their spans to the collector at `url`. Returns None, and logs an error, where
-    OpenTelemetry cannot be used; `vecd.launch.config.plan` has checked before that it is installed."""
+def start_tracing(
+    config: GatewayConfig, gateway: int, address: tuple[str, int | None], endpoints: Sequence[Endpoint]
+) -> Tracing | None:
+    """Trace requests, and send their spans to the collector that `config` names, if it does. The arguments are those
+    of `vecd.gateway.telemetry.spans.SpanSender`. Returns None, and logs an error, where OpenTelemetry cannot be used;
+    `vecd.launch.config.plan` has checked before that it is installed."""
+    if config.otlp_endpoint is None:
+        return None
     try:
-        from vecd.gateway.telemetry.span_sender import SpanSender
+        from vecd.gateway.telemetry.spans import SpanSender
 
-        return Tracing(SpanSender(url, facts, endpoints), ratio, endpoints)
+        return Tracing(SpanSender(config, gateway, address, endpoints), config.trace_ratio, endpoints)
     except Exception as error:
         log.error("no spans are sent: OpenTelemetry cannot be used: %s", type(error).__name__, exc_info=True)
         return None

@@ -8,6 +8,8 @@ token id, a vector or a key.
 """
 
 import logging
+from collections.abc import Mapping
+from types import MappingProxyType
 from typing import ClassVar
 
 
@@ -17,6 +19,8 @@ class ApiError(Exception):
     status: ClassVar[int] = 500
     type: ClassVar[str] = "server_error"
     code: str | None = None
+    headers: Mapping[str, str] = MappingProxyType({})
+    """Those that the status requires."""
     log_level: ClassVar[int] = logging.DEBUG
 
     def __init__(self, message: str, *, param: str | None = None, code: str | None = None) -> None:
@@ -28,19 +32,20 @@ class ApiError(Exception):
         if code is not None:
             self.code = code
 
-    def headers(self) -> dict[str, str]:
-        """Headers that the status requires."""
-        return {}
-
 
 # --- client errors ----------------------------------------------------------------------------------------------
 
 
-class BadRequest(ApiError):
+class ClientError(ApiError):
+    """Base of all errors but overload that are the client's."""
+
+    type = "invalid_request_error"
+
+
+class BadRequest(ClientError):
     """Raised while a request is read or parsed; `param` names the field."""
 
     status = 400
-    type = "invalid_request_error"
 
 
 class TooManyInputs(BadRequest):
@@ -88,93 +93,76 @@ class ModelNotFound(BadRequest):
         """For dialects with a message of their own."""
 
 
-class InvalidApiKey(ApiError):
+class InvalidApiKey(ClientError):
     """Raised by `vecd.gateway.admission.auth` when a key is configured and the request has another, or none."""
 
     status = 401
-    type = "invalid_request_error"
     code = "invalid_api_key"
-
-    def headers(self) -> dict[str, str]:
-        return {"www-authenticate": "Bearer"}
+    headers = MappingProxyType({"www-authenticate": "Bearer"})
 
 
-class PermissionDenied(ApiError):
+class PermissionDenied(ClientError):
     """Raised by `vecd.gateway.admission.auth` when a known key does not have the scope that the path requires, and by
     `vecd.gateway.http.connection` for a web page on the admin listener."""
 
     status = 403
-    type = "invalid_request_error"
     code = "insufficient_scope"
 
 
-class NotFound(ApiError):
+class NotFound(ClientError):
     """Raised by `vecd.gateway.api.routes` for an unknown path, and for an unknown model."""
 
     status = 404
-    type = "invalid_request_error"
 
 
-class MethodNotAllowed(ApiError):
+class MethodNotAllowed(ClientError):
     """Raised by `vecd.gateway.api.routes` when the path exists under other methods."""
 
     status = 405
-    type = "invalid_request_error"
     code = "method_not_allowed"
 
     def __init__(self, message: str, *, allow: str) -> None:
         super().__init__(message)
-        self._allow = allow
-
-    def headers(self) -> dict[str, str]:
-        return {"allow": self._allow}
+        self.headers = {"allow": allow}
 
 
-class RequestTimeout(ApiError):
+class RequestTimeout(ClientError):
     """Raised by `vecd.gateway.http.connection` when a request's bytes do not arrive in time."""
 
     status = 408
-    type = "invalid_request_error"
     code = "request_timeout"
 
 
-class PayloadTooLarge(ApiError):
+class PayloadTooLarge(ClientError):
     """Raised while the body arrives, or is decompressed, before any of it is parsed."""
 
     status = 413
-    type = "invalid_request_error"
     code = "payload_too_large"
 
 
-class UnsupportedEncoding(ApiError):
+class UnsupportedEncoding(ClientError):
     """Raised for a body with an unsupported Content-Encoding, before any of it is read."""
 
     status = 415
-    type = "invalid_request_error"
     code = "unsupported_content_encoding"
 
     def __init__(self, message: str, *, accepted: str) -> None:
         """`accepted`: the supported codings, as Accept-Encoding names them."""
         super().__init__(message)
-        self._accepted = accepted
-
-    def headers(self) -> dict[str, str]:
-        return {"accept-encoding": self._accepted}
+        self.headers = {"accept-encoding": accepted}
 
 
-class WrongModel(ApiError):
+class WrongModel(ClientError):
     """Raised by TEI's dialect for requests to other kinds of models: ranking, classification, sparse vectors."""
 
     status = 424
-    type = "invalid_request_error"
     code = "wrong_model"
 
 
-class HeadersTooLarge(ApiError):
+class HeadersTooLarge(ClientError):
     """Raised while the head of a request arrives."""
 
     status = 431
-    type = "invalid_request_error"
     code = "headers_too_large"
 
 
@@ -199,10 +187,8 @@ class _Overload(ApiError):
     def __init__(self, message: str, *, retry_after_s: float, code: str | None = None) -> None:
         super().__init__(message, code=code)
         # SDKs ignore more than a minute or two, and retry at once on zero.
-        self.retry_after_s = round(min(60.0, max(1.0, retry_after_s)))
-
-    def headers(self) -> dict[str, str]:
-        return {"retry-after": str(self.retry_after_s)}
+        seconds = round(min(60.0, max(1.0, retry_after_s)))
+        self.headers = {"retry-after": str(seconds)}
 
 
 class TooManyRequests(_Overload):
@@ -259,7 +245,5 @@ class PoisonInput(EngineFailed):
     alone."""
 
     code = "poison_input"
-
-    def headers(self) -> dict[str, str]:
-        # OpenAI's SDKs repeat a 5xx, which would crash a worker again.
-        return {"x-should-retry": "false"}
+    # OpenAI's SDKs repeat a 5xx, which would crash a worker again.
+    headers = MappingProxyType({"x-should-retry": "false"})

@@ -7,15 +7,12 @@ Owns the types alone. Knows no HTTP, no JSON and no worker. Dialects make `Embed
 
 from array import array
 from enum import Enum, IntEnum
-from typing import TYPE_CHECKING, NamedTuple, Protocol, TypeAlias, Union
+from typing import NamedTuple, Protocol, TypeAlias, Union
 
 import numpy as np
 from numpy.typing import NDArray
 
 from vecd.shm.output import Output
-
-if TYPE_CHECKING:
-    pass
 
 TokenIds: TypeAlias = Union[list[int], "array[int]"]
 """Token ids as the client sent them; those of large bodies are an `array("i")`."""

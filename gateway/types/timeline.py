@@ -57,23 +57,6 @@ class BatchShare(NamedTuple):
 class RequestTimeline:
     """Made with its request, in 0.3 µs."""
 
-    __slots__ = (
-        "arrived_at",
-        "batches",
-        "done_at",
-        "endpoint",
-        "entered_at",
-        "error",
-        "num_inputs",
-        "num_tokens",
-        "parsed_at",
-        "principal",
-        "sent_at",
-        "started_at",
-        "tokenized_at",
-        "trace",
-    )
-
     def __init__(self) -> None:
         self.endpoint = 0
         """The index of its endpoint in `vecd.gateway.api.registry.ENDPOINTS`."""

@@ -110,7 +110,7 @@ class TinyApp:
         if not self.can_render:
             raise RuntimeError("cannot even render")
         response = openai.render_error(error)
-        response.headers |= {**error.headers(), "x-path": str(path)}
+        response.headers |= {**error.headers, "x-path": str(path)}
         return response
 
     def add_headers(self, response: Response, request: HttpRequest | None) -> None:
@@ -228,11 +228,15 @@ async def serving(
     clock: Callable[[], float] = time.monotonic,
     admin: Listening | None = None,
     tls: ServerTls | None = None,
+    max_arriving_bytes: int | None = None,
+    max_unsent_bytes: int | None = None,
     **options: Any,
 ) -> AsyncIterator[ModelInfo]:
     app = TinyApp()
     limits = limits or Limits(max_body_bytes=1_000_000)
     server = Server(app, limits=limits, timeouts=timeouts, max_connections=max_connections, clock=clock, **options)
+    server.arriving.max_bytes = max_arriving_bytes or server.arriving.max_bytes
+    server.max_unsent_bytes = max_unsent_bytes or server.max_unsent_bytes
     model_info = ModelInfo(app, server, sock or listening(), admin)
     await server.start(model_info.listening.sock, tls=tls or model_info.listening.tls)
     if admin is not None:
@@ -245,7 +249,7 @@ async def serving(
             client.writer.transport.abort()
     assert server.num_connections == 0
     assert server.num_requests_in_flight == 0
-    assert server.num_arriving_bytes == 0
+    assert server.arriving.num_bytes == 0
 
 
 async def until(is_so: Callable[[], bool]) -> None:

@@ -378,7 +378,7 @@ def test_a_discarded_generation_answers_what_it_still_has_and_stops(listening):
         bench.services.on_message(Discard(2), [])
         [error] = service.errors
         assert isinstance(error, Unavailable)
-        assert error.headers() == {"retry-after": "1"}
+        assert error.headers == {"retry-after": "1"}
         assert service.dispatcher.is_stopped
         assert [*bench.services.all] == [1]
         assert not bench.first.dispatcher.is_stopped

@@ -598,7 +598,7 @@ async def test_what_was_queued_before_its_like_was_given_up_reaches_no_worker(be
     with pytest.raises(ServerError, match=r"'input\[0\]'") as caught:
         await poison.finished
     assert caught.value.code == "poison_input"
-    assert caught.value.headers() == {"x-should-retry": "false"}
+    assert caught.value.headers == {"x-should-retry": "false"}
     assert (bench.policy.queued_tokens, bench.dispatcher.in_flight_tokens) == (0, 0)
 
 
@@ -681,7 +681,7 @@ async def test_a_storm_of_deaths_is_not_paid_for_without_end(bench):
     with pytest.raises(Unavailable, match="keep dying") as caught:
         await request.finished
     assert caught.value.code == "retry_budget_exhausted"
-    assert caught.value.headers() == {"retry-after": "5"}
+    assert caught.value.headers == {"retry-after": "5"}
     assert num_deaths == 17, "16 batches of 16 tokens may be lost"
     assert bench.shared_metrics.total(Counter.RETRIED) == 16
 
@@ -722,7 +722,7 @@ async def test_a_broken_model_fails_everybody_until_a_worker_is_up():
         with pytest.raises(Unavailable, match="worker 0 keeps dying") as caught:
             bench.dispatcher.raise_if_broken()
         assert (caught.value.status, caught.value.code) == (503, "model_broken")
-        assert caught.value.headers() == {"retry-after": "30"}
+        assert caught.value.headers == {"retry-after": "30"}
         assert [error.code for error in failed] == ["model_broken"] * 2
         assert failed[0] is not failed[1], "an exception that many raise keeps all their frames"
         bench.add_worker()

@@ -434,7 +434,7 @@ async def test_a_body_that_drips_is_cut_off():
         recorded.connection.data_received(b"x")
         recorded.pass_time(1.1)
         assert recorded.transport.sent.startswith(b"HTTP/1.1 408 ")
-        assert recorded.server.num_arriving_bytes == 0
+        assert recorded.server.arriving.num_bytes == 0
 
 
 async def test_a_large_body_that_comes_fast_has_longer():
@@ -575,10 +575,10 @@ def half_post(num_sent: int, num_bytes: int) -> bytes:
 
 async def hold(model_info: ModelInfo, num_sent: int, num_bytes: int = 900 * KIB, **options: Any) -> Client:
     """A client whose body is not complete, when it has been counted."""
-    before = model_info.server.num_arriving_bytes
+    before = model_info.server.arriving.num_bytes
     client = await model_info.connect(**options)
     client.send(half_post(num_sent, num_bytes))
-    await until(lambda: model_info.server.num_arriving_bytes == before + num_sent)
+    await until(lambda: model_info.server.arriving.num_bytes == before + num_sent)
     return client
 
 
@@ -592,7 +592,7 @@ async def test_one_address_holds_half_at_most_and_what_has_hardly_begun_is_not_r
     async with serving(sock, max_arriving_bytes=900 * KIB) as model_info:
         held = [await hold(model_info, 150 * KIB) for _ in range(3)]
         small = await hold(model_info, 64 * KIB)
-        assert model_info.server.num_arriving_bytes == 514 * KIB
+        assert model_info.server.arriving.num_bytes == 514 * KIB
         client = await model_info.connect()
         client.send(half_post(65 * KIB, 900 * KIB))
         answer = await client.answer()
@@ -600,7 +600,7 @@ async def test_one_address_holds_half_at_most_and_what_has_hardly_begun_is_not_r
         assert int(answer.headers["retry-after"]) > 0
         assert b"server_overloaded" in answer.body
         assert str(900 * KIB).encode() in answer.body
-        await until(lambda: model_info.server.num_arriving_bytes == 514 * KIB)
+        await until(lambda: model_info.server.arriving.num_bytes == 514 * KIB)
         assert (await client.rest()) == b""
         neighbour = await hold(model_info, 300 * KIB, 301 * KIB, **by(2))
         assert (await neighbour.ask(bytes(KIB))).status == 200
@@ -620,7 +620,7 @@ async def test_who_holds_most_makes_room_for_who_comes_later(num_addresses):
         answer = await silent[0].answer()
         assert (answer.status, answer.headers["x-path"]) == (429, "/half")
         assert (await client.ask(bytes(KIB))).status == 200
-        assert model_info.server.num_arriving_bytes == sum((each - n) * KIB for n in range(1, num_addresses))
+        assert model_info.server.arriving.num_bytes == sum((each - n) * KIB for n in range(1, num_addresses))
 
 
 async def test_without_addresses_one_connection_may_hold_all_and_makes_room(tmp_path):
@@ -636,9 +636,9 @@ async def test_what_has_arrived_is_counted_until_it_is_complete():
     async with serving() as model_info:
         client = await hold(model_info, 100 * KIB, 200 * KIB)
         client.send(bytes(50 * KIB))
-        await until(lambda: model_info.server.num_arriving_bytes == 150 * KIB)
+        await until(lambda: model_info.server.arriving.num_bytes == 150 * KIB)
         assert (await client.ask(bytes(50 * KIB) + get("/next"))).status == 200
-        assert model_info.server.num_arriving_bytes == 0
+        assert model_info.server.arriving.num_bytes == 0
         assert (await client.answer()).status == 200
 
 
@@ -650,7 +650,7 @@ async def test_what_has_arrived_is_no_longer_counted_when_nobody_waits_for_the_r
         path = "/early" if how == "answered early" else "/a"
         client.send(get(path, "Transfer-Encoding: chunked", method="POST") + b"1000\r\n" + bytes(4096))
         if how not in ("answered early", "too late"):
-            await until(lambda: model_info.server.num_arriving_bytes == 4096)
+            await until(lambda: model_info.server.arriving.num_bytes == 4096)
         match how:
             case "reset":
                 client.reset()
@@ -665,7 +665,7 @@ async def test_what_has_arrived_is_no_longer_counted_when_nobody_waits_for_the_r
                 client.send(bytes(4096))
             case "drained":
                 assert await model_info.server.drain(0.05, grace_s=0.01) is False
-        await until(lambda: model_info.server.num_arriving_bytes == 0)
+        await until(lambda: model_info.server.arriving.num_bytes == 0)
 
 
 async def test_uploads_that_come_fast_are_never_cut(sock):
@@ -709,7 +709,7 @@ async def test_open_connections_go_by_changed_limits_from_their_next_request_on(
         first, second = await model_info.connect(), await model_info.connect()
         assert (await first.ask(post("/len", body=bytes(100)))).status == 200
         second.send(half_post(99, 100))
-        await until(lambda: model_info.server.num_arriving_bytes == 99)
+        await until(lambda: model_info.server.arriving.num_bytes == 99)
         model_info.server.change_limits(Limits(max_body_bytes=200), 100)
         assert (await first.ask(post("/len", body=bytes(200)))).status == 200
         model_info.server.change_limits(Limits(max_body_bytes=50), 100)
@@ -736,7 +736,7 @@ async def test_connections_may_become_more_and_fewer():
         assert (await (await model_info.connect()).ask(get("/a"))).status == 503
 
 
-def test_what_may_be_held_follows_the_longest_body_unless_it_was_given():
+def test_what_may_be_held_follows_the_longest_body():
     def limits_of(server: Server) -> tuple[int, int]:
         return server.arriving.max_bytes, server.max_unsent_bytes
 
@@ -745,9 +745,6 @@ def test_what_may_be_held_follows_the_longest_body_unless_it_was_given():
     assert limits_of(server) == (512 * 2**20, 512 * 2**20)
     server.change_limits(Limits(max_body_bytes=2**30), 1)
     assert limits_of(server) == (2**32, 2**32)
-    server = Server(TinyApp(), max_arriving_bytes=7, max_unsent_bytes=8, **options)
-    server.change_limits(Limits(max_body_bytes=2**30), 1)
-    assert limits_of(server) == (7, 8)
 
 
 # --- the admin listener ---------------------------------------------------------------------------------------------
@@ -1140,16 +1137,16 @@ async def recording(
         limits=Limits(max_body_bytes=max_body_bytes),
         timeouts=timeouts or Timeouts(),
         max_connections=1,
-        max_arriving_bytes=max_arriving_bytes,
         clock=clock,
     )
+    server.arriving.max_bytes = max_arriving_bytes or server.arriving.max_bytes
     connection = Connection(server, asyncio.get_running_loop())
     transport = RecordingTransport()
     connection.connection_made(transport)
     yield Recorded(app, clock, server, connection, transport)
     connection.connection_lost(None)
     assert server.num_connections == 0
-    assert server.num_arriving_bytes == 0
+    assert server.arriving.num_bytes == 0
     transport.socket.close()
     transport.client_socket.close()
 
@@ -1219,18 +1216,18 @@ async def test_what_waits_behind_a_request_counts_as_arriving():
     async with recording() as recorded:
         waiting = post("/len", body=bytes(900))
         recorded.connection.data_received(get("/wait") + waiting)
-        assert recorded.server.num_arriving_bytes == len(waiting)
+        assert recorded.server.arriving.num_bytes == len(waiting)
         recorded.connection.data_received(waiting)
-        assert recorded.server.num_arriving_bytes == 2 * len(waiting)
+        assert recorded.server.arriving.num_bytes == 2 * len(waiting)
         recorded.app.release.set()
         await until(lambda: recorded.transport.sent.count(b"HTTP/1.1 200") == 3)
-        assert recorded.server.num_arriving_bytes == 0
+        assert recorded.server.arriving.num_bytes == 0
 
 
 async def test_too_much_behind_a_request_is_dropped_and_its_answer_is_the_last():
     async with recording(max_body_bytes=200 * KIB, max_arriving_bytes=150 * KIB) as recorded:
         recorded.connection.data_received(get("/wait") + post("/len", body=bytes(150 * KIB)))
-        assert recorded.server.num_arriving_bytes == 0
+        assert recorded.server.arriving.num_bytes == 0
         assert recorded.transport.sent == b""
         recorded.app.release.set()
         await until(lambda: recorded.transport.is_shut_down)

@@ -6,6 +6,8 @@ import sys
 import threading
 import time
 from itertools import pairwise
+from types import SimpleNamespace
+from typing import cast
 
 import pytest
 from hypothesis import given
@@ -15,18 +17,26 @@ from tests.support.collector import Collector, Span, collecting
 from tests.support.serving import eventually
 from vecd.gateway.api.registry import ENDPOINTS
 from vecd.gateway.telemetry.shared_metrics import GONE
-from vecd.gateway.telemetry.span_sender import MAX_WAITING, SpanSender, traces_url
-from vecd.gateway.telemetry.spans import Facts
+from vecd.gateway.telemetry.spans import MAX_WAITING, SpanSender, traces_url
 from vecd.gateway.telemetry.tracing import Tracing, parse_traceparent, start_tracing, trace_of
+from vecd.gateway.types.config import GatewayConfig
 from vecd.gateway.types.endpoints import Endpoint
 from vecd.gateway.types.messages import HttpRequest
 from vecd.gateway.types.timeline import BatchShare, Trace
 
 TRACE_ID, PARENT_ID = "0af7651916cd43dd8448eb211c80319c", "b7ad6b7169203331"
 SAMPLED, UNSAMPLED = f"00-{TRACE_ID}-{PARENT_ID}-01", f"00-{TRACE_ID}-{PARENT_ID}-00"
-FACTS = Facts("1.2.3", "a-model", 0, "http", "127.0.0.1", 8000)
 SERVER, ERROR = 2, 2
 """Source: opentelemetry/proto/trace/v1/trace.proto, SPAN_KIND_SERVER and STATUS_CODE_ERROR."""
+
+
+def sender_to(url: str) -> SpanSender:
+    return SpanSender(config(url), 0, ("127.0.0.1", 8000), ENDPOINTS)
+
+
+def config(url: str | None) -> GatewayConfig:
+    fields = {"version": "1.2.3", "model": "a-model", "tls_cert": None, "otlp_endpoint": url, "trace_ratio": 1}
+    return cast(GatewayConfig, SimpleNamespace(**fields))
 
 
 def endpoint(route: str, dialect: str = "vecd") -> int:
@@ -187,7 +197,7 @@ def collector():
 def sender(collector, monkeypatch):
     monkeypatch.setenv("OTEL_EXPORTER_OTLP_HEADERS", "x-token=abc")
     monkeypatch.setenv("OTEL_RESOURCE_ATTRIBUTES", "deployment.environment=test,service.version=9")
-    made = SpanSender(collector.url, FACTS, ENDPOINTS)
+    made = sender_to(collector.url)
     yield made
     made.close(10)
 
@@ -253,7 +263,7 @@ def test_who_sends_them_is_said_by_the_server_and_before_that_by_the_environment
     assert said["service.instance.id"]
     assert collector.headers[-1]["x-token"] == "abc"
     monkeypatch.setenv("OTEL_SERVICE_NAME", "search")
-    [*_, span] = sent(SpanSender(collector.url, FACTS, ENDPOINTS), collector, (200, traced_request()))
+    [*_, span] = sent(sender_to(collector.url), collector, (200, traced_request()))
     assert span.resource["service.name"] == "search"
 
 
@@ -331,7 +341,7 @@ def _no_thread_is_left():
 def test_a_collector_that_is_not_there_costs_spans_and_one_line(caplog):
     with collecting() as gone:
         url = gone.url
-    sender = SpanSender(url, FACTS, ENDPOINTS)
+    sender = sender_to(url)
     for _ in range(MAX_WAITING + 500):
         sender.add(200, embedded(), Trace(TRACE_ID, PARENT_ID, 1), 1.0)
     assert sender.num_waiting <= MAX_WAITING
@@ -347,7 +357,7 @@ def test_a_collector_that_is_not_there_costs_spans_and_one_line(caplog):
 def test_a_collector_that_refuses_is_told_of_once_a_minute(caplog):
     with collecting() as refusing:
         refusing.status = 400
-        sender = SpanSender(refusing.url, FACTS, ENDPOINTS)
+        sender = sender_to(refusing.url)
         sender.add(200, traced_request(), Trace(TRACE_ID, PARENT_ID, 1), 1.0)
         eventually(lambda: bool(caplog.records))
         sender.add(200, traced_request(), Trace(TRACE_ID, PARENT_ID, 1), 1.0)
@@ -359,7 +369,7 @@ def test_a_collector_that_refuses_is_told_of_once_a_minute(caplog):
 
 def test_a_collector_that_never_answers_holds_nobody_up():
     with socket.create_server(("127.0.0.1", 0)) as silent:
-        sender = SpanSender(f"http://127.0.0.1:{silent.getsockname()[1]}", FACTS, ENDPOINTS)
+        sender = sender_to(f"http://127.0.0.1:{silent.getsockname()[1]}")
         sender.add(200, traced_request(), Trace(TRACE_ID, PARENT_ID, 1), 1.0)
         connection, _ = silent.accept()
         with connection:
@@ -372,8 +382,8 @@ def test_a_collector_that_never_answers_holds_nobody_up():
 
 def test_without_the_packages_nothing_is_kept(monkeypatch, caplog):
     monkeypatch.setitem(sys.modules, "opentelemetry.sdk.trace", None)
-    monkeypatch.delitem(sys.modules, "vecd.gateway.telemetry.span_sender")
-    assert start_tracing("http://127.0.0.1:9", FACTS, 1, ENDPOINTS) is None
+    monkeypatch.delitem(sys.modules, "vecd.gateway.telemetry.spans")
+    assert start_tracing(config("http://127.0.0.1:9"), 0, ("127.0.0.1", 8000), ENDPOINTS) is None
     assert "OpenTelemetry cannot be used: ModuleNotFoundError" in caplog.text
 
 

@@ -194,7 +194,7 @@ def test_codings_that_are_understood(value, coding):
 def test_others_are_refused_and_these_named(value):
     with pytest.raises(UnsupportedEncoding, match=r"gzip, deflate, zstd") as caught:
         coding_named(value)
-    assert (caught.value.status, caught.value.headers()) == (415, {"accept-encoding": "gzip, deflate, zstd"})
+    assert (caught.value.status, caught.value.headers) == (415, {"accept-encoding": "gzip, deflate, zstd"})
 
 
 def test_a_long_name_is_not_quoted_at_length():
