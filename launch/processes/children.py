@@ -25,7 +25,6 @@ from vecd.shm.control import (
     Channel,
     ChildFailed,
     ForkFailed,
-    ForkServerReady,
     ForkServerStart,
     ForkWorker,
     Message,
@@ -84,6 +83,27 @@ class Process:
         await _readable(self.channel.fileno())
         received = self.channel.receive(0)
         return None if received is None else received[0]
+
+    async def await_ready(self, timeout_s: float, on_stage: Callable[[str], None] = lambda stage: None) -> Message:
+        """Wait until a process that was just started is ready; returns the message that says so.
+
+        `on_stage` is called with each stage of its start. Raises StartFailure when it reports that it cannot start, and
+        ChildDied when it ends instead, or is still starting after `timeout_s`.
+        """
+        stage = "starting"
+        try:
+            async with asyncio.timeout(timeout_s):
+                while isinstance(message := await self.receive(), Progress):
+                    stage = message.stage
+                    on_stage(stage)
+        except TimeoutError:
+            raise ChildDied(f"was still {stage} after {timeout_s:g} s") from None
+        match message:
+            case None:
+                raise ChildDied(f"{await self.ended()} while {stage}")
+            case ChildFailed():
+                raise StartFailure(message.message)
+        return message
 
     def kill(self) -> None:
         self._signal(signal.SIGKILL)
@@ -305,29 +325,21 @@ class ForkServer:
             process = spawn("fork server", "forkserver")
         except OSError as error:
             raise ChildDied(f"the fork server cannot be started: {error}") from error
-        stage = "starting"
         try:
             process.channel.send(self._order)
-            async with asyncio.timeout(self._start_timeout_s):
-                while isinstance(message := await process.receive(), Progress):
-                    stage = message.stage
-                    self._on_stage(stage)
-            match message:
-                case ForkServerReady():
-                    self._has_been_ready = True
-                    return process
-                case ChildFailed() if not self._has_been_ready:
-                    raise StartFailure(message.message)
-                case ChildFailed():
-                    raise ChildDied(f"the fork server cannot start: {message.message}")
-            raise ChildDied(f"the fork server {await process.ended()} while {stage}")
+            await process.await_ready(self._start_timeout_s, self._on_stage)
         except BaseException as error:
             await self._reap(process)
-            if isinstance(error, TimeoutError):
-                raise ChildDied(f"the fork server was still {stage} after {self._start_timeout_s:g} s") from error
-            if isinstance(error, OSError):
-                raise ChildDied(f"the fork server does not start: {error}") from error
+            match error:
+                case StartFailure() if self._has_been_ready:
+                    raise ChildDied(f"the fork server cannot start: {error}") from error
+                case ChildDied():
+                    raise ChildDied(f"the fork server {error}") from error
+                case OSError():
+                    raise ChildDied(f"the fork server does not start: {error}") from error
             raise
+        self._has_been_ready = True
+        return process
 
     async def _read(self, process: Process) -> None:
         """Receive what is forked and what has exited, until the fork server is dead."""

@@ -19,16 +19,14 @@ from contextlib import suppress
 from dataclasses import asdict, dataclass, field, replace
 
 from vecd.gateway.types.config import ApiKey
-from vecd.launch.base.exit_codes import StartFailure
+from vecd.launch.base.exit_codes import ChildDied, StartFailure
 from vecd.launch.processes.backoff import Backoff
 from vecd.launch.processes.children import Process, System, killed_after
 from vecd.launch.processes.worker_pool import WorkerPool
 from vecd.shm.control import (
     Activate,
-    ChildFailed,
     Discard,
     Drain,
-    GatewayReady,
     GatewayStart,
     Message,
     ModelBroken,
@@ -211,21 +209,17 @@ class GatewayPool:
             link.process, start, [self._sockets.shared_metrics, worker_pool.zmq_listening(link.index), *listening]
         )
         try:
-            async with asyncio.timeout(_START_TIMEOUT_S):
-                ready = await link.process.receive()
-        except TimeoutError:
-            link.process.kill()
-            await self._reap(link)
-            return f"was not ready within {_START_TIMEOUT_S:g} s"
-        if isinstance(ready, ChildFailed) and not backoff.has_been_ready:
-            raise StartFailure(ready.message)
-        if isinstance(ready, ChildFailed):
-            await self._reap(link)
-            return f"cannot start: {ready.message}"
-        if ready is None:
-            return await self._reap(link)
-        assert isinstance(ready, GatewayReady)
-        return None
+            await link.process.await_ready(_START_TIMEOUT_S)
+            return None
+        except StartFailure as failure:
+            if not backoff.has_been_ready:
+                raise
+            reason = f"cannot start: {failure}"
+        except ChildDied as death:
+            reason = str(death)
+        link.process.kill()
+        await self._reap(link)
+        return reason
 
     async def _reap(self, link: Link) -> str:
         """Wait until the process has ended; returns how. Side effect: the gauges that it had written are cleared."""
