@@ -12,7 +12,6 @@ supervises each child: it runs one process after the other, and its loop never w
 """
 
 import asyncio
-import faulthandler
 import json
 import logging
 import os
@@ -44,7 +43,7 @@ from vecd.launch.processes.gateway_pool import GatewayPool, Link, Sockets
 from vecd.launch.processes.keys_watch import KeysWatch
 from vecd.launch.processes.reload import Reloader
 from vecd.launch.processes.sockets import Inherited, listen, listen_admin, take_inherited
-from vecd.launch.processes.summary import pss_mb, summary, summary_fields
+from vecd.launch.processes.summary import summary
 from vecd.launch.processes.worker_pool import ReadyWorker, WorkerPool
 from vecd.launch.systemd.notify import Notifier, serving
 from vecd.launch.systemd.reload_command import ReloadResult
@@ -65,7 +64,7 @@ from vecd.shm.control import (
 from vecd.shm.shared_metrics import create_shared_metrics
 from vecd.shm.socketfile import FileId, file_id, remove_if_ours
 from vecd.shm.wire import Incarnation
-from vecd.workers.process.kernel import adopt_orphans, leave_no_core
+from vecd.workers.process.kernel import adopt_orphans, kilobytes, leave_no_core, trace_crashes
 
 log = logging.getLogger("vecd.supervisor")
 
@@ -339,11 +338,9 @@ class Supervisor:
 
     def _announce(self) -> None:
         facts = next(iter(self._first.ready.values())).facts
-        memory_mb, ready_s = self._memory_mb(), time.monotonic() - self._started_at
-        logs.announce(
-            summary(self.plan, self._url, self._admin_url, facts, memory_mb, ready_s),
-            **summary_fields(self.plan, self._url, self._admin_url, facts, memory_mb, ready_s),
-        )
+        ready_s = time.monotonic() - self._started_at
+        lines, fields = summary(self.plan, self._url, self._admin_url, facts, self._memory_mb(), ready_s)
+        logs.announce(lines, **fields)
         ready_fd = self.plan.settings.ready_fd
         if ready_fd is not None:
             with suppress(OSError), open(ready_fd, "w") as ready:
@@ -353,7 +350,7 @@ class Supervisor:
         """Proportional memory of every process of the server."""
         pids = [os.getpid(), *(link.process.pid for link in self._gateway_pool.links.values())]
         pids += [pid for worker_pool in self._worker_pools.values() for pid in worker_pool.pids()]
-        return sum(map(pss_mb, pids))
+        return sum(kilobytes(Path(f"/proc/{pid}/smaps_rollup"), "Pss") for pid in pids) // 1024
 
     def _send_status(self) -> None:
         if self._has_been_ready and not self._reloader.is_running and not self._stopping.is_set():
@@ -426,5 +423,4 @@ def _prepare_process() -> None:
     _, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     resource.setrlimit(resource.RLIMIT_NOFILE, (max_open_files(), hard))
     leave_no_core()
-    with suppress(RuntimeError, OSError, ValueError):  # there may be no stderr
-        faulthandler.enable()  # systemd's watchdog asks with SIGABRT where this process hangs
+    trace_crashes()  # systemd's watchdog asks with SIGABRT where this process hangs

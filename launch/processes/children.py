@@ -188,20 +188,11 @@ def reap_orphans() -> None:
 
 async def reap_everything() -> None:
     """Reap all killed children, so that no zombie stays behind."""
-    for _ in range(_REAP_ROUNDS):
-        if not _reap_some():
-            return
-        await asyncio.sleep(_REAP_INTERVAL_S)
-
-
-def _reap_some() -> bool:
-    """Reap all children that have ended; returns whether there are others."""
-    try:
-        while os.waitid(os.P_ALL, 0, os.WEXITED | os.WNOHANG) is not None:
-            pass
-    except ChildProcessError:
-        return False
-    return True
+    with suppress(ChildProcessError):  # there is none any more
+        for _ in range(_REAP_ROUNDS):
+            while os.waitid(os.P_ALL, 0, os.WEXITED | os.WNOHANG) is not None:  # noqa: ASYNC222  (does not wait)
+                pass
+            await asyncio.sleep(_REAP_INTERVAL_S)
 
 
 def child_environment() -> dict[str, str]:
@@ -262,7 +253,8 @@ class ForkServer:
             if forked.done() and not forked.cancelled() and forked.exception() is None:
                 os.close(forked.result()[1])
             if isinstance(error, TimeoutError | OSError):
-                await self._give_up(f"does not fork: {error or 'no answer'}")
+                log.error("the fork server does not fork and is killed: %s", error or "no answer")
+                await self._end()
                 raise ChildDied("the fork server does not answer") from error
             raise
         finally:
@@ -287,11 +279,6 @@ class ForkServer:
             self._starting.cancel()
             with suppress(asyncio.CancelledError, ChildDied, StartFailure):
                 await self._starting
-        await self._end()
-
-    async def _give_up(self, why: str) -> None:
-        """Kill a fork server that hangs; another is started when next needed."""
-        log.error("the fork server %s and is killed", why)
         await self._end()
 
     async def _end(self) -> None:
