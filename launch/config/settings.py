@@ -213,6 +213,25 @@ class Settings(BaseSettings):
     def _absolute(cls, path: Path | None) -> Path | None:
         return None if path is None else path.absolute()
 
+    @property
+    def cache_folder(self) -> Path:
+        """--cache-dir, else systemd's CacheDirectory=, else `vecd` in the user's cache. Absolute; may not exist yet.
+        Everything in it can be deleted at any time."""
+        if self.cache_dir is not None:
+            return self.cache_dir
+        # systemd separates several folders by colons; a unit of vecd has one.
+        of_service = os.environ.get("CACHE_DIRECTORY", "").partition(":")[0]
+        if of_service:
+            return Path(of_service).absolute()
+        of_user = os.environ.get("XDG_CACHE_HOME", "")
+        if of_user.startswith("/"):  # the specification says that a relative path is to be ignored
+            return Path(of_user) / "vecd"
+        try:
+            home = Path.home()
+        except RuntimeError:  # a user without a home directory, as some containers have
+            home = Path("/var/cache")
+        return home / ".cache" / "vecd"
+
     @field_validator("engine", mode="before")
     @classmethod
     def _by_its_name(cls, engine: object) -> object:
