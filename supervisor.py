@@ -12,12 +12,10 @@ supervises each child: it runs one process after the other, and its loop never w
 """
 
 import asyncio
-import faulthandler
 import json
 import logging
 import os
 import resource
-import secrets
 import signal
 import socket
 import time
@@ -40,11 +38,11 @@ from vecd.launch.base.exit_codes import (
 from vecd.launch.config.plan import Plan, make_plan, max_open_files
 from vecd.launch.config.settings import Settings, load_settings
 from vecd.launch.processes.children import System
-from vecd.launch.processes.gateway_pool import GatewayPool, Link, Sockets
-from vecd.launch.processes.keys_watch import KeysWatch
+from vecd.launch.processes.gateway_pool import GatewayPool, Link
+from vecd.launch.processes.keys_watch import watch_keys
 from vecd.launch.processes.reload import Reloader
 from vecd.launch.processes.sockets import Inherited, listen, listen_admin, take_inherited
-from vecd.launch.processes.summary import pss_mb, summary, summary_fields
+from vecd.launch.processes.summary import summary
 from vecd.launch.processes.worker_pool import ReadyWorker, WorkerPool
 from vecd.launch.systemd.notify import Notifier, serving
 from vecd.launch.systemd.reload_command import ReloadResult
@@ -65,14 +63,13 @@ from vecd.shm.control import (
 from vecd.shm.shared_metrics import create_shared_metrics
 from vecd.shm.socketfile import FileId, file_id, remove_if_ours
 from vecd.shm.wire import Incarnation
-from vecd.workers.process.kernel import adopt_orphans, leave_no_core
+from vecd.workers.process.kernel import adopt_orphans, kilobytes, leave_no_core, trace_crashes
 
 log = logging.getLogger("vecd.supervisor")
 
 EXIT_INTERRUPTED = 130
 _DRAIN_MARGIN_S = 2.0
 _REAP_INTERVAL_S = 2.0
-_QUARANTINE_KEY_BYTES = 16
 
 
 def serve(arguments: Sequence[str]) -> int:
@@ -148,13 +145,11 @@ class Supervisor:
         """Serve until SIGTERM or SIGINT; returns 0. Raises StartFailure when a child cannot start or keeps dying."""
         self._install_signal_handlers()
         self._reload_result = ReloadResult()  # from now on `vecd reload` may send its signal
-        gateway = self._first.plan.gateway
         try:
-            sockets = Sockets(self._listen(self._first.plan.settings), self._metrics_fd, gateway.shared_metrics)
-            quarantine_key = secrets.token_hex(_QUARANTINE_KEY_BYTES)
+            self._listen(self._first.plan.settings)
             self._gateway_pool = GatewayPool(
-                self._num_gateways, sockets, quarantine_key, gateway.keys, self._worker_pools,
-                self._on_gateway_message, self._changed.set, self._system,
+                self._num_gateways, self._listening, self._metrics_fd, self._worker_pools, self._on_gateway_message,
+                self._changed.set, self._system,
             )  # fmt: skip
             self._reloader = Reloader(
                 lambda: load_settings(self._arguments, without=["ready_fd"]),
@@ -162,13 +157,13 @@ class Supervisor:
                 self._make_worker_pool, self._worker_pools, self._gateway_pool, self._system.files, self._start_task,
                 self._changed, self,
             )  # fmt: skip
-            keys_watch = KeysWatch(self._system.files, lambda: self.plan.settings, self._on_keys)
             async with asyncio.TaskGroup() as group:
                 self._group = group
                 gateways = [self._start_task(self._gateway_pool.supervise(i)) for i in range(self._num_gateways)]
                 for work in (
                     self._first.supervise(), self._gateway_pool.watch_heartbeats(), self._announce_when_ready(),
-                    keys_watch.run(), self._reap_orphans(), self._keep_notifying(),
+                    watch_keys(self._system.files, lambda: self.plan.settings, self._on_keys), self._reap_orphans(),
+                    self._keep_notifying(),
                 ):  # fmt: skip
                     self._start_task(work)
                 await self._stopping.wait()
@@ -214,8 +209,8 @@ class Supervisor:
         )
         return replace(plan, gateway=gateway)
 
-    def _listen(self, settings: Settings) -> list[socket.socket]:
-        """The public socket, and the admin socket if there is one. Raises StartFailure."""
+    def _listen(self, settings: Settings) -> None:
+        """On the public socket, and on the admin socket if there is one. Raises StartFailure."""
         listening, self._url = listen(settings, self._inherited.public)
         self._listening.append(listening)
         if settings.uds is not None:
@@ -225,7 +220,6 @@ class Supervisor:
             self._admin_url = admin[1]
             if settings.admin_uds is not None:
                 self._uds.append((settings.admin_uds, file_id(settings.admin_uds)))
-        return self._listening
 
     async def _drain(self, gateways: Sequence["asyncio.Task[None]"]) -> None:
         """Let gateways answer what they have accepted. Workers run, and are still restarted, until they are done."""
@@ -339,11 +333,9 @@ class Supervisor:
 
     def _announce(self) -> None:
         facts = next(iter(self._first.ready.values())).facts
-        memory_mb, ready_s = self._memory_mb(), time.monotonic() - self._started_at
-        logs.announce(
-            summary(self.plan, self._url, self._admin_url, facts, memory_mb, ready_s),
-            **summary_fields(self.plan, self._url, self._admin_url, facts, memory_mb, ready_s),
-        )
+        ready_s = time.monotonic() - self._started_at
+        lines, fields = summary(self.plan, self._url, self._admin_url, facts, self._memory_mb(), ready_s)
+        logs.announce(lines, **fields)
         ready_fd = self.plan.settings.ready_fd
         if ready_fd is not None:
             with suppress(OSError), open(ready_fd, "w") as ready:
@@ -353,7 +345,7 @@ class Supervisor:
         """Proportional memory of every process of the server."""
         pids = [os.getpid(), *(link.process.pid for link in self._gateway_pool.links.values())]
         pids += [pid for worker_pool in self._worker_pools.values() for pid in worker_pool.pids()]
-        return sum(map(pss_mb, pids))
+        return sum(kilobytes(Path(f"/proc/{pid}/smaps_rollup"), "Pss") for pid in pids) // 1024
 
     def _send_status(self) -> None:
         if self._has_been_ready and not self._reloader.is_running and not self._stopping.is_set():
@@ -426,5 +418,4 @@ def _prepare_process() -> None:
     _, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     resource.setrlimit(resource.RLIMIT_NOFILE, (max_open_files(), hard))
     leave_no_core()
-    with suppress(RuntimeError, OSError, ValueError):  # there may be no stderr
-        faulthandler.enable()  # systemd's watchdog asks with SIGABRT where this process hangs
+    trace_crashes()  # systemd's watchdog asks with SIGABRT where this process hangs

@@ -5,7 +5,7 @@ import. Called by the console script and by `python -m vecd`.
 """
 
 import sys
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 from vecd.launch.base.exit_codes import EXIT_BAD_CONFIGURATION, EXIT_OK
 
@@ -24,39 +24,24 @@ usage: vecd serve [MODEL] [--flags]    serve a model's embeddings (vecd serve --
 def main(argv: Sequence[str] | None = None) -> int:
     """The `vecd` command. Returns the exit code."""
     command, *arguments = (sys.argv[1:] if argv is None else argv) or ["--help"]
+    run: Callable[[list[str]], int]
     match command:
         case "serve":
-            from vecd.supervisor import serve
-
-            return serve(arguments)
+            from vecd.supervisor import serve as run
         case "bench":
-            from vecd.client.bench.command import main as bench
-
-            return bench(arguments)
+            from vecd.client.bench.command import main as run
         case "embed":
-            from vecd.client.bulk.command import main as embed
-
-            return embed(arguments)
+            from vecd.client.bulk.command import main as run
         case "top":
-            from vecd.client.top.command import main as top
-
-            return top(arguments)
+            from vecd.client.top.command import main as run
         case "check":
-            from vecd.launch.check.command import main as check
-
-            return check(arguments)
+            from vecd.launch.check.command import main as run
         case "key":
-            from vecd.launch.config.keys import main as make_key
-
-            return make_key(arguments)
+            from vecd.launch.config.keys import main as run
         case "reload":
-            from vecd.launch.systemd.reload_command import main as reload
-
-            return reload(arguments)
+            from vecd.launch.systemd.reload_command import main as run
         case "install-service":
-            from vecd.launch.systemd.install_service import main as install_service
-
-            return install_service(arguments)
+            from vecd.launch.systemd.install_service import main as run
         case "--version" | "version":
             from vecd.launch.config.plan import version
 
@@ -65,5 +50,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         case "--help" | "-h" | "help":
             print(_USAGE)
             return EXIT_OK
-    print(f"vecd: unknown command {command!r}\n\n{_USAGE}", file=sys.stderr)
-    return EXIT_BAD_CONFIGURATION
+        case _:
+            print(f"vecd: unknown command {command!r}\n\n{_USAGE}", file=sys.stderr)
+            return EXIT_BAD_CONFIGURATION
+    return run(arguments)

@@ -133,14 +133,16 @@ def read_card(folder: Path) -> ModelCard:
     weights_folder = folder / transformer.path
     config = _read_config(weights_folder)
     _check_files(weights_folder)
+    weights = _weights_of(weights_folder)
     sentence_bert = _read_sentence_bert(weights_folder)
 
     tokenizer = weights_folder / "tokenizer.json"
     hidden_size = _positive(config, ("hidden_size", "dim", "d_model", "n_embd"), weights_folder / "config.json")
+    prompt, prompts = _read_prompts(folder)
     pooling: tuple[str, ...] = (_default_pooling(config),)
     pools_prompt = True
     if modules:
-        pooling, pools_prompt = _read_pooling(folder, modules[0])
+        pooling, pools_prompt = _read_pooling(folder / modules[0].path / "config.json", prompt)
     dim = hidden_size * len(pooling)
     steps: list[Step] = []
     for module in modules[1:]:
@@ -148,6 +150,7 @@ def read_card(folder: Path) -> ModelCard:
         if step is not None:
             steps.append(step)
             dim = step.out_dim or dim
+    weights += [folder / step.path / "model.safetensors" for step in steps if step.path]
     matryoshka_dims = _matryoshka_dims(config, dim, weights_folder / "config.json")
     return ModelCard(
         folder=str(folder),
@@ -160,12 +163,12 @@ def read_card(folder: Path) -> ModelCard:
         pooling=pooling,
         steps=tuple(steps),
         lowercase=bool(sentence_bert.get("do_lower_case", False)),
-        prompt=_default_prompt(folder),
-        prompts=_prompts(folder),
+        prompt=prompt,
+        prompts=prompts,
         pools_prompt=pools_prompt,
         is_matryoshka=bool(config.get("is_matryoshka")) or bool(matryoshka_dims),
         matryoshka_dims=matryoshka_dims,
-        weights_bytes=_weights_bytes(weights_folder, *(folder / step.path for step in steps if step.path)),
+        weights_bytes=sum(path.stat().st_size for path in weights),
         tokenizer_file=str(tokenizer) if tokenizer.is_file() else "",
     )
 
@@ -219,11 +222,6 @@ def _check_files(weights_folder: Path) -> None:
         raise ModelError(
             f"{weights_folder / 'adapter_config.json'}: adapters are not supported; merge it into the model"
         )
-    index = weights_folder / "model.safetensors.index.json"
-    if (weights_folder / "model.safetensors").is_file() or not index.is_file():
-        _check_weights(weights_folder)
-    else:
-        _check_shards(index)
 
 
 def vocabulary_files(weights_folder: Path) -> list[Path]:
@@ -232,11 +230,18 @@ def vocabulary_files(weights_folder: Path) -> list[Path]:
     return sorted(path for path in (*named, *weights_folder.glob("*.model")) if path.is_file())
 
 
-def _check_weights(folder: Path) -> None:
-    """Refuse a model or module without safetensors weights."""
+def _weights_of(weights_folder: Path) -> list[Path]:
+    """The files of the model's weights."""
+    index = weights_folder / "model.safetensors.index.json"
+    has_shards = index.is_file() and not (weights_folder / "model.safetensors").is_file()
+    return _shards(index) if has_shards else [_single_file(weights_folder)]
+
+
+def _single_file(folder: Path) -> Path:
+    """The weights of a model or module. Refuses any but safetensors."""
     single = folder / "model.safetensors"
     if single.is_file():
-        return
+        return single
     pickles = sorted(path.name for pattern in ("*.bin", "*.pt", "*.pth", "*.pkl") for path in folder.glob(pattern))
     if pickles:
         raise ModelError(
@@ -246,43 +251,29 @@ def _check_weights(folder: Path) -> None:
     raise ModelError(f"{single}: file missing (the model's weights)")
 
 
-def _check_shards(index: Path) -> None:
+def _shards(index: Path) -> list[Path]:
     shards = _read_object(index).get("weight_map")
     if not isinstance(shards, dict) or not all(isinstance(name, str) for name in shards.values()):
         raise ModelError(f"{index}: weight_map must name a file for each tensor")
-    for name in sorted(set(shards.values())):
+    names = sorted(set(shards.values()))
+    for name in names:
         # By its name, because transformers unpickles every file that is not called .safetensors.
         if not name.endswith(".safetensors"):
             raise ModelError(f"{index}: {name} is not safetensors")
         if not (index.parent / name).is_file():
             raise ModelError(f"{index.parent / name}: file missing (named in {index.name})")
+    return [index.parent / name for name in names]
 
 
-def _weights_bytes(weights_folder: Path, *module_folders: Path) -> int:
-    """The size of the files that `_check_files` and `_read_step` have found."""
-    index = weights_folder / "model.safetensors.index.json"
-    names = {"model.safetensors"}
-    if not (weights_folder / "model.safetensors").is_file():
-        names = set(_read_object(index)["weight_map"].values())
-    files = [weights_folder / name for name in names] + [folder / "model.safetensors" for folder in module_folders]
-    return sum(path.stat().st_size for path in files)
-
-
-# Where sentence-transformers looks, in this order; since version 2 it writes the first.
-_SENTENCE_BERT_FILES = (
-    "sentence_bert_config.json",
-    "sentence_roberta_config.json",
-    "sentence_distilbert_config.json",
-    "sentence_camembert_config.json",
-    "sentence_albert_config.json",
-    "sentence_xlm-roberta_config.json",
-    "sentence_xlnet_config.json",
-)
+# sentence_bert_config.json and so on: where sentence-transformers looks, in this order. Since version 2 it writes the
+# first.
+_SENTENCE_BERT_KINDS = ("bert", "roberta", "distilbert", "camembert", "albert", "xlm-roberta", "xlnet")
 
 
 def _read_sentence_bert(weights_folder: Path) -> dict[str, Any]:
     """The Transformer module's settings; may be empty. Refuses settings that would change vectors."""
-    path = next((weights_folder / name for name in _SENTENCE_BERT_FILES if (weights_folder / name).exists()), None)
+    paths = (weights_folder / f"sentence_{kind}_config.json" for kind in _SENTENCE_BERT_KINDS)
+    path = next((path for path in paths if path.exists()), None)
     if path is None:
         return {}
     config = _read_object(path)
@@ -350,9 +341,8 @@ def _default_pooling(config: Mapping[str, Any]) -> str:
     return "lasttoken" if is_causal else "mean"
 
 
-def _read_pooling(folder: Path, module: _Module) -> tuple[tuple[str, ...], bool]:
+def _read_pooling(path: Path, default_prompt: str) -> tuple[tuple[str, ...], bool]:
     """The modes, and whether a prompt is pooled with its text."""
-    path = folder / module.path / "config.json"
     config = _read_object(path)
     stated = config.get("pooling_mode")
     if stated is None:
@@ -363,7 +353,7 @@ def _read_pooling(folder: Path, module: _Module) -> tuple[tuple[str, ...], bool]
         if mode not in POOLING_MODES:
             raise ModelError(f"{path}: pooling_mode {mode!r} is unknown; known: {', '.join(POOLING_MODES)}")
     pools_prompt = config.get("include_prompt") is not False
-    if not pools_prompt and _default_prompt(folder):
+    if not pools_prompt and default_prompt:
         raise ModelError(f"{path}: include_prompt=false together with a default prompt is not supported")
     return tuple(modes), pools_prompt
 
@@ -377,7 +367,7 @@ def _read_step(folder: Path, module: _Module, in_dim: int) -> Step | None:
             _check_input_and_output(path, _read_optional(path))
             return Step("normalize")
         case "LayerNorm":
-            _check_weights(path.parent)
+            _single_file(path.parent)
             return Step("layer_norm", path=module.path, in_dim=in_dim, out_dim=in_dim)
         case "Dense":
             return _read_dense(path, module.path, in_dim)
@@ -396,7 +386,7 @@ def _read_dense(path: Path, module_path: str, in_dim: int) -> Step:
     # sentence-transformers accepts no other either, but uses Tanh instead.
     if not isinstance(activation, str) or not activation.startswith("torch.nn."):
         raise ModelError(f"{path}: activation_function {activation!r} is not one of torch.nn's")
-    _check_weights(path.parent)
+    _single_file(path.parent)
     return Step(
         "dense",
         path=module_path,
@@ -449,27 +439,20 @@ def _max_tokens(weights_folder: Path, config: Mapping[str, Any], sentence_bert: 
     return min(limits)
 
 
-def _default_prompt(folder: Path) -> str:
+def _read_prompts(folder: Path) -> tuple[str, tuple[tuple[str, str], ...]]:
+    """The text of the default prompt, and the name and text of each prompt."""
     path = folder / "config_sentence_transformers.json"
     config = _read_optional(path)
     if config.get("truncate_dim") is not None:
         raise ModelError(f"{path}: truncate_dim is not supported")
-    name = config.get("default_prompt_name")
-    if name is None:
-        return ""
-    # These two names always exist, with no text unless the file gives them one.
-    prompts = {"query": None, "document": None, **(config.get("prompts") or {})}
-    if name not in prompts:
-        raise ModelError(f"{path}: default_prompt_name {name!r} is not among its prompts")
-    return prompts[name] or ""
-
-
-def _prompts(folder: Path) -> tuple[tuple[str, str], ...]:
-    path = folder / "config_sentence_transformers.json"
-    prompts = _read_optional(path).get("prompts") or {}
+    prompts = config.get("prompts") or {}
     if not isinstance(prompts, dict) or not all(isinstance(text, str | None) for text in prompts.values()):
         raise ModelError(f"{path}: prompts must be an object of strings")
-    return tuple((name, text or "") for name, text in prompts.items())
+    default = config.get("default_prompt_name")
+    # These two names always exist, with no text unless the file gives them one.
+    if default not in (None, "query", "document", *prompts):
+        raise ModelError(f"{path}: default_prompt_name {default!r} is not among its prompts")
+    return prompts.get(default) or "", tuple((name, text or "") for name, text in prompts.items())
 
 
 def _matryoshka_dims(config: Mapping[str, Any], dim: int, path: Path) -> tuple[int, ...]:

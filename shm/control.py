@@ -25,7 +25,7 @@ import struct
 from array import array
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass, field
-from typing import Any, TypeAlias, get_args
+from typing import Any
 
 _MAX_PACKET_BYTES = 128 * 1024
 """A packet is at most this long; a longer message is a file, and the packet its descriptor. Linux's default send buffer
@@ -34,14 +34,19 @@ MAX_MESSAGE_BYTES = 16 * 2**20
 _BY_FILE = b"file"
 _RIGHTS = (socket.SOL_SOCKET, socket.SCM_RIGHTS)
 MAX_DESCRIPTORS = 80
-"""A message carries at most so many: one for each gateway there may be, and a few. Linux allows 253."""
+"""The most that a message carries: one for each gateway there may be, and a few. Linux allows 253."""
 _ANCILLARY_BYTES = socket.CMSG_SPACE(MAX_DESCRIPTORS * array("i").itemsize)
 SEND_TIMEOUT_MS = 1000
 """How long a message may wait for room in the other side's buffer."""
 
 
 @dataclass(frozen=True, slots=True)
-class GatewayStart:
+class Message:
+    """One of the classes below."""
+
+
+@dataclass(frozen=True, slots=True)
+class GatewayStart(Message):
     """To a new gateway: its configuration. Descriptors: the shared metrics, its ZeroMQ listening socket, the
     public listening socket, and the admin one if there is one."""
 
@@ -58,7 +63,7 @@ class GatewayStart:
 
 
 @dataclass(frozen=True, slots=True)
-class WorkerUp:
+class WorkerUp(Message):
     """To every gateway: an incarnation is ready. Descriptor: its arena."""
 
     generation: int
@@ -70,7 +75,7 @@ class WorkerUp:
 
 
 @dataclass(frozen=True, slots=True)
-class WorkerDown:
+class WorkerDown(Message):
     """To every gateway: an incarnation is dead; its batches are to be sent again and its arena dropped."""
 
     worker: int
@@ -81,16 +86,16 @@ class WorkerDown:
 
 
 @dataclass(frozen=True, slots=True)
-class Drain:
+class Drain(Message):
     """To every gateway: accept nothing new, answer what was accepted, exit 0 within the deadline."""
 
     deadline_s: float
     grace_s: float
-    """So long at first, everything is served as before, but `/health` says 503."""
+    """In this time, which comes first, requests are served as before, but `/health` says 503."""
 
 
 @dataclass(frozen=True, slots=True)
-class Prepare:
+class Prepare(Message):
     """To every gateway: a new configuration; make ready for it beside the present one. Descriptor: its ZeroMQ listening
     socket."""
 
@@ -99,21 +104,21 @@ class Prepare:
 
 
 @dataclass(frozen=True, slots=True)
-class Activate:
+class Activate(Message):
     """To every gateway: new requests are for this generation from now on."""
 
     generation: int
 
 
 @dataclass(frozen=True, slots=True)
-class Discard:
+class Discard(Message):
     """To every gateway: forget a generation; nothing of it is being served any more, or may be."""
 
     generation: int
 
 
 @dataclass(frozen=True, slots=True)
-class ModelBroken:
+class ModelBroken(Message):
     """To every gateway: no worker of this generation stays alive. Over as soon as one is up."""
 
     generation: int
@@ -121,7 +126,7 @@ class ModelBroken:
 
 
 @dataclass(frozen=True, slots=True)
-class InputDeaths:
+class InputDeaths(Message):
     """From a gateway, and to all others: a worker has died while it computed these inputs."""
 
     digests: list[str]
@@ -133,7 +138,7 @@ class InputDeaths:
 
 
 @dataclass(frozen=True, slots=True)
-class InputsCleared:
+class InputsCleared(Message):
     """From a gateway, and to all others: these inputs, with which workers had died, have been computed."""
 
     digests: list[str]
@@ -141,7 +146,7 @@ class InputsCleared:
 
 
 @dataclass(frozen=True, slots=True)
-class Quarantined:
+class Quarantined(Message):
     """From a gateway, and to all others: an input has ended worker after worker, and is refused for a while."""
 
     digest: str
@@ -149,7 +154,7 @@ class Quarantined:
 
 
 @dataclass(frozen=True, slots=True)
-class NewKeys:
+class NewKeys(Message):
     """To every gateway: from now on these are the keys that callers may send."""
 
     keys: list[dict[str, Any]]
@@ -157,17 +162,17 @@ class NewKeys:
 
 
 @dataclass(frozen=True, slots=True)
-class GatewayReady:
+class GatewayReady(Message):
     """From a gateway: it listens."""
 
 
 @dataclass(frozen=True, slots=True)
-class Heartbeat:
+class Heartbeat(Message):
     """From a gateway, about once a second: its event loop turns."""
 
 
 @dataclass(frozen=True, slots=True)
-class WorkerConnected:
+class WorkerConnected(Message):
     """From a gateway: an incarnation has answered its first probe."""
 
     worker: int
@@ -175,7 +180,7 @@ class WorkerConnected:
 
 
 @dataclass(frozen=True, slots=True)
-class Prepared:
+class Prepared(Message):
     """From a gateway: it is ready for a generation, or says why it cannot be."""
 
     generation: int
@@ -183,19 +188,19 @@ class Prepared:
 
 
 @dataclass(frozen=True, slots=True)
-class Retired:
+class Retired(Message):
     """From a gateway: it has answered the last request of a generation that is no longer the active one."""
 
     generation: int
 
 
 @dataclass(frozen=True, slots=True)
-class ReloadAsked:
+class ReloadAsked(Message):
     """From a gateway: an operator has asked it for what SIGHUP does."""
 
 
 @dataclass(frozen=True, slots=True)
-class WorkerStuck:
+class WorkerStuck(Message):
     """From a gateway: an incarnation has let a batch's deadline pass. The supervisor kills it."""
 
     worker: int
@@ -203,7 +208,7 @@ class WorkerStuck:
 
 
 @dataclass(frozen=True, slots=True)
-class ForkServerStart:
+class ForkServerStart(Message):
     """To the fork server: what to import, and what to load, before the first fork."""
 
     parent_pid: int
@@ -219,7 +224,7 @@ class ForkServerStart:
 
 
 @dataclass(frozen=True, slots=True)
-class ForkServerReady:
+class ForkServerReady(Message):
     """From the fork server: everything is imported; workers may be forked."""
 
     modules: list[str]
@@ -227,7 +232,7 @@ class ForkServerReady:
 
 
 @dataclass(frozen=True, slots=True)
-class ForkWorker:
+class ForkWorker(Message):
     """To the fork server. Descriptors: the worker's control socket, its arena, the ZeroMQ address (O_PATH) of
     each gateway."""
 
@@ -238,7 +243,7 @@ class ForkWorker:
 
 
 @dataclass(frozen=True, slots=True)
-class WorkerForked:
+class WorkerForked(Message):
     """From the fork server. Descriptor: a pidfd of the new process."""
 
     worker: int
@@ -247,7 +252,7 @@ class WorkerForked:
 
 
 @dataclass(frozen=True, slots=True)
-class ForkFailed:
+class ForkFailed(Message):
     """From the fork server: a worker could not be forked."""
 
     worker: int
@@ -256,7 +261,7 @@ class ForkFailed:
 
 
 @dataclass(frozen=True, slots=True)
-class WorkerExited:
+class WorkerExited(Message):
     """From the fork server: a worker was reaped."""
 
     pid: int
@@ -265,14 +270,14 @@ class WorkerExited:
 
 
 @dataclass(frozen=True, slots=True)
-class Progress:
+class Progress(Message):
     """From a worker or the fork server: the stage of loading it begins."""
 
     stage: str
 
 
 @dataclass(frozen=True, slots=True)
-class WorkerReady:
+class WorkerReady(Message):
     """From a worker: the model is loaded, compared and warm."""
 
     facts: dict[str, Any]
@@ -281,22 +286,15 @@ class WorkerReady:
 
 
 @dataclass(frozen=True, slots=True)
-class ChildFailed:
+class ChildFailed(Message):
     """From a child: it cannot start, and starting it again would not help."""
 
     message: str
     """One line for the operator: what is wrong, and where."""
 
 
-Message: TypeAlias = (
-    GatewayStart | WorkerUp | WorkerDown | Drain | Prepare | Activate | Discard | ModelBroken | NewKeys
-    | GatewayReady | Heartbeat | WorkerConnected | WorkerStuck | Prepared | Retired | Quarantined
-    | InputDeaths | InputsCleared | ReloadAsked
-    | ForkServerStart | ForkServerReady | ForkWorker | WorkerForked | ForkFailed | WorkerExited
-    | Progress | WorkerReady | ChildFailed
-)  # fmt: skip
-
-_KINDS: dict[str, type[Message]] = {kind.__name__: kind for kind in get_args(Message)}
+# In the order of definition: `slots=True` defines a class again, and the second one of a name is in use.
+_KINDS = {kind.__name__: kind for kind in Message.__subclasses__()}
 
 
 class Channel:

@@ -41,8 +41,3 @@ def map_arena(fd: int, spec: ArenaSpec, *, writable: bool) -> list[SlotViews]:
     numbers = np.frombuffer(memory, dtype="<i8", count=spec.num_all_slots, offset=spec.begun_offset)
     begun = numbers.reshape(spec.num_gateways, spec.num_slots)
     return [SlotViews(list(rows[gateway]), begun[gateway]) for gateway in range(spec.num_gateways)]
-
-
-def map_slots(fd: int, spec: ArenaSpec, *, writable: bool, gateway: int = 0) -> list[Rows]:
-    """One view per slot of a gateway; see `map_arena`."""
-    return map_arena(fd, spec, writable=writable)[gateway].rows

@@ -13,14 +13,13 @@ import subprocess
 import tempfile
 from dataclasses import dataclass, fields, replace
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
 from vecd.gateway.http.tls import find_problems
 from vecd.gateway.types.config import ApiKey, GatewayConfig
 from vecd.launch.base.exit_codes import EXIT_OK, ConfigurationError, StartFailure
 from vecd.launch.base.programs import self_command
 from vecd.launch.config.architectures import refuse_unknown
-from vecd.launch.config.cache import cache_folder
 from vecd.launch.config.keys import load_keys
 from vecd.launch.config.settings import Settings
 from vecd.launch.config.tokenizer import forget, with_tokenizer
@@ -40,16 +39,8 @@ _MIN_BOARD_WORKERS = 64  # a reload may have more than the start
 _OTHER_OPEN_FILES = 512  # of the gateway: arenas, ZeroMQ, connections that are being refused
 _MIN_OPEN_FILES = 256
 
-
-class BatchBounds(NamedTuple):
-    """The limits of a batch; how much of them is used depends on the worker's measured speed."""
-
-    tokens: int
-    sequences: int
-
-
-_BATCH_ON_PROCESSOR = BatchBounds(MAX_BATCH_TOKENS, 512)
-_BATCH_ON_GPU = BatchBounds(MAX_BATCH_TOKENS_ON_GPU, 2048)
+_BATCH_BOUNDS = {"cpu": (MAX_BATCH_TOKENS, 512), "gpu": (MAX_BATCH_TOKENS_ON_GPU, 2048)}
+"""The most tokens and sequences of a batch; how much of it is used depends on the worker's measured speed."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -109,7 +100,7 @@ def make_plan(settings: Settings) -> Plan:
     workers = _worker_configs(settings, card, devices, gateway)
     # Last, because it opens a descriptor. For the gateway alone: the path differs from start to start, and workers
     # remember by card what they found out.
-    gateway = replace(gateway, card=with_tokenizer(card, name, cache_folder(settings)))
+    gateway = replace(gateway, card=with_tokenizer(card, name, settings.cache_folder))
     return Plan(settings, card, gateway, workers, model_files)
 
 
@@ -149,10 +140,12 @@ def _gateway_config(
     settings: Settings, model: str, card: ModelCard, devices: list[str], keys: tuple[ApiKey, ...]
 ) -> GatewayConfig:
     """Raises StartFailure if too few files may be open."""
-    bounds = _BATCH_ON_PROCESSOR if devices == ["cpu"] else _BATCH_ON_GPU
+    compute_type = "cpu" if devices == ["cpu"] else "gpu"
+    max_batch_tokens, max_sequences = _BATCH_BOUNDS[compute_type]
     max_tokens = settings.max_tokens or card.max_tokens
-    max_batch_tokens = bounds.tokens if settings.max_batch_tokens == "auto" else settings.max_batch_tokens
-    rows_per_slot = _rows_per_slot(card, bounds.sequences, max_batch_tokens, max_tokens)
+    if settings.max_batch_tokens != "auto":
+        max_batch_tokens = settings.max_batch_tokens
+    rows_per_slot = _rows_per_slot(card, max_sequences, max_batch_tokens, max_tokens)
     num_workers = _num_workers(settings, devices)
     max_connections = min(settings.max_connections, settings.gateways * _connections_of_gateway())
     derived = {
@@ -162,7 +155,7 @@ def _gateway_config(
         "arena": ArenaSpec(_NUM_SLOTS, rows_per_slot, card.dim, settings.gateways),
         "num_gateways": settings.gateways,
         "num_workers": num_workers,
-        "compute_type": "cpu" if devices == ["cpu"] else "gpu",
+        "compute_type": compute_type,
         "board_workers": max(num_workers, _MIN_BOARD_WORKERS),
         "keys": keys,
         "aliases": _names(settings.model_aliases),
@@ -195,7 +188,7 @@ def _worker_configs(
         "card": card,
         "arena": gateway.arena,
         "num_threads": settings.threads_per_worker,
-        "cache_folder": str(cache_folder(settings)),
+        "cache_folder": str(settings.cache_folder),
     }
     return [WorkerConfig(**{**common, "device": devices[index % len(devices)]}) for index in range(gateway.num_workers)]
 

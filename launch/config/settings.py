@@ -9,7 +9,7 @@ environment, and by `vecd check` and `vecd install-service`.
 import os
 import re
 import tomllib
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Annotated, Any, Literal
 from urllib.parse import urlsplit
@@ -38,6 +38,10 @@ _ORIGIN = re.compile(
     r"[a-z][a-z0-9+.-]*://(?:[a-z0-9_][a-z0-9._-]*|\[[0-9a-f:.]+\])(?::(?P<port>[0-9]{1,5}))?", re.ASCII | re.IGNORECASE
 )
 
+_Port = Annotated[int, Field(ge=0, le=65535)]
+_Positive = Annotated[int, Field(ge=1)]
+_Seconds = Annotated[float, Field(gt=0, le=86_400)]
+
 
 class Settings(BaseSettings):
     """Serve the embeddings of one model over HTTP. Each flag is also VECD_FLAG in the
@@ -57,186 +61,149 @@ class Settings(BaseSettings):
     )
 
     model: CliPositionalArg[str] = Field(
-        default="",
-        description="folder of a model, or its id on the Hugging Face hub; default: the bundled all-MiniLM-L6-v2",
+        "", description="folder of a model, or its id on the Hugging Face hub; default: the bundled all-MiniLM-L6-v2"
     )
-    host: str = Field(default="127.0.0.1", description="address to listen on")
-    port: int = Field(default=8000, ge=0, le=65535, description="port to listen on; 0 takes a free one")
-    uds: Path | None = Field(default=None, description="listen on this unix socket instead of host and port")
-    admin_host: str = Field(default="127.0.0.1", description="address of --admin-port")
-    admin_port: int | None = Field(
-        default=None,
-        ge=0,
-        le=65535,
-        description="serve /metrics, /info and /admin on this port instead of the public one; 0 takes a free one",
+    host: str = Field("127.0.0.1", description="address to listen on")
+    port: _Port = Field(8000, description="port to listen on; 0 takes a free one")
+    uds: Path | None = Field(None, description="listen on this unix socket instead of host and port")
+    admin_host: str = Field("127.0.0.1", description="address of --admin-port")
+    admin_port: _Port | None = Field(
+        None, description="serve /metrics, /info and /admin on this port instead of the public one; 0 takes a free one"
     )
-    admin_uds: Path | None = Field(
-        default=None, description="serve /metrics, /info and /admin on this unix socket instead"
-    )
-    tls_cert: Path | None = Field(default=None, description="serve HTTPS with this certificate chain (PEM)")
-    tls_key: Path | None = Field(default=None, description="private key of --tls-cert (PEM, without a passphrase)")
+    admin_uds: Path | None = Field(None, description="serve /metrics, /info and /admin on this unix socket instead")
+    tls_cert: Path | None = Field(None, description="serve HTTPS with this certificate chain (PEM)")
+    tls_key: Path | None = Field(None, description="private key of --tls-cert (PEM, without a passphrase)")
     workers: Annotated[int, Field(ge=1, le=1024)] | Literal["auto"] = Field(
-        default="auto", description="worker processes; auto: one per core the process may use, or one per GPU"
+        "auto", description="worker processes; auto: one per core the process may use, or one per GPU"
     )
-    gateways: int = Field(
-        default=1,
-        ge=1,
-        le=64,
+    gateways: Annotated[int, Field(ge=1, le=64)] = Field(
+        1,
         description="gateway processes; use more than one if parsing and encoding take more than a core. "
         "They divide max-requests and max-connections among them",
     )
-    threads_per_worker: int = Field(default=1, ge=1, le=1024, description="threads of one worker's forward pass")
+    threads_per_worker: Annotated[int, Field(ge=1, le=1024)] = Field(
+        1, description="threads of one worker's forward pass"
+    )
     device: Literal["auto", "cpu", "cuda"] = Field(
-        default="auto",
-        description="where the model runs; auto: on GPUs if torch finds any that it can use",
+        "auto", description="where the model runs; auto: on GPUs if torch finds any that it can use"
     )
     dtype: Literal["auto", "float32", "bfloat16", "float16", "int8"] = Field(
-        default="auto",
+        "auto",
         description="number format of the forward pass; auto: bfloat16 where the processor or GPU computes it "
         "natively and the vectors agree with float32's, else float32. int8: faster, but less exact vectors",
     )
     engine: Literal["auto", "fused", "packed", "padded", "dummy"] = Field(
-        default="auto",
+        "auto",
         description="implementation of the forward pass; auto: the fastest one whose vectors agree with the reference "
         "model's. dummy: no model, made-up vectors, for tests",
     )
     max_batch_tokens: Annotated[int, Field(ge=1, le=1_000_000)] | Literal["auto"] = Field(
-        default="auto",
+        "auto",
         description="maximum tokens in one forward pass. A worker gets fewer if it cannot compute them in a quarter of "
         f"a second. auto: {MAX_BATCH_TOKENS} on a processor, {MAX_BATCH_TOKENS_ON_GPU} on a GPU",
     )
-    max_tokens: int | None = Field(
-        default=None, ge=3, description="maximum tokens of an input, see --overflow; default: the model's own limit"
+    max_tokens: Annotated[int, Field(ge=3)] | None = Field(
+        None, description="maximum tokens of an input, see --overflow; default: the model's own limit"
     )
-    max_inputs: int = Field(default=2048, ge=1, le=100_000, description="maximum inputs in one request")
-    max_body_bytes: int = Field(default=64 * 2**20, ge=1024, description="maximum bytes in the body of one request")
-    max_requests: int = Field(default=4096, ge=1, description="maximum embedding requests at a time; more get 429")
-    max_wait: float = Field(
-        default=30.0,
-        gt=0,
-        le=86_400,
+    max_inputs: Annotated[int, Field(ge=1, le=100_000)] = Field(2048, description="maximum inputs in one request")
+    max_body_bytes: Annotated[int, Field(ge=1024)] = Field(
+        64 * 2**20, description="maximum bytes in the body of one request"
+    )
+    max_requests: _Positive = Field(4096, description="maximum embedding requests at a time; more get 429")
+    max_wait: _Seconds = Field(
+        30.0,
         description="maximum seconds that a request waits for a worker. A request whose wait, estimated from the "
         "measured speed of the workers, is longer gets 429",
     )
     max_priority: Literal["interactive", "normal", "bulk"] = Field(
-        default="interactive",
-        description="highest priority of any request; a higher requested priority is lowered to it",
+        "interactive", description="highest priority of any request; a higher requested priority is lowered to it"
     )
-    max_connections: int = Field(default=8192, ge=1, description="maximum open connections; more get 503")
-    max_connections_per_address: int | None = Field(
-        default=None,
-        ge=1,
-        description="maximum open connections of one address or IPv6 /64; default: half of --max-connections",
+    max_connections: _Positive = Field(8192, description="maximum open connections; more get 503")
+    max_connections_per_address: _Positive | None = Field(
+        None, description="maximum open connections of one address or IPv6 /64; default: half of --max-connections"
     )
-    max_request_tokens: int | None = Field(
-        default=None, ge=1, description="maximum tokens of all inputs of one request; default: no limit"
+    max_request_tokens: _Positive | None = Field(
+        None, description="maximum tokens of all inputs of one request; default: no limit"
     )
     token_ids: Literal["auto", "model", "cl100k", "reject"] = Field(
-        default="auto",
+        "auto",
         description="how to read inputs given as token ids; auto: as the model's own if framed by its special tokens, "
         "else as cl100k_base's, which are decoded to text; model: always as the model's own; cl100k: always as "
         "cl100k_base's; reject: refuse them",
     )
     overflow: Literal["error", "truncate", "truncate_left", "chunk"] = Field(
-        default="truncate",
+        "truncate",
         description="policy for inputs over the model's limit, unless the request sets one; error: 400; truncate: keep "
         "the beginning; truncate_left: keep the end; chunk: split the input and return the mean of its parts' vectors",
     )
     matryoshka: bool = Field(
-        default=False,
+        False,
         description="allow dimensions below the model's own, even if its config does not declare support for them",
     )
     quantization_ranges: Path | None = Field(
-        default=None,
+        None,
         description="NumPy file, float32 [2, dimensions]: minimum and maximum of each dimension, for int8 and uint8",
     )
     literal_special_tokens: bool = Field(
-        default=False,
+        False,
         description="read special tokens in a text, such as [SEP], as plain characters. By default they are tokens, as "
         "in sentence-transformers",
     )
-    request_timeout: float = Field(
-        default=300.0, gt=0, le=86_400, description="maximum seconds for a request; then it gets 503"
-    )
-    batch_timeout: float = Field(
-        default=60.0,
-        gt=0,
-        le=86_400,
+    request_timeout: _Seconds = Field(300.0, description="maximum seconds for a request; then it gets 503")
+    batch_timeout: _Seconds = Field(
+        60.0,
         description="maximum seconds for one batch, after which its worker is replaced; the limit is lower once the "
         "worker's speed is known. It is multiplied by the number of gateways, which take turns",
     )
-    drain_grace: float = Field(
-        default=0.5,
-        ge=0,
-        le=3600,
+    drain_grace: Annotated[float, Field(ge=0, le=3600)] = Field(
+        0.5,
         description="seconds after SIGTERM in which vecd still serves requests, while /health returns 503 so that load "
         "balancers stop sending them",
     )
-    drain_timeout: float = Field(
-        default=30.0,
-        gt=0,
-        le=86_400,
-        description="maximum seconds for accepted requests to finish after SIGTERM",
-    )
-    start_timeout: float = Field(
-        default=300.0, gt=0, le=86_400, description="maximum seconds to load the model and compare its engine"
-    )
+    drain_timeout: _Seconds = Field(30.0, description="maximum seconds for accepted requests to finish after SIGTERM")
+    start_timeout: _Seconds = Field(300.0, description="maximum seconds to load the model and compare its engine")
     served_model_name: str = Field(
-        default="", description="name of the model in responses; default: its id or the name of its folder"
+        "", description="name of the model in responses; default: its id or the name of its folder"
     )
-    model_aliases: str = Field(default="", description="other names that requests may use for the model: NAME,NAME")
-    strict_model: bool = Field(
-        default=False, description="refuse requests that name another model; default: accept any name"
-    )
+    model_aliases: str = Field("", description="other names that requests may use for the model: NAME,NAME")
+    strict_model: bool = Field(False, description="refuse requests that name another model; default: accept any name")
     cors_origins: str = Field(
-        default="", description="origins whose web pages may call the server: ORIGIN,ORIGIN, or *; default: none"
+        "", description="origins whose web pages may call the server: ORIGIN,ORIGIN, or *; default: none"
     )
-    tei_metrics: bool = Field(
-        default=False, description="/metrics also returns text-embeddings-inference's metrics (te_*)"
-    )
-    ui: bool = Field(
-        default=True, description="serve browsers a page with live figures and a playground at /; --no-ui: do not"
-    )
-    revision: str = Field(default="", description="branch, tag or commit of a hub model")
-    api_key: SecretStr | None = Field(default=None, description="key that clients must send")
+    tei_metrics: bool = Field(False, description="/metrics also returns text-embeddings-inference's metrics (te_*)")
+    ui: bool = Field(True, description="serve browsers a page with live figures and a playground at /; --no-ui: do not")
+    revision: str = Field("", description="branch, tag or commit of a hub model")
+    api_key: SecretStr | None = Field(None, description="key that clients must send")
     api_keys: SecretStr | None = Field(
-        default=None, description="several keys, with names: NAME=KEY,NAME=KEY; see --keys-file for limits and scopes"
+        None, description="several keys, with names: NAME=KEY,NAME=KEY; see --keys-file for limits and scopes"
     )
     keys_file: Path | None = Field(
-        default=None, description="TOML file of keys with their limits and scopes; read again when it changes"
+        None, description="TOML file of keys with their limits and scopes; read again when it changes"
     )
     cache_dir: Path | None = Field(
-        default=None,
+        None,
         description="cache directory for engine selections and converted tokenizers; default: vecd in the user's cache",
     )
-    log_level: Literal["debug", "info", "warning", "error"] = Field(
-        default="info", description="lowest level that is logged"
-    )
-    log_format: Literal["text", "json"] = Field(default="text", description="plain text, or one JSON object per line")
-    log_requests: float = Field(
-        default=100.0,
-        ge=0,
-        le=1e6,
+    log_level: Literal["debug", "info", "warning", "error"] = Field("info", description="lowest level that is logged")
+    log_format: Literal["text", "json"] = Field("text", description="plain text, or one JSON object per line")
+    log_requests: Annotated[float, Field(ge=0, le=1e6)] = Field(
+        100.0,
         description="maximum request lines per second and gateway in the log; further requests are only counted. "
         "Requests that the server failed have a limit of their own",
     )
     otlp_endpoint: str = Field(
-        default="",
+        "",
         description="URL of an OpenTelemetry collector to send spans to, by OTLP over HTTP (needs vecd[otel]); "
         "http://localhost:4318, for example",
     )
-    trace_ratio: float = Field(
-        default=0.01,
-        ge=0,
-        le=1,
+    trace_ratio: Annotated[float, Field(ge=0, le=1)] = Field(
+        0.01,
         description="with --otlp-endpoint: share of the requests without a traceparent that are traced. For a request "
         "with one, its sampled flag decides",
     )
-    config: Path | None = Field(default=None, description="TOML file with any of these settings")
-    ready_fd: int | None = Field(
-        default=None,
-        ge=3,
-        description="file descriptor to which one line of JSON is written when the server is ready",
+    config: Path | None = Field(None, description="TOML file with any of these settings")
+    ready_fd: Annotated[int, Field(ge=3)] | None = Field(
+        None, description="file descriptor to which one line of JSON is written when the server is ready"
     )
 
     @field_validator(
@@ -245,6 +212,25 @@ class Settings(BaseSettings):
     @classmethod
     def _absolute(cls, path: Path | None) -> Path | None:
         return None if path is None else path.absolute()
+
+    @property
+    def cache_folder(self) -> Path:
+        """--cache-dir, else systemd's CacheDirectory=, else `vecd` in the user's cache. Absolute; may not exist yet.
+        Everything in it can be deleted at any time."""
+        if self.cache_dir is not None:
+            return self.cache_dir
+        # systemd separates several folders by colons; a unit of vecd has one.
+        of_service = os.environ.get("CACHE_DIRECTORY", "").partition(":")[0]
+        if of_service:
+            return Path(of_service).absolute()
+        of_user = os.environ.get("XDG_CACHE_HOME", "")
+        if of_user.startswith("/"):  # the specification says that a relative path is to be ignored
+            return Path(of_user) / "vecd"
+        try:
+            home = Path.home()
+        except RuntimeError:  # a user without a home directory, as some containers have
+            home = Path("/var/cache")
+        return home / ".cache" / "vecd"
 
     @field_validator("engine", mode="before")
     @classmethod
@@ -325,21 +311,19 @@ def load_settings(argv: Sequence[str], *, without: Sequence[str] = ()) -> Settin
     dotenv = DotEnvSettingsSource(Settings, env_ignore_empty=True)()
     config = flags.get("config") or environment.get("config") or dotenv.get("config")
     if config:
-        found.add(f"{config}: ", "", found.read_toml(Path(config)))
-    found.add(".env: " + ENV_PREFIX, "upper", dotenv)
-    found.add(ENV_PREFIX, "upper", {k: v for k, v in environment.items() if not _is_service_link(k, v)})
-    found.add("--", "kebab", flags)
+        found.add(found.read_toml(Path(config)), lambda name: f"{config}: {name}")
+    found.add(dotenv, lambda name: f".env: {_variable(name)}")
+    found.add({k: v for k, v in environment.items() if not _is_service_link(k, v)}, _variable)
+    found.add(flags, _flag)
     found.check_variables("", os.environ)
     found.check_variables(".env: ", {name: value or "" for name, value in dotenv_values(".env").items()})
-    for name in without:
-        found.drop(name)
-    return found.validate()
+    return found.validate(without)
 
 
 def load_flags(argv: Sequence[str]) -> Settings:
     """Settings from flags alone; `model_fields_set` has those that were given. Raises ConfigurationError."""
     found = _Merged()
-    found.add("--", "kebab", found.read_flags(argv))
+    found.add(found.read_flags(argv), _flag)
     return found.validate()
 
 
@@ -351,13 +335,10 @@ class _Merged:
         self._origins: dict[str, str] = {}
         self._problems: list[str] = []
 
-    def add(self, origin: str, style: str, values: dict[str, Any]) -> None:
-        for name, value in values.items():
-            self._values[name] = value
-            self._origins[name] = origin + _styled(name, style)
-
-    def drop(self, name: str) -> None:
-        self._values.pop(name, None)
+    def add(self, values: dict[str, Any], origin: Callable[[str], str]) -> None:
+        """`origin`: how a source writes the name of a setting."""
+        self._values |= values
+        self._origins |= {name: origin(name) for name in values}
 
     def read_flags(self, argv: Sequence[str]) -> dict[str, Any]:
         """The flags that can be read. argparse stops at a problem: that flag is removed, and the rest parsed again."""
@@ -399,9 +380,9 @@ class _Merged:
             ):
                 self._problems.append(f"{origin}{variable}: there is no such setting")
 
-    def validate(self) -> Settings:
+    def validate(self, without: Sequence[str] = ()) -> Settings:
         try:
-            settings = Settings(**self._values)
+            settings = Settings(**{name: value for name, value in self._values.items() if name not in without})
         except ValidationError as error:
             self._problems += self._describe(error.errors(include_url=False, include_input=False))
         if self._problems:
@@ -437,14 +418,12 @@ def _flags_source(argv: Sequence[str], *, ignore_unknown: bool) -> CliSettingsSo
     )
 
 
-def _styled(name: str, style: str) -> str:
-    match style:
-        case "upper":
-            return name.upper()
-        case "kebab":
-            return name.replace("_", "-")
-        case _:
-            return name
+def _variable(name: str) -> str:
+    return ENV_PREFIX + name.upper()
+
+
+def _flag(name: str) -> str:
+    return "--" + name.replace("_", "-")
 
 
 def _is_service_link(name: str, value: Any) -> bool:
@@ -456,7 +435,7 @@ def flag_table() -> str:
     """The operator's page's table of flags, as Markdown."""
     lines = ["| flag | default | meaning |", "| --- | --- | --- |"]
     for name, field in Settings.model_fields.items():
-        flag = "MODEL" if name == "model" else "--" + name.replace("_", "-")
+        flag = "MODEL" if name == "model" else _flag(name)
         default = "" if field.default in (None, "") else f"`{field.default}`"
         lines.append(f"| `{flag}` | {default} | {field.description} |")
     return "\n".join(lines)

@@ -25,7 +25,6 @@ from vecd.shm.control import (
     Channel,
     ChildFailed,
     ForkFailed,
-    ForkServerReady,
     ForkServerStart,
     ForkWorker,
     Message,
@@ -84,6 +83,27 @@ class Process:
         await _readable(self.channel.fileno())
         received = self.channel.receive(0)
         return None if received is None else received[0]
+
+    async def await_ready(self, timeout_s: float, on_stage: Callable[[str], None] = lambda stage: None) -> Message:
+        """Wait until a process that was just started is ready; returns the message that says so.
+
+        `on_stage` is called with each stage of its start. Raises StartFailure when it reports that it cannot start, and
+        ChildDied when it ends instead, or is still starting after `timeout_s`.
+        """
+        stage = "starting"
+        try:
+            async with asyncio.timeout(timeout_s):
+                while isinstance(message := await self.receive(), Progress):
+                    stage = message.stage
+                    on_stage(stage)
+        except TimeoutError:
+            raise ChildDied(f"was still {stage} after {timeout_s:g} s") from None
+        match message:
+            case None:
+                raise ChildDied(f"{await self.ended()} while {stage}")
+            case ChildFailed():
+                raise StartFailure(message.message)
+        return message
 
     def kill(self) -> None:
         self._signal(signal.SIGKILL)
@@ -168,20 +188,11 @@ def reap_orphans() -> None:
 
 async def reap_everything() -> None:
     """Reap all killed children, so that no zombie stays behind."""
-    for _ in range(_REAP_ROUNDS):
-        if not _reap_some():
-            return
-        await asyncio.sleep(_REAP_INTERVAL_S)
-
-
-def _reap_some() -> bool:
-    """Reap all children that have ended; returns whether there are others."""
-    try:
-        while os.waitid(os.P_ALL, 0, os.WEXITED | os.WNOHANG) is not None:
-            pass
-    except ChildProcessError:
-        return False
-    return True
+    with suppress(ChildProcessError):  # there is none any more
+        for _ in range(_REAP_ROUNDS):
+            while os.waitid(os.P_ALL, 0, os.WEXITED | os.WNOHANG) is not None:  # noqa: ASYNC222  (does not wait)
+                pass
+            await asyncio.sleep(_REAP_INTERVAL_S)
 
 
 def child_environment() -> dict[str, str]:
@@ -242,7 +253,8 @@ class ForkServer:
             if forked.done() and not forked.cancelled() and forked.exception() is None:
                 os.close(forked.result()[1])
             if isinstance(error, TimeoutError | OSError):
-                await self._give_up(f"does not fork: {error or 'no answer'}")
+                log.error("the fork server does not fork and is killed: %s", error or "no answer")
+                await self._end()
                 raise ChildDied("the fork server does not answer") from error
             raise
         finally:
@@ -267,11 +279,6 @@ class ForkServer:
             self._starting.cancel()
             with suppress(asyncio.CancelledError, ChildDied, StartFailure):
                 await self._starting
-        await self._end()
-
-    async def _give_up(self, why: str) -> None:
-        """Kill a fork server that hangs; another is started when next needed."""
-        log.error("the fork server %s and is killed", why)
         await self._end()
 
     async def _end(self) -> None:
@@ -305,29 +312,21 @@ class ForkServer:
             process = spawn("fork server", "forkserver")
         except OSError as error:
             raise ChildDied(f"the fork server cannot be started: {error}") from error
-        stage = "starting"
         try:
             process.channel.send(self._order)
-            async with asyncio.timeout(self._start_timeout_s):
-                while isinstance(message := await process.receive(), Progress):
-                    stage = message.stage
-                    self._on_stage(stage)
-            match message:
-                case ForkServerReady():
-                    self._has_been_ready = True
-                    return process
-                case ChildFailed() if not self._has_been_ready:
-                    raise StartFailure(message.message)
-                case ChildFailed():
-                    raise ChildDied(f"the fork server cannot start: {message.message}")
-            raise ChildDied(f"the fork server {await process.ended()} while {stage}")
+            await process.await_ready(self._start_timeout_s, self._on_stage)
         except BaseException as error:
             await self._reap(process)
-            if isinstance(error, TimeoutError):
-                raise ChildDied(f"the fork server was still {stage} after {self._start_timeout_s:g} s") from error
-            if isinstance(error, OSError):
-                raise ChildDied(f"the fork server does not start: {error}") from error
+            match error:
+                case StartFailure() if self._has_been_ready:
+                    raise ChildDied(f"the fork server cannot start: {error}") from error
+                case ChildDied():
+                    raise ChildDied(f"the fork server {error}") from error
+                case OSError():
+                    raise ChildDied(f"the fork server does not start: {error}") from error
             raise
+        self._has_been_ready = True
+        return process
 
     async def _read(self, process: Process) -> None:
         """Receive what is forked and what has exited, until the fork server is dead."""

@@ -13,22 +13,21 @@ Messages to one gateway (→) and from it (←) about a new generation:
 
 import asyncio
 import logging
+import secrets
 import socket
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import asdict, dataclass, field, replace
 
 from vecd.gateway.types.config import ApiKey
-from vecd.launch.base.exit_codes import StartFailure
+from vecd.launch.base.exit_codes import ChildDied, StartFailure
 from vecd.launch.processes.backoff import Backoff
 from vecd.launch.processes.children import Process, System, killed_after
 from vecd.launch.processes.worker_pool import WorkerPool
 from vecd.shm.control import (
     Activate,
-    ChildFailed,
     Discard,
     Drain,
-    GatewayReady,
     GatewayStart,
     Message,
     ModelBroken,
@@ -40,7 +39,7 @@ from vecd.shm.control import (
     WorkerDown,
     WorkerUp,
 )
-from vecd.shm.shared_metrics import SharedMetricsSpec, clear_gauges
+from vecd.shm.shared_metrics import clear_gauges
 from vecd.shm.wire import Incarnation
 
 log = logging.getLogger("vecd.supervisor")
@@ -49,6 +48,7 @@ _START_TIMEOUT_S = 60.0
 _HUNG_AFTER_S = 10.0
 """Without a heartbeat. A gateway sends one a second, whatever it has to do: nothing holds its loop up for long."""
 _WATCH_INTERVAL_S = 1.0
+_QUARANTINE_KEY_BYTES = 16
 
 
 @dataclass(slots=True)
@@ -76,41 +76,34 @@ class Link:
     """It has been sent a signal for hanging."""
 
 
-@dataclass(slots=True)
-class Sockets:
-    """The descriptors that every gateway process inherits."""
-
-    listening: list[socket.socket]
-    """The public socket, and the admin socket if there is one. Closed when the drain begins."""
-    shared_metrics: int
-    metrics_spec: SharedMetricsSpec
-
-
 class GatewayPool:
     def __init__(
         self,
         num_gateways: int,
-        sockets: Sockets,
-        quarantine_key: str,
-        keys: tuple[ApiKey, ...],
+        listening: list[socket.socket],
+        metrics_fd: int,
         worker_pools: Mapping[int, WorkerPool],
         on_message: Callable[[Link, Message], None],
         on_change: Callable[[], None],
         system: System,
     ) -> None:
-        """`worker_pools`, by generation, is read at each `reconcile`. `on_message` is called with the messages of
-        gateways that do not change a `Link`; `on_change` when a link has changed, begun or ended."""
+        """`listening`: the public socket, and the admin socket if there is one; closed when the drain begins.
+        `metrics_fd`: the shared metrics. `worker_pools`, by generation, is read at each `reconcile`. `on_message` is
+        called with the messages of gateways that do not change a `Link`; `on_change` when a link has changed, begun or
+        ended."""
         self.links: dict[int, Link] = {}
         """By the gateway's index; also those that are starting."""
         self.active = min(worker_pools)
         """The generation that new requests are for."""
-        self.keys = keys
+        self.keys = worker_pools[self.active].plan.gateway.keys
         """The keys that clients may send, whatever a generation's own configuration says."""
         self.num_deaths = 0
         """Of all gateways."""
         self._num_gateways = num_gateways
-        self._sockets = sockets
-        self._quarantine_key = quarantine_key
+        self._listening = listening
+        self._metrics_fd = metrics_fd
+        self._metrics_spec = worker_pools[self.active].plan.gateway.shared_metrics  # of all generations
+        self._quarantine_key = secrets.token_hex(_QUARANTINE_KEY_BYTES)
         self._worker_pools = worker_pools
         self._on_other_message = on_message
         self._on_change = on_change
@@ -206,31 +199,25 @@ class GatewayPool:
         link.sent_keys = self.keys
         config = replace(worker_pool.plan.gateway, keys=self.keys).to_json()
         start = GatewayStart(config, link.index, epoch, link.generation, self._quarantine_key)
-        listening = [sock.fileno() for sock in self._sockets.listening]
-        send_or_kill(
-            link.process, start, [self._sockets.shared_metrics, worker_pool.zmq_listening(link.index), *listening]
-        )
+        listening = [sock.fileno() for sock in self._listening]
+        send_or_kill(link.process, start, [self._metrics_fd, worker_pool.zmq_listening(link.index), *listening])
         try:
-            async with asyncio.timeout(_START_TIMEOUT_S):
-                ready = await link.process.receive()
-        except TimeoutError:
-            link.process.kill()
-            await self._reap(link)
-            return f"was not ready within {_START_TIMEOUT_S:g} s"
-        if isinstance(ready, ChildFailed) and not backoff.has_been_ready:
-            raise StartFailure(ready.message)
-        if isinstance(ready, ChildFailed):
-            await self._reap(link)
-            return f"cannot start: {ready.message}"
-        if ready is None:
-            return await self._reap(link)
-        assert isinstance(ready, GatewayReady)
-        return None
+            await link.process.await_ready(_START_TIMEOUT_S)
+            return None
+        except StartFailure as failure:
+            if not backoff.has_been_ready:
+                raise
+            reason = f"cannot start: {failure}"
+        except ChildDied as death:
+            reason = str(death)
+        link.process.kill()
+        await self._reap(link)
+        return reason
 
     async def _reap(self, link: Link) -> str:
         """Wait until the process has ended; returns how. Side effect: the gauges that it had written are cleared."""
         reason = await link.process.ended()
-        clear_gauges(self._sockets.shared_metrics, self._sockets.metrics_spec, link.index)
+        clear_gauges(self._metrics_fd, self._metrics_spec, link.index)
         return reason
 
     def _on_ready(self, link: Link) -> None:

@@ -1,12 +1,13 @@
 """Watches the file of keys, and reads the keys again when it has changed.
 
-Owns what was last seen of the file. Called by `vecd.supervisor`, as one coroutine for the life of the server.
+Called by `vecd.supervisor`, as one coroutine for the life of the server.
 """
 
 import asyncio
 import logging
 import os
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 
 from vecd.gateway.types.config import ApiKey
@@ -20,49 +21,37 @@ log = logging.getLogger("vecd.supervisor")
 _INTERVAL_S = 2.0
 
 
-class KeysWatch:
-    def __init__(
-        self,
-        files: FileAccess,
-        current_settings: Callable[[], Settings],
-        on_keys: Callable[[tuple[ApiKey, ...]], None],
-    ) -> None:
-        """`current_settings` names the file, which a reload may replace by another. `on_keys` is called with all keys
-        each time that they have been read again."""
-        self._files = files
-        self._current_settings = current_settings
-        self._on_keys = on_keys
-        self._seen: tuple[Settings, tuple[int, ...]] | None = None
-        """The version of the file that was read last, and the settings that named the file."""
+async def watch_keys(
+    files: FileAccess, current_settings: Callable[[], Settings], on_keys: Callable[[tuple[ApiKey, ...]], None]
+) -> None:
+    """Until cancelled, look at the file every two seconds. One that cannot be used, or hangs, changes nothing.
 
-    async def run(self) -> None:
-        """Look at the file every two seconds, until cancelled."""
-        while True:
-            await asyncio.sleep(_INTERVAL_S)
-            await self.look()
-
-    async def look(self) -> None:
-        """Read the keys again if their file has changed. A file that cannot be used, or hangs, changes nothing."""
-        settings = self._current_settings()
+    `current_settings` names the file, which a reload may replace by another. `on_keys` is called with all keys each
+    time that they have been read again.
+    """
+    seen: tuple[Settings, tuple[int, ...]] | None = None  # the settings that named the file, and the version last read
+    while True:
+        await asyncio.sleep(_INTERVAL_S)
+        settings = current_settings()
         path = settings.keys_file
         if path is None:
-            return
+            continue
         try:
-            version = await self._files.call(str(path), lambda: _version(path))
-            if self._seen is not None and self._seen[0] is settings and self._seen[1] == version:
-                return
-            self._seen = settings, version
-            keys = await self._files.call(str(path), lambda: load_keys(settings))
+            version = await files.call(str(path), partial(_version, path))
+            if seen is not None and seen[0] is settings and seen[1] == version:
+                continue
+            seen = settings, version
+            keys = await files.call(str(path), partial(load_keys, settings))
         except FilesHang:  # which is logged
-            self._seen = None
+            seen = None
         except ConfigurationError as error:
             for problem in error.problems:
                 log.error("keys not read again, nothing has changed: %s", problem)
         except Exception as error:  # whatever a file may hold; a message might quote it
             log.error("keys not read again, nothing has changed: unexpected %s", type(error).__name__)
         else:
-            if self._current_settings() is settings:  # else a reload has brought keys of its own meanwhile
-                self._on_keys(keys)
+            if current_settings() is settings:  # else a reload has brought keys of its own meanwhile
+                on_keys(keys)
 
 
 def _version(path: Path) -> tuple[int, ...]:

@@ -8,7 +8,7 @@ refuses the reload, and nothing has changed. Called by `vecd.supervisor`.
 
 import asyncio
 import logging
-from collections.abc import Callable, Coroutine, Iterator
+from collections.abc import Callable, Coroutine
 from contextlib import suppress
 from dataclasses import replace
 from pathlib import Path
@@ -80,8 +80,8 @@ class Reloader:
         self._num_requested = 0
         self._is_requested = False
         self._task: asyncio.Task[None] | None = None
-        self._unprepared: dict[int, str] = {}
-        """Generations that a gateway could not prepare, and why."""
+        self._failures: dict[int, str] = {}
+        """Generations that cannot start, or that a gateway could not prepare, and why."""
 
     @property
     def active(self) -> WorkerPool:
@@ -111,8 +111,8 @@ class Reloader:
             self._task.cancel()
 
     def on_unprepared(self, generation: int, error: str) -> None:
-        """A gateway cannot prepare for a generation that is not active yet."""
-        self._unprepared[generation] = error
+        """A gateway cannot prepare for a generation that is not active yet, or it cannot start."""
+        self._failures[generation] = error
         self._changed.set()
 
     def _request(self) -> None:
@@ -193,11 +193,17 @@ class Reloader:
 
         Raises what refuses it, as `_await_connected` and `_await_unchanged`.
         """
-        failed: asyncio.Future[str] = asyncio.get_running_loop().create_future()
-        self._start_task(_supervise_until_failure(new, failed))
+        self._start_task(self._supervise(new))
         self._gateway_pool.reconcile()
-        await self._await_connected(new, failed)
+        await self._await_connected(new)
         return await self._await_unchanged(new)
+
+    async def _supervise(self, new: WorkerPool) -> None:
+        """Unlike a failure of the first generation, one of a later generation does not end the server."""
+        try:
+            await new.supervise()
+        except StartFailure as error:
+            self.on_unprepared(new.generation, str(error))
 
     async def _activate(self, new: WorkerPool, keys: tuple[ApiKey, ...]) -> None:
         """Let new requests go to a generation, and end the one before it when its last request is answered."""
@@ -209,24 +215,17 @@ class Reloader:
         log.info("reloaded: %s is served by generation %d", new.plan.gateway.model, new.generation)
         await self._end(old)
 
-    async def _await_connected(self, new: WorkerPool, failed: "asyncio.Future[str]") -> None:
+    async def _await_connected(self, new: WorkerPool) -> None:
         """Wait until every gateway is connected to all of its workers. Raises _Refused when that will not be."""
         timeout_s, deaths_before = new.plan.settings.start_timeout, self._gateway_pool.num_deaths
-        failed.add_done_callback(lambda _: self._changed.set())
-
-        def failures() -> Iterator[str | None]:
-            yield failed.result() if failed.done() else None
-            yield new.broken
-            yield self._unprepared.get(new.generation)
-            if self._gateway_pool.num_deaths - deaths_before >= _MAX_GATEWAY_DEATHS:
-                yield f"gateways have died {_MAX_GATEWAY_DEATHS} times meanwhile"
-
         try:
             async with asyncio.timeout(timeout_s):
                 while not self._gateway_pool.is_connected(new):
-                    for failure in failures():
-                        if failure is not None:
-                            raise _Refused(failure)
+                    failure = self._failures.get(new.generation, new.broken)
+                    if failure is not None:
+                        raise _Refused(failure)
+                    if self._gateway_pool.num_deaths - deaths_before >= _MAX_GATEWAY_DEATHS:
+                        raise _Refused(f"gateways have died {_MAX_GATEWAY_DEATHS} times meanwhile")
                     self._changed.clear()
                     await self._changed.wait()
         except TimeoutError:
@@ -258,23 +257,15 @@ class Reloader:
     async def _end(self, worker_pool: WorkerPool) -> None:
         """Forget a generation, and end all that serves it."""
         del self._worker_pools[worker_pool.generation]
-        self._unprepared.pop(worker_pool.generation, None)
         self._gateway_pool.discard(worker_pool.generation)
         await worker_pool.stop()
         worker_pool.close()
         worker_pool.plan.close()
+        self._failures.pop(worker_pool.generation, None)
 
 
 class _Refused(Exception):
     """The new generation cannot take over. The message says why."""
-
-
-async def _supervise_until_failure(worker_pool: WorkerPool, failed: "asyncio.Future[str]") -> None:
-    """Unlike a failure of the first generation, one of a later generation does not end the server."""
-    try:
-        await worker_pool.supervise()
-    except StartFailure as error:
-        failed.set_result(str(error))
 
 
 def _files_of(settings: Settings) -> list[Path]:

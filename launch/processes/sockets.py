@@ -100,26 +100,21 @@ def listen(settings: Settings, inherited: socket.socket | None = None) -> tuple[
 
     A unix socket has mode 0600: only programs of the same user may connect, as a proxy in front would.
     """
-    scheme = "https" if settings.tls_cert is not None else "http"
-    if inherited is not None:
-        return inherited, _url(inherited, scheme)
-    if settings.uds is not None:
-        return _listen_unix(settings.uds)
-    return _listen_tcp(settings.host, settings.port, scheme)
+    sock = inherited or _listen(settings.uds, settings.host, settings.port)
+    return sock, _url(sock, "https" if settings.tls_cert is not None else "http")
 
 
 def listen_admin(settings: Settings, inherited: socket.socket | None = None) -> tuple[socket.socket, str] | None:
     """The same for operators, without TLS; None if no setting asks for it. Raises StartFailure."""
-    if inherited is not None:
-        return inherited, _url(inherited, "http")
-    if settings.admin_uds is not None:
-        return _listen_unix(settings.admin_uds)
-    if settings.admin_port is not None:
-        return _listen_tcp(settings.admin_host, settings.admin_port, "http")
-    return None
+    if inherited is None and settings.admin_uds is None and settings.admin_port is None:
+        return None
+    sock = inherited or _listen(settings.admin_uds, settings.admin_host, settings.admin_port or 0)
+    return sock, _url(sock, "http")
 
 
-def _listen_tcp(host: str, port: int, scheme: str) -> tuple[socket.socket, str]:
+def _listen(path: Path | None, host: str, port: int) -> socket.socket:
+    if path is not None:
+        return _listen_unix(path)
     try:
         [(family, kind, protocol, _, address), *_] = socket.getaddrinfo(
             host, port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE
@@ -134,7 +129,7 @@ def _listen_tcp(host: str, port: int, scheme: str) -> tuple[socket.socket, str]:
             raise
     except OSError as error:
         raise StartFailure(f"cannot listen on {host}:{port}: {error.strerror or error}") from None
-    return sock, _url(sock, scheme)
+    return sock
 
 
 def _url(sock: socket.socket, scheme: str) -> str:
@@ -145,7 +140,7 @@ def _url(sock: socket.socket, scheme: str) -> str:
     return f"{scheme}://[{host}]:{port}" if sock.family == socket.AF_INET6 else f"{scheme}://{host}:{port}"
 
 
-def _listen_unix(path: Path) -> tuple[socket.socket, str]:
+def _listen_unix(path: Path) -> socket.socket:
     """Replaces the socket file of a killed server, and none on which a process listens."""
     sock = socket.socket(socket.AF_UNIX)
     try:
@@ -156,7 +151,7 @@ def _listen_unix(path: Path) -> tuple[socket.socket, str]:
     except OSError as error:
         sock.close()
         raise StartFailure(f"cannot listen on {path}: {error.strerror or error}") from None
-    return sock, f"unix:{path}"
+    return sock
 
 
 def _remove_if_dead(path: Path) -> None:

@@ -1,27 +1,17 @@
-"""What the operator reads when the server is ready. Pure, but for the memory figures read from /proc."""
+"""What the operator reads when the server is ready. Pure."""
 
 import os
 import re
-from pathlib import Path
 from typing import Any
 
 from vecd.launch.config.plan import Plan
 
 
-def pss_mb(pid: int) -> int:
-    try:
-        text = Path(f"/proc/{pid}/smaps_rollup").read_text()
-    except OSError:
-        return 0
-    found = re.search(r"^Pss:\s+(\d+) kB", text, re.MULTILINE)
-    return int(found[1]) // 1024 if found else 0
-
-
-def summary_fields(
+def summary(
     plan: Plan, url: str, admin_url: str, facts: dict[str, Any], memory_mb: int, ready_s: float
-) -> dict[str, Any]:
-    """The same for programs, as docs/logs.md has it."""
-    return {
+) -> tuple[list[str], dict[str, Any]]:
+    """What was started and a line to try it with, as text; and the same for programs, as docs/logs.md has it."""
+    fields = {
         "event": "ready",
         "version": plan.gateway.version,
         "model": plan.gateway.model,
@@ -38,9 +28,6 @@ def summary_fields(
         "pid": os.getpid(),
     }
 
-
-def summary(plan: Plan, url: str, admin_url: str, facts: dict[str, Any], memory_mb: int, ready_s: float) -> list[str]:
-    """What was started, and a line to try it with."""
     card, gateway, settings = plan.card, plan.gateway, plan.settings
     normalized = ", normalized" if any(step.kind == "normalize" for step in card.steps) else ""
     parity = facts.get("agreement", {}).get("max_abs_diff")
@@ -51,7 +38,7 @@ def summary(plan: Plan, url: str, admin_url: str, facts: dict[str, Any], memory_
     curl = f"curl --unix-socket {path} http://localhost" if path != url else f"curl {url_here}"
     key = ' -H "authorization: Bearer $VECD_API_KEY"' if gateway.keys else ""
     gateways = f", {settings.gateways} gateways" if settings.gateways > 1 else ""
-    return [
+    lines = [
         f"vecd {gateway.version} is ready",
         f"  model      {gateway.model}: {card.dim} dimensions, at most {gateway.max_tokens} tokens, "
         f"{'+'.join(card.pooling)} pooling{normalized}",
@@ -64,3 +51,4 @@ def summary(plan: Plan, url: str, admin_url: str, facts: dict[str, Any], memory_
         f"""-d '{{"model": "{gateway.model}", "input": "Hello, world"}}'""",
         f"  ready in   {ready_s:.1f} s",
     ]
+    return lines, fields

@@ -20,7 +20,7 @@ from vecd.launch.processes.backoff import Backoff
 from vecd.launch.processes.children import Process, System, killed_after
 from vecd.launch.processes.file_access import FilesHang
 from vecd.shm.arena import create_arena
-from vecd.shm.control import ChildFailed, ForkServerStart, Progress, WorkerReady
+from vecd.shm.control import ForkServerStart, WorkerReady
 from vecd.shm.wire import Incarnation
 from vecd.workers.process.preload import modules_to_preload
 
@@ -201,10 +201,11 @@ class WorkerPool:
             except (ChildDied, OSError) as error:
                 return f"could not be forked: {error}", None
             with killed_after(process):
-                facts, reason = await self._await_ready(process)
-                if facts is None:
-                    return reason, None
-                return await self._run_ready(ReadyWorker(incarnation, process, arena_fd, facts))
+                try:
+                    ready = await self._await_ready(process)
+                except ChildDied as error:
+                    return str(error), None
+                return await self._run_ready(ReadyWorker(incarnation, process, arena_fd, ready.facts))
         finally:
             os.close(arena_fd)
 
@@ -237,27 +238,19 @@ class WorkerPool:
         except TimeoutError:
             log.error("%s does not die, and is left alone", worker.incarnation)
 
-    async def _await_ready(self, process: Process) -> tuple[dict[str, Any] | None, str]:
-        """What the worker reports of itself, or None and why it did not get ready."""
-        stage, timeout_s = "starting", self.plan.settings.start_timeout
+    async def _await_ready(self, process: Process) -> WorkerReady:
+        """What the worker reports of itself. Raises StartFailure or ChildDied, which says why it did not get ready."""
         try:
-            async with asyncio.timeout(timeout_s):
-                while True:
-                    match await process.receive():
-                        case Progress() as progress:
-                            stage = progress.stage
-                            self._on_worker_stage(process, stage)
-                        case WorkerReady() as ready:
-                            self._on_warnings(ready.warnings)
-                            return ready.facts, ""
-                        case ChildFailed() as failed if not self._has_been_ready:
-                            raise StartFailure(failed.message)
-                        case ChildFailed() as failed:
-                            return None, f"cannot start: {failed.message}"
-                        case None:
-                            return None, f"{await process.ended()} while {stage}"
-        except TimeoutError:
-            return None, f"was still {stage} after {timeout_s:g} s"
+            ready = await process.await_ready(
+                self.plan.settings.start_timeout, lambda stage: self._on_worker_stage(process, stage)
+            )
+        except StartFailure as failure:
+            if not self._has_been_ready:
+                raise
+            raise ChildDied(f"cannot start: {failure}") from failure
+        assert isinstance(ready, WorkerReady), ready
+        self._on_warnings(ready.warnings)
+        return ready
 
     # --- what the operator sees -----------------------------------------------------------------------------
 

@@ -20,7 +20,7 @@ from transformers.masking_utils import (
 from vecd.shm.arena import ArenaSpec, create_arena
 from vecd.shm.card import read_card
 from vecd.shm.output import Output
-from vecd.shm.views import Rows, map_slots
+from vecd.shm.views import Rows, map_arena
 from vecd.workers.engines.load import load_engine
 from vecd.workers.engines.parity import vectors_of
 from vecd.workers.engines.torch import cuda
@@ -48,7 +48,7 @@ NUM_TOKENS = 329
 
 def slots_of_an_arena(rows_per_slot: int = 16) -> list[Rows]:
     spec = ArenaSpec(num_slots=2, rows_per_slot=rows_per_slot, dim=DIM)
-    return map_slots(create_arena(spec), spec, writable=True)
+    return map_arena(create_arena(spec), spec, writable=True)[0].rows
 
 
 def tiny_engine(folder: Path, dtype: str = "float32", path: Any = PackedForward, wrap: Any = None) -> TransformerEngine:

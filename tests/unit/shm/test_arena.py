@@ -4,7 +4,7 @@ import numpy as np
 import pytest
 
 from vecd.shm.arena import ArenaSpec, create_arena
-from vecd.shm.views import map_slots
+from vecd.shm.views import map_arena
 
 SPEC = ArenaSpec(num_slots=2, rows_per_slot=4, dim=8)
 
@@ -17,16 +17,16 @@ def arena_fd():
 
 
 def test_what_the_worker_writes_the_gateway_reads(arena_fd):
-    ours, theirs = map_slots(arena_fd, SPEC, writable=True), map_slots(arena_fd, SPEC, writable=False)
-    ours[1][2] = np.arange(8)
-    assert theirs[1][2].tolist() == list(range(8))
-    assert not theirs[0].any(), "the other slot is another piece of memory"
+    [ours], [theirs] = map_arena(arena_fd, SPEC, writable=True), map_arena(arena_fd, SPEC, writable=False)
+    ours.rows[1][2] = np.arange(8)
+    assert theirs.rows[1][2].tolist() == list(range(8))
+    assert not theirs.rows[0].any(), "the other slot is another piece of memory"
 
 
 def test_the_gateway_cannot_write(arena_fd):
-    rows = map_slots(arena_fd, SPEC, writable=False)[0]
+    [slots] = map_arena(arena_fd, SPEC, writable=False)
     with pytest.raises(ValueError, match="read-only"):
-        rows[0] = 1
+        slots.rows[0][0] = 1
 
 
 def test_nobody_can_truncate_an_arena(arena_fd):
@@ -36,7 +36,8 @@ def test_nobody_can_truncate_an_arena(arena_fd):
 
 def test_the_views_outlive_the_descriptor():
     fd = create_arena(SPEC)
-    rows = map_slots(fd, SPEC, writable=True)[0]
+    [slots] = map_arena(fd, SPEC, writable=True)
+    [rows, _] = slots.rows
     os.close(fd)
     rows[0] = 7
     assert rows[0].sum() == 56
@@ -44,4 +45,4 @@ def test_the_views_outlive_the_descriptor():
 
 def test_an_arena_that_is_too_small_is_refused(arena_fd):
     with pytest.raises(ValueError, match="length"):
-        map_slots(arena_fd, ArenaSpec(num_slots=3, rows_per_slot=4, dim=8), writable=False)
+        map_arena(arena_fd, ArenaSpec(num_slots=3, rows_per_slot=4, dim=8), writable=False)

@@ -38,7 +38,7 @@ from vecd.shm.control import (
     WorkerReady,
 )
 from vecd.shm.failure_code import FailureCode
-from vecd.shm.views import Rows, map_slots
+from vecd.shm.views import Rows, map_arena
 from vecd.shm.wire import Done, Failed, Incarnation
 from vecd.workers.config import WorkerConfig
 from vecd.workers.engine import PackedBatch
@@ -143,7 +143,7 @@ class ForkServer:
     def order(self, config: WorkerConfig, address_fd: int, worker: int, life: int) -> tuple[Channel, list[Rows]]:
         ours, theirs = Channel.pair()
         arena_fd = create_arena(config.arena)
-        slots = map_slots(arena_fd, config.arena, writable=False)
+        slots = map_arena(arena_fd, config.arena, writable=False)[0].rows
         self.channel.send(ForkWorker(worker, life, config.to_json()), [theirs.fileno(), arena_fd, address_fd])
         theirs.close()
         os.close(arena_fd)

@@ -12,7 +12,7 @@ from tests.support.supervision import FakeGateway, Fakes, FakeSocket, run, settl
 from vecd.gateway.types.config import ApiKey
 from vecd.launch.base.exit_codes import StartFailure
 from vecd.launch.config.plan import Plan
-from vecd.launch.processes.gateway_pool import GatewayPool, Link, Sockets
+from vecd.launch.processes.gateway_pool import GatewayPool, Link
 from vecd.launch.processes.worker_pool import ReadyWorker, WorkerPool
 from vecd.shm.control import (
     Activate,
@@ -56,10 +56,11 @@ class Bench:
         self.add_generation(1)
         self.heard: list[Message] = []
         self.metrics_fd = create_shared_metrics(plan.gateway.shared_metrics)
-        sockets = Sockets([FakeSocket()], self.metrics_fd, plan.gateway.shared_metrics)  # type: ignore[list-item]
+        listening: Any = [FakeSocket()]
         self.pool = GatewayPool(
-            num_gateways, sockets, "aa", (), self.worker_pools, self.on_message, lambda: None, self.fakes.system
-        )
+            num_gateways, listening, self.metrics_fd, self.worker_pools, self.on_message, lambda: None,
+            self.fakes.system,
+        )  # fmt: skip
         self.tasks = [asyncio.create_task(self.pool.supervise(index)) for index in range(num_gateways)]
 
     def on_message(self, link: Link, message: Message) -> None:

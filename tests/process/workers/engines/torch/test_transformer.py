@@ -16,7 +16,7 @@ from torch import Tensor
 from vecd.shm.arena import ArenaSpec, create_arena
 from vecd.shm.card import read_card
 from vecd.shm.output import Output
-from vecd.shm.views import map_slots
+from vecd.shm.views import map_arena
 from vecd.workers.engine import COMPLETE, PackedBatch
 from vecd.workers.engines.parity import vectors_of
 from vecd.workers.engines.torch import device as devices
@@ -212,7 +212,7 @@ def test_two_batches_under_way_end_up_in_their_slots(late_engine: Any, starved: 
     engine = late_engine(Late())
     assert engine.facts["gpu"] == "Imaginary 9000"
     spec = ArenaSpec(num_slots=2, rows_per_slot=16, dim=DIM)
-    slots = map_slots(create_arena(spec), spec, writable=True)
+    slots = map_arena(create_arena(spec), spec, writable=True)[0].rows
     engine.adopt(slots)
     assert engine.warnings == []
     batches = [random_batch(LENGTHS, seed=1), random_batch([9, 3, 40], seed=2)]
@@ -245,7 +245,7 @@ def test_rows_of_mixed_outputs_come_late_to_their_places(
 ) -> None:
     engine, batch = late_engine(Late()), mixed(random_batch(LENGTHS))
     spec = ArenaSpec(num_slots=2, rows_per_slot=128, dim=DIM)
-    slots = map_slots(create_arena(spec), spec, writable=True)
+    slots = map_arena(create_arena(spec), spec, writable=True)[0].rows
     if is_adopted:
         engine.adopt(slots)
     finish = engine.begin(batch, slots[1])

@@ -12,7 +12,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from vecd.shm.arena import ArenaSpec, create_arena
-from vecd.shm.views import Rows, map_slots
+from vecd.shm.views import Rows, map_arena
 from vecd.workers.engine import COMPLETE
 from vecd.workers.engines.torch import cuda
 from vecd.workers.engines.torch.device import Accelerator, Processor, inverse, span, to_device
@@ -76,7 +76,7 @@ class Calls:
 
 
 def arena() -> list[Rows]:
-    return map_slots(create_arena(SPEC), SPEC, writable=True)
+    return map_arena(create_arena(SPEC), SPEC, writable=True)[0].rows
 
 
 def vectors(count: int, seed: int = 0) -> NDArray[np.float32]:

@@ -2,7 +2,6 @@ from pathlib import Path
 
 import pytest
 
-from vecd.launch.config.cache import cache_folder
 from vecd.launch.config.settings import load_settings
 
 
@@ -19,6 +18,8 @@ from vecd.launch.config.settings import load_settings
 )
 def test_the_folder_is_named_by_flag_then_service_then_user(flags, environ, expected, monkeypatch, tmp_path):
     monkeypatch.chdir(tmp_path)
-    for name in ("VECD_CACHE_DIR", "VECD_MODEL"):
+    for name in ("VECD_CACHE_DIR", "VECD_MODEL", "CACHE_DIRECTORY", "XDG_CACHE_HOME"):
         monkeypatch.delenv(name, raising=False)
-    assert cache_folder(load_settings(flags), environ) == Path(expected)
+    for name, value in environ.items():
+        monkeypatch.setenv(name, value)
+    assert load_settings(flags).cache_folder == Path(expected)
