@@ -19,6 +19,7 @@ import logging
 import secrets
 import time
 from collections.abc import Callable, Mapping
+from copy import copy
 from itertools import accumulate
 from typing import Any
 
@@ -219,7 +220,7 @@ class Dispatcher:
             incarnation,
             slots,
             facts,
-            self._newest_cost_model.copy(),
+            copy(self._newest_cost_model),
             free_slots=list(range(len(slots.rows))),
         )
         self._links[incarnation.identity] = link
