@@ -237,7 +237,7 @@ class Pipeline:
         num_chars = sum(map(len, request.inputs)) if isinstance(request.inputs[0], str) else 0
         collectors = self.encoder.make_collectors(request)
         pending = PendingResult(len(request.inputs), collectors, asyncio.get_running_loop())
-        request_queue = self.policy.open(pending, permit.priority, permit.deadline, principal.tenant)
+        request_queue = RequestQueue(pending, permit.priority, permit.deadline, principal.tenant)
         request_queue.batches = timeline.batches
         counts = _Counts(wants_reports=request.wants_report)
         self._pending.add(pending)

@@ -49,9 +49,7 @@ from vecd.shm.control import (
     Quarantined,
     ReloadAsked,
     Retired,
-    WorkerConnected,
     WorkerDown,
-    WorkerStuck,
     WorkerUp,
 )
 from vecd.shm.output import Output
@@ -85,7 +83,6 @@ class Service:
         self.generation = generation
         self._tokenizer = tokenizer
         self._shared_metrics = gateway.shared_metrics
-        send = gateway.send
         self.policy = BatchingPolicy(
             config.max_batch_tokens,
             config.arena.rows_per_slot,
@@ -101,12 +98,7 @@ class Service:
             batch_timeout_s=config.batch_timeout_s,
             num_gateways=config.num_gateways,
             widths={output: output.width_of(config.card) for output in Output},
-            on_stuck=lambda who: send(WorkerStuck(who.worker, who.life)),
-            on_connected=lambda who: send(WorkerConnected(who.worker, who.life)),
-            on_deaths=(lambda *deaths: send(InputDeaths(*deaths))) if config.num_gateways > 1 else None,
-            on_cleared=(lambda digests: send(InputsCleared(digests))) if config.num_gateways > 1 else None,
-            on_quarantined=lambda digest: send(Quarantined(digest)),
-            on_broken=lambda make_error: self.pipeline.fail_all(make_error),  # noqa: PLW0108 (it is made below)
+            report=gateway.send,
             on_sending=TeiCounts(self._shared_metrics).count_batch if config.has_tei_metrics else None,
             quarantine_key=gateway.quarantine_key,
             shared_metrics=self._shared_metrics,
@@ -126,7 +118,7 @@ class Service:
             shared_metrics=self._shared_metrics,
         )
         self.is_draining = False
-        self.api = Api(self._make_context(lambda: send(ReloadAsked())))
+        self.api = Api(self._make_context(lambda: gateway.send(ReloadAsked())))
         self.num_handled = 0
         """Requests that are being handled."""
 
@@ -252,7 +244,9 @@ class Services:
                 for dispatcher in dispatchers:
                     dispatcher.worker_down(who, message.reason, has_crashed=message.has_crashed)
             case ModelBroken():
-                self.all[message.generation].dispatcher.set_broken(message.reason)
+                service = self.all[message.generation]
+                service.dispatcher.set_broken(message.reason)
+                service.pipeline.fail_all(service.dispatcher.broken_error)
             case Quarantined():
                 for dispatcher in dispatchers:
                     dispatcher.quarantine.add(message.digest)

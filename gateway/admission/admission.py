@@ -13,6 +13,7 @@ other has as many.
 import asyncio
 import time
 from collections import deque
+from dataclasses import dataclass
 
 from vecd.gateway.scheduling.policy import BatchingPolicy, Unqueued, Workers
 from vecd.gateway.types.errors import TooManyRequests
@@ -34,37 +35,31 @@ _SAFE_PART = 0.6
 moment are all answered too late: at twice the capacity, with deadlines of 1 s, not one was in time with a part of 1."""
 
 
+@dataclass(slots=True, eq=False)
 class _TenantUse:
     """What one tenant has at this gateway: permits and waiters."""
 
-    __slots__ = ("num_requests", "num_unqueued", "num_waiters", "tenant")
-
-    def __init__(self, tenant: str) -> None:
-        self.tenant = tenant
-        self.num_requests = 0
-        """Requests with a permit."""
-        self.num_unqueued = 0
-        """Tokens of these that are not queued yet, estimated."""
-        self.num_waiters = 0
+    tenant: str
+    num_requests: int = 0
+    """Requests with a permit."""
+    num_unqueued: int = 0
+    """Tokens of these that are not queued yet, estimated."""
+    num_waiters: int = 0
 
 
+@dataclass(slots=True, eq=False)
 class Permit:
     """The right of one request to be served. Whoever is granted one releases it, whatever happens."""
 
-    __slots__ = ("_admission", "deadline", "num_tokens", "num_unqueued", "priority", "use")
-
-    def __init__(
-        self, admission: "Admission", use: _TenantUse, num_tokens: int, priority: Priority, deadline: float
-    ) -> None:
-        self._admission = admission
-        self.use = use
-        self.num_tokens = num_tokens
-        """Estimated from characters."""
-        self.num_unqueued = 0
-        """The part of these that the batching policy does not know of yet."""
-        self.priority = priority
-        self.deadline = deadline
-        """When the client stops waiting for the response, by `time.monotonic`."""
+    _admission: "Admission"
+    use: _TenantUse
+    num_tokens: int
+    """Estimated from characters."""
+    priority: Priority
+    deadline: float
+    """When the client stops waiting for the response, by `time.monotonic`."""
+    num_unqueued: int = 0
+    """The part of `num_tokens` that the batching policy does not know of yet."""
 
     @property
     def tenant(self) -> str:
@@ -88,18 +83,15 @@ class Permit:
         self._admission.leave(self.use)
 
 
+@dataclass(slots=True, eq=False)
 class _Waiter:
     """A request that waits for a permit."""
 
-    __slots__ = ("admitted", "is_admitted", "is_counted", "permit")
-
-    def __init__(self, permit: Permit, admitted: "asyncio.Future[None]") -> None:
-        self.permit = permit
-        self.admitted = admitted
-        self.is_admitted = False
-        self.is_counted = True
-        """Among the tenant's waiters. One that is just leaving counts itself out: until then its tenant is not
-        forgotten."""
+    permit: Permit
+    admitted: "asyncio.Future[None]"
+    is_admitted: bool = False
+    """It has its permit, and is no longer counted among the tenant's waiters. One that leaves without a permit counts
+    itself out: until then its tenant is not forgotten."""
 
 
 class _AdmissionQueue:
@@ -107,8 +99,6 @@ class _AdmissionQueue:
 
     Tenants have queues of their own: one that may not have more must not hold up others.
     """
-
-    __slots__ = ("by_tenant",)
 
     def __init__(self) -> None:
         self.by_tenant: dict[str, deque[_Waiter]] = {}
@@ -260,19 +250,18 @@ class Admission:
                 continue
             waiter = queue.pop(tenant)
             if not waiter.admitted.done():  # else it is just leaving
-                self._count_out(waiter)
                 waiter.is_admitted = True
+                self._count_out(waiter)
                 self._grant(waiter.permit)
                 waiter.admitted.set_result(None)
 
     def _remove_waiter(self, waiter: _Waiter) -> None:
         self._queue(waiter.permit).remove(waiter)
-        if waiter.is_counted:
+        if not waiter.is_admitted:
             self._count_out(waiter)
         self._admit_waiters_soon()  # one behind it may need less
 
     def _count_out(self, waiter: _Waiter) -> None:
-        waiter.is_counted = False
         self._num_waiters -= 1
         waiter.permit.use.num_waiters -= 1
 

@@ -25,7 +25,7 @@ three, 18 of 507; by this rule, 0 of 549. Called by `vecd.gateway.dispatch.dispa
 import time
 from collections.abc import Callable
 
-from vecd.gateway.scheduling.deaths import Deaths
+from vecd.gateway.scheduling.queue import Deaths
 
 REMEMBERED_S = 600.0
 """After the last death."""

@@ -19,6 +19,7 @@ import logging
 import secrets
 import time
 from collections.abc import Callable, Mapping
+from copy import copy
 from itertools import accumulate
 from typing import Any
 
@@ -36,6 +37,7 @@ from vecd.gateway.scheduling.queue import QueuedSequence, RequestQueue
 from vecd.gateway.telemetry.shared_metrics import SharedMetrics
 from vecd.gateway.types.errors import DeadlinePassed, EngineFailed, Unavailable
 from vecd.gateway.types.timeline import BatchShare
+from vecd.shm.control import InputDeaths, InputsCleared, Message, Quarantined, WorkerConnected, WorkerStuck
 from vecd.shm.failure_code import FailureCode
 from vecd.shm.output import NOT_PLAIN, Output
 from vecd.shm.shared_metrics import Counter, ServiceKey
@@ -70,12 +72,7 @@ class Dispatcher:
         service: ServiceKey,
         max_batch_tokens: int,
         batch_timeout_s: float,
-        on_stuck: Callable[[Incarnation], None],
-        on_connected: Callable[[Incarnation], None] | None = None,
-        on_deaths: Callable[[list[str], bool, bool], None] | None = None,
-        on_cleared: Callable[[list[str]], None] | None = None,
-        on_quarantined: Callable[[str], None] | None = None,
-        on_broken: Callable[[Callable[[], Unavailable]], None] | None = None,
+        report: Callable[[Message], None],
         on_sending: Callable[[int, int], None] | None = None,
         quarantine_key: bytes | None = None,
         num_gateways: int = 1,
@@ -84,12 +81,9 @@ class Dispatcher:
     ) -> None:
         """`service` names what the workers serve, among all services of this gateway.
 
-        Callbacks, all on the event loop: `on_stuck`, a worker is past its deadline or has broken the protocol;
-        `on_connected`, a worker has answered its first probe; `on_deaths`, a worker has died with inputs (their
-        digests, made with `quarantine_key`; None: a random key), in an isolated batch or not, by a crash or not;
-        `on_cleared`, inputs with deaths have been computed; `on_quarantined`, an input is rejected from now on;
-        `on_broken`, no worker stays alive (a factory of the error for each request); `on_sending`, a batch goes to a
-        worker (its numbers of sequences and tokens).
+        Callbacks, both on the event loop: `report` gets the messages for the supervisor, WorkerConnected, WorkerStuck,
+        InputDeaths, InputsCleared and Quarantined; `on_sending`, a batch goes to a worker (its numbers of sequences and
+        tokens). Digests of inputs are made with `quarantine_key`; None: a random key.
 
         `batch_timeout_s` is the most that a worker has for a batch; `num_gateways` take turns at it. `widths`: the
         number of floats of a row that are each output's own, the first ones; None: all.
@@ -100,12 +94,7 @@ class Dispatcher:
         """What this dispatcher's workers serve."""
         self._batch_timeout_s = batch_timeout_s
         self._num_gateways = num_gateways
-        self._on_stuck = on_stuck
-        self._on_connected = on_connected
-        self._on_deaths = on_deaths
-        self._on_cleared = on_cleared
-        self._on_quarantined = on_quarantined
-        self._on_broken = on_broken
+        self._report = report
         self._on_sending = on_sending
         self._transport = Transport(epoch, on_message=self._on_message, on_unreadable=self._on_unreadable)
         self._delivery = Delivery(widths=widths or {}, on_delivered=self._on_delivered)
@@ -182,9 +171,10 @@ class Dispatcher:
     def raise_if_broken(self) -> None:
         """Raises Unavailable while no worker stays alive, so that no request waits for one."""
         if self.broken is not None:
-            raise self._broken_error()
+            raise self.broken_error()
 
-    def _broken_error(self) -> Unavailable:
+    def broken_error(self) -> Unavailable:
+        """The error of a request while no worker stays alive."""
         return Unavailable(
             f"The model cannot be served: {self.broken}", retry_after_s=_BROKEN_RETRY_AFTER_S, code="model_broken"
         )
@@ -230,7 +220,7 @@ class Dispatcher:
             incarnation,
             slots,
             facts,
-            self._newest_cost_model.copy(),
+            copy(self._newest_cost_model),
             free_slots=list(range(len(slots.rows))),
         )
         self._links[incarnation.identity] = link
@@ -239,11 +229,9 @@ class Dispatcher:
         self._transport.probe(incarnation.identity, lambda: self._is_awaited(link))
 
     def set_broken(self, reason: str) -> None:
-        """No worker stays alive: fail all requests, and new ones at once until a worker is up."""
+        """No worker stays alive: new requests fail at once until a worker is up. The caller fails those there are."""
         log.error("no worker stays alive, requests fail until one is up: %s", reason)
         self.broken = reason
-        if self._on_broken is not None:
-            self._on_broken(self._broken_error)
 
     def worker_down(self, incarnation: Incarnation, reason: str, *, has_crashed: bool = False) -> None:
         """An incarnation is dead: queue its batches again and drop its arena. `has_crashed`: by a signal that a process
@@ -366,8 +354,8 @@ class Dispatcher:
 
     def _on_alive(self, link: WorkerLink) -> None:
         is_first, link.is_connected = not link.is_connected, True
-        if is_first and self._on_connected is not None:
-            self._on_connected(link.incarnation)
+        if is_first:
+            self._report(WorkerConnected(link.incarnation.worker, link.incarnation.life))
         self.schedule_dispatch()
 
     def _on_done(self, link: WorkerLink, done: Done) -> None:
@@ -452,8 +440,7 @@ class Dispatcher:
         by_digest: dict[str, list[QueuedSequence]] = {}
         for sequence in batch.sequences:
             by_digest.setdefault(self.quarantine.digest(sequence.token_ids), []).append(sequence)
-        if self._on_deaths is not None:
-            self._on_deaths(list(by_digest), is_isolated, has_crashed)
+        self._report(InputDeaths(list(by_digest), is_isolated, has_crashed))
         for digest, sequences in by_digest.items():
             deaths = self._crash_attribution.record(digest, sequences[0].deaths)
             for sequence in sequences:
@@ -468,8 +455,8 @@ class Dispatcher:
         cleared = [self.quarantine.digest(sequence.token_ids) for sequence in sequences if sequence.deaths is not None]
         for digest in cleared:
             self._crash_attribution.forget(digest)
-        if cleared and self._on_cleared is not None:
-            self._on_cleared(cleared)
+        if cleared:
+            self._report(InputsCleared(cleared))
 
     def _reject(self, sequence: QueuedSequence, digest: str) -> None:
         """Fail the request of a poison input, and for a while every other that has the same input."""
@@ -478,8 +465,7 @@ class Dispatcher:
         sequence.pending.fail(poisonous(sequence.index))
         self._crash_attribution.forget(digest)
         self.quarantine.add(digest)
-        if self._on_quarantined is not None:
-            self._on_quarantined(digest)
+        self._report(Quarantined(digest))
 
     def _count_failure(self, link: WorkerLink) -> None:
         """Count a failed batch of one sequence. A worker that only fails is always idle and would get every batch, so
@@ -505,7 +491,7 @@ class Dispatcher:
         if not link.is_stuck:
             link.is_stuck = True
             self._shared_metrics.add(Counter.STUCK)
-            self._on_stuck(link.incarnation)
+            self._report(WorkerStuck(link.incarnation.worker, link.incarnation.life))
 
     # --- deadlines ------------------------------------------------------------------------------------------
 

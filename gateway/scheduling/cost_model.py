@@ -8,8 +8,6 @@ weights). Small batches alone say little about large ones; where the sizes do no
 origin, which makes the worker look slower than it is.
 """
 
-import copy
-
 from vecd.shm.batch_limits import FULL_BATCH_S
 
 _MEMORY = 0.95
@@ -38,19 +36,6 @@ _FIRST_BATCH_S = 10.0
 
 
 class CostModel:
-    __slots__ = (
-        "_largest_tokens",
-        "_max_batch_tokens",
-        "_overhead_s",
-        "_per_token_s",
-        "_w",
-        "_x",
-        "_xx",
-        "_xy",
-        "_y",
-        "tokens_per_s",
-    )
-
     def __init__(self, max_batch_tokens: int) -> None:
         """`max_batch_tokens`: no budget is above this."""
         self._max_batch_tokens = max_batch_tokens
@@ -60,9 +45,6 @@ class CostModel:
         self._per_token_s = 1 / _FIRST_GUESS_TOKENS_PER_S
         self.tokens_per_s = self._full_speed()
         """Speed with full batches."""
-
-    def copy(self) -> "CostModel":
-        return copy.copy(self)
 
     @property
     def is_learned(self) -> bool:
@@ -125,7 +107,8 @@ class CostModel:
         return _MIN_TIMEOUT_S + _TIMEOUT_FACTOR * expected_s
 
     def budget_tokens(self, batch_s: float) -> int:
-        """Tokens of a batch that takes about `batch_s` seconds, at least _MIN_BUDGET_TOKENS if so many may be sent."""
+        """Tokens of a batch that takes about `batch_s` seconds, at least _MIN_BUDGET_TOKENS unless a batch may have
+        fewer."""
         fitting = int((batch_s - self._overhead_s) / self._per_token_s)
         return min(self._max_batch_tokens, max(_MIN_BUDGET_TOKENS, fitting))
 

@@ -35,7 +35,6 @@ from collections import deque
 from collections.abc import Callable, Sequence
 from typing import NamedTuple, Protocol
 
-from vecd.gateway.encoding.pending import PendingResult
 from vecd.gateway.scheduling.cost_model import CostModel
 from vecd.gateway.scheduling.queue import (
     PriorityClass,
@@ -121,14 +120,9 @@ class BatchingPolicy:
 
     # --- requests come and go -------------------------------------------------------------------------------
 
-    def open(
-        self, pending: PendingResult, priority: Priority, deadline: float = math.inf, tenant: str = ""
-    ) -> RequestQueue:
-        """An empty queue for a tenant's request, which must be closed when the request is over."""
-        return RequestQueue(pending, priority, deadline, tenant)
-
     def add(self, request_queue: RequestQueue, sequences: list[QueuedSequence], now: float) -> None:
-        """Queue sequences of an open request behind those that it has; each that `must_run_alone` is isolated."""
+        """Queue sequences of a request that is not over behind those that it has; each that `must_run_alone` is
+        isolated."""
         waiting, num_tokens = request_queue.sequences, 0
         num_before = len(waiting)
         for sequence in sequences:

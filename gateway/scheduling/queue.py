@@ -18,16 +18,19 @@ keeps its place until its turn comes round again: otherwise a tenant that always
 
 import math
 from collections import OrderedDict, deque
+from dataclasses import dataclass, field
 from itertools import islice
 
 from vecd.gateway.encoding.pending import ChunkedInput, PendingResult
-from vecd.gateway.scheduling.deaths import Deaths
 from vecd.gateway.types.request import Chunk, Priority, TokenizedInput
 from vecd.gateway.types.timeline import BatchShare
 from vecd.shm.output import Output
 
 _KEPT_PART = 4
 """One part in four is kept for what has waited longer, wherever newcomers go first."""
+
+_ALONE_FROM = 2
+"""Deaths of an input from which on it shares no batch."""
 
 _MIN_TENANTS_LOOKED_THROUGH = 64
 
@@ -45,6 +48,24 @@ def kept(amount: int) -> int:
 def kept_beside(amount: int) -> int:
     """What the kept part comes to while newcomers get `amount`."""
     return amount // (_KEPT_PART - 1)
+
+
+@dataclass(slots=True)
+class Deaths:
+    """The deaths of workers while they computed one input. Counted by `vecd.gateway.dispatch.crash_attribution`, which
+    also has the rule on when an input is rejected."""
+
+    num: int = 0
+    num_alone: int = 0
+    """Of these, in a batch of this input alone."""
+    num_in_a_row: int = 0
+    """Of those alone, the newest, between which no other worker has died."""
+    last_worker_death: int = 0
+    """The number of the newest, among the deaths of all workers."""
+
+    @property
+    def must_run_alone(self) -> bool:
+        return self.num >= _ALONE_FROM
 
 
 class QueuedSequence:
@@ -90,7 +111,7 @@ class QueuedSequence:
 
     @property
     def must_run_alone(self) -> bool:
-        """So many workers died of it that it may not share a batch."""
+        """Whether it may not share a batch, because of workers that died of it."""
         return self.deaths is not None and self.deaths.must_run_alone
 
     @property
@@ -102,54 +123,38 @@ class QueuedSequence:
         return self.request_queue.pending.is_over
 
 
+@dataclass(slots=True, eq=False)
 class RequestQueue:
     """The sequences of one request that wait for a batch, in the order of its inputs.
 
-    Owned by the batching policy, but for `pending` and the fields that `vecd.gateway.dispatch` writes.
+    Owned by the batching policy, but for `pending` and the fields that `vecd.gateway.dispatch` writes. Given to
+    `BatchingPolicy.close` when the request is over.
     """
 
-    __slots__ = (
-        "batches",
-        "deadline",
-        "deficit",
-        "first_sent_at",
-        "is_new",
-        "last_done_at",
-        "num_sent_tokens",
-        "num_tokens",
-        "pending",
-        "priority",
-        "rotation",
-        "sequences",
-        "tenant",
-        "waits_since",
-    )
-
-    def __init__(self, pending: PendingResult, priority: Priority, deadline: float, tenant: str) -> None:
-        self.pending = pending
-        self.priority = priority
-        self.tenant = tenant
-        self.deadline = deadline
-        """By the clock that the policy is given."""
-        self.sequences: deque[QueuedSequence] = deque()
-        self.num_tokens = 0
-        """Tokens of `sequences`."""
-        self.rotation: RequestRotation | None = None
-        """Where it waits for its turn; None while `sequences` is empty."""
-        self.deficit = 0
-        """Tokens that it may still send in this turn."""
-        self.is_new = True
-        """Nothing of it has been queued yet."""
-        self.waits_since = 0.0
-        """Time at which sequences were queued and none of it waited before."""
-        self.num_sent_tokens = 0
-        """Tokens that workers have or have embedded, without those of lost batches. Written by the dispatcher."""
-        self.first_sent_at: float | None = None
-        """Time at which its first sequence went to a worker. Written by the dispatcher."""
-        self.last_done_at = 0.0
-        """Time at which its newest batch was answered. Written by the dispatcher."""
-        self.batches: list[BatchShare] | None = None
-        """Its batches, if the request is traced. Written by the dispatcher."""
+    pending: PendingResult
+    priority: Priority
+    deadline: float = math.inf
+    """By the clock that the policy is given."""
+    tenant: str = ""
+    sequences: deque[QueuedSequence] = field(default_factory=deque)
+    num_tokens: int = 0
+    """Tokens of `sequences`."""
+    rotation: "RequestRotation | None" = None
+    """Where it waits for its turn; None while `sequences` is empty."""
+    deficit: int = 0
+    """Tokens that it may still send in this turn."""
+    is_new: bool = True
+    """Nothing of it has been queued yet."""
+    waits_since: float = 0.0
+    """Time at which sequences were queued and none of it waited before."""
+    num_sent_tokens: int = 0
+    """Tokens that workers have or have embedded, without those of lost batches. Written by the dispatcher."""
+    first_sent_at: float | None = None
+    """Time at which its first sequence went to a worker. Written by the dispatcher."""
+    last_done_at: float = 0.0
+    """Time at which its newest batch was answered. Written by the dispatcher."""
+    batches: list[BatchShare] | None = None
+    """Its batches, if the request is traced. Written by the dispatcher."""
 
     @property
     def num_rows(self) -> int:
@@ -167,16 +172,14 @@ def are_of_tokens(sequences: "deque[QueuedSequence] | list[QueuedSequence]") -> 
     return bool(sequences) and sequences[0].output.is_per_token
 
 
+@dataclass(slots=True, eq=False)
 class RequestRotation:
     """Request queues of one tenant that take turns."""
 
-    __slots__ = ("num_tokens", "queues", "tenant_queue")
-
-    def __init__(self, tenant_queue: "TenantQueue") -> None:
-        self.tenant_queue = tenant_queue
-        self.queues: OrderedDict[RequestQueue, None] = OrderedDict()
-        """The next one first. None is empty."""
-        self.num_tokens = 0
+    tenant_queue: "TenantQueue"
+    queues: OrderedDict[RequestQueue, None] = field(default_factory=OrderedDict)
+    """The next one first. None is empty."""
+    num_tokens: int = 0
 
     def append(self, request_queue: RequestQueue, *, at_front: bool = False) -> None:
         """Let a request queue, which is not empty and in no rotation, wait for its turn."""
@@ -201,15 +204,13 @@ class RequestRotation:
             tenant_queue.priority_class.num_backlog_tokens += num_tokens
 
 
+@dataclass(slots=True, eq=False)
 class TenantRotation:
     """Tenant queues of one priority class that take turns."""
 
-    __slots__ = ("num_tokens", "tenant_queues")
-
-    def __init__(self) -> None:
-        self.tenant_queues: deque[TenantQueue] = deque()
-        """The next one first; some may have nothing waiting."""
-        self.num_tokens = 0
+    tenant_queues: "deque[TenantQueue]" = field(default_factory=deque)
+    """The next one first; some may have nothing waiting."""
+    num_tokens: int = 0
 
 
 class TenantQueue:

@@ -8,6 +8,7 @@ import os
 from array import array
 from collections.abc import AsyncIterator, Callable, Coroutine
 from contextlib import asynccontextmanager
+from functools import partial
 from typing import Any
 
 import numpy as np
@@ -22,6 +23,7 @@ from vecd.gateway.telemetry.shared_metrics import SharedMetrics
 from vecd.gateway.types.request import Chunk, Priority, TokenizedInput
 from vecd.launch.processes.sockets import make_zmq_endpoint
 from vecd.shm.arena import ArenaSpec, create_arena
+from vecd.shm.control import InputDeaths, Message, Quarantined, WorkerConnected, WorkerStuck
 from vecd.shm.output import Output
 from vecd.shm.shared_metrics import ServiceKey
 from vecd.shm.views import map_arena
@@ -133,6 +135,14 @@ class Request(PendingResult):
         return self._rows.num_rows_left
 
 
+def _report(reported: list[Message], others: list[Dispatcher], message: Message) -> None:
+    # Not a method of the bench: a cycle would keep a closed dispatcher's arenas.
+    reported.append(message)
+    if isinstance(message, InputDeaths):
+        for other in others:
+            other.note_deaths(message.digests, is_isolated=message.is_isolated, has_crashed=message.has_crashed)
+
+
 def tokenized(ids: list[int]) -> TokenizedInput:
     return TokenizedInput(array("i", ids).tobytes(), len(ids), False)
 
@@ -150,8 +160,11 @@ class Bench:
     ) -> None:
         """`options` are the dispatcher's."""
         self.policy = BatchingPolicy(16, SPEC.rows_per_slot, max_sequence_tokens=16)
-        self.stuck: list[Incarnation] = []
         self.shared_metrics = shared_metrics or SharedMetrics.private()
+        self.reported: list[Message] = []
+        """What the dispatcher has reported to the supervisor."""
+        self.others: list[Dispatcher] = []
+        """Dispatchers of other gateways, which the deaths of inputs are passed on to."""
         self.listening, self.address_fd = make_zmq_endpoint()
         self.dispatcher = Dispatcher(
             policy=self.policy,
@@ -159,11 +172,23 @@ class Bench:
             service=service,
             max_batch_tokens=16,
             batch_timeout_s=batch_timeout_s,
-            on_stuck=self.stuck.append,
+            report=partial(_report, self.reported, self.others),
             shared_metrics=self.shared_metrics,
             **options,
         )
         self.workers: list[Worker] = []
+
+    def incarnations(self, kind: type[WorkerStuck] | type[WorkerConnected]) -> list[Incarnation]:
+        """The workers that were reported by messages of this kind."""
+        return [Incarnation(message.worker, message.life) for message in self.reported if isinstance(message, kind)]
+
+    @property
+    def stuck(self) -> list[Incarnation]:
+        return self.incarnations(WorkerStuck)
+
+    @property
+    def quarantined(self) -> list[str]:
+        return [message.digest for message in self.reported if isinstance(message, Quarantined)]
 
     def add_worker(self, index: int = 0, life: int = 1) -> Worker:
         worker = Worker(self.address_fd, index, life)
@@ -217,7 +242,7 @@ class Bench:
 
     def _open(self, num_inputs: int) -> Request:
         request = Request(num_inputs)
-        request.request_queue = self.policy.open(request, Priority.NORMAL)
+        request.request_queue = RequestQueue(request, Priority.NORMAL)
         return request
 
     def _queue(self, request_queue: RequestQueue, sequences: list[QueuedSequence]) -> None:

@@ -18,7 +18,6 @@ import logging
 import os
 import selectors
 import signal
-import socket
 import sys
 import traceback
 from contextlib import ExitStack
@@ -61,11 +60,11 @@ def serve(channel: Channel) -> int:
     """Fork workers until the supervisor closes the channel or dies; returns the exit code.
 
     Side effects on the process: it dies with its parent, once a message has named that; name, logging, no core files,
-    SIGINT, SIGTERM and SIGHUP ignored, SIGCHLD handled.
+    SIGINT, SIGTERM and SIGHUP ignored.
     """
     set_process_name("vecd-forkserver")
-    for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
-        signal.signal(number, signal.SIG_IGN)
+    main.leave_signals_to_supervisor()
+    signal.signal(signal.SIGCHLD, signal.SIG_DFL)  # if the parent ignored it, the kernel would reap the workers
     leave_no_core()
     trace_crashes()
     logs.configure("forkserver", "info", "text", has_thread=False)
@@ -138,35 +137,23 @@ def _can_import(name: str) -> bool:
 
 
 class _ForkServer:
-    """Side effect of construction: SIGCHLD is handled."""
-
     def __init__(self, channel: Channel, engine: Engine | None) -> None:
         self._channel = channel
         self._engine = engine
-        self._woken, self._wake = socket.socketpair()
+        self._pids: dict[int, int] = {}
+        """Of the workers that have not been reaped, by pidfd, which is readable once the worker has ended."""
         self._selector = selectors.DefaultSelector()
-        self._watch_children()
         self._selector.register(channel.fileno(), selectors.EVENT_READ)
 
     def run(self) -> int:
         while True:
-            ready = {key.fd for key, _ in self._selector.select()}
-            if self._woken.fileno() in ready:
-                self._woken.recv(4096)
-                self._reap()
-            if self._channel.fileno() in ready:
-                received = self._channel.receive(0)
-                if received is None:
+            for key, _ in self._selector.select():
+                if key.fd in self._pids:
+                    self._reap(key.fd)
+                elif (received := self._channel.receive(0)) is None:
                     return main.EXIT_OK
-                self._handle(*received)
-
-    def _watch_children(self) -> None:
-        """Make SIGCHLD readable: the C handler writes to the wake-up descriptor; the Python handler does nothing."""
-        self._woken.setblocking(False)
-        self._wake.setblocking(False)
-        signal.set_wakeup_fd(self._wake.fileno(), warn_on_full_buffer=False)
-        signal.signal(signal.SIGCHLD, lambda *_: None)
-        self._selector.register(self._woken, selectors.EVENT_READ)
+                else:
+                    self._handle(*received)
 
     def _handle(self, message: Message, fds: list[int]) -> None:
         try:
@@ -189,17 +176,17 @@ class _ForkServer:
             return
         if pid == 0:
             self._become_worker(order, fds, parent_pid)
-        # Only this process reaps it, and not before the next pass of the loop: the pid is still this child's.
+        # Only this process reaps it: until then the pid is this child's.
         try:
             pidfd = os.pidfd_open(pid)
         except OSError as error:  # no descriptor left
             os.kill(pid, signal.SIGKILL)  # it could not be watched
+            os.waitpid(pid, 0)
             self._report_fork_failed(order, error)
             return
-        try:
-            self._channel.send(WorkerForked(order.worker, order.life, pid), [pidfd])
-        finally:
-            os.close(pidfd)
+        self._pids[pidfd] = pid
+        self._selector.register(pidfd, selectors.EVENT_READ)
+        self._channel.send(WorkerForked(order.worker, order.life, pid), [pidfd])
 
     def _report_fork_failed(self, order: ForkWorker, error: OSError) -> None:
         log.error("worker %d cannot be forked: %s", order.worker, error)
@@ -226,23 +213,17 @@ class _ForkServer:
             _exit(code)
 
     def _close_in_child(self) -> None:
-        signal.set_wakeup_fd(-1)
-        signal.signal(signal.SIGCHLD, signal.SIG_DFL)
         self._selector.close()
         self._channel.close()
-        self._woken.close()
-        self._wake.close()
+        for pidfd in self._pids:
+            os.close(pidfd)
 
-    def _reap(self) -> None:
-        """Report every child that has ended. One signal may mean several children."""
-        while True:
-            try:
-                pid, status = os.waitpid(-1, os.WNOHANG)
-            except ChildProcessError:
-                return
-            if pid == 0:
-                return
-            self._channel.send(WorkerExited(pid, os.waitstatus_to_exitcode(status)))
+    def _reap(self, pidfd: int) -> None:
+        """Report a worker that has ended."""
+        self._selector.unregister(pidfd)
+        os.close(pidfd)
+        pid, status = os.waitpid(self._pids.pop(pidfd), 0)
+        self._channel.send(WorkerExited(pid, os.waitstatus_to_exitcode(status)))
 
 
 def _exit(code: int) -> NoReturn:

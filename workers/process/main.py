@@ -13,7 +13,7 @@ from typing import Any
 
 from vecd.shm import logs
 from vecd.shm.card import ModelError
-from vecd.shm.control import Channel, ChildFailed, Message, Progress, WorkerReady
+from vecd.shm.control import Channel, ChildFailed, Progress, WorkerReady
 from vecd.shm.views import map_arena
 from vecd.shm.wire import Incarnation
 from vecd.workers.config import WorkerConfig
@@ -33,10 +33,6 @@ log = logging.getLogger("vecd.worker")
 EXIT_OK, EXIT_COULD_NOT_START, EXIT_INTERNAL_ERROR = 0, 3, 70
 
 
-class SupervisorGone(Exception):
-    """The supervisor has ended. Ends the worker at any stage, with exit code 0."""
-
-
 def run(
     config: WorkerConfig,
     incarnation: Incarnation,
@@ -44,44 +40,43 @@ def run(
     arena_fd: int,
     address_fds: Sequence[int],
     *,
-    parent_pid: int | None = None,
-    engine: Engine | None = None,
+    parent_pid: int,
+    engine: Engine | None,
 ) -> int:
     """Run as `incarnation` until the supervisor ends; returns the exit code.
 
     `channel` is the worker's end of its control connection, `arena_fd` its arena, `address_fds` the O_PATH descriptors
     of the gateways' ZeroMQ sockets, by the gateway's index; this call owns all of them. `parent_pid` is the fork
-    server's; without it, the fork server's death during the fork would not be noticed. `engine` is the engine that the
-    fork server has loaded; if it is None, the worker loads its own.
+    server's, whose death during the fork would not be noticed otherwise. `engine` is the engine that the fork server
+    has loaded; if it is None, the worker loads its own.
 
     Side effects on the whole process: name, signal handling, logging, memory priority, torch's threads.
     """
     try:
-        _become_worker(config, incarnation, parent_pid if parent_pid is not None else os.getppid())
-        _live(config, incarnation, channel, arena_fd, address_fds, engine)
-    except SupervisorGone:
-        return EXIT_OK
-    except ModelError as error:
-        log.error("%s", error)
-        return _report_cannot_start(channel, str(error))
+        if not die_with_parent(parent_pid):
+            return EXIT_OK
+        _become_worker(config, incarnation)
+        return _live(config, incarnation, channel, arena_fd, address_fds, engine)
+    except ConnectionError:
+        return EXIT_OK  # the supervisor has closed the control channel
     except EngineLost as error:
         log.error("%s ends: %s", incarnation, error)
         return EXIT_INTERNAL_ERROR
     except Exception:
         log.exception("%s ends by a bug", incarnation)
         return EXIT_INTERNAL_ERROR
-    return EXIT_OK
 
 
-def _become_worker(config: WorkerConfig, incarnation: Incarnation, parent_pid: int) -> None:
-    if not die_with_parent(parent_pid):
-        raise SupervisorGone
+def leave_signals_to_supervisor() -> None:
+    """Ignore the signals that only the supervisor acts on. Ctrl-C in a terminal reaches the whole process group, and
+    SIGTERM may reach every process; a child serves until its control channel ends."""
+    for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
+        signal.signal(number, signal.SIG_IGN)
+
+
+def _become_worker(config: WorkerConfig, incarnation: Incarnation) -> None:
     set_process_name(f"vecd-worker-{incarnation.worker}")
-    # Ctrl-C in a terminal reaches the whole process group, and SIGTERM may reach every process. Only the supervisor
-    # acts on them; a worker serves until its control channel ends.
-    signal.signal(signal.SIGINT, signal.SIG_IGN)
-    signal.signal(signal.SIGTERM, signal.SIG_IGN)
-    signal.signal(signal.SIGHUP, signal.SIG_IGN)
+    leave_signals_to_supervisor()
     volunteer_for_oom_kill()
     trace_crashes()  # the supervisor sends SIGABRT to a worker that is stuck
     logs.configure(f"worker-{incarnation.worker}", config.log_level, config.log_format)
@@ -94,20 +89,26 @@ def _live(
     arena_fd: int,
     address_fds: Sequence[int],
     engine: Engine | None,
-) -> None:
+) -> int:
     slots = map_arena(arena_fd, config.arena, writable=True)
     os.close(arena_fd)
-    if engine is None:
-        engine = load_engine(config, lambda stage: _send(channel, Progress(stage)))
-    else:
+    if engine is not None:
         set_num_threads(config)
+    else:
+        try:
+            engine = load_engine(config, lambda stage: channel.send(Progress(stage)))
+        except ModelError as error:
+            log.error("%s", error)
+            channel.send(ChildFailed(str(error)))
+            return EXIT_COULD_NOT_START
     engine.adopt([rows for views in slots for rows in views.rows])
     # Loaded objects stay; the collector need not examine them again between batches.
     gc.collect()
     gc.freeze()
     with connected(address_fds, incarnation) as sockets:
-        _send(channel, WorkerReady(_facts(config, engine), engine.warnings))
+        channel.send(WorkerReady(_facts(config, engine), engine.warnings))
         Loop(sockets, channel, engine, slots, config.arena, config.card).run()
+    return EXIT_OK
 
 
 def _facts(config: WorkerConfig, engine: Engine) -> dict[str, Any]:
@@ -118,19 +119,3 @@ def _facts(config: WorkerConfig, engine: Engine) -> dict[str, Any]:
         "threads": config.num_threads,
         "private_memory_mb": private_memory_mb(),
     }
-
-
-def _send(channel: Channel, message: Message) -> None:
-    """Raises SupervisorGone when the supervisor has closed the channel."""
-    try:
-        channel.send(message)
-    except ConnectionError:
-        raise SupervisorGone from None
-
-
-def _report_cannot_start(channel: Channel, why: str) -> int:
-    try:
-        _send(channel, ChildFailed(why))
-    except SupervisorGone:
-        return EXIT_OK
-    return EXIT_COULD_NOT_START

@@ -188,8 +188,7 @@ async def test_a_worker_whose_engine_is_lost_ends_and_the_next_answers(bench):
 
 
 async def test_an_input_whose_engine_is_lost_every_time_is_given_up_and_refused():
-    told: list[str] = []
-    async with running_bench(on_quarantined=told.append) as bench:
+    async with running_bench() as bench:
         bad, good, life = ask(bench, BAD), ask(bench, 1), 0
         while not (bad.is_over and good.is_over):
             life += 1
@@ -202,4 +201,4 @@ async def test_an_input_whose_engine_is_lost_every_time_is_given_up_and_refused(
                             await asyncio.sleep(0.01)
         assert code_of(bad) == "poison_input"
         assert_right(good, 1)
-        assert told == [bench.dispatcher.quarantine.digest(array("i", [BAD, BAD]).tobytes())]
+        assert bench.quarantined == [bench.dispatcher.quarantine.digest(array("i", [BAD, BAD]).tobytes())]

@@ -90,6 +90,9 @@ class FakeDispatcher:
     def set_broken(self, reason: str) -> None:
         self.broken.append(reason)
 
+    def broken_error(self) -> Unavailable:
+        return Unavailable(self.broken[-1], retry_after_s=1)
+
 
 class FakeApi:
     """Answers with the generation's number, once it is let."""
@@ -119,7 +122,11 @@ class FakeService:
         self.api = FakeApi(generation)
         self.dispatcher = FakeDispatcher()
         self.errors: list[ApiError] = []
-        self.pipeline = SimpleNamespace(end=lambda make: self.errors.append(make()), give_up=self._give_up)
+        self.pipeline = SimpleNamespace(
+            end=lambda make: self.errors.append(make()),
+            fail_all=lambda make: self.errors.append(make()),
+            give_up=self._give_up,
+        )
         self.admission = SimpleNamespace(num_requests=0)
         self.is_draining = False
         self.num_handled = 0
@@ -449,6 +456,8 @@ def test_only_the_generation_without_workers_is_broken_and_a_poison_input_is_ref
         bench.services.on_message(ModelBroken(2, "it does not start"), [])
         bench.services.on_message(Quarantined("ab"), [])
         assert (bench.first.dispatcher.broken, service.dispatcher.broken) == ([], ["it does not start"])
+        assert bench.first.errors == []
+        assert [str(error) for error in service.errors] == ["it does not start"]
         assert bench.first.dispatcher.quarantine == service.dispatcher.quarantine == {"ab"}
         bench.services.on_message(InputDeaths(["ab"], is_isolated=True, has_crashed=False), [])
         assert bench.first.dispatcher.deaths == service.dispatcher.deaths == [(["ab"], True, False)]

@@ -1,15 +1,16 @@
 """Linear layers as oneDNN computes them best: weights laid out once, activation and residual in the same call.
 
-Owns the two kinds, `PrepackedLinear` in float32 or bfloat16 and `QuantizedLinear` in int8, and the decision between
-them. The calls into oneDNN are in `vecd.workers.engines.torch.onednn`. Knows no model. Called by
-`vecd.workers.engines.torch.fused`.
+Owns the two kinds, `PrepackedLinear` in float32 or bfloat16 and `QuantizedLinear` in int8, the decision between them,
+and the replacement of `torch.nn.Linear`'s forward in a model. The loaded weight stays mapped from its file; the copy in
+oneDNN's blocked layout is private memory. The calls into oneDNN are in `vecd.workers.engines.torch.onednn`. Called by
+`vecd.workers.engines.torch.fused` for its layers, and by `vecd.workers.engines.torch.packed` for a whole model.
 """
 
 from dataclasses import dataclass
 from typing import Protocol, TypeAlias
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from vecd.workers.engines.torch.onednn import FloatKernels, Int8Kernels, float_kernels, int8_kernels
 from vecd.workers.processor import cpu_flags
@@ -72,7 +73,7 @@ class PrepackedLinear:
     kernels: FloatKernels
     weight: Tensor
     """In oneDNN's own layout."""
-    bias: Tensor
+    bias: Tensor | None
 
     def __call__(self, x: Tensor, activation: Activation = NO_ACTIVATION) -> Tensor:
         kind, algorithm = activation
@@ -146,3 +147,33 @@ _CHUNK_TOKENS = 256
 """Tokens computed at a time, so that the data between the steps around an int8 kernel stays in a core's cache. Measured
 with all-MiniLM-L6-v2 and mixed lengths: 1.12 times as fast as bfloat16 with 256, 1.08 times with 512, and slower with
 all 2,048 at once."""
+
+
+# --- the layers of a model --------------------------------------------------------------------------------------
+
+
+def prepack_linears(model: nn.Module) -> int:
+    """Replace the forward of every plain linear layer on a CPU; returns how many were replaced.
+
+    Layers of a subclass, on another device, or of a type without oneDNN kernels stay as they are. `restore_linears`
+    undoes it. Measured on all-MiniLM-L6-v2, float32, one core of an AVX-512 machine: 450 tokens of short texts 121 →
+    101 ms, one text of 14 tokens 10.6 → 6.9 ms. docs/log.md has the run.
+    """
+    num_replaced = 0
+    for layer in _linears(model):
+        kernels = float_kernels(layer.weight.dtype) if layer.weight.device.type == "cpu" else None
+        if kernels is not None:
+            bias = None if layer.bias is None else layer.bias.detach()
+            prepacked = PrepackedLinear(kernels, kernels.prepack(layer.weight.detach(), None), bias)
+            layer.forward = prepacked  # type: ignore[assignment, method-assign]
+            num_replaced += 1
+    return num_replaced
+
+
+def restore_linears(model: nn.Module) -> None:
+    for layer in _linears(model):
+        layer.__dict__.pop("forward", None)
+
+
+def _linears(model: nn.Module) -> list[nn.Linear]:
+    return [module for module in model.modules() if type(module) is nn.Linear]

@@ -3,8 +3,7 @@
 Owns every private name of torch that vecd uses; all are in `FLOAT_NAMES`, `BFLOAT16_NAME` and `INT8_NAMES`. A version
 of torch may drop a private name or change what it does. So a kernel is resolved by name and run on a small input before
 its first use. One that is missing or gives a wrong result is reported once in the log and not used; the engine's
-selection then goes on to the next path or dtype. Called by `vecd.workers.engines.torch.linear` and
-`vecd.workers.engines.torch.prepack`.
+selection then goes on to the next path or dtype. Called by `vecd.workers.engines.torch.linear`.
 """
 
 import logging

@@ -15,9 +15,9 @@ from transformers import PreTrainedModel
 
 from vecd.shm.card import POSITIONS_AFTER_PADDING
 from vecd.workers.engines.torch.device import to_device
+from vecd.workers.engines.torch.linear import prepack_linears
 from vecd.workers.engines.torch.packed_attention import PackingError, register, running
 from vecd.workers.engines.torch.padded import PACKED_ATTENTION
-from vecd.workers.engines.torch.prepack import prepack_linears
 from vecd.workers.layout import Layout
 
 

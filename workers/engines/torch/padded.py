@@ -12,7 +12,7 @@ from torch import Tensor
 from transformers import PreTrainedModel
 
 from vecd.workers.engines.torch.device import to_device
-from vecd.workers.engines.torch.prepack import restore_linears
+from vecd.workers.engines.torch.linear import restore_linears
 from vecd.workers.layout import Layout
 
 PACKED_ATTENTION = "vecd_packed"

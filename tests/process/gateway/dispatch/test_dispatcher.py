@@ -12,8 +12,8 @@ import pytest
 from tests.support.dispatching import DEADLINE_S, EPOCH, SPEC, Bench, Request, Worker, running_bench
 from vecd.gateway.dispatch import delivery
 from vecd.gateway.dispatch import dispatcher as dispatch
-from vecd.gateway.dispatch.dispatcher import Dispatcher
 from vecd.gateway.types.errors import ServerError, Unavailable
+from vecd.shm.control import InputsCleared, WorkerConnected
 from vecd.shm.failure_code import FailureCode
 from vecd.shm.shared_metrics import BatchCell, Counter, Histogram, ServiceKey, WorkerCell
 from vecd.shm.views import map_arena
@@ -573,10 +573,9 @@ async def poisoned(bench: Bench, request: Request) -> None:
 
 
 async def test_what_was_given_up_is_refused_everywhere():
-    told: list[str] = []
-    async with running_bench(quarantine_key=b"key", on_quarantined=told.append) as bench:
+    async with running_bench(quarantine_key=b"key") as bench:
         await poisoned(bench, bench.request(13))
-        [digest] = told
+        [digest] = bench.quarantined
         assert bench.shared_metrics.total(Counter.POISONED) == 1
         assert bench.shared_metrics.total(Counter.RETRIED) == 2
         assert bench.dispatcher.quarantine.holds(array("i", [13, 13]).tobytes())
@@ -614,21 +613,11 @@ async def test_a_batch_of_nothing_but_poison_does_not_keep_others_waiting(bench)
 
 async def test_deaths_count_over_all_gateways():
     """A client that gives up and comes again by another gateway does not begin anew: five deaths in all."""
-    others: list[Dispatcher] = []
-    async with running_bench(
-        quarantine_key=b"key",
-        on_deaths=lambda digests, is_isolated, has_crashed: others[0].note_deaths(
-            digests, is_isolated=is_isolated, has_crashed=has_crashed
-        ),
-    ) as bench:
-        other = Bench(
-            quarantine_key=b"key",
-            on_deaths=lambda digests, is_isolated, has_crashed: bench.dispatcher.note_deaths(
-                digests, is_isolated=is_isolated, has_crashed=has_crashed
-            ),
-        )
+    async with running_bench(quarantine_key=b"key") as bench:
+        other = Bench(quarantine_key=b"key")
         other.dispatcher.start(other.listening.detach())
-        others.append(other.dispatcher)
+        bench.others.append(other.dispatcher)
+        other.others.append(bench.dispatcher)
         for life, gateway in enumerate((bench, other, bench, other, bench), 1):
             request = gateway.request(13)
             worker = gateway.add_worker(0, life)
@@ -644,8 +633,7 @@ async def test_deaths_count_over_all_gateways():
 
 
 async def test_an_input_with_deaths_at_another_gateway_is_isolated_until_any_worker_has_computed_it():
-    cleared: list[list[str]] = []
-    async with running_bench(on_cleared=cleared.append) as bench:
+    async with running_bench() as bench:
         digest = bench.dispatcher.quarantine.digest(array("i", [13, 13]).tobytes())
         worker = bench.add_worker()
         await bench.all_connected()
@@ -662,7 +650,8 @@ async def test_an_input_with_deaths_at_another_gateway_is_isolated_until_any_wor
                 worker.answer(batch)
                 await bench.settled(batch)
             assert num_sequences == ([2] if computed_by == "another's" else [1, 1])
-            assert cleared == [[digest]]
+            cleared = [message for message in bench.reported if isinstance(message, InputsCleared)]
+            assert cleared == [InputsCleared([digest])]
 
 
 # --- deaths without end -----------------------------------------------------------------------------------------
@@ -714,8 +703,7 @@ async def test_halves_of_a_failed_batch_cost_nothing(bench):
 
 
 async def test_a_broken_model_fails_everybody_until_a_worker_is_up():
-    failed: list[Unavailable] = []
-    async with running_bench(on_broken=lambda make_error: failed.extend([make_error(), make_error()])) as bench:
+    async with running_bench() as bench:
         bench.dispatcher.raise_if_broken()
         bench.dispatcher.set_broken("worker 0 keeps dying")
         assert bench.dispatcher.why_unavailable() == bench.dispatcher.broken == "worker 0 keeps dying"
@@ -723,23 +711,23 @@ async def test_a_broken_model_fails_everybody_until_a_worker_is_up():
             bench.dispatcher.raise_if_broken()
         assert (caught.value.status, caught.value.code) == (503, "model_broken")
         assert caught.value.headers == {"retry-after": "30"}
-        assert [error.code for error in failed] == ["model_broken"] * 2
-        assert failed[0] is not failed[1], "an exception that many raise keeps all their frames"
+        error = bench.dispatcher.broken_error()
+        assert error.code == "model_broken"
+        assert bench.dispatcher.broken_error() is not error, "an exception that many raise keeps all their frames"
         bench.add_worker()
         assert bench.dispatcher.broken is None
         bench.dispatcher.raise_if_broken()
 
 
 async def test_a_worker_connects_once():
-    connected: list[Incarnation] = []
-    async with running_bench(on_connected=connected.append) as bench:
+    async with running_bench() as bench:
         worker = bench.add_worker()
-        assert not connected
+        assert not bench.incarnations(WorkerConnected)
         await served_once(bench, worker)
         for _ in range(3):
             worker.send(Alive(EPOCH))
         await served_once(bench, worker)
-        assert connected == [worker.incarnation]
+        assert bench.incarnations(WorkerConnected) == [worker.incarnation]
 
 
 # --- several in one process -------------------------------------------------------------------------------------

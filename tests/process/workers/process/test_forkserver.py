@@ -244,9 +244,9 @@ def test_a_worker_is_known_by_its_name_and_first_to_go(server: ForkServer, endpo
 
 
 def test_nothing_of_one_worker_is_left_in_the_fork_server_or_in_the_next(server: ForkServer, endpoint: Any) -> None:
-    def sockets(pid: int) -> set[str]:
-        links = {os.readlink(fd) for fd in Path(f"/proc/{pid}/fd").iterdir()}
-        assert not any("pidfd" in link for link in links)
+    def sockets(pid: int, *, num_pidfds: int = 0) -> set[str]:
+        links = [os.readlink(fd) for fd in Path(f"/proc/{pid}/fd").iterdir()]
+        assert sum("pidfd" in link for link in links) == num_pidfds
         return {link for link in links if link.startswith("socket:")}
 
     idle = sockets(server.process.pid)
@@ -255,9 +255,10 @@ def test_nothing_of_one_worker_is_left_in_the_fork_server_or_in_the_next(server:
     second.until_ready()
     assert not sockets(first.pid) & sockets(second.pid)
     assert not sockets(second.pid) & idle
+    assert sockets(server.process.pid, num_pidfds=2) == idle
     first.kill()
-    server.exited()  # said in a later turn than the one in which descriptors were closed
-    assert sockets(server.process.pid) == idle
+    server.exited()  # said after descriptors were closed
+    assert sockets(server.process.pid, num_pidfds=1) == idle
 
 
 # --- every end --------------------------------------------------------------------------------------------------
@@ -410,8 +411,9 @@ def test_a_worker_that_nobody_could_watch_is_not_left_running(endpoint: Any) -> 
         server.until_ready()
         ours, _ = server.order(WEIGHTLESS, endpoint.address_fd, 0, 1)
         assert receive(server.channel) == (ForkFailed(0, 1, "[Errno 24] Too many open files"), [])
-        _, status = server.exited()
-        assert status == -signal.SIGKILL
+        assert ours.receive(DEADLINE_S) is None
+        server_pid = server.process.pid
+        assert Path(f"/proc/{server_pid}/task/{server_pid}/children").read_text() == "", "killed and reaped"
         ours.close()
         server.fork(WEIGHTLESS, endpoint.address_fd, life=2).until_ready()
     finally:

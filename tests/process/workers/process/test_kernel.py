@@ -23,7 +23,8 @@ from vecd.workers.config import WorkerConfig
 card = ModelCard("", "", "bert", 4, 4, 4, 4, ("mean",), (), False, "")
 config = WorkerConfig(card, ArenaSpec(1, 1, 4), "weightless", "cpu", "float32", 1, "info", "")
 ours, theirs = Channel.pair()
-code = main.run(config, Incarnation(0, 1), theirs, -1, -1, parent_pid=os.getppid() + int(sys.argv[1]))
+parent_pid = os.getppid() + int(sys.argv[1])
+code = main.run(config, Incarnation(0, 1), theirs, -1, -1, parent_pid=parent_pid, engine=None)
 os._exit(code)
 """
 

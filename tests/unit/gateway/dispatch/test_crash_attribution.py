@@ -5,7 +5,7 @@ import random
 import pytest
 
 from vecd.gateway.dispatch.crash_attribution import MAX_REMEMBERED, REMEMBERED_S, CrashAttribution, count_death
-from vecd.gateway.scheduling.deaths import Deaths
+from vecd.gateway.scheduling.queue import Deaths
 
 
 def deaths_until_rejected(*, has_crashed: bool, others_die: bool = False, in_company: int = 2) -> int:

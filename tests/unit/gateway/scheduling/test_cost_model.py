@@ -1,4 +1,5 @@
 import random
+from copy import copy
 
 import pytest
 
@@ -74,9 +75,9 @@ def test_strange_times_make_no_strange_speed(times):
 
 def test_a_copy_learns_for_itself():
     cost_model = CostModel(MAX_TOKENS)
-    copy = cost_model.copy()
-    copy.observe(100, 1.0)
-    assert copy.tokens_per_s < cost_model.tokens_per_s
+    heir = copy(cost_model)
+    heir.observe(100, 1.0)
+    assert heir.tokens_per_s < cost_model.tokens_per_s
 
 
 # --- how long a batch may take ----------------------------------------------------------------------------------
@@ -101,7 +102,7 @@ def test_a_batch_may_take_twenty_times_what_is_expected_and_two_seconds():
 
 
 def test_what_a_dead_worker_has_taught_is_known_of_the_next_but_not_of_its_first_batch():
-    heir = learned().copy()
+    heir = copy(learned())
     assert heir.deadline_s(100, limit_s=60, has_answered=False) == pytest.approx(10 + 2 + 20 * 0.11)
     assert heir.deadline_s(100, limit_s=5, has_answered=False) == 5
 

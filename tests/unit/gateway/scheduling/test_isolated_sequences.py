@@ -5,9 +5,8 @@ import asyncio
 import pytest
 
 from vecd.gateway.encoding.pending import PendingResult
-from vecd.gateway.scheduling.deaths import Deaths
 from vecd.gateway.scheduling.policy import BatchingPolicy
-from vecd.gateway.scheduling.queue import QueuedSequence, RequestQueue
+from vecd.gateway.scheduling.queue import Deaths, QueuedSequence, RequestQueue
 from vecd.gateway.types.request import Priority, TokenizedInput
 
 NOW = 100.0
@@ -21,7 +20,7 @@ def policy():
 @pytest.fixture
 def request_queue(policy):
     loop = asyncio.new_event_loop()
-    yield policy.open(PendingResult(3, (), loop), Priority.NORMAL)
+    yield RequestQueue(PendingResult(3, (), loop), Priority.NORMAL)
     loop.close()
 
 

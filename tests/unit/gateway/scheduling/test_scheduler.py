@@ -33,7 +33,7 @@ class Queue:
         self.now = 100.0
 
     def request(self, *lengths: int, priority=Priority.NORMAL, tenant="", output=Output.VECTORS) -> RequestQueue:
-        request_queue = self.policy.open(PendingResult(len(lengths), (Nowhere(),), _loop), priority, tenant=tenant)
+        request_queue = RequestQueue(PendingResult(len(lengths), (Nowhere(),), _loop), priority, tenant=tenant)
         self.policy.add(request_queue, make_sequences(request_queue, *lengths, output=output), self.now)
         return request_queue
 
@@ -167,7 +167,7 @@ def test_a_short_input_in_chunks_is_a_short_request():
     queue = Queue()
     queue.request(*[100] * 100)
     queue.take(max_tokens=512)
-    request_queue = queue.policy.open(PendingResult(1, (Nowhere(),), _loop), Priority.NORMAL)
+    request_queue = RequestQueue(PendingResult(1, (Nowhere(),), _loop), Priority.NORMAL)
     chunked = ChunkedInput(2, is_normalized=True)
     chunks = [Chunk(array("i", [1] * 10).tobytes(), 10, 8)] * 2
     assert not queue.policy.wants_short_batches(queue.now)
@@ -179,7 +179,7 @@ def test_a_short_input_in_chunks_is_a_short_request():
 
 def test_a_request_may_come_in_pieces():
     queue = Queue()
-    request_queue = queue.policy.open(PendingResult(4, (Nowhere(),), _loop), Priority.NORMAL)
+    request_queue = RequestQueue(PendingResult(4, (Nowhere(),), _loop), Priority.NORMAL)
     sequences = make_sequences(request_queue, 1, 2, 3, 4)
     queue.policy.add(request_queue, sequences[:2], queue.now)
     assert queue.take() == sequences[:2]
@@ -520,9 +520,7 @@ def test_what_a_dead_worker_had_goes_first_and_costs_its_tenants_nothing():
 
 def test_a_tenant_whose_requests_can_only_be_late_does_not_hold_up_others():
     queue = Queue(max_tokens=100)
-    late = [
-        queue.policy.open(PendingResult(1, (Nowhere(),), _loop), Priority.NORMAL, queue.now, "late") for _ in range(9)
-    ]
+    late = [RequestQueue(PendingResult(1, (Nowhere(),), _loop), Priority.NORMAL, queue.now, "late") for _ in range(9)]
     for request_queue in late:
         queue.policy.add(request_queue, make_sequences(request_queue, 10), queue.now)
     in_time = queue.request(10, tenant="in time")
@@ -670,7 +668,7 @@ def test_requests_that_can_only_be_late_are_passed_over():
     queue = Queue(max_tokens=100)
     request_queues = []
     for deadline in (queue.now + 0.1, queue.now + 0.3):
-        request_queues.append(queue.policy.open(PendingResult(1, (Nowhere(),), _loop), Priority.NORMAL, deadline))
+        request_queues.append(RequestQueue(PendingResult(1, (Nowhere(),), _loop), Priority.NORMAL, deadline))
         queue.policy.add(request_queues[-1], make_sequences(request_queues[-1], 10), queue.now)
     batch = queue.policy.take(queue.now, 100, done_by=queue.now + 0.2)
     assert request_queues_of(batch.sequences) == [request_queues[1]]
@@ -681,7 +679,7 @@ def test_requests_that_can_only_be_late_are_passed_over():
 def test_the_last_one_is_served_even_if_it_is_expected_to_be_late():
     """What is expected comes from batches: if none were sent, a wrong expectation would stay for ever."""
     queue = Queue(max_tokens=100)
-    request_queue = queue.policy.open(PendingResult(1, (Nowhere(),), _loop), Priority.NORMAL, queue.now + 0.1)
+    request_queue = RequestQueue(PendingResult(1, (Nowhere(),), _loop), Priority.NORMAL, queue.now + 0.1)
     queue.policy.add(request_queue, make_sequences(request_queue, 10), queue.now)
     batch = queue.policy.take(queue.now, 100, done_by=queue.now + 5)
     assert request_queues_of(batch.sequences) == [request_queue]
@@ -747,9 +745,7 @@ class SchedulerMachine(RuleBasedStateMachine):
         tenant=st.sampled_from("aabc"),
     )
     def request(self, lengths, priority, tenant):
-        request_queue = self.queue.policy.open(
-            PendingResult(len(lengths) + 8, (Nowhere(),), _loop), priority, tenant=tenant
-        )
+        request_queue = RequestQueue(PendingResult(len(lengths) + 8, (Nowhere(),), _loop), priority, tenant=tenant)
         self.waiting[request_queue] = []
         self.more(request_queue, lengths)
 
@@ -759,9 +755,7 @@ class SchedulerMachine(RuleBasedStateMachine):
         tenant=st.sampled_from("abc"),
     )
     def request_tokens(self, lengths, priority, tenant):
-        request_queue = self.queue.policy.open(
-            PendingResult(len(lengths) + 8, (Nowhere(),), _loop), priority, tenant=tenant
-        )
+        request_queue = RequestQueue(PendingResult(len(lengths) + 8, (Nowhere(),), _loop), priority, tenant=tenant)
         self.waiting[request_queue] = []
         self.of_tokens.add(request_queue)
         self.more(request_queue, lengths)

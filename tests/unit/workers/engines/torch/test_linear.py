@@ -2,9 +2,17 @@
 
 import pytest
 import torch
+from torch import nn
 from torch.nn import functional
 
-from vecd.workers.engines.torch.linear import ACTIVATIONS, QuantizedLinear, make_linear, type_between_layers
+from vecd.workers.engines.torch.linear import (
+    ACTIVATIONS,
+    QuantizedLinear,
+    make_linear,
+    prepack_linears,
+    restore_linears,
+    type_between_layers,
+)
 
 TYPES = [dtype for dtype in ("float32", "bfloat16", "int8") if type_between_layers(dtype) is not None]
 RELATIVE_ERROR = {"float32": 1e-6, "bfloat16": 0.01, "int8": 0.03}
@@ -81,3 +89,38 @@ def test_int8_weights_of_zero_are_no_division_by_zero():
 
 def test_there_is_no_layer_for_other_types():
     assert type_between_layers("float16") is None
+
+
+# --- the layers of a model ------------------------------------------------------------------------------------------
+
+
+@pytest.fixture
+def model():
+    torch.manual_seed(0)
+    return nn.Sequential(nn.Linear(24, 48), nn.GELU(), nn.Linear(48, 8, bias=False), nn.LayerNorm(8)).eval()
+
+
+@pytest.mark.parametrize("shape", [(1, 24), (7, 24), (1, 300, 24), (2, 3, 24)])
+def test_the_products_are_the_same(model, shape):
+    x = torch.randn(shape)
+    with torch.inference_mode():
+        expected = model(x)
+        assert prepack_linears(model) == 2
+        assert torch.allclose(model(x), expected, atol=1e-6)
+
+
+def test_what_was_prepacked_can_be_restored(model):
+    with torch.inference_mode():
+        prepack_linears(model)
+        model[0].weight.zero_()
+        x = torch.randn(3, 24)
+        with_copy = model[0](x)
+        restore_linears(model)
+        assert not torch.allclose(with_copy, model[0](x)), "the prepacked copy is no longer used"
+
+
+def test_other_kinds_of_layers_are_left_alone():
+    class Special(nn.Linear):
+        pass
+
+    assert prepack_linears(nn.Sequential(Special(4, 4), nn.Conv1d(4, 4, 1), nn.Linear(4, 4).double())) == 0

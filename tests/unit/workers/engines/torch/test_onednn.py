@@ -12,9 +12,13 @@ from tests.support.checkpoints import Checkpoints, worker_config
 from vecd.workers.engine import Engine
 from vecd.workers.engines.load import load_engine
 from vecd.workers.engines.torch import onednn
-from vecd.workers.engines.torch.linear import has_native_bfloat16, has_native_int8, type_between_layers
+from vecd.workers.engines.torch.linear import (
+    has_native_bfloat16,
+    has_native_int8,
+    prepack_linears,
+    type_between_layers,
+)
 from vecd.workers.engines.torch.onednn import BFLOAT16_NAME, FLOAT_NAMES, INT8_NAMES, float_kernels, int8_kernels
-from vecd.workers.engines.torch.prepack import prepack_linears
 
 if not torch.backends.mkldnn.is_available():
     pytest.skip("this torch has no oneDNN", allow_module_level=True)
