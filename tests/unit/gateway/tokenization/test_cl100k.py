@@ -38,6 +38,11 @@ def tokens() -> list[bytes]:
     return tokens
 
 
+@pytest.fixture(scope="module")
+def id_of_byte(tokens: list[bytes]) -> dict[bytes, int]:
+    return {token: index for index, token in enumerate(tokens) if len(token) == 1}
+
+
 def test_it_has_every_byte_and_the_special_tokens(tokens):
     assert {token for token in tokens if len(token) == 1} == {bytes([byte]) for byte in range(256)}
     assert [index for index, token in enumerate(tokens) if not token] == NO_TOKENS
@@ -69,9 +74,8 @@ def test_decoding_is_looking_up(tokens, ids):
 
 
 @given(st.text(st.characters(exclude_categories=["Cs"]), max_size=200), st.data())
-def test_utf_8_is_decoded_in_slices_of_any_size(tokens, text, data):
-    of_byte = {token: index for index, token in enumerate(tokens) if len(token) == 1}
-    ids = [of_byte[bytes([byte])] for byte in text.encode()]
+def test_utf_8_is_decoded_in_slices_of_any_size(id_of_byte, text, data):
+    ids = [id_of_byte[bytes([byte])] for byte in text.encode()]
     start = data.draw(st.integers(0, len(ids)))
     size = data.draw(st.integers(1, 9))
     with pytest.MonkeyPatch.context() as patch:
