@@ -54,9 +54,7 @@ def pytest_xdist_auto_num_workers(config: pytest.Config) -> int:
 
 @pytest.hookimpl(wrapper=True)
 def pytest_collection() -> Generator[None, object, object]:
-    """Keep what is imported, half a million objects that live as long as the process, out of every garbage collection:
-    a twentieth of the unit tests' processor time otherwise.
-    """
+    """Keep what is imported, half a million objects that live as long as the process, out of every garbage collection."""
     gc.disable()
     try:
         return (yield)
