@@ -54,7 +54,7 @@ def pytest_xdist_auto_num_workers(config: pytest.Config) -> int:
 
 @pytest.hookimpl(wrapper=True)
 def pytest_collection() -> Generator[None, object, object]:
-    """Keep what is imported, half a million objects that live as long as the process, out of every garbage collection."""
+    """Keep the half million objects of what is imported, which live as long as the process, out of garbage collection."""
     gc.disable()
     try:
         return (yield)
