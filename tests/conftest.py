@@ -54,7 +54,7 @@ def pytest_xdist_auto_num_workers(config: pytest.Config) -> int:
 
 @pytest.hookimpl(wrapper=True)
 def pytest_collection() -> Generator[None, object, object]:
-    """Keep the half million objects of what is imported, which live as long as the process, out of garbage collection."""
+    """Keep the imported objects, half a million that live as long as the process, out of garbage collections."""
     gc.disable()
     try:
         return (yield)
