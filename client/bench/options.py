@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import Any
 
 from vecd.client.bench.load import DEFAULT_MAX_CONNECTIONS, MAX_RATE_PER_S, Load, RequestShape, render_requests
-from vecd.client.bench.plot import PlotUnavailable, require_matplotlib
+from vecd.client.bench.plot import require_matplotlib
 from vecd.client.bench.responses import READERS
 from vecd.client.bench.texts import Lengths, parse_lengths, read_texts
 from vecd.client.connection import parse_target
@@ -146,10 +146,7 @@ class BenchOptions:
                 raise ValueError(f"--plot: {self.plot} does not end in .png")
             if not self.plot.absolute().parent.is_dir():
                 raise ValueError(f"--plot: {self.plot} is in no folder that exists")
-            try:
-                require_matplotlib()
-            except PlotUnavailable as error:
-                raise ValueError(str(error)) from error
+            require_matplotlib()
         if self.json is not None and self.json != STDOUT:
             try:
                 self.json.open("ab").close()
