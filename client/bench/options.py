@@ -29,7 +29,6 @@ _MAX_CLIENTS = 20_000
 _MAX_TEXTS_PER_REQUEST = 100_000
 _MAX_DURATION_S = 86_400.0
 _MAX_TIMEOUT_S = 3_600.0
-"""Less than the latencies' histogram takes."""
 _MAX_DISTINCT_REQUESTS = 100_000
 _NUM_READY_TEXTS = 32_768
 """About the number of texts in all different requests, if --distinct-requests is not given …"""
