@@ -132,10 +132,8 @@ class ClientConnection(asyncio.Protocol):
         self._transport: asyncio.Transport
         self._outcome: asyncio.Future[ServerResponse] | None = None
         """Of the exchange under way."""
-        self._response: ServerResponse | None = None
-        """Complete, not yet delivered."""
-        self._is_unasked = False
-        """Whether a second response came for one request."""
+        self._responses: list[ServerResponse] = []
+        """Complete, not yet delivered: one, if the server sends no more than was requested."""
         self._chunks: list[bytes] = []
         self._num_body_bytes = 0
         self._fields: dict[str, Any] = {}
@@ -173,9 +171,10 @@ class ClientConnection(asyncio.Protocol):
         if self._outcome is not None and not self._outcome.done():
             self._outcome.set_exception(error)
 
-    def _deliver_response(self, response: ServerResponse) -> None:
-        self._response = None
-        if self._outcome is None or self._outcome.done() or self._is_unasked:
+    def _deliver(self) -> None:
+        response, *others = self._responses
+        self._responses.clear()
+        if self._outcome is None or self._outcome.done() or others:
             self._fail(BadResponse("a response without a request"))
             return
         self._outcome.set_result(response)
@@ -195,13 +194,14 @@ class ClientConnection(asyncio.Protocol):
             self._fail(BadResponse(f"not HTTP: {error}"))
             return
         # Not from the parser's own callbacks: it takes exceptions in them for errors in the response.
-        if self._response is not None:
-            self._deliver_response(self._response)
+        if self._responses:
+            self._deliver()
 
     def connection_lost(self, exc: Exception | None) -> None:
         self.is_open = False
         if exc is None and self._ends_with_connection and self._outcome is not None:
-            self._deliver_response(self._take_response())
+            self._complete_response()
+            self._deliver()
         else:
             self._fail(exc or ConnectionClosed("closed before the response was complete"))
 
@@ -234,15 +234,13 @@ class ClientConnection(asyncio.Protocol):
 
     def on_message_complete(self) -> None:
         self._ends_with_connection = False
-        if self._parser.get_status_code() < 200:  # an interim response: the final one follows
-            return
-        self._is_unasked = self._response is not None
-        self._response = self._take_response()
+        if self._parser.get_status_code() >= 200:  # an interim response is followed by the final one
+            self._complete_response()
 
-    def _take_response(self) -> ServerResponse:
+    def _complete_response(self) -> None:
         body = b"".join(self._chunks)
         self._chunks.clear()
-        return ServerResponse(self._parser.get_status_code(), body, **self._fields)
+        self._responses.append(ServerResponse(self._parser.get_status_code(), body, **self._fields))
 
 
 async def connect(target: Target, timeout_s: float) -> ClientConnection:

@@ -34,12 +34,9 @@ def flag(
     wrong with the value; `parse` puts the flag's name before it. `group` is a heading of --help, `names` replaces the
     flag's name, and `variable` is an environment variable that stands in for a flag that is not given.
     """
-    metadata = {
-        "group": group,
-        "names": names,
-        "variable": variable,
-        "argparse": {"help": help, "type": _checked(read), **argparse_options},
-    }
+    kind = {"action": "store_true"} if default is False else {"type": _checked(read)}
+    options = {"help": help, **kind, **argparse_options}
+    metadata = {"group": group, "names": names, "variable": variable, "argparse": options}
     return dataclasses.field(default=default, metadata=metadata)
 
 
@@ -52,35 +49,27 @@ def parse(
     and exits with 0 for --help.
     """
     # A command that passes flags on must not take an abbreviation of one of those for its own.
-    parser = argparse.ArgumentParser(prog=prog, description=description, usage=usage, allow_abbrev=not extra)
+    parser = argparse.ArgumentParser(
+        prog=prog, description=description, usage=usage, allow_abbrev=not extra, argument_default=argparse.SUPPRESS
+    )
     groups: dict[str, Any] = {"": parser}
     fields = [field for field in dataclasses.fields(kind) if field.metadata]  # type: ignore[arg-type]
     for field in fields:
-        group = field.metadata["group"]
-        _add_flag(groups.setdefault(group, parser.add_argument_group(group) if group not in groups else None), field)
+        metadata = field.metadata
+        if (group := metadata["group"]) not in groups:
+            groups[group] = parser.add_argument_group(group)
+        names, options = metadata["names"] or [flag_name(field.name)], metadata["argparse"]
+        if names[0].startswith("-"):
+            options = {**options, "dest": field.name, "required": field.default is dataclasses.MISSING}
+        groups[group].add_argument(*names, **options)
     values = vars(parser.parse_args(argv))
     for field in fields:
         if variable := field.metadata["variable"]:
-            values[field.name] = values[field.name] or os.environ.get(variable) or None
+            values[field.name] = values.get(field.name) or os.environ.get(variable) or None
     try:
         return kind(**values, **extra)
     except ValueError as error:
         parser.error(str(error))
-
-
-def _add_flag(group: Any, field: "dataclasses.Field[Any]") -> None:
-    options = dict(field.metadata["argparse"])
-    names = field.metadata["names"] or [flag_name(field.name)]
-    if not names[0].startswith("-"):
-        group.add_argument(field.name, **options)
-        return
-    if field.default is False:
-        options = {"help": options["help"], "action": "store_true"}
-    elif field.default is dataclasses.MISSING:
-        options["required"] = True
-    else:
-        options["default"] = field.default
-    group.add_argument(*names, dest=field.name, **options)
 
 
 def flag_name(field_name: str) -> str:

@@ -10,7 +10,7 @@ import signal
 import sys
 from collections.abc import Callable, Sequence
 from datetime import UTC, datetime
-from typing import Any, TextIO
+from typing import TextIO
 
 import orjson
 import uvloop
@@ -41,7 +41,7 @@ async def run_loads(
     results: list[RunResult] = []
     for load in loads:
         run = LoadRun(load, on_progress)
-        _stop_on_interrupt(run)
+        asyncio.get_running_loop().add_signal_handler(signal.SIGINT, _interrupt, run)
         results.append(await run.run())
         on_result(results[-1])
         if results[-1].ended_early is not None:
@@ -49,14 +49,9 @@ async def run_loads(
     return results
 
 
-def _stop_on_interrupt(run: LoadRun) -> None:
-    loop = asyncio.get_running_loop()
-
-    def stop() -> None:
-        loop.remove_signal_handler(signal.SIGINT)
-        run.stop(INTERRUPTED)
-
-    loop.add_signal_handler(signal.SIGINT, stop)
+def _interrupt(run: LoadRun) -> None:
+    asyncio.get_running_loop().remove_signal_handler(signal.SIGINT)
+    run.stop(INTERRUPTED)
 
 
 def main(argv: list[str] | None = None) -> int:
@@ -101,23 +96,16 @@ def _write(options: BenchOptions, result: RunResult, table: TextIO) -> None:
     for note in report.notes(result):
         print(f"{'':{report.FIRST_WIDTH}} {note}", file=table)
     table.flush()
+    if options.json is None:
+        return
+    # With its options, without the key.
+    fields = {**options.fields(), **report.fields(result)}
+    line = orjson.dumps({"ended_at": datetime.now(UTC).isoformat(timespec="seconds"), **fields}) + b"\n"
     if options.json == STDOUT:
-        print(orjson.dumps(_record(options, result)).decode(), flush=True)
-    elif options.json is not None:
+        print(line.decode(), end="", flush=True)
+    else:
         with options.json.open("ab") as file:
-            file.write(orjson.dumps(_record(options, result), option=orjson.OPT_APPEND_NEWLINE))
-
-
-def _record(options: BenchOptions, result: RunResult) -> dict[str, Any]:
-    """One run with its options, without the key."""
-    fields = {
-        "ended_at": datetime.now(UTC).isoformat(timespec="seconds"),
-        **options.fields(),
-        **report.fields(result),
-    }
-    if fields["bulk"] is not None:
-        fields["bulk"] = {**options.bulk_fields(), **fields["bulk"]}
-    return fields
+            file.write(line)
 
 
 def _max_connections(load: Load) -> int:

@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import Any
 
 from vecd.client.bench.load import DEFAULT_MAX_CONNECTIONS, MAX_RATE_PER_S, Load, RequestShape, render_requests
-from vecd.client.bench.plot import PlotUnavailable, require_matplotlib
+from vecd.client.bench.plot import require_matplotlib
 from vecd.client.bench.responses import READERS
 from vecd.client.bench.texts import Lengths, parse_lengths, read_texts
 from vecd.client.connection import parse_target
@@ -29,7 +29,6 @@ _MAX_CLIENTS = 20_000
 _MAX_TEXTS_PER_REQUEST = 100_000
 _MAX_DURATION_S = 86_400.0
 _MAX_TIMEOUT_S = 3_600.0
-"""Less than the latencies' histogram takes."""
 _MAX_DISTINCT_REQUESTS = 100_000
 _NUM_READY_TEXTS = 32_768
 """About the number of texts in all different requests, if --distinct-requests is not given …"""
@@ -146,10 +145,7 @@ class BenchOptions:
                 raise ValueError(f"--plot: {self.plot} does not end in .png")
             if not self.plot.absolute().parent.is_dir():
                 raise ValueError(f"--plot: {self.plot} is in no folder that exists")
-            try:
-                require_matplotlib()
-            except PlotUnavailable as error:
-                raise ValueError(str(error)) from error
+            require_matplotlib()
         if self.json is not None and self.json != STDOUT:
             try:
                 self.json.open("ab").close()
@@ -167,7 +163,17 @@ class BenchOptions:
             timeout_s=self.timeout,
         )
         bulk = None
-        if (shape := self._bulk_shape) is not None and self.bulk_clients is not None:
+        if self.bulk_clients is not None:
+            # Like the measured requests, but for texts, priority, and the deadline, of which bulk has none.
+            shape = replace(
+                self._shape,
+                texts=None,
+                texts_per_request=self.bulk_texts or _DEFAULT_BULK_TEXTS,
+                lengths=self.bulk_words or Lengths(_DEFAULT_BULK_WORDS),
+                priority=self.bulk_priority,
+                timeout_ms=None,
+                seed=self.seed + 1,
+            )
             bulk = load(shape=shape, requests=self._render(shape), clients=self.bulk_clients)
         measured = partial(
             load,
@@ -195,21 +201,6 @@ class BenchOptions:
             **{name: getattr(self, name) for name in _REQUEST_FLAGS},
         )
 
-    @cached_property
-    def _bulk_shape(self) -> RequestShape | None:
-        """Like the measured requests, but for texts, priority, and the deadline, of which bulk has none."""
-        if self.bulk_clients is None:
-            return None
-        return replace(
-            self._shape,
-            texts=None,
-            texts_per_request=self.bulk_texts or _DEFAULT_BULK_TEXTS,
-            lengths=self.bulk_words or Lengths(_DEFAULT_BULK_WORDS),
-            priority=self.bulk_priority,
-            timeout_ms=None,
-            seed=self.seed + 1,
-        )
-
     def _render(self, shape: RequestShape) -> list[bytes]:
         fitting = _NUM_READY_TEXTS // shape.texts_per_request
         default = min(max(fitting, _DISTINCT_REQUESTS[0]), _DISTINCT_REQUESTS[-1])
@@ -224,8 +215,9 @@ class BenchOptions:
             f"{parse_target(self.url)}{self.path}: {self.texts_per_request} × {self._texts_name} a request, "
             f"{self.encoding_format}, {length} after {self.warmup:g} s of warm-up"
         )
-        if (bulk := self._bulk_shape) is not None:
-            line += f", beside {self.bulk_clients} × bulk of {bulk.texts_per_request} × {bulk.lengths} a request"
+        if (bulk := self.loads[0].bulk) is not None:
+            texts = f"{bulk.shape.texts_per_request} × {bulk.shape.lengths}"
+            line += f", beside {bulk.clients} × bulk of {texts} a request"
         return line
 
     @property
@@ -241,17 +233,6 @@ class BenchOptions:
             "warmup_s": self.warmup,
             "timeout_s": self.timeout,
             "max_connections": None if self.rate is None else self.loads[0].max_connections,
-        }
-
-    def bulk_fields(self) -> dict[str, Any]:
-        """What the bulk sends; empty without bulk."""
-        if self._bulk_shape is None:
-            return {}
-        shape = self._bulk_shape
-        return {
-            "texts_per_request": shape.texts_per_request,
-            "lengths": str(shape.lengths),
-            "priority": shape.priority,
         }
 
 

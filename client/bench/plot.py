@@ -34,7 +34,7 @@ _LEGEND_COLUMNS = 3
 _TICKS_A_DECADE = (1, 2, 5)
 
 
-class PlotUnavailable(Exception):
+class PlotUnavailable(ValueError):
     """Raised when matplotlib is not installed. The message says how to install it."""
 
 
@@ -54,9 +54,7 @@ def require_matplotlib() -> None:
         raise PlotUnavailable("drawing needs matplotlib: pip install 'vecd[plot]'")
 
 
-def draw_latency(
-    curves: Mapping[str, Sequence[Point]], path: Path, title: str, *, throughput: str = "requests/s"
-) -> None:
+def draw_latency(curves: Mapping[str, Sequence[Point]], path: Path, title: str) -> None:
     """Write a PNG of p50 and p99 over the achieved throughput.
 
     `curves` are the runs of each server by its name, joined in the order given: the line of an overloaded server may
@@ -76,9 +74,11 @@ def draw_latency(
         for panel, shown in zip(panels, (("p50", "p99"),) if is_single else (("p50",), ("p99",)), strict=True):
             for percentile in shown:
                 for name, of_server in drawable.items():
-                    _draw_curve(panel, of_server, percentile, percentile if is_single else name)
+                    latencies = [getattr(point, f"{percentile}_ms") for point in of_server]
+                    throughputs = [point.throughput_per_s for point in of_server]
+                    panel.plot(throughputs, latencies, label=percentile if is_single else name)
             _scale(panel, points)
-            panel.set_xlabel(throughput)
+            panel.set_xlabel("requests/s")
             panel.set_title("" if is_single else shown[0])
         if is_single:
             _label_points(panels[0], points)
@@ -90,11 +90,6 @@ def draw_latency(
         title = textwrap.fill(title, width=round(figure.get_figwidth() * _TITLE_CHARS_PER_INCH))
         figure.suptitle(title, x=0.01, ha="left")
         figure.savefig(path, format="png", dpi=_DPI, facecolor="white")
-
-
-def _draw_curve(panel: Any, points: Sequence[Point], percentile: str, label: str) -> None:
-    latencies = [getattr(point, f"{percentile}_ms") for point in points]
-    panel.plot([point.throughput_per_s for point in points], latencies, label=label)
 
 
 def _label_points(panel: Any, points: Sequence[Point]) -> None:

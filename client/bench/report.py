@@ -114,7 +114,14 @@ def fields(result: RunResult) -> dict[str, Any]:
         "late_share": round(result.share(result.num_late), 5) if is_open else None,
         "late_max_ms": round(result.max_late_ms, 3) if is_open else None,
         "ended_early": result.ended_early,
-        "bulk": bulk and {"clients": bulk.load.clients, **_figures(bulk)},
+        "bulk": bulk
+        and {
+            "clients": bulk.load.clients,
+            "texts_per_request": bulk.load.shape.texts_per_request,
+            "lengths": str(bulk.load.shape.lengths),
+            "priority": bulk.load.shape.priority,
+            **_figures(bulk),
+        },
     }
 
 

@@ -8,6 +8,7 @@ import ast
 import functools
 import re
 from collections.abc import Callable
+from contextlib import suppress
 from typing import Any, NamedTuple, TypeAlias
 
 import orjson
@@ -61,20 +62,14 @@ def _parse_json(body: bytes, num_texts: int) -> Receipt:
 def read_bytes(response: ServerResponse, num_texts: int) -> Receipt:
     """Bare float32 rows of one length. Without the dimensions in a header, any length that fits is accepted."""
     body = response.body
-    if body[:1] == b"{" and _is_json(body):  # from a server that does not know this encoding
-        raise BadResponse("JSON instead of bytes")
+    if body[:1] == b"{":
+        with suppress(ValueError):
+            orjson.loads(body)
+            raise BadResponse("JSON instead of bytes")  # from a server that does not know this encoding
     row_bytes = _FLOAT32_BYTES * (response.num_dimensions or len(body) // (_FLOAT32_BYTES * num_texts))
     if not body or len(body) != num_texts * row_bytes:
         raise BadResponse(f"{len(body)} bytes are not {num_texts} rows of float32")
     return Receipt(num_texts, response.num_tokens or 0)
-
-
-def _is_json(body: bytes) -> bool:
-    try:
-        orjson.loads(body)
-    except ValueError:
-        return False
-    return True
 
 
 def read_npy(response: ServerResponse, num_texts: int) -> Receipt:

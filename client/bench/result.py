@@ -13,8 +13,6 @@ from vecd.client.bench.histogram import LatencyHistogram
 from vecd.client.bench.load import Load
 from vecd.client.bench.responses import Receipt
 
-_NS_PER_S = 1_000_000_000
-_NS_PER_MS = 1_000_000
 _PERCENTS = {"p50_ms": 50, "p90_ms": 90, "p99_ms": 99, "p999_ms": 99.9, "max_ms": 100}
 LATE_S = 0.01
 """A request of an open loop that is sent later than this after its arrival is counted as late."""
@@ -27,7 +25,7 @@ class RunResult:
     load: Load
     """What was sent."""
     latencies: LatencyHistogram = field(default_factory=LatencyHistogram)
-    """Nanoseconds, of the measured requests that succeeded: from the moment of sending to the whole response."""
+    """Seconds, of the measured requests that succeeded: from the moment of sending to the whole response."""
     num_good: int = 0
     """Successes within the load's `goodput_ms`; all without it."""
     num_requests: int = 0
@@ -55,7 +53,7 @@ class RunResult:
 
     def add_latency(self, latency_s: float) -> None:
         """Count the latency of a measured request that succeeded."""
-        self.latencies.record(round(latency_s * _NS_PER_S))
+        self.latencies.record(latency_s)
         if self.load.goodput_ms is None or latency_s * 1000 <= self.load.goodput_ms:
             self.num_good += 1
 
@@ -78,7 +76,7 @@ class RunResult:
         succeeded."""
         found = {name: self.latencies.percentile(percent) for name, percent in _PERCENTS.items()}
         figures = {**found, "mean_ms": self.latencies.mean}
-        return {name: None if value is None else value / _NS_PER_MS for name, value in figures.items()}
+        return {name: None if value is None else value * 1000 for name, value in figures.items()}
 
     @property
     def num_offered(self) -> int:

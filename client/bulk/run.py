@@ -12,7 +12,7 @@ import threading
 import time
 from collections.abc import Generator, Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
-from contextlib import closing, contextmanager, suppress
+from contextlib import closing, suppress
 from dataclasses import asdict, replace
 
 from vecd.client.bulk.errors import EmbedError, ModelChanged, RunEnded
@@ -75,34 +75,23 @@ class EmbedRun:
         RunEnded or OSError when rows are left. Side effects: SIGINT and SIGTERM end the run in order, a second one at
         once.
         """
+        task = asyncio.current_task()
+        assert task is not None
+        for number in _SIGNALS:
+            asyncio.get_running_loop().add_signal_handler(number, self._interrupt, number, task)
         try:
-            with self._handling_signals(), closing(self._service):
+            with closing(self._service):
                 await self._embed_all(await self._begin())
         except asyncio.CancelledError:
             if not self.signal_number:
                 raise
-
-    @contextmanager
-    def _handling_signals(self) -> Iterator[None]:
-        loop, task = asyncio.get_running_loop(), asyncio.current_task()
-        assert task is not None
-
-        def drop() -> None:
-            """Restore what signals do by default. uvloop would keep the handlers after its end."""
-            for number in _SIGNALS:
-                loop.remove_signal_handler(number)
-
-        def stop(number: int) -> None:
-            self.signal_number = number
-            drop()
-            task.cancel()
-
-        for number in _SIGNALS:
-            loop.add_signal_handler(number, stop, number)
-        try:
-            yield
         finally:
-            drop()
+            _restore_signals()
+
+    def _interrupt(self, number: int, task: "asyncio.Task[None]") -> None:
+        self.signal_number = number
+        _restore_signals()
+        task.cancel()
 
     async def _begin(self) -> Generator[RowBatch, None, None]:
         """Connect to the server, and bring output and journal to where the run begins. Returns the rows left."""
@@ -237,6 +226,12 @@ class EmbedRun:
     def _save(self, commit: Commit) -> None:
         self._output.sync()
         replace(self._journal, commit=commit).save(journal_path(self._options.out))
+
+
+def _restore_signals() -> None:
+    """Restore what signals do by default. uvloop would keep the handlers after its end."""
+    for number in _SIGNALS:
+        asyncio.get_running_loop().remove_signal_handler(number)
 
 
 async def _next_batch(batches: Iterator[RowBatch]) -> RowBatch | None:

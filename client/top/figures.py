@@ -60,12 +60,8 @@ def _scalar(value: Any, _: str) -> Any:
     return value if isinstance(value, int | float | bool) else None
 
 
-def _text(value: Any, name: str) -> str | None:
-    return _scalar(value, name) if isinstance(value, str) else None
-
-
 def _name(value: Any, name: str) -> str:
-    return _text(value, name) or "?"
+    return str(_scalar(value, name) or "?")
 
 
 _ANY_NAME = "*"
@@ -84,7 +80,7 @@ _SHAPE: Mapping[str, Any] = {
         {"state": _name, "pid": lambda value, name: None if value is None else _whole(value, name)}
         | dict.fromkeys(("worker", "life"), _whole)
         | dict.fromkeys(("batches", "tokens", "busy_s"), _number)
-        | dict.fromkeys(("dtype", "path"), _text)
+        | dict.fromkeys(("dtype", "path"), _scalar)
     ],
     "gateways": [
         {"gateway": _whole, "pid": _whole} | dict.fromkeys(("uptime_s", "connections", "requests", "answered"), _number)
