@@ -19,6 +19,7 @@ from vecd.shm.card import ModelCard
 from vecd.workers.check.forks import in_workers
 from vecd.workers.check.order import Order
 from vecd.workers.engine import Engine, PackedBatch, ReportProgress
+from vecd.workers.engines.parity import random_batch
 from vecd.workers.process.kernel import kilobytes, private_memory_mb
 
 _ROUNDS = 5
@@ -40,11 +41,9 @@ class _Case:
     num_workers: int = 1
 
     def batch(self, card: ModelCard) -> PackedBatch:
-        """Random ids of the vocabulary, which have no influence on speed."""
+        """Of random ids: they have no influence on speed."""
         num_texts = max(1, min(_MAX_SEQUENCES, self.batch_tokens // self.text_tokens))
-        lengths = np.full(num_texts, self.text_tokens, dtype=np.int32)
-        token_ids = np.random.default_rng(seed=0).integers(0, card.vocab_size, lengths.sum(), dtype=np.int32)
-        return PackedBatch(lengths, token_ids)
+        return random_batch(card, [self.text_tokens] * num_texts)
 
 
 def measure(order: Order, engines: Sequence[Engine], room_mb: int, report: ReportProgress) -> dict[str, Any]:
@@ -138,11 +137,6 @@ def _run(engine: Engine, batch: PackedBatch, rows: Any, turn_s: float) -> dict[s
         "core_share": (time.process_time() - processor_s) / elapsed_s,  # below 1 if other programs used the core
         "private_mb": _peak_private_mb(),
     }
-
-
-def pss_mb() -> int:
-    """This process's memory, where a page shared by several processes counts in part."""
-    return kilobytes(Path("/proc/self/smaps_rollup"), "Pss") // 1024
 
 
 def _forget_peak() -> None:
