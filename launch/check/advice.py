@@ -4,10 +4,12 @@ Owns the rules and their constants. Pure. Called by `vecd.launch.check.command`.
 """
 
 import math
+import statistics
 from collections.abc import Sequence
 
 from vecd.launch.check.report import Advice, Machine, Measurements, Path, Setting, Speed
 from vecd.shm.batch_limits import FULL_BATCH_S, MAX_BATCH_TOKENS, MAX_BATCH_TOKENS_ON_GPU
+from vecd.workers.check.order import USED_MEMORY
 
 GATEWAY_S_PER_REQUEST = 300e-6
 """Processor time of the gateway for one short text. Measured with the real model, whose workers share the caches, and
@@ -20,9 +22,6 @@ _GATEWAY_SHARE = 0.6
 """The share of a core that one gateway should use; above it, responses wait for each other."""
 
 _MAX_GATEWAYS = 64
-_USED_MEMORY = 0.8
-"""The share of the available memory; the rest is for the kernel's cache of files and for the unexpected."""
-
 _CLEARLY_FASTER = 1.1
 """From this factor on, a shorter type is worth less exact vectors, and a larger batch is worth its latency. Smaller
 factors are within the noise of a busy machine."""
@@ -43,9 +42,9 @@ def advise(machine: Machine, given: dict[str, str | int], path: Path, measured: 
     workers, reason = _workers(machine, path, measured, texts_per_s)
     private_mb = max((speed.private_mb for speed in measured.speeds), default=0)
     fixed_mb = SERVER_MB + _GATEWAY_MB * (_gateways(machine, workers, texts_per_s) - 1) + path.shared_mb
-    room_mb = _USED_MEMORY * machine.available_mb
+    room_mb = USED_MEMORY * machine.available_mb
     if machine.available_mb and fixed_mb + workers * private_mb > room_mb:
-        share = f"{room_mb:,.0f} MB are {_USED_MEMORY:.0%} of what is available"
+        share = f"{room_mb:,.0f} MB are {USED_MEMORY:.0%} of what is available"
         reason = f"memory for no more: {fixed_mb:,} MB for all and {private_mb:,} MB for each, and {share}"
         if fixed_mb + private_mb > room_mb:
             reason, needed = "memory is short even for one", f"about {fixed_mb + private_mb:,} MB are needed"
@@ -117,7 +116,7 @@ def _factor(measured: Measurements, dtype: str, base: str) -> float:
         for speed in measured.speeds
         if speed.dtype == dtype and of_base.get(speed.text_tokens)
     ]
-    return math.exp(sum(map(math.log, factors)) / len(factors)) if factors else 1.0
+    return statistics.geometric_mean(factors) if factors else 1.0
 
 
 # --- workers, gateways, batches ---------------------------------------------------------------------------------

@@ -20,7 +20,7 @@ import numpy as np
 
 from vecd.shm.card import ModelError
 from vecd.workers.check.forks import in_workers
-from vecd.workers.check.order import Order
+from vecd.workers.check.order import USED_MEMORY, Order
 from vecd.workers.check.speed import measure
 from vecd.workers.check.vectors import (
     compare_by_length,
@@ -176,8 +176,6 @@ def _native_dtypes() -> list[str]:
 
 # --- comparisons ------------------------------------------------------------------------------------------------
 
-_USED_MEMORY = 0.8
-
 
 def _compare(order: Order, engine: Engine, path: dict[str, Any], report: ReportProgress) -> dict[str, Any]:
     """With the reference model, and with sentence-transformers, each in a forked process. Raises ModelError for vectors
@@ -219,6 +217,6 @@ def _reference_dtype(order: Order, path: dict[str, Any]) -> str:
     sentence-transformers."""
     dtype: str = path["dtype"]
     needed_mb = 2 * 4 * order.num_parameters >> 20
-    if "float32" in (dtype, order.stored_dtype) or needed_mb < _USED_MEMORY * order.available_mb - path["shared_mb"]:
+    if "float32" in (dtype, order.stored_dtype) or needed_mb < USED_MEMORY * order.available_mb - path["shared_mb"]:
         return "float32"
     return "bfloat16" if dtype == "int8" else dtype

@@ -17,7 +17,7 @@ import numpy as np
 from vecd.shm.batch_limits import FULL_BATCH_S, MAX_BATCH_TOKENS
 from vecd.shm.card import ModelCard
 from vecd.workers.check.forks import in_workers
-from vecd.workers.check.order import Order
+from vecd.workers.check.order import USED_MEMORY, Order
 from vecd.workers.engine import Engine, PackedBatch, ReportProgress
 from vecd.workers.engines.parity import random_batch
 from vecd.workers.process.kernel import kilobytes, private_memory_mb
@@ -27,7 +27,6 @@ _SHORT_TOKENS, _LONG_TOKENS = 24, 256
 _LARGER_BATCHES = (4096, 8192)
 _MAX_SEQUENCES = 512
 _PILOT_TOKENS, _PILOT_S = 256, 0.1
-_USED_MEMORY = 0.8
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -53,7 +52,7 @@ def measure(order: Order, engines: Sequence[Engine], room_mb: int, report: Repor
     private_mb = max(_turn(order, case, _PILOT_S)["private_mb"] for case in of_served)
     longest, cases = of_served[-1], [*of_served, *(case for cases in of_others for case in cases)]
     if order.config.device == "cpu":
-        counts = [count for count in order.worker_counts if count * private_mb < _USED_MEMORY * room_mb]
+        counts = [count for count in order.worker_counts if count * private_mb < USED_MEMORY * room_mb]
         cases += [replace(longest, num_workers=count) for count in counts]
     turn_s = order.seconds / _ROUNDS
     turns: dict[_Case, list[dict[str, Any]]] = {case: [] for case in cases}
