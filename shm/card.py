@@ -51,6 +51,11 @@ class ModelError(Exception):
     """The model cannot be served. The message is one line with the file and its fault."""
 
 
+def one_line(error: Exception) -> str:
+    """The first line of an error, for a ModelError or a warning."""
+    return f"{type(error).__name__}: {str(error).strip() or 'no message'}".splitlines()[0]
+
+
 @dataclass(frozen=True, slots=True)
 class Step:
     """A module behind the pooling, applied to the pooled vector [B, D]."""

@@ -14,7 +14,7 @@ from huggingface_hub.errors import (
     RevisionNotFoundError,
 )
 
-from vecd.shm.card import ModelError
+from vecd.shm.card import ModelError, one_line
 
 _WANTED = ["*.json", "*.txt", "*.model", "*.safetensors"]
 _UNWANTED = ["onnx/*", "openvino/*", "*.onnx*", "coreml/*"]
@@ -42,4 +42,4 @@ def fetch(model: str, revision: str | None) -> Path:
     except LocalEntryNotFoundError:
         raise ModelError(f"{at}: no such folder, not in the hub's cache, and the hub cannot be reached") from None
     except Exception as error:  # the HTTP library may raise anything
-        raise ModelError(f"{at}: cannot be fetched: {type(error).__name__}: {error}".splitlines()[0]) from None
+        raise ModelError(f"{at}: cannot be fetched: {one_line(error)}") from None

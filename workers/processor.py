@@ -70,8 +70,14 @@ def _quota_v1(folder: Path) -> float | None:
 
 def cpuinfo(name: str, root: Path = Path("/")) -> str:
     """The first processor's line in /proc/cpuinfo with this name, a regular expression; empty if there is none."""
+    return line_of(root / "proc/cpuinfo", name)
+
+
+def line_of(path: Path, name: str) -> str:
+    """The text of the first line "name: text" of a file in /proc; empty if there is none. `name`: a regular
+    expression."""
     try:
-        text = (root / "proc/cpuinfo").read_text(errors="replace")
+        text = path.read_text(errors="replace")
     except OSError:
         return ""
     found = re.search(rf"^(?:{name})\s*:\s*(.*)$", text, re.MULTILINE)

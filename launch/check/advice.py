@@ -4,10 +4,12 @@ Owns the rules and their constants. Pure. Called by `vecd.launch.check.command`.
 """
 
 import math
+import statistics
 from collections.abc import Sequence
 
 from vecd.launch.check.report import Advice, Machine, Measurements, Path, Setting, Speed
 from vecd.shm.batch_limits import FULL_BATCH_S, MAX_BATCH_TOKENS, MAX_BATCH_TOKENS_ON_GPU
+from vecd.workers.check.order import USED_MEMORY
 
 GATEWAY_S_PER_REQUEST = 300e-6
 """Processor time of the gateway for one short text. Measured with the real model, whose workers share the caches, and
@@ -20,9 +22,6 @@ _GATEWAY_SHARE = 0.6
 """The share of a core that one gateway should use; above it, responses wait for each other."""
 
 _MAX_GATEWAYS = 64
-_USED_MEMORY = 0.8
-"""The share of the available memory; the rest is for the kernel's cache of files and for the unexpected."""
-
 _CLEARLY_FASTER = 1.1
 """From this factor on, a shorter type is worth less exact vectors, and a larger batch is worth its latency. Smaller
 factors are within the noise of a busy machine."""
@@ -39,13 +38,13 @@ def advise(machine: Machine, given: dict[str, str | int], path: Path, measured: 
     of_dtype = [speed for speed in measured.speeds if speed.dtype == dtype.value]
     shortest = min((speed.text_tokens for speed in of_dtype), default=0)
     short = [speed for speed in of_dtype if speed.text_tokens == shortest]
-    texts_per_s = short[0].texts_per_s if short else None
+    texts_per_s = short[0].texts_per_s if short else 0.0
     workers, reason = _workers(machine, path, measured, texts_per_s)
     private_mb = max((speed.private_mb for speed in measured.speeds), default=0)
     fixed_mb = SERVER_MB + _GATEWAY_MB * (_gateways(machine, workers, texts_per_s) - 1) + path.shared_mb
-    room_mb = _USED_MEMORY * machine.available_mb
+    room_mb = USED_MEMORY * machine.available_mb
     if machine.available_mb and fixed_mb + workers * private_mb > room_mb:
-        share = f"{room_mb:,.0f} MB are {_USED_MEMORY:.0%} of what is available"
+        share = f"{room_mb:,.0f} MB are {USED_MEMORY:.0%} of what is available"
         reason = f"memory for no more: {fixed_mb:,} MB for all and {private_mb:,} MB for each, and {share}"
         if fixed_mb + private_mb > room_mb:
             reason, needed = "memory is short even for one", f"about {fixed_mb + private_mb:,} MB are needed"
@@ -53,7 +52,7 @@ def advise(machine: Machine, given: dict[str, str | int], path: Path, measured: 
         workers = min(workers, max(1, int((room_mb - fixed_mb) // private_mb))) if private_mb else 1
     gateways = _gateways(machine, workers, texts_per_s)
     why_gateways = "enough unless parsing and encoding take more than a core (not measured)"
-    if texts_per_s is not None:
+    if short:
         cores = workers * texts_per_s * GATEWAY_S_PER_REQUEST
         why_gateways = f"{workers * texts_per_s:,.0f} short texts/s of the workers take {cores:.2f} cores of gateway"
     settings = [
@@ -75,23 +74,22 @@ def is_disturbed(measured: Measurements) -> bool:
 
 
 def _dtype(path: Path, measured: Measurements) -> Setting:
+    """By the first rule that holds."""
     dtypes = {speed.dtype for speed in measured.speeds}
-    if path.device == "cpu" and "float32" in dtypes and len(dtypes) > 1:
-        if "bfloat16" not in dtypes:
-            return Setting("dtype", "float32", "exact, and the fastest of the types besides int8")
-        factor = _factor(measured, "bfloat16", "float32")
-        if factor < _CLEARLY_FASTER:
-            return Setting("dtype", "float32", f"bfloat16 has {factor:.2f} times its tokens/s, which is not worth it")
-        parity = _parity(measured.agreements.get("bfloat16", {}))
-        return Setting("dtype", "bfloat16", f"{factor:.2f} times the tokens/s of float32{parity}")
-    if path.dtype == "float32":
-        if "bfloat16" in measured.not_measured and dtypes:
-            return Setting("dtype", "float32", "the only type that this processor computes natively")
-        parity = ""
-    else:
-        parity = _parity(path.probes)
-    reason = path.reasons[-1].partition(": ")[2] if path.reasons else "what --dtype auto selects here"
-    return Setting("dtype", path.dtype, reason + parity)
+    is_compared = path.device == "cpu" and "float32" in dtypes and len(dtypes) > 1
+    is_alone = "bfloat16" in measured.not_measured and bool(dtypes)
+    factor = _factor(measured, "bfloat16", "float32")
+    faster = f"{factor:.2f} times the tokens/s of float32{_parity(measured.agreements.get('bfloat16', {}))}"
+    selected = path.reasons[-1].partition(": ")[2] if path.reasons else "what --dtype auto selects here"
+    rules = (
+        (is_compared and "bfloat16" not in dtypes, "float32", "exact, and the fastest of the types besides int8"),
+        (is_compared and factor >= _CLEARLY_FASTER, "bfloat16", faster),
+        (is_compared, "float32", f"bfloat16 has {factor:.2f} times its tokens/s, which is not worth it"),
+        (path.dtype != "float32", path.dtype, selected + _parity(path.probes)),
+        (is_alone, "float32", "the only type that this processor computes natively"),
+        (True, "float32", selected),
+    )
+    return next(Setting("dtype", dtype, reason) for holds, dtype, reason in rules if holds)
 
 
 def _int8_notes(measured: Measurements) -> list[str]:
@@ -118,20 +116,20 @@ def _factor(measured: Measurements, dtype: str, base: str) -> float:
         for speed in measured.speeds
         if speed.dtype == dtype and of_base.get(speed.text_tokens)
     ]
-    return math.exp(sum(map(math.log, factors)) / len(factors)) if factors else 1.0
+    return statistics.geometric_mean(factors) if factors else 1.0
 
 
 # --- workers, gateways, batches ---------------------------------------------------------------------------------
 
 
-def _workers(machine: Machine, path: Path, measured: Measurements, texts_per_s: float | None) -> tuple[int, str]:
+def _workers(machine: Machine, path: Path, measured: Measurements, texts_per_s: float) -> tuple[int, str]:
     if path.device != "cpu":
         return max(1, len(machine.gpus)), "one for each GPU"
     cores = machine.num_usable_cores
     useful, reason = _useful_cores(machine, measured)
     # The gateways' share of the cores for the texts of all workers; less than a whole core costs no worker.
-    share = (texts_per_s or 0.0) * GATEWAY_S_PER_REQUEST
-    count = min(useful, max(1, math.ceil((cores + 1) / (1 + share)) - 1)) if share else useful
+    share = texts_per_s * GATEWAY_S_PER_REQUEST
+    count = min(useful, max(1, math.ceil((cores + 1) / (1 + share)) - 1))
     if count < useful:
         reason = f"{cores} cores, of which the gateway needs about {count * share:.1f} with short texts"
     return count, reason
@@ -157,8 +155,8 @@ def _useful_cores(machine: Machine, measured: Measurements) -> tuple[int, str]:
     return enough.num_workers, f"{one_each}: {reason}"
 
 
-def _gateways(machine: Machine, workers: int, texts_per_s: float | None) -> int:
-    wanted = math.ceil(workers * (texts_per_s or 0.0) * GATEWAY_S_PER_REQUEST / _GATEWAY_SHARE)
+def _gateways(machine: Machine, workers: int, texts_per_s: float) -> int:
+    wanted = math.ceil(workers * texts_per_s * GATEWAY_S_PER_REQUEST / _GATEWAY_SHARE)
     return max(1, min(_MAX_GATEWAYS, machine.num_usable_cores, wanted))
 
 

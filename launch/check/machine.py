@@ -13,7 +13,7 @@ from pathlib import Path
 from vecd.launch.check.report import Machine
 from vecd.launch.config.plan import num_visible_gpus
 from vecd.workers.process.kernel import kilobytes
-from vecd.workers.processor import cgroup_quota, cgroups, cpu_flags, cpuinfo, usable_cores
+from vecd.workers.processor import cgroup_quota, cgroups, cpu_flags, cpuinfo, line_of, usable_cores
 
 FLAGS = {
     "avx2": "AVX2",
@@ -89,9 +89,6 @@ def _cgroup_memory(root: Path) -> tuple[int | None, int]:
 
 def _gpus(root: Path) -> tuple[str, ...]:
     """The names of the GPUs that this process can see, as far as the driver has them."""
-    models = [
-        re.search(r"^Model\s*:\s*(.*)$", _text(path), re.MULTILINE)
-        for path in sorted((root / "proc/driver/nvidia/gpus").glob("*/information"))
-    ]
+    models = [line_of(path, "Model") for path in sorted((root / "proc/driver/nvidia/gpus").glob("*/information"))]
     count = num_visible_gpus()
-    return tuple(([model[1].strip() if model else "GPU" for model in models] + ["GPU"] * count)[:count])
+    return tuple(model or "GPU" for model in (models + [""] * count)[:count])

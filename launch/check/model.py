@@ -9,6 +9,7 @@ import math
 import re
 from collections import Counter
 from collections.abc import Iterator
+from dataclasses import fields
 from pathlib import Path
 from typing import Any
 
@@ -38,27 +39,18 @@ def describe(card: ModelCard, name: str) -> Model:
         for dtype, count in read_header(path).values():
             if dtype not in _BUFFERS:
                 elements[_NAMES.get(dtype, dtype)] += count
-    return Model(
-        name=name,
-        folder=card.folder,
-        model_type=card.model_type,
-        architecture=str(architectures[0]) if isinstance(architectures, list) and architectures else "",
-        dim=card.dim,
-        hidden_size=card.hidden_size,
-        max_tokens=card.max_tokens,
-        pooling=card.pooling,
-        steps=tuple(map(_describe_step, card.steps)),
-        is_normalized=card.is_normalized,
-        prompts=dict(card.prompts),
-        default_prompt=card.prompt,
-        is_matryoshka=card.is_matryoshka,
-        matryoshka_dims=card.matryoshka_dims,
-        vocab_size=card.vocab_size,
-        num_parameters=sum(elements.values()),
-        weights_bytes=card.weights_bytes,
-        weights_dtypes=tuple(name for name, _ in elements.most_common()),
-        tokenizer=_describe_tokenizer(card),
-    )
+    of_card = {field.name: getattr(card, field.name) for field in fields(Model) if hasattr(card, field.name)}
+    others: dict[str, Any] = {
+        "name": name,
+        "architecture": str(architectures[0]) if isinstance(architectures, list) and architectures else "",
+        "steps": tuple(map(_describe_step, card.steps)),
+        "prompts": dict(card.prompts),
+        "default_prompt": card.prompt,
+        "num_parameters": sum(elements.values()),
+        "weights_dtypes": tuple(name for name, _ in elements.most_common()),
+        "tokenizer": _describe_tokenizer(card),
+    }
+    return Model(**{**of_card, **others})
 
 
 def _describe_step(step: Step) -> str:
@@ -103,8 +95,6 @@ def read_header(path: Path) -> dict[str, tuple[str, int]]:
             slices = {name: file.get_slice(name) for name in file.keys()}  # noqa: SIM118
             return {name: (part.get_dtype(), math.prod(part.get_shape())) for name, part in slices.items()}
     except (OSError, SafetensorError) as error:
-        if _is_lfs_pointer(path):
-            raise ModelError(f"{path}: is a pointer of git-lfs, not the weights") from None
         size = f"it has {path.stat().st_size:,} bytes" if path.exists() else "it is missing"
         for pattern, fault in _FAULTS:
             if re.search(pattern, str(error)):

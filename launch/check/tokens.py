@@ -5,6 +5,7 @@ can end a process by a panic. Called by `vecd.launch.check.command`, and by `vec
 """
 
 import asyncio
+import itertools
 import random
 from array import array
 from collections.abc import Sequence
@@ -40,12 +41,7 @@ def affordable(lengths: Sequence[int], num_parameters: int) -> int:
     """How many of the texts with these numbers of tokens, from the first on, can be compared with a model of this size;
     at least 1."""
     most = max(_LEAST_TOKENS, int(_AFFORDABLE / max(1, num_parameters)))
-    total = 0
-    for count, length in enumerate(lengths):
-        total += length
-        if count >= MAX_TEXTS or (count and total > most):
-            return count
-    return len(lengths)
+    return max(1, sum(total <= most for total in itertools.accumulate(lengths[:MAX_TEXTS])))
 
 
 def serve(orders: TextIO, response_fd: int) -> int:

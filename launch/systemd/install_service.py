@@ -123,7 +123,7 @@ def _paths(options: argparse.Namespace) -> InstallPaths:
         (root and options.now, "--now: not with --root, below which no systemd runs"),
         (run_as and options.user, "--run-as: not with --user, whose services are all this user's"),
         (run_as is not None and not _USER_NAME.fullmatch(run_as), f"--run-as: is no user's name (given: {run_as!r})"),
-        (run_as and not root and not _is_user(run_as), f"--run-as: there is no user {run_as}"),
+        (run_as and not root and not options.remove and not _is_user(run_as), f"--run-as: there is no user {run_as}"),
         (
             not may_write,
             f"only root may write {paths.units}: use sudo; or --user, for a service of your own; or --print",

@@ -11,7 +11,7 @@ from contextlib import ExitStack
 from multiprocessing.connection import Connection
 from typing import Any, TypeAlias
 
-from vecd.shm.card import ModelError
+from vecd.shm.card import ModelError, one_line
 from vecd.workers.config import WorkerConfig
 from vecd.workers.engines.load import set_num_threads
 from vecd.workers.process.kernel import (
@@ -88,8 +88,3 @@ def _call(work: Work) -> Any:
         raise
     except Exception as error:  # a model may raise anything
         raise ModelError(one_line(error)) from error
-
-
-def one_line(error: Exception) -> str:
-    """The first line of an error, for a ModelError."""
-    return f"{type(error).__name__}: {str(error).strip() or 'no message'}".splitlines()[0]

@@ -5,6 +5,9 @@ from dataclasses import dataclass
 
 from vecd.workers.config import WorkerConfig
 
+USED_MEMORY = 0.8
+"""The share of the available memory; the rest is for the kernel's cache of files and for the unexpected."""
+
 
 @dataclass(frozen=True, slots=True)
 class Order:

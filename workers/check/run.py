@@ -13,14 +13,15 @@ import logging
 import time
 from collections.abc import Callable
 from dataclasses import replace
+from pathlib import Path
 from typing import Any, TextIO
 
 import numpy as np
 
 from vecd.shm.card import ModelError
 from vecd.workers.check.forks import in_workers
-from vecd.workers.check.order import Order
-from vecd.workers.check.speed import measure, pss_mb
+from vecd.workers.check.order import USED_MEMORY, Order
+from vecd.workers.check.speed import measure
 from vecd.workers.check.vectors import (
     compare_by_length,
     embed,
@@ -32,6 +33,7 @@ from vecd.workers.config import WorkerConfig
 from vecd.workers.engine import Engine, ReportProgress
 from vecd.workers.engines.load import load_engine
 from vecd.workers.engines.selection_cache import Selection, recall
+from vecd.workers.process.kernel import kilobytes
 from vecd.workers.process.ordered_process import OnFound, carry_out
 from vecd.workers.process.selection_process import SelectionProcess
 
@@ -55,7 +57,7 @@ def _check(fields: dict[str, Any], report: ReportProgress, on_found: OnFound) ->
         "is_remembered": is_remembered,
         "choosing_s": selecting_s,
         "load_s": time.monotonic() - started_at - selecting_s,
-        "shared_mb": pss_mb(),
+        "shared_mb": kilobytes(Path("/proc/self/smaps_rollup"), "Pss") // 1024,
     }
     on_found("path", path)
     if order.texts:
@@ -174,8 +176,6 @@ def _native_dtypes() -> list[str]:
 
 # --- comparisons ------------------------------------------------------------------------------------------------
 
-_USED_MEMORY = 0.8
-
 
 def _compare(order: Order, engine: Engine, path: dict[str, Any], report: ReportProgress) -> dict[str, Any]:
     """With the reference model, and with sentence-transformers, each in a forked process. Raises ModelError for vectors
@@ -196,20 +196,20 @@ def _compare(order: Order, engine: Engine, path: dict[str, Any], report: ReportP
         raise ModelError(f"{card.folder}: the vectors of some texts contain nan or infinity")
     dtype, on_cpu = _reference_dtype(order, path), replace(config, device="cpu")
     theirs = run(lambda: reference_model_vectors(on_cpu, dtype, order.sequences), "comparing with the reference model")
-    found = [comparison(f"the reference model in {dtype}", theirs)]
+    agreements, not_compared = [comparison(f"the reference model in {dtype}", theirs)], []
+    name = "sentence-transformers"
     try:
-        name = f"sentence-transformers {importlib.metadata.version('sentence-transformers')}"
-    except importlib.metadata.PackageNotFoundError:
-        missing = "sentence-transformers, which is not installed: pip install sentence-transformers"
-        return {"agreements": found, "not_compared": [f"not compared with {missing}"]}
-    try:
+        name = f"{name} {importlib.metadata.version(name)}"
         theirs = run(
             lambda: sentence_transformers_vectors(card.folder, order.max_tokens, order.texts, card.dim),
             "comparing with sentence-transformers",
         )
+        agreements.append(comparison(f"{name} in float32", theirs))
+    except importlib.metadata.PackageNotFoundError:
+        not_compared.append(f"not compared with {name}, which is not installed: pip install {name}")
     except ModelError as error:
-        return {"agreements": found, "not_compared": [f"not compared with {name}: {error}"]}
-    return {"agreements": [*found, comparison(f"{name} in float32", theirs)], "not_compared": []}
+        not_compared.append(f"not compared with {name}: {error}")
+    return {"agreements": agreements, "not_compared": not_compared}
 
 
 def _reference_dtype(order: Order, path: dict[str, Any]) -> str:
@@ -217,6 +217,6 @@ def _reference_dtype(order: Order, path: dict[str, Any]) -> str:
     sentence-transformers."""
     dtype: str = path["dtype"]
     needed_mb = 2 * 4 * order.num_parameters >> 20
-    if "float32" in (dtype, order.stored_dtype) or needed_mb < _USED_MEMORY * order.available_mb - path["shared_mb"]:
+    if "float32" in (dtype, order.stored_dtype) or needed_mb < USED_MEMORY * order.available_mb - path["shared_mb"]:
         return "float32"
     return "bfloat16" if dtype == "int8" else dtype

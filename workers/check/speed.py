@@ -17,8 +17,9 @@ import numpy as np
 from vecd.shm.batch_limits import FULL_BATCH_S, MAX_BATCH_TOKENS
 from vecd.shm.card import ModelCard
 from vecd.workers.check.forks import in_workers
-from vecd.workers.check.order import Order
+from vecd.workers.check.order import USED_MEMORY, Order
 from vecd.workers.engine import Engine, PackedBatch, ReportProgress
+from vecd.workers.engines.parity import random_batch
 from vecd.workers.process.kernel import kilobytes, private_memory_mb
 
 _ROUNDS = 5
@@ -26,7 +27,6 @@ _SHORT_TOKENS, _LONG_TOKENS = 24, 256
 _LARGER_BATCHES = (4096, 8192)
 _MAX_SEQUENCES = 512
 _PILOT_TOKENS, _PILOT_S = 256, 0.1
-_USED_MEMORY = 0.8
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -40,11 +40,9 @@ class _Case:
     num_workers: int = 1
 
     def batch(self, card: ModelCard) -> PackedBatch:
-        """Random ids of the vocabulary, which have no influence on speed."""
+        """Of random ids: they have no influence on speed."""
         num_texts = max(1, min(_MAX_SEQUENCES, self.batch_tokens // self.text_tokens))
-        lengths = np.full(num_texts, self.text_tokens, dtype=np.int32)
-        token_ids = np.random.default_rng(seed=0).integers(0, card.vocab_size, lengths.sum(), dtype=np.int32)
-        return PackedBatch(lengths, token_ids)
+        return random_batch(card, [self.text_tokens] * num_texts)
 
 
 def measure(order: Order, engines: Sequence[Engine], room_mb: int, report: ReportProgress) -> dict[str, Any]:
@@ -54,7 +52,7 @@ def measure(order: Order, engines: Sequence[Engine], room_mb: int, report: Repor
     private_mb = max(_turn(order, case, _PILOT_S)["private_mb"] for case in of_served)
     longest, cases = of_served[-1], [*of_served, *(case for cases in of_others for case in cases)]
     if order.config.device == "cpu":
-        counts = [count for count in order.worker_counts if count * private_mb < _USED_MEMORY * room_mb]
+        counts = [count for count in order.worker_counts if count * private_mb < USED_MEMORY * room_mb]
         cases += [replace(longest, num_workers=count) for count in counts]
     turn_s = order.seconds / _ROUNDS
     turns: dict[_Case, list[dict[str, Any]]] = {case: [] for case in cases}
@@ -138,11 +136,6 @@ def _run(engine: Engine, batch: PackedBatch, rows: Any, turn_s: float) -> dict[s
         "core_share": (time.process_time() - processor_s) / elapsed_s,  # below 1 if other programs used the core
         "private_mb": _peak_private_mb(),
     }
-
-
-def pss_mb() -> int:
-    """This process's memory, where a page shared by several processes counts in part."""
-    return kilobytes(Path("/proc/self/smaps_rollup"), "Pss") // 1024
 
 
 def _forget_peak() -> None:

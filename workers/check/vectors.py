@@ -15,8 +15,7 @@ from numpy.typing import NDArray
 from safetensors import safe_open
 
 from vecd.shm.batch_limits import MAX_BATCH_TOKENS
-from vecd.shm.card import ModelCard, ModelError
-from vecd.workers.check.forks import one_line
+from vecd.shm.card import ModelCard, ModelError, one_line
 from vecd.workers.config import WorkerConfig
 from vecd.workers.engine import Engine, PackedBatch
 from vecd.workers.engines.parity import Parity, compare, vectors_of, vectors_one_by_one

@@ -8,6 +8,7 @@ The reference model is transformers' own modules on one sequence at a time, with
 """
 
 import math
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -66,15 +67,16 @@ def all_probes(card: ModelCard, num_parameters: int) -> PackedBatch:
     The first of them are `short_probes`.
     """
     affordable = max(*_LONG_LENGTHS, int(_LONGEST_COST / 2 / max(1, num_parameters)))
-    return _probes(card, (*_SHORT_LENGTHS, *_LONG_LENGTHS, affordable))
+    return random_batch(card, (*_SHORT_LENGTHS, *_LONG_LENGTHS, affordable))
 
 
 def short_probes(card: ModelCard) -> PackedBatch:
     """The probes of at most 55 tokens."""
-    return _probes(card, _SHORT_LENGTHS)
+    return random_batch(card, _SHORT_LENGTHS)
 
 
-def _probes(card: ModelCard, wanted_lengths: tuple[int, ...]) -> PackedBatch:
+def random_batch(card: ModelCard, wanted_lengths: Sequence[int]) -> PackedBatch:
+    """Sequences of random ids of the vocabulary, the same at every call, cut to the model's limit."""
     lengths = np.minimum(wanted_lengths, card.max_tokens).astype(np.int32)
     token_ids = np.random.default_rng(seed=0).integers(0, card.vocab_size, lengths.sum(), dtype=np.int32)
     return PackedBatch(lengths, token_ids)

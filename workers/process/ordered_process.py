@@ -26,7 +26,7 @@ from vecd.workers.process.kernel import (
     volunteer_for_oom_kill,
 )
 
-_LAST_LINES_CHARS = 4096
+_LAST_LINES_BYTES = 4096
 
 OnFound: TypeAlias = Callable[[str, Any], None]
 """Called with the name and the value, as of JSON, of each result."""
@@ -113,8 +113,7 @@ class OrderedProcess:
         """The last line that the process wrote to `stderr`, in parentheses."""
         if self._stderr is None:
             return ""
-        self._stderr.seek(0, os.SEEK_END)
-        self._stderr.seek(max(0, self._stderr.tell() - _LAST_LINES_CHARS))
+        self._stderr.seek(max(0, self._stderr.seek(0, os.SEEK_END) - _LAST_LINES_BYTES))
         lines = self._stderr.read().decode(errors="replace").strip().splitlines()
         return f" ({lines[-1].strip()})" if lines else ""
 

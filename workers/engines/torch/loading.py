@@ -25,7 +25,7 @@ from transformers import (
 )
 
 from vecd.shm.architecture import native_config
-from vecd.shm.card import ModelCard, ModelError
+from vecd.shm.card import ModelCard, ModelError, one_line
 
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
 
@@ -165,8 +165,3 @@ def _silence() -> Iterator[None]:
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
         yield
-
-
-def one_line(error: Exception) -> str:
-    """The first line of an error, for a ModelError or a warning."""
-    return f"{type(error).__name__}: {str(error).strip() or 'no message'}".splitlines()[0]

@@ -16,6 +16,8 @@ from typing import Any, TypeAlias
 import torch
 from torch import Tensor
 
+from vecd.shm.card import one_line
+
 log = logging.getLogger("vecd.engine")
 
 Operation: TypeAlias = Callable[..., Any]
@@ -106,7 +108,7 @@ def _works(probe: Callable[[], bool], names: Mapping[str, str]) -> bool:
             if probe():
                 return True
     except Exception as error:  # a changed signature may raise anything
-        why = f"{type(error).__name__}: {error}".splitlines()[0]
+        why = one_line(error)
     log.warning("torch %s: %s are not used: %s", torch.__version__, ", ".join(names.values()), why)
     return False
 

@@ -14,7 +14,7 @@ import torch
 from numpy.typing import NDArray
 from transformers import PreTrainedModel
 
-from vecd.shm.card import ModelError
+from vecd.shm.card import ModelError, one_line
 from vecd.workers.config import WorkerConfig
 from vecd.workers.engine import PackedBatch, ReportProgress
 from vecd.workers.engines.parity import all_probes, compare, vectors_of, vectors_one_by_one
@@ -23,7 +23,7 @@ from vecd.workers.engines.torch import cuda
 from vecd.workers.engines.torch.build import PATHS, build_engine
 from vecd.workers.engines.torch.fused import NotFusible
 from vecd.workers.engines.torch.linear import has_native_bfloat16
-from vecd.workers.engines.torch.loading import is_stored_as_float32, load_model, one_line
+from vecd.workers.engines.torch.loading import is_stored_as_float32, load_model
 from vecd.workers.engines.torch.transformer import TransformerEngine
 
 log = logging.getLogger("vecd.selection")

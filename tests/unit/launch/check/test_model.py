@@ -65,9 +65,11 @@ def test_a_header_that_is_none(tmp_path: Path, header: Any, size: int, says: str
 
 def test_a_pointer_of_git_lfs(weights: Path) -> None:
     weights.write_text("version https://git-lfs.github.com/spec/v1\noid sha256:00\nsize 90000000\n")
-    with pytest.raises(ModelError, match="is a pointer of git-lfs"):
+    with pytest.raises(ModelError) as raised:
         read_header(weights)
-    assert "git lfs pull" in problem(f"{weights}: cannot be read: whatever").suggestion
+    found = problem(str(raised.value))
+    assert found.what == f"{weights}: is a pointer of git-lfs, not the file itself"
+    assert "git lfs pull" in found.suggestion
 
 
 def test_the_bundled_model(minilm_folder: Path) -> None:
