@@ -16,7 +16,7 @@ from vecd.gateway.api.dialects.headers import MAX_TIMEOUT_MS
 from vecd.gateway.api.handlers import Claim, OperationsHandler
 from vecd.gateway.api.model_info import ModelInfo
 from vecd.gateway.api.operations import Dialect, Operation
-from vecd.gateway.api.routes import Place, Route, Table
+from vecd.gateway.api.routes import Route, Table
 from vecd.gateway.api.schemas import Schema
 
 _STATUSES = {
@@ -139,7 +139,7 @@ def _route(route: Route, model_info: ModelInfo, *, has_keys: bool) -> dict[str, 
     for status, schema in about.other_responses.items():
         content = {about.media_type: {"schema": schema}}
         responses[str(status)] = {"description": "", "headers": _REQUEST_ID, "content": content}
-    if route.place is Place.ADMIN or needs_key:
+    if route.scope == "admin" or needs_key:
         responses.update({str(status): _error(status, _STATUSES[status], ["openai"]) for status in sorted(_WITH_KEY)})
     return {**security, "tags": ["server"], "summary": about.summary, "responses": responses}
 
