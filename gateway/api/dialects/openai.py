@@ -18,7 +18,7 @@ from vecd.gateway.api.dialects import options
 from vecd.gateway.api.dialects.headers import parse_priority, parse_timeout_s, response_headers
 from vecd.gateway.api.dialects.inputs import parse_inputs
 from vecd.gateway.api.dialects.options import RequestedForm
-from vecd.gateway.api.dialects.rows import render_rows
+from vecd.gateway.api.dialects.rows import BINARY_MEDIA_TYPES, render_rows
 from vecd.gateway.api.fields import Fields, Values
 from vecd.gateway.api.model_info import ModelInfo
 from vecd.gateway.api.operations import Call, Dialect, Operation, ParsedEmbed
@@ -262,14 +262,12 @@ ERROR_SCHEMA = record(
     ),
 )
 
-BINARY_MEDIA_TYPES = ("application/octet-stream", "application/x-npy")
-
 EMBEDDINGS = Operation(
     summary="Embed texts or token ids",
     fields=FIELDS,
     embed=parse_embeddings,
     response=response_schema("embedding", "embedding", VECTOR),
-    binary_media_types=BINARY_MEDIA_TYPES,
+    binary_media_types=tuple(BINARY_MEDIA_TYPES.values()),
 )
 _MODELS = Operation(summary="List the model, by all its names", describe=list_models, response=_MODELS_RESPONSE)
 _MODEL = Operation(summary="Describe the model", describe=retrieve_model, response=_MODEL_RESPONSE)

@@ -16,7 +16,6 @@ Differences from text-embeddings-inference:
 """
 
 import re
-from collections.abc import Mapping
 from dataclasses import replace
 from functools import partial
 from itertools import pairwise
@@ -27,7 +26,7 @@ import orjson
 from vecd.gateway.api import fields, schemas
 from vecd.gateway.api.dialects.headers import parse_accept, parse_priority, parse_timeout_s, response_headers
 from vecd.gateway.api.dialects.inputs import check_id_lists, parse_inputs, parse_texts
-from vecd.gateway.api.dialects.rows import fragments_of, json_list, render_rows
+from vecd.gateway.api.dialects.rows import BINARY_MEDIA_TYPES, fragments_of, json_list, render_rows
 from vecd.gateway.api.fields import Field, Fields, Values, contradiction, json_type
 from vecd.gateway.api.model_info import ModelInfo
 from vecd.gateway.api.operations import Call, Dialect, Operation, ParsedDecode, ParsedEmbed, ParsedTokenize
@@ -133,7 +132,6 @@ PARAMETERS = Field(
     {**OPTION_FIELDS.schema(), "type": ["object", "null"]},
     partial(_read_nested, OPTION_FIELDS),
 )
-EMBED_FIELDS = Fields(INPUTS, *OPTION_FIELDS, PARAMETERS)
 
 
 class _Options:
@@ -352,7 +350,8 @@ def parse_vertex(call: Call) -> ParsedEmbed:
         ends.append(len(inputs))
     options = _Options(_read_nested(OPTION_FIELDS, written, "instances[0]"), "instances[0]")
     _check_is_json(options, "predictions are JSON")
-    request = _embed_request(call._replace(headers=_without_accept(call.headers)), options, inputs)
+    headers = {name: value for name, value in call.headers.items() if name != "accept"}  # predictions are JSON
+    request = _embed_request(call._replace(headers=headers), options, inputs)
     return ParsedEmbed(request, partial(render_predictions, ends=ends, model_info=model_info))
 
 
@@ -383,10 +382,6 @@ def _inputs_of_instance(instance: dict[str, Any], index: int, before: list[Any],
             param=INSTANCES.name,
         )
     return inputs
-
-
-def _without_accept(headers: Mapping[str, str]) -> dict[str, str]:
-    return {name: value for name, value in headers.items() if name != "accept"}
 
 
 def render_predictions(embedded: Embedded, *, ends: list[int], model_info: ModelInfo) -> Response:
@@ -461,11 +456,7 @@ def parse_decode(call: Call) -> ParsedDecode:
     if isinstance(lists[0], str):
         raise BadRequest("'ids' must be token ids, or a list of lists of them, is text", param=IDS.name)
     skips = call.values.get(SKIP_SPECIAL_TOKENS) is not False
-    return ParsedDecode(check_id_lists(lists, IDS.name), skips, render_texts)
-
-
-def render_texts(texts: list[str]) -> Response:
-    return Response(200, orjson.dumps(texts))
+    return ParsedDecode(check_id_lists(lists, IDS.name), skips, lambda texts: Response(200, orjson.dumps(texts)))
 
 
 # --- what other models do ---------------------------------------------------------------------------------------
@@ -528,21 +519,19 @@ _TOKEN = record(
     stop=nullable("integer"),
 )
 _ERROR_TYPES = ["Unhealthy", "Backend", "Overloaded", "Validation", "Tokenizer", "Empty"]
-_BINARY = ("application/octet-stream", "application/x-npy")
-
 _EMBED = Operation(
     summary="Embed texts or token ids",
-    fields=EMBED_FIELDS,
+    fields=Fields(INPUTS, *OPTION_FIELDS, PARAMETERS),
     embed=parse_embed,
     response=_VECTORS,
-    binary_media_types=_BINARY,
+    binary_media_types=tuple(BINARY_MEDIA_TYPES.values()),
 )
-_DEFAULT = Operation(
+_DEFAULT = replace(
+    _EMBED,
     summary="Embed texts or token ids, or compare texts",
     fields=Fields(INPUTS_OF_ALL, *OPTION_FIELDS, PARAMETERS),
     embed=parse_embed_or_compare,
     response=any_of(_VECTORS, _COSINES),
-    binary_media_types=_BINARY,
     claims="inputs",
 )
 

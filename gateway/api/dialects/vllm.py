@@ -4,6 +4,7 @@ Owns the shapes of `/pooling`, `/tokenize`, `/detokenize` and `/version`, and of
 body of an embeddings request. Source of the shapes: vLLM's published OpenAPI document. Errors are OpenAI's.
 """
 
+from dataclasses import replace
 from functools import partial
 
 import orjson
@@ -13,7 +14,6 @@ from vecd.gateway.api.dialects import options
 from vecd.gateway.api.dialects.headers import parse_timeout_s
 from vecd.gateway.api.dialects.inputs import parse_ids, parse_inputs
 from vecd.gateway.api.dialects.openai import (
-    BINARY_MEDIA_TYPES,
     EMBEDDINGS,
     ERROR_SCHEMA,
     INPUT,
@@ -44,7 +44,6 @@ POOLING_TASK = fields.choice(
 )
 _POOLING = Item(b"pooling", b"data")
 _PROMPT_FIELDS: tuple[Field[str], ...] = (options.PROMPT, options.PROMPT_NAME, options.INPUT_TYPE)
-POOLING_FIELDS = Fields(INPUT, *options.COMMON, POOLING_TASK)
 
 
 def parse_pooling(call: Call) -> ParsedEmbed:
@@ -101,8 +100,6 @@ RETURN_TOKEN_STRS = fields.flag(
 MESSAGES = options.refused(
     "messages", "this server takes texts, not conversations: send one in 'prompt'", nullable("array")
 )
-TOKENIZE_FIELDS = Fields(TEXT, options.MODEL, options.ADD_SPECIAL_TOKENS, RETURN_TOKEN_STRS, MESSAGES)
-DETOKENIZE_FIELDS = Fields(IDS, options.MODEL)
 
 
 def parse_tokenize(call: Call) -> ParsedTokenize:
@@ -175,32 +172,27 @@ DIALECT = Dialect(
     operations={
         "POST /pooling": Operation(
             summary="Embed texts or token ids, as a whole or token by token",
-            fields=POOLING_FIELDS,
+            fields=Fields(INPUT, *options.COMMON, POOLING_TASK),
             embed=parse_pooling,
             response=response_schema("pooling", "data", any_of(*VECTOR["anyOf"], list_of(schemas.VECTOR))),
             returns_tokens=True,
-            binary_media_types=BINARY_MEDIA_TYPES,
+            binary_media_types=EMBEDDINGS.binary_media_types,
         ),
         "POST /tokenize": Operation(
             summary="Tokenize a text, without embedding it",
-            fields=TOKENIZE_FIELDS,
+            fields=Fields(TEXT, options.MODEL, options.ADD_SPECIAL_TOKENS, RETURN_TOKEN_STRS, MESSAGES),
             reply=parse_tokenize,
             response=_TOKENIZED,
             claims=TEXT.name,
         ),
         "POST /detokenize": Operation(
             summary="The text of token ids",
-            fields=DETOKENIZE_FIELDS,
+            fields=Fields(IDS, options.MODEL),
             reply=parse_detokenize,
             response=record(prompt=schemas.STRING),
         ),
-        "POST /invocations": Operation(
-            summary="Embed texts or token ids, where SageMaker looks for it",
-            fields=EMBEDDINGS.fields,
-            embed=EMBEDDINGS.embed,
-            response=EMBEDDINGS.response,
-            claims=INPUT.name,
-            binary_media_types=BINARY_MEDIA_TYPES,
+        "POST /invocations": replace(
+            EMBEDDINGS, summary="Embed texts or token ids, where SageMaker looks for it", claims=INPUT.name
         ),
         "GET /version": Operation(
             summary="The server's version", describe=version, response=record(version=schemas.STRING)
