@@ -55,6 +55,7 @@ _TEXT_OR_TEXTS = (schemas.STRING, schemas.TEXTS)
 _IDS_OR_LISTS = (schemas.TOKEN_IDS, list_of(schemas.TOKEN_IDS, at_least=1))
 _COMPARED = record(source_sentence=schemas.STRING, sentences=schemas.TEXTS)
 
+_CUTS = {"left": Overflow.TRUNCATE_LEFT, "right": Overflow.TRUNCATE}
 _WHAT = "what is to be embedded: a text, a list of texts, token ids, or a list of lists of them"
 INPUTS = fields.anything("inputs", _WHAT, any_of(*_TEXT_OR_TEXTS, *_IDS_OR_LISTS), is_required=True, is_large=True)
 INPUTS_OF_ALL = replace(
@@ -72,7 +73,7 @@ TRUNCATE = fields.flag(
 DIRECTION = fields.choice(
     "truncation_direction",
     "which end of a text that is cut is left out; null: the server's default",
-    {name: side for side in ("left", "right") for name in (side, side.capitalize())},
+    {name: cut for side, cut in _CUTS.items() for name in (side, side.capitalize())},
 )
 PROMPT_NAME = fields.text("prompt_name", "name of one of the model's prompts, put before every text")
 NORMALIZE = fields.flag("normalize", "bring vectors to length 1", default=True)
@@ -239,17 +240,13 @@ def _tokenizing(options: _Options, model_info: ModelInfo) -> Tokenizing:
 
 def _overflow(options: _Options, model_info: ModelInfo) -> Overflow | None:
     """A direction alone does not decide whether inputs are cut; the server's default decides what is left open."""
-    truncates, direction = options.get(TRUNCATE), options.get(DIRECTION)
-    default = model_info.overflow
-    if truncates is None:
-        truncates = default in (Overflow.TRUNCATE, Overflow.TRUNCATE_LEFT)
-        if not truncates:
-            return None
-    if not truncates:
+    truncates, cut, default = options.get(TRUNCATE), options.get(DIRECTION), model_info.overflow
+    cuts_by_default = default in _CUTS.values()
+    if truncates is None and not cuts_by_default:
+        return None
+    if truncates is False:
         return Overflow.ERROR
-    if direction is None:
-        return Overflow.TRUNCATE_LEFT if default is Overflow.TRUNCATE_LEFT else Overflow.TRUNCATE
-    return Overflow.TRUNCATE_LEFT if direction == "left" else Overflow.TRUNCATE
+    return cut or (default if cuts_by_default else Overflow.TRUNCATE)
 
 
 def render_vectors(embedded: Embedded, *, model_info: ModelInfo) -> Response:

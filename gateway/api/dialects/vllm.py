@@ -11,7 +11,6 @@ import orjson
 
 from vecd.gateway.api import fields, schemas
 from vecd.gateway.api.dialects import options
-from vecd.gateway.api.dialects.headers import parse_timeout_s
 from vecd.gateway.api.dialects.inputs import parse_ids, parse_inputs
 from vecd.gateway.api.dialects.openai import (
     EMBEDDINGS,
@@ -19,7 +18,6 @@ from vecd.gateway.api.dialects.openai import (
     INPUT,
     VECTOR,
     Item,
-    read_report,
     render_error,
     render_response,
     response_schema,
@@ -50,24 +48,12 @@ def parse_pooling(call: Call) -> ParsedEmbed:
     values, model_info = call.values, call.model_info
     task = values.get(POOLING_TASK) or Output.VECTORS
     requested = options.read_form(values, call.headers)
-    normalize = options.read_normalize(values)
-    wants_report = read_report(values, requested)
-    tokenizing = options.read_tokenizing(values, model_info, options.read_prompt(values, model_info, _PROMPT_FIELDS))
-    request = EmbedRequest(
-        inputs=parse_inputs(values.get(INPUT), INPUT.name, model_info.max_inputs),
-        forms=(requested.form,),
-        priority=options.read_priority(values, call.headers),
-        timeout_s=parse_timeout_s(call.headers),
-        tokenizing=tokenizing._replace(are_ids_of_model=True),
-        output=options.output_of(normalize) if task is Output.VECTORS else task,
-        # vLLM brings the vectors of tokens to length 1 by default; those of inputs are as the model gives them.
-        normalize=normalize is not False if task.is_per_token else normalize is True,
-        dimensions=None if task.is_per_token else options.read_dimensions(values, model_info),
-        wants_report=wants_report,
+    inputs = parse_inputs(values.get(INPUT), INPUT.name, model_info.max_inputs)
+    request = options.read_request(
+        call, inputs, requested, output=task, prompt_fields=_PROMPT_FIELDS, are_ids_of_model=True
     )
     if task.is_per_token:
         _check_tokens(request, values, model_info)
-    options.check_form(request, values, model_info)
     return ParsedEmbed(request, partial(render_response, _POOLING, requested, model_info.model, call.request_id))
 
 
