@@ -95,13 +95,14 @@ SKIP_SPECIAL_TOKENS = fields.flag("skip_special_tokens", "leave the model's spec
 
 
 def _read_instances(value: Any, name: str) -> list[dict[str, Any]]:
-    instances = fields.expect(list, value, name, "a list of objects")
-    if not instances:
+    if not isinstance(value, list):
+        raise BadRequest(f"'{name}' must be a list of objects, is {json_type(value)}", param=name)
+    if not value:
         raise EmptyInput(f"'{name}' cannot be empty", param=name)
-    for index, instance in enumerate(instances):
+    for index, instance in enumerate(value):
         if not isinstance(instance, dict):
             raise BadRequest(f"'{name}[{index}]' must be an object, is {json_type(instance)}", param=name)
-    return instances
+    return value
 
 
 _TOKENIZING = (TRUNCATE, DIRECTION, PROMPT_NAME)
