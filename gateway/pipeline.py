@@ -112,7 +112,7 @@ class Pipeline:
 
     def give_up(self) -> None:
         """Fail every request that still waits for rows with a 503, because the drain's deadline is near."""
-        self.end(_shutting_down)
+        self.end(lambda: Unavailable("The server is shutting down and did not get to this request", retry_after_s=1))
 
     def end(self, make_error: Callable[[], ApiError]) -> None:
         """Fail every request that waits for rows, now or later, each with an error of its own."""
@@ -389,7 +389,3 @@ async def _unless_over(pending: PendingResult, queueing: Coroutine[Any, Any, T])
         return await task
     finally:
         task.cancel()
-
-
-def _shutting_down() -> Unavailable:
-    return Unavailable("The server is shutting down and did not get to this request", retry_after_s=1)

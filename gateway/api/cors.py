@@ -33,7 +33,7 @@ class Cors:
     def __init__(self, origins: Sequence[str]) -> None:
         """`origins`: as in `GatewayConfig.cors_origins`; empty: no page may call."""
         self._allows_any = ANY in origins
-        self.preflight_route = Route(self._handle_preflight, scope=None)
+        self.preflight_route = Route(self.respond_to_preflight, scope=None)
         """Replaces the route of the path, if the request is a preflight."""
         self._origins = frozenset(map(_as_browsers_write_it, origins))
 
@@ -46,10 +46,7 @@ class Cors:
             and self._allowed(headers) is not None
         )
 
-    async def _handle_preflight(self, context: Context, http: HttpRequest, principal: Principal) -> Response:
-        return self.preflight_response(http)
-
-    def preflight_response(self, request: HttpRequest) -> Response:
+    async def respond_to_preflight(self, context: Context, request: HttpRequest, principal: Principal) -> Response:
         """The response to a preflight. It is the same at an unknown path, or else the page could not read the 404.
 
         The requested headers are allowed by name, because "*" would leave out Authorization.

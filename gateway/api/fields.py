@@ -139,15 +139,15 @@ def anything(
     return Field(name, description, schema, lambda value, _: value, is_required, is_large)
 
 
-def expect(kind: type[T], value: Any, where: str, what: str, *, param: str | None = None, none: str = "null") -> T:
+def expect(kind: type[T], value: Any, where: str, what: str, *, none: str = "null") -> T:
     """The value, if it is of that type; never for a number, because a boolean counts as one.
 
-    Raises BadRequest, which says that `where` must be `what`, for the field `param`: `where` itself by default. `none`:
-    the word for None, "missing" for what an object should have.
+    Raises BadRequest, which says that `where` must be `what`. `none`: the word for None, "missing" for what an object
+    should have.
     """
     if not isinstance(value, kind):
         is_now = none if value is None else json_type(value)
-        raise BadRequest(f"'{where}' must be {what}, is {is_now}", param=param or where)
+        raise BadRequest(f"'{where}' must be {what}, is {is_now}", param=where)
     return value
 
 

@@ -38,11 +38,7 @@ def describe_info(context: Context, *, shows_tenants: bool) -> dict[str, Any]:
             "max_priority": config.max_priority,
             "overflow": config.overflow,
         },
-        "queue": {
-            "requests": shared_metrics.total(Gauge.REQUESTS),
-            "sequences": shared_metrics.total(Gauge.QUEUED_SEQUENCES),
-            "tokens": shared_metrics.total(Gauge.QUEUED_TOKENS),
-        },
+        "queue": describe_queue(shared_metrics),
         **({"tenants": _describe_tenants(context)} if shows_tenants else {}),
         "workers": [_describe_worker(link, shared_metrics) for link in context.links()],
         "gateway": {
@@ -124,6 +120,14 @@ def _describe_tenants(context: Context) -> dict[str, Any]:
         num_requests, queued_tokens = context.load_of(tenant)
         keys.append({"name": tenant, "requests": num_requests, "queued_tokens": queued_tokens})
     return {"present": context.num_tenants(), "keys": keys}
+
+
+def describe_queue(shared_metrics: SharedMetrics) -> dict[str, Any]:
+    return {
+        "requests": shared_metrics.total(Gauge.REQUESTS),
+        "sequences": shared_metrics.total(Gauge.QUEUED_SEQUENCES),
+        "tokens": shared_metrics.total(Gauge.QUEUED_TOKENS),
+    }
 
 
 def describe_gateways(shared_metrics: SharedMetrics) -> list[dict[str, Any]]:

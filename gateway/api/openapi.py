@@ -15,8 +15,8 @@ from typing import Any
 from vecd.gateway.api.dialects.headers import MAX_TIMEOUT_MS
 from vecd.gateway.api.handlers import Claim, OperationsHandler
 from vecd.gateway.api.model_info import ModelInfo
-from vecd.gateway.api.operations import Dialect, Operation
-from vecd.gateway.api.routes import Place, Route, Table
+from vecd.gateway.api.operations import Operation
+from vecd.gateway.api.routes import Route, Table
 from vecd.gateway.api.schemas import Schema
 
 _STATUSES = {
@@ -59,7 +59,9 @@ _PARAMETERS = (
 
 def describe_api(table: Table, model_info: ModelInfo, *, has_keys: bool) -> dict[str, Any]:
     """The document of `table`, the routes of one listener."""
-    dialects = {dialect.name: dialect for dialect in _dialects_of(table)}
+    handlers = [route.handler for methods in table.values() for route in methods.values()]
+    claims = [claim for handler in handlers if isinstance(handler, OperationsHandler) for claim in handler.claims]
+    dialects = {claim.dialect.name: claim.dialect for claim in claims}
     return {
         "openapi": "3.1.0",
         "info": {"title": "vecd", "version": model_info.version, "description": _introduction(model_info)},
@@ -89,13 +91,6 @@ def _introduction(model_info: ModelInfo) -> str:
         f"at most {model_info.max_body_bytes} bytes. A field that is null is taken for absent, one that is unknown is "
         "ignored."
     )
-
-
-def _dialects_of(table: Table) -> Iterator[Dialect]:
-    for methods in table.values():
-        for route in methods.values():
-            if isinstance(route.handler, OperationsHandler):
-                yield from (claim.dialect for claim in route.handler.claims)
 
 
 # --- paths ------------------------------------------------------------------------------------------------------
@@ -139,7 +134,7 @@ def _route(route: Route, model_info: ModelInfo, *, has_keys: bool) -> dict[str, 
     for status, schema in about.other_responses.items():
         content = {about.media_type: {"schema": schema}}
         responses[str(status)] = {"description": "", "headers": _REQUEST_ID, "content": content}
-    if route.place is Place.ADMIN or needs_key:
+    if route.scope == "admin" or needs_key:
         responses.update({str(status): _error(status, _STATUSES[status], ["openai"]) for status in sorted(_WITH_KEY)})
     return {**security, "tags": ["server"], "summary": about.summary, "responses": responses}
 

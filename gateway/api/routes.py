@@ -9,7 +9,6 @@ POST into a GET. A spelling never leads to a route with another first part, so t
 
 import re
 from collections.abc import Awaitable, Callable, Iterator, Mapping
-from enum import Enum, auto
 from functools import partial
 from typing import NamedTuple, TypeAlias
 
@@ -23,23 +22,11 @@ Handler: TypeAlias = Callable[[Context, HttpRequest, Principal], Awaitable[Respo
 """A function of `vecd.gateway.api.system_routes`, or a `vecd.gateway.api.handlers.OperationsHandler`."""
 
 
-class Place(Enum):
-    """Where a route is served."""
-
-    PUBLIC = auto()
-    BOTH = auto()
-    OPERATOR = auto()
-    """On the admin listener alone, if there is one."""
-    ADMIN = auto()
-    """Like OPERATOR, but not served at all by a server without keys and without an admin listener."""
-
-
 class Route(NamedTuple):
     handler: Handler
     scope: str | None = "embed"
-    """The scope that a key must have, one of `vecd.gateway.types.config.SCOPES`. None: no key is needed, because the
-    probes of a load balancer have none."""
-    place: Place = Place.PUBLIC
+    """The scope that a key must have: one of `vecd.gateway.types.config.SCOPES`, or ANY_SCOPE. None: no key is needed,
+    because the probes of a load balancer have none. Decides which listeners serve the route, too."""
     about: Operation | None = None
     """For the documentation, if the handler is not a `vecd.gateway.api.handlers.OperationsHandler`."""
     endpoint: int = 0
@@ -57,21 +44,21 @@ _MAX_PARTS = 16
 
 
 def public_table(table: Table, *, has_admin_listener: bool, has_keys: bool) -> Table:
-    """The routes of the public listener."""
-    places = {Place.PUBLIC, Place.BOTH}
-    if not has_admin_listener:
-        places |= {Place.OPERATOR, Place.ADMIN} if has_keys else {Place.OPERATOR}
-    return _of_places(table, places)
+    """The routes of the public listener: not the operator's if there is an admin listener, and no commands if everyone
+    could give them."""
+    if has_admin_listener:
+        return _without(table, {"metrics", "admin"})
+    return table if has_keys else _without(table, {"admin"})
 
 
 def admin_table(table: Table) -> Table:
     """The routes of the admin listener."""
-    return _of_places(table, {Place.BOTH, Place.OPERATOR, Place.ADMIN})
+    return _without(table, {"embed"})
 
 
-def _of_places(table: Table, places: set[Place]) -> Table:
+def _without(table: Table, scopes: set[str]) -> Table:
     found = {
-        path: {method: route for method, route in methods.items() if route.place in places}
+        path: {method: route for method, route in methods.items() if route.scope not in scopes}
         for path, methods in table.items()
     }
     return {path: methods for path, methods in found.items() if methods}

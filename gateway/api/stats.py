@@ -26,7 +26,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from vecd.gateway.api.context import Context
-from vecd.gateway.api.info import describe_gateways, describe_model, state_of
+from vecd.gateway.api.info import describe_gateways, describe_model, describe_queue, state_of
 from vecd.gateway.telemetry.processes import Usage
 from vecd.gateway.telemetry.shared_metrics import SharedMetrics
 from vecd.shm.shared_metrics import Counter, Gauge, Histogram, WorkerCell
@@ -85,9 +85,7 @@ def describe_stats(context: Context, usages: Mapping[str, Usage]) -> dict[str, A
             "bounds": Histogram.BATCH_FILL.bounds, **_histogram(shared_metrics, Histogram.BATCH_FILL, "sum")
         },
         "queue": {
-            "requests": shared_metrics.total(Gauge.REQUESTS),
-            "sequences": shared_metrics.total(Gauge.QUEUED_SEQUENCES),
-            "tokens": shared_metrics.total(Gauge.QUEUED_TOKENS),
+            **describe_queue(shared_metrics),
             "age_s": max(section.gauges[Gauge.QUEUE_AGE_US] for section in shared_metrics.sections) / 1e6,
         },
         "arena": {

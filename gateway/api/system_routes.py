@@ -19,7 +19,8 @@ from vecd.gateway.api import schemas
 from vecd.gateway.api.context import Context
 from vecd.gateway.api.info import INFO_SCHEMA, describe_for_tei, describe_info, state_of
 from vecd.gateway.api.operations import Operation
-from vecd.gateway.api.routes import Place, Route
+from vecd.gateway.api.routes import Handler, Route
+from vecd.gateway.api.schemas import Schema
 from vecd.gateway.api.stats import describe_stats
 from vecd.gateway.telemetry.metrics import CONTENT_TYPE, render_metrics
 from vecd.gateway.telemetry.processes import Usage
@@ -43,18 +44,15 @@ async def live(context: Context, http: HttpRequest, principal: Principal) -> Res
 async def root(context: Context, http: HttpRequest, principal: Principal) -> Response:
     """The page for a browser, and a health check for other clients: text-embeddings-inference has its health here, and
     Ollama's clients request this path first."""
-    response = await _root(context, http, principal)
+    if context.config.has_ui and "text/html" in http.headers.get("accept", ""):
+        response = _page("page.html")
+    elif context.why_unavailable() is not None:
+        response = await health(context, http, principal)
+    else:
+        response = Response(200, b"vecd is running", content_type=_TEXT)
     if context.config.has_ui:
         response.headers["vary"] = "accept"  # a cache must not answer one kind of client with the other's response
     return response
-
-
-async def _root(context: Context, http: HttpRequest, principal: Principal) -> Response:
-    if context.config.has_ui and "text/html" in http.headers.get("accept", ""):
-        return _page("page.html")
-    if context.why_unavailable() is not None:
-        return await health(context, http, principal)
-    return Response(200, b"vecd is running", content_type=_TEXT)
 
 
 async def info(context: Context, http: HttpRequest, principal: Principal) -> Response:
@@ -129,7 +127,7 @@ async def docs(context: Context, http: HttpRequest, principal: Principal) -> Res
 
 def _page(name: str) -> Response:
     page = files("vecd.gateway.api").joinpath("data", name).read_bytes()
-    return Response(200, page, dict(_PAGE_HEADERS), "text/html; charset=utf-8")
+    return Response(200, page, dict(_PAGE_HEADERS), _HTML)
 
 
 _POLICY = (
@@ -148,34 +146,35 @@ _PAGE_HEADERS = {
 
 _TEXT = "text/plain; charset=utf-8"
 
+_HTML = "text/html; charset=utf-8"
 _STATUS = schemas.record(status=schemas.STRING)
 _OBJECT = {"type": "object"}
 
-HEALTH = Operation(summary="Whether a worker can serve", response=_STATUS, other_responses={503: _STATUS})
-LIVE = Operation(summary="Whether the gateway runs", response=_STATUS)
-ROOT = Operation(summary="Whether a worker can serve", response=schemas.STRING, media_type=_TEXT)
-INFO = Operation(
-    summary="Describe the model and the limits; to operators the queue and the workers, too", response=INFO_SCHEMA
+
+def _get(
+    handler: Handler, summary: str, response: Schema, *, scope: str | None = None, media_type: str = "application/json"
+) -> dict[str, Route]:
+    return {"GET": Route(handler, scope, Operation(summary=summary, response=response, media_type=media_type))}
+
+
+_HEALTH = Route(
+    health, None, Operation(summary="Whether a worker can serve", response=_STATUS, other_responses={503: _STATUS})
 )
-STATS = Operation(summary="The whole server at this moment, as the page shows it", response=_OBJECT)
-METRICS = Operation(summary="Counters and gauges for Prometheus", response=schemas.STRING, media_type=CONTENT_TYPE)
-RELOAD = Operation(summary="Read the configuration again, as SIGHUP does", response=_STATUS, status=202)
-KEYS = Operation(summary="Limits and use of each API key", response=_OBJECT)
-OPENAPI = Operation(summary="This document", response=_OBJECT)
-DOCS = Operation(
-    summary="A page that shows this document", response=schemas.STRING, media_type="text/html; charset=utf-8"
-)
+_RELOAD = Operation(summary="Read the configuration again, as SIGHUP does", response=_STATUS, status=202)
+_INFO = "Describe the model and the limits; to operators the queue and the workers, too"
+_STATS = "The whole server at this moment, as the page shows it"
+_METRICS = "Counters and gauges for Prometheus"
 
 OWN_ROUTES = {
-    "/health": {"GET": Route(health, scope=None, place=Place.BOTH, about=HEALTH)},
-    "/ping": dict.fromkeys(("GET", "POST"), Route(health, scope=None, place=Place.BOTH, about=HEALTH)),
-    "/live": {"GET": Route(live, scope=None, place=Place.BOTH, about=LIVE)},
-    "/": {"GET": Route(root, scope=None, place=Place.BOTH, about=ROOT)},
-    "/info": {"GET": Route(info, scope=ANY_SCOPE, place=Place.BOTH, about=INFO)},
-    "/metrics": {"GET": Route(metrics, scope="metrics", place=Place.OPERATOR, about=METRICS)},
-    "/stats": {"GET": Route(stats, scope="metrics", place=Place.OPERATOR, about=STATS)},
-    "/admin/reload": {"POST": Route(reload, scope="admin", place=Place.ADMIN, about=RELOAD)},
-    "/admin/keys": {"GET": Route(keys, scope="admin", place=Place.ADMIN, about=KEYS)},
-    "/openapi.json": {"GET": Route(openapi, scope=None, place=Place.BOTH, about=OPENAPI)},
-    "/docs": {"GET": Route(docs, scope=None, place=Place.BOTH, about=DOCS)},
+    "/health": {"GET": _HEALTH},
+    "/ping": {"GET": _HEALTH, "POST": _HEALTH},
+    "/live": _get(live, "Whether the gateway runs", _STATUS),
+    "/": _get(root, "Whether a worker can serve", schemas.STRING, media_type=_TEXT),
+    "/info": _get(info, _INFO, INFO_SCHEMA, scope=ANY_SCOPE),
+    "/metrics": _get(metrics, _METRICS, schemas.STRING, scope="metrics", media_type=CONTENT_TYPE),
+    "/stats": _get(stats, _STATS, _OBJECT, scope="metrics"),
+    "/admin/reload": {"POST": Route(reload, "admin", _RELOAD)},
+    "/admin/keys": _get(keys, "Limits and use of each API key", _OBJECT, scope="admin"),
+    "/openapi.json": _get(openapi, "This document", _OBJECT),
+    "/docs": _get(docs, "A page that shows this document", schemas.STRING, media_type=_HTML),
 }

@@ -42,7 +42,9 @@ _IMAGE = "image"
 
 def _read_types(value: Any, name: str) -> tuple[str, ...]:
     """The types without repetitions, in the order of the request."""
-    for index, item in enumerate(fields.expect(list, value, name, "a list")):
+    if not isinstance(value, list):
+        raise BadRequest(f"'{name}' must be a list, is {json_type(value)}", param=name)
+    for index, item in enumerate(value):
         if not isinstance(item, str) or item not in _FORMS:
             known = ", ".join(f"'{known}'" for known in _FORMS)
             raise BadRequest(f"'{name}[{index}]' must be one of {known}, is {given(item)}", param=name)
@@ -152,22 +154,28 @@ def _texts_of(inputs: Any, name: str, max_inputs: int) -> list[str]:
     if not isinstance(inputs, list):
         what = "a list of whole numbers" if isinstance(inputs, array) else json_type(inputs)
         raise BadRequest(f"'{name}' must be a list of objects, is {what}", param=name)
-    return parse_texts([_text_of(item, index, name) for index, item in enumerate(inputs)], name, max_inputs)
+    texts = []
+    for index, item in enumerate(inputs):
+        if not isinstance(item, dict):
+            raise BadRequest(f"'{name}[{index}]' must be an object, is {json_type(item)}", param=name)
+        content, where = item.get("content"), f"{name}[{index}].content"
+        if not isinstance(content, list):
+            what = "missing" if content is None else json_type(content)
+            raise BadRequest(f"'{where}' must be a list, is {what}", param=name)
+        if len(content) != 1:
+            raise BadRequest(f"'{where}' must have 1 item, a text, has {len(content)}", param=name)
+        texts.append(_text_of(content[0], where, name))
+    return parse_texts(texts, name, max_inputs)
 
 
-def _text_of(item: Any, index: int, param: str) -> str:
-    match item:
-        case {"content": [{"type": "text", "text": str(text)}]}:
-            return text
-    content = fields.expect(dict, item, f"{param}[{index}]", "an object", param=param).get("content")
-    where = f"{param}[{index}].content"
-    parts = fields.expect(list, content, where, "a list", param=param, none="missing")
-    if len(parts) != 1:
-        raise BadRequest(f"'{where}' must have 1 item, a text, has {len(parts)}", param=param)
-    part = fields.expect(dict, parts[0], f"{where}[0]", "an object", param=param)
-    if part.get("type") != "text":
-        raise BadRequest(f"'{where}[0].type' must be 'text': this server embeds texts", param=param)
-    return fields.expect(str, part.get("text"), f"{where}[0].text", "a string", param=param)
+def _text_of(item: Any, where: str, name: str) -> Any:
+    if not isinstance(item, dict):
+        raise BadRequest(f"'{where}[0]' must be an object, is {json_type(item)}", param=name)
+    if item.get("type") != "text":
+        raise BadRequest(f"'{where}[0].type' must be 'text': this server embeds texts", param=name)
+    if not isinstance(item.get("text"), str):
+        raise BadRequest(f"'{where}[0].text' must be a string, is {json_type(item.get('text'))}", param=name)
+    return item["text"]
 
 
 def _read_prompt(values: Values, model_info: ModelInfo) -> str | None:

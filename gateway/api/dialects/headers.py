@@ -9,6 +9,7 @@ vocabularies of the token ids). Called by the dialects.
 import re
 from collections.abc import Mapping
 
+from vecd.gateway.api.dialects.rows import BINARY_MEDIA_TYPES
 from vecd.gateway.types.errors import BadRequest
 from vecd.gateway.types.quoting import quoted
 from vecd.gateway.types.request import Embedded, Encoding, Priority, Source
@@ -19,8 +20,7 @@ _PRIORITIES = {priority.name.lower(): priority for priority in Priority}
 _WHOLE_NUMBER = re.compile(r"[0-9]{1,8}")
 _QUALITY = re.compile(r"\s*q\s*=\s*(0(?:\.[0-9]{0,3})?|1(?:\.0{0,3})?)\s*", re.IGNORECASE)
 _MAX_MEDIA_RANGES = 32
-_BINARY_TYPES = {"application/octet-stream": Encoding.BYTES, "application/x-npy": Encoding.NPY}
-_MAY_BE_BINARY = re.compile("|".join(map(re.escape, _BINARY_TYPES)), re.IGNORECASE)
+_MAY_BE_BINARY = re.compile("|".join(map(re.escape, BINARY_MEDIA_TYPES.values())), re.IGNORECASE)
 _TEXTS = frozenset((Source.TEXT,))
 
 
@@ -66,7 +66,7 @@ def parse_accept(headers: Mapping[str, str]) -> Encoding | None:
     accept = accept.lower()
     qualities = dict(map(_media_range, accept.split(",", _MAX_MEDIA_RANGES)[:_MAX_MEDIA_RANGES]))
     preferred, highest = None, _quality_of("application/json", qualities)
-    for media_type, encoding in _BINARY_TYPES.items():
+    for encoding, media_type in BINARY_MEDIA_TYPES.items():
         if (quality := _quality_of(media_type, qualities)) > highest:
             preferred, highest = encoding, quality
     return preferred

@@ -3,7 +3,7 @@
 from array import array
 from typing import Any
 
-from vecd.gateway.api.fields import expect, json_type
+from vecd.gateway.api.fields import json_type
 from vecd.gateway.types.errors import BadRequest, TooManyInputs
 from vecd.gateway.types.request import TokenIds
 
@@ -59,9 +59,11 @@ def parse_texts(value: Any, name: str, max_inputs: int) -> list[str]:
     """A string or a list of strings. Raises BadRequest."""
     if isinstance(value, str):
         return [value]
-    texts = expect(list, value, name, "a string or a list of strings", none="missing")
-    _check_num(texts, name, max_inputs)
-    return _check_texts(texts, name)
+    if not isinstance(value, list):
+        given = "missing" if value is None else json_type(value)
+        raise BadRequest(f"'{name}' must be a string or a list of strings, is {given}", param=name)
+    _check_num(value, name, max_inputs)
+    return _check_texts(value, name)
 
 
 def parse_ids(value: Any, name: str) -> TokenIds:

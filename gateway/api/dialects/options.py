@@ -11,9 +11,16 @@ from itertools import combinations
 from typing import Any, NamedTuple, NoReturn, TypeVar
 
 from vecd.gateway.api import fields
-from vecd.gateway.api.dialects.headers import parse_accept, parse_priority, priority_named, priority_numbered
+from vecd.gateway.api.dialects.headers import (
+    parse_accept,
+    parse_priority,
+    parse_timeout_s,
+    priority_named,
+    priority_numbered,
+)
 from vecd.gateway.api.fields import Field, Values, contradiction, given
 from vecd.gateway.api.model_info import PURPOSES, ModelInfo
+from vecd.gateway.api.operations import Call
 from vecd.gateway.api.schemas import Schema, any_of, list_of, nullable
 from vecd.gateway.encoding.forms import Names, check_forms
 from vecd.gateway.types.errors import BadRequest
@@ -25,6 +32,7 @@ from vecd.gateway.types.request import (
     Form,
     Overflow,
     Priority,
+    TokenIds,
     Tokenizing,
 )
 from vecd.shm.output import Output
@@ -194,7 +202,7 @@ _OVERFLOW_NAMES = frozenset(
 USUAL_TOKENIZING = Tokenizing()
 
 
-def read_tokenizing(values: Values, model_info: ModelInfo, prompt: str | None) -> Tokenizing:
+def _read_tokenizing(values: Values, model_info: ModelInfo, prompt: str | None) -> Tokenizing:
     """The options of the tokenizer. Raises BadRequest."""
     if not values.has_any(_OVERFLOW_NAMES):
         return USUAL_TOKENIZING if prompt is None else Tokenizing(prompt)
@@ -251,7 +259,7 @@ TRUNCATE_DIM = _dimensions("truncate_dim", "the same, by sentence-transformers' 
 DIMENSION_FIELDS = (DIMENSIONS, OUTPUT_DIMENSION, TRUNCATE_DIM)
 
 
-def read_dimensions(values: Values, model_info: ModelInfo) -> int | None:
+def _read_dimensions(values: Values, model_info: ModelInfo) -> int | None:
     """As in `EmbedRequest.dimensions`. Raises BadRequest."""
     agreed = _agreed(values, *DIMENSION_FIELDS)
     return None if agreed is None else model_info.check_dimensions(*agreed)
@@ -265,15 +273,10 @@ USE_ACTIVATION = fields.flag("use_activation", "the same, by vLLM's name")
 NORMALIZE_FIELDS = (NORMALIZE, NORMALIZED, USE_ACTIVATION)
 
 
-def read_normalize(values: Values) -> bool | None:
+def _read_normalize(values: Values) -> bool | None:
     """Whether vectors must have length 1; None: as the model gives them. Raises BadRequest."""
     agreed = _agreed(values, *NORMALIZE_FIELDS)
     return None if agreed is None else agreed[0]
-
-
-def output_of(normalize: bool | None) -> Output:
-    """The output for a request of one vector for each input."""
-    return Output.UNNORMALIZED if normalize is False else Output.VECTORS
 
 
 # --- the form of vectors ----------------------------------------------------------------------------------------
@@ -357,10 +360,6 @@ class RequestedForm(NamedTuple):
     has_metadata: bool = False
     """The response describes its rows in vLLM's header, too."""
 
-    @property
-    def is_json(self) -> bool:
-        return self.form.encoding in (Encoding.FLOAT, Encoding.BASE64)
-
 
 _PLAIN = {name: RequestedForm(Form(encoding), name == _METADATA) for name, encoding in _ENCODINGS.items()}
 """By `encoding_format`, for requests without other fields for the form."""
@@ -401,7 +400,7 @@ def _read_dtype(values: Values, jina: tuple[str, str] | None) -> Dtype:
     return dtype
 
 
-def check_form(request: EmbedRequest, values: Values, model_info: ModelInfo) -> None:
+def _check_form(request: EmbedRequest, values: Values, model_info: ModelInfo) -> None:
     """Check that the vectors can have the requested form. Raises BadRequest, which names the field."""
     if request.forms[0].dtype is Dtype.FLOAT32 and not request.output.is_per_token:
         return  # they always can
@@ -476,12 +475,6 @@ def _read_modality(value: Any, name: str) -> None:
 MODALITY = Field("modality", "infinity's; of texts alone", {"enum": ["text", None]}, _read_modality)
 
 
-def read_priority(values: Values, headers: Mapping[str, str]) -> Priority | None:
-    """The priority in the body, or else in the header: the body is more explicit. Raises BadRequest."""
-    priority = values.get(PRIORITY)
-    return parse_priority(headers) if priority is None else priority
-
-
 COMMON: tuple[Field[Any], ...] = (
     MODEL,
     PROMPT,
@@ -502,3 +495,47 @@ COMMON: tuple[Field[Any], ...] = (
 """The fields of every operation of this kind that embeds, without its inputs."""
 RARE_NAMES = frozenset(field.name for field in (*COMMON, TASK)) - {MODEL.name, ENCODING.name, USER.name}
 """The names of all fields but those that most requests have."""
+
+# --- all together -----------------------------------------------------------------------------------------------
+
+
+def read_request(
+    call: Call,
+    inputs: list[str] | list[TokenIds],
+    requested: RequestedForm,
+    *,
+    output: Output = Output.VECTORS,
+    prompt_fields: Sequence[Field[str]] = PROMPT_FIELDS,
+    are_ids_of_model: bool = False,
+) -> EmbedRequest:
+    """The request with all its options. `output`: VECTORS, or TOKENS, which have no `dimensions`. Raises BadRequest."""
+    values, model_info = call.values, call.model_info
+    normalize, priority = _read_normalize(values), values.get(PRIORITY)
+    tokenizing = _read_tokenizing(values, model_info, read_prompt(values, model_info, prompt_fields))
+    # vLLM brings the vectors of tokens to length 1 by default; those of inputs are as the model gives them.
+    is_per_token = output.is_per_token
+    request = EmbedRequest(
+        inputs=inputs,
+        forms=(requested.form,),
+        priority=parse_priority(call.headers) if priority is None else priority,  # the body is more explicit
+        timeout_s=parse_timeout_s(call.headers),
+        tokenizing=tokenizing._replace(are_ids_of_model=True) if are_ids_of_model else tokenizing,
+        output=Output.UNNORMALIZED if normalize is False and not is_per_token else output,
+        normalize=normalize is not False if is_per_token else normalize is True,
+        dimensions=None if is_per_token else _read_dimensions(values, model_info),
+        wants_report=_read_report(values, requested),
+    )
+    _check_form(request, values, model_info)
+    return request
+
+
+def _read_report(values: Values, requested: RequestedForm) -> bool:
+    """Whether each item of the response must have a report. Raises BadRequest if the response is binary."""
+    wants_report = values.get(REPORT) is True
+    if wants_report and requested.form.encoding not in (Encoding.FLOAT, Encoding.BASE64):
+        raise BadRequest(
+            f"'{REPORT.name}' is part of a JSON answer, and this one has the encoding "
+            f"'{requested.form.encoding.value}', which leaves no place for it",
+            param=REPORT.name,
+        )
+    return wants_report

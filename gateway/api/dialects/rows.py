@@ -12,7 +12,7 @@ from vecd.gateway.types.messages import Response
 from vecd.gateway.types.request import Embedded, Encoding
 
 _HEADER_SAFE = re.compile(r"[!-~]{1,256}")
-MEDIA_TYPES = {Encoding.BYTES: "application/octet-stream", Encoding.NPY: "application/x-npy"}
+BINARY_MEDIA_TYPES = {Encoding.BYTES: "application/octet-stream", Encoding.NPY: "application/x-npy"}
 
 
 def fragments_of(embedded: Embedded, form: int = 0) -> list[bytes]:
@@ -44,4 +44,4 @@ def render_rows(matrix: Matrix, *, model: str, num_tokens: int) -> Response:
     pieces: list[bytes | memoryview] = [matrix.view()]
     if matrix.form.encoding is Encoding.NPY:
         pieces.insert(0, matrix.npy_header())
-    return Response(200, pieces, headers, MEDIA_TYPES[matrix.form.encoding])
+    return Response(200, pieces, headers, BINARY_MEDIA_TYPES[matrix.form.encoding])

@@ -16,7 +16,6 @@ Differences from text-embeddings-inference:
 """
 
 import re
-from collections.abc import Mapping
 from dataclasses import replace
 from functools import partial
 from itertools import pairwise
@@ -27,7 +26,7 @@ import orjson
 from vecd.gateway.api import fields, schemas
 from vecd.gateway.api.dialects.headers import parse_accept, parse_priority, parse_timeout_s, response_headers
 from vecd.gateway.api.dialects.inputs import check_id_lists, parse_inputs, parse_texts
-from vecd.gateway.api.dialects.rows import fragments_of, json_list, render_rows
+from vecd.gateway.api.dialects.rows import BINARY_MEDIA_TYPES, fragments_of, json_list, render_rows
 from vecd.gateway.api.fields import Field, Fields, Values, contradiction, json_type
 from vecd.gateway.api.model_info import ModelInfo
 from vecd.gateway.api.operations import Call, Dialect, Operation, ParsedDecode, ParsedEmbed, ParsedTokenize
@@ -56,6 +55,7 @@ _TEXT_OR_TEXTS = (schemas.STRING, schemas.TEXTS)
 _IDS_OR_LISTS = (schemas.TOKEN_IDS, list_of(schemas.TOKEN_IDS, at_least=1))
 _COMPARED = record(source_sentence=schemas.STRING, sentences=schemas.TEXTS)
 
+_CUTS = {"left": Overflow.TRUNCATE_LEFT, "right": Overflow.TRUNCATE}
 _WHAT = "what is to be embedded: a text, a list of texts, token ids, or a list of lists of them"
 INPUTS = fields.anything("inputs", _WHAT, any_of(*_TEXT_OR_TEXTS, *_IDS_OR_LISTS), is_required=True, is_large=True)
 INPUTS_OF_ALL = replace(
@@ -73,7 +73,7 @@ TRUNCATE = fields.flag(
 DIRECTION = fields.choice(
     "truncation_direction",
     "which end of a text that is cut is left out; null: the server's default",
-    {name: side for side in ("left", "right") for name in (side, side.capitalize())},
+    {name: cut for side, cut in _CUTS.items() for name in (side, side.capitalize())},
 )
 PROMPT_NAME = fields.text("prompt_name", "name of one of the model's prompts, put before every text")
 NORMALIZE = fields.flag("normalize", "bring vectors to length 1", default=True)
@@ -95,13 +95,14 @@ SKIP_SPECIAL_TOKENS = fields.flag("skip_special_tokens", "leave the model's spec
 
 
 def _read_instances(value: Any, name: str) -> list[dict[str, Any]]:
-    instances = fields.expect(list, value, name, "a list of objects")
-    if not instances:
+    if not isinstance(value, list):
+        raise BadRequest(f"'{name}' must be a list of objects, is {json_type(value)}", param=name)
+    if not value:
         raise EmptyInput(f"'{name}' cannot be empty", param=name)
-    for index, instance in enumerate(instances):
+    for index, instance in enumerate(value):
         if not isinstance(instance, dict):
             raise BadRequest(f"'{name}[{index}]' must be an object, is {json_type(instance)}", param=name)
-    return instances
+    return value
 
 
 _TOKENIZING = (TRUNCATE, DIRECTION, PROMPT_NAME)
@@ -133,7 +134,6 @@ PARAMETERS = Field(
     {**OPTION_FIELDS.schema(), "type": ["object", "null"]},
     partial(_read_nested, OPTION_FIELDS),
 )
-EMBED_FIELDS = Fields(INPUTS, *OPTION_FIELDS, PARAMETERS)
 
 
 class _Options:
@@ -241,17 +241,13 @@ def _tokenizing(options: _Options, model_info: ModelInfo) -> Tokenizing:
 
 def _overflow(options: _Options, model_info: ModelInfo) -> Overflow | None:
     """A direction alone does not decide whether inputs are cut; the server's default decides what is left open."""
-    truncates, direction = options.get(TRUNCATE), options.get(DIRECTION)
-    default = model_info.overflow
-    if truncates is None:
-        truncates = default in (Overflow.TRUNCATE, Overflow.TRUNCATE_LEFT)
-        if not truncates:
-            return None
-    if not truncates:
+    truncates, cut, default = options.get(TRUNCATE), options.get(DIRECTION), model_info.overflow
+    cuts_by_default = default in _CUTS.values()
+    if truncates is None and not cuts_by_default:
+        return None
+    if truncates is False:
         return Overflow.ERROR
-    if direction is None:
-        return Overflow.TRUNCATE_LEFT if default is Overflow.TRUNCATE_LEFT else Overflow.TRUNCATE
-    return Overflow.TRUNCATE_LEFT if direction == "left" else Overflow.TRUNCATE
+    return cut or (default if cuts_by_default else Overflow.TRUNCATE)
 
 
 def render_vectors(embedded: Embedded, *, model_info: ModelInfo) -> Response:
@@ -352,7 +348,8 @@ def parse_vertex(call: Call) -> ParsedEmbed:
         ends.append(len(inputs))
     options = _Options(_read_nested(OPTION_FIELDS, written, "instances[0]"), "instances[0]")
     _check_is_json(options, "predictions are JSON")
-    request = _embed_request(call._replace(headers=_without_accept(call.headers)), options, inputs)
+    headers = {name: value for name, value in call.headers.items() if name != "accept"}  # predictions are JSON
+    request = _embed_request(call._replace(headers=headers), options, inputs)
     return ParsedEmbed(request, partial(render_predictions, ends=ends, model_info=model_info))
 
 
@@ -383,10 +380,6 @@ def _inputs_of_instance(instance: dict[str, Any], index: int, before: list[Any],
             param=INSTANCES.name,
         )
     return inputs
-
-
-def _without_accept(headers: Mapping[str, str]) -> dict[str, str]:
-    return {name: value for name, value in headers.items() if name != "accept"}
 
 
 def render_predictions(embedded: Embedded, *, ends: list[int], model_info: ModelInfo) -> Response:
@@ -461,11 +454,7 @@ def parse_decode(call: Call) -> ParsedDecode:
     if isinstance(lists[0], str):
         raise BadRequest("'ids' must be token ids, or a list of lists of them, is text", param=IDS.name)
     skips = call.values.get(SKIP_SPECIAL_TOKENS) is not False
-    return ParsedDecode(check_id_lists(lists, IDS.name), skips, render_texts)
-
-
-def render_texts(texts: list[str]) -> Response:
-    return Response(200, orjson.dumps(texts))
+    return ParsedDecode(check_id_lists(lists, IDS.name), skips, lambda texts: Response(200, orjson.dumps(texts)))
 
 
 # --- what other models do ---------------------------------------------------------------------------------------
@@ -528,21 +517,19 @@ _TOKEN = record(
     stop=nullable("integer"),
 )
 _ERROR_TYPES = ["Unhealthy", "Backend", "Overloaded", "Validation", "Tokenizer", "Empty"]
-_BINARY = ("application/octet-stream", "application/x-npy")
-
 _EMBED = Operation(
     summary="Embed texts or token ids",
-    fields=EMBED_FIELDS,
+    fields=Fields(INPUTS, *OPTION_FIELDS, PARAMETERS),
     embed=parse_embed,
     response=_VECTORS,
-    binary_media_types=_BINARY,
+    binary_media_types=tuple(BINARY_MEDIA_TYPES.values()),
 )
-_DEFAULT = Operation(
+_DEFAULT = replace(
+    _EMBED,
     summary="Embed texts or token ids, or compare texts",
     fields=Fields(INPUTS_OF_ALL, *OPTION_FIELDS, PARAMETERS),
     embed=parse_embed_or_compare,
     response=any_of(_VECTORS, _COSINES),
-    binary_media_types=_BINARY,
     claims="inputs",
 )
 

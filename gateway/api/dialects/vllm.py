@@ -4,22 +4,20 @@ Owns the shapes of `/pooling`, `/tokenize`, `/detokenize` and `/version`, and of
 body of an embeddings request. Source of the shapes: vLLM's published OpenAPI document. Errors are OpenAI's.
 """
 
+from dataclasses import replace
 from functools import partial
 
 import orjson
 
 from vecd.gateway.api import fields, schemas
 from vecd.gateway.api.dialects import options
-from vecd.gateway.api.dialects.headers import parse_timeout_s
 from vecd.gateway.api.dialects.inputs import parse_ids, parse_inputs
 from vecd.gateway.api.dialects.openai import (
-    BINARY_MEDIA_TYPES,
     EMBEDDINGS,
     ERROR_SCHEMA,
     INPUT,
     VECTOR,
     Item,
-    read_report,
     render_error,
     render_response,
     response_schema,
@@ -44,31 +42,18 @@ POOLING_TASK = fields.choice(
 )
 _POOLING = Item(b"pooling", b"data")
 _PROMPT_FIELDS: tuple[Field[str], ...] = (options.PROMPT, options.PROMPT_NAME, options.INPUT_TYPE)
-POOLING_FIELDS = Fields(INPUT, *options.COMMON, POOLING_TASK)
 
 
 def parse_pooling(call: Call) -> ParsedEmbed:
     values, model_info = call.values, call.model_info
     task = values.get(POOLING_TASK) or Output.VECTORS
     requested = options.read_form(values, call.headers)
-    normalize = options.read_normalize(values)
-    wants_report = read_report(values, requested)
-    tokenizing = options.read_tokenizing(values, model_info, options.read_prompt(values, model_info, _PROMPT_FIELDS))
-    request = EmbedRequest(
-        inputs=parse_inputs(values.get(INPUT), INPUT.name, model_info.max_inputs),
-        forms=(requested.form,),
-        priority=options.read_priority(values, call.headers),
-        timeout_s=parse_timeout_s(call.headers),
-        tokenizing=tokenizing._replace(are_ids_of_model=True),
-        output=options.output_of(normalize) if task is Output.VECTORS else task,
-        # vLLM brings the vectors of tokens to length 1 by default; those of inputs are as the model gives them.
-        normalize=normalize is not False if task.is_per_token else normalize is True,
-        dimensions=None if task.is_per_token else options.read_dimensions(values, model_info),
-        wants_report=wants_report,
+    inputs = parse_inputs(values.get(INPUT), INPUT.name, model_info.max_inputs)
+    request = options.read_request(
+        call, inputs, requested, output=task, prompt_fields=_PROMPT_FIELDS, are_ids_of_model=True
     )
     if task.is_per_token:
         _check_tokens(request, values, model_info)
-    options.check_form(request, values, model_info)
     return ParsedEmbed(request, partial(render_response, _POOLING, requested, model_info.model, call.request_id))
 
 
@@ -101,8 +86,6 @@ RETURN_TOKEN_STRS = fields.flag(
 MESSAGES = options.refused(
     "messages", "this server takes texts, not conversations: send one in 'prompt'", nullable("array")
 )
-TOKENIZE_FIELDS = Fields(TEXT, options.MODEL, options.ADD_SPECIAL_TOKENS, RETURN_TOKEN_STRS, MESSAGES)
-DETOKENIZE_FIELDS = Fields(IDS, options.MODEL)
 
 
 def parse_tokenize(call: Call) -> ParsedTokenize:
@@ -175,32 +158,27 @@ DIALECT = Dialect(
     operations={
         "POST /pooling": Operation(
             summary="Embed texts or token ids, as a whole or token by token",
-            fields=POOLING_FIELDS,
+            fields=Fields(INPUT, *options.COMMON, POOLING_TASK),
             embed=parse_pooling,
             response=response_schema("pooling", "data", any_of(*VECTOR["anyOf"], list_of(schemas.VECTOR))),
             returns_tokens=True,
-            binary_media_types=BINARY_MEDIA_TYPES,
+            binary_media_types=EMBEDDINGS.binary_media_types,
         ),
         "POST /tokenize": Operation(
             summary="Tokenize a text, without embedding it",
-            fields=TOKENIZE_FIELDS,
+            fields=Fields(TEXT, options.MODEL, options.ADD_SPECIAL_TOKENS, RETURN_TOKEN_STRS, MESSAGES),
             reply=parse_tokenize,
             response=_TOKENIZED,
             claims=TEXT.name,
         ),
         "POST /detokenize": Operation(
             summary="The text of token ids",
-            fields=DETOKENIZE_FIELDS,
+            fields=Fields(IDS, options.MODEL),
             reply=parse_detokenize,
             response=record(prompt=schemas.STRING),
         ),
-        "POST /invocations": Operation(
-            summary="Embed texts or token ids, where SageMaker looks for it",
-            fields=EMBEDDINGS.fields,
-            embed=EMBEDDINGS.embed,
-            response=EMBEDDINGS.response,
-            claims=INPUT.name,
-            binary_media_types=BINARY_MEDIA_TYPES,
+        "POST /invocations": replace(
+            EMBEDDINGS, summary="Embed texts or token ids, where SageMaker looks for it", claims=INPUT.name
         ),
         "GET /version": Operation(
             summary="The server's version", describe=version, response=record(version=schemas.STRING)
