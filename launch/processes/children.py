@@ -293,19 +293,11 @@ class ForkServer:
         failure: with a try for each worker, each would wait for those of the others."""
         if self._process is not None:
             return self._process.channel
-        if self._starting is None:
-            self._starting = asyncio.create_task(self._run())
+        if self._starting is None or self._starting.done():
+            self._starting = asyncio.create_task(self._start())
         starting = self._starting
         await asyncio.wait([starting])  # unlike awaiting it, leaves it alone when this caller is cancelled
         return starting.result().channel
-
-    async def _run(self) -> Process:
-        try:
-            process = self._process = await self._start()
-            self._reader = asyncio.create_task(self._read(process))
-            return process
-        finally:
-            self._starting = None
 
     async def _start(self) -> Process:
         try:
@@ -326,6 +318,8 @@ class ForkServer:
                     raise ChildDied(f"the fork server does not start: {error}") from error
             raise
         self._has_been_ready = True
+        self._process = process
+        self._reader = asyncio.create_task(self._read(process))
         return process
 
     async def _read(self, process: Process) -> None:
