@@ -29,10 +29,10 @@ def main(kind: str, *arguments: str) -> int:
             return _answer(answer_fd, lambda answer: _fetch(model, revision, answer))
         case "convert", folder, vocab_size, answer_fd:
             return _answer(answer_fd, lambda answer: _convert(folder, vocab_size, answer))
-        case "choose", answer_fd:
-            from vecd.workers.process.selection_process import serve as choose
+        case "select", answer_fd:
+            from vecd.workers.process.selection_process import serve as select
 
-            return choose(sys.stdin.read(), int(answer_fd))
+            return select(sys.stdin.read(), int(answer_fd))
         case "check", answer_fd:
             from vecd.workers.check.run import serve as check
 

@@ -215,7 +215,7 @@ def _order(
         sentence_transformers = ""
     return Order(
         config=plan.workers[0],
-        select_command=self_command("choose"),
+        select_command=self_command("select"),
         texts=texts,
         sequences=sequences,
         num_parameters=model.num_parameters,

@@ -278,4 +278,4 @@ def _fork_server_start(plan: Plan) -> ForkServerStart:
         return ForkServerStart(os.getpid(), [], log_level=level, log_format=log_format)
     modules = modules_to_preload(plan.card.model_type, config.engine)
     shared = config.to_json() if config.device == "cpu" else None
-    return ForkServerStart(os.getpid(), modules, shared, self_command("choose"), level, log_format)
+    return ForkServerStart(os.getpid(), modules, shared, self_command("select"), level, log_format)

@@ -83,7 +83,7 @@ def serve(order_text: str, response_fd: int) -> int:
     order = json.loads(order_text)
     if not die_with_parent(order["parent_pid"]):
         return 0
-    set_process_name("vecd-choose")
+    set_process_name("vecd-select")
     volunteer_for_oom_kill()
     config = WorkerConfig.from_json(order["config"])
     logs.configure("choosing", config.log_level, config.log_format)
