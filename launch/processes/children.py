@@ -12,8 +12,8 @@ import signal
 import socket
 import subprocess
 import tempfile
-from collections.abc import Awaitable, Callable, Iterator, Sequence
-from contextlib import contextmanager, suppress
+from collections.abc import Awaitable, Callable, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -120,6 +120,14 @@ class Process:
 
     def __post_init__(self) -> None:
         _waited_for.add(self.pid)
+
+    def __enter__(self) -> "Process":
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        """Kill the process and close its descriptors."""
+        self.kill()
+        self.close()
 
     def close(self) -> None:
         """Side effect: a process that has not been reaped by now is left to `reap_orphans`."""
@@ -371,16 +379,6 @@ class ForkServer:
                 future.exception()  # retrieved: no coroutine may be waiting
         self._exited.clear()
         await process.ended()
-        process.close()
-
-
-@contextmanager
-def killed_after(process: Process) -> Iterator[None]:
-    """Kill the process and close its descriptors when the block ends, in whatever way."""
-    try:
-        yield
-    finally:
-        process.kill()
         process.close()
 
 
