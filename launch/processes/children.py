@@ -154,14 +154,13 @@ async def _readable(fd: int) -> None:
 
 def spawn(name: str, command: str) -> Process:
     """Start this program again as a child with a control channel. Raises OSError when no process can be started."""
-    environment = child_environment()
     ours, theirs = Channel.pair()
     try:
         popen = subprocess.Popen(
             [*self_command(command), str(theirs.fileno())],
             pass_fds=[theirs.fileno()],
             stdin=subprocess.DEVNULL,
-            env=environment,
+            env=child_environment(),
         )
     except OSError:
         ours.close()
