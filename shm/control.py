@@ -217,7 +217,7 @@ class ForkServerStart(Message):
     config: dict[str, Any] | None = None
     """A `vecd.workers.config.WorkerConfig` as plain JSON values, whose engine the workers will share; None: each loads
     its own, because what is on an accelerator does not survive a fork."""
-    choose_command: list[str] = field(default_factory=list)
+    selection_command: list[str] = field(default_factory=list)
     """The command line of `vecd.workers.process.selection_process.serve`, but for its descriptor."""
     log_level: str = "info"
     log_format: str = "text"

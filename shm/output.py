@@ -27,8 +27,7 @@ class ModelSizes(Protocol):
 class Output(IntEnum):
     """One output. The value is its code in a batch message.
 
-    A row of a slot has `dim` floats. An output's rows begin with floats of their own, as many as `width_of` says; zeros
-    fill the rest.
+    A row of a slot has `dim` floats. The first `width_of` floats of a row are the output's own; zeros fill the rest.
     """
 
     is_per_token: bool

@@ -107,7 +107,7 @@ class Done:
     number: int
     slot: int
     num_rows: int
-    """Written: as many as `Output.num_rows` says of each sequence."""
+    """Rows written: the sum of `Output.num_rows` over the sequences."""
     compute_us: int
     """Microseconds from reading the batch to its last row."""
     num_padding_tokens: int = 0

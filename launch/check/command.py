@@ -158,7 +158,7 @@ def _fill(report: Report, settings: Settings, texts: list[str], seconds: float, 
         compared, sequences = _tokenize(plan, report, texts, timeout_s, show)
         order = Order(
             config=plan.workers[0],
-            select_command=self_command("choose"),
+            select_command=self_command("select"),
             texts=compared,
             sequences=sequences,
             num_parameters=report.model.num_parameters,

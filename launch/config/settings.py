@@ -15,7 +15,7 @@ from typing import Annotated, Any, Literal
 from urllib.parse import urlsplit
 
 from dotenv import dotenv_values
-from pydantic import Field, SecretStr, ValidationError, field_validator
+from pydantic import AfterValidator, BeforeValidator, Field, SecretStr, ValidationError
 from pydantic_core import ErrorDetails
 from pydantic_settings import (
     BaseSettings,
@@ -38,9 +38,59 @@ _ORIGIN = re.compile(
     r"[a-z][a-z0-9+.-]*://(?:[a-z0-9_][a-z0-9._-]*|\[[0-9a-f:.]+\])(?::(?P<port>[0-9]{1,5}))?", re.ASCII | re.IGNORECASE
 )
 
+
+def _engine_name(engine: object) -> object:
+    return "dummy" if engine == "weightless" else engine  # its name before, still accepted
+
+
+def _check_origins(origins: str) -> str:
+    names = [name.strip() for name in origins.split(",") if name.strip()]
+    for name in names:
+        match = _ORIGIN.fullmatch(name)
+        if not (name in ("*", "null") or (match and int(match["port"] or 0) < 65536)):
+            raise ValueError(
+                f"{name!r} is not an origin: a scheme and a host, and a port if there is one, as in "
+                "https://example.com or http://localhost:3000; no path, and no * within it"
+            )
+    if "*" in names and len(names) > 1:
+        raise ValueError("* allows every origin: name no other beside it")
+    return origins
+
+
+def _check_collector(url: str) -> str:
+    if not url:
+        return url
+    try:
+        parts = urlsplit(url)
+        is_right = parts.scheme in ("http", "https") and bool(parts.hostname) and parts.port != 0
+    except ValueError:  # a port that is no number
+        is_right = False
+    if not is_right or parts.query or parts.fragment:
+        raise ValueError("is not the URL of a collector: http or https, a host, and a port if there is one")
+    if parts.username is not None or parts.password is not None:
+        raise ValueError("must not have a password in it: OTEL_EXPORTER_OTLP_HEADERS is for credentials")
+    return url
+
+
+def _check_open(fd: int) -> int:
+    try:
+        os.fstat(fd)
+    except OSError:
+        raise ValueError("is not an open file descriptor") from None
+    return fd
+
+
+def _check_secret(key: SecretStr) -> SecretStr:
+    if not key.get_secret_value().strip():
+        raise ValueError("must not be blank")
+    return key
+
+
+_Path = Annotated[Path, AfterValidator(Path.absolute)]
 _Port = Annotated[int, Field(ge=0, le=65535)]
 _Positive = Annotated[int, Field(ge=1)]
 _Seconds = Annotated[float, Field(gt=0, le=86_400)]
+_Secret = Annotated[SecretStr, AfterValidator(_check_secret)]
 
 
 class Settings(BaseSettings):
@@ -65,14 +115,14 @@ class Settings(BaseSettings):
     )
     host: str = Field("127.0.0.1", description="address to listen on")
     port: _Port = Field(8000, description="port to listen on; 0 takes a free one")
-    uds: Path | None = Field(None, description="listen on this unix socket instead of host and port")
+    uds: _Path | None = Field(None, description="listen on this unix socket instead of host and port")
     admin_host: str = Field("127.0.0.1", description="address of --admin-port")
     admin_port: _Port | None = Field(
         None, description="serve /metrics, /info and /admin on this port instead of the public one; 0 takes a free one"
     )
-    admin_uds: Path | None = Field(None, description="serve /metrics, /info and /admin on this unix socket instead")
-    tls_cert: Path | None = Field(None, description="serve HTTPS with this certificate chain (PEM)")
-    tls_key: Path | None = Field(None, description="private key of --tls-cert (PEM, without a passphrase)")
+    admin_uds: _Path | None = Field(None, description="serve /metrics, /info and /admin on this unix socket instead")
+    tls_cert: _Path | None = Field(None, description="serve HTTPS with this certificate chain (PEM)")
+    tls_key: _Path | None = Field(None, description="private key of --tls-cert (PEM, without a passphrase)")
     workers: Annotated[int, Field(ge=1, le=1024)] | Literal["auto"] = Field(
         "auto", description="worker processes; auto: one per core the process may use, or one per GPU"
     )
@@ -92,7 +142,7 @@ class Settings(BaseSettings):
         description="number format of the forward pass; auto: bfloat16 where the processor or GPU computes it "
         "natively and the vectors agree with float32's, else float32. int8: faster, but less exact vectors",
     )
-    engine: Literal["auto", "fused", "packed", "padded", "dummy"] = Field(
+    engine: Annotated[Literal["auto", "fused", "packed", "padded", "dummy"], BeforeValidator(_engine_name)] = Field(
         "auto",
         description="implementation of the forward pass; auto: the fastest one whose vectors agree with the reference "
         "model's. dummy: no model, made-up vectors, for tests",
@@ -140,7 +190,7 @@ class Settings(BaseSettings):
         False,
         description="allow dimensions below the model's own, even if its config does not declare support for them",
     )
-    quantization_ranges: Path | None = Field(
+    quantization_ranges: _Path | None = Field(
         None,
         description="NumPy file, float32 [2, dimensions]: minimum and maximum of each dimension, for int8 and uint8",
     )
@@ -167,20 +217,20 @@ class Settings(BaseSettings):
     )
     model_aliases: str = Field("", description="other names that requests may use for the model: NAME,NAME")
     strict_model: bool = Field(False, description="refuse requests that name another model; default: accept any name")
-    cors_origins: str = Field(
+    cors_origins: Annotated[str, AfterValidator(_check_origins)] = Field(
         "", description="origins whose web pages may call the server: ORIGIN,ORIGIN, or *; default: none"
     )
     tei_metrics: bool = Field(False, description="/metrics also returns text-embeddings-inference's metrics (te_*)")
     ui: bool = Field(True, description="serve browsers a page with live figures and a playground at /; --no-ui: do not")
     revision: str = Field("", description="branch, tag or commit of a hub model")
-    api_key: SecretStr | None = Field(None, description="key that clients must send")
-    api_keys: SecretStr | None = Field(
+    api_key: _Secret | None = Field(None, description="key that clients must send")
+    api_keys: _Secret | None = Field(
         None, description="several keys, with names: NAME=KEY,NAME=KEY; see --keys-file for limits and scopes"
     )
-    keys_file: Path | None = Field(
+    keys_file: _Path | None = Field(
         None, description="TOML file of keys with their limits and scopes; read again when it changes"
     )
-    cache_dir: Path | None = Field(
+    cache_dir: _Path | None = Field(
         None,
         description="cache directory for engine selections and converted tokenizers; default: vecd in the user's cache",
     )
@@ -191,7 +241,7 @@ class Settings(BaseSettings):
         description="maximum request lines per second and gateway in the log; further requests are only counted. "
         "Requests that the server failed have a limit of their own",
     )
-    otlp_endpoint: str = Field(
+    otlp_endpoint: Annotated[str, AfterValidator(_check_collector)] = Field(
         "",
         description="URL of an OpenTelemetry collector to send spans to, by OTLP over HTTP (needs vecd[otel]); "
         "http://localhost:4318, for example",
@@ -201,17 +251,10 @@ class Settings(BaseSettings):
         description="with --otlp-endpoint: share of the requests without a traceparent that are traced. For a request "
         "with one, its sampled flag decides",
     )
-    config: Path | None = Field(None, description="TOML file with any of these settings")
-    ready_fd: Annotated[int, Field(ge=3)] | None = Field(
+    config: _Path | None = Field(None, description="TOML file with any of these settings")
+    ready_fd: Annotated[int, Field(ge=3), AfterValidator(_check_open)] | None = Field(
         None, description="file descriptor to which one line of JSON is written when the server is ready"
     )
-
-    @field_validator(
-        "uds", "admin_uds", "tls_cert", "tls_key", "keys_file", "quantization_ranges", "config", "cache_dir"
-    )
-    @classmethod
-    def _absolute(cls, path: Path | None) -> Path | None:
-        return None if path is None else path.absolute()
 
     @property
     def cache_folder(self) -> Path:
@@ -231,59 +274,6 @@ class Settings(BaseSettings):
         except RuntimeError:  # a user without a home directory, as some containers have
             home = Path("/var/cache")
         return home / ".cache" / "vecd"
-
-    @field_validator("engine", mode="before")
-    @classmethod
-    def _by_its_name(cls, engine: object) -> object:
-        return "dummy" if engine == "weightless" else engine  # its name before, still accepted
-
-    @field_validator("cors_origins")
-    @classmethod
-    def _are_origins(cls, origins: str) -> str:
-        names = [name.strip() for name in origins.split(",") if name.strip()]
-        for name in names:
-            match = _ORIGIN.fullmatch(name)
-            if not (name in ("*", "null") or (match and int(match["port"] or 0) < 65536)):
-                raise ValueError(
-                    f"{name!r} is not an origin: a scheme and a host, and a port if there is one, as in "
-                    "https://example.com or http://localhost:3000; no path, and no * within it"
-                )
-        if "*" in names and len(names) > 1:
-            raise ValueError("* allows every origin: name no other beside it")
-        return origins
-
-    @field_validator("otlp_endpoint")
-    @classmethod
-    def _is_collector(cls, url: str) -> str:
-        if not url:
-            return url
-        try:
-            parts = urlsplit(url)
-            is_right = parts.scheme in ("http", "https") and bool(parts.hostname) and parts.port != 0
-        except ValueError:  # a port that is no number
-            is_right = False
-        if not is_right or parts.query or parts.fragment:
-            raise ValueError("is not the URL of a collector: http or https, a host, and a port if there is one")
-        if parts.username is not None or parts.password is not None:
-            raise ValueError("must not have a password in it: OTEL_EXPORTER_OTLP_HEADERS is for credentials")
-        return url
-
-    @field_validator("ready_fd")
-    @classmethod
-    def _is_open(cls, fd: int | None) -> int | None:
-        try:
-            if fd is not None:
-                os.fstat(fd)
-        except OSError:
-            raise ValueError("is not an open file descriptor") from None
-        return fd
-
-    @field_validator("api_key", "api_keys")
-    @classmethod
-    def _not_blank(cls, key: SecretStr | None) -> SecretStr | None:
-        if key is not None and not key.get_secret_value().strip():
-            raise ValueError("must not be blank")
-        return key
 
     @classmethod
     def settings_customise_sources(

@@ -34,25 +34,17 @@ def with_tokenizer(card: ModelCard, model: str, cache_folder: Path) -> ModelCard
     be written.
     """
     if card.tokenizer_file:
-        return _held_open(card, _open(card.tokenizer_file))
-    cached = cache_folder / "tokenizers" / _key(Path(card.weights_folder)) / "tokenizer.json"
+        path = Path(card.tokenizer_file)
+    else:
+        path = cache_folder / "tokenizers" / _key(Path(card.weights_folder)) / "tokenizer.json"
     try:
-        fd = os.open(cached, os.O_RDONLY | os.O_CLOEXEC)
-    except OSError:
+        fd = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
+    except OSError as error:
+        if card.tokenizer_file:
+            raise ModelError(f"{path}: cannot be read: {error.strerror}") from None
         logs.say(f"converting the tokenizer of {model} (once)")
         fd = _convert(card)
-        _store(fd, cached)
-    return _held_open(card, fd)
-
-
-def _open(path: str) -> int:
-    try:
-        return os.open(path, os.O_RDONLY | os.O_CLOEXEC)
-    except OSError as error:
-        raise ModelError(f"{path}: cannot be read: {error.strerror}") from None
-
-
-def _held_open(card: ModelCard, fd: int) -> ModelCard:
+        _store(fd, path)
     return replace(card, tokenizer_file=f"/proc/{os.getpid()}/fd/{fd}")
 
 

@@ -12,8 +12,8 @@ import signal
 import socket
 import subprocess
 import tempfile
-from collections.abc import Awaitable, Callable, Iterator, Sequence
-from contextlib import contextmanager, suppress
+from collections.abc import Awaitable, Callable, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -121,6 +121,14 @@ class Process:
     def __post_init__(self) -> None:
         _waited_for.add(self.pid)
 
+    def __enter__(self) -> "Process":
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        """Kill the process and close its descriptors."""
+        self.kill()
+        self.close()
+
     def close(self) -> None:
         """Side effect: a process that has not been reaped by now is left to `reap_orphans`."""
         _waited_for.discard(self.pid)
@@ -146,14 +154,13 @@ async def _readable(fd: int) -> None:
 
 def spawn(name: str, command: str) -> Process:
     """Start this program again as a child with a control channel. Raises OSError when no process can be started."""
-    environment = child_environment()
     ours, theirs = Channel.pair()
     try:
         popen = subprocess.Popen(
             [*self_command(command), str(theirs.fileno())],
             pass_fds=[theirs.fileno()],
             stdin=subprocess.DEVNULL,
-            env=environment,
+            env=child_environment(),
         )
     except OSError:
         ours.close()
@@ -293,19 +300,11 @@ class ForkServer:
         failure: with a try for each worker, each would wait for those of the others."""
         if self._process is not None:
             return self._process.channel
-        if self._starting is None:
-            self._starting = asyncio.create_task(self._run())
+        if self._starting is None or self._starting.done():
+            self._starting = asyncio.create_task(self._start())
         starting = self._starting
         await asyncio.wait([starting])  # unlike awaiting it, leaves it alone when this caller is cancelled
         return starting.result().channel
-
-    async def _run(self) -> Process:
-        try:
-            process = self._process = await self._start()
-            self._reader = asyncio.create_task(self._read(process))
-            return process
-        finally:
-            self._starting = None
 
     async def _start(self) -> Process:
         try:
@@ -326,6 +325,8 @@ class ForkServer:
                     raise ChildDied(f"the fork server does not start: {error}") from error
             raise
         self._has_been_ready = True
+        self._process = process
+        self._reader = asyncio.create_task(self._read(process))
         return process
 
     async def _read(self, process: Process) -> None:
@@ -377,16 +378,6 @@ class ForkServer:
                 future.exception()  # retrieved: no coroutine may be waiting
         self._exited.clear()
         await process.ended()
-        process.close()
-
-
-@contextmanager
-def killed_after(process: Process) -> Iterator[None]:
-    """Kill the process and close its descriptors when the block ends, in whatever way."""
-    try:
-        yield
-    finally:
-        process.kill()
         process.close()
 
 

@@ -43,7 +43,7 @@ class FileAccess:
         function: Callable[[], T],
         *,
         timeout_s: float = TIMEOUT_S,
-        discard: Callable[[T], None] = lambda result: None,
+        discard: Callable[[T], object] = lambda result: None,
     ) -> T:
         """Call `function` in a thread; returns what it returns, and raises what it raises.
 
@@ -60,30 +60,31 @@ class FileAccess:
                 await lock.acquire()
                 ended = self._start(function, lock, files)
                 try:
-                    result, error = await asyncio.shield(ended)
+                    await asyncio.wait([ended])  # unlike awaiting it, neither cancels it nor raises its error
                 except BaseException:
-                    ended.add_done_callback(lambda _: _discard(ended.result(), discard))
+                    ended.add_done_callback(lambda _: ended.exception() or discard(ended.result()))
                     raise
-        except TimeoutError:  # of this deadline: errors of the function are returned
+        except TimeoutError:  # of this deadline
             if files not in self._hanging and lock.locked():
                 self._hanging.add(files)
                 log.error("%s: the file system has not responded within %g s", files, timeout_s)
             raise FilesHang(f"{files}: the file system has not responded within {timeout_s:g} s") from None
-        if error is not None:
-            raise error
-        return result  # type: ignore[no-any-return]
+        return ended.result()
 
-    def _start(self, function: Callable[[], Any], lock: asyncio.Lock, files: str) -> "asyncio.Future[_Ended]":
-        """The function's result and error, of which one is None. Side effect: the lock is released at its end."""
+    def _start(self, function: Callable[[], T], lock: asyncio.Lock, files: str) -> "asyncio.Future[T]":
+        """The function's result or error. Side effect: the lock is released at its end."""
         loop = asyncio.get_running_loop()
-        ended: asyncio.Future[_Ended] = loop.create_future()
+        ended: asyncio.Future[T] = loop.create_future()
 
         def finish(result: Any, error: BaseException | None) -> None:
             lock.release()
             if files in self._hanging:
                 self._hanging.discard(files)
                 log.info("%s: the file system responds again", files)
-            ended.set_result((result, error))
+            if error is None:
+                ended.set_result(result)
+            else:
+                ended.set_exception(error)
 
         def work() -> None:
             result, error = None, None
@@ -99,12 +100,3 @@ class FileAccess:
         except RuntimeError as error:  # no process of this user may start another thread now
             finish(None, FilesHang(f"{files}: {error}"))
         return ended
-
-
-_Ended = tuple[Any, BaseException | None]
-
-
-def _discard(ended: _Ended, discard: Callable[[Any], None]) -> None:
-    result, error = ended
-    if error is None:
-        discard(result)

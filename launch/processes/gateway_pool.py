@@ -22,7 +22,7 @@ from dataclasses import asdict, dataclass, field, replace
 from vecd.gateway.types.config import ApiKey
 from vecd.launch.base.exit_codes import ChildDied, StartFailure
 from vecd.launch.processes.backoff import Backoff
-from vecd.launch.processes.children import Process, System, killed_after
+from vecd.launch.processes.children import Process, System
 from vecd.launch.processes.worker_pool import WorkerPool
 from vecd.shm.control import (
     Activate,
@@ -176,7 +176,7 @@ class GatewayPool:
             process = self._system.spawn(self._name(index), "gateway")
         except OSError as error:
             return f"cannot be started: {error}", None
-        with killed_after(process):
+        with process:
             known = {self.active}
             link = self.links[index] = Link(index, process, self.active, _now(), known=known, prepared=set(known))
             try:

@@ -9,7 +9,6 @@ import asyncio
 import logging
 import os
 import socket
-from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any, Protocol
 
@@ -17,7 +16,7 @@ from vecd.launch.base.exit_codes import ChildDied, StartFailure, first_of
 from vecd.launch.base.programs import self_command
 from vecd.launch.config.plan import Plan
 from vecd.launch.processes.backoff import Backoff
-from vecd.launch.processes.children import Process, System, killed_after
+from vecd.launch.processes.children import Process, System
 from vecd.launch.processes.file_access import FilesHang
 from vecd.shm.arena import create_arena
 from vecd.shm.control import ForkServerStart, WorkerReady
@@ -200,7 +199,7 @@ class WorkerPool:
                 process = await self._fork_server.fork(incarnation, config, arena_fd, addresses)
             except (ChildDied, OSError) as error:
                 return f"could not be forked: {error}", None
-            with killed_after(process):
+            with process:
                 try:
                     ready = await self._await_ready(process)
                 except ChildDied as error:
@@ -249,7 +248,9 @@ class WorkerPool:
                 raise
             raise ChildDied(f"cannot start: {failure}") from failure
         assert isinstance(ready, WorkerReady), ready
-        self._on_warnings(ready.warnings)
+        if not self._has_been_ready:
+            for warning in ready.warnings:
+                self._observer.on_warning(self, warning)
         return ready
 
     # --- what the operator sees -----------------------------------------------------------------------------
@@ -263,11 +264,6 @@ class WorkerPool:
         if not self._has_been_ready:
             self._observer.on_stage(self, stage)
 
-    def _on_warnings(self, warnings: Sequence[str]) -> None:
-        if not self._has_been_ready:
-            for warning in warnings:
-                self._observer.on_warning(self, warning)
-
 
 def _fork_server_start(plan: Plan) -> ForkServerStart:
     """The fork server's configuration. Workers share an engine for processors, which it loads; one for a GPU each
@@ -278,4 +274,4 @@ def _fork_server_start(plan: Plan) -> ForkServerStart:
         return ForkServerStart(os.getpid(), [], log_level=level, log_format=log_format)
     modules = modules_to_preload(plan.card.model_type, config.engine)
     shared = config.to_json() if config.device == "cpu" else None
-    return ForkServerStart(os.getpid(), modules, shared, self_command("choose"), level, log_format)
+    return ForkServerStart(os.getpid(), modules, shared, self_command("select"), level, log_format)

@@ -111,7 +111,7 @@ def _load(start: ForkServerStart, report: ReportProgress) -> tuple[list[str], En
     with ExitStack() as stack:
 
         def start_selection() -> SelectionProcess:
-            return stack.enter_context(SelectionProcess(start.choose_command, config))
+            return stack.enter_context(SelectionProcess(start.selection_command, config))
 
         # Started before the imports, because it takes longer. Not needed if another server remembers one meanwhile.
         process = start_selection() if recall(config) is None else None

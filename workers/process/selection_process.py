@@ -31,7 +31,7 @@ class SelectionProcess(OrderedProcess):
 def serve(orders: TextIO, response_fd: int) -> int:
     """Select as ordered and write the responses to `response_fd`; returns the exit code. Side effects on the process:
     those of `carry_out`; logging, torch's threads."""
-    return carry_out(_select, orders, response_fd, "vecd-choose")
+    return carry_out(_select, orders, response_fd, "vecd-select")
 
 
 def _select(order: dict[str, Any], report: ReportProgress, on_found: OnFound) -> None:

@@ -70,7 +70,7 @@ def test_no_zombie_stays_of_a_fork_server_that_is_killed_while_it_chooses(tmp_pa
     with running_server("--workers", "1", env={"VECD_CACHE_DIR": str(cache)}) as server:
         shutil.rmtree(cache)
         fork_server(server).kill()
-        eventually(lambda: is_choosing(server), 60)
+        eventually(lambda: is_selecting(server), 60)
         fork_server(server).kill()
         eventually(lambda: httpx.get(f"{server.url}/health").status_code == 200, 120)
         eventually(lambda: psutil.STATUS_ZOMBIE not in [process.status() for process in server.processes()])
@@ -82,9 +82,9 @@ def fork_server(server: Server) -> psutil.Process:
     return found
 
 
-def is_choosing(server: Server) -> bool:
+def is_selecting(server: Server) -> bool:
     for process in server.processes():
         with suppress(psutil.Error):
-            if "choose" in process.cmdline():
+            if "select" in process.cmdline():
                 return True
     return False

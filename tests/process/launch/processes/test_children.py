@@ -10,7 +10,7 @@ import pytest
 from tests.support.serving import eventually
 from vecd.launch.base.exit_codes import ChildDied, StartFailure
 from vecd.launch.processes import children
-from vecd.launch.processes.children import ForkServer, killed_after, spawn
+from vecd.launch.processes.children import ForkServer, spawn
 from vecd.shm.arena import ArenaSpec
 from vecd.shm.card import ModelCard
 from vecd.shm.control import ForkServerStart
@@ -85,8 +85,7 @@ def test_children_do_not_inherit_keys(monkeypatch):
     monkeypatch.setenv("VECD_API_KEYS", "name=another-secret")
     monkeypatch.setenv("HF_TOKEN", "hf_a-secret")
 
-    process = spawn("gateway", "gateway")
-    with killed_after(process):
+    with spawn("gateway", "gateway") as process:
         # Empty for a moment after the child has been started.
         eventually(lambda: Path(f"/proc/{process.pid}/environ").read_text() != "")
         found = Path(f"/proc/{process.pid}/environ").read_text()

@@ -126,9 +126,9 @@ class ForkServer:
         theirs.close()
         self.workers: list[Worker] = []
         self.stages: list[str] = []
-        choose = [sys.executable, "-P", "-m", "vecd.launch.child", "choose"]
+        select = [sys.executable, "-P", "-m", "vecd.launch.child", "select"]
         shared = config.to_json() if config else None
-        self.channel.send(ForkServerStart(os.getpid(), modules, shared, choose))
+        self.channel.send(ForkServerStart(os.getpid(), modules, shared, select))
 
     def until_ready(self) -> list[str]:
         message = self.after_progress()
@@ -611,14 +611,14 @@ def test_nothing_stays_when_the_supervisor_dies_while_a_model_is_compared(checkp
         "ours, theirs = Channel.pair()\n"
         "command = [sys.executable, '-P', '-c', sys.argv[1], str(theirs.fileno())]\n"
         "child = subprocess.Popen(command, pass_fds=[theirs.fileno()])\n"
-        "choose = [sys.executable, '-P', '-m', 'vecd.launch.child', 'choose']\n"
-        "ours.send(ForkServerStart(os.getpid(), ['torch'], json.loads(sys.argv[2]), choose))\n"
+        "select = [sys.executable, '-P', '-m', 'vecd.launch.child', 'select']\n"
+        "ours.send(ForkServerStart(os.getpid(), ['torch'], json.loads(sys.argv[2]), select))\n"
         "time.sleep(300)"
     )
     supervisor = subprocess.Popen([sys.executable, "-c", code, _BOOTSTRAP, json.dumps(config.to_json())])
     processes: list[psutil.Process] = []
     deadline = time.monotonic() + DEADLINE_S
-    while not any(process.name() == "vecd-choose" for process in processes):
+    while not any(process.name() == "vecd-select" for process in processes):
         assert time.monotonic() < deadline
         processes = psutil.Process(supervisor.pid).children(recursive=True)
         time.sleep(0.01)

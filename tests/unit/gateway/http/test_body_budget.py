@@ -89,7 +89,7 @@ def test_small_parts_are_never_refused_and_keep_out_nobody():
         st.tuples(st.integers(0, 11), st.one_of(st.just(0), st.integers(1, 400 * KIB))), min_size=1, max_size=80
     )
 )
-@settings(deadline=None, derandomize=True, max_examples=3 * settings.default.max_examples)
+@settings(deadline=None, derandomize=True, max_examples=3 * settings().max_examples)
 def test_it_never_is_more_than_the_limit_and_the_small_parts(steps):
     arriving = BodyBudget(1000 * KIB)
     parts = [Holding(arriving, client) for client in ("", "a", "b", "c") for _ in range(3)]

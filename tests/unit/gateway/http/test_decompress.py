@@ -162,7 +162,7 @@ def test_a_frame_that_asks_for_too_much_memory_is_refused():
 
 
 @given(body=st.binary(max_size=2000), coding=st.sampled_from(Coding), is_begun=st.booleans())
-@settings(deadline=None, max_examples=2 * settings.default.max_examples)
+@settings(deadline=None, max_examples=2 * settings().max_examples)
 def test_any_bytes_at_all_are_refused_or_bounded(body, coding, is_begun):
     begun = {Coding.GZIP: gzip.compress(b"")[:10], Coding.DEFLATE: b"\x78\x9c", Coding.ZSTD: b"\x28\xb5\x2f\xfd"}
     try:

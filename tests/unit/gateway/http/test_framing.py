@@ -123,7 +123,7 @@ CUTS = st.lists(st.integers(1, 40), max_size=40)
 @pytest.mark.slow
 @given(data=BODIES, sizes=CUTS)
 @example(data=b"1\r\na\r\n0\r\nA: b\r\n\r\n", sizes=[])
-@settings(deadline=None, max_examples=6 * settings.default.max_examples, derandomize=True)
+@settings(deadline=None, max_examples=6 * settings().max_examples, derandomize=True)
 def test_nothing_is_read_otherwise_than_llhttp_reads_it(data, sizes):
     """What is refused here, llhttp may take. What is taken, it takes, too: the same body, not a byte more or less."""
     ours, theirs = read(data, sizes), Llhttp().read(data)

@@ -691,7 +691,7 @@ CORPUS = [
 
 
 @given(data=st.sampled_from(CORPUS), cuts=st.sets(st.integers(1, 300)))
-@settings(deadline=None, max_examples=4 * settings.default.max_examples)
+@settings(deadline=None, max_examples=4 * settings().max_examples)
 def test_how_the_bytes_are_divided_makes_no_difference(data, cuts):
     bounds = [0, *sorted(cut for cut in cuts if cut < len(data)), len(data)]
     pieces = [data[start:stop] for start, stop in itertools.pairwise(bounds)]
@@ -706,7 +706,7 @@ def test_byte_by_byte_makes_no_difference(index):
 
 @given(pieces=st.lists(st.binary(max_size=200), max_size=20))
 @example(pieces=[b"\r\n\r\n"])
-@settings(deadline=None, max_examples=3 * settings.default.max_examples)
+@settings(deadline=None, max_examples=3 * settings().max_examples)
 def test_random_bytes_never_raise_anything_but_an_api_error(pieces):
     assert all(isinstance(item, HttpRequest | ApiError) for item in read(*pieces))
 

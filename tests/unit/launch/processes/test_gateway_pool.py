@@ -317,7 +317,7 @@ def test_a_gateway_that_reports_why_it_cannot_start(bench) -> None:
     run(test())
 
 
-def test_a_gateway_that_does_not_get_ready_in_time_is_killed(bench) -> None:
+def test_a_gateway_that_does_not_get_ready_in_time_is_killed(bench, caplog) -> None:
     async def test() -> None:
         async with bench(starts=False) as made:
             await settle(59)
@@ -325,6 +325,7 @@ def test_a_gateway_that_does_not_get_ready_in_time_is_killed(bench) -> None:
             await settle(2)
             assert not made.fakes.gateways[0].is_alive
             assert len(made.fakes.gateways) == 2
+            assert [record.message for record in caplog.records] == ["the gateway was still starting after 60 s"]
 
     run(test())
 
