@@ -155,7 +155,7 @@ class Pipeline:
         how = Tokenizing(parsed.prompt, Overflow.CHUNK, add_special_tokens=parsed.add_special_tokens)
         num_estimated = self.tokenizer.estimate_tokens(parsed.texts, how)
         with principal.reserve(num_estimated) as reservation, self._inspecting(size, principal):
-            steps = self.tokenizer.describe_steps(
+            steps = self.tokenizer.api.describe_steps(
                 parsed.texts, parsed.prompt, parsed.add_special_tokens, parsed.collector
             )
             reservation.note_sent(num_estimated)  # tokenizing is charged, whether it succeeds or not
@@ -167,7 +167,7 @@ class Pipeline:
         """The texts of lists of token ids. Raises as `describe`."""
         num_ids = sum(map(len, parsed.lists))
         with principal.reserve(num_ids) as reservation, self._inspecting(size_of(parsed.lists), principal):
-            steps = self.tokenizer.decode_steps(parsed.lists, parsed.skip_special_tokens)
+            steps = self.tokenizer.api.decode_steps(parsed.lists, parsed.skip_special_tokens)
             reservation.note_sent(num_ids)
             return await self._inspect(steps, timeout_s, arrived_at, principal)
 

@@ -87,7 +87,7 @@ class Stderr:
         """Lose what is kept."""
         with self._lock:
             self._kept.clear()
-            self._write_some = _drop
+            self._write_some = len  # as if all of a line were written
         if self._own is not None:
             self._own()
 
@@ -160,7 +160,3 @@ def _write_if_room(fd: int, line: bytes) -> int:
     if not _wait_for_room(fd, 0):
         raise BlockingIOError
     return os.write(fd, line[:_PIPE_BUF])
-
-
-def _drop(line: bytes) -> int:
-    return len(line)

@@ -10,7 +10,7 @@ base64, the default of OpenAI's SDKs, matters, and why rows are encoded a few at
 (`vecd.gateway.dispatch.dispatcher`).
 """
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from functools import partial
 from io import BytesIO
 from typing import Any, NamedTuple, TypeAlias
@@ -92,27 +92,29 @@ class JsonRows:
     """A fragment of JSON for each input: of its vector; or for its tokens a list of lists, or base64 of their rows end
     to end."""
 
-    __slots__ = ("_convert", "_json", "_parts", "fragments")
+    __slots__ = ("_json", "_parts", "_steps", "fragments")
 
-    def __init__(self, num_inputs: int, encoding: Encoding = Encoding.FLOAT, convert: Convert | None = None) -> None:
-        """`encoding` is FLOAT or BASE64. `convert`: float32 rows to the returned rows; None: they are the same."""
+    def __init__(self, num_inputs: int, encoding: Encoding = Encoding.FLOAT, steps: Sequence[Convert] = ()) -> None:
+        """`encoding` is FLOAT or BASE64. `steps`: from float32 rows to the returned rows."""
         self.fragments: list[bytes] = [b""] * num_inputs
         """In input order."""
         self._json = _NUMBERS if encoding is Encoding.FLOAT else _BASE64
-        self._convert = convert
+        self._steps = steps
         self._parts: dict[int, list[bytes]] = {}
         """By input, for those with some of their tokens delivered."""
 
     def put(self, index: int, rows: NDArray[np.float32]) -> None:
         """`rows` are C-contiguous."""
-        converted = rows if self._convert is None else self._convert(rows)
-        self.fragments[index : index + len(rows)] = self._json.encode(converted)
+        for convert in self._steps:
+            rows = convert(rows)
+        self.fragments[index : index + len(rows)] = self._json.encode(rows)
 
     def put_tokens(self, index: int, rows: NDArray[np.float32], num_left: int) -> None:
         """`rows` are C-contiguous, and the next ones of input `index`; `num_left` more will follow."""
-        converted = rows if self._convert is None else self._convert(rows)
         parts = self._parts.setdefault(index, [])
-        parts += self._json.encode_tokens(converted)
+        for convert in self._steps:
+            rows = convert(rows)
+        parts += self._json.encode_tokens(rows)
         if not num_left:
             self.fragments[index] = self._json.join_tokens(self._parts.pop(index))
 
@@ -123,24 +125,26 @@ _FLOAT32_BYTES = Form(Encoding.BYTES)
 class Matrix:
     """The rows themselves."""
 
-    __slots__ = ("_convert", "dim", "form", "rows")
+    __slots__ = ("_steps", "dim", "form", "rows")
 
-    def __init__(self, num_rows: int, dim: int, form: Form = _FLOAT32_BYTES, convert: Convert | None = None) -> None:
-        """`convert`: float32 rows to rows of the form's type; None: they have it."""
+    def __init__(self, num_rows: int, dim: int, form: Form = _FLOAT32_BYTES, steps: Sequence[Convert] = ()) -> None:
+        """`steps`: from float32 rows to rows of the form's type."""
         width = dim // DIMS_PER_BYTE if form.dtype in PACKED else dim
         self.rows: Rows = np.empty((num_rows, width), dtype=stored_dtype(form))
         """In input order, as they are returned; bfloat16 as its bits."""
         self.dim = dim
         """The dimensions of the vectors; binary types have eight in an element."""
         self.form = form
-        self._convert = convert
+        self._steps = steps
 
     @property
     def row_bytes(self) -> int:
         return int(self.rows.shape[1]) * self.rows.itemsize
 
     def put(self, index: int, rows: NDArray[np.float32]) -> None:
-        self.rows[index : index + len(rows)] = rows if self._convert is None else self._convert(rows)
+        for convert in self._steps:
+            rows = convert(rows)
+        self.rows[index : index + len(rows)] = rows
 
     def put_tokens(self, index: int, rows: NDArray[np.float32], num_left: int) -> None:
         raise ValueError("rows of tokens make no matrix")  # check_forms has accepted it
@@ -177,7 +181,7 @@ class Encoder:
         prepare = self._preparation(request)
         width = width_of(request, self._card)
         return tuple(
-            _collector(form, len(request.inputs), width, _chain([*prepare, *self._conversion(form, width)]))
+            _collector(form, len(request.inputs), width, (*prepare, *self._conversion(form, width)))
             for form in request.forms
         )
 
@@ -228,24 +232,10 @@ class Encoder:
         return steps
 
 
-def _collector(form: Form, num_inputs: int, dim: int, convert: Convert | None = None) -> JsonRows | Matrix:
+def _collector(form: Form, num_inputs: int, dim: int, steps: Sequence[Convert] = ()) -> JsonRows | Matrix:
     if form.encoding is Encoding.FLOAT or form.encoding is Encoding.BASE64:
-        return JsonRows(num_inputs, form.encoding, convert)
-    return Matrix(num_inputs, dim, form, convert)
-
-
-def _chain(steps: list[Convert]) -> Convert | None:
-    if not steps:
-        return None
-    if len(steps) == 1:
-        return steps[0]
-    return partial(_run, tuple(steps))
-
-
-def _run(steps: tuple[Convert, ...], rows: Rows) -> Rows:
-    for step in steps:
-        rows = step(rows)
-    return rows
+        return JsonRows(num_inputs, form.encoding, steps)
+    return Matrix(num_inputs, dim, form, steps)
 
 
 def _as_bytes(rows: Rows, dtype: np.dtype[Any]) -> Rows:

@@ -208,8 +208,7 @@ class _Message:
     """One request while it is read: the callbacks of llhttp, the checks, and the body received so far."""
 
     __slots__ = (
-        "_content_length", "_headers", "_is_chunked", "_limits", "_num_head_bytes", "_num_headers", "_parser",
-        "_refusal", "_target", "body", "request",
+        "_headers", "_limits", "_num_head_bytes", "_num_headers", "_parser", "_refusal", "_target", "body", "request",
     )  # fmt: skip
 
     def __init__(self, limits: Limits) -> None:
@@ -219,8 +218,6 @@ class _Message:
         self._headers: dict[str, str] = {}
         self._num_headers = 0
         self._num_head_bytes = 0
-        self._content_length = 0
-        self._is_chunked = False
         self._refusal: ApiError | None = None
         self.request: HttpRequest | None = None
         self.body: Body = _NO_BODY
@@ -241,19 +238,11 @@ class _Message:
         except httptools.HttpParserError as error:
             raise _refusal_of(error) from None
         self._check_head_size()
-        if self.request is not None:
-            self._begin_body()
 
     def free(self) -> None:
         """Free what was read now, rather than at the next garbage collection: parser and callbacks are a cycle."""
         self._parser = None
         self.body = _NO_BODY
-
-    def _begin_body(self) -> None:
-        if self._is_chunked:
-            self.body = ChunkedBody(self._limits.max_body_bytes, self._limits.max_head_bytes)
-        elif self._content_length:
-            self.body = KnownBody(self._content_length)
 
     # --- called by llhttp ---
 
@@ -339,22 +328,19 @@ class _Message:
             raise BadRequest("header Host: not a host name or address with an optional port")
         if "content-encoding" in headers:
             request.coding = coding_named(headers["content-encoding"])
+        self.body = self._body(request)
+        if "expect" in headers and request.http_minor == 1:
+            request.expects_continue = headers["expect"].lower() == "100-continue" and self.body is not _NO_BODY
+
+    def _body(self, request: HttpRequest) -> Body:
+        headers, limit = self._headers, self._limits.max_body_bytes
         if "transfer-encoding" in headers:
             _check_transfer_encoding(headers["transfer-encoding"], request.http_minor)
-            self._is_chunked = True
-        if "content-length" in headers:
-            self._content_length = int(headers["content-length"])
-            self._check_content_length()
-        if "expect" in headers and request.http_minor == 1:
-            request.expects_continue = headers["expect"].lower() == "100-continue" and self._has_body()
-
-    def _check_content_length(self) -> None:
-        length, limit = self._content_length, self._limits.max_body_bytes
+            return ChunkedBody(limit, self._limits.max_head_bytes)
+        length = int(headers.get("content-length", 0))
         if length > limit:
             raise PayloadTooLarge(f"body: Content-Length is {length} bytes, at most {limit} are allowed")
-
-    def _has_body(self) -> bool:
-        return self._is_chunked or self._content_length > 0
+        return KnownBody(length) if length else _NO_BODY
 
 
 @lru_cache(maxsize=64)  # a server has few names

@@ -14,6 +14,7 @@ from collections import Counter
 from collections.abc import Callable
 from dataclasses import dataclass
 from email.utils import formatdate
+from functools import partial
 
 from vecd.gateway.http.body_budget import BodyBudget
 from vecd.gateway.http.connection import Connection
@@ -127,7 +128,13 @@ class Server:
         self._loop = asyncio.get_running_loop()
         is_ours = sock.family == socket.AF_UNIX and not keeps_listening
         uds_id = file_id(sock.getsockname()) if is_ours else None
-        accepting = await self._listen(sock, lambda: self._connection(tls, is_admin), is_admin)
+        make_protocol = partial(self._connection, tls, is_admin)
+        accepting: asyncio.AbstractServer | SharedListener
+        if self._is_ahead is None or is_admin:
+            accepting = await self._loop.create_server(make_protocol, sock=sock, backlog=_BACKLOG)
+        else:
+            is_ahead = self._is_ahead
+            accepting = SharedListener(sock, make_protocol, lambda: not self.is_draining and is_ahead())
         self._listeners.append(_Listener(sock, uds_id, accepting, is_admin, keeps_listening))
         if self._sweeper is None:
             self._sweep_regularly()
@@ -137,14 +144,6 @@ class Server:
         if tls is None:
             return connection
         return TlsLayer(tls.context, connection, self._loop, self.timeouts.handshake_s)
-
-    async def _listen(
-        self, sock: socket.socket, make_protocol: Callable[[], asyncio.Protocol], is_admin: bool
-    ) -> asyncio.AbstractServer | SharedListener:
-        if self._is_ahead is None or is_admin:
-            return await self._loop.create_server(make_protocol, sock=sock, backlog=_BACKLOG)
-        is_ahead = self._is_ahead
-        return SharedListener(sock, make_protocol, lambda: not self.is_draining and is_ahead())
 
     async def drain(self, deadline_s: float, grace_s: float = 0.5) -> bool:
         """Answer the requests that were sent, then close everything. True when none was left at the deadline.

@@ -23,6 +23,7 @@ from functools import partial
 from typing import Any, TypeAlias, TypeVar, cast
 
 T = TypeVar("T")
+_Turn: TypeAlias = tuple[Future[Any], Callable[[], Any]]
 
 _TURN_S = 0.005
 """Of one turn. Short compared with a request, long compared with the hand-over (0.1 ms)."""
@@ -34,7 +35,10 @@ class Threads:
     def __init__(self, num_threads: int = 2) -> None:
         self.num_threads = num_threads
         self._executor = ThreadPoolExecutor(num_threads, thread_name_prefix="gateway-work")
-        self._waiting = _Turns()
+        self._lock = threading.Lock()
+        self._waiting: dict[str, deque[_Turn]] = {}
+        """The turns that wait for a thread, by tenant; the next tenant comes first. No queue is empty. The event loop
+        adds, the threads take."""
 
     async def call(self, function: Callable[[], T], tenant: str = "") -> T:
         """Call a function in a thread: one turn, however long it takes. `tenant`: any string."""
@@ -51,45 +55,30 @@ class Threads:
     def close(self) -> None:
         """Wait for the present turns, and end the threads. Work that waits for a turn is cancelled."""
         self._executor.shutdown(cancel_futures=True)
-        while (turn := self._waiting.take()) is not None:
+        while (turn := self._next_turn()) is not None:
             turn[0].cancel()
 
     def _submit(self, function: Callable[[], T], tenant: str) -> Future[T]:
         future: Future[T] = Future()
-        self._waiting.add(tenant, (future, function))
+        with self._lock:
+            self._waiting.setdefault(tenant, deque()).append((future, function))
         # Once for each turn that waits, but not for this very one: which turn is next is decided when a thread is free.
         self._executor.submit(self._take_next)
         return future
 
     def _take_next(self) -> None:
-        _call(self._waiting.take())
+        _call(self._next_turn())
 
-
-_Turn: TypeAlias = tuple[Future[Any], Callable[[], Any]]
-
-
-class _Turns:
-    """The turns that wait for a thread. The event loop adds, the threads take."""
-
-    def __init__(self) -> None:
-        self._lock = threading.Lock()
-        self._by_tenant: dict[str, deque[_Turn]] = {}
-        """By tenant; the next tenant comes first. No queue is empty."""
-
-    def add(self, tenant: str, turn: _Turn) -> None:
+    def _next_turn(self) -> _Turn | None:
+        """Take the next turn; its tenant goes behind all other tenants. None when nothing waits."""
         with self._lock:
-            self._by_tenant.setdefault(tenant, deque()).append(turn)
-
-    def take(self) -> _Turn | None:
-        """The next turn; its tenant goes behind all other tenants. None when nothing waits."""
-        with self._lock:
-            tenant = next(iter(self._by_tenant), None)
+            tenant = next(iter(self._waiting), None)
             if tenant is None:
                 return None
-            turns = self._by_tenant.pop(tenant)
+            turns = self._waiting.pop(tenant)
             turn = turns.popleft()
             if turns:
-                self._by_tenant[tenant] = turns
+                self._waiting[tenant] = turns
             return turn
 
 

@@ -1,7 +1,7 @@
 """The tokenizer as an API: the tokens of texts, and the texts of tokens.
 
 Owns the limits of such a request, and of all of them together, and the offsets of tokens. Knows no HTTP. Called by
-`vecd.gateway.tokenization.tokenizer`, in its threads; `TokenizeLimiter` by `vecd.gateway.pipeline`.
+`vecd.gateway.pipeline`: the steps of `vecd.gateway.tokenization.tokenizer.Tokenizer.api` run in its threads.
 
 Only the tokens of one piece of a text exist as Python objects at a time, because an object takes three times as much
 memory as in a response: a collector writes them as they are made.

@@ -38,7 +38,6 @@ from vecd.gateway.types.request import (
     MAX_PROMPT_CHARS,
     Overflow,
     Source,
-    TokenCollector,
     TokenIds,
     TokenizedInput,
     Tokenizing,
@@ -121,9 +120,9 @@ class Tokenizer:
         self._least_chunk = max(1, min(_LEAST_CHUNK_TOKENS, max_own_tokens // 2))
         self._is_template_plain = max_own_tokens > 0 and _is_template_plain(self._tokenizer, self._template)
         self._texts = TextTokens(self._tokenizer, self.max_chars, may_cut=self._is_template_plain)
-        self._tokenize_api = TokenizeApi(self._tokenizer, self._texts, self._template, card.vocab_size)
+        self.api = TokenizeApi(self._tokenizer, self._texts, self._template, card.vocab_size)
         self._truncation = lru_cache(_NUM_REMEMBERED)(self._make_truncation)
-        self._truncation_of_ids = lru_cache(_NUM_REMEMBERED)(self._make_truncation_of_ids)
+        self._truncation_of_ids = lru_cache(_NUM_REMEMBERED)(self._limits)
         self._tokenizer.enable_truncation(max(max_tokens + 1, _MANY_TOKENS))
 
     def estimate_tokens(self, inputs: list[str] | list[TokenIds], how: Tokenizing = PLAIN) -> int:
@@ -167,25 +166,7 @@ class Tokenizer:
             check_num_chunks(num_chunks)
             yield tokenized
 
-    def describe_steps(
-        self, texts: list[str], prompt: str, add_special_tokens: bool, collector: TokenCollector
-    ) -> Generator[None, None, int]:
-        """Give the collector all tokens of each text with the prompt before it; returns their number. For the threads:
-        yields between pieces of work.
-
-        Raises BadRequest, which names `input`, for a text of more than `max_chars`, and for too much in all.
-        """
-        return self._tokenize_api.describe_steps(texts, prompt, add_special_tokens, collector)
-
-    def decode_steps(self, lists: list[TokenIds], skip_special_tokens: bool) -> Generator[None, None, list[str]]:
-        """The text of each list of the model's ids. For the threads: yields between pieces of work.
-
-        Raises BadRequest, which names `input`, for ids outside the vocabulary, and for too many in all.
-        """
-        return self._tokenize_api.decode_steps(lists, skip_special_tokens)
-
-    # --- on the event loop, or in a thread
-    # ----------------------------------------------------------------------------------
+    # --- on the event loop, or in a thread --------------------------------------------------------------------
 
     def _is_short(self, inputs: list[str] | list[TokenIds], how: Tokenizing) -> bool:
         """Whether `inputs` can be tokenized on the event loop."""
@@ -222,11 +203,11 @@ class Tokenizer:
     def _make_truncation(self, how: Tokenizing) -> TruncationPolicy:
         """The policy for texts. Raises BadRequest for a limit or a prompt that leaves no token for a text."""
         prompt = self._prompt if how.prompt is None else how.prompt
-        truncation = self._limits(how, self._template if how.add_special_tokens else NO_SPECIAL_TOKENS)
+        truncation = self._limits(how, how.add_special_tokens)
         if not prompt:
             return truncation
-        if how.prompt is not None:
-            _check_prompt(prompt)
+        if how.prompt is not None and len(prompt) > MAX_PROMPT_CHARS:
+            raise BadRequest(f"The prompt has {len(prompt)} characters, at most {MAX_PROMPT_CHARS} are allowed")
         prompt_ids = tuple(self._texts.all_ids(prompt))
         if how.prompt is not None and len(prompt_ids) >= truncation.max_own_tokens:
             raise BadRequest(
@@ -235,11 +216,9 @@ class Tokenizer:
             )
         return replace(truncation, prompt=prompt, prompt_ids=prompt_ids)
 
-    def _make_truncation_of_ids(self, how: Tokenizing, has_special_tokens: bool) -> TruncationPolicy:
+    def _limits(self, how: Tokenizing, has_special_tokens: bool) -> TruncationPolicy:
         """The policy for lists of the model's own ids, with its special tokens or without."""
-        return self._limits(how, self._template if has_special_tokens else NO_SPECIAL_TOKENS)
-
-    def _limits(self, how: Tokenizing, template: SequenceTemplate) -> TruncationPolicy:
+        template = self._template if has_special_tokens else NO_SPECIAL_TOKENS
         overflow = how.overflow or self._overflow
         max_tokens = self.max_tokens if how.max_tokens is None else min(self.max_tokens, how.max_tokens)
         truncation = TruncationPolicy(template, max_tokens, overflow, self._least_chunk)
@@ -405,11 +384,6 @@ def _cost(inputs: Sequence[str | TokenIds], prompt: str) -> int:
     return sum(map(len, inputs)) + len(inputs) * per_input
 
 
-def _check_prompt(prompt: str) -> None:
-    if len(prompt) > MAX_PROMPT_CHARS:
-        raise BadRequest(f"The prompt has {len(prompt)} characters, at most {MAX_PROMPT_CHARS} are allowed")
-
-
 def _read_tokenizer(card: ModelCard, *, literal_special_tokens: bool) -> tokenizers.Tokenizer:
     """Read a tokenizer that neither truncates nor pads. Raises ModelError."""
     path = Path(card.tokenizer_file)
@@ -421,7 +395,8 @@ def _read_tokenizer(card: ModelCard, *, literal_special_tokens: bool) -> tokeniz
     tokenizer.no_truncation()
     tokenizer.encode_special_tokens = literal_special_tokens
     if card.lowercase:
-        _lowercase_first(tokenizer)
+        others = [] if tokenizer.normalizer is None else [tokenizer.normalizer]
+        tokenizer.normalizer = NormalizerSequence([Lowercase(), *others])
     return tokenizer
 
 
@@ -431,11 +406,6 @@ def _original(path: Path) -> Path:
         return Path(os.readlink(path))
     except OSError:
         return path
-
-
-def _lowercase_first(tokenizer: tokenizers.Tokenizer) -> None:
-    others = [] if tokenizer.normalizer is None else [tokenizer.normalizer]
-    tokenizer.normalizer = NormalizerSequence([Lowercase(), *others])
 
 
 def _template_of(tokenizer: tokenizers.Tokenizer) -> SequenceTemplate:

@@ -333,6 +333,7 @@ class Endless(Ids):
     """A tokenizer that is not done with a text before it is told so."""
 
     def __init__(self) -> None:
+        self.api = self
         self.threads = Threads()
         self.is_done = threading.Event()
 

@@ -23,8 +23,7 @@ _TABLE = "9b5ad71b2ce5302211f9c61530b329a4922fc6a4"
 @pytest.fixture(scope="module")
 def tiktoken_folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """What tiktoken would fetch, of what the server has of it: in each line an id's bytes, as base64, and the id."""
-    cl100k.load()
-    lengths, starts, tokens = cl100k._loaded()
+    lengths, starts, tokens = cl100k.load()
     folder = tmp_path_factory.mktemp("tiktoken")
     with open(folder / _TABLE, "wb") as file:
         for index in np.flatnonzero(lengths[: cl100k.FIRST_UNKNOWN_ID]):

@@ -436,7 +436,7 @@ def test_described_tokens_are_the_library_s(kind, minilm_folder, tmp_path):
     @given(texts, st.sampled_from(["", "é: "]), st.booleans())
     def check(text: str, prompt: str, add_special_tokens: bool) -> None:
         collected = Collected()
-        exhaust(ours._tokenize_api.describe_steps([text], prompt, add_special_tokens, collected))
+        exhaust(ours.api.describe_steps([text], prompt, add_special_tokens, collected))
         [described] = collected.lists
         num_before, num_behind = (len(slow.prefix), len(slow.suffix)) if add_special_tokens else (0, 0)
         own = described[num_before : len(described) - num_behind]

@@ -1,9 +1,11 @@
 import asyncio
 import threading
+import zlib
 from array import array
 from collections.abc import Generator
 from dataclasses import replace
 from functools import partial
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -358,15 +360,14 @@ def test_by_which_frames_vocabularies_are_told_apart(prefix, suffix, is_telling)
 
 def test_the_table_is_read_in_a_thread(card, monkeypatch):
     tokenizer = Tokenizer(card, 256, "auto")
-    monkeypatch.setattr(cl100k, "_table", None)
+    cl100k.load.cache_clear()
     readers: list[threading.Thread] = []
-    read = cl100k._read_table
 
-    def noted() -> Any:
+    def noted(content: bytes) -> bytes:
         readers.append(threading.current_thread())
-        return read()
+        return zlib.decompress(content)
 
-    monkeypatch.setattr(cl100k, "_read_table", noted)
+    monkeypatch.setattr(cl100k, "zlib", SimpleNamespace(decompress=noted))
     given: list[TokenIds] = [[15339, 1917]]
     framed: list[TokenIds] = [[101, 102]]
     assert tokenizer.tokenize_now(framed) is not None
@@ -378,9 +379,8 @@ def test_the_table_is_read_in_a_thread(card, monkeypatch):
 
 
 def test_few_ids_that_are_a_long_text_are_not_tokenized_on_the_loop(card):
-    cl100k.load()
     tokenizer = Tokenizer(card, 256, "auto")
-    [longest] = np.flatnonzero(cl100k._loaded().lengths == 128)
+    [longest] = np.flatnonzero(cl100k.load().lengths == 128)
     for token_id, num, is_inline in ((15339, 390, True), (int(longest), 15, True), (int(longest), 16, False)):
         given: list[TokenIds] = [[token_id] * num]
         assert (tokenizer.tokenize_now(given) is not None) is is_inline
@@ -538,13 +538,13 @@ def test_too_many_chunks_are_refused(card, monkeypatch):
 
 def describe(tokenizer: Tokenizer, texts: list[str], prompt: str, add_special_tokens: bool) -> list[list[Token]]:
     collected = Collected()
-    num_tokens = exhaust(tokenizer.describe_steps(texts, prompt, add_special_tokens, collected))
+    num_tokens = exhaust(tokenizer.api.describe_steps(texts, prompt, add_special_tokens, collected))
     assert num_tokens == sum(map(len, collected.lists))
     return collected.lists
 
 
 def decode(tokenizer: Tokenizer, lists: list[TokenIds], skip_special_tokens: bool) -> list[str]:
-    texts: list[str] = exhaust(tokenizer.decode_steps(lists, skip_special_tokens))
+    texts: list[str] = exhaust(tokenizer.api.decode_steps(lists, skip_special_tokens))
     return texts
 
 
@@ -589,7 +589,7 @@ def test_what_is_asked_of_the_tokenizer_is_bounded(card, monkeypatch):
 def test_tokens_are_described_some_at_a_time(card, text):
     """However large the text: an answer is written as they come, and each turn of it is short."""
     collected = Collected()
-    exhaust(Tokenizer(card, 128, "auto").describe_steps([text, "", "a"], "", True, collected))
+    exhaust(Tokenizer(card, 128, "auto").api.describe_steps([text, "", "a"], "", True, collected))
     assert max(collected.nums) == 1000
     assert [len(tokens) for tokens in collected.lists] == [20_002, 2, 3]
     assert {token.stop for token in collected.lists[0][1:-1]} <= set(range(len(text.encode()) + 1))
