@@ -252,9 +252,7 @@ class Services:
 
     def note_deaths(self, message: InputDeaths) -> None:
         for service in self.all.values():
-            service.dispatcher.note_deaths(
-                message.digests, is_isolated=message.is_isolated, has_crashed=message.has_crashed
-            )
+            service.dispatcher.note_deaths(message)
 
     def note_cleared(self, digests: list[str]) -> None:
         for service in self.all.values():
