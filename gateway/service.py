@@ -250,9 +250,9 @@ class Services:
             case Quarantined():
                 for dispatcher in dispatchers:
                     dispatcher.quarantine.add(message.digest)
-            case InputDeaths(digests, is_isolated, has_crashed):
+            case InputDeaths():
                 for dispatcher in dispatchers:
-                    dispatcher.note_deaths(digests, is_isolated=is_isolated, has_crashed=has_crashed)
+                    dispatcher.note_deaths(message)
             case InputsCleared():
                 for dispatcher in dispatchers:
                     dispatcher.note_cleared(message.digests)

@@ -205,18 +205,16 @@ class Admission:
         use = self._uses.get(tenant)
         return use.num_requests if use is not None else 0
 
-    def wait_s(self, num_tokens: int, priority: Priority, tenant: str = "") -> float:
-        """Estimated seconds until a tenant's request of `num_tokens` would have had its turn, if it were queued now."""
-        return self._wait_s(num_tokens, priority, self._uses.get(tenant) or _TenantUse(tenant))
-
-    def _wait_s(self, num_tokens: int, priority: Priority, use: _TenantUse) -> float:
+    def wait_s(self, permit: Permit) -> float:
+        """Estimated seconds until the request of a permit would have had its turn, if it were queued now."""
+        use = permit.use
         unqueued = Unqueued(
             own_tokens=use.num_unqueued,
             own_requests=use.num_requests,
             others_tokens=self.num_unqueued - use.num_unqueued,
             num_others=len(self._uses) - (use.tenant in self._uses),
         )
-        return self._policy.wait_s(num_tokens, priority, use.tenant, unqueued, self._workers)
+        return self._policy.wait_s(permit.num_tokens, permit.priority, use.tenant, unqueued, self._workers)
 
     # --- waiters --------------------------------------------------------------------------------------------
 
@@ -301,7 +299,7 @@ class Admission:
         safe_s = _SAFE_PART * (permit.deadline - time.monotonic())
         if self._policy.max_wait_s(self.num_unqueued, self._workers) <= min(safe_s, self._max_wait_s):
             return None
-        wait_s = self._wait_s(permit.num_tokens, permit.priority, use)
+        wait_s = self.wait_s(permit)
         if wait_s > self._max_wait_s:
             return f"the wait would be about {wait_s:.0f} s, at most {self._max_wait_s:g} s are allowed"
         if wait_s > safe_s:
@@ -310,7 +308,7 @@ class Admission:
         return None
 
     def _rejection(self, permit: Permit, reason: str) -> TooManyRequests:
-        return TooManyRequests(reason, retry_after_s=self._wait_s(permit.num_tokens, permit.priority, permit.use))
+        return TooManyRequests(reason, retry_after_s=self.wait_s(permit))
 
 
 def _too_many(do_what: str, num_of_tenant: int, num_in_all: int, max_in_all: int) -> str:

@@ -8,6 +8,7 @@ Quotas are for the whole server. Gateways share no counters, so each allows its 
 connections at one of two gateways gets half of its tokens.
 """
 
+import math
 import time
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
@@ -54,7 +55,10 @@ class KeyPrincipal(Principal):
         """Embedding requests that this gateway is serving."""
         self.num_requests = self.num_tokens = self.num_refused = 0
         """Since this gateway knows the key. Requests over the quota are refused."""
-        self._tokens_per_s: float | None = None
+        self._level = math.inf
+        """Tokens that may be sent now, as of `_filled_at`; below 0 after a request that took more than there were.
+        Infinite until there is a quota to fill it from."""
+        self._filled_at = clock()
         self.set_key(key)
 
     def set_key(self, key: ApiKey) -> None:
@@ -64,18 +68,9 @@ class KeyPrincipal(Principal):
         self.is_admin = "admin" in key.scopes
         self.sees_metrics = "metrics" in key.scopes
         self._max_running = key.max_requests and -(-key.max_requests // self._num_gateways)
-        self._set_rate(key.tokens_per_s and key.tokens_per_s / self._num_gateways)
-
-    def _set_rate(self, tokens_per_s: float | None) -> None:
-        is_first = self._tokens_per_s is None
-        self._tokens_per_s = tokens_per_s
-        if tokens_per_s is None:
-            return
-        self._max_level = tokens_per_s * BURST_S
-        if is_first:
-            self._level = self._max_level
-            """Tokens that may be sent now; below 0 after a request that took more than there were."""
-            self._filled_at = self._clock()
+        self._tokens_per_s = key.tokens_per_s and key.tokens_per_s / self._num_gateways
+        if self._tokens_per_s is None:
+            self._level = math.inf
 
     def check_quota(self) -> None:
         if self._max_running is not None and self.num_running >= self._max_running:
@@ -101,8 +96,7 @@ class KeyPrincipal(Principal):
     def charge(self, num_tokens: int) -> None:
         """Count `num_tokens` as used; below 0: give them back."""
         self.num_tokens += num_tokens
-        if self._tokens_per_s is not None:
-            self._level -= num_tokens
+        self._level -= num_tokens
 
     def describe(self) -> dict[str, Any]:
         """For `GET /admin/keys`: the key's quota, and how much of it is used at this gateway."""
@@ -121,9 +115,9 @@ class KeyPrincipal(Principal):
         }
 
     def _fill(self, tokens_per_s: float) -> float:
-        """Refill the key's bucket; returns its level."""
+        """Refill the key's bucket, up to BURST_S of its quota; returns its level."""
         now = self._clock()
-        self._level = min(self._max_level, self._level + (now - self._filled_at) * tokens_per_s)
+        self._level = min(tokens_per_s * BURST_S, self._level + (now - self._filled_at) * tokens_per_s)
         self._filled_at = now
         return self._level
 
@@ -189,11 +183,8 @@ class Principals:
         self._auth = Auth(keys)
         before, self._by_name = self._by_name, {}
         for key in keys:
-            principal = before.get(key.name)
-            if principal is None:
-                principal = KeyPrincipal(key, self._num_gateways, self._clock)
-            else:
-                principal.set_key(key)
+            principal = before.get(key.name) or KeyPrincipal(key, self._num_gateways, self._clock)
+            principal.set_key(key)
             self._by_name[key.name] = principal
 
     @property

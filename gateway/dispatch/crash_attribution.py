@@ -1,7 +1,7 @@
 """Decides which inputs are the cause of workers' deaths. Pure.
 
-Owns the rule, and the record of deaths on which it rests (`CrashAttribution`). The record is kept by input and not by
-request, so it also finds an input whose client never waits for the end and sends it again and again. An input is struck
+Owns the rule; the deaths on which it rests are kept by input (`vecd.gateway.dispatch.known_inputs`) and not by request,
+so it also finds an input whose client never waits for the end and sends it again and again. An input is struck
 off as soon as it has been computed. A worker may die of its input, but also of a kill from outside, or because other
 programs used up the memory; then harmless inputs are in the batches that are lost. A rejection costs the client the
 response, and everybody who sends the same input for a while, so it needs deaths that are evidence:
@@ -22,60 +22,11 @@ isolated, led to a rejection, 27 of 618 harmless requests were rejected; when ot
 three, 18 of 507; by this rule, 0 of 549. Called by `vecd.gateway.dispatch.dispatcher`.
 """
 
-import time
-from collections.abc import Callable
-
 from vecd.gateway.scheduling.queue import Deaths
-
-REMEMBERED_S = 600.0
-"""After the last death."""
-
-MAX_REMEMBERED = 4096
-"""Inputs; a worker that dies leaves a batch of them, some hundreds at most."""
 
 _CRASHES = 3
 _DEATHS, _IN_A_ROW = 5, 3
 _ISOLATED = 8
-
-
-class CrashAttribution:
-    """The deaths of each input that has not been computed since, by its digest."""
-
-    def __init__(self, clock: Callable[[], float] = time.monotonic) -> None:
-        self._clock = clock
-        self._records: dict[str, tuple[float, Deaths]] = {}
-        """With the time at which each is forgotten, the next one first."""
-
-    def __len__(self) -> int:
-        return len(self._records)
-
-    def find(self, digest: str) -> Deaths | None:
-        """The deaths of the input; None when there are none."""
-        self._forget_old()
-        record = self._records.get(digest)
-        return None if record is None else record[1]
-
-    def record(self, digest: str, known: Deaths | None) -> Deaths:
-        """Where one more death is to be counted, remembered from now on. `known`: what a request with this input
-        remembers itself. Of more than MAX_REMEMBERED inputs the one with the oldest death is forgotten."""
-        deaths = known or self.find(digest) or Deaths()
-        self._records.pop(digest, None)
-        self._records[digest] = (self._clock() + REMEMBERED_S, deaths)
-        if len(self._records) > MAX_REMEMBERED:
-            self._forget_first()
-        return deaths
-
-    def forget(self, digest: str) -> None:
-        """The input has been computed, or rejected. It need not be known."""
-        self._records.pop(digest, None)
-
-    def _forget_old(self) -> None:
-        now = self._clock()
-        while self._records and next(iter(self._records.values()))[0] <= now:
-            self._forget_first()
-
-    def _forget_first(self) -> None:
-        del self._records[next(iter(self._records))]
 
 
 def count_death(deaths: Deaths, *, is_isolated: bool, has_crashed: bool, num_worker_deaths: int) -> bool:

@@ -44,10 +44,6 @@ class Delivery:
         """Rows of the batches that are being encoded, or wait for it."""
         return sum(batch.num_rows for _, batch in self._to_encode)
 
-    @property
-    def is_idle(self) -> bool:
-        return not self._to_encode
-
     def clear(self) -> None:
         """Forget all batches. Their requests stay unanswered."""
         self._to_encode.clear()

@@ -25,15 +25,16 @@ from typing import Any
 
 import numpy as np
 
-from vecd.gateway.dispatch.crash_attribution import CrashAttribution, count_death
+from vecd.gateway.dispatch.crash_attribution import count_death
 from vecd.gateway.dispatch.delivery import Delivery
+from vecd.gateway.dispatch.known_inputs import KnownInputs
 from vecd.gateway.dispatch.quarantine import Quarantine, poisonous
 from vecd.gateway.dispatch.retry_budget import RetryBudget
 from vecd.gateway.dispatch.transport import Transport
 from vecd.gateway.dispatch.worker_link import InFlight, WorkerLink
 from vecd.gateway.scheduling.cost_model import CostModel
 from vecd.gateway.scheduling.policy import BatchingPolicy, PlannedBatch
-from vecd.gateway.scheduling.queue import QueuedSequence, RequestQueue
+from vecd.gateway.scheduling.queue import Deaths, QueuedSequence, RequestQueue
 from vecd.gateway.telemetry.shared_metrics import SharedMetrics
 from vecd.gateway.types.errors import DeadlinePassed, EngineFailed, Unavailable
 from vecd.gateway.types.timeline import BatchShare
@@ -58,6 +59,9 @@ _VECTORS = Output.VECTORS  # Python 3.11 takes 0.2 µs to find a member of an en
 
 _MAX_BATCHES_NOTED = 64
 """Batches that are noted for one request that is traced."""
+
+_MAX_INPUTS_WITH_DEATHS = 4096
+"""Inputs whose deaths are remembered; a worker that dies leaves a batch of them, some hundreds at most."""
 
 _MAX_FAILURES = 10
 """Failures in a row, each on a batch of one sequence, after which the worker is replaced."""
@@ -99,7 +103,8 @@ class Dispatcher:
         self._transport = Transport(epoch, on_message=self._on_message, on_unreadable=self._on_unreadable)
         self._delivery = Delivery(widths=widths or {}, on_delivered=self._on_delivered)
         self.quarantine = Quarantine(quarantine_key or secrets.token_bytes(_QUARANTINE_KEY_BYTES))
-        self._crash_attribution = CrashAttribution()
+        self._deaths: KnownInputs[Deaths] = KnownInputs(_MAX_INPUTS_WITH_DEATHS)
+        """The deaths of workers with each input that has not been computed since."""
         self._retries = RetryBudget(max_batch_tokens)
         self._newest_cost_model = CostModel(max_batch_tokens)
         """Of the worker that has answered last; a new worker begins with a copy."""
@@ -144,7 +149,7 @@ class Dispatcher:
     @property
     def num_rows(self) -> int:
         """Of all workers' slots."""
-        return sum(link.num_slot_rows for link in self._links.values())
+        return sum(len(rows) for link in self._links.values() for rows in link.slots.rows)
 
     @property
     def num_rows_in_use(self) -> int:
@@ -183,9 +188,9 @@ class Dispatcher:
         """Queue sequences of an open request, with the deaths of workers that their inputs are known for, and send what
         can be sent soon. Raises PoisonInput, and queues nothing, when one of them is refused."""
         self.quarantine.check(sequences)
-        if self._crash_attribution:
+        if self._deaths:
             for sequence in sequences:
-                sequence.deaths = self._crash_attribution.find(self.quarantine.digest(sequence.token_ids))
+                sequence.deaths = self._deaths.find(self.quarantine.digest(sequence.token_ids))
         self._policy.add(request_queue, sequences, time.monotonic())
         self.schedule_dispatch()
 
@@ -197,16 +202,15 @@ class Dispatcher:
 
     # --- what other gateways say, through the supervisor ----------------------------------------------------
 
-    def note_deaths(self, digests: list[str], *, is_isolated: bool, has_crashed: bool) -> None:
+    def note_deaths(self, message: InputDeaths) -> None:
         """Workers have died with these inputs at another gateway, which also decides whether it rejects them."""
-        for digest in digests:
-            deaths = self._crash_attribution.record(digest, None)
-            count_death(deaths, is_isolated=is_isolated, has_crashed=has_crashed, num_worker_deaths=self._num_deaths)
+        for digest in message.digests:
+            self._count_input_death(digest, self._deaths.find(digest) or Deaths(), message)
 
     def note_cleared(self, digests: list[str]) -> None:
         """Another gateway's workers have computed these inputs."""
         for digest in digests:
-            self._crash_attribution.forget(digest)
+            self._deaths.forget(digest)
 
     # --- what the supervisor says ---------------------------------------------------------------------------
 
@@ -248,8 +252,7 @@ class Dispatcher:
         link.in_flight.clear()
         self.in_flight_tokens -= sum(batch.num_tokens for batch in lost)
         for batch in lost:
-            _note_lost(batch.sequences)
-            self._shared_metrics.batch_lost(batch.number)
+            self._note_lost(batch)
             if link.slots.begun[batch.slot] == batch.number:
                 self._count_death(batch, has_crashed=has_crashed)
         self._put_back([sequence for batch in lost for sequence in batch.sequences])
@@ -365,14 +368,14 @@ class Dispatcher:
         if done.num_rows != batch.num_rows:
             log.error("%s wrote %d rows instead of %d", link.incarnation, done.num_rows, batch.num_rows)
             self._report_stuck(link)
-            _note_lost(batch.sequences)
-            self._shared_metrics.batch_lost(batch.number)
+            self._note_lost(batch)
             self._count_death(batch, has_crashed=True)  # it costs a worker as well: no batch may do so for ever
             self._put_back(batch.sequences)
             return
         link.has_answered = True
         link.cost_model.observe(batch.num_tokens, done.compute_us / 1e6)
-        self._note_cost_model(link.cost_model)
+        self._newest_cost_model = link.cost_model
+        self.tokens_per_s = sum(link.cost_model.tokens_per_s for link in self._links.values() if link.is_usable)
         self._retries.earn(batch.num_tokens)
         worker = link.incarnation.worker
         self._shared_metrics.batch_done(
@@ -386,14 +389,10 @@ class Dispatcher:
         )
         _note_done(batch, worker, done.compute_us)
         link.num_failures = 0
-        if self._crash_attribution:
+        if self._deaths:
             self._clear(batch.sequences)
         self._dispatch()  # the worker computes its next batch while this one's rows are encoded
         self._delivery.add(link, batch)
-
-    def _note_cost_model(self, cost_model: CostModel) -> None:
-        self._newest_cost_model = cost_model
-        self.tokens_per_s = sum(link.cost_model.tokens_per_s for link in self._links.values() if link.is_usable)
 
     def _on_failed(self, link: WorkerLink, failed: Failed) -> None:
         batch = self._take_answered(link, failed.number, failed.slot)
@@ -401,8 +400,7 @@ class Dispatcher:
             return
         log.error("%s failed on a batch of %d: %s", link.incarnation, len(batch.sequences), failed.code.name)
         link.free_slots.append(batch.slot)
-        _note_lost(batch.sequences)
-        self._shared_metrics.batch_lost(batch.number)
+        self._note_lost(batch)
         if len(batch.sequences) == 1:
             _fail(batch.sequences[0], failed.code)
             self._count_failure(link)
@@ -434,27 +432,42 @@ class Dispatcher:
 
     # --- when things go wrong -------------------------------------------------------------------------------
 
+    def _note_lost(self, batch: InFlight) -> None:
+        """A worker had the batch and has not computed it."""
+        self._shared_metrics.batch_lost(batch.number)
+        for sequence in batch.sequences:
+            sequence.request_queue.num_sent_tokens -= sequence.num_tokens
+
     def _count_death(self, batch: InFlight, *, has_crashed: bool) -> None:
         """Count one more for each input in the batch, also for those whose clients have gone."""
-        is_isolated = len(batch.sequences) == 1
         by_digest: dict[str, list[QueuedSequence]] = {}
         for sequence in batch.sequences:
             by_digest.setdefault(self.quarantine.digest(sequence.token_ids), []).append(sequence)
-        self._report(InputDeaths(list(by_digest), is_isolated, has_crashed))
+        message = InputDeaths(list(by_digest), is_isolated=len(batch.sequences) == 1, has_crashed=has_crashed)
+        self._report(message)
         for digest, sequences in by_digest.items():
-            deaths = self._crash_attribution.record(digest, sequences[0].deaths)
+            # A request that waits remembers what is forgotten here.
+            deaths = sequences[0].deaths or self._deaths.find(digest) or Deaths()
             for sequence in sequences:
                 sequence.deaths = deaths
-            if count_death(
-                deaths, is_isolated=is_isolated, has_crashed=has_crashed, num_worker_deaths=self._num_deaths
-            ):
+            if self._count_input_death(digest, deaths, message):
                 self._reject(sequences[0], digest)
+
+    def _count_input_death(self, digest: str, deaths: Deaths, message: InputDeaths) -> bool:
+        """Count and remember one more death of an input; returns whether the input is to be rejected."""
+        self._deaths.put(digest, deaths)
+        return count_death(
+            deaths,
+            is_isolated=message.is_isolated,
+            has_crashed=message.has_crashed,
+            num_worker_deaths=self._num_deaths,
+        )
 
     def _clear(self, sequences: list[QueuedSequence]) -> None:
         """Strike off inputs that have been computed by a worker that lives."""
         cleared = [self.quarantine.digest(sequence.token_ids) for sequence in sequences if sequence.deaths is not None]
         for digest in cleared:
-            self._crash_attribution.forget(digest)
+            self._deaths.forget(digest)
         if cleared:
             self._report(InputsCleared(cleared))
 
@@ -463,7 +476,7 @@ class Dispatcher:
         log.error("%d workers died with an input of %d tokens; rejected", sequence.num_deaths, sequence.num_tokens)
         self._shared_metrics.add(Counter.POISONED)
         sequence.pending.fail(poisonous(sequence.index))
-        self._crash_attribution.forget(digest)
+        self._deaths.forget(digest)
         self.quarantine.add(digest)
         self._report(Quarantined(digest))
 
@@ -583,11 +596,6 @@ def _note_done(batch: InFlight, worker: int, compute_us: int) -> None:
             )
             if share not in request_queue.batches:
                 request_queue.batches.append(share)
-
-
-def _note_lost(sequences: list[QueuedSequence]) -> None:
-    for sequence in sequences:
-        sequence.request_queue.num_sent_tokens -= sequence.num_tokens
 
 
 def _keep_dying() -> Unavailable:

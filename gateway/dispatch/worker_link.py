@@ -71,8 +71,3 @@ class WorkerLink:
     @property
     def is_idle(self) -> bool:
         return self.is_usable and not self.in_flight and bool(self.free_slots)
-
-    @property
-    def num_slot_rows(self) -> int:
-        """Rows of all its slots together."""
-        return sum(map(len, self.slots.rows))

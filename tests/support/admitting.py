@@ -1,6 +1,7 @@
 """An admission without a server, and what it is told of queue and workers."""
 
 import asyncio
+import math
 import time
 from dataclasses import dataclass
 
@@ -50,6 +51,11 @@ class Entrance:
 
     async def enter(self, num_tokens=10, timeout_s=60.0, tenant=""):
         return await self.admission.enter(num_tokens, NORMAL, time.monotonic() + timeout_s, tenant)
+
+    def wait_s(self, num_tokens, tenant):
+        """The estimate for a request that has no permit yet."""
+        admission = self.admission
+        return admission.wait_s(Permit(admission, admission._use(tenant), num_tokens, NORMAL, math.inf))
 
     def fill(self, tenant, num=10_000):
         """As many permits for a tenant as it gets, at most `num`."""

@@ -140,7 +140,7 @@ def _report(reported: list[Message], others: list[Dispatcher], message: Message)
     reported.append(message)
     if isinstance(message, InputDeaths):
         for other in others:
-            other.note_deaths(message.digests, is_isolated=message.is_isolated, has_crashed=message.has_crashed)
+            other.note_deaths(message)
 
 
 def tokenized(ids: list[int]) -> TokenizedInput:
@@ -237,7 +237,7 @@ class Bench:
     async def settled(self, batch: Batch) -> None:
         """Wait until the batch that was answered has been delivered, or queued again."""
         dispatcher = self.dispatcher
-        while not dispatcher._delivery.is_idle or any(batch.number in link.in_flight for link in dispatcher.links):
+        while dispatcher._delivery.num_rows or any(batch.number in link.in_flight for link in dispatcher.links):
             await asyncio.sleep(0.001)
 
     def _open(self, num_inputs: int) -> Request:

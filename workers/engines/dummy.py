@@ -68,7 +68,7 @@ class DummyEngine:
             case Output.TOKENS:
                 return dummy_states(batch, self._hidden_size)
             case Output.UNNORMALIZED if self._is_normalized:
-                return _unnormalized(batch, self._dim)
+                return _floats(_hashes(batch), self._dim).astype(np.float32)
             case _:
                 return dummy_vectors(batch, self._dim)
 
@@ -84,10 +84,6 @@ def dummy_states(batch: PackedBatch, hidden_size: int) -> NDArray[np.float32]:
     sums = np.cumsum(mixed)
     before = np.repeat(sums[starts] - mixed[starts], lengths)
     return _normalized(_floats(sums - before, hidden_size))
-
-
-def _unnormalized(batch: PackedBatch, dim: int) -> NDArray[np.float32]:
-    return _floats(_hashes(batch), dim).astype(np.float32)
 
 
 def _floats(hashes: NDArray[np.uint64], dim: int) -> NDArray[np.float64]:

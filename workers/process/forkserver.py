@@ -124,16 +124,16 @@ def _load(start: ForkServerStart, report: ReportProgress) -> tuple[list[str], En
 
 
 def _import(modules: list[str]) -> list[str]:
-    return [name for name in modules if _can_import(name)]
-
-
-def _can_import(name: str) -> bool:
-    try:
-        importlib.import_module(name)
-    except Exception as error:  # an import may raise anything; if a worker needs it, the worker's error ends its start
-        log.warning("%s cannot be imported: %s: %s", name, type(error).__name__, error)
-        return False
-    return True
+    """The names of those that could be imported."""
+    imported = []
+    for name in modules:
+        try:
+            importlib.import_module(name)
+        except Exception as error:  # anything; if a worker needs the module, the worker's own error ends its start
+            log.warning("%s cannot be imported: %s: %s", name, type(error).__name__, error)
+        else:
+            imported.append(name)
+    return imported
 
 
 class _ForkServer:

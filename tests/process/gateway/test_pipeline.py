@@ -18,7 +18,7 @@ from tests.support.described import Collected
 from tests.support.dispatching import EPOCH, SPEC, Bench, Worker
 from vecd.gateway import pipeline as app_module
 from vecd.gateway.admission.admission import Admission
-from vecd.gateway.admission.principals import Principal, Principals
+from vecd.gateway.admission.principals import BURST_S, Principal, Principals
 from vecd.gateway.api.operations import ParsedDecode, ParsedTokenize
 from vecd.gateway.encoding.fragments import JsonRows
 from vecd.gateway.pipeline import Pipeline
@@ -114,8 +114,8 @@ class Service:
     def num_paid(self) -> int:
         """Tokens, as counted; those that the key may send now say the same."""
         paid = self.principal.describe()["use"]["tokens"]
-        level = self.principal._fill(0.0)
-        assert level == self.principal._max_level - paid
+        assert self.principal._tokens_per_s is not None
+        assert self.principal._level == self.principal._tokens_per_s * BURST_S - paid
         return paid
 
 

@@ -56,7 +56,7 @@ class FakeDispatcher:
         self.started_with: int | None = None
         self.is_stopped = False
         self.is_activated = False
-        self.deaths: list[tuple[list[str], bool, bool]] = []
+        self.deaths: list[InputDeaths] = []
         self.cleared: list[str] = []
         self.fails: BaseException | None = None
         self.ups: list[tuple[Incarnation, dict[str, Any]]] = []
@@ -72,8 +72,8 @@ class FakeDispatcher:
     def stop(self) -> None:
         self.is_stopped = True
 
-    def note_deaths(self, digests: list[str], *, is_isolated: bool, has_crashed: bool) -> None:
-        self.deaths.append((digests, is_isolated, has_crashed))
+    def note_deaths(self, message: InputDeaths) -> None:
+        self.deaths.append(message)
 
     def note_cleared(self, digests: list[str]) -> None:
         self.cleared += digests
@@ -459,8 +459,9 @@ def test_only_the_generation_without_workers_is_broken_and_a_poison_input_is_ref
         assert bench.first.errors == []
         assert [str(error) for error in service.errors] == ["it does not start"]
         assert bench.first.dispatcher.quarantine == service.dispatcher.quarantine == {"ab"}
-        bench.services.on_message(InputDeaths(["ab"], is_isolated=True, has_crashed=False), [])
-        assert bench.first.dispatcher.deaths == service.dispatcher.deaths == [(["ab"], True, False)]
+        deaths = InputDeaths(["ab"], is_isolated=True, has_crashed=False)
+        bench.services.on_message(deaths, [])
+        assert bench.first.dispatcher.deaths == service.dispatcher.deaths == [deaths]
         bench.services.on_message(InputsCleared(["ab"]), [])
         assert bench.first.dispatcher.cleared == service.dispatcher.cleared == ["ab"]
 

@@ -5,6 +5,7 @@ nothing. Called by `vecd.workers.engines.torch.selection` and by `vecd.workers.e
 """
 
 from collections.abc import Callable
+from functools import partial
 from typing import TYPE_CHECKING
 
 import torch
@@ -37,7 +38,7 @@ def build_engine(config: WorkerConfig, path: str, dtype: str, load: Load | None 
     model raises on a path that it does not support.
     """
     device = torch.device(config.device)
-    forward = _forward(config.card, path, dtype, device, load or _loader(config.card, device))
+    forward = _forward(config.card, path, dtype, device, load or partial(_load, config.card, device))
     return TransformerEngine(forward, load_head(config.card, device), dtype, device)
 
 
@@ -50,18 +51,14 @@ def _forward(card: ModelCard, path: str, dtype: str, device: torch.device, load:
         from vecd.workers.engines.torch.packed import PackedForward  # not below: it needs names inside transformers
 
         return PackedForward(load(dtype), device)
-    from vecd.workers.engines.torch.padded import PaddedForward, UnpaddedForward
-
-    forwards = {"padded": PaddedForward, "unpadded": UnpaddedForward}
-    if path not in forwards:
+    if path not in ("padded", "unpadded"):
         raise ModelError(f"{card.folder}: there is no path {path}")
-    return forwards[path](load(dtype), device)
+    from vecd.workers.engines.torch.padded import PaddedForward
+
+    return PaddedForward(load(dtype), device, may_pad=path == "padded")
 
 
-def _loader(card: ModelCard, device: torch.device) -> Load:
-    def load(dtype: str) -> "PreTrainedModel":
-        from vecd.workers.engines.torch.loading import load_model
+def _load(card: ModelCard, device: torch.device, dtype: str) -> "PreTrainedModel":
+    from vecd.workers.engines.torch.loading import load_model
 
-        return load_model(card, dtype, device)
-
-    return load
+    return load_model(card, dtype, device)

@@ -16,20 +16,14 @@ from torch import Tensor
 _SINGLE, _INDEX = "model.safetensors", "model.safetensors.index.json"
 
 
-class Checkpoint:
-    def __init__(self, folder: Path) -> None:
-        """Raises OSError, SafetensorError or ValueError for files that are missing or broken."""
-        self._tensors: dict[str, Tensor] = {}
-        for path in _files(folder):
-            with safe_open(path, framework="pt") as file:
-                self._tensors.update({name: file.get_tensor(name) for name in file.keys()})  # noqa: SIM118
-
-    def __contains__(self, name: str) -> bool:
-        return name in self._tensors
-
-    def __getitem__(self, name: str) -> Tensor:
-        """The tensor as stored, read-only by agreement. Raises KeyError."""
-        return self._tensors[name]
+def map_tensors(folder: Path) -> dict[str, Tensor]:
+    """The tensors as stored, read-only by agreement. Raises OSError, SafetensorError or ValueError for files that are
+    missing or broken."""
+    tensors: dict[str, Tensor] = {}
+    for path in _files(folder):
+        with safe_open(path, framework="pt") as file:
+            tensors.update({name: file.get_tensor(name) for name in file.keys()})  # noqa: SIM118
+    return tensors
 
 
 def _files(folder: Path) -> list[Path]:

@@ -32,39 +32,30 @@ def to_device(values: NDArray[Any], device: torch.device) -> Tensor:
     return cuda.upload(tensor, device) if device.type == "cuda" else tensor.to(device)
 
 
-class Device(Protocol):
+class Device:
+    """Where a model computes. This one is a processor."""
+
     def adopt(self, slots: Sequence[Rows]) -> str | None:
         """See `Engine.adopt`. Returns a warning, or None."""
+        return None
 
     def write(self, vectors: Tensor, order: NDArray[np.int64], rows: Rows) -> Finish:
         """Begin to write vector i of `vectors`, float32 [R, D] on this device, into row order[i]; `order`, shape [R],
         has each number below R once."""
-
-    def free_memory(self) -> None:
-        """Return the memory that the allocator keeps for later."""
-
-    def facts(self) -> dict[str, Any]:
-        """JSON values for `/info`."""
-
-
-def open_device(device: torch.device) -> Device:
-    """The device that a model is on. Side effects on a GPU: see `vecd.workers.engines.torch.cuda.Cuda`."""
-    return Accelerator(cuda.Cuda(device)) if device.type == "cuda" else Processor()
-
-
-class Processor:
-    def adopt(self, slots: Sequence[Rows]) -> str | None:
-        return None
-
-    def write(self, vectors: Tensor, order: NDArray[np.int64], rows: Rows) -> Finish:
         rows[order] = vectors.cpu().numpy()
         return COMPLETE
 
     def free_memory(self) -> None:
-        pass  # torch keeps none
+        """Return the memory that the allocator keeps for later. On a processor, torch keeps none."""
 
     def facts(self) -> dict[str, Any]:
+        """JSON values for `/info`."""
         return {"cpu_capability": torch.backends.cpu.get_cpu_capability()}
+
+
+def open_device(device: torch.device) -> Device:
+    """The device that a model is on. Side effects on a GPU: see `vecd.workers.engines.torch.cuda.Cuda`."""
+    return Accelerator(cuda.Cuda(device)) if device.type == "cuda" else Device()
 
 
 class Event(Protocol):
@@ -96,7 +87,7 @@ class DeviceCalls(Protocol):
     def free_memory(self) -> None: ...
 
 
-class Accelerator:
+class Accelerator(Device):
     def __init__(self, calls: DeviceCalls) -> None:
         self._calls = calls
         self._pinned = range(0)
@@ -130,7 +121,7 @@ class Accelerator:
         self._calls.free_memory()
 
     def facts(self) -> dict[str, Any]:
-        return {**Processor().facts(), "gpu": self._calls.name()}
+        return {**super().facts(), "gpu": self._calls.name()}
 
 
 class _Written:

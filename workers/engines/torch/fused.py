@@ -25,7 +25,7 @@ from torch import Tensor
 from torch.nn.functional import layer_norm, scaled_dot_product_attention
 
 from vecd.shm.card import ModelCard
-from vecd.workers.engines.torch.checkpoint import Checkpoint
+from vecd.workers.engines.torch.checkpoint import map_tensors
 from vecd.workers.engines.torch.linear import ACTIVATIONS, Activation, Linear, make_linear, type_between_layers
 from vecd.workers.families.encoders import FAMILIES, Family
 from vecd.workers.layout import Layout, Run
@@ -225,7 +225,7 @@ def load_fused(card: ModelCard, dtype: str) -> FusedForward:
         config = json.loads((folder / "config.json").read_text(encoding="utf-8"))
         if config["model_type"] != card.model_type or "auto_map" in config:
             raise NotFusible("an architecture under another name")
-        forward = _Builder(FAMILIES[card.model_type], config, Checkpoint(folder), dtype, card.max_tokens).build()
+        forward = _Builder(FAMILIES[card.model_type], config, map_tensors(folder), dtype, card.max_tokens).build()
         forward.warm(card.max_tokens)
         return forward
     except (OSError, SafetensorError, ValueError, KeyError, TypeError, RuntimeError) as error:
@@ -235,7 +235,7 @@ def load_fused(card: ModelCard, dtype: str) -> FusedForward:
 
 class _Builder:
     def __init__(
-        self, family: Family, config: Mapping[str, Any], weights: Checkpoint, dtype: str, max_tokens: int
+        self, family: Family, config: Mapping[str, Any], weights: Mapping[str, Tensor], dtype: str, max_tokens: int
     ) -> None:
         """Raises NotFusible for settings that change a layer's computation, KeyError for missing ones."""
         self._family = family

@@ -31,9 +31,11 @@ _FREE_PADDING_TOKENS = 64
 class PaddedForward:
     """Side effect of construction: packed attention and linear layers are switched back to transformers' own."""
 
-    path = "padded"
-
-    def __init__(self, model: PreTrainedModel, device: torch.device) -> None:
+    def __init__(self, model: PreTrainedModel, device: torch.device, *, may_pad: bool = True) -> None:
+        """`may_pad`: sequences of several lengths share a pass. Not for the few models whose vectors change with masked
+        padding, because convolutions and Fourier transforms reach over the border: ConvBERT, MobileBERT, FNet."""
+        self.path = "padded" if may_pad else "unpadded"
+        self._may_pad = may_pad
         if model.config._attn_implementation == PACKED_ATTENTION:
             _restore_attention(model)
             restore_linears(model)
@@ -43,10 +45,7 @@ class PaddedForward:
         self._pad_token_id = getattr(model.config, "pad_token_id", None) or 0
 
     def __call__(self, layout: Layout) -> Tensor:
-        return torch.cat([self._run(layout, rectangle) for rectangle in self._rectangles(layout)])
-
-    def _rectangles(self, layout: Layout) -> Iterator[slice]:
-        return rectangles(layout, may_pad=True)
+        return torch.cat([self._run(layout, rectangle) for rectangle in rectangles(layout, may_pad=self._may_pad)])
 
     def _run(self, layout: Layout, rectangle: slice) -> Tensor:
         """Hidden states of the real tokens of some sequences, [their tokens, H]."""
@@ -61,16 +60,6 @@ class PaddedForward:
         ).last_hidden_state
         # By index, because a mask would wait for a GPU to count the selected tokens.
         return hidden.flatten(0, 1).index_select(0, to_device(np.flatnonzero(is_token), self._device))
-
-
-class UnpaddedForward(PaddedForward):
-    """Only sequences of one length share a pass. For the few models whose vectors change with masked padding, because
-    convolutions and Fourier transforms reach over the border: ConvBERT, MobileBERT, FNet."""
-
-    path = "unpadded"
-
-    def _rectangles(self, layout: Layout) -> Iterator[slice]:
-        return rectangles(layout, may_pad=False)
 
 
 def rectangles(layout: Layout, *, may_pad: bool) -> Iterator[slice]:

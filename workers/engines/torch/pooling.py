@@ -14,7 +14,7 @@ from pathlib import Path
 import torch
 from safetensors import SafetensorError
 from safetensors.torch import load_file
-from torch import Tensor
+from torch import Tensor, nn
 from torch.nn import functional
 
 from vecd.shm.card import ModelCard, ModelError, Step
@@ -37,21 +37,12 @@ _POOLINGS: dict[str, Callable[[Tensor], Tensor]] = {
 }
 
 ACTIVATIONS: dict[str, Callable[[Tensor], Tensor]] = {
-    "identity": lambda x: x,
-    "tanh": torch.tanh,
-    "relu": functional.relu,
-    "relu6": functional.relu6,
-    "leakyrelu": functional.leaky_relu,
-    "elu": functional.elu,
-    "selu": functional.selu,
-    "gelu": functional.gelu,
-    "silu": functional.silu,
-    "mish": functional.mish,
-    "sigmoid": torch.sigmoid,
-    "softplus": functional.softplus,
-    "softsign": functional.softsign,
-    "hardtanh": functional.hardtanh,
-}
+    activation.__name__.lower(): activation()
+    for activation in (
+        nn.Identity, nn.Tanh, nn.ReLU, nn.ReLU6, nn.LeakyReLU, nn.ELU, nn.SELU, nn.GELU, nn.SiLU, nn.Mish, nn.Sigmoid,
+        nn.Softplus, nn.Softsign, nn.Hardtanh,
+    )
+}  # fmt: skip
 """By the lower-case name of the class in torch.nn, with the class's default arguments."""
 
 
@@ -60,13 +51,13 @@ class Head:
 
     def __init__(self, modes: Sequence[str], steps: Sequence[Callable[[Tensor], Tensor]]) -> None:
         self._modes = modes
-        has_norm = bool(steps) and steps[-1] is normalize
-        self._steps = steps[:-1] if has_norm else steps
-        self._norm = normalize if has_norm else None
+        self._is_normalized = bool(steps) and steps[-1] is normalize
+        self._steps = steps[:-1] if self._is_normalized else steps
 
     def __call__(self, hidden: Tensor, runs: Sequence[Run]) -> Tensor:
         """Hidden states [T, H] of any float type → vectors, float32 [B, D], in the order of the runs."""
-        return self.normalized(self.unnormalized(hidden, runs))
+        vectors = self.unnormalized(hidden, runs)
+        return normalize(vectors) if self._is_normalized else vectors
 
     def unnormalized(self, hidden: Tensor, runs: Sequence[Run]) -> Tensor:
         """Like the call, without the last step if that is to normalize."""
@@ -74,10 +65,6 @@ class Head:
         for step in self._steps:
             vectors = step(vectors)
         return vectors
-
-    def normalized(self, vectors: Tensor) -> Tensor:
-        """Apply that last step to `unnormalized` vectors; without such a step, return them."""
-        return vectors if self._norm is None else self._norm(vectors)
 
 
 def pool(hidden: Tensor, runs: Sequence[Run], modes: Sequence[str]) -> Tensor:

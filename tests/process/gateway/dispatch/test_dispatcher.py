@@ -13,7 +13,7 @@ from tests.support.dispatching import DEADLINE_S, EPOCH, SPEC, Bench, Request, W
 from vecd.gateway.dispatch import delivery
 from vecd.gateway.dispatch import dispatcher as dispatch
 from vecd.gateway.types.errors import ServerError, Unavailable
-from vecd.shm.control import InputsCleared, WorkerConnected
+from vecd.shm.control import InputDeaths, InputsCleared, WorkerConnected
 from vecd.shm.failure_code import FailureCode
 from vecd.shm.shared_metrics import BatchCell, Counter, Histogram, ServiceKey, WorkerCell
 from vecd.shm.views import map_arena
@@ -639,7 +639,7 @@ async def test_an_input_with_deaths_at_another_gateway_is_isolated_until_any_wor
         await bench.all_connected()
         for computed_by in ("this gateway's worker", "another's"):
             for _ in range(2):
-                bench.dispatcher.note_deaths([digest], is_isolated=False, has_crashed=True)
+                bench.dispatcher.note_deaths(InputDeaths([digest], is_isolated=False, has_crashed=True))
             if computed_by == "another's":
                 bench.dispatcher.note_cleared([digest])
             requests = [bench.request(1), bench.request(13)]
@@ -652,6 +652,19 @@ async def test_an_input_with_deaths_at_another_gateway_is_isolated_until_any_wor
             assert num_sequences == ([2] if computed_by == "another's" else [1, 1])
             cleared = [message for message in bench.reported if isinstance(message, InputsCleared)]
             assert cleared == [InputsCleared([digest])]
+
+
+async def test_a_request_that_waits_remembers_deaths_that_another_gateway_has_cleared(bench):
+    bench.request(13)
+    digest = bench.dispatcher.quarantine.digest(array("i", [13, 13]).tobytes())
+    for life in (1, 2):
+        bench.dispatcher.note_cleared([digest])
+        worker = bench.add_worker(0, life)
+        await worker.receive()
+        bench.dispatcher.worker_down(worker.incarnation, "was killed")
+    deaths = bench.dispatcher._deaths.find(digest)
+    assert deaths is not None
+    assert deaths.num == 2
 
 
 # --- deaths without end -----------------------------------------------------------------------------------------

@@ -2,7 +2,7 @@ import asyncio
 
 import pytest
 
-from tests.support.admitting import NORMAL, Entrance
+from tests.support.admitting import Entrance
 from vecd.gateway.types.errors import TooManyRequests
 
 
@@ -199,9 +199,9 @@ def test_a_tenant_whose_queue_is_full_is_rejected_and_another_is_not():
 def test_what_another_tenant_has_not_queued_yet_is_waited_for_as_far_as_it_takes_turns():
     entrance = Entrance()
     with entrance.try_enter(9_000, tenant="greedy"), entrance.try_enter(9_000, tenant="greedy"):
-        assert entrance.admission.wait_s(20, NORMAL, "polite") == 0.02
-        assert entrance.admission.wait_s(20, NORMAL, "greedy") == 0.04
-        assert entrance.admission.wait_s(50_000, NORMAL, "polite") == 18
+        assert entrance.wait_s(20, tenant="polite") == 0.02
+        assert entrance.wait_s(20, tenant="greedy") == 0.04
+        assert entrance.wait_s(50_000, tenant="polite") == 18
 
 
 async def test_a_tenants_waiters_do_not_hold_up_another_tenant():

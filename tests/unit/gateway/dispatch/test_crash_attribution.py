@@ -4,7 +4,7 @@ import random
 
 import pytest
 
-from vecd.gateway.dispatch.crash_attribution import MAX_REMEMBERED, REMEMBERED_S, CrashAttribution, count_death
+from vecd.gateway.dispatch.crash_attribution import count_death
 from vecd.gateway.scheduling.queue import Deaths
 
 
@@ -70,45 +70,3 @@ def test_an_input_that_ends_every_worker_is_rejected_after_five_deaths_and_ten_w
                 num_worker_deaths=num_worker_deaths,
             )
         assert 3 <= num_deaths <= (10 if others_die else 5)
-
-
-class Clock:
-    now = 0.0
-
-    def __call__(self) -> float:
-        return self.now
-
-
-def test_deaths_are_remembered_for_a_while_after_the_last():
-    clock = Clock()
-    attribution = CrashAttribution(clock)
-    deaths = attribution.record("a", None)
-    clock.now = 0.5 * REMEMBERED_S
-    assert attribution.record("a", None) is deaths
-    attribution.record("b", None)
-    clock.now = 1.4 * REMEMBERED_S
-    assert attribution.find("a") is deaths
-    clock.now = 1.5 * REMEMBERED_S
-    assert attribution.find("a") is None
-    assert len(attribution) == 0
-
-
-def test_what_is_forgotten_begins_anew_but_a_request_remembers_its_own_deaths():
-    attribution = CrashAttribution()
-    deaths = attribution.record("a", None)
-    attribution.forget("a")
-    attribution.forget("never seen")
-    assert attribution.find("a") is None
-    assert attribution.record("a", deaths) is deaths
-    assert attribution.find("a") is deaths
-
-
-def test_of_too_many_inputs_the_one_with_the_oldest_death_is_forgotten():
-    attribution = CrashAttribution()
-    for number in range(MAX_REMEMBERED):
-        attribution.record(str(number), None)
-    attribution.record("0", None)
-    attribution.record("one more", None)
-    assert len(attribution) == MAX_REMEMBERED
-    assert attribution.find("0") is not None
-    assert attribution.find("1") is None

@@ -3,7 +3,8 @@ from typing import Any
 
 import pytest
 
-from vecd.gateway.dispatch.quarantine import KEPT_S, MAX_KEPT, Quarantine
+from vecd.gateway.dispatch.known_inputs import KEPT_S
+from vecd.gateway.dispatch.quarantine import MAX_KEPT, Quarantine
 from vecd.gateway.types.errors import PoisonInput
 
 POISON, OTHER = b"\x0d\0\0\0", b"\x0e\0\0\0"

@@ -128,7 +128,7 @@ def test_memory_is_given_back_between_the_tries(
 ) -> None:
     engine, forward = starved(120)
     freed_after: list[int] = []
-    monkeypatch.setattr(devices.Processor, "free_memory", lambda self: freed_after.append(len(forward.num_tokens)))
+    monkeypatch.setattr(devices.Device, "free_memory", lambda self: freed_after.append(len(forward.num_tokens)))
     vectors_of(engine, random_batch(LENGTHS), DIM)
     assert freed_after == [1]
 

@@ -15,7 +15,7 @@ from vecd.shm.arena import ArenaSpec, create_arena
 from vecd.shm.views import Rows, map_arena
 from vecd.workers.engine import COMPLETE
 from vecd.workers.engines.torch import cuda
-from vecd.workers.engines.torch.device import Accelerator, Processor, inverse, span, to_device
+from vecd.workers.engines.torch.device import Accelerator, Device, inverse, span, to_device
 
 DIM = 6
 SPEC = ArenaSpec(num_slots=2, rows_per_slot=5, dim=DIM)
@@ -102,7 +102,7 @@ def test_vectors_come_into_the_rows_of_their_sequences_and_no_others(is_adopted:
     assert calls.num_buffers == (0 if is_adopted else 1)
 
     plain = np.zeros_like(slots[1])
-    assert Processor().write(torch.from_numpy(made), places, plain) is COMPLETE
+    assert Device().write(torch.from_numpy(made), places, plain) is COMPLETE
     assert np.array_equal(plain, slots[1])
 
 
@@ -177,7 +177,7 @@ def test_a_processor_borrows_what_it_is_given() -> None:
 def test_the_facts_name_the_gpu() -> None:
     facts: dict[str, Any] = Accelerator(Calls()).facts()
     assert facts["gpu"] == "Imaginary 9000"
-    assert set(Processor().facts()) == {"cpu_capability"}
+    assert set(Device().facts()) == {"cpu_capability"}
 
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="there is a CUDA device")
