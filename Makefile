@@ -13,6 +13,8 @@ VENV := .venv
 BIN := $(VENV)/bin
 # Passed on to `vecd serve`:  make serve ARGS="--port 9000 --workers 1"
 ARGS ?=
+# With it every process that a test starts, hundreds of them, would compile anew all that it imports.
+unexport PYTHONDONTWRITEBYTECODE
 
 .PHONY: serve test test-fast test-clients test-browser test-systemd soak check format bench bench-engine bench-tuning constraints binary test-binary clean
 
@@ -20,7 +22,7 @@ serve: $(VENV)/.serve
 	$(BIN)/vecd serve $(ARGS)
 
 test: $(VENV)/.test
-	$(BIN)/python -m pytest -n auto --dist loadfile $(TESTS)
+	$(BIN)/python -m pytest -n auto --dist loadfile --no-loadscope-reorder $(TESTS)
 
 # What pytest makes of the test files is kept, also where the environment says otherwise: to make it again takes each process
 # four seconds. For the same reason there are only as many processes as cores, and no plugin that unit tests do not use.

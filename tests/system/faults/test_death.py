@@ -25,6 +25,20 @@ def corpus(reference):
     return texts, reference(texts)
 
 
+@pytest.fixture(scope="module")
+def two_workers():
+    """For tests after which all that has died lives again."""
+    with exact_server() as server:
+        yield server
+
+
+@pytest.fixture(scope="module")
+def one_worker():
+    """As `two_workers`."""
+    with exact_server("--workers", "1", "--batch-timeout", "3600") as server:
+        yield server
+
+
 def test_sigterm_under_load_answers_everything_accepted(corpus):
     async def stop_under_load(server) -> Load:
         async with Load(server.url, corpus, num_clients=16) as load:
@@ -52,7 +66,7 @@ def test_a_killed_idle_worker_is_not_noticed(corpus):
         assert httpx.get(f"{server.url}/health").status_code == 200
 
 
-def test_workers_killed_under_load_lose_no_request(corpus):
+def test_workers_killed_under_load_lose_no_request(corpus, two_workers):
     async def kill_under_load(server) -> Load:
         async with Load(server.url, corpus, num_clients=16) as load:
             for _ in range(4):
@@ -63,27 +77,26 @@ def test_workers_killed_under_load_lose_no_request(corpus):
             await load.answers(50)
         return load
 
-    with exact_server() as server:
-        load = asyncio.run(kill_under_load(server))
+    load = asyncio.run(kill_under_load(two_workers))
     assert load.failures == []
 
 
-def test_a_killed_gateway_is_replaced_and_finds_the_workers(corpus):
+def test_a_killed_gateway_is_replaced_and_finds_the_workers(corpus, two_workers):
     texts, expected = corpus
-    with exact_server() as server:
-        lives = [w["life"] for w in server.info()["workers"]]
-        server.gateway().kill()
-        [vector] = server.embed(texts[1])  # waits in the listening socket's backlog
-        assert np.abs(np.array(vector) - expected[1]).max() < 1e-5
-        assert [w["life"] for w in server.info()["workers"]] == lives
+    server = two_workers
+    eventually(lambda: len(server.workers()) == 2, 30)
+    lives = [w["life"] for w in server.info()["workers"]]
+    server.gateway().kill()
+    [vector] = server.embed(texts[1])  # waits in the listening socket's backlog
+    assert np.abs(np.array(vector) - expected[1]).max() < 1e-5
+    assert [w["life"] for w in server.info()["workers"]] == lives
 
 
-def test_a_killed_fork_server_is_replaced(corpus):
+def test_a_killed_fork_server_is_replaced(corpus, one_worker):
     texts, expected = corpus
-    with exact_server("--workers", "1") as server:
-        psutil.Process(server.workers()[0].ppid()).kill()
-        [vector] = server.embed(texts[2])
-        assert np.abs(np.array(vector) - expected[2]).max() < 1e-5
+    psutil.Process(one_worker.workers()[0].ppid()).kill()
+    [vector] = one_worker.embed(texts[2])
+    assert np.abs(np.array(vector) - expected[2]).max() < 1e-5
 
 
 @only_long
@@ -95,28 +108,30 @@ def test_a_stopped_worker_is_replaced_within_its_deadline(corpus):
         assert np.abs(np.array(vector) - expected[4]).max() < 1e-5
 
 
-def test_a_stopped_worker_is_replaced_long_before_the_batch_timeout_once_its_speed_is_known(corpus):
-    texts, expected = corpus
-    with exact_server("--workers", "1", "--batch-timeout", "3600") as server:
-        server.embed(texts[3])
-        server.workers()[0].suspend()
-        [vector] = server.embed(texts[4])  # within a minute, or this raises
-        assert np.abs(np.array(vector) - expected[4]).max() < 1e-5
-        assert "worker 0 (life 1) has had a batch of" in server.stderr
-        assert server.info()["workers"][0]["life"] == 2
-
-
-def test_a_worker_that_is_told_to_abort_says_where_it_is(corpus):
+def test_a_worker_that_is_told_to_abort_says_where_it_is(corpus, one_worker):
     """As one that is stuck is told."""
     texts, expected = corpus
-    with exact_server("--workers", "1") as server:
-        [worker] = server.workers()
-        worker.send_signal(signal.SIGABRT)
-        [vector] = server.embed(texts[4])
-        assert np.abs(np.array(vector) - expected[4]).max() < 1e-5
-        eventually(lambda: "Fatal Python error: Aborted" in server.stderr)
-        assert "workers/process/loop.py" in server.stderr
-        eventually(lambda: "was killed by SIGABRT" in server.stderr)
+    server = one_worker
+    before = len(server.stderr)
+    [worker] = server.workers()
+    worker.send_signal(signal.SIGABRT)
+    [vector] = server.embed(texts[4])
+    assert np.abs(np.array(vector) - expected[4]).max() < 1e-5
+    eventually(lambda: "Fatal Python error: Aborted" in server.stderr[before:])
+    assert "workers/process/loop.py" in server.stderr[before:]
+    eventually(lambda: "was killed by SIGABRT" in server.stderr[before:])
+
+
+def test_a_stopped_worker_is_replaced_long_before_the_batch_timeout_once_its_speed_is_known(corpus, one_worker):
+    texts, expected = corpus
+    server = one_worker
+    server.embed(texts[3])
+    life = server.info()["workers"][0]["life"]
+    server.workers()[0].suspend()
+    [vector] = server.embed(texts[4])  # within a minute, or this raises
+    assert np.abs(np.array(vector) - expected[4]).max() < 1e-5
+    assert f"worker 0 (life {life}) has had a batch of" in server.stderr
+    assert server.info()["workers"][0]["life"] == life + 1
 
 
 @pytest.mark.parametrize("uds", [False, True])
@@ -221,7 +236,7 @@ def test_a_worker_that_keeps_dying_later_does_not_end_the_server():
 
 
 def test_a_drain_past_its_deadline_answers_503_to_who_still_waits():
-    with exact_server("--workers", "1", "--drain-timeout", "2") as server:
+    with running_server("--engine", "weightless", "--workers", "1", "--drain-timeout", "2") as server:
         server.workers()[0].suspend()
         with ThreadPoolExecutor(1) as threads:
             url = f"{server.url}/v1/embeddings"
@@ -291,8 +306,9 @@ def test_a_closed_stderr_does_not_end_the_server(tmp_path):
     assert process.wait(20) == 0
 
 
-def test_a_second_signal_does_not_wait(corpus):
-    with exact_server("--workers", "1", "--drain-timeout", "60", must_exit_cleanly=False) as server:
+def test_a_second_signal_does_not_wait():
+    flags = ("--engine", "weightless", "--workers", "1", "--drain-timeout", "60")
+    with running_server(*flags, must_exit_cleanly=False) as server:
         server.workers()[0].suspend()
         with httpx.Client(timeout=0.5) as http, pytest.raises(httpx.ReadTimeout):
             http.post(f"{server.url}/v1/embeddings", json={"input": "a"})

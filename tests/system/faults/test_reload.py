@@ -24,7 +24,7 @@ from tests.support.texts import make_texts
 
 @pytest.fixture(scope="module")
 def corpus(reference):
-    texts = [text[:400] for text in make_texts(96, seed=4)]
+    texts = [text[:400] for text in make_texts(96, seed=3)]
     return texts, reference(texts)
 
 
