@@ -13,7 +13,7 @@ VENV := .venv
 BIN := $(VENV)/bin
 # Passed on to `vecd serve`:  make serve ARGS="--port 9000 --workers 1"
 ARGS ?=
-# With it every process that a test starts, hundreds of them, would compile anew all that it imports.
+# With it, each process of a test run, hundreds of them, would compile all that it imports, and all tests, anew.
 unexport PYTHONDONTWRITEBYTECODE
 
 .PHONY: serve test test-fast test-clients test-browser test-systemd soak check format bench bench-engine bench-tuning constraints binary test-binary clean
@@ -24,11 +24,8 @@ serve: $(VENV)/.serve
 test: $(VENV)/.test
 	$(BIN)/python -m pytest -n auto --dist loadfile --no-loadscope-reorder $(TESTS)
 
-# What pytest makes of the test files is kept, also where the environment says otherwise: to make it again takes each process
-# four seconds. For the same reason there are only as many processes as cores, and no plugin that unit tests do not use.
-test test-fast: export PYTHONDONTWRITEBYTECODE =
-
-# Unit tests alone, without those marked slow: less than a minute on two cores.
+# Unit tests alone, without those marked slow: less than a minute on two cores. What each process imports is most of the
+# time, so there are only as many as cores, and no plugin that unit tests do not use.
 test-fast: $(VENV)/.test
 	$(BIN)/python -m pytest -n logical --dist worksteal -p no:schemathesis --hypothesis-profile=quick -m "not slow" \
 		$(or $(TESTS),tests/unit)
