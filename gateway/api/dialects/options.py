@@ -520,7 +520,7 @@ def read_request(
         priority=parse_priority(call.headers) if priority is None else priority,  # the body is more explicit
         timeout_s=parse_timeout_s(call.headers),
         tokenizing=tokenizing._replace(are_ids_of_model=True) if are_ids_of_model else tokenizing,
-        output=Output.UNNORMALIZED if normalize is False and not is_per_token else output,
+        output=Output.UNNORMALIZED if output is Output.VECTORS and normalize is False else output,
         normalize=normalize is not False if is_per_token else normalize is True,
         dimensions=None if is_per_token else _read_dimensions(values, model_info),
         wants_report=_read_report(values, requested),
