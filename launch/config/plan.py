@@ -9,7 +9,6 @@ import importlib.util
 import os
 import re
 import resource
-import subprocess
 import tempfile
 from dataclasses import dataclass, fields, replace
 from pathlib import Path
@@ -18,7 +17,7 @@ from typing import Any
 from vecd.gateway.http.tls import find_problems
 from vecd.gateway.types.config import ApiKey, GatewayConfig
 from vecd.launch.base.exit_codes import EXIT_OK, ConfigurationError, StartFailure
-from vecd.launch.base.programs import self_command
+from vecd.launch.base.programs import run_child
 from vecd.launch.config.architectures import refuse_unknown
 from vecd.launch.config.keys import load_keys
 from vecd.launch.config.settings import Settings
@@ -235,11 +234,7 @@ def _find_model(settings: Settings) -> tuple[Path, str]:
 def _fetch(model: str, revision: str) -> Path:
     logs.say(f"finding {model} in the hub's cache or on the hub")
     with tempfile.TemporaryFile("w+") as answer:
-        status = subprocess.run(
-            [*self_command("fetch"), model, revision, str(answer.fileno())],
-            pass_fds=[answer.fileno()],
-            check=False,
-        ).returncode
+        status = run_child("fetch", model, revision, fd=answer.fileno())
         answer.seek(0)
         text = answer.read()
     if status != EXIT_OK:
