@@ -14,7 +14,7 @@ from dataclasses import dataclass, fields, replace
 from pathlib import Path
 from typing import Any
 
-from vecd.gateway.http.tls import find_problems
+from vecd.gateway.http.tls import find_problems, why_unreadable
 from vecd.gateway.types.config import ApiKey, GatewayConfig
 from vecd.launch.base.exit_codes import EXIT_OK, ConfigurationError, StartFailure
 from vecd.launch.base.programs import run_child
@@ -83,6 +83,7 @@ def make_plan(settings: Settings) -> Plan:
     """
     check_tls(settings.tls_cert, settings.tls_key)
     check_otel(settings.otlp_endpoint)
+    check_ranges(settings.quantization_ranges)
     keys = load_keys(settings)
     folder, name = _find_model(settings)
     model_files = _files_in(folder)
@@ -113,6 +114,13 @@ def check_tls(cert: Path | None, key: Path | None) -> None:
     problems = find_problems(str(cert), str(key))
     if problems:
         raise ConfigurationError([f"--tls-cert, --tls-key: {problem}" for problem in problems])
+
+
+def check_ranges(path: Path | None) -> None:
+    """Raises ConfigurationError for a file of --quantization-ranges that cannot be read. What is in it is checked by
+    the gateway, which has numpy."""
+    if path is not None and (why := why_unreadable(str(path))):
+        raise ConfigurationError([f"--quantization-ranges: {path}: cannot be read: {why}"])
 
 
 def check_otel(endpoint: str) -> None:
