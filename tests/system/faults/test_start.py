@@ -68,6 +68,13 @@ def edit_config(**changes):
     return do
 
 
+def cut_off(model):
+    path = model / "model.safetensors"
+    content = path.read_bytes()[:5_000_000]
+    path.unlink()
+    path.write_bytes(content)
+
+
 def only_pickle(model):
     (model / "model.safetensors").unlink()
     (model / "pytorch_model.bin").write_bytes(b"\x80")
@@ -80,7 +87,11 @@ BROKEN = {
     "no pooling": (remove("1_Pooling/config.json"), "1_Pooling/config.json: file missing"),
     "broken config": (write("config.json", "{"), "config.json: cannot be read"),
     "broken tokenizer": (write("tokenizer.json", "{}"), "tokenizer.json: not a tokenizer"),
-    "broken weights": (write("model.safetensors", "junk"), "model.safetensors"),
+    "broken weights": (write("model.safetensors", "junk"), "model.safetensors: is not a safetensors file: it has 4"),
+    "weights cut off": (
+        cut_off,
+        "model.safetensors: is cut off, or has something behind its tensors",
+    ),
     "weights of another size": (
         edit_config(intermediate_size=1000),
         "is [1536] in the weights and [1000] in config.json",
