@@ -30,11 +30,13 @@ from vecd.launch.base.exit_codes import (
     EXIT_BAD_CONFIGURATION,
     EXIT_COULD_NOT_START,
     EXIT_INTERNAL_ERROR,
+    EXIT_INTERRUPTED,
     EXIT_OK,
     ConfigurationError,
     StartFailure,
     first_of,
 )
+from vecd.launch.base.interrupts import exit_at_interrupt
 from vecd.launch.config.plan import Plan, make_plan, max_open_files
 from vecd.launch.config.settings import Settings, load_settings
 from vecd.launch.processes.children import System
@@ -67,7 +69,7 @@ from vecd.workers.process.kernel import adopt_orphans, kilobytes, leave_no_core,
 
 log = logging.getLogger("vecd.supervisor")
 
-EXIT_INTERRUPTED = 130
+_BLOCKED_SIGNALS = {signal.SIGINT, signal.SIGTERM}
 _DRAIN_MARGIN_S = 2.0
 _REAP_INTERVAL_S = 2.0
 
@@ -75,6 +77,7 @@ _REAP_INTERVAL_S = 2.0
 def serve(arguments: Sequence[str]) -> int:
     """`vecd serve`. Returns the exit code: 0 clean, 2 bad configuration, 3 could not start, 130 interrupted before it
     was ready, 70 internal error."""
+    exit_at_interrupt()
     notifier = Notifier.from_environment()
     try:
         settings = load_settings(arguments)
@@ -94,11 +97,11 @@ def serve(arguments: Sequence[str]) -> int:
         logs.say(str(error), logging.ERROR)
         notifier.status(f"Ended: {error}")
         return EXIT_COULD_NOT_START
-    except KeyboardInterrupt:  # before the server's own handling of signals
-        return EXIT_INTERRUPTED
     except Exception:
         log.exception("internal error")
         return EXIT_INTERNAL_ERROR
+    finally:
+        signal.signal(signal.SIGINT, signal.SIG_IGN)  # a second Ctrl-C must not interrupt the last milliseconds
 
 
 class Supervisor:
@@ -124,6 +127,7 @@ class Supervisor:
         self._lives: dict[int, int] = {}
         self._num_gateways = plan.gateway.num_gateways
         self._has_been_ready = False
+        self._exit_code = EXIT_OK
         self._listening: list[socket.socket] = []
         self._uds: list[tuple[Path, FileId | None]] = []
         self._admin_url = ""
@@ -142,7 +146,8 @@ class Supervisor:
         return self._reloader.active.plan
 
     async def run(self) -> int:
-        """Serve until SIGTERM or SIGINT; returns 0. Raises StartFailure when a child cannot start or keeps dying."""
+        """Serve until SIGTERM or SIGINT; returns the exit code: 0, or 130 if SIGINT came before the server was ready.
+        Raises StartFailure when a child cannot start or keeps dying."""
         self._install_signal_handlers()
         self._reload_result = ReloadResult()  # from now on `vecd reload` may send its signal
         try:
@@ -167,20 +172,28 @@ class Supervisor:
                 ):  # fmt: skip
                     self._start_task(work)
                 await self._stopping.wait()
-                await self._drain(gateways)
+                if self._has_been_ready:
+                    await self._drain(gateways)
                 self._cancel_all()
         except BaseExceptionGroup as failures:
             raise first_of(failures) from None
         finally:
             await self._system.reap_everything()
             self._close()
-        return EXIT_OK
+        return self._exit_code
 
     def stop(self) -> None:
-        """Drain and end, as at SIGTERM. A second call ends at once, whatever has not been answered."""
-        if self._stopping.is_set():
+        """Drain and end, as at SIGTERM. Before the server is ready, and at a second call, end at once, whatever has not
+        been answered."""
+        if self._stopping.is_set() or not self._has_been_ready:
             self._cancel_all()
         self._stopping.set()
+
+    def interrupt(self) -> None:
+        """Stop, as at SIGINT."""
+        if not self._has_been_ready:
+            self._exit_code = EXIT_INTERRUPTED
+        self.stop()
 
     def request_reload(self) -> None:
         """Reload soon, as at SIGHUP."""
@@ -389,9 +402,10 @@ class Supervisor:
 
     def _install_signal_handlers(self) -> None:
         loop = asyncio.get_running_loop()
-        for number in (signal.SIGTERM, signal.SIGINT):
-            loop.add_signal_handler(number, self.stop)
+        loop.add_signal_handler(signal.SIGTERM, self.stop)
+        loop.add_signal_handler(signal.SIGINT, self.interrupt)
         loop.add_signal_handler(signal.SIGHUP, self.request_reload)
+        signal.pthread_sigmask(signal.SIG_UNBLOCK, _BLOCKED_SIGNALS)
 
     def _cancel_all(self) -> None:
         """Each coroutine that supervises a child kills it on the way out."""
@@ -413,6 +427,9 @@ class Supervisor:
 
 
 def _prepare_process() -> None:
+    """Side effect: SIGINT and SIGTERM wait until `Supervisor.run` handles them, because a temporary folder must not be
+    left behind."""
+    signal.pthread_sigmask(signal.SIG_BLOCK, _BLOCKED_SIGNALS)
     adopt_orphans()
     os.umask(0o077)
     _, hard = resource.getrlimit(resource.RLIMIT_NOFILE)

@@ -4,7 +4,6 @@ Imports nothing of the program before the kind is known, so that the gateway sta
 without uvloop.
 """
 
-import os
 import sys
 from collections.abc import Callable
 from pathlib import Path
@@ -25,10 +24,10 @@ def main(kind: str, *arguments: str) -> int:
             from vecd.workers.process.forkserver import serve
 
             return serve(Channel.from_fd(int(control_fd)))
-        case "fetch", model, revision, answer_fd:
-            return _answer(answer_fd, lambda answer: _fetch(model, revision, answer))
-        case "convert", folder, vocab_size, answer_fd:
-            return _answer(answer_fd, lambda answer: _convert(folder, vocab_size, answer))
+        case "fetch", model, revision, parent_pid, answer_fd:
+            return _answer(parent_pid, answer_fd, lambda answer: _fetch(model, revision, answer))
+        case "convert", folder, vocab_size, parent_pid, answer_fd:
+            return _answer(parent_pid, answer_fd, lambda answer: _convert(folder, vocab_size, answer))
         case "select", answer_fd:
             from vecd.workers.process.selection_process import serve as select
 
@@ -44,12 +43,13 @@ def main(kind: str, *arguments: str) -> int:
     raise ValueError(f"no kind of child: {kind}, with {len(arguments)} arguments")
 
 
-def _answer(answer_fd: str, write: Callable[[Path], None]) -> int:
+def _answer(parent_pid: str, answer_fd: str, write: Callable[[Path], None]) -> int:
     """Have `write` write to the file behind `answer_fd`, or write one line about why it cannot."""
     from vecd.shm.card import ModelError
     from vecd.workers.process.kernel import die_with_parent
 
-    die_with_parent(os.getppid())  # no process would use the rest of a download
+    if not die_with_parent(int(parent_pid)):  # no process would use the rest of a download
+        return EXIT_COULD_NOT_START
     answer = Path(f"/proc/self/fd/{answer_fd}")
     try:
         write(answer)

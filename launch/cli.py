@@ -4,10 +4,12 @@ Owns the list of subcommands and their help. Imports each one only when it is ca
 import. Called by the console script and by `python -m vecd`.
 """
 
+import signal
 import sys
 from collections.abc import Callable, Sequence
 
-from vecd.launch.base.exit_codes import EXIT_BAD_CONFIGURATION, EXIT_OK
+from vecd.launch.base.exit_codes import EXIT_BAD_CONFIGURATION, EXIT_INTERRUPTED, EXIT_OK
+from vecd.launch.base.interrupts import exit_at_interrupt
 
 _USAGE = """\
 usage: vecd serve [MODEL] [--flags]    serve a model's embeddings (vecd serve --help)
@@ -22,9 +24,10 @@ usage: vecd serve [MODEL] [--flags]    serve a model's embeddings (vecd serve --
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """The `vecd` command. Returns the exit code."""
+    """The `vecd` command. Returns the exit code: 130 when it is interrupted, unless the subcommand has another."""
     command, *arguments = (sys.argv[1:] if argv is None else argv) or ["--help"]
     run: Callable[[list[str]], int]
+    previous = exit_at_interrupt()
     match command:
         case "serve":
             from vecd.supervisor import serve as run
@@ -53,4 +56,8 @@ def main(argv: Sequence[str] | None = None) -> int:
         case _:
             print(f"vecd: unknown command {command!r}\n\n{_USAGE}", file=sys.stderr)
             return EXIT_BAD_CONFIGURATION
-    return run(arguments)
+    signal.signal(signal.SIGINT, previous)
+    try:
+        return run(arguments)
+    except KeyboardInterrupt:  # outside of the subcommand's own handling
+        return EXIT_INTERRUPTED

@@ -10,7 +10,7 @@ percentiles; nothing that a caller sent is in it. Reads the shared metrics and t
                         retried, stuck, poisoned                        }
     stages{}            by stage: counts of each bucket (the last: above all bounds), sum_s; `stage_bounds_s`
     batch_tokens{}      the same for the sizes of batches: bounds, counts, sum
-    batch_fill{}        the same for the part of its room that each batch used
+    batch_fill{}        the same for the part of its room that each batch used, at most 1
     queue               requests, sequences, tokens, age_s              }
     arena               rows, rows_in_use                               } now
     workers[]           worker, life, state, batches, sequences, tokens, busy_s, pid, dtype, path, tokens_per_s

@@ -55,7 +55,7 @@ def find_problems(cert: str, key: str) -> list[str]:
 
 
 def _make_context(cert: str, key: str) -> ssl.SSLContext:
-    problems = [f"{path}: cannot be read: {reason}" for path in (cert, key) if (reason := _why_unreadable(path))]
+    problems = [f"{path}: cannot be read: {reason}" for path in (cert, key) if (reason := why_unreadable(path))]
     if not problems:
         context = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)
         context.minimum_version = ssl.TLSVersion.TLSv1_2
@@ -68,7 +68,8 @@ def _make_context(cert: str, key: str) -> ssl.SSLContext:
     raise TlsError("\n".join(problems))
 
 
-def _why_unreadable(path: str) -> str | None:
+def why_unreadable(path: str) -> str | None:
+    """Why a file cannot be read, or None."""
     try:
         if not stat.S_ISREG(os.stat(path).st_mode):
             return "is not a regular file"

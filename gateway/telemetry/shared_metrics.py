@@ -169,11 +169,12 @@ class SharedMetrics:
         self._last_batch_number += 1
         return self._last_batch_number
 
-    def batch_sent(self, number: int, worker: int, num_sequences: int, num_tokens: int, room_tokens: int) -> None:
-        """A batch has gone to a worker. `room_tokens`: what it might have had."""
+    def batch_sent(self, number: int, worker: int, num_sequences: int, num_tokens: int, budget_tokens: int) -> None:
+        """A batch has gone to a worker. `budget_tokens`: those that it should have had; a sequence that is begun is
+        sent whole, so it may have more, and its fill is 1 then."""
         self.observe(_BATCH_SEQUENCES, num_sequences)
         self.observe(_BATCH_TOKENS, num_tokens)
-        self.observe(_BATCH_FILL, num_tokens / room_tokens)
+        self.observe(_BATCH_FILL, num_tokens / max(budget_tokens, num_tokens))
         cells = self._batches[number % NUM_BATCHES]
         cells[_BATCH_DONE_NS] = 0  # first: a reader must not take the old times for the new batch's
         cells[_BATCH_NUMBER] = number

@@ -1,6 +1,10 @@
 """How starting can fail, and the exit code of each way."""
 
+import signal
+
 EXIT_OK, EXIT_BAD_CONFIGURATION, EXIT_COULD_NOT_START, EXIT_INTERNAL_ERROR = 0, 2, 3, 70
+EXIT_INTERRUPTED = 128 + signal.SIGINT
+"""By Ctrl-C, as shells have it."""
 
 
 class ConfigurationError(Exception):

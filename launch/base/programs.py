@@ -1,11 +1,16 @@
-"""The command lines by which a process of this program starts one of its modules as another process.
+"""How a process of this program starts one of its modules as another process.
 
-Owns the only place that knows them. Installed, it is Python's. In the binary (`make binary`) `sys.executable` is the
-binary itself, and there is no Python: its first lines, `tools/binary/entry.py`, take the same words and run the module
-that they name. Starts no process itself.
+Owns the only place that knows the command lines. Installed, it is Python's. In the binary (`make binary`)
+`sys.executable` is the binary itself, and there is no Python: its first lines, `tools/binary/entry.py`, take the same
+words and run the module that they name.
 """
 
+import os
+import subprocess
 import sys
+from collections.abc import Mapping
+
+from vecd.launch.base.interrupts import without_interrupts
 
 
 def command_of(module: str, *arguments: str) -> list[str]:
@@ -17,3 +22,27 @@ def command_of(module: str, *arguments: str) -> list[str]:
 def self_command(command: str) -> list[str]:
     """The command line that runs `vecd.launch.child` as this kind of child."""
     return command_of("vecd.launch.child", command)
+
+
+def start_child(kind: str, *arguments: str, fd: int, env: Mapping[str, str] | None = None) -> "subprocess.Popen[bytes]":
+    """Start `vecd.launch.child`, whose last argument is `fd`, which it inherits. Raises OSError.
+
+    SIGINT stays blocked in it: a terminal sends Ctrl-C to the whole process group, and this process decides what ends.
+    """
+    with without_interrupts():
+        return subprocess.Popen(
+            [*self_command(kind), *arguments, str(fd)], pass_fds=[fd], stdin=subprocess.DEVNULL, env=env
+        )
+
+
+def run_child(
+    kind: str, *arguments: str, fd: int, env: Mapping[str, str] | None = None, timeout_s: float | None = None
+) -> int:
+    """Run a child that ends with this process; returns its exit status. Its last two arguments are this process's id
+    and `fd`. Raises OSError, and subprocess.TimeoutExpired after `timeout_s`; then it is killed."""
+    with start_child(kind, *arguments, str(os.getpid()), fd=fd, env=env) as process:
+        try:
+            return process.wait(timeout_s)
+        except BaseException:
+            process.kill()
+            raise

@@ -24,6 +24,7 @@ from vecd.launch.base.exit_codes import (
     EXIT_BAD_CONFIGURATION,
     EXIT_COULD_NOT_START,
     EXIT_INTERNAL_ERROR,
+    EXIT_INTERRUPTED,
     EXIT_OK,
     ConfigurationError,
     StartFailure,
@@ -46,7 +47,6 @@ from vecd.workers.process.ordered_process import OrderedProcess
 
 log = logging.getLogger("vecd.check")
 
-_EXIT_INTERRUPTED = 128 + signal.SIGINT
 _MAX_SECONDS = 600.0
 _TIMEOUT_S = 600.0
 """Without a word from a process; `--start-timeout` can make it longer."""
@@ -70,7 +70,7 @@ def main(argv: Sequence[str]) -> int:
             print(f"vecd check: {line}", file=sys.stderr)
         return EXIT_BAD_CONFIGURATION
     except KeyboardInterrupt:
-        return _EXIT_INTERRUPTED
+        return EXIT_INTERRUPTED
     except Exception:
         log.exception("internal error")
         return EXIT_INTERNAL_ERROR

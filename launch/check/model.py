@@ -1,11 +1,10 @@
 """The facts and faults of a model that its files show without running it.
 
-Owns the report's part about the model, the headers of weights' files, the refusal of models made for another purpose,
+Owns the report's part about the model, the refusal of models made for another purpose,
 and the suggestion for each refusal. Reads files, starts nothing. Called by `vecd.launch.check.command`.
 """
 
 import json
-import math
 import re
 from collections import Counter
 from collections.abc import Iterator
@@ -13,10 +12,9 @@ from dataclasses import fields
 from pathlib import Path
 from typing import Any
 
-from safetensors import SafetensorError, safe_open
-
 from vecd.launch.check.report import Model, Problem
 from vecd.shm.card import ModelCard, ModelError, Step, vocabulary_files
+from vecd.workers.weights import read_header
 
 _NAMES = {"F64": "float64", "F32": "float32", "F16": "float16", "BF16": "bfloat16", "I8": "int8", "U8": "uint8"}
 _BUFFERS = ("I64", "I32", "BOOL")
@@ -85,29 +83,6 @@ def _weights_files(card: ModelCard) -> Iterator[Path]:
         if missing:
             raise ModelError(f"{folder / shard}: {min(missing)} is missing, which {index.name} says is there")
         yield folder / shard
-
-
-def read_header(path: Path) -> dict[str, tuple[str, int]]:
-    """The type and the number of elements of each tensor. Raises ModelError, in one line, for a file that is not
-    whole."""
-    try:
-        with safe_open(path, framework="np") as file:
-            slices = {name: file.get_slice(name) for name in file.keys()}  # noqa: SIM118
-            return {name: (part.get_dtype(), math.prod(part.get_shape())) for name, part in slices.items()}
-    except (OSError, SafetensorError) as error:
-        size = f"it has {path.stat().st_size:,} bytes" if path.exists() else "it is missing"
-        for pattern, fault in _FAULTS:
-            if re.search(pattern, str(error)):
-                raise ModelError(f"{path}: {fault}: {size} ({error})") from None
-        raise ModelError(f"{path}: cannot be read: {error}") from None
-
-
-_FAULTS = (
-    ("incomplete metadata|invalid header length", "is cut off, or has something behind its tensors"),
-    ("invalid shape|invalid offset", "is damaged"),
-    ("header", "is not a safetensors file"),
-)
-"""By the messages of the safetensors library."""
 
 
 # --- its purpose ---------------------------------------------------------------------------------------------

@@ -9,16 +9,15 @@ import importlib.util
 import os
 import re
 import resource
-import subprocess
 import tempfile
 from dataclasses import dataclass, fields, replace
 from pathlib import Path
 from typing import Any
 
-from vecd.gateway.http.tls import find_problems
+from vecd.gateway.http.tls import find_problems, why_unreadable
 from vecd.gateway.types.config import ApiKey, GatewayConfig
 from vecd.launch.base.exit_codes import EXIT_OK, ConfigurationError, StartFailure
-from vecd.launch.base.programs import self_command
+from vecd.launch.base.programs import run_child
 from vecd.launch.config.architectures import refuse_unknown
 from vecd.launch.config.keys import load_keys
 from vecd.launch.config.settings import Settings
@@ -84,6 +83,7 @@ def make_plan(settings: Settings) -> Plan:
     """
     check_tls(settings.tls_cert, settings.tls_key)
     check_otel(settings.otlp_endpoint)
+    check_ranges(settings.quantization_ranges)
     keys = load_keys(settings)
     folder, name = _find_model(settings)
     model_files = _files_in(folder)
@@ -114,6 +114,13 @@ def check_tls(cert: Path | None, key: Path | None) -> None:
     problems = find_problems(str(cert), str(key))
     if problems:
         raise ConfigurationError([f"--tls-cert, --tls-key: {problem}" for problem in problems])
+
+
+def check_ranges(path: Path | None) -> None:
+    """Raises ConfigurationError for a file of --quantization-ranges that cannot be read. What is in it is checked by
+    the gateway, which has numpy."""
+    if path is not None and (why := why_unreadable(str(path))):
+        raise ConfigurationError([f"--quantization-ranges: {path}: cannot be read: {why}"])
 
 
 def check_otel(endpoint: str) -> None:
@@ -235,11 +242,7 @@ def _find_model(settings: Settings) -> tuple[Path, str]:
 def _fetch(model: str, revision: str) -> Path:
     logs.say(f"finding {model} in the hub's cache or on the hub")
     with tempfile.TemporaryFile("w+") as answer:
-        status = subprocess.run(
-            [*self_command("fetch"), model, revision, str(answer.fileno())],
-            pass_fds=[answer.fileno()],
-            check=False,
-        ).returncode
+        status = run_child("fetch", model, revision, fd=answer.fileno())
         answer.seek(0)
         text = answer.read()
     if status != EXIT_OK:

@@ -6,15 +6,18 @@ Every problem is reported at once (`ConfigurationError`). Called by the supervis
 environment, and by `vecd check` and `vecd install-service`.
 """
 
+import logging
 import os
 import re
 import tomllib
 from collections.abc import Callable, Mapping, Sequence
+from io import StringIO
 from pathlib import Path
 from typing import Annotated, Any, Literal
 from urllib.parse import urlsplit
 
 from dotenv import dotenv_values
+from dotenv.parser import parse_stream
 from pydantic import AfterValidator, BeforeValidator, Field, SecretStr, ValidationError
 from pydantic_core import ErrorDetails
 from pydantic_settings import (
@@ -29,9 +32,12 @@ from pydantic_settings import (
 )
 
 from vecd.launch.base.exit_codes import ConfigurationError
+from vecd.shm import logs
 from vecd.shm.batch_limits import MAX_BATCH_TOKENS, MAX_BATCH_TOKENS_ON_GPU
 
 ENV_PREFIX = "VECD_"
+
+logging.getLogger("dotenv").setLevel(logging.ERROR)  # `_Merged.read_dotenv` names the lines that it cannot parse
 
 # As browsers write it, in any case; some pages are of an app or an extension: app://obsidian.md.
 _ORIGIN = re.compile(
@@ -99,7 +105,6 @@ class Settings(BaseSettings):
 
     model_config = SettingsConfigDict(
         env_prefix=ENV_PREFIX,
-        env_file=".env",
         extra="ignore",
         cli_kebab_case=True,
         cli_implicit_flags=True,
@@ -115,7 +120,9 @@ class Settings(BaseSettings):
     )
     host: str = Field("127.0.0.1", description="address to listen on")
     port: _Port = Field(8000, description="port to listen on; 0 takes a free one")
-    uds: _Path | None = Field(None, description="listen on this unix socket instead of host and port")
+    uds: _Path | None = Field(
+        None, description="listen on this unix socket instead of host and port, which are ignored"
+    )
     admin_host: str = Field("127.0.0.1", description="address of --admin-port")
     admin_port: _Port | None = Field(
         None, description="serve /metrics, /info and /admin on this port instead of the public one; 0 takes a free one"
@@ -298,7 +305,7 @@ def load_settings(argv: Sequence[str], *, without: Sequence[str] = ()) -> Settin
     flags = found.read_flags(argv)
     # An empty variable counts as unset: a compose file passes on unset variables as empty ones.
     environment = EnvSettingsSource(Settings, env_ignore_empty=True)()
-    dotenv = DotEnvSettingsSource(Settings, env_ignore_empty=True)()
+    dotenv = found.read_dotenv()
     config = flags.get("config") or environment.get("config") or dotenv.get("config")
     if config:
         found.add(found.read_toml(Path(config)), lambda name: f"{config}: {name}")
@@ -306,7 +313,6 @@ def load_settings(argv: Sequence[str], *, without: Sequence[str] = ()) -> Settin
     found.add({k: v for k, v in environment.items() if not _is_service_link(k, v)}, _variable)
     found.add(flags, _flag)
     found.check_variables("", os.environ)
-    found.check_variables(".env: ", {name: value or "" for name, value in dotenv_values(".env").items()})
     return found.validate(without)
 
 
@@ -357,6 +363,29 @@ class _Merged:
             self._problems.append(f"{path}: {name}: there is no such setting")
         return {name: value for name, value in values.items() if name in Settings.model_fields}
 
+    def read_dotenv(self) -> dict[str, Any]:
+        """The settings of `.env`. A line that is not NAME=VALUE is named, but not quoted, because it may have a key: a
+        problem if it may be meant for vecd, else a warning."""
+        try:
+            text = Path(".env").read_text(encoding="utf-8")
+        except (FileNotFoundError, IsADirectoryError):
+            return {}
+        except (OSError, UnicodeDecodeError) as error:
+            why = "it is not UTF-8" if isinstance(error, UnicodeDecodeError) else error.strerror
+            self._problems.append(f".env: cannot be read: {why}")
+            return {}
+        for binding in parse_stream(StringIO(text)):
+            if binding.error:
+                statement = binding.original.string
+                num_blank = statement[: -len(statement.lstrip())].count("\n")
+                where = f".env: line {binding.original.line + num_blank}: is not NAME=VALUE"
+                if ENV_PREFIX in statement:
+                    self._problems.append(where)
+                else:
+                    logs.say(f"warning: {where}, and is ignored", logging.WARNING)
+        self.check_variables(".env: ", {name: value or "" for name, value in dotenv_values(".env").items()})
+        return DotEnvSettingsSource(Settings, env_file=".env", env_ignore_empty=True)()
+
     def check_variables(self, origin: str, environ: Mapping[str, str]) -> None:
         for variable, value in environ.items():
             name = variable.removeprefix(ENV_PREFIX).lower()
@@ -377,6 +406,11 @@ class _Merged:
             self._problems += self._describe(error.errors(include_url=False, include_input=False))
         if self._problems:
             raise ConfigurationError(self._problems)
+        for used, unused in _UNUSED_BESIDE.items():
+            for name in unused if getattr(settings, used) is not None else ():
+                if name in settings.model_fields_set:
+                    origin, reason = self._origins[name], self._origins[used]
+                    logs.say(f"warning: {origin} is ignored, because {reason} is given", logging.WARNING)
         return settings
 
     def _describe(self, errors: list[ErrorDetails]) -> list[str]:
@@ -396,6 +430,7 @@ class _Merged:
 
 
 _SECRETS = {"api_key", "api_keys"}
+_UNUSED_BESIDE = {"uds": ("host", "port"), "admin_uds": ("admin_host", "admin_port")}
 
 
 def _flags_source(argv: Sequence[str], *, ignore_unknown: bool) -> CliSettingsSource[Any]:

@@ -16,7 +16,7 @@ from dataclasses import replace
 from pathlib import Path
 
 from vecd.launch.base.exit_codes import EXIT_OK
-from vecd.launch.base.programs import self_command
+from vecd.launch.base.programs import run_child
 from vecd.shm import logs
 from vecd.shm.card import ModelCard, ModelError, vocabulary_files
 
@@ -73,12 +73,11 @@ def _key(weights_folder: Path) -> str:
 def _convert(card: ModelCard) -> int:
     """A descriptor of a file without a name that has the fast tokenizer's JSON."""
     fd = os.memfd_create("tokenizer.json", os.MFD_CLOEXEC)
-    command = [*self_command("convert"), card.weights_folder, str(card.vocab_size), str(fd)]
     offline = {**os.environ, "HF_HUB_OFFLINE": "1"}
     try:
-        status = subprocess.run(
-            command, pass_fds=[fd], stdin=subprocess.DEVNULL, env=offline, timeout=_TIMEOUT_S, check=False
-        ).returncode
+        status = run_child(
+            "convert", card.weights_folder, str(card.vocab_size), fd=fd, env=offline, timeout_s=_TIMEOUT_S
+        )
     except subprocess.TimeoutExpired:
         os.close(fd)
         raise ModelError(f"{card.weights_folder}: tokenizer not converted within {_TIMEOUT_S:.0f} s") from None

@@ -10,7 +10,6 @@ import logging
 import os
 import signal
 import socket
-import subprocess
 import tempfile
 from collections.abc import Awaitable, Callable, Sequence
 from contextlib import suppress
@@ -18,7 +17,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from vecd.launch.base.exit_codes import ChildDied, StartFailure
-from vecd.launch.base.programs import self_command
+from vecd.launch.base.programs import start_child
 from vecd.launch.processes.file_access import FileAccess
 from vecd.launch.processes.sockets import make_zmq_endpoint
 from vecd.shm.control import (
@@ -156,12 +155,7 @@ def spawn(name: str, command: str) -> Process:
     """Start this program again as a child with a control channel. Raises OSError when no process can be started."""
     ours, theirs = Channel.pair()
     try:
-        popen = subprocess.Popen(
-            [*self_command(command), str(theirs.fileno())],
-            pass_fds=[theirs.fileno()],
-            stdin=subprocess.DEVNULL,
-            env=child_environment(),
-        )
+        popen = start_child(command, fd=theirs.fileno(), env=child_environment())
     except OSError:
         ours.close()
         raise

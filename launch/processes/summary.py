@@ -2,6 +2,7 @@
 
 import os
 import re
+from shlex import quote
 from typing import Any
 
 from vecd.launch.config.plan import Plan
@@ -35,7 +36,10 @@ def summary(
     device = plan.workers[0].device.partition(":")[0]
     url_here = re.sub(r"//(0\.0\.0\.0|\[::\])", "//127.0.0.1", url)
     path = url.removeprefix("unix:")
-    curl = f"curl --unix-socket {path} http://localhost" if path != url else f"curl {url_here}"
+    is_tls = settings.tls_cert is not None
+    curl = f"curl --cacert {quote(str(settings.tls_cert))} " if is_tls else "curl "
+    if path != url:
+        url_here = f"--unix-socket {quote(path)} http{'s' if is_tls else ''}://localhost"
     key = ' -H "authorization: Bearer $VECD_API_KEY"' if gateway.keys else ""
     gateways = f", {settings.gateways} gateways" if settings.gateways > 1 else ""
     lines = [
@@ -47,7 +51,7 @@ def summary(
         f"  memory     {memory_mb} MB in all",
         f"  listening  {url}",
         *([f"  admin      {admin_url}"] if admin_url else []),
-        f"  try        {curl}/v1/embeddings{key} -H 'content-type: application/json' "
+        f"  try        {curl}{url_here}/v1/embeddings{key} -H 'content-type: application/json' "
         f"""-d '{{"model": "{gateway.model}", "input": "Hello, world"}}'""",
         f"  ready in   {ready_s:.1f} s",
     ]

@@ -19,6 +19,7 @@ from vecd.shm.card import ModelCard, ModelError, one_line
 from vecd.workers.config import WorkerConfig
 from vecd.workers.engine import Engine, PackedBatch
 from vecd.workers.engines.parity import Parity, compare, vectors_of, vectors_one_by_one
+from vecd.workers.weights import broken
 
 _LENGTH_STEPS = (16, 64, 256, 1024, 4096)
 """Upper limits, in tokens, of the classes of lengths; longer texts are one more class."""
@@ -103,7 +104,7 @@ def refuse_not_finite(card: ModelCard) -> None:
             with safe_open(path, framework="pt") as weights:
                 found += [f"{path}: {name}" for name in weights.keys() if not _is_finite(weights.get_tensor(name))]  # noqa: SIM118
         except Exception as error:  # SafetensorError, OSError, types that torch does not know
-            raise ModelError(f"{path}: cannot be read: {one_line(error)}") from error
+            raise broken(path, error) from error
     if found:
         more = f" and {len(found) - 1} more" if len(found) > 1 else ""
         raise ModelError(f"{found[0]}{more}: weights are not finite (nan or infinity)")

@@ -39,7 +39,7 @@ class DummyEngine:
         self._hidden_size = dim if hidden_size is None else hidden_size
         self._is_normalized = is_normalized
         self.facts: dict[str, Any] = {"dtype": "float32", "path": "dummy"}
-        self.warnings: list[str] = []
+        self.warnings = ["the dummy engine runs no model: its vectors are made up, for tests alone"]
         self.num_padding_tokens = 0
 
     def adopt(self, slots: Sequence[Rows]) -> None:

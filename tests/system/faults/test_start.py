@@ -3,8 +3,11 @@
 import json
 import os
 import shutil
+import signal
 import socket
 import subprocess
+import sys
+import time
 
 import pytest
 
@@ -65,6 +68,13 @@ def edit_config(**changes):
     return do
 
 
+def cut_off(model):
+    path = model / "model.safetensors"
+    content = path.read_bytes()[:5_000_000]
+    path.unlink()
+    path.write_bytes(content)
+
+
 def only_pickle(model):
     (model / "model.safetensors").unlink()
     (model / "pytorch_model.bin").write_bytes(b"\x80")
@@ -77,7 +87,11 @@ BROKEN = {
     "no pooling": (remove("1_Pooling/config.json"), "1_Pooling/config.json: file missing"),
     "broken config": (write("config.json", "{"), "config.json: cannot be read"),
     "broken tokenizer": (write("tokenizer.json", "{}"), "tokenizer.json: not a tokenizer"),
-    "broken weights": (write("model.safetensors", "junk"), "model.safetensors"),
+    "broken weights": (write("model.safetensors", "junk"), "model.safetensors: is not a safetensors file: it has 4"),
+    "weights cut off": (
+        cut_off,
+        "model.safetensors: is cut off, or has something behind its tensors",
+    ),
     "weights of another size": (
         edit_config(intermediate_size=1000),
         "is [1536] in the weights and [1000] in config.json",
@@ -129,6 +143,37 @@ def test_a_bad_configuration_lists_everything(tmp_path):
 def test_more_tokens_than_the_model_takes(tmp_path):
     code, stderr = fail_to_start(tmp_path, "--max-tokens", "1000")
     assert (code, stderr) == (2, "vecd: --max-tokens: 1000 given, the model takes at most 256\n")
+
+
+@pytest.mark.parametrize("after_s", [0.02, 0.05, 0.1, 0.2, 0.3, 0.4, 0.5, 0.6, 0.8, 1.0])
+def test_ctrl_c_before_the_server_is_ready(tmp_path, after_s):
+    """In its first second, from the first line of its own on; a terminal sends the signal to children, too."""
+    (tmp_path / "tmp").mkdir()
+    code = "import sys; from vecd.launch.cli import main; print(flush=True); sys.exit(main(sys.argv[1:]))"
+    with subprocess.Popen(
+        [sys.executable, "-c", code, "serve", "--port", "0", "--engine", "dummy", "--workers", "1"],
+        env=clean_environment(tmp_path, {"VECD_DRAIN_GRACE": "60"}),
+        cwd=tmp_path,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+        start_new_session=True,
+    ) as process:
+        try:
+            assert process.stdout is not None
+            process.stdout.readline()
+            time.sleep(after_s)
+            os.killpg(process.pid, signal.SIGINT)
+            _, stderr = process.communicate(timeout=TIMEOUT_S)
+        finally:
+            process.kill()
+    assert "Traceback" not in stderr
+    assert "KeyboardInterrupt" not in stderr
+    if "is ready" not in stderr:  # a fast machine may be
+        assert process.returncode == 130, stderr
+    with pytest.raises(ProcessLookupError):
+        os.killpg(process.pid, 0)
+    assert os.listdir(tmp_path / "tmp") == []
 
 
 def test_a_port_in_use(tmp_path):

@@ -15,7 +15,6 @@ from typing import Any, cast
 
 import torch
 import transformers
-from safetensors import SafetensorError, safe_open
 from transformers import (
     MODEL_FOR_TEXT_ENCODING_MAPPING,
     MODEL_MAPPING,
@@ -26,6 +25,7 @@ from transformers import (
 
 from vecd.shm.architecture import native_config
 from vecd.shm.card import ModelCard, ModelError, one_line
+from vecd.workers.weights import read_header
 
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
 
@@ -49,6 +49,8 @@ def load_model(card: ModelCard, dtype: str, device: torch.device) -> PreTrainedM
         except ModelError:
             raise
         except Exception as error:  # transformers and its quantizers raise everything from KeyError to ImportError
+            for path in sorted(Path(folder).glob("*.safetensors")):
+                read_header(path)  # names the file, if one is not whole
             raise ModelError(f"{folder}: cannot be loaded: {one_line(error)}") from error
     _refuse_partial(folder, model, loaded)
     _refuse_length_dependent_positions(folder, config, card.max_tokens)
@@ -63,11 +65,7 @@ def is_stored_as_float32(card: ModelCard) -> bool:
     folder = Path(card.weights_folder)
     single = folder / "model.safetensors"
     path = single if single.is_file() else min(folder.glob("*.safetensors"), default=single)
-    try:
-        with safe_open(path, framework="pt") as weights:
-            dtypes = {weights.get_slice(name).get_dtype() for name in weights.keys()}  # noqa: SIM118
-    except (OSError, SafetensorError) as error:
-        raise ModelError(f"{path}: cannot be read: {one_line(error)}") from error
+    dtypes = {dtype for dtype, _ in read_header(path).values()}
     return bool(dtypes & {"F32", "F64"}) and not dtypes & {"F16", "BF16", "F8_E4M3", "F8_E5M2"}
 
 

@@ -19,6 +19,7 @@ from torch.nn import functional
 
 from vecd.shm.card import ModelCard, ModelError, Step
 from vecd.workers.layout import Run
+from vecd.workers.weights import broken
 
 
 def _mean_weighted_by_position(hidden: Tensor) -> Tensor:
@@ -129,7 +130,7 @@ def _read_weights(path: Path, shapes: Mapping[str, tuple[int, ...]], device: tor
     except FileNotFoundError:
         raise ModelError(f"{path}: file missing") from None
     except (OSError, SafetensorError) as error:
-        raise ModelError(f"{path}: cannot be read: {error}") from None
+        raise broken(path, error) from None
     if weights.keys() != shapes.keys():
         raise ModelError(f"{path}: holds {sorted(weights)}, should hold {sorted(shapes)}")
     for name, shape in shapes.items():

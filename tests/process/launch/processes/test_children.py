@@ -8,8 +8,8 @@ from pathlib import Path
 import pytest
 
 from tests.support.serving import eventually
+from vecd.launch.base import programs
 from vecd.launch.base.exit_codes import ChildDied, StartFailure
-from vecd.launch.processes import children
 from vecd.launch.processes.children import ForkServer, spawn
 from vecd.shm.arena import ArenaSpec
 from vecd.shm.card import ModelCard
@@ -34,7 +34,7 @@ def fork_server(
     """One whose process runs `code`, with `channel` for its control channel; and the stages it reports."""
     code = f"channel = Channel.from_fd(int(sys.argv[1])); channel.receive(); {code}"
     command = [sys.executable, "-c", f"import os, sys, time; from vecd.shm.control import *; {code}"]
-    monkeypatch.setattr(children, "self_command", lambda _: command)
+    monkeypatch.setattr(programs, "self_command", lambda _: command)
     stages: list[str] = []
     return ForkServer(ForkServerStart(os.getpid(), []), start_timeout_s, stages.append), stages
 

@@ -108,6 +108,15 @@ def test_fill_is_of_the_room_that_a_batch_had(shared_metrics_of_all):
     assert (metrics["vecd_batch_tokens_sum"], metrics["vecd_batch_sequences_sum"]) == (2648, 5)
 
 
+@pytest.mark.parametrize("num_tokens", [2049, 2100, 40_000])
+def test_a_batch_of_more_tokens_than_its_budget_is_full_and_no_more(shared_metrics_of_all, num_tokens):
+    shared_metrics_of_all[0].batch_sent(1, 0, 4, num_tokens, 2048)
+    metrics = metrics_of(shared_metrics_of_all[0])
+    assert (metrics["vecd_batch_fill_ratio_sum"], metrics["vecd_batch_fill_ratio_count"]) == (1, 1)
+    assert metrics['vecd_batch_fill_ratio_bucket{le="0.9"}'] == 0
+    assert metrics['vecd_batch_fill_ratio_bucket{le="1.0"}'] == 1
+
+
 def test_workers_are_told_by_their_index_over_all_lives_and_gateways(shared_metrics_of_all):
     for shared_metrics in shared_metrics_of_all:
         shared_metrics.worker_up(WorkerKey(ServiceKey(1), Incarnation(0, 1)))

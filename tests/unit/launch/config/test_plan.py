@@ -5,6 +5,7 @@ from pathlib import Path
 
 import pytest
 
+from vecd.launch.base.exit_codes import ConfigurationError
 from vecd.launch.config import plan
 from vecd.launch.config.plan import make_plan
 from vecd.launch.config.settings import load_settings
@@ -37,3 +38,13 @@ def test_what_has_no_room_in_a_row_needs_none(minilm_folder: Path, monkeypatch: 
     monkeypatch.setattr(plan, "read_card", lambda folder: card)
     arena = make_plan(load_settings([str(minilm_folder), "--device", "cpu"])).gateway.arena
     assert (arena.rows_per_slot, arena.dim) == (512, 128)
+
+
+@pytest.mark.parametrize(("name", "why"), [("none.npy", "No such file or directory"), (".", "is not a regular file")])
+def test_ranges_that_cannot_be_read_are_a_bad_configuration(
+    name: str, why: str, minilm_folder: Path, tmp_path: Path
+) -> None:
+    path = tmp_path / name
+    with pytest.raises(ConfigurationError) as error:
+        make_plan(load_settings([str(minilm_folder), "--device", "cpu", "--quantization-ranges", str(path)]))
+    assert error.value.problems == [f"--quantization-ranges: {path}: cannot be read: {why}"]

@@ -87,6 +87,58 @@ def test_a_misspelt_line_of_dotenv_is_told(tmp_path):
     assert problems() == [".env: VECD_PROT: there is no such setting"]
 
 
+def test_lines_of_dotenv_that_cannot_be_parsed_are_named_once_and_not_quoted(tmp_path, capfd):
+    lines = [
+        "",
+        "",
+        'VECD_API_KEY "a-key-of-a-good-length"',
+        "A B",
+        "VECD_PORT=1",
+        "",
+        "= c",
+        "X='open",
+        "export VECD_HOST",
+    ]
+    (tmp_path / ".env").write_text("\n".join(lines))
+    assert problems() == [".env: line 3: is not NAME=VALUE"]
+    assert capfd.readouterr().err.splitlines() == [
+        f"vecd: warning: .env: line {number}: is not NAME=VALUE, and is ignored" for number in (4, 7, 8)
+    ]
+
+
+def test_the_lines_of_dotenv_around_one_that_is_ignored_count(tmp_path, capfd):
+    (tmp_path / ".env").write_text("VECD_PORT=81\nA B\nVECD_WORKERS=3\n")
+    settings = load_settings([])
+    assert (settings.port, settings.workers) == (81, 3)
+    assert capfd.readouterr().err == "vecd: warning: .env: line 2: is not NAME=VALUE, and is ignored\n"
+
+
+def test_a_dotenv_that_is_no_text_is_told(tmp_path):
+    (tmp_path / ".env").write_bytes("VECD_MODEL=caf\u00e9".encode("latin-1"))
+    assert problems() == [".env: cannot be read: it is not UTF-8"]
+
+
+@pytest.mark.parametrize(
+    ("flags", "ignored", "used"),
+    [
+        (["--uds", "/s", "--port", "81"], "--port", "--uds"),
+        (["--uds", "/s", "--host", "::1"], "--host", "--uds"),
+        (["--admin-uds", "/s", "--admin-port", "81"], "--admin-port", "--admin-uds"),
+    ],
+)
+def test_a_port_beside_a_unix_socket_is_told(flags, ignored, used, capfd):
+    load_settings(flags)
+    assert capfd.readouterr().err == f"vecd: warning: {ignored} is ignored, because {used} is given\n"
+
+
+def test_a_port_beside_a_unix_socket_is_told_as_it_was_set(monkeypatch, capfd):
+    monkeypatch.setenv("VECD_PORT", "81")
+    load_settings(["--uds", "/s"])
+    assert capfd.readouterr().err == "vecd: warning: VECD_PORT is ignored, because --uds is given\n"
+    load_settings([])
+    assert capfd.readouterr().err == ""
+
+
 def test_a_descriptor_that_is_not_open_is_told():
     assert problems("--ready-fd", "999") == ["--ready-fd: Value error, is not an open file descriptor (given: '999')"]
 

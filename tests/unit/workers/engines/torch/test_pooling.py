@@ -127,7 +127,7 @@ def test_a_missing_or_broken_file_and_an_unknown_activation_are_refused(tmp_path
     with pytest.raises(ModelError, match="file missing"):
         load_head(card_with(tmp_path, step), CPU)
     (tmp_path / "model.safetensors").write_bytes(b"nonsense")
-    with pytest.raises(ModelError, match="cannot be read"):
+    with pytest.raises(ModelError, match="is not a safetensors file: it has 8 bytes"):
         load_head(card_with(tmp_path, step), CPU)
     with pytest.raises(ModelError, match="activation prelu"):
         load_head(card_with(tmp_path, Step("dense", "", in_dim=HIDDEN, out_dim=5, activation="prelu")), CPU)

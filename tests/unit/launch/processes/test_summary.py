@@ -1,0 +1,36 @@
+"""The line to try a new server with."""
+
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+
+from vecd.launch.config.plan import Plan, make_plan
+from vecd.launch.config.settings import load_settings
+from vecd.launch.processes.summary import summary
+
+_CERT = {"tls_cert": Path("/etc/my certs/chain.pem")}
+
+
+@pytest.fixture
+def plan(minilm_folder: Path) -> Plan:
+    return make_plan(load_settings([str(minilm_folder), "--device", "cpu"]))
+
+
+@pytest.mark.parametrize(
+    ("settings", "url", "curl"),
+    [
+        ({}, "http://0.0.0.0:80", "curl http://127.0.0.1:80/v1/embeddings -H "),
+        ({}, "unix:/run/v.sock", "curl --unix-socket /run/v.sock http://localhost/v1/embeddings -H "),
+        (_CERT, "https://h:80", "curl --cacert '/etc/my certs/chain.pem' https://h:80/v1/embeddings -H "),
+        (
+            _CERT,
+            "unix:/run/a b",
+            "curl --cacert '/etc/my certs/chain.pem' --unix-socket '/run/a b' https://localhost/v1/embeddings -H ",
+        ),
+    ],
+)
+def test_the_line_to_try_is_a_command_that_works(plan: Plan, settings: dict[str, Path], url: str, curl: str) -> None:
+    lines, _ = summary(replace(plan, settings=plan.settings.model_copy(update=settings)), url, "", {}, 1, 1.0)
+    [line] = [line.split(maxsplit=1)[1] for line in lines if line.startswith("  try ")]
+    assert line.startswith(curl)

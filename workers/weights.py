@@ -1,0 +1,40 @@
+"""The headers of safetensors files, and what is wrong with a file that is not whole.
+
+Reads no tensor. Called by the engines, and by `vecd check` before any of them is loaded.
+"""
+
+import math
+import re
+from pathlib import Path
+
+from safetensors import SafetensorError, safe_open
+
+from vecd.shm.card import ModelError, one_line
+
+
+def read_header(path: Path) -> dict[str, tuple[str, int]]:
+    """The type and the number of elements of each tensor. Raises ModelError, in one line, for a file that is not
+    whole."""
+    try:
+        with safe_open(path, framework="np") as file:
+            slices = {name: file.get_slice(name) for name in file.keys()}  # noqa: SIM118
+            return {name: (part.get_dtype(), math.prod(part.get_shape())) for name, part in slices.items()}
+    except (OSError, SafetensorError) as error:
+        raise broken(path, error) from None
+
+
+def broken(path: Path, error: Exception) -> ModelError:
+    """The fault of a file that cannot be read, in one line, from the exception of the library."""
+    size = f"it has {path.stat().st_size:,} bytes" if path.exists() else "it is missing"
+    for pattern, fault in _FAULTS:
+        if re.search(pattern, str(error)):
+            return ModelError(f"{path}: {fault}: {size} ({error})")
+    return ModelError(f"{path}: cannot be read: {one_line(error)}")
+
+
+_FAULTS = (
+    ("incomplete metadata|invalid header length", "is cut off, or has something behind its tensors"),
+    ("invalid shape|invalid offset", "is damaged"),
+    ("header", "is not a safetensors file"),
+)
+"""By the messages of the safetensors library."""
