@@ -200,7 +200,7 @@ def pull(call: Call) -> Response:
         model_info.prompt_of_model_name(name)
     except ModelNotFound as error:
         raise NotFound(
-            f'pull model manifest: file does not exist: this server has "{model_info.model}" and no other model, '
+            f"pull model manifest: file does not exist: this server has {error.served} and no other model, "
             f'not "{error.name}"',
             code="model_not_found",
         ) from None
@@ -271,7 +271,7 @@ def render_error(error: ApiError) -> Response:
     """The message begins with Ollama's own where clients look for it."""
     message = error.message
     if isinstance(error, ModelNotFound):
-        message = f'model "{error.name}" not found, try pulling it first'
+        message = f'model "{error.name}" not found, try pulling it first; this server has {error.served}'
     elif isinstance(error, InputTooLong):
         message = f"the input length exceeds the context length: {message}"
     return Response(error.status, orjson.dumps({"error": message}))

@@ -24,7 +24,7 @@ from vecd.gateway.api.model_info import ModelInfo
 from vecd.gateway.api.operations import Call, Dialect, Operation, ParsedEmbed
 from vecd.gateway.api.schemas import Schema, any_of, described, list_of, nullable, record
 from vecd.gateway.encoding.fragments import JsonRows, Matrix
-from vecd.gateway.types.errors import ApiError, ModelNotFound
+from vecd.gateway.types.errors import ApiError
 from vecd.gateway.types.messages import Response
 from vecd.gateway.types.request import Embedded, EmbedRequest, Form, InputReport, Tokenizing
 
@@ -159,9 +159,9 @@ def list_models(model_info: ModelInfo, path: str) -> Response:
 
 
 def retrieve_model(model_info: ModelInfo, path: str) -> Response:
+    """Describe the model under any name that an embedding may use. Raises BadRequest and ModelNotFound for others."""
     name = path.partition("/models/")[2].strip("/")
-    if not model_info.knows(name):
-        raise ModelNotFound(name)
+    model_info.prompt_of_model_name(name)
     return Response(200, orjson.dumps(_describe(model_info, name)))
 
 

@@ -82,6 +82,20 @@ def test_unknown_paths_name_the_right_one(path):
         find_route(ROUTES, "POST", path)
 
 
+@pytest.mark.parametrize(
+    "task", ["chat/completions", "completions", "responses", "chat", "generate", "score", "rerank"]
+)
+def test_clients_of_another_kind_of_server_are_told_what_this_one_has(task):
+    for prefix in ("/v1", "/v1/v1", "/v2", "/api", "/openai/deployments/m", "/v1/engines/m", "/x"):
+        with pytest.raises(NotFound, match=r"this server serves embeddings: POST /v1/embeddings \(OpenAI\)"):
+            find_route(ROUTES, "POST", f"{prefix}/{task}")
+
+
+def test_so_are_those_below_the_name_of_a_model():
+    with pytest.raises(MethodNotAllowed, match=r"only GET, HEAD; this server serves embeddings: POST /v1/embeddings"):
+        find_route(ROUTES, "POST", "/v1/models/org/m/chat/completions")
+
+
 def test_another_method_is_told_which_are_allowed():
     with pytest.raises(MethodNotAllowed, match=r"only POST$") as caught:
         find_route(ROUTES, "GET", "/v1/embeddings")

@@ -106,7 +106,9 @@ def test_another_model_is_refused_where_names_matter(model_info, path):
             call(strict, path, {"model": "nomic-embed-text", **body})
     response = DIALECT.render_error(caught.value)
     assert response.status == 404
-    assert body_of(response) == {"error": 'model "nomic-embed-text" not found, try pulling it first'}
+    assert body_of(response) == {
+        "error": "model \"nomic-embed-text\" not found, try pulling it first; this server has 'all-MiniLM-L6-v2'"
+    }
 
 
 def test_the_served_model_and_its_aliases_are_there(model_info):
