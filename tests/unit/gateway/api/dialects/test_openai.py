@@ -202,9 +202,8 @@ def test_a_model_that_embeds_can_be_retrieved_and_no_other(name, is_strict):
         return "accepted"
 
     def retrieve() -> None:
-        response = DIALECT.operations["GET /v1/models/*"].describe(model_info, f"/v1/models/{name}")
-        described = orjson.loads(body_of(response))
-        assert (described["id"], described["root"]) == (name, "minilm")
+        model = described("GET /v1/models/*", f"/v1/models/{name}", model_info)
+        assert (model["id"], model["root"]) == (name, "minilm")
 
     assert outcome(retrieve) == outcome(lambda: parse({"input": "a", "model": name}, model_info=model_info))
 
