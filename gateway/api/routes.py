@@ -142,7 +142,9 @@ def _without_repetitions(parts: list[str]) -> list[str]:
 
 
 def _wildcard(table: Table, path: str) -> Mapping[str, Route] | None:
-    return next((methods for pattern, methods in table.items() if "*" in pattern and _name_in(pattern, path)), None)
+    """Of several patterns the longest counts: /models/*/pipeline/feature-extraction before /models/*."""
+    patterns = [pattern for pattern in table if "*" in pattern and _name_in(pattern, path)]
+    return table[max(patterns, key=len)] if patterns else None
 
 
 def _name_in(pattern: str, path: str) -> str | None:

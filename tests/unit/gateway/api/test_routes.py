@@ -60,6 +60,16 @@ def test_a_base_without_v1(path):
         ("/engines/a/a/embeddings", "/engines/*/embeddings", "a/a"),
         ("/v1/engines/m/embeddings/embeddings", "/v1/engines/*/embeddings", "m"),
         ("//openai/deployments/m//embeddings", "/openai/deployments/*/embeddings", "m"),
+        ("/v1/openai/deployments/org/m/embeddings", "/v1/openai/deployments/*/embeddings", "org/m"),
+        ("/v1/deployments/m/embeddings", "/v1/deployments/*/embeddings", "m"),
+        ("/models/org/m", "/models/*", "org/m"),
+        ("/models/org/m/pipeline/feature-extraction", "/models/*/pipeline/feature-extraction", "org/m"),
+        ("/pipeline/feature-extraction/org/m/", "/pipeline/feature-extraction/*", "org/m"),
+        (
+            "/hf-inference/models/org/m/pipeline/feature-extraction",
+            "/hf-inference/models/*/pipeline/feature-extraction",
+            "org/m",
+        ),
     ],
 )
 def test_a_name_in_a_path(path, pattern, name):
