@@ -74,9 +74,9 @@ class KeyPrincipal(Principal):
 
     def check_quota(self) -> None:
         if self._max_running is not None and self.num_running >= self._max_running:
+            requests = "request" if self.num_running == 1 else "requests"
             self._refuse(
-                f"{self.num_running} requests with this API key are being served, at most {self._max_running} are at "
-                "a time",
+                f"this key already has {self.num_running} {requests} in progress; its limit is {self._max_running}",
                 retry_after_s=1.0,
             )
         if self._tokens_per_s is not None and self._fill(self._tokens_per_s) <= 0:

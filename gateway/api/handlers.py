@@ -22,6 +22,8 @@ from vecd.gateway.types.messages import HttpRequest, Response
 _INLINE_ITEMS = 4096
 """Responses of at most so many items are rendered on the event loop: 1 ms, 4 ms with a report of each."""
 
+_BLANK_BYTES = 64
+"""As many blanks may be before a bare list."""
 _INPUT = "input"
 _QUOTED_INPUT = re.compile(r"'input(?=['\[])")
 """The name of the input field in messages of modules that know no dialect."""
@@ -43,7 +45,8 @@ class OperationsHandler:
         """`claims`: a body belongs to the first claim whose field it has, or else to the first of all. `path`: a `*`
         inside it stands for the name of a model, which replaces the one in the body."""
         self.claims = claims
-        self._path_of_model = path if "*" in path and not path.endswith("*") else None
+        self._path_of_model = path if "*" in path else None
+        self._bare_list = next((claim.operation.bare_list for claim in claims if claim.operation.bare_list), "")
         self._input_fields = {claim.dialect.name: _input_fields(claim.operation) for claim in claims}
         self._large = frozenset[str]().union(*(claim.operation.fields.large for claim in claims))
         self._small = frozenset[str]().union(*(claim.operation.fields.small for claim in claims))
@@ -56,6 +59,8 @@ class OperationsHandler:
         timeline.arrived_at = time.monotonic()
         try:
             principal.check_quota()  # before the body is parsed
+            if self._bare_list and http.coding is None and http.body[:_BLANK_BYTES].lstrip().startswith(b"["):
+                http.body = b'{"%b":%b}' % (self._bare_list.encode(), http.body)
             parsed = await context.bodies.parse(
                 http.body, self._large, lambda body: self._parse(context, http, body), principal.tenant, self._small,
                 http.coding,
@@ -77,7 +82,7 @@ class OperationsHandler:
     def claim_of(self, body: Mapping[str, Any]) -> Claim:
         """The claim that a body belongs to."""
         for claim in self.claims:
-            if claim.operation.claims is not None and body.get(claim.operation.claims) is not None:
+            if any(body.get(name) is not None for name in claim.operation.claims):
                 return claim
         return self.claims[0]
 

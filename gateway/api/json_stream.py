@@ -11,6 +11,7 @@ A list is cut at commas outside strings, a string between characters (never insi
 UTF-8 sequence). So the document is valid if and only if every piece is, and none but an empty list's is blank.
 """
 
+import re
 from array import array
 from collections.abc import Generator
 from dataclasses import dataclass
@@ -18,6 +19,7 @@ from typing import Any, TypeAlias
 
 import orjson
 
+from vecd.gateway.api.json_errors import index_in_piece, invalid_json, is_about_surrogate, lone_surrogate
 from vecd.gateway.api.json_split import blanks_end, long_strings_bytes, run_end, text_end, value_end
 from vecd.gateway.types.errors import BadRequest, TooManyInputs
 
@@ -26,6 +28,9 @@ Steps: TypeAlias = Generator[None, None, Any]
 
 _NUM_LAST_IDS = 16
 """So many ids are kept at the end of a shortened list: more than any tokenizer appends to a text."""
+_OTHER_VALUES = frozenset(bytes([byte]) for byte in b'["-0123456789tfn')
+"""How values of JSON that are no objects begin."""
+_HALF_PAIR = re.compile(rb"\\u[dD][89abAB][0-9a-fA-F]{2}")
 _MAX_DEPTH = 2
 """Lists, and lists in them, are cut; deeper ones are not."""
 
@@ -70,13 +75,17 @@ class PieceReader:
         self._num_other_bytes = 0
         self._num_fields = 0
         self._field = ""
+        self._index: int | None = None
+        """In the list of a large field, the index of the element at which the present piece begins."""
 
     def read_object(self) -> Generator[None, None, dict[str, Any]]:
         """The object's fields. Lists of int32 in large fields come as `array("i")`. Raises BadRequest."""
         fields: dict[str, Any] = {}
         yield from self._skip_blanks()
         if not self._document.startswith(b"{", self._at):
-            raise BadRequest("The body must be a JSON object")
+            if self._document[self._at : self._at + 1] in _OTHER_VALUES:
+                raise BadRequest("The body must be a JSON object")
+            raise self._invalid("unexpected character")
         self._at += 1
         yield from self._skip_blanks()
         is_over, paused_at = self._take(b"}"), self._at
@@ -88,6 +97,7 @@ class PieceReader:
             # Of fields of the same name the last counts, as with orjson.
             is_large = self._field in self._large_fields
             fields[self._field] = (yield from self._read_large(depth=0)) if is_large else self._read_other(depth=0)
+            self._index = None
             if self._at - paused_at >= self._bounds.window_bytes:
                 paused_at = self._at
                 yield
@@ -126,6 +136,8 @@ class PieceReader:
         yield from self._skip_blanks()
         is_over = self._take(b"]")
         while not is_over:
+            if depth == 1:
+                self._index = elements.num
             end = run_end(self._document, self._at, self._at + self._bounds.window_bytes)
             if end > self._at:
                 run = self._take_run(end, depth)
@@ -145,7 +157,7 @@ class PieceReader:
         run = self._document[start : end - 1]
         if not run.strip():
             raise self._invalid("an element is missing before a comma")
-        elements = _loads_nested(run, depth, start)
+        elements = self._loads_nested(run, depth, start)
         return list(map(_as_ids, elements)) if type(elements[0]) is list else elements
 
     def _add(self, elements: "_Elements", run: list[Any], depth: int) -> None:
@@ -175,8 +187,10 @@ class PieceReader:
         while not self._take(b'"'):
             end = text_end(document, self._at, self._at + bounds.window_bytes)
             if end == self._at:
+                if _HALF_PAIR.match(document, end):
+                    raise self._lone_surrogate(b"")
                 raise self._invalid("a string does not end, or has an invalid escape")
-            text = _loads(b'"%b"' % document[self._at : end], self._at)
+            text = self._loads(b'"%b"' % document[self._at : end], self._at, end)
             self._at = end
             if num_chars <= bounds.max_chars:
                 parts.append(text)
@@ -192,7 +206,7 @@ class PieceReader:
         if end is None and limit <= len(self._document):
             raise self._too_much()
         if end is None:
-            raise _invalid_json("unexpected end of data", len(self._document))
+            raise self._invalid_at("unexpected end of data", len(self._document))
         if end == start:
             raise self._invalid("a value was expected")
         num_text_bytes = long_strings_bytes(self._document, start, end) if is_element else 0
@@ -200,8 +214,25 @@ class PieceReader:
         if self._num_other_bytes > most:
             raise self._too_much()
         self._at = end
-        value = _loads_nested(self._document[start:end], depth, start)
+        value = self._loads_nested(self._document[start:end], depth, start)
         return value[0] if depth else value
+
+    def _loads(self, piece: bytes, start: int, end: int) -> Any:
+        """`piece`: the document from `start` to `end`, in quotes or brackets."""
+        try:
+            return orjson.loads(piece)
+        except orjson.JSONDecodeError as error:
+            if is_about_surrogate(error):
+                raise self._lone_surrogate(piece) from None
+            raise self._invalid_at(error.msg, start, end) from None  # what orjson says quotes nothing
+
+    def _loads_nested(self, piece: bytes, depth: int, start: int) -> Any:
+        """A field's value, or a list of elements `depth` lists deep; orjson, which limits depth, sees all of it."""
+        nested = b'{"":%b%b%b}' % (b"[" * depth, piece, b"]" * depth)
+        value = self._loads(nested, start, start + len(piece))[""]
+        for _ in range(1, depth):
+            value = value[0]
+        return value
 
     # --- between values -----------------------------------------------------------------------------------------
 
@@ -225,7 +256,14 @@ class PieceReader:
     # --- errors -------------------------------------------------------------------------------------------------
 
     def _invalid(self, what: str) -> BadRequest:
-        return _invalid_json(what if self._at < len(self._document) else "unexpected end of data", self._at)
+        return self._invalid_at(what if self._at < len(self._document) else "unexpected end of data", self._at)
+
+    def _invalid_at(self, what: str, start: int, end: int | None = None) -> BadRequest:
+        return invalid_json(f"{what}: near byte {start}", self._document, start, end)
+
+    def _lone_surrogate(self, piece: bytes) -> BadRequest:
+        index = None if self._index is None else self._index + index_in_piece(piece)
+        return lone_surrogate(self._field if self._field in self._known_fields else None, index)
 
     def _not_an_id(self, run: list[Any], num_before: int) -> BadRequest:
         """Of a list, too long for anything but token ids, that goes on with something else."""
@@ -244,25 +282,6 @@ class PieceReader:
             f"take {self._bounds.max_other_bytes} bytes in all, and takes more",
             param=name,
         )
-
-
-def _loads(piece: bytes, at: int) -> Any:
-    try:
-        return orjson.loads(piece)
-    except orjson.JSONDecodeError as error:
-        raise _invalid_json(error.msg, at) from None  # what orjson says quotes nothing
-
-
-def _loads_nested(piece: bytes, depth: int, at: int) -> Any:
-    """A field's value, or a list of elements `depth` lists deep; orjson, which limits depth, sees all of it."""
-    value = _loads(b'{"":%b%b%b}' % (b"[" * depth, piece, b"]" * depth), at)[""]
-    for _ in range(1, depth):
-        value = value[0]
-    return value
-
-
-def _invalid_json(what: str, at: int) -> BadRequest:
-    return BadRequest(f"The body is not valid JSON: {what}: near byte {at}")
 
 
 def _are_ids(values: list[Any]) -> bool:

@@ -118,13 +118,6 @@ class ModelInfo:
         """The model's own name, and its aliases."""
         return (self.model, *self.aliases)
 
-    def knows(self, name: str) -> bool:
-        """Whether the name is this model's, possibly with a colon and a prompt or tag."""
-        if self._is_own(name):
-            return True
-        base, colon, suffix = name.rpartition(":")
-        return bool(colon) and self._is_own(base) and self._is_suffix(suffix)
-
     def _is_own(self, name: str) -> bool:
         return name == self.model or name in self.aliases
 
@@ -144,7 +137,7 @@ class ModelInfo:
         if colon and (not self.is_strict or self._is_own(base)) and self._is_suffix(suffix):
             return None if suffix == _TAG else self.prompt_for(suffix, "model")
         if self.is_strict:
-            raise ModelNotFound(name)
+            raise ModelNotFound(name, _listed(self.names))
         if colon and self.prompts and self._is_own(base) and not _VERSION.fullmatch(suffix):
             raise self._unknown_prompt(suffix, "model")
         return None
@@ -200,9 +193,10 @@ class ModelInfo:
         if dimensions == self.dim:
             return None
         if not self.is_matryoshka:
+            hint = " (--matryoshka allows fewer)" if 1 <= dimensions < self.dim else ""
             raise BadRequest(
                 f"This model does not support specifying dimensions. Its vectors have {self.dim}, '{param}' is "
-                f"{dimensions} (--matryoshka allows it)",
+                f"{dimensions}: leave it out, or set {self.dim}{hint}",
                 param=param,
             )
         if self.matryoshka_dims and dimensions not in self.matryoshka_dims:

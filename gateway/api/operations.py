@@ -80,8 +80,10 @@ class Operation:
     """For a response that needs no vectors: only the tokenizer, or only the body and the model info."""
     describe: Callable[[ModelInfo, str], Response] | None = None
     """For a response that needs only the model info and the path."""
-    claims: str | None = None
-    """The field that a body of this operation has, where several dialects have an operation at the same path."""
+    claims: tuple[str, ...] = ()
+    """The fields of which a body of this operation has one, where several dialects have one at the same path."""
+    bare_list: str = ""
+    """The field that is meant by a body which is a bare list; empty: such a body is an error."""
     returns_tokens: bool = False
     """A row may be a token's, which has another length than the model's vectors; for the documentation."""
     binary_media_types: tuple[str, ...] = ()

@@ -14,7 +14,7 @@ from vecd.gateway.types.errors import ApiError
 from vecd.gateway.types.messages import Response
 from vecd.shm.shared_metrics import MAX_ENDPOINTS
 
-DIALECTS: tuple[Dialect, ...] = (openai.DIALECT, vllm.DIALECT, cohere.DIALECT, ollama.DIALECT, tei.DIALECT)
+DIALECTS: tuple[Dialect, ...] = (openai.DIALECT, vllm.DIALECT, ollama.DIALECT, tei.DIALECT, cohere.DIALECT)
 """Of the dialects at one path, the first takes what no other claims."""
 
 _BY_NAME = {dialect.name: dialect for dialect in DIALECTS}

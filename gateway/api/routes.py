@@ -37,6 +37,11 @@ Table: TypeAlias = Mapping[str, Mapping[str, Route]]
 """Path → method → route. A path may have one `*`, which stands for one part or several: a model's name may have
 slashes."""
 
+_WHAT_IS_SERVED = (
+    "this server serves embeddings: POST /v1/embeddings (OpenAI), /embed (text-embeddings-inference), "
+    "/v2/embed (Cohere), /api/embed (Ollama); GET /openapi.json lists all paths"
+)
+"""For a client that takes the server for one that chats, completes or ranks, or has a wrong base URL."""
 _SLASHES = re.compile("//+")
 _FIRST_V1S = re.compile(r"^(/v1)+(?=/)")
 _MAX_PARTS = 16
@@ -74,14 +79,14 @@ def find_route(table: Table, method: str, path: str) -> Route:
         allow = allowed_methods(methods or {"GET": None, "POST": None})
         return Route(partial(_respond_to_options, allow), scope=None)
     if methods is None:
-        raise NotFound(
-            "There is nothing at this path; embeddings are at POST /v1/embeddings",
-            code="unknown_url",
-        )
+        raise NotFound(f"There is nothing at this path; {_WHAT_IS_SERVED}", code="unknown_url")
     route = methods.get("GET" if method == "HEAD" else method)
     if route is None:
         only = ", ".join(sorted({*methods, "HEAD"} if "GET" in methods else methods))
-        raise MethodNotAllowed(f"{method} is not allowed on this path, only {only}", allow=allowed_methods(methods))
+        where = f"; {_WHAT_IS_SERVED}" if method == "POST" else ""
+        raise MethodNotAllowed(
+            f"{method} is not allowed on this path, only {only}{where}", allow=allowed_methods(methods)
+        )
     return route
 
 
@@ -137,7 +142,9 @@ def _without_repetitions(parts: list[str]) -> list[str]:
 
 
 def _wildcard(table: Table, path: str) -> Mapping[str, Route] | None:
-    return next((methods for pattern, methods in table.items() if "*" in pattern and _name_in(pattern, path)), None)
+    """Of several patterns the longest counts: /models/*/pipeline/feature-extraction before /models/*."""
+    patterns = [pattern for pattern in table if "*" in pattern and _name_in(pattern, path)]
+    return table[max(patterns, key=len)] if patterns else None
 
 
 def _name_in(pattern: str, path: str) -> str | None:

@@ -86,11 +86,13 @@ class ModelNotFound(BadRequest):
     status = 404
     code = "model_not_found"
 
-    def __init__(self, name: str) -> None:
+    def __init__(self, name: str, served: str) -> None:
+        """`served`: the names of the served model, as one text."""
         name = name[:64]
-        super().__init__(f"The model `{name}` does not exist", param="model")
+        super().__init__(f"The model `{name}` does not exist; this server has {served}", param="model")
+        # For dialects with a message of their own.
         self.name = name
-        """For dialects with a message of their own."""
+        self.served = served
 
 
 class InvalidApiKey(ClientError):

@@ -10,7 +10,8 @@ import logging
 import os
 import re
 import tomllib
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from difflib import get_close_matches
 from io import StringIO
 from pathlib import Path
 from typing import Annotated, Any, Literal
@@ -344,7 +345,7 @@ class _Merged:
                 return _flags_source(rest, ignore_unknown=ignore_unknown)()
             except SettingsError as error:
                 problem = str(error).removeprefix("error parsing CLI: ")
-                self._problems.append(problem)
+                self._problems.append(problem + _hints(problem))
                 named = re.match(r"argument (--[\w-]+)", problem)
                 if named and named[1] in rest:
                     rest.remove(named[1])
@@ -360,7 +361,7 @@ class _Merged:
             return {}
         values = {name.replace("-", "_"): value for name, value in values.items()}
         for name in values.keys() - Settings.model_fields.keys():
-            self._problems.append(f"{path}: {name}: there is no such setting")
+            self._problems.append(f"{path}: {name}: there is no such setting{_guess(name, Settings.model_fields)}")
         return {name: value for name, value in values.items() if name in Settings.model_fields}
 
     def read_dotenv(self) -> dict[str, Any]:
@@ -397,7 +398,8 @@ class _Merged:
                 and name not in Settings.model_fields
                 and not _is_service_link(name, value)
             ):
-                self._problems.append(f"{origin}{variable}: there is no such setting")
+                guess = _guess(variable, map(_variable, Settings.model_fields))
+                self._problems.append(f"{origin}{variable}: there is no such setting{guess}")
 
     def validate(self, without: Sequence[str] = ()) -> Settings:
         try:
@@ -415,12 +417,12 @@ class _Merged:
 
     def _describe(self, errors: list[ErrorDetails]) -> list[str]:
         """One line per setting: a setting that may have several types has an error for each."""
-        messages: dict[str, list[str]] = {}
+        of_settings: dict[str, list[ErrorDetails]] = {}
         for error in errors:
-            messages.setdefault(str(error["loc"][0]), []).append(error["msg"])
+            of_settings.setdefault(str(error["loc"][0]), []).append(error)
         return [
-            f"{self._origins.get(name, name)}: {' or '.join(lines)}{self._given(name)}"
-            for name, lines in messages.items()
+            f"{self._origins.get(name, name)}: {_sentence(name, theirs)}{self._given(name)}"
+            for name, theirs in of_settings.items()
         ]
 
     def _given(self, name: str) -> str:
@@ -431,6 +433,50 @@ class _Merged:
 
 _SECRETS = {"api_key", "api_keys"}
 _UNUSED_BESIDE = {"uds": ("host", "port"), "admin_uds": ("admin_host", "admin_port")}
+
+
+_NAMES_OF_MODEL = {"--model", "--model-id", "--model-name", "--model-name-or-path", "--model-path"}
+"""Flags of other servers, and of this one's other settings, for what is positional here."""
+
+
+def _hints(problem: str) -> str:
+    """What may have been meant by each flag that argparse does not know; empty for its other problems."""
+    _, is_unknown, given = problem.partition("unrecognized arguments: ")
+    if not is_unknown:
+        return ""
+    flags = [word.partition("=")[0] for word in given.split() if word.startswith("--")]
+    known = [_flag(name) for name in Settings.model_fields]
+    hints = ""
+    for flag in flags:
+        is_model = flag in _NAMES_OF_MODEL
+        hint = "; MODEL is positional: vecd serve MODEL" if is_model else _guess(flag, known)
+        hints += hint.replace("; ", f"; {flag}: ", 1)
+    return hints
+
+
+def _guess(name: str, known: Iterable[str]) -> str:
+    close = get_close_matches(name, list(known), n=1, cutoff=0.7)
+    return f"; did you mean {close[0]}?" if close else ""
+
+
+_BOUNDS = {"greater_than_equal": "of at least {ge}", "less_than_equal": "of at most {le}"}
+_PREFIXES = {"Value error, ": "", "Input should be a valid number": "must be a number", "Input should be ": "must be "}
+
+
+def _sentence(name: str, errors: Sequence[ErrorDetails]) -> str:
+    """What a setting must be, in one sentence. `errors`: one for each of its types, names such as `auto` last."""
+    *others, last = (_requirement(name, error) for error in errors)
+    return ", or ".join([last, *(other.removeprefix("must be ") for other in others)])
+
+
+def _requirement(name: str, error: ErrorDetails) -> str:
+    kind, context = error["type"], error.get("ctx", {})
+    is_whole = "float" not in str(Settings.model_fields[name].annotation)
+    if kind == "int_parsing" or (is_whole and kind in _BOUNDS):
+        return f"must be a whole number {_BOUNDS.get(kind, '').format(**context)}".rstrip()
+    message = error["msg"].partition(", unable to parse")[0]
+    prefix = next((prefix for prefix in _PREFIXES if message.startswith(prefix)), "")
+    return _PREFIXES.get(prefix, "") + message.removeprefix(prefix)
 
 
 def _flags_source(argv: Sequence[str], *, ignore_unknown: bool) -> CliSettingsSource[Any]:

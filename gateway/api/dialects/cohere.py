@@ -1,12 +1,15 @@
 """Cohere's embeddings API, versions 1 and 2: parses requests, renders responses. Pure.
 
-Owns the shapes of `/v2/embed` and `/v1/embed`. Source of the shapes: Cohere's published SDKs. Texts are embedded,
-images are not. `input_type` selects the model's prompt for that purpose. Cohere takes at most 96 texts; this server has
-the same limit in every dialect. Responses echo the texts.
+Owns the shapes of `/v2/embed` and `/v1/embed`, of a body of Cohere's at `/embed`, which is answered as by version 1,
+and of `/v1/tokenize`, `/v1/detokenize` and `/v1/check-api-key`. The list of models that Cohere's clients ask for is a
+member of OpenAI's. Source of the shapes: Cohere's published SDKs. Texts are embedded, images are not. `input_type`
+selects the model's prompt for that purpose. Cohere takes at most 96 texts; this server has the same limit in every
+dialect. Responses echo the texts.
 """
 
 from array import array
 from collections.abc import Sequence
+from dataclasses import replace
 from functools import partial
 from typing import Any
 
@@ -15,11 +18,12 @@ import orjson
 from vecd.gateway.api import fields, schemas
 from vecd.gateway.api.dialects import options
 from vecd.gateway.api.dialects.headers import parse_priority, parse_timeout_s, priority_numbered, response_headers
-from vecd.gateway.api.dialects.inputs import parse_texts
+from vecd.gateway.api.dialects.inputs import parse_ids, parse_texts
 from vecd.gateway.api.dialects.rows import fragments_of, json_list
+from vecd.gateway.api.dialects.vllm import Tokens
 from vecd.gateway.api.fields import Field, Fields, Values, given, json_type
 from vecd.gateway.api.model_info import ModelInfo
-from vecd.gateway.api.operations import Call, Dialect, Operation, ParsedEmbed
+from vecd.gateway.api.operations import Call, Dialect, Operation, ParsedDecode, ParsedEmbed, ParsedTokenize
 from vecd.gateway.api.schemas import Schema, any_of, described, list_of, nullable, record
 from vecd.gateway.encoding.forms import Names, check_forms
 from vecd.gateway.types.errors import ApiError, BadRequest
@@ -86,6 +90,8 @@ PRIORITY = Field(
     nullable("integer"),
     _read_priority,
 )
+TEXT = replace(fields.text("text", "what is to be tokenized"), schema=schemas.STRING, is_required=True, is_large=True)
+IDS = fields.anything("tokens", "token ids of the model's own", schemas.TOKEN_IDS, is_required=True)
 FIELDS = Fields(
     TEXTS,
     INPUTS,
@@ -196,6 +202,38 @@ def _echo(texts: Sequence[str]) -> list[bytes]:
     return [b"%b%b" % (b"," if index else b"", orjson.dumps(text)) for index, text in enumerate(texts)]
 
 
+# --- tokens -----------------------------------------------------------------------------------------------------
+
+
+def parse_tokenize(call: Call) -> ParsedTokenize:
+    """The tokens of a text alone, without special tokens and without a prompt."""
+    text = fields.read_text(call.values.require(TEXT), TEXT.name)
+    call.model_info.prompt_of_model_name(call.values.get(options.MODEL))  # raises ModelNotFound if names are strict
+    tokens = Tokens(wants_texts=True)
+    return ParsedTokenize([text], False, "", tokens, partial(render_tokenize, tokens))
+
+
+def render_tokenize(tokens: Tokens) -> Response:
+    body = b'{"tokens":[%b],"token_strings":[%b],"meta":%b}'
+    meta = orjson.dumps({"api_version": {"version": "1"}})
+    return Response(200, body % (b",".join(tokens.ids), b",".join(tokens.texts or ()), meta))
+
+
+def parse_detokenize(call: Call) -> ParsedDecode:
+    ids = parse_ids(call.values.require(IDS), IDS.name)
+    call.model_info.prompt_of_model_name(call.values.get(options.MODEL))
+    return ParsedDecode([ids], skip_special_tokens=False, render=lambda texts: Response(200, _dumps(text=texts[0])))
+
+
+def check_api_key(model_info: ModelInfo, path: str) -> Response:
+    """Only a request with a valid key, where there are keys, comes as far as this."""
+    return Response(200, _dumps(valid=True))
+
+
+def _dumps(**fields: Any) -> bytes:
+    return orjson.dumps(fields)
+
+
 # --- render -----------------------------------------------------------------------------------------------------
 
 
@@ -291,6 +329,18 @@ def _response(kind: str, embeddings: Schema) -> Schema:
 _V2_RESPONSE = _response("embeddings_by_type", _BY_TYPE)
 _SUMMARY = "Embed texts"
 
+_V1_EMBED = Operation(
+    summary=_SUMMARY,
+    fields=FIELDS,
+    embed=partial(parse_embed, version=1),
+    response={"oneOf": [_response("embeddings_floats", _FLOATS), _V2_RESPONSE]},
+)
+_TOKENIZED = record(
+    tokens=list_of(schemas.COUNT),
+    token_strings=list_of(schemas.STRING),
+    meta=record(api_version=record(version={"const": "1"})),
+)
+
 DIALECT = Dialect(
     name="cohere",
     title="Cohere",
@@ -298,11 +348,22 @@ DIALECT = Dialect(
         "POST /v2/embed": Operation(
             summary=_SUMMARY, fields=FIELDS, embed=partial(parse_embed, version=2), response=_V2_RESPONSE
         ),
-        "POST /v1/embed": Operation(
-            summary=_SUMMARY,
-            fields=FIELDS,
-            embed=partial(parse_embed, version=1),
-            response={"oneOf": [_response("embeddings_floats", _FLOATS), _V2_RESPONSE]},
+        "POST /v1/embed": _V1_EMBED,
+        "POST /embed": replace(_V1_EMBED, claims=(TEXTS.name,)),
+        "POST /v1/tokenize": Operation(
+            summary="Tokenize a text, without embedding it",
+            fields=Fields(TEXT, options.MODEL),
+            reply=parse_tokenize,
+            response=_TOKENIZED,
+        ),
+        "POST /v1/detokenize": Operation(
+            summary="The text of token ids",
+            fields=Fields(IDS, options.MODEL),
+            reply=parse_detokenize,
+            response=record(text=schemas.STRING),
+        ),
+        "POST /v1/check-api-key": Operation(
+            summary="Whether the API key is valid", describe=check_api_key, response=record(valid={"const": True})
         ),
     },
     render_error=render_error,

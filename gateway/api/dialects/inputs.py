@@ -59,9 +59,10 @@ def parse_texts(value: Any, name: str, max_inputs: int) -> list[str]:
     """A string or a list of strings. Raises BadRequest."""
     if isinstance(value, str):
         return [value]
+    if value is None:
+        raise BadRequest(f"'{name}' is required: a string or a list of strings", param=name)
     if not isinstance(value, list):
-        given = "missing" if value is None else json_type(value)
-        raise BadRequest(f"'{name}' must be a string or a list of strings, is {given}", param=name)
+        raise BadRequest(f"'{name}' must be a string or a list of strings, is {json_type(value)}", param=name)
     _check_num(value, name, max_inputs)
     return _check_texts(value, name)
 

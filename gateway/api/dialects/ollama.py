@@ -27,7 +27,7 @@ from vecd.gateway.api.fields import Field, Fields, Values, json_type
 from vecd.gateway.api.model_info import ModelInfo
 from vecd.gateway.api.operations import Call, Dialect, Operation, ParsedEmbed
 from vecd.gateway.api.schemas import Schema, any_of, described, list_of, nullable, record
-from vecd.gateway.types.errors import ApiError, BadRequest, InputTooLong, ModelNotFound, NotFound
+from vecd.gateway.types.errors import ApiError, BadRequest, InputTooLong, InvalidApiKey, ModelNotFound, NotFound
 from vecd.gateway.types.messages import Response
 from vecd.gateway.types.request import Embedded, EmbedRequest, Overflow, Tokenizing
 
@@ -200,7 +200,7 @@ def pull(call: Call) -> Response:
         model_info.prompt_of_model_name(name)
     except ModelNotFound as error:
         raise NotFound(
-            f'pull model manifest: file does not exist: this server has "{model_info.model}" and no other model, '
+            f"pull model manifest: file does not exist: this server has {error.served} and no other model, "
             f'not "{error.name}"',
             code="model_not_found",
         ) from None
@@ -271,10 +271,12 @@ def render_error(error: ApiError) -> Response:
     """The message begins with Ollama's own where clients look for it."""
     message = error.message
     if isinstance(error, ModelNotFound):
-        message = f'model "{error.name}" not found, try pulling it first'
+        message = f'model "{error.name}" not found, try pulling it first; this server has {error.served}'
     elif isinstance(error, InputTooLong):
         message = f"the input length exceeds the context length: {message}"
-    return Response(error.status, orjson.dumps({"error": message}))
+    # Ollama's own Go client prints `status` of a 401, and nothing of `error`.
+    status = {"status": message} if isinstance(error, InvalidApiKey) else {}
+    return Response(error.status, orjson.dumps({"error": message, **status}))
 
 
 # --- documentation ----------------------------------------------------------------------------------------------
@@ -357,6 +359,6 @@ DIALECT = Dialect(
         ),
     },
     render_error=render_error,
-    error=record(error=schemas.STRING),
+    error=record("status", error=schemas.STRING, status=described(schemas.STRING, "the same; only with a 401")),
     prefix="/api/",
 )

@@ -24,7 +24,7 @@ from vecd.gateway.api.model_info import ModelInfo
 from vecd.gateway.api.operations import Call, Dialect, Operation, ParsedEmbed
 from vecd.gateway.api.schemas import Schema, any_of, described, list_of, nullable, record
 from vecd.gateway.encoding.fragments import JsonRows, Matrix
-from vecd.gateway.types.errors import ApiError, ModelNotFound
+from vecd.gateway.types.errors import ApiError
 from vecd.gateway.types.messages import Response
 from vecd.gateway.types.request import Embedded, EmbedRequest, Form, InputReport, Tokenizing
 
@@ -152,16 +152,19 @@ def _spans(matrix: Matrix, form: Form) -> Iterator[dict[str, Any]]:
 
 
 def list_models(model_info: ModelInfo, path: str) -> Response:
-    """The model under all its names, and with each of its prompts, for programs that show a list to choose from."""
+    """The model under all its names, and with each of its prompts, for programs that show a list to choose from. In
+    `models` as Cohere has it, whose clients ask at the same path."""
     prompts = model_info.prompts if model_info.pools_prompt else ()
     names = [*model_info.names, *(f"{model_info.model}:{name}" for name in prompts)]
-    return Response(200, orjson.dumps({"object": "list", "data": [_describe(model_info, name) for name in names]}))
+    models = [{"name": name, "endpoints": ["embed"], "context_length": model_info.max_tokens} for name in names]
+    data = [_describe(model_info, name) for name in names]
+    return Response(200, orjson.dumps({"object": "list", "data": data, "models": models}))
 
 
 def retrieve_model(model_info: ModelInfo, path: str) -> Response:
+    """Describe the model under any name that an embedding may use. Raises BadRequest and ModelNotFound for others."""
     name = path.partition("/models/")[2].strip("/")
-    if not model_info.knows(name):
-        raise ModelNotFound(name)
+    model_info.prompt_of_model_name(name)
     return Response(200, orjson.dumps(_describe(model_info, name)))
 
 
@@ -221,7 +224,12 @@ _MODEL_RESPONSE = record(
     root=described(schemas.STRING, "the served model's own name"),
     max_model_len=described(schemas.POSITIVE, "tokens, special ones included"),
 )
-_MODELS_RESPONSE = record(object={"const": "list"}, data=list_of(_MODEL_RESPONSE, at_least=1))
+_COHERE_S_MODEL = record(name=schemas.STRING, endpoints=list_of({"const": "embed"}), context_length=schemas.POSITIVE)
+_MODELS_RESPONSE = record(
+    object={"const": "list"},
+    data=list_of(_MODEL_RESPONSE, at_least=1),
+    models=described(list_of(_COHERE_S_MODEL, at_least=1), "the same, as Cohere has it"),
+)
 ERROR_SCHEMA = record(
     detail=described(schemas.STRING, "the message again, for Voyage's and Jina's clients"),
     error=record(
@@ -249,6 +257,8 @@ DIALECT = Dialect(
         "POST /v1/embeddings": EMBEDDINGS,
         "POST /embeddings": EMBEDDINGS,
         "POST /openai/deployments/*/embeddings": EMBEDDINGS,
+        "POST /v1/openai/deployments/*/embeddings": EMBEDDINGS,
+        "POST /v1/deployments/*/embeddings": EMBEDDINGS,
         "POST /openai/v1/embeddings": EMBEDDINGS,
         "POST /v1/engines/*/embeddings": EMBEDDINGS,
         "POST /engines/*/embeddings": EMBEDDINGS,

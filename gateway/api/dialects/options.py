@@ -97,6 +97,8 @@ TASK = fields.text("task", "the same as `input_type`, by Jina's name", examples=
 PROMPT_FIELDS: tuple[Field[str], ...] = (PROMPT, PROMPT_NAME, INPUT_TYPE, TASK)
 """A request may have at most one of them."""
 _PROMPT_NAMES = frozenset(field.name for field in PROMPT_FIELDS)
+_KINDS_OF_INPUT = frozenset(("string", "text"))
+"""Semantic Kernel for Java always sends `input_type` "string": what the input is, not what it is for."""
 
 
 def read_prompt(
@@ -110,7 +112,7 @@ def read_prompt(
     of_name = model_info.prompt_of_model_name(values.get(MODEL))
     if not values.has_any(_PROMPT_NAMES):
         return of_name
-    chosen_by = [field for field in prompt_fields if values.get(field) is not None]
+    chosen_by = [field for field in prompt_fields if _selects(field, values, model_info)]
     if not chosen_by:
         return of_name
     if len(chosen_by) > 1:
@@ -122,6 +124,12 @@ def read_prompt(
     if of_name is not None and prompt != of_name:
         raise contradiction(MODEL.name, field.name)
     return prompt
+
+
+def _selects(field: Field[str], values: Values, model_info: ModelInfo) -> bool:
+    value = values.get(field)
+    is_kind = field in (INPUT_TYPE, TASK) and value in _KINDS_OF_INPUT and value not in model_info.prompts
+    return value is not None and not is_kind
 
 
 # --- overflow ---------------------------------------------------------------------------------------------------

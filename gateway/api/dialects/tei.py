@@ -1,8 +1,8 @@
 """text-embeddings-inference's HTTP API: parses requests, renders responses. Pure.
 
-Owns the shapes of `/embed`, `/embed_all`, `/similarity`, `/tokenize`, `/decode`, `/vertex`, of `/` and `/invocations`,
-which do the same as `/embed`, and of its errors. `/info` belongs to `vecd.gateway.api.info`, because operators get
-more fields there. Source of the shapes: its router's types, version 1.9.
+Owns the shapes of `/embed`, `/embed_all`, `/similarity`, `/tokenize`, `/decode`, `/vertex`, of `/`, `/invocations` and
+Hugging Face's paths with the name of a model, which do the same as `/embed`, and of its errors. `/info` belongs to
+`vecd.gateway.api.info`, because operators get more fields there. Source of the shapes: its router's types, version 1.9.
 
 Differences from text-embeddings-inference:
 
@@ -26,6 +26,7 @@ import orjson
 from vecd.gateway.api import fields, schemas
 from vecd.gateway.api.dialects.headers import parse_accept, parse_priority, parse_timeout_s, response_headers
 from vecd.gateway.api.dialects.inputs import check_id_lists, parse_inputs, parse_texts
+from vecd.gateway.api.dialects.options import MODEL
 from vecd.gateway.api.dialects.rows import BINARY_MEDIA_TYPES, fragments_of, json_list, render_rows
 from vecd.gateway.api.fields import Field, Fields, Values, contradiction, json_type
 from vecd.gateway.api.model_info import ModelInfo
@@ -38,6 +39,7 @@ from vecd.gateway.types.errors import (
     BadRequest,
     EmptyInput,
     EngineFailed,
+    ModelNotFound,
     ServerError,
     TooManyInputs,
     Unavailable,
@@ -62,6 +64,12 @@ INPUTS_OF_ALL = replace(
     INPUTS,
     description=f"{_WHAT}; or texts to compare, as with /similarity",
     schema=any_of(*_TEXT_OR_TEXTS, *_IDS_OR_LISTS, _COMPARED),
+)
+TEXT_INPUTS = replace(
+    INPUTS,
+    name="text_inputs",
+    description="the same as `inputs`, by the name of SageMaker's own models",
+    is_required=False,
 )
 COMPARED = fields.anything("inputs", "a text, and those that it is compared with", _COMPARED, is_required=True)
 TEXTS = fields.anything(
@@ -165,10 +173,27 @@ class _Options:
 # --- embeddings -------------------------------------------------------------------------------------------------
 
 
-def parse_embed(call: Call) -> ParsedEmbed:
-    inputs = _checked_inputs(call.values.get(INPUTS), INPUTS.name, call.model_info)
+def parse_embed(call: Call, inputs_field: Field[Any] = INPUTS) -> ParsedEmbed:
+    inputs = _checked_inputs(call.values.get(inputs_field), inputs_field.name, call.model_info)
     request = _embed_request(call, _Options(call.values), inputs)
     return ParsedEmbed(request, partial(render_vectors, model_info=call.model_info))
+
+
+def parse_embed_by_model(call: Call) -> ParsedEmbed:
+    """The operation at Hugging Face's paths with the name of a model, which may select a prompt, as elsewhere."""
+    prompt = call.model_info.prompt_of_model_name(call.values.get(MODEL))
+    work = parse_embed(call)
+    tokenizing = work.request.tokenizing
+    if prompt is not None and tokenizing.prompt is not None and prompt != tokenizing.prompt:
+        raise contradiction(MODEL.name, PROMPT_NAME.name)
+    if prompt is None:
+        return work
+    return work._replace(request=work.request._replace(tokenizing=tokenizing._replace(prompt=prompt)))
+
+
+def parse_invocation(call: Call) -> ParsedEmbed:
+    has_texts = call.values.get(TEXT_INPUTS) is not None and call.values.get(INPUTS_OF_ALL) is None
+    return parse_embed(call, TEXT_INPUTS) if has_texts else parse_embed_or_compare(call)
 
 
 def parse_embed_or_compare(call: Call) -> ParsedEmbed:
@@ -475,6 +500,7 @@ def _of_other_models(what: str) -> Operation:
 
 _ERRORS: tuple[tuple[type[ApiError], int | None, str], ...] = (
     (EmptyInput, 400, "Empty"),
+    (ModelNotFound, None, "Validation"),
     (BadRequest, 422, "Validation"),
     (WrongModel, 424, "Backend"),
     (EngineFailed, 424, "Backend"),
@@ -530,16 +556,33 @@ _DEFAULT = replace(
     fields=Fields(INPUTS_OF_ALL, *OPTION_FIELDS, PARAMETERS),
     embed=parse_embed_or_compare,
     response=any_of(_VECTORS, _COSINES),
-    claims="inputs",
+    claims=(INPUTS.name,),
+)
+_INVOCATION = replace(
+    _DEFAULT,
+    fields=Fields(replace(INPUTS_OF_ALL, is_required=False), TEXT_INPUTS, *OPTION_FIELDS, PARAMETERS),
+    embed=parse_invocation,
+    claims=(INPUTS.name, TEXT_INPUTS.name),
+    bare_list=INPUTS.name,
+)
+_EMBED_BY_MODEL = replace(
+    _EMBED,
+    summary="Embed texts or token ids, where clients of Hugging Face look for it",
+    fields=Fields(INPUTS, MODEL, *OPTION_FIELDS, PARAMETERS),
+    embed=parse_embed_by_model,
 )
 
 DIALECT = Dialect(
     name="tei",
     title="text-embeddings-inference",
     operations={
-        "POST /embed": _EMBED,
+        "POST /embed": replace(_EMBED, claims=(INPUTS.name,)),
+        "POST /models/*": _EMBED_BY_MODEL,
+        "POST /models/*/pipeline/feature-extraction": _EMBED_BY_MODEL,
+        "POST /pipeline/feature-extraction/*": _EMBED_BY_MODEL,
+        "POST /hf-inference/models/*/pipeline/feature-extraction": _EMBED_BY_MODEL,
         "POST /": _DEFAULT,
-        "POST /invocations": _DEFAULT,
+        "POST /invocations": _INVOCATION,
         "POST /embed_all": Operation(
             summary="Embed every token of texts, special tokens included",
             fields=Fields(INPUTS, *_TOKENIZING, PARAMETERS),
@@ -563,7 +606,7 @@ DIALECT = Dialect(
             fields=Fields(TEXTS, ADD_SPECIAL_TOKENS, PROMPT_NAME),
             reply=parse_tokenize,
             response=list_of(list_of(_TOKEN)),
-            claims="inputs",
+            claims=(INPUTS.name,),
         ),
         "POST /decode": Operation(
             summary="The text of token ids",

@@ -169,7 +169,7 @@ DIALECT = Dialect(
             fields=Fields(TEXT, options.MODEL, options.ADD_SPECIAL_TOKENS, RETURN_TOKEN_STRS, MESSAGES),
             reply=parse_tokenize,
             response=_TOKENIZED,
-            claims=TEXT.name,
+            claims=(TEXT.name,),
         ),
         "POST /detokenize": Operation(
             summary="The text of token ids",
@@ -178,7 +178,7 @@ DIALECT = Dialect(
             response=record(prompt=schemas.STRING),
         ),
         "POST /invocations": replace(
-            EMBEDDINGS, summary="Embed texts or token ids, where SageMaker looks for it", claims=INPUT.name
+            EMBEDDINGS, summary="Embed texts or token ids, where SageMaker looks for it", claims=(INPUT.name,)
         ),
         "GET /version": Operation(
             summary="The server's version", describe=version, response=record(version=schemas.STRING)

@@ -180,6 +180,9 @@ def test_other_dialects_paths_are_as_tolerant(server, path, exact):
     assert answers[0].body == answers[1].body, "in the shape of the same dialect"
 
 
+INPUTS = b'{"inputs":"hi"}'
+
+
 def test_a_model_may_be_named_by_the_path(tmp_path):
     flags = ("--engine", "weightless", "--workers", "1", "--served-model-name", "org/name", "--strict-model")
     with running_server(*flags) as strict:
@@ -191,10 +194,21 @@ def test_a_model_may_be_named_by_the_path(tmp_path):
             ("/engines/other/embeddings", b'{"input":"hi","model":"org/name"}', 404),
             ("/engines/org/name/embeddings", b'{"input":"hi","model":"other"}', 200),
             ("/engines/other/embeddings", b'{"input":"%b"}' % (b"large " * 20_000), 404),
+            ("/v1/openai/deployments/org/name/embeddings", BODY, 200),
+            ("/v1/deployments/other/embeddings", BODY, 404),
+            ("/models/org/name", INPUTS, 200),
+            ("/models/other", INPUTS, 404),
+            ("/models/org/name/pipeline/feature-extraction", INPUTS, 200),
+            ("/models/other/pipeline/feature-extraction", INPUTS, 404),
+            ("/pipeline/feature-extraction/org/name", INPUTS, 200),
+            ("/hf-inference/models/org/name/pipeline/feature-extraction", INPUTS, 200),
+            ("/hf-inference/models/other/pipeline/feature-extraction", INPUTS, 404),
         ):
             answer = exchange(strict, post(path=path, body=body))
             assert answer.status == status, (path, answer)
-            if status == 404:
+            if status == 404 and body is INPUTS:
+                assert b"does not exist; this server has 'org/name'" in answer.body
+            elif status == 404:
                 assert answer.error["code"] == "model_not_found"
 
 

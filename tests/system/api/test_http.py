@@ -62,7 +62,7 @@ def test_token_ids_of_openai_s_vocabulary_are_what_they_mean(server):
         ("GET", "/v1/embeddings", 405),
         ("DELETE", "/v1/models", 405),
         ("OPTIONS", "/nothing", 404),
-        ("GET", "/v1/models/other", 404),
+        ("POST", "/v1/models/other", 405),
         ("GET", "/%ff%fe", 400),
     ],
 )

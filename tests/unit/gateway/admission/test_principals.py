@@ -112,7 +112,8 @@ def test_requests_at_a_time():
     principals, _ = principals_of(key("a", max_requests=2))
     principal = identify(principals, "a")
     first, second = principal.reserve(1), principal.reserve(1)
-    assert "2 requests with this API key are being served, at most 2" in rejection(principal).message
+    message = "Too many requests: this key already has 2 requests in progress; its limit is 2"
+    assert rejection(principal).message == message
     with pytest.raises(RuntimeError), first:
         raise RuntimeError
     with second, principal.reserve(1):
@@ -121,11 +122,19 @@ def test_requests_at_a_time():
     assert principal.describe()["use"]["refused"] == 1
 
 
+def test_one_request_is_not_several():
+    principals, _ = principals_of(key("a", max_requests=1))
+    principal = identify(principals, "a")
+    with principal.reserve(1):
+        message = "Too many requests: this key already has 1 request in progress; its limit is 1"
+        assert rejection(principal).message == message
+
+
 def test_each_gateway_has_its_part():
     principals, _ = principals_of(key("a", tokens_per_s=3, max_requests=3), num_gateways=2)
     principal = identify(principals, "a")
     running = [principal.reserve(0) for _ in range(2)]
-    assert "at most 2" in rejection(principal).message
+    assert "its limit is 2" in rejection(principal).message
     for reservation in running:
         with reservation:
             pass

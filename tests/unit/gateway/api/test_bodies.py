@@ -1,5 +1,6 @@
 import asyncio
 import gzip
+import random
 import threading
 import zlib
 from collections.abc import Callable
@@ -72,7 +73,7 @@ def test_fields_of_large_bodies_are_parsed_in_a_thread(num_texts, is_inline):
         (b"null", "must be a JSON object"),
         (b"{", "is not valid JSON"),
         (b'{"input":"secret', "is not valid JSON"),
-        (b'{"input":"\\ud800"}', "is not valid JSON"),
+        (b'{"input":"\\ud800"}', "'input' is not text: half of a surrogate pair"),
         (b'{"input":"\xff"}', "is not valid JSON"),
         (b'{"input":NaN}', "is not valid JSON"),
         (b'{"input":' + b"[" * 5000, "is not valid JSON"),
@@ -162,10 +163,17 @@ SURROGATE, DEEP = b'"\\ud800 secret"', b"[" * 1000 + b'"secret"' + b"]" * 1000
         (b"\xef\xbb\xbf{}", "is not valid JSON|must be a JSON object"),
         (b'{"input":"secret"}{}', "is not valid JSON"),
         (b'{"input":"secret"}\x00', "is not valid JSON"),
-        (b'{"input":%b}' % SURROGATE, "is not valid JSON"),
-        (b'{"input":[%b]}' % SURROGATE, "is not valid JSON"),
-        (b'{"user":%b}' % SURROGATE, "is not valid JSON"),
-        (b'{%b:1}' % SURROGATE, "is not valid JSON"),
+        (b'{"input":%b}' % SURROGATE, "^'input' is not text: half of a surrogate pair"),
+        (b'{"input":[%b]}' % SURROGATE, r"^'input\[0\]' is not text"),
+        (b'{"input":["a","b",%b]}' % SURROGATE, r"^'input\[2\]' is not text"),
+        (b'{"input":["a",{"text":%b}]}' % SURROGATE, r"^'input\[1\]' is not text"),
+        (b'{"input":["a",[%b]]}' % SURROGATE, r"^'input\[1\]' is not text"),
+        (b'{"input":["a","\\ud83d\\ud83d secret"]}', r"^'input\[1\]' is not text"),
+        (b'{"input":["a","\\ude00 secret"]}', r"^'input\[1\]' is not text"),
+        (b'{"input":["\\ud83d\\ude00 secret","\\ud83d"]}', r"^'input\[1\]' is not text"),
+        (b'{"user":%b}' % SURROGATE, "^'user' is not text"),
+        (b'{"secret":%b}' % SURROGATE, "^a field is not text"),
+        (b'{%b:1}' % SURROGATE, "^a field is not text"),
         (b'{"input":"\xed\xa0\x80"}', "is not valid JSON"),
         (b'{"input":"\xc0\xaf"}', "is not valid JSON"),
         (b'{"\xff":1}', "is not valid JSON"),
@@ -184,6 +192,60 @@ def test_hostile_bodies_are_refused_and_not_quoted(padding, body, says):
         with pytest.raises(BadRequest, match=says) as caught:
             parse(padded)
         assert "secret" not in caught.value.message
+
+
+@pytest.mark.parametrize("num_texts", [1, 20_000])
+@pytest.mark.parametrize(
+    ("text", "says"),
+    [
+        (b"caf\xe9", "byte 0xe9 at offset {at} is not UTF-8; the text may be Latin-1 or Windows-1252: send UTF-8"),
+        (b"\xc4\xe3", "byte 0xc4 at offset {at} is not UTF-8"),
+        (
+            b"\xed\xa0\xbd",
+            "byte 0xed at offset {at} is not UTF-8; a surrogate is written there, which UTF-8 does not have",
+        ),
+    ],
+)
+def test_the_byte_that_is_not_utf8_is_named(num_texts, text, says):
+    before = b'{"input":[%b"' % (b'"text",' * (num_texts - 1))
+    body = b'%b%b"]}' % (before, text)
+    at = body.index(next(bytes([byte]) for byte in text if byte > 127))
+    with pytest.raises(BadRequest) as caught:
+        parse(body)
+    assert caught.value.message == f"The body is not valid JSON: {says.format(at=at)}"
+
+
+@pytest.mark.parametrize("num_before", [0, 1, 9_999, 20_000])
+@pytest.mark.parametrize(
+    "item", [b'"\\ud83d"', b'"\\ud83d\\ud83d"', b'"\\ude00"', b'{"text":"\\ud83d"}', b'["\\ude00"]']
+)
+def test_the_input_with_half_a_character_is_named(num_before, item):
+    body = b'{"input":[%b%b%b]}' % (b'"text",' * num_before, item, b',"text"' * (20_000 - num_before))
+    with pytest.raises(BadRequest) as caught:
+        parse(body)
+    message = "is not text: half of a surrogate pair (\\ud800 to \\udfff) is in it without the other half"
+    assert (caught.value.message, caught.value.param) == (f"'input[{num_before}]' {message}", "input")
+
+
+@pytest.mark.parametrize("num_texts", [1, 20_000])
+@pytest.mark.parametrize(
+    ("encode", "says"),
+    [
+        (gzip.compress, "byte 0x8b at offset 1 is not UTF-8; it begins like gzip: name that in the header Content-Enc"),
+        (zstd.compress, "byte 0xb5 at offset 1 is not UTF-8; it begins like zstd: name"),
+        (zlib.compress, "byte 0x9c at offset 1 is not UTF-8; it begins like deflate: name"),
+        (lambda body: body.decode().encode("utf-16"), "byte 0xff at offset 0 is not UTF-8; it begins like UTF-16"),
+        (lambda body: body.decode().encode("utf-16-be"), "; it begins like UTF-16"),
+        (lambda body: body.decode().encode("utf-32-le"), "; it begins like UTF-32"),
+        (lambda body: b"\xef\xbb\xbf" + body, "; it begins with a byte order mark: leave that out"),
+    ],
+)  # fmt: skip
+def test_a_body_in_another_encoding_is_told_which_it_may_be(num_texts, encode, says):
+    random.seed(0)
+    body = orjson.dumps({"input": [random.randbytes(40).hex() for _ in range(num_texts)]})
+    with pytest.raises(BadRequest, match=r"^The body is not valid JSON: ") as caught:
+        parse(encode(body))
+    assert says in caught.value.message
 
 
 @pytest.mark.parametrize("padding", [b"", PADDING], ids=["small", "large"])

@@ -60,6 +60,16 @@ def test_a_base_without_v1(path):
         ("/engines/a/a/embeddings", "/engines/*/embeddings", "a/a"),
         ("/v1/engines/m/embeddings/embeddings", "/v1/engines/*/embeddings", "m"),
         ("//openai/deployments/m//embeddings", "/openai/deployments/*/embeddings", "m"),
+        ("/v1/openai/deployments/org/m/embeddings", "/v1/openai/deployments/*/embeddings", "org/m"),
+        ("/v1/deployments/m/embeddings", "/v1/deployments/*/embeddings", "m"),
+        ("/models/org/m", "/models/*", "org/m"),
+        ("/models/org/m/pipeline/feature-extraction", "/models/*/pipeline/feature-extraction", "org/m"),
+        ("/pipeline/feature-extraction/org/m/", "/pipeline/feature-extraction/*", "org/m"),
+        (
+            "/hf-inference/models/org/m/pipeline/feature-extraction",
+            "/hf-inference/models/*/pipeline/feature-extraction",
+            "org/m",
+        ),
     ],
 )
 def test_a_name_in_a_path(path, pattern, name):
@@ -80,6 +90,20 @@ def test_models():
 def test_unknown_paths_name_the_right_one(path):
     with pytest.raises(NotFound, match="/v1/embeddings"):
         find_route(ROUTES, "POST", path)
+
+
+@pytest.mark.parametrize(
+    "task", ["chat/completions", "completions", "responses", "chat", "generate", "score", "rerank"]
+)
+def test_clients_of_another_kind_of_server_are_told_what_this_one_has(task):
+    for prefix in ("/v1", "/v1/v1", "/v2", "/api", "/openai/deployments/m", "/v1/engines/m", "/x"):
+        with pytest.raises(NotFound, match=r"this server serves embeddings: POST /v1/embeddings \(OpenAI\)"):
+            find_route(ROUTES, "POST", f"{prefix}/{task}")
+
+
+def test_so_are_those_below_the_name_of_a_model():
+    with pytest.raises(MethodNotAllowed, match=r"only GET, HEAD; this server serves embeddings: POST /v1/embeddings"):
+        find_route(ROUTES, "POST", "/v1/models/org/m/chat/completions")
 
 
 def test_another_method_is_told_which_are_allowed():

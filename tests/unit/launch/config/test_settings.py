@@ -51,7 +51,7 @@ def test_every_problem_is_told_at_once_with_its_source_and_value(monkeypatch, tm
         ".env: VECD_DTYPE",
         "'float8'",
         "VECD_PORT",
-        "less than or equal to 65535 (given: '70000')",
+        "must be a whole number of at most 65535 (given: '70000')",
         "--workers",
         "(given: '0')",
         "--device",
@@ -70,11 +70,11 @@ def test_a_key_is_never_shown(monkeypatch):
     monkeypatch.setenv("VECD_API_KEY", "s3cret")
     assert "s3cret" not in repr(load_settings([]))
     monkeypatch.setenv("VECD_API_KEY", "  ")
-    assert problems() == ["VECD_API_KEY: Value error, must not be blank"]
+    assert problems() == ["VECD_API_KEY: must not be blank"]
 
 
 def test_an_empty_key_does_not_mean_none(monkeypatch, tmp_path):
-    assert problems("--api-key=") == ["--api-key: Value error, must not be blank"]
+    assert problems("--api-key=") == ["--api-key: must not be blank"]
     monkeypatch.setenv("VECD_API_KEY", "")
     assert problems() == ["VECD_API_KEY: is empty; give it a key, or remove it"]
     monkeypatch.delenv("VECD_API_KEY")
@@ -84,7 +84,56 @@ def test_an_empty_key_does_not_mean_none(monkeypatch, tmp_path):
 
 def test_a_misspelt_line_of_dotenv_is_told(tmp_path):
     (tmp_path / ".env").write_text("VECD_PROT=1\nOTHER=2\n")
-    assert problems() == [".env: VECD_PROT: there is no such setting"]
+    assert problems() == [".env: VECD_PROT: there is no such setting; did you mean VECD_PORT?"]
+
+
+@pytest.mark.parametrize(
+    ("argv", "hint"),
+    [
+        (["--model", "org/m"], "--model: MODEL is positional: vecd serve MODEL"),
+        (["--model-id=org/m"], "--model-id: MODEL is positional: vecd serve MODEL"),
+        (["--wrokers", "2"], "--wrokers: did you mean --workers?"),
+        (["--max-request", "2"], "--max-request: did you mean --max-requests?"),
+        (["--tls-certificate=a"], "--tls-certificate: did you mean --tls-cert?"),
+    ],
+)
+def test_a_flag_that_there_is_not_is_told_which_there_is(argv, hint):
+    [problem] = problems(*argv)
+    assert problem.startswith(f"unrecognized arguments: {argv[0]}")
+    assert problem.endswith(f"; {hint}")
+
+
+def test_what_is_like_no_flag_gets_no_guess():
+    assert problems("--zzzz") == ["unrecognized arguments: --zzzz"]
+
+
+def test_a_line_of_the_file_is_told_which_setting_there_is(tmp_path):
+    (tmp_path / "c.toml").write_text("wrokers = 1\nno-such-thing = 1\n")
+    assert sorted(problems("--config", "c.toml")) == [
+        "c.toml: no_such_thing: there is no such setting",
+        "c.toml: wrokers: there is no such setting; did you mean workers?",
+    ]
+
+
+@pytest.mark.parametrize(
+    ("argv", "must"),
+    [
+        (["--workers", "0"], "--workers: must be 'auto', or a whole number of at least 1 (given: '0')"),
+        (["--workers", "2000"], "--workers: must be 'auto', or a whole number of at most 1024 (given: '2000')"),
+        (["--workers", "two"], "--workers: must be 'auto', or a whole number (given: 'two')"),
+        (
+            ["--max-batch-tokens", "0"],
+            "--max-batch-tokens: must be 'auto', or a whole number of at least 1 (given: '0')",
+        ),
+        (["--gateways", "0"], "--gateways: must be a whole number of at least 1 (given: '0')"),
+        (["--gateways", "1.5"], "--gateways: must be a whole number (given: '1.5')"),
+        (["--max-wait", "0"], "--max-wait: must be greater than 0 (given: '0')"),
+        (["--max-wait", "x"], "--max-wait: must be a number (given: 'x')"),
+        (["--device", "tpu"], "--device: must be 'auto', 'cpu' or 'cuda' (given: 'tpu')"),
+    ],
+)
+def test_a_problem_is_a_sentence(argv, must):
+    assert problems(*argv) == [must]
 
 
 def test_lines_of_dotenv_that_cannot_be_parsed_are_named_once_and_not_quoted(tmp_path, capfd):
@@ -140,7 +189,7 @@ def test_a_port_beside_a_unix_socket_is_told_as_it_was_set(monkeypatch, capfd):
 
 
 def test_a_descriptor_that_is_not_open_is_told():
-    assert problems("--ready-fd", "999") == ["--ready-fd: Value error, is not an open file descriptor (given: '999')"]
+    assert problems("--ready-fd", "999") == ["--ready-fd: is not an open file descriptor (given: '999')"]
 
 
 @pytest.mark.parametrize(

@@ -10,7 +10,7 @@ from vecd.gateway.api.dialects.ollama import DIALECT
 from vecd.gateway.api.model_info import ModelInfo
 from vecd.gateway.api.operations import Call, ParsedEmbed
 from vecd.gateway.api.registry import ROUTES, render_error
-from vecd.gateway.types.errors import BadRequest, InputTooLong, ModelNotFound, NotFound
+from vecd.gateway.types.errors import BadRequest, InputTooLong, InvalidApiKey, ModelNotFound, NotFound
 from vecd.gateway.types.messages import Response
 from vecd.gateway.types.request import Overflow
 
@@ -106,7 +106,9 @@ def test_another_model_is_refused_where_names_matter(model_info, path):
             call(strict, path, {"model": "nomic-embed-text", **body})
     response = DIALECT.render_error(caught.value)
     assert response.status == 404
-    assert body_of(response) == {"error": 'model "nomic-embed-text" not found, try pulling it first'}
+    assert body_of(response) == {
+        "error": "model \"nomic-embed-text\" not found, try pulling it first; this server has 'all-MiniLM-L6-v2'"
+    }
 
 
 def test_the_served_model_and_its_aliases_are_there(model_info):
@@ -182,6 +184,12 @@ def test_a_stream_is_one_line(model_info):
 def test_errors_have_the_shape_of_the_path(path, body):
     """Even where there is nothing: clients of one API read no other's errors."""
     assert body_of(render_error(NotFound("no"), path, ROUTES)) == body
+
+
+def test_a_wrong_key_is_told_where_ollama_s_go_client_looks():
+    """Of a 401 it prints `status`, and nothing of `error`."""
+    error = InvalidApiKey("Incorrect API key provided")
+    assert body_of(DIALECT.render_error(error)) == {"error": error.message, "status": error.message}
 
 
 def test_an_error_is_a_sentence():

@@ -47,6 +47,10 @@ def refusal(model_info: ModelInfo = PLAIN, /, **fields: Any) -> BadRequest:
         ({"input_type": "search_document"}, "passage: "),
         ({"input_type": "classification"}, None),
         ({"task": "retrieval.passage"}, "passage: "),
+        ({"input_type": "string"}, None),
+        ({"task": "text"}, None),
+        ({"input_type": "string", "model": "e5:query"}, "query: "),
+        ({"input_type": "text", "prompt_name": "passage"}, "passage: "),
         ({"model": "e5:query"}, "query: "),
         ({"model": "e5:query", "input_type": "query"}, "query: "),
         ({"model": "e5:query", "prompt": None, "input_type": None}, "query: "),
@@ -56,6 +60,12 @@ def refusal(model_info: ModelInfo = PLAIN, /, **fields: Any) -> BadRequest:
 )
 def test_prompts(fields, prompt):
     assert parse(E5, **fields).tokenizing == Tokenizing(prompt)
+
+
+def test_a_prompt_may_have_the_name_of_a_kind_of_input():
+    model_info = replace(PLAIN, prompts={"text": "text: "})
+    assert parse(model_info, input_type="text").tokenizing == Tokenizing("text: ")
+    assert parse(model_info, input_type="string").tokenizing == Tokenizing()
 
 
 @pytest.mark.parametrize(

@@ -21,6 +21,7 @@ from vecd.gateway.types.errors import (
     EngineFailed,
     InputTooLong,
     InvalidApiKey,
+    ModelNotFound,
     PayloadTooLarge,
     PoisonInput,
     RateLimited,
@@ -108,6 +109,18 @@ def test_a_prompt_is_one_of_the_model_s(model_info):
             inputs={"source_sentence": "a", "sentences": ["b"]},
             parameters={"prompt_name": "other"},
         )
+
+
+def test_the_name_of_a_model_in_the_path_is_a_name_as_elsewhere(model_info):
+    model_info = replace(model_info, prompts={"query": "query: ", "passage": "passage: "})
+    path, named = "/models/*", f"{model_info.model}:query"
+    assert request_of(model_info, path, model="org/another").tokenizing.prompt is None
+    assert request_of(model_info, path, model=named).tokenizing.prompt == "query: "
+    assert request_of(model_info, path, model=named, prompt_name="query").tokenizing.prompt == "query: "
+    with pytest.raises(BadRequest, match="'model' and 'prompt_name' contradict each other"):
+        request_of(model_info, path, model=named, prompt_name="passage")
+    with pytest.raises(ModelNotFound):
+        request_of(replace(model_info, is_strict=True), path, model="org/another")
 
 
 COMPARED = {"source_sentence": "a", "sentences": ["b"]}
