@@ -340,5 +340,6 @@ def read_tokenizer(config: GatewayConfig) -> Tokenizer:
         config.max_tokens,
         config.token_ids,
         overflow=Overflow(config.overflow),
+        max_embed_len=config.max_embed_len,
         literal_special_tokens=config.literal_special_tokens,
     )

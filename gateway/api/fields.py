@@ -132,6 +132,13 @@ def choice(name: str, description: str, choices: Mapping[str, T], **schema: Any)
     return Field(name, description, {"enum": [*choices, None], **schema}, read)
 
 
+REQUEST_ID = text(
+    "request_id",
+    "name of the request in the response and in the log, as the header `x-request-id`, which comes first; one that is "
+    "not 1 to 128 of `A-Za-z0-9._-` is replaced",
+)
+
+
 def anything(
     name: str, description: str, schema: Schema, *, is_required: bool = False, is_large: bool = False
 ) -> Field[Any]:

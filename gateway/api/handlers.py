@@ -14,9 +14,11 @@ from typing import Any, NamedTuple
 from vecd.gateway.admission.principals import Principal
 from vecd.gateway.api.context import Context
 from vecd.gateway.api.dialects.headers import parse_timeout_s
+from vecd.gateway.api.fields import REQUEST_ID
 from vecd.gateway.api.operations import Call, Dialect, Operation, ParsedDecode, ParsedEmbed, ParsedTokenize, Work
 from vecd.gateway.api.routes import name_in
 from vecd.gateway.types.errors import ApiError
+from vecd.gateway.types.messages import REQUEST_ID as VALID_ID
 from vecd.gateway.types.messages import HttpRequest, Response
 
 _INLINE_ITEMS = 4096
@@ -99,6 +101,8 @@ class OperationsHandler:
         claim = self.claim_of(body)
         http.timeline.endpoint = claim.endpoint
         operation = claim.operation
+        if REQUEST_ID.name in body and REQUEST_ID.name in operation.fields.small:
+            _take_request_id(http, body[REQUEST_ID.name])
         try:
             call = Call(operation.fields.read(body), http.headers, context.model_info, http.request_id)
             parse = operation.embed or operation.reply
@@ -110,6 +114,12 @@ class OperationsHandler:
         except ApiError as error:
             error.dialect = claim.dialect.name
             raise
+
+
+def _take_request_id(http: HttpRequest, own_id: Any) -> None:
+    """Name the request as its body does, unless a header does. An error in another field has that name, too."""
+    if isinstance(own_id, str) and VALID_ID.fullmatch(own_id) and "x-request-id" not in http.headers:
+        http.request_id = own_id
 
 
 def _input_fields(operation: Operation) -> tuple[str, ...]:

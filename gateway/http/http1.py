@@ -37,7 +37,7 @@ from vecd.gateway.types.errors import (
     NotImplementedByServer,
     PayloadTooLarge,
 )
-from vecd.gateway.types.messages import HttpRequest, Limits, Response
+from vecd.gateway.types.messages import REQUEST_ID, HttpRequest, Limits, Response
 from vecd.gateway.types.quoting import quoted
 
 CONTINUE = b"HTTP/1.1 100 Continue\r\n\r\n"
@@ -60,7 +60,6 @@ _HOST = re.compile(
 )
 _INVALID_ESCAPE = re.compile(rb"%(?![0-9A-Fa-f]{2})")
 _CONTROL_CHARACTER = re.compile(r"[\x00-\x1f\x7f]")
-_REQUEST_ID = re.compile(r"[A-Za-z0-9._-]{1,128}")
 _REQUEST_ID_PREFIX = f"req_{os.urandom(8).hex()}"
 _request_numbers = itertools.count(1)
 
@@ -316,7 +315,7 @@ class _Message:
             headers=self._headers,
             http_minor=_MINOR_VERSIONS[version],
             keep_alive=self._parser.should_keep_alive(),
-            request_id=own_id if own_id and _REQUEST_ID.fullmatch(own_id) else new_request_id(),
+            request_id=own_id if own_id and REQUEST_ID.fullmatch(own_id) else new_request_id(),
         )
 
     def _check(self, request: HttpRequest) -> None:

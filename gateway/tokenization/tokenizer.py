@@ -93,10 +93,11 @@ class Tokenizer:
         token_id_policy: str,
         *,
         overflow: Overflow = Overflow.TRUNCATE,
+        max_embed_len: int | None = None,
         literal_special_tokens: bool = False,
     ) -> None:
-        """Read the model's tokenizer.json. `overflow`: the default of requests. `literal_special_tokens`: special
-        tokens in a text are read as characters.
+        """Read the model's tokenizer.json. `overflow`: the default of requests. `max_embed_len`: maximum tokens of an
+        input that is split. `literal_special_tokens`: special tokens in a text are read as characters.
 
         Raises ModelError when the file is no tokenizer.
         """
@@ -112,6 +113,7 @@ class Tokenizer:
         few."""
         self._prompt = card.prompt
         self._overflow = overflow
+        self._max_embed_len = max_embed_len
         self._template = _template_of(self._tokenizer)
         self.least_tokens = min(max_tokens, self._template.num_tokens + 1)
         """The smallest limit on the tokens of an input."""
@@ -157,7 +159,8 @@ class Tokenizer:
         Raises BadRequest when it reaches the input in question, which names `input`: a list of ids that the policy
         refuses, ids outside the vocabulary, an input without a token, one that is too long to be read and may not be
         truncated, too many chunks; without a field: a prompt or a limit on tokens that leaves none for a text.
-        InputTooLong for an input that is too long for the model, with Overflow.ERROR.
+        InputTooLong for an input that is too long for the model, with Overflow.ERROR, or longer than
+        `max_embed_len`, with Overflow.CHUNK.
         """
         num_chunks = 0
         for run in self._runs(inputs, how):
@@ -221,7 +224,7 @@ class Tokenizer:
         template = self._template if has_special_tokens else NO_SPECIAL_TOKENS
         overflow = how.overflow or self._overflow
         max_tokens = self.max_tokens if how.max_tokens is None else min(self.max_tokens, how.max_tokens)
-        truncation = TruncationPolicy(template, max_tokens, overflow, self._least_chunk)
+        truncation = TruncationPolicy(template, max_tokens, overflow, self._least_chunk, self._max_embed_len)
         least = template.num_tokens + (self._least_chunk if overflow is Overflow.CHUNK else 1)
         is_asked_for = how.max_tokens is not None or overflow is not Overflow.TRUNCATE
         if max_tokens < least and is_asked_for:

@@ -19,7 +19,7 @@ from collections.abc import Generator
 from dataclasses import dataclass
 
 from vecd.gateway.tokenization.id_policy import SequenceTemplate
-from vecd.gateway.types.errors import BadRequest
+from vecd.gateway.types.errors import BadRequest, InputTooLong
 from vecd.gateway.types.request import Chunk, Overflow, Source, TokenIds, TokenizedInput
 
 MAX_CHUNKS = 100_000
@@ -38,6 +38,8 @@ class TruncationPolicy:
     overflow: Overflow
     least_chunk: int
     """Fewest tokens of its text that a chunk may have: fewer would make too many chunks."""
+    max_embed_len: int | None = None
+    """Maximum tokens of an input that is split, the prompt and special tokens included, each once; None: no limit."""
     prompt: str = ""
     prompt_ids: tuple[int, ...] = ()
     """The tokens of the prompt alone."""
@@ -88,8 +90,12 @@ class TruncationPolicy:
     def chunk_steps(self, own: TokenIds, source: Source) -> Generator[None, None, TokenizedInput]:
         """Split an input into chunks. `own`: all its tokens, more than `max_own_tokens`. Yields between pieces of work.
 
-        Raises BadRequest when the prompt leaves too few tokens for a chunk, and for more than MAX_CHUNKS.
+        Raises InputTooLong for more than `max_embed_len` tokens, BadRequest when the prompt leaves too few tokens for a
+        chunk, and for more than MAX_CHUNKS.
         """
+        num_tokens = len(own) + self.template.num_tokens
+        if self.max_embed_len is not None and num_tokens > self.max_embed_len:
+            raise InputTooLong(self.max_embed_len, num_tokens, param="input")
         prompt = self.prompt_of(own)
         size = self.max_own_tokens - len(prompt)
         if size < self.least_chunk:

@@ -69,6 +69,8 @@ class GatewayConfig:
     """One of TOKEN_ID_POLICIES; see `vecd.gateway.tokenization.tokenizer`."""
     overflow: str
     """One of OVERFLOWS, the default of requests."""
+    max_embed_len: int | None
+    """Tokens of an input that is split, special ones included; None: no limit but those on a request."""
     is_matryoshka: bool
     """Smaller `dimensions` are allowed, by the model or by the operator."""
     quantization_ranges: str | None

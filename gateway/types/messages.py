@@ -4,10 +4,14 @@ Owns the two types and the limits on requests. Parses nothing and holds no socke
 and writes responses; handlers read requests and make responses.
 """
 
+import re
 from dataclasses import dataclass, field
 from enum import Enum
 
 from vecd.gateway.types.timeline import RequestTimeline
+
+REQUEST_ID = re.compile(r"[A-Za-z0-9._-]{1,128}")
+"""An id that a client may give its request: it is a header of the response, and in the log."""
 
 
 class Coding(Enum):

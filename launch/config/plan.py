@@ -93,6 +93,8 @@ def make_plan(settings: Settings) -> Plan:
         raise ConfigurationError(
             [f"--max-tokens: {settings.max_tokens} given, the model takes at most {card.max_tokens}"]
         )
+    if settings.max_embed_len is not None and settings.overflow != "chunk":
+        raise ConfigurationError(["--max-embed-len: given without --overflow chunk; it limits what that splits"])
     devices = _devices(settings.device)
     if settings.dtype == "int8" and (devices != ["cpu"] or settings.engine not in ("auto", "fused")):
         raise ConfigurationError(["--dtype: int8 given, which needs --device cpu and --engine auto or fused"])

@@ -194,6 +194,11 @@ class Settings(BaseSettings):
         description="policy for inputs over the model's limit, unless the request sets one; error: 400; truncate: keep "
         "the beginning; truncate_left: keep the end; chunk: split the input and return the mean of its parts' vectors",
     )
+    max_embed_len: _Positive | None = Field(
+        None,
+        description="maximum tokens of an input that --overflow chunk splits, as vLLM's setting; longer inputs get "
+        "400; default: no limit but those on a request",
+    )
     matryoshka: bool = Field(
         False,
         description="allow dimensions below the model's own, even if its config does not declare support for them",

@@ -18,7 +18,7 @@ from vecd.gateway.api.dialects.headers import (
     priority_named,
     priority_numbered,
 )
-from vecd.gateway.api.fields import Field, Values, contradiction, given
+from vecd.gateway.api.fields import REQUEST_ID, Field, Values, contradiction, given
 from vecd.gateway.api.model_info import PURPOSES, ModelInfo
 from vecd.gateway.api.operations import Call
 from vecd.gateway.api.schemas import Schema, any_of, list_of, nullable
@@ -447,6 +447,16 @@ REPORT = fields.flag(
     "report", "true: each item of the answer says what became of its input: tokens, whether it was cut, chunks, source"
 )
 USER = fields.anything("user", "ignored", {})
+
+
+def _read_padding(value: Any, name: str) -> None:
+    if value != "do_not_pad":
+        _refuse(
+            value, name, "'do_not_pad': the model would take padding for a part of the text, and give another vector"
+        )
+
+
+PADDING = Field("padding", "vLLM's; inputs are never padded to a length", {"enum": ["do_not_pad", None]}, _read_padding)
 REFUSED_FIELDS: tuple[Field[None], ...] = (
     refused(
         "messages",
@@ -498,10 +508,14 @@ COMMON: tuple[Field[Any], ...] = (
     PRIORITY,
     USER,
     MODALITY,
+    PADDING,
+    REQUEST_ID,
     *REFUSED_FIELDS,
 )
 """The fields of every operation of this kind that embeds, without its inputs."""
-RARE_NAMES = frozenset(field.name for field in (*COMMON, TASK)) - {MODEL.name, ENCODING.name, USER.name}
+RARE_NAMES = frozenset(field.name for field in (*COMMON, TASK)) - {
+    MODEL.name, ENCODING.name, USER.name, REQUEST_ID.name,
+}  # fmt: skip
 """The names of all fields but those that most requests have."""
 
 # --- all together -----------------------------------------------------------------------------------------------

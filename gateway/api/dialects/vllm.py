@@ -1,11 +1,12 @@
 """vLLM's API beside `/v1/embeddings`: parses requests, renders responses. Pure, but for the clock.
 
 Owns the shapes of `/pooling`, `/tokenize`, `/detokenize` and `/version`, and of SageMaker's `/invocations` with the
-body of an embeddings request. Source of the shapes: vLLM's published OpenAPI document. Errors are OpenAI's.
+body of an embeddings request. Source of the shapes: vLLM's published OpenAPI document.
 """
 
 from dataclasses import replace
 from functools import partial
+from http import HTTPStatus
 
 import orjson
 
@@ -14,19 +15,17 @@ from vecd.gateway.api.dialects import options
 from vecd.gateway.api.dialects.inputs import parse_ids, parse_inputs
 from vecd.gateway.api.dialects.openai import (
     EMBEDDINGS,
-    ERROR_SCHEMA,
     INPUT,
     VECTOR,
     Item,
-    render_error,
     render_response,
     response_schema,
 )
 from vecd.gateway.api.fields import Field, Fields, Values
 from vecd.gateway.api.model_info import ModelInfo
 from vecd.gateway.api.operations import Call, Dialect, Operation, ParsedDecode, ParsedEmbed, ParsedTokenize
-from vecd.gateway.api.schemas import any_of, list_of, nullable, record
-from vecd.gateway.types.errors import BadRequest
+from vecd.gateway.api.schemas import any_of, described, list_of, nullable, record
+from vecd.gateway.types.errors import ApiError, BadRequest
 from vecd.gateway.types.messages import Response
 from vecd.gateway.types.request import EmbedRequest, Overflow, Token
 from vecd.shm.output import Output
@@ -143,8 +142,33 @@ def version(model_info: ModelInfo, path: str) -> Response:
     return Response(200, orjson.dumps({"version": model_info.version}))
 
 
+# --- errors -----------------------------------------------------------------------------------------------------
+
+_ERROR_TYPES = {
+    400: "BadRequestError",
+    404: "NotFoundError",
+    500: "InternalServerError",
+    501: "NotImplementedError",
+}
+"""By status; the others have the status' phrase."""
+
+
+def render_error(error: ApiError) -> Response:
+    kind = _ERROR_TYPES.get(error.status) or HTTPStatus(error.status).phrase
+    fault = {"message": error.message, "type": kind, "param": error.param, "code": error.status}
+    return Response(error.status, orjson.dumps({"error": fault}))
+
+
 # --- the dialect ------------------------------------------------------------------------------------------------
 
+_ERROR_SCHEMA = record(
+    error=record(
+        message=schemas.STRING,
+        type=schemas.STRING,
+        param=described(nullable("string"), "the field that is wrong"),
+        code=described(schemas.POSITIVE, "the status"),
+    ),
+)
 _TOKENIZED = record(
     count=schemas.COUNT,
     max_model_len=schemas.POSITIVE,
@@ -185,5 +209,5 @@ DIALECT = Dialect(
         ),
     },
     render_error=render_error,
-    error=ERROR_SCHEMA,
+    error=_ERROR_SCHEMA,
 )

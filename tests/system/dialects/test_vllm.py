@@ -5,6 +5,7 @@ from typing import Any
 
 import httpx
 import numpy as np
+import pytest
 
 from tests.support import goldens
 from tests.support.serving import Server
@@ -18,6 +19,24 @@ def post(server: Server, path: str, **fields: Any) -> Any:
     response = httpx.post(f"{server.url}{path}", json=fields, timeout=30)
     assert response.status_code == 200, response.text
     return response.json()
+
+
+@pytest.mark.parametrize("path", ["/v1/embeddings", "/pooling"])
+@pytest.mark.parametrize("size", ["small", "large"])
+def test_a_request_is_named_by_its_body_unless_a_header_names_it(weightless, path, size):
+    body = {"input": "a" if size == "small" else "a " * 50_000, "request_id": "batch-7"}
+    response = httpx.post(f"{weightless.url}{path}", json=body)
+    assert (response.headers["x-request-id"], response.json()["id"]) == ("batch-7", "embd-batch-7")
+    response = httpx.post(f"{weightless.url}{path}", json=body, headers={"x-request-id": "mine"})
+    assert (response.headers["x-request-id"], response.json()["id"]) == ("mine", "embd-mine")
+    response = httpx.post(f"{weightless.url}{path}", json={**body, "dimensions": "no"})
+    assert (response.status_code, response.headers["x-request-id"]) == (400, "batch-7")
+    for unfit in ("a\r\nset-cookie: b", "", "é", "x" * 129):
+        response = httpx.post(f"{weightless.url}{path}", json={**body, "request_id": unfit})
+        assert response.headers["x-request-id"].startswith("req_")
+        assert response.json()["id"] == f"embd-{response.headers['x-request-id']}"
+    response = httpx.post(f"{weightless.url}{path}", json={**body, "request_id": 5})
+    assert (response.status_code, response.json()["error"]["param"]) == (400, "request_id")
 
 
 def test_pooling_is_embedding_in_another_shape(weightless):

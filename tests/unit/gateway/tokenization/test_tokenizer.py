@@ -413,6 +413,23 @@ def test_the_models_own_ids_overflow_as_texts_do(card, overflow, policy):
         assert item.is_truncated == (overflow is not Overflow.CHUNK)
 
 
+@pytest.mark.parametrize("are_ids", [False, True])
+def test_an_input_is_split_up_to_a_limit(card, are_ids):
+    def given(num_own: int) -> list[Any]:
+        return [[101, *[1037] * num_own, 102]] if are_ids else ["a " * num_own]
+
+    tokenizer = Tokenizer(card, 8, "auto", overflow=Overflow.CHUNK, max_embed_len=20)
+    [item] = tokenize(tokenizer, given(18))
+    assert [chunk.num_tokens for chunk in item.chunks] == [8, 8, 8]
+    with pytest.raises(InputTooLong, match="length is 20 tokens, however you requested 21 tokens") as caught:
+        tokenize(tokenizer, given(19))
+    assert caught.value.param == "input"
+    [item] = tokenize(tokenizer, given(100), Tokenizing(overflow=Overflow.TRUNCATE))
+    assert item.num_tokens == 8
+    with pytest.raises(InputTooLong, match="length is 20 tokens, however you requested 27 tokens"):
+        tokenize(tokenizer, ["a " * 20], Tokenizing("b b b b b "))
+
+
 def test_ids_without_a_frame_are_cut_without_one(card):
     given = [list(range(1000, 1007))]
     for overflow, expected in (

@@ -8,7 +8,7 @@ import pytest
 from vecd.launch.base.exit_codes import ConfigurationError
 from vecd.launch.config import plan
 from vecd.launch.config.plan import make_plan
-from vecd.launch.config.settings import load_settings
+from vecd.launch.config.settings import ConfigurationError, load_settings
 from vecd.shm.card import read_card
 
 
@@ -31,6 +31,13 @@ def test_a_slot_has_a_row_for_each_token_of_a_text(
     made = make_plan(load_settings([str(minilm_folder), "--device", "cpu", *flags]))
     assert made.gateway.arena.rows_per_slot == rows
     assert {worker.arena for worker in made.workers} == {made.gateway.arena}
+
+
+def test_a_limit_of_what_is_split_needs_a_server_that_splits(minilm_folder: Path) -> None:
+    flags = [str(minilm_folder), "--device", "cpu", "--max-embed-len", "10000"]
+    assert make_plan(load_settings([*flags, "--overflow", "chunk"])).gateway.max_embed_len == 10_000
+    with pytest.raises(ConfigurationError, match="--max-embed-len: given without --overflow chunk"):
+        make_plan(load_settings(flags))
 
 
 def test_what_has_no_room_in_a_row_needs_none(minilm_folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:

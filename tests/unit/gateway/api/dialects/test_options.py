@@ -352,6 +352,7 @@ def test_a_form_that_the_vectors_cannot_have_names_the_field_that_asked(name):
         ("late_chunking_params", {"chunk_size": 5}, None),
         ("return_multivector", True, False),
         ("modality", "image", "text"),
+        ("padding", "anything", "do_not_pad"),
     ],
 )
 def test_what_is_not_supported_is_refused(name, value, harmless):
@@ -361,7 +362,7 @@ def test_what_is_not_supported_is_refused(name, value, harmless):
     assert parse(PLAIN, **{name: harmless}) == parse()
 
 
-@pytest.mark.parametrize("name", ["user", "request_id", "cache_salt", "keep_alive", "options", "padding"])
+@pytest.mark.parametrize("name", ["user", "request_id", "cache_salt", "keep_alive", "options"])
 def test_what_changes_no_vector_is_ignored(name):
     assert parse(PLAIN, **{name: "anything"}) == parse()
 

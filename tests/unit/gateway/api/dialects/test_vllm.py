@@ -4,13 +4,25 @@ from dataclasses import replace
 from typing import Any
 
 import numpy as np
+import orjson
 import pytest
 
 from tests.support.asking import PLAIN, answer, ask, body_of, read_in_pieces
+from vecd.gateway.api.dialects.openai import EMBEDDINGS
 from vecd.gateway.api.dialects.vllm import DIALECT
 from vecd.gateway.api.model_info import ModelInfo
 from vecd.gateway.api.operations import Call, ParsedDecode, ParsedTokenize
-from vecd.gateway.types.errors import BadRequest, ModelNotFound
+from vecd.gateway.types.errors import (
+    BadRequest,
+    InvalidApiKey,
+    MethodNotAllowed,
+    ModelNotFound,
+    NotImplementedByServer,
+    ServerError,
+    TooManyRequests,
+    TooManyTokens,
+    Unavailable,
+)
 from vecd.gateway.types.request import Dtype, Encoding, Form, Overflow, Token, Tokenizing
 from vecd.shm.output import Output
 
@@ -67,6 +79,35 @@ def test_tokens_go_with_a_server_whose_default_is_chunks_if_the_request_says_so(
 def test_the_answers_shape():
     response = answer(ask(POOLING, {"input": ["a", "b"]}), np.arange(6, dtype=np.float32).reshape(2, 3))
     assert b'"data":[{"object":"pooling","index":0,"data":[0.0,1.0,2.0]},' in body_of(response)
+
+
+@pytest.mark.parametrize("operation", [POOLING, EMBEDDINGS], ids=["pooling", "embeddings"])
+def test_padding_that_would_change_the_vectors_is_refused(operation):
+    assert ask(operation, {"input": "a", "padding": "do_not_pad"}).request == ask(operation, {"input": "a"}).request
+    for value in ("max_length", "longest", True):
+        with pytest.raises(BadRequest, match="'padding' must be 'do_not_pad'") as caught:
+            ask(operation, {"input": "a", "padding": value})
+        assert caught.value.param == "padding"
+
+
+@pytest.mark.parametrize(
+    ("error", "kind"),
+    [
+        (BadRequest("no", param="input"), "BadRequestError"),
+        (TooManyTokens("no"), "BadRequestError"),
+        (ModelNotFound("gpt"), "NotFoundError"),
+        (InvalidApiKey("no"), "Unauthorized"),
+        (MethodNotAllowed("no", allow="POST"), "Method Not Allowed"),
+        (TooManyRequests("no", retry_after_s=1), "Too Many Requests"),
+        (NotImplementedByServer("no"), "NotImplementedError"),
+        (ServerError("no"), "InternalServerError"),
+        (Unavailable("no", retry_after_s=1), "Service Unavailable"),
+    ],
+)
+def test_errors_have_vllms_types_and_numbers_as_codes(error, kind):
+    response = DIALECT.render_error(error)
+    expected = {"message": error.message, "type": kind, "param": error.param, "code": error.status}
+    assert (response.status, orjson.loads(body_of(response))) == (error.status, {"error": expected})
 
 
 # --- tokens -----------------------------------------------------------------------------------------------------
