@@ -56,6 +56,7 @@ _MIN_TAKEN_BYTES = 16 * 1024
 _MAX_WRITE_PERIODS = 32
 """In each `write_s`, a client must read so many bytes of a response, and enough to have all of it after so many
 periods."""
+_PLAIN_HTTP = b"This port speaks HTTPS. Use https:// instead of http:// in the URL.\n"
 _RESET = struct.pack("ii", 1, 0)  # struct linger: close drops unsent bytes and resets the connection
 
 
@@ -280,6 +281,13 @@ class Connection(asyncio.Protocol):
             self._transport.writelines(pieces)
 
     # --- ending ---
+
+    def refuse_plain_http(self, transport: asyncio.Transport) -> None:
+        """Tell a client that speaks plain HTTP to a TLS listener so, unencrypted. `transport`: that of the socket."""
+        self._transport = transport
+        self._server.num_plain_since_sweep += 1
+        response = Response(400, _PLAIN_HTTP, content_type="text/plain; charset=utf-8")
+        self._end_with(response, new_request_id())
 
     def _refuse(self, error: ApiError) -> None:
         """Write an error, stop reading, and end the connection."""

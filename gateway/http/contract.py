@@ -66,6 +66,7 @@ class ConnectionHost(Protocol):
     arriving: BodyBudget
     is_draining: bool
     num_requests_in_flight: int
+    num_plain_since_sweep: int
 
     def http_date(self) -> str: ...
     def register(self, connection: Any) -> str | None: ...

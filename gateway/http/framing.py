@@ -24,8 +24,10 @@ _LINE_END = b"\r\n"
 _MAX_LOOKED_AT_BYTES = 64
 _TOKEN = rb"[!#$%&'*+.^_`|~0-9A-Za-z-]+"
 _QUOTED = rb'"(?:[\t \x21\x23-\x5b\x5d-\x7e\x80-\xff]|\\[\t \x21-\x7e\x80-\xff])*"'
-_CHUNK_LINE = re.compile(rb"([0-9A-Fa-f]{1,16})(?:;" + _TOKEN + rb"(?:=(?:" + _TOKEN + rb"|" + _QUOTED + rb"))?)*")
-_CHUNK_LINE_BEGUN = re.compile(rb"[0-9A-Fa-f]{1,16}(?:;[\t\x20-\x7e\x80-\xff]*)?\r?")
+# Whitespace is allowed before and after a semicolon and an equals sign, and nowhere else.
+_VALUE = rb"[\t ]*=[\t ]*(?:" + _TOKEN + rb"|" + _QUOTED + rb")"
+_CHUNK_LINE = re.compile(rb"([0-9A-Fa-f]{1,16})(?:[\t ]*;[\t ]*" + _TOKEN + rb"(?:" + _VALUE + rb")?)*")
+_CHUNK_LINE_BEGUN = re.compile(rb"[0-9A-Fa-f]{1,16}[\t ]*(?:;[\t\x20-\x7e\x80-\xff]*)?\r?")
 _TRAILER = re.compile(rb"(" + _TOKEN + rb"):[\t\x20-\x7e\x80-\xff]*")
 _TRAILER_BEGUN = re.compile(rb"(?:" + _TOKEN + rb"(?::[\t\x20-\x7e\x80-\xff]*)?)?\r?")
 _FRAMING_TRAILERS = {b"content-length", b"transfer-encoding"}

@@ -88,6 +88,8 @@ class Server:
         self._refused: set[Connection] = set()
         self._num_refused_since_sweep = 0
         self._num_refused_of_address_since_sweep = 0
+        self.num_plain_since_sweep = 0
+        """Connections that spoke plain HTTP to the TLS listener."""
         self._date_of, self._date = 0, ""
         self.change_limits(limits, max_connections, max_connections_per_address)
 
@@ -255,6 +257,13 @@ class Server:
                 self.max_connections,
             )
             self._num_refused_since_sweep = self._num_refused_of_address_since_sweep = 0
+
+        if self.num_plain_since_sweep:
+            log.warning(
+                "Connections refused that sent plain HTTP to the TLS port, where clients must use https://: %d",
+                self.num_plain_since_sweep,
+            )
+            self.num_plain_since_sweep = 0
 
     def _reset_silent(self, connections: list[Connection], num_unsent_bytes: int) -> None:
         """Too much is unsent in all: reset the connections with most of it that have read nothing since the last sweep,

@@ -20,6 +20,8 @@ from collections.abc import Iterable
 from contextlib import suppress
 from typing import Any, cast
 
+from vecd.gateway.http.connection import Connection
+
 log = logging.getLogger("vecd.gateway")
 
 _READ_BYTES = 256 * 1024
@@ -35,16 +37,17 @@ class TlsLayer(asyncio.Protocol, asyncio.Transport):
     def __init__(
         self,
         context: ssl.SSLContext,
-        connection: asyncio.Protocol,
+        connection: Connection,
         loop: asyncio.AbstractEventLoop,
         handshake_timeout_s: float,
     ) -> None:
         super().__init__()
-        self._connection: asyncio.Protocol | None = connection
+        self._connection: Connection | None = connection
         self._loop = loop
         self._handshake_timeout_s = handshake_timeout_s
         self._incoming, self._outgoing = ssl.MemoryBIO(), ssl.MemoryBIO()
         self._tls: ssl.SSLObject | None = context.wrap_bio(self._incoming, self._outgoing, server_side=True)
+        self._has_begun = False  # the client has sent something
         self._is_open = False  # the handshake is done, and the connection has not been lost
         self._unencrypted: deque[memoryview] = deque()
         self._num_unencrypted_bytes = 0
@@ -69,6 +72,11 @@ class TlsLayer(asyncio.Protocol, asyncio.Transport):
         if self._is_shut_down:
             self._connection.data_received(data)  # which only counts the bytes
             return
+        if not self._has_begun:
+            self._has_begun = True
+            if data[:1].isalpha():  # as HTTP begins, and TLS never does
+                self._step_aside()
+                return
         self._incoming.write(data)
         try:
             if not self._is_open:
@@ -103,6 +111,14 @@ class TlsLayer(asyncio.Protocol, asyncio.Transport):
             connection.connection_lost(exc)
 
     # --- reading ---
+
+    def _step_aside(self) -> None:
+        """Leave the socket to the connection, which refuses the client."""
+        self._timer.cancel()
+        connection, self._connection, self._tls = self._connection, None, None
+        assert connection is not None
+        self._socket.set_protocol(connection)
+        connection.refuse_plain_http(self._socket)
 
     def _shake_hands(self, tls: ssl.SSLObject) -> None:
         try:

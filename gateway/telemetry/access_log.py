@@ -16,6 +16,7 @@ from vecd.gateway.telemetry.shared_metrics import SharedMetrics
 from vecd.gateway.telemetry.tracing import trace_of
 from vecd.gateway.types.config import GatewayConfig
 from vecd.gateway.types.endpoints import Endpoint
+from vecd.gateway.types.errors import HttpVersionNotSupported, NotImplementedByServer
 from vecd.gateway.types.messages import HttpRequest
 from vecd.gateway.types.timeline import Durations
 from vecd.shm.logs import ACCESS, JSON
@@ -24,11 +25,14 @@ from vecd.shm.shared_metrics import Counter
 log = logging.getLogger(ACCESS)
 
 MAX_FAILURES_PER_S = 50.0
-"""Lines of requests answered with a status of 500 or above."""
+"""Lines of requests that the server failed."""
 MAX_SLOW_PER_S = 10.0
 SLOW_S = 5.0
 """A request that takes so long has a budget of its own."""
 REPORT_EVERY_S = 10.0
+
+_UNSUPPORTED = {NotImplementedByServer.status, HttpVersionNotSupported.status}
+"""Statuses above 500 that say that the client's request is not one for this server, and nothing of its health."""
 
 _LINES_DROPPED = Counter.LINES_DROPPED
 _STAGES = tuple(field.removesuffix("_s") for field in Durations._fields if field != "total_s")
@@ -93,7 +97,7 @@ class AccessLog:
         """A `vecd.gateway.telemetry.on_finished.Listener`."""
         timeline = request.timeline
         level = logging.INFO
-        if status >= 500:
+        if status >= 500 and status not in _UNSUPPORTED:
             bucket = self._failures
             if timeline.endpoint not in self._probes:
                 level = logging.WARNING

@@ -169,14 +169,14 @@ class HeadersTooLarge(ClientError):
 
 
 class NotImplementedByServer(ApiError):
-    """Raised for a transfer coding other than chunked."""
+    """Raised for methods that are not supported, and for a transfer coding other than chunked."""
 
     status = 501
     code = "not_implemented"
 
 
 class HttpVersionNotSupported(ApiError):
-    """Raised for anything but HTTP/1.0 and HTTP/1.1."""
+    """Raised for versions of HTTP before 1.0 and after 1.x."""
 
     status = 505
     code = "http_version_not_supported"

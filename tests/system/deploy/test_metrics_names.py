@@ -169,6 +169,26 @@ def test_an_expression_is_of_metrics_labels_and_values_that_there_are(metrics, w
     assert in_words <= (grouping(tree) if is_summed else known)
 
 
+def test_unsupported_methods_and_versions_are_no_failures_of_the_server():
+    """A scanner that sends CONNECT must not wake an operator."""
+    counted = set()
+    for where, expression, _ in expressions():
+        for node in nodes(parsed(expression)):
+            if isinstance(node, promql.VectorSelector):
+                of_status = [matcher for matcher in node.matchers.matchers if matcher.name == "status"]
+                statuses = {status for status in VALUES["status"] if all(is_matched(m, status) for m in of_status)}
+                if of_status and "500" in statuses:
+                    assert not statuses & {"501", "505"}, where
+                    counted.add(where.split()[0])
+    assert "vecd:requests_failed:share5m" in counted
+
+
+def is_matched(matcher: Any, value: str) -> bool:
+    is_pattern = matcher.op in (promql.MatchOp.Re, promql.MatchOp.NotRe)
+    is_equal = bool(re.fullmatch(matcher.value, value)) if is_pattern else matcher.value == value
+    return is_equal is (matcher.op in (promql.MatchOp.Re, promql.MatchOp.Equal))
+
+
 def test_every_metric_is_on_the_dashboard_or_left_out_on_purpose(metrics):
     on_it = {
         family_of(selector.name)

@@ -158,8 +158,10 @@ VECTORS: dict[str, Vector] = {
     "a name beyond ASCII": refused(get(b"A\xe9: c")),
     "a control character in a value": refused(get(b"A: \x01")),
     "HTTP/0.9": refused(b"GET /live\r\n\r\n", 505),
-    "HTTP/1.2": refused(get(line=b"GET /live HTTP/1.2"), 505),
-    "HTTP/1.9": refused(get(line=b"GET /live HTTP/1.9"), 505),
+    "RTSP/1.0": refused(get(line=b"GET /live RTSP/1.0")),
+    "RTSP/1.1": refused(get(line=b"GET /live RTSP/1.1")),
+    "ICE/1.1": refused(get(line=b"SOURCE /live ICE/1.1")),
+    "DESCRIBE of RTSP": refused(get(line=b"DESCRIBE rtsp://x/live RTSP/1.0")),
     "HTTP/2.0": refused(get(line=b"GET /live HTTP/2.0"), 505),
     "HTTP/3.0": refused(get(line=b"GET /live HTTP/3.0"), 505),
     "HTTP/1.10": refused(get(line=b"GET /live HTTP/1.10")),
@@ -170,8 +172,8 @@ VECTORS: dict[str, Vector] = {
     "HTTPS/1.1": refused(get(line=b"GET /live HTTPS/1.1")),
     "the preface of HTTP/2": Vector(b"PRI * HTTP/2.0\r\n\r\nSM\r\n\r\n" + bytes(20), (505,), is_closed=True),
     "no method": refused(get(line=b" /live HTTP/1.1")),
-    "a method in lower case": refused(get(line=b"get /live HTTP/1.1")),
-    "an unknown method": refused(get(line=b"EMBED /live HTTP/1.1")),
+    "a method in lower case": refused(get(line=b"get /live HTTP/1.1"), 501),
+    "an unknown method": refused(get(line=b"EMBED /live HTTP/1.1"), 501),
     "CONNECT": refused(get(line=b"CONNECT x:443 HTTP/1.1"), 501),
     "no target": refused(get(line=b"GET HTTP/1.1")),
     "a space in the target": refused(get(line=b"GET /li ve HTTP/1.1")),
@@ -197,6 +199,11 @@ VECTORS: dict[str, Vector] = {
             b"x#", b"x\\y", b'"x"', b"x\xe9", b"%zz", b"[x]", b"x:\xb2",
         )
     },
+    **{
+        f"absolute-form with {value!r}": refused(get(line=b"GET http://" + value + b"/live HTTP/1.1"))
+        for value in (b"", b":80", b"user@x", b"x:y", b"[::1", b"%zz", b"a,b")
+    },
+    "absolute-form of another scheme": refused(get(line=b"GET ftp://x/live HTTP/1.1")),
     **{
         f"a good Host {value!r}": Vector(get(host=b"Host: " + value), (200,))
         for value in (
@@ -250,6 +257,14 @@ VECTORS: dict[str, Vector] = {
     "Connection: close": Vector(get(b"Connection: close") + get(), (200,), is_closed=True),
     "GET with a body": Vector(get(CL) + BODY, (200,)),
     "GET with chunks": Vector(get(TE) + CHUNKS, (200,)),
+    "HTTP/1.2": Vector(get(line=b"GET /live HTTP/1.2"), (200,)),
+    "HTTP/1.0 kept alive and closed": Vector(
+        get(b"Connection: close, keep-alive", line=b"GET /live HTTP/1.0") + get(), (200,), is_closed=True
+    ),
+    "TE with a tab after it": Vector(post(b"Transfer-Encoding: chunked\t", body=CHUNKS), (200,)),
+    "chunk extensions with whitespace": Vector(
+        post(TE, body=b'e ;\ta = "b" ; c\r\n' + BODY + b"\r\n0 ; d\r\n\r\n"), (200,)
+    ),
     "absolute-form": Vector(get(line=b"GET http://other:1/live HTTP/1.1"), (200,)),
     "OPTIONS *": Vector(get(line=b"OPTIONS * HTTP/1.1"), (204,)),
     "OPTIONS": Vector(get(line=b"OPTIONS /v1/embeddings HTTP/1.1"), (204,)),
@@ -419,7 +434,7 @@ ENDLESS = {
     "a header of 100 MB": (b"GET /live HTTP/1.1\r\nHost: x\r\nA: ", b"a" * 100_000, 1000, 431),
     "500,000 headers": (b"GET /live HTTP/1.1\r\nHost: x\r\n", b"A: b\r\n" * 5000, 100, 431),
     "a request line of 100 MB": (b"GET /", b"a" * 100_000, 1000, 431),
-    "a method of 100 MB": (b"", b"A" * 100_000, 1000, 400),
+    "a method of 100 MB": (b"", b"A" * 100_000, 1000, 501),
     "a chunk extension of 100 MB": (post(TE, body=b"1;a="), b"a" * 100_000, 1000, 431),
     "trailers of 100 MB": (post(TE, body=b"0\r\n"), b"A: b\r\n" * 10_000, 1700, 431),
     "chunks of a byte, 100 MB": (post(TE), b"1\r\nx\r\n" * 10_000, 1700, 400),

@@ -160,11 +160,8 @@ async def test_a_gateway_among_several(tls):
 # --- what is not TLS ------------------------------------------------------------------------------------------------
 
 NOT_TLS = {
-    "HTTP": get("/a"),
     "garbage": bytes(range(256)) * 10,
-    "the preface of HTTP/2": b"PRI * HTTP/2.0\r\n\r\nSM\r\n\r\n",
     "SSL 2": b"\x80\x2e\x01\x00\x02\x00\x15\x00\x00\x00\x10" + bytes(37),
-    "an answer": b"HTTP/1.1 200 OK\r\n\r\n",
     "a record that is too long": b"\x16\x03\x01\xff\xff" + bytes(70_000),
     "an alert": b"\x15\x03\x01\x00\x02\x02\x28",
 }
@@ -182,6 +179,36 @@ async def test_what_is_not_tls_is_closed_without_a_word_in_the_log(tls, name, ca
         client.close()
         assert (await (await model_info.connect()).ask(get("/b"))).status == 200
     assert [record for record in caplog.records if record.levelno >= logging.INFO] == []
+
+
+@pytest.mark.parametrize("make_loop", [uvloop.new_event_loop, asyncio.new_event_loop])
+@pytest.mark.parametrize("size", [1, 5, 100_000])
+@pytest.mark.parametrize("sent", [get("/"), post("/echo", body=b"x" * 300_000), b"PRI * HTTP/2.0\r\n\r\nSM\r\n\r\n"])
+def test_plain_http_is_told_to_use_https(tls, sent, size, make_loop, caplog):
+    async def test() -> None:
+        async with serving(tls) as model_info:
+            client = await TlsClient.connect(model_info)
+            await client.send_raw(sent[:size])
+            with suppress(ConnectionError):
+                await client.send_raw(sent[size:])
+            response = b""
+            while data := await client.received():
+                response += data
+            head, _, body = response.partition(b"\r\n\r\n")
+            assert head.startswith(b"HTTP/1.1 400 ")
+            assert b"\r\ncontent-type: text/plain; charset=utf-8\r\n" in head
+            assert b"\r\nconnection: close" in head
+            assert b"https://" in body
+            client.close()
+            await is_gone(model_info)
+            model_info.server.sweep()
+            model_info.server.sweep()
+
+    with caplog.at_level(logging.WARNING), asyncio.Runner(loop_factory=make_loop) as runner:
+        runner.run(asyncio.wait_for(test(), DEADLINE_S))
+    assert [record.getMessage() for record in caplog.records] == [
+        "Connections refused that sent plain HTTP to the TLS port, where clients must use https://: 1"
+    ]
 
 
 @pytest.mark.parametrize("num_bytes", [0, 1, 100])

@@ -276,6 +276,14 @@ def test_a_probe_that_finds_no_worker_while_the_model_is_loaded_is_not_logged(ma
     assert [made.levelno for made in log.records] == [logging.WARNING], "another request is"
 
 
+@pytest.mark.parametrize("status", [501, 505])
+def test_what_no_client_should_ask_for_is_no_failure_of_the_server(make, status):
+    log = make(rate=10)
+    for _ in range(20):
+        log.access.on_finished(status, request(), NOW)
+    assert [made.levelno for made in log.records] == [logging.INFO] * 10, "within the budget of all others"
+
+
 def test_a_probe_that_fails_is_never_a_warning(make):
     """Nor does a worker's death make it one: that has a line of its own."""
     log = make()
