@@ -107,11 +107,26 @@ def _find(path: str, format_given: str | None) -> InputSource:
 
 
 def check_readable(inputs: Sequence[InputSource], options: EmbedOptions) -> None:
-    """Read the first row of each file. Raises EmbedError when it has another format or lacks a field."""
+    """Read each file until all fields have been found, which is usually in the first row.
+
+    Raises EmbedError when a file has another format, no row of a file has the text's field, or no row of any file has
+    one of the fields to keep.
+    """
+    num_rows, never_kept = 0, set(options.keep)
     for each in inputs:
-        if not each.is_stream:
-            with _open_rows(each, options, Position()) as (rows, _):
-                next(rows, None)
+        if each.is_stream:
+            return  # it is the only one, and can be read only once
+        with _open_rows(each, options, Position()) as (rows, _):
+            lacks_text = True
+            for row in rows:
+                num_rows += 1
+                lacks_text = lacks_text and options.field in row.lacks
+                never_kept.intersection_update(row.lacks)
+                if not lacks_text and not never_kept:
+                    break
+    if never_kept and num_rows:
+        names = ", ".join(repr(name) for name in options.keep if name in never_kept)
+        raise EmbedError(f"no row has a field {names} (--keep)")
 
 
 def check_unchanged(inputs: Sequence[InputSource]) -> None:

@@ -49,8 +49,10 @@ class Run:
     def write(self, lines: list[str]) -> None:
         self.source.write_text("".join(f"{line}\n" for line in lines))
 
-    def __call__(self, *flags: str, source: Path | None = None, out: Path | None = None) -> int:
-        paths = [str(source or self.source), "-o", str(out or self.out)]
+    def __call__(
+        self, *flags: str, source: Path | None = None, others: Sequence[Path] = (), out: Path | None = None
+    ) -> int:
+        paths = [str(source or self.source), *map(str, others), "-o", str(out or self.out)]
         return main([*paths, "--url", self._server.url, "--batch-texts", "10", "--concurrency", "1", *flags])
 
     def journal(self) -> Any:
@@ -486,6 +488,8 @@ def test_inputs_that_are_not_what_was_said(embed: Run, tmp_path: Path, capsys: p
     (tmp_path / "c.txt.gz").write_text("one\n")
     (tmp_path / "d.parquet").write_text("one\n")
     pyarrow.parquet.write_table(pyarrow.table({"text": [["one"], None]}), tmp_path / "e.parquet")
+    (tmp_path / "f.jsonl").write_text('\n{"body": "one"}\n{"Text": "two"}\n')
+    (tmp_path / "g.jsonl").write_text("one\ntwo\n")
     (tmp_path / "folder.txt").mkdir()
     told = {
         "a.csv": "its header has no field 'text', it has: id;text",
@@ -493,6 +497,8 @@ def test_inputs_that_are_not_what_was_said(embed: Run, tmp_path: Path, capsys: p
         "c.txt.gz": "cannot be read: Not a gzipped file",
         "d.parquet": "not a parquet file",
         "e.parquet": "its column 'text' holds list<element: string>, not texts",
+        "f.jsonl": "no row has a field 'text' (--field); line 2: no field \"text\"",
+        "g.jsonl": "no row has a field 'text' (--field); line 1: not JSON",
         "folder.txt": "is a folder, name the files in it",
     }
     for name, message in told.items():
@@ -501,6 +507,30 @@ def test_inputs_that_are_not_what_was_said(embed: Run, tmp_path: Path, capsys: p
         assert name in line
         assert message in line
     assert sorted(path.name for path in tmp_path.iterdir()) == sorted(["a.txt", *told])
+
+
+def test_a_field_is_looked_for_in_all_rows(embed: Run, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """Of JSON lines: one row with the text's field in each file, and one with each field to keep in any."""
+    a, b, out = tmp_path / "a.jsonl", tmp_path / "b.jsonl", tmp_path / "v.jsonl"
+    a.write_text('{"id": 1}\n{"text": "one", "id": 2}\n')
+    b.write_text('{"text": "two"}\n{"text": "three", "tag": "t"}\n')
+    assert embed("--keep", "id,tag,lang", source=a, others=[b], out=out) == 2
+    assert "no row has a field 'lang' (--keep)" in capsys.readouterr().err
+    assert embed("--keep", "id,tag", "--on-bad-row", "blank", source=a, others=[b], out=out) == 0
+    assert [orjson.loads(line)["id"] for line in out.read_bytes().splitlines()] == [1, 2, None, None]
+    assert embed("--field", "id", source=a, others=[b], out=tmp_path / "w.jsonl") == 2
+    assert "b.jsonl: no row has a field 'id'" in capsys.readouterr().err
+
+
+def test_a_field_that_a_stream_does_not_have(embed: Run, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    pipe = tmp_path / "pipe.jsonl"
+    os.mkfifo(pipe)
+    writer = threading.Thread(target=pipe.write_text, args=['{"body": "one"}\n' * 50])
+    writer.start()
+    assert embed(source=pipe) == 1
+    writer.join()
+    assert "no row has a field 'text'" in capsys.readouterr().err
+    assert not embed.out.exists()
 
 
 def test_closed_standard_streams(embed: Run, server: BulkServer, tmp_path: Path) -> None:
