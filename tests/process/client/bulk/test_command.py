@@ -107,7 +107,7 @@ def test_fields_are_kept(embed: Run, tmp_path: Path) -> None:
     )
     flags = ("--field", "body", "--keep", "id,tag")
     out = tmp_path / "v.jsonl"
-    assert embed(*flags, source=source, out=out) == 0
+    assert embed(*flags, source=source, out=out) == 1
     one, two, three = (orjson.loads(line) for line in out.read_bytes().splitlines())
     assert {key: one[key] for key in ("row", "id", "tag")} == {"row": 0, "id": 7, "tag": None}
     assert two == {"row": 1, "id": 8, "tag": None, "embedding": None}
@@ -122,7 +122,7 @@ def test_parquet_in_and_out(embed: Run, tmp_path: Path) -> None:
     }  # fmt: skip
     columns["mix"] = [str(value) for value in columns["mix"]]
     pyarrow.parquet.write_table(pyarrow.table(columns), source, row_group_size=7)
-    assert embed("--keep", "id,score,mix", source=source, out=out) == 0
+    assert embed("--keep", "id,score,mix", source=source, out=out) == 1
     table = pyarrow.parquet.read_table(out)
     types = {"row": "int64", "id": "int64", "score": "double", "mix": "string"}
     assert {name: str(table.schema.field(name).type) for name in types} == types
@@ -157,15 +157,24 @@ REASONS = {13: "the line is empty", 27: "not 1 such"}
 def test_bad_rows_are_blank(embed: Run, server: BulkServer, capsys: pytest.CaptureFixture[str]) -> None:
     server.fail = refuse("refused")
     embed.write(LINES)
-    assert embed() == 0
+    assert embed() == 1
     check(np.load(embed.out), [None if index in REASONS else line for index, line in enumerate(LINES)])
     assert embed.rejected() == [
         {"row": row, "file": str(embed.source), "line": row + 1, "reason": reason} for row, reason in REASONS.items()
     ]
-    assert "2 bad rows are blank: " in capsys.readouterr().err
+    told = f"2 rows could not be embedded; their vectors are NaN. The reasons are in {embed.out}.rejected.jsonl\n"
+    assert told in capsys.readouterr().err
+    assert embed("--restart", "--on-bad-row", "blank") == 0
+    assert told in capsys.readouterr().err
 
 
-def test_bad_rows_are_skipped_and_rows_told(embed: Run, server: BulkServer) -> None:
+def test_one_bad_row_of_a_format_with_null(embed: Run, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    embed.write(["one", ""])
+    assert embed(out=tmp_path / "v.jsonl") == 1
+    assert "1 row could not be embedded; its vector is null. " in capsys.readouterr().err
+
+
+def test_bad_rows_are_skipped_and_rows_told(embed: Run, server: BulkServer, capsys: pytest.CaptureFixture[str]) -> None:
     server.fail = refuse("refused", status=413)
     embed.write(LINES)
     assert embed("--on-bad-row", "skip") == 0
@@ -173,6 +182,7 @@ def test_bad_rows_are_skipped_and_rows_told(embed: Run, server: BulkServer) -> N
     assert rows.tolist() == [index for index in range(100) if index not in REASONS]
     check(np.load(embed.out), [LINES[row] for row in rows])
     assert [told["row"] for told in embed.rejected()] == list(REASONS)
+    assert "2 rows could not be embedded; they are left out. " in capsys.readouterr().err
 
 
 def test_a_bad_row_ends_the_run_which_goes_on_as_told(
@@ -223,7 +233,7 @@ def test_trouble_that_passes(embed: Run, server: BulkServer, status: int) -> Non
 def test_a_row_that_makes_the_server_fail_is_told_from_its_neighbours(embed: Run, server: BulkServer) -> None:
     server.fail = refuse("text 5", status=500)
     embed.write(TEXTS[4:7])
-    assert embed() == 0
+    assert embed() == 1
     check(np.load(embed.out), [TEXTS[4], None, TEXTS[6]])
 
 
@@ -375,7 +385,7 @@ def test_an_input_that_has_changed_is_not_gone_on_with(unfinished: Run, capsys: 
         file.write("more\n")
     assert unfinished() == 2
     assert "a.txt has changed: its size is another" in capsys.readouterr().err
-    assert unfinished("--restart") == 0
+    assert unfinished("--restart") == 1
     assert len(np.load(unfinished.out)) == 101
 
 
@@ -558,6 +568,6 @@ def test_a_row_with_the_words_of_the_probe_can_be_rejected(embed: Run, server: B
     bad = f"{PROBE} And more."
     server.fail = refuse(bad, status=500)
     embed.write([bad, "other"])
-    assert embed("--batch-texts", "1", "--retry-for", "5") == 0
+    assert embed("--batch-texts", "1", "--retry-for", "5") == 1
     check(np.load(embed.out), [None, "other"])
     assert [told["row"] for told in embed.rejected()] == [0]
