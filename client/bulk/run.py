@@ -24,11 +24,12 @@ from vecd.client.bulk.progress import Course, Moment
 from vecd.client.bulk.service import EmbeddingService, Vectors
 from vecd.client.status_line import StatusLine
 
-_FIRST_COMMIT_S, _COMMIT_S = 0.25, 2.0
-"""Between commits, which is the work that a killed run repeats: doubled each time, up to the second."""
+_FIRST_COMMIT_S, _COMMIT_S = 0.25, 1.0
+"""From the beginning of one commit to that of the next: doubled each time, up to the second. A killed run repeats the
+work of about this time, and what was under way."""
+_COMMIT_PAUSE_S = 0.1
+"""At least, from the end of one commit to the next."""
 _TICK_S = 0.25
-_AHEAD = 2
-"""Batches that are done, and wait for the first one, beside those under way."""
 _LAST_COMMIT_S = 10.0
 _BYTES_PER_CHAR = 6
 """Most bytes of a character in JSON."""
@@ -116,7 +117,7 @@ class EmbedRun:
             batch_texts=min(options.batch_texts, max_texts or options.batch_texts),
             batch_chars=min(options.batch_chars, max(1, (max_bytes or 1 << 40) // _BYTES_PER_CHAR)),
         )
-        return read_batches(self._inputs, limited, self.commit.position)
+        return read_batches(self._inputs, limited, self.commit.position, self._service.estimate)
 
     # --- rows ---------------------------------------------------------------------------------------------
 
@@ -175,8 +176,7 @@ class EmbedRun:
     def _has_room(self) -> bool:
         """Whether another request may be under way."""
         num_running = sum(not task.done() for task in self._pending)
-        limit = self._service.concurrency
-        return num_running < limit and len(self._pending) < limit + _AHEAD
+        return self._service.estimate.has_room(num_running, (batch.cost for batch in self._pending.values()))
 
     def _start(self, batch: RowBatch) -> None:
         """Send the request of `batch`."""
@@ -214,6 +214,7 @@ class EmbedRun:
 
     async def _save_commit(self, commit: Commit) -> None:
         """Raises RunEnded, EmbedError, OSError. Side effects: replaces the journal."""
+        began_at = time.monotonic()
         if commit != self.commit:
             if not await self._service.has_same_model():
                 raise ModelChanged("the server has another model than this run began with: its vectors are not used")
@@ -221,7 +222,7 @@ class EmbedRun:
             await asyncio.get_running_loop().run_in_executor(self._disk, self._save, commit)
             self.commit = commit
             self._commit_s = min(2 * self._commit_s, _COMMIT_S)
-        self._commit_due_at = time.monotonic() + self._commit_s
+        self._commit_due_at = max(began_at + self._commit_s, time.monotonic() + min(_COMMIT_PAUSE_S, self._commit_s))
 
     def _save(self, commit: Commit) -> None:
         self._output.sync()

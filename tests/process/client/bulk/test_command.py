@@ -85,7 +85,8 @@ def test_text_to_npy(embed: Run, server: BulkServer, tmp_path: Path, capsys: pyt
     check(vectors, TEXTS)
     assert sorted(path.name for path in tmp_path.iterdir()) == ["a.txt", "v.npy"]
     assert server.headers[0]["Authorization"] == "Bearer sesame"
-    assert server.headers[0]["x-vecd-priority"] == "bulk"
+    priorities = ["interactive" if body["input"] == [PROBE] else "bulk" for body in server.bodies]
+    assert [headers["x-vecd-priority"] for headers in server.headers] == priorities
     asked = {"encoding_format": "bytes", "output_dtype": "float32", "overflow": "error", "input_type": "query"}
     assert all(body == {**asked, "input": body["input"]} for body in server.bodies)
     told = capsys.readouterr()

@@ -4,7 +4,6 @@ import pytest
 
 from vecd.client import status_line as status_line_module
 from vecd.client.bulk.progress import Course, Moment, in_words
-from vecd.client.bulk.service import MAX_CONCURRENCY, MIN_CONCURRENCY, adapt
 from vecd.client.status_line import StatusLine
 
 
@@ -58,15 +57,3 @@ def test_quiet_is_quiet_but_for_what_stays() -> None:
     line.show(lambda: "half")
     line.say("done")
     assert stream.getvalue() == "vecd embed: done\n"
-
-
-def test_the_concurrency_follows_the_server() -> None:
-    concurrency = 4
-    for _ in range(100):
-        concurrency = adapt(concurrency, 0.01, was_full=True)
-    assert concurrency == MAX_CONCURRENCY
-    assert adapt(concurrency, 2.0, was_full=True) == MAX_CONCURRENCY
-    for _ in range(100):
-        concurrency = adapt(concurrency, 60.0, was_full=True)
-    assert concurrency == MIN_CONCURRENCY
-    assert adapt(concurrency, 0.01, was_full=False) == MIN_CONCURRENCY
