@@ -37,11 +37,11 @@ class Course:
         while len(moments) > 2 and moments[1].at_s <= moment.at_s - _WINDOW_S:
             moments.popleft()
 
-    def describe(self, now_s: float) -> str:
-        """A bar, rows, rates and time left, as far as they are known."""
+    def describe(self, now_s: float, num_in_flight: int = 0) -> str:
+        """A bar, rows, rates and time left, as far as they are known. `num_in_flight`: rows that are requested."""
         first, last, total = self._moments[0], self._moments[-1], self._total_bytes
         elapsed_s = max(now_s - first.at_s, 1e-3)
-        parts = [f"{last.num_rows:,} rows"]
+        parts = [f"{last.num_rows:,} rows", *([f"{num_in_flight:,} in flight"] if num_in_flight else [])]
         if last is not first:
             parts.append(f"{(last.num_rows - first.num_rows) / elapsed_s:,.0f} rows/s")
             parts.append(f"{(last.num_tokens - first.num_tokens) / elapsed_s:,.0f} tokens/s")

@@ -208,7 +208,9 @@ class EmbedRun:
 
     def _describe_progress(self) -> str:
         trouble = self._service.trouble
-        return self._course.describe(time.monotonic()) + (f", waiting: {trouble}" if trouble else "")
+        num_in_flight = sum(len(batch.rows) for batch in self._pending.values())
+        progress = self._course.describe(time.monotonic(), num_in_flight)
+        return progress + (f", waiting: {trouble}" if trouble else "")
 
     # --- commits ------------------------------------------------------------------------------------------
 

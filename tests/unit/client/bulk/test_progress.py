@@ -32,6 +32,12 @@ def test_how_long_a_pipe_takes_is_not_known() -> None:
     assert course.describe(1.0) == "10 rows, 10 rows/s, 20 tokens/s"
 
 
+def test_rows_that_are_requested() -> None:
+    """Before the first response they are all that there is to see."""
+    course = Course(0, Moment(0.0, 0, 0, 0))
+    assert course.describe(1.0, 1024) == "0 rows, 1,024 in flight"
+
+
 @pytest.mark.parametrize(("num_bytes", "num_full"), [(0, 0), (50, 12), (100, 24), (101, 24)])
 def test_the_bar(num_bytes: int, num_full: int) -> None:
     """A file that has grown meanwhile is not done beyond its end."""
