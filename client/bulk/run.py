@@ -20,7 +20,7 @@ from vecd.client.bulk.inputs import InputSource, RowBatch, check_unchanged, read
 from vecd.client.bulk.journal import Commit, Journal
 from vecd.client.bulk.options import EmbedOptions
 from vecd.client.bulk.output import OutputFiles, journal_path
-from vecd.client.bulk.progress import Course, Moment
+from vecd.client.bulk.progress import Course, Moment, WaitMessages
 from vecd.client.bulk.service import EmbeddingService, Vectors
 from vecd.client.status_line import StatusLine
 
@@ -30,6 +30,7 @@ work of about this time, and what was under way."""
 _COMMIT_PAUSE_S = 0.1
 """At least, from the end of one commit to the next."""
 _TICK_S = 0.25
+_TELL_S = 0.1
 _LAST_COMMIT_S = 10.0
 _BYTES_PER_CHAR = 6
 """Most bytes of a character in JSON."""
@@ -59,6 +60,7 @@ class EmbedRun:
         self._journal = journal
         self._service = service
         self._line = line
+        self._messages = WaitMessages(str(service.target), options.retry_for)
         self._written = self.commit
         """The next commit: what has been written since."""
         self._course: Course
@@ -80,6 +82,7 @@ class EmbedRun:
         assert task is not None
         for number in _SIGNALS:
             asyncio.get_running_loop().add_signal_handler(number, self._interrupt, number, task)
+        telling = asyncio.create_task(self._keep_telling())
         try:
             with closing(self._service):
                 await self._embed_all(await self._begin())
@@ -87,7 +90,15 @@ class EmbedRun:
             if not self.signal_number:
                 raise
         finally:
+            telling.cancel()
             _restore_signals()
+
+    async def _keep_telling(self) -> None:
+        """Say what the server is waited for, from the first failure on."""
+        while True:
+            if (message := self._messages.next(time.monotonic(), self._service.trouble)) is not None:
+                self._line.say(message)
+            await asyncio.sleep(_TELL_S)
 
     def _interrupt(self, number: int, task: "asyncio.Task[None]") -> None:
         self.signal_number = number
@@ -96,7 +107,7 @@ class EmbedRun:
 
     async def _begin(self) -> Generator[RowBatch, None, None]:
         """Connect to the server, and bring output and journal to where the run begins. Returns the rows left."""
-        self._line.show(lambda: "waiting for the server")
+        self._line.show(lambda: f"waiting for {self._service.target}")
         options = self._options
         model, max_texts, max_bytes = await self._service.connect()
         if is_new := not self.commit.lengths:

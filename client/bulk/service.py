@@ -32,11 +32,12 @@ from vecd.client.connection import (
     ServerResponse,
     Target,
     connect,
-    name_failure,
     render_request,
 )
 
 _CONNECT_TIMEOUT_S = 10.0
+_FIRST_RESPONSE_S, _RESPONSE_S = 2.0, 10.0
+"""Without a response for this long, requests count as waiting: for the first response of all, and later."""
 _FIRST_PAUSE_S = 0.2
 _MAX_PAUSE_S = 10.0
 _MAX_RETRY_AFTER_S = 60.0
@@ -100,16 +101,27 @@ class EmbeddingService:
         self, target: Target, options: EmbedOptions, why_gone: Callable[[], str | None] = lambda: None
     ) -> None:
         """`why_gone` returns why the server will not come back, or None."""
-        self.trouble = ""
-        """Why requests wait at the moment, or ""."""
+        self._trouble = ""
+        """Why the last request was not served, or ""."""
         self.estimate = ThroughputEstimate(options.concurrency)
-        self._target = target
+        self.target = target
         self._options = options
         self._why_gone = why_gone
         self._idle: list[ClientConnection] = []
-        self._served_at = time.monotonic()
+        self._served_at = self._silent_since = time.monotonic()
+        """When vectors came, and when any response came, or the first of the requests under way was sent."""
+        self._response_due_s = _FIRST_RESPONSE_S
+        self._num_exchanges = 0
         self._item = np.dtype(options.dtype).newbyteorder("<")
         self._model: ModelFingerprint
+
+    @property
+    def trouble(self) -> str:
+        """Why requests wait at the moment, or ""."""
+        silent_s = time.monotonic() - self._silent_since
+        if not self._trouble and self._num_exchanges and silent_s > self._response_due_s:
+            return f"no response for {silent_s:.0f} s"
+        return self._trouble
 
     def close(self) -> None:
         for connection in self._idle:
@@ -141,7 +153,7 @@ class EmbeddingService:
     async def _embed_probe(self) -> ServerResponse:
         response = await self._until_served([PROBE], is_probe=True)
         if isinstance(response, str):
-            raise RunEnded(f"{self._target} refuses: {response}")
+            raise RunEnded(f"{self.target} refuses: {response}")
         return response
 
     async def _info(self) -> dict[str, Any]:
@@ -194,7 +206,7 @@ class EmbeddingService:
 
     def _render(self, path: str, body: bytes | None = None, headers: Mapping[str, str] | None = None) -> bytes:
         key = self._options.api_key
-        return render_request(self._target, path, body, api_key=key, user_agent="vecd-embed", headers=headers)
+        return render_request(self.target, path, body, api_key=key, user_agent="vecd-embed", headers=headers)
 
     def _why_bad(self, response: ServerResponse, num_texts: int) -> str | None:
         """What is wrong with a response to a request for vectors, or None."""
@@ -224,20 +236,22 @@ class EmbeddingService:
                 response = await self._measured_exchange(request, 0.0 if is_probe else cost)
                 why = self._why_bad(response, len(texts))
                 if why is None or response.status in _REFUSED:
-                    self.trouble = ""
+                    self._trouble = ""
+                    self._response_due_s = _RESPONSE_S
                     self._served_at = time.monotonic()
                     return response if why is None else why
                 if response.status not in _BUSY and response.status != 200 and response.status < 500:
-                    raise RunEnded(f"{self._target} answers {response.status}: {why}")
+                    raise RunEnded(f"{self.target} answers {response.status}: {why}")
                 num_failures += response.status not in _BUSY
+                why = why if response.status == 200 else f"status {response.status}: {why}"
                 retry_after_s = response.retry_after_s
             except (OSError, BadResponse) as error:
-                why = f"{name_failure(error)}: {error}"
+                why = error.strerror if isinstance(error, OSError) and error.strerror else str(error)
                 num_failures += isinstance(error, TimeoutError | BadResponse)
             is_own_fault = num_failures >= _MAX_FAILURES and not is_probe
             if is_own_fault and (len(texts) > 1 or await self._serves_probe()):
                 return why
-            self.trouble = why
+            self._trouble = why
             await self._pause(began_at, pause_s, retry_after_s)
             pause_s = min(2 * pause_s, _MAX_PAUSE_S)
 
@@ -254,7 +268,7 @@ class EmbeddingService:
         retry_for_s = self._options.retry_for
         silent_s = time.monotonic() - max(self._served_at, began_at)
         if silent_s >= retry_for_s:
-            raise RunEnded(f"{self._target} has served nothing for {silent_s:.0f} s: {self.trouble}")
+            raise RunEnded(f"{self.target} has served nothing for {silent_s:.0f} s: {self._trouble}")
         # Spread, so that requests that failed together do not come back together.
         pause_s *= random.uniform(0.75, 1.25)
         if retry_after_s is not None:
@@ -274,12 +288,19 @@ class EmbeddingService:
 
     async def _exchange(self, request: bytes) -> ServerResponse:
         """Send once, on an idle connection that is still open or on a new one."""
-        connection = await self._take_connection()
+        if not self._num_exchanges:
+            self._silent_since = time.monotonic()
+        self._num_exchanges += 1
         try:
-            response = await connection.exchange(request, self._options.timeout)
-        except BaseException:
-            connection.close()
-            raise
+            connection = await self._take_connection()
+            try:
+                response = await connection.exchange(request, self._options.timeout)
+            except BaseException:
+                connection.close()
+                raise
+        finally:
+            self._num_exchanges -= 1
+        self._silent_since = time.monotonic()
         if connection.is_open:
             self._idle.append(connection)
         return response
@@ -289,7 +310,7 @@ class EmbeddingService:
             if (connection := self._idle.pop()).is_open:
                 return connection
         try:
-            return await connect(self._target, _CONNECT_TIMEOUT_S)
+            return await connect(self.target, _CONNECT_TIMEOUT_S)
         except TimeoutError as error:  # a TimeoutError would mean that a request got no response
             raise ConnectionError(f"no connection in {_CONNECT_TIMEOUT_S:g} s") from error
 

@@ -16,6 +16,7 @@ import pyarrow.parquet
 import pytest
 
 from tests.support.bulk_server import DIM, BulkServer, vectors_of
+from vecd.client.bulk import progress as progress_module
 from vecd.client.bulk import run as run_module
 from vecd.client.bulk import service as service_module
 from vecd.client.bulk.command import main
@@ -259,10 +260,26 @@ def test_an_ill_server_rejects_nothing(embed: Run, server: BulkServer, capsys: p
     assert server.texts == TEXTS[num_done:]
 
 
-def test_a_server_that_does_not_come(embed: Run, server: BulkServer, tmp_path: Path) -> None:
-    url = server.url.rpartition(":")[0] + ":1"
-    assert main([str(embed.source), "-o", str(embed.out), "--url", url, "--retry-for", "0.5"]) == 1
+def test_a_server_that_does_not_come(
+    embed: Run, tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(progress_module, "AGAIN_S", 0.3)
+    url = "http://127.0.0.1:1"
+    assert main([str(embed.source), "-o", str(embed.out), "--url", url, "--retry-for", "0.8", "--quiet"]) == 1
+    first, second, *_, last = capsys.readouterr().err.splitlines()
+    assert first == f"vecd embed: {url}: Connection refused. Trying again for up to 0.8 s (--retry-for)"
+    assert second.startswith(f"vecd embed: still waiting for {url} after 0 s: Connection refused.")
+    assert "has served nothing for 1 s: Connection refused; no row is done" in last
     assert [path.name for path in tmp_path.iterdir()] == ["a.txt"]
+
+
+def test_a_server_that_does_not_respond_is_told(
+    embed: Run, server: BulkServer, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(service_module, "_FIRST_RESPONSE_S", 0.2)
+    server.fail = lambda _: time.sleep(0.6) if len(server.bodies) == 1 else None
+    assert embed("--quiet") == 0
+    assert f"vecd embed: {server.url}: no response for 0 s. Trying again" in capsys.readouterr().err
 
 
 def test_no_more_requests_are_under_way_than_may_be(embed: Run, server: BulkServer) -> None:
