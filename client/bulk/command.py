@@ -3,8 +3,9 @@
 Owns the order of things: flags, inputs, the lock of the output, the journal, the server, the run, the final files, and
 the last line on the screen. Talks only HTTP. Called as `vecd embed` or `python -m vecd.client.bulk.command`.
 
-Exit codes: 0 OUT is complete; 1 the run ended before, and can be resumed; 2 nothing was begun: flags, inputs or an
-unfinished run do not fit; 130 and 143 interrupted, and can be resumed.
+Exit codes: 0 OUT is complete; 1 the run ended before, and can be resumed, or OUT lacks vectors of rows and --on-bad-row
+was not given; 2 nothing was begun: flags, inputs or an unfinished run do not fit; 130 and 143 interrupted, and can be
+resumed.
 """
 
 import os
@@ -30,6 +31,7 @@ from vecd.client.connection import parse_target
 from vecd.client.status_line import StatusLine
 
 EXIT_OK, EXIT_ENDED, EXIT_NOT_BEGUN = 0, 1, 2
+EXIT_BAD_ROWS = EXIT_ENDED
 _PLAIN_S = 10.0
 """Between lines of progress in a log."""
 
@@ -134,11 +136,17 @@ def _finish(options: EmbedOptions, output: OutputFiles, commit: Commit, line: St
     output.finish(commit.lengths, commit.num_written)
     journal_path(options.out).unlink(missing_ok=True)
     line.say(f"{options.out}: {commit.num_written:,} rows ({how})")
-    if commit.num_rejected:
-        rows = "1 bad row is" if commit.num_rejected == 1 else f"{commit.num_rejected:,} bad rows are"
-        what = "left out" if options.on_bad_row == "skip" else "blank"
-        line.say(f"{rows} {what}: {options.out}.rejected.jsonl")
-    return EXIT_OK
+    if not commit.num_rejected:
+        return EXIT_OK
+    is_one = commit.num_rejected == 1
+    rows, verb = ("1 row", "is") if is_one else (f"{commit.num_rejected:,} rows", "are")
+    if options.on_bad_row == "skip":
+        effect = f"{'it' if is_one else 'they'} {verb} left out"
+    else:
+        blank = "NaN" if options.output_format == "npy" else "null"
+        effect = f"{'its vector' if is_one else 'their vectors'} {verb} {blank}"
+    line.say(f"{rows} could not be embedded; {effect}. The reasons are in {options.out}.rejected.jsonl")
+    return EXIT_OK if options.accepts_bad_rows else EXIT_BAD_ROWS
 
 
 if __name__ == "__main__":

@@ -19,6 +19,7 @@ from pathlib import Path
 from vecd.client.bulk.errors import EmbedError
 from vecd.client.bulk.options import INPUT_FORMATS, EmbedOptions
 from vecd.client.bulk.rows import InputRow, Position, read_rows
+from vecd.client.bulk.throughput import ThroughputEstimate
 
 STDIN = "-"
 _OTHER_SUFFIXES = {"text": "txt", "ndjson": "jsonl", "pq": "parquet"}
@@ -57,6 +58,8 @@ class RowBatch:
     """Behind the last row."""
     bytes_read: int
     """Bytes of all inputs that had been read with these rows, as they are on the disk."""
+    cost: float = 0.0
+    """Of its texts, as `vecd.client.bulk.throughput` counts."""
 
     @property
     def first_row(self) -> int:
@@ -107,11 +110,26 @@ def _find(path: str, format_given: str | None) -> InputSource:
 
 
 def check_readable(inputs: Sequence[InputSource], options: EmbedOptions) -> None:
-    """Read the first row of each file. Raises EmbedError when it has another format or lacks a field."""
+    """Read each file until all fields have been found, which is usually in the first row.
+
+    Raises EmbedError when a file has another format, no row of a file has the text's field, or no row of any file has
+    one of the fields to keep.
+    """
+    num_rows, never_kept = 0, set(options.keep)
     for each in inputs:
-        if not each.is_stream:
-            with _open_rows(each, options, Position()) as (rows, _):
-                next(rows, None)
+        if each.is_stream:
+            return  # it is the only one, and can be read only once
+        with _open_rows(each, options, Position()) as (rows, _):
+            lacks_text = True
+            for row in rows:
+                num_rows += 1
+                lacks_text = lacks_text and options.field in row.lacks
+                never_kept.intersection_update(row.lacks)
+                if not lacks_text and not never_kept:
+                    break
+    if never_kept and num_rows:
+        names = ", ".join(repr(name) for name in options.keep if name in never_kept)
+        raise EmbedError(f"no row has a field {names} (--keep)")
 
 
 def check_unchanged(inputs: Sequence[InputSource]) -> None:
@@ -128,9 +146,12 @@ def check_unchanged(inputs: Sequence[InputSource]) -> None:
 
 
 def read_batches(
-    inputs: Sequence[InputSource], options: EmbedOptions, start: Position
+    inputs: Sequence[InputSource], options: EmbedOptions, start: Position, estimate: ThroughputEstimate
 ) -> Generator[RowBatch, None, None]:
-    """All rows behind `start`. Raises EmbedError, also when the first rows of a stream are others than before."""
+    """All rows behind `start`, in requests of the size that `estimate` says when each is read.
+
+    Raises EmbedError, also when the first rows of a stream are others than before.
+    """
     at, bytes_before = replace(start), sum(each.num_bytes for each in inputs[: start.input])
     for source in inputs[start.input :]:
         if source.is_stream:  # it cannot be opened at an offset: its rows are read again, and skipped
@@ -142,12 +163,13 @@ def read_batches(
                 at.row = start.row
                 if digest.hexdigest() != start.digest:
                     raise EmbedError(f"its first {start.row:,} rows are not those of the run that is to be resumed")
-            while taken := _take(rows, options):
+            while (taken_at_cost := _take(rows, options, estimate))[0]:
+                taken, cost = taken_at_cost
                 at.row += len(taken)
                 if source.is_stream:
                     _digest(taken, digest)
                     at.digest = digest.hexdigest()
-                yield RowBatch(source, taken, replace(at), bytes_before + bytes_read())
+                yield RowBatch(source, taken, replace(at), bytes_before + bytes_read(), cost)
         bytes_before += source.num_bytes
         at = Position(at.input + 1, row=at.row)
 
@@ -182,16 +204,21 @@ def _open_rows(
         raise EmbedError(f"{source.name}: {error}") from error
 
 
-def _take(rows: Iterator[InputRow], options: EmbedOptions) -> list[InputRow]:
-    """The rows of the next request. No row is read ahead, so that the reader's position is behind the last one."""
+def _take(
+    rows: Iterator[InputRow], options: EmbedOptions, estimate: ThroughputEstimate
+) -> tuple[list[InputRow], float]:
+    """The rows of the next request, and their cost. No row is read ahead, so that the reader's position is behind the
+    last one."""
     taken: list[InputRow] = []
-    num_chars = 0
+    num_chars, cost, max_cost = 0, 0.0, estimate.max_request_cost
     for row in rows:
         taken.append(row)
-        num_chars += len(row.text or "")
-        if len(taken) >= options.batch_texts or num_chars >= options.batch_chars:
+        if row.text is not None:
+            num_chars += len(row.text)
+            cost += estimate.cost(row.text)
+        if len(taken) >= options.batch_texts or num_chars >= options.batch_chars or cost >= max_cost:
             break
-    return taken
+    return taken, cost
 
 
 def _digest(rows: Iterable[InputRow], digest: "hashlib._Hash") -> None:

@@ -55,8 +55,8 @@ class EmbedOptions:
     )
     on_bad_row: str = _rows(
         "a row without a text, or refused by the server. blank: NaN or null stands in its place; skip: it is left out; "
-        "both: listed in OUT.rejected.jsonl. fail: it ends the run (blank)",
-        default="blank",
+        "both: listed in OUT.rejected.jsonl. fail: it ends the run (blank, and exit code 1)",
+        default="",
         choices=("blank", "skip", "fail"),
     )
     max_row_bytes: int = _rows("a longer row is a bad one (16 MiB)", default=1 << 24, read=whole(1 << 30), metavar="N")
@@ -94,6 +94,8 @@ class EmbedOptions:
     quiet: bool = _run("no progress; errors and the last line are written all the same", default=False)
     serve_flags: tuple[str, ...] = ()
     """Behind `--`, for `vecd serve`."""
+    accepts_bad_rows: bool = dataclasses.field(init=False, default=True)
+    """Whether an output without the vectors of some rows is what --on-bad-row asked for."""
 
     def __post_init__(self) -> None:
         if self.url is not None:
@@ -105,6 +107,9 @@ class EmbedOptions:
                 raise ValueError(
                     f"{name}: where the server listens is chosen here; for one that listens elsewhere, --url"
                 )
+        if not self.on_bad_row:
+            object.__setattr__(self, "on_bad_row", "blank")
+            object.__setattr__(self, "accepts_bad_rows", False)
         if not self.output_format:
             object.__setattr__(self, "output_format", self.out.suffix[1:].lower())
         if self.output_format not in OUTPUT_FORMATS:

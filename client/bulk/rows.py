@@ -34,6 +34,8 @@ class InputRow(NamedTuple):
     """Why it cannot. Never quotes the row."""
     kept: tuple[Any, ...] = ()
     """The values of --keep, None for fields that the row does not have; () for a row that has no fields."""
+    lacks: tuple[str, ...] = ()
+    """Of --field and --keep, those that a line of JSON does not have."""
 
 
 @dataclass(slots=True)
@@ -52,30 +54,40 @@ class Position:
     """Digest of all texts before it, for inputs that cannot be opened at an offset."""
 
 
-def make_row(line: int, value: Any, name: str, kept: tuple[Any, ...] = ()) -> InputRow:
+def make_row(line: int, value: Any, name: str, kept: tuple[Any, ...] = (), lacks: tuple[str, ...] = ()) -> InputRow:
     """A row with the text `value` of the field `name`, or with what is wrong with it."""
     if not isinstance(value, str):
         kind = "null" if value is None else _JSON_TYPES.get(type(value), "no text")
-        return InputRow(line, None, f"{name} is {kind}, not a text", kept)
+        return InputRow(line, None, f"{name} is {kind}, not a text", kept, lacks)
     if not value or value.isspace():
-        return InputRow(line, None, f"{name} is empty", kept)
-    return InputRow(line, value, "", kept)
+        return InputRow(line, None, f"{name} is empty", kept, lacks)
+    return InputRow(line, value, "", kept, lacks)
 
 
 def read_rows(format: str, stream: ByteStream, options: EmbedOptions, at: Position) -> Iterator[InputRow]:
     """The rows behind `at` of a `stream` that is at its beginning. Side effects: moves `at` behind each row.
 
-    Raises EmbedError when the header of a CSV file lacks a field, or the stream ends before `at`.
+    Raises EmbedError when the header of a CSV file lacks a field, the stream ends before `at`, or, at the end of JSON
+    lines that were read from the first one on, no line had the text's field.
     """
     if format in ("csv", "tsv"):
         yield from _read_csv(stream, options, at, "," if format == "csv" else "\t")
         return
     parse = _parse_text if format == "txt" else _parse_json
+    first: InputRow | None = None
+    may_lack_field = format == "jsonl" and at.offset == 0
     for raw in _lines_behind(at, stream, options.max_row_bytes):
         if raw is None:
-            yield InputRow(at.line, None, "the line is too long (--max-row-bytes)")
-        elif (row := parse(at.line, raw, options)) is not None:
+            lacks = (options.field, *options.keep) if format == "jsonl" else ()
+            row: InputRow | None = InputRow(at.line, None, "the line is too long (--max-row-bytes)", lacks=lacks)
+        else:
+            row = parse(at.line, raw, options)
+        if row is not None:
+            first = first or row
+            may_lack_field = may_lack_field and options.field in row.lacks
             yield row
+    if first is not None and may_lack_field:
+        raise EmbedError(f"no row has a field {options.field!r} (--field); line {first.line}: {first.reason}")
 
 
 def split_lines(read: Callable[[int], bytes], max_bytes: int, at: Position) -> Iterator[bytes | None]:
@@ -131,17 +143,19 @@ def _parse_json(line: int, raw: bytes, options: EmbedOptions) -> InputRow | None
     """An object with the text in `options.field`, or the text itself as a string; None for a blank line."""
     if not raw or raw.isspace():
         return None
+    names = (options.field, *options.keep)
     try:
         value = orjson.loads(raw)
     except ValueError as error:
         reason = str(error).partition(": line ")[0]  # orjson counts the lines of this one line
-        return InputRow(line, None, f"not JSON: {reason}")
+        return InputRow(line, None, f"not JSON: {reason}", lacks=names)
     if not isinstance(value, dict):
-        return make_row(line, value, "the line")
+        return make_row(line, value, "the line", lacks=() if isinstance(value, str) else names)
     kept = tuple(value.get(key) for key in options.keep)
+    lacks = tuple(name for name in names if name not in value)
     if options.field not in value:
-        return InputRow(line, None, f'no field "{options.field}"', kept)
-    return make_row(line, value[options.field], f'"{options.field}"', kept)
+        return InputRow(line, None, f'no field "{options.field}"', kept, lacks)
+    return make_row(line, value[options.field], f'"{options.field}"', kept, lacks)
 
 
 def _read_csv(stream: ByteStream, options: EmbedOptions, at: Position, delimiter: str) -> Iterator[InputRow]:

@@ -20,15 +20,17 @@ from vecd.client.bulk.inputs import InputSource, RowBatch, check_unchanged, read
 from vecd.client.bulk.journal import Commit, Journal
 from vecd.client.bulk.options import EmbedOptions
 from vecd.client.bulk.output import OutputFiles, journal_path
-from vecd.client.bulk.progress import Course, Moment
+from vecd.client.bulk.progress import Course, Moment, WaitMessages
 from vecd.client.bulk.service import EmbeddingService, Vectors
 from vecd.client.status_line import StatusLine
 
-_FIRST_COMMIT_S, _COMMIT_S = 0.25, 2.0
-"""Between commits, which is the work that a killed run repeats: doubled each time, up to the second."""
+_FIRST_COMMIT_S, _COMMIT_S = 0.25, 1.0
+"""From the beginning of one commit to that of the next: doubled each time, up to the second. A killed run repeats the
+work of about this time, and what was under way."""
+_COMMIT_PAUSE_S = 0.1
+"""At least, from the end of one commit to the next."""
 _TICK_S = 0.25
-_AHEAD = 2
-"""Batches that are done, and wait for the first one, beside those under way."""
+_TELL_S = 0.1
 _LAST_COMMIT_S = 10.0
 _BYTES_PER_CHAR = 6
 """Most bytes of a character in JSON."""
@@ -58,6 +60,7 @@ class EmbedRun:
         self._journal = journal
         self._service = service
         self._line = line
+        self._messages = WaitMessages(str(service.target), options.retry_for)
         self._written = self.commit
         """The next commit: what has been written since."""
         self._course: Course
@@ -79,6 +82,7 @@ class EmbedRun:
         assert task is not None
         for number in _SIGNALS:
             asyncio.get_running_loop().add_signal_handler(number, self._interrupt, number, task)
+        telling = asyncio.create_task(self._keep_telling())
         try:
             with closing(self._service):
                 await self._embed_all(await self._begin())
@@ -86,7 +90,15 @@ class EmbedRun:
             if not self.signal_number:
                 raise
         finally:
+            telling.cancel()
             _restore_signals()
+
+    async def _keep_telling(self) -> None:
+        """Say what the server is waited for, from the first failure on."""
+        while True:
+            if (message := self._messages.next(time.monotonic(), self._service.trouble)) is not None:
+                self._line.say(message)
+            await asyncio.sleep(_TELL_S)
 
     def _interrupt(self, number: int, task: "asyncio.Task[None]") -> None:
         self.signal_number = number
@@ -95,7 +107,7 @@ class EmbedRun:
 
     async def _begin(self) -> Generator[RowBatch, None, None]:
         """Connect to the server, and bring output and journal to where the run begins. Returns the rows left."""
-        self._line.show(lambda: "waiting for the server")
+        self._line.show(lambda: f"waiting for {self._service.target}")
         options = self._options
         model, max_texts, max_bytes = await self._service.connect()
         if is_new := not self.commit.lengths:
@@ -116,7 +128,7 @@ class EmbedRun:
             batch_texts=min(options.batch_texts, max_texts or options.batch_texts),
             batch_chars=min(options.batch_chars, max(1, (max_bytes or 1 << 40) // _BYTES_PER_CHAR)),
         )
-        return read_batches(self._inputs, limited, self.commit.position)
+        return read_batches(self._inputs, limited, self.commit.position, self._service.estimate)
 
     # --- rows ---------------------------------------------------------------------------------------------
 
@@ -175,8 +187,7 @@ class EmbedRun:
     def _has_room(self) -> bool:
         """Whether another request may be under way."""
         num_running = sum(not task.done() for task in self._pending)
-        limit = self._service.concurrency
-        return num_running < limit and len(self._pending) < limit + _AHEAD
+        return self._service.estimate.has_room(num_running, (batch.cost for batch in self._pending.values()))
 
     def _start(self, batch: RowBatch) -> None:
         """Send the request of `batch`."""
@@ -208,12 +219,15 @@ class EmbedRun:
 
     def _describe_progress(self) -> str:
         trouble = self._service.trouble
-        return self._course.describe(time.monotonic()) + (f", waiting: {trouble}" if trouble else "")
+        num_in_flight = sum(len(batch.rows) for batch in self._pending.values())
+        progress = self._course.describe(time.monotonic(), num_in_flight)
+        return progress + (f", waiting: {trouble}" if trouble else "")
 
     # --- commits ------------------------------------------------------------------------------------------
 
     async def _save_commit(self, commit: Commit) -> None:
         """Raises RunEnded, EmbedError, OSError. Side effects: replaces the journal."""
+        began_at = time.monotonic()
         if commit != self.commit:
             if not await self._service.has_same_model():
                 raise ModelChanged("the server has another model than this run began with: its vectors are not used")
@@ -221,7 +235,7 @@ class EmbedRun:
             await asyncio.get_running_loop().run_in_executor(self._disk, self._save, commit)
             self.commit = commit
             self._commit_s = min(2 * self._commit_s, _COMMIT_S)
-        self._commit_due_at = time.monotonic() + self._commit_s
+        self._commit_due_at = max(began_at + self._commit_s, time.monotonic() + min(_COMMIT_PAUSE_S, self._commit_s))
 
     def _save(self, commit: Commit) -> None:
         self._output.sync()

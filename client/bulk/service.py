@@ -1,6 +1,6 @@
 """Texts → vectors, by a server that may be busy, restart, or refuse one of them.
 
-Owns the connections, the requests, the reaction to each kind of failure, the number of requests that suits the server,
+Owns the connections, the requests, the reaction to each kind of failure, the measurement of the server's throughput,
 and the comparison of models. Reads and writes no file. Called by `vecd.client.bulk.run`.
 
 - Busy, restarting, out of reach (429, 503, 502, 504, 408, no connection): the request is repeated, later each time or
@@ -25,17 +25,19 @@ from numpy.typing import NDArray
 from vecd.client.bulk.errors import RunEnded
 from vecd.client.bulk.options import EmbedOptions
 from vecd.client.bulk.rows import InputRow
+from vecd.client.bulk.throughput import ThroughputEstimate
 from vecd.client.connection import (
     BadResponse,
     ClientConnection,
     ServerResponse,
     Target,
     connect,
-    name_failure,
     render_request,
 )
 
 _CONNECT_TIMEOUT_S = 10.0
+_FIRST_RESPONSE_S, _RESPONSE_S = 2.0, 10.0
+"""Without a response for this long, requests count as waiting: for the first response of all, and later."""
 _FIRST_PAUSE_S = 0.2
 _MAX_PAUSE_S = 10.0
 _MAX_RETRY_AFTER_S = 60.0
@@ -44,13 +46,11 @@ _MAX_FAILURES = 3
 _REFUSED = (400, 413, 422)
 _BUSY = (408, 425, 429, 502, 503, 504)
 PROBE = "The probe of a run: a sentence whose vector tells one model from another."
+_PROBE_PRIORITY = "interactive"
+"""One short text. Behind the run's own texts, each commit would come a second of work later."""
 _MIN_COSINE = 0.998
 """vecd's promise for any number format against any other. Vectors of different models are far below."""
 _FACTS = ("architecture", "dimensions", "max_tokens", "pooling", "normalized", "prompt")
-
-MIN_CONCURRENCY, MAX_CONCURRENCY = 2, 32
-_FIRST_CONCURRENCY = 4
-_TOO_SHORT_S, _TOO_LONG_S = 1.0, 4.0
 
 
 @dataclass(frozen=True, slots=True)
@@ -101,18 +101,27 @@ class EmbeddingService:
         self, target: Target, options: EmbedOptions, why_gone: Callable[[], str | None] = lambda: None
     ) -> None:
         """`why_gone` returns why the server will not come back, or None."""
-        self.trouble = ""
-        """Why requests wait at the moment, or ""."""
-        self.concurrency = options.concurrency or _FIRST_CONCURRENCY
-        """Requests that should be under way."""
-        self._num_running = 0
-        self._target = target
+        self._trouble = ""
+        """Why the last request was not served, or ""."""
+        self.estimate = ThroughputEstimate(options.concurrency)
+        self.target = target
         self._options = options
         self._why_gone = why_gone
         self._idle: list[ClientConnection] = []
-        self._served_at = time.monotonic()
+        self._served_at = self._silent_since = time.monotonic()
+        """When vectors came, and when any response came, or the first of the requests under way was sent."""
+        self._response_due_s = _FIRST_RESPONSE_S
+        self._num_exchanges = 0
         self._item = np.dtype(options.dtype).newbyteorder("<")
         self._model: ModelFingerprint
+
+    @property
+    def trouble(self) -> str:
+        """Why requests wait at the moment, or ""."""
+        silent_s = time.monotonic() - self._silent_since
+        if not self._trouble and self._num_exchanges and silent_s > self._response_due_s:
+            return f"no response for {silent_s:.0f} s"
+        return self._trouble
 
     def close(self) -> None:
         for connection in self._idle:
@@ -131,6 +140,8 @@ class EmbeddingService:
         model, limits = info.get("model") or {}, info.get("limits") or {}
         facts = {name: model[name] for name in _FACTS if name in model}
         facts.setdefault("max_tokens", info.get("max_input_length"))
+        if facts["max_tokens"] and self._options.overflow != "chunk":
+            self.estimate.set_max_tokens(facts["max_tokens"])
         probe = np.frombuffer(response.body, self._item)
         self._model = ModelFingerprint(response.model or "", len(probe), facts, [float(value) for value in probe])
         return self._model, info.get("max_client_batch_size"), limits.get("max_body_bytes")
@@ -142,7 +153,7 @@ class EmbeddingService:
     async def _embed_probe(self) -> ServerResponse:
         response = await self._until_served([PROBE], is_probe=True)
         if isinstance(response, str):
-            raise RunEnded(f"{self._target} refuses: {response}")
+            raise RunEnded(f"{self.target} refuses: {response}")
         return response
 
     async def _info(self) -> dict[str, Any]:
@@ -164,14 +175,7 @@ class EmbeddingService:
         texts = {index: row.text for index, row in enumerate(rows) if row.text is not None}
         if not texts:
             return vectors
-        self._num_running += 1
-        began_at, was_full = time.monotonic(), self._num_running >= self.concurrency
-        try:
-            await self._fill(vectors, list(texts), list(texts.values()))
-        finally:
-            self._num_running -= 1
-        if self._options.concurrency is None:
-            self.concurrency = adapt(self.concurrency, time.monotonic() - began_at, was_full=was_full)
+        await self._fill(vectors, list(texts), list(texts.values()))
         return vectors
 
     async def _fill(self, vectors: Vectors, indices: list[int], texts: list[str]) -> None:
@@ -193,16 +197,16 @@ class EmbeddingService:
             await self._fill(vectors, indices[:middle], texts[:middle])
             await self._fill(vectors, indices[middle:], texts[middle:])
 
-    def _render_texts(self, texts: Sequence[str]) -> bytes:
+    def _render_texts(self, texts: Sequence[str], priority: str) -> bytes:
         body = {
             **self._options.request_fields(),
             "input": texts, "encoding_format": "bytes", "output_dtype": self._options.dtype,
         }  # fmt: skip
-        return self._render("/v1/embeddings", orjson.dumps(body), {"x-vecd-priority": self._options.priority})
+        return self._render("/v1/embeddings", orjson.dumps(body), {"x-vecd-priority": priority})
 
     def _render(self, path: str, body: bytes | None = None, headers: Mapping[str, str] | None = None) -> bytes:
         key = self._options.api_key
-        return render_request(self._target, path, body, api_key=key, user_agent="vecd-embed", headers=headers)
+        return render_request(self.target, path, body, api_key=key, user_agent="vecd-embed", headers=headers)
 
     def _why_bad(self, response: ServerResponse, num_texts: int) -> str | None:
         """What is wrong with a response to a request for vectors, or None."""
@@ -223,34 +227,37 @@ class EmbeddingService:
 
         `is_probe`: the text was chosen by this module, so failures are never its fault. Raises RunEnded.
         """
-        request = self._render_texts(texts)
+        request = self._render_texts(texts, _PROBE_PRIORITY if is_probe else self._options.priority)
+        cost = sum(map(self.estimate.cost, texts))
         began_at, pause_s, num_failures = time.monotonic(), _FIRST_PAUSE_S, 0
         while True:
             retry_after_s = None
             try:
-                response = await self._exchange(request)
+                response = await self._measured_exchange(request, 0.0 if is_probe else cost)
                 why = self._why_bad(response, len(texts))
                 if why is None or response.status in _REFUSED:
-                    self.trouble = ""
+                    self._trouble = ""
+                    self._response_due_s = _RESPONSE_S
                     self._served_at = time.monotonic()
                     return response if why is None else why
                 if response.status not in _BUSY and response.status != 200 and response.status < 500:
-                    raise RunEnded(f"{self._target} answers {response.status}: {why}")
+                    raise RunEnded(f"{self.target} answers {response.status}: {why}")
                 num_failures += response.status not in _BUSY
+                why = why if response.status == 200 else f"status {response.status}: {why}"
                 retry_after_s = response.retry_after_s
             except (OSError, BadResponse) as error:
-                why = f"{name_failure(error)}: {error}"
+                why = error.strerror if isinstance(error, OSError) and error.strerror else str(error)
                 num_failures += isinstance(error, TimeoutError | BadResponse)
             is_own_fault = num_failures >= _MAX_FAILURES and not is_probe
             if is_own_fault and (len(texts) > 1 or await self._serves_probe()):
                 return why
-            self.trouble = why
+            self._trouble = why
             await self._pause(began_at, pause_s, retry_after_s)
             pause_s = min(2 * pause_s, _MAX_PAUSE_S)
 
     async def _serves_probe(self) -> bool:
         try:
-            return self._why_bad(await self._exchange(self._render_texts([PROBE])), 1) is None
+            return self._why_bad(await self._exchange(self._render_texts([PROBE], _PROBE_PRIORITY)), 1) is None
         except (OSError, BadResponse):
             return False
 
@@ -261,21 +268,39 @@ class EmbeddingService:
         retry_for_s = self._options.retry_for
         silent_s = time.monotonic() - max(self._served_at, began_at)
         if silent_s >= retry_for_s:
-            raise RunEnded(f"{self._target} has served nothing for {silent_s:.0f} s: {self.trouble}")
+            raise RunEnded(f"{self.target} has served nothing for {silent_s:.0f} s: {self._trouble}")
         # Spread, so that requests that failed together do not come back together.
         pause_s *= random.uniform(0.75, 1.25)
         if retry_after_s is not None:
             pause_s = min(max(retry_after_s, pause_s), _MAX_RETRY_AFTER_S)
         await asyncio.sleep(min(pause_s, retry_for_s - silent_s))
 
+    async def _measured_exchange(self, request: bytes, cost: float) -> ServerResponse:
+        """As `_exchange`, of texts of this cost. Side effects: the time of vectors goes into the estimate."""
+        began_at, took_s, work = time.monotonic(), None, self.estimate.begin(cost)
+        try:
+            response = await self._exchange(request)
+            if response.status == 200 and cost:
+                took_s = time.monotonic() - began_at
+            return response
+        finally:
+            self.estimate.end(cost, work, took_s)
+
     async def _exchange(self, request: bytes) -> ServerResponse:
         """Send once, on an idle connection that is still open or on a new one."""
-        connection = await self._take_connection()
+        if not self._num_exchanges:
+            self._silent_since = time.monotonic()
+        self._num_exchanges += 1
         try:
-            response = await connection.exchange(request, self._options.timeout)
-        except BaseException:
-            connection.close()
-            raise
+            connection = await self._take_connection()
+            try:
+                response = await connection.exchange(request, self._options.timeout)
+            except BaseException:
+                connection.close()
+                raise
+        finally:
+            self._num_exchanges -= 1
+        self._silent_since = time.monotonic()
         if connection.is_open:
             self._idle.append(connection)
         return response
@@ -285,21 +310,9 @@ class EmbeddingService:
             if (connection := self._idle.pop()).is_open:
                 return connection
         try:
-            return await connect(self._target, _CONNECT_TIMEOUT_S)
+            return await connect(self.target, _CONNECT_TIMEOUT_S)
         except TimeoutError as error:  # a TimeoutError would mean that a request got no response
             raise ConnectionError(f"no connection in {_CONNECT_TIMEOUT_S:g} s") from error
-
-
-def adapt(concurrency: int, took_s: float, *, was_full: bool) -> int:
-    """The number of requests that should be under way after one that took `took_s`.
-
-    The server gets about a second of work, however fast it is. More would not help: a server that has a second of work
-    never waits for this program, and longer queues hold memory, and are lost when one of the two dies. `was_full`: as
-    many as should be were under way when the request began.
-    """
-    if took_s < _TOO_SHORT_S and was_full:
-        return min(concurrency + 1, MAX_CONCURRENCY)
-    return max(concurrency - 1, MIN_CONCURRENCY) if took_s > _TOO_LONG_S else concurrency
 
 
 def _message(response: ServerResponse) -> str:

@@ -16,6 +16,7 @@ import pyarrow.parquet
 import pytest
 
 from tests.support.bulk_server import DIM, BulkServer, vectors_of
+from vecd.client.bulk import progress as progress_module
 from vecd.client.bulk import run as run_module
 from vecd.client.bulk import service as service_module
 from vecd.client.bulk.command import main
@@ -49,8 +50,10 @@ class Run:
     def write(self, lines: list[str]) -> None:
         self.source.write_text("".join(f"{line}\n" for line in lines))
 
-    def __call__(self, *flags: str, source: Path | None = None, out: Path | None = None) -> int:
-        paths = [str(source or self.source), "-o", str(out or self.out)]
+    def __call__(
+        self, *flags: str, source: Path | None = None, others: Sequence[Path] = (), out: Path | None = None
+    ) -> int:
+        paths = [str(source or self.source), *map(str, others), "-o", str(out or self.out)]
         return main([*paths, "--url", self._server.url, "--batch-texts", "10", "--concurrency", "1", *flags])
 
     def journal(self) -> Any:
@@ -83,7 +86,8 @@ def test_text_to_npy(embed: Run, server: BulkServer, tmp_path: Path, capsys: pyt
     check(vectors, TEXTS)
     assert sorted(path.name for path in tmp_path.iterdir()) == ["a.txt", "v.npy"]
     assert server.headers[0]["Authorization"] == "Bearer sesame"
-    assert server.headers[0]["x-vecd-priority"] == "bulk"
+    priorities = ["interactive" if body["input"] == [PROBE] else "bulk" for body in server.bodies]
+    assert [headers["x-vecd-priority"] for headers in server.headers] == priorities
     asked = {"encoding_format": "bytes", "output_dtype": "float32", "overflow": "error", "input_type": "query"}
     assert all(body == {**asked, "input": body["input"]} for body in server.bodies)
     told = capsys.readouterr()
@@ -105,7 +109,7 @@ def test_fields_are_kept(embed: Run, tmp_path: Path) -> None:
     )
     flags = ("--field", "body", "--keep", "id,tag")
     out = tmp_path / "v.jsonl"
-    assert embed(*flags, source=source, out=out) == 0
+    assert embed(*flags, source=source, out=out) == 1
     one, two, three = (orjson.loads(line) for line in out.read_bytes().splitlines())
     assert {key: one[key] for key in ("row", "id", "tag")} == {"row": 0, "id": 7, "tag": None}
     assert two == {"row": 1, "id": 8, "tag": None, "embedding": None}
@@ -120,7 +124,7 @@ def test_parquet_in_and_out(embed: Run, tmp_path: Path) -> None:
     }  # fmt: skip
     columns["mix"] = [str(value) for value in columns["mix"]]
     pyarrow.parquet.write_table(pyarrow.table(columns), source, row_group_size=7)
-    assert embed("--keep", "id,score,mix", source=source, out=out) == 0
+    assert embed("--keep", "id,score,mix", source=source, out=out) == 1
     table = pyarrow.parquet.read_table(out)
     types = {"row": "int64", "id": "int64", "score": "double", "mix": "string"}
     assert {name: str(table.schema.field(name).type) for name in types} == types
@@ -155,15 +159,24 @@ REASONS = {13: "the line is empty", 27: "not 1 such"}
 def test_bad_rows_are_blank(embed: Run, server: BulkServer, capsys: pytest.CaptureFixture[str]) -> None:
     server.fail = refuse("refused")
     embed.write(LINES)
-    assert embed() == 0
+    assert embed() == 1
     check(np.load(embed.out), [None if index in REASONS else line for index, line in enumerate(LINES)])
     assert embed.rejected() == [
         {"row": row, "file": str(embed.source), "line": row + 1, "reason": reason} for row, reason in REASONS.items()
     ]
-    assert "2 bad rows are blank: " in capsys.readouterr().err
+    told = f"2 rows could not be embedded; their vectors are NaN. The reasons are in {embed.out}.rejected.jsonl\n"
+    assert told in capsys.readouterr().err
+    assert embed("--restart", "--on-bad-row", "blank") == 0
+    assert told in capsys.readouterr().err
 
 
-def test_bad_rows_are_skipped_and_rows_told(embed: Run, server: BulkServer) -> None:
+def test_one_bad_row_of_a_format_with_null(embed: Run, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    embed.write(["one", ""])
+    assert embed(out=tmp_path / "v.jsonl") == 1
+    assert "1 row could not be embedded; its vector is null. " in capsys.readouterr().err
+
+
+def test_bad_rows_are_skipped_and_rows_told(embed: Run, server: BulkServer, capsys: pytest.CaptureFixture[str]) -> None:
     server.fail = refuse("refused", status=413)
     embed.write(LINES)
     assert embed("--on-bad-row", "skip") == 0
@@ -171,6 +184,7 @@ def test_bad_rows_are_skipped_and_rows_told(embed: Run, server: BulkServer) -> N
     assert rows.tolist() == [index for index in range(100) if index not in REASONS]
     check(np.load(embed.out), [LINES[row] for row in rows])
     assert [told["row"] for told in embed.rejected()] == list(REASONS)
+    assert "2 rows could not be embedded; they are left out. " in capsys.readouterr().err
 
 
 def test_a_bad_row_ends_the_run_which_goes_on_as_told(
@@ -221,7 +235,7 @@ def test_trouble_that_passes(embed: Run, server: BulkServer, status: int) -> Non
 def test_a_row_that_makes_the_server_fail_is_told_from_its_neighbours(embed: Run, server: BulkServer) -> None:
     server.fail = refuse("text 5", status=500)
     embed.write(TEXTS[4:7])
-    assert embed() == 0
+    assert embed() == 1
     check(np.load(embed.out), [TEXTS[4], None, TEXTS[6]])
 
 
@@ -246,10 +260,26 @@ def test_an_ill_server_rejects_nothing(embed: Run, server: BulkServer, capsys: p
     assert server.texts == TEXTS[num_done:]
 
 
-def test_a_server_that_does_not_come(embed: Run, server: BulkServer, tmp_path: Path) -> None:
-    url = server.url.rpartition(":")[0] + ":1"
-    assert main([str(embed.source), "-o", str(embed.out), "--url", url, "--retry-for", "0.5"]) == 1
+def test_a_server_that_does_not_come(
+    embed: Run, tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(progress_module, "AGAIN_S", 0.3)
+    url = "http://127.0.0.1:1"
+    assert main([str(embed.source), "-o", str(embed.out), "--url", url, "--retry-for", "0.8", "--quiet"]) == 1
+    first, second, *_, last = capsys.readouterr().err.splitlines()
+    assert first == f"vecd embed: {url}: Connection refused. Trying again for up to 0.8 s (--retry-for)"
+    assert second.startswith(f"vecd embed: still waiting for {url} after 0 s: Connection refused.")
+    assert "has served nothing for 1 s: Connection refused; no row is done" in last
     assert [path.name for path in tmp_path.iterdir()] == ["a.txt"]
+
+
+def test_a_server_that_does_not_respond_is_told(
+    embed: Run, server: BulkServer, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(service_module, "_FIRST_RESPONSE_S", 0.2)
+    server.fail = lambda _: time.sleep(0.6) if len(server.bodies) == 1 else None
+    assert embed("--quiet") == 0
+    assert f"vecd embed: {server.url}: no response for 0 s. Trying again" in capsys.readouterr().err
 
 
 def test_no_more_requests_are_under_way_than_may_be(embed: Run, server: BulkServer) -> None:
@@ -373,7 +403,7 @@ def test_an_input_that_has_changed_is_not_gone_on_with(unfinished: Run, capsys: 
         file.write("more\n")
     assert unfinished() == 2
     assert "a.txt has changed: its size is another" in capsys.readouterr().err
-    assert unfinished("--restart") == 0
+    assert unfinished("--restart") == 1
     assert len(np.load(unfinished.out)) == 101
 
 
@@ -486,6 +516,8 @@ def test_inputs_that_are_not_what_was_said(embed: Run, tmp_path: Path, capsys: p
     (tmp_path / "c.txt.gz").write_text("one\n")
     (tmp_path / "d.parquet").write_text("one\n")
     pyarrow.parquet.write_table(pyarrow.table({"text": [["one"], None]}), tmp_path / "e.parquet")
+    (tmp_path / "f.jsonl").write_text('\n{"body": "one"}\n{"Text": "two"}\n')
+    (tmp_path / "g.jsonl").write_text("one\ntwo\n")
     (tmp_path / "folder.txt").mkdir()
     told = {
         "a.csv": "its header has no field 'text', it has: id;text",
@@ -493,6 +525,8 @@ def test_inputs_that_are_not_what_was_said(embed: Run, tmp_path: Path, capsys: p
         "c.txt.gz": "cannot be read: Not a gzipped file",
         "d.parquet": "not a parquet file",
         "e.parquet": "its column 'text' holds list<element: string>, not texts",
+        "f.jsonl": "no row has a field 'text' (--field); line 2: no field \"text\"",
+        "g.jsonl": "no row has a field 'text' (--field); line 1: not JSON",
         "folder.txt": "is a folder, name the files in it",
     }
     for name, message in told.items():
@@ -501,6 +535,30 @@ def test_inputs_that_are_not_what_was_said(embed: Run, tmp_path: Path, capsys: p
         assert name in line
         assert message in line
     assert sorted(path.name for path in tmp_path.iterdir()) == sorted(["a.txt", *told])
+
+
+def test_a_field_is_looked_for_in_all_rows(embed: Run, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """Of JSON lines: one row with the text's field in each file, and one with each field to keep in any."""
+    a, b, out = tmp_path / "a.jsonl", tmp_path / "b.jsonl", tmp_path / "v.jsonl"
+    a.write_text('{"id": 1}\n{"text": "one", "id": 2}\n')
+    b.write_text('{"text": "two"}\n{"text": "three", "tag": "t"}\n')
+    assert embed("--keep", "id,tag,lang", source=a, others=[b], out=out) == 2
+    assert "no row has a field 'lang' (--keep)" in capsys.readouterr().err
+    assert embed("--keep", "id,tag", "--on-bad-row", "blank", source=a, others=[b], out=out) == 0
+    assert [orjson.loads(line)["id"] for line in out.read_bytes().splitlines()] == [1, 2, None, None]
+    assert embed("--field", "id", source=a, others=[b], out=tmp_path / "w.jsonl") == 2
+    assert "b.jsonl: no row has a field 'id'" in capsys.readouterr().err
+
+
+def test_a_field_that_a_stream_does_not_have(embed: Run, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    pipe = tmp_path / "pipe.jsonl"
+    os.mkfifo(pipe)
+    writer = threading.Thread(target=pipe.write_text, args=['{"body": "one"}\n' * 50])
+    writer.start()
+    assert embed(source=pipe) == 1
+    writer.join()
+    assert "no row has a field 'text'" in capsys.readouterr().err
+    assert not embed.out.exists()
 
 
 def test_closed_standard_streams(embed: Run, server: BulkServer, tmp_path: Path) -> None:
@@ -528,6 +586,6 @@ def test_a_row_with_the_words_of_the_probe_can_be_rejected(embed: Run, server: B
     bad = f"{PROBE} And more."
     server.fail = refuse(bad, status=500)
     embed.write([bad, "other"])
-    assert embed("--batch-texts", "1", "--retry-for", "5") == 0
+    assert embed("--batch-texts", "1", "--retry-for", "5") == 1
     check(np.load(embed.out), [None, "other"])
     assert [told["row"] for told in embed.rejected()] == [0]

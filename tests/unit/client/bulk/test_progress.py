@@ -3,8 +3,7 @@ import io
 import pytest
 
 from vecd.client import status_line as status_line_module
-from vecd.client.bulk.progress import Course, Moment, in_words
-from vecd.client.bulk.service import MAX_CONCURRENCY, MIN_CONCURRENCY, adapt
+from vecd.client.bulk.progress import Course, Moment, WaitMessages, in_words
 from vecd.client.status_line import StatusLine
 
 
@@ -33,6 +32,26 @@ def test_how_long_a_pipe_takes_is_not_known() -> None:
     assert course.describe(1.0) == "10 rows, 10 rows/s, 20 tokens/s"
 
 
+def test_rows_that_are_requested() -> None:
+    """Before the first response they are all that there is to see."""
+    course = Course(0, Moment(0.0, 0, 0, 0))
+    assert course.describe(1.0, 1024) == "0 rows, 1,024 in flight"
+
+
+def test_what_is_waited_for_is_said_at_once_and_again_but_not_all_the_time() -> None:
+    messages = WaitMessages("http://x:1", 600)
+    said = {second: line for second in range(100) if (line := messages.next(float(second), "Connection refused"))}
+    assert list(said) == [0, 10, 30, 70]
+    assert said[0] == "http://x:1: Connection refused. Trying again for up to 600 s (--retry-for)"
+    assert said[10] == "still waiting for http://x:1 after 10 s: Connection refused. Giving up in 590 s"
+
+
+def test_a_server_that_is_busy_now_and_then_is_not_told_of_each_time() -> None:
+    messages = WaitMessages("http://x:1", 600)
+    said = [second for second in range(30) if messages.next(float(second), "busy" if second % 3 == 0 else "")]
+    assert said == [0, 12, 24]
+
+
 @pytest.mark.parametrize(("num_bytes", "num_full"), [(0, 0), (50, 12), (100, 24), (101, 24)])
 def test_the_bar(num_bytes: int, num_full: int) -> None:
     """A file that has grown meanwhile is not done beyond its end."""
@@ -58,15 +77,3 @@ def test_quiet_is_quiet_but_for_what_stays() -> None:
     line.show(lambda: "half")
     line.say("done")
     assert stream.getvalue() == "vecd embed: done\n"
-
-
-def test_the_concurrency_follows_the_server() -> None:
-    concurrency = 4
-    for _ in range(100):
-        concurrency = adapt(concurrency, 0.01, was_full=True)
-    assert concurrency == MAX_CONCURRENCY
-    assert adapt(concurrency, 2.0, was_full=True) == MAX_CONCURRENCY
-    for _ in range(100):
-        concurrency = adapt(concurrency, 60.0, was_full=True)
-    assert concurrency == MIN_CONCURRENCY
-    assert adapt(concurrency, 0.01, was_full=False) == MIN_CONCURRENCY

@@ -11,11 +11,16 @@ from vecd.client.bulk.errors import EmbedError
 from vecd.client.bulk.inputs import InputSource, check_unchanged, find_inputs, read_batches
 from vecd.client.bulk.options import EmbedOptions
 from vecd.client.bulk.rows import InputRow, Position, split_lines
+from vecd.client.bulk.throughput import ThroughputEstimate
 
 
 def make_options(*keep: str, max_texts: int = 1000, max_chars: int = 1 << 20) -> EmbedOptions:
     out = Path("v.jsonl")
     return EmbedOptions(files=[], out=out, keep=keep, max_row_bytes=1000, batch_texts=max_texts, batch_chars=max_chars)
+
+
+ESTIMATE = ThroughputEstimate(1)
+"""Of nothing: every limit on rows is less than its first request."""
 
 
 def reader_of(data: bytes, rng: random.Random) -> Callable[[int], bytes]:
@@ -49,7 +54,7 @@ def test_lines_are_cut_as_split_does_and_know_where_they_end(data: bytes, max_by
 
 def items_of(path: Path, *keep: str) -> list[InputRow]:
     inputs = find_inputs([str(path)], None)
-    return [row for batch in read_batches(inputs, make_options(*keep), Position()) for row in batch.rows]
+    return [row for batch in read_batches(inputs, make_options(*keep), Position(), ESTIMATE) for row in batch.rows]
 
 
 def write(folder: Path, name: str, content: bytes | str) -> Path:
@@ -190,7 +195,7 @@ FILES = {
 def test_reading_goes_on_at_the_end_of_any_batch(tmp_path: Path, max_texts: int) -> None:
     inputs = find_inputs([str(write(tmp_path, name, content)) for name, content in FILES.items()], None)
     options = make_options(max_texts=max_texts, max_chars=1000)
-    batches = list(read_batches(inputs, options, Position()))
+    batches = list(read_batches(inputs, options, Position(), ESTIMATE))
     rows = [row for batch in batches for row in batch.rows]
     numbers = [batch.first_row + index for batch in batches for index in range(len(batch.rows))]
     assert numbers == list(range(len(rows)))
@@ -198,13 +203,13 @@ def test_reading_goes_on_at_the_end_of_any_batch(tmp_path: Path, max_texts: int)
     assert [batch.bytes_read for batch in batches] == sorted(batch.bytes_read for batch in batches)
     assert batches[-1].bytes_read == sum(each.num_bytes for each in inputs)
     for batch in batches:
-        rest = [row for later in read_batches(inputs, options, batch.end) for row in later.rows]
+        rest = [row for later in read_batches(inputs, options, batch.end, ESTIMATE) for row in later.rows]
         assert rest == rows[batch.end.row :]
 
 
 def test_a_batch_ends_with_the_row_that_fills_it(tmp_path: Path) -> None:
     inputs = find_inputs([str(write(tmp_path, "a.txt", "12345\n12345\n1\n1\n"))], None)
-    batches = read_batches(inputs, make_options(max_texts=3, max_chars=10), Position())
+    batches = read_batches(inputs, make_options(max_texts=3, max_chars=10), Position(), ESTIMATE)
     assert [len(batch.rows) for batch in batches] == [2, 2]
 
 
@@ -212,8 +217,8 @@ def test_a_stream_is_known_by_its_first_rows(tmp_path: Path) -> None:
     path = write(tmp_path, "a.txt", "one\ntwo\nthree\nfour\n")
     stream = InputSource(str(path), "txt", is_stream=True, is_gzip=False)
     options = make_options(max_texts=2)
-    first, second = read_batches([stream], options, Position())
-    assert list(read_batches([stream], options, first.end)) == [second]
+    first, second = read_batches([stream], options, Position(), ESTIMATE)
+    assert list(read_batches([stream], options, first.end, ESTIMATE)) == [second]
     path.write_text("one\nother\nthree\nfour\n")
     with pytest.raises(EmbedError, match="first 2 rows are not those"):
-        list(read_batches([stream], options, first.end))
+        list(read_batches([stream], options, first.end, ESTIMATE))
