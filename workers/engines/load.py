@@ -30,14 +30,18 @@ def load_engine(
     The comparison is remembered in `config.cache_folder`; a remembered one is checked again with short probes. A new
     comparison runs in `select_elsewhere`, or in this process if that is None.
 
-    Side effect: sets torch's number of threads. Raises ModelError when the model cannot be loaded, or cannot run the
-    way `config` requires.
+    Side effect: sets torch's number of threads. Raises ModelError when the device cannot be used, or when the model
+    cannot be loaded or cannot run the way `config` requires.
     """
     if config.is_dummy:
         report("making a dummy engine")
         card = config.card
         return DummyEngine(card.dim, card.hidden_size, is_normalized=card.is_normalized)
     set_num_threads(config)
+    if config.device.startswith("cuda"):
+        from vecd.workers.engines.torch import cuda
+
+        cuda.describe(config.device)  # once here, where it is an error with a cause, and not a bug
     selection = recall(config)
     if selection is not None:
         try:

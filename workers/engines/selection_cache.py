@@ -76,7 +76,8 @@ class Selection:
 
 
 def recall(config: WorkerConfig) -> Selection | None:
-    """The selection made earlier under the same conditions; None if there is none."""
+    """The selection made earlier under the same conditions; None if there is none. Raises ModelError if the device
+    cannot be used."""
     path = _file(config)
     try:
         return Selection.from_json(json.loads(path.read_text())) if path else None
@@ -166,9 +167,9 @@ def _digest_of_code() -> str:
 
 
 def _device_name(device: str) -> str:
-    """The processor with its instruction sets, or the accelerator."""
+    """The processor with its instruction sets, or the accelerator. Raises ModelError if that cannot be used."""
     if device.startswith("cuda"):
-        import torch
+        from vecd.workers.engines.torch import cuda
 
-        return str(torch.cuda.get_device_properties(device))
+        return cuda.describe(device)
     return f"{cpuinfo('model name') or platform.processor()} {cpuinfo('flags|Features')}"

@@ -6,8 +6,18 @@ from tests.support.workers import (
     minilm,
     random_batch,
     reference,
+    torch_without_gpu,
     varlen_by_hand,
     worker_config,
 )
 
-__all__ = ["_one_thread", "checkpoint", "minilm", "random_batch", "reference", "varlen_by_hand", "worker_config"]
+__all__ = [
+    "_one_thread",
+    "checkpoint",
+    "minilm",
+    "random_batch",
+    "reference",
+    "torch_without_gpu",
+    "varlen_by_hand",
+    "worker_config",
+]

@@ -13,6 +13,8 @@ from typing import Any, TypeAlias
 import torch
 from torch import Tensor
 
+from vecd.shm.card import ModelError, one_line
+
 VarlenAttention: TypeAlias = Callable[..., Any]
 """torch.nn.attention.varlen.varlen_attn."""
 
@@ -85,6 +87,15 @@ def _compute_float32_in_float32() -> None:
     torch.backends.cudnn.allow_tf32 = False
 
 
+def describe(device: str) -> str:
+    """The properties of a GPU such as "cuda:0", in one line. Raises ModelError if CUDA cannot be used on it, as with a
+    build of torch for processors, or without a driver."""
+    try:
+        return str(torch.cuda.get_device_properties(device))
+    except (RuntimeError, AssertionError) as error:  # AssertionError: torch has no CUDA, or no such GPU
+        raise ModelError(f"{device} cannot be used: {one_line(error)} (--device cpu uses the processor)") from error
+
+
 def has_native_bfloat16(device: torch.device) -> bool:
     """Compute capability 8, Ampere, has bfloat16; older GPUs emulate it."""
     return torch.cuda.get_device_capability(device) >= (8, 0)
@@ -92,7 +103,10 @@ def has_native_bfloat16(device: torch.device) -> bool:
 
 @cache
 def varlen_attention(device: torch.device) -> VarlenAttention | None:
-    """torch's attention over sequences of any lengths, end to end; None if this torch or this GPU has none."""
+    """torch's attention over sequences of any lengths, end to end; None if this torch or this GPU has none, or there is
+    no GPU."""
+    if not torch.cuda.is_available():  # torch's build for CUDA raises when it is asked for the capability of no GPU
+        return None
     try:
         from torch.nn.attention.varlen import varlen_attn
     except ImportError:

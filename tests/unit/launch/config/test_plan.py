@@ -1,5 +1,6 @@
 """What a plan makes of a model and settings."""
 
+import importlib.metadata
 from dataclasses import replace
 from pathlib import Path
 
@@ -7,8 +8,8 @@ import pytest
 
 from vecd.launch.base.exit_codes import ConfigurationError
 from vecd.launch.config import plan
-from vecd.launch.config.plan import make_plan
-from vecd.launch.config.settings import ConfigurationError, load_settings
+from vecd.launch.config.plan import make_plan, num_visible_gpus
+from vecd.launch.config.settings import load_settings
 from vecd.shm.card import read_card
 
 
@@ -55,3 +56,40 @@ def test_ranges_that_cannot_be_read_are_a_bad_configuration(
     with pytest.raises(ConfigurationError) as error:
         make_plan(load_settings([str(minilm_folder), "--device", "cpu", "--quantization-ranges", str(path)]))
     assert error.value.problems == [f"--quantization-ranges: {path}: cannot be read: {why}"]
+
+
+@pytest.mark.parametrize(
+    ("files", "visible", "count"),
+    [
+        ([], None, 0),
+        ([], "0", 0),  # as images of CUDA set it, on a machine without a GPU
+        (["nvme0", "nvidiactl"], None, 0),
+        (["nvidia0", "nvidia1", "nvidiactl", "nvidia-uvm"], None, 2),
+        (["nvidia0", "nvidia1"], "1", 1),
+        (["nvidia0", "nvidia1"], "", 0),
+        (["nvidia0"], "-1", 0),
+        (["nvidia0"], "MIG-1, MIG-2", 2),
+        (["dxg"], "0", 1),
+    ],
+)
+def test_visible_gpus_are_those_of_the_variable_where_there_is_any(
+    files: list[str], visible: str | None, count: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for name in files:
+        (tmp_path / name).touch()
+    monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
+    if visible is not None:
+        monkeypatch.setenv("CUDA_VISIBLE_DEVICES", visible)
+    assert num_visible_gpus(tmp_path) == count
+
+
+@pytest.mark.parametrize("build", ["2.13.0+cpu", "2.13.0", "2.13.0+cu130"])
+def test_without_a_gpu_each_build_of_torch_serves_on_the_processor(
+    build: str, minilm_folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    found = importlib.metadata.version
+    monkeypatch.setattr(importlib.metadata, "version", lambda name: build if name == "torch" else found(name))
+    monkeypatch.setattr(plan, "num_visible_gpus", lambda: 0)
+    assert {worker.device for worker in make_plan(load_settings([str(minilm_folder)])).workers} == {"cpu"}
+    with pytest.raises(ConfigurationError, match="no GPU is visible"):
+        make_plan(load_settings([str(minilm_folder), "--device", "cuda"]))

@@ -34,6 +34,16 @@ def vectors(engine: Engine, batch: PackedBatch, dim: int = 32) -> NDArray[np.flo
     return vectors_of(engine, batch, dim)
 
 
+@pytest.mark.parametrize("cache_folder", ["", "/proc/no/such/folder"])
+@pytest.mark.parametrize("dtype", ["auto", "float32"])
+def test_a_gpu_that_cannot_be_used_is_no_bug(
+    dtype: str, cache_folder: str, torch_without_gpu: str, checkpoint: Callable[..., Path], worker_config: Config
+) -> None:
+    config = worker_config(checkpoint("bert"), device="cuda:0", dtype=dtype, cache_folder=cache_folder)
+    with pytest.raises(ModelError, match=torch_without_gpu):
+        load(config)
+
+
 @settings(deadline=None)
 @given(st.lists(st.integers(1, 3000), min_size=1, max_size=60), st.booleans())
 def test_rectangles_cover_every_sequence_once_and_stay_small(lengths: list[int], may_pad: bool) -> None:

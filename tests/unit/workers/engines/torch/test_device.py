@@ -12,6 +12,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from vecd.shm.arena import ArenaSpec, create_arena
+from vecd.shm.card import ModelError
 from vecd.shm.views import Rows, map_arena
 from vecd.workers.engine import COMPLETE
 from vecd.workers.engines.torch import cuda
@@ -180,6 +181,14 @@ def test_the_facts_name_the_gpu() -> None:
     assert set(Device().facts()) == {"cpu_capability"}
 
 
-@pytest.mark.skipif(torch.cuda.is_available(), reason="there is a CUDA device")
-def test_without_cuda_there_is_no_attention_for_variable_lengths() -> None:
+def test_without_a_gpu_there_is_no_attention_for_variable_lengths(torch_without_gpu: str) -> None:
+    cuda.varlen_attention.cache_clear()
     assert cuda.varlen_attention(torch.device("cuda:0")) is None
+    cuda.varlen_attention.cache_clear()
+
+
+def test_a_gpu_that_cannot_be_used_is_said_in_one_line(torch_without_gpu: str) -> None:
+    with pytest.raises(ModelError, match=f"^cuda:0 cannot be used: .*{torch_without_gpu}") as raised:
+        cuda.describe("cuda:0")
+    assert "\n" not in str(raised.value)
+    assert "--device cpu" in str(raised.value)
