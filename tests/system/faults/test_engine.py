@@ -4,6 +4,7 @@ import json
 import os
 import resource
 import shutil
+from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
@@ -11,8 +12,7 @@ import httpx
 import numpy as np
 import psutil
 import pytest
-from safetensors.numpy import load_file, save_file
-from tokenizers import Tokenizer
+from safetensors.numpy import load_file
 
 from tests.support.serving import Server, eventually, exact_server
 from tests.support.texts import make_texts
@@ -39,45 +39,14 @@ def metric(server: Server, name: str) -> float:
 
 
 @pytest.fixture(scope="module")
-def sick_model(minilm_folder, tmp_path_factory):
-    """all-MiniLM-L6-v2 whose embedding of the word "zebra" is not a number."""
-    folder = tmp_path_factory.mktemp("model") / "sick"
-    shutil.copytree(minilm_folder, folder)
-    weights = load_file(folder / "model.safetensors")
-    word = Tokenizer.from_file(str(folder / "tokenizer.json")).token_to_id("zebra")
-    embeddings = weights[_WORDS].copy()
-    embeddings[word] = np.nan
-    save_file({**weights, _WORDS: embeddings}, folder / "model.safetensors", {"format": "pt"})
-    return folder
+def sick_model(minilm_folder: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """all-MiniLM-L6-v2 whose vector of the word "panda" is not a number, and that of the word "zebra" at the very end
+    of its file: `cut_off` takes it away.
 
-
-def test_nan_fails_its_own_request_and_no_other(sick_model, reference):
-    with exact_server(str(sick_model), "--workers", "1") as server:
-        with httpx.Client(timeout=60) as http:
-            answer = http.post(f"{server.url}/v1/embeddings", json={"input": ["a horse", "a zebra"]})
-        assert answer.status_code == 500
-        error = answer.json()["error"]
-        assert (error["type"], error["code"]) == ("server_error", "not_finite")
-        assert "input[1]" in error["message"]
-        for path in ("/embed", "/embed_all"):  # of an API that has another status for it
-            answer = httpx.post(server.url + path, json={"inputs": ["a horse", "a zebra"]}, timeout=60)
-            assert (answer.status_code, answer.json()["error_type"]) == (424, "Backend")
-            assert "'inputs[1]'" in answer.json()["error"]
-        assert "zebra" not in json.dumps(error) + server.stderr
-        assert np.abs(np.array(server.embed("a horse")) - reference(["a horse"])).max() < 1e-5
-
-
-# --- a word that kills ------------------------------------------------------------------------------------------
-
-
-@pytest.fixture
-def deadly_model(minilm_folder: Path, tmp_path: Path) -> Path:
-    """all-MiniLM-L6-v2 with the vector of the word "zebra" at the very end of its file: `cut_off` takes it away.
-
-    The word changes places with the last of the vocabulary, in the tokenizer and among the vectors: it is the same
-    model.
+    "zebra" changes places with the last word of the vocabulary, in the tokenizer and among the vectors: but for "panda"
+    it is the same model.
     """
-    folder = tmp_path / "deadly"
+    folder = tmp_path_factory.mktemp("model") / "sick"
     shutil.copytree(minilm_folder, folder)
     tokenizer = json.loads((folder / "tokenizer.json").read_text(encoding="utf-8"))
     vocabulary = tokenizer["model"]["vocab"]
@@ -88,6 +57,7 @@ def deadly_model(minilm_folder: Path, tmp_path: Path) -> Path:
     weights = load_file(folder / "model.safetensors")
     embeddings = weights.pop(_WORDS).copy()
     embeddings[places] = embeddings[places[::-1]]
+    embeddings[vocabulary["panda"]] = np.nan
     write_safetensors(folder / "model.safetensors", {**weights, _WORDS: embeddings})
     return folder
 
@@ -109,38 +79,63 @@ def write_safetensors(path: Path, tensors: dict[str, np.ndarray]) -> None:
             file.write(np.ascontiguousarray(tensor).tobytes())
 
 
+@pytest.fixture(scope="module")
+def sick_server(sick_model: Path) -> Iterator[Server]:
+    with exact_server(str(sick_model), "--workers", "2") as server:
+        yield server
+
+
+def test_nan_fails_its_own_request_and_no_other(sick_server, reference):
+    server = sick_server
+    with httpx.Client(timeout=60) as http:
+        answer = http.post(f"{server.url}/v1/embeddings", json={"input": ["a horse", "a panda"]})
+    assert answer.status_code == 500
+    error = answer.json()["error"]
+    assert (error["type"], error["code"]) == ("server_error", "not_finite")
+    assert "input[1]" in error["message"]
+    for path in ("/embed", "/embed_all"):  # of an API that has another status for it
+        answer = httpx.post(server.url + path, json={"inputs": ["a horse", "a panda"]}, timeout=60)
+        assert (answer.status_code, answer.json()["error_type"]) == (424, "Backend")
+        assert "'inputs[1]'" in answer.json()["error"]
+    assert "panda" not in json.dumps(error) + server.stderr
+    assert np.abs(np.array(server.embed("a horse")) - reference(["a horse"])).max() < 1e-5
+
+
+# --- a word that kills ------------------------------------------------------------------------------------------
+
+
 def cut_off(folder: Path) -> None:
     """Whoever looks at the last vector from now on gets SIGBUS: the file is mapped, and ends before it."""
     path = folder / "model.safetensors"
     os.truncate(path, (path.stat().st_size - 1) // _PAGE_BYTES * _PAGE_BYTES)
 
 
-def test_an_input_that_kills_is_given_up_and_then_refused_and_no_other_is_harmed(deadly_model, reference):
+def test_an_input_that_kills_is_given_up_and_then_refused_and_no_other_is_harmed(sick_model, sick_server, reference):
     good = [text[:200] for text in make_texts(24, seed=11)]
     expected = reference(good)
-    with exact_server(str(deadly_model), "--workers", "2") as server:
-        assert_right(server, ["a zebra"], reference(["a zebra"]))
-        cut_off(deadly_model)
-        with ThreadPoolExecutor(8) as threads:
-            answers = [threads.submit(post, server, [text]) for text in good[:12]]
-            killing = threads.submit(post, server, ["a horse", "a zebra"])
-            answers += [threads.submit(post, server, [text]) for text in good[12:]]
-            for answer, row in zip(answers, expected, strict=True):
-                assert answer.result().status_code == 200, answer.result().text
-                vector = np.array(answer.result().json()["data"][0]["embedding"])
-                assert np.abs(vector - row).max() < 1e-5
-            assert_given_up(killing.result(), server)
-        assert "was killed by SIGBUS" in server.stderr
-        assert "Fatal Python error: Bus error" in server.stderr
-        eventually(lambda: len(lives(server)) == 2, 60)
-        before = lives(server)
-        assert sum(before) == 2 + 3, "it ended three workers"
-        assert_given_up(post(server, ["a zebra"]), server, index=0, is_again=True)
-        assert_given_up(post(server, ["a horse", "a zebra"]), server, is_again=True)
-        assert_right(server, good, expected)
-        assert lives(server) == before
-        assert metric(server, "inputs_poisonous") == 1
-        assert metric(server, "sequences_retried") >= 2
+    server = sick_server
+    assert_right(server, ["a zebra"], reference(["a zebra"]))
+    cut_off(sick_model)
+    with ThreadPoolExecutor(8) as threads:
+        answers = [threads.submit(post, server, [text]) for text in good[:12]]
+        killing = threads.submit(post, server, ["a horse", "a zebra"])
+        answers += [threads.submit(post, server, [text]) for text in good[12:]]
+        for answer, row in zip(answers, expected, strict=True):
+            assert answer.result().status_code == 200, answer.result().text
+            vector = np.array(answer.result().json()["data"][0]["embedding"])
+            assert np.abs(vector - row).max() < 1e-5
+        assert_given_up(killing.result(), server)
+    assert "was killed by SIGBUS" in server.stderr
+    assert "Fatal Python error: Bus error" in server.stderr
+    eventually(lambda: len(lives(server)) == 2, 60)
+    before = lives(server)
+    assert sum(before) == 2 + 3, "it ended three workers"
+    assert_given_up(post(server, ["a zebra"]), server, index=0, is_again=True)
+    assert_given_up(post(server, ["a horse", "a zebra"]), server, is_again=True)
+    assert_right(server, good, expected)
+    assert lives(server) == before
+    assert metric(server, "inputs_poisonous") == 1
+    assert metric(server, "sequences_retried") >= 2
 
 
 def assert_given_up(answer: httpx.Response, server: Server, index: int = 1, is_again: bool = False) -> None:
