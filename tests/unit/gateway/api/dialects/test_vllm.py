@@ -95,7 +95,7 @@ def test_padding_that_would_change_the_vectors_is_refused(operation):
     [
         (BadRequest("no", param="input"), "BadRequestError"),
         (TooManyTokens("no"), "BadRequestError"),
-        (ModelNotFound("gpt"), "NotFoundError"),
+        (ModelNotFound("gpt", "minilm"), "NotFoundError"),
         (InvalidApiKey("no"), "Unauthorized"),
         (MethodNotAllowed("no", allow="POST"), "Method Not Allowed"),
         (TooManyRequests("no", retry_after_s=1), "Too Many Requests"),
