@@ -121,7 +121,7 @@ async def openapi(context: Context, http: HttpRequest, principal: Principal) -> 
 
 
 async def docs(context: Context, http: HttpRequest, principal: Principal) -> Response:
-    """A page that shows /openapi.json, and loads nothing else."""
+    """A page that shows /openapi.json, for which it asks for a key, and loads nothing else."""
     return _page("docs.html")
 
 
@@ -175,6 +175,6 @@ OWN_ROUTES = {
     "/stats": _get(stats, _STATS, _OBJECT, scope="metrics"),
     "/admin/reload": {"POST": Route(reload, "admin", _RELOAD)},
     "/admin/keys": _get(keys, "Limits and use of each API key", _OBJECT, scope="admin"),
-    "/openapi.json": _get(openapi, "This document", _OBJECT),
+    "/openapi.json": _get(openapi, "This document", _OBJECT, scope=ANY_SCOPE),
     "/docs": _get(docs, "A page that shows this document", schemas.STRING, media_type=_HTML),
 }

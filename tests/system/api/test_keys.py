@@ -88,7 +88,7 @@ def ask(server: Server | httpx.Client, path: str, key: dict[str, str]) -> httpx.
     return client.get(url, headers=key)
 
 
-@pytest.mark.parametrize("path", [*SCOPES, "/info", "/admin/reload"])
+@pytest.mark.parametrize("path", [*SCOPES, "/info", "/openapi.json", "/admin/reload"])
 def test_a_wrong_key_opens_no_path(guarded, path):
     for wrong in ({}, {"authorization": "Bearer " + "x" * 40}, {"api-key": secret("nobody")}):
         assert error_of(ask(guarded, path, wrong), 401)["code"] == "invalid_api_key"
@@ -116,9 +116,20 @@ def test_the_head_is_enough_to_be_refused(guarded, name, status):
         assert sock.makefile("rb").readline().split()[1] == str(status).encode()
 
 
-def test_the_probes_need_no_key(guarded):
-    for path in ("/health", "/live"):
-        assert ask(guarded, path, {"api-key": "wrong"}).status_code == 200
+def test_the_probes_need_no_key_and_neither_do_pages_that_say_nothing_of_the_server(guarded):
+    for path in ("/health", "/ping", "/live", "/", "/docs"):
+        answer = ask(guarded, path, {"api-key": "wrong"})
+        assert answer.status_code == 200
+        assert "MiniLM" not in answer.text
+
+
+@pytest.mark.parametrize("name", OF_KEYS)
+def test_every_key_opens_the_reference_and_its_part_of_info(guarded, name):
+    assert "/v1/embeddings" in ask(guarded, "/openapi.json", headers(name)).json()["paths"]
+    info = ask(guarded, "/info", headers(name)).json()
+    assert info["max_input_length"] == 256
+    assert ("workers" in info) == ("metrics" in OF_KEYS[name])
+    assert ("tenants" in info) == (name == "root")
 
 
 def clients_of_both_gateways(server: Server, stack: ExitStack) -> list[httpx.Client]:

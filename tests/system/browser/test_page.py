@@ -342,6 +342,8 @@ def test_keys_are_asked_for_kept_in_the_tab_and_never_shown(tmp_path, open_page)
         open_page(server.url, expected=("401", "403")) as page,
     ):
         expect(page.locator("#key-form")).to_be_visible()
+        expect(page.locator("#snippet")).to_contain_text('-H "authorization: Bearer $VECD_API_KEY"')
+        expect(page.locator("#snippet")).to_contain_text('"model": "your-model"')
         page.fill("#key", "wrong-key-0123456789")
         page.keyboard.press("Enter")
         expect(page.locator("#key-state")).to_contain_text("does not know")
@@ -394,6 +396,21 @@ def test_the_api_s_page_lists_what_there_is(server, open_page):
         page.wait_for_selector("summary")
         listed = set(page.locator("summary .path").all_inner_texts())
         assert {"/v1/embeddings", "/embed", "/api/embed", "/stats"} <= listed <= set(paths)
+
+
+def test_the_api_s_page_asks_for_a_key(tmp_path, open_page):
+    keys = write_keys(tmp_path / "keys.toml")
+    with (
+        running_server(*WEIGHTLESS, "--keys-file", str(tmp_path / "keys.toml")) as server,
+        open_page(f"{server.url}/docs", expected=("401",)) as page,
+    ):
+        expect(page.locator("#about")).to_contain_text("asks for an API key")
+        page.fill("#key", "wrong-key-0123456789")
+        page.keyboard.press("Enter")
+        expect(page.locator("#about")).to_contain_text("does not know")
+        page.fill("#key", keys["embedder"])
+        page.keyboard.press("Enter")
+        page.wait_for_selector("summary")
 
 
 @pytest.mark.skipif(not os.environ.get("PAGE_SCREENSHOTS"), reason="PAGE_SCREENSHOTS=1 draws docs/images/page-*.png")

@@ -219,7 +219,7 @@ def test_a_worker_becomes_ready_and_serves(server: ForkServer, endpoint: Any, ga
     worker = server.fork(WEIGHTLESS, endpoint.address_fd, worker=3)
     ready, stages = worker.until_ready()
     assert stages == ["making a dummy engine"]
-    assert ready.warnings == []
+    assert ready.warnings == ["the dummy engine runs no model: its vectors are made up, for tests alone"]
     assert ready.facts.pop("private_memory_mb") < 500
     assert (ready.facts.pop("pid"), ready.facts.pop("parent_pid")) == (worker.pid, server.process.pid)
     assert ready.facts == {"dtype": "float32", "path": "dummy", "threads": 1}
