@@ -5,9 +5,10 @@ from pathlib import Path
 
 import pytest
 
+from vecd.launch.base.exit_codes import ConfigurationError
 from vecd.launch.config import plan
 from vecd.launch.config.plan import make_plan
-from vecd.launch.config.settings import ConfigurationError, load_settings
+from vecd.launch.config.settings import load_settings
 from vecd.shm.card import read_card
 
 
