@@ -7,14 +7,14 @@ configuration. Knows no HTTP, no dialect, no socket and no ZeroMQ frame. Made by
 
 import asyncio
 import time
-from collections.abc import Callable, Coroutine, Generator, Iterator
+from collections.abc import Callable, Coroutine, Iterator
 from contextlib import aclosing, contextmanager
 from typing import Any, TypeVar
 
 from vecd.gateway.admission.admission import Admission, Permit
 from vecd.gateway.admission.deadlines import Deadlines
 from vecd.gateway.admission.principals import Principal, Reservation
-from vecd.gateway.api.operations import ParsedDecode, ParsedTokenize
+from vecd.gateway.api.operations import ParsedDecode, ParsedMessages, ParsedTokenize
 from vecd.gateway.dispatch.dispatcher import Dispatcher
 from vecd.gateway.encoding.fragments import Encoder
 from vecd.gateway.encoding.pending import ChunkedInput, PendingResult
@@ -22,6 +22,7 @@ from vecd.gateway.scheduling.policy import BatchingPolicy
 from vecd.gateway.scheduling.queue import QueuedSequence, RequestQueue
 from vecd.gateway.telemetry.shared_metrics import SharedMetrics
 from vecd.gateway.telemetry.tei_metrics import TeiCounts
+from vecd.gateway.tokenization.chat_process import ChatProcess
 from vecd.gateway.tokenization.tokenize_api import TokenizeLimiter, size_of
 from vecd.gateway.tokenization.tokenizer import Tokenizer
 from vecd.gateway.types.config import GatewayConfig
@@ -49,6 +50,9 @@ from vecd.shm.shared_metrics import Counter
 
 T = TypeVar("T")
 
+_SIZE_OF_RENDERING = 16 * 1024
+"""What conversations count besides their length, in characters: 32 requests may wait for the chat template, because
+each may take a second."""
 _MAX_TOKEN_FLOATS = 8 * 2**20
 """Limit for one response with a vector for each token: 32 MiB, and 180 MB as JSON."""
 _MAX_RUNNING_TOKEN_FLOATS = 2 * _MAX_TOKEN_FLOATS
@@ -103,6 +107,7 @@ class Pipeline:
         self._max_priority = Priority[config.max_priority.upper()]
         self._pending: set[PendingResult] = set()
         self._tokenize_limiter = TokenizeLimiter()
+        self.chat = None if config.chat_template is None else ChatProcess(config.chat_template)
         self._token_floats: dict[RequestQueue, int] = {}
         """Those of requests for one vector for each token; usually none."""
         self._deadlines = Deadlines(self._expire)
@@ -159,7 +164,8 @@ class Pipeline:
                 parsed.texts, parsed.prompt, parsed.add_special_tokens, parsed.collector
             )
             reservation.note_sent(num_estimated)  # tokenizing is charged, whether it succeeds or not
-            reservation.settle(await self._inspect(steps, timeout_s, arrived_at, principal))
+            tokenizing = self.tokenizer.threads.run(steps, principal.tenant)
+            reservation.settle(await self._unless_late(tokenizing, timeout_s, arrived_at))
 
     async def decode(
         self, parsed: ParsedDecode, timeout_s: float | None, arrived_at: float, principal: Principal
@@ -169,7 +175,16 @@ class Pipeline:
         with principal.reserve(num_ids) as reservation, self._inspecting(size_of(parsed.lists), principal):
             steps = self.tokenizer.api.decode_steps(parsed.lists, parsed.skip_special_tokens)
             reservation.note_sent(num_ids)
-            return await self._inspect(steps, timeout_s, arrived_at, principal)
+            decoding = self.tokenizer.threads.run(steps, principal.tenant)
+            return await self._unless_late(decoding, timeout_s, arrived_at)
+
+    async def render(
+        self, parsed: ParsedMessages, timeout_s: float | None, arrived_at: float, principal: Principal
+    ) -> list[str]:
+        """The texts that the model's chat template makes of conversations. Raises as `describe`."""
+        assert self.chat is not None
+        with self._inspecting(_SIZE_OF_RENDERING + len(parsed.payload), principal):
+            return await self._unless_late(self.chat.render(parsed.payload), timeout_s, arrived_at)
 
     @contextmanager
     def _inspecting(self, size: int, principal: Principal) -> Iterator[None]:
@@ -183,15 +198,13 @@ class Pipeline:
             self.shared_metrics.add(Counter.REFUSED)
             raise
 
-    async def _inspect(
-        self, steps: Generator[None, None, T], timeout_s: float | None, arrived_at: float, principal: Principal
-    ) -> T:
-        """Run `steps` in the threads, and return their result. Raises DeadlinePassed."""
+    async def _unless_late(self, work: Coroutine[Any, Any, T], timeout_s: float | None, arrived_at: float) -> T:
+        """The result of `work`, which is cancelled at the deadline. Raises DeadlinePassed."""
         pending = PendingResult(1, (), asyncio.get_running_loop())
         self._pending.add(pending)
         tick = self._deadlines.set(pending, self._deadline(timeout_s, arrived_at))
         try:
-            return await _unless_over(pending, self.tokenizer.threads.run(steps, principal.tenant))
+            return await _unless_over(pending, work)
         finally:
             self._deadlines.drop(pending, tick)
             self._pending.discard(pending)

@@ -156,6 +156,8 @@ class Service:
 
     def stop(self) -> None:
         self.dispatcher.stop()
+        if self.pipeline.chat is not None:
+            self.pipeline.chat.close()
         # Waits for the step that is being taken, which on a huge text may be a second.
         asyncio.get_running_loop().run_in_executor(None, self._tokenizer.threads.close)
 
@@ -195,6 +197,8 @@ class Services:
     def stop(self) -> None:
         for service in self.all.values():
             service.dispatcher.stop()
+            if service.pipeline.chat is not None:
+                service.pipeline.chat.close()
 
     # --- what the server calls ------------------------------------------------------------------------------
 

@@ -11,7 +11,7 @@ from typing import Any, Protocol
 from vecd.gateway.admission.principals import Principal, Principals
 from vecd.gateway.api.bodies import Bodies
 from vecd.gateway.api.model_info import ModelInfo
-from vecd.gateway.api.operations import ParsedDecode, ParsedTokenize
+from vecd.gateway.api.operations import ParsedDecode, ParsedMessages, ParsedTokenize
 from vecd.gateway.dispatch.worker_link import WorkerLink
 from vecd.gateway.telemetry.processes import Processes
 from vecd.gateway.telemetry.shared_metrics import SharedMetrics
@@ -44,6 +44,11 @@ class Embedder(Protocol):
         self, parsed: ParsedDecode, timeout_s: float | None, arrived_at: float, principal: Principal
     ) -> list[str]:
         """The texts of lists of token ids. Raises ApiError."""
+
+    async def render(
+        self, parsed: ParsedMessages, timeout_s: float | None, arrived_at: float, principal: Principal
+    ) -> list[str]:
+        """The texts that the model's chat template makes of conversations. Raises ApiError."""
 
     def count_unread(self, error: ApiError) -> None:
         """Count an embedding request that was refused before its body could be parsed."""

@@ -48,6 +48,11 @@ class Values:
         """Whether any field of these names has a value; quicker than one look-up for each."""
         return not names.isdisjoint(self._values)
 
+    def changed(self, changes: Mapping[str, Any]) -> "Values":
+        """The same, with other values as their fields read them; without those that are None."""
+        merged = {**self._values, **changes}
+        return Values({name: value for name, value in merged.items() if value is not None})
+
     def require(self, field: Field[T]) -> T:
         """The value. Raises BadRequest if there is none."""
         value = self._values.get(field.name)

@@ -15,7 +15,16 @@ from vecd.gateway.admission.principals import Principal
 from vecd.gateway.api.context import Context
 from vecd.gateway.api.dialects.headers import parse_timeout_s
 from vecd.gateway.api.fields import REQUEST_ID
-from vecd.gateway.api.operations import Call, Dialect, Operation, ParsedDecode, ParsedEmbed, ParsedTokenize, Work
+from vecd.gateway.api.operations import (
+    Call,
+    Dialect,
+    Operation,
+    ParsedDecode,
+    ParsedEmbed,
+    ParsedMessages,
+    ParsedTokenize,
+    Work,
+)
 from vecd.gateway.api.routes import name_in
 from vecd.gateway.types.errors import ApiError
 from vecd.gateway.types.messages import REQUEST_ID as VALID_ID
@@ -110,7 +119,8 @@ class OperationsHandler:
             work, num_estimated = parse(call), 0
             if isinstance(work, ParsedEmbed):
                 num_estimated = context.estimate_tokens(work.request.inputs, work.request.tokenizing)
-            return _Parsed(claim, work, num_estimated, self._field(claim, body))
+            field = "messages" if isinstance(work, ParsedMessages) else self._field(claim, body)
+            return _Parsed(claim, work, num_estimated, field)
         except ApiError as error:
             error.dialect = claim.dialect.name
             raise
@@ -147,6 +157,15 @@ async def _respond(context: Context, parsed: _Parsed, http: HttpRequest, princip
             if is_large:
                 return await context.threads.call(partial(work.render, embedded), principal.tenant)
             return work.render(embedded)
+        case ParsedMessages() as work:
+            timeout_s = parse_timeout_s(http.headers)
+            texts = await context.embedder.render(work, timeout_s, http.timeline.arrived_at, principal)
+            proceeding, num_estimated = work.proceed(texts), 0
+            if isinstance(proceeding, ParsedEmbed):
+                request = proceeding.request
+                num_estimated = context.estimate_tokens(request.inputs, request.tokenizing)
+            parsed = parsed._replace(work=proceeding, num_estimated=num_estimated)
+            return await _respond(context, parsed, http, principal)
         case ParsedTokenize() as work:
             timeout_s = parse_timeout_s(http.headers)
             await context.embedder.describe(work, timeout_s, http.timeline.arrived_at, principal)

@@ -74,6 +74,7 @@ class ModelInfo:
     created_at: int
     """Seconds since 1970."""
     default_prompt: str = ""
+    has_chat_template: bool = False
     has_quantization_ranges: bool = False
     """int8 and uint8 are quantized with ranges of the model's own vectors."""
     least_tokens: int = 1
@@ -107,6 +108,7 @@ class ModelInfo:
             version=config.version,
             created_at=created_at,
             default_prompt=card.prompt,
+            has_chat_template=config.chat_template is not None,
             has_quantization_ranges=config.quantization_ranges is not None,
             least_tokens=least_tokens,
             weights_bytes=card.weights_bytes,

@@ -57,7 +57,16 @@ class ParsedDecode(NamedTuple):
     render: Callable[[list[str]], Response]
 
 
-Work: TypeAlias = ParsedEmbed | ParsedTokenize | ParsedDecode | Response
+class ParsedMessages(NamedTuple):
+    """A call for something of the texts that the model's chat template makes of conversations."""
+
+    payload: bytes
+    """As `vecd.gateway.tokenization.chat_template` reads it."""
+    proceed: Callable[[list[str]], ParsedEmbed | ParsedTokenize]
+    """Makes of the texts what is needed further. Raises BadRequest."""
+
+
+Work: TypeAlias = ParsedEmbed | ParsedTokenize | ParsedDecode | ParsedMessages | Response
 """What a parsed call needs; a Response needs nothing more."""
 
 NO_FIELDS = Fields()
@@ -74,9 +83,9 @@ class Operation:
     response: Schema
     """The schema of the body of a 200, for the documentation. Empty if there is never a 200."""
     fields: Fields = NO_FIELDS
-    embed: Callable[[Call], ParsedEmbed | Response] | None = None
+    embed: Callable[[Call], ParsedEmbed | ParsedMessages | Response] | None = None
     """Returns a Response if there is nothing to embed."""
-    reply: Callable[[Call], ParsedTokenize | ParsedDecode | Response] | None = None
+    reply: Callable[[Call], ParsedTokenize | ParsedDecode | ParsedMessages | Response] | None = None
     """For a response that needs no vectors: only the tokenizer, or only the body and the model info."""
     describe: Callable[[ModelInfo, str], Response] | None = None
     """For a response that needs only the model info and the path."""

@@ -42,6 +42,21 @@ class ApiKey:
 
 
 @dataclass(frozen=True, slots=True)
+class ChatTemplateSpec:
+    """The model's chat template, and what renders it."""
+
+    source: str
+    tokens: dict[str, str]
+    """The special tokens that it may name, by names such as `eos_token`."""
+    command: tuple[str, ...]
+    """Starts `vecd.gateway.tokenization.chat_template`."""
+
+    @classmethod
+    def from_json(cls, fields: Mapping[str, Any]) -> "ChatTemplateSpec":
+        return cls(**{**fields, "command": tuple(fields["command"])})
+
+
+@dataclass(frozen=True, slots=True)
 class GatewayConfig:
     """The configuration of every gateway. Immutable; a new configuration is a new generation.
 
@@ -125,6 +140,8 @@ class GatewayConfig:
     admin_uds: str | None
     """The same of the admin listener."""
     log_level: str
+    chat_template: ChatTemplateSpec | None = None
+    """None: the model has none, or special tokens in a text are read as characters."""
     keeps_listening: bool = False
     """Another process keeps the public socket open: connections in its backlog when the gateway ends are left to the
     next gateway, not refused."""
@@ -146,4 +163,5 @@ class GatewayConfig:
         keys = tuple(map(ApiKey.from_json, fields["keys"]))
         card, arena = ModelCard.from_json(fields["card"]), ArenaSpec(**fields["arena"])
         tuples = {name: tuple(fields[name]) for name in ("aliases", "cors_origins")}
-        return cls(**{**fields, **tuples, "keys": keys, "card": card, "arena": arena})
+        chat = fields["chat_template"] and ChatTemplateSpec.from_json(fields["chat_template"])
+        return cls(**{**fields, **tuples, "keys": keys, "card": card, "arena": arena, "chat_template": chat})

@@ -19,6 +19,7 @@ from vecd.gateway.types.config import ApiKey, GatewayConfig
 from vecd.launch.base.exit_codes import EXIT_OK, ConfigurationError, StartFailure
 from vecd.launch.base.programs import run_child
 from vecd.launch.config.architectures import refuse_unknown
+from vecd.launch.config.chat_template import read_chat_template
 from vecd.launch.config.keys import load_keys
 from vecd.launch.config.settings import Settings
 from vecd.launch.config.tokenizer import forget, with_tokenizer
@@ -169,6 +170,7 @@ def _gateway_config(
         "compute_type": compute_type,
         "board_workers": max(num_workers, _MIN_BOARD_WORKERS),
         "keys": keys,
+        "chat_template": None if settings.literal_special_tokens else read_chat_template(Path(card.weights_folder)),
         "aliases": _names(settings.model_aliases),
         "is_strict": settings.strict_model,
         "is_matryoshka": settings.matryoshka or card.is_matryoshka,

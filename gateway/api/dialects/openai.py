@@ -15,13 +15,14 @@ import orjson
 
 from vecd.gateway.api import fields, schemas
 from vecd.gateway.api.dialects import options
+from vecd.gateway.api.dialects.conversations import MESSAGES
 from vecd.gateway.api.dialects.headers import parse_priority, parse_timeout_s, response_headers
 from vecd.gateway.api.dialects.inputs import parse_inputs
 from vecd.gateway.api.dialects.options import RequestedForm
 from vecd.gateway.api.dialects.rows import BINARY_MEDIA_TYPES, render_rows
 from vecd.gateway.api.fields import Fields
 from vecd.gateway.api.model_info import ModelInfo
-from vecd.gateway.api.operations import Call, Dialect, Operation, ParsedEmbed
+from vecd.gateway.api.operations import Call, Dialect, Operation, ParsedEmbed, ParsedMessages
 from vecd.gateway.api.schemas import Schema, any_of, described, list_of, nullable, record
 from vecd.gateway.encoding.fragments import JsonRows, Matrix
 from vecd.gateway.types.errors import ApiError
@@ -42,10 +43,13 @@ FIELDS = Fields(INPUT, *options.COMMON, options.TASK)
 # --- embeddings -------------------------------------------------------------------------------------------------
 
 
-def parse_embeddings(call: Call) -> ParsedEmbed:
+def parse_embeddings(call: Call) -> ParsedEmbed | ParsedMessages:
     values, headers, model_info = call.values, call.headers, call.model_info
+    has_rare_names = values.has_any(options.RARE_NAMES)
+    if has_rare_names and values.get(MESSAGES) is not None:
+        return options.read_messages(call, INPUT, parse_embeddings)
     inputs = parse_inputs(values.get(INPUT), INPUT.name, model_info.max_inputs)
-    if values.has_any(options.RARE_NAMES):
+    if has_rare_names:
         requested = options.read_form(values, headers)
         request = options.read_request(call, inputs, requested)
     else:  # most requests, 2 µs sooner

@@ -6,11 +6,12 @@ vectors would depend on which one was ignored. Knows no shape of a response. Cal
 `vecd.gateway.api.dialects.openai` and `vecd.gateway.api.dialects.vllm`; other dialects use single fields of it.
 """
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from itertools import combinations
 from typing import Any, NamedTuple, NoReturn, TypeVar
 
 from vecd.gateway.api import fields
+from vecd.gateway.api.dialects import conversations
 from vecd.gateway.api.dialects.headers import (
     parse_accept,
     parse_priority,
@@ -20,7 +21,7 @@ from vecd.gateway.api.dialects.headers import (
 )
 from vecd.gateway.api.fields import REQUEST_ID, Field, Values, contradiction, given
 from vecd.gateway.api.model_info import PURPOSES, ModelInfo
-from vecd.gateway.api.operations import Call
+from vecd.gateway.api.operations import Call, ParsedEmbed, ParsedMessages
 from vecd.gateway.api.schemas import Schema, any_of, list_of, nullable
 from vecd.gateway.encoding.forms import Names, check_forms
 from vecd.gateway.types.errors import BadRequest
@@ -458,16 +459,7 @@ def _read_padding(value: Any, name: str) -> None:
 
 PADDING = Field("padding", "vLLM's; inputs are never padded to a length", {"enum": ["do_not_pad", None]}, _read_padding)
 REFUSED_FIELDS: tuple[Field[None], ...] = (
-    refused(
-        "messages",
-        "this server takes texts, not conversations: send what is to be embedded in 'input'",
-        nullable("array"),
-    ),
-    refused(
-        "chat_template",
-        "this server takes texts, not conversations; 'prompt' is put before every text",
-        nullable("string"),
-    ),
+    refused("chat_template", "only the model's own chat template is used", nullable("string")),
     refused("mm_processor_kwargs", "this server embeds texts, not images or sounds", nullable("object")),
     refused(
         "late_chunking",
@@ -510,6 +502,7 @@ COMMON: tuple[Field[Any], ...] = (
     MODALITY,
     PADDING,
     REQUEST_ID,
+    *conversations.FIELDS,
     *REFUSED_FIELDS,
 )
 """The fields of every operation of this kind that embeds, without its inputs."""
@@ -549,6 +542,35 @@ def read_request(
     )
     _check_form(request, values, model_info)
     return request
+
+
+def read_messages(
+    call: Call, instead_of: Field[Any], parse: Callable[[Call], ParsedEmbed | ParsedMessages]
+) -> ParsedMessages:
+    """The conversations of a call that has `messages`. `parse` makes a request of the same call with their texts in the
+    field `instead_of`. Raises BadRequest."""
+    values, model_info = call.values, call.model_info
+    for field in PROMPT_FIELDS:
+        if values.get(field) is not None:
+            raise BadRequest(
+                f"'messages' and '{field.name}': send the prompt as one of the messages, with the role 'system'",
+                param=field.name,
+            )
+
+    def proceed(texts: list[str]) -> ParsedEmbed:
+        changes = {
+            "messages": None,
+            instead_of.name: texts,
+            PROMPT.name: "",
+            ADD_SPECIAL_TOKENS.name: values.get(ADD_SPECIAL_TOKENS) is True,
+        }
+        parsed = parse(call._replace(values=values.changed(changes)))
+        assert isinstance(parsed, ParsedEmbed)
+        return parsed
+
+    return conversations.read_messages(
+        values, model_info, proceed, instead_of=instead_of, max_conversations=model_info.max_inputs
+    )
 
 
 def _read_report(values: Values, requested: RequestedForm) -> bool:

@@ -11,7 +11,8 @@ from http import HTTPStatus
 import orjson
 
 from vecd.gateway.api import fields, schemas
-from vecd.gateway.api.dialects import options
+from vecd.gateway.api.dialects import conversations, options
+from vecd.gateway.api.dialects.conversations import MESSAGES, read_messages
 from vecd.gateway.api.dialects.inputs import parse_ids, parse_inputs
 from vecd.gateway.api.dialects.openai import (
     EMBEDDINGS,
@@ -23,7 +24,15 @@ from vecd.gateway.api.dialects.openai import (
 )
 from vecd.gateway.api.fields import Field, Fields, Values
 from vecd.gateway.api.model_info import ModelInfo
-from vecd.gateway.api.operations import Call, Dialect, Operation, ParsedDecode, ParsedEmbed, ParsedTokenize
+from vecd.gateway.api.operations import (
+    Call,
+    Dialect,
+    Operation,
+    ParsedDecode,
+    ParsedEmbed,
+    ParsedMessages,
+    ParsedTokenize,
+)
 from vecd.gateway.api.schemas import any_of, described, list_of, nullable, record
 from vecd.gateway.types.errors import ApiError, BadRequest
 from vecd.gateway.types.messages import Response
@@ -43,8 +52,10 @@ _POOLING = Item(b"pooling", b"data")
 _PROMPT_FIELDS: tuple[Field[str], ...] = (options.PROMPT, options.PROMPT_NAME, options.INPUT_TYPE)
 
 
-def parse_pooling(call: Call) -> ParsedEmbed:
+def parse_pooling(call: Call) -> ParsedEmbed | ParsedMessages:
     values, model_info = call.values, call.model_info
+    if values.get(MESSAGES) is not None:
+        return options.read_messages(call, INPUT, parse_pooling)
     task = values.get(POOLING_TASK) or Output.VECTORS
     requested = options.read_form(values, call.headers)
     inputs = parse_inputs(values.get(INPUT), INPUT.name, model_info.max_inputs)
@@ -82,24 +93,32 @@ IDS = fields.anything("tokens", "token ids of the model's own", schemas.TOKEN_ID
 RETURN_TOKEN_STRS = fields.flag(
     "return_token_strs", "true: the tokens as the vocabulary has them are answered, too", default=False
 )
-MESSAGES = options.refused(
-    "messages", "this server takes texts, not conversations: send one in 'prompt'", nullable("array")
-)
 
 
-def parse_tokenize(call: Call) -> ParsedTokenize:
-    """The tokens include those of the prompt that an embedding of the text under the same model's name would have."""
+def parse_tokenize(call: Call) -> ParsedTokenize | ParsedMessages:
+    """The tokens include those of the prompt that an embedding of the text under the same model's name would have. A
+    conversation has none, and by default the beginning of a reply, as with vLLM."""
     values, model_info = call.values, call.model_info
-    text = fields.read_text(values.require(TEXT), TEXT.name)
+    given = values.get(options.ADD_SPECIAL_TOKENS)
     prompt = model_info.prompt_of_model_name(values.get(options.MODEL))
-    tokens = Tokens(wants_texts=values.get(RETURN_TOKEN_STRS) is True)
-    return ParsedTokenize(
-        texts=[text],
-        add_special_tokens=values.get(options.ADD_SPECIAL_TOKENS) is not False,
-        prompt=model_info.default_prompt if prompt is None else prompt,
-        collector=tokens,
-        render=partial(render_tokenize, tokens, max_tokens=model_info.max_tokens),
-    )
+    if values.get(MESSAGES) is not None:
+        return read_messages(
+            values,
+            model_info,
+            lambda texts: _tokenize(call, texts, prompt="", add_special_tokens=given is True),
+            instead_of=TEXT,
+            max_conversations=1,
+            add_generation_prompt=True,
+        )
+    text = fields.read_text(values.require(TEXT), TEXT.name)
+    prompt = model_info.default_prompt if prompt is None else prompt
+    return _tokenize(call, [text], prompt=prompt, add_special_tokens=given is not False)
+
+
+def _tokenize(call: Call, texts: list[str], *, prompt: str, add_special_tokens: bool) -> ParsedTokenize:
+    tokens = Tokens(wants_texts=call.values.get(RETURN_TOKEN_STRS) is True)
+    render = partial(render_tokenize, tokens, max_tokens=call.model_info.max_tokens)
+    return ParsedTokenize(texts, add_special_tokens, prompt, tokens, render)
 
 
 class Tokens:
@@ -190,7 +209,7 @@ DIALECT = Dialect(
         ),
         "POST /tokenize": Operation(
             summary="Tokenize a text, without embedding it",
-            fields=Fields(TEXT, options.MODEL, options.ADD_SPECIAL_TOKENS, RETURN_TOKEN_STRS, MESSAGES),
+            fields=Fields(TEXT, options.MODEL, options.ADD_SPECIAL_TOKENS, RETURN_TOKEN_STRS, *conversations.FIELDS),
             reply=parse_tokenize,
             response=_TOKENIZED,
             claims=(TEXT.name,),

@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 
 from tests.support import goldens
-from tests.support.serving import Server
+from tests.support.serving import Server, running_server
 
 
 def test_golden(weightless):
@@ -86,3 +86,38 @@ def test_sagemaker_is_answered_as_v1_embeddings(weightless):
     assert invoked["data"] == post(weightless, "/v1/embeddings", input=["a", "b"], encoding_format="base64")["data"]
     for method in ("GET", "POST"):
         assert httpx.request(method, f"{weightless.url}/ping").status_code == 200
+
+
+TEMPLATE = """{% for m in messages %}{{ cls_token if loop.first }}{{ m.role }}: {{ m.content }}
+{% if m.content == 'loop' %}{% for i in range(99999) %}{% for j in range(99999) %}{% endfor %}{% endfor %}{% endif %}
+{% endfor %}{% if add_generation_prompt %}assistant:{% endif %}{{ sep_token }}"""
+
+
+def test_conversations_have_the_vectors_of_their_texts(minilm_folder, tmp_path):
+    for file in minilm_folder.rglob("*"):
+        if file.is_file():
+            copy = tmp_path / "model" / file.relative_to(minilm_folder)
+            copy.parent.mkdir(parents=True, exist_ok=True)
+            copy.symlink_to(file)
+    (tmp_path / "model" / "chat_template.jinja").write_text(TEMPLATE)
+    chat = [{"role": "user", "content": "The cat"}, {"role": "assistant", "content": "A feline"}]
+    texts = ["[CLS]user: The cat\n\nassistant: A feline\n\n[SEP]", "[CLS]user: The cat\n\n[SEP]"]
+    with running_server(str(tmp_path / "model"), "--engine", "dummy", "--workers", "1") as server:
+        for path in ("/v1/embeddings", "/pooling"):
+            answered = post(server, path, messages=[chat, chat[:1]])
+            expected = post(server, path, input=texts, add_special_tokens=False)
+            assert (answered["data"], answered["usage"]) == (expected["data"], expected["usage"])
+        tokens = post(server, "/tokenize", messages=chat, add_generation_prompt=False)
+        assert tokens["count"] == len(post(server, "/tokenize", prompt=texts[0], add_special_tokens=False)["tokens"])
+        assert post(server, "/tokenize", messages=chat)["count"] == tokens["count"] + 2
+        body = {"messages": [{"role": "user", "content": "loop"}]}
+        refused = httpx.post(f"{server.url}/pooling", json=body, timeout=30)
+        error = refused.json()["error"]
+        assert (refused.status_code, error["type"], error["param"]) == (400, "BadRequestError", "messages")
+        assert "takes more than a second" in error["message"]
+        late = httpx.post(f"{server.url}/pooling", json=body, headers={"x-vecd-timeout-ms": "200"}, timeout=30)
+        assert late.status_code == 503
+        assert (
+            post(server, "/pooling", messages=chat)["data"]
+            == post(server, "/pooling", input=texts[0], add_special_tokens=False)["data"]
+        )

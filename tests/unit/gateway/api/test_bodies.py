@@ -14,7 +14,7 @@ from vecd.gateway.api.bodies import Bodies
 from vecd.gateway.api.dialects.openai import FIELDS, parse_embeddings
 from vecd.gateway.api.json_stream import Bounds
 from vecd.gateway.api.model_info import ModelInfo
-from vecd.gateway.api.operations import Call, ParsedEmbed
+from vecd.gateway.api.operations import Call, ParsedEmbed, ParsedMessages
 from vecd.gateway.http.decompress import zstd
 from vecd.gateway.tokenization.fair_pool import Threads
 from vecd.gateway.types.errors import BadRequest, PayloadTooLarge, TooManyRequests
@@ -276,7 +276,7 @@ def test_a_body_in_another_encoding_is_told_which_it_may_be(num_texts, encode, s
     ],
 )
 def test_values_that_fit_no_field_are_refused_by_name(padding, value, param, says):
-    def parse_fields(fields: dict[str, Any]) -> ParsedEmbed:
+    def parse_fields(fields: dict[str, Any]) -> ParsedEmbed | ParsedMessages:
         return parse_embeddings(Call(FIELDS.read(fields), {}, SERVED))
 
     body = b'{"input":%b}' % value

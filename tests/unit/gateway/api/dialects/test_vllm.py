@@ -11,7 +11,7 @@ from tests.support.asking import PLAIN, answer, ask, body_of, read_in_pieces
 from vecd.gateway.api.dialects.openai import EMBEDDINGS
 from vecd.gateway.api.dialects.vllm import DIALECT
 from vecd.gateway.api.model_info import ModelInfo
-from vecd.gateway.api.operations import Call, ParsedDecode, ParsedTokenize
+from vecd.gateway.api.operations import Call, Operation, ParsedDecode, ParsedEmbed, ParsedMessages, ParsedTokenize
 from vecd.gateway.types.errors import (
     BadRequest,
     InvalidApiKey,
@@ -19,6 +19,7 @@ from vecd.gateway.types.errors import (
     ModelNotFound,
     NotImplementedByServer,
     ServerError,
+    TooManyInputs,
     TooManyRequests,
     TooManyTokens,
     Unavailable,
@@ -30,6 +31,8 @@ POOLING = DIALECT.operations["POST /pooling"]
 TOKENIZE = DIALECT.operations["POST /tokenize"]
 DETOKENIZE = DIALECT.operations["POST /detokenize"]
 E5 = replace(PLAIN, prompts={"query": "query: "}, default_prompt="default: ")
+CHATTY = replace(E5, has_chat_template=True)
+CHAT: list[dict[str, Any]] = [{"role": "user", "content": "a"}, {"role": "assistant", "content": None, "name": "b"}]
 
 
 # --- pooling ----------------------------------------------------------------------------------------------------
@@ -56,7 +59,7 @@ def test_pooling_takes_what_embeddings_take():
         ({"task": "token_embed"}, replace(PLAIN, overflow=Overflow.CHUNK), "overflow", "does not go with chunks"),
         ({"task": "token_embed", "encoding_format": "npy"}, PLAIN, "encoding_format", "must be 'float' or 'base64'"),
         ({"report": True, "encoding_format": "bytes"}, PLAIN, "report", "is part of a JSON answer"),
-        ({"messages": []}, PLAIN, "messages", "is not supported"),
+        ({"messages": []}, PLAIN, "messages", "the model has no chat template"),
         ({"input": []}, PLAIN, "input", "the list is empty"),
         ({"input_type": "query", "prompt": ""}, PLAIN, "input_type", "both choose the prompt"),
     ],
@@ -143,6 +146,7 @@ def test_a_text_is_tokenized_as_it_would_be_embedded(model, prompt):
         ({"prompt": ["a"]}, "prompt"),
         ({"prompt": 5}, "prompt"),
         ({"prompt": "a", "messages": []}, "messages"),
+        ({"messages": CHAT}, "messages"),
         ({"prompt": "a", "return_token_strs": 1}, "return_token_strs"),
     ],
 )
@@ -188,3 +192,84 @@ def test_tokens_are_answered_with_their_texts_if_they_are_wanted():
         b'{"count":2,"max_model_len":256,"tokens":[101,1037],"token_strs":null}',
         b'{"count":2,"max_model_len":256,"tokens":[101,1037],"token_strs":["[CLS]","a"]}',
     ]
+
+
+# --- conversations ----------------------------------------------------------------------------------------------
+
+
+def messages_of(operation: Operation, body: dict[str, Any], model_info: ModelInfo = CHATTY) -> ParsedMessages:
+    parse = operation.embed or operation.reply
+    assert parse is not None
+    asked = parse(Call(operation.fields.read(body), {}, model_info))
+    assert isinstance(asked, ParsedMessages)
+    return asked
+
+
+@pytest.mark.parametrize("operation", [POOLING, EMBEDDINGS], ids=["pooling", "embeddings"])
+def test_conversations_are_embedded_as_the_texts_that_the_template_makes(operation):
+    asked = messages_of(operation, {"messages": CHAT, "embed_dtype": "float16", "truncate_prompt_tokens": 8})
+    rendered = [CHAT[0], {**CHAT[1], "content": ""}]
+    assert orjson.loads(asked.payload) == {
+        "conversations": [rendered], "kwargs": {"add_generation_prompt": False}, "continue_final_message": False,
+    }  # fmt: skip
+    parsed = asked.proceed(["text"])
+    assert isinstance(parsed, ParsedEmbed)
+    request = parsed.request
+    assert (request.inputs, request.forms[0].dtype) == (["text"], Dtype.FLOAT16)
+    tokenizing = request.tokenizing._replace(are_ids_of_model=False)
+    assert tokenizing == Tokenizing("", Overflow.TRUNCATE, 8, add_special_tokens=False)
+
+    options = {"add_generation_prompt": True, "chat_template_kwargs": {"x": 1}, "add_special_tokens": True}
+    asked = messages_of(operation, {"messages": [CHAT, CHAT[:1]], **options})
+    sent = orjson.loads(asked.payload)
+    assert (sent["conversations"], sent["kwargs"]) == (
+        [rendered, CHAT[:1]], {"x": 1, "add_generation_prompt": True},
+    )  # fmt: skip
+    parsed = asked.proceed(["a", "b"])
+    assert isinstance(parsed, ParsedEmbed)
+    assert parsed.request.tokenizing.add_special_tokens
+
+
+def test_a_conversation_is_tokenized_with_the_beginning_of_a_reply():
+    asked = messages_of(TOKENIZE, {"messages": CHAT})
+    assert orjson.loads(asked.payload)["kwargs"] == {"add_generation_prompt": True}
+    parsed = asked.proceed(["text"])
+    assert isinstance(parsed, ParsedTokenize)
+    assert (parsed.texts, parsed.prompt, parsed.add_special_tokens) == (["text"], "", False)
+    asked = messages_of(TOKENIZE, {"messages": CHAT, "continue_final_message": True})
+    sent = orjson.loads(asked.payload)
+    assert (sent["kwargs"], sent["continue_final_message"]) == ({"add_generation_prompt": False}, True)
+    with pytest.raises(TooManyInputs, match="2 conversations, at most 1"):
+        messages_of(TOKENIZE, {"messages": [CHAT, CHAT]})
+
+
+@pytest.mark.parametrize(
+    ("body", "param", "says"),
+    [
+        ({"messages": "secret"}, "messages", "is a string"),
+        ({"messages": []}, "messages", "is empty"),
+        ({"messages": [[]]}, "messages", r"'messages\[0\]' must be a list of messages, is empty"),
+        ({"messages": [CHAT, "secret"]}, "messages", r"'messages\[1\]' must be a list of messages, is a string"),
+        ({"messages": ["secret"]}, "messages", r"'messages\[0\]' must be an object"),
+        ({"messages": [{"content": "secret"}]}, "messages", "a string as its 'role'"),
+        ({"messages": [{"role": "user", "content": 5}]}, "messages", "is a whole number"),
+        ({"messages": [{"role": "user", "content": ["secret"]}]}, "messages", r"\.content\[0\]"),
+        ({"messages": [{"role": "user", "content": [{"type": "image_url"}]}]}, "messages", "embeds texts alone"),
+        ({"messages": [CHAT] * 5}, "messages", "5 conversations, at most 4"),
+        ({"messages": [{"role": "user", "content": "x" * 2**18}]}, "messages", "bytes as JSON, at most 262144"),
+        ({"messages": CHAT, "input": "a"}, "messages", "send one of them"),
+        ({"messages": CHAT, "prompt": ""}, "prompt", "with the role 'system'"),
+        ({"messages": CHAT, "model": "m:query"}, "prompt", "contradict each other"),
+        ({"messages": CHAT, "dimensions": 64}, "dimensions", "does not support"),
+        ({"messages": CHAT, "chat_template": "{{ 1 }}"}, "chat_template", "the model's own"),
+        ({"messages": CHAT, "chat_template_kwargs": 1}, "chat_template_kwargs", "must be an object"),
+        ({"messages": CHAT, "continue_final_message": True, "add_generation_prompt": True},
+         "continue_final_message", "Cannot set both"),
+    ],
+)  # fmt: skip
+def test_what_is_no_conversation_is_refused_before_it_is_rendered(body, param, says):
+    for operation in (POOLING, EMBEDDINGS):
+        with pytest.raises(BadRequest, match=says) as caught:
+            messages_of(operation, body)
+        assert caught.value.param == param
+        assert "secret" not in caught.value.message

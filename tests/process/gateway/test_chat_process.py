@@ -1,0 +1,107 @@
+"""The process of the chat template: what a hostile template, or a caller who leaves, does to it."""
+
+import asyncio
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
+
+import orjson
+import pytest
+import uvloop
+
+from vecd.gateway.tokenization.chat_process import ChatProcess
+from vecd.gateway.types.config import ChatTemplateSpec
+from vecd.gateway.types.errors import BadRequest, ServerError
+from vecd.launch.base.programs import command_of
+
+FINE = "{{ messages[0].content }}"
+ON_REQUEST = "{% if messages[0].content == 'evil' %}EVIL{% endif %}{{ messages[0].content }}"
+LOOP = "{% for i in range(99999) %}{% for j in range(99999) %}{% endfor %}{% endfor %}"
+
+
+def payload(content: str) -> bytes:
+    conversations = [[{"role": "user", "content": content}]]
+    return orjson.dumps({"conversations": conversations, "kwargs": {}, "continue_final_message": False})
+
+
+@asynccontextmanager
+async def chat_process(source: str) -> AsyncIterator[ChatProcess]:
+    chat = ChatProcess(ChatTemplateSpec(source, {}, tuple(command_of("vecd.gateway.tokenization.chat_template"))))
+    try:
+        yield chat
+    finally:
+        process = chat._process
+        chat.close()
+        if process is not None:
+            await process.wait()
+
+
+@pytest.mark.parametrize(
+    ("evil", "says"),
+    [
+        (LOOP, "takes more than a second"),
+        ("{{ 10 ** (10 ** (9 + messages | length)) }}", "takes more than a second"),
+        ("{{ 'x' * 10 ** (9 + messages | length) }}", "needs more than 512 MiB"),
+        ("{{ 'x' | center(10 ** (9 + messages | length)) }}", "needs more than 512 MiB"),
+        ("{% set ns = namespace(s='xx') %}{% for i in range(40) %}{% set ns.s = ns.s ~ ns.s %}{% endfor %}{{ ns.s }}",
+         "needs more than 512 MiB"),
+        ("{{ 'x' * 2 ** (20 + messages | length) }}", "makes more than 1048576 characters"),
+        ("{% macro f() %}{{ f() }}{% endmacro %}{{ f() }}", r"fails on the conversation \(RecursionError\)"),
+    ],
+)  # fmt: skip
+def test_a_template_that_takes_all_time_or_memory_harms_its_own_request_alone(evil, says):
+    async def main() -> None:
+        async with chat_process(ON_REQUEST.replace("EVIL", evil)) as chat:
+            for _ in range(2):
+                assert await chat.render(payload("a")) == ["a"]
+                with pytest.raises(BadRequest, match=says) as caught:
+                    await chat.render(payload("evil"))
+                assert caught.value.param == "messages"
+            assert await chat.render(payload("b")) == ["b"]
+
+    uvloop.run(main())
+
+
+@pytest.mark.parametrize(("source", "says"), [("{% if %}", "cannot be compiled"), (LOOP, "takes more than a second")])
+def test_a_template_that_cannot_be_used_is_said_of_every_request(source, says):
+    async def main() -> None:
+        async with chat_process(source) as chat:
+            for _ in range(2):
+                with pytest.raises(BadRequest, match=says):
+                    await chat.render(payload("a"))
+
+    uvloop.run(main())
+
+
+def test_a_caller_who_leaves_takes_no_other_callers_reply():
+    async def main() -> None:
+        async with chat_process(ON_REQUEST.replace("EVIL", LOOP)) as chat:
+            leaving = asyncio.ensure_future(chat.render(payload("evil")))
+            waiting = asyncio.ensure_future(chat.render(payload("a")))
+            while chat.pid is None:
+                await asyncio.sleep(0.01)
+            process = chat._process
+            assert process is not None
+            leaving.cancel()
+            assert await asyncio.wait_for(waiting, 30) == ["a"]
+            with pytest.raises(asyncio.CancelledError):
+                await leaving
+            await process.wait()
+
+    uvloop.run(main())
+
+
+def test_a_process_that_ended_is_replaced():
+    async def main() -> None:
+        async with chat_process(FINE) as chat:
+            assert await chat.render(payload("a")) == ["a"]
+            before, process = chat.pid, chat._process
+            assert process is not None
+            chat.close()
+            await process.wait()
+            assert await chat.render(payload("b")) == ["b"]
+            assert chat.pid != before
+        gone = ChatProcess(ChatTemplateSpec(FINE, {}, ("/bin/false",)))
+        with pytest.raises(ServerError):
+            await gone.render(payload("a"))
+
+    uvloop.run(main())
