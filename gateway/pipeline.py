@@ -252,6 +252,7 @@ class Pipeline:
         pending = PendingResult(len(request.inputs), collectors, asyncio.get_running_loop())
         request_queue = RequestQueue(pending, permit.priority, permit.deadline, principal.tenant)
         request_queue.batches = timeline.batches
+        permit.request_queue = request_queue
         counts = _Counts(wants_reports=request.wants_report)
         self._pending.add(pending)
         tick = self._deadlines.set(pending, permit.deadline)

@@ -36,6 +36,9 @@ _RIGHTS = (socket.SOL_SOCKET, socket.SCM_RIGHTS)
 MAX_DESCRIPTORS = 80
 """The most that a message carries: one for each gateway there may be, and a few. Linux allows 253."""
 _ANCILLARY_BYTES = socket.CMSG_SPACE(MAX_DESCRIPTORS * array("i").itemsize)
+LOAD_TOKENS_PER_S = "load_tokens_per_s"
+"""The key of a worker's fact: its speed when its model was loaded, above 0, by which waits are estimated until a batch
+has been measured."""
 SEND_TIMEOUT_MS = 1000
 """How long a message may wait for room in the other side's buffer."""
 
@@ -281,7 +284,8 @@ class WorkerReady(Message):
     """From a worker: the model is loaded, compared and warm."""
 
     facts: dict[str, Any]
-    """JSON values: dtype, path ("packed" or "padded"), agreement figures, memory. Shown in `/info`."""
+    """JSON values: dtype, path ("packed" or "padded"), agreement figures, memory, LOAD_TOKENS_PER_S if it was measured.
+    Shown in `/info`."""
     warnings: list[str] = field(default_factory=list)
 
 

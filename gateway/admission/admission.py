@@ -14,8 +14,10 @@ import asyncio
 import time
 from collections import deque
 from dataclasses import dataclass
+from itertools import islice
 
 from vecd.gateway.scheduling.policy import BatchingPolicy, Unqueued, Workers
+from vecd.gateway.scheduling.queue import RequestQueue
 from vecd.gateway.types.errors import TooManyRequests
 from vecd.gateway.types.request import Priority
 
@@ -26,6 +28,9 @@ _TIMES_FREE = 8
 
 _MAX_WAITERS = 576
 """512 of one tenant."""
+
+_MAX_PERMITS_COMPARED = 64
+"""The oldest permits, of which the one with the least left is taken for the next to be released."""
 
 _MAX_LOOKS = 8
 """Tenants of an admission queue that are looked at when a request is over; the others are looked at later."""
@@ -60,6 +65,13 @@ class Permit:
     """When the client stops waiting for the response, by `time.monotonic`."""
     num_unqueued: int = 0
     """The part of `num_tokens` that the batching policy does not know of yet."""
+    request_queue: RequestQueue | None = None
+    """What is queued of the request, once it may be. Set by the pipeline."""
+
+    @property
+    def num_waiting(self) -> int:
+        """Tokens that no worker has got, estimated."""
+        return self.num_unqueued + (self.request_queue.num_tokens if self.request_queue is not None else 0)
 
     @property
     def tenant(self) -> str:
@@ -80,7 +92,7 @@ class Permit:
 
     def release(self) -> None:
         self.note_queued()
-        self._admission.leave(self.use)
+        self._admission.leave(self)
 
 
 @dataclass(slots=True, eq=False)
@@ -142,8 +154,8 @@ class Admission:
         self._num_waiters = 0
         self._is_look_due = False
         self._uses: dict[str, _TenantUse] = {}
-        self.num_requests = 0
-        """Requests with a permit."""
+        self._permits: dict[Permit, None] = {}
+        """Those granted, the oldest first."""
         self.num_unqueued = 0
         """Tokens of these that are not queued yet, estimated."""
 
@@ -179,11 +191,11 @@ class Admission:
             self._forget_if_unused(permit.use)
         return permit
 
-    def leave(self, use: _TenantUse) -> None:
-        """Take a tenant's permit back."""
-        self.num_requests -= 1
-        use.num_requests -= 1
-        self._forget_if_unused(use)
+    def leave(self, permit: Permit) -> None:
+        """Take a permit back."""
+        del self._permits[permit]
+        permit.use.num_requests -= 1
+        self._forget_if_unused(permit.use)
         self._admit_waiters_soon()
 
     def admit_waiters(self) -> None:
@@ -194,6 +206,11 @@ class Admission:
         for queues in self._queues:
             for queue in queues:
                 self._admit_from(queue)
+
+    @property
+    def num_requests(self) -> int:
+        """Requests with a permit."""
+        return len(self._permits)
 
     @property
     def num_tenants(self) -> int:
@@ -224,7 +241,7 @@ class Admission:
     def _add_waiter(self, waiter: _Waiter) -> None:
         use = waiter.permit.use
         if use.num_waiters >= _TIMES_FREE * (_MAX_WAITERS - self._num_waiters):
-            reason = _too_many("wait to be admitted", use.num_waiters, self._num_waiters, _MAX_WAITERS)
+            reason = _too_many("waiting to be admitted", use.num_waiters, self._num_waiters, _MAX_WAITERS)
             rejection = self._rejection(waiter.permit, reason)
             self._forget_if_unused(use)
             raise rejection
@@ -287,15 +304,15 @@ class Admission:
         permit.use.num_unqueued += permit.num_tokens
         permit.use.num_requests += 1
         self.num_unqueued += permit.num_tokens
-        self.num_requests += 1
+        self._permits[permit] = None
 
     def _rejection_reason(self, permit: Permit) -> str | None:
         """Why there is no room for a request; None if there is, as there always is for a lone one."""
         if self.num_requests == 0:
             return None
         use = permit.use
-        if use.num_requests >= _TIMES_FREE * (self._max_requests - self.num_requests):
-            return _too_many("are being served", use.num_requests, self.num_requests, self._max_requests)
+        if self._has_no_place(use):
+            return _too_many("being served", use.num_requests, self.num_requests, self._max_requests)
         safe_s = _SAFE_PART * (permit.deadline - time.monotonic())
         if self._policy.max_wait_s(self.num_unqueued, self._workers) <= min(safe_s, self._max_wait_s):
             return None
@@ -308,13 +325,22 @@ class Admission:
         return None
 
     def _rejection(self, permit: Permit, reason: str) -> TooManyRequests:
-        return TooManyRequests(reason, retry_after_s=self.wait_s(permit))
+        retry_after_s = self._place_s() if self._has_no_place(permit.use) else self.wait_s(permit)
+        return TooManyRequests(reason, retry_after_s=retry_after_s)
+
+    def _has_no_place(self, use: _TenantUse) -> bool:
+        return use.num_requests >= _TIMES_FREE * (self._max_requests - self.num_requests)
+
+    def _place_s(self) -> float:
+        """Estimated seconds until a permit is released."""
+        least_tokens = min(permit.num_waiting for permit in islice(self._permits, _MAX_PERMITS_COMPARED))
+        return self._policy.place_s(self.num_requests, least_tokens, self.num_unqueued, self._workers)
 
 
-def _too_many(do_what: str, num_of_tenant: int, num_in_all: int, max_in_all: int) -> str:
+def _too_many(doing_what: str, num_of_tenant: int, num_in_all: int, max_in_all: int) -> str:
+    requests = "1 request is" if num_in_all == 1 else f"{num_in_all} requests are"
+    too_many = f"{requests} {doing_what}, at most {max_in_all} may be at a time"
     if num_in_all >= max_in_all:
-        return f"{num_in_all} requests {do_what}, at most {max_in_all} are at a time"
-    return (
-        f"{num_in_all} requests {do_what}, at most {max_in_all} are at a time, and {num_of_tenant} of them are yours: "
-        "room is left for other callers"
-    )
+        return too_many
+    are = "is" if num_of_tenant == 1 else "are"
+    return f"{too_many}, and {num_of_tenant} of them {are} yours: room is left for other callers"

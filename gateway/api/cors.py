@@ -21,7 +21,7 @@ _METHODS = "GET, HEAD, POST, OPTIONS"
 _USUAL_HEADERS = "authorization, content-type"
 _MAX_AGE_S = 7200
 """How long a browser may keep the response to a preflight; Chromium keeps none for longer."""
-_ALWAYS_EXPOSED = ("x-request-id", "retry-after")
+_ALWAYS_EXPOSED = ("x-request-id", "retry-after", "retry-after-ms")
 _READABLE_ANYWAY = {"content-type", "content-length", "vary", "access-control-allow-origin"}
 _DEFAULT_PORTS = {"http": ":80", "https": ":443"}
 _HEADER_NAMES = re.compile(r"[!#$%&'*+.^_`|~0-9A-Za-z-]+(?:[ \t]*,[ \t]*[!#$%&'*+.^_`|~0-9A-Za-z-]+)*")

@@ -35,12 +35,13 @@ _STATUSES = {
 _DIMENSIONS = {"dimensions", "output_dimension", "truncate_dim"}
 _NUM_TOKENS = {"truncate_prompt_tokens"}
 """Fields whose maximum is the number of tokens that the model takes."""
-_WITH_RETRY_AFTER = {429, 503}
 _WITH_BODY = {408, 413, 415, 429, 500, 503}
 _WITH_KEY = {401, 403}
 
 _REQUEST_ID = {"x-request-id": {"description": "Of the request, as it is in the log", "schema": {"type": "string"}}}
 _RETRY_AFTER = {"retry-after": {"description": "Seconds, 1 to 60", "schema": {"type": "integer", "minimum": 1}}}
+_RETRY_AFTER_MS = {"retry-after-ms": {"description": "The same in milliseconds", "schema": {"type": "integer"}}}
+_WITH_RETRY_AFTER = {429: {**_RETRY_AFTER, **_RETRY_AFTER_MS}, 503: _RETRY_AFTER}
 _PARAMETERS = (
     {
         "name": "x-vecd-priority",
@@ -177,7 +178,7 @@ def _response(operations: Sequence[Operation]) -> dict[str, Any]:
 def _error(status: int, text: str, dialects: Sequence[str]) -> dict[str, Any]:
     """`dialects`: the names of those whose shapes the error may have."""
     schemas: list[Schema] = [{"$ref": f"#/components/schemas/{dialect}-error"} for dialect in dialects]
-    headers = {**_REQUEST_ID, **(_RETRY_AFTER if status in _WITH_RETRY_AFTER else {})}
+    headers = {**_REQUEST_ID, **_WITH_RETRY_AFTER.get(status, {})}
     return {"description": text, "headers": headers, "content": {"application/json": {"schema": _any_of(schemas)}}}
 
 

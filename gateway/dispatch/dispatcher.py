@@ -38,7 +38,15 @@ from vecd.gateway.scheduling.queue import Deaths, QueuedSequence, RequestQueue
 from vecd.gateway.telemetry.shared_metrics import SharedMetrics
 from vecd.gateway.types.errors import DeadlinePassed, EngineFailed, Unavailable
 from vecd.gateway.types.timeline import BatchShare
-from vecd.shm.control import InputDeaths, InputsCleared, Message, Quarantined, WorkerConnected, WorkerStuck
+from vecd.shm.control import (
+    LOAD_TOKENS_PER_S,
+    InputDeaths,
+    InputsCleared,
+    Message,
+    Quarantined,
+    WorkerConnected,
+    WorkerStuck,
+)
 from vecd.shm.failure_code import FailureCode
 from vecd.shm.output import NOT_PLAIN, Output
 from vecd.shm.shared_metrics import Counter, ServiceKey
@@ -106,6 +114,7 @@ class Dispatcher:
         self._deaths: KnownInputs[Deaths] = KnownInputs(_MAX_INPUTS_WITH_DEATHS)
         """The deaths of workers with each input that has not been computed since."""
         self._retries = RetryBudget(max_batch_tokens)
+        self._max_batch_tokens = max_batch_tokens
         self._newest_cost_model = CostModel(max_batch_tokens)
         """Of the worker that has answered last; a new worker begins with a copy."""
         self._shared_metrics = shared_metrics or SharedMetrics.private()
@@ -219,6 +228,8 @@ class Dispatcher:
         if self._is_stopped:
             return
         self.broken = None
+        if not self._newest_cost_model.is_learned and LOAD_TOKENS_PER_S in facts:
+            self._newest_cost_model = CostModel(self._max_batch_tokens, facts[LOAD_TOKENS_PER_S])
         link = WorkerLink(
             self.service,
             incarnation,
@@ -358,6 +369,7 @@ class Dispatcher:
     def _on_alive(self, link: WorkerLink) -> None:
         is_first, link.is_connected = not link.is_connected, True
         if is_first:
+            self._sum_speeds()
             self._report(WorkerConnected(link.incarnation.worker, link.incarnation.life))
         self.schedule_dispatch()
 
@@ -375,7 +387,7 @@ class Dispatcher:
         link.has_answered = True
         link.cost_model.observe(batch.num_tokens, done.compute_us / 1e6)
         self._newest_cost_model = link.cost_model
-        self.tokens_per_s = sum(link.cost_model.tokens_per_s for link in self._links.values() if link.is_usable)
+        self._sum_speeds()
         self._retries.earn(batch.num_tokens)
         worker = link.incarnation.worker
         self._shared_metrics.batch_done(
@@ -393,6 +405,9 @@ class Dispatcher:
             self._clear(batch.sequences)
         self._dispatch()  # the worker computes its next batch while this one's rows are encoded
         self._delivery.add(link, batch)
+
+    def _sum_speeds(self) -> None:
+        self.tokens_per_s = sum(link.cost_model.tokens_per_s for link in self._links.values() if link.is_usable)
 
     def _on_failed(self, link: WorkerLink, failed: Failed) -> None:
         batch = self._take_answered(link, failed.number, failed.slot)

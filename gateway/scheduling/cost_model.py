@@ -36,13 +36,14 @@ _FIRST_BATCH_S = 10.0
 
 
 class CostModel:
-    def __init__(self, max_batch_tokens: int) -> None:
-        """`max_batch_tokens`: no budget is above this."""
+    def __init__(self, max_batch_tokens: int, first_tokens_per_s: float = _FIRST_GUESS_TOKENS_PER_S) -> None:
+        """`max_batch_tokens`: no budget is above this. `first_tokens_per_s`: the speed, above 0, until a batch has been
+        measured."""
         self._max_batch_tokens = max_batch_tokens
         self._w = self._x = self._y = self._xx = self._xy = 0.0
         self._largest_tokens = 0
         self._overhead_s = 0.0
-        self._per_token_s = 1 / _FIRST_GUESS_TOKENS_PER_S
+        self._per_token_s = 1 / first_tokens_per_s
         self.tokens_per_s = self._full_speed()
         """Speed with full batches."""
 

@@ -243,6 +243,13 @@ class BatchingPolicy:
         others = min(unqueued.others_tokens, (num_tokens + own) * unqueued.num_others)
         return (before + own + others) / workers.tokens_per_s
 
+    def place_s(self, num_requests: int, least_tokens: int, num_unqueued_tokens: int, workers: Workers) -> float:
+        """Estimated seconds until one of `num_requests` is over, of which the shortest has `least_tokens` left that no
+        worker has got. They take turns, so each of the others is served as much before. `num_unqueued_tokens`: those of
+        all requests that were admitted and have not been queued yet."""
+        before = (num_requests * least_tokens + workers.in_flight_tokens) * self._num_gateways
+        return min(before / workers.tokens_per_s, self.max_wait_s(num_unqueued_tokens, workers))
+
     def max_wait_s(self, num_unqueued_tokens: int, workers: Workers) -> float:
         """Seconds that no `wait_s` is above, for a tenth of its price: all that waits and that is in flight, of all
         gateways. `num_unqueued_tokens`: those of all requests that were admitted and have not been queued yet."""

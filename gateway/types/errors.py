@@ -8,6 +8,8 @@ token id, a vector or a key.
 """
 
 import logging
+import math
+import random
 from collections.abc import Mapping
 from types import MappingProxyType
 from typing import ClassVar
@@ -185,12 +187,29 @@ class HttpVersionNotSupported(ApiError):
 # --- overload ---------------------------------------------------------------------------------------------------
 
 
+_MAX_RETRY_AFTER_S = 60.0
+"""SDKs ignore more than a minute or two."""
+_SPREAD, _MIN_SPREAD_S = 0.5, 2.0
+"""Clients that were refused together come back over half of the time that they were told to wait, or two seconds."""
+
+
 class _Overload(ApiError):
+    is_spread: ClassVar[bool] = False
+
     def __init__(self, message: str, *, retry_after_s: float, code: str | None = None) -> None:
+        """`retry_after_s`: when a retry is expected to succeed. The headers never say less, up to a minute. SDKs that
+        do not read retry-after-ms take whole seconds, at least one, because they retry at once on zero."""
         super().__init__(message, code=code)
-        # SDKs ignore more than a minute or two, and retry at once on zero.
-        seconds = round(min(60.0, max(1.0, retry_after_s)))
-        self.headers = {"retry-after": str(seconds)}
+        if not self.is_spread:
+            self.headers = {"retry-after": _whole_seconds(retry_after_s)}
+            return
+        seconds = retry_after_s + random.uniform(0, max(_MIN_SPREAD_S, _SPREAD * retry_after_s))
+        milliseconds = math.ceil(1000 * min(_MAX_RETRY_AFTER_S, seconds))
+        self.headers = {"retry-after": _whole_seconds(milliseconds / 1000), "retry-after-ms": str(milliseconds)}
+
+
+def _whole_seconds(seconds: float) -> str:
+    return str(math.ceil(min(_MAX_RETRY_AFTER_S, max(1.0, seconds))))
 
 
 class TooManyRequests(_Overload):
@@ -200,6 +219,7 @@ class TooManyRequests(_Overload):
     status = 429
     type = "rate_limit_error"
     code = "server_overloaded"
+    is_spread = True
 
 
 class RateLimited(_Overload):
@@ -208,6 +228,7 @@ class RateLimited(_Overload):
     status = 429
     type = "rate_limit_error"
     code = "rate_limit_exceeded"
+    is_spread = True
 
 
 class Unavailable(_Overload):

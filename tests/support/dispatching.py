@@ -190,10 +190,10 @@ class Bench:
     def quarantined(self) -> list[str]:
         return [message.digest for message in self.reported if isinstance(message, Quarantined)]
 
-    def add_worker(self, index: int = 0, life: int = 1) -> Worker:
+    def add_worker(self, index: int = 0, life: int = 1, facts: dict[str, Any] | None = None) -> Worker:
         worker = Worker(self.address_fd, index, life)
         self.workers.append(worker)
-        self.dispatcher.worker_up(worker.incarnation, map_arena(worker.fd, SPEC, writable=False)[0], {})
+        self.dispatcher.worker_up(worker.incarnation, map_arena(worker.fd, SPEC, writable=False)[0], facts or {})
         return worker
 
     async def all_connected(self) -> None:

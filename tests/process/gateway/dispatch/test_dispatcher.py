@@ -294,6 +294,18 @@ async def test_the_speed_stays_known_while_there_is_no_worker(bench):
     assert bench.dispatcher.tokens_per_s > 0
 
 
+async def test_until_a_batch_is_measured_the_speed_is_that_of_the_workers_load(bench):
+    bench.add_worker(0, facts={"load_tokens_per_s": 80.0})
+    bench.add_worker(1, facts={"load_tokens_per_s": 70.0})
+    await bench.all_connected()
+    assert bench.dispatcher.tokens_per_s == pytest.approx(150)
+    request = bench.request(1)
+    worker = bench.workers[1]
+    worker.answer(await worker.receive())
+    await request.finished
+    assert bench.dispatcher.tokens_per_s != pytest.approx(150)
+
+
 async def test_a_failed_send_does_not_hide_what_has_arrived(bench):
     """Probes to a worker that is not there yet fail; the answers of another must be seen all the same."""
 

@@ -3,7 +3,10 @@ import asyncio
 import pytest
 
 from tests.support.admitting import Entrance
+from vecd.gateway.encoding.pending import PendingResult
+from vecd.gateway.scheduling.queue import RequestQueue
 from vecd.gateway.types.errors import TooManyRequests
+from vecd.gateway.types.request import Priority
 
 
 def test_a_permit_is_returned_whatever_happens():
@@ -27,7 +30,7 @@ def test_too_many_requests_are_rejected_with_limit_and_value():
     entrance = Entrance(max_requests=1)
     with entrance.try_enter():
         assert entrance.try_enter() is None
-        assert "1 requests are being served, at most 1" in entrance.rejection().message
+        assert entrance.rejection().message == "1 request is being served, at most 1 may be at a time"
 
 
 def test_too_long_a_wait_is_rejected_with_limit_and_value():
@@ -64,12 +67,44 @@ def test_what_is_not_queued_yet_counts_as_waiting():
         assert entrance.try_enter(20_000) is not None, "now the policy says what is ahead"
 
 
-@pytest.mark.parametrize(("tokens_per_s", "seconds"), [(1e9, 1), (1000.0, 30), (0.001, 60)])
-def test_retry_after_is_the_drain_time_between_1_and_60_s(tokens_per_s, seconds):
-    entrance = Entrance(max_requests=1)
+@pytest.mark.parametrize(("tokens_per_s", "least_s", "most_s"), [(1e9, 1, 3), (1000.0, 30, 45), (0.001, 60, 60)])
+def test_retry_after_is_the_wait_between_1_and_60_s(tokens_per_s, least_s, most_s):
+    entrance = Entrance()
     with entrance.try_enter():
         entrance.policy.ahead, entrance.workers.tokens_per_s = 30_000, tokens_per_s
-        assert int(entrance.rejection().headers["retry-after"]) == seconds
+        entrance.admission._max_wait_s = 1e-6
+        assert least_s <= int(entrance.rejection().headers["retry-after"]) <= most_s
+
+
+@pytest.fixture
+def _no_spread(monkeypatch):
+    monkeypatch.setattr("vecd.gateway.types.errors.random.uniform", lambda least, most: least)
+
+
+@pytest.mark.usefixtures("_no_spread")
+def test_without_a_place_retry_after_is_when_a_request_will_be_over_and_not_the_turn_of_a_short_one():
+    entrance = Entrance(max_requests=1)
+    entrance.policy.queued_tokens = 0
+    with entrance.try_enter(20_000) as permit:
+        assert entrance.rejection().headers["retry-after-ms"] == "20000", "it is being tokenized"
+        permit.request_queue = RequestQueue(PendingResult(1, (), asyncio.new_event_loop()), Priority.NORMAL)
+        permit.request_queue.num_tokens = entrance.policy.queued_tokens = 8_000
+        permit.note_queued()
+        assert entrance.rejection().headers["retry-after-ms"] == "8000", "it is queued"
+        permit.request_queue.num_tokens = entrance.policy.queued_tokens = 0
+        entrance.workers.in_flight_tokens = 5_100
+        headers = entrance.rejection().headers
+        assert headers == {"retry-after": "6", "retry-after-ms": "5100"}, "it is computed"
+
+
+@pytest.mark.usefixtures("_no_spread")
+def test_a_place_gets_free_when_the_shortest_request_is_over():
+    entrance = Entrance(max_requests=10, max_wait_s=1e9)
+    sizes = [3_000, *[50_000] * 9]
+    permits = [entrance.try_enter(size, timeout_s=1e9, tenant=str(at)) for at, size in enumerate(sizes)]
+    assert entrance.rejection().headers["retry-after-ms"] == "30000", "each of the ten is served as much"
+    permits[0].release()
+    assert entrance.try_enter() is not None
 
 
 async def test_waiters_wait_a_moment_and_are_admitted_in_their_order():
@@ -167,7 +202,7 @@ def test_a_lone_tenant_gets_eight_of_nine_places_and_the_next_one_finds_room():
     assert len(entrance.fill("polite", 50)) == 50
     assert len(entrance.fill("third", 5)) == 5
     message = entrance.rejection(tenant="greedy").message
-    assert "855 requests are being served, at most 900 are at a time, and 800 of them are yours" in message
+    assert "855 requests are being served, at most 900 may be at a time, and 800 of them are yours" in message
 
 
 def test_places_come_to_be_shared_evenly():

@@ -55,7 +55,7 @@ def test_an_origin_that_is_allowed_is_echoed(configured, sent):
     cors = Cors((configured, "https://other.example"))
     assert added(cors, request(origin=sent)) == {
         "access-control-allow-origin": sent,
-        "access-control-expose-headers": "x-request-id, retry-after",
+        "access-control-expose-headers": "x-request-id, retry-after, retry-after-ms",
         "vary": "origin",
     }
     assert cors.is_preflight(preflight(sent))
@@ -93,7 +93,7 @@ def test_a_request_that_was_not_understood():
 def test_every_header_of_an_answer_can_be_read():
     response = Response(200, headers={"x-vecd-tokens": "1", "x-compute-time": "2", "retry-after": "3"})
     exposed = added(Cors((ORIGIN,)), request(origin=ORIGIN), response)["access-control-expose-headers"]
-    assert exposed == "x-request-id, retry-after, x-vecd-tokens, x-compute-time"
+    assert exposed == "x-request-id, retry-after, retry-after-ms, x-vecd-tokens, x-compute-time"
 
 
 def test_what_an_answer_varies_by_is_kept():

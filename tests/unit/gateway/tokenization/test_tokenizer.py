@@ -625,7 +625,7 @@ def test_there_is_room_for_so_much_at_a_time(monkeypatch):
         for size in (6, 51):
             with pytest.raises(TooManyRequests) as caught:
                 limiter.reserve(size, "a").__enter__()
-            assert caught.value.headers == {"retry-after": "1"}
+            assert 1 <= int(caught.value.headers["retry-after"]) <= 3
         with limiter.reserve(25, "b"), limiter.reserve(25, "b"), pytest.raises(TooManyRequests):
             limiter.reserve(1, "c").__enter__()
         with limiter.reserve(50, "c"):
