@@ -186,6 +186,35 @@ def test_a_restart_is_told_and_recovered_from(open_page):
                 assert page.inner_text("#state") == "Serving, 1 worker"
 
 
+def order_of(page) -> list[str]:
+    return page.locator("main > section").evaluate_all("(parts) => parts.map((part) => part.id)")
+
+
+def test_the_playground_comes_first_where_nothing_is_computed_and_the_figures_where_something_is(open_page):
+    with running_server(*WEIGHTLESS) as idle, open_page(idle.url) as page:
+        wait_for_figures(page)
+        assert order_of(page) == ["playground", "live", "model"]
+        idle.embed("text")
+        expect(page.locator("#latency-p99")).to_contain_text("s")
+        assert re.fullmatch(r"p50 [\d.]+ m?s · p99 [\d.]+ m?s", page.inner_text(".figure:has(#latency-p50)"))
+        assert order_of(page) == ["playground", "live", "model"], "nothing moves while it is read"
+        idle.embed("text")
+        page.reload()
+        wait_for_figures(page)
+        assert order_of(page) == ["live", "playground", "model"]
+        assert page.locator("nav a").all_inner_texts() == ["Live", "Playground", "Model", "API"]
+        # All that the selector changes follows it, and nothing else up to the next heading.
+        assert (
+            page.locator("#window")
+            .evaluate("(choice) => choice.closest('.part').innerText")
+            .startswith("LATENCIES, BATCHES, ERRORS AND ROUTES OVER THE LAST")
+        )
+        panels = page.locator("#figures > *").all_inner_texts()
+        titles = [text.partition("\n")[0] for text in panels]
+        assert titles[6:10] == ["WHERE TIME GOES", "BATCHES", "ERRORS", "ROUTES"]
+        assert titles[10] == "NOW"
+
+
 # --- the playground ---------------------------------------------------------------------------------------------------
 
 
