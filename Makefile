@@ -93,14 +93,20 @@ $(VENV)/.test: EXTRAS = test
 $(VENV)/.check: EXTRAS = test,check,bench,binary
 $(VENV)/.bench: EXTRAS = minilm,bench
 $(VENV)/.browser: EXTRAS = browser
-$(VENV)/.serve $(VENV)/.test $(VENV)/.check $(VENV)/.bench $(VENV)/.browser: pyproject.toml constraints.txt
+# A torch that PYTHON has is used instead of another of gigabytes, where it is the pinned one; once it has gone, or is
+# another, everything is installed anew.
+TORCH_OF_PYTHON := $(shell readlink $(VENV)/torch-of-python/torch-*.dist-info)
+$(TORCH_OF_PYTHON): ;
+$(VENV)/.serve $(VENV)/.test $(VENV)/.check $(VENV)/.bench $(VENV)/.browser: pyproject.toml constraints.txt $(TORCH_OF_PYTHON)
 	test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
+	-$(PYTHON) -I tools/reuse_torch.py $(VENV) constraints.txt
 	$(BIN)/python -m pip install --quiet --constraint constraints.txt --editable '.[$(EXTRAS)]'
 	touch $@
 
-# Pin again what is installed, after trying newer versions.
+# Pin again what is installed, after trying newer versions: of torch the version, and not the build with its libraries.
 constraints: $(VENV)/.check $(VENV)/.bench
-	(sed -n '/^#/p' constraints.txt; $(BIN)/python -m pip freeze --exclude-editable | sed 's/+cpu$$//') > $(VENV)/constraints
+	(sed -n '/^#/p' constraints.txt; $(BIN)/python -m pip freeze --exclude-editable \
+		| sed '/^\(cuda\|nvidia\|triton\)[-=]/d; s/^\(torch==[^+]*\)+.*/\1/') > $(VENV)/constraints
 	mv $(VENV)/constraints constraints.txt
 
 clean:

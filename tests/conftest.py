@@ -23,6 +23,7 @@ from httpx._transports import default as transports
 from hypothesis import HealthCheck, settings
 
 from tests.support.serving import cache_folder, exact_server, running_server
+from tests.support.skipped import what_skipped_tests_need
 from tests.support.soak.report import describe_machine
 
 os.environ.setdefault("HF_HUB_OFFLINE", "1")
@@ -107,6 +108,13 @@ def pytest_runtest_logreport(report: pytest.TestReport) -> None:
     }
     with open(path, "a", encoding="utf-8") as file:
         file.write(json.dumps(record) + "\n")
+
+
+def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter) -> None:
+    """Say what skipped tests need. Each process of a run reports a file that is skipped as a whole."""
+    reasons = {report.nodeid: report.longrepr[2] for report in terminalreporter.stats.get("skipped", [])}
+    for line in what_skipped_tests_need(reason.removeprefix("Skipped: ") for reason in reasons.values()):
+        terminalreporter.write_line(line)
 
 
 @pytest.fixture(scope="session")

@@ -9,7 +9,7 @@ from tests.support.soak.embedding import kill_twice_and_compare
 from tests.support.soak.form import LONG
 
 
-@pytest.mark.skipif(not LONG, reason="its short form is in tests/system/api/test_embed.py, without a model")
+@pytest.mark.skipif(not LONG, reason="in short, tests/system/api/test_embed.py has the same: with VECD_SOAK=1")
 @pytest.mark.timeout(3000)
 def test_killed_twice_every_row_is_there_once(tmp_path: Path) -> None:
     with running_server() as server:
