@@ -9,6 +9,7 @@ import asyncio
 import atexit
 import json
 import os
+import re
 import select
 import signal
 import subprocess
@@ -103,6 +104,13 @@ class Server:
     def info(self) -> dict:
         return httpx.get(f"{self.url}/info", timeout=10).raise_for_status().json()
 
+    def reload_outcome(self, timeout_s: float = 60) -> str:
+        """What the supervisor says of a reload that is asked for now."""
+        before = len(self.stderr)
+        self.process.send_signal(signal.SIGHUP)
+        eventually(lambda: re.search(r"reloaded[:,]", self.stderr[before:]) is not None, timeout_s)
+        return self.stderr[before:]
+
     def embed(self, texts: str | list[str], **fields) -> list[list[float]]:
         answer = httpx.post(f"{self.url}/v1/embeddings", json={"input": texts, **fields}, timeout=60)
         assert answer.status_code == 200, answer.text
@@ -150,9 +158,9 @@ def running_server(
 
 
 @contextmanager
-def exact_server(*flags: str, must_exit_cleanly: bool = True) -> Iterator[Server]:
+def exact_server(*flags: str) -> Iterator[Server]:
     """In float32, for what is compared to the last bits: the default may be bfloat16, or not, by processor."""
-    with running_server("--dtype", "float32", *flags, must_exit_cleanly=must_exit_cleanly) as server:
+    with running_server("--dtype", "float32", *flags) as server:
         yield server
 
 

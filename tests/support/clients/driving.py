@@ -113,7 +113,6 @@ def _environment(home: str) -> dict[str, str]:
         "HOME": home,
         "TMPDIR": home,
         "LANG": "C.UTF-8",
-        "PYTHONDONTWRITEBYTECODE": "1",
         "HF_ENDPOINT": "http://127.0.0.1:9",  # not HF_HUB_OFFLINE, with which its client refuses all servers
         "HF_HUB_DISABLE_TELEMETRY": "1",
         "DO_NOT_TRACK": "1",

@@ -13,15 +13,20 @@ from tests.support.clients.driving import Client, ClientError, running_client
 from tests.support.clients.environments import Unavailable, command, prepare
 
 
+def redirect(folder: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """Take pins from below `folder`, and make environments there. Returns the folder of pins."""
+    for name in ("pins", "run"):
+        (folder / name).mkdir(exist_ok=True)
+    monkeypatch.setattr(environments, "PINS", folder / "pins")
+    monkeypatch.setattr(environments, "cache_folder", lambda: str(folder / "run"))
+    monkeypatch.setenv("VECD_TEST_ENVIRONMENTS", str(folder / "made"))
+    return folder / "pins"
+
+
 @pytest.fixture
 def pins(tmp_path, monkeypatch) -> Path:
     """A folder of pins of our own; what is made of them is made below it."""
-    for name in ("pins", "run"):
-        (tmp_path / name).mkdir()
-    monkeypatch.setattr(environments, "PINS", tmp_path / "pins")
-    monkeypatch.setattr(environments, "cache_folder", lambda: str(tmp_path / "run"))
-    monkeypatch.setenv("VECD_TEST_ENVIRONMENTS", str(tmp_path / "made"))
-    return tmp_path / "pins"
+    return redirect(tmp_path, monkeypatch)
 
 
 @pytest.fixture
@@ -107,10 +112,24 @@ def test_large_ones_are_for_those_who_ask(monkeypatch):
         prepare("frameworks")
 
 
+@pytest.fixture(scope="module")
+def installed(tmp_path_factory) -> Path:
+    """A folder for `redirect`, with the environment "tiny", which has a package of one line."""
+    folder: Path = tmp_path_factory.mktemp("installed")
+    with pytest.MonkeyPatch.context() as monkeypatch:
+        (redirect(folder, monkeypatch) / "tiny.txt").write_text(make_wheel(folder))
+        prepare("tiny")
+    return folder
+
+
 @pytest.fixture
-def script(pins, tmp_path):
-    """`documented.py`, which runs any code, in an environment without packages."""
-    (pins / "tiny.txt").write_text(make_wheel(tmp_path))
+def tiny(installed, monkeypatch) -> None:
+    redirect(installed, monkeypatch)
+
+
+@pytest.fixture
+def script(tiny):
+    """`documented.py`, which runs any code."""
     with running_client("tiny", "documented") as client:
         yield client
 
@@ -134,8 +153,7 @@ def test_a_script_that_hangs_is_given_up(script: Client):
         script.call("run", code="import time; time.sleep(60)", timeout_s=1)
 
 
-def test_no_script_outlives_its_test(pins, tmp_path):
-    (pins / "tiny.txt").write_text(make_wheel(tmp_path))
+def test_no_script_outlives_its_test(tiny):
     with running_client("tiny", "documented") as client:
         client.call("run", code="vectors = []")
         process = client._process

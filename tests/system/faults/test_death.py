@@ -137,7 +137,7 @@ def test_a_stopped_worker_is_replaced_long_before_the_batch_timeout_once_its_spe
 @pytest.mark.parametrize("uds", [False, True])
 def test_nothing_is_left_when_the_supervisor_is_killed(tmp_path, uds):
     path = tmp_path / "sock"
-    flags = ["--uds", str(path)] if uds else []
+    flags = ["--engine", "weightless", "--uds", str(path)] if uds else []
     with running_server("--workers", "2", *flags, must_exit_cleanly=False) as server:
         processes = server.processes()
         assert len(processes) == 5  # supervisor, gateway, fork server, two workers
@@ -149,7 +149,7 @@ def test_nothing_is_left_when_the_supervisor_is_killed(tmp_path, uds):
 
 
 def test_nothing_is_left_when_everything_is_killed_at_once():
-    with exact_server("--workers", "1", must_exit_cleanly=False) as server:
+    with running_server("--engine", "weightless", "--workers", "1", must_exit_cleanly=False) as server:
         processes = server.processes()
         for process in processes:
             process.kill()

@@ -1,4 +1,4 @@
-"""A model that gives what is not a vector, or kills who touches it, and memory that does not suffice."""
+"""A model that gives what is not a vector, kills who touches it or is cut off, and memory that does not suffice."""
 
 import json
 import os
@@ -146,6 +146,21 @@ def assert_given_up(answer: httpx.Response, server: Server, index: int = 1, is_a
     assert answer.headers["x-should-retry"] == "false"
     assert "zebra" not in answer.text + server.stderr
     assert httpx.get(f"{server.url}/health").status_code == 200 or not is_again
+
+
+# --- a revision that is cut off ---------------------------------------------------------------------------------
+
+
+def test_a_revision_that_cannot_be_loaded_changes_nothing(sick_model, sick_server):
+    server = sick_server
+    num_before, lives_before = len(server.processes()), lives(server)
+    [before] = server.embed("a text")
+    (sick_model / "new").write_bytes((sick_model / "model.safetensors").read_bytes()[:1000])
+    (sick_model / "new").rename(sick_model / "model.safetensors")
+    assert "nothing has changed" in server.reload_outcome()
+    assert server.embed("a text") == [before]
+    assert lives(server) == lives_before
+    eventually(lambda: len(server.processes()) == num_before)
 
 
 # --- memory -----------------------------------------------------------------------------------------------------
