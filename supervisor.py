@@ -47,7 +47,7 @@ from vecd.launch.processes.sockets import Inherited, listen, listen_admin, take_
 from vecd.launch.processes.summary import summary
 from vecd.launch.processes.worker_pool import ReadyWorker, WorkerPool
 from vecd.launch.systemd.notify import Notifier, serving
-from vecd.launch.systemd.reload_command import ReloadResult
+from vecd.launch.systemd.reload_command import ReloadSocket
 from vecd.launch.systemd.watchdog import HEALTHY, HealthSignals, WatchdogState
 from vecd.shm import logs
 from vecd.shm.card import ModelError
@@ -130,7 +130,8 @@ class Supervisor:
         self._exit_code = EXIT_OK
         self._listening: list[socket.socket] = []
         self._uds: list[tuple[Path, FileId | None]] = []
-        self._admin_url = ""
+        self._url = self._admin_url = ""
+        self._reload_socket = ReloadSocket(self.request_reload, lambda: self._url)
         try:
             self._first = self._make_worker_pool(1, self._with_inherited(plan))
             self._metrics_fd = create_shared_metrics(plan.gateway.shared_metrics)
@@ -149,8 +150,8 @@ class Supervisor:
         """Serve until SIGTERM or SIGINT; returns the exit code: 0, or 130 if SIGINT came before the server was ready.
         Raises StartFailure when a child cannot start or keeps dying."""
         self._install_signal_handlers()
-        self._reload_result = ReloadResult()  # from now on `vecd reload` may send its signal
         try:
+            await self._reload_socket.listen()
             self._listen(self._first.plan.settings)
             self._gateway_pool = GatewayPool(
                 self._num_gateways, self._listening, self._metrics_fd, self._worker_pools, self._on_gateway_message,
@@ -310,7 +311,7 @@ class Supervisor:
     # --- events of reloads (ReloadObserver), and of the keys' file ------------------------------------------
 
     def on_reload_requested(self) -> None:
-        self._reload_result.requested()
+        self._reload_socket.requested()
 
     def on_reload_started(self) -> None:
         self._notifier.reloading("Reloading; requests are served by the present configuration")
@@ -318,7 +319,7 @@ class Supervisor:
     def on_reload_finished(self, num_requested: int, problems: list[str]) -> None:
         if self._has_been_ready:
             self._notifier.ready(self._status())
-        self._reload_result.done(num_requested, problems)
+        self._reload_socket.done(num_requested, problems)
 
     def _on_keys(self, keys: tuple[ApiKey, ...]) -> None:
         if keys != self._gateway_pool.keys:
@@ -421,7 +422,7 @@ class Supervisor:
         for worker_pool in self._worker_pools.values():
             worker_pool.close()
         os.close(self._metrics_fd)
-        self._reload_result.close()
+        self._reload_socket.close()
         for path, ours in self._uds:
             remove_if_ours(path, ours)
 

@@ -11,7 +11,9 @@ measurement. With everything around it this costs 9 µs of CPU per request, syst
 
 import asyncio
 import errno
+import ssl
 from collections.abc import Mapping
+from pathlib import Path
 from typing import Any, NamedTuple, cast
 from urllib.parse import urlsplit
 
@@ -25,6 +27,9 @@ _NUMBER_HEADERS = {
     b"retry-after": "retry_after_s",
 }
 """By header, the field of `ServerResponse` that takes its number."""
+_NO_TLS = ("WRONG_VERSION_NUMBER", "HTTP_REQUEST", "PACKET_LENGTH_TOO_LONG", "RECORD_LAYER_FAILURE")
+"""OpenSSL's reasons for a first message that is not one of TLS."""
+_TLS_CHECK_S = 2.0
 _MODEL_HEADER = b"x-vecd-model"
 _MAX_BODY_BYTES = 1 << 30
 """A server that sends without end must not take this process's memory before the timeout comes."""
@@ -38,12 +43,19 @@ class BadResponse(Exception):
     """Raised when the bytes are not an HTTP response, or the response does not fit the request."""
 
 
+class TlsMismatch(ConnectionError):
+    """Raised when one end speaks TLS and the other does not, or the certificate is not trusted. The message says what
+    to change; another try would bring the same."""
+
+
 class Target(NamedTuple):
     """Where a server listens: a host and port, or the path of a unix socket."""
 
     host: str
     port: int
     unix_path: str | None
+    tls: ssl.SSLContext | None = None
+    """Of an https:// address."""
 
     @property
     def host_header(self) -> str:
@@ -52,24 +64,40 @@ class Target(NamedTuple):
         return f"[{self.host}]:{self.port}" if ":" in self.host else f"{self.host}:{self.port}"
 
     def __str__(self) -> str:
-        return f"http://{self.host_header}" if self.unix_path is None else f"unix:{self.unix_path}"
+        scheme = "http" if self.tls is None else "https"
+        return f"{scheme}://{self.host_header}" if self.unix_path is None else f"unix:{self.unix_path}"
 
 
-def parse_target(url: str) -> Target:
-    """Read "http://host:port" or "unix:/path". Raises ValueError with a line that says what is wrong."""
+def parse_target(url: str, ca: Path | None = None, *, insecure: bool = False) -> Target:
+    """Read "http://host:port", "https://host:port" or "unix:/path".
+
+    `ca`: a PEM file of the certificates to trust, instead of the system's. `insecure`: trust any certificate. Raises
+    ValueError with a line that says what is wrong.
+    """
     parts = urlsplit(url)
+    if (ca is not None or insecure) and parts.scheme != "https":
+        raise ValueError(f"--ca and --insecure mean something only with https://, not with {url!r}")
     if parts.scheme == "unix":
         if parts.netloc or not parts.path:
             raise ValueError(f"{url!r} names no socket: write unix:/path/to/socket")
         return Target("", 0, parts.path)
-    if parts.scheme != "http" or not parts.hostname:
-        raise ValueError(f"{url!r} is neither http://host:port nor unix:/path")
+    if parts.scheme not in ("http", "https") or not parts.hostname:
+        raise ValueError(f"{url!r} is neither http://host:port nor https://host:port nor unix:/path")
     if parts.path not in ("", "/") or parts.query:
         raise ValueError(f"{url!r} has a path: give it with --path")
     try:
-        return Target(parts.hostname, parts.port or 80, None)
+        port = parts.port
     except ValueError as error:
         raise ValueError(f"{url!r}: {error}") from error
+    if parts.scheme == "http":
+        return Target(parts.hostname, port or 80, None)
+    try:
+        tls = ssl.create_default_context(cafile=ca)
+    except OSError as error:  # of which SSLError is one
+        raise ValueError(f"--ca: {ca}: {error.strerror or error}") from error
+    if insecure:
+        tls.check_hostname, tls.verify_mode = False, ssl.CERT_NONE
+    return Target(parts.hostname, port or 443, None, tls)
 
 
 def render_request(
@@ -244,15 +272,40 @@ class ClientConnection(asyncio.Protocol):
 
 
 async def connect(target: Target, timeout_s: float) -> ClientConnection:
-    """Open a connection. Raises OSError when it cannot be made, TimeoutError when it takes longer than
-    `timeout_s`."""
+    """Open a connection. Raises OSError when it cannot be made, TimeoutError when it takes longer than `timeout_s`,
+    TlsMismatch when the server's certificate is not trusted, or it does not speak TLS."""
     loop = asyncio.get_running_loop()
     async with asyncio.timeout(timeout_s):
         if target.unix_path is not None:
             _, connection = await loop.create_unix_connection(ClientConnection, target.unix_path)
         else:
-            _, connection = await loop.create_connection(ClientConnection, target.host, target.port)
+            try:
+                _, connection = await loop.create_connection(ClientConnection, target.host, target.port, ssl=target.tls)
+            except ssl.SSLCertVerificationError as error:
+                why = error.verify_message or error.reason
+                raise TlsMismatch(f"its certificate is not trusted: {why} (--ca FILE, or --insecure)") from error
+            except ssl.SSLError as error:
+                if error.reason not in _NO_TLS:
+                    raise
+                raise TlsMismatch(f"it does not speak TLS: use http://{target.host_header}") from error
     return connection
+
+
+async def check_not_tls(target: Target) -> None:
+    """Raises TlsMismatch when `target` is plain HTTP and the server speaks TLS.
+
+    To be called after a failure only: a server of plain HTTP counts this as a bad request.
+    """
+    if target.tls is not None or target.unix_path is not None:
+        return
+    context = ssl.create_default_context()
+    context.check_hostname, context.verify_mode = False, ssl.CERT_NONE
+    try:
+        connection = await connect(target._replace(tls=context), _TLS_CHECK_S)
+    except OSError:
+        return
+    connection.close()
+    raise TlsMismatch(f"it speaks TLS: use https://{target.host_header}")
 
 
 def name_failure(error: Exception) -> str:

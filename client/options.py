@@ -8,12 +8,18 @@ cores, medians of three), while `vecd top --help` takes 0.10 s in all. It would 
 environment: a VECD_MODEL or VECD_PRIORITY that is meant for the server would change what a client sends.
 """
 
+# ruff: noqa: RUF009 (a flag is a dataclasses.field)
+
 import argparse
 import dataclasses
 import math
 import os
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
 from typing import Any, TypeVar
+
+from vecd.client.connection import Target, parse_target
 
 _T = TypeVar("_T")
 
@@ -127,3 +133,20 @@ def number(unit: str, largest: float, *, least: float | None = None) -> Callable
 def listed(read_one: Callable[[str], _T]) -> Callable[[str], tuple[_T, ...]]:
     """Reads values with commas between them."""
     return lambda value: tuple(read_one(part.strip()) for part in value.split(","))
+
+
+# --- flags that several commands have ------------------------------------------------------------------------
+
+
+@dataclass(frozen=True, kw_only=True)
+class TlsOptions:
+    """The flags of a command that takes an https:// address."""
+
+    ca: Path | None = flag(
+        "with https://, trust the certificates in this PEM file instead of the system's", read=Path, metavar="FILE"
+    )
+    insecure: bool = flag("with https://, trust any certificate", default=False)
+
+    def read_target(self, url: str) -> Target:
+        """Raises ValueError."""
+        return parse_target(url, self.ca, insecure=self.insecure)

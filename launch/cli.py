@@ -19,7 +19,7 @@ usage: vecd serve [MODEL] [--flags]    serve a model's embeddings (vecd serve --
        vecd check [MODEL] [--flags]    what a model is, how it is best served here (vecd check --help)
        vecd key NAME                   make an API key, and its entry for --keys-file
        vecd install-service [--flags]  have systemd keep a server running (vecd install-service --help)
-       vecd reload PID                 have a service read its configuration again, and wait for it
+       vecd reload [PID | --port N]    have a server read its configuration again, and wait for it
        vecd --version"""
 
 

@@ -16,8 +16,8 @@ from vecd.client.bench.load import DEFAULT_MAX_CONNECTIONS, MAX_RATE_PER_S, Load
 from vecd.client.bench.plot import require_matplotlib
 from vecd.client.bench.responses import READERS
 from vecd.client.bench.texts import Lengths, parse_lengths, read_texts
-from vecd.client.connection import parse_target
-from vecd.client.options import flag, flag_name, integer, listed, number, parse, whole
+from vecd.client.connection import Target
+from vecd.client.options import TlsOptions, flag, flag_name, integer, listed, number, parse, whole
 
 STDOUT = Path("-")
 _DEFAULT_CLIENTS = (1, 16, 64)
@@ -51,13 +51,15 @@ _report = partial(flag, group="report")
 
 
 @dataclass(frozen=True, kw_only=True)
-class BenchOptions:
+class BenchOptions(TlsOptions):
     """Immutable. Raises ValueError when flags do not go together, or a file cannot be read or written.
 
     Side effects: the file of --json exists from now on.
     """
 
-    url: str = _load("http://host:port or unix:/path (http://127.0.0.1:8000)", default="http://127.0.0.1:8000")
+    url: str = _load(
+        "http://host:port, https://host:port or unix:/path (http://127.0.0.1:8000)", default="http://127.0.0.1:8000"
+    )
     path: str = _load("of the OpenAI-shaped endpoint (/v1/embeddings)", default="/v1/embeddings")
     clients: tuple[int, ...] | None = _load(
         "closed loop: connections, each sending again when it is answered; several are runs in a row (1,16,64)",
@@ -157,7 +159,7 @@ class BenchOptions:
         """One for each number of clients, or each rate."""
         load = partial(
             Load,
-            target=parse_target(self.url),
+            target=self._target,
             warmup_s=self.warmup,
             duration_s=math.inf if self.requests else self.duration,
             timeout_s=self.timeout,
@@ -189,6 +191,10 @@ class BenchOptions:
         return [measured(clients=clients) for clients in self.clients or _DEFAULT_CLIENTS]
 
     @cached_property
+    def _target(self) -> Target:
+        return self.read_target(self.url)
+
+    @cached_property
     def _shape(self) -> RequestShape:
         try:
             texts = None if self.texts is None else read_texts(self.texts)
@@ -204,7 +210,7 @@ class BenchOptions:
     def _render(self, shape: RequestShape) -> list[bytes]:
         fitting = _NUM_READY_TEXTS // shape.texts_per_request
         default = min(max(fitting, _DISTINCT_REQUESTS[0]), _DISTINCT_REQUESTS[-1])
-        return render_requests(parse_target(self.url), shape, self.distinct_requests or default)
+        return render_requests(self._target, shape, self.distinct_requests or default)
 
     # --- in words -----------------------------------------------------------------------------------------
 
@@ -212,7 +218,7 @@ class BenchOptions:
         """One line for people."""
         length = f"{self.requests} requests" if self.requests else f"{self.duration:g} s"
         line = (
-            f"{parse_target(self.url)}{self.path}: {self.texts_per_request} × {self._texts_name} a request, "
+            f"{self._target}{self.path}: {self.texts_per_request} × {self._texts_name} a request, "
             f"{self.encoding_format}, {length} after {self.warmup:g} s of warm-up"
         )
         if (bulk := self.loads[0].bulk) is not None:

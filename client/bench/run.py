@@ -14,10 +14,12 @@ from vecd.client.bench.load import Load, Unreachable
 from vecd.client.bench.loops import send_stream
 from vecd.client.bench.result import RunResult
 from vecd.client.bench.stream import Contact, Stream
-from vecd.client.connection import ClientConnection
+from vecd.client.connection import ClientConnection, TlsMismatch, check_not_tls
 
 _TICK_S = 0.1
 """How often a run checks whether it should end early, and reports its progress."""
+_SILENCE_S = 1.0
+"""Without any response for this long from the beginning, the server may speak TLS and the target not."""
 _DRAIN_S = 10.0
 """How long a timed run waits for answers after its last request, so that the next run begins with an idle server."""
 
@@ -67,12 +69,28 @@ class LoadRun:
                 tasks = {group.create_task(send_stream(measured, first)): measured}
                 if bulk is not None:
                     tasks[group.create_task(send_stream(bulk))] = bulk
+                checking = asyncio.create_task(self._stop_if_tls(started_at))
                 await self._watch(tasks, stopping)
+                checking.cancel()
         finally:
             if first is not None:
                 first.close()
+        if self._contact.has_cut_off and self._contact.answered_at == started_at:
+            try:
+                await check_not_tls(self._load.target)
+            except TlsMismatch as error:
+                raise Unreachable(f"{self._load.target}: {error}") from error
         measured.result.bulk = None if bulk is None else bulk.result
         return measured.result
+
+    async def _stop_if_tls(self, started_at: float) -> None:
+        """End a run that cannot have a response, as the server speaks TLS and the target is plain HTTP."""
+        await asyncio.sleep(_SILENCE_S)
+        if self._contact.has_cut_off and self._contact.answered_at == started_at:
+            try:
+                await check_not_tls(self._load.target)
+            except TlsMismatch as error:
+                self.stop(str(error))
 
     async def _watch(self, tasks: "dict[asyncio.Task[None], Stream]", stopping: "asyncio.Task[bool]") -> None:
         """Wait until all loops are done, or end them. Side effects: sets what a result has when the run is over."""

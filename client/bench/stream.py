@@ -29,6 +29,8 @@ class Contact:
     def __init__(self, load: Load) -> None:
         self.answered_at = time.perf_counter()
         """When the last answer came, of any status. Set by `Stream`; at first the start of the run."""
+        self.has_cut_off = False
+        """Whether an exchange failed by something else than its deadline. Set by `Client`."""
         self._load = load
         self._gone_after_s = _GONE_AFTER_S + (_QUIET_ARRIVALS / load.rate_per_s if load.rate_per_s else 0.0)
         self._unreachable_since: float | None = None
@@ -115,6 +117,7 @@ class Client:
                 self._connection = await stream.contact.connect()
             stream.count(sent_at, await self._connection.exchange(next(stream.requests), stream.load.timeout_s))
         except (OSError, BadResponse) as error:
+            stream.contact.has_cut_off |= not isinstance(error, TimeoutError)
             stream.count_error(sent_at, name_failure(error), str(error))
             return False
         finally:

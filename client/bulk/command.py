@@ -107,8 +107,8 @@ def _embed_by_server(
 ) -> int:
     began_at, error = time.monotonic(), None
     with ExitStack() as stack:
-        if options.url is not None:
-            service = EmbeddingService(parse_target(options.url), options)
+        if options.target is not None:
+            service = EmbeddingService(options.target, options)
         else:
             serving = start_server(options.model, options.serve_flags, lambda text: line.show(lambda: text))
             url, why_gone = stack.enter_context(serving)

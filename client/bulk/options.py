@@ -5,13 +5,13 @@
 import dataclasses
 from collections.abc import Sequence
 from dataclasses import dataclass
-from functools import partial
+from functools import cached_property, partial
 from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
-from vecd.client.connection import parse_target
-from vecd.client.options import flag, number, parse, whole
+from vecd.client.connection import Target
+from vecd.client.options import TlsOptions, flag, number, parse, whole
 
 INPUT_FORMATS = ("txt", "jsonl", "csv", "tsv", "parquet")
 OUTPUT_FORMATS = ("npy", "jsonl", "parquet")
@@ -35,7 +35,7 @@ def _names(value: str) -> tuple[str, ...]:
 
 
 @dataclass(frozen=True, kw_only=True)
-class EmbedOptions:
+class EmbedOptions(TlsOptions):
     """Immutable. Raises ValueError when flags do not go together, or the output cannot be there."""
 
     files: list[str] = flag(
@@ -62,7 +62,7 @@ class EmbedOptions:
     max_row_bytes: int = _rows("a longer row is a bad one (16 MiB)", default=1 << 24, read=whole(1 << 30), metavar="N")
     output_format: str = _rows("instead of what the suffix of OUT says", default="", choices=OUTPUT_FORMATS)
     url: str | None = _server(
-        "of a running server, http://host:port or unix:/path; without it, one is started for the run"
+        "of a running server, http://host:port, https://host:port or unix:/path; without it, one is started for the run"
     )
     model: str | None = _server("folder or hub id of the model of the server that is started (the bundled one)")
     api_key: str | None = _server(
@@ -99,9 +99,11 @@ class EmbedOptions:
 
     def __post_init__(self) -> None:
         if self.url is not None:
-            parse_target(self.url)
+            _ = self.target
             if self.model is not None or self.serve_flags:
                 raise ValueError("--url names a running server: --model, and flags behind --, are for one started here")
+        elif self.ca is not None or self.insecure:
+            raise ValueError("--ca and --insecure are for a running server: give --url https://host:port")
         for name in self.serve_flags:
             if name.partition("=")[0] in _SERVED_HERE:
                 raise ValueError(
@@ -130,6 +132,11 @@ class EmbedOptions:
         )
         if uses_parquet and find_spec("pyarrow") is None:
             raise ValueError("parquet needs pyarrow: pip install 'vecd[parquet]'")
+
+    @cached_property
+    def target(self) -> Target | None:
+        """The running server; None when one is to be started."""
+        return None if self.url is None else self.read_target(self.url)
 
     def request_fields(self) -> dict[str, Any]:
         """The fields of a request's body that are the same for all texts: their purpose, the truncation policy, …"""

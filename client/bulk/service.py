@@ -31,6 +31,8 @@ from vecd.client.connection import (
     ClientConnection,
     ServerResponse,
     Target,
+    TlsMismatch,
+    check_not_tls,
     connect,
     render_request,
 )
@@ -245,6 +247,8 @@ class EmbeddingService:
                 num_failures += response.status not in _BUSY
                 why = why if response.status == 200 else f"status {response.status}: {why}"
                 retry_after_s = response.retry_after_s
+            except TlsMismatch as error:
+                raise RunEnded(f"{self.target}: {error}") from error
             except (OSError, BadResponse) as error:
                 why = error.strerror if isinstance(error, OSError) and error.strerror else str(error)
                 num_failures += isinstance(error, TimeoutError | BadResponse)
@@ -279,12 +283,26 @@ class EmbeddingService:
         """As `_exchange`, of texts of this cost. Side effects: the time of vectors goes into the estimate."""
         began_at, took_s, work = time.monotonic(), None, self.estimate.begin(cost)
         try:
-            response = await self._exchange(request)
+            is_first = self._response_due_s == _FIRST_RESPONSE_S
+            response = await (self._first_exchange if is_first else self._exchange)(request)
             if response.status == 200 and cost:
                 took_s = time.monotonic() - began_at
             return response
         finally:
             self.estimate.end(cost, work, took_s)
+
+    async def _first_exchange(self, request: bytes) -> ServerResponse:
+        """As `_exchange`. Raises TlsMismatch if that fails because the server speaks TLS and the target does not."""
+        try:
+            response = await self._exchange(request)
+        except ConnectionRefusedError:
+            raise
+        except (OSError, BadResponse):
+            await check_not_tls(self.target)
+            raise
+        if response.status == 400:
+            await check_not_tls(self.target)
+        return response
 
     async def _exchange(self, request: bytes) -> ServerResponse:
         """Send once, on an idle connection that is still open or on a new one."""

@@ -12,12 +12,13 @@ import sys
 from collections.abc import Sequence
 from contextlib import closing, suppress
 from dataclasses import dataclass
+from functools import cached_property
 from typing import Any
 
 import orjson
 
-from vecd.client.connection import Target, parse_target
-from vecd.client.options import flag, number, parse
+from vecd.client.connection import Target
+from vecd.client.options import TlsOptions, flag, number, parse
 from vecd.client.top.figures import Figures, History
 from vecd.client.top.source import StatsRefused, StatsSource, StatsUnavailable
 
@@ -35,11 +36,12 @@ _FILE_COLUMNS = 100
 
 
 @dataclass(frozen=True, kw_only=True)
-class TopOptions:
+class TopOptions(TlsOptions):
     """Immutable. Raises ValueError when the server's address or the key cannot be used, or nothing can be drawn."""
 
     url: str = flag(
-        "http://host:port or unix:/path (http://127.0.0.1:8000); of the admin listener, if the server has one",
+        "http://host:port, https://host:port or unix:/path (http://127.0.0.1:8000); of the admin listener, if the "
+        "server has one",
         default="http://127.0.0.1:8000",
     )
     api_key: str | None = flag(
@@ -63,9 +65,9 @@ class TopOptions:
         if not self.once and (not sys.stdout.isatty() or os.environ.get("TERM") in (None, "", "dumb")):
             raise ValueError("standard output is not a terminal that can be drawn on: use --once or --json")
 
-    @property
+    @cached_property
     def target(self) -> Target:
-        return parse_target(self.url)
+        return self.read_target(self.url)
 
     def source(self) -> StatsSource:
         return StatsSource(self.target, self.api_key)

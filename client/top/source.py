@@ -9,6 +9,8 @@ from vecd.client.connection import (
     ClientConnection,
     ServerResponse,
     Target,
+    TlsMismatch,
+    check_not_tls,
     connect,
     name_failure,
     render_request,
@@ -43,11 +45,14 @@ class StatsSource:
         self._has_key = api_key is not None
         self._request = render_request(target, _PATH, api_key=api_key, user_agent="vecd-top")
         self._connection: ClientConnection | None = None
+        self._has_read = False
 
     async def read(self) -> Stats:
         """Raises StatsUnavailable or StatsRefused."""
         try:
             response = await self._exchange()
+        except TlsMismatch as error:
+            raise StatsRefused(f"{self._target}: {error}") from error
         except (OSError, BadResponse) as error:
             raise StatsUnavailable(name_failure(error)) from error
         if response.status == 401 and self._has_key:
@@ -70,7 +75,20 @@ class StatsSource:
             except ConnectionError:
                 pass
         self._connection = await connect(self._target, _TIMEOUT_S)
-        return await self._connection.exchange(self._request, _TIMEOUT_S)
+        try:
+            response = await self._connection.exchange(self._request, _TIMEOUT_S)
+        except (OSError, BadResponse):
+            await self._check_first()
+            raise
+        if response.status == 400:
+            await self._check_first()
+        self._has_read = True
+        return response
+
+    async def _check_first(self) -> None:
+        """The first request has failed: raises TlsMismatch if the server speaks TLS and the target does not."""
+        if not self._has_read:
+            await check_not_tls(self._target)
 
     def close(self) -> None:
         if self._connection is not None:

@@ -1,133 +1,205 @@
-"""The result of a reload, as a file; and `vecd reload`, which requests a reload and waits for its result.
+"""The result of a reload, told on a socket; and `vecd reload`, which requests a reload and waits for its result.
 
-Owns a file in the folder that systemd makes for the service (RuntimeDirectory=), in which the supervisor writes its
-process id and counts the reloads that were requested and those that are done. A signal has no reply: without the file,
-`systemctl reload` would succeed before the reload has begun, whatever its result. Without such a folder nothing is
-written.
+Owns an abstract unix socket of the supervisor, named after its user and process id, on which it says its address and
+takes requests for reloads. A signal has no reply: without the socket, `systemctl reload` would succeed before the
+reload has begun, whatever its result. An abstract socket has no file: it is gone with its process, however that ends,
+and /proc/net/unix lists those that there are. Only the server's own user and root are answered.
 """
 
+import asyncio
 import json
 import os
 import re
-import select
-import signal
+import socket
+import struct
 import sys
-import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import suppress
-from dataclasses import asdict, dataclass
 from pathlib import Path
+from typing import Any, NamedTuple
+from urllib.parse import urlsplit
 
 from vecd.launch.base.exit_codes import EXIT_BAD_CONFIGURATION, EXIT_COULD_NOT_START, EXIT_OK
 
-_FILE = "reloads.json"
-_LOOK_INTERVAL_S = 0.05
+_LISTED = Path("/proc/net/unix")
+_REQUEST = b"reload\n"
+_GREETING_TIMEOUT_S = 10.0
 _MAX_WAIT_S = 3600.0
+_CREDENTIALS = struct.Struct("3i")
+"""Of SO_PEERCRED: process, user, group. Source: unix(7)."""
 
 _USAGE = """\
-usage: vecd reload PID
+usage: vecd reload [PID | --port PORT]
 
-Send SIGHUP to the server with this process id, and wait for the reload. Exits 0 when the server has its new
-configuration, and 2 with the reasons when that cannot be used and nothing has changed.
-For ExecReload= of a unit with RuntimeDirectory=, as `vecd install-service` writes it."""
-
-
-@dataclass(slots=True)
-class Reloads:
-    """The content of the file."""
-
-    pid: int
-    """Of the supervisor, which writes it."""
-    num_asked: int = 0
-    """Reloads that were requested."""
-    num_done: int = 0
-    """How many of them are done. One reload may do several that were requested meanwhile."""
-    problems: tuple[str, ...] = ()
-    """Why the last one was refused. Empty: the server has the new configuration."""
+Have a server of this user read its configuration again, as SIGHUP does, and wait for the result: the server with this
+process id, or the one on this port. Neither is needed if only one is running. Exits 0 when the server has its new
+configuration, 2 with the reasons when that cannot be used and nothing has changed, and 3 when there is no such
+server."""
 
 
-class ReloadResult:
-    """The supervisor's side of the file."""
+class ReloadSocket:
+    """The supervisor's side of the socket. All methods are called by its event loop."""
 
-    def __init__(self, environ: Mapping[str, str] = os.environ) -> None:
-        """Side effect: the file of an earlier process is overwritten."""
-        self._path = _path(environ)
-        self._reloads = Reloads(os.getpid())
-        self._write()
+    def __init__(self, request_reload: Callable[[], None], url: Callable[[], str]) -> None:
+        """`request_reload` calls `requested`, unless the server is ending. `url`: where the server listens; "" before
+        it does."""
+        self._request_reload = request_reload
+        self._url = url
+        self._num_requested = 0
+        self._waiting: list[tuple[int, asyncio.Future[list[str]]]] = []
+        """By the number of the request, who waits for its result."""
+        self._server: asyncio.Server | None = None
+
+    async def listen(self) -> None:
+        """Without a network namespace's abstract sockets, or under a name that is taken, there is no `vecd reload`."""
+        with suppress(OSError):
+            self._server = await asyncio.start_unix_server(self._talk, _address(os.geteuid(), os.getpid()))
 
     def requested(self) -> None:
-        self._reloads.num_asked += 1
-        self._write()
+        """A reload was requested, by a signal or on the socket."""
+        self._num_requested += 1
 
     def done(self, num_requested: int, problems: Sequence[str] = ()) -> None:
         """The first `num_requested` reloads are done. `problems`: why the last of them was refused."""
-        self._reloads.num_done = num_requested
-        self._reloads.problems = tuple(problems)
-        self._write()
+        for number, result in self._waiting:
+            if number <= num_requested and not result.done():
+                result.set_result(list(problems))
+        self._waiting = [(number, result) for number, result in self._waiting if number > num_requested]
 
     def close(self) -> None:
-        """Remove the file."""
-        if self._path is not None:
-            with suppress(OSError):
-                self._path.unlink()
+        if self._server is not None:
+            self._server.close()
 
-    def _write(self) -> None:
-        if self._path is None:
-            return
-        with suppress(OSError):  # a full disk must not end the server
-            new = self._path.with_suffix(".new")
-            new.write_text(json.dumps(asdict(self._reloads)))
-            new.replace(self._path)
+    async def _talk(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        try:
+            with suppress(OSError, TimeoutError, ValueError):  # ValueError: a line without end
+                _, user = _peer(writer.get_extra_info("socket"))
+                if user not in (0, os.geteuid()):
+                    return
+                writer.write(_line({"pid": os.getpid(), "url": self._url()}))
+                async with asyncio.timeout(_GREETING_TIMEOUT_S):
+                    if await reader.readline() != _REQUEST:
+                        return
+                if (problems := await self._reload()) is not None:
+                    writer.write(_line({"problems": problems}))
+                    await writer.drain()
+        finally:
+            writer.close()
+
+    async def _reload(self) -> list[str] | None:
+        """Why the reload was refused, [] if it was not, None if the server is ending."""
+        number = self._num_requested + 1
+        result: asyncio.Future[list[str]] = asyncio.get_running_loop().create_future()
+        self._waiting.append((number, result))
+        self._request_reload()  # which may be refused, and done, at once
+        return await result if self._num_requested >= number else None
+
+
+class RunningServer(NamedTuple):
+    """A server as `vecd reload` finds it. Its owner closes the connection."""
+
+    pid: int
+    url: str
+    connection: socket.socket
+
+    @property
+    def port(self) -> int | None:
+        return urlsplit(self.url).port
 
 
 def main(arguments: Sequence[str]) -> int:
     """The command `vecd reload`. Returns the exit code."""
+    pid = port = None
     match list(arguments):
+        case []:
+            pass
         case ["--help" | "-h"]:
             print(_USAGE)
             return EXIT_OK
-        case [pid] if re.fullmatch("[1-9][0-9]{0,6}", pid):
-            return _reload(int(pid), _path(os.environ))
-    return _fail(_USAGE, EXIT_BAD_CONFIGURATION)
-
-
-def _reload(pid: int, path: Path | None) -> int:
-    if path is None:
-        return _fail("vecd reload: RUNTIME_DIRECTORY is not set: use SIGHUP, and the log", EXIT_BAD_CONFIGURATION)
-    before = _read(path)
-    if before is None:
-        return _fail(f"vecd reload: no server has written {path}", EXIT_COULD_NOT_START)
-    if before.pid != pid:  # the signal would end it
-        return _fail(f"vecd reload: {path} is of process {before.pid}, not of {pid}", EXIT_COULD_NOT_START)
+        case ["--port", number] if re.fullmatch("[1-9][0-9]{0,4}", number):
+            port = int(number)
+        case [number] if re.fullmatch("[1-9][0-9]{0,6}", number):
+            pid = int(number)
+        case _:
+            return _fail(_USAGE, EXIT_BAD_CONFIGURATION)
+    servers = list(_find_servers())
     try:
-        pidfd = os.pidfd_open(pid)
-        signal.pidfd_send_signal(pidfd, signal.SIGHUP)
-    except OSError as error:
-        return _fail(f"vecd reload: {pid}: {error.strerror}", EXIT_COULD_NOT_START)
-    mine = before.num_asked + 1
-    ended = select.poll()
-    ended.register(pidfd, select.POLLIN)
-    deadline = time.monotonic() + _MAX_WAIT_S
-    while time.monotonic() < deadline:
-        if (found := _read(path)) is not None and found.num_done >= mine:
-            return _fail("\n".join(found.problems), EXIT_BAD_CONFIGURATION) if found.problems else EXIT_OK
-        if ended.poll(_LOOK_INTERVAL_S * 1000):
-            return _fail("vecd reload: the server has ended meanwhile", EXIT_COULD_NOT_START)
-    return _fail(f"vecd reload: not done within {_MAX_WAIT_S:.0f} s", EXIT_COULD_NOT_START)
+        return _reload_one(servers, pid, port)
+    finally:
+        for server in servers:
+            server.connection.close()
 
 
-def _path(environ: Mapping[str, str]) -> Path | None:
-    # systemd names several folders with colons between; a unit of vecd has one.
-    folder = environ.get("RUNTIME_DIRECTORY", "").partition(":")[0]
-    return Path(folder, _FILE) if folder.startswith("/") else None
+def _reload_one(servers: Sequence[RunningServer], pid: int | None, port: int | None) -> int:
+    found = [server for server in servers if pid in (None, server.pid) and port in (None, server.port)]
+    if len(found) == 1:
+        return _reload(found[0])
+    lines = [f"  vecd reload {server.pid}    {server.url or 'starting'}" for server in servers]
+    if found:
+        what = "several servers of this user are running, name one:"
+        return _fail("\n".join(["vecd reload: " + what, *lines]), EXIT_BAD_CONFIGURATION)
+    wanted = f" with the process id {pid}" if pid else f" on port {port}" if port else ""
+    others = ["; these are running:", *lines] if servers else [""]
+    return _fail(f"vecd reload: no server of this user is running{wanted}" + "\n".join(others), EXIT_COULD_NOT_START)
 
 
-def _read(path: Path) -> Reloads | None:
+def _reload(server: RunningServer) -> int:
     try:
-        found = Reloads(**json.loads(path.read_text()))
-    except (OSError, ValueError, TypeError):
-        return None
-    return found
+        server.connection.settimeout(_MAX_WAIT_S)
+        server.connection.sendall(_REQUEST)
+        problems = _read(server.connection)["problems"]
+    except TimeoutError:
+        return _fail(f"vecd reload: not done within {_MAX_WAIT_S:.0f} s", EXIT_COULD_NOT_START)
+    except (OSError, ValueError, LookupError, TypeError):
+        return _fail("vecd reload: the server has ended meanwhile", EXIT_COULD_NOT_START)
+    return _fail("\n".join(problems), EXIT_BAD_CONFIGURATION) if problems else EXIT_OK
+
+
+def _find_servers() -> Iterator[RunningServer]:
+    """Those of this user, or of all users for root, in the order of their process ids."""
+    try:
+        listed = _LISTED.read_text(errors="replace")
+    except OSError:
+        return
+    names = {(int(pid), int(user)) for user, pid in re.findall(r" @vecd-reload-(\d+)-(\d+)$", listed, re.MULTILINE)}
+    for pid, user in sorted(names):
+        if os.geteuid() not in (0, user):
+            continue
+        connection = socket.socket(socket.AF_UNIX)
+        connection.settimeout(_GREETING_TIMEOUT_S)
+        try:
+            connection.connect(_address(user, pid))
+            if _peer(connection) != (pid, user):  # another process has taken the name
+                raise ValueError(pid)
+            greeting = _read(connection)
+            yield RunningServer(int(greeting["pid"]), str(greeting["url"]), connection)
+        except (OSError, ValueError, LookupError, TypeError):
+            connection.close()
+
+
+def _address(user: int, pid: int) -> str:
+    return f"\0vecd-reload-{user}-{pid}"
+
+
+def _peer(connection: socket.socket) -> tuple[int, int]:
+    """Process and user of the other end."""
+    packed = connection.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, _CREDENTIALS.size)
+    pid, user, _ = _CREDENTIALS.unpack(packed)
+    return pid, user
+
+
+def _line(message: dict[str, Any]) -> bytes:
+    return json.dumps(message).encode() + b"\n"
+
+
+def _read(connection: socket.socket) -> Any:
+    """The next line. Raises OSError; ValueError at the end of the connection."""
+    received = bytearray()
+    while not received.endswith(b"\n"):
+        if not (data := connection.recv(65536)):
+            raise ValueError("closed")
+        received += data
+    return json.loads(received)
 
 
 def _fail(message: str, code: int) -> int:

@@ -4,6 +4,7 @@ Each text has one vector, which `vector_of` knows, so every row of an output can
 """
 
 import hashlib
+import ssl
 import threading
 from collections.abc import Callable
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
@@ -11,6 +12,8 @@ from typing import Any, TypeAlias
 
 import numpy as np
 import orjson
+
+from tests.support.certificates import Certificate
 
 DIM = 4
 Fail: TypeAlias = Callable[[list[str]], tuple[int, str] | None]
@@ -26,10 +29,17 @@ def vectors_of(texts: list[str]) -> np.ndarray:
     return np.array([vector_of(text) for text in texts], np.float32).reshape(len(texts), DIM)
 
 
+class QuietServer(ThreadingHTTPServer):
+    """A client that does not speak its protocol is no error of a test."""
+
+    def handle_error(self, request: object, client_address: object) -> None:
+        pass
+
+
 class BulkServer:
     """In threads of its own. To be closed by `with`."""
 
-    def __init__(self, fail: Fail = lambda texts: None) -> None:
+    def __init__(self, fail: Fail = lambda texts: None, certificate: Certificate | None = None) -> None:
         self.fail = fail
         self.model = "made-up"
         self.dim = DIM
@@ -51,7 +61,8 @@ class BulkServer:
                 failure = server.fail(texts)
                 if failure is None:
                     rows = np.array(
-                        [vector_of(text, server.model)[: server.dim] for text in texts], body["output_dtype"]
+                        [vector_of(text, server.model)[: server.dim] for text in texts],
+                        body.get("output_dtype", "float32"),
                     )
                     told = {"x-vecd-tokens": str(len(texts)), "x-vecd-dimensions": str(server.dim), "x-vecd-model": "m"}
                     self._answer(200, rows.tobytes(), told)
@@ -70,9 +81,16 @@ class BulkServer:
             def log_message(self, format: str, *arguments: object) -> None:
                 pass
 
-        self._http = ThreadingHTTPServer(("127.0.0.1", 0), Handler)
+        self._http = QuietServer(("127.0.0.1", 0), Handler)
         self._http.daemon_threads = True
-        self.url = f"http://127.0.0.1:{self._http.server_port}"
+        self.address = f"127.0.0.1:{self._http.server_port}"
+        self.url = f"http://{self.address}"
+        if certificate is not None:
+            context = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)
+            context.load_cert_chain(certificate.cert, certificate.key)
+            # The handshake is for the connection's own thread, by its first read.
+            self._http.socket = context.wrap_socket(self._http.socket, server_side=True, do_handshake_on_connect=False)
+            self.url = f"https://{self.address}"
         self._thread = threading.Thread(target=self._http.serve_forever, kwargs={"poll_interval": 0.01})
 
     @property

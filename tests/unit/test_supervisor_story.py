@@ -3,7 +3,7 @@
 import asyncio
 import os
 import signal
-from collections.abc import AsyncIterator, Callable
+from collections.abc import AsyncIterator, Callable, Sequence
 from contextlib import asynccontextmanager
 from hashlib import sha256
 from pathlib import Path
@@ -25,6 +25,7 @@ from vecd.launch.base.exit_codes import StartFailure
 from vecd.launch.config.plan import make_plan
 from vecd.launch.config.settings import load_settings
 from vecd.launch.processes.sockets import Inherited
+from vecd.launch.systemd.reload_command import ReloadSocket
 from vecd.shm.control import (
     Activate,
     ChildFailed,
@@ -45,15 +46,37 @@ from vecd.supervisor import Supervisor
 WATCHDOG_S = 2.0
 
 
+class FakeReloadSocket(ReloadSocket):
+    """Owns no socket, and keeps what it is told."""
+
+    def __init__(self) -> None:
+        super().__init__(lambda: None, lambda: "")
+        self.num_requested = self.num_done = 0
+        self.problems: list[str] = []
+        self.is_listening = False
+
+    async def listen(self) -> None:
+        self.is_listening = True
+
+    def requested(self) -> None:
+        self.num_requested += 1
+
+    def done(self, num_requested: int, problems: Sequence[str] = ()) -> None:
+        self.num_done, self.problems = num_requested, list(problems)
+
+    def close(self) -> None:
+        self.is_listening = False
+
+
 class Bench:
     def __init__(self, folder: Path, fakes: Fakes, arguments: list[str]) -> None:
         self.folder, self.fakes, self.notifier = folder, fakes, FakeNotifier(WATCHDOG_S)
         self.config = folder / "vecd.toml"
-        self.result = folder / "run" / "reloads.json"
         self.socket = FakeSocket()
         inherited = Inherited(public=self.socket)  # type: ignore[arg-type]
         self.plan = make_plan(load_settings(arguments))
         self.supervisor = Supervisor(self.plan, arguments, self.notifier, inherited, fakes.system)
+        self.reloads = self.supervisor._reload_socket = FakeReloadSocket()
         self.task = asyncio.create_task(self.supervisor.run())
 
     @property
@@ -77,8 +100,6 @@ class Bench:
 @pytest.fixture
 def bench(minilm_folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[..., Any]:
     monkeypatch.chdir(tmp_path)
-    (tmp_path / "run").mkdir()
-    monkeypatch.setenv("RUNTIME_DIRECTORY", str(tmp_path / "run"))
 
     @asynccontextmanager
     async def made(*flags: str, config: str = "workers = 2\n", **attributes: Any) -> AsyncIterator[Bench]:
@@ -102,7 +123,7 @@ def bench(minilm_folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) 
             bench.supervisor.plan.close()
         assert not fakes.living
         assert bench.socket.is_closed
-        assert not bench.result.exists()
+        assert not bench.reloads.is_listening
 
     return made
 
@@ -171,7 +192,7 @@ def test_a_server_that_is_still_starting_refuses_a_reload(bench) -> None:
     async def test() -> None:
         async with bench(connects=False) as made:
             await made.reload()
-            assert "the server is still starting" in made.result.read_text()
+            assert made.reloads.problems == ["the server is still starting"]
             assert len(made.fakes.fork_servers) == 1
 
     run(test())
@@ -285,7 +306,7 @@ def test_a_reload_replaces_one_generation_by_another(bench) -> None:
             assert not any(worker.is_alive for worker in old)
             assert all(gateway.sent(Discard) == [Discard(1)] for gateway in made.fakes.gateways)
             assert [server.is_stopped for server in made.fakes.fork_servers] == [True, False]
-            assert '"num_asked": 1, "num_done": 1, "problems": []' in made.result.read_text()
+            assert (made.reloads.num_requested, made.reloads.num_done, made.reloads.problems) == (1, 1, [])
             assert made.notifier.said("READY") == ["READY=1", "READY=1"]
             assert made.status == "STATUS=Serving model at http://127.0.0.1:8000, 3 workers"
             lives = {worker.name for worker in made.fakes.workers}
@@ -360,7 +381,7 @@ def test_a_refused_reload_changes_nothing_and_leaks_nothing(bench, case, monkeyp
             if case == "hang":
                 made.fakes.threads.release()
                 await settle(1)
-            assert problem in made.result.read_text()
+            assert problem in "; ".join(made.reloads.problems)
             assert problem in made.status
             assert made.generations == [2]
             assert [worker for worker in made.fakes.workers if worker.is_alive] == workers
@@ -371,7 +392,6 @@ def test_a_refused_reload_changes_nothing_and_leaks_nothing(bench, case, monkeyp
             made.fakes.endpoint_error, made.fakes.on_fork, gateway.unprepared = None, ready, ""
             made.config.write_text("workers = 2\n")
             os.chdir(made.folder)
-            os.environ["RUNTIME_DIRECTORY"] = str(made.folder / "run")
             await made.reload()
             assert made.generations[0] > 2
             assert "not reloaded" not in made.status
@@ -426,13 +446,13 @@ def test_requests_during_a_reload_are_done_by_one_more(bench) -> None:
             for _ in range(3):
                 gateway.inbox.put_nowait(ReloadAsked())
             await settle()
-            assert '"num_asked": 4, "num_done": 0' in made.result.read_text()
+            assert (made.reloads.num_requested, made.reloads.num_done) == (4, 0)
             made.fakes.on_fork = ready
             for worker in made.fakes.workers[2:]:
                 ready(worker)
             await settle()
             assert made.generations == [3]
-            assert '"num_asked": 4, "num_done": 4, "problems": []' in made.result.read_text()
+            assert (made.reloads.num_requested, made.reloads.num_done, made.reloads.problems) == (4, 4, [])
 
     run(test())
 

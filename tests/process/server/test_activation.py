@@ -37,7 +37,7 @@ for number, fd in enumerate([os.dup(fd) for fd in fds], start=3):
     os.dup2(fd, number)
     os.set_inheritable(number, True)
 os.environ.update(LISTEN_FDS=str(len(fds)), LISTEN_PID=str(os.getpid()), LISTEN_FDNAMES="vecd:admin")
-os.environ.update(NOTIFY_SOCKET=notify, WATCHDOG_USEC="2000000", RUNTIME_DIRECTORY=os.getcwd())
+os.environ.update(NOTIFY_SOCKET=notify, WATCHDOG_USEC="2000000")
 os.execv(sys.executable, [sys.executable, "-m", "vecd", "serve", *flags])
 """
 
@@ -188,7 +188,6 @@ def service(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Service]:
             yield Service(systemd, process, admin_url, serving)
         said = systemd.until_said("STOPPING=1")
         assert any(line.startswith("STATUS=Stopping") for line in said)
-        assert not (folder / "reloads.json").exists()
         with socket.socket(socket.AF_UNIX) as client:
             client.connect(str(path))  # it is for the next life: neither the file nor the socket is gone
 
@@ -256,5 +255,4 @@ def test_a_supervisor_that_is_stopped_is_not_alive(service):
 def reloading(service: Service) -> "subprocess.Popen[bytes]":
     """`vecd reload`, under way."""
     command = [sys.executable, "-m", "vecd", "reload", str(service.process.pid)]
-    environment = {**os.environ, "RUNTIME_DIRECTORY": str(service.systemd.folder)}
-    return subprocess.Popen(command, env=environment, stderr=subprocess.PIPE)
+    return subprocess.Popen(command, stderr=subprocess.PIPE)

@@ -92,7 +92,8 @@ def test_without_a_single_success_the_exit_code_is_1(
 @pytest.mark.parametrize(
     "arguments",
     [
-        ["--url", "https://127.0.0.1"],
+        ["--url", "https://127.0.0.1/v1"],
+        ["--insecure"],
         ["--url", "http://127.0.0.1:1/v1"],
         ["--clients", "0"],
         ["--clients", "1,x"],

@@ -1,66 +1,133 @@
-"""What comes of a reload reaches whoever asked for it."""
+"""What comes of a reload reaches whoever asked for it, for any server of this user."""
 
 import os
+import socket
 import subprocess
 import sys
-from pathlib import Path
+import time
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack
 
 import pytest
 
-from vecd.launch.systemd.reload_command import ReloadResult, main
+from vecd.launch.systemd import reload_command
+from vecd.launch.systemd.reload_command import main
 
-# Takes a signal for a wish, and says after a while what came of it, as the supervisor does.
+# Takes requests for reloads, and says after a while what came of each, as the supervisor does. "before": a reload that
+# was requested earlier, and is done later.
 SERVER = """
-import signal, sys, time
-from vecd.launch.systemd.reload_command import ReloadResult
-outcome, problems = ReloadResult(), sys.argv[1:]
-signal.pthread_sigmask(signal.SIG_BLOCK, [signal.SIGHUP])
-print("ready", flush=True)
-signal.sigwait([signal.SIGHUP])
-outcome.requested()
-if problems == ["end"]:
-    sys.exit()
-outcome.done(1, problems)
-time.sleep(60)
+import asyncio, sys
+from vecd.launch.systemd.reload_command import ReloadSocket
+url, *problems = sys.argv[1:]
+
+def request():
+    if problems == ["ending"]:
+        return
+    server.requested()
+    if problems == ["end"]:
+        sys.exit()
+    if problems == ["before"]:
+        server.done(1, ["that of before"])
+    asyncio.get_running_loop().call_later(0.2, server.done, server._num_requested, problems)
+
+async def main():
+    await server.listen()
+    if problems == ["before"]:
+        server.requested()
+    print("ready", flush=True)
+    await asyncio.sleep(60)
+
+server = ReloadSocket(request, lambda: url)
+asyncio.run(main())
 """
 
 
 @pytest.fixture
-def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    monkeypatch.setenv("RUNTIME_DIRECTORY", str(tmp_path))
-    return tmp_path
+def start() -> Iterator[Callable[..., int]]:
+    """Starts a server, with its address and the problems of its reload. Returns its process id."""
+    with ExitStack() as stack:
 
-
-def reload(*problems: str) -> int:
-    command = [sys.executable, "-c", SERVER, *problems]
-    with subprocess.Popen(command, stdout=subprocess.PIPE, text=True) as server:
-        assert server.stdout is not None
-        try:
+        def start_server(*arguments: str) -> int:
+            command = [sys.executable, "-c", SERVER, *arguments]
+            server = stack.enter_context(subprocess.Popen(command, stdout=subprocess.PIPE, text=True))
+            stack.callback(server.kill)
+            assert server.stdout is not None
             assert server.stdout.readline() == "ready\n"
-            return main([str(server.pid)])
-        finally:
-            server.kill()
+            return server.pid
+
+        yield start_server
 
 
-def test_a_reload_that_is_done(folder):
-    assert reload() == 0
+def test_a_reload_that_is_done(start):
+    assert main([str(start("http://127.0.0.1:60001"))]) == 0
+    assert main(["--port", "60001"]) == 0
 
 
-def test_one_that_is_refused_says_why(folder, capsys):
-    assert reload("port: cannot be changed", "model: there is none") == 2
+def test_one_that_is_refused_says_why(start, capsys):
+    pid = start("http://127.0.0.1:60001", "port: cannot be changed", "model: there is none")
+    assert main([str(pid)]) == 2
     assert capsys.readouterr().err == "port: cannot be changed\nmodel: there is none\n"
 
 
-def test_a_server_that_ends_meanwhile(folder, capsys):
-    assert reload("end") == 3
+@pytest.mark.parametrize("how", ["end", "ending"])
+def test_a_server_that_ends_meanwhile(how, start, capsys):
+    assert main([str(start("http://127.0.0.1:60001", how))]) == 3
     assert "has ended meanwhile" in capsys.readouterr().err
 
 
-def test_another_process_is_left_alone(folder, capsys):
+def test_what_was_asked_for_before_is_not_taken_for_ours(start, capsys):
+    """A reload that began before ours was asked for may have read the configuration of before."""
+    assert main([str(start("http://127.0.0.1:60001", "before"))]) == 2
+    assert capsys.readouterr().err == "before\n"
+
+
+def test_the_only_one_needs_no_name_and_one_of_several_does(start, capsys, monkeypatch):
+    """Other servers of this machine are not asked."""
+    pids = [start("http://127.0.0.1:60001"), start("unix:/run/vecd.sock")]
+    found = list(reload_command._find_servers())
+    for server in found:
+        server.connection.close()
+    assert {server.pid for server in found} >= set(pids)
+    find_servers = reload_command._find_servers
+
+    def find(ours: list[int]) -> Callable[[], Iterator[reload_command.RunningServer]]:
+        return lambda: (server for server in find_servers() if server.pid in ours)
+
+    monkeypatch.setattr(reload_command, "_find_servers", find(pids[:1]))
+    assert main([]) == 0
+    monkeypatch.setattr(reload_command, "_find_servers", find(pids))
+    assert main([]) == 2
+    told = capsys.readouterr().err
+    assert "several servers of this user are running, name one:\n" in told
+    assert f"  vecd reload {pids[1]}    unix:/run/vecd.sock\n" in told
+    assert main(["--port", "60002"]) == 3
+    assert "no server of this user is running on port 60002; these are running:" in capsys.readouterr().err
+    monkeypatch.setattr(reload_command, "_find_servers", find([]))
+    assert main([]) == 3
+    assert capsys.readouterr().err == "vecd reload: no server of this user is running\n"
+
+
+def test_another_process_is_left_alone(capsys):
     """SIGHUP ends whoever does not know it."""
-    ReloadResult({"RUNTIME_DIRECTORY": str(folder)})
     with subprocess.Popen(["sleep", "60"]) as other:
         assert main([str(other.pid)]) == 3
         assert other.poll() is None
         other.kill()
-    assert f"is of process {os.getpid()}, not of {other.pid}" in capsys.readouterr().err
+    assert f"with the process id {other.pid}" in capsys.readouterr().err
+
+
+def test_a_name_that_another_process_has_taken_is_not_believed():
+    with socket.socket(socket.AF_UNIX) as other:
+        other.bind(reload_command._address(os.geteuid(), 9_999_999))
+        other.listen()
+        began_at = time.monotonic()
+        assert main(["9999999"]) == 3
+        assert time.monotonic() - began_at < 5, "nothing is read from it"
+
+
+@pytest.mark.parametrize(
+    "arguments", [["x"], ["0"], ["9" * 20], ["9" * 5000], ["-5"], ["2", "3"], ["--port"], ["--port", "x"]]
+)
+def test_bad_arguments(arguments, capsys):
+    assert main(arguments) == 2
+    assert "usage: vecd reload [PID | --port PORT]" in capsys.readouterr().err

@@ -1,4 +1,6 @@
 import asyncio
+import ssl
+from pathlib import Path
 
 import pytest
 
@@ -46,11 +48,47 @@ def test_urls(url: str, target: Target, host_header: str) -> None:
 
 
 @pytest.mark.parametrize(
-    "url", ["", "127.0.0.1:8000", "https://h", "ftp://h", "http://", "http://h:x", "http://h/v1", "unix:", "unix://h/s"]
+    "url",
+    [
+        "",
+        "127.0.0.1:8000",
+        "https://",
+        "https://h/v1",
+        "ftp://h",
+        "http://",
+        "http://h:x",
+        "http://h/v1",
+        "unix:",
+        "unix://h/s",
+    ],
 )
 def test_urls_that_name_no_server_are_refused(url: str) -> None:
     with pytest.raises(ValueError, match=r".+"):
         parse_target(url)
+
+
+def test_https() -> None:
+    target = parse_target("https://h")
+    assert (str(target), target.port) == ("https://h:443", 443)
+    assert target.tls is not None
+    assert target.tls.check_hostname
+    trusting = parse_target("https://h:8443", insecure=True).tls
+    assert trusting is not None
+    assert trusting.verify_mode == ssl.CERT_NONE
+
+
+@pytest.mark.parametrize(
+    ("url", "ca", "insecure", "message"),
+    [
+        ("http://h", None, True, "only with https://"),
+        ("unix:/s", Path("ca.pem"), False, "only with https://"),
+        ("https://h", Path("/no/such.pem"), False, "--ca: /no/such.pem: No such file"),
+        ("https://h", Path(__file__), False, "--ca: "),
+    ],
+)
+def test_certificates_that_cannot_be_used(url: str, ca: Path | None, insecure: bool, message: str) -> None:
+    with pytest.raises(ValueError, match=message):
+        parse_target(url, ca, insecure=insecure)
 
 
 @pytest.mark.parametrize(("path", "api_key"), [("v1", None), ("/a b", None), ("/a\r\nX: y", None), ("/", "k\n")])
