@@ -29,6 +29,9 @@ _INLINE_BYTES = 64 * 1024
 """Bodies of at most so many bytes are parsed on the event loop: 0.06 ms for texts, 0.15 ms for token ids, at worst
 (empty lists) 1.1 ms."""
 
+_MAX_BLANK_BYTES = 64
+"""As many blanks may be before a bare list."""
+
 _MAX_WAITING_BYTES = 256 * 1024 * 1024
 """Limit on all large bodies that are being parsed or wait for it. Their parsed values take as much again. The bodies
 of one tenant take at most half of it, so that there is room for another's."""
@@ -60,6 +63,7 @@ class Bodies:
         tenant: str = "",
         small_fields: frozenset[str] = frozenset(),
         coding: Coding | None = None,
+        bare_list: str = "",
     ) -> T:
         """Parse the JSON object in `body`, and return the result of `parse_fields` for its fields.
 
@@ -67,6 +71,7 @@ class Bodies:
         lists of numbers. `small_fields`: others that an error may name. In a large body, lists of int32 in large
         fields come as `array("i")`, and strings and lists of numbers are cut at the bounds; `parse_fields` is then
         called in a thread. `tenant`: the owner of the body, "" if there is none. `coding`: the body's Content-Encoding.
+        `bare_list`: the field that a list in place of the object is taken for; "" if such a body is an error.
 
         Raises BadRequest for anything but a JSON object in that coding, PayloadTooLarge for one that is too long when
         decompressed, TooManyRequests when too many bytes wait to be parsed, of all bodies or of this tenant's, and
@@ -78,11 +83,12 @@ class Bodies:
             if inflating.is_complete:
                 body, inflating = inflating.take(), None
         if inflating is None and len(body) <= _INLINE_BYTES:
-            return parse_fields(_parse_object(body, large_fields | small_fields))
+            return parse_fields(_parse_object(_as_object(body, bare_list), large_fields | small_fields))
         with self._waiting(tenant) as wait_with:
             wait_with(len(body))
             if inflating is not None:
                 body = await self._inflate(inflating, len(body), wait_with, tenant)
+            body = _as_object(body, bare_list)
             steps = _parse_steps(PieceReader(body, large_fields, self._bounds, small_fields), parse_fields)
             return await self._threads.run(steps, tenant)
 
@@ -130,6 +136,12 @@ def _check_room(num_waiting: int, num_bytes: int, limit: int, what: str) -> None
             f"{what} {num_waiting} bytes wait to be parsed, this one has {num_bytes}, at most {limit} may",
             retry_after_s=num_waiting / _BYTES_PER_S,
         )
+
+
+def _as_object(body: bytes, bare_list: str) -> bytes:
+    if bare_list and body[:_MAX_BLANK_BYTES].lstrip().startswith(b"["):
+        return b'{"%b":%b}' % (bare_list.encode(), body)
+    return body
 
 
 def _parse_object(body: bytes, known_fields: Collection[str]) -> dict[str, Any]:

@@ -33,8 +33,6 @@ from vecd.gateway.types.messages import HttpRequest, Response
 _INLINE_ITEMS = 4096
 """Responses of at most so many items are rendered on the event loop: 1 ms, 4 ms with a report of each."""
 
-_BLANK_BYTES = 64
-"""As many blanks may be before a bare list."""
 _INPUT = "input"
 _QUOTED_INPUT = re.compile(r"'input(?=['\[])")
 """The name of the input field in messages of modules that know no dialect."""
@@ -70,11 +68,9 @@ class OperationsHandler:
         timeline.arrived_at = time.monotonic()
         try:
             principal.check_quota()  # before the body is parsed
-            if self._bare_list and http.coding is None and http.body[:_BLANK_BYTES].lstrip().startswith(b"["):
-                http.body = b'{"%b":%b}' % (self._bare_list.encode(), http.body)
             parsed = await context.bodies.parse(
                 http.body, self._large, lambda body: self._parse(context, http, body), principal.tenant, self._small,
-                http.coding,
+                http.coding, self._bare_list,
             )  # fmt: skip
         except ApiError as error:
             if first.operation.embed is not None:

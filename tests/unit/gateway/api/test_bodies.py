@@ -39,12 +39,15 @@ def parse(
     parse_fields: Callable[[dict[str, Any]], Any] = dict,
     coding: Coding | None = None,
     max_bytes: int = 10**9,
+    bare_list: str = "",
 ) -> Any:
     async def main() -> Any:
         threads = Threads()
         bodies = make_bodies(threads, max_inputs=100_000, max_bytes=max_bytes)
         try:
-            return await bodies.parse(body, LARGE, parse_fields, small_fields=FIELDS.small, coding=coding)
+            return await bodies.parse(
+                body, LARGE, parse_fields, small_fields=FIELDS.small, coding=coding, bare_list=bare_list
+            )
         finally:
             threads.close()
 
@@ -83,6 +86,18 @@ def test_what_is_not_a_json_object_is_refused_and_not_quoted(padding, body, says
     with pytest.raises(BadRequest, match=says) as caught:
         parse(padding + body)
     assert "secret" not in caught.value.message
+
+
+@pytest.mark.parametrize("num_texts", [1, 20_000])
+@pytest.mark.parametrize("coding", [None, Coding.GZIP])
+def test_a_bare_list_is_the_field_that_it_is_taken_for(num_texts, coding):
+    texts = [f"text {i}" for i in range(num_texts)]
+    body = b" \n" + orjson.dumps(texts)
+    sent = body if coding is None else gzip.compress(body)
+    assert parse(sent, coding=coding, bare_list="input") == {"input": texts}
+    with pytest.raises(BadRequest, match="must be a JSON object"):
+        parse(sent, coding=coding)
+    assert parse(b'{"input":["a"]}', bare_list="input") == {"input": ["a"]}
 
 
 @pytest.mark.parametrize("num_texts", [1, 20_000])
