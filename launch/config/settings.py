@@ -10,7 +10,7 @@ import logging
 import os
 import re
 import tomllib
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from difflib import get_close_matches
 from io import StringIO
 from pathlib import Path
@@ -366,7 +366,7 @@ class _Merged:
             return {}
         values = {name.replace("-", "_"): value for name, value in values.items()}
         for name in values.keys() - Settings.model_fields.keys():
-            self._problems.append(f"{path}: {name}: there is no such setting{_guess(name, Settings.model_fields)}")
+            self._problems.append(f"{path}: {name}: there is no such setting{_guess(name, str)}")
         return {name: value for name, value in values.items() if name in Settings.model_fields}
 
     def read_dotenv(self) -> dict[str, Any]:
@@ -403,8 +403,7 @@ class _Merged:
                 and name not in Settings.model_fields
                 and not _is_service_link(name, value)
             ):
-                guess = _guess(variable, map(_variable, Settings.model_fields))
-                self._problems.append(f"{origin}{variable}: there is no such setting{guess}")
+                self._problems.append(f"{origin}{variable}: there is no such setting{_guess(name, _variable)}")
 
     def validate(self, without: Sequence[str] = ()) -> Settings:
         try:
@@ -450,18 +449,18 @@ def _hints(problem: str) -> str:
     if not is_unknown:
         return ""
     flags = [word.partition("=")[0] for word in given.split() if word.startswith("--")]
-    known = [_flag(name) for name in Settings.model_fields]
     hints = ""
     for flag in flags:
-        is_model = flag in _NAMES_OF_MODEL
-        hint = "; MODEL is positional: vecd serve MODEL" if is_model else _guess(flag, known)
+        guess = _guess(flag.removeprefix("--").replace("-", "_"), _flag)
+        hint = "; MODEL is positional: vecd serve MODEL" if flag in _NAMES_OF_MODEL else guess
         hints += hint.replace("; ", f"; {flag}: ", 1)
     return hints
 
 
-def _guess(name: str, known: Iterable[str]) -> str:
-    close = get_close_matches(name, list(known), n=1, cutoff=0.7)
-    return f"; did you mean {close[0]}?" if close else ""
+def _guess(name: str, write: Callable[[str], str]) -> str:
+    """The setting that may have been meant by `name`, as `write` writes it; empty if it is like none."""
+    close = get_close_matches(name, list(Settings.model_fields), n=1, cutoff=0.65)
+    return f"; did you mean {write(close[0])}?" if close else ""
 
 
 _BOUNDS = {"greater_than_equal": "of at least {ge}", "less_than_equal": "of at most {le}"}

@@ -103,8 +103,9 @@ def test_a_flag_that_there_is_not_is_told_which_there_is(argv, hint):
     assert problem.endswith(f"; {hint}")
 
 
-def test_what_is_like_no_flag_gets_no_guess():
-    assert problems("--zzzz") == ["unrecognized arguments: --zzzz"]
+def test_what_is_like_no_setting_gets_no_guess(monkeypatch):
+    monkeypatch.setenv("VECD_FOO", "1")
+    assert problems("--zzzz") == ["unrecognized arguments: --zzzz", "VECD_FOO: there is no such setting"]
 
 
 def test_a_line_of_the_file_is_told_which_setting_there_is(tmp_path):
