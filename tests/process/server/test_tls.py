@@ -46,10 +46,12 @@ def test_a_large_body_and_a_large_answer(server):
         assert [item["index"] for item in answer.json()["data"]] == list(range(1000))
 
 
-def test_http_in_the_clear_is_not_answered(server):
+def test_http_in_the_clear_is_told_to_use_https(server):
     for _ in range(3):
-        with pytest.raises(httpx.TransportError):
-            httpx.get(server.url.replace("https://", "http://") + "/live", timeout=30)
+        refused = httpx.get(server.url.replace("https://", "http://") + "/live", timeout=30)
+        assert refused.status_code == 400
+        assert refused.headers["content-type"].startswith("text/plain")
+        assert "https" in refused.text
 
 
 @pytest.mark.parametrize("problem", ["one flag alone", "another key"])

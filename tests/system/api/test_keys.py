@@ -370,7 +370,7 @@ def test_requests_of_a_key_at_a_time(shared):
         error = error_of(refused, 429)
         assert error["code"] == "rate_limit_exceeded"
         assert error["message"].endswith("this key already has 1 request in progress; its limit is 1")
-        assert refused.headers["retry-after"] == "1"
+        assert refused.headers["retry-after"] in {"1", "2", "3"}
         assert post(shared, "text", "polite").status_code == 200
         assert first.result().status_code == 200
     assert post(shared, "text", "one-by-one").status_code == 200
