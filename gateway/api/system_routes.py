@@ -126,8 +126,13 @@ async def docs(context: Context, http: HttpRequest, principal: Principal) -> Res
 
 
 def _page(name: str) -> Response:
-    page = files("vecd.gateway.api").joinpath("data", name).read_bytes()
+    data = files("vecd.gateway.api").joinpath("data")
+    design = b"<style>\n" + data.joinpath("design.css").read_bytes() + b"</style>"
+    page = data.joinpath(name).read_bytes().replace(_LINK_TO_DESIGN, design)
     return Response(200, page, dict(_PAGE_HEADERS), _HTML)
+
+
+_LINK_TO_DESIGN = b'<link rel="stylesheet" href="design.css">'
 
 
 _POLICY = (

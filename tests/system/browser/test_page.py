@@ -419,12 +419,44 @@ def test_beside_an_admin_listener_each_page_says_where_the_other_half_is(open_pa
 # --- the API's page, and pictures -------------------------------------------------------------------------------------
 
 
-def test_the_api_s_page_lists_what_there_is(server, open_page):
+def test_the_api_s_page_lists_each_operation_once_with_all_its_paths(server, open_page):
     paths = httpx.get(f"{server.url}/openapi.json").json()["paths"]
     with open_page(f"{server.url}/docs") as page:
         page.wait_for_selector("summary")
-        listed = set(page.locator("summary .path").all_inner_texts())
-        assert {"/v1/embeddings", "/embed", "/api/embed", "/stats"} <= listed <= set(paths)
+        listed = page.locator("summary .path").all_inner_texts()
+        aliases = page.locator(".alias").evaluate_all("(all) => all.map((one) => one.textContent)")
+        assert {"/v1/embeddings", "/embed", "/api/embed", "/stats"} <= set(listed)
+        assert {"/embeddings", "/openai/v1/embeddings", "/models"} <= set(aliases)
+        assert {*listed, *aliases} == set(paths)
+        assert page.locator("summary:has-text('/openai/')").count() == 0
+
+
+@pytest.mark.parametrize("path", ["/docs/", "/docs"])
+def test_the_api_s_page_looks_like_the_other_and_leads_back(path, server, open_page):
+    colour = "getComputedStyle(document.body).backgroundColor"
+    with open_page(server.url, viewport={"width": 390, "height": 844}) as page:
+        page.click("#theme")
+        page.click("#theme")
+        dark = page.evaluate(colour)
+        page.goto(f"{server.url}{path}")
+        page.wait_for_selector("summary")
+        assert page.evaluate(colour) == dark
+        page.evaluate("document.querySelectorAll('details').forEach((one) => { one.open = true; })")
+        assert_nothing_overflows(page)
+        page.click("#back")
+        wait_for_figures(page)
+        assert_nothing_overflows(page)
+
+
+def assert_nothing_overflows(page) -> None:
+    """But what can be scrolled within."""
+    outside = page.evaluate(
+        """() => [...document.querySelectorAll('body *')].filter((element) => {
+            const box = element.getBoundingClientRect();
+            return box.width > 1 && box.right > innerWidth + 0.5 && !element.closest('.scroll, pre, .skip, svg');
+        }).map((element) => element.outerHTML.slice(0, 120))"""
+    )
+    assert outside == []
 
 
 def test_the_api_s_page_asks_for_a_key(tmp_path, open_page):
