@@ -24,7 +24,7 @@ from vecd.client.bulk.progress import Course, Moment, WaitMessages
 from vecd.client.bulk.service import EmbeddingService, Vectors
 from vecd.client.status_line import StatusLine
 
-_FIRST_COMMIT_S, _COMMIT_S = 0.25, 1.0
+_FIRST_COMMIT_S, _COMMIT_S = 0.25, 0.5
 """From the beginning of one commit to that of the next: doubled each time, up to the second. A killed run repeats the
 work of about this time, and what was under way."""
 _COMMIT_PAUSE_S = 0.1
