@@ -43,7 +43,7 @@ class ChatProcess:
         async with self._lock:
             try:
                 reply = await asyncio.wait_for(self._ask(payload), _TIMEOUT_S)
-            except (asyncio.IncompleteReadError, ConnectionError):
+            except (asyncio.IncompleteReadError, ConnectionError, RuntimeError):  # the last: uvloop's for a closed pipe
                 raise await self._why_it_ended() from None
             except TimeoutError:
                 self.close()

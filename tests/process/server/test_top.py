@@ -276,7 +276,8 @@ def test_without_access_it_says_what_is_missing(served, capsys, monkeypatch, url
         ((), "use --once or --json"),
         (("--once", "--interval", "nan"), "--interval"),
         (("--once", "--interval", "0.01"), "from 0.1 to 3,600"),
-        (("--once", "--url", "https://x"), "neither http://host:port nor unix:/path"),
+        (("--once", "--url", "ftp://x"), "neither http://host:port nor https://host:port nor unix:/path"),
+        (("--once", "--url", "http://x", "--insecure"), "only with https://"),
         (("--once", "--api-key", "a\nb"), "characters that cannot be sent"),
     ],
 )

@@ -151,11 +151,11 @@ def test_two_hundred_at_once_and_again_after_connections_have_been_idle(openai, 
     assert is_right(both[1], texts)
 
 
-def test_models(openai, float32_server):
+def test_models(openai, float32_server, strict_server):
     answer = openai.call("models", url=f"{float32_server.url}/v1", name=MODEL)
     assert answer == {"ids": [MODEL], "retrieved": MODEL}
     with pytest.raises(ClientError) as caught:
-        openai.call("models", url=f"{float32_server.url}/v1", name="no/such")
+        openai.call("models", url=f"{strict_server.url}/v1", key=KEY, name="no/such")
     assert "NotFoundError" in caught.value.classes
 
 

@@ -35,8 +35,8 @@ async def _create_each(client: openai.AsyncOpenAI, texts: list[str]) -> list[lis
     return [answer.data[0].embedding for answer in answers]
 
 
-def models(url: str, name: str) -> dict[str, Any]:
-    with openai.OpenAI(base_url=url, api_key="unused", max_retries=0) as client:
+def models(url: str, name: str, key: str = "unused") -> dict[str, Any]:
+    with openai.OpenAI(base_url=url, api_key=key, max_retries=0) as client:
         return {"ids": [model.id for model in client.models.list()], "retrieved": client.models.retrieve(name).id}
 
 
