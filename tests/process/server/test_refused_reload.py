@@ -1,6 +1,5 @@
 """A reload that is refused half-way: some workers of the new generation were ready, and all of them are ended."""
 
-import os
 import signal
 from pathlib import Path
 
@@ -8,6 +7,7 @@ import httpx
 import pytest
 
 from tests.support.serving import Server, eventually, running_server
+from tests.support.soak.faults import injecting
 
 NUM_REQUESTS = 3
 TWO_TEXTS = ["one for each of two idle workers", "and the other"]
@@ -28,9 +28,7 @@ def restarts(server: Server) -> dict[str, float]:
 
 def test_what_is_shown_of_living_workers_is_theirs(config: Path, tmp_path: Path):
     """The workers of the discarded generation have the same indexes."""
-    injection = Path(__file__).parents[2] / "support" / "soak" / "injection"
-    path = os.pathsep.join([str(injection), *filter(None, [os.environ.get("PYTHONPATH", "")])])
-    env = {"PYTHONPATH": path, "TRIAL_FAULTS": str(tmp_path / "faults")}
+    env = injecting(tmp_path / "faults")
     with running_server("--engine", "weightless", "--config", str(config), env=env) as server:
         for _ in range(NUM_REQUESTS):
             server.embed(TWO_TEXTS)

@@ -5,6 +5,7 @@ is right at the moment of its return only.
 """
 
 import asyncio
+import os
 import random
 import time
 from collections.abc import Awaitable, Callable
@@ -14,8 +15,15 @@ from pathlib import Path
 import psutil
 
 from tests.support.serving import Server
+from tests.support.soak.injection import sitecustomize
 
 _GONE = (psutil.NoSuchProcess, psutil.AccessDenied)
+
+
+def injecting(switch: Path) -> dict[str, str]:
+    """The environment of a server whose engine misbehaves on the ids of `injection` while the file `switch` exists."""
+    path = os.pathsep.join([str(Path(sitecustomize.__file__).parent), *filter(None, [os.environ.get("PYTHONPATH")])])
+    return {"PYTHONPATH": path, "TRIAL_FAULTS": str(switch)}
 
 
 def is_alive(process: psutil.Process) -> bool:

@@ -352,6 +352,32 @@ def assert_is_accessible(page) -> None:
     assert not [(v["id"], [node["html"][:120] for node in v["nodes"]][:3]) for v in found["violations"]]
 
 
+@pytest.mark.skipif(not AXE.exists(), reason="make test-browser installs axe-core")
+@pytest.mark.parametrize("width", [390, 1280])
+@pytest.mark.parametrize("scheme", ["light", "dark"])
+def test_both_pages_are_accessible_before_and_after_a_key(scheme, width, tmp_path, open_page):
+    keys = write_keys(tmp_path / "keys.toml")
+    look = {"color_scheme": scheme, "viewport": {"width": width, "height": 844}}
+    with running_server(*WEIGHTLESS, "--keys-file", str(tmp_path / "keys.toml")) as server:
+        for path, waits, shows in (("/", "#key-form", "#figures"), ("/docs", "#keys", "summary")):
+            with open_page(server.url + path, expected=("401",), **look) as page:
+                expect(page.locator(waits)).to_be_visible()
+                assert_is_accessible(page)
+                page.fill("#key", "wrong-key-0123456789")
+                page.keyboard.press("Enter")
+                expect(page.locator("body")).to_contain_text("does not know")
+                assert_is_accessible(page)
+                page.fill("#key", keys["watcher"])
+                page.keyboard.press("Enter")
+                expect(page.locator(shows).first).to_be_visible()
+                if path == "/docs":
+                    page.locator("summary", has_text="/v1/embeddings").first.click()
+                    page.locator("details[open] button").first.click()
+                    expect(page.get_by_label("Response").first).to_contain_text("200")
+                assert_is_accessible(page)
+                assert_nothing_overflows(page)
+
+
 # --- keys, and the admin listener -------------------------------------------------------------------------------------
 
 

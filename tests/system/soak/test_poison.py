@@ -4,7 +4,6 @@ The workers are real; what happens to them on certain token ids is put in from o
 """
 
 import asyncio
-import os
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
@@ -14,9 +13,8 @@ import httpx
 import pytest
 
 from tests.support.serving import Server, eventually, running_server
-from tests.support.soak.faults import wait_until, workers
+from tests.support.soak.faults import injecting, wait_until, workers
 from tests.support.soak.form import LONG, pick, record
-from tests.support.soak.injection import sitecustomize
 from tests.support.soak.injection.sitecustomize import CRASH, KILL, RAISE, SLEEP, SPIN
 from tests.support.soak.questions import Tenant
 from tests.support.soak.tally import Tally
@@ -47,13 +45,10 @@ def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
 
 @contextmanager
 def faulty_server(folder: Path, *more_flags: str) -> Iterator[Server]:
-    injection = Path(sitecustomize.__file__).parent
     switch = folder / "on"
-    path = os.pathsep.join([str(injection), *filter(None, [os.environ.get("PYTHONPATH", "")])])
     flags = pick(short=["--engine", "weightless"], long=["--dtype", "float32"])
-    env = {"PYTHONPATH": path, "TRIAL_FAULTS": str(switch)}
     flags += ["--workers", "2", "--batch-timeout", str(BATCH_TIMEOUT_S), *more_flags]
-    with running_server(*flags, env=env) as running:
+    with running_server(*flags, env=injecting(switch)) as running:
         switch.touch()
         yield running
 

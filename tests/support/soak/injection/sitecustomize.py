@@ -8,6 +8,7 @@ the folder named by TRIAL_FAULTS with `.starts` behind it exists, one engine can
 import contextlib
 import importlib.abc
 import importlib.machinery
+import math
 import os
 import signal
 import sys
@@ -16,8 +17,9 @@ from collections.abc import Callable, Sequence
 from types import ModuleType
 from typing import Any
 
-KILL, SPIN, SLEEP, RAISE, CRASH = 30101, 30102, 30103, 30104, 30105
-"""The ids: ends its worker by SIGKILL, never returns, returns after SLEEP_S, raises, ends its worker by SIGSEGV."""
+KILL, SPIN, SLEEP, RAISE, CRASH, NAN = range(30101, 30107)
+"""The ids: ends its worker by SIGKILL, never returns, returns after SLEEP_S, raises, ends its worker by SIGSEGV, makes
+all vectors of its batch NaN."""
 SLEEP_S = 0.3
 _ENGINES = {
     "vecd.workers.engines.dummy": "DummyEngine",
@@ -39,6 +41,10 @@ def misbehave(begin: Callable[..., Any]) -> Callable[..., Any]:
                 time.sleep(SLEEP_S)
             if RAISE in ids:
                 raise RuntimeError("on purpose")
+            if NAN in ids:
+                finish = begin(self, batch, rows)
+                rows[: batch.lengths.size] = math.nan
+                return finish
         return begin(self, batch, rows)
 
     return begin_or_not

@@ -1,0 +1,485 @@
+"""The tables of docs/troubleshooting.md: each row is provoked in a real server, which says what the row says it does.
+
+Each scenario is one server, or one that does not start, and yields what it has provoked. All of them run at once,
+because most of their time is waiting; the engine is the dummy, which fails on purpose (`tests.support.soak.injection`).
+"""
+
+import re
+import signal
+import socket
+import subprocess
+import time
+import traceback
+from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import ExitStack, contextmanager, suppress
+from functools import partial
+from pathlib import Path
+from typing import NamedTuple
+
+import httpx
+import psutil
+import pytest
+
+from tests.support.certificates import make_certificate
+from tests.support.serving import Server, clean_environment, eventually, running_server, vecd
+from tests.support.soak.faults import fork_servers, injecting, workers
+from tests.support.soak.injection.sitecustomize import CRASH, NAN, RAISE, SLEEP, SPIN
+from vecd.gateway.types import errors
+
+PAGE = Path(__file__).parents[3] / "docs" / "troubleshooting.md"
+DUMMY = ("--engine", "dummy", "--workers", "1")
+EMBEDDINGS = "/v1/embeddings"
+TIMEOUT_S = 60
+# Without connections that are kept, because scenarios count them; made once, because that takes a tenth of a second.
+HTTP = httpx.Client(timeout=TIMEOUT_S, verify=False, limits=httpx.Limits(max_keepalive_connections=0))
+
+
+class Row(NamedTuple):
+    """A row of the page."""
+
+    code: int
+    """A status, or an exit code."""
+    words: str
+    """What the response says, or stderr; `…` stands for anything."""
+
+
+class Seen(NamedTuple):
+    code: int
+    text: str
+
+
+Provoked = Iterator[tuple[Row, Seen]]
+
+
+def rows_of(page: str) -> list[Row]:
+    """Those of all tables that begin with a status or an exit code: the code, and the first words that are quoted."""
+    tables = re.findall(r"^\| (?:status|exit code) \|.*\n\| ---.*\n((?:\|.*\n)+)", page, re.MULTILINE)
+    cells = [re.match(r"\| (\d+) \| `([^`]+)`", line) for table in tables for line in table.splitlines()]
+    assert None not in cells, "a row without a code or without words"
+    return [Row(int(cell[1]), cell[2]) for cell in cells if cell is not None]
+
+
+# --- what scenarios do ------------------------------------------------------------------------------------------------
+
+
+def ask(server: Server, path: str, **options) -> Seen:
+    method = options.pop("method", "POST" if options.keys() & {"json", "content"} else "GET")
+    response = HTTP.request(method, server.url + path, **options)
+    return Seen(response.status_code, response.text)
+
+
+def embed(server: Server, value: object, **headers: str) -> Seen:
+    """`headers`: with underscores."""
+    named = {name.replace("_", "-"): text for name, text in headers.items()}
+    return ask(server, EMBEDDINGS, json={"input": value}, headers=named)
+
+
+def send(server: Server, raw: bytes) -> Seen:
+    """Bytes, and what is sent back until the server closes."""
+    with socket.create_connection(("127.0.0.1", server.port), timeout=TIMEOUT_S) as sock:
+        sock.sendall(raw)
+        return receive(sock)
+
+
+def receive(sock: socket.socket) -> Seen:
+    sock.settimeout(TIMEOUT_S)
+    received = b""
+    while piece := sock.recv(65536):
+        received += piece
+    return Seen(int(received.split()[1]), received.decode())
+
+
+def ids(*numbers: int) -> list[list[int]]:
+    """One input of the model's own token ids."""
+    return [[101, *numbers, 102]]
+
+
+def wait_until_ready(server: Server) -> None:
+    eventually(lambda: ask(server, "/health").code == 200, TIMEOUT_S)
+
+
+@contextmanager
+def stopped_worker(server: Server) -> Iterator[None]:
+    """What the worker gets meanwhile waits until the end."""
+    wait_until_ready(server)
+    [worker] = workers(server)
+    worker.suspend()
+    try:
+        yield
+    finally:
+        with suppress(psutil.NoSuchProcess):
+            worker.resume()
+
+
+def is_busy(server: Server) -> bool:
+    """Whether the worker has a batch."""
+    [worker] = HTTP.get(f"{server.url}/info").json()["workers"]
+    return bool(worker["state"] == "busy")
+
+
+# --- servers that run -------------------------------------------------------------------------------------------------
+
+
+def small_limits(folder: Path) -> Provoked:
+    flags = ("--strict-model", "--max-body-bytes", "20000", "--max-inputs", "100", "--max-request-tokens", "1000")
+    connections = ("--max-connections", "30", "--max-connections-per-address", "20")
+    with running_server(*DUMMY, *flags, *connections) as server, ExitStack() as sockets:
+        slow = sockets.enter_context(socket.create_connection(("127.0.0.1", server.port)))
+        slow.sendall(b"GET / HTTP/1.1\r\n")
+        yield Row(404, "There is nothing at this path"), ask(server, "/v2/embeddings", json={})
+        model = {"input": "a", "model": "another"}
+        yield Row(404, "The model … does not exist; this server has"), ask(server, EMBEDDINGS, json=model)
+        yield Row(405, "is not allowed on this path"), ask(server, EMBEDDINGS)
+        yield Row(400, "The body is not valid JSON"), ask(server, EMBEDDINGS, content=b"{")
+        dimensions = {"input": "a", "dimensions": 64}
+        yield Row(400, "does not support specifying dimensions"), ask(server, EMBEDDINGS, json=dimensions)
+        many = ["a"] * 101
+        yield Row(400, "at most … in one request (--max-inputs)"), embed(server, many)
+        yield Row(422, "at most … in one request (--max-inputs)"), ask(server, "/embed", json={"inputs": many})
+        yield Row(400, "max … tokens per request"), embed(server, ["a " * 250] * 10)
+        yield Row(413, "body: …, at most … are allowed"), embed(server, "a" * 20_000)
+        coding = {"content-encoding": "compress"}
+        yield Row(415, "header Content-Encoding"), ask(server, EMBEDDINGS, content=b"{}", headers=coding)
+        yield Row(431, "longer than the … bytes allowed"), ask(server, "/live", headers={"cookie": "a" * 40_000})
+        yield Row(501, "not supported"), send(server, b"BREW / HTTP/1.1\r\nhost: a\r\n\r\n")
+        yield Row(505, "only 1.1 and 1.0 are supported"), send(server, b"GET / HTTP/2.0\r\nhost: a\r\n\r\n")
+        rank = {"query": "a", "texts": ["b"]}
+        yield Row(424, "The model served here makes embeddings: it cannot"), ask(server, "/rerank", json=rank)
+        with stopped_worker(server):
+            yield Row(503, "No answer before the request's deadline"), embed(server, "a", x_vecd_timeout_ms="300")
+        with stopped_worker(server):
+            yield Row(499, 'status="499"'), without_a_client(server)
+        yield Row(500, "Its log says more under the id of the request"), without_descriptors(server)
+        yield from too_many_connections(server)
+        yield Row(408, "not complete after"), receive(slow)
+        eventually(lambda: ask(server, "/live").code == 200)
+
+
+def without_a_client(server: Server) -> Seen:
+    """The line of the metrics that counts a request whose client closes the connection first."""
+    body = b'{"input": "a"}'
+    with socket.create_connection(("127.0.0.1", server.port), timeout=TIMEOUT_S) as sock:
+        head = f"POST {EMBEDDINGS} HTTP/1.1\r\nhost: a\r\ncontent-length: {len(body)}\r\n\r\n"
+        sock.sendall(head.encode() + body)
+        eventually(lambda: is_busy(server))
+    counted = re.compile(r'^vecd_requests_total{.*status="(499)".*} 1.0$', re.MULTILINE)
+    eventually(lambda: counted.search(ask(server, "/metrics").text) is not None)
+    found = counted.search(ask(server, "/metrics").text)
+    assert found is not None
+    return Seen(int(found[1]), found[0])
+
+
+def without_descriptors(server: Server) -> Seen:
+    """What the gateway says to a request for which it cannot open a file, as its code does not expect."""
+    gateway = server.gateway()
+    with httpx.Client(base_url=server.url, timeout=TIMEOUT_S) as client:
+        client.get("/live")
+        limits = gateway.rlimit(psutil.RLIMIT_NOFILE)
+        gateway.rlimit(psutil.RLIMIT_NOFILE, (1, limits[1]))
+        try:
+            response = client.get("/docs")
+        finally:
+            gateway.rlimit(psutil.RLIMIT_NOFILE, limits)
+    return Seen(response.status_code, response.text)
+
+
+def too_many_connections(server: Server) -> Provoked:
+    """Twenty of one address and ten of another; both are this machine."""
+    with ExitStack() as sockets:
+
+        def connect(address: str) -> socket.socket:
+            target = ("127.0.0.1", server.port)
+            return sockets.enter_context(socket.create_connection(target, source_address=(address, 0)))
+
+        def refused(address: str) -> Seen:
+            sock = connect(address)
+            sock.sendall(b"GET /live HTTP/1.1\r\nhost: a\r\n\r\n")
+            return receive(sock)
+
+        for _ in range(20):  # one more is the slow one
+            connect("127.0.0.1")
+        yield Row(503, "Too many connections from one address"), refused("127.0.0.1")
+        for _ in range(10):
+            connect("127.0.0.2")
+        yield Row(503, "Too many connections: … are open"), refused("127.0.0.3")
+
+
+KEYS = {
+    "embedder": 'scopes = ["embed"]\nmax_requests = 1',
+    "metered": 'scopes = ["embed"]\ntokens_per_s = 0.001',
+    "watcher": 'scopes = ["metrics"]',
+    "all": "",
+}
+
+
+def keys(folder: Path) -> Provoked:
+    key = {name: f"{name}-key-0123456789abcdef" for name in KEYS}
+    entries = [f'[[keys]]\nname = "{name}"\nkey = "{key[name]}"\n{rest}\n' for name, rest in KEYS.items()]
+    file = folder / "keys.toml"
+    file.write_text("\n".join(entries))
+    file.chmod(0o600)
+    auth = {name: {"authorization": f"Bearer {text}"} for name, text in key.items()}
+    flags = ("--keys-file", str(file), "--admin-port", "0", "--max-requests", "9", "--token-ids", "reject")
+    with running_server(*DUMMY, *flags) as server, ThreadPoolExecutor(16) as threads:
+
+        def embed_as(name: str, value: object = "a", **headers: str) -> Seen:
+            return embed(server, value, **auth[name], **headers)
+
+        yield Row(401, "you didn't provide an API key"), embed(server, "a")
+        yield Row(401, "Incorrect API key provided"), embed(server, "a", authorization="Bearer none-0123456789")
+        yield Row(403, "does not have the scope"), embed_as("watcher")
+        yield Row(404, "There is nothing at this path"), ask(server, "/metrics", headers=auth["watcher"])
+        [admin] = re.findall(r"admin +(http:\S+)", server.stderr)
+        page = HTTP.get(f"{admin}/stats", headers={"origin": "http://a", **auth["watcher"]})
+        words = "the admin listener answers no requests of web pages"
+        yield Row(403, words), Seen(page.status_code, page.text)
+        yield Row(400, "is a list of token ids"), embed_as("all", ids(2000))
+        embed_as("metered", "a " * 200)
+        yield Row(429, "this API key may send … tokens a second"), embed_as("metered")
+
+        texts = ["東" * 200_000]
+        all_seen = list(
+            threads.map(lambda _: ask(server, "/tokenize", json={"inputs": texts}, headers=auth["all"]), range(4))
+        )
+        yield Row(429, "are with the tokenizer"), one_of(all_seen, 429)
+
+        many = {"inputs": ["a " * 300] * 80}
+        headers = {**auth["all"], "x-vecd-timeout-ms": "1000"}
+        for words, num, provoke in (
+            (
+                "this key already has … in progress; its limit is",
+                2,
+                partial(embed_as, "embedder", x_vecd_timeout_ms="1000"),
+            ),
+            ("One vector for each token", 3, partial(ask, server, "/embed_all", json=many, headers=headers)),
+            (
+                "of them are yours: room is left for other callers",
+                9,
+                partial(embed_as, "all", x_vecd_timeout_ms="1000"),
+            ),
+        ):
+            with stopped_worker(server):
+                all_seen = [future.result() for future in [threads.submit(provoke) for _ in range(num)]]
+            yield Row(429, words), one_of(all_seen, 429)
+
+
+def one_of(all_seen: Sequence[Seen], code: int) -> Seen:
+    """The first with a code, or any."""
+    return next((seen for seen in all_seen if seen.code == code), all_seen[0])
+
+
+def a_slow_worker(folder: Path) -> Provoked:
+    """Whose speed the gateway knows, and then faults of the engine, which need no other flags."""
+    switch = folder / "on"
+    flags = ("--max-requests", "2", "--max-wait", "5", "--batch-timeout", "30")
+    with running_server(*DUMMY, *flags, env=injecting(switch)) as server, ThreadPoolExecutor(4) as threads:
+        switch.touch()
+        for _ in range(4):  # it takes some to be believed
+            embed(server, ids(SLEEP, *[2000] * 60))
+        texts = ["a " * 200] * (20 * server.info()["workers"][0]["tokens_per_s"] // 200)
+        with stopped_worker(server):
+            threads.submit(embed, server, texts, x_vecd_timeout_ms="3000")
+            eventually(lambda: is_busy(server))
+            yield Row(429, "the wait would be about … s, at most … s are allowed"), embed(server, texts)
+            words = "too long for a deadline that is … s away"
+            yield Row(429, words), embed(server, "a", x_vecd_timeout_ms="1000")
+        with stopped_worker(server):
+            running = [threads.submit(embed, server, "a", x_vecd_timeout_ms="1500") for _ in range(3)]
+            all_seen = [future.result() for future in running]
+        yield Row(429, "being served, at most … may be at a time"), one_of(all_seen, 429)
+        yield Row(500, "The engine failed on 'input["), embed(server, ids(RAISE))
+        yield Row(500, "a vector that is not finite for 'input["), embed(server, ids(NAN))
+        yield Row(424, "'inputs[0]'"), ask(server, "/embed", json={"inputs": ids(RAISE)})
+        yield Row(500, "ended its worker each time it ran"), embed(server, ids(CRASH))
+
+
+# --- workers that do not stay alive -----------------------------------------------------------------------------------
+
+
+def a_dying_worker(folder: Path) -> Provoked:
+    switch = folder / "on"
+    # Each sequence is a batch of its own, and four of them are all that may be lost.
+    flags = ("--max-batch-tokens", "64", "--batch-timeout", "2")
+    with running_server(*DUMMY, *flags, env=injecting(switch)) as server, ThreadPoolExecutor(2) as threads:
+        switch.touch()
+        with stopped_worker(server):
+            waiting = threads.submit(embed, server, "a")
+            yield Row(503, "is stuck"), health(server, "is stuck")
+        assert waiting.result().code == 200
+        many = threads.submit(embed, server, ids(SPIN, *[2000] * 250) * 12)
+        while not many.done():
+            kill_workers(server)
+            time.sleep(0.3)
+        yield Row(503, "Workers keep dying"), many.result()
+        wait_until_ready(server)
+        [fork_server] = fork_servers(server)
+        fork_server.suspend()
+        kill_workers(server)
+        yield Row(503, "worker … died"), health(server, "died")
+        fork_server.resume()
+
+
+def workers_that_always_die(folder: Path) -> Provoked:
+    with running_server(*DUMMY) as server:
+        seen = Seen(200, "")
+        deadline = time.monotonic() + TIMEOUT_S
+        while "dies again" not in seen.text and time.monotonic() < deadline:
+            kill_workers(server)
+            time.sleep(0.01)
+            seen = ask(server, "/health")
+        yield Row(503, "dies again and again"), seen
+        yield Row(503, "The model cannot be served"), embed(server, "a")
+
+
+def kill_workers(server: Server) -> None:
+    for worker in workers(server):
+        with suppress(psutil.NoSuchProcess):
+            worker.kill()
+
+
+def health(server: Server, words: str) -> Seen:
+    """What /health says as soon as it says these words."""
+    seen = ask(server, "/health")
+
+    def says_so() -> bool:
+        nonlocal seen
+        seen = ask(server, "/health")
+        return words in seen.text
+
+    eventually(says_so, TIMEOUT_S)
+    return seen
+
+
+# --- the end, and the start -------------------------------------------------------------------------------------------
+
+
+def tls_and_the_end(folder: Path) -> Provoked:
+    certificate = make_certificate(folder)
+    flags = ("--tls-cert", certificate.cert, "--tls-key", certificate.key)
+    ending = ("--drain-grace", "1", "--drain-timeout", "2")
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("SSL_CERT_FILE", certificate.cert)
+        with running_server(*DUMMY, *flags, *ending) as server, ThreadPoolExecutor(1) as threads:
+            refused = HTTP.get(server.url.replace("https", "http") + "/live")
+            yield Row(400, "This port speaks HTTPS"), Seen(refused.status_code, refused.text)
+            with stopped_worker(server):
+                last = threads.submit(embed, server, "a")
+                eventually(lambda: is_busy(server))
+                server.process.send_signal(signal.SIGTERM)
+                yield Row(503, "the server is shutting down"), health(server, "shutting down")
+                seen = last.result()
+            yield Row(503, "The server is shutting down and did not get to this request"), seen
+            server.process.wait(TIMEOUT_S)
+
+
+def starts(folder: Path) -> Provoked:
+    def start(*flags: str, **env: str) -> Seen:
+        environment = clean_environment(folder, {"HF_HOME": str(folder), **env})
+        done = subprocess.run(
+            vecd("--port", "0", *flags),
+            env=environment,
+            cwd=folder,
+            capture_output=True,
+            text=True,
+            timeout=TIMEOUT_S,
+            check=False,
+        )
+        return Seen(done.returncode, done.stderr)
+
+    (folder / "tmp").mkdir()
+    yield Row(2, "vecd: --…: must be"), start("--workers", "none")
+    yield Row(2, "there is no such setting"), start(VECD_WORKRES="1")
+    yield Row(2, "the model takes at most"), start("--max-tokens", "100000")
+    yield Row(3, "no such folder"), start("./nowhere")
+    yield Row(3, "and the hub cannot be reached"), start("org/name")
+    (folder / "model").mkdir()
+    yield Row(3, "file missing"), start("./model")
+    with socket.create_server(("127.0.0.1", 0)) as other:
+        yield Row(3, "Address already in use"), start("--port", str(other.getsockname()[1]))
+    yield Row(3, "was still … after"), start(*DUMMY, "--start-timeout", "1", **hanging_start(folder))
+
+
+def hanging_start(folder: Path) -> dict[str, str]:
+    """The environment of a server whose workers never have an engine."""
+    (folder / "on.starts" / "first").mkdir(parents=True)
+    return injecting(folder / "on")
+
+
+def a_start_that_lasts(folder: Path) -> Provoked:
+    (folder / "tmp").mkdir()
+    with socket.create_server(("127.0.0.1", 0)) as sock:
+        port = sock.getsockname()[1]
+    environment = clean_environment(folder, hanging_start(folder))
+    with subprocess.Popen(
+        vecd(*DUMMY, "--port", str(port)), env=environment, cwd=folder, stderr=subprocess.DEVNULL
+    ) as process:
+        all_seen: list[Seen] = []
+
+        def is_listening() -> bool:
+            with suppress(httpx.TransportError):
+                response = HTTP.get(f"http://127.0.0.1:{port}/health")
+                all_seen.append(Seen(response.status_code, response.text))
+            return bool(all_seen)
+
+        try:
+            eventually(is_listening, TIMEOUT_S)
+        finally:
+            process.terminate()
+    yield Row(503, "workers are loading"), all_seen[0]
+
+
+# --- the tests --------------------------------------------------------------------------------------------------------
+
+SCENARIOS: tuple[Callable[[Path], Provoked], ...] = (
+    small_limits,
+    keys,
+    a_slow_worker,
+    a_dying_worker,
+    workers_that_always_die,
+    tls_and_the_end,
+    starts,
+    a_start_that_lasts,
+)
+ROWS = rows_of(PAGE.read_text(encoding="utf-8"))
+
+
+@pytest.fixture(scope="module")
+def provoked(tmp_path_factory: pytest.TempPathFactory) -> list[tuple[Row, Seen]]:
+    """By all scenarios. One that fails leaves the others' rows to be looked at, and its own unprovoked."""
+    found: list[tuple[Row, Seen]] = []
+    folders = [tmp_path_factory.mktemp(scenario.__name__) for scenario in SCENARIOS]
+
+    def run(scenario: Callable[[Path], Provoked], folder: Path) -> None:
+        try:
+            found.extend(scenario(folder))
+        except Exception:
+            traceback.print_exc()
+
+    with ThreadPoolExecutor(len(SCENARIOS)) as threads:
+        list(threads.map(run, SCENARIOS, folders))
+    return found
+
+
+@pytest.mark.parametrize("row", ROWS, ids=lambda row: f"{row.code} {row.words}")
+def test_a_row_says_what_the_server_says(row: Row, provoked: list[tuple[Row, Seen]]):
+    pattern = re.compile(".*".join(re.escape(words) for words in row.words.split("…")))
+    all_seen = [seen for provoked_row, seen in provoked if provoked_row == row]
+    assert all_seen, "nothing provokes it"
+    for seen in all_seen:
+        assert seen.code == row.code, seen
+        assert pattern.search(seen.text), seen
+
+
+def test_what_is_provoked_has_a_row(provoked: list[tuple[Row, Seen]]):
+    assert {row for row, _ in provoked} <= set(ROWS)
+    assert len(set(ROWS)) == len(ROWS)
+
+
+def test_each_status_of_an_error_has_a_row():
+    def all_of(family: type[errors.ApiError]) -> Iterator[type[errors.ApiError]]:
+        yield family
+        for error in family.__subclasses__():
+            yield from all_of(error)
+
+    assert {error.status for error in all_of(errors.ApiError)} <= {row.code for row in ROWS}
