@@ -85,11 +85,13 @@ def test_the_answers_shape():
 
 
 @pytest.mark.parametrize("operation", [POOLING, EMBEDDINGS], ids=["pooling", "embeddings"])
-def test_padding_that_would_change_the_vectors_is_refused(operation):
-    assert ask(operation, {"input": "a", "padding": "do_not_pad"}).request == ask(operation, {"input": "a"}).request
-    for value in ("max_length", "longest", True):
-        with pytest.raises(BadRequest, match="'padding' must be 'do_not_pad'") as caught:
+def test_padding_that_vllm_has_changes_nothing_and_other_is_refused(operation):
+    for value in ("max_length", "do_not_pad", None):
+        assert ask(operation, {"input": "a", "padding": value}).request == ask(operation, {"input": "a"}).request
+    for value, given in (("longest", "'longest'"), (True, "a boolean")):
+        with pytest.raises(BadRequest) as caught:
             ask(operation, {"input": "a", "padding": value})
+        assert caught.value.message == f"'padding' must be one of 'max_length', 'do_not_pad', is {given}"
         assert caught.value.param == "padding"
 
 
