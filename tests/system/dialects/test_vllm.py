@@ -118,7 +118,8 @@ def test_conversations_have_the_vectors_of_their_texts(minilm_folder, tmp_path):
     (tmp_path / "model" / "chat_template.jinja").write_text(TEMPLATE)
     chat = [{"role": "user", "content": "The cat"}, {"role": "assistant", "content": "A feline"}]
     texts = ["[CLS]user: The cat\n\nassistant: A feline\n\n[SEP]", "[CLS]user: The cat\n\n[SEP]"]
-    with running_server(str(tmp_path / "model"), "--engine", "dummy", "--workers", "1") as server:
+    flags = ("--engine", "dummy", "--workers", "1", "--overflow", "chunk", "--max-embed-len", "600")
+    with running_server(str(tmp_path / "model"), *flags) as server:
         for path in ("/v1/embeddings", "/pooling", "/invocations"):
             answered = post(server, path, messages=[chat, chat[:1]])
             expected = post(server, path, input=texts, add_special_tokens=False)
@@ -130,6 +131,10 @@ def test_conversations_have_the_vectors_of_their_texts(minilm_folder, tmp_path):
         for path in ("/pooling", "/invocations"):
             assert "takes more than a second" in refusal(server, path, **body)
         assert "send one of them" in refusal(server, "/invocations", messages=chat, input="a")
+        assert post(server, "/pooling", input="a " * 598)["usage"]["prompt_tokens"] > 600, "with each chunk's own two"
+        too_long = httpx.post(f"{server.url}/pooling", json={"input": "a " * 599}, timeout=30)
+        assert too_long.status_code == 400
+        assert "maximum context length is 600 tokens" in too_long.json()["error"]["message"]
         late = httpx.post(f"{server.url}/pooling", json=body, headers={"x-vecd-timeout-ms": "200"}, timeout=30)
         assert late.status_code == 503
         assert (
