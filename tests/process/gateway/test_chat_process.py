@@ -73,6 +73,14 @@ def test_a_template_that_cannot_be_used_is_said_of_every_request(source, says):
     uvloop.run(main())
 
 
+def test_the_longest_texts_arrive_whole():
+    async def main() -> None:
+        async with chat_process("{{ '\\x01' * 2 ** 20 }}") as chat:
+            assert await chat.render(payload("a")) == ["\x01" * 2**20]
+
+    uvloop.run(main())
+
+
 def test_a_caller_who_leaves_takes_no_other_callers_reply():
     async def main() -> None:
         async with chat_process(ON_REQUEST.replace("EVIL", LOOP)) as chat:
