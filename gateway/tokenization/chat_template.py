@@ -4,12 +4,10 @@ Owns the Jinja environment, which has what transformers gives a chat template, a
 is a program, and a conversation its input: a few loops, or one multiplication of a string, take any time and memory. So
 the kernel ends this process when a rendering has used its processor time, and lets it have no more than its memory. It
 has no descriptors but its pipes. Started by `vecd.gateway.tokenization.chat_process`, which starts another one when it
-is needed. Ends with its standard input.
+is needed. Ends with its standard input. Each line is JSON:
 
-    length (4 bytes, little-endian), JSON: {"source", "tokens"}                    the template
-                                 ◄──────── {} or {"error"}                         it can be used, or not
-    length, JSON: {"conversations", "kwargs", "continue_final_message"}            a request
-                                 ◄──────── {"texts"} or {"error"}                  its reply
+    {"source", "tokens"}                                      the template; no reply
+    {"conversations", "kwargs", "continue_final_message"}     a request ──► {"texts"} or {"error"}
 
 Source of what a template may use: transformers' documentation of chat templates, and `apply_chat_template`.
 """
@@ -18,11 +16,12 @@ import json
 import resource
 import signal
 import sys
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from datetime import datetime
-from typing import Any, BinaryIO, NoReturn
+from functools import partial
+from typing import Any, NoReturn
 
-import jinja2
+import orjson
 from jinja2 import nodes
 from jinja2.ext import Extension
 from jinja2.ext import loopcontrols as LoopControls
@@ -48,18 +47,23 @@ class Refused(Exception):
 
 class ChatTemplate:
     def __init__(self, source: str, tokens: Mapping[str, str]) -> None:
-        """`tokens`: the special tokens that a template may name, such as `eos_token`.
+        """`tokens`: the special tokens that a template may name, such as `eos_token`. Raises Refused."""
 
-        Raises jinja2.TemplateError for a template that cannot be compiled.
-        """
-        self._source = source
+        def refuse(message: Any) -> NoReturn:
+            # A message that the template has put together may quote a text.
+            reason = f": {message[:500]}" if isinstance(message, str) and message and message in source else ""
+            raise Refused(f"refuses the conversation{reason}")
+
         self._variables = {"tools": None, "documents": None, "add_generation_prompt": False, **tokens}
         environment = ImmutableSandboxedEnvironment(
             trim_blocks=True, lstrip_blocks=True, extensions=[_Generation, LoopControls]
         )
-        environment.filters["tojson"] = _to_json
-        environment.globals.update(raise_exception=_refuse, strftime_now=lambda form: datetime.now().strftime(form))
-        self._template = environment.from_string(source)
+        environment.filters["tojson"] = partial(json.dumps, ensure_ascii=False)  # Jinja's own writes HTML's escapes
+        environment.globals.update(raise_exception=refuse, strftime_now=lambda form: datetime.now().strftime(form))
+        try:
+            self._template = environment.from_string(source)
+        except Exception as error:  # of a template that nobody has checked
+            raise Refused(f"cannot be compiled ({type(error).__name__})") from None
         self._takes_texts = _PROBE in self._probe(_PROBE)
         as_parts = self._probe([{"type": "text", "text": _PROBE}])
         self._takes_parts = _PROBE in as_parts and "'type'" not in as_parts
@@ -71,49 +75,50 @@ class ChatTemplate:
         `kwargs`: further variables of the template. Raises Refused."""
         texts: list[str] = []
         for messages in conversations:
-            texts.append(self._render(messages, kwargs, continue_final_message))
+            texts.append(self._render(messages, kwargs, _CONTINUED if continue_final_message else ""))
             if sum(map(len, texts)) > MAX_CHARS:
                 raise Refused(f"makes more than {MAX_CHARS} characters of the request")
         return texts
 
-    def _render(self, messages: list[dict[str, Any]], kwargs: Mapping[str, Any], continue_final_message: bool) -> str:
-        messages = [{**message, "content": self._content(message["content"])} for message in messages]
-        if continue_final_message:
-            _mark_end(messages[-1])
+    def _render(self, messages: list[dict[str, Any]], kwargs: Mapping[str, Any], mark: str) -> str:
+        """`mark`: put at the end of the last message; the text is cut there."""
+        last = len(messages) - 1
+        messages = [
+            {**message, "content": self._content(message["content"], mark if index == last else "")}
+            for index, message in enumerate(messages)
+        ]
         try:
             text = self._template.render({**self._variables, **kwargs, "messages": messages})
-        except _TemplateRefusal as error:
-            # A message of the template alone; one that it has put together may quote a text.
-            reason = f": {error.message}" if error.message and error.message in self._source else ""
-            raise Refused(f"refuses the conversation{reason}") from None
+            text.encode()  # raises for a lone surrogate, which no tokenizer takes
+        except Refused:
+            raise
         except MemoryError:
             raise Refused(f"needs more than {MAX_MEMORY_BYTES >> 20} MiB for the conversation") from None
         except Exception as error:  # a template may fail in any way
             raise Refused(f"fails on the conversation ({type(error).__name__})") from None
-        if not continue_final_message:
-            return text
-        text, mark, rest = text.rpartition(_CONTINUED.strip())
         if not mark:
+            return text
+        text, found, rest = text.rpartition(mark.strip())
+        if not found:
             raise Refused("leaves out the end of the last message, so that it cannot be continued")
         return text if rest.startswith(" ") else text.rstrip()
 
-    def _content(self, content: Any) -> Any:
-        """The content as the template takes it: a text, or a list of parts."""
+    def _content(self, content: str | list[dict[str, Any]], end: str) -> str | list[dict[str, Any]]:
+        """The content, with `end` behind it, as the template takes it: a text, or a list of parts."""
         if isinstance(content, str):
-            return content if self._takes_texts or not self._takes_parts else [{"type": "text", "text": content}]
-        if self._takes_parts:
-            return content
-        return "\n".join(part["text"] for part in content)
+            as_text = self._takes_texts or not self._takes_parts
+            content = [{"type": "text", "text": content}]
+        else:
+            as_text = not self._takes_parts
+        *parts, last = content
+        parts.append({**last, "text": last["text"] + end})
+        return "\n".join(part["text"] for part in parts) if as_text else parts
 
     def _probe(self, content: Any) -> str:
         try:
             return self._template.render({**self._variables, "messages": [{"role": "user", "content": content}]})
         except Exception:  # a template may fail in any way
             return ""
-
-
-class _TemplateRefusal(jinja2.TemplateError):
-    """Raised by a template itself."""
 
 
 class _Generation(Extension):
@@ -126,62 +131,21 @@ class _Generation(Extension):
         return parser.parse_statements(("name:endgeneration",), drop_needle=True)
 
 
-def _refuse(message: Any) -> NoReturn:
-    raise _TemplateRefusal(str(message)[:500])
-
-
-def _to_json(value: Any, ensure_ascii: bool = False, **options: Any) -> str:
-    """Without HTML's escapes, which Jinja's own filter writes."""
-    return json.dumps(value, ensure_ascii=ensure_ascii, **options)
-
-
-def _mark_end(message: dict[str, Any]) -> None:
-    content = message["content"]
-    if isinstance(content, str):
-        message["content"] = content + _CONTINUED
-    else:
-        message["content"] = [*content[:-1], {**content[-1], "text": content[-1]["text"] + _CONTINUED}]
-
-
-# --- the process ------------------------------------------------------------------------------------------------
-
-
-def _read(pipe: BinaryIO) -> Any:
-    """The next frame; None at the end."""
-    head = pipe.read(4)
-    return json.loads(pipe.read(int.from_bytes(head, "little"))) if len(head) == 4 else None
-
-
-def _reply(make: Callable[[], dict[str, Any]]) -> None:
-    """Write what `make` returns. The kernel ends the process if that takes too much processor time."""
-    signal.setitimer(signal.ITIMER_PROF, MAX_CPU_S)
-    try:
-        reply = json.dumps(make()).encode()
-    except Refused as error:
-        reply = json.dumps({"error": str(error)}).encode()
-    signal.setitimer(signal.ITIMER_PROF, 0)
-    sys.stdout.buffer.write(len(reply).to_bytes(4, "little") + reply)
-    sys.stdout.buffer.flush()
-
-
 def main() -> None:
     resource.setrlimit(resource.RLIMIT_AS, (MAX_MEMORY_BYTES, MAX_MEMORY_BYTES))
     resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
     signal.signal(signal.SIGPROF, signal.SIG_DFL)
-    pipe = sys.stdin.buffer
-    given = _read(pipe)
-    templates: list[ChatTemplate] = []
-
-    def load() -> dict[str, Any]:
+    given, template = sys.stdin.buffer.readline(), None
+    for request in sys.stdin.buffer:
+        signal.setitimer(signal.ITIMER_PROF, MAX_CPU_S)  # the kernel ends the process after it
         try:
-            templates.append(ChatTemplate(given["source"], given["tokens"]))
-        except Exception as error:  # of a template that nobody has checked
-            raise Refused(f"cannot be compiled ({type(error).__name__})") from None
-        return {}
-
-    _reply(load)
-    while templates and (request := _read(pipe)) is not None:
-        _reply(lambda: {"texts": templates[0].render(**request)})
+            template = template or ChatTemplate(**orjson.loads(given))
+            reply: dict[str, Any] = {"texts": template.render(**orjson.loads(request))}
+        except Refused as error:
+            reply = {"error": str(error)}
+        signal.setitimer(signal.ITIMER_PROF, 0)
+        sys.stdout.buffer.write(orjson.dumps(reply) + b"\n")
+        sys.stdout.buffer.flush()
 
 
 if __name__ == "__main__":

@@ -4,9 +4,10 @@ Renders nothing: `vecd.gateway.tokenization.chat_template` does, in a process of
 `vecd.launch.config.plan`. Source of the files' format: transformers' `save_pretrained` of tokenizers.
 """
 
-import json
 from pathlib import Path
 from typing import Any
+
+import orjson
 
 from vecd.gateway.types.config import ChatTemplateSpec
 from vecd.launch.base.programs import command_of
@@ -37,8 +38,8 @@ def read_chat_template(weights_folder: Path) -> ChatTemplateSpec | None:
 def _read(path: Path) -> dict[str, Any]:
     """A JSON object; empty if there is none. A tokenizer without these files works, too."""
     try:
-        content = json.loads(path.read_text(encoding="utf-8"))
-    except (OSError, ValueError, RecursionError):
+        content = orjson.loads(path.read_bytes())  # refuses lone surrogates, which no child could be told
+    except (OSError, ValueError):
         return {}
     return content if isinstance(content, dict) else {}
 

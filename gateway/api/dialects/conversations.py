@@ -52,13 +52,12 @@ def read_messages(
     """The conversations of a body that has `messages`. `instead_of`: the field of texts. `add_generation_prompt`: the
     default of the field. Raises BadRequest, also what `proceed` raises for any texts."""
     if not model_info.has_chat_template:
-        raise BadRequest(
+        raise _wrong(
             f"'{MESSAGES.name}' is not supported: the model has no chat template, or --literal-special-tokens is set. "
-            f"Send texts in '{instead_of.name}'",
-            param=MESSAGES.name,
+            f"Send texts in '{instead_of.name}'"
         )
     if values.get(instead_of) is not None:
-        raise BadRequest(f"'{MESSAGES.name}' and '{instead_of.name}': send one of them", param=MESSAGES.name)
+        raise _wrong(f"'{MESSAGES.name}' and '{instead_of.name}': send one of them")
     does_continue = values.get(CONTINUE_FINAL_MESSAGE) is True
     if does_continue and values.get(ADD_GENERATION_PROMPT) is True:
         raise BadRequest(
@@ -75,54 +74,57 @@ def read_messages(
         "kwargs": {**kwargs, ADD_GENERATION_PROMPT.name: does_add},
         "continue_final_message": does_continue,
     }
-    payload = orjson.dumps(request)
+    try:
+        payload = orjson.dumps(request)
+    except orjson.JSONEncodeError:
+        raise _wrong(f"'{MESSAGES.name}' and '{CHAT_TEMPLATE_KWARGS.name}' are nested too deeply") from None
     if len(payload) > MAX_PAYLOAD_BYTES:
-        raise BadRequest(
-            f"'{MESSAGES.name}' takes {len(payload)} bytes as JSON, at most {MAX_PAYLOAD_BYTES} are allowed",
-            param=MESSAGES.name,
-        )
+        raise _wrong(f"'{MESSAGES.name}' takes {len(payload)} bytes as JSON, at most {MAX_PAYLOAD_BYTES} are allowed")
     return ParsedMessages(payload, proceed)
 
 
 def _conversations(value: Any, max_conversations: int) -> list[list[dict[str, Any]]]:
     name = MESSAGES.name
-    if not isinstance(value, list) or not value:
-        is_now = json_type(value) if not isinstance(value, list) else "empty"
-        raise BadRequest(f"'{name}' must be a list of messages, or of such lists, is {is_now}", param=name)
-    if not isinstance(value[0], list):
-        return [_conversation(value, name)]
-    if len(value) > max_conversations:
+    items = _full_list(value, name, "a list of messages, or of such lists")
+    if not isinstance(items[0], list):
+        return [_conversation(items, name)]
+    if len(items) > max_conversations:
         raise TooManyInputs(
-            f"'$.{name}' is invalid: {len(value)} conversations, at most {max_conversations} in one request", param=name
+            f"'$.{name}' is invalid: {len(items)} conversations, at most {max_conversations} in one request", param=name
         )
-    return [_conversation(messages, f"{name}[{index}]") for index, messages in enumerate(value)]
+    return [_conversation(messages, f"{name}[{index}]") for index, messages in enumerate(items)]
 
 
 def _conversation(value: Any, where: str) -> list[dict[str, Any]]:
-    if not isinstance(value, list) or not value:
-        is_now = json_type(value) if not isinstance(value, list) else "empty"
-        raise BadRequest(f"'{where}' must be a list of messages, is {is_now}", param=MESSAGES.name)
-    return [_message(message, f"{where}[{index}]") for index, message in enumerate(value)]
+    messages = _full_list(value, where, "a list of messages")
+    return [_message(message, f"{where}[{index}]") for index, message in enumerate(messages)]
 
 
 def _message(value: Any, where: str) -> dict[str, Any]:
     """The message, with other keys that a template may use."""
     if not isinstance(value, dict) or not isinstance(value.get("role"), str):
-        raise BadRequest(f"'{where}' must be an object with a string as its 'role'", param=MESSAGES.name)
+        raise _wrong(f"'{where}' must be an object with a string as its 'role'")
     content = value.get("content")
     if isinstance(content, list) and content:
         content = [_part(part, f"{where}.content[{index}]") for index, part in enumerate(content)]
     elif content is not None and not isinstance(content, str):
-        raise BadRequest(
-            f"'{where}.content' must be a string, or a list of parts, is {json_type(content)}", param=MESSAGES.name
-        )
+        raise _wrong(f"'{where}.content' must be a string, or a list of parts, is {json_type(content)}")
     return {**value, "content": content or ""}
 
 
 def _part(value: Any, where: str) -> dict[str, str]:
     if isinstance(value, dict) and value.get("type", "text") == "text" and isinstance(value.get("text"), str):
         return {"type": "text", "text": value["text"]}
-    raise BadRequest(
-        f"'{where}' must be an object with 'type' 'text' and a string as its 'text': this server embeds texts alone",
-        param=MESSAGES.name,
+    raise _wrong(
+        f"'{where}' must be an object with 'type' 'text' and a string as its 'text': this server embeds texts alone"
     )
+
+
+def _full_list(value: Any, where: str, what: str) -> list[Any]:
+    if isinstance(value, list) and value:
+        return value
+    raise _wrong(f"'{where}' must be {what}, is {'empty' if value == [] else json_type(value)}")
+
+
+def _wrong(message: str) -> BadRequest:
+    return BadRequest(message, param=MESSAGES.name)

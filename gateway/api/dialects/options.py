@@ -450,14 +450,11 @@ REPORT = fields.flag(
 USER = fields.anything("user", "ignored", {})
 
 
-def _read_padding(value: Any, name: str) -> None:
-    if value != "do_not_pad":
-        _refuse(
-            value, name, "'do_not_pad': the model would take padding for a part of the text, and give another vector"
-        )
-
-
-PADDING = Field("padding", "vLLM's; inputs are never padded to a length", {"enum": ["do_not_pad", None]}, _read_padding)
+PADDING = fields.choice(
+    "padding",
+    "vLLM's; changes nothing, because padding is masked: an input has the vector that it has without",
+    {"max_length": None, "do_not_pad": None},
+)
 REFUSED_FIELDS: tuple[Field[None], ...] = (
     refused("chat_template", "only the model's own chat template is used", nullable("string")),
     refused("mm_processor_kwargs", "this server embeds texts, not images or sounds", nullable("object")),

@@ -45,6 +45,7 @@ async def chat_process(source: str) -> AsyncIterator[ChatProcess]:
         ("{% set ns = namespace(s='xx') %}{% for i in range(40) %}{% set ns.s = ns.s ~ ns.s %}{% endfor %}{{ ns.s }}",
          "needs more than 512 MiB"),
         ("{{ 'x' * 2 ** (20 + messages | length) }}", "makes more than 1048576 characters"),
+        ("{{ '\\ud800' }}", r"fails on the conversation \(UnicodeEncodeError\)"),
         ("{% macro f() %}{{ f() }}{% endmacro %}{{ f() }}", r"fails on the conversation \(RecursionError\)"),
     ],
 )  # fmt: skip
@@ -72,15 +73,21 @@ def test_a_template_that_cannot_be_used_is_said_of_every_request(source, says):
     uvloop.run(main())
 
 
+def test_the_longest_texts_arrive_whole():
+    async def main() -> None:
+        async with chat_process("{{ '\\x01' * 2 ** 20 }}") as chat:
+            assert await chat.render(payload("a")) == ["\x01" * 2**20]
+
+    uvloop.run(main())
+
+
 def test_a_caller_who_leaves_takes_no_other_callers_reply():
     async def main() -> None:
         async with chat_process(ON_REQUEST.replace("EVIL", LOOP)) as chat:
             leaving = asyncio.ensure_future(chat.render(payload("evil")))
             waiting = asyncio.ensure_future(chat.render(payload("a")))
-            while chat.pid is None:
+            while (process := chat._process) is None:
                 await asyncio.sleep(0.01)
-            process = chat._process
-            assert process is not None
             leaving.cancel()
             assert await asyncio.wait_for(waiting, 30) == ["a"]
             with pytest.raises(asyncio.CancelledError):
@@ -94,12 +101,20 @@ def test_a_process_that_ended_is_replaced():
     async def main() -> None:
         async with chat_process(FINE) as chat:
             assert await chat.render(payload("a")) == ["a"]
-            before, process = chat.pid, chat._process
+            for is_ours in (True, False):  # killed by us, or by somebody else
+                process = chat._process
+                assert process is not None
+                (chat.close if is_ours else process.kill)()
+                await process.wait()
+                assert await chat.render(payload("b")) == ["b"]
+                assert chat._process is not process
+            process = chat._process
             assert process is not None
-            chat.close()
-            await process.wait()
-            assert await chat.render(payload("b")) == ["b"]
-            assert chat.pid != before
+            assert process.stdin is not None
+            process.stdin.close()
+            with pytest.raises(ServerError):
+                await chat.render(payload("c"))
+            assert await chat.render(payload("d")) == ["d"]
         gone = ChatProcess(ChatTemplateSpec(FINE, {}, ("/bin/false",)))
         with pytest.raises(ServerError):
             await gone.render(payload("a"))

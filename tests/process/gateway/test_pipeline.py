@@ -250,6 +250,29 @@ async def test_a_chunk_that_is_sent_again_counts_once_and_is_paid_for_once(bench
     assert service.num_paid() == 3
 
 
+async def test_a_caller_who_leaves_amid_chunks_leaves_nothing_behind(bench, service):
+    worker = bench.add_worker()
+    embedding = service.embed([SPLIT, *range(1, 31)])
+    sent = [await worker.receive()]
+    worker.answer(sent[0])
+    sent.append(await worker.receive())
+    embedding.cancel()
+    await asyncio.wait([embedding])
+    assert (bench.policy.queued_sequences, service.principal.num_running) == (0, 0)
+    assert (service.admission.num_requests, service.admission.num_tenants) == (0, 0)
+    worker.answer(sent[1])
+    [link] = bench.dispatcher.links
+    while len(link.free_slots) < SPEC.num_slots:
+        if len(link.in_flight) > (sent[-1].number in link.in_flight):
+            sent.append(await worker.receive())
+            worker.answer(sent[-1])
+        await asyncio.sleep(0.001)
+    assert service.num_paid() == sum(batch.num_sequences for batch in sent) < 30
+    after = service.embed([7])
+    worker.answer(await worker.receive())
+    assert (await after).num_tokens == 1
+
+
 async def test_rows_of_tokens_survive_a_worker_and_are_paid_for_once(bench, service):
     doomed = bench.add_worker(0, 1)
     embedding = service.embed([1, 2], [3], output=Output.TOKENS)

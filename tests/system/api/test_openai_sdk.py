@@ -65,6 +65,26 @@ def test_a_long_text_is_cut_or_refused_or_embedded_in_chunks(client, reference):
     assert abs(np.linalg.norm(chunked.parse().data[0].embedding) - 1) < 1e-5
 
 
+def test_padding_to_the_maximum_length_gives_the_vector_that_transformers_computes(client, minilm_folder):
+    import torch
+    from transformers import AutoModel, AutoTokenizer
+
+    texts = ["one", "a text that is a little longer"]
+    model = AutoModel.from_pretrained(minilm_folder)
+    tokenizer = AutoTokenizer.from_pretrained(minilm_folder)
+    padded = tokenizer(texts, padding="max_length", max_length=256, return_tensors="pt")
+    assert padded["input_ids"].shape == (2, 256)
+    with torch.inference_mode():
+        hidden = model(**padded).last_hidden_state
+    mask = padded["attention_mask"][:, :, None]
+    expected = torch.nn.functional.normalize((hidden * mask).sum(1) / mask.sum(1)).numpy()
+    answer = client.embeddings.create(model="m", input=texts, extra_body={"padding": "max_length"})
+    assert np.abs(np.array([item.embedding for item in answer.data]) - expected).max() < 1e-5
+    with pytest.raises(openai.BadRequestError) as caught:
+        client.embeddings.create(model="m", input=texts, extra_body={"padding": "longest"})
+    assert caught.value.param == "padding"
+
+
 def test_empty_texts_are_embedded(client, reference):
     answer = client.embeddings.create(model="m", input=["a", ""])
     vectors = np.array([item.embedding for item in answer.data], dtype=np.float32)

@@ -27,6 +27,7 @@ BINARY = Path(__file__).parents[3] / "dist" / "vecd"
 FOLDER = "opt/a folder with blanks/vecd"
 OF_SYSTEM = re.compile(r"(ld-linux.*|lib(z|c|m|dl|pthread|rt|util|resolv|anl|nss_\w+))\.so\.\d")
 TEXTS = ["Hello, world", "Ünïcödé 日本 🙂", "", "a longer text " * 60]
+CHAT_TEMPLATE = "{% for m in messages %}{{ m.role }}: {{ m.content }}{% endfor %}"
 FLAGS = ("--dtype", "float32", "--workers", "1")
 
 # Of what follows the first two words, some are left out. The mounts are gone with the process; no variable reaches it.
@@ -68,6 +69,7 @@ def room(tmp_path_factory: pytest.TempPathFactory, minilm_folder: Path) -> Path:
             (root / folder.relative_to("/")).mkdir(parents=True, exist_ok=True)
             shutil.copy2(path, root / path.relative_to("/"))
     shutil.copytree(minilm_folder, root / "opt" / "slow-model", ignore=shutil.ignore_patterns("tokenizer.json"))
+    (root / "opt" / "slow-model" / "chat_template.jinja").write_text(CHAT_TEMPLATE)
     subprocess.run(["cp", "-a", str(BINARY), str(root / FOLDER)], check=True)
     return root
 
@@ -131,6 +133,14 @@ def test_it_reloads(binary: Server) -> None:
     assert binary.embed(TEXTS) == before
 
 
+def test_its_reload_command_finds_it(binary: Server, room: Path) -> None:
+    before = binary.embed(TEXTS)
+    done = run(room, "reload", "--port", binary.url.rpartition(":")[2])
+    assert done.returncode == 0, done.stderr
+    assert binary.embed(TEXTS) == before
+    assert run(room, "reload", "--port", "1").returncode == 3
+
+
 def test_its_pages_and_data_are_there(binary: Server) -> None:
     for path in ("/docs", "/openapi.json", "/metrics"):
         assert httpx.get(binary.url + path).status_code == 200, path
@@ -144,13 +154,20 @@ def test_it_measures_a_server(binary: Server, room: Path) -> None:
     assert "req/s" in done.stdout, done.stdout
 
 
-def test_it_converts_a_tokenizer(room: Path, binary: Server) -> None:
-    """In a process of its own, with transformers."""
+def test_it_converts_a_tokenizer_and_renders_conversations(room: Path, binary: Server) -> None:
+    """Each in a process of its own, the former with transformers."""
     cache = {"VECD_CACHE_DIR": str(room / "cache")}
     flags = ("/opt/slow-model", "--workers", "1", "--engine", "weightless", "--cache-dir", "/cache")
     with running_server(*flags, env=cache, command=in_room(room, 3)) as server:
         assert server.stderr.count("vecd: converting the tokenizer of slow-model (once)\n") == 1
         count = [httpx.post(f"{s.url}/tokenize", json={"inputs": TEXTS}).json() for s in (server, binary)]
+        chat = [{"role": "user", "content": "Hello"}]
+        of_chat, of_text = (
+            httpx.post(f"{server.url}/pooling", json=body)
+            for body in ({"messages": chat}, {"input": "user: Hello", "add_special_tokens": False})
+        )
+    assert of_chat.status_code == 200, of_chat.text
+    assert of_chat.json()["data"] == of_text.json()["data"]
     assert count[0] == count[1]
 
 

@@ -88,6 +88,22 @@ def test_sagemaker_is_answered_as_v1_embeddings(weightless):
         assert httpx.request(method, f"{weightless.url}/ping").status_code == 200
 
 
+def refusal(server: Server, path: str, **fields: Any) -> str:
+    """The message of the 400 for `messages`, in vLLM's shape."""
+    refused = httpx.post(f"{server.url}{path}", json=fields, timeout=30)
+    error = refused.json()["error"]
+    assert (refused.status_code, error["type"], error["param"]) == (400, "BadRequestError", "messages")
+    message: str = error["message"]
+    return message
+
+
+@pytest.mark.parametrize("path", ["/pooling", "/invocations", "/tokenize"])
+def test_a_model_without_a_template_refuses_conversations(weightless, path):
+    message = refusal(weightless, path, messages=[{"role": "user", "content": "secret"}])
+    assert "the model has no chat template" in message
+    assert "secret" not in message
+
+
 TEMPLATE = """{% for m in messages %}{{ cls_token if loop.first }}{{ m.role }}: {{ m.content }}
 {% if m.content == 'loop' %}{% for i in range(99999) %}{% for j in range(99999) %}{% endfor %}{% endfor %}{% endif %}
 {% endfor %}{% if add_generation_prompt %}assistant:{% endif %}{{ sep_token }}"""
@@ -102,8 +118,9 @@ def test_conversations_have_the_vectors_of_their_texts(minilm_folder, tmp_path):
     (tmp_path / "model" / "chat_template.jinja").write_text(TEMPLATE)
     chat = [{"role": "user", "content": "The cat"}, {"role": "assistant", "content": "A feline"}]
     texts = ["[CLS]user: The cat\n\nassistant: A feline\n\n[SEP]", "[CLS]user: The cat\n\n[SEP]"]
-    with running_server(str(tmp_path / "model"), "--engine", "dummy", "--workers", "1") as server:
-        for path in ("/v1/embeddings", "/pooling"):
+    flags = ("--engine", "dummy", "--workers", "1", "--overflow", "chunk", "--max-embed-len", "600")
+    with running_server(str(tmp_path / "model"), *flags) as server:
+        for path in ("/v1/embeddings", "/pooling", "/invocations"):
             answered = post(server, path, messages=[chat, chat[:1]])
             expected = post(server, path, input=texts, add_special_tokens=False)
             assert (answered["data"], answered["usage"]) == (expected["data"], expected["usage"])
@@ -111,10 +128,13 @@ def test_conversations_have_the_vectors_of_their_texts(minilm_folder, tmp_path):
         assert tokens["count"] == len(post(server, "/tokenize", prompt=texts[0], add_special_tokens=False)["tokens"])
         assert post(server, "/tokenize", messages=chat)["count"] == tokens["count"] + 2
         body = {"messages": [{"role": "user", "content": "loop"}]}
-        refused = httpx.post(f"{server.url}/pooling", json=body, timeout=30)
-        error = refused.json()["error"]
-        assert (refused.status_code, error["type"], error["param"]) == (400, "BadRequestError", "messages")
-        assert "takes more than a second" in error["message"]
+        for path in ("/pooling", "/invocations"):
+            assert "takes more than a second" in refusal(server, path, **body)
+        assert "send one of them" in refusal(server, "/invocations", messages=chat, input="a")
+        assert post(server, "/pooling", input="a " * 598)["usage"]["prompt_tokens"] > 600, "with each chunk's own two"
+        too_long = httpx.post(f"{server.url}/pooling", json={"input": "a " * 599}, timeout=30)
+        assert too_long.status_code == 400
+        assert "maximum context length is 600 tokens" in too_long.json()["error"]["message"]
         late = httpx.post(f"{server.url}/pooling", json=body, headers={"x-vecd-timeout-ms": "200"}, timeout=30)
         assert late.status_code == 503
         assert (

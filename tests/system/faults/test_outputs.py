@@ -1,5 +1,6 @@
 """Rows of tokens, vectors before the norm, inputs in chunks: right beside each other, and when workers die."""
 
+import socket
 import time
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
@@ -60,6 +61,51 @@ def test_what_is_asked_for_fits_together(server: Server) -> None:
     np.testing.assert_allclose(means / np.linalg.norm(means, axis=1, keepdims=True), vectors, atol=1e-5, rtol=0)
 
 
+def test_a_long_text_has_the_mean_of_its_chunks_weighted_by_their_tokens(server: Server) -> None:
+    """As vLLM's chunked processing has it, but that each chunk has its special tokens, and the mean has length 1."""
+    text = "a cat and a dog " * 50 + "the price of bread in the nineteenth century " * 40
+    with httpx.Client(base_url=server.url, timeout=60) as http:
+        [mean] = _arrays(http.post("/embed", json={"inputs": text}))
+        first, *ids, last = http.post("/tokenize", json={"inputs": text}).json()[0]
+        size = server.info()["max_input_length"] - 2
+        parts = [[item["id"] for item in ids[start : start + size]] for start in range(0, len(ids), size)]
+        whole = [[first["id"], *part, last["id"]] for part in parts]
+        vectors = np.array([item["data"] for item in http.post("/pooling", json={"input": whole}).json()["data"]])
+    assert (len(parts), len(parts[-1])) == (3, 62), "so that a mean without weights would differ"
+    expected = np.average(vectors, axis=0, weights=[len(part) for part in parts])
+    np.testing.assert_allclose(mean, expected / np.linalg.norm(expected), atol=1e-5, rtol=0)
+
+
+IN_USE = ("requests_in_flight", "queued_sequences", "queued_tokens", "in_flight_tokens", "arena_rows_in_use")
+
+
+def test_a_client_that_leaves_amid_the_chunks_of_a_text_leaves_nothing_behind(server: Server) -> None:
+    num_chunks = 400
+    size = server.info()["max_input_length"] - 2
+    body = b'{"inputs":"%b"}' % (b"a " * (size * num_chunks))
+    before = metrics_of(server)["sequences_total"]
+    with socket.create_connection(("127.0.0.1", server.port)) as client:
+        client.sendall(b"POST /embed HTTP/1.1\r\nhost: a\r\ncontent-length: %d\r\n\r\n%b" % (len(body), body))
+        wait_until(lambda: metrics_of(server)["sequences_total"] > before)
+        assert metrics_of(server)["queued_sequences"] > 0
+    wait_until(lambda: all(metrics_of(server)[name] == 0 for name in IN_USE))
+    assert metrics_of(server)["sequences_total"] < before + num_chunks
+    assert server.embed(["a"]) == server.embed(["a"])
+
+
+def metrics_of(server: Server) -> dict[str, float]:
+    """Those without labels, of all gateways."""
+    lines = [line.split() for line in httpx.get(f"{server.url}/metrics", timeout=10).text.splitlines()]
+    return {name.removeprefix("vecd_"): float(value) for name, value, *_ in lines if "{" not in name and name != "#"}
+
+
+def wait_until(is_so: Callable[[], bool]) -> None:
+    deadline = time.monotonic() + DEADLINE_S
+    while not is_so():
+        assert time.monotonic() < deadline
+        time.sleep(0.02)
+
+
 def test_no_worker_s_death_loses_a_row_or_counts_a_chunk_twice(server: Server) -> None:
     """Of all kinds at once; each answer is the one that was given before anything died."""
     sets = [[text[:200] for text in make_texts(3, seed=seed)] for seed in range(4)]
@@ -90,10 +136,7 @@ def test_no_worker_s_death_loses_a_row_or_counts_a_chunk_twice(server: Server) -
         for each in asking:
             each.result()
     # The other worker may have given all of these answers before the killed one was replaced.
-    deadline = time.monotonic() + DEADLINE_S
-    while max(worker["life"] for worker in server.info()["workers"]) == 1:
-        assert time.monotonic() < deadline
-        time.sleep(0.01)
+    wait_until(lambda: max(worker["life"] for worker in server.info()["workers"]) > 1)
 
 
 def wait_for(num_right: list[int], more: int, asking: list[Any]) -> None:

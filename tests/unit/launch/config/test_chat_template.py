@@ -35,6 +35,8 @@ def test_the_file_comes_before_the_configuration(tmp_path):
         (["d", {"name": "default", "template": 5}], None),
         ("", None),
         (5, None),
+        ("{{ '\\ud800' }}", "{{ '\\ud800' }}"),
+        ("\ud800", None),
         ("x" * (256 * 1024), "x" * (256 * 1024)),
         ("x" * (256 * 1024 + 1), None),
     ],
@@ -45,6 +47,8 @@ def test_what_is_a_template(value, source, tmp_path):
 
 
 def test_files_that_cannot_be_read_are_none(tmp_path):
+    (tmp_path / "tokenizer_config.json").write_text('{"chat_template": "t", "x": ' + "[" * 5000 + "]" * 5000 + "}")
+    assert read(tmp_path) is None
     (tmp_path / "tokenizer_config.json").write_text("[")
     (tmp_path / "chat_template.jinja").write_bytes(b"\xff")
     assert read(tmp_path) is None

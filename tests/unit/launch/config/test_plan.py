@@ -83,13 +83,21 @@ def test_visible_gpus_are_those_of_the_variable_where_there_is_any(
     assert num_visible_gpus(tmp_path) == count
 
 
-@pytest.mark.parametrize("build", ["2.13.0+cpu", "2.13.0", "2.13.0+cu130"])
-def test_without_a_gpu_each_build_of_torch_serves_on_the_processor(
-    build: str, minilm_folder: Path, monkeypatch: pytest.MonkeyPatch
+@pytest.mark.parametrize(
+    ("build", "num_gpus", "why"),
+    [
+        ("2.13.0+cpu", 0, "no GPU is visible"),
+        ("2.13.0", 0, "no GPU is visible"),
+        ("2.13.0+cu130", 0, "no GPU is visible"),
+        ("2.13.0+cpu", 1, "the installed torch is a CPU build"),
+    ],
+)
+def test_without_a_gpu_or_the_build_for_it_the_processor_is_used(
+    build: str, num_gpus: int, why: str, minilm_folder: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     found = importlib.metadata.version
     monkeypatch.setattr(importlib.metadata, "version", lambda name: build if name == "torch" else found(name))
-    monkeypatch.setattr(plan, "num_visible_gpus", lambda: 0)
+    monkeypatch.setattr(plan, "num_visible_gpus", lambda: num_gpus)
     assert {worker.device for worker in make_plan(load_settings([str(minilm_folder)])).workers} == {"cpu"}
-    with pytest.raises(ConfigurationError, match="no GPU is visible"):
+    with pytest.raises(ConfigurationError, match=why):
         make_plan(load_settings([str(minilm_folder), "--device", "cuda"]))

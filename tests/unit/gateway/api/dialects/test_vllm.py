@@ -32,6 +32,7 @@ TOKENIZE = DIALECT.operations["POST /tokenize"]
 DETOKENIZE = DIALECT.operations["POST /detokenize"]
 E5 = replace(PLAIN, prompts={"query": "query: "}, default_prompt="default: ")
 CHATTY = replace(E5, has_chat_template=True)
+DEEP: Any = orjson.loads("[" * 300 + "]" * 300)
 CHAT: list[dict[str, Any]] = [{"role": "user", "content": "a"}, {"role": "assistant", "content": None, "name": "b"}]
 
 
@@ -85,11 +86,13 @@ def test_the_answers_shape():
 
 
 @pytest.mark.parametrize("operation", [POOLING, EMBEDDINGS], ids=["pooling", "embeddings"])
-def test_padding_that_would_change_the_vectors_is_refused(operation):
-    assert ask(operation, {"input": "a", "padding": "do_not_pad"}).request == ask(operation, {"input": "a"}).request
-    for value in ("max_length", "longest", True):
-        with pytest.raises(BadRequest, match="'padding' must be 'do_not_pad'") as caught:
-            ask(operation, {"input": "a", "padding": value})
+def test_padding_that_vllm_has_changes_nothing_and_other_is_refused(operation):
+    for value in ("max_length", "do_not_pad", None):
+        assert ask(operation, {"input": "a", "padding": value}).request == ask(operation, {"input": "a"}).request
+    for refused, given in (("longest", "'longest'"), (True, "a boolean")):
+        with pytest.raises(BadRequest) as caught:
+            ask(operation, {"input": "a", "padding": refused})
+        assert caught.value.message == f"'padding' must be one of 'max_length', 'do_not_pad', is {given}"
         assert caught.value.param == "padding"
 
 
@@ -257,6 +260,8 @@ def test_a_conversation_is_tokenized_with_the_beginning_of_a_reply():
         ({"messages": [{"role": "user", "content": [{"type": "image_url"}]}]}, "messages", "embeds texts alone"),
         ({"messages": [CHAT] * 5}, "messages", "5 conversations, at most 4"),
         ({"messages": [{"role": "user", "content": "x" * 2**18}]}, "messages", "bytes as JSON, at most 262144"),
+        ({"messages": [{"role": "user", "content": "secret", "x": DEEP}]}, "messages", "are nested too deeply"),
+        ({"messages": CHAT, "chat_template_kwargs": {"x": DEEP}}, "messages", "are nested too deeply"),
         ({"messages": CHAT, "input": "a"}, "messages", "send one of them"),
         ({"messages": CHAT, "prompt": ""}, "prompt", "with the role 'system'"),
         ({"messages": CHAT, "model": "m:query"}, "prompt", "contradict each other"),
