@@ -4,6 +4,7 @@ Owns the list of subcommands and their help. Imports each one only when it is ca
 import. Called by `vecd.__main__`.
 """
 
+import re
 import signal
 import sys
 from collections.abc import Callable, Sequence
@@ -58,7 +59,11 @@ def main(argv: Sequence[str] | None = None, interrupt_handler: Any = signal.defa
             print(_USAGE)
             return EXIT_OK
         case _:
-            print(f"vecd: unknown command {command!r}\n\n{_USAGE}", file=sys.stderr)
+            from vecd.client.suggestions import closest
+
+            meant = closest(command, re.findall("vecd ([a-z-]+) ", _USAGE))
+            hint = f"; did you mean {meant}?" if meant else ""
+            print(f"vecd: unknown command {command!r}{hint}\n\n{_USAGE}", file=sys.stderr)
             return EXIT_BAD_CONFIGURATION
     signal.signal(signal.SIGINT, interrupt_handler)
     try:
