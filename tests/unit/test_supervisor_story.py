@@ -501,6 +501,19 @@ def test_a_drain_waits_for_gateways_and_keeps_their_workers_running(bench) -> No
     run(test())
 
 
+def test_an_interrupt_ends_with_130_before_the_server_is_ready_and_with_0_afterwards(bench) -> None:
+    async def test() -> None:
+        async with bench(starts=False) as made:
+            made.supervisor.interrupt()
+            assert await made.task == 130
+        async with bench() as made:
+            beat(made.fakes.gateways[0])
+            made.supervisor.interrupt()
+            assert await made.task == 0
+
+    run(test())
+
+
 def test_a_gateway_that_does_not_finish_is_killed(bench) -> None:
     async def test() -> None:
         async with bench("--drain-timeout", "20", "--drain-grace", "1", drains=False) as made:
