@@ -96,7 +96,7 @@ def serve(arguments: Sequence[str]) -> int:
     except (ModelError, StartFailure) as error:
         logs.say(str(error), logging.ERROR)
         notifier.status(f"Ended: {error}")
-        return EXIT_COULD_NOT_START
+        return error.exit_code if isinstance(error, StartFailure) else EXIT_COULD_NOT_START
     except Exception:
         log.exception("internal error")
         return EXIT_INTERNAL_ERROR

@@ -14,12 +14,14 @@ import argparse
 import dataclasses
 import math
 import os
+import sys
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any, NoReturn, TypeVar
 
 from vecd.client.connection import Target, parse_target
+from vecd.client.suggestions import flag_hints, flags_of
 
 _T = TypeVar("_T")
 
@@ -46,6 +48,16 @@ def flag(
     return dataclasses.field(default=default, metadata=metadata)
 
 
+class _Parser(argparse.ArgumentParser):
+    given: Sequence[str] = ()
+    """What is parsed: a required flag that is misspelt is reported as missing, and not as unknown."""
+
+    def error(self, message: str) -> NoReturn:
+        is_missing = message.startswith("the following arguments are required")
+        unknown = message.partition("unrecognized arguments: ")[2].split()
+        super().error(message + flag_hints(self.given if is_missing else unknown, flags_of(self)))
+
+
 def parse(
     kind: type[_T], argv: Sequence[str] | None, *, prog: str, description: str, usage: str | None = None, **extra: Any
 ) -> _T:
@@ -55,7 +67,7 @@ def parse(
     and exits with 0 for --help.
     """
     # A command that passes flags on must not take an abbreviation of one of those for its own.
-    parser = argparse.ArgumentParser(
+    parser = _Parser(
         prog=prog, description=description, usage=usage, allow_abbrev=not extra, argument_default=argparse.SUPPRESS
     )
     groups: dict[str, Any] = {"": parser}
@@ -68,7 +80,8 @@ def parse(
         if names[0].startswith("-"):
             options = {**options, "dest": field.name, "required": field.default is dataclasses.MISSING}
         groups[group].add_argument(*names, **options)
-    values = vars(parser.parse_args(argv))
+    parser.given = sys.argv[1:] if argv is None else argv
+    values = vars(parser.parse_args(parser.given))
     for field in fields:
         if variable := field.metadata["variable"]:
             values[field.name] = values.get(field.name) or os.environ.get(variable) or None

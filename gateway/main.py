@@ -23,6 +23,7 @@ import uvloop
 
 from vecd.gateway.api.registry import ENDPOINTS
 from vecd.gateway.control import Control
+from vecd.gateway.encoding.quantization import RangesError
 from vecd.gateway.http.contract import Timeouts
 from vecd.gateway.http.server import Server
 from vecd.gateway.http.tls import ServerTls, TlsError
@@ -78,7 +79,7 @@ def run(channel: Channel) -> int:
     try:
         gateway = Gateway(config, start, channel, shared_metrics)
     except (ModelError, TlsError) as error:
-        channel.send(ChildFailed(str(error)))
+        channel.send(ChildFailed(str(error), is_configuration=isinstance(error, (RangesError, TlsError))))
         return 3
     keep_freed_memory()
     # Threads parse and tokenize, partly in plain Python: the event loop must not wait 5 ms for the GIL.
@@ -96,7 +97,7 @@ class Gateway:
     def __init__(
         self, config: GatewayConfig, start: GatewayStart, channel: Channel, shared_metrics: SharedMetrics
     ) -> None:
-        """Raises ModelError for a tokenizer that cannot be read, and TlsError for a certificate."""
+        """Raises ModelError for a tokenizer that cannot be read, RangesError for ranges, TlsError for a certificate."""
         self._config = config
         self._shared_metrics = shared_metrics
         self._control = Control(channel)

@@ -1,12 +1,14 @@
 """The `vecd` command: which subcommand runs.
 
 Owns the list of subcommands and their help. Imports each one only when it is called, because some take a second to
-import. Called by the console script and by `python -m vecd`.
+import. Called by `vecd.__main__`.
 """
 
+import re
 import signal
 import sys
 from collections.abc import Callable, Sequence
+from typing import Any
 
 from vecd.launch.base.exit_codes import EXIT_BAD_CONFIGURATION, EXIT_INTERRUPTED, EXIT_OK
 from vecd.launch.base.interrupts import exit_at_interrupt
@@ -23,11 +25,14 @@ usage: vecd serve [MODEL] [--flags]    serve a model's embeddings (vecd serve --
        vecd --version"""
 
 
-def main(argv: Sequence[str] | None = None) -> int:
-    """The `vecd` command. Returns the exit code: 130 when it is interrupted, unless the subcommand has another."""
+def main(argv: Sequence[str] | None = None, interrupt_handler: Any = signal.default_int_handler) -> int:
+    """The `vecd` command. Returns the exit code: 130 when it is interrupted, unless the subcommand has another.
+
+    Side effect: `interrupt_handler` handles SIGINT once the subcommand is imported; before, SIGINT ends the process.
+    """
     command, *arguments = (sys.argv[1:] if argv is None else argv) or ["--help"]
     run: Callable[[list[str]], int]
-    previous = exit_at_interrupt()
+    exit_at_interrupt()
     match command:
         case "serve":
             from vecd.supervisor import serve as run
@@ -54,9 +59,13 @@ def main(argv: Sequence[str] | None = None) -> int:
             print(_USAGE)
             return EXIT_OK
         case _:
-            print(f"vecd: unknown command {command!r}\n\n{_USAGE}", file=sys.stderr)
+            from vecd.client.suggestions import closest
+
+            meant = closest(command, re.findall("vecd ([a-z-]+) ", _USAGE))
+            hint = f"; did you mean {meant}?" if meant else ""
+            print(f"vecd: unknown command {command!r}{hint}\n\n{_USAGE}", file=sys.stderr)
             return EXIT_BAD_CONFIGURATION
-    signal.signal(signal.SIGINT, previous)
+    signal.signal(signal.SIGINT, interrupt_handler)
     try:
         return run(arguments)
     except KeyboardInterrupt:  # outside of the subcommand's own handling

@@ -295,6 +295,8 @@ class ChildFailed(Message):
 
     message: str
     """One line for the operator: what is wrong, and where."""
+    is_configuration: bool = False
+    """A setting is wrong, and not the model or the machine."""
 
 
 # In the order of definition: `slots=True` defines a class again, and the second one of a name is in use.

@@ -35,7 +35,7 @@ class Route(NamedTuple):
 
 Table: TypeAlias = Mapping[str, Mapping[str, Route]]
 """Path → method → route. A path may have one `*`, which stands for one part or several: a model's name may have
-slashes."""
+slashes. At the end it stands for no path of another operation: in /models/m/v1/chat/completions no model is named."""
 
 _WHAT_IS_SERVED = (
     "this server serves embeddings: POST /v1/embeddings (OpenAI), /embed (text-embeddings-inference), "
@@ -44,6 +44,11 @@ _WHAT_IS_SERVED = (
 """For a client that takes the server for one that chats, completes or ranks, or has a wrong base URL."""
 _SLASHES = re.compile("//+")
 _FIRST_V1S = re.compile(r"^(/v1)+(?=/)")
+_OPERATION = re.compile(
+    r"(?:^|/)(?:v\d/.*|pipeline/.*|chat|classify|completions|embed|embeddings|generate|generate_stream|messages|predict|"
+    r"rerank|responses|score)$"
+)
+"""The end of a path that clients of some server append to a base URL."""
 _MAX_PARTS = 16
 """Repetitions are looked for only in paths of at most so many parts."""
 
@@ -152,5 +157,7 @@ def _name_in(pattern: str, path: str) -> str | None:
     if not star or not path.startswith(before) or not path.endswith(after):
         return None
     name = path[len(before) : len(path) - len(after)]
+    if not after and _OPERATION.search(name):
+        return None
     # A name that ends like the pattern is the end of the pattern, written twice.
     return None if after and name.endswith(after) else name

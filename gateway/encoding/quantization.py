@@ -128,37 +128,42 @@ def default_ranges(dim: int) -> Ranges:
     return Ranges.between(least, greatest)
 
 
+class RangesError(ModelError):
+    """The file of --quantization-ranges cannot be used. The message is one line."""
+
+    def __init__(self, path: str, fault: str) -> None:
+        super().__init__(f"--quantization-ranges: {path}: {fault}")
+
+
 def read_ranges(path: str, dim: int) -> Ranges:
     """The ranges in a NumPy file: float32 or float64 [2, dim], the least of each element and the greatest.
 
-    Raises ModelError, whose message is one line. Source of the layout: sentence-transformers' `ranges`.
+    Raises RangesError. Source of the layout: sentence-transformers' `ranges`.
     """
     if not Path(path).is_file():
-        raise ModelError(f"{path}: no such file (--quantization-ranges)")
+        raise RangesError(path, "no such file")
     try:
         # Mapped, so that only the header is read of a file that has no ranges.
         array = np.load(path, mmap_mode="r", allow_pickle=False)
-    except (OSError, ValueError, EOFError, SyntaxError) as error:
-        raise ModelError(f"{path}: is no NumPy file (--quantization-ranges): {type(error).__name__}") from None
+    except (OSError, ValueError, EOFError, SyntaxError):
+        raise RangesError(path, "is no NumPy file (.npy), or is cut off") from None
     if not isinstance(array, np.ndarray):
         array.close()
-        raise ModelError(f"{path}: must be a .npy file with one array, is an .npz (--quantization-ranges)")
+        raise RangesError(path, "must be a .npy file with one array, is an .npz")
     if array.dtype.newbyteorder("=") not in (np.float32, np.float64):
-        raise ModelError(f"{path}: must be float32, is {array.dtype} (--quantization-ranges)")
+        raise RangesError(path, f"must be float32, is {array.dtype}")
     if array.shape != (2, dim):
-        raise ModelError(f"{path}: must have the shape (2, {dim}), has {array.shape} (--quantization-ranges)")
+        raise RangesError(path, f"must have the shape (2, {dim}), has {array.shape}")
     with np.errstate(over="ignore"):
         least, greatest = np.array(array, dtype=np.float32, order="C")
         ranges = Ranges.between(least, greatest)
     if not np.isfinite(least).all() or not np.isfinite(greatest).all():
-        raise ModelError(f"{path}: has values that are not finite (--quantization-ranges)")
+        raise RangesError(path, "has values that are not finite")
     # Two numbers that are too near to each other, or too far apart, cannot be divided into 255 steps.
     bad = np.flatnonzero(~((least < greatest) & (ranges.widths > 0) & np.isfinite(ranges.widths)))
     if bad.size:
-        raise ModelError(
-            f"{path}: the least value must be below the greatest, is not at {bad.size} of {dim} dimensions, first at "
-            f"{bad[0]} (--quantization-ranges)"
-        )
+        fault = f"the least value must be below the greatest, is not at {bad.size} of {dim} dimensions"
+        raise RangesError(path, f"{fault}, first at {bad[0]}")
     return ranges
 
 

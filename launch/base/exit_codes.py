@@ -18,6 +18,14 @@ class ConfigurationError(Exception):
 class StartFailure(Exception):
     """The server cannot go on: a child cannot start, or keeps dying. The message is for the operator."""
 
+    exit_code = EXIT_COULD_NOT_START
+
+
+class BadSetting(StartFailure):
+    """A child cannot start with one of its settings."""
+
+    exit_code = EXIT_BAD_CONFIGURATION
+
 
 class ChildDied(Exception):
     """A child ended where it should not have. The message says how."""

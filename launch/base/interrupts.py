@@ -9,18 +9,17 @@ import os
 import signal
 from collections.abc import Iterator
 from contextlib import contextmanager
-from typing import Any
 
 from vecd.launch.base.exit_codes import EXIT_INTERRUPTED
 
 
-def exit_at_interrupt() -> Any:
+def exit_at_interrupt() -> None:
     """Let SIGINT end this process at once, with EXIT_INTERRUPTED and no message. For the main thread, while the process
-    has nothing to clean up.
+    has nothing to clean up. `vecd.__main__` does the same before it imports anything.
 
-    Side effect: SIGINT's handler is replaced. Returns the previous one.
+    Side effect: SIGINT's handler is replaced.
     """
-    return signal.signal(signal.SIGINT, lambda *_: os._exit(EXIT_INTERRUPTED))
+    signal.signal(signal.SIGINT, lambda *_: os._exit(EXIT_INTERRUPTED))
 
 
 @contextmanager

@@ -20,6 +20,7 @@ from typing import Any
 
 from vecd.client.bench.texts import read_texts
 from vecd.client.status_line import StatusLine
+from vecd.client.suggestions import flags_of
 from vecd.launch.base.exit_codes import (
     EXIT_BAD_CONFIGURATION,
     EXIT_COULD_NOT_START,
@@ -58,8 +59,9 @@ def main(argv: Sequence[str]) -> int:
     The report goes to standard output, stages and errors of usage to standard error.
     """
     try:
-        options, rest = _parser().parse_known_args(argv)
-        settings = load_settings(rest)
+        parser = _parser()
+        options, rest = parser.parse_known_args(argv)
+        settings = load_settings(rest, other_flags=flags_of(parser))
         texts = _read_texts(options, settings)
         report = _examine(settings, texts, 0 if options.quick else options.seconds)
         if not _print(json.dumps(report.to_json(), ensure_ascii=False) if options.json else render(report)):

@@ -11,7 +11,6 @@ import os
 import re
 import tomllib
 from collections.abc import Callable, Mapping, Sequence
-from difflib import get_close_matches
 from io import StringIO
 from pathlib import Path
 from typing import Annotated, Any, Literal
@@ -32,6 +31,7 @@ from pydantic_settings import (
     SettingsError,
 )
 
+from vecd.client.suggestions import closest, flag_hints
 from vecd.launch.base.exit_codes import ConfigurationError
 from vecd.shm import logs
 from vecd.shm.batch_limits import MAX_BATCH_TOKENS, MAX_BATCH_TOKENS_ON_GPU
@@ -301,13 +301,13 @@ class Settings(BaseSettings):
         return (init_settings,)
 
 
-def load_settings(argv: Sequence[str], *, without: Sequence[str] = ()) -> Settings:
+def load_settings(argv: Sequence[str], *, without: Sequence[str] = (), other_flags: Sequence[str] = ()) -> Settings:
     """Settings from flags, environment, `.env` and TOML, but for those named in `without`. Prints help and exits 0 for
-    `--help`.
+    `--help`. `other_flags` are the caller's own, which may have been meant, too.
 
     Raises ConfigurationError with every problem that was found, in any of the sources.
     """
-    found = _Merged()
+    found = _Merged(other_flags)
     flags = found.read_flags(argv)
     # An empty variable counts as unset: a compose file passes on unset variables as empty ones.
     environment = EnvSettingsSource(Settings, env_ignore_empty=True)()
@@ -322,9 +322,10 @@ def load_settings(argv: Sequence[str], *, without: Sequence[str] = ()) -> Settin
     return found.validate(without)
 
 
-def load_flags(argv: Sequence[str]) -> Settings:
-    """Settings from flags alone; `model_fields_set` has those that were given. Raises ConfigurationError."""
-    found = _Merged()
+def load_flags(argv: Sequence[str], other_flags: Sequence[str] = ()) -> Settings:
+    """Settings from flags alone; `model_fields_set` has those that were given. `other_flags`: as in `load_settings`.
+    Raises ConfigurationError."""
+    found = _Merged(other_flags)
     found.add(found.read_flags(argv), _flag)
     return found.validate()
 
@@ -332,7 +333,8 @@ def load_flags(argv: Sequence[str]) -> Settings:
 class _Merged:
     """The values of all sources, merged in rising precedence, and the problems found in them."""
 
-    def __init__(self) -> None:
+    def __init__(self, other_flags: Sequence[str]) -> None:
+        self._other_flags = other_flags
         self._values: dict[str, Any] = {}
         self._origins: dict[str, str] = {}
         self._problems: list[str] = []
@@ -350,7 +352,7 @@ class _Merged:
                 return _flags_source(rest, ignore_unknown=ignore_unknown)()
             except SettingsError as error:
                 problem = str(error).removeprefix("error parsing CLI: ")
-                self._problems.append(problem + _hints(problem))
+                self._problems.append(problem + _hints(problem, self._other_flags))
                 named = re.match(r"argument (--[\w-]+)", problem)
                 if named and named[1] in rest:
                     rest.remove(named[1])
@@ -443,24 +445,21 @@ _NAMES_OF_MODEL = {"--model", "--model-id", "--model-name", "--model-name-or-pat
 """Flags of other servers, and of this one's other settings, for what is positional here."""
 
 
-def _hints(problem: str) -> str:
+def _hints(problem: str, other_flags: Sequence[str]) -> str:
     """What may have been meant by each flag that argparse does not know; empty for its other problems."""
     _, is_unknown, given = problem.partition("unrecognized arguments: ")
     if not is_unknown:
         return ""
-    flags = [word.partition("=")[0] for word in given.split() if word.startswith("--")]
-    hints = ""
-    for flag in flags:
-        guess = _guess(flag.removeprefix("--").replace("-", "_"), _flag)
-        hint = "; MODEL is positional: vecd serve MODEL" if flag in _NAMES_OF_MODEL else guess
-        hints += hint.replace("; ", f"; {flag}: ", 1)
-    return hints
+    words = [word.partition("=")[0] for word in given.split()]
+    of_model = [f"; {word}: MODEL is positional: vecd serve MODEL" for word in words if word in _NAMES_OF_MODEL]
+    others = [word for word in words if word not in _NAMES_OF_MODEL]
+    return "".join(of_model) + flag_hints(others, [*other_flags, *map(_flag, Settings.model_fields)])
 
 
 def _guess(name: str, write: Callable[[str], str]) -> str:
     """The setting that may have been meant by `name`, as `write` writes it; empty if it is like none."""
-    close = get_close_matches(name, list(Settings.model_fields), n=1, cutoff=0.65)
-    return f"; did you mean {write(close[0])}?" if close else ""
+    meant = closest(name, Settings.model_fields)
+    return f"; did you mean {write(meant)}?" if meant else ""
 
 
 _BOUNDS = {"greater_than_equal": "of at least {ge}", "less_than_equal": "of at most {le}"}

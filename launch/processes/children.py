@@ -16,7 +16,7 @@ from contextlib import suppress
 from dataclasses import dataclass, field
 from typing import Any
 
-from vecd.launch.base.exit_codes import ChildDied, StartFailure
+from vecd.launch.base.exit_codes import BadSetting, ChildDied, StartFailure
 from vecd.launch.base.programs import start_child
 from vecd.launch.processes.file_access import FileAccess
 from vecd.launch.processes.sockets import make_zmq_endpoint
@@ -86,8 +86,8 @@ class Process:
     async def await_ready(self, timeout_s: float, on_stage: Callable[[str], None] = lambda stage: None) -> Message:
         """Wait until a process that was just started is ready; returns the message that says so.
 
-        `on_stage` is called with each stage of its start. Raises StartFailure when it reports that it cannot start, and
-        ChildDied when it ends instead, or is still starting after `timeout_s`.
+        `on_stage` is called with each stage of its start. Raises StartFailure when it reports that it cannot start,
+        BadSetting if that is for a setting, and ChildDied when it ends instead, or is still starting after `timeout_s`.
         """
         stage = "starting"
         try:
@@ -101,7 +101,7 @@ class Process:
             case None:
                 raise ChildDied(f"{await self.ended()} while {stage}")
             case ChildFailed():
-                raise StartFailure(message.message)
+                raise (BadSetting if message.is_configuration else StartFailure)(message.message)
         return message
 
     def kill(self) -> None:

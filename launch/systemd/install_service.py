@@ -14,6 +14,7 @@ import sys
 from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 
+from vecd.client.suggestions import flags_of
 from vecd.launch.base.exit_codes import EXIT_BAD_CONFIGURATION, EXIT_COULD_NOT_START, EXIT_OK, ConfigurationError
 from vecd.launch.config.settings import load_flags
 from vecd.launch.systemd.placement import InstallPaths, contents, own_command, paths_of
@@ -31,9 +32,10 @@ says what to do next, or does it (--now). What is there and differs is not touch
 
 def main(arguments: Sequence[str]) -> int:
     """The command. Returns the exit code: 2 for what cannot be done as given, 3 when writing or systemctl failed."""
-    options, flags = _parser().parse_known_args(arguments)
+    parser = _parser()
+    options, flags = parser.parse_known_args(arguments)
     try:
-        return _remove(options, flags) if options.remove else _install(options, flags)
+        return _remove(options, flags) if options.remove else _install(options, flags, flags_of(parser))
     except ConfigurationError as error:
         for problem in error.problems:
             print(f"vecd install-service: {problem}", file=sys.stderr)
@@ -63,9 +65,9 @@ def _parser() -> argparse.ArgumentParser:
     return parser
 
 
-def _install(options: argparse.Namespace, flags: Sequence[str]) -> int:
+def _install(options: argparse.Namespace, flags: Sequence[str], own_flags: Sequence[str]) -> int:
     paths = _paths(options)
-    settings = load_flags(flags)
+    settings = load_flags(flags, own_flags)
     texts = contents(paths, settings, has_socket=options.socket, run_as=options.run_as, command=own_command())
     if options.print:
         print("\n".join(f"# {path}\n{text}" for path, text in texts.items()), end="")

@@ -19,6 +19,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 from urllib.parse import urlsplit
 
+from vecd.client.suggestions import flag_hints
 from vecd.launch.base.exit_codes import EXIT_BAD_CONFIGURATION, EXIT_COULD_NOT_START, EXIT_OK
 
 _LISTED = Path("/proc/net/unix")
@@ -121,7 +122,8 @@ def main(arguments: Sequence[str]) -> int:
         case [number] if re.fullmatch("[1-9][0-9]{0,6}", number):
             pid = int(number)
         case _:
-            return _fail(_USAGE, EXIT_BAD_CONFIGURATION)
+            hints = flag_hints(arguments, ["--port", "--help"]).replace("; ", "\nvecd reload: ")
+            return _fail(_USAGE + hints, EXIT_BAD_CONFIGURATION)
     servers = list(_find_servers())
     try:
         return _reload_one(servers, pid, port)

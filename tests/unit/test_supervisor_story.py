@@ -161,12 +161,15 @@ def test_a_server_is_ready_when_its_gateways_are_connected_to_all_workers(bench)
     run(test())
 
 
-def test_a_gateway_that_cannot_start_ends_the_server(bench) -> None:
+@pytest.mark.parametrize(("is_configuration", "exit_code"), [(False, 3), (True, 2)])
+def test_a_gateway_that_cannot_start_ends_the_server(is_configuration, exit_code, bench) -> None:
     async def test() -> None:
         async with bench(starts=False) as made:
-            made.fakes.gateways[0].inbox.put_nowait(ChildFailed("no such file"))
-            with pytest.raises(StartFailure, match="no such file"):
+            failed = ChildFailed("no such file", is_configuration=is_configuration)
+            made.fakes.gateways[0].inbox.put_nowait(failed)
+            with pytest.raises(StartFailure, match="no such file") as failure:
                 await made.task
+            assert failure.value.exit_code == exit_code
 
     run(test())
 
@@ -494,6 +497,19 @@ def test_a_drain_waits_for_gateways_and_keeps_their_workers_running(bench) -> No
             assert await made.task == 0
             assert len(made.fakes.gateways) == 1
             assert not made.fakes.living
+
+    run(test())
+
+
+def test_an_interrupt_ends_with_130_before_the_server_is_ready_and_with_0_afterwards(bench) -> None:
+    async def test() -> None:
+        async with bench(starts=False) as made:
+            made.supervisor.interrupt()
+            assert await made.task == 130
+        async with bench() as made:
+            beat(made.fakes.gateways[0])
+            made.supervisor.interrupt()
+            assert await made.task == 0
 
     run(test())
 

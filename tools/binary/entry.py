@@ -18,7 +18,7 @@ _EXIT_BAD_CALL = 2
 def main() -> int:
     _restore_environment()
     if sys.argv[1:3] != _MODULE_FLAGS:
-        return int(importlib.import_module("vecd.launch.cli").main())
+        return int(importlib.import_module("vecd.__main__").main())
     module, *arguments = sys.argv[3:] or [""]
     if module.partition(".")[0] != _PROGRAM:
         print(f"vecd: {module!r} is no module of this program", file=sys.stderr)

@@ -33,7 +33,7 @@ _FOLDERS = ["client", "deploy", "gateway", "launch", "shm", "vecd", "workers", "
 _SCRIPT = f"""\
 #!{_VENV}/bin/python
 import sys
-from vecd.launch.cli import main
+from vecd.__main__ import main
 sys.exit(main())
 """
 

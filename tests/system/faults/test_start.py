@@ -149,7 +149,7 @@ def test_more_tokens_than_the_model_takes(tmp_path):
 def test_ctrl_c_before_the_server_is_ready(tmp_path, after_s):
     """In its first second, from the first line of its own on; a terminal sends the signal to children, too."""
     (tmp_path / "tmp").mkdir()
-    code = "import sys; from vecd.launch.cli import main; print(flush=True); sys.exit(main(sys.argv[1:]))"
+    code = "import sys; from vecd.__main__ import main; print(flush=True); sys.exit(main())"
     with subprocess.Popen(
         [sys.executable, "-c", code, "serve", "--port", "0", "--engine", "dummy", "--workers", "1"],
         env=clean_environment(tmp_path, {"VECD_DRAIN_GRACE": "60"}),

@@ -143,6 +143,17 @@ def test_a_reload_under_load_fails_no_request(service: Machine):
     assert found["failed"] == {}
 
 
+def test_vecd_reload_finds_the_service(service: Machine):
+    """By its process id, by its port, and as the only server. It is of a user that systemd has made up."""
+    num_reloads = service.log().count("reloaded: ")
+    for number, server in enumerate(([str(service.supervisor)], ["--port", "8000"], []), num_reloads + 1):
+        assert service.must(VECD, "reload", *server) == ""
+        assert service.log().count("reloaded: ") == number
+    refused = service.run(VECD, "reload", "--port", "8001")
+    assert refused.returncode == 3
+    assert f"  vecd reload {service.supervisor}    {URL}\n" in refused.stderr
+
+
 def test_a_reload_that_cannot_be_used_fails_and_changes_nothing(service: Machine):
     settings = service.must("cat", "/etc/vecd.toml")
     service.write("/etc/vecd.toml", settings + "max-tokens = 9999\n")

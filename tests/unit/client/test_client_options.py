@@ -48,6 +48,15 @@ def test_a_variable_stands_in_for_a_flag_that_is_not_given(monkeypatch: pytest.M
     ("argv", "message"),
     [
         (["a"], "the following arguments are required: -o/--output"),
+        (["a", "--ouput=c"], "the following arguments are required: -o/--output; --ouput: did you mean --output?"),
+        (
+            ["a", "-o", "c", "--num_row", "3"],
+            "unrecognized arguments: --num_row 3; --num_row: did you mean --num-rows?",
+        ),
+        (
+            ["a", "-o", "c", "--is-quite", "--zz"],
+            "unrecognized arguments: --is-quite --zz; --is-quite: did you mean --is-quiet?",
+        ),
         (["a", "-o", "c", "--num-rows", "11"], "argument --num-rows: '11' is not a whole number from 1 to 10"),
         (["a", "-o", "c", "--rates", "1,nan"], "argument --rates: 'nan' is not a number of hertz above 0 and up to 50"),
         (["a", "-o", "c", "--is-quiet", "--num-rows", "10"], "--is-quiet and --num-rows 10 exclude each other"),

@@ -2,6 +2,7 @@
 
 import asyncio
 import os
+import signal
 import sys
 from pathlib import Path
 
@@ -52,6 +53,18 @@ async def test_the_next_try_is_another_start(monkeypatch: pytest.MonkeyPatch) ->
     await fork_all(server)
     await fork_all(server)
     assert stages == ["loading", "loading"]
+
+
+async def test_ctrl_c_is_left_to_the_supervisor(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A terminal sends it to all processes."""
+    monkeypatch.setattr(programs, "self_command", lambda _: [sys.executable, "-c", "import time; time.sleep(60)"])
+    with spawn("the gateway", "gateway") as process:
+        status = Path(f"/proc/{process.pid}/status").read_text()  # noqa: ASYNC240 (it is in memory)
+        [blocked] = [int(line.split()[1], 16) for line in status.splitlines() if line.startswith("SigBlk:")]
+        process.kill()
+        await process.ended()
+    assert blocked == 1 << (signal.SIGINT - 1)
+    assert signal.SIGINT not in signal.pthread_sigmask(signal.SIG_BLOCK, ())
 
 
 def test_one_that_is_too_slow_is_killed_and_named_with_what_it_did(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -125,6 +125,17 @@ def test_a_name_that_another_process_has_taken_is_not_believed():
         assert time.monotonic() - began_at < 5, "nothing is read from it"
 
 
+@pytest.mark.skipif(os.geteuid() != 0, reason="only root may be another user")
+def test_another_user_gets_no_answer(start):
+    address = reload_command._address(0, start("http://127.0.0.1:60001"))
+    code = "import os, socket, sys; os.setuid(65534); other = socket.socket(socket.AF_UNIX); "
+    code += "other.connect(chr(0) + sys.argv[1]); other.settimeout(10); print(other.recv(100))"
+    done = subprocess.run(
+        [sys.executable, "-c", code, address[1:]], capture_output=True, text=True, timeout=60, check=True
+    )
+    assert done.stdout == "b''\n"
+
+
 @pytest.mark.parametrize(
     "arguments", [["x"], ["0"], ["9" * 20], ["9" * 5000], ["-5"], ["2", "3"], ["--port"], ["--port", "x"]]
 )

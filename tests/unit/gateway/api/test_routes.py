@@ -92,18 +92,34 @@ def test_unknown_paths_name_the_right_one(path):
         find_route(ROUTES, "POST", path)
 
 
+OF_OTHER_SERVERS = (
+    "chat/completions", "completions", "responses", "chat", "generate", "generate_stream", "messages", "score",
+    "rerank", "classify", "predict", "v1/chat/completions", "v1/completions", "v2/rerank",
+    "pipeline/sentence-similarity",
+)  # fmt: skip
+
+
 @pytest.mark.parametrize(
-    "task", ["chat/completions", "completions", "responses", "chat", "generate", "score", "rerank"]
-)
-def test_clients_of_another_kind_of_server_are_told_what_this_one_has(task):
-    for prefix in ("/v1", "/v1/v1", "/v2", "/api", "/openai/deployments/m", "/v1/engines/m", "/x"):
-        with pytest.raises(NotFound, match=r"this server serves embeddings: POST /v1/embeddings \(OpenAI\)"):
-            find_route(ROUTES, "POST", f"{prefix}/{task}")
+    "prefix",
+    ["/v1", "/v1/v1", "/v2", "/api", "/openai/deployments/m", "/v1/engines/m", "/x", "/embed",
+     *(pattern.replace("*", name) for pattern in ROUTES for name in ("m", "org/m") if "*" in pattern)],
+)  # fmt: skip
+def test_clients_of_another_kind_of_server_are_told_what_this_one_has(prefix):
+    for operation in OF_OTHER_SERVERS:
+        for path in (f"{prefix}/{operation}", f"/{prefix}/{operation}/"):
+            with pytest.raises(NotFound, match=r"this server serves embeddings: POST /v1/embeddings \(OpenAI\)"):
+                find_route(ROUTES, "POST", path)
 
 
-def test_so_are_those_below_the_name_of_a_model():
+def test_so_are_those_that_embed_below_the_name_of_a_model():
+    for path in ("/models/m/v1/embeddings", "/models/org/m/embeddings", "/pipeline/feature-extraction/m/embed"):
+        with pytest.raises(NotFound, match="POST /v1/embeddings"):
+            find_route(ROUTES, "POST", path)
+
+
+def test_so_are_those_that_post_where_nothing_may_be_posted():
     with pytest.raises(MethodNotAllowed, match=r"only GET, HEAD; this server serves embeddings: POST /v1/embeddings"):
-        find_route(ROUTES, "POST", "/v1/models/org/m/chat/completions")
+        find_route(ROUTES, "POST", "/v1/models/org/m")
 
 
 def test_another_method_is_told_which_are_allowed():

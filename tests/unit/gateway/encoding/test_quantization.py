@@ -10,6 +10,7 @@ from hypothesis import strategies as st
 from hypothesis.extra.numpy import arrays
 
 from vecd.gateway.encoding.quantization import (
+    RangesError,
     default_ranges,
     from_bfloat16,
     normalize,
@@ -21,7 +22,6 @@ from vecd.gateway.encoding.quantization import (
     to_ubinary,
 )
 from vecd.gateway.types.errors import BadRequest
-from vecd.shm.card import ModelError
 
 TEXTS = [" ".join(text.split())[:200] for _, text in sorted(pydoc_data.topics.topics.items())][:32]
 
@@ -222,9 +222,9 @@ def test_ranges_may_be_of_another_precision(tmp_path, dtype):
 def test_ranges_that_cannot_be_are_named(tmp_path, array, reason):
     path = tmp_path / "ranges.npy"
     np.save(path, array)
-    with pytest.raises(ModelError, match=reason) as caught:
+    with pytest.raises(RangesError, match=reason) as caught:
         read_ranges(str(path), 3)
-    assert str(caught.value).startswith(f"{path}: ")
+    assert str(caught.value).startswith(f"--quantization-ranges: {path}: ")
     assert "\n" not in str(caught.value)
 
 
@@ -237,6 +237,6 @@ def test_files_that_are_no_ranges_are_named(tmp_path):
     np.save(tmp_path / "pickle.npy", np.array([{}]), allow_pickle=True)
     np.savez(tmp_path / "several.npz", ranges_of())
     for name in ("text.npy", "empty.npy", "cut.npy", "header.npy", "pickle.npy", "several.npz", "none.npy", "."):
-        with pytest.raises(ModelError, match="quantization-ranges") as caught:
+        with pytest.raises(RangesError, match="quantization-ranges") as caught:
             read_ranges(str(tmp_path / name), 3)
         assert "\n" not in str(caught.value)
