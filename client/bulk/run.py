@@ -15,7 +15,7 @@ from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import closing, suppress
 from dataclasses import asdict, replace
 
-from vecd.client.bulk.errors import EmbedError, ModelChanged, RunEnded
+from vecd.client.bulk.errors import EmbedError, FieldMissing, ModelChanged, RunEnded
 from vecd.client.bulk.inputs import InputSource, RowBatch, check_unchanged, read_batches
 from vecd.client.bulk.journal import Commit, Journal
 from vecd.client.bulk.options import EmbedOptions
@@ -75,8 +75,8 @@ class EmbedRun:
         """Embed all rows, or those until a signal. Commits what is done, however the run ends.
 
         Raises EmbedError when the server has another model than the unfinished run or the files of that are gone,
-        RunEnded or OSError when rows are left. Side effects: SIGINT and SIGTERM end the run in order, a second one at
-        once.
+        FieldMissing when no row has a text and the input no field for it, RunEnded or OSError when rows are left. Side
+        effects: SIGINT and SIGTERM end the run in order, a second one at once.
         """
         task = asyncio.current_task()
         assert task is not None
@@ -133,13 +133,15 @@ class EmbedRun:
     # --- rows ---------------------------------------------------------------------------------------------
 
     async def _embed_all(self, batches: Generator[RowBatch, None, None]) -> None:
-        """Commits what is done if it is ended. Raises RunEnded, OSError."""
+        """Commits what is done if it is ended. Raises FieldMissing when no row has a text, RunEnded, OSError."""
         try:
             await self._work(batches)
             await self._save_commit(replace(self._written, is_complete=True))
         except ModelChanged:
             raise
         except (Exception, asyncio.CancelledError) as error:
+            if isinstance(error, FieldMissing) and self._written.num_rejected == self._written.position.row:
+                raise
             with suppress(Exception):  # if this is not possible soon, the last commit stands
                 async with asyncio.timeout(_LAST_COMMIT_S):
                     await self._save_commit(self._written)

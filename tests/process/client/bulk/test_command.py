@@ -550,15 +550,46 @@ def test_a_field_is_looked_for_in_all_rows(embed: Run, tmp_path: Path, capsys: p
     assert "b.jsonl: no row has a field 'id'" in capsys.readouterr().err
 
 
-def test_a_field_that_a_stream_does_not_have(embed: Run, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    pipe = tmp_path / "pipe.jsonl"
+@pytest.mark.parametrize(
+    ("suffix", "lines", "message"),
+    [
+        ("jsonl", '{"body": "one"}\n' * 50, "no row has a field 'text' (--field); line 1: no field \"text\""),
+        ("csv", "id,body\n1,one\n", "its header has no field 'text'"),
+    ],
+)
+@pytest.mark.parametrize("out", ["v.npy", "v.parquet"])
+def test_a_field_that_a_stream_does_not_have(
+    embed: Run, tmp_path: Path, suffix: str, lines: str, message: str, out: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Rows without it may have been committed before the end of the stream is reached; none of them is left."""
+    pipe = tmp_path / f"pipe.{suffix}"
     os.mkfifo(pipe)
-    writer = threading.Thread(target=pipe.write_text, args=['{"body": "one"}\n' * 50])
+    writer = threading.Thread(target=pipe.write_text, args=[lines])
     writer.start()
-    assert embed(source=pipe) == 1
+    assert embed(source=pipe, out=tmp_path / out) == 2
     writer.join()
-    assert "no row has a field 'text'" in capsys.readouterr().err
-    assert not embed.out.exists()
+    assert message in capsys.readouterr().err
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["a.txt", pipe.name]
+
+
+def test_another_stream_without_the_field_costs_no_vectors(
+    embed: Run, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    def through_pipe(header: str) -> int:
+        writer = threading.Thread(target=pipe.write_text, args=["\n".join([header, *TEXTS[:55], " ", *TEXTS[56:]])])
+        writer.start()
+        code = embed("--on-bad-row", "fail", source=pipe)
+        writer.join()
+        return code
+
+    pipe = tmp_path / "pipe.csv"
+    os.mkfifo(pipe)
+    assert through_pipe("text") == 1
+    num_done = embed.journal()["commit"]["position"]["row"]
+    assert num_done > 0
+    assert through_pipe("body") == 1
+    assert "its header has no field 'text'" in capsys.readouterr().err
+    assert embed.journal()["commit"]["position"]["row"] == num_done
 
 
 def test_closed_standard_streams(embed: Run, server: BulkServer, tmp_path: Path) -> None:
