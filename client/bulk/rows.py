@@ -67,8 +67,8 @@ def make_row(line: int, value: Any, name: str, kept: tuple[Any, ...] = (), lacks
 def read_rows(format: str, stream: ByteStream, options: EmbedOptions, at: Position) -> Iterator[InputRow]:
     """The rows behind `at` of a `stream` that is at its beginning. Side effects: moves `at` behind each row.
 
-    Raises FieldMissing when the header of a CSV file lacks a field, or, at the end of JSON lines that were read from the
-    first one on, no line had the text's field; EmbedError when the stream ends before `at`.
+    Raises FieldMissing when the header of a CSV file lacks a field, or, at the end of JSON lines that were read from
+    the first one on, no line had the text's field; EmbedError when the stream ends before `at`.
     """
     if format in ("csv", "tsv"):
         yield from _read_csv(stream, options, at, "," if format == "csv" else "\t")

@@ -295,7 +295,7 @@ def test_no_more_requests_are_under_way_than_may_be(embed: Run, server: BulkServ
 
     server.fail = count
     assert embed("--concurrency", "3", "--batch-texts", "2") == 0
-    assert 2 <= running[1] <= 4  # the fourth is the probe of a commit
+    assert 2 <= running[1] <= 3
     check(np.load(embed.out), TEXTS)
 
 
@@ -317,23 +317,41 @@ def test_a_request_that_is_refused_whatever_its_texts(
     assert "refuses: no such prompt" in capsys.readouterr().err
 
 
+@pytest.mark.parametrize("batch_texts", ["10", "1"])
 def test_vectors_of_two_models_are_never_mixed(
-    embed: Run, server: BulkServer, capsys: pytest.CaptureFixture[str]
+    embed: Run, server: BulkServer, batch_texts: str, capsys: pytest.CaptureFixture[str]
 ) -> None:
     def fail(texts: list[str]) -> None:
         if "text 55" in texts:
             server.model = "another"
 
     server.fail = fail
-    assert embed() == 1
+    assert embed("--batch-texts", batch_texts) == 1
     assert "has another model than this run began with" in capsys.readouterr().err
-    assert embed.journal()["commit"]["position"]["row"] <= 50
+    assert 0 < embed.journal()["commit"]["position"]["row"] <= 55
     server.fail = lambda texts: None
     assert embed() == 2
     assert "had another model: other vectors for the same text. --restart" in capsys.readouterr().err
     server.model = "made-up"
     assert embed() == 0
     check(np.load(embed.out), TEXTS)
+
+
+def test_each_request_brings_the_probe_along(embed: Run, server: BulkServer) -> None:
+    """A request for it alone would have the server keep its batches short."""
+    embed.write(TEXTS[:99])
+    assert embed() == 0
+    first, *others = [body["input"] for body in server.bodies]
+    assert first == [PROBE]
+    assert [texts.index(PROBE) for texts in others] == [10] * 9 + [9]
+
+
+def test_a_single_text_has_its_probe_at_the_commit(embed: Run, server: BulkServer) -> None:
+    """A request of one text may be all that the server takes."""
+    embed.write(TEXTS[:11])
+    assert embed() == 0
+    assert [len(body["input"]) for body in server.bodies if len(body["input"]) > 1] == [11]
+    assert [body["input"] for body in server.bodies][-2:] == [[TEXTS[10]], [PROBE]]
 
 
 def test_a_model_of_other_dimensions(
@@ -347,7 +365,7 @@ def test_a_model_of_other_dimensions(
 
     server.fail = fail
     assert embed() == 1
-    assert "its vectors have 3 dimensions, not 4; no row is done" in capsys.readouterr().err
+    assert "its vectors have 3 dimensions, not 4; 50 rows are done" in capsys.readouterr().err
 
 
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
