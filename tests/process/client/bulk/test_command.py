@@ -16,11 +16,14 @@ import pyarrow.parquet
 import pytest
 
 from tests.support.bulk_server import DIM, BulkServer, vectors_of
+from vecd.client.bulk import command as command_module
 from vecd.client.bulk import progress as progress_module
 from vecd.client.bulk import run as run_module
 from vecd.client.bulk import service as service_module
 from vecd.client.bulk.command import main
+from vecd.client.bulk.run import _COMMIT_S as COMMIT_S
 from vecd.client.bulk.service import PROBE
+from vecd.client.bulk.throughput import WORK_S
 
 TEXTS = [f"text {n}" for n in range(100)]
 
@@ -280,6 +283,22 @@ def test_a_server_that_does_not_respond_is_told(
     server.fail = lambda _: time.sleep(0.6) if len(server.bodies) == 1 else None
     assert embed("--quiet") == 0
     assert f"vecd embed: {server.url}: no response for 0 s. Trying again" in capsys.readouterr().err
+
+
+def test_rows_in_flight_are_shown(
+    embed: Run, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """From the first request on, and no more than there are."""
+    monkeypatch.setattr(command_module, "_PLAIN_S", 0.0)
+    assert embed() == 0
+    shown = [line for line in capsys.readouterr().err.splitlines() if "in flight" in line]
+    assert "0 rows, 10 in flight" in shown[0]
+    assert all(" 10 in flight" in line or " 20 in flight" in line for line in shown)
+
+
+def test_a_kill_loses_about_two_seconds() -> None:
+    """What is done since the last commit, and a third more than the work that should be under way."""
+    assert COMMIT_S + 4 / 3 * WORK_S < 2
 
 
 def test_no_more_requests_are_under_way_than_may_be(embed: Run, server: BulkServer) -> None:
