@@ -49,8 +49,8 @@ _REFUSED = (400, 413, 422)
 _BUSY = (408, 425, 429, 502, 503, 504)
 PROBE = "probe"
 """Its vector tells one model from another. It goes along with the texts of each request. A request for it alone, twice
-a second, has the server keep all batches short, because others like it may come: 7 % fewer rows per second of processor
-time."""
+a second, has the server keep all batches short, because others like it may come: 184 instead of 105 batches for 24,000
+tokens."""
 _PROBE_PRIORITY = "interactive"
 """One short text. Behind the run's own texts, a commit that needs it would come a second of work later."""
 _MIN_COSINE = 0.998
