@@ -18,7 +18,7 @@ from dataclasses import asdict, replace
 
 import uvloop
 
-from vecd.client.bulk.errors import EmbedError, RunEnded
+from vecd.client.bulk.errors import EmbedError, FieldMissing, RunEnded
 from vecd.client.bulk.inputs import InputSource, check_readable, find_inputs
 from vecd.client.bulk.journal import Commit, Journal
 from vecd.client.bulk.options import EmbedOptions, parse_options
@@ -116,6 +116,10 @@ def _embed_by_server(
         run = EmbedRun(options, inputs, output, journal, service, line)
         try:
             uvloop.run(run.run())
+        except FieldMissing:  # no row had a vector
+            journal_path(options.out).unlink(missing_ok=True)
+            output.discard()
+            raise
         except (RunEnded, OSError) as ended:
             error = ended
     line.clear()

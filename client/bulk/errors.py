@@ -5,6 +5,10 @@ class EmbedError(Exception):
     """Raised when an input, the output, the journal or the server of the run does not fit. Exit code 2."""
 
 
+class FieldMissing(EmbedError):
+    """Raised when an input has nowhere the field of the texts. Of a stream this is known at its header or its end."""
+
+
 class RunEnded(Exception):
     """Raised when a run ends with rows left to do. The same command may resume it. Exit code 1."""
 

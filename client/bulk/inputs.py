@@ -201,7 +201,7 @@ def _open_rows(
     except (OSError, EOFError, zlib.error) as error:
         raise EmbedError(f"{source.name}: cannot be read: {error}") from error
     except EmbedError as error:
-        raise EmbedError(f"{source.name}: {error}") from error
+        raise type(error)(f"{source.name}: {error}") from error
 
 
 def _take(

@@ -17,7 +17,7 @@ from vecd.client.bulk.errors import EmbedError
 from vecd.client.bulk.rows import Position
 from vecd.client.options import flag_name
 
-_VERSION = 1
+_VERSION = 2
 _FACTS = {"num_bytes": "size", "mtime_ns": "time of change", "head": "beginning"}
 
 

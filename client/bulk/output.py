@@ -238,6 +238,11 @@ class OutputFiles:
             self._main.overwrite(npy_header(self._options.dtype, (num_rows, self._dim)))
             self._files[1].overwrite(npy_header("int64", (num_rows,)))
 
+    def discard(self) -> None:
+        """Empty the files, as those of a run that never began."""
+        for file in self._files:
+            file.cut(0)
+
     def close(self) -> None:
         """Unlock. May be repeated. Side effects: removes the files of a run that never began."""
         for file in reversed(self._files):

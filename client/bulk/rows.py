@@ -13,7 +13,7 @@ from typing import Any, NamedTuple, TypeAlias
 
 import orjson
 
-from vecd.client.bulk.errors import EmbedError
+from vecd.client.bulk.errors import EmbedError, FieldMissing
 from vecd.client.bulk.options import EmbedOptions
 
 _BOM = b"\xef\xbb\xbf"
@@ -67,8 +67,8 @@ def make_row(line: int, value: Any, name: str, kept: tuple[Any, ...] = (), lacks
 def read_rows(format: str, stream: ByteStream, options: EmbedOptions, at: Position) -> Iterator[InputRow]:
     """The rows behind `at` of a `stream` that is at its beginning. Side effects: moves `at` behind each row.
 
-    Raises EmbedError when the header of a CSV file lacks a field, the stream ends before `at`, or, at the end of JSON
-    lines that were read from the first one on, no line had the text's field.
+    Raises FieldMissing when the header of a CSV file lacks a field, or, at the end of JSON lines that were read from
+    the first one on, no line had the text's field; EmbedError when the stream ends before `at`.
     """
     if format in ("csv", "tsv"):
         yield from _read_csv(stream, options, at, "," if format == "csv" else "\t")
@@ -87,7 +87,7 @@ def read_rows(format: str, stream: ByteStream, options: EmbedOptions, at: Positi
             may_lack_field = may_lack_field and options.field in row.lacks
             yield row
     if first is not None and may_lack_field:
-        raise EmbedError(f"no row has a field {options.field!r} (--field); line {first.line}: {first.reason}")
+        raise FieldMissing(f"no row has a field {options.field!r} (--field); line {first.line}: {first.reason}")
 
 
 def split_lines(read: Callable[[int], bytes], max_bytes: int, at: Position) -> Iterator[bytes | None]:
@@ -168,7 +168,7 @@ def _read_csv(stream: ByteStream, options: EmbedOptions, at: Position, delimiter
         raise EmbedError(f"its header is {wrong}" if wrong else "it has no header")
     for name in (options.field, *options.keep):
         if name not in header:
-            raise EmbedError(f"its header has no field {name!r}, it has: {', '.join(header)[:500]}")
+            raise FieldMissing(f"its header has no field {name!r}, it has: {', '.join(header)[:500]}")
     if begin[0]:
         at.offset, at.line = begin
         records = _read_records(stream, options, at, delimiter)

@@ -2,8 +2,8 @@
 
 Owns the order, the commits, and the signals meanwhile. Batches are under way concurrently, and are written in the order
 of the input, so that the output is always complete up to some row. Rows count as done after a commit: the server has
-shown again that it has the model of the beginning of the run, and the rows and the journal are on the disk. Called by
-`vecd.client.bulk.command`.
+shown that their vectors are of the model of the beginning of the run, and the rows and the journal are on the disk.
+Called by `vecd.client.bulk.command`.
 """
 
 import asyncio
@@ -15,7 +15,7 @@ from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import closing, suppress
 from dataclasses import asdict, replace
 
-from vecd.client.bulk.errors import EmbedError, ModelChanged, RunEnded
+from vecd.client.bulk.errors import EmbedError, FieldMissing, ModelChanged, RunEnded
 from vecd.client.bulk.inputs import InputSource, RowBatch, check_unchanged, read_batches
 from vecd.client.bulk.journal import Commit, Journal
 from vecd.client.bulk.options import EmbedOptions
@@ -66,6 +66,8 @@ class EmbedRun:
         self._course: Course
         self._pending: dict[asyncio.Task[Vectors], RowBatch] = {}
         """Batches that are requested and not yet written, in their order."""
+        self._unverified_row = 0
+        """Rows before this one may have vectors of another model, unless they are committed."""
         self._commit_due_at = 0.0
         self._commit_s = _FIRST_COMMIT_S
         # One thread, so that commits reach the disk in order, also when one is no longer awaited.
@@ -75,8 +77,8 @@ class EmbedRun:
         """Embed all rows, or those until a signal. Commits what is done, however the run ends.
 
         Raises EmbedError when the server has another model than the unfinished run or the files of that are gone,
-        RunEnded or OSError when rows are left. Side effects: SIGINT and SIGTERM end the run in order, a second one at
-        once.
+        FieldMissing when no row has a text and the input no field for it, RunEnded or OSError when rows are left. Side
+        effects: SIGINT and SIGTERM end the run in order, a second one at once.
         """
         task = asyncio.current_task()
         assert task is not None
@@ -125,7 +127,7 @@ class EmbedRun:
         self._begin_course(0)
         limited = replace(
             options,
-            batch_texts=min(options.batch_texts, max_texts or options.batch_texts),
+            batch_texts=min(options.batch_texts, max(1, (max_texts or 1 << 40) - 1)),  # the probe is one, too
             batch_chars=min(options.batch_chars, max(1, (max_bytes or 1 << 40) // _BYTES_PER_CHAR)),
         )
         return read_batches(self._inputs, limited, self.commit.position, self._service.estimate)
@@ -133,13 +135,15 @@ class EmbedRun:
     # --- rows ---------------------------------------------------------------------------------------------
 
     async def _embed_all(self, batches: Generator[RowBatch, None, None]) -> None:
-        """Commits what is done if it is ended. Raises RunEnded, OSError."""
+        """Commits what is done if it is ended. Raises FieldMissing when no row has a text, RunEnded, OSError."""
         try:
             await self._work(batches)
             await self._save_commit(replace(self._written, is_complete=True))
         except ModelChanged:
             raise
         except (Exception, asyncio.CancelledError) as error:
+            if isinstance(error, FieldMissing) and self._written.num_rejected == self._written.position.row:
+                raise
             with suppress(Exception):  # if this is not possible soon, the last commit stands
                 async with asyncio.timeout(_LAST_COMMIT_S):
                     await self._save_commit(self._written)
@@ -201,6 +205,8 @@ class EmbedRun:
             index = min(vectors.reasons)
             raise RunEnded(f"{batch.source.name}, line {batch.rows[index].line}: {vectors.reasons[index]}")
         num_written, written = self._output.append(batch, vectors), self._written
+        if not vectors.is_verified:
+            self._unverified_row = batch.end.row
         self._written = replace(
             written,
             position=batch.end,
@@ -226,11 +232,11 @@ class EmbedRun:
     # --- commits ------------------------------------------------------------------------------------------
 
     async def _save_commit(self, commit: Commit) -> None:
-        """Raises RunEnded, EmbedError, OSError. Side effects: replaces the journal."""
+        """Raises ModelChanged, RunEnded, EmbedError, OSError. Side effects: replaces the journal."""
         began_at = time.monotonic()
         if commit != self.commit:
-            if not await self._service.has_same_model():
-                raise ModelChanged("the server has another model than this run began with: its vectors are not used")
+            if self._unverified_row > self.commit.position.row:
+                await self._service.check_same_model()
             check_unchanged(self._inputs)
             await asyncio.get_running_loop().run_in_executor(self._disk, self._save, commit)
             self.commit = commit

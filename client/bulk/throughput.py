@@ -10,10 +10,11 @@ from collections.abc import Iterable
 WORK_S = 1.0
 """Seconds of the server's work that are under way. A kill loses them. More would not help: a server that has a second
 of work never waits for this program."""
-_NUM_SHARES = 4
-"""Requests that make up the work, unless they would be larger than a request may be."""
+_NUM_SHARES = 3
+"""Requests that make up the work, unless they would be larger than a request may be. More and smaller ones would cost
+the server more, and end no sooner."""
 MIN_REQUESTS, MAX_REQUESTS = 2, 32
-_FIRST_COST = 4096.0
+_FIRST_COST = 3072.0
 """Before anything is measured. A slow server (1,500 tokens a second) takes about a second for it."""
 _OVERHEAD_CHARS = 8
 _CHARS_PER_TOKEN = 5

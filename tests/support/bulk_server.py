@@ -14,6 +14,7 @@ import numpy as np
 import orjson
 
 from tests.support.certificates import Certificate
+from vecd.client.bulk.service import PROBE
 
 DIM = 4
 Fail: TypeAlias = Callable[[list[str]], tuple[int, str] | None]
@@ -96,7 +97,7 @@ class BulkServer:
     @property
     def texts(self) -> list[str]:
         """All that it was asked for, probes left out."""
-        return [text for body in self.bodies for text in body["input"] if not text.startswith("The probe of a run")]
+        return [text for body in self.bodies for text in body["input"] if text != PROBE]
 
     def __enter__(self) -> "BulkServer":
         self._thread.start()

@@ -1,5 +1,6 @@
 """Many real lines: the documentation and the sources that every CPython carries."""
 
+import random
 import sysconfig
 from collections.abc import Iterator
 from itertools import islice
@@ -15,6 +16,14 @@ def real_lines(num_lines: int) -> list[str]:
     lines = list(islice(dict.fromkeys(_lines()), num_lines))
     assert len(lines) == num_lines, f"there are only {len(lines)}"
     return lines
+
+
+def long_and_short_lines(num_lines: int) -> list[str]:
+    """Distinct lines of 12 to about 800 characters: each is one to twenty of `real_lines`."""
+    pick = random.Random(num_lines)
+    counts = pick.choices((1, 2, 5, 20), (6, 2, 1, 1), k=num_lines)
+    lines = iter(real_lines(sum(counts)))
+    return [" ".join(islice(lines, count)) for count in counts]
 
 
 def _lines() -> Iterator[str]:

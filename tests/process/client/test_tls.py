@@ -55,12 +55,21 @@ def test_https(https: BulkServer, certificate: Certificate, embed_flags: list[st
     assert (tmp_path / "v.npy").exists()
     assert embed([*embed_flags, https.url, "--insecure", "--restart"]) == 0
     assert bench([*BENCH, https.url, "--ca", certificate.cert]) == 0
+    assert bench([*BENCH, https.url, "--insecure"]) == 0
 
 
 def test_top_over_https(https: BulkServer, certificate: Certificate, capsys: pytest.CaptureFixture[str]) -> None:
     """That server has other figures, so it must have been read."""
-    assert top(["--json", "--url", https.url, "--ca", certificate.cert]) == 1
-    assert "has not the figures of a vecd server" in capsys.readouterr().err
+    for trusted in (["--ca", certificate.cert], ["--insecure"]):
+        assert top(["--json", "--url", https.url, *trusted]) == 1
+        assert "has not the figures of a vecd server" in capsys.readouterr().err
+
+
+def test_another_certificate_is_not_trusted(
+    https: BulkServer, embed_flags: list[str], tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert embed([*embed_flags, https.url, "--ca", make_certificate(tmp_path).cert]) == 1
+    assert "its certificate is not trusted" in capsys.readouterr().err
 
 
 @pytest.mark.parametrize("command", ["embed", "bench", "top"])

@@ -9,6 +9,8 @@ from openai import OpenAI
 
 from tests.support.certificates import Certificate, make_certificate
 from tests.support.serving import Server, clean_environment, running_server, vecd
+from vecd.client.bench.command import main as bench
+from vecd.client.bulk.command import main as embed
 
 WEIGHTLESS = ("--engine", "weightless", "--workers", "1")
 
@@ -52,6 +54,20 @@ def test_http_in_the_clear_is_told_to_use_https(server):
         assert refused.status_code == 400
         assert refused.headers["content-type"].startswith("text/plain")
         assert "https" in refused.text
+
+
+def test_vecd_embed_and_bench(server, certificate, tmp_path, capsys):
+    """The answer of a TLS port to plain HTTP, a 400, is not taken for an error of the texts."""
+    (tmp_path / "a.txt").write_text("one\ntwo\n")
+    flags = [str(tmp_path / "a.txt"), "-o", str(tmp_path / "v.npy"), "--url"]
+    plain = server.url.replace("https://", "http://")
+    assert embed([*flags, plain]) == 1
+    assert f"{plain}: it speaks TLS: use {server.url}; no row is done" in capsys.readouterr().err
+    assert embed([*flags, server.url, "--ca", certificate.cert]) == 0
+    load = ["--clients", "1", "--warmup", "0", "--requests", "3"]
+    assert bench([*load, "--url", server.url, "--insecure"]) == 0
+    assert bench([*load, "--url", plain]) == 1
+    assert "Use https://" in capsys.readouterr().out
 
 
 @pytest.mark.parametrize("problem", ["one flag alone", "another key"])

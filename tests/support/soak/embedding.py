@@ -1,7 +1,8 @@
-"""Kills `vecd embed` twice half-way, and compares what it has written with what the server answers."""
+"""Kills `vecd embed`, and compares what it has written with what the server answers."""
 
 import json
 import os
+import random
 import subprocess
 import sys
 import time
@@ -12,7 +13,7 @@ import httpx
 import numpy as np
 import psutil
 
-from tests.support.bulk_texts import real_lines
+from tests.support.bulk_texts import long_and_short_lines, real_lines
 from tests.support.serving import Server, clean_environment, eventually
 from tests.support.soak.form import pick, record
 
@@ -27,8 +28,21 @@ FLAGS = pick(short=("--batch-texts", "4", "--concurrency", "1"), long=())
 """The short form is over too soon otherwise."""
 
 
-MIN_COSINE = 0.999
-"""Of a row and the server's direct answer: the number format may be bfloat16, and batches differ."""
+OUT = "vectors.npy"
+
+
+MAX_DIFFERENCE = 1e-6
+"""Of a number in a row and in the server's direct answer, in float32: the batches differ."""
+
+
+KILLED_AFTER_S = (2.0, 12.0)
+"""From the first commit on."""
+
+
+MAX_LOST_S = 3.0
+
+
+SETTLE_S = 1.0
 
 
 BATCH = 256
@@ -80,45 +94,89 @@ def direct_answers(server: Server, lines: list[str]) -> np.ndarray:
 
 
 def kill_twice_and_compare(server: Server, folder: Path) -> None:
-    lines = real_lines(NUM_LINES)
-    source, out = folder / "lines.txt", folder / "vectors.npy"
-    source.write_text("\n".join(lines) + "\n", encoding="utf-8")
-    journal = folder / "vectors.npy.journal"
+    """Kill when so many rows more have been committed. Every row must be as the server answers it."""
+    source, journal, lines = _prepare(folder, real_lines(NUM_LINES))
     began_at, cpu_before = time.monotonic(), os.times()
     peaks, resumed_at = [], []
     for num_rows in KILLED_AFTER:
-        embedder = Embedder(server, source, out)
+        embedder = Embedder(server, source, folder / OUT)
         embedder.wait_for(rows_in(journal) + num_rows, journal)
         embedder.kill()
-        assert not out.exists()
         resumed_at.append(rows_in(journal))
         peaks.append(embedder.peak_mb)
-    embedder = Embedder(server, source, out)
-    while embedder.process.poll() is None:
-        embedder.look()
-        time.sleep(0.02)
+    peaks.append(_finish(server, folder))
     took_s, cpu = time.monotonic() - began_at, os.times()
-    assert embedder.process.returncode == 0, embedder.stderr.read_text()
-
-    vectors = np.load(out)
-    assert vectors.shape == (NUM_LINES, 384)
-    direct = direct_answers(server, lines)
-    lengths = np.linalg.norm(vectors, axis=1) * np.linalg.norm(direct, axis=1)
-    cosines = np.einsum("ij,ij->i", vectors, direct) / lengths
-    num_wrong = int((cosines < MIN_COSINE).sum())
     cpu_s = cpu.children_user + cpu.children_system - cpu_before.children_user - cpu_before.children_system
     record(
         "vecd embed, killed",
-        rows=len(vectors),
+        rows=len(lines),
         kills=len(KILLED_AFTER),
         resumed_at=resumed_at,
-        wrong_rows=num_wrong,
-        least_cosine=round(float(cosines.min()), 6),
-        largest_difference=round(float(np.abs(vectors - direct).max()), 6),
         took_s=round(took_s, 1),
         rows_per_s=round(NUM_LINES / took_s),
         embedder_cpu_us_per_row=round(1e6 * cpu_s / NUM_LINES, 1),
-        embedder_peak_mb=round(max(*peaks, embedder.peak_mb)),
+        embedder_peak_mb=round(max(peaks)),
     )
+    _compare(server, folder, lines)
+
+
+def kill_at_random_and_compare(server: Server, folder: Path, num_lines: int, num_kills: int) -> None:
+    """Kill at random moments. A kill must lose at most `MAX_LOST_S` of the server's work, and no row."""
+    source, journal, lines = _prepare(folder, long_and_short_lines(num_lines))
+    moments, lost_s = random.Random(num_lines), []
+    with httpx.Client(base_url=server.url, timeout=60) as http:
+
+        def num_served() -> int:
+            return int(http.get("/stats").json()["totals"]["tokens"])
+
+        for _ in range(num_kills):
+            time.sleep(SETTLE_S)  # the server still computes what it got from the last one
+            served_before, kept_before, rows_before = num_served(), _tokens_in(journal), rows_in(journal)
+            embedder = Embedder(server, source, folder / OUT)
+            embedder.wait_for(rows_before + 1, journal)
+            first_at, served_first = time.monotonic(), num_served()
+            time.sleep(moments.uniform(*KILLED_AFTER_S))
+            assert embedder.process.poll() is None, "the run is over: it needs more lines"
+            num_tokens, killed_at = num_served(), time.monotonic()
+            embedder.kill()
+            tokens_per_s = (num_tokens - served_first) / (killed_at - first_at)
+            kept = _tokens_in(journal) - kept_before
+            lost_s.append(round((num_tokens - served_before - kept) / tokens_per_s, 2))
+    _finish(server, folder)
+    record("vecd embed, killed at random", rows=len(lines), kills=num_kills, lost_s=lost_s)
+    _compare(server, folder, lines)
+    assert max(lost_s) <= MAX_LOST_S
+
+
+def _prepare(folder: Path, lines: list[str]) -> tuple[Path, Path, list[str]]:
+    """The file of `lines`, and where the journal will be."""
+    source = folder / "lines.txt"
+    source.write_text("\n".join(lines) + "\n", encoding="utf-8")
+    return source, folder / f"{OUT}.journal", lines
+
+
+def _tokens_in(journal: Path) -> int:
+    """Tokens of all rows that are committed."""
+    return json.loads(journal.read_bytes())["commit"]["num_tokens"] if journal.exists() else 0
+
+
+def _finish(server: Server, folder: Path) -> float:
+    """Run until the output is complete. Returns the peak of the process's memory in MB."""
+    assert not (folder / OUT).exists()
+    embedder = Embedder(server, folder / "lines.txt", folder / OUT)
+    while embedder.process.poll() is None:
+        embedder.look()
+        time.sleep(0.02)
+    assert embedder.process.returncode == 0, embedder.stderr.read_text()
+    return embedder.peak_mb
+
+
+def _compare(server: Server, folder: Path, lines: list[str]) -> None:
+    """Each row of the output with the server's direct answer."""
+    vectors = np.load(folder / OUT)
+    assert vectors.shape == (len(lines), 384)
+    differences = np.abs(vectors - direct_answers(server, lines)).max(axis=1)
+    num_wrong = int((~(differences <= MAX_DIFFERENCE)).sum())
+    record("vecd embed, compared", rows=len(lines), wrong_rows=num_wrong, largest_difference=float(differences.max()))
     assert num_wrong == 0
-    assert sorted(path.name for path in folder.iterdir() if path.name.startswith("vectors")) == ["vectors.npy"]
+    assert sorted(path.name for path in folder.iterdir() if path.name.startswith("vectors")) == [OUT]

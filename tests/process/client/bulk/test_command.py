@@ -16,11 +16,14 @@ import pyarrow.parquet
 import pytest
 
 from tests.support.bulk_server import DIM, BulkServer, vectors_of
+from vecd.client.bulk import command as command_module
 from vecd.client.bulk import progress as progress_module
 from vecd.client.bulk import run as run_module
 from vecd.client.bulk import service as service_module
 from vecd.client.bulk.command import main
+from vecd.client.bulk.run import _COMMIT_S as COMMIT_S
 from vecd.client.bulk.service import PROBE
+from vecd.client.bulk.throughput import WORK_S
 
 TEXTS = [f"text {n}" for n in range(100)]
 
@@ -282,6 +285,22 @@ def test_a_server_that_does_not_respond_is_told(
     assert f"vecd embed: {server.url}: no response for 0 s. Trying again" in capsys.readouterr().err
 
 
+def test_rows_in_flight_are_shown(
+    embed: Run, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """From the first request on, and no more than there are."""
+    monkeypatch.setattr(command_module, "_PLAIN_S", 0.0)
+    assert embed() == 0
+    shown = [line for line in capsys.readouterr().err.splitlines() if "in flight" in line]
+    assert "0 rows, 10 in flight" in shown[0]
+    assert all(" 10 in flight" in line or " 20 in flight" in line for line in shown)
+
+
+def test_a_kill_loses_about_two_seconds() -> None:
+    """What is done since the last commit, and a third more than the work that should be under way."""
+    assert COMMIT_S + 4 / 3 * WORK_S < 2
+
+
 def test_no_more_requests_are_under_way_than_may_be(embed: Run, server: BulkServer) -> None:
     lock, running = threading.Lock(), [0, 0]
 
@@ -295,7 +314,7 @@ def test_no_more_requests_are_under_way_than_may_be(embed: Run, server: BulkServ
 
     server.fail = count
     assert embed("--concurrency", "3", "--batch-texts", "2") == 0
-    assert 2 <= running[1] <= 4  # the fourth is the probe of a commit
+    assert 2 <= running[1] <= 3
     check(np.load(embed.out), TEXTS)
 
 
@@ -317,23 +336,41 @@ def test_a_request_that_is_refused_whatever_its_texts(
     assert "refuses: no such prompt" in capsys.readouterr().err
 
 
+@pytest.mark.parametrize("batch_texts", ["10", "1"])
 def test_vectors_of_two_models_are_never_mixed(
-    embed: Run, server: BulkServer, capsys: pytest.CaptureFixture[str]
+    embed: Run, server: BulkServer, batch_texts: str, capsys: pytest.CaptureFixture[str]
 ) -> None:
     def fail(texts: list[str]) -> None:
         if "text 55" in texts:
             server.model = "another"
 
     server.fail = fail
-    assert embed() == 1
+    assert embed("--batch-texts", batch_texts) == 1
     assert "has another model than this run began with" in capsys.readouterr().err
-    assert embed.journal()["commit"]["position"]["row"] <= 50
+    assert 0 < embed.journal()["commit"]["position"]["row"] <= 55
     server.fail = lambda texts: None
     assert embed() == 2
     assert "had another model: other vectors for the same text. --restart" in capsys.readouterr().err
     server.model = "made-up"
     assert embed() == 0
     check(np.load(embed.out), TEXTS)
+
+
+def test_each_request_brings_the_probe_along(embed: Run, server: BulkServer) -> None:
+    """A request for it alone would have the server keep its batches short."""
+    embed.write(TEXTS[:99])
+    assert embed() == 0
+    first, *others = [body["input"] for body in server.bodies]
+    assert first == [PROBE]
+    assert [texts.index(PROBE) for texts in others] == [10] * 9 + [9]
+
+
+def test_a_single_text_has_its_probe_at_the_commit(embed: Run, server: BulkServer) -> None:
+    """A request of one text may be all that the server takes."""
+    embed.write(TEXTS[:11])
+    assert embed() == 0
+    assert [len(body["input"]) for body in server.bodies if len(body["input"]) > 1] == [11]
+    assert [body["input"] for body in server.bodies][-2:] == [[TEXTS[10]], [PROBE]]
 
 
 def test_a_model_of_other_dimensions(
@@ -347,7 +384,7 @@ def test_a_model_of_other_dimensions(
 
     server.fail = fail
     assert embed() == 1
-    assert "its vectors have 3 dimensions, not 4; no row is done" in capsys.readouterr().err
+    assert "its vectors have 3 dimensions, not 4; 50 rows are done" in capsys.readouterr().err
 
 
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
@@ -550,15 +587,46 @@ def test_a_field_is_looked_for_in_all_rows(embed: Run, tmp_path: Path, capsys: p
     assert "b.jsonl: no row has a field 'id'" in capsys.readouterr().err
 
 
-def test_a_field_that_a_stream_does_not_have(embed: Run, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    pipe = tmp_path / "pipe.jsonl"
+@pytest.mark.parametrize(
+    ("suffix", "lines", "message"),
+    [
+        ("jsonl", '{"body": "one"}\n' * 50, "no row has a field 'text' (--field); line 1: no field \"text\""),
+        ("csv", "id,body\n1,one\n", "its header has no field 'text'"),
+    ],
+)
+@pytest.mark.parametrize("out", ["v.npy", "v.parquet"])
+def test_a_field_that_a_stream_does_not_have(
+    embed: Run, tmp_path: Path, suffix: str, lines: str, message: str, out: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Rows without it may have been committed before the end of the stream is reached; none of them is left."""
+    pipe = tmp_path / f"pipe.{suffix}"
     os.mkfifo(pipe)
-    writer = threading.Thread(target=pipe.write_text, args=['{"body": "one"}\n' * 50])
+    writer = threading.Thread(target=pipe.write_text, args=[lines])
     writer.start()
-    assert embed(source=pipe) == 1
+    assert embed(source=pipe, out=tmp_path / out) == 2
     writer.join()
-    assert "no row has a field 'text'" in capsys.readouterr().err
-    assert not embed.out.exists()
+    assert message in capsys.readouterr().err
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["a.txt", pipe.name]
+
+
+def test_another_stream_without_the_field_costs_no_vectors(
+    embed: Run, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    def through_pipe(header: str) -> int:
+        writer = threading.Thread(target=pipe.write_text, args=["\n".join([header, *TEXTS[:55], " ", *TEXTS[56:]])])
+        writer.start()
+        code = embed("--on-bad-row", "fail", source=pipe)
+        writer.join()
+        return code
+
+    pipe = tmp_path / "pipe.csv"
+    os.mkfifo(pipe)
+    assert through_pipe("text") == 1
+    num_done = embed.journal()["commit"]["position"]["row"]
+    assert num_done > 0
+    assert through_pipe("body") == 1
+    assert "its header has no field 'text'" in capsys.readouterr().err
+    assert embed.journal()["commit"]["position"]["row"] == num_done
 
 
 def test_closed_standard_streams(embed: Run, server: BulkServer, tmp_path: Path) -> None:

@@ -213,6 +213,18 @@ def test_a_batch_ends_with_the_row_that_fills_it(tmp_path: Path) -> None:
     assert [len(batch.rows) for batch in batches] == [2, 2]
 
 
+def test_a_batch_is_as_large_as_the_estimate_says_when_it_is_read(tmp_path: Path) -> None:
+    inputs = find_inputs([str(write(tmp_path, "a.txt", ("x" * 500 + "\n") * 40))], None)
+    estimate = ThroughputEstimate(None)
+    batches = read_batches(inputs, make_options(), Position(), estimate)
+    small = next(batches)
+    assert small.cost >= estimate.max_request_cost > small.cost - estimate.cost("x" * 500)
+    estimate.end(small.cost, 100 * estimate.begin(small.cost), 1.0)
+    large = next(batches)
+    assert large.cost >= estimate.max_request_cost > large.cost - estimate.cost("x" * 500)
+    assert len(large.rows) > len(small.rows)
+
+
 def test_a_stream_is_known_by_its_first_rows(tmp_path: Path) -> None:
     path = write(tmp_path, "a.txt", "one\ntwo\nthree\nfour\n")
     stream = InputSource(str(path), "txt", is_stream=True, is_gzip=False)
