@@ -70,9 +70,10 @@ def lone_surrogate(field: str | None, index: int | None = None) -> BadRequest:
     )
 
 
-def find_surrogate(document: bytes, known_fields: Collection[str]) -> BadRequest:
-    """The error for a lone surrogate somewhere in an object. `known_fields`: the names that may be quoted."""
-    for name, value in _loads(document).items():
+def find_surrogate(document: bytes, known_fields: Collection[str], bare_list: str = "") -> BadRequest:
+    """The error for a lone surrogate somewhere in an object. `known_fields`: the names that may be quoted. `bare_list`:
+    the field that a list in place of the object is taken for."""
+    for name, value in _loads(document, bare_list).items():
         if _has_surrogate([name, value]):
             index = _index_of_surrogate(value) if isinstance(value, list) else None
             return lone_surrogate(name if name in known_fields else None, index)
@@ -89,12 +90,14 @@ def _index_of_surrogate(values: list[Any]) -> int:
     return next((index for index, value in enumerate(values) if _has_surrogate(value)), 0)
 
 
-def _loads(document: bytes) -> dict[str, Any]:
+def _loads(document: bytes, bare_list: str = "") -> dict[str, Any]:
     """The object as `json` reads it, which accepts lone surrogates; empty if it is none, or has another fault."""
     try:
         value = json.loads(document)
     except (ValueError, RecursionError):
         return {}
+    if bare_list and isinstance(value, list):
+        return {bare_list: value}
     return value if isinstance(value, dict) else {}
 
 

@@ -64,13 +64,16 @@ class PieceReader:
         large_fields: frozenset[str],
         bounds: Bounds,
         small_fields: frozenset[str] = frozenset(),
+        bare_list: str = "",
     ) -> None:
         """`large_fields`: the top-level fields whose strings and lists are cut. Errors name them and `small_fields`;
-        any other name may be a text that was sent."""
+        any other name may be a text that was sent. `bare_list`: the one of `large_fields` that a list in place of the
+        object is taken for; "" if there is none."""
         self._document = document
         self._large_fields = large_fields
         self._known_fields = large_fields | small_fields
         self._bounds = bounds
+        self._bare_list = bare_list
         self._at = 0
         self._num_other_bytes = 0
         self._num_fields = 0
@@ -82,6 +85,11 @@ class PieceReader:
         """The object's fields. Lists of int32 in large fields come as `array("i")`. Raises BadRequest."""
         fields: dict[str, Any] = {}
         yield from self._skip_blanks()
+        if self._bare_list and self._document.startswith(b"[", self._at):
+            self._field = self._bare_list
+            fields[self._field] = yield from self._read_large(depth=0)
+            yield from self._end()
+            return fields
         if not self._document.startswith(b"{", self._at):
             if self._document[self._at : self._at + 1] in _OTHER_VALUES:
                 raise BadRequest("The body must be a JSON object")
@@ -106,10 +114,13 @@ class PieceReader:
             if not is_over:
                 self._expect(b",")
                 yield from self._skip_blanks()
+        yield from self._end()
+        return fields
+
+    def _end(self) -> Generator[None]:
         yield from self._skip_blanks()
         if self._at < len(self._document):
             raise self._invalid("unexpected content after document")
-        return fields
 
     def _read_name(self) -> str:
         self._field = ""

@@ -201,6 +201,8 @@ def test_a_model_may_be_named_by_the_path(tmp_path):
             ("/models/org/name/pipeline/feature-extraction", INPUTS, 200),
             ("/models/other/pipeline/feature-extraction", INPUTS, 404),
             ("/pipeline/feature-extraction/org/name", INPUTS, 200),
+            ("/pipeline/feature-extraction/org%2Fname", INPUTS, 200),  # langchain4j encodes the slash
+            ("/models/org%2Fname/pipeline/feature-extraction", INPUTS, 200),
             ("/hf-inference/models/org/name/pipeline/feature-extraction", INPUTS, 200),
             ("/hf-inference/models/other/pipeline/feature-extraction", INPUTS, 404),
         ):

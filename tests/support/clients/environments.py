@@ -19,7 +19,7 @@ from tests.support.serving import cache_folder
 PINS = Path(__file__).parent / "environments"
 SMALL = frozenset({"openai-1", "openai-2"})
 """A quarter of a minute each to install: where VECD_CLIENTS is "small" or "all"."""
-LARGE = frozenset({"frameworks", "litellm", "stores"})
+LARGE = frozenset({"frameworks", "litellm", "stores", "node-24"})
 """Hundreds of megabytes each, or a minute to install: only where it is "all", as `make test-clients` sets it."""
 INSTALL_TIMEOUT_S = 900.0 if os.environ.get("VECD_CLIENTS") else 180.0
 _STAMP = "installed"
@@ -67,8 +67,11 @@ def is_node(name: str) -> bool:
 
 
 def command(name: str, folder: Path) -> list[str]:
-    """What runs a script in a prepared environment."""
-    return [_found("node")] if is_node(name) else [str(folder / "bin" / "python")]
+    """What runs a script in a prepared environment. An environment for npm may have a node of its own."""
+    if not is_node(name):
+        return [str(folder / "bin" / "python")]
+    own = folder / "node_modules" / ".bin" / "node"
+    return [str(own) if own.exists() else _found("node")]
 
 
 def _install(name: str, folder: Path) -> None:

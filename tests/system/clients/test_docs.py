@@ -46,5 +46,5 @@ def test_block(block, float32_server, is_right):
 def test_every_environment_is_in_the_page():
     """What is pinned is documented, and no block runs where its language does not."""
     assert {path.stem for path in PINS.iterdir()} == {block.environment for block in BLOCKS}
-    assert {block.environment for block in BLOCKS if block.language == "js"} == {"node"}
+    assert {block.environment for block in BLOCKS if block.language == "js"} == {"node", "node-24"}
     assert all(is_node(block.environment) == (block.language == "js") for block in BLOCKS)

@@ -1,5 +1,6 @@
 """How environments are made: once, whoever else wants one, and never half."""
 
+import shutil
 import subprocess
 import sys
 import zipfile
@@ -65,6 +66,17 @@ def test_an_environment_is_made_once_by_whoever_comes_first(pins, installs, tmp_
     run = [*command("tiny", folder), "-c", code]
     out = subprocess.run(run, check=True, capture_output=True, text=True, timeout=60).stdout
     assert out.split() == ["42", str(folder)]
+
+
+@pytest.mark.skipif(shutil.which("node") is None, reason="'node' is not on the PATH")
+def test_an_environment_for_npm_may_have_a_node_of_its_own(pins, tmp_path):
+    (pins / "newest").mkdir()
+    (pins / "newest" / "package.json").touch()
+    assert command("newest", tmp_path) == [shutil.which("node")]
+    own = tmp_path / "node_modules" / ".bin" / "node"
+    own.parent.mkdir(parents=True)
+    own.touch()
+    assert command("newest", tmp_path) == [str(own)]
 
 
 def test_other_pins_are_another_environment(pins, installs, tmp_path):

@@ -38,9 +38,16 @@ def python(tiktoken_folder: Path) -> Iterator[Client]:
         yield client
 
 
+@pytest.fixture(scope="module", params=["node", "node-24"])
+def javascript(request: pytest.FixtureRequest) -> Iterator[Client]:
+    """The newest for node 20, and the newest."""
+    with running_client(request.param, "langchain_client") as client:
+        yield client
+
+
 @pytest.fixture(scope="module")
-def javascript() -> Iterator[Client]:
-    with running_client("node", "langchain_client") as client:
+def newest_javascript() -> Iterator[Client]:
+    with running_client("node-24", "langchain_client") as client:
         yield client
 
 
@@ -101,3 +108,18 @@ def test_javascript_asks_once_when_it_is_refused(javascript, strict_server, refu
         javascript.call("embedQuery", **{"url": f"{strict_server.url}/v1", "text": "a"} | refused)
     assert "status code (no body)" not in caught.value.message
     assert num_answers(strict_server, "4xx", KEY) - before == 1
+
+
+@pytest.mark.parametrize(
+    ("api", "options"), [("ollama", {"truncate": True}), ("cohere", {}), ("cohere", {"embeddingTypes": ["float"]})]
+)
+def test_javascript_through_other_apis(newest_javascript, float32_server, is_right, api, options):
+    arguments = {"api": api, "url": float32_server.url, "options": options}
+    assert is_right(newest_javascript.call("embedDocuments", texts=TEXTS, **arguments), TEXTS)
+    assert is_right(newest_javascript.call("embedQuery", text="what is this?", **arguments), ["what is this?"])
+
+
+def test_javascript_through_ollama_s_api_refuses_long_texts_by_default(newest_javascript, float32_server):
+    """It sends `truncate: false`, unless it is told otherwise."""
+    with pytest.raises(ClientError, match="the input length exceeds the context length"):
+        newest_javascript.call("embedQuery", api="ollama", url=float32_server.url, text="word " * 600)

@@ -1,40 +1,44 @@
-"""openai-node against the real server and the real model: the newest for node 20, and the 4.x that AnythingLLM carries.
+"""openai-node against the real server and the real model: the newest, the newest for node 20, and the 4.x that
+AnythingLLM carries.
 
 Up to 6.x it takes a list of numbers for base64 without a word, and makes a quarter of the numbers of it, all zero.
 """
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
+from functools import partial
+from typing import Any
 
 import pytest
 
 from tests.support.clients.corpus import NUM_TOKENS, TEXTS, numbers
-from tests.support.clients.driving import Client, ClientError, running_client
+from tests.support.clients.driving import ClientError, running_client
 from tests.support.clients.keys import KEY, SLOW_KEY
 
 MODEL = "all-MiniLM-L6-v2"
-MAJORS = [6, 4]
 
 
-@pytest.fixture(scope="module")
-def openai() -> Iterator[Client]:
-    with running_client("node", "openai_client") as client:
-        yield client
+@pytest.fixture(scope="module", params=[(7, "node-24"), (6, "node"), (4, "node")], ids=["7", "6", "4"])
+def openai(request: pytest.FixtureRequest) -> Iterator[Callable[..., Any]]:
+    """Calls a function of the script with one major version."""
+    major, environment = request.param
+    with running_client(environment, "openai_client") as client:
+        yield partial(client.call, major=major)
 
 
-@pytest.fixture(params=MAJORS)
-def create(request, openai, float32_server):
+@pytest.fixture
+def create(openai, float32_server):
     def call(**body):
-        return openai.call("create", major=request.param, url=f"{float32_server.url}/v1", body={"model": MODEL, **body})
+        return openai("create", url=f"{float32_server.url}/v1", body={"model": MODEL, **body})
 
     return call
 
 
-@pytest.fixture(params=MAJORS)
-def refusal(request, openai, strict_server):
+@pytest.fixture
+def refusal(openai, strict_server):
     def call(key: str = KEY, **body) -> ClientError:
-        arguments = {"major": request.param, "url": f"{strict_server.url}/v1", "key": key}
+        arguments = {"url": f"{strict_server.url}/v1", "key": key}
         with pytest.raises(ClientError) as caught:
-            openai.call("create", **arguments, body={"model": MODEL, **body})
+            openai("create", **arguments, body={"model": MODEL, **body})
         return caught.value
 
     return call
@@ -85,15 +89,13 @@ def test_another_model(refusal):
     assert (error.fields["status"], error.fields["code"]) == (404, "model_not_found")
 
 
-@pytest.mark.parametrize("major", MAJORS)
-def test_who_is_over_a_limit_waits_as_told_and_is_served(openai, strict_server, major):
+def test_who_is_over_a_limit_waits_as_told_and_is_served(openai, strict_server):
     """A request of 32 tokens is more than the key may spend at once, so that the next one has to wait."""
-    arguments = {"major": major, "url": f"{strict_server.url}/v1", "key": SLOW_KEY, "maxRetries": 5}
+    arguments = {"url": f"{strict_server.url}/v1", "key": SLOW_KEY, "maxRetries": 5}
     for text in ("word " * 30, "a"):
-        answer = openai.call("create", **arguments, body={"model": MODEL, "input": text})
+        answer = openai("create", **arguments, body={"model": MODEL, "input": text})
         assert len(answer["vectors"][0]) == 384
 
 
-@pytest.mark.parametrize("major", MAJORS)
-def test_models(openai, float32_server, major):
-    assert openai.call("models", major=major, url=f"{float32_server.url}/v1") == [MODEL]
+def test_models(openai, float32_server):
+    assert openai("models", url=f"{float32_server.url}/v1") == [MODEL]

@@ -100,6 +100,21 @@ def test_a_bare_list_is_the_field_that_it_is_taken_for(num_texts, coding):
     assert parse(b'{"input":["a"]}', bare_list="input") == {"input": ["a"]}
 
 
+@pytest.mark.parametrize("padding", [b"", b" " * 100_000])
+@pytest.mark.parametrize(
+    ("body", "says", "at"),
+    [
+        (b'["a"', "(char|near byte) {at}", 4),
+        (b'["a"],"other":1', "unexpected content after document.*(char|near byte) {at}", 5),
+        (b'["\xff"]', "byte 0xff at offset {at} is not UTF-8", 2),
+        (b'["a","\\ud800"]', r"'input\[1\]' is not text: half of a surrogate pair", 0),
+    ],
+)
+def test_a_fault_of_a_bare_list_is_told_at_its_place(padding, body, says, at):
+    with pytest.raises(BadRequest, match=says.format(at=len(padding) + at)):
+        parse(padding + body, bare_list="input")
+
+
 @pytest.mark.parametrize("num_texts", [1, 20_000])
 def test_what_the_dialect_refuses_is_refused(num_texts):
     def refuse(fields: dict[str, Any]) -> None:

@@ -5,6 +5,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from vecd.gateway.api.handlers import OperationsHandler
 from vecd.gateway.api.registry import DIALECTS, ROUTES
 from vecd.gateway.api.routes import admin_table, find_route, methods_at, name_in, normalize, public_table
 from vecd.gateway.types.config import SCOPES
@@ -75,6 +76,23 @@ def test_a_base_without_v1(path):
 def test_a_name_in_a_path(path, pattern, name):
     assert methods_at(ROUTES, path) is ROUTES[pattern]
     assert name_in(pattern, path) == name
+
+
+@pytest.mark.parametrize(
+    ("path", "body", "dialect"),
+    [
+        ("/embed", {"texts": ["a"]}, "cohere"),
+        ("/embed", {"texts": ["a"], "inputs": "b"}, "tei"),
+        ("/embed", {"texts": None}, "tei"),
+        ("/invocations", {"input": "a"}, "vllm"),
+        ("/invocations", {"inputs": "a"}, "tei"),
+        ("/invocations", {"text_inputs": "a"}, "tei"),
+    ],
+)
+def test_a_body_belongs_to_the_dialect_whose_field_it_has(path, body, dialect):
+    handler = ROUTES[path]["POST"].handler
+    assert isinstance(handler, OperationsHandler)
+    assert handler.claim_of(body).dialect.name == dialect
 
 
 def test_models():

@@ -1,0 +1,21 @@
+// LlamaIndex.TS.
+const { serve } = await import(process.argv[1]);
+
+const model = "all-MiniLM-L6-v2";
+const makers = {
+  async openai({ url, key = "unused", options = {} }) {
+    const { OpenAIEmbedding } = await import("@llamaindex/openai");
+    return new OpenAIEmbedding({ model, apiKey: key, baseURL: `${url}/v1`, maxRetries: 0, ...options });
+  },
+  async ollama({ url }) {
+    const { OllamaEmbedding } = await import("@llamaindex/ollama");
+    return new OllamaEmbedding({ model, config: { host: url } });
+  },
+};
+
+await serve({
+  embedQuery: async ({ api, text, ...rest }) => [
+    await (await makers[api](rest)).getQueryEmbedding({ type: "text", text }),
+  ],
+  embedTexts: async ({ api, texts, ...rest }) => (await makers[api](rest)).getTextEmbeddingsBatch(texts),
+});
