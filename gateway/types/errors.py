@@ -197,9 +197,9 @@ class _Overload(ApiError):
     is_spread: ClassVar[bool] = False
 
     def __init__(self, message: str, *, retry_after_s: float, code: str | None = None) -> None:
-        """`retry_after_s`: when a retry is expected to succeed. The headers never say less, but for the last two seconds
-        of a minute: retries are spread over these, too. SDKs that do not read retry-after-ms take whole seconds, at
-        least one, because they retry at once on zero."""
+        """`retry_after_s`: when a retry is expected to succeed. The headers never say less, but for the last two
+        seconds of a minute: retries are spread over these, too. SDKs that do not read retry-after-ms take whole
+        seconds, at least one, because they retry at once on zero."""
         super().__init__(message, code=code)
         if not self.is_spread:
             self.headers = {"retry-after": _whole_seconds(retry_after_s)}
