@@ -151,7 +151,6 @@ class Supervisor:
         Raises StartFailure when a child cannot start or keeps dying."""
         self._install_signal_handlers()
         try:
-            await self._reload_socket.listen()
             self._listen(self._first.plan.settings)
             self._gateway_pool = GatewayPool(
                 self._num_gateways, self._listening, self._metrics_fd, self._worker_pools, self._on_gateway_message,
@@ -163,6 +162,7 @@ class Supervisor:
                 self._make_worker_pool, self._worker_pools, self._gateway_pool, self._system.files, self._start_task,
                 self._changed, self,
             )  # fmt: skip
+            await self._reload_socket.listen()  # only now: signals, too, may request a reload in any wait
             async with asyncio.TaskGroup() as group:
                 self._group = group
                 gateways = [self._start_task(self._gateway_pool.supervise(i)) for i in range(self._num_gateways)]

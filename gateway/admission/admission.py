@@ -320,7 +320,7 @@ class Admission:
         if wait_s > self._max_wait_s:
             return f"the wait would be about {wait_s:.0f} s, at most {self._max_wait_s:g} s are allowed"
         if wait_s > safe_s:
-            left_s = safe_s / _SAFE_PART
+            left_s = max(0.0, safe_s / _SAFE_PART)
             return f"the wait would be about {wait_s:.2g} s, too long for a deadline that is {left_s:.2g} s away"
         return None
 
@@ -342,5 +342,4 @@ def _too_many(doing_what: str, num_of_tenant: int, num_in_all: int, max_in_all: 
     too_many = f"{requests} {doing_what}, at most {max_in_all} may be at a time"
     if num_in_all >= max_in_all:
         return too_many
-    are = "is" if num_of_tenant == 1 else "are"
-    return f"{too_many}, and {num_of_tenant} of them {are} yours: room is left for other callers"
+    return f"{too_many}, and {num_of_tenant} of them are yours: room is left for other callers"

@@ -197,14 +197,16 @@ class _Overload(ApiError):
     is_spread: ClassVar[bool] = False
 
     def __init__(self, message: str, *, retry_after_s: float, code: str | None = None) -> None:
-        """`retry_after_s`: when a retry is expected to succeed. The headers never say less, up to a minute. SDKs that
-        do not read retry-after-ms take whole seconds, at least one, because they retry at once on zero."""
+        """`retry_after_s`: when a retry is expected to succeed. The headers never say less, but for the last two
+        seconds of a minute: retries are spread over these, too. SDKs that do not read retry-after-ms take whole
+        seconds, at least one, because they retry at once on zero."""
         super().__init__(message, code=code)
         if not self.is_spread:
             self.headers = {"retry-after": _whole_seconds(retry_after_s)}
             return
-        seconds = retry_after_s + random.uniform(0, max(_MIN_SPREAD_S, _SPREAD * retry_after_s))
-        milliseconds = math.ceil(1000 * min(_MAX_RETRY_AFTER_S, seconds))
+        seconds = min(retry_after_s, _MAX_RETRY_AFTER_S - _MIN_SPREAD_S)
+        seconds += random.uniform(0, min(max(_MIN_SPREAD_S, _SPREAD * seconds), _MAX_RETRY_AFTER_S - seconds))
+        milliseconds = math.ceil(1000 * seconds)
         self.headers = {"retry-after": _whole_seconds(milliseconds / 1000), "retry-after-ms": str(milliseconds)}
 
 

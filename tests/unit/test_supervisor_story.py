@@ -201,6 +201,24 @@ def test_a_server_that_is_still_starting_refuses_a_reload(bench) -> None:
     run(test())
 
 
+def test_a_reload_may_be_requested_as_soon_as_its_socket_listens(bench, monkeypatch) -> None:
+    async def test() -> None:
+        async with bench() as made:
+            await made.end()
+            again = Bench(made.folder, made.fakes, made.supervisor._arguments)
+
+            async def listen() -> None:
+                again.supervisor.request_reload()
+
+            monkeypatch.setattr(again.reloads, "listen", listen)
+            await settle()
+            assert again.reloads.problems == ["the server is still starting"]
+            assert await again.end() == 0
+            again.supervisor.plan.close()
+
+    run(test())
+
+
 # --- watch ------------------------------------------------------------------------------------------------------------
 
 

@@ -149,6 +149,18 @@ async def test_what_happens_to_a_request_is_noted(bench, service):
     assert list(instants) == sorted(instants)
 
 
+async def test_a_permit_knows_what_no_worker_has_of_its_request(bench, service):
+    embedding = service.embed([1, 1], [2])
+    await asyncio.sleep(0)
+    [permit] = service.admission._permits
+    assert permit.num_waiting == 3
+    worker = bench.add_worker()
+    batch = await worker.receive()
+    assert permit.num_waiting == 0
+    worker.answer(batch)
+    await embedding
+
+
 async def test_an_answered_request_pays_for_its_tokens(bench, service):
     worker = bench.add_worker()
     embedding = service.embed([1, 1], [2])

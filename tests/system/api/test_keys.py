@@ -153,7 +153,7 @@ def test_tokens_per_second_are_kept_at_each_gateway_by_the_key(guarded):
             error = error_of(refused, 429)
             assert (error["type"], error["code"]) == ("rate_limit_error", "rate_limit_exceeded")
             assert "20 tokens a second" in error["message"]
-            assert refused.headers["retry-after"] == "60"
+            assert 59 <= int(refused.headers["retry-after"]) <= 60
             assert client.post("/v1/embeddings", json={"input": "text"}, headers=headers("alice")).status_code == 200
             [use] = [
                 key["use"]

@@ -489,7 +489,7 @@ def test_the_api_s_page_asks_for_a_key(tmp_path, open_page):
     keys = write_keys(tmp_path / "keys.toml")
     with (
         running_server(*WEIGHTLESS, "--keys-file", str(tmp_path / "keys.toml")) as server,
-        open_page(f"{server.url}/docs", expected=("401",)) as page,
+        open_page(f"{server.url}/docs", expected=("401",), permissions=["clipboard-read", "clipboard-write"]) as page,
     ):
         expect(page.locator("#about")).to_contain_text("asks for an API key")
         page.fill("#key", "wrong-key-0123456789")
@@ -497,7 +497,11 @@ def test_the_api_s_page_asks_for_a_key(tmp_path, open_page):
         expect(page.locator("#about")).to_contain_text("does not know")
         page.fill("#key", keys["embedder"])
         page.keyboard.press("Enter")
-        page.wait_for_selector("summary")
+        page.click("summary:has-text('/v1/embeddings')")
+        page.click("details[open] button:has-text('curl')")
+        copied = page.evaluate("navigator.clipboard.readText()")
+    assert keys["embedder"] not in copied
+    assert ' -H "authorization: Bearer $VECD_API_KEY"' in copied, "in quotes within which a shell puts the key"
 
 
 @pytest.mark.skipif(not os.environ.get("PAGE_SCREENSHOTS"), reason="PAGE_SCREENSHOTS=1 draws docs/images/page-*.png")

@@ -173,14 +173,26 @@ def test_unsupported_methods_and_versions_are_no_failures_of_the_server():
     """A scanner that sends CONNECT must not wake an operator."""
     counted = set()
     for where, expression, _ in expressions():
-        for node in nodes(parsed(expression)):
-            if isinstance(node, promql.VectorSelector):
-                of_status = [matcher for matcher in node.matchers.matchers if matcher.name == "status"]
-                statuses = {status for status in VALUES["status"] if all(is_matched(m, status) for m in of_status)}
-                if of_status and "500" in statuses:
-                    assert not statuses & {"501", "505"}, where
-                    counted.add(where.split()[0])
+        for statuses in selected_statuses(expression):
+            if "500" in statuses:
+                assert not statuses & {"501", "505"}, where
+                counted.add(where.split()[0])
     assert "vecd:requests_failed:share5m" in counted
+
+
+def test_the_panel_of_errors_has_each_status_of_an_error_once():
+    [panel] = [panel for panel in PANELS if panel["title"] == "Errors"]
+    shown = [status for target in panel["targets"] for found in selected_statuses(target["expr"]) for status in found]
+    assert sorted(shown) == sorted(status for status in VALUES["status"] if status >= "400")
+
+
+def selected_statuses(expression: str) -> Iterator[set[str]]:
+    """Those of each selector in it that has a condition for them."""
+    for node in nodes(parsed(expression)):
+        if isinstance(node, promql.VectorSelector):
+            of_status = [matcher for matcher in node.matchers.matchers if matcher.name == "status"]
+            if of_status:
+                yield {status for status in VALUES["status"] if all(is_matched(m, status) for m in of_status)}
 
 
 def is_matched(matcher: Any, value: str) -> bool:

@@ -1,5 +1,6 @@
 """Which torch an environment gets from the Python that it was made from, played with a Python's packages of files."""
 
+import re
 import sys
 import sysconfig
 from pathlib import Path
@@ -7,6 +8,7 @@ from types import ModuleType
 
 import pytest
 
+import tests
 from tools.reuse_torch import FOLDER, main
 
 _CONSTRAINTS = "tomli==1.0\ntorch==2.13.0\ntqdm==4.70.1\n"
@@ -104,3 +106,9 @@ def test_what_fits_no_more_is_taken_away_and_python_s_own_is_left_alone(
     (place / "torch-2.13.0.dist-info" / "METADATA").write_text("Metadata-Version: 2.1\nName: torch\nVersion: 2.14.0\n")
     assert reused(tmp_path, packages) is None
     assert (place / "torch" / "__init__.py").exists()
+
+
+def test_the_makefile_looks_for_a_torch_before_pip_installs_one() -> None:
+    makefile = (Path(tests.__file__).parents[1] / "Makefile").read_text()
+    [recipe] = re.findall(r"^\$\(VENV\)/\.serve .*:.*\n((?:\t.*\n)+)", makefile, re.MULTILINE)
+    assert -1 < recipe.find("$(PYTHON) -I tools/reuse_torch.py $(VENV) constraints.txt") < recipe.find("pip install")

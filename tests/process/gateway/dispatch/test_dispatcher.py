@@ -303,7 +303,11 @@ async def test_until_a_batch_is_measured_the_speed_is_that_of_the_workers_load(b
     worker = bench.workers[1]
     worker.answer(await worker.receive())
     await request.finished
-    assert bench.dispatcher.tokens_per_s != pytest.approx(150)
+    before = bench.dispatcher.tokens_per_s
+    assert before != pytest.approx(150)
+    bench.add_worker(2, facts={"load_tokens_per_s": 70.0})
+    await bench.all_connected()
+    assert bench.dispatcher.tokens_per_s - before == pytest.approx(before - 80), "it begins with what is measured"
 
 
 async def test_a_failed_send_does_not_hide_what_has_arrived(bench):

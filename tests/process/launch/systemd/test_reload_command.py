@@ -1,5 +1,6 @@
 """What comes of a reload reaches whoever asked for it, for any server of this user."""
 
+import asyncio
 import os
 import socket
 import subprocess
@@ -11,7 +12,7 @@ from contextlib import ExitStack
 import pytest
 
 from vecd.launch.systemd import reload_command
-from vecd.launch.systemd.reload_command import main
+from vecd.launch.systemd.reload_command import ReloadSocket, main
 
 # Takes requests for reloads, and says after a while what came of each, as the supervisor does. "before": a reload that
 # was requested earlier, and is done later.
@@ -134,6 +135,22 @@ def test_another_user_gets_no_answer(start):
         [sys.executable, "-c", code, address[1:]], capture_output=True, text=True, timeout=60, check=True
     )
     assert done.stdout == "b''\n"
+
+
+def test_another_user_of_the_machine_is_not_answered(monkeypatch):
+    monkeypatch.setattr(reload_command, "_peer", lambda connection: (1, os.geteuid() + 1))
+
+    async def connect() -> bytes:
+        server = ReloadSocket(lambda: None, lambda: "http://127.0.0.1:60001")
+        await server.listen()
+        reader, writer = await asyncio.open_unix_connection(reload_command._address(os.geteuid(), os.getpid()))
+        try:
+            return await asyncio.wait_for(reader.read(), 5)
+        finally:
+            writer.close()
+            server.close()
+
+    assert asyncio.run(connect()) == b""
 
 
 @pytest.mark.parametrize(

@@ -87,6 +87,7 @@ def test_errors_are_said_with_their_shape(document):
     assert {"400", "401", "403", "404", "408", "413", "415", "429", "431", "500", "503"} <= set(about["responses"])
     for status in ("429", "503"):
         assert "retry-after" in about["responses"][status]["headers"]
+    assert "retry-after-ms" in about["responses"]["429"]["headers"]
     for dialect in DIALECTS:
         assert dialect.error.get("required"), dialect.name
 

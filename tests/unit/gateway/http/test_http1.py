@@ -590,6 +590,7 @@ REFUSED = {
     "no protocol": (get(line=b"GET / 1.1"), BadRequest),
     "HTTP/3.0": (get(line=b"GET / HTTP/3.0"), HttpVersionNotSupported),
     "preface of HTTP/2": (b"PRI * HTTP/2.0\r\n\r\nSM\r\n\r\n", HttpVersionNotSupported),
+    "HTTP/1.10": (get(line=b"GET / HTTP/1.10"), BadRequest),
     "HTTP/11": (get(line=b"GET / HTTP/11"), BadRequest),
     "http/1.1": (get(line=b"GET / http/1.1"), BadRequest),
     "a method in lower case": (get(line=b"get / HTTP/1.1"), NotImplementedByServer),

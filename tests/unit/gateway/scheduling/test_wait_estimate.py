@@ -129,3 +129,12 @@ def check(cases: list[Case]) -> None:
     assert median(ratios) == pytest.approx(1, abs=0.1)
     assert ratios[len(ratios) // 20] >= 0.7
     assert ratios[-len(ratios) // 20] <= 1.9
+
+
+@pytest.mark.parametrize(("num_gateways", "queued_tokens", "wait_s"), [(1, 10_000, 4.1), (2, 10_000, 8.2), (1, 900, 1)])
+def test_a_place_gets_free_after_the_turns_of_all_gateways_and_at_the_latest_when_nothing_is_left(
+    num_gateways, queued_tokens, wait_s
+):
+    policy, workers = BatchingPolicy(2048, 512, 256, num_gateways=num_gateways), Workers(1000.0)
+    policy.queued_tokens, workers.in_flight_tokens = queued_tokens, 100
+    assert policy.place_s(8, 500, 0, workers) == pytest.approx(wait_s)
