@@ -11,6 +11,7 @@ import shutil
 import subprocess
 import sys
 from functools import cache
+from importlib.util import find_spec
 from pathlib import Path
 
 from benchmarks.environments import why_failed
@@ -19,8 +20,10 @@ from tests.support.serving import cache_folder
 PINS = Path(__file__).parent / "environments"
 SMALL = frozenset({"openai-1", "openai-2"})
 """A quarter of a minute each to install: where VECD_CLIENTS is "small" or "all"."""
-LARGE = frozenset({"frameworks", "litellm", "stores", "node-24"})
+LARGE = frozenset({"agents", "frameworks", "litellm", "mteb", "node-24", "stores"})
 """Hundreds of megabytes each, or a minute to install: only where it is "all", as `make test-clients` sets it."""
+WITH_TORCH = frozenset({"mteb"})
+"""Find the packages of the tests behind their own, because another torch would be another gigabyte."""
 INSTALL_TIMEOUT_S = 900.0 if os.environ.get("VECD_CLIENTS") else 180.0
 _STAMP = "installed"
 _NPM_FLAGS = (
@@ -84,9 +87,21 @@ def _install(name: str, folder: Path) -> None:
     # Without a pip of its own, which takes longer to unpack than most of the clients.
     _run(name, [sys.executable, "-m", "venv", "--without-pip", str(folder)], folder.parent)
     pip = [sys.executable, "-m", "pip", "--python", str(folder / "bin" / "python"), "--quiet", "--no-input"]
-    # What is imported is compiled by the first import: a third of what pip would compile.
-    flags = ["--no-compile", "--retries", "1", "--requirement", str(PINS / f"{name}.txt")]
+    # What is imported is compiled by the first import: a third of what pip would compile. Pins are complete, and leave
+    # out what a library declares but embeddings do not import.
+    flags = ["--no-compile", "--no-deps", "--retries", "1", "--requirement", str(PINS / f"{name}.txt")]
     _run(name, [*pip, "install", *flags], folder)
+    if name in WITH_TORCH:
+        [packages] = (folder / "lib").glob("python*/site-packages")
+        (packages / "torch.pth").write_text(_torch_folder() + "\n")
+
+
+def _torch_folder() -> str:
+    """The folder of packages that has the torch of the tests."""
+    spec = find_spec("torch")
+    if spec is None or spec.origin is None:
+        raise Unavailable("the tests have no torch")
+    return str(Path(spec.origin).parents[1])
 
 
 def _run(name: str, command: list[str], folder: Path) -> None:
@@ -125,7 +140,8 @@ def _digest(name: str) -> str:
     if is_node(name):
         version = subprocess.run([_found("node"), "--version"], capture_output=True, check=True, timeout=60).stdout
         return _hash((PINS / name / "package-lock.json").read_bytes() + version)
-    return _hash((PINS / f"{name}.txt").read_bytes() + sys.version.encode())
+    behind = _torch_folder() if name in WITH_TORCH else ""
+    return _hash((PINS / f"{name}.txt").read_bytes() + sys.version.encode() + behind.encode())
 
 
 def _hash(data: bytes) -> str:

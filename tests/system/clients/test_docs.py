@@ -12,6 +12,8 @@ from tests.support.clients.environments import PINS, is_node
 
 PAGE = Path(__file__).parents[3] / "docs" / "clients.md"
 _ADDRESS = "http://127.0.0.1:8000"
+_SCRIPTS = {"yaml": "proxy_client"}
+"""What runs blocks that configure a program; all others are programs for `documented`."""
 
 
 class Block(NamedTuple):
@@ -39,7 +41,7 @@ BLOCKS = _blocks()
 def test_block(block, float32_server, is_right):
     assert _ADDRESS in block.code
     code = block.code.replace(_ADDRESS, float32_server.url)
-    with running_client(block.environment, "documented") as client:
+    with running_client(block.environment, _SCRIPTS.get(block.language, "documented")) as client:
         assert is_right(client.call("run", code=code), DOCUMENTED)
 
 
