@@ -30,8 +30,8 @@ test-fast: $(VENV)/.test
 	$(BIN)/python -m pytest -n logical --dist worksteal -p no:schemathesis --hypothesis-profile=quick -m "not slow" \
 		$(or $(TESTS),tests/unit)
 
-# CLIENTS=small installs what takes seconds; all, the default, LlamaIndex, Haystack, LiteLLM, Chroma, node 24, … as well:
-# 2.5 GB in build/clients, some minutes the first time.
+# CLIENTS=small installs what takes seconds; all, the default, LlamaIndex, Haystack, LiteLLM, Chroma, Open WebUI, mteb, node 24, … as
+# well: 4.5 GB in build/clients, some minutes the first time.
 test-clients: $(VENV)/.test
 	VECD_CLIENTS=$(or $(CLIENTS),all) $(BIN)/python -m pytest -n auto --dist loadfile $(or $(TESTS),tests/system/clients)
 

@@ -12,7 +12,7 @@ from tests.support.clients.environments import PINS, is_node
 
 PAGE = Path(__file__).parents[3] / "docs" / "clients.md"
 _ADDRESS = "http://127.0.0.1:8000"
-_SCRIPTS = {"yaml": "proxy_client"}
+_SCRIPTS = {"yaml": "proxy_client", "sh": "open_webui_client"}
 """What runs blocks that configure a program; all others are programs for `documented`."""
 
 
