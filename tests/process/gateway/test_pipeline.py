@@ -275,7 +275,7 @@ async def test_a_caller_who_leaves_amid_chunks_leaves_nothing_behind(bench, serv
     worker.answer(sent[1])
     [link] = bench.dispatcher.links
     while len(link.free_slots) < SPEC.num_slots:
-        if len(link.in_flight) > (sent[-1].number in link.in_flight):
+        if set(link.in_flight) - {batch.number for batch in sent}:
             sent.append(await worker.receive())
             worker.answer(sent[-1])
         await asyncio.sleep(0.001)
