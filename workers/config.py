@@ -19,8 +19,8 @@ class WorkerConfig:
     card: ModelCard
     arena: ArenaSpec
     engine: str
-    """"fused", "packed" or "padded"; "auto": the fastest of these with the reference model's vectors, within bounds;
-    "dummy": no model, vectors made from the token ids alone for tests."""
+    """"lean", "fused", "packed" or "padded"; "auto": the fastest of these with the reference model's vectors, within
+    bounds; "dummy": no model, vectors made from the token ids alone for tests."""
     device: str
     """"cpu", or "cuda:0", "cuda:1", …"""
     dtype: str

@@ -79,6 +79,10 @@ class Engine(Protocol):
     def num_padding_tokens(self) -> int:
         """Tokens computed so far only to fill a shape, in addition to those of batches. Grows during `begin`."""
 
+    def use_threads(self, num_threads: int) -> None:
+        """Compute each forward pass with so many threads. Also called in a process that was forked after the engine was
+        loaded; it is loaded with one thread."""
+
     def adopt(self, slots: Sequence[Rows]) -> None:
         """Prepare the memory that most rows will lie in: the slots of one arena. Called once at most, before the worker
         is ready; an engine also works without this call. May add to `warnings`."""

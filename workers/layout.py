@@ -5,6 +5,7 @@ Owns the sorting and the order that undoes it. Pure numpy, no torch. Called by
 `vecd.workers.engines.torch.pooling`.
 """
 
+from collections.abc import Iterator
 from dataclasses import dataclass
 
 import numpy as np
@@ -65,6 +66,24 @@ def arrange(batch: PackedBatch) -> Layout:
     moved_by = np.repeat(_starts(given_lengths)[order] - starts, lengths)
     token_ids = batch.token_ids[np.arange(moved_by.size) + moved_by].astype(np.int64)
     return Layout(order, lengths, starts, token_ids, _runs(lengths, starts))
+
+
+def passes(layout: Layout, num_tokens: int) -> Iterator[Layout]:
+    """The layout in parts of about equal size, each at most `num_tokens` tokens if no sequence is longer."""
+    ends = layout.starts + layout.lengths
+    num_parts = -(-layout.token_ids.size // num_tokens)
+    first = 0
+    while first < ends.size:
+        begin = int(layout.starts[first])
+        size = min(num_tokens, -(-(layout.token_ids.size - begin) // num_parts))
+        last = max(first + 1, int(np.searchsorted(ends, begin + size, side="right")))
+        yield _part(layout, first, last, begin, int(ends[last - 1]))
+        first, num_parts = last, max(1, num_parts - 1)
+
+
+def _part(layout: Layout, first: int, last: int, begin: int, end: int) -> Layout:
+    lengths, starts = layout.lengths[first:last], layout.starts[first:last] - begin
+    return Layout(layout.order[first:last], lengths, starts, layout.token_ids[begin:end], _runs(lengths, starts))
 
 
 def _starts(lengths: NDArray[np.int64]) -> NDArray[np.int64]:

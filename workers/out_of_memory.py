@@ -10,11 +10,13 @@ from vecd.workers.engine import PackedBatch
 
 
 def means_out_of_memory(error: Exception) -> bool:
-    """Whether `error` means out of memory: Python's, torch's on a GPU, or torch's on a processor."""
+    """Whether `error` means out of memory: Python's, torch's on a GPU, or torch's or ONNX Runtime's on a processor."""
     # By name, because a worker without a model does not import torch.
     names = {cls.__name__ for cls in type(error).__mro__}
-    # torch has no class for it on a CPU. Source: c10/core/impl/alloc_cpu.cpp, "DefaultCPUAllocator: …".
-    return bool(names & {"MemoryError", "OutOfMemoryError"}) or "DefaultCPUAllocator" in str(error)
+    # Neither has a class for it on a CPU. Sources: torch's c10/core/impl/alloc_cpu.cpp, "DefaultCPUAllocator: …"; ONNX
+    # Runtime's core/framework/bfc_arena.cc, "Failed to allocate memory for requested buffer …".
+    texts = ("DefaultCPUAllocator", "Failed to allocate memory", "bad_alloc")
+    return bool(names & {"MemoryError", "OutOfMemoryError"}) or any(text in str(error) for text in texts)
 
 
 def means_no_more_code(error: Exception) -> bool:

@@ -87,3 +87,8 @@ def line_of(path: Path, name: str) -> str:
 def cpu_flags(root: Path = Path("/")) -> frozenset[str]:
     """The instruction sets and other features of the processor, by the kernel's names."""
     return frozenset(cpuinfo("flags|Features", root).split())
+
+
+def has_bfloat16() -> bool:
+    """Whether the processor has instructions for products of bfloat16."""
+    return bool(cpu_flags() & {"avx512_bf16", "amx_tile"})

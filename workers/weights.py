@@ -1,8 +1,9 @@
-"""The headers of safetensors files, and what is wrong with a file that is not whole.
+"""The safetensors files of a model: which they are, their headers, and what is wrong with one that is not whole.
 
 Reads no tensor. Called by the engines, and by `vecd check` before any of them is loaded.
 """
 
+import json
 import math
 import re
 from pathlib import Path
@@ -10,6 +11,18 @@ from pathlib import Path
 from safetensors import SafetensorError, safe_open
 
 from vecd.shm.card import ModelError, one_line
+
+_SINGLE, _INDEX = "model.safetensors", "model.safetensors.index.json"
+
+
+def weight_files(folder: Path) -> list[Path]:
+    """As transformers chooses: the single file wins over an index. Raises OSError, ValueError or KeyError for an index
+    that is missing or broken."""
+    single = folder / _SINGLE
+    if single.is_file():
+        return [single]
+    index = json.loads((folder / _INDEX).read_text(encoding="utf-8"))
+    return sorted({folder / name for name in index["weight_map"].values()})
 
 
 def read_header(path: Path) -> dict[str, tuple[str, int]]:

@@ -46,6 +46,9 @@ _ORIGIN = re.compile(
 )
 
 
+_EngineName = Literal["auto", "lean", "fused", "packed", "padded", "dummy"]
+
+
 def _engine_name(engine: object) -> object:
     return "dummy" if engine == "weightless" else engine  # its name before, still accepted
 
@@ -150,7 +153,7 @@ class Settings(BaseSettings):
         description="number format of the forward pass; auto: bfloat16 where the processor or GPU computes it "
         "natively and the vectors agree with float32's, else float32. int8: faster, but less exact vectors",
     )
-    engine: Annotated[Literal["auto", "fused", "packed", "padded", "dummy"], BeforeValidator(_engine_name)] = Field(
+    engine: Annotated[_EngineName, BeforeValidator(_engine_name)] = Field(
         "auto",
         description="implementation of the forward pass; auto: the fastest one whose vectors agree with the reference "
         "model's. dummy: no model, made-up vectors, for tests",

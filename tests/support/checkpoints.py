@@ -30,7 +30,6 @@ from vecd.workers.engines.parity import vectors_of
 from vecd.workers.engines.torch.build import build_engine
 from vecd.workers.engines.torch.fused import FusedForward
 from vecd.workers.engines.torch.linear import type_between_layers
-from vecd.workers.engines.torch.transformer import TransformerEngine
 
 FLOATS_OF_FUSED = tuple(dtype for dtype in ("float32", "bfloat16") if type_between_layers(dtype) is not None)
 """Number formats that the fused path can be computed in on this processor."""
@@ -224,7 +223,7 @@ def skip_without(dtype: str) -> None:
         pytest.skip(f"this processor has no prepacked products for {dtype}")
 
 
-def engine_of(folder: Path, path: str, dtype: str = "float32") -> TransformerEngine:
+def engine_of(folder: Path, path: str, dtype: str = "float32") -> Engine:
     """The engine that runs a model in one way, compared with nothing, which the tests do, and not warm, which takes the
     time of several tests. Skips the test where the processor cannot run it so."""
     if path == "fused":

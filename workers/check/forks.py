@@ -11,9 +11,10 @@ from contextlib import ExitStack
 from multiprocessing.connection import Connection
 from typing import Any, TypeAlias
 
+import torch
+
 from vecd.shm.card import ModelError, one_line
 from vecd.workers.config import WorkerConfig
-from vecd.workers.engines.load import set_num_threads
 from vecd.workers.process.kernel import (
     describe_status,
     die_with_parent,
@@ -70,7 +71,7 @@ def _run(
     """In the forked process: prepare, wait for the start, work, send the result."""
     die_with_parent(parent_pid)
     volunteer_for_oom_kill()
-    set_num_threads(config)
+    torch.set_num_threads(config.num_threads)
     try:
         work = _call(prepare)
         connection.send("ready")

@@ -114,6 +114,7 @@ def _load_others(order: Order, served_dtype: str, report: ReportProgress) -> tup
 # --- the path ---------------------------------------------------------------------------------------------------
 
 _ATTENTION = {
+    "lean": "ONNX Runtime's, over runs of texts of equal length",
     "fused": "SDPA over runs of texts of equal length",
     "packed": "SDPA over runs of texts of equal length, in the place of transformers' own",
     "padded": "transformers' own, with a mask over the padding",
@@ -143,15 +144,17 @@ def _describe_path(config: WorkerConfig, engine: Engine) -> dict[str, Any]:
 def _why_path(config: WorkerConfig, path: str, dtype: str) -> str:
     if config.engine != "auto":
         return f"--engine {config.engine} was given"
-    if path == "fused":
+    if path == "lean":
+        return f"lean: the family {config.card.model_type} has it, and it agrees with the reference model"
+    if path == "fused" and dtype != "float32":
         return f"fused: the family {config.card.model_type} has it, and it agrees with the reference model"
     from vecd.workers.engines.torch.build import build_engine
-    from vecd.workers.engines.torch.fused import NotFusible
+    from vecd.workers.families.description import NotDescribed
 
     not_fused = "fused is refused"
     try:
         build_engine(config, "fused", dtype)
-    except NotFusible as error:
+    except NotDescribed as error:
         not_fused = str(error).splitlines()[0]
     rest = "it agrees with the reference model, and is the next fastest" if path == "packed" else "packed is refused"
     return f"{path}: {not_fused}; {rest}"

@@ -113,6 +113,7 @@ def _turn(order: Order, case: _Case, turn_s: float) -> dict[str, Any]:
         batch = case.batch(card)
         rows = np.zeros((batch.num_rows, card.dim), np.float32)
         _forget_peak()
+        case.engine.use_threads(order.config.num_threads)
         case.engine.embed(batch, rows)
         return lambda: _run(case.engine, batch, rows, turn_s)
 

@@ -42,6 +42,9 @@ class DummyEngine:
         self.warnings = ["the dummy engine runs no model: its vectors are made up, for tests alone"]
         self.num_padding_tokens = 0
 
+    def use_threads(self, num_threads: int) -> None:
+        pass
+
     def adopt(self, slots: Sequence[Rows]) -> None:
         pass
 

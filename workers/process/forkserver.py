@@ -1,4 +1,4 @@
-"""The process that workers are forked from. It has imported torch and loaded the engine that they share.
+"""The process that workers are forked from. It has loaded the engine that they share, and what that needs.
 
 Owns the forks, their pidfds and their reaping. Starts no thread, because a thread pool does not survive a fork; a CUDA
 context does not survive it either, so each worker loads an engine for an accelerator by itself. The supervisor starts
@@ -40,8 +40,8 @@ from vecd.shm.control import (
 from vecd.shm.wire import Incarnation
 from vecd.workers.config import WorkerConfig
 from vecd.workers.engine import Engine, ReportProgress
-from vecd.workers.engines.load import load_engine
-from vecd.workers.engines.selection_cache import Selection, recall
+from vecd.workers.engines.load import expected_path, load_engine
+from vecd.workers.engines.selection_cache import Selection
 from vecd.workers.process import main
 from vecd.workers.process.kernel import (
     die_with_parent,
@@ -113,9 +113,10 @@ def _load(start: ForkServerStart, report: ReportProgress) -> tuple[list[str], En
         def start_selection() -> SelectionProcess:
             return stack.enter_context(SelectionProcess(start.selection_command, config))
 
+        path = expected_path(config)
         # Started before the imports, because it takes longer. Not needed if another server remembers one meanwhile.
-        process = start_selection() if recall(config) is None else None
-        modules = _import(start.modules)
+        process = start_selection() if path is None else None
+        modules = [] if path == "lean" else _import(start.modules)
 
         def select(report: ReportProgress) -> Selection:
             return (process or start_selection()).result(report)

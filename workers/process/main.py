@@ -18,7 +18,7 @@ from vecd.shm.views import map_arena
 from vecd.shm.wire import Incarnation
 from vecd.workers.config import WorkerConfig
 from vecd.workers.engine import Engine
-from vecd.workers.engines.load import load_engine, set_num_threads
+from vecd.workers.engines.load import load_engine
 from vecd.workers.process.kernel import (
     die_with_parent,
     private_memory_mb,
@@ -93,7 +93,7 @@ def _live(
     slots = map_arena(arena_fd, config.arena, writable=True)
     os.close(arena_fd)
     if engine is not None:
-        set_num_threads(config)
+        engine.use_threads(config.num_threads)
     else:
         try:
             engine = load_engine(config, lambda stage: channel.send(Progress(stage)))

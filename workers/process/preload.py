@@ -8,12 +8,13 @@ from vecd.workers.families.encoders import FAMILIES
 
 def modules_to_preload(model_type: str, engine: str) -> list[str]:
     """The modules whose import takes most of a worker's start, for a model of this type, in the order to import them.
+    They are for the engines that need torch.
 
     Some may not exist in the installed versions; the fork server skips those. Measured on 2 cores: torch 1.5 s,
     transformers 2 s more, which a family with a fused path does not need.
     """
     torch_alone = ["torch", "safetensors.torch", "vecd.workers.engines.torch.build"]
-    if engine in ("auto", "fused") and model_type in FAMILIES:
+    if engine in ("auto", "lean", "fused") and model_type in FAMILIES:
         return torch_alone
     # transformers' rule; a text model that is part of a larger one lives in the larger one's module.
     family = model_type.replace("-", "_").removesuffix("_text")

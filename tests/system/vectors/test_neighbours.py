@@ -25,8 +25,8 @@ from tests.support.checkpoints import (
     random_batch,
     sequences_of,
 )
+from vecd.workers.engine import Engine
 from vecd.workers.engines.torch.linear import has_native_int8
-from vecd.workers.engines.torch.transformer import TransformerEngine
 
 FUSED = ("bert", "roberta", "xlm-roberta", "camembert", "distilbert", "mpnet")
 FUSED_DTYPES = ["float32", "bfloat16", *(["int8"] if has_native_int8() else [])]
@@ -42,9 +42,7 @@ LONG_SETTINGS: dict[str, Any] = {
 }
 
 
-def check_splits(
-    engine: TransformerEngine, check: Callable[[Any, Any], None], lengths: list[int], examples: int
-) -> None:
+def check_splits(engine: Engine, check: Callable[[Any, Any], None], lengths: list[int], examples: int) -> None:
     """`check` the vectors of the same sequences in other batches, in another order, against those of one batch."""
     sequences = sequences_of(random_batch(lengths))
     together = embed(engine, batch_of(sequences))
@@ -61,7 +59,7 @@ def check_splits(
 @pytest.mark.parametrize(
     ("family", "path"),
     [
-        *((family, "fused") for family in FUSED),
+        *((family, path) for path in ("lean", "fused") for family in FUSED),
         ("bert", "packed"),
         ("modernbert", "packed"),
         ("mistral", "packed"),
@@ -73,9 +71,10 @@ def test_any_split_into_batches_gives_the_same_vectors(family: str, path: str, c
     check_splits(engine_of(checkpoint(family), path), assert_same_vectors, LENGTHS, examples=8)
 
 
+@pytest.mark.parametrize("path", ["lean", "fused"])
 @pytest.mark.parametrize("family", ["bert", "mpnet"])
-def test_any_split_of_long_texts_gives_the_same_vectors(family: str, checkpoint: Checkpoints) -> None:
-    engine = engine_of(checkpoint(family, **LONG_SETTINGS), "fused")
+def test_any_split_of_long_texts_gives_the_same_vectors(family: str, path: str, checkpoint: Checkpoints) -> None:
+    engine = engine_of(checkpoint(family, **LONG_SETTINGS), path)
     check_splits(engine, assert_same_vectors, LONG_LENGTHS, examples=4)
 
 
@@ -104,6 +103,7 @@ def word_embeddings(weights: dict[str, Tensor]) -> Tensor:
 @pytest.mark.parametrize(
     ("family", "path", "dtype"),
     [
+        *((family, "lean", "float32") for family in FUSED),
         *((family, "fused", dtype) for family in FUSED for dtype in FUSED_DTYPES),
         *((family, "packed", "float32") for family in ("bert", "modernbert", "qwen3", "gemma3_text")),
         *(("bert", path, dtype) for path in ("packed", "padded") for dtype in ("bfloat16", "float16")),

@@ -12,15 +12,19 @@ import torch
 
 from vecd.shm.card import ModelCard, ModelError
 from vecd.workers.config import WorkerConfig
-from vecd.workers.engines.torch.fused import NotFusible, load_fused
+from vecd.workers.engine import Engine
+from vecd.workers.engines.lean.engine import LeanEngine
+from vecd.workers.engines.torch.fused import load_fused
 from vecd.workers.engines.torch.pooling import load_head
 from vecd.workers.engines.torch.transformer import Forward, TransformerEngine
+from vecd.workers.families.description import NotDescribed
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
 
 PATHS = {
-    "auto": ("fused", "packed", "padded", "unpadded"),
+    "auto": ("lean", "fused", "packed", "padded", "unpadded"),
+    "lean": ("lean",),
     "fused": ("fused",),
     "packed": ("packed",),
     "padded": ("padded", "unpadded"),
@@ -31,12 +35,16 @@ Load = Callable[[str], "PreTrainedModel"]
 """Gives the transformers model in a dtype."""
 
 
-def build_engine(config: WorkerConfig, path: str, dtype: str, load: Load | None = None) -> TransformerEngine:
+def build_engine(config: WorkerConfig, path: str, dtype: str, load: Load | None = None) -> Engine:
     """Build the engine that runs the model of `config` on `path` in `dtype`.
 
-    Raises NotFusible for a model without a fused path, ModelError for one that cannot be loaded, and anything that a
-    model raises on a path that it does not support.
+    Raises NotDescribed for a model without a lean or fused path, ModelError for one that cannot be loaded, and anything
+    that a model raises on a path that it does not support.
     """
+    if path == "lean":
+        if config.device != "cpu" or dtype != "float32":
+            raise NotDescribed("the lean engine computes float32 on a processor")
+        return LeanEngine(config.card)
     device = torch.device(config.device)
     forward = _forward(config.card, path, dtype, device, load or partial(_load, config.card, device))
     return TransformerEngine(forward, load_head(config.card, device), dtype, device)
@@ -45,7 +53,7 @@ def build_engine(config: WorkerConfig, path: str, dtype: str, load: Load | None 
 def _forward(card: ModelCard, path: str, dtype: str, device: torch.device, load: Load) -> Forward:
     if path == "fused":
         if device.type != "cpu":
-            raise NotFusible(f"the fused path is for processors, not for {device.type}")
+            raise NotDescribed(f"the fused path is for processors, not for {device.type}")
         return load_fused(card, dtype)
     if path == "packed":
         from vecd.workers.engines.torch.packed import PackedForward  # not below: it needs names inside transformers

@@ -2,7 +2,7 @@
 
 Owns the computation of a layer: one linear kernel for query, key and value, activation and residual inside the kernels
 (`vecd.workers.engines.torch.linear`), no padding and no copies between them. Does not import transformers, which takes
-seconds. The differences between families are data (`vecd.workers.families.encoders`). Called by
+seconds. The differences between families are data (`vecd.workers.families.description`). Called by
 `vecd.workers.engines.torch.transformer`.
 
     x ─┬─ qkv ─ attention per run ─ out + x ─ norm ─┬─ up, activation ─ down + x ─ norm ─ x
@@ -12,11 +12,9 @@ A batch is computed with a few additional tokens (`_rounded`), because oneDNN co
 tokens: 0.6–0.8 ms for each of four, measured on an AVX-512 core, where a text of 12 tokens takes 5 ms.
 """
 
-import json
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 import torch
@@ -27,13 +25,9 @@ from torch.nn.functional import layer_norm, scaled_dot_product_attention
 from vecd.shm.card import ModelCard
 from vecd.workers.engines.torch.checkpoint import map_tensors
 from vecd.workers.engines.torch.linear import ACTIVATIONS, Activation, Linear, make_linear, type_between_layers
-from vecd.workers.families.encoders import FAMILIES, Family
+from vecd.workers.families.description import EncoderSpec, LayerSpec, NotDescribed, bias_of_distances, describe
+from vecd.workers.families.encoders import FAMILIES
 from vecd.workers.layout import Layout, Run
-
-
-class NotFusible(Exception):
-    """This module cannot compute the model. Raised before any computation; the model then runs packed."""
-
 
 # --- the parts --------------------------------------------------------------------------------------------------
 
@@ -214,132 +208,78 @@ def _up_to(step: int, number: int) -> int:
 def load_fused(card: ModelCard, dtype: str) -> FusedForward:
     """Load the fused path of the model of `card` with linear kernels for `dtype`: "float32", "bfloat16" or "int8".
 
-    Raises NotFusible for another family, setting or type, or for a tensor under another name.
+    Raises NotDescribed for another family, setting or type, or for a tensor under another name.
     """
     if card.model_type not in FAMILIES:
-        raise NotFusible(f"{card.model_type} has no fused path")
+        raise NotDescribed(f"{card.model_type} has no table of its layers")
     if type_between_layers(dtype) is None:
-        raise NotFusible(f"there are no linear kernels for {dtype} here")
-    folder = Path(card.weights_folder)
+        raise NotDescribed(f"there are no linear kernels for {dtype} here")
     try:
-        config = json.loads((folder / "config.json").read_text(encoding="utf-8"))
-        if config["model_type"] != card.model_type or "auto_map" in config:
-            raise NotFusible("an architecture under another name")
-        forward = _Builder(FAMILIES[card.model_type], config, map_tensors(folder), dtype, card.max_tokens).build()
+        weights = map_tensors(Path(card.weights_folder))
+        forward = _Builder(describe(card, weights), weights, dtype, card.max_tokens).build()
         forward.warm(card.max_tokens)
         return forward
     except (OSError, SafetensorError, ValueError, KeyError, TypeError, RuntimeError) as error:
         # The packed path reads the same files and reports their faults.
-        raise NotFusible(f"{type(error).__name__}: {error}") from error
+        raise NotDescribed(f"{type(error).__name__}: {error}") from error
 
 
 class _Builder:
-    def __init__(
-        self, family: Family, config: Mapping[str, Any], weights: Mapping[str, Tensor], dtype: str, max_tokens: int
-    ) -> None:
-        """Raises NotFusible for settings that change a layer's computation, KeyError for missing ones."""
-        self._family = family
-        self._config = config
+    def __init__(self, encoder: EncoderSpec, weights: Mapping[str, Tensor], dtype: str, max_tokens: int) -> None:
+        self._encoder = encoder
         self._weights = weights
         self._dtype = dtype
         self._max_tokens = max_tokens
-        self._num_heads = int(config[family.num_heads])
-        epsilon = family.norm_epsilon
-        self._epsilon = float(config[epsilon]) if isinstance(epsilon, str) else epsilon
-        self._prefix = self._find_prefix()
-        self._refuse_other_architectures()
 
     def build(self) -> FusedForward:
-        attention = Attention(self._num_heads, self._distance_bias())
-        embeddings = self._embeddings()
-        layers = [self._layer(index, attention) for index in range(int(self._config[self._family.num_layers]))]
+        """Raises KeyError for a missing tensor."""
+        attention = Attention(self._encoder.num_heads, self._distance_bias())
+        layers = [self._layer(layer, attention) for layer in self._encoder.layers]
         between = type_between_layers(self._dtype)
         assert between is not None
-        return FusedForward(embeddings, layers, between)
-
-    def _find_prefix(self) -> str:
-        for prefix in self._family.prefixes:
-            if f"{prefix}embeddings.word_embeddings.weight" in self._weights:
-                return prefix
-        raise NotFusible("the weights have no embeddings.word_embeddings.weight")
-
-    def _refuse_other_architectures(self) -> None:
-        config = self._config
-        if config[self._family.activation] not in ACTIVATIONS:
-            raise NotFusible(f"activation {config[self._family.activation]}")
-        if config.get("is_decoder") or config.get("add_cross_attention"):
-            raise NotFusible("a decoder: its tokens do not see later tokens")
-        if config.get("position_embedding_type", "absolute") != "absolute":
-            raise NotFusible(f"position_embedding_type {config['position_embedding_type']}")
+        return FusedForward(self._embeddings(), layers, between)
 
     def _embeddings(self) -> Embeddings:
-        positions = self._tensor("embeddings.position_embeddings.weight").float()
-        if self._family.has_token_types:
-            positions = positions + self._tensor("embeddings.token_type_embeddings.weight")[0].float()
-        after = self._family.positions_after
+        encoder = self._encoder
+        positions = self._weights[f"{encoder.positions}.weight"].float()
+        if encoder.types is not None:
+            positions = positions + self._weights[f"{encoder.types}.weight"][0].float()
         return Embeddings(
-            words=self._tensor("embeddings.word_embeddings.weight"),
+            words=self._weights[f"{encoder.words}.weight"],
             positions=positions,
-            norm=self._norm("embeddings.LayerNorm"),
-            positions_after=int(self._config[after]) if isinstance(after, str) else after,
+            norm=self._norm(encoder.embedding_norm),
+            positions_after=encoder.positions_after,
         )
 
-    def _layer(self, index: int, attention: Attention) -> Layer:
-        family, at = self._family, self._family.layer.format(index)
+    def _layer(self, layer: LayerSpec, attention: Attention) -> Layer:
         return Layer(
-            qkv=self._qkv(at),
+            qkv=self._qkv(layer.qkv),
             attention=attention,
-            out=self._linear(at + family.out),
-            attention_norm=self._norm(at + family.attention_norm),
-            up=self._linear(at + family.up),
-            activation=ACTIVATIONS[self._config[family.activation]],
-            down=self._linear(at + family.down),
-            norm=self._norm(at + family.norm),
+            out=self._linear(layer.out),
+            attention_norm=self._norm(layer.attention_norm),
+            up=self._linear(layer.up),
+            activation=ACTIVATIONS[self._encoder.activation],
+            down=self._linear(layer.down),
+            norm=self._norm(layer.norm),
         )
 
-    def _qkv(self, at: str) -> Linear:
+    def _qkv(self, names: tuple[str, str, str]) -> Linear:
         """Query, key and value side by side; the scale of the scores, 1/√(head dim), goes into the query."""
-        names = [at + name for name in (self._family.query, self._family.key, self._family.value)]
-        weights = [self._tensor(f"{name}.weight").float() for name in names]
-        biases = [self._tensor(f"{name}.bias").float() for name in names]
-        scale = (weights[0].shape[0] // self._num_heads) ** -0.5
+        weights = [self._weights[f"{name}.weight"].float() for name in names]
+        biases = [self._weights[f"{name}.bias"].float() for name in names]
+        scale = (weights[0].shape[0] // self._encoder.num_heads) ** -0.5
         weights[0], biases[0] = weights[0] * scale, biases[0] * scale
         return make_linear(torch.cat(weights), torch.cat(biases), self._dtype)
 
     def _linear(self, name: str) -> Linear:
-        return make_linear(self._tensor(f"{name}.weight"), self._tensor(f"{name}.bias"), self._dtype)
+        return make_linear(self._weights[f"{name}.weight"], self._weights[f"{name}.bias"], self._dtype)
 
     def _norm(self, name: str) -> Norm:
-        weight, bias = self._tensor(f"{name}.weight"), self._tensor(f"{name}.bias")
-        return Norm(weight.float(), bias.float(), self._epsilon)
+        weight, bias = self._weights[f"{name}.weight"], self._weights[f"{name}.bias"]
+        return Norm(weight.float(), bias.float(), self._encoder.epsilon)
 
     def _distance_bias(self) -> Tensor | None:
-        """MPNet's addition to the scores, float32 [heads, M, M]."""
-        if self._family.distance_bias is None:
+        if self._encoder.distance_bias is None:
             return None
-        table = self._tensor(f"{self._family.distance_bias}.weight").float()  # [buckets, heads]
-        positions = torch.arange(self._max_tokens)
-        buckets = _distance_buckets(positions[None, :] - positions[:, None])
-        return table[buckets].permute(2, 0, 1).contiguous()
-
-    def _tensor(self, name: str) -> Tensor:
-        return self._weights[self._prefix + name]
-
-
-def _distance_buckets(distances: Tensor) -> Tensor:
-    """Key position minus query position → 0 … _NUM_BUCKETS - 1, half of them for each direction.
-
-    In each half, the first half of the buckets is for one distance each; the rest grow logarithmically up to 128, and
-    the last is for all beyond. Source: T5, section 2.1 of arXiv:1910.10683, as MPNet uses it.
-    """
-    per_direction = _NUM_BUCKETS // 2
-    num_exact = per_direction // 2
-    apart = distances.abs()
-    logarithmic = torch.log(apart.clamp(min=1).float() / num_exact) / np.log(_FARTHEST / num_exact)
-    coarse = (num_exact + (logarithmic * (per_direction - num_exact)).long()).clamp(max=per_direction - 1)
-    return torch.where(apart < num_exact, apart, coarse) + (distances > 0) * per_direction
-
-
-_NUM_BUCKETS = 32
-_FARTHEST = 128
-"""Tokens. transformers' MPNet has both fixed: relative_attention_num_buckets sizes the table, and is not asked."""
+        table = self._weights[f"{self._encoder.distance_bias}.weight"].float().numpy()
+        return torch.from_numpy(bias_of_distances(table, self._max_tokens))

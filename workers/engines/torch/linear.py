@@ -13,7 +13,7 @@ import torch
 from torch import Tensor, nn
 
 from vecd.workers.engines.torch.onednn import FloatKernels, Int8Kernels, float_kernels, int8_kernels
-from vecd.workers.processor import cpu_flags
+from vecd.workers.processor import cpu_flags, has_bfloat16
 
 Activation: TypeAlias = tuple[str, str]
 """oneDNN's post-operation and its algorithm."""
@@ -48,7 +48,7 @@ def type_between_layers(dtype: str) -> torch.dtype | None:
 
 def has_native_bfloat16() -> bool:
     """Whether the processor has instructions for bfloat16. oneDNN also emulates them, slower than float32."""
-    return bool(cpu_flags() & {"avx512_bf16", "amx_tile"}) and float_kernels(torch.bfloat16) is not None
+    return has_bfloat16() and float_kernels(torch.bfloat16) is not None
 
 
 def has_native_int8() -> bool:

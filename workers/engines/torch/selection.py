@@ -11,25 +11,24 @@ from dataclasses import replace
 
 import numpy as np
 import torch
-from numpy.typing import NDArray
 from transformers import PreTrainedModel
 
 from vecd.shm.card import ModelError, one_line
 from vecd.workers.config import WorkerConfig
-from vecd.workers.engine import PackedBatch, ReportProgress
+from vecd.workers.engine import Engine, ReportProgress
 from vecd.workers.engines.parity import all_probes, compare, vectors_of, vectors_one_by_one
+from vecd.workers.engines.references import Reference, recall_reference, remember_reference
 from vecd.workers.engines.selection_cache import Selection
 from vecd.workers.engines.torch import cuda
 from vecd.workers.engines.torch.build import PATHS, build_engine
-from vecd.workers.engines.torch.fused import NotFusible
 from vecd.workers.engines.torch.linear import has_native_bfloat16
 from vecd.workers.engines.torch.loading import is_stored_as_float32, load_model
-from vecd.workers.engines.torch.transformer import TransformerEngine
+from vecd.workers.families.description import NotDescribed
 
 log = logging.getLogger("vecd.selection")
 
 
-def select(config: WorkerConfig, report: ReportProgress) -> tuple[Selection, TransformerEngine]:
+def select(config: WorkerConfig, report: ReportProgress) -> tuple[Selection, Engine]:
     """Return the first engine whose vectors are the reference model's within bounds, and the record of it.
 
     The reference vectors are computed in float32. If the weights are stored in a shorter type, they are computed in the
@@ -62,21 +61,14 @@ class _Selector:
         self._model: PreTrainedModel | None = None
         self._loaded_dtype = ""
 
-    def select(self) -> tuple[Selection, TransformerEngine]:
+    def select(self) -> tuple[Selection, Engine]:
         config = self._config
         loadable = [dtype for dtype in self._dtypes if dtype != "int8"]
         reference_dtype = "float32" if is_stored_as_float32(config.card) else loadable[0]
-        self._report("loading the reference model")
-        probes = all_probes(config.card, sum(weight.numel() for weight in self._load(reference_dtype).parameters()))
-        self._report(f"embedding probes of up to {probes.lengths.max()} tokens with the reference model")
-        reference = self._reference_vectors(reference_dtype, probes)
-        if not np.isfinite(reference).all():
-            raise ModelError(
-                f"{config.card.folder}: the reference model's vectors in {reference_dtype} contain nan or infinity"
-            )
+        reference = self._reference(reference_dtype)
         for dtype, path in self._candidates(reference_dtype):
             self._report(f"comparing {path} {dtype} with the reference model")
-            found = self._try(dtype, path, probes, reference)
+            found = self._try(dtype, path, reference)
             if found is not None:
                 return found
         raise ModelError(f"{config.card.folder}: {'; '.join(self._warnings)}")
@@ -86,24 +78,37 @@ class _Selector:
             for path in PATHS[self._config.engine] if dtype != "int8" else ("fused",):
                 yield dtype, path
 
-    def _reference_vectors(self, dtype: str, probes: PackedBatch) -> NDArray[np.float32]:
+    def _reference(self, dtype: str) -> Reference:
+        """The remembered reference vectors, or those that the plain model gives now. Only float32 is remembered."""
+        remembered = recall_reference(self._config) if dtype == "float32" else None
+        if remembered is not None:
+            return remembered
+        card = self._config.card
+        self._report("loading the reference model")
+        probes = all_probes(card, sum(weight.numel() for weight in self._load(dtype).parameters()))
+        self._report(f"embedding probes of up to {probes.lengths.max()} tokens with the reference model")
         try:
             engine = build_engine(self._config, "padded", dtype, self._load)
-            return vectors_one_by_one(engine, probes, self._config.card.dim)
+            vectors = vectors_one_by_one(engine, probes, card.dim)
         except Exception as error:
-            raise ModelError(f"{self._config.card.folder}: the model cannot be run: {one_line(error)}") from error
+            raise ModelError(f"{card.folder}: the model cannot be run: {one_line(error)}") from error
+        if not np.isfinite(vectors).all():
+            raise ModelError(f"{card.folder}: the reference model's vectors in {dtype} contain nan or infinity")
+        reference = Reference(tuple(probes.lengths.tolist()), vectors)
+        if dtype == "float32":
+            remember_reference(self._config, reference)
+        return reference
 
-    def _try(
-        self, dtype: str, path: str, probes: PackedBatch, reference: NDArray[np.float32]
-    ) -> tuple[Selection, TransformerEngine] | None:
+    def _try(self, dtype: str, path: str, reference: Reference) -> tuple[Selection, Engine] | None:
         """The engine, if its vectors are within bounds. None if not; a warning may have been added."""
         try:
             engine = build_engine(self._config, path, dtype, self._load)
-            parity = compare(vectors_of(engine, probes, self._config.card.dim), reference)
+            card = self._config.card
+            parity = compare(vectors_of(engine, reference.probes(card), card.dim), reference.vectors)
         except ModelError:
             raise
-        except NotFusible as error:
-            # Without such a request nothing is wrong: most families have no fused path.
+        except NotDescribed as error:
+            # Without such a request nothing is wrong: no table describes most families.
             if self._config.engine == path or dtype == "int8":
                 self._refuse(dtype, path, one_line(error))
             return None
@@ -114,12 +119,7 @@ class _Selector:
             self._refuse(dtype, path, f"its vectors are not the reference model's: {parity}")
             return None
         log.info("%s %s agrees with the reference model: %s", path, dtype, parity)
-        figures = {
-            **parity.to_json(),
-            "probes": probes.lengths.size,
-            "longest_probe_tokens": int(probes.lengths.max()),
-        }
-        return Selection(path, dtype, figures, reference, self._warnings), engine
+        return Selection(path, dtype, reference.figures(parity), reference.vectors, self._warnings), engine
 
     def _refuse(self, dtype: str, path: str, why: str) -> None:
         self._warnings.append(f"{path} {dtype} is not used: {why}")

@@ -52,6 +52,9 @@ class TransformerEngine:
     def num_padding_tokens(self) -> int:
         return self._forward.num_padding_tokens
 
+    def use_threads(self, num_threads: int) -> None:
+        torch.set_num_threads(num_threads)
+
     def adopt(self, slots: Sequence[Rows]) -> None:
         warning = self._device.adopt(slots)
         if warning is not None:

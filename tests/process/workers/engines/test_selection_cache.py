@@ -17,7 +17,7 @@ from vecd.workers.engines.load import load_engine
 @pytest.fixture
 def config(checkpoint: Callable[..., Path], worker_config: Callable[..., WorkerConfig], tmp_path: Path) -> WorkerConfig:
     folder = shutil.copytree(checkpoint("bert"), tmp_path / "model")
-    return worker_config(folder, cache_folder=str(tmp_path / "cache"))
+    return worker_config(folder, engine="fused", cache_folder=str(tmp_path / "cache"))
 
 
 def test_a_remembered_fused_engine_needs_no_transformers(config: WorkerConfig) -> None:

@@ -468,13 +468,13 @@ def test_an_import_that_starts_a_thread_is_refused(tmp_path: Path) -> None:
 def test_the_real_model_through_the_slot(
     minilm_server: ForkServer, minilm_config: WorkerConfig, endpoint: Any, gateway: Any, as_message: Any
 ) -> None:
-    assert minilm_server.stages[0] == "loading the reference model"
+    assert minilm_server.stages == ["comparing lean float32 with the remembered reference vectors"]
     texts = ["A text-embedding server.", "x", "Ein zweiter, etwas längerer Text. " * 9]
     worker = minilm_server.fork(minilm_config, endpoint.address_fd)
     ready, stages = worker.until_ready()
     assert stages == [], "the engine was loaded before the fork"
     assert ready.warnings == []
-    assert ready.facts["path"] == "fused"
+    assert ready.facts["path"] == "lean"
     assert ready.facts["agreement"]["max_abs_diff"] < 1e-5
 
     folder = Path(minilm_config.card.folder)
@@ -502,7 +502,7 @@ def test_a_second_start_compares_nothing(minilm_server: ForkServer, minilm_confi
     again = ForkServer(modules_to_preload("bert", "auto"), config=minilm_config)
     try:
         again.until_ready()
-        assert again.stages == ["loading weights for fused float32"]
+        assert again.stages == ["loading weights for lean float32"]
         ready, _ = again.fork(minilm_config, endpoint.address_fd).until_ready()
         assert ready.facts["agreement"]["longest_probe_tokens"] == 256
     finally:
@@ -531,7 +531,7 @@ def test_without_a_shared_engine_a_worker_loads_its_own(
     worker = server.fork(worker_config(checkpoint("bert")), endpoint.address_fd)
     ready, stages = worker.until_ready()
     assert stages[0] == "loading the reference model"
-    assert ready.facts["path"] == "fused"
+    assert ready.facts["path"] == "lean"
     gateway.meet(worker.who)
     gateway.send(worker.who, as_message(BATCH))
     assert isinstance(gateway.receive(worker.who), Done)

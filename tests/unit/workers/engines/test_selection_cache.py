@@ -129,7 +129,7 @@ def stages_of_loading(config: WorkerConfig) -> list[str]:
 
 def test_a_second_load_takes_the_choice_of_the_first(config: WorkerConfig) -> None:
     assert len(stages_of_loading(config)) == 3
-    assert stages_of_loading(config) == ["loading weights for fused float32"]
+    assert stages_of_loading(config) == ["loading weights for lean float32"]
 
 
 @pytest.mark.parametrize(
@@ -147,7 +147,7 @@ def test_a_memory_that_is_wrong_is_made_anew(config: WorkerConfig, lie: dict[str
     changes = {"reference": -remembered.reference} if "reference" in lie else lie
     remember(config, replace(remembered, **changes))
     engine = load_engine(config, lambda stage: None)
-    assert engine.facts["path"] == "fused"
+    assert engine.facts["path"] == "lean"
     again = recall(config)
     assert again is not None
     assert again.to_json() == remembered.to_json()

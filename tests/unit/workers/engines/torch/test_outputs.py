@@ -44,7 +44,7 @@ def assert_same(found: NDArray[np.float32], expected: NDArray[np.float32]) -> No
     "outputs",
     [[VECTORS, RAW, TOKENS], [TOKENS, TOKENS, VECTORS], [RAW], [TOKENS], [VECTORS, RAW], [VECTORS]],
 )
-@pytest.mark.parametrize("path", ["fused", "packed", "padded", "unpadded"])
+@pytest.mark.parametrize("path", ["lean", "fused", "packed", "padded", "unpadded"])
 def test_rows_are_the_reference_s_on_every_path(
     path: str, outputs: list[int], checkpoint: Callable[..., Path], reference: Any, random_batch: Any
 ) -> None:
@@ -56,6 +56,7 @@ def test_rows_are_the_reference_s_on_every_path(
 @pytest.mark.parametrize(
     ("family", "path", "pooling"),
     [
+        ("mpnet", "lean", "mean"),
         ("xlm-roberta", "fused", "cls"),
         ("distilbert", "fused", "cls"),
         ("mpnet", "fused", "mean"),
@@ -120,7 +121,7 @@ def test_vectors_are_the_same_whatever_their_neighbours_ask_for(
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("path", ["fused", "packed", "padded"])
+@pytest.mark.parametrize("path", ["lean", "fused", "packed", "padded"])
 def test_the_real_model_s_states_and_its_vectors_before_the_norm(path: str, minilm: Path) -> None:
     """As `encode(output_value="token_embeddings")` gives them, and as transformers' model without any module behind."""
     model = SentenceTransformer(str(minilm), device="cpu", local_files_only=True)
@@ -139,7 +140,9 @@ def test_the_real_model_s_states_and_its_vectors_before_the_norm(path: str, mini
     np.testing.assert_allclose(vectors_of(engine, asking(batch, [RAW]), 384), np.concatenate(means), atol=1e-5)
 
 
-@pytest.mark.parametrize(("path", "num_padding_tokens"), [("fused", 1), ("packed", 0), ("padded", 4), ("unpadded", 0)])
+@pytest.mark.parametrize(
+    ("path", "num_padding_tokens"), [("lean", 0), ("fused", 1), ("packed", 0), ("padded", 4), ("unpadded", 0)]
+)
 def test_padding_is_counted(
     path: str, num_padding_tokens: int, checkpoint: Callable[..., Path], random_batch: Any
 ) -> None:

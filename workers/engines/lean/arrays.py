@@ -1,0 +1,69 @@
+"""A model's tensors by name, mapped from its safetensors files, as numpy arrays.
+
+Owns the mapping: nothing is read before it is used, all processes share the pages, and `release` gives the read ones
+back. Knows no architecture. Called by `vecd.workers.engines.lean`.
+
+A file must not be changed in place while it is mapped. To replace a model, write a new file and rename it.
+
+Source of the format: https://github.com/huggingface/safetensors, "Format": the length of the header as eight bytes, a
+JSON object with dtype, shape and data_offsets of each tensor, the data.
+"""
+
+import json
+import mmap
+from collections.abc import Iterable, Iterator, Mapping
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from vecd.workers.weights import read_header
+
+_NUMPY: dict[str, np.dtype[Any]] = {"F32": np.dtype("<f4"), "F16": np.dtype("<f2"), "BF16": np.dtype("<u2")}
+"""By the type's name in a header. numpy has no bfloat16; its bits are the upper half of a float32's."""
+
+
+class Arrays(Mapping[str, NDArray[np.float32]]):
+    """The floating-point tensors of some files. Values are float32: views of the file where it holds float32, otherwise
+    converted at each access."""
+
+    def __init__(self, paths: Iterable[Path]) -> None:
+        """Map the files. Raises ModelError for one that is not whole, FileNotFoundError for a missing one."""
+        self._maps: list[mmap.mmap] = []
+        self._stored: dict[str, tuple[str, NDArray[Any]]] = {}
+        for path in paths:
+            self._map(path)
+
+    def __getitem__(self, name: str) -> NDArray[np.float32]:
+        kind, array = self._stored[name]
+        if kind == "BF16":
+            return (array.astype("<u4") << np.uint32(16)).view("<f4")
+        return array.astype("<f4", copy=False)
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(self._stored)
+
+    def __len__(self) -> int:
+        return len(self._stored)
+
+    def release(self) -> None:
+        """Give back the memory of pages that have been read; an array's next access reads them again."""
+        for mapped in self._maps:
+            mapped.madvise(mmap.MADV_DONTNEED)
+
+    def _map(self, path: Path) -> None:
+        with path.open("rb") as file:
+            read_header(path)  # checks the offsets
+            mapped = mmap.mmap(file.fileno(), 0, prot=mmap.PROT_READ)
+        self._maps.append(mapped)
+        start = 8 + int.from_bytes(mapped[:8], "little")
+        header = json.loads(mapped[8:start])
+        for name, tensor in header.items():
+            dtype = _NUMPY.get(tensor.get("dtype"))
+            if dtype is None:  # the file's metadata, and tensors of whole numbers
+                continue
+            begin, end = tensor["data_offsets"]
+            count = (end - begin) // dtype.itemsize
+            array = np.frombuffer(mapped, dtype, count, start + begin).reshape(tensor["shape"])
+            self._stored[name] = tensor["dtype"], array

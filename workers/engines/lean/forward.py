@@ -1,0 +1,86 @@
+"""Runs the graph of a model in ONNX Runtime.
+
+Owns the session, the memory that it borrows, and the size of a pass. Called by `vecd.workers.engines.lean.engine`.
+
+A session of one thread starts no thread, so it works in every process that is forked afterwards, and all of them share
+its memory. A session of several threads must be made in the process that uses it, and has weights of its own.
+
+A large batch is computed in several passes: the values between layers then stay in the core's cache. Measured with
+all-MiniLM-L6-v2 on a core with AVX-512: 1,526 tokens of mixed lengths take 0.87 of the time if cut to 512 at a time.
+"""
+
+import os
+
+# Before the import: from 1.29 on the library sends figures about its use to its maker, from a thread of its own.
+os.environ["ORT_DISABLE_TELEMETRY"] = "1"
+
+from collections.abc import Mapping
+from pathlib import Path
+
+import numpy as np
+import onnxruntime
+from numpy.typing import NDArray
+
+from vecd.shm.card import ModelCard, ModelError, one_line
+from vecd.workers.engines.lean.arrays import Arrays
+from vecd.workers.engines.lean.graph import encoder_graph
+from vecd.workers.families.description import NotDescribed, describe
+from vecd.workers.layout import Layout
+from vecd.workers.weights import weight_files
+
+
+class LeanForward:
+    def __init__(self, card: ModelCard, num_threads: int = 1) -> None:
+        """Load the model of `card`. Raises NotDescribed for a family or a setting that no table describes, or for a
+        tensor under another name."""
+        try:
+            paths = [path.resolve() for path in weight_files(Path(card.weights_folder))]
+            arrays = Arrays(paths)
+            encoder = describe(card, arrays)
+            made = encoder_graph(encoder, arrays, card.max_tokens, paths[0].name)
+        except (OSError, ValueError, KeyError, TypeError, ModelError) as error:
+            # The plain model reads the same files and reports their faults.
+            raise NotDescribed(one_line(error)) from error
+        self._positions_after = encoder.positions_after
+        self._weights = {name: onnxruntime.OrtValue.ortvalue_from_numpy(array) for name, array in made.weights.items()}
+        self._session = _session(made.content, self._weights, str(paths[0].parent), num_threads)
+        # The session has laid out the products' weights anew, and never looks at these again.
+        self.converted_bytes = sum(made.weights[name].nbytes for name in made.products)
+        for name in made.products:
+            del self._weights[name]
+        self._borrowed = [array for name, array in made.weights.items() if name not in made.products]
+        arrays.release()
+
+    def __call__(self, layout: Layout) -> NDArray[np.float32]:
+        """The last layer's hidden states, [T, H], in the layout's order. Raises what the session raises."""
+        after = self._positions_after
+        positions = layout.offsets() if after is None else layout.positions_after(after)
+        runs = np.array([(run.start, run.count, run.length) for run in layout.runs], dtype=np.int64)
+        feeds = {
+            "token_ids": layout.token_ids,
+            "positions": positions,
+            "starts": runs[:, 0].copy(),
+            "counts": runs[:, 1].copy(),
+            "lengths": runs[:, 2].copy(),
+        }
+        [hidden] = self._session.run(None, feeds)
+        return hidden  # type: ignore[no-any-return]
+
+
+def _session(
+    content: bytes, weights: Mapping[str, "onnxruntime.OrtValue"], folder: str, num_threads: int
+) -> onnxruntime.InferenceSession:
+    options = onnxruntime.SessionOptions()
+    options.intra_op_num_threads = num_threads
+    options.inter_op_num_threads = 1
+    # The graph is written the way the optimizer would leave it; without it a session is there in half the time.
+    options.graph_optimization_level = onnxruntime.GraphOptimizationLevel.ORT_DISABLE_ALL
+    options.enable_mem_pattern = False  # a plan of the memory for every shape that ever came
+    options.log_severity_level = _ERROR
+    options.add_session_config_entry("session.model_external_initializers_file_folder_path", folder)
+    for name, value in weights.items():
+        options.add_initializer(name, value)
+    return onnxruntime.InferenceSession(content, options, providers=["CPUExecutionProvider"])
+
+
+_ERROR = 3

@@ -1,0 +1,138 @@
+"""Remembered vectors of reference models: what every engine on every processor has to give.
+
+Owns `Reference`, its file, and the places where one is found. The plain model computes it once, in float32 and with
+transformers (`vecd.workers.engines.torch.selection`). From then on an engine is compared with it without torch.
+Imports no torch. Called by `vecd.workers.engines.load` and by that module.
+
+A reference belongs to the content of a model's files, not to their place, so it can travel:
+
+    <model's folder>/vecd-reference.json        beside the model, written by `vecd check --remember`
+    <this package>/references/<digest>.json     of the models that come with vecd
+    <cache directory>/references/<digest>.json  of the models that were served here
+"""
+
+import base64
+import hashlib
+import json
+import logging
+import os
+import tempfile
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from vecd.shm.card import ModelCard
+from vecd.workers.config import WorkerConfig
+from vecd.workers.engine import PackedBatch
+from vecd.workers.engines.parity import Parity, random_batch
+from vecd.workers.weights import weight_files
+
+log = logging.getLogger("vecd.selection")
+
+FILE = "vecd-reference.json"
+_SHIPPED = Path(__file__).parent / "references"
+_FORMAT = 1
+
+
+@dataclass(frozen=True, slots=True)
+class Reference:
+    """The reference model's vectors of some probes."""
+
+    lengths: tuple[int, ...]
+    """Tokens of each probe; `vecd.workers.engines.parity.random_batch` gives their ids. Shape [P]."""
+    vectors: NDArray[np.float32]
+    """Shape [P, D]."""
+
+    def figures(self, parity: Parity) -> dict[str, Any]:
+        """The figures of a comparison with these vectors, as JSON values."""
+        return {**parity.to_json(), "probes": len(self.lengths), "longest_probe_tokens": max(self.lengths)}
+
+    def probes(self, card: ModelCard) -> PackedBatch:
+        return random_batch(card, self.lengths)
+
+
+def recall_reference(config: WorkerConfig) -> Reference | None:
+    """The remembered float32 vectors of the model of `config`; None if there are none."""
+    try:
+        digest = digest_of(config.card)
+    except (OSError, ValueError, KeyError):
+        return None
+    for path in _places(config, digest):
+        try:
+            return _read(path, digest, config.card.dim)
+        except (FileNotFoundError, NotADirectoryError):
+            continue
+        except (OSError, KeyError, TypeError, ValueError, RecursionError) as error:
+            log.warning("%s is not used: %s", path, error)
+    return None
+
+
+def remember_reference(config: WorkerConfig, reference: Reference) -> None:
+    """Write `reference` to the cache. If that fails, log a warning; it is then computed again."""
+    if not config.cache_folder:
+        return
+    try:
+        digest = digest_of(config.card)
+        write_reference(reference, digest, Path(config.cache_folder) / "references" / f"{digest}.json")
+    except OSError as error:
+        log.warning("the reference vectors cannot be remembered: %s", error)
+
+
+def write_reference(reference: Reference, digest: str, path: Path) -> None:
+    """Write by a rename, so no reader sees half a file. Raises OSError."""
+    fields = {
+        "format": _FORMAT,
+        "digest": digest,
+        "lengths": list(reference.lengths),
+        "vectors": base64.b64encode(reference.vectors.astype("<f4").tobytes()).decode(),
+    }
+    path.parent.mkdir(parents=True, exist_ok=True)
+    with tempfile.NamedTemporaryFile("w", dir=path.parent, prefix=".", delete=False) as file:
+        try:
+            json.dump(fields, file)
+            file.flush()
+            os.replace(file.name, path)
+        except OSError:
+            os.unlink(file.name)
+            raise
+
+
+def digest_of(card: ModelCard) -> str:
+    """Of all that a vector of token ids depends on: settings and weights, not names of folders. Reads all weights:
+    0.1 s for 100 MB. Raises OSError, ValueError or KeyError."""
+    facts = [card.model_type, card.max_tokens, card.vocab_size, list(card.pooling)]
+    facts += [[step.kind, step.in_dim, step.out_dim, step.bias, step.activation] for step in card.steps]
+    digest = hashlib.sha256(json.dumps(facts).encode())
+    for path in _files_of(card):
+        with path.open("rb") as file:
+            digest.update(hashlib.file_digest(file, "sha256").digest())
+    return digest.hexdigest()
+
+
+def _files_of(card: ModelCard) -> Iterator[Path]:
+    yield Path(card.weights_folder) / "config.json"
+    yield from weight_files(Path(card.weights_folder))
+    yield from (Path(card.folder) / step.path / "model.safetensors" for step in card.steps if step.path)
+
+
+def _places(config: WorkerConfig, digest: str) -> Iterator[Path]:
+    yield Path(config.card.folder) / FILE
+    yield _SHIPPED / f"{digest}.json"
+    if config.cache_folder:
+        yield Path(config.cache_folder) / "references" / f"{digest}.json"
+
+
+def _read(path: Path, digest: str, dim: int) -> Reference:
+    """Raises ValueError for a file of another model, and what a broken file raises."""
+    fields = json.loads(path.read_text())
+    if fields["format"] != _FORMAT:
+        raise ValueError(f"its format is {fields['format']}, and this version of vecd reads {_FORMAT}")
+    if fields["digest"] != digest:
+        raise ValueError("it belongs to a model with other weights or settings")
+    lengths = tuple(int(length) for length in fields["lengths"])
+    vectors = np.frombuffer(base64.b64decode(fields["vectors"]), dtype="<f4").reshape(len(lengths), dim)
+    return Reference(lengths, vectors.astype(np.float32))
