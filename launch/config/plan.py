@@ -101,6 +101,8 @@ def make_plan(settings: Settings) -> Plan:
     devices = _devices(settings.device)
     if settings.dtype == "int8" and (devices != ["cpu"] or settings.engine not in ("auto", "fused")):
         raise ConfigurationError(["--dtype: int8 given, which needs --device cpu and --engine auto or fused"])
+    if settings.engine == "lean" and (devices != ["cpu"] or settings.dtype not in ("auto", "float32")):
+        raise ConfigurationError(["--engine: lean given, which needs --device cpu and --dtype auto or float32"])
     gateway = _gateway_config(settings, name, card, devices, keys)
     workers = _worker_configs(settings, card, devices, gateway)
     # Last, because it opens a descriptor. For the gateway alone: the path differs from start to start, and workers

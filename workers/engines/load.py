@@ -89,7 +89,9 @@ def is_lean_wanted(config: WorkerConfig) -> bool:
     there is no other format."""
     if config.engine not in ("auto", "lean") or config.device != "cpu" or config.card.model_type not in FAMILIES:
         return False
-    return config.dtype == "float32" or (config.dtype == "auto" and not (has_bfloat16() and _has_torch()))
+    if config.engine == "lean" or config.dtype == "float32":
+        return True
+    return config.dtype == "auto" and not (has_bfloat16() and _has_torch())
 
 
 def _has_torch() -> bool:

@@ -41,7 +41,10 @@ def select(config: WorkerConfig, report: ReportProgress) -> tuple[Selection, Eng
 
 def dtypes_to_try(config: WorkerConfig) -> tuple[str, ...]:
     """The types to try, in order: the requested one; for "auto" the 16-bit type that the device computes natively,
-    then float32. int8 is followed by those of "auto", because only the fused path has int8."""
+    then float32. int8 is followed by those of "auto", because only the fused path has int8. The lean path has only
+    float32."""
+    if config.engine == "lean":
+        return ("float32",)
     if config.dtype == "int8":
         return ("int8", *dtypes_to_try(replace(config, dtype="auto")))
     if config.dtype != "auto":
@@ -76,7 +79,8 @@ class _Selector:
     def _candidates(self, reference_dtype: str) -> Iterator[tuple[str, str]]:
         for dtype in dict.fromkeys((*self._dtypes, reference_dtype)):
             for path in PATHS[self._config.engine] if dtype != "int8" else ("fused",):
-                yield dtype, path
+                if path != "lean" or dtype == "float32":
+                    yield dtype, path
 
     def _reference(self, dtype: str) -> Reference:
         """The remembered reference vectors, or those that the plain model gives now. Only float32 is remembered."""

@@ -41,6 +41,14 @@ def test_a_limit_of_what_is_split_needs_a_server_that_splits(minilm_folder: Path
         make_plan(load_settings(flags))
 
 
+@pytest.mark.parametrize("dtype", ["bfloat16", "float16", "int8"])
+def test_the_lean_engine_computes_float32(dtype: str, minilm_folder: Path) -> None:
+    flags = [str(minilm_folder), "--device", "cpu", "--engine", "lean"]
+    assert make_plan(load_settings(flags)).workers[0].engine == "lean"
+    with pytest.raises(ConfigurationError, match=f"{dtype if dtype == 'int8' else 'lean'} given, which needs"):
+        make_plan(load_settings([*flags, "--dtype", dtype]))
+
+
 def test_what_has_no_room_in_a_row_needs_none(minilm_folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     card = replace(read_card(minilm_folder), max_tokens=8192, dim=128)
     monkeypatch.setattr(plan, "read_card", lambda folder: card)

@@ -90,7 +90,7 @@ def test_vectors_that_the_lean_engine_does_not_give_are_not_taken(config: Worker
         ({"dtype": "bfloat16"}, True, True, False),
         ({"dtype": "int8"}, False, True, False),
         ({"engine": "fused"}, False, True, False),
-        ({"engine": "lean"}, False, True, True),
+        ({"engine": "lean", "dtype": "auto"}, True, True, True),
         ({"device": "cuda:0"}, False, True, False),
     ],
 )
