@@ -42,7 +42,8 @@ def environment(tmp_path_factory) -> Path:
     install = [*pip, "--python", str(venv / "bin" / "python"), "install", "--no-deps"]
     subprocess.run([*install, *wheels], check=True, timeout=_TIMEOUT_S)
     [packages] = (venv / "lib").glob("python*/site-packages")
-    (packages / "required.pth").write_text(sysconfig.get_path("purelib") + "\n")
+    # As a site, because its own .pth files may name a torch elsewhere.
+    (packages / "required.pth").write_text(f"import site; site.addsitedir({sysconfig.get_path('purelib')!r})\n")
     return venv
 
 
