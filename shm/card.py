@@ -3,11 +3,12 @@
 Owns the reading of `config.json`, `modules.json` and the sentence-transformers files beside them, and the refusal
 of folders that cannot be served. Reads no weights and imports no torch, so the supervisor can call it first and report
 a broken folder in one line before any process starts. Sources of the formats: the files themselves as
-saved by sentence-transformers 2 to 6 (`modules.json`, `*_Pooling/config.json`, `*_Dense/config.json`).
+saved by sentence-transformers 2 to 6 (`modules.json`, `*_Pooling/config.json`, `*_Dense/config.json`), and for static
+embeddings the code of sentence-transformers 5 (StaticEmbedding) and of Model2Vec 0.10.
 """
 
 import json
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
@@ -108,6 +109,9 @@ class ModelCard:
     """The size of all files of weights, including those of modules behind the first."""
     tokenizer_file: str = ""
     """Absolute path of the fast tokenizer's file; empty until `vecd.launch.config.plan` has converted it."""
+    ignored_ids: tuple[int, ...] = ()
+    """Of static embeddings alone: token ids that have no row in the table and do not count in the mean. The last one,
+    vocab_size - 1, stands for a text without tokens, because a sequence has at least one."""
 
     def to_json(self) -> dict[str, Any]:
         return asdict(self)
@@ -115,7 +119,7 @@ class ModelCard:
     @classmethod
     def from_json(cls, fields: Mapping[str, Any]) -> "ModelCard":
         steps = tuple(Step(**step) for step in fields["steps"])
-        tuples = {name: tuple(fields[name]) for name in ("pooling", "matryoshka_dims")}
+        tuples = {name: tuple(fields[name]) for name in ("pooling", "matryoshka_dims", "ignored_ids")}
         prompts = tuple((name, text) for name, text in fields["prompts"])
         return cls(**{**fields, **tuples, "steps": steps, "prompts": prompts})
 
@@ -123,6 +127,11 @@ class ModelCard:
     def is_normalized(self) -> bool:
         """Whether the model's last step normalizes vectors to length 1."""
         return bool(self.steps) and self.steps[-1].kind == "normalize"
+
+    @property
+    def is_static(self) -> bool:
+        """Whether the model is a table with a row per token, and no transformer."""
+        return bool(self.ignored_ids)
 
 
 def read_card(folder: Path) -> ModelCard:
@@ -135,6 +144,8 @@ def read_card(folder: Path) -> ModelCard:
         raise ModelError(f"{folder}: no such folder")
     folder = folder.resolve()
     transformer, *modules = _read_modules(folder)
+    if transformer.kind == "StaticEmbedding":
+        return _read_static(folder, transformer, modules)
     weights_folder = folder / transformer.path
     config = _read_config(weights_folder)
     _check_files(weights_folder)
@@ -148,13 +159,7 @@ def read_card(folder: Path) -> ModelCard:
     pools_prompt = True
     if modules:
         pooling, pools_prompt = _read_pooling(folder / modules[0].path / "config.json", prompt)
-    dim = hidden_size * len(pooling)
-    steps: list[Step] = []
-    for module in modules[1:]:
-        step = _read_step(folder, module, dim)
-        if step is not None:
-            steps.append(step)
-            dim = step.out_dim or dim
+    steps, dim = _read_steps(folder, modules[1:], hidden_size * len(pooling))
     weights += [folder / step.path / "model.safetensors" for step in steps if step.path]
     matryoshka_dims = _matryoshka_dims(config, dim, weights_folder / "config.json")
     return ModelCard(
@@ -166,7 +171,7 @@ def read_card(folder: Path) -> ModelCard:
         max_tokens=_max_tokens(weights_folder, config, sentence_bert),
         vocab_size=_positive(config, ("vocab_size",), weights_folder / "config.json"),
         pooling=pooling,
-        steps=tuple(steps),
+        steps=steps,
         lowercase=bool(sentence_bert.get("do_lower_case", False)),
         prompt=prompt,
         prompts=prompts,
@@ -308,8 +313,11 @@ class _Module:
 
 
 def _read_modules(folder: Path) -> list[_Module]:
-    """The chain of modules: a Transformer, a Pooling, then steps. A plain transformers model has only the first."""
+    """The chain of modules: a Transformer and a Pooling, or a StaticEmbedding, then steps. A plain transformers model
+    has only the first. A folder of Model2Vec's is a chain of its own: see `_MODEL2VEC`."""
     path = folder / "modules.json"
+    if _read_optional(folder / "config.json").get("model_type") == _MODEL2VEC:
+        return [_Module("StaticEmbedding", "")]
     if not path.exists():
         return [_Module("Transformer", "")]
     modules = _read(path)
@@ -317,6 +325,8 @@ def _read_modules(folder: Path) -> list[_Module]:
         raise ModelError(f"{path}: must be a list of modules")
     chain = [_read_module(path, module) for module in modules]
     kinds = [module.kind for module in chain]
+    if kinds[:1] == ["StaticEmbedding"]:
+        return chain
     if kinds[:2] != ["Transformer", "Pooling"]:
         raise ModelError(f"{path}: must begin with Transformer and Pooling, begins with {kinds[:2]}")
     for kind in ("Transformer", "Pooling"):
@@ -361,6 +371,17 @@ def _read_pooling(path: Path, default_prompt: str) -> tuple[tuple[str, ...], boo
     if not pools_prompt and default_prompt:
         raise ModelError(f"{path}: include_prompt=false together with a default prompt is not supported")
     return tuple(modes), pools_prompt
+
+
+def _read_steps(folder: Path, modules: list[_Module], dim: int) -> tuple[tuple[Step, ...], int]:
+    """The steps behind a pooled vector of `dim` floats, and the number of floats behind them."""
+    steps: list[Step] = []
+    for module in modules:
+        step = _read_step(folder, module, dim)
+        if step is not None:
+            steps.append(step)
+            dim = step.out_dim or dim
+    return tuple(steps), dim
 
 
 def _read_step(folder: Path, module: _Module, in_dim: int) -> Step | None:
@@ -466,3 +487,108 @@ def _matryoshka_dims(config: Mapping[str, Any], dim: int, path: Path) -> tuple[i
     if not isinstance(dims, list) or not all(type(number) is int and 1 <= number <= dim for number in dims):
         raise ModelError(f"{path}: matryoshka_dimensions must be a list of whole numbers from 1 to {dim}")
     return tuple(sorted(set(dims)))
+
+
+# --- static embeddings ------------------------------------------------------------------------------------------
+
+_MODEL2VEC = "model2vec"
+"""The model_type of Model2Vec's folders. Their modules.json names a StaticEmbedding too, with which
+sentence-transformers reads them almost as Model2Vec does: it keeps unknown tokens and texts of any length. They are
+served as Model2Vec itself does."""
+
+_MODEL2VEC_MAX_TOKENS = 512
+"""Its default."""
+
+_STATIC_MAX_TOKENS = 2**15
+"""A mean of rows has no limit of positions. But the gateway keeps the tokens of an input in memory, and a batch holds
+all tokens of a sequence: so these models get the longest text that usual transformers with long contexts have."""
+
+
+def _read_static(folder: Path, table: _Module, modules: list[_Module]) -> ModelCard:
+    """The card of a table of rows with its tokenizer."""
+    weights_folder = folder / table.path
+    tokenizer_file = weights_folder / "tokenizer.json"
+    weights = _single_file(weights_folder)
+    num_tokens, hidden_size = _table_shape(weights)
+    tokenizer = _read_object(tokenizer_file)
+    try:
+        num_ids, unknown_ids = 1 + max(_ids_of(tokenizer), default=-1), tuple(_unknown_ids(tokenizer))
+        truncated_to = (tokenizer.get("truncation") or {}).get("max_length")
+    except (TypeError, ValueError, AttributeError, LookupError) as error:
+        raise ModelError(f"{tokenizer_file}: not a tokenizer: {error}") from None
+    if num_ids > num_tokens:
+        raise ModelError(f"{tokenizer_file}: has {num_ids} tokens, and {weights.name} has rows for {num_tokens}")
+    config = _read_optional(weights_folder / "config.json")
+    prompt, prompts = _read_prompts(folder)
+    if config.get("model_type") == _MODEL2VEC:
+        model_type, max_tokens = _MODEL2VEC, config.get("max_length", _MODEL2VEC_MAX_TOKENS)
+        steps, dim = (Step("normalize"),) * bool(config.get("normalize")), hidden_size
+        ignored_ids = unknown_ids
+    else:
+        model_type, max_tokens = "static", truncated_to
+        steps, dim = _read_steps(folder, modules, hidden_size)
+        ignored_ids = ()
+    matryoshka_dims = _matryoshka_dims(config, dim, weights_folder / "config.json")
+    return ModelCard(
+        folder=str(folder),
+        weights_folder=str(weights_folder),
+        model_type=model_type,
+        hidden_size=hidden_size,
+        dim=dim,
+        max_tokens=max_tokens if isinstance(max_tokens, int) and max_tokens > 0 else _STATIC_MAX_TOKENS,
+        vocab_size=num_tokens + 1,
+        pooling=("mean",),
+        steps=steps,
+        lowercase=False,
+        prompt=prompt,
+        prompts=prompts,
+        is_matryoshka=bool(matryoshka_dims),
+        matryoshka_dims=matryoshka_dims,
+        weights_bytes=sum(
+            path.stat().st_size
+            for path in (weights, *(folder / step.path / "model.safetensors" for step in steps if step.path))
+        ),
+        tokenizer_file=str(tokenizer_file),
+        ignored_ids=(*ignored_ids, num_tokens),
+    )
+
+
+TABLES = ("embedding.weight", "embeddings")
+"""Names of the table: StaticEmbedding's, and Model2Vec's, which StaticEmbedding reads as well."""
+
+
+def _table_shape(path: Path) -> tuple[int, int]:
+    """How many token ids have a row, and the floats of each. Reads the header alone. Source of the format:
+    https://github.com/huggingface/safetensors, "Format"."""
+    try:
+        with path.open("rb") as file:
+            size = int.from_bytes(file.read(8), "little")
+            header = json.loads(file.read(min(size, path.stat().st_size)))
+        table = next(header[name]["shape"] for name in TABLES if name in header)
+        ids = header["mapping"]["shape"] if "mapping" in header else table
+        num_tokens, hidden_size = int(ids[0]), int(table[1])
+    except StopIteration:
+        raise ModelError(f"{path}: has no table of embeddings ({' or '.join(TABLES)})") from None
+    except (OSError, ValueError, TypeError, LookupError, RecursionError) as error:
+        raise ModelError(f"{path}: cannot be read: {error}") from None
+    if num_tokens < 1 or hidden_size < 1:
+        raise ModelError(f"{path}: cannot be read: the table of embeddings is empty")
+    return num_tokens, hidden_size
+
+
+def _ids_of(tokenizer: Mapping[str, Any]) -> Iterator[int]:
+    """The ids of a fast tokenizer's tokens. Unigram has a list of pieces, other models an object of ids."""
+    vocab = (tokenizer.get("model") or {}).get("vocab") or {}
+    yield from range(len(vocab)) if isinstance(vocab, list) else vocab.values()
+    yield from (token["id"] for token in tokenizer.get("added_tokens") or ())
+
+
+def _unknown_ids(tokenizer: Mapping[str, Any]) -> Iterator[int]:
+    """The id of the unknown token, which Model2Vec drops; none if the tokenizer has none."""
+    model = tokenizer.get("model") or {}
+    unknown = model.get("unk_id")
+    if (token := model.get("unk_token")) is not None:
+        added = {token["content"]: token["id"] for token in tokenizer.get("added_tokens") or ()}
+        unknown = {**model.get("vocab", {}), **added}.get(token)
+    if unknown is not None:
+        yield unknown

@@ -26,6 +26,7 @@ from typing import TypeGuard, cast
 import tokenizers
 from tokenizers.normalizers import Lowercase
 from tokenizers.normalizers import Sequence as NormalizerSequence
+from tokenizers.processors import TemplateProcessing
 
 from vecd.gateway.tokenization import cl100k
 from vecd.gateway.tokenization.fair_pool import Threads
@@ -112,6 +113,8 @@ class Tokenizer:
         """A caller may shorten a longer list, but must keep its first `max_ids`, at least one more, and its last
         few."""
         self._prompt = card.prompt
+        self._no_tokens = [card.vocab_size - 1] if card.is_static else []
+        """The sequence of a text without tokens, if the model has a vector for it."""
         self._overflow = overflow
         self._max_embed_len = max_embed_len
         self._template = _template_of(self._tokenizer)
@@ -262,6 +265,8 @@ class Tokenizer:
                 item = truncation.beginning(own, source)
             else:
                 item = yield from self._take_long_text(text, index, truncation, source)
+            if not item.num_tokens and self._no_tokens:
+                item = truncation.whole(self._no_tokens, source)
             if not item.num_tokens:
                 raise BadRequest(f"'input[{index}]' has no tokens, at least 1 is needed", param="input")
             tokenized.append(item)
@@ -388,7 +393,8 @@ def _cost(inputs: Sequence[str | TokenIds], prompt: str) -> int:
 
 
 def _read_tokenizer(card: ModelCard, *, literal_special_tokens: bool) -> tokenizers.Tokenizer:
-    """Read a tokenizer that neither truncates nor pads. Raises ModelError."""
+    """Read a tokenizer that neither truncates nor pads, and for static embeddings adds no special tokens. Raises
+    ModelError."""
     path = Path(card.tokenizer_file)
     try:
         tokenizer = tokenizers.Tokenizer.from_file(str(path))
@@ -397,6 +403,9 @@ def _read_tokenizer(card: ModelCard, *, literal_special_tokens: bool) -> tokeniz
     tokenizer.no_padding()
     tokenizer.no_truncation()
     tokenizer.encode_special_tokens = literal_special_tokens
+    if card.is_static:
+        # Their tokens are taken without special ones, which the file may still name.
+        tokenizer.post_processor = TemplateProcessing(single="$A", pair="$A $B")
     if card.lowercase:
         others = [] if tokenizer.normalizer is None else [tokenizer.normalizer]
         tokenizer.normalizer = NormalizerSequence([Lowercase(), *others])

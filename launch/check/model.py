@@ -30,7 +30,8 @@ _EXPORT = (
 
 def describe(card: ModelCard, name: str) -> Model:
     """The facts of a model. Raises ModelError for weights that are not whole, or lack a tensor that the index names."""
-    config: dict[str, Any] = json.loads((Path(card.weights_folder) / "config.json").read_text(encoding="utf-8"))
+    path = Path(card.weights_folder) / "config.json"  # static embeddings need none
+    config: dict[str, Any] = json.loads(path.read_text(encoding="utf-8")) if path.is_file() else {}
     architectures = config.get("architectures")
     elements: Counter[str] = Counter()
     for path in _weights_files(card):
@@ -108,7 +109,7 @@ _OTHER_PURPOSES = (
 def purpose(model: Model) -> tuple[list[Problem], list[str]]:
     """Problems and warnings for a model whose files do not say that it embeds texts. `vecd serve` would serve it, but
     its vectors would mean little."""
-    if (Path(model.folder) / "modules.json").is_file():
+    if (Path(model.folder) / "modules.json").is_file() or model.model_type == "model2vec":
         return [], []
     for suffixes, fault, suggestion in _OTHER_PURPOSES:
         if model.architecture.endswith(suffixes):

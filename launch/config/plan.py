@@ -91,14 +91,15 @@ def make_plan(settings: Settings) -> Plan:
     folder, name = _find_model(settings)
     model_files = _files_in(folder)
     card = read_card(folder)
-    refuse_unknown(card)
+    if not card.is_static:
+        refuse_unknown(card)
     if settings.max_tokens is not None and settings.max_tokens > card.max_tokens:
         raise ConfigurationError(
             [f"--max-tokens: {settings.max_tokens} given, the model takes at most {card.max_tokens}"]
         )
     if settings.max_embed_len is not None and settings.overflow != "chunk":
         raise ConfigurationError(["--max-embed-len: given without --overflow chunk; it limits what that splits"])
-    devices = _devices(settings.device)
+    devices = _devices_of_static(settings) if card.is_static else _devices(settings.device)
     if settings.dtype == "int8" and (devices != ["cpu"] or settings.engine not in ("auto", "fused")):
         raise ConfigurationError(["--dtype: int8 given, which needs --device cpu and --engine auto or fused"])
     if settings.engine == "lean" and (devices != ["cpu"] or settings.dtype not in ("auto", "float32")):
@@ -268,6 +269,18 @@ def _devices(wanted: str) -> list[str]:
     if wanted == "cpu" or not (gpus and has_cuda_build):
         return ["cpu"]
     return [f"cuda:{index}" for index in range(gpus)]
+
+
+def _devices_of_static(settings: Settings) -> list[str]:
+    """The processor: gathering rows costs less than a transfer. Raises ConfigurationError for settings that ask for
+    something else."""
+    if settings.device == "cuda":
+        raise ConfigurationError(["--device: cuda given, but static embeddings are computed on the processor"])
+    if settings.engine not in ("auto", "dummy"):
+        raise ConfigurationError(
+            [f"--engine: {settings.engine} given, but static embeddings have an engine of their own"]
+        )
+    return ["cpu"]
 
 
 def num_visible_gpus(dev: Path = Path("/dev")) -> int:

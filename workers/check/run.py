@@ -144,6 +144,8 @@ def _describe_path(config: WorkerConfig, engine: Engine) -> dict[str, Any]:
 def _why_path(config: WorkerConfig, path: str, dtype: str) -> str:
     if config.engine != "auto":
         return f"--engine {config.engine} was given"
+    if path == "static":
+        return "static: the model is a table of rows, which has one engine"
     if path == "lean":
         return f"lean: the family {config.card.model_type} has it, and it agrees with the reference model"
     if path == "fused" and dtype != "float32":
@@ -197,9 +199,17 @@ def _compare(order: Order, engine: Engine, path: dict[str, Any], report: ReportP
     ours = run(lambda: embed(engine, order.sequences, card.dim), f"embedding {len(order.texts)} texts")
     if not np.isfinite(ours).all():
         raise ModelError(f"{card.folder}: the vectors of some texts contain nan or infinity")
-    dtype, on_cpu = _reference_dtype(order, path), replace(config, device="cpu")
-    theirs = run(lambda: reference_model_vectors(on_cpu, dtype, order.sequences), "comparing with the reference model")
-    agreements, not_compared = [comparison(f"the reference model in {dtype}", theirs)], []
+    agreements: list[dict[str, Any]] = []
+    not_compared: list[str] = []
+    if not card.is_static:
+        dtype, on_cpu = _reference_dtype(order, path), replace(config, device="cpu")
+        theirs = run(
+            lambda: reference_model_vectors(on_cpu, dtype, order.sequences), "comparing with the reference model"
+        )
+        agreements.append(comparison(f"the reference model in {dtype}", theirs))
+    elif card.model_type == "model2vec":
+        not_compared.append("not compared with sentence-transformers, which keeps unknown tokens; Model2Vec drops them")
+        return {"agreements": agreements, "not_compared": not_compared}
     name = "sentence-transformers"
     try:
         name = f"{name} {importlib.metadata.version(name)}"

@@ -68,7 +68,9 @@ def sentence_transformers_vectors(folder: str, max_tokens: int, texts: Sequence[
     model = SentenceTransformer(
         folder, device="cpu", local_files_only=True, trust_remote_code=False, model_kwargs={"dtype": torch.float32}
     )
-    model.max_seq_length = max_tokens
+    model.float()  # StaticEmbedding ignores the type
+    if hasattr(model[0], "auto_model"):  # StaticEmbedding takes texts of any length
+        model.max_seq_length = max_tokens
     vectors = model.encode(list(texts), batch_size=1, convert_to_numpy=True, show_progress_bar=False)
     if vectors.shape[1] != dim:
         raise ModelError(f"its vectors have {vectors.shape[1]} dimensions, vecd's {dim}")

@@ -48,6 +48,8 @@ def load_engine(
         report("making a dummy engine")
         card = config.card
         return DummyEngine(card.dim, card.hidden_size, is_normalized=card.is_normalized)
+    if config.card.is_static:
+        return _load_static(config, report)
     if config.device.startswith("cuda"):
         from vecd.workers.engines.torch import cuda
 
@@ -78,6 +80,8 @@ def load_engine(
 def expected_path(config: WorkerConfig) -> str | None:
     """The path of the engine that `load_engine` will give, if nothing has changed; None if it has to compare engines
     first. Never raises for a model that cannot be loaded."""
+    if config.card.is_static:
+        return "static"
     selection = recall(config)
     if selection is not None:
         return selection.path
@@ -92,6 +96,18 @@ def is_lean_wanted(config: WorkerConfig) -> bool:
     if config.engine == "lean" or config.dtype == "float32":
         return True
     return config.dtype == "auto" and not (has_bfloat16() and _has_torch())
+
+
+def _load_static(config: WorkerConfig, report: ReportProgress) -> Engine:
+    """A mean of rows has nothing to select: one engine, on the processor, in float32."""
+    from vecd.workers.engines.static import StaticEngine
+
+    report("mapping the table of embeddings")
+    engine = StaticEngine(config.card)
+    engine.facts[LOAD_TOKENS_PER_S] = _tokens_per_s(config, engine)
+    if config.dtype not in ("auto", "float32"):
+        engine.warnings.append(f"{config.dtype} is not available: static embeddings are computed in float32")
+    return engine
 
 
 def _has_torch() -> bool:

@@ -23,29 +23,47 @@ from vecd.workers.weights import read_header
 _NUMPY: dict[str, np.dtype[Any]] = {"F32": np.dtype("<f4"), "F16": np.dtype("<f2"), "BF16": np.dtype("<u2")}
 """By the type's name in a header. numpy has no bfloat16; its bits are the upper half of a float32's."""
 
+_OTHERS: dict[str, np.dtype[Any]] = {
+    "F64": np.dtype("<f8"), "I8": np.dtype("i1"), "I16": np.dtype("<i2"), "I32": np.dtype("<i4"), "I64": np.dtype("<i8")
+}  # fmt: skip
+"""Types that no layer of a transformer is stored in, for `rows` and `whole_numbers` alone."""
+
 
 class Arrays(Mapping[str, NDArray[np.float32]]):
     """The floating-point tensors of some files. Values are float32: views of the file where it holds float32, otherwise
-    converted at each access."""
+    converted at each access. Tables of rows may also hold other types: see `rows`."""
 
     def __init__(self, paths: Iterable[Path]) -> None:
         """Map the files. Raises ModelError for one that is not whole, FileNotFoundError for a missing one."""
         self._maps: list[mmap.mmap] = []
         self._stored: dict[str, tuple[str, NDArray[Any]]] = {}
+        self._others: dict[str, tuple[str, NDArray[Any]]] = {}
         for path in paths:
             self._map(path)
 
     def __getitem__(self, name: str) -> NDArray[np.float32]:
-        kind, array = self._stored[name]
-        if kind == "BF16":
-            return (array.astype("<u4") << np.uint32(16)).view("<f4")
-        return array.astype("<f4", copy=False)
+        return _as_float32(*self._stored[name])
 
     def __iter__(self) -> Iterator[str]:
         return iter(self._stored)
 
     def __len__(self) -> int:
         return len(self._stored)
+
+    def rows(self, name: str, at: NDArray[np.int64]) -> NDArray[np.float32]:
+        """The elements `at` of a tensor's first dimension, float32 [len(at), …]: only these are converted. Whole
+        numbers are taken as they are. Raises KeyError, and IndexError outside the tensor."""
+        kind, array = self._stored.get(name) or self._others[name]
+        return _as_float32(kind, array[at])
+
+    def shape(self, name: str) -> tuple[int, ...] | None:
+        """Of a tensor of any type; None if there is none of this name."""
+        found = self._stored.get(name) or self._others.get(name)
+        return None if found is None else found[1].shape
+
+    def whole_numbers(self, name: str) -> NDArray[np.int64]:
+        """A copy of a tensor of whole numbers. Raises KeyError."""
+        return self._others[name][1].astype(np.int64)
 
     def release(self) -> None:
         """Give back the memory of pages that have been read; an array's next access reads them again."""
@@ -60,10 +78,17 @@ class Arrays(Mapping[str, NDArray[np.float32]]):
         start = 8 + int.from_bytes(mapped[:8], "little")
         header = json.loads(mapped[8:start])
         for name, tensor in header.items():
-            dtype = _NUMPY.get(tensor.get("dtype"))
-            if dtype is None:  # the file's metadata, and tensors of whole numbers
+            kind = tensor.get("dtype")
+            dtype = _NUMPY.get(kind, _OTHERS.get(kind))
+            if dtype is None:  # the file's metadata, and types that no model needs
                 continue
             begin, end = tensor["data_offsets"]
             count = (end - begin) // dtype.itemsize
             array = np.frombuffer(mapped, dtype, count, start + begin).reshape(tensor["shape"])
-            self._stored[name] = tensor["dtype"], array
+            (self._stored if kind in _NUMPY else self._others)[name] = kind, array
+
+
+def _as_float32(kind: str, array: NDArray[Any]) -> NDArray[np.float32]:
+    if kind == "BF16":
+        return (array.astype("<u4") << np.uint32(16)).view("<f4")
+    return array.astype("<f4", copy=False)

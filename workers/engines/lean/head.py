@@ -80,17 +80,20 @@ class LeanHead:
 
     def __init__(self, modes: Sequence[str], steps: Sequence[Callable[[Floats], Floats]]) -> None:
         self._modes = modes
-        self._is_normalized = bool(steps) and steps[-1] is normalize
-        self._steps = steps[:-1] if self._is_normalized else steps
+        self.is_normalized = bool(steps) and steps[-1] is normalize
+        self._steps = steps[:-1] if self.is_normalized else steps
 
     def __call__(self, hidden: Floats, runs: Sequence[Run]) -> Floats:
         """Hidden states [T, H] → vectors [B, D], in the order of the runs."""
         vectors = self.unnormalized(hidden, runs)
-        return normalize(vectors) if self._is_normalized else vectors
+        return normalize(vectors) if self.is_normalized else vectors
 
     def unnormalized(self, hidden: Floats, runs: Sequence[Run]) -> Floats:
         """Like the call, without the last step if that is to normalize."""
-        vectors = np.concatenate([_pool(hidden, run, self._modes) for run in runs])
+        return self.after_pooling(np.concatenate([_pool(hidden, run, self._modes) for run in runs]))
+
+    def after_pooling(self, vectors: Floats) -> Floats:
+        """Apply the steps to pooled vectors [B, …], without the last one if that is to normalize."""
         for step in self._steps:
             vectors = step(vectors)
         return vectors

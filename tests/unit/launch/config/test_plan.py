@@ -1,12 +1,16 @@
 """What a plan makes of a model and settings."""
 
 import importlib.metadata
+import shutil
 from dataclasses import replace
 from pathlib import Path
 
+import numpy as np
 import pytest
+from safetensors.numpy import save_file
 
 from vecd.launch.base.exit_codes import ConfigurationError
+from vecd.launch.check.model import describe, purpose
 from vecd.launch.config import plan
 from vecd.launch.config.plan import make_plan, num_visible_gpus
 from vecd.launch.config.settings import load_settings
@@ -109,3 +113,22 @@ def test_without_a_gpu_or_the_build_for_it_the_processor_is_used(
     assert {worker.device for worker in make_plan(load_settings([str(minilm_folder)])).workers} == {"cpu"}
     with pytest.raises(ConfigurationError, match=why):
         make_plan(load_settings([str(minilm_folder), "--device", "cuda"]))
+
+
+@pytest.mark.parametrize("dev_has_gpu", [True, False])
+def test_static_embeddings_are_computed_on_the_processor(
+    dev_has_gpu: bool, minilm_folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    save_file({"embeddings": np.zeros((30522, 4), np.float16)}, tmp_path / "model.safetensors")
+    shutil.copy(minilm_folder / "tokenizer.json", tmp_path)
+    (tmp_path / "config.json").write_text('{"model_type": "model2vec", "normalize": true}')
+    monkeypatch.setattr(plan, "num_visible_gpus", lambda: int(dev_has_gpu))
+    made = make_plan(load_settings([str(tmp_path), "--workers", "2"]))
+    assert {worker.device for worker in made.workers} == {"cpu"}
+    assert (made.gateway.compute_type, made.gateway.card.is_static) == ("cpu", True)
+    with pytest.raises(ConfigurationError, match="--device: cuda given"):
+        make_plan(load_settings([str(tmp_path), "--device", "cuda"]))
+    with pytest.raises(ConfigurationError, match="--engine: packed given"):
+        make_plan(load_settings([str(tmp_path), "--engine", "packed"]))
+    model = describe(made.card, "table")
+    assert (model.num_parameters, model.architecture, purpose(model)) == (30522 * 4, "", ([], []))
