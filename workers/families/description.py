@@ -56,6 +56,8 @@ class EncoderSpec:
     types: str | None
     """Every token has type 0, as in a single sentence. None: the family has no types."""
     embedding_norm: str
+    projection: str | None
+    """ELECTRA's, from the tables' width to the layers', after the norm; None: the widths are the same."""
     positions_after: int | None
     """The padding id after which positions begin; None: positions begin at 0."""
     distance_bias: str | None
@@ -78,6 +80,7 @@ def describe(card: ModelCard, names: Collection[str]) -> EncoderSpec:
     _refuse_other_computations(family, config)
     prefix = _prefix(family, names)
     epsilon, after = family.norm_epsilon, family.positions_after
+    projection = None if family.projection is None else prefix + family.projection
     return EncoderSpec(
         num_heads=int(config[family.num_heads]),
         epsilon=float(config[epsilon]) if isinstance(epsilon, str) else epsilon,
@@ -86,6 +89,7 @@ def describe(card: ModelCard, names: Collection[str]) -> EncoderSpec:
         positions=f"{prefix}embeddings.position_embeddings",
         types=f"{prefix}embeddings.token_type_embeddings" if family.has_token_types else None,
         embedding_norm=f"{prefix}embeddings.LayerNorm",
+        projection=projection if f"{projection}.weight" in names else None,
         positions_after=int(config[after]) if isinstance(after, str) else after,
         distance_bias=None if family.distance_bias is None else prefix + family.distance_bias,
         layers=tuple(

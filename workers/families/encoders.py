@@ -32,6 +32,8 @@ class Family:
     """The padding id after which positions begin, or the setting that holds it; None: positions begin at 0."""
     distance_bias: str | None = None
     """The table of a bias by the distance of two tokens, the same in every layer."""
+    projection: str | None = None
+    """From the tables' width to the layers', after the norm of the embeddings, if the weights have it."""
     num_layers: str = "num_hidden_layers"
     num_heads: str = "num_attention_heads"
     activation: str = "hidden_act"
@@ -41,6 +43,7 @@ class Family:
 
 _BERT = Family(prefixes=("", "bert."))
 _ROBERTA = Family(prefixes=("", "roberta."), positions_after="pad_token_id")
+_ELECTRA = Family(prefixes=("", "electra."), projection="embeddings_project")
 _DISTILBERT = Family(
     prefixes=("", "distilbert."),
     layer="transformer.layer.{}.",
@@ -78,6 +81,7 @@ FAMILIES = MappingProxyType(
         "camembert": _ROBERTA,
         "distilbert": _DISTILBERT,
         "mpnet": _MPNET,
+        "electra": _ELECTRA,
     }
 )
 """By transformers' name of the architecture."""

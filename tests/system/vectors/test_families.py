@@ -36,7 +36,7 @@ LONGEST = [MAX_TOKENS]
 MIXED = [5, 1, 30, 60, 7, 5, 2, 1, 12, 12, 59]
 BATCHES = (ONE_TOKEN, [1] * 5, LONGEST, [MAX_TOKENS] * 2, MIXED)
 
-FUSED = ("bert", "roberta", "xlm-roberta", "camembert", "distilbert", "mpnet")
+FUSED = ("bert", "roberta", "xlm-roberta", "camembert", "distilbert", "mpnet", "electra")
 FAMILIES: list[tuple[str, str, tuple[str, ...]]] = [
     ("bert", "mean", ("lean", "fused", "packed", "padded")),
     ("roberta", "cls", ("lean", "fused", "packed", "padded")),
@@ -44,7 +44,7 @@ FAMILIES: list[tuple[str, str, tuple[str, ...]]] = [
     ("camembert", "lasttoken", ("lean", "fused", "packed", "padded")),
     ("distilbert", "mean", ("lean", "fused", "packed", "padded")),
     ("mpnet", "cls", ("lean", "fused", "padded")),
-    ("electra", "max", ("packed", "padded")),
+    ("electra", "max", ("lean", "fused", "packed", "padded")),
     ("albert", "mean_sqrt_len_tokens", ("packed", "padded")),
     ("modernbert", "mean", ("packed", "padded")),
     ("nomic_bert", "mean", ("packed", "padded")),
@@ -164,6 +164,8 @@ def test_shards_are_fused(family: str, checkpoint: Checkpoints, reference: Refer
         # More rows than transformers' MPNet looks at.
         ("mpnet", {"relative_attention_num_buckets": 64, "hidden_size": 60, "num_attention_heads": 5}),
         ("mpnet", {"layer_norm_eps": 0.5, "hidden_act": "relu"}),
+        ("electra", {"embedding_size": 32}),
+        ("electra", {"embedding_size": 12, "layer_norm_eps": 0.5}),
     ],
 )
 def test_every_setting_that_is_fused_is_obeyed(

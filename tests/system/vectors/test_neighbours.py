@@ -28,7 +28,7 @@ from tests.support.checkpoints import (
 from vecd.workers.engine import Engine
 from vecd.workers.engines.torch.linear import has_native_int8
 
-FUSED = ("bert", "roberta", "xlm-roberta", "camembert", "distilbert", "mpnet")
+FUSED = ("bert", "roberta", "xlm-roberta", "camembert", "distilbert", "mpnet", "electra")
 FUSED_DTYPES = ["float32", "bfloat16", *(["int8"] if has_native_int8() else [])]
 Check: TypeAlias = Callable[[Any, Any], None]
 

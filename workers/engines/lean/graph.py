@@ -60,8 +60,11 @@ class _Builder:
         token_ids, positions = (graph.input(name, Element.INT64, ["tokens"]) for name in ("token_ids", "positions"))
         runs = tuple(graph.input(name, Element.INT64, ["runs"]) for name in ("starts", "counts", "lengths"))
         words = self._tensor(self._encoder.words)
-        width = int(words.shape[1])
         x = self._embeddings(words, token_ids, positions)
+        width = int(words.shape[1])
+        if self._encoder.projection is not None:
+            x = self._linear(self._encoder.projection, x)
+            width = int(self._tensor(self._encoder.projection).shape[0])
         attention = _Attention(graph, runs, width, self._encoder.num_heads, self._distance_bias())
         for layer in self._encoder.layers:
             x = self._layer(layer, x, attention)

@@ -46,21 +46,23 @@ class Norm:
 
 @dataclass(frozen=True, slots=True)
 class Embeddings:
-    """The sum of a token's word and position, normalized, in float32 from tables as they are stored."""
+    """The sum of a token's word and position, normalized, in float32 from tables as they are stored; then projected."""
 
     words: Tensor
     positions: Tensor
     """With the one row of token type 0 added, where a family has types."""
     norm: Norm
+    projection: Linear | None
     positions_after: int | None
 
-    def __call__(self, layout: Layout, num_tokens: int) -> Tensor:
-        """float32 [num_tokens, H]; the tokens behind the layout's own are word 0 at position 0."""
+    def __call__(self, layout: Layout, num_tokens: int, dtype: torch.dtype) -> Tensor:
+        """`dtype` [num_tokens, H]; the tokens behind the layout's own are word 0 at position 0."""
         after = self.positions_after
         positions = layout.offsets() if after is None else layout.positions_after(after)
         x = self.words[_extended(layout.token_ids, num_tokens)].float()
         x += self.positions[_extended(positions, num_tokens)]
-        return self.norm(x)
+        x = self.norm(x).to(dtype)
+        return x if self.projection is None else self.projection(x)
 
 
 def _extended(ids: "np.ndarray[tuple[int], np.dtype[np.int64]]", num_tokens: int) -> Tensor:
@@ -172,7 +174,7 @@ class FusedForward:
         num_tokens = layout.token_ids.size
         num_computed = _rounded(num_tokens)
         self.num_padding_tokens += num_computed - num_tokens
-        x = self._embeddings(layout, num_computed).to(self._dtype)
+        x = self._embeddings(layout, num_computed, self._dtype)
         for layer in self._layers:
             x = layer(x, layout.runs)
         return x[:num_tokens]
@@ -182,7 +184,7 @@ class FusedForward:
         is enough. 0.1 s for all-MiniLM-L6-v2."""
         with torch.inference_mode():
             for num_tokens in range(_STEP_OF_SHORT, _WARM_UP_TO + 1, _STEP_OF_SHORT):
-                x = torch.zeros(num_tokens, self._embeddings.words.shape[1], dtype=self._dtype)
+                x = torch.zeros(num_tokens, self._layers[0].norm.weight.shape[0], dtype=self._dtype)
                 self._layers[0](x, [Run(start=0, count=1, length=min(num_tokens, max_tokens))])
 
 
@@ -248,6 +250,7 @@ class _Builder:
             words=self._weights[f"{encoder.words}.weight"],
             positions=positions,
             norm=self._norm(encoder.embedding_norm),
+            projection=None if encoder.projection is None else self._linear(encoder.projection),
             positions_after=encoder.positions_after,
         )
 
