@@ -26,7 +26,7 @@ from vecd.shm.card import ModelCard
 from vecd.workers.engines.torch.checkpoint import map_tensors
 from vecd.workers.engines.torch.linear import ACTIVATIONS, Activation, Linear, make_linear, type_between_layers
 from vecd.workers.families.description import EncoderSpec, LayerSpec, NotDescribed, bias_of_distances, describe
-from vecd.workers.families.encoders import FAMILIES
+from vecd.workers.families.encoders import FUSED_FAMILIES
 from vecd.workers.layout import Layout, Run
 
 # --- the parts --------------------------------------------------------------------------------------------------
@@ -212,8 +212,8 @@ def load_fused(card: ModelCard, dtype: str) -> FusedForward:
 
     Raises NotDescribed for another family, setting or type, or for a tensor under another name.
     """
-    if card.model_type not in FAMILIES:
-        raise NotDescribed(f"{card.model_type} has no table of its layers")
+    if card.model_type not in FUSED_FAMILIES:
+        raise NotDescribed(f"{card.model_type} is no family of the fused path")
     if type_between_layers(dtype) is None:
         raise NotDescribed(f"there are no linear kernels for {dtype} here")
     try:
@@ -260,13 +260,13 @@ class _Builder:
             attention=attention,
             out=self._linear(layer.out),
             attention_norm=self._norm(layer.attention_norm),
-            up=self._linear(layer.up),
+            up=self._linear(layer.up[0]),
             activation=ACTIVATIONS[self._encoder.activation],
             down=self._linear(layer.down),
             norm=self._norm(layer.norm),
         )
 
-    def _qkv(self, names: tuple[str, str, str]) -> Linear:
+    def _qkv(self, names: tuple[str, ...]) -> Linear:
         """Query, key and value side by side; the scale of the scores, 1/√(head dim), goes into the query."""
         weights = [self._weights[f"{name}.weight"].float() for name in names]
         biases = [self._weights[f"{name}.bias"].float() for name in names]
@@ -277,7 +277,8 @@ class _Builder:
     def _linear(self, name: str) -> Linear:
         return make_linear(self._weights[f"{name}.weight"], self._weights[f"{name}.bias"], self._dtype)
 
-    def _norm(self, name: str) -> Norm:
+    def _norm(self, name: str | None) -> Norm:
+        assert name is not None
         weight, bias = self._weights[f"{name}.weight"], self._weights[f"{name}.bias"]
         return Norm(weight.float(), bias.float(), self._encoder.epsilon)
 
