@@ -95,7 +95,7 @@ def test_long_texts_whose_attention_is_cut_into_pieces_have_the_reference_s_vect
     reference: Reference,
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    sizes = {"max_tokens": 800, "max_position_embeddings": 800, "initializer_range": 0.2}
+    sizes: dict[str, Any] = {"max_tokens": 800, "max_position_embeddings": 800, "initializer_range": 0.2}
     folder = checkpoint(family, pooling=("cls", "mean", "lasttoken"), **sizes, **settings)
     lengths = [PIECE_TOKENS, 800, 3, 300, PIECE_TOKENS + 1, 2 * PIECE_TOKENS + 1, 300, 255, 300, 700]
     batch = random_batch(lengths)
