@@ -17,8 +17,8 @@ from numpy.typing import NDArray
 from vecd.shm.card import ModelCard
 from vecd.workers.families.encoders import FAMILIES, Family
 
-ACTIVATIONS = frozenset({"gelu", "gelu_new", "relu"})
-"""By transformers' name; gelu_new is the approximation with tanh. Every backend has all of them."""
+ACTIVATIONS = frozenset({"gelu", "gelu_new", "relu", "silu"})
+"""By transformers' name; gelu_new is the approximation with tanh. The fused path has no silu."""
 
 
 class NotDescribed(Exception):
@@ -29,38 +29,64 @@ class NotDescribed(Exception):
 class LayerSpec:
     """Full names of tensors, without ".weight" and ".bias"."""
 
-    qkv: tuple[str, str, str]
-    """Query, key and value."""
+    qkv: tuple[str, ...]
+    """Query, key and value; or one tensor with the rows of all three. The keys may have fewer heads than the queries,
+    each for several of theirs: the shapes say so."""
+    query_norm: str | None
+    key_norm: str | None
+    """Of each head by itself, [head dim], before the rotation."""
     out: str
-    attention_norm: str
-    up: str
+    attention_norm: str | None
+    up: tuple[str, ...]
+    """One; with a gate, the gate first: two, or one tensor with the rows of both."""
     down: str
     norm: str
+    theta: float | None
+    """The base of the rotary positions of queries and keys; None: positions are added to the words."""
+    window: int | None
+    """The largest distance that a token sees, in tokens; None: any."""
 
 
 @dataclass(frozen=True, slots=True)
 class EncoderSpec:
-    """A post-LayerNorm encoder, whose layers are all alike:
+    """A stack of layers, with the norms after the residual sums
 
     x ─┬─ qkv ─ attention ─ out + x ─ norm ─┬─ up, activation ─ down + x ─ norm ─ x
        └───────────────────────┘            └──────────────────────┘
+
+    or before the two halves, if there is a final norm:
+
+    x ─┬─ norm ─ qkv ─ attention ─ out + x ─┬─ norm ─ up, activation ─ down + x ─ x
+       └──────────────────────────────┘     └─────────────────────────────┘
     """
 
     num_heads: int
     epsilon: float
-    """Of each LayerNorm."""
+    """Of each norm."""
+    is_rms: bool
+    """RMSNorm instead of LayerNorm."""
+    has_all_biases: bool
+    """False: a bias is added where the weights have one."""
+    is_causal: bool
+    """A token sees no later one."""
+    is_gated: bool
+    """The gate is activated, and multiplied with the rest of `up`."""
     activation: str
     """One of ACTIVATIONS."""
     words: str
-    positions: str
+    positions: str | None
+    """None: the layers have rotary positions."""
     types: str | None
     """Every token has type 0, as in a single sentence. None: the family has no types."""
-    embedding_norm: str
+    embedding_norm: str | None
+    projection: str | None
+    """ELECTRA's, from the tables' width to the layers', after the norm; None: the widths are the same."""
     positions_after: int | None
     """The padding id after which positions begin; None: positions begin at 0."""
     distance_bias: str | None
     """MPNet's table of a bias by the distance of two tokens, the same in every layer, [buckets, heads]."""
     layers: tuple[LayerSpec, ...]
+    final_norm: str | None
 
 
 def describe(card: ModelCard, names: Collection[str]) -> EncoderSpec:
@@ -78,27 +104,32 @@ def describe(card: ModelCard, names: Collection[str]) -> EncoderSpec:
     _refuse_other_computations(family, config)
     prefix = _prefix(family, names)
     epsilon, after = family.norm_epsilon, family.positions_after
+    projection = None if family.projection is None else prefix + family.projection
     return EncoderSpec(
         num_heads=int(config[family.num_heads]),
         epsilon=float(config[epsilon]) if isinstance(epsilon, str) else epsilon,
         activation=config[family.activation],
-        words=f"{prefix}embeddings.word_embeddings",
-        positions=f"{prefix}embeddings.position_embeddings",
+        is_rms=family.is_rms,
+        has_all_biases=family.has_all_biases,
+        is_causal=family.is_causal,
+        is_gated=family.is_gated,
+        words=prefix + family.words,
+        positions=f"{prefix}embeddings.position_embeddings" if family.thetas is None else None,
         types=f"{prefix}embeddings.token_type_embeddings" if family.has_token_types else None,
-        embedding_norm=f"{prefix}embeddings.LayerNorm",
+        embedding_norm=None if family.embedding_norm is None else prefix + family.embedding_norm,
+        projection=projection if f"{projection}.weight" in names else None,
         positions_after=int(config[after]) if isinstance(after, str) else after,
         distance_bias=None if family.distance_bias is None else prefix + family.distance_bias,
-        layers=tuple(
-            _layer(family, prefix + family.layer.format(index)) for index in range(int(config[family.num_layers]))
-        ),
+        layers=tuple(_layer(family, config, prefix, index) for index in range(int(config[family.num_layers]))),
+        final_norm=None if family.final_norm is None else prefix + family.final_norm,
     )
 
 
 def _prefix(family: Family, names: Collection[str]) -> str:
     for prefix in family.prefixes:
-        if f"{prefix}embeddings.word_embeddings.weight" in names:
+        if f"{prefix}{family.words}.weight" in names:
             return prefix
-    raise NotDescribed("the weights have no embeddings.word_embeddings.weight")
+    raise NotDescribed(f"the weights have no {family.words}.weight")
 
 
 def _refuse_other_computations(family: Family, config: Mapping[str, Any]) -> None:
@@ -106,19 +137,59 @@ def _refuse_other_computations(family: Family, config: Mapping[str, Any]) -> Non
         raise NotDescribed(f"activation {config[family.activation]}")
     if config.get("is_decoder") or config.get("add_cross_attention"):
         raise NotDescribed("a decoder: its tokens do not see later tokens")
+    if family.is_causal and (config.get("use_bidirectional_attention") or config.get("is_causal") is False):
+        raise NotDescribed("a decoder whose tokens see later tokens")
     if config.get("position_embedding_type", "absolute") != "absolute":
         raise NotDescribed(f"position_embedding_type {config['position_embedding_type']}")
 
 
-def _layer(family: Family, at: str) -> LayerSpec:
+def _layer(family: Family, config: Mapping[str, Any], prefix: str, index: int) -> LayerSpec:
+    at = prefix + family.layer.format(index)
+    window = _window(config, index)
     return LayerSpec(
-        qkv=(at + family.query, at + family.key, at + family.value),
+        qkv=tuple(at + name for name in family.qkv),
+        query_norm=None if family.query_norm is None else at + family.query_norm,
+        key_norm=None if family.key_norm is None else at + family.key_norm,
         out=at + family.out,
-        attention_norm=at + family.attention_norm,
-        up=at + family.up,
+        attention_norm=None if family.is_first_norm_absent and index == 0 else at + family.attention_norm,
+        up=tuple(at + name for name in family.up),
         down=at + family.down,
         norm=at + family.norm,
+        theta=None if family.thetas is None else _theta(family.thetas, config, window),
+        window=window,
     )
+
+
+def _window(config: Mapping[str, Any], index: int) -> int | None:
+    """The largest distance that a token of layer `index` sees; None: any. Source: transformers' classes of settings,
+    which fill in `layer_types` where a config.json is older than that."""
+    match config["model_type"]:
+        case "modernbert":
+            is_local = index % int(config.get("global_attn_every_n_layers", 3)) > 0
+        case "qwen2" | "qwen3":
+            is_local = config.get("use_sliding_window", False) and index >= config["max_window_layers"]
+        case "mistral":
+            is_local = config["sliding_window"] is not None
+        case _:
+            return None
+    types = config.get("layer_types")
+    if types is not None:
+        is_local = types[index] == "sliding_attention"
+    if not is_local:
+        return None
+    # ModernBERT counts both sides, the others the token itself.
+    return int(config["local_attention"]) // 2 if "local_attention" in config else int(config["sliding_window"]) - 1
+
+
+def _theta(settings: Mapping[str, str], config: Mapping[str, Any], window: int | None) -> float:
+    kind = "full_attention" if window is None else "sliding_attention"
+    rotary = config.get("rope_parameters") or {}
+    rotary = rotary.get(kind, rotary)
+    if config.get("rope_scaling") or rotary.get("rope_type", "default") != "default":
+        raise NotDescribed("rotary positions that are scaled")
+    if rotary.get("partial_rotary_factor", config.get("partial_rotary_factor", 1)) != 1:
+        raise NotDescribed("rotary positions of a part of each head")
+    return float(rotary["rope_theta"] if "rope_theta" in rotary else config[settings[kind]])
 
 
 # --- MPNet's distances ------------------------------------------------------------------------------------------

@@ -1,13 +1,15 @@
-"""The families that the fused path computes, as data: what differs between them, and the names of their tensors.
+"""The families whose layers vecd's own engines compute, as data: what differs between them, and the names of their
+tensors.
 
-All are one architecture: BERT's post-LayerNorm encoder. The comparison with the reference model
+The lean engine computes all of them, the fused path those of FUSED_FAMILIES. The comparison with the reference model
 (`vecd.workers.engines.parity`) shows whether a model is computed correctly. Read by
-`vecd.workers.engines.torch.fused`.
+`vecd.workers.families.description`.
 
 Source of the names: the checkpoints themselves, as saved by transformers.
 """
 
-from dataclasses import dataclass
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
 from types import MappingProxyType
 
 
@@ -17,21 +19,42 @@ class Family:
 
     prefixes: tuple[str, ...]
     """Possible prefixes of the names; training heads put the encoder one level down."""
+    words: str = "embeddings.word_embeddings"
+    embedding_norm: str | None = "embeddings.LayerNorm"
     layer: str = "encoder.layer.{}."
-    query: str = "attention.self.query"
-    key: str = "attention.self.key"
-    value: str = "attention.self.value"
+    qkv: tuple[str, ...] = ("attention.self.query", "attention.self.key", "attention.self.value")
+    """Or one name for all three, in this order."""
+    query_norm: str | None = None
+    key_norm: str | None = None
+    """Of each head by itself, before the rotation."""
     out: str = "attention.output.dense"
     attention_norm: str = "attention.output.LayerNorm"
-    up: str = "intermediate.dense"
+    up: tuple[str, ...] = ("intermediate.dense",)
+    is_gated: bool = False
+    """`up` is a gate, which is activated, and what is multiplied with it: two names, or one for both."""
     down: str = "output.dense"
     norm: str = "output.LayerNorm"
+    final_norm: str | None = None
+    """None: each norm comes after its residual sum. Otherwise before its half of the layer, and this one at the end."""
+    is_first_norm_absent: bool = False
+    """The first layer has no norm before its attention."""
+    is_rms: bool = False
+    """RMSNorm instead of LayerNorm."""
+    has_all_biases: bool = True
+    """False: a bias is added where the weights have one."""
+    thetas: Mapping[str, str] | None = None
+    """The settings with the base of the rotary positions, for each of transformers' types of layers; None: a table of
+    positions is added to the words."""
+    is_causal: bool = False
+    """A token sees no later one."""
     has_token_types: bool = True
     """Every token has type 0, as in a single sentence."""
     positions_after: str | int | None = None
     """The padding id after which positions begin, or the setting that holds it; None: positions begin at 0."""
     distance_bias: str | None = None
     """The table of a bias by the distance of two tokens, the same in every layer."""
+    projection: str | None = None
+    """From the tables' width to the layers', after the norm of the embeddings, if the weights have it."""
     num_layers: str = "num_hidden_layers"
     num_heads: str = "num_attention_heads"
     activation: str = "hidden_act"
@@ -41,15 +64,14 @@ class Family:
 
 _BERT = Family(prefixes=("", "bert."))
 _ROBERTA = Family(prefixes=("", "roberta."), positions_after="pad_token_id")
+_ELECTRA = Family(prefixes=("", "electra."), projection="embeddings_project")
 _DISTILBERT = Family(
     prefixes=("", "distilbert."),
     layer="transformer.layer.{}.",
-    query="attention.q_lin",
-    key="attention.k_lin",
-    value="attention.v_lin",
+    qkv=("attention.q_lin", "attention.k_lin", "attention.v_lin"),
     out="attention.out_lin",
     attention_norm="sa_layer_norm",
-    up="ffn.lin1",
+    up=("ffn.lin1",),
     down="ffn.lin2",
     norm="output_layer_norm",
     has_token_types=False,
@@ -60,15 +82,54 @@ _DISTILBERT = Family(
 )
 _MPNET = Family(
     prefixes=("", "mpnet."),
-    query="attention.attn.q",
-    key="attention.attn.k",
-    value="attention.attn.v",
+    qkv=("attention.attn.q", "attention.attn.k", "attention.attn.v"),
     out="attention.attn.o",
     attention_norm="attention.LayerNorm",
     has_token_types=False,
     positions_after=1,
     distance_bias="encoder.relative_attention_bias",
 )
+_MODERNBERT = Family(
+    prefixes=("", "model."),
+    words="embeddings.tok_embeddings",
+    embedding_norm="embeddings.norm",
+    layer="layers.{}.",
+    qkv=("attn.Wqkv",),
+    out="attn.Wo",
+    attention_norm="attn_norm",
+    up=("mlp.Wi",),
+    is_gated=True,
+    down="mlp.Wo",
+    norm="mlp_norm",
+    final_norm="final_norm",
+    is_first_norm_absent=True,
+    has_all_biases=False,
+    has_token_types=False,
+    thetas=MappingProxyType({"full_attention": "global_rope_theta", "sliding_attention": "local_rope_theta"}),
+    activation="hidden_activation",
+    norm_epsilon="norm_eps",
+)
+_MISTRAL = Family(
+    prefixes=("", "model."),
+    words="embed_tokens",
+    embedding_norm=None,
+    layer="layers.{}.",
+    qkv=("self_attn.q_proj", "self_attn.k_proj", "self_attn.v_proj"),
+    out="self_attn.o_proj",
+    attention_norm="input_layernorm",
+    up=("mlp.gate_proj", "mlp.up_proj"),
+    is_gated=True,
+    down="mlp.down_proj",
+    norm="post_attention_layernorm",
+    final_norm="norm",
+    is_rms=True,
+    has_all_biases=False,
+    has_token_types=False,
+    thetas=MappingProxyType({"full_attention": "rope_theta", "sliding_attention": "rope_theta"}),
+    is_causal=True,
+    norm_epsilon="rms_norm_eps",
+)
+_QWEN3 = replace(_MISTRAL, query_norm="self_attn.q_norm", key_norm="self_attn.k_norm")
 
 FAMILIES = MappingProxyType(
     {
@@ -78,6 +139,14 @@ FAMILIES = MappingProxyType(
         "camembert": _ROBERTA,
         "distilbert": _DISTILBERT,
         "mpnet": _MPNET,
+        "electra": _ELECTRA,
+        "modernbert": _MODERNBERT,
+        "mistral": _MISTRAL,
+        "qwen2": _MISTRAL,
+        "qwen3": _QWEN3,
     }
 )
 """By transformers' name of the architecture."""
+
+FUSED_FAMILIES = frozenset(name for name, family in FAMILIES.items() if family.thetas is None)
+"""BERT's relatives: a table of positions, LayerNorm after each residual sum, all biases, no gate."""

@@ -3,7 +3,7 @@
 Owns the list. Imports nothing large, because the supervisor calls it and must stay small.
 """
 
-from vecd.workers.families.encoders import FAMILIES
+from vecd.workers.families.encoders import FUSED_FAMILIES
 
 
 def modules_to_preload(model_type: str, engine: str) -> list[str]:
@@ -14,7 +14,7 @@ def modules_to_preload(model_type: str, engine: str) -> list[str]:
     transformers 2 s more, which a family with a fused path does not need.
     """
     torch_alone = ["torch", "safetensors.torch", "vecd.workers.engines.torch.build"]
-    if engine in ("auto", "lean", "fused") and model_type in FAMILIES:
+    if engine in ("auto", "lean", "fused") and model_type in FUSED_FAMILIES:
         return torch_alone
     # transformers' rule; a text model that is part of a larger one lives in the larger one's module.
     family = model_type.replace("-", "_").removesuffix("_text")

@@ -29,14 +29,16 @@ from tests.support.checkpoints import (
 )
 from vecd.shm.card import read_card
 from vecd.workers.engine import Engine, PackedBatch
+from vecd.workers.engines.lean.engine import LeanEngine
 from vecd.workers.engines.load import load_engine
+from vecd.workers.families.description import NotDescribed
 
 ONE_TOKEN = [1]
 LONGEST = [MAX_TOKENS]
 MIXED = [5, 1, 30, 60, 7, 5, 2, 1, 12, 12, 59]
 BATCHES = (ONE_TOKEN, [1] * 5, LONGEST, [MAX_TOKENS] * 2, MIXED)
 
-FUSED = ("bert", "roberta", "xlm-roberta", "camembert", "distilbert", "mpnet")
+FUSED = ("bert", "roberta", "xlm-roberta", "camembert", "distilbert", "mpnet", "electra")
 FAMILIES: list[tuple[str, str, tuple[str, ...]]] = [
     ("bert", "mean", ("lean", "fused", "packed", "padded")),
     ("roberta", "cls", ("lean", "fused", "packed", "padded")),
@@ -44,14 +46,14 @@ FAMILIES: list[tuple[str, str, tuple[str, ...]]] = [
     ("camembert", "lasttoken", ("lean", "fused", "packed", "padded")),
     ("distilbert", "mean", ("lean", "fused", "packed", "padded")),
     ("mpnet", "cls", ("lean", "fused", "padded")),
-    ("electra", "max", ("packed", "padded")),
+    ("electra", "max", ("lean", "fused", "packed", "padded")),
     ("albert", "mean_sqrt_len_tokens", ("packed", "padded")),
-    ("modernbert", "mean", ("packed", "padded")),
+    ("modernbert", "mean", ("lean", "packed", "padded")),
     ("nomic_bert", "mean", ("packed", "padded")),
     ("gte", "cls", ("packed", "padded")),
-    ("qwen2", "lasttoken", ("packed", "padded")),
-    ("qwen3", "lasttoken", ("packed", "padded")),
-    ("mistral", "weightedmean", ("packed", "padded")),
+    ("qwen2", "lasttoken", ("lean", "packed", "padded")),
+    ("qwen3", "lasttoken", ("lean", "packed", "padded")),
+    ("mistral", "weightedmean", ("lean", "packed", "padded")),
     ("gemma3_text", "mean", ("packed", "padded")),
     ("gpt2", "lasttoken", ("packed", "padded")),
     ("deberta-v2", "cls", ("padded",)),
@@ -164,6 +166,8 @@ def test_shards_are_fused(family: str, checkpoint: Checkpoints, reference: Refer
         # More rows than transformers' MPNet looks at.
         ("mpnet", {"relative_attention_num_buckets": 64, "hidden_size": 60, "num_attention_heads": 5}),
         ("mpnet", {"layer_norm_eps": 0.5, "hidden_act": "relu"}),
+        ("electra", {"embedding_size": 32}),
+        ("electra", {"embedding_size": 12, "layer_norm_eps": 0.5}),
     ],
 )
 def test_every_setting_that_is_fused_is_obeyed(
@@ -174,6 +178,82 @@ def test_every_setting_that_is_fused_is_obeyed(
     expected = [reference(folder, batch) for batch in batches]
     for dtype in FLOATS_OF_FUSED:
         assert_batches_agree(engine_of(folder, "fused", dtype), batches, expected, dtype)
+
+
+@pytest.mark.parametrize(
+    ("family", "settings"),
+    [
+        ("bert", {"hidden_act": "silu"}),
+        ("modernbert", {"hidden_activation": "gelu_new", "norm_bias": True, "attention_bias": True, "mlp_bias": True}),
+        ("modernbert", {"global_attn_every_n_layers": 3, "global_rope_theta": 50.0, "local_rope_theta": 7.0}),
+        ("modernbert", {"norm_eps": 0.5, "local_attention": 6}),
+        ("mistral", {"num_key_value_heads": 1, "head_dim": 12, "sliding_window": None}),
+        ("mistral", {"num_key_value_heads": 4, "hidden_act": "gelu", "rms_norm_eps": 0.5}),
+        ("qwen2", {"use_sliding_window": True, "sliding_window": 4, "max_window_layers": 1}),
+        ("qwen3", {"use_sliding_window": True, "sliding_window": 7, "max_window_layers": 2, "head_dim": 16}),
+        ("qwen3", {"rope_theta": 300.0, "attention_bias": True}),
+    ],
+)
+def test_every_setting_that_the_lean_engine_alone_computes_is_obeyed(
+    family: str, settings: dict[str, Any], checkpoint: Checkpoints, reference: Reference
+) -> None:
+    folder = checkpoint(family, **settings)
+    batches = [random_batch(lengths) for lengths in (ONE_TOKEN, LONGEST, MIXED)]
+    expected = [reference(folder, batch) for batch in batches]
+    assert_batches_agree(engine_of(folder, "lean"), batches, expected, "float32")
+
+
+@pytest.mark.parametrize(
+    ("family", "saved"),
+    [
+        (
+            "modernbert",
+            {"layer_types": None, "rope_parameters": None, "global_rope_theta": 9e4, "local_rope_theta": 5e3},
+        ),
+        ("mistral", {"rope_parameters": None, "rope_theta": 700.0}),
+        ("qwen3", {"layer_types": None, "rope_parameters": None, "rope_theta": 1e6, "rope_scaling": None}),
+    ],
+)
+def test_a_config_of_an_older_transformers_is_read(
+    family: str, saved: dict[str, Any], checkpoint: Checkpoints, reference: Reference, tmp_path: Path
+) -> None:
+    folder = changed_config(checkpoint(family), tmp_path, saved)
+    batch = random_batch(MIXED)
+    assert_same_vectors(embed(engine_of(folder, "lean"), batch), reference(folder, batch))
+
+
+@pytest.mark.parametrize(
+    ("family", "saved", "why"),
+    [
+        ("qwen3", {"rope_scaling": {"rope_type": "linear", "factor": 2.0}}, "scaled"),
+        ("qwen3", {"rope_parameters": {"rope_type": "yarn", "rope_theta": 1e4, "factor": 4.0}}, "scaled"),
+        ("qwen2", {"use_bidirectional_attention": True}, "later tokens"),
+        ("qwen2", {"is_causal": False}, "later tokens"),
+        ("mistral", {"partial_rotary_factor": 0.5}, "part of each head"),
+        ("modernbert", {"hidden_activation": "tanh"}, "activation tanh"),
+    ],
+)
+def test_other_computations_of_a_described_family_are_refused(
+    family: str, saved: dict[str, Any], why: str, checkpoint: Checkpoints, tmp_path: Path
+) -> None:
+    card = read_card(changed_config(checkpoint(family), tmp_path, saved))
+    with pytest.raises(NotDescribed, match=why):
+        LeanEngine(card)
+
+
+@pytest.mark.parametrize("family", ["modernbert", "qwen3"])
+def test_the_fused_path_refuses_what_it_does_not_compute(family: str, checkpoint: Checkpoints) -> None:
+    with pytest.raises(NotDescribed, match="no family of the fused path"):
+        engine_of(checkpoint(family), "fused")
+
+
+def changed_config(folder: Path, tmp_path: Path, saved: dict[str, Any]) -> Path:
+    """A copy whose config.json has these settings, and not those that are None."""
+    changed = shutil.copytree(folder, tmp_path / "changed")
+    config = {**json.loads((changed / "config.json").read_text()), **saved}
+    gone = {name for name, value in saved.items() if value is None}
+    (changed / "config.json").write_text(json.dumps({name: config[name] for name in config.keys() - gone}))
+    return changed
 
 
 @pytest.mark.parametrize("family", ["bert", "distilbert", "mpnet"])

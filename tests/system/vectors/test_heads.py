@@ -32,6 +32,7 @@ ALL_MODES = POOLING_MODES[::-1]  # side by side, in an order of the model's own
     [
         *(("bert", path, mode) for path in ("lean", "fused") for mode in POOLING_MODES),
         *(("bert", path, ALL_MODES) for path in ("lean", "fused")),
+        *((family, "lean", ALL_MODES) for family in ("modernbert", "qwen3", "mistral")),
         ("qwen3", "packed", ALL_MODES),
         ("t5", "padded", ALL_MODES),
     ],

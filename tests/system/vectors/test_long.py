@@ -20,6 +20,8 @@ from tests.support.checkpoints import (
     random_batch,
     sequences_of,
 )
+from vecd.workers.engines.lean import engine as lean_engine
+from vecd.workers.engines.lean.graph import PIECE_TOKENS
 from vecd.workers.engines.torch.fused import Attention
 from vecd.workers.families.description import _distance_buckets
 from vecd.workers.layout import Run
@@ -73,6 +75,35 @@ def test_long_texts_have_the_reference_s_vectors(
     for batch in (*whole[1:], *alone):
         exact_vectors = embed(exact, batch, hidden_size)
         assert_same_vectors(embed(engine, batch, hidden_size), exact_vectors, "bfloat16")
+
+
+@pytest.mark.parametrize(
+    ("family", "settings"),
+    [
+        ("modernbert", {}),
+        ("modernbert", {"local_attention": 600}),
+        ("mistral", {}),
+        ("mistral", {"sliding_window": 300}),
+        ("mistral", {"sliding_window": None}),
+        ("qwen3", {}),
+    ],
+)
+def test_long_texts_whose_attention_is_cut_into_pieces_have_the_reference_s_vectors(
+    family: str,
+    settings: dict[str, Any],
+    checkpoint: Checkpoints,
+    reference: Reference,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    sizes: dict[str, Any] = {"max_tokens": 800, "max_position_embeddings": 800, "initializer_range": 0.2}
+    folder = checkpoint(family, pooling=("cls", "mean", "lasttoken"), **sizes, **settings)
+    lengths = [PIECE_TOKENS, 800, 3, 300, PIECE_TOKENS + 1, 2 * PIECE_TOKENS + 1, 300, 255, 300, 700]
+    batch = random_batch(lengths)
+    expected = reference(folder, batch)
+    engine = engine_of(folder, "lean")
+    assert_same_vectors(embed(engine, batch, 96), expected)
+    monkeypatch.setattr(lean_engine, "TOKENS_OF_A_PASS", 10_000)  # long texts of one length in one run
+    assert_same_vectors(embed(engine, batch, 96), expected)
 
 
 # --- the attention alone ------------------------------------------------------------------------------------------

@@ -28,7 +28,8 @@ from tests.support.checkpoints import (
 from vecd.workers.engine import Engine
 from vecd.workers.engines.torch.linear import has_native_int8
 
-FUSED = ("bert", "roberta", "xlm-roberta", "camembert", "distilbert", "mpnet")
+FUSED = ("bert", "roberta", "xlm-roberta", "camembert", "distilbert", "mpnet", "electra")
+LEAN = (*FUSED, "modernbert", "qwen2", "qwen3", "mistral")
 FUSED_DTYPES = ["float32", "bfloat16", *(["int8"] if has_native_int8() else [])]
 Check: TypeAlias = Callable[[Any, Any], None]
 
@@ -59,7 +60,8 @@ def check_splits(engine: Engine, check: Callable[[Any, Any], None], lengths: lis
 @pytest.mark.parametrize(
     ("family", "path"),
     [
-        *((family, path) for path in ("lean", "fused") for family in FUSED),
+        *((family, "lean") for family in LEAN),
+        *((family, "fused") for family in FUSED),
         ("bert", "packed"),
         ("modernbert", "packed"),
         ("mistral", "packed"),
@@ -71,8 +73,13 @@ def test_any_split_into_batches_gives_the_same_vectors(family: str, path: str, c
     check_splits(engine_of(checkpoint(family), path), assert_same_vectors, LENGTHS, examples=8)
 
 
-@pytest.mark.parametrize("path", ["lean", "fused"])
-@pytest.mark.parametrize("family", ["bert", "mpnet"])
+@pytest.mark.parametrize(
+    ("family", "path"),
+    [
+        *((family, path) for path in ("lean", "fused") for family in ("bert", "mpnet")),
+        *((family, "lean") for family in ("modernbert", "qwen3", "mistral")),
+    ],
+)
 def test_any_split_of_long_texts_gives_the_same_vectors(family: str, path: str, checkpoint: Checkpoints) -> None:
     engine = engine_of(checkpoint(family, **LONG_SETTINGS), path)
     check_splits(engine, assert_same_vectors, LONG_LENGTHS, examples=4)
@@ -103,7 +110,7 @@ def word_embeddings(weights: dict[str, Tensor]) -> Tensor:
 @pytest.mark.parametrize(
     ("family", "path", "dtype"),
     [
-        *((family, "lean", "float32") for family in FUSED),
+        *((family, "lean", "float32") for family in LEAN),
         *((family, "fused", dtype) for family in FUSED for dtype in FUSED_DTYPES),
         *((family, "packed", "float32") for family in ("bert", "modernbert", "qwen3", "gemma3_text")),
         *(("bert", path, dtype) for path in ("packed", "padded") for dtype in ("bfloat16", "float16")),

@@ -23,7 +23,7 @@ from numpy.typing import NDArray
 
 from vecd.shm.card import ModelCard, ModelError, one_line
 from vecd.workers.engines.lean.arrays import Arrays
-from vecd.workers.engines.lean.graph import encoder_graph
+from vecd.workers.engines.lean.graph import encoder_graph, pieces_of
 from vecd.workers.families.description import NotDescribed, describe
 from vecd.workers.layout import Layout
 from vecd.workers.weights import weight_files
@@ -42,6 +42,7 @@ class LeanForward:
             # The plain model reads the same files and reports their faults.
             raise NotDescribed(one_line(error)) from error
         self._positions_after = encoder.positions_after
+        self._windows, self._is_causal = made.windows, encoder.is_causal
         self._weights = {name: onnxruntime.OrtValue.ortvalue_from_numpy(array) for name, array in made.weights.items()}
         self._session = _session(made.content, self._weights, str(paths[0].parent), num_threads)
         # The session has laid out the products' weights anew, and never looks at these again.
@@ -63,6 +64,8 @@ class LeanForward:
             "counts": runs[:, 1].copy(),
             "lengths": runs[:, 2].copy(),
         }
+        for name, window in self._windows.items():
+            feeds[name] = pieces_of(layout.runs, window, self._is_causal)
         [hidden] = self._session.run(None, feeds)
         return hidden  # type: ignore[no-any-return]
 

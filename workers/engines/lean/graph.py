@@ -5,6 +5,7 @@ Owns the operators of a layer, and which weights they take in which shape. Knows
 
     token ids, positions [T] ─ embeddings ─ layers ─ hidden states [T, H]
     starts, counts, lengths [R]: the runs of sequences of equal length, which attention computes one after the other
+    pieces of a kind of attention [5, P]: the same where a token does not see all others (`pieces_of`)
 
 Choices, each measured with all-MiniLM-L6-v2 on a core with AVX-512: Add and LayerNormalization instead of
 SkipLayerNormalization, which takes six times as long (512 tokens: 1.0 → 0.16 ms); a condition around the loop over the
@@ -19,6 +20,7 @@ from numpy.typing import NDArray
 
 from vecd.workers.engines.lean.onnx_file import MICROSOFT, Element, Graph, Value
 from vecd.workers.families.description import EncoderSpec, LayerSpec, bias_of_distances
+from vecd.workers.layout import Run
 
 Array = NDArray[np.float32]
 
@@ -34,6 +36,8 @@ class EncoderGraph:
     `products`, which it lays out anew for its own kernels."""
     products: set[str] = field(default_factory=set)
     """Names of the weights that are the right side of a product."""
+    windows: dict[str, int | None] = field(default_factory=dict)
+    """Inputs for `pieces_of` these windows."""
 
 
 def encoder_graph(
@@ -54,50 +58,143 @@ class _Builder:
         self._placeholder_file = placeholder_file
         self._graph = Graph("pass")
         self._made = EncoderGraph(b"")
+        self._positions: Value = ""
+        """[T, 1]."""
+        self._rotations: dict[float, list[Value]] = {}
+        """Cosines and sines by theta, each [M, head dim / 2]."""
+        self._attentions: dict[int | None, _Attention] = {}
+        """By window."""
 
     def build(self) -> EncoderGraph:
         graph = self._graph
         token_ids, positions = (graph.input(name, Element.INT64, ["tokens"]) for name in ("token_ids", "positions"))
         runs = tuple(graph.input(name, Element.INT64, ["runs"]) for name in ("starts", "counts", "lengths"))
         words = self._tensor(self._encoder.words)
-        width = int(words.shape[1])
         x = self._embeddings(words, token_ids, positions)
-        attention = _Attention(graph, runs, width, self._encoder.num_heads, self._distance_bias())
-        for layer in self._encoder.layers:
-            x = self._layer(layer, x, attention)
+        width = int(words.shape[1])
+        if self._encoder.projection is not None:
+            x = self._linear(self._encoder.projection, x)
+            width = int(self._tensor(self._encoder.projection).shape[0])
+        starts, counts, lengths = runs
+        whole = _Pieces(starts, starts, counts, lengths, lengths)
+        self._positions = graph.node("Unsqueeze", positions, graph.constant([1]))
+        for index, layer in enumerate(self._encoder.layers):
+            x = self._layer(layer, x, self._attention(layer, whole), f"attention_{index}")
+        if self._encoder.final_norm is not None:
+            x = self._norm(self._encoder.final_norm, x)
         graph.output(x, Element.FLOAT32, ["tokens", width])
         self._made.content = graph.to_bytes()
         return self._made
 
     def _embeddings(self, words: Array, token_ids: Value, positions: Value) -> Value:
         encoder = self._encoder
-        table = self._tensor(encoder.positions)
-        if encoder.types is not None:
-            table = table + self._tensor(encoder.types)[0]
-        tokens = self._graph.node("Gather", self._weight("embeddings/words", words), token_ids)
-        places = self._graph.node("Gather", self._weight("embeddings/positions", table), positions)
-        return self._norm(encoder.embedding_norm, tokens, places)
+        x = self._graph.node("Gather", self._weight("embeddings/words", words), token_ids)
+        if encoder.positions is not None:
+            table = self._tensor(encoder.positions)
+            if encoder.types is not None:
+                table = table + self._tensor(encoder.types)[0]
+            places = self._graph.node("Gather", self._weight("embeddings/positions", table), positions)
+            x = self._graph.node("Add", x, places)
+        return x if encoder.embedding_norm is None else self._norm(encoder.embedding_norm, x)
 
-    def _layer(self, layer: LayerSpec, x: Value, attention: "_Attention") -> Value:
-        qkv = self._product(
-            layer.qkv[0], x, self._side_by_side(layer.qkv, "weight"), self._side_by_side(layer.qkv, "bias")
+    def _layer(self, layer: LayerSpec, x: Value, attention: "_Attention", name: str) -> Value:
+        if self._encoder.final_norm is None:
+            x = self._norm(layer.attention_norm, self._plus(self._attended(layer, x, attention, name), x))
+            return self._norm(layer.norm, self._plus(self._fed_forward(layer, x), x))
+        x = self._plus(self._attended(layer, self._norm(layer.attention_norm, x), attention, name), x)
+        return self._plus(self._fed_forward(layer, self._norm(layer.norm, x)), x)
+
+    def _attended(self, layer: LayerSpec, x: Value, attention: "_Attention", name: str) -> Value:
+        if layer.theta is None:
+            weight, bias = (self._side_by_side(layer.qkv, part) for part in ("weight", "bias"))
+            qkv = self._product(layer.qkv[0], x, weight, bias)
+            third = weight.shape[0] // 3
+            query, key, value = self._graph.nodes("Split", qkv, self._constant([third] * 3), num_outputs=3, axis=1)
+        else:
+            query, key, value = self._rotated(layer, layer.theta, x)
+        return self._linear(layer.out, attention(query, key, value, name))
+
+    def _rotated(self, layer: LayerSpec, theta: float, x: Value) -> tuple[Value, Value, Value]:
+        """Query, key and value, each [T, heads · head dim], with rotary positions. Three products, because one would
+        have to be cut apart."""
+        num_heads = self._encoder.num_heads
+        head_dim = self._tensor(layer.out).shape[1] // num_heads
+        num_rows = sum(len(self._tensor(name)) for name in layer.qkv)
+        num_key_heads = (num_rows // head_dim - num_heads) // 2
+        ends = [num_heads * head_dim, (num_heads + num_key_heads) * head_dim]
+        query, key, value = self._parts(layer.qkv, x, ends)
+        query, key = self._head_norm(layer.query_norm, query, head_dim), self._head_norm(layer.key_norm, key, head_dim)
+        query, key = (self._rotate(each, theta, head_dim) for each in (query, key))
+        key, value = (self._for_all_heads(each, num_key_heads, head_dim) for each in (key, value))
+        return query, key, value
+
+    def _head_norm(self, name: str | None, x: Value, head_dim: int) -> Value:
+        if name is None:
+            return x
+        heads = self._graph.node("Reshape", x, self._constant([-1, head_dim]))
+        return self._graph.node("Reshape", self._norm(name, heads), self._graph.node("Shape", x))
+
+    def _rotate(self, x: Value, theta: float, head_dim: int) -> Value:
+        if theta not in self._rotations:
+            # float32 at every step, as in transformers.
+            powers = np.arange(0, head_dim, 2, dtype=np.float32) / np.float32(head_dim)
+            frequencies = np.float32(1) / np.power(np.float32(theta), powers)
+            angles = np.arange(self._max_tokens, dtype=np.float32)[:, None] * frequencies
+            tables = (("cos", np.cos(angles)), ("sin", np.sin(angles)))
+            self._rotations[theta] = [self._weight(f"rotary/{theta}/{name}", table) for name, table in tables]
+        # The operator wants [batch, length, width]: each token is a sequence of its own.
+        apart = self._graph.node("Unsqueeze", x, self._constant([1]))
+        rotated = self._graph.node("RotaryEmbedding", apart, self._positions, *self._rotations[theta], domain=MICROSOFT)
+        return self._graph.node("Squeeze", rotated, self._constant([1]))
+
+    def _for_all_heads(self, x: Value, num_key_heads: int, head_dim: int) -> Value:
+        """[T, key heads · head dim] → [T, heads · head dim]: each key head for its group of query heads."""
+        num_heads = self._encoder.num_heads
+        if num_key_heads == num_heads:
+            return x
+        heads = self._graph.node("Reshape", x, self._constant([-1, num_key_heads, 1, head_dim]))
+        group = self._constant([1, 1, num_heads // num_key_heads, 1])
+        return self._graph.node(
+            "Reshape", self._graph.node("Expand", heads, group), self._constant([-1, num_heads * head_dim])
         )
-        x = self._norm(layer.attention_norm, self._linear(layer.out, attention(qkv)), x)
-        return self._norm(layer.norm, self._linear(layer.down, self._activated(layer.up, x)), x)
+
+    def _fed_forward(self, layer: LayerSpec, x: Value) -> Value:
+        if not self._encoder.is_gated:
+            return self._linear(layer.down, self._activated(layer.up[0], x))
+        half = sum(len(self._tensor(name)) for name in layer.up) // 2
+        gate, up = self._parts(layer.up, x, [half])
+        return self._linear(layer.down, self._graph.node("Mul", self._activation(gate), up))
+
+    def _parts(self, names: tuple[str, ...], x: Value, ends: list[int]) -> list[Value]:
+        """A product for each part: the tensors of `names`, or the rows of a single one up to each of `ends`."""
+        if len(names) > 1:
+            return [self._linear(name, x) for name in names]
+        weights, bias = np.split(self._tensor(names[0]), ends), self._bias(names[0])
+        biases = [None] * len(weights) if bias is None else np.split(bias, ends)
+        parts = enumerate(zip(weights, biases, strict=True))
+        return [self._product(f"{names[0]}/{index}", x, weight, part) for index, (weight, part) in parts]
 
     def _linear(self, name: str, x: Value) -> Value:
-        return self._product(name, x, self._tensor(name), self._tensor(name, "bias"))
+        return self._product(name, x, self._tensor(name), self._bias(name))
 
     def _activated(self, name: str, x: Value) -> Value:
+        operator = {"gelu": "BiasGelu", "gelu_new": "FastGelu"}.get(self._encoder.activation)
+        if operator is None:
+            return self._activation(self._linear(name, x))
+        # The operator adds the bias, which the product would otherwise do apart.
+        product = self._product(name, x, self._tensor(name))
+        bias = self._weight(f"{name}.bias", self._tensor(name, "bias"))
+        return self._graph.node(operator, product, bias, domain=MICROSOFT)
+
+    def _activation(self, x: Value) -> Value:
         match self._encoder.activation:
             case "relu":
-                return self._graph.node("Relu", self._linear(name, x))
+                return self._graph.node("Relu", x)
+            case "silu":
+                return self._graph.node("QuickGelu", x, domain=MICROSOFT, alpha=1.0)
             case activation:
-                # The operator adds the bias, which the product would otherwise do apart.
-                operator = {"gelu": "BiasGelu", "gelu_new": "FastGelu"}[activation]
-                product = self._product(name, x, self._tensor(name))
-                bias = self._weight(f"{name}.bias", self._tensor(name, "bias"))
-                return self._graph.node(operator, product, bias, domain=MICROSOFT)
+                operator = {"gelu": "Gelu", "gelu_new": "FastGelu"}[activation]
+                return self._graph.node(operator, x, domain=MICROSOFT)
 
     def _product(self, name: str, x: Value, weight: Array, bias: Array | None = None) -> Value:
         """x [T, K] times weight [N, K], plus bias [N]."""
@@ -107,17 +204,50 @@ class _Builder:
             inputs.append(self._weight(f"{name}.bias", bias))
         return self._graph.node("Gemm", *inputs, transB=1)
 
-    def _norm(self, name: str, x: Value, residual: Value) -> Value:
-        weight = self._weight(f"{name}.weight", self._tensor(name))
-        bias = self._weight(f"{name}.bias", self._tensor(name, "bias"))
-        x = self._graph.node("Add", x, residual)
-        return self._graph.node("LayerNormalization", x, weight, bias, axis=1, epsilon=self._encoder.epsilon)
+    def _plus(self, x: Value, residual: Value) -> Value:
+        return self._graph.node("Add", x, residual)
 
-    def _distance_bias(self) -> Value | None:
+    def _norm(self, name: str | None, x: Value) -> Value:
+        if name is None:
+            return x
+        inputs = [x, self._weight(f"{name}.weight", self._tensor(name))]
+        operator = "SimplifiedLayerNormalization" if self._encoder.is_rms else "LayerNormalization"
+        bias = None if self._encoder.is_rms else self._bias(name)
+        if bias is not None:
+            inputs.append(self._weight(f"{name}.bias", bias))
+        return self._graph.node(operator, *inputs, axis=1, epsilon=self._encoder.epsilon)
+
+    def _attention(self, layer: LayerSpec, whole: "_Pieces") -> "_Attention":
+        """Made once for all layers with the same window."""
+        if layer.window not in self._attentions:
+            pieces, bias = whole, self._distance_bias()
+            if self._encoder.is_causal or layer.window is not None:
+                name = f"pieces_{layer.window}"
+                self._made.windows[name] = layer.window
+                given = self._graph.input(name, Element.INT64, [5, "pieces"])
+                rows = [self._graph.node("Gather", given, self._graph.constant(row), axis=0) for row in range(5)]
+                pieces = _Pieces(*rows)
+                bias = self._window_bias(layer.window)
+            width = int(self._tensor(layer.out).shape[1])
+            made = _Attention(self._graph, pieces, width, self._encoder.num_heads, *bias)
+            self._attentions[layer.window] = made
+        return self._attentions[layer.window]
+
+    def _window_bias(self, window: int | None) -> tuple[Value, int]:
+        """0 where a token sees another, else -inf: a band that all pieces cut their part out of, [1, 1, queries,
+        keys]; and the key that the first query is."""
+        size = min(PIECE_TOKENS, self._max_tokens)
+        reach = self._max_tokens if window is None else min(window, self._max_tokens)
+        after = 0 if self._encoder.is_causal else reach
+        distance = np.arange(size + reach + after) - reach - np.arange(size)[:, None]
+        band = np.where((distance >= -reach) & (distance <= after), np.float32(0), np.float32(-np.inf))
+        return self._weight(f"window_{window}", band[None, None]), reach
+
+    def _distance_bias(self) -> tuple[Value | None, int]:
         if self._encoder.distance_bias is None:
-            return None
+            return None, 0
         bias = bias_of_distances(self._tensor(self._encoder.distance_bias), self._max_tokens)
-        return self._weight("distance_bias", bias[None])
+        return self._weight("distance_bias", bias[None]), 0
 
     def _side_by_side(self, names: tuple[str, ...], part: str) -> Array:
         return np.concatenate([self._tensor(name, part) for name in names])
@@ -125,63 +255,120 @@ class _Builder:
     def _tensor(self, name: str, part: str = "weight") -> Array:
         return self._tensors[f"{name}.{part}"]
 
+    def _bias(self, name: str) -> Array | None:
+        is_there = self._encoder.has_all_biases or f"{name}.bias" in self._tensors
+        return self._tensor(name, "bias") if is_there else None
+
+    def _constant(self, value: list[int]) -> Value:
+        return self._graph.constant(value)
+
     def _weight(self, name: str, array: Array) -> Value:
         self._made.weights[name] = np.ascontiguousarray(array)
         return self._graph.weight(name, array.shape, self._placeholder_file)
 
 
-class _Attention:
-    """Each sequence attends only to itself: the sequences of a run are one call of the kernel."""
+# --- attention --------------------------------------------------------------------------------------------------
 
-    def __init__(self, graph: Graph, runs: Sequence[Value], width: int, num_heads: int, bias: Value | None) -> None:
-        """`runs`: the starts, counts and lengths of the runs, each [R]."""
+PIECE_TOKENS = 256
+"""Queries at a time where a token does not see all others. Fewer see fewer keys that the band hides; more share a
+product. Not measured."""
+
+
+def pieces_of(runs: Sequence[Run], window: int | None, is_causal: bool) -> NDArray[np.int64]:
+    """What attention computes at a time, [5, P]: the first query and the first key (tokens), the number of sequences,
+    the queries and the keys of each. A run that is longer than PIECE_TOKENS is cut, and a piece has only those keys
+    that one of its queries sees: scores of 8,192 × 8,192 tokens would take 268 MB for each head."""
+    pieces = []
+    for run in runs:
+        if run.length <= PIECE_TOKENS:
+            pieces.append((run.start, run.start, run.count, run.length, run.length))
+            continue
+        reach = run.length if window is None else window
+        for start in range(run.start, run.stop, run.length):
+            for first in range(0, run.length, PIECE_TOKENS):
+                last = min(first + PIECE_TOKENS, run.length)
+                first_key = max(0, first - reach)
+                last_key = last if is_causal else min(run.length, last + reach)
+                pieces.append((start + first, start + first_key, 1, last - first, last_key - first_key))
+    return np.array(pieces, dtype=np.int64).T.copy()
+
+
+@dataclass(frozen=True, slots=True)
+class _Pieces:
+    """Each [P]; see `pieces_of`. Where every token sees all others, a piece is a run."""
+
+    queries: Value
+    keys: Value
+    counts: Value
+    num_queries: Value
+    num_keys: Value
+
+
+class _Attention:
+    """Each sequence attends only to itself: a piece is one call of the kernel."""
+
+    def __init__(
+        self, graph: Graph, pieces: _Pieces, width: int, num_heads: int, bias: Value | None, reach: int
+    ) -> None:
+        """`width`: W, of the heads side by side. `bias`: added to the scores, [1, heads or 1, queries, keys]. A piece
+        uses the part that begins with its first query, and with the key that lies `reach` before that."""
         self._graph = graph
-        self._starts, self._counts, self._lengths = runs
+        self._pieces = pieces
         self._num_heads = num_heads
         self._bias = bias
-        """[1, heads, M, M], added to the scores; shorter sequences use its corner."""
-        self._num_loops = 0
         constant = graph.constant
         self._zero, self._axes, self._axes_of_scores = constant([0]), constant([0]), constant([2, 3])
-        self._origin = constant([0, 0])
-        self._width, self._widths, self._flat = constant([width]), constant([width] * 3), constant([-1, width])
+        self._width, self._flat, self._reach = constant([width]), constant([-1, width]), constant([reach])
         self._true = constant(True)
-        self._num_runs = graph.node("Size", self._starts)
-        self._is_one_run = graph.node("Equal", self._num_runs, constant(1))
+        self._num_pieces = graph.node("Size", pieces.queries)
+        self._is_one_piece = graph.node("Equal", self._num_pieces, constant(1))
 
-    def __call__(self, qkv: Value) -> Value:
-        """qkv [T, 3 H] → [T, H]."""
-        self._num_loops += 1
-        name = f"attention_{self._num_loops}"
-        one = _branch(f"{name}/one", lambda graph: self._attend(graph, qkv, self._counts, self._lengths))
-        many = _branch(f"{name}/many", lambda graph: self._each_run(graph, qkv, f"{name}/run"))
-        return self._graph.node("If", self._is_one_run, then_branch=one, else_branch=many)
+    def __call__(self, query: Value, key: Value, value: Value, name: str) -> Value:
+        """Each [T, heads · head dim] → the same. `name` is unique in the graph."""
+        pieces, qkv = self._pieces, (query, key, value)
+        one = _branch(f"{name}/one", lambda graph: self._attend(graph, qkv, pieces))
+        many = _branch(f"{name}/many", lambda graph: self._each_piece(graph, qkv, f"{name}/piece"))
+        return self._graph.node("If", self._is_one_piece, then_branch=one, else_branch=many)
 
-    def _each_run(self, graph: Graph, qkv: Value, name: str) -> Value:
+    def _each_piece(self, graph: Graph, qkv: tuple[Value, Value, Value], name: str) -> Value:
         body = Graph(name)
         index = body.input(f"{name}/index", Element.INT64, [])
         goes_on = body.input(f"{name}/goes_on", Element.BOOL, [])
         before = body.input(f"{name}/before", Element.FLOAT32, None, is_sequence=True)
         index = body.node("Unsqueeze", index, self._zero)
-        start, count, length = (
-            body.node("Gather", values, index) for values in (self._starts, self._counts, self._lengths)
+        all_pieces = self._pieces
+        given = (all_pieces.queries, all_pieces.keys, all_pieces.counts, all_pieces.num_queries, all_pieces.num_keys)
+        piece = _Pieces(*(body.node("Gather", values, index) for values in given))
+        query_stop, key_stop = (
+            body.node("Add", start, body.node("Mul", piece.counts, number))
+            for start, number in ((piece.queries, piece.num_queries), (piece.keys, piece.num_keys))
         )
-        stop = body.node("Add", start, body.node("Mul", count, length))
-        attended = self._attend(body, body.node("Slice", qkv, start, stop, self._axes), count, length)
+        query, key, value = qkv
+        cut = (
+            body.node("Slice", query, piece.queries, query_stop, self._axes),
+            *(body.node("Slice", each, piece.keys, key_stop, self._axes) for each in (key, value)),
+        )
+        attended = self._attend(body, cut, piece)
         body.output(body.node("Identity", goes_on), Element.BOOL, [])
         body.output(body.node("SequenceInsert", before, attended), Element.FLOAT32, None, is_sequence=True)
         empty = graph.node("SequenceEmpty", dtype=int(Element.FLOAT32))
-        runs = graph.node("Loop", self._num_runs, self._true, empty, body=body)
-        return graph.node("ConcatFromSequence", runs, axis=0)
+        pieces = graph.node("Loop", self._num_pieces, self._true, empty, body=body)
+        return graph.node("ConcatFromSequence", pieces, axis=0)
 
-    def _attend(self, graph: Graph, qkv: Value, count: Value, length: Value) -> Value:
-        """qkv [count · length, 3 H] → [count · length, H]. count and length have shape [1]."""
-        shape = graph.node("Concat", count, length, self._width, axis=0)
-        parts = graph.nodes("Split", qkv, self._widths, num_outputs=3, axis=1)
-        inputs = [graph.node("Reshape", part, shape) for part in parts]
+    def _attend(self, graph: Graph, qkv: tuple[Value, ...], piece: _Pieces) -> Value:
+        """The tokens of a piece, each [T, W] → [T, W]. The fields of `piece` have shape [1]."""
+        of_queries, of_keys = (
+            graph.node("Concat", piece.counts, number, self._width, axis=0)
+            for number in (piece.num_queries, piece.num_keys)
+        )
+        shapes = (of_queries, of_keys, of_keys)
+        inputs = [graph.node("Reshape", part, shape) for part, shape in zip(qkv, shapes, strict=True)]
         if self._bias is not None:
-            end = graph.node("Concat", length, length, axis=0)
-            inputs += ["", "", graph.node("Slice", self._bias, self._origin, end, self._axes_of_scores)]
+            first_key = graph.node("Add", graph.node("Sub", piece.keys, piece.queries), self._reach)
+            begin = graph.node("Concat", self._zero, first_key, axis=0)
+            last_key = graph.node("Add", first_key, piece.num_keys)
+            end = graph.node("Concat", piece.num_queries, last_key, axis=0)
+            inputs += ["", "", graph.node("Slice", self._bias, begin, end, self._axes_of_scores)]
         attended = graph.node("MultiHeadAttention", *inputs, domain=MICROSOFT, num_heads=self._num_heads)
         return graph.node("Reshape", attended, self._flat)
 

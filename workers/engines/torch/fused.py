@@ -26,7 +26,7 @@ from vecd.shm.card import ModelCard
 from vecd.workers.engines.torch.checkpoint import map_tensors
 from vecd.workers.engines.torch.linear import ACTIVATIONS, Activation, Linear, make_linear, type_between_layers
 from vecd.workers.families.description import EncoderSpec, LayerSpec, NotDescribed, bias_of_distances, describe
-from vecd.workers.families.encoders import FAMILIES
+from vecd.workers.families.encoders import FUSED_FAMILIES
 from vecd.workers.layout import Layout, Run
 
 # --- the parts --------------------------------------------------------------------------------------------------
@@ -46,21 +46,23 @@ class Norm:
 
 @dataclass(frozen=True, slots=True)
 class Embeddings:
-    """The sum of a token's word and position, normalized, in float32 from tables as they are stored."""
+    """The sum of a token's word and position, normalized, in float32 from tables as they are stored; then projected."""
 
     words: Tensor
     positions: Tensor
     """With the one row of token type 0 added, where a family has types."""
     norm: Norm
+    projection: Linear | None
     positions_after: int | None
 
-    def __call__(self, layout: Layout, num_tokens: int) -> Tensor:
-        """float32 [num_tokens, H]; the tokens behind the layout's own are word 0 at position 0."""
+    def __call__(self, layout: Layout, num_tokens: int, dtype: torch.dtype) -> Tensor:
+        """`dtype` [num_tokens, H]; the tokens behind the layout's own are word 0 at position 0."""
         after = self.positions_after
         positions = layout.offsets() if after is None else layout.positions_after(after)
         x = self.words[_extended(layout.token_ids, num_tokens)].float()
         x += self.positions[_extended(positions, num_tokens)]
-        return self.norm(x)
+        x = self.norm(x).to(dtype)
+        return x if self.projection is None else self.projection(x)
 
 
 def _extended(ids: "np.ndarray[tuple[int], np.dtype[np.int64]]", num_tokens: int) -> Tensor:
@@ -172,7 +174,7 @@ class FusedForward:
         num_tokens = layout.token_ids.size
         num_computed = _rounded(num_tokens)
         self.num_padding_tokens += num_computed - num_tokens
-        x = self._embeddings(layout, num_computed).to(self._dtype)
+        x = self._embeddings(layout, num_computed, self._dtype)
         for layer in self._layers:
             x = layer(x, layout.runs)
         return x[:num_tokens]
@@ -182,7 +184,7 @@ class FusedForward:
         is enough. 0.1 s for all-MiniLM-L6-v2."""
         with torch.inference_mode():
             for num_tokens in range(_STEP_OF_SHORT, _WARM_UP_TO + 1, _STEP_OF_SHORT):
-                x = torch.zeros(num_tokens, self._embeddings.words.shape[1], dtype=self._dtype)
+                x = torch.zeros(num_tokens, self._layers[0].norm.weight.shape[0], dtype=self._dtype)
                 self._layers[0](x, [Run(start=0, count=1, length=min(num_tokens, max_tokens))])
 
 
@@ -210,8 +212,8 @@ def load_fused(card: ModelCard, dtype: str) -> FusedForward:
 
     Raises NotDescribed for another family, setting or type, or for a tensor under another name.
     """
-    if card.model_type not in FAMILIES:
-        raise NotDescribed(f"{card.model_type} has no table of its layers")
+    if card.model_type not in FUSED_FAMILIES:
+        raise NotDescribed(f"{card.model_type} is no family of the fused path")
     if type_between_layers(dtype) is None:
         raise NotDescribed(f"there are no linear kernels for {dtype} here")
     try:
@@ -248,6 +250,7 @@ class _Builder:
             words=self._weights[f"{encoder.words}.weight"],
             positions=positions,
             norm=self._norm(encoder.embedding_norm),
+            projection=None if encoder.projection is None else self._linear(encoder.projection),
             positions_after=encoder.positions_after,
         )
 
@@ -257,13 +260,13 @@ class _Builder:
             attention=attention,
             out=self._linear(layer.out),
             attention_norm=self._norm(layer.attention_norm),
-            up=self._linear(layer.up),
+            up=self._linear(layer.up[0]),
             activation=ACTIVATIONS[self._encoder.activation],
             down=self._linear(layer.down),
             norm=self._norm(layer.norm),
         )
 
-    def _qkv(self, names: tuple[str, str, str]) -> Linear:
+    def _qkv(self, names: tuple[str, ...]) -> Linear:
         """Query, key and value side by side; the scale of the scores, 1/√(head dim), goes into the query."""
         weights = [self._weights[f"{name}.weight"].float() for name in names]
         biases = [self._weights[f"{name}.bias"].float() for name in names]
@@ -274,7 +277,8 @@ class _Builder:
     def _linear(self, name: str) -> Linear:
         return make_linear(self._weights[f"{name}.weight"], self._weights[f"{name}.bias"], self._dtype)
 
-    def _norm(self, name: str) -> Norm:
+    def _norm(self, name: str | None) -> Norm:
+        assert name is not None
         weight, bias = self._weights[f"{name}.weight"], self._weights[f"{name}.bias"]
         return Norm(weight.float(), bias.float(), self._encoder.epsilon)
 

@@ -63,15 +63,20 @@ def test_rectangles_cover_every_sequence_once_and_stay_small(lengths: list[int],
 
 
 @pytest.mark.parametrize(
-    ("family", "settings"),
-    [("electra", {}), ("bert", {"is_decoder": True}), ("bert", {"hidden_act": "silu"})],
+    ("family", "settings", "path"),
+    [
+        ("albert", {}, "packed"),
+        ("bert", {"is_decoder": True}, "packed"),
+        ("bert", {"hidden_act": "silu"}, "lean"),
+        ("modernbert", {}, "lean"),
+    ],
 )
-def test_what_cannot_be_fused_is_packed_without_a_warning(
-    family: str, settings: dict[str, Any], checkpoint: Callable[..., Path], worker_config: Config
+def test_what_cannot_be_fused_is_run_in_the_next_way_without_a_warning(
+    family: str, settings: dict[str, Any], path: str, checkpoint: Callable[..., Path], worker_config: Config
 ) -> None:
     folder = checkpoint(family, **settings)
     engine = load(worker_config(folder))
-    assert (engine.facts["path"], engine.warnings) == ("packed", [])
+    assert (engine.facts["path"], engine.warnings) == (path, [])
     with pytest.raises(ModelError, match="fused float32 is not used"):
         load(worker_config(folder, engine="fused"))
 
@@ -112,10 +117,10 @@ def test_int8_is_compared_with_float32(
 def test_int8_without_a_fused_path_is_given_up_with_a_warning(
     checkpoint: Callable[..., Path], worker_config: Config
 ) -> None:
-    engine = load(worker_config(checkpoint("electra"), dtype="int8"))
+    engine = load(worker_config(checkpoint("albert"), dtype="int8"))
     assert engine.facts["path"] == "packed"
     assert engine.facts["dtype"] in ("bfloat16", "float32")
-    assert engine.warnings[0] == "fused int8 is not used: NotDescribed: electra has no table of its layers"
+    assert engine.warnings[0] == "fused int8 is not used: NotDescribed: albert is no family of the fused path"
 
 
 def test_a_type_that_cannot_hold_the_model_is_given_up_for_float32(

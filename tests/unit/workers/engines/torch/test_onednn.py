@@ -132,7 +132,7 @@ def test_without_a_name_inside_transformers_the_model_is_padded(
         monkeypatch.delitem(sys.modules, f"vecd.workers.engines.torch.{name}", raising=False)
     # The import of the module that needs such names fails.
     monkeypatch.setitem(sys.modules, "vecd.workers.engines.torch.packed_attention", None)
-    engine = load(Checkpoints(tmp_path_factory.mktemp)("electra"))  # has no fused path
+    engine = load(Checkpoints(tmp_path_factory.mktemp)("albert"))  # has no path of vecd's own
     assert engine.facts["path"] == "padded"
     assert engine.warnings[0].startswith("packed float32 is not used: ModuleNotFoundError: ")
 

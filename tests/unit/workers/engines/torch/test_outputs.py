@@ -57,6 +57,11 @@ def test_rows_are_the_reference_s_on_every_path(
     ("family", "path", "pooling"),
     [
         ("mpnet", "lean", "mean"),
+        ("electra", "lean", "mean"),
+        ("modernbert", "lean", "cls"),
+        ("qwen2", "lean", "lasttoken"),
+        ("qwen3", "lean", "lasttoken"),
+        ("mistral", "lean", "mean"),
         ("xlm-roberta", "fused", "cls"),
         ("distilbert", "fused", "cls"),
         ("mpnet", "fused", "mean"),
