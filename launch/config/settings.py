@@ -158,6 +158,11 @@ class Settings(BaseSettings):
         description="implementation of the forward pass; auto: the fastest one whose vectors agree with the reference "
         "model's. dummy: no model, made-up vectors, for tests",
     )
+    unverified: bool = Field(
+        False,
+        description="without torch: also serve a model whose reference vectors are not known, without comparing its "
+        "vectors. No effect where torch is installed, because they are then compared",
+    )
     max_batch_tokens: Annotated[int, Field(ge=1, le=1_000_000)] | Literal["auto"] = Field(
         "auto",
         description="maximum tokens in one forward pass. A worker gets fewer if it cannot compute them in a quarter of "

@@ -19,6 +19,7 @@ from vecd.launch.base.exit_codes import EXIT_OK
 from vecd.launch.base.programs import run_child
 from vecd.shm import logs
 from vecd.shm.card import ModelCard, ModelError, vocabulary_files
+from vecd.workers.installed import NEEDS_TORCH, has_torch
 
 # Besides the vocabularies, what AutoTokenizer reads to choose a class and its special tokens.
 _OTHER_FILES = ("config.json", "tokenizer_config.json", "special_tokens_map.json", "added_tokens.json")
@@ -35,6 +36,8 @@ def with_tokenizer(card: ModelCard, model: str, cache_folder: Path) -> ModelCard
     """
     if card.tokenizer_file:
         path = Path(card.tokenizer_file)
+    elif not has_torch():
+        raise ModelError(f"{card.weights_folder}: there is no tokenizer.json, and making one {NEEDS_TORCH}")
     else:
         path = cache_folder / "tokenizers" / _key(Path(card.weights_folder)) / "tokenizer.json"
     try:

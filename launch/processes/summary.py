@@ -31,8 +31,10 @@ def summary(
 
     card, gateway, settings = plan.card, plan.gateway, plan.settings
     normalized = ", normalized" if any(step.kind == "normalize" for step in card.steps) else ""
-    parity = facts.get("agreement", {}).get("max_abs_diff")
-    agrees = "" if parity is None else f", within {parity:.1e} of the plain model"
+    parity = facts.get("agreement", {})
+    agrees = ", not compared with the plain model"
+    if parity is not None:
+        agrees = f", within {parity['max_abs_diff']:.1e} of the plain model" if parity else ""
     device = plan.workers[0].device.partition(":")[0]
     url_here = re.sub(r"//(0\.0\.0\.0|\[::\])", "//127.0.0.1", url)
     path = url.removeprefix("unix:")

@@ -57,7 +57,8 @@ def main(dist: Path, work: Path) -> None:
     for distribution in _wanted_distributions():
         _copy(_files_of(distribution), Path(str(distribution.locate_file(""))), lib)
     _copy(_own_files(), ROOT, lib)
-    _strip(lib / "torch" / "lib")
+    if (lib / "torch").exists():
+        _strip(lib / "torch" / "lib")
     _compile(lib)
     add_libraries(lib)
     add_licenses(lib, list(_wanted_distributions()))

@@ -28,3 +28,5 @@ class Order:
     """Numbers of workers to measure together, in addition to 1."""
     seconds: float
     """For each dtype and length of text, over all rounds; 0: measure nothing."""
+    is_to_remember: bool = False
+    """Whether to write the model's reference vectors beside it, if its vectors are right."""

@@ -4,8 +4,8 @@ Owns the process, its order and its responses, and the reasons for the selected 
 server does; each computation runs in a process forked from it, as in a worker, so its memory is a worker's and its
 crash becomes an error message. Called by `vecd.launch.child`; `vecd.launch.check.command` gives the order.
 
-The order is an `Order`. What is found is named "path", twice if texts are compared, and "measurements", and has the
-fields of `vecd.launch.check.report`.
+The order is an `Order`. What is found is named "path", twice if texts are compared, "reference_file" and
+"measurements", and has the types of `vecd.launch.check.report`.
 """
 
 import importlib.metadata
@@ -32,6 +32,7 @@ from vecd.workers.check.vectors import (
 from vecd.workers.config import WorkerConfig
 from vecd.workers.engine import Engine, ReportProgress
 from vecd.workers.engines.load import load_engine
+from vecd.workers.engines.references import FILE, digest_of, recall_reference, write_reference
 from vecd.workers.engines.selection_cache import Selection, recall
 from vecd.workers.process.kernel import kilobytes
 from vecd.workers.process.ordered_process import OnFound, carry_out
@@ -63,7 +64,10 @@ def _check(fields: dict[str, Any], report: ReportProgress, on_found: OnFound) ->
     if order.texts:
         path |= _compare(order, engine, path, report)
         on_found("path", path)
-    if order.seconds and all(comparison["is_within_bounds"] for comparison in path.get("agreements", ())):
+    is_right = all(comparison["is_within_bounds"] for comparison in path.get("agreements", ()))
+    if order.is_to_remember and is_right:
+        on_found("reference_file", _write_reference(order.config, report))
+    if order.seconds and is_right:
         others, not_measured = _load_others(order, path["dtype"], report)
         measured = measure(order, [engine, *others], order.available_mb - path["shared_mb"], report)
         on_found("measurements", {**measured, "not_measured": not_measured})
@@ -223,6 +227,22 @@ def _compare(order: Order, engine: Engine, path: dict[str, Any], report: ReportP
     except ModelError as error:
         not_compared.append(f"not compared with {name}: {error}")
     return {"agreements": agreements, "not_compared": not_compared}
+
+
+def _write_reference(config: WorkerConfig, report: ReportProgress) -> str:
+    """The file beside the model, with its float32 reference vectors, which are computed unless they are remembered.
+    Raises ModelError when they cannot be computed or written."""
+    reference, path = recall_reference(config), Path(config.card.folder) / FILE
+    if reference is None:
+        from vecd.workers.engines.torch.selection import compute_reference
+
+        report("computing the reference vectors in float32")
+        [reference] = in_workers(on_cpu := replace(config, device="cpu"), lambda: lambda: compute_reference(on_cpu))
+    try:
+        write_reference(reference, digest_of(config.card), path)
+    except OSError as error:
+        raise ModelError(f"{path}: cannot be written: {error.strerror}") from error
+    return str(path)
 
 
 def _reference_dtype(order: Order, path: dict[str, Any]) -> str:

@@ -6,11 +6,12 @@ only where an engine or a comparison needs it. Called by `vecd.workers.process.m
 and `vecd.workers.check`.
 """
 
-import importlib.util
 import logging
 import time
 from collections.abc import Callable
 from typing import TypeAlias
+
+import numpy as np
 
 from vecd.shm.card import ModelError
 from vecd.shm.control import LOAD_TOKENS_PER_S
@@ -18,10 +19,11 @@ from vecd.workers.config import WorkerConfig
 from vecd.workers.engine import Engine, ReportProgress
 from vecd.workers.engines.dummy import DummyEngine
 from vecd.workers.engines.parity import compare, random_batch, short_probes, vectors_of
-from vecd.workers.engines.references import recall_reference
+from vecd.workers.engines.references import Reference, recall_reference
 from vecd.workers.engines.selection_cache import Selection, forget, recall, remember
 from vecd.workers.families.description import NotDescribed
 from vecd.workers.families.encoders import FAMILIES
+from vecd.workers.installed import NEEDS_TORCH, has_torch
 from vecd.workers.processor import has_bfloat16
 
 log = logging.getLogger("vecd.engine")
@@ -73,7 +75,8 @@ def load_engine(
 
         selection, engine = select(config, report)
         _describe(config, engine, selection)
-    remember(config, selection)
+    if selection.parity:
+        remember(config, selection)
     return engine
 
 
@@ -85,7 +88,8 @@ def expected_path(config: WorkerConfig) -> str | None:
     selection = recall(config)
     if selection is not None:
         return selection.path
-    return "lean" if is_lean_wanted(config) and recall_reference(config) is not None else None
+    is_lean = is_lean_wanted(config) and (not has_torch() or recall_reference(config) is not None)
+    return "lean" if is_lean else None
 
 
 def is_lean_wanted(config: WorkerConfig) -> bool:
@@ -95,7 +99,7 @@ def is_lean_wanted(config: WorkerConfig) -> bool:
         return False
     if config.engine == "lean" or config.dtype == "float32":
         return True
-    return config.dtype == "auto" and not (has_bfloat16() and _has_torch())
+    return config.dtype == "auto" and not (has_bfloat16() and has_torch())
 
 
 def _load_static(config: WorkerConfig, report: ReportProgress) -> Engine:
@@ -110,30 +114,53 @@ def _load_static(config: WorkerConfig, report: ReportProgress) -> Engine:
     return engine
 
 
-def _has_torch() -> bool:
-    return importlib.util.find_spec("torch") is not None
-
-
 def _select_lean(config: WorkerConfig, report: ReportProgress) -> tuple[Selection, Engine] | None:
-    """Without torch: the lean engine, if it gives the model's remembered reference vectors."""
+    """The lean engine, if it gives the model's remembered reference vectors; else None. Never imports torch.
+
+    Raises ModelError instead of returning None where torch is not installed."""
     reference = recall_reference(config) if is_lean_wanted(config) else None
-    if reference is None:
+    if reference is None and has_torch():
         return None
+    if reference is None and not config.unverified:
+        raise ModelError(
+            f"{config.card.folder}: its reference vectors are not known, and there is no torch to compute them: run "
+            "`vecd check --remember` on it where torch is installed, or serve it uncompared with --unverified"
+        )
     from vecd.workers.engines.lean.engine import LeanEngine
 
-    report("comparing lean float32 with the remembered reference vectors")
     try:
         engine = LeanEngine(config.card)
-        vectors = vectors_of(engine, reference.probes(config.card), config.card.dim)
+        selection = _uncompared(config, engine) if reference is None else _compared(config, engine, reference, report)
     except NotDescribed as error:
+        if not has_torch():
+            raise ModelError(f"{config.card.folder}: {error}; this {NEEDS_TORCH}") from None
         log.info("lean is not used: %s", error)
         return None
-    parity = compare(vectors, reference.vectors)
-    if not parity.is_within_bounds("float32"):
-        log.warning("lean float32 is not used: its vectors are not the reference model's: %s", parity)
+    if selection is None:
         return None
     engine.use_threads(config.num_threads)
-    return Selection("lean", "float32", reference.figures(parity), reference.vectors), engine
+    return selection, engine
+
+
+def _compared(config: WorkerConfig, engine: Engine, reference: Reference, report: ReportProgress) -> Selection | None:
+    """None for other vectors than the reference model's. Raises ModelError instead where torch is not installed."""
+    report("comparing lean float32 with the remembered reference vectors")
+    parity = compare(vectors_of(engine, reference.probes(config.card), config.card.dim), reference.vectors)
+    if parity.is_within_bounds("float32"):
+        return Selection("lean", "float32", reference.figures(parity), reference.vectors)
+    why = f"lean float32 is not used: its vectors are not the reference model's: {parity}"
+    if not has_torch():
+        raise ModelError(f"{config.card.folder}: {why}; another engine {NEEDS_TORCH}")
+    log.warning("%s", why)
+    return None
+
+
+def _uncompared(config: WorkerConfig, engine: Engine) -> Selection:
+    """A selection without a parity. Raises ModelError for vectors that are not finite."""
+    if not np.isfinite(vectors_of(engine, short_probes(config.card), config.card.dim)).all():
+        raise ModelError(f"{config.card.folder}: the vectors contain nan or infinity")
+    warning = "--unverified: the vectors are not compared with the reference model's, which needs torch"
+    return Selection("lean", "float32", {}, np.empty((0, config.card.dim), np.float32), [warning])
 
 
 def _build(config: WorkerConfig, selection: Selection, report: ReportProgress) -> Engine:
@@ -159,7 +186,7 @@ def _build(config: WorkerConfig, selection: Selection, report: ReportProgress) -
 
 
 def _describe(config: WorkerConfig, engine: Engine, selection: Selection) -> None:
-    engine.facts["agreement"] = selection.parity
+    engine.facts["agreement"] = selection.parity or None
     engine.facts[LOAD_TOKENS_PER_S] = _tokens_per_s(config, engine)
     engine.warnings = list(selection.warnings)
 

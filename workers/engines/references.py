@@ -94,6 +94,7 @@ def write_reference(reference: Reference, digest: str, path: Path) -> None:
     with tempfile.NamedTemporaryFile("w", dir=path.parent, prefix=".", delete=False) as file:
         try:
             json.dump(fields, file)
+            os.fchmod(file.fileno(), 0o644)  # beside a model it is for every user who serves that
             file.flush()
             os.replace(file.name, path)
         except OSError:

@@ -29,12 +29,13 @@ import numpy as np
 from numpy.typing import NDArray
 
 from vecd.workers.config import WorkerConfig
+from vecd.workers.engines.references import FILE as REFERENCE_FILE
 from vecd.workers.processor import cpuinfo
 
 log = logging.getLogger("vecd.selection")
 
 _FORMAT = 1
-_LIBRARIES = ("torch", "transformers", "safetensors", "numpy")
+_LIBRARIES = ("torch", "transformers", "onnxruntime", "safetensors", "numpy")
 # The variables by which libraries decide which instructions they use.
 _VARIABLES = ("ATEN_CPU_CAPABILITY", "ONEDNN_MAX_CPU_ISA", "DNNL_MAX_CPU_ISA", "MKL_ENABLE_INSTRUCTIONS")
 
@@ -138,7 +139,7 @@ def _conditions(config: WorkerConfig) -> dict[str, Any]:
         "requested": [config.engine, config.dtype, config.device.partition(":")[0]],
         "device": _device_name(config.device),
         "code": _digest_of_code(),
-        "libraries": {name: metadata.version(name) for name in _LIBRARIES},
+        "libraries": {name: _version(name) for name in _LIBRARIES},
         "variables": {name: os.environ.get(name) for name in _VARIABLES},
     }
 
@@ -151,9 +152,18 @@ def _stamps(config: WorkerConfig) -> Iterator[list[Any]]:
     folders = {config.card.folder, config.card.weights_folder}
     folders |= {str(Path(config.card.folder) / step.path) for step in config.card.steps if step.path}
     for folder in sorted(folders):
-        for path in sorted([*Path(folder).glob("*.safetensors"), *Path(folder).glob("*.json")]):
+        paths = [*Path(folder).glob("*.safetensors"), *Path(folder).glob("*.json")]
+        for path in sorted(path for path in paths if path.name != REFERENCE_FILE):
             stat = path.stat()
             yield [str(path), stat.st_size, stat.st_mtime_ns, stat.st_ctime_ns, stat.st_ino]
+
+
+def _version(library: str) -> str | None:
+    """None for one that is not installed."""
+    try:
+        return metadata.version(library)
+    except metadata.PackageNotFoundError:
+        return None
 
 
 def _digest_of_code() -> str:

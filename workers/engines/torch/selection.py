@@ -39,6 +39,11 @@ def select(config: WorkerConfig, report: ReportProgress) -> tuple[Selection, Eng
     return _Selector(config, report).select()
 
 
+def compute_reference(config: WorkerConfig) -> Reference:
+    """The model's float32 reference vectors, which are also remembered in the cache. Raises ModelError."""
+    return _Selector(replace(config, dtype="float32"), lambda stage: None).reference("float32")
+
+
 def dtypes_to_try(config: WorkerConfig) -> tuple[str, ...]:
     """The types to try, in order: the requested one; for "auto" the 16-bit type that the device computes natively,
     then float32. int8 is followed by those of "auto", because only the fused path has int8. The lean path has only
@@ -68,7 +73,7 @@ class _Selector:
         config = self._config
         loadable = [dtype for dtype in self._dtypes if dtype != "int8"]
         reference_dtype = "float32" if is_stored_as_float32(config.card) else loadable[0]
-        reference = self._reference(reference_dtype)
+        reference = self.reference(reference_dtype)
         for dtype, path in self._candidates(reference_dtype):
             self._report(f"comparing {path} {dtype} with the reference model")
             found = self._try(dtype, path, reference)
@@ -82,7 +87,7 @@ class _Selector:
                 if path != "lean" or dtype == "float32":
                     yield dtype, path
 
-    def _reference(self, dtype: str) -> Reference:
+    def reference(self, dtype: str) -> Reference:
         """The remembered reference vectors, or those that the plain model gives now. Only float32 is remembered."""
         remembered = recall_reference(self._config) if dtype == "float32" else None
         if remembered is not None:

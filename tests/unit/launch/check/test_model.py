@@ -88,6 +88,7 @@ def test_what_a_plain_transformers_model_was_made_for(
         ("/x: the reference model's vectors in float32 contain nan or infinity", "broken"),
         ("the process was killed by SIGKILL, as the kernel does when memory runs out, while busy with: load", "memory"),
         ("the process was killed by SIGILL, while busy with: load", "another build"),
+        ("/x/vecd-reference.json: cannot be written: Permission denied", "can write to"),
         ("/x/config.json: must be a JSON object", "correct the file"),
         ("/x: cannot be loaded: ZeroDivisionError: integer modulo by zero", "compare config.json"),
         ("/x: cannot be loaded: RuntimeError: DefaultCPUAllocator: can't allocate memory", "more memory"),

@@ -59,6 +59,14 @@ def test_it_travels_beside_the_model(config: WorkerConfig) -> None:
     assert expected_path(alone) == "lean"
 
 
+def test_a_file_beside_the_model_does_not_undo_the_selection(config: WorkerConfig) -> None:
+    load_engine(config, lambda stage: None)
+    reference = recall_reference(config)
+    assert reference is not None
+    write_reference(reference, digest_of(config.card), Path(config.card.folder) / FILE)
+    assert stages_of(config) == ["loading weights for lean float32"]
+
+
 @pytest.mark.parametrize("content", ["", "{", "null", '{"format": 1}', '{"format": 2}', "[" * 100_000, "other"])
 def test_a_broken_file_costs_a_warning(content: str, config: WorkerConfig, caplog: pytest.LogCaptureFixture) -> None:
     alone = replace(config, cache_folder="")
@@ -103,5 +111,5 @@ def test_when_the_lean_engine_comes_first(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     monkeypatch.setattr(load, "has_bfloat16", lambda: is_native)
-    monkeypatch.setattr(load, "_has_torch", lambda: has_torch)
+    monkeypatch.setattr(load, "has_torch", lambda: has_torch)
     assert load.is_lean_wanted(replace(config, **changes)) is is_wanted
