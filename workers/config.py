@@ -11,6 +11,9 @@ from typing import Any
 from vecd.shm.arena import ArenaSpec
 from vecd.shm.card import ModelCard
 
+REFERENCE_FILE = "vecd-reference.json"
+"""In a model's folder: `vecd.workers.engines.references`. It may come and go while the model is served."""
+
 
 @dataclass(frozen=True, slots=True)
 class WorkerConfig:

@@ -27,7 +27,7 @@ from vecd.shm import logs
 from vecd.shm.arena import ArenaSpec
 from vecd.shm.batch_limits import MAX_BATCH_TOKENS, MAX_BATCH_TOKENS_ON_GPU
 from vecd.shm.card import ModelCard, ModelError, read_card
-from vecd.workers.config import WorkerConfig
+from vecd.workers.config import REFERENCE_FILE, WorkerConfig
 from vecd.workers.families.encoders import FAMILIES
 from vecd.workers.installed import NEEDS_TORCH, has_torch
 from vecd.workers.processor import usable_cores
@@ -70,10 +70,11 @@ class Plan:
 
 
 def _files_in(folder: Path) -> frozenset[tuple[str, int, int, int]]:
-    """Path, inode, size and time of change of each file, also of modules' folders; empty without the folder."""
+    """Path, inode, size and time of change of each file, also of modules' folders; empty without the folder. Reference
+    vectors do not count."""
     try:
         paths = [*folder.glob("*"), *folder.glob("*/*")]
-        found = [(str(path), path.stat()) for path in paths if path.is_file()]
+        found = [(str(path), path.stat()) for path in paths if path.name != REFERENCE_FILE and path.is_file()]
     except OSError:
         return frozenset()
     return frozenset((name, stat.st_ino, stat.st_size, stat.st_mtime_ns) for name, stat in found)

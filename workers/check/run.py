@@ -29,10 +29,10 @@ from vecd.workers.check.vectors import (
     refuse_not_finite,
     sentence_transformers_vectors,
 )
-from vecd.workers.config import WorkerConfig
+from vecd.workers.config import REFERENCE_FILE, WorkerConfig
 from vecd.workers.engine import Engine, ReportProgress
 from vecd.workers.engines.load import load_engine
-from vecd.workers.engines.references import FILE, digest_of, recall_reference, write_reference
+from vecd.workers.engines.references import digest_of, recall_reference, write_reference
 from vecd.workers.engines.selection_cache import Selection, recall
 from vecd.workers.process.kernel import kilobytes
 from vecd.workers.process.ordered_process import OnFound, carry_out
@@ -232,7 +232,7 @@ def _compare(order: Order, engine: Engine, path: dict[str, Any], report: ReportP
 def _write_reference(config: WorkerConfig, report: ReportProgress) -> str:
     """The file beside the model, with its float32 reference vectors, which are computed unless they are remembered.
     Raises ModelError when they cannot be computed or written."""
-    reference, path = recall_reference(config), Path(config.card.folder) / FILE
+    reference, path = recall_reference(config), Path(config.card.folder) / REFERENCE_FILE
     if reference is None:
         from vecd.workers.engines.torch.selection import compute_reference
 

@@ -26,14 +26,13 @@ import numpy as np
 from numpy.typing import NDArray
 
 from vecd.shm.card import ModelCard
-from vecd.workers.config import WorkerConfig
+from vecd.workers.config import REFERENCE_FILE, WorkerConfig
 from vecd.workers.engine import PackedBatch
 from vecd.workers.engines.parity import Parity, random_batch
 from vecd.workers.weights import weight_files
 
 log = logging.getLogger("vecd.selection")
 
-FILE = "vecd-reference.json"
 _SHIPPED = Path(__file__).parent / "references"
 _FORMAT = 1
 
@@ -121,7 +120,7 @@ def _files_of(card: ModelCard) -> Iterator[Path]:
 
 
 def _places(config: WorkerConfig, digest: str) -> Iterator[Path]:
-    yield Path(config.card.folder) / FILE
+    yield Path(config.card.folder) / REFERENCE_FILE
     yield _SHIPPED / f"{digest}.json"
     if config.cache_folder:
         yield Path(config.cache_folder) / "references" / f"{digest}.json"

@@ -28,8 +28,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from vecd.workers.config import WorkerConfig
-from vecd.workers.engines.references import FILE as REFERENCE_FILE
+from vecd.workers.config import REFERENCE_FILE, WorkerConfig
 from vecd.workers.processor import cpuinfo
 
 log = logging.getLogger("vecd.selection")

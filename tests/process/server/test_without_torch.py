@@ -11,7 +11,7 @@ import pytest
 
 from tests.support.checkpoints import Checkpoints
 from tests.support.serving import clean_environment, running_server
-from vecd.workers.engines.references import FILE
+from vecd.workers.config import REFERENCE_FILE
 
 # Every process that Python starts imports a module of this name, if it finds one.
 _HIDING = """
@@ -158,8 +158,8 @@ def test_a_model_with_remembered_vectors_is_served(
     env = {"VECD_CACHE_DIR": str(tmp_path / "elsewhere")}
     done = _run(env, tmp_path, "check", str(folder), "--quick", "--remember", "--dtype", dtype)
     assert done.returncode == 0, done.stdout + done.stderr
-    assert f"reference vectors: written to {folder / FILE}" in done.stdout
-    assert (folder / FILE).stat().st_mode & 0o777 == 0o644
+    assert f"reference vectors: written to {folder / REFERENCE_FILE}" in done.stdout
+    assert (folder / REFERENCE_FILE).stat().st_mode & 0o777 == 0o644
     with running_server(str(folder), "--workers", "1", env=without_torch) as server:
         [worker] = server.info()["workers"]
         assert (worker["path"], worker["agreement"]["max_abs_diff"] < 1e-5) == ("lean", True)

@@ -11,10 +11,10 @@ import pytest
 from safetensors.torch import load_file, save_file
 
 from vecd.shm.card import read_card
-from vecd.workers.config import WorkerConfig
+from vecd.workers.config import REFERENCE_FILE, WorkerConfig
 from vecd.workers.engines import load
 from vecd.workers.engines.load import expected_path, load_engine
-from vecd.workers.engines.references import FILE, Reference, digest_of, recall_reference, write_reference
+from vecd.workers.engines.references import Reference, digest_of, recall_reference, write_reference
 
 
 @pytest.fixture
@@ -51,7 +51,7 @@ def test_it_belongs_to_the_content_of_the_files(config: WorkerConfig, tmp_path: 
 def test_it_travels_beside_the_model(config: WorkerConfig) -> None:
     reference = recall_reference(config)
     assert reference is not None
-    write_reference(reference, digest_of(config.card), Path(config.card.folder) / FILE)
+    write_reference(reference, digest_of(config.card), Path(config.card.folder) / REFERENCE_FILE)
     alone = replace(config, cache_folder="")
     found = recall_reference(alone)
     assert found is not None
@@ -63,14 +63,14 @@ def test_a_file_beside_the_model_does_not_undo_the_selection(config: WorkerConfi
     load_engine(config, lambda stage: None)
     reference = recall_reference(config)
     assert reference is not None
-    write_reference(reference, digest_of(config.card), Path(config.card.folder) / FILE)
+    write_reference(reference, digest_of(config.card), Path(config.card.folder) / REFERENCE_FILE)
     assert stages_of(config) == ["loading weights for lean float32"]
 
 
 @pytest.mark.parametrize("content", ["", "{", "null", '{"format": 1}', '{"format": 2}', "[" * 100_000, "other"])
 def test_a_broken_file_costs_a_warning(content: str, config: WorkerConfig, caplog: pytest.LogCaptureFixture) -> None:
     alone = replace(config, cache_folder="")
-    path = Path(config.card.folder) / FILE
+    path = Path(config.card.folder) / REFERENCE_FILE
     if content == "other":
         write_reference(Reference((3,), np.zeros((1, 32), np.float32)), "0" * 64, path)
     else:
@@ -83,7 +83,7 @@ def test_vectors_that_the_lean_engine_does_not_give_are_not_taken(config: Worker
     reference = recall_reference(config)
     assert reference is not None
     folder = Path(config.card.folder)
-    write_reference(Reference(reference.lengths, -reference.vectors), digest_of(config.card), folder / FILE)
+    write_reference(Reference(reference.lengths, -reference.vectors), digest_of(config.card), folder / REFERENCE_FILE)
     with pytest.raises(Exception, match="not the reference model's"):
         load_engine(replace(config, cache_folder="", engine="lean"), lambda stage: None)
 
