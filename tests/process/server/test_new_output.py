@@ -37,6 +37,10 @@ _EDITS = {
         "    ]),\n"
         "    Output.TOKENS: lambda",
     ),
+    "workers/engines/lean/engine.py": (
+        "    Output.TOKENS: lambda",
+        "    Output.FIRST_TOKEN: lambda head, hidden, layout: hidden[layout.starts],\n    Output.TOKENS: lambda",
+    ),
     "gateway/api/dialects/vllm.py": (
         '"token_embed": Output.TOKENS',
         '"token_embed": Output.TOKENS, "first_token": Output.FIRST_TOKEN',
@@ -61,7 +65,7 @@ def changed(tmp_path_factory) -> Path:
     return copy
 
 
-@pytest.fixture(params=["weightless", "auto"])
+@pytest.fixture(params=["weightless", "lean", "fused"])
 def server(request, changed: Path) -> Iterator[Server]:
     paths = os.pathsep.join(filter(None, (str(changed), os.environ.get("PYTHONPATH"))))
     flags = ("--engine", request.param, "--workers", "1", "--dtype", "float32")
