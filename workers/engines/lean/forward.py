@@ -56,13 +56,12 @@ class LeanForward:
         """The last layer's hidden states, [T, H], in the layout's order. Raises what the session raises."""
         after = self._positions_after
         positions = layout.offsets() if after is None else layout.positions_after(after)
-        runs = np.array([(run.start, run.count, run.length) for run in layout.runs], dtype=np.int64)
         feeds = {
             "token_ids": layout.token_ids,
             "positions": positions,
-            "starts": runs[:, 0].copy(),
-            "counts": runs[:, 1].copy(),
-            "lengths": runs[:, 2].copy(),
+            "starts": np.array([run.start for run in layout.runs]),
+            "counts": np.array([run.count for run in layout.runs]),
+            "lengths": np.array([run.length for run in layout.runs]),
         }
         for name, window in self._windows.items():
             feeds[name] = pieces_of(layout.runs, window, self._is_causal)
