@@ -14,6 +14,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
+from vecd.shm.architecture import native_config
 from vecd.shm.card import ModelCard
 from vecd.workers.families.encoders import FAMILIES, Family
 
@@ -98,8 +99,9 @@ def describe(card: ModelCard, names: Collection[str]) -> EncoderSpec:
     family = FAMILIES.get(card.model_type)
     if family is None:
         raise NotDescribed(f"{card.model_type} has no table of its layers")
-    config = json.loads((Path(card.weights_folder) / "config.json").read_text(encoding="utf-8"))
-    if config["model_type"] != card.model_type or "auto_map" in config:
+    stored = json.loads((Path(card.weights_folder) / "config.json").read_text(encoding="utf-8"))
+    config = native_config(stored) or stored
+    if config["model_type"] != card.model_type:
         raise NotDescribed("an architecture under another name")
     _refuse_other_computations(family, config)
     prefix = _prefix(family, names)

@@ -62,6 +62,8 @@ class Family:
     """Settings in config.json, or the value itself."""
 
 
+_ONE_THETA = MappingProxyType({"full_attention": "rope_theta", "sliding_attention": "rope_theta"})
+
 _BERT = Family(prefixes=("", "bert."))
 _ROBERTA = Family(prefixes=("", "roberta."), positions_after="pad_token_id")
 _ELECTRA = Family(prefixes=("", "electra."), projection="embeddings_project")
@@ -125,11 +127,27 @@ _MISTRAL = Family(
     is_rms=True,
     has_all_biases=False,
     has_token_types=False,
-    thetas=MappingProxyType({"full_attention": "rope_theta", "sliding_attention": "rope_theta"}),
+    thetas=_ONE_THETA,
     is_causal=True,
     norm_epsilon="rms_norm_eps",
 )
 _QWEN3 = replace(_MISTRAL, query_norm="self_attn.q_norm", key_norm="self_attn.k_norm")
+
+# As transformers saves it, which is as the original's own code did.
+_NOMIC = Family(
+    prefixes=("", "nomic_bert."),
+    embedding_norm="emb_ln",
+    layer="encoder.layers.{}.",
+    qkv=("attn.Wqkv",),
+    out="attn.out_proj",
+    attention_norm="norm1",
+    up=("mlp.fc12", "mlp.fc11"),
+    is_gated=True,
+    down="mlp.fc2",
+    norm="norm2",
+    has_all_biases=False,
+    thetas=_ONE_THETA,
+)
 
 FAMILIES = MappingProxyType(
     {
@@ -141,6 +159,7 @@ FAMILIES = MappingProxyType(
         "mpnet": _MPNET,
         "electra": _ELECTRA,
         "modernbert": _MODERNBERT,
+        "nomic_bert": _NOMIC,
         "mistral": _MISTRAL,
         "qwen2": _MISTRAL,
         "qwen3": _QWEN3,

@@ -49,7 +49,7 @@ FAMILIES: list[tuple[str, str, tuple[str, ...]]] = [
     ("electra", "max", ("lean", "fused", "packed", "padded")),
     ("albert", "mean_sqrt_len_tokens", ("packed", "padded")),
     ("modernbert", "mean", ("lean", "packed", "padded")),
-    ("nomic_bert", "mean", ("packed", "padded")),
+    ("nomic_bert", "mean", ("lean", "packed", "padded")),
     ("gte", "cls", ("packed", "padded")),
     ("qwen2", "lasttoken", ("lean", "packed", "padded")),
     ("qwen3", "lasttoken", ("lean", "packed", "padded")),

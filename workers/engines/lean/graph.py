@@ -95,6 +95,8 @@ class _Builder:
                 table = table + self._tensor(encoder.types)[0]
             places = self._graph.node("Gather", self._weight("embeddings/positions", table), positions)
             x = self._graph.node("Add", x, places)
+        elif encoder.types is not None:
+            x = self._graph.node("Add", x, self._weight("embeddings/types", self._tensor(encoder.types)[0]))
         return x if encoder.embedding_norm is None else self._norm(encoder.embedding_norm, x)
 
     def _layer(self, layer: LayerSpec, x: Value, attention: "_Attention", name: str) -> Value:
