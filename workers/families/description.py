@@ -39,11 +39,13 @@ class LayerSpec:
     out: str
     attention_norm: str | None
     up: tuple[str, ...]
-    """One; with a gate, the gate first: two, or one tensor with the rows of both."""
+    """One; with a gate, the gate first: two, or one tensor with the rows of both (`EncoderSpec.is_gate_last`)."""
     down: str
     norm: str
     theta: float | None
     """The base of the rotary positions of queries and keys; None: positions are added to the words."""
+    frequency_divisor: float
+    """Of every frequency of the rotary positions; 1 where they are not scaled."""
     window: int | None
     """The largest distance that a token sees, in tokens; None: any."""
 
@@ -72,13 +74,15 @@ class EncoderSpec:
     """A token sees no later one."""
     is_gated: bool
     """The gate is activated, and multiplied with the rest of `up`."""
+    is_gate_last: bool
+    """In one tensor with the rows of both, the gate comes second."""
     activation: str
     """One of ACTIVATIONS."""
     words: str
     positions: str | None
     """None: the layers have rotary positions."""
     types: str | None
-    """Every token has type 0, as in a single sentence. None: the family has no types."""
+    """Every token has type 0, as in a single sentence. None: the model has no types."""
     embedding_norm: str | None
     projection: str | None
     """ELECTRA's, from the tables' width to the layers', after the norm; None: the widths are the same."""
@@ -105,6 +109,7 @@ def describe(card: ModelCard, names: Collection[str]) -> EncoderSpec:
         raise NotDescribed("an architecture under another name")
     _refuse_other_computations(family, config)
     prefix = _prefix(family, names)
+    has_types = family.has_token_types and config.get("type_vocab_size") != 0
     epsilon, after = family.norm_epsilon, family.positions_after
     projection = None if family.projection is None else prefix + family.projection
     return EncoderSpec(
@@ -115,9 +120,10 @@ def describe(card: ModelCard, names: Collection[str]) -> EncoderSpec:
         has_all_biases=family.has_all_biases,
         is_causal=family.is_causal,
         is_gated=family.is_gated,
+        is_gate_last=family.is_gate_last,
         words=prefix + family.words,
         positions=f"{prefix}embeddings.position_embeddings" if family.thetas is None else None,
-        types=f"{prefix}embeddings.token_type_embeddings" if family.has_token_types else None,
+        types=f"{prefix}embeddings.token_type_embeddings" if has_types else None,
         embedding_norm=None if family.embedding_norm is None else prefix + family.embedding_norm,
         projection=projection if f"{projection}.weight" in names else None,
         positions_after=int(config[after]) if isinstance(after, str) else after,
@@ -148,6 +154,7 @@ def _refuse_other_computations(family: Family, config: Mapping[str, Any]) -> Non
 def _layer(family: Family, config: Mapping[str, Any], prefix: str, index: int) -> LayerSpec:
     at = prefix + family.layer.format(index)
     window = _window(config, index)
+    theta, divisor = (None, 1.0) if family.thetas is None else _rotary(family.thetas, config, window)
     return LayerSpec(
         qkv=tuple(at + name for name in family.qkv),
         query_norm=None if family.query_norm is None else at + family.query_norm,
@@ -157,7 +164,8 @@ def _layer(family: Family, config: Mapping[str, Any], prefix: str, index: int) -
         up=tuple(at + name for name in family.up),
         down=at + family.down,
         norm=at + family.norm,
-        theta=None if family.thetas is None else _theta(family.thetas, config, window),
+        theta=theta,
+        frequency_divisor=divisor,
         window=window,
     )
 
@@ -183,15 +191,18 @@ def _window(config: Mapping[str, Any], index: int) -> int | None:
     return int(config["local_attention"]) // 2 if "local_attention" in config else int(config["sliding_window"]) - 1
 
 
-def _theta(settings: Mapping[str, str], config: Mapping[str, Any], window: int | None) -> float:
+def _rotary(settings: Mapping[str, str], config: Mapping[str, Any], window: int | None) -> tuple[float, float]:
+    """The base of the frequencies, and what they are divided by."""
     kind = "full_attention" if window is None else "sliding_attention"
     rotary = config.get("rope_parameters") or {}
     rotary = rotary.get(kind, rotary)
-    if config.get("rope_scaling") or rotary.get("rope_type", "default") != "default":
+    scaling = rotary.get("rope_type", "default")
+    if config.get("rope_scaling") or scaling not in ("default", "linear"):
         raise NotDescribed("rotary positions that are scaled")
     if rotary.get("partial_rotary_factor", config.get("partial_rotary_factor", 1)) != 1:
         raise NotDescribed("rotary positions of a part of each head")
-    return float(rotary["rope_theta"] if "rope_theta" in rotary else config[settings[kind]])
+    theta = rotary["rope_theta"] if "rope_theta" in rotary else config[settings[kind]]
+    return float(theta), float(rotary["factor"]) if scaling == "linear" else 1.0
 
 
 # --- MPNet's distances ------------------------------------------------------------------------------------------

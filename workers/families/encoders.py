@@ -32,6 +32,8 @@ class Family:
     up: tuple[str, ...] = ("intermediate.dense",)
     is_gated: bool = False
     """`up` is a gate, which is activated, and what is multiplied with it: two names, or one for both."""
+    is_gate_last: bool = False
+    """In one tensor for both, the gate comes second."""
     down: str = "output.dense"
     norm: str = "output.LayerNorm"
     final_norm: str | None = None
@@ -133,7 +135,7 @@ _MISTRAL = Family(
 )
 _QWEN3 = replace(_MISTRAL, query_norm="self_attn.q_norm", key_norm="self_attn.k_norm")
 
-# As transformers saves it, which is as the original's own code did.
+# Both as transformers saves them, which is as the original's own code did.
 _NOMIC = Family(
     prefixes=("", "nomic_bert."),
     embedding_norm="emb_ln",
@@ -145,6 +147,19 @@ _NOMIC = Family(
     is_gated=True,
     down="mlp.fc2",
     norm="norm2",
+    has_all_biases=False,
+    thetas=_ONE_THETA,
+)
+_GTE = Family(
+    prefixes=("", "new.", "gte."),
+    qkv=("attention.qkv_proj",),
+    out="attention.o_proj",
+    attention_norm="attn_ln",
+    up=("mlp.up_gate_proj",),
+    is_gated=True,
+    is_gate_last=True,
+    down="mlp.down_proj",
+    norm="mlp_ln",
     has_all_biases=False,
     thetas=_ONE_THETA,
 )
@@ -160,6 +175,7 @@ FAMILIES = MappingProxyType(
         "electra": _ELECTRA,
         "modernbert": _MODERNBERT,
         "nomic_bert": _NOMIC,
+        "gte": _GTE,
         "mistral": _MISTRAL,
         "qwen2": _MISTRAL,
         "qwen3": _QWEN3,

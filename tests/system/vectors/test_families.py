@@ -50,7 +50,7 @@ FAMILIES: list[tuple[str, str, tuple[str, ...]]] = [
     ("albert", "mean_sqrt_len_tokens", ("packed", "padded")),
     ("modernbert", "mean", ("lean", "packed", "padded")),
     ("nomic_bert", "mean", ("lean", "packed", "padded")),
-    ("gte", "cls", ("packed", "padded")),
+    ("gte", "cls", ("lean", "packed", "padded")),
     ("qwen2", "lasttoken", ("lean", "packed", "padded")),
     ("qwen3", "lasttoken", ("lean", "packed", "padded")),
     ("mistral", "weightedmean", ("lean", "packed", "padded")),
@@ -192,6 +192,10 @@ def test_every_setting_that_is_fused_is_obeyed(
         ("qwen2", {"use_sliding_window": True, "sliding_window": 4, "max_window_layers": 1}),
         ("qwen3", {"use_sliding_window": True, "sliding_window": 7, "max_window_layers": 2, "head_dim": 16}),
         ("qwen3", {"rope_theta": 300.0, "attention_bias": True}),
+        ("qwen3", {"rope_parameters": {"rope_type": "linear", "rope_theta": 300.0, "factor": 2.5}}),
+        ("nomic_bert", {"layer_norm_eps": 0.5, "type_vocab_size": 1, "intermediate_size": 50}),
+        ("gte", {"type_vocab_size": 0, "hidden_act": "gelu_new", "layer_norm_eps": 0.5}),
+        ("gte", {"rope_parameters": {"rope_type": "linear", "rope_theta": 700.0, "factor": 1.7}}),
     ],
 )
 def test_every_setting_that_the_lean_engine_alone_computes_is_obeyed(

@@ -87,6 +87,7 @@ def test_long_texts_have_the_reference_s_vectors(
         ("mistral", {"sliding_window": None}),
         ("qwen3", {}),
         ("nomic_bert", {}),
+        ("gte", {}),
     ],
 )
 def test_long_texts_whose_attention_is_cut_into_pieces_have_the_reference_s_vectors(

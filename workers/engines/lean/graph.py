@@ -60,8 +60,8 @@ class _Builder:
         self._made = EncoderGraph(b"")
         self._positions: Value = ""
         """[T, 1]."""
-        self._rotations: dict[float, list[Value]] = {}
-        """Cosines and sines by theta, each [M, head dim / 2]."""
+        self._rotations: dict[tuple[float, float], list[Value]] = {}
+        """Cosines and sines by theta and divisor, each [M, head dim / 2]."""
         self._attentions: dict[int | None, _Attention] = {}
         """By window."""
 
@@ -113,10 +113,10 @@ class _Builder:
             third = weight.shape[0] // 3
             query, key, value = self._graph.nodes("Split", qkv, self._constant([third] * 3), num_outputs=3, axis=1)
         else:
-            query, key, value = self._rotated(layer, layer.theta, x)
+            query, key, value = self._rotated(layer, (layer.theta, layer.frequency_divisor), x)
         return self._linear(layer.out, attention(query, key, value, name))
 
-    def _rotated(self, layer: LayerSpec, theta: float, x: Value) -> tuple[Value, Value, Value]:
+    def _rotated(self, layer: LayerSpec, base: tuple[float, float], x: Value) -> tuple[Value, Value, Value]:
         """Query, key and value, each [T, heads · head dim], with rotary positions. Three products, because one would
         have to be cut apart."""
         num_heads = self._encoder.num_heads
@@ -126,7 +126,7 @@ class _Builder:
         ends = [num_heads * head_dim, (num_heads + num_key_heads) * head_dim]
         query, key, value = self._parts(layer.qkv, x, ends)
         query, key = self._head_norm(layer.query_norm, query, head_dim), self._head_norm(layer.key_norm, key, head_dim)
-        query, key = (self._rotate(each, theta, head_dim) for each in (query, key))
+        query, key = (self._rotate(each, base, head_dim) for each in (query, key))
         key, value = (self._for_all_heads(each, num_key_heads, head_dim) for each in (key, value))
         return query, key, value
 
@@ -136,17 +136,19 @@ class _Builder:
         heads = self._graph.node("Reshape", x, self._constant([-1, head_dim]))
         return self._graph.node("Reshape", self._norm(name, heads), self._graph.node("Shape", x))
 
-    def _rotate(self, x: Value, theta: float, head_dim: int) -> Value:
-        if theta not in self._rotations:
+    def _rotate(self, x: Value, base: tuple[float, float], head_dim: int) -> Value:
+        """`base`: theta, and the divisor of the frequencies."""
+        if base not in self._rotations:
+            theta, divisor = base
             # float32 at every step, as in transformers.
             powers = np.arange(0, head_dim, 2, dtype=np.float32) / np.float32(head_dim)
-            frequencies = np.float32(1) / np.power(np.float32(theta), powers)
+            frequencies = np.float32(1) / np.power(np.float32(theta), powers) / np.float32(divisor)
             angles = np.arange(self._max_tokens, dtype=np.float32)[:, None] * frequencies
             tables = (("cos", np.cos(angles)), ("sin", np.sin(angles)))
-            self._rotations[theta] = [self._weight(f"rotary/{theta}/{name}", table) for name, table in tables]
+            self._rotations[base] = [self._weight(f"rotary/{theta}/{divisor}/{name}", table) for name, table in tables]
         # The operator wants [batch, length, width]: each token is a sequence of its own.
         apart = self._graph.node("Unsqueeze", x, self._constant([1]))
-        rotated = self._graph.node("RotaryEmbedding", apart, self._positions, *self._rotations[theta], domain=MICROSOFT)
+        rotated = self._graph.node("RotaryEmbedding", apart, self._positions, *self._rotations[base], domain=MICROSOFT)
         return self._graph.node("Squeeze", rotated, self._constant([1]))
 
     def _for_all_heads(self, x: Value, num_key_heads: int, head_dim: int) -> Value:
@@ -165,6 +167,8 @@ class _Builder:
             return self._linear(layer.down, self._activated(layer.up[0], x))
         half = sum(len(self._tensor(name)) for name in layer.up) // 2
         gate, up = self._parts(layer.up, x, [half])
+        if self._encoder.is_gate_last:
+            gate, up = up, gate
         return self._linear(layer.down, self._graph.node("Mul", self._activation(gate), up))
 
     def _parts(self, names: tuple[str, ...], x: Value, ends: list[int]) -> list[Value]:

@@ -216,10 +216,9 @@ def test_hidden_states_are_the_original_s(
     assert (card.hidden_size, card.vocab_size, card.model_type) == (HIDDEN, VOCAB_SIZE, model.config.model_type)
     expected = original(weights, rotary, token_ids)
     torch.testing.assert_close(hidden, expected, atol=2e-5, rtol=0)
-    if config["model_type"] == "nomic_bert":
-        batch = PackedBatch(np.array([40], dtype=np.int32), token_ids.numpy().astype(np.int32))
-        lean = torch.from_numpy(LeanForward(card)(arrange(batch)))
-        torch.testing.assert_close(lean, expected, atol=2e-5, rtol=0)
+    batch = PackedBatch(np.array([40], dtype=np.int32), token_ids.numpy().astype(np.int32))
+    lean = torch.from_numpy(LeanForward(card)(arrange(batch)))
+    torch.testing.assert_close(lean, expected, atol=2e-5, rtol=0)
 
 
 def test_code_is_never_run(tmp_path: Path) -> None:
