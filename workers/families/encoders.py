@@ -20,6 +20,8 @@ class Family:
     prefixes: tuple[str, ...]
     """Possible prefixes of the names; training heads put the encoder one level down."""
     words: str = "embeddings.word_embeddings"
+    is_scaled_by_width: bool = False
+    """Embeddings are multiplied by the square root of their number of elements."""
     embedding_norm: str | None = "embeddings.LayerNorm"
     layer: str = "encoder.layer.{}."
     qkv: tuple[str, ...] = ("attention.self.query", "attention.self.key", "attention.self.value")
@@ -28,6 +30,8 @@ class Family:
     key_norm: str | None = None
     """Of each head by itself, before the rotation."""
     out: str = "attention.output.dense"
+    attended_norm: str | None = None
+    """Of what attention adds, before its residual sum, beside the norm that every half has."""
     attention_norm: str = "attention.output.LayerNorm"
     up: tuple[str, ...] = ("intermediate.dense",)
     is_gated: bool = False
@@ -35,6 +39,8 @@ class Family:
     is_gate_last: bool = False
     """In one tensor for both, the gate comes second."""
     down: str = "output.dense"
+    fed_forward_norm: str | None = None
+    """Like `attended_norm`, of the other half."""
     norm: str = "output.LayerNorm"
     final_norm: str | None = None
     """None: each norm comes after its residual sum. Otherwise before its half of the layer, and this one at the end."""
@@ -42,6 +48,8 @@ class Family:
     """The first layer has no norm before its attention."""
     is_rms: bool = False
     """RMSNorm instead of LayerNorm."""
+    norm_offset: float = 0.0
+    """Added to the weights of all norms."""
     has_all_biases: bool = True
     """False: a bias is added where the weights have one."""
     thetas: Mapping[str, str] | None = None
@@ -49,6 +57,8 @@ class Family:
     positions is added to the words."""
     is_causal: bool = False
     """A token sees no later one."""
+    may_see_later: bool = False
+    """But it does where the setting use_bidirectional_attention says so."""
     has_token_types: bool = True
     """Every token has type 0, as in a single sentence."""
     positions_after: str | int | None = None
@@ -134,6 +144,18 @@ _MISTRAL = Family(
     norm_epsilon="rms_norm_eps",
 )
 _QWEN3 = replace(_MISTRAL, query_norm="self_attn.q_norm", key_norm="self_attn.k_norm")
+_GEMMA3 = replace(
+    _QWEN3,
+    is_scaled_by_width=True,
+    attended_norm="post_attention_layernorm",
+    fed_forward_norm="post_feedforward_layernorm",
+    attention_norm="input_layernorm",
+    norm="pre_feedforward_layernorm",
+    norm_offset=1.0,
+    thetas=MappingProxyType({"full_attention": "rope_theta", "sliding_attention": "rope_local_base_freq"}),
+    may_see_later=True,
+    activation="hidden_activation",
+)
 
 # Both as transformers saves them, which is as the original's own code did.
 _NOMIC = Family(
@@ -179,6 +201,7 @@ FAMILIES = MappingProxyType(
         "mistral": _MISTRAL,
         "qwen2": _MISTRAL,
         "qwen3": _QWEN3,
+        "gemma3_text": _GEMMA3,
     }
 )
 """By transformers' name of the architecture."""

@@ -89,6 +89,9 @@ class _Builder:
     def _embeddings(self, words: Array, token_ids: Value, positions: Value) -> Value:
         encoder = self._encoder
         x = self._graph.node("Gather", self._weight("embeddings/words", words), token_ids)
+        if encoder.words_factor != 1:
+            factor = np.array([encoder.words_factor], dtype=np.float32)
+            x = self._graph.node("Mul", x, self._weight("embeddings/factor", factor))
         if encoder.positions is not None:
             table = self._tensor(encoder.positions)
             if encoder.types is not None:
@@ -103,8 +106,9 @@ class _Builder:
         if self._encoder.final_norm is None:
             x = self._norm(layer.attention_norm, self._plus(self._attended(layer, x, attention, name), x))
             return self._norm(layer.norm, self._plus(self._fed_forward(layer, x), x))
-        x = self._plus(self._attended(layer, self._norm(layer.attention_norm, x), attention, name), x)
-        return self._plus(self._fed_forward(layer, self._norm(layer.norm, x)), x)
+        attended = self._attended(layer, self._norm(layer.attention_norm, x), attention, name)
+        x = self._plus(self._norm(layer.attended_norm, attended), x)
+        return self._plus(self._norm(layer.fed_forward_norm, self._fed_forward(layer, self._norm(layer.norm, x))), x)
 
     def _attended(self, layer: LayerSpec, x: Value, attention: "_Attention", name: str) -> Value:
         if layer.theta is None:
@@ -216,7 +220,10 @@ class _Builder:
     def _norm(self, name: str | None, x: Value) -> Value:
         if name is None:
             return x
-        inputs = [x, self._weight(f"{name}.weight", self._tensor(name))]
+        weight = self._tensor(name)
+        if self._encoder.norm_offset:
+            weight = weight + np.float32(self._encoder.norm_offset)
+        inputs = [x, self._weight(f"{name}.weight", weight)]
         operator = "SimplifiedLayerNormalization" if self._encoder.is_rms else "LayerNormalization"
         bias = None if self._encoder.is_rms else self._bias(name)
         if bias is not None:
