@@ -60,8 +60,8 @@ class _Builder:
         self._made = EncoderGraph(b"")
         self._positions: Value = ""
         """[T, 1]."""
-        self._rotations: dict[float, list[Value]] = {}
-        """Cosines and sines by theta, each [M, head dim / 2]."""
+        self._rotations: dict[tuple[float, float], list[Value]] = {}
+        """Cosines and sines by theta and divisor, each [M, head dim / 2]."""
         self._attentions: dict[int | None, _Attention] = {}
         """By window."""
 
@@ -90,20 +90,26 @@ class _Builder:
     def _embeddings(self, words: Array, token_ids: Value, positions: Value) -> Value:
         encoder = self._encoder
         x = self._graph.node("Gather", self._weight("embeddings/words", words), token_ids)
+        if encoder.words_factor != 1:
+            factor = np.array([encoder.words_factor], dtype=np.float32)
+            x = self._graph.node("Mul", x, self._weight("embeddings/factor", factor))
         if encoder.positions is not None:
             table = self._tensor(encoder.positions)
             if encoder.types is not None:
                 table = table + self._tensor(encoder.types)[0]
             places = self._graph.node("Gather", self._weight("embeddings/positions", table), positions)
             x = self._graph.node("Add", x, places)
+        elif encoder.types is not None:
+            x = self._graph.node("Add", x, self._weight("embeddings/types", self._tensor(encoder.types)[0]))
         return x if encoder.embedding_norm is None else self._norm(encoder.embedding_norm, x)
 
     def _layer(self, layer: LayerSpec, x: Value, attention: "_Attention", name: str) -> Value:
         if self._encoder.final_norm is None:
             x = self._norm(layer.attention_norm, self._plus(self._attended(layer, x, attention, name), x))
             return self._norm(layer.norm, self._plus(self._fed_forward(layer, x), x))
-        x = self._plus(self._attended(layer, self._norm(layer.attention_norm, x), attention, name), x)
-        return self._plus(self._fed_forward(layer, self._norm(layer.norm, x)), x)
+        attended = self._attended(layer, self._norm(layer.attention_norm, x), attention, name)
+        x = self._plus(self._norm(layer.attended_norm, attended), x)
+        return self._plus(self._norm(layer.fed_forward_norm, self._fed_forward(layer, self._norm(layer.norm, x))), x)
 
     def _attended(self, layer: LayerSpec, x: Value, attention: "_Attention", name: str) -> Value:
         if layer.theta is None:
@@ -112,10 +118,11 @@ class _Builder:
             thirds = self._constant([weight.shape[0] // 3] * 3)
             query, key, value = self._graph.nodes("Split", attention.framed(qkv, 3), thirds, num_outputs=3, axis=2)
         else:
-            query, key, value = (attention.framed(each) for each in self._rotated(layer, layer.theta, x))
+            rotated = self._rotated(layer, (layer.theta, layer.frequency_divisor), x)
+            query, key, value = (attention.framed(each) for each in rotated)
         return self._linear(layer.out, attention(query, key, value, name))
 
-    def _rotated(self, layer: LayerSpec, theta: float, x: Value) -> tuple[Value, Value, Value]:
+    def _rotated(self, layer: LayerSpec, base: tuple[float, float], x: Value) -> tuple[Value, Value, Value]:
         """Query, key and value, each [T, heads · head dim], with rotary positions. Three products, because one would
         have to be cut apart."""
         num_heads = self._encoder.num_heads
@@ -125,7 +132,7 @@ class _Builder:
         ends = [num_heads * head_dim, (num_heads + num_key_heads) * head_dim]
         query, key, value = self._parts(layer.qkv, x, ends)
         query, key = self._head_norm(layer.query_norm, query, head_dim), self._head_norm(layer.key_norm, key, head_dim)
-        query, key = (self._rotate(each, theta, head_dim) for each in (query, key))
+        query, key = (self._rotate(each, base, head_dim) for each in (query, key))
         key, value = (self._for_all_heads(each, num_key_heads, head_dim) for each in (key, value))
         return query, key, value
 
@@ -135,17 +142,19 @@ class _Builder:
         heads = self._graph.node("Reshape", x, self._constant([-1, head_dim]))
         return self._graph.node("Reshape", self._norm(name, heads), self._graph.node("Shape", x))
 
-    def _rotate(self, x: Value, theta: float, head_dim: int) -> Value:
-        if theta not in self._rotations:
+    def _rotate(self, x: Value, base: tuple[float, float], head_dim: int) -> Value:
+        """`base`: theta, and the divisor of the frequencies."""
+        if base not in self._rotations:
+            theta, divisor = base
             # float32 at every step, as in transformers.
             powers = np.arange(0, head_dim, 2, dtype=np.float32) / np.float32(head_dim)
-            frequencies = np.float32(1) / np.power(np.float32(theta), powers)
+            frequencies = np.float32(1) / np.power(np.float32(theta), powers) / np.float32(divisor)
             angles = np.arange(self._max_tokens, dtype=np.float32)[:, None] * frequencies
             tables = (("cos", np.cos(angles)), ("sin", np.sin(angles)))
-            self._rotations[theta] = [self._weight(f"rotary/{theta}/{name}", table) for name, table in tables]
+            self._rotations[base] = [self._weight(f"rotary/{theta}/{divisor}/{name}", table) for name, table in tables]
         # The operator wants [batch, length, width]: each token is a sequence of its own.
         apart = self._graph.node("Unsqueeze", x, self._constant([1]))
-        rotated = self._graph.node("RotaryEmbedding", apart, self._positions, *self._rotations[theta], domain=MICROSOFT)
+        rotated = self._graph.node("RotaryEmbedding", apart, self._positions, *self._rotations[base], domain=MICROSOFT)
         return self._graph.node("Squeeze", rotated, self._constant([1]))
 
     def _for_all_heads(self, x: Value, num_key_heads: int, head_dim: int) -> Value:
@@ -164,6 +173,8 @@ class _Builder:
             return self._linear(layer.down, self._activated(layer.up[0], x))
         half = sum(len(self._tensor(name)) for name in layer.up) // 2
         gate, up = self._parts(layer.up, x, [half])
+        if self._encoder.is_gate_last:
+            gate, up = up, gate
         return self._linear(layer.down, self._graph.node("Mul", self._activation(gate), up))
 
     def _parts(self, names: tuple[str, ...], x: Value, ends: list[int]) -> list[Value]:
@@ -211,7 +222,10 @@ class _Builder:
     def _norm(self, name: str | None, x: Value) -> Value:
         if name is None:
             return x
-        inputs = [x, self._weight(f"{name}.weight", self._tensor(name))]
+        weight = self._tensor(name)
+        if self._encoder.norm_offset:
+            weight = weight + np.float32(self._encoder.norm_offset)
+        inputs = [x, self._weight(f"{name}.weight", weight)]
         operator = "SimplifiedLayerNormalization" if self._encoder.is_rms else "LayerNormalization"
         bias = None if self._encoder.is_rms else self._bias(name)
         if bias is not None:
