@@ -153,8 +153,8 @@ _SUGGESTIONS = (
      "--dtype float32; of a model of your own, look for the step of training after which they were"),
     (r"ONNX Runtime cannot|its outputs are|its input|its hidden states|not those of vecd-reference", "export it anew "
      "in float32 (optimum-cli export onnx --task feature-extraction), or serve the weights that it was made of"),
-    (r"reference vectors (from|are not known)", "run vecd check --remember on the folder that the export was made of, and copy "
-     "vecd-reference.json from there"),
+    (r"reference vectors (from|are not known)", "run vecd check --remember on the folder that the export was made of, "
+     "and copy vecd-reference.json from there"),
     (r"not supported", "take another model, or serve this one with sentence-transformers itself"),
     (r"SIGKILL|MemoryError|out of memory|can't allocate memory", "take a smaller model, or a machine with more memory"),
     (r"SIGILL", "the installed torch uses instructions that this processor lacks: install another build"),

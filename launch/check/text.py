@@ -140,7 +140,11 @@ def _path(path: Path) -> Iterator[tuple[str, str]]:
             f"{path.probes['probes']} random sequences of up to {path.probes['longest_probe_tokens']} tokens: "
             f"largest difference {path.probes['max_abs_diff']:.1e}, smallest cosine {path.probes['min_cosine']:.6f}",
         )
-    selected = "remembered" if path.is_remembered else f"selected in {path.choosing_s:.1f} s, and now remembered"
+    selected = (
+        "remembered"
+        if path.is_remembered
+        else f"selected in {path.choosing_s:.1f} s" + ", and now remembered" * bool(path.probes)
+    )
     yield "start", f"loaded in {path.load_s:.1f} s; the path is {selected}"
     yield "memory", f"{path.shared_mb:,} MB for all workers together"
 

@@ -142,7 +142,7 @@ def _describe_path(config: WorkerConfig, engine: Engine) -> dict[str, Any]:
         "attention": attention,
         "reasons": [_why_path(config, path, dtype), _why_dtype(config, dtype)],
         "refused": engine.warnings,
-        "probes": facts.get("agreement", {}),
+        "probes": facts.get("agreement") or {},
     }
 
 

@@ -155,8 +155,10 @@ def test_an_export_is_compared_with_the_vectors_of_its_model(
     assert done.returncode == 3
     assert "or serve it uncompared with --unverified" in done.stderr.splitlines()[-1]
     plain = Path(shutil.copytree(checkpoint("bert"), tmp_path / "plain"))
-    done = _run({"VECD_CACHE_DIR": str(tmp_path / "other")}, tmp_path, "check", str(plain), "--quick", "--remember")
-    assert done.returncode == 0, done.stdout + done.stderr
+    for folder, flag in (exported, "--unverified"), (plain, "--remember"):
+        done = _run({"VECD_CACHE_DIR": str(tmp_path / "other")}, tmp_path, "check", str(folder), "--quick", flag)
+        assert done.returncode == 0, done.stdout + done.stderr
+        assert ("vecd serve needs --unverified" in done.stdout) == (folder is exported)
     shutil.copy(plain / REFERENCE_FILE, exported)
     vectors = {}
     for folder in exported, plain:
