@@ -28,6 +28,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
+from vecd.shm.card import export_files
 from vecd.workers.config import REFERENCE_FILE, WorkerConfig
 from vecd.workers.processor import cpuinfo
 
@@ -152,9 +153,14 @@ def _stamps(config: WorkerConfig) -> Iterator[list[Any]]:
     folders |= {str(Path(config.card.folder) / step.path) for step in config.card.steps if step.path}
     for folder in sorted(folders):
         paths = [*Path(folder).glob("*.safetensors"), *Path(folder).glob("*.json")]
-        for path in sorted(path for path in paths if path.name != REFERENCE_FILE):
-            stat = path.stat()
-            yield [str(path), stat.st_size, stat.st_mtime_ns, stat.st_ctime_ns, stat.st_ino]
+        yield from (_stamp(path) for path in sorted(path for path in paths if path.name != REFERENCE_FILE))
+    if config.card.export_file:
+        yield from map(_stamp, export_files(Path(config.card.export_file)))
+
+
+def _stamp(path: Path) -> list[Any]:
+    stat = path.stat()
+    return [str(path), stat.st_size, stat.st_mtime_ns, stat.st_ctime_ns, stat.st_ino]
 
 
 def _version(library: str) -> str | None:

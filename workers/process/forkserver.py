@@ -116,7 +116,7 @@ def _load(start: ForkServerStart, report: ReportProgress) -> tuple[list[str], En
         path = expected_path(config)
         # Started before the imports, because it takes longer. Not needed if another server remembers one meanwhile.
         process = start_selection() if path is None else None
-        modules = [] if path in ("lean", "static") else _import(start.modules)
+        modules = [] if path in ("lean", "export", "static") else _import(start.modules)
 
         def select(report: ReportProgress) -> Selection:
             return (process or start_selection()).result(report)

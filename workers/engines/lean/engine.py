@@ -15,6 +15,7 @@ from vecd.shm.card import ModelCard
 from vecd.shm.output import Output
 from vecd.shm.views import Rows
 from vecd.workers.engine import COMPLETE, Finish, PackedBatch
+from vecd.workers.engines.lean.export import ExportForward
 from vecd.workers.engines.lean.forward import LeanForward
 from vecd.workers.engines.lean.head import Floats, LeanHead, load_head
 from vecd.workers.layout import Layout, arrange, passes
@@ -35,25 +36,21 @@ _COMPUTE: dict[Output, Callable[[LeanHead, Floats, Layout], Floats]] = {
 
 
 class LeanEngine:
-    """Runs one model in float32 on a processor."""
+    """Runs one model on a processor: in float32, or in an export's own type."""
 
     def __init__(self, card: ModelCard, num_threads: int = 1) -> None:
-        """Load the model of `card`. Raises NotDescribed when no table describes its layers, ModelError for files of its
-        steps that cannot be used."""
+        """Load the model of `card`. Raises NotDescribed when no table describes its layers, ModelError for an export or
+        files of its steps that cannot be used."""
         self._card = card
-        self._forward = LeanForward(card, num_threads)
+        self._forward = _forward(card, num_threads)
         self._head = load_head(card)
-        self.facts: dict[str, Any] = {
-            "dtype": "float32",
-            "path": "lean",
-            "converted_bytes": self._forward.converted_bytes,
-        }
+        self.facts: dict[str, Any] = dict(self._forward.facts)
         self.warnings: list[str] = []
         self.num_padding_tokens = 0
 
     def use_threads(self, num_threads: int) -> None:
         if num_threads > 1:
-            self._forward = LeanForward(self._card, num_threads)
+            self._forward = _forward(self._card, num_threads)
 
     def adopt(self, slots: Sequence[Rows]) -> None:
         pass
@@ -107,3 +104,7 @@ class LeanEngine:
                 at = np.repeat(places, layout.lengths) + layout.offsets()
             rows[at[is_wanted], : made.shape[1]] = made[is_wanted]
             rows[at[is_wanted], made.shape[1] :] = 0
+
+
+def _forward(card: ModelCard, num_threads: int) -> LeanForward | ExportForward:
+    return (ExportForward if card.export_file else LeanForward)(card, num_threads)

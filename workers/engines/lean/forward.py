@@ -14,6 +14,7 @@ os.environ["ORT_DISABLE_TELEMETRY"] = "1"
 
 from collections.abc import Mapping
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import onnxruntime
@@ -43,7 +44,11 @@ class LeanForward:
         self._windows, self._is_causal = made.windows, encoder.is_causal
         self._weights = {name: onnxruntime.OrtValue.ortvalue_from_numpy(array) for name, array in made.weights.items()}
         self._session = _session(made.content, self._weights, str(paths[0].parent), num_threads)
-        self.converted_bytes = sum(made.weights[name].nbytes for name in made.products)
+        self.facts: dict[str, Any] = {
+            "dtype": "float32",
+            "path": "lean",
+            "converted_bytes": sum(made.weights[name].nbytes for name in made.products),
+        }
         # The session has laid out the products' weights anew, and never looks at these again. Elsewhere it might not
         # have: a kernel without a layout of its own reads what it was given.
         if platform.machine() == "x86_64":
@@ -72,17 +77,28 @@ class LeanForward:
 def _session(
     content: bytes, weights: Mapping[str, "onnxruntime.OrtValue"], folder: str, num_threads: int
 ) -> onnxruntime.InferenceSession:
-    options = onnxruntime.SessionOptions()
-    options.intra_op_num_threads = num_threads
-    options.inter_op_num_threads = 1
+    options = session_options(num_threads)
     # The graph is written the way the optimizer would leave it; without it a session is there in half the time.
     options.graph_optimization_level = onnxruntime.GraphOptimizationLevel.ORT_DISABLE_ALL
-    options.enable_mem_pattern = False  # a plan of the memory for every shape that ever came
-    options.log_severity_level = _ERROR
     options.add_session_config_entry("session.model_external_initializers_file_folder_path", folder)
     for name, value in weights.items():
         options.add_initializer(name, value)
-    return onnxruntime.InferenceSession(content, options, providers=["CPUExecutionProvider"])
+    return session_of(content, options)
+
+
+def session_of(model: bytes | str, options: onnxruntime.SessionOptions) -> onnxruntime.InferenceSession:
+    """`model`: the content of an ONNX file, or its path. Raises what the library raises."""
+    return onnxruntime.InferenceSession(model, options, providers=["CPUExecutionProvider"])
+
+
+def session_options(num_threads: int) -> onnxruntime.SessionOptions:
+    """What all sessions have in common."""
+    options = onnxruntime.SessionOptions()
+    options.intra_op_num_threads = num_threads
+    options.inter_op_num_threads = 1
+    options.enable_mem_pattern = False  # a plan of the memory for every shape that ever came
+    options.log_severity_level = _ERROR
+    return options
 
 
 _ERROR = 3
