@@ -34,6 +34,7 @@ from vecd.workers.engine import Engine, ReportProgress
 from vecd.workers.engines.load import load_engine
 from vecd.workers.engines.references import digest_of, recall_reference, write_reference
 from vecd.workers.engines.selection_cache import Selection, recall
+from vecd.workers.engines.timing import Times, in_words
 from vecd.workers.process.kernel import kilobytes
 from vecd.workers.process.ordered_process import OnFound, carry_out
 from vecd.workers.process.selection_process import SelectionProcess
@@ -87,7 +88,7 @@ def _load(order: Order, dtype: str, report: ReportProgress) -> tuple[Engine, flo
         return selection
 
     if config.device == "cpu":
-        return load_engine(replace(config, num_threads=1), report, select), selecting_s
+        return load_engine(replace(config, num_threads=1), report, select, must_measure=True), selecting_s
     return load_engine(config, report), 0.0
 
 
@@ -140,19 +141,21 @@ def _describe_path(config: WorkerConfig, engine: Engine) -> dict[str, Any]:
         "dtype": dtype,
         "device": config.device + (f" ({facts['gpu']})" if "gpu" in facts else ""),
         "attention": attention,
-        "reasons": [_why_path(config, path, dtype), _why_dtype(config, dtype)],
+        "reasons": [_why_path(config, path, dtype, facts.get("times_ms", {})), _why_dtype(config, dtype)],
         "refused": engine.warnings,
         "probes": facts.get("agreement") or {},
     }
 
 
-def _why_path(config: WorkerConfig, path: str, dtype: str) -> str:
+def _why_path(config: WorkerConfig, path: str, dtype: str, times: Times) -> str:
     if config.engine != "auto":
         return f"--engine {config.engine} was given"
     if path == "static":
         return "static: the model is a table of rows, which has one engine"
     if path == "export":
         return "export: the folder has no other weights than an ONNX export, which has one engine"
+    if len(next(iter(times.values()), {})) > 1:
+        return in_words(times)
     if path == "lean":
         return f"lean: the family {config.card.model_type} has it, and it agrees with the reference model"
     if path == "fused" and dtype != "float32":

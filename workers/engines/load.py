@@ -36,12 +36,17 @@ SelectElsewhere: TypeAlias = Callable[[ReportProgress], Selection]
 
 
 def load_engine(
-    config: WorkerConfig, report: ReportProgress, select_elsewhere: SelectElsewhere | None = None
+    config: WorkerConfig,
+    report: ReportProgress,
+    select_elsewhere: SelectElsewhere | None = None,
+    *,
+    must_measure: bool = False,
 ) -> Engine:
     """Build the engine of `config`, warm and compared with the reference model.
 
     The comparison is remembered in `config.cache_folder`; a remembered one is checked again with short probes. A new
-    comparison runs in `select_elsewhere`, or in this process if that is None.
+    comparison runs in `select_elsewhere`, or in this process if that is None. With `must_measure` the engine is chosen
+    among several by their speed even where that needs torch and the lean engine by itself does not.
 
     Side effect: sets torch's number of threads, if the engine needs torch. Raises ModelError when the device cannot be
     used, or when the model cannot be loaded or cannot run the way `config` requires.
@@ -57,13 +62,14 @@ def load_engine(
 
         cuda.describe(config.device)  # once here, where it is an error with a cause, and not a bug
     selection = recall(config)
-    if selection is not None:
+    must_measure = must_measure and config.engine == "auto" and config.device == "cpu" and has_torch()
+    if selection is not None and (selection.times or not must_measure):
         try:
             return _build(config, selection, report)
         except Exception as error:  # whatever happened to the files, a new selection reports it better
             log.warning("the engine is selected anew: %s: %s", type(error).__name__, error)
             forget(config)
-    selected = _select_lean(config, report)
+    selected = None if must_measure else _select_lean(config, report)
     if selected is not None:
         selection, engine = selected
         _describe(config, engine, selection)
@@ -215,6 +221,7 @@ def _build(config: WorkerConfig, selection: Selection, report: ReportProgress) -
 
 def _describe(config: WorkerConfig, engine: Engine, selection: Selection) -> None:
     engine.facts["agreement"] = selection.parity or None
+    engine.facts["times_ms"] = selection.times
     engine.facts[LOAD_TOKENS_PER_S] = _tokens_per_s(config, engine)
     engine.warnings = list(selection.warnings)
     if config.card.export_file and config.dtype not in ("auto", selection.dtype):

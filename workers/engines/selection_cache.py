@@ -30,11 +30,12 @@ from numpy.typing import NDArray
 
 from vecd.shm.card import export_files
 from vecd.workers.config import REFERENCE_FILE, WorkerConfig
+from vecd.workers.engines.timing import Times
 from vecd.workers.processor import cpuinfo
 
 log = logging.getLogger("vecd.selection")
 
-_FORMAT = 1
+_FORMAT = 2
 _LIBRARIES = ("torch", "transformers", "onnxruntime", "safetensors", "numpy")
 # The variables by which libraries decide which instructions they use.
 _VARIABLES = ("ATEN_CPU_CAPABILITY", "ONEDNN_MAX_CPU_ISA", "DNNL_MAX_CPU_ISA", "MKL_ENABLE_INSTRUCTIONS")
@@ -52,6 +53,8 @@ class Selection:
     """The reference model's vectors of all probes, [P, D]."""
     warnings: list[str] = field(default_factory=list)
     """The paths and dtypes that were tried before and refused, one line each."""
+    times: Times = field(default_factory=dict)
+    """Of the engines that the path was chosen among; empty if it was not measured."""
 
     def to_json(self) -> dict[str, Any]:
         return {
@@ -59,6 +62,7 @@ class Selection:
             "dtype": self.dtype,
             "agreement": self.parity,
             "warnings": self.warnings,
+            "times": self.times,
             "shape": list(self.reference.shape),
             "reference": base64.b64encode(self.reference.astype("<f4").tobytes()).decode(),
         }
@@ -73,6 +77,7 @@ class Selection:
             parity=dict(fields["agreement"]),
             reference=reference.astype(np.float32),
             warnings=list(fields["warnings"]),
+            times=dict(fields["times"]),
         )
 
 

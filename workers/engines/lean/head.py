@@ -132,8 +132,8 @@ def _load_step(card: ModelCard, step: Step) -> Callable[[Floats], Floats]:
 def normalize(vectors: Floats) -> Floats:
     """L2, with the zero vector left as it is."""
     # np.linalg.norm and mean() take twice as long for the few numbers of a lone text.
-    lengths = np.sqrt(np.add.reduce(vectors * vectors, axis=1, keepdims=True))
-    normalized: Floats = vectors / np.maximum(lengths, np.float32(1e-12))
+    lengths: Floats = np.sqrt(np.add.reduce(vectors * vectors, axis=1, keepdims=True))
+    normalized: Floats = vectors / np.maximum(lengths, 1e-12)
     return normalized
 
 
