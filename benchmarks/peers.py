@@ -4,6 +4,7 @@ Owns how each is set up for one core: one thread, everything else as its makers 
 `benchmarks.duels`, in a process that has one core and OMP_NUM_THREADS=1.
 """
 
+import os
 from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any, Protocol
@@ -12,7 +13,7 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
-from benchmarks.exports import convert_to_openvino, export_onnx
+from benchmarks.exports import convert_to_openvino, exported
 
 _OPENVINO_PRECISIONS = {"float32": "f32", "bfloat16": "bf16"}
 
@@ -27,6 +28,7 @@ class Peer(Protocol):
 
 class OnnxRuntime:
     def __init__(self, file: Path, variant: str) -> None:
+        os.environ["ORT_DISABLE_TELEMETRY"] = "1"  # read at the import; without it a thread reports to its maker
         import onnxruntime
 
         options = onnxruntime.SessionOptions()
@@ -76,16 +78,17 @@ class SentenceTransformers:
 
 
 class Peers:
-    """Makes peers of one model, each export once. `folder` is for the files that this takes."""
+    """Makes peers of one model, each export once."""
 
-    def __init__(self, model_folder: Path, folder: Path) -> None:
+    def __init__(self, model_folder: Path) -> None:
         self._model_folder = model_folder
-        self._folder = folder
-        self._onnx_files: dict[str, Path] = {}
         self._openvino_model: Any = None
 
     def load(self, name: str, dtype: str) -> list[Peer]:
-        """All variants of a peer; the caller finds out which is the fastest. Raises KeyError for an unknown one."""
+        """All variants of a peer; the caller finds out which is the fastest.
+
+        Raises KeyError for an unknown one, and NotExportable.
+        """
         makers: Mapping[str, Callable[[str], list[Peer]]] = {
             "onnxruntime": self._load_onnxruntime,
             "openvino": self._load_openvino,
@@ -96,8 +99,7 @@ class Peers:
     def _load_onnxruntime(self, dtype: str) -> list[Peer]:
         if dtype != "float32":
             raise ValueError(f"onnxruntime is exported in float32, not {dtype}")
-        self._onnx_files = self._onnx_files or export_onnx(self._model_folder, self._folder)
-        return [OnnxRuntime(file, variant) for variant, file in self._onnx_files.items()]
+        return [OnnxRuntime(file, file.stem) for file in sorted(exported(self._model_folder).glob("*.onnx"))]
 
     def _load_openvino(self, dtype: str) -> list[Peer]:
         self._openvino_model = self._openvino_model or convert_to_openvino(self._model_folder)

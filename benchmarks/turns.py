@@ -3,6 +3,7 @@
 Owns the clock and the order. Knows nothing of engines. Called by `benchmarks.duels`.
 """
 
+import math
 import statistics
 import time
 from collections.abc import Callable, Mapping, Sequence
@@ -13,6 +14,7 @@ Pass: TypeAlias = Callable[[], object]
 Clock: TypeAlias = Callable[[], float]
 Key = TypeVar("Key")
 
+CONFIDENCE = 0.9
 _FAR_BEHIND = 1.5
 """Of a first pass, which has a model's laziest initialisation in it, to the shortest of them."""
 
@@ -47,9 +49,28 @@ def fastest(candidates: Mapping[Key, Pass], num_looks: int = 3, clock: Clock = t
     return min(best, key=lambda key: best[key])
 
 
-def paired_ratio(ours: Sequence[float], theirs: Sequence[float]) -> float:
-    """Ours ÷ theirs within each round, and the median of that: a slow minute of the machine cancels out."""
-    return statistics.median(our / their for our, their in zip(ours, theirs, strict=True))
+def paired_ratios(ours: Sequence[float], theirs: Sequence[float]) -> list[float]:
+    """Ours ÷ theirs within each round: a slow minute of the machine cancels out."""
+    return [our / their for our, their in zip(ours, theirs, strict=True)]
+
+
+def median_interval(values: Sequence[float]) -> tuple[float, float]:
+    """The narrowest pair of order statistics with the median between them at a confidence of 90 %.
+
+    That takes five values; with fewer it is all of their range, at a lower confidence. Assumes nothing of the values'
+    distribution: each falls below the median with a probability of one half.
+    """
+    ordered = sorted(values)
+    # How many values may be left out at each end.
+    left_out = 0
+    while 1 - 2 * _binomial(len(ordered), left_out + 1) >= CONFIDENCE:
+        left_out += 1
+    return ordered[left_out], ordered[-1 - left_out]
+
+
+def _binomial(num_values: int, most: int) -> float:
+    """The probability that at most `most` of the values fall below the median."""
+    return sum(math.comb(num_values, count) for count in range(most + 1)) / 2.0**num_values
 
 
 def _turn(run: Pass, turn_s: float, clock: Clock) -> float:
