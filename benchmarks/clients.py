@@ -24,6 +24,8 @@ from vecd.shm.card import read_card
 
 _CLIENTS = 64
 _TOKENS = 59
+_TIMES_SERVED = 3
+"""Each client, at least, in a turn: whole batches end together, and a turn must not be of one or two of them."""
 _DTYPE = "float32"
 _TIMEOUT_S = 120.0
 _LOOK_S = 1.0
@@ -31,13 +33,15 @@ _LOOK_S = 1.0
 
 
 def measure_clients(model: Path, exports: Sequence[Path], num_rounds: int, duration_s: float, folder: Path) -> Finding:
-    """`exports`: the model's ONNX files, of which the fastest is measured. `duration_s`: of a turn. `folder` is for the
-    server's cache. Raises ServerFailure and RuntimeError."""
+    """`exports`: the model's ONNX files, of which the fastest is measured. `duration_s`: of a turn, at least.
+
+    `folder` is for the server's cache. Raises ServerFailure and RuntimeError.
+    """
     export = max(exports, key=_look)
     texts = texts_of(read_card(model), _CLIENTS, _TOKENS)
     ours, theirs = [], []
     with announcing("--dtype", _DTYPE, "--cache-dir", str(folder), model=str(model)) as server, StandIn(export) as peer:
-        _serve(server, texts, duration_s)  # not counted: the server learns how fast it is
+        duration_s = _long_enough(server, texts, duration_s)
         neighbours = Neighbours()
         for number in range(num_rounds):
             # The process that has no turn waits on a pipe, and uses nothing.
@@ -70,6 +74,14 @@ def measure_clients(model: Path, exports: Sequence[Path], num_rounds: int, durat
 def _look(export: Path) -> float:
     with StandIn(export) as peer:
         return peer.texts_per_s(_TOKENS, _LOOK_S)
+
+
+def _long_enough(server: Server, texts: Sequence[str], duration_s: float) -> float:
+    """`duration_s`, or what it takes to serve all clients several times. Side effect: the server has learned how fast
+    it is. Raises ServerFailure."""
+    while not (rate := _serve(server, texts, duration_s)):
+        duration_s *= 2
+    return max(duration_s, _TIMES_SERVED * _CLIENTS / rate)
 
 
 def _serve(server: Server, texts: Sequence[str], duration_s: float) -> float:

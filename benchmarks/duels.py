@@ -31,9 +31,9 @@ from benchmarks.ours import NotMeasurable, load_vecd
 from benchmarks.peers import Peer, Peers
 from benchmarks.targets import CONTESTS, Contest
 from benchmarks.turns import Clock, Pass, fastest, median_interval, paired_ratios, take_turns
-from benchmarks.workload import Work, make_works, packed_batches, padded_batches
+from benchmarks.workload import Work, is_large, make_works, packed_batches, padded_batches
 from vecd.shm.batch_limits import MAX_BATCH_TOKENS
-from vecd.shm.card import read_card
+from vecd.shm.card import ModelCard, read_card
 from vecd.workers.engine import Engine
 from vecd.workers.families.encoders import FUSED_FAMILIES
 
@@ -75,29 +75,31 @@ class Duels:
         out."""
         torch.set_num_threads(1)
         card = read_card(self.model_folder)
-        works = [work for work in make_works(card) if work.section in self.sections]
-        peers = Peers(self.model_folder)
-        config = AutoConfig.from_pretrained(card.weights_folder)
-        cache_folder = self.folder / "cache"
-        cache_folder.mkdir(mode=0o700)
+        peers = Peers(self.model_folder, has_memory_for_all=not is_large(card))
+        (self.folder / "cache").mkdir(mode=0o700)
         for dtype in dtypes:
-            contest = CONTESTS[dtype]
             try:
-                engine = load_vecd(card, dtype, cache_folder)
+                self._fight(card, dtype, peers)
             except NotMeasurable as error:
                 _say(error)
-                continue
-            rivals = _load_peers(peers, contest)
-            ratios: dict[str, list[list[float]]] = defaultdict(list)
-            for work in works:
-                ours = _ours(engine, work, card.dim)
-                contenders = {_VECD: ours, **_rivals(ours, rivals, work, self.clock)}
-                for name, of_rounds in self._measure(work, dtype, contest, contenders, config).items():
-                    if work.section == "equal":
-                        ratios[name].append(of_rounds)
-            num_equal = sum(work.section == "equal" for work in works)
-            for name in [name for name, of_works in ratios.items() if len(of_works) == num_equal]:
-                self.tell(self._geometric_mean(dtype, contest, name, ratios[name]))
+
+    def _fight(self, card: ModelCard, dtype: str, peers: Peers) -> None:
+        """Raises NotMeasurable. Side effect: the engines of a format are gone before the next one's are loaded."""
+        contest = CONTESTS[dtype]
+        works = [work for work in make_works(card) if work.section in self.sections]
+        config = AutoConfig.from_pretrained(card.weights_folder)
+        engine = load_vecd(card, dtype, self.folder / "cache")
+        rivals = _load_peers(peers, contest)
+        ratios: dict[str, list[list[float]]] = defaultdict(list)
+        for work in works:
+            ours = _ours(engine, work, card.dim)
+            contenders = {_VECD: ours, **_rivals(ours, rivals, work, self.clock)}
+            for name, of_rounds in self._measure(work, dtype, contest, contenders, config).items():
+                if work.section == "equal":
+                    ratios[name].append(of_rounds)
+        num_equal = sum(work.section == "equal" for work in works)
+        for name in [name for name, of_works in ratios.items() if len(of_works) == num_equal]:
+            self.tell(self._geometric_mean(dtype, contest, name, ratios[name]))
 
     def _measure(
         self, work: Work, dtype: str, contest: Contest, contenders: Mapping[str, Contender], config: PretrainedConfig

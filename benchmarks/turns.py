@@ -15,8 +15,9 @@ Clock: TypeAlias = Callable[[], float]
 Key = TypeVar("Key")
 
 CONFIDENCE = 0.9
-_FAR_BEHIND = 1.5
-"""Of a first pass, which has a model's laziest initialisation in it, to the shortest of them."""
+_FAR_BEHIND = (1.5, 1.1)
+"""Of a contender's shortest pass so far to the shortest of all: after the first look, which has a model's laziest
+initialisation in it, and after the second."""
 
 
 def take_turns(
@@ -36,14 +37,14 @@ def take_turns(
     return seconds
 
 
-def fastest(candidates: Mapping[Key, Pass], num_looks: int = 3, clock: Clock = time.perf_counter) -> Key:
+def fastest(candidates: Mapping[Key, Pass], clock: Clock = time.perf_counter) -> Key:
     """Whose shortest pass is the shortest. A quick look: what disturbs a pass only ever makes it longer.
 
-    After the first look only those that are not far behind get another.
+    After each look only those that are not far behind get another.
     """
     best = {key: _timed(run, clock) for key, run in candidates.items()}
-    limit = _FAR_BEHIND * min(best.values())
-    for _ in range(num_looks - 1):
+    for far_behind in _FAR_BEHIND:
+        limit = far_behind * min(best.values())
         for key in [key for key, seconds in best.items() if seconds <= limit]:
             best[key] = min(best[key], _timed(candidates[key], clock))
     return min(best, key=lambda key: best[key])

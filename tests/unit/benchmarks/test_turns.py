@@ -50,8 +50,13 @@ def test_the_fastest_is_whose_best_pass_is_shortest() -> None:
 
 def test_who_is_far_behind_gets_one_look() -> None:
     machine = Machine()
-    fastest({"slow": machine.worker("slow", 9.0), "fast": machine.worker("fast", 1.0)}, 3, machine.clock)
-    assert machine.log == ["slow", "fast", "fast", "fast"]
+    passes = {
+        "slow": machine.worker("slow", 9.0),
+        "near": machine.worker("near", 1.2),
+        "fast": machine.worker("fast", 1),
+    }
+    fastest(passes, machine.clock)
+    assert machine.log == ["slow", "near", "fast", "near", "fast", "fast"]
 
 
 def test_a_slow_minute_of_the_machine_cancels_out_of_a_ratio() -> None:
