@@ -7,6 +7,7 @@ A run is one call of `make bench-engine`. Of the runs of one class, model, secti
 latest one that is quiet; where none is, the quietest. How fast vecd was plays no part in the choice.
 """
 
+import math
 import re
 import statistics
 from collections import defaultdict
@@ -61,9 +62,12 @@ def _choose(runs: Sequence[list[Record]]) -> list[Record]:
 
 
 def _width(run: Iterable[Record]) -> float:
-    """0 for a run that has no ratios: then the latest is shown."""
-    bounded = [record for record in run if record["interval"]]
-    widths = [(record["interval"][1] - record["interval"][0]) / record["ratio"] for record in bounded]
+    """0 for a run that has no ratios, so that the latest is shown; infinite for too few rounds."""
+    widths = []
+    for record in run:
+        if record["ratio"]:
+            low, high = record["interval"] or (0.0, math.inf)
+            widths.append((high - low) / record["ratio"])
     return statistics.median(widths) if widths else 0.0
 
 

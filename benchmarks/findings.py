@@ -35,7 +35,7 @@ class Finding:
     ratio: float | None = None
     """vecd's speed ÷ the peer's within each round, and the median of that: above 1, vecd is faster."""
     interval: tuple[float, float] | None = None
-    """Of the ratio, `benchmarks.turns.median_interval`."""
+    """Of the ratio, `benchmarks.turns.median_interval`; None for too few rounds."""
     target: Target | None = None
     others_cores: float
     """What everybody else on the machine used meanwhile."""

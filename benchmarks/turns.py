@@ -55,13 +55,15 @@ def paired_ratios(ours: Sequence[float], theirs: Sequence[float]) -> list[float]
     return [our / their for our, their in zip(ours, theirs, strict=True)]
 
 
-def median_interval(values: Sequence[float]) -> tuple[float, float]:
+def median_interval(values: Sequence[float]) -> tuple[float, float] | None:
     """The narrowest pair of order statistics with the median between them at a confidence of 90 %.
 
-    That takes five values; with fewer it is all of their range, at a lower confidence. Assumes nothing of the values'
+    None for fewer than five values: not even all of their range has that confidence. Assumes nothing of the values'
     distribution: each falls below the median with a probability of one half.
     """
     ordered = sorted(values)
+    if 1 - 2 * _binomial(len(ordered), 0) < CONFIDENCE:
+        return None
     # How many values may be left out at each end.
     left_out = 0
     while 1 - 2 * _binomial(len(ordered), left_out + 1) >= CONFIDENCE:

@@ -53,6 +53,10 @@ def test_without_a_quiet_run_the_quietest_is_shown() -> None:
     assert sessions(noisy) == {"2"}
 
 
+def test_a_run_of_too_few_rounds_for_an_interval_is_not_quiet() -> None:
+    assert sessions([make_record("1", interval=[1.0, 1.9]), make_record("2", interval=None)]) == {"1"}
+
+
 def test_of_runs_without_ratios_the_latest_is_shown() -> None:
     records = [make_record(str(number), section="deaths", ratio=None, interval=None) for number in (1, 2)]
     assert sessions(records) == {"2"}
