@@ -25,6 +25,7 @@ from vecd.shm.views import Rows
 from vecd.workers.engine import COMPLETE, Finish, PackedBatch
 from vecd.workers.engines.lean.arrays import Arrays
 from vecd.workers.engines.lean.head import Floats, load_head, normalize
+from vecd.workers.outputs import write_outputs
 
 _ROWS_OF_A_BLOCK = 256
 
@@ -62,14 +63,7 @@ class StaticEngine:
         if batch.outputs is None:
             rows[: batch.lengths.size] = self._rows_of(Output.VECTORS, batch)
             return
-        outputs = np.repeat(batch.outputs, batch.rows_of_each)
-        rows = rows[: outputs.size]
-        for output in map(Output, np.unique(batch.outputs)):
-            made = self._rows_of(output, batch)
-            is_wanted = batch.outputs == output
-            at = np.flatnonzero(outputs == output)
-            rows[at, : made.shape[1]] = made[np.repeat(is_wanted, batch.lengths) if output.is_per_token else is_wanted]
-            rows[at, made.shape[1] :] = 0
+        write_outputs(rows, batch.outputs, batch.lengths, batch.first_rows, lambda output: self._rows_of(output, batch))
 
     def _rows_of(self, output: Output, batch: PackedBatch) -> Floats:
         """The rows of all sequences of a batch, as if each had this output."""
@@ -81,10 +75,11 @@ class StaticEngine:
 
     def _hidden(self, batch: PackedBatch) -> Floats:
         """The row of each token, [T, H]; zeros for ignored ones."""
-        is_counted = self._row_of[batch.token_ids] >= 0
+        row_of = self._row_of[batch.token_ids]
+        is_counted = row_of >= 0
         hidden = np.zeros((batch.token_ids.size, self._hidden_size), dtype=np.float32)
-        token_ids = batch.token_ids[is_counted]
-        hidden[is_counted] = self._arrays.rows(self._table, self._row_of[token_ids]) * self._weights_of(token_ids)[:, None]
+        weights = self._weights_of(batch.token_ids[is_counted])
+        hidden[is_counted] = self._arrays.rows(self._table, row_of[is_counted]) * weights[:, None]
         return hidden
 
     def _means(self, batch: PackedBatch) -> Floats:
@@ -107,7 +102,8 @@ class StaticEngine:
         if row_of.size > _ROWS_OF_A_BLOCK:
             starts = range(0, row_of.size, _ROWS_OF_A_BLOCK)
             blocks = [slice(start, start + _ROWS_OF_A_BLOCK) for start in starts]
-            return np.sum([self._sum(row_of[block], weights[block]) for block in blocks], axis=0, dtype=np.float64)
+            sums = [self._sum(row_of[block], weights[block]) for block in blocks]
+            return np.add.reduce(sums, axis=0, dtype=np.float64)  # type: ignore[no-any-return]
         return weights @ self._arrays.rows(self._table, row_of)
 
     def _weights_of(self, token_ids: NDArray[np.int32]) -> Floats:

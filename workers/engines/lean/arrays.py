@@ -104,7 +104,7 @@ def _from_float16(array: NDArray[np.float16]) -> NDArray[np.float32]:
     bits &= ~0x70001FFF
     floats = bits.view("<f4")
     floats *= np.float32(2.0**112)
-    if -_FIRST_TOO_LARGE < floats.min(initial=0) and floats.max(initial=0) < _FIRST_TOO_LARGE:
+    if floats.min(initial=0) > -_FIRST_TOO_LARGE and floats.max(initial=0) < _FIRST_TOO_LARGE:
         return floats
     return array.astype("<f4")  # infinity and nan have an exponent of their own
 
