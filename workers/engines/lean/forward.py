@@ -40,6 +40,7 @@ class LeanForward:
         except (OSError, ValueError, KeyError, TypeError, ModelError) as error:
             # The plain model reads the same files and reports their faults.
             raise NotDescribed(one_line(error)) from error
+        arrays.release()  # what was converted is not read again
         self._positions_after = encoder.positions_after
         self._windows, self._is_causal = made.windows, encoder.is_causal
         self._weights = {name: onnxruntime.OrtValue.ortvalue_from_numpy(array) for name, array in made.weights.items()}

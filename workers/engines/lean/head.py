@@ -133,8 +133,7 @@ def normalize(vectors: Floats) -> Floats:
     """L2, with the zero vector left as it is."""
     # np.linalg.norm and mean() take twice as long for the few numbers of a lone text.
     lengths: Floats = np.sqrt(np.add.reduce(vectors * vectors, axis=1, keepdims=True))
-    normalized: Floats = vectors / np.maximum(lengths, 1e-12)
-    return normalized
+    return vectors / np.maximum(lengths, 1e-12, out=lengths)
 
 
 def _dense(step: Step, path: Path) -> Callable[[Floats], Floats]:
