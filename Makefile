@@ -3,7 +3,7 @@
 # make test-clients   the tests of client libraries, with those that are large to install
 # make check   ruff, mypy, import-linter                  make bench  measure against other servers, and write docs/benchmarks.md
 # make soak    every trial of docs/reliability.md in its long form, an hour; writes its table
-# make binary  dist/vecd, a folder that serves without Python; make test-binary tests it; make binary-lean makes one without torch
+# make binary  dist/vecd, a folder that serves without Python; make binary-lean makes dist/lean/vecd, without torch; make test-binary tests both
 # make test-browser   the tests of the page, in the Chromium that is installed
 # make test-systemd   boots a container with systemd, and runs vecd in it as a service; needs root, debootstrap, systemd-container
 # make bench-engine   measure the engine against other runtimes on one core, and what workers cost
@@ -78,7 +78,7 @@ BINARY := build/binary
 binary: $(BINARY)/.installed
 	$(BINARY)/venv/bin/python -m tools.binary.build dist $(BINARY)
 
-test-binary: $(VENV)/.test binary
+test-binary: $(VENV)/.test binary binary-lean
 	VECD_BINARY=1 $(BIN)/python -m pytest $(or $(TESTS),tests/system/binary)
 
 $(BINARY)/.installed: pyproject.toml constraints.txt
