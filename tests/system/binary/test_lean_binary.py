@@ -74,11 +74,17 @@ def test_a_killed_worker_is_replaced(binary: Server) -> None:
 
 
 def test_it_draws_and_measures_a_server(binary: Server, room: Path) -> None:
-    shown = run(room, "top", "--url", binary.url, "--once", "0.5")
+    shown = run(room, "top", "--url", binary.url, "--once", "--interval", "0.5")
     assert shown.returncode == 0, shown.stderr
     assert "all-MiniLM-L6-v2" in shown.stdout
     measured = run(room, "bench", "--url", binary.url, "--requests", "20", "--clients", "2", "--warmup", "0.1")
     assert measured.returncode == 0, measured.stderr
+
+
+def test_its_service_runs_it(room: Path) -> None:
+    shown = run(room, "install-service", "--print")
+    assert shown.returncode == 0, shown.stderr
+    assert f'ExecStart="/{FOLDER}/vecd" serve --config /etc/vecd.toml\n' in shown.stdout
 
 
 def test_a_model_without_reference_vectors_is_refused_in_a_line(room: Path) -> None:
