@@ -46,6 +46,7 @@ def make_room(root: Path, binary: Path) -> Path:
     namespaces = "-m" if os.geteuid() == 0 else "-Urm"
     if subprocess.run(["unshare", namespaces, "true"], capture_output=True, check=False).returncode != 0:
         pytest.skip("no file system of its own can be made here: unshare --mount is not allowed")
+    root.chmod(0o755)  # as of any root: `vecd install-service` looks whether others can read
     for name in ("proc", "dev", "tmp", "cache", str(Path(FOLDER).parent)):
         (root / name).mkdir(parents=True)
     for folder in (Path("/lib64"), *Path("/lib").glob("*-linux-gnu"), Path("/lib")):
