@@ -18,7 +18,7 @@ from vecd.shm.card import ModelCard
 from vecd.workers.families.encoders import FAMILIES, Family
 
 ACTIVATIONS = frozenset({"gelu", "gelu_new", "relu", "silu"})
-"""By transformers' name; gelu_new is the approximation with tanh. The fused path has no silu."""
+"""By transformers' name; gelu_new is the approximation with tanh."""
 
 
 class NotDescribed(Exception):

@@ -31,6 +31,7 @@ from vecd.shm.card import read_card
 from vecd.workers.engine import Engine, PackedBatch
 from vecd.workers.engines.lean.engine import LeanEngine
 from vecd.workers.engines.load import load_engine
+from vecd.workers.engines.torch.fused import load_fused
 from vecd.workers.families.description import NotDescribed
 
 ONE_TOKEN = [1]
@@ -38,7 +39,8 @@ LONGEST = [MAX_TOKENS]
 MIXED = [5, 1, 30, 60, 7, 5, 2, 1, 12, 12, 59]
 BATCHES = (ONE_TOKEN, [1] * 5, LONGEST, [MAX_TOKENS] * 2, MIXED)
 
-FUSED = ("bert", "roberta", "xlm-roberta", "camembert", "distilbert", "mpnet", "electra")
+BERT_RELATIVES = ("bert", "roberta", "xlm-roberta", "camembert", "distilbert", "mpnet", "electra")
+FUSED = (*BERT_RELATIVES, "modernbert", "qwen2", "qwen3", "mistral")
 FAMILIES: list[tuple[str, str, tuple[str, ...]]] = [
     ("bert", "mean", ("lean", "fused", "packed", "padded")),
     ("roberta", "cls", ("lean", "fused", "packed", "padded")),
@@ -48,12 +50,12 @@ FAMILIES: list[tuple[str, str, tuple[str, ...]]] = [
     ("mpnet", "cls", ("lean", "fused", "padded")),
     ("electra", "max", ("lean", "fused", "packed", "padded")),
     ("albert", "mean_sqrt_len_tokens", ("packed", "padded")),
-    ("modernbert", "mean", ("lean", "packed", "padded")),
+    ("modernbert", "mean", ("lean", "fused", "packed", "padded")),
     ("nomic_bert", "mean", ("packed", "padded")),
     ("gte", "cls", ("packed", "padded")),
-    ("qwen2", "lasttoken", ("lean", "packed", "padded")),
-    ("qwen3", "lasttoken", ("lean", "packed", "padded")),
-    ("mistral", "weightedmean", ("lean", "packed", "padded")),
+    ("qwen2", "lasttoken", ("lean", "fused", "packed", "padded")),
+    ("qwen3", "lasttoken", ("lean", "fused", "packed", "padded")),
+    ("mistral", "weightedmean", ("lean", "fused", "packed", "padded")),
     ("gemma3_text", "mean", ("packed", "padded")),
     ("gpt2", "lasttoken", ("packed", "padded")),
     ("deberta-v2", "cls", ("padded",)),
@@ -107,15 +109,22 @@ def test_a_family_without_a_path_in_sixteen_bits_is_run_in_float32(
 # --- what differs between checkpoints of one family ---------------------------------------------------------------
 
 
-@pytest.mark.parametrize("family", FUSED)
-@pytest.mark.parametrize("stored", [{"stored": "bfloat16"}, {"stored": "float16", "with_head": True}], ids=str)
+@pytest.mark.parametrize(
+    ("family", "stored"),
+    [
+        *((family, {"stored": "bfloat16"}) for family in FUSED),
+        *((family, {"stored": "float16", "with_head": True}) for family in (*BERT_RELATIVES, "modernbert")),
+    ],
+    ids=str,
+)
 def test_weights_may_be_stored_in_any_way(
     family: str, stored: dict[str, Any], checkpoint: Checkpoints, reference: Reference
 ) -> None:
     folder = checkpoint(family, **stored)
     weights = load_file(folder / "model.safetensors")
     assert {tensor.dtype for tensor in weights.values()} == {getattr(torch, stored["stored"])}
-    assert stored.get("with_head", False) == ("embeddings.word_embeddings.weight" not in weights)
+    words = {"embeddings.word_embeddings.weight", "embeddings.tok_embeddings.weight", "embed_tokens.weight"}
+    assert stored.get("with_head", False) == words.isdisjoint(weights)
     batch = random_batch(MIXED)
     expected = reference(folder, batch)
     assert_same_vectors(embed(engine_of(folder, "lean"), batch), expected)
@@ -147,9 +156,23 @@ def test_shards_are_fused(family: str, checkpoint: Checkpoints, reference: Refer
     assert_same_vectors(embed(engine_of(folder, "fused"), batch), reference(checkpoint(family), batch))
 
 
+SETTINGS_OF_ALL_DESCRIBED: list[tuple[str, dict[str, Any]]] = [
+    ("bert", {"hidden_act": "silu"}),
+    ("modernbert", {"hidden_activation": "gelu_new", "norm_bias": True, "attention_bias": True, "mlp_bias": True}),
+    ("modernbert", {"global_attn_every_n_layers": 3, "global_rope_theta": 50.0, "local_rope_theta": 7.0}),
+    ("modernbert", {"norm_eps": 0.5, "local_attention": 6}),
+    ("mistral", {"num_key_value_heads": 1, "head_dim": 12, "sliding_window": None}),
+    ("mistral", {"num_key_value_heads": 4, "hidden_act": "gelu", "rms_norm_eps": 0.5}),
+    ("qwen2", {"use_sliding_window": True, "sliding_window": 4, "max_window_layers": 1}),
+    ("qwen3", {"use_sliding_window": True, "sliding_window": 7, "max_window_layers": 2, "head_dim": 16}),
+    ("qwen3", {"rope_theta": 300.0, "attention_bias": True}),
+]
+
+
 @pytest.mark.parametrize(
     ("family", "settings"),
     [
+        *SETTINGS_OF_ALL_DESCRIBED,
         ("bert", {"hidden_act": "relu"}),
         ("bert", {"hidden_act": "gelu_new"}),
         ("bert", {"layer_norm_eps": 0.5}),
@@ -180,21 +203,8 @@ def test_every_setting_that_is_fused_is_obeyed(
         assert_batches_agree(engine_of(folder, "fused", dtype), batches, expected, dtype)
 
 
-@pytest.mark.parametrize(
-    ("family", "settings"),
-    [
-        ("bert", {"hidden_act": "silu"}),
-        ("modernbert", {"hidden_activation": "gelu_new", "norm_bias": True, "attention_bias": True, "mlp_bias": True}),
-        ("modernbert", {"global_attn_every_n_layers": 3, "global_rope_theta": 50.0, "local_rope_theta": 7.0}),
-        ("modernbert", {"norm_eps": 0.5, "local_attention": 6}),
-        ("mistral", {"num_key_value_heads": 1, "head_dim": 12, "sliding_window": None}),
-        ("mistral", {"num_key_value_heads": 4, "hidden_act": "gelu", "rms_norm_eps": 0.5}),
-        ("qwen2", {"use_sliding_window": True, "sliding_window": 4, "max_window_layers": 1}),
-        ("qwen3", {"use_sliding_window": True, "sliding_window": 7, "max_window_layers": 2, "head_dim": 16}),
-        ("qwen3", {"rope_theta": 300.0, "attention_bias": True}),
-    ],
-)
-def test_every_setting_that_the_lean_engine_alone_computes_is_obeyed(
+@pytest.mark.parametrize(("family", "settings"), SETTINGS_OF_ALL_DESCRIBED)
+def test_every_setting_that_the_lean_engine_computes_is_obeyed(
     family: str, settings: dict[str, Any], checkpoint: Checkpoints, reference: Reference
 ) -> None:
     folder = checkpoint(family, **settings)
@@ -219,7 +229,8 @@ def test_a_config_of_an_older_transformers_is_read(
 ) -> None:
     folder = changed_config(checkpoint(family), tmp_path, saved)
     batch = random_batch(MIXED)
-    assert_same_vectors(embed(engine_of(folder, "lean"), batch), reference(folder, batch))
+    for path in ("lean", "fused"):
+        assert_same_vectors(embed(engine_of(folder, path), batch), reference(folder, batch))
 
 
 @pytest.mark.parametrize(
@@ -239,9 +250,11 @@ def test_other_computations_of_a_described_family_are_refused(
     card = read_card(changed_config(checkpoint(family), tmp_path, saved))
     with pytest.raises(NotDescribed, match=why):
         LeanEngine(card)
+    with pytest.raises(NotDescribed, match=why):
+        load_fused(card, "float32")
 
 
-@pytest.mark.parametrize("family", ["modernbert", "qwen3"])
+@pytest.mark.parametrize("family", ["albert", "gpt2"])
 def test_the_fused_path_refuses_what_it_does_not_compute(family: str, checkpoint: Checkpoints) -> None:
     with pytest.raises(NotDescribed, match="no family of the fused path"):
         engine_of(checkpoint(family), "fused")
@@ -256,8 +269,11 @@ def changed_config(folder: Path, tmp_path: Path, saved: dict[str, Any]) -> Path:
     return changed
 
 
-@pytest.mark.parametrize("family", ["bert", "distilbert", "mpnet"])
-def test_every_weight_shows_in_the_vectors(family: str, checkpoint: Checkpoints, tmp_path: Path) -> None:
+@pytest.mark.parametrize(
+    ("family", "at_least"),
+    [("bert", 19), ("distilbert", 19), ("mpnet", 19), ("modernbert", 9), ("mistral", 11), ("qwen2", 14), ("qwen3", 13)],
+)
+def test_every_weight_shows_in_the_vectors(family: str, at_least: int, checkpoint: Checkpoints, tmp_path: Path) -> None:
     """Or else these tests would not see that it is missing, or another's."""
     batch = random_batch([12, 7])
     folder = checkpoint(family)
@@ -267,11 +283,13 @@ def test_every_weight_shows_in_the_vectors(family: str, checkpoint: Checkpoints,
     names = [name for name in weights if not name.startswith("pooler.")]
     names = [name for name in names if not name.endswith(("key.bias", "k_lin.bias", "attn.k.bias"))]
     of_layers = {re.sub(r"\.\d\.", ".1.", name) for name in names}
-    assert len(of_layers) >= 15 + 4
+    assert len(of_layers) >= at_least
     assert of_layers <= set(names)
     changed = shutil.copytree(folder, tmp_path / "changed")
     for name in of_layers:
-        save_file({**weights, name: weights[name] * 1.5}, changed / "model.safetensors")
+        # Not all by the same factor, which the normalization of the vectors would take out of the last norm's weights.
+        factors = torch.linspace(1.0, 1.5, weights[name].shape[-1])
+        save_file({**weights, name: weights[name] * factors}, changed / "model.safetensors")
         assert np.abs(embed(engine_of(changed, "fused"), batch) - plain).max() > 1e-4, name
 
 

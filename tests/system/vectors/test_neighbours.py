@@ -28,8 +28,8 @@ from tests.support.checkpoints import (
 from vecd.workers.engine import Engine
 from vecd.workers.engines.torch.linear import has_native_int8
 
-FUSED = ("bert", "roberta", "xlm-roberta", "camembert", "distilbert", "mpnet", "electra")
-LEAN = (*FUSED, "modernbert", "qwen2", "qwen3", "mistral")
+BERT_RELATIVES = ("bert", "roberta", "xlm-roberta", "camembert", "distilbert", "mpnet", "electra")
+DESCRIBED = (*BERT_RELATIVES, "modernbert", "qwen2", "qwen3", "mistral")
 FUSED_DTYPES = ["float32", "bfloat16", *(["int8"] if has_native_int8() else [])]
 Check: TypeAlias = Callable[[Any, Any], None]
 
@@ -60,8 +60,7 @@ def check_splits(engine: Engine, check: Callable[[Any, Any], None], lengths: lis
 @pytest.mark.parametrize(
     ("family", "path"),
     [
-        *((family, "lean") for family in LEAN),
-        *((family, "fused") for family in FUSED),
+        *((family, path) for path in ("lean", "fused") for family in DESCRIBED),
         ("bert", "packed"),
         ("modernbert", "packed"),
         ("mistral", "packed"),
@@ -76,8 +75,11 @@ def test_any_split_into_batches_gives_the_same_vectors(family: str, path: str, c
 @pytest.mark.parametrize(
     ("family", "path"),
     [
-        *((family, path) for path in ("lean", "fused") for family in ("bert", "mpnet")),
-        *((family, "lean") for family in ("modernbert", "qwen3", "mistral")),
+        *(
+            (family, path)
+            for path in ("lean", "fused")
+            for family in ("bert", "mpnet", "modernbert", "qwen3", "mistral")
+        ),
     ],
 )
 def test_any_split_of_long_texts_gives_the_same_vectors(family: str, path: str, checkpoint: Checkpoints) -> None:
@@ -90,7 +92,7 @@ def assert_nearly_the_same(found: Any, expected: Any) -> None:
     np.testing.assert_allclose(found, expected, atol=1e-2, rtol=0)
 
 
-@pytest.mark.parametrize("family", FUSED)
+@pytest.mark.parametrize("family", DESCRIBED)
 def test_in_bfloat16_any_split_gives_nearly_the_same_vectors(family: str, checkpoint: Checkpoints) -> None:
     engine = engine_of(checkpoint(family, **LONG_SETTINGS), "fused", "bfloat16")
     check_splits(engine, assert_nearly_the_same, [5, 1, 60, 7, *LONG_LENGTHS], examples=6)
@@ -110,8 +112,8 @@ def word_embeddings(weights: dict[str, Tensor]) -> Tensor:
 @pytest.mark.parametrize(
     ("family", "path", "dtype"),
     [
-        *((family, "lean", "float32") for family in LEAN),
-        *((family, "fused", dtype) for family in FUSED for dtype in FUSED_DTYPES),
+        *((family, "lean", "float32") for family in DESCRIBED),
+        *((family, "fused", dtype) for family in DESCRIBED for dtype in FUSED_DTYPES),
         *((family, "packed", "float32") for family in ("bert", "modernbert", "qwen3", "gemma3_text")),
         *(("bert", path, dtype) for path in ("packed", "padded") for dtype in ("bfloat16", "float16")),
         ("bert", "padded", "float32"),
@@ -144,7 +146,7 @@ def test_what_is_not_finite_stays_in_its_own_text(
         assert np.array_equal(vectors[others], expected[others]), chosen
 
 
-@pytest.mark.parametrize("family", FUSED)
+@pytest.mark.parametrize("family", DESCRIBED)
 @pytest.mark.parametrize("dtype", FUSED_DTYPES)
 def test_tokens_that_are_computed_to_round_up_never_show(
     family: str, dtype: str, checkpoint: Checkpoints, tmp_path: Path
