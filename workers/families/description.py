@@ -22,8 +22,7 @@ from vecd.workers.families.encoders import FAMILIES, Family
 ACTIVATIONS = MappingProxyType(
     {"gelu": "gelu", "gelu_new": "gelu_new", "gelu_pytorch_tanh": "gelu_new", "relu": "relu", "silu": "silu"}
 )
-"""By transformers' names, of which some mean the same; gelu_new is the approximation with tanh. The fused path has no
-silu."""
+"""By transformers' names, of which some mean the same; gelu_new is the approximation with tanh."""
 
 
 class NotDescribed(Exception):

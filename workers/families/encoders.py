@@ -206,5 +206,8 @@ FAMILIES = MappingProxyType(
 )
 """By transformers' name of the architecture."""
 
-FUSED_FAMILIES = frozenset(name for name, family in FAMILIES.items() if family.thetas is None)
-"""BERT's relatives: a table of positions, LayerNorm after each residual sum, all biases, no gate."""
+FUSED_FAMILIES = frozenset(
+    {"bert", "roberta", "xlm-roberta", "camembert", "distilbert", "mpnet", "electra"}
+    | {"modernbert", "mistral", "qwen2", "qwen3"}
+)
+"""Those that the fused path computes."""

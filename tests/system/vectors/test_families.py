@@ -32,6 +32,7 @@ from vecd.workers.engine import Engine, PackedBatch
 from vecd.workers.engines.lean.engine import LeanEngine
 from vecd.workers.engines.load import load_engine
 from vecd.workers.engines.torch import fused
+from vecd.workers.engines.torch.fused import load_fused
 from vecd.workers.families.description import NotDescribed
 
 ONE_TOKEN = [1]
@@ -40,7 +41,8 @@ MIXED = [5, 1, 30, 60, 7, 5, 2, 1, 12, 12, 59]
 BATCHES = (ONE_TOKEN, [1] * 5, LONGEST, [MAX_TOKENS] * 2, MIXED)
 
 GEMMA_LAYERS = ["sliding_attention", "full_attention", "sliding_attention"]
-FUSED = ("bert", "roberta", "xlm-roberta", "camembert", "distilbert", "mpnet", "electra")
+BERT_RELATIVES = ("bert", "roberta", "xlm-roberta", "camembert", "distilbert", "mpnet", "electra")
+FUSED = (*BERT_RELATIVES, "modernbert", "qwen2", "qwen3", "mistral")
 FAMILIES: list[tuple[str, str, tuple[str, ...]]] = [
     ("bert", "mean", ("lean", "fused", "packed", "padded")),
     ("roberta", "cls", ("lean", "fused", "packed", "padded")),
@@ -50,12 +52,12 @@ FAMILIES: list[tuple[str, str, tuple[str, ...]]] = [
     ("mpnet", "cls", ("lean", "fused", "padded")),
     ("electra", "max", ("lean", "fused", "packed", "padded")),
     ("albert", "mean_sqrt_len_tokens", ("packed", "padded")),
-    ("modernbert", "mean", ("lean", "packed", "padded")),
+    ("modernbert", "mean", ("lean", "fused", "packed", "padded")),
     ("nomic_bert", "mean", ("lean", "packed", "padded")),
     ("gte", "cls", ("lean", "packed", "padded")),
-    ("qwen2", "lasttoken", ("lean", "packed", "padded")),
-    ("qwen3", "lasttoken", ("lean", "packed", "padded")),
-    ("mistral", "weightedmean", ("lean", "packed", "padded")),
+    ("qwen2", "lasttoken", ("lean", "fused", "packed", "padded")),
+    ("qwen3", "lasttoken", ("lean", "fused", "packed", "padded")),
+    ("mistral", "weightedmean", ("lean", "fused", "packed", "padded")),
     ("gemma3_text", "mean", ("lean", "packed", "padded")),
     ("gpt2", "lasttoken", ("packed", "padded")),
     ("deberta-v2", "cls", ("padded",)),
@@ -109,15 +111,22 @@ def test_a_family_without_a_path_in_sixteen_bits_is_run_in_float32(
 # --- what differs between checkpoints of one family ---------------------------------------------------------------
 
 
-@pytest.mark.parametrize("family", FUSED)
-@pytest.mark.parametrize("stored", [{"stored": "bfloat16"}, {"stored": "float16", "with_head": True}], ids=str)
+@pytest.mark.parametrize(
+    ("family", "stored"),
+    [
+        *((family, {"stored": "bfloat16"}) for family in FUSED),
+        *((family, {"stored": "float16", "with_head": True}) for family in (*BERT_RELATIVES, "modernbert")),
+    ],
+    ids=str,
+)
 def test_weights_may_be_stored_in_any_way(
     family: str, stored: dict[str, Any], checkpoint: Checkpoints, reference: Reference
 ) -> None:
     folder = checkpoint(family, **stored)
     weights = load_file(folder / "model.safetensors")
     assert {tensor.dtype for tensor in weights.values()} == {getattr(torch, stored["stored"])}
-    assert stored.get("with_head", False) == ("embeddings.word_embeddings.weight" not in weights)
+    words = {"embeddings.word_embeddings.weight", "embeddings.tok_embeddings.weight", "embed_tokens.weight"}
+    assert stored.get("with_head", False) == words.isdisjoint(weights)
     batch = random_batch(MIXED)
     expected = reference(folder, batch)
     assert_same_vectors(embed(engine_of(folder, "lean"), batch), expected)
@@ -149,9 +158,23 @@ def test_shards_are_fused(family: str, checkpoint: Checkpoints, reference: Refer
     assert_same_vectors(embed(engine_of(folder, "fused"), batch), reference(checkpoint(family), batch))
 
 
+SETTINGS_OF_ALL_DESCRIBED: list[tuple[str, dict[str, Any]]] = [
+    ("bert", {"hidden_act": "silu"}),
+    ("modernbert", {"hidden_activation": "gelu_new", "norm_bias": True, "attention_bias": True, "mlp_bias": True}),
+    ("modernbert", {"global_attn_every_n_layers": 3, "global_rope_theta": 50.0, "local_rope_theta": 7.0}),
+    ("modernbert", {"norm_eps": 0.5, "local_attention": 6}),
+    ("mistral", {"num_key_value_heads": 1, "head_dim": 12, "sliding_window": None}),
+    ("mistral", {"num_key_value_heads": 4, "hidden_act": "gelu", "rms_norm_eps": 0.5}),
+    ("qwen2", {"use_sliding_window": True, "sliding_window": 4, "max_window_layers": 1}),
+    ("qwen3", {"use_sliding_window": True, "sliding_window": 7, "max_window_layers": 2, "head_dim": 16}),
+    ("qwen3", {"rope_theta": 300.0, "attention_bias": True}),
+]
+
+
 @pytest.mark.parametrize(
     ("family", "settings"),
     [
+        *SETTINGS_OF_ALL_DESCRIBED,
         ("bert", {"hidden_act": "relu"}),
         ("bert", {"hidden_act": "gelu_new"}),
         ("bert", {"hidden_act": "gelu_pytorch_tanh"}),
@@ -186,15 +209,7 @@ def test_every_setting_that_is_fused_is_obeyed(
 @pytest.mark.parametrize(
     ("family", "settings"),
     [
-        ("bert", {"hidden_act": "silu"}),
-        ("modernbert", {"hidden_activation": "gelu_new", "norm_bias": True, "attention_bias": True, "mlp_bias": True}),
-        ("modernbert", {"global_attn_every_n_layers": 3, "global_rope_theta": 50.0, "local_rope_theta": 7.0}),
-        ("modernbert", {"norm_eps": 0.5, "local_attention": 6}),
-        ("mistral", {"num_key_value_heads": 1, "head_dim": 12, "sliding_window": None}),
-        ("mistral", {"num_key_value_heads": 4, "hidden_act": "gelu", "rms_norm_eps": 0.5}),
-        ("qwen2", {"use_sliding_window": True, "sliding_window": 4, "max_window_layers": 1}),
-        ("qwen3", {"use_sliding_window": True, "sliding_window": 7, "max_window_layers": 2, "head_dim": 16}),
-        ("qwen3", {"rope_theta": 300.0, "attention_bias": True}),
+        *SETTINGS_OF_ALL_DESCRIBED,
         ("qwen3", {"rope_parameters": {"rope_type": "linear", "rope_theta": 300.0, "factor": 2.5}}),
         ("nomic_bert", {"layer_norm_eps": 0.5, "type_vocab_size": 1, "intermediate_size": 50}),
         ("gte", {"type_vocab_size": 0, "hidden_act": "gelu_new", "layer_norm_eps": 0.5}),
@@ -204,7 +219,7 @@ def test_every_setting_that_is_fused_is_obeyed(
         ("gemma3_text", {"num_key_value_heads": 1, "head_dim": 16, "query_pre_attn_scalar": 16}),
     ],
 )
-def test_every_setting_that_the_lean_engine_alone_computes_is_obeyed(
+def test_every_setting_that_the_lean_engine_computes_is_obeyed(
     family: str, settings: dict[str, Any], checkpoint: Checkpoints, reference: Reference
 ) -> None:
     folder = checkpoint(family, **settings)
@@ -239,7 +254,8 @@ def test_a_config_of_an_older_transformers_is_read(
 ) -> None:
     folder = changed_config(checkpoint(family), tmp_path, saved)
     batch = random_batch(MIXED)
-    assert_same_vectors(embed(engine_of(folder, "lean"), batch), reference(folder, batch))
+    for path in ("lean", "fused") if family in FUSED else ("lean",):
+        assert_same_vectors(embed(engine_of(folder, path), batch), reference(folder, batch))
 
 
 @pytest.mark.parametrize(
@@ -261,9 +277,11 @@ def test_other_computations_of_a_described_family_are_refused(
     card = read_card(changed_config(checkpoint(family), tmp_path, saved))
     with pytest.raises(NotDescribed, match=why):
         LeanEngine(card)
+    with pytest.raises(NotDescribed, match=why if family in FUSED else "no family of the fused path"):
+        load_fused(card, "float32")
 
 
-@pytest.mark.parametrize("family", ["modernbert", "qwen3"])
+@pytest.mark.parametrize("family", ["albert", "gpt2"])
 def test_the_fused_path_refuses_what_it_does_not_compute(family: str, checkpoint: Checkpoints) -> None:
     with pytest.raises(NotDescribed, match="no family of the fused path"):
         engine_of(checkpoint(family), "fused")
@@ -301,6 +319,10 @@ def changed_config(folder: Path, tmp_path: Path, saved: dict[str, Any]) -> Path:
         ("bert", "fused", 20),
         ("distilbert", "fused", 19),
         ("mpnet", "fused", 20),
+        ("modernbert", "fused", 9),
+        ("mistral", "fused", 11),
+        ("qwen2", "fused", 14),
+        ("qwen3", "fused", 13),
         ("nomic_bert", "lean", 13),
         ("gte", "lean", 15),
         ("gemma3_text", "lean", 15),

@@ -11,6 +11,7 @@ from torch import Tensor
 from transformers.models.mpnet.modeling_mpnet import MPNetEncoder
 
 from tests.support.checkpoints import (
+    FLOATS_OF_FUSED,
     Checkpoints,
     Reference,
     assert_same_vectors,
@@ -22,8 +23,9 @@ from tests.support.checkpoints import (
 )
 from vecd.workers.engines.lean import engine as lean_engine
 from vecd.workers.engines.lean.graph import PIECE_TOKENS
-from vecd.workers.engines.torch.fused import Attention
+from vecd.workers.engines.torch.fused_attention import Attention
 from vecd.workers.families.description import _distance_buckets
+from vecd.workers.families.encoders import FUSED_FAMILIES
 from vecd.workers.layout import Run
 
 LONG = (159, 160, 161, 176, 200, 511, 512)
@@ -104,6 +106,8 @@ def test_long_texts_whose_attention_is_cut_into_pieces_have_the_reference_s_vect
     lengths = [PIECE_TOKENS, 800, 3, 300, PIECE_TOKENS + 1, 2 * PIECE_TOKENS + 1, 300, 255, 300, 700]
     batch = random_batch(lengths)
     expected = reference(folder, batch)
+    for dtype in FLOATS_OF_FUSED if family in FUSED_FAMILIES else ():
+        assert_same_vectors(embed(engine_of(folder, "fused", dtype), batch, 96), expected, dtype)
     engine = engine_of(folder, "lean")
     assert_same_vectors(embed(engine, batch, 96), expected)
     monkeypatch.setattr(lean_engine, "TOKENS_OF_A_PASS", 10_000)  # long texts of one length in one run
@@ -159,7 +163,7 @@ def test_attention_is_to_oneself_alone(
     qkv, runs = packed(lengths, num_heads, head_dim, num_tokens)
     qkv = qkv.bfloat16()
     bias = torch.randn(num_heads, 512, 512, generator=torch.Generator().manual_seed(1)) if has_bias else None
-    out = Attention(num_heads, bias)(qkv, runs)
+    out = Attention(num_heads, num_heads, bias)(qkv, runs)
     assert out.dtype == torch.bfloat16
     # Scores of up to 10 are rounded to a 256th of themselves, before they become exponents.
     difference = (out.float() - by_hand(qkv.float(), runs, num_heads, bias)).abs()
@@ -174,7 +178,7 @@ def test_whatever_the_neighbours_hold_attention_is_the_same_to_the_bit(others: f
     lengths = (1, 1, 1, 161, 161, 161, 171)
     qkv, runs = packed(lengths, 5, 8, 672)
     qkv = qkv.bfloat16()
-    attention = Attention(5, torch.randn(5, 512, 512) if has_bias else None)
+    attention = Attention(5, 5, torch.randn(5, 512, 512) if has_bias else None)
     expected = attention(qkv, runs)
     for index, length in enumerate(lengths):
         own = slice(sum(lengths[:index]), sum(lengths[:index]) + length)

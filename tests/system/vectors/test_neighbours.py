@@ -28,8 +28,9 @@ from tests.support.checkpoints import (
 from vecd.workers.engine import Engine
 from vecd.workers.engines.torch.linear import has_native_int8
 
-FUSED = ("bert", "roberta", "xlm-roberta", "camembert", "distilbert", "mpnet", "electra")
-LEAN = (*FUSED, "modernbert", "nomic_bert", "gte", "qwen2", "qwen3", "mistral", "gemma3_text")
+BERT_RELATIVES = ("bert", "roberta", "xlm-roberta", "camembert", "distilbert", "mpnet", "electra")
+FUSED = (*BERT_RELATIVES, "modernbert", "qwen2", "qwen3", "mistral")
+LEAN = (*FUSED, "nomic_bert", "gte", "gemma3_text")
 FUSED_DTYPES = ["float32", "bfloat16", *(["int8"] if has_native_int8() else [])]
 Check: TypeAlias = Callable[[Any, Any], None]
 
@@ -60,8 +61,7 @@ def check_splits(engine: Engine, check: Callable[[Any, Any], None], lengths: lis
 @pytest.mark.parametrize(
     ("family", "path"),
     [
-        *((family, "lean") for family in LEAN),
-        *((family, "fused") for family in FUSED),
+        *((family, path) for path, families in (("lean", LEAN), ("fused", FUSED)) for family in families),
         ("bert", "packed"),
         ("modernbert", "packed"),
         ("mistral", "packed"),
@@ -76,8 +76,11 @@ def test_any_split_into_batches_gives_the_same_vectors(family: str, path: str, c
 @pytest.mark.parametrize(
     ("family", "path"),
     [
-        *((family, path) for path in ("lean", "fused") for family in ("bert", "mpnet")),
-        *((family, "lean") for family in ("modernbert", "qwen3", "mistral")),
+        *(
+            (family, path)
+            for path in ("lean", "fused")
+            for family in ("bert", "mpnet", "modernbert", "qwen3", "mistral")
+        ),
     ],
 )
 def test_any_split_of_long_texts_gives_the_same_vectors(family: str, path: str, checkpoint: Checkpoints) -> None:

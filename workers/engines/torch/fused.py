@@ -1,18 +1,22 @@
-"""The fused forward pass: a post-LayerNorm encoder over packed sequences, from the weights' files alone.
+"""The fused forward pass: a transformer over packed sequences, from the weights' files alone.
 
-Owns the computation of a layer: one linear kernel for query, key and value, activation and residual inside the kernels
-(`vecd.workers.engines.torch.linear`), no padding and no copies between them. Does not import transformers, which takes
-seconds. The differences between families are data (`vecd.workers.families.description`). Called by
-`vecd.workers.engines.torch.transformer`.
+Owns the computation of a layer: one linear kernel for query, key and value, activation, gate and residual inside the
+kernels (`vecd.workers.engines.torch.linear`), no padding and no copies between them. Attention is in
+`vecd.workers.engines.torch.fused_attention`. Does not import transformers, which takes seconds. The differences between
+families are data (`vecd.workers.families.description`). Called by `vecd.workers.engines.torch.transformer`.
 
     x ─┬─ qkv ─ attention per run ─ out + x ─ norm ─┬─ up, activation ─ down + x ─ norm ─ x
        └────────────────────────────────┘           └──────────────────────┘
+
+Where the norms come first, they are before qkv and up. A gate is a product of its own, because oneDNN activates it in
+the same call, and multiplies with it in the next: a joint product of gate and up needs two passes more over its output,
+and takes 1.03 times as long (median over 16–1,024 tokens of two shapes in bfloat16, on a core with AVX512-BF16).
 
 A batch is computed with a few additional tokens (`_rounded`), because oneDNN compiles its kernels for each number of
 tokens: 0.6–0.8 ms for each of four, measured on an AVX-512 core, where a text of 12 tokens takes 5 ms.
 """
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -20,10 +24,18 @@ import numpy as np
 import torch
 from safetensors import SafetensorError
 from torch import Tensor
-from torch.nn.functional import layer_norm, scaled_dot_product_attention
+from torch.nn.functional import layer_norm
 
 from vecd.shm.card import ModelCard
 from vecd.workers.engines.torch.checkpoint import map_tensors
+from vecd.workers.engines.torch.fused_attention import (
+    Attention,
+    Rotation,
+    SlidingWindow,
+    normalize_rms_,
+    paired,
+    rotations,
+)
 from vecd.workers.engines.torch.linear import ACTIVATIONS, Activation, Linear, make_linear, type_between_layers
 from vecd.workers.families.description import EncoderSpec, LayerSpec, NotDescribed, bias_of_distances, describe
 from vecd.workers.families.encoders import FUSED_FAMILIES
@@ -34,33 +46,43 @@ from vecd.workers.layout import Layout, Run
 
 @dataclass(frozen=True, slots=True)
 class Norm:
-    """LayerNorm. Weight and bias are always float32."""
+    """LayerNorm, or RMSNorm, which has no bias. Computes in float32."""
 
     weight: Tensor
-    bias: Tensor
+    """float32 [H], like the bias."""
+    bias: Tensor | None
     epsilon: float
+    is_rms: bool
 
     def __call__(self, x: Tensor) -> Tensor:
+        if self.is_rms:
+            return normalize_rms_(x.to(torch.float32, copy=True), self.epsilon).mul_(self.weight).to(x.dtype)
         return layer_norm(x, self.weight.shape, self.weight, self.bias, self.epsilon)
+
+
+def _no_norm(x: Tensor) -> Tensor:
+    return x
 
 
 @dataclass(frozen=True, slots=True)
 class Embeddings:
-    """The sum of a token's word and position, normalized, in float32 from tables as they are stored; then projected."""
+    """A token's word, plus its position where the family has a table of them, normalized, in float32 from tables as
+    they are stored; then projected."""
 
     words: Tensor
-    positions: Tensor
+    positions: Tensor | None
     """With the one row of token type 0 added, where a family has types."""
-    norm: Norm
+    norm: Callable[[Tensor], Tensor]
     projection: Linear | None
     positions_after: int | None
 
     def __call__(self, layout: Layout, num_tokens: int, dtype: torch.dtype) -> Tensor:
         """`dtype` [num_tokens, H]; the tokens behind the layout's own are word 0 at position 0."""
-        after = self.positions_after
-        positions = layout.offsets() if after is None else layout.positions_after(after)
         x = self.words[_extended(layout.token_ids, num_tokens)].float()
-        x += self.positions[_extended(positions, num_tokens)]
+        if self.positions is not None:
+            after = self.positions_after
+            positions = layout.offsets() if after is None else layout.positions_after(after)
+            x += self.positions[_extended(positions, num_tokens)]
         x = self.norm(x).to(dtype)
         return x if self.projection is None else self.projection(x)
 
@@ -72,101 +94,43 @@ def _extended(ids: "np.ndarray[tuple[int], np.dtype[np.int64]]", num_tokens: int
 
 
 @dataclass(frozen=True, slots=True)
-class Attention:
-    """Each sequence attends only to itself. The query weights contain the scale."""
-
-    num_heads: int
-    bias: Tensor | None
-    """Added to the scores, float32 [heads, M, M] for texts of up to M tokens; shorter texts use its corner."""
-
-    def __call__(self, qkv: Tensor, runs: list[Run]) -> Tensor:
-        """qkv [T', 3 H] → [T', H]; rows behind the runs are zero."""
-        num_tokens, width = qkv.shape[0], qkv.shape[1] // 3
-        if len(runs) == 1 and runs[0].stop == num_tokens and not self._is_long(runs[0].length, qkv):
-            return self._attend(qkv, runs[0])
-        attended = qkv.new_empty(num_tokens, width)
-        for run in runs:
-            if self._is_long(run.length, qkv):
-                for start in range(run.start, run.stop, run.length):
-                    self._attend_long(qkv, slice(start, start + run.length), attended)
-            else:
-                attended[run.start : run.stop] = self._attend(qkv[run.start : run.stop], run)
-        attended[runs[-1].stop :] = 0
-        return attended
-
-    def _attend(self, qkv: Tensor, run: Run) -> Tensor:
-        """qkv [tokens of the run, 3 H] → [tokens of the run, H]."""
-        # SDPA's kernel for processors is no faster in bfloat16 than in float32, and slower for short sequences.
-        split = qkv.float().view(run.count, run.length, 3, self.num_heads, -1)
-        query, key, value = split.permute(2, 0, 3, 1, 4).unbind(0)  # each [count, heads, length, head dim]
-        bias = None if self.bias is None else self.bias[None, :, : run.length, : run.length]
-        out = scaled_dot_product_attention(query, key, value, attn_mask=bias, scale=1.0)
-        return out.transpose(1, 2).reshape(qkv.shape[0], -1).to(qkv.dtype)
-
-    def _is_long(self, length: int, qkv: Tensor) -> bool:
-        return length >= _LONG and qkv.dtype is torch.bfloat16 and qkv.shape[0] >= _up_to(_LONG_STEP, length)
-
-    def _attend_long(self, qkv: Tensor, tokens: slice, attended: Tensor) -> None:
-        """One sequence, some heads at a time, by oneDNN's bfloat16 kernels. Writes its rows of `attended`.
-
-        Only few lengths are computed: the rest is filled with neighbouring tokens, with scores of -inf and values of
-        zero.
-        """
-        length = tokens.stop - tokens.start
-        size = _up_to(_LONG_STEP, length)
-        first = min(tokens.start, qkv.shape[0] - size)
-        own = slice(tokens.start - first, tokens.stop - first)
-        window = qkv[first : first + size].view(size, 3, self.num_heads, -1)
-        query, key, value = window.permute(1, 2, 0, 3).unbind(0)  # each [heads, size, head dim]
-        if size != length:
-            values = torch.zeros_like(value)
-            values[:, own] = value[:, own]
-            value = values
-        out = attended[tokens].view(length, self.num_heads, -1).transpose(0, 1)
-        step = max(1, _LONG_SCORES_BYTES // (2 * size * size))
-        for start in range(0, self.num_heads, step):
-            heads = slice(start, start + step)
-            scores = torch.bmm(query[heads], key[heads].transpose(1, 2))
-            if self.bias is not None:
-                scores[:, own, own] += self.bias[heads, :length, :length]
-            scores[:, :, : own.start] = -torch.inf
-            scores[:, :, own.stop :] = -torch.inf
-            out[heads] = torch.bmm(scores.softmax(dim=-1), value[heads])[:, own]
-
-
-_LONG = 160
-"""From this number of tokens on, bfloat16 attention is faster with oneDNN's kernels than with SDPA: at 512 tokens 10.1
-instead of 13.2 µs per token and layer of all-MiniLM-L6-v2, measured on an AVX512-BF16 core without AMX."""
-
-_LONG_STEP = 16
-_LONG_SCORES_BYTES = 1 << 20
-"""The size of a core's second-level cache; half or three times as much makes little difference."""
-
-
-@dataclass(frozen=True, slots=True)
 class Layer:
+    is_norm_first: bool
+    """Norms come before the two halves of the layer, instead of after their residual sums."""
+    attention_norm: Callable[[Tensor], Tensor]
     qkv: Linear
     attention: Attention
     out: Linear
-    attention_norm: Norm
+    norm: Norm
+    gate: Linear | None
     up: Linear
     activation: Activation
     down: Linear
-    norm: Norm
 
     def __call__(self, x: Tensor, runs: list[Run]) -> Tensor:
         """x [T', H] → [T', H]."""
-        attended = self.attention(self.qkv(x), runs)
-        x = self.attention_norm(self.out.plus(attended, x))
-        return self.norm(self.down.plus(self.up(x, self.activation), x))
+        if self.is_norm_first:
+            x = self.out.plus(self.attention(self.qkv(self.attention_norm(x)), runs), x)
+            return self.down.plus(self._activated(self.norm(x)), x)
+        x = self.attention_norm(self.out.plus(self.attention(self.qkv(x), runs), x))
+        return self.norm(self.down.plus(self._activated(x), x))
+
+    def _activated(self, x: Tensor) -> Tensor:
+        if self.gate is None:
+            return self.up(x, self.activation)
+        return self.up.times(x, self.gate(x, self.activation))
 
 
 class FusedForward:
     path = "fused"
 
-    def __init__(self, embeddings: Embeddings, layers: list[Layer], dtype: torch.dtype) -> None:
+    def __init__(
+        self, embeddings: Embeddings, layers: list[Layer], norm: Callable[[Tensor], Tensor], dtype: torch.dtype
+    ) -> None:
+        """`norm`: of the last layer's hidden states."""
         self._embeddings = embeddings
         self._layers = layers
+        self._norm = norm
         self._dtype = dtype
         self.num_padding_tokens = 0
 
@@ -177,7 +141,7 @@ class FusedForward:
         x = self._embeddings(layout, num_computed, self._dtype)
         for layer in self._layers:
             x = layer(x, layout.runs)
-        return x[:num_tokens]
+        return self._norm(x[:num_tokens])
 
     def warm(self, max_tokens: int) -> None:
         """Compile oneDNN's kernels for short texts before the first request. They depend only on shapes, so one layer
@@ -238,59 +202,119 @@ class _Builder:
         self._weights = weights
         self._dtype = dtype
         self._max_tokens = max_tokens
+        self._bias = self._distance_bias()
+        # Shared by the layers: by theta, and by distance.
+        self._tables: dict[float, Tensor] = {}
+        self._windows: dict[int, SlidingWindow] = {}
 
     def build(self) -> FusedForward:
         """Raises KeyError for a missing tensor, NotDescribed for layers with parts that are not computed here."""
         _refuse_other_parts(self._encoder)
-        attention = Attention(self._encoder.num_heads, self._distance_bias())
-        layers = [self._layer(layer, attention) for layer in self._encoder.layers]
+        layers = [self._layer(layer) for layer in self._encoder.layers]
         between = type_between_layers(self._dtype)
         assert between is not None
-        return FusedForward(self._embeddings(), layers, between)
+        return FusedForward(self._embeddings(), layers, self._norm_or_none(self._encoder.final_norm), between)
 
     def _embeddings(self) -> Embeddings:
         encoder = self._encoder
-        positions = self._weights[f"{encoder.positions}.weight"].float()
-        if encoder.types is not None:
+        positions = None if encoder.positions is None else self._weights[f"{encoder.positions}.weight"].float()
+        if positions is not None and encoder.types is not None:
             positions = positions + self._weights[f"{encoder.types}.weight"][0].float()
         return Embeddings(
             words=self._weights[f"{encoder.words}.weight"],
             positions=positions,
-            norm=self._norm(encoder.embedding_norm),
+            norm=self._norm_or_none(encoder.embedding_norm),
             projection=None if encoder.projection is None else self._linear(encoder.projection),
             positions_after=encoder.positions_after,
         )
 
-    def _layer(self, layer: LayerSpec, attention: Attention) -> Layer:
+    def _layer(self, layer: LayerSpec) -> Layer:
+        up, biases = self._rows(layer.up), self._biases(layer.up)
+        gate = None
+        if self._encoder.is_gated:
+            half = len(up) // 2
+            gate = make_linear(up[:half], None if biases is None else biases[:half], self._dtype)
+            up, biases = up[half:], None if biases is None else biases[half:]
+        qkv, attention = self._attention(layer)
         return Layer(
-            qkv=self._qkv(layer.qkv),
+            is_norm_first=self._encoder.final_norm is not None,
+            attention_norm=self._norm_or_none(layer.attention_norm),
+            qkv=qkv,
             attention=attention,
             out=self._linear(layer.out),
-            attention_norm=self._norm(layer.attention_norm),
-            up=self._linear(layer.up[0]),
+            norm=self._norm(layer.norm),
+            gate=gate,
+            up=make_linear(up, biases, self._dtype),
             activation=ACTIVATIONS[self._encoder.activation],
             down=self._linear(layer.down),
-            norm=self._norm(layer.norm),
         )
 
-    def _qkv(self, names: tuple[str, ...]) -> Linear:
-        """Query, key and value side by side; the scale of the scores, 1/√(head dim), goes into the query."""
-        weights = [self._weights[f"{name}.weight"].float() for name in names]
-        biases = [self._weights[f"{name}.bias"].float() for name in names]
-        scale = (weights[0].shape[0] // self._encoder.num_heads) ** -0.5
-        weights[0], biases[0] = weights[0] * scale, biases[0] * scale
-        return make_linear(torch.cat(weights), torch.cat(biases), self._dtype)
+    def _attention(self, layer: LayerSpec) -> tuple[Linear, Attention]:
+        """Query, key and value side by side, and what is computed with them. Without a rotation, the scale of the
+        scores, 1/√(head dim), goes into the query."""
+        weight, bias = self._rows(layer.qkv), self._biases(layer.qkv)
+        num_heads = self._encoder.num_heads
+        head_dim = self._weights[f"{layer.out}.weight"].shape[1] // num_heads
+        num_key_heads = (len(weight) // head_dim - num_heads) // 2
+        rotation = None
+        if layer.theta is None:
+            scale = torch.ones(len(weight))
+            scale[: num_heads * head_dim] = head_dim**-0.5
+            weight, bias = weight.float() * scale[:, None], None if bias is None else bias.float() * scale
+        else:
+            num_rotated = (num_heads + num_key_heads) * head_dim
+            weight = torch.cat([paired(weight[:num_rotated], head_dim), weight[num_rotated:]])
+            if bias is not None:
+                bias = torch.cat([paired(bias[:num_rotated], head_dim), bias[num_rotated:]])
+            norm = self._head_norms(layer, num_heads, num_key_heads, head_dim)
+            rotation = Rotation(self._table(layer.theta, head_dim), norm, self._encoder.epsilon)
+        is_causal, window = self._encoder.is_causal, self._window(layer.window)
+        attention = Attention(num_heads, num_key_heads, self._bias, rotation, is_causal, window)
+        return make_linear(weight, bias, self._dtype), attention
 
-    def _linear(self, name: str) -> Linear:
-        return make_linear(self._weights[f"{name}.weight"], self._weights[f"{name}.bias"], self._dtype)
+    def _head_norms(self, layer: LayerSpec, num_heads: int, num_key_heads: int, head_dim: int) -> Tensor | None:
+        if layer.query_norm is None:
+            return None
+        query, key = (
+            paired(self._weights[f"{name}.weight"].float(), head_dim) for name in (layer.query_norm, layer.key_norm)
+        )
+        return torch.cat([query.expand(num_heads, -1), key.expand(num_key_heads, -1)])
 
-    def _norm(self, name: str | None) -> Norm:
-        assert name is not None
-        weight, bias = self._weights[f"{name}.weight"], self._weights[f"{name}.bias"]
-        return Norm(weight.float(), bias.float(), self._encoder.epsilon)
+    def _table(self, theta: float, head_dim: int) -> Tensor:
+        if theta not in self._tables:
+            self._tables[theta] = rotations(theta, head_dim, self._max_tokens)
+        return self._tables[theta]
+
+    def _window(self, distance: int | None) -> SlidingWindow | None:
+        if distance is None or distance >= self._max_tokens - 1:
+            return None
+        if distance not in self._windows:
+            self._windows[distance] = SlidingWindow(distance, self._encoder.is_causal)
+        return self._windows[distance]
 
     def _distance_bias(self) -> Tensor | None:
         if self._encoder.distance_bias is None:
             return None
         table = self._weights[f"{self._encoder.distance_bias}.weight"].float().numpy()
         return torch.from_numpy(bias_of_distances(table, self._max_tokens))
+
+    def _linear(self, name: str) -> Linear:
+        return make_linear(self._rows((name,)), self._biases((name,)), self._dtype)
+
+    def _rows(self, names: tuple[str, ...]) -> Tensor:
+        weights = [self._weights[f"{name}.weight"] for name in names]
+        return weights[0] if len(weights) == 1 else torch.cat(weights)
+
+    def _biases(self, names: tuple[str, ...]) -> Tensor | None:
+        names = tuple(f"{name}.bias" for name in names)
+        if not self._encoder.has_all_biases and not any(name in self._weights for name in names):
+            return None
+        return torch.cat([self._weights[name] for name in names])
+
+    def _norm(self, name: str) -> Norm:
+        bias = None if self._encoder.is_rms else self._biases((name,))
+        weight = self._weights[f"{name}.weight"].float()
+        return Norm(weight, None if bias is None else bias.float(), self._encoder.epsilon, self._encoder.is_rms)
+
+    def _norm_or_none(self, name: str | None) -> Callable[[Tensor], Tensor]:
+        return _no_norm if name is None else self._norm(name)

@@ -11,6 +11,7 @@ from typing import Protocol, TypeAlias
 
 import torch
 from torch import Tensor, nn
+from torch.nn.functional import silu
 
 from vecd.workers.engines.torch.onednn import FloatKernels, Int8Kernels, float_kernels, int8_kernels
 from vecd.workers.processor import cpu_flags, has_bfloat16
@@ -20,7 +21,12 @@ Activation: TypeAlias = tuple[str, str]
 
 NO_ACTIVATION: Activation = ("none", "")
 
-ACTIVATIONS: dict[str, Activation] = {"gelu": ("gelu", "none"), "gelu_new": ("gelu", "tanh"), "relu": ("relu", "")}
+ACTIVATIONS: dict[str, Activation] = {
+    "gelu": ("gelu", "none"),
+    "gelu_new": ("gelu", "tanh"),
+    "relu": ("relu", ""),
+    "silu": ("swish", ""),
+}
 """By transformers' name."""
 
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
@@ -33,6 +39,9 @@ class Linear(Protocol):
 
     def plus(self, x: Tensor, residual: Tensor) -> Tensor:
         """The layer's output plus `residual` [T, N]."""
+
+    def times(self, x: Tensor, factor: Tensor) -> Tensor:
+        """The layer's output times `factor` [T, N], element by element."""
 
 
 def type_between_layers(dtype: str) -> torch.dtype | None:
@@ -56,13 +65,13 @@ def has_native_int8() -> bool:
     return "avx512_vnni" in cpu_flags() and int8_kernels() is not None
 
 
-def make_linear(weight: Tensor, bias: Tensor, dtype: str) -> Linear:
+def make_linear(weight: Tensor, bias: Tensor | None, dtype: str) -> Linear:
     """Make a layer from weight [N, K] and bias [N] as stored. `type_between_layers(dtype)` must not be None."""
     between = type_between_layers(dtype)
     assert between is not None, dtype
-    bias = bias.to(between, copy=True)
+    bias = None if bias is None else bias.to(between, copy=True)
     if dtype == "int8":
-        return QuantizedLinear.of(weight.float(), bias)
+        return QuantizedLinear.of(weight.float(), torch.zeros(len(weight), dtype=between) if bias is None else bias)
     kernels = float_kernels(between)
     assert kernels is not None, dtype
     return PrepackedLinear(kernels, kernels.prepack(weight.to(between), None), bias)
@@ -81,7 +90,11 @@ class PrepackedLinear:
         return out
 
     def plus(self, x: Tensor, residual: Tensor) -> Tensor:
-        out: Tensor = self.kernels.linear_add(x, residual, self.weight, self.bias, "add")
+        out: Tensor = self.kernels.linear_with(x, residual, self.weight, self.bias, "add")
+        return out
+
+    def times(self, x: Tensor, factor: Tensor) -> Tensor:
+        out: Tensor = self.kernels.linear_with(x, factor, self.weight, self.bias, "mul")
         return out
 
 
@@ -119,6 +132,9 @@ class QuantizedLinear:
         parts = [self._scaled(part, rest + self.bias) for part, rest in pairs]
         return parts[0] if len(parts) == 1 else torch.cat(parts)
 
+    def times(self, x: Tensor, factor: Tensor) -> Tensor:
+        return self(x).mul_(factor)
+
     def _scaled(self, x: Tensor, plus: Tensor) -> Tensor:
         """x [T, K] times the weight, plus a bias [N] or a matrix [T, N]."""
         scales = x.abs().amax(dim=1, keepdim=True).float().clamp_(min=_TINY) / _INT8_MAX
@@ -135,6 +151,8 @@ class QuantizedLinear:
                 return out
             case "relu", _:
                 return x.relu_()
+            case "swish", _:
+                return silu(x, inplace=True)
             case _:
                 return x
 

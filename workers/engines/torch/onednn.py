@@ -25,7 +25,7 @@ Operation: TypeAlias = Callable[..., Any]
 FLOAT_NAMES = {
     "prepack": "ops.mkldnn._reorder_linear_weight.default",
     "linear": "ops.mkldnn._linear_pointwise.default",
-    "linear_add": "ops.mkldnn._linear_pointwise.binary",
+    "linear_with": "ops.mkldnn._linear_pointwise.binary",
 }
 BFLOAT16_NAME = "ops.mkldnn._is_mkldnn_bf16_supported.default"
 INT8_NAMES = {
@@ -44,8 +44,8 @@ class FloatKernels:
     """(weight, None) → the weight in oneDNN's own layout."""
     linear: Operation
     """(x, weight, bias, activation, [], algorithm) → [T, N]."""
-    linear_add: Operation
-    """(x, residual [T, N], weight, bias, "add") → [T, N]."""
+    linear_with: Operation
+    """(x, other [T, N], weight, bias, "add" or "mul") → [T, N], the layer's output plus or times the other."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -117,7 +117,12 @@ def _probe_float(kernels: FloatKernels, dtype: torch.dtype) -> bool:
     x, bias = torch.arange(32, dtype=dtype).view(4, 8), torch.ones(8, dtype=dtype)
     weight = kernels.prepack(torch.eye(8, dtype=dtype), None)
     relu = kernels.linear(-x, weight, bias, "relu", [], "")
-    return torch.equal(relu, (1 - x).relu()) and torch.equal(kernels.linear_add(x, x, weight, bias, "add"), 2 * x + 1)
+    with_itself = {how: kernels.linear_with(x[:2], x[:2], weight, bias, how) for how in ("add", "mul")}
+    return (
+        torch.equal(relu, (1 - x).relu())
+        and torch.equal(with_itself["add"], 2 * x[:2] + 1)
+        and torch.equal(with_itself["mul"], x[:2] * (x[:2] + 1))
+    )
 
 
 def _probe_int8(kernels: Int8Kernels) -> bool:

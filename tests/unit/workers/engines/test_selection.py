@@ -63,13 +63,7 @@ def test_rectangles_cover_every_sequence_once_and_stay_small(lengths: list[int],
 
 
 @pytest.mark.parametrize(
-    ("family", "settings", "path"),
-    [
-        ("albert", {}, "packed"),
-        ("bert", {"is_decoder": True}, "packed"),
-        ("bert", {"hidden_act": "silu"}, "lean"),
-        ("modernbert", {}, "lean"),
-    ],
+    ("family", "settings", "path"), [("albert", {}, "packed"), ("bert", {"is_decoder": True}, "packed")]
 )
 def test_what_cannot_be_fused_is_run_in_the_next_way_without_a_warning(
     family: str, settings: dict[str, Any], path: str, checkpoint: Callable[..., Path], worker_config: Config

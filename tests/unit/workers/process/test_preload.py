@@ -16,5 +16,6 @@ def test_every_module_exists(model_type: str, engine: str) -> None:
 
 def test_transformers_is_imported_for_the_packed_path_of_a_family_that_is_not_fused() -> None:
     assert "transformers" not in modules_to_preload("electra", "auto")
-    assert "transformers.models.modernbert.modeling_modernbert" in modules_to_preload("modernbert", "auto")
-    assert "transformers.models.qwen3.modeling_qwen3" in modules_to_preload("qwen3", "auto")
+    assert "transformers" not in modules_to_preload("modernbert", "auto")
+    assert "transformers.models.modernbert.modeling_modernbert" in modules_to_preload("modernbert", "packed")
+    assert "transformers.models.albert.modeling_albert" in modules_to_preload("albert", "auto")

@@ -40,8 +40,8 @@ def test_the_products_are_torch_s(layer, dtype, num_tokens, activation):
     linear, between = made(layer, dtype)
     x = torch.randn(num_tokens, 64)
     expected = functional.linear(x, *layer)
-    if activation == "relu":
-        expected = expected.relu()
+    if activation in ("relu", "silu"):
+        expected = getattr(functional, activation)(expected)
     elif activation != "none":
         expected = functional.gelu(expected, approximate=ACTIVATIONS[activation][1])
     with torch.inference_mode():
@@ -58,6 +58,19 @@ def test_a_residual_is_added(layer, dtype, num_tokens):
     with torch.inference_mode():
         ours = linear.plus(x.to(between), residual.to(between))
     assert relative_error(ours, functional.linear(x, *layer) + residual) < RELATIVE_ERROR[dtype]
+
+
+@pytest.mark.parametrize("dtype", TYPES)
+@pytest.mark.parametrize("num_tokens", [1, 300])
+@pytest.mark.parametrize("has_bias", [False, True])
+def test_an_output_is_multiplied(layer, dtype, num_tokens, has_bias):
+    weight, bias = layer[0], layer[1] if has_bias else None
+    linear, between = make_linear(weight, bias, dtype), type_between_layers(dtype)
+    x, factor = torch.randn(num_tokens, 64), torch.randn(num_tokens, 96)
+    with torch.inference_mode():
+        ours = linear.times(x.to(between), factor.to(between))
+    assert ours.dtype is between
+    assert relative_error(ours, functional.linear(x, weight, bias) * factor) < RELATIVE_ERROR[dtype]
 
 
 needs_int8 = pytest.mark.skipif("int8" not in TYPES, reason="this processor has no int8 products (VNNI)")

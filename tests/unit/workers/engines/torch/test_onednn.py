@@ -111,7 +111,7 @@ def test_without_an_int8_kernel_the_type_of_auto_is_used(name: str, bert: Path, 
 def test_a_kernel_with_other_arguments_is_not_used(
     monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    monkeypatch.setitem(FLOAT_NAMES, "linear", FLOAT_NAMES["linear_add"])
+    monkeypatch.setitem(FLOAT_NAMES, "linear", FLOAT_NAMES["linear_with"])
     assert float_kernels(torch.float32) is None
     assert caplog.text.count("are not used: ") == 1
 
@@ -119,7 +119,7 @@ def test_a_kernel_with_other_arguments_is_not_used(
 def test_a_kernel_that_computes_something_else_is_not_used(
     monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    monkeypatch.setitem(FLOAT_NAMES, "linear_add", "zeros_like")
+    monkeypatch.setitem(FLOAT_NAMES, "linear_with", "zeros_like")
     monkeypatch.setattr(torch, "zeros_like", lambda x, *_: x)
     assert float_kernels(torch.float32) is None
     assert "a wrong result" in caplog.text
