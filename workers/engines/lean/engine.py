@@ -35,16 +35,17 @@ _COMPUTE: dict[Output, Callable[[LeanHead, Floats, Layout], Floats]] = {
 
 
 class LeanEngine:
-    """Runs one model in float32 on a processor."""
+    """Runs one model on a processor, in float32 or with products in int8."""
 
-    def __init__(self, card: ModelCard, num_threads: int = 1) -> None:
-        """Load the model of `card`. Raises NotDescribed when no table describes its layers, ModelError for files of its
-        steps that cannot be used."""
+    def __init__(self, card: ModelCard, num_threads: int = 1, *, dtype: str = "float32") -> None:
+        """Load the model of `card`; `dtype` is "float32" or "int8". Raises NotDescribed when no table describes its
+        layers, ModelError for files of its steps that cannot be used."""
         self._card = card
-        self._forward = LeanForward(card, num_threads)
+        self._is_int8 = dtype == "int8"
+        self._forward = LeanForward(card, num_threads, is_int8=self._is_int8)
         self._head = load_head(card)
         self.facts: dict[str, Any] = {
-            "dtype": "float32",
+            "dtype": dtype,
             "path": "lean",
             "converted_bytes": self._forward.converted_bytes,
         }
@@ -53,7 +54,7 @@ class LeanEngine:
 
     def use_threads(self, num_threads: int) -> None:
         if num_threads > 1:
-            self._forward = LeanForward(self._card, num_threads)
+            self._forward = LeanForward(self._card, num_threads, is_int8=self._is_int8)
 
     def adopt(self, slots: Sequence[Rows]) -> None:
         pass

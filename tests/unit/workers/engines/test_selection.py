@@ -107,7 +107,7 @@ def test_int8_is_compared_with_float32(
     family: str, checkpoint: Callable[..., Path], worker_config: Config, reference: Any, random_batch: Any
 ) -> None:
     folder = checkpoint(family)
-    engine = load(worker_config(folder, dtype="int8"))
+    engine = load(worker_config(folder, dtype="int8", engine="fused"))
     assert (engine.facts["dtype"], engine.facts["path"], engine.warnings) == ("int8", "fused", [])
     batch = random_batch(LENGTHS)
     cosines = (vectors(engine, batch) * reference(folder, batch)).sum(axis=1)
