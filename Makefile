@@ -6,7 +6,7 @@
 # make binary  dist/vecd, a folder that serves without Python; make test-binary tests it; make binary-lean makes one without torch
 # make test-browser   the tests of the page, in the Chromium that is installed
 # make test-systemd   boots a container with systemd, and runs vecd in it as a service; needs root, debootstrap, systemd-container
-# make bench-engine   measure the engine against other runtimes on one core, and what workers cost
+# make bench-engine   measure the engine against other runtimes, starts and memory:  make bench-engine MODEL=bert-base SECTIONS=equal,mixed
 # make bench-tuning   measure what some flags are worth here: the table of docs/tuning.md
 PYTHON ?= python3
 VENV := .venv
@@ -67,7 +67,7 @@ bench: $(VENV)/.bench
 	$(BIN)/python -m benchmarks.compare $(ARGS)
 
 bench-engine: $(VENV)/.bench
-	$(BIN)/python -m benchmarks.engine $(ARGS)
+	$(BIN)/python -m benchmarks.engine $(if $(MODEL),--model $(MODEL)) $(if $(SECTIONS),--sections $(SECTIONS)) $(ARGS)
 
 bench-tuning: $(VENV)/.bench
 	$(BIN)/python -m benchmarks.tuning $(ARGS)

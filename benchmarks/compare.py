@@ -18,6 +18,7 @@ from collections.abc import Sequence
 from dataclasses import asdict
 from pathlib import Path
 
+from benchmarks.classes import read_records, render
 from benchmarks.loads import GROUPS, Plan
 from benchmarks.machine import describe_machine
 from benchmarks.notebook import Notebook, Session, read_sessions
@@ -69,7 +70,7 @@ def main(argv: Sequence[str] | None = None) -> int:
 def write_page(session: Session, results_file: str, page: Path) -> None:
     """Side effects: `page` and the folder of the same name beside it are written."""
     why_no_plot = draw_curves(session, page.with_suffix(""))
-    page.write_text(render_page(session, results_file, why_no_plot))
+    page.write_text(render_page(session, results_file, why_no_plot, render(read_records(_RESULTS))))
     print(f"wrote {page}")
 
 

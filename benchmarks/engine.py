@@ -1,8 +1,9 @@
-"""vecd's engine against other runtimes on one core, and what its workers cost: `make bench-engine`.
+"""vecd's engine against other runtimes, with any model, and what a server costs: `make bench-engine`.
 
 Owns the order of the measurements and the pinned process in which engines meet. What is asked of vecd is
-`benchmarks.targets`', the engines are measured by `benchmarks.duels`, servers by `benchmarks.memory` and
-`benchmarks.lives`. Called as `python -m benchmarks.engine`.
+`benchmarks.targets`', the engines are measured by `benchmarks.duels`, servers by `benchmarks.clients`,
+`benchmarks.memory` and `benchmarks.lives`; `benchmarks.classes` writes docs/benchmarks.md's part. Called as
+`python -m benchmarks.engine`.
 
 The engines run in a process of their own, on one core and with one thread: what a worker has. torch reads both when it
 is imported, so this module never imports it, and that process sets them first. Servers are started from here, because
@@ -13,21 +14,30 @@ import argparse
 import multiprocessing
 import os
 import signal
+import subprocess
 import sys
 import tempfile
-from collections.abc import Iterator, Sequence
+import time
+from collections.abc import Collection, Iterator, Sequence
 from multiprocessing.connection import Connection
 from pathlib import Path
 
+from benchmarks.checkpoints import BUNDLED, SHAPES, NoSuchModel, model_folder
+from benchmarks.classes import read_records, update_page
+from benchmarks.clients import measure_clients
 from benchmarks.findings import Finding, Journal, render_findings, render_line
 from benchmarks.lives import measure_deaths, measure_starts
 from benchmarks.memory import measure_memory
-from benchmarks.servers import ServerFailure, bundled_model
+from benchmarks.servers import ServerFailure
 from benchmarks.targets import CONTESTS
+from vecd.workers.processor import has_bfloat16
 
 _RESULTS = Path(__file__).parent / "results"
-_PARTS = ("engine", "memory", "deaths", "starts")
-_GROUPS = {"server": _PARTS[1:]}
+_PAGE = Path(__file__).parents[1] / "docs" / "benchmarks.md"
+SECTIONS = ("equal", "mixed", "clients", "starts", "memory", "deaths")
+_CLOCKS = {"wall": time.perf_counter, "cpu": time.process_time}
+_CLIENTS_TURNS = 8
+"""A turn of 64 clients, in those of an engine: all of them have to be served several times."""
 ENVIRONMENT = {
     # Of a process that has one core.
     "OMP_NUM_THREADS": "1",
@@ -37,6 +47,8 @@ ENVIRONMENT = {
     "HF_HUB_DISABLE_PROGRESS_BARS": "1",
     # openvino.convert_model reports its use to its makers unless it is told that it runs in CI.
     "CI": "true",
+    # onnxruntime reports its use to its makers unless it is told not to before it is imported.
+    "ORT_DISABLE_TELEMETRY": "1",
 }
 
 
@@ -48,47 +60,80 @@ def main(argv: list[str] | None = None) -> int:
     """Exit codes: 0 measured (whatever the figures), 1 something failed, 2 bad arguments, 130 interrupted."""
     arguments = _make_parser().parse_args(argv)
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(128 + signal.SIGTERM))  # as an exception: servers are stopped
-    experiment = {"rounds": arguments.rounds, "turn_s": arguments.seconds, "kills": arguments.kills}
-    journal = Journal(arguments.results, experiment)
+    try:
+        model = model_folder(arguments.model)
+    except (NoSuchModel, ServerFailure, subprocess.CalledProcessError) as error:
+        print(f"benchmarks.engine: {error}", file=sys.stderr)
+        return 2
+    experiment = {name: vars(arguments)[name] for name in ("rounds", "kills", "clock")}
+    experiment["turn_s"] = arguments.seconds
+    name = arguments.model if arguments.model in (BUNDLED, *SHAPES) else model.name
+    journal = Journal(arguments.results, name, experiment)
     exit_code = 0
     try:
-        for finding in measure(arguments):
+        for finding in measure(arguments, model):
             journal.add(finding)
             print(render_line(finding), flush=True)
     except KeyboardInterrupt:
         exit_code = 128 + signal.SIGINT
-    except (EnginesFailed, ServerFailure) as error:
+    except (EnginesFailed, ServerFailure, RuntimeError) as error:
         print(f"benchmarks.engine: {error}", file=sys.stderr)
         exit_code = 1
     if journal.findings:
         print(f"\n{render_findings(journal.findings)}")
+        if arguments.results == _RESULTS:
+            update_page(_PAGE, read_records(_RESULTS))
     return exit_code
 
 
-def measure(arguments: argparse.Namespace) -> Iterator[Finding]:
-    """Everything that is asked for, finding by finding. Raises EnginesFailed or ServerFailure."""
-    parts = _GROUPS.get(arguments.only, (arguments.only,)) if arguments.only else _PARTS
+def measure(arguments: argparse.Namespace, model: Path) -> Iterator[Finding]:
+    """Everything that is asked for, finding by finding. Raises EnginesFailed, ServerFailure or RuntimeError."""
+    sections = arguments.sections
+    exports = _export(model) if {"equal", "mixed", "clients", "starts", "memory"} & set(sections) else []
+    export = exports[0] if exports else None
     # One folder for what outlives a process of the benchmark, gone at the end. A cache of its own for each part: what
     # one has found out must not be what another measures.
     with tempfile.TemporaryDirectory(prefix="vecd-bench-") as name:
-        folders = {part: Path(name) / part for part in _PARTS}
+        folders = {part: Path(name) / part for part in ("engine", *SECTIONS)}
         for folder in folders.values():
             folder.mkdir(mode=0o700)
-        if "engine" in parts:
-            yield from measure_engines(arguments, folders["engine"])
-        if "memory" in parts:
-            yield from measure_memory(arguments.dtypes, folders["memory"])
-        if "deaths" in parts:
-            yield measure_deaths(arguments.kills, folders["deaths"])
-        if "starts" in parts:
-            yield measure_starts(arguments.rounds, folders["starts"])
+        if {"equal", "mixed"} & set(sections):
+            yield from measure_engines(arguments, model, folders["engine"])
+        if "clients" in sections and exports:
+            duration_s = _CLIENTS_TURNS * arguments.seconds
+            yield measure_clients(model, exports, arguments.rounds, duration_s, folders["clients"])
+        if "starts" in sections:
+            yield from measure_starts(model, export, arguments.rounds, folders["starts"])
+        if "memory" in sections:
+            yield from measure_memory(model, export, arguments.dtypes, folders["memory"])
+        if "deaths" in sections:
+            yield measure_deaths(model, arguments.kills, folders["deaths"])
 
 
-def measure_engines(arguments: argparse.Namespace, folder: Path) -> Iterator[Finding]:
+def _export(model: Path) -> list[Path]:
+    """The model's ONNX files, the plain one first; none where it cannot be exported, which is said on stderr."""
+    try:
+        folder = exported_elsewhere(model)
+    except RuntimeError as error:
+        print(f"benchmarks.engine: no ONNX Runtime to compare with: {error}", file=sys.stderr)
+        return []
+    return sorted(folder.glob("*.onnx"), key=lambda file: (file.stem != "sdpa", file.name))
+
+
+def exported_elsewhere(model: Path) -> Path:
+    """`benchmarks.exports.exported`, in a process of its own, which imports torch. Raises RuntimeError."""
+    command = [sys.executable, "-m", "benchmarks.exports", str(model)]
+    done = subprocess.run(command, check=False, capture_output=True, text=True, cwd=Path(__file__).parents[1])
+    if done.returncode != 0:
+        raise RuntimeError(done.stderr.strip().rpartition("\n")[2])
+    return Path(done.stdout.strip().rpartition("\n")[2])
+
+
+def measure_engines(arguments: argparse.Namespace, model: Path, folder: Path) -> Iterator[Finding]:
     """What the pinned process finds. Side effect: the process is gone when this ends. Raises EnginesFailed."""
     context = multiprocessing.get_context("spawn")
     receiver, sender = context.Pipe(duplex=False)
-    process = context.Process(target=_measure_pinned, args=(sender, arguments, folder), daemon=True)
+    process = context.Process(target=_measure_pinned, args=(sender, arguments, model, folder), daemon=True)
     process.start()
     sender.close()  # the process has its own, so that its end is the end of the pipe
     try:
@@ -104,19 +149,21 @@ def measure_engines(arguments: argparse.Namespace, folder: Path) -> Iterator[Fin
         receiver.close()
 
 
-def _measure_pinned(sender: Connection, arguments: argparse.Namespace, folder: Path) -> None:
+def _measure_pinned(sender: Connection, arguments: argparse.Namespace, model: Path, folder: Path) -> None:
     os.sched_setaffinity(0, {arguments.core})
     os.environ.update(ENVIRONMENT)
     from benchmarks.duels import Duels  # loads torch, which must not be before this
 
-    Duels(Path(bundled_model()), folder, arguments.rounds, arguments.seconds, sender.send).fight(arguments.dtypes)
+    clock = _CLOCKS[arguments.clock]
+    duels = Duels(model, folder, arguments.sections, arguments.rounds, arguments.seconds, sender.send, clock)
+    duels.fight(arguments.dtypes)
 
 
-def _parse_dtypes(value: str) -> Sequence[str]:
-    dtypes = value.split(",")
-    if unknown := [dtype for dtype in dtypes if dtype not in CONTESTS]:
-        raise argparse.ArgumentTypeError(f"{', '.join(unknown)}: not among {', '.join(CONTESTS)}")
-    return dtypes
+def _parse(value: str, known: Collection[str]) -> Sequence[str]:
+    names = value.split(",")
+    if unknown := [name for name in names if name not in known]:
+        raise argparse.ArgumentTypeError(f"{', '.join(unknown)}: not among {', '.join(known)}")
+    return names
 
 
 def _make_parser() -> argparse.ArgumentParser:
@@ -126,11 +173,15 @@ def _make_parser() -> argparse.ArgumentParser:
         formatter_class=argparse.ArgumentDefaultsHelpFormatter,
     )
     add = parser.add_argument
-    add("--dtypes", type=_parse_dtypes, default=",".join(CONTESTS), help="number formats, in this order")
-    add("--rounds", type=int, default=5, metavar="N", help="turns of each engine, and starts of the server")
-    add("--seconds", type=float, default=1.0, metavar="S", help="least length of an engine's turn")
+    native = ["float32", "bfloat16"] if has_bfloat16() else ["float32"]
+    shapes = ", ".join((BUNDLED, *SHAPES))
+    add("--model", default=BUNDLED, metavar="MODEL", help=f"a model's folder, or a shape: {shapes}")
+    add("--sections", type=lambda value: _parse(value, SECTIONS), default=",".join(SECTIONS), help="what is measured")
+    add("--dtypes", type=lambda value: _parse(value, CONTESTS), default=",".join(native), help="number formats")
+    add("--rounds", type=int, default=9, metavar="N", help="turns of each engine, and starts of the server")
+    add("--seconds", type=float, default=0.5, metavar="S", help="least length of an engine's turn")
     add("--kills", type=int, default=7, metavar="N", help="deaths of a worker")
-    add("--only", choices=[*_PARTS, *_GROUPS], help="measure one part alone; server is all but engine")
+    add("--clock", choices=[*_CLOCKS], default="wall", help="of the engines; cpu where other programs run")
     add("--core", type=int, default=max(os.sched_getaffinity(0)), metavar="N", help="where the engines run")
     add("--results", type=Path, default=_RESULTS, metavar="FOLDER", help="where the findings are recorded")
     return parser

@@ -23,6 +23,8 @@ _DISTURBING_CORES = 0.1
 class Finding:
     """One comparison, or one figure that has no peer."""
 
+    section: str
+    """Of `benchmarks.engine.SECTIONS`."""
     work: str
     dtype: str
     unit: str
@@ -31,7 +33,9 @@ class Finding:
     peer: str = ""
     theirs: float | None = None
     ratio: float | None = None
-    """Ours ÷ theirs within each round, and the median of that."""
+    """vecd's speed ÷ the peer's within each round, and the median of that: above 1, vecd is faster."""
+    interval: tuple[float, float] | None = None
+    """Of the ratio, `benchmarks.turns.median_interval`; None for too few rounds."""
     target: Target | None = None
     others_cores: float
     """What everybody else on the machine used meanwhile."""
@@ -49,6 +53,7 @@ class Finding:
 
     def to_json(self) -> dict[str, Any]:
         return {
+            "section": self.section,
             "work": self.work,
             "dtype": self.dtype,
             "unit": self.unit,
@@ -56,6 +61,7 @@ class Finding:
             "peer": self.peer or None,
             "peer_figure": None if self.theirs is None else rounded(self.theirs),
             "ratio": None if self.ratio is None else rounded(self.ratio),
+            "interval": None if self.interval is None else [rounded(bound) for bound in self.interval],
             "target": str(self.target) if self.target else None,
             "is_met": self.is_met,
             "others_cores": round(self.others_cores, 3),
@@ -66,11 +72,17 @@ class Finding:
 class Journal:
     """Appends each finding to the day's file at once: a run that is broken off has still measured."""
 
-    def __init__(self, folder: Path, experiment: dict[str, Any]) -> None:
+    def __init__(self, folder: Path, model: str, experiment: dict[str, Any]) -> None:
+        """`model`: the shape's name, or the last part of the folder's."""
         self.findings: list[Finding] = []
         self._folder = folder
-        self._experiment = experiment
         self._machine = describe_machine()
+        self._of_all = {
+            "session": datetime.now(UTC).isoformat(timespec="seconds"),
+            "model": model,
+            "class": self._machine["class"],
+        }
+        self._experiment = experiment
 
     def add(self, finding: Finding) -> None:
         """Raises OSError when it cannot be written."""
@@ -78,6 +90,7 @@ class Journal:
         now = datetime.now(UTC)
         line = {
             "ended_at": now.isoformat(timespec="seconds"),
+            **self._of_all,
             **finding.to_json(),
             "experiment": self._experiment,
             "machine": self._machine,
@@ -103,15 +116,26 @@ def render_line(finding: Finding) -> str:
 
 
 def _cells(finding: Finding) -> list[str]:
-    theirs = f"{finding.peer} {_readable(finding.theirs)} {finding.unit}" if finding.theirs is not None else "–"
+    theirs = (
+        f"{finding.peer} {readable(finding.theirs)} {finding.unit}"
+        if finding.theirs is not None
+        else finding.peer or "–"
+    )
     return [
         f"{finding.work}, {finding.dtype}{' *' if finding.is_disturbed else ''}",
-        f"{_readable(finding.ours)} {finding.unit}",
+        f"{readable(finding.ours)} {finding.unit}",
         theirs,
-        "–" if finding.ratio is None else f"{finding.ratio:.2f}",
+        ratio_cell(finding.ratio, finding.interval),
         "–" if finding.target is None else str(finding.target),
         {True: "yes", False: "no", None: "–"}[finding.is_met],
     ]
+
+
+def ratio_cell(ratio: float | None, interval: Sequence[float] | None) -> str:
+    """The ratio and its interval, for readers."""
+    if ratio is None:
+        return "–"
+    return f"{ratio:.2f}" if interval is None else f"{ratio:.2f} ({interval[0]:.2f}–{interval[1]:.2f})"
 
 
 def rounded(value: float) -> float:
@@ -119,6 +143,6 @@ def rounded(value: float) -> float:
     return float(f"{value:.5g}")
 
 
-def _readable(value: float) -> str:
+def readable(value: float) -> str:
     """Four significant digits, but never 1.235e+04."""
     return f"{value:,.0f}" if value >= 1000 else f"{value:.4g}"

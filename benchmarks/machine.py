@@ -7,10 +7,15 @@ Owns the facts written beside every recorded run. Changes nothing. Called by `be
 import os
 import platform
 import subprocess
+from collections.abc import Set
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import Any
 
+from vecd.workers.processor import cpu_flags
+
+_CLASSES = (("AMX", "amx_tile"), ("AVX512-BF16", "avx512_bf16"), ("AVX-512", "avx512f"), ("AVX2", "avx2"))
+"""A class of processors and the flag in /proc/cpuinfo that makes one, the fastest first."""
 _PACKAGES = (
     "vecd",
     "torch",
@@ -34,10 +39,18 @@ def num_cores() -> int:
     return len(os.sched_getaffinity(0))
 
 
+def processor_class(flags: Set[str] | None = None) -> str:
+    """The instructions that decide how fast products are: "AMX", "AVX512-BF16", "AVX-512" or "AVX2"; for another
+    processor the machine's name. `flags`: as in /proc/cpuinfo; None for this machine's."""
+    found = cpu_flags() if flags is None else flags
+    return next((name for name, flag in _CLASSES if flag in found), platform.machine())
+
+
 def describe_machine() -> dict[str, Any]:
     """Facts that decide the figures, ready for JSON."""
     return {
         "cpu": _cpu_model(),
+        "class": processor_class(),
         "cores": num_cores(),
         "memory_gib": round(os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES") / 2**30, 1),
         "kernel": platform.release(),

@@ -6,7 +6,7 @@ Owns the page's words and tables. Measures nothing and writes no file. Called by
 import statistics
 from collections.abc import Iterable, Sequence
 
-from benchmarks import tables
+from benchmarks import classes, tables
 from benchmarks.figures import num_errors, readable, runs_of, title
 from benchmarks.goals import GOALS
 from benchmarks.loads import TITLES
@@ -17,8 +17,12 @@ _BUSY_GENERATOR = 0.7
 """Of a core, as in `vecd.client.bench.report`: from here on the generator itself may be what is measured."""
 
 
-def render_page(session: Session, results_file: str, why_no_plot: str) -> str:
-    """The whole page. `results_file`: where the session's runs are; `why_no_plot`: "" when the plot has been drawn."""
+def render_page(session: Session, results_file: str, why_no_plot: str, engine: str = "") -> str:
+    """The whole page.
+
+    `results_file`: where the session's runs are; `why_no_plot`: "" when the plot has been drawn; `engine`: what
+    `benchmarks.classes` says.
+    """
     parts = [
         _head(session, results_file),
         _section("Targets", _targets(session)),
@@ -29,6 +33,7 @@ def render_page(session: Session, results_file: str, why_no_plot: str) -> str:
         _section("From 64 to 640 clients", tables.growth(session)),
         _section("vecd's engine without a server", tables.offline(session)),
         _section("The servers", tables.servers(session)),
+        _section(classes.TITLE, engine),
         _section("Notes on the figures", "\n".join(tables.paragraph(f"- {remark}") for remark in remarks(session))),
     ]
     return "\n\n".join(parts) + "\n"
@@ -36,11 +41,13 @@ def render_page(session: Session, results_file: str, why_no_plot: str) -> str:
 
 def _head(session: Session, results_file: str) -> str:
     machine, plan = session.machine, session.plan
+    cpu = f"{machine['cpu']} ({machine['class']})" if "class" in machine else machine["cpu"]
     rounds = f"{plan['num_rounds']} round{'s' * (plan['num_rounds'] > 1)}"
     packages = ", ".join(f"{name} {version}" for name, version in machine["packages"].items() if version)
     return f"""# Benchmarks
 
-`make bench` writes this page and overwrites it. To change it, change `benchmarks/`.
+`make bench` writes this page and overwrites it; the section on vecd's engine beside other runtimes
+is from `make bench-engine`. To change the page, change `benchmarks/`.
 
 The page compares vecd with other servers on one machine. The servers run in turns, one at a time.
 Each has the same model (all-MiniLM-L6-v2), the same cores and the same requests over HTTP, with
@@ -53,7 +60,7 @@ server.
 | --- | --- |
 | measured | {session.started_at}, {rounds}, {plan["duration_s"]:g} s a run of short texts |
 | command | `{session.command}` |
-| processor | {machine["cpu"]}, {machine["cores"]} cores, {machine["memory_gib"]} GiB, Linux {machine["kernel"]} |
+| processor | {cpu}, {machine["cores"]} cores, {machine["memory_gib"]} GiB, Linux {machine["kernel"]} |
 | vecd | commit {machine["commit"]} (+: with changes), Python {machine["python"]} |
 | packages | {packages} |
 | every run | [`{results_file}`](../benchmarks/results/{results_file}), session {session.started_at} |"""

@@ -61,6 +61,11 @@ def private_mb(pid: int) -> float:
     return sum(map(int, found)) * _BYTES_PER_KB / 1e6
 
 
+def process_mb(pid: int) -> float:
+    """Millions of bytes of one process that shares nothing worth counting: Pss of its smaps_rollup."""
+    return _rollup_kb(Path(f"/proc/{pid}")) * _BYTES_PER_KB / 1e6
+
+
 def session_mb(server: Server) -> float:
     """Millions of bytes of all the server's processes: Pss of their smaps_rollup, in which shared pages count once."""
     return sum(_pss_kb(folder, server.session) for folder in Path("/proc").glob("[0-9]*")) * _BYTES_PER_KB / 1e6
@@ -71,9 +76,14 @@ def _pss_kb(folder: Path, session: int) -> int:
         fields = (folder / "stat").read_text().rpartition(")")[2].split()
         if int(fields[3]) != session:
             return 0
-        found = re.search(r"^Pss:\s+(\d+) kB$", (folder / "smaps_rollup").read_text(), re.MULTILINE)
+        return _rollup_kb(folder)
     except OSError:  # it has ended since the listing
         return 0
+
+
+def _rollup_kb(folder: Path) -> int:
+    """Raises OSError when the process has ended."""
+    found = re.search(r"^Pss:\s+(\d+) kB$", (folder / "smaps_rollup").read_text(), re.MULTILINE)
     return int(found[1]) if found else 0
 
 

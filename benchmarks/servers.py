@@ -98,12 +98,12 @@ def serving(recipe: Recipe) -> Iterator[Server]:
 
 
 @contextlib.contextmanager
-def announcing(*flags: str) -> Iterator[Server]:
+def announcing(*flags: str, model: str = "") -> Iterator[Server]:
     """Like `serving`, for `vecd serve` with `flags`, and ready at the moment in which it says so, on a pipe.
 
-    Nothing is asked of it before. Its model is the bundled one, its port a free one.
+    Nothing is asked of it before. `model`: its folder; "" for the bundled one. The port is a free one.
     """
-    command = (program("vecd"), "serve", bundled_model(), "--port", "0", *flags)
+    command = (program("vecd"), "serve", model or bundled_model(), "--port", "0", *flags)
     recipe = Recipe(name="vecd", command=command, is_ours=True)
     with tempfile.TemporaryDirectory(prefix="vecd-bench-") as folder, tempfile.TemporaryFile() as log:
         reader, writer = os.pipe()

@@ -3,6 +3,7 @@
 Owns the clock and the order. Knows nothing of engines. Called by `benchmarks.duels`.
 """
 
+import math
 import statistics
 import time
 from collections.abc import Callable, Mapping, Sequence
@@ -13,8 +14,10 @@ Pass: TypeAlias = Callable[[], object]
 Clock: TypeAlias = Callable[[], float]
 Key = TypeVar("Key")
 
-_FAR_BEHIND = 1.5
-"""Of a first pass, which has a model's laziest initialisation in it, to the shortest of them."""
+CONFIDENCE = 0.9
+_FAR_BEHIND = (1.5, 1.1)
+"""Of a contender's shortest pass so far to the shortest of all: after the first look, which has a model's laziest
+initialisation in it, and after the second."""
 
 
 def take_turns(
@@ -34,22 +37,43 @@ def take_turns(
     return seconds
 
 
-def fastest(candidates: Mapping[Key, Pass], num_looks: int = 3, clock: Clock = time.perf_counter) -> Key:
+def fastest(candidates: Mapping[Key, Pass], clock: Clock = time.perf_counter) -> Key:
     """Whose shortest pass is the shortest. A quick look: what disturbs a pass only ever makes it longer.
 
-    After the first look only those that are not far behind get another.
+    After each look only those that are not far behind get another.
     """
     best = {key: _timed(run, clock) for key, run in candidates.items()}
-    limit = _FAR_BEHIND * min(best.values())
-    for _ in range(num_looks - 1):
+    for far_behind in _FAR_BEHIND:
+        limit = far_behind * min(best.values())
         for key in [key for key, seconds in best.items() if seconds <= limit]:
             best[key] = min(best[key], _timed(candidates[key], clock))
     return min(best, key=lambda key: best[key])
 
 
-def paired_ratio(ours: Sequence[float], theirs: Sequence[float]) -> float:
-    """Ours ÷ theirs within each round, and the median of that: a slow minute of the machine cancels out."""
-    return statistics.median(our / their for our, their in zip(ours, theirs, strict=True))
+def paired_ratios(ours: Sequence[float], theirs: Sequence[float]) -> list[float]:
+    """Ours ÷ theirs within each round: a slow minute of the machine cancels out."""
+    return [our / their for our, their in zip(ours, theirs, strict=True)]
+
+
+def median_interval(values: Sequence[float]) -> tuple[float, float] | None:
+    """The narrowest pair of order statistics with the median between them at a confidence of 90 %.
+
+    None for fewer than five values: not even all of their range has that confidence. Assumes nothing of the values'
+    distribution: each falls below the median with a probability of one half.
+    """
+    ordered = sorted(values)
+    if 1 - 2 * _binomial(len(ordered), 0) < CONFIDENCE:
+        return None
+    # How many values may be left out at each end.
+    left_out = 0
+    while 1 - 2 * _binomial(len(ordered), left_out + 1) >= CONFIDENCE:
+        left_out += 1
+    return ordered[left_out], ordered[-1 - left_out]
+
+
+def _binomial(num_values: int, most: int) -> float:
+    """The probability that at most `most` of the values fall below the median."""
+    return sum(math.comb(num_values, count) for count in range(most + 1)) / 2.0**num_values
 
 
 def _turn(run: Pass, turn_s: float, clock: Clock) -> float:

@@ -1,20 +1,21 @@
 """What the engines are given to embed: the same token ids for each, cut into each one's own kind of batches.
 
-Owns the three works and their texts, which are runs of words from the reference that CPython carries
+Owns the works and their texts, which are runs of words from the reference that CPython carries
 (`vecd.client.bench.texts`). Runs no model. Called by `benchmarks.duels`; its texts also by `benchmarks.lives` and
 `benchmarks.memory`.
 """
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from pathlib import Path
 from typing import TypeAlias
 
 import numpy as np
 from numpy.typing import NDArray
 from tokenizers import Tokenizer
 
+from benchmarks.targets import EQUAL_LENGTHS, equal_name
 from vecd.client.bench.texts import Lengths, draw_texts
+from vecd.shm.card import ModelCard
 from vecd.workers.engine import PackedBatch
 
 MIXED_WORDS = Lengths(80, 0.9)
@@ -22,7 +23,10 @@ MIXED_WORDS = Lengths(80, 0.9)
 _NUM_MIXED_TEXTS = 64
 _NUM_LONG_TEXTS = 4
 _LONG_TOKENS = 512
-_SHORT_TOKENS = 12
+_BATCH_SIZES = (1, 2, 4, 8, 16, 32)
+_LARGE_BYTES = 200_000_000
+_LARGE_SHARE = 4
+"""A larger model gets this part of the texts: with all of them one pass of BERT-base takes 10 to 20 s."""
 _SEED = 0
 
 TokenIds: TypeAlias = tuple[int, ...]
@@ -32,7 +36,10 @@ TokenIds: TypeAlias = tuple[int, ...]
 class Work:
     """Sequences that are embedded over and over."""
 
+    section: str
+    """Of `benchmarks.engine.SECTIONS`."""
     name: str
+    """In `benchmarks.targets`."""
     sequences: tuple[TokenIds, ...]
     batch_sizes: tuple[int, ...]
     """In which sequences per batch those that pad may have it; each takes its best."""
@@ -61,20 +68,41 @@ class PaddedBatch:
     """1 where there is a token."""
 
 
-def make_works(tokenizer_file: Path, max_tokens: int) -> dict[str, Work]:
-    """ "mixed", "single" and "long", by name. `max_tokens`: where the model cuts a text of the mixed lengths."""
-    tokenizer = Tokenizer.from_file(str(tokenizer_file))
+def is_large(card: ModelCard) -> bool:
+    """Whether the model gets less to do, so that a measurement ends in minutes."""
+    return card.weights_bytes > _LARGE_BYTES
+
+
+def make_works(card: ModelCard) -> list[Work]:
+    """The works of equal lengths, which packing cannot help, then "mixed" and "long". Texts of the mixed lengths are
+    cut where the model cuts them."""
+    tokenizer = Tokenizer.from_file(card.tokenizer_file)
     tokenizer.no_padding()
-    mixed = _tokenize(tokenizer, MIXED_WORDS, _NUM_MIXED_TEXTS, max_tokens)
-    single = _tokenize(tokenizer, Lengths(_SHORT_TOKENS), 1, _SHORT_TOKENS)
-    # Twice the model's own limit, but what its positions reach: the attention's share grows with the length.
-    long = _tokenize(tokenizer, Lengths(_LONG_TOKENS), _NUM_LONG_TEXTS, _LONG_TOKENS)
-    works = (
-        Work("mixed", mixed, (1, 2, 4, 8, 16, 32)),
-        Work("single", single, (1,), is_latency=True),
-        Work("long", long, (1, 2, 4)),
-    )
-    return {work.name: work for work in works}
+    share = _LARGE_SHARE if is_large(card) else 1
+    works = [_equal(tokenizer, num_texts, num_tokens) for num_texts, num_tokens in EQUAL_LENGTHS]
+    num_mixed = _NUM_MIXED_TEXTS // share
+    mixed = _tokenize(tokenizer, MIXED_WORDS, num_mixed, card.max_tokens)
+    works.append(Work("mixed", "mixed", mixed, tuple(size for size in _BATCH_SIZES if size <= num_mixed)))
+    # More than MiniLM's own limit, but what its positions reach: the attention's share grows with the length.
+    num_long = _NUM_LONG_TEXTS // share
+    long = _tokenize(tokenizer, Lengths(_LONG_TOKENS), num_long, _LONG_TOKENS)
+    works.append(Work("mixed", "long", long, tuple(size for size in (1, 2, 4) if size <= num_long)))
+    return works
+
+
+def texts_of(card: ModelCard, num_texts: int, num_tokens: int) -> list[str]:
+    """Texts that the model's tokenizer makes exactly so many tokens of, special ones included."""
+    tokenizer = Tokenizer.from_file(card.tokenizer_file)
+    tokenizer.no_padding()
+    tokenizer.no_truncation()
+    found: list[str] = []
+    for seed in range(1000):
+        drawn = draw_texts(256, Lengths(max(1, num_tokens * 3 // 4), 0.2), seed)
+        encodings = tokenizer.encode_batch(drawn)
+        found += [text for text, of_text in zip(drawn, encodings, strict=True) if len(of_text.ids) == num_tokens]
+        if len(found) >= num_texts:
+            return found[:num_texts]
+    raise ValueError(f"this tokenizer makes {num_tokens} tokens of hardly any text")
 
 
 def packed_batches(sequences: Sequence[TokenIds], max_tokens: int) -> list[PackedBatch]:
@@ -95,6 +123,13 @@ def padded_batches(sequences: Sequence[TokenIds], batch_size: int) -> list[Padde
     order = sorted(range(len(sequences)), key=lambda index: len(sequences[index]))
     starts = range(0, len(order), batch_size)
     return [_pad(sequences, order[start : start + batch_size]) for start in starts]
+
+
+def _equal(tokenizer: Tokenizer, num_texts: int, num_tokens: int) -> Work:
+    """Sequences that differ, and have the same length."""
+    sequences = _tokenize(tokenizer, Lengths(num_tokens), num_texts, num_tokens)
+    sizes = tuple(size for size in _BATCH_SIZES if size <= num_texts)
+    return Work("equal", equal_name(num_texts, num_tokens), sequences, sizes, is_latency=num_texts == 1)
 
 
 def _tokenize(tokenizer: Tokenizer, lengths: Lengths, num_texts: int, max_tokens: int) -> tuple[TokenIds, ...]:

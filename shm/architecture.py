@@ -3,7 +3,8 @@
 Owns the table of architectures whose original code is in a model's repository and which transformers now implements
 under other names. A row has the original's defaults, the only values that transformers implements, and the translation
 of names. Any other configuration is refused, because a similar model gives wrong vectors without an error. Never runs
-or reads a model's code. Called by `vecd.shm.card` for the sizes and by `vecd.workers.engines.torch.loading`.
+or reads a model's code. Called by `vecd.shm.card` for the sizes, by `vecd.workers.engines.torch.loading` and by
+`vecd.workers.families.description`.
 """
 
 from collections.abc import Callable, Mapping

@@ -109,6 +109,8 @@ class ModelCard:
     """The size of all files of weights, including those of modules behind the first."""
     tokenizer_file: str = ""
     """Absolute path of the fast tokenizer's file; empty until `vecd.launch.config.plan` has converted it."""
+    export_file: str = ""
+    """Absolute path of the ONNX export that is the model's weights; empty where these are safetensors."""
     ignored_ids: tuple[int, ...] = ()
     """Of static embeddings alone: token ids that have no row in the table and do not count in the mean. The last one,
     vocab_size - 1, stands for a text without tokens, because a sequence has at least one."""
@@ -137,8 +139,9 @@ class ModelCard:
 def read_card(folder: Path) -> ModelCard:
     """Read the card of the model in `folder`.
 
-    Raises ModelError when a required file is missing or unreadable, when the weights are not safetensors, when the
-    model needs code from its repository that has no equal in transformers, or when it has an unknown module.
+    Raises ModelError when a required file is missing or unreadable, when the weights are neither safetensors nor an
+    ONNX export, when the model needs code from its repository that has no equal in transformers, or when it has an
+    unknown module.
     """
     if not folder.is_dir():
         raise ModelError(f"{folder}: no such folder")
@@ -149,7 +152,8 @@ def read_card(folder: Path) -> ModelCard:
     weights_folder = folder / transformer.path
     config = _read_config(weights_folder)
     _check_files(weights_folder)
-    weights = _weights_of(weights_folder)
+    export = _export_of(weights_folder)
+    weights = export_files(export) if export else _weights_of(weights_folder)
     sentence_bert = _read_sentence_bert(weights_folder)
 
     tokenizer = weights_folder / "tokenizer.json"
@@ -180,6 +184,7 @@ def read_card(folder: Path) -> ModelCard:
         matryoshka_dims=matryoshka_dims,
         weights_bytes=sum(path.stat().st_size for path in weights),
         tokenizer_file=str(tokenizer) if tokenizer.is_file() else "",
+        export_file=str(export or ""),
     )
 
 
@@ -240,6 +245,20 @@ def vocabulary_files(weights_folder: Path) -> list[Path]:
     return sorted(path for path in (*named, *weights_folder.glob("*.model")) if path.is_file())
 
 
+def export_files(export: Path) -> list[Path]:
+    """An ONNX file and what its weights may be in: every file of its folder but other exports, such as quantized ones,
+    and theirs."""
+    files = (path for path in export.parent.rglob("*") if path.is_file())
+    return sorted(path for path in files if path.name.startswith(export.name) or ".onnx" not in path.name)
+
+
+def _export_of(weights_folder: Path) -> Path | None:
+    """The ONNX export to serve, where there are no safetensors."""
+    export = weights_folder / "onnx" / "model.onnx"
+    has_safetensors = any((weights_folder / f"model.safetensors{end}").is_file() for end in ("", ".index.json"))
+    return export if export.is_file() and not has_safetensors else None
+
+
 def _weights_of(weights_folder: Path) -> list[Path]:
     """The files of the model's weights."""
     index = weights_folder / "model.safetensors.index.json"
@@ -258,7 +277,9 @@ def _single_file(folder: Path) -> Path:
             f"{folder}: weights only as pickle ({pickles[0]}), which vecd refuses: loading a pickle runs "
             "code from the file; convert it to model.safetensors"
         )
-    raise ModelError(f"{single}: file missing (the model's weights)")
+    exports = sorted(path.name for path in folder.glob("onnx/*.onnx"))
+    of_exports = f"; of exports onnx/model.onnx alone is served, not {exports[0]}" if exports else ""
+    raise ModelError(f"{single}: file missing (the model's weights){of_exports}")
 
 
 def _shards(index: Path) -> list[Path]:

@@ -41,6 +41,12 @@ class PackedBatch:
         return np.where(_IS_PER_TOKEN[self.outputs], self.lengths, 1).astype(np.int64)
 
     @property
+    def first_rows(self) -> NDArray[np.int64]:
+        """The first row of each sequence, shape [B]."""
+        num_rows = self.rows_of_each
+        return np.cumsum(num_rows) - num_rows
+
+    @property
     def num_rows(self) -> int:
         return self.lengths.size if self.outputs is None else int(self.rows_of_each.sum())
 

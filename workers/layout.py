@@ -7,6 +7,7 @@ Owns the sorting and the order that undoes it. Pure numpy, no torch. Called by
 
 from collections.abc import Iterator
 from dataclasses import dataclass
+from itertools import pairwise
 
 import numpy as np
 from numpy.typing import NDArray
@@ -59,8 +60,13 @@ class Layout:
 
 def arrange(batch: PackedBatch) -> Layout:
     """Sort the sequences of `batch` by length; those of one length keep their order."""
-    order = np.argsort(batch.lengths, kind="stable")
     given_lengths = batch.lengths.astype(np.int64)
+    if (given_lengths[1:] >= given_lengths[:-1]).all():
+        # A lone text waits for each of the steps that this leaves out: 0.2 ms behind a pass of 5.
+        starts = _starts(given_lengths)
+        order, token_ids = np.arange(given_lengths.size), batch.token_ids.astype(np.int64)
+        return Layout(order, given_lengths, starts, token_ids, _runs(given_lengths, starts))
+    order = np.argsort(batch.lengths, kind="stable")
     lengths = given_lengths[order]
     starts = _starts(lengths)
     moved_by = np.repeat(_starts(given_lengths)[order] - starts, lengths)
@@ -70,6 +76,9 @@ def arrange(batch: PackedBatch) -> Layout:
 
 def passes(layout: Layout, num_tokens: int) -> Iterator[Layout]:
     """The layout in parts of about equal size, each at most `num_tokens` tokens if no sequence is longer."""
+    if layout.token_ids.size <= num_tokens:
+        yield layout
+        return
     ends = layout.starts + layout.lengths
     num_parts = -(-layout.token_ids.size // num_tokens)
     first = 0
@@ -91,8 +100,8 @@ def _starts(lengths: NDArray[np.int64]) -> NDArray[np.int64]:
 
 
 def _runs(lengths: NDArray[np.int64], starts: NDArray[np.int64]) -> list[Run]:
-    _, firsts, counts = np.unique(lengths, return_index=True, return_counts=True)
+    firsts = [0, *(np.flatnonzero(lengths[1:] != lengths[:-1]) + 1).tolist()]
     return [
-        Run(start=int(starts[first]), count=int(count), length=int(lengths[first]))
-        for first, count in zip(firsts, counts, strict=True)
+        Run(start=int(starts[first]), count=last - first, length=int(lengths[first]))
+        for first, last in pairwise([*firsts, lengths.size])
     ]

@@ -1,12 +1,43 @@
-"""Out of memory: which errors mean it, and how to cut a batch in two halves.
+"""Out of memory: which errors mean it, and the second try with a batch in two halves.
 
-Pure, no torch. Called by `vecd.workers.engines.torch.transformer`, which runs the halves, and by
-`vecd.workers.process.loop`, which reports the errors that remain.
+Imports no torch. Called by the engines of transformers, and by `vecd.workers.process.loop`, which reports the errors
+that remain.
 """
+
+import logging
+from collections.abc import Callable
 
 import numpy as np
 
-from vecd.workers.engine import PackedBatch
+from vecd.shm.views import Rows
+from vecd.workers.engine import Finish, PackedBatch
+
+log = logging.getLogger("vecd.worker")
+
+
+def begin_or_halve(
+    begin: Callable[[PackedBatch, Rows], Finish],
+    batch: PackedBatch,
+    rows: Rows,
+    free_memory: Callable[[], None] = lambda: None,
+) -> Finish:
+    """Begin a batch, like `Engine.begin`. After out of memory `free_memory` is called, and the batch is computed once
+    more, in two halves. Raises the error if there is only one sequence, or if a half is too large as well."""
+    try:
+        return begin(batch, rows)
+    except Exception as error:
+        if batch.lengths.size == 1 or not means_out_of_memory(error):
+            raise
+    # Outside of `except`, because the error's traceback holds the arrays of the failed pass.
+    log.warning(
+        "out of memory: %d sequences of %d tokens are computed in two halves",
+        batch.lengths.size,
+        batch.token_ids.size,
+    )
+    free_memory()
+    first, second = halves(batch)
+    begin(first, rows)()  # finished, so that nothing writes to the rows if the second fails
+    return begin(second, rows[first.num_rows :])
 
 
 def means_out_of_memory(error: Exception) -> bool:

@@ -186,6 +186,8 @@ def _fill(
             report.add(name, value)
         assert report.path is not None
         report.problems += [_disagreement(one) for one in report.path.agreements if not one.is_within_bounds]
+        if plan.workers[0].card.export_file and not report.path.probes:
+            report.warnings.append("the vectors were compared with nothing; vecd serve needs --unverified, too")
         measured = report.measurements or Measurements()
         if is_disturbed(measured):
             report.warnings.append(

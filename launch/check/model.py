@@ -71,9 +71,11 @@ def _describe_tokenizer(card: ModelCard) -> str:
 
 
 def _weights_files(card: ModelCard) -> Iterator[Path]:
-    """The files of the transformer and of the modules behind it. Raises ModelError for a wrong index."""
+    """The safetensors of the transformer and of the modules behind it. Raises ModelError for a wrong index."""
     folder = Path(card.weights_folder)
     yield from (Path(card.folder) / step.path / "model.safetensors" for step in card.steps if step.path)
+    if card.export_file:
+        return
     if (folder / "model.safetensors").is_file():
         yield folder / "model.safetensors"
         return
@@ -149,6 +151,10 @@ _SUGGESTIONS = (
      "different models: copy both from the same one"),
     (r"nan or infinity|not finite", "the weights are broken, or overflow in this type: fetch them again, or try "
      "--dtype float32; of a model of your own, look for the step of training after which they were"),
+    (r"ONNX Runtime cannot|its outputs are|its input|its hidden states|not those of vecd-reference", "export it anew "
+     "in float32 (optimum-cli export onnx --task feature-extraction), or serve the weights that it was made of"),
+    (r"reference vectors (from|are not known)", "run vecd check --remember on the folder that the export was made of, "
+     "and copy vecd-reference.json from there"),
     (r"not supported", "take another model, or serve this one with sentence-transformers itself"),
     (r"SIGKILL|MemoryError|out of memory|can't allocate memory", "take a smaller model, or a machine with more memory"),
     (r"SIGILL", "the installed torch uses instructions that this processor lacks: install another build"),

@@ -112,7 +112,7 @@ def _model(model: Model) -> Iterator[tuple[str, str]]:
         for name, text in model.prompts.items()
     ]
     dims = f": {', '.join(map(str, model.matryoshka_dims))}" if model.matryoshka_dims else ""
-    dtypes = ", ".join(model.weights_dtypes) or "nothing"
+    dtypes = ", ".join(model.weights_dtypes)
     yield "name", model.name
     yield "folder", model.folder
     yield "type", model.model_type + (f", {model.architecture}" if model.architecture else "")
@@ -125,7 +125,8 @@ def _model(model: Model) -> Iterator[tuple[str, str]]:
     yield "Matryoshka", f"yes{dims}" if model.is_matryoshka else "config.json does not say so"
     yield "vocabulary", f"{model.vocab_size:,} tokens"
     yield "tokenizer", model.tokenizer
-    yield "weights", f"{model.weights_bytes / 1e6:,.1f} MB, {model.num_parameters:,} parameters in {dtypes}"
+    parameters = f"{model.num_parameters:,} parameters in {dtypes}" if model.num_parameters else "an ONNX export"
+    yield "weights", f"{model.weights_bytes / 1e6:,.1f} MB, {parameters}"
 
 
 def _path(path: Path) -> Iterator[tuple[str, str]]:
@@ -139,7 +140,11 @@ def _path(path: Path) -> Iterator[tuple[str, str]]:
             f"{path.probes['probes']} random sequences of up to {path.probes['longest_probe_tokens']} tokens: "
             f"largest difference {path.probes['max_abs_diff']:.1e}, smallest cosine {path.probes['min_cosine']:.6f}",
         )
-    selected = "remembered" if path.is_remembered else f"selected in {path.choosing_s:.1f} s, and now remembered"
+    selected = (
+        "remembered"
+        if path.is_remembered
+        else f"selected in {path.choosing_s:.1f} s" + ", and now remembered" * bool(path.probes)
+    )
     yield "start", f"loaded in {path.load_s:.1f} s; the path is {selected}"
     yield "memory", f"{path.shared_mb:,} MB for all workers together"
 

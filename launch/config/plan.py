@@ -74,7 +74,7 @@ def _files_in(folder: Path) -> frozenset[tuple[str, int, int, int]]:
     """Path, inode, size and time of change of each file, also of modules' folders; empty without the folder. Reference
     vectors do not count."""
     try:
-        paths = [*folder.glob("*"), *folder.glob("*/*")]
+        paths = [*folder.glob("*"), *folder.glob("*/*"), *folder.glob("*/onnx/*")]
         found = [(str(path), path.stat()) for path in paths if path.name != REFERENCE_FILE and path.is_file()]
     except OSError:
         return frozenset()
@@ -95,7 +95,7 @@ def make_plan(settings: Settings) -> Plan:
     folder, name = _find_model(settings)
     model_files = _files_in(folder)
     card = read_card(folder)
-    if not card.is_static:
+    if not (card.is_static or card.export_file):
         refuse_unknown(card)
         if settings.engine != "dummy" and not has_torch():
             check_without_torch(settings, card)
@@ -105,7 +105,8 @@ def make_plan(settings: Settings) -> Plan:
         )
     if settings.max_embed_len is not None and settings.overflow != "chunk":
         raise ConfigurationError(["--max-embed-len: given without --overflow chunk; it limits what that splits"])
-    devices = _devices_of_static(settings) if card.is_static else _devices(settings.device)
+    own_engine = "static embeddings" if card.is_static else "ONNX exports" if card.export_file else ""
+    devices = _devices_on_processor(settings, own_engine) if own_engine else _devices(settings.device)
     if settings.dtype == "int8" and (devices != ["cpu"] or settings.engine not in ("auto", "lean", "fused")):
         raise ConfigurationError(["--dtype: int8 given, which needs --device cpu and --engine auto, lean or fused"])
     if settings.engine == "lean" and (devices != ["cpu"] or settings.dtype not in _LEAN_DTYPES):
@@ -291,15 +292,13 @@ def _devices(wanted: str) -> list[str]:
     return [f"cuda:{index}" for index in range(gpus)]
 
 
-def _devices_of_static(settings: Settings) -> list[str]:
-    """The processor: gathering rows costs less than a transfer. Raises ConfigurationError for settings that ask for
-    something else."""
+def _devices_on_processor(settings: Settings, models: str) -> list[str]:
+    """The processor, for `models` with an engine of their own: gathering rows costs less than a transfer, and the
+    installed ONNX Runtime has nothing else. Raises ConfigurationError for settings that ask for something else."""
     if settings.device == "cuda":
-        raise ConfigurationError(["--device: cuda given, but static embeddings are computed on the processor"])
+        raise ConfigurationError([f"--device: cuda given, but {models} are computed on the processor"])
     if settings.engine not in ("auto", "dummy"):
-        raise ConfigurationError(
-            [f"--engine: {settings.engine} given, but static embeddings have an engine of their own"]
-        )
+        raise ConfigurationError([f"--engine: {settings.engine} given, but {models} have an engine of their own"])
     return ["cpu"]
 
 

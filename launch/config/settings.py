@@ -160,8 +160,8 @@ class Settings(BaseSettings):
     )
     unverified: bool = Field(
         False,
-        description="without torch: also serve a model whose reference vectors are not known, without comparing its "
-        "vectors. No effect where torch is installed, because they are then compared",
+        description="also serve a model whose reference vectors are not known and cannot be computed (without torch, "
+        "or from an ONNX export), without comparing its vectors. No effect where they can be compared",
     )
     max_batch_tokens: Annotated[int, Field(ge=1, le=1_000_000)] | Literal["auto"] = Field(
         "auto",

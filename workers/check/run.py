@@ -34,6 +34,7 @@ from vecd.workers.engine import Engine, ReportProgress
 from vecd.workers.engines.load import load_engine
 from vecd.workers.engines.references import digest_of, recall_reference, write_reference
 from vecd.workers.engines.selection_cache import Selection, recall
+from vecd.workers.engines.timing import Times, in_words
 from vecd.workers.process.kernel import kilobytes
 from vecd.workers.process.ordered_process import OnFound, carry_out
 from vecd.workers.process.selection_process import SelectionProcess
@@ -87,7 +88,7 @@ def _load(order: Order, dtype: str, report: ReportProgress) -> tuple[Engine, flo
         return selection
 
     if config.device == "cpu":
-        return load_engine(replace(config, num_threads=1), report, select), selecting_s
+        return load_engine(replace(config, num_threads=1), report, select, must_measure=True), selecting_s
     return load_engine(config, report), 0.0
 
 
@@ -122,6 +123,7 @@ _ATTENTION = {
     "lean": "ONNX Runtime's, over runs of texts of equal length",
     "fused": "SDPA over runs of texts of equal length",
     "packed": "SDPA over runs of texts of equal length, in the place of transformers' own",
+    "export": "as the ONNX export has it, over texts of equal length",
     "padded": "transformers' own, with a mask over the padding",
     "unpadded": "transformers' own, over texts of equal length, without padding",
 }
@@ -140,17 +142,21 @@ def _describe_path(config: WorkerConfig, engine: Engine) -> dict[str, Any]:
         "dtype": dtype,
         "device": config.device + (f" ({facts['gpu']})" if "gpu" in facts else ""),
         "attention": attention,
-        "reasons": [_why_path(config, path, dtype), _why_dtype(config, dtype)],
+        "reasons": [_why_path(config, path, dtype, facts.get("times_ms", {})), _why_dtype(config, dtype)],
         "refused": engine.warnings,
-        "probes": facts.get("agreement", {}),
+        "probes": facts.get("agreement") or {},
     }
 
 
-def _why_path(config: WorkerConfig, path: str, dtype: str) -> str:
+def _why_path(config: WorkerConfig, path: str, dtype: str, times: Times) -> str:
     if config.engine != "auto":
         return f"--engine {config.engine} was given"
     if path == "static":
         return "static: the model is a table of rows, which has one engine"
+    if path == "export":
+        return "export: the folder has no other weights than an ONNX export, which has one engine"
+    if len(next(iter(times.values()), {})) > 1:
+        return in_words(times)
     if path == "lean":
         return f"lean: the family {config.card.model_type} has it, and it agrees with the reference model"
     if path == "fused" and dtype != "float32":
@@ -170,6 +176,8 @@ def _why_path(config: WorkerConfig, path: str, dtype: str) -> str:
 def _why_dtype(config: WorkerConfig, dtype: str) -> str:
     if config.dtype != "auto":
         return f"{dtype}: --dtype {config.dtype} was given" + (", and is not available" * (dtype != config.dtype))
+    if config.card.export_file:
+        return f"{dtype}: the ONNX export has it"
     if dtype != "float32":
         return f"{dtype}: computed natively here, and it agrees with the reference model"
     if config.device == "cpu" and not _has_native_bfloat16():
@@ -205,6 +213,9 @@ def _compare(order: Order, engine: Engine, path: dict[str, Any], report: ReportP
         raise ModelError(f"{card.folder}: the vectors of some texts contain nan or infinity")
     agreements: list[dict[str, Any]] = []
     not_compared: list[str] = []
+    if card.export_file:
+        not_compared.append("not compared with the reference model, because the folder lacks the weights for it")
+        return {"agreements": agreements, "not_compared": not_compared}
     if not card.is_static:
         dtype, on_cpu = _reference_dtype(order, path), replace(config, device="cpu")
         theirs = run(
@@ -232,6 +243,8 @@ def _compare(order: Order, engine: Engine, path: dict[str, Any], report: ReportP
 def _write_reference(config: WorkerConfig, report: ReportProgress) -> str:
     """The file beside the model, with its float32 reference vectors, which are computed unless they are remembered.
     Raises ModelError when they cannot be computed or written."""
+    if config.card.export_file:
+        raise ModelError(f"{config.card.export_file}: an ONNX export has no weights to compute reference vectors from")
     reference, path = recall_reference(config), Path(config.card.folder) / REFERENCE_FILE
     if reference is None:
         from vecd.workers.engines.torch.selection import compute_reference

@@ -27,6 +27,7 @@ from numpy.typing import NDArray
 from vecd.shm.output import Output
 from vecd.shm.views import Rows
 from vecd.workers.engine import COMPLETE, Finish, PackedBatch
+from vecd.workers.outputs import write_outputs
 
 _GOLDEN = np.uint64(0x9E3779B97F4A7C15)
 
@@ -56,14 +57,7 @@ class DummyEngine:
         if batch.outputs is None:
             rows[: batch.lengths.size] = dummy_vectors(batch, self._dim)
             return
-        outputs = np.repeat(batch.outputs, batch.rows_of_each)
-        rows = rows[: outputs.size]
-        for output in map(Output, np.unique(batch.outputs)):
-            made = self._rows_of(output, batch)
-            is_wanted = batch.outputs == output
-            at = np.flatnonzero(outputs == output)
-            rows[at, : made.shape[1]] = made[np.repeat(is_wanted, batch.lengths) if output.is_per_token else is_wanted]
-            rows[at, made.shape[1] :] = 0
+        write_outputs(rows, batch.outputs, batch.lengths, batch.first_rows, lambda output: self._rows_of(output, batch))
 
     def _rows_of(self, output: Output, batch: PackedBatch) -> NDArray[np.float32]:
         """The rows of all sequences of a batch, as if each had this output."""

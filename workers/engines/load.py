@@ -16,10 +16,10 @@ import numpy as np
 
 from vecd.shm.card import ModelError
 from vecd.shm.control import LOAD_TOKENS_PER_S
-from vecd.workers.config import WorkerConfig
+from vecd.workers.config import REFERENCE_FILE, WorkerConfig
 from vecd.workers.engine import Engine, ReportProgress
 from vecd.workers.engines.dummy import DummyEngine
-from vecd.workers.engines.parity import compare, random_batch, short_probes, vectors_of
+from vecd.workers.engines.parity import compare, random_batch, short_probes, vectors_of, vectors_one_by_one
 from vecd.workers.engines.references import Reference, recall_reference
 from vecd.workers.engines.selection_cache import Selection, forget, recall, remember
 from vecd.workers.families.description import NotDescribed
@@ -40,12 +40,17 @@ SelectElsewhere: TypeAlias = Callable[[ReportProgress], Selection]
 
 
 def load_engine(
-    config: WorkerConfig, report: ReportProgress, select_elsewhere: SelectElsewhere | None = None
+    config: WorkerConfig,
+    report: ReportProgress,
+    select_elsewhere: SelectElsewhere | None = None,
+    *,
+    must_measure: bool = False,
 ) -> Engine:
     """Build the engine of `config`, warm and compared with the reference model.
 
     The comparison is remembered in `config.cache_folder`; a remembered one is checked again with short probes. A new
-    comparison runs in `select_elsewhere`, or in this process if that is None.
+    comparison runs in `select_elsewhere`, or in this process if that is None. With `must_measure` the engine is chosen
+    among several by their speed even where that needs torch and the lean engine by itself does not.
 
     Side effect: sets torch's number of threads, if the engine needs torch. Raises ModelError when the device cannot be
     used, or when the model cannot be loaded or cannot run the way `config` requires.
@@ -61,13 +66,14 @@ def load_engine(
 
         cuda.describe(config.device)  # once here, where it is an error with a cause, and not a bug
     selection = recall(config)
-    if selection is not None:
+    must_measure = must_measure and config.engine == "auto" and config.device == "cpu" and has_torch()
+    if selection is not None and (selection.times or not must_measure):
         try:
             return _build(config, selection, report)
         except Exception as error:  # whatever happened to the files, a new selection reports it better
             log.warning("the engine is selected anew: %s: %s", type(error).__name__, error)
             forget(config)
-    selected = _select_lean(config, report)
+    selected = None if must_measure else _select_lean(config, report)
     if selected is not None:
         selection, engine = selected
         _describe(config, engine, selection)
@@ -92,13 +98,15 @@ def expected_path(config: WorkerConfig) -> str | None:
     selection = recall(config)
     if selection is not None:
         return selection.path
-    is_lean = is_lean_wanted(config) and (not has_torch() or recall_reference(config) is not None)
-    return "lean" if is_lean else None
+    is_lean = is_lean_wanted(config) and (not _has_others(config) or recall_reference(config) is not None)
+    return ("export" if config.card.export_file else "lean") if is_lean else None
 
 
 def is_lean_wanted(config: WorkerConfig) -> bool:
     """Whether the lean engine comes first: float32 or int8 on a processor, for a family that a table describes. Without
-    torch there is no other engine."""
+    torch there is no other engine. Of an ONNX export there is no other engine either."""
+    if config.card.export_file:
+        return True
     if config.engine not in ("auto", "lean") or config.device != "cpu" or config.card.model_type not in FAMILIES:
         return False
     if config.engine == "lean" or config.dtype == "float32":
@@ -120,17 +128,22 @@ def _load_static(config: WorkerConfig, report: ReportProgress) -> Engine:
     return engine
 
 
+def _has_others(config: WorkerConfig) -> bool:
+    """Whether there are the other engines and the reference model. They need torch, and weights that it can load."""
+    return has_torch() and not config.card.export_file
+
+
 def _select_lean(config: WorkerConfig, report: ReportProgress) -> tuple[Selection, Engine] | None:
     """The lean engine, if it gives the model's remembered reference vectors; else None. Never imports torch.
 
-    Raises ModelError instead of returning None where torch is not installed."""
+    Raises ModelError instead of returning None where there is no other engine."""
     reference = recall_reference(config) if is_lean_wanted(config) else None
-    if reference is None and has_torch():
+    if reference is None and _has_others(config):
         return None
     if reference is None and not config.unverified:
         raise ModelError(
-            f"{config.card.folder}: its reference vectors are not known, and there is no torch to compute them: run "
-            "`vecd check --remember` on it where torch is installed, or serve it uncompared with --unverified"
+            f"{config.card.folder}: its reference vectors are not known, and {_why_not_computed(config)}, or serve it "
+            "uncompared with --unverified"
         )
     from vecd.workers.engines.lean.engine import LeanEngine
 
@@ -144,7 +157,7 @@ def _select_lean(config: WorkerConfig, report: ReportProgress) -> tuple[Selectio
         return None
     if selection is None:
         return None
-    if config.dtype == "int8":
+    if config.dtype == "int8" and not config.card.export_file:
         quantized = _select_int8(config, engine, selection, reference, report)
         if quantized is None:
             return None
@@ -179,12 +192,15 @@ def _select_int8(
 
 
 def _compared(config: WorkerConfig, engine: Engine, reference: Reference, report: ReportProgress) -> Selection | None:
-    """None for other vectors than the reference model's. Raises ModelError instead where torch is not installed."""
-    report("comparing lean float32 with the remembered reference vectors")
+    """None for other vectors than the reference model's. Raises ModelError instead where there is no other engine."""
+    path, dtype = engine.facts["path"], engine.facts["dtype"]
+    report(f"comparing {path} {dtype} with the remembered reference vectors")
     parity = compare(vectors_of(engine, reference.probes(config.card), config.card.dim), reference.vectors)
-    if parity.is_within_bounds("float32"):
-        return Selection("lean", "float32", reference.figures(parity), reference.vectors)
-    why = f"lean float32 is not used: its vectors are not the reference model's: {parity}"
+    if parity.is_within_bounds(dtype):
+        return Selection(path, dtype, reference.figures(parity), reference.vectors)
+    if config.card.export_file:
+        raise ModelError(f"{config.card.export_file}: its vectors are not those of {REFERENCE_FILE}: {parity}")
+    why = f"{path} {dtype} is not used: its vectors are not the reference model's: {parity}"
     if not has_torch():
         raise ModelError(f"{config.card.folder}: {why}; another engine {NEEDS_TORCH}")
     log.warning("%s", why)
@@ -192,18 +208,36 @@ def _compared(config: WorkerConfig, engine: Engine, reference: Reference, report
 
 
 def _uncompared(config: WorkerConfig, engine: Engine) -> Selection:
-    """A selection without a parity. Raises ModelError for vectors that are not finite."""
-    if not np.isfinite(vectors_of(engine, short_probes(config.card), config.card.dim)).all():
+    """A selection without a parity. Raises ModelError for vectors that are not finite, and for those of an engine that
+    depend on what else is in a batch."""
+    path, dtype = engine.facts["path"], engine.facts["dtype"]
+    probes, dim = short_probes(config.card), config.card.dim
+    vectors = vectors_of(engine, probes, dim)
+    if not np.isfinite(vectors).all():
         raise ModelError(f"{config.card.folder}: the vectors contain nan or infinity")
-    warning = "--unverified: the vectors are not compared with the reference model's, which needs torch"
-    return Selection("lean", "float32", {}, np.empty((0, config.card.dim), np.float32), [warning])
+    alone = compare(vectors, vectors_one_by_one(engine, probes, dim))
+    if not alone.is_within_bounds(dtype):
+        raise ModelError(f"{config.card.folder}: a text has another vector in a batch than alone: {alone}")
+    needed = "the model's own weights" if config.card.export_file else "torch"
+    warning = f"--unverified: the vectors are not compared with the reference model's, which needs {needed}"
+    return Selection(path, dtype, {}, np.empty((0, dim), np.float32), [warning])
+
+
+def _why_not_computed(config: WorkerConfig) -> str:
+    """Why the reference vectors are not computed, and what to do."""
+    if config.card.export_file:
+        return (
+            f"an ONNX export has no weights to compute them from: copy {REFERENCE_FILE} from the folder that it was "
+            "made of, where `vecd check --remember` writes it"
+        )
+    return "there is no torch to compute them: run `vecd check --remember` on it where torch is installed"
 
 
 def _build(config: WorkerConfig, selection: Selection, report: ReportProgress) -> Engine:
     """The engine of a selection, warm. Raises ModelError when its vectors are not those of the selection."""
     report(f"loading weights for {selection.path} {selection.dtype}")
     engine: Engine
-    if selection.path == "lean":
+    if selection.path in ("lean", "export"):
         from vecd.workers.engines.lean.engine import LeanEngine
 
         engine = LeanEngine(config.card, dtype=selection.dtype)
@@ -223,8 +257,11 @@ def _build(config: WorkerConfig, selection: Selection, report: ReportProgress) -
 
 def _describe(config: WorkerConfig, engine: Engine, selection: Selection) -> None:
     engine.facts["agreement"] = selection.parity or None
+    engine.facts["times_ms"] = selection.times
     engine.facts[LOAD_TOKENS_PER_S] = _tokens_per_s(config, engine)
     engine.warnings = list(selection.warnings)
+    if config.card.export_file and config.dtype not in ("auto", selection.dtype):
+        engine.warnings.append(f"{config.dtype} is not available: the ONNX export is computed in {selection.dtype}")
 
 
 def _tokens_per_s(config: WorkerConfig, engine: Engine) -> float:

@@ -9,6 +9,9 @@ A reference belongs to the content of a model's files, not to their place, so it
     <model's folder>/vecd-reference.json        beside the model, written by `vecd check --remember`
     <this package>/references/<digest>.json     of the models that come with vecd
     <cache directory>/references/<digest>.json  of the models that were served here
+
+An ONNX export has no reference model, and so no digest either: the file beside it is the one of the weights that it
+was made of, copied there. That it is of the right model shows in the comparison itself.
 """
 
 import base64
@@ -57,7 +60,7 @@ class Reference:
 def recall_reference(config: WorkerConfig) -> Reference | None:
     """The remembered float32 vectors of the model of `config`; None if there are none."""
     try:
-        digest = digest_of(config.card)
+        digest = "" if config.card.export_file else digest_of(config.card)
     except (OSError, ValueError, KeyError):
         return None
     for path in _places(config, digest):
@@ -121,17 +124,20 @@ def _files_of(card: ModelCard) -> Iterator[Path]:
 
 def _places(config: WorkerConfig, digest: str) -> Iterator[Path]:
     yield Path(config.card.folder) / REFERENCE_FILE
+    if not digest:
+        return
     yield _SHIPPED / f"{digest}.json"
     if config.cache_folder:
         yield Path(config.cache_folder) / "references" / f"{digest}.json"
 
 
 def _read(path: Path, digest: str, dim: int) -> Reference:
-    """Raises ValueError for a file of another model, and what a broken file raises."""
+    """Raises ValueError for a file of another model than `digest`, if that is not empty, and what a broken file
+    raises."""
     fields = json.loads(path.read_text())
     if fields["format"] != _FORMAT:
         raise ValueError(f"its format is {fields['format']}, and this version of vecd reads {_FORMAT}")
-    if fields["digest"] != digest:
+    if digest and fields["digest"] != digest:
         raise ValueError("it belongs to a model with other weights or settings")
     lengths = tuple(int(length) for length in fields["lengths"])
     vectors = np.frombuffer(base64.b64decode(fields["vectors"]), dtype="<f4").reshape(len(lengths), dim)

@@ -28,12 +28,14 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
+from vecd.shm.card import export_files
 from vecd.workers.config import REFERENCE_FILE, WorkerConfig
+from vecd.workers.engines.timing import Times
 from vecd.workers.processor import cpuinfo
 
 log = logging.getLogger("vecd.selection")
 
-_FORMAT = 1
+_FORMAT = 2
 _LIBRARIES = ("torch", "transformers", "onnxruntime", "safetensors", "numpy")
 # The variables by which libraries decide which instructions they use.
 _VARIABLES = ("ATEN_CPU_CAPABILITY", "ONEDNN_MAX_CPU_ISA", "DNNL_MAX_CPU_ISA", "MKL_ENABLE_INSTRUCTIONS")
@@ -51,6 +53,8 @@ class Selection:
     """The reference model's vectors of all probes, [P, D]."""
     warnings: list[str] = field(default_factory=list)
     """The paths and dtypes that were tried before and refused, one line each."""
+    times: Times = field(default_factory=dict)
+    """Of the engines that the path was chosen among; empty if it was not measured."""
 
     def to_json(self) -> dict[str, Any]:
         return {
@@ -58,6 +62,7 @@ class Selection:
             "dtype": self.dtype,
             "agreement": self.parity,
             "warnings": self.warnings,
+            "times": self.times,
             "shape": list(self.reference.shape),
             "reference": base64.b64encode(self.reference.astype("<f4").tobytes()).decode(),
         }
@@ -72,6 +77,7 @@ class Selection:
             parity=dict(fields["agreement"]),
             reference=reference.astype(np.float32),
             warnings=list(fields["warnings"]),
+            times=dict(fields["times"]),
         )
 
 
@@ -152,9 +158,14 @@ def _stamps(config: WorkerConfig) -> Iterator[list[Any]]:
     folders |= {str(Path(config.card.folder) / step.path) for step in config.card.steps if step.path}
     for folder in sorted(folders):
         paths = [*Path(folder).glob("*.safetensors"), *Path(folder).glob("*.json")]
-        for path in sorted(path for path in paths if path.name != REFERENCE_FILE):
-            stat = path.stat()
-            yield [str(path), stat.st_size, stat.st_mtime_ns, stat.st_ctime_ns, stat.st_ino]
+        yield from (_stamp(path) for path in sorted(path for path in paths if path.name != REFERENCE_FILE))
+    if config.card.export_file:
+        yield from map(_stamp, export_files(Path(config.card.export_file)))
+
+
+def _stamp(path: Path) -> list[Any]:
+    stat = path.stat()
+    return [str(path), stat.st_size, stat.st_mtime_ns, stat.st_ctime_ns, stat.st_ino]
 
 
 def _version(library: str) -> str | None:

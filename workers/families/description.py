@@ -9,16 +9,21 @@ import json
 from collections.abc import Collection, Mapping
 from dataclasses import dataclass
 from pathlib import Path
+from types import MappingProxyType
 from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
 
+from vecd.shm.architecture import native_config
 from vecd.shm.card import ModelCard
 from vecd.workers.families.encoders import FAMILIES, Family
 
-ACTIVATIONS = frozenset({"gelu", "gelu_new", "relu", "silu"})
-"""By transformers' name; gelu_new is the approximation with tanh. The fused path has no silu."""
+ACTIVATIONS = MappingProxyType(
+    {"gelu": "gelu", "gelu_new": "gelu_new", "gelu_pytorch_tanh": "gelu_new", "relu": "relu", "silu": "silu"}
+)
+"""By transformers' names, of which some mean the same; gelu_new is the approximation with tanh. The fused path has no
+silu."""
 
 
 class NotDescribed(Exception):
@@ -36,13 +41,17 @@ class LayerSpec:
     key_norm: str | None
     """Of each head by itself, [head dim], before the rotation."""
     out: str
+    attended_norm: str | None
     attention_norm: str | None
     up: tuple[str, ...]
-    """One; with a gate, the gate first: two, or one tensor with the rows of both."""
+    """One; with a gate, the gate first: two, or one tensor with the rows of both (`EncoderSpec.is_gate_last`)."""
     down: str
+    fed_forward_norm: str | None
     norm: str
     theta: float | None
     """The base of the rotary positions of queries and keys; None: positions are added to the words."""
+    frequency_divisor: float
+    """Of every frequency of the rotary positions; 1 where they are not scaled."""
     window: int | None
     """The largest distance that a token sees, in tokens; None: any."""
 
@@ -58,6 +67,8 @@ class EncoderSpec:
 
     x ─┬─ norm ─ qkv ─ attention ─ out + x ─┬─ norm ─ up, activation ─ down + x ─ x
        └──────────────────────────────┘     └─────────────────────────────┘
+
+    Gemma's have one more in each half, before the sum: `attended_norm`, `fed_forward_norm`.
     """
 
     num_heads: int
@@ -65,19 +76,25 @@ class EncoderSpec:
     """Of each norm."""
     is_rms: bool
     """RMSNorm instead of LayerNorm."""
+    norm_offset: float
+    """Added to the weights of every norm."""
     has_all_biases: bool
     """False: a bias is added where the weights have one."""
     is_causal: bool
     """A token sees no later one."""
     is_gated: bool
     """The gate is activated, and multiplied with the rest of `up`."""
+    is_gate_last: bool
+    """In one tensor with the rows of both, the gate comes second."""
     activation: str
-    """One of ACTIVATIONS."""
+    """A value of ACTIVATIONS."""
     words: str
+    words_factor: float
+    """Multiplies the embeddings."""
     positions: str | None
     """None: the layers have rotary positions."""
     types: str | None
-    """Every token has type 0, as in a single sentence. None: the family has no types."""
+    """Every token has type 0, as in a single sentence. None: the model has no types."""
     embedding_norm: str | None
     projection: str | None
     """ELECTRA's, from the tables' width to the layers', after the norm; None: the widths are the same."""
@@ -98,24 +115,29 @@ def describe(card: ModelCard, names: Collection[str]) -> EncoderSpec:
     family = FAMILIES.get(card.model_type)
     if family is None:
         raise NotDescribed(f"{card.model_type} has no table of its layers")
-    config = json.loads((Path(card.weights_folder) / "config.json").read_text(encoding="utf-8"))
-    if config["model_type"] != card.model_type or "auto_map" in config:
+    stored = json.loads((Path(card.weights_folder) / "config.json").read_text(encoding="utf-8"))
+    config = native_config(stored) or stored
+    if config["model_type"] != card.model_type:
         raise NotDescribed("an architecture under another name")
     _refuse_other_computations(family, config)
     prefix = _prefix(family, names)
+    has_types = family.has_token_types and config.get("type_vocab_size") != 0
     epsilon, after = family.norm_epsilon, family.positions_after
     projection = None if family.projection is None else prefix + family.projection
     return EncoderSpec(
         num_heads=int(config[family.num_heads]),
         epsilon=float(config[epsilon]) if isinstance(epsilon, str) else epsilon,
-        activation=config[family.activation],
+        activation=ACTIVATIONS[config[family.activation]],
         is_rms=family.is_rms,
+        norm_offset=family.norm_offset,
         has_all_biases=family.has_all_biases,
-        is_causal=family.is_causal,
+        is_causal=family.is_causal and not _sees_later(config),
         is_gated=family.is_gated,
+        is_gate_last=family.is_gate_last,
         words=prefix + family.words,
+        words_factor=card.hidden_size**0.5 if family.is_scaled_by_width else 1.0,
         positions=f"{prefix}embeddings.position_embeddings" if family.thetas is None else None,
-        types=f"{prefix}embeddings.token_type_embeddings" if family.has_token_types else None,
+        types=f"{prefix}embeddings.token_type_embeddings" if has_types else None,
         embedding_norm=None if family.embedding_norm is None else prefix + family.embedding_norm,
         projection=projection if f"{projection}.weight" in names else None,
         positions_after=int(config[after]) if isinstance(after, str) else after,
@@ -137,25 +159,36 @@ def _refuse_other_computations(family: Family, config: Mapping[str, Any]) -> Non
         raise NotDescribed(f"activation {config[family.activation]}")
     if config.get("is_decoder") or config.get("add_cross_attention"):
         raise NotDescribed("a decoder: its tokens do not see later tokens")
-    if family.is_causal and (config.get("use_bidirectional_attention") or config.get("is_causal") is False):
+    sees_later = _sees_later(config) and not family.may_see_later
+    if family.is_causal and (sees_later or config.get("is_causal") is False):
         raise NotDescribed("a decoder whose tokens see later tokens")
+    if "query_pre_attn_scalar" in config and config["query_pre_attn_scalar"] != config["head_dim"]:
+        raise NotDescribed("scores that are not divided by the square root of the width of a head")
     if config.get("position_embedding_type", "absolute") != "absolute":
         raise NotDescribed(f"position_embedding_type {config['position_embedding_type']}")
+
+
+def _sees_later(config: Mapping[str, Any]) -> bool:
+    return bool(config.get("use_bidirectional_attention"))
 
 
 def _layer(family: Family, config: Mapping[str, Any], prefix: str, index: int) -> LayerSpec:
     at = prefix + family.layer.format(index)
     window = _window(config, index)
+    theta, divisor = (None, 1.0) if family.thetas is None else _rotary(family.thetas, config, window)
     return LayerSpec(
         qkv=tuple(at + name for name in family.qkv),
         query_norm=None if family.query_norm is None else at + family.query_norm,
         key_norm=None if family.key_norm is None else at + family.key_norm,
         out=at + family.out,
+        attended_norm=None if family.attended_norm is None else at + family.attended_norm,
         attention_norm=None if family.is_first_norm_absent and index == 0 else at + family.attention_norm,
         up=tuple(at + name for name in family.up),
         down=at + family.down,
+        fed_forward_norm=None if family.fed_forward_norm is None else at + family.fed_forward_norm,
         norm=at + family.norm,
-        theta=None if family.thetas is None else _theta(family.thetas, config, window),
+        theta=theta,
+        frequency_divisor=divisor,
         window=window,
     )
 
@@ -170,6 +203,8 @@ def _window(config: Mapping[str, Any], index: int) -> int | None:
             is_local = config.get("use_sliding_window", False) and index >= config["max_window_layers"]
         case "mistral":
             is_local = config["sliding_window"] is not None
+        case "gemma3_text":
+            is_local = (index + 1) % int(config.get("sliding_window_pattern", 6)) > 0
         case _:
             return None
     types = config.get("layer_types")
@@ -177,19 +212,24 @@ def _window(config: Mapping[str, Any], index: int) -> int | None:
         is_local = types[index] == "sliding_attention"
     if not is_local:
         return None
-    # ModernBERT counts both sides, the others the token itself.
-    return int(config["local_attention"]) // 2 if "local_attention" in config else int(config["sliding_window"]) - 1
+    # Where tokens see later ones, the setting counts both sides; elsewhere the token itself.
+    if config["model_type"] == "modernbert":
+        return int(config["local_attention"]) // 2
+    return int(config["sliding_window"]) // 2 if _sees_later(config) else int(config["sliding_window"]) - 1
 
 
-def _theta(settings: Mapping[str, str], config: Mapping[str, Any], window: int | None) -> float:
+def _rotary(settings: Mapping[str, str], config: Mapping[str, Any], window: int | None) -> tuple[float, float]:
+    """The base of the frequencies, and what they are divided by."""
     kind = "full_attention" if window is None else "sliding_attention"
     rotary = config.get("rope_parameters") or {}
     rotary = rotary.get(kind, rotary)
-    if config.get("rope_scaling") or rotary.get("rope_type", "default") != "default":
+    scaling = rotary.get("rope_type", "default")
+    if config.get("rope_scaling") or scaling not in ("default", "linear"):
         raise NotDescribed("rotary positions that are scaled")
     if rotary.get("partial_rotary_factor", config.get("partial_rotary_factor", 1)) != 1:
         raise NotDescribed("rotary positions of a part of each head")
-    return float(rotary["rope_theta"] if "rope_theta" in rotary else config[settings[kind]])
+    theta = rotary["rope_theta"] if "rope_theta" in rotary else config[settings[kind]]
+    return float(theta), float(rotary["factor"]) if scaling == "linear" else 1.0
 
 
 # --- MPNet's distances ------------------------------------------------------------------------------------------

@@ -20,6 +20,8 @@ class Family:
     prefixes: tuple[str, ...]
     """Possible prefixes of the names; training heads put the encoder one level down."""
     words: str = "embeddings.word_embeddings"
+    is_scaled_by_width: bool = False
+    """Embeddings are multiplied by the square root of their number of elements."""
     embedding_norm: str | None = "embeddings.LayerNorm"
     layer: str = "encoder.layer.{}."
     qkv: tuple[str, ...] = ("attention.self.query", "attention.self.key", "attention.self.value")
@@ -28,11 +30,17 @@ class Family:
     key_norm: str | None = None
     """Of each head by itself, before the rotation."""
     out: str = "attention.output.dense"
+    attended_norm: str | None = None
+    """Of what attention adds, before its residual sum, beside the norm that every half has."""
     attention_norm: str = "attention.output.LayerNorm"
     up: tuple[str, ...] = ("intermediate.dense",)
     is_gated: bool = False
     """`up` is a gate, which is activated, and what is multiplied with it: two names, or one for both."""
+    is_gate_last: bool = False
+    """In one tensor for both, the gate comes second."""
     down: str = "output.dense"
+    fed_forward_norm: str | None = None
+    """Like `attended_norm`, of the other half."""
     norm: str = "output.LayerNorm"
     final_norm: str | None = None
     """None: each norm comes after its residual sum. Otherwise before its half of the layer, and this one at the end."""
@@ -40,6 +48,8 @@ class Family:
     """The first layer has no norm before its attention."""
     is_rms: bool = False
     """RMSNorm instead of LayerNorm."""
+    norm_offset: float = 0.0
+    """Added to the weights of all norms."""
     has_all_biases: bool = True
     """False: a bias is added where the weights have one."""
     thetas: Mapping[str, str] | None = None
@@ -47,6 +57,8 @@ class Family:
     positions is added to the words."""
     is_causal: bool = False
     """A token sees no later one."""
+    may_see_later: bool = False
+    """But it does where the setting use_bidirectional_attention says so."""
     has_token_types: bool = True
     """Every token has type 0, as in a single sentence."""
     positions_after: str | int | None = None
@@ -61,6 +73,8 @@ class Family:
     norm_epsilon: str | float = "layer_norm_eps"
     """Settings in config.json, or the value itself."""
 
+
+_ONE_THETA = MappingProxyType({"full_attention": "rope_theta", "sliding_attention": "rope_theta"})
 
 _BERT = Family(prefixes=("", "bert."))
 _ROBERTA = Family(prefixes=("", "roberta."), positions_after="pad_token_id")
@@ -125,11 +139,52 @@ _MISTRAL = Family(
     is_rms=True,
     has_all_biases=False,
     has_token_types=False,
-    thetas=MappingProxyType({"full_attention": "rope_theta", "sliding_attention": "rope_theta"}),
+    thetas=_ONE_THETA,
     is_causal=True,
     norm_epsilon="rms_norm_eps",
 )
 _QWEN3 = replace(_MISTRAL, query_norm="self_attn.q_norm", key_norm="self_attn.k_norm")
+_GEMMA3 = replace(
+    _QWEN3,
+    is_scaled_by_width=True,
+    attended_norm="post_attention_layernorm",
+    fed_forward_norm="post_feedforward_layernorm",
+    attention_norm="input_layernorm",
+    norm="pre_feedforward_layernorm",
+    norm_offset=1.0,
+    thetas=MappingProxyType({"full_attention": "rope_theta", "sliding_attention": "rope_local_base_freq"}),
+    may_see_later=True,
+    activation="hidden_activation",
+)
+
+# Both as transformers saves them, which is as the original's own code did.
+_NOMIC = Family(
+    prefixes=("", "nomic_bert."),
+    embedding_norm="emb_ln",
+    layer="encoder.layers.{}.",
+    qkv=("attn.Wqkv",),
+    out="attn.out_proj",
+    attention_norm="norm1",
+    up=("mlp.fc12", "mlp.fc11"),
+    is_gated=True,
+    down="mlp.fc2",
+    norm="norm2",
+    has_all_biases=False,
+    thetas=_ONE_THETA,
+)
+_GTE = Family(
+    prefixes=("", "new.", "gte."),
+    qkv=("attention.qkv_proj",),
+    out="attention.o_proj",
+    attention_norm="attn_ln",
+    up=("mlp.up_gate_proj",),
+    is_gated=True,
+    is_gate_last=True,
+    down="mlp.down_proj",
+    norm="mlp_ln",
+    has_all_biases=False,
+    thetas=_ONE_THETA,
+)
 
 FAMILIES = MappingProxyType(
     {
@@ -141,9 +196,12 @@ FAMILIES = MappingProxyType(
         "mpnet": _MPNET,
         "electra": _ELECTRA,
         "modernbert": _MODERNBERT,
+        "nomic_bert": _NOMIC,
+        "gte": _GTE,
         "mistral": _MISTRAL,
         "qwen2": _MISTRAL,
         "qwen3": _QWEN3,
+        "gemma3_text": _GEMMA3,
     }
 )
 """By transformers' name of the architecture."""

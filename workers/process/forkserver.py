@@ -48,6 +48,7 @@ from vecd.workers.process.kernel import (
     is_single_threaded,
     leave_no_core,
     num_threads,
+    return_free_memory,
     set_process_name,
     trace_crashes,
 )
@@ -116,12 +117,14 @@ def _load(start: ForkServerStart, report: ReportProgress) -> tuple[list[str], En
         path = expected_path(config)
         # Started before the imports, because it takes longer. Not needed if another server remembers one meanwhile.
         process = start_selection() if path is None else None
-        modules = [] if path in ("lean", "static") else _import(start.modules)
+        modules = [] if path in ("lean", "export", "static") else _import(start.modules)
 
         def select(report: ReportProgress) -> Selection:
             return (process or start_selection()).result(report)
 
-        return modules, load_engine(config, report, select)
+        engine = load_engine(config, report, select)
+        return_free_memory()  # of weights that were converted and then laid out anew
+        return modules, engine
 
 
 def _import(modules: list[str]) -> list[str]:

@@ -10,6 +10,7 @@ import numpy as np
 import pytest
 
 from tests.support.checkpoints import Checkpoints
+from tests.support.exports import export_of
 from tests.support.serving import clean_environment, running_server
 from vecd.workers.config import REFERENCE_FILE
 
@@ -155,6 +156,28 @@ def test_check_says_what_it_needs(without_torch: dict[str, str], tmp_path: Path)
     assert done.returncode == 2
     [line] = done.stderr.splitlines()
     assert "needs torch" in line
+
+
+def test_an_export_is_compared_with_the_vectors_of_its_model(
+    checkpoint: Checkpoints, without_torch: dict[str, str], tmp_path: Path
+) -> None:
+    exported = export_of(checkpoint("bert"), tmp_path / "exported")
+    done = _run(without_torch, tmp_path, "serve", str(exported), "--port", "0")
+    assert done.returncode == 3
+    assert "or serve it uncompared with --unverified" in done.stderr.splitlines()[-1]
+    plain = Path(shutil.copytree(checkpoint("bert"), tmp_path / "plain"))
+    for folder, flag in (exported, "--unverified"), (plain, "--remember"):
+        done = _run({"VECD_CACHE_DIR": str(tmp_path / "other")}, tmp_path, "check", str(folder), "--quick", flag)
+        assert done.returncode == 0, done.stdout + done.stderr
+        assert ("vecd serve needs --unverified" in done.stdout) == (folder is exported)
+    shutil.copy(plain / REFERENCE_FILE, exported)
+    vectors = {}
+    for folder in exported, plain:
+        with running_server(str(folder), "--workers", "1", env=without_torch) as server:
+            [worker] = server.info()["workers"]
+            vectors[worker["path"]] = np.array(server.embed(["w3 w4 w5", "w7", "w9 w9 w9 w9"]))
+            assert worker["agreement"]["max_abs_diff"] < 1e-5
+    np.testing.assert_allclose(vectors["export"], vectors["lean"], atol=1e-6, rtol=0)
 
 
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])  # also the stored one: no float32 vectors are computed yet

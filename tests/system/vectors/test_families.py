@@ -31,6 +31,7 @@ from vecd.shm.card import read_card
 from vecd.workers.engine import Engine, PackedBatch
 from vecd.workers.engines.lean.engine import LeanEngine
 from vecd.workers.engines.load import load_engine
+from vecd.workers.engines.torch import fused
 from vecd.workers.families.description import NotDescribed
 
 ONE_TOKEN = [1]
@@ -38,6 +39,7 @@ LONGEST = [MAX_TOKENS]
 MIXED = [5, 1, 30, 60, 7, 5, 2, 1, 12, 12, 59]
 BATCHES = (ONE_TOKEN, [1] * 5, LONGEST, [MAX_TOKENS] * 2, MIXED)
 
+GEMMA_LAYERS = ["sliding_attention", "full_attention", "sliding_attention"]
 FUSED = ("bert", "roberta", "xlm-roberta", "camembert", "distilbert", "mpnet", "electra")
 FAMILIES: list[tuple[str, str, tuple[str, ...]]] = [
     ("bert", "mean", ("lean", "fused", "packed", "padded")),
@@ -49,12 +51,12 @@ FAMILIES: list[tuple[str, str, tuple[str, ...]]] = [
     ("electra", "max", ("lean", "fused", "packed", "padded")),
     ("albert", "mean_sqrt_len_tokens", ("packed", "padded")),
     ("modernbert", "mean", ("lean", "packed", "padded")),
-    ("nomic_bert", "mean", ("packed", "padded")),
-    ("gte", "cls", ("packed", "padded")),
+    ("nomic_bert", "mean", ("lean", "packed", "padded")),
+    ("gte", "cls", ("lean", "packed", "padded")),
     ("qwen2", "lasttoken", ("lean", "packed", "padded")),
     ("qwen3", "lasttoken", ("lean", "packed", "padded")),
     ("mistral", "weightedmean", ("lean", "packed", "padded")),
-    ("gemma3_text", "mean", ("packed", "padded")),
+    ("gemma3_text", "mean", ("lean", "packed", "padded")),
     ("gpt2", "lasttoken", ("packed", "padded")),
     ("deberta-v2", "cls", ("padded",)),
     ("t5", "mean", ("padded",)),
@@ -152,6 +154,7 @@ def test_shards_are_fused(family: str, checkpoint: Checkpoints, reference: Refer
     [
         ("bert", {"hidden_act": "relu"}),
         ("bert", {"hidden_act": "gelu_new"}),
+        ("bert", {"hidden_act": "gelu_pytorch_tanh"}),
         ("bert", {"layer_norm_eps": 0.5}),
         ("bert", {"type_vocab_size": 1}),
         ("bert", {"type_vocab_size": 5, "num_hidden_layers": 1}),
@@ -192,6 +195,13 @@ def test_every_setting_that_is_fused_is_obeyed(
         ("qwen2", {"use_sliding_window": True, "sliding_window": 4, "max_window_layers": 1}),
         ("qwen3", {"use_sliding_window": True, "sliding_window": 7, "max_window_layers": 2, "head_dim": 16}),
         ("qwen3", {"rope_theta": 300.0, "attention_bias": True}),
+        ("qwen3", {"rope_parameters": {"rope_type": "linear", "rope_theta": 300.0, "factor": 2.5}}),
+        ("nomic_bert", {"layer_norm_eps": 0.5, "type_vocab_size": 1, "intermediate_size": 50}),
+        ("gte", {"type_vocab_size": 0, "hidden_act": "gelu_new", "layer_norm_eps": 0.5}),
+        ("gte", {"rope_parameters": {"rope_type": "linear", "rope_theta": 700.0, "factor": 1.7}}),
+        ("gemma3_text", {"layer_types": GEMMA_LAYERS, "sliding_window": 7, "rms_norm_eps": 0.5}),
+        ("gemma3_text", {"layer_types": GEMMA_LAYERS, "use_bidirectional_attention": False, "attention_bias": True}),
+        ("gemma3_text", {"num_key_value_heads": 1, "head_dim": 16, "query_pre_attn_scalar": 16}),
     ],
 )
 def test_every_setting_that_the_lean_engine_alone_computes_is_obeyed(
@@ -212,6 +222,16 @@ def test_every_setting_that_the_lean_engine_alone_computes_is_obeyed(
         ),
         ("mistral", {"rope_parameters": None, "rope_theta": 700.0}),
         ("qwen3", {"layer_types": None, "rope_parameters": None, "rope_theta": 1e6, "rope_scaling": None}),
+        (
+            "gemma3_text",
+            {
+                "layer_types": None,
+                "sliding_window_pattern": 2,
+                "rope_parameters": None,
+                "rope_theta": 9e4,
+                "rope_local_base_freq": 5e3,
+            },
+        ),
     ],
 )
 def test_a_config_of_an_older_transformers_is_read(
@@ -231,6 +251,8 @@ def test_a_config_of_an_older_transformers_is_read(
         ("qwen2", {"is_causal": False}, "later tokens"),
         ("mistral", {"partial_rotary_factor": 0.5}, "part of each head"),
         ("modernbert", {"hidden_activation": "tanh"}, "activation tanh"),
+        ("gemma3_text", {"query_pre_attn_scalar": 9}, "scores"),
+        ("gemma3_text", {"is_causal": False}, "later tokens"),
     ],
 )
 def test_other_computations_of_a_described_family_are_refused(
@@ -247,6 +269,23 @@ def test_the_fused_path_refuses_what_it_does_not_compute(family: str, checkpoint
         engine_of(checkpoint(family), "fused")
 
 
+@pytest.mark.parametrize(
+    ("family", "settings"),
+    [
+        ("gte", {}),
+        ("gemma3_text", {}),
+        ("qwen3", {"rope_parameters": {"rope_type": "linear", "rope_theta": 300.0, "factor": 2.5}}),
+    ],
+)
+def test_the_fused_path_refuses_parts_of_layers_that_it_does_not_compute(
+    family: str, settings: dict[str, Any], checkpoint: Checkpoints, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Whatever families it may compute."""
+    monkeypatch.setattr(fused, "FUSED_FAMILIES", {family})
+    with pytest.raises(NotDescribed, match="all parts of layers"):
+        engine_of(checkpoint(family, **settings), "fused")
+
+
 def changed_config(folder: Path, tmp_path: Path, saved: dict[str, Any]) -> Path:
     """A copy whose config.json has these settings, and not those that are None."""
     changed = shutil.copytree(folder, tmp_path / "changed")
@@ -256,23 +295,38 @@ def changed_config(folder: Path, tmp_path: Path, saved: dict[str, Any]) -> Path:
     return changed
 
 
-@pytest.mark.parametrize("family", ["bert", "distilbert", "mpnet"])
-def test_every_weight_shows_in_the_vectors(family: str, checkpoint: Checkpoints, tmp_path: Path) -> None:
+@pytest.mark.parametrize(
+    ("family", "path", "num_tensors"),
+    [
+        ("bert", "fused", 20),
+        ("distilbert", "fused", 19),
+        ("mpnet", "fused", 20),
+        ("nomic_bert", "lean", 13),
+        ("gte", "lean", 15),
+        ("gemma3_text", "lean", 15),
+    ],
+)
+def test_every_weight_shows_in_the_vectors(
+    family: str, path: str, num_tensors: int, checkpoint: Checkpoints, tmp_path: Path
+) -> None:
     """Or else these tests would not see that it is missing, or another's."""
     batch = random_batch([12, 7])
     folder = checkpoint(family)
-    plain = embed(engine_of(folder, "fused"), batch)
+    plain = embed(engine_of(folder, path), batch)
     weights = load_file(folder / "model.safetensors")
     # Nobody reads the pooler, and a bias that is the same for all keys goes out of the softmax.
     names = [name for name in weights if not name.startswith("pooler.")]
     names = [name for name in names if not name.endswith(("key.bias", "k_lin.bias", "attn.k.bias"))]
     of_layers = {re.sub(r"\.\d\.", ".1.", name) for name in names}
-    assert len(of_layers) >= 15 + 4
+    assert len(of_layers) == num_tensors
     assert of_layers <= set(names)
     changed = shutil.copytree(folder, tmp_path / "changed")
+    torch.manual_seed(0)
     for name in of_layers:
-        save_file({**weights, name: weights[name] * 1.5}, changed / "model.safetensors")
-        assert np.abs(embed(engine_of(changed, "fused"), batch) - plain).max() > 1e-4, name
+        # Not all by one factor, which a norm behind them would take back.
+        other = weights[name] * (1 + torch.rand(weights[name].shape))
+        save_file({**weights, name: other}, changed / "model.safetensors")
+        assert np.abs(embed(engine_of(changed, path), batch) - plain).max() > 1e-4, name
 
 
 @pytest.mark.parametrize("family", ["roberta", "xlm-roberta", "camembert", "mpnet"])

@@ -32,7 +32,7 @@ ALL_MODES = POOLING_MODES[::-1]  # side by side, in an order of the model's own
     [
         *(("bert", path, mode) for path in ("lean", "fused") for mode in POOLING_MODES),
         *(("bert", path, ALL_MODES) for path in ("lean", "fused")),
-        *((family, "lean", ALL_MODES) for family in ("modernbert", "qwen3", "mistral")),
+        *((family, "lean", ALL_MODES) for family in ("modernbert", "nomic_bert", "gte", "qwen3", "mistral")),
         ("qwen3", "packed", ALL_MODES),
         ("t5", "padded", ALL_MODES),
     ],
@@ -50,7 +50,13 @@ def test_every_pooling_mode_is_the_reference_s(
 
 @pytest.mark.parametrize(
     ("family", "path", "pooling"),
-    [("bert", "lean", "cls"), ("bert", "fused", "cls"), ("gemma3_text", "packed", "mean"), ("t5", "padded", "mean")],
+    [
+        ("bert", "lean", "cls"),
+        ("bert", "fused", "cls"),
+        ("gemma3_text", "lean", "mean"),
+        ("gemma3_text", "packed", "mean"),
+        ("t5", "padded", "mean"),
+    ],
 )
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
 def test_dense_modules_as_in_embeddinggemma_and_gtr_are_the_reference_s(

@@ -86,6 +86,10 @@ def test_long_texts_have_the_reference_s_vectors(
         ("mistral", {"sliding_window": 300}),
         ("mistral", {"sliding_window": None}),
         ("qwen3", {}),
+        ("nomic_bert", {}),
+        ("gte", {}),
+        ("gemma3_text", {"sliding_window": 300, "layer_types": ["sliding_attention"] * 2 + ["full_attention"]}),
+        ("gemma3_text", {"sliding_window": 300, "use_bidirectional_attention": False}),
     ],
 )
 def test_long_texts_whose_attention_is_cut_into_pieces_have_the_reference_s_vectors(

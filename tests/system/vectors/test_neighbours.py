@@ -29,7 +29,7 @@ from vecd.workers.engine import Engine
 from vecd.workers.engines.torch.linear import has_native_int8
 
 FUSED = ("bert", "roberta", "xlm-roberta", "camembert", "distilbert", "mpnet", "electra")
-LEAN = (*FUSED, "modernbert", "qwen2", "qwen3", "mistral")
+LEAN = (*FUSED, "modernbert", "nomic_bert", "gte", "qwen2", "qwen3", "mistral", "gemma3_text")
 FUSED_DTYPES = ["float32", "bfloat16", *(["int8"] if has_native_int8() else [])]
 Check: TypeAlias = Callable[[Any, Any], None]
 

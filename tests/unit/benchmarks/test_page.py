@@ -5,7 +5,7 @@ from benchmarks.page import remarks, render_page
 
 def test_a_page_of_nothing_says_so(session: Session) -> None:
     page = render_page(session, "day-servers.jsonl", "")
-    assert page.count("Not measured.") == 6
+    assert page.count("Not measured.") == 7
     assert "session 2026-11-21T12:00:00+00:00" in page
     assert "vecd 0.1.0 |" in page  # and not the package that is not installed
 

@@ -1,6 +1,6 @@
 import pytest
 
-from benchmarks.turns import fastest, paired_ratio, take_turns
+from benchmarks.turns import fastest, median_interval, paired_ratios, take_turns
 
 
 class Machine:
@@ -50,9 +50,29 @@ def test_the_fastest_is_whose_best_pass_is_shortest() -> None:
 
 def test_who_is_far_behind_gets_one_look() -> None:
     machine = Machine()
-    fastest({"slow": machine.worker("slow", 9.0), "fast": machine.worker("fast", 1.0)}, 3, machine.clock)
-    assert machine.log == ["slow", "fast", "fast", "fast"]
+    passes = {
+        "slow": machine.worker("slow", 9.0),
+        "near": machine.worker("near", 1.2),
+        "fast": machine.worker("fast", 1),
+    }
+    fastest(passes, machine.clock)
+    assert machine.log == ["slow", "near", "fast", "near", "fast", "fast"]
 
 
 def test_a_slow_minute_of_the_machine_cancels_out_of_a_ratio() -> None:
-    assert paired_ratio([10.0, 1.0, 10.0], [5.0, 0.5, 5.0]) == pytest.approx(2.0)
+    assert paired_ratios([10.0, 1.0, 10.0], [5.0, 0.5, 5.0]) == pytest.approx([2.0, 2.0, 2.0])
+
+
+@pytest.mark.parametrize(
+    ("num_values", "expected"),
+    [
+        (4, None),  # 1 - 2 / 2**4 = 0.875
+        (5, (0, 4)),  # 1 - 2 / 2**5 = 0.94
+        (7, (0, 6)),  # without the outermost 1 - 2 * 8 / 2**7 = 0.875
+        (8, (1, 6)),  # 1 - 2 * 9 / 2**8 = 0.93
+        (20, (5, 14)),  # 0.96; one more left out would be 0.88
+    ],
+)
+def test_an_interval_is_as_narrow_as_its_confidence_allows(num_values: int, expected: tuple[int, int] | None) -> None:
+    shuffled = [float(value) for value in (*range(1, num_values, 2), *range(0, num_values, 2))]
+    assert median_interval(shuffled) == expected

@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from vecd.shm.card import ModelCard, ModelError, Step, read_card
+from vecd.shm.card import ModelCard, ModelError, Step, export_files, read_card
 
 OLD = "sentence_transformers.models."
 NEW = {
@@ -176,6 +176,33 @@ def test_sharded_weights(folder: Folder) -> None:
     (folder.path / "model.safetensors").rename(folder.path / "model-1-of-1.safetensors")
     folder.write("model.safetensors.index.json", {"weight_map": {"a": "model-1-of-1.safetensors"}})
     assert folder.read().dim == 32
+
+
+def test_an_export_where_there_are_no_safetensors(folder: Folder) -> None:
+    folder.write("onnx/model.onnx", "graph")
+    folder.write("onnx/model.onnx_data", "data")
+    folder.write("onnx/table.weight", "more")
+    folder.write("onnx/model_int8.onnx", "another graph")
+    folder.write("onnx/model_int8.onnx_data", "its data")
+    assert folder.read().export_file == ""
+    (folder.path / "model.safetensors").rename(folder.path / "pytorch_model.bin")
+    card = folder.read()
+    assert card.export_file == str(folder.path / "onnx/model.onnx")
+    assert card.weights_bytes == len("graph" + "data" + "more")
+    assert [path.name for path in export_files(Path(card.export_file))] == [
+        "model.onnx",
+        "model.onnx_data",
+        "table.weight",
+    ]
+
+
+def test_another_export_is_not_taken(folder: Folder) -> None:
+    (folder.path / "model.safetensors").unlink()
+    folder.write("onnx/model_int8.onnx", "")
+    assert folder.refusal() == (
+        "model.safetensors: file missing (the model's weights); of exports onnx/model.onnx alone is served, not "
+        "model_int8.onnx"
+    )
 
 
 @pytest.mark.parametrize("name", ["vocab.txt", "vocab.json", "sentencepiece.bpe.model", "spiece.model"])

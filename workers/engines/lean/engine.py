@@ -1,26 +1,22 @@
 """The engine without torch: hidden states from ONNX Runtime, vectors from numpy.
 
-Owns the steps of a batch, and the second try after out of memory. Called by `vecd.workers.process.loop` through
-`vecd.workers.engine.Engine`.
+Owns the steps of a batch. Called by `vecd.workers.process.loop` through `vecd.workers.engine.Engine`.
 """
 
-import logging
 from collections.abc import Callable, Sequence
+from functools import partial
 from typing import Any
-
-import numpy as np
-from numpy.typing import NDArray
 
 from vecd.shm.card import ModelCard
 from vecd.shm.output import Output
 from vecd.shm.views import Rows
 from vecd.workers.engine import COMPLETE, Finish, PackedBatch
+from vecd.workers.engines.lean.export import ExportForward
 from vecd.workers.engines.lean.forward import LeanForward
 from vecd.workers.engines.lean.head import Floats, LeanHead, load_head
 from vecd.workers.layout import Layout, arrange, passes
-from vecd.workers.out_of_memory import halves, means_out_of_memory
-
-log = logging.getLogger("vecd.worker")
+from vecd.workers.out_of_memory import begin_or_halve
+from vecd.workers.outputs import write_outputs
 
 TOKENS_OF_A_PASS = 512
 """A larger batch is computed in several passes: the values between layers then stay in the core's cache. Measured with
@@ -35,76 +31,48 @@ _COMPUTE: dict[Output, Callable[[LeanHead, Floats, Layout], Floats]] = {
 
 
 class LeanEngine:
-    """Runs one model on a processor, in float32 or with products in int8."""
+    """Runs one model on a processor: in float32, with products in int8, or in an export's own type."""
 
     def __init__(self, card: ModelCard, num_threads: int = 1, *, dtype: str = "float32") -> None:
-        """Load the model of `card`; `dtype` is "float32" or "int8". Raises NotDescribed when no table describes its
-        layers, ModelError for files of its steps that cannot be used."""
+        """Load the model of `card`; `dtype`, for a model that is no export, is "float32" or "int8". Raises NotDescribed
+        when no table describes its layers, ModelError for an export or files of its steps that cannot be used."""
         self._card = card
-        self._is_int8 = dtype == "int8"
-        self._forward = LeanForward(card, num_threads, is_int8=self._is_int8)
+        self._dtype = dtype
+        self._forward = _forward(card, num_threads, dtype)
         self._head = load_head(card)
-        self.facts: dict[str, Any] = {
-            "dtype": dtype,
-            "path": "lean",
-            "converted_bytes": self._forward.converted_bytes,
-        }
+        self.facts: dict[str, Any] = dict(self._forward.facts)
         self.warnings: list[str] = []
         self.num_padding_tokens = 0
 
     def use_threads(self, num_threads: int) -> None:
         if num_threads > 1:
-            self._forward = LeanForward(self._card, num_threads, is_int8=self._is_int8)
+            self._forward = _forward(self._card, num_threads, self._dtype)
 
     def adopt(self, slots: Sequence[Rows]) -> None:
         pass
 
     def begin(self, batch: PackedBatch, rows: Rows) -> Finish:
-        """See `Engine.begin`. After out of memory the batch is computed once more, in two halves. Raises the error if
-        there is only one sequence, or if a half is too large as well."""
-        try:
-            self._compute(batch, rows)
-            return COMPLETE
-        except Exception as error:
-            if batch.lengths.size == 1 or not means_out_of_memory(error):
-                raise
-        # Outside of `except`, because the error's traceback holds the arrays of the failed pass.
-        log.warning(
-            "out of memory: %d sequences of %d tokens are computed in two halves",
-            batch.lengths.size,
-            batch.token_ids.size,
-        )
-        first, second = halves(batch)
-        self._compute(first, rows)
-        self._compute(second, rows[first.num_rows :])
-        return COMPLETE
+        return begin_or_halve(self._compute, batch, rows)
 
     def embed(self, batch: PackedBatch, rows: Rows) -> None:
         self.begin(batch, rows)()
 
-    def _compute(self, batch: PackedBatch, rows: Rows) -> None:
-        first_rows = np.cumsum(batch.rows_of_each) - batch.rows_of_each
+    def _compute(self, batch: PackedBatch, rows: Rows) -> Finish:
+        first_rows = batch.first_rows
         for layout in passes(arrange(batch), TOKENS_OF_A_PASS):
             hidden = self._forward(layout)
             if batch.outputs is None:
                 rows[layout.order] = self._head(hidden, layout.runs)
             else:
-                self._write_outputs(batch.outputs[layout.order], first_rows[layout.order], layout, hidden, rows)
+                make = partial(self._rows_of, layout, hidden)
+                write_outputs(rows, batch.outputs[layout.order], layout.lengths, first_rows[layout.order], make)
+        return COMPLETE
 
-    def _write_outputs(
-        self,
-        outputs: NDArray[np.uint8],
-        places: NDArray[np.int64],
-        layout: Layout,
-        hidden: Floats,
-        rows: Rows,
-    ) -> None:
-        """`outputs` and `places` say for each sequence what it asks for, and its first row."""
-        for output in map(Output, np.unique(outputs)):
-            made = _COMPUTE[output](self._head, hidden, layout)
-            is_wanted, at = outputs == output, places
-            if output.is_per_token:
-                is_wanted = np.repeat(is_wanted, layout.lengths)
-                at = np.repeat(places, layout.lengths) + layout.offsets()
-            rows[at[is_wanted], : made.shape[1]] = made[is_wanted]
-            rows[at[is_wanted], made.shape[1] :] = 0
+    def _rows_of(self, layout: Layout, hidden: Floats, output: Output) -> Floats:
+        return _COMPUTE[output](self._head, hidden, layout)
+
+
+def _forward(card: ModelCard, num_threads: int, dtype: str) -> LeanForward | ExportForward:
+    if card.export_file:
+        return ExportForward(card, num_threads)
+    return LeanForward(card, num_threads, is_int8=dtype == "int8")

@@ -14,6 +14,7 @@ os.environ["ORT_DISABLE_TELEMETRY"] = "1"
 
 from collections.abc import Mapping
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import onnxruntime
@@ -40,11 +41,16 @@ class LeanForward:
         except (OSError, ValueError, KeyError, TypeError, ModelError) as error:
             # The plain model reads the same files and reports their faults.
             raise NotDescribed(one_line(error)) from error
+        arrays.release()  # what was converted is not read again
         self._positions_after = encoder.positions_after
         self._windows, self._is_causal = made.windows, encoder.is_causal
         self._weights = {name: onnxruntime.OrtValue.ortvalue_from_numpy(array) for name, array in made.weights.items()}
         self._session = _session(made.content, self._weights, str(paths[0].parent), num_threads)
-        self.converted_bytes = sum(made.weights[name].nbytes for name in made.products)
+        self.facts: dict[str, Any] = {
+            "dtype": "int8" if is_int8 else "float32",
+            "path": "lean",
+            "converted_bytes": sum(made.weights[name].nbytes for name in made.products),
+        }
         # The session has laid out the products' weights anew, and never looks at these again. Elsewhere it might not
         # have: a kernel without a layout of its own reads what it was given. For int8 that begins with AVX2.
         if platform.machine() == "x86_64" and (not is_int8 or "avx2" in cpu_flags()):
@@ -57,13 +63,12 @@ class LeanForward:
         """The last layer's hidden states, [T, H], in the layout's order. Raises what the session raises."""
         after = self._positions_after
         positions = layout.offsets() if after is None else layout.positions_after(after)
-        runs = np.array([(run.start, run.count, run.length) for run in layout.runs], dtype=np.int64)
         feeds = {
             "token_ids": layout.token_ids,
             "positions": positions,
-            "starts": runs[:, 0].copy(),
-            "counts": runs[:, 1].copy(),
-            "lengths": runs[:, 2].copy(),
+            "starts": np.array([run.start for run in layout.runs]),
+            "counts": np.array([run.count for run in layout.runs]),
+            "lengths": np.array([run.length for run in layout.runs]),
         }
         for name, window in self._windows.items():
             feeds[name] = pieces_of(layout.runs, window, self._is_causal)
@@ -74,17 +79,28 @@ class LeanForward:
 def _session(
     content: bytes, weights: Mapping[str, "onnxruntime.OrtValue"], folder: str, num_threads: int
 ) -> onnxruntime.InferenceSession:
-    options = onnxruntime.SessionOptions()
-    options.intra_op_num_threads = num_threads
-    options.inter_op_num_threads = 1
+    options = session_options(num_threads)
     # The graph is written the way the optimizer would leave it; without it a session is there in half the time.
     options.graph_optimization_level = onnxruntime.GraphOptimizationLevel.ORT_DISABLE_ALL
-    options.enable_mem_pattern = False  # a plan of the memory for every shape that ever came
-    options.log_severity_level = _ERROR
     options.add_session_config_entry("session.model_external_initializers_file_folder_path", folder)
     for name, value in weights.items():
         options.add_initializer(name, value)
-    return onnxruntime.InferenceSession(content, options, providers=["CPUExecutionProvider"])
+    return session_of(content, options)
+
+
+def session_of(model: bytes | str, options: onnxruntime.SessionOptions) -> onnxruntime.InferenceSession:
+    """`model`: the content of an ONNX file, or its path. Raises what the library raises."""
+    return onnxruntime.InferenceSession(model, options, providers=["CPUExecutionProvider"])
+
+
+def session_options(num_threads: int) -> onnxruntime.SessionOptions:
+    """What all sessions have in common."""
+    options = onnxruntime.SessionOptions()
+    options.intra_op_num_threads = num_threads
+    options.inter_op_num_threads = 1
+    options.enable_mem_pattern = False  # a plan of the memory for every shape that ever came
+    options.log_severity_level = _ERROR
+    return options
 
 
 _ERROR = 3

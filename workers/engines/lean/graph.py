@@ -64,8 +64,8 @@ class _Builder:
         self._made = EncoderGraph(b"")
         self._positions: Value = ""
         """[T, 1]."""
-        self._rotations: dict[float, list[Value]] = {}
-        """Cosines and sines by theta, each [M, head dim / 2]."""
+        self._rotations: dict[tuple[float, float], list[Value]] = {}
+        """Cosines and sines by theta and divisor, each [M, head dim / 2]."""
         self._attentions: dict[int | None, _Attention] = {}
         """By window."""
 
@@ -81,7 +81,8 @@ class _Builder:
             width = int(self._tensor(self._encoder.projection).shape[0])
         starts, counts, lengths = runs
         whole = _Pieces(starts, starts, counts, lengths, lengths)
-        self._positions = graph.node("Unsqueeze", positions, graph.constant([1]))
+        if any(layer.theta is not None for layer in self._encoder.layers):
+            self._positions = graph.node("Unsqueeze", positions, graph.constant([1]))
         for index, layer in enumerate(self._encoder.layers):
             x = self._layer(layer, x, self._attention(layer, whole), f"attention_{index}")
         if self._encoder.final_norm is not None:
@@ -93,32 +94,39 @@ class _Builder:
     def _embeddings(self, words: Array, token_ids: Value, positions: Value) -> Value:
         encoder = self._encoder
         x = self._graph.node("Gather", self._weight("embeddings/words", words), token_ids)
+        if encoder.words_factor != 1:
+            factor = np.array([encoder.words_factor], dtype=np.float32)
+            x = self._graph.node("Mul", x, self._weight("embeddings/factor", factor))
         if encoder.positions is not None:
             table = self._tensor(encoder.positions)
             if encoder.types is not None:
                 table = table + self._tensor(encoder.types)[0]
             places = self._graph.node("Gather", self._weight("embeddings/positions", table), positions)
             x = self._graph.node("Add", x, places)
+        elif encoder.types is not None:
+            x = self._graph.node("Add", x, self._weight("embeddings/types", self._tensor(encoder.types)[0]))
         return x if encoder.embedding_norm is None else self._norm(encoder.embedding_norm, x)
 
     def _layer(self, layer: LayerSpec, x: Value, attention: "_Attention", name: str) -> Value:
         if self._encoder.final_norm is None:
             x = self._norm(layer.attention_norm, self._plus(self._attended(layer, x, attention, name), x))
             return self._norm(layer.norm, self._plus(self._fed_forward(layer, x), x))
-        x = self._plus(self._attended(layer, self._norm(layer.attention_norm, x), attention, name), x)
-        return self._plus(self._fed_forward(layer, self._norm(layer.norm, x)), x)
+        attended = self._attended(layer, self._norm(layer.attention_norm, x), attention, name)
+        x = self._plus(self._norm(layer.attended_norm, attended), x)
+        return self._plus(self._norm(layer.fed_forward_norm, self._fed_forward(layer, self._norm(layer.norm, x))), x)
 
     def _attended(self, layer: LayerSpec, x: Value, attention: "_Attention", name: str) -> Value:
         if layer.theta is None:
             weight, bias = (self._side_by_side(layer.qkv, part) for part in ("weight", "bias"))
             qkv = self._product(layer.qkv[0], x, weight, bias)
-            third = weight.shape[0] // 3
-            query, key, value = self._graph.nodes("Split", qkv, self._constant([third] * 3), num_outputs=3, axis=1)
+            thirds = self._constant([weight.shape[0] // 3] * 3)
+            query, key, value = self._graph.nodes("Split", attention.framed(qkv, 3), thirds, num_outputs=3, axis=2)
         else:
-            query, key, value = self._rotated(layer, layer.theta, x)
+            rotated = self._rotated(layer, (layer.theta, layer.frequency_divisor), x)
+            query, key, value = (attention.framed(each) for each in rotated)
         return self._linear(layer.out, attention(query, key, value, name))
 
-    def _rotated(self, layer: LayerSpec, theta: float, x: Value) -> tuple[Value, Value, Value]:
+    def _rotated(self, layer: LayerSpec, base: tuple[float, float], x: Value) -> tuple[Value, Value, Value]:
         """Query, key and value, each [T, heads · head dim], with rotary positions. Three products, because one would
         have to be cut apart."""
         num_heads = self._encoder.num_heads
@@ -128,7 +136,7 @@ class _Builder:
         ends = [num_heads * head_dim, (num_heads + num_key_heads) * head_dim]
         query, key, value = self._parts(layer.qkv, x, ends)
         query, key = self._head_norm(layer.query_norm, query, head_dim), self._head_norm(layer.key_norm, key, head_dim)
-        query, key = (self._rotate(each, theta, head_dim) for each in (query, key))
+        query, key = (self._rotate(each, base, head_dim) for each in (query, key))
         key, value = (self._for_all_heads(each, num_key_heads, head_dim) for each in (key, value))
         return query, key, value
 
@@ -138,17 +146,19 @@ class _Builder:
         heads = self._graph.node("Reshape", x, self._constant([-1, head_dim]))
         return self._graph.node("Reshape", self._norm(name, heads), self._graph.node("Shape", x))
 
-    def _rotate(self, x: Value, theta: float, head_dim: int) -> Value:
-        if theta not in self._rotations:
+    def _rotate(self, x: Value, base: tuple[float, float], head_dim: int) -> Value:
+        """`base`: theta, and the divisor of the frequencies."""
+        if base not in self._rotations:
+            theta, divisor = base
             # float32 at every step, as in transformers.
             powers = np.arange(0, head_dim, 2, dtype=np.float32) / np.float32(head_dim)
-            frequencies = np.float32(1) / np.power(np.float32(theta), powers)
+            frequencies = np.float32(1) / np.power(np.float32(theta), powers) / np.float32(divisor)
             angles = np.arange(self._max_tokens, dtype=np.float32)[:, None] * frequencies
             tables = (("cos", np.cos(angles)), ("sin", np.sin(angles)))
-            self._rotations[theta] = [self._weight(f"rotary/{theta}/{name}", table) for name, table in tables]
+            self._rotations[base] = [self._weight(f"rotary/{theta}/{divisor}/{name}", table) for name, table in tables]
         # The operator wants [batch, length, width]: each token is a sequence of its own.
         apart = self._graph.node("Unsqueeze", x, self._constant([1]))
-        rotated = self._graph.node("RotaryEmbedding", apart, self._positions, *self._rotations[theta], domain=MICROSOFT)
+        rotated = self._graph.node("RotaryEmbedding", apart, self._positions, *self._rotations[base], domain=MICROSOFT)
         return self._graph.node("Squeeze", rotated, self._constant([1]))
 
     def _for_all_heads(self, x: Value, num_key_heads: int, head_dim: int) -> Value:
@@ -167,6 +177,8 @@ class _Builder:
             return self._linear(layer.down, self._activated(layer.up[0], x))
         half = sum(len(self._tensor(name)) for name in layer.up) // 2
         gate, up = self._parts(layer.up, x, [half])
+        if self._encoder.is_gate_last:
+            gate, up = up, gate
         return self._linear(layer.down, self._graph.node("Mul", self._activation(gate), up))
 
     def _parts(self, names: tuple[str, ...], x: Value, ends: list[int]) -> list[Value]:
@@ -220,7 +232,10 @@ class _Builder:
     def _norm(self, name: str | None, x: Value) -> Value:
         if name is None:
             return x
-        inputs = [x, self._weight(f"{name}.weight", self._tensor(name))]
+        weight = self._tensor(name)
+        if self._encoder.norm_offset:
+            weight = weight + np.float32(self._encoder.norm_offset)
+        inputs = [x, self._weight(f"{name}.weight", weight)]
         operator = "SimplifiedLayerNormalization" if self._encoder.is_rms else "LayerNormalization"
         bias = None if self._encoder.is_rms else self._bias(name)
         if bias is not None:
@@ -230,7 +245,7 @@ class _Builder:
     def _attention(self, layer: LayerSpec, whole: "_Pieces") -> "_Attention":
         """Made once for all layers with the same window."""
         if layer.window not in self._attentions:
-            pieces, bias = whole, self._distance_bias()
+            name, pieces, bias = "whole", whole, self._distance_bias()
             if self._encoder.is_causal or layer.window is not None:
                 name = f"pieces_{layer.window}"
                 self._made.windows[name] = layer.window
@@ -239,7 +254,7 @@ class _Builder:
                 pieces = _Pieces(*rows)
                 bias = self._window_bias(layer.window)
             width = int(self._tensor(layer.out).shape[1])
-            made = _Attention(self._graph, pieces, width, self._encoder.num_heads, *bias)
+            made = _Attention(name, self._graph, pieces, width, self._encoder.num_heads, *bias)
             self._attentions[layer.window] = made
         return self._attentions[layer.window]
 
@@ -318,27 +333,40 @@ class _Attention:
     """Each sequence attends only to itself: a piece is one call of the kernel."""
 
     def __init__(
-        self, graph: Graph, pieces: _Pieces, width: int, num_heads: int, bias: Value | None, reach: int
+        self, name: str, graph: Graph, pieces: _Pieces, width: int, num_heads: int, bias: Value | None, reach: int
     ) -> None:
-        """`width`: W, of the heads side by side. `bias`: added to the scores, [1, heads or 1, queries, keys]. A piece
-        uses the part that begins with its first query, and with the key that lies `reach` before that."""
+        """`name` is unique in the graph. `width`: W, of the heads side by side. `bias`: added to the scores,
+        [1, heads or 1, queries, keys]. A piece uses the part that begins with its first query, and with the key that
+        lies `reach` before that."""
         self._graph = graph
         self._pieces = pieces
         self._num_heads = num_heads
         self._bias = bias
         constant = graph.constant
-        self._zero, self._axes, self._axes_of_scores = constant([0]), constant([0]), constant([2, 3])
+        self._zero, self._axes, self._axes_of_scores = constant([0]), constant([1]), constant([2, 3])
         self._width, self._flat, self._reach = constant([width]), constant([-1, width]), constant([reach])
         self._true = constant(True)
         self._num_pieces = graph.node("Size", pieces.queries)
         self._is_one_piece = graph.node("Equal", self._num_pieces, constant(1))
+        of_one = _branch(
+            f"{name}/one", lambda one: one.node("Concat", pieces.counts, pieces.num_queries, axis=0), Element.INT64
+        )
+        of_many = _branch(f"{name}/many", lambda many: many.node("Identity", constant([1, -1])), Element.INT64)
+        frame = graph.node("If", self._is_one_piece, then_branch=of_one, else_branch=of_many)
+        self._shapes = {times: graph.node("Concat", frame, constant([times * width]), axis=0) for times in (1, 3)}
+
+    def framed(self, x: Value, times: int = 1) -> Value:
+        """[T, times · W] → [count, length, times · W] if there is one piece, which is then a run that was not cut; else
+        [1, T, times · W]."""
+        return self._graph.node("Reshape", x, self._shapes[times])
 
     def __call__(self, query: Value, key: Value, value: Value, name: str) -> Value:
-        """Each [T, heads · head dim] → the same. `name` is unique in the graph."""
+        """Each framed → [T, W]. `name` is unique in the graph."""
         pieces, qkv = self._pieces, (query, key, value)
         one = _branch(f"{name}/one", lambda graph: self._attend(graph, qkv, pieces))
         many = _branch(f"{name}/many", lambda graph: self._each_piece(graph, qkv, f"{name}/piece"))
-        return self._graph.node("If", self._is_one_piece, then_branch=one, else_branch=many)
+        attended = self._graph.node("If", self._is_one_piece, then_branch=one, else_branch=many)
+        return self._graph.node("Reshape", attended, self._flat)
 
     def _each_piece(self, graph: Graph, qkv: tuple[Value, Value, Value], name: str) -> Value:
         body = Graph(name)
@@ -358,32 +386,33 @@ class _Attention:
             body.node("Slice", query, piece.queries, query_stop, self._axes),
             *(body.node("Slice", each, piece.keys, key_stop, self._axes) for each in (key, value)),
         )
-        attended = self._attend(body, cut, piece)
+        of_queries, of_keys = (
+            body.node("Concat", piece.counts, number, self._width, axis=0)
+            for number in (piece.num_queries, piece.num_keys)
+        )
+        shapes = (of_queries, of_keys, of_keys)
+        apart = [body.node("Reshape", part, shape) for part, shape in zip(cut, shapes, strict=True)]
+        attended = body.node("Reshape", self._attend(body, apart, piece), self._flat)
         body.output(body.node("Identity", goes_on), Element.BOOL, [])
         body.output(body.node("SequenceInsert", before, attended), Element.FLOAT32, None, is_sequence=True)
         empty = graph.node("SequenceEmpty", dtype=int(Element.FLOAT32))
         pieces = graph.node("Loop", self._num_pieces, self._true, empty, body=body)
         return graph.node("ConcatFromSequence", pieces, axis=0)
 
-    def _attend(self, graph: Graph, qkv: tuple[Value, ...], piece: _Pieces) -> Value:
-        """The tokens of a piece, each [T, W] → [T, W]. The fields of `piece` have shape [1]."""
-        of_queries, of_keys = (
-            graph.node("Concat", piece.counts, number, self._width, axis=0)
-            for number in (piece.num_queries, piece.num_keys)
-        )
-        shapes = (of_queries, of_keys, of_keys)
-        inputs = [graph.node("Reshape", part, shape) for part, shape in zip(qkv, shapes, strict=True)]
+    def _attend(self, graph: Graph, qkv: Sequence[Value], piece: _Pieces) -> Value:
+        """The sequences of a piece, each [count, length, W], to queries of that shape. The fields of `piece` have shape
+        [1]."""
+        inputs = list(qkv)
         if self._bias is not None:
             first_key = graph.node("Add", graph.node("Sub", piece.keys, piece.queries), self._reach)
             begin = graph.node("Concat", self._zero, first_key, axis=0)
             last_key = graph.node("Add", first_key, piece.num_keys)
             end = graph.node("Concat", piece.num_queries, last_key, axis=0)
             inputs += ["", "", graph.node("Slice", self._bias, begin, end, self._axes_of_scores)]
-        attended = graph.node("MultiHeadAttention", *inputs, domain=MICROSOFT, num_heads=self._num_heads)
-        return graph.node("Reshape", attended, self._flat)
+        return graph.node("MultiHeadAttention", *inputs, domain=MICROSOFT, num_heads=self._num_heads)
 
 
-def _branch(name: str, fill: Callable[[Graph], Value]) -> Graph:
+def _branch(name: str, fill: Callable[[Graph], Value], element: Element = Element.FLOAT32) -> Graph:
     graph = Graph(name)
-    graph.output(fill(graph), Element.FLOAT32, None)
+    graph.output(fill(graph), element, None)
     return graph

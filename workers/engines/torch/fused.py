@@ -226,6 +226,12 @@ def load_fused(card: ModelCard, dtype: str) -> FusedForward:
         raise NotDescribed(f"{type(error).__name__}: {error}") from error
 
 
+def _refuse_other_parts(encoder: EncoderSpec) -> None:
+    has_others = encoder.words_factor != 1 or encoder.norm_offset != 0 or encoder.is_gate_last
+    if has_others or any(layer.frequency_divisor != 1 or layer.attended_norm for layer in encoder.layers):
+        raise NotDescribed("the fused path does not compute all parts of layers like these")
+
+
 class _Builder:
     def __init__(self, encoder: EncoderSpec, weights: Mapping[str, Tensor], dtype: str, max_tokens: int) -> None:
         self._encoder = encoder
@@ -234,7 +240,8 @@ class _Builder:
         self._max_tokens = max_tokens
 
     def build(self) -> FusedForward:
-        """Raises KeyError for a missing tensor."""
+        """Raises KeyError for a missing tensor, NotDescribed for layers with parts that are not computed here."""
+        _refuse_other_parts(self._encoder)
         attention = Attention(self._encoder.num_heads, self._distance_bias())
         layers = [self._layer(layer, attention) for layer in self._encoder.layers]
         between = type_between_layers(self._dtype)

@@ -1,9 +1,7 @@
-"""The rows of a batch whose sequences do not all ask for the model's vector.
+"""The rows of a batch whose sequences do not all ask for the model's vector, on torch's devices.
 
-Owns what each `Output` means in terms of hidden states and a head, and the order of rows. Knows no model. Called by
-`vecd.workers.engines.torch.transformer` for such a batch alone: the usual one has nothing to choose.
-
-Each output that a batch asks for is computed for all of its sequences: pooling costs next to nothing beside the layers.
+Owns what each `Output` means in terms of hidden states and a head. Knows no model. Called by
+`vecd.workers.engines.torch.transformer` for such a batch alone; `vecd.workers.outputs` knows where the rows belong.
 """
 
 from collections.abc import Callable
@@ -19,6 +17,7 @@ from vecd.workers.engine import PackedBatch
 from vecd.workers.engines.torch.device import to_device
 from vecd.workers.engines.torch.pooling import Head
 from vecd.workers.layout import Layout
+from vecd.workers.outputs import outputs_in, places_of
 
 _COMPUTE: dict[Output, Callable[[Head, Tensor, Layout], Tensor]] = {
     Output.VECTORS: lambda head, hidden, layout: head(hidden, layout.runs),
@@ -36,18 +35,13 @@ def rows_of(
     `hidden` are the last hidden states, [T, H] in the layout's order. Zeros fill a row that an output does not.
     """
     assert batch.outputs is not None
-    num_rows = batch.rows_of_each
-    first_rows = (np.cumsum(num_rows) - num_rows)[layout.order]
     outputs = batch.outputs[layout.order]
     made, places = [], []
-    for output in map(Output, np.unique(outputs)):
+    for output in outputs_in(outputs):
         rows = _COMPUTE[output](head, hidden, layout)
-        is_wanted, place = outputs == output, first_rows
-        if output.is_per_token:
-            is_wanted = np.repeat(is_wanted, layout.lengths)
-            place = np.repeat(first_rows, layout.lengths) + layout.offsets()
+        is_wanted, place = places_of(output, outputs, layout.lengths, batch.first_rows[layout.order])
         if not is_wanted.all():
             rows = rows.index_select(0, to_device(np.flatnonzero(is_wanted), hidden.device))
         made.append(functional.pad(rows, (0, dim - rows.shape[1])))
-        places.append(place[is_wanted])
+        places.append(place)
     return torch.cat(made), np.concatenate(places)

@@ -8,6 +8,7 @@ and needs a second copy of the model while it compares, so on a processor it run
 import logging
 from collections.abc import Iterator
 from dataclasses import replace
+from pathlib import Path
 
 import numpy as np
 import torch
@@ -20,14 +21,23 @@ from vecd.workers.engines.lean.speed import why_slow
 from vecd.workers.engines.parity import all_probes, compare, vectors_of, vectors_one_by_one
 from vecd.workers.engines.references import Reference, recall_reference, remember_reference
 from vecd.workers.engines.selection_cache import Selection
+from vecd.workers.engines.timing import fastest, in_words, take_times
 from vecd.workers.engines.torch import cuda
 from vecd.workers.engines.torch.build import PATHS, build_engine
 from vecd.workers.engines.torch.linear import has_native_bfloat16
 from vecd.workers.engines.torch.loading import is_stored_as_float32, load_model
 from vecd.workers.families.description import NotDescribed
 from vecd.workers.processor import has_amx_int8
+from vecd.workers.weights import weight_files
 
 log = logging.getLogger("vecd.selection")
+
+_RIVALS = {"float32": ("lean", "fused"), "bfloat16": ("fused", "packed"), "int8": ("lean", "fused")}
+"""The paths that may be the fastest on a processor, by dtype."""
+
+_SMALLEST, _LARGEST = 8e6, 2e9
+"""Bytes of weights between which engines are measured. Below, a pass takes less than what surrounds it. Above, a
+rival's second copy of the weights may not fit, and takes long to load."""
 
 
 def select(config: WorkerConfig, report: ReportProgress) -> tuple[Selection, Engine]:
@@ -77,10 +87,9 @@ class _Selector:
         reference_dtype = "float32" if is_stored_as_float32(config.card) else loadable[0]
         reference = self.reference(reference_dtype)
         for dtype, path in self._candidates(reference_dtype):
-            self._report(f"comparing {path} {dtype} with the reference model")
             found = self._try(dtype, path, reference)
             if found is not None:
-                return found
+                return self._fastest(*found, reference)
         raise ModelError(f"{config.card.folder}: {'; '.join(self._warnings)}")
 
     def _candidates(self, reference_dtype: str) -> Iterator[tuple[str, str]]:
@@ -113,8 +122,29 @@ class _Selector:
             remember_reference(self._config, reference)
         return reference
 
+    def _fastest(self, selection: Selection, engine: Engine, reference: Reference) -> tuple[Selection, Engine]:
+        """The fastest engine in the dtype of `selection`: that one, or a rival."""
+        card, dtype = self._config.card, selection.dtype
+        size = sum(path.stat().st_size for path in weight_files(Path(card.weights_folder)))
+        if self._config.engine != "auto" or self._device.type != "cpu" or not _SMALLEST <= size <= _LARGEST:
+            return selection, engine
+        found = {selection.path: (selection, engine)}
+        for path in _RIVALS.get(dtype, ()):
+            # Without the reference model transformers is not loaded yet, which would take seconds.
+            if path not in found and (path != "packed" or self._model is not None):
+                rival = self._try(dtype, path, reference)
+                if rival is not None:
+                    found[path] = rival
+        self._report("measuring engines")
+        times = take_times({path: each for path, (_, each) in found.items()}, card)
+        selection, engine = found[fastest(times)]
+        if len(found) > 1:
+            log.info("%s", in_words(times))
+        return replace(selection, times=times), engine
+
     def _try(self, dtype: str, path: str, reference: Reference) -> tuple[Selection, Engine] | None:
         """The engine, if its vectors are within bounds. None if not; a warning may have been added."""
+        self._report(f"comparing {path} {dtype} with the reference model")
         try:
             engine = build_engine(self._config, path, dtype, self._load)
             card = self._config.card

@@ -1,11 +1,9 @@
 """The engine of a model: hidden states from a transformer, vectors from its head.
 
-Owns the steps of a batch, and the second try after out of memory. A `Forward` computes the hidden states, fused, packed
-or padded; the device writes the vectors into the rows. Called by `vecd.workers.process.loop` through
-`vecd.workers.engine.Engine`.
+Owns the steps of a batch. A `Forward` computes the hidden states, fused, packed or padded; the device writes the
+vectors into the rows. Called by `vecd.workers.process.loop` through `vecd.workers.engine.Engine`.
 """
 
-import logging
 from collections.abc import Sequence
 from typing import Any, Protocol
 
@@ -18,9 +16,7 @@ from vecd.workers.engines.torch.device import open_device
 from vecd.workers.engines.torch.outputs import rows_of
 from vecd.workers.engines.torch.pooling import Head
 from vecd.workers.layout import Layout, arrange
-from vecd.workers.out_of_memory import halves, means_out_of_memory
-
-log = logging.getLogger("vecd.worker")
+from vecd.workers.out_of_memory import begin_or_halve
 
 _CPU = torch.device("cpu")
 
@@ -64,23 +60,7 @@ class TransformerEngine:
         self.begin(batch, rows)()
 
     def begin(self, batch: PackedBatch, rows: Rows) -> Finish:
-        """See `Engine.begin`. After out of memory the batch is computed once more, in two halves. Raises the error if
-        there is only one sequence, or if a half is too large as well."""
-        try:
-            return self._begin(batch, rows)
-        except Exception as error:
-            if batch.lengths.size == 1 or not means_out_of_memory(error):
-                raise
-        # Outside of `except`, because the error's traceback holds the tensors of the failed pass.
-        log.warning(
-            "out of memory: %d sequences of %d tokens are computed in two halves",
-            batch.lengths.size,
-            batch.token_ids.size,
-        )
-        self._device.free_memory()
-        first, second = halves(batch)
-        self._begin(first, rows)()  # finished, so that nothing writes to the rows if the second fails
-        return self._begin(second, rows[first.num_rows :])
+        return begin_or_halve(self._begin, batch, rows, self._device.free_memory)
 
     def _begin(self, batch: PackedBatch, rows: Rows) -> Finish:
         layout = arrange(batch)

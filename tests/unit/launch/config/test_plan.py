@@ -65,6 +65,25 @@ def test_int8_needs_an_engine_that_has_it(flags: list[str], minilm_folder: Path)
         make_plan(load_settings([str(minilm_folder), "--device", "cpu", "--dtype", "int8", *flags]))
 
 
+@pytest.mark.parametrize("has_torch", [True, False])
+def test_an_export_is_computed_on_the_processor(
+    has_torch: bool, minilm_folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    folder = shutil.copytree(minilm_folder, tmp_path / "model", ignore=shutil.ignore_patterns("*.safetensors"))
+    (folder / "onnx").mkdir()
+    (folder / "onnx/model.onnx").write_bytes(b"x" * 1000)
+    monkeypatch.setattr(plan, "num_visible_gpus", lambda: 1)
+    monkeypatch.setattr(plan, "has_torch", lambda: has_torch)
+    made = make_plan(load_settings([str(folder), "--workers", "1", "--unverified"]))
+    assert [(worker.device, worker.unverified) for worker in made.workers] == [("cpu", True)]
+    with pytest.raises(ConfigurationError, match="--device: cuda given, but ONNX exports are computed on the"):
+        make_plan(load_settings([str(folder), "--device", "cuda"]))
+    with pytest.raises(ConfigurationError, match="--engine: lean given, but ONNX exports have an engine of their own"):
+        make_plan(load_settings([str(folder), "--engine", "lean"]))
+    model = describe(made.card, "export")
+    assert (model.num_parameters, model.weights_bytes) == (0, 1000)
+
+
 def test_what_has_no_room_in_a_row_needs_none(minilm_folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     card = replace(read_card(minilm_folder), max_tokens=8192, dim=128)
     monkeypatch.setattr(plan, "read_card", lambda folder: card)

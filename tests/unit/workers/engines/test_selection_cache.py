@@ -77,7 +77,7 @@ def test_weights_of_the_same_size_and_time_are_other_weights(config: WorkerConfi
 
 @pytest.mark.parametrize(
     ("name", "value"),
-    [("_digest_of_code", "other code"), ("_device_name", "another processor"), ("_FORMAT", 2)],
+    [("_digest_of_code", "other code"), ("_device_name", "another processor"), ("_FORMAT", 3)],
 )
 def test_a_choice_holds_for_one_code_and_one_processor(
     name: str, value: Any, config: WorkerConfig, monkeypatch: pytest.MonkeyPatch

@@ -124,6 +124,18 @@ def test_outputs_and_neighbours(model2vec: Callable[..., Path]) -> None:
     np.testing.assert_allclose(rows, expected, atol=1e-6, rtol=0)
 
 
+@pytest.mark.parametrize("stored", [torch.float32, torch.float16])
+def test_a_text_has_the_same_bits_in_every_batch(stored: torch.dtype, model2vec: Callable[..., Path]) -> None:
+    card = read_card(model2vec({"embeddings": torch.randn(V, H).to(stored)}, normalize=True))
+    engine, random = StaticEngine(card), np.random.default_rng(7)
+    lengths = np.array([1, 3, 15, 16, 255, 256, 257, 512], dtype=np.int32)
+    texts = [random.integers(V, size=length, dtype=np.int32) for length in lengths]
+    together = vectors_of(engine, PackedBatch(lengths, np.concatenate(texts)), card.dim)
+    for text, expected in zip(texts, together, strict=True):
+        alone = vectors_of(engine, PackedBatch(np.array([text.size], dtype=np.int32), text), card.dim)
+        assert np.array_equal(alone[0], expected), text.size
+
+
 def test_it_is_the_engine_of_such_a_model(model2vec: Callable[..., Path], worker_config: Callable[..., Any]) -> None:
     config = worker_config(model2vec({"embeddings": torch.randn(V, H)}, normalize=True), dtype="bfloat16")
     assert expected_path(config) == "static"

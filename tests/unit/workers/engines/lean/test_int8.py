@@ -22,7 +22,9 @@ from vecd.workers.engines.parity import all_probes, compare, vectors_of, vectors
 from vecd.workers.engines.torch import selection as torch_selection
 from vecd.workers.processor import has_vnni
 
-FAMILIES = ("bert", "distilbert", "mpnet", "modernbert", "qwen2", "qwen3", "mistral")
+FAMILIES = (
+    "bert", "distilbert", "mpnet", "modernbert", "nomic_bert", "gte", "qwen2", "qwen3", "mistral", "gemma3_text"
+)  # fmt: skip
 KINDS = [pytest.param(True, marks=pytest.mark.skipif(not has_vnni(), reason="sums of this processor overflow")), False]
 
 

@@ -1,4 +1,5 @@
-"""Models written for code of their own, loaded as transformers' version of them: hidden states are the original's.
+"""Models written for code of their own, loaded as transformers' version of them, and described for the lean engine:
+hidden states are the original's.
 
 The original is written out here once more, from its tensors and its configuration alone.
 """
@@ -8,6 +9,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from safetensors.torch import save_file
@@ -15,7 +17,10 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from vecd.shm.card import ModelError, read_card
+from vecd.workers.engine import PackedBatch
+from vecd.workers.engines.lean.forward import LeanForward
 from vecd.workers.engines.torch.loading import load_model
+from vecd.workers.layout import arrange
 
 VOCAB_SIZE, HIDDEN, HEADS, INNER = 50, 32, 4, 256
 NOMIC: dict[str, Any] = {
@@ -171,18 +176,29 @@ def save(folder: Path, config: dict[str, Any], weights: dict[str, Tensor]) -> Pa
     return folder
 
 
-@pytest.mark.parametrize(
-    ("config", "make", "prefix", "original", "rotary"),
-    [
-        (NOMIC, nomic_weights, "", nomic, frequencies(500)),
-        ({k: v for k, v in NOMIC.items() if k != "auto_map"}, nomic_weights, "", nomic, frequencies(500)),
-        (GTE, gte_weights, "", gte, frequencies(700)),
-        (GTE, gte_weights, "new.", gte, frequencies(700)),
-        ({**GTE, **NTK}, gte_weights, "", gte, frequencies(700 * 8, divisor=8 ** (2 / (HIDDEN // HEADS)))),
-        ({**GTE, **ARCTIC}, gte_weights, "", gte, frequencies(700)),
-    ],
-    ids=["nomic", "nomic without auto_map", "gte", "gte with a prefix", "gte scaled", "arctic"],
-)
+CASES = {
+    "nomic": (NOMIC, nomic_weights, "", nomic, frequencies(500)),
+    "nomic without auto_map": (
+        {k: v for k, v in NOMIC.items() if k != "auto_map"},
+        nomic_weights,
+        "",
+        nomic,
+        frequencies(500),
+    ),
+    "gte": (GTE, gte_weights, "", gte, frequencies(700)),
+    "gte with a prefix": (GTE, gte_weights, "new.", gte, frequencies(700)),
+    "gte scaled": (
+        {**GTE, **NTK},
+        gte_weights,
+        "",
+        gte,
+        frequencies(700 * 8, divisor=8 ** (2 / (HIDDEN // HEADS))),
+    ),
+    "arctic": ({**GTE, **ARCTIC}, gte_weights, "", gte, frequencies(700)),
+}
+
+
+@pytest.mark.parametrize(("config", "make", "prefix", "original", "rotary"), CASES.values(), ids=CASES)
 def test_hidden_states_are_the_original_s(
     tmp_path: Path,
     config: dict[str, Any],
@@ -198,7 +214,11 @@ def test_hidden_states_are_the_original_s(
     token_ids = torch.randint(VOCAB_SIZE, (40,))
     hidden = model(input_ids=token_ids[None], attention_mask=torch.ones(1, 40)).last_hidden_state[0]
     assert (card.hidden_size, card.vocab_size, card.model_type) == (HIDDEN, VOCAB_SIZE, model.config.model_type)
-    torch.testing.assert_close(hidden, original(weights, rotary, token_ids), atol=2e-5, rtol=0)
+    expected = original(weights, rotary, token_ids)
+    torch.testing.assert_close(hidden, expected, atol=2e-5, rtol=0)
+    batch = PackedBatch(np.array([40], dtype=np.int32), token_ids.numpy().astype(np.int32))
+    lean = torch.from_numpy(LeanForward(card)(arrange(batch)))
+    torch.testing.assert_close(lean, expected, atol=2e-5, rtol=0)
 
 
 def test_code_is_never_run(tmp_path: Path) -> None:

@@ -1,0 +1,176 @@
+"""What `make bench-engine` has found out on each class of processor, for docs/benchmarks.md.
+
+Owns the choice of the runs that the page shows, and their tables. A run on one class of processor never replaces what
+another class has shown. Measures nothing. Called by `benchmarks.engine` and `benchmarks.compare`.
+
+A run is one call of `make bench-engine`. Of the runs of one class, model, section and number format the page shows the
+latest one that is quiet; where none is, the quietest. How fast vecd was plays no part in the choice.
+"""
+
+import math
+import re
+import statistics
+from collections import defaultdict
+from collections.abc import Iterable, Sequence
+from pathlib import Path
+from typing import Any, TypeAlias
+
+import orjson
+
+from benchmarks.findings import ratio_cell, readable
+from benchmarks.notebook import DISTURBING_CORES
+from benchmarks.tables import paragraph, table
+
+TITLE = "vecd's engine beside other runtimes"
+_SECTIONS = {
+    "equal": "Equal lengths, one core",
+    "mixed": "Mixed lengths, one core",
+    "clients": "64 clients, equal lengths",
+    "starts": "Starts",
+    "memory": "Memory",
+    "deaths": "Death of the only worker",
+}
+_ENGINE_SECTIONS = ("equal", "mixed")
+_LINEAR_UNIT = "GFLOP/s"
+"""Of what is compared with a product of torch's, not with a peer."""
+_QUIET_WIDTH = 0.1
+"""Of the 90 % interval of a ratio, relative to it; the median of a run's."""
+
+Record: TypeAlias = dict[str, Any]
+"""A line of `benchmarks/results/*-engine.jsonl`."""
+
+
+def read_records(folder: Path) -> list[Record]:
+    """All findings that name their class of processor, in the order of their files. Raises OSError, ValueError."""
+    lines = [line for file in sorted(folder.glob("*-engine.jsonl")) for line in file.read_bytes().splitlines()]
+    return [record for record in map(orjson.loads, lines) if "class" in record]
+
+
+def shown(records: Iterable[Record]) -> list[Record]:
+    """Those of the runs that the page shows."""
+    runs: dict[tuple[str, ...], dict[str, list[Record]]] = defaultdict(lambda: defaultdict(list))
+    for record in records:
+        key = tuple(record[name] for name in ("model", "section", "class", "dtype"))
+        runs[key][record["session"]].append(record)
+    return [record for of_key in runs.values() for record in _choose(list(of_key.values()))]
+
+
+def _choose(runs: Sequence[list[Record]]) -> list[Record]:
+    """`runs`: from the first to the latest."""
+    quiet = [run for run in runs if _width(run) <= _QUIET_WIDTH]
+    return quiet[-1] if quiet else min(reversed(runs), key=_width)
+
+
+def _width(run: Iterable[Record]) -> float:
+    """0 for a run that has no ratios, so that the latest is shown; infinite for too few rounds."""
+    widths = []
+    for record in run:
+        if record["ratio"]:
+            low, high = record["interval"] or (0.0, math.inf)
+            widths.append((high - low) / record["ratio"])
+    return statistics.median(widths) if widths else 0.0
+
+
+def render(records: Sequence[Record]) -> str:
+    """Markdown below the title."""
+    parts = [paragraph(text) for text in _INTRODUCTION]
+    found = shown(records)
+    if not found:
+        return "\n\n".join([*parts, "Not measured."])
+    for section, title in _SECTIONS.items():
+        of_section = [record for record in found if record["section"] == section]
+        of_section.sort(key=lambda record: (record["model"], record["class"], record["dtype"]))
+        if of_section:
+            parts += [f"### {title}", (_engines if section in _ENGINE_SECTIONS else _servers)(of_section)]
+    return "\n\n".join([*parts, "### The runs", _runs(found)])
+
+
+_INTRODUCTION = (
+    "`make bench-engine` writes this section, and only the rows of the machine's class of processor change: AMX, "
+    "AVX512-BF16, AVX-512 or AVX2. `MODEL=` takes a model's folder or a shape, of which a random checkpoint is made "
+    "(`minilm`, which is the bundled model, `bert-base`, `bert-large`, `modernbert-base`, `qwen3-0.6b`). `SECTIONS=` "
+    "takes some of `equal,mixed,clients,starts,memory,deaths`. Models and exports are kept in `.bench`.",
+    "The engines take turns in one process on one core with one thread. vecd computes batches in the order of arrival. "
+    "Each peer has its texts sorted by length and padded, in its fastest batch size (1 to 32) and export. The ratio is "
+    "vecd's speed ÷ the peer's within a round: the median of the rounds, with its 90 % interval. With 64 clients, vecd "
+    "serves HTTP, and ONNX Runtime runs in process as text-embeddings-inference uses it: padded batches of 8 texts, a "
+    "thread for each core. Memory is the sum of all processes, with shared pages counted once (PSS).",
+    f"Of several runs on one class, the page shows the latest one whose intervals have a median width of at most "
+    f"{_QUIET_WIDTH * 100:g} %, or, where there is none, the one with the narrowest. An asterisk marks figures during "
+    f"which other programs used more than {DISTURBING_CORES:g} cores. Every figure is in "
+    "[`benchmarks/results`](../benchmarks/results).",
+)
+
+
+def _engines(records: Iterable[Record]) -> str:
+    """A line for each work, and a column for each peer."""
+    lines: dict[tuple[str, ...], dict[str, Record]] = defaultdict(dict)
+    for record in records:
+        if record["unit"] != _LINEAR_UNIT:
+            lines[*_key(record), "" if record["unit"] == "×" else _figure(record)][record["peer"]] = record
+    peers = list(dict.fromkeys(peer for line in lines.values() for peer in line))
+    rows = [[*key, *(_ratio(line.get(peer)) for peer in peers)] for key, line in lines.items()]
+    return table(["class", "model", "format", "work", "vecd", *(f"÷ {peer}" for peer in peers)], rows)
+
+
+def _ratio(record: Record | None) -> str:
+    """With what is asked of it."""
+    if record is None:
+        return "–"
+    return ratio_cell(record["ratio"], record["interval"]) + (f", {_target(record)}" if record["target"] else "")
+
+
+def _servers(records: Iterable[Record]) -> str:
+    """A line for each figure."""
+    columns = ["class", "model", "format", "work", "vecd", "peer", "vecd's speed ÷ peer's", "target"]
+    return table(columns, [_server(record) for record in records])
+
+
+def _server(record: Record) -> list[str]:
+    theirs = record["peer_figure"]
+    peer = "–" if theirs is None else f"{record['peer']} {readable(theirs)} {record['unit']}"
+    return [*_key(record), _figure(record), peer, ratio_cell(record["ratio"], record["interval"]), _target(record)]
+
+
+def _key(record: Record) -> list[str]:
+    star = " *" if record["others_cores"] > DISTURBING_CORES else ""
+    return [record["class"], record["model"], record["dtype"], record["work"] + star]
+
+
+def _figure(record: Record) -> str:
+    return f"{readable(record['vecd'])} {record['unit']}"
+
+
+def _target(record: Record) -> str:
+    return f"{record['target']}: {'met' if record['is_met'] else '**missed**'}" if record["target"] else "–"
+
+
+def _runs(records: Iterable[Record]) -> str:
+    """A line for each run of which something is shown."""
+    lines: dict[tuple[str, str, str], Record] = {}
+    for record in records:
+        lines[record["class"], record["session"], record["model"]] = record
+    columns = ["class", "measured", "model", "processor", "cores", "vecd", "onnxruntime, openvino, torch", "rounds"]
+    return table(columns, [_run(*key, record) for key, record in sorted(lines.items())])
+
+
+def _run(processor: str, session: str, model: str, record: Record) -> list[str]:
+    machine, versions = record["machine"], record["machine"]["packages"]
+    packages = ", ".join(str(versions.get(name)) for name in ("onnxruntime", "openvino", "torch"))
+    rounds = f"{record['experiment']['rounds']} of {record['experiment']['turn_s']:g} s"
+    return [processor, session, model, machine["cpu"], str(machine["cores"]), str(machine["commit"]), packages, rounds]
+
+
+def update_page(page: Path, records: Sequence[Record]) -> None:
+    """Write this section of the page anew, and nothing else of it. Raises OSError."""
+    page.write_text(replace_section(page.read_text(), render(records)))
+
+
+def replace_section(text: str, body: str) -> str:
+    """`text` with `body` under the section's title; the section comes before the last one where there is none yet."""
+    section = f"## {TITLE}\n\n{body}\n\n"
+    found = re.search(rf"^## {re.escape(TITLE)}\n.*?(?=^## |\Z)", text, re.MULTILINE | re.DOTALL)
+    if found:
+        return text[: found.start()] + section + text[found.end() :]
+    start = text.rfind("\n## ") + 1
+    return text[:start] + section + text[start:] if start else f"{text}\n{section}"
