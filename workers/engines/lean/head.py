@@ -133,7 +133,8 @@ def normalize(vectors: Floats) -> Floats:
     """L2, with the zero vector left as it is."""
     # np.linalg.norm and mean() take twice as long for the few numbers of a lone text.
     lengths: Floats = np.sqrt(np.add.reduce(vectors * vectors, axis=1, keepdims=True))
-    return vectors / np.maximum(lengths, 1e-12, out=lengths)
+    normalized: Floats = np.divide(vectors, np.maximum(lengths, 1e-12, out=lengths))
+    return normalized
 
 
 def _dense(step: Step, path: Path) -> Callable[[Floats], Floats]:
