@@ -66,7 +66,7 @@ def load_engine(
 
         cuda.describe(config.device)  # once here, where it is an error with a cause, and not a bug
     selection = recall(config)
-    must_measure = must_measure and config.engine == "auto" and config.device == "cpu" and has_torch()
+    must_measure = must_measure and config.engine == "auto" and config.device == "cpu" and _has_others(config)
     if selection is not None and (selection.times or not must_measure):
         try:
             return _build(config, selection, report)
