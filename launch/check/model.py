@@ -142,8 +142,8 @@ _SUGGESTIONS = (
     (r"of different models", "copy tokenizer.json and config.json from the same model"),
     (r"auto_map|sentence-transformers' own", "take a variant of the model that transformers implements itself: vecd "
      "never runs code from a model's folder"),
-    (r"has no architecture|has no encoder", "a newer transformers may have it (pip install --upgrade transformers); "
-     "vecd serves encoders and decoders of text that transformers implements itself"),
+    (r"has no architecture|has no encoder", "a newer transformers may have it; vecd serves encoders and "
+     "decoders of text that transformers implements itself"),
     (r"pooling_mode", "correct 1_Pooling/config.json; other modes cannot be served"),
     (r"quantized weights", "take the original weights; --dtype int8 quantizes them itself"),
     (r"adapters", "merge the adapter into the model (merge_and_unload of peft) and save it"),

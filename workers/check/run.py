@@ -18,6 +18,7 @@ from typing import Any, TextIO
 
 import numpy as np
 
+from vecd.missing import not_installed
 from vecd.shm.card import ModelError
 from vecd.workers.check.forks import in_workers
 from vecd.workers.check.order import USED_MEMORY, Order
@@ -234,7 +235,7 @@ def _compare(order: Order, engine: Engine, path: dict[str, Any], report: ReportP
         )
         agreements.append(comparison(f"{name} in float32", theirs))
     except importlib.metadata.PackageNotFoundError:
-        not_compared.append(f"not compared with {name}, which is not installed: pip install {name}")
+        not_compared.append(f"not compared with {name}, which is {not_installed(name)}")
     except ModelError as error:
         not_compared.append(f"not compared with {name}: {error}")
     return {"agreements": agreements, "not_compared": not_compared}

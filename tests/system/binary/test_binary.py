@@ -1,7 +1,7 @@
 """The binary of `make binary` serves where there is no Python, no environment, and nothing of it can be written to.
 
-It runs in a file system of its own that has glibc, zlib and nothing else, from a read-only folder with blanks in its
-name. That takes root's rights, or user namespaces. `make test-binary` builds it first, and alone runs this.
+It runs in a file system of its own, from a read-only folder with blanks in its name (`tests/support/binary.py`).
+`make test-binary` builds it first, and alone runs this.
 """
 
 import json
@@ -9,7 +9,6 @@ import os
 import re
 import shutil
 import signal
-import subprocess
 from collections.abc import Iterator
 from importlib.metadata import version
 from pathlib import Path
@@ -19,69 +18,31 @@ import numpy as np
 import psutil
 import pytest
 
+from tests.support.binary import DIST, FOLDER, foreign_libraries, in_room, make_room, run
 from tests.support.serving import Server, eventually, running_server
 
 pytestmark = pytest.mark.skipif(not os.environ.get("VECD_BINARY"), reason="builds the binary first: make test-binary")
 
-BINARY = Path(__file__).parents[3] / "dist" / "vecd"
-FOLDER = "opt/a folder with blanks/vecd"
-OF_SYSTEM = re.compile(r"(ld-linux.*|lib(z|c|m|dl|pthread|rt|util|resolv|anl|nss_\w+))\.so\.\d")
+BINARY = DIST / "vecd"
 TEXTS = ["Hello, world", "Ünïcödé 日本 🙂", "", "a longer text " * 60]
 CHAT_TEMPLATE = "{% for m in messages %}{{ m.role }}: {{ m.content }}{% endfor %}"
 FLAGS = ("--dtype", "float32", "--workers", "1")
-
-# Of what follows the first two words, some are left out. The mounts are gone with the process; no variable reaches it.
-IN_ROOM = f"""
-set -e
-room=$1 num_left_out=$2
-shift 2; shift "$num_left_out"
-mount --rbind /proc "$room/proc"
-mount --rbind /dev "$room/dev"
-mount --bind "$room/opt" "$room/opt"
-mount -o remount,ro,bind "$room/opt"
-exec env -i "$(command -v chroot)" "$room" "/{FOLDER}/vecd" "$@"
-"""
-
-
-def in_room(room: Path, num_left_out: int = 0) -> list[str]:
-    """The command that runs the binary there; its arguments follow."""
-    namespaces = ["--mount"] if os.geteuid() == 0 else ["--mount", "--user", "--map-root-user"]
-    return ["unshare", *namespaces, "sh", "-c", IN_ROOM, "sh", str(room), str(num_left_out)]
-
-
-def run(room: Path, *arguments: str) -> subprocess.CompletedProcess[str]:
-    return subprocess.run([*in_room(room), *arguments], capture_output=True, text=True, timeout=60, check=False)
 
 
 @pytest.fixture(scope="module")
 def room(tmp_path_factory: pytest.TempPathFactory, minilm_folder: Path) -> Path:
     """The root of a file system with a copy of the binary, libc, a model, and folders to write to."""
-    if not (BINARY / "vecd").exists():
-        pytest.skip("there is no dist/vecd: make binary")
-    namespaces = "-m" if os.geteuid() == 0 else "-Urm"
-    if subprocess.run(["unshare", namespaces, "true"], capture_output=True, check=False).returncode != 0:
-        pytest.skip("no file system of its own can be made here: unshare --mount is not allowed")
-    root = tmp_path_factory.mktemp("room")
-    for name in ("proc", "dev", "tmp", "cache", str(Path(FOLDER).parent)):
-        (root / name).mkdir(parents=True)
-    for folder in (Path("/lib64"), *Path("/lib").glob("*-linux-gnu"), Path("/lib")):
-        for path in [path for path in folder.glob("*.so.*") if OF_SYSTEM.fullmatch(path.name)]:
-            (root / folder.relative_to("/")).mkdir(parents=True, exist_ok=True)
-            shutil.copy2(path, root / path.relative_to("/"))
+    root = make_room(tmp_path_factory.mktemp("room"), BINARY)
     shutil.copytree(minilm_folder, root / "opt" / "slow-model", ignore=shutil.ignore_patterns("tokenizer.json"))
     (root / "opt" / "slow-model" / "chat_template.jinja").write_text(CHAT_TEMPLATE)
-    subprocess.run(["cp", "-a", str(BINARY), str(root / FOLDER)], check=True)
     return root
 
 
 @pytest.fixture(scope="module")
 def binary(room: Path) -> Iterator[Server]:
     """It serves, and leaves no temporary file."""
-    num_of_python = 3  # the fixture's command goes on with `python -m supervisor`
     cache = {"VECD_CACHE_DIR": str(room / "cache")}  # for the fixture, which searches it; not for the server
-    with running_server(
-        *FLAGS, "--cache-dir", "/cache", env=cache, command=in_room(room, num_of_python)
-    ) as server:  # fmt: skip
+    with running_server(*FLAGS, "--cache-dir", "/cache", env=cache, program=in_room(room)) as server:
         yield server
     assert list((room / "tmp").iterdir()) == []
 
@@ -95,10 +56,7 @@ def test_it_embeds_to_the_same_bits_as_an_installed_one(binary: Server) -> None:
 def test_nothing_is_loaded_from_outside_but_libc(binary: Server) -> None:
     for process in binary.processes():
         assert process.environ().keys() <= {"LD_LIBRARY_PATH"} | our_variables(process), process
-        mapped = {re.sub(r" \(deleted\)$", "", line.path) for line in process.memory_maps(grouped=False)}
-        libraries = [Path(path) for path in mapped if ".so" in path or "python" in path]
-        assert libraries
-        assert [p for p in libraries if FOLDER not in str(p) and not OF_SYSTEM.fullmatch(p.name)] == [], process
+        assert foreign_libraries(process) == [], process
 
 
 def our_variables(process: psutil.Process) -> set[str]:
@@ -158,7 +116,7 @@ def test_it_converts_a_tokenizer_and_renders_conversations(room: Path, binary: S
     """Each in a process of its own, the former with transformers."""
     cache = {"VECD_CACHE_DIR": str(room / "cache")}
     flags = ("/opt/slow-model", "--workers", "1", "--engine", "weightless", "--cache-dir", "/cache")
-    with running_server(*flags, env=cache, command=in_room(room, 3)) as server:
+    with running_server(*flags, env=cache, program=in_room(room)) as server:
         assert server.stderr.count("vecd: converting the tokenizer of slow-model (once)\n") == 1
         count = [httpx.post(f"{s.url}/tokenize", json={"inputs": TEXTS}).json() for s in (server, binary)]
         chat = [{"role": "user", "content": "Hello"}]

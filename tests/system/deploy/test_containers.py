@@ -15,6 +15,7 @@ from typing import Any
 import pytest
 import yaml
 
+from tools.binary.lean_requirements import requirements
 from vecd.gateway.api.system_routes import OWN_ROUTES as ROUTES
 from vecd.launch.config.settings import load_settings
 from vecd.shm.shared_metrics import Gauge
@@ -76,11 +77,26 @@ def test_what_is_copied_exists_and_is_all_that_the_package_needs() -> None:
     project = tomllib.loads((ROOT / "pyproject.toml").read_text())
     needed = {"vecd", *(link.readlink().name for link in (ROOT / "vecd").iterdir() if link.is_symlink())}
     needed |= {str(link.resolve().relative_to(ROOT)) for link in (ROOT / "launch/systemd/data").iterdir()}
+    needed |= set(re.findall(r"RUN python (\S+\.py)", DOCKERFILE))
     assert needed | {"pyproject.toml", "constraints.txt", project["project"]["readme"], "LICENSE"} == sent
     for rest in instructions("COPY"):
         if "--from" not in rest:
             source = rest.split()[0]
             assert source == "." or source in sent
+
+
+def test_the_lean_image_has_no_torch_and_differs_in_nothing_else() -> None:
+    stages = {}
+    for stage in re.split(r"^FROM ", DOCKERFILE, flags=re.MULTILINE)[1:]:
+        first, _, rest = stage.partition("\n")
+        base, _, name = first.partition(" AS ")
+        stages[name] = (base, rest.strip())
+    assert stages["lean"] == ("service", "COPY --from=build-lean /opt/vecd /opt/vecd")
+    assert stages[""] == ("service", "COPY --from=build /opt/vecd /opt/vecd"), "the last stage is the default"
+    extras = re.findall(r"lean_requirements.py (.*) >", stages["build-lean"][1])[0].split()
+    found = requirements((ROOT / "pyproject.toml").read_text(), extras)
+    assert {re.split(r"\W", one)[0] for one in found} >= {"onnxruntime", "tokenizers"}
+    assert not [one for one in found if one.startswith(("torch", "transformers", "pyinstaller"))]
 
 
 def test_the_image_runs_as_a_number_and_stops_with_the_signal_that_drains() -> None:
