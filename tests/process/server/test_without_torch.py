@@ -81,6 +81,18 @@ def test_the_bundled_model_is_served(without_torch: dict[str, str]) -> None:
         assert "warning" not in server.stderr.lower()
 
 
+def test_the_bundled_model_is_served_in_int8(without_torch: dict[str, str]) -> None:
+    """Or in float32, with the reason, where int8 is measured as slower."""
+    with running_server("--workers", "1", "--dtype", "int8", env=without_torch) as server:
+        [vector] = server.embed(["Hello, world"])
+        assert np.linalg.norm(vector) == pytest.approx(1, abs=1e-5)
+        [worker] = server.info()["workers"]
+        is_refused = "lean int8 is not used: it is" in server.stderr
+        assert (worker["path"], worker["dtype"]) == ("lean", "float32" if is_refused else "int8")
+        assert worker["agreement"]["min_cosine"] > 0.99
+        assert "cannot be imported" not in server.stderr
+
+
 def test_an_unknown_model_is_refused_in_a_line(
     checkpoint: Checkpoints, without_torch: dict[str, str], tmp_path: Path
 ) -> None:
@@ -109,7 +121,6 @@ def test_an_unknown_model_is_served_unverified(
     ("flags", "status"),
     [
         (("--dtype", "bfloat16"), 2),
-        (("--dtype", "int8"), 2),
         (("--device", "cuda"), 2),
         (("--engine", "fused"), 2),
         (("--engine", "padded"), 2),

@@ -73,6 +73,11 @@ def test_any_split_into_batches_gives_the_same_vectors(family: str, path: str, c
     check_splits(engine_of(checkpoint(family), path), assert_same_vectors, LENGTHS, examples=8)
 
 
+@pytest.mark.parametrize("family", LEAN)
+def test_any_split_gives_the_same_vectors_in_int8(family: str, checkpoint: Checkpoints) -> None:
+    check_splits(engine_of(checkpoint(family), "lean", "int8"), assert_same_vectors, LENGTHS, examples=4)
+
+
 @pytest.mark.parametrize(
     ("family", "path"),
     [

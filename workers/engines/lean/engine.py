@@ -31,13 +31,14 @@ _COMPUTE: dict[Output, Callable[[LeanHead, Floats, Layout], Floats]] = {
 
 
 class LeanEngine:
-    """Runs one model on a processor: in float32, or in an export's own type."""
+    """Runs one model on a processor: in float32, with products in int8, or in an export's own type."""
 
-    def __init__(self, card: ModelCard, num_threads: int = 1) -> None:
-        """Load the model of `card`. Raises NotDescribed when no table describes its layers, ModelError for an export or
-        files of its steps that cannot be used."""
+    def __init__(self, card: ModelCard, num_threads: int = 1, *, dtype: str = "float32") -> None:
+        """Load the model of `card`; `dtype`, for a model that is no export, is "float32" or "int8". Raises NotDescribed
+        when no table describes its layers, ModelError for an export or files of its steps that cannot be used."""
         self._card = card
-        self._forward = _forward(card, num_threads)
+        self._dtype = dtype
+        self._forward = _forward(card, num_threads, dtype)
         self._head = load_head(card)
         self.facts: dict[str, Any] = dict(self._forward.facts)
         self.warnings: list[str] = []
@@ -45,7 +46,7 @@ class LeanEngine:
 
     def use_threads(self, num_threads: int) -> None:
         if num_threads > 1:
-            self._forward = _forward(self._card, num_threads)
+            self._forward = _forward(self._card, num_threads, self._dtype)
 
     def adopt(self, slots: Sequence[Rows]) -> None:
         pass
@@ -71,5 +72,7 @@ class LeanEngine:
         return _COMPUTE[output](self._head, hidden, layout)
 
 
-def _forward(card: ModelCard, num_threads: int) -> LeanForward | ExportForward:
-    return (ExportForward if card.export_file else LeanForward)(card, num_threads)
+def _forward(card: ModelCard, num_threads: int, dtype: str) -> LeanForward | ExportForward:
+    if card.export_file:
+        return ExportForward(card, num_threads)
+    return LeanForward(card, num_threads, is_int8=dtype == "int8")

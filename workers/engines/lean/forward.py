@@ -25,18 +25,19 @@ from vecd.workers.engines.lean.arrays import Arrays
 from vecd.workers.engines.lean.graph import encoder_graph, pieces_of
 from vecd.workers.families.description import NotDescribed, describe
 from vecd.workers.layout import Layout
+from vecd.workers.processor import cpu_flags
 from vecd.workers.weights import weight_files
 
 
 class LeanForward:
-    def __init__(self, card: ModelCard, num_threads: int = 1) -> None:
+    def __init__(self, card: ModelCard, num_threads: int = 1, *, is_int8: bool = False) -> None:
         """Load the model of `card`. Raises NotDescribed for a family or a setting that no table describes, or for a
         tensor under another name."""
         try:
             paths = [path.resolve() for path in weight_files(Path(card.weights_folder))]
             arrays = Arrays(paths)
             encoder = describe(card, arrays)
-            made = encoder_graph(encoder, arrays, card.max_tokens, paths[0].name)
+            made = encoder_graph(encoder, arrays, card.max_tokens, paths[0].name, is_int8=is_int8)
         except (OSError, ValueError, KeyError, TypeError, ModelError) as error:
             # The plain model reads the same files and reports their faults.
             raise NotDescribed(one_line(error)) from error
@@ -46,13 +47,13 @@ class LeanForward:
         self._weights = {name: onnxruntime.OrtValue.ortvalue_from_numpy(array) for name, array in made.weights.items()}
         self._session = _session(made.content, self._weights, str(paths[0].parent), num_threads)
         self.facts: dict[str, Any] = {
-            "dtype": "float32",
+            "dtype": "int8" if is_int8 else "float32",
             "path": "lean",
             "converted_bytes": sum(made.weights[name].nbytes for name in made.products),
         }
         # The session has laid out the products' weights anew, and never looks at these again. Elsewhere it might not
-        # have: a kernel without a layout of its own reads what it was given.
-        if platform.machine() == "x86_64":
+        # have: a kernel without a layout of its own reads what it was given. For int8 that begins with AVX2.
+        if platform.machine() == "x86_64" and (not is_int8 or "avx2" in cpu_flags()):
             for name in made.products:
                 del self._weights[name], made.weights[name]
         self._borrowed = list(made.weights.values())

@@ -14,13 +14,16 @@ runs, because a loop of one turn costs 4 % of a text of 12 tokens.
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
+from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
 
+from vecd.workers.engines.lean.int8 import Int8Products, quantize
 from vecd.workers.engines.lean.onnx_file import MICROSOFT, Element, Graph, Value
 from vecd.workers.families.description import EncoderSpec, LayerSpec, bias_of_distances
 from vecd.workers.layout import Run
+from vecd.workers.processor import has_vnni
 
 Array = NDArray[np.float32]
 
@@ -31,9 +34,9 @@ class EncoderGraph:
 
     content: bytes
     """An ONNX file without the weights."""
-    weights: dict[str, Array] = field(default_factory=dict)
-    """By the names of the graph's initializers; C-contiguous float32. The session keeps no copy of them but for
-    `products`, which it lays out anew for its own kernels."""
+    weights: dict[str, NDArray[Any]] = field(default_factory=dict)
+    """By the names of the graph's initializers; C-contiguous; float32, but whole numbers for products in int8. The
+    session keeps no copy of them but for `products`, which it lays out anew for its own kernels."""
     products: set[str] = field(default_factory=set)
     """Names of the weights that are the right side of a product."""
     windows: dict[str, int | None] = field(default_factory=dict)
@@ -41,22 +44,23 @@ class EncoderGraph:
 
 
 def encoder_graph(
-    encoder: EncoderSpec, tensors: Mapping[str, Array], max_tokens: int, placeholder_file: str
+    encoder: EncoderSpec, tensors: Mapping[str, Array], max_tokens: int, placeholder_file: str, *, is_int8: bool = False
 ) -> EncoderGraph:
-    """`placeholder_file`: the name of a file that exists where the session looks for weights. Raises KeyError for a
-    missing tensor."""
-    return _Builder(encoder, tensors, max_tokens, placeholder_file).build()
+    """`placeholder_file`: the name of a file that exists where the session looks for weights. `is_int8`: products by
+    weights are computed in int8, all else in float32. Raises KeyError for a missing tensor."""
+    return _Builder(encoder, tensors, max_tokens, placeholder_file, is_int8).build()
 
 
 class _Builder:
     def __init__(
-        self, encoder: EncoderSpec, tensors: Mapping[str, Array], max_tokens: int, placeholder_file: str
+        self, encoder: EncoderSpec, tensors: Mapping[str, Array], max_tokens: int, placeholder_file: str, is_int8: bool
     ) -> None:
         self._encoder = encoder
         self._tensors = tensors
         self._max_tokens = max_tokens
         self._placeholder_file = placeholder_file
         self._graph = Graph("pass")
+        self._int8 = Int8Products(self._graph, is_signed=has_vnni()) if is_int8 else None
         self._made = EncoderGraph(b"")
         self._positions: Value = ""
         """[T, 1]."""
@@ -210,6 +214,12 @@ class _Builder:
 
     def _product(self, name: str, x: Value, weight: Array, bias: Array | None = None) -> Value:
         """x [T, K] times weight [N, K], plus bias [N]."""
+        if self._int8 is not None:
+            values, scales = quantize(weight, is_signed=self._int8.is_signed)
+            quantized = [self._weight(f"{name}.int8", values), self._weight(f"{name}.scales", scales)]
+            self._made.products.add(quantized[0])
+            product = self._int8(x, *quantized)
+            return product if bias is None else self._plus(product, self._weight(f"{name}.bias", bias))
         inputs = [x, self._weight(f"{name}.weight", weight)]
         self._made.products.add(inputs[1])
         if bias is not None:
@@ -277,9 +287,9 @@ class _Builder:
     def _constant(self, value: list[int]) -> Value:
         return self._graph.constant(value)
 
-    def _weight(self, name: str, array: Array) -> Value:
+    def _weight(self, name: str, array: NDArray[Any]) -> Value:
         self._made.weights[name] = np.ascontiguousarray(array)
-        return self._graph.weight(name, array.shape, self._placeholder_file)
+        return self._graph.weight(name, array, self._placeholder_file)
 
 
 # --- attention --------------------------------------------------------------------------------------------------

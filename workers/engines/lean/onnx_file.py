@@ -26,11 +26,13 @@ class Element(IntEnum):
     """Types of a tensor's elements, TensorProto.DataType."""
 
     FLOAT32 = 1
+    UINT8 = 2
+    INT8 = 3
     INT64 = 7
     BOOL = 9
 
 
-_ELEMENTS = {"float32": Element.FLOAT32, "int64": Element.INT64, "bool": Element.BOOL}
+_ELEMENTS = {element.name.lower(): element for element in Element}
 """By numpy's name."""
 
 
@@ -56,15 +58,15 @@ class Graph:
     ) -> None:
         self._parts.append(_message(12, _value(name, element, shape, is_sequence)))
 
-    def weight(self, name: str, shape: Sequence[int], placeholder_file: str) -> Value:
-        """A float32 tensor that the session gets from memory. Until then the format wants a place in a file."""
+    def weight(self, name: str, array: NDArray[Any], placeholder_file: str) -> Value:
+        """A tensor like `array`, which the session gets from memory. Until then the format wants a place in a file."""
         place = _text(1, "location") + _text(2, placeholder_file)
-        fields = [*(_number(1, size) for size in shape), _number(2, Element.FLOAT32), _text(8, name)]
+        fields = [*(_number(1, size) for size in array.shape), _number(2, _ELEMENTS[array.dtype.name]), _text(8, name)]
         self._parts.append(_message(5, b"".join(fields) + _message(13, place) + _number(14, 1)))
         return name
 
     def constant(self, value: ArrayLike) -> Value:
-        """Whole numbers, as int64; or truth values."""
+        """Of the type that numpy gives `value`: int64 for whole numbers, bool for truth values."""
         array = np.asarray(value)
         name = self._new_name("constant")
         fields = [*(_number(1, size) for size in array.shape), _number(2, _ELEMENTS[array.dtype.name]), _text(8, name)]

@@ -42,9 +42,9 @@ def build_engine(config: WorkerConfig, path: str, dtype: str, load: Load | None 
     that a model raises on a path that it does not support.
     """
     if path == "lean":
-        if config.device != "cpu" or dtype != "float32":
-            raise NotDescribed("the lean engine computes float32 on a processor")
-        return LeanEngine(config.card)
+        if config.device != "cpu" or dtype not in ("float32", "int8"):
+            raise NotDescribed("the lean engine computes float32 and int8 on a processor")
+        return LeanEngine(config.card, dtype=dtype)
     device = torch.device(config.device)
     forward = _forward(config.card, path, dtype, device, load or partial(_load, config.card, device))
     return TransformerEngine(forward, load_head(config.card, device), dtype, device)

@@ -17,6 +17,7 @@ from transformers import PreTrainedModel
 from vecd.shm.card import ModelError, one_line
 from vecd.workers.config import WorkerConfig
 from vecd.workers.engine import Engine, ReportProgress
+from vecd.workers.engines.lean.speed import why_slow
 from vecd.workers.engines.parity import all_probes, compare, vectors_of, vectors_one_by_one
 from vecd.workers.engines.references import Reference, recall_reference, remember_reference
 from vecd.workers.engines.selection_cache import Selection
@@ -26,12 +27,13 @@ from vecd.workers.engines.torch.build import PATHS, build_engine
 from vecd.workers.engines.torch.linear import has_native_bfloat16
 from vecd.workers.engines.torch.loading import is_stored_as_float32, load_model
 from vecd.workers.families.description import NotDescribed
+from vecd.workers.processor import has_amx_int8
 from vecd.workers.weights import weight_files
 
 log = logging.getLogger("vecd.selection")
 
-_RIVALS = {"float32": ("lean", "fused"), "bfloat16": ("fused", "packed")}
-"""The paths that may be the fastest on a processor, by dtype. int8 has one."""
+_RIVALS = {"float32": ("lean", "fused"), "bfloat16": ("fused", "packed"), "int8": ("lean", "fused")}
+"""The paths that may be the fastest on a processor, by dtype."""
 
 _SMALLEST, _LARGEST = 8e6, 2e9
 """Bytes of weights between which engines are measured. Below, a pass takes less than what surrounds it. Above, a
@@ -56,10 +58,10 @@ def compute_reference(config: WorkerConfig) -> Reference:
 
 def dtypes_to_try(config: WorkerConfig) -> tuple[str, ...]:
     """The types to try, in order: the requested one; for "auto" the 16-bit type that the device computes natively,
-    then float32. int8 is followed by those of "auto", because only the fused path has int8. The lean path has only
-    float32."""
+    then float32. int8 is followed by those of "auto", because it may be slow here, or the model may have no path for
+    it. The lean path has only float32 and int8."""
     if config.engine == "lean":
-        return ("float32",)
+        return ("int8", "float32") if config.dtype == "int8" else ("float32",)
     if config.dtype == "int8":
         return ("int8", *dtypes_to_try(replace(config, dtype="auto")))
     if config.dtype != "auto":
@@ -91,9 +93,12 @@ class _Selector:
         raise ModelError(f"{config.card.folder}: {'; '.join(self._warnings)}")
 
     def _candidates(self, reference_dtype: str) -> Iterator[tuple[str, str]]:
+        # torch's int8 may use AMX. That is not measured, and stays the first where it is.
+        int8_paths = ("fused", "lean") if has_amx_int8() else ("lean", "fused")
         for dtype in dict.fromkeys((*self._dtypes, reference_dtype)):
-            for path in PATHS[self._config.engine] if dtype != "int8" else ("fused",):
-                if path != "lean" or dtype == "float32":
+            paths = PATHS[self._config.engine]
+            for path in paths if dtype != "int8" else [path for path in int8_paths if path in paths]:
+                if path != "lean" or dtype in ("float32", "int8"):
                     yield dtype, path
 
     def reference(self, dtype: str) -> Reference:
@@ -156,6 +161,9 @@ class _Selector:
             return None
         if not parity.is_within_bounds(dtype):
             self._refuse(dtype, path, f"its vectors are not the reference model's: {parity}")
+            return None
+        if (path, dtype) == ("lean", "int8") and (why := why_slow(card, engine)):
+            self._refuse(dtype, path, why)
             return None
         log.info("%s %s agrees with the reference model: %s", path, dtype, parity)
         return Selection(path, dtype, reference.figures(parity), reference.vectors, self._warnings), engine

@@ -46,11 +46,23 @@ def test_a_limit_of_what_is_split_needs_a_server_that_splits(minilm_folder: Path
 
 
 @pytest.mark.parametrize("dtype", ["bfloat16", "float16", "int8"])
-def test_the_lean_engine_computes_float32(dtype: str, minilm_folder: Path) -> None:
+def test_the_lean_engine_computes_float32_and_int8(dtype: str, minilm_folder: Path) -> None:
     flags = [str(minilm_folder), "--device", "cpu", "--engine", "lean"]
     assert make_plan(load_settings(flags)).workers[0].engine == "lean"
-    with pytest.raises(ConfigurationError, match=f"{dtype if dtype == 'int8' else 'lean'} given, which needs"):
+    if dtype == "int8":
+        worker = make_plan(load_settings([*flags, "--dtype", dtype])).workers[0]
+        assert (worker.engine, worker.dtype) == ("lean", "int8")
+        return
+    with pytest.raises(ConfigurationError, match="lean given, which needs --device cpu and --dtype auto, float32 or"):
         make_plan(load_settings([*flags, "--dtype", dtype]))
+
+
+@pytest.mark.parametrize("flags", [["--engine", "packed"], ["--engine", "padded"]])
+def test_int8_needs_an_engine_that_has_it(flags: list[str], minilm_folder: Path) -> None:
+    with pytest.raises(
+        ConfigurationError, match="int8 given, which needs --device cpu and --engine auto, lean or fuse"
+    ):
+        make_plan(load_settings([str(minilm_folder), "--device", "cpu", "--dtype", "int8", *flags]))
 
 
 @pytest.mark.parametrize("has_torch", [True, False])

@@ -102,9 +102,8 @@ def test_without_the_question_about_bfloat16_the_model_is_lean_in_float32(
 def test_without_an_int8_kernel_the_type_of_auto_is_used(name: str, bert: Path, rename: Callable[[str], None]) -> None:
     rename(name)
     assert not has_native_int8()
-    engine = load(bert, dtype="int8")
-    native = ("fused", "bfloat16") if has_native_bfloat16() else ("lean", "float32")
-    assert (engine.facts["path"], engine.facts["dtype"]) == native
+    engine = load(bert, dtype="int8", engine="fused")
+    assert (engine.facts["path"], engine.facts["dtype"]) == ("fused", native_dtype())
     assert engine.warnings[0].startswith("fused int8 is not used")
 
 
