@@ -295,6 +295,8 @@ class Supervisor:
     def on_stage(self, worker_pool: WorkerPool, stage: str) -> None:
         if not self._has_been_ready:
             logs.say(stage)
+            self._gateway_pool.start_stage = f"workers are loading: {stage}"
+            self._gateway_pool.reconcile()
             self._notifier.status(f"Starting: {stage}")
 
     def on_warning(self, worker_pool: WorkerPool, warning: str) -> None:
@@ -342,6 +344,7 @@ class Supervisor:
             self._changed.clear()
             await self._changed.wait()
         self._has_been_ready = True
+        pool.start_stage = None
         self._announce()
         self._notifier.ready(self._status())
 

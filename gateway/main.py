@@ -103,6 +103,7 @@ class Gateway:
         self._control = Control(channel)
         facts = GatewayFacts(start.epoch, bytes.fromhex(start.quarantine_key), shared_metrics, self._control.send)
         first = Service(config, start.generation, read_tokenizer(config), facts)
+        first.dispatcher.start_stage = start.start_stage
         self._services = Services(first, facts, read_tokenizer=read_tokenizer)
         self._services.on_activated = self._change
         self._tls = ServerTls(config.tls_cert, config.tls_key) if config.tls_cert and config.tls_key else None

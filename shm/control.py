@@ -6,7 +6,7 @@ JSON; descriptors ride along (SCM_RIGHTS). The end of the stream means that the 
 
     supervisor → gateway       GatewayStart (+ sockets, shared metrics), WorkerUp (+ arena), WorkerDown, Drain,
                                Prepare (+ ZeroMQ socket), Activate, Discard, ModelBroken, NewKeys,
-                               Quarantined, InputDeaths, InputsCleared
+                               Progress, Quarantined, InputDeaths, InputsCleared
     gateway → supervisor       GatewayReady, ChildFailed, Heartbeat, WorkerConnected, WorkerStuck, Prepared, Retired,
                                ReloadAsked, Quarantined, InputDeaths, InputsCleared
     supervisor → fork server   ForkServerStart, ForkWorker (+ control, arena, ZeroMQ addresses)
@@ -63,6 +63,8 @@ class GatewayStart(Message):
     """Of the configuration."""
     quarantine_key: str
     """In hexadecimal, the same for each gateway: digests of inputs that end their workers are made with it."""
+    start_stage: str | None = None
+    """What the server's start is doing; None once the server has been ready."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -274,7 +276,8 @@ class WorkerExited(Message):
 
 @dataclass(frozen=True, slots=True)
 class Progress(Message):
-    """From a worker or the fork server: the stage of loading it begins."""
+    """From a worker or the fork server: the stage of loading it begins. Passed on to every gateway until the server is
+    ready for the first time."""
 
     stage: str
 

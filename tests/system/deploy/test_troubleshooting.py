@@ -424,9 +424,11 @@ def a_start_that_lasts(folder: Path) -> Provoked:
 
         try:
             eventually(is_listening, TIMEOUT_S)
+            refused = HTTP.post(f"http://127.0.0.1:{port}/v1/embeddings", json={"input": "text"})
         finally:
             process.terminate()
     yield Row(503, "workers are loading"), all_seen[0]
+    yield Row(503, "The server is starting"), Seen(refused.status_code, refused.text)
 
 
 # --- the tests --------------------------------------------------------------------------------------------------------
