@@ -4,7 +4,8 @@ Owns the messages and the channel they travel on: a pair of SOCK_SEQPACKET unix 
 starts, so there is no name to find, no permission to get wrong and nothing to unlink. A message is one packet of
 JSON; descriptors ride along (SCM_RIGHTS). The end of the stream means that the other side is dead.
 
-    supervisor → gateway       GatewayStart (+ sockets, shared metrics), WorkerUp (+ arena), WorkerDown, Drain,
+    supervisor → gateway       GatewayListen (+ sockets), GatewayStart (+ sockets, shared metrics),
+                               WorkerUp (+ arena), WorkerDown, Drain,
                                Prepare (+ ZeroMQ socket), Activate, Discard, ModelBroken, NewKeys,
                                Progress, Quarantined, InputDeaths, InputsCleared
     gateway → supervisor       GatewayReady, ChildFailed, Heartbeat, WorkerConnected, WorkerStuck, Prepared, Retired,
@@ -46,6 +47,20 @@ SEND_TIMEOUT_MS = 1000
 @dataclass(frozen=True, slots=True)
 class Message:
     """One of the classes below."""
+
+
+@dataclass(frozen=True, slots=True)
+class GatewayListen(Message):
+    """To the first gateway, before the model is known: answer on these sockets what the start is doing, until
+    GatewayStart comes. Descriptors: the public listening socket, and the admin one if there is one."""
+
+    stage: str
+    """As in GatewayStart."""
+    tls_cert: str | None
+    """As in `vecd.gateway.types.config.GatewayConfig`, as the others."""
+    tls_key: str | None
+    log_level: str
+    log_format: str
 
 
 @dataclass(frozen=True, slots=True)

@@ -1,16 +1,19 @@
 """A server that is still starting: probes get 503 and are no reason for an alarm, requests get 503 and come again."""
 
+import os
 import signal
 import socket
 import subprocess
+import sys
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any
 
 import httpx
 import psutil
+import pytest
 
 from tests.support.serving import clean_environment, eventually, running_server, vecd
 
@@ -101,3 +104,80 @@ def test_a_server_that_was_ready_lets_requests_wait_for_a_worker():
         eventually(lambda: httpx.get(f"{server.url}/info").json()["queue"]["requests"] == 1)
         loading.send_signal(signal.SIGCONT)
         assert len(waiting.result(30)) == 1
+
+
+_SLOW_PLAN = """
+import os, sys, time
+from vecd.launch.config import plan
+read_card = plan.read_card
+
+def wait(folder):
+    while not os.path.exists("go on"):
+        time.sleep(0.02)
+    return read_card(folder)
+
+plan.read_card = wait
+from vecd.launch.cli import main
+sys.exit(main(sys.argv[1:]))
+"""
+
+
+def test_a_server_that_reads_its_model_for_long_says_so_and_then_serves(tmp_path: Path):
+    (tmp_path / "tmp").mkdir()
+    port = _free_port()
+    url = f"http://127.0.0.1:{port}"
+    command = [sys.executable, "-c", _SLOW_PLAN, *vecd("--port", str(port), "--engine", "dummy", "--workers", "1")[3:]]
+    with subprocess.Popen(command, env=clean_environment(tmp_path, {}), cwd=tmp_path) as process:
+        try:
+
+            def has(status: int, reason: str | None) -> bool:
+                with suppress(httpx.TransportError):
+                    answer = httpx.get(f"{url}/health", timeout=10)
+                    return (answer.status_code, answer.json().get("reason")) == (status, reason)
+                return False
+
+            eventually(lambda: has(503, "finding and reading the model"))
+            (tmp_path / "go on").touch()
+            eventually(lambda: has(200, None))
+            assert httpx.post(f"{url}/v1/embeddings", json={"input": "text"}).status_code == 200
+            process.send_signal(signal.SIGTERM)
+            assert process.wait(30) == 0
+        finally:
+            process.kill()
+
+
+@pytest.mark.parametrize("end", [signal.SIGINT, signal.SIGTERM, signal.SIGKILL])
+def test_a_server_that_downloads_its_model_says_so_and_leaves_nothing(tmp_path: Path, end: signal.Signals):
+    """The hub accepts connections, and never answers."""
+    (tmp_path / "tmp").mkdir()
+    path = tmp_path / "socket"
+    with (
+        socket.create_server(("127.0.0.1", 0)) as hub,
+        subprocess.Popen(
+            vecd("some/model", "--uds", str(path)), cwd=tmp_path, stderr=subprocess.DEVNULL,
+            env=clean_environment(tmp_path, {"HF_HUB_OFFLINE": "0", "HF_ENDPOINT": f"http://127.0.0.1:{hub.getsockname()[1]}"}),
+        ) as process,
+        httpx.Client(transport=httpx.HTTPTransport(uds=str(path)), base_url="http://vecd", timeout=10) as client,
+    ):  # fmt: skip
+        try:
+
+            def reason() -> str:
+                with suppress(httpx.TransportError):
+                    return str(client.get("/health").json()["reason"])
+                return ""
+
+            eventually(lambda: reason() == "finding some/model in the hub's cache or on the hub")
+            assert client.get("/live").status_code == 200
+            for where, body, error in EMBEDDINGS:
+                response = client.post(where, json=body)
+                assert response.status_code == 503
+                assert 1 <= int(response.headers["retry-after"]) <= 10
+                assert error(response.json()).startswith("The server is starting; finding some/model")
+            children = psutil.Process(process.pid).children(recursive=True)
+            process.send_signal(end)
+            process.wait(30)
+            eventually(lambda: not any(child.is_running() for child in children))
+            assert not path.exists()
+            assert os.listdir(tmp_path / "tmp") == []
+        finally:
+            process.kill()
