@@ -39,7 +39,7 @@ def main(argv: Sequence[str] | None = None, interrupt_handler: Any = signal.defa
                 from vecd.launch.base import prestart
 
                 exit_at_interrupt(prestart.end_rest)
-                prestart.begin("gateway", "forkserver")
+                prestart.begin("gateway")
             from vecd.supervisor import serve as run
         case "bench":
             from vecd.client.bench.command import main as run

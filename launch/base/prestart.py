@@ -1,7 +1,7 @@
-"""The children that every start needs, begun while the supervisor itself is still being imported.
+"""Children that are started while the supervisor itself is still being imported.
 
-Their interpreters start, and import what they need, on another core meanwhile; then they wait for their first message.
-Owns those that nobody has taken yet. Imports nothing large. Called by `vecd.launch.cli`, which begins them, by
+A gateway imports what it needs on another core meanwhile, waits for its first message, and answers before the model is
+known. Owns the children that nobody has taken yet. Imports nothing large. Called by `vecd.launch.cli`, which begins them, by
 `vecd.launch.processes.children`, which takes them, and by `vecd.supervisor`, which ends the rest.
 """
 
