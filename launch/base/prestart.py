@@ -1,8 +1,8 @@
 """Children that are started while the supervisor itself is still being imported.
 
 A gateway imports what it needs on another core meanwhile, waits for its first message, and answers before the model is
-known. Owns the children that nobody has taken yet. Imports nothing large. Called by `vecd.launch.cli`, which begins them, by
-`vecd.launch.processes.children`, which takes them, and by `vecd.supervisor`, which ends the rest.
+known. Owns the children that nobody has taken yet. Imports nothing large. Called by `vecd.launch.cli`, which begins
+them, by `vecd.launch.processes.children`, which takes them, and by `vecd.supervisor`, which ends the rest.
 """
 
 import resource
