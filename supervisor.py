@@ -122,7 +122,10 @@ def _listen_early(settings: Settings, inherited: Inherited) -> Listeners | None:
         return None
     listeners = Listeners(settings, inherited)
     tls = [None if path is None else str(path) for path in (settings.tls_cert, settings.tls_key)]
-    message = GatewayListen("finding and reading the model", tls[0], tls[1], settings.log_level, settings.log_format)
+    message = GatewayListen(
+        "finding and reading the model", tls[0], tls[1], settings.max_body_bytes, settings.log_level,
+        settings.log_format,
+    )  # fmt: skip
     prestart.tell("gateway", message, [sock.fileno() for sock in listeners.sockets])
     return listeners
 

@@ -52,7 +52,7 @@ from vecd.shm.socketfile import file_id, remove_if_ours
 
 log = logging.getLogger("vecd.gateway")
 
-_MAX_BYTES_BEFORE_START, _MAX_CONNECTIONS_BEFORE_START = 64 * 1024, 256
+_MAX_CONNECTIONS_BEFORE_START = 256
 _LAST_EARLY_RESPONSES_S = 0.5
 _GC_THRESHOLD = 50_000
 _SWITCH_INTERVAL_S = 0.0005
@@ -138,7 +138,7 @@ async def _answer_until_started(
     read()
     if not started.done():
         server = Server(
-            api, limits=Limits(max_body_bytes=_MAX_BYTES_BEFORE_START), timeouts=Timeouts(),
+            api, limits=Limits(max_body_bytes=order.max_body_bytes), timeouts=Timeouts(),
             max_connections=_MAX_CONNECTIONS_BEFORE_START,
         )  # fmt: skip
         server.is_draining = True  # each response ends its connection: the next one is for whoever listens then

@@ -59,6 +59,7 @@ class GatewayListen(Message):
     tls_cert: str | None
     """As in `vecd.gateway.types.config.GatewayConfig`, as the others."""
     tls_key: str | None
+    max_body_bytes: int
     log_level: str
     log_format: str
 

@@ -173,6 +173,7 @@ def test_a_server_that_downloads_its_model_says_so_and_leaves_nothing(tmp_path: 
                 assert response.status_code == 503
                 assert 1 <= int(response.headers["retry-after"]) <= 10
                 assert error(response.json()).startswith("The server is starting; finding some/model")
+            assert client.post("/v1/embeddings", json={"input": "text " * 1_000_000}).status_code == 503
             children = psutil.Process(process.pid).children(recursive=True)
             process.send_signal(end)
             process.wait(30)
