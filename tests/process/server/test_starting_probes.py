@@ -64,6 +64,7 @@ def _loading_server(folder: Path) -> Iterator[tuple[str, psutil.Process, Path]]:
             assert loading is not None
             loading.send_signal(signal.SIGSTOP)
             eventually(lambda: _status(f"{url}/health") == 503)
+            eventually(lambda: "workers are loading" in httpx.get(f"{url}/health", timeout=10).text)
             yield url, loading, stderr
             loading.send_signal(signal.SIGCONT)
             eventually(lambda: _status(f"{url}/health") == 200)
