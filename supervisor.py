@@ -17,7 +17,6 @@ import logging
 import os
 import resource
 import signal
-import socket
 import time
 from collections.abc import Coroutine, Sequence
 from contextlib import suppress
@@ -26,6 +25,7 @@ from pathlib import Path
 from typing import Any
 
 from vecd.gateway.types.config import ApiKey
+from vecd.launch.base import prestart
 from vecd.launch.base.exit_codes import (
     EXIT_BAD_CONFIGURATION,
     EXIT_COULD_NOT_START,
@@ -36,14 +36,14 @@ from vecd.launch.base.exit_codes import (
     StartFailure,
     first_of,
 )
-from vecd.launch.base.interrupts import exit_at_interrupt
+from vecd.launch.base.interrupts import exit_at_interrupt, without_interrupts
 from vecd.launch.config.plan import Plan, make_plan, max_open_files
 from vecd.launch.config.settings import Settings, load_settings
 from vecd.launch.processes.children import System
 from vecd.launch.processes.gateway_pool import GatewayPool, Link
 from vecd.launch.processes.keys_watch import watch_keys
 from vecd.launch.processes.reload import Reloader
-from vecd.launch.processes.sockets import Inherited, listen, listen_admin, take_inherited
+from vecd.launch.processes.sockets import Inherited, Listeners, take_inherited
 from vecd.launch.processes.summary import summary
 from vecd.launch.processes.worker_pool import ReadyWorker, WorkerPool
 from vecd.launch.systemd.notify import Notifier, serving
@@ -53,17 +53,18 @@ from vecd.shm import logs
 from vecd.shm.card import ModelError
 from vecd.shm.control import (
     Drain,
+    GatewayListen,
     Heartbeat,
     InputDeaths,
     InputsCleared,
     Message,
     Prepared,
+    Progress,
     Quarantined,
     ReloadAsked,
     WorkerStuck,
 )
 from vecd.shm.shared_metrics import create_shared_metrics
-from vecd.shm.socketfile import FileId, file_id, remove_if_ours
 from vecd.shm.wire import Incarnation
 from vecd.workers.process.kernel import adopt_orphans, kilobytes, leave_no_core, trace_crashes
 
@@ -77,17 +78,26 @@ _REAP_INTERVAL_S = 2.0
 def serve(arguments: Sequence[str]) -> int:
     """`vecd serve`. Returns the exit code: 0 clean, 2 bad configuration, 3 could not start, 130 interrupted before it
     was ready, 70 internal error."""
-    exit_at_interrupt()
     notifier = Notifier.from_environment()
+    listeners: Listeners | None = None
+
+    def clean_up() -> None:
+        prestart.end_rest()
+        if listeners is not None:
+            listeners.close()
+
+    exit_at_interrupt(clean_up)
     try:
         settings = load_settings(arguments)
         logs.configure("supervisor", settings.log_level, settings.log_format)
         inherited = take_inherited(settings)
         notifier.status("Finding and reading the model")
+        with without_interrupts():
+            listeners = _listen_early(settings, inherited)
         with notifier.extending():
-            plan = make_plan(settings)
+            plan = make_plan(settings, _report_early)
         _prepare_process()
-        return asyncio.run(Supervisor(plan, arguments, notifier, inherited).run())
+        return asyncio.run(Supervisor(plan, arguments, notifier, inherited, listeners).run())
     except ConfigurationError as error:
         for problem in error.problems:
             logs.say(problem, logging.ERROR)
@@ -102,6 +112,27 @@ def serve(arguments: Sequence[str]) -> int:
         return EXIT_INTERNAL_ERROR
     finally:
         signal.signal(signal.SIGINT, signal.SIG_IGN)  # a second Ctrl-C must not interrupt the last milliseconds
+        clean_up()
+
+
+def _listen_early(settings: Settings, inherited: Inherited) -> Listeners | None:
+    """Listen before the model is known, with a gateway that answers what the start is doing; None where there is no
+    such gateway yet, or where systemd holds the socket: there, requests wait. Raises StartFailure."""
+    if inherited.public is not None or inherited.admin is not None or not prestart.is_waiting("gateway"):
+        return None
+    listeners = Listeners(settings, inherited)
+    tls = [None if path is None else str(path) for path in (settings.tls_cert, settings.tls_key)]
+    message = GatewayListen(
+        "finding and reading the model", tls[0], tls[1], settings.max_body_bytes, settings.log_level,
+        settings.log_format,
+    )  # fmt: skip
+    prestart.tell("gateway", message, [sock.fileno() for sock in listeners.sockets])
+    return listeners
+
+
+def _report_early(stage: str) -> None:
+    logs.say(stage)
+    prestart.tell("gateway", Progress(stage))
 
 
 class Supervisor:
@@ -111,9 +142,11 @@ class Supervisor:
         arguments: Sequence[str],
         notifier: Notifier,
         inherited: Inherited,
+        listeners: Listeners | None = None,
         system: System | None = None,
     ) -> None:
-        """A reload reads `arguments` again, with the environment and the files. `system`: for tests.
+        """A reload reads `arguments` again, with the environment and the files. `listeners`: None if none has been
+        opened yet. `system`: for tests.
 
         Raises StartFailure when there is no memory, no descriptor or no temporary folder.
         """
@@ -128,8 +161,7 @@ class Supervisor:
         self._num_gateways = plan.gateway.num_gateways
         self._has_been_ready = False
         self._exit_code = EXIT_OK
-        self._listening: list[socket.socket] = []
-        self._uds: list[tuple[Path, FileId | None]] = []
+        self._listeners = listeners
         self._url = self._admin_url = ""
         self._reload_socket = ReloadSocket(self.request_reload, lambda: self._url)
         try:
@@ -151,9 +183,10 @@ class Supervisor:
         Raises StartFailure when a child cannot start or keeps dying."""
         self._install_signal_handlers()
         try:
-            self._listen(self._first.plan.settings)
+            listeners = self._listeners = self._listeners or Listeners(self._first.plan.settings, self._inherited)
+            self._url, self._admin_url = listeners.url, listeners.admin_url
             self._gateway_pool = GatewayPool(
-                self._num_gateways, self._listening, self._metrics_fd, self._worker_pools, self._on_gateway_message,
+                self._num_gateways, listeners.sockets, self._metrics_fd, self._worker_pools, self._on_gateway_message,
                 self._changed.set, self._system,
             )  # fmt: skip
             self._reloader = Reloader(
@@ -223,18 +256,6 @@ class Supervisor:
         )
         return replace(plan, gateway=gateway)
 
-    def _listen(self, settings: Settings) -> None:
-        """On the public socket, and on the admin socket if there is one. Raises StartFailure."""
-        listening, self._url = listen(settings, self._inherited.public)
-        self._listening.append(listening)
-        if settings.uds is not None:
-            self._uds.append((settings.uds, file_id(settings.uds)))
-        if (admin := listen_admin(settings, self._inherited.admin)) is not None:
-            self._listening.append(admin[0])
-            self._admin_url = admin[1]
-            if settings.admin_uds is not None:
-                self._uds.append((settings.admin_uds, file_id(settings.admin_uds)))
-
     async def _drain(self, gateways: Sequence["asyncio.Task[None]"]) -> None:
         """Let gateways answer what they have accepted. Workers run, and are still restarted, until they are done."""
         self._reloader.cancel()
@@ -242,7 +263,8 @@ class Supervisor:
         deadline_s = settings.drain_grace + settings.drain_timeout
         log.info("draining, for at most %g s", deadline_s)
         self._notifier.stopping("Stopping: answering the accepted requests", deadline_s + 2 * _DRAIN_MARGIN_S)
-        self._close_listening()  # the gateways' copies decide from now on when connects are refused
+        assert self._listeners is not None
+        self._listeners.close_sockets()  # the gateways' copies decide from now on when connects are refused
         self._gateway_pool.drain(Drain(deadline_s, settings.drain_grace))
         _, pending = await asyncio.wait(gateways, timeout=deadline_s + _DRAIN_MARGIN_S)
         if pending:
@@ -295,6 +317,8 @@ class Supervisor:
     def on_stage(self, worker_pool: WorkerPool, stage: str) -> None:
         if not self._has_been_ready:
             logs.say(stage)
+            self._gateway_pool.start_stage = f"workers are loading: {stage}"
+            self._gateway_pool.reconcile()
             self._notifier.status(f"Starting: {stage}")
 
     def on_warning(self, worker_pool: WorkerPool, warning: str) -> None:
@@ -342,6 +366,7 @@ class Supervisor:
             self._changed.clear()
             await self._changed.wait()
         self._has_been_ready = True
+        pool.start_stage = None
         self._announce()
         self._notifier.ready(self._status())
 
@@ -413,18 +438,13 @@ class Supervisor:
         for task in self._tasks:
             task.cancel()
 
-    def _close_listening(self) -> None:
-        for sock in self._listening:
-            sock.close()
-
     def _close(self) -> None:
-        self._close_listening()
+        if self._listeners is not None:
+            self._listeners.close()
         for worker_pool in self._worker_pools.values():
             worker_pool.close()
         os.close(self._metrics_fd)
         self._reload_socket.close()
-        for path, ours in self._uds:
-            remove_if_ours(path, ours)
 
 
 def _prepare_process() -> None:

@@ -22,6 +22,7 @@ from contextlib import suppress
 import uvloop
 
 from vecd.gateway.api.registry import ENDPOINTS
+from vecd.gateway.api.starting import StartingApi
 from vecd.gateway.control import Control
 from vecd.gateway.encoding.quantization import RangesError
 from vecd.gateway.http.contract import Timeouts
@@ -36,13 +37,23 @@ from vecd.gateway.types.config import GatewayConfig
 from vecd.gateway.types.messages import Limits
 from vecd.shm import logs
 from vecd.shm.card import ModelError
-from vecd.shm.control import Channel, ChildFailed, Drain, GatewayReady, GatewayStart, Message
+from vecd.shm.control import (
+    Channel,
+    ChildFailed,
+    Drain,
+    GatewayListen,
+    GatewayReady,
+    GatewayStart,
+    Message,
+    Progress,
+)
 from vecd.shm.shared_metrics import Counter, Gauge, Histogram
 from vecd.shm.socketfile import file_id, remove_if_ours
 
 log = logging.getLogger("vecd.gateway")
 
-_START_TIMEOUT_S = 10.0
+_MAX_CONNECTIONS_BEFORE_START = 256
+_LAST_EARLY_RESPONSES_S = 0.5
 _GC_THRESHOLD = 50_000
 _SWITCH_INTERVAL_S = 0.0005
 _BUSY_TICK_S, _IDLE_TICK_S = 0.02, 0.25
@@ -61,7 +72,9 @@ def run(channel: Channel) -> int:
     # A Ctrl-C in the terminal reaches the whole process group; only the supervisor acts on it.
     for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
         signal.signal(number, signal.SIG_IGN)
-    received = channel.receive(_START_TIMEOUT_S)
+    received = channel.receive()  # this process may be started before the supervisor knows the model
+    if received is not None and isinstance(received[0], GatewayListen):
+        received = _await_start(channel, received[0], [socket.socket(fileno=fd) for fd in received[1]])
     if received is None:
         return 0
     start, (board_fd, zmq_fd, *listening_fds) = received
@@ -93,6 +106,55 @@ def run(channel: Channel) -> int:
     return uvloop.run(gateway.serve(zmq_fd, public, admin))
 
 
+def _await_start(
+    channel: Channel, order: GatewayListen, sockets: list[socket.socket]
+) -> tuple[Message, list[int]] | None:
+    """Answer what the start is doing until there is a configuration; returns the message that brings it. None when the
+    supervisor is gone; then the files of its unix sockets are removed."""
+    logs.configure("gateway", order.log_level, order.log_format)
+    files = [(sock.getsockname(), file_id(sock.getsockname())) for sock in sockets if sock.family == socket.AF_UNIX]
+    received = uvloop.run(_answer_until_started(channel, order, sockets))
+    if received is None:
+        for path, ours in files:
+            remove_if_ours(path, ours)
+    return received
+
+
+async def _answer_until_started(
+    channel: Channel, order: GatewayListen, sockets: list[socket.socket]
+) -> tuple[Message, list[int]] | None:
+    api = StartingApi(order.stage)
+    started: asyncio.Future[tuple[Message, list[int]] | None] = asyncio.get_running_loop().create_future()
+
+    def read() -> None:
+        with suppress(BlockingIOError):
+            while not started.done():
+                match channel.receive(0):
+                    case Progress() as progress, _:
+                        api.stage = progress.stage
+                    case received:
+                        started.set_result(received)
+
+    read()
+    if not started.done():
+        server = Server(
+            api, limits=Limits(max_body_bytes=order.max_body_bytes), timeouts=Timeouts(),
+            max_connections=_MAX_CONNECTIONS_BEFORE_START,
+        )  # fmt: skip
+        server.is_draining = True  # each response ends its connection: the next one is for whoever listens then
+        with suppress(TlsError):  # which the supervisor reports
+            tls = ServerTls(order.tls_cert, order.tls_key) if order.tls_cert and order.tls_key else None
+            for sock, is_admin in zip(sockets, (False, True), strict=False):
+                await server.start(sock, tls=None if is_admin else tls, is_admin=is_admin, keeps_listening=True)
+        asyncio.get_running_loop().add_reader(channel.fileno(), read)
+        await started
+        asyncio.get_running_loop().remove_reader(channel.fileno())
+        await server.drain(_LAST_EARLY_RESPONSES_S, 0)
+    for sock in sockets:
+        sock.close()
+    return started.result()
+
+
 class Gateway:
     def __init__(
         self, config: GatewayConfig, start: GatewayStart, channel: Channel, shared_metrics: SharedMetrics
@@ -103,6 +165,7 @@ class Gateway:
         self._control = Control(channel)
         facts = GatewayFacts(start.epoch, bytes.fromhex(start.quarantine_key), shared_metrics, self._control.send)
         first = Service(config, start.generation, read_tokenizer(config), facts)
+        first.dispatcher.start_stage = start.start_stage
         self._services = Services(first, facts, read_tokenizer=read_tokenizer)
         self._services.on_activated = self._change
         self._tls = ServerTls(config.tls_cert, config.tls_key) if config.tls_cert and config.tls_key else None

@@ -30,6 +30,7 @@ from vecd.gateway.types.errors import (
     ApiError,
     BadRequest,
     DeadlinePassed,
+    NotReady,
     TooManyRequests,
     TooManyTokens,
     Unavailable,
@@ -96,6 +97,7 @@ class Pipeline:
         shared_metrics: SharedMetrics,
     ) -> None:
         self.config = config
+        self._made_at = time.monotonic()
         self.admission = admission
         self.tokenizer = tokenizer
         self.policy = policy
@@ -220,6 +222,7 @@ class Pipeline:
         self, request: EmbedRequest, num_estimated: int, timeline: RequestTimeline, principal: Principal
     ) -> Embedded:
         timeline.num_inputs = len(request.inputs)
+        self._raise_if_starting()
         self.dispatcher.raise_if_broken()
         deadline = self._deadline(request.timeout_s, timeline.arrived_at)
         priority = Priority.NORMAL if request.priority is None else request.priority
@@ -234,6 +237,13 @@ class Pipeline:
                     raise
             with permit:
                 return await self._gather(request, permit, principal, reservation, timeline)
+
+    def _raise_if_starting(self) -> None:
+        """Raises NotReady during the server's start. Requests on a socket that systemd holds wait instead: its clients
+        are to notice nothing of a restart."""
+        stage = self.dispatcher.start_stage
+        if stage is not None and not self.config.keeps_listening:
+            raise NotReady(stage, time.monotonic() - self._made_at)
 
     async def _gather(
         self,

@@ -46,6 +46,7 @@ from vecd.shm.control import (
     NewKeys,
     Prepare,
     Prepared,
+    Progress,
     Quarantined,
     ReloadAsked,
     Retired,
@@ -260,6 +261,9 @@ class Services:
             case InputsCleared():
                 for dispatcher in dispatchers:
                     dispatcher.note_cleared(message.digests)
+            case Progress():
+                if self.active.dispatcher.start_stage is not None:
+                    self.active.dispatcher.start_stage = message.stage
             case NewKeys():
                 self.set_keys(tuple(map(ApiKey.from_json, message.keys)))
             case Prepare():

@@ -35,6 +35,11 @@ def main(argv: Sequence[str] | None = None, interrupt_handler: Any = signal.defa
     exit_at_interrupt()
     match command:
         case "serve":
+            if not {"--help", "-h"} & set(arguments):
+                from vecd.launch.base import prestart
+
+                exit_at_interrupt(prestart.end_rest)
+                prestart.begin("gateway")
             from vecd.supervisor import serve as run
         case "bench":
             from vecd.client.bench.command import main as run

@@ -4,9 +4,10 @@ Owns the messages and the channel they travel on: a pair of SOCK_SEQPACKET unix 
 starts, so there is no name to find, no permission to get wrong and nothing to unlink. A message is one packet of
 JSON; descriptors ride along (SCM_RIGHTS). The end of the stream means that the other side is dead.
 
-    supervisor → gateway       GatewayStart (+ sockets, shared metrics), WorkerUp (+ arena), WorkerDown, Drain,
+    supervisor → gateway       GatewayListen (+ sockets), GatewayStart (+ sockets, shared metrics),
+                               WorkerUp (+ arena), WorkerDown, Drain,
                                Prepare (+ ZeroMQ socket), Activate, Discard, ModelBroken, NewKeys,
-                               Quarantined, InputDeaths, InputsCleared
+                               Progress, Quarantined, InputDeaths, InputsCleared
     gateway → supervisor       GatewayReady, ChildFailed, Heartbeat, WorkerConnected, WorkerStuck, Prepared, Retired,
                                ReloadAsked, Quarantined, InputDeaths, InputsCleared
     supervisor → fork server   ForkServerStart, ForkWorker (+ control, arena, ZeroMQ addresses)
@@ -49,6 +50,21 @@ class Message:
 
 
 @dataclass(frozen=True, slots=True)
+class GatewayListen(Message):
+    """To the first gateway, before the model is known: answer on these sockets what the start is doing, until
+    GatewayStart comes. Descriptors: the public listening socket, and the admin one if there is one."""
+
+    stage: str
+    """As in GatewayStart."""
+    tls_cert: str | None
+    """As in `vecd.gateway.types.config.GatewayConfig`, as the others."""
+    tls_key: str | None
+    max_body_bytes: int
+    log_level: str
+    log_format: str
+
+
+@dataclass(frozen=True, slots=True)
 class GatewayStart(Message):
     """To a new gateway: its configuration. Descriptors: the shared metrics, its ZeroMQ listening socket, the
     public listening socket, and the admin one if there is one."""
@@ -63,6 +79,8 @@ class GatewayStart(Message):
     """Of the configuration."""
     quarantine_key: str
     """In hexadecimal, the same for each gateway: digests of inputs that end their workers are made with it."""
+    start_stage: str | None = None
+    """What the server's start is doing; None once the server has been ready."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -274,7 +292,8 @@ class WorkerExited(Message):
 
 @dataclass(frozen=True, slots=True)
 class Progress(Message):
-    """From a worker or the fork server: the stage of loading it begins."""
+    """From a worker or the fork server: the stage of loading it begins. Passed on to every gateway until the server is
+    ready for the first time."""
 
     stage: str
 

@@ -34,10 +34,19 @@ async def health(context: Context, http: HttpRequest, principal: Principal) -> R
     reason = context.why_unavailable()
     if reason is None:
         return _json(200, {"status": "ok"})
+    return unavailable(reason)
+
+
+def unavailable(reason: str) -> Response:
+    """What a probe gets while no embedding request can be served."""
     return _json(503, {"status": "unavailable", "reason": reason}, headers={"retry-after": "1"})
 
 
 async def live(context: Context, http: HttpRequest, principal: Principal) -> Response:
+    return alive()
+
+
+def alive() -> Response:
     return _json(200, {"status": "ok"})
 
 

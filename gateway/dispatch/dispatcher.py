@@ -130,6 +130,8 @@ class Dispatcher:
         self.in_flight_tokens = 0
         """Sent to workers and not answered."""
         self._last_death = "workers are loading"
+        self.start_stage: str | None = None
+        """What the server's start is doing. None once a worker is connected, and for a server that has been ready."""
 
     # --- life -----------------------------------------------------------------------------------------------
 
@@ -177,7 +179,7 @@ class Dispatcher:
         if any(link.is_usable for link in self._links.values()):
             return None
         if not self._links:
-            return self._last_death
+            return self.start_stage or self._last_death
         return "; ".join(
             f"{link.incarnation} {'is stuck' if link.is_stuck else 'does not answer yet'}" for link in self.links
         )
@@ -369,6 +371,7 @@ class Dispatcher:
     def _on_alive(self, link: WorkerLink) -> None:
         is_first, link.is_connected = not link.is_connected, True
         if is_first:
+            self.start_stage = None
             self._sum_speeds()
             self._report(WorkerConnected(link.incarnation.worker, link.incarnation.life))
         self.schedule_dispatch()

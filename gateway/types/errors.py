@@ -189,6 +189,8 @@ class HttpVersionNotSupported(ApiError):
 
 _MAX_RETRY_AFTER_S = 60.0
 """SDKs ignore more than a minute or two."""
+_MAX_START_RETRY_AFTER_S = 10.0
+"""A client that polls a starting server should not add more than this to the start."""
 _SPREAD, _MIN_SPREAD_S = 0.5, 2.0
 """Clients that were refused together come back over half of the time that they were told to wait, or two seconds."""
 
@@ -239,6 +241,18 @@ class Unavailable(_Overload):
     status = 503
     code = "service_unavailable"
     log_level = logging.WARNING
+
+
+class NotReady(Unavailable):
+    """Raised by `vecd.gateway.pipeline` before a worker can serve for the first time."""
+
+    code = "not_ready"
+    log_level = logging.DEBUG
+
+    def __init__(self, stage: str, started_s: float) -> None:
+        """`stage`: what the start is doing. `started_s`: seconds since it began; it is expected to take about as many
+        more, because how long a model takes to load is not known."""
+        super().__init__(f"The server is starting; {stage}", retry_after_s=min(_MAX_START_RETRY_AFTER_S, started_s))
 
 
 class DeadlinePassed(Unavailable):

@@ -7,19 +7,25 @@ Called by `vecd.launch.cli`, `vecd.supervisor` and `vecd.launch.base.programs`.
 
 import os
 import signal
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 
 from vecd.launch.base.exit_codes import EXIT_INTERRUPTED
 
 
-def exit_at_interrupt() -> None:
-    """Let SIGINT end this process at once, with EXIT_INTERRUPTED and no message. For the main thread, while the process
-    has nothing to clean up. `vecd.__main__` does the same before it imports anything.
+def exit_at_interrupt(clean_up: Callable[[], None] = lambda: None) -> None:
+    """Let SIGINT end this process at once, after `clean_up`, with EXIT_INTERRUPTED and no message. For the main thread.
+    `vecd.__main__` does the same before it imports anything.
 
     Side effect: SIGINT's handler is replaced.
     """
-    signal.signal(signal.SIGINT, lambda *_: os._exit(EXIT_INTERRUPTED))
+
+    def end(*_: object) -> None:
+        signal.signal(signal.SIGINT, signal.SIG_IGN)
+        clean_up()
+        os._exit(EXIT_INTERRUPTED)
+
+    signal.signal(signal.SIGINT, end)
 
 
 @contextmanager

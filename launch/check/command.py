@@ -30,7 +30,7 @@ from vecd.launch.base.exit_codes import (
     ConfigurationError,
     StartFailure,
 )
-from vecd.launch.base.programs import self_command
+from vecd.launch.base.programs import child_environment, self_command
 from vecd.launch.check import model as check_model
 from vecd.launch.check.advice import advise, is_disturbed
 from vecd.launch.check.machine import read_machine
@@ -40,7 +40,6 @@ from vecd.launch.check.tokens import MAX_TEXTS, affordable, built_in_texts
 from vecd.launch.config.plan import Plan, make_plan, version
 from vecd.launch.config.settings import Settings, load_settings
 from vecd.launch.config.tokenizer import forget
-from vecd.launch.processes.children import child_environment
 from vecd.shm.card import ModelError
 from vecd.workers.check.order import Order
 from vecd.workers.engine import ReportProgress

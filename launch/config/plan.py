@@ -10,6 +10,7 @@ import os
 import re
 import resource
 import tempfile
+from collections.abc import Callable
 from dataclasses import dataclass, fields, replace
 from pathlib import Path
 from typing import Any
@@ -82,8 +83,9 @@ def _files_in(folder: Path) -> frozenset[tuple[str, int, int, int]]:
     return frozenset((name, stat.st_ino, stat.st_size, stat.st_mtime_ns) for name, stat in found)
 
 
-def make_plan(settings: Settings) -> Plan:
-    """Read the model's card and compose the children's configurations.
+def make_plan(settings: Settings, report: Callable[[str], None] = logs.say) -> Plan:
+    """Read the model's card and compose the children's configurations. `report` is called with each stage that may take
+    long.
 
     Raises ConfigurationError for settings that do not fit the model or the machine, ModelError for the model, and
     StartFailure for a machine that allows too little.
@@ -93,7 +95,7 @@ def make_plan(settings: Settings) -> Plan:
     check_otel(settings.otlp_endpoint)
     check_ranges(settings.quantization_ranges)
     keys = load_keys(settings)
-    folder, name = _find_model(settings)
+    folder, name = _find_model(settings, report)
     model_files = _files_in(folder)
     card = read_card(folder)
     if not (card.is_static or card.export_file):
@@ -116,7 +118,7 @@ def make_plan(settings: Settings) -> Plan:
     workers = _worker_configs(settings, card, devices, gateway)
     # Last, because it opens a descriptor. For the gateway alone: the path differs from start to start, and workers
     # remember by card what they found out.
-    gateway = replace(gateway, card=with_tokenizer(card, name, settings.cache_folder))
+    gateway = replace(gateway, card=with_tokenizer(card, name, settings.cache_folder, report))
     return Plan(settings, card, gateway, workers, model_files)
 
 
@@ -248,7 +250,7 @@ def _names(setting: str) -> tuple[str, ...]:
     return tuple(name.strip() for name in setting.split(",") if name.strip())
 
 
-def _find_model(settings: Settings) -> tuple[Path, str]:
+def _find_model(settings: Settings, report: Callable[[str], None]) -> tuple[Path, str]:
     """The model's folder and name. A hub model is fetched here, by a process of its own."""
     model = settings.model
     if not model:
@@ -259,11 +261,11 @@ def _find_model(settings: Settings) -> tuple[Path, str]:
     path = Path(model).expanduser()
     if path.is_dir() or model.startswith((".", "/", "~")) or not re.fullmatch(r"[\w.-]+(/[\w.-]+)?", model):
         return path.absolute(), path.resolve().name
-    return _fetch(model, settings.revision), model
+    return _fetch(model, settings.revision, report), model
 
 
-def _fetch(model: str, revision: str) -> Path:
-    logs.say(f"finding {model} in the hub's cache or on the hub")
+def _fetch(model: str, revision: str, report: Callable[[str], None]) -> Path:
+    report(f"finding {model} in the hub's cache or on the hub")
     with tempfile.TemporaryFile("w+") as answer:
         status = run_child("fetch", model, revision, fd=answer.fileno())
         answer.seek(0)

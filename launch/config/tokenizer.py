@@ -11,6 +11,7 @@ import importlib.metadata
 import logging
 import os
 import subprocess
+from collections.abc import Callable
 from contextlib import suppress
 from dataclasses import replace
 from pathlib import Path
@@ -27,8 +28,11 @@ _TIMEOUT_S = 600.0  # a sentencepiece model with byte pairs takes the longest: i
 _VERSION = "1"  # of vecd.workers.conversion: another one makes every tokenizer anew
 
 
-def with_tokenizer(card: ModelCard, model: str, cache_folder: Path) -> ModelCard:
-    """The card, its tokenizer converted if the model has only a slow one's files; `model` is its name for people.
+def with_tokenizer(
+    card: ModelCard, model: str, cache_folder: Path, report: Callable[[str], None] = logs.say
+) -> ModelCard:
+    """The card, its tokenizer converted if the model has only a slow one's files, which is reported; `model` is its
+    name for people.
 
     Raises ModelError when it cannot be read or converted.
     Side effects: a descriptor that stays open until the card is forgotten (`forget`); a file in the cache, where it can
@@ -45,7 +49,7 @@ def with_tokenizer(card: ModelCard, model: str, cache_folder: Path) -> ModelCard
     except OSError as error:
         if card.tokenizer_file:
             raise ModelError(f"{path}: cannot be read: {error.strerror}") from None
-        logs.say(f"converting the tokenizer of {model} (once)")
+        report(f"converting the tokenizer of {model} (once)")
         fd = _convert(card)
         _store(fd, path)
     return replace(card, tokenizer_file=f"/proc/{os.getpid()}/fd/{fd}")

@@ -10,14 +10,14 @@ import logging
 import os
 import signal
 import socket
-import tempfile
 from collections.abc import Awaitable, Callable, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
 from typing import Any
 
+from vecd.launch.base import prestart
 from vecd.launch.base.exit_codes import BadSetting, ChildDied, StartFailure
-from vecd.launch.base.programs import start_child
+from vecd.launch.base.programs import child_environment, start_child
 from vecd.launch.processes.file_access import FileAccess
 from vecd.launch.processes.sockets import make_zmq_endpoint
 from vecd.shm.control import (
@@ -152,15 +152,19 @@ async def _readable(fd: int) -> None:
 
 
 def spawn(name: str, command: str) -> Process:
-    """Start this program again as a child with a control channel. Raises OSError when no process can be started."""
-    ours, theirs = Channel.pair()
-    try:
-        popen = start_child(command, fd=theirs.fileno(), env=child_environment())
-    except OSError:
-        ours.close()
-        raise
-    finally:
-        theirs.close()
+    """Start this program again as a child with a control channel, or take one that was started ahead. Raises OSError
+    when no process can be started."""
+    if (started := prestart.take(command)) is not None:
+        popen, ours = started[0], Channel(started[1])
+    else:
+        ours, theirs = Channel.pair()
+        try:
+            popen = start_child(command, fd=theirs.fileno(), env=child_environment())
+        except OSError:
+            ours.close()
+            raise
+        finally:
+            theirs.close()
 
     async def reap() -> int:
         return popen.wait()
@@ -194,30 +198,6 @@ async def reap_everything() -> None:
             while os.waitid(os.P_ALL, 0, os.WEXITED | os.WNOHANG) is not None:  # noqa: ASYNC222  (does not wait)
                 pass
             await asyncio.sleep(_REAP_INTERVAL_S)
-
-
-def child_environment() -> dict[str, str]:
-    """This process's environment without its secrets, and with what every child needs."""
-    inherited = {name: value for name, value in os.environ.items() if name not in _SECRET_VARIABLES}
-    # Importing transformers makes torch create its compiler's cache folder, which nothing here uses: one that exists
-    # is named, so that none is left behind.
-    return {**inherited, **_CHILD_ENVIRONMENT, "TORCHINDUCTOR_CACHE_DIR": tempfile.gettempdir()}
-
-
-_SECRET_VARIABLES = {"VECD_API_KEY", "VECD_API_KEYS", "HF_TOKEN", "HUGGING_FACE_HUB_TOKEN"}
-
-_CHILD_ENVIRONMENT = {
-    # A thread pool started before a fork makes the child hang, and one per library makes processes large.
-    "OMP_NUM_THREADS": "1",
-    "OPENBLAS_NUM_THREADS": "1",
-    "MKL_NUM_THREADS": "1",
-    "TOKENIZERS_PARALLELISM": "false",
-    # The model was found before the children started: they never look for another.
-    "HF_HUB_OFFLINE": "1",
-    "TRANSFORMERS_VERBOSITY": "error",
-    # Counting GPUs must not touch CUDA before the fork.
-    "PYTORCH_NVML_BASED_CUDA_CHECK": "1",
-}
 
 
 class ForkServer:

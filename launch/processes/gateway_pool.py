@@ -34,6 +34,7 @@ from vecd.shm.control import (
     NewKeys,
     Prepare,
     Prepared,
+    Progress,
     Retired,
     WorkerConnected,
     WorkerDown,
@@ -69,6 +70,7 @@ class Link:
     """Generations with requests that began before another one became active."""
     sent_up: set[Incarnation] = field(default_factory=set)
     sent_keys: tuple[ApiKey, ...] = ()
+    sent_stage: str | None = None
     sent_broken: dict[int, str] = field(default_factory=dict)
     connected: set[Incarnation] = field(default_factory=set)
     """Workers that have replied to it."""
@@ -97,6 +99,8 @@ class GatewayPool:
         """The generation that new requests are for."""
         self.keys = worker_pools[self.active].plan.gateway.keys
         """The keys that clients may send, whatever a generation's own configuration says."""
+        self.start_stage: str | None = "workers are loading"
+        """What the server's start is doing; set to None once the server is ready."""
         self.num_deaths = 0
         """Of all gateways."""
         self._num_gateways = num_gateways
@@ -196,9 +200,9 @@ class GatewayPool:
     async def _start(self, link: Link, epoch: int, backoff: Backoff) -> str | None:
         """Why it did not get ready; None when it did."""
         worker_pool = self._worker_pools[link.generation]
-        link.sent_keys = self.keys
+        link.sent_keys, link.sent_stage = self.keys, self.start_stage
         config = replace(worker_pool.plan.gateway, keys=self.keys).to_json()
-        start = GatewayStart(config, link.index, epoch, link.generation, self._quarantine_key)
+        start = GatewayStart(config, link.index, epoch, link.generation, self._quarantine_key, self.start_stage)
         listening = [sock.fileno() for sock in self._listening]
         send_or_kill(link.process, start, [self._metrics_fd, worker_pool.zmq_listening(link.index), *listening])
         try:
@@ -252,6 +256,9 @@ class GatewayPool:
             if link.sent_keys is not self.keys:
                 link.sent_keys = self.keys
                 send_or_kill(link.process, NewKeys([asdict(key) for key in self.keys]))
+            if self.start_stage is not None and link.sent_stage != self.start_stage:
+                link.sent_stage = self.start_stage
+                send_or_kill(link.process, Progress(self.start_stage))
             for generation, worker_pool in self._worker_pools.items():
                 if generation not in link.known:
                     link.known.add(generation)

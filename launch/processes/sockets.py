@@ -14,6 +14,7 @@ from pathlib import Path
 
 from vecd.launch.base.exit_codes import ConfigurationError, StartFailure
 from vecd.launch.config.settings import Settings
+from vecd.shm.socketfile import FileId, file_id, remove_if_ours
 
 _LISTEN_BACKLOG = 2048
 _PROBE_TIMEOUT_S = 1.0
@@ -93,6 +94,41 @@ def _checked(fd: int, name: str) -> socket.socket:
         return sock
     sock.detach()
     raise ConfigurationError([f"{which}: {problem}"])
+
+
+class Listeners:
+    """The sockets for clients and operators. Owns them, and the files of those that this process has made."""
+
+    def __init__(self, settings: Settings, inherited: Inherited) -> None:
+        """Bind and listen, where no socket was handed over. Raises StartFailure."""
+        self._files: list[tuple[Path, FileId | None]] = []
+        self.sockets: list[socket.socket] = []
+        """The public one, and the admin one if there is one."""
+        self.admin_url = ""
+        try:
+            public, self.url = listen(settings, inherited.public)
+            self._add(public, settings.uds)
+            if (admin := listen_admin(settings, inherited.admin)) is not None:
+                self.admin_url = admin[1]
+                self._add(admin[0], settings.admin_uds)
+        except StartFailure:
+            self.close()
+            raise
+
+    def _add(self, sock: socket.socket, path: Path | None) -> None:
+        self.sockets.append(sock)
+        if path is not None:
+            self._files.append((path, file_id(path)))
+
+    def close_sockets(self) -> None:
+        """Close them here; gateways may have them open."""
+        for sock in self.sockets:
+            sock.close()
+
+    def close(self) -> None:
+        self.close_sockets()
+        for path, ours in self._files:
+            remove_if_ours(path, ours)
 
 
 def listen(settings: Settings, inherited: socket.socket | None = None) -> tuple[socket.socket, str]:

@@ -75,7 +75,7 @@ class Bench:
         self.socket = FakeSocket()
         inherited = Inherited(public=self.socket)  # type: ignore[arg-type]
         self.plan = make_plan(load_settings(arguments))
-        self.supervisor = Supervisor(self.plan, arguments, self.notifier, inherited, fakes.system)
+        self.supervisor = Supervisor(self.plan, arguments, self.notifier, inherited, system=fakes.system)
         self.reloads = self.supervisor._reload_socket = FakeReloadSocket()
         self.task = asyncio.create_task(self.supervisor.run())
 

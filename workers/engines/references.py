@@ -22,6 +22,7 @@ import os
 import tempfile
 from collections.abc import Iterator
 from dataclasses import dataclass
+from functools import lru_cache
 from pathlib import Path
 from typing import Any
 
@@ -38,6 +39,8 @@ log = logging.getLogger("vecd.selection")
 
 _SHIPPED = Path(__file__).parent / "references"
 _FORMAT = 1
+_NUM_REMEMBERED = 4
+"""Digests that a process remembers. The start of a model needs its digest twice."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -106,11 +109,22 @@ def write_reference(reference: Reference, digest: str, path: Path) -> None:
 
 def digest_of(card: ModelCard) -> str:
     """Of all that a vector of token ids depends on: settings and weights, not names of folders. Reads all weights:
-    0.1 s for 100 MB. Raises OSError, ValueError or KeyError."""
+    0.1 s for 100 MB, once while they do not change. Raises OSError, ValueError or KeyError."""
     facts = [card.model_type, card.max_tokens, card.vocab_size, list(card.pooling)]
     facts += [[step.kind, step.in_dim, step.out_dim, step.bias, step.activation] for step in card.steps]
-    digest = hashlib.sha256(json.dumps(facts).encode())
-    for path in _files_of(card):
+    return _digest(json.dumps(facts), tuple(map(_stamped, _files_of(card))))
+
+
+def _stamped(path: Path) -> tuple[Path, int, int, int, int]:
+    """A file, and values that change when it does."""
+    stat = path.stat()
+    return path, stat.st_size, stat.st_mtime_ns, stat.st_ctime_ns, stat.st_ino
+
+
+@lru_cache(_NUM_REMEMBERED)
+def _digest(facts: str, files: tuple[tuple[Path, int, int, int, int], ...]) -> str:
+    digest = hashlib.sha256(facts.encode())
+    for path, *_ in files:
         with path.open("rb") as file:
             digest.update(hashlib.file_digest(file, "sha256").digest())
     return digest.hexdigest()

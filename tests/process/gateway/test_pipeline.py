@@ -28,6 +28,7 @@ from vecd.gateway.types.errors import (
     ApiError,
     BadRequest,
     DeadlinePassed,
+    NotReady,
     RateLimited,
     ServerError,
     TooManyRequests,
@@ -180,6 +181,29 @@ async def test_what_never_came_to_a_worker_costs_nothing(bench, service):
     with pytest.raises(Unavailable):
         await service.embed([1, 1])
     assert service.num_paid() == 0
+
+
+async def test_requests_are_refused_until_a_worker_serves_for_the_first_time_and_wait_afterwards(bench, service):
+    bench.dispatcher.start_stage = "loading weights"
+    with pytest.raises(NotReady, match="starting; loading weights") as caught:
+        await service.embed([1, 1])
+    assert caught.value.headers == {"retry-after": "1"}
+    worker = bench.add_worker()
+    await bench.all_connected()
+    bench.dispatcher.worker_down(worker.incarnation, "died")
+    waiting = service.embed([1, 1])
+    successor = bench.add_worker(life=2)
+    successor.answer(await successor.receive())
+    assert (await waiting).num_tokens == 2
+
+
+async def test_requests_on_a_socket_that_systemd_holds_wait_for_the_first_worker(bench, service):
+    bench.dispatcher.start_stage = "loading weights"
+    service.app.config = replace(service.app.config, keeps_listening=True)
+    waiting = service.embed([1, 1])
+    worker = bench.add_worker()
+    worker.answer(await worker.receive())
+    assert (await waiting).num_tokens == 2
 
 
 async def test_what_the_engine_fails_on_or_a_dying_worker_loses_costs_nothing(bench, service):

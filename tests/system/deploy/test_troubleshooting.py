@@ -416,17 +416,19 @@ def a_start_that_lasts(folder: Path) -> Provoked:
     ) as process:
         all_seen: list[Seen] = []
 
-        def is_listening() -> bool:
+        def is_loading() -> bool:
             with suppress(httpx.TransportError):
                 response = HTTP.get(f"http://127.0.0.1:{port}/health")
                 all_seen.append(Seen(response.status_code, response.text))
-            return bool(all_seen)
+            return bool(all_seen) and "workers" in all_seen[-1].text  # before, it says that it reads the model
 
         try:
-            eventually(is_listening, TIMEOUT_S)
+            eventually(is_loading, TIMEOUT_S)
+            refused = HTTP.post(f"http://127.0.0.1:{port}/v1/embeddings", json={"input": "text"})
         finally:
             process.terminate()
-    yield Row(503, "workers are loading"), all_seen[0]
+    yield Row(503, "workers are loading"), all_seen[-1]
+    yield Row(503, "The server is starting"), Seen(refused.status_code, refused.text)
 
 
 # --- the tests --------------------------------------------------------------------------------------------------------

@@ -27,6 +27,7 @@ from vecd.shm.control import (
     NewKeys,
     Prepare,
     Prepared,
+    Progress,
     Quarantined,
     Retired,
     WorkerConnected,
@@ -118,6 +119,28 @@ def test_a_gateway_is_sent_each_thing_once(bench) -> None:
             await settle()
             assert [type(message) for message in gateway.sent()] == [GatewayStart, WorkerUp, WorkerUp]
             assert made.pool.is_connected(made.worker_pools[1])
+
+    run(test())
+
+
+def test_gateways_are_told_what_a_start_does_until_the_server_is_ready(bench) -> None:
+    async def test() -> None:
+        async with bench(num_gateways=2) as made:
+            first, second = made.fakes.gateways
+            made.pool.start_stage = "loading weights"
+            for _ in range(2):
+                made.pool.reconcile()
+            assert first.sent(Progress) == second.sent(Progress) == [Progress("loading weights")]
+            second.end(1)
+            await settle()
+            [during] = made.fakes.gateways[2].sent(GatewayStart)
+            assert during.start_stage == "loading weights"
+            made.pool.start_stage = None
+            first.end(1)
+            await settle()
+            [afterwards] = made.fakes.gateways[3].sent(GatewayStart)
+            assert afterwards.start_stage is None
+            assert [gateway.sent(Progress) for gateway in made.fakes.gateways[2:]] == [[], []]
 
     run(test())
 

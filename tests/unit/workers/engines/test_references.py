@@ -1,5 +1,7 @@
 """Remembered reference vectors: they follow the content of a model's files, and a wrong file is never believed."""
 
+import hashlib
+import os
 import shutil
 from collections.abc import Callable
 from dataclasses import replace
@@ -36,6 +38,21 @@ def stages_of(config: WorkerConfig) -> list[str]:
 def test_a_second_selection_needs_no_reference_model(config: WorkerConfig) -> None:
     assert expected_path(config) == "lean"
     assert stages_of(config) == ["comparing lean float32 with the remembered reference vectors"]
+
+
+def test_a_start_reads_the_weights_for_it_once(config: WorkerConfig, monkeypatch: pytest.MonkeyPatch) -> None:
+    read: list[str] = []
+    digest = hashlib.file_digest
+
+    def noted(file: Any, name: str) -> Any:
+        read.append(file.name)
+        return digest(file, name)
+
+    monkeypatch.setattr(hashlib, "file_digest", noted)
+    os.utime(Path(config.card.folder) / "model.safetensors")
+    assert expected_path(config) == "lean"
+    load_engine(config, lambda stage: None)
+    assert len(read) == len(set(read)) > 0
 
 
 def test_it_belongs_to_the_content_of_the_files(config: WorkerConfig, tmp_path: Path) -> None:
