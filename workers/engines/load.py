@@ -22,6 +22,7 @@ from vecd.workers.engines.dummy import DummyEngine
 from vecd.workers.engines.parity import compare, random_batch, short_probes, vectors_of, vectors_one_by_one
 from vecd.workers.engines.references import Reference, recall_reference
 from vecd.workers.engines.selection_cache import Selection, forget, recall, remember
+from vecd.workers.engines.timing import why_slow
 from vecd.workers.families.description import NotDescribed
 from vecd.workers.families.encoders import FAMILIES
 from vecd.workers.installed import NEEDS_TORCH, has_torch
@@ -172,7 +173,6 @@ def _select_int8(
     """int8 in the place of `plain` and its selection, if it is within bounds and faster. If not, None where torch is
     installed, which may have another int8; else `plain`, with a warning."""
     from vecd.workers.engines.lean.engine import LeanEngine
-    from vecd.workers.engines.lean.speed import why_slow
 
     report("comparing lean int8 with float32")
     card = config.card

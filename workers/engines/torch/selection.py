@@ -17,11 +17,11 @@ from transformers import PreTrainedModel
 from vecd.shm.card import ModelError, one_line
 from vecd.workers.config import WorkerConfig
 from vecd.workers.engine import Engine, ReportProgress
-from vecd.workers.engines.lean.speed import why_slow
+from vecd.workers.engines.lean.engine import LeanEngine
 from vecd.workers.engines.parity import all_probes, compare, vectors_of, vectors_one_by_one
 from vecd.workers.engines.references import Reference, recall_reference, remember_reference
 from vecd.workers.engines.selection_cache import Selection
-from vecd.workers.engines.timing import fastest, in_words, take_times
+from vecd.workers.engines.timing import fastest, in_words, take_times, why_slow
 from vecd.workers.engines.torch import cuda
 from vecd.workers.engines.torch.build import PATHS, build_engine
 from vecd.workers.engines.torch.linear import has_native_bfloat16
@@ -162,7 +162,7 @@ class _Selector:
         if not parity.is_within_bounds(dtype):
             self._refuse(dtype, path, f"its vectors are not the reference model's: {parity}")
             return None
-        if (path, dtype) == ("lean", "int8") and (why := why_slow(card, engine)):
+        if (path, dtype) == ("lean", "int8") and (why := why_slow(card, engine, LeanEngine(card))):
             self._refuse(dtype, path, why)
             return None
         log.info("%s %s agrees with the reference model: %s", path, dtype, parity)

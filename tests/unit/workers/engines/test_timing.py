@@ -10,11 +10,10 @@ import pytest
 
 from vecd.shm.views import Rows
 from vecd.workers.engine import PackedBatch
-from vecd.workers.engines import timing
-from vecd.workers.engines.timing import Times, fastest, in_words, speed_beside, take_times
+from vecd.workers.engines.timing import Times, fastest, in_words, speed_beside, take_times, why_slow
 
 
-class SleepingEngine:
+class BusyEngine:
     def __init__(self, s_per_token: float) -> None:
         self.s_per_token = s_per_token
         self.sizes: list[int] = []
@@ -22,11 +21,13 @@ class SleepingEngine:
     def embed(self, batch: PackedBatch, rows: Rows) -> None:
         self.sizes.append(int(batch.lengths.sum()))
         rows[:] = 0
-        time.sleep(self.s_per_token * batch.lengths.sum())
+        ends_at = time.process_time() + self.s_per_token * batch.lengths.sum()
+        while time.process_time() < ends_at:
+            pass
 
 
 def take(worker_config: Callable[..., Any], folder: Path, **s_per_token: float) -> tuple[Times, Any]:
-    engines: Any = {path: SleepingEngine(each) for path, each in s_per_token.items()}
+    engines: Any = {path: BusyEngine(each) for path, each in s_per_token.items()}
     return take_times(engines, worker_config(folder).card), engines
 
 
@@ -38,19 +39,19 @@ def test_the_fastest_engine_is_taken(checkpoint: Callable[..., Path], worker_con
 
 
 def test_a_slow_model_is_measured_with_short_texts_alone(
-    checkpoint: Callable[..., Path], worker_config: Callable[..., Any], monkeypatch: pytest.MonkeyPatch
+    checkpoint: Callable[..., Path], worker_config: Callable[..., Any]
 ) -> None:
-    monkeypatch.setattr(timing, "_BUDGET_S", 0.4)
-    times, engines = take(worker_config, checkpoint("bert"), lean=2e-3, fused=2e-3)
+    engines: Any = {path: BusyEngine(2e-3) for path in ("lean", "fused")}
+    times = take_times(engines, worker_config(checkpoint("bert")).card, 0.4)
     assert list(times) in (["1 x 12"], ["1 x 12", "1 x 64"])
     assert max(engines["lean"].sizes) <= 64
 
 
 def test_the_first_class_is_measured_however_long_it_takes(
-    checkpoint: Callable[..., Path], worker_config: Callable[..., Any], monkeypatch: pytest.MonkeyPatch
+    checkpoint: Callable[..., Path], worker_config: Callable[..., Any]
 ) -> None:
-    monkeypatch.setattr(timing, "_BUDGET_S", 0.0)
-    times, _ = take(worker_config, checkpoint("bert"), lean=1e-3)
+    engines: Any = {"lean": BusyEngine(1e-3)}
+    times = take_times(engines, worker_config(checkpoint("bert")).card, 0.0)
     assert list(times) == ["1 x 12"]
 
 
@@ -72,3 +73,10 @@ def test_without_a_rival_there_is_nothing_to_say() -> None:
     assert fastest({"a": {"lean": 1.0}}) == "lean"
     assert in_words({"a": {"lean": 1.0}}) == ""
     assert np.isclose(speed_beside({"a": {"lean": 1.0}}, "lean", "lean"), 1)
+
+
+def test_int8_has_to_be_worth_its_loss(checkpoint: Callable[..., Path], worker_config: Callable[..., Any]) -> None:
+    card = worker_config(checkpoint("bert")).card
+    fast, slow = (BusyEngine(each) for each in (2e-5, 4e-5))
+    assert why_slow(card, fast, slow) == ""  # type: ignore[arg-type]
+    assert "times as fast as float32 on this processor" in why_slow(card, slow, fast)  # type: ignore[arg-type]

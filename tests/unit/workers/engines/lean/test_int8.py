@@ -12,8 +12,8 @@ import pytest
 
 from vecd.shm.card import read_card
 from vecd.workers.config import WorkerConfig
-from vecd.workers.engines import load
-from vecd.workers.engines.lean import graph, speed
+from vecd.workers.engines import load, timing
+from vecd.workers.engines.lean import graph
 from vecd.workers.engines.lean.engine import LeanEngine
 from vecd.workers.engines.lean.int8 import Int8Products, quantize
 from vecd.workers.engines.lean.onnx_file import Element, Graph
@@ -99,7 +99,7 @@ def config(checkpoint: Callable[..., Path], worker_config: Callable[..., WorkerC
 @pytest.fixture(params=[2.0, 0.9])
 def is_fast(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> bool:
     """Whether int8 is measured as faster than float32."""
-    monkeypatch.setattr(speed, "speed_ratio", lambda card, int8, float32: request.param)
+    monkeypatch.setattr(timing, "speed_of_int8", lambda card, int8, float32: request.param)
     return bool(request.param > 1)
 
 
@@ -128,7 +128,7 @@ def test_without_torch_it_is_lean_s_if_that_is_faster(
 
 def test_other_vectors_are_not_served(config: WorkerConfig, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(load, "has_torch", lambda: False)
-    monkeypatch.setattr(speed, "speed_ratio", lambda card, int8, float32: 2.0)
+    monkeypatch.setattr(timing, "speed_of_int8", lambda card, int8, float32: 2.0)
     monkeypatch.setattr("vecd.workers.engines.parity._MIN_COSINE", {"int8": 1.1})
     path, dtype, [warning] = loaded(config)
     assert (path, dtype) == ("lean", "float32")
@@ -154,7 +154,7 @@ def test_with_torch_it_comes_before_torch_s(
 def test_torch_s_comes_first_with_amx(config: WorkerConfig, monkeypatch: pytest.MonkeyPatch) -> None:
     for module in (load, torch_selection):
         monkeypatch.setattr(module, "has_amx_int8", lambda: True)
-    monkeypatch.setattr(speed, "speed_ratio", lambda card, int8, float32: 2.0)
+    monkeypatch.setattr(timing, "speed_of_int8", lambda card, int8, float32: 2.0)
     assert expected_path(config) is None
     path, dtype, _ = loaded(config)
     assert dtype == "int8"
@@ -165,25 +165,3 @@ def test_the_lean_engine_alone_falls_back_to_float32(is_fast: bool, config: Work
     path, dtype, warnings = loaded(replace(config, engine="lean"))
     assert (path, dtype) == ("lean", "int8" if is_fast else "float32")
     assert warnings == ([] if is_fast else [SLOW])
-
-
-def test_the_speed_is_that_of_the_engines(checkpoint: Callable[..., Path], monkeypatch: pytest.MonkeyPatch) -> None:
-    card = read_card(checkpoint("bert"))
-    clock = iter(range(10**6))
-    now = 0.0
-
-    class Engine:
-        def __init__(self, cost: float) -> None:
-            self.cost = cost
-
-        def embed(self, batch: Any, rows: Any) -> None:
-            nonlocal now
-            # Every third batch is interrupted.
-            now += self.cost * batch.num_rows * (1 if next(clock) % 3 else 10)
-
-    monkeypatch.setattr("time.process_time", lambda: now)
-    slow: Any = Engine(3.0)
-    fast: Any = Engine(2.0)
-    assert speed.speed_ratio(card, fast, slow) == pytest.approx(1.5)
-    assert speed.why_slow(card, fast, slow) == ""
-    assert speed.why_slow(card, slow, fast) == "it is 0.67 times as fast as float32 on this processor"
