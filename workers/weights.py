@@ -10,7 +10,7 @@ from pathlib import Path
 
 from safetensors import SafetensorError, safe_open
 
-from vecd.shm.card import ModelError, one_line
+from vecd.shm.card import ModelCard, ModelError, one_line
 
 _SINGLE, _INDEX = "model.safetensors", "model.safetensors.index.json"
 
@@ -34,6 +34,15 @@ def read_header(path: Path) -> dict[str, tuple[str, int]]:
             return {name: (part.get_dtype(), math.prod(part.get_shape())) for name, part in slices.items()}
     except (OSError, SafetensorError) as error:
         raise broken(path, error) from None
+
+
+def is_stored_as_float32(card: ModelCard) -> bool:
+    """Whether the weights in the first file are float32. Raises ModelError for a broken file."""
+    folder = Path(card.weights_folder)
+    single = folder / _SINGLE
+    path = single if single.is_file() else min(folder.glob("*.safetensors"), default=single)
+    dtypes = {dtype for dtype, _ in read_header(path).values()}
+    return bool(dtypes & {"F32", "F64"}) and not dtypes & {"F16", "BF16", "F8_E4M3", "F8_E5M2"}
 
 
 def broken(path: Path, error: Exception) -> ModelError:

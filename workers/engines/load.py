@@ -68,7 +68,8 @@ def load_engine(
         cuda.describe(config.device)  # once here, where it is an error with a cause, and not a bug
     selection = recall(config)
     must_measure = must_measure and config.engine == "auto" and config.device == "cpu" and _has_others(config)
-    if selection is not None and (selection.times or not must_measure):
+    # Only a lean engine may have been taken without its rivals.
+    if selection is not None and (not must_measure or selection.times or selection.path != "lean"):
         try:
             return _build(config, selection, report)
         except Exception as error:  # whatever happened to the files, a new selection reports it better
@@ -82,7 +83,7 @@ def load_engine(
         selection = select_elsewhere(report)
         engine = _build(config, selection, report)
     else:
-        from vecd.workers.engines.torch.selection import select  # imports transformers
+        from vecd.workers.engines.torch.selection import select  # imports torch
 
         selection, engine = select(config, report)
         _describe(config, engine, selection)

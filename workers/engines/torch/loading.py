@@ -60,15 +60,6 @@ def load_model(card: ModelCard, dtype: str, device: torch.device) -> PreTrainedM
     return cast(PreTrainedModel, cast(torch.nn.Module, model).to(device))
 
 
-def is_stored_as_float32(card: ModelCard) -> bool:
-    """Whether the weights in the first file are float32. Raises ModelError for a broken file."""
-    folder = Path(card.weights_folder)
-    single = folder / "model.safetensors"
-    path = single if single.is_file() else min(folder.glob("*.safetensors"), default=single)
-    dtypes = {dtype for dtype, _ in read_header(path).values()}
-    return bool(dtypes & {"F32", "F64"}) and not dtypes & {"F16", "BF16", "F8_E4M3", "F8_E5M2"}
-
-
 def _config_of(folder: str) -> PretrainedConfig:
     """transformers' configuration, translated for a model with code of its own (`vecd.shm.architecture`)."""
     stored = json.loads((Path(folder) / "config.json").read_text(encoding="utf-8"))

@@ -1,18 +1,18 @@
 """Selects the engine of a worker: the fastest path and dtype that give the vectors of the reference model.
 
-Owns the order in which paths and dtypes are tried, and the warnings about those that were refused. Imports transformers
-and needs a second copy of the model while it compares, so on a processor it runs in a process of its own
-(`vecd.workers.process.selection_process`). Called by that process and by `vecd.workers.engines.load`.
+Owns the order in which paths and dtypes are tried, and the warnings about those that were refused. Needs transformers
+and a second copy of the model where no reference vectors are remembered, so on a processor it runs in a process of its
+own (`vecd.workers.process.selection_process`). Called by that process and by `vecd.workers.engines.load`.
 """
 
 import logging
 from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 import numpy as np
 import torch
-from transformers import PreTrainedModel
 
 from vecd.shm.card import ModelError, one_line
 from vecd.workers.config import WorkerConfig
@@ -25,10 +25,12 @@ from vecd.workers.engines.timing import fastest, in_words, take_times, why_slow
 from vecd.workers.engines.torch import cuda
 from vecd.workers.engines.torch.build import PATHS, build_engine
 from vecd.workers.engines.torch.linear import has_native_bfloat16
-from vecd.workers.engines.torch.loading import is_stored_as_float32, load_model
 from vecd.workers.families.description import NotDescribed
 from vecd.workers.processor import has_amx_int8
-from vecd.workers.weights import weight_files
+from vecd.workers.weights import is_stored_as_float32, weight_files
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedModel
 
 log = logging.getLogger("vecd.selection")
 
@@ -135,11 +137,12 @@ class _Selector:
                 rival = self._try(dtype, path, reference)
                 if rival is not None:
                     found[path] = rival
-        self._report("measuring engines")
+        if len(found) == 1:
+            return selection, engine
+        self._report(f"measuring {' and '.join(found)}")
         times = take_times({path: each for path, (_, each) in found.items()}, card)
         selection, engine = found[fastest(times)]
-        if len(found) > 1:
-            log.info("%s", in_words(times))
+        log.info("%s", in_words(times))
         return replace(selection, times=times), engine
 
     def _try(self, dtype: str, path: str, reference: Reference) -> tuple[Selection, Engine] | None:
@@ -171,9 +174,11 @@ class _Selector:
     def _refuse(self, dtype: str, path: str, why: str) -> None:
         self._warnings.append(f"{path} {dtype} is not used: {why}")
 
-    def _load(self, dtype: str) -> PreTrainedModel:
+    def _load(self, dtype: str) -> "PreTrainedModel":
         """The model in `dtype`. Keeps only the last one, because each may be large."""
         if self._model is None or self._loaded_dtype != dtype:
+            from vecd.workers.engines.torch.loading import load_model  # imports transformers, which takes seconds
+
             self._model = None
             self._model, self._loaded_dtype = load_model(self._config.card, dtype, self._device), dtype
         return self._model

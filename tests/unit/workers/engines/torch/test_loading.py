@@ -13,7 +13,8 @@ from torch import Tensor
 from transformers import BertForMaskedLM, BertForPreTraining, BertModel
 
 from vecd.shm.card import ModelError, read_card
-from vecd.workers.engines.torch.loading import is_stored_as_float32, load_model
+from vecd.workers.engines.torch.loading import load_model
+from vecd.workers.weights import is_stored_as_float32
 
 Checkpoint = Callable[..., Path]
 CPU = torch.device("cpu")
