@@ -81,9 +81,9 @@ def test_insisting_on_a_path_that_disagrees_is_refused(checkpoint: Checkpoints) 
 
 def test_a_window_that_is_forgotten_is_caught(checkpoint: Checkpoints, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(packing.SequenceMask, "of_run", lambda self, run, device: (False, None))
-    engine = load(checkpoint("gemma3_text"))
+    engine = load(checkpoint("gemma3_text"), dtype="bfloat16")
     assert engine.facts["path"] == "padded"
-    assert "packed float32 is not used" in engine.warnings[0]
+    assert "packed bfloat16 is not used" in engine.warnings[0]
 
 
 def test_positions_that_do_not_begin_anew_are_caught(checkpoint: Checkpoints, monkeypatch: pytest.MonkeyPatch) -> None:
