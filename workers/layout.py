@@ -45,7 +45,8 @@ class Layout:
 
     def offsets(self) -> NDArray[np.int64]:
         """The position of each token within its sequence, from 0. Shape [T]."""
-        return np.arange(self.token_ids.size) - np.repeat(self.starts, self.lengths)
+        offsets = np.arange(self.token_ids.size)
+        return offsets if self.starts.size == 1 else offsets - np.repeat(self.starts, self.lengths)
 
     def positions_after(self, padding_id: int) -> NDArray[np.int64]:
         """Positions of the RoBERTa-like families, [T]: from padding_id + 1 on. A padding token, which a text may
@@ -61,11 +62,9 @@ class Layout:
 def arrange(batch: PackedBatch) -> Layout:
     """Sort the sequences of `batch` by length; those of one length keep their order."""
     given_lengths = batch.lengths.astype(np.int64)
-    if (given_lengths[1:] >= given_lengths[:-1]).all():
-        # A lone text waits for each of the steps that this leaves out: 0.2 ms behind a pass of 5.
-        starts = _starts(given_lengths)
-        order, token_ids = np.arange(given_lengths.size), batch.token_ids.astype(np.int64)
-        return Layout(order, given_lengths, starts, token_ids, _runs(given_lengths, starts))
+    if given_lengths.size == 1:  # a lone text waits for each step: 0.25 ms behind a pass of 4
+        zero, token_ids = np.zeros(1, dtype=np.int64), batch.token_ids.astype(np.int64)
+        return Layout(zero, given_lengths, zero, token_ids, [Run(start=0, count=1, length=token_ids.size)])
     order = np.argsort(batch.lengths, kind="stable")
     lengths = given_lengths[order]
     starts = _starts(lengths)
