@@ -109,7 +109,8 @@ def test_vectors_are_those_of_model2vec(
         expected /= np.linalg.norm(expected, axis=1, keepdims=True) + 1e-32
     folder = model2vec(tensors, normalize=normalize)
     assert read_card(folder).max_tokens == 512
-    np.testing.assert_allclose(served(folder, TEXTS), expected, atol=1e-6, rtol=0)
+    # Rows of length 1 within 1e-6; others relative to their largest element.
+    np.testing.assert_allclose(served(folder, TEXTS), expected, atol=1e-6 * max(1.0, np.abs(expected).max()), rtol=0)
     assert not expected[[1, 4, 6]].any(), "these texts have no tokens that count"
 
 
