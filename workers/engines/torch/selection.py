@@ -130,13 +130,14 @@ class _Selector:
         size = sum(path.stat().st_size for path in weight_files(Path(card.weights_folder)))
         if self._config.engine != "auto" or self._device.type != "cpu" or not _SMALLEST <= size <= _LARGEST:
             return selection, engine
-        found = {selection.path: (selection, engine)}
+        found, num_warnings = {selection.path: (selection, engine)}, len(self._warnings)
         for path in _RIVALS.get(dtype, ()):
             # Without the reference model transformers is not loaded yet, which would take seconds.
             if path not in found and (path != "packed" or self._model is not None):
                 rival = self._try(dtype, path, reference)
                 if rival is not None:
                     found[path] = rival
+        del self._warnings[num_warnings:]  # nobody lacks a rival
         if len(found) == 1:
             return selection, engine
         self._report(f"measuring {' and '.join(found)}")

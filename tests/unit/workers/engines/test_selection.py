@@ -18,7 +18,9 @@ from vecd.shm.card import ModelError
 from vecd.workers.engine import Engine, PackedBatch
 from vecd.workers.engines.load import load_engine
 from vecd.workers.engines.parity import vectors_of
+from vecd.workers.engines.torch import selection as torch_selection
 from vecd.workers.engines.torch.linear import has_native_int8
+from vecd.workers.engines.torch.packed import PackedForward
 from vecd.workers.engines.torch.padded import rectangles
 from vecd.workers.layout import arrange
 
@@ -60,6 +62,23 @@ def test_rectangles_cover_every_sequence_once_and_stay_small(lengths: list[int],
 
 
 # --- the choice -------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(("family", "paths"), [("bert", {"lean", "fused"}), ("nomic_bert", {"lean"})])
+def test_engines_race_and_a_rival_that_is_refused_is_no_warning(
+    family: str,
+    paths: set[str],
+    checkpoint: Callable[..., Path],
+    worker_config: Config,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(torch_selection, "_SMALLEST", 0)
+    monkeypatch.setitem(torch_selection._RIVALS, "float32", ("lean", "fused", "packed"))
+    monkeypatch.setattr(PackedForward, "__init__", None)  # raises TypeError
+    engine = load(worker_config(checkpoint(family)))
+    assert engine.facts["path"] in paths
+    assert set(next(iter(engine.facts["times_ms"].values()), {})) == (paths if len(paths) > 1 else set())
+    assert engine.warnings == []
 
 
 @pytest.mark.parametrize(
