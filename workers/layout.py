@@ -1,8 +1,7 @@
 """The order in which a worker computes the sequences of a batch: by length, so that equal lengths form runs.
 
-Owns the sorting and the order that undoes it. Pure numpy, no torch. Called by
-`vecd.workers.engines.torch.transformer`; the runs are used by `vecd.workers.engines.torch.packed_attention` and
-`vecd.workers.engines.torch.pooling`.
+Owns the sorting and the order that undoes it. Pure numpy, no torch. Called by the engines of transformers
+(`vecd.workers.engines.lean.engine`, `vecd.workers.engines.torch.transformer`), whose attention and pooling go by runs.
 """
 
 from collections.abc import Iterator
@@ -62,7 +61,7 @@ class Layout:
 def arrange(batch: PackedBatch) -> Layout:
     """Sort the sequences of `batch` by length; those of one length keep their order."""
     given_lengths = batch.lengths.astype(np.int64)
-    if given_lengths.size == 1:  # a lone text waits for each step: 0.25 ms behind a pass of 4
+    if given_lengths.size == 1:  # sorting takes 0.1 ms, and a pass of a short text 4
         zero, token_ids = np.zeros(1, dtype=np.int64), batch.token_ids.astype(np.int64)
         return Layout(zero, given_lengths, zero, token_ids, [Run(start=0, count=1, length=token_ids.size)])
     order = np.argsort(batch.lengths, kind="stable")
