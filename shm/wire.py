@@ -19,10 +19,10 @@ from typing import TypeAlias
 
 from vecd.shm.failure_code import FailureCode
 
-_VERSION = 2
+_VERSION = 3
 _HEADER = struct.Struct("<BBHIQ")  # kind, version, slot, epoch, number
-_BATCH_SIZES = struct.Struct("<II")  # num_sequences, num_tokens
-_DONE_TAIL = struct.Struct("<III")  # num_rows, compute_us, num_padding_tokens
+_BATCH_SIZES = struct.Struct("<IIH")  # num_sequences, num_tokens, num_threads
+_DONE_TAIL = struct.Struct("<IIIH")  # num_rows, compute_us, num_padding_tokens, num_threads
 _FAILED_TAIL = struct.Struct("<H")  # code
 
 
@@ -87,6 +87,9 @@ class Batch:
     """int32, little-endian, shape [num_tokens]."""
     outputs_bytes: bytes = b""
     """uint8, shape [num_sequences]: an Output for each sequence. Empty, which is no frame at all: VECTORS of all."""
+    num_threads: int = 0
+    """Cores that are leased to the batch, so the most threads that may compute it, up to 65,535; 0: as the worker was
+    configured."""
 
 
 # --- worker → gateway -------------------------------------------------------------------------------------------
@@ -112,6 +115,9 @@ class Done:
     """Microseconds from reading the batch to its last row."""
     num_padding_tokens: int = 0
     """Computed besides the batch's, because a shape had to be filled."""
+    num_threads: int = 0
+    """Threads that computed the batch: fewer than were leased where the engine has no more yet; 0: as the worker was
+    configured."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -133,12 +139,13 @@ def encode(message: ToWorker | ToGateway) -> Frames:
     match message:
         case Batch():
             header = _HEADER.pack(_Kind.BATCH, _VERSION, message.slot, message.epoch, message.number)
-            sizes = _BATCH_SIZES.pack(message.num_sequences, message.num_tokens)
+            sizes = _BATCH_SIZES.pack(message.num_sequences, message.num_tokens, message.num_threads)
             frames = [header + sizes, message.lengths_bytes, message.token_ids_bytes]
             return [*frames, message.outputs_bytes] if message.outputs_bytes else frames
         case Done():
             header = _HEADER.pack(_Kind.DONE, _VERSION, message.slot, message.epoch, message.number)
-            return [header + _DONE_TAIL.pack(message.num_rows, message.compute_us, message.num_padding_tokens)]
+            tail = (message.num_rows, message.compute_us, message.num_padding_tokens, message.num_threads)
+            return [header + _DONE_TAIL.pack(*tail)]
         case Failed():
             header = _HEADER.pack(_Kind.FAILED, _VERSION, message.slot, message.epoch, message.number)
             return [header + _FAILED_TAIL.pack(message.code)]
@@ -153,7 +160,7 @@ def decode_to_worker(frames: Sequence[bytes]) -> ToWorker:
     kind, slot, epoch, number, tail = _split(frames)
     match kind:
         case _Kind.BATCH if len(frames) in (3, 4) and len(tail) == _BATCH_SIZES.size:
-            num_sequences, num_tokens = _BATCH_SIZES.unpack(tail)
+            num_sequences, num_tokens, num_threads = _BATCH_SIZES.unpack(tail)
             lengths, token_ids = frames[1:3]
             outputs = frames[3] if len(frames) == 4 else b""
             if not 0 < num_sequences <= num_tokens:
@@ -162,7 +169,7 @@ def decode_to_worker(frames: Sequence[bytes]) -> ToWorker:
                 raise WireError(f"batch of {num_sequences} sequences, {num_tokens} tokens: frames of other sizes")
             if len(frames) == 4 and len(outputs) != num_sequences:
                 raise WireError(f"batch of {num_sequences} sequences and {len(outputs)} outputs")
-            return Batch(epoch, number, slot, num_sequences, num_tokens, lengths, token_ids, outputs)
+            return Batch(epoch, number, slot, num_sequences, num_tokens, lengths, token_ids, outputs, num_threads)
         case _Kind.PROBE if len(frames) == 1 and not tail:
             return Probe(epoch)
     raise WireError(f"kind {kind} with {len(frames)} frames is not for a worker")
