@@ -188,6 +188,7 @@ def _gateway_config(
         "arena": ArenaSpec(_NUM_SLOTS, rows_per_slot, card.dim, settings.gateways),
         "num_gateways": settings.gateways,
         "num_workers": num_workers,
+        "num_cores": usable_cores(),
         "compute_type": compute_type,
         "board_workers": max(num_workers, _MIN_BOARD_WORKERS),
         "keys": keys,
