@@ -10,7 +10,8 @@ CHOICES = (1, 2, 4, 8)
 
 def serve(model, time_of, num_batches, *, choices=CHOICES, num_tokens=64, noise=0.05, seed=0):
     """Let the model choose for so many batches, which take `time_of(threads)`; how often each number was chosen."""
-    rng, chosen = random.Random(seed), Counter()
+    rng = random.Random(seed)
+    chosen: Counter[int] = Counter()
     for _ in range(num_batches):
         num_threads = model.choose(num_tokens, choices)
         chosen[num_threads] += 1
