@@ -192,7 +192,7 @@ class Supervisor:
             )  # fmt: skip
             self._reloader = Reloader(
                 lambda: load_settings(self._arguments, without=["ready_fd"]),
-                lambda settings: self._with_inherited(make_plan(settings)),
+                lambda settings: self._with_inherited(make_plan(settings, num_gateways=self._num_gateways)),
                 self._make_worker_pool, self._worker_pools, self._gateway_pool, self._system.files, self._start_task,
                 self._changed, self,
             )  # fmt: skip
