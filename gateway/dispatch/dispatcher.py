@@ -297,6 +297,8 @@ class Dispatcher:
         if len(idle) > 1:
             idle.sort(key=_num_thread_choices)  # a batch that is alone goes to the worker that can use most cores
         while num_places := self._cores.places(len(idle)):
+            if self._is_one_batch_better(idle[-1], num_places):
+                num_places = 1
             batch = self._next_batch(now, idle[-1].cost_model, num_places)
             if not batch.sequences:
                 return
@@ -314,6 +316,18 @@ class Dispatcher:
                 batch = self._next_batch(now, link.cost_model, 0)
                 if batch.sequences:
                     self._send(link, batch, now, link.fewest_threads)
+
+    def _is_one_batch_better(self, link: WorkerLink, num_places: int) -> bool:
+        """Whether all cores compute what waits sooner in one batch than in several, each with its part of the cores."""
+        num_batches = min(num_places, self._policy.queued_sequences)
+        if num_batches < 2 or len(link.thread_choices) < 2:
+            return False
+        num_cores = self._cores.spare + 1
+        choices = [choice for choice in link.thread_choices if choice <= num_cores] or [1]
+        num_tokens = self._policy.queued_tokens
+        part = max(choice for choice in choices if choice <= max(1, num_cores // num_batches))
+        speedup = self.thread_model.speedup
+        return speedup(num_tokens, choices[-1]) > num_batches * speedup(num_tokens // num_batches, part)
 
     def _num_threads(self, link: WorkerLink, num_tokens: int, num_places: int, now: float) -> int:
         """Threads for a batch, which leaves `num_places` other workers idle; 0 where the worker's are fixed.

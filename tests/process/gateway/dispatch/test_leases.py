@@ -27,11 +27,11 @@ async def add_workers(bench: Bench, *choices: list[int]) -> list[Worker]:
     return workers
 
 
-async def alone(bench: Bench, worker: Worker, num_batches: int) -> list[int]:
+async def alone(bench: Bench, worker: Worker, num_batches: int, length: int = 2) -> list[int]:
     """Send lone texts, one after the other; with how many threads each was computed."""
     used = []
     for number in range(num_batches):
-        request = bench.request(number + 1)
+        request = bench.request(number + 1, length=length)
         batch = await worker.receive()
         used.append(batch.num_threads)
         answer(worker, batch)
@@ -70,6 +70,17 @@ async def test_free_cores_are_divided_among_the_batches_that_there_are():
         assert [batch.num_threads for batch in batches] == [4, 4]
         for worker, batch in zip((workers[7], workers[6]), batches, strict=True):
             answer(worker, batch)
+        await pending.finished
+
+
+async def test_a_few_texts_are_one_batch_where_all_cores_are_faster_than_one_each():
+    async with running_bench(cores=Cores(8)) as bench:
+        workers = await add_workers(bench, [1, 8], *([[1]] * 7))
+        await alone(bench, workers[0], 8, length=6)
+        pending = bench.request(1, 2, 3)
+        batch = await workers[0].receive()
+        assert (batch.num_sequences, batch.num_threads) == (3, 8)
+        answer(workers[0], batch)
         await pending.finished
 
 
