@@ -34,7 +34,7 @@ from vecd.gateway.dispatch.transport import Transport
 from vecd.gateway.dispatch.worker_link import InFlight, WorkerLink
 from vecd.gateway.scheduling.cores import Cores
 from vecd.gateway.scheduling.cost_model import CostModel
-from vecd.gateway.scheduling.policy import SHORT_BATCH_S, BatchingPolicy, PlannedBatch
+from vecd.gateway.scheduling.policy import BatchingPolicy, PlannedBatch
 from vecd.gateway.scheduling.queue import Deaths, QueuedSequence, RequestQueue
 from vecd.gateway.scheduling.thread_model import ThreadModel
 from vecd.gateway.telemetry.shared_metrics import SharedMetrics
@@ -309,7 +309,7 @@ class Dispatcher:
             self._send(link, batch, now, num_threads)
         if idle:
             if self._policy.queued_sequences:
-                self._cores.note_contention(now)
+                self._cores.note_contention(now, idle[-1].cost_model.batch_s(self._policy.queued_tokens))
             return
         for link in self._links.values():
             if link.is_usable and link.free_slots:
@@ -340,12 +340,9 @@ class Dispatcher:
         spare = self._cores.spare
         if spare > 0 and num_places:
             spare = (spare + 1) // (1 + min(num_places, self._policy.queued_sequences)) - 1
-        if spare <= 0:
+        if spare <= 0 or self._cores.is_contended(now):
             return choices[0]
-        expected_s = link.cost_model.batch_s(num_tokens)
-        if expected_s > SHORT_BATCH_S and self._cores.is_contended(now):
-            return choices[0]
-        if expected_s > _LONG_BATCH_S:
+        if link.cost_model.batch_s(num_tokens) > _LONG_BATCH_S:
             spare = min(spare, self._cores.free - 2)
         return self.thread_model.choose(num_tokens, [choice for choice in choices if choice <= spare + 1])
 

@@ -14,8 +14,9 @@ import math
 _MAX_OTHERS_USE = 0.5
 """Cores that other programs may use while all of ours are lent: what a client on the same machine needs."""
 
-CONTENDED_S = 2.0
-"""After a batch has waited for lent cores, others are expected to come for this long."""
+_CONTENDED_BATCHES, _MAX_CONTENDED_S = 8, 2.0
+"""After a batch has waited for lent cores, others are expected to come for as long as so many like it take, and no
+longer than this. Without it, two clients whose batches have met once would wait for each other for ever."""
 
 
 class Cores:
@@ -30,7 +31,7 @@ class Cores:
         """Of these, the cores beyond the first of each batch."""
         self.others_use = 0.0
         """Cores that programs other than the server used in the last second."""
-        self._contended_at = -math.inf
+        self._contended_until = -math.inf
 
     @property
     def free(self) -> int:
@@ -57,9 +58,9 @@ class Cores:
         self.leased -= num - num_kept
         self.num_lent -= max(0, num - 1)
 
-    def note_contention(self, now: float) -> None:
-        """A batch waits for cores that are lent to another one."""
-        self._contended_at = now
+    def note_contention(self, now: float, batch_s: float) -> None:
+        """A batch, which one thread needs `batch_s` for, waits for cores that are lent to another one."""
+        self._contended_until = now + min(_MAX_CONTENDED_S, _CONTENDED_BATCHES * batch_s)
 
     def describe(self) -> dict[str, float]:
         """For `/info`."""
@@ -71,5 +72,5 @@ class Cores:
         }
 
     def is_contended(self, now: float) -> bool:
-        """Whether another batch may be expected to come while a long one has all cores."""
-        return now - self._contended_at < CONTENDED_S
+        """Whether another batch may be expected to come while one has all cores."""
+        return now < self._contended_until

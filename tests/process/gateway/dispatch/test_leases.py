@@ -5,7 +5,7 @@ import asyncio
 import pytest
 
 from tests.support.dispatching import EPOCH, Bench, Worker, running_bench
-from vecd.gateway.dispatch import dispatcher as dispatch
+from vecd.gateway.scheduling import cores as cores_module
 from vecd.gateway.scheduling.cores import Cores
 from vecd.shm.control import THREAD_CHOICES
 from vecd.shm.failure_code import FailureCode
@@ -103,8 +103,8 @@ async def test_a_batch_that_comes_later_waits_for_the_end_of_the_lease():
         await asyncio.gather(first.finished, second.finished, third.finished)
 
 
-async def test_long_batches_get_one_core_while_others_are_expected(monkeypatch):
-    monkeypatch.setattr(dispatch, "SHORT_BATCH_S", 0.0)  # every batch is long
+async def test_after_a_batch_has_waited_each_gets_one_core_for_a_while(monkeypatch):
+    monkeypatch.setattr(cores_module, "_CONTENDED_BATCHES", 1_000_000)
     async with running_bench(cores=Cores(2)) as bench:
         [worker, other] = await add_workers(bench, [1, 2], [1])
         await alone(bench, worker, 6)
