@@ -15,8 +15,9 @@ from collections.abc import Callable
 _MAX_OTHERS_USE = 0.5
 """Cores that other programs may use while all of ours are lent: what a client on the same machine needs."""
 
-CONTENDED_S = 2.0
-"""After a batch has waited for lent cores, others are expected to come for this long."""
+_CONTENDED_BATCHES, _MAX_CONTENDED_S = 8, 2.0
+"""After a batch has waited for lent cores, others are expected to come for as long as so many like it take, and no
+longer than this. Without it, two clients whose batches have met once would wait for each other for ever."""
 
 
 class Cores:
@@ -34,7 +35,7 @@ class Cores:
         """Cores that programs other than the server used in the last second."""
         self.on_change: Callable[[], None] | None = None
         """Called when a lease has begun or ended."""
-        self._contended_at = -math.inf
+        self._contended_until = -math.inf
 
     @property
     def num_batches(self) -> int:
@@ -79,9 +80,9 @@ class Cores:
         if self.on_change is not None:
             self.on_change()
 
-    def note_contention(self, now: float) -> None:
-        """A batch waits for cores that are lent to another one."""
-        self._contended_at = now
+    def note_contention(self, now: float, batch_s: float) -> None:
+        """A batch, which one thread needs `batch_s` for, waits for cores that are lent to another one."""
+        self._contended_until = now + min(_MAX_CONTENDED_S, _CONTENDED_BATCHES * batch_s)
 
     def describe(self) -> dict[str, float]:
         """For `/info`."""
@@ -93,5 +94,5 @@ class Cores:
         }
 
     def is_contended(self, now: float) -> bool:
-        """Whether another batch may be expected to come while a long one has all cores."""
-        return now - self._contended_at < CONTENDED_S
+        """Whether another batch may be expected to come while one has all cores."""
+        return now < self._contended_until
