@@ -211,7 +211,8 @@ class Dispatcher:
                 sequence.deaths = self._deaths.find(self.quarantine.digest(sequence.token_ids))
         now = time.monotonic()
         queued, followers = self._flights.join(request_queue.tenant, sequences)
-        _note_sent(followers, now)
+        if followers:
+            _note_sent(followers, now)
         self._policy.add(request_queue, queued, now)
         self.schedule_dispatch()
 

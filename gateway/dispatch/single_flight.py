@@ -84,11 +84,11 @@ class SingleFlight:
                 continue
             flight.leader = sequence
             waiting = flight.waiting
-            waiting.pop(sequence, None)
-            if waiting or flight.followers:
+            if len(waiting) > 1 or flight.followers:
+                waiting.pop(sequence, None)
                 flight.followers += waiting
-                waiting.clear()
                 followers += flight.followers
+            waiting.clear()
         if not followers:
             return sequences, followers
         return [each for each in sequences if each.flight is None or each.flight.leader is each], followers
