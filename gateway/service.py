@@ -102,6 +102,7 @@ class Service:
             max_batch_tokens=config.max_batch_tokens,
             batch_timeout_s=config.batch_timeout_s,
             num_gateways=config.num_gateways,
+            is_shared_by_tenants=config.share_computed == "all",
             widths={output: output.width_of(config.card) for output in Output},
             report=gateway.send,
             on_sending=TeiCounts(self._shared_metrics).count_batch if config.has_tei_metrics else None,
