@@ -71,7 +71,7 @@ class Deaths:
 class QueuedSequence:
     """One tokenized input: the unit of scheduling. Owned by the batching policy while queued, then by one batch."""
 
-    __slots__ = ("chunked", "deaths", "index", "num_tokens", "output", "request_queue", "token_ids", "weight")
+    __slots__ = ("chunked", "deaths", "digest", "index", "num_tokens", "output", "request_queue", "token_ids", "weight")
 
     def __init__(
         self,
@@ -93,6 +93,8 @@ class QueuedSequence:
         """Weight of a chunk's row in the mean."""
         self.deaths: Deaths | None = None
         """Deaths of workers that were computing it; None while there are none."""
+        self.digest: bytes | None = None
+        """What its row is to be kept under in the vector cache; None: it is not."""
 
     @property
     def num_rows(self) -> int:
@@ -163,8 +165,11 @@ class RequestQueue:
 
     @property
     def is_complete(self) -> bool:
-        """Whether the request's last input waits here, while no input has been answered yet."""
-        return bool(self.sequences) and self.sequences[-1].index == self.pending.num_missing - 1
+        """Whether all inputs that have no rows yet wait here. Those that the vector cache knew have theirs."""
+        num_missing = self.pending.num_missing
+        if len(self.sequences) < num_missing or not self.sequences:
+            return False
+        return len({sequence.index for sequence in self.sequences}) == num_missing
 
 
 def are_of_tokens(sequences: "deque[QueuedSequence] | list[QueuedSequence]") -> bool:

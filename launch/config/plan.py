@@ -115,6 +115,7 @@ def make_plan(settings: Settings, report: Callable[[str], None] = logs.say) -> P
     if settings.engine == "lean" and (devices != ["cpu"] or settings.dtype not in _LEAN_DTYPES):
         raise ConfigurationError(["--engine: lean given, which needs --device cpu and --dtype auto, float32 or int8"])
     gateway = _gateway_config(settings, name, card, devices, keys)
+    _check_vector_cache(gateway)
     workers = _worker_configs(settings, card, devices, gateway)
     # Last, because it opens a descriptor. For the gateway alone: the path differs from start to start, and workers
     # remember by card what they found out.
@@ -211,6 +212,18 @@ def _gateway_config(
         "batch_timeout_s": settings.batch_timeout * settings.gateways,
     }
     return GatewayConfig(**{**_as_set(settings, GatewayConfig), **derived})
+
+
+def _check_vector_cache(gateway: GatewayConfig) -> None:
+    """Raises ConfigurationError for a --vector-cache that is too small to be of use."""
+    least = gateway.vector_cache_spec.least_nbytes(gateway.card.dim)
+    if 0 < gateway.vector_cache < least:
+        raise ConfigurationError(
+            [
+                f"--vector-cache: {gateway.vector_cache} bytes given, this model needs at least {least} for "
+                f"{gateway.num_gateways} gateway(s), and a multiple of that to be of use; 0: no cache"
+            ]
+        )
 
 
 def _worker_configs(
