@@ -96,13 +96,15 @@ class Service:
             queued_elsewhere=lambda: self._shared_metrics.others(Gauge.QUEUED_TOKENS),
         )
         service = ServiceKey(generation)
-        vector_cache = gateway.vector_cache and VectorCache(
-            gateway.vector_cache,
-            service,
-            dim=config.card.dim,
-            is_shared_by_tenants=config.share_computed == "all",
-            shared_metrics=self._shared_metrics,
-        )
+        vector_cache = None
+        if gateway.vector_cache is not None:
+            vector_cache = VectorCache(
+                gateway.vector_cache,
+                service,
+                dim=config.card.dim,
+                is_shared_by_tenants=config.share_computed == "all",
+                shared_metrics=self._shared_metrics,
+            )
         self.dispatcher = Dispatcher(
             policy=self.policy,
             epoch=gateway.epoch,

@@ -31,12 +31,12 @@ Why no torn and no wrong row is ever returned. The stored checksum is BLAKE2b-12
 key that is made at each start of the server and that only its processes know. A reader returns a row only if the
 checksum over *the digest that it looks for* and *its own copy of the row* equals the stored one. The copy is private,
 so it cannot change after the check. Checksums are written by this module alone, always over a digest and the whole row
-that was computed for it. If the copy differs from that row in any bit, because a writer was half-way, has died half-way,
-has replaced the row, or uses the geometry of another generation, then equality would be a collision under a secret key:
-at most a chance of 2^-128 for each read. The same holds for a digest: it is a keyed BLAKE2b-128 of all that the row
-depends on. Whatever does not verify is a miss, and the row is computed. The argument does not depend on the order of
-stores, so it holds on every architecture; the writer's order only makes fewer reads fail. A use is a hint: a wrong one
-evicts another row, and no more.
+that was computed for it. Assume that the copy differs from that row in any bit: because the writer was half-way or has
+died half-way, because it has replaced the row, or because it uses the geometry of another generation. Then equality
+would be a collision under a secret key, with a chance of 2^-128 for each read. The same holds for a digest: it is a
+keyed BLAKE2b-128 of all that the row depends on. Whatever does not verify is a miss, and the row is computed. The
+argument does not depend on the order of stores, so it holds on every architecture; the writer's order only makes fewer
+reads fail. A use is a hint: a wrong one evicts another row, and no more.
 
 A gateway clears the directory of its segment when it starts, and when a new generation becomes active. The file's
 memory is allocated at once, so no access can fail later.
@@ -117,7 +117,8 @@ class RowTable:
     """The table for rows of one length: this gateway writes its own segment, and reads all of them."""
 
     def __init__(self, shared: VectorCacheMemory, dim: int, clock: Callable[[], int] = time.monotonic_ns) -> None:
-        """`dim`: floats of a row. `clock`: above 0, never going back, and the same in every process. Call `clear` before the first `put`."""
+        """`dim`: floats of a row. `clock`: above 0, never going back, and the same in every process. Call
+        `clear` before the first `put`."""
         spec, gateway = shared.spec, shared.gateway
         self.row_nbytes = dim * _BYTES_PER_FLOAT
         self.num_buckets = spec.num_buckets(dim)

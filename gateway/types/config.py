@@ -143,8 +143,6 @@ class GatewayConfig:
     log_level: str
     vector_cache: int = 0
     """Bytes of the table in which all gateways keep computed rows; 0: there is none."""
-    share_computed: str = "tenant"
-    """"tenant": computed rows are used again for the same tenant; "all": for every one."""
     chat_template: ChatTemplateSpec | None = None
     """None: the model has none, or special tokens in a text are read as characters."""
     keeps_listening: bool = False

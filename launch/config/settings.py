@@ -225,12 +225,6 @@ class Settings(BaseSettings):
         description="bytes of memory for computed vectors, which are returned again for the same input without "
         "computing it; allocated at the start, for all gateways together. 0: none",
     )
-    share_computed: Literal["tenant", "all"] = Field(
-        "tenant",
-        description="who gets a vector that was computed for somebody else. tenant: requests with the same key, or from "
-        "the same address where there are no keys; all: every client, who can then find out by the time of a response "
-        "whether somebody has sent the same text",
-    )
     request_timeout: _Seconds = Field(300.0, description="maximum seconds for a request; then it gets 503")
     batch_timeout: _Seconds = Field(
         60.0,

@@ -91,9 +91,9 @@ class GatewayPool:
         vector_cache_fd: int | None = None,
     ) -> None:
         """`listening`: the public socket, and the admin socket if there is one; closed when the drain begins.
-        `metrics_fd`: the shared metrics; `vector_cache_fd`: the vector cache, if there is one. `worker_pools`, by generation, is read at each `reconcile`. `on_message` is
-        called with the messages of gateways that do not change a `Link`; `on_change` when a link has changed, begun or
-        ended."""
+        `metrics_fd`: the shared metrics; `vector_cache_fd`: the vector cache, if there is one. `worker_pools`, by
+        generation, is read at each `reconcile`. `on_message` is called with the messages of gateways that do not change
+        a `Link`; `on_change` when a link has changed, begun or ended."""
         self.links: dict[int, Link] = {}
         """By the gateway's index; also those that are starting."""
         self.active = min(worker_pools)

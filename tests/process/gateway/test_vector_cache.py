@@ -33,8 +33,8 @@ from vecd.shm.shared_metrics import Counter, Gauge, ServiceKey
 from vecd.shm.vector_cache import VectorCacheMemory, VectorCacheSpec
 
 SPLIT, RUN, WRONG = 1000, 2000, 3000
-"""First ids of an input in chunks of a token each, of a request that is tokenized in runs of two inputs, and of an input
-that is refused."""
+"""First ids of an input in chunks of a token each, of a request that is tokenized in runs of two inputs, and of an
+input that is refused."""
 CACHE = VectorCacheSpec(1 << 16, 1)
 
 

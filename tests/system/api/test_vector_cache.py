@@ -67,8 +67,7 @@ def test_the_second_request_computes_nothing_and_a_reload_empties_the_cache():
 def test_another_key_computes_its_own_unless_all_share(who, tmp_path):
     keys = {name: f"the-secret-of-{name}-0123456789" for name in ("alice", "bob", "root")}
     entries = [
-        f'[[keys]]\nname = "{name}"\nsha256 = "{sha256(key.encode()).hexdigest()}"\n'
-        for name, key in keys.items()
+        f'[[keys]]\nname = "{name}"\nsha256 = "{sha256(key.encode()).hexdigest()}"\n' for name, key in keys.items()
     ]
     path = tmp_path / "keys.toml"
     path.write_text("\n".join(entries))

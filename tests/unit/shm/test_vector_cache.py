@@ -84,7 +84,8 @@ def test_the_row_that_was_not_used_for_longest_is_evicted():
         assert table.put(digest_of(number), row_of(number)) == (True, False)
     for number in (1, 2, 4):
         assert table.find(digest_of(number)) == row_of(number)
-    nbytes_used, evicted = table.nbytes_used, []
+    nbytes_used = table.nbytes_used
+    evicted: list[int] = []
     for number in range(101, 109):
         before = kept_of(made)
         assert table.put(digest_of(number), row_of(number)) == (True, True)
