@@ -16,6 +16,7 @@ from vecd.shm.vector_cache import VectorCacheSpec
 PRIORITIES = ("interactive", "normal", "bulk")
 TOKEN_ID_POLICIES = ("auto", "model", "cl100k", "reject")
 OVERFLOWS = ("error", "truncate", "truncate_left", "chunk")
+SHARE_COMPUTED = ("tenant", "all")
 LOG_FORMATS = ("text", "json")
 SCOPES = ("embed", "metrics", "admin")
 
@@ -108,6 +109,8 @@ class GatewayConfig:
     """The longest wait of a request: one whose estimated wait is longer is refused."""
     max_priority: str
     """One of PRIORITIES: the highest that requests get."""
+    share_computed: str
+    """One of SHARE_COMPUTED: between which requests a computed row is shared."""
     max_connections: int
     """Open at a time, at all gateways."""
     max_connections_per_address: int

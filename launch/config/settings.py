@@ -184,6 +184,12 @@ class Settings(BaseSettings):
     max_priority: Literal["interactive", "normal", "bulk"] = Field(
         "interactive", description="highest priority of any request; a higher requested priority is lowered to it"
     )
+    share_computed: Literal["tenant", "all"] = Field(
+        "tenant",
+        description="requests between which the computed vector of an input may be shared; tenant: those of one API "
+        "key, or without keys of one address; all: every request, whose client can tell by a quick answer what others "
+        "have sent",
+    )
     max_connections: _Positive = Field(8192, description="maximum open connections; more get 503")
     max_connections_per_address: _Positive | None = Field(
         None, description="maximum open connections of one address or IPv6 /64; default: half of --max-connections"

@@ -45,6 +45,13 @@ def test_a_limit_of_what_is_split_needs_a_server_that_splits(minilm_folder: Path
         make_plan(load_settings(flags))
 
 
+@pytest.mark.parametrize(("flags", "shared"), [([], "tenant"), (["--share-computed", "all"], "all")])
+def test_computed_rows_stay_within_a_tenant_unless_all_share_them(
+    flags: list[str], shared: str, minilm_folder: Path
+) -> None:
+    assert make_plan(load_settings([str(minilm_folder), "--device", "cpu", *flags])).gateway.share_computed == shared
+
+
 @pytest.mark.parametrize("dtype", ["bfloat16", "float16", "int8"])
 def test_the_lean_engine_computes_float32_and_int8(dtype: str, minilm_folder: Path) -> None:
     flags = [str(minilm_folder), "--device", "cpu", "--engine", "lean"]
