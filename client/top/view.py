@@ -41,7 +41,20 @@ _FAULT_WORDS = {
 _WARN_BUSY, _WARN_ARENA = 0.95, 0.9
 
 _LEAST_IMPORTANT_FIRST = (
-    *("blank", "stages", "keys", "arena", "cache", "memory", "gateways", "batches", "inputs", "tokens", "latency", "workers"),
+    *(
+        "blank",
+        "stages",
+        "keys",
+        "arena",
+        "cache",
+        "memory",
+        "gateways",
+        "batches",
+        "inputs",
+        "tokens",
+        "latency",
+        "workers",
+    ),
     *("levels", "errors", "queue", "requests"),
 )
 """The sections that a low terminal does without, in this order. "stages" are the latencies of all but the total."""
