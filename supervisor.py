@@ -1,10 +1,10 @@
 """The supervisor: `vecd serve` from its first line to its last.
 
-Owns what outlives every child: the listening sockets, the shared metrics, the configuration and its generations. It
-starts the gateways (`vecd.launch.processes.gateway_pool`) and the workers (`vecd.launch.processes.worker_pool`),
-reloads on SIGHUP (`vecd.launch.processes.reload`), drains on SIGTERM, and leaves nothing behind. It imports neither
-torch nor numpy and maps no shared memory: it must never die. If it is killed all the same, its children notice and end
-by themselves.
+Owns what outlives every child: the listening sockets, the shared metrics, the vector cache, the configuration and its
+generations. It starts the gateways (`vecd.launch.processes.gateway_pool`) and the workers
+(`vecd.launch.processes.worker_pool`), reloads on SIGHUP (`vecd.launch.processes.reload`), drains on SIGTERM, and leaves
+nothing behind. It imports neither torch nor numpy and maps no shared memory: it must never die. If it is killed all the
+same, its children notice and end by themselves.
 
 A gateway is a process of its own (`vecd.launch.child`), on the one listening socket that all share; workers are forked
 by a fork server that has torch imported. Each child has one control channel, whose end means its death. One coroutine
@@ -37,6 +37,7 @@ from vecd.launch.base.exit_codes import (
     first_of,
 )
 from vecd.launch.base.interrupts import exit_at_interrupt, without_interrupts
+from vecd.launch.check.machine import read_machine
 from vecd.launch.config.plan import Plan, make_plan, max_open_files
 from vecd.launch.config.settings import Settings, load_settings
 from vecd.launch.processes.children import System
@@ -65,6 +66,7 @@ from vecd.shm.control import (
     WorkerStuck,
 )
 from vecd.shm.shared_metrics import create_shared_metrics
+from vecd.shm.vector_cache import create_vector_cache
 from vecd.shm.wire import Incarnation
 from vecd.workers.process.kernel import adopt_orphans, kilobytes, leave_no_core, trace_crashes
 from vecd.workers.processor import usable_cores
@@ -168,6 +170,7 @@ class Supervisor:
         try:
             self._first = self._make_worker_pool(1, self._with_inherited(plan))
             self._metrics_fd = create_shared_metrics(plan.gateway.shared_metrics)
+            self._vector_cache_fd = _make_vector_cache(plan) if plan.gateway.vector_cache else None
         except OSError as error:
             raise StartFailure(f"cannot make what processes share: {error}") from None
         self._worker_pools = {1: self._first}
@@ -188,7 +191,7 @@ class Supervisor:
             self._url, self._admin_url = listeners.url, listeners.admin_url
             self._gateway_pool = GatewayPool(
                 self._num_gateways, listeners.sockets, self._metrics_fd, self._worker_pools, self._on_gateway_message,
-                self._changed.set, self._system, usable_cores(),
+                self._changed.set, self._system, usable_cores(), self._vector_cache_fd,
             )  # fmt: skip
             self._reloader = Reloader(
                 lambda: load_settings(self._arguments, without=["ready_fd"]),
@@ -445,7 +448,20 @@ class Supervisor:
         for worker_pool in self._worker_pools.values():
             worker_pool.close()
         os.close(self._metrics_fd)
+        if self._vector_cache_fd is not None:
+            os.close(self._vector_cache_fd)
         self._reload_socket.close()
+
+
+def _make_vector_cache(plan: Plan) -> int:
+    """The descriptor of the vector cache. Raises ConfigurationError for one that is larger than the free memory, and
+    OSError if it cannot be made all the same."""
+    free_mb = read_machine().available_mb
+    if plan.gateway.vector_cache > free_mb << 20:
+        raise ConfigurationError(
+            [f"--vector-cache: {plan.gateway.vector_cache} bytes given, {free_mb << 20} bytes of memory are free"]
+        )
+    return create_vector_cache(plan.gateway.vector_cache_spec)
 
 
 def _prepare_process() -> None:

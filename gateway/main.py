@@ -53,6 +53,7 @@ from vecd.shm.control import (
 )
 from vecd.shm.shared_metrics import Counter, Gauge, Histogram
 from vecd.shm.socketfile import file_id, remove_if_ours
+from vecd.shm.vector_cache import VectorCacheMemory
 
 log = logging.getLogger("vecd.gateway")
 
@@ -81,7 +82,7 @@ def run(channel: Channel) -> int:
         received = _await_start(channel, received[0], [socket.socket(fileno=fd) for fd in received[1]])
     if received is None:
         return 0
-    start, (board_fd, zmq_fd, *listening_fds) = received
+    start, (board_fd, zmq_fd, *other_fds) = received
     assert isinstance(start, GatewayStart)
     with suppress(RuntimeError, OSError, ValueError):  # there may be no stderr
         # The supervisor sends SIGABRT when the heartbeats stop: the trace shows where this process hangs.
@@ -92,9 +93,16 @@ def run(channel: Channel) -> int:
     shared_metrics = SharedMetrics.mapped(board_fd, config.shared_metrics, start.gateway)
     logs.count_lost(lambda: shared_metrics.add(Counter.LINES_LOST))
     os.close(board_fd)
+    vector_cache, listening_fds = None, other_fds
+    if config.vector_cache:
+        cache_fd, *listening_fds = other_fds
+        vector_cache = VectorCacheMemory.mapped(
+            cache_fd, config.vector_cache_spec, start.gateway, bytes.fromhex(start.quarantine_key)
+        )
+        os.close(cache_fd)
     _end_with_supervisor(channel, [path for path in (config.uds, config.admin_uds) if path is not None])
     try:
-        gateway = Gateway(config, start, channel, shared_metrics)
+        gateway = Gateway(config, start, channel, shared_metrics, vector_cache)
     except (ModelError, TlsError) as error:
         channel.send(ChildFailed(str(error), is_configuration=isinstance(error, (RangesError, TlsError))))
         return 3
@@ -161,7 +169,12 @@ async def _answer_until_started(
 
 class Gateway:
     def __init__(
-        self, config: GatewayConfig, start: GatewayStart, channel: Channel, shared_metrics: SharedMetrics
+        self,
+        config: GatewayConfig,
+        start: GatewayStart,
+        channel: Channel,
+        shared_metrics: SharedMetrics,
+        vector_cache: VectorCacheMemory | None,
     ) -> None:
         """Raises ModelError for a tokenizer that cannot be read, RangesError for ranges, TlsError for a certificate."""
         self._config = config
@@ -170,7 +183,7 @@ class Gateway:
         self._cores = Cores(config.num_cores)
         self._other_programs = OtherPrograms()
         quarantine_key = bytes.fromhex(start.quarantine_key)
-        facts = GatewayFacts(start.epoch, quarantine_key, shared_metrics, self._control.send, self._cores)
+        facts = GatewayFacts(start.epoch, quarantine_key, shared_metrics, self._control.send, self._cores, vector_cache)
         first = Service(config, start.generation, read_tokenizer(config), facts)
         first.dispatcher.start_stage = start.start_stage
         self._services = Services(first, facts, read_tokenizer=read_tokenizer)

@@ -16,6 +16,7 @@ from vecd.gateway.admission.deadlines import Deadlines
 from vecd.gateway.admission.principals import Principal, Reservation
 from vecd.gateway.api.operations import ParsedDecode, ParsedMessages, ParsedTokenize
 from vecd.gateway.dispatch.dispatcher import Dispatcher
+from vecd.gateway.dispatch.vector_cache import VectorCache
 from vecd.gateway.encoding.fragments import Encoder
 from vecd.gateway.encoding.pending import ChunkedInput, PendingResult
 from vecd.gateway.scheduling.policy import BatchingPolicy
@@ -54,6 +55,9 @@ T = TypeVar("T")
 _SIZE_OF_RENDERING = 16 * 1024
 """What conversations count besides their length, in characters: 32 requests may wait for the chat template, because
 each may take a second."""
+_FLOATS_LOOKED_UP_PER_TURN = 32 * 1024
+"""Looked up in the vector cache in one turn of the event loop, and encoded where they are found: 85 rows of 384 floats
+take 0.6 ms, and 1.4 ms more as JSON numbers."""
 _MAX_TOKEN_FLOATS = 8 * 2**20
 """Limit for one response with a vector for each token: 32 MiB, and 180 MB as JSON."""
 _MAX_RUNNING_TOKEN_FLOATS = 2 * _MAX_TOKEN_FLOATS
@@ -95,6 +99,7 @@ class Pipeline:
         policy: BatchingPolicy,
         dispatcher: Dispatcher,
         shared_metrics: SharedMetrics,
+        vector_cache: VectorCache | None = None,
     ) -> None:
         self.config = config
         self._made_at = time.monotonic()
@@ -114,6 +119,8 @@ class Pipeline:
         """Those of requests for one vector for each token; usually none."""
         self._deadlines = Deadlines(self._expire)
         self._tei_counts = TeiCounts(shared_metrics) if config.has_tei_metrics else None
+        self._vector_cache = vector_cache
+        self._max_looked_up = max(1, _FLOATS_LOOKED_UP_PER_TURN // config.card.dim)
 
     # --- its end --------------------------------------------------------------------------------------------
 
@@ -309,7 +316,9 @@ class Pipeline:
         """Tokenize and queue all inputs."""
         tokenized = self.tokenizer.tokenize_now(request.inputs, request.tokenizing)
         if tokenized is not None:
-            self._queue_run(request, request_queue, 0, tokenized, permit, counts)
+            later = self._queue_run(request, request_queue, 0, tokenized, permit, counts)
+            if later:
+                await _unless_over(request_queue.pending, self._look_up(request_queue, later))
         else:
             await _unless_over(request_queue.pending, self._queue_runs(request, request_queue, permit, counts))
         permit.note_queued()  # the estimate no longer counts
@@ -322,7 +331,8 @@ class Pipeline:
         num_queued = 0
         async with aclosing(self.tokenizer.tokenize(request.inputs, request.tokenizing, request_queue.tenant)) as runs:
             async for tokenized in runs:
-                self._queue_run(request, request_queue, num_queued, tokenized, permit, counts)
+                later = self._queue_run(request, request_queue, num_queued, tokenized, permit, counts)
+                await self._look_up(request_queue, later)
                 num_queued += len(tokenized)
 
     def _queue_run(
@@ -333,7 +343,9 @@ class Pipeline:
         tokenized: list[TokenizedInput],
         permit: Permit,
         counts: "_Counts",
-    ) -> None:
+    ) -> list[QueuedSequence]:
+        """Queue the sequences of some inputs; returns those that are to be looked up first, in later turns of the event
+        loop."""
         num_tokens = counts.add(tokenized)
         if self._tei_counts is not None:
             self._tei_counts.count_tokenized(tokenized)
@@ -348,8 +360,27 @@ class Pipeline:
             sequences = [
                 QueuedSequence(request_queue, index, item, output) for index, item in enumerate(tokenized, start)
             ]
-        self.dispatcher.submit(request_queue, sequences)
         permit.note_queued(num_tokens)
+        if self._vector_cache is None or not output.is_plain:
+            self.dispatcher.submit(request_queue, sequences)
+            return []
+        self._queue_unknown(self._vector_cache, request_queue, sequences[: self._max_looked_up])
+        return sequences[self._max_looked_up :]
+
+    async def _look_up(self, request_queue: RequestQueue, sequences: list[QueuedSequence]) -> None:
+        """Deliver the rows that the vector cache has, and queue the other sequences, some in each turn of the event
+        loop."""
+        for start in range(0, len(sequences), self._max_looked_up):
+            await asyncio.sleep(0)
+            assert self._vector_cache is not None
+            self._queue_unknown(self._vector_cache, request_queue, sequences[start : start + self._max_looked_up])
+
+    def _queue_unknown(
+        self, vector_cache: VectorCache, request_queue: RequestQueue, sequences: list[QueuedSequence]
+    ) -> None:
+        unknown = vector_cache.deliver_known(sequences, sequences[0].output, request_queue.tenant)
+        if unknown:
+            self.dispatcher.submit(request_queue, unknown)
 
     def _sequences_with_chunks(
         self, request: EmbedRequest, request_queue: RequestQueue, start: int, tokenized: list[TokenizedInput]

@@ -24,6 +24,7 @@ from vecd.gateway.api.context import Context
 from vecd.gateway.api.model_info import ModelInfo
 from vecd.gateway.api.registry import ENDPOINTS
 from vecd.gateway.dispatch.dispatcher import Dispatcher
+from vecd.gateway.dispatch.vector_cache import VectorCache
 from vecd.gateway.pipeline import Pipeline
 from vecd.gateway.scheduling.cores import Cores
 from vecd.gateway.scheduling.policy import BatchingPolicy
@@ -56,6 +57,7 @@ from vecd.shm.control import (
 )
 from vecd.shm.output import Output
 from vecd.shm.shared_metrics import Gauge, ServiceKey
+from vecd.shm.vector_cache import VectorCacheMemory
 from vecd.shm.views import map_arena
 from vecd.shm.wire import Incarnation
 
@@ -76,6 +78,8 @@ class GatewayFacts:
     """Reports to the supervisor."""
     cores: Cores = field(default_factory=lambda: Cores(1))
     """The budget that all generations share."""
+    vector_cache: VectorCacheMemory | None = None
+    """What all gateways keep computed rows in, if the operator wants that."""
 
 
 class Service:
@@ -95,10 +99,20 @@ class Service:
             num_gateways=config.num_gateways,
             queued_elsewhere=lambda: self._shared_metrics.others(Gauge.QUEUED_TOKENS),
         )
+        service = ServiceKey(generation)
+        vector_cache = None
+        if gateway.vector_cache is not None:
+            vector_cache = VectorCache(
+                gateway.vector_cache,
+                service,
+                dim=config.card.dim,
+                is_shared_by_tenants=config.share_computed == "all",
+                shared_metrics=self._shared_metrics,
+            )
         self.dispatcher = Dispatcher(
             policy=self.policy,
             epoch=gateway.epoch,
-            service=ServiceKey(generation),
+            service=service,
             max_batch_tokens=config.max_batch_tokens,
             batch_timeout_s=config.batch_timeout_s,
             num_gateways=config.num_gateways,
@@ -109,6 +123,7 @@ class Service:
             quarantine_key=gateway.quarantine_key,
             shared_metrics=self._shared_metrics,
             cores=gateway.cores,
+            vector_cache=vector_cache,
         )
         self.admission = Admission(
             max_requests=config.share(config.max_requests),
@@ -123,6 +138,7 @@ class Service:
             policy=self.policy,
             dispatcher=self.dispatcher,
             shared_metrics=self._shared_metrics,
+            vector_cache=vector_cache,
         )
         self.is_draining = False
         self.api = Api(self._make_context(lambda: gateway.send(ReloadAsked())))

@@ -4,7 +4,7 @@ Owns the messages and the channel they travel on: a pair of SOCK_SEQPACKET unix 
 starts, so there is no name to find, no permission to get wrong and nothing to unlink. A message is one packet of
 JSON; descriptors ride along (SCM_RIGHTS). The end of the stream means that the other side is dead.
 
-    supervisor → gateway       GatewayListen (+ sockets), GatewayStart (+ sockets, shared metrics),
+    supervisor → gateway       GatewayListen (+ sockets), GatewayStart (+ sockets, shared metrics, vector cache),
                                WorkerUp (+ arena), WorkerDown, Drain,
                                Prepare (+ ZeroMQ socket), Activate, Discard, ModelBroken, NewKeys,
                                Progress, Quarantined, InputDeaths, InputsCleared, CoresGranted
@@ -68,8 +68,8 @@ class GatewayListen(Message):
 
 @dataclass(frozen=True, slots=True)
 class GatewayStart(Message):
-    """To a new gateway: its configuration. Descriptors: the shared metrics, its ZeroMQ listening socket, the
-    public listening socket, and the admin one if there is one."""
+    """To a new gateway: its configuration. Descriptors: the shared metrics, its ZeroMQ listening socket, the vector
+    cache if the configuration has one, the public listening socket, and the admin one if there is one."""
 
     config: dict[str, Any]
     """A `vecd.gateway.types.config.GatewayConfig` as plain JSON values, the same for each gateway."""
@@ -80,7 +80,8 @@ class GatewayStart(Message):
     generation: int
     """Of the configuration."""
     quarantine_key: str
-    """In hexadecimal, the same for each gateway: digests of inputs that end their workers are made with it."""
+    """In hexadecimal, the same for each gateway: digests of inputs that end their workers are made with it, and those
+    of the vector cache."""
     start_stage: str | None = None
     """What the server's start is doing; None once the server has been ready."""
 

@@ -72,6 +72,9 @@ class _HistogramCells(_Cell):
         return len(self.bounds) + 2
 
 
+_LOOKUPS = "vector_cache_lookups", "Sequences looked up in the vector cache before they are queued"
+
+
 class Counter(_Cell):
     """What only grows: the name of its metric, its help text, and where several share a metric, the label of each;
     these stand together. `per_unit`: how many of what is stored make one of the metric's unit.
@@ -98,6 +101,10 @@ class Counter(_Cell):
     POISONED = "inputs_poisonous", "Inputs given up because one worker after the other died with them"
     LINES_DROPPED = "log_lines_dropped", "Lines of requests that were left out, because there were too many"
     LINES_LOST = "log_lines_lost", "Lines of gateways' logs that were lost, because nobody read them"
+    VECTOR_CACHE_HITS = *_LOOKUPS, {"result": "hit"}
+    VECTOR_CACHE_MISSES = *_LOOKUPS, {"result": "miss"}
+    VECTOR_CACHE_STORED = "vector_cache_stored", "Rows stored in the vector cache"
+    VECTOR_CACHE_EVICTED = "vector_cache_evicted", "Rows of the vector cache replaced by others"
 
 
 class Gauge(_Cell):
@@ -121,6 +128,7 @@ class Gauge(_Cell):
         False,
         1000,
     )
+    VECTOR_CACHE_BYTES = "vector_cache_bytes", "Memory of the vector cache that rows are stored in"
     CONNECTIONS = "connections", "Open connections", False
     WORKERS = "workers_ready", "Workers that the gateway can send batches to", False
     PID = "gateway_pid", "Process id of the gateway; 0 while it is being started again", False

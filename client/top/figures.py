@@ -31,7 +31,8 @@ _FAULTS = ("refused", "expired", "retried", "stuck", "poisoned")
 
 Stats: TypeAlias = Mapping[str, Any]
 """An answer as `read_stats` returns it: the fields of `_SHAPE`, and `answers`, the number of answers to requests for
-work by status. All but `queue`, `arena`, `model` and `server` only grows while a server lives."""
+work by status. All but `queue`, `arena`, the memory of `vector_cache`, `model` and `server` only grows while a server
+lives."""
 Figures: TypeAlias = Mapping[str, Any]
 """What `compute_figures` returns, and a line of --json contains."""
 
@@ -64,6 +65,14 @@ def _name(value: Any, name: str) -> str:
     return str(_scalar(value, name) or "?")
 
 
+_CACHE = ("max_bytes", "bytes", "hits", "misses")
+
+
+def _vector_cache(value: Any, name: str) -> Any:
+    """Zeros for a server before it had one."""
+    return _read(dict.fromkeys(_CACHE, 0) if value is None else value, dict.fromkeys(_CACHE, _number), name)
+
+
 _ANY_NAME = "*"
 _SHAPE: Mapping[str, Any] = {
     "totals": dict.fromkeys(_WORK + _FAULTS, _number),
@@ -76,6 +85,7 @@ _SHAPE: Mapping[str, Any] = {
     "batch_fill": {"counts": [_number], "sum": _number},
     "queue": dict.fromkeys(("requests", "sequences", "tokens", "age_s"), _number),
     "arena": dict.fromkeys(("rows", "rows_in_use"), _number),
+    "vector_cache": _vector_cache,
     "workers": [
         {"state": _name, "pid": lambda value, name: None if value is None else _whole(value, name)}
         | dict.fromkeys(("worker", "life"), _whole)
@@ -178,6 +188,8 @@ def compute_figures(before: Stats | None, now: Stats, cpu_before: Stats | None =
 
     workers_before = {worker["worker"]: worker for worker in before["workers"]}
     gateways_before = {gateway["gateway"]: gateway for gateway in before["gateways"]}
+    found_before, found = before["vector_cache"], now["vector_cache"]
+    hits = found["hits"] - found_before["hits"]
     fill_before, fill = before["batch_fill"], now["batch_fill"]  # tokens ÷ room for tokens
     # How the workers compute; known once one of them has started.
     computing: Stats = next((worker for worker in now["workers"] if worker["path"]), {})
@@ -200,6 +212,11 @@ def compute_figures(before: Stats | None, now: Stats, cpu_before: Stats | None =
         "faults": {name: now["totals"][name] for name in _FAULTS if now["totals"][name]},
         "queue": now["queue"],
         "arena": now["arena"],
+        "vector_cache": {
+            "max_bytes": now["vector_cache"]["max_bytes"],
+            "bytes": now["vector_cache"]["bytes"],
+            "hit_share": _share(hits, hits + found["misses"] - found_before["misses"]),
+        },
         "batches": {
             "per_s": per_s(0, done["batches"]),
             "mean_sequences": _share(done["sequences"], done["batches"]),

@@ -41,7 +41,20 @@ _FAULT_WORDS = {
 _WARN_BUSY, _WARN_ARENA = 0.95, 0.9
 
 _LEAST_IMPORTANT_FIRST = (
-    *("blank", "stages", "keys", "arena", "memory", "gateways", "batches", "inputs", "tokens", "latency", "workers"),
+    *(
+        "blank",
+        "stages",
+        "keys",
+        "arena",
+        "cache",
+        "memory",
+        "gateways",
+        "batches",
+        "inputs",
+        "tokens",
+        "latency",
+        "workers",
+    ),
     *("levels", "errors", "queue", "requests"),
 )
 """The sections that a low terminal does without, in this order. "stages" are the latencies of all but the total."""
@@ -179,7 +192,7 @@ def _middle_sections(figures: Figures, width: int, *, has_stages: bool) -> Itera
 
 
 def _level_sections(figures: Figures) -> list[_Section]:
-    """A line each for queue, errors, batches, arena and memory."""
+    """A line each for queue, errors, batches, arena, the vector cache if there is one, and memory."""
     queue, batches = figures["queue"], figures["batches"]
     fill = f" · fill {share(batches['mean_fill'])}" if batches["mean_fill"] is not None else ""
     rows, in_use = figures["arena"]["rows"], figures["arena"]["rows_in_use"]
@@ -195,9 +208,16 @@ def _level_sections(figures: Figures) -> list[_Section]:
             f"{number(in_use)} of {number(rows)} rows in use ({share(used)})",
             "yellow" if (used or 0) > _WARN_ARENA else "",
         ),
+        **_cache_line(figures["vector_cache"]),
         "memory": f"{size(figures['memory_bytes'])} in {figures['num_processes']} processes, which take {cores} cores",
     }
     return [_Section(label, _labelled(label, text)) for label, text in lines.items()]
+
+
+def _cache_line(cache: Figures) -> dict[str, _Part]:
+    if not cache["max_bytes"]:
+        return {}
+    return {"cache": f"{share(cache['hit_share'])} found · {size(cache['bytes'])} of {size(cache['max_bytes'])} in use"}
 
 
 def _errors(figures: Figures) -> Text:

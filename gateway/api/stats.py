@@ -13,6 +13,7 @@ percentiles; nothing that a caller sent is in it. Reads the shared metrics and t
     batch_fill{}        the same for the part of its room that each batch used, at most 1
     queue               requests, sequences, tokens, age_s              }
     arena               rows, rows_in_use                               } now
+    vector_cache        max_bytes (0: there is none), bytes: now; hits, misses: since the server began
     workers[]           worker, life, state, batches, sequences, tokens, busy_s, pid, dtype, path, tokens_per_s
     gateways[]          gateway, pid, connections, requests, answered, uptime_s
     batches[]           gateway, number, worker, sequences, tokens, sent_s, done_s (null: under way), compute_s;
@@ -93,6 +94,12 @@ def describe_stats(context: Context, usages: Mapping[str, Usage]) -> dict[str, A
         "arena": {
             "rows": shared_metrics.total(Gauge.ARENA_ROWS),
             "rows_in_use": shared_metrics.total(Gauge.ARENA_ROWS_IN_USE),
+        },
+        "vector_cache": {
+            "max_bytes": config.vector_cache,
+            "bytes": shared_metrics.total(Gauge.VECTOR_CACHE_BYTES),
+            "hits": shared_metrics.total(Counter.VECTOR_CACHE_HITS),
+            "misses": shared_metrics.total(Counter.VECTOR_CACHE_MISSES),
         },
         "workers": _describe_workers(context),
         "gateways": describe_gateways(shared_metrics),

@@ -28,11 +28,19 @@ by a part of a row at most."""
 
 
 class Delivery:
-    def __init__(self, *, widths: Mapping[Output, int], on_delivered: Callable[[WorkerLink, InFlight], None]) -> None:
+    def __init__(
+        self,
+        *,
+        widths: Mapping[Output, int],
+        on_delivered: Callable[[WorkerLink, InFlight], None],
+        keep: Callable[[list[QueuedSequence], Rows], None] | None = None,
+    ) -> None:
         """`widths`: the number of floats of a row that are each output's own, the first ones; all where
-        there is no number. `on_delivered` is called once for each batch, when none of its rows is needed any more."""
+        there is no number. `on_delivered` is called once for each batch, when none of its rows is needed any more;
+        `keep`, with sequences that have one row each, and these rows, if all of them are finite."""
         self._widths = widths
         self._on_delivered = on_delivered
+        self._keep = keep
         self._to_encode: deque[tuple[WorkerLink, InFlight]] = deque()
         self._floats_left = 0
         """What may still be encoded in this turn."""
@@ -92,7 +100,7 @@ class Delivery:
             if start >= end:
                 return
         if isinstance(ends, range):
-            _deliver_vectors(batch.sequences[start:end], rows[start:end])
+            deliver_vectors(batch.sequences[start:end], rows[start:end], self._keep)
             return
         at = bisect_right(ends, start)
         while start < end:
@@ -104,7 +112,7 @@ class Delivery:
             else:
                 behind = _end_of_output(batch.sequences, at, at + end - start)
                 stop = ends[behind - 1]
-                _deliver_vectors(batch.sequences[at:behind], np.ascontiguousarray(rows[start:stop, :width]))
+                deliver_vectors(batch.sequences[at:behind], np.ascontiguousarray(rows[start:stop, :width]), self._keep)
             start, at = stop, behind
 
     def _deliver_copies(self, batch: InFlight, rows: Rows, start: int, end: int) -> None:
@@ -115,7 +123,7 @@ class Delivery:
         while at < len(sequences):
             behind = _end_of_output(sequences, at, len(sequences))
             width = self._widths.get(sequences[at].output)
-            _deliver_vectors(sequences[at:behind], np.ascontiguousarray(copied[at:behind, :width]))
+            deliver_vectors(sequences[at:behind], np.ascontiguousarray(copied[at:behind, :width]))
             at = behind
 
 
@@ -138,9 +146,15 @@ def _deliver_tokens(sequence: QueuedSequence, rows: Rows, *, num_left: int) -> N
         _fail_encoding(sequence, error)
 
 
-def _deliver_vectors(sequences: list[QueuedSequence], rows: Rows) -> None:
-    """Hand the rows, one of each, to their requests; a row that is not finite fails its own request and no other."""
-    if not _are_finite(rows):
+def deliver_vectors(
+    sequences: list[QueuedSequence], rows: Rows, keep: Callable[[list[QueuedSequence], Rows], None] | None = None
+) -> None:
+    """Hand the rows, one of each, to their requests; a row that is not finite fails its own request and no other.
+    `keep`: as in `Delivery`."""
+    if _are_finite(rows):
+        if keep is not None:
+            keep(sequences, rows)
+    else:
         for sequence, row in zip(sequences, rows, strict=True):
             if not np.isfinite(row).all():
                 _fail_not_finite(sequence)

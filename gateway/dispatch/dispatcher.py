@@ -33,6 +33,7 @@ from vecd.gateway.dispatch.quarantine import Quarantine, poisonous
 from vecd.gateway.dispatch.retry_budget import RetryBudget
 from vecd.gateway.dispatch.single_flight import SingleFlight
 from vecd.gateway.dispatch.transport import Transport
+from vecd.gateway.dispatch.vector_cache import VectorCache
 from vecd.gateway.dispatch.worker_link import InFlight, WorkerLink
 from vecd.gateway.scheduling.cores import Cores
 from vecd.gateway.scheduling.cost_model import CostModel
@@ -100,6 +101,7 @@ class Dispatcher:
         is_shared_by_tenants: bool = False,
         shared_metrics: SharedMetrics | None = None,
         cores: Cores | None = None,
+        vector_cache: VectorCache | None = None,
     ) -> None:
         """`service` names what the workers serve, among all services of this gateway.
 
@@ -110,7 +112,7 @@ class Dispatcher:
         `batch_timeout_s` is the most that a worker has for a batch; `num_gateways` take turns at it. `widths`: the
         number of floats of a row that are each output's own, the first ones; None: all. `is_shared_by_tenants`:
         identical sequences of different tenants are computed once, too. `cores`: the budget of this process; None: one
-        core, so that none is lent.
+        core, so that none is lent. `vector_cache` is filled with computed rows.
         """
         self._policy = policy
         self._epoch = epoch
@@ -121,7 +123,12 @@ class Dispatcher:
         self._report = report
         self._on_sending = on_sending
         self._transport = Transport(epoch, on_message=self._on_message, on_unreadable=self._on_unreadable)
-        self._delivery = Delivery(widths=widths or {}, on_delivered=self._on_delivered)
+        self._vector_cache = vector_cache
+        self._delivery = Delivery(
+            widths=widths or {},
+            on_delivered=self._on_delivered,
+            keep=None if vector_cache is None else vector_cache.keep,
+        )
         self.quarantine = Quarantine(quarantine_key or secrets.token_bytes(_QUARANTINE_KEY_BYTES))
         self._deaths: KnownInputs[Deaths] = KnownInputs(_MAX_INPUTS_WITH_DEATHS)
         """The deaths of workers with each input that has not been computed since."""
@@ -174,6 +181,8 @@ class Dispatcher:
     def activate(self) -> None:
         """New requests are for this dispatcher's service from now on. Call after `start`."""
         self._shared_metrics.activate_service(self.service)
+        if self._vector_cache is not None:
+            self._vector_cache.activate()
 
     # --- what others ask ------------------------------------------------------------------------------------
 

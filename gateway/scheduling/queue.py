@@ -88,7 +88,10 @@ class Flight:
 class QueuedSequence:
     """One tokenized input: the unit of scheduling. Owned by the batching policy while queued, then by one batch."""
 
-    __slots__ = ("chunked", "deaths", "flight", "index", "num_tokens", "output", "request_queue", "token_ids", "weight")
+    __slots__ = (
+        "chunked", "deaths", "digest", "flight", "index", "num_tokens", "output", "request_queue", "token_ids",
+        "weight",
+    )  # fmt: skip
 
     def __init__(
         self,
@@ -112,6 +115,8 @@ class QueuedSequence:
         """Deaths of workers that were computing it; None while there are none."""
         self.flight: Flight | None = None
         """It and those that are identical. Written by `vecd.gateway.dispatch.single_flight`."""
+        self.digest: bytes | None = None
+        """What its row is to be kept under in the vector cache; None: it is not."""
 
     @property
     def num_rows(self) -> int:
@@ -182,8 +187,11 @@ class RequestQueue:
 
     @property
     def is_complete(self) -> bool:
-        """Whether the request's last input waits here, while no input has been answered yet."""
-        return bool(self.sequences) and self.sequences[-1].index == self.pending.num_missing - 1
+        """Whether all inputs that have no rows yet wait here. Those that the vector cache knew have theirs."""
+        num_missing = self.pending.num_missing
+        if len(self.sequences) < num_missing or not self.sequences:
+            return False
+        return len({sequence.index for sequence in self.sequences}) == num_missing
 
 
 def are_of_tokens(sequences: "deque[QueuedSequence] | list[QueuedSequence]") -> bool:

@@ -11,6 +11,7 @@ from typing import Any
 from vecd.shm.arena import ArenaSpec
 from vecd.shm.card import ModelCard
 from vecd.shm.shared_metrics import SharedMetricsSpec
+from vecd.shm.vector_cache import VectorCacheSpec
 
 PRIORITIES = ("interactive", "normal", "bulk")
 TOKEN_ID_POLICIES = ("auto", "model", "cl100k", "reject")
@@ -145,6 +146,8 @@ class GatewayConfig:
     admin_uds: str | None
     """The same of the admin listener."""
     log_level: str
+    vector_cache: int = 0
+    """Bytes of the table in which all gateways keep computed rows; 0: there is none."""
     chat_template: ChatTemplateSpec | None = None
     """None: the model has none, or special tokens in a text are read as characters."""
     keeps_listening: bool = False
@@ -155,6 +158,10 @@ class GatewayConfig:
     @property
     def shared_metrics(self) -> SharedMetricsSpec:
         return SharedMetricsSpec(self.num_gateways, self.board_workers)
+
+    @property
+    def vector_cache_spec(self) -> VectorCacheSpec:
+        return VectorCacheSpec(self.vector_cache, self.num_gateways)
 
     def share(self, limit: int) -> int:
         """One gateway's part of a limit of the whole server, rounded up."""

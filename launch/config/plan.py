@@ -122,6 +122,7 @@ def make_plan(settings: Settings, report: Callable[[str], None] = logs.say, *, n
     if num_gateways is None:
         num_gateways, why_gateways = _num_gateways(settings, card, devices)
     gateway = _gateway_config(settings, name, card, devices, keys, num_gateways)
+    _check_vector_cache(gateway)
     workers = [
         _worker_config(settings, card, devices[index % len(devices)], gateway.arena)  # each GPU in turn
         for index in range(gateway.num_workers)
@@ -222,6 +223,18 @@ def _gateway_config(
         "batch_timeout_s": settings.batch_timeout * num_gateways,
     }
     return GatewayConfig(**{**_as_set(settings, GatewayConfig), **derived})
+
+
+def _check_vector_cache(gateway: GatewayConfig) -> None:
+    """Raises ConfigurationError for a --vector-cache that is too small to be of use."""
+    least = gateway.vector_cache_spec.least_nbytes(gateway.card.dim)
+    if 0 < gateway.vector_cache < least:
+        raise ConfigurationError(
+            [
+                f"--vector-cache: {gateway.vector_cache} bytes given, this model needs at least {least} for "
+                f"{gateway.num_gateways} gateway(s), and a multiple of that to be of use; 0: no cache"
+            ]
+        )
 
 
 def _worker_config(settings: Settings, card: ModelCard, device: str, arena: ArenaSpec) -> WorkerConfig:

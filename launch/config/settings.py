@@ -230,6 +230,11 @@ class Settings(BaseSettings):
         description="read special tokens in a text, such as [SEP], as plain characters. By default they are tokens, as "
         "in sentence-transformers",
     )
+    vector_cache: Annotated[int, Field(ge=0)] = Field(
+        0,
+        description="bytes of memory for computed vectors, which are returned again for the same input without "
+        "computing it; allocated at the start, for all gateways together. 0: none",
+    )
     request_timeout: _Seconds = Field(300.0, description="maximum seconds for a request; then it gets 503")
     batch_timeout: _Seconds = Field(
         60.0,

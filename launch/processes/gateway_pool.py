@@ -99,11 +99,13 @@ class GatewayPool:
         on_change: Callable[[], None],
         system: System,
         num_cores: int,
+        vector_cache_fd: int | None = None,
     ) -> None:
         """`listening`: the public socket, and the admin socket if there is one; closed when the drain begins.
-        `metrics_fd`: the shared metrics. `worker_pools`, by generation, is read at each `reconcile`. `on_message` is
-        called with the messages of gateways that do not change a `Link`; `on_change` when a link has changed, begun or
-        ended. `num_cores`: those that all gateways together may lease."""
+        `metrics_fd`: the shared metrics; `vector_cache_fd`: the vector cache, if there is one. `worker_pools`, by
+        generation, is read at each `reconcile`. `on_message` is called with the messages of gateways that do not change
+        a `Link`; `on_change` when a link has changed, begun or ended. `num_cores`: those that all gateways together may
+        lease."""
         self.links: dict[int, Link] = {}
         """By the gateway's index; also those that are starting."""
         self.active = min(worker_pools)
@@ -117,6 +119,7 @@ class GatewayPool:
         self._num_gateways = num_gateways
         self._listening = listening
         self._metrics_fd = metrics_fd
+        self._vector_cache_fds = [] if vector_cache_fd is None else [vector_cache_fd]
         self._metrics_spec = worker_pools[self.active].plan.gateway.shared_metrics  # of all generations
         self._quarantine_key = secrets.token_hex(_QUARANTINE_KEY_BYTES)
         self._worker_pools = worker_pools
@@ -219,7 +222,8 @@ class GatewayPool:
         config = replace(worker_pool.plan.gateway, keys=self.keys).to_json()
         start = GatewayStart(config, link.index, link.epoch, link.generation, self._quarantine_key, self.start_stage)
         listening = [sock.fileno() for sock in self._listening]
-        send_or_kill(link.process, start, [self._metrics_fd, worker_pool.zmq_listening(link.index), *listening])
+        fds = [self._metrics_fd, worker_pool.zmq_listening(link.index), *self._vector_cache_fds, *listening]
+        send_or_kill(link.process, start, fds)
         try:
             await link.process.await_ready(_START_TIMEOUT_S)
             return None

@@ -33,10 +33,10 @@ _RETIRE_MARGIN_S = 5.0
 _MAX_GATEWAY_DEATHS = 3
 
 _FIXED_SETTINGS = (
-    "host", "port", "uds", "tls_cert", "tls_key", "admin_host", "admin_port", "admin_uds", "gateways",
+    "host", "port", "uds", "tls_cert", "tls_key", "admin_host", "admin_port", "admin_uds", "gateways", "vector_cache",
 )  # fmt: skip
-"""What a reload cannot change: the sockets, and which processes listen on them. The content of the certificate's files
-it can."""
+"""What a reload cannot change: the sockets, which processes listen on them, and the memory that these share. The
+content of the certificate's files it can."""
 
 
 class ReloadObserver(Protocol):

@@ -359,6 +359,7 @@ REFUSED = {
     "nonsense": ("this is no TOML", "cannot be read"),
     "a value": ("workers = 0", "workers"),
     "a fixed setting": ("workers = 2\nport = 9", "port: cannot be changed while serving"),
+    "memory": ("vector-cache = 9000000", "vector_cache: cannot be changed while serving"),
     "workers": ("workers = 1000", "at most 64 without a restart"),
     "device": ('device = "cuda"', "--device: cuda given, but"),
     "dtype": ('dtype = "int8"', "--dtype: int8 given"),

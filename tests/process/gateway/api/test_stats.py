@@ -26,6 +26,7 @@ SHAPE: dict[str, Any] = {
     "batch_fill": {"bounds": [float], "counts": [int], "sum": float},
     "queue": {"requests": int, "sequences": int, "tokens": int, "age_s": float},
     "arena": {"rows": int, "rows_in_use": int},
+    "vector_cache": {"max_bytes": int, "bytes": int, "hits": int, "misses": int},
     "workers": [
         {"worker": int, "life": int, "state": str, "batches": int, "sequences": int, "tokens": int, "busy_s": float,
          "tokens_per_s": int, "pid": int, "dtype": str, "path": str}

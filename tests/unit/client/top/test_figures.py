@@ -37,6 +37,7 @@ def answer(now_s: float = 100.0) -> dict:
         "stages": {stage: {"counts": [0, 0, 0, 0], "sum_s": 0.0} for stage in STAGES},
         "queue": {"requests": 0, "sequences": 0, "tokens": 0, "age_s": 0.0},
         "arena": {"rows": 1000, "rows_in_use": 0},
+        "vector_cache": {"max_bytes": 1000, "bytes": 0, "hits": 0, "misses": 0},
         "workers": [
             {"worker": 0, "life": 1, "state": "ready", "batches": 0, "sequences": 0, "tokens": 0, "busy_s": 0.0,
              "tokens_per_s": 5, "pid": 12, "dtype": "float32", "path": "fused"},
@@ -102,6 +103,17 @@ def test_the_first_answer_has_levels_and_no_rates():
     assert figures["memory_bytes"] == 180
 
 
+def test_hits_of_the_vector_cache_are_those_of_the_interval():
+    before, after = answer(), later()
+    before["vector_cache"] |= {"hits": 10, "misses": 10}
+    after["vector_cache"] |= {"hits": 16, "misses": 12, "bytes": 500}
+    figures = compute_figures(read(before), read(after))
+    assert figures["vector_cache"] == {"max_bytes": 1000, "bytes": 500, "hit_share": 0.75}
+    del before["vector_cache"], after["vector_cache"]
+    figures = compute_figures(read(before), read(after))
+    assert figures["vector_cache"] == {"max_bytes": 0, "bytes": 0, "hit_share": None}
+
+
 def test_where_nothing_happened_there_is_no_percentile_and_no_mean():
     figures = compute_figures(read(later(2.0)), read(later(4.0)))
     assert figures["requests_per_s"] == figures["batches"]["per_s"] == figures["workers"][0]["busy_share"] == 0
@@ -111,7 +123,7 @@ def test_where_nothing_happened_there_is_no_percentile_and_no_mean():
 
 KEYS = """
     version model dtype path uptime_s elapsed_s requests_per_s inputs_per_s tokens_per_s latencies errors faults queue
-    arena batches workers gateways num_processes memory_bytes cpu_cores
+    arena vector_cache batches workers gateways num_processes memory_bytes cpu_cores
 """
 KEYS_WITHIN = {
     "latencies": "stage num p50_s p90_s p99_s",

@@ -1,0 +1,102 @@
+"""The rows that one generation of the configuration has computed, kept for whoever sends the same input again.
+
+Owns what a row is found by (a digest of generation, model, output, tenant and token ids), and the counts of hits and
+misses. The table is `vecd.shm.vector_cache`'s, where the argument stands why it never returns a wrong row. Made by
+`vecd.gateway.service`; asked by `vecd.gateway.pipeline` before a sequence is queued, and filled by
+`vecd.gateway.dispatch.delivery` with rows that workers have computed, as they wrote them: pooled, of all dimensions, in
+float32, and finite. An input that ends its worker is never computed, so it is never here.
+"""
+
+import struct
+from hashlib import blake2b
+
+import numpy as np
+
+from vecd.gateway.dispatch.delivery import deliver_vectors
+from vecd.gateway.scheduling.queue import QueuedSequence
+from vecd.gateway.telemetry.shared_metrics import SharedMetrics
+from vecd.shm.output import Output
+from vecd.shm.shared_metrics import Counter, Gauge, ServiceKey
+from vecd.shm.vector_cache import DIGEST_BYTES, RowTable, VectorCacheMemory
+from vecd.shm.views import Rows
+
+_PURPOSE = b"vecd input"
+"""Keeps these digests apart from whatever else is made with the same key."""
+_SCOPE = struct.Struct("<qqBI")
+"""Generation, model, output, and the length of the tenant's name, so that no two scopes begin alike."""
+
+
+class VectorCache:
+    """The cache of one service. Empty, and neither asked nor filled, unless it is the active one."""
+
+    def __init__(
+        self,
+        shared: VectorCacheMemory,
+        service: ServiceKey,
+        *,
+        dim: int,
+        is_shared_by_tenants: bool,
+        shared_metrics: SharedMetrics,
+    ) -> None:
+        """`dim`: floats of a row. `is_shared_by_tenants`: a tenant gets what another one's input was computed to."""
+        self._shared = shared
+        self._service = service
+        self._table = RowTable(shared, dim)
+        self._dim = dim
+        self._is_shared_by_tenants = is_shared_by_tenants
+        self._shared_metrics = shared_metrics
+
+    @property
+    def is_active(self) -> bool:
+        """Whether new requests are for its service."""
+        return self._shared.active is self._table
+
+    def activate(self) -> None:
+        """Begin with an empty segment. The cache of the service before is neither asked nor filled any more."""
+        self._shared.active = self._table
+        self._table.clear()
+        self._shared_metrics.set(Gauge.VECTOR_CACHE_BYTES, 0)
+
+    def deliver_known(self, sequences: list[QueuedSequence], output: Output, tenant: str) -> list[QueuedSequence]:
+        """Deliver the rows that are known of sequences of one request, none of which is queued; returns the sequences
+        that are to be computed. Side effect: these have a digest from now on, under which `keep` keeps their rows."""
+        if not self.is_active:
+            return sequences
+        name = b"" if self._is_shared_by_tenants else tenant.encode()
+        scope = _SCOPE.pack(self._service.generation, self._service.model, output, len(name)) + name
+        empty = blake2b(scope, digest_size=DIGEST_BYTES, key=self._shared.key, person=_PURPOSE)
+        unknown: list[QueuedSequence] = []
+        known: list[QueuedSequence] = []
+        rows: list[bytes] = []
+        for sequence in sequences:
+            hasher = empty.copy()
+            hasher.update(sequence.token_ids)
+            digest = hasher.digest()
+            row = self._table.find(digest)
+            if row is None:
+                sequence.digest = digest
+                unknown.append(sequence)
+            else:
+                known.append(sequence)
+                rows.append(row)
+        if known:
+            self._shared_metrics.add(Counter.VECTOR_CACHE_HITS, len(known))
+            deliver_vectors(known, np.frombuffer(b"".join(rows), dtype="<f4").reshape(-1, self._dim))
+        self._shared_metrics.add(Counter.VECTOR_CACHE_MISSES, len(unknown))
+        return unknown
+
+    def keep(self, sequences: list[QueuedSequence], rows: Rows) -> None:
+        """Store the rows (float32 [n, dim], C-contiguous, finite) of sequences, one of each, that have a digest."""
+        if not self.is_active:
+            return
+        num_stored = num_evicted = 0
+        view, row_nbytes = rows.data.cast("B"), self._table.row_nbytes
+        for index, sequence in enumerate(sequences):
+            if sequence.digest is not None:
+                row = view[index * row_nbytes : (index + 1) * row_nbytes]
+                is_stored, is_for_another = self._table.put(sequence.digest, row)
+                num_stored += is_stored
+                num_evicted += is_for_another
+        self._shared_metrics.add(Counter.VECTOR_CACHE_STORED, num_stored)
+        self._shared_metrics.add(Counter.VECTOR_CACHE_EVICTED, num_evicted)
+        self._shared_metrics.set(Gauge.VECTOR_CACHE_BYTES, self._table.nbytes_used)
