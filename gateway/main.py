@@ -28,9 +28,11 @@ from vecd.gateway.encoding.quantization import RangesError
 from vecd.gateway.http.contract import Timeouts
 from vecd.gateway.http.server import Server
 from vecd.gateway.http.tls import ServerTls, TlsError
+from vecd.gateway.scheduling.cores import Cores
 from vecd.gateway.service import GatewayFacts, Service, Services, read_tokenizer
 from vecd.gateway.telemetry.access_log import AccessLog
 from vecd.gateway.telemetry.on_finished import FinishedRequests
+from vecd.gateway.telemetry.other_programs import OtherPrograms
 from vecd.gateway.telemetry.shared_metrics import SharedMetrics
 from vecd.gateway.telemetry.tracing import start_tracing
 from vecd.gateway.types.config import GatewayConfig
@@ -163,7 +165,10 @@ class Gateway:
         self._config = config
         self._shared_metrics = shared_metrics
         self._control = Control(channel)
-        facts = GatewayFacts(start.epoch, bytes.fromhex(start.quarantine_key), shared_metrics, self._control.send)
+        self._cores = Cores(config.num_cores)
+        self._other_programs = OtherPrograms()
+        quarantine_key = bytes.fromhex(start.quarantine_key)
+        facts = GatewayFacts(start.epoch, quarantine_key, shared_metrics, self._control.send, self._cores)
         first = Service(config, start.generation, read_tokenizer(config), facts)
         first.dispatcher.start_stage = start.start_stage
         self._services = Services(first, facts, read_tokenizer=read_tokenizer)
@@ -190,11 +195,29 @@ class Gateway:
                 Gauge.ARENA_ROWS: lambda: services.total(lambda service: service.dispatcher.num_rows),
                 Gauge.ARENA_ROWS_IN_USE: lambda: services.total(lambda service: service.dispatcher.num_rows_in_use),
                 Gauge.QUEUE_AGE_US: services.queue_age_us,
+                Gauge.CORES_LEASED: lambda: self._cores.leased,
+                Gauge.OTHERS_USE: self._read_others_use,
                 Gauge.IN_FLIGHT_TOKENS: lambda: services.total(lambda service: service.dispatcher.in_flight_tokens),
                 Gauge.CONNECTIONS: lambda: self._server.num_connections,
                 Gauge.WORKERS: lambda: sum(link.is_usable for link in services.active.dispatcher.links),
             }
         )
+
+    def _read_others_use(self) -> int:
+        """Thousandths of a core that other programs use of those that the server may use. Side effect: no core that
+        they use is lent."""
+        links = [link for service in self._services.all.values() for link in service.dispatcher.links]
+        gateways = self._shared_metrics.others(Gauge.PID)
+        pids = {
+            os.getpid(),
+            os.getppid(),
+            *gateways,
+            *(link.facts[name] for link in links for name in ("pid", "parent_pid")),
+        }
+        used = self._other_programs.read(time.monotonic(), pids)
+        # With a quota of some of the machine's cores, others may use the rest.
+        self._cores.others_use = max(0.0, used - (self._other_programs.num_cpus - self._cores.num_cores))
+        return int(self._cores.others_use * 1000)
 
     def _is_ahead(self) -> bool:
         """Whether another gateway that serves has fewer connections than this one, by more than an eighth.

@@ -14,7 +14,7 @@ import socket
 import time
 from collections.abc import Callable, Sequence
 from contextlib import suppress
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 from vecd.gateway.admission.admission import Admission
 from vecd.gateway.admission.principals import Principals
@@ -25,6 +25,7 @@ from vecd.gateway.api.model_info import ModelInfo
 from vecd.gateway.api.registry import ENDPOINTS
 from vecd.gateway.dispatch.dispatcher import Dispatcher
 from vecd.gateway.pipeline import Pipeline
+from vecd.gateway.scheduling.cores import Cores
 from vecd.gateway.scheduling.policy import BatchingPolicy
 from vecd.gateway.telemetry.processes import Processes
 from vecd.gateway.telemetry.shared_metrics import SharedMetrics
@@ -73,6 +74,8 @@ class GatewayFacts:
     shared_metrics: SharedMetrics
     send: Callable[[Message], None]
     """Reports to the supervisor."""
+    cores: Cores = field(default_factory=lambda: Cores(1))
+    """The budget that all generations share."""
 
 
 class Service:
@@ -84,6 +87,7 @@ class Service:
         self.generation = generation
         self._tokenizer = tokenizer
         self._shared_metrics = gateway.shared_metrics
+        self._cores = gateway.cores
         self.policy = BatchingPolicy(
             config.max_batch_tokens,
             config.arena.rows_per_slot,
@@ -103,6 +107,7 @@ class Service:
             on_sending=TeiCounts(self._shared_metrics).count_batch if config.has_tei_metrics else None,
             quarantine_key=gateway.quarantine_key,
             shared_metrics=self._shared_metrics,
+            cores=gateway.cores,
         )
         self.admission = Admission(
             max_requests=config.share(config.max_requests),
@@ -146,6 +151,7 @@ class Service:
             links=lambda: self.dispatcher.links,
             why_unavailable=self._why_unavailable,
             num_tenants=lambda: self.admission.num_tenants,
+            describe_cores=lambda: self._cores.describe() | {"learned": self.dispatcher.thread_model.describe()},
             load_of=lambda tenant: (self.admission.num_requests_of(tenant), self.policy.queued_tokens_of(tenant)),
             openapi=lambda request: self.api.describe(request),  # noqa: PLW0108 (it is made afterwards)
             on_reload=on_reload,

@@ -40,6 +40,8 @@ _ANCILLARY_BYTES = socket.CMSG_SPACE(MAX_DESCRIPTORS * array("i").itemsize)
 LOAD_TOKENS_PER_S = "load_tokens_per_s"
 """The key of a worker's fact: its speed when its model was loaded, above 0, by which waits are estimated until a batch
 has been measured."""
+THREAD_CHOICES = "thread_choices"
+"""The key of a worker's fact: the numbers of threads that it can compute a batch with, the least first."""
 SEND_TIMEOUT_MS = 1000
 """How long a message may wait for room in the other side's buffer."""
 

@@ -90,6 +90,7 @@ class Counter(_Cell):
     SEQUENCES = "sequences", "Sequences embedded"
     PADDING_TOKENS = "padding_tokens", "Tokens computed besides these, because a shape had to be filled"
     BATCHES = "batches", "Batches embedded"
+    LEASED_BATCHES = "batches_leased", "Of these, batches that were computed with more than one core"
     COMPUTE_US = "compute_seconds", "Time that workers spent on these batches", None, 1_000_000
     RETRIED = "sequences_retried", "Sequences queued again because their worker was lost"
     STUCK = "workers_stuck", "Workers reported for having let a deadline pass, or for saying what cannot be"
@@ -109,9 +110,16 @@ class Gauge(_Cell):
     QUEUED_SEQUENCES = "queued_sequences", "Sequences that wait for a worker"
     QUEUED_TOKENS = "queued_tokens", "Tokens that wait for a worker"
     IN_FLIGHT_TOKENS = "in_flight_tokens", "Tokens sent to workers and not yet answered"
+    CORES_LEASED = "cores_leased", "Cores that batches in flight compute on"
     ARENA_ROWS = "arena_rows", "Rows of shared memory that workers write vectors into"
     ARENA_ROWS_IN_USE = "arena_rows_in_use", "Of these, rows of batches that are computed or encoded"
     QUEUE_AGE_US = "queue_age_seconds", "How long the oldest of what waits for a worker has waited", False, 1_000_000
+    OTHERS_USE = (
+        "cores_used_by_others",
+        "Cores that programs other than the server used in the last second, as far as they are cores of ours",
+        False,
+        1000,
+    )
     CONNECTIONS = "connections", "Open connections", False
     WORKERS = "workers_ready", "Workers that the gateway can send batches to", False
     PID = "gateway_pid", "Process id of the gateway; 0 while it is being started again", False

@@ -29,7 +29,7 @@ class WorkerConfig:
     dtype: str
     """"auto", "float32", "bfloat16", "float16" or "int8"."""
     num_threads: int
-    """Threads of one forward pass."""
+    """Threads of one forward pass, unless cores are leased to it."""
     log_level: str
     cache_folder: str
     """The cache directory for the selection of an engine; empty for none."""
@@ -37,6 +37,8 @@ class WorkerConfig:
     """Whether a model is served without a comparison where neither its reference vectors nor torch are there."""
     log_format: str = "text"
     """A format of `vecd.shm.logs`."""
+    max_threads: int = 1
+    """The most cores that may be leased to a batch; 1: no leases. More than `num_threads` then, which is 1."""
 
     @property
     def is_dummy(self) -> bool:

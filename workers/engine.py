@@ -51,6 +51,11 @@ class PackedBatch:
         return self.lengths.size if self.outputs is None else int(self.rows_of_each.sum())
 
 
+def largest_within(choices: Sequence[int], num_threads: int) -> int:
+    """The largest of `choices`, ascending, that is at most `num_threads`; if there is none, the first."""
+    return max((choice for choice in choices if choice <= num_threads), default=choices[0])
+
+
 class Finish(Protocol):
     """Finishes a batch that has been begun. Call it once. Borrows the rows until then."""
 
@@ -88,6 +93,17 @@ class Engine(Protocol):
     def use_threads(self, num_threads: int) -> None:
         """Compute each forward pass with so many threads. Also called in a process that was forked after the engine was
         loaded; it is loaded with one thread."""
+
+    def allow_leases(self, max_threads: int, *, may_copy_weights: bool) -> Sequence[int]:
+        """Prepare for batches with more than one thread, up to `max_threads`, which is more than 1. Returns the numbers
+        of threads that a batch can be computed with: ascending, the first is 1.
+
+        Called once at most, before the first batch, in the process that will compute it. Starts no thread yet.
+        `may_copy_weights`: whether this engine may use memory for weights that other workers share."""
+
+    def lease(self, num_threads: int) -> int:
+        """Compute the next batches with at most so many threads; 0: as configured. Returns with how many, which is
+        fewer where the engine has no such number, or does not have it yet. Without `allow_leases`: as configured."""
 
     def adopt(self, slots: Sequence[Rows]) -> None:
         """Prepare the memory that most rows will lie in: the slots of one arena. Called once at most, before the worker

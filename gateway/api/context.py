@@ -76,6 +76,8 @@ class Context:
     """The workers that are up. Handlers only read them."""
     why_unavailable: Callable[[], str | None]
     """The reason why no embedding request can be served now; None while one can."""
+    describe_cores: Callable[[], dict[str, Any]]
+    """The budget of cores, and how many threads pay for a batch; JSON values."""
     num_tenants: Callable[[], int]
     """Tenants with a request in this gateway."""
     load_of: Callable[[str], tuple[int, int]]

@@ -40,6 +40,7 @@ def describe_info(context: Context, *, shows_tenants: bool) -> dict[str, Any]:
         },
         "queue": describe_queue(shared_metrics),
         **({"tenants": _describe_tenants(context)} if shows_tenants else {}),
+        "cores": context.describe_cores(),
         "workers": [_describe_worker(link, shared_metrics) for link in context.links()],
         "gateway": {
             "gateway": shared_metrics.gateway,

@@ -32,14 +32,17 @@ from vecd.gateway.dispatch.quarantine import Quarantine, poisonous
 from vecd.gateway.dispatch.retry_budget import RetryBudget
 from vecd.gateway.dispatch.transport import Transport
 from vecd.gateway.dispatch.worker_link import InFlight, WorkerLink
+from vecd.gateway.scheduling.cores import Cores
 from vecd.gateway.scheduling.cost_model import CostModel
-from vecd.gateway.scheduling.policy import BatchingPolicy, PlannedBatch
+from vecd.gateway.scheduling.policy import SHORT_BATCH_S, BatchingPolicy, PlannedBatch
 from vecd.gateway.scheduling.queue import Deaths, QueuedSequence, RequestQueue
+from vecd.gateway.scheduling.thread_model import ThreadModel
 from vecd.gateway.telemetry.shared_metrics import SharedMetrics
 from vecd.gateway.types.errors import DeadlinePassed, EngineFailed, Unavailable
 from vecd.gateway.types.timeline import BatchShare
 from vecd.shm.control import (
     LOAD_TOKENS_PER_S,
+    THREAD_CHOICES,
     InputDeaths,
     InputsCleared,
     Message,
@@ -62,6 +65,9 @@ _LATE_S = 1.0
 
 _BROKEN_RETRY_AFTER_S, _KEEP_DYING_RETRY_AFTER_S = 30, 5
 _QUARANTINE_KEY_BYTES = 32
+
+_LONG_BATCH_S = 2.0
+"""A batch that one thread needs this long for leaves a core free for the next one."""
 
 _VECTORS = Output.VECTORS  # Python 3.11 takes 0.2 µs to find a member of an enumeration
 
@@ -90,6 +96,7 @@ class Dispatcher:
         num_gateways: int = 1,
         widths: Mapping[Output, int] | None = None,
         shared_metrics: SharedMetrics | None = None,
+        cores: Cores | None = None,
     ) -> None:
         """`service` names what the workers serve, among all services of this gateway.
 
@@ -98,7 +105,8 @@ class Dispatcher:
         tokens). Digests of inputs are made with `quarantine_key`; None: a random key.
 
         `batch_timeout_s` is the most that a worker has for a batch; `num_gateways` take turns at it. `widths`: the
-        number of floats of a row that are each output's own, the first ones; None: all.
+        number of floats of a row that are each output's own, the first ones; None: all. `cores`: the budget of this
+        process; None: one core, so that none is lent.
         """
         self._policy = policy
         self._epoch = epoch
@@ -118,6 +126,8 @@ class Dispatcher:
         self._newest_cost_model = CostModel(max_batch_tokens)
         """Of the worker that has answered last; a new worker begins with a copy."""
         self._shared_metrics = shared_metrics or SharedMetrics.private()
+        self._cores = cores or Cores(1)
+        self.thread_model = ThreadModel()
         self._links: dict[bytes, WorkerLink] = {}
         self._is_dispatch_due = False
         self._is_stopped = False
@@ -145,6 +155,9 @@ class Dispatcher:
     def stop(self) -> None:
         """Forget all workers and close the socket. What is still queued or being encoded stays unanswered."""
         self._is_stopped = True
+        for link in self._links.values():
+            link.in_flight.clear()
+            self._end_lease(link)
         self._links.clear()
         self._delivery.clear()
         self._sweeper.cancel()
@@ -239,6 +252,7 @@ class Dispatcher:
             facts,
             copy(self._newest_cost_model),
             free_slots=list(range(len(slots.rows))),
+            thread_choices=tuple(facts.get(THREAD_CHOICES, ())),
         )
         self._links[incarnation.identity] = link
         self._shared_metrics.worker_up(link.key)
@@ -263,6 +277,7 @@ class Dispatcher:
         # waited for another gateway's.
         lost = list(link.in_flight.values())
         link.in_flight.clear()
+        self._end_lease(link)
         self.in_flight_tokens -= sum(batch.num_tokens for batch in lost)
         for batch in lost:
             self._note_lost(batch)
@@ -279,16 +294,46 @@ class Dispatcher:
             return
         now = time.monotonic()
         idle = [link for link in self._links.values() if link.is_idle]
-        while idle:
-            batch = self._next_batch(now, idle[-1].cost_model, len(idle))
+        if len(idle) > 1:
+            idle.sort(key=_num_thread_choices)  # a batch that is alone goes to the worker that can use most cores
+        while num_places := self._cores.places(len(idle)):
+            batch = self._next_batch(now, idle[-1].cost_model, num_places)
             if not batch.sequences:
                 return
-            self._send(idle.pop(), batch.sequences, now, batch.budget_tokens)
+            link = idle.pop()
+            num_threads = self._num_threads(link, batch.num_tokens, num_places - 1, now)
+            link.leased = max(1, num_threads)
+            self._cores.lease(link.leased)
+            self._send(link, batch, now, num_threads)
+        if idle:
+            if self._policy.queued_sequences:
+                self._cores.note_contention(now)
+            return
         for link in self._links.values():
             if link.is_usable and link.free_slots:
                 batch = self._next_batch(now, link.cost_model, 0)
                 if batch.sequences:
-                    self._send(link, batch.sequences, now, batch.budget_tokens)
+                    self._send(link, batch, now, link.fewest_threads)
+
+    def _num_threads(self, link: WorkerLink, num_tokens: int, num_places: int, now: float) -> int:
+        """Threads for a batch, which leaves `num_places` other workers idle; 0 where the worker's are fixed.
+
+        Free cores are divided among the batches that can be sent now.
+        """
+        choices = link.thread_choices
+        if len(choices) < 2:
+            return link.fewest_threads
+        spare = self._cores.spare
+        if spare > 0 and num_places:
+            spare = (spare + 1) // (1 + min(num_places, self._policy.queued_sequences)) - 1
+        if spare <= 0:
+            return choices[0]
+        expected_s = link.cost_model.batch_s(num_tokens)
+        if expected_s > SHORT_BATCH_S and self._cores.is_contended(now):
+            return choices[0]
+        if expected_s > _LONG_BATCH_S:
+            spare = min(spare, self._cores.free - 2)
+        return self.thread_model.choose(num_tokens, [choice for choice in choices if choice <= spare + 1])
 
     def _next_batch(self, now: float, cost_model: CostModel, num_idle_workers: int) -> PlannedBatch:
         """The policy's next batch of which something may be sent: without inputs that were quarantined after they had
@@ -307,7 +352,8 @@ class Dispatcher:
             if batch.sequences:
                 return batch
 
-    def _send(self, link: WorkerLink, sequences: list[QueuedSequence], now: float, budget_tokens: int) -> None:
+    def _send(self, link: WorkerLink, planned: PlannedBatch, now: float, num_threads: int) -> None:
+        sequences = planned.sequences
         lengths = [sequence.num_tokens for sequence in sequences]
         num_tokens = sum(lengths)
         outputs = _outputs_bytes(sequences)
@@ -320,12 +366,13 @@ class Dispatcher:
             row_ends=row_ends,
             started_at=now,
             sent_at=now,
+            num_threads=num_threads,
         )
         link.in_flight[batch.number] = batch
         self.in_flight_tokens += num_tokens
         _note_sent(sequences, now)
         self._shared_metrics.batch_sent(
-            batch.number, link.incarnation.worker, len(sequences), num_tokens, budget_tokens
+            batch.number, link.incarnation.worker, len(sequences), num_tokens, planned.budget_tokens
         )
         if self._on_sending is not None:
             self._on_sending(len(sequences), num_tokens)
@@ -338,6 +385,7 @@ class Dispatcher:
             lengths_bytes=np.array(lengths, dtype="<i4").tobytes(),
             token_ids_bytes=b"".join([sequence.token_ids for sequence in sequences]),
             outputs_bytes=outputs,
+            num_threads=num_threads,
         )
         if not self._transport.send(link.incarnation.identity, message):
             # Not evidence of death; but a worker that cannot be reached must not keep a batch.
@@ -388,7 +436,7 @@ class Dispatcher:
             self._put_back(batch.sequences)
             return
         link.has_answered = True
-        link.cost_model.observe(batch.num_tokens, done.compute_us / 1e6)
+        self._learn(link, batch, done)
         self._newest_cost_model = link.cost_model
         self._sum_speeds()
         self._retries.earn(batch.num_tokens)
@@ -401,6 +449,7 @@ class Dispatcher:
             compute_us=done.compute_us,
             padding_tokens=done.num_padding_tokens,
             place=self._place,
+            num_threads=done.num_threads,
         )
         _note_done(batch, worker, done.compute_us)
         link.num_failures = 0
@@ -408,6 +457,13 @@ class Dispatcher:
             self._clear(batch.sequences)
         self._dispatch()  # the worker computes its next batch while this one's rows are encoded
         self._delivery.add(link, batch)
+
+    def _learn(self, link: WorkerLink, batch: InFlight, done: Done) -> None:
+        compute_s = done.compute_us / 1e6
+        if batch.num_threads:
+            self.thread_model.observe(batch.num_tokens, batch.num_threads, done.num_threads, compute_s)
+        if done.num_threads <= 1:
+            link.cost_model.observe(batch.num_tokens, compute_s)
 
     def _sum_speeds(self) -> None:
         self.tokens_per_s = sum(link.cost_model.tokens_per_s for link in self._links.values() if link.is_usable)
@@ -442,11 +498,18 @@ class Dispatcher:
             self._report_stuck(link)
             return None
         del link.in_flight[number]
+        self._end_lease(link)
         batch.answered_at = time.monotonic()
         self.in_flight_tokens -= batch.num_tokens
         for waiting in link.in_flight.values():
             waiting.started_at = batch.answered_at
         return batch
+
+    def _end_lease(self, link: WorkerLink) -> None:
+        """Give the worker's cores back, but for one if it has another batch."""
+        num_kept = 1 if link.in_flight else 0
+        self._cores.give_back(link.leased, num_kept)
+        link.leased = num_kept
 
     # --- when things go wrong -------------------------------------------------------------------------------
 
@@ -572,6 +635,10 @@ class Dispatcher:
             num_gateways=self._num_gateways,
             max_sequence_tokens=self._policy.quantum,
         )
+
+
+def _num_thread_choices(link: WorkerLink) -> int:
+    return len(link.thread_choices)
 
 
 def _outputs_bytes(sequences: list[QueuedSequence]) -> bytes:

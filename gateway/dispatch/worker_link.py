@@ -28,6 +28,8 @@ class InFlight:
     started_at: float
     """When it was sent, or when the batch ahead of it was answered: its deadline counts from here."""
     sent_at: float
+    num_threads: int = 0
+    """Cores that were leased to it; 0 where the worker's threads are fixed."""
     answered_at: float = 0.0
     num_encoded: int = 0
     """Rows that have been handed to their requests."""
@@ -56,9 +58,19 @@ class WorkerLink:
     """It has let a deadline pass, or has broken the protocol; the supervisor has been told and will kill it."""
     has_answered: bool = False
     """It has done a batch."""
+    thread_choices: tuple[int, ...] = ()
+    """The numbers of threads that it can compute a batch with, the least first; fewer than two if there is no choice,
+    and batches are then sent without a number."""
+    leased: int = 0
+    """Cores that its batch in flight has."""
     num_failures: int = 0
     """Batches of one sequence that it has failed on since its last success."""
     up_at: float = field(default_factory=time.monotonic)
+
+    @property
+    def fewest_threads(self) -> int:
+        """What a batch is sent with that gets no other core; 0 where there is no choice."""
+        return self.thread_choices[0] if len(self.thread_choices) > 1 else 0
 
     @property
     def key(self) -> WorkerKey:

@@ -40,6 +40,7 @@ _GONE_PLACE = _PLACES[GONE]
 # Bound once, because Python 3.11 takes 0.2 µs to find a member of an enumeration.
 _BATCHES, _SEQUENCES, _TOKENS = Counter.BATCHES, Counter.SEQUENCES, Counter.TOKENS
 _COMPUTE_US, _PADDING_TOKENS = Counter.COMPUTE_US, Counter.PADDING_TOKENS
+_LEASED_BATCHES = Counter.LEASED_BATCHES
 _BATCH_SEQUENCES, _BATCH_TOKENS, _BATCH_FILL = (
     Histogram.BATCH_SEQUENCES, Histogram.BATCH_TOKENS, Histogram.BATCH_FILL,
 )  # fmt: skip
@@ -192,10 +193,13 @@ class SharedMetrics:
         compute_us: int,
         padding_tokens: int,
         place: int = 0,
+        num_threads: int = 0,
     ) -> None:
         """A worker has answered a batch with its sections. `place`: its service's, as `open_service` returned it."""
         counters = self._counters
         counters[_BATCHES] += 1
+        if num_threads > 1:
+            counters[_LEASED_BATCHES] += 1
         counters[_SEQUENCES] += num_sequences
         counters[_TOKENS] += num_tokens
         counters[_COMPUTE_US] += compute_us

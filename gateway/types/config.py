@@ -74,6 +74,8 @@ class GatewayConfig:
     arena: ArenaSpec
     num_gateways: int
     num_workers: int
+    num_cores: int
+    """Processor cores that the server may use."""
     compute_type: str
     """"cpu" or "gpu"."""
     board_workers: int

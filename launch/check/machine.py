@@ -6,14 +6,13 @@ figure is used. Starts nothing and does not use CUDA. Called by `vecd.launch.che
 
 import os
 import platform
-import re
-from contextlib import suppress
 from pathlib import Path
 
 from vecd.launch.check.report import Machine
 from vecd.launch.config.plan import num_visible_gpus
+from vecd.workers.memory import available_mb, cgroup_memory_mb
 from vecd.workers.process.kernel import kilobytes
-from vecd.workers.processor import cgroup_quota, cgroups, cpu_flags, cpuinfo, line_of, usable_cores
+from vecd.workers.processor import cgroup_quota, cpu_flags, cpuinfo, line_of, usable_cores
 
 FLAGS = {
     "avx2": "AVX2",
@@ -31,16 +30,9 @@ FLAGS = {
 }
 """The kernel's names of instruction sets, and their usual names."""
 
-_NO_LIMIT_MB = 1 << 33
-"""Version 1 of cgroups reports a larger number than this for no limit."""
-
 
 def read_machine(root: Path = Path("/")) -> Machine:
     """`root`: the folder that contains /proc and /sys."""
-    limit_mb, used_mb = _cgroup_memory(root)
-    available_mb = kilobytes(root / "proc/meminfo", "MemAvailable") // 1024
-    if limit_mb is not None:
-        available_mb = min(available_mb, max(0, limit_mb - used_mb))
     places = root / "sys/fs/cgroup", root / "proc/self/cgroup"
     usable = usable_cores(*places)
     flags = cpu_flags(root)
@@ -52,8 +44,8 @@ def read_machine(root: Path = Path("/")) -> Machine:
         quota_cores=cgroup_quota(*places),
         flags=tuple(flag for flag in FLAGS if flag in flags),
         memory_mb=kilobytes(root / "proc/meminfo", "MemTotal") // 1024,
-        available_mb=available_mb,
-        memory_limit_mb=limit_mb,
+        available_mb=available_mb(root),
+        memory_limit_mb=cgroup_memory_mb(root)[0],
         gpus=_gpus(root),
         kernel=platform.release(),
         python=platform.python_version(),
@@ -71,20 +63,6 @@ def _num_physical(cores: set[int], root: Path) -> int:
     """The number of physical cores among these logical ones."""
     folder = root / "sys/devices/system/cpu"
     return len({_text(folder / f"cpu{core}/topology/thread_siblings_list") or core for core in cores})
-
-
-def _cgroup_memory(root: Path) -> tuple[int | None, int]:
-    """The tightest memory limit of this process's cgroup and its ancestors, and the memory used of it, in MB. Cached
-    files count as free, because the kernel drops them when needed."""
-    found: list[tuple[int, int]] = []
-    for group, is_v2 in cgroups("memory", root / "sys/fs/cgroup", root / "proc/self/cgroup"):
-        names = ("memory.max", "memory.current") if is_v2 else ("memory.limit_in_bytes", "memory.usage_in_bytes")
-        with suppress(OSError, ValueError):  # no limit
-            limit_mb, used_mb = (int((group / name).read_text()) >> 20 for name in names)
-            cached = re.search(r"^(?:total_)?inactive_file (\d+)$", _text(group / "memory.stat"), re.MULTILINE)
-            if limit_mb < _NO_LIMIT_MB:
-                found.append((limit_mb, used_mb - (int(cached[1]) >> 20 if cached else 0)))
-    return min(found, key=lambda pair: pair[0] - pair[1], default=(None, 0))
 
 
 def _gpus(root: Path) -> tuple[str, ...]:

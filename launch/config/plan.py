@@ -188,6 +188,7 @@ def _gateway_config(
         "arena": ArenaSpec(_NUM_SLOTS, rows_per_slot, card.dim, settings.gateways),
         "num_gateways": settings.gateways,
         "num_workers": num_workers,
+        "num_cores": usable_cores(),
         "compute_type": compute_type,
         "board_workers": max(num_workers, _MIN_BOARD_WORKERS),
         "keys": keys,
@@ -221,7 +222,8 @@ def _worker_configs(
         **_as_set(settings, WorkerConfig),
         "card": card,
         "arena": gateway.arena,
-        "num_threads": settings.threads_per_worker,
+        "num_threads": _num_threads(settings),
+        "max_threads": usable_cores() if settings.threads_per_worker == "auto" and devices == ["cpu"] else 1,
         "cache_folder": str(settings.cache_folder),
     }
     return [WorkerConfig(**{**common, "device": devices[index % len(devices)]}) for index in range(gateway.num_workers)]
@@ -237,7 +239,12 @@ def _as_set(settings: Settings, config: type) -> dict[str, Any]:
 def _num_workers(settings: Settings, devices: list[str]) -> int:
     if settings.workers != "auto":
         return settings.workers
-    return len(devices) if devices != ["cpu"] else max(1, usable_cores() // settings.threads_per_worker)
+    return len(devices) if devices != ["cpu"] else max(1, usable_cores() // _num_threads(settings))
+
+
+def _num_threads(settings: Settings) -> int:
+    """Threads of a batch that has no more cores to itself than its worker's own."""
+    return 1 if settings.threads_per_worker == "auto" else settings.threads_per_worker
 
 
 def _rows_per_slot(card: ModelCard, max_sequences: int, max_batch_tokens: int, max_tokens: int) -> int:

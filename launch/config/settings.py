@@ -142,8 +142,10 @@ class Settings(BaseSettings):
         description="gateway processes; use more than one if parsing and encoding take more than a core. "
         "They divide max-requests and max-connections among them",
     )
-    threads_per_worker: Annotated[int, Field(ge=1, le=1024)] = Field(
-        1, description="threads of one worker's forward pass"
+    threads_per_worker: Annotated[int, Field(ge=1, le=1024)] | Literal["auto"] = Field(
+        "auto",
+        description="threads of one worker's forward pass; auto: one, and on a processor as many more as there are "
+        "idle cores and measurably make a batch faster",
     )
     device: Literal["auto", "cpu", "cuda"] = Field(
         "auto", description="where the model runs; auto: on GPUs, if there are any and torch is not its CPU build"

@@ -35,7 +35,9 @@ def summary(
     agrees = ", not compared with the plain model"
     if parity is not None:
         agrees = f", within {parity['max_abs_diff']:.1e} of the plain model" if parity else ""
-    device = plan.workers[0].device.partition(":")[0]
+    worker = plan.workers[0]
+    device = worker.device.partition(":")[0]
+    threads = f"1 to {worker.max_threads}" if worker.max_threads > 1 else worker.num_threads
     url_here = re.sub(r"//(0\.0\.0\.0|\[::\])", "//127.0.0.1", url)
     path = url.removeprefix("unix:")
     is_tls = settings.tls_cert is not None
@@ -49,7 +51,7 @@ def summary(
         f"  model      {gateway.model}: {card.dim} dimensions, at most {gateway.max_tokens} tokens, "
         f"{'+'.join(card.pooling)} pooling{normalized}",
         f"  engine     {facts.get('path')}, {facts.get('dtype')}{agrees}",
-        f"  workers    {len(plan.workers)} × {settings.threads_per_worker} thread(s) on {device}{gateways}",
+        f"  workers    {len(plan.workers)} × {threads} thread(s) on {device}{gateways}",
         f"  memory     {memory_mb} MB in all",
         f"  listening  {url}",
         *([f"  admin      {admin_url}"] if admin_url else []),

@@ -220,9 +220,9 @@ def new_gateway() -> type[FakeGateway]:
 
 @pytest.fixture(scope="session")
 def as_message() -> Callable[..., Batch]:
-    """`as_message(batch, number=…, slot=…, epoch=…)`: a batch as the gateway sends it."""
+    """`as_message(batch, number=…, slot=…, epoch=…, num_threads=…)`: a batch as the gateway sends it."""
 
-    def make(batch: PackedBatch, *, number: int = 1, slot: int = 0, epoch: int = 1) -> Batch:
+    def make(batch: PackedBatch, *, number: int = 1, slot: int = 0, epoch: int = 1, num_threads: int = 0) -> Batch:
         return Batch(
             epoch=epoch,
             number=number,
@@ -232,6 +232,7 @@ def as_message() -> Callable[..., Batch]:
             lengths_bytes=batch.lengths.tobytes(),
             token_ids_bytes=batch.token_ids.tobytes(),
             outputs_bytes=b"" if batch.outputs is None else batch.outputs.tobytes(),
+            num_threads=num_threads,
         )
 
     return make

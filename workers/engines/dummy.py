@@ -26,7 +26,7 @@ from numpy.typing import NDArray
 
 from vecd.shm.output import Output
 from vecd.shm.views import Rows
-from vecd.workers.engine import COMPLETE, Finish, PackedBatch
+from vecd.workers.engine import COMPLETE, Finish, PackedBatch, largest_within
 from vecd.workers.outputs import write_outputs
 
 _GOLDEN = np.uint64(0x9E3779B97F4A7C15)
@@ -42,9 +42,17 @@ class DummyEngine:
         self.facts: dict[str, Any] = {"dtype": "float32", "path": "dummy"}
         self.warnings = ["the dummy engine runs no model: its vectors are made up, for tests alone"]
         self.num_padding_tokens = 0
+        self._thread_choices: Sequence[int] = (1,)
 
     def use_threads(self, num_threads: int) -> None:
         pass
+
+    def allow_leases(self, max_threads: int, *, may_copy_weights: bool) -> Sequence[int]:
+        self._thread_choices = range(1, max_threads + 1)
+        return self._thread_choices
+
+    def lease(self, num_threads: int) -> int:
+        return largest_within(self._thread_choices, num_threads)
 
     def adopt(self, slots: Sequence[Rows]) -> None:
         pass

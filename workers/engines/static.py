@@ -52,6 +52,12 @@ class StaticEngine:
     def use_threads(self, num_threads: int) -> None:
         pass
 
+    def allow_leases(self, max_threads: int, *, may_copy_weights: bool) -> Sequence[int]:
+        return (1,)  # gathering rows takes less time than waking a thread
+
+    def lease(self, num_threads: int) -> int:
+        return 1
+
     def adopt(self, slots: Sequence[Rows]) -> None:
         pass
 

@@ -94,6 +94,8 @@ class _Running:
     num_rows: int
     started_ns: int
     num_padding_tokens: int
+    num_threads: int
+    """As in `Done`."""
     finish: Finish
 
 
@@ -206,13 +208,16 @@ class Loop:
         try:
             batch = read_batch(message, self._arena, self._card)
             peer.begun[message.slot] = message.number
+            num_threads = self._engine.lease(message.num_threads)
             num_padding_before = self._engine.num_padding_tokens
             finish = self._engine.begin(batch, peer.slots[message.slot])
         except Exception as error:
             failed = self._failed(message, error)
         else:
             num_padding_tokens = self._engine.num_padding_tokens - num_padding_before
-            self._running.append(_Running(peer, message, batch.num_rows, started_ns, num_padding_tokens, finish))
+            self._running.append(
+                _Running(peer, message, batch.num_rows, started_ns, num_padding_tokens, num_threads, finish)
+            )
             while self._running and (len(self._running) == _MAX_RUNNING or self._running[0].finish.is_ready()):
                 self._finish_first()
             return
@@ -256,6 +261,7 @@ class Loop:
             batch.num_rows,
             min(compute_us, _MAX_COMPUTE_US),
             batch.num_padding_tokens,
+            batch.num_threads if message.num_threads else 0,
         )
 
     def _failed(self, message: Batch, error: Exception) -> Failed:

@@ -102,20 +102,25 @@ def _live(
             channel.send(ChildFailed(str(error)))
             return EXIT_COULD_NOT_START
     engine.adopt([rows for views in slots for rows in views.rows])
+    choices: Sequence[int] = [config.num_threads]
+    if config.max_threads > 1:
+        # At most one worker of a server has weights of its own.
+        choices = engine.allow_leases(config.max_threads, may_copy_weights=incarnation.worker == 0)
     # Loaded objects stay; the collector need not examine them again between batches.
     gc.collect()
     gc.freeze()
     with connected(address_fds, incarnation) as sockets:
-        channel.send(WorkerReady(_facts(config, engine), engine.warnings))
+        channel.send(WorkerReady(_facts(config, engine, choices), engine.warnings))
         Loop(sockets, channel, engine, slots, config.arena, config.card).run()
     return EXIT_OK
 
 
-def _facts(config: WorkerConfig, engine: Engine) -> dict[str, Any]:
+def _facts(config: WorkerConfig, engine: Engine, thread_choices: Sequence[int]) -> dict[str, Any]:
     return {
         **engine.facts,
         "pid": os.getpid(),
         "parent_pid": os.getppid(),
         "threads": config.num_threads,
+        "thread_choices": list(thread_choices),
         "private_memory_mb": private_memory_mb(),
     }

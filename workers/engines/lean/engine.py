@@ -14,6 +14,7 @@ from vecd.workers.engine import COMPLETE, Finish, PackedBatch
 from vecd.workers.engines.lean.export import ExportForward
 from vecd.workers.engines.lean.forward import LeanForward
 from vecd.workers.engines.lean.head import Floats, LeanHead, load_head
+from vecd.workers.engines.lean.wide import Forward, WideForward
 from vecd.workers.layout import Layout, arrange, passes
 from vecd.workers.out_of_memory import begin_or_halve
 from vecd.workers.outputs import write_outputs
@@ -38,15 +39,37 @@ class LeanEngine:
         when no table describes its layers, ModelError for an export or files of its steps that cannot be used."""
         self._card = card
         self._dtype = dtype
+        self._num_threads = num_threads
         self._forward = _forward(card, num_threads, dtype)
+        self._wide: WideForward | None = None
+        """For leased cores."""
+        self._leased: Forward | None = None
+        """The wide one, if the next batch is computed with it."""
         self._head = load_head(card)
         self.facts: dict[str, Any] = dict(self._forward.facts)
         self.warnings: list[str] = []
         self.num_padding_tokens = 0
 
     def use_threads(self, num_threads: int) -> None:
+        self._num_threads = num_threads
         if num_threads > 1:
             self._forward = _forward(self._card, num_threads, self._dtype)
+
+    def allow_leases(self, max_threads: int, *, may_copy_weights: bool) -> Sequence[int]:
+        num_bytes = self._forward.num_private_bytes if may_copy_weights else 0
+        self.facts["wide_session_bytes"] = num_bytes
+        if not may_copy_weights:
+            return (1,)
+        make = partial(_forward, self._card, max_threads, self._dtype, like=self._forward)
+        self._wide = WideForward(make, max_threads, num_bytes)
+        return (1, max_threads)
+
+    def lease(self, num_threads: int) -> int:
+        self._leased = None
+        if self._wide is None or num_threads < self._wide.num_threads or (wide := self._wide.get()) is None:
+            return self._num_threads
+        self._leased = wide
+        return self._wide.num_threads
 
     def adopt(self, slots: Sequence[Rows]) -> None:
         pass
@@ -58,9 +81,9 @@ class LeanEngine:
         self.begin(batch, rows)()
 
     def _compute(self, batch: PackedBatch, rows: Rows) -> Finish:
-        first_rows = batch.first_rows
+        forward, first_rows = self._leased or self._forward, batch.first_rows
         for layout in passes(arrange(batch), TOKENS_OF_A_PASS):
-            hidden = self._forward(layout)
+            hidden = forward(layout)
             if batch.outputs is None:
                 rows[layout.order] = self._head(hidden, layout.runs)
             else:
@@ -72,7 +95,9 @@ class LeanEngine:
         return _COMPUTE[output](self._head, hidden, layout)
 
 
-def _forward(card: ModelCard, num_threads: int, dtype: str) -> LeanForward | ExportForward:
+def _forward(card: ModelCard, num_threads: int, dtype: str, like: Forward | None = None) -> Forward:
+    """`like`: one of the same model, which is kept, and whose memory may be shared."""
     if card.export_file:
         return ExportForward(card, num_threads)
-    return LeanForward(card, num_threads, is_int8=dtype == "int8")
+    shared = like if isinstance(like, LeanForward) else None
+    return LeanForward(card, num_threads, is_int8=dtype == "int8", like=shared)

@@ -17,7 +17,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from vecd.shm.card import POSITIONS_AFTER_PADDING, ModelCard, ModelError, one_line
+from vecd.shm.card import POSITIONS_AFTER_PADDING, ModelCard, ModelError, export_files, one_line
 from vecd.workers.engine import PackedBatch
 from vecd.workers.engines.lean.forward import session_of, session_options
 from vecd.workers.layout import Layout, arrange
@@ -58,6 +58,7 @@ class ExportForward:
             raise ModelError(
                 f"{self._path}: its output {self._output} is {types[self._output]}, which is not supported"
             )
+        self.num_private_bytes = sum(path.stat().st_size for path in export_files(self._path))
         self.facts: dict[str, Any] = {"dtype": _DTYPES[types[self._output]], "path": "export"}
         self._try(card)
 

@@ -30,9 +30,14 @@ from vecd.workers.weights import weight_files
 
 
 class LeanForward:
-    def __init__(self, card: ModelCard, num_threads: int = 1, *, is_int8: bool = False) -> None:
+    def __init__(
+        self, card: ModelCard, num_threads: int = 1, *, is_int8: bool = False, like: "LeanForward | None" = None
+    ) -> None:
         """Load the model of `card`. Raises NotDescribed for a family or a setting that no table describes, or for a
-        tensor under another name."""
+        tensor under another name.
+
+        `like`: a forward pass of the same model and type. It lends the weights that its session has not laid out anew,
+        the tables of embeddings above all."""
         try:
             paths = [path.resolve() for path in weight_files(Path(card.weights_folder))]
             arrays = Arrays(paths)
@@ -44,19 +49,26 @@ class LeanForward:
         arrays.release()  # what was converted is not read again
         self._positions_after = encoder.positions_after
         self._windows, self._is_causal = made.windows, encoder.is_causal
-        self._weights = {name: onnxruntime.OrtValue.ortvalue_from_numpy(array) for name, array in made.weights.items()}
+        lent: dict[str, onnxruntime.OrtValue] = {} if like is None else like._weights
+        self._weights: dict[str, onnxruntime.OrtValue] = {
+            name: lent[name] if name in lent else onnxruntime.OrtValue.ortvalue_from_numpy(array)
+            for name, array in made.weights.items()
+        }
         self._session = _session(made.content, self._weights, str(paths[0].parent), num_threads)
+        self.num_private_bytes = sum(made.weights[name].nbytes for name in made.products)
+        """Memory for weights that every further forward pass of this model needs for itself."""
         self.facts: dict[str, Any] = {
             "dtype": "int8" if is_int8 else "float32",
             "path": "lean",
-            "converted_bytes": sum(made.weights[name].nbytes for name in made.products),
+            "converted_bytes": self.num_private_bytes,
         }
         # The session has laid out the products' weights anew, and never looks at these again. Elsewhere it might not
         # have: a kernel without a layout of its own reads what it was given. For int8 that begins with AVX2.
         if platform.machine() == "x86_64" and (not is_int8 or "avx2" in cpu_flags()):
             for name in made.products:
                 del self._weights[name], made.weights[name]
-        self._borrowed = list(made.weights.values())
+        self._borrowed = [array for name, array in made.weights.items() if name not in lent]
+        self._lender = like  # its memory is this one's, too
         arrays.release()
 
     def __call__(self, layout: Layout) -> NDArray[np.float32]:

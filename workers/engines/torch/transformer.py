@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from vecd.shm.views import Rows
-from vecd.workers.engine import Finish, PackedBatch
+from vecd.workers.engine import Finish, PackedBatch, largest_within
 from vecd.workers.engines.torch.device import open_device
 from vecd.workers.engines.torch.outputs import rows_of
 from vecd.workers.engines.torch.pooling import Head
@@ -33,6 +33,11 @@ class Forward(Protocol):
         """The last layer's hidden states, [T, H], in the layout's order."""
 
 
+def powers_of_two(limit: int) -> list[int]:
+    """1, 2, 4 … below `limit`, and `limit`. Not every number, because oneDNN compiles its kernels for each."""
+    return [*(1 << power for power in range((limit - 1).bit_length())), limit]
+
+
 class TransformerEngine:
     """Runs one model in one way. The model's settings belong to the last engine that was made from it."""
 
@@ -43,6 +48,8 @@ class TransformerEngine:
         self._device = open_device(device)
         self.facts: dict[str, Any] = {"dtype": dtype, "path": forward.path, **self._device.facts()}
         self.warnings: list[str] = []
+        self._thread_choices: Sequence[int] = (1,)
+        self._num_threads = 1
 
     @property
     def num_padding_tokens(self) -> int:
@@ -50,6 +57,18 @@ class TransformerEngine:
 
     def use_threads(self, num_threads: int) -> None:
         torch.set_num_threads(num_threads)
+        self._thread_choices, self._num_threads = (num_threads,), num_threads
+
+    def allow_leases(self, max_threads: int, *, may_copy_weights: bool) -> Sequence[int]:
+        self._thread_choices = powers_of_two(max_threads)
+        return self._thread_choices
+
+    def lease(self, num_threads: int) -> int:
+        num_threads = largest_within(self._thread_choices, num_threads)
+        if num_threads != self._num_threads:
+            torch.set_num_threads(num_threads)
+            self._num_threads = num_threads
+        return num_threads
 
     def adopt(self, slots: Sequence[Rows]) -> None:
         warning = self._device.adopt(slots)

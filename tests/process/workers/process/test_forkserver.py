@@ -222,7 +222,7 @@ def test_a_worker_becomes_ready_and_serves(server: ForkServer, endpoint: Any, ga
     assert ready.warnings == ["the dummy engine runs no model: its vectors are made up, for tests alone"]
     assert ready.facts.pop("private_memory_mb") < 500
     assert (ready.facts.pop("pid"), ready.facts.pop("parent_pid")) == (worker.pid, server.process.pid)
-    assert ready.facts == {"dtype": "float32", "path": "dummy", "threads": 1}
+    assert ready.facts == {"dtype": "float32", "path": "dummy", "threads": 1, "thread_choices": [1]}
 
     gateway.meet(worker.who)
     gateway.send(worker.who, as_message(BATCH, number=1, slot=1))
@@ -514,7 +514,7 @@ def test_two_threads_compute_after_a_fork_without_any(
 ) -> None:
     worker = minilm_server.fork(replace(minilm_config, num_threads=2), endpoint.address_fd, worker=2)
     ready, _ = worker.until_ready()
-    assert ready.facts["threads"] == 2
+    assert (ready.facts["threads"], ready.facts["thread_choices"]) == (2, [2])
     gateway.meet(worker.who)
     for number in range(1, 4):
         lengths = np.full(8, 100, dtype=np.int32)
@@ -523,6 +523,41 @@ def test_two_threads_compute_after_a_fork_without_any(
         assert isinstance(gateway.receive(worker.who), Done)
     worker.channel.close()
     assert minilm_server.exited() == (worker.pid, 0)
+
+
+def test_the_first_worker_alone_gets_a_session_for_leased_cores(
+    minilm_server: ForkServer, minilm_config: WorkerConfig, endpoint: Any, gateway: Any, as_message: Any
+) -> None:
+    config = replace(minilm_config, max_threads=2)
+    first, second = (minilm_server.fork(config, endpoint.address_fd, worker=index) for index in (0, 1))
+    facts = [worker.until_ready()[0].facts for worker in (first, second)]
+    assert [fact["thread_choices"] for fact in facts] == [[1, 2], [1]]
+    assert [fact["wide_session_bytes"] for fact in facts] == [facts[0]["converted_bytes"], 0]
+    batch = PackedBatch(np.full(2, 100, dtype=np.int32), np.arange(1000, 1200, dtype=np.int32))
+
+    def threads_of(worker: Worker, num_threads: int) -> int:
+        gateway.send(worker.who, as_message(batch, num_threads=num_threads))
+        done = gateway.receive(worker.who)
+        assert isinstance(done, Done)
+        return done.num_threads
+
+    for worker in (first, second):
+        gateway.meet(worker.who)
+        assert threads_of(worker, 1) == 1
+    expected = first.slots[0][:2].copy()
+    before_mb = private_dirty_mb(first.pid)
+    assert threads_of(first, 2) == 1, "nothing waits for the session to be made"
+    deadline = time.monotonic() + DEADLINE_S
+    while threads_of(first, 2) != 2:
+        assert time.monotonic() < deadline, "the session is not made"
+    np.testing.assert_allclose(first.slots[0][:2], expected, atol=1e-6, rtol=0)
+    assert private_dirty_mb(first.pid) - before_mb < 42 + 25, "its weights of 42 MB, and the memory of a pass"
+    assert {threads_of(second, 2) for _ in range(3)} == {1}
+    for worker in (first, second):
+        worker.channel.close()
+        assert minilm_server.exited()[1] == 0
+    # It forks no more once it has another thread.
+    assert minilm_server.fork(config, endpoint.address_fd, worker=0).until_ready()
 
 
 def test_without_a_shared_engine_a_worker_loads_its_own(

@@ -106,6 +106,17 @@ def test_done_says_how_many_rows_the_sequences_asked_for(loop: RunningLoop, gate
     assert not loop.slots[0][3:].any()
 
 
+def test_done_says_how_many_threads_computed_a_leased_batch(loop: RunningLoop, gateway: Any, as_message: Any) -> None:
+    loop.engine.allow_leases(3, may_copy_weights=False)
+    used = []
+    for num_threads in (1, 3, 7, 2, 0):
+        gateway.send(WHO, as_message(BATCH, num_threads=num_threads))
+        done = gateway.receive(WHO)
+        assert isinstance(done, Done)
+        used.append(done.num_threads)
+    assert used == [1, 3, 3, 2, 0]
+
+
 @pytest.mark.parametrize("outputs", [[Output.TOKENS] * 2, [3, 0]])
 def test_outputs_that_do_not_fit_are_refused_and_the_next_batch_is_served(
     outputs: list[int], loop: RunningLoop, gateway: Any, as_message: Any

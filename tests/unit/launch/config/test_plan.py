@@ -38,6 +38,30 @@ def test_a_slot_has_a_row_for_each_token_of_a_text(
     assert {worker.arena for worker in made.workers} == {made.gateway.arena}
 
 
+@pytest.mark.parametrize(
+    ("flags", "workers"),
+    [
+        ([], (16, 1, 16)),
+        (["--threads-per-worker", "auto", "--workers", "3"], (3, 1, 16)),
+        (["--threads-per-worker", "4"], (4, 4, 1)),
+        (["--threads-per-worker", "1"], (16, 1, 1)),
+    ],
+)
+def test_cores_are_leased_unless_the_number_of_threads_is_given(
+    flags: list[str], workers: tuple[int, int, int], minilm_folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(plan, "usable_cores", lambda: 16)
+    made = make_plan(load_settings([str(minilm_folder), "--device", "cpu", *flags])).workers
+    assert (len(made), made[0].num_threads, made[0].max_threads) == workers
+
+
+def test_nothing_is_leased_on_a_gpu(minilm_folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(plan, "usable_cores", lambda: 16)
+    monkeypatch.setattr(plan, "_devices", lambda wanted: ["cuda:0", "cuda:1"])
+    made = make_plan(load_settings([str(minilm_folder)])).workers
+    assert [(worker.num_threads, worker.max_threads) for worker in made] == [(1, 1)] * 2
+
+
 def test_a_limit_of_what_is_split_needs_a_server_that_splits(minilm_folder: Path) -> None:
     flags = [str(minilm_folder), "--device", "cpu", "--max-embed-len", "10000"]
     assert make_plan(load_settings([*flags, "--overflow", "chunk"])).gateway.max_embed_len == 10_000

@@ -18,6 +18,17 @@ def plan(minilm_folder: Path) -> Plan:
 
 
 @pytest.mark.parametrize(
+    ("threads", "line"), [((1, 16), "× 1 to 16 thread(s) on cpu"), ((1, 1), "× 1 thread(s)"), ((2, 1), "× 2 thread(s)")]
+)
+def test_the_threads_of_a_worker_are_those_that_a_batch_may_have(
+    threads: tuple[int, int], line: str, plan: Plan
+) -> None:
+    worker = replace(plan.workers[0], num_threads=threads[0], max_threads=threads[1])
+    lines, _ = summary(replace(plan, workers=[worker]), "http://h:80", "", {}, 1, 1.0)
+    assert line in "\n".join(lines)
+
+
+@pytest.mark.parametrize(
     ("settings", "url", "curl"),
     [
         ({}, "http://0.0.0.0:80", "curl http://127.0.0.1:80/v1/embeddings -H "),

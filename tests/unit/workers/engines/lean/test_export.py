@@ -2,6 +2,7 @@
 
 import os
 import shutil
+import time
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
@@ -67,6 +68,18 @@ def test_vectors_are_those_of_the_model(
     before = embed(engine, batch)
     engine.use_threads(2)
     np.testing.assert_allclose(embed(engine, batch), before, atol=1e-6, rtol=0)
+
+
+def test_leased_batches_have_the_vectors_of_one_thread(exported: Path, random_batch: Any) -> None:
+    engine, batch = LeanEngine(read_card(exported)), random_batch(LENGTHS)
+    expected = embed(engine, batch)
+    assert list(engine.allow_leases(3, may_copy_weights=True)) == [1, 3]
+    assert engine.facts["wide_session_bytes"] == (exported / "onnx/model.onnx").stat().st_size
+    deadline = time.monotonic() + 30
+    while engine.lease(3) != 3:
+        assert time.monotonic() < deadline, "the session is not made"
+        time.sleep(0.01)
+    np.testing.assert_allclose(embed(engine, batch), expected, atol=1e-6, rtol=0)
 
 
 def test_it_is_compared_with_the_vectors_beside_it(

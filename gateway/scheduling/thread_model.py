@@ -1,0 +1,150 @@
+"""How many threads pay for a batch, learned from the times of batches.
+
+Owns the estimates, by size class and number of threads. Pure. `vecd.gateway.dispatch.dispatcher` asks before it sends a
+batch and reports how long the batch took.
+
+One thread is measured first. The next larger number that a worker offers is then tried, for as long as each pays. What
+is in use is compared with the next smaller number now and then. A number that takes longer than fewer threads, even
+once, is given up at once, and tried again after 16 batches of its class, then 32, 64 and so on: the reason may have
+been another program. One good try is enough to come back to it.
+"""
+
+from collections.abc import Sequence
+from typing import Any
+
+_WEIGHT = 0.3
+"""Of the newest batch in an estimate: the last few count."""
+
+_PAYS = 0.92
+"""More threads are used where a batch takes at most this part of the time that fewer need."""
+
+_SLOWER = 1.2
+"""A batch that takes more than this many times what fewer threads need shows that the machine is not ours."""
+
+_ENOUGH = 2
+"""Batches after which an estimate is believed: the first one with another number of threads also starts these."""
+
+_FIRST_RETRY, _LAST_RETRY = 16, 4096
+"""Batches of a class until what did not pay is tried again: at first, and at most."""
+
+_COMPARE_AFTER = 128
+"""Batches of a class until fewer threads are tried again, although more pay."""
+
+_OVERHEAD_TOKENS = 10
+"""A batch takes as long as one with so many more tokens, if tokens alone took time: all-MiniLM-L6-v2 and BERT-base in
+float32, one core with AVX-512. Compares batches of one class, so it need not be exact."""
+
+
+class _Estimate:
+    """Of one number of threads in one class."""
+
+    __slots__ = ("num", "per_token_s", "retry_after", "try_at")
+
+    def __init__(self) -> None:
+        self.per_token_s = 0.0
+        self.num = 0
+        """Batches measured since it was given up last."""
+        self.try_at = 0
+        """The class's number of batches from which on it is tried again."""
+        self.retry_after = _FIRST_RETRY
+
+    def add(self, per_token_s: float) -> None:
+        if self.num > 0:
+            # The less of the first two: the first one may have made threads.
+            weight = _WEIGHT if self.num >= _ENOUGH else float(per_token_s < self.per_token_s)
+            per_token_s = self.per_token_s + weight * (per_token_s - self.per_token_s)
+        self.per_token_s = per_token_s
+        self.num += 1
+
+    def put_off(self, now: int) -> None:
+        """It has not paid, or could not be had."""
+        self.try_at = now + self.retry_after
+        self.retry_after = min(_LAST_RETRY, 2 * self.retry_after)
+
+
+class _SizeClass:
+    """Batches of 2^n to 2^(n+1) − 1 tokens."""
+
+    def __init__(self) -> None:
+        self.num_batches = 0
+        self.by_threads: dict[int, _Estimate] = {}
+
+    def of(self, num_threads: int) -> _Estimate:
+        found = self.by_threads.get(num_threads)
+        if found is None:
+            found = self.by_threads[num_threads] = _Estimate()
+        return found
+
+    def best(self, choices: Sequence[int]) -> int:
+        """A larger number only where it clearly pays."""
+        best, *more = choices
+        for num_threads in more:
+            estimate = self.by_threads.get(num_threads)
+            if estimate is None or estimate.num < _ENOUGH:
+                break
+            if estimate.per_token_s <= _PAYS * self.of(best).per_token_s:
+                best = num_threads
+        return best
+
+
+class ThreadModel:
+    def __init__(self) -> None:
+        self._classes: dict[int, _SizeClass] = {}
+
+    def choose(self, num_tokens: int, choices: Sequence[int]) -> int:
+        """One of `choices`, the numbers of threads that a batch of `num_tokens` may have now, the least first."""
+        size_class = self._class_of(num_tokens)
+        best = size_class.best(choices)
+        if size_class.of(best).num < _ENOUGH:
+            return best
+        at = choices.index(best)
+        if at + 1 < len(choices) and size_class.num_batches >= size_class.of(choices[at + 1]).try_at:
+            return choices[at + 1]
+        if at > 0 and size_class.num_batches >= size_class.of(choices[at - 1]).try_at:
+            return choices[at - 1]
+        return best
+
+    def observe(self, num_tokens: int, num_leased: int, num_threads: int, compute_s: float) -> None:
+        """Learn that a batch with a lease of `num_leased` cores took `compute_s` with `num_threads`."""
+        size_class = self._class_of(num_tokens)
+        size_class.num_batches = now = size_class.num_batches + 1
+        if num_threads < num_leased:
+            size_class.of(num_leased).put_off(now)
+        estimate = size_class.of(num_threads)
+        per_token_s = compute_s / (num_tokens + _OVERHEAD_TOKENS)
+        estimate.add(per_token_s)
+        if estimate.num < _ENOUGH:
+            return
+        fewer = [other.per_token_s for num, other in size_class.by_threads.items() if num < num_threads and other.num]
+        least = min(fewer, default=0.0)
+        if not least or (estimate.per_token_s <= _PAYS * least and per_token_s <= _SLOWER * least):
+            estimate.retry_after = _FIRST_RETRY
+            estimate.try_at = now + _COMPARE_AFTER
+        else:
+            # As if measured once, so that one good try brings it back.
+            estimate.per_token_s, estimate.num = least, 1
+            estimate.put_off(now)
+
+    def best(self, num_tokens: int, choices: Sequence[int]) -> int:
+        """The number of threads that such a batch has, tries apart."""
+        return self._class_of(num_tokens).best(choices)
+
+    def describe(self) -> list[dict[str, Any]]:
+        """For `/info`: what has been learned, by class and number of threads."""
+        return [
+            {
+                "from_tokens": 2 ** (bits - 1),
+                "threads": num_threads,
+                "us_per_token": round(estimate.per_token_s * 1e6, 1),
+            }
+            for bits, size_class in sorted(self._classes.items())
+            for num_threads, estimate in sorted(size_class.by_threads.items())
+            if estimate.num
+        ]
+
+    def _class_of(self, num_tokens: int) -> _SizeClass:
+        bits = num_tokens.bit_length()
+        found = self._classes.get(bits)
+        if found is None:
+            found = self._classes[bits] = _SizeClass()
+        return found

@@ -1,0 +1,191 @@
+"""Leases of cores: which batch computes with how many, and when others wait for them."""
+
+import asyncio
+
+import pytest
+
+from tests.support.dispatching import EPOCH, Bench, Worker, running_bench
+from vecd.gateway.dispatch import dispatcher as dispatch
+from vecd.gateway.scheduling.cores import Cores
+from vecd.shm.control import THREAD_CHOICES
+from vecd.shm.failure_code import FailureCode
+from vecd.shm.shared_metrics import Counter
+from vecd.shm.wire import Batch, Done, Failed
+
+
+def answer(worker: Worker, batch: Batch, *, num_threads: int | None = None, compute_us: int = 1000) -> None:
+    """Answer as a worker whose threads share the work evenly; `num_threads`: those it has used."""
+    used = batch.num_threads if num_threads is None else num_threads
+    num_rows = worker.compute(batch)
+    worker.begun[batch.slot] = 0
+    worker.send(Done(EPOCH, batch.number, batch.slot, num_rows, compute_us // max(1, used), 0, used))
+
+
+async def add_workers(bench: Bench, *choices: list[int]) -> list[Worker]:
+    workers = [bench.add_worker(index, facts={THREAD_CHOICES: of_it}) for index, of_it in enumerate(choices)]
+    await bench.all_connected()
+    return workers
+
+
+async def alone(bench: Bench, worker: Worker, num_batches: int) -> list[int]:
+    """Send lone texts, one after the other; with how many threads each was computed."""
+    used = []
+    for number in range(num_batches):
+        request = bench.request(number + 1)
+        batch = await worker.receive()
+        used.append(batch.num_threads)
+        answer(worker, batch)
+        await request.finished
+    return used
+
+
+async def test_a_lone_batch_gets_all_cores_once_they_have_paid():
+    async with running_bench(cores=(cores := Cores(2))) as bench:
+        [worker, _] = await add_workers(bench, [1, 2], [1])
+        used = await alone(bench, worker, 12)
+        assert used[:2] == [1, 1]
+        assert used[2:] == [2] * 10
+        assert (cores.leased, cores.num_lent) == (0, 0)
+        assert bench.shared_metrics.total(Counter.LEASED_BATCHES) == 10
+
+
+async def test_several_batches_get_a_core_each():
+    async with running_bench(cores=Cores(2)) as bench:
+        workers = await add_workers(bench, [1, 2], [1, 2])
+        await alone(bench, workers[1], 6)  # the last of those that can do as much
+        pending = bench.request(1, 2)
+        batches = [await worker.receive() for worker in workers]
+        assert [batch.num_threads for batch in batches] == [1, 1]
+        for worker, batch in zip(workers, batches, strict=True):
+            answer(worker, batch)
+        await pending.finished
+
+
+async def test_free_cores_are_divided_among_the_batches_that_there_are():
+    async with running_bench(cores=Cores(8)) as bench:
+        workers = await add_workers(bench, *([[1, 2, 4, 8]] * 8))
+        await alone(bench, workers[7], 20)
+        pending = bench.request(1, 2)
+        batches = [await worker.receive() for worker in (workers[7], workers[6])]
+        assert [batch.num_threads for batch in batches] == [4, 4]
+        for worker, batch in zip((workers[7], workers[6]), batches, strict=True):
+            answer(worker, batch)
+        await pending.finished
+
+
+async def test_a_batch_that_comes_later_waits_for_the_end_of_the_lease():
+    async with running_bench(cores=Cores(2)) as bench:
+        [worker, other] = await add_workers(bench, [1, 2], [1])
+        await alone(bench, worker, 6)
+        first = bench.request(1)
+        wide = await worker.receive()
+        assert wide.num_threads == 2
+        second, third = bench.request(2), bench.request(3)
+        with pytest.raises(TimeoutError):
+            await asyncio.wait_for(other.receive(), 0.1)
+        answer(worker, wide)
+        # Now two wait, so each gets a core.
+        batches = [(worker, await worker.receive()), (other, await other.receive())]
+        assert [batch.num_threads for _, batch in batches] == [1, 0]  # the other one has no choice
+        for each, batch in batches:
+            answer(each, batch)
+        await asyncio.gather(first.finished, second.finished, third.finished)
+
+
+async def test_long_batches_get_one_core_while_others_are_expected(monkeypatch):
+    monkeypatch.setattr(dispatch, "SHORT_BATCH_S", 0.0)  # every batch is long
+    async with running_bench(cores=Cores(2)) as bench:
+        [worker, other] = await add_workers(bench, [1, 2], [1])
+        await alone(bench, worker, 6)
+        first = bench.request(1)
+        wide = await worker.receive()
+        second = bench.request(2)
+        await asyncio.sleep(0.05)
+        answer(worker, wide)
+        batch = await worker.receive()
+        assert batch.num_threads == 1
+        third = bench.request(3)  # is not kept waiting
+        other.answer(await other.receive())
+        await third.finished
+        answer(worker, batch)
+        await asyncio.gather(first.finished, second.finished)
+
+
+async def test_cores_of_a_dead_worker_are_free_again():
+    async with running_bench(cores=(cores := Cores(2))) as bench:
+        [worker, other] = await add_workers(bench, [1, 2], [1])
+        await alone(bench, worker, 6)
+        request = bench.request(1)
+        await worker.receive()
+        assert cores.leased == 2
+        bench.dispatcher.worker_down(worker.incarnation, "was killed")
+        other.answer(await other.receive())
+        await request.finished
+        assert (cores.leased, cores.num_lent) == (0, 0)
+
+
+async def test_cores_of_a_failed_batch_are_free_again():
+    async with running_bench(cores=(cores := Cores(2))) as bench:
+        [worker] = await add_workers(bench, [1, 2])
+        await alone(bench, worker, 6)
+        request = bench.request(1)
+        batch = await worker.receive()
+        worker.send(Failed(EPOCH, batch.number, batch.slot, FailureCode.ENGINE_ERROR))
+        await asyncio.wait([request.finished])
+        assert request.finished.exception() is not None
+        assert (cores.leased, cores.num_lent) == (0, 0)
+
+
+async def test_a_batch_that_is_sent_ahead_keeps_one_core_when_its_turn_comes():
+    async with running_bench(cores=(cores := Cores(2))) as bench:
+        [worker] = await add_workers(bench, [1, 2])
+        await alone(bench, worker, 6)
+        first = bench.request(1)
+        wide = await worker.receive()
+        second = bench.request(2, length=16)  # fills a batch
+        ahead = await worker.receive()
+        assert (wide.num_threads, ahead.num_threads, cores.leased) == (2, 1, 2)
+        answer(worker, wide)
+        await first.finished
+        assert (cores.leased, cores.num_lent) == (1, 0)
+        answer(worker, ahead)
+        await second.finished
+        assert cores.leased == 0
+
+
+async def test_all_cores_are_given_back_when_a_generation_ends():
+    cores = Cores(2)
+    async with running_bench(cores=cores) as bench:
+        [worker] = await add_workers(bench, [1, 2])
+        await alone(bench, worker, 6)
+        bench.request(1)
+        await worker.receive()
+        assert cores.leased == 2
+    assert (cores.leased, cores.num_lent) == (0, 0)
+
+
+async def test_a_machine_that_others_use_computes_with_one_thread_and_does_not_try_more():
+    async with running_bench(cores=(cores := Cores(2))) as bench:
+        [worker] = await add_workers(bench, [1, 2])
+        cores.others_use = 1.0
+        assert await alone(bench, worker, 30) == [1] * 30
+
+
+async def test_a_worker_with_threads_of_its_own_is_told_no_number():
+    async with running_bench(cores=Cores(2)) as bench:
+        [worker] = await add_workers(bench, [2])
+        assert await alone(bench, worker, 5) == [0] * 5
+
+
+async def test_a_worker_that_cannot_use_its_cores_yet_is_believed():
+    async with running_bench(cores=Cores(2)) as bench:
+        [worker] = await add_workers(bench, [1, 2])
+        asked = 0
+        for number in range(40):
+            request = bench.request(number + 1)
+            batch = await worker.receive()
+            asked += batch.num_threads == 2
+            answer(worker, batch, num_threads=1)
+            await request.finished
+        assert 1 <= asked <= 3
+        assert bench.shared_metrics.total(Counter.LEASED_BATCHES) == 0
