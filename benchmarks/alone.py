@@ -1,7 +1,7 @@
 """One client that is alone: on an idle machine, beside peers in process, and while another program takes a core.
 
-Owns the turns. Both servers run all the time, one with `--threads-per-worker 1`, and whoever has no turn sleeps. Before
-each turn the machine rests, because to a server the turn of another is a foreign load, of the last second. Called by
+Owns the turns. Both servers run all the time, one with `--threads-per-worker 1`, and what has no turn sleeps. Before
+a turn of the server that lends cores the machine rests, because to it the turn of another is a foreign load. Called by
 `benchmarks.cores`.
 """
 
@@ -36,8 +36,10 @@ ONE_THREAD = ("--threads-per-worker", "1")
 CHECKOUT = Path(__file__).parents[1]
 _NUM_TEXTS = 16
 _WARMUP_S = 0.2
-_REST_S = 1.5
-"""Longer than the second in which vecd looks for foreign load."""
+_REST_S = 2.2
+"""vecd looks for foreign load once a second, at the last second: after two looks it has seen an idle machine."""
+_LEARNING_S = 3.0
+"""Before the rounds: how many threads pay is learned from batches."""
 _BUSY_TURNS = 3
 """A turn on a busy machine, in those of an idle one: a 95th percentile takes more requests than a median."""
 _ENDLESS_S = 1e9
@@ -70,25 +72,24 @@ class _Turns:
 
     sessions: Sequence[int]
     """Of all contenders, which must sleep before a turn begins."""
-    rest_s: float
     settled_s: list[float] = field(default_factory=list)
     """How long the threads of the turn before still ran."""
 
-    def of_server(self, server: Server, texts: Sequence[str], turn_s: float) -> list[float]:
+    def of_server(self, server: Server, texts: Sequence[str], turn_s: float, rest_s: float = 0.0) -> list[float]:
         target = parse_target(server.url)
         requests = render_requests(target, RequestShape(texts=texts), len(texts))
-        self._settle()
+        self._settle(rest_s)
         with closing(Exchange(target)) as exchange:
             next_request = functools.partial(next, itertools.cycle(requests))
             return passes_of_turn(lambda: exchange(next_request()), turn_s, _WARMUP_S)
 
     def of_peer(self, peer: InProcess, num_tokens: int, turn_s: float) -> list[float]:
-        self._settle()
+        self._settle(0.0)
         return peer.turn(num_tokens, _WARMUP_S, turn_s)
 
-    def _settle(self) -> None:
+    def _settle(self, rest_s: float) -> None:
         self.settled_s.append(await_asleep(self.sessions))
-        time.sleep(self.rest_s)
+        time.sleep(rest_s)
 
 
 def measure_single(experiment: Experiment) -> Iterator[Finding]:
@@ -104,21 +105,25 @@ def measure_single(experiment: Experiment) -> Iterator[Finding]:
         for num_tokens in LENGTHS:
             variants = {peer.name: peer.choose(num_tokens) for peer in peers}
             texts = texts_of(card, _NUM_TEXTS, num_tokens)
-            turns, turn_s = _Turns(sessions, _REST_S), experiment.turn_s
+            turns, turn_s = _Turns(sessions), experiment.turn_s
             contenders: dict[str, Callable[[], list[float]]] = {
-                "vecd": functools.partial(turns.of_server, ours, texts, turn_s),
+                "vecd": functools.partial(turns.of_server, ours, texts, turn_s, _REST_S),
                 "one thread": functools.partial(turns.of_server, single, texts, turn_s),
                 **{peer.name: functools.partial(turns.of_peer, peer, num_tokens, turn_s) for peer in peers},
             }
+            turns.of_server(ours, texts, _LEARNING_S, _REST_S)
             neighbours, before = Neighbours(sessions), metrics(ours)
             passes = alternate(contenders, experiment.num_rounds)
+            share = leased_percent(before, metrics(ours))
             facts = {
                 "others_cores": neighbours.cores(),
-                "leased_percent": leased_percent(before, metrics(ours)),
+                "leased_percent": share,
                 "longest_settling_ms": rounded(1000 * max(turns.settled_s)),
             }
             p50 = {name: [1000 * statistics.median(of_one) for of_one in of_all] for name, of_all in passes.items()}
             work = f"1 client over HTTP, a text of {num_tokens} tokens, p50, {_describe(experiment.flags)}"
+            if share is not None:
+                work += f" ({share:.0f} % of its batches with more than one thread)"
             one_thread = f"vecd {_describe(ONE_THREAD)}"
             yield compare("single", work, p50["vecd"], one_thread, p50["one thread"], ELASTIC[num_tokens], facts)
             for name, variant in variants.items():
@@ -141,10 +146,10 @@ def measure_busy(experiment: Experiment) -> Iterator[Finding]:
         other_program.start(_ENDLESS_S)
         # The first second, in which vecd finds out, does not count.
         for server in (ours, single):
-            _Turns(sessions, _REST_S).of_server(server, texts[LENGTHS[0]], 1.0)
+            _Turns(sessions).of_server(server, texts[LENGTHS[0]], 1.0, _REST_S)
         before = metrics(ours)
         for num_tokens in LENGTHS:
-            turns, turn_s = _Turns(sessions, 0.0), _BUSY_TURNS * experiment.turn_s
+            turns, turn_s = _Turns(sessions), _BUSY_TURNS * experiment.turn_s
             contenders = {
                 "vecd": functools.partial(turns.of_server, ours, texts[num_tokens], turn_s),
                 "one thread": functools.partial(turns.of_server, single, texts[num_tokens], turn_s),

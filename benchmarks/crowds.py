@@ -1,6 +1,6 @@
 """64 clients: what leases of cores must not cost them, and what a cache of vectors is worth to them.
 
-Owns the turns and the texts that come again. Both servers run all the time; who has no turn sleeps. Called by
+Owns the turns and the texts that come again. Both servers run all the time; what has no turn sleeps. Called by
 `benchmarks.cores`.
 """
 
@@ -72,15 +72,14 @@ def measure_cache(experiment: Experiment) -> Iterator[Finding]:
     """Rates where 90 % of the texts come again, short and longer ones, and where all are different, against a server
     without a cache. Raises ServerFailure."""
     works = (
-        (f"{_SHARE_REPEATED:.0%} of short texts come again", Texts(SHORT, _SHARE_REPEATED), CACHED),
-        (f"{_SHARE_REPEATED:.0%} of texts of about 64 tokens come again", Texts(_MEDIUM, _SHARE_REPEATED), CACHED),
-        ("short texts, all different", Texts(SHORT, 0.0), UNDER_LOAD),
+        (f"{_SHARE_REPEATED:.0%} of short texts come again", Texts(1, SHORT, _SHARE_REPEATED), CACHED),
+        (f"{_SHARE_REPEATED:.0%} of texts of about 64 tokens come again", Texts(2, _MEDIUM, _SHARE_REPEATED), CACHED),
+        ("short texts, all different", Texts(3, SHORT, 0.0), UNDER_LOAD),
     )
     with experiment.serving(*_CACHE_FLAGS) as ours, experiment.serving() as without:
         servers = {"vecd": ours, "without": without}
         for work, texts, target in works:
-            for server in servers.values():
-                send_all(parse_target(server.url), _render(server, texts.repeated), _CLIENTS)
+            send_all(parse_target(ours.url), _render(ours, texts.repeated), _CLIENTS)
             before = metrics(ours)
             run = functools.partial(_flood, texts=texts, duration_s=_CACHE_TURNS * experiment.turn_s)
             rates, facts = _take_turns(servers, run, experiment.num_rounds)
@@ -93,8 +92,9 @@ def measure_cache(experiment: Experiment) -> Iterator[Finding]:
 
 @dataclass(slots=True)
 class Texts:
-    """Texts of which a share comes again and again. Those that do not are never the same, whoever asks for them."""
+    """Texts of which a share comes again and again. The others are never the same, nor are those of another seed."""
 
+    seed: int
     lengths: Lengths
     share_repeated: float
     repeated: list[str] = field(init=False)
@@ -112,8 +112,8 @@ class Texts:
 
     def _draw(self) -> str:
         self._num_drawn += 1
-        # The number makes it a text of its own: of 60,000 words there are no more runs than that.
-        return f"{self._num_drawn} {draw_texts(1, self.lengths, self._num_drawn)[0]}"
+        # The numbers make it a text of its own: of 60,000 words there are no more runs than that.
+        return f"{self.seed} {self._num_drawn} {draw_texts(1, self.lengths, self._num_drawn)[0]}"
 
 
 def _take_turns(

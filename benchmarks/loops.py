@@ -108,7 +108,7 @@ def main() -> None:
         while (elapsed_s := time.perf_counter() - started) < float(line):
             np.matmul(matrix, matrix, out=product)
             num_passes += 1
-            if os.getppid() != parent:  # an endless loop must not outlive who has started it
+            if os.getppid() != parent:  # an endless loop must not outlive the benchmark
                 return
         print(num_passes / elapsed_s, flush=True)
 
