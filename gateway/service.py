@@ -201,6 +201,11 @@ class Services:
     def total(self, value: Callable[[Service], int]) -> int:
         return sum(map(value, self.all.values()))
 
+    def schedule_dispatch(self) -> None:
+        """Send soon what can be sent, of all generations."""
+        for service in self.all.values():
+            service.dispatcher.schedule_dispatch()
+
     def stop(self) -> None:
         for service in self.all.values():
             service.dispatcher.stop()

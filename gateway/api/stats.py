@@ -49,6 +49,7 @@ _TOTALS = {
     "tokens": Counter.TOKENS,
     "padding_tokens": Counter.PADDING_TOKENS,
     "batches": Counter.BATCHES,
+    "batches_leased": Counter.LEASED_BATCHES,
     "compute_s": Counter.COMPUTE_US,
     "refused": Counter.REFUSED,
     "expired": Counter.EXPIRED,

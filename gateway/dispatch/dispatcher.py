@@ -34,7 +34,7 @@ from vecd.gateway.dispatch.transport import Transport
 from vecd.gateway.dispatch.worker_link import InFlight, WorkerLink
 from vecd.gateway.scheduling.cores import Cores
 from vecd.gateway.scheduling.cost_model import CostModel
-from vecd.gateway.scheduling.policy import SHORT_BATCH_S, BatchingPolicy, PlannedBatch
+from vecd.gateway.scheduling.policy import BatchingPolicy, PlannedBatch
 from vecd.gateway.scheduling.queue import Deaths, QueuedSequence, RequestQueue
 from vecd.gateway.scheduling.thread_model import ThreadModel
 from vecd.gateway.telemetry.shared_metrics import SharedMetrics
@@ -297,6 +297,8 @@ class Dispatcher:
         if len(idle) > 1:
             idle.sort(key=_num_thread_choices)  # a batch that is alone goes to the worker that can use most cores
         while num_places := self._cores.places(len(idle)):
+            if self._is_one_batch_better(idle[-1], num_places):
+                num_places = 1
             batch = self._next_batch(now, idle[-1].cost_model, num_places)
             if not batch.sequences:
                 return
@@ -307,13 +309,25 @@ class Dispatcher:
             self._send(link, batch, now, num_threads)
         if idle:
             if self._policy.queued_sequences:
-                self._cores.note_contention(now)
+                self._cores.note_contention(now, idle[-1].cost_model.batch_s(self._policy.queued_tokens))
             return
         for link in self._links.values():
             if link.is_usable and link.free_slots:
                 batch = self._next_batch(now, link.cost_model, 0)
                 if batch.sequences:
                     self._send(link, batch, now, link.fewest_threads)
+
+    def _is_one_batch_better(self, link: WorkerLink, num_places: int) -> bool:
+        """Whether all cores compute what waits sooner in one batch than in several, each with its part of the cores."""
+        num_batches = min(num_places, self._policy.queued_sequences)
+        if num_batches < 2 or len(link.thread_choices) < 2:
+            return False
+        num_cores = self._cores.spare + 1
+        choices = [choice for choice in link.thread_choices if choice <= num_cores] or [1]
+        num_tokens = self._policy.queued_tokens
+        part = max(choice for choice in choices if choice <= max(1, num_cores // num_batches))
+        speedup = self.thread_model.speedup
+        return speedup(num_tokens, choices[-1]) > num_batches * speedup(num_tokens // num_batches, part)
 
     def _num_threads(self, link: WorkerLink, num_tokens: int, num_places: int, now: float) -> int:
         """Threads for a batch, which leaves `num_places` other workers idle; 0 where the worker's are fixed.
@@ -326,12 +340,9 @@ class Dispatcher:
         spare = self._cores.spare
         if spare > 0 and num_places:
             spare = (spare + 1) // (1 + min(num_places, self._policy.queued_sequences)) - 1
-        if spare <= 0:
+        if spare <= 0 or self._cores.is_contended(now):
             return choices[0]
-        expected_s = link.cost_model.batch_s(num_tokens)
-        if expected_s > SHORT_BATCH_S and self._cores.is_contended(now):
-            return choices[0]
-        if expected_s > _LONG_BATCH_S:
+        if link.cost_model.batch_s(num_tokens) > _LONG_BATCH_S:
             spare = min(spare, self._cores.free - 2)
         return self.thread_model.choose(num_tokens, [choice for choice in choices if choice <= spare + 1])
 

@@ -129,6 +129,15 @@ class ThreadModel:
         """The number of threads that such a batch has, tries apart."""
         return self._class_of(num_tokens).best(choices)
 
+    def speedup(self, num_tokens: int, num_threads: int) -> float:
+        """How many times as fast such a batch is as with one thread; 1 until that has been measured."""
+        size_class = self._class_of(num_tokens)
+        if num_threads == 1:
+            return 1.0
+        one, many = size_class.of(1), size_class.of(num_threads)
+        is_known = one.num >= _ENOUGH and many.num >= _ENOUGH
+        return one.per_token_s / many.per_token_s if is_known and many.per_token_s else 1.0
+
     def describe(self) -> list[dict[str, Any]]:
         """For `/info`: what has been learned, by class and number of threads."""
         return [

@@ -13,7 +13,7 @@ SHAPE: dict[str, Any] = {
     "now_s": float,
     "requests": [{"route": str, "dialect": str, "status": int, "count": int}],
     "totals": dict.fromkeys(
-        ("inputs", "input_tokens", "sequences", "tokens", "padding_tokens", "batches", "compute_s",
+        ("inputs", "input_tokens", "sequences", "tokens", "padding_tokens", "batches", "batches_leased", "compute_s",
          "refused", "expired", "retried", "stuck", "poisoned"),
         float,
     ),

@@ -5,7 +5,7 @@ import asyncio
 import pytest
 
 from tests.support.dispatching import EPOCH, Bench, Worker, running_bench
-from vecd.gateway.dispatch import dispatcher as dispatch
+from vecd.gateway.scheduling import cores as cores_module
 from vecd.gateway.scheduling.cores import Cores
 from vecd.shm.control import THREAD_CHOICES
 from vecd.shm.failure_code import FailureCode
@@ -27,11 +27,11 @@ async def add_workers(bench: Bench, *choices: list[int]) -> list[Worker]:
     return workers
 
 
-async def alone(bench: Bench, worker: Worker, num_batches: int) -> list[int]:
+async def alone(bench: Bench, worker: Worker, num_batches: int, length: int = 2) -> list[int]:
     """Send lone texts, one after the other; with how many threads each was computed."""
     used = []
     for number in range(num_batches):
-        request = bench.request(number + 1)
+        request = bench.request(number + 1, length=length)
         batch = await worker.receive()
         used.append(batch.num_threads)
         answer(worker, batch)
@@ -73,6 +73,17 @@ async def test_free_cores_are_divided_among_the_batches_that_there_are():
         await pending.finished
 
 
+async def test_a_few_texts_are_one_batch_where_all_cores_are_faster_than_one_each():
+    async with running_bench(cores=Cores(8)) as bench:
+        workers = await add_workers(bench, [1, 8], *([[1]] * 7))
+        await alone(bench, workers[0], 8, length=6)
+        pending = bench.request(1, 2, 3)
+        batch = await workers[0].receive()
+        assert (batch.num_sequences, batch.num_threads) == (3, 8)
+        answer(workers[0], batch)
+        await pending.finished
+
+
 async def test_a_batch_that_comes_later_waits_for_the_end_of_the_lease():
     async with running_bench(cores=Cores(2)) as bench:
         [worker, other] = await add_workers(bench, [1, 2], [1])
@@ -92,8 +103,8 @@ async def test_a_batch_that_comes_later_waits_for_the_end_of_the_lease():
         await asyncio.gather(first.finished, second.finished, third.finished)
 
 
-async def test_long_batches_get_one_core_while_others_are_expected(monkeypatch):
-    monkeypatch.setattr(dispatch, "SHORT_BATCH_S", 0.0)  # every batch is long
+async def test_after_a_batch_has_waited_each_gets_one_core_for_a_while(monkeypatch):
+    monkeypatch.setattr(cores_module, "_CONTENDED_BATCHES", 1_000_000)
     async with running_bench(cores=Cores(2)) as bench:
         [worker, other] = await add_workers(bench, [1, 2], [1])
         await alone(bench, worker, 6)

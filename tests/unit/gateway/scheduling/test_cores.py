@@ -1,7 +1,7 @@
 from hypothesis import given
 from hypothesis import strategies as st
 
-from vecd.gateway.scheduling.cores import CONTENDED_S, Cores
+from vecd.gateway.scheduling.cores import Cores
 
 
 def test_all_idle_cores_may_be_lent_beside_the_first_of_a_batch():
@@ -62,9 +62,12 @@ def test_a_gateway_without_a_grant_lends_nothing_and_serves_all_the_same():
 def test_contention_is_forgotten():
     cores = Cores(2)
     assert not cores.is_contended(0.0)
-    cores.note_contention(10.0)
-    assert cores.is_contended(10.0 + CONTENDED_S / 2)
-    assert not cores.is_contended(10.0 + CONTENDED_S)
+    cores.note_contention(10.0, batch_s=0.01)
+    assert cores.is_contended(10.07)
+    assert not cores.is_contended(10.09)
+    cores.note_contention(20.0, batch_s=5.0)
+    assert cores.is_contended(21.9)
+    assert not cores.is_contended(22.1)
 
 
 @given(st.lists(st.integers(1, 8), max_size=20), st.integers(0, 1))
