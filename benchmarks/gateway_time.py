@@ -23,7 +23,7 @@ from vecd.client.connection import parse_target
 _CLIENTS = 64
 _NUM_TEXTS = 8192
 """All different, so that no two that wait at the same time are the same."""
-_DUMMY = ("--workers", "1", "--engine")
+_DUMMY = ("--gateways", "1", "--workers", "1", "--engine")
 
 
 def measure_gateway(base: Path, num_rounds: int, turn_s: float) -> Finding:
