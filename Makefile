@@ -7,6 +7,7 @@
 # make test-browser   the tests of the page, in the Chromium that is installed
 # make test-systemd   boots a container with systemd, and runs vecd in it as a service; needs root, debootstrap, systemd-container
 # make bench-engine   measure the engine against other runtimes, starts and memory:  make bench-engine MODEL=bert-base SECTIONS=equal,mixed
+# make bench-cores   measure one client, a busy machine, 64 clients, the cache and the gateway:  make bench-cores MODEL=bert-base SECTIONS=single
 # make bench-tuning   measure what some flags are worth here: the table of docs/tuning.md
 PYTHON ?= python3
 VENV := .venv
@@ -16,7 +17,7 @@ ARGS ?=
 # With it, each process of a test run, hundreds of them, would compile all that it imports, and all tests, anew.
 unexport PYTHONDONTWRITEBYTECODE
 
-.PHONY: serve test test-fast test-clients test-browser test-systemd soak check format bench bench-engine bench-tuning constraints binary binary-lean test-binary clean
+.PHONY: serve test test-fast test-clients test-browser test-systemd soak check format bench bench-engine bench-cores bench-tuning constraints binary binary-lean test-binary clean
 
 serve: $(VENV)/.serve
 	$(BIN)/vecd serve $(ARGS)
@@ -68,6 +69,10 @@ bench: $(VENV)/.bench
 
 bench-engine: $(VENV)/.bench
 	$(BIN)/python -m benchmarks.engine $(if $(MODEL),--model $(MODEL)) $(if $(SECTIONS),--sections $(SECTIONS)) $(ARGS)
+
+bench-cores: $(VENV)/.bench
+	$(BIN)/python -m benchmarks.cores $(if $(MODEL),--model $(MODEL)) $(if $(SECTIONS),--sections $(SECTIONS)) \
+		$(if $(BASE),--base $(BASE)) $(ARGS)
 
 bench-tuning: $(VENV)/.bench
 	$(BIN)/python -m benchmarks.tuning $(ARGS)

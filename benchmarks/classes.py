@@ -1,10 +1,11 @@
-"""What `make bench-engine` has found out on each class of processor, for docs/benchmarks.md.
+"""What `make bench-engine` and `make bench-cores` have found out on each class of processor, for docs/benchmarks.md.
 
 Owns the choice of the runs that the page shows, and their tables. A run on one class of processor never replaces what
 another class has shown. Measures nothing. Called by `benchmarks.engine` and `benchmarks.compare`.
 
-A run is one call of `make bench-engine`. Of the runs of one class, model, section and number format the page shows the
-latest one that is quiet; where none is, the quietest. How fast vecd was plays no part in the choice.
+A run is one call of `make bench-engine` or `make bench-cores`. Of the runs of one class, model, section and number
+format the page shows the latest one that is quiet; where none is, the quietest. How fast vecd was plays no part in the
+choice.
 """
 
 import math
@@ -29,6 +30,11 @@ _SECTIONS = {
     "starts": "Starts",
     "memory": "Memory",
     "deaths": "Death of the only worker",
+    "single": "One client, with cores that are idle",
+    "busy": "One client, while another program takes a core",
+    "load": "64 clients, with cores that may be lent",
+    "cache": "64 clients, with a cache of vectors",
+    "gateway": "Processor time of the gateway",
 }
 _ENGINE_SECTIONS = ("equal", "mixed")
 _LINEAR_UNIT = "GFLOP/s"
@@ -95,6 +101,17 @@ _INTRODUCTION = (
     "vecd's speed ÷ the peer's within a round: the median of the rounds, with its 90 % interval. With 64 clients, vecd "
     "serves HTTP, and ONNX Runtime runs in process as text-embeddings-inference uses it: padded batches of 8 texts, a "
     "thread for each core. Memory is the sum of all processes, with shared pages counted once (PSS).",
+    "`make bench-cores` adds sections on elastic cores, on the cache of vectors and on the gateway. Its `SECTIONS=` "
+    "takes some of `single,busy,load,cache,gateway`, and `gateway` needs `BASE=`, a checkout of the commit to compare "
+    "with. Two servers run side by side and take turns, 15 by default; what has no turn sleeps. `single` sends one "
+    "request at a time to an idle machine. It compares vecd with itself at one thread per worker, and with each peer "
+    "in process, with a thread for each core and its fastest export; a peer's time has 1.5 ms added, for HTTP. How "
+    "many of vecd's batches really had more than one thread stands beside each figure. A calibration comes first: a "
+    "busy loop on each core must be as fast as one alone, or the cores were not free. `busy` does the same while a "
+    "busy loop of another program takes a core. `load` has 64 clients with short and with mixed texts, then short "
+    "requests beside bulk. `cache` compares `--vector-cache` with a server without it, where 90 % of the texts come "
+    "again and where none does. `gateway` measures processor time per request with the dummy engine. The targets of "
+    "these sections are met when the 90 % interval reaches them.",
     f"Of several runs on one class, the page shows the latest one whose intervals have a median width of at most "
     f"{_QUIET_WIDTH * 100:g} %, or, where there is none, the one with the narrowest. An asterisk marks figures during "
     f"which other programs used more than {DISTURBING_CORES:g} cores. Every figure is in "

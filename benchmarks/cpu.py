@@ -1,12 +1,13 @@
 """Who used the CPU during a run: the server, the load generator, or somebody else whose noise is in the figures.
 
-Owns the reading of /proc (Linux only). Changes nothing. Called by `benchmarks.compare`, `.duels`, `.memory` and
-`.lives`.
+Owns the reading of /proc (Linux only). Changes nothing. Called by `benchmarks.compare`, `.duels`, `.memory`,
+`.lives` and by the sections of `benchmarks.cores`.
 """
 
 import os
 import resource
 import time
+from collections.abc import Collection, Iterable
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -14,6 +15,10 @@ _TICK_S = 1 / os.sysconf("SC_CLK_TCK")
 # Fields of the "cpu" line in /proc/stat that are time spent working: all but idle and iowait, and guest time, which
 # is in user time already. Steal counts: a neighbour on the host disturbs as much as one in here. Source: proc(5).
 _WORKING = (0, 1, 2, 5, 6, 7)
+
+
+_QUIET_LOOKS, _LOOK_S = 3, 0.001
+"""So often in a row nobody may run: between two looks a thread may have waited for a moment only."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -68,17 +73,55 @@ def _process_cpu_s(stat: Path, session: int) -> float:
 class Neighbours:
     """Measures from `__init__` what all but this process and its children use.
 
-    For spans in which children come and go: they count once they, and theirs, have been waited for.
+    For spans in which children come and go: they count once they, and theirs, have been waited for. Those that live
+    all the while are named by their `sessions`.
     """
 
-    def __init__(self) -> None:
-        self._started_s, self._others_s = time.perf_counter(), _others_cpu_s()
+    def __init__(self, sessions: Collection[int] = ()) -> None:
+        self._sessions = sessions
+        self._started_s, self._others_s = time.perf_counter(), self._others_cpu_s()
 
     def cores(self) -> float:
         """Since the beginning: 1.0 is one core all the time."""
-        return max(0.0, _others_cpu_s() - self._others_s) / (time.perf_counter() - self._started_s)
+        return max(0.0, self._others_cpu_s() - self._others_s) / (time.perf_counter() - self._started_s)
+
+    def _others_cpu_s(self) -> float:
+        children = resource.getrusage(resource.RUSAGE_CHILDREN)
+        own_s = time.process_time() + children.ru_utime + children.ru_stime
+        return _machine_cpu_s() - own_s - sum(map(_session_cpu_s, self._sessions))
 
 
-def _others_cpu_s() -> float:
-    children = resource.getrusage(resource.RUSAGE_CHILDREN)
-    return _machine_cpu_s() - time.process_time() - children.ru_utime - children.ru_stime
+def process_cpu_s(pid: int) -> float:
+    """Processor time of one process so far, in steps of 10 ms; 0 once it has ended."""
+    stat = Path(f"/proc/{pid}/stat")
+    session = _session_of(stat)
+    return 0.0 if session is None else _process_cpu_s(stat, session)
+
+
+def await_asleep(sessions: Iterable[int], timeout_s: float = 2.0) -> float:
+    """Return once no thread of these sessions runs, or after `timeout_s`: the seconds that this has taken.
+
+    Threads of a pool look for work in a loop for a while after a forward pass: they would disturb whoever is next.
+    """
+    wanted, started_s, num_quiet_looks = set(sessions), time.perf_counter(), 0
+    folders = [path.parent for path in Path("/proc").glob("[0-9]*/stat") if _session_of(path) in wanted]
+    while (elapsed_s := time.perf_counter() - started_s) < timeout_s:
+        num_quiet_looks = 0 if any(map(_runs, folders)) else num_quiet_looks + 1
+        if num_quiet_looks == _QUIET_LOOKS:
+            return elapsed_s
+        time.sleep(_LOOK_S)
+    return elapsed_s
+
+
+def _session_of(stat: Path) -> int | None:
+    try:
+        return int(stat.read_text().rpartition(")")[2].split()[3])
+    except OSError:  # it has ended since the listing
+        return None
+
+
+def _runs(process: Path) -> bool:
+    try:
+        return any(stat.read_text().rpartition(")")[2].split()[0] == "R" for stat in process.glob("task/*/stat"))
+    except OSError:  # a thread has ended
+        return True

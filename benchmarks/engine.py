@@ -18,7 +18,7 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Collection, Iterator, Sequence
+from collections.abc import Collection, Iterable, Iterator, Sequence
 from multiprocessing.connection import Connection
 from pathlib import Path
 
@@ -32,7 +32,7 @@ from benchmarks.servers import ServerFailure
 from benchmarks.targets import CONTESTS
 from vecd.workers.processor import has_bfloat16
 
-_RESULTS = Path(__file__).parent / "results"
+RESULTS = Path(__file__).parent / "results"
 _PAGE = Path(__file__).parents[1] / "docs" / "benchmarks.md"
 SECTIONS = ("equal", "mixed", "clients", "starts", "memory", "deaths")
 _CLOCKS = {"wall": time.perf_counter, "cpu": time.process_time}
@@ -68,10 +68,15 @@ def main(argv: list[str] | None = None) -> int:
     experiment = {name: vars(arguments)[name] for name in ("rounds", "kills", "clock")}
     experiment["turn_s"] = arguments.seconds
     name = arguments.model if arguments.model in (BUNDLED, *SHAPES) else model.name
-    journal = Journal(arguments.results, name, experiment)
+    return record(measure(arguments, model), Journal(arguments.results, name, experiment), arguments.results)
+
+
+def record(findings: Iterable[Finding], journal: Journal, results: Path) -> int:
+    """Write each finding down as soon as it is made, and the page when `results` is its folder. Returns the exit
+    code."""
     exit_code = 0
     try:
-        for finding in measure(arguments, model):
+        for finding in findings:
             journal.add(finding)
             print(render_line(finding), flush=True)
     except KeyboardInterrupt:
@@ -81,8 +86,8 @@ def main(argv: list[str] | None = None) -> int:
         exit_code = 1
     if journal.findings:
         print(f"\n{render_findings(journal.findings)}")
-        if arguments.results == _RESULTS:
-            update_page(_PAGE, read_records(_RESULTS))
+        if results == RESULTS:
+            update_page(_PAGE, read_records(RESULTS))
     return exit_code
 
 
@@ -159,7 +164,7 @@ def _measure_pinned(sender: Connection, arguments: argparse.Namespace, model: Pa
     duels.fight(arguments.dtypes)
 
 
-def _parse(value: str, known: Collection[str]) -> Sequence[str]:
+def parse_names(value: str, known: Collection[str]) -> Sequence[str]:
     names = value.split(",")
     if unknown := [name for name in names if name not in known]:
         raise argparse.ArgumentTypeError(f"{', '.join(unknown)}: not among {', '.join(known)}")
@@ -176,14 +181,19 @@ def _make_parser() -> argparse.ArgumentParser:
     native = ["float32", "bfloat16"] if has_bfloat16() else ["float32"]
     shapes = ", ".join((BUNDLED, *SHAPES))
     add("--model", default=BUNDLED, metavar="MODEL", help=f"a model's folder, or a shape: {shapes}")
-    add("--sections", type=lambda value: _parse(value, SECTIONS), default=",".join(SECTIONS), help="what is measured")
-    add("--dtypes", type=lambda value: _parse(value, CONTESTS), default=",".join(native), help="number formats")
+    add(
+        "--sections",
+        type=lambda value: parse_names(value, SECTIONS),
+        default=",".join(SECTIONS),
+        help="what is measured",
+    )
+    add("--dtypes", type=lambda value: parse_names(value, CONTESTS), default=",".join(native), help="number formats")
     add("--rounds", type=int, default=9, metavar="N", help="turns of each engine, and starts of the server")
     add("--seconds", type=float, default=0.5, metavar="S", help="least length of an engine's turn")
     add("--kills", type=int, default=7, metavar="N", help="deaths of a worker")
     add("--clock", choices=[*_CLOCKS], default="wall", help="of the engines; cpu where other programs run")
     add("--core", type=int, default=max(os.sched_getaffinity(0)), metavar="N", help="where the engines run")
-    add("--results", type=Path, default=_RESULTS, metavar="FOLDER", help="where the findings are recorded")
+    add("--results", type=Path, default=RESULTS, metavar="FOLDER", help="where the findings are recorded")
     return parser
 
 

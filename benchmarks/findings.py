@@ -24,7 +24,7 @@ class Finding:
     """One comparison, or one figure that has no peer."""
 
     section: str
-    """Of `benchmarks.engine.SECTIONS`."""
+    """Of `benchmarks.engine.SECTIONS` or `benchmarks.cores.SECTIONS`."""
     work: str
     dtype: str
     unit: str
@@ -45,7 +45,8 @@ class Finding:
     @property
     def is_met(self) -> bool | None:
         """None where nothing is asked."""
-        return self.target.is_met_by(self.ours if self.ratio is None else self.ratio) if self.target else None
+        value = self.ours if self.ratio is None else self.ratio
+        return self.target.is_met_by(value, self.interval) if self.target else None
 
     @property
     def is_disturbed(self) -> bool:

@@ -55,7 +55,7 @@ def describe_machine() -> dict[str, Any]:
         "memory_gib": round(os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES") / 2**30, 1),
         "kernel": platform.release(),
         "python": platform.python_version(),
-        "commit": _commit(),
+        "commit": commit_of(Path(__file__).parent),
         "packages": {name: _version(name) for name in _PACKAGES},
     }
 
@@ -67,9 +67,9 @@ def _cpu_model() -> str:
     return platform.machine()
 
 
-def _commit() -> str | None:
-    """Of the repository this file is in; "+" when the tree differs from it."""
-    git = ["git", "-C", str(Path(__file__).parent), "describe", "--always", "--dirty=+", "--exclude=*"]
+def commit_of(folder: Path) -> str | None:
+    """Of the repository the folder is in; "+" when the tree differs from it."""
+    git = ["git", "-C", str(folder), "describe", "--always", "--dirty=+", "--exclude=*"]
     try:
         return subprocess.run(git, capture_output=True, text=True, timeout=10, check=True).stdout.strip()
     except (OSError, subprocess.SubprocessError):

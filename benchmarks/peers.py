@@ -1,7 +1,7 @@
 """Those whom vecd's engine is measured against, each as a class with one method.
 
-Owns how each is set up for one core: one thread, everything else as its makers advise for latency. Called by
-`benchmarks.duels`, in a process that has one core and OMP_NUM_THREADS=1.
+Owns how each is set up: its number of threads, everything else as its makers advise for latency. Called by
+`benchmarks.duels`, in a process that has one core and OMP_NUM_THREADS=1, and by `benchmarks.inprocess`, with all cores.
 """
 
 import os
@@ -29,12 +29,12 @@ class Peer(Protocol):
 
 
 class OnnxRuntime:
-    def __init__(self, file: Path, variant: str) -> None:
+    def __init__(self, file: Path, variant: str, num_threads: int = 1) -> None:
         os.environ["ORT_DISABLE_TELEMETRY"] = "1"  # read at the import; without it a thread reports to its maker
         import onnxruntime
 
         options = onnxruntime.SessionOptions()
-        options.intra_op_num_threads = options.inter_op_num_threads = 1
+        options.intra_op_num_threads, options.inter_op_num_threads = num_threads, 1
         self._session = onnxruntime.InferenceSession(str(file), options, providers=["CPUExecutionProvider"])
         self.variant = variant
 
@@ -44,11 +44,11 @@ class OnnxRuntime:
 
 
 class OpenVino:
-    def __init__(self, model: Any, dtype: str) -> None:
+    def __init__(self, model: Any, dtype: str, num_threads: int = 1) -> None:
         import openvino
 
         properties = {
-            "INFERENCE_NUM_THREADS": 1,
+            "INFERENCE_NUM_THREADS": num_threads,
             "NUM_STREAMS": 1,
             "PERFORMANCE_HINT": "LATENCY",
             "INFERENCE_PRECISION_HINT": _OPENVINO_PRECISIONS[dtype],
@@ -83,10 +83,12 @@ class Peers:
     """Makes peers of one model, each export once.
 
     `has_memory_for_all`: False for a model of gigabytes, of which all variants of a peer do not fit side by side.
+    `num_threads`: of ONNX Runtime and OpenVINO; torch's are the process's.
     """
 
-    def __init__(self, model_folder: Path, has_memory_for_all: bool = True) -> None:
+    def __init__(self, model_folder: Path, has_memory_for_all: bool = True, num_threads: int = 1) -> None:
         self._model_folder = model_folder
+        self._num_threads = num_threads
         self._has_memory_for_all = has_memory_for_all
         self._openvino_model: Any = None
 
@@ -108,12 +110,12 @@ class Peers:
             raise ValueError(f"onnxruntime is exported in float32, not {dtype}")
         files = sorted(exported(self._model_folder).glob("*.onnx"))
         if not self._has_memory_for_all:
-            files = [min(files, key=lambda file: _look(OnnxRuntime(file, file.stem)))]
-        return [OnnxRuntime(file, file.stem) for file in files]
+            files = [min(files, key=lambda file: _look(OnnxRuntime(file, file.stem, self._num_threads)))]
+        return [OnnxRuntime(file, file.stem, self._num_threads) for file in files]
 
     def _load_openvino(self, dtype: str) -> list[Peer]:
         self._openvino_model = self._openvino_model or convert_to_openvino(self._model_folder)
-        return [OpenVino(self._openvino_model, dtype)]
+        return [OpenVino(self._openvino_model, dtype, self._num_threads)]
 
     def _load_sentence_transformers(self, dtype: str) -> list[Peer]:
         if dtype != "float32":

@@ -38,7 +38,9 @@ class Kitchen:
 
 def _vecd(name: str, dtype: str, kitchen: Kitchen) -> Recipe:
     command = (program("vecd"), "serve", bundled_model(), "--port", "{port}", "--workers", "auto", "--dtype", dtype)
-    remark = "one worker per core" if dtype != "auto" else "one worker per core, the number format left to it"
+    remark = "one worker per core, which has idle cores lent" + (
+        ", the number format left to it" if dtype == "auto" else ""
+    )
     arguments = tuple(kitchen.vecd_arguments)
     return Recipe(name=name, command=command + arguments, is_ours=True, version=version("vecd"), remark=remark)
 

@@ -1,13 +1,15 @@
 """One request at a time to a server, and the processes behind it: for figures that are not about load.
 
 Owns the HTTP calls to vecd and the reading of its processes' /proc. Called by `benchmarks.compare`, `.sampling`,
-`.memory` and `.lives`.
+`.memory`, `.lives` and the sections of `benchmarks.cores`.
 """
 
 import http.client
 import re
+import socket
 import urllib.error
 import urllib.request
+from collections import Counter
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -15,8 +17,11 @@ from typing import Any
 import orjson
 
 from benchmarks.servers import Server, ServerFailure
+from vecd.client.connection import Target
 
 _TIMEOUT_S = 60.0
+SUCCESS = b"HTTP/1.1 200"
+_CONTENT_LENGTH = re.compile(rb"\r\ncontent-length: *(\d+)\r\n", re.IGNORECASE)
 _BYTES_PER_KB = 1024  # proc(5) says kB and means this
 
 
@@ -34,6 +39,70 @@ def info(server: Server) -> dict[str, Any]:
     """What vecd says of itself. Raises ServerFailure."""
     fields: dict[str, Any] = _answer(urllib.request.Request(f"{server.url}/info"))
     return fields
+
+
+class Exchange:
+    """One connection, kept alive, for a client that is alone: it costs the client about 10 µs a request."""
+
+    def __init__(self, target: Target) -> None:
+        self._socket = socket.create_connection((target.host, target.port), _TIMEOUT_S)
+        self._socket.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+
+    def __call__(self, request: bytes) -> None:
+        """Send a rendered request and return when all of its response is there. Raises ServerFailure unless that is a
+        success."""
+        self._socket.sendall(request)
+        response = b""
+        while (length := response_length(response)) is None or len(response) < length:
+            if not (chunk := self._socket.recv(1 << 18)):
+                raise ServerFailure("vecd has closed the connection")
+            response += chunk
+        if not response.startswith(SUCCESS):
+            raise ServerFailure(f"vecd answered {response[:200]!r}")
+
+    def close(self) -> None:
+        self._socket.close()
+
+
+def response_length(start: bytes | bytearray) -> int | None:
+    """Bytes of a response in all, head and body, as its head says; None while that is not there yet."""
+    end = start.find(b"\r\n\r\n")
+    if end < 0:
+        return None
+    found = _CONTENT_LENGTH.search(start, 0, end + 2)
+    return end + 4 + (int(found[1]) if found else 0)
+
+
+def metrics(server: Server) -> Counter[str]:
+    """What `/metrics` says: the samples of each name, summed over their labels. Raises ServerFailure."""
+    try:
+        with urllib.request.urlopen(f"{server.url}/metrics", timeout=_TIMEOUT_S) as answer:
+            return read_metrics(answer.read().decode())
+    except (urllib.error.URLError, http.client.HTTPException, OSError) as error:
+        raise ServerFailure(f"vecd gives no metrics: {error}") from error
+
+
+def read_metrics(text: str) -> Counter[str]:
+    """Samples of the Prometheus text format, summed by name; 0 for a name that is missing."""
+    sums: Counter[str] = Counter()
+    for line in text.splitlines():
+        if line and not line.startswith("#"):
+            series, _, value = line.rpartition(" ")
+            sums[series.partition("{")[0]] += float(value)  # type: ignore[assignment]  # typeshed counts in integers
+    return sums
+
+
+def gateway_pid(server: Server) -> int:
+    """Of the only gateway. Raises ServerFailure when there is none."""
+    for folder in Path("/proc").glob("[0-9]*"):
+        try:
+            arguments = (folder / "cmdline").read_bytes().split(b"\0")
+            session = (folder / "stat").read_text().rpartition(")")[2].split()[3]
+        except OSError:  # it has ended since the listing
+            continue
+        if b"gateway" in arguments and int(session) == server.session:
+            return int(folder.name)
+    raise ServerFailure("vecd has no gateway")
 
 
 def batches_of_workers(server: Server) -> list[int]:

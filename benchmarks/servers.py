@@ -98,13 +98,15 @@ def serving(recipe: Recipe) -> Iterator[Server]:
 
 
 @contextlib.contextmanager
-def announcing(*flags: str, model: str = "") -> Iterator[Server]:
+def announcing(*flags: str, model: str = "", checkout: Path | None = None) -> Iterator[Server]:
     """Like `serving`, for `vecd serve` with `flags`, and ready at the moment in which it says so, on a pipe.
 
-    Nothing is asked of it before. `model`: its folder; "" for the bundled one. The port is a free one.
+    Nothing is asked of it before. `model`: its folder; "" for the bundled one. The port is a free one. `checkout`:
+    folder of the repository whose vecd is started; None for the installed one.
     """
-    command = (program("vecd"), "serve", model or bundled_model(), "--port", "0", *flags)
-    recipe = Recipe(name="vecd", command=command, is_ours=True)
+    command = (*_vecd(checkout), "serve", model or bundled_model(), "--port", "0", *flags)
+    environment = {"PYTHONPATH": str(checkout)} if checkout else {}
+    recipe = Recipe(name="vecd", command=command, environment=environment, is_ours=True)
     with tempfile.TemporaryDirectory(prefix="vecd-bench-") as folder, tempfile.TemporaryFile() as log:
         reader, writer = os.pipe()
         with os.fdopen(reader) as ready:
@@ -116,6 +118,15 @@ def announcing(*flags: str, model: str = "") -> Iterator[Server]:
                 yield Server(_await_announcement(ready, process, log), process.pid)
             finally:
                 _stop(recipe, process, log)
+
+
+def _vecd(checkout: Path | None) -> tuple[str, ...]:
+    if checkout is None:
+        return (program("vecd"),)
+    if (checkout / "vecd").is_dir():
+        return (sys.executable, "-P", "-m", "vecd")
+    # Its packages were not yet inside one of their own.
+    return (sys.executable, "-P", "-c", "import sys; from supervisor import main; sys.exit(main())")
 
 
 def _spawn(

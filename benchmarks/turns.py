@@ -1,6 +1,7 @@
 """Contenders take turns in one process, round by round: whatever else the machine does meets all of them.
 
-Owns the clock and the order. Knows nothing of engines. Called by `benchmarks.duels`.
+Owns the clock and the order. Knows nothing of engines. Called by `benchmarks.duels`,
+`benchmarks.alone` and `benchmarks.crowds`.
 """
 
 import math
@@ -13,6 +14,7 @@ Pass: TypeAlias = Callable[[], object]
 """Does the whole work once."""
 Clock: TypeAlias = Callable[[], float]
 Key = TypeVar("Key")
+Figure = TypeVar("Figure")
 
 CONFIDENCE = 0.9
 _FAR_BEHIND = (1.5, 1.1)
@@ -25,16 +27,27 @@ def take_turns(
 ) -> dict[str, list[float]]:
     """Seconds of one pass of each contender, one figure per round: the median of the passes of its turn.
 
-    A turn takes at least `turn_s` and at least one pass. Each round begins with the next contender, so that nobody
-    always follows the same one.
+    A turn takes at least `turn_s` and at least one pass.
     """
-    names = list(contenders)
-    seconds: dict[str, list[float]] = {name: [] for name in names}
+
+    def turn_of(run: Pass) -> Callable[[], float]:
+        return lambda: _turn(run, turn_s, clock)
+
+    return alternate({name: turn_of(run) for name, run in contenders.items()}, num_rounds)
+
+
+def alternate(turns: Mapping[str, Callable[[], Figure]], num_rounds: int) -> dict[str, list[Figure]]:
+    """What each contender's turns return, one figure per round.
+
+    Each round begins with the next contender, so that nobody always follows the same one.
+    """
+    names = list(turns)
+    figures: dict[str, list[Figure]] = {name: [] for name in names}
     for round_number in range(num_rounds):
         first = round_number % len(names)
         for name in names[first:] + names[:first]:
-            seconds[name].append(_turn(contenders[name], turn_s, clock))
-    return seconds
+            figures[name].append(turns[name]())
+    return figures
 
 
 def fastest(candidates: Mapping[Key, Pass], clock: Clock = time.perf_counter) -> Key:
@@ -76,13 +89,21 @@ def _binomial(num_values: int, most: int) -> float:
     return sum(math.comb(num_values, count) for count in range(most + 1)) / 2.0**num_values
 
 
-def _turn(run: Pass, turn_s: float, clock: Clock) -> float:
+def passes_of_turn(run: Pass, turn_s: float, warmup_s: float = 0.0, clock: Clock = time.perf_counter) -> list[float]:
+    """Seconds of each pass of one turn, at least one, after at least one of the warm-up, which is not counted."""
+    end = clock() + warmup_s
     run()  # not counted: it brings weights and code back into the caches that the others have used
+    while clock() < end:
+        run()
     passes: list[float] = []
     end = clock() + turn_s
     while not passes or clock() < end:
         passes.append(_timed(run, clock))
-    return statistics.median(passes)
+    return passes
+
+
+def _turn(run: Pass, turn_s: float, clock: Clock) -> float:
+    return statistics.median(passes_of_turn(run, turn_s, clock=clock))
 
 
 def _timed(run: Pass, clock: Clock) -> float:

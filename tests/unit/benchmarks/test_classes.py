@@ -1,5 +1,6 @@
 from typing import Any
 
+from benchmarks import cores, engine
 from benchmarks.classes import TITLE, Record, render, replace_section, shown
 
 
@@ -95,3 +96,8 @@ def test_the_section_is_replaced_and_nothing_else() -> None:
     assert once == f"# Page\n\n## First\n\na\n\n## {TITLE}\n\nnew | 1\n\n## Last\n\nb\n"
     assert replace_section(once, "new | 1") == once
     assert replace_section(once, "\\2").replace("\\2", "new | 1") == once
+
+
+def test_every_section_of_both_commands_has_a_title() -> None:
+    for section in (*engine.SECTIONS, *cores.SECTIONS):
+        assert len(render([make_record("1", section=section)])) > len(render([]))

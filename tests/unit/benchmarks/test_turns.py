@@ -1,6 +1,6 @@
 import pytest
 
-from benchmarks.turns import fastest, median_interval, paired_ratios, take_turns
+from benchmarks.turns import alternate, fastest, median_interval, paired_ratios, passes_of_turn, take_turns
 
 
 class Machine:
@@ -76,3 +76,21 @@ def test_a_slow_minute_of_the_machine_cancels_out_of_a_ratio() -> None:
 def test_an_interval_is_as_narrow_as_its_confidence_allows(num_values: int, expected: tuple[int, int] | None) -> None:
     shuffled = [float(value) for value in (*range(1, num_values, 2), *range(0, num_values, 2))]
     assert median_interval(shuffled) == expected
+
+
+def test_turns_of_any_kind_alternate() -> None:
+    log: list[str] = []
+
+    def turn(name: str) -> int:
+        log.append(name)
+        return len(log)
+
+    figures = alternate({"a": lambda: turn("a"), "b": lambda: turn("b")}, num_rounds=2)
+    assert "".join(log) == "ab" + "ba"
+    assert figures == {"a": [1, 4], "b": [2, 3]}
+
+
+def test_a_warm_up_is_as_long_as_asked_and_not_counted() -> None:
+    machine = Machine()
+    passes = passes_of_turn(machine.worker("a", 3.0, 2.0, 1.0), turn_s=2.0, warmup_s=4.0, clock=machine.clock)
+    assert passes == [1.0, 1.0]
