@@ -20,6 +20,7 @@ from collections.abc import Generator, Iterator, Sequence
 
 import tokenizers
 
+from vecd.gateway.tokenization.known_words import MAX_CHARS, KnownWords
 from vecd.gateway.tokenization.split_points import cut_pattern
 
 CHARS_PER_TEXT = 20
@@ -50,6 +51,7 @@ class TextTokens:
         self._tokenizer = tokenizer
         self.max_chars = max_chars
         self.cuts = cut_pattern(tokenizer) if may_cut else None
+        self._words = None if self.cuts is None else KnownWords(self.cuts, self.ids)
 
     def first_chars(self, num: int) -> int:
         """How much of a text is tokenized first, where `num` tokens are needed."""
@@ -63,6 +65,8 @@ class TextTokens:
         if self.cuts is None:
             return self.ids([prompt + text[: self.max_chars] for text in texts])
         if self._is_one_call(texts, prompt, num):
+            if self._words is not None and len(texts) == 1 and len(texts[0]) + len(prompt) <= MAX_CHARS:
+                return [self._words.ids(prompt + texts[0])]
             return self.ids([prompt + text for text in texts] if prompt else texts)
         ends = []
         for text in texts:
