@@ -12,7 +12,8 @@ beyond it:
     read by    └`request_line` └ llhttp: 3 bytes held back until the end comes ┘ `framing` │ waits, unparsed
 
 So the pipelined requests of a connection wait as plain bytes, each head is read by a parser of its own, and nothing (a
-trailer, an upgrade, a `Connection: close`) leaks from one request into the next.
+trailer, an upgrade, a `Connection: close`) leaks from one request into the next. A head that only repeats the one
+before is not parsed again (`vecd.gateway.http.repeated_head`).
 """
 
 import itertools
@@ -28,6 +29,7 @@ import httptools
 
 from vecd.gateway.http.decompress import coding_named
 from vecd.gateway.http.framing import Body, ChunkedBody, KnownBody
+from vecd.gateway.http.repeated_head import RepeatedHead
 from vecd.gateway.http.request_line import RequestLine, check_line_begun, is_authority, parse_line
 from vecd.gateway.types.errors import (
     ApiError,
@@ -44,7 +46,7 @@ CONTINUE = b"HTTP/1.1 100 Continue\r\n\r\n"
 _BLANK_LINE = b"\r\n\r\n"
 """Ends every head. llhttp takes no other line end than CRLF."""
 _MAX_KEPT_BACK_BYTES = len(_BLANK_LINE) - 1
-_LINE_ENDS = re.compile(rb"[\r\n]*")
+_LINE_ENDS, _LINE_END_BYTES = re.compile(rb"[\r\n]*"), (b"\r", b"\n")
 _ANY_LINE = b"POST / HTTP/1.1"
 """What llhttp gets for a request line. It parses the header fields of all methods and versions alike."""
 
@@ -81,10 +83,13 @@ class ReadState(Enum):
     """The bytes were refused, or the last request asked to close: all further bytes are dropped."""
 
 
+_IDLE, _HEAD, _BODY, _CLOSED = ReadState  # Python 3.11 takes 0.1 µs to find a member of an enumeration
+
+
 class RequestReader:
     """Reads the requests of one connection, one at a time: feed it, then take events until there is none."""
 
-    __slots__ = ("_at", "_data", "_message", "limits", "state")
+    __slots__ = ("_at", "_data", "_head", "_message", "limits", "state")
 
     def __init__(self, limits: Limits) -> None:
         self.limits = limits
@@ -92,7 +97,8 @@ class RequestReader:
         self._data = b""
         self._at = 0  # the part of _data before this position is parsed
         self._message: _Message | None = None
-        self.state = ReadState.IDLE
+        self._head: RepeatedHead | None = None
+        self.state = _IDLE
 
     @property
     def request(self) -> HttpRequest | None:
@@ -111,12 +117,12 @@ class RequestReader:
 
     def feed(self, data: bytes) -> None:
         """Add bytes that the connection received. Parses nothing yet."""
-        if self.state is ReadState.CLOSED:
+        if self.state is _CLOSED:
             return
         rest = self._data[self._at :]
         self._data = rest + data if rest else data
         self._at = 0
-        if self.state is ReadState.IDLE:
+        if self.state is _IDLE:
             self._seek_request()
 
     def next_event(self) -> Event | None:
@@ -125,11 +131,15 @@ class RequestReader:
         Raises ApiError when the bytes are refused. Every complete request before them has been returned by then;
         the reader is closed, and `request` is the one refused, if its head was known.
         """
-        if self.state is ReadState.IDLE or self.state is ReadState.CLOSED:
+        if self.state is _IDLE or self.state is _CLOSED:
             return None
-        message = self._message
+        message, start = self._message, self._at
         if message is None:
+            if self._head is not None and (repeated := self._read_repeated(self._head)) is not None:
+                return RequestReceived(repeated)
             message = self._message = _Message(self.limits)
+        else:
+            start = -1  # it began in other data
         try:
             self._read(message)
         except ApiError:
@@ -138,11 +148,36 @@ class RequestReader:
         if message.request is None:
             return None
         if message.body.is_complete:
+            if start >= 0 and message.line is not None:
+                head = self._data[start : self._at - message.body.num_bytes]
+                self._head = RepeatedHead.of(head, message.limits, message.line, message.request)
             return self._end_message(message.request)
-        if self.state is ReadState.BODY:
+        if self.state is _BODY:
             return None
-        self.state = ReadState.BODY
+        self.state = _BODY
         return HeadReceived(message.request)
+
+    def _read_repeated(self, head: RepeatedHead) -> HttpRequest | None:
+        """The request that comes next, if all of it is there, within the limits, and its head is this one again."""
+        found = head.find_body(self._data, self._at)
+        if found is None:
+            return None
+        start, digits = found
+        stop = start + int(digits)
+        if (
+            head.limits is not self.limits
+            or stop > len(self._data)
+            or int(digits) > head.limits.max_body_bytes
+            or start - self._at > head.limits.max_head_bytes
+        ):
+            return None
+        headers = {**head.headers, "content-length": digits}
+        method, path, query, http_minor = head.line
+        body = self._data[start:stop]
+        request = HttpRequest(method, path, query, headers, http_minor, True, new_request_id(), body=body)
+        self._at = stop
+        self._seek_request()
+        return request
 
     def _read(self, message: "_Message") -> None:
         """Parse the received bytes of one request, and none beyond it."""
@@ -179,14 +214,15 @@ class RequestReader:
 
     def _seek_request(self) -> None:
         """Skip empty lines, which may precede a request and are no part of it (RFC 9112, section 2.2)."""
-        match = _LINE_ENDS.match(self._data, self._at)
-        assert match is not None
-        self._at = match.end()
-        self.state = ReadState.HEAD if self._at < len(self._data) else ReadState.IDLE
+        if self._data[self._at : self._at + 1] in _LINE_END_BYTES:
+            match = _LINE_ENDS.match(self._data, self._at)
+            assert match is not None
+            self._at = match.end()
+        self.state = _HEAD if self._at < len(self._data) else _IDLE
 
     def close(self) -> None:
         """Read nothing more, and drop the received bytes of a request."""
-        self.state = ReadState.CLOSED
+        self.state = _CLOSED
         self._data, self._at = b"", 0
         if self._message is not None:
             self._message.free()
@@ -199,11 +235,11 @@ class _Message:
     """One request while it is read: the callbacks of llhttp, the checks, and the body received so far."""
 
     __slots__ = (
-        "_headers", "_limits", "_num_head_bytes", "_num_headers", "_parser", "_refusal", "body", "line", "request",
+        "_headers", "_num_head_bytes", "_num_headers", "_parser", "_refusal", "body", "limits", "line", "request",
     )  # fmt: skip
 
     def __init__(self, limits: Limits) -> None:
-        self._limits = limits
+        self.limits = limits
         self._parser: httptools.HttpRequestParser | None = httptools.HttpRequestParser(self)
         # `_check_transfer_encoding` is stricter, but takes a tab behind the coding.
         self._parser.set_dangerous_leniencies(lenient_transfer_encoding=True)
@@ -221,10 +257,10 @@ class _Message:
         end = data.find(b"\n", at) + 1
         if end == 0:
             self._num_head_bytes = len(data) - at
-            check_line_begun(data[at:], self._limits.max_target_bytes)
+            check_line_begun(data[at:], self.limits.max_target_bytes)
             self._check_head_size()
             return at
-        self.line = parse_line(data[at:end], self._limits.max_target_bytes)
+        self.line = parse_line(data[at:end], self.limits.max_target_bytes)
         assert self._parser is not None
         self._parser.feed_data(_ANY_LINE)
         self._num_head_bytes = end - len(b"\r\n") - at
@@ -263,8 +299,8 @@ class _Message:
 
     def on_header(self, raw_name: bytes, raw_value: bytes) -> None:
         self._num_headers += 1
-        if self._num_headers > self._limits.max_headers:
-            self._refuse(HeadersTooLarge(f"headers: more than the {self._limits.max_headers} allowed"))
+        if self._num_headers > self.limits.max_headers:
+            self._refuse(HeadersTooLarge(f"headers: more than the {self.limits.max_headers} allowed"))
         name = raw_name.lower().decode("latin-1")
         value = raw_value.strip(b" \t").decode("latin-1")
         if name in self._headers:
@@ -291,9 +327,9 @@ class _Message:
 
     def _check_head_size(self) -> None:
         """llhttp has no limit of its own, and httptools collects what it is given."""
-        if self._num_head_bytes > self._limits.max_head_bytes:
+        if self._num_head_bytes > self.limits.max_head_bytes:
             self._refuse(
-                HeadersTooLarge(f"head of the request: longer than the {self._limits.max_head_bytes} bytes allowed")
+                HeadersTooLarge(f"head of the request: longer than the {self.limits.max_head_bytes} bytes allowed")
             )
 
     def _joined(self, name: str, value: str) -> str:
@@ -329,10 +365,10 @@ class _Message:
             request.expects_continue = headers["expect"].lower() == "100-continue" and self.body is not _NO_BODY
 
     def _body(self, request: HttpRequest) -> Body:
-        headers, limit = self._headers, self._limits.max_body_bytes
+        headers, limit = self._headers, self.limits.max_body_bytes
         if "transfer-encoding" in headers:
             _check_transfer_encoding(headers["transfer-encoding"], request.http_minor)
-            return ChunkedBody(limit, self._limits.max_head_bytes)
+            return ChunkedBody(limit, self.limits.max_head_bytes)
         length = int(headers.get("content-length", 0))
         if length > limit:
             raise PayloadTooLarge(f"body: Content-Length is {length} bytes, at most {limit} are allowed")

@@ -20,6 +20,7 @@ from collections.abc import Generator, Iterator, Sequence
 
 import tokenizers
 
+from vecd.gateway.tokenization.known_words import MAX_CHARS, KnownWords
 from vecd.gateway.tokenization.split_points import cut_pattern
 
 CHARS_PER_TEXT = 20
@@ -50,6 +51,7 @@ class TextTokens:
         self._tokenizer = tokenizer
         self.max_chars = max_chars
         self.cuts = cut_pattern(tokenizer) if may_cut else None
+        self._words = None if self.cuts is None else KnownWords(self.cuts, self.ids)
 
     def first_chars(self, num: int) -> int:
         """How much of a text is tokenized first, where `num` tokens are needed."""
@@ -57,12 +59,18 @@ class TextTokens:
             return self.max_chars
         return min(_PIECE_CHARS, max(_LEAST_PIECE_CHARS, (num + 1) * _CHARS_PER_EXPECTED_TOKEN))
 
+    def known(self, text: str) -> list[int] | None:
+        """All tokens of a short text of known words; None for any other."""
+        return None if self._words is None else self._words.find(text)
+
     def first_steps(self, texts: Sequence[str], prompt: str, num: int) -> Generator[None, None, list[list[int]]]:
         """For each text, with the prompt before it: all tokens, or, if there are more than `num`, the first of them,
         more than `num`. Tokens that the library truncates are missing at the end."""
         if self.cuts is None:
             return self.ids([prompt + text[: self.max_chars] for text in texts])
         if self._is_one_call(texts, prompt, num):
+            if self._words is not None and len(texts) == 1 and len(texts[0]) + len(prompt) <= MAX_CHARS:
+                return [self._words.learn(prompt + texts[0])]
             return self.ids([prompt + text for text in texts] if prompt else texts)
         ends = []
         for text in texts:

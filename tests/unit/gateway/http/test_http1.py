@@ -2,11 +2,13 @@
 
 import itertools
 import tracemalloc
+from dataclasses import replace
 
 import pytest
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
+from vecd.gateway.http import http1
 from vecd.gateway.http.http1 import HeadReceived, ReadState, RequestReader, RequestReceived, _Message, encode_response
 from vecd.gateway.types.errors import (
     ApiError,
@@ -883,3 +885,58 @@ def test_changed_limits_hold_from_the_next_request_on():
     assert len(event.request.body) == 100
     with pytest.raises(ApiError, match="at most 10 are allowed"):
         reader.next_event()
+
+
+# --- a head that repeats the one before ---------------------------------------------------------------------------
+
+REPEATABLE = [
+    post(b"Content-Length: 5", body=b"hello"),
+    post(b"content-length:5", b"Accept: a", body=b"hello"),
+    post(b"X: Content-Length: 7", b"Content-Length: 5", body=b"hello"),
+    post(b"Accept: a", b"Content-Length: 5", b"Accept: b", body=b"hello"),
+    post(b"Content-Length: 5", b"X-Request-Id: own", body=b"hello"),
+    post(b"Content-Length: 5", b"Expect: 100-continue", body=b"hello"),
+    post(b"Content-Length: 5", b"Content-Encoding: gzip", body=b"hello"),
+]
+BEHIND = [
+    *(head.replace(b"h: 5", b"h: %b" % digits).replace(b"h:5", b"h:%b" % digits).replace(b"hello", body)
+      for head in REPEATABLE
+      for digits, body in ((b"5", b"world"), (b"0", b""), (b"11", b"hello\r\nGET "), (b"007", b"1234567"),
+                           (b"1001", b"x"), (b"99999999999999999999", b""), (b"", b"hello"), (b"-5", b"hello"),
+                           (b"5 ", b"hello"), (b"5, 5", b"hello"), (b"5\r\nContent-Length: 5", b"hello"),
+                           (b"5\r\n x", b"hello"), (b"4", b"hell" + get()))),
+    *CORPUS,
+]  # fmt: skip
+
+
+@pytest.mark.parametrize("first", REPEATABLE)
+def test_a_request_is_read_as_on_a_connection_of_its_own(first):
+    for second in BEHIND:
+        expected = comparable(read(first)) + comparable(read(second))
+        assert comparable(read(first, second)) == expected
+        assert comparable(read(first + second)) == expected
+        assert comparable(read(first, *(second[at : at + 7] for at in range(0, len(second), 7)))) == expected
+
+
+def test_a_repeated_head_is_not_parsed_again(monkeypatch):
+    reader = RequestReader(LIMITS)
+    reader.feed(REPEATABLE[0])
+    (first,) = take_all(reader)
+    monkeypatch.setattr(http1, "_Message", None)
+    reader.feed(post(b"Content-Length: 2", body=b"hi"))
+    (second,) = take_all(reader)
+    assert isinstance(first, HttpRequest)
+    assert isinstance(second, HttpRequest)
+    assert (second.body, second.headers["content-length"]) == (b"hi", "2")
+    assert (first.body, first.headers["content-length"]) == (b"hello", "5")
+    assert first.request_id != second.request_id
+
+
+def test_a_repeated_head_is_held_to_changed_limits():
+    reader = RequestReader(LIMITS)
+    reader.feed(REPEATABLE[1])
+    take_all(reader)
+    reader.limits = replace(LIMITS, max_headers=2)
+    reader.feed(REPEATABLE[1])
+    (error,) = take_all(reader)
+    assert isinstance(error, HeadersTooLarge)
