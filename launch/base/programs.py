@@ -66,6 +66,8 @@ _SYSTEMD_VARIABLES = {"LISTEN_FDS", "LISTEN_PID", "LISTEN_FDNAMES", "NOTIFY_SOCK
 _CHILD_ENVIRONMENT = {
     # A thread pool started before a fork makes the child hang, and one per library makes processes large.
     "OMP_NUM_THREADS": "1",
+    # For torch's threads, where cores are leased: they wait 0.1 ms for work before they sleep, not 10 ms.
+    "GOMP_SPINCOUNT": "3000",
     "OPENBLAS_NUM_THREADS": "1",
     "MKL_NUM_THREADS": "1",
     "TOKENIZERS_PARALLELISM": "false",

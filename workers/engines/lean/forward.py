@@ -110,9 +110,16 @@ def session_options(num_threads: int) -> onnxruntime.SessionOptions:
     options = onnxruntime.SessionOptions()
     options.intra_op_num_threads = num_threads
     options.inter_op_num_threads = 1
+    if num_threads > 1:
+        options.add_session_config_entry("session.intra_op.spin_duration_us", str(_SPIN_US))
     options.enable_mem_pattern = False  # a plan of the memory for every shape that ever came
     options.log_severity_level = _ERROR
     return options
 
+
+_SPIN_US = 100
+"""How long a thread waits for more work before it sleeps. Without a limit it is 36 to 50 ms, which the threads of other
+workers then lack after each pass. All limits from 50 to 1,000 µs gave the same speed; without any waiting, a text of 12
+tokens gains 1.1 instead of 1.5."""
 
 _ERROR = 3
