@@ -23,6 +23,7 @@ from vecd.gateway.scheduling.queue import QueuedSequence, RequestQueue
 from vecd.gateway.telemetry.shared_metrics import SharedMetrics
 from vecd.gateway.types.errors import EngineFailed, PoisonInput, Unavailable
 from vecd.gateway.types.request import Chunk, Priority
+from vecd.shm.control import InputDeaths
 from vecd.shm.failure_code import FailureCode
 from vecd.shm.output import Output
 from vecd.shm.shared_metrics import Counter, ServiceKey
@@ -499,6 +500,50 @@ async def test_what_waits_for_an_input_that_is_quarantined_meanwhile_is_failed()
     assert beside.fragments == [b"1"]
     for request in requests:
         flights.policy.close(request.request_queue)
+    flights.assert_nothing_is_left()
+
+
+async def test_those_that_follow_an_input_beside_a_quarantined_one_are_computed():
+    flights = Flights()
+    flights.add_worker()
+    first = flights.request(5, 6)
+    await flights.next_batch()
+    second = flights.request(6)
+    await flights.die()
+    quarantine = flights.dispatcher.quarantine
+    quarantine.add(quarantine.digest(array("i", [5, 5]).tobytes()))
+    assert await flights.answer_all() == [[6, 6]]
+    assert isinstance(error_of(first), PoisonInput)
+    assert second.fragments == [b"6"]
+    flights.assert_nothing_is_left()
+
+
+async def test_those_that_follow_an_input_of_a_request_that_is_not_paid_for_are_computed():
+    flights = Flights()
+    flights.add_worker()
+    first = flights.request(5, 6)
+    await flights.next_batch()
+    second = flights.request(5)
+    flights.dispatcher._retries.num_tokens = 2
+    await flights.die()
+    assert isinstance(error_of(first), Unavailable)
+    assert await flights.answer_all() == [[5, 5]]
+    assert second.fragments == [b"5"]
+    flights.assert_nothing_is_left()
+
+
+async def test_isolated_ones_are_computed_once_as_well():
+    flights = Flights()
+    digest = flights.dispatcher.quarantine.digest(array("i", [5, 5]).tobytes())
+    for _ in range(2):
+        flights.dispatcher.note_deaths(InputDeaths([digest], is_isolated=False, has_crashed=False))
+    requests = [flights.request(5) for _ in range(3)]
+    gone = flights.request(5)
+    flights.cancel(gone)
+    assert flights.waiting == (3, 6, 3)
+    flights.add_worker()
+    assert await flights.answer_all() == [[5, 5]]
+    assert [request.fragments for request in requests] == [[b"5"]] * 3
     flights.assert_nothing_is_left()
 
 
