@@ -69,6 +69,7 @@ from vecd.shm.shared_metrics import create_shared_metrics
 from vecd.shm.vector_cache import create_vector_cache
 from vecd.shm.wire import Incarnation
 from vecd.workers.process.kernel import adopt_orphans, kilobytes, leave_no_core, trace_crashes
+from vecd.workers.processor import usable_cores
 
 log = logging.getLogger("vecd.supervisor")
 
@@ -190,11 +191,11 @@ class Supervisor:
             self._url, self._admin_url = listeners.url, listeners.admin_url
             self._gateway_pool = GatewayPool(
                 self._num_gateways, listeners.sockets, self._metrics_fd, self._worker_pools, self._on_gateway_message,
-                self._changed.set, self._system, self._vector_cache_fd,
+                self._changed.set, self._system, usable_cores(), self._vector_cache_fd,
             )  # fmt: skip
             self._reloader = Reloader(
                 lambda: load_settings(self._arguments, without=["ready_fd"]),
-                lambda settings: self._with_inherited(make_plan(settings)),
+                lambda settings: self._with_inherited(make_plan(settings, num_gateways=self._num_gateways)),
                 self._make_worker_pool, self._worker_pools, self._gateway_pool, self._system.files, self._start_task,
                 self._changed, self,
             )  # fmt: skip

@@ -23,6 +23,8 @@ from vecd.client.connection import parse_target
 from vecd.shm.card import read_card
 
 _CLIENTS = 64
+_NUM_TEXTS = 8 * _CLIENTS
+"""More than there are clients: identical texts in progress at the same time would be computed once."""
 _TOKENS = 59
 _TIMES_SERVED = 3
 """Each client, at least, in a turn: whole batches end together, and a turn must not be of one or two of them."""
@@ -38,7 +40,7 @@ def measure_clients(model: Path, exports: Sequence[Path], num_rounds: int, durat
     `folder` is for the server's cache. Raises ServerFailure and RuntimeError.
     """
     export = max(exports, key=_look)
-    texts = texts_of(read_card(model), _CLIENTS, _TOKENS)
+    texts = texts_of(read_card(model), _NUM_TEXTS, _TOKENS)
     ours, theirs = [], []
     with announcing("--dtype", _DTYPE, "--cache-dir", str(folder), model=str(model)) as server, StandIn(export) as peer:
         duration_s = _long_enough(server, texts, duration_s)

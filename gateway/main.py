@@ -28,6 +28,7 @@ from vecd.gateway.encoding.quantization import RangesError
 from vecd.gateway.http.contract import Timeouts
 from vecd.gateway.http.server import Server
 from vecd.gateway.http.tls import ServerTls, TlsError
+from vecd.gateway.scheduling.core_claim import CoreClaim
 from vecd.gateway.scheduling.cores import Cores
 from vecd.gateway.service import GatewayFacts, Service, Services, read_tokenizer
 from vecd.gateway.telemetry.access_log import AccessLog
@@ -42,6 +43,7 @@ from vecd.shm.card import ModelError
 from vecd.shm.control import (
     Channel,
     ChildFailed,
+    CoresGranted,
     Drain,
     GatewayListen,
     GatewayReady,
@@ -186,6 +188,7 @@ class Gateway:
         first.dispatcher.start_stage = start.start_stage
         self._services = Services(first, facts, read_tokenizer=read_tokenizer)
         self._services.on_activated = self._change
+        self._core_claim = self._claim_cores() if config.num_gateways > 1 else None
         self._tls = ServerTls(config.tls_cert, config.tls_key) if config.tls_cert and config.tls_key else None
         self._finished = FinishedRequests(shared_metrics)
         self._access_log = AccessLog(config, shared_metrics, ENDPOINTS)
@@ -214,6 +217,15 @@ class Gateway:
                 Gauge.CONNECTIONS: lambda: self._server.num_connections,
                 Gauge.WORKERS: lambda: sum(link.is_usable for link in services.active.dispatcher.links),
             }
+        )
+
+    def _claim_cores(self) -> CoreClaim:
+        services = self._services
+        return CoreClaim(
+            self._cores,
+            num_waiting=lambda: services.total(lambda service: service.policy.queued_sequences),
+            send=self._control.send,
+            call_later=lambda seconds, look: asyncio.get_running_loop().call_later(seconds, look),
         )
 
     def _read_others_use(self) -> int:
@@ -272,10 +284,16 @@ class Gateway:
         return 0
 
     def _on_message(self, message: Message, fds: list[int]) -> None:
-        if not isinstance(message, Drain):
-            self._services.on_message(message, fds)
-        elif not self._drain_order.done():
-            self._drain_order.set_result(message)
+        match message:
+            case Drain():
+                if not self._drain_order.done():
+                    self._drain_order.set_result(message)
+            case CoresGranted():
+                assert self._core_claim is not None
+                self._core_claim.grant(message.num)
+                self._services.schedule_dispatch()  # batches may have waited for a core
+            case _:
+                self._services.on_message(message, fds)
 
     def _change(self, config: GatewayConfig) -> None:
         """Apply the configuration of a generation that has become the active one to what all generations share."""

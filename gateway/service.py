@@ -116,6 +116,7 @@ class Service:
             max_batch_tokens=config.max_batch_tokens,
             batch_timeout_s=config.batch_timeout_s,
             num_gateways=config.num_gateways,
+            is_shared_by_tenants=config.share_computed == "all",
             widths={output: output.width_of(config.card) for output in Output},
             report=gateway.send,
             on_sending=TeiCounts(self._shared_metrics).count_batch if config.has_tei_metrics else None,
@@ -216,6 +217,11 @@ class Services:
 
     def total(self, value: Callable[[Service], int]) -> int:
         return sum(map(value, self.all.values()))
+
+    def schedule_dispatch(self) -> None:
+        """Send soon what can be sent, of all generations."""
+        for service in self.all.values():
+            service.dispatcher.schedule_dispatch()
 
     def stop(self) -> None:
         for service in self.all.values():

@@ -7,9 +7,9 @@ JSON; descriptors ride along (SCM_RIGHTS). The end of the stream means that the 
     supervisor → gateway       GatewayListen (+ sockets), GatewayStart (+ sockets, shared metrics, vector cache),
                                WorkerUp (+ arena), WorkerDown, Drain,
                                Prepare (+ ZeroMQ socket), Activate, Discard, ModelBroken, NewKeys,
-                               Progress, Quarantined, InputDeaths, InputsCleared
+                               Progress, Quarantined, InputDeaths, InputsCleared, CoresGranted
     gateway → supervisor       GatewayReady, ChildFailed, Heartbeat, WorkerConnected, WorkerStuck, Prepared, Retired,
-                               ReloadAsked, Quarantined, InputDeaths, InputsCleared
+                               ReloadAsked, Quarantined, InputDeaths, InputsCleared, CoresWanted, CoresHeld
     supervisor → fork server   ForkServerStart, ForkWorker (+ control, arena, ZeroMQ addresses)
     fork server → supervisor   ForkServerReady, WorkerForked (+ pidfd), ForkFailed, WorkerExited
     worker → supervisor        Progress, WorkerReady, ChildFailed
@@ -175,6 +175,30 @@ class Quarantined(Message):
 
     digest: str
     """In hexadecimal, made with the key that gateways share."""
+
+
+@dataclass(frozen=True, slots=True)
+class CoresWanted(Message):
+    """From one of several gateways: on how many cores it could compute now. Sent when that changes, at most 20 times a
+    second."""
+
+    num: int
+
+
+@dataclass(frozen=True, slots=True)
+class CoresGranted(Message):
+    """To one of several gateways: how many cores it may lease from now on; none before the first of these messages. An
+    answer, CoresHeld, is needed if they are fewer than before."""
+
+    num: int
+
+
+@dataclass(frozen=True, slots=True)
+class CoresHeld(Message):
+    """From a gateway: its leases fit into its newest grant, which was smaller than the one before."""
+
+    num: int
+    """Those of the grant."""
 
 
 @dataclass(frozen=True, slots=True)

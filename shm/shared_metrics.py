@@ -96,6 +96,7 @@ class Counter(_Cell):
     LEASED_BATCHES = "batches_leased", "Of these, batches that were computed with more than one core"
     COMPUTE_US = "compute_seconds", "Time that workers spent on these batches", None, 1_000_000
     RETRIED = "sequences_retried", "Sequences queued again because their worker was lost"
+    COALESCED = "sequences_coalesced", "Sequences that got the row of an identical one"
     STUCK = "workers_stuck", "Workers reported for having let a deadline pass, or for saying what cannot be"
     POISONED = "inputs_poisonous", "Inputs given up because one worker after the other died with them"
     LINES_DROPPED = "log_lines_dropped", "Lines of requests that were left out, because there were too many"

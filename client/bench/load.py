@@ -16,8 +16,9 @@ from vecd.client.connection import Target, render_request
 DEFAULT_MAX_CONNECTIONS = 1024
 MAX_RATE_PER_S = 100_000.0
 """Several times what this generator can send."""
-_NUM_DISTINCT_REQUESTS = 512
-"""Enough that requests under way at the same time differ. A server with a cache would still use it."""
+_NUM_DISTINCT_REQUESTS = 2 * DEFAULT_MAX_CONNECTIONS
+"""Enough that requests in progress at the same time differ: vecd computes identical inputs once that wait at the same
+time. A server with a cache would still use it."""
 _TEN_WORDS = Lengths(10)
 _ACCEPT = {"bytes": "*/*", "npy": "application/x-npy"}
 """By encoding; JSON for the others. "bytes" is requested in the body."""

@@ -34,6 +34,8 @@ _NUM_READY_TEXTS = 32_768
 """About the number of texts in all different requests, if --distinct-requests is not given …"""
 _DISTINCT_REQUESTS = range(16, 513)
 """… within these numbers of requests."""
+_MAX_READY_TEXTS = 8 * _NUM_READY_TEXTS
+"""Not exceeded for the sake of requests that are in progress at the same time."""
 _REQUEST_FLAGS = ("path", "model", "encoding_format", "texts_per_request", "seed", "timeout_ms", "priority")
 """Flags that are fields of `RequestShape`, and are reported. The key is not."""
 _EXCLUSIVE = (("clients", "rate"), ("words", "lengths"), ("words", "texts"), ("lengths", "texts"))
@@ -93,7 +95,7 @@ class BenchOptions(TlsOptions):
     )
     texts: Path | None = _request('texts to send: one a line, or JSON objects with a "text"', read=Path, metavar="FILE")
     distinct_requests: int | None = _request(
-        "how many differ, before they come again (512; fewer of many texts)",
+        "how many differ, before they come again (512, or twice those at a time; fewer of many texts)",
         read=whole(_MAX_DISTINCT_REQUESTS),
         metavar="N",
     )
@@ -176,12 +178,14 @@ class BenchOptions(TlsOptions):
                 timeout_ms=None,
                 seed=self.seed + 1,
             )
-            bulk = load(shape=shape, requests=self._render(shape), clients=self.bulk_clients)
+            bulk = load(shape=shape, requests=self._render(shape, self.bulk_clients), clients=self.bulk_clients)
+        max_connections = self.max_connections or DEFAULT_MAX_CONNECTIONS
+        num_at_a_time = max_connections if self.rate is not None else max(self.clients or _DEFAULT_CLIENTS)
         measured = partial(
             load,
             shape=self._shape,
-            requests=self._render(self._shape),
-            max_connections=self.max_connections or DEFAULT_MAX_CONNECTIONS,
+            requests=self._render(self._shape, num_at_a_time),
+            max_connections=max_connections,
             num_requests=self.requests,
             goodput_ms=self.goodput_ms,
             bulk=bulk,
@@ -207,10 +211,13 @@ class BenchOptions(TlsOptions):
             **{name: getattr(self, name) for name in _REQUEST_FLAGS},
         )
 
-    def _render(self, shape: RequestShape) -> list[bytes]:
+    def _render(self, shape: RequestShape, num_at_a_time: int) -> list[bytes]:
+        """`num_at_a_time`: the most requests of that shape that are in progress at the same time. They differ where
+        possible, because vecd computes inputs once that wait at the same time."""
         fitting = _NUM_READY_TEXTS // shape.texts_per_request
         default = min(max(fitting, _DISTINCT_REQUESTS[0]), _DISTINCT_REQUESTS[-1])
-        return render_requests(self._target, shape, self.distinct_requests or default)
+        differing = min(2 * num_at_a_time, _MAX_READY_TEXTS // shape.texts_per_request)
+        return render_requests(self._target, shape, self.distinct_requests or max(default, differing))
 
     # --- in words -----------------------------------------------------------------------------------------
 

@@ -7,7 +7,7 @@ percentiles; nothing that a caller sent is in it. Reads the shared metrics and t
     now_s               by the server's monotonic clock, as all times here
     requests[]          route, dialect, status, count                   } since the server began
     totals              inputs, input_tokens, sequences, tokens, padding_tokens, batches, compute_s, refused, expired,
-                        retried, stuck, poisoned                        }
+                        retried, coalesced, stuck, poisoned             }
     stages{}            by stage: counts of each bucket (the last: above all bounds), sum_s; `stage_bounds_s`
     batch_tokens{}      the same for the sizes of batches: bounds, counts, sum
     batch_fill{}        the same for the part of its room that each batch used, at most 1
@@ -55,6 +55,7 @@ _TOTALS = {
     "refused": Counter.REFUSED,
     "expired": Counter.EXPIRED,
     "retried": Counter.RETRIED,
+    "coalesced": Counter.COALESCED,
     "stuck": Counter.STUCK,
     "poisoned": Counter.POISONED,
 }

@@ -76,22 +76,29 @@ class Delivery:
             link, batch = self._to_encode[0]
             rows = link.slots.rows[batch.slot]
             rows_left = max(1, self._floats_left // rows.shape[1])
-            end = min(batch.num_rows, batch.num_encoded + rows_left)
+            end_of_all = batch.num_rows + len(batch.copies)
+            end = min(end_of_all, batch.num_encoded + rows_left)
             try:
                 self._deliver(batch, rows, end)
             except Exception:  # a fault of this module; it must not hold up the batches behind this one
                 log.exception("batch %d cannot be delivered", batch.number)
-                for sequence in batch.sequences:
+                for sequence in (*batch.sequences, *(follower for follower, _ in batch.copies)):
                     sequence.pending.fail(_server_error())
             self._floats_left -= (end - batch.num_encoded) * rows.shape[1]
             batch.num_encoded = end
-            if end == batch.num_rows:
+            if end == end_of_all:
                 self._to_encode.popleft()
                 self._on_delivered(link, batch)
 
     def _deliver(self, batch: InFlight, rows: Rows, end: int) -> None:
-        """Hand the rows from `batch.num_encoded` to `end` to their requests."""
+        """Hand the rows from `batch.num_encoded` to `end` to their requests. Behind the batch's own rows come the
+        copies."""
         start, ends = batch.num_encoded, batch.row_ends
+        if end > batch.num_rows:
+            self._deliver_copies(batch, rows, max(0, start - batch.num_rows), end - batch.num_rows)
+            end = batch.num_rows
+            if start >= end:
+                return
         if isinstance(ends, range):
             deliver_vectors(batch.sequences[start:end], rows[start:end], self._keep)
             return
@@ -107,6 +114,17 @@ class Delivery:
                 stop = ends[behind - 1]
                 deliver_vectors(batch.sequences[at:behind], np.ascontiguousarray(rows[start:stop, :width]), self._keep)
             start, at = stop, behind
+
+    def _deliver_copies(self, batch: InFlight, rows: Rows, start: int, end: int) -> None:
+        """Hand the copies from `start` to `end` to their requests."""
+        sequences = [follower for follower, _ in batch.copies[start:end]]
+        copied = rows[[batch.row_ends[position] - 1 for _, position in batch.copies[start:end]]]
+        at = 0
+        while at < len(sequences):
+            behind = _end_of_output(sequences, at, len(sequences))
+            width = self._widths.get(sequences[at].output)
+            deliver_vectors(sequences[at:behind], np.ascontiguousarray(copied[at:behind, :width]))
+            at = behind
 
 
 def _end_of_output(sequences: list[QueuedSequence], start: int, stop: int) -> int:

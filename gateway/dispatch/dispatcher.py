@@ -20,6 +20,7 @@ import secrets
 import time
 from collections.abc import Callable, Mapping
 from copy import copy
+from functools import partial
 from itertools import accumulate
 from typing import Any
 
@@ -30,6 +31,7 @@ from vecd.gateway.dispatch.delivery import Delivery
 from vecd.gateway.dispatch.known_inputs import KnownInputs
 from vecd.gateway.dispatch.quarantine import Quarantine, poisonous
 from vecd.gateway.dispatch.retry_budget import RetryBudget
+from vecd.gateway.dispatch.single_flight import SingleFlight
 from vecd.gateway.dispatch.transport import Transport
 from vecd.gateway.dispatch.vector_cache import VectorCache
 from vecd.gateway.dispatch.worker_link import InFlight, WorkerLink
@@ -39,7 +41,7 @@ from vecd.gateway.scheduling.policy import BatchingPolicy, PlannedBatch
 from vecd.gateway.scheduling.queue import Deaths, QueuedSequence, RequestQueue
 from vecd.gateway.scheduling.thread_model import ThreadModel
 from vecd.gateway.telemetry.shared_metrics import SharedMetrics
-from vecd.gateway.types.errors import DeadlinePassed, EngineFailed, Unavailable
+from vecd.gateway.types.errors import ApiError, DeadlinePassed, EngineFailed, Unavailable
 from vecd.gateway.types.timeline import BatchShare
 from vecd.shm.control import (
     LOAD_TOKENS_PER_S,
@@ -96,6 +98,7 @@ class Dispatcher:
         quarantine_key: bytes | None = None,
         num_gateways: int = 1,
         widths: Mapping[Output, int] | None = None,
+        is_shared_by_tenants: bool = False,
         shared_metrics: SharedMetrics | None = None,
         cores: Cores | None = None,
         vector_cache: VectorCache | None = None,
@@ -107,8 +110,9 @@ class Dispatcher:
         tokens). Digests of inputs are made with `quarantine_key`; None: a random key.
 
         `batch_timeout_s` is the most that a worker has for a batch; `num_gateways` take turns at it. `widths`: the
-        number of floats of a row that are each output's own, the first ones; None: all. `cores`: the budget of this
-        process; None: one core, so that none is lent. `vector_cache` is filled with computed rows.
+        number of floats of a row that are each output's own, the first ones; None: all. `is_shared_by_tenants`:
+        identical sequences of different tenants are computed once, too. `cores`: the budget of this process; None: one
+        core, so that none is lent. `vector_cache` is filled with computed rows.
         """
         self._policy = policy
         self._epoch = epoch
@@ -128,6 +132,8 @@ class Dispatcher:
         self.quarantine = Quarantine(quarantine_key or secrets.token_bytes(_QUARANTINE_KEY_BYTES))
         self._deaths: KnownInputs[Deaths] = KnownInputs(_MAX_INPUTS_WITH_DEATHS)
         """The deaths of workers with each input that has not been computed since."""
+        self._flights = SingleFlight(is_shared_by_tenants=is_shared_by_tenants)
+        policy.on_dropped = self._on_dropped
         self._retries = RetryBudget(max_batch_tokens)
         self._max_batch_tokens = max_batch_tokens
         self._newest_cost_model = CostModel(max_batch_tokens)
@@ -166,6 +172,7 @@ class Dispatcher:
             link.in_flight.clear()
             self._end_lease(link)
         self._links.clear()
+        self._policy.on_dropped = None
         self._delivery.clear()
         self._sweeper.cancel()
         self._transport.stop()
@@ -224,8 +231,18 @@ class Dispatcher:
         if self._deaths:
             for sequence in sequences:
                 sequence.deaths = self._deaths.find(self.quarantine.digest(sequence.token_ids))
-        self._policy.add(request_queue, sequences, time.monotonic())
+        now = time.monotonic()
+        queued, followers = self._flights.join(request_queue.tenant, sequences)
+        if followers:
+            _note_sent(followers, now)
+        self._policy.add(request_queue, queued, now)
         self.schedule_dispatch()
+
+    def _on_dropped(self, sequences: list[QueuedSequence]) -> None:
+        """Sequences of a request that is over no longer wait."""
+        self._flights.drop(sequences)
+        if self._flights.has_unseated:
+            self.schedule_dispatch()
 
     def schedule_dispatch(self) -> None:
         """Send what can be sent, once the requests that have arrived in this turn of the loop are all queued."""
@@ -302,6 +319,8 @@ class Dispatcher:
         if self._is_stopped:
             return
         now = time.monotonic()
+        if self._flights.has_unseated:
+            self._policy.put_back(self._flights.seat_unseated())
         idle = [link for link in self._links.values() if link.is_idle]
         if len(idle) > 1:
             idle.sort(key=_num_thread_choices)  # a batch that is alone goes to the worker that can use most cores
@@ -367,13 +386,18 @@ class Dispatcher:
                 return batch
             for sequence in batch.sequences:
                 if self.quarantine.holds(sequence.token_ids):
-                    sequence.pending.fail(poisonous(sequence.index))
+                    self._fail_identical(sequence, poisonous)
+            over = [sequence for sequence in batch.sequences if sequence.is_abandoned]
+            self._policy.put_back(self._seat(over))  # others may follow these
             batch.sequences = [sequence for sequence in batch.sequences if not sequence.is_abandoned]
             if batch.sequences:
                 return batch
 
     def _send(self, link: WorkerLink, planned: PlannedBatch, now: float, num_threads: int) -> None:
-        sequences = planned.sequences
+        sequences, followers = self._flights.depart(planned.sequences)
+        if followers:
+            self._policy.withdraw(followers)
+            _note_sent(followers, now)
         lengths = [sequence.num_tokens for sequence in sequences]
         num_tokens = sum(lengths)
         outputs = _outputs_bytes(sequences)
@@ -471,6 +495,9 @@ class Dispatcher:
             place=self._place,
             num_threads=done.num_threads,
         )
+        batch.copies = self._flights.copies(batch.sequences)
+        if batch.copies:
+            self._shared_metrics.add(Counter.COALESCED, len(batch.copies))
         _note_done(batch, worker, done.compute_us)
         link.num_failures = 0
         if self._deaths:
@@ -496,13 +523,13 @@ class Dispatcher:
         link.free_slots.append(batch.slot)
         self._note_lost(batch)
         if len(batch.sequences) == 1:
-            _fail(batch.sequences[0], failed.code)
+            self._fail_identical(batch.sequences[0], partial(_engine_failed, failed.code))
             self._count_failure(link)
         else:
             # Most often one sequence is the cause: halves find it in a few batches, and the others are computed.
             middle = len(batch.sequences) // 2
             for half in (batch.sequences[:middle], batch.sequences[middle:]):
-                self._policy.isolate([sequence for sequence in half if not sequence.is_abandoned])
+                self._policy.isolate(self._seat(half))
         self.schedule_dispatch()
 
     def _on_delivered(self, link: WorkerLink, batch: InFlight) -> None:
@@ -537,7 +564,19 @@ class Dispatcher:
         """A worker had the batch and has not computed it."""
         self._shared_metrics.batch_lost(batch.number)
         for sequence in batch.sequences:
-            sequence.request_queue.num_sent_tokens -= sequence.num_tokens
+            for lost in (sequence, *self._flights.followers(sequence)):
+                lost.request_queue.num_sent_tokens -= lost.num_tokens
+
+    def _fail_identical(self, sequence: QueuedSequence, make_error: Callable[[int], ApiError]) -> None:
+        """Fail the requests of a sequence and of all that are identical to it, each with an error for the index of its
+        input."""
+        for each in self._flights.end(sequence):
+            each.pending.fail(make_error(each.index))
+
+    def _seat(self, sequences: list[QueuedSequence]) -> list[QueuedSequence]:
+        """The sequences that are to be queued again for lost ones, whose rows are still wanted."""
+        seated = [self._flights.seat(sequence) for sequence in sequences]
+        return [sequence for sequence in seated if sequence is not None]
 
     def _count_death(self, batch: InFlight, *, has_crashed: bool) -> None:
         """Count one more for each input in the batch, also for those whose clients have gone."""
@@ -576,7 +615,7 @@ class Dispatcher:
         """Fail the request of a poison input, and for a while every other that has the same input."""
         log.error("%d workers died with an input of %d tokens; rejected", sequence.num_deaths, sequence.num_tokens)
         self._shared_metrics.add(Counter.POISONED)
-        sequence.pending.fail(poisonous(sequence.index))
+        self._fail_identical(sequence, poisonous)
         self._deaths.forget(digest)
         self.quarantine.add(digest)
         self._report(Quarantined(digest))
@@ -591,11 +630,14 @@ class Dispatcher:
 
     def _put_back(self, sequences: list[QueuedSequence]) -> None:
         """Queue lost sequences again, as far as the retry budget pays for those that may share a batch."""
-        for sequence in sequences:
+        seated = self._seat(sequences)
+        for sequence in seated:
             is_free = sequence.is_abandoned or sequence.must_run_alone
             if not is_free and not self._retries.pay(sequence.num_tokens):
-                sequence.pending.fail(_keep_dying())
-        alive = [sequence for sequence in sequences if not sequence.is_abandoned]
+                self._fail_identical(sequence, _keep_dying)
+        # A failed request may have had other sequences among them, which others follow.
+        alive = [sequence for sequence in seated if not sequence.is_abandoned]
+        alive += self._seat([sequence for sequence in seated if sequence.is_abandoned])
         self._shared_metrics.add(Counter.RETRIED, len(alive))
         self._policy.put_back(alive)
         self.schedule_dispatch()
@@ -684,7 +726,8 @@ def _note_sent(sequences: list[QueuedSequence], now: float) -> None:
 
 def _note_done(batch: InFlight, worker: int, compute_us: int) -> None:
     request_queue: RequestQueue | None = None
-    for sequence in batch.sequences:
+    followers = [follower for follower, _ in batch.copies]
+    for sequence in batch.sequences + followers if followers else batch.sequences:
         if sequence.request_queue is request_queue:
             continue
         request_queue = sequence.request_queue
@@ -703,7 +746,7 @@ def _note_done(batch: InFlight, worker: int, compute_us: int) -> None:
                 request_queue.batches.append(share)
 
 
-def _keep_dying() -> Unavailable:
+def _keep_dying(index: int) -> Unavailable:
     return Unavailable(
         "Workers keep dying, and they have lost more work than may be computed again",
         retry_after_s=_KEEP_DYING_RETRY_AFTER_S,
@@ -711,6 +754,6 @@ def _keep_dying() -> Unavailable:
     )
 
 
-def _fail(sequence: QueuedSequence, code: FailureCode) -> None:
+def _engine_failed(code: FailureCode, index: int) -> EngineFailed:
     what = "ran out of memory on" if code is FailureCode.OUT_OF_MEMORY else "failed on"
-    sequence.pending.fail(EngineFailed(f"The engine {what} 'input[{sequence.index}]'", code=code.name.lower()))
+    return EngineFailed(f"The engine {what} 'input[{index}]'", code=code.name.lower())

@@ -8,6 +8,7 @@ import time
 from dataclasses import dataclass, field
 from typing import Any
 
+from vecd.gateway.dispatch.single_flight import Copy
 from vecd.gateway.scheduling.cost_model import CostModel
 from vecd.gateway.scheduling.queue import QueuedSequence
 from vecd.shm.shared_metrics import ServiceKey, WorkerKey
@@ -32,7 +33,9 @@ class InFlight:
     """Cores that were leased to it; 0 where the worker's threads are fixed."""
     answered_at: float = 0.0
     num_encoded: int = 0
-    """Rows that have been handed to their requests."""
+    """Rows that have been handed to their requests; beyond `num_rows`, copies."""
+    copies: list[Copy] = field(default_factory=list)
+    """Sequences that get a copy of another's row, once the batch has been answered."""
 
     @property
     def num_rows(self) -> int:

@@ -10,6 +10,7 @@ they wait for each other, are slower than one (measured: 68 ms instead of 11).
 """
 
 import math
+from collections.abc import Callable
 
 _MAX_OTHERS_USE = 0.5
 """Cores that other programs may use while all of ours are lent: what a client on the same machine needs."""
@@ -21,7 +22,8 @@ longer than this. Without it, two clients whose batches have met once would wait
 
 class Cores:
     def __init__(self, num_cores: int) -> None:
-        """`num_cores`: those that the server may use, at least 1; all of them are granted to this gateway at first."""
+        """`num_cores`: those that the server may use, at least 1; all of them are granted to this gateway at first.
+        Several gateways are granted parts, see `vecd.gateway.scheduling.core_claim`."""
         self.num_cores = num_cores
         self.granted = num_cores
         """Those of which this gateway may lease more than one to a batch."""
@@ -31,7 +33,19 @@ class Cores:
         """Of these, the cores beyond the first of each batch."""
         self.others_use = 0.0
         """Cores that programs other than the server used in the last second."""
+        self.on_change: Callable[[], None] | None = None
+        """Called when a lease has begun or ended."""
         self._contended_until = -math.inf
+
+    @property
+    def num_batches(self) -> int:
+        """Those that have a core of their own or more."""
+        return self.leased - self.num_lent
+
+    @property
+    def is_within_grant(self) -> bool:
+        """Whether no core is lent that is not granted. A batch needs no grant for its first one."""
+        return self.num_lent == 0 or self.leased <= self.granted
 
     @property
     def free(self) -> int:
@@ -48,15 +62,23 @@ class Cores:
         """How many idle workers may get a batch now. The others get theirs at the end of a lease of several cores."""
         return num_idle_workers if self.num_lent == 0 else max(0, min(num_idle_workers, self.free))
 
+    def grant(self, num: int) -> None:
+        """Allow leases of `num` cores from now on. Leases that have begun stay as they are."""
+        self.granted = num
+
     def lease(self, num: int) -> None:
         """To a batch that leaves for an idle worker, `num` at least 1."""
         self.leased += num
         self.num_lent += num - 1
+        if self.on_change is not None:
+            self.on_change()
 
     def give_back(self, num: int, num_kept: int = 0) -> None:
         """All of a batch's lease of `num`, but for `num_kept`, 0 or 1, if the worker has another batch."""
         self.leased -= num - num_kept
         self.num_lent -= max(0, num - 1)
+        if self.on_change is not None:
+            self.on_change()
 
     def note_contention(self, now: float, batch_s: float) -> None:
         """A batch, which one thread needs `batch_s` for, waits for cores that are lent to another one."""

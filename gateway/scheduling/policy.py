@@ -117,6 +117,8 @@ class BatchingPolicy:
         self.queued_sequences = 0
         self.queued_rows = 0
         """Rows that these take in slots."""
+        self.on_dropped: Callable[[list[QueuedSequence]], None] | None = None
+        """Called with the sequences of a request that is over, if any still waited. May queue nothing."""
 
     # --- requests come and go -------------------------------------------------------------------------------
 
@@ -190,18 +192,44 @@ class BatchingPolicy:
         """The request is over: its sequences that still wait are dropped at once."""
         if request_queue.sequences:
             self._count(-request_queue.num_tokens, -len(request_queue.sequences), -request_queue.num_rows)
+            if self.on_dropped is not None:
+                self.on_dropped(list(request_queue.sequences))
         if request_queue.rotation is not None:
             request_queue.rotation.remove(request_queue)
         request_queue.sequences.clear()
         request_queue.num_tokens = 0
         if self._isolated:
-            self._drop_isolated(request_queue)
+            isolated = [each for batch in self._isolated for each in batch if each.request_queue is request_queue]
+            self._drop_isolated(set(isolated))
+            if self.on_dropped is not None:
+                self.on_dropped(isolated)
 
-    def _drop_isolated(self, request_queue: RequestQueue) -> None:
+    def withdraw(self, sequences: list[QueuedSequence]) -> None:
+        """Drop sequences that need no batch any more, and that take no row of a token each; those that do not wait are
+        ignored. Looks at all that waits of their requests."""
+        dropped = set(sequences)
+        for request_queue in dict.fromkeys([sequence.request_queue for sequence in sequences]):
+            left = [sequence for sequence in request_queue.sequences if sequence not in dropped]
+            num_dropped = len(request_queue.sequences) - len(left)
+            if not num_dropped:
+                continue
+            assert request_queue.rotation is not None
+            num_tokens = request_queue.num_tokens - sum([sequence.num_tokens for sequence in left])
+            self._count(-num_tokens, -num_dropped, -num_dropped)
+            request_queue.sequences = deque(left)
+            request_queue.num_tokens -= num_tokens
+            request_queue.rotation.count(-num_tokens)
+            if not left:
+                request_queue.rotation.remove(request_queue)
+                request_queue.deficit = 0
+        if self._isolated:
+            self._drop_isolated(dropped)
+
+    def _drop_isolated(self, dropped: set[QueuedSequence]) -> None:
         batches, self._isolated = self._isolated, deque()
         for batch in batches:
             self._count_isolated(batch, -1)
-            others = [sequence for sequence in batch if sequence.request_queue is not request_queue]
+            others = [sequence for sequence in batch if sequence not in dropped]
             self._count_isolated(others, 1)
             if others:
                 self._isolated.append(others)

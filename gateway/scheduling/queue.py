@@ -68,10 +68,30 @@ class Deaths:
         return self.num >= _ALONE_FROM
 
 
+class Flight:
+    """Identical sequences, of which one is computed for all. Owned by `vecd.gateway.dispatch.single_flight`, which has
+    the rules."""
+
+    __slots__ = ("followers", "key", "leader", "waiting")
+
+    def __init__(self, key: "tuple[str | None, Output, bytes]", first: "QueuedSequence") -> None:
+        self.key = key
+        """The tenant, None where tenants share; the output; the token ids."""
+        self.leader: QueuedSequence | None = None
+        """The one that a worker has."""
+        self.waiting: dict[QueuedSequence, None] = {first: None}
+        """Those that wait for a batch, each in its own request; empty while there is a leader."""
+        self.followers: list[QueuedSequence] = []
+        """Those that wait for the row of another, and for no batch."""
+
+
 class QueuedSequence:
     """One tokenized input: the unit of scheduling. Owned by the batching policy while queued, then by one batch."""
 
-    __slots__ = ("chunked", "deaths", "digest", "index", "num_tokens", "output", "request_queue", "token_ids", "weight")
+    __slots__ = (
+        "chunked", "deaths", "digest", "flight", "index", "num_tokens", "output", "request_queue", "token_ids",
+        "weight",
+    )  # fmt: skip
 
     def __init__(
         self,
@@ -93,6 +113,8 @@ class QueuedSequence:
         """Weight of a chunk's row in the mean."""
         self.deaths: Deaths | None = None
         """Deaths of workers that were computing it; None while there are none."""
+        self.flight: Flight | None = None
+        """It and those that are identical. Written by `vecd.gateway.dispatch.single_flight`."""
         self.digest: bytes | None = None
         """What its row is to be kept under in the vector cache; None: it is not."""
 

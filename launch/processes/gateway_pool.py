@@ -1,9 +1,9 @@
 """The gateways: started, watched, restarted when they die, and kept up to date.
 
-Owns a coroutine for each gateway, which supervises it, the links to those that run, and what each of them has been sent
-about which generation of the configuration. What is still to be sent is worked out anew whenever anything has changed
-(`reconcile`), so that a gateway that starts in the middle of a reload ends up in the state of the others. Called by
-`vecd.supervisor` and `vecd.launch.processes.reload`.
+Owns a coroutine for each gateway, which supervises it, the links to those that run, what each of them has been sent
+about which generation of the configuration, and the division of the cores among them. What is still to be sent is
+worked out anew whenever anything has changed (`reconcile`), so that a gateway that starts in the middle of a reload
+ends up in the state of the others. Called by `vecd.supervisor` and `vecd.launch.processes.reload`.
 
 Messages to one gateway (→) and from it (←) about a new generation:
 
@@ -23,9 +23,13 @@ from vecd.gateway.types.config import ApiKey
 from vecd.launch.base.exit_codes import ChildDied, StartFailure
 from vecd.launch.processes.backoff import Backoff
 from vecd.launch.processes.children import Process, System
+from vecd.launch.processes.core_grants import CoreGrants, Grants, Life
 from vecd.launch.processes.worker_pool import WorkerPool
 from vecd.shm.control import (
     Activate,
+    CoresGranted,
+    CoresHeld,
+    CoresWanted,
     Discard,
     Drain,
     GatewayStart,
@@ -57,6 +61,8 @@ class Link:
     """A gateway that runs, and what it has been sent."""
 
     index: int
+    epoch: int
+    """Which of its lives this is, 1 for the first."""
     process: Process
     generation: int
     """The one that it serves new requests with."""
@@ -77,6 +83,10 @@ class Link:
     is_killed: bool = False
     """It has been sent a signal for hanging."""
 
+    @property
+    def life(self) -> Life:
+        return self.index, self.epoch
+
 
 class GatewayPool:
     def __init__(
@@ -88,12 +98,14 @@ class GatewayPool:
         on_message: Callable[[Link, Message], None],
         on_change: Callable[[], None],
         system: System,
+        num_cores: int,
         vector_cache_fd: int | None = None,
     ) -> None:
         """`listening`: the public socket, and the admin socket if there is one; closed when the drain begins.
         `metrics_fd`: the shared metrics; `vector_cache_fd`: the vector cache, if there is one. `worker_pools`, by
         generation, is read at each `reconcile`. `on_message` is called with the messages of gateways that do not change
-        a `Link`; `on_change` when a link has changed, begun or ended."""
+        a `Link`; `on_change` when a link has changed, begun or ended. `num_cores`: those that all gateways together may
+        lease."""
         self.links: dict[int, Link] = {}
         """By the gateway's index; also those that are starting."""
         self.active = min(worker_pools)
@@ -114,6 +126,7 @@ class GatewayPool:
         self._on_other_message = on_message
         self._on_change = on_change
         self._system = system
+        self._core_grants = CoreGrants(num_cores)
         self._drain: Drain | None = None
         self._is_draining = asyncio.Event()
 
@@ -184,9 +197,11 @@ class GatewayPool:
             return f"cannot be started: {error}", None
         with process:
             known = {self.active}
-            link = self.links[index] = Link(index, process, self.active, _now(), known=known, prepared=set(known))
+            link = self.links[index] = Link(
+                index, epoch, process, self.active, _now(), known=known, prepared=set(known)
+            )
             try:
-                reason = await self._start(link, epoch, backoff)
+                reason = await self._start(link, backoff)
                 if reason is not None:
                     return reason, None
                 ready_at = _now()
@@ -197,14 +212,15 @@ class GatewayPool:
             finally:
                 if self.links.get(index) is link:
                     del self.links[index]
+                self._grant(self._core_grants.leave(link.life))
                 self._on_change()
 
-    async def _start(self, link: Link, epoch: int, backoff: Backoff) -> str | None:
+    async def _start(self, link: Link, backoff: Backoff) -> str | None:
         """Why it did not get ready; None when it did."""
         worker_pool = self._worker_pools[link.generation]
         link.sent_keys, link.sent_stage = self.keys, self.start_stage
         config = replace(worker_pool.plan.gateway, keys=self.keys).to_json()
-        start = GatewayStart(config, link.index, epoch, link.generation, self._quarantine_key, self.start_stage)
+        start = GatewayStart(config, link.index, link.epoch, link.generation, self._quarantine_key, self.start_stage)
         listening = [sock.fileno() for sock in self._listening]
         fds = [self._metrics_fd, worker_pool.zmq_listening(link.index), *self._vector_cache_fds, *listening]
         send_or_kill(link.process, start, fds)
@@ -230,6 +246,7 @@ class GatewayPool:
     def _on_ready(self, link: Link) -> None:
         link.is_ready = True
         link.heartbeat_at = _now()
+        self._core_grants.join(link.life)
         if self._drain is not None:
             send_or_kill(link.process, self._drain)
         self.reconcile()
@@ -244,6 +261,12 @@ class GatewayPool:
                 link.prepared.add(message.generation)
             case Retired():
                 link.retiring.discard(message.generation)
+            case CoresWanted():
+                self._grant(self._core_grants.want(link.life, message.num))
+                return
+            case CoresHeld():
+                self._grant(self._core_grants.hold(link.life, message.num))
+                return
             case _:
                 self._on_other_message(link, message)
                 return
@@ -306,6 +329,10 @@ class GatewayPool:
         for link in self.ready_links:
             if link is not but:
                 send_or_kill(link.process, message)
+
+    def _grant(self, grants: Grants) -> None:
+        for (index, _), num in grants:
+            send_or_kill(self.links[index].process, CoresGranted(num))
 
     def discard(self, generation: int) -> None:
         """Let every gateway forget a generation, and kill those that serve no other. Its worker pool is to be removed

@@ -21,7 +21,7 @@ def summary(
         "engine": facts.get("path"),
         "dtype": facts.get("dtype"),
         "workers": len(plan.workers),
-        "gateways": plan.settings.gateways,
+        "gateways": plan.gateway.num_gateways,
         "memory_mb": memory_mb,
         "url": url,
         "admin_url": admin_url or None,
@@ -45,7 +45,10 @@ def summary(
     if path != url:
         url_here = f"--unix-socket {quote(path)} http{'s' if is_tls else ''}://localhost"
     key = ' -H "authorization: Bearer $VECD_API_KEY"' if gateway.keys else ""
-    gateways = f", {settings.gateways} gateways" if settings.gateways > 1 else ""
+    num_gateways = gateway.num_gateways
+    gateways = f", {num_gateways} gateways" if num_gateways > 1 else ""
+    if plan.why_gateways:
+        gateways = f", {num_gateways} gateway{'s' if num_gateways > 1 else ''} ({plan.why_gateways})"
     lines = [
         f"vecd {gateway.version} is ready",
         f"  model      {gateway.model}: {card.dim} dimensions, at most {gateway.max_tokens} tokens, "

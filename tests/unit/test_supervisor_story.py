@@ -29,6 +29,8 @@ from vecd.launch.systemd.reload_command import ReloadSocket
 from vecd.shm.control import (
     Activate,
     ChildFailed,
+    CoresGranted,
+    CoresWanted,
     Discard,
     Drain,
     Heartbeat,
@@ -42,6 +44,7 @@ from vecd.shm.control import (
     WorkerUp,
 )
 from vecd.supervisor import Supervisor
+from vecd.workers.processor import usable_cores
 
 WATCHDOG_S = 2.0
 
@@ -228,7 +231,10 @@ def test_what_gateways_report_reaches_workers_and_other_gateways(bench) -> None:
             first, second = made.fakes.gateways
             first.inbox.put_nowait(WorkerStuck(0, 1))
             first.inbox.put_nowait(Quarantined("ab"))
+            first.inbox.put_nowait(CoresWanted(1))
             await settle()
+            assert first.sent(CoresGranted) == [CoresGranted(usable_cores())]
+            assert not second.sent(CoresGranted)
             assert made.fakes.workers[0].num_aborts == 1
             assert second.sent(Quarantined) == [Quarantined("ab")]
             assert not first.sent(Quarantined)

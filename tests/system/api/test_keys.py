@@ -2,6 +2,7 @@
 
 import asyncio
 import base64
+import itertools
 import os
 import socket
 import subprocess
@@ -279,6 +280,12 @@ def test_a_file_without_keys_opens_no_server(tmp_path):
 
 NUM_GREEDY = 100
 LONG = "words of which there are so many that the tenant who sends them wants all that there is of the server " * 4
+_numbers = itertools.count()
+
+
+def long_texts(num: int) -> list[str]:
+    """No two of all that are made are the same, so that each is computed."""
+    return [f"{next(_numbers)} {LONG}" for _ in range(num)]
 
 
 @pytest.fixture(scope="module")
@@ -306,7 +313,7 @@ async def flood(server: Server, polite: asyncio.Event, statuses: list[int], wron
 
     async def send(client: httpx.AsyncClient, n: int) -> None:
         is_bulk = n % 10 != 0
-        body = {"input": [LONG] * 16 if is_bulk else texts[n % len(texts)]}
+        body = {"input": long_texts(16) if is_bulk else texts[n % len(texts)]}
         while not polite.is_set():
             answer = await client.post(f"{server.url}/v1/embeddings", json=body, headers=headers("greedy"))
             statuses.append(answer.status_code)
@@ -363,7 +370,7 @@ def test_a_greedy_tenant_does_not_disturb_a_polite_one(shared):
 
 def test_requests_of_a_key_at_a_time(shared):
     with ThreadPoolExecutor() as threads:
-        first = threads.submit(post, shared, [LONG] * 100, "one-by-one")
+        first = threads.submit(post, shared, long_texts(100), "one-by-one")
         eventually(lambda: queue(shared)["sequences"] > 50)
         refused = post(shared, "text", "one-by-one")
         assert not first.done()
@@ -379,8 +386,8 @@ def test_requests_of_a_key_at_a_time(shared):
 def test_a_keys_highest_priority_bounds_what_it_asks_for(shared):
     """Bulk waits for normal, whatever is asked for."""
     with ThreadPoolExecutor() as threads:
-        low = threads.submit(post, shared, [LONG] * 100, "lowly", **{"x-vecd-priority": "interactive"})
+        low = threads.submit(post, shared, long_texts(100), "lowly", **{"x-vecd-priority": "interactive"})
         eventually(lambda: queue(shared)["sequences"] > 50)
-        assert post(shared, [LONG] * 20, "polite").status_code == 200
+        assert post(shared, long_texts(20), "polite").status_code == 200
         assert not low.done()
         assert low.result().status_code == 200

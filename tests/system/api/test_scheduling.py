@@ -8,7 +8,7 @@ import pytest
 from tests.support.serving import eventually, running_server
 from tests.support.soak.form import only_long
 
-BULK = ["many words that are asked for again and again in one request of a great many texts " * 4] * 400
+BULK = [f"text {n}: " + "many words that are asked for in one request of a great many texts " * 5 for n in range(400)]
 
 
 @pytest.fixture(scope="module")
@@ -68,7 +68,7 @@ def test_bulk_priority_waits_for_normal(server):
     with ThreadPoolExecutor() as threads:
         low = threads.submit(post, server, BULK, x_vecd_priority="bulk")
         eventually(lambda: server.info()["queue"]["sequences"] > 100)
-        high = post(server, BULK[:60])
+        high = post(server, [f"other {text}" for text in BULK[:60]])
         assert high.status_code == 200
         assert not low.done()
         assert low.result().status_code == 200
@@ -76,7 +76,7 @@ def test_bulk_priority_waits_for_normal(server):
 
 def test_a_request_larger_than_any_queue_is_served_in_pieces():
     with running_server("--engine", "weightless", "--max-inputs", "20000") as server:
-        answer = post(server, ["text"] * 20_000)
+        answer = post(server, [f"text {n}" for n in range(20_000)])
         assert answer.status_code == 200
         assert len(answer.json()["data"]) == 20_000
         assert post(server, ["text"] * 20_001).status_code == 400

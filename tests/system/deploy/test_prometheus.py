@@ -62,7 +62,7 @@ def load(server: Server) -> Iterator[None]:
     def ask(number: int) -> None:
         with httpx.Client(base_url=server.url, timeout=30) as client:
             while not stop.is_set():
-                client.post("/v1/embeddings", json={"input": [f"text {number}"] * 200})
+                client.post("/v1/embeddings", json={"input": [f"text {number} {n}" for n in range(200)]})
                 client.post("/embed", json={"inputs": "one"}, headers={"x-vecd-timeout-ms": "1"})
                 client.post("/v1/embeddings", content=b"{")
                 client.get("/nowhere")

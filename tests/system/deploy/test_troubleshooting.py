@@ -277,7 +277,8 @@ def a_slow_worker(folder: Path) -> Provoked:
         switch.touch()
         for _ in range(4):  # it takes some to be believed
             embed(server, ids(SLEEP, *[2000] * 60))
-        texts = ["a " * 200] * (20 * server.info()["workers"][0]["tokens_per_s"] // 200)
+        num_texts = 20 * server.info()["workers"][0]["tokens_per_s"] // 200
+        texts = [f"{n} " + "a " * 200 for n in range(num_texts)]
         with stopped_worker(server):
             threads.submit(embed, server, texts, x_vecd_timeout_ms="3000")
             eventually(lambda: is_busy(server))
@@ -307,7 +308,7 @@ def a_dying_worker(folder: Path) -> Provoked:
             waiting = threads.submit(embed, server, "a")
             yield Row(503, "is stuck"), health(server, "is stuck")
         assert waiting.result().code == 200
-        many = threads.submit(embed, server, ids(SPIN, *[2000] * 250) * 12)
+        many = threads.submit(embed, server, [ids(SPIN, *[2000 + n] * 250)[0] for n in range(12)])
         while not many.done():
             kill_workers(server)
             time.sleep(0.3)

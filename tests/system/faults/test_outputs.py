@@ -1,5 +1,6 @@
 """Rows of tokens, vectors before the norm, inputs in chunks: right beside each other, and when workers die."""
 
+import random
 import socket
 import time
 from collections.abc import Callable, Iterator
@@ -82,7 +83,8 @@ IN_USE = ("requests_in_flight", "queued_sequences", "queued_tokens", "in_flight_
 def test_a_client_that_leaves_amid_the_chunks_of_a_text_leaves_nothing_behind(server: Server) -> None:
     num_chunks = 400
     size = server.info()["max_input_length"] - 2
-    body = b'{"inputs":"%b"}' % (b"a " * (size * num_chunks))
+    words = random.Random(0).choices("abcdefghijklmnopqrstuvwxyz", k=size * num_chunks)  # no two chunks are the same
+    body = b'{"inputs":"%b"}' % " ".join(words).encode()
     before = metrics_of(server)["sequences_total"]
     with socket.create_connection(("127.0.0.1", server.port)) as client:
         client.sendall(b"POST /embed HTTP/1.1\r\nhost: a\r\ncontent-length: %d\r\n\r\n%b" % (len(body), body))

@@ -14,7 +14,7 @@ SHAPE: dict[str, Any] = {
     "requests": [{"route": str, "dialect": str, "status": int, "count": int}],
     "totals": dict.fromkeys(
         ("inputs", "input_tokens", "sequences", "tokens", "padding_tokens", "batches", "batches_leased", "compute_s",
-         "refused", "expired", "retried", "stuck", "poisoned"),
+         "refused", "expired", "retried", "coalesced", "stuck", "poisoned"),
         float,
     ),
     "stage_bounds_s": [float],

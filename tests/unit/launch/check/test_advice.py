@@ -5,8 +5,9 @@ from typing import Any
 
 import pytest
 
-from vecd.launch.check.advice import GATEWAY_S_PER_REQUEST, advise, is_disturbed
+from vecd.launch.check.advice import advise, is_disturbed
 from vecd.launch.check.report import Advice, Machine, Measurements, Path, Setting, Speed
+from vecd.launch.config.num_gateways import GATEWAY_S_PER_REQUEST
 
 MACHINE = Machine(
     processor="imagined",

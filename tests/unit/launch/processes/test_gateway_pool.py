@@ -17,6 +17,9 @@ from vecd.launch.processes.worker_pool import ReadyWorker, WorkerPool
 from vecd.shm.control import (
     Activate,
     ChildFailed,
+    CoresGranted,
+    CoresHeld,
+    CoresWanted,
     Discard,
     Drain,
     GatewayReady,
@@ -37,6 +40,7 @@ from vecd.shm.control import (
 from vecd.shm.shared_metrics import create_shared_metrics
 from vecd.shm.wire import Incarnation
 
+NUM_CORES = 4
 KEYS = (ApiKey("first", "0" * 64),)
 
 
@@ -60,7 +64,7 @@ class Bench:
         listening: Any = [FakeSocket()]
         self.pool = GatewayPool(
             num_gateways, listening, self.metrics_fd, self.worker_pools, self.on_message, lambda: None,
-            self.fakes.system,
+            self.fakes.system, NUM_CORES,
         )  # fmt: skip
         self.tasks = [asyncio.create_task(self.pool.supervise(index)) for index in range(num_gateways)]
 
@@ -141,6 +145,34 @@ def test_gateways_are_told_what_a_start_does_until_the_server_is_ready(bench) ->
             [afterwards] = made.fakes.gateways[3].sent(GatewayStart)
             assert afterwards.start_stage is None
             assert [gateway.sent(Progress) for gateway in made.fakes.gateways[2:]] == [[], []]
+
+    run(test())
+
+
+def test_cores_go_to_the_gateway_that_wants_them_and_come_back_with_its_death(bench) -> None:
+    async def test() -> None:
+        async with bench(num_gateways=2) as made:
+            first, second = made.fakes.gateways
+
+            async def says(gateway: FakeGateway, message: Message) -> list[list[int]]:
+                gateway.inbox.put_nowait(message)
+                await settle()
+                return [[grant.num for grant in one.sent(CoresGranted)] for one in made.fakes.gateways]
+
+            assert await says(first, Heartbeat()) == [[], []], "none is asked for"
+            assert await says(first, CoresWanted(4)) == [[4], []]
+            assert await says(second, CoresWanted(9)) == [[4, 2], []]
+            assert await says(first, CoresHeld(2)) == [[4, 2], [2]]
+            first.end(-9)
+            await settle()
+            assert await says(second, Heartbeat()) == [[4, 2], [2, 4], []]
+            again = made.fakes.gateways[2]
+            assert await says(again, CoresWanted(1)) == [[4, 2], [2, 4, 3], []]
+            assert await says(second, CoresHeld(3)) == [[4, 2], [2, 4, 3], [1]]
+            assert await says(second, CoresWanted(0)) == [[4, 2], [2, 4, 3, 0], [1]]
+            second.end(-9)
+            await settle(1)
+            assert await says(again, Heartbeat()) == [[4, 2], [2, 4, 3, 0], [1, 4], []]
 
     run(test())
 
