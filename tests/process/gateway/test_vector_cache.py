@@ -74,9 +74,10 @@ class Service:
         tokenizer: Any = Ids()
         self.bench = bench
         self.vector_cache = vector_cache
+        self.admission = Admission(max_requests=100, max_wait_s=60, policy=bench.policy, workers=bench.dispatcher)
         self.pipeline = Pipeline(
             config,
-            admission=Admission(max_requests=100, max_wait_s=60, policy=bench.policy, workers=bench.dispatcher),
+            admission=self.admission,
             tokenizer=tokenizer,
             policy=bench.policy,
             dispatcher=bench.dispatcher,
@@ -99,10 +100,21 @@ class Service:
         return asyncio.ensure_future(self.pipeline.embed(request, 100, timeline, self.principals[key]))
 
     async def computed(self, worker: Worker, *inputs: list[int], **options: Any) -> list[float]:
-        """The rows' first numbers, of a request of which a worker computes something in one batch."""
-        embedding = self.embed(*inputs, **options)
-        worker.answer(await worker.receive())
-        return numbers_of(await embedding)
+        """The rows' first numbers, of a request of which a worker computes what is not known."""
+
+        async def answer() -> None:
+            while True:
+                worker.answer(await worker.receive())
+
+        answering = asyncio.ensure_future(answer())
+        try:
+            return numbers_of(await self.embed(*inputs, **options))
+        finally:
+            answering.cancel()
+
+    @property
+    def num_batches(self) -> int:
+        return self.bench.shared_metrics.total(Counter.BATCHES)
 
     def counts(self) -> tuple[int, ...]:
         """Hits, misses, rows stored."""
@@ -143,7 +155,7 @@ async def test_what_has_been_computed_reaches_no_worker_again(service):
     embedded = await service.embed([6], [5, 1], [6], timeline=timeline)
     assert numbers_of(embedded) == [6, 5, 6]
     assert service.counts() == (3, 2, 2)
-    assert service.bench.shared_metrics.total(Counter.BATCHES) == 1
+    assert service.num_batches == 1
     assert embedded.num_tokens == 4
     assert (embedded.stages.queue_s, timeline.num_inputs, timeline.num_tokens) == (0, 3, 4)
     assert not timeline.batches
@@ -160,6 +172,17 @@ async def test_only_what_is_not_known_is_computed(service):
     assert sequences_of(batch) == [[3], [4]]
     worker.answer(batch)
     assert numbers_of(await embedding) == [1, 3, 2, 4]
+
+
+@pytest.mark.parametrize("inputs", [[[1], [3], [2]], [[3], [1], [2]], [[SPLIT, 3, 1, 4], [2]]])
+async def test_a_request_is_complete_when_all_that_is_not_known_waits(inputs, service):
+    await service.computed(service.bench.add_worker(), [1], [2])
+    service.bench.dispatcher.worker_down(service.bench.workers[0].incarnation, "died")
+    embedding = service.embed(*inputs)
+    await asyncio.sleep(0)
+    [permit] = service.admission._permits
+    assert permit.request_queue.is_complete
+    embedding.cancel()
 
 
 async def test_a_tenant_does_not_learn_what_another_has_sent(service):
@@ -203,7 +226,7 @@ async def test_many_are_looked_up_in_several_turns_of_the_loop(monkeypatch, serv
     worker = service.bench.add_worker()
     inputs = [[n] for n in range(1, 8)]
     await service.computed(worker, *inputs)
-    turns = 0
+    turns, num_batches = 0, service.num_batches
 
     async def count_turns() -> None:
         nonlocal turns
@@ -215,20 +238,21 @@ async def test_many_are_looked_up_in_several_turns_of_the_loop(monkeypatch, serv
     assert numbers_of(await service.embed(*inputs)) == list(range(1, 8))
     counting.cancel()
     assert turns >= 3
-    assert service.bench.shared_metrics.total(Counter.BATCHES) == 1
+    assert service.num_batches == num_batches
 
 
 @pytest.mark.parametrize("error", [None, BadRequest])
 async def test_a_large_request_is_looked_up_run_by_run(error, service):
     worker = service.bench.add_worker()
     await service.computed(worker, [RUN], [1], [2], [3])
+    num_batches = service.num_batches
     embedding = service.embed([RUN], [1], [2], [3], *([] if error is None else [[WRONG]]))
     if error is None:
         assert numbers_of(await embedding) == [RUN, 1, 2, 3]
     else:
         with pytest.raises(error):
             await embedding
-    assert service.bench.shared_metrics.total(Counter.BATCHES) == 1
+    assert service.num_batches == num_batches
 
 
 async def test_a_row_that_is_not_finite_is_not_kept(service):
