@@ -7,7 +7,7 @@ from collections.abc import Callable, Sequence
 from functools import partial
 from typing import Any
 
-from vecd.shm.card import ModelCard
+from vecd.shm.card import ModelCard, ModelError
 from vecd.shm.output import Output
 from vecd.shm.views import Rows
 from vecd.workers.engine import COMPLETE, Finish, PackedBatch
@@ -96,8 +96,12 @@ class LeanEngine:
 
 
 def _forward(card: ModelCard, num_threads: int, dtype: str, like: Forward | None = None) -> Forward:
-    """`like`: one of the same model, which is kept, and whose memory may be shared."""
+    """`like`: one of the same model, which is kept, and whose memory may be shared. Raises ModelError when the files
+    are others than those of `like` and are read again."""
     if card.export_file:
-        return ExportForward(card, num_threads)
+        made = ExportForward(card, num_threads)
+        if isinstance(like, ExportForward) and like.has_changed():
+            raise ModelError(f"{card.export_file}: the file has changed")
+        return made
     shared = like if isinstance(like, LeanForward) else None
     return LeanForward(card, num_threads, is_int8=dtype == "int8", like=shared)

@@ -44,6 +44,7 @@ class ExportForward:
         """Load the export of `card` and try it. Raises ModelError for one that ONNX Runtime does not run, for an input
         or a type that is unknown, and for hidden states of another size than the card's."""
         self._path = Path(card.export_file)
+        self._files = _identities(self._path)  # before they are read
         try:
             session = session_of(str(self._path), session_options(num_threads))
         except Exception as error:  # the library's errors have no other base
@@ -58,7 +59,7 @@ class ExportForward:
             raise ModelError(
                 f"{self._path}: its output {self._output} is {types[self._output]}, which is not supported"
             )
-        self.num_private_bytes = sum(path.stat().st_size for path in export_files(self._path))
+        self.num_private_bytes = sum(size for _, size, _ in self._files)
         self.facts: dict[str, Any] = {"dtype": _DTYPES[types[self._output]], "path": "export"}
         self._try(card)
 
@@ -71,6 +72,10 @@ class ExportForward:
             [hidden] = self._session.run([self._output], feeds)
             parts.append(hidden.reshape(-1, hidden.shape[-1]))
         return np.concatenate(parts).astype(np.float32, copy=False)
+
+    def has_changed(self) -> bool:
+        """Whether the files are no longer those that were loaded."""
+        return self._files != _identities(self._path)
 
     def _element(self, card: ModelCard, given: Any) -> type[np.signedinteger[Any]]:
         is_known = given.name in _INPUTS and given.type in _ELEMENTS
@@ -92,3 +97,12 @@ class ExportForward:
             raise ModelError(
                 f"{self._path}: its hidden states have {shape[1]} elements, and config.json says {card.hidden_size}"
             )
+
+
+def _identities(export: Path) -> list[tuple[int, int, int]]:
+    """Inode, size in bytes and time of change of each file of an export. Raises ModelError for a missing one."""
+    try:
+        stats = [path.stat() for path in export_files(export)]
+    except OSError as error:
+        raise ModelError(one_line(error)) from None
+    return [(stat.st_ino, stat.st_size, stat.st_mtime_ns) for stat in stats]

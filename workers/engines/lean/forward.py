@@ -36,11 +36,12 @@ class LeanForward:
         """Load the model of `card`. Raises NotDescribed for a family or a setting that no table describes, or for a
         tensor under another name.
 
-        `like`: a forward pass of the same model and type. It lends the weights that its session has not laid out anew,
-        the tables of embeddings above all."""
+        `like`: a forward pass of the same model and type. It lends its mapping of the files, which may have been
+        replaced since, and the weights that its session has not laid out anew, the tables of embeddings above all."""
         try:
             paths = [path.resolve() for path in weight_files(Path(card.weights_folder))]
-            arrays = Arrays(paths)
+            self._arrays: Arrays = Arrays(paths) if like is None else like._arrays
+            arrays = self._arrays
             encoder = describe(card, arrays)
             made = encoder_graph(encoder, arrays, card.max_tokens, paths[0].name, is_int8=is_int8)
         except (OSError, ValueError, KeyError, TypeError, ModelError) as error:
@@ -49,14 +50,16 @@ class LeanForward:
         arrays.release()  # what was converted is not read again
         self._positions_after = encoder.positions_after
         self._windows, self._is_causal = made.windows, encoder.is_causal
+        self.num_private_bytes = sum(made.weights[name].nbytes for name in made.products)
+        """Memory for weights that every further forward pass of this model needs for itself."""
         lent: dict[str, onnxruntime.OrtValue] = {} if like is None else like._weights
         self._weights: dict[str, onnxruntime.OrtValue] = {
             name: lent[name] if name in lent else onnxruntime.OrtValue.ortvalue_from_numpy(array)
             for name, array in made.weights.items()
         }
+        for name in lent:
+            del made.weights[name]  # before the session takes memory for the others: a table may have been converted
         self._session = _session(made.content, self._weights, str(paths[0].parent), num_threads)
-        self.num_private_bytes = sum(made.weights[name].nbytes for name in made.products)
-        """Memory for weights that every further forward pass of this model needs for itself."""
         self.facts: dict[str, Any] = {
             "dtype": "int8" if is_int8 else "float32",
             "path": "lean",
@@ -67,7 +70,7 @@ class LeanForward:
         if platform.machine() == "x86_64" and (not is_int8 or "avx2" in cpu_flags()):
             for name in made.products:
                 del self._weights[name], made.weights[name]
-        self._borrowed = [array for name, array in made.weights.items() if name not in lent]
+        self._borrowed = list(made.weights.values())
         self._lender = like  # its memory is this one's, too
         arrays.release()
 

@@ -2,6 +2,7 @@
 
 import os
 import shutil
+import threading
 import time
 from collections.abc import Callable
 from dataclasses import replace
@@ -80,6 +81,21 @@ def test_leased_batches_have_the_vectors_of_one_thread(exported: Path, random_ba
         assert time.monotonic() < deadline, "the session is not made"
         time.sleep(0.01)
     np.testing.assert_allclose(embed(engine, batch), expected, atol=1e-6, rtol=0)
+
+
+def test_an_export_that_was_replaced_meanwhile_is_not_read(
+    odd: Callable[..., Path], caplog: pytest.LogCaptureFixture
+) -> None:
+    folder = odd()
+    engine = LeanEngine(read_card(folder))
+    odd_export(folder / "onnx/model.onnx", TABLE * 2)
+    engine.allow_leases(3, may_copy_weights=True)
+    assert engine.lease(3) == 1
+    for thread in threading.enumerate():
+        if thread.name == "wide-session":
+            thread.join()
+    assert engine.lease(3) == 1
+    assert "the file has changed" in caplog.text
 
 
 def test_it_is_compared_with_the_vectors_beside_it(

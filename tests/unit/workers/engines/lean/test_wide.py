@@ -1,5 +1,6 @@
 """Leases of the lean engine: when its second session is made, which batches it computes, and what it shares."""
 
+import shutil
 import threading
 import time
 from collections.abc import Callable
@@ -8,6 +9,7 @@ from typing import Any
 
 import numpy as np
 import pytest
+from safetensors.numpy import load_file, save_file
 
 from vecd.shm.card import read_card
 from vecd.workers.engines.lean import wide
@@ -72,6 +74,20 @@ def test_tables_of_embeddings_exist_once(checkpoint: Callable[..., Path]) -> Non
     other = LeanForward(card, 2, like=one)
     assert other._weights["embeddings/words"] is one._weights["embeddings/words"]
     assert not other._borrowed
+
+
+def test_files_that_were_replaced_meanwhile_are_not_read(
+    checkpoint: Callable[..., Path], random_batch: Any, tmp_path: Path
+) -> None:
+    folder, batch = shutil.copytree(checkpoint("bert"), tmp_path / "model"), random_batch(LENGTHS)
+    engine = LeanEngine(read_card(folder))
+    expected = vectors_of(engine, batch, 32)
+    other = tmp_path / "other.safetensors"
+    save_file({name: tensor * 1.5 for name, tensor in load_file(folder / "model.safetensors").items()}, other)
+    other.rename(folder / "model.safetensors")
+    engine.allow_leases(MAX_THREADS, may_copy_weights=True)
+    await_wide(engine)
+    np.testing.assert_allclose(vectors_of(engine, batch, 32), expected, atol=1e-6, rtol=0)
 
 
 def test_one_worker_alone_has_such_a_session(checkpoint: Callable[..., Path]) -> None:
