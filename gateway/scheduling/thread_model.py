@@ -21,6 +21,11 @@ _PAYS = 0.92
 _SLOWER = 1.2
 """A batch that takes more than this many times what fewer threads need shows that the machine is not ours."""
 
+_MAX_DOUBTED = 2
+"""Slow batches in a row that are not believed while their number of tokens is new: torch compiles kernels for each."""
+
+_MAX_SIZES = 4096
+
 _ENOUGH = 2
 """Batches after which an estimate is believed: the first one with another number of threads also starts these."""
 
@@ -38,7 +43,7 @@ float32, one core with AVX-512. Compares batches of one class, so it need not be
 class _Estimate:
     """Of one number of threads in one class."""
 
-    __slots__ = ("num", "per_token_s", "retry_after", "try_at")
+    __slots__ = ("_num_doubted", "_sizes", "num", "per_token_s", "retry_after", "try_at")
 
     def __init__(self) -> None:
         self.per_token_s = 0.0
@@ -47,6 +52,20 @@ class _Estimate:
         self.try_at = 0
         """The class's number of batches from which on it is tried again."""
         self.retry_after = _FIRST_RETRY
+        self._sizes: set[int] = set()
+        """Numbers of tokens that have been computed."""
+        self._num_doubted = 0
+
+    def doubts(self, num_tokens: int, per_token_s: float) -> bool:
+        """Whether a batch says nothing, because it is slow and the first of its size."""
+        is_new = num_tokens not in self._sizes
+        if len(self._sizes) < _MAX_SIZES:
+            self._sizes.add(num_tokens)
+        if self.num and is_new and per_token_s > _SLOWER * self.per_token_s and self._num_doubted < _MAX_DOUBTED:
+            self._num_doubted += 1
+            return True
+        self._num_doubted = 0
+        return False
 
     def add(self, per_token_s: float) -> None:
         if self.num > 0:
@@ -112,6 +131,8 @@ class ThreadModel:
             size_class.of(num_leased).put_off(now)
         estimate = size_class.of(num_threads)
         per_token_s = compute_s / (num_tokens + _OVERHEAD_TOKENS)
+        if estimate.doubts(num_tokens, per_token_s):
+            return
         estimate.add(per_token_s)
         if estimate.num < _ENOUGH:
             return

@@ -55,6 +55,16 @@ def test_threads_that_are_slower_once_are_given_up_at_once():
     assert model.choose(64, (1, 2)) == 1
 
 
+def test_a_slow_batch_of_a_new_size_is_not_believed_but_three_in_a_row_are():
+    model = ThreadModel()
+    serve(model, lambda threads: 1 / threads, 50, choices=(1, 2))
+    for num_tokens in (65, 66):
+        model.observe(num_tokens, 2, 2, 3.0)
+        assert model.best(64, (1, 2)) == 2
+    model.observe(67, 2, 2, 3.0)
+    assert model.best(64, (1, 2)) == 1
+
+
 @pytest.mark.parametrize("gain", [0.5, 0.75, 0.85])
 def test_one_good_try_brings_them_back(gain):
     model = ThreadModel()
