@@ -28,20 +28,23 @@ class KnownWords:
         """`cuts` matches at split points; `tokenize` returns the tokens of each of several texts."""
         self._split = re.compile(f"(?={cuts.pattern})").split
         self._tokenize = tokenize
-        self._ids_of: dict[str, list[int]] = {}
+        self._ids_of: dict[str, list[int]] = {"": []}
 
-    def ids(self, text: str) -> list[int]:
-        """All tokens of a text of at most MAX_CHARS. Side effect: some of its words are remembered."""
-        words = self._split(text)
+    def find(self, text: str) -> list[int] | None:
+        """All tokens of a text of at most MAX_CHARS; None if the text is longer, or has a word that is not known."""
+        if len(text) > MAX_CHARS:
+            return None
         try:
-            return [*chain.from_iterable(map(self._ids_of.__getitem__, words))]
+            return [*chain.from_iterable(map(self._ids_of.__getitem__, self._split(text)))]
         except KeyError:
-            return self._learn(text, words)
+            return None
 
-    def _learn(self, text: str, words: list[str]) -> list[int]:
-        """Tokenize all of the text, and one of its words again, to remember it. Only one: a text of words that never
-        come again, as numbers are, must not cost much more than without this."""
-        new = next((word for word in words if word not in self._ids_of and len(word) <= _MAX_WORD_CHARS), None)
+    def learn(self, text: str) -> list[int]:
+        """All tokens of a text, and one of its words again, to remember it. Only one: a text of words that never
+        come again, as numbers are, must not cost much more than without this. Side effect: that word is known."""
+        new = next(
+            (word for word in self._split(text) if word not in self._ids_of and len(word) <= _MAX_WORD_CHARS), None
+        )
         if new is None:
             return self._tokenize([text])[0]
         ids, ids_of_new = self._tokenize([text, new])

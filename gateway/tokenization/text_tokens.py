@@ -59,6 +59,10 @@ class TextTokens:
             return self.max_chars
         return min(_PIECE_CHARS, max(_LEAST_PIECE_CHARS, (num + 1) * _CHARS_PER_EXPECTED_TOKEN))
 
+    def known(self, text: str) -> list[int] | None:
+        """All tokens of a short text of known words; None for any other."""
+        return None if self._words is None else self._words.find(text)
+
     def first_steps(self, texts: Sequence[str], prompt: str, num: int) -> Generator[None, None, list[list[int]]]:
         """For each text, with the prompt before it: all tokens, or, if there are more than `num`, the first of them,
         more than `num`. Tokens that the library truncates are missing at the end."""
@@ -66,7 +70,7 @@ class TextTokens:
             return self.ids([prompt + text[: self.max_chars] for text in texts])
         if self._is_one_call(texts, prompt, num):
             if self._words is not None and len(texts) == 1 and len(texts[0]) + len(prompt) <= MAX_CHARS:
-                return [self._words.ids(prompt + texts[0])]
+                return [self._words.learn(prompt + texts[0])]
             return self.ids([prompt + text for text in texts] if prompt else texts)
         ends = []
         for text in texts:

@@ -73,6 +73,7 @@ _NUM_REMEMBERED = 64
 """Combinations of options for which the truncation policy is cached."""
 
 PLAIN = Tokenizing()
+_CHUNK, _TEXT = Overflow.CHUNK, Source.TEXT  # Python 3.11 takes 0.1 µs to find a member of an enumeration
 
 
 class Tokenizer:
@@ -135,7 +136,7 @@ class Tokenizer:
         most = self.max_tokens if how.max_tokens is None else min(self.max_tokens, max(1, how.max_tokens))
         prompt = self._prompt if how.prompt is None else how.prompt
         extra = 2 + len(prompt) // 3
-        if (how.overflow or self._overflow) is not Overflow.CHUNK:
+        if (how.overflow or self._overflow) is not _CHUNK:
             if _are_texts(inputs):
                 return sum([min(most, len(text) // 3 + extra) for text in inputs])
             return sum([min(most, len(ids)) for ids in inputs])
@@ -147,12 +148,15 @@ class Tokenizer:
         """Tokenize at once, on the event loop; None when that would block it. Raises as `tokenize`."""
         if not self._is_short(inputs, how):
             return None
+        if len(inputs) == 1 and isinstance(inputs[0], str) and (item := self._take_known(inputs[0], how)) is not None:
+            return [item]
         steps = self._take_run(inputs, range(len(inputs)), how)
         while True:
             try:
                 next(steps)
             except StopIteration as stop:
-                return cast(list[TokenizedInput], stop.value)
+                tokenized: list[TokenizedInput] = stop.value
+                return tokenized
 
     async def tokenize(
         self, inputs: list[str] | list[TokenIds], how: Tokenizing = PLAIN, tenant: str = ""
@@ -240,12 +244,20 @@ class Tokenizer:
 
     # --- a run of inputs --------------------------------------------------------------------------------------
 
+    def _take_known(self, text: str, how: Tokenizing) -> TokenizedInput | None:
+        """A text of known words that needs no more than they: 5 µs less than the steps for any text."""
+        truncation = self._truncation(how)
+        own = self._texts.known(truncation.prompt + text)
+        if not own or len(own) > truncation.max_own_tokens or len(text) > self.max_chars:
+            return None
+        return truncation.whole(own, _TEXT)
+
     def _take_run(
         self, inputs: list[str] | list[TokenIds], run: range, how: Tokenizing
     ) -> Generator[None, None, list[TokenizedInput]]:
         """Tokenize some of the inputs. Yields between pieces of work."""
         if _are_texts(inputs):
-            return self._take_texts(inputs[run.start : run.stop], run, how, Source.TEXT)
+            return self._take_texts(inputs[run.start : run.stop], run, how, _TEXT)
         return self._take_lists(cast(list[TokenIds], inputs), run, how)
 
     def _take_texts(

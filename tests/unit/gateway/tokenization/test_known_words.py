@@ -45,20 +45,25 @@ def make(tokenizer: tokenizers.Tokenizer) -> tuple[KnownWords, Library]:
     return KnownWords(cuts, library.ids), library
 
 
+def ids_of(words: KnownWords, text: str) -> list[int]:
+    found = words.find(text)
+    return words.learn(text) if found is None else found
+
+
 def test_the_tokens_are_the_library_s_however_much_is_known(tokenizer):
     words, library = make(tokenizer)
     expected = [ids for [ids] in map(library.ids, ([text] for text in TEXTS))]
     for _ in range(40):
-        assert [words.ids(text) for text in TEXTS] == expected
+        assert [ids_of(words, text) for text in TEXTS] == expected
 
 
 def test_known_words_need_no_library(tokenizer):
     words, library = make(tokenizer)
     for _ in range(5):
-        words.ids("the quick brown fox")
+        ids_of(words, "the quick brown fox")
     library.seen.clear()
     assert (
-        words.ids("the brown fox quick fox")
+        ids_of(words, "the brown fox quick fox")
         == library.tokenizer.encode("the brown fox quick fox", add_special_tokens=False).ids
     )
     assert library.seen == []
@@ -66,14 +71,24 @@ def test_known_words_need_no_library(tokenizer):
 
 def test_one_new_word_is_learned_from_a_text(tokenizer):
     words, library = make(tokenizer)
-    words.ids("one two three four")
+    ids_of(words, "one two three four")
     assert library.seen == ["one two three four", "one"]
+    assert words.find("one") == library.ids(["one"])[0]
+    assert words.find(" two") is None
+
+
+def test_a_long_text_is_not_looked_up(tokenizer):
+    words, _ = make(tokenizer)
+    words.learn("a")
+    words.learn(" a")
+    assert words.find("a" + 999 * " a") is not None
+    assert words.find("a" + 1000 * " a") is None
 
 
 def test_a_long_word_is_not_remembered(tokenizer):
     words, library = make(tokenizer)
     for _ in range(3):
-        words.ids("x" * 25)
+        ids_of(words, "x" * 25)
     assert library.seen == ["x" * 25] * 3
 
 
@@ -81,5 +96,5 @@ def test_so_many_are_remembered_and_no_more(monkeypatch):
     monkeypatch.setattr(known_words, "_MAX_WORDS", 3)
     words = KnownWords(re.compile(" "), lambda texts: [[len(text)] for text in texts])
     for number in range(20):
-        assert words.ids(f"w{number}") == [len(f"w{number}")]
+        assert ids_of(words, f"w{number}") == [len(f"w{number}")]
         assert len(words._ids_of) <= 3
