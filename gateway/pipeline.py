@@ -78,8 +78,7 @@ class _Counts:
         self.num_tokens += num_tokens
         self.num_truncated += sum(are_truncated)
         self.num_chunked += len(chunks) - chunks.count(())
-        # Enum computes hashes in Python, so not each of thousands is hashed.
-        self.sources.update(sources[:1] if sources.count(sources[0]) == len(sources) else sources)
+        self.sources.update(sources)
         for item in tokenized if self.wants_reports else ():
             self.reports.append(InputReport(item.num_tokens, item.is_truncated, max(1, len(item.chunks)), item.source))
         return num_tokens

@@ -91,7 +91,8 @@ class Permit:
         self.release()
 
     def release(self) -> None:
-        self.note_queued()
+        if self.num_unqueued:
+            self.note_queued()
         self._admission.leave(self)
 
 

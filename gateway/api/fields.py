@@ -42,7 +42,8 @@ class Values:
         self._values = values
 
     def get(self, field: Field[T]) -> T | None:
-        return cast("T | None", self._values.get(field.name))
+        value: T | None = self._values.get(field.name)
+        return value
 
     def has_any(self, names: frozenset[str]) -> bool:
         """Whether any field of these names has a value; quicker than one look-up for each."""
@@ -55,10 +56,10 @@ class Values:
 
     def require(self, field: Field[T]) -> T:
         """The value. Raises BadRequest if there is none."""
-        value = self._values.get(field.name)
+        value: T | None = self._values.get(field.name)
         if value is None:
             raise BadRequest(f"'{field.name}' is required: {field.description}", param=field.name)
-        return cast(T, value)
+        return value
 
 
 class Fields:

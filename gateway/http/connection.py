@@ -57,6 +57,7 @@ _MAX_WRITE_PERIODS = 32
 """In each `write_s`, a client must read so many bytes of a response, and enough to have all of it after so many
 periods."""
 _PLAIN_HTTP = b"This port speaks HTTPS. Use https:// instead of http:// in the URL.\n"
+_CLOSED, _IDLE = ReadState.CLOSED, ReadState.IDLE  # Python 3.11 takes 0.1 µs to find a member of an enumeration
 _RESET = struct.pack("ii", 1, 0)  # struct linger: close drops unsent bytes and resets the connection
 
 
@@ -261,7 +262,7 @@ class Connection(asyncio.Protocol):
     def _is_last(self, request: HttpRequest) -> bool:
         is_leaving = self._has_eof or self._server.is_draining
         # Closed by the request itself, or because too much was sent behind it.
-        return self._reader.state is ReadState.CLOSED or (is_leaving and self._reader.state is ReadState.IDLE)
+        return self._reader.state is _CLOSED or (is_leaving and self._reader.state is _IDLE)
 
     def _render(self, error: BaseException, request_id: str, request: HttpRequest | None) -> Response:
         """The response to a failure, which is logged here, once. `request`: None if its head could not be parsed."""

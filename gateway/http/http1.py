@@ -46,7 +46,7 @@ CONTINUE = b"HTTP/1.1 100 Continue\r\n\r\n"
 _BLANK_LINE = b"\r\n\r\n"
 """Ends every head. llhttp takes no other line end than CRLF."""
 _MAX_KEPT_BACK_BYTES = len(_BLANK_LINE) - 1
-_LINE_ENDS = re.compile(rb"[\r\n]*")
+_LINE_ENDS, _LINE_END_BYTES = re.compile(rb"[\r\n]*"), (b"\r", b"\n")
 _ANY_LINE = b"POST / HTTP/1.1"
 """What llhttp gets for a request line. It parses the header fields of all methods and versions alike."""
 
@@ -83,6 +83,9 @@ class ReadState(Enum):
     """The bytes were refused, or the last request asked to close: all further bytes are dropped."""
 
 
+_IDLE, _HEAD, _BODY, _CLOSED = ReadState  # Python 3.11 takes 0.1 µs to find a member of an enumeration
+
+
 class RequestReader:
     """Reads the requests of one connection, one at a time: feed it, then take events until there is none."""
 
@@ -95,7 +98,7 @@ class RequestReader:
         self._at = 0  # the part of _data before this position is parsed
         self._message: _Message | None = None
         self._head: RepeatedHead | None = None
-        self.state = ReadState.IDLE
+        self.state = _IDLE
 
     @property
     def request(self) -> HttpRequest | None:
@@ -114,12 +117,12 @@ class RequestReader:
 
     def feed(self, data: bytes) -> None:
         """Add bytes that the connection received. Parses nothing yet."""
-        if self.state is ReadState.CLOSED:
+        if self.state is _CLOSED:
             return
         rest = self._data[self._at :]
         self._data = rest + data if rest else data
         self._at = 0
-        if self.state is ReadState.IDLE:
+        if self.state is _IDLE:
             self._seek_request()
 
     def next_event(self) -> Event | None:
@@ -128,7 +131,7 @@ class RequestReader:
         Raises ApiError when the bytes are refused. Every complete request before them has been returned by then;
         the reader is closed, and `request` is the one refused, if its head was known.
         """
-        if self.state is ReadState.IDLE or self.state is ReadState.CLOSED:
+        if self.state is _IDLE or self.state is _CLOSED:
             return None
         message, start = self._message, self._at
         if message is None:
@@ -149,9 +152,9 @@ class RequestReader:
                 head = self._data[start : self._at - message.body.num_bytes]
                 self._head = RepeatedHead.of(head, message.limits, message.line, message.request)
             return self._end_message(message.request)
-        if self.state is ReadState.BODY:
+        if self.state is _BODY:
             return None
-        self.state = ReadState.BODY
+        self.state = _BODY
         return HeadReceived(message.request)
 
     def _read_repeated(self, head: RepeatedHead) -> HttpRequest | None:
@@ -211,14 +214,15 @@ class RequestReader:
 
     def _seek_request(self) -> None:
         """Skip empty lines, which may precede a request and are no part of it (RFC 9112, section 2.2)."""
-        match = _LINE_ENDS.match(self._data, self._at)
-        assert match is not None
-        self._at = match.end()
-        self.state = ReadState.HEAD if self._at < len(self._data) else ReadState.IDLE
+        if self._data[self._at : self._at + 1] in _LINE_END_BYTES:
+            match = _LINE_ENDS.match(self._data, self._at)
+            assert match is not None
+            self._at = match.end()
+        self.state = _HEAD if self._at < len(self._data) else _IDLE
 
     def close(self) -> None:
         """Read nothing more, and drop the received bytes of a request."""
-        self.state = ReadState.CLOSED
+        self.state = _CLOSED
         self._data, self._at = b"", 0
         if self._message is not None:
             self._message.free()

@@ -21,6 +21,8 @@ TokenIds: TypeAlias = Union[list[int], "array[int]"]
 class Encoding(Enum):
     """How a vector is written into a response."""
 
+    __hash__ = object.__hash__  # Enum's own is a function in Python
+
     FLOAT = "float"
     """A JSON list of numbers, integers for integer types."""
     BASE64 = "base64"
@@ -117,6 +119,8 @@ class EmbedRequest(NamedTuple):
 
 class Source(Enum):
     """How an input was read."""
+
+    __hash__ = object.__hash__  # Enum's own is a function in Python
 
     TEXT = "text"
     MODEL = "model"

@@ -55,37 +55,36 @@ class BatchShare(NamedTuple):
 
 
 class RequestTimeline:
-    """Made with its request, in 0.3 µs."""
+    """Made with its request, in 0.1 µs: what is not noted has the value here."""
 
-    def __init__(self) -> None:
-        self.endpoint = 0
-        """The index of its endpoint in `vecd.gateway.api.registry.ENDPOINTS`."""
-        self.principal = ""
-        """The name of the request's key; "" without one."""
-        self.error = ""
-        """The code, or else the type, of the error in the response."""
-        self.num_inputs = 0
-        """Of an embedding request whose body was parsed; otherwise 0."""
-        self.num_tokens = 0
-        """Of the inputs that were tokenized."""
-        self.started_at = 0.0
-        """The request was complete, and the requests before it on its connection were answered."""
-        self.arrived_at = 0.0
-        """Its handler began."""
-        self.parsed_at = 0.0
-        """Its body was parsed."""
-        self.entered_at = 0.0
-        """It was admitted."""
-        self.tokenized_at = 0.0
-        """All its inputs were tokenized."""
-        self.sent_at = 0.0
-        """Its first batch was sent to a worker."""
-        self.done_at = 0.0
-        """The worker's reply to its last batch was received. Then all of the above are set."""
-        self.batches: list[BatchShare] | None = None
-        """Its batches, if it is traced."""
-        self.trace: Trace | None = None
-        """The trace that it belongs to, set by `vecd.gateway.telemetry.tracing`."""
+    endpoint = 0
+    """The index of its endpoint in `vecd.gateway.api.registry.ENDPOINTS`."""
+    principal = ""
+    """The name of the request's key; "" without one."""
+    error = ""
+    """The code, or else the type, of the error in the response."""
+    num_inputs = 0
+    """Of an embedding request whose body was parsed; otherwise 0."""
+    num_tokens = 0
+    """Of the inputs that were tokenized."""
+    started_at = 0.0
+    """The request was complete, and the requests before it on its connection were answered."""
+    arrived_at = 0.0
+    """Its handler began."""
+    parsed_at = 0.0
+    """Its body was parsed."""
+    entered_at = 0.0
+    """It was admitted."""
+    tokenized_at = 0.0
+    """All its inputs were tokenized."""
+    sent_at = 0.0
+    """Its first batch was sent to a worker."""
+    done_at = 0.0
+    """The worker's reply to its last batch was received. Then all of the above are set."""
+    batches: list[BatchShare] | None = None
+    """Its batches, if it is traced."""
+    trace: Trace | None = None
+    """The trace that it belongs to, set by `vecd.gateway.telemetry.tracing`."""
 
     @property
     def is_embedded(self) -> bool:
