@@ -245,7 +245,7 @@ class Tokenizer:
     # --- a run of inputs --------------------------------------------------------------------------------------
 
     def _take_known(self, text: str, how: Tokenizing) -> TokenizedInput | None:
-        """A text of known words that needs no more than they: 5 µs less than the steps for any text."""
+        """A text of known words that needs no more than they: 2 µs sooner than by the steps for any text."""
         truncation = self._truncation(how)
         own = self._texts.known(truncation.prompt + text)
         if not own or len(own) > truncation.max_own_tokens or len(text) > self.max_chars:
