@@ -77,12 +77,13 @@ class _Counts:
 
     def add(self, tokenized: list[TokenizedInput]) -> int:
         """Count these inputs. Returns the number of their tokens."""
-        _, nums, are_truncated, sources, chunks = zip(*tokenized, strict=True)
-        num_tokens: int = sum(nums)
+        num_tokens = 0
+        for _, num, is_truncated, source, chunks in tokenized:
+            num_tokens += num
+            self.num_truncated += is_truncated
+            self.num_chunked += chunks != ()
+            self.sources.add(source)
         self.num_tokens += num_tokens
-        self.num_truncated += sum(are_truncated)
-        self.num_chunked += len(chunks) - chunks.count(())
-        self.sources.update(sources)
         for item in tokenized if self.wants_reports else ():
             self.reports.append(InputReport(item.num_tokens, item.is_truncated, max(1, len(item.chunks)), item.source))
         return num_tokens
@@ -273,7 +274,14 @@ class Pipeline:
         self._pending.add(pending)
         tick = self._deadlines.set(pending, permit.deadline)
         try:
-            await self._queue(request, request_queue, permit, counts)
+            tokenized = self.tokenizer.tokenize_now(request.inputs, request.tokenizing)
+            if tokenized is None:
+                await _unless_over(pending, self._queue_runs(request, request_queue, permit, counts))
+            later = [] if tokenized is None else self._queue_run(request, request_queue, 0, tokenized, counts)
+            permit.note_queued()  # the estimate no longer counts
+            if later:
+                await _unless_over(pending, self._look_up(request_queue, later))
+            request.inputs.clear()  # frees up to megabytes before the response is there
             tokenized_at = timeline.tokenized_at = time.monotonic()
             reservation.settle(counts.num_tokens)
             await pending.finished
@@ -282,25 +290,26 @@ class Pipeline:
             self._pending.discard(pending)
             pending.abandon()
             self.policy.close(request_queue)
-            self._token_floats.pop(request_queue, None)
+            if self._token_floats:
+                self._token_floats.pop(request_queue, None)
             reservation.note_sent(request_queue.num_sent_tokens)
             timeline.num_tokens = counts.num_tokens
         finished_at = time.monotonic()
         sent_at = timeline.sent_at = request_queue.first_sent_at or tokenized_at
         timeline.done_at = max(request_queue.last_done_at, sent_at)
         return Embedded(
-            collectors=collectors,
-            num_tokens=counts.num_tokens,
-            num_truncated=counts.num_truncated,
-            num_chunked=counts.num_chunked,
-            sources=frozenset(counts.sources),
-            reports=tuple(counts.reports),
-            num_chars=num_chars,
-            stages=Stages(
-                total_s=finished_at - timeline.arrived_at,
-                tokenize_s=tokenized_at - entered_at,
-                queue_s=max(0.0, sent_at - tokenized_at),
-                compute_s=finished_at - sent_at,
+            collectors,
+            counts.num_tokens,
+            counts.num_truncated,
+            counts.num_chunked,
+            frozenset(counts.sources),
+            tuple(counts.reports),
+            num_chars,
+            Stages(
+                finished_at - timeline.arrived_at,
+                tokenized_at - entered_at,
+                max(0.0, sent_at - tokenized_at),
+                finished_at - sent_at,
             ),
         )
 
@@ -309,28 +318,16 @@ class Pipeline:
             self.shared_metrics.add(Counter.EXPIRED)
             pending.fail(DeadlinePassed(self.dispatcher.why_unavailable()))
 
-    async def _queue(
-        self, request: EmbedRequest, request_queue: RequestQueue, permit: Permit, counts: "_Counts"
-    ) -> None:
-        """Tokenize and queue all inputs."""
-        tokenized = self.tokenizer.tokenize_now(request.inputs, request.tokenizing)
-        if tokenized is not None:
-            later = self._queue_run(request, request_queue, 0, tokenized, permit, counts)
-            if later:
-                await _unless_over(request_queue.pending, self._look_up(request_queue, later))
-        else:
-            await _unless_over(request_queue.pending, self._queue_runs(request, request_queue, permit, counts))
-        permit.note_queued()  # the estimate no longer counts
-        request.inputs.clear()  # frees up to megabytes before the response is there
-
     async def _queue_runs(
         self, request: EmbedRequest, request_queue: RequestQueue, permit: Permit, counts: "_Counts"
     ) -> None:
-        """Queue run by run: workers compute the first inputs while the last are being tokenized."""
+        """Tokenize and queue run by run: workers compute the first inputs while the last are being tokenized."""
         num_queued = 0
         async with aclosing(self.tokenizer.tokenize(request.inputs, request.tokenizing, request_queue.tenant)) as runs:
             async for tokenized in runs:
-                later = self._queue_run(request, request_queue, num_queued, tokenized, permit, counts)
+                num_tokens = counts.num_tokens
+                later = self._queue_run(request, request_queue, num_queued, tokenized, counts)
+                permit.note_queued(counts.num_tokens - num_tokens)
                 await self._look_up(request_queue, later)
                 num_queued += len(tokenized)
 
@@ -340,7 +337,6 @@ class Pipeline:
         request_queue: RequestQueue,
         start: int,
         tokenized: list[TokenizedInput],
-        permit: Permit,
         counts: "_Counts",
     ) -> list[QueuedSequence]:
         """Queue the sequences of some inputs; returns those that are to be looked up first, in later turns of the event
@@ -359,7 +355,6 @@ class Pipeline:
             sequences = [
                 QueuedSequence(request_queue, index, item, output) for index, item in enumerate(tokenized, start)
             ]
-        permit.note_queued(num_tokens)
         if self._vector_cache is None or not output.is_plain:
             self.dispatcher.submit(request_queue, sequences)
             return []

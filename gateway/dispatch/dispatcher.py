@@ -18,13 +18,12 @@ import asyncio
 import logging
 import secrets
 import time
+from array import array
 from collections.abc import Callable, Mapping
 from copy import copy
 from functools import partial
 from itertools import accumulate
 from typing import Any
-
-import numpy as np
 
 from vecd.gateway.dispatch.crash_attribution import count_death
 from vecd.gateway.dispatch.delivery import Delivery
@@ -318,13 +317,13 @@ class Dispatcher:
         self._is_dispatch_due = False
         if self._is_stopped:
             return
-        now = time.monotonic()
         if self._flights.has_unseated:
             self._policy.put_back(self._flights.seat_unseated())
+        now = time.monotonic()
         idle = [link for link in self._links.values() if link.is_idle]
         if len(idle) > 1:
             idle.sort(key=_num_thread_choices)  # a batch that is alone goes to the worker that can use most cores
-        while num_places := self._cores.places(len(idle)):
+        while self._policy.queued_sequences and (num_places := self._cores.places(len(idle))):
             if self._is_one_batch_better(idle[-1], num_places):
                 num_places = 1
             batch = self._next_batch(now, idle[-1].cost_model, num_places)
@@ -335,9 +334,10 @@ class Dispatcher:
             link.leased = max(1, num_threads)
             self._cores.lease(link.leased)
             self._send(link, batch, now, num_threads)
+        if not self._policy.queued_sequences:
+            return
         if idle:
-            if self._policy.queued_sequences:
-                self._cores.note_contention(now, idle[-1].cost_model.batch_s(self._policy.queued_tokens))
+            self._cores.note_contention(now, idle[-1].cost_model.batch_s(self._policy.queued_tokens))
             return
         for link in self._links.values():
             if link.is_usable and link.free_slots:
@@ -426,7 +426,7 @@ class Dispatcher:
             slot=batch.slot,
             num_sequences=len(sequences),
             num_tokens=num_tokens,
-            lengths_bytes=np.array(lengths, dtype="<i4").tobytes(),
+            lengths_bytes=array("i", lengths).tobytes(),
             token_ids_bytes=b"".join([sequence.token_ids for sequence in sequences]),
             outputs_bytes=outputs,
             num_threads=num_threads,
@@ -534,7 +534,8 @@ class Dispatcher:
 
     def _on_delivered(self, link: WorkerLink, batch: InFlight) -> None:
         link.free_slots.append(batch.slot)
-        self.schedule_dispatch()
+        if self._policy.queued_sequences:
+            self.schedule_dispatch()
 
     def _take_answered(self, link: WorkerLink, number: int, slot: int) -> InFlight | None:
         """The record of the batch that a worker answers. None, when there is none; then the worker is ignored from now

@@ -14,6 +14,10 @@ from vecd.shm.wire import Probe, ToGateway, ToWorker, WireError, decode_to_gatew
 
 _PROBE_INTERVAL_S = 0.02
 
+# As members of their enumerations, flags take 0.7 µs at each "|" and "&".
+_NOW, _NOW_AND_MORE = int(zmq.DONTWAIT), int(zmq.DONTWAIT | zmq.SNDMORE)
+_READABLE = int(zmq.POLLIN)
+
 
 class Transport:
     def __init__(
@@ -50,8 +54,11 @@ class Transport:
 
     def send(self, identity: bytes, message: ToWorker) -> bool:
         """Send without waiting. Returns whether the peer is connected and its buffer had room."""
+        *frames, last = encode(message)
         try:
-            self._socket.send_multipart([identity, *encode(message)], zmq.DONTWAIT)
+            for frame in (identity, *frames):
+                self._socket.send(frame, _NOW_AND_MORE)
+            self._socket.send(last, _NOW)
         except zmq.ZMQError:
             return False
         finally:
@@ -69,13 +76,13 @@ class Transport:
         self._loop.call_later(_PROBE_INTERVAL_S, self.probe, identity, is_needed)
 
     def has_message(self) -> bool:
-        return bool(int(self._socket.getsockopt(zmq.EVENTS)) & zmq.POLLIN)
+        return bool(int(self._socket.getsockopt(zmq.EVENTS)) & _READABLE)
 
     def receive_all(self) -> None:
         """Read until nothing is left: the descriptor is edge-triggered."""
         while not self._is_stopped and self.has_message():
             try:
-                identity, *frames = self._socket.recv_multipart(zmq.DONTWAIT)
+                identity, *frames = self._socket.recv_multipart(_NOW)
             except zmq.Again:
                 return
             self._receive(identity, frames)

@@ -76,7 +76,7 @@ class PendingResult:
 
     def deliver(self, index: int, rows: NDArray[np.float32]) -> None:
         """Take the rows (float32 [n, D], borrowed until this returns) of inputs `index` … `index + n - 1`."""
-        if self.is_over:
+        if self.finished.done():
             return
         try:
             for collector in self._collectors:

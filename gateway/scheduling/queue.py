@@ -191,6 +191,8 @@ class RequestQueue:
         num_missing = self.pending.num_missing
         if len(self.sequences) < num_missing or not self.sequences:
             return False
+        if len(self.sequences) == 1:
+            return num_missing == 1
         return len({sequence.index for sequence in self.sequences}) == num_missing
 
 

@@ -7,13 +7,13 @@ threads.
 Words are remembered for all tenants. That a word is known saves 5 µs once, which no client can tell from the rest of
 its response's time; the library's own cache for byte pairs does the same.
 
-Measured, MiniLM, ten words of English, interleaved: 6 µs where all are known, 37 µs by the library; ten words that
+Measured, MiniLM, ten words of English, interleaved: 3 µs where all are known, 37 µs by the library; ten words that
 never come again take 1.4 times as long as by the library alone.
 """
 
 import re
+from array import array
 from collections.abc import Callable, Sequence
-from itertools import chain
 
 MAX_CHARS = 2000
 """Longer texts are the library's, which releases the GIL."""
@@ -28,14 +28,16 @@ class KnownWords:
         """`cuts` matches at split points; `tokenize` returns the tokens of each of several texts."""
         self._split = re.compile(f"(?={cuts.pattern})").split
         self._tokenize = tokenize
-        self._ids_of: dict[str, list[int]] = {"": []}
+        self._ids_of: dict[str, bytes] = {"": b""}
+        """int32, little-endian, shape [num_tokens]."""
 
-    def find(self, text: str) -> list[int] | None:
-        """All tokens of a text of at most MAX_CHARS; None if the text is longer, or has a word that is not known."""
+    def find(self, text: str) -> bytes | None:
+        """All tokens of a text of at most MAX_CHARS, as int32; None if the text is longer, or has a word that is not
+        known."""
         if len(text) > MAX_CHARS:
             return None
         try:
-            return [*chain.from_iterable(map(self._ids_of.__getitem__, self._split(text)))]
+            return b"".join(map(self._ids_of.__getitem__, self._split(text)))
         except KeyError:
             return None
 
@@ -50,5 +52,5 @@ class KnownWords:
         ids, ids_of_new = self._tokenize([text, new])
         if len(self._ids_of) >= _MAX_WORDS:
             self._ids_of.clear()
-        self._ids_of[new] = ids_of_new
+        self._ids_of[new] = array("i", ids_of_new).tobytes()
         return ids

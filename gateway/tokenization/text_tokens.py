@@ -59,8 +59,8 @@ class TextTokens:
             return self.max_chars
         return min(_PIECE_CHARS, max(_LEAST_PIECE_CHARS, (num + 1) * _CHARS_PER_EXPECTED_TOKEN))
 
-    def known(self, text: str) -> list[int] | None:
-        """All tokens of a short text of known words; None for any other."""
+    def known(self, text: str) -> bytes | None:
+        """All tokens of a short text of known words, as int32; None for any other."""
         return None if self._words is None else self._words.find(text)
 
     def first_steps(self, texts: Sequence[str], prompt: str, num: int) -> Generator[None, None, list[list[int]]]:

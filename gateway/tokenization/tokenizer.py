@@ -17,11 +17,12 @@ that differ from theirs.
 """
 
 import os
+from array import array
 from collections.abc import AsyncGenerator, Generator, Iterator, Sequence
 from dataclasses import replace
 from functools import lru_cache
 from pathlib import Path
-from typing import TypeGuard, cast
+from typing import NamedTuple, TypeGuard, cast
 
 import tokenizers
 from tokenizers.normalizers import Lowercase
@@ -31,6 +32,7 @@ from tokenizers.processors import TemplateProcessing
 from vecd.gateway.tokenization import cl100k
 from vecd.gateway.tokenization.fair_pool import Threads
 from vecd.gateway.tokenization.id_policy import NO_SPECIAL_TOKENS, IdPolicy, SequenceTemplate
+from vecd.gateway.tokenization.known_words import MAX_CHARS
 from vecd.gateway.tokenization.text_tokens import CHARS_PER_TEXT, RUN_CHARS, TextTokens, runs_of
 from vecd.gateway.tokenization.tokenize_api import TokenizeApi
 from vecd.gateway.tokenization.truncation import TruncationPolicy, check_num_chunks
@@ -72,8 +74,21 @@ _LEAST_CHUNK_TOKENS = 32
 _NUM_REMEMBERED = 64
 """Combinations of options for which the truncation policy is cached."""
 
+_BYTES_PER_ID = 4
+
 PLAIN = Tokenizing()
 _CHUNK, _TEXT = Overflow.CHUNK, Source.TEXT  # Python 3.11 takes 0.1 µs to find a member of an enumeration
+
+
+class _Frame(NamedTuple):
+    """What is put around the tokens of a text."""
+
+    prompt: str
+    prefix: bytes
+    """Ids of special tokens, int32, as the next."""
+    suffix: bytes
+    max_own_bytes: int
+    """Most of the ids between them, the prompt's included."""
 
 
 class Tokenizer:
@@ -129,6 +144,8 @@ class Tokenizer:
         self.api = TokenizeApi(self._tokenizer, self._texts, self._template, card.vocab_size)
         self._truncation = lru_cache(_NUM_REMEMBERED)(self._make_truncation)
         self._truncation_of_ids = lru_cache(_NUM_REMEMBERED)(self._limits)
+        self._frame = lru_cache(_NUM_REMEMBERED)(self._make_frame)
+        self._most_known_chars = min(MAX_CHARS, self.max_chars)
         self._tokenizer.enable_truncation(max(max_tokens + 1, _MANY_TOKENS))
 
     def estimate_tokens(self, inputs: list[str] | list[TokenIds], how: Tokenizing = PLAIN) -> int:
@@ -146,10 +163,10 @@ class Tokenizer:
 
     def tokenize_now(self, inputs: list[str] | list[TokenIds], how: Tokenizing = PLAIN) -> list[TokenizedInput] | None:
         """Tokenize at once, on the event loop; None when that would block it. Raises as `tokenize`."""
-        if not self._is_short(inputs, how):
-            return None
         if len(inputs) == 1 and isinstance(inputs[0], str) and (item := self._take_known(inputs[0], how)) is not None:
             return [item]
+        if not self._is_short(inputs, how):
+            return None
         steps = self._take_run(inputs, range(len(inputs)), how)
         while True:
             try:
@@ -226,6 +243,12 @@ class Tokenizer:
             )
         return replace(truncation, prompt=prompt, prompt_ids=prompt_ids)
 
+    def _make_frame(self, how: Tokenizing) -> "_Frame":
+        """Raises as `_make_truncation`."""
+        truncation = self._truncation(how)
+        prefix, suffix = (array("i", ids).tobytes() for ids in truncation.template)
+        return _Frame(truncation.prompt, prefix, suffix, truncation.max_own_tokens * _BYTES_PER_ID)
+
     def _limits(self, how: Tokenizing, has_special_tokens: bool) -> TruncationPolicy:
         """The policy for lists of the model's own ids, with its special tokens or without."""
         template = self._template if has_special_tokens else NO_SPECIAL_TOKENS
@@ -245,12 +268,15 @@ class Tokenizer:
     # --- a run of inputs --------------------------------------------------------------------------------------
 
     def _take_known(self, text: str, how: Tokenizing) -> TokenizedInput | None:
-        """A text of known words that needs no more than they: 2 µs sooner than by the steps for any text."""
-        truncation = self._truncation(how)
-        own = self._texts.known(truncation.prompt + text)
-        if not own or len(own) > truncation.max_own_tokens or len(text) > self.max_chars:
+        """A short text of known words that needs no more than they: 5 µs sooner than by the steps for any text."""
+        if len(text) > self._most_known_chars:
             return None
-        return truncation.whole(own, _TEXT)
+        frame = self._frame(how)
+        own = self._texts.known(frame.prompt + text)
+        if not own or len(own) > frame.max_own_bytes:
+            return None
+        token_ids = frame.prefix + own + frame.suffix
+        return TokenizedInput(token_ids, len(token_ids) // _BYTES_PER_ID, False, _TEXT)
 
     def _take_run(
         self, inputs: list[str] | list[TokenIds], run: range, how: Tokenizing
