@@ -206,9 +206,19 @@ class Connection(asyncio.Protocol):
         self.task = self._loop.create_task(self._serve(request))
 
     async def _serve(self, request: HttpRequest) -> None:
+        """Write exactly one response to a request."""
         self._server.num_requests_in_flight += 1
         try:
-            is_last = await self._handle(request)
+            try:
+                if self.is_admin:
+                    _check_origin(request)
+                is_last = self._write_response(request, await self._server.app.handle(request))
+            except asyncio.CancelledError as error:
+                if self.task is None or self.task.cancelling():
+                    raise
+                is_last = self._write_failure(request, error)  # the application cancelled a task of its own
+            except Exception as error:
+                is_last = self._write_failure(request, error)
         except BaseException as error:
             # The client has disconnected, or not even an error could be rendered: it must not wait for a response.
             self._transport.abort()
@@ -221,19 +231,8 @@ class Connection(asyncio.Protocol):
             self._linger()
         self._advance()
 
-    async def _handle(self, request: HttpRequest) -> bool:
-        """Write exactly one response to a request; True when it is the connection's last."""
-        failure: BaseException
-        try:
-            if self.is_admin:
-                _check_origin(request)
-            return self._write_response(request, await self._server.app.handle(request))
-        except asyncio.CancelledError as error:
-            if self.task is None or self.task.cancelling():
-                raise
-            failure = error  # the application cancelled a task of its own
-        except Exception as error:
-            failure = error
+    def _write_failure(self, request: HttpRequest, failure: BaseException) -> bool:
+        """As `_write_response`, with an error."""
         try:
             return self._write_response(request, self._render(failure, request.request_id, request))
         finally:
