@@ -85,7 +85,8 @@ class OperationsHandler:
         work = parsed.work
         try:
             if type(work) is ParsedEmbed and len(work.request.inputs) <= _INLINE_ITEMS:
-                return work.render(await context.embedder.embed(work.request, parsed.num_estimated, timeline, principal))
+                embedded = await context.embedder.embed(work.request, parsed.num_estimated, timeline, principal)
+                return work.render(embedded)
             return await _respond(context, parsed, http, principal)
         except ApiError as error:
             error.dialect = parsed.claim.dialect.name

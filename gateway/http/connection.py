@@ -104,6 +104,10 @@ class Connection(asyncio.Protocol):
         if self._is_ending:
             self._drop(len(data))
         elif self._why_refused is None:
+            is_free = self.task is None and not self._is_write_blocked
+            if is_free and (request := self._reader.read_whole(data)) is not None:
+                self._start(request)
+                return
             self._reader.feed(data)
             self._advance()
         else:
@@ -145,7 +149,6 @@ class Connection(asyncio.Protocol):
             if event is None:
                 self._await_bytes()
                 break
-            event.request.client, event.request.is_admin = self.client, self.is_admin
             if isinstance(event, RequestReceived):
                 self._start(event.request)
             else:
@@ -186,6 +189,7 @@ class Connection(asyncio.Protocol):
             self._server.arriving.count(self, 0)
 
     def _check_head(self, request: HttpRequest) -> None:
+        request.client, request.is_admin = self.client, self.is_admin
         try:
             if self.is_admin:
                 _check_origin(request)
@@ -200,6 +204,7 @@ class Connection(asyncio.Protocol):
     # --- handling ---
 
     def _start(self, request: HttpRequest) -> None:
+        request.client, request.is_admin = self.client, self.is_admin
         self._request = request
         request.timeline.started_at = time.monotonic()
         self._awaited, self._since = None, self._server.clock()
