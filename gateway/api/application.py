@@ -6,7 +6,7 @@ Owns `Api`, the `vecd.gateway.http.contract.Application`: it finds the route and
 """
 
 import time
-from collections.abc import Sequence
+from collections.abc import Awaitable, Sequence
 from typing import Any
 
 from vecd.gateway.admission.principals import Principal, Principals
@@ -60,10 +60,10 @@ class Api:
             principal.check_quota()  # a small body is read all the same, so that the client keeps its connection
         return None
 
-    async def handle(self, request: HttpRequest) -> Response:
+    def handle(self, request: HttpRequest) -> Awaitable[Response]:
         route, principal = self._find(request)
         request.timeline.principal = principal.name
-        return await route.handler(self._context, request, principal)
+        return route.handler(self._context, request, principal)
 
     def render_error(self, error: ApiError, path: str | None) -> Response:
         return render_error(error, path, self._public_table)

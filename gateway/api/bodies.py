@@ -25,7 +25,7 @@ from vecd.gateway.types.messages import Coding
 
 T = TypeVar("T")
 
-_INLINE_BYTES = 64 * 1024
+INLINE_BYTES = 64 * 1024
 """Bodies of at most so many bytes are parsed on the event loop: 0.06 ms for texts, 0.15 ms for token ids, at worst
 (empty lists) 1.1 ms."""
 
@@ -75,12 +75,12 @@ class Bodies:
         what `parse_fields` raises.
         """
         inflating = None if coding is None else Decompression(body, coding, self._max_bytes)
-        if inflating is not None and len(body) <= _INLINE_BYTES:
-            inflating.advance(_INLINE_BYTES)
+        if inflating is not None and len(body) <= INLINE_BYTES:
+            inflating.advance(INLINE_BYTES)
             if inflating.is_complete:
                 body, inflating = inflating.take(), None
-        if inflating is None and len(body) <= _INLINE_BYTES:
-            return parse_fields(_parse_object(body, bare_list, large_fields, small_fields))
+        if inflating is None and len(body) <= INLINE_BYTES:
+            return parse_fields(parse_small(body, bare_list, large_fields, small_fields))
         with self._waiting(tenant) as wait_with:
             wait_with(len(body))
             if inflating is not None:
@@ -134,7 +134,8 @@ def _check_room(num_waiting: int, num_bytes: int, limit: int, what: str) -> None
         )
 
 
-def _parse_object(body: bytes, bare_list: str, *known_fields: frozenset[str]) -> dict[str, Any]:
+def parse_small(body: bytes, bare_list: str, *known_fields: frozenset[str]) -> dict[str, Any]:
+    """The JSON object in a body of at most `INLINE_BYTES`, not compressed; otherwise as `Bodies.parse`."""
     try:
         fields = orjson.loads(body)
     except orjson.JSONDecodeError as error:

@@ -12,6 +12,7 @@ from functools import partial
 from typing import Any, NamedTuple
 
 from vecd.gateway.admission.principals import Principal
+from vecd.gateway.api.bodies import INLINE_BYTES, parse_small
 from vecd.gateway.api.context import Context
 from vecd.gateway.api.dialects.headers import parse_timeout_s
 from vecd.gateway.api.fields import REQUEST_ID
@@ -68,17 +69,24 @@ class OperationsHandler:
         timeline.arrived_at = time.monotonic()
         try:
             principal.check_quota()  # before the body is parsed
-            parsed = await context.bodies.parse(
-                http.body, self._large, lambda body: self._parse(context, http, body), principal.tenant, self._small,
-                http.coding, self._bare_list,
-            )  # fmt: skip
+            if http.coding is None and len(http.body) <= INLINE_BYTES:
+                parsed = self._parse(context, http, parse_small(http.body, self._bare_list, self._large, self._small))
+            else:
+                parsed = await context.bodies.parse(
+                    http.body, self._large, partial(self._parse, context, http), principal.tenant, self._small,
+                    http.coding, self._bare_list,
+                )  # fmt: skip
         except ApiError as error:
             if first.operation.embed is not None:
                 context.embedder.count_unread(error)
             raise
         timeline.parsed_at = time.monotonic()
         http.body = b""  # frees up to tens of megabytes
+        work = parsed.work
         try:
+            if type(work) is ParsedEmbed and len(work.request.inputs) <= _INLINE_ITEMS:
+                embedded = await context.embedder.embed(work.request, parsed.num_estimated, timeline, principal)
+                return work.render(embedded)
             return await _respond(context, parsed, http, principal)
         except ApiError as error:
             error.dialect = parsed.claim.dialect.name

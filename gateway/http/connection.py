@@ -104,6 +104,10 @@ class Connection(asyncio.Protocol):
         if self._is_ending:
             self._drop(len(data))
         elif self._why_refused is None:
+            is_free = self.task is None and not self._is_write_blocked
+            if is_free and (request := self._reader.read_whole(data)) is not None:
+                self._start(request)
+                return
             self._reader.feed(data)
             self._advance()
         else:
@@ -145,7 +149,6 @@ class Connection(asyncio.Protocol):
             if event is None:
                 self._await_bytes()
                 break
-            event.request.client, event.request.is_admin = self.client, self.is_admin
             if isinstance(event, RequestReceived):
                 self._start(event.request)
             else:
@@ -186,6 +189,7 @@ class Connection(asyncio.Protocol):
             self._server.arriving.count(self, 0)
 
     def _check_head(self, request: HttpRequest) -> None:
+        request.client, request.is_admin = self.client, self.is_admin
         try:
             if self.is_admin:
                 _check_origin(request)
@@ -200,15 +204,26 @@ class Connection(asyncio.Protocol):
     # --- handling ---
 
     def _start(self, request: HttpRequest) -> None:
+        request.client, request.is_admin = self.client, self.is_admin
         self._request = request
         request.timeline.started_at = time.monotonic()
         self._awaited, self._since = None, self._server.clock()
         self.task = self._loop.create_task(self._serve(request))
 
     async def _serve(self, request: HttpRequest) -> None:
+        """Write exactly one response to a request."""
         self._server.num_requests_in_flight += 1
         try:
-            is_last = await self._handle(request)
+            try:
+                if self.is_admin:
+                    _check_origin(request)
+                is_last = self._write_response(request, await self._server.app.handle(request))
+            except asyncio.CancelledError as error:
+                if self.task is None or self.task.cancelling():
+                    raise
+                is_last = self._write_failure(request, error)  # the application cancelled a task of its own
+            except Exception as error:
+                is_last = self._write_failure(request, error)
         except BaseException as error:
             # The client has disconnected, or not even an error could be rendered: it must not wait for a response.
             self._transport.abort()
@@ -221,19 +236,8 @@ class Connection(asyncio.Protocol):
             self._linger()
         self._advance()
 
-    async def _handle(self, request: HttpRequest) -> bool:
-        """Write exactly one response to a request; True when it is the connection's last."""
-        failure: BaseException
-        try:
-            if self.is_admin:
-                _check_origin(request)
-            return self._write_response(request, await self._server.app.handle(request))
-        except asyncio.CancelledError as error:
-            if self.task is None or self.task.cancelling():
-                raise
-            failure = error  # the application cancelled a task of its own
-        except Exception as error:
-            failure = error
+    def _write_failure(self, request: HttpRequest, failure: BaseException) -> bool:
+        """As `_write_response`, with an error."""
         try:
             return self._write_response(request, self._render(failure, request.request_id, request))
         finally:

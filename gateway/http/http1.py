@@ -115,6 +115,16 @@ class RequestReader:
         """Bytes fed and not parsed yet: those behind the request that is being handled."""
         return len(self._data) - self._at
 
+    def read_whole(self, data: bytes) -> HttpRequest | None:
+        """The request that the received bytes are, if they are one and its head is that of the one before; None if they
+        must be fed. Nothing is kept of them."""
+        if self._head is None or self.state is not _IDLE:
+            return None
+        found = self._head.find_body(data, 0)
+        if found is None or found[0] + int(found[1]) != len(data):
+            return None
+        return self._repeated(self._head, found[1], data, 0, found[0])
+
     def feed(self, data: bytes) -> None:
         """Add bytes that the connection received. Parses nothing yet."""
         if self.state is _CLOSED:
@@ -162,22 +172,29 @@ class RequestReader:
         found = head.find_body(self._data, self._at)
         if found is None:
             return None
-        start, digits = found
-        stop = start + int(digits)
+        request = self._repeated(head, found[1], self._data, self._at, found[0])
+        if request is not None:
+            self._at = found[0] + int(found[1])
+            self._seek_request()
+        return request
+
+    def _repeated(self, head: RepeatedHead, digits: str, data: bytes, at: int, start: int) -> HttpRequest | None:
+        """The request at `at` with this head but for its length in `digits`, whose body begins at `start`; None if the
+        body is not complete, or a limit is exceeded."""
+        limits, num_body_bytes = head.limits, int(digits)
+        stop = start + num_body_bytes
         if (
-            head.limits is not self.limits
-            or stop > len(self._data)
-            or int(digits) > head.limits.max_body_bytes
-            or start - self._at > head.limits.max_head_bytes
+            limits is not self.limits
+            or stop > len(data)
+            or num_body_bytes > limits.max_body_bytes
+            or start - at > limits.max_head_bytes
         ):
             return None
         headers = {**head.headers, "content-length": digits}
         method, path, query, http_minor = head.line
-        body = self._data[start:stop]
-        request = HttpRequest(method, path, query, headers, http_minor, True, new_request_id(), body=body)
-        self._at = stop
-        self._seek_request()
-        return request
+        return HttpRequest(
+            method, path, query, headers, http_minor, True, new_request_id(), False, None, data[start:stop]
+        )
 
     def _read(self, message: "_Message") -> None:
         """Parse the received bytes of one request, and none beyond it."""

@@ -342,7 +342,7 @@ def test_what_a_body_is_filled_up_with_is_refused(unit, says):
 
 def test_no_small_body_has_more_fields_than_a_large_one_may():
     """Else the same object would be taken or refused by its size."""
-    assert bodies_module._INLINE_BYTES // len(b'"":1,') < Bounds(max_items=1, max_chars=1, max_ids=1).max_fields
+    assert bodies_module.INLINE_BYTES // len(b'"":1,') < Bounds(max_items=1, max_chars=1, max_ids=1).max_fields
 
 
 # --- sent compressed ----------------------------------------------------------------------------------------------

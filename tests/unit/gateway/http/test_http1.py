@@ -940,3 +940,34 @@ def test_a_repeated_head_is_held_to_changed_limits():
     reader.feed(REPEATABLE[1])
     (error,) = take_all(reader)
     assert isinstance(error, HeadersTooLarge)
+
+
+@pytest.mark.parametrize("first", REPEATABLE)
+def test_a_whole_request_is_read_as_if_it_was_fed(first):
+    for second in (first, *BEHIND):
+        reader = RequestReader(LIMITS)
+        reader.feed(first)
+        take_all(reader)
+        request = reader.read_whole(second)
+        if request is None:
+            continue
+        assert comparable([request]) == comparable(read(second))
+        assert (reader.state, reader.num_waiting_bytes) == (ReadState.IDLE, 0)
+        reader.feed(second)
+        assert comparable(take_all(reader)) == comparable(read(second))
+
+
+@pytest.mark.parametrize(("index", "is_whole"), list(enumerate([True] * 4 + [False] * 3)))
+def test_only_one_whole_request_between_others_is_read_at_once(index, is_whole):
+    first = REPEATABLE[index]
+    reader = RequestReader(LIMITS)
+    assert reader.read_whole(first) is None
+    reader.feed(first)
+    take_all(reader)
+    assert (reader.read_whole(first) is not None) is is_whole
+    assert reader.read_whole(first[:-1]) is None
+    assert reader.read_whole(first + first) is None
+    reader.limits = replace(LIMITS)
+    assert reader.read_whole(first) is None
+    reader.feed(first[:-1])
+    assert reader.read_whole(first) is None
