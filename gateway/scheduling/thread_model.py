@@ -4,9 +4,9 @@ Owns the estimates, by size class and number of threads. Pure. `vecd.gateway.dis
 batch and reports how long the batch took.
 
 One thread is measured first. The next larger number that a worker offers is then tried, for as long as each pays. What
-is in use is compared with the next smaller number now and then. A number that takes longer than fewer threads, even
-once, is given up at once, and tried again after 16 batches of its class, then 32, 64 and so on: the reason may have
-been another program. One good try is enough to come back to it.
+is in use is compared with the next smaller number now and then. A number that takes twice as long as fewer threads,
+even once, is given up at once, and one that takes somewhat longer after two or three batches. It is tried again after 4
+batches of its class, then 16, 64 and so on: the reason may have been another program.
 """
 
 from collections.abc import Sequence
@@ -18,19 +18,22 @@ _WEIGHT = 0.3
 _PAYS = 0.92
 """More threads are used where a batch takes at most this part of the time that fewer need."""
 
-_SLOWER = 1.2
+_SLOWER = 2.0
 """A batch that takes more than this many times what fewer threads need shows that the machine is not ours."""
+
+_UNUSUAL = 1.2
+"""A batch that takes more than this many times what is usual is slow."""
 
 _MAX_DOUBTED = 2
 """Slow batches in a row that are not believed while their number of tokens is new: torch compiles kernels for each."""
 
 _MAX_SIZES = 4096
 
-_ENOUGH = 2
-"""Batches after which an estimate is believed: the first one with another number of threads also starts these."""
+_ENOUGH = 3
+"""Batches in a row of which the least is believed: the first ones also start threads, and wake them on another core."""
 
-_FIRST_RETRY, _LAST_RETRY = 16, 4096
-"""Batches of a class until what did not pay is tried again: at first, and at most."""
+_FIRST_RETRY, _LAST_RETRY, _RETRY_GROWTH = 4, 4096, 4
+"""Batches of a class until what did not pay is tried again: at first, at most, and by which factor it grows."""
 
 _COMPARE_AFTER = 128
 """Batches of a class until fewer threads are tried again, although more pay."""
@@ -61,7 +64,7 @@ class _Estimate:
         is_new = num_tokens not in self._sizes
         if len(self._sizes) < _MAX_SIZES:
             self._sizes.add(num_tokens)
-        if self.num and is_new and per_token_s > _SLOWER * self.per_token_s and self._num_doubted < _MAX_DOUBTED:
+        if self.num and is_new and per_token_s > _UNUSUAL * self.per_token_s and self._num_doubted < _MAX_DOUBTED:
             self._num_doubted += 1
             return True
         self._num_doubted = 0
@@ -69,7 +72,6 @@ class _Estimate:
 
     def add(self, per_token_s: float) -> None:
         if self.num > 0:
-            # The less of the first two: the first one may have made threads.
             weight = _WEIGHT if self.num >= _ENOUGH else float(per_token_s < self.per_token_s)
             per_token_s = self.per_token_s + weight * (per_token_s - self.per_token_s)
         self.per_token_s = per_token_s
@@ -78,7 +80,7 @@ class _Estimate:
     def put_off(self, now: int) -> None:
         """It has not paid, or could not be had."""
         self.try_at = now + self.retry_after
-        self.retry_after = min(_LAST_RETRY, 2 * self.retry_after)
+        self.retry_after = min(_LAST_RETRY, _RETRY_GROWTH * self.retry_after)
 
 
 class _SizeClass:
@@ -134,16 +136,16 @@ class ThreadModel:
         if estimate.doubts(num_tokens, per_token_s):
             return
         estimate.add(per_token_s)
-        if estimate.num < _ENOUGH:
-            return
         fewer = [other.per_token_s for num, other in size_class.by_threads.items() if num < num_threads and other.num]
         least = min(fewer, default=0.0)
-        if not least or (estimate.per_token_s <= _PAYS * least and per_token_s <= _SLOWER * least):
+        is_slow = bool(least) and per_token_s > _SLOWER * least
+        if estimate.num < _ENOUGH and not is_slow:
+            return
+        if not is_slow and (not least or estimate.per_token_s <= _PAYS * least):
             estimate.retry_after = _FIRST_RETRY
             estimate.try_at = now + _COMPARE_AFTER
         else:
-            # As if measured once, so that one good try brings it back.
-            estimate.per_token_s, estimate.num = least, 1
+            estimate.num = 0
             estimate.put_off(now)
 
     def best(self, num_tokens: int, choices: Sequence[int]) -> int:
@@ -169,7 +171,7 @@ class ThreadModel:
             }
             for bits, size_class in sorted(self._classes.items())
             for num_threads, estimate in sorted(size_class.by_threads.items())
-            if estimate.num
+            if estimate.per_token_s
         ]
 
     def _class_of(self, num_tokens: int) -> _SizeClass:
