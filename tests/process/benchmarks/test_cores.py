@@ -100,7 +100,9 @@ def test_a_busy_loop_runs_until_its_end_and_is_not_asleep() -> None:
 
 def test_a_busy_loop_ends_with_who_has_started_it() -> None:
     program = "import time; from benchmarks.loops import BusyLoop; b = BusyLoop(); b.start(1e9); print(b.session)"
-    started = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=True, cwd=CHECKOUT)
+    environment = {**os.environ, "PYTHONPATH": str(CHECKOUT)}  # where PYTHONSAFEPATH is set, too
+    command = [sys.executable, "-c", program]
+    started = subprocess.run(command, capture_output=True, text=True, check=True, env=environment)
     pid = int(started.stdout)
     deadline = time.monotonic() + 10
     while _lives(pid):
