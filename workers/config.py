@@ -39,6 +39,8 @@ class WorkerConfig:
     """A format of `vecd.shm.logs`."""
     max_threads: int = 1
     """The most cores that may be leased to a batch; 1: no leases. More than `num_threads` then, which is 1."""
+    measures_short_texts: bool = False
+    """Whether the first load measures the speed with short texts, for the number of gateways; takes half a second."""
 
     @property
     def is_dummy(self) -> bool:

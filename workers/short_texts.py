@@ -1,9 +1,9 @@
 """How many short texts a second an engine computes, remembered for the next start.
 
 Owns the file in the cache directory. The figure is measured once for a model, a version of vecd, a processor and the
-requested engine (`vecd.workers.engines.load`). The next start reads it (`vecd.launch.config.plan`) for the number of
-gateways, and for nothing else, so that a wrong one is never a wrong vector. Imports no numpy, because the supervisor
-imports it.
+requested engine, if `--gateways auto` wants it (`vecd.workers.engines.load`). The next start reads it
+(`vecd.launch.config.plan`) for the number of gateways, and for nothing else, so that a wrong one is never a wrong
+vector. Imports no numpy, because the supervisor imports it.
 
     <cache directory>/short-texts/<key>.json     {"texts_per_s": 512.0}, written by a rename
 """
@@ -11,13 +11,12 @@ imports it.
 import hashlib
 import json
 import logging
-import os
 import platform
-import tempfile
 from importlib import metadata
 from pathlib import Path
 
 from vecd.workers.config import WorkerConfig
+from vecd.workers.json_file import write_json
 from vecd.workers.processor import cpuinfo
 
 log = logging.getLogger("vecd.selection")
@@ -38,17 +37,8 @@ def recall_texts_per_s(config: WorkerConfig) -> float | None:
 
 def remember_texts_per_s(config: WorkerConfig, texts_per_s: float) -> None:
     """Write what was measured to the cache. If that fails, log a warning."""
-    path = _file(config)
     try:
-        path.parent.mkdir(parents=True, exist_ok=True)
-        with tempfile.NamedTemporaryFile("w", dir=path.parent, prefix=".", delete=False) as file:
-            try:
-                json.dump({"texts_per_s": texts_per_s}, file)
-                file.flush()
-                os.replace(file.name, path)
-            except OSError:
-                os.unlink(file.name)
-                raise
+        write_json(_file(config), {"texts_per_s": texts_per_s})
     except OSError as error:
         log.warning("the speed of the engine cannot be remembered: %s", error)
 

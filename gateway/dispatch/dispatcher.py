@@ -324,7 +324,7 @@ class Dispatcher:
         if len(idle) > 1:
             idle.sort(key=_num_thread_choices)  # a batch that is alone goes to the worker that can use most cores
         while self._policy.queued_sequences and (num_places := self._cores.places(len(idle))):
-            if self._is_one_batch_better(idle[-1], num_places):
+            if self._is_one_batch_better(idle[-1], num_places, now):
                 num_places = 1
             batch = self._next_batch(now, idle[-1].cost_model, num_places)
             if not batch.sequences:
@@ -345,17 +345,17 @@ class Dispatcher:
                 if batch.sequences:
                     self._send(link, batch, now, link.fewest_threads)
 
-    def _is_one_batch_better(self, link: WorkerLink, num_places: int) -> bool:
+    def _is_one_batch_better(self, link: WorkerLink, num_places: int, now: float) -> bool:
         """Whether all cores compute what waits sooner in one batch than in several, each with its part of the cores."""
         num_batches = min(num_places, self._policy.queued_sequences)
         if num_batches < 2 or len(link.thread_choices) < 2:
             return False
-        num_cores = self._cores.spare + 1
-        choices = [choice for choice in link.thread_choices if choice <= num_cores] or [1]
         num_tokens = self._policy.queued_tokens
-        part = max(choice for choice in choices if choice <= max(1, num_cores // num_batches))
+        part_tokens = num_tokens // num_batches
+        whole = self._num_threads(link, num_tokens, 0, now)
+        part = self._num_threads(link, part_tokens, num_batches - 1, now)
         speedup = self.thread_model.speedup
-        return speedup(num_tokens, choices[-1]) > num_batches * speedup(num_tokens // num_batches, part)
+        return speedup(num_tokens, whole) > num_batches * speedup(part_tokens, part)
 
     def _num_threads(self, link: WorkerLink, num_tokens: int, num_places: int, now: float) -> int:
         """Threads for a batch, which leaves `num_places` other workers idle; 0 where the worker's are fixed.

@@ -245,6 +245,7 @@ def _worker_config(settings: Settings, card: ModelCard, device: str, arena: Aren
         "num_threads": _num_threads(settings),
         "max_threads": usable_cores() if settings.threads_per_worker == "auto" and device == "cpu" else 1,
         "cache_folder": str(settings.cache_folder),
+        "measures_short_texts": settings.gateways == "auto",
     }
     return WorkerConfig(**{**common, "device": device})
 

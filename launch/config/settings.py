@@ -142,7 +142,7 @@ class Settings(BaseSettings):
         1,
         description="gateway processes; use more than one if parsing and encoding take more than a core. "
         "They divide max-requests and max-connections among them. auto: the number that short texts need at the "
-        "speed of the workers, which is known from the second start of a model on",
+        "speed of the workers, which is known from the second start with it on",
     )
     threads_per_worker: Annotated[int, Field(ge=1, le=1024)] | Literal["auto"] = Field(
         "auto",

@@ -56,15 +56,15 @@ def load_engine(
     """Build the engine of `config`, warm and compared with the reference model.
 
     The comparison is remembered in `config.cache_folder`; a remembered one is checked again with short probes. A new
-    comparison runs in `select_elsewhere`, or in this process if that is None. At the first load, the speed of the
-    engine with short texts is measured and remembered there, too. With `must_measure` the engine is chosen among
+    comparison runs in `select_elsewhere`, or in this process if that is None. The speed of the engine with short
+    texts is remembered there, too, if `config` wants it measured. With `must_measure` the engine is chosen among
     several by their speed even where that needs torch and the lean engine by itself does not.
 
     Side effect: sets torch's number of threads, if the engine needs torch. Raises ModelError when the device cannot be
     used, or when the model cannot be loaded or cannot run the way `config` requires.
     """
     engine = _load(config, report, select_elsewhere, must_measure=must_measure)
-    if config.cache_folder and recall_texts_per_s(config) is None:
+    if config.measures_short_texts and config.cache_folder and recall_texts_per_s(config) is None:
         remember_texts_per_s(config, _texts_per_s(config, engine))
     return engine
 

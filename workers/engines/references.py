@@ -18,8 +18,6 @@ import base64
 import hashlib
 import json
 import logging
-import os
-import tempfile
 from collections.abc import Iterator
 from dataclasses import dataclass
 from functools import lru_cache
@@ -33,6 +31,7 @@ from vecd.shm.card import ModelCard
 from vecd.workers.config import REFERENCE_FILE, WorkerConfig
 from vecd.workers.engine import PackedBatch
 from vecd.workers.engines.parity import Parity, random_batch
+from vecd.workers.json_file import write_json
 from vecd.workers.weights import weight_files
 
 log = logging.getLogger("vecd.selection")
@@ -88,23 +87,14 @@ def remember_reference(config: WorkerConfig, reference: Reference) -> None:
 
 
 def write_reference(reference: Reference, digest: str, path: Path) -> None:
-    """Write by a rename, so no reader sees half a file. Raises OSError."""
+    """Raises OSError."""
     fields = {
         "format": _FORMAT,
         "digest": digest,
         "lengths": list(reference.lengths),
         "vectors": base64.b64encode(reference.vectors.astype("<f4").tobytes()).decode(),
     }
-    path.parent.mkdir(parents=True, exist_ok=True)
-    with tempfile.NamedTemporaryFile("w", dir=path.parent, prefix=".", delete=False) as file:
-        try:
-            json.dump(fields, file)
-            os.fchmod(file.fileno(), 0o644)  # beside a model it is for every user who serves that
-            file.flush()
-            os.replace(file.name, path)
-        except OSError:
-            os.unlink(file.name)
-            raise
+    write_json(path, fields, mode=0o644)  # beside a model it is for every user who serves that
 
 
 def digest_of(card: ModelCard) -> str:

@@ -17,7 +17,6 @@ import json
 import logging
 import os
 import platform
-import tempfile
 from collections.abc import Iterator
 from contextlib import suppress
 from dataclasses import dataclass, field
@@ -31,6 +30,7 @@ from numpy.typing import NDArray
 from vecd.shm.card import export_files
 from vecd.workers.config import REFERENCE_FILE, WorkerConfig
 from vecd.workers.engines.timing import Times
+from vecd.workers.json_file import write_json
 from vecd.workers.processor import cpuinfo
 
 log = logging.getLogger("vecd.selection")
@@ -101,15 +101,7 @@ def remember(config: WorkerConfig, selection: Selection) -> None:
     if path is None:
         return
     try:
-        path.parent.mkdir(parents=True, exist_ok=True)
-        with tempfile.NamedTemporaryFile("w", dir=path.parent, prefix=".", delete=False) as file:
-            try:
-                json.dump(selection.to_json(), file)
-                file.flush()
-                os.replace(file.name, path)
-            except OSError:
-                os.unlink(file.name)
-                raise
+        write_json(path, selection.to_json())
     except OSError as error:
         log.warning("the selection of an engine cannot be remembered: %s", error)
 

@@ -1,6 +1,7 @@
 """Leases of cores: which batch computes with how many, and when others wait for them."""
 
 import asyncio
+import time
 
 import pytest
 
@@ -81,6 +82,19 @@ async def test_a_few_texts_are_one_batch_where_all_cores_are_faster_than_one_eac
         batch = await workers[0].receive()
         assert (batch.num_sequences, batch.num_threads) == (3, 8)
         answer(workers[0], batch)
+        await pending.finished
+
+
+async def test_a_few_texts_are_several_batches_while_others_are_expected():
+    async with running_bench(cores=(cores := Cores(8))) as bench:
+        workers = await add_workers(bench, [1, 8], *([[1]] * 7))
+        await alone(bench, workers[0], 8, length=6)
+        cores.note_contention(time.monotonic(), batch_s=10.0)
+        pending = bench.request(1, 2, 3)
+        batches = [(worker, await worker.receive()) for worker in (workers[0], workers[7], workers[6])]
+        assert [batch.num_sequences for _, batch in batches] == [1, 1, 1]
+        for worker, batch in batches:
+            answer(worker, batch)
         await pending.finished
 
 

@@ -25,7 +25,9 @@ def test_the_first_load_measures_and_later_ones_know(
     tmp_path: Path,
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    config = worker_config(checkpoint("bert"), engine=engine, cache_folder=str(tmp_path), unverified=True)
+    unasked = worker_config(checkpoint("bert"), engine=engine, cache_folder=str(tmp_path), unverified=True)
+    load_engine(unasked, lambda stage: None)
+    config = replace(unasked, measures_short_texts=True)
     measured: list[float] = []
 
     def measure(config: WorkerConfig, engine: Engine) -> float:
@@ -47,7 +49,7 @@ def test_a_folder_that_cannot_be_written_is_only_a_warning(
     checkpoint: Callable[..., Path], worker_config: Config, tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
     (tmp_path / "short-texts").touch()
-    config = worker_config(checkpoint("bert"), engine="dummy", cache_folder=str(tmp_path))
+    config = worker_config(checkpoint("bert"), engine="dummy", cache_folder=str(tmp_path), measures_short_texts=True)
     load_engine(config, lambda stage: None)
     assert "cannot be remembered" in caplog.text
     assert recall_texts_per_s(config) is None
