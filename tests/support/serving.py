@@ -98,7 +98,7 @@ class Server:
         return self._child("vecd.launch.child forkserver").children()
 
     def _child(self, command: str) -> psutil.Process:
-        [child] = [c for c in psutil.Process(self.pid).children() if command in " ".join(c.cmdline())]
+        [child] = [c for c in psutil.Process(self.pid).children() if command in _command_line(c)]
         return child
 
     def info(self) -> dict:
@@ -115,6 +115,13 @@ class Server:
         answer = httpx.post(f"{self.url}/v1/embeddings", json={"input": texts, **fields}, timeout=60)
         assert answer.status_code == 200, answer.text
         return [item["embedding"] for item in answer.json()["data"]]
+
+
+def _command_line(process: psutil.Process) -> str:
+    """Empty for a process that has ended and may not have been reaped yet."""
+    with suppress(psutil.NoSuchProcess):  # ZombieProcess is one, too
+        return " ".join(process.cmdline())
+    return ""
 
 
 @contextmanager
