@@ -26,7 +26,8 @@ from vecd.gateway.encoding.fragments import Encoder
 from vecd.gateway.http.http1 import encode_response
 from vecd.gateway.main import keep_freed_memory
 from vecd.gateway.types.request import Dtype, Embedded, EmbedRequest, Encoding, Form, Stages
-from vecd.shm.card import ModelCard, Step
+from vecd.shm.card import ModelCard
+from vecd.shm.heads import Step
 
 _SHAPES = ((128, 1024), (2048, 384))
 _NUM_PASSES = 21

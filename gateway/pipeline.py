@@ -78,7 +78,7 @@ class _Counts:
     def add(self, tokenized: list[TokenizedInput]) -> int:
         """Count these inputs. Returns the number of their tokens."""
         num_tokens = 0
-        for _, num, is_truncated, source, chunks in tokenized:
+        for _, num, is_truncated, source, chunks, _ in tokenized:
             num_tokens += num
             self.num_truncated += is_truncated
             self.num_chunked += chunks != ()

@@ -14,6 +14,12 @@ from pathlib import Path
 from typing import Any
 
 from vecd.shm.architecture import native_config
+from vecd.shm.heads import ScoreHead, SparseHead, Step, TokenHead
+from vecd.shm.output import Output
+
+_SPANNED_DIM = 1024
+"""Floats of a row where an output spans several: 30 rows for the vocabulary of BERT, so that a slot of 2,048 rows holds
+68 sequences."""
 
 POOLING_MODES = ("cls", "max", "mean", "mean_sqrt_len_tokens", "weightedmean", "lasttoken")
 """In the order in which sentence-transformers concatenates them if a model has several."""
@@ -58,21 +64,6 @@ def one_line(error: Exception) -> str:
 
 
 @dataclass(frozen=True, slots=True)
-class Step:
-    """A module behind the pooling, applied to the pooled vector [B, D]."""
-
-    kind: str
-    """"dense", "normalize" or "layer_norm"."""
-    path: str = ""
-    """Folder of the module's weights, relative to the model's; empty for "normalize"."""
-    in_dim: int = 0
-    out_dim: int = 0
-    bias: bool = True
-    activation: str = "identity"
-    """Of "dense": a key of `vecd.workers.engines.torch.pooling.ACTIVATIONS`."""
-
-
-@dataclass(frozen=True, slots=True)
 class ModelCard:
     """Immutable facts of a model. Travels between processes as JSON (`to_json`, `from_json`)."""
 
@@ -85,7 +76,8 @@ class ModelCard:
     hidden_size: int
     """H: floats per token."""
     dim: int
-    """D: floats per vector, after pooling and every step."""
+    """D: floats per vector, after pooling and every step. Of a model without dense vectors: those of its main output.
+    """
     max_tokens: int
     """Longest sequence, special tokens included. Longer input is cut on the right."""
     vocab_size: int
@@ -114,16 +106,63 @@ class ModelCard:
     ignored_ids: tuple[int, ...] = ()
     """Of static embeddings alone: token ids that have no row in the table and do not count in the mean. The last one,
     vocab_size - 1, stands for a text without tokens, because a sequence has at least one."""
+    capabilities: tuple[str, ...] = ("dense",)
+    """At least one of `vecd.shm.heads.CAPABILITIES`, in that order."""
+    num_labels: int = 0
+    """Logits of a sequence, a pair or a token."""
+    token_dim: int = 0
+    """Floats of a token's vector."""
+    score: ScoreHead | None = None
+    """Of a model that can rerank by pairs or classify."""
+    sparse: SparseHead | None = None
+    tokens: TokenHead | None = None
+    """Of a multi-vector model."""
 
     def to_json(self) -> dict[str, Any]:
         return asdict(self)
 
     @classmethod
     def from_json(cls, fields: Mapping[str, Any]) -> "ModelCard":
-        steps = tuple(Step(**step) for step in fields["steps"])
-        tuples = {name: tuple(fields[name]) for name in ("pooling", "matryoshka_dims", "ignored_ids")}
+        steps = tuple(map(Step.from_json, fields["steps"]))
+        tuples = {name: tuple(fields[name]) for name in ("pooling", "matryoshka_dims", "ignored_ids", "capabilities")}
         prompts = tuple((name, text) for name, text in fields["prompts"])
-        return cls(**{**fields, **tuples, "steps": steps, "prompts": prompts})
+        heads = {
+            "score": fields["score"] and ScoreHead.from_json(fields["score"]),
+            "sparse": fields["sparse"] and SparseHead.from_json(fields["sparse"]),
+            "tokens": fields["tokens"] and TokenHead.from_json(fields["tokens"]),
+        }
+        return cls(**{**fields, **tuples, **heads, "steps": steps, "prompts": prompts})
+
+    @property
+    def main_output(self) -> Output:
+        """The output that shows most of what the model computes: engines are compared by it."""
+        if self.score is not None:
+            return Output.SCORES if self.score.pooling else Output.TOKEN_SCORES
+        if len(self.capabilities) > 1:
+            return Output.HYBRID
+        if self.sparse is not None:
+            return Output.LEXICAL if self.sparse.is_lexical else Output.SPARSE
+        return Output.VECTORS if self.tokens is None else Output.TOKEN_VECTORS
+
+    @property
+    def outputs(self) -> frozenset[Output]:
+        """What a sequence may ask of the model."""
+        found = {self.main_output}
+        if "dense" in self.capabilities:
+            found |= {Output.VECTORS, Output.UNNORMALIZED}
+            found |= {Output.TOKENS} if self.hidden_size <= self.row_dim else set()
+        if self.sparse is not None:
+            found.add(Output.LEXICAL if self.sparse.is_lexical else Output.SPARSE)
+        if self.tokens is not None:
+            found.add(Output.TOKEN_VECTORS)
+        return frozenset(found)
+
+    @property
+    def row_dim(self) -> int:
+        """Floats of a row in a slot."""
+        output = self.main_output
+        widths = [_SPANNED_DIM if output.spans_rows else output.width_of(self)]
+        return max(*widths, self.dim if "dense" in self.capabilities else 0)
 
     @property
     def is_normalized(self) -> bool:

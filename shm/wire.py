@@ -19,7 +19,7 @@ from typing import TypeAlias
 
 from vecd.shm.failure_code import FailureCode
 
-_VERSION = 3
+_VERSION = 4
 _HEADER = struct.Struct("<BBHIQ")  # kind, version, slot, epoch, number
 _BATCH_SIZES = struct.Struct("<IIH")  # num_sequences, num_tokens, num_threads
 _DONE_TAIL = struct.Struct("<IIIH")  # num_rows, compute_us, num_padding_tokens, num_threads
@@ -86,10 +86,16 @@ class Batch:
     token_ids_bytes: bytes
     """int32, little-endian, shape [num_tokens]."""
     outputs_bytes: bytes = b""
-    """uint8, shape [num_sequences]: an Output for each sequence. Empty, which is no frame at all: VECTORS of all."""
+    """uint8, shape [num_sequences]: an Output for each sequence. Empty, which is no frame at all if there are no
+    borders either: VECTORS of all."""
     num_threads: int = 0
     """Cores that are leased to the batch, so the most threads that may compute it, up to 65,535; 0: as the worker was
     configured."""
+    borders_bytes: bytes = b""
+    """int32, little-endian, shape [num_sequences]: where the second part of each sequence begins, 0 if it has none;
+    less than its length. The second part of a pair has token type 1, where the model has types. That of a sequence
+    whose output is TOKEN_VECTORS or HYBRID is a query's expansion: its tokens attend to the first part and are not
+    attended to. Empty, which is no frame at all: no sequence has a second part."""
 
 
 # --- worker → gateway -------------------------------------------------------------------------------------------
@@ -141,6 +147,8 @@ def encode(message: ToWorker | ToGateway) -> Frames:
             header = _HEADER.pack(_Kind.BATCH, _VERSION, message.slot, message.epoch, message.number)
             sizes = _BATCH_SIZES.pack(message.num_sequences, message.num_tokens, message.num_threads)
             frames = [header + sizes, message.lengths_bytes, message.token_ids_bytes]
+            if message.borders_bytes:
+                return [*frames, message.outputs_bytes, message.borders_bytes]
             return [*frames, message.outputs_bytes] if message.outputs_bytes else frames
         case Done():
             header = _HEADER.pack(_Kind.DONE, _VERSION, message.slot, message.epoch, message.number)
@@ -159,17 +167,21 @@ def decode_to_worker(frames: Sequence[bytes]) -> ToWorker:
     """Read a message sent to a worker. Raises WireError when the frames are not one."""
     kind, slot, epoch, number, tail = _split(frames)
     match kind:
-        case _Kind.BATCH if len(frames) in (3, 4) and len(tail) == _BATCH_SIZES.size:
+        case _Kind.BATCH if len(frames) in (3, 4, 5) and len(tail) == _BATCH_SIZES.size:
             num_sequences, num_tokens, num_threads = _BATCH_SIZES.unpack(tail)
             lengths, token_ids = frames[1:3]
-            outputs = frames[3] if len(frames) == 4 else b""
+            outputs, borders = (*frames[3:], b"", b"")[:2]
             if not 0 < num_sequences <= num_tokens:
                 raise WireError(f"batch of {num_sequences} sequences and {num_tokens} tokens")
             if len(lengths) != num_sequences * _BYTES_PER_INT32 or len(token_ids) != num_tokens * _BYTES_PER_INT32:
                 raise WireError(f"batch of {num_sequences} sequences, {num_tokens} tokens: frames of other sizes")
-            if len(frames) == 4 and len(outputs) != num_sequences:
+            if len(outputs) != num_sequences and (outputs or len(frames) == 4):
                 raise WireError(f"batch of {num_sequences} sequences and {len(outputs)} outputs")
-            return Batch(epoch, number, slot, num_sequences, num_tokens, lengths, token_ids, outputs, num_threads)
+            if len(frames) == 5 and len(borders) != num_sequences * _BYTES_PER_INT32:
+                raise WireError(f"batch of {num_sequences} sequences, and {len(borders)} bytes of borders")
+            return Batch(
+                epoch, number, slot, num_sequences, num_tokens, lengths, token_ids, outputs, num_threads, borders
+            )
         case _Kind.PROBE if len(frames) == 1 and not tail:
             return Probe(epoch)
     raise WireError(f"kind {kind} with {len(frames)} frames is not for a worker")

@@ -5,10 +5,11 @@ Called by `vecd.workers.process.loop`.
 """
 
 import numpy as np
+from numpy.typing import NDArray
 
 from vecd.shm.arena import ArenaSpec
 from vecd.shm.card import ModelCard
-from vecd.shm.output import Output
+from vecd.shm.output import Output, span_of
 from vecd.shm.wire import Batch
 from vecd.workers.engine import PackedBatch
 
@@ -28,22 +29,27 @@ def read_batch(message: Batch, arena: ArenaSpec, card: ModelCard) -> PackedBatch
     _check_lengths(lengths, token_ids.size, card.max_tokens)
     if token_ids.min() < 0 or token_ids.max() >= card.vocab_size:
         raise BadBatch(f"a token id outside the vocabulary of {card.vocab_size}")
-    if not message.outputs_bytes:
+    is_plain = card.main_output is Output.VECTORS
+    if is_plain and not message.outputs_bytes and not message.borders_bytes:
         return PackedBatch(lengths, token_ids)
-    batch = PackedBatch(lengths, token_ids, np.frombuffer(message.outputs_bytes, dtype=np.uint8))
-    _check_outputs(batch, arena, card)
+    outputs = np.frombuffer(message.outputs_bytes, dtype=np.uint8) if message.outputs_bytes else None
+    if outputs is None and not is_plain:
+        outputs = np.zeros(message.num_sequences, dtype=np.uint8)
+    borders = np.frombuffer(message.borders_bytes, dtype="<i4") if message.borders_bytes else None
+    batch = PackedBatch(lengths, token_ids, outputs, borders, span_of(card))
+    if borders is not None and not ((borders >= 0) & (borders < lengths)).all():
+        raise BadBatch("the second part of a sequence begins outside it")
+    if outputs is not None:
+        _check_outputs(outputs, batch, arena, card)
     return batch
 
 
-def _check_outputs(batch: PackedBatch, arena: ArenaSpec, card: ModelCard) -> None:
-    assert batch.outputs is not None
-    if batch.outputs.max() > max(Output):
-        raise BadBatch(f"output {batch.outputs.max()}, there are {len(Output)}")
-    for output in map(Output, set(batch.outputs.tolist())):
-        if output.width_of(card) > card.dim:
-            raise BadBatch(
-                f"rows of {output.name.lower()} have {output.width_of(card)} floats, a row has room for {card.dim}"
-            )
+def _check_outputs(outputs: NDArray[np.uint8], batch: PackedBatch, arena: ArenaSpec, card: ModelCard) -> None:
+    if outputs.max() > max(Output):
+        raise BadBatch(f"output {outputs.max()}, there are {len(Output)}")
+    for output in map(Output, set(outputs.tolist())):
+        if output not in card.outputs:
+            raise BadBatch(f"the model has no {output.name.lower()}")
     if batch.num_rows > arena.rows_per_slot:
         raise BadBatch(f"{batch.num_rows} rows, a slot has {arena.rows_per_slot}")
 

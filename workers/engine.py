@@ -19,7 +19,8 @@ ReportProgress: TypeAlias = Callable[[str], None]
 
 
 _IS_PER_TOKEN = np.array([Output(code).is_per_token for code in range(len(Output))])
-"""By code."""
+_SPANS_ROWS = np.array([Output(code).spans_rows for code in range(len(Output))])
+"""By code, like the other."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -32,19 +33,33 @@ class PackedBatch:
     """Shape [T], T the sum of `lengths`; each 0 … vocab_size - 1."""
     outputs: NDArray[np.uint8] | None = None
     """The `Output` of each sequence, shape [B]; None if all are VECTORS."""
+    borders: NDArray[np.int32] | None = None
+    """Where the second part of each sequence begins, 0 if it has none, shape [B]; None if no sequence has one. See
+    `vecd.shm.wire.Batch.borders_bytes`."""
+    span: int = 1
+    """Rows of an output that spans several, by `vecd.shm.output.span_of`."""
 
     @property
     def rows_of_each(self) -> NDArray[np.int64]:
-        """How many rows each sequence has, shape [B]: its tokens where its output has a row for each, otherwise 1."""
+        """How many rows each sequence has, shape [B]: its tokens where its output has a row for each; `span` where it
+        spans several; otherwise 1."""
         if self.outputs is None:
             return np.ones(self.lengths.size, dtype=np.int64)
-        return np.where(_IS_PER_TOKEN[self.outputs], self.lengths, 1).astype(np.int64)
+        num_rows = np.where(_IS_PER_TOKEN[self.outputs], self.lengths, 1)
+        return np.where(_SPANS_ROWS[self.outputs], self.span, num_rows).astype(np.int64)
 
     @property
     def first_rows(self) -> NDArray[np.int64]:
         """The first row of each sequence, shape [B]."""
         num_rows = self.rows_of_each
         return np.cumsum(num_rows) - num_rows
+
+    def part(self, first: int, last: int) -> "PackedBatch":
+        """The sequences from `first` to before `last`. Borrows what this batch borrows."""
+        begin, end = int(self.lengths[:first].sum()), int(self.lengths[:last].sum())
+        outputs = None if self.outputs is None else self.outputs[first:last]
+        borders = None if self.borders is None else self.borders[first:last]
+        return PackedBatch(self.lengths[first:last], self.token_ids[begin:end], outputs, borders, self.span)
 
     @property
     def num_rows(self) -> int:

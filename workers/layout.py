@@ -41,6 +41,19 @@ class Layout:
     """Shape [T]; int64, because that is what embedding tables are indexed with."""
     runs: list[Run]
     """Cover the tokens from 0 to T without a gap."""
+    borders: NDArray[np.int64] | None = None
+    """Where the second part of each sequence begins within it, 0 if it has none, shape [B]; None if none has one."""
+
+    def token_types(self) -> NDArray[np.int64]:
+        """1 for each token of the second part of a pair, else 0. Shape [T]."""
+        types = np.zeros(self.token_ids.size, dtype=np.int64)
+        if self.borders is not None:
+            has_two = self.borders > 0
+            for start, border, length in zip(
+                self.starts[has_two], self.borders[has_two], self.lengths[has_two], strict=True
+            ):
+                types[start + border : start + length] = 1
+        return types
 
     def offsets(self) -> NDArray[np.int64]:
         """The position of each token within its sequence, from 0. Shape [T]."""
@@ -63,13 +76,15 @@ def arrange(batch: PackedBatch) -> Layout:
     given_lengths = batch.lengths.astype(np.int64)
     if given_lengths.size == 1:  # sorting takes 0.1 ms, and a pass of a short text 4
         zero, token_ids = np.zeros(1, dtype=np.int64), batch.token_ids.astype(np.int64)
-        return Layout(zero, given_lengths, zero, token_ids, [Run(start=0, count=1, length=token_ids.size)])
+        borders = None if batch.borders is None else batch.borders.astype(np.int64)
+        return Layout(zero, given_lengths, zero, token_ids, [Run(start=0, count=1, length=token_ids.size)], borders)
     order = np.argsort(batch.lengths, kind="stable")
     lengths = given_lengths[order]
     starts = _starts(lengths)
     moved_by = np.repeat(_starts(given_lengths)[order] - starts, lengths)
     token_ids = batch.token_ids[np.arange(moved_by.size) + moved_by].astype(np.int64)
-    return Layout(order, lengths, starts, token_ids, _runs(lengths, starts))
+    borders = None if batch.borders is None else batch.borders[order].astype(np.int64)
+    return Layout(order, lengths, starts, token_ids, _runs(lengths, starts), borders)
 
 
 def passes(layout: Layout, num_tokens: int) -> Iterator[Layout]:
@@ -90,7 +105,9 @@ def passes(layout: Layout, num_tokens: int) -> Iterator[Layout]:
 
 def _part(layout: Layout, first: int, last: int, begin: int, end: int) -> Layout:
     lengths, starts = layout.lengths[first:last], layout.starts[first:last] - begin
-    return Layout(layout.order[first:last], lengths, starts, layout.token_ids[begin:end], _runs(lengths, starts))
+    borders = None if layout.borders is None else layout.borders[first:last]
+    token_ids = layout.token_ids[begin:end]
+    return Layout(layout.order[first:last], lengths, starts, token_ids, _runs(lengths, starts), borders)
 
 
 def _starts(lengths: NDArray[np.int64]) -> NDArray[np.int64]:

@@ -65,9 +65,4 @@ def halves(batch: PackedBatch) -> tuple[PackedBatch, PackedBatch]:
     borrow what `batch` borrows. `batch` holds at least two sequences."""
     ends = np.cumsum(batch.lengths, dtype=np.int64)
     count = 1 + int(np.abs(2 * ends[:-1] - ends[-1]).argmin())
-    cut = int(ends[count - 1])
-    first, second = (None, None) if batch.outputs is None else (batch.outputs[:count], batch.outputs[count:])
-    return (
-        PackedBatch(batch.lengths[:count], batch.token_ids[:cut], first),
-        PackedBatch(batch.lengths[count:], batch.token_ids[cut:], second),
-    )
+    return batch.part(0, count), batch.part(count, batch.lengths.size)

@@ -22,14 +22,22 @@ def outputs_in(outputs: NDArray[np.uint8]) -> list[Output]:
 
 
 def places_of(
-    output: Output, outputs: NDArray[np.uint8], lengths: NDArray[np.integer[Any]], first_rows: NDArray[np.int64]
+    output: Output,
+    outputs: NDArray[np.uint8],
+    lengths: NDArray[np.integer[Any]],
+    first_rows: NDArray[np.int64],
+    span: int = 1,
 ) -> tuple[NDArray[np.bool_], NDArray[np.int64]]:
-    """Which rows are wanted of those that `output` has for all sequences, bool [B or T], and in which row of the batch
-    each wanted one belongs.
+    """Which rows are wanted of those that `output` has for all sequences, bool [B, T or B · span], and in which row of
+    the batch each wanted one belongs.
 
     For each sequence, in the order of the made rows: the output it asks for, its tokens, its first row in the batch.
+    `span`: rows of each sequence, if the output spans several.
     """
     is_wanted = outputs == output
+    if output.spans_rows:
+        places = (first_rows[is_wanted, None] + np.arange(span)).reshape(-1)
+        return np.repeat(is_wanted, span), places
     if not output.is_per_token:
         return is_wanted, first_rows[is_wanted]
     first_tokens = np.cumsum(lengths) - lengths
@@ -44,11 +52,14 @@ def write_outputs(
     lengths: NDArray[np.integer[Any]],
     first_rows: NDArray[np.int64],
     make: Callable[[Output], NDArray[np.float32]],
+    span: int = 1,
 ) -> None:
     """Write into `rows` what each sequence asks for; see `places_of`. `make` gives the rows of an output for all
     sequences, float32 [B or T, width]."""
     for output in outputs_in(outputs):
         made = make(output)
-        is_wanted, places = places_of(output, outputs, lengths, first_rows)
+        if output.spans_rows:
+            made = np.pad(made, ((0, 0), (0, span * rows.shape[1] - made.shape[1]))).reshape(-1, rows.shape[1])
+        is_wanted, places = places_of(output, outputs, lengths, first_rows, span)
         rows[places, : made.shape[1]] = made[is_wanted]
         rows[places, made.shape[1] :] = 0

@@ -20,7 +20,7 @@ from vecd.gateway.types.config import GatewayConfig
 from vecd.gateway.types.endpoints import Endpoint
 from vecd.gateway.types.errors import ApiError
 from vecd.gateway.types.messages import HttpRequest
-from vecd.gateway.types.request import Embedded, EmbedRequest, TokenIds, Tokenizing
+from vecd.gateway.types.request import Embedded, EmbedRequest, Inputs, Tokenizing
 from vecd.gateway.types.timeline import RequestTimeline
 
 
@@ -61,7 +61,7 @@ class Context:
     bodies: Bodies
     threads: Threads
     """For work that would hold up the event loop."""
-    estimate_tokens: Callable[[list[str] | list[TokenIds], Tokenizing], int]
+    estimate_tokens: Callable[[Inputs, Tokenizing], int]
     """Guesses the tokens of inputs from their characters. May be called in any thread."""
     embedder: Embedder
     principals: Principals

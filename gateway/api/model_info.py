@@ -12,6 +12,8 @@ from vecd.gateway.types.config import GatewayConfig
 from vecd.gateway.types.errors import BadRequest, ModelNotFound
 from vecd.gateway.types.quoting import quoted
 from vecd.gateway.types.request import Overflow
+from vecd.shm.heads import ScoreHead, SparseHead, TokenHead
+from vecd.shm.output import Output
 
 # The purposes of texts that clients name, each with the names of prompts to look for, in this order. Sources: Cohere's
 # and Voyage's `input_type`, Jina's `task`, Nomic's and sentence-transformers' prompts.
@@ -83,6 +85,16 @@ class ModelInfo:
     """The size of the files of the weights."""
     prompts: dict[str, str] = field(default_factory=dict)
     """By the names in the model's files."""
+    capabilities: tuple[str, ...] = ("dense",)
+    """As in `vecd.shm.card.ModelCard`, like all that follows."""
+    outputs: frozenset[Output] = frozenset({Output.VECTORS, Output.UNNORMALIZED, Output.TOKENS})
+    num_labels: int = 0
+    token_dim: int = 0
+    vocab_size: int = 0
+    row_dim: int = 0
+    score: ScoreHead | None = None
+    sparse: SparseHead | None = None
+    tokens: TokenHead | None = None
 
     @classmethod
     def of(cls, config: GatewayConfig, created_at: int, least_tokens: int) -> "ModelInfo":
@@ -113,6 +125,15 @@ class ModelInfo:
             least_tokens=least_tokens,
             weights_bytes=card.weights_bytes,
             prompts=dict(card.prompts),
+            capabilities=card.capabilities,
+            outputs=card.outputs,
+            num_labels=card.num_labels,
+            token_dim=card.token_dim,
+            vocab_size=card.vocab_size,
+            row_dim=card.row_dim,
+            score=card.score,
+            sparse=card.sparse,
+            tokens=card.tokens,
         )
 
     @property

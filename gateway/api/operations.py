@@ -91,6 +91,8 @@ class Operation:
     """For a response that needs only the model info and the path."""
     claims: tuple[str, ...] = ()
     """The fields of which a body of this operation has one, where several dialects have one at the same path."""
+    needs: tuple[str, ...] = ()
+    """The model must have one of these capabilities (`vecd.shm.heads.CAPABILITIES`); empty: any model will do."""
     bare_list: str = ""
     """The field that is meant by a body which is a bare list; empty: such a body is an error."""
     returns_tokens: bool = False

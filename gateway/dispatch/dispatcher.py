@@ -430,6 +430,7 @@ class Dispatcher:
             token_ids_bytes=b"".join([sequence.token_ids for sequence in sequences]),
             outputs_bytes=outputs,
             num_threads=num_threads,
+            borders_bytes=_borders_bytes(sequences),
         )
         if not self._transport.send(link.incarnation.identity, message):
             # Not evidence of death; but a worker that cannot be reached must not keep a batch.
@@ -708,6 +709,12 @@ def _outputs_bytes(sequences: list[QueuedSequence]) -> bytes:
     """The outputs of the sequences, as a Batch carries them."""
     outputs = [sequence.output for sequence in sequences]
     return b"" if outputs.count(_VECTORS) == len(outputs) else bytes(outputs)
+
+
+def _borders_bytes(sequences: list[QueuedSequence]) -> bytes:
+    """The borders of the sequences, as a Batch carries them."""
+    borders = [sequence.border for sequence in sequences]
+    return array("i", borders).tobytes() if any(borders) else b""
 
 
 def _row_ends(sequences: list[QueuedSequence], outputs: bytes) -> list[int] | range:

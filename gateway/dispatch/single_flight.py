@@ -29,7 +29,7 @@ from typing import TypeAlias
 from vecd.gateway.scheduling.queue import Flight, QueuedSequence
 from vecd.shm.output import Output
 
-_Key: TypeAlias = tuple[str | None, Output, bytes]
+_Key: TypeAlias = tuple[str | None, Output, bytes, int]
 
 Copy: TypeAlias = tuple[QueuedSequence, int]
 """A follower, and the position of its leader in the batch."""
@@ -53,12 +53,12 @@ class SingleFlight:
     def join(self, tenant: str, sequences: list[QueuedSequence]) -> tuple[list[QueuedSequence], list[QueuedSequence]]:
         """Add new sequences of one request. Returns those that are to be queued, and those that follow one that a
         worker has."""
-        if not sequences or sequences[0].output.is_per_token:
+        if not sequences or sequences[0].output.is_per_token or sequences[0].output.spans_rows:
             return sequences, []
         flights, followers = self._flights, []
         shared_by = None if self._is_shared_by_tenants else tenant
         for sequence in sequences:
-            key = (shared_by, sequence.output, sequence.token_ids)
+            key = (shared_by, sequence.output, sequence.token_ids, sequence.border)
             flight = flights.get(key)
             if flight is None:
                 flights[key] = sequence.flight = Flight(key, sequence)

@@ -74,9 +74,9 @@ class Flight:
 
     __slots__ = ("followers", "key", "leader", "waiting")
 
-    def __init__(self, key: "tuple[str | None, Output, bytes]", first: "QueuedSequence") -> None:
+    def __init__(self, key: "tuple[str | None, Output, bytes, int]", first: "QueuedSequence") -> None:
         self.key = key
-        """The tenant, None where tenants share; the output; the token ids."""
+        """The tenant, None where tenants share; the output; the token ids; the border."""
         self.leader: QueuedSequence | None = None
         """The one that a worker has."""
         self.waiting: dict[QueuedSequence, None] = {first: None}
@@ -89,8 +89,8 @@ class QueuedSequence:
     """One tokenized input: the unit of scheduling. Owned by the batching policy while queued, then by one batch."""
 
     __slots__ = (
-        "chunked", "deaths", "digest", "flight", "index", "num_tokens", "output", "request_queue", "token_ids",
-        "weight",
+        "border", "chunked", "deaths", "digest", "flight", "index", "num_rows", "num_tokens", "output",
+        "request_queue", "token_ids", "weight",
     )  # fmt: skip
 
     def __init__(
@@ -100,8 +100,10 @@ class QueuedSequence:
         tokenized: TokenizedInput | Chunk,
         output: Output = Output.VECTORS,
         chunked: ChunkedInput | None = None,
+        span: int = 1,
     ) -> None:
-        """`chunked`: the input that the sequence is a chunk of, if it is one."""
+        """`chunked`: the input that the sequence is a chunk of, if it is one. `span`: rows of an output that spans
+        several (`vecd.shm.output.span_of`)."""
         self.request_queue = request_queue
         self.index = index
         """Position of its input in the request."""
@@ -109,8 +111,13 @@ class QueuedSequence:
         self.num_tokens = tokenized.num_tokens
         self.output = output
         self.chunked = chunked
-        self.weight = tokenized.weight if isinstance(tokenized, Chunk) else 0
-        """Weight of a chunk's row in the mean."""
+        if isinstance(tokenized, Chunk):
+            self.weight, self.border = tokenized.weight, 0
+        else:
+            self.weight, self.border = 0, tokenized.border
+        """The weight of a chunk's row in the mean, and where the second part of the sequence begins; 0: it has none."""
+        self.num_rows = output.num_rows(tokenized.num_tokens, span)
+        """Rows that it takes in a slot."""
         self.deaths: Deaths | None = None
         """Deaths of workers that were computing it; None while there are none."""
         self.flight: Flight | None = None
@@ -119,14 +126,9 @@ class QueuedSequence:
         """What its row is to be kept under in the vector cache; None: it is not."""
 
     @property
-    def num_rows(self) -> int:
-        """Rows that it takes in a slot."""
-        return self.output.num_rows(self.num_tokens)
-
-    @property
     def is_plain(self) -> bool:
         """Its one row is its input's."""
-        return self.chunked is None and not self.output.is_per_token
+        return self.chunked is None and self.output.is_plain
 
     @property
     def num_deaths(self) -> int:

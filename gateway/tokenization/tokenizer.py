@@ -39,7 +39,9 @@ from vecd.gateway.tokenization.truncation import TruncationPolicy, check_num_chu
 from vecd.gateway.types.errors import BadRequest, InputTooLong
 from vecd.gateway.types.request import (
     MAX_PROMPT_CHARS,
+    Inputs,
     Overflow,
+    Pair,
     Source,
     TokenIds,
     TokenizedInput,
@@ -148,7 +150,7 @@ class Tokenizer:
         self._most_known_chars = min(MAX_CHARS, self.max_chars)
         self._tokenizer.enable_truncation(max(max_tokens + 1, _MANY_TOKENS))
 
-    def estimate_tokens(self, inputs: list[str] | list[TokenIds], how: Tokenizing = PLAIN) -> int:
+    def estimate_tokens(self, inputs: Inputs, how: Tokenizing = PLAIN) -> int:
         """An estimate from lengths alone, for admission: 3 characters a token, or the number of ids."""
         most = self.max_tokens if how.max_tokens is None else min(self.max_tokens, max(1, how.max_tokens))
         prompt = self._prompt if how.prompt is None else how.prompt
@@ -161,7 +163,7 @@ class Tokenizer:
         num_chunks = len(inputs) + num_own // max(self._least_chunk, most - extra)
         return num_own + num_chunks * min(most, extra)
 
-    def tokenize_now(self, inputs: list[str] | list[TokenIds], how: Tokenizing = PLAIN) -> list[TokenizedInput] | None:
+    def tokenize_now(self, inputs: Inputs, how: Tokenizing = PLAIN) -> list[TokenizedInput] | None:
         """Tokenize at once, on the event loop; None when that would block it. Raises as `tokenize`."""
         if len(inputs) == 1 and isinstance(inputs[0], str) and (item := self._take_known(inputs[0], how)) is not None:
             return [item]
@@ -176,7 +178,7 @@ class Tokenizer:
                 return tokenized
 
     async def tokenize(
-        self, inputs: list[str] | list[TokenIds], how: Tokenizing = PLAIN, tenant: str = ""
+        self, inputs: Inputs, how: Tokenizing = PLAIN, tenant: str = ""
     ) -> AsyncGenerator[list[TokenizedInput], None]:
         """Tokenize in the threads; yields runs of consecutive inputs, in order. `tenant`: see `Threads`.
 
@@ -195,7 +197,7 @@ class Tokenizer:
 
     # --- on the event loop, or in a thread --------------------------------------------------------------------
 
-    def _is_short(self, inputs: list[str] | list[TokenIds], how: Tokenizing) -> bool:
+    def _is_short(self, inputs: Inputs, how: Tokenizing) -> bool:
         """Whether `inputs` can be tokenized on the event loop."""
         prompt = self._prompt if how.prompt is None else how.prompt
         if _are_texts(inputs):
@@ -216,7 +218,7 @@ class Tokenizer:
         num_bytes = sum(cl100k.num_bytes(ids) for ids, _ in decoded)
         return num_bytes + len(decoded) * (CHARS_PER_TEXT + len(prompt)) <= _INLINE_CHARS
 
-    def _runs(self, inputs: list[str] | list[TokenIds], how: Tokenizing) -> Iterator[range]:
+    def _runs(self, inputs: Inputs, how: Tokenizing) -> Iterator[range]:
         """Divide the inputs into runs of as much as one call takes, or of one input each."""
         if _are_texts(inputs):
             prompt = self._prompt if how.prompt is None else how.prompt
@@ -278,9 +280,7 @@ class Tokenizer:
         token_ids = frame.prefix + own + frame.suffix
         return TokenizedInput(token_ids, len(token_ids) // _BYTES_PER_ID, False, _TEXT)
 
-    def _take_run(
-        self, inputs: list[str] | list[TokenIds], run: range, how: Tokenizing
-    ) -> Generator[None, None, list[TokenizedInput]]:
+    def _take_run(self, inputs: Inputs, run: range, how: Tokenizing) -> Generator[None, None, list[TokenizedInput]]:
         """Tokenize some of the inputs. Yields between pieces of work."""
         if _are_texts(inputs):
             return self._take_texts(inputs[run.start : run.stop], run, how, _TEXT)
@@ -416,12 +416,12 @@ class Tokenizer:
         )
 
 
-def _are_texts(inputs: Sequence[str | TokenIds]) -> TypeGuard[list[str]]:
+def _are_texts(inputs: Sequence[str | TokenIds] | list[Pair]) -> TypeGuard[list[str]]:
     """An `EmbedRequest` has inputs of one kind."""
     return isinstance(inputs[0], str)
 
 
-def _cost(inputs: Sequence[str | TokenIds], prompt: str) -> int:
+def _cost(inputs: Sequence[str | TokenIds] | list[Pair], prompt: str) -> int:
     """The size of the inputs, in characters or ids. Each counts at least `CHARS_PER_TEXT`, so many are not added up."""
     per_input = CHARS_PER_TEXT + len(prompt)
     most = _INLINE_IDS

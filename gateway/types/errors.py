@@ -157,9 +157,10 @@ class UnsupportedEncoding(ClientError):
 
 
 class WrongModel(ClientError):
-    """Raised by TEI's dialect for requests to other kinds of models: ranking, classification, sparse vectors."""
+    """Raised for a request that the served model cannot answer, because it lacks the capability. TEI's dialect renders
+    it as 424."""
 
-    status = 424
+    status = 400
     code = "wrong_model"
 
 

@@ -18,6 +18,17 @@ TokenIds: TypeAlias = Union[list[int], "array[int]"]
 """Token ids as the client sent them; those of large bodies are an `array("i")`."""
 
 
+class Pair(NamedTuple):
+    """Two texts in one sequence: a query and a document, a premise and a hypothesis."""
+
+    query: str
+    document: str
+
+
+Inputs: TypeAlias = list[str] | list[TokenIds] | list[Pair]
+"""Of one request: all of one kind."""
+
+
 class Encoding(Enum):
     """How a vector is written into a response."""
 
@@ -71,6 +82,15 @@ MAX_PROMPT_CHARS = 4096
 """Of a prompt in a request. It is put before every input, and there may be thousands."""
 
 
+class Role(Enum):
+    """What an input is, for models that treat queries and documents differently."""
+
+    __hash__ = object.__hash__  # Enum's own is a function in Python
+
+    QUERY = "query"
+    DOCUMENT = "document"
+
+
 class Tokenizing(NamedTuple):
     """How a request's inputs become sequences."""
 
@@ -85,6 +105,23 @@ class Tokenizing(NamedTuple):
     are_ids_of_model: bool = False
     """Lists of ids are the model's own, with special tokens or without, unless `--token-ids` says otherwise: in APIs
     whose clients get ids from the same server, and use no other vocabulary."""
+    role: Role | None = None
+    """None: a document."""
+    max_document_tokens: int | None = None
+    """Of a pair: most tokens of its document; the rest is cut off."""
+    max_query_tokens: int | None = None
+    """Of a pair: most tokens of its query; the rest is cut off."""
+    instruction: str | None = None
+    """Of a pair, for models whose template has a place for it; None: the model's default."""
+
+
+class SparseOptions(NamedTuple):
+    """What is left of a sparse vector in the response."""
+
+    top_k: int | None = None
+    """Only so many of the largest weights; None: all."""
+    min_weight: float = 0.0
+    """Only weights greater than this."""
 
 
 class Priority(IntEnum):
@@ -98,8 +135,8 @@ class Priority(IntEnum):
 class EmbedRequest(NamedTuple):
     """An embedding request, independent of its dialect."""
 
-    inputs: list[str] | list[TokenIds]
-    """At least one; texts, or token ids."""
+    inputs: Inputs
+    """At least one; texts, or token ids, or pairs of texts."""
     forms: tuple[Form, ...] = (Form(),)
     """At least one. All vectors are returned in each form."""
     priority: Priority | None = None
@@ -115,6 +152,8 @@ class EmbedRequest(NamedTuple):
     made for it."""
     wants_report: bool = False
     """The client requests `Embedded.reports`."""
+    sparse: SparseOptions = SparseOptions()
+    """For Output.SPARSE, LEXICAL and HYBRID."""
 
 
 class Source(Enum):
@@ -138,6 +177,8 @@ class TokenizedInput(NamedTuple):
     source: Source = Source.TEXT
     chunks: "tuple[Chunk, ...]" = ()
     """At least two; empty where the input is one sequence."""
+    border: int = 0
+    """Where the second part of the sequence begins, as in `vecd.shm.wire.Batch.borders_bytes`; 0: it has none."""
 
 
 class Chunk(NamedTuple):

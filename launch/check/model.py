@@ -13,7 +13,8 @@ from pathlib import Path
 from typing import Any
 
 from vecd.launch.check.report import Model, Problem
-from vecd.shm.card import ModelCard, ModelError, Step, vocabulary_files
+from vecd.shm.card import ModelCard, ModelError, vocabulary_files
+from vecd.shm.heads import Step
 from vecd.workers.weights import read_header
 
 _NAMES = {"F64": "float64", "F32": "float32", "F16": "float16", "BF16": "bfloat16", "I8": "int8", "U8": "uint8"}

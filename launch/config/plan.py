@@ -30,6 +30,7 @@ from vecd.shm import logs
 from vecd.shm.arena import ArenaSpec
 from vecd.shm.batch_limits import MAX_BATCH_TOKENS, MAX_BATCH_TOKENS_ON_GPU
 from vecd.shm.card import ModelCard, ModelError, read_card
+from vecd.shm.output import span_of
 from vecd.workers.config import REFERENCE_FILE, WorkerConfig
 from vecd.workers.families.encoders import FAMILIES
 from vecd.workers.installed import NEEDS_TORCH, has_torch
@@ -41,6 +42,8 @@ _LEAN_DTYPES = ("auto", "float32", "int8")
 _NUM_SLOTS = 2  # of a gateway: a batch being computed, and one sent ahead
 _MAX_ROWS_OF_TOKENS = 2048
 """Rows of one text whose tokens' vectors are requested: with 1,024 floats each, 8 MiB of every slot."""
+_SPANNING_SEQUENCES = 64
+"""Sequences with an output that spans several rows that a slot has room for: for BERT's vocabulary, 8 MiB."""
 _MAX_OPEN_FILES = 65_536
 _MIN_BOARD_WORKERS = 64  # a reload may have more than the start
 _OTHER_OPEN_FILES = 512  # of the gateway: arenas, ZeroMQ, connections that are being refused
@@ -196,7 +199,7 @@ def _gateway_config(
         "version": version(),
         "model": settings.served_model_name or model,
         "card": card,
-        "arena": ArenaSpec(_NUM_SLOTS, rows_per_slot, card.dim, num_gateways),
+        "arena": ArenaSpec(_NUM_SLOTS, rows_per_slot, card.row_dim, num_gateways),
         "num_gateways": num_gateways,
         "num_workers": num_workers,
         "num_cores": usable_cores(),
@@ -279,9 +282,16 @@ def _num_threads(settings: Settings) -> int:
 
 
 def _rows_per_slot(card: ModelCard, max_sequences: int, max_batch_tokens: int, max_tokens: int) -> int:
-    """Enough for the sequences of a batch, and for a row per token of one text where a row holds a token's vector."""
-    rows_of_tokens = min(max_tokens, _MAX_ROWS_OF_TOKENS) if card.hidden_size <= card.dim else 0
-    return max(min(max_sequences, max_batch_tokens), rows_of_tokens)
+    """Enough for the sequences of a batch, and for the rows of one text, by token or of an output that spans several.
+
+    Token vectors that are all a model has may be those of its longest text."""
+    num_sequences = min(max_sequences, max_batch_tokens)
+    if card.main_output.is_per_token:
+        return max(num_sequences, max_tokens)
+    is_by_token = any(output.is_per_token for output in card.outputs)
+    rows_of_tokens = min(max_tokens, _MAX_ROWS_OF_TOKENS) if is_by_token else 0
+    rows_of_span = _SPANNING_SEQUENCES * span_of(card) if card.main_output.spans_rows else 0
+    return max(num_sequences, rows_of_tokens, rows_of_span)
 
 
 def _names(setting: str) -> tuple[str, ...]:

@@ -111,7 +111,7 @@ def _turn(order: Order, case: _Case, turn_s: float) -> dict[str, Any]:
 
     def prepare() -> Callable[[], dict[str, Any]]:
         batch = case.batch(card)
-        rows = np.zeros((batch.num_rows, card.dim), np.float32)
+        rows = np.zeros((batch.num_rows, card.row_dim), np.float32)
         _forget_peak()
         case.engine.use_threads(order.config.num_threads)
         case.engine.embed(batch, rows)

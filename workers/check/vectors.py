@@ -49,7 +49,7 @@ def reference_model_vectors(config: WorkerConfig, dtype: str, sequences: Sequenc
 
     try:
         engine = build_engine(config, "padded", dtype)
-        return vectors_one_by_one(engine, _packed(sequences), config.card.dim)
+        return vectors_one_by_one(engine, _packed(sequences), config.card.row_dim)
     except ModelError:
         raise
     except Exception as error:  # a model may raise anything

@@ -195,8 +195,8 @@ def _select_int8(
     card = config.card
     quantized = LeanEngine(card, dtype="int8")
     probes = short_probes(card) if reference is None else reference.probes(card)
-    expected = vectors_of(plain, probes, card.dim) if reference is None else reference.vectors
-    parity = compare(vectors_of(quantized, probes, card.dim), expected)
+    expected = vectors_of(plain, probes, card.row_dim) if reference is None else reference.vectors
+    parity = compare(vectors_of(quantized, probes, card.row_dim), expected)
     why = "" if parity.is_within_bounds("int8") else f"its vectors are not the reference model's: {parity}"
     why = why or why_slow(card, quantized, plain)
     if not why:
@@ -212,7 +212,7 @@ def _compared(config: WorkerConfig, engine: Engine, reference: Reference, report
     """None for other vectors than the reference model's. Raises ModelError instead where there is no other engine."""
     path, dtype = engine.facts["path"], engine.facts["dtype"]
     report(f"comparing {path} {dtype} with the remembered reference vectors")
-    parity = compare(vectors_of(engine, reference.probes(config.card), config.card.dim), reference.vectors)
+    parity = compare(vectors_of(engine, reference.probes(config.card), config.card.row_dim), reference.vectors)
     if parity.is_within_bounds(dtype):
         return Selection(path, dtype, reference.figures(parity), reference.vectors)
     if config.card.export_file:
@@ -228,16 +228,16 @@ def _uncompared(config: WorkerConfig, engine: Engine) -> Selection:
     """A selection without a parity. Raises ModelError for vectors that are not finite, and for those of an engine that
     depend on what else is in a batch."""
     path, dtype = engine.facts["path"], engine.facts["dtype"]
-    probes, dim = short_probes(config.card), config.card.dim
-    vectors = vectors_of(engine, probes, dim)
+    probes, row_dim = short_probes(config.card), config.card.row_dim
+    vectors = vectors_of(engine, probes, row_dim)
     if not np.isfinite(vectors).all():
         raise ModelError(f"{config.card.folder}: the vectors contain nan or infinity")
-    alone = compare(vectors, vectors_one_by_one(engine, probes, dim))
+    alone = compare(vectors, vectors_one_by_one(engine, probes, row_dim))
     if not alone.is_within_bounds(dtype):
         raise ModelError(f"{config.card.folder}: a text has another vector in a batch than alone: {alone}")
     needed = "the model's own weights" if config.card.export_file else "torch"
     warning = f"--unverified: the vectors are not compared with the reference model's, which needs {needed}"
-    return Selection(path, dtype, {}, np.empty((0, dim), np.float32), [warning])
+    return Selection(path, dtype, {}, np.empty((0, row_dim), np.float32), [warning])
 
 
 def _why_not_computed(config: WorkerConfig) -> str:
@@ -264,8 +264,8 @@ def _build(config: WorkerConfig, selection: Selection, report: ReportProgress) -
         engine = build_engine(config, selection.path, selection.dtype)
     engine.use_threads(config.num_threads)
     probes = short_probes(config.card)
-    vectors = vectors_of(engine, probes, config.card.dim)
-    parity = compare(vectors, selection.reference[: probes.lengths.size])
+    vectors = vectors_of(engine, probes, config.card.row_dim)
+    parity = compare(vectors, selection.reference[: len(vectors)])
     if not parity.is_within_bounds(selection.dtype):
         raise ModelError(f"{config.card.folder}: the vectors are not the reference model's any more: {parity}")
     _describe(config, engine, selection)
@@ -285,7 +285,7 @@ def _tokens_per_s(config: WorkerConfig, engine: Engine) -> float:
     """The speed of a warm engine with one short sequence: a first guess, until requests have been measured."""
     batch = random_batch(config.card, (_MEASURED_TOKENS,))
     started_at = time.perf_counter()
-    vectors_of(engine, batch, config.card.dim)
+    vectors_of(engine, batch, config.card.row_dim)
     return float(batch.lengths.sum() / max(1e-6, time.perf_counter() - started_at))
 
 
@@ -299,7 +299,7 @@ def _texts_per_s(config: WorkerConfig, engine: Engine) -> float:
         batch = random_batch(config.card, (SHORT_TEXT_TOKENS,) * num_texts)
         for _ in range(_MEASURED_BATCHES):
             started_at = clock()
-            vectors_of(engine, batch, config.card.dim)
+            vectors_of(engine, batch, config.card.row_dim)
             taken_s = max(1e-6, clock() - started_at)
             fastest = max(fastest, num_texts / taken_s)
         if taken_s > _LONG_S:

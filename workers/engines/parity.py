@@ -16,6 +16,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from vecd.shm.card import ModelCard
+from vecd.shm.output import Output, span_of
 from vecd.workers.engine import Engine, PackedBatch
 
 _MAX_ABS_DIFF = 1e-5
@@ -76,26 +77,31 @@ def short_probes(card: ModelCard) -> PackedBatch:
 
 
 def random_batch(card: ModelCard, wanted_lengths: Sequence[int]) -> PackedBatch:
-    """Sequences of random ids of the vocabulary, the same at every call, cut to the model's limit."""
+    """Sequences of random ids of the vocabulary, the same at every call, cut to the model's limit, that ask for its
+    main output."""
     lengths = np.minimum(wanted_lengths, card.max_tokens).astype(np.int32)
     token_ids = np.random.default_rng(seed=0).integers(0, card.vocab_size, lengths.sum(), dtype=np.int32)
-    return PackedBatch(lengths, token_ids)
+    output = card.main_output
+    if output is Output.VECTORS:
+        return PackedBatch(lengths, token_ids)
+    # Every other sequence of more than two tokens has a second part, so that both kinds are compared.
+    borders = np.where((np.arange(lengths.size) % 2 == 0) & (lengths > 2), lengths // 2, 0).astype(np.int32)
+    has_borders = output is Output.SCORES or card.tokens is not None
+    outputs = np.full(lengths.size, output, dtype=np.uint8)
+    return PackedBatch(lengths, token_ids, outputs, borders if has_borders else None, span_of(card))
 
 
-def vectors_of(engine: Engine, batch: PackedBatch, dim: int) -> NDArray[np.float32]:
-    """The engine's rows for `batch`, float32 [`batch.num_rows`, dim]. Raises what the engine raises."""
-    rows = np.full((batch.num_rows, dim), np.nan, dtype=np.float32)
+def vectors_of(engine: Engine, batch: PackedBatch, row_dim: int) -> NDArray[np.float32]:
+    """The engine's rows for `batch`, float32 [`batch.num_rows`, row_dim]. Raises what the engine raises."""
+    rows = np.full((batch.num_rows, row_dim), np.nan, dtype=np.float32)
     engine.embed(batch, rows)
     return rows
 
 
-def vectors_one_by_one(engine: Engine, batch: PackedBatch, dim: int) -> NDArray[np.float32]:
+def vectors_one_by_one(engine: Engine, batch: PackedBatch, row_dim: int) -> NDArray[np.float32]:
     """Like `vectors_of`, with each sequence in a batch of its own."""
-    ends = np.cumsum(batch.lengths)
-    sequences = np.split(batch.token_ids, ends[:-1])
-    return np.concatenate(
-        [vectors_of(engine, PackedBatch(np.array([ids.size], dtype=np.int32), ids), dim) for ids in sequences]
-    )
+    parts = (batch.part(index, index + 1) for index in range(batch.lengths.size))
+    return np.concatenate([vectors_of(engine, part, row_dim) for part in parts])
 
 
 def compare(vectors: NDArray[np.float32], reference: NDArray[np.float32]) -> Parity:

@@ -67,7 +67,7 @@ def recall_reference(config: WorkerConfig) -> Reference | None:
         return None
     for path in _places(config, digest):
         try:
-            return _read(path, digest, config.card.dim)
+            return _read(path, digest, config.card.row_dim)
         except (FileNotFoundError, NotADirectoryError):
             continue
         except (OSError, KeyError, TypeError, ValueError, RecursionError) as error:
@@ -144,5 +144,5 @@ def _read(path: Path, digest: str, dim: int) -> Reference:
     if digest and fields["digest"] != digest:
         raise ValueError("it belongs to a model with other weights or settings")
     lengths = tuple(int(length) for length in fields["lengths"])
-    vectors = np.frombuffer(base64.b64decode(fields["vectors"]), dtype="<f4").reshape(len(lengths), dim)
+    vectors = np.frombuffer(base64.b64decode(fields["vectors"]), dtype="<f4").reshape(-1, dim)
     return Reference(lengths, vectors.astype(np.float32))

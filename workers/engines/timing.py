@@ -46,13 +46,13 @@ def take_times(engines: Mapping[str, Engine], card: ModelCard, budget_s: float =
         num_tokens, left_s = int(batch.lengths.sum()), ends_at - time.process_time()
         if times and s_per_token * num_tokens * 2 > left_s:  # once to warm up, once for the clock
             break
-        round_s = sum(_take_s(engine, batch, card.dim) for engine in engines.values())
+        round_s = sum(_take_s(engine, batch, card.row_dim) for engine in engines.values())
         share_s = (ends_at - time.process_time()) / (len(_CLASSES) - len(times))
         rounds = range(max(1, min(_ROUNDS, int(share_s / max(1e-6, round_s)))))
         taken: dict[str, list[float]] = {path: [] for path in engines}
         for _ in rounds:
             for path, engine in engines.items():
-                taken[path].append(_take_s(engine, batch, card.dim))
+                taken[path].append(_take_s(engine, batch, card.row_dim))
         times[name] = {path: max(1e-6, min(all_s)) * 1e3 for path, all_s in taken.items()}
         s_per_token = sum(map(min, taken.values())) / num_tokens
     return times

@@ -26,11 +26,11 @@ from vecd.workers.engines.parity import vectors_of
 from vecd.workers.engines.torch import cuda
 from vecd.workers.engines.torch import packed_attention as packing
 from vecd.workers.engines.torch.device import Accelerator, open_device
+from vecd.workers.engines.torch.heads import load_heads
 from vecd.workers.engines.torch.loading import load_model
 from vecd.workers.engines.torch.packed import PackedForward
 from vecd.workers.engines.torch.packed_attention import packed_attention, running, sequence_mask
 from vecd.workers.engines.torch.padded import PaddedForward
-from vecd.workers.engines.torch.pooling import load_head
 from vecd.workers.engines.torch.transformer import Forward, TransformerEngine
 from vecd.workers.layout import Layout, Run
 
@@ -54,7 +54,7 @@ def slots_of_an_arena(rows_per_slot: int = 16) -> list[Rows]:
 def tiny_engine(folder: Path, dtype: str = "float32", path: Any = PackedForward, wrap: Any = None) -> TransformerEngine:
     card = read_card(folder)
     forward = path(load_model(card, dtype, GPU), GPU)
-    return TransformerEngine(wrap(forward) if wrap else forward, load_head(card, GPU), dtype, GPU)
+    return TransformerEngine(wrap(forward) if wrap else forward, load_heads(card, GPU), dtype, GPU)
 
 
 def assert_close(found: Any, expected: Any, dtype: str) -> None:

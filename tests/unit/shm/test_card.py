@@ -7,7 +7,8 @@ from typing import Any
 
 import pytest
 
-from vecd.shm.card import ModelCard, ModelError, Step, export_files, read_card
+from vecd.shm.card import ModelCard, ModelError, export_files, read_card
+from vecd.shm.heads import Step
 
 OLD = "sentence_transformers.models."
 NEW = {

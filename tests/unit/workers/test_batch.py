@@ -15,7 +15,7 @@ from vecd.workers.batch import BadBatch, read_batch
 ARENA = ArenaSpec(num_slots=2, rows_per_slot=3, dim=4)
 CARD = ModelCard("", "", "bert", 4, 4, 5, 10, ("mean",), (), False, "")
 NARROW = replace(CARD, hidden_size=5)
-VECTORS, RAW, TOKENS = Output
+VECTORS, RAW, TOKENS = Output.VECTORS, Output.UNNORMALIZED, Output.TOKENS
 
 
 def message(lengths: list[int], token_ids: list[int], slot: int = 0, outputs: Sequence[int] = ()) -> Batch:
@@ -75,10 +75,11 @@ def test_without_outputs_each_sequence_has_a_row() -> None:
 @pytest.mark.parametrize(
     ("outputs", "card", "why"),
     [
-        ([VECTORS, 3], CARD, "output 3, there are 3"),
+        ([VECTORS, len(Output)], CARD, f"output {len(Output)}, there are {len(Output)}"),
+        ([VECTORS, Output.SCORES], CARD, "the model has no scores"),
         ([255, VECTORS], CARD, "output 255"),
         ([VECTORS, TOKENS], CARD, "4 rows, a slot has 3"),
-        ([TOKENS, VECTORS], NARROW, "have 5 floats, a row has room for 4"),
+        ([TOKENS, VECTORS], NARROW, "the model has no tokens"),
     ],
 )
 def test_outputs_that_do_not_fit_are_refused(outputs: list[int], card: ModelCard, why: str) -> None:

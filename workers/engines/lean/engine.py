@@ -3,7 +3,7 @@
 Owns the steps of a batch. Called by `vecd.workers.process.loop` through `vecd.workers.engine.Engine`.
 """
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from functools import partial
 from typing import Any
 
@@ -13,7 +13,8 @@ from vecd.shm.views import Rows
 from vecd.workers.engine import COMPLETE, Finish, PackedBatch
 from vecd.workers.engines.lean.export import ExportForward
 from vecd.workers.engines.lean.forward import LeanForward
-from vecd.workers.engines.lean.head import Floats, LeanHead, load_head
+from vecd.workers.engines.lean.head import Floats
+from vecd.workers.engines.lean.heads import load_heads
 from vecd.workers.engines.lean.wide import Forward, WideForward
 from vecd.workers.layout import Layout, arrange, passes
 from vecd.workers.out_of_memory import begin_or_halve
@@ -22,13 +23,6 @@ from vecd.workers.outputs import write_outputs
 TOKENS_OF_A_PASS = 512
 """A larger batch is computed in several passes: the values between layers then stay in the core's cache. Measured with
 all-MiniLM-L6-v2 on a core with AVX-512: 1,526 tokens of mixed lengths take 0.87 of the time if cut so."""
-
-_COMPUTE: dict[Output, Callable[[LeanHead, Floats, Layout], Floats]] = {
-    Output.VECTORS: lambda head, hidden, layout: head(hidden, layout.runs),
-    Output.UNNORMALIZED: lambda head, hidden, layout: head.unnormalized(hidden, layout.runs),
-    Output.TOKENS: lambda head, hidden, layout: hidden,
-}
-"""From hidden states, [T, H] in the layout's order, to rows of all sequences, [B or T, width]."""
 
 
 class LeanEngine:
@@ -45,7 +39,7 @@ class LeanEngine:
         """For leased cores."""
         self._leased: Forward | None = None
         """The wide one, if the next batch is computed with it."""
-        self._head = load_head(card)
+        self._heads = load_heads(card)
         self.facts: dict[str, Any] = dict(self._forward.facts)
         self.warnings: list[str] = []
         self.num_padding_tokens = 0
@@ -85,14 +79,16 @@ class LeanEngine:
         for layout in passes(arrange(batch), TOKENS_OF_A_PASS):
             hidden = forward(layout)
             if batch.outputs is None:
-                rows[layout.order] = self._head(hidden, layout.runs)
+                rows[layout.order] = self._heads[Output.VECTORS](hidden, layout)
             else:
                 make = partial(self._rows_of, layout, hidden)
-                write_outputs(rows, batch.outputs[layout.order], layout.lengths, first_rows[layout.order], make)
+                write_outputs(
+                    rows, batch.outputs[layout.order], layout.lengths, first_rows[layout.order], make, batch.span
+                )
         return COMPLETE
 
     def _rows_of(self, layout: Layout, hidden: Floats, output: Output) -> Floats:
-        return _COMPUTE[output](self._head, hidden, layout)
+        return self._heads[output](hidden, layout)
 
 
 def _forward(card: ModelCard, num_threads: int, dtype: str, like: Forward | None = None) -> Forward:

@@ -14,7 +14,8 @@ from typing import TypeAlias
 import numpy as np
 from numpy.typing import NDArray
 
-from vecd.shm.card import ModelCard, ModelError, Step
+from vecd.shm.card import ModelCard, ModelError
+from vecd.shm.heads import Step
 from vecd.workers.engines.lean.arrays import Arrays
 from vecd.workers.layout import Run
 

@@ -15,7 +15,7 @@ from vecd.workers.config import WorkerConfig
 from vecd.workers.engine import Engine
 from vecd.workers.engines.lean.engine import LeanEngine
 from vecd.workers.engines.torch.fused import load_fused
-from vecd.workers.engines.torch.pooling import load_head
+from vecd.workers.engines.torch.heads import load_heads
 from vecd.workers.engines.torch.transformer import Forward, TransformerEngine
 from vecd.workers.families.description import NotDescribed
 
@@ -47,7 +47,7 @@ def build_engine(config: WorkerConfig, path: str, dtype: str, load: Load | None 
         return LeanEngine(config.card, dtype=dtype)
     device = torch.device(config.device)
     forward = _forward(config.card, path, dtype, device, load or partial(_load, config.card, device))
-    return TransformerEngine(forward, load_head(config.card, device), dtype, device)
+    return TransformerEngine(forward, load_heads(config.card, device), dtype, device)
 
 
 def _forward(card: ModelCard, path: str, dtype: str, device: torch.device, load: Load) -> Forward:

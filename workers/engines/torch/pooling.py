@@ -17,7 +17,8 @@ from safetensors.torch import load_file
 from torch import Tensor, nn
 from torch.nn import functional
 
-from vecd.shm.card import ModelCard, ModelError, Step
+from vecd.shm.card import ModelCard, ModelError
+from vecd.shm.heads import Step
 from vecd.workers.layout import Run
 from vecd.workers.weights import broken
 

@@ -114,7 +114,7 @@ class _Selector:
         self._report(f"embedding probes of up to {probes.lengths.max()} tokens with the reference model")
         try:
             engine = build_engine(self._config, "padded", dtype, self._load)
-            vectors = vectors_one_by_one(engine, probes, card.dim)
+            vectors = vectors_one_by_one(engine, probes, card.row_dim)
         except Exception as error:
             raise ModelError(f"{card.folder}: the model cannot be run: {one_line(error)}") from error
         if not np.isfinite(vectors).all():
@@ -152,7 +152,7 @@ class _Selector:
         try:
             engine = build_engine(self._config, path, dtype, self._load)
             card = self._config.card
-            parity = compare(vectors_of(engine, reference.probes(card), card.dim), reference.vectors)
+            parity = compare(vectors_of(engine, reference.probes(card), card.row_dim), reference.vectors)
         except ModelError:
             raise
         except NotDescribed as error:

@@ -10,11 +10,11 @@ from typing import Any, Protocol
 import torch
 from torch import Tensor
 
+from vecd.shm.output import Output
 from vecd.shm.views import Rows
 from vecd.workers.engine import Finish, PackedBatch, largest_within
 from vecd.workers.engines.torch.device import open_device
-from vecd.workers.engines.torch.outputs import rows_of
-from vecd.workers.engines.torch.pooling import Head
+from vecd.workers.engines.torch.outputs import Heads, rows_of
 from vecd.workers.layout import Layout, arrange
 from vecd.workers.out_of_memory import begin_or_halve
 
@@ -41,10 +41,10 @@ def powers_of_two(limit: int) -> list[int]:
 class TransformerEngine:
     """Runs one model in one way. The model's settings belong to the last engine that was made from it."""
 
-    def __init__(self, forward: Forward, head: Head, dtype: str, device: torch.device = _CPU) -> None:
-        """`device` is where `forward` and `head` compute."""
+    def __init__(self, forward: Forward, heads: Heads, dtype: str, device: torch.device = _CPU) -> None:
+        """`device` is where `forward` and `heads` compute."""
         self._forward = forward
-        self._head = head
+        self._heads = heads
         self._device = open_device(device)
         self.facts: dict[str, Any] = {"dtype": dtype, "path": forward.path, **self._device.facts()}
         self.warnings: list[str] = []
@@ -86,6 +86,6 @@ class TransformerEngine:
         with torch.inference_mode():
             hidden = self._forward(layout)
             if batch.outputs is None:
-                return self._device.write(self._head(hidden, layout.runs), layout.order, rows)
-            made, order = rows_of(batch, layout, hidden, self._head, rows.shape[1])
+                return self._device.write(self._heads[Output.VECTORS](hidden, layout), layout.order, rows)
+            made, order = rows_of(batch, layout, hidden, self._heads, rows.shape[1])
             return self._device.write(made, order, rows)

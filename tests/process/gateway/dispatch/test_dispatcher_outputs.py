@@ -15,7 +15,7 @@ from vecd.shm.output import Output
 from vecd.shm.shared_metrics import Counter
 from vecd.shm.wire import Batch, Done, Failed
 
-VECTORS, RAW, TOKENS = Output
+VECTORS, RAW, TOKENS = Output.VECTORS, Output.UNNORMALIZED, Output.TOKENS
 
 
 def outputs_of(batch: Batch) -> list[int]:

@@ -589,7 +589,7 @@ STEPS = st.lists(
             st.lists(st.integers(1, 4), min_size=1, max_size=4),
             st.sampled_from(Priority),
             st.sampled_from("ab"),
-            st.sampled_from(Output),
+            st.sampled_from([Output.VECTORS, Output.UNNORMALIZED, Output.TOKENS]),
         ),
         st.tuples(st.just("cancel"), st.integers(0, 30)),
         st.tuples(st.sampled_from(("answer", "fail", "die", "wait", "worker"))),

@@ -26,7 +26,8 @@ from vecd.gateway.encoding.quantization import (
 from vecd.gateway.scheduling.queue import QueuedSequence, RequestQueue
 from vecd.gateway.types.errors import BadRequest
 from vecd.gateway.types.request import Dtype, EmbedRequest, Encoding, Form, Priority, TokenizedInput
-from vecd.shm.card import ModelCard, ModelError, Step
+from vecd.shm.card import ModelCard, ModelError
+from vecd.shm.heads import Step
 from vecd.shm.output import Output
 
 floats = st.floats(width=32, allow_nan=False, allow_infinity=False)

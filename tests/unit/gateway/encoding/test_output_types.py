@@ -13,7 +13,8 @@ from vecd.gateway.api.dialects.rows import render_rows
 from vecd.gateway.encoding.fragments import Encoder, Matrix
 from vecd.gateway.encoding.quantization import normalize
 from vecd.gateway.types.request import Dtype, EmbedRequest, Encoding, Form
-from vecd.shm.card import ModelCard, Step
+from vecd.shm.card import ModelCard
+from vecd.shm.heads import Step
 from vecd.shm.output import Output
 
 _PAGE = (Path(__file__).parents[4] / "docs" / "output-types.md").read_text()

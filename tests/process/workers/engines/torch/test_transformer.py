@@ -15,16 +15,15 @@ from torch import Tensor
 
 from vecd.shm.arena import ArenaSpec, create_arena
 from vecd.shm.card import read_card
-from vecd.shm.output import Output
 from vecd.shm.views import map_arena
 from vecd.workers.engine import COMPLETE, PackedBatch
 from vecd.workers.engines.parity import vectors_of
 from vecd.workers.engines.torch import device as devices
 from vecd.workers.engines.torch import packed_attention as packing
+from vecd.workers.engines.torch.heads import load_heads
 from vecd.workers.engines.torch.loading import load_model
 from vecd.workers.engines.torch.packed import PackedForward
 from vecd.workers.engines.torch.padded import PaddedForward
-from vecd.workers.engines.torch.pooling import load_head
 from vecd.workers.engines.torch.transformer import Forward, TransformerEngine
 from vecd.workers.layout import Layout
 from vecd.workers.out_of_memory import means_out_of_memory
@@ -79,7 +78,7 @@ def starved(checkpoint: Callable[..., Path]) -> Callable[..., tuple[TransformerE
     def make(max_tokens: int, error: Callable[[], Any] = raise_the_gpu_s, path: Any = PackedForward) -> Any:
         card = read_card(checkpoint("bert"))
         forward = Starved(path(load_model(card, "float32", CPU), CPU), max_tokens, error)
-        return TransformerEngine(forward, load_head(card, CPU), "float32"), forward
+        return TransformerEngine(forward, load_heads(card, CPU), "float32"), forward
 
     return make
 
@@ -107,7 +106,7 @@ def test_halves_write_their_own_rows_and_no_others(starved: Any, random_batch: A
 
 def mixed(batch: PackedBatch) -> PackedBatch:
     """The same sequences, each of which asks for another thing than those beside it."""
-    return replace(batch, outputs=(np.arange(batch.lengths.size) % len(Output)).astype(np.uint8))
+    return replace(batch, outputs=(np.arange(batch.lengths.size) % 3).astype(np.uint8))
 
 
 def test_halves_of_mixed_outputs_have_their_own_rows_and_no_others(
@@ -295,7 +294,7 @@ def test_families_give_the_reference_s_vectors_with_one_kernel_for_all_lengths(
 
     folder = checkpoint(family, pooling=pooling)
     card, batch = read_card(folder), random_batch(LENGTHS)
-    engine = TransformerEngine(PackedForward(load_model(card, "float32", CPU), CPU), load_head(card, CPU), "float32")
+    engine = TransformerEngine(PackedForward(load_model(card, "float32", CPU), CPU), load_heads(card, CPU), "float32")
     monkeypatch.setattr(packing, "_varlen_for", lambda query, value: varlen)
     monkeypatch.setattr(packing, "_attend_by_runs", lambda *arguments: pytest.fail("not with one kernel"))
     for _ in range(2):

@@ -20,7 +20,7 @@ from vecd.workers.engine import PackedBatch
 from vecd.workers.engines.parity import vectors_of
 
 LENGTHS = [5, 1, 30, 60, 7, 5, 2, 1, 12, 12, 59]
-VECTORS, RAW, TOKENS = Output
+VECTORS, RAW, TOKENS = Output.VECTORS, Output.UNNORMALIZED, Output.TOKENS
 TEXTS = [
     "a cat",
     "The cat sat on the mat, and the dog on the other one.",

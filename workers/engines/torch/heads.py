@@ -1,0 +1,32 @@
+"""The heads of a model: what each output of its card is made of, in terms of hidden states.
+
+Owns the table from `Output` to a function. The parts that the functions are made of are in
+`vecd.workers.engines.torch.pooling`. Called by `vecd.workers.engines.torch.build`.
+"""
+
+import torch
+
+from vecd.shm.card import ModelCard
+from vecd.shm.output import Output
+from vecd.workers.engines.torch.outputs import Heads
+from vecd.workers.engines.torch.pooling import Head, load_head
+from vecd.workers.families.description import NotDescribed
+
+
+def load_heads(card: ModelCard, device: torch.device) -> Heads:
+    """A function for each of `card.outputs`. Raises ModelError when a file or a tensor of a head is missing or
+    misshapen, NotDescribed for a head that no table describes."""
+    heads: Heads = dense_heads(load_head(card, device)) if "dense" in card.capabilities else {}
+    missing = card.outputs - heads.keys()
+    if missing:
+        raise NotDescribed(f"no head for {', '.join(output.name.lower() for output in sorted(missing))}")
+    return heads
+
+
+def dense_heads(head: Head) -> Heads:
+    """The functions of the outputs of a model with dense vectors."""
+    return {
+        Output.VECTORS: lambda hidden, layout: head(hidden, layout.runs),
+        Output.UNNORMALIZED: lambda hidden, layout: head.unnormalized(hidden, layout.runs),
+        Output.TOKENS: lambda hidden, layout: hidden.float(),
+    }
