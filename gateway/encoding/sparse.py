@@ -57,10 +57,9 @@ class SparseRows:
         token_ids = self._token_ids[index]
         counts = (weights > self._least_weight) & ~np.isin(token_ids, self._ignored_ids)
         token_ids, weights = token_ids[counts], weights[counts]
-        order = np.lexsort((weights, token_ids))
-        token_ids, weights = token_ids[order], weights[order]
-        is_largest = np.append(token_ids[1:] != token_ids[:-1], np.ones(token_ids.size > 0, dtype=np.bool_))
-        self.vectors[index] = self._largest(token_ids[is_largest], weights[is_largest])
+        order = np.lexsort((-weights, token_ids))
+        indices, firsts = np.unique(token_ids[order], return_index=True)
+        self.vectors[index] = self._largest(indices, weights[order[firsts]])
 
     @property
     def _least_weight(self) -> float:
