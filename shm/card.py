@@ -15,6 +15,13 @@ from typing import Any
 
 from vecd.shm.architecture import native_config
 from vecd.shm.heads import ScoreHead, SparseHead, Step, TokenHead
+from vecd.shm.model_files import ModelError as ModelError
+from vecd.shm.model_files import one_line as one_line
+from vecd.shm.model_files import positive as _positive
+from vecd.shm.model_files import read_json as _read
+from vecd.shm.model_files import read_object as _read_object
+from vecd.shm.model_files import read_optional as _read_optional
+from vecd.shm.model_files import single_file as _single_file
 from vecd.shm.output import Output
 
 _SPANNED_DIM = 1024
@@ -52,15 +59,6 @@ POSITIONS_AFTER_PADDING = frozenset(
         "luke",
     }
 )
-
-
-class ModelError(Exception):
-    """The model cannot be served. The message is one line with the file and its fault."""
-
-
-def one_line(error: Exception) -> str:
-    """The first line of an error, for a ModelError or a warning."""
-    return f"{type(error).__name__}: {str(error).strip() or 'no message'}".splitlines()[0]
 
 
 @dataclass(frozen=True, slots=True)
@@ -230,26 +228,6 @@ def read_card(folder: Path) -> ModelCard:
 # --- the files --------------------------------------------------------------------------------------------------
 
 
-def _read(path: Path) -> Any:
-    try:
-        return json.loads(path.read_text(encoding="utf-8"))
-    except FileNotFoundError:
-        raise ModelError(f"{path}: file missing") from None
-    except (OSError, ValueError, RecursionError) as error:  # ValueError: not UTF-8, not JSON, a number too long
-        raise ModelError(f"{path}: cannot be read: {error}") from None
-
-
-def _read_object(path: Path) -> dict[str, Any]:
-    content = _read(path)
-    if not isinstance(content, dict):
-        raise ModelError(f"{path}: must be a JSON object")
-    return content
-
-
-def _read_optional(path: Path) -> dict[str, Any]:
-    return _read_object(path) if path.exists() else {}
-
-
 def _read_config(weights_folder: Path) -> dict[str, Any]:
     path = weights_folder / "config.json"
     config = _read_object(path)
@@ -303,22 +281,6 @@ def _weights_of(weights_folder: Path) -> list[Path]:
     index = weights_folder / "model.safetensors.index.json"
     has_shards = index.is_file() and not (weights_folder / "model.safetensors").is_file()
     return _shards(index) if has_shards else [_single_file(weights_folder)]
-
-
-def _single_file(folder: Path) -> Path:
-    """The weights of a model or module. Refuses any but safetensors."""
-    single = folder / "model.safetensors"
-    if single.is_file():
-        return single
-    pickles = sorted(path.name for pattern in ("*.bin", "*.pt", "*.pth", "*.pkl") for path in folder.glob(pattern))
-    if pickles:
-        raise ModelError(
-            f"{folder}: weights only as pickle ({pickles[0]}), which vecd refuses: loading a pickle runs "
-            "code from the file; convert it to model.safetensors"
-        )
-    exports = sorted(path.name for path in folder.glob("onnx/*.onnx"))
-    of_exports = f"; of exports onnx/model.onnx alone is served, not {exports[0]}" if exports else ""
-    raise ModelError(f"{single}: file missing (the model's weights){of_exports}")
 
 
 def _shards(index: Path) -> list[Path]:
@@ -491,14 +453,6 @@ def _check_input_and_output(path: Path, config: Mapping[str, Any]) -> None:
 
 
 # --- sizes and prompts ------------------------------------------------------------------------------------------
-
-
-def _positive(config: Mapping[str, Any], names: tuple[str, ...], path: Path) -> int:
-    for name in names:
-        value = config.get(name)
-        if isinstance(value, int) and value > 0:
-            return value
-    raise ModelError(f"{path}: {names[0]} is missing or not a positive whole number")
 
 
 def _max_tokens(weights_folder: Path, config: Mapping[str, Any], sentence_bert: Mapping[str, Any]) -> int:
