@@ -5,7 +5,7 @@ reads no tensor.
 """
 
 import json
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -66,3 +66,27 @@ def single_file(folder: Path) -> Path:
     exports = sorted(path.name for path in folder.glob("onnx/*.onnx"))
     of_exports = f"; of exports onnx/model.onnx alone is served, not {exports[0]}" if exports else ""
     raise ModelError(f"{single}: file missing (the model's weights){of_exports}")
+
+
+def tensor_shapes(path: Path) -> dict[str, list[int]]:
+    """The shape of each tensor of a safetensors file. Reads its header alone. Raises ModelError when that is broken.
+    Source of the format: https://github.com/huggingface/safetensors, "Format"."""
+    try:
+        with path.open("rb") as file:
+            size = int.from_bytes(file.read(8), "little")
+            header = json.loads(file.read(min(size, path.stat().st_size)))
+        tensors = {name: facts["shape"] for name, facts in header.items() if name != "__metadata__"}
+        return {name: [int(length) for length in shape] for name, shape in tensors.items()}
+    except (OSError, ValueError, TypeError, LookupError, AttributeError, RecursionError) as error:
+        raise ModelError(f"{path}: cannot be read: {error}") from None
+
+
+def token_ids(tokenizer: Mapping[str, Any]) -> Iterator[tuple[str, int]]:
+    """The tokens of a fast tokenizer, `tokenizer` being the content of its file, and their ids. Raises TypeError,
+    ValueError, AttributeError or LookupError when it is something else."""
+    vocab = (tokenizer.get("model") or {}).get("vocab") or {}
+    if isinstance(vocab, list):  # Unigram has a list of pieces, other models an object of ids
+        yield from ((str(piece[0]), index) for index, piece in enumerate(vocab))
+    else:
+        yield from vocab.items()
+    yield from ((token["content"], token["id"]) for token in tokenizer.get("added_tokens") or ())
