@@ -16,6 +16,7 @@ from typing import Any
 from vecd.shm.architecture import native_config
 from vecd.shm.heads import ScoreHead, SparseHead, Step, TokenHead
 from vecd.shm.output import Output
+from vecd.shm.sparse_card import SparseModules, find_sparse, steps_of_masked_words
 
 _SPANNED_DIM = 1024
 """Floats of a row where an output spans several: 30 rows for the vocabulary of BERT, so that a slot of 2,048 rows holds
@@ -175,8 +176,8 @@ class ModelCard:
         return bool(self.ignored_ids)
 
 
-def read_card(folder: Path) -> ModelCard:
-    """Read the card of the model in `folder`.
+def read_card(folder: Path, kind: str = "auto") -> ModelCard:
+    """Read the card of the model in `folder`. `kind`: "auto", or one of `vecd.shm.heads.CAPABILITIES`.
 
     Raises ModelError when a required file is missing or unreadable, when the weights are neither safetensors nor an
     ONNX export, when the model needs code from its repository that has no equal in transformers, or when it has an
@@ -185,6 +186,12 @@ def read_card(folder: Path) -> ModelCard:
     if not folder.is_dir():
         raise ModelError(f"{folder}: no such folder")
     folder = folder.resolve()
+    try:
+        sparse = find_sparse(folder, kind)
+    except ValueError as error:
+        raise ModelError(str(error)) from None
+    if sparse is not None:
+        return _read_sparse(folder, sparse)
     transformer, *modules = _read_modules(folder)
     if transformer.kind == "StaticEmbedding":
         return _read_static(folder, transformer, modules)
@@ -340,18 +347,23 @@ def _shards(index: Path) -> list[Path]:
 _SENTENCE_BERT_KINDS = ("bert", "roberta", "distilbert", "camembert", "albert", "xlm-roberta", "xlnet")
 
 
-def _read_sentence_bert(weights_folder: Path) -> dict[str, Any]:
-    """The Transformer module's settings; may be empty. Refuses settings that would change vectors."""
+def _read_sentence_bert(
+    weights_folder: Path, wanted: str = "feature-extraction", default: str = "feature-extraction"
+) -> dict[str, Any]:
+    """The Transformer module's settings; may be empty. Refuses settings that would change vectors. `wanted` is the
+    task that the model has to have, `default` the one it has where the file names none."""
     paths = (weights_folder / f"sentence_{kind}_config.json" for kind in _SENTENCE_BERT_KINDS)
     path = next((path for path in paths if path.exists()), None)
     if path is None:
         return {}
     config = _read_object(path)
-    task = config.get("transformer_task", "feature-extraction")
-    if task != "feature-extraction":
-        raise ModelError(f"{path}: transformer_task {task!r} is not an embedding model's")
-    modalities = config.get("modality_config", _TEXT_ONLY)
-    if not isinstance(modalities, dict) or modalities.get("text") != _TEXT_ONLY["text"]:
+    task = config.get("transformer_task", default)
+    if task != wanted:
+        kind = "an embedding" if wanted == "feature-extraction" else "a sparse"
+        raise ModelError(f"{path}: transformer_task {task!r} is not {kind} model's")
+    text_only = {"method": "forward", "method_output_name": _OUTPUT_OF_TASK[task]}
+    modalities = config.get("modality_config", {"text": text_only})
+    if not isinstance(modalities, dict) or modalities.get("text") != text_only:
         raise ModelError(f"{path}: texts do not go through the model's plain forward pass (modality_config)")
     for name in ("config_args", "config_kwargs", "query_expansion"):
         if config.get(name):
@@ -359,7 +371,7 @@ def _read_sentence_bert(weights_folder: Path) -> dict[str, Any]:
     return config
 
 
-_TEXT_ONLY = {"text": {"method": "forward", "method_output_name": "last_hidden_state"}}
+_OUTPUT_OF_TASK = {"feature-extraction": "last_hidden_state", "fill-mask": "logits"}
 
 
 # --- modules.json -----------------------------------------------------------------------------------------------
@@ -549,6 +561,48 @@ def _matryoshka_dims(config: Mapping[str, Any], dim: int, path: Path) -> tuple[i
     return tuple(sorted(set(dims)))
 
 
+# --- sparse models ----------------------------------------------------------------------------------------------
+
+
+def _read_sparse(folder: Path, modules: SparseModules) -> ModelCard:
+    """The card of a SPLADE model."""
+    weights_folder = folder / modules.transformer
+    path = weights_folder / "config.json"
+    config = _read_config(weights_folder)
+    _check_files(weights_folder)
+    weights = _weights_of(weights_folder)
+    sentence_bert = _read_sentence_bert(weights_folder, "fill-mask", modules.task)
+    hidden_size = _positive(config, ("hidden_size", "dim", "d_model", "n_embd"), path)
+    vocab_size = _positive(config, ("vocab_size",), path)
+    names = {name for file in weights for name in _header_of(file)}
+    try:
+        steps = steps_of_masked_words(config, hidden_size, names)
+    except ValueError as error:
+        raise ModelError(f"{path}: {error}") from None
+    tokenizer = weights_folder / "tokenizer.json"
+    prompt, prompts = _read_prompts(folder)
+    return ModelCard(
+        folder=str(folder),
+        weights_folder=str(weights_folder),
+        model_type=str(config["model_type"]),
+        hidden_size=hidden_size,
+        dim=vocab_size,
+        max_tokens=_max_tokens(weights_folder, config, sentence_bert),
+        vocab_size=vocab_size,
+        pooling=("mean",),
+        steps=(),
+        lowercase=bool(sentence_bert.get("do_lower_case", False)),
+        prompt=prompt,
+        prompts=prompts,
+        weights_bytes=sum(file.stat().st_size for file in weights),
+        tokenizer_file=str(tokenizer) if tokenizer.is_file() else "",
+        capabilities=("sparse",),
+        sparse=SparseHead(
+            steps, pooling=modules.pooling, num_logs=modules.num_logs, query_weights=modules.query_weights
+        ),
+    )
+
+
 # --- static embeddings ------------------------------------------------------------------------------------------
 
 _MODEL2VEC = "model2vec"
@@ -617,13 +671,24 @@ TABLES = ("embedding.weight", "embeddings")
 """Names of the table: StaticEmbedding's, and Model2Vec's, which StaticEmbedding reads as well."""
 
 
-def _table_shape(path: Path) -> tuple[int, int]:
-    """How many token ids have a row, and the floats of each. Reads the header alone. Source of the format:
-    https://github.com/huggingface/safetensors, "Format"."""
+def _header_of(path: Path) -> dict[str, Any]:
+    """The tensors of a safetensors file by name. Source of the format: https://github.com/huggingface/safetensors,
+    "Format"."""
     try:
         with path.open("rb") as file:
             size = int.from_bytes(file.read(8), "little")
             header = json.loads(file.read(min(size, path.stat().st_size)))
+    except (OSError, ValueError, RecursionError) as error:
+        raise ModelError(f"{path}: cannot be read: {error}") from None
+    if not isinstance(header, dict):
+        raise ModelError(f"{path}: cannot be read: its header is not a JSON object")
+    return header
+
+
+def _table_shape(path: Path) -> tuple[int, int]:
+    """How many token ids have a row, and the floats of each. Reads the header alone."""
+    header = _header_of(path)
+    try:
         table = next(header[name]["shape"] for name in TABLES if name in header)
         ids = header["mapping"]["shape"] if "mapping" in header else table
         num_tokens, hidden_size = int(ids[0]), int(table[1])
