@@ -110,6 +110,7 @@ def _routed(folder: Path, path: Path, routes: Mapping[str, list[_Module]]) -> Sp
         kinds = ", ".join(kind for kind, _ in query)
         raise ValueError(f"{path}: the query's modules are {kinds}; served is a {_STATIC} alone")
     weights = _query_weights(folder, query[0][1])
+    _check_tokenizer(folder / query[0][1] / "tokenizer.json", folder / found.transformer / "tokenizer.json")
     return SparseModules(found.transformer, found.task, found.pooling, found.num_logs, weights)
 
 
@@ -125,6 +126,15 @@ def _query_weights(folder: Path, module: str) -> str:
         if (folder / name).is_file():
             return name
     raise ValueError(f"{folder / names[0]}: file missing (the weights of queries)")
+
+
+def _check_tokenizer(queries: Path, documents: Path) -> None:
+    """Refuse a tokenizer of queries that is not the documents', because one tokenizer is for both."""
+    if not queries.exists() or not documents.exists() or queries.read_bytes() == documents.read_bytes():
+        return
+    theirs, ours = (_read_object(path) for path in (queries, documents))
+    if any(theirs.get(name) != ours.get(name) for name in ("normalizer", "pre_tokenizer", "model", "added_tokens")):
+        raise ValueError(f"{queries}: is another tokenizer than {documents}")
 
 
 def _read_routes(folder: Path) -> dict[str, list[_Module]]:

@@ -115,7 +115,7 @@ def test_a_decoder_that_is_not_tied_is_its_own(tmp_path: Path) -> None:
 
 
 def test_an_engine_is_selected_by_its_weights(splade: Callable[..., Path]) -> None:
-    selection, engine = select(sparse_config(splade()), lambda stage: None)
+    selection, _ = select(sparse_config(splade()), lambda stage: None)
     assert selection.dtype == "float32"
     assert selection.path in ("fused", "packed")
     assert selection.warnings == []

@@ -16,8 +16,8 @@ from vecd.workers.weights import weight_files
 
 
 def map_tensors(folder: Path) -> dict[str, Tensor]:
-    """The tensors as stored, read-only by agreement; norms by their new names. Raises OSError, SafetensorError or ValueError for files that are
-    missing or broken."""
+    """The tensors as stored, read-only by agreement; norms by their new names. Raises OSError, SafetensorError or
+    ValueError for files that are missing or broken."""
     tensors: dict[str, Tensor] = {}
     for path in weight_files(folder):
         with safe_open(path, framework="pt") as file:

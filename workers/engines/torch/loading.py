@@ -94,9 +94,7 @@ def _load(
     return model, loaded
 
 
-def _class_of(
-    folder: str, config: PretrainedConfig, classes: Mapping[Any, Any] | None = None
-) -> type[PreTrainedModel]:
+def _class_of(folder: str, config: PretrainedConfig, classes: Mapping[Any, Any] | None = None) -> type[PreTrainedModel]:
     """The class in `classes`; or the one that gives hidden states: for a family with encoder and decoder, the
     encoder's."""
     found: Any = (MODEL_FOR_TEXT_ENCODING_MAPPING if classes is None else classes).get(type(config), None)
@@ -106,9 +104,7 @@ def _class_of(
     model_class = found[0] if isinstance(found, tuple) else found
     if model_class is None:
         part = "encoder" if classes is None else "such head for a model"
-        raise ModelError(
-            f"{folder}: transformers {transformers.__version__} has no {part} of type {config.model_type}"
-        )
+        raise ModelError(f"{folder}: transformers {transformers.__version__} has no {part} of type {config.model_type}")
     return cast(type[PreTrainedModel], model_class)
 
 

@@ -118,5 +118,5 @@ def _tensors_of(step: Step, tensors: Mapping[str, Tensor]) -> list[Tensor | None
     for name, wanted_shape in wanted.items():
         if tuple(tensors[name].shape) != wanted_shape:
             raise ValueError(f"{name} is {list(tensors[name].shape)}, should be {list(wanted_shape)}")
-    found = [tensors[name] for name in wanted]
+    found: list[Tensor | None] = [tensors[name] for name in wanted]
     return found if step.bias else [*found, None]

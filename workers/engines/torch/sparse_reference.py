@@ -15,9 +15,7 @@ from vecd.workers.engine import PackedBatch
 from vecd.workers.engines.torch.loading import load_model
 
 
-def sparse_reference(
-    card: ModelCard, dtype: str, device: torch.device, batch: PackedBatch
-) -> NDArray[np.float32]:
+def sparse_reference(card: ModelCard, dtype: str, device: torch.device, batch: PackedBatch) -> NDArray[np.float32]:
     """The rows of `batch`, whose sequences all ask for Output.SPARSE: float32 [`batch.num_rows`, row_dim], from a model
     whose weights are in `dtype`. Raises ModelError when the model cannot be loaded exactly as stored."""
     assert card.sparse is not None
