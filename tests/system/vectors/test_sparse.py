@@ -1,13 +1,22 @@
 """SPLADE models: the weights of the vocabulary are those of sentence-transformers, on every path, for every head."""
 
+import json
 from collections.abc import Callable
 from pathlib import Path
 
 import numpy as np
 import pytest
 import torch
+from tokenizers import Tokenizer
 
-from tests.support.checkpoints import assert_same_vectors, batch_of, random_batch, sequences_of, skip_without
+from tests.support.checkpoints import (
+    VOCAB_SIZE,
+    assert_same_vectors,
+    batch_of,
+    random_batch,
+    sequences_of,
+    skip_without,
+)
 from tests.support.sparse_checkpoints import (
     SparseReference,
     asking_for_weights,
@@ -18,7 +27,8 @@ from tests.support.sparse_checkpoints import (
     splade_tiny,
     weights_of,
 )
-from vecd.shm.card import ModelError
+from vecd.gateway.encoding.query_weights import read_query_weights, vector_of_query
+from vecd.shm.card import ModelError, read_card
 from vecd.workers.engines.parity import compare
 from vecd.workers.engines.torch import sparse_head
 from vecd.workers.engines.torch.selection import select
@@ -143,3 +153,36 @@ def test_real_weights_are_the_reference_s(dtype: str) -> None:
         alone = np.concatenate([weights_of(engine, config, batch_of([ids])) for ids in sequences_of(batch)])
         assert float(np.abs(found - alone).max()) <= 1e-5
     assert compare(found, expected).is_within_bounds(dtype)
+
+
+@pytest.mark.parametrize("as_json", [False, True], ids=["safetensors", "idf.json"])
+def test_queries_of_static_weights_are_the_reference_s(as_json: bool, tmp_path: Path) -> None:
+    weights = torch.rand(VOCAB_SIZE, generator=torch.Generator().manual_seed(0))
+    weights[5:20] = 0
+    folder = save_splade(tmp_path, query_weights=weights)
+    card = read_card(folder)
+    assert card.capabilities == ("sparse",)
+    assert card.sparse is not None
+    tokenizer = Tokenizer.from_file(card.tokenizer_file)
+    if as_json:
+        words = {tokenizer.id_to_token(index): float(weight) for index, weight in enumerate(weights)}
+        module = (folder / card.sparse.query_weights).parent
+        (module / "idf.json").write_text(json.dumps(words))
+        (module / "config.json").write_text(json.dumps({"frozen": True, "path": str(module / "idf.json")}))
+        (module / "model.safetensors").unlink()
+        card = read_card(folder)
+    found = read_query_weights(card, tokenizer.token_to_id)
+    reference = SparseReference(folder)
+    for query in ("w2 w30 w30 w7 w119", "nothing", "w40"):
+        ids = np.array(tokenizer.encode(query, add_special_tokens=False).ids, dtype=np.int32)
+        row = np.zeros(card.vocab_size, dtype=np.float32)
+        indices, values = vector_of_query(ids, found)
+        row[indices] = values
+        np.testing.assert_array_equal(row, reference.of_ids(ids, task="query"))
+
+
+def test_documents_of_a_router_are_the_reference_s(tmp_path: Path) -> None:
+    folder = save_splade(tmp_path, "distilbert", activation="log1p_relu", query_weights=torch.ones(VOCAB_SIZE))
+    config, batch = sparse_config(folder), random_batch(LENGTHS)
+    found = weights_of(sparse_engine(folder, "packed"), config, batch)
+    assert_same_vectors(found, SparseReference(folder)(batch))
