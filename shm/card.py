@@ -24,6 +24,7 @@ from vecd.shm.model_files import single_file as _single_file
 from vecd.shm.model_files import tensor_shapes, token_ids
 from vecd.shm.multi_vector_card import OWN, STANFORD, has_bge_m3, layout_of, read_bge_m3, read_token_head
 from vecd.shm.output import Output
+from vecd.shm.sparse_card import SparseModules, find_sparse, steps_of_masked_words
 
 _SPANNED_DIM = 1024
 """Floats of a row where an output spans several: 30 rows for the vocabulary of BERT, so that a slot of 2,048 rows holds
@@ -186,6 +187,12 @@ def read_card(folder: Path, kind: str = "auto") -> ModelCard:
     if not folder.is_dir():
         raise ModelError(f"{folder}: no such folder")
     folder = folder.resolve()
+    try:
+        splade = find_sparse(folder, kind)
+    except ValueError as error:
+        raise ModelError(str(error)) from None
+    if splade is not None:
+        return _read_sparse(folder, splade)
     layout = layout_of(folder)
     transformer, *modules = _read_modules(folder, is_pooled=not layout)
     if transformer.kind == "StaticEmbedding":
@@ -333,19 +340,28 @@ def _shards(index: Path) -> list[Path]:
 _SENTENCE_BERT_KINDS = ("bert", "roberta", "distilbert", "camembert", "albert", "xlm-roberta", "xlnet")
 
 
-def _read_sentence_bert(weights_folder: Path, *, may_expand: bool) -> dict[str, Any]:
-    """The Transformer module's settings; may be empty. Refuses settings that would change vectors. `may_expand`: of a
-    multi-vector model, whose queries may be expanded."""
+def _read_sentence_bert(
+    weights_folder: Path,
+    wanted: str = "feature-extraction",
+    default: str = "feature-extraction",
+    *,
+    may_expand: bool = False,
+) -> dict[str, Any]:
+    """The Transformer module's settings; may be empty. Refuses settings that would change vectors. `wanted` is the
+    task that the model has to have, `default` the one it has where the file names none. `may_expand`: of a multi-vector
+    model, whose queries may be expanded."""
     paths = (weights_folder / f"sentence_{kind}_config.json" for kind in _SENTENCE_BERT_KINDS)
     path = next((path for path in paths if path.exists()), None)
     if path is None:
         return {}
     config = _read_object(path)
-    task = config.get("transformer_task", "feature-extraction")
-    if task != "feature-extraction":
-        raise ModelError(f"{path}: transformer_task {task!r} is not an embedding model's")
-    modalities = config.get("modality_config", _TEXT_ONLY)
-    if not isinstance(modalities, dict) or modalities.get("text") != _TEXT_ONLY["text"]:
+    task = config.get("transformer_task", default)
+    if task != wanted:
+        kind = "an embedding" if wanted == "feature-extraction" else "a sparse"
+        raise ModelError(f"{path}: transformer_task {task!r} is not {kind} model's")
+    text_only = {"method": "forward", "method_output_name": _OUTPUT_OF_TASK[task]}
+    modalities = config.get("modality_config", {"text": text_only})
+    if not isinstance(modalities, dict) or modalities.get("text") != text_only:
         raise ModelError(f"{path}: texts do not go through the model's plain forward pass (modality_config)")
     for name in ("config_args", "config_kwargs", *(() if may_expand else ("query_expansion",))):
         if config.get(name):
@@ -353,7 +369,7 @@ def _read_sentence_bert(weights_folder: Path, *, may_expand: bool) -> dict[str, 
     return config
 
 
-_TEXT_ONLY = {"text": {"method": "forward", "method_output_name": "last_hidden_state"}}
+_OUTPUT_OF_TASK = {"feature-extraction": "last_hidden_state", "fill-mask": "logits"}
 
 
 # --- modules.json -----------------------------------------------------------------------------------------------
@@ -577,6 +593,48 @@ def _matryoshka_dims(config: Mapping[str, Any], dim: int, path: Path) -> tuple[i
     if not isinstance(dims, list) or not all(type(number) is int and 1 <= number <= dim for number in dims):
         raise ModelError(f"{path}: matryoshka_dimensions must be a list of whole numbers from 1 to {dim}")
     return tuple(sorted(set(dims)))
+
+
+# --- sparse models ----------------------------------------------------------------------------------------------
+
+
+def _read_sparse(folder: Path, modules: SparseModules) -> ModelCard:
+    """The card of a SPLADE model."""
+    weights_folder = folder / modules.transformer
+    path = weights_folder / "config.json"
+    config = _read_config(weights_folder)
+    _check_files(weights_folder)
+    weights = _weights_of(weights_folder)
+    sentence_bert = _read_sentence_bert(weights_folder, "fill-mask", modules.task)
+    hidden_size = _positive(config, ("hidden_size", "dim", "d_model", "n_embd"), path)
+    vocab_size = _positive(config, ("vocab_size",), path)
+    names = {name for file in weights for name in tensor_shapes(file)}
+    try:
+        steps = steps_of_masked_words(config, hidden_size, names)
+    except ValueError as error:
+        raise ModelError(f"{path}: {error}") from None
+    tokenizer = weights_folder / "tokenizer.json"
+    prompt, prompts = _read_prompts(folder)
+    return ModelCard(
+        folder=str(folder),
+        weights_folder=str(weights_folder),
+        model_type=str(config["model_type"]),
+        hidden_size=hidden_size,
+        dim=vocab_size,
+        max_tokens=_max_tokens(weights_folder, config, sentence_bert),
+        vocab_size=vocab_size,
+        pooling=("mean",),
+        steps=(),
+        lowercase=bool(sentence_bert.get("do_lower_case", False)),
+        prompt=prompt,
+        prompts=prompts,
+        weights_bytes=sum(file.stat().st_size for file in weights),
+        tokenizer_file=str(tokenizer) if tokenizer.is_file() else "",
+        capabilities=("sparse",),
+        sparse=SparseHead(
+            steps, pooling=modules.pooling, num_logs=modules.num_logs, query_weights=modules.query_weights
+        ),
+    )
 
 
 # --- static embeddings ------------------------------------------------------------------------------------------
