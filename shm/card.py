@@ -9,12 +9,13 @@ embeddings the code of sentence-transformers 5 (StaticEmbedding) and of Model2Ve
 
 import json
 from collections.abc import Iterator, Mapping
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
 
 from vecd.shm.architecture import native_config
 from vecd.shm.heads import ScoreHead, SparseHead, Step, TokenHead
+from vecd.shm.llm_reranker_card import is_causal_model, known_head, known_template, refuse_other_rankings, stated_head
 from vecd.shm.output import Output
 
 _SPANNED_DIM = 1024
@@ -175,8 +176,9 @@ class ModelCard:
         return bool(self.ignored_ids)
 
 
-def read_card(folder: Path) -> ModelCard:
-    """Read the card of the model in `folder`.
+def read_card(folder: Path, kind: str = "auto") -> ModelCard:
+    """Read the card of the model in `folder`. `kind`: one of `vecd.shm.heads.CAPABILITIES`, where the files leave it
+    open; "auto": what they say.
 
     Raises ModelError when a required file is missing or unreadable, when the weights are neither safetensors nor an
     ONNX export, when the model needs code from its repository that has no equal in transformers, or when it has an
@@ -193,7 +195,10 @@ def read_card(folder: Path) -> ModelCard:
     _check_files(weights_folder)
     export = _export_of(weights_folder)
     weights = export_files(export) if export else _weights_of(weights_folder)
-    sentence_bert = _read_sentence_bert(weights_folder)
+    logit_head = _read_logit_head(folder, weights_folder, config, modules, kind)
+    if logit_head is not None:
+        modules = []
+    sentence_bert = _read_sentence_bert(weights_folder, is_causal=logit_head is not None)
 
     tokenizer = weights_folder / "tokenizer.json"
     hidden_size = _positive(config, ("hidden_size", "dim", "d_model", "n_embd"), weights_folder / "config.json")
@@ -205,7 +210,7 @@ def read_card(folder: Path) -> ModelCard:
     steps, dim = _read_steps(folder, modules[1:], hidden_size * len(pooling))
     weights += [folder / step.path / "model.safetensors" for step in steps if step.path]
     matryoshka_dims = _matryoshka_dims(config, dim, weights_folder / "config.json")
-    return ModelCard(
+    card = ModelCard(
         folder=str(folder),
         weights_folder=str(weights_folder),
         model_type=str(config["model_type"]),
@@ -225,6 +230,9 @@ def read_card(folder: Path) -> ModelCard:
         tokenizer_file=str(tokenizer) if tokenizer.is_file() else "",
         export_file=str(export or ""),
     )
+    if logit_head is None:
+        return card
+    return replace(card, dim=1, num_labels=1, pooling=(logit_head.pooling,), capabilities=("rerank",), score=logit_head)
 
 
 # --- the files --------------------------------------------------------------------------------------------------
@@ -261,6 +269,7 @@ def _read_config(weights_folder: Path) -> dict[str, Any]:
     if config.get("transformers_weights") is not None:
         raise ModelError(f"{path}: weights under another name (transformers_weights) are not supported")
     try:
+        refuse_other_rankings(config)
         config = native_config(config) or config
     except ValueError as error:
         raise ModelError(f"{path}: {error}") from None
@@ -340,18 +349,21 @@ def _shards(index: Path) -> list[Path]:
 _SENTENCE_BERT_KINDS = ("bert", "roberta", "distilbert", "camembert", "albert", "xlm-roberta", "xlnet")
 
 
-def _read_sentence_bert(weights_folder: Path) -> dict[str, Any]:
-    """The Transformer module's settings; may be empty. Refuses settings that would change vectors."""
+def _read_sentence_bert(weights_folder: Path, *, is_causal: bool = False) -> dict[str, Any]:
+    """The Transformer module's settings; may be empty. Refuses settings that would change vectors, or the scores of a
+    causal model."""
     paths = (weights_folder / f"sentence_{kind}_config.json" for kind in _SENTENCE_BERT_KINDS)
     path = next((path for path in paths if path.exists()), None)
     if path is None:
         return {}
     config = _read_object(path)
     task = config.get("transformer_task", "feature-extraction")
-    if task != "feature-extraction":
-        raise ModelError(f"{path}: transformer_task {task!r} is not an embedding model's")
-    modalities = config.get("modality_config", _TEXT_ONLY)
-    if not isinstance(modalities, dict) or modalities.get("text") != _TEXT_ONLY["text"]:
+    if task != ("text-generation" if is_causal else "feature-extraction"):
+        kind = "a reranker's of causal language models" if is_causal else "an embedding model's"
+        raise ModelError(f"{path}: transformer_task {task!r} is not {kind}")
+    expected = _TEXT_TO_LOGITS if is_causal else _TEXT_ONLY
+    modalities = config.get("modality_config", expected)
+    if not isinstance(modalities, dict) or modalities.get("text") != expected["text"]:
         raise ModelError(f"{path}: texts do not go through the model's plain forward pass (modality_config)")
     for name in ("config_args", "config_kwargs", "query_expansion"):
         if config.get(name):
@@ -360,6 +372,7 @@ def _read_sentence_bert(weights_folder: Path) -> dict[str, Any]:
 
 
 _TEXT_ONLY = {"text": {"method": "forward", "method_output_name": "last_hidden_state"}}
+_TEXT_TO_LOGITS = {"text": {"method": "forward", "method_output_name": "logits"}}
 
 
 # --- modules.json -----------------------------------------------------------------------------------------------
@@ -385,7 +398,7 @@ def _read_modules(folder: Path) -> list[_Module]:
         raise ModelError(f"{path}: must be a list of modules")
     chain = [_read_module(path, module) for module in modules]
     kinds = [module.kind for module in chain]
-    if kinds[:1] == ["StaticEmbedding"]:
+    if kinds[:1] == ["StaticEmbedding"] or kinds == ["Transformer", "LogitScore"]:
         return chain
     if kinds[:2] != ["Transformer", "Pooling"]:
         raise ModelError(f"{path}: must begin with Transformer and Pooling, begins with {kinds[:2]}")
@@ -406,6 +419,29 @@ def _read_module(path: Path, module: Any) -> _Module:
     if Path(module["path"]).is_absolute() or ".." in Path(module["path"]).parts:
         raise ModelError(f"{path}: module path {module['path']!r} leads out of the model's folder")
     return _Module(kind, module["path"])
+
+
+def _read_logit_head(
+    folder: Path, weights_folder: Path, config: dict[str, Any], modules: list[_Module], kind: str
+) -> ScoreHead | None:
+    """The head of a reranker that is a causal language model; None for another model."""
+    if [module.kind for module in modules] == ["LogitScore"]:
+        path = folder / modules[0].path / "config.json"
+        activation = _read_optional(folder / "config_sentence_transformers.json").get("activation_fn")
+        try:
+            return stated_head(config, _read_object(path), activation)
+        except ValueError as error:
+            raise ModelError(f"{path}: {error}") from None
+    names = f"{folder} {config.get('_name_or_path', '')}"
+    # A known name is enough: such a model has no vectors to embed texts with.
+    is_wanted = kind == "rerank" or (kind == "auto" and known_template(config, names) is not None)
+    if not is_wanted or modules or not is_causal_model(config):
+        return None
+    tokenizer = _read_object(weights_folder / "tokenizer.json")
+    try:
+        return known_head(config, names, tokenizer)
+    except ValueError as error:
+        raise ModelError(f"{weights_folder}: {error}") from None
 
 
 def _default_pooling(config: Mapping[str, Any]) -> str:

@@ -38,6 +38,8 @@ class Step:
     """Of "layer_norm"."""
     rows: tuple[int, ...] = ()
     """Of "logit"."""
+    cap: float = 0.0
+    """Of "logit": a product p becomes cap · tanh(p / cap) before the difference is taken; 0: it stays as it is."""
 
     @classmethod
     def from_json(cls, fields: Mapping[str, Any]) -> "Step":
