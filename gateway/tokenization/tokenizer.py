@@ -6,7 +6,7 @@ silently: truncated inputs are counted. Called by `vecd.gateway.pipeline`.
     texts ────────────────── text_tokens ─┐
     ids of cl100k_base ─ cl100k ──────────┤
     ids of the model ─── id_policy ───────┴─ truncation ─ TokenizedInput
-    pairs of texts ───── pairs ──────────────────────────┘
+    pairs of texts ───── pairs, pair_template ───────────┘
 
 Requests that are not short go to a thread, run by run: the first inputs are computed while the others are tokenized,
 and requests take turns in the threads.
@@ -34,7 +34,8 @@ from vecd.gateway.tokenization import cl100k
 from vecd.gateway.tokenization.fair_pool import Threads
 from vecd.gateway.tokenization.id_policy import NO_SPECIAL_TOKENS, IdPolicy, SequenceTemplate
 from vecd.gateway.tokenization.known_words import MAX_CHARS
-from vecd.gateway.tokenization.pairs import PairLimits, PairTokens
+from vecd.gateway.tokenization.pair_template import TemplatedPairs
+from vecd.gateway.tokenization.pairs import Opening, PairLimits, PairTokens
 from vecd.gateway.tokenization.text_tokens import CHARS_PER_TEXT, RUN_CHARS, TextTokens, runs_of
 from vecd.gateway.tokenization.tokenize_api import TokenizeApi
 from vecd.gateway.tokenization.truncation import TruncationPolicy, check_num_chunks
@@ -145,6 +146,8 @@ class Tokenizer:
         self._least_chunk = max(1, min(_LEAST_CHUNK_TOKENS, max_own_tokens // 2))
         self._is_template_plain = max_own_tokens > 0 and _is_template_plain(self._tokenizer, self._template)
         self._texts = TextTokens(self._tokenizer, self.max_chars, may_cut=self._is_template_plain)
+        template = None if card.score is None else card.score.pair_template
+        self._pair_template = None if template is None else TemplatedPairs(self._tokenizer, self._texts, template)
         self._pairs = PairTokens(self._tokenizer, self._texts)
         self.api = TokenizeApi(self._tokenizer, self._texts, self._template, card.vocab_size)
         self._truncation = lru_cache(_NUM_REMEMBERED)(self._make_truncation)
@@ -159,6 +162,8 @@ class Tokenizer:
         prompt = self._prompt if how.prompt is None else how.prompt
         extra = 2 + len(prompt) // 3
         if _are_pairs(inputs):
+            if self._pair_template is not None:
+                extra = self._pair_template.num_estimated(how.instruction)
             return sum([min(most, (len(query) + len(document)) // 3 + extra) for query, document in inputs])
         if (how.overflow or self._overflow) is not _CHUNK:
             if _are_texts(inputs):
@@ -194,9 +199,9 @@ class Tokenizer:
         `max_embed_len`, with Overflow.CHUNK.
         """
         num_chunks = 0
-        queries: dict[str, list[int]] = {}
+        openings: dict[str, Opening] = {}
         for run in self._runs(inputs, how):
-            tokenized = await self.threads.run(self._take_run(inputs, run, how, queries), tenant)
+            tokenized = await self.threads.run(self._take_run(inputs, run, how, openings), tenant)
             num_chunks += sum([len(item.chunks) for item in tokenized])
             check_num_chunks(num_chunks)
             yield tokenized
@@ -292,22 +297,24 @@ class Tokenizer:
         return TokenizedInput(token_ids, len(token_ids) // _BYTES_PER_ID, False, _TEXT)
 
     def _take_run(
-        self, inputs: Inputs, run: range, how: Tokenizing, queries: dict[str, list[int]] | None = None
+        self, inputs: Inputs, run: range, how: Tokenizing, openings: dict[str, Opening] | None = None
     ) -> Generator[None, None, list[TokenizedInput]]:
-        """Tokenize some of the inputs. Yields between pieces of work. `queries`: see `PairTokens.steps`."""
+        """Tokenize some of the inputs. Yields between pieces of work. `openings`: see `PairTokens.steps`."""
         if _are_pairs(inputs):
-            return self._take_pairs(inputs[run.start : run.stop], run, how, {} if queries is None else queries)
+            return self._take_pairs(inputs[run.start : run.stop], run, how, {} if openings is None else openings)
         if _are_texts(inputs):
             return self._take_texts(inputs[run.start : run.stop], run, how, _TEXT)
         return self._take_lists(cast(list[TokenIds], inputs), run, how)
 
     def _take_pairs(
-        self, pairs: list[Pair], indices: Sequence[int], how: Tokenizing, queries: dict[str, list[int]]
+        self, pairs: list[Pair], indices: Sequence[int], how: Tokenizing, openings: dict[str, Opening]
     ) -> Generator[None, None, list[TokenizedInput]]:
+        if self._pair_template is not None:
+            return self._pair_template.steps(pairs, indices, self._pair_limits(how), openings)
         prompt = self._prompt if how.prompt is None else how.prompt
         if prompt:
             pairs = [Pair(prompt + query, document) for query, document in pairs]
-        return self._pairs.steps(pairs, indices, self._pair_limits(how), queries)
+        return self._pairs.steps(pairs, indices, self._pair_limits(how), openings)
 
     def _pair_limits(self, how: Tokenizing) -> PairLimits:
         overflow = how.overflow or self._overflow
@@ -317,6 +324,7 @@ class Tokenizer:
             how.max_query_tokens,
             how.max_document_tokens,
             how.add_special_tokens,
+            how.instruction,
         )
 
     def _take_texts(
