@@ -4,6 +4,7 @@ import asyncio
 from collections.abc import Callable, Iterator
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -60,7 +61,7 @@ def make(minilm_folder: Path, tmp_path: Path) -> Iterator[Callable[..., Tokenize
     made: list[Tokenizer] = []
 
     def make_one(
-        library: tokenizers.Tokenizer, template: PairTemplate, max_tokens: int = 512, **options: bool
+        library: tokenizers.Tokenizer, template: PairTemplate, max_tokens: int = 512, **options: Any
     ) -> Tokenizer:
         library.save(str(tmp_path / "tokenizer.json"))
         head = ScoreHead(("LABEL_0",), "sigmoid", "last", pair_template=template)
@@ -151,6 +152,7 @@ def test_special_tokens_of_the_template_are_special_where_those_of_texts_are_not
     [plain, item] = tokenize(ours, [Pair("a fox", "a dog"), Pair(f"a {special} fox", f"a dog{special}")])
     assert ids(plain) == whole_ids(library, template, Pair("a fox", "a dog"))
     special_id = library.token_to_id(special)
+    assert special_id is not None
     assert ids(item).count(special_id) == ids(plain).count(special_id)
     decoded = library.decode(ids(item), skip_special_tokens=False)
     assert decoded.replace(" ", "").count(special) == ids(plain).count(special_id) + 2
