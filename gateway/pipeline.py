@@ -73,12 +73,22 @@ _MAX_RUNNING_TOKEN_FLOATS = 2 * _MAX_TOKEN_FLOATS
 class _Counts:
     """Counts of a request's inputs, as they are tokenized."""
 
-    __slots__ = ("num_chunked", "num_tokens", "num_truncated", "reports", "sources", "token_ids", "wants_reports")
+    __slots__ = (
+        "num_chunked",
+        "num_tokens",
+        "num_truncated",
+        "offsets",
+        "reports",
+        "sources",
+        "token_ids",
+        "wants_reports",
+    )
 
     def __init__(self, *, wants_reports: bool) -> None:
         self.num_tokens = self.num_truncated = self.num_chunked = 0
         self.sources: set[Source] = set()
         self.reports: list[InputReport] = []
+        self.offsets: list[NDArray[np.int32]] = []
         self.token_ids: list[NDArray[np.int32]] = []
         """As in `Embedded.token_ids`."""
         self.wants_reports = wants_reports
@@ -86,8 +96,10 @@ class _Counts:
     def add(self, tokenized: list[TokenizedInput]) -> int:
         """Count these inputs. Returns the number of their tokens."""
         num_tokens = 0
-        for _, num, is_truncated, source, chunks, _ in tokenized:
+        for _, num, is_truncated, source, chunks, _, offsets in tokenized:
             num_tokens += num
+            if offsets is not None:
+                self.offsets.append(offsets)
             self.num_truncated += is_truncated
             self.num_chunked += chunks != ()
             self.sources.add(source)
@@ -321,6 +333,7 @@ class Pipeline:
                 finished_at - sent_at,
             ),
             tuple(counts.token_ids),
+            tuple(counts.offsets),
         )
 
     def _expire(self, pending: PendingResult) -> None:
