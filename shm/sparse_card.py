@@ -163,7 +163,7 @@ def _modules_in(content: Any) -> list[_Module]:
     """Those of modules.json; none where it is something else, which `vecd.shm.card` reports."""
     entries = content if isinstance(content, list) else []
     found = [(entry.get("type"), entry.get("path")) for entry in entries if isinstance(entry, dict)]
-    return [_Module(*pair) for pair in found if all(isinstance(name, str) for name in pair)]
+    return [_Module(kind, name) for kind, name in found if isinstance(kind, str) and isinstance(name, str)]
 
 
 def _check_modules(path: Path, modules: list[_Module]) -> None:
