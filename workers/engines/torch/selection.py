@@ -113,8 +113,13 @@ class _Selector:
         probes = all_probes(card, sum(weight.numel() for weight in self._load(dtype).parameters()))
         self._report(f"embedding probes of up to {probes.lengths.max()} tokens with the reference model")
         try:
-            engine = build_engine(self._config, "padded", dtype, self._load)
-            vectors = vectors_one_by_one(engine, probes, card.row_dim)
+            if card.tokens is not None:
+                from vecd.workers.engines.torch.token_reference import token_rows
+
+                vectors = token_rows(self._config, dtype, self._load, probes)
+            else:
+                engine = build_engine(self._config, "padded", dtype, self._load)
+                vectors = vectors_one_by_one(engine, probes, card.row_dim)
         except Exception as error:
             raise ModelError(f"{card.folder}: the model cannot be run: {one_line(error)}") from error
         if not np.isfinite(vectors).all():
