@@ -31,7 +31,7 @@ _SIZES = {
     "num_hidden_layers": 3,
     "num_attention_heads": 4,
     "intermediate_size": 64,
-    "max_position_embeddings": 80,
+    "max_position_embeddings": 300,
     "pad_token_id": 0,
     "sep_token_id": 3,
     "cls_token_id": 2,

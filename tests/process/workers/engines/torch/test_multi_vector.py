@@ -26,12 +26,16 @@ from tests.support.multi_vector_checkpoints import (
     save_pylate,
     save_stanford,
 )
-from vecd.shm.card import ModelError
+from vecd.shm.card import ModelError, read_card
 from vecd.shm.output import Output
 from vecd.workers.engine import PackedBatch
 from vecd.workers.engines.parity import random_batch, vectors_of, vectors_one_by_one
+from vecd.workers.engines.torch.loading import load_model
 from vecd.workers.engines.torch.selection import select
+from vecd.workers.engines.torch.token_reference import token_rows
 from vecd.workers.plain_pickle import load_state_dict
+
+CPU = torch.device("cpu")
 
 Sequence = tuple[NDArray[np.int32], int, NDArray[np.float32]]
 """Token ids, how many of them are attended to, and the vector of each."""
@@ -62,16 +66,18 @@ def assert_on_every_path(folder: Path, sequences: list[Sequence], paths: tuple[s
 
 
 PATHS = ("padded", "packed", "fused")
+NOT_PACKED = ("padded", "fused")
+"""MPNet's attention is its own."""
 
 
 @pytest.mark.parametrize("attends", [False, True])
-@pytest.mark.parametrize("family", ["bert", "modernbert", "xlm-roberta", "qwen3"])
+@pytest.mark.parametrize("family", ["bert", "modernbert", "xlm-roberta", "qwen3", "mpnet"])
 def test_the_vectors_of_pylate_models(family: str, attends: bool, tmp_path: Path) -> None:
     folder = save_pylate(tmp_path, family, attend_to_expansion_tokens=attends)
     sequences = sequences_of(folder)
     attended = [(ids.size, count) for ids, count, _ in sequences[:2]]
     assert attended == ([(16, 16)] * 2 if attends else [(16, 4), (16, 8)])
-    assert_on_every_path(folder, sequences, PATHS)
+    assert_on_every_path(folder, sequences, NOT_PACKED if family == "mpnet" else PATHS)
 
 
 @pytest.mark.parametrize("family", ["bert", "modernbert", "xlm-roberta"])
@@ -126,6 +132,23 @@ def test_expansion_changes_nothing_but_itself(tmp_path: Path) -> None:
         assert_same_vectors(found[:7], vectors_of(engine, other, TOKEN_DIM)[:7])
         unbound = PackedBatch(whole.lengths, whole.token_ids, whole.outputs)
         assert np.abs(found - vectors_of(engine, unbound, TOKEN_DIM)).max() > 1e-2
+
+
+@pytest.mark.parametrize("dtype", FLOATS_OF_FUSED)
+@pytest.mark.parametrize("family", ["bert", "modernbert", "mpnet", "qwen3"])
+def test_long_sequences_with_tokens_that_are_not_attended_to(family: str, dtype: str, tmp_path: Path) -> None:
+    """Equal lengths with other borders, and lengths that the fused path divides or computes with other kernels."""
+    folder = save_pylate(tmp_path, family)
+    lengths = np.array([290, 20, 290, 20, 200, 20, 1, 290], dtype=np.int32)
+    borders = np.array([270, 0, 0, 12, 150, 19, 0, 280], dtype=np.int32)
+    token_ids = np.random.default_rng(0).integers(5, len(VOCABULARY), lengths.sum(), dtype=np.int32)
+    outputs = np.full(lengths.size, Output.TOKEN_VECTORS, dtype=np.uint8)
+    batch = PackedBatch(lengths, token_ids, outputs, borders)
+    card = read_card(folder)
+    expected = token_rows(worker_config(folder), "float32", lambda name: load_model(card, name, CPU), batch)
+    for path, its_dtype in (("padded" if family == "mpnet" else "packed", "float32"), ("fused", dtype)):
+        found = vectors_of(engine_of(folder, path, its_dtype), batch, TOKEN_DIM)
+        assert_same_vectors(found, expected, its_dtype)
 
 
 @pytest.mark.parametrize("make", [save_pylate, save_own])
