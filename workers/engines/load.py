@@ -74,8 +74,7 @@ def _load(
 ) -> Engine:
     if config.is_dummy:
         report("making a dummy engine")
-        card = config.card
-        return DummyEngine(card.dim, card.hidden_size, is_normalized=card.is_normalized)
+        return DummyEngine(config.card)
     if config.card.is_static:
         return _load_static(config, report)
     if config.device.startswith("cuda"):
