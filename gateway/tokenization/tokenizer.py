@@ -42,6 +42,7 @@ from vecd.gateway.types.request import (
     Inputs,
     Overflow,
     Pair,
+    Role,
     Source,
     TokenIds,
     TokenizedInput,
@@ -290,6 +291,8 @@ class Tokenizer:
         self, texts: list[str], indices: Sequence[int], how: Tokenizing, source: Source
     ) -> Generator[None, None, list[TokenizedInput]]:
         """`indices`: the index in the request of each text's input."""
+        if how.num_queries:
+            return (yield from self._take_queries_first(texts, indices, how, source))
         truncation = self._truncation(how)
         max_own_tokens, max_chars = truncation.max_own_tokens, self.max_chars
         if how.add_special_tokens and not self._is_template_plain:
@@ -309,6 +312,35 @@ class Tokenizer:
                 raise BadRequest(f"'input[{index}]' has no tokens, at least 1 is needed", param="input")
             tokenized.append(item)
         return tokenized
+
+    def _take_queries_first(
+        self, texts: list[str], indices: Sequence[int], how: Tokenizing, source: Source
+    ) -> Generator[None, None, list[TokenizedInput]]:
+        """Tokenize queries, and the documents behind them. The index of a document in an error counts from the first
+        one."""
+        num_queries = sum(index < how.num_queries for index in indices)
+        of_documents = [index - how.num_queries for index in indices[num_queries:]]
+        parts = (
+            (texts[:num_queries], indices[:num_queries], Role.QUERY, how.max_query_tokens),
+            (texts[num_queries:], of_documents, how.role or Role.DOCUMENT, how.max_document_tokens),
+        )
+        tokenized: list[TokenizedInput] = []
+        for part, its_indices, role, most_own in parts:
+            if part:
+                of_role = self._of_role(how, role, most_own)
+                tokenized += yield from self._take_texts(part, its_indices, of_role, source)
+        return tokenized
+
+    def _of_role(self, how: Tokenizing, role: Role, most_own: int | None) -> Tokenizing:
+        """`how` for texts of one role. `most_own`: their limit, without special tokens."""
+        limits = [how.max_tokens, None if most_own is None else most_own + self._template.num_tokens]
+        return how._replace(
+            role=role,
+            num_queries=0,
+            max_tokens=min((limit for limit in limits if limit is not None), default=None),
+            max_query_tokens=None,
+            max_document_tokens=None,
+        )
 
     def _take_texts_by_library(
         self, texts: list[str], indices: Sequence[int], truncation: TruncationPolicy, source: Source

@@ -2,7 +2,6 @@
 
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
-from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -12,7 +11,9 @@ from numpy.typing import NDArray
 from tests.support.asking import PLAIN, STAGES, ask, body_of
 from vecd.gateway.api.model_info import ModelInfo
 from vecd.gateway.api.operations import Operation
-from vecd.gateway.types.request import Embedded, Source
+from vecd.gateway.encoding.scores import ScoreRows
+from vecd.gateway.encoding.token_rows import TokenRows
+from vecd.gateway.types.request import Collector, Embedded, Source
 from vecd.shm.heads import PairTemplate, ScoreHead, TokenHead
 from vecd.shm.output import Output
 
@@ -45,11 +46,14 @@ MULTI_VECTOR = replace(
     tokens=TokenHead(steps=()),
 )
 CLASSIFIER = replace(
-    CROSS_ENCODER, capabilities=("classify",), num_labels=3, score=replace(TWO_LABELS.score, labels=("a", "b", "c"))
+    CROSS_ENCODER,
+    capabilities=("classify",),
+    num_labels=3,
+    score=ScoreHead(labels=("a", "b", "c"), activation="softmax", pooling="cls"),
 )
 
 
-def embedded_of(collector: Any, **changes: Any) -> Embedded:
+def embedded_of(collector: Collector, **changes: Any) -> Embedded:
     """The result with that collector. `changes`: of the `Embedded`."""
     embedded = Embedded(
         collectors=(collector,),
@@ -67,12 +71,17 @@ def embedded_of(collector: Any, **changes: Any) -> Embedded:
 def of_logits(logits: Sequence[Any], **changes: Any) -> Embedded:
     """Of a model with scores: a number for each input, or a list with one for each label."""
     rows = np.array(logits, dtype=np.float32).reshape(len(logits), -1)
-    return embedded_of(SimpleNamespace(logits=rows), **changes)
+    collector = ScoreRows(*rows.shape)
+    collector.put(0, rows)
+    return embedded_of(collector, **changes)
 
 
 def of_matrices(*matrices: NDArray[np.float32]) -> Embedded:
     """Of a multi-vector model: the vectors of the tokens of each input."""
-    return embedded_of(SimpleNamespace(matrices=list(matrices)))
+    collector = TokenRows(len(matrices), matrices[0].shape[1])
+    for index, matrix in enumerate(matrices):
+        collector.put_matrix(index, matrix)
+    return embedded_of(collector)
 
 
 def rank(

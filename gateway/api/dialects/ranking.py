@@ -29,6 +29,8 @@ from vecd.gateway.api.operations import Call, ParsedEmbed
 from vecd.gateway.api.schemas import any_of, list_of, nullable, record
 from vecd.gateway.encoding.activations import Scores, ranked, relevance_logits, relevance_of
 from vecd.gateway.encoding.max_sim import max_sims
+from vecd.gateway.encoding.scores import ScoreRows
+from vecd.gateway.encoding.token_rows import TokenRows
 from vecd.gateway.types.errors import BadRequest, WrongModel
 from vecd.gateway.types.messages import Response
 from vecd.gateway.types.request import Embedded, EmbedRequest, Overflow, Pair, Priority, Role, Tokenizing
@@ -218,11 +220,12 @@ def parse(
     num_queries = len(queries)
 
     def render_scores(embedded: Embedded) -> Response:
-        collector: Any = embedded.collectors[0]
-        if is_scored:
+        [collector] = embedded.collectors
+        if isinstance(collector, ScoreRows):
             logits = relevance_logits(collector.logits)
             scores = relevance_of(logits, "identity" if is_raw else activation)
         else:
+            assert isinstance(collector, TokenRows)
             head, matrices = model_info.tokens, collector.matrices
             is_mean = head is not None and head.is_mean
             logits = scores = max_sims(matrices[:num_queries], matrices[num_queries:], is_mean=is_mean)

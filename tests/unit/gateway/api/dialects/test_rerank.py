@@ -20,12 +20,14 @@ from tests.support.ranking import (
     of_matrices,
     rank,
 )
+from vecd.gateway.api.capabilities import check_capability
 from vecd.gateway.api.dialects import rerank, tei, vllm
 from vecd.gateway.api.handlers import OperationsHandler
 from vecd.gateway.api.operations import Operation
 from vecd.gateway.api.registry import ROUTES
 from vecd.gateway.types.errors import BadRequest, EmptyInput, ModelNotFound, TooManyInputs, WrongModel
 from vecd.gateway.types.request import Overflow, Pair, Priority, Role
+from vecd.shm.heads import CAPABILITIES, TokenHead
 from vecd.shm.output import Output
 
 RERANK = rerank.DIALECT.operations["POST /v1/rerank"]
@@ -103,13 +105,15 @@ def test_the_number_of_results(field, num, expected):
 
 
 def test_documents_are_repeated_only_if_asked_for():
-    for flag in (True, "true", "True"):
+    flags: tuple[Any, ...] = (True, "true", "True")
+    for flag in flags:
         answer = rank(RERANK, {**BODY, "return_documents": flag}, [0.0, 1.0, 2.0])
         check(RERANK, answer)
         assert [result["document"] for result in answer["results"]] == [
             {"text": "three"}, {"text": "two"}, {"text": "one"},
         ]  # fmt: skip
-    for flag in (False, None, "false"):
+    flags = (False, None, "false")
+    for flag in flags:
         answer = rank(RERANK, {**BODY, "return_documents": flag}, [0.0, 1.0, 2.0])
         assert not any("document" in result for result in answer["results"])
 
@@ -311,7 +315,7 @@ def test_a_multi_vector_model_ranks_by_max_sim():
     embedded = of_matrices(query, matrix((0.5, 0)), matrix((1, 0), (0, 1)), matrix((0, 0.75)))
     answer = orjson.loads(body_of(asked.render(embedded)))
     assert scored(answer["results"]) == [(1, 2.0), (2, 0.75), (0, 0.5)]
-    of_mean = replace(MULTI_VECTOR, tokens=replace(MULTI_VECTOR.tokens, is_mean=True))
+    of_mean = replace(MULTI_VECTOR, tokens=TokenHead(steps=(), is_mean=True))
     answer = orjson.loads(body_of(ask(RERANK, BODY, model_info=of_mean).render(embedded)))
     assert scored(answer["results"]) == [(1, 1.0), (2, 0.375), (0, 0.25)]
 
@@ -489,3 +493,22 @@ def test_scores_have_the_model_s_activation_and_the_order_of_the_inputs():
 def test_wrong_pairs_for_scores_are_refused(body, message):
     with pytest.raises(BadRequest, match=message):
         ask(SCORE, body, model_info=CROSS_ENCODER)
+
+
+# --- what a model cannot do -------------------------------------------------------------------------------------
+
+
+def test_a_capability_is_needed():
+    check_capability((), ())
+    check_capability(("rerank", "multi-vector"), ("dense", "multi-vector"))
+    with pytest.raises(WrongModel, match=r"makes embeddings: it cannot do what this path needs .*rerank") as raised:
+        check_capability(("rerank",), ("dense",))
+    assert "POST /v1/embeddings (OpenAI), /embed" in raised.value.message
+    with pytest.raises(WrongModel, match=r"ranks texts and classifies texts: .* it serves POST /rerank"):
+        check_capability(("dense",), ("rerank", "classify"))
+
+
+def test_every_capability_has_words():
+    for capability in CAPABILITIES:
+        with pytest.raises(WrongModel):
+            check_capability(("nothing",), (capability,))
