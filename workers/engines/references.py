@@ -19,7 +19,7 @@ import hashlib
 import json
 import logging
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from functools import lru_cache
 from pathlib import Path
 from typing import Any
@@ -102,6 +102,7 @@ def digest_of(card: ModelCard) -> str:
     0.1 s for 100 MB, once while they do not change. Raises OSError, ValueError or KeyError."""
     facts = [card.model_type, card.max_tokens, card.vocab_size, list(card.pooling)]
     facts += [[step.kind, step.in_dim, step.out_dim, step.bias, step.activation] for step in card.steps]
+    facts += [asdict(head) for head in (card.score, card.sparse, card.tokens) if head is not None]
     return _digest(json.dumps(facts), tuple(map(_stamped, _files_of(card))))
 
 
