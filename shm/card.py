@@ -8,12 +8,13 @@ embeddings the code of sentence-transformers 5 (StaticEmbedding) and of Model2Ve
 """
 
 from collections.abc import Iterator, Mapping
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
 
 from vecd.shm.architecture import native_config
 from vecd.shm.heads import ScoreHead, SparseHead, Step, TokenHead
+from vecd.shm.llm_reranker_card import is_causal_model, known_head, known_template, refuse_other_rankings, stated_head
 from vecd.shm.model_files import ModelError as ModelError
 from vecd.shm.model_files import one_line as one_line
 from vecd.shm.model_files import positive as _positive
@@ -187,10 +188,7 @@ def read_card(folder: Path, kind: str = "auto") -> ModelCard:
     if not folder.is_dir():
         raise ModelError(f"{folder}: no such folder")
     folder = folder.resolve()
-    try:
-        splade = find_sparse(folder, kind)
-    except ValueError as error:
-        raise ModelError(str(error)) from None
+    splade = find_sparse(folder, kind)
     if splade is not None:
         return _read_sparse(folder, splade)
     layout = layout_of(folder)
@@ -202,7 +200,11 @@ def read_card(folder: Path, kind: str = "auto") -> ModelCard:
     _check_files(weights_folder)
     export = _export_of(weights_folder)
     weights = export_files(export) if export else _weights_of(weights_folder)
-    sentence_bert = _read_sentence_bert(weights_folder, may_expand=bool(layout))
+    logit_head = _read_logit_head(folder, weights_folder, config, modules, kind)
+    if logit_head is not None:
+        modules = []
+    task = "feature-extraction" if logit_head is None else "text-generation"
+    sentence_bert = _read_sentence_bert(weights_folder, task, task, may_expand=bool(layout))
 
     tokenizer = weights_folder / "tokenizer.json"
     hidden_size = _positive(config, ("hidden_size", "dim", "d_model", "n_embd"), weights_folder / "config.json")
@@ -237,7 +239,7 @@ def read_card(folder: Path, kind: str = "auto") -> ModelCard:
     weights += [folder / step.path / "model.safetensors" for step in head_steps if step.path]
     weights += [folder / step.file for step in head_steps if step.file]
     matryoshka_dims = _matryoshka_dims(config, dim, weights_folder / "config.json")
-    return ModelCard(
+    card = ModelCard(
         folder=str(folder),
         weights_folder=str(weights_folder),
         model_type=str(config["model_type"]),
@@ -261,6 +263,9 @@ def read_card(folder: Path, kind: str = "auto") -> ModelCard:
         sparse=sparse,
         tokens=tokens,
     )
+    if logit_head is None:
+        return card
+    return replace(card, dim=1, num_labels=1, pooling=(logit_head.pooling,), capabilities=("rerank",), score=logit_head)
 
 
 # --- the files --------------------------------------------------------------------------------------------------
@@ -277,6 +282,7 @@ def _read_config(weights_folder: Path) -> dict[str, Any]:
     if config.get("transformers_weights") is not None:
         raise ModelError(f"{path}: weights under another name (transformers_weights) are not supported")
     try:
+        refuse_other_rankings(config)
         config = native_config(config) or config
     except ValueError as error:
         raise ModelError(f"{path}: {error}") from None
@@ -357,8 +363,7 @@ def _read_sentence_bert(
     config = _read_object(path)
     task = config.get("transformer_task", default)
     if task != wanted:
-        kind = "an embedding" if wanted == "feature-extraction" else "a sparse"
-        raise ModelError(f"{path}: transformer_task {task!r} is not {kind} model's")
+        raise ModelError(f"{path}: transformer_task {task!r} is not {_WHOSE_TASK[wanted]} model's")
     text_only = {"method": "forward", "method_output_name": _OUTPUT_OF_TASK[task]}
     modalities = config.get("modality_config", {"text": text_only})
     if not isinstance(modalities, dict) or modalities.get("text") != text_only:
@@ -369,7 +374,8 @@ def _read_sentence_bert(
     return config
 
 
-_OUTPUT_OF_TASK = {"feature-extraction": "last_hidden_state", "fill-mask": "logits"}
+_OUTPUT_OF_TASK = {"feature-extraction": "last_hidden_state", "fill-mask": "logits", "text-generation": "logits"}
+_WHOSE_TASK = {"feature-extraction": "an embedding", "fill-mask": "a sparse", "text-generation": "a causal reranking"}
 
 
 # --- modules.json -----------------------------------------------------------------------------------------------
@@ -396,7 +402,7 @@ def _read_modules(folder: Path, *, is_pooled: bool) -> list[_Module]:
         raise ModelError(f"{path}: must be a list of modules")
     chain = [_read_module(path, module) for module in modules]
     kinds = [module.kind for module in chain]
-    if kinds[:1] == ["StaticEmbedding"]:
+    if kinds[:1] == ["StaticEmbedding"] or kinds == ["Transformer", "LogitScore"]:
         return chain
     first = ["Transformer", "Pooling"] if is_pooled else ["Transformer"]
     if kinds[: len(first)] != first:
@@ -422,6 +428,29 @@ def _read_module(path: Path, module: Any) -> _Module:
     if Path(module["path"]).is_absolute() or ".." in Path(module["path"]).parts:
         raise ModelError(f"{path}: module path {module['path']!r} leads out of the model's folder")
     return _Module(kind, module["path"])
+
+
+def _read_logit_head(
+    folder: Path, weights_folder: Path, config: dict[str, Any], modules: list[_Module], kind: str
+) -> ScoreHead | None:
+    """The head of a reranker that is a causal language model; None for another model."""
+    if [module.kind for module in modules] == ["LogitScore"]:
+        path = folder / modules[0].path / "config.json"
+        activation = _read_optional(folder / "config_sentence_transformers.json").get("activation_fn")
+        try:
+            return stated_head(config, _read_object(path), activation)
+        except ValueError as error:
+            raise ModelError(f"{path}: {error}") from None
+    names = f"{folder} {config.get('_name_or_path', '')}"
+    # A known name is enough: such a model has no vectors to embed texts with.
+    is_wanted = kind == "rerank" or (kind == "auto" and known_template(config, names) is not None)
+    if not is_wanted or modules or not is_causal_model(config):
+        return None
+    tokenizer = _read_object(weights_folder / "tokenizer.json")
+    try:
+        return known_head(config, names, tokenizer)
+    except ValueError as error:
+        raise ModelError(f"{weights_folder}: {error}") from None
 
 
 def _default_pooling(config: Mapping[str, Any]) -> str:
@@ -609,10 +638,7 @@ def _read_sparse(folder: Path, modules: SparseModules) -> ModelCard:
     hidden_size = _positive(config, ("hidden_size", "dim", "d_model", "n_embd"), path)
     vocab_size = _positive(config, ("vocab_size",), path)
     names = {name for file in weights for name in tensor_shapes(file)}
-    try:
-        steps = steps_of_masked_words(config, hidden_size, names)
-    except ValueError as error:
-        raise ModelError(f"{path}: {error}") from None
+    steps = steps_of_masked_words(path, config, hidden_size, names)
     tokenizer = weights_folder / "tokenizer.json"
     prompt, prompts = _read_prompts(folder)
     return ModelCard(

@@ -43,6 +43,8 @@ class Step:
     state dict that torch has saved."""
     has_residual: bool = False
     """Of "dense": the input is added to the output, through a matrix of its own where they differ in width."""
+    cap: float = 0.0
+    """Of "logit": a product p becomes cap · tanh(p / cap) before the difference is taken; 0: it stays as it is."""
 
     @classmethod
     def from_json(cls, fields: Mapping[str, Any]) -> "Step":
