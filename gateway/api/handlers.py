@@ -13,7 +13,11 @@ from typing import Any, NamedTuple
 
 from vecd.gateway.admission.principals import Principal
 from vecd.gateway.api.bodies import INLINE_BYTES, parse_small
+<<<<<<< HEAD
+from vecd.gateway.api.capabilities import check_capability
+=======
 from vecd.gateway.api.capabilities import check_model
+>>>>>>> main
 from vecd.gateway.api.context import Context
 from vecd.gateway.api.dialects.headers import parse_timeout_s
 from vecd.gateway.api.fields import REQUEST_ID
@@ -91,7 +95,7 @@ class OperationsHandler:
         http.body = b""  # frees up to tens of megabytes
         work = parsed.work
         try:
-            if type(work) is ParsedEmbed and len(work.request.inputs) <= _INLINE_ITEMS:
+            if type(work) is ParsedEmbed and len(work.request.inputs) <= _INLINE_ITEMS and not work.is_large:
                 embedded = await context.embedder.embed(work.request, parsed.num_estimated, timeline, principal)
                 return work.render(embedded)
             return await _respond(context, parsed, http, principal)
@@ -126,8 +130,12 @@ class OperationsHandler:
         if REQUEST_ID.name in body and REQUEST_ID.name in operation.fields.small:
             _take_request_id(http, body[REQUEST_ID.name])
         try:
+<<<<<<< HEAD
+            check_capability(operation.needs, context.model_info.capabilities)
+=======
             if len(self.claims) > 1:
                 check_model(operation, context.model_info.capabilities, self._routes)
+>>>>>>> main
             call = Call(operation.fields.read(body), http.headers, context.model_info, http.request_id)
             parse = operation.embed or operation.reply
             assert parse is not None
@@ -167,7 +175,7 @@ async def _respond(context: Context, parsed: _Parsed, http: HttpRequest, princip
         case Response() as response:
             return response
         case ParsedEmbed() as work:
-            is_large = len(work.request.inputs) > _INLINE_ITEMS  # `embed` removes them
+            is_large = work.is_large or len(work.request.inputs) > _INLINE_ITEMS  # `embed` removes them
             embedded = await context.embedder.embed(work.request, parsed.num_estimated, http.timeline, principal)
             if is_large:
                 return await context.threads.call(partial(work.render, embedded), principal.tenant)
