@@ -38,6 +38,7 @@ from vecd.gateway.tokenization.pairs import PairLimits, PairTokens
 from vecd.gateway.tokenization.text_tokens import CHARS_PER_TEXT, RUN_CHARS, TextTokens, runs_of
 from vecd.gateway.tokenization.tokenize_api import TokenizeApi
 from vecd.gateway.tokenization.truncation import TruncationPolicy, check_num_chunks
+from vecd.gateway.tokenization.vocabulary import TokenVocabulary
 from vecd.gateway.types.errors import BadRequest, InputTooLong
 from vecd.gateway.types.request import (
     MAX_PROMPT_CHARS,
@@ -137,6 +138,9 @@ class Tokenizer:
         """The sequence of a text without tokens, if the model has a vector for it."""
         self._overflow = overflow
         self._max_embed_len = max_embed_len
+        self.vocabulary = TokenVocabulary(
+            self._tokenizer.id_to_token, getattr(self._tokenizer.model, "continuing_subword_prefix", None) or ""
+        )
         self._template = _template_of(self._tokenizer)
         self.least_tokens = min(max_tokens, self._template.num_tokens + 1)
         """The smallest limit on the tokens of an input."""

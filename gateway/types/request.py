@@ -113,6 +113,8 @@ class Tokenizing(NamedTuple):
     """Of a pair: most tokens of its query; the rest is cut off."""
     instruction: str | None = None
     """Of a pair, for models whose template has a place for it; None: the model's default."""
+    wants_offsets: bool = False
+    """The response needs to know which part of its text each token is."""
 
 
 class SparseOptions(NamedTuple):
@@ -264,3 +266,6 @@ class Embedded(NamedTuple):
     token_ids: tuple[NDArray[np.int32], ...] = ()
     """Those of each input, shape [T], special tokens included, where the output has a row for each token; else
     empty."""
+    offsets: tuple[NDArray[np.int32], ...] = ()
+    """Where each token of an input begins and ends in its text, in characters, shape [T, 2]; -1 for tokens that are no
+    part of it. Only if `Tokenizing.wants_offsets`."""
