@@ -111,10 +111,10 @@ class Tokenizing(NamedTuple):
     """Of a pair: most tokens of its document; the rest is cut off."""
     max_query_tokens: int | None = None
     """Of a pair: most tokens of its query; the rest is cut off."""
+    wants_offsets: bool = False
+    """Where the tokens of texts are, too: `TokenizedInput.offsets`."""
     instruction: str | None = None
     """Of a pair, for models whose template has a place for it; None: the model's default."""
-    wants_offsets: bool = False
-    """The response needs to know which part of its text each token is."""
 
 
 class SparseOptions(NamedTuple):
@@ -181,6 +181,10 @@ class TokenizedInput(NamedTuple):
     """At least two; empty where the input is one sequence."""
     border: int = 0
     """Where the second part of the sequence begins, as in `vecd.shm.wire.Batch.borders_bytes`; 0: it has none."""
+    offsets: NDArray[np.int32] | None = None
+    """Of a text, where they are wanted: [num_tokens, 2], where each token begins and ends, in characters of the text as
+    sent; -1 for special tokens, and for those of a prompt. A token that joins the prompt's end with the text begins at
+    0. For an input in chunks: of all of them, one after the other."""
 
 
 class Chunk(NamedTuple):
@@ -267,5 +271,4 @@ class Embedded(NamedTuple):
     """Those of each input, shape [T], special tokens included, where the output has a row for each token; else
     empty."""
     offsets: tuple[NDArray[np.int32], ...] = ()
-    """Where each token of an input begins and ends in its text, in characters, shape [T, 2]; -1 for tokens that are no
-    part of it. Only if `Tokenizing.wants_offsets`."""
+    """`TokenizedInput.offsets` of each input, where the request wants them."""

