@@ -197,8 +197,10 @@ def parse_embed_by_model(call: Call) -> ParsedEmbed:
 
 
 def parse_invocation(call: Call) -> ParsedEmbed:
+    """Raises WrongModel and BadRequest."""
     has_texts = call.values.get(TEXT_INPUTS) is not None and call.values.get(INPUTS_OF_ALL) is None
-    return parse_embed(call, TEXT_INPUTS) if has_texts else parse_default(call)
+    is_dense = Output.VECTORS in call.model_info.outputs
+    return parse_embed(call, TEXT_INPUTS) if has_texts and is_dense else parse_default(call)
 
 
 def parse_embed_or_compare(call: Call) -> ParsedEmbed:
@@ -391,7 +393,12 @@ def parse_rerank(call: Call) -> ParsedEmbed:
 
 
 def parse_default(call: Call) -> ParsedEmbed:
-    return parse_rerank(call) if call.values.get(QUERY) is not None else parse_embed_or_compare(call)
+    """Raises WrongModel and BadRequest."""
+    if call.values.get(QUERY) is not None:
+        return parse_rerank(call)
+    if Output.VECTORS not in call.model_info.outputs:
+        raise WrongModel("The model served here ranks texts: send a 'query' and 'texts'")
+    return parse_embed_or_compare(call)
 
 
 def render_ranks(
@@ -620,6 +627,7 @@ _DEFAULT = replace(
     embed=parse_default,
     response=any_of(_VECTORS, _COSINES, _RANKS),
     claims=(INPUTS.name, QUERY.name),
+    needs=("dense", *ranking.NEEDS),
 )
 _INVOCATION = replace(
     _DEFAULT,
