@@ -69,7 +69,7 @@ def test_pairs_of_an_llm_reranker(minilm_folder, make, tmp_path, max_tokens):
     query, document = (content.replace("ROLE", role) for role in ("query", "document"))
     fast.chat_template = TEMPLATE.before + query + TEMPLATE.between + document + TEMPLATE.after + "\n"  # Jinja drops it
     fast.save_pretrained(tmp_path)
-    sizes = {"hidden_size": 16, "intermediate_size": 16, "num_hidden_layers": 1, "head_dim": 8}
+    sizes: dict[str, Any] = {"hidden_size": 16, "intermediate_size": 16, "num_hidden_layers": 1, "head_dim": 8}
     config = Qwen3Config(vocab_size=library.get_vocab_size(), num_attention_heads=2, num_key_value_heads=1, **sizes)
     Qwen3ForCausalLM(config).save_pretrained(tmp_path)
     reference = Transformer(str(tmp_path), transformer_task="text-generation")
