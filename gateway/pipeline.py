@@ -22,6 +22,7 @@ from vecd.gateway.dispatch.dispatcher import Dispatcher
 from vecd.gateway.dispatch.vector_cache import VectorCache
 from vecd.gateway.encoding.fragments import Encoder
 from vecd.gateway.encoding.pending import ChunkedInput, PendingResult
+from vecd.gateway.encoding.query_weights import QueryWeights
 from vecd.gateway.scheduling.policy import BatchingPolicy
 from vecd.gateway.scheduling.queue import QueuedSequence, RequestQueue
 from vecd.gateway.telemetry.shared_metrics import SharedMetrics
@@ -47,13 +48,14 @@ from vecd.gateway.types.request import (
     Overflow,
     Pair,
     Priority,
+    Role,
     Source,
     Stages,
     TokenizedInput,
     Tokenizing,
 )
 from vecd.gateway.types.timeline import RequestTimeline
-from vecd.shm.output import span_of
+from vecd.shm.output import Output, span_of
 from vecd.shm.shared_metrics import Counter
 
 T = TypeVar("T")
@@ -120,7 +122,9 @@ class Pipeline:
         dispatcher: Dispatcher,
         shared_metrics: SharedMetrics,
         vector_cache: VectorCache | None = None,
+        query_weights: QueryWeights | None = None,
     ) -> None:
+        """`query_weights`: those of a sparse model whose queries need no worker."""
         self.config = config
         self._made_at = time.monotonic()
         self.admission = admission
@@ -140,6 +144,7 @@ class Pipeline:
         self._deadlines = Deadlines(self._expire)
         self._tei_counts = TeiCounts(shared_metrics) if config.has_tei_metrics else None
         self._vector_cache = vector_cache
+        self._query_weights = query_weights
         self._span = span_of(config.card)
         self._max_looked_up = max(1, _FLOATS_LOOKED_UP_PER_TURN // config.card.dim)
 
@@ -285,6 +290,8 @@ class Pipeline:
             raise self._make_end()
         self.dispatcher.raise_if_broken()  # it may have been found out while this request waited for admission
         entered_at = timeline.entered_at = time.monotonic()
+        if self._query_weights is not None and request.tokenizing.role is Role.QUERY:
+            request = request._replace(output=Output.LEXICAL)  # weights of its own tokens, and not of the vocabulary
         num_chars = _num_chars(request.inputs)
         counts = _Counts(wants_reports=request.wants_report)
         collectors = self.encoder.make_collectors(request, counts.token_ids)
@@ -383,11 +390,21 @@ class Pipeline:
                 QueuedSequence(request_queue, index, item, output, span=self._span)
                 for index, item in enumerate(tokenized, start)
             ]
+        if self._query_weights is not None and output is Output.LEXICAL:
+            self._deliver_query_weights(self._query_weights, sequences)
+            return []
         if self._vector_cache is None or not output.is_plain:
             self.dispatcher.submit(request_queue, sequences)
             return []
         self._queue_unknown(self._vector_cache, request_queue, sequences[: self._max_looked_up])
         return sequences[self._max_looked_up :]
+
+    def _deliver_query_weights(self, query_weights: QueryWeights, sequences: list[QueuedSequence]) -> None:
+        """Deliver the static weights of queries' tokens, for which no worker is needed."""
+        for sequence in sequences:
+            token_ids = np.frombuffer(sequence.token_ids, dtype="<i4")
+            added = self.tokenizer.num_added(token_ids.tolist())
+            sequence.pending.deliver_one(sequence, query_weights.of_tokens(token_ids, *added))
 
     async def _look_up(self, request_queue: RequestQueue, sequences: list[QueuedSequence]) -> None:
         """Deliver the rows that the vector cache has, and queue the other sequences, some in each turn of the event

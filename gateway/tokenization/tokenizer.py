@@ -183,6 +183,15 @@ class Tokenizer:
         num_chunks = len(inputs) + num_own // max(self._least_chunk, most - extra)
         return num_own + num_chunks * min(most, extra)
 
+    def id_of(self, token: str) -> int | None:
+        """None for a token that is not in the vocabulary."""
+        return self._tokenizer.token_to_id(token)
+
+    def num_added(self, token_ids: TokenIds) -> tuple[int, int]:
+        """How many special tokens a sequence has before and behind the tokens of its input."""
+        prefix, suffix = self._template
+        return (len(prefix), len(suffix)) if self._template.matches(token_ids) else (0, 0)
+
     def tokenize_now(self, inputs: Inputs, how: Tokenizing = PLAIN) -> list[TokenizedInput] | None:
         """Tokenize at once, on the event loop; None when that would block it. Raises as `tokenize`."""
         if len(inputs) == 1 and isinstance(inputs[0], str) and (item := self._take_known(inputs[0], how)) is not None:

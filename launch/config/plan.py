@@ -23,6 +23,8 @@ from vecd.launch.config.architectures import refuse_unknown
 from vecd.launch.config.chat_template import read_chat_template
 from vecd.launch.config.keys import load_keys
 from vecd.launch.config.num_gateways import choose_num_gateways
+from vecd.launch.config.ordered_pair import ordered_pair
+from vecd.launch.config.pair_template import with_pair_template
 from vecd.launch.config.settings import Settings
 from vecd.launch.config.tokenizer import forget, with_tokenizer
 from vecd.missing import not_installed
@@ -104,7 +106,7 @@ def make_plan(settings: Settings, report: Callable[[str], None] = logs.say, *, n
     keys = load_keys(settings)
     folder, name = _find_model(settings, report)
     model_files = _files_in(folder)
-    card = read_card(folder)
+    card = with_pair_template(read_card(folder))
     if not (card.is_static or card.export_file):
         refuse_unknown(card)
         if settings.engine != "dummy" and not has_torch():
@@ -133,6 +135,12 @@ def make_plan(settings: Settings, report: Callable[[str], None] = logs.say, *, n
     # Last, because it opens a descriptor. For the gateway alone: the path differs from start to start, and workers
     # remember by card what they found out.
     gateway = replace(gateway, card=with_tokenizer(card, name, settings.cache_folder, report))
+    try:
+        pair = None if settings.engine == "dummy" else ordered_pair(gateway.card, gateway.max_tokens)
+    except BaseException:
+        forget(gateway.card)
+        raise
+    workers = [replace(worker, ordered_pair=pair) for worker in workers]
     return Plan(settings, card, gateway, workers, model_files, why_gateways)
 
 

@@ -19,6 +19,7 @@ from vecd.shm.control import LOAD_TOKENS_PER_S
 from vecd.workers.config import REFERENCE_FILE, WorkerConfig
 from vecd.workers.engine import Engine, ReportProgress
 from vecd.workers.engines.dummy import DummyEngine
+from vecd.workers.engines.ordered_pair import check_order
 from vecd.workers.engines.parity import compare, random_batch, short_probes, vectors_of, vectors_one_by_one
 from vecd.workers.engines.references import Reference, recall_reference
 from vecd.workers.engines.selection_cache import Selection, forget, recall, remember
@@ -64,6 +65,7 @@ def load_engine(
     used, or when the model cannot be loaded or cannot run the way `config` requires.
     """
     engine = _load(config, report, select_elsewhere, must_measure=must_measure)
+    check_order(config, engine)
     if config.measures_short_texts and config.cache_folder and recall_texts_per_s(config) is None:
         remember_texts_per_s(config, _texts_per_s(config, engine))
     return engine
@@ -195,7 +197,7 @@ def _select_int8(
     quantized = LeanEngine(card, dtype="int8")
     probes = short_probes(card) if reference is None else reference.probes(card)
     expected = vectors_of(plain, probes, card.row_dim) if reference is None else reference.vectors
-    parity = compare(vectors_of(quantized, probes, card.row_dim), expected)
+    parity = compare(vectors_of(quantized, probes, card.row_dim), expected, probes.span)
     why = "" if parity.is_within_bounds("int8") else f"its vectors are not the reference model's: {parity}"
     why = why or why_slow(card, quantized, plain)
     if not why:
@@ -211,7 +213,8 @@ def _compared(config: WorkerConfig, engine: Engine, reference: Reference, report
     """None for other vectors than the reference model's. Raises ModelError instead where there is no other engine."""
     path, dtype = engine.facts["path"], engine.facts["dtype"]
     report(f"comparing {path} {dtype} with the remembered reference vectors")
-    parity = compare(vectors_of(engine, reference.probes(config.card), config.card.row_dim), reference.vectors)
+    probes = reference.probes(config.card)
+    parity = compare(vectors_of(engine, probes, config.card.row_dim), reference.vectors, probes.span)
     if parity.is_within_bounds(dtype):
         return Selection(path, dtype, reference.figures(parity), reference.vectors)
     if config.card.export_file:
@@ -231,7 +234,7 @@ def _uncompared(config: WorkerConfig, engine: Engine) -> Selection:
     vectors = vectors_of(engine, probes, row_dim)
     if not np.isfinite(vectors).all():
         raise ModelError(f"{config.card.folder}: the vectors contain nan or infinity")
-    alone = compare(vectors, vectors_one_by_one(engine, probes, row_dim))
+    alone = compare(vectors, vectors_one_by_one(engine, probes, row_dim), probes.span)
     if not alone.is_within_bounds(dtype):
         raise ModelError(f"{config.card.folder}: a text has another vector in a batch than alone: {alone}")
     needed = "the model's own weights" if config.card.export_file else "torch"
@@ -264,7 +267,7 @@ def _build(config: WorkerConfig, selection: Selection, report: ReportProgress) -
     engine.use_threads(config.num_threads)
     probes = short_probes(config.card)
     vectors = vectors_of(engine, probes, config.card.row_dim)
-    parity = compare(vectors, selection.reference[: len(vectors)])
+    parity = compare(vectors, selection.reference[: len(vectors)], probes.span)
     if not parity.is_within_bounds(selection.dtype):
         raise ModelError(f"{config.card.folder}: the vectors are not the reference model's any more: {parity}")
     _describe(config, engine, selection)
