@@ -8,12 +8,13 @@ embeddings the code of sentence-transformers 5 (StaticEmbedding) and of Model2Ve
 """
 
 from collections.abc import Iterator, Mapping
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
 
 from vecd.shm.architecture import native_config
 from vecd.shm.heads import ScoreHead, SparseHead, Step, TokenHead
+from vecd.shm.llm_reranker_card import is_causal_model, known_head, known_template, refuse_other_rankings, stated_head
 from vecd.shm.model_files import ModelError as ModelError
 from vecd.shm.model_files import one_line as one_line
 from vecd.shm.model_files import positive as _positive
@@ -24,6 +25,7 @@ from vecd.shm.model_files import single_file as _single_file
 from vecd.shm.model_files import tensor_shapes, token_ids
 from vecd.shm.multi_vector_card import OWN, STANFORD, has_bge_m3, layout_of, read_bge_m3, read_token_head
 from vecd.shm.output import Output
+from vecd.shm.sparse_card import SparseModules, find_sparse, steps_of_masked_words
 
 _SPANNED_DIM = 1024
 """Floats of a row where an output spans several: 30 rows for the vocabulary of BERT, so that a slot of 2,048 rows holds
@@ -191,6 +193,12 @@ def read_card(folder: Path, kind: str = "auto") -> ModelCard:
     if not folder.is_dir():
         raise ModelError(f"{folder}: no such folder")
     folder = folder.resolve()
+    try:
+        splade = find_sparse(folder, kind)
+    except ValueError as error:
+        raise ModelError(str(error)) from None
+    if splade is not None:
+        return _read_sparse(folder, splade)
     layout = layout_of(folder)
     transformer, *modules = _read_modules(folder, is_pooled=not layout)
     if transformer.kind == "StaticEmbedding":
@@ -200,7 +208,11 @@ def read_card(folder: Path, kind: str = "auto") -> ModelCard:
     _check_files(weights_folder)
     export = _export_of(weights_folder)
     weights = export_files(export) if export else _weights_of(weights_folder)
-    sentence_bert = _read_sentence_bert(weights_folder, may_expand=bool(layout))
+    logit_head = _read_logit_head(folder, weights_folder, config, modules, kind)
+    if logit_head is not None:
+        modules = []
+    task = "feature-extraction" if logit_head is None else "text-generation"
+    sentence_bert = _read_sentence_bert(weights_folder, task, task, may_expand=bool(layout))
 
     tokenizer = weights_folder / "tokenizer.json"
     hidden_size = _positive(config, ("hidden_size", "dim", "d_model", "n_embd"), weights_folder / "config.json")
@@ -235,7 +247,7 @@ def read_card(folder: Path, kind: str = "auto") -> ModelCard:
     weights += [folder / step.path / "model.safetensors" for step in head_steps if step.path]
     weights += [folder / step.file for step in head_steps if step.file]
     matryoshka_dims = _matryoshka_dims(config, dim, weights_folder / "config.json")
-    return ModelCard(
+    card = ModelCard(
         folder=str(folder),
         weights_folder=str(weights_folder),
         model_type=str(config["model_type"]),
@@ -259,6 +271,9 @@ def read_card(folder: Path, kind: str = "auto") -> ModelCard:
         sparse=sparse,
         tokens=tokens,
     )
+    if logit_head is None:
+        return card
+    return replace(card, dim=1, num_labels=1, pooling=(logit_head.pooling,), capabilities=("rerank",), score=logit_head)
 
 
 # --- the files --------------------------------------------------------------------------------------------------
@@ -275,6 +290,7 @@ def _read_config(weights_folder: Path) -> dict[str, Any]:
     if config.get("transformers_weights") is not None:
         raise ModelError(f"{path}: weights under another name (transformers_weights) are not supported")
     try:
+        refuse_other_rankings(config)
         config = native_config(config) or config
     except ValueError as error:
         raise ModelError(f"{path}: {error}") from None
@@ -338,19 +354,27 @@ def _shards(index: Path) -> list[Path]:
 _SENTENCE_BERT_KINDS = ("bert", "roberta", "distilbert", "camembert", "albert", "xlm-roberta", "xlnet")
 
 
-def _read_sentence_bert(weights_folder: Path, *, may_expand: bool) -> dict[str, Any]:
-    """The Transformer module's settings; may be empty. Refuses settings that would change vectors. `may_expand`: of a
-    multi-vector model, whose queries may be expanded."""
+def _read_sentence_bert(
+    weights_folder: Path,
+    wanted: str = "feature-extraction",
+    default: str = "feature-extraction",
+    *,
+    may_expand: bool = False,
+) -> dict[str, Any]:
+    """The Transformer module's settings; may be empty. Refuses settings that would change vectors. `wanted` is the
+    task that the model has to have, `default` the one it has where the file names none. `may_expand`: of a multi-vector
+    model, whose queries may be expanded."""
     paths = (weights_folder / f"sentence_{kind}_config.json" for kind in _SENTENCE_BERT_KINDS)
     path = next((path for path in paths if path.exists()), None)
     if path is None:
         return {}
     config = _read_object(path)
-    task = config.get("transformer_task", "feature-extraction")
-    if task != "feature-extraction":
-        raise ModelError(f"{path}: transformer_task {task!r} is not an embedding model's")
-    modalities = config.get("modality_config", _TEXT_ONLY)
-    if not isinstance(modalities, dict) or modalities.get("text") != _TEXT_ONLY["text"]:
+    task = config.get("transformer_task", default)
+    if task != wanted:
+        raise ModelError(f"{path}: transformer_task {task!r} is not {_WHOSE_TASK[wanted]} model's")
+    text_only = {"method": "forward", "method_output_name": _OUTPUT_OF_TASK[task]}
+    modalities = config.get("modality_config", {"text": text_only})
+    if not isinstance(modalities, dict) or modalities.get("text") != text_only:
         raise ModelError(f"{path}: texts do not go through the model's plain forward pass (modality_config)")
     for name in ("config_args", "config_kwargs", *(() if may_expand else ("query_expansion",))):
         if config.get(name):
@@ -358,7 +382,8 @@ def _read_sentence_bert(weights_folder: Path, *, may_expand: bool) -> dict[str, 
     return config
 
 
-_TEXT_ONLY = {"text": {"method": "forward", "method_output_name": "last_hidden_state"}}
+_OUTPUT_OF_TASK = {"feature-extraction": "last_hidden_state", "fill-mask": "logits", "text-generation": "logits"}
+_WHOSE_TASK = {"feature-extraction": "an embedding", "fill-mask": "a sparse", "text-generation": "a causal reranking"}
 
 
 # --- modules.json -----------------------------------------------------------------------------------------------
@@ -385,7 +410,7 @@ def _read_modules(folder: Path, *, is_pooled: bool) -> list[_Module]:
         raise ModelError(f"{path}: must be a list of modules")
     chain = [_read_module(path, module) for module in modules]
     kinds = [module.kind for module in chain]
-    if kinds[:1] == ["StaticEmbedding"]:
+    if kinds[:1] == ["StaticEmbedding"] or kinds == ["Transformer", "LogitScore"]:
         return chain
     first = ["Transformer", "Pooling"] if is_pooled else ["Transformer"]
     if kinds[: len(first)] != first:
@@ -411,6 +436,29 @@ def _read_module(path: Path, module: Any) -> _Module:
     if Path(module["path"]).is_absolute() or ".." in Path(module["path"]).parts:
         raise ModelError(f"{path}: module path {module['path']!r} leads out of the model's folder")
     return _Module(kind, module["path"])
+
+
+def _read_logit_head(
+    folder: Path, weights_folder: Path, config: dict[str, Any], modules: list[_Module], kind: str
+) -> ScoreHead | None:
+    """The head of a reranker that is a causal language model; None for another model."""
+    if [module.kind for module in modules] == ["LogitScore"]:
+        path = folder / modules[0].path / "config.json"
+        activation = _read_optional(folder / "config_sentence_transformers.json").get("activation_fn")
+        try:
+            return stated_head(config, _read_object(path), activation)
+        except ValueError as error:
+            raise ModelError(f"{path}: {error}") from None
+    names = f"{folder} {config.get('_name_or_path', '')}"
+    # A known name is enough: such a model has no vectors to embed texts with.
+    is_wanted = kind == "rerank" or (kind == "auto" and known_template(config, names) is not None)
+    if not is_wanted or modules or not is_causal_model(config):
+        return None
+    tokenizer = _read_object(weights_folder / "tokenizer.json")
+    try:
+        return known_head(config, names, tokenizer)
+    except ValueError as error:
+        raise ModelError(f"{weights_folder}: {error}") from None
 
 
 def _default_pooling(config: Mapping[str, Any]) -> str:
@@ -582,6 +630,48 @@ def _matryoshka_dims(config: Mapping[str, Any], dim: int, path: Path) -> tuple[i
     if not isinstance(dims, list) or not all(type(number) is int and 1 <= number <= dim for number in dims):
         raise ModelError(f"{path}: matryoshka_dimensions must be a list of whole numbers from 1 to {dim}")
     return tuple(sorted(set(dims)))
+
+
+# --- sparse models ----------------------------------------------------------------------------------------------
+
+
+def _read_sparse(folder: Path, modules: SparseModules) -> ModelCard:
+    """The card of a SPLADE model."""
+    weights_folder = folder / modules.transformer
+    path = weights_folder / "config.json"
+    config = _read_config(weights_folder)
+    _check_files(weights_folder)
+    weights = _weights_of(weights_folder)
+    sentence_bert = _read_sentence_bert(weights_folder, "fill-mask", modules.task)
+    hidden_size = _positive(config, ("hidden_size", "dim", "d_model", "n_embd"), path)
+    vocab_size = _positive(config, ("vocab_size",), path)
+    names = {name for file in weights for name in tensor_shapes(file)}
+    try:
+        steps = steps_of_masked_words(config, hidden_size, names)
+    except ValueError as error:
+        raise ModelError(f"{path}: {error}") from None
+    tokenizer = weights_folder / "tokenizer.json"
+    prompt, prompts = _read_prompts(folder)
+    return ModelCard(
+        folder=str(folder),
+        weights_folder=str(weights_folder),
+        model_type=str(config["model_type"]),
+        hidden_size=hidden_size,
+        dim=vocab_size,
+        max_tokens=_max_tokens(weights_folder, config, sentence_bert),
+        vocab_size=vocab_size,
+        pooling=("mean",),
+        steps=(),
+        lowercase=bool(sentence_bert.get("do_lower_case", False)),
+        prompt=prompt,
+        prompts=prompts,
+        weights_bytes=sum(file.stat().st_size for file in weights),
+        tokenizer_file=str(tokenizer) if tokenizer.is_file() else "",
+        capabilities=("sparse",),
+        sparse=SparseHead(
+            steps, pooling=modules.pooling, num_logs=modules.num_logs, query_weights=modules.query_weights
+        ),
+    )
 
 
 # --- static embeddings ------------------------------------------------------------------------------------------

@@ -43,6 +43,8 @@ class Step:
     state dict that torch has saved."""
     has_residual: bool = False
     """Of "dense": the input is added to the output, through a matrix of its own where they differ in width."""
+    cap: float = 0.0
+    """Of "logit": a product p becomes cap · tanh(p / cap) before the difference is taken; 0: it stays as it is."""
 
     @classmethod
     def from_json(cls, fields: Mapping[str, Any]) -> "Step":
@@ -102,9 +104,9 @@ class SparseHead:
     """How often log1p is applied behind relu."""
     ignored_ids: tuple[int, ...] = ()
     query_weights: str = ""
-    """Safetensors file, relative to the model's folder, of a weight for each token of the vocabulary: a query's sparse
-    vector has those of its different tokens, and the transformer is for documents alone. Empty: there is no difference.
-    """
+    """File, relative to the model's folder, with a weight for each token of the vocabulary: safetensors by id, or JSON
+    by token. A query's sparse vector has those of its different tokens, and the transformer is for documents alone.
+    Empty: there is no difference."""
 
     @classmethod
     def from_json(cls, fields: Mapping[str, Any]) -> "SparseHead":

@@ -104,9 +104,9 @@ def vectors_one_by_one(engine: Engine, batch: PackedBatch, row_dim: int) -> NDAr
     return np.concatenate([vectors_of(engine, part, row_dim) for part in parts])
 
 
-def compare(vectors: NDArray[np.float32], reference: NDArray[np.float32]) -> Parity:
-    """Compare two sets of vectors, each [B, D], row by row."""
-    ours, theirs = vectors.astype(np.float64), reference.astype(np.float64)
+def compare(vectors: NDArray[np.float32], reference: NDArray[np.float32], span: int = 1) -> Parity:
+    """Compare two sets of vectors, each [B, D], row by row. `span`: so many rows are one vector, in both."""
+    ours, theirs = (rows.reshape(-1, span * rows.shape[1]).astype(np.float64) for rows in (vectors, reference))
     with np.errstate(invalid="ignore", divide="ignore"):
         differences = np.abs(ours - theirs)
         norms = np.linalg.norm(ours, axis=1) * np.linalg.norm(theirs, axis=1)

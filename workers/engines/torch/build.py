@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING
 import torch
 
 from vecd.shm.card import ModelCard, ModelError
+from vecd.workers import prefix
 from vecd.workers.config import WorkerConfig
 from vecd.workers.engine import Engine
 from vecd.workers.engines.lean.engine import LeanEngine
@@ -47,7 +48,11 @@ def build_engine(config: WorkerConfig, path: str, dtype: str, load: Load | None 
         return LeanEngine(config.card, dtype=dtype)
     device = torch.device(config.device)
     forward = _forward(config.card, path, dtype, device, load or partial(_load, config.card, device))
-    return TransformerEngine(forward, load_heads(config.card, device), dtype, device)
+    engine = TransformerEngine(forward, load_heads(config.card, device), dtype, device)
+    score = config.card.score
+    if score is not None and score.pooling == "lasttoken" and score.pair_template is not None:
+        engine.share_prefixes(prefix.probe(config.card))
+    return engine
 
 
 def _forward(card: ModelCard, path: str, dtype: str, device: torch.device, load: Load) -> Forward:

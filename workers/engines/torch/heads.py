@@ -8,8 +8,10 @@ import torch
 
 from vecd.shm.card import ModelCard
 from vecd.shm.output import Output
+from vecd.workers.engines.torch.logit_head import LogitHead
 from vecd.workers.engines.torch.outputs import Heads
 from vecd.workers.engines.torch.pooling import Head, load_head
+from vecd.workers.engines.torch.sparse_head import load_splade
 from vecd.workers.engines.torch.token_head import token_heads
 from vecd.workers.families.description import NotDescribed
 
@@ -20,6 +22,10 @@ def load_heads(card: ModelCard, device: torch.device) -> Heads:
     head = load_head(card, device) if "dense" in card.capabilities else None
     heads: Heads = {} if head is None else dense_heads(head)
     heads |= token_heads(card, head, device)
+    if card.sparse is not None and not card.sparse.is_lexical:
+        heads[Output.SPARSE] = load_splade(card, device)
+    if card.score is not None and [step.kind for step in card.score.steps] == ["logit"]:
+        heads[Output.SCORES] = LogitHead(card, device)
     missing = card.outputs - heads.keys()
     if missing:
         raise NotDescribed(f"no head for {', '.join(output.name.lower() for output in sorted(missing))}")

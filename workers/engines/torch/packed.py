@@ -40,11 +40,13 @@ class PackedForward:
         prepack_linears(model)
         self._model = model
         self._device = device
+        self.can_share = device.type == "cpu"
         # A model with token types (GPT-2 takes the argument, but adds word embeddings for it) gets zeros.
         self._has_token_types = "token_type_ids" in accepted and bool(getattr(model.config, "type_vocab_size", 0))
 
     def __call__(self, layout: Layout) -> Tensor:
-        token_ids = to_device(layout.token_ids, self._device)[None]
+        num_shared = layout.prefix.size
+        token_ids = to_device(layout.computed_ids(), self._device)[None]
         arguments: dict[str, Any] = {
             "input_ids": token_ids,
             "position_ids": to_device(self._positions(layout), self._device)[None],
@@ -53,12 +55,14 @@ class PackedForward:
         }
         if self._has_token_types:
             arguments["token_type_ids"] = torch.zeros_like(token_ids)
-        with running(layout.runs):
+        with running(layout.runs, num_shared):
             hidden: Tensor = self._model(**arguments).last_hidden_state
-        return hidden[0]
+        return hidden[0, num_shared:]
 
     def _positions(self, layout: Layout) -> NDArray[np.int64]:
         config = self._model.config
         if config.model_type not in POSITIONS_AFTER_PADDING:
-            return layout.offsets()
+            return layout.computed_offsets()
+        if layout.prefix.size:
+            raise PackingError("a shared prefix of tokens that see later ones")  # of RoBERTa's families
         return layout.positions_after(int(config.pad_token_id))

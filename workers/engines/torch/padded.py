@@ -36,6 +36,7 @@ class PaddedForward:
         padding, because convolutions and Fourier transforms reach over the border: ConvBERT, MobileBERT, FNet."""
         self.path = "padded" if may_pad else "unpadded"
         self._may_pad = may_pad
+        self.can_share = False
         if model.config._attn_implementation == PACKED_ATTENTION:
             _restore_attention(model)
             restore_linears(model)

@@ -13,10 +13,12 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 import torch
+from numpy.typing import NDArray
 
 from vecd.shm.card import ModelError, one_line
+from vecd.shm.output import Output
 from vecd.workers.config import WorkerConfig
-from vecd.workers.engine import Engine, ReportProgress
+from vecd.workers.engine import Engine, PackedBatch, ReportProgress
 from vecd.workers.engines.lean.engine import LeanEngine
 from vecd.workers.engines.parity import all_probes, compare, vectors_of, vectors_one_by_one
 from vecd.workers.engines.references import Reference, recall_reference, remember_reference
@@ -113,13 +115,7 @@ class _Selector:
         probes = all_probes(card, sum(weight.numel() for weight in self._load(dtype).parameters()))
         self._report(f"embedding probes of up to {probes.lengths.max()} tokens with the reference model")
         try:
-            if card.tokens is not None:
-                from vecd.workers.engines.torch.token_reference import token_rows
-
-                vectors = token_rows(self._config, dtype, self._load, probes)
-            else:
-                engine = build_engine(self._config, "padded", dtype, self._load)
-                vectors = vectors_one_by_one(engine, probes, card.row_dim)
+            vectors = self._reference_vectors(dtype, probes)
         except Exception as error:
             raise ModelError(f"{card.folder}: the model cannot be run: {one_line(error)}") from error
         if not np.isfinite(vectors).all():
@@ -128,6 +124,18 @@ class _Selector:
         if dtype == "float32":
             remember_reference(self._config, reference)
         return reference
+
+    def _reference_vectors(self, dtype: str, probes: PackedBatch) -> NDArray[np.float32]:
+        card = self._config.card
+        if card.main_output is Output.SPARSE:
+            from vecd.workers.engines.torch.sparse_reference import sparse_reference  # imports transformers
+
+            return sparse_reference(card, dtype, self._device, probes)
+        if card.tokens is not None:
+            from vecd.workers.engines.torch.token_reference import token_rows
+
+            return token_rows(self._config, dtype, self._load, probes)
+        return vectors_one_by_one(build_engine(self._config, "padded", dtype, self._load), probes, card.row_dim)
 
     def _fastest(self, selection: Selection, engine: Engine, reference: Reference) -> tuple[Selection, Engine]:
         """The fastest engine in the dtype of `selection`: that one, or a rival."""
@@ -157,7 +165,8 @@ class _Selector:
         try:
             engine = build_engine(self._config, path, dtype, self._load)
             card = self._config.card
-            parity = compare(vectors_of(engine, reference.probes(card), card.row_dim), reference.vectors)
+            probes = reference.probes(card)
+            parity = compare(vectors_of(engine, probes, card.row_dim), reference.vectors, probes.span)
         except ModelError:
             raise
         except NotDescribed as error:
