@@ -111,6 +111,8 @@ class Tokenizing(NamedTuple):
     """Of a pair: most tokens of its document; the rest is cut off."""
     max_query_tokens: int | None = None
     """Of a pair: most tokens of its query; the rest is cut off."""
+    wants_offsets: bool = False
+    """Where the tokens of texts are, too: `TokenizedInput.offsets`."""
     instruction: str | None = None
     """Of a pair, for models whose template has a place for it; None: the model's default."""
 
@@ -179,6 +181,10 @@ class TokenizedInput(NamedTuple):
     """At least two; empty where the input is one sequence."""
     border: int = 0
     """Where the second part of the sequence begins, as in `vecd.shm.wire.Batch.borders_bytes`; 0: it has none."""
+    offsets: NDArray[np.int32] | None = None
+    """Of a text, where they are wanted: [num_tokens, 2], where each token begins and ends, in characters of the text as
+    sent; -1 for special tokens, and for those of a prompt. A token that joins the prompt's end with the text begins at
+    0. For an input in chunks: of all of them, one after the other."""
 
 
 class Chunk(NamedTuple):
@@ -264,3 +270,5 @@ class Embedded(NamedTuple):
     token_ids: tuple[NDArray[np.int32], ...] = ()
     """Those of each input, shape [T], special tokens included, where the output has a row for each token; else
     empty."""
+    offsets: tuple[NDArray[np.int32], ...] = ()
+    """`TokenizedInput.offsets` of each input, where the request wants them."""

@@ -204,10 +204,9 @@ def parse_embed_or_compare(call: Call) -> ParsedEmbed:
 def parse_embed_all(call: Call) -> ParsedEmbed:
     """Raises WrongModel if a token's vector is longer than a row, and BadRequest."""
     values, model_info = call.values, call.model_info
-    width = Output.TOKENS.width_of(model_info)
-    if width > model_info.dim:
+    if Output.TOKENS not in model_info.outputs:
         raise WrongModel(
-            f"This model cannot give one vector for each token: they would have {width} dimensions, "
+            f"This model cannot give one vector for each token: they would have {model_info.hidden_size} dimensions, "
             f"and there is room for the {model_info.dim} of its own vectors"
         )
     tokenizing = _tokenizing(_Options(values), model_info)
@@ -545,6 +544,7 @@ _TOKEN = record(
 _ERROR_TYPES = ["Unhealthy", "Backend", "Overloaded", "Validation", "Tokenizer", "Empty"]
 _EMBED = Operation(
     summary="Embed texts or token ids",
+    needs=("dense",),
     fields=Fields(INPUTS, *OPTION_FIELDS, PARAMETERS),
     embed=parse_embed,
     response=_VECTORS,
@@ -587,18 +587,21 @@ DIALECT = Dialect(
             summary="Embed every token of texts, special tokens included",
             fields=Fields(INPUTS, *_TOKENIZING, PARAMETERS),
             embed=parse_embed_all,
+            needs=("dense",),
             response=list_of(_VECTORS),
         ),
         "POST /similarity": Operation(
             summary="Compare a text with others, by cosine",
             fields=Fields(COMPARED, *_TOKENIZING, DIMENSIONS, ENCODING, PARAMETERS),
             embed=parse_similarity,
+            needs=("dense",),
             response=_COSINES,
         ),
         "POST /vertex": Operation(
             summary="Embed, as Vertex AI asks for it",
             fields=Fields(INSTANCES),
             embed=parse_vertex,
+            needs=("dense",),
             response=record(predictions=list_of(_VECTORS)),
         ),
         "POST /tokenize": Operation(

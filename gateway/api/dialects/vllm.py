@@ -203,6 +203,7 @@ DIALECT = Dialect(
             summary="Embed texts or token ids, as a whole or token by token",
             fields=Fields(INPUT, *options.COMMON, POOLING_TASK),
             embed=parse_pooling,
+            needs=("dense",),
             response=response_schema("pooling", "data", any_of(*VECTOR["anyOf"], list_of(schemas.VECTOR))),
             returns_tokens=True,
             binary_media_types=EMBEDDINGS.binary_media_types,

@@ -47,7 +47,7 @@ def reranker(tmp_path_factory: pytest.TempPathFactory) -> Callable[..., Path]:
 
 
 def scores_of_sentence_transformers(folder: Path, batch: PackedBatch) -> NDArray[np.float32]:
-    model = CrossEncoder(str(folder), device="cpu", local_files_only=True).eval()
+    model: Any = CrossEncoder(str(folder), device="cpu", local_files_only=True).eval()
     scores = []
     with torch.inference_mode():
         for ids in sequences_of(batch):
