@@ -21,7 +21,7 @@ TYPES = {
     "Normalize": "sentence_transformers.base.modules.normalize.Normalize",
     "Pooling": "sentence_transformers.sentence_transformer.modules.pooling.Pooling",
     "PyLate": "pylate.models.Dense.Dense",
-    "HierarchicalTokenPooling": "sentence_transformers.multi_vector_encoder.modules.token_pooling.HierarchicalTokenPooling",
+    "HierarchicalTokenPooling": "sentence_transformers.multi_vector_encoder.modules.HierarchicalTokenPooling",
 }
 DENSE = {"in_features": 32, "out_features": 8, "bias": False, "activation_function": "torch.nn.modules.linear.Identity"}
 PYLATE = {
