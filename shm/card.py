@@ -193,7 +193,7 @@ def read_card(folder: Path, kind: str = "auto") -> ModelCard:
     if not folder.is_dir():
         raise ModelError(f"{folder}: no such folder")
     folder = folder.resolve()
-    splade = find_sparse(folder, kind)
+    splade = None if has_bge_m3(folder) else find_sparse(folder, kind)
     if splade is not None:
         return _read_sparse(folder, splade)
     layout = layout_of(folder)

@@ -300,6 +300,7 @@ def test_bge_m3(bge_m3: Folder) -> None:
 
 def test_bge_m3_as_a_dense_model(bge_m3: Folder) -> None:
     assert read_card(bge_m3.path, "dense").capabilities == ("dense",)
+    assert read_card(bge_m3.path, "sparse") == read_card(bge_m3.path, "multi-vector") == bge_m3.card
     (bge_m3.path / "sparse_linear.pt").unlink()
     assert bge_m3.card.capabilities == ("dense",)
 
