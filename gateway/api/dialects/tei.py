@@ -358,7 +358,7 @@ def parse_default(call: Call) -> ParsedEmbed:
     """Raises WrongModel and BadRequest."""
     if call.values.get(QUERY) is not None:
         return parse_rerank(call)
-    if call.model_info.capabilities == ("multi-vector",):
+    if "rerank" in call.model_info.capabilities or call.model_info.capabilities == ("multi-vector",):
         raise WrongModel("The model served here ranks texts: send a 'query' and 'texts'")
     return parse_by_kind(call)
 

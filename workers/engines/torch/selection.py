@@ -131,6 +131,10 @@ class _Selector:
             from vecd.workers.engines.torch.sparse_reference import sparse_reference  # imports transformers
 
             return sparse_reference(card, dtype, self._device, probes)
+        if card.tokens is not None:
+            from vecd.workers.engines.torch.token_reference import token_rows
+
+            return token_rows(self._config, dtype, self._load, probes)
         if card.score is not None and [step.kind for step in card.score.steps] == ["logit"]:
             from vecd.workers.engines.torch.logit_reference import logit_reference  # imports transformers
 
