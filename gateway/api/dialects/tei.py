@@ -1,8 +1,9 @@
 """text-embeddings-inference's HTTP API: parses requests, renders responses. Pure.
 
-Owns the shapes of `/embed`, `/embed_all`, `/embed_sparse`, `/similarity`, `/tokenize`, `/decode`, `/vertex`, and of its
-errors. `/`, `/invocations` and Hugging Face's paths with the name of a model do what the model is for: as `/embed`,
-`/predict` (`vecd.gateway.api.dialects.predict`) or `/embed_sparse`. `/info` belongs to
+Owns the shapes of `/embed`, `/embed_all`, `/embed_sparse`, `/similarity`, `/rerank`, `/tokenize`, `/decode`, `/vertex`,
+and of its errors. `/`, `/invocations` and Hugging Face's paths with the name of a model do what the model is for: as
+`/embed`, `/predict` (`vecd.gateway.api.dialects.predict`) or `/embed_sparse`. `/` and `/invocations` rank a body with a
+`query`; Elasticsearch sends its texts as `documents`. `/info` belongs to
 `vecd.gateway.api.info`, because operators get more fields there. Source of the shapes: its router's types, version 1.9.
 
 Differences from text-embeddings-inference:
@@ -13,7 +14,8 @@ Differences from text-embeddings-inference:
 - an empty text is embedded, not refused;
 - `dimensions` is refused unless the model was made for it, or declared so (`--matryoshka`);
 - texts inside objects, as in `/similarity` and `/vertex`, may take 256 KiB of a body that is larger than 64 KiB;
-- routes that rank answer as with a model that cannot do so: 424.
+- `top_n` of a request to rank is heeded;
+- a text that is ranked is cut, unless the request says otherwise, whatever the server's policy is.
 """
 
 import re
@@ -26,17 +28,20 @@ from typing import Any
 import orjson
 
 from vecd.gateway.api import fields, schemas
-from vecd.gateway.api.dialects import labels, predict, sparse
+from vecd.gateway.api.dialects import labels, predict, ranking, sparse
 from vecd.gateway.api.dialects.headers import parse_accept, parse_priority, parse_timeout_s
 from vecd.gateway.api.dialects.inputs import check_id_lists, parse_inputs, parse_texts
 from vecd.gateway.api.dialects.options import INPUT_TYPE, MODEL
+from vecd.gateway.api.dialects.ranking import QUERY, TOP_N, Relevance, read_documents
 from vecd.gateway.api.dialects.rows import BINARY_MEDIA_TYPES, fragments_of, json_list, render_rows
 from vecd.gateway.api.dialects.tei_options import (
+    DIRECTION,
     IDS_OR_LISTS,
     INPUTS,
     PROMPT_NAME,
     TEXT_OR_TEXTS,
     TOKENIZING_FIELDS,
+    TRUNCATE,
     WHAT,
     Options,
     checked_inputs,
@@ -165,11 +170,11 @@ def _by_kind(
 
 def parse_invocation(call: Call) -> ParsedEmbed:
     has_texts = call.values.get(TEXT_INPUTS) is not None and call.values.get(INPUTS_OF_ALL) is None
-    return parse_embed(call, TEXT_INPUTS) if has_texts else parse_by_kind(call)
+    return parse_embed(call, TEXT_INPUTS) if has_texts else parse_default(call)
 
 
 def parse_by_kind(call: Call) -> ParsedEmbed:
-    """The operation at "/", by what the model is for."""
+    """The operation at "/" without a query, by what the model is for."""
     return _by_kind(call, parse_embed_or_compare)
 
 
@@ -314,6 +319,53 @@ def render_similarity(embedded: Embedded, *, model_info: ModelInfo) -> Response:
     cosines = collector.rows[1:] @ collector.rows[0]
     body = orjson.dumps(cosines, option=orjson.OPT_SERIALIZE_NUMPY)
     return Response(200, body, headers_of(embedded, model_info))
+
+
+# --- ranking ----------------------------------------------------------------------------------------------------
+
+RANKED = fields.anything("texts", "what is ranked", schemas.TEXTS, is_required=True, is_large=True)
+RANKED_DOCUMENTS = fields.anything(
+    "documents", "the same, by the name of other APIs; or objects with a `text`", ranking.TEXTS_SCHEMA, is_large=True
+)
+RAW_SCORES = ranking.flag("raw_scores", "true: scores are the model's logits, without a sigmoid", default=False)
+RETURN_TEXT = ranking.flag("return_text", "true: the response repeats the texts", default=False)
+RETURN_DOCUMENTS = ranking.flag("return_documents", "the same, by the name of other APIs", default=False)
+
+
+def parse_rerank(call: Call) -> ParsedEmbed:
+    values, model_info = call.values, call.model_info
+    field = RANKED if values.get(RANKED) is not None or values.get(RANKED_DOCUMENTS) is None else RANKED_DOCUMENTS
+    texts = values.require(field)
+    if texts == []:
+        raise EmptyInput(f"'{field.name}' cannot be empty", param=field.name)
+    texts = read_documents(texts, field.name, model_info.max_inputs)
+    returns_texts = values.get(RETURN_TEXT) is True or values.get(RETURN_DOCUMENTS) is True
+    repeated = tuple(texts) if returns_texts else ()
+    cut = values.get(DIRECTION) or ranking.default_overflow(model_info)
+    return ranking.parse(
+        call,
+        [values.require(QUERY)],
+        texts,
+        Tokenizing(overflow=Overflow.ERROR if values.get(TRUNCATE) is False else cut),
+        partial(render_ranks, texts=repeated, num=values.get(TOP_N), model_info=model_info),
+        is_raw=values.get(RAW_SCORES) is True,
+        repeated=repeated,
+    )
+
+
+def parse_default(call: Call) -> ParsedEmbed:
+    return parse_by_kind(call) if call.values.get(QUERY) is None else parse_rerank(call)
+
+
+def render_ranks(
+    embedded: Embedded, relevance: Relevance, *, texts: tuple[str, ...], num: int | None, model_info: ModelInfo
+) -> Response:
+    """`texts`: those that the response repeats; none if it repeats none."""
+    ranks = [
+        {"index": index, "score": score, **({"text": texts[index]} if texts else {})}
+        for index, score in relevance.ranked(num)
+    ]
+    return Response(200, orjson.dumps(ranks), headers_of(embedded, model_info))
 
 
 # --- Vertex AI --------------------------------------------------------------------------------------------------
@@ -514,6 +566,15 @@ _EMBED = Operation(
     response=_VECTORS,
     binary_media_types=tuple(BINARY_MEDIA_TYPES.values()),
 )
+_RANKING_OPTIONS = (TOP_N, TRUNCATE, DIRECTION, RAW_SCORES, RETURN_TEXT)
+_RANKS = list_of(record("text", index=schemas.COUNT, score={"type": "number"}, text=schemas.STRING))
+_RERANK = Operation(
+    summary="Rank texts by how well they answer a query",
+    fields=Fields(RANKED, QUERY, *_RANKING_OPTIONS),
+    embed=parse_rerank,
+    response=_RANKS,
+    needs=ranking.NEEDS,
+)
 _SPARSE = list_of(record(index=schemas.COUNT, value={"type": "number"}))
 _PREDICT = Operation(
     summary="Classify texts, pairs of texts, or their tokens",
@@ -522,20 +583,23 @@ _PREDICT = Operation(
     response=predict.RESPONSE,
     needs=labels.NEEDS,
 )
+_OPTIONAL = [replace(field, is_required=False) for field in (INPUTS_OF_ALL, RANKED, RANKED_DOCUMENTS, QUERY)]
+_RANKING_ALONE = [field for field in (*_RANKING_OPTIONS, RETURN_DOCUMENTS) if field not in ALL_OPTIONS]
+_DEFAULT_FIELDS = (*_OPTIONAL, *_RANKING_ALONE, *ALL_OPTIONS, ALL_PARAMETERS)
 _DEFAULT = replace(
     _EMBED,
-    summary="Embed texts or token ids, compare texts, or classify them, by what the model is for",
-    fields=Fields(INPUTS_OF_ALL, *ALL_OPTIONS, ALL_PARAMETERS),
-    embed=parse_by_kind,
-    response=any_of(_VECTORS, _COSINES, list_of(_SPARSE), predict.RESPONSE),
-    needs=_KINDS,
-    claims=(INPUTS.name,),
+    summary="Embed, compare, classify or rank texts, by what the model is for",
+    fields=Fields(*_DEFAULT_FIELDS),
+    embed=parse_default,
+    response=any_of(_VECTORS, _COSINES, list_of(_SPARSE), predict.RESPONSE, _RANKS),
+    needs=tuple(dict.fromkeys((*_KINDS, *ranking.NEEDS))),
+    claims=(INPUTS.name, QUERY.name),
 )
 _INVOCATION = replace(
     _DEFAULT,
-    fields=Fields(replace(INPUTS_OF_ALL, is_required=False), TEXT_INPUTS, *ALL_OPTIONS, ALL_PARAMETERS),
+    fields=Fields(*_DEFAULT_FIELDS, TEXT_INPUTS),
     embed=parse_invocation,
-    claims=(INPUTS.name, TEXT_INPUTS.name),
+    claims=(INPUTS.name, TEXT_INPUTS.name, QUERY.name),
     bare_list=INPUTS.name,
 )
 _EMBED_BY_MODEL = replace(
@@ -592,7 +656,7 @@ DIALECT = Dialect(
             reply=parse_decode,
             response=list_of(schemas.STRING),
         ),
-        "POST /rerank": _of_other_models("rank texts"),
+        "POST /rerank": _RERANK,
         "POST /predict": _PREDICT,
         "POST /embed_sparse": Operation(
             summary="Make sparse vectors of texts or token ids",

@@ -110,6 +110,7 @@ def test_unknown_paths_name_the_right_one(path):
         find_route(ROUTES, "POST", path)
 
 
+RANKING = ("/v1/rerank", "/v2/rerank", "/api/rerank", "/v1/score")
 OF_OTHER_SERVERS = (
     "chat/completions", "completions", "responses", "chat", "generate", "generate_stream", "messages", "score",
     "rerank", "classify", "predict", "v1/chat/completions", "v1/completions", "v2/rerank",
