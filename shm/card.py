@@ -16,6 +16,7 @@ from typing import Any
 from vecd.shm.architecture import native_config
 from vecd.shm.heads import ScoreHead, SparseHead, Step, TokenHead
 from vecd.shm.output import Output
+from vecd.shm.score_card import architecture_of, read_score_head, score_kinds
 
 _SPANNED_DIM = 1024
 """Floats of a row where an output spans several: 30 rows for the vocabulary of BERT, so that a slot of 2,048 rows holds
@@ -83,8 +84,9 @@ class ModelCard:
     vocab_size: int
     """Token ids are 0 … vocab_size - 1."""
     pooling: tuple[str, ...]
-    """One or more of POOLING_MODES; several are concatenated in that order."""
+    """One or more of POOLING_MODES; several are concatenated in that order. None without dense vectors."""
     steps: tuple[Step, ...]
+    """Of dense vectors; other heads have their own."""
     lowercase: bool
     """Texts are converted to lower case before the tokenizer's own normalizer."""
     prompt: str
@@ -165,6 +167,17 @@ class ModelCard:
         return max(*widths, self.dim if "dense" in self.capabilities else 0)
 
     @property
+    def all_steps(self) -> tuple[Step, ...]:
+        """Those of dense vectors, and of every other head."""
+        return (*self.steps, *(step for head in (self.score, self.sparse, self.tokens) if head for step in head.steps))
+
+    @property
+    def has_segments(self) -> bool:
+        """Whether the tokens of the second part of a pair have another type, if the model has types. The families
+        whose positions begin after the padding have tokenizers that give every token type 0."""
+        return self.score is not None and self.model_type not in POSITIONS_AFTER_PADDING
+
+    @property
     def is_normalized(self) -> bool:
         """Whether the model's last step normalizes vectors to length 1."""
         return bool(self.steps) and self.steps[-1].kind == "normalize"
@@ -175,13 +188,21 @@ class ModelCard:
         return bool(self.ignored_ids)
 
 
-def read_card(folder: Path) -> ModelCard:
-    """Read the card of the model in `folder`.
+def read_card(folder: Path, kind: str = "auto") -> ModelCard:
+    """Read the card of the model in `folder`, as a model of `kind`, one of `vecd.shm.heads.KINDS`.
 
     Raises ModelError when a required file is missing or unreadable, when the weights are neither safetensors nor an
-    ONNX export, when the model needs code from its repository that has no equal in transformers, or when it has an
-    unknown module.
+    ONNX export, when the model needs code from its repository that has no equal in transformers, when it has an
+    unknown module, or when it is not of `kind`.
     """
+    card = _read_card(folder, kind)
+    if kind not in ("auto", *card.capabilities):
+        has = "vectors" if "dense" in card.capabilities else f"the head for {' and '.join(card.capabilities)}"
+        raise ModelError(f"{folder}: --kind {kind} given, and the model has {has} only")
+    return card
+
+
+def _read_card(folder: Path, kind: str) -> ModelCard:
     if not folder.is_dir():
         raise ModelError(f"{folder}: no such folder")
     folder = folder.resolve()
@@ -200,11 +221,18 @@ def read_card(folder: Path) -> ModelCard:
     prompt, prompts = _read_prompts(folder)
     pooling: tuple[str, ...] = (_default_pooling(config),)
     pools_prompt = True
+    heads: dict[str, Any] = {}
+    steps: tuple[Step, ...] = ()
+    dim = hidden_size
     if modules:
         pooling, pools_prompt = _read_pooling(folder / modules[0].path / "config.json", prompt)
-    steps, dim = _read_steps(folder, modules[1:], hidden_size * len(pooling))
+        steps, dim = _read_steps(folder, modules[1:], hidden_size * len(pooling))
+    elif heads := _read_score(folder, weights_folder, config, hidden_size, kind):
+        pooling, dim = (), heads["num_labels"]
+    if not heads and sentence_bert.get("transformer_task") == "sequence-classification":
+        raise ModelError(f"{weights_folder}: transformer_task 'sequence-classification' is not an embedding model's")
     weights += [folder / step.path / "model.safetensors" for step in steps if step.path]
-    matryoshka_dims = _matryoshka_dims(config, dim, weights_folder / "config.json")
+    matryoshka_dims = () if heads else _matryoshka_dims(config, dim, weights_folder / "config.json")
     return ModelCard(
         folder=str(folder),
         weights_folder=str(weights_folder),
@@ -219,12 +247,37 @@ def read_card(folder: Path) -> ModelCard:
         prompt=prompt,
         prompts=prompts,
         pools_prompt=pools_prompt,
-        is_matryoshka=bool(config.get("is_matryoshka")) or bool(matryoshka_dims),
+        is_matryoshka=not heads and (bool(config.get("is_matryoshka")) or bool(matryoshka_dims)),
         matryoshka_dims=matryoshka_dims,
         weights_bytes=sum(path.stat().st_size for path in weights),
         tokenizer_file=str(tokenizer) if tokenizer.is_file() else "",
         export_file=str(export or ""),
+        **heads,
     )
+
+
+def _read_score(
+    folder: Path, weights_folder: Path, config: Mapping[str, Any], hidden_size: int, kind: str
+) -> dict[str, Any]:
+    """The card's fields of a model for classification; empty for any other. Raises ModelError."""
+    path = folder / "config_sentence_transformers.json"
+    stated = _read_optional(path)
+    try:
+        capabilities = score_kinds(config, stated, kind)
+        if capabilities:
+            head = read_score_head(config, stated, hidden_size)
+    except ValueError as error:
+        raise ModelError(f"{weights_folder / 'config.json'}: {error}") from None
+    if not capabilities:
+        if stated.get("model_type") == "CrossEncoder" and kind != "dense":
+            architecture = architecture_of(config)
+            raise ModelError(f"{path}: model_type is CrossEncoder, and the weights are those of {architecture!r}")
+        return {}
+    if _export_of(weights_folder):
+        raise ModelError(f"{weights_folder / 'model.safetensors'}: file missing; exports of classifiers are not served")
+    if stated.get("default_prompt_name"):
+        raise ModelError(f"{path}: default_prompt_name is not supported for a model that takes pairs")
+    return {"capabilities": capabilities, "num_labels": len(head.labels), "score": head}
 
 
 # --- the files --------------------------------------------------------------------------------------------------
@@ -348,10 +401,11 @@ def _read_sentence_bert(weights_folder: Path) -> dict[str, Any]:
         return {}
     config = _read_object(path)
     task = config.get("transformer_task", "feature-extraction")
-    if task != "feature-extraction":
-        raise ModelError(f"{path}: transformer_task {task!r} is not an embedding model's")
-    modalities = config.get("modality_config", _TEXT_ONLY)
-    if not isinstance(modalities, dict) or modalities.get("text") != _TEXT_ONLY["text"]:
+    if task not in _METHOD_OUTPUTS:
+        raise ModelError(f"{path}: transformer_task {task!r} is none of {', '.join(_METHOD_OUTPUTS)}")
+    text_only = {"method": "forward", "method_output_name": _METHOD_OUTPUTS[task]}
+    modalities = config.get("modality_config", {"text": text_only})
+    if not isinstance(modalities, dict) or modalities.get("text") != text_only:
         raise ModelError(f"{path}: texts do not go through the model's plain forward pass (modality_config)")
     for name in ("config_args", "config_kwargs", "query_expansion"):
         if config.get(name):
@@ -359,7 +413,8 @@ def _read_sentence_bert(weights_folder: Path) -> dict[str, Any]:
     return config
 
 
-_TEXT_ONLY = {"text": {"method": "forward", "method_output_name": "last_hidden_state"}}
+_METHOD_OUTPUTS = {"feature-extraction": "last_hidden_state", "sequence-classification": "logits"}
+"""By the task of the Transformer module: what is taken of the model's forward pass."""
 
 
 # --- modules.json -----------------------------------------------------------------------------------------------
@@ -387,12 +442,18 @@ def _read_modules(folder: Path) -> list[_Module]:
     kinds = [module.kind for module in chain]
     if kinds[:1] == ["StaticEmbedding"]:
         return chain
+    if kinds == ["Transformer"] and _is_cross_encoder(folder):
+        return chain
     if kinds[:2] != ["Transformer", "Pooling"]:
         raise ModelError(f"{path}: must begin with Transformer and Pooling, begins with {kinds[:2]}")
     for kind in ("Transformer", "Pooling"):
         if kinds.count(kind) != 1:
             raise ModelError(f"{path}: must have one {kind} module, has {kinds.count(kind)}")
     return chain
+
+
+def _is_cross_encoder(folder: Path) -> bool:
+    return _read_optional(folder / "config_sentence_transformers.json").get("model_type") == "CrossEncoder"
 
 
 def _read_module(path: Path, module: Any) -> _Module:

@@ -10,6 +10,7 @@ from vecd.shm.card import ModelCard
 from vecd.shm.output import Output
 from vecd.workers.engines.torch.outputs import Heads
 from vecd.workers.engines.torch.pooling import Head, load_head
+from vecd.workers.engines.torch.score_head import load_score_heads
 from vecd.workers.families.description import NotDescribed
 
 
@@ -17,6 +18,8 @@ def load_heads(card: ModelCard, device: torch.device) -> Heads:
     """A function for each of `card.outputs`. Raises ModelError when a file or a tensor of a head is missing or
     misshapen, NotDescribed for a head that no table describes."""
     heads: Heads = dense_heads(load_head(card, device)) if "dense" in card.capabilities else {}
+    if card.score is not None:
+        heads |= load_score_heads(card, device)
     missing = card.outputs - heads.keys()
     if missing:
         raise NotDescribed(f"no head for {', '.join(output.name.lower() for output in sorted(missing))}")

@@ -16,7 +16,9 @@ from typing import Any, cast
 import torch
 import transformers
 from transformers import (
+    MODEL_FOR_SEQUENCE_CLASSIFICATION_MAPPING,
     MODEL_FOR_TEXT_ENCODING_MAPPING,
+    MODEL_FOR_TOKEN_CLASSIFICATION_MAPPING,
     MODEL_MAPPING,
     AutoConfig,
     PretrainedConfig,
@@ -34,7 +36,8 @@ _FAMILIES_WITH_TOKEN_TYPES = frozenset({"xlnet", "funnel"})
 
 
 def load_model(card: ModelCard, dtype: str, device: torch.device) -> PreTrainedModel:
-    """The model of `card`, in evaluation mode, its weights in `dtype` (a key of DTYPES) on `device`.
+    """The model of `card`, in evaluation mode, its weights in `dtype` (a key of DTYPES) on `device`. One for
+    classification has its head; `base_model` is what is in front of that.
 
     On a CPU, weights stored in `dtype` are mapped from the file and shared between workers; others are converted, which
     costs a copy each. Raises ModelError, in one line, when the model cannot be loaded exactly as stored.
@@ -45,14 +48,14 @@ def load_model(card: ModelCard, dtype: str, device: torch.device) -> PreTrainedM
     with _silence():
         try:
             config = _config_of(folder)
-            model, loaded = _load(folder, config, dtype)
+            model, loaded = _load(folder, config, dtype, _class_of(card, config))
         except ModelError:
             raise
         except Exception as error:  # transformers and its quantizers raise everything from KeyError to ImportError
             for path in sorted(Path(folder).glob("*.safetensors")):
                 read_header(path)  # names the file, if one is not whole
             raise ModelError(f"{folder}: cannot be loaded: {one_line(error)}") from error
-    _refuse_partial(folder, model, loaded)
+    _refuse_partial(folder, model, loaded, has_head=_heads_of(card) is not None)
     _refuse_length_dependent_positions(folder, config, card.max_tokens)
     model.config.use_cache = False
     model.requires_grad_(False)
@@ -70,8 +73,9 @@ def _config_of(folder: str) -> PretrainedConfig:
     return config
 
 
-def _load(folder: str, config: PretrainedConfig, dtype: str) -> tuple[PreTrainedModel, dict[str, Any]]:
-    model_class: Any = _class_of(folder, config)
+def _load(
+    folder: str, config: PretrainedConfig, dtype: str, model_class: Any
+) -> tuple[PreTrainedModel, dict[str, Any]]:
     arguments: dict[str, Any] = {}
     if "add_pooling_layer" in inspect.signature(model_class.__init__).parameters:
         arguments["add_pooling_layer"] = False
@@ -90,33 +94,53 @@ def _load(folder: str, config: PretrainedConfig, dtype: str) -> tuple[PreTrained
     return model, loaded
 
 
-def _class_of(folder: str, config: PretrainedConfig) -> type[PreTrainedModel]:
-    """The class that gives hidden states; for a family with encoder and decoder, the encoder's."""
-    found: Any = MODEL_FOR_TEXT_ENCODING_MAPPING.get(type(config), None)
-    if found is None and not getattr(config, "is_encoder_decoder", False):
-        found = MODEL_MAPPING.get(type(config), None)
+def _class_of(card: ModelCard, config: PretrainedConfig) -> type[PreTrainedModel]:
+    """The class with the head of a model for classification; else the one that gives hidden states, for a family with
+    encoder and decoder the encoder's."""
+    heads = _heads_of(card)
+    if heads is not None:
+        found: Any = heads.get(type(config), None)
+    else:
+        found = MODEL_FOR_TEXT_ENCODING_MAPPING.get(type(config), None)
+        if found is None and not getattr(config, "is_encoder_decoder", False):
+            found = MODEL_MAPPING.get(type(config), None)
     # A few families have variants, the usual one first.
     model_class = found[0] if isinstance(found, tuple) else found
     if model_class is None:
         raise ModelError(
-            f"{folder}: transformers {transformers.__version__} has no encoder of type {config.model_type}"
+            f"{card.weights_folder}: transformers {transformers.__version__} has no "
+            f"{'encoder' if heads is None else 'classifier'} of type {config.model_type}"
         )
     return cast(type[PreTrainedModel], model_class)
 
 
-def _refuse_partial(folder: str, model: PreTrainedModel, loaded: dict[str, Any]) -> None:
-    """Refuse missing tensors, except those of a pooler, which is not used, and left-over ones, except training heads.
+_WITH_HEAD: dict[str, Any] = {
+    "ForSequenceClassification": MODEL_FOR_SEQUENCE_CLASSIFICATION_MAPPING,
+    "ForTokenClassification": MODEL_FOR_TOKEN_CLASSIFICATION_MAPPING,
+}
+"""By the end of the architecture's name."""
+
+
+def _heads_of(card: ModelCard) -> Any:
+    """transformers' classes for the head of the model, by configuration; None for a model without one."""
+    architecture = "" if card.score is None else card.score.architecture
+    return next((classes for end, classes in _WITH_HEAD.items() if architecture.endswith(end)), None)
+
+
+def _refuse_partial(folder: str, model: PreTrainedModel, loaded: dict[str, Any], *, has_head: bool) -> None:
+    """Refuse missing tensors, except those of a pooler that is not used, and left-over ones, except training heads.
 
     A head is a part that the architecture does not have ("cls", "lm_head"). A left-over inside a part that it has
     ("encoder.layer.12…") means that the configuration describes another model.
     """
-    missing = sorted(name for name in loaded["missing_keys"] if _part(name, model) != "pooler")
+    missing = sorted(name for name in loaded["missing_keys"] if has_head or _part(name, model) != "pooler")
     if missing:
         raise ModelError(f"{folder}: the weights lack {_some(missing)}, which config.json calls for")
     if loaded["mismatched_keys"]:
         name, stored, expected = min(loaded["mismatched_keys"])
         raise ModelError(f"{folder}: {name} is {list(stored)} in the weights and {list(expected)} in config.json")
-    parts = {name for name, _ in model.named_children()}
+    bodies = (model, model.base_model) if has_head else (model,)
+    parts = {name for body in bodies for name, _ in body.named_children()}
     left_over = sorted(name for name in loaded["unexpected_keys"] if _part(name, model) in parts)
     if left_over:
         raise ModelError(f"{folder}: the weights have {_some(left_over)}, which config.json has no place for")

@@ -18,7 +18,7 @@ from vecd.shm.card import ModelError, one_line
 from vecd.workers.config import WorkerConfig
 from vecd.workers.engine import Engine, ReportProgress
 from vecd.workers.engines.lean.engine import LeanEngine
-from vecd.workers.engines.parity import all_probes, compare, vectors_of, vectors_one_by_one
+from vecd.workers.engines.parity import all_probes, compare, vectors_of
 from vecd.workers.engines.references import Reference, recall_reference, remember_reference
 from vecd.workers.engines.selection_cache import Selection
 from vecd.workers.engines.timing import fastest, in_words, take_times, why_slow
@@ -46,7 +46,8 @@ def select(config: WorkerConfig, report: ReportProgress) -> tuple[Selection, Eng
     """Return the first engine whose vectors are the reference model's within bounds, and the record of it.
 
     The reference vectors are computed in float32. If the weights are stored in a shorter type, they are computed in the
-    first type to be tried instead, because float32 would take twice the memory.
+    first type to be tried instead, because float32 would take twice the memory; but not those of a model with scores
+    of up to _LARGEST bytes, because scores have no bound that holds between any two computations in 16 bits.
 
     Raises ModelError when the model cannot be loaded or run, or when no path that `config` allows is within bounds.
     """
@@ -86,7 +87,8 @@ class _Selector:
     def select(self) -> tuple[Selection, Engine]:
         config = self._config
         loadable = [dtype for dtype in self._dtypes if dtype != "int8"]
-        reference_dtype = "float32" if is_stored_as_float32(config.card) else loadable[0]
+        has_room = config.card.score is not None and config.card.weights_bytes <= _LARGEST
+        reference_dtype = "float32" if has_room or is_stored_as_float32(config.card) else loadable[0]
         reference = self.reference(reference_dtype)
         for dtype, path in self._candidates(reference_dtype):
             found = self._try(dtype, path, reference)
@@ -113,8 +115,9 @@ class _Selector:
         probes = all_probes(card, sum(weight.numel() for weight in self._load(dtype).parameters()))
         self._report(f"embedding probes of up to {probes.lengths.max()} tokens with the reference model")
         try:
-            engine = build_engine(self._config, "padded", dtype, self._load)
-            vectors = vectors_one_by_one(engine, probes, card.row_dim)
+            from vecd.workers.engines.torch.reference import reference_rows  # imports transformers
+
+            vectors = reference_rows(self._config, dtype, self._load, probes)
         except Exception as error:
             raise ModelError(f"{card.folder}: the model cannot be run: {one_line(error)}") from error
         if not np.isfinite(vectors).all():
@@ -152,7 +155,8 @@ class _Selector:
         try:
             engine = build_engine(self._config, path, dtype, self._load)
             card = self._config.card
-            parity = compare(vectors_of(engine, reference.probes(card), card.row_dim), reference.vectors)
+            vectors = vectors_of(engine, reference.probes(card), card.row_dim)
+            parity = compare(vectors, reference.vectors, card.main_output)
         except ModelError:
             raise
         except NotDescribed as error:
