@@ -11,6 +11,9 @@ from collections.abc import Callable, Coroutine, Iterator
 from contextlib import aclosing, contextmanager
 from typing import Any, TypeVar
 
+import numpy as np
+from numpy.typing import NDArray
+
 from vecd.gateway.admission.admission import Admission, Permit
 from vecd.gateway.admission.deadlines import Deadlines
 from vecd.gateway.admission.principals import Principal, Reservation
@@ -40,7 +43,9 @@ from vecd.gateway.types.request import (
     Embedded,
     EmbedRequest,
     InputReport,
+    Inputs,
     Overflow,
+    Pair,
     Priority,
     Source,
     Stages,
@@ -48,6 +53,7 @@ from vecd.gateway.types.request import (
     Tokenizing,
 )
 from vecd.gateway.types.timeline import RequestTimeline
+from vecd.shm.output import span_of
 from vecd.shm.shared_metrics import Counter
 
 T = TypeVar("T")
@@ -67,12 +73,14 @@ _MAX_RUNNING_TOKEN_FLOATS = 2 * _MAX_TOKEN_FLOATS
 class _Counts:
     """Counts of a request's inputs, as they are tokenized."""
 
-    __slots__ = ("num_chunked", "num_tokens", "num_truncated", "reports", "sources", "wants_reports")
+    __slots__ = ("num_chunked", "num_tokens", "num_truncated", "reports", "sources", "token_ids", "wants_reports")
 
     def __init__(self, *, wants_reports: bool) -> None:
         self.num_tokens = self.num_truncated = self.num_chunked = 0
         self.sources: set[Source] = set()
         self.reports: list[InputReport] = []
+        self.token_ids: list[NDArray[np.int32]] = []
+        """As in `Embedded.token_ids`."""
         self.wants_reports = wants_reports
 
     def add(self, tokenized: list[TokenizedInput]) -> int:
@@ -120,6 +128,7 @@ class Pipeline:
         self._deadlines = Deadlines(self._expire)
         self._tei_counts = TeiCounts(shared_metrics) if config.has_tei_metrics else None
         self._vector_cache = vector_cache
+        self._span = span_of(config.card)
         self._max_looked_up = max(1, _FLOATS_LOOKED_UP_PER_TURN // config.card.dim)
 
     # --- its end --------------------------------------------------------------------------------------------
@@ -264,13 +273,13 @@ class Pipeline:
             raise self._make_end()
         self.dispatcher.raise_if_broken()  # it may have been found out while this request waited for admission
         entered_at = timeline.entered_at = time.monotonic()
-        num_chars = sum(map(len, request.inputs)) if isinstance(request.inputs[0], str) else 0
-        collectors = self.encoder.make_collectors(request)
+        num_chars = _num_chars(request.inputs)
+        counts = _Counts(wants_reports=request.wants_report)
+        collectors = self.encoder.make_collectors(request, counts.token_ids)
         pending = PendingResult(len(request.inputs), collectors, asyncio.get_running_loop())
         request_queue = RequestQueue(pending, permit.priority, permit.deadline, principal.tenant)
         request_queue.batches = timeline.batches
         permit.request_queue = request_queue
-        counts = _Counts(wants_reports=request.wants_report)
         self._pending.add(pending)
         tick = self._deadlines.set(pending, permit.deadline)
         try:
@@ -311,6 +320,7 @@ class Pipeline:
                 max(0.0, sent_at - tokenized_at),
                 finished_at - sent_at,
             ),
+            tuple(counts.token_ids),
         )
 
     def _expire(self, pending: PendingResult) -> None:
@@ -347,13 +357,18 @@ class Pipeline:
         self._check_num_tokens(counts.num_tokens, is_all=start + len(tokenized) == len(request.inputs))
         output = request.output
         if output.is_per_token:
-            self._check_token_rows(start, tokenized, counts.num_tokens)
-            self._take_token_floats(request_queue, num_tokens)
+            width = output.width_of(self.config.card)
+            self._check_token_rows(start, tokenized, counts.num_tokens, width)
+            self._take_token_floats(request_queue, num_tokens * width)
+            counts.token_ids += [np.frombuffer(item.token_ids, dtype="<i4") for item in tokenized]
+        elif counts.num_chunked and not output.is_plain:
+            self._refuse_chunks(start, tokenized)
         if counts.num_chunked:
             sequences = self._sequences_with_chunks(request, request_queue, start, tokenized)
         else:
             sequences = [
-                QueuedSequence(request_queue, index, item, output) for index, item in enumerate(tokenized, start)
+                QueuedSequence(request_queue, index, item, output, span=self._span)
+                for index, item in enumerate(tokenized, start)
             ]
         if self._vector_cache is None or not output.is_plain:
             self.dispatcher.submit(request_queue, sequences)
@@ -389,10 +404,10 @@ class Pipeline:
             sequences += [QueuedSequence(request_queue, index, chunk, request.output, chunked) for chunk in item.chunks]
         return sequences
 
-    def _check_token_rows(self, start: int, tokenized: list[TokenizedInput], num_tokens: int) -> None:
+    def _check_token_rows(self, start: int, tokenized: list[TokenizedInput], num_tokens: int, width: int) -> None:
         """Raises BadRequest for inputs whose rows do not fit into one slot, or into the memory of a response.
-        `num_tokens`: of all inputs so far."""
-        most = _MAX_TOKEN_FLOATS // self.config.card.hidden_size
+        `num_tokens`: of all inputs so far. `width`: floats of a row."""
+        most = _MAX_TOKEN_FLOATS // width
         if num_tokens > most:
             raise BadRequest(
                 f"The inputs have {num_tokens} tokens or more: one vector for each token is given of at most {most} in "
@@ -408,9 +423,18 @@ class Pipeline:
                     param="input",
                 )
 
-    def _take_token_floats(self, request_queue: RequestQueue, num_tokens: int) -> None:
+    def _refuse_chunks(self, start: int, tokenized: list[TokenizedInput]) -> None:
+        """Raises BadRequest for an input in chunks, whose rows have no mean that means anything."""
+        for index, item in enumerate(tokenized, start):
+            if item.chunks:
+                raise BadRequest(
+                    f"'input[{index}]' has {item.num_tokens} tokens: scores and sparse vectors are given of at most "
+                    f"{self.config.max_tokens}, which are not split",
+                    param="input",
+                )
+
+    def _take_token_floats(self, request_queue: RequestQueue, num_floats: int) -> None:
         """Reserve room for the vectors of more tokens, until the request is over. Raises TooManyRequests."""
-        num_floats = num_tokens * self.config.card.hidden_size
         running = sum(self._token_floats.values())
         if running + num_floats > _MAX_RUNNING_TOKEN_FLOATS:  # no request is so large by itself
             self.shared_metrics.add(Counter.REFUSED)
@@ -426,6 +450,15 @@ class Pipeline:
         if limit is not None and num_tokens > limit:
             least = "" if is_all else "at least "
             raise TooManyTokens(f"Requested {least}{num_tokens} tokens, max {limit} tokens per request", param="input")
+
+
+def _num_chars(inputs: Inputs) -> int:
+    """Of all texts; the query of a pair counts in each pair. 0 for token ids."""
+    if isinstance(inputs[0], str):
+        return sum(map(len, inputs))
+    if isinstance(inputs[0], Pair):
+        return sum(len(query) + len(document) for query, document in inputs)
+    return 0
 
 
 async def _unless_over(pending: PendingResult, queueing: Coroutine[Any, Any, T]) -> T:

@@ -7,16 +7,26 @@ saved by sentence-transformers 2 to 6 (`modules.json`, `*_Pooling/config.json`, 
 embeddings the code of sentence-transformers 5 (StaticEmbedding) and of Model2Vec 0.10.
 """
 
-import json
 from collections.abc import Iterator, Mapping
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
 
 from vecd.shm.architecture import native_config
 from vecd.shm.heads import ScoreHead, SparseHead, Step, TokenHead
+from vecd.shm.llm_reranker_card import is_causal_model, known_head, known_template, refuse_other_rankings, stated_head
+from vecd.shm.model_files import ModelError as ModelError
+from vecd.shm.model_files import one_line as one_line
+from vecd.shm.model_files import positive as _positive
+from vecd.shm.model_files import read_json as _read
+from vecd.shm.model_files import read_object as _read_object
+from vecd.shm.model_files import read_optional as _read_optional
+from vecd.shm.model_files import single_file as _single_file
+from vecd.shm.model_files import tensor_shapes, token_ids
+from vecd.shm.multi_vector_card import OWN, STANFORD, has_bge_m3, layout_of, read_bge_m3, read_token_head
 from vecd.shm.output import Output
 from vecd.shm.score_card import architecture_of, read_score_head, score_kinds
+from vecd.shm.sparse_card import SparseModules, find_sparse, steps_of_masked_words
 
 _SPANNED_DIM = 1024
 """Floats of a row where an output spans several: 30 rows for the vocabulary of BERT, so that a slot of 2,048 rows holds
@@ -55,15 +65,6 @@ POSITIONS_AFTER_PADDING = frozenset(
 )
 
 
-class ModelError(Exception):
-    """The model cannot be served. The message is one line with the file and its fault."""
-
-
-def one_line(error: Exception) -> str:
-    """The first line of an error, for a ModelError or a warning."""
-    return f"{type(error).__name__}: {str(error).strip() or 'no message'}".splitlines()[0]
-
-
 @dataclass(frozen=True, slots=True)
 class ModelCard:
     """Immutable facts of a model. Travels between processes as JSON (`to_json`, `from_json`)."""
@@ -84,7 +85,7 @@ class ModelCard:
     vocab_size: int
     """Token ids are 0 … vocab_size - 1."""
     pooling: tuple[str, ...]
-    """One or more of POOLING_MODES; several are concatenated in that order. None without dense vectors."""
+    """One or more of POOLING_MODES; several are concatenated in that order. Empty without dense vectors."""
     steps: tuple[Step, ...]
     """Of dense vectors; other heads have their own."""
     lowercase: bool
@@ -189,7 +190,10 @@ class ModelCard:
 
 
 def read_card(folder: Path, kind: str = "auto") -> ModelCard:
-    """Read the card of the model in `folder`, as a model of `kind`, one of `vecd.shm.heads.KINDS`.
+    """Read the card of the model in `folder`.
+
+    `kind`: "auto", or the capability that the model is to have where its files allow several, one of
+    `vecd.shm.heads.KINDS`.
 
     Raises ModelError when a required file is missing or unreadable, when the weights are neither safetensors nor an
     ONNX export, when the model needs code from its repository that has no equal in transformers, when it has an
@@ -206,7 +210,14 @@ def _read_card(folder: Path, kind: str) -> ModelCard:
     if not folder.is_dir():
         raise ModelError(f"{folder}: no such folder")
     folder = folder.resolve()
-    transformer, *modules = _read_modules(folder)
+    try:
+        splade = find_sparse(folder, kind)
+    except ValueError as error:
+        raise ModelError(str(error)) from None
+    if splade is not None:
+        return _read_sparse(folder, splade)
+    layout = layout_of(folder)
+    transformer, *modules = _read_modules(folder, is_pooled=not layout)
     if transformer.kind == "StaticEmbedding":
         return _read_static(folder, transformer, modules)
     weights_folder = folder / transformer.path
@@ -214,32 +225,56 @@ def _read_card(folder: Path, kind: str) -> ModelCard:
     _check_files(weights_folder)
     export = _export_of(weights_folder)
     weights = export_files(export) if export else _weights_of(weights_folder)
-    sentence_bert = _read_sentence_bert(weights_folder)
+    logit_head = _read_logit_head(folder, weights_folder, config, modules, kind)
+    if logit_head is not None:
+        modules = []
+    task = "feature-extraction" if logit_head is None else "text-generation"
+    hidden_size = _positive(config, ("hidden_size", "dim", "d_model", "n_embd"), weights_folder / "config.json")
+    classifier = None
+    if not (layout or modules or logit_head):
+        classifier = _read_classifier(folder, weights_folder, config, hidden_size, kind)
+        task = task if classifier is None else "sequence-classification"
+    sentence_bert = _read_sentence_bert(weights_folder, task, task, may_expand=bool(layout))
 
     tokenizer = weights_folder / "tokenizer.json"
-    hidden_size = _positive(config, ("hidden_size", "dim", "d_model", "n_embd"), weights_folder / "config.json")
     prompt, prompts = _read_prompts(folder)
     pooling: tuple[str, ...] = (_default_pooling(config),)
     pools_prompt = True
-    heads: dict[str, Any] = {}
-    steps: tuple[Step, ...] = ()
-    dim = hidden_size
-    if modules:
-        pooling, pools_prompt = _read_pooling(folder / modules[0].path / "config.json", prompt)
+    max_tokens = _max_tokens(weights_folder, config, sentence_bert)
+    capabilities: tuple[str, ...] = ("dense",)
+    sparse = tokens = None
+    token_dim = 0
+    if layout:
+        if export:
+            raise ModelError(f"{export}: a multi-vector model is served from safetensors alone")
+        steps, token_dim = _read_token_steps(folder, layout, modules, weights, hidden_size)
+        masks = [folder / module.path / "config.json" for module in modules if module.kind == "MultiVectorMask"]
+        tokens = read_token_head(folder, weights_folder, layout, steps, masks, sentence_bert)
+        capabilities, pooling, steps, dim, prompt = ("multi-vector",), (), (), token_dim, ""
+        # PyLate sets the tokenizer's limit to that of the text that it has embedded last.
+        max_tokens = _positions(config) or max_tokens if tokens.document_tokens else max_tokens
+        if tokens.query_tokens > max_tokens:
+            raise ModelError(
+                f"{folder}: queries of {tokens.query_tokens} tokens, but the model's limit is {max_tokens}"
+            )
+    else:
+        if modules:
+            pooling, pools_prompt = _read_pooling(folder / modules[0].path / "config.json", prompt)
         steps, dim = _read_steps(folder, modules[1:], hidden_size * len(pooling))
-    elif heads := _read_score(folder, weights_folder, config, hidden_size, kind):
-        pooling, dim = (), heads["num_labels"]
-    if not heads and sentence_bert.get("transformer_task") == "sequence-classification":
-        raise ModelError(f"{weights_folder}: transformer_task 'sequence-classification' is not an embedding model's")
-    weights += [folder / step.path / "model.safetensors" for step in steps if step.path]
-    matryoshka_dims = () if heads else _matryoshka_dims(config, dim, weights_folder / "config.json")
-    return ModelCard(
+        if modules and not export and kind != "dense" and has_bge_m3(folder):
+            sparse, tokens = read_bge_m3(folder, weights_folder, hidden_size)
+            capabilities, token_dim = ("dense", "sparse", "multi-vector"), hidden_size
+    head_steps = (*steps, *(sparse.steps if sparse else ()), *(tokens.steps if tokens else ()))
+    weights += [folder / step.path / "model.safetensors" for step in head_steps if step.path]
+    weights += [folder / step.file for step in head_steps if step.file]
+    matryoshka_dims = _matryoshka_dims(config, dim, weights_folder / "config.json")
+    card = ModelCard(
         folder=str(folder),
         weights_folder=str(weights_folder),
         model_type=str(config["model_type"]),
         hidden_size=hidden_size,
         dim=dim,
-        max_tokens=_max_tokens(weights_folder, config, sentence_bert),
+        max_tokens=max_tokens,
         vocab_size=_positive(config, ("vocab_size",), weights_folder / "config.json"),
         pooling=pooling,
         steps=steps,
@@ -247,60 +282,58 @@ def _read_card(folder: Path, kind: str) -> ModelCard:
         prompt=prompt,
         prompts=prompts,
         pools_prompt=pools_prompt,
-        is_matryoshka=not heads and (bool(config.get("is_matryoshka")) or bool(matryoshka_dims)),
+        is_matryoshka=bool(config.get("is_matryoshka")) or bool(matryoshka_dims),
         matryoshka_dims=matryoshka_dims,
         weights_bytes=sum(path.stat().st_size for path in weights),
         tokenizer_file=str(tokenizer) if tokenizer.is_file() else "",
         export_file=str(export or ""),
-        **heads,
+        capabilities=capabilities,
+        token_dim=token_dim,
+        sparse=sparse,
+        tokens=tokens,
     )
+    if classifier is not None:
+        capabilities, head = classifier
+        num_labels = len(head.labels)
+        return replace(
+            card,
+            dim=num_labels,
+            num_labels=num_labels,
+            pooling=(),
+            is_matryoshka=False,
+            matryoshka_dims=(),
+            capabilities=capabilities,
+            score=head,
+        )
+    if logit_head is None:
+        return card
+    return replace(card, dim=1, num_labels=1, pooling=(logit_head.pooling,), capabilities=("rerank",), score=logit_head)
 
 
-def _read_score(
+def _read_classifier(
     folder: Path, weights_folder: Path, config: Mapping[str, Any], hidden_size: int, kind: str
-) -> dict[str, Any]:
-    """The card's fields of a model for classification; empty for any other. Raises ModelError."""
+) -> tuple[tuple[str, ...], ScoreHead] | None:
+    """What a model for classification can do, and its head; None for any other model. Raises ModelError."""
     path = folder / "config_sentence_transformers.json"
     stated = _read_optional(path)
     try:
         capabilities = score_kinds(config, stated, kind)
-        if capabilities:
-            head = read_score_head(config, stated, hidden_size)
+        head = read_score_head(config, stated, hidden_size) if capabilities else None
     except ValueError as error:
         raise ModelError(f"{weights_folder / 'config.json'}: {error}") from None
-    if not capabilities:
+    if head is None:
         if stated.get("model_type") == "CrossEncoder" and kind != "dense":
             architecture = architecture_of(config)
             raise ModelError(f"{path}: model_type is CrossEncoder, and the weights are those of {architecture!r}")
-        return {}
+        return None
     if _export_of(weights_folder):
         raise ModelError(f"{weights_folder / 'model.safetensors'}: file missing; exports of classifiers are not served")
     if stated.get("default_prompt_name"):
         raise ModelError(f"{path}: default_prompt_name is not supported for a model that takes pairs")
-    return {"capabilities": capabilities, "num_labels": len(head.labels), "score": head}
+    return capabilities, head
 
 
 # --- the files --------------------------------------------------------------------------------------------------
-
-
-def _read(path: Path) -> Any:
-    try:
-        return json.loads(path.read_text(encoding="utf-8"))
-    except FileNotFoundError:
-        raise ModelError(f"{path}: file missing") from None
-    except (OSError, ValueError, RecursionError) as error:  # ValueError: not UTF-8, not JSON, a number too long
-        raise ModelError(f"{path}: cannot be read: {error}") from None
-
-
-def _read_object(path: Path) -> dict[str, Any]:
-    content = _read(path)
-    if not isinstance(content, dict):
-        raise ModelError(f"{path}: must be a JSON object")
-    return content
-
-
-def _read_optional(path: Path) -> dict[str, Any]:
-    return _read_object(path) if path.exists() else {}
 
 
 def _read_config(weights_folder: Path) -> dict[str, Any]:
@@ -314,6 +347,7 @@ def _read_config(weights_folder: Path) -> dict[str, Any]:
     if config.get("transformers_weights") is not None:
         raise ModelError(f"{path}: weights under another name (transformers_weights) are not supported")
     try:
+        refuse_other_rankings(config)
         config = native_config(config) or config
     except ValueError as error:
         raise ModelError(f"{path}: {error}") from None
@@ -358,22 +392,6 @@ def _weights_of(weights_folder: Path) -> list[Path]:
     return _shards(index) if has_shards else [_single_file(weights_folder)]
 
 
-def _single_file(folder: Path) -> Path:
-    """The weights of a model or module. Refuses any but safetensors."""
-    single = folder / "model.safetensors"
-    if single.is_file():
-        return single
-    pickles = sorted(path.name for pattern in ("*.bin", "*.pt", "*.pth", "*.pkl") for path in folder.glob(pattern))
-    if pickles:
-        raise ModelError(
-            f"{folder}: weights only as pickle ({pickles[0]}), which vecd refuses: loading a pickle runs "
-            "code from the file; convert it to model.safetensors"
-        )
-    exports = sorted(path.name for path in folder.glob("onnx/*.onnx"))
-    of_exports = f"; of exports onnx/model.onnx alone is served, not {exports[0]}" if exports else ""
-    raise ModelError(f"{single}: file missing (the model's weights){of_exports}")
-
-
 def _shards(index: Path) -> list[Path]:
     shards = _read_object(index).get("weight_map")
     if not isinstance(shards, dict) or not all(isinstance(name, str) for name in shards.values()):
@@ -393,28 +411,46 @@ def _shards(index: Path) -> list[Path]:
 _SENTENCE_BERT_KINDS = ("bert", "roberta", "distilbert", "camembert", "albert", "xlm-roberta", "xlnet")
 
 
-def _read_sentence_bert(weights_folder: Path) -> dict[str, Any]:
-    """The Transformer module's settings; may be empty. Refuses settings that would change vectors."""
+def _read_sentence_bert(
+    weights_folder: Path,
+    wanted: str = "feature-extraction",
+    default: str = "feature-extraction",
+    *,
+    may_expand: bool = False,
+) -> dict[str, Any]:
+    """The Transformer module's settings; may be empty. Refuses settings that would change vectors. `wanted` is the
+    task that the model has to have, `default` the one it has where the file names none. `may_expand`: of a multi-vector
+    model, whose queries may be expanded."""
     paths = (weights_folder / f"sentence_{kind}_config.json" for kind in _SENTENCE_BERT_KINDS)
     path = next((path for path in paths if path.exists()), None)
     if path is None:
         return {}
     config = _read_object(path)
-    task = config.get("transformer_task", "feature-extraction")
-    if task not in _METHOD_OUTPUTS:
-        raise ModelError(f"{path}: transformer_task {task!r} is none of {', '.join(_METHOD_OUTPUTS)}")
-    text_only = {"method": "forward", "method_output_name": _METHOD_OUTPUTS[task]}
+    task = config.get("transformer_task", default)
+    if task != wanted:
+        raise ModelError(f"{path}: transformer_task {task!r} is not {_WHOSE_TASK[wanted]} model's")
+    text_only = {"method": "forward", "method_output_name": _OUTPUT_OF_TASK[task]}
     modalities = config.get("modality_config", {"text": text_only})
     if not isinstance(modalities, dict) or modalities.get("text") != text_only:
         raise ModelError(f"{path}: texts do not go through the model's plain forward pass (modality_config)")
-    for name in ("config_args", "config_kwargs", "query_expansion"):
+    for name in ("config_args", "config_kwargs", *(() if may_expand else ("query_expansion",))):
         if config.get(name):
             raise ModelError(f"{path}: {name} is not supported")
     return config
 
 
-_METHOD_OUTPUTS = {"feature-extraction": "last_hidden_state", "sequence-classification": "logits"}
-"""By the task of the Transformer module: what is taken of the model's forward pass."""
+_OUTPUT_OF_TASK = {
+    "feature-extraction": "last_hidden_state",
+    "fill-mask": "logits",
+    "text-generation": "logits",
+    "sequence-classification": "logits",
+}
+_WHOSE_TASK = {
+    "feature-extraction": "an embedding",
+    "fill-mask": "a sparse",
+    "text-generation": "a causal reranking",
+    "sequence-classification": "a classifying",
+}
 
 
 # --- modules.json -----------------------------------------------------------------------------------------------
@@ -427,9 +463,10 @@ class _Module:
     """Relative to the model's folder."""
 
 
-def _read_modules(folder: Path) -> list[_Module]:
+def _read_modules(folder: Path, *, is_pooled: bool) -> list[_Module]:
     """The chain of modules: a Transformer and a Pooling, or a StaticEmbedding, then steps. A plain transformers model
-    has only the first. A folder of Model2Vec's is a chain of its own: see `_MODEL2VEC`."""
+    has only the first; a multi-vector model is not pooled. A folder of Model2Vec's is a chain of its own: see
+    `_MODEL2VEC`."""
     path = folder / "modules.json"
     if _read_optional(folder / "config.json").get("model_type") == _MODEL2VEC:
         return [_Module("StaticEmbedding", "")]
@@ -440,13 +477,14 @@ def _read_modules(folder: Path) -> list[_Module]:
         raise ModelError(f"{path}: must be a list of modules")
     chain = [_read_module(path, module) for module in modules]
     kinds = [module.kind for module in chain]
-    if kinds[:1] == ["StaticEmbedding"]:
+    if kinds[:1] == ["StaticEmbedding"] or kinds == ["Transformer", "LogitScore"]:
         return chain
-    if kinds == ["Transformer"] and _is_cross_encoder(folder):
+    if kinds == ["Transformer"] and is_pooled and _is_cross_encoder(folder):
         return chain
-    if kinds[:2] != ["Transformer", "Pooling"]:
-        raise ModelError(f"{path}: must begin with Transformer and Pooling, begins with {kinds[:2]}")
-    for kind in ("Transformer", "Pooling"):
+    first = ["Transformer", "Pooling"] if is_pooled else ["Transformer"]
+    if kinds[: len(first)] != first:
+        raise ModelError(f"{path}: must begin with {' and '.join(first)}, begins with {kinds[:2]}")
+    for kind in first:
         if kinds.count(kind) != 1:
             raise ModelError(f"{path}: must have one {kind} module, has {kinds.count(kind)}")
     return chain
@@ -456,17 +494,44 @@ def _is_cross_encoder(folder: Path) -> bool:
     return _read_optional(folder / "config_sentence_transformers.json").get("model_type") == "CrossEncoder"
 
 
+_PYLATE_DENSE = "pylate.models.Dense.Dense"
+"""Equal to sentence-transformers' own."""
+
+
 def _read_module(path: Path, module: Any) -> _Module:
     if not isinstance(module, dict) or not all(isinstance(module.get(name), str) for name in ("type", "path")):
         raise ModelError(f"{path}: each module must have a type and a path")
     # Old: sentence_transformers.models.Pooling. New: sentence_transformers.….modules.pooling.Pooling. Any other class
     # is code of the model's repository.
     library, kind = module["type"].partition(".")[0], module["type"].rpartition(".")[2]
-    if library != "sentence_transformers":
+    if library != "sentence_transformers" and module["type"] != _PYLATE_DENSE:
         raise ModelError(f"{path}: module {module['type']} is not sentence-transformers' own, which vecd refuses")
     if Path(module["path"]).is_absolute() or ".." in Path(module["path"]).parts:
         raise ModelError(f"{path}: module path {module['path']!r} leads out of the model's folder")
     return _Module(kind, module["path"])
+
+
+def _read_logit_head(
+    folder: Path, weights_folder: Path, config: dict[str, Any], modules: list[_Module], kind: str
+) -> ScoreHead | None:
+    """The head of a reranker that is a causal language model; None for another model."""
+    if [module.kind for module in modules] == ["LogitScore"]:
+        path = folder / modules[0].path / "config.json"
+        activation = _read_optional(folder / "config_sentence_transformers.json").get("activation_fn")
+        try:
+            return stated_head(config, _read_object(path), activation)
+        except ValueError as error:
+            raise ModelError(f"{path}: {error}") from None
+    names = f"{folder} {config.get('_name_or_path', '')}"
+    # A known name is enough: such a model has no vectors to embed texts with.
+    is_wanted = kind == "rerank" or (kind == "auto" and known_template(config, names) is not None)
+    if not is_wanted or modules or not is_causal_model(config):
+        return None
+    tokenizer = _read_object(weights_folder / "tokenizer.json")
+    try:
+        return known_head(config, names, tokenizer)
+    except ValueError as error:
+        raise ModelError(f"{weights_folder}: {error}") from None
 
 
 def _default_pooling(config: Mapping[str, Any]) -> str:
@@ -494,40 +559,70 @@ def _read_pooling(path: Path, default_prompt: str) -> tuple[tuple[str, ...], boo
     return tuple(modes), pools_prompt
 
 
-def _read_steps(folder: Path, modules: list[_Module], dim: int) -> tuple[tuple[Step, ...], int]:
-    """The steps behind a pooled vector of `dim` floats, and the number of floats behind them."""
+def _read_token_steps(
+    folder: Path, layout: str, modules: list[_Module], weights: list[Path], hidden_size: int
+) -> tuple[tuple[Step, ...], int]:
+    """The steps behind the state of each token of a multi-vector model, and the number of floats behind them."""
+    if layout == STANFORD:
+        return _linear_of_weights(weights, hidden_size)
+    others = [module for module in modules if module.kind != "MultiVectorMask"]
+    if layout == OWN and others == modules:
+        raise ModelError(f"{folder / 'modules.json'}: a multi-vector model must have a MultiVectorMask module")
+    return _read_steps(folder, others, hidden_size, of_tokens=True)
+
+
+def _linear_of_weights(weights: list[Path], hidden_size: int) -> tuple[tuple[Step, ...], int]:
+    """The projection that is a tensor of the model's own file."""
+    for path in weights:
+        shape = tensor_shapes(path).get("linear.weight")
+        if shape is not None:
+            if len(shape) != 2 or shape[1] != hidden_size:
+                raise ModelError(f"{path}: linear.weight is {shape}, but a token has {hidden_size} floats")
+            step = Step("dense", tensor="linear", in_dim=hidden_size, out_dim=shape[0], bias=False)
+            return (step,), shape[0]
+    raise ModelError(f"{weights[0]}: linear.weight is missing (the projection of a ColBERT model)")
+
+
+def _read_steps(
+    folder: Path, modules: list[_Module], dim: int, *, of_tokens: bool = False
+) -> tuple[tuple[Step, ...], int]:
+    """The steps behind a pooled vector of `dim` floats, or behind the state of each token, and the number of floats
+    behind them."""
     steps: list[Step] = []
     for module in modules:
-        step = _read_step(folder, module, dim)
+        step = _read_step(folder, module, dim, of_tokens=of_tokens)
         if step is not None:
             steps.append(step)
             dim = step.out_dim or dim
     return tuple(steps), dim
 
 
-def _read_step(folder: Path, module: _Module, in_dim: int) -> Step | None:
+def _read_step(folder: Path, module: _Module, in_dim: int, *, of_tokens: bool) -> Step | None:
     path = folder / module.path / "config.json"
     match module.kind:
         case "Dropout":
             return None
         case "Normalize":
-            _check_input_and_output(path, _read_optional(path))
+            # Without a statement it normalizes pooled vectors, which a multi-vector model has none of.
+            config = {"module_input_name": "sentence_embedding", **_read_optional(path)}
+            _check_input_and_output(path, config, of_tokens=of_tokens)
             return Step("normalize")
-        case "LayerNorm":
+        case "LayerNorm" if not of_tokens:
             _single_file(path.parent)
             return Step("layer_norm", path=module.path, in_dim=in_dim, out_dim=in_dim)
         case "Dense":
-            return _read_dense(path, module.path, in_dim)
+            return _read_dense(path, module.path, in_dim, of_tokens=of_tokens)
         case unknown:
             raise ModelError(f"{folder / 'modules.json'}: module {unknown} is not supported")
 
 
-def _read_dense(path: Path, module_path: str, in_dim: int) -> Step:
+def _read_dense(path: Path, module_path: str, in_dim: int, *, of_tokens: bool) -> Step:
     config = _read_object(path)
-    _check_input_and_output(path, config)
+    _check_input_and_output(path, config, of_tokens=of_tokens)
     if config.get("in_features") != in_dim:
         raise ModelError(f"{path}: in_features is {config.get('in_features')}, but the vector has {in_dim}")
-    if config.get("use_residual"):
+    has_residual = bool(config.get("use_residual"))
+    if has_residual and not of_tokens:
         raise ModelError(f"{path}: use_residual is not supported")
     activation = config.get("activation_function", "torch.nn.Tanh")
     # sentence-transformers accepts no other either, but uses Tanh instead.
@@ -541,38 +636,25 @@ def _read_dense(path: Path, module_path: str, in_dim: int) -> Step:
         out_dim=_positive(config, ("out_features",), path),
         bias=bool(config.get("bias", True)),
         activation=activation.rpartition(".")[2].lower(),
+        has_residual=has_residual,
     )
 
 
-def _check_input_and_output(path: Path, config: Mapping[str, Any]) -> None:
+def _check_input_and_output(path: Path, config: Mapping[str, Any], *, of_tokens: bool) -> None:
+    expected, where = ("token_embeddings", "tokens") if of_tokens else ("sentence_embedding", "the pooled vector")
     for name in ("module_input_name", "module_output_name"):
         value = config.get(name)
-        if value not in (None, "sentence_embedding"):
-            raise ModelError(f"{path}: {name} {value!r} is not supported: steps work on the pooled vector")
+        if value not in (None, expected):
+            raise ModelError(f"{path}: {name} {value!r} is not supported: steps work on {where}")
 
 
 # --- sizes and prompts ------------------------------------------------------------------------------------------
 
 
-def _positive(config: Mapping[str, Any], names: tuple[str, ...], path: Path) -> int:
-    for name in names:
-        value = config.get(name)
-        if isinstance(value, int) and value > 0:
-            return value
-    raise ModelError(f"{path}: {names[0]} is missing or not a positive whole number")
-
-
 def _max_tokens(weights_folder: Path, config: Mapping[str, Any], sentence_bert: Mapping[str, Any]) -> int:
     """The limit of sentence_bert_config.json, else the tokenizer's; at most the number of positions."""
-    positions = config.get("max_position_embeddings", config.get("n_positions"))
-    limits: list[int] = []
-    if isinstance(positions, int) and positions > 0:
-        if config["model_type"] in POSITIONS_AFTER_PADDING:
-            pad_token_id = config.get("pad_token_id")
-            if pad_token_id is None or config["model_type"] == "mpnet":
-                pad_token_id = 1  # the default of these families, and MPNet's only value
-            positions -= int(pad_token_id) + 1
-        limits.append(positions)
+    positions = _positions(config)
+    limits = [] if positions is None else [positions]
     stated = sentence_bert.get("max_seq_length")
     for name in ("tokenizer_args", "processor_kwargs"):
         stated = (sentence_bert.get(name) or {}).get("model_max_length", stated)
@@ -584,6 +666,19 @@ def _max_tokens(weights_folder: Path, config: Mapping[str, Any], sentence_bert: 
     if not limits:
         raise ModelError(f"{weights_folder / 'config.json'}: neither it nor the tokenizer says how long a text may be")
     return min(limits)
+
+
+def _positions(config: Mapping[str, Any]) -> int | None:
+    """The longest text that the model has positions for."""
+    positions = config.get("max_position_embeddings", config.get("n_positions"))
+    if not isinstance(positions, int) or positions <= 0:
+        return None
+    if config["model_type"] in POSITIONS_AFTER_PADDING:
+        pad_token_id = config.get("pad_token_id")
+        if pad_token_id is None or config["model_type"] == "mpnet":
+            pad_token_id = 1  # the default of these families, and MPNet's only value
+        positions -= int(pad_token_id) + 1
+    return positions
 
 
 def _read_prompts(folder: Path) -> tuple[str, tuple[tuple[str, str], ...]]:
@@ -610,6 +705,48 @@ def _matryoshka_dims(config: Mapping[str, Any], dim: int, path: Path) -> tuple[i
     return tuple(sorted(set(dims)))
 
 
+# --- sparse models ----------------------------------------------------------------------------------------------
+
+
+def _read_sparse(folder: Path, modules: SparseModules) -> ModelCard:
+    """The card of a SPLADE model."""
+    weights_folder = folder / modules.transformer
+    path = weights_folder / "config.json"
+    config = _read_config(weights_folder)
+    _check_files(weights_folder)
+    weights = _weights_of(weights_folder)
+    sentence_bert = _read_sentence_bert(weights_folder, "fill-mask", modules.task)
+    hidden_size = _positive(config, ("hidden_size", "dim", "d_model", "n_embd"), path)
+    vocab_size = _positive(config, ("vocab_size",), path)
+    names = {name for file in weights for name in tensor_shapes(file)}
+    try:
+        steps = steps_of_masked_words(config, hidden_size, names)
+    except ValueError as error:
+        raise ModelError(f"{path}: {error}") from None
+    tokenizer = weights_folder / "tokenizer.json"
+    prompt, prompts = _read_prompts(folder)
+    return ModelCard(
+        folder=str(folder),
+        weights_folder=str(weights_folder),
+        model_type=str(config["model_type"]),
+        hidden_size=hidden_size,
+        dim=vocab_size,
+        max_tokens=_max_tokens(weights_folder, config, sentence_bert),
+        vocab_size=vocab_size,
+        pooling=("mean",),
+        steps=(),
+        lowercase=bool(sentence_bert.get("do_lower_case", False)),
+        prompt=prompt,
+        prompts=prompts,
+        weights_bytes=sum(file.stat().st_size for file in weights),
+        tokenizer_file=str(tokenizer) if tokenizer.is_file() else "",
+        capabilities=("sparse",),
+        sparse=SparseHead(
+            steps, pooling=modules.pooling, num_logs=modules.num_logs, query_weights=modules.query_weights
+        ),
+    )
+
+
 # --- static embeddings ------------------------------------------------------------------------------------------
 
 _MODEL2VEC = "model2vec"
@@ -633,7 +770,8 @@ def _read_static(folder: Path, table: _Module, modules: list[_Module]) -> ModelC
     num_tokens, hidden_size = _table_shape(weights)
     tokenizer = _read_object(tokenizer_file)
     try:
-        num_ids, unknown_ids = 1 + max(_ids_of(tokenizer), default=-1), tuple(_unknown_ids(tokenizer))
+        num_ids = 1 + max((token_id for _, token_id in token_ids(tokenizer)), default=-1)
+        unknown_ids = tuple(_unknown_ids(tokenizer))
         truncated_to = (tokenizer.get("truncation") or {}).get("max_length")
     except (TypeError, ValueError, AttributeError, LookupError) as error:
         raise ModelError(f"{tokenizer_file}: not a tokenizer: {error}") from None
@@ -679,29 +817,18 @@ TABLES = ("embedding.weight", "embeddings")
 
 
 def _table_shape(path: Path) -> tuple[int, int]:
-    """How many token ids have a row, and the floats of each. Reads the header alone. Source of the format:
-    https://github.com/huggingface/safetensors, "Format"."""
+    """How many token ids have a row, and the floats of each."""
+    shapes = tensor_shapes(path)
+    table = next((shapes[name] for name in TABLES if name in shapes), None)
+    if table is None:
+        raise ModelError(f"{path}: has no table of embeddings ({' or '.join(TABLES)})")
     try:
-        with path.open("rb") as file:
-            size = int.from_bytes(file.read(8), "little")
-            header = json.loads(file.read(min(size, path.stat().st_size)))
-        table = next(header[name]["shape"] for name in TABLES if name in header)
-        ids = header["mapping"]["shape"] if "mapping" in header else table
-        num_tokens, hidden_size = int(ids[0]), int(table[1])
-    except StopIteration:
-        raise ModelError(f"{path}: has no table of embeddings ({' or '.join(TABLES)})") from None
-    except (OSError, ValueError, TypeError, LookupError, RecursionError) as error:
+        num_tokens, hidden_size = shapes.get("mapping", table)[0], table[1]
+    except LookupError as error:
         raise ModelError(f"{path}: cannot be read: {error}") from None
     if num_tokens < 1 or hidden_size < 1:
         raise ModelError(f"{path}: cannot be read: the table of embeddings is empty")
     return num_tokens, hidden_size
-
-
-def _ids_of(tokenizer: Mapping[str, Any]) -> Iterator[int]:
-    """The ids of a fast tokenizer's tokens. Unigram has a list of pieces, other models an object of ids."""
-    vocab = (tokenizer.get("model") or {}).get("vocab") or {}
-    yield from range(len(vocab)) if isinstance(vocab, list) else vocab.values()
-    yield from (token["id"] for token in tokenizer.get("added_tokens") or ())
 
 
 def _unknown_ids(tokenizer: Mapping[str, Any]) -> Iterator[int]:

@@ -41,6 +41,13 @@ class Step:
     """Of "layer_norm"."""
     rows: tuple[int, ...] = ()
     """Of "logit"."""
+    file: str = ""
+    """In place of `path`: a file relative to the model's folder, of tensors "weight" and "bias". Safetensors, or a
+    state dict that torch has saved."""
+    has_residual: bool = False
+    """Of "dense": the input is added to the output, through a matrix of its own where they differ in width."""
+    cap: float = 0.0
+    """Of "logit": a product p becomes cap · tanh(p / cap) before the difference is taken; 0: it stays as it is."""
 
     @classmethod
     def from_json(cls, fields: Mapping[str, Any]) -> "Step":
@@ -102,9 +109,9 @@ class SparseHead:
     """How often log1p is applied behind relu."""
     ignored_ids: tuple[int, ...] = ()
     query_weights: str = ""
-    """Safetensors file, relative to the model's folder, of a weight for each token of the vocabulary: a query's sparse
-    vector has those of its different tokens, and the transformer is for documents alone. Empty: there is no difference.
-    """
+    """File, relative to the model's folder, with a weight for each token of the vocabulary: safetensors by id, or JSON
+    by token. A query's sparse vector has those of its different tokens, and the transformer is for documents alone.
+    Empty: there is no difference."""
 
     @classmethod
     def from_json(cls, fields: Mapping[str, Any]) -> "SparseHead":
@@ -125,6 +132,8 @@ class TokenHead:
     document_prompt: str = ""
     query_tokens: int = 0
     """A query is filled up to so many tokens with `expansion_id`, and cut there; 0: as long as it is."""
+    max_query_tokens: int | None = None
+    """Where a query is cut, if not at `query_tokens`; 0: at the model's limit."""
     expansion_id: int | None = None
     """None: a query is not filled up."""
     attends_to_expansion: bool = False
@@ -137,6 +146,11 @@ class TokenHead:
     """The first token of a sequence gets no vector."""
     is_mean: bool = False
     """The score of a document is the mean of the query's maxima, not their sum."""
+
+    @property
+    def has_unattended(self) -> bool:
+        """Whether a query may have tokens that no token attends to, which are those of its expansion."""
+        return self.expansion_id is not None and not self.attends_to_expansion
 
     @classmethod
     def from_json(cls, fields: Mapping[str, Any]) -> "TokenHead":

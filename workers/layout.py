@@ -5,7 +5,7 @@ Owns the sorting and the order that undoes it. Pure numpy, no torch. Called by t
 """
 
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from itertools import pairwise
 
 import numpy as np
@@ -43,6 +43,18 @@ class Layout:
     """Cover the tokens from 0 to T without a gap."""
     borders: NDArray[np.int64] | None = None
     """Where the second part of each sequence begins within it, 0 if it has none, shape [B]; None if none has one."""
+    prefix: NDArray[np.int64] = field(default_factory=lambda: np.empty(0, dtype=np.int64))
+    """Tokens that come before those of each sequence, and are computed once for all. They are in none of the other
+    fields; empty unless `vecd.workers.prefix` has taken them out."""
+
+    def computed_ids(self) -> NDArray[np.int64]:
+        """The token ids of the pass: the prefix, then the sequences."""
+        return np.concatenate((self.prefix, self.token_ids)) if self.prefix.size else self.token_ids
+
+    def computed_offsets(self) -> NDArray[np.int64]:
+        """The position of each of `computed_ids`, from 0."""
+        num_shared = self.prefix.size
+        return np.concatenate((np.arange(num_shared), self.offsets() + num_shared)) if num_shared else self.offsets()
 
     def token_types(self) -> NDArray[np.int64]:
         """1 for each token of the second part of a pair, else 0. Shape [T]."""
@@ -56,7 +68,7 @@ class Layout:
         return types
 
     def offsets(self) -> NDArray[np.int64]:
-        """The position of each token within its sequence, from 0. Shape [T]."""
+        """The position of each token within its sequence, from 0, without a prefix. Shape [T]."""
         offsets = np.arange(self.token_ids.size)
         return offsets if self.starts.size == 1 else offsets - np.repeat(self.starts, self.lengths)
 
@@ -84,7 +96,7 @@ def arrange(batch: PackedBatch) -> Layout:
     moved_by = np.repeat(_starts(given_lengths)[order] - starts, lengths)
     token_ids = batch.token_ids[np.arange(moved_by.size) + moved_by].astype(np.int64)
     borders = None if batch.borders is None else batch.borders[order].astype(np.int64)
-    return Layout(order, lengths, starts, token_ids, _runs(lengths, starts), borders)
+    return Layout(order, lengths, starts, token_ids, runs_of(lengths, starts), borders)
 
 
 def passes(layout: Layout, num_tokens: int) -> Iterator[Layout]:
@@ -107,14 +119,15 @@ def _part(layout: Layout, first: int, last: int, begin: int, end: int) -> Layout
     lengths, starts = layout.lengths[first:last], layout.starts[first:last] - begin
     borders = None if layout.borders is None else layout.borders[first:last]
     token_ids = layout.token_ids[begin:end]
-    return Layout(layout.order[first:last], lengths, starts, token_ids, _runs(lengths, starts), borders)
+    return Layout(layout.order[first:last], lengths, starts, token_ids, runs_of(lengths, starts), borders)
 
 
 def _starts(lengths: NDArray[np.int64]) -> NDArray[np.int64]:
     return np.cumsum(lengths) - lengths
 
 
-def _runs(lengths: NDArray[np.int64], starts: NDArray[np.int64]) -> list[Run]:
+def runs_of(lengths: NDArray[np.int64], starts: NDArray[np.int64]) -> list[Run]:
+    """Neighbouring sequences of one length, by their lengths, ascending, and where each begins."""
     firsts = [0, *(np.flatnonzero(lengths[1:] != lengths[:-1]) + 1).tolist()]
     return [
         Run(start=int(starts[first]), count=last - first, length=int(lengths[first]))

@@ -108,10 +108,10 @@ class Dispatcher:
         InputDeaths, InputsCleared and Quarantined; `on_sending`, a batch goes to a worker (its numbers of sequences and
         tokens). Digests of inputs are made with `quarantine_key`; None: a random key.
 
-        `batch_timeout_s` is the most that a worker has for a batch; `num_gateways` take turns at it. `widths`: the
-        number of floats of a row that are each output's own, the first ones; None: all. `is_shared_by_tenants`:
-        identical sequences of different tenants are computed once, too. `cores`: the budget of this process; None: one
-        core, so that none is lent. `vector_cache` is filled with computed rows.
+        `batch_timeout_s` is the most that a worker has for a batch; `num_gateways` take turns at it. `widths`: as in
+        `vecd.gateway.dispatch.delivery.Delivery`. `is_shared_by_tenants`: identical sequences of different tenants are
+        computed once, too. `cores`: the budget of this process; None: one core, so that none is lent. `vector_cache` is
+        filled with computed rows.
         """
         self._policy = policy
         self._epoch = epoch

@@ -1,8 +1,8 @@
 """The rows that one generation of the configuration has computed, kept for whoever sends the same input again.
 
-Owns what a row is found by (a digest of generation, model, output, tenant and token ids), and the counts of hits and
-misses. The table is `vecd.shm.vector_cache`'s, where the argument stands why it never returns a wrong row. Made by
-`vecd.gateway.service`; asked by `vecd.gateway.pipeline` before a sequence is queued, and filled by
+Owns what a row is found by (a digest of generation, model, output, tenant, token ids and border), and the counts of
+hits and misses. The table is `vecd.shm.vector_cache`'s, where the argument stands why it never returns a wrong row.
+Made by `vecd.gateway.service`; asked by `vecd.gateway.pipeline` before a sequence is queued, and filled by
 `vecd.gateway.dispatch.delivery` with rows that workers have computed, as they wrote them: pooled, of all dimensions, in
 float32, and finite. An input that ends its worker is never computed, so it is never here.
 """
@@ -24,6 +24,10 @@ _PURPOSE = b"vecd input"
 """Keeps these digests apart from whatever else is made with the same key."""
 _SCOPE = struct.Struct("<qqBI")
 """Generation, model, output, and the length of the tenant's name, so that no two scopes begin alike."""
+
+
+_BORDER = struct.Struct("<Bi")
+"""Behind the token ids of a sequence of two parts. Not a whole number of token ids, so that it is not taken for one."""
 
 
 class VectorCache:
@@ -71,6 +75,8 @@ class VectorCache:
         for sequence in sequences:
             hasher = empty.copy()
             hasher.update(sequence.token_ids)
+            if sequence.border:
+                hasher.update(_BORDER.pack(0, sequence.border))
             digest = hasher.digest()
             row = self._table.find(digest)
             if row is None:

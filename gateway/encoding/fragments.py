@@ -22,6 +22,7 @@ from numpy.typing import NDArray
 from pybase64 import b64encode
 
 from vecd.gateway.encoding.forms import DIMS_PER_BYTE, PACKED, are_normalized, check_forms, width_of
+from vecd.gateway.encoding.hybrid import HybridRows
 from vecd.gateway.encoding.quantization import (
     default_ranges,
     from_bfloat16,
@@ -33,7 +34,10 @@ from vecd.gateway.encoding.quantization import (
     to_float16,
     to_ubinary,
 )
-from vecd.gateway.types.request import Dtype, EmbedRequest, Encoding, Form
+from vecd.gateway.encoding.scores import ScoreRows
+from vecd.gateway.encoding.sparse import SparseRows
+from vecd.gateway.encoding.token_rows import DroppedTokens, TokenRows
+from vecd.gateway.types.request import Collector, Dtype, EmbedRequest, Encoding, Form
 from vecd.shm.card import ModelCard
 from vecd.shm.output import Output
 
@@ -56,6 +60,9 @@ _STORED = {
 
 _FLOAT32, _VECTORS = Dtype.FLOAT32, Output.VECTORS  # Python 3.11 takes 0.1 µs to find a member of an enumeration
 _FLOAT, _JSON = Encoding.FLOAT, (Encoding.FLOAT, Encoding.BASE64)
+
+_WITH_FORMS = frozenset((Output.VECTORS, Output.UNNORMALIZED, Output.TOKENS))
+"""Outputs whose rows a request can have in several forms."""
 
 
 def stored_dtype(form: Form) -> np.dtype[Any]:
@@ -176,10 +183,16 @@ class Encoder:
         self._is_normalized = card.is_normalized
         self._ranges = None if ranges_path is None else read_ranges(ranges_path, card.dim)
 
-    def make_collectors(self, request: EmbedRequest) -> tuple[JsonRows | Matrix, ...]:
-        """A collector for each of the request's forms. Raises BadRequest where `check_forms` would."""
+    def make_collectors(
+        self, request: EmbedRequest, token_ids: Sequence[NDArray[np.int32]] = ()
+    ) -> tuple[Collector, ...]:
+        """A collector for each of the request's forms, of vectors and of hidden states; of each other output one, which
+        has no form: a dialect writes it. `token_ids` of each input, shape [T], are read when its rows have come; only
+        for outputs that have a row for each token. Raises BadRequest where `check_forms` would."""
         if self._takes_rows_unchanged(request):  # most requests: the general case takes 7 µs
             return (_collector(request.forms[0], len(request.inputs), self._card.dim),)
+        if request.output not in _WITH_FORMS:
+            return (self._make_formless(request, token_ids),)
         check_forms(request, self._card, has_ranges=self._ranges is not None)
         prepare = self._preparation(request)
         width = width_of(request, self._card)
@@ -187,6 +200,35 @@ class Encoder:
             _collector(form, len(request.inputs), width, (*prepare, *self._conversion(form, width)))
             for form in request.forms
         )
+
+    def _make_formless(self, request: EmbedRequest, token_ids: Sequence[NDArray[np.int32]]) -> Collector:
+        num_inputs, card = len(request.inputs), self._card
+        match request.output:
+            case Output.SCORES:
+                return ScoreRows(num_inputs, card.num_labels)
+            case Output.TOKEN_SCORES:
+                return TokenRows(num_inputs, card.num_labels)
+            case Output.SPARSE:
+                return SparseRows(num_inputs, request.sparse)
+            case Output.LEXICAL:
+                return self._lexical_rows(request, token_ids)
+            case Output.TOKEN_VECTORS:
+                return self._token_vectors(request, token_ids)
+            case output:
+                assert output is Output.HYBRID
+                tokens = self._token_vectors(request, token_ids, drops_first=True)
+                return HybridRows(num_inputs, card.dim, self._lexical_rows(request, token_ids), tokens)
+
+    def _lexical_rows(self, request: EmbedRequest, token_ids: Sequence[NDArray[np.int32]]) -> SparseRows:
+        assert self._card.sparse is not None
+        return SparseRows(len(request.inputs), request.sparse, token_ids, self._card.sparse.ignored_ids)
+
+    def _token_vectors(
+        self, request: EmbedRequest, token_ids: Sequence[NDArray[np.int32]], *, drops_first: bool = False
+    ) -> TokenRows:
+        assert self._card.tokens is not None
+        dropped = DroppedTokens(self._card.tokens, request, token_ids, drops_first=drops_first)
+        return TokenRows(len(request.inputs), self._card.token_dim, dropped)
 
     def _takes_rows_unchanged(self, request: EmbedRequest) -> bool:
         """Whether it requests one form of the model's own vectors, as float32."""

@@ -43,8 +43,8 @@ from vecd.gateway.scheduling.queue import (
     RequestRotation,
     TenantQueue,
     TenantRotation,
-    are_of_tokens,
     kept,
+    num_rows_of,
 )
 from vecd.gateway.types.request import Priority
 from vecd.shm.batch_limits import FULL_BATCH_S
@@ -134,7 +134,7 @@ class BatchingPolicy:
                 waiting.append(sequence)
                 num_tokens += sequence.num_tokens
         num_sequences = len(waiting) - num_before
-        self._count(num_tokens, num_sequences, num_tokens if are_of_tokens(sequences) else num_sequences)
+        self._count(num_tokens, num_sequences, num_rows_of(waiting, num_sequences, num_tokens))
         request_queue.num_tokens += num_tokens
         is_short = request_queue.is_new and num_tokens <= self.quantum and request_queue.is_complete
         if is_short:
@@ -170,7 +170,7 @@ class BatchingPolicy:
             if request_queue.rotation is not None:
                 request_queue.rotation.remove(request_queue)
             num_tokens = sum(sequence.num_tokens for sequence in lost)
-            self._count(num_tokens, len(lost), num_tokens if are_of_tokens(lost) else len(lost))
+            self._count(num_tokens, len(lost), num_rows_of(lost, len(lost), num_tokens))
             request_queue.sequences.extendleft(reversed(lost))
             request_queue.num_tokens += num_tokens
             request_queue.deficit += num_tokens
@@ -205,7 +205,7 @@ class BatchingPolicy:
                 self.on_dropped(isolated)
 
     def withdraw(self, sequences: list[QueuedSequence]) -> None:
-        """Drop sequences that need no batch any more, and that take no row of a token each; those that do not wait are
+        """Drop sequences that need no batch any more, and that take one row each; those that do not wait are
         ignored. Looks at all that waits of their requests."""
         dropped = set(sequences)
         for request_queue in dict.fromkeys([sequence.request_queue for sequence in sequences]):
@@ -536,9 +536,8 @@ class PlannedBatch:
         """Take sequences of a request, of at most `max_tokens`. Returns their tokens, and whether the limit ended
         it."""
         sent = 0
-        takes_token_rows = are_of_tokens(waiting)
         while waiting and (num_tokens := waiting[0].num_tokens) <= max_tokens - sent:
-            num_rows = num_tokens if takes_token_rows else 1
+            num_rows = waiting[0].num_rows
             if not self.takes(num_tokens, num_rows, limit):
                 return sent, True
             self.sequences.append(waiting.popleft())

@@ -185,7 +185,7 @@ class RequestQueue:
     @property
     def num_rows(self) -> int:
         """Rows that `sequences` take in slots."""
-        return self.num_tokens if are_of_tokens(self.sequences) else len(self.sequences)
+        return num_rows_of(self.sequences, len(self.sequences), self.num_tokens)
 
     @property
     def is_complete(self) -> bool:
@@ -198,9 +198,12 @@ class RequestQueue:
         return len({sequence.index for sequence in self.sequences}) == num_missing
 
 
-def are_of_tokens(sequences: "deque[QueuedSequence] | list[QueuedSequence]") -> bool:
-    """Whether sequences of one request, which all have the same output, take a row for each token."""
-    return bool(sequences) and sequences[0].output.is_per_token
+def num_rows_of(sequences: "deque[QueuedSequence] | list[QueuedSequence]", num_sequences: int, num_tokens: int) -> int:
+    """Rows in slots of `num_sequences` sequences of one request, which have `num_tokens` together. `sequences` are any
+    of that request, which all have the same output."""
+    if not sequences:
+        return 0
+    return num_tokens if sequences[0].output.is_per_token else num_sequences * sequences[0].num_rows
 
 
 @dataclass(slots=True, eq=False)

@@ -17,6 +17,7 @@ import resource
 import signal
 import sys
 from collections.abc import Mapping
+from contextlib import suppress
 from datetime import datetime
 from functools import partial
 from typing import Any, NoReturn
@@ -115,10 +116,15 @@ class ChatTemplate:
         return "\n".join(part["text"] for part in parts) if as_text else parts
 
     def _probe(self, content: Any) -> str:
-        try:
-            return self._template.render({**self._variables, "messages": [{"role": "user", "content": content}]})
-        except Exception:  # a template may fail in any way
-            return ""
+        """The text of a conversation with this content; empty if there is none that shows it. A reranker's template
+        has other roles than a conversation's."""
+        for roles in (("user",), ("query", "document")):
+            messages = [{"role": role, "content": content} for role in roles]
+            with suppress(Exception):  # a template may fail in any way
+                text = self._template.render({**self._variables, "messages": messages})
+                if _PROBE in text:
+                    return text
+        return ""
 
 
 class _Generation(Extension):

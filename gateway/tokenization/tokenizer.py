@@ -6,6 +6,7 @@ silently: truncated inputs are counted. Called by `vecd.gateway.pipeline`.
     texts ────────────────── text_tokens ─┐
     ids of cl100k_base ─ cl100k ──────────┤
     ids of the model ─── id_policy ───────┴─ truncation ─ TokenizedInput
+    pairs of texts ───── pairs ──────────────────────────┘
 
 Requests that are not short go to a thread, run by run: the first inputs are computed while the others are tokenized,
 and requests take turns in the threads.
@@ -33,6 +34,7 @@ from vecd.gateway.tokenization import cl100k
 from vecd.gateway.tokenization.fair_pool import Threads
 from vecd.gateway.tokenization.id_policy import NO_SPECIAL_TOKENS, IdPolicy, SequenceTemplate
 from vecd.gateway.tokenization.known_words import MAX_CHARS
+from vecd.gateway.tokenization.pairs import PairLimits, PairTokens
 from vecd.gateway.tokenization.text_tokens import CHARS_PER_TEXT, RUN_CHARS, TextTokens, runs_of
 from vecd.gateway.tokenization.tokenize_api import TokenizeApi
 from vecd.gateway.tokenization.truncation import TruncationPolicy, check_num_chunks
@@ -143,6 +145,7 @@ class Tokenizer:
         self._least_chunk = max(1, min(_LEAST_CHUNK_TOKENS, max_own_tokens // 2))
         self._is_template_plain = max_own_tokens > 0 and _is_template_plain(self._tokenizer, self._template)
         self._texts = TextTokens(self._tokenizer, self.max_chars, may_cut=self._is_template_plain)
+        self._pairs = PairTokens(self._tokenizer, self._texts)
         self.api = TokenizeApi(self._tokenizer, self._texts, self._template, card.vocab_size)
         self._truncation = lru_cache(_NUM_REMEMBERED)(self._make_truncation)
         self._truncation_of_ids = lru_cache(_NUM_REMEMBERED)(self._limits)
@@ -155,6 +158,8 @@ class Tokenizer:
         most = self.max_tokens if how.max_tokens is None else min(self.max_tokens, max(1, how.max_tokens))
         prompt = self._prompt if how.prompt is None else how.prompt
         extra = 2 + len(prompt) // 3
+        if _are_pairs(inputs):
+            return sum([min(most, (len(query) + len(document)) // 3 + extra) for query, document in inputs])
         if (how.overflow or self._overflow) is not _CHUNK:
             if _are_texts(inputs):
                 return sum([min(most, len(text) // 3 + extra) for text in inputs])
@@ -189,8 +194,9 @@ class Tokenizer:
         `max_embed_len`, with Overflow.CHUNK.
         """
         num_chunks = 0
+        queries: dict[str, list[int]] = {}
         for run in self._runs(inputs, how):
-            tokenized = await self.threads.run(self._take_run(inputs, run, how), tenant)
+            tokenized = await self.threads.run(self._take_run(inputs, run, how, queries), tenant)
             num_chunks += sum([len(item.chunks) for item in tokenized])
             check_num_chunks(num_chunks)
             yield tokenized
@@ -202,6 +208,9 @@ class Tokenizer:
         prompt = self._prompt if how.prompt is None else how.prompt
         if _are_texts(inputs):
             return _cost(inputs, prompt) <= _INLINE_CHARS
+        if _are_pairs(inputs):
+            texts = [pair.document for pair in inputs[: _INLINE_CHARS // CHARS_PER_TEXT + 1]]
+            return len(texts) == len(inputs) and _cost([*texts, *{pair.query for pair in inputs}], "") <= _INLINE_CHARS
         if _cost(inputs, "") > _INLINE_IDS:
             return False
         may_decode = self._policy.may_decode(how.are_ids_of_model)
@@ -220,9 +229,11 @@ class Tokenizer:
 
     def _runs(self, inputs: Inputs, how: Tokenizing) -> Iterator[range]:
         """Divide the inputs into runs of as much as one call takes, or of one input each."""
+        longest = self._texts.first_chars(self.max_tokens - self._template.num_tokens)
+        if _are_pairs(inputs):
+            return runs_of([pair.document for pair in inputs], RUN_CHARS, longest)
         if _are_texts(inputs):
             prompt = self._prompt if how.prompt is None else how.prompt
-            longest = self._texts.first_chars(self.max_tokens - self._template.num_tokens)
             return runs_of(inputs, RUN_CHARS, longest, len(prompt))
         most = _RUN_DECODED_IDS if self._policy.may_decode(how.are_ids_of_model) else _RUN_IDS
         return runs_of(cast(list[TokenIds], inputs), most, most)
@@ -280,11 +291,33 @@ class Tokenizer:
         token_ids = frame.prefix + own + frame.suffix
         return TokenizedInput(token_ids, len(token_ids) // _BYTES_PER_ID, False, _TEXT)
 
-    def _take_run(self, inputs: Inputs, run: range, how: Tokenizing) -> Generator[None, None, list[TokenizedInput]]:
-        """Tokenize some of the inputs. Yields between pieces of work."""
+    def _take_run(
+        self, inputs: Inputs, run: range, how: Tokenizing, queries: dict[str, list[int]] | None = None
+    ) -> Generator[None, None, list[TokenizedInput]]:
+        """Tokenize some of the inputs. Yields between pieces of work. `queries`: see `PairTokens.steps`."""
+        if _are_pairs(inputs):
+            return self._take_pairs(inputs[run.start : run.stop], run, how, {} if queries is None else queries)
         if _are_texts(inputs):
             return self._take_texts(inputs[run.start : run.stop], run, how, _TEXT)
         return self._take_lists(cast(list[TokenIds], inputs), run, how)
+
+    def _take_pairs(
+        self, pairs: list[Pair], indices: Sequence[int], how: Tokenizing, queries: dict[str, list[int]]
+    ) -> Generator[None, None, list[TokenizedInput]]:
+        prompt = self._prompt if how.prompt is None else how.prompt
+        if prompt:
+            pairs = [Pair(prompt + query, document) for query, document in pairs]
+        return self._pairs.steps(pairs, indices, self._pair_limits(how), queries)
+
+    def _pair_limits(self, how: Tokenizing) -> PairLimits:
+        overflow = how.overflow or self._overflow
+        return PairLimits(
+            self.max_tokens if how.max_tokens is None else min(self.max_tokens, how.max_tokens),
+            Overflow.TRUNCATE if overflow is Overflow.CHUNK else overflow,  # a pair has no chunks
+            how.max_query_tokens,
+            how.max_document_tokens,
+            how.add_special_tokens,
+        )
 
     def _take_texts(
         self, texts: list[str], indices: Sequence[int], how: Tokenizing, source: Source
@@ -419,6 +452,10 @@ class Tokenizer:
 def _are_texts(inputs: Sequence[str | TokenIds] | list[Pair]) -> TypeGuard[list[str]]:
     """An `EmbedRequest` has inputs of one kind."""
     return isinstance(inputs[0], str)
+
+
+def _are_pairs(inputs: Sequence[str | TokenIds] | list[Pair]) -> TypeGuard[list[Pair]]:
+    return isinstance(inputs[0], Pair)
 
 
 def _cost(inputs: Sequence[str | TokenIds] | list[Pair], prompt: str) -> int:

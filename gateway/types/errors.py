@@ -64,13 +64,20 @@ class InputTooLong(BadRequest):
     the server has Overflow.ERROR. LiteLLM and Elasticsearch recognize OpenAI's sentence, and act on it."""
 
     def __init__(
-        self, max_tokens: int, num_tokens: int, *, is_at_least: bool = False, param: str | None = None
+        self,
+        max_tokens: int,
+        num_tokens: int,
+        *,
+        is_at_least: bool = False,
+        param: str | None = None,
+        index: int | None = None,
     ) -> None:
-        """`is_at_least`: not all of the input was read."""
+        """`is_at_least`: not all of the input was read. `index`: of the input, where the message names it."""
         num = f"at least {num_tokens}" if is_at_least else f"{num_tokens}"
+        where = "" if index is None else f" It is the pair at index {index}."
         super().__init__(
             f"This model's maximum context length is {max_tokens} tokens, however you requested {num} tokens ({num} in "
-            "your prompt; 0 for the completion). Please reduce your prompt; or completion length.",
+            f"your prompt; 0 for the completion). Please reduce your prompt; or completion length.{where}",
             param=param,
         )
 

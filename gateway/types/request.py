@@ -223,14 +223,17 @@ class Stages(NamedTuple):
 
 
 class Collector(Protocol):
-    """Keeps a request's rows in the form of its response; made by `vecd.gateway.encoding.fragments`."""
+    """Keeps a request's rows in the form of its response, or as arrays of its own; made by
+    `vecd.gateway.encoding.fragments`."""
 
     def put(self, index: int, rows: NDArray[np.float32]) -> None:
-        """Take the rows (float32 [n, D], borrowed until this returns) of inputs `index` … `index + n - 1`."""
+        """Take the rows (float32 [n, width], C-contiguous, borrowed until this returns) of inputs `index` …
+        `index + n - 1`. The width is the output's; all floats of an input are one row, even where they span several of
+        a slot."""
 
     def put_tokens(self, index: int, rows: NDArray[np.float32], num_left: int) -> None:
-        """Take the next rows (float32 [n, H], C-contiguous, borrowed) of the tokens of input `index`; `num_left` more
-        of it are to come."""
+        """Take the next rows (float32 [n, width], C-contiguous, borrowed) of the tokens of input `index`; `num_left`
+        more of it are to come."""
 
 
 class TokenCollector(Protocol):
@@ -245,7 +248,7 @@ class Embedded(NamedTuple):
     """The result of an embedding request."""
 
     collectors: "tuple[Collector, ...]"
-    """The rows, in each of the request's forms."""
+    """The rows, in each of the request's forms; of an output that has no forms, one."""
     num_tokens: int
     num_truncated: int
     """Inputs that were too long for the model, and were truncated."""
@@ -258,3 +261,6 @@ class Embedded(NamedTuple):
     num_chars: int
     """Of all texts, as received."""
     stages: Stages
+    token_ids: tuple[NDArray[np.int32], ...] = ()
+    """Those of each input, shape [T], special tokens included, where the output has a row for each token; else
+    empty."""

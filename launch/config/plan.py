@@ -23,6 +23,7 @@ from vecd.launch.config.architectures import refuse_unknown
 from vecd.launch.config.chat_template import read_chat_template
 from vecd.launch.config.keys import load_keys
 from vecd.launch.config.num_gateways import choose_num_gateways
+from vecd.launch.config.pair_template import with_pair_template
 from vecd.launch.config.settings import Settings
 from vecd.launch.config.tokenizer import forget, with_tokenizer
 from vecd.missing import not_installed
@@ -104,7 +105,7 @@ def make_plan(settings: Settings, report: Callable[[str], None] = logs.say, *, n
     keys = load_keys(settings)
     folder, name = _find_model(settings, report)
     model_files = _files_in(folder)
-    card = read_card(folder, settings.kind)
+    card = with_pair_template(read_card(folder, settings.kind))
     if not (card.is_static or card.export_file):
         refuse_unknown(card)
         if settings.engine != "dummy" and not has_torch():

@@ -39,10 +39,10 @@ class Worker:
     """A worker as the gateway sees it. A sequence's row is filled with its first token id; where it asks for rows of
     its tokens, each is filled with that token's."""
 
-    def __init__(self, address_fd: int, index: int = 0, life: int = 1) -> None:
+    def __init__(self, address_fd: int, index: int = 0, life: int = 1, spec: ArenaSpec = SPEC) -> None:
         self.incarnation = Incarnation(index, life)
-        self.fd = create_arena(SPEC)
-        [views] = map_arena(self.fd, SPEC, writable=True)
+        self.fd = create_arena(spec)
+        [views] = map_arena(self.fd, spec, writable=True)
         self.slots, self.begun = views.rows, views.begun
         self._context = zmq.Context()
         self._socket = self._context.socket(zmq.DEALER)
@@ -156,10 +156,12 @@ class Bench:
         batch_timeout_s: float = 60,
         service: ServiceKey = SERVICE,
         shared_metrics: SharedMetrics | None = None,
+        spec: ArenaSpec = SPEC,
         **options,
     ) -> None:
         """`options` are the dispatcher's."""
-        self.policy = BatchingPolicy(16, SPEC.rows_per_slot, max_sequence_tokens=16)
+        self.spec = spec
+        self.policy = BatchingPolicy(16, spec.rows_per_slot, max_sequence_tokens=16)
         self.shared_metrics = shared_metrics or SharedMetrics.private()
         self.reported: list[Message] = []
         """What the dispatcher has reported to the supervisor."""
@@ -191,9 +193,9 @@ class Bench:
         return [message.digest for message in self.reported if isinstance(message, Quarantined)]
 
     def add_worker(self, index: int = 0, life: int = 1, facts: dict[str, Any] | None = None) -> Worker:
-        worker = Worker(self.address_fd, index, life)
+        worker = Worker(self.address_fd, index, life, self.spec)
         self.workers.append(worker)
-        self.dispatcher.worker_up(worker.incarnation, map_arena(worker.fd, SPEC, writable=False)[0], facts or {})
+        self.dispatcher.worker_up(worker.incarnation, map_arena(worker.fd, self.spec, writable=False)[0], facts or {})
         return worker
 
     async def all_connected(self) -> None:

@@ -3,16 +3,25 @@
 Owns the definition of these vectors, which tests can compute (`dummy_vectors`). Imports no torch, loads nothing, and is
 fast enough to show what the rest of the server costs.
 
-The vector of a sequence t[0] … t[n-1], all arithmetic modulo 2^64::
+The vector of a sequence t[0] … t[n-1] whose second part begins at b, 0 if it has none, all arithmetic modulo 2^64::
 
-    h    = Σ  mix(t[i] + (i + 1) · GOLDEN)           the sequence, its order and its length
+    h    = mix(b) + Σ  mix(t[i] + (i + 1) · GOLDEN)  the sequence, its order, its length and its border; mix(0) = 0
     u[j] = mix(h + (j + 1) · GOLDEN) >> 40           24 bits, j = 0 … D-1
     x[j] = u[j] / 2^23 - 1                           in [-1, 1)
     v    = x / ‖x‖                                   in float64, then rounded to float32
 
-Output.VECTORS is v. UNNORMALIZED is x, rounded to float32, if the model's last step is to normalize, else v. TOKENS has
-a row for each i: the v of t[0] … t[i] with H floats instead of D, then zeros. If H is D, the last row is the sequence's
-vector.
+Every output is made of x and v, with as many floats as it has in place of D. What is for each token i is made of h over
+t[0] … t[i]:
+
+    VECTORS        v
+    UNNORMALIZED   x, rounded to float32, if the model's last step is to normalize, else v
+    TOKENS         for each token v; if H is D, the last row is the sequence's vector
+    SCORES         x, one float for each label
+    TOKEN_SCORES   for each token x
+    SPARSE         16 · max(0, x - 15/16), one float for each token of the vocabulary: 31 of 32 are 0
+    TOKEN_VECTORS  for each token v
+    LEXICAL        for each token max(0, x[0])
+    HYBRID         for each token v, but in the first row VECTORS; behind it LEXICAL
 
 `mix` is the finalizer of SplitMix64. Source: Steele, Lea, Flood, "Fast splittable pseudorandom number generators",
 OOPSLA 2014.
@@ -24,21 +33,21 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from vecd.shm.output import Output
+from vecd.shm.output import ModelSizes, Output
 from vecd.shm.views import Rows
 from vecd.workers.engine import COMPLETE, Finish, PackedBatch, largest_within
 from vecd.workers.outputs import write_outputs
 
 _GOLDEN = np.uint64(0x9E3779B97F4A7C15)
 
+_LEAST_WEIGHT = 15 / 16
+
 
 class DummyEngine:
-    """An engine with `dim` floats per vector and `hidden_size` per token; None means `dim`."""
+    """An engine whose rows are as wide as those of a model."""
 
-    def __init__(self, dim: int, hidden_size: int | None = None, *, is_normalized: bool = True) -> None:
-        self._dim = dim
-        self._hidden_size = dim if hidden_size is None else hidden_size
-        self._is_normalized = is_normalized
+    def __init__(self, model: ModelSizes) -> None:
+        self._model = model
         self.facts: dict[str, Any] = {"dtype": "float32", "path": "dummy"}
         self.warnings = ["the dummy engine runs no model: its vectors are made up, for tests alone"]
         self.num_padding_tokens = 0
@@ -63,19 +72,43 @@ class DummyEngine:
 
     def embed(self, batch: PackedBatch, rows: Rows) -> None:
         if batch.outputs is None:
-            rows[: batch.lengths.size] = dummy_vectors(batch, self._dim)
+            dim = self._model.dim
+            rows[: batch.lengths.size, :dim] = dummy_vectors(batch, dim)
+            rows[: batch.lengths.size, dim:] = 0
             return
-        write_outputs(rows, batch.outputs, batch.lengths, batch.first_rows, lambda output: self._rows_of(output, batch))
+        write_outputs(
+            rows,
+            batch.outputs,
+            batch.lengths,
+            batch.first_rows,
+            lambda output: dummy_rows(output, batch, self._model),
+            batch.span,
+        )
 
-    def _rows_of(self, output: Output, batch: PackedBatch) -> NDArray[np.float32]:
-        """The rows of all sequences of a batch, as if each had this output."""
-        match output:
-            case Output.TOKENS:
-                return dummy_states(batch, self._hidden_size)
-            case Output.UNNORMALIZED if self._is_normalized:
-                return _floats(_hashes(batch), self._dim).astype(np.float32)
-            case _:
-                return dummy_vectors(batch, self._dim)
+
+def dummy_rows(output: Output, batch: PackedBatch, model: ModelSizes) -> NDArray[np.float32]:
+    """The rows of all sequences of a batch, as if each had this output: float32 [B or T, width of the output]."""
+    width = output.width_of(model)
+    match output:
+        case Output.UNNORMALIZED if model.is_normalized:
+            return _floats(_hashes(batch), width).astype(np.float32)
+        case Output.VECTORS | Output.UNNORMALIZED:
+            return dummy_vectors(batch, width)
+        case Output.TOKENS | Output.TOKEN_VECTORS:
+            return dummy_states(batch, width)
+        case Output.SCORES:
+            return _floats(_hashes(batch), width).astype(np.float32)
+        case Output.TOKEN_SCORES:
+            return _floats(_token_hashes(batch), width).astype(np.float32)
+        case Output.SPARSE:
+            floats = _floats(_hashes(batch), width)
+            return (np.maximum(0, floats - _LEAST_WEIGHT) / (1 - _LEAST_WEIGHT)).astype(np.float32)
+        case Output.LEXICAL:
+            return np.maximum(0, _floats(_token_hashes(batch), width)).astype(np.float32)
+        case Output.HYBRID:
+            vectors = dummy_states(batch, model.token_dim)
+            vectors[np.cumsum(batch.lengths) - batch.lengths] = dummy_vectors(batch, model.dim)
+            return np.hstack([vectors, dummy_rows(Output.LEXICAL, batch, model)])
 
 
 def dummy_vectors(batch: PackedBatch, dim: int) -> NDArray[np.float32]:
@@ -85,10 +118,7 @@ def dummy_vectors(batch: PackedBatch, dim: int) -> NDArray[np.float32]:
 
 def dummy_states(batch: PackedBatch, hidden_size: int) -> NDArray[np.float32]:
     """The rows of all tokens of a batch, float32 [T, hidden_size], each of length 1."""
-    mixed, starts, lengths = _mixed(batch)
-    sums = np.cumsum(mixed)
-    before = np.repeat(sums[starts] - mixed[starts], lengths)
-    return _normalized(_floats(sums - before, hidden_size))
+    return _normalized(_floats(_token_hashes(batch), hidden_size))
 
 
 def _floats(hashes: NDArray[np.uint64], dim: int) -> NDArray[np.float64]:
@@ -103,7 +133,18 @@ def _normalized(floats: NDArray[np.float64]) -> NDArray[np.float32]:
 
 def _hashes(batch: PackedBatch) -> NDArray[np.uint64]:
     mixed, starts, _ = _mixed(batch)
-    return np.add.reduceat(mixed, starts)
+    return np.add.reduceat(mixed, starts) + _border_hashes(batch)
+
+
+def _token_hashes(batch: PackedBatch) -> NDArray[np.uint64]:
+    mixed, starts, lengths = _mixed(batch)
+    sums = np.cumsum(mixed)
+    return sums + np.repeat(_border_hashes(batch) + mixed[starts] - sums[starts], lengths)
+
+
+def _border_hashes(batch: PackedBatch) -> NDArray[np.uint64] | np.uint64:
+    """The addend of each sequence."""
+    return np.uint64(0) if batch.borders is None else _mix(batch.borders.astype(np.uint64))
 
 
 def _mixed(batch: PackedBatch) -> tuple[NDArray[np.uint64], NDArray[np.int64], NDArray[np.int64]]:

@@ -74,8 +74,7 @@ def _load(
 ) -> Engine:
     if config.is_dummy:
         report("making a dummy engine")
-        card = config.card
-        return DummyEngine(card.dim, card.hidden_size, is_normalized=card.is_normalized)
+        return DummyEngine(config.card)
     if config.card.is_static:
         return _load_static(config, report)
     if config.device.startswith("cuda"):
@@ -196,7 +195,7 @@ def _select_int8(
     quantized = LeanEngine(card, dtype="int8")
     probes = short_probes(card) if reference is None else reference.probes(card)
     expected = vectors_of(plain, probes, card.row_dim) if reference is None else reference.vectors
-    parity = compare(vectors_of(quantized, probes, card.row_dim), expected, card.main_output)
+    parity = compare(vectors_of(quantized, probes, card.row_dim), expected, probes.span, card.main_output)
     why = "" if parity.is_within_bounds("int8") else f"its vectors are not the reference model's: {parity}"
     why = why or why_slow(card, quantized, plain)
     if not why:
@@ -212,8 +211,8 @@ def _compared(config: WorkerConfig, engine: Engine, reference: Reference, report
     """None for other vectors than the reference model's. Raises ModelError instead where there is no other engine."""
     path, dtype = engine.facts["path"], engine.facts["dtype"]
     report(f"comparing {path} {dtype} with the remembered reference vectors")
-    vectors = vectors_of(engine, reference.probes(config.card), config.card.row_dim)
-    parity = compare(vectors, reference.vectors, config.card.main_output)
+    card, probes = config.card, reference.probes(config.card)
+    parity = compare(vectors_of(engine, probes, card.row_dim), reference.vectors, probes.span, card.main_output)
     if parity.is_within_bounds(dtype):
         return Selection(path, dtype, reference.figures(parity), reference.vectors)
     if config.card.export_file:
@@ -233,7 +232,7 @@ def _uncompared(config: WorkerConfig, engine: Engine) -> Selection:
     vectors = vectors_of(engine, probes, row_dim)
     if not np.isfinite(vectors).all():
         raise ModelError(f"{config.card.folder}: the vectors contain nan or infinity")
-    alone = compare(vectors, vectors_one_by_one(engine, probes, row_dim), config.card.main_output)
+    alone = compare(vectors, vectors_one_by_one(engine, probes, row_dim), probes.span, config.card.main_output)
     if not alone.is_within_bounds(dtype):
         raise ModelError(f"{config.card.folder}: a text has another vector in a batch than alone: {alone}")
     needed = "the model's own weights" if config.card.export_file else "torch"
@@ -266,7 +265,7 @@ def _build(config: WorkerConfig, selection: Selection, report: ReportProgress) -
     engine.use_threads(config.num_threads)
     probes = short_probes(config.card)
     vectors = vectors_of(engine, probes, config.card.row_dim)
-    parity = compare(vectors, selection.reference[: len(vectors)], config.card.main_output)
+    parity = compare(vectors, selection.reference[: len(vectors)], probes.span, config.card.main_output)
     if not parity.is_within_bounds(selection.dtype):
         raise ModelError(f"{config.card.folder}: the vectors are not the reference model's any more: {parity}")
     _describe(config, engine, selection)

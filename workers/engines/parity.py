@@ -125,7 +125,8 @@ def random_batch(card: ModelCard, wanted_lengths: Sequence[int]) -> PackedBatch:
     borders = np.where((np.arange(lengths.size) % 2 == 0) & (lengths > 2), lengths // 2, 0).astype(np.int32)
     has_borders = output is Output.SCORES or card.tokens is not None
     outputs = np.full(lengths.size, output, dtype=np.uint8)
-    return PackedBatch(lengths, token_ids, outputs, borders if has_borders else None, span_of(card))
+    span = span_of(card) if output.spans_rows else 1
+    return PackedBatch(lengths, token_ids, outputs, borders if has_borders else None, span)
 
 
 def vectors_of(engine: Engine, batch: PackedBatch, row_dim: int) -> NDArray[np.float32]:
@@ -141,9 +142,15 @@ def vectors_one_by_one(engine: Engine, batch: PackedBatch, row_dim: int) -> NDAr
     return np.concatenate([vectors_of(engine, part, row_dim) for part in parts])
 
 
-def compare(vectors: NDArray[np.float32], reference: NDArray[np.float32], output: Output = Output.VECTORS) -> Parity:
-    """Compare two sets of rows of an output, each [B, D]: vectors row by row, numbers column by column."""
-    ours, theirs = vectors.astype(np.float64), reference.astype(np.float64)
+def compare(
+    vectors: NDArray[np.float32],
+    reference: NDArray[np.float32],
+    span: int = 1,
+    output: Output = Output.VECTORS,
+) -> Parity:
+    """Compare two sets of rows of an output, each [B, D]: vectors row by row, numbers column by column. `span`: so many
+    rows are one vector, in both."""
+    ours, theirs = (rows.reshape(-1, span * rows.shape[1]).astype(np.float64) for rows in (vectors, reference))
     if output in _NUMBERS:
         return _compare_numbers(ours, theirs)
     with np.errstate(invalid="ignore", divide="ignore"):

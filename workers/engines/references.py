@@ -103,9 +103,8 @@ def digest_of(card: ModelCard) -> str:
     0.1 s for 100 MB, once while they do not change. Raises OSError, ValueError or KeyError."""
     facts = [card.model_type, card.max_tokens, card.vocab_size, list(card.pooling)]
     facts += [[step.kind, step.in_dim, step.out_dim, step.bias, step.activation] for step in card.steps]
-    if card.main_output is not Output.VECTORS:
-        heads = (head and asdict(head) for head in (card.score, card.sparse, card.tokens))
-        facts += [list(card.capabilities), *heads]
+    facts += [list(card.capabilities)] if card.main_output is not Output.VECTORS else []
+    facts += [asdict(head) for head in (card.score, card.sparse, card.tokens) if head is not None]
     return _digest(json.dumps(facts), tuple(map(_stamped, _files_of(card))))
 
 
@@ -128,6 +127,7 @@ def _files_of(card: ModelCard) -> Iterator[Path]:
     yield Path(card.weights_folder) / "config.json"
     yield from weight_files(Path(card.weights_folder))
     yield from (Path(card.folder) / step.path / "model.safetensors" for step in card.all_steps if step.path)
+    yield from (Path(card.folder) / step.file for step in card.all_steps if step.file)
 
 
 def _places(config: WorkerConfig, digest: str) -> Iterator[Path]:

@@ -151,6 +151,7 @@ def _stamps(config: WorkerConfig) -> Iterator[list[Any]]:
     for folder in sorted(folders):
         paths = [*Path(folder).glob("*.safetensors"), *Path(folder).glob("*.json")]
         yield from (_stamp(path) for path in sorted(path for path in paths if path.name != REFERENCE_FILE))
+    yield from (_stamp(Path(config.card.folder) / step.file) for step in config.card.all_steps if step.file)
     if config.card.export_file:
         yield from map(_stamp, export_files(Path(config.card.export_file)))
 

@@ -32,15 +32,17 @@ from vecd.shm.output import Output
 from vecd.shm.shared_metrics import Counter, Gauge, ServiceKey
 from vecd.shm.vector_cache import VectorCacheMemory, VectorCacheSpec
 
-SPLIT, RUN, WRONG = 1000, 2000, 3000
-"""First ids of an input in chunks of a token each, of a request that is tokenized in runs of two inputs, and of an
-input that is refused."""
+SPLIT, RUN, WRONG, BORDERED = 1000, 2000, 3000, 4000
+"""First ids of an input in chunks of a token each, of a request that is tokenized in runs of two inputs, of an input
+that is refused, and of one whose border is the id behind it."""
 CACHE = VectorCacheSpec(1 << 16, 1)
 
 
 def tokenized(ids: TokenIds) -> TokenizedInput:
     if ids[0] == WRONG:
         raise BadRequest("wrong", param="input")
+    if ids[0] == BORDERED:
+        return TokenizedInput(array("i", ids[2:]).tobytes(), len(ids) - 2, False, border=ids[1])
     if ids[0] != SPLIT:
         return TokenizedInput(array("i", ids).tobytes(), len(ids), False)
     chunks = tuple(Chunk(array("i", [n]).tobytes(), 1, 1) for n in ids[1:])
@@ -162,6 +164,13 @@ async def test_what_has_been_computed_reaches_no_worker_again(service):
     instants = (timeline.arrived_at, timeline.entered_at, timeline.tokenized_at, timeline.sent_at, timeline.done_at)
     assert list(instants) == sorted(instants)
     assert service.principals[0].describe()["use"]["tokens"] == 3 + 4, "charged as if computed"
+
+
+async def test_a_border_is_a_part_of_the_input(service):
+    worker = service.bench.add_worker()
+    for _ in range(2):
+        await service.computed(worker, [5, 6, 7], [BORDERED, 1, 5, 6, 7], [BORDERED, 2, 5, 6, 7])
+    assert service.counts() == (3, 3, 3)
 
 
 async def test_only_what_is_not_known_is_computed(service):

@@ -21,14 +21,14 @@ _SOURCES = ("client", "gateway", "launch", "shm", "vecd", "workers", "supervisor
 _EDITS = {
     "shm/output.py": (
         '    TOKENS = 2, True, False, "hidden_size"\n',
-        '    FIRST_TOKEN = 3, False, False, "hidden_size"\n    TOKENS = 2, True, False, "hidden_size"\n',
+        '    FIRST_TOKEN = 9, False, False, "hidden_size"\n    TOKENS = 2, True, False, "hidden_size"\n',
     ),
     "workers/engines/dummy.py": (
-        "            case Output.UNNORMALIZED if",
-        "            case Output.FIRST_TOKEN:\n"
-        "                starts = np.cumsum(batch.lengths) - batch.lengths\n"
-        "                return dummy_states(batch, self._hidden_size)[starts]\n"
-        "            case Output.UNNORMALIZED if",
+        "        case Output.UNNORMALIZED if",
+        "        case Output.FIRST_TOKEN:\n"
+        "            starts = np.cumsum(batch.lengths) - batch.lengths\n"
+        "            return dummy_states(batch, width)[starts]\n"
+        "        case Output.UNNORMALIZED if",
     ),
     "workers/engines/torch/outputs.py": (
         "    Output.TOKENS: lambda",

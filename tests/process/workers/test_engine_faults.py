@@ -34,7 +34,7 @@ class FaultyEngine(DummyEngine):
     """Does `fault(batch, rows)` before a batch; what it raises is the pass's."""
 
     def __init__(self, fault: Callable[[PackedBatch, Rows], None]) -> None:
-        super().__init__(SPEC.dim)
+        super().__init__(CARD)
         self._fault = fault
         self.num_batches = 0
 

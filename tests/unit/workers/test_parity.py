@@ -90,5 +90,5 @@ def test_the_short_probes_are_the_first_of_all(max_tokens: int) -> None:
 
 def test_one_by_one_is_in_the_order_of_the_batch() -> None:
     batch = short_probes(card())
-    engine = DummyEngine(8)
+    engine = DummyEngine(card())
     assert np.array_equal(vectors_one_by_one(engine, batch, 8), vectors_of(engine, batch, 8))

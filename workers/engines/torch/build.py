@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, cast
 import torch
 
 from vecd.shm.card import ModelCard, ModelError
+from vecd.workers import prefix
 from vecd.workers.config import WorkerConfig
 from vecd.workers.engine import Engine
 from vecd.workers.engines.lean.engine import LeanEngine
@@ -47,13 +48,16 @@ def build_engine(config: WorkerConfig, path: str, dtype: str, load: Load | None 
             raise NotDescribed("the lean engine computes float32 and int8 on a processor")
         return LeanEngine(config.card, dtype=dtype)
     device = torch.device(config.device)
-    load = load or partial(_load, config.card, device)
-    if path in ("padded", "unpadded") and config.card.score is not None and not config.card.score.steps:
+    load, score = load or partial(_load, config.card, device), config.card.score
+    if path in ("padded", "unpadded") and score is not None and not score.steps:
         # No table describes its head: transformers' class computes that, too.
         forward = _padded(config.card, path, device, load(dtype), has_head=True)
         return TransformerEngine(forward, {config.card.main_output: _as_they_are}, dtype, device)
     heads = load_heads(config.card, device)
-    return TransformerEngine(_forward(config.card, path, dtype, device, load), heads, dtype, device)
+    engine = TransformerEngine(_forward(config.card, path, dtype, device, load), heads, dtype, device)
+    if score is not None and score.pooling == "lasttoken" and score.pair_template is not None:
+        engine.share_prefixes(prefix.probe(config.card))
+    return engine
 
 
 def _forward(card: ModelCard, path: str, dtype: str, device: torch.device, load: Load) -> Forward:

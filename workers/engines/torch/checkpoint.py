@@ -16,10 +16,15 @@ from vecd.workers.weights import weight_files
 
 
 def map_tensors(folder: Path) -> dict[str, Tensor]:
-    """The tensors as stored, read-only by agreement. Raises OSError, SafetensorError or ValueError for files that are
-    missing or broken."""
+    """The tensors as stored, read-only by agreement; norms by their new names. Raises OSError, SafetensorError or
+    ValueError for files that are missing or broken."""
     tensors: dict[str, Tensor] = {}
     for path in weight_files(folder):
         with safe_open(path, framework="pt") as file:
-            tensors.update({name: file.get_tensor(name) for name in file.keys()})  # noqa: SIM118
+            tensors.update({_new_name(name): file.get_tensor(name) for name in file.keys()})  # noqa: SIM118
     return tensors
+
+
+def _new_name(name: str) -> str:
+    """BERT's first files call the weight and the bias of a norm gamma and beta, and transformers still reads them."""
+    return name.replace("LayerNorm.gamma", "LayerNorm.weight").replace("LayerNorm.beta", "LayerNorm.bias")

@@ -79,8 +79,9 @@ class Embeddings:
     positions_after: int | None
 
     def __call__(self, layout: Layout, num_tokens: int, dtype: torch.dtype) -> Tensor:
-        """`dtype` [num_tokens, H]; the tokens behind the layout's own are word 0 at position 0."""
-        x = self.words[_extended(layout.token_ids, num_tokens)].float()
+        """`dtype` [num_tokens, H]; the tokens behind the layout's own are word 0 at position 0. A layout with a prefix
+        is for families without a table of positions."""
+        x = self.words[_extended(layout.computed_ids(), num_tokens)].float()
         if self.positions is not None:
             after = self.positions_after
             positions = layout.offsets() if after is None else layout.positions_after(after)
@@ -111,12 +112,12 @@ class Layer:
     activation: Activation
     down: Linear
 
-    def __call__(self, x: Tensor, runs: list[Run]) -> Tensor:
-        """x [T', H] → [T', H]."""
+    def __call__(self, x: Tensor, runs: list[Run], num_shared: int = 0) -> Tensor:
+        """x [T', H] → [T', H]. `num_shared`: tokens of a prefix, which come first."""
         if self.is_norm_first:
-            x = self.out.plus(self.attention(self.qkv(self.attention_norm(x)), runs), x)
+            x = self.out.plus(self.attention(self.qkv(self.attention_norm(x)), runs, num_shared), x)
             return self.down.plus(self._activated(self.norm(x)), x)
-        x = self.attention_norm(self.out.plus(self.attention(self.qkv(x), runs), x))
+        x = self.attention_norm(self.out.plus(self.attention(self.qkv(x), runs, num_shared), x))
         return self.norm(self.down.plus(self._activated(x), x))
 
     def _activated(self, x: Tensor) -> Tensor:
@@ -137,15 +138,17 @@ class FusedForward:
         self._norm = norm
         self._dtype = dtype
         self.num_padding_tokens = 0
+        self.can_share = all(layer.attention.can_share for layer in layers)
 
     def __call__(self, layout: Layout) -> Tensor:
-        num_tokens = layout.token_ids.size
+        num_shared = layout.prefix.size
+        num_tokens = num_shared + layout.token_ids.size
         num_computed = _rounded(num_tokens)
         self.num_padding_tokens += num_computed - num_tokens
         x = self._embeddings(layout, num_computed, self._dtype)
         for layer in self._layers:
-            x = layer(x, layout.runs)
-        return self._norm(x[:num_tokens])
+            x = layer(x, layout.runs, num_shared)
+        return self._norm(x[num_shared:num_tokens])
 
     def warm(self, max_tokens: int) -> None:
         """Compile oneDNN's kernels for short texts before the first request. They depend only on shapes, so one layer

@@ -30,12 +30,12 @@ class Rotation:
     """RMSNorm's weights, float32 [heads + key heads, head dim], paired."""
     epsilon: float
 
-    def rotate_(self, heads: Tensor) -> None:
-        """Rotate float32 [count, length, heads + key heads, head dim] in place; positions begin at 0."""
+    def rotate_(self, heads: Tensor, first: int = 0) -> None:
+        """Rotate float32 [count, length, heads + key heads, head dim] in place; positions begin at `first`."""
         if self.norm is not None:
             normalize_rms_(heads, self.epsilon).mul_(self.norm)
         pairs = torch.view_as_complex(heads.view(*heads.shape[:-1], -1, 2))
-        pairs.mul_(self.table[: heads.shape[1], None])
+        pairs.mul_(self.table[first : first + heads.shape[1], None])
 
 
 def normalize_rms_(x: Tensor, epsilon: float) -> Tensor:
@@ -71,10 +71,17 @@ class Attention:
     window: "SlidingWindow | None" = None
     """None: a token sees any distance."""
 
-    def __call__(self, qkv: Tensor, runs: list[Run]) -> Tensor:
+    @property
+    def can_share(self) -> bool:
+        """Whether a prefix can be computed once: no token sees a later one, or only those of a window."""
+        return self.is_causal and self.window is None and self.bias is None
+
+    def __call__(self, qkv: Tensor, runs: list[Run], num_shared: int = 0) -> Tensor:
         """qkv [T', (heads + 2 key heads) · head dim] → [T', heads · head dim]; rows behind the runs are zero. May
-        overwrite `qkv`."""
+        overwrite `qkv`. `num_shared`: tokens of a prefix, which come before those of the runs; only if `can_share`."""
         num_tokens = qkv.shape[0]
+        if num_shared:
+            return self._attend_behind(qkv, runs, num_shared)
         if len(runs) == 1 and runs[0].stop == num_tokens and not self._is_long(runs[0].length, qkv):
             return self._attend(qkv, runs[0])
         attended = qkv.new_empty(num_tokens, self.num_heads * self._head_dim(qkv))
@@ -92,12 +99,7 @@ class Attention:
 
     def _attend(self, qkv: Tensor, run: Run) -> Tensor:
         """qkv [tokens of the run, W] → [tokens of the run, heads · head dim]."""
-        # SDPA's kernel for processors is no faster in bfloat16 than in float32, and slower for short sequences.
-        heads = qkv.float().view(run.count, run.length, -1, self._head_dim(qkv))
-        if self.rotation is not None:
-            self.rotation.rotate_(heads[:, :, : self.num_heads + self.num_key_heads])
-        numbers = [self.num_heads, self.num_key_heads, self.num_key_heads]
-        query, key, value = torch.split(heads.transpose(1, 2), numbers, dim=1)  # each [count, heads, length, head dim]
+        query, key, value = self._split(qkv, run)
         if self.window is not None and self.window.hides(run.length):
             pieces = self.window.pieces(run.length)
             parts = [self._sdpa(query[:, :, q], key[:, :, k], value[:, :, k], mask) for q, k, mask in pieces]
@@ -106,6 +108,33 @@ class Attention:
             bias = None if self.bias is None else self.bias[None, :, : run.length, : run.length]
             out = self._sdpa(query, key, value, bias, self.is_causal and run.length > 1)
         return out.transpose(1, 2).reshape(qkv.shape[0], -1).to(qkv.dtype)
+
+    def _split(self, qkv: Tensor, run: Run, first: int = 0) -> tuple[Tensor, Tensor, Tensor]:
+        """Query, key and value, each float32 [count, heads or key heads, length, head dim], at positions from `first`
+        on."""
+        # SDPA's kernel for processors is no faster in bfloat16 than in float32, and slower for short sequences.
+        heads = qkv.float().view(run.count, run.length, -1, self._head_dim(qkv))
+        if self.rotation is not None:
+            self.rotation.rotate_(heads[:, :, : self.num_heads + self.num_key_heads], first)
+        query, key, value = torch.split(
+            heads.transpose(1, 2), [self.num_heads, self.num_key_heads, self.num_key_heads], dim=1
+        )
+        return query, key, value
+
+    def _attend_behind(self, qkv: Tensor, runs: list[Run], num_shared: int) -> Tensor:
+        """The prefix attends to itself, and each sequence to the prefix and to itself."""
+        attended = qkv.new_empty(qkv.shape[0], self.num_heads * self._head_dim(qkv))
+        query, keys, values = self._split(qkv[:num_shared], Run(start=0, count=1, length=num_shared))
+        attended[:num_shared] = self._sdpa(query, keys, values, None, True).transpose(1, 2).flatten(2)[0]
+        for run in runs:
+            tokens = slice(num_shared + run.start, num_shared + run.stop)
+            query, key, value = self._split(qkv[tokens], run, num_shared)
+            key = torch.cat([keys.expand(run.count, -1, -1, -1), key], dim=2)
+            value = torch.cat([values.expand(run.count, -1, -1, -1), value], dim=2)
+            sees = torch.ones(run.length, num_shared + run.length, dtype=torch.bool).tril_(num_shared)
+            attended[tokens] = self._sdpa(query, key, value, sees).transpose(1, 2).flatten(2).flatten(0, 1)
+        attended[num_shared + runs[-1].stop :] = 0
+        return attended
 
     def _sdpa(self, query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None, is_causal: bool = False) -> Tensor:
         is_grouped = self.num_key_heads != self.num_heads

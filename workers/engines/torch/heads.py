@@ -8,9 +8,11 @@ import torch
 
 from vecd.shm.card import ModelCard
 from vecd.shm.output import Output
+from vecd.workers.engines.torch.logit_head import LogitHead
 from vecd.workers.engines.torch.outputs import Heads
 from vecd.workers.engines.torch.pooling import Head, load_head
 from vecd.workers.engines.torch.score_head import load_score_heads
+from vecd.workers.engines.torch.sparse_head import load_splade
 from vecd.workers.families.description import NotDescribed
 
 
@@ -18,7 +20,11 @@ def load_heads(card: ModelCard, device: torch.device) -> Heads:
     """A function for each of `card.outputs`. Raises ModelError when a file or a tensor of a head is missing or
     misshapen, NotDescribed for a head that no table describes."""
     heads: Heads = dense_heads(load_head(card, device)) if "dense" in card.capabilities else {}
-    if card.score is not None:
+    if card.sparse is not None and not card.sparse.is_lexical:
+        heads[Output.SPARSE] = load_splade(card, device)
+    if card.score is not None and [step.kind for step in card.score.steps] == ["logit"]:
+        heads[Output.SCORES] = LogitHead(card, device)
+    elif card.score is not None:
         heads |= load_score_heads(card, device)
     missing = card.outputs - heads.keys()
     if missing:

@@ -8,7 +8,7 @@ Called by `vecd.workers.engines.torch.build` and `vecd.workers.engines.torch.sel
 import inspect
 import json
 import warnings
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, cast
@@ -35,9 +35,12 @@ DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch
 _FAMILIES_WITH_TOKEN_TYPES = frozenset({"xlnet", "funnel"})
 
 
-def load_model(card: ModelCard, dtype: str, device: torch.device) -> PreTrainedModel:
-    """The model of `card`, in evaluation mode, its weights in `dtype` (a key of DTYPES) on `device`. One for
-    classification has its head; `base_model` is what is in front of that.
+def load_model(
+    card: ModelCard, dtype: str, device: torch.device, classes: Mapping[Any, Any] | None = None
+) -> PreTrainedModel:
+    """The model of `card`, in evaluation mode, its weights in `dtype` (a key of DTYPES) on `device`. `classes`: one of
+    transformers' mappings from the class of a configuration to that of a model with a head; None: with the head of a
+    model for classification, whose `base_model` is what is in front of it, and without that of any other.
 
     On a CPU, weights stored in `dtype` are mapped from the file and shared between workers; others are converted, which
     costs a copy each. Raises ModelError, in one line, when the model cannot be loaded exactly as stored.
@@ -48,7 +51,8 @@ def load_model(card: ModelCard, dtype: str, device: torch.device) -> PreTrainedM
     with _silence():
         try:
             config = _config_of(folder)
-            model, loaded = _load(folder, config, dtype, _class_of(card, config))
+            classes = _heads_of(card) if classes is None else classes
+            model, loaded = _load(folder, _class_of(folder, config, classes), config, dtype)
         except ModelError:
             raise
         except Exception as error:  # transformers and its quantizers raise everything from KeyError to ImportError
@@ -74,7 +78,7 @@ def _config_of(folder: str) -> PretrainedConfig:
 
 
 def _load(
-    folder: str, config: PretrainedConfig, dtype: str, model_class: Any
+    folder: str, model_class: Any, config: PretrainedConfig, dtype: str
 ) -> tuple[PreTrainedModel, dict[str, Any]]:
     arguments: dict[str, Any] = {}
     if "add_pooling_layer" in inspect.signature(model_class.__init__).parameters:
@@ -94,23 +98,17 @@ def _load(
     return model, loaded
 
 
-def _class_of(card: ModelCard, config: PretrainedConfig) -> type[PreTrainedModel]:
-    """The class with the head of a model for classification; else the one that gives hidden states, for a family with
-    encoder and decoder the encoder's."""
-    heads = _heads_of(card)
-    if heads is not None:
-        found: Any = heads.get(type(config), None)
-    else:
-        found = MODEL_FOR_TEXT_ENCODING_MAPPING.get(type(config), None)
-        if found is None and not getattr(config, "is_encoder_decoder", False):
-            found = MODEL_MAPPING.get(type(config), None)
+def _class_of(folder: str, config: PretrainedConfig, classes: Mapping[Any, Any] | None = None) -> type[PreTrainedModel]:
+    """The class in `classes`; or the one that gives hidden states: for a family with encoder and decoder, the
+    encoder's."""
+    found: Any = (MODEL_FOR_TEXT_ENCODING_MAPPING if classes is None else classes).get(type(config), None)
+    if found is None and classes is None and not getattr(config, "is_encoder_decoder", False):
+        found = MODEL_MAPPING.get(type(config), None)
     # A few families have variants, the usual one first.
     model_class = found[0] if isinstance(found, tuple) else found
     if model_class is None:
-        raise ModelError(
-            f"{card.weights_folder}: transformers {transformers.__version__} has no "
-            f"{'encoder' if heads is None else 'classifier'} of type {config.model_type}"
-        )
+        part = "encoder" if classes is None else "such head for a model"
+        raise ModelError(f"{folder}: transformers {transformers.__version__} has no {part} of type {config.model_type}")
     return cast(type[PreTrainedModel], model_class)
 
 

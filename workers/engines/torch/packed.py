@@ -41,11 +41,13 @@ class PackedForward:
         prepack_linears(model)
         self._model = model
         self._device = device
+        self.can_share = device.type == "cpu"
         self._num_token_types = num_token_types(model)
         self._has_segments = has_segments and self._num_token_types > 1
 
     def __call__(self, layout: Layout) -> Tensor:
-        token_ids = to_device(layout.token_ids, self._device)[None]
+        num_shared = layout.prefix.size
+        token_ids = to_device(layout.computed_ids(), self._device)[None]
         arguments: dict[str, Any] = {
             "input_ids": token_ids,
             "position_ids": to_device(self._positions(layout), self._device)[None],
@@ -56,12 +58,14 @@ class PackedForward:
             arguments["token_type_ids"] = to_device(layout.token_types(), self._device)[None]
         elif self._num_token_types:
             arguments["token_type_ids"] = torch.zeros_like(token_ids)
-        with running(layout.runs):
+        with running(layout.runs, num_shared):
             hidden: Tensor = self._model(**arguments).last_hidden_state
-        return hidden[0]
+        return hidden[0, num_shared:]
 
     def _positions(self, layout: Layout) -> NDArray[np.int64]:
         config = self._model.config
         if config.model_type not in POSITIONS_AFTER_PADDING:
-            return layout.offsets()
+            return layout.computed_offsets()
+        if layout.prefix.size:
+            raise PackingError("a shared prefix of tokens that see later ones")  # of RoBERTa's families
         return layout.positions_after(int(config.pad_token_id))

@@ -12,6 +12,7 @@ are evaluated per sequence length, grouped key/value heads are passed on, unknow
 
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
+from dataclasses import replace
 from types import FunctionType
 from typing import Any, TypeAlias
 
@@ -54,22 +55,29 @@ class SequenceMask:
 
     def __init__(self, rule: MaskRule) -> None:
         self._rule = rule
-        self._allowed: dict[int, Tensor | None] = {}
+        self._allowed: dict[tuple[int, int], Tensor | None] = {}
         self._windows: dict[int, Window | None] = {}
 
-    def of_run(self, run: Run, device: torch.device) -> tuple[bool, Tensor | None]:
-        """(is_causal, mask) for SDPA over the sequences of a run; mask is bool [length, length] or None.
+    def of_run(self, run: Run, device: torch.device, num_shared: int = 0) -> tuple[bool, Tensor | None]:
+        """(is_causal, mask) for SDPA over the sequences of a run behind a shared prefix; mask is bool [length,
+        num_shared + length] or None.
 
-        Raises PackingError when the rule depends on more than the distance of two tokens of a sequence.
+        Raises PackingError when the rule depends on more than the distance of two tokens of a sequence, or when tokens
+        of a shared prefix see later ones.
         """
-        if self._rule is bidirectional_mask_function:
-            return False, None
-        if self._rule is causal_mask_function:
-            return run.length > 1, None
-        if run.length not in self._allowed:
-            allowed = self._evaluate(run.length, run.start, device)
-            self._allowed[run.length] = None if bool(allowed.all()) else allowed
-        return False, self._allowed[run.length]
+        if not num_shared:
+            if self._rule is bidirectional_mask_function:
+                return False, None
+            if self._rule is causal_mask_function:
+                return run.length > 1, None
+        key = (num_shared, run.length)
+        if key not in self._allowed:
+            allowed = self._evaluate(num_shared + run.length, run.start, device)
+            if bool(allowed[:num_shared, num_shared:].any()):
+                raise PackingError("a shared prefix of tokens that see later ones")
+            allowed = allowed[num_shared:]
+            self._allowed[key] = None if bool(allowed.all()) else allowed
+        return False, self._allowed[key]
 
     def window(self, longest: Run, device: torch.device) -> Window | None:
         """The rule as a window that holds for sequences up to the length of `longest`; None if it is no window.
@@ -137,8 +145,10 @@ def window_of(allowed: Tensor) -> Window | None:
 class _Pass:
     """The values that all layers of a forward pass share."""
 
-    def __init__(self, runs: Sequence[Run]) -> None:
+    def __init__(self, runs: Sequence[Run], num_shared: int = 0) -> None:
+        """`num_shared`: tokens of a prefix, the first run, which those of all others attend to."""
         self.runs = runs
+        self.num_shared = num_shared
         self.num_tokens = runs[-1].stop if runs else 0
         self._boundaries: Tensor | None = None
 
@@ -162,11 +172,15 @@ A worker has one engine and one thread."""
 
 
 @contextmanager
-def running(runs: Sequence[Run]) -> Iterator[None]:
-    """While inside, models with packed attention compute the tokens of `runs`."""
+def running(runs: Sequence[Run], num_shared: int = 0) -> Iterator[None]:
+    """While inside, models with packed attention compute the tokens of a prefix, if there is one, and of `runs`, which
+    come behind it."""
     global _pass
     assert _pass is _NO_PASS, "forward passes do not nest"
-    _pass = _Pass(runs)
+    if num_shared:
+        behind = [replace(run, start=num_shared + run.start) for run in runs]
+        runs = [Run(start=0, count=1, length=num_shared), *behind]
+    _pass = _Pass(runs, num_shared)
     try:
         yield
     finally:
@@ -220,11 +234,12 @@ def _attend_by_runs(rule: SequenceMask, query: Tensor, key: Tensor, value: Tenso
     _, num_heads, num_tokens, _ = query.shape
     attended = query.new_empty(1, num_tokens, num_heads, value.shape[-1])
     for run in _pass.runs:
-        causal, mask = rule.of_run(run, query.device)
+        num_shared = _pass.num_shared if run.start else 0
+        causal, mask = rule.of_run(run, query.device, num_shared)
         out = scaled_dot_product_attention(
             _sequences(query, run),
-            _sequences(key, run),
-            _sequences(value, run),
+            _behind(key, num_shared, run),
+            _behind(value, num_shared, run),
             attn_mask=mask,
             scale=scaling,
             is_causal=causal,
@@ -238,6 +253,12 @@ def _sequences(tokens: Tensor, run: Run) -> Tensor:
     """The view [count, heads, length, head dim] of one run in [1, heads, T, head dim]."""
     heads = tokens.shape[1]
     return tokens[0, :, run.start : run.stop].view(heads, run.count, run.length, -1).transpose(0, 1)
+
+
+def _behind(tokens: Tensor, num_shared: int, run: Run) -> Tensor:
+    """`_sequences`, with the tokens of the shared prefix before those of each."""
+    own = _sequences(tokens, run)
+    return torch.cat([tokens[:, :, :num_shared].expand(run.count, -1, -1, -1), own], dim=2) if num_shared else own
 
 
 def _attend_at_once(

@@ -50,6 +50,7 @@ class PaddedForward:
         `has_head`: the model gives logits, a row for each sequence or for each token."""
         self.path = "padded" if may_pad else "unpadded"
         self._may_pad = may_pad
+        self.can_share = False
         if model.config._attn_implementation == PACKED_ATTENTION:
             _restore_attention(model)
             restore_linears(model)

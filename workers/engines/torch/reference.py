@@ -1,7 +1,7 @@
 """The rows of the reference model: transformers' own class, in its plain way, on one sequence at a time.
 
-Owns what every engine of a model is compared with, by main output: one function each, in `_REFERENCES`. Called by
-`vecd.workers.engines.torch.selection`.
+Owns the table of what every engine of a model is compared with, by main output, and the logits of classifiers. Called
+by `vecd.workers.engines.torch.selection`.
 """
 
 from collections.abc import Callable
@@ -12,30 +12,42 @@ from numpy.typing import NDArray
 from torch import Tensor
 from transformers import PreTrainedModel
 
+from vecd.shm.card import ModelCard
 from vecd.shm.output import Output
 from vecd.workers.config import WorkerConfig
 from vecd.workers.engine import PackedBatch
 from vecd.workers.engines.parity import vectors_one_by_one
 from vecd.workers.engines.torch.build import Load, build_engine
+from vecd.workers.engines.torch.logit_reference import logit_reference
 from vecd.workers.engines.torch.padded import num_token_types
+from vecd.workers.engines.torch.sparse_reference import sparse_reference
 
 
 def reference_rows(config: WorkerConfig, dtype: str, load: Load, probes: PackedBatch) -> NDArray[np.float32]:
-    """The rows of `probes`, float32 [`probes.num_rows`, row_dim], of the model that `load` gives in `dtype`. Raises
-    what the model raises."""
-    card = config.card
-    make = _REFERENCES.get(card.main_output)
-    if make is None or card.score is None or not card.score.architecture.endswith("Classification"):
-        engine = build_engine(config, "padded", dtype, load)
-        return vectors_one_by_one(engine, probes, card.row_dim)
+    """The rows of `probes`, float32 [`probes.num_rows`, row_dim], of the model in `dtype`. `load` gives it, as for the
+    engines. Raises what the model raises."""
+    make = _REFERENCES.get(config.card.main_output)
+    if make is None:
+        return vectors_one_by_one(build_engine(config, "padded", dtype, load), probes, config.card.row_dim)
+    return make(config.card, dtype, torch.device(config.device), load, probes)
+
+
+def _sparse(card: ModelCard, dtype: str, device: torch.device, load: Load, probes: PackedBatch) -> NDArray[np.float32]:
+    return sparse_reference(card, dtype, device, probes)
+
+
+def _scores(card: ModelCard, dtype: str, device: torch.device, load: Load, probes: PackedBatch) -> NDArray[np.float32]:
+    assert card.score is not None
+    if card.score.architecture.endswith("ForCausalLM"):
+        return logit_reference(card, dtype, device, probes)
     model = load(dtype)
     rows = np.zeros((probes.num_rows, card.row_dim), dtype=np.float32)
     ends = np.cumsum(probes.lengths)
     with torch.inference_mode():
         for index, first_row in enumerate(probes.first_rows):
             ids = probes.token_ids[ends[index] - probes.lengths[index] : ends[index]]
-            border = 0 if probes.borders is None else int(probes.borders[index])
-            made = make(model, ids.astype(np.int64), border if card.has_segments else 0).float().cpu().numpy()
+            border = int(probes.borders[index]) if probes.borders is not None and card.has_segments else 0
+            made = _logits(model, ids.astype(np.int64), border).float().cpu().numpy()
             rows[first_row : first_row + len(made), : made.shape[1]] = made
     return rows
 
@@ -52,9 +64,11 @@ def _logits(model: PreTrainedModel, token_ids: NDArray[np.int64], border: int) -
     return logits.reshape(-1, logits.shape[-1])
 
 
-_REFERENCES: dict[Output, Callable[[PreTrainedModel, NDArray[np.int64], int], Tensor]] = {
-    Output.SCORES: _logits,
-    Output.TOKEN_SCORES: _logits,
+_Reference = Callable[[ModelCard, str, torch.device, Load, PackedBatch], NDArray[np.float32]]
+
+_REFERENCES: dict[Output, _Reference] = {
+    Output.SCORES: _scores,
+    Output.TOKEN_SCORES: _scores,
+    Output.SPARSE: _sparse,
 }
-"""By the main output of a model: its rows for the token ids of one sequence, and the border where it has token types.
-The vectors of any other model are those of the padded path."""
+"""By the main output of a model. The vectors of any other are those of the padded path."""

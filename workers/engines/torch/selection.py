@@ -155,8 +155,9 @@ class _Selector:
         try:
             engine = build_engine(self._config, path, dtype, self._load)
             card = self._config.card
-            vectors = vectors_of(engine, reference.probes(card), card.row_dim)
-            parity = compare(vectors, reference.vectors, card.main_output)
+            probes = reference.probes(card)
+            vectors = vectors_of(engine, probes, card.row_dim)
+            parity = compare(vectors, reference.vectors, probes.span, card.main_output)
         except ModelError:
             raise
         except NotDescribed as error:

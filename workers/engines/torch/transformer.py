@@ -4,19 +4,25 @@ Owns the steps of a batch. A `Forward` computes the hidden states, fused, packed
 vectors into the rows. Called by `vecd.workers.process.loop` through `vecd.workers.engine.Engine`.
 """
 
+import logging
 from collections.abc import Sequence
 from typing import Any, Protocol
 
 import torch
 from torch import Tensor
 
+from vecd.shm.card import one_line
 from vecd.shm.output import Output
 from vecd.shm.views import Rows
 from vecd.workers.engine import Finish, PackedBatch, largest_within
+from vecd.workers.engines.parity import compare
 from vecd.workers.engines.torch.device import open_device
 from vecd.workers.engines.torch.outputs import Heads, rows_of
 from vecd.workers.layout import Layout, arrange
 from vecd.workers.out_of_memory import begin_or_halve
+from vecd.workers.prefix import share_prefix
+
+log = logging.getLogger("vecd.selection")
 
 _CPU = torch.device("cpu")
 
@@ -28,9 +34,11 @@ class Forward(Protocol):
     """Its name, for the operator."""
     num_padding_tokens: int
     """See `Engine.num_padding_tokens`."""
+    can_share: bool
+    """Whether it takes a layout with a prefix."""
 
     def __call__(self, layout: Layout) -> Tensor:
-        """The last layer's hidden states, [T, H], in the layout's order."""
+        """The last layer's hidden states, [T, H], in the layout's order, without those of a prefix."""
 
 
 def powers_of_two(limit: int) -> list[int]:
@@ -50,6 +58,28 @@ class TransformerEngine:
         self.warnings: list[str] = []
         self._thread_choices: Sequence[int] = (1,)
         self._num_threads = 1
+        self._shares_prefixes = False
+
+    def share_prefixes(self, batch: PackedBatch) -> None:
+        """From now on, compute the tokens that all sequences of a batch begin with once, if the hidden states of
+        `batch`, whose sequences share some, are the same so. Its outputs must need the last tokens alone.
+
+        Raises what the model raises without a shared prefix."""
+        layout = arrange(batch)
+        if not self._forward.can_share:
+            return
+        shared = share_prefix(layout)
+        assert shared.prefix.size, "the batch shares no tokens"
+        with torch.inference_mode():
+            expected = self._forward(layout)[torch.from_numpy(layout.offsets() >= shared.prefix.size)]
+            try:
+                found = self._forward(shared)
+            except Exception as error:  # a model may raise anything in a pass that it was not written for
+                log.info("prefixes are not shared: %s", one_line(error))
+                return
+        parity = compare(found.float().cpu().numpy(), expected.float().cpu().numpy())
+        self._shares_prefixes = parity.is_within_bounds(self.facts["dtype"])
+        log.info("prefixes are %sshared: %s", "" if self._shares_prefixes else "not ", parity)
 
     @property
     def num_padding_tokens(self) -> int:
@@ -83,6 +113,8 @@ class TransformerEngine:
 
     def _begin(self, batch: PackedBatch, rows: Rows) -> Finish:
         layout = arrange(batch)
+        if self._shares_prefixes:
+            layout = share_prefix(layout)
         with torch.inference_mode():
             hidden = self._forward(layout)
             if batch.outputs is None:

@@ -35,7 +35,7 @@ class Engine(DummyEngine):
     """Raises what it is told to, once."""
 
     def __init__(self) -> None:
-        super().__init__(DIM, is_normalized=False)  # as the card says
+        super().__init__(CARD)
         self.error: Exception | None = None
 
     def embed(self, batch: PackedBatch, rows: Rows) -> None:
@@ -260,7 +260,7 @@ class Accelerated(DummyEngine):
     """As on an accelerator: the finish writes the rows. What a batch does goes by its first token id."""
 
     def __init__(self) -> None:
-        super().__init__(DIM)
+        super().__init__(CARD)
         self.sockets: list[Any] = []
         self.journal: list[tuple[str, int]] = []
         self.while_beginning: dict[int, Callable[[], Any]] = {}

@@ -25,7 +25,7 @@ from vecd.gateway.encoding.quantization import (
 )
 from vecd.gateway.scheduling.queue import QueuedSequence, RequestQueue
 from vecd.gateway.types.errors import BadRequest
-from vecd.gateway.types.request import Dtype, EmbedRequest, Encoding, Form, Priority, TokenizedInput
+from vecd.gateway.types.request import Collector, Dtype, EmbedRequest, Encoding, Form, Priority, TokenizedInput
 from vecd.shm.card import ModelCard, ModelError
 from vecd.shm.heads import Step
 from vecd.shm.output import Output
@@ -54,7 +54,8 @@ def unit_rows(num_rows: int, dim: int) -> np.ndarray:
     return normalize(np.random.default_rng(num_rows * dim).standard_normal((num_rows, dim), dtype=np.float32))
 
 
-def kept(collector: JsonRows | Matrix) -> list[bytes]:
+def kept(collector: Collector) -> list[bytes]:
+    assert isinstance(collector, JsonRows | Matrix)
     return collector.fragments if isinstance(collector, JsonRows) else [row.tobytes() for row in collector.rows]
 
 
@@ -80,6 +81,7 @@ def decoded_base64(collector: JsonRows | Matrix, form: Form) -> np.ndarray:
 def collected(rows: np.ndarray, form: Form, card: ModelCard | None = None, **fields) -> JsonRows | Matrix:
     encoder = Encoder(card or card_of(rows.shape[1]))
     [collector] = encoder.make_collectors(request_of(len(rows), form, **fields))
+    assert isinstance(collector, JsonRows | Matrix)
     collector.put(0, rows)
     return collector
 

@@ -10,7 +10,7 @@ import orjson
 import pytest
 
 from vecd.gateway.api.dialects.rows import render_rows
-from vecd.gateway.encoding.fragments import Encoder, Matrix
+from vecd.gateway.encoding.fragments import Encoder, JsonRows, Matrix
 from vecd.gateway.encoding.quantization import normalize
 from vecd.gateway.types.request import Dtype, EmbedRequest, Encoding, Form
 from vecd.shm.card import ModelCard
@@ -60,6 +60,7 @@ def test_what_a_snippet_reads_is_the_vector(name, tmp_path, monkeypatch):
         names["body"] = pieces if isinstance(pieces, bytes) else b"".join(pieces)
         expected = _ROWS
     else:
+        assert isinstance(collector, JsonRows)
         names["embedding"] = orjson.loads(collector.fragments[0])
         expected = _ROWS if output is Output.TOKENS else _ROWS[0]
     exec(_SNIPPETS[name], names)

@@ -14,7 +14,9 @@ from vecd.shm.output import Output
 
 _loop = asyncio.new_event_loop()
 BIG = 100_000
-TOKENS = Output.TOKENS
+TOKENS, SPARSE = Output.TOKENS, Output.SPARSE
+SPAN = 2
+"""Rows of a sequence that asks for SPARSE."""
 
 
 class Nowhere:
@@ -48,7 +50,7 @@ class Queue:
 
 def make_sequences(request_queue: RequestQueue, *lengths: int, output=Output.VECTORS) -> list[QueuedSequence]:
     inputs = [TokenizedInput(array("i", [1] * n).tobytes(), n, False) for n in lengths]
-    return [QueuedSequence(request_queue, index, item, output) for index, item in enumerate(inputs)]
+    return [QueuedSequence(request_queue, index, item, output, span=SPAN) for index, item in enumerate(inputs)]
 
 
 def request_queues_of(batch: list[QueuedSequence]) -> list[RequestQueue]:
@@ -110,6 +112,20 @@ def test_a_batch_asks_for_no_more_rows_than_a_slot_has():
     queue.request(4, 4, 4, 10, 1, 9, 9, output=TOKENS)
     assert [[s.num_rows for s in queue.take()] for _ in range(5)] == [[4, 4], [4], [10], [1, 9], [9]]
     assert queue.take() == []
+
+
+def test_an_output_that_spans_rows_takes_all_of_them():
+    queue = Queue(max_rows=5)
+    request_queue = queue.request(1, 1, 1, 1, output=SPARSE)
+    assert queue.policy.queued_rows == 4 * SPAN
+    assert queue.policy.fills(BIG)
+    lost = queue.take()
+    assert [s.num_rows for s in lost] == [SPAN, SPAN]
+    assert not queue.policy.fills(BIG)
+    queue.policy.put_back(lost)
+    assert queue.policy.queued_rows == 4 * SPAN
+    queue.close(request_queue)
+    assert queue.policy.queued_rows == 0
 
 
 def test_rows_of_tokens_and_vectors_share_a_batch():
@@ -735,7 +751,7 @@ class SchedulerMachine(RuleBasedStateMachine):
         super().__init__()
         self.queue = Queue(self.MAX_TOKENS, self.MAX_ROWS, longest=400)
         self.waiting: dict[RequestQueue, list[QueuedSequence]] = {}
-        self.of_tokens: set[RequestQueue] = set()
+        self.outputs: dict[RequestQueue, Output] = {}
         self.isolated: list[list[QueuedSequence]] = []
         self.out: list[list[QueuedSequence]] = []
 
@@ -753,11 +769,12 @@ class SchedulerMachine(RuleBasedStateMachine):
         lengths=st.lists(st.integers(1, MAX_ROWS), min_size=1, max_size=8),
         priority=st.sampled_from(Priority),
         tenant=st.sampled_from("abc"),
+        output=st.sampled_from([TOKENS, SPARSE]),
     )
-    def request_tokens(self, lengths, priority, tenant):
+    def request_many_rows(self, lengths, priority, tenant, output):
         request_queue = RequestQueue(PendingResult(len(lengths) + 8, (Nowhere(),), _loop), priority, tenant=tenant)
         self.waiting[request_queue] = []
-        self.of_tokens.add(request_queue)
+        self.outputs[request_queue] = output
         self.more(request_queue, lengths)
 
     @precondition(lambda self: self.waiting)
@@ -766,9 +783,9 @@ class SchedulerMachine(RuleBasedStateMachine):
         self.more(data.draw(st.sampled_from(list(self.waiting))), lengths)
 
     def more(self, request_queue, lengths):
-        if request_queue in self.of_tokens:
+        output = self.outputs.get(request_queue, Output.VECTORS)
+        if output is TOKENS:
             lengths = [min(length, self.MAX_ROWS) for length in lengths]
-        output = TOKENS if request_queue in self.of_tokens else Output.VECTORS
         sequences = make_sequences(request_queue, *lengths, output=output)
         self.queue.policy.add(request_queue, sequences, self.queue.now)
         self.waiting[request_queue] += sequences

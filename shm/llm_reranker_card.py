@@ -1,0 +1,182 @@
+"""Rerankers that are causal language models: which token means yes, which no, and how a pair is put to them.
+
+Owns the head of a model with sentence-transformers' LogitScore module, the models that are known by name because their
+files do not say that they are rerankers, and the refusal of those that do not score one pair at a time. Reads no file:
+`vecd.shm.card` does, and adds the file to the message of a ValueError. The parts of a chat template are found by
+`vecd.launch.config.pair_template`.
+
+Sources: sentence-transformers 6.2, `LogitScore` and `CrossEncoder`; the model cards of Qwen3-Reranker and of
+bge-reranker-v2-gemma; `mxbai_rerank_v2.py` of mixedbread's package mxbai-rerank.
+"""
+
+import re
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from vecd.shm.heads import SCORE_ACTIVATIONS, PairTemplate, ScoreHead, Step
+
+
+@dataclass(frozen=True, slots=True)
+class _KnownModel:
+    name: re.Pattern[str]
+    """In the path of the folder, or in config.json's own name."""
+    model_type: str
+    yes: str
+    no: str | None
+    template: PairTemplate
+
+
+_KNOWN = (
+    _KnownModel(
+        re.compile(r"qwen3-reranker", re.IGNORECASE),
+        "qwen3",
+        "yes",
+        "no",
+        PairTemplate(
+            before="<|im_start|>system\nJudge whether the Document meets the requirements based on the Query and the "
+            'Instruct provided. Note that the answer can only be "yes" or "no".<|im_end|>\n'
+            "<|im_start|>user\n<Instruct>: {instruction}\n<Query>: ",
+            between="\n<Document>: ",
+            after="<|im_end|>\n<|im_start|>assistant\n<think>\n\n</think>\n\n",
+            instruction="Given a web search query, retrieve relevant passages that answer the query",
+        ),
+    ),
+    _KnownModel(
+        re.compile(r"mxbai-rerank-(base|large)-v2", re.IGNORECASE),
+        "qwen2",
+        "1",
+        "0",
+        PairTemplate(
+            before="<|im_start|>system\nYou are Qwen, created by Alibaba Cloud. You are a helpful assistant."
+            "<|im_end|>\n<|im_start|>user\nquery: ",
+            between="\ndocument: ",
+            after="\nYou are a search relevance expert who evaluates how well documents match search queries. For each "
+            "query-document pair, carefully analyze the semantic relationship between them, then provide your binary "
+            "relevance judgment (0 for not relevant, 1 for relevant).\nRelevance:<|im_end|>\n<|im_start|>assistant\n",
+        ),
+    ),
+    _KnownModel(
+        re.compile(r"bge-reranker-v2-gemma", re.IGNORECASE),
+        "gemma",
+        "Yes",
+        None,
+        PairTemplate(
+            before="<bos>A: ",
+            between="\nB: ",
+            after="\n{instruction}",
+            instruction="Given a query A and a passage B, determine whether the passage contains an answer to the "
+            "query by providing a prediction of either 'Yes' or 'No'.",
+        ),
+    ),
+)
+
+_REFUSED = {
+    "JinaForRanking": "listwise: the score of a document depends on the others of its request",
+    "LayerWiseMiniCPMForCausalLM": "layerwise: its score comes from a layer in the middle, by code of its own",
+    "CostWiseGemmaForCausalLM": "lightweight: it drops layers and tokens on the way, by code of its own",
+}
+"""By architecture: why the model is not served."""
+
+_TIED_BY_DEFAULT = ("gemma", "gemma2", "gemma3_text", "gemma3")
+"""Families whose output layer is their table of embeddings unless config.json says otherwise; of others it is not.
+Source: `tie_word_embeddings` of transformers' classes of settings."""
+
+_CAP_BY_DEFAULT = {"gemma2": 30.0}
+"""`final_logit_softcapping` of the same classes."""
+
+
+def refuse_other_rankings(config: Mapping[str, Any]) -> None:
+    """Raises ValueError for a reranker whose scores are not those of one pair in one pass."""
+    if (architecture := _architecture(config)) in _REFUSED:
+        raise ValueError(f"{architecture} is not supported: {_REFUSED[architecture]}")
+
+
+def is_causal_model(config: Mapping[str, Any]) -> bool:
+    """Whether the first architecture gives logits of the next token."""
+    return _architecture(config).endswith("ForCausalLM")
+
+
+def stated_head(config: Mapping[str, Any], module: Mapping[str, Any], activation: object) -> ScoreHead:
+    """The head of a model with a LogitScore module.
+
+    `config` is config.json, `module` the module's own, `activation` the name of a class in torch.nn, or None. Raises
+    ValueError for ids that are none, and for what is not supported.
+    """
+    if module.get("module_input_name", "causal_logits") != "causal_logits":
+        raise ValueError(f"module_input_name {module['module_input_name']!r} is not supported")
+    ids = [module.get("true_token_id"), module.get("false_token_id")]
+    rows = ids[:1] if ids[1] is None else ids
+    for row in rows:
+        if type(row) is not int or not 0 <= row < config["vocab_size"]:
+            raise ValueError(f"true_token_id and false_token_id must be ids of the vocabulary, not {row!r}")
+    return _head(config, tuple(rows), _activation(activation), None)
+
+
+def known_head(config: Mapping[str, Any], names: str, tokenizer: Mapping[str, Any]) -> ScoreHead:
+    """The head of a causal model that is known by name. `names`: the folder's path and whatever else names the model;
+    `tokenizer`: tokenizer.json. Raises ValueError for an unknown one, and for a vocabulary without its words."""
+    known = _find(config, names)
+    if known is None:
+        raise ValueError(
+            "is a causal language model, and nothing says which tokens mean yes and no: it needs the module LogitScore "
+            "of sentence-transformers, or the name of a known reranker (Qwen3-Reranker, mxbai-rerank-base-v2 or "
+            "-large-v2, bge-reranker-v2-gemma)"
+        )
+    rows = tuple(_token_id(tokenizer, word) for word in (known.yes, known.no) if word is not None)
+    return _head(config, rows, "sigmoid", known.template)
+
+
+def known_template(config: Mapping[str, Any], names: str) -> PairTemplate | None:
+    """How a pair is put to the model, also to its conversion for sequence classification, if its name is known."""
+    known = _find(config, names)
+    return None if known is None else known.template
+
+
+def _architecture(config: Mapping[str, Any]) -> str:
+    names = config.get("architectures")
+    return str(names[0]) if isinstance(names, list) and names else ""
+
+
+def _find(config: Mapping[str, Any], names: str) -> _KnownModel | None:
+    found = (known for known in _KNOWN if known.name.search(names) and known.model_type == config["model_type"])
+    return next(found, None)
+
+
+def _head(
+    config: Mapping[str, Any], rows: tuple[int, ...], activation: str, template: PairTemplate | None
+) -> ScoreHead:
+    model_type = config["model_type"]
+    is_tied = config.get("tie_word_embeddings", model_type in _TIED_BY_DEFAULT)
+    cap = config.get("final_logit_softcapping", _CAP_BY_DEFAULT.get(model_type)) or 0.0
+    tensor = "embed_tokens" if is_tied else "lm_head"
+    return ScoreHead(
+        labels=("LABEL_0",),
+        activation=activation,
+        pooling="lasttoken",
+        steps=(Step("logit", in_dim=int(config["hidden_size"]), out_dim=1, tensor=tensor, rows=rows, cap=float(cap)),),
+        architecture=_architecture(config),
+        pair_template=template,
+    )
+
+
+def _activation(name: object) -> str:
+    """sentence-transformers' own for one score is sigmoid."""
+    if name is None:
+        return "sigmoid"
+    known = str(name).rpartition(".")[2].lower()
+    if not str(name).startswith("torch.nn.") or known not in SCORE_ACTIVATIONS:
+        raise ValueError(f"activation_fn {name!r} is not supported")
+    return known
+
+
+def _token_id(tokenizer: Mapping[str, Any], word: str) -> int:
+    """The id of a word that is one token. Raises ValueError if it is not in the vocabulary."""
+    added = {token["content"]: token["id"] for token in tokenizer.get("added_tokens") or ()}
+    vocab = (tokenizer.get("model") or {}).get("vocab") or {}
+    if isinstance(vocab, list):
+        vocab = {piece[0]: index for index, piece in enumerate(vocab)}
+    found = {**vocab, **added}.get(word)
+    if type(found) is not int:
+        raise ValueError(f"{word!r} is not one token of the vocabulary")
+    return found

@@ -1,0 +1,92 @@
+"""The reading of a model's JSON files, and the error that a broken one raises.
+
+Owns what the readers of every kind of model need (`vecd.shm.card`, `vecd.shm.multi_vector_card`). Knows no kind, and
+reads no tensor.
+"""
+
+import json
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+from typing import Any
+
+
+class ModelError(Exception):
+    """The model cannot be served. The message is one line with the file and its fault."""
+
+
+def one_line(error: Exception) -> str:
+    """The first line of an error, for a ModelError or a warning."""
+    return f"{type(error).__name__}: {str(error).strip() or 'no message'}".splitlines()[0]
+
+
+def read_json(path: Path) -> Any:
+    """Any value. Like the other readers, raises ModelError when the file is missing or not JSON."""
+    try:
+        return json.loads(path.read_text(encoding="utf-8"))
+    except FileNotFoundError:
+        raise ModelError(f"{path}: file missing") from None
+    except (OSError, ValueError, RecursionError) as error:  # ValueError: not UTF-8, not JSON, a number too long
+        raise ModelError(f"{path}: cannot be read: {error}") from None
+
+
+def read_object(path: Path) -> dict[str, Any]:
+    """Raises ModelError for any value but an object, too."""
+    content = read_json(path)
+    if not isinstance(content, dict):
+        raise ModelError(f"{path}: must be a JSON object")
+    return content
+
+
+def read_optional(path: Path) -> dict[str, Any]:
+    """Like `read_object`; empty when there is no such file."""
+    return read_object(path) if path.exists() else {}
+
+
+def positive(config: Mapping[str, Any], names: tuple[str, ...], path: Path) -> int:
+    """The first of `names` that `config`, the content of `path`, has as a positive whole number. Raises ModelError when
+    it has none."""
+    for name in names:
+        value = config.get(name)
+        if isinstance(value, int) and value > 0:
+            return value
+    raise ModelError(f"{path}: {names[0]} is missing or not a positive whole number")
+
+
+def single_file(folder: Path) -> Path:
+    """The weights of a model or module. Refuses any but safetensors."""
+    single = folder / "model.safetensors"
+    if single.is_file():
+        return single
+    pickles = sorted(path.name for pattern in ("*.bin", "*.pt", "*.pth", "*.pkl") for path in folder.glob(pattern))
+    if pickles:
+        raise ModelError(
+            f"{folder}: weights only as pickle ({pickles[0]}), which vecd refuses: loading a pickle runs "
+            "code from the file; convert it to model.safetensors"
+        )
+    exports = sorted(path.name for path in folder.glob("onnx/*.onnx"))
+    of_exports = f"; of exports onnx/model.onnx alone is served, not {exports[0]}" if exports else ""
+    raise ModelError(f"{single}: file missing (the model's weights){of_exports}")
+
+
+def tensor_shapes(path: Path) -> dict[str, list[int]]:
+    """The shape of each tensor of a safetensors file. Reads its header alone. Raises ModelError when that is broken.
+    Source of the format: https://github.com/huggingface/safetensors, "Format"."""
+    try:
+        with path.open("rb") as file:
+            size = int.from_bytes(file.read(8), "little")
+            header = json.loads(file.read(min(size, path.stat().st_size)))
+        tensors = {name: facts["shape"] for name, facts in header.items() if name != "__metadata__"}
+        return {name: [int(length) for length in shape] for name, shape in tensors.items()}
+    except (OSError, ValueError, TypeError, LookupError, AttributeError, RecursionError) as error:
+        raise ModelError(f"{path}: cannot be read: {error}") from None
+
+
+def token_ids(tokenizer: Mapping[str, Any]) -> Iterator[tuple[str, int]]:
+    """The tokens of a fast tokenizer, `tokenizer` being the content of its file, and their ids. Raises TypeError,
+    ValueError, AttributeError or LookupError when it is something else."""
+    vocab = (tokenizer.get("model") or {}).get("vocab") or {}
+    if isinstance(vocab, list):  # Unigram has a list of pieces, other models an object of ids
+        yield from ((str(piece[0]), index) for index, piece in enumerate(vocab))
+    else:
+        yield from vocab.items()
+    yield from ((token["content"], token["id"]) for token in tokenizer.get("added_tokens") or ())

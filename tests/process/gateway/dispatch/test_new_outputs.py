@@ -1,0 +1,296 @@
+"""Scores, sparse vectors and vectors of tokens, from a request through a worker's socket and back.
+
+The worker is the real loop with the dummy engine, whose rows depend on token ids, order and border: whatever is lost or
+taken for another's shows.
+"""
+
+import asyncio
+import os
+import threading
+from array import array
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
+from dataclasses import replace
+from functools import cache
+from typing import Any
+
+import numpy as np
+import pytest
+from numpy.typing import NDArray
+
+from tests.support.cards import (
+    CLASSIFIER,
+    DENSE,
+    HYBRID,
+    LEXICAL,
+    MULTI_VECTOR,
+    RERANKER,
+    SPARSE,
+    TOKEN_CLASSIFIER,
+)
+from tests.support.dispatching import DEADLINE_S, Bench, running_bench
+from vecd.gateway import pipeline
+from vecd.gateway.admission.admission import Admission
+from vecd.gateway.admission.principals import Principal
+from vecd.gateway.dispatch import delivery
+from vecd.gateway.encoding.fragments import Matrix
+from vecd.gateway.encoding.hybrid import HybridRows
+from vecd.gateway.encoding.scores import ScoreRows
+from vecd.gateway.encoding.sparse import SparseRows
+from vecd.gateway.encoding.token_rows import TokenRows
+from vecd.gateway.pipeline import Pipeline
+from vecd.gateway.types.config import GatewayConfig
+from vecd.gateway.types.errors import BadRequest, ServerError, TooManyRequests
+from vecd.gateway.types.request import Chunk, Embedded, EmbedRequest, Encoding, Form, TokenIds, TokenizedInput
+from vecd.gateway.types.timeline import RequestTimeline
+from vecd.launch.config.plan import make_plan
+from vecd.launch.config.settings import load_settings
+from vecd.shm.arena import ArenaSpec, create_arena
+from vecd.shm.card import ModelCard
+from vecd.shm.control import Channel
+from vecd.shm.output import Output
+from vecd.shm.shared_metrics import Counter
+from vecd.shm.views import Rows, map_arena
+from vecd.shm.wire import Incarnation
+from vecd.workers.engine import Finish, PackedBatch
+from vecd.workers.engines.dummy import DummyEngine, dummy_rows
+from vecd.workers.process.loop import Loop, connected
+
+BAD = 13
+"""The token of a sequence whose first float is not a number."""
+MATRIX = Form(Encoding.BYTES)
+
+
+class FaultyEngine(DummyEngine):
+    def begin(self, batch: PackedBatch, rows: Rows) -> Finish:
+        finish = super().begin(batch, rows)
+        starts = np.cumsum(batch.lengths) - batch.lengths
+        rows[batch.first_rows[batch.token_ids[starts] == BAD], 0] = np.nan
+        return finish
+
+
+class IdsWithBorder:
+    """A tokenizer of what is tokenized already: an input is its border and its token ids; one whose border is below 0
+    is split in two."""
+
+    def tokenize_now(self, inputs: list[list[int]], tokenizing: object) -> list[TokenizedInput]:
+        return [self._tokenized(border, ids) for border, *ids in inputs]
+
+    def _tokenized(self, border: int, ids: list[int]) -> TokenizedInput:
+        token_ids = array("i", ids).tobytes()
+        chunks = (Chunk(token_ids, len(ids), 1),) * 2 if border < 0 else ()
+        return TokenizedInput(token_ids, len(ids), False, border=max(0, border), chunks=chunks)
+
+
+@cache
+def planned_config() -> GatewayConfig:
+    """What a gateway is told, of the bundled model."""
+    return make_plan(load_settings(["--port", "0"])).gateway
+
+
+class Served:
+    """A model behind a pipeline, a dispatcher and one worker."""
+
+    def __init__(self, bench: Bench, card: ModelCard) -> None:
+        self.bench = bench
+        self.card = card
+        config = replace(planned_config(), card=card, arena=bench.spec, request_timeout_s=DEADLINE_S, max_tokens=16)
+        tokenizer: Any = IdsWithBorder()
+        self._pipeline = Pipeline(
+            config,
+            admission=Admission(max_requests=100, max_wait_s=60, policy=bench.policy, workers=bench.dispatcher),
+            tokenizer=tokenizer,
+            policy=bench.policy,
+            dispatcher=bench.dispatcher,
+            shared_metrics=bench.shared_metrics,
+        )
+
+    def ask(self, output: Output, *inputs: list[int], **fields: Any) -> asyncio.Task[Embedded]:
+        ids: list[TokenIds] = list(inputs)
+        request = EmbedRequest(ids, output=output, **fields)
+        timeline = RequestTimeline()
+        timeline.arrived_at = asyncio.get_running_loop().time()
+        return asyncio.ensure_future(self._pipeline.embed(request, 10, timeline, Principal("a")))
+
+    def rows(self, output: Output, border: int, *ids: int) -> NDArray[np.float32]:
+        """What the worker computes for one input: [1 or T, width]."""
+        borders = np.array([border], dtype=np.int32)
+        batch = PackedBatch(np.array([len(ids)], dtype=np.int32), np.array(ids, dtype=np.int32), borders=borders)
+        return dummy_rows(output, batch, self.card)
+
+
+@asynccontextmanager
+async def served(card: ModelCard, *, rows_per_slot: int = 8) -> AsyncIterator[Served]:
+    spec = ArenaSpec(num_slots=2, rows_per_slot=rows_per_slot, dim=card.row_dim)
+    widths = {output: output.width_of(card) for output in Output}
+    async with running_bench(spec=spec, widths=widths) as bench:
+        who = Incarnation(0, 1)
+        fd = create_arena(spec)
+        supervisor, theirs = Channel.pair()
+
+        def live() -> None:
+            with connected([bench.address_fd], who) as sockets:
+                Loop(sockets, theirs, FaultyEngine(card), map_arena(fd, spec, writable=True), spec, card).run()
+
+        thread = threading.Thread(target=live)
+        thread.start()
+        try:
+            bench.dispatcher.worker_up(who, map_arena(fd, spec, writable=False)[0], {})
+            yield Served(bench, card)
+            assert bench.stuck == []
+        finally:
+            supervisor.close()
+            await asyncio.to_thread(thread.join, DEADLINE_S)
+            theirs.close()
+            os.close(fd)
+            assert not thread.is_alive()
+
+
+def collector_of(embedded: Embedded) -> Any:
+    [collector] = embedded.collectors
+    return collector
+
+
+async def test_scores_are_those_of_each_pair_and_its_border():
+    inputs = [[0, 1, 2, 3], [1, 1, 2, 3], [2, 1, 2, 3], [0, 7], [1, 1, 2, 3]]
+    async with served(CLASSIFIER) as model:
+        embedded = await model.ask(Output.SCORES, *inputs)
+        collector = collector_of(embedded)
+        assert isinstance(collector, ScoreRows)
+        assert np.array_equal(collector.logits, np.vstack([model.rows(Output.SCORES, *each) for each in inputs]))
+        assert len({row.tobytes() for row in collector.logits}) == 4, "a border is a part of the input"
+        assert embedded.token_ids == ()
+
+
+async def test_identical_pairs_are_computed_once_and_no_others():
+    async with served(RERANKER) as model:
+        requests = [model.ask(Output.SCORES, [1, 1, 2, 3], [2, 1, 2, 3]) for _ in range(3)]
+        rows = [collector_of(await request).logits for request in requests]
+        expected = np.vstack([model.rows(Output.SCORES, border, 1, 2, 3) for border in (1, 2)])
+        assert all(np.array_equal(each, expected) for each in rows)
+        assert model.bench.shared_metrics.total(Counter.COALESCED) == 4
+
+
+@pytest.mark.parametrize("floats_per_turn", [1, 5000, delivery._FLOATS_PER_TURN])
+@pytest.mark.parametrize("rows_per_slot", [3, 8])
+async def test_sparse_vectors_span_rows_and_come_whole(rows_per_slot: int, floats_per_turn: int, monkeypatch):
+    """Three rows each, of 1,024 floats: one or two in a batch."""
+    monkeypatch.setattr(delivery, "_FLOATS_PER_TURN", floats_per_turn)
+    inputs = [[0, n, n + 1] for n in range(20, 29)]
+    async with served(SPARSE, rows_per_slot=rows_per_slot) as model:
+        first, second = model.ask(Output.SPARSE, *inputs[:5]), model.ask(Output.SPARSE, *inputs[5:])
+        vectors = []
+        for embedded in (await first, await second):
+            collector = collector_of(embedded)
+            assert isinstance(collector, SparseRows)
+            vectors += collector.vectors
+        for (indices, weights), (border, *ids) in zip(vectors, inputs, strict=True):
+            [expected] = model.rows(Output.SPARSE, border, *ids)
+            assert np.array_equal(indices, np.flatnonzero(expected))
+            assert np.array_equal(weights, expected[indices])
+        assert model.bench.policy.queued_rows == 0
+
+
+async def test_a_sparse_vector_that_is_not_finite_fails_its_own_request_only():
+    async with served(SPARSE) as model:
+        sick, well = model.ask(Output.SPARSE, [0, 1], [0, BAD]), model.ask(Output.SPARSE, [0, 2], [0, 3])
+        with pytest.raises(ServerError, match=r"not finite for 'input\[1\]'"):
+            await sick
+        assert len(collector_of(await well).vectors) == 2
+
+
+async def test_a_score_that_is_not_finite_fails_its_own_request_only():
+    async with served(CLASSIFIER) as model:
+        sick, well = model.ask(Output.SCORES, [0, 1], [0, BAD]), model.ask(Output.SCORES, [0, 2])
+        with pytest.raises(ServerError, match=r"not finite for 'input\[1\]'"):
+            await sick
+        assert np.array_equal(collector_of(await well).logits, model.rows(Output.SCORES, 0, 2))
+
+
+@pytest.mark.parametrize("floats_per_turn", [1, 20, delivery._FLOATS_PER_TURN])
+async def test_all_outputs_of_a_model_with_three_kinds_go_in_one_batch(floats_per_turn: int, monkeypatch):
+    """Its rows are wider than its vectors, of which the first floats alone are delivered."""
+    monkeypatch.setattr(delivery, "_FLOATS_PER_TURN", floats_per_turn)
+    inputs = [[0, 0, 11, 12, 11, 2], [2, 0, 15, 2]]
+    outputs = (Output.HYBRID, Output.VECTORS, Output.TOKEN_VECTORS, Output.LEXICAL)
+    async with served(HYBRID, rows_per_slot=32) as model:
+        tasks = [model.ask(output, *inputs, forms=(MATRIX,)) for output in outputs]
+        hybrid, vectors, tokens, lexical = [await task for task in tasks]
+        dense = np.vstack([model.rows(Output.VECTORS, *each) for each in inputs])
+        by_token = [model.rows(Output.HYBRID, *each) for each in inputs]
+        collector = collector_of(hybrid)
+        assert isinstance(collector, HybridRows)
+        assert np.array_equal(collector.dense, dense)
+        assert isinstance(collector_of(vectors), Matrix)
+        assert np.array_equal(collector_of(vectors).rows, dense)
+        for rows in (collector.tokens, collector_of(tokens)):
+            assert isinstance(rows, TokenRows)
+            assert all(
+                np.array_equal(found, expected[1:, :-1])
+                for found, expected in zip(rows.matrices, by_token, strict=True)
+            )
+        for sparse in (collector.sparse, collector_of(lexical)):
+            assert isinstance(sparse, SparseRows)
+            for (indices, weights), (_, *ids), expected in zip(sparse.vectors, inputs, by_token, strict=True):
+                largest = {each: max(expected[np.array(ids) == each, -1]) for each in set(ids) - {0, 2}}
+                assert dict(zip(indices.tolist(), weights, strict=True)) == {k: v for k, v in largest.items() if v > 0}
+        assert [ids.tolist() for ids in hybrid.token_ids] == [ids for _, *ids in inputs]
+        assert vectors.token_ids == ()
+
+
+async def test_vectors_alone_are_cut_to_their_length():
+    async with served(HYBRID) as model:
+        embedded = await model.ask(Output.VECTORS, [0, 1, 2], [0, 3], forms=(MATRIX,))
+        expected = np.vstack([model.rows(Output.VECTORS, 0, *ids) for ids in ((1, 2), (3,))])
+        assert np.array_equal(collector_of(embedded).rows, expected)
+
+
+@pytest.mark.parametrize(
+    ("card", "output", "dropped"),
+    [(TOKEN_CLASSIFIER, Output.TOKEN_SCORES, ()), (MULTI_VECTOR, Output.TOKEN_VECTORS, (5, 9))],
+)
+async def test_rows_of_tokens_come_as_matrices(card: ModelCard, output: Output, dropped: tuple[int, ...], monkeypatch):
+    monkeypatch.setattr(delivery, "_FLOATS_PER_TURN", 2 * card.row_dim)
+    inputs = [[3, 1, 5, 7, 5, 9], [0, 4], [1, 2, 3]]
+    async with served(card) as model:
+        embedded = await model.ask(output, *inputs)
+        collector = collector_of(embedded)
+        assert isinstance(collector, TokenRows)
+        for matrix, (border, *ids) in zip(collector.matrices, inputs, strict=True):
+            assert np.array_equal(matrix, model.rows(output, border, *ids)[~np.isin(ids, dropped)])
+        assert [ids.tolist() for ids in embedded.token_ids] == [ids for _, *ids in inputs]
+
+
+@pytest.mark.parametrize(("card", "output"), [(CLASSIFIER, Output.SCORES), (SPARSE, Output.SPARSE)])
+async def test_scores_and_sparse_vectors_have_no_mean(card: ModelCard, output: Output):
+    async with served(card) as model:
+        with pytest.raises(BadRequest, match=r"'input\[1\]' has 2 tokens: .* at most 16, which are not split"):
+            await model.ask(output, [0, 1], [-1, 1, 2])
+        embedded = await model.ask(output, [0, 1], [0, 2])
+        assert embedded.num_tokens == 2
+
+
+@pytest.mark.parametrize(
+    ("card", "output", "num_floats"), [(LEXICAL, Output.LEXICAL, 5), (HYBRID, Output.HYBRID, 5 * 7)]
+)
+async def test_the_floats_of_a_response_are_as_many_as_the_output_has(
+    card: ModelCard, output: Output, num_floats: int, monkeypatch
+):
+    monkeypatch.setattr(pipeline, "_MAX_TOKEN_FLOATS", num_floats)
+    monkeypatch.setattr(pipeline, "_MAX_RUNNING_TOKEN_FLOATS", 2 * num_floats - 1)
+    async with served(card, rows_per_slot=16) as model:
+        await model.ask(output, [0, 1, 2, 3], [0, 4, 5])
+        with pytest.raises(BadRequest, match=r"have 6 tokens or more: .* at most 5 in a request"):
+            await model.ask(output, [0, 1, 2, 3], [0, 4, 5, 6])
+        both = model.ask(output, [0, 1, 2, 3, 4, 5]), model.ask(output, [0, 1, 2, 3, 4, 5])
+        results = await asyncio.gather(*both, return_exceptions=True)
+        assert [type(result) for result in results] == [Embedded, TooManyRequests]
+        await model.ask(output, [0, 1, 2, 3, 4, 5])
+
+
+async def test_dense_vectors_of_bordered_sequences_depend_on_the_border():
+    async with served(DENSE) as model:
+        inputs = [[0, 1, 2, 3], [1, 1, 2, 3]]
+        embedded = await model.ask(Output.VECTORS, *inputs, forms=(MATRIX,))
+        expected = np.vstack([model.rows(Output.VECTORS, *each) for each in inputs])
+        assert np.array_equal(collector_of(embedded).rows, expected)

@@ -1,0 +1,149 @@
+"""How a chat template becomes the parts of a pair's text. It is rendered in a process of its own."""
+
+import json
+from collections.abc import Callable
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from vecd.launch.config.pair_template import with_pair_template
+from vecd.shm.card import ModelCard, ModelError
+from vecd.shm.heads import PairTemplate, ScoreHead
+
+QUERY = '{{ messages | selectattr("role", "eq", "query") | map(attribute="content") | first }}'
+DOCUMENT = QUERY.replace('"query"', '"document"')
+SYSTEM = (
+    '{{ messages | selectattr("role", "eq", "system") | map(attribute="content") | first | default("Find passages") }}'
+)
+
+
+@pytest.fixture
+def card(tmp_path: Path) -> Callable[..., ModelCard]:
+    """The card of a causal reranker whose folder has a chat template, and nothing else that matters."""
+
+    def make(template: str | None = None, config: dict[str, Any] | None = None, **files: Any) -> ModelCard:
+        head = ScoreHead(("LABEL_0",), "sigmoid", "lasttoken", architecture="Qwen3ForSequenceClassification")
+        files = {"config": {"model_type": "qwen3", **(config or {})}, "tokenizer": {}, **files}
+        for name, content in files.items():
+            (tmp_path / f"{name}.json").write_text(json.dumps(content))
+        if template is not None:
+            (tmp_path / "chat_template.jinja").write_text(template)
+        return ModelCard(
+            folder=str(tmp_path), weights_folder=str(tmp_path), model_type="qwen3", hidden_size=8, dim=1, max_tokens=9,
+            vocab_size=9, pooling=("lasttoken",), steps=(), lowercase=False, prompt="", capabilities=("rerank",),
+            num_labels=1, score=head,
+        )  # fmt: skip
+
+    return make
+
+
+def template_of(card: ModelCard) -> PairTemplate | None:
+    made = with_pair_template(card)
+    assert made.score is not None
+    assert (made.prompt, made.prompts) == ("", ())
+    return made.score.pair_template
+
+
+def test_the_parts_are_what_stands_around_the_texts(card: Callable[..., ModelCard]) -> None:
+    found = template_of(card(f"<s>\n<Q>: {QUERY}\n<D>: {DOCUMENT}</s>\n\n"))
+    assert found == PairTemplate("<s>\n<Q>: ", "\n<D>: ", "</s>\n")
+
+
+def test_special_tokens_may_be_named(card: Callable[..., ModelCard]) -> None:
+    found = template_of(card(f"{{{{ bos_token }}}}{QUERY}|{DOCUMENT}", tokenizer_config={"bos_token": "<bos>"}))
+    assert found == PairTemplate("<bos>", "|", "")
+
+
+@pytest.mark.parametrize(
+    ("template", "parts"),
+    [
+        (f"[{SYSTEM}] {QUERY} / {DOCUMENT} .", ("[{instruction}] ", " / ", " .")),
+        (f"{QUERY} / {DOCUMENT} . {SYSTEM}!", ("", " / ", " . {instruction}!")),
+        (f"{QUERY} ({SYSTEM}) {DOCUMENT} .", ("", " ({instruction}) ", " .")),
+    ],
+)
+def test_the_system_s_message_is_the_instruction(
+    template: str, parts: tuple[str, str, str], card: Callable[..., ModelCard]
+) -> None:
+    assert template_of(card(template)) == PairTemplate(*parts, "Find passages")
+
+
+def test_the_model_s_prompt_is_the_default_instruction(card: Callable[..., ModelCard]) -> None:
+    prompted = replace(card(f"[{SYSTEM}] {QUERY} / {DOCUMENT} ."), prompt="Find code", prompts=(("x", "Find code"),))
+    assert template_of(prompted) == PairTemplate("[{instruction}] ", " / ", " .", "Find code")
+
+
+def test_an_optional_instruction_has_no_default(card: Callable[..., ModelCard]) -> None:
+    optional = '{% if messages[0]["role"] == "system" %}{{ messages[0]["content"] }} and {% endif %}'
+    source = f"{optional}{QUERY} / {DOCUMENT}"
+    assert template_of(card(source)) == PairTemplate("", " / ", "")
+    assert template_of(replace(card(source), prompt="Find")) == PairTemplate("{instruction} and ", " / ", "", "Find")
+
+
+def test_variables_of_sentence_transformers_reach_the_template(card: Callable[..., ModelCard]) -> None:
+    settings = {"processing_kwargs": {"chat_template": {"add_generation_prompt": True, "restore_suffix": False}}}
+    source = f"{QUERY}|{DOCUMENT}{{% if add_generation_prompt %}}<a>{{% endif %}}"
+    assert template_of(card(source, sentence_bert_config=settings)) == PairTemplate("", "|", "<a>")
+
+
+def test_contents_in_parts_are_found(card: Callable[..., ModelCard]) -> None:
+    source = "{% for m in messages %}<{{ m.role }}>{{ m.content[0].text }}{% endfor %}"
+    assert template_of(card(source)) == PairTemplate("<query>", "<document>", "")
+
+
+@pytest.mark.parametrize(
+    ("template", "reason"),
+    [
+        (QUERY.replace("first", "first | trim") + DOCUMENT, "changes the query or the document"),
+        (QUERY + DOCUMENT.replace("first", "first | e"), "changes the query or the document"),
+        (QUERY + DOCUMENT.replace("first", "first | upper"), "does not render one 'query'"),
+        (DOCUMENT + QUERY, "does not render one 'query' and behind it one 'document'"),
+        (QUERY + QUERY + DOCUMENT, "does not render one 'query'"),
+        (QUERY, "does not render one 'query'"),
+        ("{% for m in messages %}{% if m.role == 'user' %}{{ m.content }}{% endif %}{% endfor %}", "does not render"),
+        (QUERY + "{instruction}" + DOCUMENT, r"contains \{instruction\}"),
+        ("{{ raise_exception('roles must alternate') }}", "refuses the conversation: roles must alternate"),
+        (
+            "{% for a in range(99999999) %}{% for b in range(99999999) %}x{% endfor %}{% endfor %}",
+            "fails on|takes more",
+        ),
+        ("{{ 1", "cannot be compiled"),
+        (None, "there is no chat template"),
+    ],
+)
+def test_a_template_that_is_none_for_pairs_is_refused(
+    template: str | None, reason: str, card: Callable[..., ModelCard]
+) -> None:
+    with pytest.raises(ModelError, match=reason) as refused:
+        with_pair_template(card(template))
+    assert "add a chat_template.jinja" in str(refused.value)
+
+
+def test_a_known_name_stands_in_for_a_template_of_conversations(card: Callable[..., ModelCard]) -> None:
+    template = "{% for m in messages if m.role == 'user' %}{{ m.content }}{% endfor %}"
+    found = template_of(card(template, {"_name_or_path": "tomaarsen/Qwen3-Reranker-0.6B-seq-cls"}))
+    assert found is not None
+    assert found.instruction == "Given a web search query, retrieve relevant passages that answer the query"
+
+
+@pytest.mark.parametrize(
+    "processor",
+    [
+        {"type": "TemplateProcessing", "pair": [{"Sequence": {}}, {"SpecialToken": {}}, {"Sequence": {}}]},
+        {"type": "Sequence", "processors": [{"type": "ByteLevel"}, {"type": "RobertaProcessing"}]},
+    ],
+)
+def test_the_tokenizer_s_own_template_is_enough(processor: dict[str, Any], card: Callable[..., ModelCard]) -> None:
+    found = card(None, tokenizer={"post_processor": processor})
+    assert with_pair_template(found) is found
+
+
+@pytest.mark.parametrize("change", [{"pooling": "cls"}, {"pair_template": PairTemplate("a", "b", "c")}])
+def test_other_models_need_none(change: dict[str, Any], card: Callable[..., ModelCard]) -> None:
+    given = card(None)
+    assert given.score is not None
+    given = replace(given, score=replace(given.score, **change))
+    assert with_pair_template(given) == given
+    assert with_pair_template(replace(given, score=None)).score is None

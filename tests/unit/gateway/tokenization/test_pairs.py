@@ -1,0 +1,292 @@
+"""Sequences of pairs are those of the library, which transformers and sentence-transformers call."""
+
+import asyncio
+from collections.abc import Callable, Generator, Iterator
+from dataclasses import replace
+from pathlib import Path
+from unittest import mock
+
+import numpy as np
+import pytest
+import tokenizers
+from hypothesis import HealthCheck, example, given, settings
+from hypothesis import strategies as st
+
+from tests.support import tiny_tokenizers
+from vecd.gateway.tokenization import text_tokens
+from vecd.gateway.tokenization.pairs import pair_frame_of
+from vecd.gateway.tokenization.tokenizer import PLAIN, Tokenizer
+from vecd.gateway.types.errors import BadRequest, InputTooLong
+from vecd.gateway.types.request import Overflow, Pair, TokenizedInput, Tokenizing
+from vecd.shm.card import ModelCard, read_card
+
+KINDS: dict[str, Callable[[], tokenizers.Tokenizer]] = {
+    "bert": tiny_tokenizers.bert,
+    "roberta": tiny_tokenizers.roberta,
+    "xlm_roberta": tiny_tokenizers.xlm_roberta,
+    "qwen": tiny_tokenizers.qwen,
+    "gemma": tiny_tokenizers.gemma,
+    "repeating": tiny_tokenizers.repeating,
+}
+WORDS = [
+    "a",
+    "fox",
+    "Hello",
+    "1234.5",
+    "中文",
+    "naïve",
+    "😀",
+    "[SEP]",
+    "<mask>",
+    "</s>",
+    "<|im_end|>",
+    " ",
+    "\n",
+    ",",
+    "!",
+]
+texts = st.one_of(
+    st.lists(st.sampled_from(WORDS), max_size=30).map(" ".join),
+    st.text(st.characters(exclude_categories=["Cs"]), max_size=40),
+)
+
+
+@pytest.fixture(params=KINDS)
+def library(request) -> tokenizers.Tokenizer:
+    return KINDS[request.param]()
+
+
+@pytest.fixture
+def card_of(minilm_folder: Path, tmp_path: Path) -> Callable[[tokenizers.Tokenizer], ModelCard]:
+    def make(library: tokenizers.Tokenizer) -> ModelCard:
+        library.save(str(tmp_path / "tokenizer.json"))
+        return replace(read_card(minilm_folder), tokenizer_file=str(tmp_path / "tokenizer.json"))
+
+    return make
+
+
+@pytest.fixture
+def make(card_of) -> Iterator[Callable[..., Tokenizer]]:
+    made: list[Tokenizer] = []
+
+    def make_one(library: tokenizers.Tokenizer, max_tokens: int = 64, **options) -> Tokenizer:
+        made.append(Tokenizer(card_of(library), max_tokens, "auto", **options))
+        return made[-1]
+
+    yield make_one
+    for tokenizer in made:
+        tokenizer.threads.close()
+
+
+def tokenize(tokenizer: Tokenizer, pairs: list[Pair], how: Tokenizing = PLAIN) -> list[TokenizedInput]:
+    """In runs, and at once if that is possible, which gives the same."""
+
+    async def main() -> list[TokenizedInput]:
+        return [item async for run in tokenizer.tokenize(pairs, how) for item in run]
+
+    together = asyncio.run(main())
+    assert tokenizer.tokenize_now(pairs, how) in (None, together)
+    return together
+
+
+def ids(item: TokenizedInput) -> list[int]:
+    return np.frombuffer(item.token_ids, "<i4").tolist()
+
+
+def types(item: TokenizedInput) -> list[int]:
+    border = item.border or item.num_tokens
+    return [0] * border + [1] * (item.num_tokens - border)
+
+
+def assert_as_library(library: tokenizers.Tokenizer, pair: Pair, item: TokenizedInput, num_all: int) -> None:
+    encoding = library.encode(*pair)
+    assert ids(item) == encoding.ids
+    assert item.num_tokens == len(encoding)
+    assert item.is_truncated == (num_all > len(encoding))
+    if encoding.type_ids[:1] != [1]:
+        assert types(item) == encoding.type_ids
+
+
+@pytest.mark.parametrize("max_tokens", [5, 8, 9, 16, 64])
+def test_a_pair_is_what_the_library_makes_of_it(library, make, max_tokens):
+    whole = tokenizers.Tokenizer.from_str(library.to_str())
+    ours = make(library, max_tokens)
+    library.enable_truncation(max_tokens)
+
+    @settings(deadline=None, max_examples=40, suppress_health_check=[HealthCheck.too_slow])
+    @given(texts, st.lists(texts, min_size=1, max_size=4))
+    @example("a", [""])
+    @example("", ["a b"])
+    @example("a " * 30, ["a " * 29, "a " * 30, "a " * 31, "a"])
+    @example("a " * 3, ["a " * 1000])
+    def check(query: str, documents: list[str]) -> None:
+        pairs = [Pair(query, document) for document in documents if query or document]
+        if not pairs or (not library.num_special_tokens_to_add(True) and not all(len(whole.encode(*p)) for p in pairs)):
+            return
+        for pair, item in zip(pairs, tokenize(ours, pairs), strict=True):
+            assert_as_library(library, pair, item, len(whole.encode(*pair)))
+
+    check()
+
+
+@pytest.mark.parametrize("max_tokens", [6, 9, 16])
+@pytest.mark.parametrize("piece_chars", [40, text_tokens._PIECE_CHARS])
+def test_a_pair_cut_on_the_left_keeps_both_ends(library, make, max_tokens, piece_chars):
+    sizes = {"_PIECE_CHARS": piece_chars, "_LEAST_PIECE_CHARS": 5, "_CHARS_PER_EXPECTED_TOKEN": 2}
+    ours = make(library, max_tokens)
+    whole = tokenizers.Tokenizer.from_str(library.to_str())
+    library.enable_truncation(max_tokens, direction="left")
+    how = Tokenizing(overflow=Overflow.TRUNCATE_LEFT)
+    with mock.patch.multiple(text_tokens, **sizes):
+        for num_query in (1, 4, 7, 20):
+            for num_document in (1, 4, 7, 20, 200):
+                pair = Pair("a fox, " * num_query, "b dog. " * num_document)
+                [item] = tokenize(ours, [pair], how)
+                assert_as_library(library, pair, item, len(whole.encode(*pair)))
+
+
+def test_the_real_tokenizer_makes_the_pairs_of_transformers(minilm_folder):
+    transformers = pytest.importorskip("transformers")
+    reference = transformers.AutoTokenizer.from_pretrained(minilm_folder)
+    ours = Tokenizer(read_card(minilm_folder), 24, "auto")
+    pairs = [Pair("what is " * a, "the answer, " * b) for a in (0, 1, 5, 10, 11, 40) for b in (0, 1, 5, 7, 11, 300)]
+    expected = reference([list(pair) for pair in pairs], truncation="longest_first", max_length=24)
+    for index, item in enumerate(tokenize(ours, pairs)):
+        assert (ids(item), types(item)) == (expected["input_ids"][index], expected["token_type_ids"][index])
+    ours.threads.close()
+
+
+def test_frames_are_learnt_from_the_template():
+    assert pair_frame_of(tiny_tokenizers.bert()) == ([2], [3], [3], 1)
+    assert pair_frame_of(tiny_tokenizers.roberta()) == ([0], [1, 1], [1], None)
+    assert pair_frame_of(tiny_tokenizers.qwen()) == ([], [], [], 0)
+    assert pair_frame_of(tiny_tokenizers.repeating()) is None
+
+
+def test_each_query_is_tokenized_once(make, monkeypatch):
+    ours = make(tiny_tokenizers.bert(), 64)
+    seen: list[str] = []
+    plain = ours._texts.first_steps
+
+    def spy(given: list[str], prompt: str, num: int) -> Generator[None, None, list[list[int]]]:
+        seen.extend(given)
+        return plain(given, prompt, num)
+
+    monkeypatch.setattr(ours._texts, "first_steps", spy)
+    pairs = [Pair("the lazy query", f"document {n} " * 20) for n in range(200)]
+
+    async def main() -> list[int]:
+        return [len(run) async for run in ours.tokenize(pairs)]
+
+    assert len(asyncio.run(main())) > 3  # runs
+    assert seen.count("the lazy query") == 1
+    assert len(seen) == 201
+
+
+def test_of_a_long_document_only_the_beginning_is_tokenized(make, monkeypatch):
+    ours = make(tiny_tokenizers.bert(), 64)
+    num_chars: list[int] = []
+    plain = ours._texts.ids
+
+    def spy(given: list[str]) -> list[list[int]]:
+        num_chars.append(sum(map(len, given)))
+        return plain(given)
+
+    monkeypatch.setattr(ours._texts, "ids", spy)
+    [item] = tokenize(ours, [Pair("a fox", "b " * 500_000)])
+    assert (item.num_tokens, item.is_truncated) == (64, True)
+    assert sum(num_chars) < 2000
+
+
+@pytest.mark.parametrize("kind", ["bert", "repeating"])
+def test_limits_of_the_texts_apply_before_the_sequence_s(kind, make):
+    library = KINDS[kind]()
+    ours = make(library, 32)
+    pair = Pair("a b c d e", "f g h i j k l")
+    for how, query, document in [
+        (Tokenizing(max_document_tokens=3), "a b c d e", "f g h"),
+        (Tokenizing(max_query_tokens=2), "a b", "f g h i j k l"),
+        (Tokenizing(max_query_tokens=2, max_document_tokens=1), "a b", "f"),
+        (Tokenizing(max_query_tokens=2, max_document_tokens=4, max_tokens=8), "a b", "f g h"),
+        (Tokenizing(max_document_tokens=3, overflow=Overflow.ERROR), "a b c d e", "f g h"),
+        (Tokenizing(max_document_tokens=3, overflow=Overflow.TRUNCATE_LEFT, max_tokens=10), "b c d e", "j k l"),
+    ]:
+        [item] = tokenize(ours, [pair], how)
+        assert ids(item) == library.encode(query, document).ids
+        assert item.is_truncated
+    [item] = tokenize(ours, [pair], Tokenizing(max_query_tokens=5, max_document_tokens=7))
+    assert not item.is_truncated
+
+
+@pytest.mark.parametrize("kind", ["bert", "repeating"])
+def test_a_pair_that_may_not_be_cut_is_refused_by_its_index(kind, make):
+    ours = make(KINDS[kind](), 16, overflow=Overflow.ERROR)
+    pairs = [Pair("a", "b"), Pair("a", "b " * 12), Pair("a", "b " * 13)]
+    with pytest.raises(InputTooLong, match=r"is 16 tokens, however you requested 17 tokens.*at index 2"):
+        tokenize(ours, pairs)
+    assert [item.num_tokens for item in tokenize(ours, pairs[:2])] == [5, 16]
+
+
+@pytest.mark.parametrize("kind", ["bert", "repeating"])
+def test_texts_beyond_all_reading_are_cut_or_refused(kind, make):
+    ours = make(KINDS[kind](), 8)
+    blanks = " " * (ours.max_chars + 1)
+    for pair in (Pair("a", "b" + blanks), Pair("a" + blanks, "b")):
+        [item] = tokenize(ours, [pair])
+        assert (item.num_tokens, item.is_truncated) == (5, True)
+        for overflow in (Overflow.ERROR, Overflow.TRUNCATE_LEFT):
+            with pytest.raises(BadRequest, match=r"input\[0\]' has a text of more than"):
+                tokenize(ours, [pair], Tokenizing(overflow=overflow))
+    [item] = tokenize(ours, [Pair("a", "b c " + blanks)], Tokenizing(overflow=Overflow.ERROR, max_document_tokens=1))
+    assert (item.num_tokens, item.is_truncated) == (5, True)
+
+
+def test_limits_that_leave_no_room_are_refused(make):
+    ours = make(tiny_tokenizers.bert(), 64)
+    with pytest.raises(BadRequest, match="at least 4 tokens, 3 special tokens among them; the limit is 3"):
+        tokenize(ours, [Pair("a", "b")], Tokenizing(max_tokens=3))
+    [item] = tokenize(ours, [Pair("a", "b")], Tokenizing(max_tokens=4))
+    assert item.num_tokens == 4
+
+
+def test_chunks_are_not_for_pairs(make):
+    ours = make(tiny_tokenizers.bert(), 16)
+    pair = Pair("a", "b " * 100)
+    assert tokenize(ours, [pair], Tokenizing(overflow=Overflow.CHUNK)) == tokenize(ours, [pair])
+
+
+def test_a_pair_without_tokens_is_refused_by_its_index(make):
+    with pytest.raises(BadRequest, match=r"input\[1\]' has no tokens"):
+        tokenize(make(tiny_tokenizers.qwen(), 16), [Pair("a", ""), Pair("", "")])
+
+
+def test_special_tokens_in_texts_are_characters_where_they_are_to_be(make):
+    library = tiny_tokenizers.bert()
+    literal = tokenizers.Tokenizer.from_str(library.to_str())
+    literal.encode_special_tokens = True
+    pair = Pair("a [SEP] b", "c [CLS]")
+    [as_special] = tokenize(make(library, 64), [pair])
+    [as_text] = tokenize(make(library, 64, literal_special_tokens=True), [pair])
+    assert ids(as_special) == library.encode(*pair).ids
+    assert ids(as_text) == literal.encode(*pair).ids != ids(as_special)
+
+
+def test_without_special_tokens_a_pair_is_its_texts(make):
+    library = tiny_tokenizers.bert()
+    [item] = tokenize(make(library, 64), [Pair("a b", "c")], Tokenizing(add_special_tokens=False))
+    assert ids(item) == library.encode("a b", "c", add_special_tokens=False).ids
+    assert item.border == 2
+
+
+def test_a_prompt_is_put_before_the_query(make):
+    library = tiny_tokenizers.bert()
+    [item] = tokenize(make(library, 64), [Pair("a", "b")], Tokenizing(prompt="fox: "))
+    assert ids(item) == library.encode("fox: a", "b").ids
+
+
+def test_estimates_count_the_query_with_every_document(make):
+    ours = make(tiny_tokenizers.bert(), 64)
+    one = ours.estimate_tokens([Pair("a" * 30, "b" * 60)])
+    assert one == 32
+    assert ours.estimate_tokens([Pair("a" * 30, "b" * 60)] * 10) == 10 * one
+    assert ours.estimate_tokens([Pair("a" * 30, "b" * 60_000)]) == 64

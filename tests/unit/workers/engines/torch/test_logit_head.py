@@ -1,0 +1,201 @@
+"""Scores of causal language models by one or two tokens, on every path, against sentence-transformers on the same
+files."""
+
+from collections.abc import Callable
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from numpy.typing import NDArray
+from safetensors.torch import load_file, save_file
+from sentence_transformers import CrossEncoder
+from torch import Tensor
+
+from tests.support.checkpoints import engine_of, sequences_of, worker_config
+from tests.support.llm_checkpoints import save_causal, save_reranker
+from vecd.shm.card import ModelError, read_card
+from vecd.shm.heads import PairTemplate
+from vecd.shm.output import Output
+from vecd.workers.engine import PackedBatch
+from vecd.workers.engines.parity import random_batch, vectors_of
+from vecd.workers.engines.torch.build import build_engine
+from vecd.workers.engines.torch.heads import load_heads
+from vecd.workers.engines.torch.logit_reference import logit_reference
+from vecd.workers.engines.torch.transformer import Forward, TransformerEngine
+from vecd.workers.layout import Layout
+from vecd.workers.prefix import probe
+
+LENGTHS = (5, 1, 30, 60, 7, 5, 2, 1, 12, 12, 59)
+
+
+@pytest.fixture(scope="module")
+def reranker(tmp_path_factory: pytest.TempPathFactory) -> Callable[..., Path]:
+    """Makes a tiny reranker, once for each set of arguments."""
+    made: dict[Any, Path] = {}
+
+    def make(family: str, no: str | None = "no", **settings: Any) -> Path:
+        key = (family, no, *settings.items())
+        if key not in made:
+            plain = save_causal(tmp_path_factory.mktemp("causal"), family, **settings)
+            made[key] = save_reranker(tmp_path_factory.mktemp("reranker"), plain, no=no)
+        return made[key]
+
+    return make
+
+
+def scores_of_sentence_transformers(folder: Path, batch: PackedBatch) -> NDArray[np.float32]:
+    model = CrossEncoder(str(folder), device="cpu", local_files_only=True).eval()
+    scores = []
+    with torch.inference_mode():
+        for ids in sequences_of(batch):
+            token_ids = torch.from_numpy(ids.astype(np.int64))[None]
+            features = {"input_ids": token_ids, "attention_mask": torch.ones_like(token_ids), "logits_to_keep": 1}
+            for module in model:
+                features = module(features)
+            scores.append(features["scores"][0].numpy())
+    return np.array(scores, dtype=np.float32)
+
+
+@pytest.mark.parametrize(
+    ("family", "no", "path"),
+    [
+        ("qwen3", "no", "fused"),
+        ("qwen3", "no", "packed"),
+        ("qwen3", None, "padded"),
+        ("qwen2", "no", "fused"),
+        ("mistral", "no", "packed"),
+        ("gemma", None, "packed"),
+        ("gemma2", "no", "padded"),
+        ("gemma2", None, "padded"),
+    ],
+)
+def test_scores_are_sentence_transformers_own(
+    family: str, no: str | None, path: str, reranker: Callable[..., Path]
+) -> None:
+    folder = reranker(family, no)
+    card = read_card(folder)
+    batch = random_batch(card, LENGTHS)
+    found = vectors_of(engine_of(folder, path), batch, card.row_dim)
+    expected = scores_of_sentence_transformers(folder, batch)
+    assert np.abs(expected).max() > 0.1
+    np.testing.assert_allclose(found, expected, atol=1e-5)
+    np.testing.assert_allclose(logit_reference(card, "float32", torch.device("cpu"), batch), expected, atol=1e-6)
+
+
+def test_a_soft_cap_shows_in_the_scores(reranker: Callable[..., Path]) -> None:
+    capped, plain = reranker("gemma2"), reranker("gemma2", final_logit_softcapping=None)
+    batch = random_batch(read_card(capped), LENGTHS)
+    one, other = (vectors_of(engine_of(folder, "padded"), batch, 1) for folder in (capped, plain))
+    assert np.abs(one).max() <= 1
+    assert np.abs(one - other).max() > 0.1
+
+
+def test_a_tied_output_layer_need_not_be_in_the_file(reranker: Callable[..., Path]) -> None:
+    folder = reranker("qwen3", tie_word_embeddings=True)
+    assert "lm_head.weight" not in load_file(folder / "model.safetensors")
+    card = read_card(folder)
+    batch = random_batch(card, LENGTHS)
+    found = vectors_of(engine_of(folder, "fused"), batch, 1)
+    np.testing.assert_allclose(found, scores_of_sentence_transformers(folder, batch), atol=1e-5)
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        (lambda weights: weights.pop("lm_head.weight"), "the weights lack lm_head.weight"),
+        (lambda weights: weights.update({"lm_head.weight": torch.zeros(100, 32)}), r"lm_head.weight is \[100, 32\]"),
+        (lambda weights: weights.update({"lm_head.weight": torch.zeros(264, 8)}), r"lm_head.weight is \[264, 8\]"),
+    ],
+)
+def test_an_output_layer_without_the_rows_is_refused(
+    change: Callable[[dict[str, torch.Tensor]], Any], message: str, tmp_path: Path, reranker: Callable[..., Path]
+) -> None:
+    card = read_card(reranker("qwen3"))
+    for file in Path(card.folder).glob("*.json"):
+        (tmp_path / file.name).write_bytes(file.read_bytes())
+    (tmp_path / "1_LogitScore").mkdir()
+    (tmp_path / "1_LogitScore/config.json").write_bytes((Path(card.folder) / "1_LogitScore/config.json").read_bytes())
+    weights = load_file(Path(card.folder) / "model.safetensors")
+    change(weights)
+    save_file(weights, tmp_path / "model.safetensors", metadata={"format": "pt"})
+    with pytest.raises(ModelError, match=message):
+        load_heads(read_card(tmp_path), torch.device("cpu"))
+
+
+def pairs_of_one_query(num_shared: int, lengths: tuple[int, ...]) -> PackedBatch:
+    """Sequences that begin with the same tokens, in no order of length, and with equal lengths among them."""
+    random = np.random.default_rng(1)
+    shared = random.integers(0, 264, num_shared, dtype=np.int32)
+    sequences = [np.concatenate((shared, random.integers(0, 264, length, dtype=np.int32))) for length in lengths]
+    outputs = np.full(len(lengths), Output.SCORES, dtype=np.uint8)
+    return PackedBatch(np.array(list(map(len, sequences)), np.int32), np.concatenate(sequences), outputs)
+
+
+@pytest.mark.parametrize(
+    ("family", "path", "settings"),
+    [
+        ("qwen3", "fused", {}),
+        ("qwen3", "packed", {}),
+        ("qwen2", "fused", {}),
+        ("gemma", "packed", {}),
+        ("mistral", "packed", {}),  # with a window of 24 tokens
+        ("qwen3", "packed", {"use_sliding_window": True, "sliding_window": 10, "max_window_layers": 1}),
+    ],
+)
+@pytest.mark.parametrize("num_shared", [16, 37, 100])
+def test_a_shared_prefix_changes_no_score(
+    num_shared: int, family: str, path: str, settings: dict[str, Any], reranker: Callable[..., Path]
+) -> None:
+    folder = reranker(family, **settings)
+    batch = pairs_of_one_query(num_shared, (9, 1, 40, 9, 3, 60, 9))
+    engine = engine_of(folder, path)
+    assert isinstance(engine, TransformerEngine)
+    expected = vectors_of(engine, batch, 1)
+    engine.share_prefixes(probe(read_card(folder)))
+    computed: list[int] = []
+    forward = engine._forward
+    engine._forward = Counting(forward, computed)
+    found = vectors_of(engine, batch, 1)
+    assert computed == [num_shared + 131]
+    np.testing.assert_allclose(found, expected, atol=1e-5)
+    np.testing.assert_allclose(found, scores_of_sentence_transformers(folder, batch), atol=1e-5)
+
+
+class Counting:
+    """Notes how many tokens are computed."""
+
+    can_share, path, num_padding_tokens = True, "", 0
+
+    def __init__(self, forward: Forward, computed: list[int]) -> None:
+        self._forward, self._computed = forward, computed
+
+    def __call__(self, layout: Layout) -> Tensor:
+        self._computed.append(layout.computed_ids().size)
+        return self._forward(layout)
+
+
+@pytest.mark.parametrize(("family", "path"), [("mistral", "fused"), ("qwen3", "padded"), ("gemma3_text", "packed")])
+def test_a_prefix_is_shared_only_where_it_is_right(family: str, path: str, reranker: Callable[..., Path]) -> None:
+    """The window of the fused path, rectangles with padding, and tokens that see later ones."""
+    settings = {"use_bidirectional_attention": True, "query_pre_attn_scalar": 8} if family == "gemma3_text" else {}
+    folder = reranker(family, **settings)
+    engine = engine_of(folder, path)
+    assert isinstance(engine, TransformerEngine)
+    batch = pairs_of_one_query(40, (9, 1, 40, 9, 3))
+    expected = vectors_of(engine, batch, 1)
+    engine.share_prefixes(probe(read_card(folder)))
+    np.testing.assert_array_equal(vectors_of(engine, batch, 1), expected)
+
+
+def test_a_reranker_s_prefixes_are_shared_from_the_start(reranker: Callable[..., Path]) -> None:
+    folder = reranker("qwen3")
+    card = read_card(folder)
+    assert card.score is not None
+    score = replace(card.score, pair_template=PairTemplate("a", "b", "c"))
+    for each, shares in ((card, False), (replace(card, score=score), True)):
+        engine = build_engine(replace(worker_config(folder), card=each), "fused", "float32")
+        assert isinstance(engine, TransformerEngine)
+        assert engine._shares_prefixes is shares
