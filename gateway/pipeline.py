@@ -22,6 +22,7 @@ from vecd.gateway.dispatch.dispatcher import Dispatcher
 from vecd.gateway.dispatch.vector_cache import VectorCache
 from vecd.gateway.encoding.fragments import Encoder
 from vecd.gateway.encoding.pending import ChunkedInput, PendingResult
+from vecd.gateway.encoding.query_weights import QueryWeights
 from vecd.gateway.scheduling.policy import BatchingPolicy
 from vecd.gateway.scheduling.queue import QueuedSequence, RequestQueue
 from vecd.gateway.telemetry.shared_metrics import SharedMetrics
@@ -47,13 +48,14 @@ from vecd.gateway.types.request import (
     Overflow,
     Pair,
     Priority,
+    Role,
     Source,
     Stages,
     TokenizedInput,
     Tokenizing,
 )
 from vecd.gateway.types.timeline import RequestTimeline
-from vecd.shm.output import span_of
+from vecd.shm.output import Output, span_of
 from vecd.shm.shared_metrics import Counter
 
 T = TypeVar("T")
@@ -73,12 +75,22 @@ _MAX_RUNNING_TOKEN_FLOATS = 2 * _MAX_TOKEN_FLOATS
 class _Counts:
     """Counts of a request's inputs, as they are tokenized."""
 
-    __slots__ = ("num_chunked", "num_tokens", "num_truncated", "reports", "sources", "token_ids", "wants_reports")
+    __slots__ = (
+        "num_chunked",
+        "num_tokens",
+        "num_truncated",
+        "offsets",
+        "reports",
+        "sources",
+        "token_ids",
+        "wants_reports",
+    )
 
     def __init__(self, *, wants_reports: bool) -> None:
         self.num_tokens = self.num_truncated = self.num_chunked = 0
         self.sources: set[Source] = set()
         self.reports: list[InputReport] = []
+        self.offsets: list[NDArray[np.int32]] = []
         self.token_ids: list[NDArray[np.int32]] = []
         """As in `Embedded.token_ids`."""
         self.wants_reports = wants_reports
@@ -86,8 +98,10 @@ class _Counts:
     def add(self, tokenized: list[TokenizedInput]) -> int:
         """Count these inputs. Returns the number of their tokens."""
         num_tokens = 0
-        for _, num, is_truncated, source, chunks, _ in tokenized:
+        for _, num, is_truncated, source, chunks, _, offsets in tokenized:
             num_tokens += num
+            if offsets is not None:
+                self.offsets.append(offsets)
             self.num_truncated += is_truncated
             self.num_chunked += chunks != ()
             self.sources.add(source)
@@ -108,7 +122,9 @@ class Pipeline:
         dispatcher: Dispatcher,
         shared_metrics: SharedMetrics,
         vector_cache: VectorCache | None = None,
+        query_weights: QueryWeights | None = None,
     ) -> None:
+        """`query_weights`: those of a sparse model whose queries need no worker."""
         self.config = config
         self._made_at = time.monotonic()
         self.admission = admission
@@ -128,6 +144,7 @@ class Pipeline:
         self._deadlines = Deadlines(self._expire)
         self._tei_counts = TeiCounts(shared_metrics) if config.has_tei_metrics else None
         self._vector_cache = vector_cache
+        self._query_weights = query_weights
         self._span = span_of(config.card)
         self._max_looked_up = max(1, _FLOATS_LOOKED_UP_PER_TURN // config.card.dim)
 
@@ -273,6 +290,8 @@ class Pipeline:
             raise self._make_end()
         self.dispatcher.raise_if_broken()  # it may have been found out while this request waited for admission
         entered_at = timeline.entered_at = time.monotonic()
+        if self._query_weights is not None and request.tokenizing.role is Role.QUERY:
+            request = request._replace(output=Output.LEXICAL)  # weights of its own tokens, and not of the vocabulary
         num_chars = _num_chars(request.inputs)
         counts = _Counts(wants_reports=request.wants_report)
         collectors = self.encoder.make_collectors(request, counts.token_ids)
@@ -321,6 +340,7 @@ class Pipeline:
                 finished_at - sent_at,
             ),
             tuple(counts.token_ids),
+            tuple(counts.offsets),
         )
 
     def _expire(self, pending: PendingResult) -> None:
@@ -370,11 +390,21 @@ class Pipeline:
                 QueuedSequence(request_queue, index, item, output, span=self._span)
                 for index, item in enumerate(tokenized, start)
             ]
+        if self._query_weights is not None and output is Output.LEXICAL:
+            self._deliver_query_weights(self._query_weights, sequences)
+            return []
         if self._vector_cache is None or not output.is_plain:
             self.dispatcher.submit(request_queue, sequences)
             return []
         self._queue_unknown(self._vector_cache, request_queue, sequences[: self._max_looked_up])
         return sequences[self._max_looked_up :]
+
+    def _deliver_query_weights(self, query_weights: QueryWeights, sequences: list[QueuedSequence]) -> None:
+        """Deliver the static weights of queries' tokens, for which no worker is needed."""
+        for sequence in sequences:
+            token_ids = np.frombuffer(sequence.token_ids, dtype="<i4")
+            added = self.tokenizer.num_added(token_ids.tolist())
+            sequence.pending.deliver_one(sequence, query_weights.of_tokens(token_ids, *added))
 
     async def _look_up(self, request_queue: RequestQueue, sequences: list[QueuedSequence]) -> None:
         """Deliver the rows that the vector cache has, and queue the other sequences, some in each turn of the event

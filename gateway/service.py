@@ -25,6 +25,7 @@ from vecd.gateway.api.model_info import ModelInfo
 from vecd.gateway.api.registry import ENDPOINTS
 from vecd.gateway.dispatch.dispatcher import Dispatcher
 from vecd.gateway.dispatch.vector_cache import VectorCache
+from vecd.gateway.encoding.query_weights import read_query_weights
 from vecd.gateway.pipeline import Pipeline
 from vecd.gateway.scheduling.cores import Cores
 from vecd.gateway.scheduling.policy import BatchingPolicy
@@ -86,7 +87,7 @@ class Service:
     """All that a request goes through, for one generation of the configuration."""
 
     def __init__(self, config: GatewayConfig, generation: int, tokenizer: Tokenizer, gateway: GatewayFacts) -> None:
-        """Holds no socket yet: see `Dispatcher.start`."""
+        """Holds no socket yet: see `Dispatcher.start`. Raises ModelError for weights of queries that cannot be read."""
         self.config = config
         self.generation = generation
         self._tokenizer = tokenizer
@@ -139,6 +140,7 @@ class Service:
             dispatcher=self.dispatcher,
             shared_metrics=self._shared_metrics,
             vector_cache=vector_cache,
+            query_weights=read_query_weights(config.card, tokenizer.id_of),
         )
         self.is_draining = False
         self.api = Api(self._make_context(lambda: gateway.send(ReloadAsked())))

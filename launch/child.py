@@ -28,6 +28,8 @@ def main(kind: str, *arguments: str) -> int:
             return _answer(parent_pid, answer_fd, lambda answer: _fetch(model, revision, answer))
         case "convert", folder, vocab_size, parent_pid, answer_fd:
             return _answer(parent_pid, answer_fd, lambda answer: _convert(folder, vocab_size, answer))
+        case "pairs", card, max_tokens, parent_pid, answer_fd:
+            return _answer(parent_pid, answer_fd, lambda answer: _pairs(card, max_tokens, answer))
         case "select", answer_fd:
             from vecd.workers.process.selection_process import serve as select
 
@@ -71,6 +73,13 @@ def _convert(folder: str, vocab_size: str, answer: Path) -> None:
     from vecd.workers import conversion  # takes seconds
 
     conversion.convert(Path(folder), int(vocab_size), answer)
+
+
+def _pairs(card: str, max_tokens: str, answer: Path) -> None:
+    """Write the token ids of the pair by which a reranker is checked."""
+    from vecd.launch.config.ordered_pair import write_sequences
+
+    write_sequences(card, max_tokens, answer)
 
 
 if __name__ == "__main__":

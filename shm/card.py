@@ -210,10 +210,7 @@ def _read_card(folder: Path, kind: str) -> ModelCard:
     if not folder.is_dir():
         raise ModelError(f"{folder}: no such folder")
     folder = folder.resolve()
-    try:
-        splade = find_sparse(folder, kind)
-    except ValueError as error:
-        raise ModelError(str(error)) from None
+    splade = find_sparse(folder, kind)
     if splade is not None:
         return _read_sparse(folder, splade)
     layout = layout_of(folder)
@@ -719,10 +716,7 @@ def _read_sparse(folder: Path, modules: SparseModules) -> ModelCard:
     hidden_size = _positive(config, ("hidden_size", "dim", "d_model", "n_embd"), path)
     vocab_size = _positive(config, ("vocab_size",), path)
     names = {name for file in weights for name in tensor_shapes(file)}
-    try:
-        steps = steps_of_masked_words(config, hidden_size, names)
-    except ValueError as error:
-        raise ModelError(f"{path}: {error}") from None
+    steps = steps_of_masked_words(path, config, hidden_size, names)
     tokenizer = weights_folder / "tokenizer.json"
     prompt, prompts = _read_prompts(folder)
     return ModelCard(

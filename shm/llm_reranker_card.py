@@ -105,12 +105,12 @@ def stated_head(config: Mapping[str, Any], module: Mapping[str, Any], activation
     """
     if module.get("module_input_name", "causal_logits") != "causal_logits":
         raise ValueError(f"module_input_name {module['module_input_name']!r} is not supported")
-    ids = [module.get("true_token_id"), module.get("false_token_id")]
-    rows = ids[:1] if ids[1] is None else ids
-    for row in rows:
+    names = ("true_token_id",) if module.get("false_token_id") is None else ("true_token_id", "false_token_id")
+    for name in names:
+        row = module.get(name)
         if type(row) is not int or not 0 <= row < config["vocab_size"]:
-            raise ValueError(f"true_token_id and false_token_id must be ids of the vocabulary, not {row!r}")
-    return _head(config, tuple(rows), _activation(activation), None)
+            raise ValueError(f"{name} must be an id of the vocabulary, not {row!r}")
+    return _head(config, tuple(module[name] for name in names), _activation(activation), None)
 
 
 def known_head(config: Mapping[str, Any], names: str, tokenizer: Mapping[str, Any]) -> ScoreHead:

@@ -2,7 +2,7 @@
 
 Owns the layouts of sentence-transformers' sparse encoders, the table of heads by architecture, and the refusal of
 modules and heads that are not served. Reads JSON, and no weights: the names of tensors are given. Called by
-`vecd.shm.card`, which reports every ValueError as a ModelError.
+`vecd.shm.card`.
 
     modules.json     [Transformer or MLMTransformer, SpladePooling]
                      [Router]: query → SparseStaticEmbedding, document → the two above
@@ -11,14 +11,14 @@ modules and heads that are not served. Reads JSON, and no weights: the names of 
 Source: sentence-transformers 6.2, `sparse_encoder` and `Router`; transformers 5, the *ForMaskedLM classes.
 """
 
-import json
 from collections.abc import Collection, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from types import MappingProxyType
 from typing import Any
 
 from vecd.shm.heads import Step
+from vecd.shm.model_files import ModelError, read_json, read_object, read_optional
 
 _POOLING = "SpladePooling"
 _TRANSFORMERS = ("Transformer", "MLMTransformer")
@@ -45,79 +45,88 @@ def find_sparse(folder: Path, kind: str) -> SparseModules | None:
     """The parts of the SPLADE model in `folder`; None if it holds none, or if `kind` (one of
     `vecd.shm.heads.CAPABILITIES`, or "auto") asks for another kind.
 
-    Raises ValueError for a sparse model that is not served, and for another model where `kind` is "sparse"."""
+    Raises ModelError for a sparse model that is not served, and for another model where `kind` is "sparse"."""
     if kind not in ("auto", "sparse"):
         return None
     path = folder / "modules.json"
     if not path.exists():
         return _plain(folder) if kind == "sparse" else None
-    modules = _module_list(path)
-    kinds = [module for module, _ in modules]
-    routes = _read_routes(folder / modules[0][1]) if kinds[:1] == ["Router"] else {}
-    named = {*kinds, *(module for route in routes.values() for module, _ in route)}
+    modules = _modules_in(read_json(path))
+    kinds = [module.kind for module in modules]
+    routes = _read_routes(folder / modules[0].path) if kinds[:1] == ["Router"] else {}
     settings = folder / "config_sentence_transformers.json"
-    is_encoder = settings.exists() and _read_object(settings).get("model_type") == "SparseEncoder"
-    if not is_encoder and not named & _SPARSE_KINDS:
+    config = read_optional(settings)
+    named = {*kinds, *(module.kind for route in routes.values() for module in route)}
+    if config.get("model_type") != "SparseEncoder" and not named & _SPARSE_KINDS:
         if kind == "sparse":
-            raise ValueError(f"{path}: is not a sparse model: its modules are {', '.join(kinds)}")
+            raise ModelError(f"{path}: is not a sparse model: its modules are {', '.join(kinds)}")
         return None
-    if is_encoder and _read_object(settings).get("max_active_dims") is not None:
-        raise ValueError(f"{settings}: max_active_dims is not supported; ask for top_k in requests")
-    if routes:
-        if len(modules) > 1:
-            raise ValueError(f"{path}: module {kinds[1]} behind a Router is not supported")
-        return _routed(folder, folder / modules[0][1] / "router_config.json", routes)
-    return _chain(folder, path, modules)
+    if config.get("max_active_dims") is not None:
+        raise ModelError(f"{settings}: max_active_dims is not supported; ask for top_k in requests")
+    _check_modules(path, modules)
+    if not routes:
+        return _chain(folder, path, modules)
+    if len(modules) > 1:
+        raise ModelError(f"{path}: module {kinds[1]} behind a Router is not supported")
+    path = folder / modules[0].path / "router_config.json"
+    for route in routes.values():
+        _check_modules(path, route)
+    return _routed(folder, path, routes)
 
 
-_Module = tuple[str, str]
-"""Kind and path."""
+@dataclass(frozen=True, slots=True)
+class _Module:
+    type: str
+    path: str
+
+    @property
+    def kind(self) -> str:
+        return self.type.rpartition(".")[2]
 
 
 def _plain(folder: Path) -> SparseModules:
     path = folder / "config.json"
-    architectures = _read_object(path).get("architectures")
+    architectures = read_object(path).get("architectures")
     if not isinstance(architectures, list) or not any(str(name).endswith("ForMaskedLM") for name in architectures):
-        raise ValueError(f"{path}: is not a sparse model: architectures is {architectures!r}, not a …ForMaskedLM")
+        raise ModelError(f"{path}: is not a sparse model: architectures is {architectures!r}, not a …ForMaskedLM")
     return SparseModules()
 
 
 def _chain(folder: Path, path: Path, modules: list[_Module]) -> SparseModules:
-    kinds = [kind for kind, _ in modules]
+    kinds = [module.kind for module in modules]
     if len(modules) != 2 or kinds[0] not in _TRANSFORMERS or kinds[1] != _POOLING:
         unknown = [kind for kind in kinds if kind not in (*_TRANSFORMERS, _POOLING)]
         fault = f"module {unknown[0]} is not supported in a sparse model" if unknown else f"they are {kinds}"
-        raise ValueError(f"{path}: must be a Transformer and a {_POOLING}; {fault}")
-    config = folder / modules[1][1] / "config.json"
-    settings = _read_object(config)
+        raise ModelError(f"{path}: must be a Transformer and a {_POOLING}; {fault}")
+    config = folder / modules[1].path / "config.json"
+    settings = read_object(config)
     pooling, activation = settings.get("pooling_strategy", "max"), settings.get("activation_function", "relu")
     if pooling not in ("max", "sum"):
-        raise ValueError(f"{config}: pooling_strategy {pooling!r} is unknown; known: max, sum")
+        raise ModelError(f"{config}: pooling_strategy {pooling!r} is unknown; known: max, sum")
     if activation not in _NUM_LOGS:
-        raise ValueError(f"{config}: activation_function {activation!r} is unknown; known: {', '.join(_NUM_LOGS)}")
+        raise ModelError(f"{config}: activation_function {activation!r} is unknown; known: {', '.join(_NUM_LOGS)}")
     task = "feature-extraction" if kinds[0] == "Transformer" else "fill-mask"
-    return SparseModules(modules[0][1], task, pooling, _NUM_LOGS[activation])
+    return SparseModules(modules[0].path, task, pooling, _NUM_LOGS[activation])
 
 
 def _routed(folder: Path, path: Path, routes: Mapping[str, list[_Module]]) -> SparseModules:
     if routes.keys() != {"query", "document"}:
-        raise ValueError(f"{path}: must have the routes query and document, has {', '.join(sorted(routes))}")
-    query = routes["query"]
-    found = _chain(folder, path, routes["document"])
+        raise ModelError(f"{path}: must have the routes query and document, has {', '.join(sorted(routes))}")
+    query, found = routes["query"], _chain(folder, path, routes["document"])
     if query == routes["document"]:
         return found
-    if [kind for kind, _ in query] != [_STATIC]:
-        kinds = ", ".join(kind for kind, _ in query)
-        raise ValueError(f"{path}: the query's modules are {kinds}; served is a {_STATIC} alone")
-    weights = _query_weights(folder, query[0][1])
-    _check_tokenizer(folder / query[0][1] / "tokenizer.json", folder / found.transformer / "tokenizer.json")
-    return SparseModules(found.transformer, found.task, found.pooling, found.num_logs, weights)
+    kinds = [module.kind for module in query]
+    if kinds != [_STATIC]:
+        raise ModelError(f"{path}: the query's modules are {', '.join(kinds)}; served is a {_STATIC} alone")
+    weights = _query_weights(folder, query[0].path)
+    _check_tokenizer(folder / query[0].path / "tokenizer.json", folder / found.transformer / "tokenizer.json")
+    return replace(found, query_weights=weights)
 
 
 def _query_weights(folder: Path, module: str) -> str:
     """The file with the weights of a SparseStaticEmbedding."""
     config = folder / module / "config.json"
-    named = _read_object(config).get("path") if config.exists() else None
+    named = read_object(config).get("path") if config.exists() else None
     names = [f"{module}/model.safetensors"]
     if isinstance(named, str) and named.endswith(".json"):
         # As it was given when the model was made: a path of that machine, or a name beside the model.
@@ -125,65 +134,44 @@ def _query_weights(folder: Path, module: str) -> str:
     for name in names:
         if (folder / name).is_file():
             return name
-    raise ValueError(f"{folder / names[0]}: file missing (the weights of queries)")
+    raise ModelError(f"{folder / names[0]}: file missing (the weights of queries)")
 
 
 def _check_tokenizer(queries: Path, documents: Path) -> None:
     """Refuse a tokenizer of queries that is not the documents', because one tokenizer is for both."""
     if not queries.exists() or not documents.exists() or queries.read_bytes() == documents.read_bytes():
         return
-    theirs, ours = (_read_object(path) for path in (queries, documents))
+    theirs, ours = (read_object(path) for path in (queries, documents))
     if any(theirs.get(name) != ours.get(name) for name in ("normalizer", "pre_tokenizer", "model", "added_tokens")):
-        raise ValueError(f"{queries}: is another tokenizer than {documents}")
+        raise ModelError(f"{queries}: is another tokenizer than {documents}")
 
 
 def _read_routes(folder: Path) -> dict[str, list[_Module]]:
-    """The modules of each route of a Router. Raises ValueError where other things than the role choose the route."""
+    """The modules of each route of a Router. Raises ModelError where other things than the role choose the route."""
     path = folder / "router_config.json"
-    config = _read_object(path)
-    types, structure = config.get("types"), config.get("structure")
-    if not isinstance(types, dict) or not isinstance(structure, dict):
-        raise ValueError(f"{path}: types and structure must be objects")
+    config = read_object(path)
     if (config.get("parameters") or {}).get("route_mappings"):
-        raise ValueError(f"{path}: route_mappings is not supported")
+        raise ModelError(f"{path}: route_mappings is not supported")
     try:
-        return {route: [_module(path, types[name], name) for name in names] for route, names in structure.items()}
-    except (TypeError, KeyError) as error:
-        raise ValueError(f"{path}: cannot be read: {error!r}") from None
+        types, structure = config["types"], config["structure"]
+        return {route: [_Module(str(types[name]), name) for name in names] for route, names in structure.items()}
+    except (TypeError, LookupError, AttributeError) as error:
+        raise ModelError(f"{path}: cannot be read: {error!r}") from None
 
 
-def _module_list(path: Path) -> list[_Module]:
-    modules = _read(path)
-    if not isinstance(modules, list):
-        raise ValueError(f"{path}: must be a list of modules")
-    named = [module if isinstance(module, dict) else {} for module in modules]
-    return [_module(path, module.get("type"), module.get("path")) for module in named]
+def _modules_in(content: Any) -> list[_Module]:
+    """Those of modules.json; none where it is something else, which `vecd.shm.card` reports."""
+    entries = content if isinstance(content, list) else []
+    found = [(entry.get("type"), entry.get("path")) for entry in entries if isinstance(entry, dict)]
+    return [_Module(kind, name) for kind, name in found if isinstance(kind, str) and isinstance(name, str)]
 
 
-def _module(path: Path, kind: Any, name: Any) -> _Module:
-    if not isinstance(kind, str) or not isinstance(name, str):
-        raise ValueError(f"{path}: each module must have a type and a path")
-    if kind.partition(".")[0] != "sentence_transformers":
-        raise ValueError(f"{path}: module {kind} is not sentence-transformers' own, which vecd refuses")
-    if Path(name).is_absolute() or ".." in Path(name).parts:
-        raise ValueError(f"{path}: module path {name!r} leads out of the model's folder")
-    return kind.rpartition(".")[2], name
-
-
-def _read(path: Path) -> Any:
-    try:
-        return json.loads(path.read_text(encoding="utf-8"))
-    except FileNotFoundError:
-        raise ValueError(f"{path}: file missing") from None
-    except (OSError, ValueError, RecursionError) as error:
-        raise ValueError(f"{path}: cannot be read: {error}") from None
-
-
-def _read_object(path: Path) -> dict[str, Any]:
-    content = _read(path)
-    if not isinstance(content, dict):
-        raise ValueError(f"{path}: must be a JSON object")
-    return content
+def _check_modules(path: Path, modules: list[_Module]) -> None:
+    for module in modules:
+        if module.type.partition(".")[0] != "sentence_transformers":
+            raise ModelError(f"{path}: module {module.type} is not sentence-transformers' own, which vecd refuses")
+        if Path(module.path).is_absolute() or ".." in Path(module.path).parts:
+            raise ModelError(f"{path}: module path {module.path!r} leads out of the model's folder")
 
 
 # --- heads for masked words -------------------------------------------------------------------------------------
@@ -278,27 +266,30 @@ _DEFAULTS = MappingProxyType(
 """transformers' values of settings that config.json may leave out."""
 
 
-def steps_of_masked_words(config: Mapping[str, Any], hidden_size: int, names: Collection[str]) -> tuple[Step, ...]:
-    """The steps from the state of a token to its logits, of the model with this config.json and these tensors.
+def steps_of_masked_words(
+    path: Path, config: Mapping[str, Any], hidden_size: int, names: Collection[str]
+) -> tuple[Step, ...]:
+    """The steps from the state of a token to its logits. `path` is the config.json, `config` its content, `names` those
+    of all tensors.
 
-    Raises ValueError for an architecture whose head no table describes, for a setting that it does not have, and for a
+    Raises ModelError for an architecture whose head no table describes, for a setting that it does not have, and for a
     head that is not among the tensors."""
     model_type = config["model_type"]
     head = _HEADS.get(model_type)
     if head is None:
-        raise ValueError(
-            f"the head for masked words of {model_type} is not described; served are sparse models of "
+        raise ModelError(
+            f"{path}: the head for masked words of {model_type} is not described; served are sparse models of "
             f"{', '.join(_HEADS)}"
         )
     settings = {**_DEFAULTS, **config, "hidden_size": hidden_size}
     activation = str(_setting(settings, head.activation))
     if activation not in _ACTIVATIONS:
-        raise ValueError(f"activation {activation} in the head for masked words is not supported")
+        raise ModelError(f"{path}: activation {activation} in the head for masked words is not supported")
     width, vocab_size = int(settings[head.width]), int(config["vocab_size"])
-    decoder = _decoder(head, names, is_tied=bool(config.get("tie_word_embeddings", True)))
+    decoder = _decoder(path, head, names, is_tied=bool(config.get("tie_word_embeddings", True)))
     for name in (head.dense, head.norm):
         if not {f"{name}.weight", f"{name}.gamma"} & set(names):
-            raise ValueError(f"the weights have no head for masked words: {name}.weight is missing")
+            raise ModelError(f"{path}: the weights have no head for masked words: {name}.weight is missing")
     bias = next((name for name in head.biases if name in names), "")
     return (
         Step(
@@ -325,9 +316,9 @@ def _setting(settings: Mapping[str, Any], name: str) -> Any:
     return name[1:] if name.startswith("=") else settings[name]
 
 
-def _decoder(head: _MaskedWords, names: Collection[str], *, is_tied: bool) -> str:
+def _decoder(path: Path, head: _MaskedWords, names: Collection[str], *, is_tied: bool) -> str:
     """The decoder's own weights where the files have them, as transformers reads them; else the embeddings."""
     for name in (head.decoder, *(head.words if is_tied else ())):
         if f"{name}.weight" in names:
             return name
-    raise ValueError(f"the weights have no head for masked words: {head.decoder}.weight is missing")
+    raise ModelError(f"{path}: the weights have no head for masked words: {head.decoder}.weight is missing")

@@ -39,6 +39,10 @@ class WorkerConfig:
     """A format of `vecd.shm.logs`."""
     max_threads: int = 1
     """The most cores that may be leased to a batch; 1: no leases. More than `num_threads` then, which is 1."""
+    ordered_pair: tuple[tuple[int, ...], tuple[int, ...]] | None = None
+    """Token ids of a pair of texts, and of one that a reranker has to give a lower score; None: nothing is checked."""
+    accept_unordered: bool = False
+    """Whether a model that gives these the wrong order is served with a warning."""
     measures_short_texts: bool = False
     """Whether the first load measures the speed with short texts, for the number of gateways; takes half a second."""
 
@@ -51,4 +55,6 @@ class WorkerConfig:
 
     @classmethod
     def from_json(cls, fields: Mapping[str, Any]) -> "WorkerConfig":
-        return cls(**{**fields, "card": ModelCard.from_json(fields["card"]), "arena": ArenaSpec(**fields["arena"])})
+        pair = fields["ordered_pair"] and tuple(map(tuple, fields["ordered_pair"]))
+        card, arena = ModelCard.from_json(fields["card"]), ArenaSpec(**fields["arena"])
+        return cls(**{**fields, "card": card, "arena": arena, "ordered_pair": pair})

@@ -7,12 +7,17 @@ embedder. Knows no dialect by name. Called by `vecd.gateway.api.application` thr
 
 import re
 import time
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from functools import partial
 from typing import Any, NamedTuple
 
 from vecd.gateway.admission.principals import Principal
 from vecd.gateway.api.bodies import INLINE_BYTES, parse_small
+<<<<<<< HEAD
+from vecd.gateway.api.capabilities import check_capability
+=======
+from vecd.gateway.api.capabilities import check_model
+>>>>>>> main
 from vecd.gateway.api.context import Context
 from vecd.gateway.api.dialects.headers import parse_timeout_s
 from vecd.gateway.api.fields import REQUEST_ID
@@ -51,10 +56,14 @@ class Claim(NamedTuple):
 class OperationsHandler:
     """The handler of one path and method."""
 
-    def __init__(self, claims: tuple[Claim, ...], path: str = "") -> None:
+    def __init__(
+        self, claims: tuple[Claim, ...], path: str = "", routes: Mapping[str, Sequence[str]] | None = None
+    ) -> None:
         """`claims`: a body belongs to the first claim whose field it has, or else to the first of all. `path`: a `*`
-        inside it stands for the name of a model, which replaces the one in the body."""
+        inside it stands for the name of a model, which replaces the one in the body. `routes`: as `check_model` takes
+        them; None: there are none to name."""
         self.claims = claims
+        self._routes = routes or {}
         self._path_of_model = path if "*" in path else None
         self._bare_list = next((claim.operation.bare_list for claim in claims if claim.operation.bare_list), "")
         self._input_fields = {claim.dialect.name: _input_fields(claim.operation) for claim in claims}
@@ -69,6 +78,8 @@ class OperationsHandler:
         timeline.arrived_at = time.monotonic()
         try:
             principal.check_quota()  # before the body is parsed
+            if len(self.claims) == 1:
+                check_model(first.operation, context.model_info.capabilities, self._routes)
             if http.coding is None and len(http.body) <= INLINE_BYTES:
                 parsed = self._parse(context, http, parse_small(http.body, self._bare_list, self._large, self._small))
             else:
@@ -84,7 +95,7 @@ class OperationsHandler:
         http.body = b""  # frees up to tens of megabytes
         work = parsed.work
         try:
-            if type(work) is ParsedEmbed and len(work.request.inputs) <= _INLINE_ITEMS:
+            if type(work) is ParsedEmbed and len(work.request.inputs) <= _INLINE_ITEMS and not work.is_large:
                 embedded = await context.embedder.embed(work.request, parsed.num_estimated, timeline, principal)
                 return work.render(embedded)
             return await _respond(context, parsed, http, principal)
@@ -119,6 +130,12 @@ class OperationsHandler:
         if REQUEST_ID.name in body and REQUEST_ID.name in operation.fields.small:
             _take_request_id(http, body[REQUEST_ID.name])
         try:
+<<<<<<< HEAD
+            check_capability(operation.needs, context.model_info.capabilities)
+=======
+            if len(self.claims) > 1:
+                check_model(operation, context.model_info.capabilities, self._routes)
+>>>>>>> main
             call = Call(operation.fields.read(body), http.headers, context.model_info, http.request_id)
             parse = operation.embed or operation.reply
             assert parse is not None
@@ -158,7 +175,7 @@ async def _respond(context: Context, parsed: _Parsed, http: HttpRequest, princip
         case Response() as response:
             return response
         case ParsedEmbed() as work:
-            is_large = len(work.request.inputs) > _INLINE_ITEMS  # `embed` removes them
+            is_large = work.is_large or len(work.request.inputs) > _INLINE_ITEMS  # `embed` removes them
             embedded = await context.embedder.embed(work.request, parsed.num_estimated, http.timeline, principal)
             if is_large:
                 return await context.threads.call(partial(work.render, embedded), principal.tenant)

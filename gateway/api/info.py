@@ -16,6 +16,7 @@ from vecd.gateway.telemetry.shared_metrics import SharedMetrics
 from vecd.gateway.types.config import GatewayConfig
 from vecd.gateway.types.request import Overflow
 from vecd.shm.batch_limits import FULL_BATCH_S
+from vecd.shm.card import ModelCard
 from vecd.shm.shared_metrics import Gauge
 
 
@@ -57,7 +58,9 @@ def describe_model(config: GatewayConfig) -> dict[str, Any]:
     return {
         "id": config.model,
         "architecture": card.model_type,
-        "dimensions": card.dim,
+        "capabilities": card.capabilities,
+        **({"labels": card.score.labels} if card.score is not None else {}),
+        "dimensions": card.dim if _HAVE_VECTORS.intersection(card.capabilities) else None,
         "max_tokens": config.max_tokens,
         "pooling": "+".join(card.pooling),
         "normalized": any(step.kind == "normalize" for step in card.steps),
@@ -78,7 +81,7 @@ def describe_for_tei(context: Context) -> dict[str, Any]:
         "model_sha": None,
         "model_dtype": next((dtype for dtype in dtypes if dtype), "unknown"),
         "served_model_name": config.model,
-        "model_type": {"embedding": {"pooling": "+".join(_TEI_POOLING.get(mode, mode) for mode in card.pooling)}},
+        "model_type": _type_for_tei(card),
         "max_concurrent_requests": config.max_requests,
         "max_input_length": config.max_tokens,
         "max_batch_tokens": config.max_batch_tokens,
@@ -92,7 +95,21 @@ def describe_for_tei(context: Context) -> dict[str, Any]:
     }
 
 
+def _type_for_tei(card: ModelCard) -> dict[str, Any]:
+    """One of the three types of models that text-embeddings-inference has: its clients look for that key."""
+    if card.score is None:
+        mode_names = [_TEI_POOLING.get(mode, mode) for mode in card.pooling]
+        is_sparse = card.capabilities == ("sparse",)
+        return {"embedding": {"pooling": "splade" if is_sparse else "+".join(mode_names)}}
+    labels = card.score.labels
+    names = {"id2label": {str(index): label for index, label in enumerate(labels)}}
+    ids = {"label2id": {label: index for index, label in enumerate(labels)}}
+    return {"reranker" if "rerank" in card.capabilities else "classifier": {**names, **ids}}
+
+
 _TEI_POOLING = {"lasttoken": "last_token"}
+_HAVE_VECTORS = frozenset({"dense", "multi-vector"})
+"""Capabilities of models whose vectors have dimensions."""
 _INTEGER: Schema = {"type": "integer"}
 INFO_SCHEMA = record(
     model_id=STRING,

@@ -86,8 +86,10 @@ def _introduction(model_info: ModelInfo) -> str:
     max_request_tokens = (
         "any number of" if model_info.max_request_tokens is None else str(model_info.max_request_tokens)
     )
+    is_dense = "dense" in model_info.capabilities
+    what = f"{model_info.dim} dimensions" if is_dense else ", ".join(model_info.capabilities)
     return (
-        f"Serves `{model_info.model}`: {model_info.dim} dimensions, texts of up to {model_info.max_tokens} tokens. "
+        f"Serves `{model_info.model}`: {what}, texts of up to {model_info.max_tokens} tokens. "
         f"A request has at most {model_info.max_inputs} inputs with {max_request_tokens} tokens in all, and a body of "
         f"at most {model_info.max_body_bytes} bytes. A field that is null is taken for absent, one that is unknown is "
         "ignored."

@@ -4,7 +4,7 @@ Owns the list of dialects, whose order decides at a path that several have, and 
 under. Knows no socket. Read by `vecd.gateway.api.application` (routes, shapes of errors) and `vecd.gateway.service`.
 """
 
-from vecd.gateway.api.dialects import cohere, ollama, openai, tei, vllm
+from vecd.gateway.api.dialects import cohere, ollama, openai, rerank, tei, vllm
 from vecd.gateway.api.handlers import Claim, OperationsHandler
 from vecd.gateway.api.operations import Dialect
 from vecd.gateway.api.routes import Route, Table, methods_at
@@ -14,7 +14,9 @@ from vecd.gateway.types.errors import ApiError
 from vecd.gateway.types.messages import Response
 from vecd.shm.shared_metrics import MAX_ENDPOINTS
 
-DIALECTS: tuple[Dialect, ...] = (openai.DIALECT, vllm.DIALECT, ollama.DIALECT, tei.DIALECT, cohere.DIALECT)
+DIALECTS: tuple[Dialect, ...] = (
+    openai.DIALECT, vllm.DIALECT, ollama.DIALECT, tei.DIALECT, cohere.DIALECT, rerank.DIALECT,
+)  # fmt: skip
 """Of the dialects at one path, the first takes what no other claims."""
 
 _BY_NAME = {dialect.name: dialect for dialect in DIALECTS}
@@ -26,6 +28,17 @@ def _endpoint(route: str, dialect: str) -> int:
     return _endpoints.setdefault(Endpoint(route, dialect), len(_endpoints))
 
 
+def _routes_by_capability() -> dict[str, list[str]]:
+    """The paths of the operations that need each capability, without those that hold the name of a model."""
+    routes: dict[str, list[str]] = {}
+    for dialect in DIALECTS:
+        for at, operation in dialect.operations.items():
+            path = at.partition(" ")[2]
+            for capability in operation.needs if "*" not in path else ():
+                routes.setdefault(capability, []).append(path)
+    return routes
+
+
 def _make_routes() -> Table:
     """The routes of the dialects, and the server's own. Both may be at one path, with different methods."""
     claims: dict[tuple[str, str], list[Claim]] = {}
@@ -35,8 +48,10 @@ def _make_routes() -> Table:
             claim = Claim(dialect, operation, _endpoint(path, dialect.name))
             claims.setdefault((path, method), []).append(claim)
     table: dict[str, dict[str, Route]] = {}
+    routes = _routes_by_capability()
     for (path, method), theirs in claims.items():
-        table.setdefault(path, {})[method] = Route(OperationsHandler(tuple(theirs), path), endpoint=theirs[0].endpoint)
+        handler = OperationsHandler(tuple(theirs), path, routes)
+        table.setdefault(path, {})[method] = Route(handler, endpoint=theirs[0].endpoint)
     for path, methods in OWN_ROUTES.items():
         for method, route in methods.items():
             table.setdefault(path, {})[method] = route._replace(endpoint=_endpoint(path, OWN))

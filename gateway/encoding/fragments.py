@@ -61,8 +61,10 @@ _STORED = {
 _FLOAT32, _VECTORS = Dtype.FLOAT32, Output.VECTORS  # Python 3.11 takes 0.1 µs to find a member of an enumeration
 _FLOAT, _JSON = Encoding.FLOAT, (Encoding.FLOAT, Encoding.BASE64)
 
-_WITH_FORMS = frozenset((Output.VECTORS, Output.UNNORMALIZED, Output.TOKENS))
-"""Outputs whose rows a request can have in several forms."""
+_FORMLESS = frozenset(
+    (Output.SCORES, Output.TOKEN_SCORES, Output.SPARSE, Output.TOKEN_VECTORS, Output.LEXICAL, Output.HYBRID)
+)
+"""Outputs whose rows are kept as arrays, from which dialects write them."""
 
 
 def stored_dtype(form: Form) -> np.dtype[Any]:
@@ -186,12 +188,12 @@ class Encoder:
     def make_collectors(
         self, request: EmbedRequest, token_ids: Sequence[NDArray[np.int32]] = ()
     ) -> tuple[Collector, ...]:
-        """A collector for each of the request's forms, of vectors and of hidden states; of each other output one, which
-        has no form: a dialect writes it. `token_ids` of each input, shape [T], are read when its rows have come; only
-        for outputs that have a row for each token. Raises BadRequest where `check_forms` would."""
+        """A collector for each of the request's forms; of an output whose rows are kept as arrays, one. `token_ids` of
+        each input, shape [T], are read when its rows have come; only for outputs that have a row for each token. Raises
+        BadRequest where `check_forms` would."""
         if self._takes_rows_unchanged(request):  # most requests: the general case takes 7 µs
             return (_collector(request.forms[0], len(request.inputs), self._card.dim),)
-        if request.output not in _WITH_FORMS:
+        if request.output in _FORMLESS:
             return (self._make_formless(request, token_ids),)
         check_forms(request, self._card, has_ranges=self._ranges is not None)
         prepare = self._preparation(request)

@@ -1,7 +1,8 @@
-"""Make the sparse vectors of queries without a worker, for models that have a static weight for each token.
+"""Weigh the tokens of queries without a worker, for sparse models that have a static weight for each token.
 
-Owns the reading of the weights, and the formula: a query's vector has the weight of each of its different tokens,
-special tokens excluded. Knows no request. Called by `vecd.gateway.pipeline`.
+Owns the reading of the weights. A query's vector has the weight of each of its different tokens, special tokens
+excluded; `vecd.gateway.encoding.sparse` makes it, as it does of a worker's weights of tokens. Called by
+`vecd.gateway.pipeline`.
 
 Source: SparseStaticEmbedding of sentence-transformers.
 """
@@ -22,25 +23,30 @@ _DTYPES = {"F64": "<f8", "F32": "<f4", "F16": "<f2", "BF16": "<u2"}
 _TENSOR = "weight"
 
 
-def vector_of_query(
-    token_ids: NDArray[np.int32], weights: NDArray[np.float32]
-) -> tuple[NDArray[np.int32], NDArray[np.float32]]:
-    """The indices, ascending, and the weights of a query's sparse vector; both are empty where no token has a weight
-    above 0.
+class QueryWeights:
+    """A weight for each token of a vocabulary."""
 
-    `token_ids`: without special tokens, shape [T]. `weights`: of each token of the vocabulary, shape [V]."""
-    indices = np.unique(token_ids)
-    found = weights[indices]
-    return indices[found > 0], found[found > 0]
+    def __init__(self, weights: NDArray[np.float32]) -> None:
+        """`weights`: shape [V]."""
+        self._weights = weights
+
+    def of_tokens(self, token_ids: NDArray[np.int32], num_prefix: int = 0, num_suffix: int = 0) -> NDArray[np.float32]:
+        """The weight of each token of a query, as a worker has them for Output.LEXICAL: float32 [T, 1]. The first
+        `num_prefix` and the last `num_suffix` are special tokens around the query, and have 0."""
+        weights = self._weights[token_ids]
+        weights[:num_prefix] = 0
+        weights[token_ids.size - num_suffix :] = 0
+        return weights[:, None]
 
 
-def read_query_weights(card: ModelCard, id_of: Callable[[str], int | None]) -> NDArray[np.float32]:
-    """Read the weights of queries of `card`, float32 [vocab_size]; tokens without one have 0. `id_of` gives the id of a
-    token of the vocabulary, None for an unknown one.
+def read_query_weights(card: ModelCard, id_of: Callable[[str], int | None]) -> QueryWeights | None:
+    """Read the weights of queries of `card`, None if it has none; tokens of the vocabulary without one have 0.
+    `id_of` gives the id of a token of the vocabulary, None for an unknown one.
 
     Raises ModelError for a file that cannot be read, that has more weights than the vocabulary has tokens, or whose
     weights are not finite."""
-    assert card.sparse is not None
+    if card.sparse is None or not card.sparse.query_weights:
+        return None
     path = Path(card.folder) / card.sparse.query_weights
     try:
         found = _by_token(path, card.vocab_size, id_of) if path.suffix == ".json" else _tensor(path)
@@ -52,7 +58,7 @@ def read_query_weights(card: ModelCard, id_of: Callable[[str], int | None]) -> N
         raise ModelError(f"{path}: a weight is nan or infinity")
     weights = np.zeros(card.vocab_size, dtype=np.float32)
     weights[: found.size] = found
-    return weights
+    return QueryWeights(weights)
 
 
 def _by_token(path: Path, vocab_size: int, id_of: Callable[[str], int | None]) -> NDArray[np.float32]:

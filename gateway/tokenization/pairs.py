@@ -56,6 +56,19 @@ class PairLimits(NamedTuple):
     max_query_tokens: int | None
     max_document_tokens: int | None
     add_special_tokens: bool
+    instruction: str | None
+    """For `vecd.gateway.tokenization.pair_template`."""
+
+
+class Opening(NamedTuple):
+    """What precedes each document of a query."""
+
+    ids: list[int]
+    """Of a pair with a border: the query's own tokens."""
+    rest: str = ""
+    """Text that follows these tokens, and is tokenized with each document."""
+    is_cut: bool = False
+    """The query was too long, and was cut."""
 
 
 class PairTokens:
@@ -69,14 +82,14 @@ class PairTokens:
         self.num_special_tokens = _num_special_tokens(tokenizer)
 
     def steps(
-        self, pairs: Sequence[Pair], indices: Sequence[int], limits: PairLimits, queries: dict[str, list[int]]
+        self, pairs: Sequence[Pair], indices: Sequence[int], limits: PairLimits, openings: dict[str, Opening]
     ) -> Generator[None, None, list[TokenizedInput]]:
         """A sequence for each pair. Yields between pieces of work. `indices`: the index in the request of each pair.
 
         Raises InputTooLong for a pair that is too long, with Overflow.ERROR; BadRequest for a limit that leaves no
         token for a text, a pair without a token, and one with too many characters to be read, unless its end is cut
-        off. Each names the pair's index. Side effect: `queries` has the tokens of the queries of these pairs, and of no
-        others: a request hands on the same dictionary, so that each query is tokenized once.
+        off. Each names the pair's index. Side effect: `openings` has the tokens of the queries of these pairs, and of
+        no others: a request hands on the same dictionary, so that each query is tokenized once.
         """
         max_own = limits.max_tokens - (self.num_special_tokens if limits.add_special_tokens else 0)
         if max_own < 1:
@@ -87,15 +100,15 @@ class PairTokens:
         frame = self._frames[limits.add_special_tokens]
         if frame is None:
             return self._by_library(pairs, indices, limits, max_own)
-        yield from self._read_queries(pairs, queries)
+        yield from self._read_queries(pairs, openings)
         num_needed = 0
         for pair in pairs:
-            num_query = _least(len(queries[pair.query]), limits.max_query_tokens)
+            num_query = _least(len(openings[pair.query].ids), limits.max_query_tokens)
             num_needed = max(num_needed, _least(max(max_own - num_query, num_query), limits.max_document_tokens))
         documents = yield from self._texts.first_steps([pair.document for pair in pairs], "", num_needed)
         sequences = []
         for index, pair, first in zip(indices, pairs, documents, strict=True):
-            query, document = queries[pair.query], first
+            query, document = openings[pair.query].ids, first
             is_beyond = self._is_beyond(pair, len(query), len(document), limits)
             is_long = is_beyond or _num_own(len(query), len(document), limits) > max_own
             if is_long and limits.overflow is not Overflow.TRUNCATE:
@@ -104,15 +117,15 @@ class PairTokens:
             sequences.append(_framed(*sequence, frame, index, is_beyond=is_beyond))
         return sequences
 
-    def _read_queries(self, pairs: Sequence[Pair], queries: dict[str, list[int]]) -> Generator[None, None, None]:
-        """Make `queries` the tokens of the queries of `pairs`: all tokens, because `longest_first` counts them."""
+    def _read_queries(self, pairs: Sequence[Pair], openings: dict[str, Opening]) -> Generator[None, None, None]:
+        """Make `openings` the tokens of the queries of `pairs`: all tokens, because `longest_first` counts them."""
         wanted = dict.fromkeys(pair.query for pair in pairs)
-        new = [query for query in wanted if query not in queries]
-        for query in [query for query in queries if query not in wanted]:
-            del queries[query]
+        new = [query for query in wanted if query not in openings]
+        for query in [query for query in openings if query not in wanted]:
+            del openings[query]
         if new:
             lists = yield from self._texts.first_steps(new, "", self._texts.max_chars)
-            queries.update(zip(new, lists, strict=True))
+            openings.update(zip(new, map(Opening, lists), strict=True))
 
     def _long(
         self, pair: Pair, index: int, query: list[int], limits: PairLimits, max_own: int, *, is_beyond: bool
@@ -162,7 +175,7 @@ class PairTokens:
             types = [encoding.type_ids[at] for at in kept]
             ids = array("i", [encoding.ids[at] for at in kept])
             border = types.index(1) if 1 in types else 0
-            sequences.append(_checked(ids, border, index, is_truncated=is_truncated or is_beyond))
+            sequences.append(checked(ids, border, index, is_truncated=is_truncated or is_beyond))
         return sequences
 
 
@@ -246,10 +259,10 @@ def _framed(
     query: list[int], document: list[int], is_truncated: bool, frame: PairFrame, index: int, *, is_beyond: bool
 ) -> TokenizedInput:
     ids = array("i", [*frame.prefix, *query, *frame.middle, *document, *frame.suffix])
-    return _checked(ids, frame.border(len(query)), index, is_truncated=is_truncated or is_beyond)
+    return checked(ids, frame.border(len(query)), index, is_truncated=is_truncated or is_beyond)
 
 
-def _checked(ids: "array[int]", border: int, index: int, *, is_truncated: bool) -> TokenizedInput:
+def checked(ids: "array[int]", border: int, index: int, *, is_truncated: bool) -> TokenizedInput:
     if not ids:
         raise BadRequest(f"'input[{index}]' has no tokens, at least 1 is needed", param="input")
     return TokenizedInput(ids.tobytes(), len(ids), is_truncated, border=border if border < len(ids) else 0)

@@ -93,6 +93,35 @@ class TextTokens:
             return False
         return len(texts) == 1 or sum(map(len, texts)) + len(texts) * (CHARS_PER_TEXT + len(prompt)) <= RUN_CHARS
 
+    def offset_steps(
+        self, text: str, prompt: str, num: int | None
+    ) -> Generator[None, None, tuple[list[int], list[tuple[int, int]]]]:
+        """As `first_steps` for one text, or all its tokens; and where each begins and ends, in characters of the text.
+        Tokens of the prompt are at (-1, -1)."""
+        ids: list[int] = []
+        offsets: list[tuple[int, int]] = []
+        stop, start, context = min(len(text), self.max_chars), 0, ""
+        while not start or (start < stop and (num is None or len(ids) <= num)):
+            end = stop
+            if self.cuts is not None:
+                num_chars = _PIECE_CHARS if num is None else self.first_chars(num)
+                end = yield from self._piece_end(text, start + num_chars, self.cuts)
+            piece = text[start:end] if start else prompt + text[:end]
+            # The text before it, because the library's offsets differ at the beginning of a text.
+            [encoding] = self._tokenizer.encode_batch([context + piece], add_special_tokens=False)
+            num_before = len(self.all_ids(context)) if context else 0
+            shift = start - len(context) if start else -len(prompt)
+            for part in (encoding, *encoding.overflowing):
+                ids += part.ids[num_before:]
+                offsets += [shifted(offset, shift) for offset in part.offsets[num_before:]]
+                num_before = 0
+            context = self.last_part(piece)
+            start = end
+            if not start:
+                break
+            yield
+        return ids, offsets
+
     def all_steps(self, text: str, prompt: str) -> Generator[None, None, list[int]]:
         """All tokens of the text, with the prompt before it."""
         ids: list[int] = []
@@ -176,6 +205,12 @@ class TextTokens:
             most, end = most - _PIECE_CHARS, most
             yield
         return 0
+
+
+def shifted(offset: tuple[int, int], shift: int) -> tuple[int, int]:
+    """An offset of the library in characters of the text; -1 for what is before it. `shift` is below 0 for a prompt."""
+    start, end = offset[0] + shift, offset[1] + shift
+    return (max(0, start), end) if end > 0 or not shift else (-1, -1)
 
 
 def runs_of(inputs: Sequence[Sequence[object]], most: int, longest: int, cost_per_input: int = 0) -> Iterator[range]:

@@ -6,7 +6,7 @@ silently: truncated inputs are counted. Called by `vecd.gateway.pipeline`.
     texts ────────────────── text_tokens ─┐
     ids of cl100k_base ─ cl100k ──────────┤
     ids of the model ─── id_policy ───────┴─ truncation ─ TokenizedInput
-    pairs of texts ───── pairs ──────────────────────────┘
+    pairs of texts ───── pairs, pair_template ───────────┘
 
 Requests that are not short go to a thread, run by run: the first inputs are computed while the others are tokenized,
 and requests take turns in the threads.
@@ -25,7 +25,9 @@ from functools import lru_cache
 from pathlib import Path
 from typing import NamedTuple, TypeGuard, cast
 
+import numpy as np
 import tokenizers
+from numpy.typing import NDArray
 from tokenizers.normalizers import Lowercase
 from tokenizers.normalizers import Sequence as NormalizerSequence
 from tokenizers.processors import TemplateProcessing
@@ -34,8 +36,11 @@ from vecd.gateway.tokenization import cl100k
 from vecd.gateway.tokenization.fair_pool import Threads
 from vecd.gateway.tokenization.id_policy import NO_SPECIAL_TOKENS, IdPolicy, SequenceTemplate
 from vecd.gateway.tokenization.known_words import MAX_CHARS
-from vecd.gateway.tokenization.pairs import PairLimits, PairTokens
-from vecd.gateway.tokenization.text_tokens import CHARS_PER_TEXT, RUN_CHARS, TextTokens, runs_of
+from vecd.gateway.tokenization.offsets import with_offsets
+from vecd.gateway.tokenization.pair_template import TemplatedPairs
+from vecd.gateway.tokenization.pairs import Opening, PairLimits, PairTokens
+from vecd.gateway.tokenization.roles import RoleTemplate, role_templates
+from vecd.gateway.tokenization.text_tokens import CHARS_PER_TEXT, RUN_CHARS, TextTokens, runs_of, shifted
 from vecd.gateway.tokenization.tokenize_api import TokenizeApi
 from vecd.gateway.tokenization.truncation import TruncationPolicy, check_num_chunks
 from vecd.gateway.types.errors import BadRequest, InputTooLong
@@ -44,6 +49,7 @@ from vecd.gateway.types.request import (
     Inputs,
     Overflow,
     Pair,
+    Role,
     Source,
     TokenIds,
     TokenizedInput,
@@ -133,6 +139,7 @@ class Tokenizer:
         """A caller may shorten a longer list, but must keep its first `max_ids`, at least one more, and its last
         few."""
         self._prompt = card.prompt
+        self._roles = role_templates(card.tokens)
         self._no_tokens = [card.vocab_size - 1] if card.is_static else []
         """The sequence of a text without tokens, if the model has a vector for it."""
         self._overflow = overflow
@@ -145,6 +152,8 @@ class Tokenizer:
         self._least_chunk = max(1, min(_LEAST_CHUNK_TOKENS, max_own_tokens // 2))
         self._is_template_plain = max_own_tokens > 0 and _is_template_plain(self._tokenizer, self._template)
         self._texts = TextTokens(self._tokenizer, self.max_chars, may_cut=self._is_template_plain)
+        template = None if card.score is None else card.score.pair_template
+        self._pair_template = None if template is None else TemplatedPairs(self._tokenizer, self._texts, template)
         self._pairs = PairTokens(self._tokenizer, self._texts)
         self.api = TokenizeApi(self._tokenizer, self._texts, self._template, card.vocab_size)
         self._truncation = lru_cache(_NUM_REMEMBERED)(self._make_truncation)
@@ -156,9 +165,15 @@ class Tokenizer:
     def estimate_tokens(self, inputs: Inputs, how: Tokenizing = PLAIN) -> int:
         """An estimate from lengths alone, for admission: 3 characters a token, or the number of ids."""
         most = self.max_tokens if how.max_tokens is None else min(self.max_tokens, max(1, how.max_tokens))
-        prompt = self._prompt if how.prompt is None else how.prompt
+        prompt, role = self._prompt_of(how), self._role_of(how)
+        if role is not None:
+            most = most if role.max_tokens is None else min(most, role.max_tokens)
+            if role.num_filled:
+                return len(inputs) * most
         extra = 2 + len(prompt) // 3
         if _are_pairs(inputs):
+            if self._pair_template is not None:
+                extra = self._pair_template.num_estimated(how.instruction)
             return sum([min(most, (len(query) + len(document)) // 3 + extra) for query, document in inputs])
         if (how.overflow or self._overflow) is not _CHUNK:
             if _are_texts(inputs):
@@ -167,6 +182,15 @@ class Tokenizer:
         num_own = sum(len(x) // 3 + 2 if isinstance(x, str) else len(x) for x in inputs)
         num_chunks = len(inputs) + num_own // max(self._least_chunk, most - extra)
         return num_own + num_chunks * min(most, extra)
+
+    def id_of(self, token: str) -> int | None:
+        """None for a token that is not in the vocabulary."""
+        return self._tokenizer.token_to_id(token)
+
+    def num_added(self, token_ids: TokenIds) -> tuple[int, int]:
+        """How many special tokens a sequence has before and behind the tokens of its input."""
+        prefix, suffix = self._template
+        return (len(prefix), len(suffix)) if self._template.matches(token_ids) else (0, 0)
 
     def tokenize_now(self, inputs: Inputs, how: Tokenizing = PLAIN) -> list[TokenizedInput] | None:
         """Tokenize at once, on the event loop; None when that would block it. Raises as `tokenize`."""
@@ -194,9 +218,9 @@ class Tokenizer:
         `max_embed_len`, with Overflow.CHUNK.
         """
         num_chunks = 0
-        queries: dict[str, list[int]] = {}
+        openings: dict[str, Opening] = {}
         for run in self._runs(inputs, how):
-            tokenized = await self.threads.run(self._take_run(inputs, run, how, queries), tenant)
+            tokenized = await self.threads.run(self._take_run(inputs, run, how, openings), tenant)
             num_chunks += sum([len(item.chunks) for item in tokenized])
             check_num_chunks(num_chunks)
             yield tokenized
@@ -205,7 +229,7 @@ class Tokenizer:
 
     def _is_short(self, inputs: Inputs, how: Tokenizing) -> bool:
         """Whether `inputs` can be tokenized on the event loop."""
-        prompt = self._prompt if how.prompt is None else how.prompt
+        prompt = self._prompt_of(how)
         if _are_texts(inputs):
             return _cost(inputs, prompt) <= _INLINE_CHARS
         if _are_pairs(inputs):
@@ -233,8 +257,7 @@ class Tokenizer:
         if _are_pairs(inputs):
             return runs_of([pair.document for pair in inputs], RUN_CHARS, longest)
         if _are_texts(inputs):
-            prompt = self._prompt if how.prompt is None else how.prompt
-            return runs_of(inputs, RUN_CHARS, longest, len(prompt))
+            return runs_of(inputs, RUN_CHARS, longest, len(self._prompt_of(how)))
         most = _RUN_DECODED_IDS if self._policy.may_decode(how.are_ids_of_model) else _RUN_IDS
         return runs_of(cast(list[TokenIds], inputs), most, most)
 
@@ -242,8 +265,8 @@ class Tokenizer:
 
     def _make_truncation(self, how: Tokenizing) -> TruncationPolicy:
         """The policy for texts. Raises BadRequest for a limit or a prompt that leaves no token for a text."""
-        prompt = self._prompt if how.prompt is None else how.prompt
-        truncation = self._limits(how, how.add_special_tokens)
+        prompt = self._prompt_of(how)
+        truncation = self._limits(how, how.add_special_tokens, self._role_of(how))
         if not prompt:
             return truncation
         if how.prompt is not None and len(prompt) > MAX_PROMPT_CHARS:
@@ -262,11 +285,25 @@ class Tokenizer:
         prefix, suffix = (array("i", ids).tobytes() for ids in truncation.template)
         return _Frame(truncation.prompt, prefix, suffix, truncation.max_own_tokens * _BYTES_PER_ID)
 
-    def _limits(self, how: Tokenizing, has_special_tokens: bool) -> TruncationPolicy:
-        """The policy for lists of the model's own ids, with its special tokens or without."""
+    def _role_of(self, how: Tokenizing) -> RoleTemplate | None:
+        return self._roles[how.role or Role.DOCUMENT] if self._roles else None
+
+    def _prompt_of(self, how: Tokenizing) -> str:
+        if how.prompt is not None:
+            return how.prompt
+        role = self._role_of(how)
+        return self._prompt if role is None or role.prompt is None else role.prompt
+
+    def _limits(self, how: Tokenizing, has_special_tokens: bool, role: RoleTemplate | None = None) -> TruncationPolicy:
+        """The policy for lists of the model's own ids, with its special tokens or without; or for texts in a role."""
         template = self._template if has_special_tokens else NO_SPECIAL_TOKENS
         overflow = how.overflow or self._overflow
         max_tokens = self.max_tokens if how.max_tokens is None else min(self.max_tokens, how.max_tokens)
+        if role is not None:
+            template = role.around(template)
+            max_tokens = max_tokens if role.max_tokens is None else min(max_tokens, role.max_tokens)
+            if role.num_filled and overflow is Overflow.CHUNK:
+                overflow = Overflow.TRUNCATE  # a query is one sequence
         truncation = TruncationPolicy(template, max_tokens, overflow, self._least_chunk, self._max_embed_len)
         least = template.num_tokens + (self._least_chunk if overflow is Overflow.CHUNK else 1)
         is_asked_for = how.max_tokens is not None or overflow is not Overflow.TRUNCATE
@@ -282,7 +319,7 @@ class Tokenizer:
 
     def _take_known(self, text: str, how: Tokenizing) -> TokenizedInput | None:
         """A short text of known words that needs no more than they: 5 µs sooner than by the steps for any text."""
-        if len(text) > self._most_known_chars:
+        if len(text) > self._most_known_chars or self._roles or how.wants_offsets:
             return None
         frame = self._frame(how)
         own = self._texts.known(frame.prompt + text)
@@ -292,22 +329,24 @@ class Tokenizer:
         return TokenizedInput(token_ids, len(token_ids) // _BYTES_PER_ID, False, _TEXT)
 
     def _take_run(
-        self, inputs: Inputs, run: range, how: Tokenizing, queries: dict[str, list[int]] | None = None
+        self, inputs: Inputs, run: range, how: Tokenizing, openings: dict[str, Opening] | None = None
     ) -> Generator[None, None, list[TokenizedInput]]:
-        """Tokenize some of the inputs. Yields between pieces of work. `queries`: see `PairTokens.steps`."""
+        """Tokenize some of the inputs. Yields between pieces of work. `openings`: see `PairTokens.steps`."""
         if _are_pairs(inputs):
-            return self._take_pairs(inputs[run.start : run.stop], run, how, {} if queries is None else queries)
+            return self._take_pairs(inputs[run.start : run.stop], run, how, {} if openings is None else openings)
         if _are_texts(inputs):
             return self._take_texts(inputs[run.start : run.stop], run, how, _TEXT)
         return self._take_lists(cast(list[TokenIds], inputs), run, how)
 
     def _take_pairs(
-        self, pairs: list[Pair], indices: Sequence[int], how: Tokenizing, queries: dict[str, list[int]]
+        self, pairs: list[Pair], indices: Sequence[int], how: Tokenizing, openings: dict[str, Opening]
     ) -> Generator[None, None, list[TokenizedInput]]:
+        if self._pair_template is not None:
+            return self._pair_template.steps(pairs, indices, self._pair_limits(how), openings)
         prompt = self._prompt if how.prompt is None else how.prompt
         if prompt:
             pairs = [Pair(prompt + query, document) for query, document in pairs]
-        return self._pairs.steps(pairs, indices, self._pair_limits(how), queries)
+        return self._pairs.steps(pairs, indices, self._pair_limits(how), openings)
 
     def _pair_limits(self, how: Tokenizing) -> PairLimits:
         overflow = how.overflow or self._overflow
@@ -317,16 +356,23 @@ class Tokenizer:
             how.max_query_tokens,
             how.max_document_tokens,
             how.add_special_tokens,
+            how.instruction,
         )
 
     def _take_texts(
         self, texts: list[str], indices: Sequence[int], how: Tokenizing, source: Source
     ) -> Generator[None, None, list[TokenizedInput]]:
         """`indices`: the index in the request of each text's input."""
+<<<<<<< HEAD
+        if how.num_queries:
+            return (yield from self._take_queries_first(texts, indices, how, source))
         truncation = self._truncation(how)
+=======
+        truncation, role = self._truncation(how), self._role_of(how)
+>>>>>>> main
         max_own_tokens, max_chars = truncation.max_own_tokens, self.max_chars
         if how.add_special_tokens and not self._is_template_plain:
-            return (yield from self._take_texts_by_library(texts, indices, truncation, source))
+            return (yield from self._take_texts_by_library(texts, indices, truncation, source, how))
         lists = yield from self._texts.first_steps(texts, truncation.prompt, max_own_tokens)
         tokenized = []
         for index, text, own in zip(indices, texts, lists, strict=True):
@@ -336,6 +382,10 @@ class Tokenizer:
                 item = truncation.beginning(own, source)
             else:
                 item = yield from self._take_long_text(text, index, truncation, source)
+            if how.wants_offsets:
+                item = yield from self._with_offsets(item, text, truncation)
+            if role is not None:
+                item = role.filled(item, self.max_tokens)
             if not item.num_tokens and self._no_tokens:
                 item = truncation.whole(self._no_tokens, source)
             if not item.num_tokens:
@@ -343,20 +393,88 @@ class Tokenizer:
             tokenized.append(item)
         return tokenized
 
+<<<<<<< HEAD
+    def _take_queries_first(
+        self, texts: list[str], indices: Sequence[int], how: Tokenizing, source: Source
+    ) -> Generator[None, None, list[TokenizedInput]]:
+        """Tokenize queries, and the documents behind them. The index of a document in an error counts from the first
+        one."""
+        num_queries = sum(index < how.num_queries for index in indices)
+        of_documents = [index - how.num_queries for index in indices[num_queries:]]
+        parts = (
+            (texts[:num_queries], indices[:num_queries], Role.QUERY, how.max_query_tokens),
+            (texts[num_queries:], of_documents, how.role or Role.DOCUMENT, how.max_document_tokens),
+        )
+        tokenized: list[TokenizedInput] = []
+        for part, its_indices, role, most_own in parts:
+            if part:
+                of_role = self._of_role(how, role, most_own)
+                tokenized += yield from self._take_texts(part, its_indices, of_role, source)
+        return tokenized
+
+    def _of_role(self, how: Tokenizing, role: Role, most_own: int | None) -> Tokenizing:
+        """`how` for texts of one role. `most_own`: their limit, without special tokens."""
+        template = self._roles[role].around(self._template) if self._roles else self._template
+        limits = [how.max_tokens, None if most_own is None else most_own + template.num_tokens]
+        return how._replace(
+            role=role,
+            num_queries=0,
+            max_tokens=min((limit for limit in limits if limit is not None), default=None),
+            max_query_tokens=None,
+            max_document_tokens=None,
+        )
+=======
+    def _with_offsets(
+        self, item: TokenizedInput, text: str, truncation: TruncationPolicy
+    ) -> Generator[None, None, TokenizedInput]:
+        is_beginning = not item.chunks and truncation.overflow is not Overflow.TRUNCATE_LEFT
+        num = truncation.max_own_tokens if is_beginning else None
+        own, offsets = yield from self._texts.offset_steps(text, truncation.prompt, num)
+        return with_offsets(item, offsets, own, truncation)
+>>>>>>> main
+
     def _take_texts_by_library(
-        self, texts: list[str], indices: Sequence[int], truncation: TruncationPolicy, source: Source
+        self,
+        texts: list[str],
+        indices: Sequence[int],
+        truncation: TruncationPolicy,
+        source: Source,
+        how: Tokenizing,
     ) -> Generator[None, None, list[TokenizedInput]]:
         """Tokenize texts for a model whose special tokens are not a plain template: only the library can add them."""
         prepared = [truncation.prompt + text[: self.max_chars] for text in texts]
+        role = self._role_of(how)
+        encode = self._tokenizer.encode_batch if how.wants_offsets else self._tokenizer.encode_batch_fast
         tokenized = []
-        for index, text, encoding in zip(indices, texts, self._tokenizer.encode_batch_fast(prepared), strict=True):
+        for index, text, encoding in zip(indices, texts, encode(prepared), strict=True):
             ids = encoding.ids
+            if role is not None:
+                ids[1:1] = role.marker
             is_long = len(ids) > truncation.max_tokens or len(text) > self.max_chars
             if not is_long or truncation.overflow is Overflow.TRUNCATE:
-                tokenized.append(truncation.templated(ids, source, is_truncated=is_long))
+                item = truncation.templated(ids, source, is_truncated=is_long)
+                if how.wants_offsets:
+                    item = item._replace(offsets=self._offsets_by_library(encoding, item, truncation, role))
             else:
-                tokenized.append((yield from self._take_long_text(text, index, truncation, source)))
+                item = yield from self._take_long_text(text, index, truncation, source)
+                if how.wants_offsets:
+                    item = yield from self._with_offsets(item, text, truncation)
+            tokenized.append(item if role is None else role.filled(item, self.max_tokens))
         return tokenized
+
+    @staticmethod
+    def _offsets_by_library(
+        encoding: tokenizers.Encoding, item: TokenizedInput, truncation: TruncationPolicy, role: RoleTemplate | None
+    ) -> NDArray[np.int32]:
+        rows = [
+            (-1, -1) if is_special else shifted(offset, -len(truncation.prompt))
+            for offset, is_special in zip(encoding.offsets, encoding.special_tokens_mask, strict=True)
+        ]
+        rows[1:1] = [(-1, -1)] * (0 if role is None else len(role.marker))
+        offsets = np.array(rows[: item.num_tokens], np.int32).reshape(-1, 2)
+        if item.is_truncated and truncation.template.matches(np.frombuffer(item.token_ids, np.int32).tolist()):
+            offsets[len(offsets) - len(truncation.template.suffix) :] = -1
+        return offsets
 
     def _take_long_text(
         self, text: str, index: int, truncation: TruncationPolicy, source: Source

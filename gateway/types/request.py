@@ -107,10 +107,14 @@ class Tokenizing(NamedTuple):
     whose clients get ids from the same server, and use no other vocabulary."""
     role: Role | None = None
     """None: a document."""
+    num_queries: int = 0
+    """The first so many inputs are queries, whatever `role` says, which is that of the others."""
     max_document_tokens: int | None = None
-    """Of a pair: most tokens of its document; the rest is cut off."""
+    """Of a pair, or where `num_queries` is given: most tokens of a document; the rest is cut off."""
     max_query_tokens: int | None = None
-    """Of a pair: most tokens of its query; the rest is cut off."""
+    """The same of a query."""
+    wants_offsets: bool = False
+    """Where the tokens of texts are, too: `TokenizedInput.offsets`."""
     instruction: str | None = None
     """Of a pair, for models whose template has a place for it; None: the model's default."""
 
@@ -179,6 +183,10 @@ class TokenizedInput(NamedTuple):
     """At least two; empty where the input is one sequence."""
     border: int = 0
     """Where the second part of the sequence begins, as in `vecd.shm.wire.Batch.borders_bytes`; 0: it has none."""
+    offsets: NDArray[np.int32] | None = None
+    """Of a text, where they are wanted: [num_tokens, 2], where each token begins and ends, in characters of the text as
+    sent; -1 for special tokens, and for those of a prompt. A token that joins the prompt's end with the text begins at
+    0. For an input in chunks: of all of them, one after the other."""
 
 
 class Chunk(NamedTuple):
@@ -264,3 +272,5 @@ class Embedded(NamedTuple):
     token_ids: tuple[NDArray[np.int32], ...] = ()
     """Those of each input, shape [T], special tokens included, where the output has a row for each token; else
     empty."""
+    offsets: tuple[NDArray[np.int32], ...] = ()
+    """`TokenizedInput.offsets` of each input, where the request wants them."""

@@ -23,6 +23,7 @@ from vecd.launch.config.architectures import refuse_unknown
 from vecd.launch.config.chat_template import read_chat_template
 from vecd.launch.config.keys import load_keys
 from vecd.launch.config.num_gateways import choose_num_gateways
+from vecd.launch.config.ordered_pair import ordered_pair
 from vecd.launch.config.pair_template import with_pair_template
 from vecd.launch.config.settings import Settings
 from vecd.launch.config.tokenizer import forget, with_tokenizer
@@ -134,6 +135,12 @@ def make_plan(settings: Settings, report: Callable[[str], None] = logs.say, *, n
     # Last, because it opens a descriptor. For the gateway alone: the path differs from start to start, and workers
     # remember by card what they found out.
     gateway = replace(gateway, card=with_tokenizer(card, name, settings.cache_folder, report))
+    try:
+        pair = None if settings.engine == "dummy" else ordered_pair(gateway.card, gateway.max_tokens)
+    except BaseException:
+        forget(gateway.card)
+        raise
+    workers = [replace(worker, ordered_pair=pair) for worker in workers]
     return Plan(settings, card, gateway, workers, model_files, why_gateways)
 
 

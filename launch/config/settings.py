@@ -172,6 +172,11 @@ class Settings(BaseSettings):
         description="also serve a model whose reference vectors are not known and cannot be computed (without torch, "
         "or from an ONNX export), without comparing its vectors. No effect where they can be compared",
     )
+    accept_unordered: bool = Field(
+        False,
+        description="also serve a reranker with a template that gives a question's answer no higher score than a text "
+        "about something else, with a warning. Such a model is refused otherwise: its template may be another model's",
+    )
     max_batch_tokens: Annotated[int, Field(ge=1, le=1_000_000)] | Literal["auto"] = Field(
         "auto",
         description="maximum tokens in one forward pass. A worker gets fewer if it cannot compute them in a quarter of "

@@ -2,6 +2,7 @@
 
 import os
 import re
+from collections.abc import Sequence
 from shlex import quote
 from typing import Any
 
@@ -16,7 +17,8 @@ def summary(
         "event": "ready",
         "version": plan.gateway.version,
         "model": plan.gateway.model,
-        "dimensions": plan.card.dim,
+        "capabilities": list(plan.card.capabilities),
+        "dimensions": plan.card.dim if "dense" in plan.card.capabilities else None,
         "max_tokens": plan.gateway.max_tokens,
         "engine": facts.get("path"),
         "dtype": facts.get("dtype"),
@@ -30,7 +32,13 @@ def summary(
     }
 
     card, gateway, settings = plan.card, plan.gateway, plan.settings
-    normalized = ", normalized" if any(step.kind == "normalize" for step in card.steps) else ""
+    of_vectors = of_pooling = ""
+    if "dense" in card.capabilities:
+        of_vectors = f"{card.dim} dimensions, "
+        of_pooling = f", {'+'.join(card.pooling)} pooling{', normalized' if card.is_normalized else ''}"
+    labels = ""
+    if card.score is not None:
+        labels = f" ({card.num_labels} label{'s' if card.num_labels > 1 else ''})"
     parity = facts.get("agreement", {})
     agrees = ", not compared with the plain model"
     if parity is not None:
@@ -45,21 +53,30 @@ def summary(
     if path != url:
         url_here = f"--unix-socket {quote(path)} http{'s' if is_tls else ''}://localhost"
     key = ' -H "authorization: Bearer $VECD_API_KEY"' if gateway.keys else ""
+    path_to_try, body = _to_try(card.capabilities, gateway.model)
     num_gateways = gateway.num_gateways
     gateways = f", {num_gateways} gateways" if num_gateways > 1 else ""
     if plan.why_gateways:
         gateways = f", {num_gateways} gateway{'s' if num_gateways > 1 else ''} ({plan.why_gateways})"
     lines = [
         f"vecd {gateway.version} is ready",
-        f"  model      {gateway.model}: {card.dim} dimensions, at most {gateway.max_tokens} tokens, "
-        f"{'+'.join(card.pooling)} pooling{normalized}",
+        f"  model      {gateway.model}: {of_vectors}at most {gateway.max_tokens} tokens{of_pooling}",
+        f"  kind       {', '.join(card.capabilities)}{labels}",
         f"  engine     {facts.get('path')}, {facts.get('dtype')}{agrees}",
         f"  workers    {len(plan.workers)} × {threads} thread(s) on {device}{gateways}",
         f"  memory     {memory_mb} MB in all",
         f"  listening  {url}",
         *([f"  admin      {admin_url}"] if admin_url else []),
-        f"  try        {curl}{url_here}/v1/embeddings{key} -H 'content-type: application/json' "
-        f"""-d '{{"model": "{gateway.model}", "input": "Hello, world"}}'""",
+        f"  try        {curl}{url_here}{path_to_try}{key} -H 'content-type: application/json' -d '{body}'",
         f"  ready in   {ready_s:.1f} s",
     ]
     return lines, fields
+
+
+def _to_try(capabilities: Sequence[str], model: str) -> tuple[str, str]:
+    """The path and the body of a request that the model can answer."""
+    if "dense" in capabilities:
+        return "/v1/embeddings", f'{{"model": "{model}", "input": "Hello, world"}}'
+    if "rerank" in capabilities or "multi-vector" in capabilities:
+        return "/rerank", f'{{"model": "{model}", "query": "Who is there?", "documents": ["Nobody.", "The postman."]}}'
+    return "/embed_sparse" if "sparse" in capabilities else "/predict", '{"inputs": "Hello, world"}'

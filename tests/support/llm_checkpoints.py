@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from safetensors.torch import load_file, save_file
 from sentence_transformers import CrossEncoder
 from sentence_transformers.cross_encoder.modules import LogitScore
 from sentence_transformers.sentence_transformer.modules import Transformer
@@ -89,4 +90,21 @@ def save_reranker(folder: Path, plain: Path, *, no: str | None = "no", yes: str 
     ids = transformer.tokenizer.convert_tokens_to_ids
     score = LogitScore(ids(yes), None if no is None else ids(no))
     CrossEncoder(modules=[transformer, score], **arguments).save(str(folder))
+    return folder
+
+
+def rank(folder: Path, better: tuple[str, str], worse: tuple[str, str]) -> Path:
+    """Change the two rows of the output layer of the reranker in `folder` so that one pair of a query and a document
+    gets a higher score than another one. Returns the folder."""
+    model: Any = CrossEncoder(str(folder), device="cpu", local_files_only=True).eval()
+    transformer, score = model[0], model[1]
+    with torch.inference_mode():
+        features = [transformer.preprocess([pair]) for pair in (better, worse)]
+        states = [transformer.model.model(input_ids=each["input_ids"]).last_hidden_state[0, -1] for each in features]
+    path = folder / "model.safetensors"
+    weights = {name: tensor.clone() for name, tensor in load_file(path).items()}
+    difference = states[0] - states[1]
+    weights["lm_head.weight"][score.true_token_id] = difference / difference.norm()
+    weights["lm_head.weight"][score.false_token_id] = 0
+    save_file(weights, path, metadata={"format": "pt"})
     return folder

@@ -1,5 +1,7 @@
 """Tiny tokenizers of the kinds that models have, trained on three lines: real rules, a small vocabulary."""
 
+from collections.abc import Callable
+from functools import cache, wraps
 from typing import Any
 
 import tokenizers
@@ -16,6 +18,13 @@ _QWEN = (
 )
 
 
+def _trained_once(make: Callable[[], tokenizers.Tokenizer]) -> Callable[[], tokenizers.Tokenizer]:
+    """A copy of the same one each time: training again gives other ids."""
+    once = cache(lambda: make().to_str())
+    return wraps(make)(lambda: tokenizers.Tokenizer.from_str(once()))
+
+
+@_trained_once
 def bert() -> tokenizers.Tokenizer:
     """[CLS] q [SEP] d [SEP], the document of type 1."""
     special = ["[PAD]", "[UNK]", "[CLS]", "[SEP]", "[MASK]"]
@@ -33,6 +42,7 @@ def bert() -> tokenizers.Tokenizer:
     return tokenizer
 
 
+@_trained_once
 def roberta() -> tokenizers.Tokenizer:
     """<s> q </s></s> d </s>, all of type 0."""
     tokenizer = _byte_pairs(["<s>", "</s>", "<mask>"], pre_tokenizers.ByteLevel(add_prefix_space=False))
@@ -40,6 +50,7 @@ def roberta() -> tokenizers.Tokenizer:
     return tokenizer
 
 
+@_trained_once
 def xlm_roberta() -> tokenizers.Tokenizer:
     """As RoBERTa's, of unigrams."""
     special = ["<s>", "</s>", "<unk>"]
@@ -56,6 +67,7 @@ def xlm_roberta() -> tokenizers.Tokenizer:
     return tokenizer
 
 
+@_trained_once
 def qwen() -> tokenizers.Tokenizer:
     """Without a template; ChatML's tokens are special."""
     pattern = pre_tokenizers.Sequence(
@@ -67,6 +79,7 @@ def qwen() -> tokenizers.Tokenizer:
     return _byte_pairs(["<|endoftext|>", "<|im_start|>", "<|im_end|>"], pattern, normalizers.NFC())
 
 
+@_trained_once
 def gemma() -> tokenizers.Tokenizer:
     """Byte pairs over the whole text, whose blanks are letters: it can be cut nowhere."""
     tokenizer = _trained(

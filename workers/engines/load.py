@@ -19,6 +19,7 @@ from vecd.shm.control import LOAD_TOKENS_PER_S
 from vecd.workers.config import REFERENCE_FILE, WorkerConfig
 from vecd.workers.engine import Engine, ReportProgress
 from vecd.workers.engines.dummy import DummyEngine
+from vecd.workers.engines.ordered_pair import check_order
 from vecd.workers.engines.parity import compare, random_batch, short_probes, vectors_of, vectors_one_by_one
 from vecd.workers.engines.references import Reference, recall_reference
 from vecd.workers.engines.selection_cache import Selection, forget, recall, remember
@@ -64,6 +65,7 @@ def load_engine(
     used, or when the model cannot be loaded or cannot run the way `config` requires.
     """
     engine = _load(config, report, select_elsewhere, must_measure=must_measure)
+    check_order(config, engine)
     if config.measures_short_texts and config.cache_folder and recall_texts_per_s(config) is None:
         remember_texts_per_s(config, _texts_per_s(config, engine))
     return engine

@@ -103,8 +103,9 @@ def digest_of(card: ModelCard) -> str:
     0.1 s for 100 MB, once while they do not change. Raises OSError, ValueError or KeyError."""
     facts = [card.model_type, card.max_tokens, card.vocab_size, list(card.pooling)]
     facts += [[step.kind, step.in_dim, step.out_dim, step.bias, step.activation] for step in card.steps]
-    facts += [list(card.capabilities)] if card.main_output is not Output.VECTORS else []
-    facts += [asdict(head) for head in (card.score, card.sparse, card.tokens) if head is not None]
+    if card.main_output is not Output.VECTORS:
+        heads = (head and asdict(head) for head in (card.score, card.sparse, card.tokens))
+        facts += [list(card.capabilities), *heads]
     return _digest(json.dumps(facts), tuple(map(_stamped, _files_of(card))))
 
 

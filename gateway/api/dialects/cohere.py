@@ -333,6 +333,7 @@ _V1_EMBED = Operation(
     summary=_SUMMARY,
     fields=FIELDS,
     embed=partial(parse_embed, version=1),
+    needs=("dense",),
     response={"oneOf": [_response("embeddings_floats", _FLOATS), _V2_RESPONSE]},
 )
 _TOKENIZED = record(
@@ -346,7 +347,11 @@ DIALECT = Dialect(
     title="Cohere",
     operations={
         "POST /v2/embed": Operation(
-            summary=_SUMMARY, fields=FIELDS, embed=partial(parse_embed, version=2), response=_V2_RESPONSE
+            summary=_SUMMARY,
+            fields=FIELDS,
+            embed=partial(parse_embed, version=2),
+            needs=("dense",),
+            response=_V2_RESPONSE,
         ),
         "POST /v1/embed": _V1_EMBED,
         "POST /embed": replace(_V1_EMBED, claims=(TEXTS.name,)),

@@ -187,7 +187,7 @@ def show(call: Call) -> Response:
                 f"{family}.context_length": model_info.max_tokens,
                 f"{family}.embedding_length": model_info.dim,
             },
-            "capabilities": ["embedding"],
+            "capabilities": ["embedding"] if "dense" in model_info.capabilities else [],
             "modified_at": _modified_at(model_info),
         }
     )
@@ -330,12 +330,14 @@ DIALECT = Dialect(
             summary="Embed texts",
             fields=Fields(MODEL, INPUT, TRUNCATE, DIMENSIONS, OPTIONS, KEEP_ALIVE),
             embed=parse_embed,
+            needs=("dense",),
             response=_EMBED_RESPONSE,
         ),
         "POST /api/embeddings": Operation(
             summary="Embed a text (older)",
             fields=Fields(MODEL, PROMPT, OPTIONS, KEEP_ALIVE),
             embed=parse_embeddings,
+            needs=("dense",),
             response=record(embedding=schemas.VECTOR),
         ),
         "GET /api/tags": Operation(summary="List the model", describe=list_models, response=_models_response()),

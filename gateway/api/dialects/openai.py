@@ -155,12 +155,17 @@ def _spans(matrix: Matrix, form: Form) -> Iterator[dict[str, Any]]:
 # --- models -----------------------------------------------------------------------------------------------------
 
 
+_ENDPOINTS = {"dense": "embed", "rerank": "rerank", "classify": "classify"}
+"""By capability, what Cohere calls it."""
+
+
 def list_models(model_info: ModelInfo, path: str) -> Response:
     """The model under all its names, and with each of its prompts, for programs that show a list to choose from. In
     `models` as Cohere has it, whose clients ask at the same path."""
     prompts = model_info.prompts if model_info.pools_prompt else ()
     names = [*model_info.names, *(f"{model_info.model}:{name}" for name in prompts)]
-    models = [{"name": name, "endpoints": ["embed"], "context_length": model_info.max_tokens} for name in names]
+    endpoints = [endpoint for capability, endpoint in _ENDPOINTS.items() if capability in model_info.capabilities]
+    models = [{"name": name, "endpoints": endpoints, "context_length": model_info.max_tokens} for name in names]
     data = [_describe(model_info, name) for name in names]
     return Response(200, orjson.dumps({"object": "list", "data": data, "models": models}))
 
@@ -228,7 +233,9 @@ _MODEL_RESPONSE = record(
     root=described(schemas.STRING, "the served model's own name"),
     max_model_len=described(schemas.POSITIVE, "tokens, special ones included"),
 )
-_COHERE_S_MODEL = record(name=schemas.STRING, endpoints=list_of({"const": "embed"}), context_length=schemas.POSITIVE)
+_COHERE_S_MODEL = record(
+    name=schemas.STRING, endpoints=list_of({"enum": [*_ENDPOINTS.values()]}), context_length=schemas.POSITIVE
+)
 _MODELS_RESPONSE = record(
     object={"const": "list"},
     data=list_of(_MODEL_RESPONSE, at_least=1),
@@ -249,6 +256,7 @@ EMBEDDINGS = Operation(
     fields=FIELDS,
     embed=parse_embeddings,
     response=response_schema("embedding", "embedding", VECTOR),
+    needs=("dense",),
     binary_media_types=tuple(BINARY_MEDIA_TYPES.values()),
 )
 _MODELS = Operation(summary="List the model, by all its names", describe=list_models, response=_MODELS_RESPONSE)

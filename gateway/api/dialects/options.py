@@ -211,8 +211,11 @@ _OVERFLOW_NAMES = frozenset(
 USUAL_TOKENIZING = Tokenizing()
 
 
-def _read_tokenizing(values: Values, model_info: ModelInfo, prompt: str | None) -> Tokenizing:
-    """The options of the tokenizer. Raises BadRequest."""
+def read_tokenizing(
+    values: Values, model_info: ModelInfo, prompt: str | None, default: Overflow | None = None
+) -> Tokenizing:
+    """The options of the tokenizer. `default`: the policy for a long input that is preferred where the fields leave it
+    open; None: the server's. Raises BadRequest."""
     if not values.has_any(_OVERFLOW_NAMES):
         return USUAL_TOKENIZING if prompt is None else Tokenizing(prompt)
     max_tokens = values.get(TRUNCATE_PROMPT_TOKENS)
@@ -226,7 +229,7 @@ def _read_tokenizing(values: Values, model_info: ModelInfo, prompt: str | None) 
         model_info.check_max_tokens(max_tokens, TRUNCATE_PROMPT_TOKENS.name)
     return Tokenizing(
         prompt,
-        overflow=_read_overflow(values, model_info),
+        overflow=_read_overflow(values, default or model_info.overflow),
         max_tokens=None if max_tokens == -1 else max_tokens,
         add_special_tokens=values.get(ADD_SPECIAL_TOKENS) is not False,
     )
@@ -236,8 +239,8 @@ _PREFERRED = (Overflow.TRUNCATE, Overflow.TRUNCATE_LEFT)
 """Tried first if the server's own policy is not allowed."""
 
 
-def _read_overflow(values: Values, model_info: ModelInfo) -> Overflow | None:
-    """A policy that all fields allow: the server's own, if it is one of them."""
+def _read_overflow(values: Values, default: Overflow) -> Overflow | None:
+    """A policy that all fields allow: `default`, if it is one of them. None if there are no fields for it."""
     _agreed(values, TRUNCATION_SIDE, TRUNCATION_DIRECTION)  # both sides together would leave only an error
     allowed_by = {field.name: allowed for field in OVERFLOW_FIELDS if (allowed := values.get(field)) is not None}
     if values.get(TRUNCATE_PROMPT_TOKENS) is not None:
@@ -247,7 +250,7 @@ def _read_overflow(values: Values, model_info: ModelInfo) -> Overflow | None:
     for (first, allowed), (second, also_allowed) in combinations(allowed_by.items(), 2):
         if not allowed & also_allowed:
             raise contradiction(first, second)
-    candidates: tuple[Overflow, ...] = (model_info.overflow, *_PREFERRED, *Overflow)
+    candidates: tuple[Overflow, ...] = (default, *_PREFERRED, *Overflow)
     return next(overflow for overflow in candidates if all(overflow in allowed for allowed in allowed_by.values()))
 
 
@@ -523,7 +526,7 @@ def read_request(
     """The request with all its options. `output`: VECTORS, or TOKENS, which have no `dimensions`. Raises BadRequest."""
     values, model_info = call.values, call.model_info
     normalize, priority = _read_normalize(values), values.get(PRIORITY)
-    tokenizing = _read_tokenizing(values, model_info, read_prompt(values, model_info, prompt_fields))
+    tokenizing = read_tokenizing(values, model_info, read_prompt(values, model_info, prompt_fields))
     # vLLM brings the vectors of tokens to length 1 by default; those of inputs are as the model gives them.
     is_per_token = output.is_per_token
     request = EmbedRequest(

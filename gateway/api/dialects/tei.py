@@ -1,7 +1,8 @@
 """text-embeddings-inference's HTTP API: parses requests, renders responses. Pure.
 
-Owns the shapes of `/embed`, `/embed_all`, `/similarity`, `/tokenize`, `/decode`, `/vertex`, of `/`, `/invocations` and
-Hugging Face's paths with the name of a model, which do the same as `/embed`, and of its errors. `/info` belongs to
+Owns the shapes of `/embed`, `/embed_all`, `/similarity`, `/rerank`, `/tokenize`, `/decode`, `/vertex`, of `/`,
+`/invocations` and Hugging Face's paths with the name of a model, which do the same as `/embed`, and of its errors. `/`
+and `/invocations` rank a body with a `query`; Elasticsearch sends its texts as `documents`. `/info` belongs to
 `vecd.gateway.api.info`, because operators get more fields there. Source of the shapes: its router's types, version 1.9.
 
 Differences from text-embeddings-inference:
@@ -12,7 +13,9 @@ Differences from text-embeddings-inference:
 - an empty text is embedded, not refused;
 - `dimensions` is refused unless the model was made for it, or declared so (`--matryoshka`);
 - texts inside objects, as in `/similarity` and `/vertex`, may take 256 KiB of a body that is larger than 64 KiB;
-- routes that rank, classify or make sparse vectors answer as with a model that cannot do so: 424.
+- `top_n` of a request to rank is heeded;
+- a text that is ranked is cut, unless the request says otherwise, whatever the server's policy is;
+- routes that classify or make sparse vectors answer as with a model that cannot do so: 424.
 """
 
 import re
@@ -24,9 +27,11 @@ from typing import Any, TypeVar
 import orjson
 
 from vecd.gateway.api import fields, schemas
+from vecd.gateway.api.dialects import ranking
 from vecd.gateway.api.dialects.headers import parse_accept, parse_priority, parse_timeout_s, response_headers
 from vecd.gateway.api.dialects.inputs import check_id_lists, parse_inputs, parse_texts
 from vecd.gateway.api.dialects.options import MODEL
+from vecd.gateway.api.dialects.ranking import QUERY, TOP_N, Relevance, read_documents
 from vecd.gateway.api.dialects.rows import BINARY_MEDIA_TYPES, fragments_of, json_list, render_rows
 from vecd.gateway.api.fields import Field, Fields, Values, contradiction, json_type
 from vecd.gateway.api.model_info import ModelInfo
@@ -193,7 +198,7 @@ def parse_embed_by_model(call: Call) -> ParsedEmbed:
 
 def parse_invocation(call: Call) -> ParsedEmbed:
     has_texts = call.values.get(TEXT_INPUTS) is not None and call.values.get(INPUTS_OF_ALL) is None
-    return parse_embed(call, TEXT_INPUTS) if has_texts else parse_embed_or_compare(call)
+    return parse_embed(call, TEXT_INPUTS) if has_texts else parse_default(call)
 
 
 def parse_embed_or_compare(call: Call) -> ParsedEmbed:
@@ -204,10 +209,9 @@ def parse_embed_or_compare(call: Call) -> ParsedEmbed:
 def parse_embed_all(call: Call) -> ParsedEmbed:
     """Raises WrongModel if a token's vector is longer than a row, and BadRequest."""
     values, model_info = call.values, call.model_info
-    width = Output.TOKENS.width_of(model_info)
-    if width > model_info.dim:
+    if Output.TOKENS not in model_info.outputs:
         raise WrongModel(
-            f"This model cannot give one vector for each token: they would have {width} dimensions, "
+            f"This model cannot give one vector for each token: they would have {model_info.hidden_size} dimensions, "
             f"and there is room for the {model_info.dim} of its own vectors"
         )
     tokenizing = _tokenizing(_Options(values), model_info)
@@ -352,6 +356,53 @@ def render_similarity(embedded: Embedded, *, model_info: ModelInfo) -> Response:
     cosines = collector.rows[1:] @ collector.rows[0]
     body = orjson.dumps(cosines, option=orjson.OPT_SERIALIZE_NUMPY)
     return Response(200, body, _headers(embedded, model_info))
+
+
+# --- ranking ----------------------------------------------------------------------------------------------------
+
+RANKED = fields.anything("texts", "what is ranked", schemas.TEXTS, is_required=True, is_large=True)
+RANKED_DOCUMENTS = fields.anything(
+    "documents", "the same, by the name of other APIs; or objects with a `text`", ranking.TEXTS_SCHEMA, is_large=True
+)
+RAW_SCORES = ranking.flag("raw_scores", "true: scores are the model's logits, without a sigmoid", default=False)
+RETURN_TEXT = ranking.flag("return_text", "true: the response repeats the texts", default=False)
+RETURN_DOCUMENTS = ranking.flag("return_documents", "the same, by the name of other APIs", default=False)
+
+
+def parse_rerank(call: Call) -> ParsedEmbed:
+    values, model_info = call.values, call.model_info
+    field = RANKED if values.get(RANKED) is not None or values.get(RANKED_DOCUMENTS) is None else RANKED_DOCUMENTS
+    texts = values.require(field)
+    if texts == []:
+        raise EmptyInput(f"'{field.name}' cannot be empty", param=field.name)
+    texts = read_documents(texts, field.name, model_info.max_inputs)
+    returns_texts = values.get(RETURN_TEXT) is True or values.get(RETURN_DOCUMENTS) is True
+    repeated = tuple(texts) if returns_texts else ()
+    cut = values.get(DIRECTION) or ranking.default_overflow(model_info)
+    return ranking.parse(
+        call,
+        [values.require(QUERY)],
+        texts,
+        Tokenizing(overflow=Overflow.ERROR if values.get(TRUNCATE) is False else cut),
+        partial(render_ranks, texts=repeated, num=values.get(TOP_N), model_info=model_info),
+        is_raw=values.get(RAW_SCORES) is True,
+        repeated=repeated,
+    )
+
+
+def parse_default(call: Call) -> ParsedEmbed:
+    return parse_rerank(call) if call.values.get(QUERY) is not None else parse_embed_or_compare(call)
+
+
+def render_ranks(
+    embedded: Embedded, relevance: Relevance, *, texts: tuple[str, ...], num: int | None, model_info: ModelInfo
+) -> Response:
+    """`texts`: those that the response repeats; none if it repeats none."""
+    ranks = [
+        {"index": index, "score": score, **({"text": texts[index]} if texts else {})}
+        for index, score in relevance.ranked(num)
+    ]
+    return Response(200, orjson.dumps(ranks), _headers(embedded, model_info))
 
 
 # --- Vertex AI --------------------------------------------------------------------------------------------------
@@ -545,24 +596,36 @@ _TOKEN = record(
 _ERROR_TYPES = ["Unhealthy", "Backend", "Overloaded", "Validation", "Tokenizer", "Empty"]
 _EMBED = Operation(
     summary="Embed texts or token ids",
+    needs=("dense",),
     fields=Fields(INPUTS, *OPTION_FIELDS, PARAMETERS),
     embed=parse_embed,
     response=_VECTORS,
     binary_media_types=tuple(BINARY_MEDIA_TYPES.values()),
 )
+_RANKING_OPTIONS = (TOP_N, TRUNCATE, DIRECTION, RAW_SCORES, RETURN_TEXT)
+_RANKS = list_of(record("text", index=schemas.COUNT, score={"type": "number"}, text=schemas.STRING))
+_RERANK = Operation(
+    summary="Rank texts by how well they answer a query",
+    fields=Fields(RANKED, QUERY, *_RANKING_OPTIONS),
+    embed=parse_rerank,
+    response=_RANKS,
+    needs=ranking.NEEDS,
+)
+_OPTIONAL = [replace(field, is_required=False) for field in (INPUTS_OF_ALL, RANKED, RANKED_DOCUMENTS, QUERY)]
+_DEFAULT_FIELDS = (*_OPTIONAL, *_RANKING_OPTIONS, RETURN_DOCUMENTS, *OPTION_FIELDS, PARAMETERS)
 _DEFAULT = replace(
     _EMBED,
-    summary="Embed texts or token ids, or compare texts",
-    fields=Fields(INPUTS_OF_ALL, *OPTION_FIELDS, PARAMETERS),
-    embed=parse_embed_or_compare,
-    response=any_of(_VECTORS, _COSINES),
-    claims=(INPUTS.name,),
+    summary="Embed texts or token ids, compare texts, or rank them",
+    fields=Fields(*_DEFAULT_FIELDS),
+    embed=parse_default,
+    response=any_of(_VECTORS, _COSINES, _RANKS),
+    claims=(INPUTS.name, QUERY.name),
 )
 _INVOCATION = replace(
     _DEFAULT,
-    fields=Fields(replace(INPUTS_OF_ALL, is_required=False), TEXT_INPUTS, *OPTION_FIELDS, PARAMETERS),
+    fields=Fields(*_DEFAULT_FIELDS, TEXT_INPUTS),
     embed=parse_invocation,
-    claims=(INPUTS.name, TEXT_INPUTS.name),
+    claims=(INPUTS.name, TEXT_INPUTS.name, QUERY.name),
     bare_list=INPUTS.name,
 )
 _EMBED_BY_MODEL = replace(
@@ -587,18 +650,21 @@ DIALECT = Dialect(
             summary="Embed every token of texts, special tokens included",
             fields=Fields(INPUTS, *_TOKENIZING, PARAMETERS),
             embed=parse_embed_all,
+            needs=("dense",),
             response=list_of(_VECTORS),
         ),
         "POST /similarity": Operation(
             summary="Compare a text with others, by cosine",
             fields=Fields(COMPARED, *_TOKENIZING, DIMENSIONS, ENCODING, PARAMETERS),
             embed=parse_similarity,
+            needs=("dense",),
             response=_COSINES,
         ),
         "POST /vertex": Operation(
             summary="Embed, as Vertex AI asks for it",
             fields=Fields(INSTANCES),
             embed=parse_vertex,
+            needs=("dense",),
             response=record(predictions=list_of(_VECTORS)),
         ),
         "POST /tokenize": Operation(
@@ -614,7 +680,7 @@ DIALECT = Dialect(
             reply=parse_decode,
             response=list_of(schemas.STRING),
         ),
-        "POST /rerank": _of_other_models("rank texts"),
+        "POST /rerank": _RERANK,
         "POST /predict": _of_other_models("classify texts"),
         "POST /embed_sparse": _of_other_models("make sparse vectors"),
     },

@@ -1,18 +1,22 @@
 """vLLM's API beside `/v1/embeddings`: parses requests, renders responses. Pure, but for the clock.
 
-Owns the shapes of `/pooling`, `/tokenize`, `/detokenize` and `/version`, and of SageMaker's `/invocations` with the
-body of an embeddings request. Source of the shapes: vLLM's published OpenAPI document.
+Owns the shapes of `/pooling`, `/score`, `/tokenize`, `/detokenize` and `/version`, and of SageMaker's `/invocations`
+with the body of an embeddings request. Its `/rerank` belongs to `vecd.gateway.api.dialects.rerank`. Source of the
+shapes: vLLM's published OpenAPI document.
 """
 
+import time
 from dataclasses import replace
 from functools import partial
 from http import HTTPStatus
+from typing import Any
 
 import orjson
 
 from vecd.gateway.api import fields, schemas
-from vecd.gateway.api.dialects import conversations, options
+from vecd.gateway.api.dialects import conversations, options, ranking
 from vecd.gateway.api.dialects.conversations import MESSAGES, read_messages
+from vecd.gateway.api.dialects.headers import response_headers
 from vecd.gateway.api.dialects.inputs import parse_ids, parse_inputs
 from vecd.gateway.api.dialects.openai import (
     EMBEDDINGS,
@@ -36,7 +40,7 @@ from vecd.gateway.api.operations import (
 from vecd.gateway.api.schemas import any_of, described, list_of, nullable, record
 from vecd.gateway.types.errors import ApiError, BadRequest
 from vecd.gateway.types.messages import Response
-from vecd.gateway.types.request import EmbedRequest, Overflow, Token
+from vecd.gateway.types.request import Embedded, EmbedRequest, Overflow, Token
 from vecd.shm.output import Output
 
 # --- pooling ----------------------------------------------------------------------------------------------------
@@ -83,6 +87,72 @@ def _check_tokens(request: EmbedRequest, values: Values, model_info: ModelInfo) 
             "'truncate' or 'error'",
             param="overflow",
         )
+
+
+# --- scores -----------------------------------------------------------------------------------------------------
+
+
+def _texts_to_score(name: str, description: str) -> Field[Any]:
+    return fields.anything(name, description, ranking.TEXTS_SCHEMA, is_large=True)
+
+
+SCORED = {
+    name: _texts_to_score(name, description)
+    for name, description in {
+        "queries": "a text, or a list of texts",
+        "documents": "as many texts, or any number for a single query",
+        "items": "the same as `documents`",
+        "data_1": "the same as `queries`",
+        "data_2": "the same as `documents`",
+        "text_1": "the same as `queries`",
+        "text_2": "the same as `documents`",
+    }.items()
+}
+_SPELLINGS = (("queries", "documents"), ("queries", "items"), ("data_1", "data_2"), ("text_1", "text_2"))
+
+
+def parse_score(call: Call) -> ParsedEmbed:
+    """Scores have the model's own activation, as with vLLM."""
+    values, model_info = call.values, call.model_info
+    (first, second), texts = _read_scored(values, model_info.max_inputs)
+    queries, documents = texts
+    if len(queries) not in (1, len(documents)):
+        raise BadRequest(
+            f"'{first}' and '{second}' must be 1:1, 1:N or N:N texts, are {len(queries)}:{len(documents)}", param=second
+        )
+    return ranking.parse(
+        call,
+        queries,
+        documents,
+        ranking.read_tokenizing(values, model_info),
+        partial(render_score, model=model_info.model, request_id=call.request_id),
+        is_raw=ranking.agreed_flag(values) is True,
+        activation="identity" if model_info.score is None else model_info.score.activation,
+        priority=values.get(options.PRIORITY),
+    )
+
+
+def _read_scored(values: Values, max_inputs: int) -> tuple[tuple[str, str], list[list[str]]]:
+    """The names of the fields that a body has for queries and documents, and their texts. Raises BadRequest."""
+    present = tuple(name for name in SCORED if values.get(SCORED[name]) is not None)
+    spelling = next((spelling for spelling in _SPELLINGS if spelling == present), None)
+    if spelling is None:
+        known = " or ".join(f"'{first}' and '{second}'" for first, second in _SPELLINGS)
+        has = ", ".join(f"'{name}'" for name in present) or "none of them"
+        raise BadRequest(f"A request must have {known}, has {has}", param=present[0] if present else _SPELLINGS[0][0])
+    return spelling, [ranking.read_documents(values.get(SCORED[name]), name, max_inputs) for name in spelling]
+
+
+def render_score(embedded: Embedded, relevance: ranking.Relevance, *, model: str, request_id: str) -> Response:
+    body = {
+        "id": f"score-{request_id}",
+        "object": "list",
+        "created": int(time.time()),
+        "model": model,
+        "data": [{"index": index, "object": "score", "score": score} for index, score in enumerate(relevance.scores)],
+        "usage": ranking.usage(embedded),
+    }
+    return Response(200, orjson.dumps(body), response_headers(embedded))
 
 
 # --- tokens -----------------------------------------------------------------------------------------------------
@@ -195,6 +265,21 @@ _TOKENIZED = record(
     token_strs=nullable("array", items=schemas.STRING),
 )
 
+_SCORE = Operation(
+    summary="Score how well documents answer queries",
+    fields=Fields(*SCORED.values(), ranking.RAW_SCORES, ranking.USE_ACTIVATION, *ranking.COMMON),
+    embed=parse_score,
+    response=record(
+        id=schemas.STRING,
+        object={"const": "list"},
+        created=schemas.COUNT,
+        model=schemas.STRING,
+        data=list_of(record(index=schemas.COUNT, object={"const": "score"}, score={"type": "number"})),
+        usage=record(prompt_tokens=schemas.COUNT, total_tokens=schemas.COUNT),
+    ),
+    needs=ranking.NEEDS,
+)
+
 DIALECT = Dialect(
     name="vllm",
     title="vLLM",
@@ -203,10 +288,13 @@ DIALECT = Dialect(
             summary="Embed texts or token ids, as a whole or token by token",
             fields=Fields(INPUT, *options.COMMON, POOLING_TASK),
             embed=parse_pooling,
+            needs=("dense",),
             response=response_schema("pooling", "data", any_of(*VECTOR["anyOf"], list_of(schemas.VECTOR))),
             returns_tokens=True,
             binary_media_types=EMBEDDINGS.binary_media_types,
         ),
+        "POST /score": _SCORE,
+        "POST /v1/score": _SCORE,
         "POST /tokenize": Operation(
             summary="Tokenize a text, without embedding it",
             fields=Fields(TEXT, options.MODEL, options.ADD_SPECIAL_TOKENS, RETURN_TOKEN_STRS, *conversations.FIELDS),

@@ -30,16 +30,21 @@ _EDITS = {
         "            return dummy_states(batch, width)[starts]\n"
         "        case Output.UNNORMALIZED if",
     ),
-    "workers/engines/torch/outputs.py": (
-        "    Output.TOKENS: lambda",
-        "    Output.FIRST_TOKEN: lambda head, hidden, layout: torch.cat([\n"
-        "        hidden[run.start : run.stop : run.length].float() for run in layout.runs\n"
-        "    ]),\n"
-        "    Output.TOKENS: lambda",
+    "shm/card.py": (
+        "{Output.VECTORS, Output.UNNORMALIZED}",
+        "{Output.VECTORS, Output.UNNORMALIZED, Output.FIRST_TOKEN}",
     ),
-    "workers/engines/lean/engine.py": (
-        "    Output.TOKENS: lambda",
-        "    Output.FIRST_TOKEN: lambda head, hidden, layout: hidden[layout.starts],\n    Output.TOKENS: lambda",
+    "workers/engines/torch/heads.py": (
+        "        Output.TOKENS: lambda",
+        "        Output.FIRST_TOKEN: lambda hidden, layout: torch.cat([\n"
+        "            hidden[run.start : run.stop : run.length].float() for run in layout.runs\n"
+        "        ]),\n"
+        "        Output.TOKENS: lambda",
+    ),
+    "workers/engines/lean/heads.py": (
+        "        heads[Output.TOKENS] =",
+        "        heads[Output.FIRST_TOKEN] = lambda hidden, layout: hidden[layout.starts]\n"
+        "        heads[Output.TOKENS] =",
     ),
     "gateway/api/dialects/vllm.py": (
         '"token_embed": Output.TOKENS',

@@ -27,7 +27,9 @@ from tests.support.sparse_checkpoints import (
     splade_tiny,
     weights_of,
 )
-from vecd.gateway.encoding.query_weights import read_query_weights, vector_of_query
+from vecd.gateway.encoding.query_weights import read_query_weights
+from vecd.gateway.encoding.sparse import SparseRows
+from vecd.gateway.types.request import SparseOptions
 from vecd.shm.card import ModelError, read_card
 from vecd.workers.engines.parity import compare
 from vecd.workers.engines.torch import sparse_head
@@ -172,11 +174,14 @@ def test_queries_of_static_weights_are_the_reference_s(as_json: bool, tmp_path: 
         (module / "model.safetensors").unlink()
         card = read_card(folder)
     found = read_query_weights(card, tokenizer.token_to_id)
+    assert found is not None
     reference = SparseReference(folder)
     for query in ("w2 w30 w30 w7 w119", "nothing", "w40"):
         ids = np.array(tokenizer.encode(query, add_special_tokens=False).ids, dtype=np.int32)
+        made = SparseRows(1, SparseOptions(), [ids])
+        made.put_tokens(0, found.of_tokens(ids), 0)
+        [(indices, values)] = made.vectors
         row = np.zeros(card.vocab_size, dtype=np.float32)
-        indices, values = vector_of_query(ids, found)
         row[indices] = values
         np.testing.assert_array_equal(row, reference.of_ids(ids, task="query"))
 

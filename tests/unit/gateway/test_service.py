@@ -518,6 +518,9 @@ class NoTokenizer:
     def estimate_tokens(self, inputs: list[str], tokenizing: object) -> int:
         return len(inputs)
 
+    def id_of(self, token: str) -> None:
+        """No token is in its vocabulary."""
+
 
 def service(**changes: Any) -> tuple[Service, list[Message]]:
     sent: list[Message] = []

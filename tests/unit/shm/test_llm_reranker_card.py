@@ -54,7 +54,9 @@ def write(tmp_path: Path) -> Callable[..., Path]:
 
 def test_a_logit_score_module_makes_a_reranker(write: Callable[..., Path]) -> None:
     card = read_card(write(module={"true_token_id": 9, "false_token_id": 2}))
-    assert (card.capabilities, card.main_output, card.outputs) == (("rerank",), Output.SCORES, {Output.SCORES})
+    assert card.capabilities == ("rerank",)
+    assert card.main_output is Output.SCORES
+    assert card.outputs == {Output.SCORES}
     assert (card.dim, card.num_labels, card.row_dim) == (1, 1, 1)
     assert card.score is not None
     assert (card.score.activation, card.score.pooling, card.score.labels) == ("sigmoid", "lasttoken", ("LABEL_0",))

@@ -75,6 +75,9 @@ class PaddedForward:
         is_token = np.arange(lengths[-1]) < lengths[:, None]
         token_ids = np.full(is_token.shape, self._pad_token_id, dtype=np.int64)
         self.num_padding_tokens += is_token.size - int(lengths.sum())
+        is_attended = is_token
+        if layout.attended is not None:
+            is_attended = np.arange(lengths[-1]) < layout.attended[rectangle, None]
         tokens = slice(starts[0], starts[-1] + lengths[-1])
         token_ids[is_token] = layout.token_ids[tokens]
         arguments: dict[str, Any] = {}
@@ -84,7 +87,7 @@ class PaddedForward:
             arguments["token_type_ids"] = to_device(token_types, self._device)
         made = self._model(
             input_ids=to_device(token_ids, self._device),
-            attention_mask=to_device(is_token.astype(np.int64), self._device),
+            attention_mask=to_device(is_attended.astype(np.int64), self._device),
             **arguments,
         )
         hidden: Tensor = made.logits if self._has_head else made.last_hidden_state

@@ -12,7 +12,6 @@ from numpy.typing import NDArray
 from torch import Tensor
 from transformers import PreTrainedModel
 
-from vecd.shm.card import ModelCard
 from vecd.shm.output import Output
 from vecd.workers.config import WorkerConfig
 from vecd.workers.engine import PackedBatch
@@ -21,25 +20,29 @@ from vecd.workers.engines.torch.build import Load, build_engine
 from vecd.workers.engines.torch.logit_reference import logit_reference
 from vecd.workers.engines.torch.padded import num_token_types
 from vecd.workers.engines.torch.sparse_reference import sparse_reference
+from vecd.workers.engines.torch.token_reference import token_rows
 
 
 def reference_rows(config: WorkerConfig, dtype: str, load: Load, probes: PackedBatch) -> NDArray[np.float32]:
     """The rows of `probes`, float32 [`probes.num_rows`, row_dim], of the model in `dtype`. `load` gives it, as for the
     engines. Raises what the model raises."""
-    make = _REFERENCES.get(config.card.main_output)
-    if make is None:
-        return vectors_one_by_one(build_engine(config, "padded", dtype, load), probes, config.card.row_dim)
-    return make(config.card, dtype, torch.device(config.device), load, probes)
+    make = _REFERENCES.get(config.card.main_output, _vectors)
+    return make(config, dtype, load, probes)
 
 
-def _sparse(card: ModelCard, dtype: str, device: torch.device, load: Load, probes: PackedBatch) -> NDArray[np.float32]:
-    return sparse_reference(card, dtype, device, probes)
+def _vectors(config: WorkerConfig, dtype: str, load: Load, probes: PackedBatch) -> NDArray[np.float32]:
+    return vectors_one_by_one(build_engine(config, "padded", dtype, load), probes, config.card.row_dim)
 
 
-def _scores(card: ModelCard, dtype: str, device: torch.device, load: Load, probes: PackedBatch) -> NDArray[np.float32]:
+def _sparse(config: WorkerConfig, dtype: str, load: Load, probes: PackedBatch) -> NDArray[np.float32]:
+    return sparse_reference(config.card, dtype, torch.device(config.device), probes)
+
+
+def _scores(config: WorkerConfig, dtype: str, load: Load, probes: PackedBatch) -> NDArray[np.float32]:
+    card = config.card
     assert card.score is not None
-    if card.score.architecture.endswith("ForCausalLM"):
-        return logit_reference(card, dtype, device, probes)
+    if [step.kind for step in card.score.steps] == ["logit"]:
+        return logit_reference(card, dtype, torch.device(config.device), probes)
     model = load(dtype)
     rows = np.zeros((probes.num_rows, card.row_dim), dtype=np.float32)
     ends = np.cumsum(probes.lengths)
@@ -64,11 +67,11 @@ def _logits(model: PreTrainedModel, token_ids: NDArray[np.int64], border: int) -
     return logits.reshape(-1, logits.shape[-1])
 
 
-_Reference = Callable[[ModelCard, str, torch.device, Load, PackedBatch], NDArray[np.float32]]
-
-_REFERENCES: dict[Output, _Reference] = {
+_REFERENCES: dict[Output, Callable[[WorkerConfig, str, Load, PackedBatch], NDArray[np.float32]]] = {
     Output.SCORES: _scores,
     Output.TOKEN_SCORES: _scores,
     Output.SPARSE: _sparse,
+    Output.TOKEN_VECTORS: token_rows,
+    Output.HYBRID: token_rows,
 }
-"""By the main output of a model. The vectors of any other are those of the padded path."""
+"""By the main output of a model; of any other it is `_vectors`."""

@@ -124,14 +124,14 @@ def test_no_more_tokens_may_be_asked_for_than_the_model_takes(document):
 
 
 def test_what_never_succeeds_has_no_200(document):
-    for path in ("/rerank", "/predict", "/embed_sparse"):
+    for path in ("/predict", "/embed_sparse"):
         responses = document["paths"][path]["post"]["responses"]
         assert "200" not in responses
         assert "424" in responses
     assert all(
         "200" in about["responses"] or "202" in about["responses"]
         for (_, path), about in operations(document).items()
-        if path not in ("/rerank", "/predict", "/embed_sparse")
+        if path not in ("/predict", "/embed_sparse")
     )
 
 

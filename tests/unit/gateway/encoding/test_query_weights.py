@@ -8,7 +8,9 @@ import numpy as np
 import pytest
 from numpy.typing import NDArray
 
-from vecd.gateway.encoding.query_weights import read_query_weights, vector_of_query
+from vecd.gateway.encoding.query_weights import QueryWeights, read_query_weights
+from vecd.gateway.encoding.sparse import SparseRows
+from vecd.gateway.types.request import SparseOptions
 from vecd.shm.card import ModelCard, ModelError
 from vecd.shm.heads import SparseHead
 
@@ -17,10 +19,13 @@ WEIGHTS = np.array([0.5, 0.0, 2.5, -1.0], dtype=np.float32)
 
 
 def read(path: Path, vocab_size: int = 4) -> NDArray[np.float32]:
+    """The weights of all tokens."""
     head = SparseHead((), query_weights=path.name)
     folder = str(path.parent)
     card = ModelCard(folder, folder, "bert", 8, 8, 16, vocab_size, ("mean",), (), False, "", sparse=head)
-    return read_query_weights(card, IDS.get)
+    weights = read_query_weights(card, IDS.get)
+    assert weights is not None
+    return weights.of_tokens(np.arange(vocab_size, dtype=np.int32))[:, 0]
 
 
 def write_tensor(path: Path, dtype: str, stored: NDArray[Any], name: str = "weight") -> Path:
@@ -30,18 +35,36 @@ def write_tensor(path: Path, dtype: str, stored: NDArray[Any], name: str = "weig
     return path
 
 
+def vector_of(token_ids: list[int], num_prefix: int = 0, num_suffix: int = 0) -> tuple[list[int], list[float]]:
+    ids = np.array(token_ids, dtype=np.int32)
+    rows = SparseRows(1, SparseOptions(), [ids])
+    rows.put_tokens(0, QueryWeights(WEIGHTS).of_tokens(ids, num_prefix, num_suffix), 0)
+    [(indices, weights)] = rows.vectors
+    assert indices.dtype == np.int32
+    assert weights.dtype == np.float32
+    return indices.tolist(), weights.tolist()
+
+
 def test_a_query_has_the_weights_of_its_different_tokens() -> None:
-    indices, weights = vector_of_query(np.array([3, 2, 0, 1, 2, 0], dtype=np.int32), WEIGHTS)
-    assert indices.tolist() == [0, 2]
-    assert weights.tolist() == [0.5, 2.5]
-    assert (indices.dtype, weights.dtype) == (np.dtype(np.int32), np.dtype(np.float32))
+    assert vector_of([3, 2, 0, 1, 2, 0]) == ([0, 2], [0.5, 2.5])
 
 
-def test_a_query_without_a_weight_has_none() -> None:
-    for token_ids in ([], [1], [3, 3]):
-        indices, weights = vector_of_query(np.array(token_ids, dtype=np.int32), WEIGHTS)
-        assert (indices.size, weights.size) == (0, 0)
-        assert (indices.dtype, weights.dtype) == (np.dtype(np.int32), np.dtype(np.float32))
+def test_special_tokens_around_a_query_have_none() -> None:
+    assert vector_of([0, 1, 2, 0], 1, 1) == ([2], [2.5])
+    assert vector_of([0, 0, 2, 2], 1, 1) == ([0, 2], [0.5, 2.5]), "as an own token one has its weight"
+    assert vector_of([0, 2], 1, 1) == ([], [])
+
+
+def test_a_query_without_a_weight_is_empty() -> None:
+    assert vector_of([1]) == ([], [])
+    assert vector_of([3, 3]) == ([], [])
+
+
+def test_models_without_weights_of_queries() -> None:
+    card = ModelCard("", "", "bert", 8, 8, 16, 4, ("mean",), (), False, "")
+    assert read_query_weights(card, IDS.get) is None
+    sparse = ModelCard("", "", "bert", 8, 8, 16, 4, ("mean",), (), False, "", sparse=SparseHead(()))
+    assert read_query_weights(sparse, IDS.get) is None
 
 
 @pytest.mark.parametrize(("dtype", "numpy_dtype"), [("F32", "<f4"), ("F16", "<f2"), ("F64", "<f8"), ("BF16", "")])

@@ -113,7 +113,7 @@ def test_a_pair_is_what_the_library_makes_of_it(library, make, max_tokens):
     ours = make(library, max_tokens)
     library.enable_truncation(max_tokens)
 
-    @settings(deadline=None, max_examples=40, suppress_health_check=[HealthCheck.too_slow])
+    @settings(deadline=None, max_examples=15, suppress_health_check=[HealthCheck.too_slow])
     @given(texts, st.lists(texts, min_size=1, max_size=4))
     @example("a", [""])
     @example("", ["a b"])

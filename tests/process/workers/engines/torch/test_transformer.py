@@ -38,6 +38,7 @@ class Starved:
 
     path = "starved"
     num_padding_tokens = 0
+    can_share = False
 
     def __init__(self, forward: Forward, max_tokens: int, error: Callable[[], Any]) -> None:
         self._forward = forward

@@ -218,7 +218,7 @@ def test_texts_are_not_split_where_every_token_counts(model_info, default, trunc
 
 def test_tokens_that_have_no_room_are_refused(model_info):
     with pytest.raises(WrongModel, match="768 dimensions, and there is room for the 384"):
-        request_of(replace(model_info, hidden_size=768), "/embed_all")
+        request_of(replace(model_info, hidden_size=768, outputs=frozenset({Output.VECTORS})), "/embed_all")
 
 
 # --- errors -----------------------------------------------------------------------------------------------------

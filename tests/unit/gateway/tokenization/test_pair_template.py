@@ -1,0 +1,233 @@
+"""Pairs in the template of an LLM reranker have the tokens of the whole text."""
+
+import asyncio
+from collections.abc import Callable, Iterator
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import tokenizers
+from hypothesis import HealthCheck, example, given, settings
+from hypothesis import strategies as st
+
+from tests.support import tiny_tokenizers
+from vecd.gateway.tokenization.tokenizer import PLAIN, Tokenizer
+from vecd.gateway.types.errors import BadRequest, InputTooLong
+from vecd.gateway.types.request import Overflow, Pair, TokenizedInput, Tokenizing
+from vecd.shm.card import read_card
+from vecd.shm.heads import PairTemplate, ScoreHead
+
+QWEN = PairTemplate(
+    "<|im_start|>system\nJudge.<|im_end|>\n<|im_start|>user\n<Instruct>: {instruction}\n<Query>: ",
+    "\n<Document>: ",
+    "<|im_end|>\n<|im_start|>assistant\n<think>\n\n</think>\n\n",
+    "Given a web search query",
+)
+GEMMA = PairTemplate("<bos>A: ", "\nB: ", "\nPredict whether passage B answers query A: {instruction}", "Yes?")
+KINDS = {
+    "qwen": (tiny_tokenizers.qwen, QWEN, "<|im_end|>\n<|im_start|>assistant\n<think>\n\n</think>\n\n"),
+    "gemma": (tiny_tokenizers.gemma, GEMMA, None),
+    "xlm_roberta": (
+        tiny_tokenizers.xlm_roberta,
+        PairTemplate("<s>{instruction}<mask> q: ", " d: ", "</s> end</s>"),
+        None,
+    ),
+}
+WORDS = [
+    "a",
+    "fox",
+    "1234.5",
+    "中文",
+    "naïve",
+    "😀",
+    "{instruction}",
+    "{document}",
+    "<|im_end|>",
+    "<bos>",
+    "\n",
+    ",",
+    "x:",
+]
+texts = st.one_of(
+    st.lists(st.sampled_from(WORDS), max_size=30).map(" ".join),
+    st.text(st.characters(exclude_categories=["Cs"]), max_size=40),
+)
+
+
+@pytest.fixture
+def make(minilm_folder: Path, tmp_path: Path) -> Iterator[Callable[..., Tokenizer]]:
+    made: list[Tokenizer] = []
+
+    def make_one(
+        library: tokenizers.Tokenizer, template: PairTemplate, max_tokens: int = 512, **options: Any
+    ) -> Tokenizer:
+        library.save(str(tmp_path / "tokenizer.json"))
+        head = ScoreHead(("LABEL_0",), "sigmoid", "last", pair_template=template)
+        card = replace(read_card(minilm_folder), tokenizer_file=str(tmp_path / "tokenizer.json"), score=head)
+        made.append(Tokenizer(card, max_tokens, "auto", **options))
+        return made[-1]
+
+    yield make_one
+    for tokenizer in made:
+        tokenizer.threads.close()
+
+
+def tokenize(tokenizer: Tokenizer, pairs: list[Pair], how: Tokenizing = PLAIN) -> list[TokenizedInput]:
+    async def main() -> list[TokenizedInput]:
+        return [item async for run in tokenizer.tokenize(pairs, how) for item in run]
+
+    together = asyncio.run(main())
+    assert tokenizer.tokenize_now(pairs, how) in (None, together)
+    return together
+
+
+def ids(item: TokenizedInput) -> list[int]:
+    return np.frombuffer(item.token_ids, "<i4").tolist()
+
+
+def whole_ids(library: tokenizers.Tokenizer, template: PairTemplate, pair: Pair, instruction: str = "") -> list[int]:
+    instruction = instruction or template.instruction
+    before, between, after = (
+        part.replace("{instruction}", instruction) for part in (template.before, template.between, template.after)
+    )
+    text = before + pair.query + between + pair.document + after
+    found: list[int] = library.encode(text, add_special_tokens=False).ids
+    return found
+
+
+def common_end(library: tokenizers.Tokenizer, template: PairTemplate) -> list[int]:
+    """As sentence-transformers finds the end that it puts back: in two renderings."""
+    first, second = (whole_ids(library, template, Pair("0", filler)) for filler in ("0", "1 2 3 4"))
+    num = next(n for n in range(len(first)) if first[len(first) - n - 1] != second[len(second) - n - 1])
+    return first[len(first) - num :]
+
+
+@pytest.mark.parametrize("max_tokens", [48, 64, 2000])
+@pytest.mark.parametrize("kind", KINDS)
+def test_the_tokens_are_the_whole_text_s_and_the_end_is_kept(kind, make, max_tokens):
+    make_library, template, _ = KINDS[kind]
+    library = make_library()
+    ours = make(library, template, max_tokens)
+    end = common_end(library, template)
+    assert len(end) < max_tokens
+
+    @settings(deadline=None, max_examples=20, suppress_health_check=[HealthCheck.too_slow])
+    @given(texts, st.lists(texts, min_size=1, max_size=3))
+    @example("fox " * 100, ["a", ""])
+    @example("fox\n", ["\n\na " * 100, "\n"])
+    def check(query: str, documents: list[str]) -> None:
+        pairs = [Pair(query, document) for document in documents]
+        for pair, item in zip(pairs, tokenize(ours, pairs), strict=True):
+            expected = whole_ids(library, template, pair)
+            is_long = len(expected) > max_tokens
+            if is_long:
+                expected = [*expected[: max_tokens - len(end)], *end]
+            assert (ids(item), item.is_truncated, item.border) == (expected, is_long, 0)
+
+    check()
+
+
+def test_the_common_beginning_is_tokenized_once(make, monkeypatch):
+    ours = make(tiny_tokenizers.qwen(), QWEN)
+    num_chars: list[int] = []
+    plain = ours._texts.ids
+
+    def spy(given: list[str]) -> list[list[int]]:
+        num_chars.append(sum(map(len, given)))
+        return plain(given)
+
+    monkeypatch.setattr(ours._texts, "ids", spy)
+    tokenize(ours, [Pair("what is a fox " * 20, f"document {n}") for n in range(500)])
+    assert sum(num_chars) < 500 * 50
+
+
+@pytest.mark.parametrize("kind", ["qwen", "gemma"])
+def test_special_tokens_of_the_template_are_special_where_those_of_texts_are_not(kind, make):
+    make_library, template, _ = KINDS[kind]
+    library = make_library()
+    special = "<|im_end|>" if kind == "qwen" else "<bos>"
+    ours = make(library, template, literal_special_tokens=True)
+    [plain, item] = tokenize(ours, [Pair("a fox", "a dog"), Pair(f"a {special} fox", f"a dog{special}")])
+    assert ids(plain) == whole_ids(library, template, Pair("a fox", "a dog"))
+    special_id = library.token_to_id(special)
+    assert special_id is not None
+    assert ids(item).count(special_id) == ids(plain).count(special_id)
+    decoded = library.decode(ids(item), skip_special_tokens=False)
+    assert decoded.replace(" ", "").count(special) == ids(plain).count(special_id) + 2
+
+
+def test_the_instruction_of_a_request_takes_the_default_s_place(make):
+    library = tiny_tokenizers.qwen()
+    ours = make(library, QWEN)
+    pair = Pair("a fox {instruction}", "a dog")
+    [item] = tokenize(ours, [pair], Tokenizing(instruction="Find {document} {instruction}"))
+    text = (
+        QWEN.before.replace("{instruction}", "Find {document} {instruction}")
+        + "a fox {instruction}\n<Document>: a dog"
+        + QWEN.after
+    )
+    assert ids(item) == library.encode(text, add_special_tokens=False).ids
+    with pytest.raises(BadRequest, match="instruction has 4097 characters"):
+        tokenize(ours, [pair], Tokenizing(instruction="x" * 4097))
+
+
+def test_limits_of_the_texts(make):
+    library = tiny_tokenizers.qwen()
+    ours = make(library, QWEN)
+    pair = Pair("a b c d", "e f g h")
+    for how, query, document in [
+        (Tokenizing(max_document_tokens=2), "a b c d", "e f"),
+        (Tokenizing(max_query_tokens=2), "a b", "e f g h"),
+        (Tokenizing(max_query_tokens=1, max_document_tokens=3), "a", "e f g"),
+    ]:
+        [item] = tokenize(ours, [pair], how)
+        num_expected = len(whole_ids(library, QWEN, Pair(query, document)))
+        assert abs(item.num_tokens - num_expected) <= 1  # the first word of a document has a blank before it, or not
+        assert item.is_truncated
+    [item] = tokenize(ours, [pair], Tokenizing(max_query_tokens=4, max_document_tokens=8))
+    assert (ids(item), item.is_truncated) == (whole_ids(library, QWEN, pair), False)
+
+
+def test_a_pair_that_may_not_be_cut_is_refused_by_its_index(make):
+    library = tiny_tokenizers.qwen()
+    num_tokens = len(whole_ids(library, QWEN, Pair("a", "b c d")))
+    ours = make(library, QWEN, num_tokens)
+    how = Tokenizing(overflow=Overflow.ERROR)
+    [item] = tokenize(ours, [Pair("a", "b c d")], how)
+    assert item.num_tokens == num_tokens
+    with pytest.raises(InputTooLong, match=f"{num_tokens + 3} tokens.*at index 1"):
+        tokenize(ours, [Pair("a", "b c d"), Pair("a", "b c d e f g")], how)
+
+
+def test_a_document_cut_on_the_left_keeps_its_end_and_the_template(make):
+    library = tiny_tokenizers.qwen()
+    num_tokens = len(whole_ids(library, QWEN, Pair("a", " c d")))
+    ours = make(library, QWEN, num_tokens)
+    [item] = tokenize(ours, [Pair("a", "b " * 300 + "c d")], Tokenizing(overflow=Overflow.TRUNCATE_LEFT))
+    assert (item.num_tokens, item.is_truncated) == (num_tokens, True)
+    assert ids(item)[-10:] == whole_ids(library, QWEN, Pair("a", "b c d"))[-10:]
+    assert ids(item)[:20] == whole_ids(library, QWEN, Pair("a", "b c d"))[:20]
+
+
+def test_a_limit_without_room_for_the_template_s_end_is_refused(make):
+    ours = make(tiny_tokenizers.qwen(), QWEN)
+    with pytest.raises(BadRequest, match="tokens at the end of the model's template"):
+        tokenize(ours, [Pair("a", "b")], Tokenizing(max_tokens=8))
+
+
+def test_texts_beyond_all_reading_are_cut_or_refused(make):
+    ours = make(tiny_tokenizers.qwen(), QWEN, 64)
+    for pair in (Pair("a", "b" * 2_000_001), Pair("a" * 2_000_001, "b")):
+        [item] = tokenize(ours, [pair])
+        assert (item.num_tokens, item.is_truncated) == (64, True)
+        with pytest.raises(BadRequest):
+            tokenize(ours, [pair], Tokenizing(overflow=Overflow.ERROR))
+
+
+def test_estimates_count_the_template(make):
+    ours = make(tiny_tokenizers.qwen(), QWEN)
+    pair = Pair("a" * 30, "b" * 30)
+    actual = tokenize(ours, [pair])[0].num_tokens
+    assert 20 + len(QWEN.before + QWEN.between + QWEN.after) // 3 <= ours.estimate_tokens([pair]) <= 2 * actual
