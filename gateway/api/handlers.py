@@ -13,11 +13,7 @@ from typing import Any, NamedTuple
 
 from vecd.gateway.admission.principals import Principal
 from vecd.gateway.api.bodies import INLINE_BYTES, parse_small
-<<<<<<< HEAD
-from vecd.gateway.api.capabilities import check_capability
-=======
 from vecd.gateway.api.capabilities import check_model
->>>>>>> main
 from vecd.gateway.api.context import Context
 from vecd.gateway.api.dialects.headers import parse_timeout_s
 from vecd.gateway.api.fields import REQUEST_ID
@@ -130,12 +126,8 @@ class OperationsHandler:
         if REQUEST_ID.name in body and REQUEST_ID.name in operation.fields.small:
             _take_request_id(http, body[REQUEST_ID.name])
         try:
-<<<<<<< HEAD
-            check_capability(operation.needs, context.model_info.capabilities)
-=======
             if len(self.claims) > 1:
                 check_model(operation, context.model_info.capabilities, self._routes)
->>>>>>> main
             call = Call(operation.fields.read(body), http.headers, context.model_info, http.request_id)
             parse = operation.embed or operation.reply
             assert parse is not None

@@ -43,6 +43,7 @@ from vecd.gateway.tokenization.roles import RoleTemplate, role_templates
 from vecd.gateway.tokenization.text_tokens import CHARS_PER_TEXT, RUN_CHARS, TextTokens, runs_of, shifted
 from vecd.gateway.tokenization.tokenize_api import TokenizeApi
 from vecd.gateway.tokenization.truncation import TruncationPolicy, check_num_chunks
+from vecd.gateway.tokenization.vocabulary import TokenVocabulary
 from vecd.gateway.types.errors import BadRequest, InputTooLong
 from vecd.gateway.types.request import (
     MAX_PROMPT_CHARS,
@@ -144,6 +145,9 @@ class Tokenizer:
         """The sequence of a text without tokens, if the model has a vector for it."""
         self._overflow = overflow
         self._max_embed_len = max_embed_len
+        self.vocabulary = TokenVocabulary(
+            self._tokenizer.id_to_token, getattr(self._tokenizer.model, "continuing_subword_prefix", None) or ""
+        )
         self._template = _template_of(self._tokenizer)
         self.least_tokens = min(max_tokens, self._template.num_tokens + 1)
         """The smallest limit on the tokens of an input."""
@@ -363,13 +367,9 @@ class Tokenizer:
         self, texts: list[str], indices: Sequence[int], how: Tokenizing, source: Source
     ) -> Generator[None, None, list[TokenizedInput]]:
         """`indices`: the index in the request of each text's input."""
-<<<<<<< HEAD
         if how.num_queries:
             return (yield from self._take_queries_first(texts, indices, how, source))
-        truncation = self._truncation(how)
-=======
         truncation, role = self._truncation(how), self._role_of(how)
->>>>>>> main
         max_own_tokens, max_chars = truncation.max_own_tokens, self.max_chars
         if how.add_special_tokens and not self._is_template_plain:
             return (yield from self._take_texts_by_library(texts, indices, truncation, source, how))
@@ -393,7 +393,6 @@ class Tokenizer:
             tokenized.append(item)
         return tokenized
 
-<<<<<<< HEAD
     def _take_queries_first(
         self, texts: list[str], indices: Sequence[int], how: Tokenizing, source: Source
     ) -> Generator[None, None, list[TokenizedInput]]:
@@ -408,11 +407,11 @@ class Tokenizer:
         tokenized: list[TokenizedInput] = []
         for part, its_indices, role, most_own in parts:
             if part:
-                of_role = self._of_role(how, role, most_own)
-                tokenized += yield from self._take_texts(part, its_indices, of_role, source)
+                in_role = self._in_role(how, role, most_own)
+                tokenized += yield from self._take_texts(part, its_indices, in_role, source)
         return tokenized
 
-    def _of_role(self, how: Tokenizing, role: Role, most_own: int | None) -> Tokenizing:
+    def _in_role(self, how: Tokenizing, role: Role, most_own: int | None) -> Tokenizing:
         """`how` for texts of one role. `most_own`: their limit, without special tokens."""
         template = self._roles[role].around(self._template) if self._roles else self._template
         limits = [how.max_tokens, None if most_own is None else most_own + template.num_tokens]
@@ -423,7 +422,7 @@ class Tokenizer:
             max_query_tokens=None,
             max_document_tokens=None,
         )
-=======
+
     def _with_offsets(
         self, item: TokenizedInput, text: str, truncation: TruncationPolicy
     ) -> Generator[None, None, TokenizedInput]:
@@ -431,7 +430,6 @@ class Tokenizer:
         num = truncation.max_own_tokens if is_beginning else None
         own, offsets = yield from self._texts.offset_steps(text, truncation.prompt, num)
         return with_offsets(item, offsets, own, truncation)
->>>>>>> main
 
     def _take_texts_by_library(
         self,

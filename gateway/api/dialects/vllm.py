@@ -1,8 +1,8 @@
 """vLLM's API beside `/v1/embeddings`: parses requests, renders responses. Pure, but for the clock.
 
-Owns the shapes of `/pooling`, `/score`, `/tokenize`, `/detokenize` and `/version`, and of SageMaker's `/invocations`
-with the body of an embeddings request. Its `/rerank` belongs to `vecd.gateway.api.dialects.rerank`. Source of the
-shapes: vLLM's published OpenAPI document.
+Owns the shapes of `/pooling`, `/score`, `/tokenize`, `/detokenize` and `/version`, the paths of `/classify`
+(`vecd.gateway.api.dialects.classify`), and SageMaker's `/invocations` with the body of an embeddings request. Its
+`/rerank` belongs to `vecd.gateway.api.dialects.rerank`. Source of the shapes: vLLM's published OpenAPI document.
 """
 
 import time
@@ -11,10 +11,12 @@ from functools import partial
 from http import HTTPStatus
 from typing import Any
 
+import numpy as np
 import orjson
 
 from vecd.gateway.api import fields, schemas
-from vecd.gateway.api.dialects import conversations, options, ranking
+from vecd.gateway.api.dialects import conversations, labels, options, ranking
+from vecd.gateway.api.dialects.classify import CLASSIFY
 from vecd.gateway.api.dialects.conversations import MESSAGES, read_messages
 from vecd.gateway.api.dialects.headers import response_headers
 from vecd.gateway.api.dialects.inputs import parse_ids, parse_inputs
@@ -23,10 +25,12 @@ from vecd.gateway.api.dialects.openai import (
     INPUT,
     VECTOR,
     Item,
+    render_fragments,
     render_response,
     response_schema,
 )
-from vecd.gateway.api.fields import Field, Fields, Values
+from vecd.gateway.api.dialects.options import RequestedForm
+from vecd.gateway.api.fields import Field, Fields, Values, contradiction
 from vecd.gateway.api.model_info import ModelInfo
 from vecd.gateway.api.operations import (
     Call,
@@ -38,19 +42,39 @@ from vecd.gateway.api.operations import (
     ParsedTokenize,
 )
 from vecd.gateway.api.schemas import any_of, described, list_of, nullable, record
-from vecd.gateway.types.errors import ApiError, BadRequest
+from vecd.gateway.encoding.activations import Scores
+from vecd.gateway.encoding.matrices import matrix_json, vector_json
+from vecd.gateway.encoding.quantization import normalize
+from vecd.gateway.encoding.scores import ScoreRows
+from vecd.gateway.types.errors import ApiError, BadRequest, WrongModel
 from vecd.gateway.types.messages import Response
-from vecd.gateway.types.request import Embedded, EmbedRequest, Overflow, Token
+from vecd.gateway.types.request import Embedded, EmbedRequest, Form, Overflow, Token
 from vecd.shm.output import Output
 
 # --- pooling ----------------------------------------------------------------------------------------------------
 
+_TASKS = {
+    "embed": Output.VECTORS,
+    "token_embed": Output.TOKENS,
+    "classify": Output.SCORES,
+    "token_classify": Output.TOKEN_SCORES,
+}
 POOLING_TASK = fields.choice(
     "task",
-    "a vector for each input (`embed`), or for each of its tokens (`token_embed`): the last hidden states, each "
-    "brought to length 1 unless `use_activation` is false. Default: embed",
-    {"embed": Output.VECTORS, "token_embed": Output.TOKENS},
-    default="embed",
+    "a vector for each input (`embed`), or for each of its tokens (`token_embed`): those of a multi-vector model, or "
+    "the last hidden states, each brought to length 1 unless `use_activation` is false; or the scores of all labels, "
+    "in their order, for each input (`classify`) or for each token (`token_classify`), as logits if `use_activation` "
+    "is false. Default: what the model is for",
+    _TASKS,
+)
+EMBEDDING_MODE = fields.choice(
+    "embedding_mode", "`query` or `document`: as `input_type`", {"query": "query", "document": "document"}
+)
+_NO_MULTIVECTOR = options.refused(
+    "return_multivector",
+    "'task' 'token_embed' has a vector for each token",
+    nullable("boolean", default=False),
+    harmless=(False,),
 )
 _POOLING = Item(b"pooling", b"data")
 _PROMPT_FIELDS: tuple[Field[str], ...] = (options.PROMPT, options.PROMPT_NAME, options.INPUT_TYPE)
@@ -60,7 +84,13 @@ def parse_pooling(call: Call) -> ParsedEmbed | ParsedMessages:
     values, model_info = call.values, call.model_info
     if values.get(MESSAGES) is not None:
         return options.read_messages(call, INPUT, parse_pooling)
-    task = values.get(POOLING_TASK) or Output.VECTORS
+    if values.get(EMBEDDING_MODE) is not None:
+        mode = values.get(EMBEDDING_MODE)
+        if values.get(options.INPUT_TYPE) not in (None, mode):
+            raise contradiction(EMBEDDING_MODE.name, options.INPUT_TYPE.name)
+        values = values.changed({options.INPUT_TYPE.name: mode})
+        call = call._replace(values=values)
+    task = _task_of(values, model_info)
     requested = options.read_form(values, call.headers)
     inputs = parse_inputs(values.get(INPUT), INPUT.name, model_info.max_inputs)
     request = options.read_request(
@@ -68,7 +98,68 @@ def parse_pooling(call: Call) -> ParsedEmbed | ParsedMessages:
     )
     if task.is_per_token:
         _check_tokens(request, values, model_info)
-    return ParsedEmbed(request, partial(render_response, _POOLING, requested, model_info.model, call.request_id))
+    if task in _WITH_FORMS:
+        return ParsedEmbed(request, partial(render_response, _POOLING, requested, model_info.model, call.request_id))
+    activation = "identity" if values.get(options.USE_ACTIVATION) is False else None
+    render = partial(render_arrays, activation, request.normalize, requested, model_info, call.request_id)
+    return ParsedEmbed(request, render, is_large=True)
+
+
+_WITH_FORMS = (Output.VECTORS, Output.TOKENS)
+
+
+def _task_of(values: Values, model_info: ModelInfo) -> Output:
+    """The output of the requested task, or that of the first of the tasks that the model has. Raises WrongModel."""
+    requested = values.get(POOLING_TASK)
+    own = [output for output in _POOLED if output in model_info.outputs]
+    if not own:
+        raise WrongModel(f"{model_info.what_it_is()}: POST /embed_sparse, or /v1/embeddings with 'output' 'sparse'")
+    if requested is None:
+        return own[0]
+    if requested is Output.TOKENS and Output.TOKEN_VECTORS in own:
+        return Output.TOKEN_VECTORS
+    if requested not in own:
+        names = ", ".join(f"'{name}'" for name, output in _TASKS.items() if output in own)
+        raise WrongModel(
+            f"{model_info.what_it_is()}: '{POOLING_TASK.name}' must be one of {names}", param=POOLING_TASK.name
+        )
+    return requested
+
+
+_POOLED = (Output.VECTORS, Output.SCORES, Output.TOKEN_SCORES, Output.TOKEN_VECTORS, Output.TOKENS)
+
+
+def render_arrays(
+    activation: str | None,
+    normalizes: bool,
+    requested: RequestedForm,
+    model_info: ModelInfo,
+    request_id: str,
+    embedded: Embedded,
+) -> Response:
+    """The response with rows that were collected as arrays: scores, scores of tokens, vectors of tokens."""
+    [collector] = embedded.collectors
+    form = requested.form
+    if isinstance(collector, ScoreRows):
+        scores = labels.scores_of(embedded, labels.head_of(model_info), activation)
+        fragments = [_score_json(row, form) for row in scores]
+    else:
+        matrices = labels.matrices_of(embedded)
+        if model_info.score is not None:
+            head = model_info.score
+            fragments = [_score_json(labels.activated(matrix, head, activation), form) for matrix in matrices]
+        else:
+            steps = [normalize] if normalizes else []
+            fragments = [matrix_json(matrix, form, steps) for matrix in matrices]
+    return render_fragments(fragments, _POOLING, model_info.model, request_id, embedded)
+
+
+def _score_json(scores: Scores, form: Form) -> bytes:
+    """Numbers have all digits of a float64; other encodings have float32 or what else is requested."""
+    if form == Form():
+        return orjson.dumps(scores, option=orjson.OPT_SERIALIZE_NUMPY)
+    rows = scores.astype(np.float32)
+    return vector_json(rows, form) if rows.ndim == 1 else matrix_json(rows, form)
 
 
 def _check_tokens(request: EmbedRequest, values: Values, model_info: ModelInfo) -> None:
@@ -285,16 +376,18 @@ DIALECT = Dialect(
     title="vLLM",
     operations={
         "POST /pooling": Operation(
-            summary="Embed texts or token ids, as a whole or token by token",
-            fields=Fields(INPUT, *options.COMMON, POOLING_TASK),
+            summary="Embed or classify texts or token ids, as a whole or token by token",
+            fields=Fields(INPUT, *options.COMMON, POOLING_TASK, EMBEDDING_MODE, _NO_MULTIVECTOR),
             embed=parse_pooling,
-            needs=("dense",),
+            needs=("dense", "classify", "token-classify", "multi-vector"),
             response=response_schema("pooling", "data", any_of(*VECTOR["anyOf"], list_of(schemas.VECTOR))),
             returns_tokens=True,
             binary_media_types=EMBEDDINGS.binary_media_types,
         ),
         "POST /score": _SCORE,
         "POST /v1/score": _SCORE,
+        "POST /classify": CLASSIFY,
+        "POST /v1/classify": CLASSIFY,
         "POST /tokenize": Operation(
             summary="Tokenize a text, without embedding it",
             fields=Fields(TEXT, options.MODEL, options.ADD_SPECIAL_TOKENS, RETURN_TOKEN_STRS, *conversations.FIELDS),
