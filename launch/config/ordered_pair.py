@@ -3,7 +3,8 @@
 Owns the three texts, and the process that tokenizes them as the gateway does. A model that gets its pairs through a
 template ranks without an error, and at random, if the template is not its own. Where the scores are made, in the
 workers, there is no tokenizer, so the ids are made here, before any process of the server starts. The check itself is
-in `vecd.workers.engines.ordered_pair`, behind the selection of an engine, where a model can still be refused. Called by `vecd.launch.config.plan`, and by `vecd.launch.child` (write_sequences).
+in `vecd.workers.engines.ordered_pair`, behind the selection of an engine, where a model can still be refused. Called by
+`vecd.launch.config.plan`, and by `vecd.launch.child` (write_sequences).
 """
 
 import json
