@@ -151,7 +151,7 @@ class Service:
         config, tokenizer = self.config, self._tokenizer
         return Context(
             config=config,
-            model_info=ModelInfo.of(config, int(time.time()), tokenizer.least_tokens),
+            model_info=ModelInfo.of(config, int(time.time()), tokenizer.least_tokens, tokenizer.vocabulary),
             bodies=Bodies(
                 tokenizer.threads,
                 max_inputs=config.max_inputs,

@@ -166,6 +166,11 @@ class ModelCard:
         return max(*widths, self.dim if "dense" in self.capabilities else 0)
 
     @property
+    def all_steps(self) -> tuple[Step, ...]:
+        """Those of dense vectors, and of every other head."""
+        return (*self.steps, *(step for head in (self.score, self.sparse, self.tokens) if head for step in head.steps))
+
+    @property
     def is_normalized(self) -> bool:
         """Whether the model's last step normalizes vectors to length 1."""
         return bool(self.steps) and self.steps[-1].kind == "normalize"

@@ -11,7 +11,11 @@ from itertools import pairwise
 import numpy as np
 from numpy.typing import NDArray
 
+from vecd.shm.output import Output
 from vecd.workers.engine import PackedBatch
+
+_EXPANDED = (Output.TOKEN_VECTORS, Output.HYBRID)
+"""The second part of a sequence with such an output is the expansion of a query, otherwise that of a pair."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -21,10 +25,16 @@ class Run:
     start: int
     count: int
     length: int
+    attended: tuple[int, ...] = ()
+    """How many tokens of each sequence its tokens attend to, from the first on; empty: all. See `Layout.attended`."""
 
     @property
     def stop(self) -> int:
         return self.start + self.count * self.length
+
+    def attended_keys(self) -> NDArray[np.bool_]:
+        """Which tokens are attended to, where some are not: [count, 1, 1, length], as masks of attention have it."""
+        return np.arange(self.length) < np.array(self.attended)[:, None, None, None]
 
 
 @dataclass(frozen=True, slots=True)
@@ -42,7 +52,11 @@ class Layout:
     runs: list[Run]
     """Cover the tokens from 0 to T without a gap."""
     borders: NDArray[np.int64] | None = None
-    """Where the second part of each sequence begins within it, 0 if it has none, shape [B]; None if none has one."""
+    """Where the second part of each pair begins within it, 0 if a sequence has none, shape [B]; None if none has one.
+    """
+    attended: NDArray[np.int64] | None = None
+    """How many tokens of each sequence its tokens attend to, from the first on, shape [B]: all but the expansion of a
+    query, which not even itself attends to. None if no sequence has one."""
     prefix: NDArray[np.int64] = field(default_factory=lambda: np.empty(0, dtype=np.int64))
     """Tokens that come before those of each sequence, and are computed once for all. They are in none of the other
     fields; empty unless `vecd.workers.prefix` has taken them out."""
@@ -88,15 +102,31 @@ def arrange(batch: PackedBatch) -> Layout:
     given_lengths = batch.lengths.astype(np.int64)
     if given_lengths.size == 1:  # sorting takes 0.1 ms, and a pass of a short text 4
         zero, token_ids = np.zeros(1, dtype=np.int64), batch.token_ids.astype(np.int64)
-        borders = None if batch.borders is None else batch.borders.astype(np.int64)
-        return Layout(zero, given_lengths, zero, token_ids, [Run(start=0, count=1, length=token_ids.size)], borders)
+        borders, attended = _second_parts(batch, zero)
+        run = Run(0, 1, token_ids.size) if attended is None else Run(0, 1, token_ids.size, (int(attended[0]),))
+        return Layout(zero, given_lengths, zero, token_ids, [run], borders, attended)
     order = np.argsort(batch.lengths, kind="stable")
     lengths = given_lengths[order]
     starts = _starts(lengths)
     moved_by = np.repeat(_starts(given_lengths)[order] - starts, lengths)
     token_ids = batch.token_ids[np.arange(moved_by.size) + moved_by].astype(np.int64)
-    borders = None if batch.borders is None else batch.borders[order].astype(np.int64)
-    return Layout(order, lengths, starts, token_ids, runs_of(lengths, starts), borders)
+    borders, attended = _second_parts(batch, order)
+    return Layout(order, lengths, starts, token_ids, runs_of(lengths, starts, attended), borders, attended)
+
+
+def _second_parts(
+    batch: PackedBatch, order: NDArray[np.int64]
+) -> tuple[NDArray[np.int64] | None, NDArray[np.int64] | None]:
+    """`Layout.borders` and `Layout.attended`."""
+    if batch.borders is None:
+        return None, None
+    borders, lengths = batch.borders[order].astype(np.int64), batch.lengths[order].astype(np.int64)
+    if batch.outputs is None:
+        return borders, None
+    is_expanded = np.isin(batch.outputs[order], _EXPANDED) & (borders > 0)
+    if not is_expanded.any():
+        return borders, None
+    return np.where(is_expanded, 0, borders), np.where(is_expanded, borders, lengths)
 
 
 def passes(layout: Layout, num_tokens: int) -> Iterator[Layout]:
@@ -118,18 +148,30 @@ def passes(layout: Layout, num_tokens: int) -> Iterator[Layout]:
 def _part(layout: Layout, first: int, last: int, begin: int, end: int) -> Layout:
     lengths, starts = layout.lengths[first:last], layout.starts[first:last] - begin
     borders = None if layout.borders is None else layout.borders[first:last]
+    attended = None if layout.attended is None else layout.attended[first:last]
     token_ids = layout.token_ids[begin:end]
-    return Layout(layout.order[first:last], lengths, starts, token_ids, runs_of(lengths, starts), borders)
+    runs = runs_of(lengths, starts, attended)
+    return Layout(layout.order[first:last], lengths, starts, token_ids, runs, borders, attended)
 
 
 def _starts(lengths: NDArray[np.int64]) -> NDArray[np.int64]:
     return np.cumsum(lengths) - lengths
 
 
-def runs_of(lengths: NDArray[np.int64], starts: NDArray[np.int64]) -> list[Run]:
-    """Neighbouring sequences of one length, by their lengths, ascending, and where each begins."""
+def runs_of(
+    lengths: NDArray[np.int64], starts: NDArray[np.int64], attended: NDArray[np.int64] | None = None
+) -> list[Run]:
+    """Neighbouring sequences of one length, by their lengths, ascending, where each begins, and how many of its tokens
+    are attended to; None: all."""
     firsts = [0, *(np.flatnonzero(lengths[1:] != lengths[:-1]) + 1).tolist()]
     return [
-        Run(start=int(starts[first]), count=last - first, length=int(lengths[first]))
+        Run(int(starts[first]), last - first, int(lengths[first]), _attended(lengths, attended, first, last))
         for first, last in pairwise([*firsts, lengths.size])
     ]
+
+
+def _attended(lengths: NDArray[np.int64], attended: NDArray[np.int64] | None, first: int, last: int) -> tuple[int, ...]:
+    """`Run.attended` of the sequences of a run."""
+    if attended is None or bool((attended[first:last] == lengths[first]).all()):
+        return ()
+    return tuple(attended[first:last].tolist())

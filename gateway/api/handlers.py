@@ -91,7 +91,7 @@ class OperationsHandler:
         http.body = b""  # frees up to tens of megabytes
         work = parsed.work
         try:
-            if type(work) is ParsedEmbed and len(work.request.inputs) <= _INLINE_ITEMS:
+            if type(work) is ParsedEmbed and len(work.request.inputs) <= _INLINE_ITEMS and not work.is_large:
                 embedded = await context.embedder.embed(work.request, parsed.num_estimated, timeline, principal)
                 return work.render(embedded)
             return await _respond(context, parsed, http, principal)
@@ -167,7 +167,7 @@ async def _respond(context: Context, parsed: _Parsed, http: HttpRequest, princip
         case Response() as response:
             return response
         case ParsedEmbed() as work:
-            is_large = len(work.request.inputs) > _INLINE_ITEMS  # `embed` removes them
+            is_large = work.is_large or len(work.request.inputs) > _INLINE_ITEMS  # `embed` removes them
             embedded = await context.embedder.embed(work.request, parsed.num_estimated, http.timeline, principal)
             if is_large:
                 return await context.threads.call(partial(work.render, embedded), principal.tenant)

@@ -8,10 +8,11 @@ import re
 from collections.abc import Iterable
 from dataclasses import dataclass, field
 
+from vecd.gateway.tokenization.vocabulary import NO_VOCABULARY, TokenVocabulary
 from vecd.gateway.types.config import GatewayConfig
 from vecd.gateway.types.errors import BadRequest, ModelNotFound
 from vecd.gateway.types.quoting import quoted
-from vecd.gateway.types.request import Overflow
+from vecd.gateway.types.request import Overflow, Role
 from vecd.shm.heads import ScoreHead, SparseHead, TokenHead
 from vecd.shm.output import Output
 
@@ -95,9 +96,12 @@ class ModelInfo:
     score: ScoreHead | None = None
     sparse: SparseHead | None = None
     tokens: TokenHead | None = None
+    vocabulary: TokenVocabulary = NO_VOCABULARY
 
     @classmethod
-    def of(cls, config: GatewayConfig, created_at: int, least_tokens: int) -> "ModelInfo":
+    def of(
+        cls, config: GatewayConfig, created_at: int, least_tokens: int, vocabulary: TokenVocabulary = NO_VOCABULARY
+    ) -> "ModelInfo":
         card = config.card
         return cls(
             model=config.model,
@@ -134,7 +138,23 @@ class ModelInfo:
             score=card.score,
             sparse=card.sparse,
             tokens=card.tokens,
+            vocabulary=vocabulary,
         )
+
+    @property
+    def is_dense(self) -> bool:
+        """A text has a vector."""
+        return self.capabilities[0] == "dense"  # which is the first, if it is one of them
+
+    def role_of(self, purpose: str | None) -> Role | None:
+        """What texts of a purpose are; None for other purposes than retrieval."""
+        if purpose in (*_QUERY, "code.query"):
+            return Role.QUERY
+        return Role.DOCUMENT if purpose in _RETRIEVAL else None
+
+    def what_it_is(self) -> str:
+        """The kind of the model, for an error message."""
+        return f"This server's model is for: {', '.join(self.capabilities)}"
 
     @property
     def names(self) -> tuple[str, ...]:

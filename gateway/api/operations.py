@@ -35,6 +35,8 @@ class ParsedEmbed(NamedTuple):
 
     request: EmbedRequest
     render: Callable[[Embedded], Response]
+    is_large: bool = False
+    """Rendering takes more than a few milliseconds, and is done in a thread, however few inputs there are."""
 
 
 class ParsedTokenize(NamedTuple):

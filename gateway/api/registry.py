@@ -4,7 +4,7 @@ Owns the list of dialects, whose order decides at a path that several have, and 
 under. Knows no socket. Read by `vecd.gateway.api.application` (routes, shapes of errors) and `vecd.gateway.service`.
 """
 
-from vecd.gateway.api.dialects import cohere, ollama, openai, tei, vllm
+from vecd.gateway.api.dialects import cohere, ollama, openai, rerank, tei, vllm
 from vecd.gateway.api.handlers import Claim, OperationsHandler
 from vecd.gateway.api.operations import Dialect
 from vecd.gateway.api.routes import Route, Table, methods_at
@@ -14,7 +14,9 @@ from vecd.gateway.types.errors import ApiError
 from vecd.gateway.types.messages import Response
 from vecd.shm.shared_metrics import MAX_ENDPOINTS
 
-DIALECTS: tuple[Dialect, ...] = (openai.DIALECT, vllm.DIALECT, ollama.DIALECT, tei.DIALECT, cohere.DIALECT)
+DIALECTS: tuple[Dialect, ...] = (
+    openai.DIALECT, vllm.DIALECT, ollama.DIALECT, tei.DIALECT, cohere.DIALECT, rerank.DIALECT,
+)  # fmt: skip
 """Of the dialects at one path, the first takes what no other claims."""
 
 _BY_NAME = {dialect.name: dialect for dialect in DIALECTS}

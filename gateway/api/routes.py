@@ -39,9 +39,10 @@ slashes. At the end it stands for no path of another operation: in /models/m/v1/
 
 _WHAT_IS_SERVED = (
     "this server serves embeddings: POST /v1/embeddings (OpenAI), /embed (text-embeddings-inference), "
-    "/v2/embed (Cohere), /api/embed (Ollama); GET /openapi.json lists all paths"
+    "/v2/embed (Cohere), /api/embed (Ollama); and scores, with a model for them: /rerank, /v1/rerank, /v2/rerank, "
+    "/score; GET /openapi.json lists all paths"
 )
-"""For a client that takes the server for one that chats, completes or ranks, or has a wrong base URL."""
+"""For a client that takes the server for one that chats or completes, or has a wrong base URL."""
 _SLASHES = re.compile("//+")
 _FIRST_V1S = re.compile(r"^(/v1)+(?=/)")
 _OPERATION = re.compile(

@@ -24,6 +24,7 @@ from pybase64 import b64encode
 from vecd.gateway.encoding.forms import DIMS_PER_BYTE, PACKED, are_normalized, check_forms, width_of
 from vecd.gateway.encoding.hybrid import HybridRows
 from vecd.gateway.encoding.quantization import (
+    Ranges,
     default_ranges,
     from_bfloat16,
     normalize,
@@ -199,7 +200,7 @@ class Encoder:
         prepare = self._preparation(request)
         width = width_of(request, self._card)
         return tuple(
-            _collector(form, len(request.inputs), width, (*prepare, *self._conversion(form, width)))
+            _collector(form, len(request.inputs), width, (*prepare, *conversion(form, width, self._ranges)))
             for form in request.forms
         )
 
@@ -253,30 +254,31 @@ class Encoder:
             steps.append(normalize)
         return steps
 
-    def _conversion(self, form: Form, width: int) -> list[Convert]:
-        """The steps from those rows to the returned ones."""
-        steps: list[Convert] = []
-        match form.dtype:
-            case Dtype.FLOAT16:
-                steps.append(to_float16)
-            case Dtype.BFLOAT16:
-                steps.append(to_bfloat16)
-            case Dtype.INT8:
-                steps.append((self._ranges or default_ranges(width)).to_int8)
-            case Dtype.UINT8:
-                steps.append((self._ranges or default_ranges(width)).to_uint8)
-            case Dtype.BINARY:
-                steps.append(to_binary)
-            case Dtype.UBINARY:
-                steps.append(to_ubinary)
-        match form.encoding:
-            case Encoding.FLOAT if form.dtype is Dtype.FLOAT16:
-                steps.append(_as_float32)  # orjson writes its shortest number
-            case Encoding.FLOAT if form.dtype is Dtype.BFLOAT16:
-                steps.append(from_bfloat16)
-            case Encoding.BASE64 if form.is_big_endian:
-                steps.append(partial(_as_bytes, dtype=stored_dtype(form)))
-        return steps
+
+def conversion(form: Form, width: int, ranges: Ranges | None = None) -> list[Convert]:
+    """The steps from float32 rows [n, width] to rows of the form. `ranges` None: those of vectors of length 1."""
+    steps: list[Convert] = []
+    match form.dtype:
+        case Dtype.FLOAT16:
+            steps.append(to_float16)
+        case Dtype.BFLOAT16:
+            steps.append(to_bfloat16)
+        case Dtype.INT8:
+            steps.append((ranges or default_ranges(width)).to_int8)
+        case Dtype.UINT8:
+            steps.append((ranges or default_ranges(width)).to_uint8)
+        case Dtype.BINARY:
+            steps.append(to_binary)
+        case Dtype.UBINARY:
+            steps.append(to_ubinary)
+    match form.encoding:
+        case Encoding.FLOAT if form.dtype is Dtype.FLOAT16:
+            steps.append(_as_float32)  # orjson writes its shortest number
+        case Encoding.FLOAT if form.dtype is Dtype.BFLOAT16:
+            steps.append(from_bfloat16)
+        case Encoding.BASE64 if form.is_big_endian:
+            steps.append(partial(_as_bytes, dtype=stored_dtype(form)))
+    return steps
 
 
 def _collector(form: Form, num_inputs: int, dim: int, steps: Sequence[Convert] = ()) -> JsonRows | Matrix:

@@ -34,7 +34,7 @@ class TokenParts:
 class DroppedTokens:
     """Which tokens of a request's inputs have no vector."""
 
-    __slots__ = ("_drops_first", "_ignored_ids", "_token_ids")
+    __slots__ = ("_drops_first", "_ignored_ids", "_num_queries", "_token_ids")
 
     def __init__(
         self, head: TokenHead, request: EmbedRequest, token_ids: Sequence[NDArray[np.int32]], *, drops_first: bool
@@ -42,16 +42,19 @@ class DroppedTokens:
         """`token_ids`: those of each input, shape [T]; read when its rows have come. `drops_first`: the first row is no
         token's, whatever the head says."""
         self._token_ids = token_ids
-        is_query = request.tokenizing.role is Role.QUERY  # all tokens of a query count, its expansion too
-        self._ignored_ids = () if is_query else head.ignored_ids
+        # All tokens of a query count, its expansion too.
+        is_query = request.tokenizing.role is Role.QUERY
+        self._num_queries = len(request.inputs) if is_query else request.tokenizing.num_queries
+        self._ignored_ids = head.ignored_ids
         self._drops_first = head.drops_first or drops_first
 
     def without(self, index: int, rows: NDArray[np.float32]) -> NDArray[np.float32]:
         """The rows (float32 [T, width]) of input `index`, without those of tokens that have none; `rows` itself if all
         have one."""
-        if not self._ignored_ids and not self._drops_first:
+        ignored_ids = () if index < self._num_queries else self._ignored_ids
+        if not ignored_ids and not self._drops_first:
             return rows
-        has_vector = ~np.isin(self._token_ids[index], self._ignored_ids)
+        has_vector = ~np.isin(self._token_ids[index], ignored_ids)
         has_vector[0] &= not self._drops_first
         return rows if has_vector.all() else rows[has_vector]
 

@@ -43,6 +43,7 @@ from vecd.gateway.tokenization.roles import RoleTemplate, role_templates
 from vecd.gateway.tokenization.text_tokens import CHARS_PER_TEXT, RUN_CHARS, TextTokens, runs_of, shifted
 from vecd.gateway.tokenization.tokenize_api import TokenizeApi
 from vecd.gateway.tokenization.truncation import TruncationPolicy, check_num_chunks
+from vecd.gateway.tokenization.vocabulary import TokenVocabulary
 from vecd.gateway.types.errors import BadRequest, InputTooLong
 from vecd.gateway.types.request import (
     MAX_PROMPT_CHARS,
@@ -144,6 +145,9 @@ class Tokenizer:
         """The sequence of a text without tokens, if the model has a vector for it."""
         self._overflow = overflow
         self._max_embed_len = max_embed_len
+        self.vocabulary = TokenVocabulary(
+            self._tokenizer.id_to_token, getattr(self._tokenizer.model, "continuing_subword_prefix", None) or ""
+        )
         self._template = _template_of(self._tokenizer)
         self.least_tokens = min(max_tokens, self._template.num_tokens + 1)
         """The smallest limit on the tokens of an input."""
@@ -363,6 +367,8 @@ class Tokenizer:
         self, texts: list[str], indices: Sequence[int], how: Tokenizing, source: Source
     ) -> Generator[None, None, list[TokenizedInput]]:
         """`indices`: the index in the request of each text's input."""
+        if how.num_queries:
+            return (yield from self._take_queries_first(texts, indices, how, source))
         truncation, role = self._truncation(how), self._role_of(how)
         max_own_tokens, max_chars = truncation.max_own_tokens, self.max_chars
         if how.add_special_tokens and not self._is_template_plain:
@@ -386,6 +392,36 @@ class Tokenizer:
                 raise BadRequest(f"'input[{index}]' has no tokens, at least 1 is needed", param="input")
             tokenized.append(item)
         return tokenized
+
+    def _take_queries_first(
+        self, texts: list[str], indices: Sequence[int], how: Tokenizing, source: Source
+    ) -> Generator[None, None, list[TokenizedInput]]:
+        """Tokenize queries, and the documents behind them. The index of a document in an error counts from the first
+        one."""
+        num_queries = sum(index < how.num_queries for index in indices)
+        of_documents = [index - how.num_queries for index in indices[num_queries:]]
+        parts = (
+            (texts[:num_queries], indices[:num_queries], Role.QUERY, how.max_query_tokens),
+            (texts[num_queries:], of_documents, how.role or Role.DOCUMENT, how.max_document_tokens),
+        )
+        tokenized: list[TokenizedInput] = []
+        for part, its_indices, role, most_own in parts:
+            if part:
+                in_role = self._in_role(how, role, most_own)
+                tokenized += yield from self._take_texts(part, its_indices, in_role, source)
+        return tokenized
+
+    def _in_role(self, how: Tokenizing, role: Role, most_own: int | None) -> Tokenizing:
+        """`how` for texts of one role. `most_own`: their limit, without special tokens."""
+        template = self._roles[role].around(self._template) if self._roles else self._template
+        limits = [how.max_tokens, None if most_own is None else most_own + template.num_tokens]
+        return how._replace(
+            role=role,
+            num_queries=0,
+            max_tokens=min((limit for limit in limits if limit is not None), default=None),
+            max_query_tokens=None,
+            max_document_tokens=None,
+        )
 
     def _with_offsets(
         self, item: TokenizedInput, text: str, truncation: TruncationPolicy

@@ -107,10 +107,12 @@ class Tokenizing(NamedTuple):
     whose clients get ids from the same server, and use no other vocabulary."""
     role: Role | None = None
     """None: a document."""
+    num_queries: int = 0
+    """The first so many inputs are queries, whatever `role` says, which is that of the others."""
     max_document_tokens: int | None = None
-    """Of a pair: most tokens of its document; the rest is cut off."""
+    """Of a pair, or where `num_queries` is given: most tokens of a document; the rest is cut off."""
     max_query_tokens: int | None = None
-    """Of a pair: most tokens of its query; the rest is cut off."""
+    """The same of a query."""
     wants_offsets: bool = False
     """Where the tokens of texts are, too: `TokenizedInput.offsets`."""
     instruction: str | None = None

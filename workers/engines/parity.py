@@ -86,7 +86,7 @@ def random_batch(card: ModelCard, wanted_lengths: Sequence[int]) -> PackedBatch:
         return PackedBatch(lengths, token_ids)
     # Every other sequence of more than two tokens has a second part, so that both kinds are compared.
     borders = np.where((np.arange(lengths.size) % 2 == 0) & (lengths > 2), lengths // 2, 0).astype(np.int32)
-    has_borders = output is Output.SCORES or card.tokens is not None
+    has_borders = output is Output.SCORES or (card.tokens is not None and card.tokens.has_unattended)
     outputs = np.full(lengths.size, output, dtype=np.uint8)
     span = span_of(card) if output.spans_rows else 1
     return PackedBatch(lengths, token_ids, outputs, borders if has_borders else None, span)

@@ -28,6 +28,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from vecd.shm.card import ModelCard
+from vecd.shm.output import Output
 from vecd.workers.config import REFERENCE_FILE, WorkerConfig
 from vecd.workers.engine import PackedBatch
 from vecd.workers.engines.parity import Parity, random_batch
@@ -102,7 +103,9 @@ def digest_of(card: ModelCard) -> str:
     0.1 s for 100 MB, once while they do not change. Raises OSError, ValueError or KeyError."""
     facts = [card.model_type, card.max_tokens, card.vocab_size, list(card.pooling)]
     facts += [[step.kind, step.in_dim, step.out_dim, step.bias, step.activation] for step in card.steps]
-    facts += [asdict(head) for head in (card.score, card.sparse, card.tokens) if head is not None]
+    if card.main_output is not Output.VECTORS:
+        heads = (head and asdict(head) for head in (card.score, card.sparse, card.tokens))
+        facts += [list(card.capabilities), *heads]
     return _digest(json.dumps(facts), tuple(map(_stamped, _files_of(card))))
 
 
@@ -124,7 +127,8 @@ def _digest(facts: str, files: tuple[tuple[Path, int, int, int, int], ...]) -> s
 def _files_of(card: ModelCard) -> Iterator[Path]:
     yield Path(card.weights_folder) / "config.json"
     yield from weight_files(Path(card.weights_folder))
-    yield from (Path(card.folder) / step.path / "model.safetensors" for step in card.steps if step.path)
+    yield from (Path(card.folder) / step.path / "model.safetensors" for step in card.all_steps if step.path)
+    yield from (Path(card.folder) / step.file for step in card.all_steps if step.file)
 
 
 def _places(config: WorkerConfig, digest: str) -> Iterator[Path]:

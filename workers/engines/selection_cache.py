@@ -147,10 +147,11 @@ def _stamps(config: WorkerConfig) -> Iterator[list[Any]]:
     The inode's change time cannot be set by a program. The modification time can: image builders set it to a constant.
     """
     folders = {config.card.folder, config.card.weights_folder}
-    folders |= {str(Path(config.card.folder) / step.path) for step in config.card.steps if step.path}
+    folders |= {str(Path(config.card.folder) / step.path) for step in config.card.all_steps if step.path}
     for folder in sorted(folders):
         paths = [*Path(folder).glob("*.safetensors"), *Path(folder).glob("*.json")]
         yield from (_stamp(path) for path in sorted(path for path in paths if path.name != REFERENCE_FILE))
+    yield from (_stamp(Path(config.card.folder) / step.file) for step in config.card.all_steps if step.file)
     if config.card.export_file:
         yield from map(_stamp, export_files(Path(config.card.export_file)))
 

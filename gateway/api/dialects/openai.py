@@ -1,25 +1,27 @@
 """OpenAI's embeddings API: parses requests, renders responses. Pure, but for the clock that `created` is read from.
 
-Owns the shapes of `/v1/embeddings` and `/v1/models`. Source of the shapes: OpenAI's published OpenAPI document.
-Responses also have `id` and `created`, as vLLM's and infinity's do; clients ignore them. Options beyond OpenAI's fields
-are in `vecd.gateway.api.dialects.options`.
+Owns the shapes of `/v1/embeddings` and `/v1/models`, and has Jina's paths `/v1/multi-vector` and `/v1/classify`.
+Source of the shapes: OpenAI's published OpenAPI document. Responses also have `id` and `created`, as vLLM's and
+infinity's do; clients ignore them. Options beyond OpenAI's fields are in `vecd.gateway.api.dialects.options`.
 """
 
 import json
 import time
 from collections.abc import Iterator
+from dataclasses import replace
 from functools import partial
 from typing import Any, NamedTuple
 
 import orjson
 
 from vecd.gateway.api import fields, schemas
-from vecd.gateway.api.dialects import options
+from vecd.gateway.api.dialects import options, outputs
+from vecd.gateway.api.dialects.classify import ZERO_SHOT
 from vecd.gateway.api.dialects.conversations import MESSAGES
 from vecd.gateway.api.dialects.headers import parse_priority, parse_timeout_s, response_headers
 from vecd.gateway.api.dialects.inputs import parse_inputs
 from vecd.gateway.api.dialects.options import RequestedForm
-from vecd.gateway.api.dialects.rows import BINARY_MEDIA_TYPES, render_rows
+from vecd.gateway.api.dialects.rows import BINARY_MEDIA_TYPES, render_rows, report_json
 from vecd.gateway.api.fields import Fields
 from vecd.gateway.api.model_info import ModelInfo
 from vecd.gateway.api.operations import Call, Dialect, Operation, ParsedEmbed, ParsedMessages
@@ -38,19 +40,22 @@ INPUT = fields.anything(
     is_required=True,
     is_large=True,
 )
-FIELDS = Fields(INPUT, *options.COMMON, options.TASK)
+FIELDS = Fields(INPUT, *options.COMMON, options.TASK, options.RETURN_MULTIVECTOR, *outputs.FIELDS)
+_RARE_NAMES = options.RARE_NAMES | outputs.NAMES
 
 # --- embeddings -------------------------------------------------------------------------------------------------
 
 
 def parse_embeddings(call: Call) -> ParsedEmbed | ParsedMessages:
     values, headers, model_info = call.values, call.headers, call.model_info
-    has_rare_names = values.has_any(options.RARE_NAMES)
+    has_rare_names = values.has_any(_RARE_NAMES) or not model_info.is_dense
     if has_rare_names and values.get(MESSAGES) is not None:
         return options.read_messages(call, INPUT, parse_embeddings)
     inputs = parse_inputs(values.get(INPUT), INPUT.name, model_info.max_inputs)
     if has_rare_names:
-        requested = options.read_form(values, headers)
+        requested, kinds = options.read_form(values, headers), outputs.requested_kinds(values, model_info)
+        if kinds != outputs.DENSE_ALONE:
+            return outputs.parse_outputs(call, inputs, kinds, requested)
         request = options.read_request(call, inputs, requested)
     else:  # most requests, 2 µs sooner
         requested = options.read_encoding(values, headers)
@@ -58,6 +63,12 @@ def parse_embeddings(call: Call) -> ParsedEmbed | ParsedMessages:
         tokenizing = options.USUAL_TOKENIZING if prompt is None else Tokenizing(prompt)
         request = EmbedRequest(inputs, (requested.form,), parse_priority(headers), parse_timeout_s(headers), tokenizing)
     return ParsedEmbed(request, partial(render_response, EMBEDDING, requested, model_info.model, call.request_id))
+
+
+def parse_multi_vector(call: Call) -> ParsedEmbed | ParsedMessages:
+    """Jina's path for vectors of tokens."""
+    values = call.values.changed({options.RETURN_MULTIVECTOR.name: True})
+    return parse_embeddings(call._replace(values=values))
 
 
 class Item(NamedTuple):
@@ -74,18 +85,22 @@ EMBEDDING = Item(b"embedding", b"embedding")
 def render_response(item: Item, requested: RequestedForm, model: str, request_id: str, embedded: Embedded) -> Response:
     """The response, which holds the collected rows without a copy."""
     [collector] = embedded.collectors
-    created = int(time.time())
     if isinstance(collector, Matrix):
         response = render_rows(collector, model=model, num_tokens=embedded.num_tokens)
         if requested.has_metadata:
-            header = _metadata(collector, requested.form, model, embedded.num_tokens, request_id, created)
+            header = _metadata(collector, requested.form, model, embedded.num_tokens, request_id, int(time.time()))
             response.headers["metadata"] = header
         response.headers.update(response_headers(embedded))
         return response
     assert isinstance(collector, JsonRows)
-    names = (request_id.encode(), created, orjson.dumps(model))
+    return render_fragments(collector.fragments, item, model, request_id, embedded)
+
+
+def render_fragments(fragments: list[bytes], item: Item, model: str, request_id: str, embedded: Embedded) -> Response:
+    """The response with the JSON of each input's vector."""
+    names = (request_id.encode(), int(time.time()), orjson.dumps(model))
     head = b'{"id":"embd-%b","object":"list","created":%d,"model":%b,"data":[' % names
-    pieces = _render_items(head, collector.fragments, item, embedded.reports)
+    pieces = _render_items(head, fragments, item, embedded.reports)
     num_tokens = embedded.num_tokens
     pieces.append(b'}],"usage":{"prompt_tokens":%d,"total_tokens":%d}}' % (num_tokens, num_tokens))
     return Response(200, pieces, response_headers(embedded))
@@ -100,18 +115,9 @@ def _render_items(
     for index, fragment in enumerate(fragments):
         pieces += (b'%b{"object":"%b","index":%d,"%b":' % (before, item.object, index, item.vector), fragment)
         if reports:
-            pieces.append(b',"report":%b' % orjson.dumps(_report(reports[index])))
+            pieces.append(b',"report":%b' % report_json(reports[index]))
         before = b"},"
     return pieces
-
-
-def _report(report: InputReport) -> dict[str, Any]:
-    return {
-        "tokens": report.num_tokens,
-        "truncated": report.is_truncated,
-        "chunks": report.num_chunks,
-        "source": report.source.value,
-    }
 
 
 # --- vLLM's header ----------------------------------------------------------------------------------------------
@@ -255,9 +261,12 @@ EMBEDDINGS = Operation(
     summary="Embed texts or token ids",
     fields=FIELDS,
     embed=parse_embeddings,
-    response=response_schema("embedding", "embedding", VECTOR),
-    needs=("dense",),
+    response=outputs.response_schema(response_schema("embedding", "embedding", VECTOR)),
+    needs=outputs.NEEDS,
     binary_media_types=tuple(BINARY_MEDIA_TYPES.values()),
+)
+_MULTI_VECTOR = replace(
+    EMBEDDINGS, summary="Embed each token of texts", embed=parse_multi_vector, needs=("multi-vector",)
 )
 _MODELS = Operation(summary="List the model, by all its names", describe=list_models, response=_MODELS_RESPONSE)
 _MODEL = Operation(summary="Describe the model", describe=retrieve_model, response=_MODEL_RESPONSE)
@@ -274,6 +283,9 @@ DIALECT = Dialect(
         "POST /openai/v1/embeddings": EMBEDDINGS,
         "POST /v1/engines/*/embeddings": EMBEDDINGS,
         "POST /engines/*/embeddings": EMBEDDINGS,
+        "POST /v1/classify": ZERO_SHOT,
+        "POST /classify": ZERO_SHOT,
+        "POST /v1/multi-vector": _MULTI_VECTOR,
         "GET /v1/models": _MODELS,
         "GET /models": _MODELS,
         "GET /v1/models/*": _MODEL,

@@ -33,6 +33,7 @@ from vecd.gateway.types.request import (
     Form,
     Overflow,
     Priority,
+    Role,
     TokenIds,
     Tokenizing,
 )
@@ -211,8 +212,11 @@ _OVERFLOW_NAMES = frozenset(
 USUAL_TOKENIZING = Tokenizing()
 
 
-def _read_tokenizing(values: Values, model_info: ModelInfo, prompt: str | None) -> Tokenizing:
-    """The options of the tokenizer. Raises BadRequest."""
+def read_tokenizing(
+    values: Values, model_info: ModelInfo, prompt: str | None, default: Overflow | None = None
+) -> Tokenizing:
+    """The options of the tokenizer. `default`: the policy for a long input that is preferred where the fields leave it
+    open; None: the server's. Raises BadRequest."""
     if not values.has_any(_OVERFLOW_NAMES):
         return USUAL_TOKENIZING if prompt is None else Tokenizing(prompt)
     max_tokens = values.get(TRUNCATE_PROMPT_TOKENS)
@@ -226,7 +230,7 @@ def _read_tokenizing(values: Values, model_info: ModelInfo, prompt: str | None) 
         model_info.check_max_tokens(max_tokens, TRUNCATE_PROMPT_TOKENS.name)
     return Tokenizing(
         prompt,
-        overflow=_read_overflow(values, model_info),
+        overflow=_read_overflow(values, default or model_info.overflow),
         max_tokens=None if max_tokens == -1 else max_tokens,
         add_special_tokens=values.get(ADD_SPECIAL_TOKENS) is not False,
     )
@@ -236,8 +240,8 @@ _PREFERRED = (Overflow.TRUNCATE, Overflow.TRUNCATE_LEFT)
 """Tried first if the server's own policy is not allowed."""
 
 
-def _read_overflow(values: Values, model_info: ModelInfo) -> Overflow | None:
-    """A policy that all fields allow: the server's own, if it is one of them."""
+def _read_overflow(values: Values, default: Overflow) -> Overflow | None:
+    """A policy that all fields allow: `default`, if it is one of them. None if there are no fields for it."""
     _agreed(values, TRUNCATION_SIDE, TRUNCATION_DIRECTION)  # both sides together would leave only an error
     allowed_by = {field.name: allowed for field in OVERFLOW_FIELDS if (allowed := values.get(field)) is not None}
     if values.get(TRUNCATE_PROMPT_TOKENS) is not None:
@@ -247,7 +251,7 @@ def _read_overflow(values: Values, model_info: ModelInfo) -> Overflow | None:
     for (first, allowed), (second, also_allowed) in combinations(allowed_by.items(), 2):
         if not allowed & also_allowed:
             raise contradiction(first, second)
-    candidates: tuple[Overflow, ...] = (model_info.overflow, *_PREFERRED, *Overflow)
+    candidates: tuple[Overflow, ...] = (default, *_PREFERRED, *Overflow)
     return next(overflow for overflow in candidates if all(overflow in allowed for allowed in allowed_by.values()))
 
 
@@ -409,10 +413,15 @@ def _read_dtype(values: Values, jina: tuple[str, str] | None) -> Dtype:
     return dtype
 
 
+_WITHOUT_FORM = frozenset((Output.SCORES, Output.TOKEN_SCORES, Output.SPARSE, Output.LEXICAL))
+
+
 def _check_form(request: EmbedRequest, values: Values, model_info: ModelInfo) -> None:
     """Check that the vectors can have the requested form. Raises BadRequest, which names the field."""
-    if request.forms[0].dtype is Dtype.FLOAT32 and not request.output.is_per_token:
+    if request.output in _WITHOUT_FORM or (request.forms[0].dtype is Dtype.FLOAT32 and not request.output.is_per_token):
         return  # they always can
+    if request.output is Output.HYBRID:  # its vectors of tokens are as long as the others
+        request = request._replace(output=Output.TOKEN_VECTORS)
     check_forms(
         request,
         model_info,
@@ -465,12 +474,6 @@ REFUSED_FIELDS: tuple[Field[None], ...] = (
         harmless=(False,),
     ),
     refused("late_chunking_params", "every input is embedded by itself", nullable("object")),
-    refused(
-        "return_multivector",
-        "an input has one vector; POST /pooling with 'task' 'token_embed' has one for each token",
-        nullable("boolean", default=False),
-        harmless=(False,),
-    ),
 )
 
 
@@ -479,6 +482,11 @@ def _read_modality(value: Any, name: str) -> None:
         _refuse(value, name, "'text'")
 
 
+RETURN_MULTIVECTOR = fields.flag(
+    "return_multivector",
+    "Jina's: true: a vector for each token (`embeddings`) in place of one for each input, of a model made for it",
+    default=False,
+)
 MODALITY = Field("modality", "infinity's; of texts alone", {"enum": ["text", None]}, _read_modality)
 
 
@@ -520,25 +528,40 @@ def read_request(
     prompt_fields: Sequence[Field[str]] = PROMPT_FIELDS,
     are_ids_of_model: bool = False,
 ) -> EmbedRequest:
-    """The request with all its options. `output`: VECTORS, or TOKENS, which have no `dimensions`. Raises BadRequest."""
+    """The request with all its options. `output`: any but UNNORMALIZED; only VECTORS have `dimensions`. Raises
+    BadRequest."""
     values, model_info = call.values, call.model_info
     normalize, priority = _read_normalize(values), values.get(PRIORITY)
-    tokenizing = _read_tokenizing(values, model_info, read_prompt(values, model_info, prompt_fields))
+    tokenizing = read_tokenizing(values, model_info, read_prompt(values, model_info, prompt_fields))
     # vLLM brings the vectors of tokens to length 1 by default; those of inputs are as the model gives them.
-    is_per_token = output.is_per_token
+    are_tokens, has_vector = output in _OF_TOKENS, output is Output.VECTORS
+    if output in _WITH_ROLES:
+        tokenizing = tokenizing._replace(role=_read_role(values, model_info))
     request = EmbedRequest(
         inputs=inputs,
         forms=(requested.form,),
         priority=parse_priority(call.headers) if priority is None else priority,  # the body is more explicit
         timeout_s=parse_timeout_s(call.headers),
         tokenizing=tokenizing._replace(are_ids_of_model=True) if are_ids_of_model else tokenizing,
-        output=Output.UNNORMALIZED if output is Output.VECTORS and normalize is False else output,
-        normalize=normalize is not False if is_per_token else normalize is True,
-        dimensions=None if is_per_token else _read_dimensions(values, model_info),
+        output=Output.UNNORMALIZED if has_vector and normalize is False else output,
+        normalize=normalize is not False if are_tokens else has_vector and normalize is True,
+        dimensions=_read_dimensions(values, model_info) if has_vector else None,
         wants_report=_read_report(values, requested),
     )
     _check_form(request, values, model_info)
     return request
+
+
+_OF_TOKENS = frozenset((Output.TOKENS, Output.TOKEN_VECTORS, Output.HYBRID))
+_WITH_ROLES = frozenset((Output.SPARSE, Output.LEXICAL, Output.TOKEN_VECTORS, Output.HYBRID))
+"""Outputs that may be others for a query than for a document."""
+
+
+def _read_role(values: Values, model_info: ModelInfo) -> Role | None:
+    """By the field that chooses the prompt, or by the model's name."""
+    purposes = [values.get(field) for field in (INPUT_TYPE, TASK, PROMPT_NAME)]
+    of_name = (values.get(MODEL) or "").rpartition(":")[2]
+    return next((role for purpose in (*purposes, of_name) if (role := model_info.role_of(purpose))), None)
 
 
 def read_messages(

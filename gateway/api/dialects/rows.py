@@ -7,9 +7,11 @@ hold beside the rows is in headers there. Called by the dialects.
 import re
 from collections.abc import Sequence
 
+import orjson
+
 from vecd.gateway.encoding.fragments import JsonRows, Matrix
 from vecd.gateway.types.messages import Response
-from vecd.gateway.types.request import Embedded, Encoding
+from vecd.gateway.types.request import Embedded, Encoding, InputReport
 
 _HEADER_SAFE = re.compile(r"[!-~]{1,256}")
 BINARY_MEDIA_TYPES = {Encoding.BYTES: "application/octet-stream", Encoding.NPY: "application/x-npy"}
@@ -30,6 +32,18 @@ def json_list(fragments: Sequence[bytes]) -> list[bytes | memoryview]:
         pieces += (before, fragment)
         before = b","
     return [*pieces, b"]"] if pieces else [b"[]"]
+
+
+def report_json(report: InputReport) -> bytes:
+    """What became of an input."""
+    return orjson.dumps(
+        {
+            "tokens": report.num_tokens,
+            "truncated": report.is_truncated,
+            "chunks": report.num_chunks,
+            "source": report.source.value,
+        }
+    )
 
 
 def render_rows(matrix: Matrix, *, model: str, num_tokens: int) -> Response:

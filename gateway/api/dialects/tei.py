@@ -1,7 +1,9 @@
 """text-embeddings-inference's HTTP API: parses requests, renders responses. Pure.
 
-Owns the shapes of `/embed`, `/embed_all`, `/similarity`, `/tokenize`, `/decode`, `/vertex`, of `/`, `/invocations` and
-Hugging Face's paths with the name of a model, which do the same as `/embed`, and of its errors. `/info` belongs to
+Owns the shapes of `/embed`, `/embed_all`, `/embed_sparse`, `/similarity`, `/rerank`, `/tokenize`, `/decode`, `/vertex`,
+and of its errors. `/`, `/invocations` and Hugging Face's paths with the name of a model do what the model is for: as
+`/embed`, `/predict` (`vecd.gateway.api.dialects.predict`) or `/embed_sparse`. `/` and `/invocations` rank a body with a
+`query`; Elasticsearch sends its texts as `documents`. `/info` belongs to
 `vecd.gateway.api.info`, because operators get more fields there. Source of the shapes: its router's types, version 1.9.
 
 Differences from text-embeddings-inference:
@@ -12,23 +14,43 @@ Differences from text-embeddings-inference:
 - an empty text is embedded, not refused;
 - `dimensions` is refused unless the model was made for it, or declared so (`--matryoshka`);
 - texts inside objects, as in `/similarity` and `/vertex`, may take 256 KiB of a body that is larger than 64 KiB;
-- routes that rank, classify or make sparse vectors answer as with a model that cannot do so: 424.
+- `top_n` of a request to rank is heeded;
+- a text that is ranked is cut, unless the request says otherwise, whatever the server's policy is.
 """
 
 import re
+from collections.abc import Callable
 from dataclasses import replace
 from functools import partial
 from itertools import pairwise
-from typing import Any, TypeVar
+from typing import Any
 
 import orjson
 
 from vecd.gateway.api import fields, schemas
-from vecd.gateway.api.dialects.headers import parse_accept, parse_priority, parse_timeout_s, response_headers
+from vecd.gateway.api.dialects import labels, predict, ranking, sparse
+from vecd.gateway.api.dialects.headers import parse_accept, parse_priority, parse_timeout_s
 from vecd.gateway.api.dialects.inputs import check_id_lists, parse_inputs, parse_texts
-from vecd.gateway.api.dialects.options import MODEL
+from vecd.gateway.api.dialects.options import INPUT_TYPE, MODEL
+from vecd.gateway.api.dialects.ranking import QUERY, TOP_N, Relevance, read_documents
 from vecd.gateway.api.dialects.rows import BINARY_MEDIA_TYPES, fragments_of, json_list, render_rows
-from vecd.gateway.api.fields import Field, Fields, Values, contradiction, json_type
+from vecd.gateway.api.dialects.tei_options import (
+    DIRECTION,
+    IDS_OR_LISTS,
+    INPUTS,
+    PROMPT_NAME,
+    TEXT_OR_TEXTS,
+    TOKENIZING_FIELDS,
+    TRUNCATE,
+    WHAT,
+    Options,
+    checked_inputs,
+    headers_of,
+    parameters,
+    read_nested,
+    read_tokenizing,
+)
+from vecd.gateway.api.fields import Field, Fields, contradiction, json_type
 from vecd.gateway.api.model_info import ModelInfo
 from vecd.gateway.api.operations import Call, Dialect, Operation, ParsedDecode, ParsedEmbed, ParsedTokenize
 from vecd.gateway.api.schemas import any_of, described, list_of, nullable, record
@@ -46,25 +68,19 @@ from vecd.gateway.types.errors import (
     WrongModel,
 )
 from vecd.gateway.types.messages import Response
-from vecd.gateway.types.request import Embedded, EmbedRequest, Encoding, Form, Overflow, Token, TokenIds, Tokenizing
+from vecd.gateway.types.request import Embedded, EmbedRequest, Encoding, Form, Overflow, Token, TokenIds
 from vecd.shm.output import Output
-
-T = TypeVar("T")
 
 # --- fields -----------------------------------------------------------------------------------------------------
 
-_TEXT_OR_TEXTS = (schemas.STRING, schemas.TEXTS)
-_IDS_OR_LISTS = (schemas.TOKEN_IDS, list_of(schemas.TOKEN_IDS, at_least=1))
 _COMPARED = record(source_sentence=schemas.STRING, sentences=schemas.TEXTS)
 
-_CUTS = {"left": Overflow.TRUNCATE_LEFT, "right": Overflow.TRUNCATE}
-_WHAT = "what is to be embedded: a text, a list of texts, token ids, or a list of lists of them"
-INPUTS = fields.anything("inputs", _WHAT, any_of(*_TEXT_OR_TEXTS, *_IDS_OR_LISTS), is_required=True, is_large=True)
 INPUTS_OF_ALL = replace(
     INPUTS,
-    description=f"{_WHAT}; or texts to compare, as with /similarity",
-    schema=any_of(*_TEXT_OR_TEXTS, *_IDS_OR_LISTS, _COMPARED),
+    description=f"{WHAT}; or texts to compare, as with /similarity",
+    schema=any_of(*TEXT_OR_TEXTS, *IDS_OR_LISTS, _COMPARED, *predict.PREDICTED.schema["anyOf"]),
 )
+_INPUTS_OF_HUB = replace(INPUTS, schema=any_of(*TEXT_OR_TEXTS, *IDS_OR_LISTS, *predict.PREDICTED.schema["anyOf"]))
 TEXT_INPUTS = replace(
     INPUTS,
     name="text_inputs",
@@ -72,18 +88,7 @@ TEXT_INPUTS = replace(
     is_required=False,
 )
 COMPARED = fields.anything("inputs", "a text, and those that it is compared with", _COMPARED, is_required=True)
-TEXTS = fields.anything(
-    "inputs", "a text, or a list of texts", any_of(*_TEXT_OR_TEXTS), is_required=True, is_large=True
-)
-TRUNCATE = fields.flag(
-    "truncate", "whether a text that is longer than the model takes is cut, or refused; null: the server's default"
-)
-DIRECTION = fields.choice(
-    "truncation_direction",
-    "which end of a text that is cut is left out; null: the server's default",
-    {name: cut for side, cut in _CUTS.items() for name in (side, side.capitalize())},
-)
-PROMPT_NAME = fields.text("prompt_name", "name of one of the model's prompts, put before every text")
+TEXTS = fields.anything("inputs", "a text, or a list of texts", any_of(*TEXT_OR_TEXTS), is_required=True, is_large=True)
 NORMALIZE = fields.flag("normalize", "bring vectors to length 1", default=True)
 DIMENSIONS = fields.whole_number("dimensions", "length of the vectors", minimum=1)
 ENCODING = fields.choice(
@@ -95,7 +100,7 @@ ADD_SPECIAL_TOKENS = fields.flag("add_special_tokens", "put the model's special 
 IDS = fields.anything(
     "ids",
     "token ids of the model's own, or a list of lists of them",
-    any_of(*_IDS_OR_LISTS),
+    any_of(*IDS_OR_LISTS),
     is_required=True,
     is_large=True,
 )
@@ -113,8 +118,8 @@ def _read_instances(value: Any, name: str) -> list[dict[str, Any]]:
     return value
 
 
-_TOKENIZING = (TRUNCATE, DIRECTION, PROMPT_NAME)
-OPTION_FIELDS = Fields(*_TOKENIZING, NORMALIZE, DIMENSIONS, ENCODING)
+_SPARSE_OPTIONS = (*TOKENIZING_FIELDS, INPUT_TYPE, sparse.TOP_K, sparse.MAX_ACTIVE_DIMS, sparse.MIN_WEIGHT)
+OPTION_FIELDS = Fields(*TOKENIZING_FIELDS, NORMALIZE, DIMENSIONS, ENCODING)
 INSTANCES = Field(
     "instances",
     "requests as /embed takes them, all with the same options",
@@ -122,60 +127,17 @@ INSTANCES = Field(
     _read_instances,
     is_required=True,
 )
-
-
-def _read_nested(declared: Fields, body: Any, within: str) -> Values:
-    """The fields of an object inside the body. Raises BadRequest, which names `within` and the field."""
-    given = fields.expect(dict, body, within, "an object")
-    return Values(
-        {
-            field.name: field.read(value, f"{within}.{field.name}")
-            for field in declared
-            if (value := given.get(field.name)) is not None
-        }
-    )
-
-
-PARAMETERS = Field(
-    "parameters",
-    "the other fields may be in here as well, and mean the same",
-    {**OPTION_FIELDS.schema(), "type": ["object", "null"]},
-    partial(_read_nested, OPTION_FIELDS),
-)
-
-
-class _Options:
-    """The options of a request, in its own fields or in its `parameters`. Clients use `parameters` with texts to
-    compare, and for Hugging Face's endpoints with every model."""
-
-    def __init__(self, values: Values, within: str = "") -> None:
-        """`within`: the name of the object that the fields are in, for an error. Such an object has no `parameters`."""
-        self._own = values
-        self._parameters = values.get(PARAMETERS)
-        self._within = within
-
-    def get(self, field: Field[T]) -> T | None:
-        """The value of an option. Raises BadRequest if both places have it with different values."""
-        own = self._own.get(field)
-        if self._parameters is None:  # as most have none
-            return own
-        parameter = self._parameters.get(field)
-        if own is not None and parameter is not None and own != parameter:
-            raise contradiction(field.name, f"{PARAMETERS.name}.{field.name}")
-        return parameter if own is None else own
-
-    def name_of(self, field: Field[Any]) -> str:
-        """The name of the field in an error, with the place where it was found."""
-        is_parameter = self._own.get(field) is None and self._parameters is not None
-        return f"{PARAMETERS.name if is_parameter else self._within}.{field.name}".removeprefix(".")
-
+PARAMETERS = parameters(OPTION_FIELDS)
+ALL_OPTIONS = Fields(*{field.name: field for field in (*OPTION_FIELDS, *predict.OPTIONS, *_SPARSE_OPTIONS)}.values())
+ALL_PARAMETERS = parameters(ALL_OPTIONS)
+"""Of the paths whose operation depends on the model."""
 
 # --- embeddings -------------------------------------------------------------------------------------------------
 
 
 def parse_embed(call: Call, inputs_field: Field[Any] = INPUTS) -> ParsedEmbed:
-    inputs = _checked_inputs(call.values.get(inputs_field), inputs_field.name, call.model_info)
-    request = _embed_request(call, _Options(call.values), inputs)
+    inputs = checked_inputs(call.values.get(inputs_field), inputs_field.name, call.model_info)
+    request = _embed_request(call, Options(call.values), inputs)
     return ParsedEmbed(request, partial(render_vectors, model_info=call.model_info))
 
 
@@ -191,13 +153,33 @@ def parse_embed_by_model(call: Call) -> ParsedEmbed:
     return work._replace(request=work.request._replace(tokenizing=tokenizing._replace(prompt=prompt)))
 
 
+def parse_for_hub(call: Call) -> ParsedEmbed:
+    """The operation at Hugging Face's paths, by what the model is for."""
+    return _by_kind(call, parse_embed_by_model, predict.parse_by_hub)
+
+
+def _by_kind(
+    call: Call, embed: Callable[[Call], ParsedEmbed], classify: Callable[[Call], ParsedEmbed] = predict.parse_predict
+) -> ParsedEmbed:
+    """What the model is for; a model that makes vectors of texts may also do other things, by other paths."""
+    model_info = call.model_info
+    if model_info.is_dense or (model_info.score is None and model_info.sparse is None):
+        return embed(call)
+    return parse_embed_sparse(call) if model_info.score is None else classify(call)
+
+
 def parse_invocation(call: Call) -> ParsedEmbed:
     has_texts = call.values.get(TEXT_INPUTS) is not None and call.values.get(INPUTS_OF_ALL) is None
-    return parse_embed(call, TEXT_INPUTS) if has_texts else parse_embed_or_compare(call)
+    return parse_embed(call, TEXT_INPUTS) if has_texts else parse_default(call)
+
+
+def parse_by_kind(call: Call) -> ParsedEmbed:
+    """The operation at "/" without a query, by what the model is for."""
+    return _by_kind(call, parse_embed_or_compare)
 
 
 def parse_embed_or_compare(call: Call) -> ParsedEmbed:
-    """The operation at "/": texts to compare are recognized by their shape, because clients send them there too."""
+    """Texts to compare are recognized by their shape, because clients send them to "/", too."""
     return parse_similarity(call) if isinstance(call.values.get(INPUTS_OF_ALL), dict) else parse_embed(call)
 
 
@@ -209,12 +191,12 @@ def parse_embed_all(call: Call) -> ParsedEmbed:
             f"This model cannot give one vector for each token: they would have {model_info.hidden_size} dimensions, "
             f"and there is room for the {model_info.dim} of its own vectors"
         )
-    tokenizing = _tokenizing(_Options(values), model_info)
+    tokenizing = read_tokenizing(Options(values), model_info)
     overflow = tokenizing.overflow or model_info.overflow
     # An input in chunks has no single row for each token. It is refused, because the request did not allow to cut it.
     tokenizing = tokenizing._replace(overflow=Overflow.ERROR if overflow is Overflow.CHUNK else overflow)
     request = EmbedRequest(
-        inputs=_checked_inputs(values.get(INPUTS), INPUTS.name, model_info),
+        inputs=checked_inputs(values.get(INPUTS), INPUTS.name, model_info),
         priority=parse_priority(call.headers),
         timeout_s=parse_timeout_s(call.headers),
         tokenizing=tokenizing,
@@ -223,7 +205,7 @@ def parse_embed_all(call: Call) -> ParsedEmbed:
     return ParsedEmbed(request, partial(render_vectors, model_info=model_info))
 
 
-def _embed_request(call: Call, options: _Options, inputs: list[str] | list[TokenIds]) -> EmbedRequest:
+def _embed_request(call: Call, options: Options, inputs: list[str] | list[TokenIds]) -> EmbedRequest:
     model_info = call.model_info
     normalizes = options.get(NORMALIZE) is not False
     encoding = options.get(ENCODING) or parse_accept(call.headers) or Encoding.FLOAT
@@ -232,7 +214,7 @@ def _embed_request(call: Call, options: _Options, inputs: list[str] | list[Token
         forms=(Form(encoding),),
         priority=parse_priority(call.headers),
         timeout_s=parse_timeout_s(call.headers),
-        tokenizing=_tokenizing(options, model_info),
+        tokenizing=read_tokenizing(options, model_info),
         output=Output.VECTORS if normalizes else Output.UNNORMALIZED,
         normalize=normalizes,
         dimensions=_dimensions(options, model_info),
@@ -246,32 +228,9 @@ def _embed_request(call: Call, options: _Options, inputs: list[str] | list[Token
     return request
 
 
-def _dimensions(options: _Options, model_info: ModelInfo) -> int | None:
+def _dimensions(options: Options, model_info: ModelInfo) -> int | None:
     dimensions = options.get(DIMENSIONS)
     return None if dimensions is None else model_info.check_dimensions(dimensions, options.name_of(DIMENSIONS))
-
-
-def _checked_inputs(inputs: Any, name: str, model_info: ModelInfo) -> list[str] | list[TokenIds]:
-    if inputs == []:
-        raise EmptyInput(f"'{name}' cannot be empty", param=name)
-    return parse_inputs(inputs, name, model_info.max_inputs)
-
-
-def _tokenizing(options: _Options, model_info: ModelInfo) -> Tokenizing:
-    name = options.get(PROMPT_NAME)
-    prompt = None if name is None else model_info.prompt_named(name, options.name_of(PROMPT_NAME))
-    return Tokenizing(prompt=prompt, overflow=_overflow(options, model_info), are_ids_of_model=True)
-
-
-def _overflow(options: _Options, model_info: ModelInfo) -> Overflow | None:
-    """A direction alone does not decide whether inputs are cut; the server's default decides what is left open."""
-    truncates, cut, default = options.get(TRUNCATE), options.get(DIRECTION), model_info.overflow
-    cuts_by_default = default in _CUTS.values()
-    if truncates is None and not cuts_by_default:
-        return None
-    if truncates is False:
-        return Overflow.ERROR
-    return cut or (default if cuts_by_default else Overflow.TRUNCATE)
 
 
 def render_vectors(embedded: Embedded, *, model_info: ModelInfo) -> Response:
@@ -281,25 +240,34 @@ def render_vectors(embedded: Embedded, *, model_info: ModelInfo) -> Response:
         response = render_rows(collector, model=model_info.model, num_tokens=embedded.num_tokens)
     else:
         response = Response(200, json_list(fragments_of(embedded)))
-    response.headers.update(_headers(embedded, model_info))
+    response.headers.update(headers_of(embedded, model_info))
     return response
 
 
-def _headers(embedded: Embedded, model_info: ModelInfo) -> dict[str, str]:
-    """Times are whole milliseconds."""
-    stages = embedded.stages
-    total_ms = str(int(stages.total_s * 1e3))
-    return {
-        "x-compute-type": model_info.compute_type,
-        "x-compute-time": total_ms,
-        "x-compute-characters": str(embedded.num_chars),
-        "x-compute-tokens": str(embedded.num_tokens),
-        "x-total-time": total_ms,
-        "x-tokenization-time": str(int(stages.tokenize_s * 1e3)),
-        "x-queue-time": str(int(stages.queue_s * 1e3)),
-        "x-inference-time": str(int(stages.compute_s * 1e3)),
-        **response_headers(embedded),
-    }
+# --- sparse vectors ---------------------------------------------------------------------------------------------
+
+
+def parse_embed_sparse(call: Call) -> ParsedEmbed:
+    """Raises WrongModel and BadRequest."""
+    values, model_info, options = call.values, call.model_info, Options(call.values)
+    output, purpose = sparse.output_of(model_info), options.get(INPUT_TYPE)
+    tokenizing = labels.without_chunks(read_tokenizing(options, model_info), model_info)
+    if purpose is not None and tokenizing.prompt is None:
+        tokenizing = tokenizing._replace(prompt=model_info.prompt_for(purpose, options.name_of(INPUT_TYPE)))
+    request = EmbedRequest(
+        inputs=checked_inputs(values.get(INPUTS), INPUTS.name, model_info),
+        priority=parse_priority(call.headers),
+        timeout_s=parse_timeout_s(call.headers),
+        tokenizing=tokenizing._replace(role=model_info.role_of(purpose or options.get(PROMPT_NAME))),
+        output=output,
+        sparse=sparse.read_options(options),
+    )
+    return ParsedEmbed(request, partial(_render_sparse, model_info=model_info), sparse.is_large(len(request.inputs)))
+
+
+def _render_sparse(embedded: Embedded, *, model_info: ModelInfo) -> Response:
+    vectors = map(sparse.indexed_json, sparse.vectors_of(embedded))
+    return Response(200, json_list(list(vectors)), headers_of(embedded, model_info))
 
 
 # --- similarity -------------------------------------------------------------------------------------------------
@@ -307,21 +275,21 @@ def _headers(embedded: Embedded, model_info: ModelInfo) -> dict[str, str]:
 
 def parse_similarity(call: Call) -> ParsedEmbed:
     model_info = call.model_info
-    texts, options = _compared(call.values.require(COMPARED), model_info), _Options(call.values)
+    texts, options = _compared(call.values.require(COMPARED), model_info), Options(call.values)
     _check_is_json(options, "cosines are JSON")
     request = EmbedRequest(
         inputs=texts,
         forms=(Form(Encoding.BYTES),),
         priority=parse_priority(call.headers),
         timeout_s=parse_timeout_s(call.headers),
-        tokenizing=_tokenizing(options, model_info),
+        tokenizing=read_tokenizing(options, model_info),
         normalize=True,
         dimensions=_dimensions(options, model_info),
     )
     return ParsedEmbed(request, partial(render_similarity, model_info=model_info))
 
 
-def _check_is_json(options: _Options, why: str) -> None:
+def _check_is_json(options: Options, why: str) -> None:
     if options.get(ENCODING) not in (None, Encoding.FLOAT):
         name = options.name_of(ENCODING)
         raise BadRequest(f"'{name}' must be 'float': {why}", param=name)
@@ -350,7 +318,54 @@ def render_similarity(embedded: Embedded, *, model_info: ModelInfo) -> Response:
     assert isinstance(collector, Matrix)
     cosines = collector.rows[1:] @ collector.rows[0]
     body = orjson.dumps(cosines, option=orjson.OPT_SERIALIZE_NUMPY)
-    return Response(200, body, _headers(embedded, model_info))
+    return Response(200, body, headers_of(embedded, model_info))
+
+
+# --- ranking ----------------------------------------------------------------------------------------------------
+
+RANKED = fields.anything("texts", "what is ranked", schemas.TEXTS, is_required=True, is_large=True)
+RANKED_DOCUMENTS = fields.anything(
+    "documents", "the same, by the name of other APIs; or objects with a `text`", ranking.TEXTS_SCHEMA, is_large=True
+)
+RAW_SCORES = ranking.flag("raw_scores", "true: scores are the model's logits, without a sigmoid", default=False)
+RETURN_TEXT = ranking.flag("return_text", "true: the response repeats the texts", default=False)
+RETURN_DOCUMENTS = ranking.flag("return_documents", "the same, by the name of other APIs", default=False)
+
+
+def parse_rerank(call: Call) -> ParsedEmbed:
+    values, model_info = call.values, call.model_info
+    field = RANKED if values.get(RANKED) is not None or values.get(RANKED_DOCUMENTS) is None else RANKED_DOCUMENTS
+    texts = values.require(field)
+    if texts == []:
+        raise EmptyInput(f"'{field.name}' cannot be empty", param=field.name)
+    texts = read_documents(texts, field.name, model_info.max_inputs)
+    returns_texts = values.get(RETURN_TEXT) is True or values.get(RETURN_DOCUMENTS) is True
+    repeated = tuple(texts) if returns_texts else ()
+    cut = values.get(DIRECTION) or ranking.default_overflow(model_info)
+    return ranking.parse(
+        call,
+        [values.require(QUERY)],
+        texts,
+        Tokenizing(overflow=Overflow.ERROR if values.get(TRUNCATE) is False else cut),
+        partial(render_ranks, texts=repeated, num=values.get(TOP_N), model_info=model_info),
+        is_raw=values.get(RAW_SCORES) is True,
+        repeated=repeated,
+    )
+
+
+def parse_default(call: Call) -> ParsedEmbed:
+    return parse_by_kind(call) if call.values.get(QUERY) is None else parse_rerank(call)
+
+
+def render_ranks(
+    embedded: Embedded, relevance: Relevance, *, texts: tuple[str, ...], num: int | None, model_info: ModelInfo
+) -> Response:
+    """`texts`: those that the response repeats; none if it repeats none."""
+    ranks = [
+        {"index": index, "score": score, **({"text": texts[index]} if texts else {})}
+        for index, score in relevance.ranked(num)
+    ]
+    return Response(200, orjson.dumps(ranks), headers_of(embedded, model_info))
 
 
 # --- Vertex AI --------------------------------------------------------------------------------------------------
@@ -370,7 +385,7 @@ def parse_vertex(call: Call) -> ParsedEmbed:
             )
         inputs += _inputs_of_instance(instance, index, inputs, model_info)
         ends.append(len(inputs))
-    options = _Options(_read_nested(OPTION_FIELDS, written, "instances[0]"), "instances[0]")
+    options = Options(read_nested(OPTION_FIELDS, written, "instances[0]"), "instances[0]")
     _check_is_json(options, "predictions are JSON")
     headers = {name: value for name, value in call.headers.items() if name != "accept"}  # predictions are JSON
     request = _embed_request(call._replace(headers=headers), options, inputs)
@@ -392,7 +407,7 @@ _OPTION_NAMES = tuple(field.name for field in OPTION_FIELDS)
 def _inputs_of_instance(instance: dict[str, Any], index: int, before: list[Any], model_info: ModelInfo) -> list[Any]:
     """Raises BadRequest if there are too many with those `before` them, or of another kind."""
     name = f"instances[{index}].inputs"
-    inputs: list[Any] = _checked_inputs(instance.get(INPUTS.name), name, model_info)
+    inputs: list[Any] = checked_inputs(instance.get(INPUTS.name), name, model_info)
     if len(before) + len(inputs) > model_info.max_inputs:
         raise TooManyInputs(
             f"'instances' have more than {model_info.max_inputs} inputs, the most in one request (--max-inputs)",
@@ -414,7 +429,7 @@ def render_predictions(embedded: Embedded, *, ends: list[int], model_info: Model
     for start, end in pairwise(ends):
         pieces += (before, *json_list(fragments[start:end]))
         before = b","
-    return Response(200, [*pieces, b"]}"], _headers(embedded, model_info))
+    return Response(200, [*pieces, b"]}"], headers_of(embedded, model_info))
 
 
 # --- tokens -----------------------------------------------------------------------------------------------------
@@ -542,6 +557,7 @@ _TOKEN = record(
     stop=nullable("integer"),
 )
 _ERROR_TYPES = ["Unhealthy", "Backend", "Overloaded", "Validation", "Tokenizer", "Empty"]
+_KINDS = ("dense", *labels.NEEDS, "sparse")
 _EMBED = Operation(
     summary="Embed texts or token ids",
     needs=("dense",),
@@ -550,27 +566,52 @@ _EMBED = Operation(
     response=_VECTORS,
     binary_media_types=tuple(BINARY_MEDIA_TYPES.values()),
 )
+_RANKING_OPTIONS = (TOP_N, TRUNCATE, DIRECTION, RAW_SCORES, RETURN_TEXT)
+_RANKS = list_of(record("text", index=schemas.COUNT, score={"type": "number"}, text=schemas.STRING))
+_RERANK = Operation(
+    summary="Rank texts by how well they answer a query",
+    fields=Fields(RANKED, QUERY, *_RANKING_OPTIONS),
+    embed=parse_rerank,
+    response=_RANKS,
+    needs=ranking.NEEDS,
+)
+_SPARSE = list_of(record(index=schemas.COUNT, value={"type": "number"}))
+_PREDICT = Operation(
+    summary="Classify texts, pairs of texts, or their tokens",
+    fields=Fields(predict.PREDICTED, *predict.OPTIONS, parameters(Fields(*predict.OPTIONS))),
+    embed=predict.parse_predict,
+    response=predict.RESPONSE,
+    needs=labels.NEEDS,
+)
+_OPTIONAL = [replace(field, is_required=False) for field in (INPUTS_OF_ALL, RANKED, RANKED_DOCUMENTS, QUERY)]
+_RANKING_ALONE = [field for field in (*_RANKING_OPTIONS, RETURN_DOCUMENTS) if field not in ALL_OPTIONS]
+_DEFAULT_FIELDS = (*_OPTIONAL, *_RANKING_ALONE, *ALL_OPTIONS, ALL_PARAMETERS)
 _DEFAULT = replace(
     _EMBED,
-    summary="Embed texts or token ids, or compare texts",
-    fields=Fields(INPUTS_OF_ALL, *OPTION_FIELDS, PARAMETERS),
-    embed=parse_embed_or_compare,
-    response=any_of(_VECTORS, _COSINES),
-    claims=(INPUTS.name,),
+    summary="Embed, compare, classify or rank texts, by what the model is for",
+    fields=Fields(*_DEFAULT_FIELDS),
+    embed=parse_default,
+    response=any_of(_VECTORS, _COSINES, list_of(_SPARSE), predict.RESPONSE, _RANKS),
+    needs=tuple(dict.fromkeys((*_KINDS, *ranking.NEEDS))),
+    claims=(INPUTS.name, QUERY.name),
 )
 _INVOCATION = replace(
     _DEFAULT,
-    fields=Fields(replace(INPUTS_OF_ALL, is_required=False), TEXT_INPUTS, *OPTION_FIELDS, PARAMETERS),
+    fields=Fields(*_DEFAULT_FIELDS, TEXT_INPUTS),
     embed=parse_invocation,
-    claims=(INPUTS.name, TEXT_INPUTS.name),
+    claims=(INPUTS.name, TEXT_INPUTS.name, QUERY.name),
     bare_list=INPUTS.name,
 )
 _EMBED_BY_MODEL = replace(
     _EMBED,
-    summary="Embed texts or token ids, where clients of Hugging Face look for it",
-    fields=Fields(INPUTS, MODEL, *OPTION_FIELDS, PARAMETERS),
-    embed=parse_embed_by_model,
+    summary="Embed or classify texts, where clients of Hugging Face look for it",
+    fields=Fields(_INPUTS_OF_HUB, MODEL, *ALL_OPTIONS, ALL_PARAMETERS),
+    embed=parse_for_hub,
+    response=any_of(_VECTORS, list_of(_SPARSE), predict.RESPONSE),
+    needs=_KINDS,
 )
+_HUB_PATHS = ("/models/*/pipeline/{}", "/pipeline/{}/*", "/hf-inference/models/*/pipeline/{}")
+_HUB_TASKS = ("feature-extraction", "text-classification", "token-classification")
 
 DIALECT = Dialect(
     name="tei",
@@ -578,21 +619,19 @@ DIALECT = Dialect(
     operations={
         "POST /embed": replace(_EMBED, claims=(INPUTS.name,)),
         "POST /models/*": _EMBED_BY_MODEL,
-        "POST /models/*/pipeline/feature-extraction": _EMBED_BY_MODEL,
-        "POST /pipeline/feature-extraction/*": _EMBED_BY_MODEL,
-        "POST /hf-inference/models/*/pipeline/feature-extraction": _EMBED_BY_MODEL,
+        **{f"POST {path.format(task)}": _EMBED_BY_MODEL for task in _HUB_TASKS for path in _HUB_PATHS},
         "POST /": _DEFAULT,
         "POST /invocations": _INVOCATION,
         "POST /embed_all": Operation(
             summary="Embed every token of texts, special tokens included",
-            fields=Fields(INPUTS, *_TOKENIZING, PARAMETERS),
+            fields=Fields(INPUTS, *TOKENIZING_FIELDS, PARAMETERS),
             embed=parse_embed_all,
             needs=("dense",),
             response=list_of(_VECTORS),
         ),
         "POST /similarity": Operation(
             summary="Compare a text with others, by cosine",
-            fields=Fields(COMPARED, *_TOKENIZING, DIMENSIONS, ENCODING, PARAMETERS),
+            fields=Fields(COMPARED, *TOKENIZING_FIELDS, DIMENSIONS, ENCODING, PARAMETERS),
             embed=parse_similarity,
             needs=("dense",),
             response=_COSINES,
@@ -617,9 +656,15 @@ DIALECT = Dialect(
             reply=parse_decode,
             response=list_of(schemas.STRING),
         ),
-        "POST /rerank": _of_other_models("rank texts"),
-        "POST /predict": _of_other_models("classify texts"),
-        "POST /embed_sparse": _of_other_models("make sparse vectors"),
+        "POST /rerank": _RERANK,
+        "POST /predict": _PREDICT,
+        "POST /embed_sparse": Operation(
+            summary="Make sparse vectors of texts or token ids",
+            fields=Fields(INPUTS, *_SPARSE_OPTIONS, parameters(Fields(*_SPARSE_OPTIONS))),
+            embed=parse_embed_sparse,
+            response=list_of(_SPARSE),
+            needs=("sparse",),
+        ),
     },
     render_error=render_error,
     error=record(error=schemas.STRING, error_type={"enum": _ERROR_TYPES}),

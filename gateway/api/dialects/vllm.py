@@ -1,28 +1,36 @@
 """vLLM's API beside `/v1/embeddings`: parses requests, renders responses. Pure, but for the clock.
 
-Owns the shapes of `/pooling`, `/tokenize`, `/detokenize` and `/version`, and of SageMaker's `/invocations` with the
-body of an embeddings request. Source of the shapes: vLLM's published OpenAPI document.
+Owns the shapes of `/pooling`, `/score`, `/tokenize`, `/detokenize` and `/version`, the paths of `/classify`
+(`vecd.gateway.api.dialects.classify`), and SageMaker's `/invocations` with the body of an embeddings request. Its
+`/rerank` belongs to `vecd.gateway.api.dialects.rerank`. Source of the shapes: vLLM's published OpenAPI document.
 """
 
+import time
 from dataclasses import replace
 from functools import partial
 from http import HTTPStatus
+from typing import Any
 
+import numpy as np
 import orjson
 
 from vecd.gateway.api import fields, schemas
-from vecd.gateway.api.dialects import conversations, options
+from vecd.gateway.api.dialects import conversations, labels, options, ranking
+from vecd.gateway.api.dialects.classify import CLASSIFY
 from vecd.gateway.api.dialects.conversations import MESSAGES, read_messages
+from vecd.gateway.api.dialects.headers import response_headers
 from vecd.gateway.api.dialects.inputs import parse_ids, parse_inputs
 from vecd.gateway.api.dialects.openai import (
     EMBEDDINGS,
     INPUT,
     VECTOR,
     Item,
+    render_fragments,
     render_response,
     response_schema,
 )
-from vecd.gateway.api.fields import Field, Fields, Values
+from vecd.gateway.api.dialects.options import RequestedForm
+from vecd.gateway.api.fields import Field, Fields, Values, contradiction
 from vecd.gateway.api.model_info import ModelInfo
 from vecd.gateway.api.operations import (
     Call,
@@ -34,19 +42,39 @@ from vecd.gateway.api.operations import (
     ParsedTokenize,
 )
 from vecd.gateway.api.schemas import any_of, described, list_of, nullable, record
-from vecd.gateway.types.errors import ApiError, BadRequest
+from vecd.gateway.encoding.activations import Scores
+from vecd.gateway.encoding.matrices import matrix_json, vector_json
+from vecd.gateway.encoding.quantization import normalize
+from vecd.gateway.encoding.scores import ScoreRows
+from vecd.gateway.types.errors import ApiError, BadRequest, WrongModel
 from vecd.gateway.types.messages import Response
-from vecd.gateway.types.request import EmbedRequest, Overflow, Token
+from vecd.gateway.types.request import Embedded, EmbedRequest, Form, Overflow, Token
 from vecd.shm.output import Output
 
 # --- pooling ----------------------------------------------------------------------------------------------------
 
+_TASKS = {
+    "embed": Output.VECTORS,
+    "token_embed": Output.TOKENS,
+    "classify": Output.SCORES,
+    "token_classify": Output.TOKEN_SCORES,
+}
 POOLING_TASK = fields.choice(
     "task",
-    "a vector for each input (`embed`), or for each of its tokens (`token_embed`): the last hidden states, each "
-    "brought to length 1 unless `use_activation` is false. Default: embed",
-    {"embed": Output.VECTORS, "token_embed": Output.TOKENS},
-    default="embed",
+    "a vector for each input (`embed`), or for each of its tokens (`token_embed`): those of a multi-vector model, or "
+    "the last hidden states, each brought to length 1 unless `use_activation` is false; or the scores of all labels, "
+    "in their order, for each input (`classify`) or for each token (`token_classify`), as logits if `use_activation` "
+    "is false. Default: what the model is for",
+    _TASKS,
+)
+EMBEDDING_MODE = fields.choice(
+    "embedding_mode", "`query` or `document`: as `input_type`", {"query": "query", "document": "document"}
+)
+_NO_MULTIVECTOR = options.refused(
+    "return_multivector",
+    "'task' 'token_embed' has a vector for each token",
+    nullable("boolean", default=False),
+    harmless=(False,),
 )
 _POOLING = Item(b"pooling", b"data")
 _PROMPT_FIELDS: tuple[Field[str], ...] = (options.PROMPT, options.PROMPT_NAME, options.INPUT_TYPE)
@@ -56,7 +84,13 @@ def parse_pooling(call: Call) -> ParsedEmbed | ParsedMessages:
     values, model_info = call.values, call.model_info
     if values.get(MESSAGES) is not None:
         return options.read_messages(call, INPUT, parse_pooling)
-    task = values.get(POOLING_TASK) or Output.VECTORS
+    if values.get(EMBEDDING_MODE) is not None:
+        mode = values.get(EMBEDDING_MODE)
+        if values.get(options.INPUT_TYPE) not in (None, mode):
+            raise contradiction(EMBEDDING_MODE.name, options.INPUT_TYPE.name)
+        values = values.changed({options.INPUT_TYPE.name: mode})
+        call = call._replace(values=values)
+    task = _task_of(values, model_info)
     requested = options.read_form(values, call.headers)
     inputs = parse_inputs(values.get(INPUT), INPUT.name, model_info.max_inputs)
     request = options.read_request(
@@ -64,7 +98,68 @@ def parse_pooling(call: Call) -> ParsedEmbed | ParsedMessages:
     )
     if task.is_per_token:
         _check_tokens(request, values, model_info)
-    return ParsedEmbed(request, partial(render_response, _POOLING, requested, model_info.model, call.request_id))
+    if task in _WITH_FORMS:
+        return ParsedEmbed(request, partial(render_response, _POOLING, requested, model_info.model, call.request_id))
+    activation = "identity" if values.get(options.USE_ACTIVATION) is False else None
+    render = partial(render_arrays, activation, request.normalize, requested, model_info, call.request_id)
+    return ParsedEmbed(request, render, is_large=True)
+
+
+_WITH_FORMS = (Output.VECTORS, Output.TOKENS)
+
+
+def _task_of(values: Values, model_info: ModelInfo) -> Output:
+    """The output of the requested task, or that of the first of the tasks that the model has. Raises WrongModel."""
+    requested = values.get(POOLING_TASK)
+    own = [output for output in _POOLED if output in model_info.outputs]
+    if not own:
+        raise WrongModel(f"{model_info.what_it_is()}: POST /embed_sparse, or /v1/embeddings with 'output' 'sparse'")
+    if requested is None:
+        return own[0]
+    if requested is Output.TOKENS and Output.TOKEN_VECTORS in own:
+        return Output.TOKEN_VECTORS
+    if requested not in own:
+        names = ", ".join(f"'{name}'" for name, output in _TASKS.items() if output in own)
+        raise WrongModel(
+            f"{model_info.what_it_is()}: '{POOLING_TASK.name}' must be one of {names}", param=POOLING_TASK.name
+        )
+    return requested
+
+
+_POOLED = (Output.VECTORS, Output.SCORES, Output.TOKEN_SCORES, Output.TOKEN_VECTORS, Output.TOKENS)
+
+
+def render_arrays(
+    activation: str | None,
+    normalizes: bool,
+    requested: RequestedForm,
+    model_info: ModelInfo,
+    request_id: str,
+    embedded: Embedded,
+) -> Response:
+    """The response with rows that were collected as arrays: scores, scores of tokens, vectors of tokens."""
+    [collector] = embedded.collectors
+    form = requested.form
+    if isinstance(collector, ScoreRows):
+        scores = labels.scores_of(embedded, labels.head_of(model_info), activation)
+        fragments = [_score_json(row, form) for row in scores]
+    else:
+        matrices = labels.matrices_of(embedded)
+        if model_info.score is not None:
+            head = model_info.score
+            fragments = [_score_json(labels.activated(matrix, head, activation), form) for matrix in matrices]
+        else:
+            steps = [normalize] if normalizes else []
+            fragments = [matrix_json(matrix, form, steps) for matrix in matrices]
+    return render_fragments(fragments, _POOLING, model_info.model, request_id, embedded)
+
+
+def _score_json(scores: Scores, form: Form) -> bytes:
+    """Numbers have all digits of a float64; other encodings have float32 or what else is requested."""
+    if form == Form():
+        return orjson.dumps(scores, option=orjson.OPT_SERIALIZE_NUMPY)
+    rows = scores.astype(np.float32)
+    return vector_json(rows, form) if rows.ndim == 1 else matrix_json(rows, form)
 
 
 def _check_tokens(request: EmbedRequest, values: Values, model_info: ModelInfo) -> None:
@@ -83,6 +178,72 @@ def _check_tokens(request: EmbedRequest, values: Values, model_info: ModelInfo) 
             "'truncate' or 'error'",
             param="overflow",
         )
+
+
+# --- scores -----------------------------------------------------------------------------------------------------
+
+
+def _texts_to_score(name: str, description: str) -> Field[Any]:
+    return fields.anything(name, description, ranking.TEXTS_SCHEMA, is_large=True)
+
+
+SCORED = {
+    name: _texts_to_score(name, description)
+    for name, description in {
+        "queries": "a text, or a list of texts",
+        "documents": "as many texts, or any number for a single query",
+        "items": "the same as `documents`",
+        "data_1": "the same as `queries`",
+        "data_2": "the same as `documents`",
+        "text_1": "the same as `queries`",
+        "text_2": "the same as `documents`",
+    }.items()
+}
+_SPELLINGS = (("queries", "documents"), ("queries", "items"), ("data_1", "data_2"), ("text_1", "text_2"))
+
+
+def parse_score(call: Call) -> ParsedEmbed:
+    """Scores have the model's own activation, as with vLLM."""
+    values, model_info = call.values, call.model_info
+    (first, second), texts = _read_scored(values, model_info.max_inputs)
+    queries, documents = texts
+    if len(queries) not in (1, len(documents)):
+        raise BadRequest(
+            f"'{first}' and '{second}' must be 1:1, 1:N or N:N texts, are {len(queries)}:{len(documents)}", param=second
+        )
+    return ranking.parse(
+        call,
+        queries,
+        documents,
+        ranking.read_tokenizing(values, model_info),
+        partial(render_score, model=model_info.model, request_id=call.request_id),
+        is_raw=ranking.agreed_flag(values) is True,
+        activation="identity" if model_info.score is None else model_info.score.activation,
+        priority=values.get(options.PRIORITY),
+    )
+
+
+def _read_scored(values: Values, max_inputs: int) -> tuple[tuple[str, str], list[list[str]]]:
+    """The names of the fields that a body has for queries and documents, and their texts. Raises BadRequest."""
+    present = tuple(name for name in SCORED if values.get(SCORED[name]) is not None)
+    spelling = next((spelling for spelling in _SPELLINGS if spelling == present), None)
+    if spelling is None:
+        known = " or ".join(f"'{first}' and '{second}'" for first, second in _SPELLINGS)
+        has = ", ".join(f"'{name}'" for name in present) or "none of them"
+        raise BadRequest(f"A request must have {known}, has {has}", param=present[0] if present else _SPELLINGS[0][0])
+    return spelling, [ranking.read_documents(values.get(SCORED[name]), name, max_inputs) for name in spelling]
+
+
+def render_score(embedded: Embedded, relevance: ranking.Relevance, *, model: str, request_id: str) -> Response:
+    body = {
+        "id": f"score-{request_id}",
+        "object": "list",
+        "created": int(time.time()),
+        "model": model,
+        "data": [{"index": index, "object": "score", "score": score} for index, score in enumerate(relevance.scores)],
+        "usage": ranking.usage(embedded),
+    }
+    return Response(200, orjson.dumps(body), response_headers(embedded))
 
 
 # --- tokens -----------------------------------------------------------------------------------------------------
@@ -195,19 +356,38 @@ _TOKENIZED = record(
     token_strs=nullable("array", items=schemas.STRING),
 )
 
+_SCORE = Operation(
+    summary="Score how well documents answer queries",
+    fields=Fields(*SCORED.values(), ranking.RAW_SCORES, ranking.USE_ACTIVATION, *ranking.COMMON),
+    embed=parse_score,
+    response=record(
+        id=schemas.STRING,
+        object={"const": "list"},
+        created=schemas.COUNT,
+        model=schemas.STRING,
+        data=list_of(record(index=schemas.COUNT, object={"const": "score"}, score={"type": "number"})),
+        usage=record(prompt_tokens=schemas.COUNT, total_tokens=schemas.COUNT),
+    ),
+    needs=ranking.NEEDS,
+)
+
 DIALECT = Dialect(
     name="vllm",
     title="vLLM",
     operations={
         "POST /pooling": Operation(
-            summary="Embed texts or token ids, as a whole or token by token",
-            fields=Fields(INPUT, *options.COMMON, POOLING_TASK),
+            summary="Embed or classify texts or token ids, as a whole or token by token",
+            fields=Fields(INPUT, *options.COMMON, POOLING_TASK, EMBEDDING_MODE, _NO_MULTIVECTOR),
             embed=parse_pooling,
-            needs=("dense",),
+            needs=("dense", "classify", "token-classify", "multi-vector"),
             response=response_schema("pooling", "data", any_of(*VECTOR["anyOf"], list_of(schemas.VECTOR))),
             returns_tokens=True,
             binary_media_types=EMBEDDINGS.binary_media_types,
         ),
+        "POST /score": _SCORE,
+        "POST /v1/score": _SCORE,
+        "POST /classify": CLASSIFY,
+        "POST /v1/classify": CLASSIFY,
         "POST /tokenize": Operation(
             summary="Tokenize a text, without embedding it",
             fields=Fields(TEXT, options.MODEL, options.ADD_SPECIAL_TOKENS, RETURN_TOKEN_STRS, *conversations.FIELDS),

@@ -87,8 +87,10 @@ class Attention:
         attended = qkv.new_empty(num_tokens, self.num_heads * self._head_dim(qkv))
         for run in runs:
             if self._is_long(run.length, qkv):
-                for start in range(run.start, run.stop, run.length):
-                    self._attend_long(qkv, slice(start, start + run.length), attended)
+                for index in range(run.count):
+                    start = run.start + index * run.length
+                    num_keys = run.attended[index] if run.attended else run.length
+                    self._attend_long(qkv, slice(start, start + run.length), num_keys, attended)
             else:
                 attended[run.start : run.stop] = self._attend(qkv[run.start : run.stop], run)
         attended[runs[-1].stop :] = 0
@@ -100,13 +102,20 @@ class Attention:
     def _attend(self, qkv: Tensor, run: Run) -> Tensor:
         """qkv [tokens of the run, W] → [tokens of the run, heads · head dim]."""
         query, key, value = self._split(qkv, run)
+        keys = torch.from_numpy(run.attended_keys()) if run.attended else None
         if self.window is not None and self.window.hides(run.length):
             pieces = self.window.pieces(run.length)
-            parts = [self._sdpa(query[:, :, q], key[:, :, k], value[:, :, k], mask) for q, k, mask in pieces]
+            parts = [
+                self._sdpa(query[:, :, q], key[:, :, k], value[:, :, k], _hiding(mask, keys, k))
+                for q, k, mask in pieces
+            ]
             out = parts[0] if len(parts) == 1 else torch.cat(parts, dim=2)
         else:
             bias = None if self.bias is None else self.bias[None, :, : run.length, : run.length]
-            out = self._sdpa(query, key, value, bias, self.is_causal and run.length > 1)
+            if keys is not None and self.is_causal:
+                bias = torch.full((run.length, run.length), -torch.inf).triu(1)
+            is_causal = self.is_causal and run.length > 1 and keys is None
+            out = self._sdpa(query, key, value, _hiding(bias, keys), is_causal)
         return out.transpose(1, 2).reshape(qkv.shape[0], -1).to(qkv.dtype)
 
     def _split(self, qkv: Tensor, run: Run, first: int = 0) -> tuple[Tensor, Tensor, Tensor]:
@@ -147,8 +156,9 @@ class Attention:
             return False
         return length >= _LONG and qkv.shape[0] >= _up_to(_LONG_STEP, length)
 
-    def _attend_long(self, qkv: Tensor, tokens: slice, attended: Tensor) -> None:
-        """One sequence, some heads at a time, by oneDNN's bfloat16 kernels. Writes its rows of `attended`.
+    def _attend_long(self, qkv: Tensor, tokens: slice, num_keys: int, attended: Tensor) -> None:
+        """One sequence, some heads at a time, by oneDNN's bfloat16 kernels. Writes its rows of `attended`. Its first
+        `num_keys` tokens are attended to.
 
         Only few lengths are computed: the rest is filled with neighbouring tokens, with scores of -inf and values of
         zero.
@@ -171,8 +181,16 @@ class Attention:
             if self.bias is not None:
                 scores[:, own, own] += self.bias[heads, :length, :length]
             scores[:, :, : own.start] = -torch.inf
-            scores[:, :, own.stop :] = -torch.inf
+            scores[:, :, own.start + num_keys :] = -torch.inf
             out[heads] = torch.bmm(scores.softmax(dim=-1), value[heads])[:, own]
+
+
+def _hiding(scores: Tensor | None, keys: Tensor | None, of: slice = slice(None)) -> Tensor | None:
+    """What is added to the scores of the keys `of` a run, float32 or nothing, with -inf where `keys` says that a key is
+    not attended to; bool if there is nothing else."""
+    if keys is None:
+        return scores
+    return keys[..., of] if scores is None else scores.masked_fill(~keys[..., of], -torch.inf)
 
 
 _LONG = 160

@@ -12,13 +12,16 @@ from vecd.workers.engines.torch.logit_head import LogitHead
 from vecd.workers.engines.torch.outputs import Heads
 from vecd.workers.engines.torch.pooling import Head, load_head
 from vecd.workers.engines.torch.sparse_head import load_splade
+from vecd.workers.engines.torch.token_head import token_heads
 from vecd.workers.families.description import NotDescribed
 
 
 def load_heads(card: ModelCard, device: torch.device) -> Heads:
     """A function for each of `card.outputs`. Raises ModelError when a file or a tensor of a head is missing or
     misshapen, NotDescribed for a head that no table describes."""
-    heads: Heads = dense_heads(load_head(card, device)) if "dense" in card.capabilities else {}
+    head = load_head(card, device) if "dense" in card.capabilities else None
+    heads: Heads = {} if head is None else dense_heads(head)
+    heads |= token_heads(card, head, device)
     if card.sparse is not None and not card.sparse.is_lexical:
         heads[Output.SPARSE] = load_splade(card, device)
     if card.score is not None and [step.kind for step in card.score.steps] == ["logit"]:

@@ -150,12 +150,20 @@ class _Pass:
         self.runs = runs
         self.num_shared = num_shared
         self.num_tokens = runs[-1].stop if runs else 0
+        self.attends_to_all = not any(run.attended for run in runs)
         self._boundaries: Tensor | None = None
+        self._keys: list[Tensor | None] = []
 
     def boundaries(self, device: torch.device) -> Tensor:
         if self._boundaries is None:
             self._boundaries = to_device(boundaries(self.runs), device)
         return self._boundaries
+
+    def keys(self, device: torch.device) -> Sequence[Tensor | None]:
+        """For each run: which of its tokens are attended to, bool [count, 1, 1, length]; None if all are."""
+        if not self._keys:
+            self._keys = [to_device(run.attended_keys(), device) if run.attended else None for run in self.runs]
+        return self._keys
 
 
 def boundaries(runs: Sequence[Run]) -> NDArray[np.int32]:
@@ -223,7 +231,8 @@ def packed_attention(
     _refuse_unknown(arguments, dropout)
     _check_shapes(query, key)
     rule = _rule_of(module, attention_mask, is_causal, arguments.get("sliding_window"))
-    varlen = _varlen_for(query, value)
+    # The kernel for variable lengths takes no sequence with fewer keys than queries.
+    varlen = _varlen_for(query, value) if _pass.attends_to_all else None
     window = None if varlen is None else rule.window(_pass.runs[-1], query.device)
     if varlen is None or window is None:
         return _attend_by_runs(rule, query, key, value, scaling), None
@@ -233,9 +242,11 @@ def packed_attention(
 def _attend_by_runs(rule: SequenceMask, query: Tensor, key: Tensor, value: Tensor, scaling: float | None) -> Tensor:
     _, num_heads, num_tokens, _ = query.shape
     attended = query.new_empty(1, num_tokens, num_heads, value.shape[-1])
-    for run in _pass.runs:
+    for run, keys in zip(_pass.runs, _pass.keys(query.device), strict=True):
         num_shared = _pass.num_shared if run.start else 0
         causal, mask = rule.of_run(run, query.device, num_shared)
+        if keys is not None:
+            causal, mask = False, _both(keys, causal, mask)
         out = scaled_dot_product_attention(
             _sequences(query, run),
             _behind(key, num_shared, run),
@@ -247,6 +258,14 @@ def _attend_by_runs(rule: SequenceMask, query: Tensor, key: Tensor, value: Tenso
         )
         attended[0, run.start : run.stop] = out.transpose(1, 2).flatten(0, 1)
     return attended
+
+
+def _both(keys: Tensor, causal: bool, mask: Tensor | None) -> Tensor:
+    """The mask of a rule, as `SequenceMask.of_run` gives it, for the keys that are attended to."""
+    if causal:
+        length = keys.shape[-1]
+        mask = torch.ones(length, length, dtype=torch.bool, device=keys.device).tril()
+    return keys if mask is None else keys & mask
 
 
 def _sequences(tokens: Tensor, run: Run) -> Tensor:

@@ -54,10 +54,13 @@ class PaddedForward:
         is_token = np.arange(lengths[-1]) < lengths[:, None]
         token_ids = np.full(is_token.shape, self._pad_token_id, dtype=np.int64)
         self.num_padding_tokens += is_token.size - int(lengths.sum())
+        is_attended = is_token
+        if layout.attended is not None:
+            is_attended = np.arange(lengths[-1]) < layout.attended[rectangle, None]
         token_ids[is_token] = layout.token_ids[starts[0] : starts[-1] + lengths[-1]]
         hidden: Tensor = self._model(
             input_ids=to_device(token_ids, self._device),
-            attention_mask=to_device(is_token.astype(np.int64), self._device),
+            attention_mask=to_device(is_attended.astype(np.int64), self._device),
         ).last_hidden_state
         # By index, because a mask would wait for a GPU to count the selected tokens.
         return hidden.flatten(0, 1).index_select(0, to_device(np.flatnonzero(is_token), self._device))

@@ -85,10 +85,11 @@ def _pool_run(hidden: Tensor, run: Run, modes: Sequence[str]) -> Tensor:
 
 def load_head(card: ModelCard, device: torch.device) -> Head:
     """Read the weights of the card's steps. Raises ModelError when a file or a tensor is missing or misshapen."""
-    return Head(card.pooling, [_load_step(card, step, device) for step in card.steps])
+    return Head(card.pooling, [load_step(card, step, device) for step in card.steps])
 
 
-def _load_step(card: ModelCard, step: Step, device: torch.device) -> Callable[[Tensor], Tensor]:
+def load_step(card: ModelCard, step: Step, device: torch.device) -> Callable[[Tensor], Tensor]:
+    """The function of a step that has a folder of its own, or no weights. Raises what `load_head` raises."""
     path = Path(card.folder) / step.path / "model.safetensors"
     match step.kind:
         case "normalize":
@@ -113,9 +114,18 @@ def _dense(step: Step, path: Path, device: torch.device) -> Callable[[Tensor], T
     shapes: dict[str, tuple[int, ...]] = {"linear.weight": (step.out_dim, step.in_dim)}
     if step.bias:
         shapes["linear.bias"] = (step.out_dim,)
+    if step.has_residual and step.in_dim != step.out_dim:
+        shapes["residual.weight"] = (step.out_dim, step.in_dim)
     weights = _read_weights(path, shapes, device)
-    weight, bias = weights["linear.weight"], weights.get("linear.bias")
-    return lambda vectors: activation(functional.linear(vectors, weight, bias))
+    weight, bias, residual = weights["linear.weight"], weights.get("linear.bias"), weights.get("residual.weight")
+
+    def apply(vectors: Tensor) -> Tensor:
+        made = activation(functional.linear(vectors, weight, bias))
+        if not step.has_residual:
+            return made
+        return made + (vectors if residual is None else functional.linear(vectors, residual))
+
+    return apply
 
 
 def _layer_norm(step: Step, path: Path, device: torch.device) -> Callable[[Tensor], Tensor]:

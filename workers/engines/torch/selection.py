@@ -135,6 +135,10 @@ class _Selector:
             from vecd.workers.engines.torch.logit_reference import logit_reference  # imports transformers
 
             return logit_reference(card, dtype, self._device, probes)
+        if card.tokens is not None:
+            from vecd.workers.engines.torch.token_reference import token_rows
+
+            return token_rows(self._config, dtype, self._load, probes)
         return vectors_one_by_one(build_engine(self._config, "padded", dtype, self._load), probes, card.row_dim)
 
     def _fastest(self, selection: Selection, engine: Engine, reference: Reference) -> tuple[Selection, Engine]:

@@ -110,6 +110,7 @@ def test_unknown_paths_name_the_right_one(path):
         find_route(ROUTES, "POST", path)
 
 
+RANKING = ("/v1/rerank", "/v2/rerank", "/api/rerank", "/v1/score")
 OF_OTHER_SERVERS = (
     "chat/completions", "completions", "responses", "chat", "generate", "generate_stream", "messages", "score",
     "rerank", "classify", "predict", "v1/chat/completions", "v1/completions", "v2/rerank",
@@ -125,6 +126,8 @@ OF_OTHER_SERVERS = (
 def test_clients_of_another_kind_of_server_are_told_what_this_one_has(prefix):
     for operation in OF_OTHER_SERVERS:
         for path in (f"{prefix}/{operation}", f"/{prefix}/{operation}/"):
+            if normalize(path) in ROUTES:
+                continue
             with pytest.raises(NotFound, match=r"this server serves embeddings: POST /v1/embeddings \(OpenAI\)"):
                 find_route(ROUTES, "POST", path)
 

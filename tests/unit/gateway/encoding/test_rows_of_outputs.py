@@ -100,6 +100,18 @@ def test_ignored_tokens_of_documents_have_no_vector(
     assert collector.matrices[1].shape == (0, 4)
 
 
+def test_queries_before_documents_keep_all_of_their_tokens() -> None:
+    """As a request has them that ranks by MaxSim."""
+    how = Tokenizing(role=Role.DOCUMENT, num_queries=1)
+    collector = collector_of(MULTI_VECTOR, Output.TOKEN_VECTORS, [IDS[0], IDS[0]], tokenizing=how)
+    assert isinstance(collector, TokenRows)
+    rows = rows_of(6, 4)
+    for index in (0, 1):
+        put_in_parts(collector, index, rows)
+    assert np.array_equal(collector.matrices[0], rows)
+    assert np.array_equal(collector.matrices[1], rows[[0, 2, 5]])
+
+
 def test_a_sparse_vector_has_the_weights_above_0_and_their_indices() -> None:
     collector = collector_of(SPARSE, Output.SPARSE, num_inputs=3)
     assert isinstance(collector, SparseRows)

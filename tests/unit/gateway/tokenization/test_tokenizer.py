@@ -18,7 +18,7 @@ from vecd.gateway.tokenization.id_policy import IdPolicy, SequenceTemplate
 from vecd.gateway.tokenization.tokenize_api import TokenizeLimiter
 from vecd.gateway.tokenization.tokenizer import PLAIN, Tokenizer
 from vecd.gateway.types.errors import BadRequest, InputTooLong, TooManyRequests
-from vecd.gateway.types.request import Overflow, Source, Token, TokenIds, TokenizedInput, Tokenizing
+from vecd.gateway.types.request import Overflow, Role, Source, Token, TokenIds, TokenizedInput, Tokenizing
 from vecd.shm.card import ModelError, read_card
 
 
@@ -637,3 +637,24 @@ def test_a_broken_file_is_one_line_that_names_it(card, tmp_path):
     (tmp_path / "tokenizer.json").write_text("{}")
     with pytest.raises(ModelError, match=r"tokenizer\.json: not a tokenizer"):
         Tokenizer(replace(card, tokenizer_file=str(tmp_path / "tokenizer.json")), 256, "auto")
+
+
+@pytest.mark.parametrize("num_documents", [2, 400])
+def test_queries_come_before_documents_and_have_limits_of_their_own(card, num_documents):
+    """As a request has them that ranks by the vectors of tokens. Many documents take several runs."""
+    tokenizer = Tokenizer(card, 64, "auto")
+    how = Tokenizing(role=Role.DOCUMENT, num_queries=2, max_query_tokens=3, max_document_tokens=5)
+    query, document = "one two three four five six", "seven eight nine ten eleven twelve"
+    tokenized = tokenize(tokenizer, [query, query, *[document] * num_documents], how)
+    [of_query, of_document] = ids(
+        [tokenize(tokenizer, [text], Tokenizing(max_tokens=most))[0] for text, most in ((query, 5), (document, 7))]
+    )
+    assert ids(tokenized) == [of_query] * 2 + [of_document] * num_documents
+    assert all(item.is_truncated for item in tokenized)
+
+
+def test_an_error_counts_documents_behind_the_queries(card):
+    tokenizer = Tokenizer(card, 8, "auto")
+    how = Tokenizing(num_queries=1, overflow=Overflow.TRUNCATE_LEFT)
+    with pytest.raises(BadRequest, match=r"'input\[1\]'"):
+        tokenize(tokenizer, ["a", "b", "c" * (tokenizer.max_chars + 1)], how)

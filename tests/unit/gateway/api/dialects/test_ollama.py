@@ -174,7 +174,8 @@ def test_a_stream_is_one_line(model_info):
         ("/api/tags", {"error": "no"}),
         ("/api/generate", {"error": "no"}),
         ("/v2/embed", {"message": "no"}),
-        ("/v2/rerank", {"message": "no"}),
+        ("/v2/chat", {"message": "no"}),
+        ("/v2/rerank", {"message": "no", "detail": "no", "error": "no"}),
         (
             "/apiary",
             {"error": {"message": "no", "type": "invalid_request_error", "param": None, "code": None}, "detail": "no"},

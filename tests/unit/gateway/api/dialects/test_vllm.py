@@ -53,7 +53,12 @@ def test_pooling_takes_what_embeddings_take():
 @pytest.mark.parametrize(
     ("fields", "model_info", "param", "says"),
     [
-        ({"task": "retrieval.query"}, PLAIN, "task", "must be one of 'embed', 'token_embed', is 'retrieval.query'"),
+        (
+            {"task": "retrieval.query"},
+            PLAIN,
+            "task",
+            "'classify', 'token_classify', is 'retrieval.query'",
+        ),
         ({"task": "token_embed", "dimensions": 64}, PLAIN, "dimensions", "must be 384, as many as a token's"),
         ({"task": "token_embed", "truncate_dim": 0}, PLAIN, "truncate_dim", "must be 384"),
         ({"task": "token_embed", "overflow": "chunk"}, PLAIN, "overflow", "does not go with chunks"),

@@ -52,7 +52,11 @@ def scores_of_sentence_transformers(folder: Path, batch: PackedBatch) -> NDArray
     with torch.inference_mode():
         for ids in sequences_of(batch):
             token_ids = torch.from_numpy(ids.astype(np.int64))[None]
-            features: Any = {"input_ids": token_ids, "attention_mask": torch.ones_like(token_ids), "logits_to_keep": 1}
+            features: dict[str, Any] = {
+                "input_ids": token_ids,
+                "attention_mask": torch.ones_like(token_ids),
+                "logits_to_keep": 1,
+            }
             for module in model:
                 features = module(features)
             scores.append(features["scores"][0].numpy())

@@ -1,0 +1,258 @@
+"""`/classify`: vLLM's and infinity's shapes, of models that classify, and Jina's zero-shot shape, of models with dense
+vectors: parses requests, renders responses. Pure, but for the clock.
+
+The three share a path. A body with `labels` is Jina's; one with `raw_scores` is infinity's, whose client always sends
+it; any other is vLLM's. Called by `vecd.gateway.api.dialects.vllm` and `openai`.
+
+- vLLM: `probs` are in the order of the model's labels, `label` is the best one.
+- infinity: a list of labels for each input, the best first. `raw_scores` counts, which infinity ignores.
+- A model that classifies tokens: `entities` for each input, by `aggregation_strategy`.
+- Jina: labels and inputs are embedded with the same prompt. The scores of an input are the softmax of its cosines with
+  the labels. Jina does not publish its formula. Differences of cosines are small, so all scores are near 1 / (number of
+  labels); `temperature`, by which cosines are divided first, separates them, and changes no order.
+"""
+
+import time
+from math import isfinite
+from typing import Any
+
+import orjson
+
+from vecd.gateway.api import fields, schemas
+from vecd.gateway.api.dialects import conversations, labels, options
+from vecd.gateway.api.dialects.conversations import MESSAGES
+from vecd.gateway.api.dialects.headers import response_headers
+from vecd.gateway.api.dialects.inputs import parse_inputs
+from vecd.gateway.api.dialects.options import RequestedForm
+from vecd.gateway.api.fields import Field, Fields, Values, contradiction
+from vecd.gateway.api.operations import Call, Operation, ParsedEmbed, ParsedMessages
+from vecd.gateway.api.schemas import any_of, described, list_of, nullable, record
+from vecd.gateway.encoding.activations import Scores, ranked, softmax
+from vecd.gateway.encoding.fragments import Matrix
+from vecd.gateway.types.errors import BadRequest, TooManyInputs
+from vecd.gateway.types.messages import Response
+from vecd.gateway.types.request import Embedded, Encoding, Form
+from vecd.shm.output import Output
+
+# --- fields -----------------------------------------------------------------------------------------------------
+
+_TEXTS = list_of(any_of(schemas.STRING, record(text=schemas.STRING)), at_least=1)
+INPUT = fields.anything(
+    "input",
+    "what is to be classified: a string, a list of strings (or of Jina's objects with a `text`), token ids, or a list "
+    "of lists of them",
+    any_of(schemas.STRING, _TEXTS, schemas.TOKEN_IDS, list_of(schemas.TOKEN_IDS, at_least=1)),
+    is_required=True,
+    is_large=True,
+)
+LABELS = fields.anything(
+    "labels", "Jina's: the labels to choose from, of which each is embedded", list_of(schemas.STRING, at_least=1)
+)
+RAW_SCORES = fields.flag("raw_scores", "infinity's, and answered in its shape: true: scores are logits")
+USE_ACTIVATION = fields.flag("use_activation", "false: `probs` are logits", default=True)
+
+
+def _read_temperature(value: Any, name: str) -> float:
+    if type(value) not in (int, float):
+        raise BadRequest(f"'{name}' must be a number, is {fields.json_type(value)}", param=name)
+    if not value >= _LEAST_TEMPERATURE or not isfinite(value):
+        raise BadRequest(f"'{name}' must be at least {_LEAST_TEMPERATURE}, is {value}", param=name)
+    return float(value)
+
+
+_LEAST_TEMPERATURE = 0.001
+TEMPERATURE = Field(
+    "temperature",
+    "of `labels`: cosines are divided by it before the softmax",
+    nullable("number", minimum=_LEAST_TEMPERATURE, default=1),
+    _read_temperature,
+)
+_TOKENIZING: tuple[Field[Any], ...] = (
+    options.MODEL,
+    options.PROMPT,
+    options.PROMPT_NAME,
+    options.INPUT_TYPE,
+    *options.OVERFLOW_FIELDS,
+    options.TRUNCATE_PROMPT_TOKENS,
+    options.ADD_SPECIAL_TOKENS,
+    options.PRIORITY,
+    options.USER,
+    options.PADDING,
+    fields.REQUEST_ID,
+)
+_PROMPT_FIELDS = (options.PROMPT, options.PROMPT_NAME, options.INPUT_TYPE)
+_NUMBERS = RequestedForm(Form())
+
+# --- models that classify ---------------------------------------------------------------------------------------
+
+
+def parse_classify(call: Call) -> ParsedEmbed | ParsedMessages:
+    """Raises WrongModel and BadRequest."""
+    values, model_info = call.values, call.model_info
+    head = labels.head_of(model_info)
+    if values.get(MESSAGES) is not None:
+        return options.read_messages(call, INPUT, parse_classify)
+    is_raw, activates = values.get(RAW_SCORES), values.get(USE_ACTIVATION)
+    if is_raw is not None and is_raw is activates:
+        raise contradiction(RAW_SCORES.name, USE_ACTIVATION.name)
+    activation = "identity" if is_raw or activates is False else None
+    inputs = parse_inputs(values.get(INPUT), INPUT.name, model_info.max_inputs)
+    if labels.classifies_tokens(model_info):
+        return _parse_tokens(call, inputs, activation)
+
+    def render(embedded: Embedded) -> Response:
+        if is_raw is not None:
+            return _respond(call, "infinity", "classify", labels.ranked_labels(embedded, head, activation), embedded)
+        logits, scores = labels.logits_of(embedded), labels.scores_of(embedded, head, activation)
+        data = [
+            {"index": index, "label": head.labels[ranked(row)[0]], "probs": probs, "num_classes": len(probs)}
+            for index, (row, probs) in enumerate(zip(logits, scores.tolist(), strict=True))
+        ]
+        return _respond(call, "classify", "list", data, embedded)
+
+    request = options.read_request(call, inputs, _NUMBERS, output=Output.SCORES, prompt_fields=_PROMPT_FIELDS)
+    request = request._replace(tokenizing=labels.without_chunks(request.tokenizing, model_info))
+    return ParsedEmbed(request, render, labels.is_large(len(inputs), model_info))
+
+
+def _parse_tokens(call: Call, inputs: list[Any], activation: str | None) -> ParsedEmbed:
+    values, model_info = call.values, call.model_info
+    if not isinstance(inputs[0], str):
+        raise BadRequest("'input' must be texts: entities are parts of a text", param=INPUT.name)
+    texts = list(inputs)  # a request's inputs are removed when they have been tokenized
+    aggregation, ignored = values.get(labels.AGGREGATION), labels.read_ignored(values.get(labels.IGNORED))
+
+    def render(embedded: Embedded) -> Response:
+        found = labels.entities_of(embedded, texts, model_info, aggregation, activation, ignored)
+        data = [{"index": index, "object": "token-classification", "entities": own} for index, own in enumerate(found)]
+        return _respond(call, "classify", "list", data, embedded)
+
+    request = options.read_request(call, inputs, _NUMBERS, output=Output.TOKEN_SCORES, prompt_fields=_PROMPT_FIELDS)
+    tokenizing = labels.without_chunks(request.tokenizing, model_info)._replace(wants_offsets=True)
+    return ParsedEmbed(request._replace(tokenizing=tokenizing), render, labels.is_large(len(inputs), model_info))
+
+
+def _respond(call: Call, prefix: str, kind: str, data: list[Any], embedded: Embedded) -> Response:
+    num_tokens = embedded.num_tokens
+    described = {
+        "id": f"{prefix}-{call.request_id}",
+        "object": kind,
+        "created": int(time.time()),
+        "model": call.model_info.model,
+        "data": data,
+        "usage": {"prompt_tokens": num_tokens, "total_tokens": num_tokens},
+    }
+    return Response(200, orjson.dumps(described), response_headers(embedded))
+
+
+# --- zero-shot --------------------------------------------------------------------------------------------------
+
+
+def parse_zero_shot(call: Call) -> ParsedEmbed:
+    """Raises BadRequest."""
+    values, model_info = call.values, call.model_info
+    names = _read_labels(values)
+    inputs = parse_inputs(values.get(INPUT), INPUT.name, model_info.max_inputs)
+    if not isinstance(inputs[0], str):
+        raise BadRequest("'input' must be texts, as 'labels' are", param=INPUT.name)
+    if len(inputs) + len(names) > model_info.max_inputs:
+        raise TooManyInputs(
+            f"'{INPUT.name}' and '{LABELS.name}' have {len(inputs) + len(names)} texts, at most "
+            f"{model_info.max_inputs} in one request (--max-inputs)",
+            param=INPUT.name,
+        )
+    temperature, num_inputs = values.get(TEMPERATURE) or 1.0, len(inputs)
+    texts: list[str] = [*inputs, *names]
+
+    def render(embedded: Embedded) -> Response:
+        [collector] = embedded.collectors
+        assert isinstance(collector, Matrix)
+        cosines = collector.rows[:num_inputs].astype("f8") @ collector.rows[num_inputs:].astype("f8").T
+        data = [_prediction(index, row, names) for index, row in enumerate(softmax(cosines / temperature))]
+        return _respond(call, "classify", "list", data, embedded)
+
+    request = options.read_request(
+        call, texts, RequestedForm(Form(Encoding.BYTES)), prompt_fields=(*_PROMPT_FIELDS, options.TASK)
+    )
+    tokenizing = request.tokenizing
+    if tokenizing.prompt is None:
+        tokenizing = tokenizing._replace(prompt=model_info.prompt_for("classification"))
+    request = request._replace(normalize=True, tokenizing=tokenizing)
+    return ParsedEmbed(request, render, num_inputs * len(names) > labels.MANY_SCORES)
+
+
+def _read_labels(values: Values) -> list[str]:
+    names = fields.expect(list, values.require(LABELS), LABELS.name, "a list of strings")
+    if not names:
+        raise BadRequest(f"'{LABELS.name}' is an empty list, at least 1 label is needed", param=LABELS.name)
+    for index, name in enumerate(names):
+        if not isinstance(name, str):
+            where = f"{LABELS.name}[{index}]"
+            raise BadRequest(f"'{where}' must be a string, is {fields.json_type(name)}", param=LABELS.name)
+    return names
+
+
+def _prediction(index: int, scores: Scores, names: list[str]) -> dict[str, Any]:
+    best = ranked(scores)[0]
+    return {
+        "object": "classification",
+        "index": index,
+        "prediction": names[best],
+        "score": float(scores[best]),
+        "predictions": [{"label": name, "score": float(score)} for name, score in zip(names, scores, strict=True)],
+    }
+
+
+# --- the operations ---------------------------------------------------------------------------------------------
+
+
+def _response(item: schemas.Schema) -> schemas.Schema:
+    return record(
+        id=schemas.STRING,
+        object={"enum": ["list", "classify"]},
+        created=described(schemas.COUNT, "seconds since 1970"),
+        model=schemas.STRING,
+        data=list_of(item, at_least=1),
+        usage=record(prompt_tokens=schemas.COUNT, total_tokens=schemas.COUNT),
+    )
+
+
+_SCORES = list_of({"type": "number"})
+CLASSIFY = Operation(
+    summary="Classify texts or token ids",
+    fields=Fields(
+        INPUT,
+        *_TOKENIZING,
+        USE_ACTIVATION,
+        RAW_SCORES,
+        labels.AGGREGATION,
+        labels.IGNORED,
+        *conversations.FIELDS,
+    ),
+    embed=parse_classify,
+    response=_response(
+        any_of(
+            record(index=schemas.COUNT, label=schemas.STRING, probs=_SCORES, num_classes=schemas.POSITIVE),
+            record(index=schemas.COUNT, object={"const": "token-classification"}, entities=list_of(labels.ENTITY)),
+            list_of(labels.LABEL),
+        )
+    ),
+    claims=(INPUT.name, MESSAGES.name),
+    needs=labels.NEEDS,
+)
+ZERO_SHOT = Operation(
+    summary="Choose among labels by the cosines of dense vectors",
+    fields=Fields(INPUT, LABELS, TEMPERATURE, *_TOKENIZING, options.TASK),
+    embed=parse_zero_shot,
+    response=_response(
+        record(
+            object={"const": "classification"},
+            index=schemas.COUNT,
+            prediction=schemas.STRING,
+            score={"type": "number"},
+            predictions=list_of(labels.LABEL, at_least=1),
+        )
+    ),
+    claims=(LABELS.name,),
+    needs=("dense",),
+)

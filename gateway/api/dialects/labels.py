@@ -1,0 +1,177 @@
+"""What all routes that classify have in common, whatever their shapes: the fields, the request, and the labels of its
+result. Pure.
+
+Owns which model can classify what. A model that classifies texts has scores for each (Output.SCORES); the labels of a
+text are in the order of its logits, equal ones in their own order. A model that classifies tokens has scores for each
+token (TOKEN_SCORES), of which `vecd.gateway.encoding.entities` makes spans. Scores are JSON numbers with all digits of
+a float64. Called by `vecd.gateway.api.dialects.predict`, `classify` and `vllm`.
+"""
+
+from collections.abc import Sequence
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from vecd.gateway.api import fields, schemas
+from vecd.gateway.api.model_info import ModelInfo
+from vecd.gateway.api.schemas import any_of, list_of, record
+from vecd.gateway.encoding.activations import ACTIVATIONS, Scores, ranked
+from vecd.gateway.encoding.entities import AGGREGATIONS, find_entities
+from vecd.gateway.encoding.scores import ScoreRows
+from vecd.gateway.encoding.token_rows import TokenRows
+from vecd.gateway.types.errors import BadRequest, WrongModel
+from vecd.gateway.types.request import Embedded, Overflow, Tokenizing
+from vecd.shm.heads import ScoreHead
+from vecd.shm.output import Output
+
+NEEDS = ("classify", "token-classify")
+"""As in `Operation.needs`."""
+
+MANY_SCORES = 4096
+"""More scores than this are rendered in a thread: 4 ms."""
+
+AGGREGATION = fields.choice(
+    "aggregation_strategy",
+    "of a model that classifies tokens: spans of neighbours with one label (`simple`, the default), the same with one "
+    "label for each word, that of its `first` token, of the one with the highest score (`max`) or of the mean scores "
+    "(`average`), or each token by itself (`none`)",
+    {name: name for name in AGGREGATIONS},
+    default="simple",
+)
+IGNORED = fields.anything(
+    "ignore_labels",
+    'of a model that classifies tokens: labels that are left out; default: ["O"]',
+    any_of(list_of(schemas.STRING), {"type": "null"}),
+)
+
+LABEL = record(label=schemas.STRING, score={"type": "number"})
+ENTITY = record(
+    "entity",
+    "entity_group",
+    "index",
+    entity=schemas.STRING,
+    entity_group=schemas.STRING,
+    score={"type": "number"},
+    index=schemas.COUNT,
+    word=schemas.STRING,
+    start=schemas.described(schemas.COUNT, "in characters of the text"),
+    end=schemas.COUNT,
+)
+
+
+def head_of(model_info: ModelInfo) -> ScoreHead:
+    """Raises WrongModel for a model that classifies nothing."""
+    if model_info.score is None or not set(NEEDS) & set(model_info.capabilities):
+        raise WrongModel(f"{model_info.what_it_is()}: it cannot classify texts")
+    return model_info.score
+
+
+def classifies_tokens(model_info: ModelInfo) -> bool:
+    return Output.TOKEN_SCORES in model_info.outputs
+
+
+def is_large(num_inputs: int, model_info: ModelInfo) -> bool:
+    """Whether a response is rendered in a thread."""
+    return classifies_tokens(model_info) or num_inputs * model_info.num_labels > MANY_SCORES
+
+
+def without_chunks(tokenizing: Tokenizing, model_info: ModelInfo) -> Tokenizing:
+    """A text in chunks has no scores of its own, nor vectors for its tokens. Where the server would split a long text,
+    it is refused, because the request did not allow to cut it."""
+    overflow = tokenizing.overflow or model_info.overflow
+    return tokenizing._replace(overflow=Overflow.ERROR if overflow is Overflow.CHUNK else tokenizing.overflow)
+
+
+# --- labels of texts --------------------------------------------------------------------------------------------
+
+
+def scores_of(embedded: Embedded, head: ScoreHead, activation: str | None) -> Scores:
+    """float64 [N, k]. `activation`: one of SCORE_ACTIVATIONS; None: the model's own."""
+    return activated(logits_of(embedded), head, activation)
+
+
+def logits_of(embedded: Embedded) -> NDArray[np.float32]:
+    """float32 [N, k]."""
+    [collector] = embedded.collectors
+    assert isinstance(collector, ScoreRows)
+    return collector.logits
+
+
+def activated(logits: NDArray[np.float32], head: ScoreHead, activation: str | None) -> Scores:
+    return ACTIVATIONS[head.activation if activation is None else activation](logits)
+
+
+def ranked_labels(
+    embedded: Embedded, head: ScoreHead, activation: str | None, top_k: int | None = None
+) -> list[list[dict[str, Any]]]:
+    """For each text its `top_k` best labels, the best first; None: all."""
+    logits, scores = logits_of(embedded), scores_of(embedded, head, activation).tolist()
+    return [
+        [{"score": row[index], "label": head.labels[index]} for index in ranked(own, top_k)]
+        for own, row in zip(logits, scores, strict=True)
+    ]
+
+
+# --- labels of tokens -------------------------------------------------------------------------------------------
+
+
+def read_ignored(value: Any) -> Sequence[str] | None:
+    """The labels of `ignore_labels`; None for the default. Raises BadRequest."""
+    if value is None:
+        return None
+    for index, label in enumerate(fields.expect(list, value, IGNORED.name, "a list of strings")):
+        if not isinstance(label, str):
+            name = IGNORED.name
+            raise BadRequest(f"'{name}[{index}]' must be a string, is {fields.json_type(label)}", param=name)
+    return tuple(value)
+
+
+def matrices_of(embedded: Embedded) -> list[NDArray[np.float32]]:
+    """float32 [rows of an input, width] for each."""
+    [collector] = embedded.collectors
+    assert isinstance(collector, TokenRows)
+    return collector.matrices
+
+
+def entities_of(
+    embedded: Embedded,
+    texts: Sequence[str],
+    model_info: ModelInfo,
+    aggregation: str | None,
+    activation: str | None,
+    ignored: Sequence[str] | None,
+) -> list[list[dict[str, Any]]]:
+    """The entities of each text, with the keys that Hugging Face's pipeline gives them."""
+    head, vocabulary = head_of(model_info), model_info.vocabulary
+    aggregation = aggregation or "simple"
+    options = {} if ignored is None else {"ignored": ignored}
+    found = []
+    for matrix, ids, offsets, text in zip(
+        matrices_of(embedded), embedded.token_ids, embedded.offsets, texts, strict=True
+    ):
+        entities = find_entities(
+            activated(matrix, head, activation),
+            offsets,
+            vocabulary.texts_of(ids.tolist()),
+            text,
+            head.labels,
+            aggregation,
+            subword_prefix=vocabulary.subword_prefix,
+            **options,
+        )
+        key = "entity" if aggregation == "none" else "entity_group"
+        found.append(
+            [
+                {
+                    key: entity.label,
+                    "score": entity.score,
+                    **({} if entity.position is None else {"index": entity.position}),
+                    "word": entity.word,
+                    "start": entity.start,
+                    "end": entity.end,
+                }
+                for entity in entities
+            ]
+        )
+    return found

@@ -1,0 +1,110 @@
+"""What all routes with sparse vectors have in common: the fields, and how a vector is written. Pure.
+
+A vector has the weights that are greater than `min_weight`, at most `top_k` of them, in the order of their indices,
+which are the ids of the model's vocabulary. It may be empty. Called by `vecd.gateway.api.dialects.tei` and `outputs`.
+"""
+
+from math import isfinite
+from typing import Any, Protocol, TypeVar
+
+import orjson
+
+from vecd.gateway.api import fields, schemas
+from vecd.gateway.api.fields import Field, contradiction
+from vecd.gateway.api.model_info import ModelInfo
+from vecd.gateway.api.schemas import any_of, list_of, nullable, record
+from vecd.gateway.encoding.sparse import SparseRows, SparseVector
+from vecd.gateway.tokenization.vocabulary import TokenVocabulary
+from vecd.gateway.types.errors import BadRequest, WrongModel
+from vecd.gateway.types.request import Embedded, SparseOptions
+from vecd.shm.output import Output
+
+T = TypeVar("T")
+
+_MANY_VECTORS = 8
+"""More vectors than this are rendered in a thread: 400 weights take 0.1 ms, with their tokens 0.3 ms."""
+
+
+def _read_weight(value: Any, name: str) -> float:
+    if type(value) not in (int, float):
+        raise BadRequest(f"'{name}' must be a number, is {fields.json_type(value)}", param=name)
+    if value < 0 or not isfinite(value):
+        raise BadRequest(f"'{name}' must be at least 0, is {value}", param=name)
+    return float(value)
+
+
+TOP_K = fields.whole_number("top_k", "most weights of a sparse vector, the greatest; default: all", minimum=1)
+MAX_ACTIVE_DIMS = fields.whole_number("max_active_dims", "the same, by sentence-transformers' name", minimum=1)
+MIN_WEIGHT = Field(
+    "min_weight", "a sparse vector has only weights greater than this", nullable("number", minimum=0), _read_weight
+)
+RETURN_TOKENS = fields.flag(
+    "return_tokens", "true: a sparse vector has the strings of its tokens, too, as in the vocabulary", default=False
+)
+FORMAT = fields.choice(
+    "sparse_format",
+    "how a sparse vector is written: lists of indices and of values, or an object with the weight of each token, by "
+    "its string, as Elasticsearch and OpenSearch take it (`map`)",
+    {"lists": "lists", "map": "map"},
+    default="lists",
+)
+FIELDS: tuple[Field[Any], ...] = (TOP_K, MAX_ACTIVE_DIMS, MIN_WEIGHT, RETURN_TOKENS, FORMAT)
+
+VECTOR = any_of(
+    record(
+        "tokens", indices=list_of(schemas.COUNT), values=list_of({"type": "number"}), tokens=list_of(schemas.STRING)
+    ),
+    {"type": "object", "additionalProperties": {"type": "number"}},
+)
+
+
+class Given(Protocol):
+    """The fields of a request, wherever they stand in it."""
+
+    def get(self, field: Field[T]) -> T | None: ...
+
+
+def read_options(given: Given) -> SparseOptions:
+    """Raises BadRequest."""
+    top_k, max_active_dims = given.get(TOP_K), given.get(MAX_ACTIVE_DIMS)
+    if None not in (top_k, max_active_dims) and top_k != max_active_dims:
+        raise contradiction(TOP_K.name, MAX_ACTIVE_DIMS.name)
+    return SparseOptions(max_active_dims if top_k is None else top_k, given.get(MIN_WEIGHT) or 0.0)
+
+
+def output_of(model_info: ModelInfo) -> Output:
+    """Raises WrongModel for a model without sparse vectors."""
+    if model_info.sparse is None:
+        raise WrongModel(f"{model_info.what_it_is()}: it cannot make sparse vectors")
+    return Output.LEXICAL if model_info.sparse.is_lexical else Output.SPARSE
+
+
+def is_large(num_inputs: int) -> bool:
+    """Whether a response is rendered in a thread."""
+    return num_inputs > _MANY_VECTORS
+
+
+def vectors_of(embedded: Embedded) -> list[SparseVector]:
+    [collector] = embedded.collectors
+    assert isinstance(collector, SparseRows)
+    return collector.vectors
+
+
+def indexed_json(vector: SparseVector) -> bytes:
+    """A list of objects, as text-embeddings-inference has it."""
+    weights = zip(vector[0].tolist(), vector[1], strict=True)
+    return _json([{"index": index, "value": value} for index, value in weights])
+
+
+def vector_json(vector: SparseVector, vocabulary: TokenVocabulary, *, as_map: bool, has_tokens: bool) -> bytes:
+    """As `VECTOR`."""
+    indices, values = vector
+    if as_map:
+        return _json(dict(zip(vocabulary.texts_of(indices.tolist()), values, strict=True)))
+    tokens = {"tokens": vocabulary.texts_of(indices.tolist())} if has_tokens else {}
+    return _json({"indices": indices, "values": values, **tokens})
+
+
+def _json(value: Any) -> bytes:
+    """Weights are the shortest numbers that are read as the same float32."""
+    return orjson.dumps(value, option=orjson.OPT_SERIALIZE_NUMPY)

@@ -1,0 +1,88 @@
+"""Models that are not, or not only, for dense vectors, as dialects see them, and responses with rows of theirs."""
+
+from dataclasses import replace
+from typing import Any
+
+import numpy as np
+import orjson
+
+from tests.support.asking import PLAIN, STAGES, body_of
+from vecd.gateway.api.operations import ParsedEmbed
+from vecd.gateway.tokenization.vocabulary import TokenVocabulary
+from vecd.gateway.types.request import Embedded, InputReport, Source
+from vecd.shm.heads import ScoreHead, SparseHead, TokenHead
+from vecd.shm.output import Output
+
+WORDS = ("[PAD]", "[CLS]", "[SEP]", "ada", "love", "##lace", "paris")
+VOCABULARY = TokenVocabulary(lambda token_id: WORDS[token_id] if token_id < len(WORDS) else None, "##")
+
+MOODS = replace(
+    PLAIN,
+    capabilities=("classify",),
+    outputs=frozenset((Output.SCORES,)),
+    num_labels=3,
+    score=ScoreHead(("sad", "glad", "mad"), "softmax", "cls"),
+)
+TOXIC = replace(MOODS, score=ScoreHead(("toxic", "insult", "threat"), "sigmoid", "cls"))
+RERANKER = replace(
+    MOODS, capabilities=("rerank", "classify"), num_labels=1, score=ScoreHead(("LABEL_0",), "identity", "cls")
+)
+NER = replace(
+    PLAIN,
+    capabilities=("token-classify",),
+    outputs=frozenset((Output.TOKEN_SCORES,)),
+    num_labels=3,
+    score=ScoreHead(("O", "B-PER", "I-PER"), "softmax"),
+    vocabulary=VOCABULARY,
+)
+SPLADE = replace(
+    PLAIN,
+    capabilities=("sparse",),
+    outputs=frozenset((Output.SPARSE,)),
+    vocab_size=7,
+    sparse=SparseHead(()),
+    vocabulary=VOCABULARY,
+)
+COLBERT = replace(
+    PLAIN,
+    capabilities=("multi-vector",),
+    outputs=frozenset((Output.TOKEN_VECTORS,)),
+    token_dim=2,
+    dim=2,
+    tokens=TokenHead(()),
+)
+M3 = replace(
+    SPLADE,
+    capabilities=("dense", "sparse", "multi-vector"),
+    outputs=frozenset(
+        (Output.HYBRID, Output.VECTORS, Output.UNNORMALIZED, Output.TOKENS, Output.LEXICAL, Output.TOKEN_VECTORS)
+    ),
+    dim=2,
+    hidden_size=2,
+    token_dim=2,
+    sparse=SparseHead((), is_lexical=True),
+    tokens=TokenHead(()),
+)
+
+
+def render(asked: ParsedEmbed, collector: Any, num_inputs: int = 1, **changes: Any) -> bytes:
+    """The body of the response with what this has collected. `changes`: of the `Embedded`."""
+    embedded = Embedded(
+        collectors=(collector,),
+        num_tokens=7,
+        num_truncated=0,
+        num_chunked=0,
+        sources=frozenset((Source.TEXT,)),
+        reports=(InputReport(3, False, 1, Source.TEXT),) * num_inputs if asked.request.wants_report else (),
+        num_chars=5,
+        stages=STAGES,
+    )
+    return body_of(asked.render(embedded._replace(**changes)))
+
+
+def rendered(asked: ParsedEmbed, collector: Any, num_inputs: int = 1, **changes: Any) -> Any:
+    return orjson.loads(render(asked, collector, num_inputs, **changes))
+
+
+def rows(*values: Any) -> np.ndarray:
+    return np.array(values, np.float32)

@@ -1,0 +1,97 @@
+"""Models that rank, and results of theirs, for tests of dialects in process."""
+
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
+from typing import Any
+
+import numpy as np
+import orjson
+from numpy.typing import NDArray
+
+from tests.support.asking import PLAIN, STAGES, ask, body_of
+from vecd.gateway.api.model_info import ModelInfo
+from vecd.gateway.api.operations import Operation
+from vecd.gateway.encoding.scores import ScoreRows
+from vecd.gateway.encoding.token_rows import TokenRows
+from vecd.gateway.types.request import Collector, Embedded, Source
+from vecd.shm.heads import PairTemplate, ScoreHead, TokenHead
+from vecd.shm.output import Output
+
+CROSS_ENCODER = replace(
+    PLAIN,
+    max_inputs=6,
+    capabilities=("rerank", "classify"),
+    outputs=frozenset({Output.SCORES}),
+    num_labels=1,
+    score=ScoreHead(labels=("LABEL_0",), activation="identity", pooling="cls"),
+)
+TWO_LABELS = replace(
+    CROSS_ENCODER, num_labels=2, score=ScoreHead(labels=("no", "yes"), activation="softmax", pooling="cls")
+)
+WITH_INSTRUCTION = replace(
+    CROSS_ENCODER,
+    score=ScoreHead(
+        labels=("LABEL_0",),
+        activation="sigmoid",
+        pooling="lasttoken",
+        pair_template=PairTemplate("<Instruct>: {instruction}\n<Query>: ", "\n<Document>: ", "", "rank"),
+    ),
+)
+MULTI_VECTOR = replace(
+    PLAIN,
+    max_inputs=6,
+    capabilities=("multi-vector",),
+    outputs=frozenset({Output.TOKEN_VECTORS}),
+    token_dim=2,
+    tokens=TokenHead(steps=()),
+)
+CLASSIFIER = replace(
+    CROSS_ENCODER,
+    capabilities=("classify",),
+    num_labels=3,
+    score=ScoreHead(labels=("a", "b", "c"), activation="softmax", pooling="cls"),
+)
+
+
+def embedded_of(collector: Collector, **changes: Any) -> Embedded:
+    """The result with that collector. `changes`: of the `Embedded`."""
+    embedded = Embedded(
+        collectors=(collector,),
+        num_tokens=7,
+        num_truncated=0,
+        num_chunked=0,
+        sources=frozenset((Source.TEXT,)),
+        reports=(),
+        num_chars=5,
+        stages=STAGES,
+    )
+    return embedded._replace(**changes)
+
+
+def of_logits(logits: Sequence[Any], **changes: Any) -> Embedded:
+    """Of a model with scores: a number for each input, or a list with one for each label."""
+    rows = np.array(logits, dtype=np.float32).reshape(len(logits), -1)
+    collector = ScoreRows(*rows.shape)
+    collector.put(0, rows)
+    return embedded_of(collector, **changes)
+
+
+def of_matrices(*matrices: NDArray[np.float32]) -> Embedded:
+    """Of a multi-vector model: the vectors of the tokens of each input."""
+    collector = TokenRows(len(matrices), matrices[0].shape[1])
+    for index, matrix in enumerate(matrices):
+        collector.put_matrix(index, matrix)
+    return embedded_of(collector)
+
+
+def rank(
+    operation: Operation,
+    body: Mapping[str, Any],
+    logits: Sequence[Any],
+    model_info: ModelInfo = CROSS_ENCODER,
+    **changes: Any,
+) -> Any:
+    """The body of the answer, where the inputs have these logits."""
+    asked = ask(operation, body, model_info=model_info)
+    assert len(asked.request.inputs) == len(logits)
+    return orjson.loads(body_of(asked.render(of_logits(logits, **changes))))

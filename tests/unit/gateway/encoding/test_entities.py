@@ -1,0 +1,113 @@
+"""Entities, beside transformers' own pipeline: the same tokens and scores give the same spans."""
+
+import warnings
+from types import SimpleNamespace
+from typing import Any
+
+import numpy as np
+import pytest
+from tokenizers import Tokenizer, decoders, models, normalizers, pre_tokenizers
+
+from vecd.gateway.encoding.entities import AGGREGATIONS, find_entities
+
+LABELS = ("O", "B-PER", "I-PER", "B-LOC", "I-LOC", "MISC", "B-A-B")
+WORDS = ["ada", "love", "##lace", "lives", "in", "paris", "-", ",", "##ter", "x", "##y", "[UNK]", "[CLS]", "[SEP]"]
+TEXTS = [
+    "Ada Lovelace lives in Paris",
+    "ada,ada in-paris  xy xyter",
+    "Ada qqq Lovelacexy Paris Paris Ada",
+    "",
+    "qqq",
+]
+
+
+def wordpiece() -> Tokenizer:
+    tokenizer = Tokenizer(models.WordPiece({word: index for index, word in enumerate(WORDS)}, unk_token="[UNK]"))
+    tokenizer.normalizer = normalizers.BertNormalizer(lowercase=True)
+    tokenizer.pre_tokenizer = pre_tokenizers.BertPreTokenizer()
+    tokenizer.decoder = decoders.WordPiece()
+    return tokenizer
+
+
+def words_alone() -> Tokenizer:
+    """Without a prefix for later parts of a word: as with SentencePiece, blanks decide."""
+    tokenizer = Tokenizer(models.WordLevel({word: index for index, word in enumerate(WORDS)}, unk_token="[UNK]"))
+    tokenizer.normalizer = normalizers.Lowercase()
+    tokenizer.pre_tokenizer = pre_tokenizers.Whitespace()
+    return tokenizer
+
+
+def pipeline_entities(
+    tokenizer: Tokenizer, text: str, scores: np.ndarray, offsets: np.ndarray, ids: list[int], aggregation: str
+) -> list[dict[str, Any]]:
+    """What transformers' pipeline makes of the scores of a text's tokens."""
+    pytest.importorskip("transformers")
+    from transformers.pipelines.token_classification import AggregationStrategy, TokenClassificationPipeline
+
+    pipeline: Any = object.__new__(TokenClassificationPipeline)
+    pipeline.tokenizer = SimpleNamespace(
+        _tokenizer=tokenizer,
+        unk_token_id=tokenizer.token_to_id("[UNK]"),
+        convert_ids_to_tokens=tokenizer.id_to_token,
+        convert_tokens_to_string=" ".join,
+    )
+    pipeline.model = SimpleNamespace(config=SimpleNamespace(id2label=dict(enumerate(LABELS))))
+    strategy = AggregationStrategy[aggregation.upper()]
+    is_special = (offsets[:, 0] < 0).astype(int)
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        gathered = pipeline.gather_pre_entities(text, np.array(ids), scores, offsets, is_special, strategy)
+        entities: list[dict[str, Any]] = pipeline.aggregate(gathered, strategy)
+    return [entity for entity in entities if "O" not in (entity.get("entity"), entity.get("entity_group"))]
+
+
+@pytest.mark.parametrize("aggregation", AGGREGATIONS)
+@pytest.mark.parametrize("make", [wordpiece, words_alone])
+@pytest.mark.parametrize("text", TEXTS)
+@pytest.mark.parametrize("seed", range(5))
+def test_spans_are_those_of_transformers(aggregation, make, text, seed):
+    tokenizer = make()
+    encoding = tokenizer.encode(text, add_special_tokens=False)
+    ids = [12, *encoding.ids, 13]
+    offsets = np.array([(-1, -1), *encoding.offsets, (-1, -1)], np.int32)
+    logits = np.random.default_rng(seed).normal(size=(len(ids), len(LABELS))) * 3
+    scores = np.exp(logits) / np.exp(logits).sum(axis=1, keepdims=True)
+    theirs = pipeline_entities(tokenizer, text, scores, offsets, ids, aggregation)
+    prefix = "##" if make is wordpiece else ""
+    tokens = ["[CLS]", *encoding.tokens, "[SEP]"]
+    ours = find_entities(scores, offsets, tokens, text, LABELS, aggregation, subword_prefix=prefix)
+    assert [(entity.start, entity.end) for entity in ours] == [(item["start"], item["end"]) for item in theirs]
+    assert [entity.label for entity in ours] == [item.get("entity", item.get("entity_group")) for item in theirs]
+    assert [entity.position for entity in ours] == [item.get("index") for item in theirs]
+    assert [entity.score for entity in ours] == pytest.approx([item["score"] for item in theirs], abs=1e-12)
+    for entity in ours:
+        if aggregation != "none":
+            assert entity.word == text[entity.start : entity.end].strip()
+
+
+def one_hot(*labels: str) -> np.ndarray:
+    return np.eye(len(LABELS))[[LABELS.index(label) for label in labels]]
+
+
+def spans(labels: list[str], aggregation: str = "simple", **options: Any) -> list[tuple[str, int, int]]:
+    """Of tokens of one character each."""
+    offsets = np.array([(at, at + 1) for at in range(len(labels))], np.int32)
+    found = find_entities(one_hot(*labels), offsets, ["x"] * len(labels), "x" * 9, LABELS, aggregation, **options)
+    return [(entity.label, entity.start, entity.end) for entity in found]
+
+
+def test_a_span_ends_where_the_next_begins():
+    assert spans(["B-PER", "I-PER", "B-PER", "O", "I-PER"]) == [("PER", 0, 2), ("PER", 2, 3), ("PER", 4, 5)]
+    assert spans(["I-LOC", "I-PER", "MISC", "MISC"]) == [("LOC", 0, 1), ("PER", 1, 2), ("MISC", 2, 4)]
+
+
+def test_offsets_are_characters_of_the_sent_text():
+    text = "é😀 Ada"
+    [entity] = find_entities(one_hot("B-PER"), np.array([(3, 6)], np.int32), ["ada"], text, LABELS, "simple")
+    assert (entity.word, text[entity.start : entity.end]) == ("Ada", "Ada")
+
+
+def test_ignored_labels_are_left_out_and_may_be_none():
+    assert spans(["O", "B-PER"], "none") == [("B-PER", 1, 2)]
+    assert spans(["O", "B-PER"], "none", ignored=()) == [("O", 0, 1), ("B-PER", 1, 2)]
+    assert spans(["O", "B-PER"], ignored=("PER",)) == [("O", 0, 1)]
