@@ -68,7 +68,7 @@ from vecd.gateway.types.errors import (
     WrongModel,
 )
 from vecd.gateway.types.messages import Response
-from vecd.gateway.types.request import Embedded, EmbedRequest, Encoding, Form, Overflow, Token, TokenIds
+from vecd.gateway.types.request import Embedded, EmbedRequest, Encoding, Form, Overflow, Token, TokenIds, Tokenizing
 from vecd.shm.output import Output
 
 # --- fields -----------------------------------------------------------------------------------------------------
@@ -169,8 +169,9 @@ def _by_kind(
 
 
 def parse_invocation(call: Call) -> ParsedEmbed:
+    """Raises WrongModel and BadRequest."""
     has_texts = call.values.get(TEXT_INPUTS) is not None and call.values.get(INPUTS_OF_ALL) is None
-    return parse_embed(call, TEXT_INPUTS) if has_texts else parse_default(call)
+    return parse_embed(call, TEXT_INPUTS) if has_texts and call.model_info.is_dense else parse_default(call)
 
 
 def parse_by_kind(call: Call) -> ParsedEmbed:
@@ -354,7 +355,12 @@ def parse_rerank(call: Call) -> ParsedEmbed:
 
 
 def parse_default(call: Call) -> ParsedEmbed:
-    return parse_by_kind(call) if call.values.get(QUERY) is None else parse_rerank(call)
+    """Raises WrongModel and BadRequest."""
+    if call.values.get(QUERY) is not None:
+        return parse_rerank(call)
+    if call.model_info.capabilities == ("multi-vector",):
+        raise WrongModel("The model served here ranks texts: send a 'query' and 'texts'")
+    return parse_by_kind(call)
 
 
 def render_ranks(

@@ -20,14 +20,13 @@ from tests.support.ranking import (
     of_matrices,
     rank,
 )
-from vecd.gateway.api.capabilities import check_capability
 from vecd.gateway.api.dialects import rerank, tei, vllm
 from vecd.gateway.api.handlers import OperationsHandler
 from vecd.gateway.api.operations import Operation
 from vecd.gateway.api.registry import ROUTES
 from vecd.gateway.types.errors import BadRequest, EmptyInput, ModelNotFound, TooManyInputs, WrongModel
 from vecd.gateway.types.request import Overflow, Pair, Priority, Role
-from vecd.shm.heads import CAPABILITIES, TokenHead
+from vecd.shm.heads import TokenHead
 from vecd.shm.output import Output
 
 RERANK = rerank.DIALECT.operations["POST /v1/rerank"]
@@ -381,6 +380,14 @@ def test_elasticsearch_gets_a_bare_list_for_documents(path):
     assert rank(operation, {"query": "q", "texts": ["a"]}, [0.0]) == [{"index": 0, "score": 0.5}]
 
 
+@pytest.mark.parametrize(("path", "body"), [("/", {"inputs": "a"}), ("/invocations", {"text_inputs": ["a"]})])
+def test_a_model_that_ranks_embeds_nothing(path, body):
+    operation = tei.DIALECT.operations[f"POST {path}"]
+    assert set(operation.needs) == {"dense", "rerank", "multi-vector"}
+    with pytest.raises(WrongModel, match="ranks texts: send a 'query'"):
+        ask(operation, body, model_info=CROSS_ENCODER)
+
+
 # --- who takes a body -------------------------------------------------------------------------------------------
 
 
@@ -493,22 +500,3 @@ def test_scores_have_the_model_s_activation_and_the_order_of_the_inputs():
 def test_wrong_pairs_for_scores_are_refused(body, message):
     with pytest.raises(BadRequest, match=message):
         ask(SCORE, body, model_info=CROSS_ENCODER)
-
-
-# --- what a model cannot do -------------------------------------------------------------------------------------
-
-
-def test_a_capability_is_needed():
-    check_capability((), ())
-    check_capability(("rerank", "multi-vector"), ("dense", "multi-vector"))
-    with pytest.raises(WrongModel, match=r"makes embeddings: it cannot do what this path needs .*rerank") as raised:
-        check_capability(("rerank",), ("dense",))
-    assert "POST /v1/embeddings (OpenAI), /embed" in raised.value.message
-    with pytest.raises(WrongModel, match=r"ranks texts and classifies texts: .* it serves POST /rerank"):
-        check_capability(("dense",), ("rerank", "classify"))
-
-
-def test_every_capability_has_words():
-    for capability in CAPABILITIES:
-        with pytest.raises(WrongModel):
-            check_capability(("nothing",), (capability,))
