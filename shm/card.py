@@ -210,7 +210,7 @@ def _read_card(folder: Path, kind: str) -> ModelCard:
     if not folder.is_dir():
         raise ModelError(f"{folder}: no such folder")
     folder = folder.resolve()
-    splade = find_sparse(folder, kind)
+    splade = None if has_bge_m3(folder) else find_sparse(folder, kind)
     if splade is not None:
         return _read_sparse(folder, splade)
     layout = layout_of(folder)
@@ -249,7 +249,9 @@ def _read_card(folder: Path, kind: str) -> ModelCard:
         tokens = read_token_head(folder, weights_folder, layout, steps, masks, sentence_bert)
         capabilities, pooling, steps, dim, prompt = ("multi-vector",), (), (), token_dim, ""
         # PyLate sets the tokenizer's limit to that of the text that it has embedded last.
-        max_tokens = _positions(config) or max_tokens if tokens.document_tokens else max_tokens
+        if tokens.document_tokens or tokens.query_tokens > max_tokens:
+            tokens = replace(tokens, document_tokens=tokens.document_tokens or max_tokens)
+            max_tokens = _positions(config) or max_tokens
         if tokens.query_tokens > max_tokens:
             raise ModelError(
                 f"{folder}: queries of {tokens.query_tokens} tokens, but the model's limit is {max_tokens}"
