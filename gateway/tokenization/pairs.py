@@ -21,7 +21,7 @@ from typing import NamedTuple
 
 import tokenizers
 
-from vecd.gateway.tokenization.text_tokens import TextTokens
+from vecd.gateway.tokenization.text_tokens import RUN_CHARS, TextTokens, runs_of
 from vecd.gateway.types.errors import BadRequest, InputTooLong
 from vecd.gateway.types.request import Overflow, Pair, TokenizedInput
 
@@ -99,7 +99,7 @@ class PairTokens:
             )
         frame = self._frames[limits.add_special_tokens]
         if frame is None:
-            return self._by_library(pairs, indices, limits, max_own)
+            return (yield from self._by_library(pairs, indices, limits, max_own))
         yield from self._read_queries(pairs, openings)
         num_needed = 0
         for pair in pairs:
@@ -152,11 +152,16 @@ class PairTokens:
 
     def _by_library(
         self, pairs: Sequence[Pair], indices: Sequence[int], limits: PairLimits, max_own: int
-    ) -> list[TokenizedInput]:
-        """Let the library put the special tokens in, and take out what is too long."""
+    ) -> Generator[None, None, list[TokenizedInput]]:
+        """Let the library put the special tokens in, and take out what is too long. A query is tokenized with each
+        document."""
         most = self._texts.max_chars
         prepared = [(pair.query[:most], pair.document[:most]) for pair in pairs]
-        encodings = self._tokenizer.encode_batch_fast(prepared, add_special_tokens=limits.add_special_tokens)
+        encodings: list[tokenizers.Encoding] = []
+        for part in runs_of([len(query) + len(document) for query, document in prepared], RUN_CHARS, 2 * most):
+            run = prepared[part.start : part.stop]
+            encodings += self._tokenizer.encode_batch_fast(run, add_special_tokens=limits.add_special_tokens)
+            yield
         sequences = []
         for index, pair, encoding in zip(indices, pairs, encodings, strict=True):
             own: tuple[list[int], list[int]] = ([], [])

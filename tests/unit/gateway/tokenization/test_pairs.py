@@ -229,6 +229,19 @@ def test_texts_beyond_all_reading_are_cut_or_refused(kind, make):
     assert (item.num_tokens, item.is_truncated) == (5, True)
 
 
+def test_a_long_query_is_no_single_piece_of_work(make):
+    """The library tokenizes it with each document, and one call of it is not interrupted."""
+    ours = make(tiny_tokenizers.repeating(), 64)
+    ours._tokenizer = mock.Mock(wraps=ours._tokenizer)
+    ours._pairs._tokenizer = ours._tokenizer
+    pairs = [Pair("b " * 5000, "a")] * 50
+    assert len(tokenize(ours, pairs)) == 50
+    calls = ours._tokenizer.encode_batch_fast.call_args_list
+    assert len(calls) > 10
+    assert max(sum(map(len, pair)) for call in calls for pair in call.args[0]) < 20_000
+    assert all(len(call.args[0]) * 10_000 < 32_768 for call in calls)
+
+
 def test_limits_that_leave_no_room_are_refused(make):
     ours = make(tiny_tokenizers.bert(), 64)
     with pytest.raises(BadRequest, match="at least 4 tokens, 3 special tokens among them; the limit is 3"):
