@@ -178,7 +178,13 @@ class Tokenizer:
         if _are_pairs(inputs):
             if self._pair_template is not None:
                 extra = self._pair_template.num_estimated(how.instruction)
-            return sum([min(most, (len(query) + len(document)) // 3 + extra) for query, document in inputs])
+            most_query, most_document = how.max_query_tokens or most, how.max_document_tokens or most
+            return sum(
+                [
+                    min(most, min(most_query, len(query) // 3) + min(most_document, len(document) // 3) + extra)
+                    for query, document in inputs
+                ]
+            )
         if (how.overflow or self._overflow) is not _CHUNK:
             if _are_texts(inputs):
                 return sum([min(most, len(text) // 3 + extra) for text in inputs])

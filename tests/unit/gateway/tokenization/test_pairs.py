@@ -223,7 +223,7 @@ def test_texts_beyond_all_reading_are_cut_or_refused(kind, make):
         [item] = tokenize(ours, [pair])
         assert (item.num_tokens, item.is_truncated) == (5, True)
         for overflow in (Overflow.ERROR, Overflow.TRUNCATE_LEFT):
-            with pytest.raises(BadRequest, match=r"input\[0\]' has a text of more than"):
+            with pytest.raises(BadRequest, match="pair at index 0 has a text of more than"):
                 tokenize(ours, [pair], Tokenizing(overflow=overflow))
     [item] = tokenize(ours, [Pair("a", "b c " + blanks)], Tokenizing(overflow=Overflow.ERROR, max_document_tokens=1))
     assert (item.num_tokens, item.is_truncated) == (5, True)
@@ -257,7 +257,7 @@ def test_chunks_are_not_for_pairs(make):
 
 
 def test_a_pair_without_tokens_is_refused_by_its_index(make):
-    with pytest.raises(BadRequest, match=r"input\[1\]' has no tokens"):
+    with pytest.raises(BadRequest, match="pair at index 1 has no tokens"):
         tokenize(make(tiny_tokenizers.qwen(), 16), [Pair("a", ""), Pair("", "")])
 
 
@@ -291,3 +291,5 @@ def test_estimates_count_the_query_with_every_document(make):
     assert one == 32
     assert ours.estimate_tokens([Pair("a" * 30, "b" * 60)] * 10) == 10 * one
     assert ours.estimate_tokens([Pair("a" * 30, "b" * 60_000)]) == 64
+    limits = Tokenizing(max_query_tokens=5, max_document_tokens=10)
+    assert ours.estimate_tokens([Pair("a" * 30, "b" * 60_000)], limits) == 5 + 10 + 2
