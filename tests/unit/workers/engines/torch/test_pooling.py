@@ -12,8 +12,8 @@ from sentence_transformers.sentence_transformer.modules import Dense, LayerNorm,
 from torch import Tensor
 
 from vecd.shm.card import ModelCard, ModelError, read_card
-from vecd.shm.modules import POOLING_MODES
 from vecd.shm.heads import Step
+from vecd.shm.modules import POOLING_MODES
 from vecd.workers.engines.torch.pooling import ACTIVATIONS, load_head, pool
 from vecd.workers.layout import Run
 
