@@ -55,7 +55,12 @@ def _ported(config: _Config, port: _Port) -> dict[str, Any]:
         value = config.get(name, absent)
         if value != required and (value or required):  # null, false and 0 are one
             raise ValueError(f"{name} is {value!r}, and transformers' own version of this model has {required!r} only")
-    return {"architectures": config.get("architectures"), **port.translate(config)}
+    kept = {name: config[name] for name in _OF_HEADS if name in config}
+    return {"architectures": config.get("architectures"), **kept, **port.translate(config)}
+
+
+_OF_HEADS = ("id2label", "label2id", "num_labels", "problem_type", "sentence_transformers")
+"""What heads of classification read; the same in every architecture."""
 
 
 def _number(config: _Config, name: str) -> Any:

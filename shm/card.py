@@ -25,6 +25,7 @@ from vecd.shm.model_files import single_file as _single_file
 from vecd.shm.model_files import tensor_shapes, token_ids
 from vecd.shm.multi_vector_card import OWN, STANFORD, has_bge_m3, layout_of, read_bge_m3, read_token_head
 from vecd.shm.output import Output
+from vecd.shm.score_card import architecture_of, read_score_head, score_kinds
 from vecd.shm.sparse_card import SparseModules, find_sparse, steps_of_masked_words
 
 _SPANNED_DIM = 1024
@@ -86,6 +87,7 @@ class ModelCard:
     pooling: tuple[str, ...]
     """One or more of POOLING_MODES; several are concatenated in that order. Empty without dense vectors."""
     steps: tuple[Step, ...]
+    """Of dense vectors; other heads have their own."""
     lowercase: bool
     """Texts are converted to lower case before the tokenizer's own normalizer."""
     prompt: str
@@ -171,6 +173,12 @@ class ModelCard:
         return (*self.steps, *(step for head in (self.score, self.sparse, self.tokens) if head for step in head.steps))
 
     @property
+    def has_segments(self) -> bool:
+        """Whether the tokens of the second part of a pair have another type, if the model has types. The families
+        whose positions begin after the padding have tokenizers that give every token type 0."""
+        return self.score is not None and self.model_type not in POSITIONS_AFTER_PADDING
+
+    @property
     def is_normalized(self) -> bool:
         """Whether the model's last step normalizes vectors to length 1."""
         return bool(self.steps) and self.steps[-1].kind == "normalize"
@@ -184,16 +192,25 @@ class ModelCard:
 def read_card(folder: Path, kind: str = "auto") -> ModelCard:
     """Read the card of the model in `folder`.
 
-    `kind`: "auto", or the capability that the model is to have where its files allow several.
+    `kind`: "auto", or the capability that the model is to have where its files allow several, one of
+    `vecd.shm.heads.KINDS`.
 
     Raises ModelError when a required file is missing or unreadable, when the weights are neither safetensors nor an
-    ONNX export, when the model needs code from its repository that has no equal in transformers, or when it has an
-    unknown module.
+    ONNX export, when the model needs code from its repository that has no equal in transformers, when it has an
+    unknown module, or when it is not of `kind`.
     """
+    card = _read_card(folder, kind)
+    if kind not in ("auto", *card.capabilities):
+        has = "vectors" if "dense" in card.capabilities else f"the head for {' and '.join(card.capabilities)}"
+        raise ModelError(f"{folder}: --kind {kind} given, and the model has {has} only")
+    return card
+
+
+def _read_card(folder: Path, kind: str) -> ModelCard:
     if not folder.is_dir():
         raise ModelError(f"{folder}: no such folder")
     folder = folder.resolve()
-    splade = find_sparse(folder, kind)
+    splade = None if has_bge_m3(folder) else find_sparse(folder, kind)
     if splade is not None:
         return _read_sparse(folder, splade)
     layout = layout_of(folder)
@@ -209,10 +226,14 @@ def read_card(folder: Path, kind: str = "auto") -> ModelCard:
     if logit_head is not None:
         modules = []
     task = "feature-extraction" if logit_head is None else "text-generation"
+    hidden_size = _positive(config, ("hidden_size", "dim", "d_model", "n_embd"), weights_folder / "config.json")
+    classifier = None
+    if not (layout or modules or logit_head):
+        classifier = _read_classifier(folder, weights_folder, config, hidden_size, kind)
+        task = task if classifier is None else "sequence-classification"
     sentence_bert = _read_sentence_bert(weights_folder, task, task, may_expand=bool(layout))
 
     tokenizer = weights_folder / "tokenizer.json"
-    hidden_size = _positive(config, ("hidden_size", "dim", "d_model", "n_embd"), weights_folder / "config.json")
     prompt, prompts = _read_prompts(folder)
     pooling: tuple[str, ...] = (_default_pooling(config),)
     pools_prompt = True
@@ -228,7 +249,9 @@ def read_card(folder: Path, kind: str = "auto") -> ModelCard:
         tokens = read_token_head(folder, weights_folder, layout, steps, masks, sentence_bert)
         capabilities, pooling, steps, dim, prompt = ("multi-vector",), (), (), token_dim, ""
         # PyLate sets the tokenizer's limit to that of the text that it has embedded last.
-        max_tokens = _positions(config) or max_tokens if tokens.document_tokens else max_tokens
+        if tokens.document_tokens or tokens.query_tokens > max_tokens:
+            tokens = replace(tokens, document_tokens=tokens.document_tokens or max_tokens)
+            max_tokens = _positions(config) or max_tokens
         if tokens.query_tokens > max_tokens:
             raise ModelError(
                 f"{folder}: queries of {tokens.query_tokens} tokens, but the model's limit is {max_tokens}"
@@ -268,9 +291,45 @@ def read_card(folder: Path, kind: str = "auto") -> ModelCard:
         sparse=sparse,
         tokens=tokens,
     )
+    if classifier is not None:
+        capabilities, head = classifier
+        num_labels = len(head.labels)
+        return replace(
+            card,
+            dim=num_labels,
+            num_labels=num_labels,
+            pooling=(),
+            is_matryoshka=False,
+            matryoshka_dims=(),
+            capabilities=capabilities,
+            score=head,
+        )
     if logit_head is None:
         return card
     return replace(card, dim=1, num_labels=1, pooling=(logit_head.pooling,), capabilities=("rerank",), score=logit_head)
+
+
+def _read_classifier(
+    folder: Path, weights_folder: Path, config: Mapping[str, Any], hidden_size: int, kind: str
+) -> tuple[tuple[str, ...], ScoreHead] | None:
+    """What a model for classification can do, and its head; None for any other model. Raises ModelError."""
+    path = folder / "config_sentence_transformers.json"
+    stated = _read_optional(path)
+    try:
+        capabilities = score_kinds(config, stated, kind)
+        head = read_score_head(config, stated, hidden_size) if capabilities else None
+    except ValueError as error:
+        raise ModelError(f"{weights_folder / 'config.json'}: {error}") from None
+    if head is None:
+        if stated.get("model_type") == "CrossEncoder" and kind != "dense":
+            architecture = architecture_of(config)
+            raise ModelError(f"{path}: model_type is CrossEncoder, and the weights are those of {architecture!r}")
+        return None
+    if _export_of(weights_folder):
+        raise ModelError(f"{weights_folder / 'model.safetensors'}: file missing; exports of classifiers are not served")
+    if stated.get("default_prompt_name"):
+        raise ModelError(f"{path}: default_prompt_name is not supported for a model that takes pairs")
+    return capabilities, head
 
 
 # --- the files --------------------------------------------------------------------------------------------------
@@ -379,8 +438,18 @@ def _read_sentence_bert(
     return config
 
 
-_OUTPUT_OF_TASK = {"feature-extraction": "last_hidden_state", "fill-mask": "logits", "text-generation": "logits"}
-_WHOSE_TASK = {"feature-extraction": "an embedding", "fill-mask": "a sparse", "text-generation": "a causal reranking"}
+_OUTPUT_OF_TASK = {
+    "feature-extraction": "last_hidden_state",
+    "fill-mask": "logits",
+    "text-generation": "logits",
+    "sequence-classification": "logits",
+}
+_WHOSE_TASK = {
+    "feature-extraction": "an embedding",
+    "fill-mask": "a sparse",
+    "text-generation": "a causal reranking",
+    "sequence-classification": "a classifying",
+}
 
 
 # --- modules.json -----------------------------------------------------------------------------------------------
@@ -409,6 +478,8 @@ def _read_modules(folder: Path, *, is_pooled: bool) -> list[_Module]:
     kinds = [module.kind for module in chain]
     if kinds[:1] == ["StaticEmbedding"] or kinds == ["Transformer", "LogitScore"]:
         return chain
+    if kinds == ["Transformer"] and is_pooled and _is_cross_encoder(folder):
+        return chain
     first = ["Transformer", "Pooling"] if is_pooled else ["Transformer"]
     if kinds[: len(first)] != first:
         raise ModelError(f"{path}: must begin with {' and '.join(first)}, begins with {kinds[:2]}")
@@ -416,6 +487,10 @@ def _read_modules(folder: Path, *, is_pooled: bool) -> list[_Module]:
         if kinds.count(kind) != 1:
             raise ModelError(f"{path}: must have one {kind} module, has {kinds.count(kind)}")
     return chain
+
+
+def _is_cross_encoder(folder: Path) -> bool:
+    return _read_optional(folder / "config_sentence_transformers.json").get("model_type") == "CrossEncoder"
 
 
 _PYLATE_DENSE = "pylate.models.Dense.Dense"

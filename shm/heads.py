@@ -12,6 +12,9 @@ CAPABILITIES = ("dense", "rerank", "classify", "token-classify", "sparse", "mult
 """What a model can do. A model with one label, or with a query and a document in one sequence, can rerank; every model
 for sequence classification can classify."""
 
+KINDS = ("auto", *CAPABILITIES)
+"""What `--kind` may be; auto: what the model's files say."""
+
 SCORE_ACTIVATIONS = ("identity", "sigmoid", "softmax", "tanh")
 """Functions from logits to scores. The gateway applies them, in float32."""
 
@@ -82,6 +85,8 @@ class ScoreHead:
     """The name of the class in transformers, which is the reference."""
     pair_template: PairTemplate | None = None
     """None: the tokenizer's own."""
+    padding_id: int | None = None
+    """Of pooling "lasttoken": the last token with another id is pooled, as in transformers; None: the last one."""
 
     @classmethod
     def from_json(cls, fields: Mapping[str, Any]) -> "ScoreHead":

@@ -86,9 +86,7 @@ def read_token_head(
         if expansion.get("strategy") == "min":
             max_query_tokens = query_tokens
         query_tokens = positive(expansion, ("length",), path)
-    words = _skipped_words(layout, settings, masks)
-    if not isinstance(words, list) or not all(isinstance(word, str) for word in words):
-        raise ModelError(f"{path}: skiplist_words must be a list of strings")
+    words = _skipped_words(path, layout, settings, masks)
     return TokenHead(
         steps=tuple(steps) if layout == OWN else (*steps, Step("normalize")),
         query_marker=query_marker,
@@ -151,19 +149,26 @@ def _length(path: Path, lengths: Mapping[str, Any], name: str) -> int:
     return 0 if lengths.get(name) is None else positive(lengths, (name,), path)
 
 
-def _skipped_words(layout: str, settings: Mapping[str, Any], masks: Sequence[Path]) -> list[str]:
+def _skipped_words(path: Path, layout: str, settings: Mapping[str, Any], masks: Sequence[Path]) -> list[str]:
+    """Of the file at `path`, whose content `settings` is, or of the masks."""
     if layout != OWN:
-        stated = settings.get("skiplist_words")
-        return list(string.punctuation) if stated is None else stated
+        return list(string.punctuation) if settings.get("skiplist_words") is None else _words_in(path, settings)
     words: list[str] = []
-    for path in masks:
-        mask = read_optional(path)
+    for mask_path in masks:
+        mask = read_optional(mask_path)
+        words += _words_in(mask_path, mask)
         tasks = mask.get("skiplist_tasks") or ["document"]
         if mask.get("keep_only_token_ids"):
-            raise ModelError(f"{path}: keep_only_token_ids is not supported")
-        if mask.get("skiplist_words") and tasks != "document" and list(tasks) != ["document"]:
-            raise ModelError(f"{path}: skiplist_tasks {tasks} is not supported: words are skipped in documents")
-        words += mask.get("skiplist_words") or []
+            raise ModelError(f"{mask_path}: keep_only_token_ids is not supported")
+        if words and tasks not in ("document", ["document"]):
+            raise ModelError(f"{mask_path}: skiplist_tasks {tasks} is not supported: words are skipped in documents")
+    return words
+
+
+def _words_in(path: Path, settings: Mapping[str, Any]) -> list[str]:
+    words = settings.get("skiplist_words") or []
+    if not isinstance(words, list) or not all(isinstance(word, str) for word in words):
+        raise ModelError(f"{path}: skiplist_words must be a list of strings")
     return words
 
 

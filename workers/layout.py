@@ -161,8 +161,7 @@ def _starts(lengths: NDArray[np.int64]) -> NDArray[np.int64]:
 def runs_of(
     lengths: NDArray[np.int64], starts: NDArray[np.int64], attended: NDArray[np.int64] | None = None
 ) -> list[Run]:
-    """Neighbouring sequences of one length, by their lengths, ascending, where each begins, and how many of its tokens
-    are attended to; None: all."""
+    """Neighbouring sequences of one length, by their lengths, ascending, where each begins, and `Layout.attended`."""
     firsts = [0, *(np.flatnonzero(lengths[1:] != lengths[:-1]) + 1).tolist()]
     return [
         Run(int(starts[first]), last - first, int(lengths[first]), _attended(lengths, attended, first, last))

@@ -41,8 +41,9 @@ def share_prefix(layout: Layout) -> Layout:
 
 
 def _common_tokens(layout: Layout) -> int:
-    """Tokens that all sequences begin with, less than the shortest has; 0 for one sequence."""
-    if layout.lengths.size == 1:
+    """Tokens that all sequences begin with, less than the shortest has; 0 for one sequence, and where some tokens are
+    not attended to."""
+    if layout.lengths.size == 1 or layout.attended is not None:
         return 0
     most, first = int(layout.lengths[0]) - 1, layout.token_ids
     for length in dict.fromkeys((min(most, MIN_SHARED_TOKENS), most)):  # most batches end with the first look

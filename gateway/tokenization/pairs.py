@@ -181,7 +181,7 @@ class PairTokens:
 
 def pair_frame_of(tokenizer: tokenizers.Tokenizer, add_special_tokens: bool = True) -> PairFrame | None:
     """The special ids that the tokenizer puts around two texts; None if it does more than that."""
-    probe = tokenizer.encode("a1", "a1", add_special_tokens=add_special_tokens)
+    probe = tokenizer.encode("a1 中 !", "a1 中 !", add_special_tokens=add_special_tokens)
     if not {0, 1}.issubset(probe.sequence_ids):
         return None
     places = [[at for at, number in enumerate(probe.sequence_ids) if number == part] for part in (0, 1)]

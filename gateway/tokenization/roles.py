@@ -53,8 +53,11 @@ class RoleTemplate(NamedTuple):
         )
 
 
+_PLAIN = RoleTemplate(None, [], None)
+
+
 def role_templates(head: TokenHead | None) -> dict[Role, RoleTemplate]:
-    """For each role; empty for a model that has none."""
+    """For the roles whose texts get something of their own, or have a limit."""
     if head is None:
         return {}
     limit, expansion_id = head.query_tokens, head.expansion_id
@@ -68,7 +71,8 @@ def role_templates(head: TokenHead | None) -> dict[Role, RoleTemplate]:
             is_expansion_attended=head.attends_to_expansion,
         )
     document = RoleTemplate(head.document_prompt or None, _marker(head.document_marker), head.document_tokens or None)
-    return {Role.QUERY: query, Role.DOCUMENT: document}
+    templates = {Role.QUERY: query, Role.DOCUMENT: document}
+    return {role: template for role, template in templates.items() if template != _PLAIN}
 
 
 def _marker(token_id: int | None) -> list[int]:

@@ -74,7 +74,7 @@ def _describe_tokenizer(card: ModelCard) -> str:
 def _weights_files(card: ModelCard) -> Iterator[Path]:
     """The safetensors of the transformer and of the modules behind it. Raises ModelError for a wrong index."""
     folder = Path(card.weights_folder)
-    yield from (Path(card.folder) / step.path / "model.safetensors" for step in card.steps if step.path)
+    yield from (Path(card.folder) / step.path / "model.safetensors" for step in card.all_steps if step.path)
     if card.export_file:
         return
     if (folder / "model.safetensors").is_file():

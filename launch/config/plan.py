@@ -106,7 +106,7 @@ def make_plan(settings: Settings, report: Callable[[str], None] = logs.say, *, n
     keys = load_keys(settings)
     folder, name = _find_model(settings, report)
     model_files = _files_in(folder)
-    card = with_pair_template(read_card(folder))
+    card = with_pair_template(read_card(folder, settings.kind))
     if not (card.is_static or card.export_file):
         refuse_unknown(card)
         if settings.engine != "dummy" and not has_torch():

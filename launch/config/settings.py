@@ -123,6 +123,11 @@ class Settings(BaseSettings):
     model: CliPositionalArg[str] = Field(
         "", description="folder of a model, or its id on the Hugging Face hub; default: the bundled all-MiniLM-L6-v2"
     )
+    kind: Literal["auto", "dense", "rerank", "classify", "token-classify", "sparse", "multi-vector"] = Field(
+        "auto",
+        description="what the model is served as, where its files do not say it, or say it wrongly; auto: as its files "
+        "say. A kind that the model has no head for is refused",
+    )
     host: str = Field("127.0.0.1", description="address to listen on")
     port: _Port = Field(8000, description="port to listen on; 0 takes a free one")
     uds: _Path | None = Field(

@@ -118,9 +118,7 @@ def _save_transformer(
 ) -> int:
     """A model with random weights, larger than usual so that every part of it shows in the vectors. Returns the hidden
     size."""
-    if family == "distilbert":
-        settings = {_DISTILBERT_NAMES.get(name, name): value for name, value in settings.items()}
-    config = CONFIG_MAPPING[family](**{**_SIZES, **_FAMILY_SIZES.get(family, {}), **settings})
+    config = tiny_config(family, **settings)
     torch.manual_seed(0)
     model_class: Any = (MODEL_FOR_MASKED_LM_MAPPING if with_head else MODEL_MAPPING)[type(config)]
     model = model_class(config)
@@ -135,6 +133,13 @@ def _save_transformer(
         tokenizer_object=tokenizer, unk_token="[UNK]", pad_token="[PAD]", model_max_length=max_tokens
     ).save_pretrained(folder)
     return int(config.hidden_size)
+
+
+def tiny_config(family: str, **settings: Any) -> Any:
+    """transformers' configuration of a tiny model of a family."""
+    if family == "distilbert":
+        settings = {_DISTILBERT_NAMES.get(name, name): value for name, value in settings.items()}
+    return CONFIG_MAPPING[family](**{**_SIZES, **_FAMILY_SIZES.get(family, {}), **settings})
 
 
 def worker_config(folder: Path, **changes: Any) -> WorkerConfig:

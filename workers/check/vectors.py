@@ -99,7 +99,7 @@ def _figures(parity: Parity, lengths: NDArray[Any]) -> dict[str, Any]:
 
 def refuse_not_finite(card: ModelCard) -> None:
     """Raises ModelError for weights that contain nan or infinity, and for a file that cannot be read."""
-    folders = [card.weights_folder, *(f"{card.folder}/{step.path}" for step in card.steps if step.path)]
+    folders = [card.weights_folder, *(f"{card.folder}/{step.path}" for step in card.all_steps if step.path)]
     found: list[str] = []
     for path in (path for folder in folders for path in sorted(Path(folder).glob("*.safetensors"))):
         try:

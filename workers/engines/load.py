@@ -197,7 +197,7 @@ def _select_int8(
     quantized = LeanEngine(card, dtype="int8")
     probes = short_probes(card) if reference is None else reference.probes(card)
     expected = vectors_of(plain, probes, card.row_dim) if reference is None else reference.vectors
-    parity = compare(vectors_of(quantized, probes, card.row_dim), expected, probes.span)
+    parity = compare(vectors_of(quantized, probes, card.row_dim), expected, probes.span, card.main_output)
     why = "" if parity.is_within_bounds("int8") else f"its vectors are not the reference model's: {parity}"
     why = why or why_slow(card, quantized, plain)
     if not why:
@@ -213,8 +213,8 @@ def _compared(config: WorkerConfig, engine: Engine, reference: Reference, report
     """None for other vectors than the reference model's. Raises ModelError instead where there is no other engine."""
     path, dtype = engine.facts["path"], engine.facts["dtype"]
     report(f"comparing {path} {dtype} with the remembered reference vectors")
-    probes = reference.probes(config.card)
-    parity = compare(vectors_of(engine, probes, config.card.row_dim), reference.vectors, probes.span)
+    card, probes = config.card, reference.probes(config.card)
+    parity = compare(vectors_of(engine, probes, card.row_dim), reference.vectors, probes.span, card.main_output)
     if parity.is_within_bounds(dtype):
         return Selection(path, dtype, reference.figures(parity), reference.vectors)
     if config.card.export_file:
@@ -234,7 +234,7 @@ def _uncompared(config: WorkerConfig, engine: Engine) -> Selection:
     vectors = vectors_of(engine, probes, row_dim)
     if not np.isfinite(vectors).all():
         raise ModelError(f"{config.card.folder}: the vectors contain nan or infinity")
-    alone = compare(vectors, vectors_one_by_one(engine, probes, row_dim), probes.span)
+    alone = compare(vectors, vectors_one_by_one(engine, probes, row_dim), probes.span, config.card.main_output)
     if not alone.is_within_bounds(dtype):
         raise ModelError(f"{config.card.folder}: a text has another vector in a batch than alone: {alone}")
     needed = "the model's own weights" if config.card.export_file else "torch"
@@ -267,7 +267,7 @@ def _build(config: WorkerConfig, selection: Selection, report: ReportProgress) -
     engine.use_threads(config.num_threads)
     probes = short_probes(config.card)
     vectors = vectors_of(engine, probes, config.card.row_dim)
-    parity = compare(vectors, selection.reference[: len(vectors)], probes.span)
+    parity = compare(vectors, selection.reference[: len(vectors)], probes.span, config.card.main_output)
     if not parity.is_within_bounds(selection.dtype):
         raise ModelError(f"{config.card.folder}: the vectors are not the reference model's any more: {parity}")
     _describe(config, engine, selection)

@@ -15,7 +15,7 @@ from vecd.workers.engines.parity import vectors_of
 
 def check_order(config: WorkerConfig, engine: Engine) -> None:
     """Raises ModelError for a model that ranks the two pairs of `config` in the wrong order, unless they are accepted;
-    then the engine gets a warning. Does nothing without pairs."""
+    then the engine gets a warning. `engine.facts["ranks_in_order"]` is what was found. Does nothing without pairs."""
     if config.ordered_pair is None:
         return
     sequences = [np.array(ids, dtype=np.int32) for ids in config.ordered_pair]
@@ -23,6 +23,7 @@ def check_order(config: WorkerConfig, engine: Engine) -> None:
     outputs = np.full(len(sequences), Output.SCORES, dtype=np.uint8)
     batch = PackedBatch(lengths, np.concatenate(sequences), outputs)
     better, worse = vectors_of(engine, batch, config.card.row_dim)[:, 0].tolist()
+    engine.facts["ranks_in_order"] = better > worse
     if better > worse:
         return
     found = (

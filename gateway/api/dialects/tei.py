@@ -163,8 +163,10 @@ def _by_kind(
 ) -> ParsedEmbed:
     """What the model is for; a model that makes vectors of texts may also do other things, by other paths."""
     model_info = call.model_info
-    if model_info.is_dense or (model_info.score is None and model_info.sparse is None):
+    if model_info.is_dense:
         return embed(call)
+    if model_info.score is None and model_info.sparse is None:
+        raise WrongModel(f"{model_info.what_it_is()}: POST /v1/embeddings with 'output' 'multi-vector'")
     return parse_embed_sparse(call) if model_info.score is None else classify(call)
 
 
@@ -358,7 +360,7 @@ def parse_default(call: Call) -> ParsedEmbed:
     """Raises WrongModel and BadRequest."""
     if call.values.get(QUERY) is not None:
         return parse_rerank(call)
-    if call.model_info.capabilities == ("multi-vector",):
+    if "rerank" in call.model_info.capabilities or call.model_info.capabilities == ("multi-vector",):
         raise WrongModel("The model served here ranks texts: send a 'query' and 'texts'")
     return parse_by_kind(call)
 
@@ -507,13 +509,6 @@ def parse_decode(call: Call) -> ParsedDecode:
 
 def _wrong_model(what: str) -> WrongModel:
     return WrongModel(f"The model served here makes embeddings: it cannot {what}")
-
-
-def _of_other_models(what: str) -> Operation:
-    def refuse(call: Call) -> ParsedEmbed:
-        raise _wrong_model(what)
-
-    return Operation(summary="Not of this model", embed=refuse, response={})
 
 
 # --- errors -----------------------------------------------------------------------------------------------------

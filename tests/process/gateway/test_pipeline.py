@@ -336,6 +336,18 @@ async def test_an_input_that_ends_workers_is_refused_whatever_is_asked_of_it(out
     assert bench.policy.queued_sequences == 0
 
 
+async def test_offsets_of_tokens_come_with_the_result(bench, service, monkeypatch):
+    tokenized = service.app.tokenizer._tokenized
+    offsets = [np.array([[0, 1], [2, 5]], np.int32), np.array([[-1, -1]], np.int32)]
+    found = iter(offsets)
+    monkeypatch.setattr(service.app.tokenizer, "_tokenized", lambda ids: tokenized(ids)._replace(offsets=next(found)))
+    worker = bench.add_worker()
+    embedding = service.embed([1, 2], [3], output=Output.TOKENS)
+    worker.answer(await worker.receive())
+    embedded = await embedding
+    assert [rows.tolist() for rows in embedded.offsets] == [rows.tolist() for rows in offsets]
+
+
 async def test_a_text_has_no_more_rows_than_a_slot(bench, service):
     worker = bench.add_worker()
     fits, too_long = [1] * SPEC.rows_per_slot, [1] * (SPEC.rows_per_slot + 1)

@@ -3,6 +3,7 @@
 import json
 from collections.abc import Callable
 from pathlib import Path
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
@@ -191,3 +192,25 @@ def test_documents_of_a_router_are_the_reference_s(tmp_path: Path) -> None:
     config, batch = sparse_config(folder), random_batch(LENGTHS)
     found = weights_of(sparse_engine(folder, "packed"), config, batch)
     assert_same_vectors(found, SparseReference(folder)(batch))
+
+
+@pytest.mark.parametrize("pooling", ["max", "sum"])
+def test_the_logits_of_all_tokens_are_never_in_memory(
+    pooling: str, splade: Callable[..., Path], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    sizes: list[int] = []
+
+    def linear(states: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None = None) -> torch.Tensor:
+        product = torch.nn.functional.linear(states, weight, bias)
+        sizes.append(product.numel())
+        return product
+
+    monkeypatch.setattr(sparse_head, "_FLOATS_OF_A_SLICE", 7000)
+    parts = SimpleNamespace(linear=linear, layer_norm=torch.nn.functional.layer_norm)
+    monkeypatch.setattr(sparse_head, "functional", parts)
+    folder = splade("bert", pooling)
+    config, batch = sparse_config(folder), random_batch(LENGTHS)
+    weights_of(sparse_engine(folder, "packed"), config, batch)
+    _, *slices = sizes  # the first is the dense layer, from width to width
+    assert max(slices) <= 7000
+    assert sum(slices) == sum(LENGTHS) * VOCAB_SIZE

@@ -1,11 +1,14 @@
 """Sorting by length, and the way back."""
 
+from dataclasses import replace
+
 import numpy as np
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from vecd.shm.output import Output
 from vecd.workers.engine import PackedBatch
-from vecd.workers.layout import arrange
+from vecd.workers.layout import Run, arrange, passes
 
 
 def batch_of(sequences: list[list[int]]) -> PackedBatch:
@@ -56,3 +59,30 @@ def test_positions_after_padding_skip_padding_tokens(sequences: list[list[int]],
             position += token != pad
             expected.append(pad if token == pad else position)
     assert arrange(batch_of(sequences)).positions_after(pad).tolist() == expected
+
+
+def test_the_second_part_is_of_a_pair_or_an_expansion() -> None:
+    outputs = [Output.SCORES, Output.TOKEN_VECTORS, Output.TOKEN_VECTORS, Output.HYBRID, Output.SCORES]
+    batch = replace(
+        batch_of([[1, 2, 3, 4], [5, 6, 7, 8], [1, 2, 3], [5, 6, 7, 8], [1]]),
+        outputs=np.array(outputs, dtype=np.uint8),
+        borders=np.array([3, 2, 0, 1, 0], dtype=np.int32),
+    )
+    layout = arrange(batch)
+    assert layout.order.tolist() == [4, 2, 0, 1, 3]
+    assert layout.borders is not None
+    assert layout.borders.tolist() == [0, 0, 3, 0, 0]
+    assert layout.token_types().tolist() == [0, 0, 0, 0, 0, 0, 0, 1, *[0] * 8]
+    assert layout.attended is not None
+    assert layout.attended.tolist() == [1, 3, 4, 2, 1]
+    assert [run.attended for run in layout.runs] == [(), (), (4, 2, 1)]
+    assert layout.runs[2].attended_keys()[:, 0, 0].tolist() == [
+        [True, True, True, True],
+        [True, True, False, False],
+        [True, False, False, False],
+    ]
+    parts = list(passes(layout, 5))
+    assert [run.attended for part in parts for run in part.runs] == [(), (), (), (2,), (1,)]
+    alone = arrange(batch.part(1, 2))
+    assert alone.runs == [Run(0, 1, 4, (2,))]
+    assert arrange(batch.part(0, 1)).attended is None

@@ -6,7 +6,7 @@ nothing. Called by `vecd.workers.engines.torch.selection` and by `vecd.workers.e
 
 from collections.abc import Callable
 from functools import partial
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, cast
 
 import torch
 
@@ -19,6 +19,7 @@ from vecd.workers.engines.torch.fused import load_fused
 from vecd.workers.engines.torch.heads import load_heads
 from vecd.workers.engines.torch.transformer import Forward, TransformerEngine
 from vecd.workers.families.description import NotDescribed
+from vecd.workers.layout import Layout
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
@@ -47,9 +48,13 @@ def build_engine(config: WorkerConfig, path: str, dtype: str, load: Load | None 
             raise NotDescribed("the lean engine computes float32 and int8 on a processor")
         return LeanEngine(config.card, dtype=dtype)
     device = torch.device(config.device)
-    forward = _forward(config.card, path, dtype, device, load or partial(_load, config.card, device))
-    engine = TransformerEngine(forward, load_heads(config.card, device), dtype, device)
-    score = config.card.score
+    load, score = load or partial(_load, config.card, device), config.card.score
+    if path in ("padded", "unpadded") and score is not None and not score.steps:
+        # No table describes its head: transformers' class computes that, too.
+        forward = _padded(config.card, path, device, load(dtype), has_head=True)
+        return TransformerEngine(forward, {config.card.main_output: _as_they_are}, dtype, device)
+    heads = load_heads(config.card, device)
+    engine = TransformerEngine(_forward(config.card, path, dtype, device, load), heads, dtype, device)
     if score is not None and score.pooling == "lasttoken" and score.pair_template is not None:
         engine.share_prefixes(prefix.probe(config.card))
     return engine
@@ -63,12 +68,28 @@ def _forward(card: ModelCard, path: str, dtype: str, device: torch.device, load:
     if path == "packed":
         from vecd.workers.engines.torch.packed import PackedForward  # not below: it needs names inside transformers
 
-        return PackedForward(load(dtype), device)
+        return PackedForward(_body(card, load(dtype)), device, has_segments=card.has_segments)
     if path not in ("padded", "unpadded"):
         raise ModelError(f"{card.folder}: there is no path {path}")
+    return _padded(card, path, device, _body(card, load(dtype)))
+
+
+def _as_they_are(logits: torch.Tensor, layout: Layout) -> torch.Tensor:
+    return logits.float()
+
+
+def _padded(
+    card: ModelCard, path: str, device: torch.device, model: "PreTrainedModel", *, has_head: bool = False
+) -> Forward:
     from vecd.workers.engines.torch.padded import PaddedForward
 
-    return PaddedForward(load(dtype), device, may_pad=path == "padded")
+    may_pad = path == "padded"
+    return PaddedForward(model, device, may_pad=may_pad, has_segments=card.has_segments, has_head=has_head)
+
+
+def _body(card: ModelCard, model: "PreTrainedModel") -> "PreTrainedModel":
+    """The model without the head that one for classification has."""
+    return model if card.score is None else cast("PreTrainedModel", model.base_model)
 
 
 def _load(card: ModelCard, device: torch.device, dtype: str) -> "PreTrainedModel":

@@ -71,7 +71,9 @@ class Embeddings:
 
     words: Tensor
     positions: Tensor | None
-    """With the one row of token type 0 added, where a family has types."""
+    """With the row of token type 0 added, where a family has types."""
+    type_difference: Tensor | None
+    """The row of type 1 less that of type 0, float32 [H]: of the second part of a pair. None where all have type 0."""
     norm: Callable[[Tensor], Tensor]
     projection: Linear | None
     positions_after: int | None
@@ -84,6 +86,8 @@ class Embeddings:
             after = self.positions_after
             positions = layout.offsets() if after is None else layout.positions_after(after)
             x += self.positions[_extended(positions, num_tokens)]
+        if self.type_difference is not None and layout.borders is not None:
+            x[torch.from_numpy(np.flatnonzero(layout.token_types()))] += self.type_difference
         x = self.norm(x).to(dtype)
         return x if self.projection is None else self.projection(x)
 
@@ -185,7 +189,9 @@ def load_fused(card: ModelCard, dtype: str) -> FusedForward:
         raise NotDescribed(f"there are no linear kernels for {dtype} here")
     try:
         weights = map_tensors(Path(card.weights_folder))
-        forward = _Builder(describe(card, weights), weights, dtype, card.max_tokens).build()
+        forward = _Builder(
+            describe(card, weights), weights, dtype, card.max_tokens, has_segments=card.has_segments
+        ).build()
         forward.warm(card.max_tokens)
         return forward
     except (OSError, SafetensorError, ValueError, KeyError, TypeError, RuntimeError) as error:
@@ -200,8 +206,11 @@ def _refuse_other_parts(encoder: EncoderSpec) -> None:
 
 
 class _Builder:
-    def __init__(self, encoder: EncoderSpec, weights: Mapping[str, Tensor], dtype: str, max_tokens: int) -> None:
+    def __init__(
+        self, encoder: EncoderSpec, weights: Mapping[str, Tensor], dtype: str, max_tokens: int, *, has_segments: bool
+    ) -> None:
         self._encoder = encoder
+        self._has_segments = has_segments
         self._weights = weights
         self._dtype = dtype
         self._max_tokens = max_tokens
@@ -221,11 +230,15 @@ class _Builder:
     def _embeddings(self) -> Embeddings:
         encoder = self._encoder
         positions = None if encoder.positions is None else self._weights[f"{encoder.positions}.weight"].float()
+        difference = None
         if positions is not None and encoder.types is not None:
-            positions = positions + self._weights[f"{encoder.types}.weight"][0].float()
+            types = self._weights[f"{encoder.types}.weight"][:2].float()
+            positions = positions + types[0]
+            difference = types[1] - types[0] if self._has_segments and len(types) > 1 else None
         return Embeddings(
             words=self._weights[f"{encoder.words}.weight"],
             positions=positions,
+            type_difference=difference,
             norm=self._norm_or_none(encoder.embedding_norm),
             projection=None if encoder.projection is None else self._linear(encoder.projection),
             positions_after=encoder.positions_after,

@@ -11,6 +11,7 @@ from vecd.shm.output import Output
 from vecd.workers.engines.torch.logit_head import LogitHead
 from vecd.workers.engines.torch.outputs import Heads
 from vecd.workers.engines.torch.pooling import Head, load_head
+from vecd.workers.engines.torch.score_head import load_score_heads
 from vecd.workers.engines.torch.sparse_head import load_splade
 from vecd.workers.engines.torch.token_head import token_heads
 from vecd.workers.families.description import NotDescribed
@@ -26,6 +27,8 @@ def load_heads(card: ModelCard, device: torch.device) -> Heads:
         heads[Output.SPARSE] = load_splade(card, device)
     if card.score is not None and [step.kind for step in card.score.steps] == ["logit"]:
         heads[Output.SCORES] = LogitHead(card, device)
+    elif card.score is not None:
+        heads |= load_score_heads(card, device)
     missing = card.outputs - heads.keys()
     if missing:
         raise NotDescribed(f"no head for {', '.join(output.name.lower() for output in sorted(missing))}")

@@ -16,7 +16,9 @@ from typing import Any, cast
 import torch
 import transformers
 from transformers import (
+    MODEL_FOR_SEQUENCE_CLASSIFICATION_MAPPING,
     MODEL_FOR_TEXT_ENCODING_MAPPING,
+    MODEL_FOR_TOKEN_CLASSIFICATION_MAPPING,
     MODEL_MAPPING,
     AutoConfig,
     PretrainedConfig,
@@ -37,7 +39,8 @@ def load_model(
     card: ModelCard, dtype: str, device: torch.device, classes: Mapping[Any, Any] | None = None
 ) -> PreTrainedModel:
     """The model of `card`, in evaluation mode, its weights in `dtype` (a key of DTYPES) on `device`. `classes`: one of
-    transformers' mappings from the class of a configuration to that of a model with a head; None: without a head.
+    transformers' mappings from the class of a configuration to that of a model with a head; None: with the head of a
+    model for classification, whose `base_model` is what is in front of it, and without that of any other.
 
     On a CPU, weights stored in `dtype` are mapped from the file and shared between workers; others are converted, which
     costs a copy each. Raises ModelError, in one line, when the model cannot be loaded exactly as stored.
@@ -48,6 +51,7 @@ def load_model(
     with _silence():
         try:
             config = _config_of(folder)
+            classes = _heads_of(card) if classes is None else classes
             model, loaded = _load(folder, _class_of(folder, config, classes), config, dtype)
         except ModelError:
             raise
@@ -55,7 +59,7 @@ def load_model(
             for path in sorted(Path(folder).glob("*.safetensors")):
                 read_header(path)  # names the file, if one is not whole
             raise ModelError(f"{folder}: cannot be loaded: {one_line(error)}") from error
-    _refuse_partial(folder, model, loaded)
+    _refuse_partial(folder, model, loaded, has_head=_heads_of(card) is not None)
     _refuse_length_dependent_positions(folder, config, card.max_tokens)
     model.config.use_cache = False
     model.requires_grad_(False)
@@ -108,19 +112,33 @@ def _class_of(folder: str, config: PretrainedConfig, classes: Mapping[Any, Any] 
     return cast(type[PreTrainedModel], model_class)
 
 
-def _refuse_partial(folder: str, model: PreTrainedModel, loaded: dict[str, Any]) -> None:
-    """Refuse missing tensors, except those of a pooler, which is not used, and left-over ones, except training heads.
+_WITH_HEAD: dict[str, Any] = {
+    "ForSequenceClassification": MODEL_FOR_SEQUENCE_CLASSIFICATION_MAPPING,
+    "ForTokenClassification": MODEL_FOR_TOKEN_CLASSIFICATION_MAPPING,
+}
+"""By the end of the architecture's name."""
+
+
+def _heads_of(card: ModelCard) -> Any:
+    """transformers' classes for the head of the model, by configuration; None for a model without one."""
+    architecture = "" if card.score is None else card.score.architecture
+    return next((classes for end, classes in _WITH_HEAD.items() if architecture.endswith(end)), None)
+
+
+def _refuse_partial(folder: str, model: PreTrainedModel, loaded: dict[str, Any], *, has_head: bool) -> None:
+    """Refuse missing tensors, except those of a pooler that is not used, and left-over ones, except training heads.
 
     A head is a part that the architecture does not have ("cls", "lm_head"). A left-over inside a part that it has
     ("encoder.layer.12…") means that the configuration describes another model.
     """
-    missing = sorted(name for name in loaded["missing_keys"] if _part(name, model) != "pooler")
+    missing = sorted(name for name in loaded["missing_keys"] if has_head or _part(name, model) != "pooler")
     if missing:
         raise ModelError(f"{folder}: the weights lack {_some(missing)}, which config.json calls for")
     if loaded["mismatched_keys"]:
         name, stored, expected = min(loaded["mismatched_keys"])
         raise ModelError(f"{folder}: {name} is {list(stored)} in the weights and {list(expected)} in config.json")
-    parts = {name for name, _ in model.named_children()}
+    bodies = (model, model.base_model) if has_head else (model,)
+    parts = {name for body in bodies for name, _ in body.named_children()}
     left_over = sorted(name for name in loaded["unexpected_keys"] if _part(name, model) in parts)
     if left_over:
         raise ModelError(f"{folder}: the weights have {_some(left_over)}, which config.json has no place for")

@@ -17,7 +17,7 @@ from vecd.shm.card import POSITIONS_AFTER_PADDING
 from vecd.workers.engines.torch.device import to_device
 from vecd.workers.engines.torch.linear import prepack_linears
 from vecd.workers.engines.torch.packed_attention import PackingError, register, running
-from vecd.workers.engines.torch.padded import PACKED_ATTENTION
+from vecd.workers.engines.torch.padded import PACKED_ATTENTION, num_token_types
 from vecd.workers.layout import Layout
 
 
@@ -28,8 +28,9 @@ class PackedForward:
     path = "packed"
     num_padding_tokens = 0
 
-    def __init__(self, model: PreTrainedModel, device: torch.device) -> None:
-        """Raises PackingError when the model takes no positions, or its attention cannot be replaced."""
+    def __init__(self, model: PreTrainedModel, device: torch.device, *, has_segments: bool = False) -> None:
+        """`has_segments`: as for `PaddedForward`. Raises PackingError when the model takes no positions, or its
+        attention cannot be replaced."""
         accepted = inspect.signature(model.forward).parameters
         if "position_ids" not in accepted:
             raise PackingError(f"{type(model).__name__} takes no position_ids")
@@ -41,8 +42,8 @@ class PackedForward:
         self._model = model
         self._device = device
         self.can_share = device.type == "cpu"
-        # A model with token types (GPT-2 takes the argument, but adds word embeddings for it) gets zeros.
-        self._has_token_types = "token_type_ids" in accepted and bool(getattr(model.config, "type_vocab_size", 0))
+        self._num_token_types = num_token_types(model)
+        self._has_segments = has_segments and self._num_token_types > 1
 
     def __call__(self, layout: Layout) -> Tensor:
         num_shared = layout.prefix.size
@@ -53,7 +54,9 @@ class PackedForward:
             # All ones, because without a mask transformers looks for packing itself and wraps the model's mask rule.
             "attention_mask": torch.ones_like(token_ids),
         }
-        if self._has_token_types:
+        if self._has_segments and layout.borders is not None:
+            arguments["token_type_ids"] = to_device(layout.token_types(), self._device)[None]
+        elif self._num_token_types:
             arguments["token_type_ids"] = torch.zeros_like(token_ids)
         with running(layout.runs, num_shared):
             hidden: Tensor = self._model(**arguments).last_hidden_state

@@ -13,14 +13,12 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 import torch
-from numpy.typing import NDArray
 
 from vecd.shm.card import ModelError, one_line
-from vecd.shm.output import Output
 from vecd.workers.config import WorkerConfig
-from vecd.workers.engine import Engine, PackedBatch, ReportProgress
+from vecd.workers.engine import Engine, ReportProgress
 from vecd.workers.engines.lean.engine import LeanEngine
-from vecd.workers.engines.parity import all_probes, compare, vectors_of, vectors_one_by_one
+from vecd.workers.engines.parity import all_probes, compare, vectors_of
 from vecd.workers.engines.references import Reference, recall_reference, remember_reference
 from vecd.workers.engines.selection_cache import Selection
 from vecd.workers.engines.timing import fastest, in_words, take_times, why_slow
@@ -48,7 +46,8 @@ def select(config: WorkerConfig, report: ReportProgress) -> tuple[Selection, Eng
     """Return the first engine whose vectors are the reference model's within bounds, and the record of it.
 
     The reference vectors are computed in float32. If the weights are stored in a shorter type, they are computed in the
-    first type to be tried instead, because float32 would take twice the memory.
+    first type to be tried instead, because float32 would take twice the memory; but not those of a model with scores
+    of up to _LARGEST bytes, because scores have no bound that holds between any two computations in 16 bits.
 
     Raises ModelError when the model cannot be loaded or run, or when no path that `config` allows is within bounds.
     """
@@ -88,7 +87,8 @@ class _Selector:
     def select(self) -> tuple[Selection, Engine]:
         config = self._config
         loadable = [dtype for dtype in self._dtypes if dtype != "int8"]
-        reference_dtype = "float32" if is_stored_as_float32(config.card) else loadable[0]
+        has_room = config.card.score is not None and config.card.weights_bytes <= _LARGEST
+        reference_dtype = "float32" if has_room or is_stored_as_float32(config.card) else loadable[0]
         reference = self.reference(reference_dtype)
         for dtype, path in self._candidates(reference_dtype):
             found = self._try(dtype, path, reference)
@@ -115,7 +115,9 @@ class _Selector:
         probes = all_probes(card, sum(weight.numel() for weight in self._load(dtype).parameters()))
         self._report(f"embedding probes of up to {probes.lengths.max()} tokens with the reference model")
         try:
-            vectors = self._reference_vectors(dtype, probes)
+            from vecd.workers.engines.torch.reference import reference_rows  # imports transformers
+
+            vectors = reference_rows(self._config, dtype, self._load, probes)
         except Exception as error:
             raise ModelError(f"{card.folder}: the model cannot be run: {one_line(error)}") from error
         if not np.isfinite(vectors).all():
@@ -124,22 +126,6 @@ class _Selector:
         if dtype == "float32":
             remember_reference(self._config, reference)
         return reference
-
-    def _reference_vectors(self, dtype: str, probes: PackedBatch) -> NDArray[np.float32]:
-        card = self._config.card
-        if card.main_output is Output.SPARSE:
-            from vecd.workers.engines.torch.sparse_reference import sparse_reference  # imports transformers
-
-            return sparse_reference(card, dtype, self._device, probes)
-        if card.score is not None and [step.kind for step in card.score.steps] == ["logit"]:
-            from vecd.workers.engines.torch.logit_reference import logit_reference  # imports transformers
-
-            return logit_reference(card, dtype, self._device, probes)
-        if card.tokens is not None:
-            from vecd.workers.engines.torch.token_reference import token_rows
-
-            return token_rows(self._config, dtype, self._load, probes)
-        return vectors_one_by_one(build_engine(self._config, "padded", dtype, self._load), probes, card.row_dim)
 
     def _fastest(self, selection: Selection, engine: Engine, reference: Reference) -> tuple[Selection, Engine]:
         """The fastest engine in the dtype of `selection`: that one, or a rival."""
@@ -170,7 +156,8 @@ class _Selector:
             engine = build_engine(self._config, path, dtype, self._load)
             card = self._config.card
             probes = reference.probes(card)
-            parity = compare(vectors_of(engine, probes, card.row_dim), reference.vectors, probes.span)
+            vectors = vectors_of(engine, probes, card.row_dim)
+            parity = compare(vectors, reference.vectors, probes.span, card.main_output)
         except ModelError:
             raise
         except NotDescribed as error:

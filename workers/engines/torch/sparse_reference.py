@@ -2,7 +2,7 @@
 
 Owns the formula in its plainest form, with all logits of a sequence in memory. Shares nothing with
 `vecd.workers.engines.torch.sparse_head`, which is compared with it. Called by
-`vecd.workers.engines.torch.selection`.
+`vecd.workers.engines.torch.reference`.
 """
 
 import numpy as np

@@ -1,7 +1,7 @@
 """The reference rows of a multi-vector model: transformers' own class, one sequence at a time.
 
 Owns the attention mask of an expanded query, in transformers' own words: 0 for every token of the expansion. Called by
-`vecd.workers.engines.torch.selection`.
+`vecd.workers.engines.torch.reference`.
 """
 
 from dataclasses import replace

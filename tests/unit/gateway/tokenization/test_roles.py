@@ -137,6 +137,20 @@ def test_a_template_that_is_no_frame_has_the_marker_too(make, monkeypatch):
         )
 
 
+def test_a_model_without_forms_of_its_own_has_no_roles(make):
+    ours = make(TokenHead(()))
+    assert tokenize(ours, "a b", QUERY) == tokenize(make(None), "a b", QUERY)
+    assert not ours._roles
+
+
+def test_known_words_are_filled_up_too(make, monkeypatch):
+    ours = make(HEAD)
+    once = tokenize(ours, "a b", QUERY)
+    monkeypatch.setattr(ours, "_take_run", None)
+    assert ours.tokenize_now(["a b"], QUERY) == [once]
+    assert ids(ours.tokenize_now(["a b"], DOCUMENT)[0]) == pylate("a b", 24, DOCUMENT_MARKER, is_padded=False)
+
+
 def test_the_model_s_own_ids_are_taken_as_they_are(make):
     async def main() -> list[TokenizedInput]:
         return [item async for run in ours.tokenize([[2, 50, 3]], QUERY) for item in run]

@@ -32,7 +32,7 @@ from vecd.shm.card import read_card
 def test_a_slot_has_a_row_for_each_token_of_a_text(
     max_tokens: int, flags: list[str], rows: int, minilm_folder: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(plan, "read_card", lambda folder: replace(read_card(folder), max_tokens=max_tokens))
+    monkeypatch.setattr(plan, "read_card", lambda folder, kind: replace(read_card(folder), max_tokens=max_tokens))
     made = make_plan(load_settings([str(minilm_folder), "--device", "cpu", *flags]))
     assert made.gateway.arena.rows_per_slot == rows
     assert {worker.arena for worker in made.workers} == {made.gateway.arena}
@@ -117,7 +117,7 @@ def test_an_export_is_computed_on_the_processor(
 
 def test_what_has_no_room_in_a_row_needs_none(minilm_folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     card = replace(read_card(minilm_folder), max_tokens=8192, dim=128)
-    monkeypatch.setattr(plan, "read_card", lambda folder: card)
+    monkeypatch.setattr(plan, "read_card", lambda folder, kind: card)
     arena = make_plan(load_settings([str(minilm_folder), "--device", "cpu"])).gateway.arena
     assert (arena.rows_per_slot, arena.dim) == (512, 128)
 

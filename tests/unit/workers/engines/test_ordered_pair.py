@@ -27,6 +27,7 @@ class Ranking:
 
     def __init__(self, *scores: float) -> None:
         self.scores, self.warnings, self.batches = scores, list[str](), list[PackedBatch]()
+        self.facts: dict[str, Any] = {}
 
     def embed(self, batch: PackedBatch, rows: Any) -> None:
         self.batches.append(batch)
@@ -47,6 +48,7 @@ def test_the_right_order_is_taken_as_it_is(config: WorkerConfig) -> None:
     assert batch.outputs is not None
     assert batch.outputs.tolist() == [Output.SCORES] * 2
     assert engine.warnings == []
+    assert engine.facts == {"ranks_in_order": True}
 
 
 @pytest.mark.parametrize("scores", [(0.1, 0.2), (0.1, 0.1), (math.nan, 0.1), (0.1, math.nan)])
@@ -56,6 +58,7 @@ def test_another_order_is_refused_unless_it_is_accepted(scores: tuple[float, flo
     engine = Ranking(*scores)
     check_order(replace(config, accept_unordered=True), engine)  # type: ignore[arg-type]
     (warning,) = engine.warnings
+    assert engine.facts == {"ranks_in_order": False}
     assert warning.startswith("--accept-unordered: the answer to a plain question gets the score")
 
 
@@ -63,6 +66,7 @@ def test_a_model_without_such_a_pair_is_not_asked(config: WorkerConfig) -> None:
     engine = Ranking()
     check_order(replace(config, ordered_pair=None), engine)  # type: ignore[arg-type]
     assert engine.batches == []
+    assert engine.facts == {}
 
 
 def test_the_pair_travels_with_the_configuration(config: WorkerConfig) -> None:

@@ -8,7 +8,7 @@ import numpy as np
 import orjson
 import pytest
 
-from tests.support.arrays import MOODS, NER, RERANKER, SPLADE, TOXIC, render, rendered, rows
+from tests.support.arrays import COLBERT, MOODS, NER, RERANKER, SPLADE, TOXIC, render, rendered, rows
 from tests.support.asking import PLAIN, answer, ask, body_of
 from vecd.gateway.api.dialects import openai, tei, vllm
 from vecd.gateway.encoding.scores import ScoreRows
@@ -182,6 +182,10 @@ def test_the_default_path_does_what_the_model_is_for():
     assert ask(DEFAULT, {"inputs": ["a", "b"]}, model_info=MOODS).request.inputs == [Pair("a", "b")]
     assert ask(DEFAULT, {"inputs": ["a", "b"]}, model_info=SPLADE).request.output is Output.SPARSE
     assert ask(DEFAULT, {"inputs": ["a", "b"]}).request.output is Output.VECTORS
+    with pytest.raises(WrongModel, match="send a 'query' and 'texts'"):
+        ask(DEFAULT, {"inputs": ["a", "b"]}, model_info=COLBERT)
+    with pytest.raises(WrongModel, match="POST /v1/embeddings with 'output' 'multi-vector'"):
+        ask(HUB, {"inputs": ["a", "b"]}, model_info=COLBERT)
 
 
 # --- Hugging Face's paths ---------------------------------------------------------------------------------------

@@ -383,7 +383,7 @@ def test_elasticsearch_gets_a_bare_list_for_documents(path):
 @pytest.mark.parametrize(("path", "body"), [("/", {"inputs": "a"}), ("/invocations", {"text_inputs": ["a"]})])
 def test_a_model_that_ranks_embeds_nothing(path, body):
     operation = tei.DIALECT.operations[f"POST {path}"]
-    assert set(operation.needs) == {"dense", "rerank", "multi-vector"}
+    assert {"dense", "rerank", "multi-vector"} <= set(operation.needs)
     with pytest.raises(WrongModel, match="ranks texts: send a 'query'"):
         ask(operation, body, model_info=CROSS_ENCODER)
 

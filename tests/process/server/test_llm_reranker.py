@@ -1,0 +1,109 @@
+"""Rerankers that are causal language models, from the folder to the score, against sentence-transformers on the same
+files; and the refusal of one that ranks a plain pair in the wrong order.
+"""
+
+import subprocess
+import sys
+from array import array
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from sentence_transformers import CrossEncoder
+
+from tests.support.checkpoints import worker_config
+from tests.support.llm_checkpoints import rank, save_causal, save_reranker
+from tests.support.serving import running_server
+from vecd.gateway.tokenization.tokenizer import Tokenizer
+from vecd.gateway.types.request import Pair, Tokenizing
+from vecd.launch.config.ordered_pair import ANSWER, OTHER, QUERY, ordered_pair
+from vecd.launch.config.pair_template import with_pair_template
+from vecd.shm.card import read_card
+from vecd.shm.output import Output
+from vecd.workers.engine import PackedBatch
+from vecd.workers.engines.parity import vectors_of
+from vecd.workers.engines.torch.build import build_engine
+
+RIGHT, WRONG = (QUERY, ANSWER), (QUERY, OTHER)
+PAIRS = [
+    RIGHT,
+    WRONG,
+    (QUERY, ""),
+    ("", "   a document \n with <|im_end|> in it "),
+    (" Wo liegt die Straße? ", "你好 🙂" * 5),
+    (QUERY, "a long document, " * 100),  # cut, with the template's end behind it
+]
+
+
+@pytest.fixture(scope="module", params=["qwen3", "qwen2", "gemma"])
+def reranker(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    no = None if request.param == "gemma" else "no"
+    plain = save_causal(tmp_path_factory.mktemp("causal"), request.param)
+    return save_reranker(tmp_path_factory.mktemp("reranker"), plain, no=no)
+
+
+@pytest.fixture(scope="module")
+def ranking(tmp_path_factory: pytest.TempPathFactory) -> dict[bool, Path]:
+    """Folders of a model that ranks the plain pair right, and of one that does not."""
+    plain = save_causal(tmp_path_factory.mktemp("causal"))
+    folders = [save_reranker(tmp_path_factory.mktemp("ranking"), plain) for _ in range(2)]
+    return {True: rank(folders[0], RIGHT, WRONG), False: rank(folders[1], WRONG, RIGHT)}
+
+
+@pytest.mark.parametrize("instruction", [None, "Find code that does"])
+async def test_scores_of_texts_are_sentence_transformers_own(reranker: Path, instruction: str | None) -> None:
+    card = with_pair_template(read_card(reranker))
+    assert card.score is not None
+    runs = Tokenizer(card, card.max_tokens, "model").tokenize(
+        [Pair(*pair) for pair in PAIRS], Tokenizing(instruction=instruction)
+    )
+    inputs = [item async for run in runs for item in run]
+    model: Any = CrossEncoder(str(reranker), device="cpu", local_files_only=True)
+    expected_ids = [model[0].preprocess([pair], prompt=instruction)["input_ids"][0].tolist() for pair in PAIRS]
+    ids = [array("i", item.token_ids) for item in inputs]
+    assert [each.tolist() for each in ids] == expected_ids
+    batch = PackedBatch(
+        np.array(list(map(len, ids)), dtype=np.int32),
+        np.concatenate([np.array(each, dtype=np.int32) for each in ids]),
+        np.full(len(ids), Output.SCORES, dtype=np.uint8),
+    )
+    path = "packed" if card.model_type == "gemma" else "fused"
+    engine = build_engine(replace(worker_config(reranker), card=card), path, "float32")
+    assert engine._shares_prefixes  # type: ignore[attr-defined]
+    scores = 1 / (1 + np.exp(-vectors_of(engine, batch, 1)[:, 0].astype(np.float64)))
+    np.testing.assert_allclose(scores, model.predict(PAIRS, prompt=instruction), atol=1e-5)
+
+
+def test_the_pair_is_tokenized_as_requests_are(ranking: dict[bool, Path]) -> None:
+    card = with_pair_template(read_card(ranking[True]))
+    inputs = Tokenizer(card, 512, "model").tokenize_now([Pair(*RIGHT), Pair(*WRONG)])
+    assert inputs is not None
+    assert ordered_pair(card, 512) == tuple(tuple(array("i", item.token_ids)) for item in inputs)
+    assert ordered_pair(replace(card, score=None), 512) is None
+
+
+def test_a_model_that_ranks_right_is_served(ranking: dict[bool, Path]) -> None:
+    with running_server(str(ranking[True]), "--workers", "1") as server:
+        [worker] = server.info()["workers"]
+        assert worker["ranks_in_order"] is True
+        assert "--accept-unordered" not in server.stderr
+
+
+def test_a_model_that_ranks_wrong_is_refused(ranking: dict[bool, Path], tmp_path: Path) -> None:
+    command = [sys.executable, "-m", "vecd", "serve", str(ranking[False]), "--port", "0", "--workers", "1"]
+    done = subprocess.run(
+        [*command, "--cache-dir", str(tmp_path)], capture_output=True, text=True, timeout=120, check=False
+    )
+    assert done.returncode == 3
+    last = done.stderr.splitlines()[-1]
+    assert f"{ranking[False]}: the answer to a plain question gets the score" in last
+    assert last.endswith("--accept-unordered serves it all the same")
+
+
+def test_a_model_that_ranks_wrong_may_be_accepted(ranking: dict[bool, Path]) -> None:
+    with running_server(str(ranking[False]), "--workers", "1", "--accept-unordered") as server:
+        [worker] = server.info()["workers"]
+        assert worker["ranks_in_order"] is False
+        assert "--accept-unordered: the answer to a plain question gets the score" in server.stderr

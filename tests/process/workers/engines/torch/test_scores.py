@@ -1,0 +1,214 @@
+"""Logits of classifiers and cross-encoders on every path, against transformers' classes."""
+
+from collections.abc import Callable
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from numpy.typing import NDArray
+
+from tests.support.checkpoints import (
+    FLOATS_OF_FUSED,
+    MAX_TOKENS,
+    VOCAB_SIZE,
+    assert_same_vectors,
+    change_weights,
+    embed,
+    engine_of,
+    worker_config,
+)
+from tests.support.score_checkpoints import logits_of, save_classifier
+from vecd.shm.card import ModelError, read_card
+from vecd.shm.output import Output
+from vecd.workers.engine import PackedBatch
+from vecd.workers.engines.parity import random_batch
+from vecd.workers.engines.torch.selection import select
+from vecd.workers.families.description import NotDescribed
+
+LENGTHS = [5, 1, 30, 60, 7, 5, 2, 1, 12, 12, 59]
+BERTS = ["bert", "electra", "roberta", "xlm-roberta", "camembert", "distilbert", "mpnet", "modernbert"]
+CAUSAL = ["qwen2", "qwen3", "mistral", "llama", "gemma3_text"]
+FUSED = [*BERTS, "qwen2", "qwen3", "mistral"]
+PADDED = [*BERTS, *CAUSAL, "albert", "nomic_bert", "gte", "gemma2", "deberta-v2", "deberta"]
+PACKED = [family for family in PADDED if family not in ("mpnet", "gemma2", "deberta-v2", "deberta")]
+"""The attention of the others is their own, or takes what the packed one does not."""
+
+
+@pytest.fixture(scope="module")
+def classifier(tmp_path_factory: pytest.TempPathFactory) -> Callable[..., Path]:
+    made: dict[str, Path] = {}
+
+    def make(family: str, **arguments: Any) -> Path:
+        key = f"{family}{sorted(arguments.items())}"
+        if key not in made:
+            made[key] = save_classifier(tmp_path_factory.mktemp(family), family, **arguments)
+        return made[key]
+
+    return make
+
+
+def pairs(output: Output = Output.SCORES) -> PackedBatch:
+    """Sequences of which some are pairs."""
+    token_ids = np.random.default_rng(1).integers(2, VOCAB_SIZE, sum(LENGTHS), dtype=np.int32)
+    lengths = np.array(LENGTHS, dtype=np.int32)
+    borders = np.where(lengths > 4, lengths // 3, 0).astype(np.int32)
+    borders[-1] = 0
+    return PackedBatch(lengths, token_ids, np.full(lengths.size, output, dtype=np.uint8), borders)
+
+
+def scores(folder: Path, path: str, batch: PackedBatch, dtype: str = "float32") -> NDArray[np.float32]:
+    return embed(engine_of(folder, path, dtype), batch, read_card(folder).row_dim)
+
+
+CASES = [
+    *(("fused", family) for family in FUSED),
+    *(("packed", family) for family in PACKED),
+    *(("padded", family) for family in PADDED),
+]
+
+
+@pytest.mark.parametrize("num_labels", [1, 2, 3])
+@pytest.mark.parametrize(("path", "family"), CASES)
+def test_the_logits_of_pairs_are_those_of_transformers(
+    path: str, family: str, num_labels: int, classifier: Callable[..., Path]
+) -> None:
+    folder = classifier(family, labels=num_labels)
+    found = scores(folder, path, pairs())
+    expected = logits_of(folder, pairs())
+    assert found.shape == (len(LENGTHS), num_labels)
+    assert_same_vectors(found, expected)
+    assert np.ptp(expected, axis=0).min() > 0.01, "a head that gives every sequence the same shows nothing"
+
+
+@pytest.mark.parametrize("num_labels", [1, 3])
+@pytest.mark.parametrize("path", ["fused", "packed", "padded"])
+@pytest.mark.parametrize(
+    "settings",
+    [
+        {"classifier_pooling": "cls"},
+        {"classifier_pooling": "mean"},
+        {"classifier_pooling": "mean", "classifier_bias": True, "norm_bias": True, "classifier_activation": "silu"},
+    ],
+)
+def test_modernbert_pools_and_computes_as_its_settings_say(
+    settings: dict[str, Any], path: str, num_labels: int, classifier: Callable[..., Path]
+) -> None:
+    folder = classifier("modernbert", labels=num_labels, **settings)
+    assert_same_vectors(scores(folder, path, pairs()), logits_of(folder, pairs()))
+
+
+@pytest.mark.parametrize(
+    ("path", "family"),
+    [
+        *(("fused", family) for family in ("bert", "roberta", "distilbert", "electra", "modernbert", "qwen3")),
+        *(("packed", family) for family in ("bert", "albert", "camembert", "modernbert", "llama")),
+        *(("padded", family) for family in ("bert", "deberta-v2", "xlm-roberta", "mistral")),
+    ],
+)
+def test_every_token_has_its_logits(path: str, family: str, classifier: Callable[..., Path]) -> None:
+    folder = classifier(family, labels=4, is_of_tokens=True)
+    batch = replace(pairs(Output.TOKEN_SCORES), borders=None)
+    found = scores(folder, path, batch)
+    assert found.shape == (sum(LENGTHS), 4)
+    assert_same_vectors(found, logits_of(folder, batch, is_of_tokens=True))
+
+
+@pytest.mark.parametrize("path", ["fused", "packed", "padded"])
+def test_the_second_part_of_a_pair_counts_as_such(path: str, classifier: Callable[..., Path]) -> None:
+    folder = classifier("bert")
+    as_pairs, as_texts = scores(folder, path, pairs()), scores(folder, path, replace(pairs(), borders=None))
+    is_pair = pairs().borders > 0  # type: ignore[operator]
+    assert np.abs(as_pairs - as_texts)[is_pair].min() > 1e-3
+    np.testing.assert_array_equal(as_pairs[~is_pair], as_texts[~is_pair])
+
+
+@pytest.mark.parametrize("path", ["packed", "padded"])
+def test_roberta_has_one_type_even_with_two_in_its_table(path: str, classifier: Callable[..., Path]) -> None:
+    """Its tokenizers give none."""
+    folder = classifier("roberta", type_vocab_size=2)
+    expected = logits_of(folder, replace(pairs(), borders=None))
+    assert_same_vectors(scores(folder, path, pairs()), expected)
+
+
+@pytest.mark.parametrize("path", ["fused", "packed", "padded"])
+def test_padding_at_the_end_of_a_text_is_passed_over_as_in_transformers(
+    path: str, classifier: Callable[..., Path]
+) -> None:
+    batch = pairs()
+    token_ids = batch.token_ids.copy()
+    token_ids[2:5] = 1  # the end of the first
+    token_ids[5] = 1  # the whole second
+    batch = replace(batch, token_ids=token_ids)
+    folder = classifier("qwen3", labels=2)
+    assert_same_vectors(scores(folder, path, batch), logits_of(folder, batch))
+
+
+@pytest.mark.parametrize("family", ["convbert", "roformer", "xlm-roberta-xl", "gpt2"])
+@pytest.mark.parametrize("is_of_tokens", [False, True])
+def test_a_family_without_a_table_is_computed_by_transformers_class(
+    family: str, is_of_tokens: bool, classifier: Callable[..., Path]
+) -> None:
+    output = Output.TOKEN_SCORES if is_of_tokens else Output.SCORES
+    folder = classifier(family, labels=3, is_of_tokens=is_of_tokens)
+    config = worker_config(folder)
+    selection, engine = select(config, lambda stage: None)
+    assert selection.path in ("padded", "unpadded")
+    batch = pairs(output)
+    found, expected = embed(engine, batch, 3), logits_of(folder, batch, is_of_tokens=is_of_tokens)
+    assert_same_vectors(found, expected)
+    with pytest.raises(NotDescribed, match="no table"):
+        engine_of(folder, "packed")
+
+
+def test_a_causal_model_without_padding_is_computed_one_text_at_a_time(classifier: Callable[..., Path]) -> None:
+    folder = classifier("gpt2", labels=2, pad_token_id=None)
+    assert_same_vectors(scores(folder, "padded", pairs()), logits_of(folder, pairs()))
+
+
+@pytest.mark.parametrize("dtype", FLOATS_OF_FUSED)
+def test_the_selected_engine_is_compared_with_transformers_class(dtype: str, classifier: Callable[..., Path]) -> None:
+    folder = classifier("bert", labels=2)
+    config = worker_config(folder, dtype=dtype)
+    selection, _ = select(config, lambda stage: None)
+    assert selection.path == "fused"
+    probes = random_batch(config.card, (5, 1, 34, 3))
+    np.testing.assert_allclose(selection.reference[:4], logits_of(folder, probes), atol=1e-5)
+    assert probes.borders is not None
+    assert probes.borders.any()
+
+
+def remove_the_pooler(weights: dict[str, torch.Tensor]) -> None:
+    del weights["bert.pooler.dense.weight"]
+
+
+def test_weights_without_the_head_are_refused(tmp_path: Path) -> None:
+    folder = save_classifier(tmp_path, "bert")
+    change_weights(folder, remove_the_pooler)
+    with pytest.raises(ModelError, match=r"lack bert\.pooler\.dense\.weight"):
+        select(worker_config(folder), lambda stage: None)
+    with pytest.raises(ModelError, match=r"lack pooler\.dense\.weight"):
+        engine_of(folder, "fused")
+
+
+def test_weights_with_layers_that_the_settings_do_not_have_are_refused(tmp_path: Path) -> None:
+    folder = save_classifier(tmp_path, "bert")
+    extra = "bert.encoder.layer.3.output.dense.weight"
+    change_weights(folder, lambda weights: weights.update({extra: torch.zeros(32, 64)}))
+    with pytest.raises(ModelError, match=r"encoder\.layer\.3"):
+        select(worker_config(folder), lambda stage: None)
+
+
+def test_a_classifier_of_another_size_is_refused(tmp_path: Path) -> None:
+    folder = save_classifier(tmp_path, "bert", labels=2)
+    change_weights(folder, lambda weights: weights.update({"classifier.weight": torch.zeros(3, 32)}))
+    with pytest.raises(ModelError, match=r"classifier\.weight"):
+        engine_of(folder, "packed")
+    with pytest.raises(ModelError, match=r"classifier\.weight is \[3, 32\]"):
+        engine_of(folder, "fused")
+
+
+def test_a_pair_may_be_as_long_as_the_model_takes(classifier: Callable[..., Path]) -> None:
+    assert read_card(classifier("bert")).max_tokens == MAX_TOKENS
