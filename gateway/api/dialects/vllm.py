@@ -164,12 +164,12 @@ def _score_json(scores: Scores, form: Form) -> bytes:
 
 def _check_tokens(request: EmbedRequest, values: Values, model_info: ModelInfo) -> None:
     """Refuse the options that only vectors of inputs have. Raises BadRequest."""
+    width = request.output.width_of(model_info)
     for field in options.DIMENSION_FIELDS:
         dimensions = values.get(field)
-        if dimensions is not None and dimensions != model_info.hidden_size:
+        if dimensions is not None and dimensions != width:
             raise BadRequest(
-                f"'{field.name}' must be {model_info.hidden_size}, as many as a token's vector has, is {dimensions}",
-                param=field.name,
+                f"'{field.name}' must be {width}, as many as a token's vector has, is {dimensions}", param=field.name
             )
     overflow = request.tokenizing.overflow or model_info.overflow
     if overflow is Overflow.CHUNK:
