@@ -43,9 +43,7 @@ class LeanForward:
             self._arrays: Arrays = Arrays(paths) if like is None else like._arrays
             arrays = self._arrays
             encoder = describe(card, arrays)
-            made = encoder_graph(
-                encoder, arrays, card.max_tokens, paths[0].name, is_int8=is_int8, has_segments=card.has_segments
-            )
+            made = encoder_graph(card, encoder, arrays, paths[0].name, is_int8=is_int8)
         except (OSError, ValueError, KeyError, TypeError, ModelError) as error:
             # The plain model reads the same files and reports their faults.
             raise NotDescribed(one_line(error)) from error

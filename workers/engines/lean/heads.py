@@ -32,9 +32,26 @@ def load_heads(card: ModelCard) -> LeanHeads:
         heads[Output.TOKENS] = lambda hidden, layout: hidden
     if card.score is not None:
         heads |= _score_heads(card)
+    if card.tokens is not None:
+        vectors = partial(apply_all, load_steps(card, card.tokens.steps))
+        heads[Output.TOKEN_VECTORS] = lambda hidden, layout: vectors(hidden)
+    if card.sparse is not None and card.sparse.is_lexical:
+        weights = partial(apply_all, load_steps(card, card.sparse.steps))
+        heads[Output.LEXICAL] = lambda hidden, layout: weights(hidden)
+    if card.main_output is Output.HYBRID:
+        heads[Output.HYBRID] = lambda hidden, layout: _hybrid(hidden, layout, heads)
     if not card.outputs <= heads.keys():
         raise NotDescribed("a head without a description in numpy")
     return heads
+
+
+def _hybrid(hidden: Floats, layout: Layout, heads: LeanHeads) -> Floats:
+    """The rows of BGE-M3, [T, D + 1]: each token's vector and weight; the dense vector and 0 for the first one."""
+    parts = (heads[output](hidden, layout) for output in (Output.TOKEN_VECTORS, Output.LEXICAL))
+    rows = np.concatenate(tuple(parts), axis=1)
+    rows[layout.starts, :-1] = heads[Output.VECTORS](hidden, layout)
+    rows[layout.starts, -1] = 0
+    return rows
 
 
 # --- scores -----------------------------------------------------------------------------------------------------
