@@ -7,8 +7,9 @@ configuration. Knows no HTTP, no dialect, no socket and no ZeroMQ frame. Made by
 
 import asyncio
 import time
-from collections.abc import Callable, Coroutine, Iterator
+from collections.abc import Callable, Coroutine, Iterable, Iterator
 from contextlib import aclosing, contextmanager
+from functools import partial
 from typing import Any, TypeVar
 
 import numpy as np
@@ -65,9 +66,11 @@ T = TypeVar("T")
 _SIZE_OF_RENDERING = 16 * 1024
 """What conversations count besides their length, in characters: 32 requests may wait for the chat template, because
 each may take a second."""
-_FLOATS_LOOKED_UP_PER_TURN = 32 * 1024
+_FLOATS_PER_TURN = 32 * 1024
 """Looked up in the vector cache in one turn of the event loop, and encoded where they are found: 85 rows of 384 floats
 take 0.6 ms, and 1.4 ms more as JSON numbers."""
+_FLOATS_OF_A_QUERY = 1024
+"""What a query that needs no worker counts as: to make its sparse vector of static weights takes 0.06 ms."""
 _MAX_TOKEN_FLOATS = 8 * 2**20
 """Limit for one response with a vector for each token: 32 MiB, and 180 MB as JSON."""
 _MAX_RUNNING_TOKEN_FLOATS = 2 * _MAX_TOKEN_FLOATS
@@ -152,7 +155,8 @@ class Pipeline:
         self._vector_cache = vector_cache
         self._query_weights = query_weights
         self._span = span_of(config.card)
-        self._max_looked_up = max(1, _FLOATS_LOOKED_UP_PER_TURN // config.card.dim)
+        floats_of_each = config.card.dim if query_weights is None else _FLOATS_OF_A_QUERY
+        self._max_per_turn = max(1, _FLOATS_PER_TURN // floats_of_each)
 
     # --- its end --------------------------------------------------------------------------------------------
 
@@ -316,7 +320,7 @@ class Pipeline:
             later = [] if tokenized is None else self._queue_run(request, request_queue, 0, tokenized, counts)
             permit.note_queued()  # the estimate no longer counts
             if later:
-                await _unless_over(pending, self._look_up(request_queue, later))
+                await _unless_over(pending, _in_turns(later))
             request.inputs.clear()  # frees up to megabytes before the response is there
             tokenized_at = timeline.tokenized_at = time.monotonic()
             reservation.settle(counts.num_tokens)
@@ -366,7 +370,7 @@ class Pipeline:
                 num_tokens = counts.num_tokens
                 later = self._queue_run(request, request_queue, num_queued, tokenized, counts)
                 permit.note_queued(counts.num_tokens - num_tokens)
-                await self._look_up(request_queue, later)
+                await _in_turns(later)
                 num_queued += len(tokenized)
 
     def _queue_run(
@@ -376,9 +380,9 @@ class Pipeline:
         start: int,
         tokenized: list[TokenizedInput],
         counts: "_Counts",
-    ) -> list[QueuedSequence]:
-        """Queue the sequences of some inputs; returns those that are to be looked up first, in later turns of the event
-        loop."""
+    ) -> list[Callable[[], None]]:
+        """Queue the sequences of some inputs, or deliver their rows where these are known. Returns what is left to do,
+        in as many later turns of the event loop."""
         num_tokens = counts.add(tokenized)
         if self._tei_counts is not None:
             self._tei_counts.count_tokenized(tokenized)
@@ -403,14 +407,16 @@ class Pipeline:
                 QueuedSequence(request_queue, index, item, output, span=self._span)
                 for index, item in enumerate(tokenized, start)
             ]
-        if self._query_weights is not None and output is Output.LEXICAL:
-            self._deliver_query_weights(self._query_weights, sequences)
-            return []
-        if self._vector_cache is None or not output.is_plain:
+        if output is Output.LEXICAL and self._query_weights is not None:
+            take = partial(self._deliver_query_weights, self._query_weights)
+        elif self._vector_cache is not None and output.is_plain:
+            take = partial(self._queue_unknown, self._vector_cache, request_queue)
+        else:
             self.dispatcher.submit(request_queue, sequences)
             return []
-        self._queue_unknown(self._vector_cache, request_queue, sequences[: self._max_looked_up])
-        return sequences[self._max_looked_up :]
+        take(sequences[: self._max_per_turn])
+        later = sequences[self._max_per_turn :]
+        return [partial(take, later[at : at + self._max_per_turn]) for at in range(0, len(later), self._max_per_turn)]
 
     def _deliver_query_weights(self, query_weights: QueryWeights, sequences: list[QueuedSequence]) -> None:
         """Deliver the static weights of queries' tokens, for which no worker is needed."""
@@ -419,17 +425,10 @@ class Pipeline:
             added = self.tokenizer.num_added(token_ids.tolist())
             sequence.pending.deliver_one(sequence, query_weights.of_tokens(token_ids, *added))
 
-    async def _look_up(self, request_queue: RequestQueue, sequences: list[QueuedSequence]) -> None:
-        """Deliver the rows that the vector cache has, and queue the other sequences, some in each turn of the event
-        loop."""
-        for start in range(0, len(sequences), self._max_looked_up):
-            await asyncio.sleep(0)
-            assert self._vector_cache is not None
-            self._queue_unknown(self._vector_cache, request_queue, sequences[start : start + self._max_looked_up])
-
     def _queue_unknown(
         self, vector_cache: VectorCache, request_queue: RequestQueue, sequences: list[QueuedSequence]
     ) -> None:
+        """Deliver the rows that the vector cache has, and queue the other sequences."""
         unknown = vector_cache.deliver_known(sequences, sequences[0].output, request_queue.tenant)
         if unknown:
             self.dispatcher.submit(request_queue, unknown)
@@ -533,6 +532,13 @@ def _num_chars(inputs: Inputs) -> int:
     if isinstance(inputs[0], Pair):
         return sum(len(query) + len(document) for query, document in inputs)
     return 0
+
+
+async def _in_turns(work: Iterable[Callable[[], None]]) -> None:
+    """Do one thing in each turn of the event loop, beginning with the next one."""
+    for do in work:
+        await asyncio.sleep(0)
+        do()
 
 
 async def _unless_over(pending: PendingResult, queueing: Coroutine[Any, Any, T]) -> T:

@@ -173,6 +173,16 @@ class ModelCard:
         return (*self.steps, *(step for head in (self.score, self.sparse, self.tokens) if head for step in head.steps))
 
     @property
+    def pooling_of_output(self) -> str:
+        """How the tokens of a sequence become its vector, its scores or its sparse weights; empty where each token has
+        its own, or nothing is known."""
+        if "dense" in self.capabilities:
+            return "+".join(self.pooling)
+        if self.score is not None:
+            return self.score.pooling
+        return "" if self.sparse is None else self.sparse.pooling
+
+    @property
     def has_segments(self) -> bool:
         """Whether the tokens of the second part of a pair have another type, if the model has types. The families
         whose positions begin after the padding have tokenizers that give every token type 0."""

@@ -20,6 +20,9 @@ _Config = Mapping[str, Any]
 _OF_SEQUENCES, _OF_TOKENS = "ForSequenceClassification", "ForTokenClassification"
 """How the names of transformers' classes end."""
 
+_MAX_RANKED_LABELS = 2
+"""One score, or "not relevant" and "relevant". Of more labels, as of a model for inference, none is the relevance."""
+
 
 def score_kinds(config: _Config, sentence_transformers: _Config, kind: str) -> tuple[str, ...]:
     """The capabilities of a model that transformers loads as a classifier, none for any other model.
@@ -33,8 +36,10 @@ def score_kinds(config: _Config, sentence_transformers: _Config, kind: str) -> t
         return ("token-classify",)
     if not architecture.endswith(_OF_SEQUENCES) or kind == "dense":
         return ()
-    reranks = _num_labels(config) == 1 or sentence_transformers.get("model_type") == "CrossEncoder"
-    return ("rerank", "classify") if kind == "rerank" or (reranks and kind != "classify") else ("classify",)
+    num_labels = _num_labels(config)
+    reranks = num_labels == 1 or kind == "rerank" or sentence_transformers.get("model_type") == "CrossEncoder"
+    may_rerank = num_labels <= _MAX_RANKED_LABELS and kind != "classify"
+    return ("rerank", "classify") if reranks and may_rerank else ("classify",)
 
 
 def read_score_head(config: _Config, sentence_transformers: _Config, hidden_size: int) -> ScoreHead:

@@ -21,7 +21,7 @@ from typing import NamedTuple
 
 import tokenizers
 
-from vecd.gateway.tokenization.text_tokens import TextTokens
+from vecd.gateway.tokenization.text_tokens import RUN_CHARS, TextTokens, runs_of
 from vecd.gateway.types.errors import BadRequest, InputTooLong
 from vecd.gateway.types.request import Overflow, Pair, TokenizedInput
 
@@ -99,7 +99,7 @@ class PairTokens:
             )
         frame = self._frames[limits.add_special_tokens]
         if frame is None:
-            return self._by_library(pairs, indices, limits, max_own)
+            return (yield from self._by_library(pairs, indices, limits, max_own))
         yield from self._read_queries(pairs, openings)
         num_needed = 0
         for pair in pairs:
@@ -152,11 +152,16 @@ class PairTokens:
 
     def _by_library(
         self, pairs: Sequence[Pair], indices: Sequence[int], limits: PairLimits, max_own: int
-    ) -> list[TokenizedInput]:
-        """Let the library put the special tokens in, and take out what is too long."""
+    ) -> Generator[None, None, list[TokenizedInput]]:
+        """Let the library put the special tokens in, and take out what is too long. A query is tokenized with each
+        document."""
         most = self._texts.max_chars
         prepared = [(pair.query[:most], pair.document[:most]) for pair in pairs]
-        encodings = self._tokenizer.encode_batch_fast(prepared, add_special_tokens=limits.add_special_tokens)
+        encodings: list[tokenizers.Encoding] = []
+        for part in runs_of([len(query) + len(document) for query, document in prepared], RUN_CHARS, 2 * most):
+            run = prepared[part.start : part.stop]
+            encodings += self._tokenizer.encode_batch_fast(run, add_special_tokens=limits.add_special_tokens)
+            yield
         sequences = []
         for index, pair, encoding in zip(indices, pairs, encodings, strict=True):
             own: tuple[list[int], list[int]] = ([], [])
@@ -219,14 +224,14 @@ def check_length(num_own: int, max_own: int, limits: PairLimits, index: int, *, 
     """Raises InputTooLong for more than `max_own` tokens without the special ones."""
     if num_own > max_own:
         num_tokens = num_own + limits.max_tokens - max_own
-        raise InputTooLong(limits.max_tokens, num_tokens, is_at_least=is_at_least, param="input", index=index)
+        raise InputTooLong(limits.max_tokens, num_tokens, is_at_least=is_at_least, index=index)
 
 
 def beyond(index: int, max_chars: int) -> BadRequest:
+    """Names no field, because each dialect has its own for the texts of pairs."""
     return BadRequest(
-        f"'input[{index}]' has a text of more than {max_chars} characters, the most that is looked at of one text, and "
-        "may not be truncated there",
-        param="input",
+        f"The pair at index {index} has a text of more than {max_chars} characters, the most that is looked at of one "
+        "text, and may not be truncated there"
     )
 
 
@@ -264,5 +269,5 @@ def _framed(
 
 def checked(ids: "array[int]", border: int, index: int, *, is_truncated: bool) -> TokenizedInput:
     if not ids:
-        raise BadRequest(f"'input[{index}]' has no tokens, at least 1 is needed", param="input")
+        raise BadRequest(f"The pair at index {index} has no tokens, at least 1 is needed")
     return TokenizedInput(ids.tobytes(), len(ids), is_truncated, border=border if border < len(ids) else 0)

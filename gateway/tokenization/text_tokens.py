@@ -16,7 +16,7 @@ other requests can have a turn in between.
 """
 
 import re
-from collections.abc import Generator, Iterator, Sequence
+from collections.abc import Generator, Iterable, Iterator, Sequence
 
 import tokenizers
 
@@ -78,7 +78,7 @@ class TextTokens:
             ends.append(end)
         firsts = [prompt + text[:end] for text, end in zip(texts, ends, strict=True)]
         lists: list[list[int]] = []
-        for part in runs_of(firsts, RUN_CHARS, self.max_chars):  # some have no split point
+        for part in runs_of(map(len, firsts), RUN_CHARS, self.max_chars):  # some have no split point
             lists += self.ids(firsts[part.start : part.stop])
             yield
         for text, end, ids in zip(texts, ends, lists, strict=True):
@@ -213,13 +213,15 @@ def shifted(offset: tuple[int, int], shift: int) -> tuple[int, int]:
     return (max(0, start), end) if end > 0 or not shift else (-1, -1)
 
 
-def runs_of(inputs: Sequence[Sequence[object]], most: int, longest: int, cost_per_input: int = 0) -> Iterator[range]:
-    """Runs of at most `most` characters or ids, or of one input each. An input counts for at most `longest`."""
-    start = cost = 0
-    for index, item in enumerate(inputs):
-        cost_of_item = min(len(item), longest) + CHARS_PER_TEXT + cost_per_input
+def runs_of(lengths: Iterable[int], most: int, longest: int, cost_per_input: int = 0) -> Iterator[range]:
+    """Runs of at most `most` characters or ids, or of one input each. `lengths` are those of the inputs; an input
+    counts for at most `longest`."""
+    start = cost = stop = 0
+    for index, length in enumerate(lengths):
+        cost_of_item = min(length, longest) + CHARS_PER_TEXT + cost_per_input
         if cost + cost_of_item > most and index > start:
             yield range(start, index)
             start, cost = index, 0
         cost += cost_of_item
-    yield range(start, len(inputs))
+        stop = index + 1
+    yield range(start, stop)

@@ -178,7 +178,13 @@ class Tokenizer:
         if _are_pairs(inputs):
             if self._pair_template is not None:
                 extra = self._pair_template.num_estimated(how.instruction)
-            return sum([min(most, (len(query) + len(document)) // 3 + extra) for query, document in inputs])
+            most_query, most_document = how.max_query_tokens or most, how.max_document_tokens or most
+            return sum(
+                [
+                    min(most, min(most_query, len(query) // 3) + min(most_document, len(document) // 3) + extra)
+                    for query, document in inputs
+                ]
+            )
         if (how.overflow or self._overflow) is not _CHUNK:
             if _are_texts(inputs):
                 return sum([min(most, len(text) // 3 + extra) for text in inputs])
@@ -259,11 +265,11 @@ class Tokenizer:
         """Divide the inputs into runs of as much as one call takes, or of one input each."""
         longest = self._texts.first_chars(self.max_tokens - self._template.num_tokens)
         if _are_pairs(inputs):
-            return runs_of([pair.document for pair in inputs], RUN_CHARS, longest)
+            return runs_of([len(pair.document) for pair in inputs], RUN_CHARS, longest)
         if _are_texts(inputs):
-            return runs_of(inputs, RUN_CHARS, longest, len(self._prompt_of(how)))
+            return runs_of(map(len, inputs), RUN_CHARS, longest, len(self._prompt_of(how)))
         most = _RUN_DECODED_IDS if self._policy.may_decode(how.are_ids_of_model) else _RUN_IDS
-        return runs_of(cast(list[TokenIds], inputs), most, most)
+        return runs_of(map(len, inputs), most, most)
 
     # --- limits -----------------------------------------------------------------------------------------------
 
@@ -351,7 +357,8 @@ class Tokenizer:
             return self._pair_template.steps(pairs, indices, self._pair_limits(how), openings)
         prompt = self._prompt if how.prompt is None else how.prompt
         if prompt:
-            pairs = [Pair(prompt + query, document) for query, document in pairs]
+            prompted = {query: prompt + query for query, _ in pairs}
+            pairs = [Pair(prompted[query], document) for query, document in pairs]
         return self._pairs.steps(pairs, indices, self._pair_limits(how), openings)
 
     def _pair_limits(self, how: Tokenizing) -> PairLimits:

@@ -237,7 +237,12 @@ def _gateway_config(
 
 
 def _check_vector_cache(gateway: GatewayConfig) -> None:
-    """Raises ConfigurationError for a --vector-cache that is too small to be of use."""
+    """Raises ConfigurationError for a --vector-cache that is too small to be of use, or that nothing is kept in."""
+    if gateway.vector_cache and "dense" not in gateway.card.capabilities:
+        kind = " and ".join(gateway.card.capabilities)
+        raise ConfigurationError(
+            [f"--vector-cache: {gateway.vector_cache} bytes given, which keep dense vectors; this model is for {kind}"]
+        )
     least = gateway.vector_cache_spec.least_nbytes(gateway.card.dim)
     if 0 < gateway.vector_cache < least:
         raise ConfigurationError(

@@ -13,6 +13,7 @@ it; any other is vLLM's. Called by `vecd.gateway.api.dialects.vllm` and `openai`
 """
 
 import time
+from collections.abc import Iterable
 from math import isfinite
 from typing import Any
 
@@ -24,6 +25,7 @@ from vecd.gateway.api.dialects.conversations import MESSAGES
 from vecd.gateway.api.dialects.headers import response_headers
 from vecd.gateway.api.dialects.inputs import parse_inputs
 from vecd.gateway.api.dialects.options import RequestedForm
+from vecd.gateway.api.dialects.rows import json_list
 from vecd.gateway.api.fields import Field, Fields, Values, contradiction
 from vecd.gateway.api.operations import Call, Operation, ParsedEmbed, ParsedMessages
 from vecd.gateway.api.schemas import any_of, described, list_of, nullable, record
@@ -104,10 +106,10 @@ def parse_classify(call: Call) -> ParsedEmbed | ParsedMessages:
         if is_raw is not None:
             return _respond(call, "infinity", "classify", labels.ranked_labels(embedded, head, activation), embedded)
         logits, scores = labels.logits_of(embedded), labels.scores_of(embedded, head, activation)
-        data = [
-            {"index": index, "label": head.labels[ranked(row)[0]], "probs": probs, "num_classes": len(probs)}
-            for index, (row, probs) in enumerate(zip(logits, scores.tolist(), strict=True))
-        ]
+        data = (
+            {"index": index, "label": head.labels[ranked(row)[0]], "probs": probs.tolist(), "num_classes": probs.size}
+            for index, (row, probs) in enumerate(zip(logits, scores, strict=True))
+        )
         return _respond(call, "classify", "list", data, embedded)
 
     request = options.read_request(call, inputs, _NUMBERS, output=Output.SCORES, prompt_fields=_PROMPT_FIELDS)
@@ -124,7 +126,7 @@ def _parse_tokens(call: Call, inputs: list[Any], activation: str | None) -> Pars
 
     def render(embedded: Embedded) -> Response:
         found = labels.entities_of(embedded, texts, model_info, aggregation, activation, ignored)
-        data = [{"index": index, "object": "token-classification", "entities": own} for index, own in enumerate(found)]
+        data = ({"index": index, "object": "token-classification", "entities": own} for index, own in enumerate(found))
         return _respond(call, "classify", "list", data, embedded)
 
     request = options.read_request(call, inputs, _NUMBERS, output=Output.TOKEN_SCORES, prompt_fields=_PROMPT_FIELDS)
@@ -132,20 +134,23 @@ def _parse_tokens(call: Call, inputs: list[Any], activation: str | None) -> Pars
     return ParsedEmbed(request._replace(tokenizing=tokenizing), render, labels.is_large(len(inputs), model_info))
 
 
-def _respond(call: Call, prefix: str, kind: str, data: list[Any], embedded: Embedded) -> Response:
-    num_tokens = embedded.num_tokens
-    described = {
+def _respond(call: Call, prefix: str, kind: str, data: Iterable[Any], embedded: Embedded) -> Response:
+    """`data`: an item for each input, which are written one by one, because writing JSON holds the GIL."""
+    head = {
         "id": f"{prefix}-{call.request_id}",
         "object": kind,
         "created": int(time.time()),
         "model": call.model_info.model,
-        "data": data,
-        "usage": {"prompt_tokens": num_tokens, "total_tokens": num_tokens},
     }
-    return Response(200, orjson.dumps(described), response_headers(embedded))
+    items = json_list([orjson.dumps(item) for item in data])
+    usage = b',"usage":{"prompt_tokens":%d,"total_tokens":%d}}' % ((embedded.num_tokens,) * 2)
+    return Response(200, [orjson.dumps(head)[:-1], b',"data":', *items, usage], response_headers(embedded))
 
 
 # --- zero-shot --------------------------------------------------------------------------------------------------
+
+_MAX_PREDICTIONS = 256 * 1024
+"""Texts times labels of one request: 10 MB of JSON, and 100 MB while it is made."""
 
 
 def parse_zero_shot(call: Call) -> ParsedEmbed:
@@ -155,6 +160,12 @@ def parse_zero_shot(call: Call) -> ParsedEmbed:
     inputs = parse_inputs(values.get(INPUT), INPUT.name, model_info.max_inputs)
     if not isinstance(inputs[0], str):
         raise BadRequest("'input' must be texts, as 'labels' are", param=INPUT.name)
+    if len(inputs) * len(names) > _MAX_PREDICTIONS:
+        raise BadRequest(
+            f"'{INPUT.name}' and '{LABELS.name}' have {len(inputs) * len(names)} scores, of {len(inputs)} texts and "
+            f"{len(names)} labels: at most {_MAX_PREDICTIONS} in one request",
+            param=LABELS.name,
+        )
     if len(inputs) + len(names) > model_info.max_inputs:
         raise TooManyInputs(
             f"'{INPUT.name}' and '{LABELS.name}' have {len(inputs) + len(names)} texts, at most "
@@ -168,7 +179,7 @@ def parse_zero_shot(call: Call) -> ParsedEmbed:
         [collector] = embedded.collectors
         assert isinstance(collector, Matrix)
         cosines = collector.rows[:num_inputs].astype("f8") @ collector.rows[num_inputs:].astype("f8").T
-        data = [_prediction(index, row, names) for index, row in enumerate(softmax(cosines / temperature))]
+        data = (_prediction(index, row, names) for index, row in enumerate(softmax(cosines / temperature)))
         return _respond(call, "classify", "list", data, embedded)
 
     request = options.read_request(

@@ -31,6 +31,7 @@ from vecd.gateway.encoding.fragments import JsonRows, Matrix
 from vecd.gateway.types.errors import ApiError
 from vecd.gateway.types.messages import Response
 from vecd.gateway.types.request import Embedded, EmbedRequest, Form, InputReport, Tokenizing
+from vecd.shm.heads import CAPABILITIES
 
 _TEXTS = list_of(any_of(schemas.STRING, record(text=schemas.STRING)), at_least=1)
 INPUT = fields.anything(
@@ -165,8 +166,8 @@ def _spans(matrix: Matrix, form: Form) -> Iterator[dict[str, Any]]:
 # --- models -----------------------------------------------------------------------------------------------------
 
 
-_ENDPOINTS = {"dense": "embed", "rerank": "rerank", "classify": "classify"}
-"""By capability, what Cohere calls it."""
+_ENDPOINTS = {"dense": "embed", "rerank": "rerank", "classify": "classify", "multi-vector": "rerank"}
+"""By capability, what Cohere calls what such a model is served at."""
 
 
 def list_models(model_info: ModelInfo, path: str) -> Response:
@@ -174,7 +175,8 @@ def list_models(model_info: ModelInfo, path: str) -> Response:
     `models` as Cohere has it, whose clients ask at the same path."""
     prompts = model_info.prompts if model_info.pools_prompt else ()
     names = [*model_info.names, *(f"{model_info.model}:{name}" for name in prompts)]
-    endpoints = [endpoint for capability, endpoint in _ENDPOINTS.items() if capability in model_info.capabilities]
+    capabilities = model_info.capabilities
+    endpoints = list(dict.fromkeys(_ENDPOINTS[each] for each in capabilities if each in _ENDPOINTS))
     models = [{"name": name, "endpoints": endpoints, "context_length": model_info.max_tokens} for name in names]
     data = [_describe(model_info, name) for name in names]
     return Response(200, orjson.dumps({"object": "list", "data": data, "models": models}))
@@ -195,6 +197,7 @@ def _describe(model_info: ModelInfo, name: str) -> dict[str, Any]:
         "owned_by": "vecd",
         "root": model_info.model,
         "max_model_len": model_info.max_tokens,
+        "capabilities": model_info.capabilities,
     }
 
 
@@ -242,9 +245,12 @@ _MODEL_RESPONSE = record(
     owned_by=schemas.STRING,
     root=described(schemas.STRING, "the served model's own name"),
     max_model_len=described(schemas.POSITIVE, "tokens, special ones included"),
+    capabilities=described(list_of({"enum": [*CAPABILITIES]}, at_least=1), "what the model can do, as in GET /info"),
 )
 _COHERE_S_MODEL = record(
-    name=schemas.STRING, endpoints=list_of({"enum": [*_ENDPOINTS.values()]}), context_length=schemas.POSITIVE
+    name=schemas.STRING,
+    endpoints=list_of({"enum": [*dict.fromkeys(_ENDPOINTS.values())]}),
+    context_length=schemas.POSITIVE,
 )
 _MODELS_RESPONSE = record(
     object={"const": "list"},

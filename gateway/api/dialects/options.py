@@ -286,7 +286,7 @@ USE_ACTIVATION = fields.flag("use_activation", "the same, by vLLM's name")
 NORMALIZE_FIELDS = (NORMALIZE, NORMALIZED, USE_ACTIVATION)
 
 
-def _read_normalize(values: Values) -> bool | None:
+def read_normalize(values: Values) -> bool | None:
     """Whether vectors must have length 1; None: as the model gives them. Raises BadRequest."""
     agreed = _agreed(values, *NORMALIZE_FIELDS)
     return None if agreed is None else agreed[0]
@@ -525,7 +525,7 @@ def read_request(
     """The request with all its options. `output`: any but UNNORMALIZED; only VECTORS have `dimensions`. Raises
     BadRequest."""
     values, model_info = call.values, call.model_info
-    normalize, priority = _read_normalize(values), values.get(PRIORITY)
+    normalize, priority = read_normalize(values), values.get(PRIORITY)
     tokenizing = read_tokenizing(values, model_info, read_prompt(values, model_info, prompt_fields))
     # vLLM brings the vectors of tokens to length 1 by default; those of inputs are as the model gives them.
     are_tokens, has_vector = output in _OF_TOKENS, output is Output.VECTORS

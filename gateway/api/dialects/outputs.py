@@ -116,7 +116,13 @@ def _output_of(kinds: frozenset[str], model_info: ModelInfo) -> Output:
 
 
 def _check_fields(values: Values, kinds: frozenset[str], requested: RequestedForm, model_info: ModelInfo) -> None:
-    """Refuse the options that only a dense vector has."""
+    """Refuse the options that only a dense vector has, or one that is asked for alone."""
+    if _DENSE in kinds and model_info.is_normalized and options.read_normalize(values) is False:
+        name = next(field.name for field in options.NORMALIZE_FIELDS if values.get(field) is not None)
+        raise BadRequest(
+            f"'{name}': beside vectors of other kinds a dense vector has length 1, as the model gives it",
+            param=name,
+        )
     for field in options.DIMENSION_FIELDS:
         dimensions = values.get(field)
         if dimensions is not None and (kinds != {_MULTI_VECTOR} or dimensions != model_info.token_dim):

@@ -39,7 +39,6 @@ from vecd.shm.output import Output
 NEEDS = ("rerank", "multi-vector")
 """As in `Operation.needs`."""
 
-_MAX_RANKED_LABELS = 2
 _LARGE_RESPONSE_CHARS = 256 * 1024
 """A response that repeats more of the documents is written in a thread: 0.3 ms."""
 _CUTS = (Overflow.TRUNCATE, Overflow.TRUNCATE_LEFT)
@@ -237,7 +236,7 @@ def parse(
 
 def _check(model_info: ModelInfo) -> bool:
     """Whether the model ranks by scores, not by MaxSim. Raises WrongModel if it does neither."""
-    if "rerank" in model_info.capabilities and 1 <= model_info.num_labels <= _MAX_RANKED_LABELS:
+    if "rerank" in model_info.capabilities:
         return True
     if "multi-vector" in model_info.capabilities:
         return False

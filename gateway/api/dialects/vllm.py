@@ -104,14 +104,14 @@ def parse_pooling(call: Call) -> ParsedEmbed | ParsedMessages:
     )
     if task.is_per_token:
         _check_tokens(request, values, model_info)
-    if task in _WITH_FORMS:
+    if task not in _AS_ARRAYS:
         return ParsedEmbed(request, partial(render_response, _POOLING, requested, model_info.model, call.request_id))
     activation = "identity" if values.get(options.USE_ACTIVATION) is False else None
     render = partial(render_arrays, activation, request.normalize, requested, model_info, call.request_id)
     return ParsedEmbed(request, render, is_large=True)
 
 
-_WITH_FORMS = (Output.VECTORS, Output.TOKENS)
+_AS_ARRAYS = (Output.SCORES, Output.TOKEN_SCORES, Output.TOKEN_VECTORS)
 
 
 def _task_of(values: Values, model_info: ModelInfo) -> Output:
@@ -124,8 +124,8 @@ def _task_of(values: Values, model_info: ModelInfo) -> Output:
         return own[0]
     if requested is Output.TOKENS and Output.TOKEN_VECTORS in own:
         return Output.TOKEN_VECTORS
-    if requested not in own:
-        names = ", ".join(f"'{name}'" for name, output in _TASKS.items() if output in own)
+    if requested not in model_info.outputs:
+        names = ", ".join(f"'{name}'" for name, output in _TASKS.items() if output in model_info.outputs)
         raise WrongModel(
             f"{model_info.what_it_is()}: '{POOLING_TASK.name}' must be one of {names}", param=POOLING_TASK.name
         )
@@ -170,12 +170,12 @@ def _score_json(scores: Scores, form: Form) -> bytes:
 
 def _check_tokens(request: EmbedRequest, values: Values, model_info: ModelInfo) -> None:
     """Refuse the options that only vectors of inputs have. Raises BadRequest."""
+    width = request.output.width_of(model_info)
     for field in options.DIMENSION_FIELDS:
         dimensions = values.get(field)
-        if dimensions is not None and dimensions != model_info.hidden_size:
+        if dimensions is not None and dimensions != width:
             raise BadRequest(
-                f"'{field.name}' must be {model_info.hidden_size}, as many as a token's vector has, is {dimensions}",
-                param=field.name,
+                f"'{field.name}' must be {width}, as many as a token's vector has, is {dimensions}", param=field.name
             )
     overflow = request.tokenizing.overflow or model_info.overflow
     if overflow is Overflow.CHUNK:

@@ -105,3 +105,30 @@ async def test_documents_wait_for_a_worker(role: Role | None, tmp_path: Path) ->
             assert not asking.done()
         asking.cancel()
         await asyncio.wait([asking])
+
+
+async def test_many_queries_leave_turns_of_the_event_loop_to_others(tmp_path: Path) -> None:
+    """A run of short texts has hundreds of queries, each of which is weighed on the event loop."""
+    async with running_bench() as bench:
+        model = Served(bench, tmp_path)
+        largest, last, num_weighed = 0, 0, 0
+        put_weights = SparseRows.put_weights
+
+        def count(rows: SparseRows, index: int, weights: Any) -> None:
+            nonlocal num_weighed
+            num_weighed += 1
+            put_weights(rows, index, weights)
+
+        async def watch() -> None:
+            nonlocal largest, last
+            while True:
+                largest, last = max(largest, num_weighed - last), num_weighed
+                await asyncio.sleep(0)
+
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setattr(SparseRows, "put_weights", count)
+            watching = asyncio.create_task(watch())
+            await model.ask(*["hi"] * 2000)
+            watching.cancel()
+        assert num_weighed == 2000
+        assert 0 < largest <= 64

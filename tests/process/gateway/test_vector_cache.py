@@ -230,7 +230,7 @@ async def test_chunks_are_kept_one_by_one(service):
 
 
 async def test_many_are_looked_up_in_several_turns_of_the_loop(monkeypatch, service):
-    monkeypatch.setattr(pipeline_module, "_FLOATS_LOOKED_UP_PER_TURN", 2 * SPEC.dim)
+    monkeypatch.setattr(pipeline_module, "_FLOATS_PER_TURN", 2 * SPEC.dim)
     service = Service(service.bench, service.vector_cache)
     worker = service.bench.add_worker()
     inputs = [[n] for n in range(1, 8)]

@@ -57,6 +57,14 @@ def test_a_cross_encoder_of_two_labels_reranks(tmp_path: Path) -> None:
     assert Classifier(tmp_path, **TWO).state(model_type="CrossEncoder").card().capabilities == ("rerank", "classify")
 
 
+def test_a_cross_encoder_of_three_labels_classifies_pairs_and_ranks_nothing(tmp_path: Path) -> None:
+    names = {"0": "contradiction", "1": "entailment", "2": "neutral"}
+    folder = Classifier(tmp_path, id2label=names).state(model_type="CrossEncoder")
+    assert folder.card().capabilities == ("classify",)
+    with pytest.raises(ModelError, match="--kind rerank given, and the model has the head for classify only"):
+        folder.card("rerank")
+
+
 def test_a_token_classifier(tmp_path: Path) -> None:
     card = Classifier(tmp_path, "BertForTokenClassification", **TWO).card()
     assert card.capabilities == ("token-classify",)

@@ -4,6 +4,7 @@ Owns the operators of a layer, and which weights they take in which shape. Knows
 `vecd.workers.engines.lean.forward`.
 
     token ids, positions [T] ─ embeddings ─ layers ─ hidden states [T, H]
+    token types [T]: of a model for pairs that has types; elsewhere every token has type 0
     starts, counts, lengths [R]: the runs of sequences of equal length, which attention computes one after the other
     pieces of a kind of attention [5, P]: the same where a token does not see all others (`pieces_of`)
 
@@ -41,19 +42,34 @@ class EncoderGraph:
     """Names of the weights that are the right side of a product."""
     windows: dict[str, int | None] = field(default_factory=dict)
     """Inputs for `pieces_of` these windows."""
+    has_types: bool = False
+    """Whether there is an input for the types of tokens."""
 
 
 def encoder_graph(
-    encoder: EncoderSpec, tensors: Mapping[str, Array], max_tokens: int, placeholder_file: str, *, is_int8: bool = False
+    encoder: EncoderSpec,
+    tensors: Mapping[str, Array],
+    max_tokens: int,
+    placeholder_file: str,
+    *,
+    is_int8: bool = False,
+    has_segments: bool = False,
 ) -> EncoderGraph:
     """`placeholder_file`: the name of a file that exists where the session looks for weights. `is_int8`: products by
-    weights are computed in int8, all else in float32. Raises KeyError for a missing tensor."""
-    return _Builder(encoder, tensors, max_tokens, placeholder_file, is_int8).build()
+    weights are computed in int8, all else in float32. `has_segments`: see `ModelCard`. Raises KeyError for a missing
+    tensor."""
+    return _Builder(encoder, tensors, max_tokens, placeholder_file, is_int8, has_segments).build()
 
 
 class _Builder:
     def __init__(
-        self, encoder: EncoderSpec, tensors: Mapping[str, Array], max_tokens: int, placeholder_file: str, is_int8: bool
+        self,
+        encoder: EncoderSpec,
+        tensors: Mapping[str, Array],
+        max_tokens: int,
+        placeholder_file: str,
+        is_int8: bool,
+        has_segments: bool,
     ) -> None:
         self._encoder = encoder
         self._tensors = tensors
@@ -61,7 +77,8 @@ class _Builder:
         self._placeholder_file = placeholder_file
         self._graph = Graph("pass")
         self._int8 = Int8Products(self._graph, is_signed=has_vnni()) if is_int8 else None
-        self._made = EncoderGraph(b"")
+        has_types = has_segments and encoder.types is not None and len(self._tensor(encoder.types)) > 1
+        self._made = EncoderGraph(b"", has_types=has_types)
         self._positions: Value = ""
         """[T, 1]."""
         self._rotations: dict[tuple[float, float], list[Value]] = {}
@@ -97,14 +114,19 @@ class _Builder:
         if encoder.words_factor != 1:
             factor = np.array([encoder.words_factor], dtype=np.float32)
             x = self._graph.node("Mul", x, self._weight("embeddings/factor", factor))
+        types = None if encoder.types is None else self._tensor(encoder.types)
+        if types is not None and self._made.has_types:
+            given = self._graph.input("token_types", Element.INT64, ["tokens"])
+            x = self._plus(x, self._graph.node("Gather", self._weight("embeddings/types", types), given))
+            types = None
         if encoder.positions is not None:
             table = self._tensor(encoder.positions)
-            if encoder.types is not None:
-                table = table + self._tensor(encoder.types)[0]
+            if types is not None:
+                table = table + types[0]
             places = self._graph.node("Gather", self._weight("embeddings/positions", table), positions)
-            x = self._graph.node("Add", x, places)
-        elif encoder.types is not None:
-            x = self._graph.node("Add", x, self._weight("embeddings/types", self._tensor(encoder.types)[0]))
+            x = self._plus(x, places)
+        elif types is not None:
+            x = self._plus(x, self._weight("embeddings/types", types[0]))
         return x if encoder.embedding_norm is None else self._norm(encoder.embedding_norm, x)
 
     def _layer(self, layer: LayerSpec, x: Value, attention: "_Attention", name: str) -> Value:

@@ -223,10 +223,23 @@ def test_texts_beyond_all_reading_are_cut_or_refused(kind, make):
         [item] = tokenize(ours, [pair])
         assert (item.num_tokens, item.is_truncated) == (5, True)
         for overflow in (Overflow.ERROR, Overflow.TRUNCATE_LEFT):
-            with pytest.raises(BadRequest, match=r"input\[0\]' has a text of more than"):
+            with pytest.raises(BadRequest, match="pair at index 0 has a text of more than"):
                 tokenize(ours, [pair], Tokenizing(overflow=overflow))
     [item] = tokenize(ours, [Pair("a", "b c " + blanks)], Tokenizing(overflow=Overflow.ERROR, max_document_tokens=1))
     assert (item.num_tokens, item.is_truncated) == (5, True)
+
+
+def test_a_long_query_is_no_single_piece_of_work(make):
+    """The library tokenizes it with each document, and one call of it is not interrupted."""
+    ours = make(tiny_tokenizers.repeating(), 64)
+    ours._tokenizer = mock.Mock(wraps=ours._tokenizer)
+    ours._pairs._tokenizer = ours._tokenizer
+    pairs = [Pair("b " * 5000, "a")] * 50
+    assert len(tokenize(ours, pairs)) == 50
+    calls = ours._tokenizer.encode_batch_fast.call_args_list
+    assert len(calls) > 10
+    assert max(sum(map(len, pair)) for call in calls for pair in call.args[0]) < 20_000
+    assert all(len(call.args[0]) * 10_000 < 32_768 for call in calls)
 
 
 def test_limits_that_leave_no_room_are_refused(make):
@@ -244,7 +257,7 @@ def test_chunks_are_not_for_pairs(make):
 
 
 def test_a_pair_without_tokens_is_refused_by_its_index(make):
-    with pytest.raises(BadRequest, match=r"input\[1\]' has no tokens"):
+    with pytest.raises(BadRequest, match="pair at index 1 has no tokens"):
         tokenize(make(tiny_tokenizers.qwen(), 16), [Pair("a", ""), Pair("", "")])
 
 
@@ -278,3 +291,5 @@ def test_estimates_count_the_query_with_every_document(make):
     assert one == 32
     assert ours.estimate_tokens([Pair("a" * 30, "b" * 60)] * 10) == 10 * one
     assert ours.estimate_tokens([Pair("a" * 30, "b" * 60_000)]) == 64
+    limits = Tokenizing(max_query_tokens=5, max_document_tokens=10)
+    assert ours.estimate_tokens([Pair("a" * 30, "b" * 60_000)], limits) == 5 + 10 + 2

@@ -388,6 +388,9 @@ def test_what_is_too_long_becomes_what_was_asked_for(kind, minilm_folder, tmp_pa
             overflow=st.sampled_from(Overflow),
             max_tokens=st.sampled_from([None, 22, 23, 24, 100]),
             add_special_tokens=st.booleans(),
+            num_queries=st.just(0),  # hypothesis would choose values of these, too
+            max_document_tokens=st.none(),
+            max_query_tokens=st.none(),
         ),
     )
     @example(["jumps over the lazy dog and is quick " * 5], Tokenizing(prompt="the ", overflow=Overflow.CHUNK))

@@ -15,6 +15,17 @@ from vecd.launch.config import plan
 from vecd.launch.config.plan import make_plan, num_visible_gpus
 from vecd.launch.config.settings import load_settings
 from vecd.shm.card import read_card
+from vecd.shm.heads import SparseHead
+
+
+def test_a_cache_of_dense_vectors_is_refused_for_a_model_without_them(
+    minilm_folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    card = replace(read_card(minilm_folder), capabilities=("sparse",), sparse=SparseHead(()), dim=30522)
+    monkeypatch.setattr(plan, "read_card", lambda folder, kind: card)
+    settings = load_settings([str(minilm_folder), "--vector-cache", "1000000000"])
+    with pytest.raises(ConfigurationError, match="--vector-cache: 1000000000 bytes given, which keep dense vectors"):
+        make_plan(settings, num_gateways=1)
 
 
 @pytest.mark.parametrize(

@@ -418,6 +418,14 @@ def test_what_zero_shot_refuses(fields, param):
     assert "secret" not in caught.value.message
 
 
+def test_the_scores_of_a_request_are_limited():
+    """They are the product of two lists, so a small body could have millions."""
+    body = {"input": ["a"] * 600, "labels": ["x"] * 600}
+    with pytest.raises(BadRequest, match="have 360000 scores, of 600 texts and 600 labels: at most 262144") as caught:
+        ask(ZERO_SHOT, body, model_info=replace(PLAIN, max_inputs=2048))
+    assert caught.value.param == "labels"
+
+
 def test_labels_and_texts_have_the_model_s_prompt_for_classification():
     asked = ask(
         ZERO_SHOT, {"input": "a", "labels": ["x"]}, model_info=replace(PLAIN, prompts={"classification": "c: "})

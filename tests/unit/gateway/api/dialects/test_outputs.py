@@ -234,6 +234,8 @@ def test_queries_and_documents(fields, role, model_info, output):
         (M3, {"output": "sparse", "encoding_format": "npy"}, "encoding_format", "must be 'float' or 'base64'"),
         (M3, {"output": "multi-vector", "encoding_format": "bytes"}, "encoding_format", "must be 'float' or 'base64'"),
         (M3, {"output": ["dense", "sparse"], "output_dtype": "binary"}, "output_dtype", "a multiple of 8"),
+        (M3, {"output": ["dense", "sparse"], "normalize": False}, "normalize", "a dense vector has length 1"),
+        (M3, {"output": ["dense", "multi-vector"], "normalized": False}, "normalized", "a dense vector has length 1"),
         (M3, {"output": "sparse", "return_tokens": 1}, "return_tokens", "must be true or false"),
         (M3, {"output": "sparse", "sparse_format": "rank_features"}, "sparse_format", "must be one of"),
         (M3, {"output": "sparse", "top_k": []}, "top_k", "must be a whole number"),
@@ -266,6 +268,13 @@ def test_pooling_gives_the_projected_vectors_of_a_multi_vector_model():
     assert rendered(asked, token_rows([[3, 4]]))["data"][0]["data"] == [[3.0, 4.0]]
     assert ask(POOLING, {"input": "a", "task": "token_embed"}, model_info=M3).request.output is Output.TOKEN_VECTORS
     assert ask(POOLING, {"input": "a"}, model_info=M3).request.output is Output.VECTORS
+
+
+def test_pooling_takes_the_dimensions_of_the_projected_vectors():
+    asked = ask(POOLING, {"input": "a", "dimensions": 2}, model_info=COLBERT)
+    assert asked.request.output is Output.TOKEN_VECTORS
+    with pytest.raises(BadRequest, match="'dimensions' must be 2, as many as a token's vector has, is 384"):
+        ask(POOLING, {"input": "a", "dimensions": 384}, model_info=COLBERT)
 
 
 def test_two_roles_contradict_each_other():
