@@ -179,6 +179,12 @@ class ModelCard:
         return bool(self.steps) and self.steps[-1].kind == "normalize"
 
     @property
+    def pools_states(self) -> bool:
+        """Whether a vector is the mean of its tokens' last hidden states, or that brought to length 1."""
+        are_final = Output.TOKENS in self.outputs and not self.is_static
+        return are_final and self.pooling == ("mean",) and all(step.kind == "normalize" for step in self.steps)
+
+    @property
     def is_static(self) -> bool:
         """Whether the model is a table with a row per token, and no transformer."""
         return bool(self.ignored_ids)

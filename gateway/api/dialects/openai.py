@@ -15,11 +15,12 @@ from typing import Any, NamedTuple
 import orjson
 
 from vecd.gateway.api import fields, schemas
-from vecd.gateway.api.dialects import options, outputs
+from vecd.gateway.api.dialects import late_chunking, options, outputs
 from vecd.gateway.api.dialects.classify import ZERO_SHOT
 from vecd.gateway.api.dialects.conversations import MESSAGES
 from vecd.gateway.api.dialects.headers import parse_priority, parse_timeout_s, response_headers
 from vecd.gateway.api.dialects.inputs import parse_inputs
+from vecd.gateway.api.dialects.late_chunking import LATE_CHUNKING
 from vecd.gateway.api.dialects.options import RequestedForm
 from vecd.gateway.api.dialects.rows import BINARY_MEDIA_TYPES, render_rows, report_json
 from vecd.gateway.api.fields import Fields
@@ -41,8 +42,8 @@ INPUT = fields.anything(
     is_required=True,
     is_large=True,
 )
-FIELDS = Fields(INPUT, *options.COMMON, options.TASK, options.RETURN_MULTIVECTOR, *outputs.FIELDS)
-_RARE_NAMES = options.RARE_NAMES | outputs.NAMES
+FIELDS = Fields(INPUT, *options.COMMON, options.TASK, LATE_CHUNKING, options.RETURN_MULTIVECTOR, *outputs.FIELDS)
+_RARE_NAMES = options.RARE_NAMES | outputs.NAMES | {LATE_CHUNKING.name}
 
 # --- embeddings -------------------------------------------------------------------------------------------------
 
@@ -51,10 +52,13 @@ def parse_embeddings(call: Call) -> ParsedEmbed | ParsedMessages:
     values, headers, model_info = call.values, call.headers, call.model_info
     has_rare_names = values.has_any(_RARE_NAMES) or not model_info.is_dense
     if has_rare_names and values.get(MESSAGES) is not None:
+        late_chunking.check_messages(values)
         return options.read_messages(call, INPUT, parse_embeddings)
     inputs = parse_inputs(values.get(INPUT), INPUT.name, model_info.max_inputs)
     if has_rare_names:
         requested, kinds = options.read_form(values, headers), outputs.requested_kinds(values, model_info)
+        if values.get(LATE_CHUNKING) is not None:
+            return late_chunking.parse_late(call, inputs, kinds, requested, is_one=isinstance(values.get(INPUT), str))
         if kinds != outputs.DENSE_ALONE:
             return outputs.parse_outputs(call, inputs, kinds, requested)
         request = options.read_request(call, inputs, requested)
@@ -267,7 +271,7 @@ EMBEDDINGS = Operation(
     summary="Embed texts or token ids",
     fields=FIELDS,
     embed=parse_embeddings,
-    response=outputs.response_schema(response_schema("embedding", "embedding", VECTOR)),
+    response=late_chunking.response_schema(outputs.response_schema(response_schema("embedding", "embedding", VECTOR))),
     needs=outputs.NEEDS,
     binary_media_types=tuple(BINARY_MEDIA_TYPES.values()),
 )

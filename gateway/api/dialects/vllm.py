@@ -76,6 +76,12 @@ _NO_MULTIVECTOR = options.refused(
     nullable("boolean", default=False),
     harmless=(False,),
 )
+_NO_LATE_CHUNKING = options.refused(
+    "late_chunking",
+    "/v1/embeddings has it",
+    any_of(nullable("boolean", default=False), {"type": "object"}),
+    harmless=(False,),
+)
 _POOLING = Item(b"pooling", b"data")
 _PROMPT_FIELDS: tuple[Field[str], ...] = (options.PROMPT, options.PROMPT_NAME, options.INPUT_TYPE)
 
@@ -377,7 +383,7 @@ DIALECT = Dialect(
     operations={
         "POST /pooling": Operation(
             summary="Embed or classify texts or token ids, as a whole or token by token",
-            fields=Fields(INPUT, *options.COMMON, POOLING_TASK, EMBEDDING_MODE, _NO_MULTIVECTOR),
+            fields=Fields(INPUT, *options.COMMON, POOLING_TASK, EMBEDDING_MODE, _NO_MULTIVECTOR, _NO_LATE_CHUNKING),
             embed=parse_pooling,
             needs=("dense", "classify", "token-classify", "multi-vector"),
             response=response_schema("pooling", "data", any_of(*VECTOR["anyOf"], list_of(schemas.VECTOR))),
