@@ -18,6 +18,7 @@ from collections.abc import Callable, Sequence
 
 import uvloop
 
+from benchmarks.cpu import await_asleep
 from benchmarks.flood import Connection, Crowd, connect
 from benchmarks.pairs import RerankBody, staggered
 from benchmarks.servers import Server, ServerFailure
@@ -61,10 +62,13 @@ class SteadyLoad:
                 self._leave()
 
     def close(self) -> None:
+        """The clients leave. Returns once the server has ended the work that it goes on with all the same."""
         if self._stops:
             os.killpg(self._session, signal.SIGCONT)
         self._leave()
         self._loop.close()
+        if self._stops:
+            await_asleep([self._session], _TIMEOUT_S)
 
     async def _turn(self, duration_s: float) -> float:
         if self._crowd is None:
