@@ -29,6 +29,7 @@ from vecd.gateway.scheduling.queue import QueuedSequence, RequestQueue
 from vecd.gateway.telemetry.shared_metrics import SharedMetrics
 from vecd.gateway.telemetry.tei_metrics import TeiCounts
 from vecd.gateway.tokenization.chat_process import ChatProcess
+from vecd.gateway.tokenization.late_chunks import LateChunks, find_chunks
 from vecd.gateway.tokenization.tokenize_api import TokenizeLimiter, size_of
 from vecd.gateway.tokenization.tokenizer import Tokenizer
 from vecd.gateway.types.config import GatewayConfig
@@ -46,6 +47,7 @@ from vecd.gateway.types.request import (
     EmbedRequest,
     InputReport,
     Inputs,
+    LateChunking,
     Overflow,
     Pair,
     Priority,
@@ -79,7 +81,9 @@ class _Counts:
     """Counts of a request's inputs, as they are tokenized."""
 
     __slots__ = (
+        "late_chunks",
         "num_chunked",
+        "num_late_chunks",
         "num_tokens",
         "num_truncated",
         "offsets",
@@ -90,12 +94,14 @@ class _Counts:
     )
 
     def __init__(self, *, wants_reports: bool) -> None:
-        self.num_tokens = self.num_truncated = self.num_chunked = 0
+        self.num_tokens = self.num_truncated = self.num_chunked = self.num_late_chunks = 0
         self.sources: set[Source] = set()
         self.reports: list[InputReport] = []
         self.offsets: list[NDArray[np.int32]] = []
         self.token_ids: list[NDArray[np.int32]] = []
         """As in `Embedded.token_ids`."""
+        self.late_chunks: list[LateChunks] = []
+        """Of each input, where the request is for them."""
         self.wants_reports = wants_reports
 
     def add(self, tokenized: list[TokenizedInput]) -> int:
@@ -298,7 +304,9 @@ class Pipeline:
             request = request._replace(output=Output.LEXICAL)  # weights of its own tokens, and not of the vocabulary
         num_chars = _num_chars(request.inputs)
         counts = _Counts(wants_reports=request.wants_report)
-        collectors = self.encoder.make_collectors(request, counts.token_ids)
+        collectors = self.encoder.make_collectors(request, counts.token_ids, counts.late_chunks)
+        if request.late is not None:
+            request = request._replace(output=Output.TOKENS)
         pending = PendingResult(len(request.inputs), collectors, asyncio.get_running_loop())
         request_queue = RequestQueue(pending, permit.priority, permit.deadline, principal.tenant)
         request_queue.batches = timeline.batches
@@ -382,9 +390,14 @@ class Pipeline:
         output = request.output
         if output.is_per_token:
             width = output.width_of(self.config.card)
-            self._check_token_rows(start, tokenized, counts.num_tokens, width)
-            self._take_token_floats(request_queue, num_tokens * width)
-            counts.token_ids += [np.frombuffer(item.token_ids, dtype="<i4") for item in tokenized]
+            if request.late is None:
+                self._check_token_rows(start, tokenized, counts.num_tokens, width)
+                counts.token_ids += [np.frombuffer(item.token_ids, dtype="<i4") for item in tokenized]
+                num_rows = num_tokens
+            else:
+                self._check_rows_in_slot(start, tokenized)
+                num_rows = self._find_late_chunks(request, request.late, start, tokenized, counts, width)
+            self._take_token_floats(request_queue, num_rows * width)
         elif counts.num_chunked and not output.is_plain:
             self._refuse_chunks(start, tokenized)
         if counts.num_chunked:
@@ -443,6 +456,10 @@ class Pipeline:
                 "a request",
                 param="input",
             )
+        self._check_rows_in_slot(start, tokenized)
+
+    def _check_rows_in_slot(self, start: int, tokenized: list[TokenizedInput]) -> None:
+        """Raises BadRequest for inputs with more tokens than a slot has rows."""
         limit = self.config.arena.rows_per_slot
         for index, item in enumerate(tokenized, start):
             if item.num_tokens > limit or item.chunks:
@@ -451,6 +468,33 @@ class Pipeline:
                     f"{min(limit, self.config.max_tokens)}, which are not split",
                     param="input",
                 )
+
+    def _find_late_chunks(
+        self,
+        request: EmbedRequest,
+        late: LateChunking,
+        start: int,
+        tokenized: list[TokenizedInput],
+        counts: "_Counts",
+        width: int,
+    ) -> int:
+        """Find the chunks of some inputs, and return their number; a sum is kept of each, and not the rows. Raises
+        BadRequest as `find_chunks`, and for more chunks than have room in a response. `width`: floats of a row."""
+        num_before = counts.num_late_chunks
+        for index, item in enumerate(tokenized, start):
+            num_prefix, _ = self.tokenizer.num_added(np.frombuffer(item.token_ids, dtype="<i4").tolist())
+            text = request.inputs[index]
+            assert isinstance(text, str)
+            chunks = find_chunks(text, item, late, index, num_prefix)
+            counts.late_chunks.append(chunks)
+            counts.num_late_chunks += len(chunks.ranges)
+        most = _MAX_TOKEN_FLOATS // width
+        if counts.num_late_chunks > most:
+            raise BadRequest(
+                f"'late_chunking': {counts.num_late_chunks} chunks or more, at most {most} are made in one request",
+                param="late_chunking",
+            )
+        return counts.num_late_chunks - num_before
 
     def _refuse_chunks(self, start: int, tokenized: list[TokenizedInput]) -> None:
         """Raises BadRequest for an input in chunks, whose rows have no mean that means anything."""

@@ -158,6 +158,16 @@ class ModelCard:
         return (*self.steps, *(step for head in (self.score, self.sparse, self.tokens) if head for step in head.steps))
 
     @property
+    def pooling_of_output(self) -> str:
+        """How the tokens of a sequence become its vector, its scores or its sparse weights; empty where each token has
+        its own, or nothing is known."""
+        if "dense" in self.capabilities:
+            return "+".join(self.pooling)
+        if self.score is not None:
+            return self.score.pooling
+        return "" if self.sparse is None else self.sparse.pooling
+
+    @property
     def has_segments(self) -> bool:
         """Whether the tokens of the second part of a pair have another type, if the model has types. The families
         whose positions begin after the padding have tokenizers that give every token type 0."""
@@ -167,6 +177,12 @@ class ModelCard:
     def is_normalized(self) -> bool:
         """Whether the model's last step normalizes vectors to length 1."""
         return bool(self.steps) and self.steps[-1].kind == "normalize"
+
+    @property
+    def pools_states(self) -> bool:
+        """Whether a vector is the mean of its tokens' last hidden states, or that brought to length 1."""
+        are_final = Output.TOKENS in self.outputs and not self.is_static
+        return are_final and self.pooling == ("mean",) and all(step.kind == "normalize" for step in self.steps)
 
     @property
     def is_static(self) -> bool:

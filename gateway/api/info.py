@@ -62,13 +62,21 @@ def describe_model(config: GatewayConfig) -> dict[str, Any]:
         **({"labels": card.score.labels} if card.score is not None else {}),
         "dimensions": card.dim if _HAVE_VECTORS.intersection(card.capabilities) else None,
         "max_tokens": config.max_tokens,
-        "pooling": "+".join(card.pooling),
-        "normalized": any(step.kind == "normalize" for step in card.steps),
+        "pooling": card.pooling_of_output or None,
+        "normalized": _are_normalized(card),
         "prompt": card.prompt,
         "prompts": [name for name, _ in card.prompts],
         "matryoshka": config.is_matryoshka,
         "matryoshka_dimensions": card.matryoshka_dims,
     }
+
+
+def _are_normalized(card: ModelCard) -> bool | None:
+    """Whether the model's vectors, or those of its tokens, have length 1; None for a model without vectors."""
+    if "dense" not in card.capabilities and card.tokens is None:
+        return None
+    steps = card.steps if "dense" in card.capabilities or card.tokens is None else card.tokens.steps
+    return any(step.kind == "normalize" for step in steps)
 
 
 def describe_for_tei(context: Context) -> dict[str, Any]:
@@ -83,7 +91,7 @@ def describe_for_tei(context: Context) -> dict[str, Any]:
         "served_model_name": config.model,
         "model_type": _type_for_tei(card),
         "max_concurrent_requests": config.max_requests,
-        "max_input_length": config.max_tokens,
+        "max_input_length": _longest_input(config),
         "max_batch_tokens": config.max_batch_tokens,
         "max_batch_requests": None,
         "max_client_batch_size": config.max_inputs,
@@ -95,16 +103,25 @@ def describe_for_tei(context: Context) -> dict[str, Any]:
     }
 
 
+def _longest_input(config: GatewayConfig) -> int:
+    """Tokens of a text that are read; of a multi-vector model, tokens of a document."""
+    tokens = config.card.tokens
+    return min(config.max_tokens, tokens.document_tokens or config.max_tokens) if tokens else config.max_tokens
+
+
 def _type_for_tei(card: ModelCard) -> dict[str, Any]:
-    """One of the three types of models that text-embeddings-inference has: its clients look for that key."""
-    if card.score is None:
+    """One of the three types of models that text-embeddings-inference has: its clients look for that key, which is the
+    only one, and take a model for what they can request from it. So a multi-vector model without dense vectors, which
+    text-embeddings-inference has none of, is a reranker without labels."""
+    if card.score is None and card.capabilities != ("multi-vector",):
         mode_names = [_TEI_POOLING.get(mode, mode) for mode in card.pooling]
         is_sparse = card.capabilities == ("sparse",)
         return {"embedding": {"pooling": "splade" if is_sparse else "+".join(mode_names)}}
-    labels = card.score.labels
+    labels = () if card.score is None else card.score.labels
     names = {"id2label": {str(index): label for index, label in enumerate(labels)}}
     ids = {"label2id": {label: index for index, label in enumerate(labels)}}
-    return {"reranker" if "rerank" in card.capabilities else "classifier": {**names, **ids}}
+    is_reranker = card.score is None or "rerank" in card.capabilities
+    return {"reranker" if is_reranker else "classifier": {**names, **ids}}
 
 
 _TEI_POOLING = {"lasttoken": "last_token"}

@@ -96,6 +96,7 @@ class ModelInfo:
     score: ScoreHead | None = None
     sparse: SparseHead | None = None
     tokens: TokenHead | None = None
+    pools_states: bool = True
     vocabulary: TokenVocabulary = NO_VOCABULARY
 
     @classmethod
@@ -138,6 +139,7 @@ class ModelInfo:
             score=card.score,
             sparse=card.sparse,
             tokens=card.tokens,
+            pools_states=card.pools_states,
             vocabulary=vocabulary,
         )
 

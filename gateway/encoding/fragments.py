@@ -23,6 +23,7 @@ from pybase64 import b64encode
 
 from vecd.gateway.encoding.forms import DIMS_PER_BYTE, PACKED, are_normalized, check_forms, width_of
 from vecd.gateway.encoding.hybrid import HybridRows
+from vecd.gateway.encoding.late_rows import LateChunkRows
 from vecd.gateway.encoding.quantization import (
     Ranges,
     default_ranges,
@@ -38,6 +39,7 @@ from vecd.gateway.encoding.quantization import (
 from vecd.gateway.encoding.scores import ScoreRows
 from vecd.gateway.encoding.sparse import SparseRows
 from vecd.gateway.encoding.token_rows import DroppedTokens, TokenRows
+from vecd.gateway.tokenization.late_chunks import LateChunks
 from vecd.gateway.types.request import Collector, Dtype, EmbedRequest, Encoding, Form
 from vecd.shm.card import ModelCard
 from vecd.shm.output import Output
@@ -187,22 +189,44 @@ class Encoder:
         self._ranges = None if ranges_path is None else read_ranges(ranges_path, card.dim)
 
     def make_collectors(
-        self, request: EmbedRequest, token_ids: Sequence[NDArray[np.int32]] = ()
+        self,
+        request: EmbedRequest,
+        token_ids: Sequence[NDArray[np.int32]] = (),
+        late_chunks: Sequence[LateChunks] = (),
     ) -> tuple[Collector, ...]:
         """A collector for each of the request's forms; of an output whose rows are kept as arrays, one. `token_ids` of
-        each input, shape [T], are read when its rows have come; only for outputs that have a row for each token. Raises
+        each input, shape [T], are read when its rows have come; only for outputs that have a row for each token. So are
+        `late_chunks`, if the request is for them: then rows of TOKENS are collected, for vectors of its output. Raises
         BadRequest where `check_forms` would."""
         if self._takes_rows_unchanged(request):  # most requests: the general case takes 7 µs
             return (_collector(request.forms[0], len(request.inputs), self._card.dim),)
         if request.output in _FORMLESS:
             return (self._make_formless(request, token_ids),)
         check_forms(request, self._card, has_ranges=self._ranges is not None)
+        if request.late is not None:
+            return (self._make_late(request, late_chunks),)
         prepare = self._preparation(request)
         width = width_of(request, self._card)
         return tuple(
             _collector(form, len(request.inputs), width, (*prepare, *conversion(form, width, self._ranges)))
             for form in request.forms
         )
+
+    def _make_late(self, request: EmbedRequest, late_chunks: Sequence[LateChunks]) -> LateChunkRows:
+        [form] = request.forms
+        steps: list[Convert] = []
+        if request.dimensions is not None:
+            steps.append(partial(shorten, dimensions=request.dimensions))
+        if are_normalized(request, self._card):
+            steps.append(normalize)
+        steps += conversion(form, width_of(request, self._card), self._ranges)
+
+        def encode(vectors: NDArray[np.float32]) -> list[bytes]:
+            rows = JsonRows(len(vectors), form.encoding, steps)
+            rows.put(0, vectors)
+            return rows.fragments
+
+        return LateChunkRows(late_chunks, self._card.hidden_size, encode)
 
     def _make_formless(self, request: EmbedRequest, token_ids: Sequence[NDArray[np.int32]]) -> Collector:
         num_inputs, card = len(request.inputs), self._card
@@ -241,6 +265,7 @@ class Encoder:
             and not request.forms[0].is_big_endian
             and request.dimensions is None
             and request.output is _VECTORS
+            and request.late is None
             and (self._is_normalized or not request.normalize)
         )
 

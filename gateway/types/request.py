@@ -128,6 +128,18 @@ class SparseOptions(NamedTuple):
     """Only weights greater than this."""
 
 
+class LateChunking(NamedTuple):
+    """Vectors of the chunks of each input, made of one pass over all of it. Either `ranges` or `max_tokens` is
+    given."""
+
+    ranges: tuple[list[tuple[int, int]], ...] | None = None
+    """The chunks of each input: where each begins and ends, in characters. They may overlap, and leave some out."""
+    max_tokens: int | None = None
+    """Most tokens of the text in a chunk: the chunks have all of it, one behind the other."""
+    are_inputs: bool = False
+    """The chunks are what the client sent as inputs; here they are one."""
+
+
 class Priority(IntEnum):
     """The priority class of a request. Lower goes first."""
 
@@ -158,6 +170,8 @@ class EmbedRequest(NamedTuple):
     """The client requests `Embedded.reports`."""
     sparse: SparseOptions = SparseOptions()
     """For Output.SPARSE, LEXICAL and HYBRID."""
+    late: LateChunking | None = None
+    """Vectors of chunks in place of those of inputs; the tokens of texts have offsets."""
 
 
 class Source(Enum):

@@ -2,11 +2,15 @@
 
 import os
 import re
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from shlex import quote
 from typing import Any
 
 from vecd.launch.config.plan import Plan
+from vecd.shm.card import ModelCard
+
+_MAX_LABELS, _MAX_LABEL_CHARS = 5, 32
+"""Of those that are shown."""
 
 
 def summary(
@@ -19,6 +23,7 @@ def summary(
         "model": plan.gateway.model,
         "capabilities": list(plan.card.capabilities),
         "dimensions": plan.card.dim if "dense" in plan.card.capabilities else None,
+        "labels": plan.card.num_labels or None,
         "max_tokens": plan.gateway.max_tokens,
         "engine": facts.get("path"),
         "dtype": facts.get("dtype"),
@@ -32,13 +37,10 @@ def summary(
     }
 
     card, gateway, settings = plan.card, plan.gateway, plan.settings
-    of_vectors = of_pooling = ""
-    if "dense" in card.capabilities:
-        of_vectors = f"{card.dim} dimensions, "
-        of_pooling = f", {'+'.join(card.pooling)} pooling{', normalized' if card.is_normalized else ''}"
-    labels = ""
-    if card.score is not None:
-        labels = f" ({card.num_labels} label{'s' if card.num_labels > 1 else ''})"
+    of_vectors = f"{card.dim} dimensions, " if "dense" in card.capabilities else ""
+    of_pooling = f", {card.pooling_of_output} pooling" if card.pooling_of_output else ""
+    if "dense" in card.capabilities and card.is_normalized:
+        of_pooling += ", normalized"
     parity = facts.get("agreement", {})
     agrees = ", not compared with the plain model"
     if parity is not None:
@@ -61,7 +63,8 @@ def summary(
     lines = [
         f"vecd {gateway.version} is ready",
         f"  model      {gateway.model}: {of_vectors}at most {gateway.max_tokens} tokens{of_pooling}",
-        f"  kind       {', '.join(card.capabilities)}{labels}",
+        f"  kind       {', '.join(card.capabilities)}{_labels_of(card)}",
+        *_about_tokens(card),
         f"  engine     {facts.get('path')}, {facts.get('dtype')}{agrees}",
         f"  workers    {len(plan.workers)} × {threads} thread(s) on {device}{gateways}",
         f"  memory     {memory_mb} MB in all",
@@ -71,6 +74,24 @@ def summary(
         f"  ready in   {ready_s:.1f} s",
     ]
     return lines, fields
+
+
+def _labels_of(card: ModelCard) -> str:
+    """How many labels there are, and the first of them; the name of a single one says nothing."""
+    if card.score is None or card.num_labels == 1:
+        return " (1 label)" if card.num_labels else ""
+    names = [name if name.isprintable() else repr(name) for name in card.score.labels[:_MAX_LABELS]]
+    more = f" and {card.num_labels - _MAX_LABELS} more" if card.num_labels > _MAX_LABELS else ""
+    return f" ({card.num_labels} labels: {', '.join(name[:_MAX_LABEL_CHARS] for name in names)}{more})"
+
+
+def _about_tokens(card: ModelCard) -> Iterator[str]:
+    """A line about the vectors of tokens, if the model has them."""
+    if card.tokens is not None:
+        cuts = (("documents", card.tokens.document_tokens), ("queries", card.tokens.query_tokens))
+        lengths = [f"{what} of {most} tokens" for what, most in cuts if most]
+        at_most = f", with {' and '.join(lengths)} at most" if lengths else ""
+        yield f"  tokens     {card.token_dim} dimensions each{at_most}"
 
 
 def _to_try(capabilities: Sequence[str], model: str) -> tuple[str, str]:

@@ -14,7 +14,7 @@ import numpy as np
 import orjson
 
 from tests.support.certificates import Certificate
-from vecd.client.bulk.service import PROBE
+from vecd.client.bulk.kinds import PROBE
 
 DIM = 4
 Fail: TypeAlias = Callable[[list[str]], tuple[int, str] | None]

@@ -124,10 +124,13 @@ def expected_path(config: WorkerConfig) -> str | None:
 def is_lean_wanted(config: WorkerConfig) -> bool:
     """Whether the lean engine comes first: float32 or int8 on a processor, for a family that a table describes. Without
     torch there is no other engine. Of an ONNX export there is no other engine either."""
-    if config.card.export_file:
+    card = config.card
+    if card.export_file:
         return True
-    if config.engine not in ("auto", "lean") or config.device != "cpu" or config.card.model_type not in FAMILIES:
+    if config.engine not in ("auto", "lean") or config.device != "cpu" or card.model_type not in FAMILIES:
         return False
+    if card.score is not None and card.score.pair_template is not None and has_torch():
+        return False  # only torch's engine computes once what all pairs of a request begin with
     if config.engine == "lean" or config.dtype == "float32":
         return True
     if config.dtype == "int8":

@@ -24,7 +24,8 @@ from vecd.shm.output import Output
 from vecd.shm.views import Rows
 from vecd.workers.engine import COMPLETE, Finish, PackedBatch
 from vecd.workers.engines.lean.arrays import Arrays
-from vecd.workers.engines.lean.head import Floats, load_head, normalize
+from vecd.workers.engines.lean.head import load_head
+from vecd.workers.engines.lean.steps import Floats, normalize
 from vecd.workers.outputs import write_outputs
 
 _ROWS_OF_A_BLOCK = 256

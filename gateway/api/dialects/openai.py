@@ -15,11 +15,12 @@ from typing import Any, NamedTuple
 import orjson
 
 from vecd.gateway.api import fields, schemas
-from vecd.gateway.api.dialects import options, outputs
+from vecd.gateway.api.dialects import late_chunking, options, outputs
 from vecd.gateway.api.dialects.classify import ZERO_SHOT
 from vecd.gateway.api.dialects.conversations import MESSAGES
 from vecd.gateway.api.dialects.headers import parse_priority, parse_timeout_s, response_headers
 from vecd.gateway.api.dialects.inputs import parse_inputs
+from vecd.gateway.api.dialects.late_chunking import LATE_CHUNKING
 from vecd.gateway.api.dialects.options import RequestedForm
 from vecd.gateway.api.dialects.rows import BINARY_MEDIA_TYPES, render_rows, report_json
 from vecd.gateway.api.fields import Fields
@@ -30,6 +31,7 @@ from vecd.gateway.encoding.fragments import JsonRows, Matrix
 from vecd.gateway.types.errors import ApiError
 from vecd.gateway.types.messages import Response
 from vecd.gateway.types.request import Embedded, EmbedRequest, Form, InputReport, Tokenizing
+from vecd.shm.heads import CAPABILITIES
 
 _TEXTS = list_of(any_of(schemas.STRING, record(text=schemas.STRING)), at_least=1)
 INPUT = fields.anything(
@@ -40,8 +42,8 @@ INPUT = fields.anything(
     is_required=True,
     is_large=True,
 )
-FIELDS = Fields(INPUT, *options.COMMON, options.TASK, options.RETURN_MULTIVECTOR, *outputs.FIELDS)
-_RARE_NAMES = options.RARE_NAMES | outputs.NAMES
+FIELDS = Fields(INPUT, *options.COMMON, options.TASK, LATE_CHUNKING, options.RETURN_MULTIVECTOR, *outputs.FIELDS)
+_RARE_NAMES = options.RARE_NAMES | outputs.NAMES | {LATE_CHUNKING.name}
 
 # --- embeddings -------------------------------------------------------------------------------------------------
 
@@ -50,10 +52,13 @@ def parse_embeddings(call: Call) -> ParsedEmbed | ParsedMessages:
     values, headers, model_info = call.values, call.headers, call.model_info
     has_rare_names = values.has_any(_RARE_NAMES) or not model_info.is_dense
     if has_rare_names and values.get(MESSAGES) is not None:
+        late_chunking.check_messages(values)
         return options.read_messages(call, INPUT, parse_embeddings)
     inputs = parse_inputs(values.get(INPUT), INPUT.name, model_info.max_inputs)
     if has_rare_names:
         requested, kinds = options.read_form(values, headers), outputs.requested_kinds(values, model_info)
+        if values.get(LATE_CHUNKING) is not None:
+            return late_chunking.parse_late(call, inputs, kinds, requested, is_one=isinstance(values.get(INPUT), str))
         if kinds != outputs.DENSE_ALONE:
             return outputs.parse_outputs(call, inputs, kinds, requested)
         request = options.read_request(call, inputs, requested)
@@ -161,8 +166,8 @@ def _spans(matrix: Matrix, form: Form) -> Iterator[dict[str, Any]]:
 # --- models -----------------------------------------------------------------------------------------------------
 
 
-_ENDPOINTS = {"dense": "embed", "rerank": "rerank", "classify": "classify"}
-"""By capability, what Cohere calls it."""
+_ENDPOINTS = {"dense": "embed", "rerank": "rerank", "classify": "classify", "multi-vector": "rerank"}
+"""By capability, what Cohere calls what such a model is served at."""
 
 
 def list_models(model_info: ModelInfo, path: str) -> Response:
@@ -170,7 +175,8 @@ def list_models(model_info: ModelInfo, path: str) -> Response:
     `models` as Cohere has it, whose clients ask at the same path."""
     prompts = model_info.prompts if model_info.pools_prompt else ()
     names = [*model_info.names, *(f"{model_info.model}:{name}" for name in prompts)]
-    endpoints = [endpoint for capability, endpoint in _ENDPOINTS.items() if capability in model_info.capabilities]
+    capabilities = model_info.capabilities
+    endpoints = list(dict.fromkeys(_ENDPOINTS[each] for each in capabilities if each in _ENDPOINTS))
     models = [{"name": name, "endpoints": endpoints, "context_length": model_info.max_tokens} for name in names]
     data = [_describe(model_info, name) for name in names]
     return Response(200, orjson.dumps({"object": "list", "data": data, "models": models}))
@@ -191,6 +197,7 @@ def _describe(model_info: ModelInfo, name: str) -> dict[str, Any]:
         "owned_by": "vecd",
         "root": model_info.model,
         "max_model_len": model_info.max_tokens,
+        "capabilities": model_info.capabilities,
     }
 
 
@@ -238,9 +245,12 @@ _MODEL_RESPONSE = record(
     owned_by=schemas.STRING,
     root=described(schemas.STRING, "the served model's own name"),
     max_model_len=described(schemas.POSITIVE, "tokens, special ones included"),
+    capabilities=described(list_of({"enum": [*CAPABILITIES]}, at_least=1), "what the model can do, as in GET /info"),
 )
 _COHERE_S_MODEL = record(
-    name=schemas.STRING, endpoints=list_of({"enum": [*_ENDPOINTS.values()]}), context_length=schemas.POSITIVE
+    name=schemas.STRING,
+    endpoints=list_of({"enum": [*dict.fromkeys(_ENDPOINTS.values())]}),
+    context_length=schemas.POSITIVE,
 )
 _MODELS_RESPONSE = record(
     object={"const": "list"},
@@ -261,7 +271,7 @@ EMBEDDINGS = Operation(
     summary="Embed texts or token ids",
     fields=FIELDS,
     embed=parse_embeddings,
-    response=outputs.response_schema(response_schema("embedding", "embedding", VECTOR)),
+    response=late_chunking.response_schema(outputs.response_schema(response_schema("embedding", "embedding", VECTOR))),
     needs=outputs.NEEDS,
     binary_media_types=tuple(BINARY_MEDIA_TYPES.values()),
 )

@@ -467,13 +467,7 @@ PADDING = fields.choice(
 REFUSED_FIELDS: tuple[Field[None], ...] = (
     refused("chat_template", "only the model's own chat template is used", nullable("string")),
     refused("mm_processor_kwargs", "this server embeds texts, not images or sounds", nullable("object")),
-    refused(
-        "late_chunking",
-        "every input is embedded by itself",
-        nullable("boolean", default=False),
-        harmless=(False,),
-    ),
-    refused("late_chunking_params", "every input is embedded by itself", nullable("object")),
+    refused("late_chunking_params", "'late_chunking' of /v1/embeddings has all of them", nullable("object")),
 )
 
 

@@ -28,11 +28,12 @@ from vecd.gateway.api.dialects.labels import (
     read_ignored,
     without_chunks,
 )
+from vecd.gateway.api.dialects.options import refused
 from vecd.gateway.api.dialects.tei_options import DIRECTION, TRUNCATE, Options, headers_of, read_tokenizing
 from vecd.gateway.api.fields import Field, contradiction, json_type
 from vecd.gateway.api.model_info import ModelInfo
 from vecd.gateway.api.operations import Call, ParsedEmbed
-from vecd.gateway.api.schemas import any_of, list_of, record
+from vecd.gateway.api.schemas import any_of, list_of, nullable, record
 from vecd.gateway.types.errors import BadRequest, EmptyInput, TooManyInputs
 from vecd.gateway.types.messages import Response
 from vecd.gateway.types.request import Embedded, EmbedRequest, Pair
@@ -59,6 +60,10 @@ FUNCTION = fields.choice(
 )
 TOP_K = fields.whole_number("top_k", "most labels of a text; default: all", minimum=1)
 OPTIONS: tuple[Field[Any], ...] = (TRUNCATE, DIRECTION, RAW_SCORES, FUNCTION, TOP_K, AGGREGATION, IGNORED)
+CANDIDATE_LABELS = refused(
+    "candidate_labels", "to choose among labels of a request is POST /v1/classify with 'labels'", nullable("array")
+)
+"""Of Hugging Face's zero-shot classification, whose clients post it to the same paths."""
 
 RESPONSE = any_of(list_of(LABEL), list_of(list_of(LABEL)), list_of(ENTITY), list_of(list_of(ENTITY)))
 

@@ -129,7 +129,7 @@ INSTANCES = Field(
 )
 PARAMETERS = parameters(OPTION_FIELDS)
 ALL_OPTIONS = Fields(*{field.name: field for field in (*OPTION_FIELDS, *predict.OPTIONS, *_SPARSE_OPTIONS)}.values())
-ALL_PARAMETERS = parameters(ALL_OPTIONS)
+ALL_PARAMETERS = parameters(Fields(*ALL_OPTIONS, predict.CANDIDATE_LABELS))
 """Of the paths whose operation depends on the model."""
 
 # --- embeddings -------------------------------------------------------------------------------------------------
@@ -579,7 +579,7 @@ _RERANK = Operation(
 _SPARSE = list_of(record(index=schemas.COUNT, value={"type": "number"}))
 _PREDICT = Operation(
     summary="Classify texts, pairs of texts, or their tokens",
-    fields=Fields(predict.PREDICTED, *predict.OPTIONS, parameters(Fields(*predict.OPTIONS))),
+    fields=Fields(predict.PREDICTED, *predict.OPTIONS, parameters(Fields(*predict.OPTIONS, predict.CANDIDATE_LABELS))),
     embed=predict.parse_predict,
     response=predict.RESPONSE,
     needs=labels.NEEDS,

@@ -76,6 +76,12 @@ _NO_MULTIVECTOR = options.refused(
     nullable("boolean", default=False),
     harmless=(False,),
 )
+_NO_LATE_CHUNKING = options.refused(
+    "late_chunking",
+    "/v1/embeddings has it",
+    any_of(nullable("boolean", default=False), {"type": "object"}),
+    harmless=(False,),
+)
 _POOLING = Item(b"pooling", b"data")
 _PROMPT_FIELDS: tuple[Field[str], ...] = (options.PROMPT, options.PROMPT_NAME, options.INPUT_TYPE)
 
@@ -98,14 +104,14 @@ def parse_pooling(call: Call) -> ParsedEmbed | ParsedMessages:
     )
     if task.is_per_token:
         _check_tokens(request, values, model_info)
-    if task in _WITH_FORMS:
+    if task not in _AS_ARRAYS:
         return ParsedEmbed(request, partial(render_response, _POOLING, requested, model_info.model, call.request_id))
     activation = "identity" if values.get(options.USE_ACTIVATION) is False else None
     render = partial(render_arrays, activation, request.normalize, requested, model_info, call.request_id)
     return ParsedEmbed(request, render, is_large=True)
 
 
-_WITH_FORMS = (Output.VECTORS, Output.TOKENS)
+_AS_ARRAYS = (Output.SCORES, Output.TOKEN_SCORES, Output.TOKEN_VECTORS)
 
 
 def _task_of(values: Values, model_info: ModelInfo) -> Output:
@@ -118,8 +124,8 @@ def _task_of(values: Values, model_info: ModelInfo) -> Output:
         return own[0]
     if requested is Output.TOKENS and Output.TOKEN_VECTORS in own:
         return Output.TOKEN_VECTORS
-    if requested not in own:
-        names = ", ".join(f"'{name}'" for name, output in _TASKS.items() if output in own)
+    if requested not in model_info.outputs:
+        names = ", ".join(f"'{name}'" for name, output in _TASKS.items() if output in model_info.outputs)
         raise WrongModel(
             f"{model_info.what_it_is()}: '{POOLING_TASK.name}' must be one of {names}", param=POOLING_TASK.name
         )
@@ -377,7 +383,7 @@ DIALECT = Dialect(
     operations={
         "POST /pooling": Operation(
             summary="Embed or classify texts or token ids, as a whole or token by token",
-            fields=Fields(INPUT, *options.COMMON, POOLING_TASK, EMBEDDING_MODE, _NO_MULTIVECTOR),
+            fields=Fields(INPUT, *options.COMMON, POOLING_TASK, EMBEDDING_MODE, _NO_MULTIVECTOR, _NO_LATE_CHUNKING),
             embed=parse_pooling,
             needs=("dense", "classify", "token-classify", "multi-vector"),
             response=response_schema("pooling", "data", any_of(*VECTOR["anyOf"], list_of(schemas.VECTOR))),

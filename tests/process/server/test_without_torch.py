@@ -6,13 +6,18 @@ import subprocess
 import sys
 from pathlib import Path
 
+import httpx
 import numpy as np
 import pytest
 
-from tests.support.checkpoints import Checkpoints
+from tests.support.checkpoints import Checkpoints, worker_config
 from tests.support.exports import export_of
+from tests.support.score_checkpoints import logits_of, save_classifier
 from tests.support.serving import clean_environment, running_server
 from vecd.workers.config import REFERENCE_FILE
+from vecd.workers.engine import PackedBatch
+from vecd.workers.engines.references import digest_of, write_reference
+from vecd.workers.engines.torch.selection import compute_reference
 
 # Every process that Python starts imports a module of this name, if it finds one.
 _HIDING = """
@@ -198,3 +203,30 @@ def test_a_model_with_remembered_vectors_is_served(
     with running_server(str(folder), "--workers", "1", env=without_torch) as server:
         [worker] = server.info()["workers"]
         assert (worker["path"], worker["agreement"]["max_abs_diff"] < 1e-5) == ("lean", True)
+
+
+def test_a_cross_encoder_with_remembered_scores_is_served(without_torch: dict[str, str], tmp_path: Path) -> None:
+    """With the scores of transformers' class, also of a pair's second part."""
+    folder = save_classifier(tmp_path / "model", "bert")
+    batch = PackedBatch(
+        np.array([6, 7], dtype=np.int32),
+        np.array([2, 8, 3, 9, 10, 3, 2, 8, 3, 11, 12, 13, 3], dtype=np.int32),
+        borders=np.array([3, 3], dtype=np.int32),
+    )
+    done = _run(without_torch, tmp_path, "serve", str(folder), "--port", "0")
+    assert done.returncode == 3
+    assert "vecd check --remember" in done.stderr.splitlines()[-1]
+    config = worker_config(folder)
+    write_reference(compute_reference(config), digest_of(config.card), folder / REFERENCE_FILE)
+    with running_server(str(folder), "--workers", "1", env=without_torch) as server:
+        [worker] = server.info()["workers"]
+        assert (worker["path"], worker["dtype"], worker["agreement"]["max_abs_diff"] < 1e-5) == (
+            "lean",
+            "float32",
+            True,
+        )
+        asked = {"query": "w8", "texts": ["w9 w10", "w11 w12 w13"], "raw_scores": True}
+        response = httpx.post(f"{server.url}/rerank", json=asked)
+        response.raise_for_status()
+        found = {row["index"]: row["score"] for row in response.json()}
+        np.testing.assert_allclose([found[0], found[1]], logits_of(folder, batch)[:, 0], atol=1e-5, rtol=0)

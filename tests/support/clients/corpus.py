@@ -11,6 +11,12 @@ DOCUMENTED = ["Hello, world", "second text"]
 _OTHERS = ["hello", "hello world", "what is this?", "- key: [1, 2]\n  other: ~", "Ünïcödé: 日本語 👩‍👩‍👧‍👦"]
 _NUMBERS = [f"number {i}" for i in range(1, 97)]
 
+QUERY = "w7 w30 w31"
+RANKED = ["w8 w9 w10 w11", "w30 w31", "w50", "w7 w7 w90 w44 w101", "w12 w30 w119"]
+"""What is ranked for `QUERY`, in the words of the tokenizer of tests/support/score_checkpoints.py."""
+LONG = " ".join(f"w{4 + i % 100}" for i in range(200))
+"""More than that model takes."""
+
 PLACES = {text: place for place, text in enumerate(dict.fromkeys([*TEXTS, *DOCUMENTED, *_OTHERS, *_NUMBERS]))}
 """Text → its row of the reference."""
 

@@ -20,7 +20,7 @@ from tests.support.serving import cache_folder
 PINS = Path(__file__).parent / "environments"
 SMALL = frozenset({"openai-1", "openai-2"})
 """A quarter of a minute each to install: where VECD_CLIENTS is "small" or "all"."""
-LARGE = frozenset({"agents", "frameworks", "litellm", "mteb", "node-24", "open-webui", "stores"})
+LARGE = frozenset({"agents", "frameworks", "litellm", "mteb", "node-24", "open-webui", "rankers", "stores"})
 """Hundreds of megabytes each, or a minute to install: only where it is "all", as `make test-clients` sets it."""
 WITH_TORCH = frozenset({"mteb"})
 """Find the packages of the tests behind their own, because another torch would be another gigabyte."""

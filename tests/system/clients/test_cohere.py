@@ -5,7 +5,7 @@ from collections.abc import Iterator
 import numpy as np
 import pytest
 
-from tests.support.clients.corpus import TEXTS, numbers
+from tests.support.clients.corpus import LONG, QUERY, RANKED, TEXTS, numbers
 from tests.support.clients.driving import Client, ClientError, running_client
 from tests.support.clients.keys import KEY
 
@@ -81,6 +81,51 @@ def test_errors(python, strict_server, changes, kind):
         python.call("embed", url=strict_server.url, key=key, body=body)
     assert kind in caught.value.classes
     assert isinstance(caught.value.fields["body"]["message"], str)
+
+
+@pytest.mark.parametrize("num", [None, 2])
+def test_rerank(python, reranker, is_ranked, num):
+    body = {"query": QUERY, "documents": RANKED, **({} if num is None else {"top_n": num}), "max_tokens_per_doc": 4096}
+    answer = python.call("rerank", url=reranker.url, body=body)
+    assert is_ranked(answer["ranked"], num)
+    assert answer["search_units"] == 1
+    assert answer["id"].startswith("req_")
+
+
+@pytest.mark.parametrize(
+    "documents", [RANKED, [{"text": text, "id": "x"} for text in RANKED]], ids=["texts", "objects"]
+)
+def test_rerank_by_the_first_api(python, reranker, ranked, is_ranked, documents):
+    body = {"model": MODEL, "query": QUERY, "documents": documents, "top_n": 3, "return_documents": True}
+    answer = python.call("rerank_first_api", url=reranker.url, body=body)
+    assert is_ranked(answer["ranked"], 3)
+    assert answer["texts"] == [RANKED[place] for place, _ in ranked[:3]]
+    answer = python.call("rerank_first_api", url=reranker.url, body={"query": QUERY, "documents": documents})
+    assert is_ranked(answer["ranked"])
+    assert answer["texts"] == [None] * len(RANKED)
+
+
+def test_rerank_by_fields_of_documents(python, reranker, ranked, is_ranked):
+    documents = [{"title": text.split()[0], "rest": "\n".join(text.split()[1:]), "id": "w5 w6"} for text in RANKED]
+    body = {"query": QUERY, "documents": documents, "rank_fields": ["title", "rest"]}
+    assert is_ranked(python.call("rerank_first_api", url=reranker.url, body=body)["ranked"])
+
+
+def test_rerank_errors(python, reranker, strict_server, float32_server):
+    body = {"query": QUERY, "documents": [RANKED[0], LONG]}
+    calls: list[tuple[dict, str, str]] = [
+        ({"url": strict_server.url, "key": "wrong"}, "UnauthorizedError", "key"),
+        ({"url": float32_server.url}, "BadRequestError", "it cannot rerank texts"),
+        ({"url": reranker.url, "overflow": "error"}, "BadRequestError", "maximum context length is 60 tokens"),
+    ]
+    for call, kind, message in calls:
+        with pytest.raises(ClientError) as caught:
+            python.call("rerank", body=body, **call)
+        assert kind in caught.value.classes
+        assert message in caught.value.fields["body"]["message"]
+    with pytest.raises(ClientError) as caught:
+        python.call("rerank", url=reranker.url, body={"query": QUERY, "documents": []})
+    assert "BadRequestError" in caught.value.classes
 
 
 def test_javascript(javascript, float32_server, is_right):

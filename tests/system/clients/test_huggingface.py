@@ -2,10 +2,11 @@
 
 from collections.abc import Iterator
 
+import httpx
 import numpy as np
 import pytest
 
-from tests.support.clients.corpus import TEXTS
+from tests.support.clients.corpus import LONG, QUERY, TEXTS
 from tests.support.clients.driving import Client, ClientError, running_client
 from tests.support.clients.keys import KEY
 
@@ -62,6 +63,66 @@ def test_errors(python, strict_server, key, status):
         python.call("feature_extraction", url=url, text="word " * 1000, options=options, key=key)
     assert "HfHubHTTPError" in caught.value.classes
     assert status in caught.value.message
+
+
+@pytest.mark.parametrize("path", ["/models/any", "/pipeline/text-classification/any"])
+@pytest.mark.parametrize("options", [{}, {"top_k": 2}, {"function_to_apply": "sigmoid"}, {"function_to_apply": "none"}])
+def test_text_classification(python, classifier, path, options):
+    given = python.call("text_classification", url=classifier.url + path, text=QUERY, options=options)
+    body = {"inputs": QUERY, "raw_scores": options.get("function_to_apply") == "none"}
+    expected = httpx.post(f"{classifier.url}/predict", json=body, timeout=30).raise_for_status().json()
+    assert [label for label, _ in given] == [item["label"] for item in expected][: options.get("top_k")]
+    if options.get("function_to_apply") == "sigmoid":
+        logits = httpx.post(f"{classifier.url}/predict", json={"inputs": QUERY, "raw_scores": True}, timeout=30).json()
+        expected = [{"score": 1 / (1 + np.exp(-item["score"]))} for item in logits]
+    assert [score for _, score in given] == pytest.approx([item["score"] for item in expected][: options.get("top_k")])
+
+
+def test_text_classification_of_a_long_text(python, classifier):
+    given = python.call("text_classification", url=f"{classifier.url}/models/any", text=LONG, options={})
+    assert sum(score for _, score in given) == pytest.approx(1)
+
+
+@pytest.mark.parametrize("path", ["/", "/predict"])
+def test_text_classification_by_the_shape_of_tei_has_no_labels(python, classifier, path):
+    """The client expects a list of lists, which text-embeddings-inference does not give for one text either."""
+    with pytest.raises(ClientError):
+        python.call("text_classification", url=classifier.url + path, text=QUERY, options={})
+
+
+@pytest.mark.parametrize("path", ["", "/predict", "/models/any", "/pipeline/token-classification/any"])
+@pytest.mark.parametrize("strategy", ["none", "simple", "first", "average", "max"])
+def test_token_classification(python, token_classifier, path, strategy):
+    text = "w30 w31 w40 w41 w42 w8 w9"
+    options = {"aggregation_strategy": strategy, "ignore_labels": ["I-PER"]}
+    given = python.call("token_classification", url=token_classifier.url + path, text=text, options=options)
+    body = {"inputs": text, "aggregation_strategy": strategy, "ignore_labels": ["I-PER"]}
+    expected = httpx.post(f"{token_classifier.url}/predict", json=body, timeout=30).raise_for_status().json()
+    assert [{key: value for key, value in item.items() if value is not None} for item in given] == expected
+    assert [text[item["start"] : item["end"]] for item in given] == [item["word"] for item in expected]
+    assert len(given) == (4 if strategy == "none" else 6)
+
+
+def test_token_classification_by_default(python, token_classifier):
+    given = python.call("token_classification", url=token_classifier.url, text="w30 w31 w40", options={})
+    assert [(item["word"], item["entity_group"]) for item in given] == [("w31", "PER")]
+
+
+@pytest.mark.parametrize("kind", ["classifier", "float32_server"])
+@pytest.mark.parametrize("path", ["", "/models/any"])
+def test_zero_shot_classification_is_refused(python, request, kind, path):
+    url = request.getfixturevalue(kind).url + path
+    with pytest.raises(ClientError) as caught:
+        python.call("zero_shot_classification", url=url, text=QUERY, labels=["a", "b"])
+    assert "HfHubHTTPError" in caught.value.classes
+    assert "POST /v1/classify with 'labels'" in caught.value.message
+
+
+def test_a_model_that_cannot_classify_is_named_as_the_reason(python, float32_server):
+    with pytest.raises(ClientError) as caught:
+        python.call("text_classification", url=f"{float32_server.url}/predict", text=QUERY, options={})
+    assert "HfHubHTTPError" in caught.value.classes
+    assert "it cannot classify texts" in caught.value.message
 
 
 @pytest.mark.parametrize("path", ["", "/embed"])

@@ -145,7 +145,7 @@ def small_limits(folder: Path) -> Provoked:
         yield Row(501, "not supported"), send(server, b"BREW / HTTP/1.1\r\nhost: a\r\n\r\n")
         yield Row(505, "only 1.1 and 1.0 are supported"), send(server, b"GET / HTTP/2.0\r\nhost: a\r\n\r\n")
         rank = {"query": "a", "texts": ["b"]}
-        yield Row(424, "The model served here makes embeddings: it cannot"), ask(server, "/rerank", json=rank)
+        yield Row(424, "This model can … it cannot"), ask(server, "/rerank", json=rank)
         with stopped_worker(server):
             yield Row(503, "No answer before the request's deadline"), embed(server, "a", x_vecd_timeout_ms="300")
         with stopped_worker(server):

@@ -18,6 +18,7 @@ from vecd.gateway.main import drain
 from vecd.gateway.service import GatewayFacts, Service, Services
 from vecd.gateway.telemetry.shared_metrics import SharedMetrics
 from vecd.gateway.tokenization.tokenizer import Tokenizer
+from vecd.gateway.tokenization.vocabulary import NO_VOCABULARY
 from vecd.gateway.types.config import ApiKey, GatewayConfig
 from vecd.gateway.types.errors import ApiError, Unavailable
 from vecd.gateway.types.messages import HttpRequest, Response
@@ -514,6 +515,7 @@ class NoTokenizer:
     threads = SimpleNamespace(num_threads=1)
     max_chars = max_ids = max_tokens = 16
     least_tokens = 3
+    vocabulary = NO_VOCABULARY
 
     def estimate_tokens(self, inputs: list[str], tokenizing: object) -> int:
         return len(inputs)

@@ -85,7 +85,12 @@ class Arrays(Mapping[str, NDArray[np.float32]]):
             begin, end = tensor["data_offsets"]
             count = (end - begin) // dtype.itemsize
             array = np.frombuffer(mapped, dtype, count, start + begin).reshape(tensor["shape"])
-            (self._stored if kind in _NUMPY else self._others)[name] = kind, array
+            (self._stored if kind in _NUMPY else self._others)[_new_name(name)] = kind, array
+
+
+def _new_name(name: str) -> str:
+    """BERT's first files call the weight and the bias of a norm gamma and beta, and transformers still reads them."""
+    return name.replace("LayerNorm.gamma", "LayerNorm.weight").replace("LayerNorm.beta", "LayerNorm.bias")
 
 
 def _as_float32(kind: str, array: NDArray[Any]) -> NDArray[np.float32]:

@@ -13,8 +13,8 @@ from vecd.shm.views import Rows
 from vecd.workers.engine import COMPLETE, Finish, PackedBatch
 from vecd.workers.engines.lean.export import ExportForward
 from vecd.workers.engines.lean.forward import LeanForward
-from vecd.workers.engines.lean.head import Floats
 from vecd.workers.engines.lean.heads import load_heads
+from vecd.workers.engines.lean.steps import Floats
 from vecd.workers.engines.lean.wide import Forward, WideForward
 from vecd.workers.layout import Layout, arrange, passes
 from vecd.workers.out_of_memory import begin_or_halve

@@ -43,13 +43,13 @@ class LeanForward:
             self._arrays: Arrays = Arrays(paths) if like is None else like._arrays
             arrays = self._arrays
             encoder = describe(card, arrays)
-            made = encoder_graph(encoder, arrays, card.max_tokens, paths[0].name, is_int8=is_int8)
+            made = encoder_graph(card, encoder, arrays, paths[0].name, is_int8=is_int8)
         except (OSError, ValueError, KeyError, TypeError, ModelError) as error:
             # The plain model reads the same files and reports their faults.
             raise NotDescribed(one_line(error)) from error
         arrays.release()  # what was converted is not read again
         self._positions_after = encoder.positions_after
-        self._windows, self._is_causal = made.windows, encoder.is_causal
+        self._windows, self._is_causal, self._has_types = made.windows, encoder.is_causal, made.has_types
         self.num_private_bytes = sum(made.weights[name].nbytes for name in made.products)
         """Memory for weights that every further forward pass of this model needs for itself."""
         lent: dict[str, onnxruntime.OrtValue] = {} if like is None else like._weights
@@ -85,6 +85,8 @@ class LeanForward:
             "counts": np.array([run.count for run in layout.runs]),
             "lengths": np.array([run.length for run in layout.runs]),
         }
+        if self._has_types:
+            feeds["token_types"] = layout.token_types()
         for name, window in self._windows.items():
             feeds[name] = pieces_of(layout.runs, window, self._is_causal)
         [hidden] = self._session.run(None, feeds)

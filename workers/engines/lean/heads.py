@@ -1,15 +1,19 @@
 """The heads of a model in numpy: what each output of its card is made of, in terms of hidden states.
 
-Owns the table from `Output` to a function. `vecd.workers.engines.torch.heads` has the same on torch. Called by
-`vecd.workers.engines.lean.engine`.
+Owns the table from `Output` to a function, and which state of a sequence is pooled for its score.
+`vecd.workers.engines.torch.heads` has the same on torch. Called by `vecd.workers.engines.lean.engine`.
 """
 
 from collections.abc import Callable
+from functools import partial
 from typing import TypeAlias
+
+import numpy as np
 
 from vecd.shm.card import ModelCard
 from vecd.shm.output import Output
-from vecd.workers.engines.lean.head import Floats, load_head
+from vecd.workers.engines.lean.head import load_head, pool
+from vecd.workers.engines.lean.steps import Floats, apply_all, load_steps
 from vecd.workers.families.description import NotDescribed
 from vecd.workers.layout import Layout
 
@@ -26,6 +30,55 @@ def load_heads(card: ModelCard) -> LeanHeads:
         heads[Output.VECTORS] = lambda hidden, layout: head(hidden, layout.runs)
         heads[Output.UNNORMALIZED] = lambda hidden, layout: head.unnormalized(hidden, layout.runs)
         heads[Output.TOKENS] = lambda hidden, layout: hidden
+    if card.score is not None:
+        heads |= _score_heads(card)
+    if card.tokens is not None:
+        vectors = partial(apply_all, load_steps(card, card.tokens.steps))
+        heads[Output.TOKEN_VECTORS] = lambda hidden, layout: vectors(hidden)
+    if card.sparse is not None and card.sparse.is_lexical:
+        weights = partial(apply_all, load_steps(card, card.sparse.steps))
+        heads[Output.LEXICAL] = lambda hidden, layout: weights(hidden)
+    if card.main_output is Output.HYBRID:
+        heads[Output.HYBRID] = lambda hidden, layout: _hybrid(hidden, layout, heads)
     if not card.outputs <= heads.keys():
         raise NotDescribed("a head without a description in numpy")
     return heads
+
+
+def _hybrid(hidden: Floats, layout: Layout, heads: LeanHeads) -> Floats:
+    """The rows of BGE-M3, [T, D + 1]: each token's vector and weight; the dense vector and 0 for the first one."""
+    parts = (heads[output](hidden, layout) for output in (Output.TOKEN_VECTORS, Output.LEXICAL))
+    rows = np.concatenate(tuple(parts), axis=1)
+    rows[layout.starts, :-1] = heads[Output.VECTORS](hidden, layout)
+    rows[layout.starts, -1] = 0
+    return rows
+
+
+# --- scores -----------------------------------------------------------------------------------------------------
+
+
+def _score_heads(card: ModelCard) -> LeanHeads:
+    score = card.score
+    assert score is not None
+    if not score.steps:
+        raise NotDescribed(f"the head of {card.model_type} has no table of its layers")
+    if score.pair_template is not None:
+        # One that torch's engine computes once for a batch, which matters more than what it takes by itself.
+        raise NotDescribed("pairs that share a beginning, the model's template")
+    logits = partial(apply_all, load_steps(card, score.steps))
+    match score.pooling:
+        case "":
+            return {Output.TOKEN_SCORES: lambda hidden, layout: logits(hidden)}
+        case "cls":
+            return {Output.SCORES: lambda hidden, layout: logits(hidden[layout.starts])}
+        case "lasttoken":
+            return {Output.SCORES: lambda hidden, layout: logits(_last(hidden, layout, score.padding_id))}
+        case pooling:
+            return {Output.SCORES: lambda hidden, layout: logits(pool(hidden, layout.runs, (pooling,)))}
+
+
+def _last(hidden: Floats, layout: Layout, padding_id: int | None) -> Floats:
+    """The last token that has another id than the padding; the first of a sequence of nothing else. Source:
+    GenericForSequenceClassification in transformers' modeling_layers.py."""
+    places = np.where(layout.token_ids != padding_id, np.arange(layout.token_ids.size), 0)
+    return hidden[np.maximum(np.maximum.reduceat(places, layout.starts), layout.starts)]

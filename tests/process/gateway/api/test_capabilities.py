@@ -23,6 +23,7 @@ from vecd.launch.config.settings import load_settings
 from vecd.launch.processes.sockets import make_zmq_endpoint
 from vecd.launch.processes.summary import summary
 from vecd.shm.card import ModelCard
+from vecd.shm.heads import ScoreHead, Step, TokenHead
 
 OTHERS = {
     "rerank": RERANKER,
@@ -75,6 +76,13 @@ async def other(request: pytest.FixtureRequest) -> AsyncIterator[tuple[Gateway, 
     gateway.stop()
 
 
+_HAS_ANOTHER_OUTPUT = {
+    "/v1/embeddings": ("sparse", "multi-vector"),
+    "/pooling": ("classify", "token-classify", "multi-vector"),
+}
+"""By path, the kinds that answer there with something else than dense vectors."""
+
+
 @pytest.mark.parametrize(
     ("path", "body"),
     [
@@ -89,6 +97,8 @@ async def other(request: pytest.FixtureRequest) -> AsyncIterator[tuple[Gateway, 
 )
 async def test_a_model_without_dense_vectors_is_not_embedded_with(other: tuple[Gateway, str], path: str, body: bytes):
     gateway, kind = other
+    if kind in _HAS_ANOTHER_OUTPUT.get(path, ()):
+        return
     status, answer = await gateway.ask("POST", path, body)
     assert status == 400
     text = orjson.dumps(answer).decode()
@@ -110,8 +120,10 @@ async def test_what_describes_the_server_works_for_every_model(other: tuple[Gate
     for path in ("/v1/models", "/openapi.json", "/api/tags", "/version", "/stats"):
         assert (await gateway.ask("GET", path))[0] == 200, path
     _, models = await gateway.ask("GET", "/v1/models")
-    expected = [{"rerank": "rerank", "classify": "classify"}[kind]] if kind in ("rerank", "classify") else []
+    expected = [{"rerank": "rerank", "classify": "classify", "multi-vector": "rerank"}.get(kind)]
+    expected = [endpoint for endpoint in expected if endpoint]
     assert models["models"][0]["endpoints"] == expected
+    assert models["data"][0]["capabilities"] == [kind]
     _, shown = await gateway.ask("POST", "/api/show", b'{"model": "all-minilm"}')
     assert shown["capabilities"] == []
     _, document = await gateway.ask("GET", "/openapi.json")
@@ -124,7 +136,7 @@ async def test_what_describes_the_server_works_for_every_model(other: tuple[Gate
         (DENSE, None, 6, {"embedding": {"pooling": "mean"}}),
         (HYBRID, None, 6, {"embedding": {"pooling": "mean"}}),
         (SPARSE, None, None, {"embedding": {"pooling": "splade"}}),
-        (MULTI_VECTOR, None, 4, {"embedding": {"pooling": "mean"}}),
+        (MULTI_VECTOR, None, 4, {"reranker": {"id2label": {}, "label2id": {}}}),
         (RERANKER, ["score"], None, {"reranker": {"id2label": {"0": "score"}, "label2id": {"score": 0}}}),
         (
             CLASSIFIER,
@@ -134,7 +146,7 @@ async def test_what_describes_the_server_works_for_every_model(other: tuple[Gate
         ),
     ],
 )
-async def test_info_says_what_the_model_can_do(
+async def test_info_says_what_the_model_can_do_and_tells_text_embeddings_inference_s_clients_which_route_it_has(
     card: ModelCard, labels: list[str] | None, dimensions: int | None, model_type: dict[str, Any]
 ):
     gateway = Gateway(card)
@@ -166,9 +178,17 @@ def test_the_message_names_some_of_the_routes_that_the_model_has():
     ("card", "model_line", "kind_line", "path"),
     [
         (DENSE, ": 6 dimensions, at most 256 tokens, mean pooling, normalized", "dense", "/v1/embeddings"),
-        (RERANKER, ": at most 256 tokens", "rerank (1 label)", "/rerank"),
-        (CLASSIFIER, ": at most 256 tokens", "classify (3 labels)", "/predict"),
-        (SPARSE, ": at most 256 tokens", "sparse", "/embed_sparse"),
+        (RERANKER, ": at most 256 tokens, cls pooling", "rerank (1 label)", "/rerank"),
+        (CLASSIFIER, ": at most 256 tokens, cls pooling", "classify (3 labels: a, b, c)", "/predict"),
+        (
+            replace(CLASSIFIER, num_labels=7, score=ScoreHead(("a\x1b[2J", *"bcdefg"), "softmax", "mean")),
+            ": at most 256 tokens, mean pooling",
+            "classify (7 labels: 'a\\x1b[2J', b, c, d, e and 2 more)",
+            "/predict",
+        ),
+        (TOKEN_CLASSIFIER, ": at most 256 tokens", "token-classify (3 labels: a, b, c)", "/predict"),
+        (SPARSE, ": at most 256 tokens, max pooling", "sparse", "/embed_sparse"),
+        (MULTI_VECTOR, ": at most 256 tokens", "multi-vector", "/rerank"),
         (HYBRID, ": 6 dimensions, at most 256 tokens, mean pooling, normalized", "dense, sparse, multi-vector", "/v1"),
     ],
 )
@@ -179,3 +199,35 @@ def test_the_summary_of_the_start_names_the_kind(card: ModelCard, model_line: st
     assert any(line.startswith("  try ") and f"http://h:80{path}" in line for line in lines)
     assert fields["capabilities"] == list(card.capabilities)
     assert fields["dimensions"] == (6 if "dense" in card.capabilities else None)
+    assert fields["labels"] == (card.num_labels or None)
+    about_tokens = [line.split(maxsplit=1)[1] for line in lines if line.startswith("  tokens ")]
+    assert about_tokens == ([] if card.tokens is None else [f"{card.token_dim} dimensions each"])
+
+
+def test_the_summary_says_how_long_queries_and_documents_of_a_multi_vector_model_are():
+    tokens = TokenHead((), document_tokens=180, query_tokens=32)
+    card = with_heads_of(replace(MULTI_VECTOR, tokens=tokens))
+    lines, _ = summary(replace(planned(), card=card), "http://h:80", "", {}, 1, 1.0)
+    assert "  tokens     4 dimensions each, with documents of 180 tokens and queries of 32 tokens at most" in lines
+
+
+@pytest.mark.parametrize(
+    ("card", "pooling", "is_normalized", "longest"),
+    [
+        (RERANKER, "cls", None, 256),
+        (TOKEN_CLASSIFIER, None, None, 256),
+        (SPARSE, "max", None, 256),
+        (replace(MULTI_VECTOR, tokens=TokenHead((Step("normalize"),), document_tokens=180)), None, True, 180),
+        (DENSE, "mean", True, 256),
+    ],
+)
+async def test_info_says_how_tokens_are_pooled_only_where_they_are(
+    card: ModelCard, pooling: str | None, is_normalized: bool | None, longest: int
+):
+    gateway = Gateway(card)
+    try:
+        _, info = await gateway.ask("GET", "/info")
+    finally:
+        gateway.stop()
+    assert (info["model"]["pooling"], info["model"]["normalized"]) == (pooling, is_normalized)
+    assert info["max_input_length"] == longest

@@ -18,4 +18,23 @@ def sentence_similarity(url: str, sentence: str, others: list[str]) -> list[floa
     return list(InferenceClient(url).sentence_similarity(sentence, others))
 
 
-serve(feature_extraction, feature_extraction_later, sentence_similarity)
+def text_classification(url: str, text: str, options: dict[str, Any]) -> list[tuple[str, float]]:
+    return [(item.label, item.score) for item in InferenceClient(url).text_classification(text, **options)]
+
+
+def token_classification(url: str, text: str, options: dict[str, Any]) -> list[dict[str, Any]]:
+    return [dict(item) for item in InferenceClient(url).token_classification(text, **options)]
+
+
+def zero_shot_classification(url: str, text: str, labels: list[str]) -> list[str]:
+    return [item.label for item in InferenceClient(url).zero_shot_classification(text, labels)]
+
+
+serve(
+    feature_extraction,
+    feature_extraction_later,
+    sentence_similarity,
+    text_classification,
+    token_classification,
+    zero_shot_classification,
+)

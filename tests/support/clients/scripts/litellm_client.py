@@ -19,6 +19,20 @@ def embed(provider: str, url: str, texts: list[str], key: str = "unused", **opti
     return {"vectors": rows(item["embedding"] for item in answer.data), "tokens": answer.usage.prompt_tokens}
 
 
+def rerank(
+    provider: str, url: str, query: str, texts: list[Any], key: str = "unused", **options: Any
+) -> dict[str, Any]:
+    model = f"{provider}/{options.pop('model', 'm')}"
+    options = {"num_retries": 0, "max_retries": 0, **options}
+    answer = litellm.rerank(model=model, query=query, documents=texts, api_base=url, api_key=key, **options)
+    results = answer.results or []
+    documents = [result.get("document") for result in results]
+    return {
+        "ranked": [(result["index"], result["relevance_score"]) for result in results],
+        "texts": [document and document["text"] for document in documents],
+    }
+
+
 def mem0(url: str, text: str) -> list[list[float]]:
     from mem0.configs.embeddings.base import BaseEmbedderConfig
     from mem0.embeddings.openai import OpenAIEmbedding
@@ -34,4 +48,4 @@ async def semantic_kernel(url: str, texts: list[str]) -> list[list[float]]:
     return rows(await OpenAITextEmbedding(ai_model_id=MODEL, async_client=client).generate_embeddings(texts))
 
 
-serve(embed, mem0, semantic_kernel)
+serve(embed, rerank, mem0, semantic_kernel)

@@ -13,6 +13,7 @@ import pytest
 from safetensors.torch import load_file, save_file
 
 from vecd.shm.card import read_card
+from vecd.shm.heads import PairTemplate, ScoreHead
 from vecd.workers.config import REFERENCE_FILE, WorkerConfig
 from vecd.workers.engines import load
 from vecd.workers.engines.load import expected_path, load_engine
@@ -132,3 +133,15 @@ def test_when_the_lean_engine_comes_first(
     monkeypatch.setattr(load, "has_bfloat16", lambda: is_native)
     monkeypatch.setattr(load, "has_torch", lambda: has_torch)
     assert load.is_lean_wanted(replace(config, **changes)) is is_wanted
+
+
+@pytest.mark.parametrize("has_torch", [True, False])
+def test_pairs_that_share_a_template_are_for_torch(
+    has_torch: bool, config: WorkerConfig, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Its engine computes what they share once."""
+    monkeypatch.setattr(load, "has_torch", lambda: has_torch)
+    for template, is_wanted in ((PairTemplate("", "", ""), not has_torch), (None, True)):
+        score = ScoreHead(("a",), "sigmoid", "lasttoken", pair_template=template)
+        of_model = replace(config, card=replace(config.card, score=score), dtype="float32")
+        assert load.is_lean_wanted(of_model) is is_wanted

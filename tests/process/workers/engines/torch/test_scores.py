@@ -1,5 +1,6 @@
 """Logits of classifiers and cross-encoders on every path, against transformers' classes."""
 
+import time
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
@@ -24,13 +25,16 @@ from tests.support.score_checkpoints import logits_of, save_classifier
 from vecd.shm.card import ModelError, read_card
 from vecd.shm.output import Output
 from vecd.workers.engine import PackedBatch
-from vecd.workers.engines.parity import random_batch
+from vecd.workers.engines.lean import engine as lean_engine
+from vecd.workers.engines.lean.forward import LeanForward
+from vecd.workers.engines.parity import compare, random_batch, vectors_one_by_one
 from vecd.workers.engines.torch.selection import select
 from vecd.workers.families.description import NotDescribed
 
 LENGTHS = [5, 1, 30, 60, 7, 5, 2, 1, 12, 12, 59]
 BERTS = ["bert", "electra", "roberta", "xlm-roberta", "camembert", "distilbert", "mpnet", "modernbert"]
 CAUSAL = ["qwen2", "qwen3", "mistral", "llama", "gemma3_text"]
+LEAN = [*BERTS, "nomic_bert", "gte", "qwen2", "qwen3", "mistral", "gemma3_text"]
 FUSED = [*BERTS, "qwen2", "qwen3", "mistral"]
 PADDED = [*BERTS, *CAUSAL, "albert", "nomic_bert", "gte", "gemma2", "deberta-v2", "deberta"]
 PACKED = [family for family in PADDED if family not in ("mpnet", "gemma2", "deberta-v2", "deberta")]
@@ -64,6 +68,7 @@ def scores(folder: Path, path: str, batch: PackedBatch, dtype: str = "float32") 
 
 
 CASES = [
+    *(("lean", family) for family in LEAN),
     *(("fused", family) for family in FUSED),
     *(("packed", family) for family in PACKED),
     *(("padded", family) for family in PADDED),
@@ -80,11 +85,13 @@ def test_the_logits_of_pairs_are_those_of_transformers(
     expected = logits_of(folder, pairs())
     assert found.shape == (len(LENGTHS), num_labels)
     assert_same_vectors(found, expected)
+    engine, dim = engine_of(folder, path), read_card(folder).row_dim
+    assert_same_vectors(vectors_one_by_one(engine, pairs(), dim), expected)
     assert np.ptp(expected, axis=0).min() > 0.01, "a head that gives every sequence the same shows nothing"
 
 
 @pytest.mark.parametrize("num_labels", [1, 3])
-@pytest.mark.parametrize("path", ["fused", "packed", "padded"])
+@pytest.mark.parametrize("path", ["lean", "fused", "packed", "padded"])
 @pytest.mark.parametrize(
     "settings",
     [
@@ -103,6 +110,7 @@ def test_modernbert_pools_and_computes_as_its_settings_say(
 @pytest.mark.parametrize(
     ("path", "family"),
     [
+        *(("lean", family) for family in LEAN if family not in ("nomic_bert", "gte", "gemma3_text")),
         *(("fused", family) for family in ("bert", "roberta", "distilbert", "electra", "modernbert", "qwen3")),
         *(("packed", family) for family in ("bert", "albert", "camembert", "modernbert", "llama")),
         *(("padded", family) for family in ("bert", "deberta-v2", "xlm-roberta", "mistral")),
@@ -116,7 +124,7 @@ def test_every_token_has_its_logits(path: str, family: str, classifier: Callable
     assert_same_vectors(found, logits_of(folder, batch, is_of_tokens=True))
 
 
-@pytest.mark.parametrize("path", ["fused", "packed", "padded"])
+@pytest.mark.parametrize("path", ["lean", "fused", "packed", "padded"])
 def test_the_second_part_of_a_pair_counts_as_such(path: str, classifier: Callable[..., Path]) -> None:
     folder = classifier("bert")
     as_pairs, as_texts = scores(folder, path, pairs()), scores(folder, path, replace(pairs(), borders=None))
@@ -125,7 +133,7 @@ def test_the_second_part_of_a_pair_counts_as_such(path: str, classifier: Callabl
     np.testing.assert_array_equal(as_pairs[~is_pair], as_texts[~is_pair])
 
 
-@pytest.mark.parametrize("path", ["packed", "padded"])
+@pytest.mark.parametrize("path", ["lean", "packed", "padded"])
 def test_roberta_has_one_type_even_with_two_in_its_table(path: str, classifier: Callable[..., Path]) -> None:
     """Its tokenizers give none."""
     folder = classifier("roberta", type_vocab_size=2)
@@ -133,7 +141,7 @@ def test_roberta_has_one_type_even_with_two_in_its_table(path: str, classifier: 
     assert_same_vectors(scores(folder, path, pairs()), expected)
 
 
-@pytest.mark.parametrize("path", ["fused", "packed", "padded"])
+@pytest.mark.parametrize("path", ["lean", "fused", "packed", "padded"])
 def test_padding_at_the_end_of_a_text_is_passed_over_as_in_transformers(
     path: str, classifier: Callable[..., Path]
 ) -> None:
@@ -159,8 +167,9 @@ def test_a_family_without_a_table_is_computed_by_transformers_class(
     batch = pairs(output)
     found, expected = embed(engine, batch, 3), logits_of(folder, batch, is_of_tokens=is_of_tokens)
     assert_same_vectors(found, expected)
-    with pytest.raises(NotDescribed, match="no table"):
-        engine_of(folder, "packed")
+    for path in ("lean", "packed"):
+        with pytest.raises(NotDescribed, match="no table"):
+            engine_of(folder, path)
 
 
 def test_a_causal_model_without_padding_is_computed_one_text_at_a_time(classifier: Callable[..., Path]) -> None:
@@ -173,7 +182,7 @@ def test_the_selected_engine_is_compared_with_transformers_class(dtype: str, cla
     folder = classifier("bert", labels=2)
     config = worker_config(folder, dtype=dtype)
     selection, _ = select(config, lambda stage: None)
-    assert selection.path == "fused"
+    assert selection.path == ("lean" if dtype == "float32" else "fused")
     probes = random_batch(config.card, (5, 1, 34, 3))
     np.testing.assert_allclose(selection.reference[:4], logits_of(folder, probes), atol=1e-5)
     assert probes.borders is not None
@@ -189,8 +198,9 @@ def test_weights_without_the_head_are_refused(tmp_path: Path) -> None:
     change_weights(folder, remove_the_pooler)
     with pytest.raises(ModelError, match=r"lack bert\.pooler\.dense\.weight"):
         select(worker_config(folder), lambda stage: None)
-    with pytest.raises(ModelError, match=r"lack pooler\.dense\.weight"):
-        engine_of(folder, "fused")
+    for path in ("lean", "fused"):
+        with pytest.raises(ModelError, match=r"lack pooler\.dense\.weight"):
+            engine_of(folder, path)
 
 
 def test_weights_with_layers_that_the_settings_do_not_have_are_refused(tmp_path: Path) -> None:
@@ -206,9 +216,54 @@ def test_a_classifier_of_another_size_is_refused(tmp_path: Path) -> None:
     change_weights(folder, lambda weights: weights.update({"classifier.weight": torch.zeros(3, 32)}))
     with pytest.raises(ModelError, match=r"classifier\.weight"):
         engine_of(folder, "packed")
-    with pytest.raises(ModelError, match=r"classifier\.weight is \[3, 32\]"):
-        engine_of(folder, "fused")
+    for path in ("lean", "fused"):
+        with pytest.raises(ModelError, match=r"classifier\.weight is \[3, 32\]"):
+            engine_of(folder, path)
 
 
 def test_a_pair_may_be_as_long_as_the_model_takes(classifier: Callable[..., Path]) -> None:
     assert read_card(classifier("bert")).max_tokens == MAX_TOKENS
+
+
+# --- the engine without torch -----------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("family", LEAN)
+def test_scores_in_int8_are_within_the_bounds(family: str, classifier: Callable[..., Path]) -> None:
+    folder = classifier(family, labels=3)
+    parity = compare(scores(folder, "lean", pairs(), "int8"), logits_of(folder, pairs()), 1, Output.SCORES)
+    assert parity.is_within_bounds("int8")
+    assert parity.max_abs_diff > 1e-4, "nothing was quantized"
+
+
+@pytest.mark.parametrize("family", ["bert", "gte", "modernbert", "qwen2"])
+def test_several_threads_give_the_same_scores(family: str, classifier: Callable[..., Path]) -> None:
+    folder = classifier(family, labels=2)
+    engine, expected = engine_of(folder, "lean"), scores(folder, "lean", pairs())
+    assert engine.allow_leases(2, may_copy_weights=True) == (1, 2)
+    deadline = time.monotonic() + 60
+    while engine.lease(2) != 2:
+        assert time.monotonic() < deadline, "there is no wide session"
+        time.sleep(0.01)
+    assert_same_vectors(embed(engine, pairs(), 2), expected)
+    engine.lease(0)
+    engine.use_threads(2)
+    assert_same_vectors(embed(engine, pairs(), 2), expected)
+
+
+def test_a_batch_of_several_passes_has_the_scores_of_one(
+    classifier: Callable[..., Path], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Each pass has the token types of its own sequences."""
+    folder = classifier("bert")
+    monkeypatch.setattr(lean_engine, "TOKENS_OF_A_PASS", 40)
+    assert_same_vectors(scores(folder, "lean", pairs()), logits_of(folder, pairs()))
+
+
+def test_types_cost_a_model_for_vectors_nothing(classifier: Callable[..., Path]) -> None:
+    folder = classifier("bert")
+    inputs = {}
+    for kind in ("auto", "dense"):
+        forward = LeanForward(read_card(folder, kind))
+        inputs[kind] = {given.name for given in forward._session.get_inputs()}
+    assert inputs["auto"] - inputs["dense"] == {"token_types"}

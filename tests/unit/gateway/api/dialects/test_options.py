@@ -347,8 +347,6 @@ def test_a_form_that_the_vectors_cannot_have_names_the_field_that_asked(name):
     [
         ("messages", [{"role": "user", "content": "secret"}], None),
         ("messages", [], None),
-        ("late_chunking", True, False),
-        ("late_chunking", 0, False),
         ("late_chunking_params", {"chunk_size": 5}, None),
         ("return_multivector", True, False),
         ("modality", "image", "text"),

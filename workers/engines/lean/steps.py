@@ -1,0 +1,226 @@
+"""The steps of heads in numpy: dense layers with their activations, norms, and where their weights are.
+
+Owns the reading of a step's weights, from a file of its own or among the model's, and its computation in float32. Knows
+no model and no batch. Called by `vecd.workers.engines.lean.head` and `vecd.workers.engines.lean.heads`.
+
+numpy multiplies with the threads of its own library: one in a worker, which the fork server sees to.
+"""
+
+from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
+from typing import TypeAlias
+
+import numpy as np
+from numpy.typing import NDArray
+
+from vecd.shm.card import ModelCard, ModelError, one_line
+from vecd.shm.heads import Step
+from vecd.workers.engines.lean.arrays import Arrays
+from vecd.workers.linear_file import load_linear
+from vecd.workers.weights import weight_files
+
+Floats: TypeAlias = NDArray[np.float32]
+Apply: TypeAlias = Callable[[Floats], Floats]
+"""From rows [N, in_dim] to rows [N, out_dim]."""
+
+
+# --- activations ------------------------------------------------------------------------------------------------
+
+
+def _softplus(x: Floats) -> Floats:
+    return np.logaddexp(0, x)
+
+
+def _sigmoid(x: Floats) -> Floats:
+    return np.exp(-_softplus(-x))
+
+
+def _elu(x: Floats) -> Floats:
+    return np.where(x > 0, x, np.expm1(np.minimum(x, 0)))
+
+
+def _gelu(x: Floats) -> Floats:
+    return x * (np.float32(0.5) + np.float32(0.5) * _erf(x * np.float32(0.5**0.5)))
+
+
+def _erf(x: Floats) -> Floats:
+    """Within 5e-7. numpy has none, and calling math.erf takes 40 times as long. Source: Eigen's generic_fast_erf_float,
+    a quotient of polynomials between -4 and 4."""
+    x = np.clip(x, -4, 4)
+    square = x * x
+    numerator, denominator = (_polynomial(coefficients, square) for coefficients in (_NUMERATOR, _DENOMINATOR))
+    numerator *= x
+    numerator /= denominator
+    return numerator
+
+
+def _polynomial(coefficients: Sequence[float], x: Floats) -> Floats:
+    total = np.full_like(x, coefficients[0])
+    for coefficient in coefficients[1:]:
+        total *= x
+        total += np.float32(coefficient)
+    return total
+
+
+_NUMERATOR = (
+    -2.72614225801306e-10,
+    2.77068142495902e-08,
+    -2.10102402082508e-06,
+    -5.69250639462346e-05,
+    -7.34990630326855e-04,
+    -2.95459980854025e-03,
+    -1.60960333262415e-02,
+)
+_DENOMINATOR = (
+    -1.45660718464996e-05,
+    -2.13374055278905e-04,
+    -1.68282697438203e-03,
+    -7.37332916720468e-03,
+    -1.42647390514189e-02,
+)
+
+
+ACTIVATIONS: dict[str, Apply] = {
+    "identity": lambda x: x,
+    "tanh": np.tanh,
+    "relu": lambda x: np.maximum(x, 0),
+    "relu6": lambda x: np.clip(x, 0, 6),
+    "leakyrelu": lambda x: np.where(x > 0, x, np.float32(0.01) * x),
+    "elu": _elu,
+    "selu": lambda x: np.float32(1.0507009873554805) * np.where(x > 0, x, np.float32(1.6732632423543772) * _elu(x)),
+    "gelu": _gelu,
+    "silu": lambda x: x * _sigmoid(x),
+    "mish": lambda x: x * np.tanh(_softplus(x)),
+    "sigmoid": _sigmoid,
+    "softplus": _softplus,
+    "softsign": lambda x: x / (1 + np.abs(x)),
+    "hardtanh": lambda x: np.clip(x, -1, 1),
+}
+"""By the lower-case name of the class in torch.nn, with the class's default arguments."""
+
+
+# --- steps ------------------------------------------------------------------------------------------------------
+
+
+def load_steps(card: ModelCard, steps: Sequence[Step]) -> list[Apply]:
+    """A function for each step. Raises ModelError when a file or a tensor is missing or misshapen."""
+    return [_load(card, step) for step in steps]
+
+
+def apply_all(steps: Sequence[Apply], rows: Floats) -> Floats:
+    for step in steps:
+        rows = step(rows)
+    return rows
+
+
+def normalize(vectors: Floats) -> Floats:
+    """L2, with the zero vector left as it is."""
+    # np.linalg.norm and mean() take twice as long for the few numbers of a lone text.
+    lengths: Floats = np.sqrt(np.add.reduce(vectors * vectors, axis=1, keepdims=True))
+    normalized: Floats = np.divide(vectors, np.maximum(lengths, 1e-12, out=lengths))
+    return normalized
+
+
+def _load(card: ModelCard, step: Step) -> Apply:
+    match step.kind:
+        case "normalize":
+            return normalize
+        case "dense":
+            return _dense(card, step)
+        case "layer_norm":
+            return _layer_norm(card, step)
+        case unknown:
+            raise ModelError(f"{_file_of(card, step)}: step {unknown} is unknown")
+
+
+def _dense(card: ModelCard, step: Step) -> Apply:
+    if step.activation not in ACTIVATIONS:
+        path = _file_of(card, step).parent / "config.json"
+        raise ModelError(f"{path}: activation {step.activation} is not supported")
+    activation = ACTIVATIONS[step.activation]
+    weight, bias, residual = weights_of(card, step)
+    if bias is None:
+        bias = np.zeros(1, dtype=np.float32)
+
+    def apply(rows: Floats) -> Floats:
+        made = activation(rows @ weight.T + bias)
+        if not step.has_residual:
+            return made
+        return made + (rows if residual is None else rows @ residual.T)
+
+    return apply
+
+
+def _layer_norm(card: ModelCard, step: Step) -> Apply:
+    weight, bias, _ = weights_of(card, step)
+    epsilon = np.float32(step.epsilon)
+
+    def norm(rows: Floats) -> Floats:
+        centred = rows - rows.mean(axis=1, keepdims=True)
+        deviation = np.sqrt((centred * centred).mean(axis=1, keepdims=True) + epsilon)
+        normalized: Floats = centred / deviation * weight
+        return normalized if bias is None else normalized + bias
+
+    return norm
+
+
+# --- the weights ------------------------------------------------------------------------------------------------
+
+
+def weights_of(card: ModelCard, step: Step) -> tuple[Floats, Floats | None, Floats | None]:
+    """Weight, bias and the matrix of the residual of a step that is dense or a norm, None for those that it lacks.
+    Raises ModelError when a file or a tensor is missing or misshapen."""
+    shape = (step.out_dim, step.in_dim) if step.kind == "dense" else (step.out_dim,)
+    if step.file:
+        weight, bias = load_linear(Path(card.folder) / step.file, step.out_dim, step.in_dim)
+        return weight, bias, None
+    if step.tensor:
+        own = _own(card)
+        bias_name = step.bias_tensor or f"{step.tensor}.bias"
+        found = _find(card, own, f"{step.tensor}.weight", shape)
+        return found, _find(card, own, bias_name, shape[:1]) if step.bias else None, None
+    module = "linear" if step.kind == "dense" else "norm"
+    shapes: dict[str, tuple[int, ...]] = {f"{module}.weight": shape}
+    if step.bias:
+        shapes[f"{module}.bias"] = shape[:1]
+    if step.has_residual and step.in_dim != step.out_dim:
+        shapes["residual.weight"] = shape
+    read = _read_exactly(_file_of(card, step), shapes)
+    return read[f"{module}.weight"], read.get(f"{module}.bias"), read.get("residual.weight")
+
+
+def _file_of(card: ModelCard, step: Step) -> Path:
+    return Path(card.folder) / step.path / "model.safetensors"
+
+
+def _own(card: ModelCard) -> Arrays:
+    """The model's own tensors."""
+    try:
+        return Arrays(weight_files(Path(card.weights_folder)))
+    except (OSError, ValueError, KeyError) as error:
+        raise ModelError(f"{card.weights_folder}: the weights cannot be read: {one_line(error)}") from error
+
+
+def _find(card: ModelCard, own: Arrays, name: str, shape: tuple[int, ...]) -> Floats:
+    """The name may have the base model's before it, as in "bert.pooler.dense.weight"."""
+    found = [name] if name in own else [stored for stored in own if stored.partition(".")[2] == name]
+    if len(found) != 1:
+        raise ModelError(f"{card.weights_folder}: the weights lack {name}, which the model's head is made of")
+    array = own[found[0]]
+    if array.shape != shape:
+        raise ModelError(f"{card.weights_folder}: {found[0]} is {list(array.shape)}, should be {list(shape)}")
+    return array
+
+
+def _read_exactly(path: Path, shapes: Mapping[str, tuple[int, ...]]) -> Mapping[str, Floats]:
+    """The tensors named in `shapes`, as float32. Raises ModelError when the file holds others."""
+    try:
+        weights = Arrays([path])
+    except FileNotFoundError:
+        raise ModelError(f"{path}: file missing") from None
+    if weights.keys() != shapes.keys():
+        raise ModelError(f"{path}: holds {sorted(weights)}, should hold {sorted(shapes)}")
+    for name, shape in shapes.items():
+        if weights[name].shape != shape:
+            raise ModelError(f"{path}: {name} is {list(weights[name].shape)}, should be {list(shape)}")
+    return dict(weights)
