@@ -233,7 +233,7 @@ def test_newer_files_say_the_activation_with_more_authority(tmp_path: Path) -> N
     assert score.activation == "identity"
 
 
-@pytest.mark.parametrize("name", ["os.system", "torch.nn.modules.activation.ReLU", "Sigmoid", 5])
+@pytest.mark.parametrize("name", ["os.system", "torch.nn.modules.activation.ReLU", "Sigmoid", 5, ["torch.nn.Tanh"]])
 def test_another_activation_is_refused_by_its_name(name: Any, tmp_path: Path) -> None:
     with pytest.raises(ModelError, match=r"activation_fn \(config_sentence_transformers\.json\) is") as refused:
         Classifier(tmp_path, **ONE).state(activation_fn=name).card()
