@@ -135,7 +135,13 @@ def test_the_whole_as_json() -> None:
 
 
 def test_scores_have_an_order_where_vectors_have_a_cosine() -> None:
-    row = {"num_texts": 9, "longest_tokens": 16, "min_cosine": None, "same_order": 0.975, "max_abs_diff": 2e-3}
+    row: dict[str, float | None] = {
+        "num_texts": 9,
+        "longest_tokens": 16,
+        "min_cosine": None,
+        "same_order": 0.975,
+        "max_abs_diff": 2e-3,
+    }
     found = Comparison("the reference model", 9, 16, None, 2e-3, True, (row,), relative_diff=0.01, same_order=0.975)
     probes = {"probes": 15, "longest_probe_tokens": 256, "max_abs_diff": 2e-3, "same_order": 0.99}
     path = replace(_PATH, agreements=(found,), probes=probes, ranks_in_order=False, outputs="scores")
