@@ -33,7 +33,7 @@ test-fast: $(VENV)/.test
 		$(or $(TESTS),tests/unit)
 
 # CLIENTS=small installs what takes seconds; all, the default, LlamaIndex, Haystack, LiteLLM, Chroma, Open WebUI, mteb, node 24, … as
-# well: 4.5 GB in build/clients, some minutes the first time.
+# well: 4.8 GB in build/clients, some minutes the first time.
 test-clients: $(VENV)/.test
 	VECD_CLIENTS=$(or $(CLIENTS),all) $(BIN)/python -m pytest -n auto --dist loadfile $(or $(TESTS),tests/system/clients)
 

@@ -395,7 +395,7 @@ class Pipeline:
                 counts.token_ids += [np.frombuffer(item.token_ids, dtype="<i4") for item in tokenized]
                 num_rows = num_tokens
             else:
-                self._check_rows_in_slot(start, tokenized)
+                self._check_rows_in_slot(start, tokenized, "late chunks are made")
                 num_rows = self._find_late_chunks(request, request.late, start, tokenized, counts, width)
             self._take_token_floats(request_queue, num_rows * width)
         elif counts.num_chunked and not output.is_plain:
@@ -456,15 +456,15 @@ class Pipeline:
                 "a request",
                 param="input",
             )
-        self._check_rows_in_slot(start, tokenized)
+        self._check_rows_in_slot(start, tokenized, "one vector for each token is given")
 
-    def _check_rows_in_slot(self, start: int, tokenized: list[TokenizedInput]) -> None:
+    def _check_rows_in_slot(self, start: int, tokenized: list[TokenizedInput], what: str) -> None:
         """Raises BadRequest for inputs with more tokens than a slot has rows."""
         limit = self.config.arena.rows_per_slot
         for index, item in enumerate(tokenized, start):
             if item.num_tokens > limit or item.chunks:
                 raise BadRequest(
-                    f"'input[{index}]' has {item.num_tokens} tokens: one vector for each token is given of at most "
+                    f"'input[{index}]' has {item.num_tokens} tokens: {what} of at most "
                     f"{min(limit, self.config.max_tokens)}, which are not split",
                     param="input",
                 )
@@ -485,7 +485,8 @@ class Pipeline:
             num_prefix, _ = self.tokenizer.num_added(np.frombuffer(item.token_ids, dtype="<i4").tolist())
             text = request.inputs[index]
             assert isinstance(text, str)
-            chunks = find_chunks(text, item, late, index, num_prefix)
+            is_whole = len(text) <= self.tokenizer.max_chars
+            chunks = find_chunks(text, item, late, index, num_prefix, is_whole=is_whole)
             counts.late_chunks.append(chunks)
             counts.num_late_chunks += len(chunks.ranges)
         most = _MAX_TOKEN_FLOATS // width

@@ -44,6 +44,9 @@ _LEAN_DTYPES = ("auto", "float32", "int8")
 _NUM_SLOTS = 2  # of a gateway: a batch being computed, and one sent ahead
 _MAX_ROWS_OF_TOKENS = 2048
 """Rows of one text whose tokens' vectors are requested: with 1,024 floats each, 8 MiB of every slot."""
+_MAX_ROWS_OF_LATE_CHUNKS = 8192
+"""The same, of a model that makes late chunks of long texts: 32 MiB, of which a processor has the part in memory that
+was ever written."""
 _SPANNING_SEQUENCES = 64
 """Sequences with an output that spans several rows that a slot has room for: for BERT's vocabulary, 8 MiB."""
 _MAX_OPEN_FILES = 65_536
@@ -302,7 +305,8 @@ def _rows_per_slot(card: ModelCard, max_sequences: int, max_batch_tokens: int, m
     if card.main_output.is_per_token:
         return max(num_sequences, max_tokens)
     is_by_token = any(output.is_per_token for output in card.outputs)
-    rows_of_tokens = min(max_tokens, _MAX_ROWS_OF_TOKENS) if is_by_token else 0
+    most = _MAX_ROWS_OF_LATE_CHUNKS if card.pools_states else _MAX_ROWS_OF_TOKENS
+    rows_of_tokens = min(max_tokens, most) if is_by_token else 0
     rows_of_span = _SPANNING_SEQUENCES * span_of(card) if card.main_output.spans_rows else 0
     return max(num_sequences, rows_of_tokens, rows_of_span)
 

@@ -31,6 +31,7 @@ from vecd.gateway.types.request import Embedded, Encoding, LateChunking, Overflo
 
 _NAME = "late_chunking"
 _MAX_TOKENS, _RANGES = "max_tokens", "ranges"
+_MAX_CHAR = 2**31 - 1
 
 
 class _Requested(NamedTuple):
@@ -170,19 +171,20 @@ def _chunking(late: _Requested, texts: list[str], *, is_one: bool, most: int) ->
     num_ranges = sum(map(len, lists))
     if num_ranges > most:
         raise BadRequest(f"'{name}' has {num_ranges} ranges, at most {most} in one request (--max-inputs)", param=_NAME)
-    checked = zip(lists, texts, names, strict=True)
-    return LateChunking(tuple([_check_ranges(ranges, len(text), its_name) for ranges, text, its_name in checked]))
+    checked = zip(lists, names, strict=True)
+    return LateChunking(tuple([_check_ranges(ranges, its_name) for ranges, its_name in checked]))
 
 
-def _check_ranges(ranges: list[Any], num_chars: int, name: str) -> list[tuple[int, int]]:
+def _check_ranges(ranges: list[Any], name: str) -> list[tuple[int, int]]:
+    """Whether they are within the text is checked later: a very long one was not read to its end."""
     checked: list[tuple[int, int]] = []
     for index, item in enumerate(ranges):
         if not isinstance(item, list) or len(item) != 2 or any(type(char) is not int for char in item):
             raise BadRequest(f"'{name}[{index}]' must be [start, end], two whole numbers", param=_NAME)
         start, end = item
-        if not 0 <= start < end <= num_chars:
+        if not 0 <= start < end <= _MAX_CHAR:
             raise BadRequest(
-                f"'{name}[{index}]' must be within the text's {num_chars} characters and not empty, is "
+                f"'{name}[{index}]' must begin at 0 or later and end behind its beginning, at {_MAX_CHAR} at most, is "
                 f"[{start}, {end}]",
                 param=_NAME,
             )

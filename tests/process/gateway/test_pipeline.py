@@ -21,6 +21,7 @@ from vecd.gateway.admission.admission import Admission
 from vecd.gateway.admission.principals import BURST_S, Principal, Principals
 from vecd.gateway.api.operations import ParsedDecode, ParsedTokenize
 from vecd.gateway.encoding.fragments import JsonRows
+from vecd.gateway.encoding.late_rows import LateChunkRows
 from vecd.gateway.pipeline import Pipeline
 from vecd.gateway.tokenization.fair_pool import Threads
 from vecd.gateway.types.config import ApiKey, GatewayConfig
@@ -35,7 +36,7 @@ from vecd.gateway.types.errors import (
     Unavailable,
 )
 from vecd.gateway.types.messages import Response
-from vecd.gateway.types.request import Chunk, Embedded, EmbedRequest, Source, TokenIds, TokenizedInput
+from vecd.gateway.types.request import Chunk, Embedded, EmbedRequest, LateChunking, Source, TokenIds, TokenizedInput
 from vecd.gateway.types.timeline import RequestTimeline
 from vecd.launch.config.plan import make_plan
 from vecd.launch.config.settings import load_settings
@@ -63,6 +64,20 @@ class Ids:
             return TokenizedInput(array("i", ids).tobytes(), len(ids), False)
         chunks = tuple(Chunk(array("i", [n]).tobytes(), 1, 1) for n in ids[1:])
         return TokenizedInput(chunks[0].token_ids, len(chunks), False, chunks=chunks)
+
+
+class Letters(Ids):
+    """A tokenizer of which each letter is a token."""
+
+    def tokenize_now(self, inputs, tokenizing) -> list[TokenizedInput]:
+        places = [np.array([[n, n + 1] for n in range(len(text))], np.int32) for text in inputs]
+        return [
+            TokenizedInput(bytes(4 * len(text)), len(text), False, offsets=of_text)
+            for text, of_text in zip(inputs, places, strict=True)
+        ]
+
+    def num_added(self, token_ids) -> tuple[int, int]:
+        return 0, 0
 
 
 @cache
@@ -395,6 +410,37 @@ async def test_vectors_of_tokens_are_bounded_in_one_request_and_in_all(monkeypat
     after = service.embed([3] * 4, output=Output.TOKENS)
     worker.answer(await worker.receive())
     assert (await after).num_tokens == 4
+
+
+async def test_late_chunks_are_bounded_by_their_number_and_not_by_their_tokens(monkeypatch, bench, service):
+    """3 chunks of a request, 4 of all that run."""
+    monkeypatch.setattr(app_module, "_MAX_TOKEN_FLOATS", 3 * SPEC.dim)
+    monkeypatch.setattr(app_module, "_MAX_RUNNING_TOKEN_FLOATS", 4 * SPEC.dim)
+    service.app.tokenizer = Letters()
+
+    def embed(*texts: str, max_tokens: int) -> asyncio.Task[Embedded]:
+        late = LateChunking(max_tokens=max_tokens)
+        request = EmbedRequest([*texts], timeout_s=FAR_S, late=late)
+        timeline = RequestTimeline()
+        timeline.arrived_at = asyncio.get_running_loop().time()
+        return asyncio.ensure_future(service.app.embed(request, ESTIMATE, timeline, service.principal))
+
+    with pytest.raises(BadRequest, match=r"'late_chunking': 4 chunks or more, at most 3"):
+        await embed("abc", "d", max_tokens=1)
+    with pytest.raises(BadRequest, match=r"'input\[1\]' has 9 tokens: late chunks are made of at most 8"):
+        await embed("a", "b" * 9, max_tokens=9)
+    running = embed("aaaaaaaa", "bbbb", max_tokens=4)
+    await asyncio.sleep(0)
+    with pytest.raises(TooManyRequests, match="12 numbers are being made, this request has 8"):
+        await embed("ab", max_tokens=1)
+    worker = bench.add_worker()
+    for _ in range(2):  # a slot has room for one of them
+        worker.answer(await worker.receive())
+    [collector] = (await running).collectors
+    assert isinstance(collector, LateChunkRows)
+    assert [len(collector.fragments(index)) for index in range(2)] == [2, 1]
+    assert (await running).num_tokens == 12
+    assert not service.app._token_floats
 
 
 # --- what is asked of the tokenizer itself ---------------------------------------------------------------------

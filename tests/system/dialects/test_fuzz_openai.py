@@ -72,8 +72,14 @@ likely = {
     "embedding_type": st.sampled_from(["float", "base64", "binary", "ubinary", ["float"], []]),
     "endianness": st.sampled_from(["native", "little", "big"]),
 }
-flags = ("truncation", "add_special_tokens", "normalize", "normalized", "use_activation", "report", "late_chunking")
+flags = ("truncation", "add_special_tokens", "normalize", "normalized", "use_activation", "report")
 likely |= dict.fromkeys(flags, st.booleans())
+ranges = st.lists(st.lists(st.integers(0, 9), min_size=2, max_size=2).map(sorted), min_size=1, max_size=3)
+likely["late_chunking"] = st.one_of(
+    st.booleans(),
+    st.fixed_dictionaries({"max_tokens": st.integers(0, 300)}),
+    st.fixed_dictionaries({"ranges": st.one_of(ranges, st.lists(ranges, max_size=3))}),
+)
 
 
 def field_of(name: str) -> st.SearchStrategy[tuple[str, Any]]:
@@ -199,7 +205,13 @@ def assert_is_declared_by_tei(status: int, headers: Mapping[str, str], body: byt
 def assert_has_a_row_each(fields: Any, headers: Mapping[str, str], body: bytes) -> None:
     value = fields["input"]
     num_rows = len(value) if isinstance(value, list) and not isinstance(value[0], int) else 1
-    if headers["content-type"] == "application/json":
+    if isinstance(late := fields.get("late_chunking"), dict):
+        chunks = orjson.loads(body)["data"]
+        assert [chunk["index"] for chunk in chunks] == [*range(len(chunks))]
+        assert {chunk["input"] for chunk in chunks} == {*range(num_rows)}
+        lists = late.get("ranges", [])
+        assert not lists or len(chunks) == (len(lists) if isinstance(value, str) else sum(map(len, lists)))
+    elif headers["content-type"] == "application/json":
         assert len(orjson.loads(body)["data"]) == num_rows
     elif headers["content-type"] == "application/octet-stream":
         dim = int(headers["x-vecd-dimensions"])
@@ -212,6 +224,11 @@ def assert_has_a_row_each(fields: Any, headers: Mapping[str, str], body: bytes) 
 @given(fields=bodies, headers=headers_of_requests, num_blanks=st.sampled_from([0, 0, 0, 70_000]))
 @example(fields={"input": "a"}, headers={"x-vecd-timeout-ms": "1"}, num_blanks=0)
 @example(fields={"input": [101, 2**31, 102]}, headers={}, num_blanks=70_000)
+@example(
+    fields={"input": ["a b", "c"], "late_chunking": {"ranges": [[[0, 1], [0, 3]], [[0, 1]]]}},
+    headers={},
+    num_blanks=70_000,
+)
 def test_any_embeddings_request_is_answered_as_declared(weightless, fields, headers, num_blanks):
     """Blanks make a large body of a small one, which is parsed in another way."""
     body = b" " * num_blanks + orjson.dumps(fields)

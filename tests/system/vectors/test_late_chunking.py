@@ -133,3 +133,18 @@ def test_vectors_that_are_no_means_have_no_chunks(checkpoint: Checkpoints) -> No
         response = httpx.post(f"{server.url}/v1/embeddings", json={"input": "w2", "late_chunking": True}, timeout=60)
         assert response.status_code == 400
         assert "this one has the pooling cls" in response.json()["error"]["message"]
+
+
+def test_a_long_text_has_chunks(checkpoint: Checkpoints) -> None:
+    """More of its tokens than other models have rows for in a slot, in parts over several turns of the gateway."""
+    folder = checkpoint("bert", pooling="mean", max_tokens=3000, max_position_embeddings=3000)
+    words = " ".join(f"w{2 + n % 90}" for n in range(2900))
+    with exact_server(str(folder), "--workers", "1") as server:
+        [whole] = vectors(items(server, input=words))
+        [chunk] = vectors(items(server, input=words, late_chunking=True))
+        assert np.abs(chunk - whole).max() < 1e-6
+        chunks = items(server, input=words, late_chunking={"max_tokens": 7})
+        assert len(chunks) == -(-2900 // 7)
+        encoder = SentenceTransformer(str(folder), device="cpu", local_files_only=True)
+        expected = pooled(encoder, words, ranges_of(chunks))
+        assert np.abs(vectors(chunks) - expected).max() < 1e-5

@@ -59,7 +59,7 @@ class LeanForward:
         }
         for name in lent:
             del made.weights[name]  # before the session takes memory for the others: a table may have been converted
-        self._session = _session(made.content, self._weights, str(paths[0].parent), num_threads)
+        self._session = session_with(made.content, self._weights, str(paths[0].parent), num_threads)
         self.facts: dict[str, Any] = {
             "dtype": "int8" if is_int8 else "float32",
             "path": "lean",
@@ -93,9 +93,10 @@ class LeanForward:
         return hidden  # type: ignore[no-any-return]
 
 
-def _session(
+def session_with(
     content: bytes, weights: Mapping[str, "onnxruntime.OrtValue"], folder: str, num_threads: int
 ) -> onnxruntime.InferenceSession:
+    """A session of a graph of vecd's own, whose `weights` have these names. `folder`: where it looks for the rest."""
     options = session_options(num_threads)
     # The graph is written the way the optimizer would leave it; without it a session is there in half the time.
     options.graph_optimization_level = onnxruntime.GraphOptimizationLevel.ORT_DISABLE_ALL

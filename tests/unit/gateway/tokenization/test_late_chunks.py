@@ -185,6 +185,10 @@ def test_what_is_cut_off_is_said(make):
     chunks, _ = chunks_of(tokenizer, text, LateChunking(max_tokens=3), CUT)
     assert chunks.ranges.tolist() == [[0, 6], [6, 7]]
     assert chunks.is_truncated.tolist() == [False, True]
+    item = tokenized(tokenizer, text, CUT)
+    chunks = find_chunks(text, item, LateChunking(([(0, 99), (90, 99)],)), 0, 1, is_whole=False)
+    assert chunks.rows.tolist() == [[0, 6], [0, 0]]
+    assert chunks.is_truncated.tolist() == [True, True]
     chunks, _ = chunks_of(tokenizer, "a b c d  ", LateChunking(([(0, 9)],)), CUT)
     assert not chunks.is_truncated.any()
 
@@ -194,6 +198,7 @@ def test_what_is_cut_off_is_said(make):
     [
         ("", LateChunking(max_tokens=3), "'input[0]' has no tokens of its own"),
         (" ", LateChunking(([(0, 1)],)), "'input[0]' has no tokens of its own"),
+        ("a b", LateChunking(([(0, 3), (1, 4)],)), "range 1 of 'input[0]', [1, 4], ends behind the text, which has 3"),
         ("a b", LateChunking(([(0, 3), (1, 2)],)), "range 1 of 'input[0]', [1, 2], has no token"),
         ("a b", LateChunking(([(0, 1), (1, 2), (2, 3)],), are_inputs=True), "'input[1]' has no token of its own"),
     ],

@@ -34,7 +34,8 @@ def test_a_cache_of_dense_vectors_is_refused_for_a_model_without_them(
         (256, [], 512),  # a batch's sequences are the more
         (512, [], 512),
         (1000, [], 1000),
-        (8192, [], 2048),  # a text of more tokens has no rows of them
+        (8192, [], 8192),
+        (32768, [], 8192),  # a text of more tokens has no rows of them
         (8192, ["--max-tokens", "600"], 600),
         (256, ["--max-batch-tokens", "100"], 256),
         (256, ["--max-batch-tokens", "100", "--max-tokens", "32"], 100),
@@ -47,6 +48,14 @@ def test_a_slot_has_a_row_for_each_token_of_a_text(
     made = make_plan(load_settings([str(minilm_folder), "--device", "cpu", *flags]))
     assert made.gateway.arena.rows_per_slot == rows
     assert {worker.arena for worker in made.workers} == {made.gateway.arena}
+
+
+def test_fewer_rows_are_enough_for_a_model_without_late_chunks(
+    minilm_folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    card = replace(read_card(minilm_folder), max_tokens=8192, pooling=("cls",))
+    monkeypatch.setattr(plan, "read_card", lambda folder, kind: card)
+    assert make_plan(load_settings([str(minilm_folder), "--device", "cpu"])).gateway.arena.rows_per_slot == 2048
 
 
 @pytest.mark.parametrize(
