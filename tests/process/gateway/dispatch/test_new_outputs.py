@@ -289,7 +289,7 @@ async def test_the_floats_of_a_response_are_as_many_as_the_output_has(
 
 
 async def test_one_input_may_have_more_floats_than_several(monkeypatch):
-    """8,192 tokens of BGE-M3 have 1,025 floats each, which is more than 8 Mi: its longest text is served all the same."""
+    """8,192 tokens of BGE-M3 have 1,025 floats each, more than 8 Mi: its longest text is served all the same."""
     monkeypatch.setattr(pipeline, "_MAX_TOKEN_FLOATS", 5 * 7)
     monkeypatch.setattr(pipeline, "_MAX_RUNNING_TOKEN_FLOATS", 5 * 7)
     async with served(HYBRID, rows_per_slot=16) as model:
