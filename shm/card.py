@@ -383,10 +383,6 @@ def _read_classifier(transformer: _Transformer, kind: str) -> tuple[tuple[str, .
             architecture = architecture_of(config)
             raise ModelError(f"{path}: model_type is CrossEncoder, and the weights are those of {architecture!r}")
         return None
-    if transformer.export:
-        raise ModelError(
-            f"{transformer.path / 'model.safetensors'}: file missing; exports of classifiers are not served"
-        )
     if stated.get("default_prompt_name"):
         raise ModelError(f"{path}: default_prompt_name is not supported for a model that takes pairs")
     return capabilities, head

@@ -142,12 +142,14 @@ def test_a_default_prompt_is_refused(tmp_path: Path) -> None:
         folder.card()
 
 
-def test_an_export_of_a_classifier_is_refused(tmp_path: Path) -> None:
+def test_an_export_of_a_classifier_has_its_card(tmp_path: Path) -> None:
     folder = Classifier(tmp_path, **ONE)
+    plain = folder.card()
     (tmp_path / "model.safetensors").unlink()
     folder.write("onnx/model.onnx", "")
-    with pytest.raises(ModelError, match="exports of classifiers are not served"):
-        folder.card()
+    card = folder.card()
+    assert card.export_file == str(tmp_path / "onnx/model.onnx")
+    assert (card.score, card.capabilities, card.dim) == (plain.score, plain.capabilities, plain.dim)
 
 
 def test_code_of_the_repository_for_the_head_is_refused(tmp_path: Path) -> None:

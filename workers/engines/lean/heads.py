@@ -27,6 +27,8 @@ def load_heads(card: ModelCard, num_threads: int = 1) -> LeanHeads:
 
     Raises ModelError when a file or a tensor of a head is missing or misshapen, NotDescribed for a head that is not
     computed here."""
+    if card.export_file and card.score is not None:
+        return {card.main_output: lambda logits, layout: logits}  # the graph has the head
     heads: LeanHeads = {}
     if "dense" in card.capabilities:
         head = load_head(card)

@@ -3,6 +3,7 @@
 import json
 import tomllib
 from dataclasses import replace
+from typing import Any
 
 from vecd.launch.check.report import (
     Advice,
@@ -135,7 +136,7 @@ def test_the_whole_as_json() -> None:
 
 
 def test_scores_have_an_order_where_vectors_have_a_cosine() -> None:
-    row: dict[str, float | None] = {
+    row: dict[str, Any] = {
         "num_texts": 9,
         "longest_tokens": 16,
         "min_cosine": None,
