@@ -38,13 +38,10 @@ PROBE = "probe"
 """Its results tell one model from another. It goes along with the texts of each request. A request for it alone, twice
 a second, has the server keep all batches short, because others like it may come: 184 instead of 105 batches for 24,000
 tokens."""
-_SENTENCE = "Ada Lovelace sent a probe from London, and it measured the depth of the snow."
-_PAIRS = (
-    ("what does a probe measure", _SENTENCE),
-    ("where was it", "A probe is sent along with the texts."),
-    (PROBE, "snow"),
-)
-"""One score is not much to tell models by, and good ones agree on what is clear."""
+_SENTENCE = "Ada sent a probe"
+_PAIRS = (("probe", "snow"), ("depth", "a probe"), ("snow", "depth"))
+"""One score is not much to tell models by, and good ones agree on what is clear. They are short: the server computes
+them with each request."""
 _CAPABILITIES = {
     "dense": "dense",
     "rerank": "scores",
@@ -128,7 +125,7 @@ class DenseVectors(ResultKind):
         return [float(value) for value in results[0]]
 
 
-class Embeddings(ResultKind):
+class SparseAndTokenVectors(ResultKind):
     """Sparse vectors, a vector for each token, or several kinds of vectors, of which one may be dense."""
 
     def __init__(self, options: EmbedOptions, kinds: Sequence[str]) -> None:
@@ -316,8 +313,8 @@ def choose_results(options: EmbedOptions, capabilities: Sequence[str]) -> tuple[
 
 _ROUTES = {
     "dense": DenseVectors.path,
-    "sparse": Embeddings.path,
-    "multi-vector": Embeddings.path,
+    "sparse": SparseAndTokenVectors.path,
+    "multi-vector": SparseAndTokenVectors.path,
     "scores": PairScores.path,
     "labels": TextLabels.path,
 }
@@ -331,7 +328,7 @@ def make_kind(options: EmbedOptions, names: tuple[str, ...], capabilities: Seque
         return PairScores(options)
     if names == ("labels",):
         return TokenLabels(options) if "token-classify" in capabilities else TextLabels(options)
-    return Embeddings(options, names)
+    return SparseAndTokenVectors(options, names)
 
 
 # --- responses ------------------------------------------------------------------------------------------------
