@@ -4,7 +4,7 @@ Owns the shapes and nothing else. Filled by `vecd.launch.check.machine`, `vecd.l
 `vecd.launch.check.advice` and, from another process, by `vecd.workers.check.run`.
 """
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, field
 from typing import Any
 
@@ -68,7 +68,7 @@ class Model:
     labels: tuple[str, ...] = ()
     token_dim: int = 0
     """Of the vectors of tokens."""
-    heads: dict[str, tuple[str, ...]] = field(default_factory=dict)
+    heads: Mapping[str, tuple[str, ...]] = field(default_factory=dict)
     """What is behind the transformer besides a dense vector: "score", "sparse" or "tokens" → its steps, in words."""
 
 

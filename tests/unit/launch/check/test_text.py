@@ -144,7 +144,7 @@ def test_scores_have_an_order_where_vectors_have_a_cosine() -> None:
         "max_abs_diff": 2e-3,
     }
     found = Comparison("the reference model", 9, 16, None, 2e-3, True, (row,), relative_diff=0.01, same_order=0.975)
-    probes = {"probes": 15, "longest_probe_tokens": 256, "max_abs_diff": 2e-3, "same_order": 0.99}
+    probes: dict[str, Any] = {"probes": 15, "longest_probe_tokens": 256, "max_abs_diff": 2e-3, "same_order": 0.99}
     path = replace(_PATH, agreements=(found,), probes=probes, ranks_in_order=False, outputs="scores")
     labels = tuple(f"topic {index}" for index in range(28))
     heads = {"score": ("Dense 32 → 28, identity (classifier)",)}

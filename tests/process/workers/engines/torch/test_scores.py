@@ -28,8 +28,10 @@ from vecd.workers.engine import PackedBatch
 from vecd.workers.engines.lean import engine as lean_engine
 from vecd.workers.engines.lean.forward import LeanForward
 from vecd.workers.engines.parity import compare, random_batch, vectors_one_by_one
+from vecd.workers.engines.torch.fused import load_fused
 from vecd.workers.engines.torch.selection import select
 from vecd.workers.families.description import NotDescribed
+from vecd.workers.layout import arrange
 
 LENGTHS = [5, 1, 30, 60, 7, 5, 2, 1, 12, 12, 59]
 BERTS = ["bert", "electra", "roberta", "xlm-roberta", "camembert", "distilbert", "mpnet", "modernbert"]
@@ -88,6 +90,18 @@ def test_the_logits_of_pairs_are_those_of_transformers(
     engine, dim = engine_of(folder, path), read_card(folder).row_dim
     assert_same_vectors(vectors_one_by_one(engine, pairs(), dim), expected)
     assert np.ptp(expected, axis=0).min() > 0.01, "a head that gives every sequence the same shows nothing"
+
+
+@pytest.mark.parametrize("family", ["bert", "modernbert"])  # with the norms behind each half of a layer, and before
+def test_the_last_layer_is_computed_for_the_tokens_that_are_read(family: str, classifier: Callable[..., Path]) -> None:
+    def num_states(**arguments: Any) -> int:
+        card = read_card(classifier(family, **arguments))
+        with torch.inference_mode():
+            return len(load_fused(card, "float32")(arrange(pairs())))
+
+    settings = {"classifier_pooling": "cls"} if family == "modernbert" else {}
+    assert num_states(**settings) == len(LENGTHS)
+    assert num_states(is_of_tokens=True) == sum(LENGTHS)
 
 
 @pytest.mark.parametrize("num_labels", [1, 3])
