@@ -163,6 +163,14 @@ def test_wrong_options_are_named(fields, param):
     assert f"'{param}'" in caught.value.message
 
 
+@pytest.mark.parametrize("model_info", [MOODS, PLAIN])
+@pytest.mark.parametrize("operation", [PREDICT, HUB, DEFAULT])
+def test_labels_of_a_request_are_refused_where_clients_of_hugging_face_post_them(operation, model_info):
+    fields = {"candidate_labels": ["a", "b"], "multi_label": False}
+    with pytest.raises(BadRequest, match="POST /v1/classify with 'labels'"):
+        ask(operation, {"inputs": "a", "parameters": fields}, model_info=model_info)
+
+
 def test_long_texts_are_cut_or_refused_but_never_split():
     assert ask(PREDICT, {"inputs": "a", "truncate": False}, model_info=MOODS).request.tokenizing == Tokenizing(
         overflow=Overflow.ERROR, are_ids_of_model=True
