@@ -19,6 +19,7 @@ from transformers import (
     MODEL_FOR_TOKEN_CLASSIFICATION_MAPPING,
     AutoModelForSequenceClassification,
     AutoModelForTokenClassification,
+    AutoTokenizer,
     PreTrainedTokenizerFast,
 )
 
@@ -65,15 +66,19 @@ def save_classifier(
         for parameter in model.parameters():
             parameter.add_(torch.randn_like(parameter) * 0.1)
     model.to(getattr(torch, stored)).save_pretrained(folder)
-    save_pair_tokenizer(folder, is_roberta=family in _ROBERTAS)
+    has_types = family not in _ROBERTAS and getattr(config, "type_vocab_size", 0) > 1
+    save_pair_tokenizer(folder, is_roberta=family in _ROBERTAS, has_types=has_types)
     if activation_fn is not None:
         stated = {"model_type": "CrossEncoder", "activation_fn": activation_fn, "prompts": {}}
         (folder / "config_sentence_transformers.json").write_text(json.dumps(stated))
     return folder
 
 
-def save_pair_tokenizer(folder: Path, *, is_roberta: bool = False, max_tokens: int = MAX_TOKENS) -> None:
-    """A tokenizer of the words w4, w5, … w119, with a template for pairs."""
+def save_pair_tokenizer(
+    folder: Path, *, is_roberta: bool = False, has_types: bool = False, max_tokens: int = MAX_TOKENS
+) -> None:
+    """A tokenizer of the words w4, w5, … w119, with a template for pairs. `has_types`: it says that the model takes
+    token types, as BERT's tokenizer does."""
     words = {**_SPECIAL, **{f"w{index}": index for index in range(len(_SPECIAL), VOCAB_SIZE)}}
     tokenizer = Tokenizer(models.WordLevel(words, unk_token="[UNK]"))
     tokenizer.pre_tokenizer = pre_tokenizers.WhitespaceSplit()
@@ -88,6 +93,7 @@ def save_pair_tokenizer(folder: Path, *, is_roberta: bool = False, max_tokens: i
         cls_token="[CLS]",
         sep_token="[SEP]",
         model_max_length=max_tokens,
+        model_input_names=["input_ids", *(["token_type_ids"] if has_types else []), "attention_mask"],
     ).save_pretrained(folder)
 
 
@@ -107,3 +113,15 @@ def logits_of(folder: Path, batch: PackedBatch, *, is_of_tokens: bool = False) -
                 features["token_type_ids"] = torch.tensor([types])
             rows.append(model(**features).logits.reshape(-1, model.config.num_labels))
     return torch.cat(rows).numpy()
+
+
+def save_minilm_cross_encoder(folder: Path, minilm: Path) -> Path:
+    """A cross-encoder with the body and the tokenizer of the bundled model, and a random head, in `folder`, which it
+    returns."""
+    torch.manual_seed(0)
+    model: Any = AutoModelForSequenceClassification.from_pretrained(minilm, num_labels=1, dtype=torch.float32)
+    with torch.no_grad():
+        model.classifier.weight.mul_(20)  # logits of about 1
+    model.save_pretrained(folder)
+    AutoTokenizer.from_pretrained(minilm).save_pretrained(folder)
+    return folder

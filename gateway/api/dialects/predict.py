@@ -108,7 +108,9 @@ def _check_num(value: list[Any], name: str, model_info: ModelInfo) -> None:
 
 def _texts_of(item: Any, where: str, name: str) -> list[str]:
     """One text, or the two of a pair."""
+    places = ("[0]", "[1]")
     if isinstance(item, dict):
+        places = (".text", ".text_pair")
         if item.get("text") is None:
             raise BadRequest(f"'{where}.text' must be a string, is missing", param=name)
         item = [item["text"]] if item.get("text_pair") is None else [item["text"], item["text_pair"]]
@@ -118,9 +120,9 @@ def _texts_of(item: Any, where: str, name: str) -> list[str]:
         raise BadRequest(f"'{where}' must be a list of one text or two, is {json_type(item)}", param=name)
     if not 1 <= len(item) <= _MAX_TEXTS:
         raise BadRequest(f"'{where}' must have one text, or a pair of two, has {len(item)}", param=name)
-    for index, text in enumerate(item):
+    for place, text in zip(places, item, strict=False):
         if not isinstance(text, str):
-            raise BadRequest(f"'{where}[{index}]' must be a string, is {json_type(text)}", param=name)
+            raise BadRequest(f"'{where}{place}' must be a string, is {json_type(text)}", param=name)
     return item
 
 

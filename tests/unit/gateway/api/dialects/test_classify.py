@@ -78,7 +78,7 @@ def test_texts_and_pairs_are_recognized_as_by_tei(inputs, expected, is_single, i
         (5, "'inputs' must be a text, a list of two texts, or a list of lists, is a whole number"),
         (None, "is missing"),
         ({"text": None, "text_pair": "secret"}, "'inputs.text' must be a string, is missing"),
-        ({"text": "a", "text_pair": ["secret"]}, "'inputs[1]' must be a string, is a list"),
+        ({"text": "a", "text_pair": ["secret"]}, "'inputs.text_pair' must be a string, is a list"),
         ([{"text_pair": "secret"}], "'inputs[0].text' must be a string, is missing"),
         ([[["secret"]]], "'inputs[0][0]' must be a string, is a list"),
     ],
