@@ -8,6 +8,7 @@
 # make test-systemd   boots a container with systemd, and runs vecd in it as a service; needs root, debootstrap, systemd-container
 # make bench-engine   measure the engine against other runtimes, starts and memory:  make bench-engine MODEL=bert-base SECTIONS=equal,mixed
 # make bench-cores   measure one client, a busy machine, 64 clients, the cache and the gateway:  make bench-cores MODEL=bert-base SECTIONS=single
+# make bench-rerank   measure rerank against other servers, and beside interactive requests:  make bench-rerank SECTIONS=rerank
 # make bench-tuning   measure what some flags are worth here: the table of docs/tuning.md
 PYTHON ?= python3
 VENV := .venv
@@ -17,7 +18,7 @@ ARGS ?=
 # With it, each process of a test run, hundreds of them, would compile all that it imports, and all tests, anew.
 unexport PYTHONDONTWRITEBYTECODE
 
-.PHONY: serve test test-fast test-clients test-browser test-systemd soak check format bench bench-engine bench-cores bench-tuning constraints binary binary-lean test-binary clean
+.PHONY: serve test test-fast test-clients test-browser test-systemd soak check format bench bench-engine bench-cores bench-rerank bench-tuning constraints binary binary-lean test-binary clean
 
 serve: $(VENV)/.serve
 	$(BIN)/vecd serve $(ARGS)
@@ -32,7 +33,7 @@ test-fast: $(VENV)/.test
 		$(or $(TESTS),tests/unit)
 
 # CLIENTS=small installs what takes seconds; all, the default, LlamaIndex, Haystack, LiteLLM, Chroma, Open WebUI, mteb, node 24, … as
-# well: 4.5 GB in build/clients, some minutes the first time.
+# well: 4.8 GB in build/clients, some minutes the first time.
 test-clients: $(VENV)/.test
 	VECD_CLIENTS=$(or $(CLIENTS),all) $(BIN)/python -m pytest -n auto --dist loadfile $(or $(TESTS),tests/system/clients)
 
@@ -73,6 +74,9 @@ bench-engine: $(VENV)/.bench
 bench-cores: $(VENV)/.bench
 	$(BIN)/python -m benchmarks.cores $(if $(MODEL),--model $(MODEL)) $(if $(SECTIONS),--sections $(SECTIONS)) \
 		$(if $(BASE),--base $(BASE)) $(ARGS)
+
+bench-rerank: $(VENV)/.bench
+	$(BIN)/python -m benchmarks.rerank $(if $(SECTIONS),--sections $(SECTIONS)) $(if $(BASE),--base $(BASE)) $(ARGS)
 
 bench-tuning: $(VENV)/.bench
 	$(BIN)/python -m benchmarks.tuning $(ARGS)

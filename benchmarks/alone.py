@@ -189,8 +189,9 @@ def compare(
     unit: str = "ms",
     dtype: str = DTYPE,
 ) -> Finding:
-    """A finding of one figure per round: of times, or in texts/s of rates. `facts` has `others_cores`."""
-    ratios = paired_ratios(ours, theirs) if unit == "texts/s" else paired_ratios(theirs, ours)
+    """A finding of one figure per round: of times, or of rates, whose unit ends with "/s". `facts` has
+    `others_cores`."""
+    ratios = paired_ratios(ours, theirs) if unit.endswith("/s") else paired_ratios(theirs, ours)
     details = dict(facts)
     others_cores = float(str(details.pop("others_cores")))
     return Finding(

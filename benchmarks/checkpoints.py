@@ -2,8 +2,8 @@
 
 Owns the shapes and their folders below `.bench/models`. The speed of a forward pass does not depend on the values of
 the weights, so none is downloaded. Every checkpoint has the bundled model's tokenizer, and a vocabulary of its size.
-Called by `benchmarks.engine`, and as `python -m benchmarks.checkpoints SHAPE FOLDER` in a process of its own, because
-it imports torch.
+Called by `benchmarks.engine` and `benchmarks.rerank`, and as `python -m benchmarks.checkpoints SHAPE FOLDER` in a
+process of its own, because it imports torch.
 """
 
 import json
@@ -15,6 +15,9 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
+
+import numpy as np
+from safetensors.numpy import load_file, save_file
 
 from benchmarks.servers import bundled_model
 
@@ -100,6 +103,28 @@ def make_checkpoint(shape: Shape, folder: Path) -> None:
         (unfinished / path).parent.mkdir(exist_ok=True)
         (unfinished / path).write_text(json.dumps(content))
     unfinished.rename(folder)
+
+
+def save_cross_encoder(folder: Path) -> Path:
+    """A reranker in `folder`, which it returns: the bundled model's layers, under a head of one label whose weights are
+    drawn at random. No package has the weights of a real one. Imports no torch."""
+    bundled = Path(bundled_model())
+    config = json.loads((bundled / "config.json").read_text())
+    config |= {
+        "architectures": ["BertForSequenceClassification"],
+        "id2label": {"0": "LABEL_0"},
+        "label2id": {"LABEL_0": 0},
+    }
+    tensors = {f"bert.{name}": tensor for name, tensor in load_file(bundled / "model.safetensors").items()}
+    tensors.pop("bert.embeddings.position_ids", None)
+    head = np.random.default_rng(_SEED).standard_normal((1, config["hidden_size"]), np.float32)
+    tensors |= {"classifier.weight": 0.1 * head, "classifier.bias": np.zeros(1, np.float32)}
+    folder.mkdir(parents=True, exist_ok=True)
+    save_file(tensors, folder / "model.safetensors", metadata={"format": "pt"})
+    (folder / "config.json").write_text(json.dumps(config))
+    for name in _TOKENIZER_FILES:
+        shutil.copyfile(bundled / name, folder / name)
+    return folder
 
 
 def _layout(hidden_size: int, pooling: str) -> dict[str, Any]:

@@ -1,11 +1,11 @@
-"""What `make bench-engine` and `make bench-cores` have found out on each class of processor, for docs/benchmarks.md.
+"""What `make bench-engine` and the like have found out on each class of processor, for docs/benchmarks.md.
 
 Owns the choice of the runs that the page shows, and their tables. A run on one class of processor never replaces what
 another class has shown. Measures nothing. Called by `benchmarks.engine` and `benchmarks.compare`.
 
-A run is one call of `make bench-engine` or `make bench-cores`. Of the runs of one class, model, section and number
-format the page shows the latest one that is quiet; where none is, the quietest. How fast vecd was plays no part in the
-choice.
+A run is one call of `make bench-engine`, `make bench-cores` or `make bench-rerank`. Of the runs of one class, model,
+section and number format the page shows the latest one that is quiet; where none is, the quietest. How fast vecd was
+plays no part in the choice.
 """
 
 import math
@@ -35,6 +35,8 @@ _SECTIONS = {
     "load": "64 clients, with cores that may be lent",
     "cache": "64 clients, with a cache of vectors",
     "gateway": "Processor time of the gateway",
+    "rerank": "Rerank: 16 clients, 32 documents in a request",
+    "fairness": "Rerank: requests with one document beside 1,000 documents",
 }
 _ENGINE_SECTIONS = ("equal", "mixed")
 _LINEAR_UNIT = "GFLOP/s"
@@ -112,6 +114,18 @@ _INTRODUCTION = (
     "requests beside bulk. `cache` compares `--vector-cache` with a server without it, where 90 % of the texts come "
     "again and where none does. `gateway` measures processor time per request with the dummy engine. The targets of "
     "these sections are met when the 90 % interval reaches them.",
+    "`make bench-rerank` adds rerank. The model is a cross-encoder in float32: the layers of the bundled model, with a "
+    "random head of one label. Queries have 12 tokens. Documents are runs of English words, either of exactly 100 "
+    "tokens or log-normal (median 76, sigma 0.8, drawn again outside 20–400; 100 on average), and no two are the same. "
+    "Each of 16 clients sends its next request with 32 documents once it has the response. The servers run side by "
+    "side and take turns, 7 by default; a peer that has no turn is stopped (SIGSTOP) in the middle of its work, and "
+    "goes on with it in its next turn. vecd is never stopped; its clients leave, and begin again with requests of 2 "
+    "to 32 documents, which are not counted. A turn lasts from one response to the first one after 8 s. FastAPI with "
+    "sentence-transformers' CrossEncoder has the better of two processes with one thread each and one process with "
+    "two, which is tried out first. Before that, each peer's logits are compared with vecd's: they must not differ by "
+    "more than 0.0001. `SECTIONS=fairness` sends 20 requests/s with one document each, alone, beside a client with "
+    "1,000 documents in each request, and beside 32 clients that send the same documents one by one. Then it counts "
+    "the pairs that are still computed once a client with 1,000 documents has left.",
     f"Of several runs on one class, the page shows the latest one whose intervals have a median width of at most "
     f"{_QUIET_WIDTH * 100:g} %, or, where there is none, the one with the narrowest. An asterisk marks figures during "
     f"which other programs used more than {DISTURBING_CORES:g} cores. Every figure is in "

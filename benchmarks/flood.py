@@ -1,7 +1,7 @@
 """A closed loop of many connections whose client costs next to nothing: for figures of the server's own time.
 
 Owns the connections. Looks at a response no further than its status and its length. `vecd bench` measures each latency,
-at several times the cost. Called by `benchmarks.crowds` and `benchmarks.gateway_time`.
+at several times the cost. Called by `benchmarks.crowds`, `benchmarks.gateway_time` and `benchmarks.steady`.
 """
 
 import asyncio
@@ -55,7 +55,7 @@ def send_all(target: Target, requests: list[bytes], num_clients: int) -> None:
     """Send each of them once. Raises ServerFailure."""
 
     async def send() -> None:
-        crowd = _Crowd(iter(requests))
+        crowd = Crowd(iter(requests))
         async with crowd.connected(target, num_clients):
             await crowd.has_ended.wait()
         if crowd.num_responses < len(requests):
@@ -72,7 +72,7 @@ async def _flood(
     look: Callable[[], Look],
     warmup_s: float,
 ) -> Flooded[Look]:
-    crowd = _Crowd(requests)
+    crowd = Crowd(requests)
     async with crowd.connected(target, num_clients):
         await crowd.sleep(warmup_s)
         started_s, num_before, before = time.perf_counter(), crowd.num_responses, look()
@@ -82,11 +82,13 @@ async def _flood(
     return Flooded(num_after - num_before, elapsed_s, before, after)
 
 
-class _Crowd:
+class Crowd:
     """What the connections share."""
 
-    def __init__(self, requests: Iterator[bytes]) -> None:
+    def __init__(self, requests: Iterator[bytes], on_response: Callable[[bytes], None] | None = None) -> None:
+        """`on_response` is called with each request whose response has come."""
         self._requests = requests
+        self._on_response = on_response
         self.num_responses = 0
         self.num_waiting = 0
         self.failure = ""
@@ -120,6 +122,13 @@ class _Crowd:
             self.has_ended.set()
         return request
 
+    def count(self, request: bytes) -> None:
+        """The response to `request` has come."""
+        self.num_responses += 1
+        self.num_waiting -= 1
+        if self._on_response is not None:
+            self._on_response(request)
+
     def fail(self, failure: str) -> None:
         if self.num_waiting:
             self.failure = failure
@@ -128,21 +137,14 @@ class _Crowd:
 
 
 class _Connected:
-    def __init__(self, crowd: _Crowd, target: Target, num_clients: int) -> None:
+    def __init__(self, crowd: Crowd, target: Target, num_clients: int) -> None:
         self._crowd, self._target, self._num_clients = crowd, target, num_clients
-        self._transports: list[asyncio.BaseTransport] = []
+        self._connections: list[Connection] = []
 
     async def __aenter__(self) -> None:
-        loop = asyncio.get_running_loop()
-        connections: list[_Connection] = []
         for _ in range(self._num_clients):
-            transport, connection = await asyncio.wait_for(
-                loop.create_connection(lambda: _Connection(self._crowd), self._target.host, self._target.port),
-                _TIMEOUT_S,
-            )
-            self._transports.append(transport)
-            connections.append(connection)
-        for connection in connections:
+            self._connections.append(await connect(self._crowd, self._target))
+        for connection in self._connections:
             connection.send_next()
 
     async def __aexit__(self, *_: object) -> None:
@@ -152,13 +154,16 @@ class _Connected:
         except TimeoutError as error:
             raise ServerFailure(f"no response for {_TIMEOUT_S:g} s") from error
         finally:
-            for transport in self._transports:
-                transport.close()
+            for connection in self._connections:
+                connection.close()
 
 
-class _Connection(asyncio.Protocol):
-    def __init__(self, crowd: _Crowd) -> None:
+class Connection(asyncio.Protocol):
+    """One of a crowd. It sends nothing before `send_next`."""
+
+    def __init__(self, crowd: Crowd) -> None:
         self._crowd = crowd
+        self._sent = b""
         self._transport: asyncio.Transport
         self._received = bytearray()
 
@@ -167,6 +172,7 @@ class _Connection(asyncio.Protocol):
 
     def send_next(self) -> None:
         if (request := self._crowd.next()) is not None:
+            self._sent = request
             self._transport.write(request)
 
     def data_received(self, data: bytes) -> None:
@@ -174,12 +180,21 @@ class _Connection(asyncio.Protocol):
         if (length := response_length(self._received)) is None or len(self._received) < length:
             return
         if not self._received.startswith(SUCCESS):
-            self._crowd.fail(f"vecd answered {bytes(self._received[:200])!r}")
+            self._crowd.fail(f"the server answered {bytes(self._received[:200])!r}")
             return
         self._received.clear()
-        self._crowd.num_responses += 1
-        self._crowd.num_waiting -= 1
+        self._crowd.count(self._sent)
         self.send_next()
 
+    def close(self) -> None:
+        self._transport.close()
+
     def connection_lost(self, exc: Exception | None) -> None:
-        self._crowd.fail(f"vecd has closed a connection: {exc}")
+        self._crowd.fail(f"the server has closed a connection: {exc}")
+
+
+async def connect(crowd: Crowd, target: Target) -> Connection:
+    """A new connection of the crowd. Raises OSError, of which TimeoutError is one."""
+    connecting = asyncio.get_running_loop().create_connection(lambda: Connection(crowd), target.host, target.port)
+    _, connection = await asyncio.wait_for(connecting, _TIMEOUT_S)
+    return connection

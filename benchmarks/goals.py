@@ -85,15 +85,18 @@ def _unloaded(server: str) -> Goal:
     return Goal("short texts, 1 client: p50 − the engine's own time", server, "ms", look)
 
 
-def _under_bulk(server: str) -> Goal:
-    """The limit is made of measured figures: three times the p99 without bulk, and two of the batches that are running
+def limit_under_bulk(alone_ms: float, batch_ms: float) -> float:
+    """Milliseconds, made of measured ones: three times the p99 without bulk, and two of the batches that are running
     when a request comes."""
+    return _NUM_P99 * alone_ms + _NUM_BATCHES_WAITED * batch_ms
 
+
+def _under_bulk(server: str) -> Goal:
     def look(session: Session) -> Outcome:
         alone, _ = latency_ms(session, server, "interactive", 99)
         beside, _ = latency_ms(session, server, _BULK, 99)
         batch = _batch_ms(session, server)
-        limit = None if alone is None or batch is None else _NUM_P99 * alone + _NUM_BATCHES_WAITED * batch
+        limit = None if alone is None or batch is None else limit_under_bulk(alone, batch)
         if limit is None or beside is None or alone is None or batch is None:
             return Outcome(None, at_most(0), "")
         explanation = f"alone {readable(alone)} ms, a batch {readable(batch)} ms{_failures(session, server)}"

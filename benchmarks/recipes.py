@@ -1,9 +1,10 @@
 """Every server that is compared, as data: how it is started, with which settings and why, and whether it is here.
 
-Owns the list. Starts no server, but installs the environments of those that have one. Called by `benchmarks.compare`.
+Owns the list. Starts no server, but installs the environments of those that have one. Called by `benchmarks.compare`,
+and for the rerankers by `benchmarks.rerank`.
 
-All serve the same folder, all-MiniLM-L6-v2, on the cores that this process may use, in float32 unless their name says
-otherwise. Settings are the best that each was found to have here, not its defaults.
+All serve the same folder, all-MiniLM-L6-v2 or what is made of it, on the cores that this process may use, in float32
+unless their name says otherwise. Settings are the best that each was found to have here, not its defaults.
 """
 
 import shutil
@@ -72,8 +73,13 @@ def fastapi(_: Kitchen) -> Recipe:
 
 
 def infinity(_: Kitchen) -> Recipe:
+    return infinity_of(bundled_model())
+
+
+def infinity_of(model: str) -> Recipe:
+    """`model`: its folder."""
     command = (
-        *(str(_environment("infinity") / "infinity_emb"), "v2", "--model-id", bundled_model()),
+        *(str(_environment("infinity") / "infinity_emb"), "v2", "--model-id", model),
         *("--engine", "torch", "--device", "cpu", "--dtype", "float32"),
         # Its default. With 64 clients and short texts, 2 cores: 160 requests/s; of 64: 148-170, no more than noise.
         # BetterTransformer, its default too, made no difference either: 157 without it.
@@ -96,6 +102,27 @@ def infinity(_: Kitchen) -> Recipe:
         environment=environment,
         version=environments.pinned_version("infinity", "infinity_emb"),
         remark="torch engine with BetterTransformer, one process with a torch thread per core",
+    )
+
+
+def cross_encoder(model: str, num_processes: int, num_threads: int) -> Recipe:
+    """In this environment, as `apps/rerank_app.py` says. `model`: its folder. `num_threads`: of torch, in each
+    process."""
+    command = (
+        *(program("gunicorn"), "rerank_app:app", "--chdir", str(_APPS)),
+        *("--worker-class", "uvicorn.workers.UvicornWorker", "--workers", str(num_processes)),
+        # Its arbiter would take a process that sleeps between its turns for one that hangs.
+        *("--bind", "127.0.0.1:{port}", "--timeout", "0"),
+    )
+    threads = {"BENCH_THREADS": str(num_threads), "OMP_NUM_THREADS": str(num_threads)}
+    return Recipe(
+        name="fastapi",
+        command=command,
+        environment=_app_environment(model) | threads,
+        started_line=b"Application startup complete",
+        num_started=num_processes,
+        version=f"{version('fastapi')}, sentence-transformers {version('sentence-transformers')}",
+        remark=f"`benchmarks/apps/rerank_app.py` under gunicorn, {num_processes} × {num_threads} torch threads",
     )
 
 
@@ -196,5 +223,6 @@ def _on_path(name: str) -> str:
     return path
 
 
-def _app_environment() -> dict[str, str]:
-    return {"BENCH_MODEL": bundled_model(), "HF_HUB_OFFLINE": "1", "TOKENIZERS_PARALLELISM": "false"}
+def _app_environment(model: str | None = None) -> dict[str, str]:
+    """`model`: its folder; None for the bundled one."""
+    return {"BENCH_MODEL": model or bundled_model(), "HF_HUB_OFFLINE": "1", "TOKENIZERS_PARALLELISM": "false"}

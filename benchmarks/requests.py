@@ -4,6 +4,7 @@ Owns the HTTP calls to vecd and the reading of its processes' /proc. Called by `
 `.memory`, `.lives` and the sections of `benchmarks.cores`.
 """
 
+import contextlib
 import http.client
 import re
 import socket
@@ -59,6 +60,11 @@ class Exchange:
             response += chunk
         if not response.startswith(SUCCESS):
             raise ServerFailure(f"vecd answered {response[:200]!r}")
+
+    def abort(self) -> None:
+        """End the connection under a thread that waits for a response, which then raises ServerFailure."""
+        with contextlib.suppress(OSError):  # it has ended already
+            self._socket.shutdown(socket.SHUT_RDWR)
 
     def close(self) -> None:
         self._socket.close()

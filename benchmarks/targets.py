@@ -138,3 +138,11 @@ GATEWAY = reaching(1.755)
 """Processor time of a short request in the gateway of the earlier commit ÷ in this one's, which is to be 0.57 of it."""
 CLIENTS_RATIO = at_least(1.0)
 """vecd's rate over HTTP ÷ that of ONNX Runtime in process, as text-embeddings-inference uses it."""
+RERANK_MIXED = reaching(2.0)
+"""The rate of pairs of mixed lengths ÷ each peer's."""
+RERANK_EQUAL = reaching(1.2)
+"""The same where all pairs have one length, and padding costs the peers nothing."""
+RERANK_BESIDE_BULK = reaching(1.0)
+"""The p99 of one document beside many requests of one document ÷ that beside a request of 1,000."""
+CANCELLED_PAIRS = at_most(100)
+"""Computed of 1,000 after the client has left: what workers had got already."""

@@ -447,10 +447,10 @@ class Pipeline:
         return sequences
 
     def _check_token_rows(self, start: int, tokenized: list[TokenizedInput], num_tokens: int, width: int) -> None:
-        """Raises BadRequest for inputs whose rows do not fit into one slot, or into the memory of a response.
-        `num_tokens`: of all inputs so far. `width`: floats of a row."""
+        """Raises BadRequest for inputs whose rows do not fit into one slot, or into the memory of a response. One input
+        may be as long as the slot. `num_tokens`: of all inputs so far. `width`: floats of a row."""
         most = _MAX_TOKEN_FLOATS // width
-        if num_tokens > most:
+        if num_tokens > most and start + len(tokenized) > 1:
             raise BadRequest(
                 f"The inputs have {num_tokens} tokens or more: one vector for each token is given of at most {most} in "
                 "a request",
@@ -510,7 +510,8 @@ class Pipeline:
     def _take_token_floats(self, request_queue: RequestQueue, num_floats: int) -> None:
         """Reserve room for the vectors of more tokens, until the request is over. Raises TooManyRequests."""
         running = sum(self._token_floats.values())
-        if running + num_floats > _MAX_RUNNING_TOKEN_FLOATS:  # no request is so large by itself
+        is_alone = running == self._token_floats.get(request_queue, 0)
+        if running + num_floats > _MAX_RUNNING_TOKEN_FLOATS and not is_alone:
             self.shared_metrics.add(Counter.REFUSED)
             raise TooManyRequests(
                 f"One vector for each token: {running} numbers are being made, this request has {num_floats} or more, "

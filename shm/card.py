@@ -7,7 +7,7 @@ saved by sentence-transformers 2 to 6 (`modules.json`, `*_Pooling/config.json`, 
 embeddings the code of sentence-transformers 5 (StaticEmbedding) and of Model2Vec 0.10.
 """
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -17,13 +17,9 @@ from vecd.shm.heads import ScoreHead, SparseHead, Step, TokenHead
 from vecd.shm.llm_reranker_card import is_causal_model, known_head, known_template, refuse_other_rankings, stated_head
 from vecd.shm.model_files import ModelError as ModelError
 from vecd.shm.model_files import one_line as one_line
-from vecd.shm.model_files import positive as _positive
-from vecd.shm.model_files import read_json as _read
-from vecd.shm.model_files import read_object as _read_object
-from vecd.shm.model_files import read_optional as _read_optional
-from vecd.shm.model_files import single_file as _single_file
-from vecd.shm.model_files import tensor_shapes, token_ids
-from vecd.shm.multi_vector_card import OWN, STANFORD, has_bge_m3, layout_of, read_bge_m3, read_token_head
+from vecd.shm.model_files import positive, read_object, read_optional, single_file, tensor_shapes, token_ids
+from vecd.shm.modules import Module, check_modules, read_modules, read_pooling, read_steps
+from vecd.shm.multi_vector_card import has_bge_m3, layout_of, read_bge_m3, read_token_head, read_token_steps
 from vecd.shm.output import Output
 from vecd.shm.score_card import architecture_of, read_score_head, score_kinds
 from vecd.shm.sparse_card import SparseModules, find_sparse, steps_of_masked_words
@@ -31,18 +27,6 @@ from vecd.shm.sparse_card import SparseModules, find_sparse, steps_of_masked_wor
 _SPANNED_DIM = 1024
 """Floats of a row where an output spans several: 30 rows for the vocabulary of BERT, so that a slot of 2,048 rows holds
 68 sequences."""
-
-POOLING_MODES = ("cls", "max", "mean", "mean_sqrt_len_tokens", "weightedmean", "lasttoken")
-"""In the order in which sentence-transformers concatenates them if a model has several."""
-
-_LEGACY_POOLING_KEYS = {
-    "pooling_mode_cls_token": "cls",
-    "pooling_mode_max_tokens": "max",
-    "pooling_mode_mean_tokens": "mean",
-    "pooling_mode_mean_sqrt_len_tokens": "mean_sqrt_len_tokens",
-    "pooling_mode_weightedmean_tokens": "weightedmean",
-    "pooling_mode_lasttoken": "lasttoken",
-}
 
 # Families whose position ids start after the padding id, so that there are two more positions than tokens.
 # Source: create_position_ids_from_input_ids in transformers' modeling_roberta.
@@ -85,7 +69,8 @@ class ModelCard:
     vocab_size: int
     """Token ids are 0 … vocab_size - 1."""
     pooling: tuple[str, ...]
-    """One or more of POOLING_MODES; several are concatenated in that order. Empty without dense vectors."""
+    """One or more of `vecd.shm.modules.POOLING_MODES`; several are concatenated in that order. Empty without dense
+    vectors."""
     steps: tuple[Step, ...]
     """Of dense vectors; other heads have their own."""
     lowercase: bool
@@ -215,7 +200,9 @@ def read_card(folder: Path, kind: str = "auto") -> ModelCard:
     ONNX export, when the model needs code from its repository that has no equal in transformers, when it has an
     unknown module, or when it is not of `kind`.
     """
-    card = _read_card(folder, kind)
+    if not folder.is_dir():
+        raise ModelError(f"{folder}: no such folder")
+    card = _read_card(folder.resolve(), kind)
     if kind not in ("auto", *card.capabilities):
         has = "vectors" if "dense" in card.capabilities else f"the head for {' and '.join(card.capabilities)}"
         raise ModelError(f"{folder}: --kind {kind} given, and the model has {has} only")
@@ -223,129 +210,211 @@ def read_card(folder: Path, kind: str = "auto") -> ModelCard:
 
 
 def _read_card(folder: Path, kind: str) -> ModelCard:
-    if not folder.is_dir():
-        raise ModelError(f"{folder}: no such folder")
-    folder = folder.resolve()
-    splade = None if has_bge_m3(folder) else find_sparse(folder, kind)
-    if splade is not None:
-        return _read_sparse(folder, splade)
+    """The card by the first kind that the files have the signs of. `folder` exists, and is absolute."""
+    sparse_modules = None if has_bge_m3(folder) else find_sparse(folder, kind)
+    if sparse_modules is not None:
+        return _read_sparse(_read_transformer(folder, sparse_modules.transformer), sparse_modules)
     layout = layout_of(folder)
-    transformer, *modules = _read_modules(folder, is_pooled=not layout)
-    if transformer.kind == "StaticEmbedding":
-        return _read_static(folder, transformer, modules)
-    weights_folder = folder / transformer.path
-    config = _read_config(weights_folder)
-    _check_files(weights_folder)
-    export = _export_of(weights_folder)
-    weights = export_files(export) if export else _weights_of(weights_folder)
-    logit_head = _read_logit_head(folder, weights_folder, config, modules, kind)
+    first, *modules = _read_chain(folder, is_pooled=not layout)
+    if first.kind == "StaticEmbedding":
+        return _read_static(folder, first, modules)
+    transformer = _read_transformer(folder, first.path, may_be_export=True)
+    if layout:
+        return _read_multi_vector(transformer, layout, modules)
+    logit_head = _read_logit_head(transformer, modules, kind)
     if logit_head is not None:
-        modules = []
-    task = "feature-extraction" if logit_head is None else "text-generation"
-    hidden_size = _positive(config, ("hidden_size", "dim", "d_model", "n_embd"), weights_folder / "config.json")
-    classifier = None
-    if not (layout or modules or logit_head):
-        classifier = _read_classifier(folder, weights_folder, config, hidden_size, kind)
-        task = task if classifier is None else "sequence-classification"
-    sentence_bert = _read_sentence_bert(weights_folder, task, task, may_expand=bool(layout))
+        return _read_llm_reranker(transformer, logit_head)
+    classifier = None if modules else _read_classifier(transformer, kind)
+    if classifier is not None:
+        return _with_score(transformer, *classifier)
+    return _read_dense(transformer, modules, kind)
 
-    tokenizer = weights_folder / "tokenizer.json"
-    prompt, prompts = _read_prompts(folder)
+
+# --- a transformer, and what is behind it -----------------------------------------------------------------------
+
+
+@dataclass(frozen=True, slots=True)
+class _Transformer:
+    """What the files of a model of any kind with a transformer say."""
+
+    folder: Path
+    """The model's."""
+    path: Path
+    """The folder of config.json and the weights."""
+    config: Mapping[str, Any]
+    hidden_size: int
+    weights: list[Path]
+    """The files of its weights."""
+    export: Path | None
+    """The ONNX export that is served."""
+
+    @property
+    def config_path(self) -> Path:
+        return self.path / "config.json"
+
+    def card(self, sentence_bert: Mapping[str, Any], *, all_steps: Sequence[Step] = (), **fields: Any) -> ModelCard:
+        """The card with these `fields`. `sentence_bert`: the settings of its module. `all_steps`: those of
+        every head, whose files count as weights."""
+        weights = [*self.weights, *(self.folder / step.path / "model.safetensors" for step in all_steps if step.path)]
+        weights += [self.folder / step.file for step in all_steps if step.file]
+        tokenizer = self.path / "tokenizer.json"
+        prompt, prompts = _read_prompts(self.folder)
+        common: dict[str, Any] = {
+            "folder": str(self.folder),
+            "weights_folder": str(self.path),
+            "model_type": str(self.config["model_type"]),
+            "hidden_size": self.hidden_size,
+            "vocab_size": positive(self.config, ("vocab_size",), self.config_path),
+            "pooling": (),
+            "steps": (),
+            "lowercase": bool(sentence_bert.get("do_lower_case", False)),
+            "prompt": prompt,
+            "prompts": prompts,
+            "weights_bytes": sum(path.stat().st_size for path in weights),
+            "tokenizer_file": str(tokenizer) if tokenizer.is_file() else "",
+            "export_file": str(self.export or ""),
+        }
+        if "max_tokens" not in fields:
+            common["max_tokens"] = _max_tokens(self.path, self.config, sentence_bert)
+        return ModelCard(**{**common, **fields})
+
+
+def _read_transformer(folder: Path, module_path: str, *, may_be_export: bool = False) -> _Transformer:
+    path = folder / module_path
+    config = _read_config(path)
+    _check_files(path)
+    export = _export_of(path) if may_be_export else None
+    weights = export_files(export) if export else _weights_of(path)
+    hidden_size = positive(config, ("hidden_size", "dim", "d_model", "n_embd"), path / "config.json")
+    return _Transformer(folder, path, config, hidden_size, weights, export)
+
+
+def _read_dense(transformer: _Transformer, modules: list[Module], kind: str) -> ModelCard:
+    """The card of a model with dense vectors; of BGE-M3, with sparse and token vectors as well."""
+    folder, config = transformer.folder, transformer.config
+    sentence_bert = _read_sentence_bert(transformer.path)
     pooling: tuple[str, ...] = (_default_pooling(config),)
     pools_prompt = True
-    max_tokens = _max_tokens(weights_folder, config, sentence_bert)
-    capabilities: tuple[str, ...] = ("dense",)
-    sparse = tokens = None
-    token_dim = 0
-    if layout:
-        if export:
-            raise ModelError(f"{export}: a multi-vector model is served from safetensors alone")
-        steps, token_dim = _read_token_steps(folder, layout, modules, weights, hidden_size)
-        masks = [folder / module.path / "config.json" for module in modules if module.kind == "MultiVectorMask"]
-        tokens = read_token_head(folder, weights_folder, layout, steps, masks, sentence_bert)
-        capabilities, pooling, steps, dim, prompt = ("multi-vector",), (), (), token_dim, ""
-        # PyLate sets the tokenizer's limit to that of the text that it has embedded last.
-        if tokens.document_tokens or tokens.query_tokens > max_tokens:
-            tokens = replace(tokens, document_tokens=tokens.document_tokens or max_tokens)
-            max_tokens = _positions(config) or max_tokens
-        if tokens.query_tokens > max_tokens:
-            raise ModelError(
-                f"{folder}: queries of {tokens.query_tokens} tokens, but the model's limit is {max_tokens}"
-            )
-    else:
-        if modules:
-            pooling, pools_prompt = _read_pooling(folder / modules[0].path / "config.json", prompt)
-        steps, dim = _read_steps(folder, modules[1:], hidden_size * len(pooling))
-        if modules and not export and kind != "dense" and has_bge_m3(folder):
-            sparse, tokens = read_bge_m3(folder, weights_folder, hidden_size)
-            capabilities, token_dim = ("dense", "sparse", "multi-vector"), hidden_size
-    head_steps = (*steps, *(sparse.steps if sparse else ()), *(tokens.steps if tokens else ()))
-    weights += [folder / step.path / "model.safetensors" for step in head_steps if step.path]
-    weights += [folder / step.file for step in head_steps if step.file]
-    matryoshka_dims = _matryoshka_dims(config, dim, weights_folder / "config.json")
-    card = ModelCard(
-        folder=str(folder),
-        weights_folder=str(weights_folder),
-        model_type=str(config["model_type"]),
-        hidden_size=hidden_size,
-        dim=dim,
-        max_tokens=max_tokens,
-        vocab_size=_positive(config, ("vocab_size",), weights_folder / "config.json"),
-        pooling=pooling,
+    if modules:
+        default_prompt, _ = _read_prompts(folder)
+        pooling, pools_prompt = read_pooling(folder / modules[0].path / "config.json", default_prompt)
+    steps, dim = read_steps(folder, modules[1:], transformer.hidden_size * len(pooling))
+    fields: dict[str, Any] = {}
+    all_steps = steps
+    if modules and not transformer.export and kind != "dense" and has_bge_m3(folder):
+        sparse, tokens = read_bge_m3(folder, transformer.path, transformer.hidden_size)
+        all_steps = (*steps, *sparse.steps, *tokens.steps)
+        fields = {
+            "capabilities": ("dense", "sparse", "multi-vector"),
+            "token_dim": transformer.hidden_size,
+            "sparse": sparse,
+            "tokens": tokens,
+        }
+    matryoshka_dims = _matryoshka_dims(config, dim, transformer.config_path)
+    return transformer.card(
+        sentence_bert,
+        all_steps=all_steps,
         steps=steps,
-        lowercase=bool(sentence_bert.get("do_lower_case", False)),
-        prompt=prompt,
-        prompts=prompts,
+        **fields,
+        dim=dim,
+        pooling=pooling,
         pools_prompt=pools_prompt,
         is_matryoshka=bool(config.get("is_matryoshka")) or bool(matryoshka_dims),
         matryoshka_dims=matryoshka_dims,
-        weights_bytes=sum(path.stat().st_size for path in weights),
-        tokenizer_file=str(tokenizer) if tokenizer.is_file() else "",
-        export_file=str(export or ""),
-        capabilities=capabilities,
+    )
+
+
+def _read_multi_vector(transformer: _Transformer, layout: str, modules: list[Module]) -> ModelCard:
+    """The card of a model with a vector for each token."""
+    folder = transformer.folder
+    if transformer.export:
+        raise ModelError(f"{transformer.export}: a multi-vector model is served from safetensors alone")
+    sentence_bert = _read_sentence_bert(transformer.path, may_expand=True)
+    max_tokens = _max_tokens(transformer.path, transformer.config, sentence_bert)
+    steps, token_dim = read_token_steps(folder, layout, modules, transformer.weights, transformer.hidden_size)
+    masks = [folder / module.path / "config.json" for module in modules if module.kind == "MultiVectorMask"]
+    tokens = read_token_head(folder, transformer.path, layout, steps, masks, sentence_bert)
+    # PyLate sets the tokenizer's limit to that of the text that it has embedded last.
+    if tokens.document_tokens or tokens.query_tokens > max_tokens:
+        tokens = replace(tokens, document_tokens=tokens.document_tokens or max_tokens)
+        max_tokens = _positions(transformer.config) or max_tokens
+    if tokens.query_tokens > max_tokens:
+        raise ModelError(f"{folder}: queries of {tokens.query_tokens} tokens, but the model's limit is {max_tokens}")
+    return transformer.card(
+        sentence_bert,
+        all_steps=tokens.steps,
+        dim=token_dim,
         token_dim=token_dim,
-        sparse=sparse,
+        max_tokens=max_tokens,
+        prompt="",
+        capabilities=("multi-vector",),
         tokens=tokens,
     )
-    if classifier is not None:
-        capabilities, head = classifier
-        num_labels = len(head.labels)
-        return replace(
-            card,
-            dim=num_labels,
-            num_labels=num_labels,
-            pooling=(),
-            is_matryoshka=False,
-            matryoshka_dims=(),
-            capabilities=capabilities,
-            score=head,
-        )
-    if logit_head is None:
-        return card
-    return replace(card, dim=1, num_labels=1, pooling=(logit_head.pooling,), capabilities=("rerank",), score=logit_head)
 
 
-def _read_classifier(
-    folder: Path, weights_folder: Path, config: Mapping[str, Any], hidden_size: int, kind: str
-) -> tuple[tuple[str, ...], ScoreHead] | None:
+def _read_sparse(transformer: _Transformer, modules: SparseModules) -> ModelCard:
+    """The card of a SPLADE model."""
+    sentence_bert = _read_sentence_bert(transformer.path, "fill-mask", modules.task)
+    names = {name for file in transformer.weights for name in tensor_shapes(file)}
+    steps = steps_of_masked_words(transformer.config_path, transformer.config, transformer.hidden_size, names)
+    vocab_size = positive(transformer.config, ("vocab_size",), transformer.config_path)
+    head = SparseHead(steps, pooling=modules.pooling, num_logs=modules.num_logs, query_weights=modules.query_weights)
+    return transformer.card(sentence_bert, dim=vocab_size, capabilities=("sparse",), sparse=head)
+
+
+def _with_score(transformer: _Transformer, capabilities: tuple[str, ...], head: ScoreHead) -> ModelCard:
+    """The card of a model for classification."""
+    sentence_bert = _read_sentence_bert(transformer.path, "sequence-classification", "sequence-classification")
+    num_labels = len(head.labels)
+    return transformer.card(sentence_bert, dim=num_labels, num_labels=num_labels, capabilities=capabilities, score=head)
+
+
+def _read_classifier(transformer: _Transformer, kind: str) -> tuple[tuple[str, ...], ScoreHead] | None:
     """What a model for classification can do, and its head; None for any other model. Raises ModelError."""
-    path = folder / "config_sentence_transformers.json"
-    stated = _read_optional(path)
+    config, path = transformer.config, transformer.folder / "config_sentence_transformers.json"
+    stated = read_optional(path)
     try:
         capabilities = score_kinds(config, stated, kind)
-        head = read_score_head(config, stated, hidden_size) if capabilities else None
+        head = read_score_head(config, stated, transformer.hidden_size) if capabilities else None
     except ValueError as error:
-        raise ModelError(f"{weights_folder / 'config.json'}: {error}") from None
+        raise ModelError(f"{transformer.config_path}: {error}") from None
     if head is None:
         if stated.get("model_type") == "CrossEncoder" and kind != "dense":
             architecture = architecture_of(config)
             raise ModelError(f"{path}: model_type is CrossEncoder, and the weights are those of {architecture!r}")
         return None
-    if _export_of(weights_folder):
-        raise ModelError(f"{weights_folder / 'model.safetensors'}: file missing; exports of classifiers are not served")
     if stated.get("default_prompt_name"):
         raise ModelError(f"{path}: default_prompt_name is not supported for a model that takes pairs")
     return capabilities, head
+
+
+def _read_llm_reranker(transformer: _Transformer, head: ScoreHead) -> ModelCard:
+    """The card of a reranker that is a causal language model."""
+    sentence_bert = _read_sentence_bert(transformer.path, "text-generation", "text-generation")
+    pooling = (head.pooling,)
+    return transformer.card(sentence_bert, dim=1, num_labels=1, pooling=pooling, capabilities=("rerank",), score=head)
+
+
+def _read_logit_head(transformer: _Transformer, modules: list[Module], kind: str) -> ScoreHead | None:
+    """The head of a reranker that is a causal language model; None for another model."""
+    folder, config = transformer.folder, transformer.config
+    if [module.kind for module in modules] == ["LogitScore"]:
+        path = folder / modules[0].path / "config.json"
+        activation = read_optional(folder / "config_sentence_transformers.json").get("activation_fn")
+        try:
+            return stated_head(config, read_object(path), activation)
+        except ValueError as error:
+            raise ModelError(f"{path}: {error}") from None
+    names = f"{folder} {config.get('_name_or_path', '')}"
+    # A known name is enough: such a model has no vectors to embed texts with.
+    is_wanted = kind == "rerank" or (kind == "auto" and known_template(config, names) is not None)
+    if not is_wanted or modules or not is_causal_model(config):
+        return None
+    tokenizer = read_object(transformer.path / "tokenizer.json")
+    try:
+        return known_head(config, names, tokenizer)
+    except ValueError as error:
+        raise ModelError(f"{transformer.path}: {error}") from None
 
 
 # --- the files --------------------------------------------------------------------------------------------------
@@ -353,7 +422,7 @@ def _read_classifier(
 
 def _read_config(weights_folder: Path) -> dict[str, Any]:
     path = weights_folder / "config.json"
-    config = _read_object(path)
+    config = read_object(path)
     if not isinstance(config.get("model_type"), str):
         raise ModelError(f"{path}: model_type is missing")
     if "quantization_config" in config:
@@ -404,11 +473,11 @@ def _weights_of(weights_folder: Path) -> list[Path]:
     """The files of the model's weights."""
     index = weights_folder / "model.safetensors.index.json"
     has_shards = index.is_file() and not (weights_folder / "model.safetensors").is_file()
-    return _shards(index) if has_shards else [_single_file(weights_folder)]
+    return _shards(index) if has_shards else [single_file(weights_folder)]
 
 
 def _shards(index: Path) -> list[Path]:
-    shards = _read_object(index).get("weight_map")
+    shards = read_object(index).get("weight_map")
     if not isinstance(shards, dict) or not all(isinstance(name, str) for name in shards.values()):
         raise ModelError(f"{index}: weight_map must name a file for each tensor")
     names = sorted(set(shards.values()))
@@ -440,7 +509,7 @@ def _read_sentence_bert(
     path = next((path for path in paths if path.exists()), None)
     if path is None:
         return {}
-    config = _read_object(path)
+    config = read_object(path)
     task = config.get("transformer_task", default)
     if task != wanted:
         raise ModelError(f"{path}: transformer_task {task!r} is not {_WHOSE_TASK[wanted]} model's")
@@ -471,26 +540,16 @@ _WHOSE_TASK = {
 # --- modules.json -----------------------------------------------------------------------------------------------
 
 
-@dataclass(frozen=True, slots=True)
-class _Module:
-    kind: str
-    path: str
-    """Relative to the model's folder."""
-
-
-def _read_modules(folder: Path, *, is_pooled: bool) -> list[_Module]:
-    """The chain of modules: a Transformer and a Pooling, or a StaticEmbedding, then steps. A plain transformers model
-    has only the first; a multi-vector model is not pooled. A folder of Model2Vec's is a chain of its own: see
-    `_MODEL2VEC`."""
+def _read_chain(folder: Path, *, is_pooled: bool) -> list[Module]:
+    """The modules: a Transformer and a Pooling, or a StaticEmbedding, then steps. A plain transformers model has only
+    the first; a multi-vector model is not pooled. A folder of Model2Vec's is a chain of its own: see `_MODEL2VEC`."""
     path = folder / "modules.json"
-    if _read_optional(folder / "config.json").get("model_type") == _MODEL2VEC:
-        return [_Module("StaticEmbedding", "")]
+    if read_optional(folder / "config.json").get("model_type") == _MODEL2VEC:
+        return [Module("StaticEmbedding", "")]
     if not path.exists():
-        return [_Module("Transformer", "")]
-    modules = _read(path)
-    if not isinstance(modules, list):
-        raise ModelError(f"{path}: must be a list of modules")
-    chain = [_read_module(path, module) for module in modules]
+        return [Module("Transformer", "")]
+    chain = read_modules(path)
+    check_modules(path, chain)
     kinds = [module.kind for module in chain]
     if kinds[:1] == ["StaticEmbedding"] or kinds == ["Transformer", "LogitScore"]:
         return chain
@@ -506,161 +565,13 @@ def _read_modules(folder: Path, *, is_pooled: bool) -> list[_Module]:
 
 
 def _is_cross_encoder(folder: Path) -> bool:
-    return _read_optional(folder / "config_sentence_transformers.json").get("model_type") == "CrossEncoder"
-
-
-_PYLATE_DENSE = "pylate.models.Dense.Dense"
-"""Equal to sentence-transformers' own."""
-
-
-def _read_module(path: Path, module: Any) -> _Module:
-    if not isinstance(module, dict) or not all(isinstance(module.get(name), str) for name in ("type", "path")):
-        raise ModelError(f"{path}: each module must have a type and a path")
-    # Old: sentence_transformers.models.Pooling. New: sentence_transformers.….modules.pooling.Pooling. Any other class
-    # is code of the model's repository.
-    library, kind = module["type"].partition(".")[0], module["type"].rpartition(".")[2]
-    if library != "sentence_transformers" and module["type"] != _PYLATE_DENSE:
-        raise ModelError(f"{path}: module {module['type']} is not sentence-transformers' own, which vecd refuses")
-    if Path(module["path"]).is_absolute() or ".." in Path(module["path"]).parts:
-        raise ModelError(f"{path}: module path {module['path']!r} leads out of the model's folder")
-    return _Module(kind, module["path"])
-
-
-def _read_logit_head(
-    folder: Path, weights_folder: Path, config: dict[str, Any], modules: list[_Module], kind: str
-) -> ScoreHead | None:
-    """The head of a reranker that is a causal language model; None for another model."""
-    if [module.kind for module in modules] == ["LogitScore"]:
-        path = folder / modules[0].path / "config.json"
-        activation = _read_optional(folder / "config_sentence_transformers.json").get("activation_fn")
-        try:
-            return stated_head(config, _read_object(path), activation)
-        except ValueError as error:
-            raise ModelError(f"{path}: {error}") from None
-    names = f"{folder} {config.get('_name_or_path', '')}"
-    # A known name is enough: such a model has no vectors to embed texts with.
-    is_wanted = kind == "rerank" or (kind == "auto" and known_template(config, names) is not None)
-    if not is_wanted or modules or not is_causal_model(config):
-        return None
-    tokenizer = _read_object(weights_folder / "tokenizer.json")
-    try:
-        return known_head(config, names, tokenizer)
-    except ValueError as error:
-        raise ModelError(f"{weights_folder}: {error}") from None
+    return read_optional(folder / "config_sentence_transformers.json").get("model_type") == "CrossEncoder"
 
 
 def _default_pooling(config: Mapping[str, Any]) -> str:
     """sentence-transformers' pooling of a plain transformers model."""
-    architectures = config.get("architectures")
-    named = str(architectures[0]) if isinstance(architectures, list) and architectures else ""
-    is_causal = named.endswith("ForCausalLM") and config.get("is_causal", True)
+    is_causal = is_causal_model(config) and config.get("is_causal", True)
     return "lasttoken" if is_causal else "mean"
-
-
-def _read_pooling(path: Path, default_prompt: str) -> tuple[tuple[str, ...], bool]:
-    """The modes, and whether a prompt is pooled with its text."""
-    config = _read_object(path)
-    stated = config.get("pooling_mode")
-    if stated is None:
-        modes = [mode for key, mode in _LEGACY_POOLING_KEYS.items() if config.get(key)] or ["mean"]
-    else:
-        modes = stated if isinstance(stated, list) and stated else [stated]
-    for mode in modes:
-        if mode not in POOLING_MODES:
-            raise ModelError(f"{path}: pooling_mode {mode!r} is unknown; known: {', '.join(POOLING_MODES)}")
-    pools_prompt = config.get("include_prompt") is not False
-    if not pools_prompt and default_prompt:
-        raise ModelError(f"{path}: include_prompt=false together with a default prompt is not supported")
-    return tuple(modes), pools_prompt
-
-
-def _read_token_steps(
-    folder: Path, layout: str, modules: list[_Module], weights: list[Path], hidden_size: int
-) -> tuple[tuple[Step, ...], int]:
-    """The steps behind the state of each token of a multi-vector model, and the number of floats behind them."""
-    if layout == STANFORD:
-        return _linear_of_weights(weights, hidden_size)
-    others = [module for module in modules if module.kind != "MultiVectorMask"]
-    if layout == OWN and others == modules:
-        raise ModelError(f"{folder / 'modules.json'}: a multi-vector model must have a MultiVectorMask module")
-    return _read_steps(folder, others, hidden_size, of_tokens=True)
-
-
-def _linear_of_weights(weights: list[Path], hidden_size: int) -> tuple[tuple[Step, ...], int]:
-    """The projection that is a tensor of the model's own file."""
-    for path in weights:
-        shape = tensor_shapes(path).get("linear.weight")
-        if shape is not None:
-            if len(shape) != 2 or shape[1] != hidden_size:
-                raise ModelError(f"{path}: linear.weight is {shape}, but a token has {hidden_size} floats")
-            step = Step("dense", tensor="linear", in_dim=hidden_size, out_dim=shape[0], bias=False)
-            return (step,), shape[0]
-    raise ModelError(f"{weights[0]}: linear.weight is missing (the projection of a ColBERT model)")
-
-
-def _read_steps(
-    folder: Path, modules: list[_Module], dim: int, *, of_tokens: bool = False
-) -> tuple[tuple[Step, ...], int]:
-    """The steps behind a pooled vector of `dim` floats, or behind the state of each token, and the number of floats
-    behind them."""
-    steps: list[Step] = []
-    for module in modules:
-        step = _read_step(folder, module, dim, of_tokens=of_tokens)
-        if step is not None:
-            steps.append(step)
-            dim = step.out_dim or dim
-    return tuple(steps), dim
-
-
-def _read_step(folder: Path, module: _Module, in_dim: int, *, of_tokens: bool) -> Step | None:
-    path = folder / module.path / "config.json"
-    match module.kind:
-        case "Dropout":
-            return None
-        case "Normalize":
-            # Without a statement it normalizes pooled vectors, which a multi-vector model has none of.
-            config = {"module_input_name": "sentence_embedding", **_read_optional(path)}
-            _check_input_and_output(path, config, of_tokens=of_tokens)
-            return Step("normalize")
-        case "LayerNorm" if not of_tokens:
-            _single_file(path.parent)
-            return Step("layer_norm", path=module.path, in_dim=in_dim, out_dim=in_dim)
-        case "Dense":
-            return _read_dense(path, module.path, in_dim, of_tokens=of_tokens)
-        case unknown:
-            raise ModelError(f"{folder / 'modules.json'}: module {unknown} is not supported")
-
-
-def _read_dense(path: Path, module_path: str, in_dim: int, *, of_tokens: bool) -> Step:
-    config = _read_object(path)
-    _check_input_and_output(path, config, of_tokens=of_tokens)
-    if config.get("in_features") != in_dim:
-        raise ModelError(f"{path}: in_features is {config.get('in_features')}, but the vector has {in_dim}")
-    has_residual = bool(config.get("use_residual"))
-    if has_residual and not of_tokens:
-        raise ModelError(f"{path}: use_residual is not supported")
-    activation = config.get("activation_function", "torch.nn.Tanh")
-    # sentence-transformers accepts no other either, but uses Tanh instead.
-    if not isinstance(activation, str) or not activation.startswith("torch.nn."):
-        raise ModelError(f"{path}: activation_function {activation!r} is not one of torch.nn's")
-    _single_file(path.parent)
-    return Step(
-        "dense",
-        path=module_path,
-        in_dim=in_dim,
-        out_dim=_positive(config, ("out_features",), path),
-        bias=bool(config.get("bias", True)),
-        activation=activation.rpartition(".")[2].lower(),
-        has_residual=has_residual,
-    )
-
-
-def _check_input_and_output(path: Path, config: Mapping[str, Any], *, of_tokens: bool) -> None:
-    expected, where = ("token_embeddings", "tokens") if of_tokens else ("sentence_embedding", "the pooled vector")
-    for name in ("module_input_name", "module_output_name"):
-        value = config.get(name)
-        if value not in (None, expected):
-            raise ModelError(f"{path}: {name} {value!r} is not supported: steps work on {where}")
 
 
 # --- sizes and prompts ------------------------------------------------------------------------------------------
@@ -674,7 +585,7 @@ def _max_tokens(weights_folder: Path, config: Mapping[str, Any], sentence_bert: 
     for name in ("tokenizer_args", "processor_kwargs"):
         stated = (sentence_bert.get(name) or {}).get("model_max_length", stated)
     if stated is None:
-        stated = _read_optional(weights_folder / "tokenizer_config.json").get("model_max_length")
+        stated = read_optional(weights_folder / "tokenizer_config.json").get("model_max_length")
     # Tokenizers without a limit have 1e30.
     if isinstance(stated, int | float) and 0 < stated < 1e9:
         limits.append(int(stated))
@@ -699,7 +610,7 @@ def _positions(config: Mapping[str, Any]) -> int | None:
 def _read_prompts(folder: Path) -> tuple[str, tuple[tuple[str, str], ...]]:
     """The text of the default prompt, and the name and text of each prompt."""
     path = folder / "config_sentence_transformers.json"
-    config = _read_optional(path)
+    config = read_optional(path)
     if config.get("truncate_dim") is not None:
         raise ModelError(f"{path}: truncate_dim is not supported")
     prompts = config.get("prompts") or {}
@@ -720,45 +631,6 @@ def _matryoshka_dims(config: Mapping[str, Any], dim: int, path: Path) -> tuple[i
     return tuple(sorted(set(dims)))
 
 
-# --- sparse models ----------------------------------------------------------------------------------------------
-
-
-def _read_sparse(folder: Path, modules: SparseModules) -> ModelCard:
-    """The card of a SPLADE model."""
-    weights_folder = folder / modules.transformer
-    path = weights_folder / "config.json"
-    config = _read_config(weights_folder)
-    _check_files(weights_folder)
-    weights = _weights_of(weights_folder)
-    sentence_bert = _read_sentence_bert(weights_folder, "fill-mask", modules.task)
-    hidden_size = _positive(config, ("hidden_size", "dim", "d_model", "n_embd"), path)
-    vocab_size = _positive(config, ("vocab_size",), path)
-    names = {name for file in weights for name in tensor_shapes(file)}
-    steps = steps_of_masked_words(path, config, hidden_size, names)
-    tokenizer = weights_folder / "tokenizer.json"
-    prompt, prompts = _read_prompts(folder)
-    return ModelCard(
-        folder=str(folder),
-        weights_folder=str(weights_folder),
-        model_type=str(config["model_type"]),
-        hidden_size=hidden_size,
-        dim=vocab_size,
-        max_tokens=_max_tokens(weights_folder, config, sentence_bert),
-        vocab_size=vocab_size,
-        pooling=("mean",),
-        steps=(),
-        lowercase=bool(sentence_bert.get("do_lower_case", False)),
-        prompt=prompt,
-        prompts=prompts,
-        weights_bytes=sum(file.stat().st_size for file in weights),
-        tokenizer_file=str(tokenizer) if tokenizer.is_file() else "",
-        capabilities=("sparse",),
-        sparse=SparseHead(
-            steps, pooling=modules.pooling, num_logs=modules.num_logs, query_weights=modules.query_weights
-        ),
-    )
-
-
 # --- static embeddings ------------------------------------------------------------------------------------------
 
 _MODEL2VEC = "model2vec"
@@ -774,13 +646,13 @@ _STATIC_MAX_TOKENS = 2**15
 all tokens of a sequence: so these models get the longest text that usual transformers with long contexts have."""
 
 
-def _read_static(folder: Path, table: _Module, modules: list[_Module]) -> ModelCard:
+def _read_static(folder: Path, table: Module, modules: list[Module]) -> ModelCard:
     """The card of a table of rows with its tokenizer."""
     weights_folder = folder / table.path
     tokenizer_file = weights_folder / "tokenizer.json"
-    weights = _single_file(weights_folder)
+    weights = single_file(weights_folder)
     num_tokens, hidden_size = _table_shape(weights)
-    tokenizer = _read_object(tokenizer_file)
+    tokenizer = read_object(tokenizer_file)
     try:
         num_ids = 1 + max((token_id for _, token_id in token_ids(tokenizer)), default=-1)
         unknown_ids = tuple(_unknown_ids(tokenizer))
@@ -789,7 +661,7 @@ def _read_static(folder: Path, table: _Module, modules: list[_Module]) -> ModelC
         raise ModelError(f"{tokenizer_file}: not a tokenizer: {error}") from None
     if num_ids > num_tokens:
         raise ModelError(f"{tokenizer_file}: has {num_ids} tokens, and {weights.name} has rows for {num_tokens}")
-    config = _read_optional(weights_folder / "config.json")
+    config = read_optional(weights_folder / "config.json")
     prompt, prompts = _read_prompts(folder)
     if config.get("model_type") == _MODEL2VEC:
         model_type, max_tokens = _MODEL2VEC, config.get("max_length", _MODEL2VEC_MAX_TOKENS)
@@ -797,7 +669,7 @@ def _read_static(folder: Path, table: _Module, modules: list[_Module]) -> ModelC
         ignored_ids = unknown_ids
     else:
         model_type, max_tokens = "static", truncated_to
-        steps, dim = _read_steps(folder, modules, hidden_size)
+        steps, dim = read_steps(folder, modules, hidden_size)
         ignored_ids = ()
     matryoshka_dims = _matryoshka_dims(config, dim, weights_folder / "config.json")
     return ModelCard(

@@ -77,7 +77,7 @@ class ScoreHead:
     activation: str
     """One of SCORE_ACTIVATIONS: the model's own, from logits to scores."""
     pooling: str = ""
-    """One of `vecd.shm.card.POOLING_MODES`; empty: for each token."""
+    """One of `vecd.shm.modules.POOLING_MODES`; empty: for each token."""
     steps: tuple[Step, ...] = ()
     """From the pooled state to the logits. Empty where no table describes the family: then only the class in
     transformers computes it."""

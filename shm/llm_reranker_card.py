@@ -14,7 +14,9 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from vecd.shm.heads import SCORE_ACTIVATIONS, PairTemplate, ScoreHead, Step
+from vecd.shm.heads import PairTemplate, ScoreHead, Step
+from vecd.shm.model_files import token_ids
+from vecd.shm.score_card import activation_named, architecture_of
 
 
 @dataclass(frozen=True, slots=True)
@@ -88,13 +90,13 @@ _CAP_BY_DEFAULT = {"gemma2": 30.0}
 
 def refuse_other_rankings(config: Mapping[str, Any]) -> None:
     """Raises ValueError for a reranker whose scores are not those of one pair in one pass."""
-    if (architecture := _architecture(config)) in _REFUSED:
+    if (architecture := architecture_of(config)) in _REFUSED:
         raise ValueError(f"{architecture} is not supported: {_REFUSED[architecture]}")
 
 
 def is_causal_model(config: Mapping[str, Any]) -> bool:
     """Whether the first architecture gives logits of the next token."""
-    return _architecture(config).endswith("ForCausalLM")
+    return architecture_of(config).endswith("ForCausalLM")
 
 
 def stated_head(config: Mapping[str, Any], module: Mapping[str, Any], activation: object) -> ScoreHead:
@@ -110,7 +112,9 @@ def stated_head(config: Mapping[str, Any], module: Mapping[str, Any], activation
         row = module.get(name)
         if type(row) is not int or not 0 <= row < config["vocab_size"]:
             raise ValueError(f"{name} must be an id of the vocabulary, not {row!r}")
-    return _head(config, tuple(module[name] for name in names), _activation(activation), None)
+    # sentence-transformers' own for one score is sigmoid.
+    applied = "sigmoid" if activation is None else activation_named("activation_fn", activation)
+    return _head(config, tuple(module[name] for name in names), applied, None)
 
 
 def known_head(config: Mapping[str, Any], names: str, tokenizer: Mapping[str, Any]) -> ScoreHead:
@@ -133,11 +137,6 @@ def known_template(config: Mapping[str, Any], names: str) -> PairTemplate | None
     return None if known is None else known.template
 
 
-def _architecture(config: Mapping[str, Any]) -> str:
-    names = config.get("architectures")
-    return str(names[0]) if isinstance(names, list) and names else ""
-
-
 def _find(config: Mapping[str, Any], names: str) -> _KnownModel | None:
     found = (known for known in _KNOWN if known.name.search(names) and known.model_type == config["model_type"])
     return next(found, None)
@@ -155,28 +154,14 @@ def _head(
         activation=activation,
         pooling="lasttoken",
         steps=(Step("logit", in_dim=int(config["hidden_size"]), out_dim=1, tensor=tensor, rows=rows, cap=float(cap)),),
-        architecture=_architecture(config),
+        architecture=architecture_of(config),
         pair_template=template,
     )
 
 
-def _activation(name: object) -> str:
-    """sentence-transformers' own for one score is sigmoid."""
-    if name is None:
-        return "sigmoid"
-    known = str(name).rpartition(".")[2].lower()
-    if not str(name).startswith("torch.nn.") or known not in SCORE_ACTIVATIONS:
-        raise ValueError(f"activation_fn {name!r} is not supported")
-    return known
-
-
 def _token_id(tokenizer: Mapping[str, Any], word: str) -> int:
     """The id of a word that is one token. Raises ValueError if it is not in the vocabulary."""
-    added = {token["content"]: token["id"] for token in tokenizer.get("added_tokens") or ()}
-    vocab = (tokenizer.get("model") or {}).get("vocab") or {}
-    if isinstance(vocab, list):
-        vocab = {piece[0]: index for index, piece in enumerate(vocab)}
-    found = {**vocab, **added}.get(word)
+    found = dict(token_ids(tokenizer)).get(word)
     if type(found) is not int:
         raise ValueError(f"{word!r} is not one token of the vocabulary")
     return found

@@ -13,7 +13,8 @@ from pathlib import Path
 from typing import Any
 
 from vecd.shm.heads import SparseHead, Step, TokenHead
-from vecd.shm.model_files import ModelError, positive, read_object, read_optional, token_ids
+from vecd.shm.model_files import ModelError, positive, read_object, read_optional, tensor_shapes, token_ids
+from vecd.shm.modules import Module, read_steps
 
 OWN, PYLATE, STANFORD = "sentence-transformers", "PyLate", "Stanford"
 """The layouts. The first lists every step; the others leave out the mask and the norm, which they always have."""
@@ -50,6 +51,33 @@ def layout_of(folder: Path) -> str:
             return PYLATE if "query_prefix" in settings else ""
         case _:
             return ""
+
+
+def read_token_steps(
+    folder: Path, layout: str, modules: Sequence[Module], weights: Sequence[Path], hidden_size: int
+) -> tuple[tuple[Step, ...], int]:
+    """The steps behind the state of each token of a model in one of the layouts, and the number of floats behind them.
+
+    `modules` are those behind the Transformer, `weights` the files of its weights. Raises ModelError for a module that
+    is not supported, and for a projection that is missing."""
+    if layout == STANFORD:
+        return _linear_of_weights(weights, hidden_size)
+    others = [module for module in modules if module.kind != "MultiVectorMask"]
+    if layout == OWN and len(others) == len(modules):
+        raise ModelError(f"{folder / 'modules.json'}: a multi-vector model must have a MultiVectorMask module")
+    return read_steps(folder, others, hidden_size, of_tokens=True)
+
+
+def _linear_of_weights(weights: Sequence[Path], hidden_size: int) -> tuple[tuple[Step, ...], int]:
+    """The projection that is a tensor of the model's own file."""
+    for path in weights:
+        shape = tensor_shapes(path).get("linear.weight")
+        if shape is not None:
+            if len(shape) != 2 or shape[1] != hidden_size:
+                raise ModelError(f"{path}: linear.weight is {shape}, but a token has {hidden_size} floats")
+            step = Step("dense", tensor="linear", in_dim=hidden_size, out_dim=shape[0], bias=False)
+            return (step,), shape[0]
+    raise ModelError(f"{weights[0]}: linear.weight is missing (the projection of a ColBERT model)")
 
 
 def read_token_head(

@@ -96,7 +96,7 @@ def _num_labels(config: _Config) -> int:
     return number
 
 
-_ACTIVATIONS = {
+_ACTIVATION_CLASSES = {
     f"torch.nn.{module}{name}": name.lower()
     for module, names in {
         "modules.activation.": ("Sigmoid", "Softmax", "Tanh"),
@@ -106,6 +106,14 @@ _ACTIVATIONS = {
     for name in names
 }
 """By the names that files give to a class, which is never imported."""
+
+
+def activation_named(key: str, name: object) -> str:
+    """One of `vecd.shm.heads.SCORE_ACTIVATIONS`, by the name of a class that a file has under `key`. Raises
+    ValueError."""
+    if str(name) not in _ACTIVATION_CLASSES:
+        raise ValueError(f"{key} is {name!r}; known: {', '.join(_ACTIVATION_CLASSES)}")
+    return _ACTIVATION_CLASSES[str(name)]
 
 
 def _activation(config: _Config, sentence_transformers: _Config, num_labels: int) -> str:
@@ -118,9 +126,7 @@ def _activation(config: _Config, sentence_transformers: _Config, num_labels: int
         ("sbert_ce_default_activation_function", config.get("sbert_ce_default_activation_function")),
     ):
         if name is not None:
-            if name not in _ACTIVATIONS:
-                raise ValueError(f"{key} is {name!r}; known: {', '.join(_ACTIVATIONS)}")
-            return _ACTIVATIONS[name]
+            return activation_named(key, name)
     problem = config.get("problem_type")
     if problem == "regression":
         return "identity"

@@ -18,7 +18,8 @@ from types import MappingProxyType
 from typing import Any
 
 from vecd.shm.heads import Step
-from vecd.shm.model_files import ModelError, read_json, read_object, read_optional
+from vecd.shm.model_files import ModelError, read_object, read_optional
+from vecd.shm.modules import Module, check_modules, read_modules
 
 _POOLING = "SpladePooling"
 _TRANSFORMERS = ("Transformer", "MLMTransformer")
@@ -51,7 +52,7 @@ def find_sparse(folder: Path, kind: str) -> SparseModules | None:
     path = folder / "modules.json"
     if not path.exists():
         return _plain(folder) if kind == "sparse" else None
-    modules = _modules_in(read_json(path))
+    modules = read_modules(path)
     kinds = [module.kind for module in modules]
     routes = _read_routes(folder / modules[0].path) if kinds[:1] == ["Router"] else {}
     settings = folder / "config_sentence_transformers.json"
@@ -63,25 +64,15 @@ def find_sparse(folder: Path, kind: str) -> SparseModules | None:
         return None
     if config.get("max_active_dims") is not None:
         raise ModelError(f"{settings}: max_active_dims is not supported; ask for top_k in requests")
-    _check_modules(path, modules)
+    check_modules(path, modules)
     if not routes:
         return _chain(folder, path, modules)
     if len(modules) > 1:
         raise ModelError(f"{path}: module {kinds[1]} behind a Router is not supported")
     path = folder / modules[0].path / "router_config.json"
     for route in routes.values():
-        _check_modules(path, route)
+        check_modules(path, route)
     return _routed(folder, path, routes)
-
-
-@dataclass(frozen=True, slots=True)
-class _Module:
-    type: str
-    path: str
-
-    @property
-    def kind(self) -> str:
-        return self.type.rpartition(".")[2]
 
 
 def _plain(folder: Path) -> SparseModules:
@@ -92,7 +83,7 @@ def _plain(folder: Path) -> SparseModules:
     return SparseModules()
 
 
-def _chain(folder: Path, path: Path, modules: list[_Module]) -> SparseModules:
+def _chain(folder: Path, path: Path, modules: list[Module]) -> SparseModules:
     kinds = [module.kind for module in modules]
     if len(modules) != 2 or kinds[0] not in _TRANSFORMERS or kinds[1] != _POOLING:
         unknown = [kind for kind in kinds if kind not in (*_TRANSFORMERS, _POOLING)]
@@ -109,7 +100,7 @@ def _chain(folder: Path, path: Path, modules: list[_Module]) -> SparseModules:
     return SparseModules(modules[0].path, task, pooling, _NUM_LOGS[activation])
 
 
-def _routed(folder: Path, path: Path, routes: Mapping[str, list[_Module]]) -> SparseModules:
+def _routed(folder: Path, path: Path, routes: Mapping[str, list[Module]]) -> SparseModules:
     if routes.keys() != {"query", "document"}:
         raise ModelError(f"{path}: must have the routes query and document, has {', '.join(sorted(routes))}")
     query, found = routes["query"], _chain(folder, path, routes["document"])
@@ -146,7 +137,7 @@ def _check_tokenizer(queries: Path, documents: Path) -> None:
         raise ModelError(f"{queries}: is another tokenizer than {documents}")
 
 
-def _read_routes(folder: Path) -> dict[str, list[_Module]]:
+def _read_routes(folder: Path) -> dict[str, list[Module]]:
     """The modules of each route of a Router. Raises ModelError where other things than the role choose the route."""
     path = folder / "router_config.json"
     config = read_object(path)
@@ -154,24 +145,9 @@ def _read_routes(folder: Path) -> dict[str, list[_Module]]:
         raise ModelError(f"{path}: route_mappings is not supported")
     try:
         types, structure = config["types"], config["structure"]
-        return {route: [_Module(str(types[name]), name) for name in names] for route, names in structure.items()}
+        return {route: [Module(str(types[name]), name) for name in names] for route, names in structure.items()}
     except (TypeError, LookupError, AttributeError) as error:
         raise ModelError(f"{path}: cannot be read: {error!r}") from None
-
-
-def _modules_in(content: Any) -> list[_Module]:
-    """Those of modules.json; none where it is something else, which `vecd.shm.card` reports."""
-    entries = content if isinstance(content, list) else []
-    found = [(entry.get("type"), entry.get("path")) for entry in entries if isinstance(entry, dict)]
-    return [_Module(kind, name) for kind, name in found if isinstance(kind, str) and isinstance(name, str)]
-
-
-def _check_modules(path: Path, modules: list[_Module]) -> None:
-    for module in modules:
-        if module.type.partition(".")[0] != "sentence_transformers":
-            raise ModelError(f"{path}: module {module.type} is not sentence-transformers' own, which vecd refuses")
-        if Path(module.path).is_absolute() or ".." in Path(module.path).parts:
-            raise ModelError(f"{path}: module path {module.path!r} leads out of the model's folder")
 
 
 # --- heads for masked words -------------------------------------------------------------------------------------

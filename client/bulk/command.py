@@ -71,6 +71,8 @@ def _describe(error: Exception) -> str:
 def _embed(options: EmbedOptions, line: StatusLine) -> int:
     inputs = find_inputs(options.files, options.format)
     for each in inputs:
+        if options.pair_with is not None and each.format == "txt":
+            raise EmbedError(f"{each.name}: --pair-with names a field, and lines of text have none")
         if each.path == os.path.abspath(options.out):
             raise EmbedError(f"{each.name} is input and output")
     check_readable(inputs, options)
@@ -78,7 +80,7 @@ def _embed(options: EmbedOptions, line: StatusLine) -> int:
         journal = _find_journal(options, inputs, output)
         if not journal.commit.is_complete:
             return _embed_by_server(options, inputs, output, journal, line)
-        output.open(journal.model["dim"])
+        output.open(journal.model["dim"], journal.model.get("columns"))
         return _finish(options, output, journal.commit, line, "the run before was complete")
 
 
@@ -148,7 +150,8 @@ def _finish(options: EmbedOptions, output: OutputFiles, commit: Commit, line: St
         effect = f"{'it' if is_one else 'they'} {verb} left out"
     else:
         blank = "NaN" if options.output_format == "npy" else "null"
-        effect = f"{'its vector' if is_one else 'their vectors'} {verb} {blank}"
+        what = "results are" if output.has_columns else f"vector{'' if is_one else 's'} {verb}"
+        effect = f"{'its' if is_one else 'their'} {what} {blank}"
     line.say(f"{rows} could not be embedded; {effect}. The reasons are in {options.out}.rejected.jsonl")
     return EXIT_OK if options.accepts_bad_rows else EXIT_BAD_ROWS
 

@@ -112,7 +112,7 @@ def _find(path: str, format_given: str | None) -> InputSource:
 def check_readable(inputs: Sequence[InputSource], options: EmbedOptions) -> None:
     """Read each file until all fields have been found, which is usually in the first row.
 
-    Raises EmbedError when a file has another format, no row of a file has the text's field, or no row of any file has
+    Raises EmbedError when a file has another format, no row of a file has a field of texts, or no row of any file has
     one of the fields to keep.
     """
     num_rows, never_kept = 0, set(options.keep)
@@ -120,12 +120,12 @@ def check_readable(inputs: Sequence[InputSource], options: EmbedOptions) -> None
         if each.is_stream:
             return  # it is the only one, and can be read only once
         with _open_rows(each, options, Position()) as (rows, _):
-            lacks_text = True
+            never_found = set(options.text_fields)
             for row in rows:
                 num_rows += 1
-                lacks_text = lacks_text and options.field in row.lacks
+                never_found.intersection_update(row.lacks)
                 never_kept.intersection_update(row.lacks)
-                if not lacks_text and not never_kept:
+                if not never_found and not never_kept:
                     break
     if never_kept and num_rows:
         names = ", ".join(repr(name) for name in options.keep if name in never_kept)
@@ -213,9 +213,9 @@ def _take(
     num_chars, cost, max_cost = 0, 0.0, estimate.max_request_cost
     for row in rows:
         taken.append(row)
-        if row.text is not None:
-            num_chars += len(row.text)
-            cost += estimate.cost(row.text)
+        for text in row.texts:
+            num_chars += len(text)
+            cost += estimate.cost(text)
         if len(taken) >= options.batch_texts or num_chars >= options.batch_chars or cost >= max_cost:
             break
     return taken, cost
@@ -224,4 +224,5 @@ def _take(
 def _digest(rows: Iterable[InputRow], digest: "hashlib._Hash") -> None:
     """Continue the digest of all texts of a stream, by which the same stream is recognized."""
     for row in rows:
-        digest.update(b"-" if row.text is None else b"+%d:" % len(row.text) + row.text.encode())
+        for text in row.texts or (None,):
+            digest.update(b"-" if text is None else b"+%d:" % len(text) + text.encode())

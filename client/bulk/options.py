@@ -16,8 +16,16 @@ from vecd.missing import not_installed
 
 INPUT_FORMATS = ("txt", "jsonl", "csv", "tsv", "parquet")
 OUTPUT_FORMATS = ("npy", "jsonl", "parquet")
-_COLUMNS = ("row", "embedding")
-"""Fields that every output has."""
+_VECTORS = ("dense", "sparse", "multi-vector")
+RESULTS = (*_VECTORS, "scores", "labels")
+_COLUMNS = {
+    "dense": ("embedding",),
+    "sparse": ("indices", "values"),
+    "multi-vector": ("embeddings",),
+    "scores": ("score",),
+    "labels": ("label", "score", "scores", "entities"),
+}
+"""By results, the columns that an output may have for them."""
 _REQUEST_FIELDS = ("overflow", "dimensions", "input_type", "prompt_name", "prompt")
 _SERVED_HERE = ("--host", "--port", "--uds", "--ready-fd", "--tls-cert", "--tls-key")
 """Flags of `vecd serve` that this command sets itself."""
@@ -26,6 +34,7 @@ _rows = partial(flag, group="rows")
 _server = partial(flag, group="server")
 _vectors = partial(flag, group="vectors")
 _run = partial(flag, group="run")
+_results = partial(flag, group="results")
 
 
 def _names(value: str) -> tuple[str, ...]:
@@ -33,6 +42,15 @@ def _names(value: str) -> tuple[str, ...]:
     if not all(names):
         raise ValueError(f"{value!r} has an empty name")
     return names
+
+
+def _result_names(value: str) -> tuple[str, ...]:
+    """In the order of `RESULTS`, so that the same results are the same run."""
+    names = _names(value)
+    for name in names:
+        if name not in RESULTS:
+            raise ValueError(f"{name!r} is none of {', '.join(RESULTS)}")
+    return tuple(name for name in RESULTS if name in names)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -51,8 +69,13 @@ class EmbedOptions(TlsOptions):
     )
     format: str | None = _rows("of the inputs, instead of what their suffixes say (-: txt)", choices=INPUT_FORMATS)
     field: str = _rows("the field with the text, in formats that have fields (text)", default="text", metavar="NAME")
+    pair_with: str | None = _rows(
+        "the field with the second text of each row, for scores and labels of pairs: the document, if --field is the "
+        "query",
+        metavar="NAME",
+    )
     keep: tuple[str, ...] = _rows(
-        "fields to copy to the output, beside the vectors", default=(), read=_names, metavar="NAME,…"
+        "fields to copy to the output, beside the results", default=(), read=_names, metavar="NAME,…"
     )
     on_bad_row: str = _rows(
         "a row without a text, or refused by the server. blank: NaN or null stands in its place; skip: it is left out; "
@@ -80,6 +103,15 @@ class EmbedOptions(TlsOptions):
     concurrency: int | None = _server("requests under way (about a second of work)", read=whole(1024), metavar="N")
     batch_texts: int = _server("most rows in a request (256)", default=256, read=whole(100_000), metavar="N")
     batch_chars: int = _server("about as many characters (131,072)", default=1 << 17, read=whole(1 << 30), metavar="N")
+    results: tuple[str, ...] = _results(
+        "what is written: dense, sparse or multi-vector, or several of them; scores of pairs; labels of texts, pairs "
+        "or parts of texts (what the model is for)",
+        default=(),
+        read=_result_names,
+        metavar="KIND,…",
+    )
+    raw_scores: bool = _results("scores are the model's own numbers, without an activation", default=False)
+    all_scores: bool = _results("of labels: the scores of all labels, not of the best one alone", default=False)
     dtype: str = _vectors("of the vectors (float32)", default="float32", choices=("float32", "float16"))
     dimensions: int | None = _vectors("the first N; of models made for it", read=whole(1 << 20), metavar="N")
     overflow: str | None = _vectors(
@@ -125,9 +157,7 @@ class EmbedOptions(TlsOptions):
             raise ValueError(f"-o: {self.out} is a folder")
         if self.keep and self.output_format == "npy":
             raise ValueError("--keep: .npy holds vectors and nothing else; .jsonl and .parquet hold fields, too")
-        for name in self.keep:
-            if name in _COLUMNS or self.keep.count(name) > 1:
-                raise ValueError(f"--keep: {name!r} would stand twice in the output")
+        self.check_results(self.results)
         uses_parquet = "parquet" in (self.format, self.output_format) or any(
             path.endswith((".parquet", ".pq")) for path in self.files
         )
@@ -139,6 +169,49 @@ class EmbedOptions(TlsOptions):
         """The running server; None when one is to be started."""
         return None if self.url is None else self.read_target(self.url)
 
+    @property
+    def text_fields(self) -> tuple[str, ...]:
+        """The fields with the texts of a row."""
+        return (self.field,) if self.pair_with is None else (self.field, self.pair_with)
+
+    def check_results(self, results: Sequence[str], *, is_of_tokens: bool = False) -> None:
+        """Raises ValueError when the flags do not go with these results; with none, when they go with no results.
+
+        `is_of_tokens`: labels are those of parts of a text.
+        """
+        columns = [column for name in results or ("dense",) for column in _COLUMNS[name]]
+        for name in self.keep:
+            if name == "row" or name in columns or self.keep.count(name) > 1:
+                raise ValueError(f"--keep: {name!r} would stand twice in the output")
+        if not results:
+            return
+        what = " and ".join(results)
+        are_vectors = set(results) <= set(_VECTORS)
+        if len(results) > 1 and not are_vectors:
+            raise ValueError(f"--results: scores and labels stand alone, not {what}")
+        if self.output_format == "npy" and results != ("dense",):
+            raise ValueError(
+                f"-o: .npy holds a matrix of dense vectors, not {what}, whose rows differ in length or have several "
+                "fields: take .jsonl or .parquet"
+            )
+        if results == ("scores",) and self.pair_with is None:
+            raise ValueError("--results: scores are of pairs: name the field of the second text with --pair-with")
+        if self.pair_with is not None and (are_vectors or is_of_tokens):
+            raise ValueError(f"--pair-with: {'labels of parts' if is_of_tokens else what} are of one text, not of two")
+        if self.raw_scores and are_vectors:
+            raise ValueError(f"--raw-scores is for scores and labels, not for {what}")
+        if self.all_scores and (results != ("labels",) or is_of_tokens):
+            raise ValueError("--all-scores is for labels of texts and pairs")
+        if self.dtype != "float32" and not {"dense", "multi-vector"}.intersection(results):
+            raise ValueError(f"--dtype is for dense vectors and multi-vectors, not for {what}")
+        if self.dimensions is not None and results != ("dense",):
+            raise ValueError(f"--dimensions is for dense vectors, not for {what}")
+        if self.overflow == "chunk" and results != ("dense",):
+            raise ValueError(f"--overflow chunk makes a mean of dense vectors; there is none of {what}")
+        for name in () if are_vectors else ("input_type", "prompt_name", "prompt"):
+            if getattr(self, name) is not None:
+                raise ValueError(f"--{name.replace('_', '-')} is for vectors, not for {what}")
+
     def request_fields(self) -> dict[str, Any]:
         """The fields of a request's body that are the same for all texts: their purpose, the truncation policy, …"""
         fields = {name: getattr(self, name) for name in _REQUEST_FIELDS}
@@ -147,7 +220,9 @@ class EmbedOptions(TlsOptions):
     def journal_fields(self) -> dict[str, Any]:
         """The flags that change rows or vectors. Never the key."""
         names = ("format", "field", "keep", "max_row_bytes", "output_format", "dtype")
-        return {**{name: getattr(self, name) for name in names}, "keep": list(self.keep), **self.request_fields()}
+        own = {name: value for name in ("pair_with", "raw_scores", "all_scores") if (value := getattr(self, name))}
+        fields = {name: getattr(self, name) for name in names}
+        return {**fields, "keep": list(self.keep), **own, **self.request_fields()}
 
 
 def parse_options(argv: Sequence[str]) -> EmbedOptions:

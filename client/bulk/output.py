@@ -3,10 +3,10 @@
 Owns the files, their lock, what is written for a row, and the making of the final files, which get their names only
 when they are complete. Called by `vecd.client.bulk.run` and `vecd.client.bulk.command`.
 
-    OUT.part                     vectors end to end (.npy: behind a header), or JSON lines
+    OUT.part                     dense vectors end to end (.npy: behind a header), or JSON lines
     OUT.rows.npy.part            for .npy: the number of each row
-    OUT.fields.part              for .parquet: a JSON line a row with its number and the kept values
-    OUT.rejected.jsonl.part      a JSON line for each row without a vector
+    OUT.fields.part              for .parquet of dense vectors: a JSON line a row with its number and the kept values
+    OUT.rejected.jsonl.part      a JSON line for each row without results
     OUT.journal                  `vecd.client.bulk.journal`
 
 The files are written before the journal, so it never describes what is not there. In the end the journal says that the
@@ -16,7 +16,7 @@ rows are complete, the files are renamed, OUT last, and the journal is removed. 
 import fcntl
 import io
 import os
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from itertools import zip_longest
 from pathlib import Path
@@ -30,7 +30,7 @@ from vecd.client.bulk.errors import EmbedError
 from vecd.client.bulk.inputs import RowBatch
 from vecd.client.bulk.journal import sync_folder
 from vecd.client.bulk.options import EmbedOptions
-from vecd.client.bulk.service import Vectors
+from vecd.client.bulk.service import Records, Results, Vectors
 
 _SUFFIXES = {
     "npy": (".rows.npy.part", ".rejected.jsonl.part"),
@@ -111,6 +111,7 @@ class OutputFiles:
             self._main.close()
             raise EmbedError(f"{options.out} is being made by another vecd embed")
         self._files = [self._main]
+        self._columns: Mapping[str, str] = {}
 
     @property
     def is_new(self) -> bool:
@@ -118,13 +119,19 @@ class OutputFiles:
         return self._main.num_bytes == 0
 
     @property
+    def has_columns(self) -> bool:
+        """Whether rows have results in columns, not a dense vector. To be read after `open`."""
+        return bool(self._columns)
+
+    @property
     def lengths(self) -> tuple[int, ...]:
         """Bytes of each file."""
         return tuple(file.num_bytes for file in self._files)
 
-    def open(self, dim: int) -> None:
-        """Open the other files, for vectors of `dim` dimensions. Side effects: creates them."""
-        self._dim = dim
+    def open(self, dim: int, columns: Mapping[str, str] | None = None) -> None:
+        """Open the other files, for vectors of `dim` dimensions or, if there are any, for results in these `columns`,
+        which are as in `vecd.client.bulk.kinds`. Side effects: creates them."""
+        self._dim, self._columns = dim, columns or {}
         suffixes = _SUFFIXES[self._options.output_format]
         self._files += [OutputFile(_beside(self._options.out, suffix)) for suffix in suffixes]
 
@@ -138,26 +145,30 @@ class OutputFiles:
         if not lengths:
             self._write_headers(0)
 
-    def append(self, batch: RowBatch, vectors: Vectors) -> int:
+    def append(self, batch: RowBatch, results: Results) -> int:
         """Write the rows of `batch`, and describe the rejected ones. Returns the number of rows written.
 
         Raises OSError.
         """
         written = np.arange(len(batch.rows))
         if self._options.on_bad_row == "skip":
-            written = np.delete(written, list(vectors.reasons))
+            written = np.delete(written, list(results.reasons))
         rejected = b"".join(
-            self._describe_rejected(batch, index, why) for index, why in sorted(vectors.reasons.items())
+            self._describe_rejected(batch, index, why) for index, why in sorted(results.reasons.items())
         )
-        for file, piece in zip(self._files, (*self._render(batch, vectors, written), rejected), strict=True):
+        for file, piece in zip(self._files, (*self._render(batch, results, written), rejected), strict=True):
             file.append(piece)
         return len(written)
 
     def _render(
-        self, batch: RowBatch, vectors: Vectors, written: NDArray[np.intp]
-    ) -> tuple[bytes] | tuple[memoryview, bytes]:
+        self, batch: RowBatch, results: Results, written: NDArray[np.intp]
+    ) -> tuple[bytes] | tuple[bytes | memoryview, bytes]:
         """The bytes to append to each file for the rows with the indices `written`."""
-        numbers = written.astype(np.int64) + batch.first_row
+        if isinstance(results, Records):
+            lines = [self._line(batch, index, results.records[index] or {}) for index in written.tolist()]
+            return (b"".join(lines), b"") if self._options.output_format == "parquet" else (b"".join(lines),)
+        assert isinstance(results, Vectors)
+        vectors, numbers = results, written.astype(np.int64) + batch.first_row
         if self._options.output_format == "jsonl":
             lines = []
             for index, number in zip(written.tolist(), numbers.tolist(), strict=True):
@@ -173,6 +184,10 @@ class OutputFiles:
             for index, number in zip(written.tolist(), numbers.tolist(), strict=True)
         ]
         return raw, b"".join(fields)
+
+    def _line(self, batch: RowBatch, index: int, record: Mapping[str, Any]) -> bytes:
+        columns = {name: record.get(name) for name in self._columns}
+        return _json_line({"row": batch.first_row + index, **self._kept(batch, index), **columns})
 
     def _describe_rejected(self, batch: RowBatch, index: int, reason: str) -> bytes:
         row = batch.rows[index]
@@ -222,11 +237,14 @@ class OutputFiles:
         self._write_headers(num_rows)
         if options.output_format != "parquet":
             return self._main.path
-        from vecd.client.bulk.parquet import write_parquet
+        from vecd.client.bulk.parquet import write_parquet, write_records
 
         target = OutputFile(_beside(options.out, ".parquet.part"))
         try:
-            write_parquet(self._main.path, self._files[1].path, target.path, options.keep, self._dim, options.dtype)
+            if self._columns:
+                write_records(self._main.path, target.path, options.keep, self._columns, options.dtype)
+            else:
+                write_parquet(self._main.path, self._files[1].path, target.path, options.keep, self._dim, options.dtype)
             target.sync()
         finally:
             target.close()

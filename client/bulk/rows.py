@@ -35,7 +35,16 @@ class InputRow(NamedTuple):
     kept: tuple[Any, ...] = ()
     """The values of --keep, None for fields that the row does not have; () for a row that has no fields."""
     lacks: tuple[str, ...] = ()
-    """Of --field and --keep, those that a line of JSON does not have."""
+    """Of the fields of texts and those of --keep, those that a line of JSON does not have."""
+    second: str | None = None
+    """The second text, if rows are pairs."""
+
+    @property
+    def texts(self) -> tuple[str, ...]:
+        """One, or the two of a pair; none if the row cannot be embedded."""
+        if self.text is None:
+            return ()
+        return (self.text,) if self.second is None else (self.text, self.second)
 
 
 @dataclass(slots=True)
@@ -64,30 +73,42 @@ def make_row(line: int, value: Any, name: str, kept: tuple[Any, ...] = (), lacks
     return InputRow(line, value, "", kept, lacks)
 
 
+def make_pair(row: InputRow, value: Any, name: str) -> InputRow:
+    """`row` with the second text `value` of the field `name`, or with what is wrong with that."""
+    if row.text is None:
+        return row
+    second = make_row(row.line, value, name)
+    if second.text is None:
+        return row._replace(text=None, reason=second.reason)
+    return row._replace(second=second.text)
+
+
 def read_rows(format: str, stream: ByteStream, options: EmbedOptions, at: Position) -> Iterator[InputRow]:
     """The rows behind `at` of a `stream` that is at its beginning. Side effects: moves `at` behind each row.
 
     Raises FieldMissing when the header of a CSV file lacks a field, or, at the end of JSON lines that were read from
-    the first one on, no line had the text's field; EmbedError when the stream ends before `at`.
+    the first one on, no line had a field of texts; EmbedError when the stream ends before `at`.
     """
     if format in ("csv", "tsv"):
         yield from _read_csv(stream, options, at, "," if format == "csv" else "\t")
         return
     parse = _parse_text if format == "txt" else _parse_json
     first: InputRow | None = None
-    may_lack_field = format == "jsonl" and at.offset == 0
+    never_found = set(options.text_fields if format == "jsonl" and at.offset == 0 else ())
     for raw in _lines_behind(at, stream, options.max_row_bytes):
         if raw is None:
-            lacks = (options.field, *options.keep) if format == "jsonl" else ()
+            lacks = (*options.text_fields, *options.keep) if format == "jsonl" else ()
             row: InputRow | None = InputRow(at.line, None, "the line is too long (--max-row-bytes)", lacks=lacks)
         else:
             row = parse(at.line, raw, options)
         if row is not None:
             first = first or row
-            may_lack_field = may_lack_field and options.field in row.lacks
+            never_found.intersection_update(row.lacks)
             yield row
-    if first is not None and may_lack_field:
-        raise FieldMissing(f"no row has a field {options.field!r} (--field); line {first.line}: {first.reason}")
+    if first is not None and never_found:
+        name = options.field if options.field in never_found else next(iter(never_found))
+        flag = "--field" if name == options.field else "--pair-with"
+        raise FieldMissing(f"no row has a field {name!r} ({flag}); line {first.line}: {first.reason}")
 
 
 def split_lines(read: Callable[[int], bytes], max_bytes: int, at: Position) -> Iterator[bytes | None]:
@@ -140,22 +161,26 @@ def _parse_text(line: int, raw: bytes, _: EmbedOptions) -> InputRow:
 
 
 def _parse_json(line: int, raw: bytes, options: EmbedOptions) -> InputRow | None:
-    """An object with the text in `options.field`, or the text itself as a string; None for a blank line."""
+    """An object with the texts in their fields, or one text itself as a string; None for a blank line."""
     if not raw or raw.isspace():
         return None
-    names = (options.field, *options.keep)
+    names = (*options.text_fields, *options.keep)
     try:
         value = orjson.loads(raw)
     except ValueError as error:
         reason = str(error).partition(": line ")[0]  # orjson counts the lines of this one line
         return InputRow(line, None, f"not JSON: {reason}", lacks=names)
+    if not isinstance(value, dict) and options.pair_with is not None:
+        return InputRow(line, None, "the line is no object with the two texts of a pair", lacks=names)
     if not isinstance(value, dict):
         return make_row(line, value, "the line", lacks=() if isinstance(value, str) else names)
     kept = tuple(value.get(key) for key in options.keep)
     lacks = tuple(name for name in names if name not in value)
-    if options.field not in value:
-        return InputRow(line, None, f'no field "{options.field}"', kept, lacks)
-    return make_row(line, value[options.field], f'"{options.field}"', kept, lacks)
+    for name in options.text_fields:
+        if name not in value:
+            return InputRow(line, None, f'no field "{name}"', kept, lacks)
+    row = make_row(line, value[options.field], f'"{options.field}"', kept, lacks)
+    return row if options.pair_with is None else make_pair(row, value[options.pair_with], f'"{options.pair_with}"')
 
 
 def _read_csv(stream: ByteStream, options: EmbedOptions, at: Position, delimiter: str) -> Iterator[InputRow]:
@@ -166,23 +191,34 @@ def _read_csv(stream: ByteStream, options: EmbedOptions, at: Position, delimiter
     _, header, wrong = next(records, (0, [], ""))
     if not header:
         raise EmbedError(f"its header is {wrong}" if wrong else "it has no header")
-    for name in (options.field, *options.keep):
+    for name in (*options.text_fields, *options.keep):
         if name not in header:
             raise FieldMissing(f"its header has no field {name!r}, it has: {', '.join(header)[:500]}")
     if begin[0]:
         at.offset, at.line = begin
         records = _read_records(stream, options, at, delimiter)
-    column, kept_columns = header.index(options.field), [header.index(name) for name in options.keep]
+    columns = [(name, header.index(name)) for name in options.text_fields]
+    kept_columns = [header.index(name) for name in options.keep]
     for line, record, wrong in records:
         kept = tuple(_utf8_or_none(record[index]) if index < len(record) else None for index in kept_columns)
         if wrong:
             yield InputRow(line, None, wrong, kept)
         elif record and len(record) != len(header):
             yield InputRow(line, None, f"{len(record)} fields, the header has {len(header)}", kept)
-        elif record and (text := _utf8_or_none(record[column])) is None:
-            yield InputRow(line, None, f'"{options.field}" is not UTF-8', kept)
         elif record:
-            yield make_row(line, text, f'"{options.field}"', kept)
+            yield _csv_row(line, [(name, _utf8_or_none(record[column])) for name, column in columns], kept)
+
+
+def _csv_row(line: int, texts: list[tuple[str, str | None]], kept: tuple[Any, ...]) -> InputRow:
+    """`texts`: by field; None for one that is not UTF-8."""
+    for name, text in texts:
+        if text is None:
+            return InputRow(line, None, f'"{name}" is not UTF-8', kept)
+    (name, text), *others = texts
+    row = make_row(line, text, f'"{name}"', kept)
+    for other, second in others:
+        row = make_pair(row, second, f'"{other}"')
+    return row
 
 
 def _read_records(

@@ -21,7 +21,7 @@ from vecd.client.bulk.journal import Commit, Journal
 from vecd.client.bulk.options import EmbedOptions
 from vecd.client.bulk.output import OutputFiles, journal_path
 from vecd.client.bulk.progress import Course, Moment, WaitMessages
-from vecd.client.bulk.service import EmbeddingService, Vectors
+from vecd.client.bulk.service import EmbeddingService, Results
 from vecd.client.status_line import StatusLine
 
 _FIRST_COMMIT_S, _COMMIT_S = 0.25, 0.5
@@ -64,7 +64,7 @@ class EmbedRun:
         self._written = self.commit
         """The next commit: what has been written since."""
         self._course: Course
-        self._pending: dict[asyncio.Task[Vectors], RowBatch] = {}
+        self._pending: dict[asyncio.Task[Results], RowBatch] = {}
         """Batches that are requested and not yet written, in their order."""
         self._unverified_row = 0
         """Rows before this one may have vectors of another model, unless they are committed."""
@@ -116,7 +116,9 @@ class EmbedRun:
             self._journal = replace(self._journal, model=asdict(model))
         elif why := model.why_other(self._journal.model):
             raise EmbedError(f"the unfinished run had another model: {why}. --restart begins anew")
-        self._output.open(model.dim)
+        if model.columns:
+            self._line.say(f"writes {self._service.what}: {', '.join(model.columns)}")
+        self._output.open(model.dim, model.columns)
         if is_new:  # the journal comes before the first byte: files without one are not this command's to cut off
             self._journal.save(journal_path(options.out))
         else:
@@ -127,7 +129,7 @@ class EmbedRun:
         self._begin_course(0)
         limited = replace(
             options,
-            batch_texts=min(options.batch_texts, max(1, (max_texts or 1 << 40) - 1)),  # the probe is one, too
+            batch_texts=min(options.batch_texts, max(1, (max_texts or 1 << 40) - self._service.num_probes)),
             batch_chars=min(options.batch_chars, max(1, (max_bytes or 1 << 40) // _BYTES_PER_CHAR)),
         )
         return read_batches(self._inputs, limited, self.commit.position, self._service.estimate)
@@ -199,21 +201,21 @@ class EmbedRun:
             self._begin_course(batch.bytes_read)
         self._pending[asyncio.create_task(self._service.embed(batch.rows))] = batch
 
-    def _write(self, batch: RowBatch, vectors: Vectors) -> None:
-        """Raises RunEnded for the first row without a vector, with --on-bad-row fail."""
-        if vectors.reasons and self._options.on_bad_row == "fail":
-            index = min(vectors.reasons)
-            raise RunEnded(f"{batch.source.name}, line {batch.rows[index].line}: {vectors.reasons[index]}")
-        num_written, written = self._output.append(batch, vectors), self._written
-        if not vectors.is_verified:
+    def _write(self, batch: RowBatch, results: Results) -> None:
+        """Raises RunEnded for the first row without results, with --on-bad-row fail."""
+        if results.reasons and self._options.on_bad_row == "fail":
+            index = min(results.reasons)
+            raise RunEnded(f"{batch.source.name}, line {batch.rows[index].line}: {results.reasons[index]}")
+        num_written, written = self._output.append(batch, results), self._written
+        if not results.is_verified:
             self._unverified_row = batch.end.row
         self._written = replace(
             written,
             position=batch.end,
             lengths=self._output.lengths,
             num_written=written.num_written + num_written,
-            num_rejected=written.num_rejected + len(vectors.reasons),
-            num_tokens=written.num_tokens + vectors.num_tokens,
+            num_rejected=written.num_rejected + len(results.reasons),
+            num_tokens=written.num_tokens + results.num_tokens,
         )
         self._course.add(self._moment(batch.bytes_read))
 

@@ -1,4 +1,4 @@
-"""Texts → vectors, by a server that may be busy, restart, or refuse one of them.
+"""Texts → vectors or other results, by a server that may be busy, restart, or refuse one of them.
 
 Owns the connections, the requests, the reaction to each kind of failure, the measurement of the server's throughput,
 and the comparison of models. Reads and writes no file. Called by `vecd.client.bulk.run`.
@@ -16,13 +16,14 @@ import random
 import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 import orjson
 from numpy.typing import NDArray
 
-from vecd.client.bulk.errors import ModelChanged, RunEnded
+from vecd.client.bulk.errors import EmbedError, ModelChanged, RunEnded
+from vecd.client.bulk.kinds import DenseVectors, Found, Item, Record, ResultKind, choose_results, make_kind
 from vecd.client.bulk.options import EmbedOptions
 from vecd.client.bulk.rows import InputRow
 from vecd.client.bulk.throughput import ThroughputEstimate
@@ -47,14 +48,12 @@ _MAX_FAILURES = 3
 """Failures after which the texts of a request are suspected."""
 _REFUSED = (400, 413, 422)
 _BUSY = (408, 425, 429, 502, 503, 504)
-PROBE = "probe"
-"""Its vector tells one model from another. It goes along with the texts of each request. A request for it alone, twice
-a second, has the server keep all batches short, because others like it may come: 184 instead of 105 batches for 24,000
-tokens."""
 _PROBE_PRIORITY = "interactive"
 """One short text. Behind the run's own texts, a commit that needs it would come a second of work later."""
 _MIN_COSINE = 0.998
 """vecd's promise for any number format against any other. Vectors of different models are far below."""
+_MAX_LOGIT_DIFFERENCE = 0.5
+"""Of one model's scores for one pair, in any number format but int8. Three of another model are rarely all so near."""
 _FACTS = ("architecture", "dimensions", "max_tokens", "pooling", "normalized", "prompt")
 
 
@@ -67,11 +66,17 @@ class ModelFingerprint:
     facts: dict[str, Any]
     """From /info, what cannot differ between runs; empty if the server does not say."""
     probe: list[float]
-    """The vector of `PROBE`."""
+    """The vector of the probe, or other numbers of its results."""
+    are_scores: bool = False
+    """Whether the numbers of `probe` are scores, not those of a vector."""
+    columns: dict[str, str] = field(default_factory=dict)
+    """As in `vecd.client.bulk.kinds.ResultKind`."""
 
     def why_other(self, journaled: Mapping[str, Any]) -> str:
         """How it differs from the model in a journal; "" when it does not. Names may differ: a folder may have been
         renamed."""
+        if (columns := journaled.get("columns", {})) != self.columns:
+            return f"its results are {_described(self.columns)}, not {_described(columns)}"
         if self.dim != journaled["dim"]:
             return f"{self.dim} dimensions, not {journaled['dim']}"
         for name, value in self.facts.items():
@@ -80,25 +85,70 @@ class ModelFingerprint:
         return "" if self.has_probe(journaled["probe"]) else "other vectors for the same text"
 
     def has_probe(self, probe: Sequence[float] | NDArray[Any]) -> bool:
-        """Whether `probe` is this model's vector of `PROBE`."""
+        """Whether the numbers of `probe` are this model's."""
         if len(probe) != self.dim:
             return False
         a, b = np.asarray(self.probe, np.float64), np.asarray(probe, np.float64)
+        if self.are_scores:
+            return bool((np.abs(_spread(a, a) - _spread(b, a)) <= _MAX_LOGIT_DIFFERENCE + 0.02 * np.abs(a)).all())
         lengths = float(np.linalg.norm(a) * np.linalg.norm(b))
         return bool(np.array_equal(a, b)) or (lengths > 0 and float(a @ b) / lengths >= _MIN_COSINE)
 
 
+def _described(columns: Mapping[str, str]) -> str:
+    return ", ".join(f"{name} ({kind})" for name, kind in columns.items()) or "dense vectors"
+
+
+def _spread(scores: NDArray[np.float64], expected: NDArray[np.float64]) -> NDArray[np.float64]:
+    """The logits of scores where those that are expected are between 0 and 1: near these, different models have nearly
+    the same scores."""
+    inner = np.clip(scores, 1e-9, 1 - 1e-9)
+    return np.where((expected > 0) & (expected < 1), np.log(inner / (1 - inner)), scores)
+
+
 @dataclass(slots=True)
-class Vectors:
-    """The vectors of the rows of one request."""
+class Results:
+    """The results of the rows of one request."""
+
+    reasons: dict[int, str] = field(default_factory=dict, kw_only=True)
+    """Why a row has none, by its index."""
+    num_tokens: int = field(default=0, kw_only=True)
+    is_verified: bool = field(default=True, kw_only=True)
+    """Whether the probe has gone along with all texts."""
+
+    def put(self, indices: Sequence[int], found: Found) -> None:
+        raise NotImplementedError
+
+
+@dataclass(slots=True)
+class Records(Results):
+    """The columns of each row."""
+
+    records: list[Record | None]
+    """None for a row without results."""
+
+    def put(self, indices: Sequence[int], found: Found) -> None:
+        for index, record in zip(indices, found, strict=True):
+            self.records[index] = record
+
+
+@dataclass(slots=True)
+class Vectors(Results):
+    """One dense vector a row."""
 
     matrix: NDArray[Any]
     """[rows, dimensions]; NaN in rows without a vector."""
-    reasons: dict[int, str] = field(default_factory=dict)
-    """Why a row has no vector, by its index."""
-    num_tokens: int = 0
-    is_verified: bool = True
-    """Whether the probe has gone along with all texts."""
+
+    def put(self, indices: Sequence[int], found: Found) -> None:
+        self.matrix[list(indices)] = found
+
+
+class Served(NamedTuple):
+    """What a request has brought."""
+
+    model: str | None
+    found: Found
+    num_tokens: int
 
 
 class EmbeddingService:
@@ -121,7 +171,19 @@ class EmbeddingService:
         self._num_exchanges = 0
         self._item = np.dtype(options.dtype).newbyteorder("<")
         self._model: ModelFingerprint
+        self._names: tuple[str, ...] = ()
+        self._kind: ResultKind = DenseVectors(options)
         self._num_probe_tokens = 0
+
+    @property
+    def what(self) -> str:
+        """The results that are written, as --results names them."""
+        return " and ".join(self._names)
+
+    @property
+    def num_probes(self) -> int:
+        """Texts or pairs that go along with those of each request."""
+        return len(self._kind.probes)
 
     @property
     def trouble(self) -> str:
@@ -141,33 +203,52 @@ class EmbeddingService:
     async def connect(self) -> tuple[ModelFingerprint, int | None, int | None]:
         """Find out which model the server has, and the most texts and bytes of a request; None if it does not say.
 
-        Raises RunEnded.
+        Raises RunEnded, EmbedError when the model or a flag does not go with the results that are to be written.
         """
-        response = await self._embed_probe()
         info = await self._info()
+        self._choose_kind(info)
+        served = await self._until_served(self._kind.probes, is_probe=True)
+        if not info:  # the server was not there, and may have a model for something else
+            info, tried = await self._info(), type(self._kind)
+            self._choose_kind(info)
+            if type(self._kind) is not tried:
+                served = await self._until_served(self._kind.probes, is_probe=True)
+        served = self._required(served)
+        self._kind.learn(served.found)
         model, limits = info.get("model") or {}, info.get("limits") or {}
         facts = {name: model[name] for name in _FACTS if name in model}
         facts.setdefault("max_tokens", info.get("max_input_length"))
         if facts["max_tokens"] and self._options.overflow != "chunk":
             self.estimate.set_max_tokens(facts["max_tokens"])
-        probe = np.frombuffer(response.body, self._item)
-        self._model = ModelFingerprint(response.model or "", len(probe), facts, [float(value) for value in probe])
-        self._num_probe_tokens = response.num_tokens or 0
+        probe = self._kind.probe_of(served.found)
+        self._model = ModelFingerprint(
+            served.model or "", len(probe), facts, probe, self._kind.are_scores, self._kind.columns
+        )
+        self._num_probe_tokens = served.num_tokens
         return self._model, info.get("max_client_batch_size"), limits.get("max_body_bytes")
 
     async def check_same_model(self) -> None:
-        """Raises ModelChanged when the server's vectors are not those of the model at `connect`; RunEnded."""
-        self._check_probe(np.frombuffer((await self._embed_probe()).body, self._item))
+        """Raises ModelChanged when the server's results are not those of the model at `connect`; RunEnded."""
+        self._check_probe(self._required(await self._until_served(self._kind.probes, is_probe=True)).found)
 
-    def _check_probe(self, probe: NDArray[Any]) -> None:
-        if not self._model.has_probe(probe):
-            raise ModelChanged("the server has another model than this run began with: its vectors are not used")
+    def _check_probe(self, found: Found) -> None:
+        if not self._model.has_probe(self._kind.probe_of(found)):
+            raise ModelChanged("the server has another model than this run began with: its results are not used")
 
-    async def _embed_probe(self) -> ServerResponse:
-        response = await self._until_served([PROBE], is_probe=True)
-        if isinstance(response, str):
-            raise RunEnded(f"{self.target} refuses: {response}")
-        return response
+    def _required(self, served: Served | str) -> Served:
+        if isinstance(served, str):
+            raise RunEnded(f"{self.target} refuses: {served}")
+        return served
+
+    def _choose_kind(self, info: Mapping[str, Any]) -> None:
+        """Raises EmbedError."""
+        capabilities = (info.get("model") or {}).get("capabilities") or ()
+        try:
+            names = choose_results(self._options, capabilities)
+        except ValueError as error:
+            raise EmbedError(f"{self.target}: {error}") from error
+        self._names = names
+        self._kind = make_kind(self._options, names, capabilities)
 
     async def _info(self) -> dict[str, Any]:
         try:
@@ -179,85 +260,81 @@ class EmbeddingService:
 
     # --- texts --------------------------------------------------------------------------------------------
 
-    async def embed(self, rows: Sequence[InputRow]) -> Vectors:
-        """The vectors of `rows`. Raises ModelChanged when they are of another model than at `connect`; RunEnded."""
-        vectors = Vectors(
-            np.full((len(rows), self._model.dim), np.nan, self._item),
-            {index: row.reason for index, row in enumerate(rows) if row.text is None},
-        )
-        texts = {index: row.text for index, row in enumerate(rows) if row.text is not None}
-        if not texts:
-            return vectors
-        await self._fill(vectors, list(texts), list(texts.values()))
-        return vectors
+    async def embed(self, rows: Sequence[InputRow]) -> Results:
+        """The results of `rows`. Raises ModelChanged when they are of another model than at `connect`; RunEnded."""
+        reasons = {index: row.reason for index, row in enumerate(rows) if row.text is None}
+        results: Results
+        if isinstance(self._kind, DenseVectors):
+            results = Vectors(np.full((len(rows), self._model.dim), np.nan, self._item), reasons=reasons)
+        else:
+            results = Records([None] * len(rows), reasons=reasons)
+        items = {index: row.texts for index, row in enumerate(rows) if row.text is not None}
+        if items:
+            await self._fill(results, list(items), list(items.values()))
+        return results
 
-    async def _fill(self, vectors: Vectors, indices: list[int], texts: list[str]) -> None:
-        """Request the vectors of `texts`, which are those of the rows `indices`."""
+    async def _fill(self, results: Results, indices: list[int], items: list[Item]) -> None:
+        """Request the results of `items`, which are the texts of the rows `indices`."""
         # Not along with one text: a server may take no more, or refuse it only because of the probe's tokens.
-        has_probe, dim = len(texts) > 1, self._model.dim
-        response = await self._until_served([*texts, PROBE] if has_probe else texts)
-        if not isinstance(response, str):
-            if response.num_dimensions != dim:
+        has_probe, dim = len(items) > 1, self._model.dim
+        served = await self._until_served([*items, *self._kind.probes] if has_probe else items)
+        if not isinstance(served, str):
+            if isinstance(served.found, np.ndarray) and served.found.shape[1] != dim:
                 raise RunEnded(
                     "the server has another model than this run began with: its vectors have "
-                    f"{response.num_dimensions} dimensions, not {dim}"
+                    f"{served.found.shape[1]} dimensions, not {dim}"
                 )
-            matrix = np.frombuffer(response.body, self._item).reshape(-1, dim)
             if has_probe:
-                self._check_probe(matrix[-1])
-            vectors.is_verified &= has_probe
-            vectors.matrix[indices] = matrix[: len(texts)]
-            vectors.num_tokens += (response.num_tokens or 0) - has_probe * self._num_probe_tokens
-        elif len(texts) == 1:
-            vectors.reasons[indices[0]] = response
+                self._check_probe(served.found[len(items) :])
+            results.is_verified &= has_probe
+            results.put(indices, served.found[: len(items)])
+            results.num_tokens += served.num_tokens - has_probe * self._num_probe_tokens
+        elif len(items) == 1:
+            results.reasons[indices[0]] = served
         else:
-            middle = len(texts) // 2
-            await self._fill(vectors, indices[:middle], texts[:middle])
-            await self._fill(vectors, indices[middle:], texts[middle:])
+            middle = len(items) // 2
+            await self._fill(results, indices[:middle], items[:middle])
+            await self._fill(results, indices[middle:], items[middle:])
 
-    def _render_texts(self, texts: Sequence[str], priority: str) -> bytes:
-        body = {
-            **self._options.request_fields(),
-            "input": texts, "encoding_format": "bytes", "output_dtype": self._options.dtype,
-        }  # fmt: skip
-        return self._render("/v1/embeddings", orjson.dumps(body), {"x-vecd-priority": priority})
+    def _render_items(self, items: Sequence[Item], priority: str) -> bytes:
+        return self._render(self._kind.path, orjson.dumps(self._kind.body(items)), {"x-vecd-priority": priority})
 
     def _render(self, path: str, body: bytes | None = None, headers: Mapping[str, str] | None = None) -> bytes:
         key = self._options.api_key
         return render_request(self.target, path, body, api_key=key, user_agent="vecd-embed", headers=headers)
 
-    def _why_bad(self, response: ServerResponse, num_texts: int) -> str | None:
-        """What is wrong with a response to a request for vectors, or None."""
+    def _read(self, response: ServerResponse, num_items: int) -> Served | str:
+        """What a response to a request for results has, or what is wrong with it."""
         if response.status != 200:
             return _message(response)
-        if response.num_dimensions is None:
-            return "no response of vecd's: has it the header x-vecd-dimensions?"
-        if len(response.body) != num_texts * response.num_dimensions * self._item.itemsize:
-            return f"{len(response.body)} bytes for {num_texts} vectors of {response.num_dimensions} dimensions"
-        if not np.isfinite(np.frombuffer(response.body, self._item)).all():
-            return "vectors that are not finite"
-        return None
+        try:
+            return Served(response.model, *self._kind.read(response, num_items))
+        except ValueError as error:
+            return str(error)
+        except (LookupError, TypeError, AttributeError) as error:
+            return f"results of another form ({type(error).__name__}: {error})"
 
     # --- requests -----------------------------------------------------------------------------------------
 
-    async def _until_served(self, texts: Sequence[str], *, is_probe: bool = False) -> ServerResponse | str:
-        """Repeat the request until there are vectors, or the texts are found to be at fault: then, what is wrong.
+    async def _until_served(self, items: Sequence[Item], *, is_probe: bool = False) -> Served | str:
+        """Repeat the request until there are results, or the texts are found to be at fault: then, what is wrong.
 
-        `is_probe`: the text was chosen by this module, so failures are never its fault. Raises RunEnded.
+        `is_probe`: the texts are those of the probe, so failures are never their fault. Raises RunEnded.
         """
-        request = self._render_texts(texts, _PROBE_PRIORITY if is_probe else self._options.priority)
-        cost = sum(map(self.estimate.cost, texts))
+        request = self._render_items(items, _PROBE_PRIORITY if is_probe else self._options.priority)
+        cost = sum(self.estimate.cost(text) for item in items for text in item)
         began_at, pause_s, num_failures = time.monotonic(), _FIRST_PAUSE_S, 0
         while True:
             retry_after_s = None
             try:
                 response = await self._measured_exchange(request, 0.0 if is_probe else cost)
-                why = self._why_bad(response, len(texts))
-                if why is None or response.status in _REFUSED:
+                served = self._read(response, len(items))
+                if not isinstance(served, str) or response.status in _REFUSED:
                     self._trouble = ""
                     self._response_due_s = _RESPONSE_S
                     self._served_at = time.monotonic()
-                    return response if why is None else why
+                    return served
+                why = served
                 if response.status not in _BUSY and response.status != 200 and response.status < 500:
                     raise RunEnded(f"{self.target} answers {response.status}: {why}")
                 num_failures += response.status not in _BUSY
@@ -269,15 +346,17 @@ class EmbeddingService:
                 why = error.strerror if isinstance(error, OSError) and error.strerror else str(error)
                 num_failures += isinstance(error, TimeoutError | BadResponse)
             is_own_fault = num_failures >= _MAX_FAILURES and not is_probe
-            if is_own_fault and (len(texts) > 1 or await self._serves_probe()):
+            if is_own_fault and (len(items) > 1 or await self._serves_probe()):
                 return why
             self._trouble = why
             await self._pause(began_at, pause_s, retry_after_s)
             pause_s = min(2 * pause_s, _MAX_PAUSE_S)
 
     async def _serves_probe(self) -> bool:
+        probes = self._kind.probes
         try:
-            return self._why_bad(await self._exchange(self._render_texts([PROBE], _PROBE_PRIORITY)), 1) is None
+            response = await self._exchange(self._render_items(probes, _PROBE_PRIORITY))
+            return not isinstance(self._read(response, len(probes)), str)
         except (OSError, BadResponse):
             return False
 
@@ -352,7 +431,8 @@ class EmbeddingService:
 def _message(response: ServerResponse) -> str:
     """The message of an error, as one short line."""
     try:
-        message = orjson.loads(response.body)["error"]["message"]
+        error = orjson.loads(response.body)["error"]
+        message = error if isinstance(error, str) else error["message"]
     except (ValueError, LookupError, TypeError):
         message = f"status {response.status}"
     return " ".join(str(message).split())[:500]

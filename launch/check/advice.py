@@ -31,7 +31,7 @@ def advise(machine: Machine, given: dict[str, str | int], path: Path, measured: 
     of_dtype = [speed for speed in measured.speeds if speed.dtype == dtype.value]
     shortest = min((speed.text_tokens for speed in of_dtype), default=0)
     short = [speed for speed in of_dtype if speed.text_tokens == shortest]
-    texts_per_s = short[0].texts_per_s if short else 0.0
+    texts_per_s = short[0].undisturbed_texts_per_s if short else 0.0
     workers, reason = _workers(machine, path, measured, texts_per_s)
     private_mb = max((speed.private_mb for speed in measured.speeds), default=0)
     fixed_mb = SERVER_MB + _GATEWAY_MB * (_gateways(machine, workers, texts_per_s) - 1) + path.shared_mb

@@ -167,12 +167,12 @@ def _fill(
         if report.problems:
             return  # it would load, and its vectors would mean nothing
         timeout_s = max(_TIMEOUT_S, settings.start_timeout)
-        compared, sequences = _tokenize(plan, report, texts, timeout_s, show)
+        compared, tokenized = _tokenize(plan, report, texts, timeout_s, show)
         order = Order(
             config=plan.workers[0],
             select_command=self_command("select"),
             texts=compared,
-            sequences=sequences,
+            **tokenized,
             num_parameters=report.model.num_parameters,
             stored_dtype="".join(report.model.weights_dtypes[:1]),
             max_tokens=plan.gateway.max_tokens,
@@ -184,7 +184,8 @@ def _fill(
         for name, value in run("check", asdict(order), timeout_s, show):
             report.add(name, value)
         assert report.path is not None
-        report.problems += [_disagreement(one) for one in report.path.agreements if not one.is_within_bounds]
+        wrong = [one for one in report.path.agreements if not one.is_within_bounds]
+        report.problems += [_disagreement(report.path.outputs, one) for one in wrong]
         if plan.workers[0].card.export_file and not report.path.probes:
             report.warnings.append("the vectors were compared with nothing; vecd serve needs --unverified, too")
         measured = report.measurements or Measurements()
@@ -201,8 +202,9 @@ def _fill(
 
 def _tokenize(
     plan: Plan, report: Report, texts: list[str], timeout_s: float, show: ReportProgress
-) -> tuple[list[str], list[list[int]]]:
-    """The texts that will be compared, and their token ids. Adds warnings to the report. Raises ModelError."""
+) -> tuple[list[str], dict[str, list[Any]]]:
+    """The texts that will be compared, and the fields of `Order` about their tokens. Adds warnings to the report.
+    Raises ModelError."""
     assert report.model is not None
     show("tokenizing")
     candidates, max_tokens = texts[: MAX_TEXTS + 1] or built_in_texts(), plan.gateway.max_tokens
@@ -214,7 +216,7 @@ def _tokenize(
         report.warnings.append(f"the first {count} of {len(texts)} texts were compared, to limit the time")
     if num_truncated and texts:
         report.warnings.append(f"{num_truncated} of the texts are longer than {max_tokens} tokens, and were cut")
-    return candidates[:count], sequences[:count]
+    return candidates[:count], {name: found[name][:count] for name in ("sequences", "borders", "kept")}
 
 
 def run(kind: str, order: Mapping[str, Any], timeout_s: float, report: ReportProgress) -> Iterator[tuple[str, Any]]:
@@ -231,13 +233,17 @@ def _given(settings: Settings) -> dict[str, str | int]:
     """The settings that say what is served. They do not depend on the machine."""
     path = FilePath(settings.model).expanduser()
     model = str(path.absolute()) if settings.model and path.is_dir() else settings.model
-    found = {"model": model, "revision": settings.revision, "max_tokens": settings.max_tokens}
+    kind = "" if settings.kind == "auto" else settings.kind
+    found = {"model": model, "kind": kind, "revision": settings.revision, "max_tokens": settings.max_tokens}
     return {name: value for name, value in found.items() if value}
 
 
-def _disagreement(found: Comparison) -> Problem:
+def _disagreement(outputs: str, found: Comparison) -> Problem:
+    figures = f"{found.same_order:.1%} in the same order"
+    if found.min_cosine is not None:
+        figures = f"smallest cosine {found.min_cosine:.5f}"
     return Problem(
-        f"the vectors are not those of {found.against}: smallest cosine {found.min_cosine:.5f}, largest "
+        f"the {outputs} are not those of {found.against}: {figures}, largest "
         f"difference {found.max_abs_diff:.1e} over {found.num_texts} texts",
         "do not serve it as it is; try --dtype float32 and --engine padded, and please report it with the model's name",
     )

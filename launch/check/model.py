@@ -14,7 +14,7 @@ from typing import Any
 
 from vecd.launch.check.report import Model, Problem
 from vecd.shm.card import ModelCard, ModelError, vocabulary_files
-from vecd.shm.heads import Step
+from vecd.shm.heads import ScoreHead, SparseHead, Step, TokenHead
 from vecd.workers.weights import read_header
 
 _NAMES = {"F64": "float64", "F32": "float32", "F16": "float16", "BF16": "bfloat16", "I8": "int8", "U8": "uint8"}
@@ -39,11 +39,15 @@ def describe(card: ModelCard, name: str) -> Model:
         for dtype, count in read_header(path).values():
             if dtype not in _BUFFERS:
                 elements[_NAMES.get(dtype, dtype)] += count
+    # Linear layers that torch has saved do not tell their type without being read: they are few numbers.
+    elements["float32"] += sum((step.in_dim + 1) * step.out_dim for step in card.all_steps if _is_state_dict(step))
     of_card = {field.name: getattr(card, field.name) for field in fields(Model) if hasattr(card, field.name)}
     others: dict[str, Any] = {
         "name": name,
         "architecture": str(architectures[0]) if isinstance(architectures, list) and architectures else "",
         "steps": tuple(map(_describe_step, card.steps)),
+        "labels": () if card.score is None else card.score.labels,
+        "heads": {name: tuple(map(_describe_step, head.steps)) for name, head in _heads_of(card)},
         "prompts": dict(card.prompts),
         "default_prompt": card.prompt,
         "num_parameters": sum(elements.values()),
@@ -54,12 +58,22 @@ def describe(card: ModelCard, name: str) -> Model:
 
 
 def _describe_step(step: Step) -> str:
+    where = step.file or step.tensor
+    of = f" ({where})" if where else ""
     match step.kind:
         case "dense":
-            return f"Dense {step.in_dim} → {step.out_dim}, {step.activation}"
+            return f"Dense {step.in_dim} → {step.out_dim}, {step.activation}{of}"
         case "layer_norm":
-            return "LayerNorm"
+            return f"LayerNorm{of}"
+        case "logit":
+            return f"logit of token {' less that of '.join(map(str, step.rows))}{of}"
     return "Normalize"
+
+
+def _heads_of(card: ModelCard) -> Iterator[tuple[str, ScoreHead | SparseHead | TokenHead]]:
+    for name, head in (("score", card.score), ("sparse", card.sparse), ("tokens", card.tokens)):
+        if head is not None:
+            yield name, head
 
 
 def _describe_tokenizer(card: ModelCard) -> str:
@@ -75,6 +89,7 @@ def _weights_files(card: ModelCard) -> Iterator[Path]:
     """The safetensors of the transformer and of the modules behind it. Raises ModelError for a wrong index."""
     folder = Path(card.weights_folder)
     yield from (Path(card.folder) / step.path / "model.safetensors" for step in card.all_steps if step.path)
+    yield from (Path(card.folder) / step.file for step in card.all_steps if step.file and not _is_state_dict(step))
     if card.export_file:
         return
     if (folder / "model.safetensors").is_file():
@@ -87,6 +102,10 @@ def _weights_files(card: ModelCard) -> Iterator[Path]:
         if missing:
             raise ModelError(f"{folder / shard}: {min(missing)} is missing, which {index.name} says is there")
         yield folder / shard
+
+
+def _is_state_dict(step: Step) -> bool:
+    return bool(step.file) and not step.file.endswith(".safetensors")
 
 
 # --- its purpose ---------------------------------------------------------------------------------------------
@@ -103,7 +122,7 @@ _OTHER_PURPOSES = (
     (
         ("ForSequenceClassification", "ForTokenClassification", "ForQuestionAnswering", "ForMultipleChoice"),
         "was trained to classify, and no modules.json says how to make vectors of it",
-        "take the embedding model of the same family",
+        "serve it as what it is, without --kind dense; or take the embedding model of the same family",
     ),
 )
 """The ends of transformers' names of classes, the fault, and what to do."""
@@ -112,7 +131,8 @@ _OTHER_PURPOSES = (
 def purpose(model: Model) -> tuple[list[Problem], list[str]]:
     """Problems and warnings for a model whose files do not say that it embeds texts. `vecd serve` would serve it, but
     its vectors would mean little."""
-    if (Path(model.folder) / "modules.json").is_file() or model.model_type == "model2vec":
+    is_dense = "dense" in model.capabilities
+    if (Path(model.folder) / "modules.json").is_file() or model.model_type == "model2vec" or not is_dense:
         return [], []
     for suffixes, fault, suggestion in _OTHER_PURPOSES:
         if model.architecture.endswith(suffixes):
@@ -154,6 +174,8 @@ _SUGGESTIONS = (
      "--dtype float32; of a model of your own, look for the step of training after which they were"),
     (r"ONNX Runtime cannot|its outputs are|its input|its hidden states|not those of vecd-reference", "export it anew "
      "in float32 (optimum-cli export onnx --task feature-extraction), or serve the weights that it was made of"),
+    (r"--accept-unordered", "the template must be the one that the model was trained with: compare chat_template.jinja "
+     "and config_sentence_transformers.json with the original's"),
     (r"reference vectors (from|are not known)", "run vecd check --remember on the folder that the export was made of, "
      "and copy vecd-reference.json from there"),
     (r"not supported", "take another model, or serve this one with sentence-transformers itself"),

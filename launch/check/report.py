@@ -45,9 +45,11 @@ class Model:
     architecture: str
     """The class that config.json names; may be empty."""
     dim: int
+    """Of dense vectors; else the width of the main output."""
     hidden_size: int
     max_tokens: int
     pooling: tuple[str, ...]
+    """Of dense vectors."""
     steps: tuple[str, ...]
     """The modules behind the pooling, in words."""
     is_normalized: bool
@@ -62,20 +64,30 @@ class Model:
     """Types in the files, the one with most parameters first."""
     tokenizer: str
     """Its file, or the files that it is converted from."""
+    capabilities: tuple[str, ...] = ("dense",)
+    labels: tuple[str, ...] = ()
+    token_dim: int = 0
+    """Of the vectors of tokens."""
+    heads: dict[str, tuple[str, ...]] = field(default_factory=dict)
+    """What is behind the transformer besides a dense vector: "score", "sparse" or "tokens" → its steps, in words."""
 
 
 @dataclass(frozen=True, slots=True)
 class Comparison:
-    """The served vectors against others of the same texts."""
+    """What is served against others' of the same texts."""
 
     against: str
     num_texts: int
     longest_tokens: int
-    min_cosine: float
+    min_cosine: float | None
+    """None for scores, which have no direction."""
     max_abs_diff: float
     is_within_bounds: bool
     by_length: Sequence[dict[str, Any]]
-    """num_texts, longest_tokens, min_cosine and max_abs_diff for each class of lengths."""
+    """num_texts, longest_tokens and the figures for each class of lengths."""
+    relative_diff: float | None = None
+    """Of scores alone, like the next; see `vecd.workers.engines.parity.Parity`."""
+    same_order: float | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -100,6 +112,10 @@ class Path:
     shared_mb: int
     """Memory of the process that workers are forked from."""
     agreements: tuple[Comparison, ...] = ()
+    outputs: str = "vectors"
+    """What is compared, in words: vectors, scores or sparse weights."""
+    ranks_in_order: bool | None = None
+    """Of a reranker with a template: whether the answer to a plain question has a higher score than another text."""
     not_compared: tuple[str, ...] = ()
     """The missing comparisons, and why."""
 
@@ -121,6 +137,8 @@ class Speed:
     core_share: float = 1.0
     """The share of a core that a worker had, the smallest of several; less than 1 if other programs used it, too."""
     num_workers: int = 1
+    texts_per_s: float = 0.0
+    """Of all workers together; of a reranker, pairs."""
 
     @property
     def undisturbed_tokens_per_s(self) -> float:
@@ -128,7 +146,7 @@ class Speed:
         return self.tokens_per_s / min(1.0, max(0.01, self.core_share))
 
     @property
-    def texts_per_s(self) -> float:
+    def undisturbed_texts_per_s(self) -> float:
         return self.undisturbed_tokens_per_s / self.text_tokens
 
 

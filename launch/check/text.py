@@ -6,13 +6,15 @@ Owns the layout: labelled lines (`_facts`) and columns (`_table`). Pure. Called 
 import json
 import shlex
 import textwrap
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from typing import Any
 
 from vecd.launch.check.machine import FLAGS
 from vecd.launch.check.report import Advice, Machine, Measurements, Model, Path, Report, Setting
 
 WIDTH = 118
 _INDENT, _LABEL_WIDTH = "  ", 16
+_MAX_LABELS = 8
 
 
 def render(report: Report) -> str:
@@ -23,7 +25,7 @@ def render(report: Report) -> str:
     if report.path is not None:
         sections += [("Path", _facts(_path(report.path))), ("Parity", _parity(report.path))]
     if report.measurements is not None:
-        sections.append(("Speed", _speeds(report.measurements)))
+        sections.append(("Speed", _speeds(report.measurements, report.model)))
     if report.advice is not None:
         sections.append(("Recommended", _advice(report.advice)))
     result = [_line("warning: ", warning, "", 9) for warning in report.warnings]
@@ -116,13 +118,25 @@ def _model(model: Model) -> Iterator[tuple[str, str]]:
     yield "name", model.name
     yield "folder", model.folder
     yield "type", model.model_type + (f", {model.architecture}" if model.architecture else "")
-    yield "dimensions", f"{model.dim}" + (f", from {model.hidden_size} a token" * (model.dim != model.hidden_size))
+    is_dense = "dense" in model.capabilities
+    yield "kind", ", ".join(model.capabilities)
+    if is_dense:
+        yield "dimensions", f"{model.dim}" + (f", from {model.hidden_size} a token" * (model.dim != model.hidden_size))
+    if model.token_dim:
+        yield "of a token", f"{model.token_dim} dimensions"
+    if model.labels:
+        more = f" and {len(model.labels) - _MAX_LABELS} more" if len(model.labels) > _MAX_LABELS else ""
+        yield "labels", f"{len(model.labels)}: {', '.join(model.labels[:_MAX_LABELS])}{more}"
     yield "longest text", f"{model.max_tokens:,} tokens"
-    yield "pooling", " + ".join(model.pooling)
-    yield "then", ", ".join(model.steps) or "nothing"
-    yield "vectors", "of length 1" if model.is_normalized else "of any length: not normalized"
+    if is_dense:
+        yield "pooling", " + ".join(model.pooling)
+        yield "then", ", ".join(model.steps) or "nothing"
+        yield "vectors", "of length 1" if model.is_normalized else "of any length: not normalized"
+    for name, steps in model.heads.items():
+        yield f"head: {name}", ", ".join(steps) or "of transformers' own class"
     yield "prompts", ", ".join(prompts) or "none"
-    yield "Matryoshka", f"yes{dims}" if model.is_matryoshka else "config.json does not say so"
+    if is_dense:
+        yield "Matryoshka", f"yes{dims}" if model.is_matryoshka else "config.json does not say so"
     yield "vocabulary", f"{model.vocab_size:,} tokens"
     yield "tokenizer", model.tokenizer
     parameters = f"{model.num_parameters:,} parameters in {dtypes}" if model.num_parameters else "an ONNX export"
@@ -138,8 +152,10 @@ def _path(path: Path) -> Iterator[tuple[str, str]]:
         yield (
             "probes",
             f"{path.probes['probes']} random sequences of up to {path.probes['longest_probe_tokens']} tokens: "
-            f"largest difference {path.probes['max_abs_diff']:.1e}, smallest cosine {path.probes['min_cosine']:.6f}",
+            f"largest difference {path.probes['max_abs_diff']:.1e}, " + _closeness(path.probes),
         )
+    if path.ranks_in_order is not None:
+        yield "plain pair", "in the right order" if path.ranks_in_order else "in the WRONG order"
     selected = (
         "remembered"
         if path.is_remembered
@@ -149,32 +165,45 @@ def _path(path: Path) -> Iterator[tuple[str, str]]:
     yield "memory", f"{path.shared_mb:,} MB for all workers together"
 
 
+def _closeness(figures: Mapping[str, Any]) -> str:
+    """Of vectors the cosine, of scores the order."""
+    if figures.get("min_cosine") is not None:
+        return f"smallest cosine {figures['min_cosine']:.6f}"
+    return f"{figures['same_order']:.1%} in the same order"
+
+
 def _parity(path: Path) -> Iterator[str]:
     rows = []
+    are_numbers = any(found.min_cosine is None for found in path.agreements)
     for found in path.agreements:
         for number, row in enumerate(found.by_length):
-            figures = f"{row['num_texts']}", f"≤ {row['longest_tokens']}", f"{row['min_cosine']:.8f}"
+            close = f"{row['same_order']:.1%}" if row.get("min_cosine") is None else f"{row['min_cosine']:.8f}"
+            figures = f"{row['num_texts']}", f"≤ {row['longest_tokens']}", close
             rows.append(("" if number else f"with {found.against}", *figures, f"{row['max_abs_diff']:.1e}"))
         verdict = "agrees" if found.is_within_bounds else "DISAGREES"
         rows.append((f"  {verdict}, by the bounds for {path.dtype}", "", "", "", ""))
     if rows:
-        yield from _table("|>texts|>tokens|>least cosine|>largest difference", rows)
+        close = "in the same order" if are_numbers else "least cosine"
+        yield from _table(f"|>texts|>tokens|>{close}|>largest difference", rows)
     yield from (_line("", missing, width=0) for missing in path.not_compared)
 
 
-def _speeds(measured: Measurements) -> Iterator[str]:
+def _speeds(measured: Measurements, model: Model | None) -> Iterator[str]:
+    kinds = ("dense",) if model is None else model.capabilities
+    unit = "pairs" if "rerank" in kinds else "texts"
     yield (
         f"{_INDENT}One worker: median (lowest to highest) of {measured.num_rounds} turns of {measured.turn_s:g} s, in "
         "turns with each other."
     )
     rows = [
         (
-            s.dtype, s.path, f"{s.text_tokens} tokens", f"{s.batch_tokens:,} tokens", f"{s.tokens_per_s:,.0f}",
+            s.dtype, s.path, f"{s.text_tokens} tokens", f"{s.batch_tokens:,} tokens", f"{s.texts_per_s:,.1f}",
+            f"{s.tokens_per_s:,.0f}",
             f"({s.lowest:,.0f} to {s.highest:,.0f})", f"{min(1.0, s.core_share):.0%}", f"{s.private_mb:,} MB",
         )
         for s in measured.speeds
     ]  # fmt: skip
-    yield from _table("dtype|path|>texts of|>batches of|>tokens/s||>of a core|>its memory", rows)
+    yield from _table(f"dtype|path|>{unit} of|>batches of|>{unit}/s|>tokens/s||>of a core|>its memory", rows)
     for dtype, why in measured.not_measured.items():
         yield _line(dtype, f"not measured: {why}", width=10)
     if len(measured.scaling) > 1:

@@ -1,7 +1,8 @@
 """Texts for `vecd check`, and their token ids as the gateway makes them.
 
-Owns the built-in texts, how many texts a model can afford, and the process that tokenizes them: the tokenizers library
-can end a process by a panic. Called by `vecd.launch.check.command`, and by `vecd.launch.child` (serve).
+Owns the built-in texts, how many texts a model can afford, what they are to a model of each kind, and the process that
+tokenizes them: the tokenizers library can end a process by a panic. Called by `vecd.launch.check.command`, and by
+`vecd.launch.child` (serve).
 """
 
 import asyncio
@@ -13,6 +14,8 @@ from typing import Any, TextIO
 
 from vecd.client.bench.texts import Lengths, draw_text
 from vecd.shm.card import ModelCard, ModelError
+from vecd.shm.heads import TokenHead
+from vecd.workers.check.order import is_query, pairs_of
 from vecd.workers.engine import ReportProgress
 from vecd.workers.process.ordered_process import OnFound, carry_out
 
@@ -46,19 +49,30 @@ def affordable(lengths: Sequence[int], num_parameters: int) -> int:
 
 def serve(orders: TextIO, response_fd: int) -> int:
     """The process: tokenizes the order's "texts" with the tokenizer of "card", cut to "max_tokens". It finds
-    "sequences", the token ids, and "num_truncated". Returns the exit code."""
+    "sequences", the token ids, "borders", where the second part of each begins, "kept", of a multi-vector model the
+    places of the tokens that have a vector, and "num_truncated". Returns the exit code."""
     return carry_out(_tokenize, orders, response_fd, "vecd-check")
 
 
 def _tokenize(order: dict[str, Any], report: ReportProgress, on_found: OnFound) -> None:
     from vecd.gateway.tokenization.tokenizer import Tokenizer
     from vecd.gateway.types.errors import ApiError
+    from vecd.gateway.types.request import Pair, Role, Tokenizing
 
-    card = ModelCard.from_json(order["card"])
-    runs = Tokenizer(card, order["max_tokens"], "model").tokenize(order["texts"])
+    card, texts = ModelCard.from_json(order["card"]), order["texts"]
+    tokenizer = Tokenizer(card, order["max_tokens"], "model")
+    inputs = [Pair(*pair) for pair in pairs_of(texts)] if "rerank" in card.capabilities else texts
+
+    async def tokenized(inputs: Any, role: Role | None) -> list[Any]:
+        return [item async for run in tokenizer.tokenize(inputs, Tokenizing(role=role)) for item in run]
 
     async def all_inputs() -> list[Any]:
-        return [item async for run in runs for item in run]
+        if card.tokens is None:
+            return await tokenized(inputs, None)
+        of_role = {is_one: [text for i, text in enumerate(texts) if is_query(i) is is_one] for is_one in (False, True)}
+        documents = iter(await tokenized(of_role[False], Role.DOCUMENT))
+        queries = iter(await tokenized(of_role[True], Role.QUERY) if of_role[True] else ())
+        return [next(queries if is_query(i) else documents) for i in range(len(texts))]
 
     try:
         inputs = asyncio.run(all_inputs())
@@ -72,4 +86,24 @@ def _tokenize(order: dict[str, Any], report: ReportProgress, on_found: OnFound) 
             f"{card.vocab_size}: they are of different models"
         )
     on_found("sequences", sequences)
+    on_found("borders", [item.border for item in inputs])
+    on_found("kept", [] if card.tokens is None else _kept(card.tokens, sequences))
     on_found("num_truncated", sum(item.is_truncated for item in inputs))
+
+
+def _kept(head: TokenHead, sequences: Sequence[list[int]]) -> list[list[int]]:
+    import numpy as np
+
+    from vecd.gateway.encoding.token_rows import DroppedTokens
+    from vecd.gateway.types.request import EmbedRequest, Role, Tokenizing
+
+    kept = []
+    for index, ids in enumerate(sequences):
+        role = Role.QUERY if is_query(index) else Role.DOCUMENT
+        token_ids = np.array(ids, dtype=np.int32)
+        places = np.arange(token_ids.size, dtype=np.float32)[:, None]
+        dropped = DroppedTokens(
+            head, EmbedRequest([""], tokenizing=Tokenizing(role=role)), [token_ids], drops_first=False
+        )
+        kept.append(dropped.without(0, places)[:, 0].astype(int).tolist())
+    return kept

@@ -18,17 +18,19 @@ from transformers import AutoModel
 _INPUTS = ("input_ids", "attention_mask", "token_type_ids")
 
 
-class _Hidden(torch.nn.Module):
-    def __init__(self, folder: Path) -> None:
+class _Exported(torch.nn.Module):
+    def __init__(self, folder: Path, auto: Any, output: str) -> None:
         super().__init__()
-        self._model: Any = AutoModel.from_pretrained(folder, attn_implementation="eager").eval()
+        self._model: Any = auto.from_pretrained(folder, attn_implementation="eager").eval()
+        self._output = output
 
     def forward(self, *inputs: torch.Tensor) -> Any:
-        return self._model(**dict(zip(_INPUTS, inputs, strict=True))).last_hidden_state
+        return getattr(self._model(**dict(zip(_INPUTS, inputs, strict=True))), self._output)
 
 
-def export_of(folder: Path, target: Path) -> Path:
-    """Write a folder like that of a tiny BERT, with an ONNX export in place of the safetensors. Returns `target`."""
+def export_of(folder: Path, target: Path, auto: Any = AutoModel, output: str = "last_hidden_state") -> Path:
+    """Write a folder like that of a tiny BERT, with an ONNX export in place of the safetensors. Returns `target`.
+    `auto`: the class in transformers that loads it, which has the `output`."""
     pytest.importorskip("onnx")
     shutil.copytree(folder, target, ignore=shutil.ignore_patterns("*.safetensors"))
     (target / "onnx").mkdir()
@@ -36,12 +38,12 @@ def export_of(folder: Path, target: Path) -> Path:
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")  # of tracing, and of the exporter's age
         torch.onnx.export(
-            _Hidden(folder),
+            _Exported(folder, auto, output),
             (example, example, 0 * example),
             str(target / "onnx/model.onnx"),
             input_names=list(_INPUTS),
-            output_names=["last_hidden_state"],
-            dynamic_axes={name: {0: "batch", 1: "length"} for name in (*_INPUTS, "last_hidden_state")},
+            output_names=[output],
+            dynamic_axes={name: {0: "batch", 1: "length"} for name in (*_INPUTS, output)},
             opset_version=17,
             dynamo=False,
         )

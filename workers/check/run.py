@@ -20,16 +20,12 @@ import numpy as np
 
 from vecd.missing import not_installed
 from vecd.shm.card import ModelError
+from vecd.shm.output import Output
 from vecd.workers.check.forks import in_workers
+from vecd.workers.check.libraries import library_of, our_rows
 from vecd.workers.check.order import USED_MEMORY, Order
 from vecd.workers.check.speed import measure
-from vecd.workers.check.vectors import (
-    compare_by_length,
-    embed,
-    reference_model_vectors,
-    refuse_not_finite,
-    sentence_transformers_vectors,
-)
+from vecd.workers.check.vectors import batch_of, compare_by_length, embed, reference_model_vectors, refuse_not_finite
 from vecd.workers.config import REFERENCE_FILE, WorkerConfig
 from vecd.workers.engine import Engine, ReportProgress
 from vecd.workers.engines.load import load_engine
@@ -57,6 +53,7 @@ def _check(fields: dict[str, Any], report: ReportProgress, on_found: OnFound) ->
     engine, selecting_s = _load(order, order.config.dtype, report)
     path = {
         **_describe_path(order.config, engine),
+        "outputs": _WORDS.get(order.config.card.main_output, "vectors"),
         "is_remembered": is_remembered,
         "choosing_s": selecting_s,
         "load_s": time.monotonic() - started_at - selecting_s,
@@ -118,6 +115,9 @@ def _load_others(order: Order, served_dtype: str, report: ReportProgress) -> tup
     return engines, not_measured
 
 
+_WORDS = {Output.SCORES: "scores", Output.TOKEN_SCORES: "scores", Output.SPARSE: "sparse weights"}
+"""What a model of each main output gives, for messages."""
+
 # --- the path ---------------------------------------------------------------------------------------------------
 
 _ATTENTION = {
@@ -146,6 +146,7 @@ def _describe_path(config: WorkerConfig, engine: Engine) -> dict[str, Any]:
         "reasons": [_why_path(config, path, dtype, facts.get("times_ms", {})), _why_dtype(config, dtype)],
         "refused": engine.warnings,
         "probes": facts.get("agreement") or {},
+        "ranks_in_order": facts.get("ranks_in_order"),
     }
 
 
@@ -160,7 +161,7 @@ def _why_path(config: WorkerConfig, path: str, dtype: str, times: Times) -> str:
         return in_words(times)
     if path == "lean":
         return f"lean: the family {config.card.model_type} has it, and it agrees with the reference model"
-    if path == "fused" and dtype != "float32":
+    if path == "fused":
         return f"fused: the family {config.card.model_type} has it, and it agrees with the reference model"
     from vecd.workers.engines.torch.build import build_engine
     from vecd.workers.families.description import NotDescribed
@@ -196,8 +197,8 @@ def _has_native_bfloat16() -> bool:
 
 
 def _compare(order: Order, engine: Engine, path: dict[str, Any], report: ReportProgress) -> dict[str, Any]:
-    """With the reference model, and with sentence-transformers, each in a forked process. Raises ModelError for vectors
-    that are not finite, and when the reference model cannot be run."""
+    """With the reference model, and with sentence-transformers or transformers, each in a forked process. Raises
+    ModelError for rows that are not finite, and when the reference model cannot be run."""
     config, card = order.config, order.config.card
 
     def run(work: Callable[[], Any], stage: str) -> Any:
@@ -205,13 +206,15 @@ def _compare(order: Order, engine: Engine, path: dict[str, Any], report: ReportP
         [result] = in_workers(config, lambda: work)
         return result
 
-    def comparison(against: str, theirs: Any) -> dict[str, Any]:
-        lengths = [len(ids) for ids in order.sequences]
-        return {"against": against, **compare_by_length(ours, theirs, lengths, path["dtype"])}
+    batch = batch_of(card, order.sequences, order.borders)
 
-    ours = run(lambda: embed(engine, order.sequences, card.dim), f"embedding {len(order.texts)} texts")
+    def comparison(against: str, ours: Any, theirs: Any, num_rows: list[int], output: Output) -> dict[str, Any]:
+        found = compare_by_length(ours, theirs, batch, num_rows, output, path["dtype"], path["probes"])
+        return {"against": against, **found}
+
+    ours = run(lambda: embed(engine, card, batch), f"computing {len(order.texts)} texts")
     if not np.isfinite(ours).all():
-        raise ModelError(f"{card.folder}: the vectors of some texts contain nan or infinity")
+        raise ModelError(f"{card.folder}: the {path['outputs']} of some texts contain nan or infinity")
     agreements: list[dict[str, Any]] = []
     not_compared: list[str] = []
     if card.export_file:
@@ -219,21 +222,21 @@ def _compare(order: Order, engine: Engine, path: dict[str, Any], report: ReportP
         return {"agreements": agreements, "not_compared": not_compared}
     if not card.is_static:
         dtype, on_cpu = _reference_dtype(order, path), replace(config, device="cpu")
-        theirs = run(
-            lambda: reference_model_vectors(on_cpu, dtype, order.sequences), "comparing with the reference model"
-        )
-        agreements.append(comparison(f"the reference model in {dtype}", theirs))
+        theirs = run(lambda: reference_model_vectors(on_cpu, dtype, batch), "comparing with the reference model")
+        num_rows = batch.rows_of_each.tolist()
+        agreements.append(comparison(f"the reference model in {dtype}", ours, theirs, num_rows, card.main_output))
     elif card.model_type == "model2vec":
         not_compared.append("not compared with sentence-transformers, which keeps unknown tokens; Model2Vec drops them")
         return {"agreements": agreements, "not_compared": not_compared}
-    name = "sentence-transformers"
+    name, compute, output = library_of(card)
     try:
         name = f"{name} {importlib.metadata.version(name)}"
-        theirs = run(
-            lambda: sentence_transformers_vectors(card.folder, order.max_tokens, order.texts, card.dim),
-            "comparing with sentence-transformers",
-        )
-        agreements.append(comparison(f"{name} in float32", theirs))
+        theirs = run(lambda: compute(card, order.max_tokens, order.texts), f"comparing with {name}")
+        of_both, num_rows = our_rows(ours, card, batch, order.kept)
+        if theirs.shape != of_both.shape:
+            raise ModelError(f"it has {len(theirs)} rows for these texts, vecd {len(of_both)}")
+        what = "" if output is card.main_output else " (dense vectors alone)"
+        agreements.append(comparison(f"{name} in float32{what}", of_both, theirs, num_rows, output))
     except importlib.metadata.PackageNotFoundError:
         not_compared.append(f"not compared with {name}, which is {not_installed(name)}")
     except ModelError as error:

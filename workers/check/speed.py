@@ -15,9 +15,9 @@ from typing import Any
 import numpy as np
 
 from vecd.shm.batch_limits import FULL_BATCH_S, MAX_BATCH_TOKENS
-from vecd.shm.card import ModelCard
 from vecd.workers.check.forks import in_workers
 from vecd.workers.check.order import USED_MEMORY, Order
+from vecd.workers.config import WorkerConfig
 from vecd.workers.engine import Engine, PackedBatch, ReportProgress
 from vecd.workers.engines.parity import random_batch
 from vecd.workers.process.kernel import kilobytes, private_memory_mb
@@ -39,10 +39,12 @@ class _Case:
     """The requested size of the batch; whole texts come close to it."""
     num_workers: int = 1
 
-    def batch(self, card: ModelCard) -> PackedBatch:
-        """Of random ids: they have no influence on speed."""
-        num_texts = max(1, min(_MAX_SEQUENCES, self.batch_tokens // self.text_tokens))
-        return random_batch(card, [self.text_tokens] * num_texts)
+    def batch(self, config: WorkerConfig) -> PackedBatch:
+        """Of random ids: they have no influence on speed. No more texts than the rows of a slot are enough for."""
+        rows_of_one = random_batch(config.card, [self.text_tokens]).num_rows
+        most = min(_MAX_SEQUENCES, config.arena.rows_per_slot // rows_of_one)
+        num_texts = max(1, min(most, self.batch_tokens // self.text_tokens))
+        return random_batch(config.card, [self.text_tokens] * num_texts)
 
 
 def measure(order: Order, engines: Sequence[Engine], room_mb: int, report: ReportProgress) -> dict[str, Any]:
@@ -94,6 +96,7 @@ def _speed(case: _Case, results: list[dict[str, Any]]) -> dict[str, Any]:
         "text_tokens": case.text_tokens,
         "batch_tokens": case.batch_tokens,
         "tokens_per_s": statistics.median(rates),
+        "texts_per_s": statistics.median(rates) / case.text_tokens,
         "lowest": min(rates),
         "highest": max(rates),
         "private_mb": max(result["private_mb"] for result in results),
@@ -110,7 +113,7 @@ def _turn(order: Order, case: _Case, turn_s: float) -> dict[str, Any]:
     card = order.config.card
 
     def prepare() -> Callable[[], dict[str, Any]]:
-        batch = case.batch(card)
+        batch = case.batch(order.config)
         rows = np.zeros((batch.num_rows, card.row_dim), np.float32)
         _forget_peak()
         case.engine.use_threads(order.config.num_threads)

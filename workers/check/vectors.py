@@ -1,13 +1,15 @@
-"""The vectors that the served engine's are compared with: the reference model's, and sentence-transformers'.
+"""The rows that the served engine's are compared with: the reference model's. Those of libraries that read texts are
+in `vecd.workers.check.libraries`.
 
-Owns both sources of vectors, the comparison by length of text, and the search for weights that are not finite. The
-bounds are those of `vecd.workers.engines.parity`. Called by `vecd.workers.check.run`.
+Owns the batches of the comparison, the comparison by length of text, and the search for weights that are not finite.
+The bounds are those of `vecd.workers.engines.parity`. Called by `vecd.workers.check.run`.
 """
 
-import warnings
-from collections.abc import Sequence
+import itertools
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any, TypeAlias
 
 import numpy as np
 import torch
@@ -16,10 +18,17 @@ from safetensors import safe_open
 
 from vecd.shm.batch_limits import MAX_BATCH_TOKENS
 from vecd.shm.card import ModelCard, ModelError, one_line
+from vecd.shm.output import Output, span_of
 from vecd.workers.config import WorkerConfig
 from vecd.workers.engine import Engine, PackedBatch
-from vecd.workers.engines.parity import Parity, compare, vectors_of, vectors_one_by_one
+from vecd.workers.engines.parity import Parity, compare, vectors_of
+from vecd.workers.plain_pickle import PickleError, load_state_dict
 from vecd.workers.weights import broken
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedModel
+
+Rows: TypeAlias = NDArray[np.float32]
 
 _LENGTH_STEPS = (16, 64, 256, 1024, 4096)
 """Upper limits, in tokens, of the classes of lengths; longer texts are one more class."""
@@ -28,73 +37,90 @@ _SCANNED_ELEMENTS = 1 << 24
 """Elements of a tensor that are examined at a time, because that makes a copy."""
 
 
-def embed(engine: Engine, sequences: Sequence[list[int]], dim: int) -> NDArray[np.float32]:
-    """The engine's vectors, [B, dim], in batches of several lengths, as they are served: that is where paths fail."""
-    batches: list[list[list[int]]] = [[]]
-    for ids in sequences:
-        if batches[-1] and sum(map(len, batches[-1])) + len(ids) > MAX_BATCH_TOKENS:
-            batches.append([])
-        batches[-1].append(ids)
-    return np.concatenate([vectors_of(engine, _packed(batch), dim) for batch in batches])
-
-
-def _packed(sequences: Sequence[list[int]]) -> PackedBatch:
+def batch_of(card: ModelCard, sequences: Sequence[list[int]], borders: Sequence[int]) -> PackedBatch:
+    """All sequences, with the model's main output. `borders`: as in `PackedBatch`; 0: none."""
     lengths = np.array([len(ids) for ids in sequences], dtype=np.int32)
-    return PackedBatch(lengths, np.concatenate([np.array(ids, dtype=np.int32) for ids in sequences]))
+    token_ids = np.concatenate([np.array(ids, dtype=np.int32) for ids in sequences])
+    output = card.main_output
+    if output is Output.VECTORS:
+        return PackedBatch(lengths, token_ids)
+    outputs = np.full(lengths.size, output, dtype=np.uint8)
+    is_divided = any(borders)
+    span = span_of(card) if output.spans_rows else 1
+    return PackedBatch(lengths, token_ids, outputs, np.array(borders, np.int32) if is_divided else None, span)
 
 
-def reference_model_vectors(config: WorkerConfig, dtype: str, sequences: Sequence[list[int]]) -> NDArray[np.float32]:
-    """The vectors of transformers' own modules, one sequence at a time. Raises ModelError."""
-    from vecd.workers.engines.torch.build import build_engine
+def embed(engine: Engine, card: ModelCard, batch: PackedBatch) -> Rows:
+    """The engine's rows, [`batch.num_rows`, row_dim], in batches of several lengths, as they are served: that is where
+    paths fail."""
+    firsts, num_tokens = [0], 0
+    for index, length in enumerate(batch.lengths.tolist()):
+        if num_tokens and num_tokens + length > MAX_BATCH_TOKENS:
+            firsts.append(index)
+            num_tokens = 0
+        num_tokens += length
+    parts = itertools.pairwise([*firsts, batch.lengths.size])
+    return np.concatenate([vectors_of(engine, batch.part(first, last), card.row_dim) for first, last in parts])
+
+
+def reference_model_vectors(config: WorkerConfig, dtype: str, batch: PackedBatch) -> Rows:
+    """The rows of transformers' own modules, [`batch.num_rows`, row_dim], one sequence at a time. Raises ModelError."""
+    from vecd.workers.engines.torch.loading import load_model
+    from vecd.workers.engines.torch.reference import reference_rows
+
+    def load(dtype: str) -> "PreTrainedModel":
+        return load_model(config.card, dtype, torch.device(config.device))
 
     try:
-        engine = build_engine(config, "padded", dtype)
-        return vectors_one_by_one(engine, _packed(sequences), config.card.row_dim)
+        return reference_rows(config, dtype, load, batch)
     except ModelError:
         raise
     except Exception as error:  # a model may raise anything
         raise ModelError(f"{config.card.folder}: the reference model cannot be run: {one_line(error)}") from error
 
 
-def sentence_transformers_vectors(folder: str, max_tokens: int, texts: Sequence[str], dim: int) -> NDArray[np.float32]:
-    """sentence-transformers' vectors, [B, dim], in float32 for any stored type, on the processor, one text at a time.
-
-    Runs no code of the model's. Raises ModelError for another dimension, and whatever the library, transformers and the
-    model raise.
-    """
-    warnings.simplefilter("ignore")
-    from sentence_transformers import SentenceTransformer
-
-    model = SentenceTransformer(
-        folder, device="cpu", local_files_only=True, trust_remote_code=False, model_kwargs={"dtype": torch.float32}
-    )
-    model.float()  # StaticEmbedding ignores the type
-    if hasattr(model[0], "auto_model"):  # StaticEmbedding takes texts of any length
-        model.max_seq_length = max_tokens
-    vectors = model.encode(list(texts), batch_size=1, convert_to_numpy=True, show_progress_bar=False)
-    if vectors.shape[1] != dim:
-        raise ModelError(f"its vectors have {vectors.shape[1]} dimensions, vecd's {dim}")
-    return np.asarray(vectors, dtype=np.float32)
-
-
 def compare_by_length(
-    ours: NDArray[np.float32], theirs: NDArray[np.float32], lengths: Sequence[int], dtype: str
+    ours: Rows,
+    theirs: Rows,
+    batch: PackedBatch,
+    rows_of_each: Sequence[int],
+    output: Output,
+    dtype: str,
+    probes: Mapping[str, Any],
 ) -> dict[str, Any]:
-    """Parity of two sets of vectors, each [B, D], for all texts and for each class of lengths. `dtype` is the type in
-    which ours were computed, and sets the bounds."""
-    tokens = np.asarray(lengths)
+    """Parity of two sets of rows of an output, for all texts and for each class of lengths. `rows_of_each`: how many
+    of the rows, which are end to end, each sequence of `batch` has. `dtype` is the type in which ours were computed,
+    and sets the bounds. `probes`: the figures of the engine's parity on random probes; empty if there are none."""
+    tokens, num_rows = batch.lengths, np.asarray(rows_of_each)
+    span = batch.span if output.spans_rows else 1
     classes = np.searchsorted(_LENGTH_STEPS, tokens)
-    rows_by_class = [np.flatnonzero(classes == number) for number in np.unique(classes)]
-    whole = compare(ours, theirs)
-    return {
-        **_figures(whole, tokens),
-        "is_within_bounds": whole.is_within_bounds(dtype),
-        "by_length": [_figures(compare(ours[rows], theirs[rows]), tokens[rows]) for rows in rows_by_class],
-    }
+    whole = compare(ours, theirs, span, output)
+    by_length = []
+    for number in np.unique(classes):
+        is_of_class = np.repeat(classes == number, num_rows)
+        if is_of_class.any():
+            parity = compare(ours[is_of_class], theirs[is_of_class], span, output)
+            by_length.append(_figures(parity, tokens[classes == number]))
+    is_within_bounds = _in_units_of(probes, whole).is_within_bounds(dtype)
+    return {**_figures(whole, tokens), "is_within_bounds": is_within_bounds, "by_length": by_length}
+
+
+def _in_units_of(probes: Mapping[str, Any], parity: Parity) -> Parity:
+    """Scores may hardly differ between a few texts, all of which are harmless to a classifier of abuse. The spread of
+    the probes counts, if it is larger."""
+    if not parity.relative_diff or not probes.get("relative_diff"):
+        return parity
+    unit = probes["max_abs_diff"] / probes["relative_diff"]
+    return replace(parity, relative_diff=min(parity.relative_diff, parity.max_abs_diff / unit))
 
 
 def _figures(parity: Parity, lengths: NDArray[Any]) -> dict[str, Any]:
-    return {"num_texts": lengths.size, "longest_tokens": int(lengths.max()), **parity.to_json()}
+    return {
+        "num_texts": lengths.size,
+        "longest_tokens": int(lengths.max()),
+        "min_cosine": None,
+        **parity.to_json(),
+    }
 
 
 def refuse_not_finite(card: ModelCard) -> None:
@@ -107,6 +133,13 @@ def refuse_not_finite(card: ModelCard) -> None:
                 found += [f"{path}: {name}" for name in weights.keys() if not _is_finite(weights.get_tensor(name))]  # noqa: SIM118
         except Exception as error:  # SafetensorError, OSError, types that torch does not know
             raise broken(path, error) from error
+    for path in (Path(card.folder) / step.file for step in card.all_steps if step.file):
+        if path.suffix != ".safetensors":  # which the glob has found
+            try:
+                tensors = load_state_dict(path)
+            except (OSError, PickleError) as error:
+                raise ModelError(f"{path}: {error}") from error
+            found += [f"{path}: {name}" for name, tensor in tensors.items() if not np.isfinite(tensor).all()]
     if found:
         more = f" and {len(found) - 1} more" if len(found) > 1 else ""
         raise ModelError(f"{found[0]}{more}: weights are not finite (nan or infinity)")

@@ -17,15 +17,13 @@ from collections.abc import Iterable
 from math import isfinite
 from typing import Any
 
-import orjson
-
 from vecd.gateway.api import fields, schemas
 from vecd.gateway.api.dialects import conversations, labels, options
 from vecd.gateway.api.dialects.conversations import MESSAGES
 from vecd.gateway.api.dialects.headers import response_headers
 from vecd.gateway.api.dialects.inputs import parse_inputs
 from vecd.gateway.api.dialects.options import RequestedForm
-from vecd.gateway.api.dialects.rows import json_list
+from vecd.gateway.api.dialects.rows import object_with_list
 from vecd.gateway.api.fields import Field, Fields, Values, contradiction
 from vecd.gateway.api.operations import Call, Operation, ParsedEmbed, ParsedMessages
 from vecd.gateway.api.schemas import any_of, described, list_of, nullable, record
@@ -135,16 +133,15 @@ def _parse_tokens(call: Call, inputs: list[Any], activation: str | None) -> Pars
 
 
 def _respond(call: Call, prefix: str, kind: str, data: Iterable[Any], embedded: Embedded) -> Response:
-    """`data`: an item for each input, which are written one by one, because writing JSON holds the GIL."""
+    """`data`: an item for each input."""
     head = {
         "id": f"{prefix}-{call.request_id}",
         "object": kind,
         "created": int(time.time()),
         "model": call.model_info.model,
     }
-    items = json_list([orjson.dumps(item) for item in data])
-    usage = b',"usage":{"prompt_tokens":%d,"total_tokens":%d}}' % ((embedded.num_tokens,) * 2)
-    return Response(200, [orjson.dumps(head)[:-1], b',"data":', *items, usage], response_headers(embedded))
+    usage = {"prompt_tokens": embedded.num_tokens, "total_tokens": embedded.num_tokens}
+    return Response(200, object_with_list(head, "data", data, {"usage": usage}), response_headers(embedded))
 
 
 # --- zero-shot --------------------------------------------------------------------------------------------------

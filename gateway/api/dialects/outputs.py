@@ -120,8 +120,7 @@ def _check_fields(values: Values, kinds: frozenset[str], requested: RequestedFor
     if _DENSE in kinds and model_info.is_normalized and options.read_normalize(values) is False:
         name = next(field.name for field in options.NORMALIZE_FIELDS if values.get(field) is not None)
         raise BadRequest(
-            f"'{name}': beside vectors of other kinds a dense vector has length 1, as the model gives it",
-            param=name,
+            f"'{name}': beside vectors of other kinds a dense vector has length 1, as the model gives it", param=name
         )
     for field in options.DIMENSION_FIELDS:
         dimensions = values.get(field)

@@ -30,6 +30,7 @@ from vecd.gateway.api.dialects import ranking
 from vecd.gateway.api.dialects.headers import response_headers
 from vecd.gateway.api.dialects.options import MODEL, PRIORITY
 from vecd.gateway.api.dialects.ranking import NEEDS, QUERY, TOP_N, TRUNCATION, Relevance, read_documents, usage
+from vecd.gateway.api.dialects.rows import object_with_list
 from vecd.gateway.api.fields import Field, Fields, Values, contradiction, json_type
 from vecd.gateway.api.operations import Call, Dialect, Operation, ParsedEmbed
 from vecd.gateway.api.schemas import any_of, described, list_of, nullable, record
@@ -152,15 +153,11 @@ def render_results(
         if documents:
             result["document"] = documents[index] if is_voyage else {"text": documents[index]}
         results.append(result)
-    body = {
-        "id": request_id,
-        "object": "list" if is_voyage else "rerank",
-        "model": model,
-        "data" if is_voyage else "results": results,
-        "usage": usage(embedded),
-        "meta": {"billed_units": {"search_units": -(-num_documents // _DOCUMENTS_IN_A_UNIT)}},
-    }
-    return Response(200, orjson.dumps(body), response_headers(embedded))
+    before = {"id": request_id, "object": "list" if is_voyage else "rerank", "model": model}
+    units = {"billed_units": {"search_units": -(-num_documents // _DOCUMENTS_IN_A_UNIT)}}
+    after = {"usage": usage(embedded), "meta": units}
+    body = object_with_list(before, "data" if is_voyage else "results", results, after)
+    return Response(200, body, response_headers(embedded))
 
 
 def render_weaviate(embedded: Embedded, relevance: Relevance, *, query: str, documents: tuple[str, ...]) -> Response:

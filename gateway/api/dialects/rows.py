@@ -5,7 +5,8 @@ hold beside the rows is in headers there. Called by the dialects.
 """
 
 import re
-from collections.abc import Sequence
+from collections.abc import Iterable, Mapping, Sequence
+from typing import Any
 
 import orjson
 
@@ -32,6 +33,15 @@ def json_list(fragments: Sequence[bytes]) -> list[bytes | memoryview]:
         pieces += (before, fragment)
         before = b","
     return [*pieces, b"]"] if pieces else [b"[]"]
+
+
+def object_with_list(
+    before: Mapping[str, Any], name: str, items: Iterable[Any], after: Mapping[str, Any]
+) -> list[bytes | memoryview]:
+    """The JSON of an object with the list `name` between other fields, at least one before it and one behind it. Items
+    are written one by one, because other threads wait while JSON is written."""
+    pieces = json_list([orjson.dumps(item) for item in items])
+    return [orjson.dumps(before)[:-1], b',"%b":' % name.encode(), *pieces, b",", orjson.dumps(after)[1:]]
 
 
 def report_json(report: InputReport) -> bytes:

@@ -370,10 +370,10 @@ def render_ranks(
 ) -> Response:
     """`texts`: those that the response repeats; none if it repeats none."""
     ranks = [
-        {"index": index, "score": score, **({"text": texts[index]} if texts else {})}
+        orjson.dumps({"index": index, "score": score, **({"text": texts[index]} if texts else {})})
         for index, score in relevance.ranked(num)
     ]
-    return Response(200, orjson.dumps(ranks), headers_of(embedded, model_info))
+    return Response(200, json_list(ranks), headers_of(embedded, model_info))
 
 
 # --- Vertex AI --------------------------------------------------------------------------------------------------

@@ -85,6 +85,15 @@ def token_classifier(tmp_path_factory) -> Iterator[Server]:
 
 
 @pytest.fixture(scope="session")
+def sparse_server(tmp_path_factory) -> Iterator[Server]:
+    """Of a tiny SPLADE model with random weights."""
+    sparse_checkpoints = pytest.importorskip("tests.support.sparse_checkpoints")
+    folder = sparse_checkpoints.save_splade(tmp_path_factory.mktemp("tiny-splade"))
+    with exact_server(str(folder), "--workers", "1") as server:
+        yield server
+
+
+@pytest.fixture(scope="session")
 def ranked(reranker) -> list[tuple[int, float]]:
     """The places of the texts of `corpus.RANKED`, the best first, and their scores, as `/rerank` gives them."""
     body = {"query": corpus.QUERY, "texts": corpus.RANKED}

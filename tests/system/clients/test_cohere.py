@@ -138,6 +138,19 @@ def test_javascript_first_api(javascript, float32_server, is_right):
     assert is_right(answer["vectors"], TEXTS)
 
 
+@pytest.mark.parametrize("num", [None, 2])
+def test_javascript_rerank(javascript, reranker, is_ranked, num):
+    body = {"query": QUERY, "documents": RANKED, **({} if num is None else {"topN": num})}
+    assert is_ranked(javascript.call("rerank", url=reranker.url, body=body), num)
+
+
+def test_javascript_rerank_of_a_model_that_cannot(javascript, float32_server):
+    with pytest.raises(ClientError) as caught:
+        javascript.call("rerank", url=float32_server.url, body={"query": QUERY, "documents": RANKED})
+    assert "BadRequestError" in caught.value.classes
+    assert "it cannot rerank texts" in caught.value.message
+
+
 def test_javascript_errors(javascript, strict_server):
     with pytest.raises(ClientError) as caught:
         javascript.call("embed", url=strict_server.url, key="wrong", body=JS_BODY)

@@ -4,6 +4,7 @@ import re
 from pathlib import Path
 from typing import NamedTuple
 
+import httpx
 import pytest
 
 from tests.support.clients.corpus import DOCUMENTED
@@ -37,12 +38,27 @@ def _blocks() -> list[Block]:
 BLOCKS = _blocks()
 
 
-@pytest.mark.parametrize("block", BLOCKS, ids=[f"{b.heading} {b.language} {b.environment}" for b in BLOCKS])
+def _each(*, ranks: bool) -> pytest.MarkDecorator:
+    blocks = [block for block in BLOCKS if ("\nranked = " in block.code) is ranks]
+    return pytest.mark.parametrize("block", blocks, ids=[f"{b.heading} {b.language} {b.environment}" for b in blocks])
+
+
+@_each(ranks=False)
 def test_block(block, float32_server, is_right):
     assert _ADDRESS in block.code
     code = block.code.replace(_ADDRESS, float32_server.url)
     with running_client(block.environment, _SCRIPTS.get(block.language, "documented")) as client:
         assert is_right(client.call("run", code=code), DOCUMENTED)
+
+
+@_each(ranks=True)
+def test_block_that_ranks(block, reranker):
+    assert _ADDRESS in block.code
+    with running_client(block.environment, "documented") as client:
+        ranked = client.call("rank", code=block.code.replace(_ADDRESS, reranker.url))
+    body = {"query": "What is the capital of France?", "texts": ["Berlin", "Paris is the capital of France"]}
+    expected = httpx.post(f"{reranker.url}/rerank", json=body, timeout=30).raise_for_status().json()
+    assert ranked == [[item["index"], pytest.approx(item["score"], rel=1e-6)] for item in expected]
 
 
 def test_every_environment_is_in_the_page():

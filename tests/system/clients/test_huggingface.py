@@ -129,3 +129,17 @@ def test_a_model_that_cannot_classify_is_named_as_the_reason(python, float32_ser
 def test_javascript(javascript, float32_server, is_right, path):
     vectors = javascript.call("featureExtraction", url=float32_server.url + path, body={"inputs": TEXTS})
     assert is_right(vectors, TEXTS)
+
+
+@pytest.mark.parametrize("path", ["/models/any", "/pipeline/text-classification/any"])
+def test_javascript_text_classification(javascript, classifier, path):
+    given = javascript.call("textClassification", url=classifier.url + path, body={"inputs": QUERY})
+    expected = httpx.post(f"{classifier.url}/predict", json={"inputs": QUERY}, timeout=30).raise_for_status().json()
+    assert [item["label"] for item in given] == [item["label"] for item in expected]
+    assert [item["score"] for item in given] == pytest.approx([item["score"] for item in expected])
+
+
+@pytest.mark.parametrize("path", ["", "/models/any"])
+def test_javascript_token_classification(javascript, token_classifier, path):
+    given = javascript.call("tokenClassification", url=token_classifier.url + path, body={"inputs": "w30 w31 w40"})
+    assert [(item["word"], item["entity_group"]) for item in given] == [("w31", "PER")]

@@ -4,6 +4,7 @@ import base64
 from collections.abc import Iterator
 from functools import partial
 
+import httpx
 import numpy as np
 import pytest
 
@@ -163,3 +164,14 @@ def test_models(openai, float32_server, strict_server):
 def test_a_base_url_that_is_a_little_off(openai, float32_server, is_right, path):
     answer = openai.call("create", url=float32_server.url + path, body={"model": MODEL, "input": TEXTS})
     assert is_right(answer["vectors"], TEXTS)
+
+
+@pytest.mark.parametrize("encoding", ["float", None])
+@pytest.mark.parametrize("shape", [{}, {"top_k": 3}, {"sparse_format": "map"}])
+def test_sparse(openai, sparse_server, encoding, shape):
+    options = {} if encoding is None else {"encoding_format": encoding}
+    url, fields = f"{sparse_server.url}/v1", {"output": "sparse", **shape}
+    given = openai.call("create_other", url=url, texts=["w5 w9", "w30"], key="sparse", fields=fields, **options)
+    body = {"input": ["w5 w9", "w30"], **fields}
+    answer = httpx.post(f"{url}/embeddings", json=body, timeout=30).raise_for_status().json()
+    assert given == [item["sparse"] for item in answer["data"]]

@@ -19,7 +19,8 @@ from tests.support.checkpoints import (
     random_batch,
 )
 from tests.support.serving import exact_server
-from vecd.shm.card import POOLING_MODES, read_card
+from vecd.shm.card import read_card
+from vecd.shm.modules import POOLING_MODES
 
 LENGTHS = [5, 1, 30, 60, 7, 5, 2, 1, 12, 12, 59]
 

@@ -1,6 +1,7 @@
 """SPLADE models: the weights of the vocabulary are those of sentence-transformers, on every path, for every head."""
 
 import json
+import time
 from collections.abc import Callable
 from pathlib import Path
 from types import SimpleNamespace
@@ -32,6 +33,7 @@ from vecd.gateway.encoding.query_weights import read_query_weights
 from vecd.gateway.encoding.sparse import SparseRows
 from vecd.gateway.types.request import SparseOptions
 from vecd.shm.card import ModelError, read_card
+from vecd.workers.engines.lean import sparse_head as lean_sparse_head
 from vecd.workers.engines.parity import compare
 from vecd.workers.engines.torch import sparse_head
 from vecd.workers.engines.torch.selection import select
@@ -67,11 +69,14 @@ def test_weights_are_the_reference_s(
     expected = SparseReference(folder)(batch)
     assert (expected > 0).any()
     assert (expected == 0).any()
-    found = weights_of(sparse_engine(folder, "padded"), config, batch)
-    assert_same_vectors(found, expected)
+    monkeypatch.setattr(lean_sparse_head, "_WORDS", 50)
+    monkeypatch.setattr(lean_sparse_head, "_TOKENS", 40)
+    for path in ("padded", "lean"):
+        found = weights_of(sparse_engine(folder, path), config, batch)
+        assert_same_vectors(found, expected)
 
 
-@pytest.mark.parametrize("path", ["fused", "packed", "padded", "unpadded"])
+@pytest.mark.parametrize("path", ["lean", "fused", "packed", "padded", "unpadded"])
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
 @pytest.mark.parametrize(("pooling", "activation"), [_HEADS[0], _HEADS[3]])
 def test_weights_are_the_reference_s_on_every_path(
@@ -79,13 +84,15 @@ def test_weights_are_the_reference_s_on_every_path(
 ) -> None:
     if path == "fused":
         skip_without(dtype)
+    if path == "lean" and dtype != "float32":
+        pytest.skip("the lean engine computes float32")
     folder = splade("bert", pooling, activation)
     config, batch = sparse_config(folder), random_batch(LENGTHS)
     found = weights_of(sparse_engine(folder, path, dtype), config, batch)
     assert_same_vectors(found, SparseReference(folder)(batch), dtype)
 
 
-@pytest.mark.parametrize("path", ["fused", "packed", "padded"])
+@pytest.mark.parametrize("path", ["lean", "fused", "packed", "padded"])
 @pytest.mark.parametrize("pooling", ["max", "sum"])
 def test_a_text_has_the_same_weights_alone_and_in_company(
     path: str, pooling: str, splade: Callable[..., Path], monkeypatch: pytest.MonkeyPatch
@@ -100,6 +107,23 @@ def test_a_text_has_the_same_weights_alone_and_in_company(
     alone = np.concatenate([weights_of(engine, config, batch_of([ids])) for ids in sequences_of(batch)])
     scale = max(1.0, float(np.abs(alone).max()))
     assert float(np.abs(together - alone).max()) <= 1e-5 * scale
+
+
+@pytest.mark.parametrize("pooling", ["max", "sum"])
+def test_several_threads_give_the_same_weights(pooling: str, splade: Callable[..., Path]) -> None:
+    folder = splade("modernbert", pooling)
+    config, engine, batch = sparse_config(folder), sparse_engine(folder, "lean"), random_batch(LENGTHS)
+    expected = weights_of(engine, config, batch)
+    assert engine.allow_leases(2, may_copy_weights=True) == (1, 2)
+    assert engine.facts["wide_session_bytes"] == engine.facts["converted_bytes"]
+    deadline = time.monotonic() + 60
+    while engine.lease(2) != 2:
+        assert time.monotonic() < deadline, "there is no wide session"
+        time.sleep(0.01)
+    assert_same_vectors(weights_of(engine, config, batch), expected)
+    engine.lease(0)
+    engine.use_threads(2)
+    assert_same_vectors(weights_of(engine, config, batch), expected)
 
 
 def test_the_reference_of_the_selection_is_sentence_transformers(splade: Callable[..., Path]) -> None:
@@ -129,8 +153,7 @@ def test_a_decoder_that_is_not_tied_is_its_own(tmp_path: Path) -> None:
 
 def test_an_engine_is_selected_by_its_weights(splade: Callable[..., Path]) -> None:
     selection, _ = select(sparse_config(splade()), lambda stage: None)
-    assert selection.dtype == "float32"
-    assert selection.path in ("fused", "packed")
+    assert (selection.path, selection.dtype) == ("lean", "float32")
     assert selection.warnings == []
     assert selection.parity["max_abs_diff"] <= 1e-5 * max(1.0, float(selection.reference.max()))
 
@@ -138,18 +161,20 @@ def test_an_engine_is_selected_by_its_weights(splade: Callable[..., Path]) -> No
 def test_no_engine_is_selected_with_other_weights(splade: Callable[..., Path], monkeypatch: pytest.MonkeyPatch) -> None:
     """A planted error: the head forgets its logarithm."""
     monkeypatch.setattr(sparse_head.SpladeHead, "_activate_", lambda self, logits: logits.relu_())
+    monkeypatch.setattr(lean_sparse_head.LeanSpladeHead, "_activated", lambda self, logits: np.maximum(logits, 0))
     with pytest.raises(ModelError, match="not the reference model's"):
         select(sparse_config(splade()), lambda stage: None)
 
 
-@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
-def test_real_weights_are_the_reference_s(dtype: str) -> None:
+@pytest.mark.parametrize(("path", "dtype"), [("lean", "float32"), ("fused", "float32"), ("fused", "bfloat16")])
+def test_real_weights_are_the_reference_s(path: str, dtype: str) -> None:
     folder = splade_tiny()
-    skip_without(dtype)
+    if path == "fused":
+        skip_without(dtype)
     config = sparse_config(folder)
     batch = random_batch([5, 1, 34, 512, 3, 55, 128, 2], config.card.vocab_size)
     expected = SparseReference(folder)(batch)
-    engine = sparse_engine(folder, "fused", dtype)
+    engine = sparse_engine(folder, path, dtype)
     found = weights_of(engine, config, batch)
     if dtype == "float32":
         assert float(np.abs(found - expected).max()) <= 1e-5

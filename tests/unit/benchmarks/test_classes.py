@@ -1,6 +1,6 @@
 from typing import Any
 
-from benchmarks import cores, engine
+from benchmarks import cores, engine, rerank
 from benchmarks.classes import TITLE, Record, render, replace_section, shown
 
 
@@ -98,6 +98,6 @@ def test_the_section_is_replaced_and_nothing_else() -> None:
     assert replace_section(once, "\\2").replace("\\2", "new | 1") == once
 
 
-def test_every_section_of_both_commands_has_a_title() -> None:
-    for section in (*engine.SECTIONS, *cores.SECTIONS):
+def test_every_section_of_each_command_has_a_title() -> None:
+    for section in (*engine.SECTIONS, *cores.SECTIONS, *rerank.SECTIONS):
         assert len(render([make_record("1", section=section)])) > len(render([]))

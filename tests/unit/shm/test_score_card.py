@@ -142,12 +142,14 @@ def test_a_default_prompt_is_refused(tmp_path: Path) -> None:
         folder.card()
 
 
-def test_an_export_of_a_classifier_is_refused(tmp_path: Path) -> None:
+def test_an_export_of_a_classifier_has_its_card(tmp_path: Path) -> None:
     folder = Classifier(tmp_path, **ONE)
+    plain = folder.card()
     (tmp_path / "model.safetensors").unlink()
     folder.write("onnx/model.onnx", "")
-    with pytest.raises(ModelError, match="exports of classifiers are not served"):
-        folder.card()
+    card = folder.card()
+    assert card.export_file == str(tmp_path / "onnx/model.onnx")
+    assert (card.score, card.capabilities, card.dim) == (plain.score, plain.capabilities, plain.dim)
 
 
 def test_code_of_the_repository_for_the_head_is_refused(tmp_path: Path) -> None:
@@ -233,7 +235,7 @@ def test_newer_files_say_the_activation_with_more_authority(tmp_path: Path) -> N
     assert score.activation == "identity"
 
 
-@pytest.mark.parametrize("name", ["os.system", "torch.nn.modules.activation.ReLU", "Sigmoid", 5])
+@pytest.mark.parametrize("name", ["os.system", "torch.nn.modules.activation.ReLU", "Sigmoid", 5, ["torch.nn.Tanh"]])
 def test_another_activation_is_refused_by_its_name(name: Any, tmp_path: Path) -> None:
     with pytest.raises(ModelError, match=r"activation_fn \(config_sentence_transformers\.json\) is") as refused:
         Classifier(tmp_path, **ONE).state(activation_fn=name).card()

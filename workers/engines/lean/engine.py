@@ -13,7 +13,8 @@ from vecd.shm.views import Rows
 from vecd.workers.engine import COMPLETE, Finish, PackedBatch
 from vecd.workers.engines.lean.export import ExportForward
 from vecd.workers.engines.lean.forward import LeanForward
-from vecd.workers.engines.lean.heads import load_heads
+from vecd.workers.engines.lean.heads import LeanHeads, load_heads
+from vecd.workers.engines.lean.sparse_head import LeanSpladeHead
 from vecd.workers.engines.lean.steps import Floats
 from vecd.workers.engines.lean.wide import Forward, WideForward
 from vecd.workers.layout import Layout, arrange, passes
@@ -39,8 +40,11 @@ class LeanEngine:
         """For leased cores."""
         self._leased: Forward | None = None
         """The wide one, if the next batch is computed with it."""
-        self._heads = load_heads(card)
+        self._heads = self._wide_heads = load_heads(card)
+        self._num_private_bytes = self._forward.num_private_bytes + _bytes_of(self._heads)
         self.facts: dict[str, Any] = dict(self._forward.facts)
+        if not card.export_file:
+            self.facts["converted_bytes"] = self._num_private_bytes
         self.warnings: list[str] = []
         self.num_padding_tokens = 0
 
@@ -48,15 +52,19 @@ class LeanEngine:
         self._num_threads = num_threads
         if num_threads > 1:
             self._forward = _forward(self._card, num_threads, self._dtype)
+            self._heads = load_heads(self._card, num_threads)
 
     def allow_leases(self, max_threads: int, *, may_copy_weights: bool) -> Sequence[int]:
-        num_bytes = self._forward.num_private_bytes if may_copy_weights else 0
+        num_bytes = self._num_private_bytes if may_copy_weights else 0
         self.facts["wide_session_bytes"] = num_bytes
         if not may_copy_weights:
             return (1,)
-        make = partial(_forward, self._card, max_threads, self._dtype, like=self._forward)
-        self._wide = WideForward(make, max_threads, num_bytes)
+        self._wide = WideForward(partial(self._make_wide, max_threads), max_threads, num_bytes)
         return (1, max_threads)
+
+    def _make_wide(self, num_threads: int) -> Forward:
+        self._wide_heads = load_heads(self._card, num_threads)
+        return _forward(self._card, num_threads, self._dtype, like=self._forward)
 
     def lease(self, num_threads: int) -> int:
         self._leased = None
@@ -76,19 +84,26 @@ class LeanEngine:
 
     def _compute(self, batch: PackedBatch, rows: Rows) -> Finish:
         forward, first_rows = self._leased or self._forward, batch.first_rows
+        heads = self._heads if self._leased is None else self._wide_heads
         for layout in passes(arrange(batch), TOKENS_OF_A_PASS):
             hidden = forward(layout)
             if batch.outputs is None:
-                rows[layout.order] = self._heads[Output.VECTORS](hidden, layout)
+                rows[layout.order] = heads[Output.VECTORS](hidden, layout)
             else:
-                make = partial(self._rows_of, layout, hidden)
+                make = partial(_rows_of, heads, hidden, layout)
                 write_outputs(
                     rows, batch.outputs[layout.order], layout.lengths, first_rows[layout.order], make, batch.span
                 )
         return COMPLETE
 
-    def _rows_of(self, layout: Layout, hidden: Floats, output: Output) -> Floats:
-        return self._heads[output](hidden, layout)
+
+def _rows_of(heads: LeanHeads, hidden: Floats, layout: Layout, output: Output) -> Floats:
+    return heads[output](hidden, layout)
+
+
+def _bytes_of(heads: LeanHeads) -> int:
+    """Memory for weights that further heads of a model need for themselves."""
+    return sum(head.num_private_bytes for head in heads.values() if isinstance(head, LeanSpladeHead))
 
 
 def _forward(card: ModelCard, num_threads: int, dtype: str, like: Forward | None = None) -> Forward:

@@ -22,13 +22,13 @@ from vecd.workers.engine import PackedBatch
 from vecd.workers.engines.lean.forward import session_of, session_options
 from vecd.workers.layout import Layout, arrange
 
-_INPUTS: dict[str, Callable[[NDArray[np.int64]], NDArray[np.int64]]] = {
-    "input_ids": lambda ids: ids,
-    "attention_mask": np.ones_like,
-    "token_type_ids": np.zeros_like,
-    "position_ids": lambda ids: np.tile(np.arange(ids.shape[1]), (len(ids), 1)),
+_INPUTS: dict[str, Callable[[NDArray[np.int64], NDArray[np.int64]], NDArray[np.int64]]] = {
+    "input_ids": lambda ids, types: ids,
+    "attention_mask": lambda ids, types: np.ones_like(ids),
+    "token_type_ids": lambda ids, types: types,
+    "position_ids": lambda ids, types: np.tile(np.arange(ids.shape[1]), (len(ids), 1)),
 }
-"""From the token ids of sequences of one length, [B, L], to what a graph's input gets, [B, L]."""
+"""From ids and types of the tokens of sequences of one length, both [B, L], to what a graph's input gets, [B, L]."""
 
 _ELEMENTS: dict[str, type[np.signedinteger[Any]]] = {"tensor(int64)": np.int64, "tensor(int32)": np.int32}
 
@@ -36,13 +36,16 @@ _OUTPUTS = ("last_hidden_state", "token_embeddings")
 """Names of hidden states, [B, L, H]: those that optimum gives to models of transformers, and of sentence-transformers.
 Pooling and what follows is vecd's own: a pooled output would not do for requests for other outputs."""
 
+_LOGITS = ("logits",)
+"""Of a classifier: [B, labels], or [B, L, labels] of one that labels tokens."""
+
 _DTYPES = {"tensor(float)": "float32", "tensor(float16)": "float16"}
 
 
 class ExportForward:
     def __init__(self, card: ModelCard, num_threads: int = 1) -> None:
         """Load the export of `card` and try it. Raises ModelError for one that ONNX Runtime does not run, for an input
-        or a type that is unknown, and for hidden states of another size than the card's."""
+        or a type that is unknown, and for hidden states or logits of another size than the card's."""
         self._path = Path(card.export_file)
         self._files = _identities(self._path)  # before they are read
         try:
@@ -52,9 +55,11 @@ class ExportForward:
         self._session = session
         self._elements = {given.name: self._element(card, given) for given in session.get_inputs()}
         types = {made.name: made.type for made in session.get_outputs()}
-        self._output = next((name for name in _OUTPUTS if name in types), "")
+        known = _OUTPUTS if card.score is None else _LOGITS
+        self._has_segments = card.has_segments
+        self._output = next((name for name in known if name in types), "")
         if not self._output:
-            raise ModelError(f"{self._path}: its outputs are {', '.join(types)}; one must be {' or '.join(_OUTPUTS)}")
+            raise ModelError(f"{self._path}: its outputs are {', '.join(types)}; one must be {' or '.join(known)}")
         if types[self._output] not in _DTYPES:
             raise ModelError(
                 f"{self._path}: its output {self._output} is {types[self._output]}, which is not supported"
@@ -64,11 +69,15 @@ class ExportForward:
         self._try(card)
 
     def __call__(self, layout: Layout) -> NDArray[np.float32]:
-        """The last layer's hidden states, [T, H], in the layout's order. Raises what the session raises."""
+        """The last layer's hidden states, [T, H], in the layout's order; of a classifier the logits, [B or T, labels].
+        Raises what the session raises."""
         parts = []
+        all_types = layout.token_types() if self._has_segments else np.zeros_like(layout.token_ids)
         for run in layout.runs:
-            ids = layout.token_ids[run.start : run.stop].reshape(run.count, run.length)
-            feeds = {name: _INPUTS[name](ids).astype(element) for name, element in self._elements.items()}
+            ids, types = (
+                each[run.start : run.stop].reshape(run.count, run.length) for each in (layout.token_ids, all_types)
+            )
+            feeds = {name: _INPUTS[name](ids, types).astype(element) for name, element in self._elements.items()}
             [hidden] = self._session.run([self._output], feeds)
             parts.append(hidden.reshape(-1, hidden.shape[-1]))
         return np.concatenate(parts).astype(np.float32, copy=False)
@@ -93,9 +102,14 @@ class ExportForward:
             shape = self(arrange(batch)).shape
         except Exception as error:  # as above
             raise ModelError(f"{self._path}: ONNX Runtime cannot run it: {one_line(error)}") from None
-        if shape != (4, card.hidden_size):
+        if card.score is None and shape != (4, card.hidden_size):
             raise ModelError(
                 f"{self._path}: its hidden states have {shape[1]} elements, and config.json says {card.hidden_size}"
+            )
+        if card.score is not None and shape != (expected := (2 if card.score.pooling else 4, card.num_labels)):
+            raise ModelError(
+                f"{self._path}: its logits for two texts of two tokens are {list(shape)}, and should be "
+                f"{list(expected)} by config.json"
             )
 
 

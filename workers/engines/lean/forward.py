@@ -43,9 +43,7 @@ class LeanForward:
             self._arrays: Arrays = Arrays(paths) if like is None else like._arrays
             arrays = self._arrays
             encoder = describe(card, arrays)
-            made = encoder_graph(
-                encoder, arrays, card.max_tokens, paths[0].name, is_int8=is_int8, has_segments=card.has_segments
-            )
+            made = encoder_graph(card, encoder, arrays, paths[0].name, is_int8=is_int8)
         except (OSError, ValueError, KeyError, TypeError, ModelError) as error:
             # The plain model reads the same files and reports their faults.
             raise NotDescribed(one_line(error)) from error
@@ -61,7 +59,7 @@ class LeanForward:
         }
         for name in lent:
             del made.weights[name]  # before the session takes memory for the others: a table may have been converted
-        self._session = _session(made.content, self._weights, str(paths[0].parent), num_threads)
+        self._session = session_with(made.content, self._weights, str(paths[0].parent), num_threads)
         self.facts: dict[str, Any] = {
             "dtype": "int8" if is_int8 else "float32",
             "path": "lean",
@@ -95,9 +93,10 @@ class LeanForward:
         return hidden  # type: ignore[no-any-return]
 
 
-def _session(
+def session_with(
     content: bytes, weights: Mapping[str, "onnxruntime.OrtValue"], folder: str, num_threads: int
 ) -> onnxruntime.InferenceSession:
+    """A session of a graph of vecd's own, whose `weights` have these names. `folder`: where it looks for the rest."""
     options = session_options(num_threads)
     # The graph is written the way the optimizer would leave it; without it a session is there in half the time.
     options.graph_optimization_level = onnxruntime.GraphOptimizationLevel.ORT_DISABLE_ALL

@@ -15,11 +15,13 @@ runs, because a loop of one turn costs 4 % of a text of 12 tokens.
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
+from itertools import pairwise
 from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
 
+from vecd.shm.card import ModelCard
 from vecd.workers.engines.lean.int8 import Int8Products, quantize
 from vecd.workers.engines.lean.onnx_file import MICROSOFT, Element, Graph, Value
 from vecd.workers.families.description import EncoderSpec, LayerSpec, bias_of_distances
@@ -41,43 +43,32 @@ class EncoderGraph:
     products: set[str] = field(default_factory=set)
     """Names of the weights that are the right side of a product."""
     windows: dict[str, int | None] = field(default_factory=dict)
-    """Inputs for `pieces_of` these windows."""
+    """Inputs for `pieces_of` these windows. Where tokens may not be attended to, all attention goes by pieces."""
     has_types: bool = False
     """Whether there is an input for the types of tokens."""
 
 
 def encoder_graph(
-    encoder: EncoderSpec,
-    tensors: Mapping[str, Array],
-    max_tokens: int,
-    placeholder_file: str,
-    *,
-    is_int8: bool = False,
-    has_segments: bool = False,
+    card: ModelCard, encoder: EncoderSpec, tensors: Mapping[str, Array], placeholder_file: str, *, is_int8: bool = False
 ) -> EncoderGraph:
-    """`placeholder_file`: the name of a file that exists where the session looks for weights. `is_int8`: products by
-    weights are computed in int8, all else in float32. `has_segments`: see `ModelCard`. Raises KeyError for a missing
-    tensor."""
-    return _Builder(encoder, tensors, max_tokens, placeholder_file, is_int8, has_segments).build()
+    """The graph of the model of `card`, which `encoder` describes. `placeholder_file`: the name of a file that exists
+    where the session looks for weights. `is_int8`: products by weights are computed in int8, all else in float32.
+    Raises KeyError for a missing tensor."""
+    return _Builder(card, encoder, tensors, placeholder_file, is_int8).build()
 
 
 class _Builder:
     def __init__(
-        self,
-        encoder: EncoderSpec,
-        tensors: Mapping[str, Array],
-        max_tokens: int,
-        placeholder_file: str,
-        is_int8: bool,
-        has_segments: bool,
+        self, card: ModelCard, encoder: EncoderSpec, tensors: Mapping[str, Array], placeholder_file: str, is_int8: bool
     ) -> None:
         self._encoder = encoder
         self._tensors = tensors
-        self._max_tokens = max_tokens
+        self._max_tokens = card.max_tokens
+        self._has_unattended = card.tokens is not None and card.tokens.has_unattended
         self._placeholder_file = placeholder_file
         self._graph = Graph("pass")
         self._int8 = Int8Products(self._graph, is_signed=has_vnni()) if is_int8 else None
-        has_types = has_segments and encoder.types is not None and len(self._tensor(encoder.types)) > 1
+        has_types = card.has_segments and encoder.types is not None and len(self._tensor(encoder.types)) > 1
         self._made = EncoderGraph(b"", has_types=has_types)
         self._positions: Value = ""
         """[T, 1]."""
@@ -268,15 +259,17 @@ class _Builder:
         """Made once for all layers with the same window."""
         if layer.window not in self._attentions:
             name, pieces, bias = "whole", whole, self._distance_bias()
-            if self._encoder.is_causal or layer.window is not None:
+            sees_all = not self._encoder.is_causal and layer.window is None
+            if self._has_unattended or not sees_all:
                 name = f"pieces_{layer.window}"
                 self._made.windows[name] = layer.window
                 given = self._graph.input(name, Element.INT64, [5, "pieces"])
                 rows = [self._graph.node("Gather", given, self._graph.constant(row), axis=0) for row in range(5)]
                 pieces = _Pieces(*rows)
+            if not sees_all:
                 bias = self._window_bias(layer.window)
-            width = int(self._tensor(layer.out).shape[1])
-            made = _Attention(name, self._graph, pieces, width, self._encoder.num_heads, *bias)
+            width, num_heads = int(self._tensor(layer.out).shape[1]), self._encoder.num_heads
+            made = _Attention(name, self._graph, pieces, width, num_heads, *bias, has_unattended=self._has_unattended)
             self._attentions[layer.window] = made
         return self._attentions[layer.window]
 
@@ -323,20 +316,24 @@ product. Not measured."""
 
 def pieces_of(runs: Sequence[Run], window: int | None, is_causal: bool) -> NDArray[np.int64]:
     """What attention computes at a time, [5, P]: the first query and the first key (tokens), the number of sequences,
-    the queries and the keys of each. A run that is longer than PIECE_TOKENS is cut, and a piece has only those keys
-    that one of its queries sees: scores of 8,192 × 8,192 tokens would take 268 MB for each head."""
+    the queries and the keys of each. A run that is longer than PIECE_TOKENS is cut, unless its tokens see all others,
+    and a piece has only those keys that one of its queries sees: scores of 8,192 × 8,192 tokens would take 268 MB for
+    each head. Queries that see no token that is attended to are a piece without keys: they get zeros, as in torch."""
     pieces = []
     for run in runs:
-        if run.length <= PIECE_TOKENS:
+        size = run.length if window is None and not is_causal else PIECE_TOKENS
+        if run.length <= size and not run.attended:
             pieces.append((run.start, run.start, run.count, run.length, run.length))
             continue
         reach = run.length if window is None else window
-        for start in range(run.start, run.stop, run.length):
-            for first in range(0, run.length, PIECE_TOKENS):
-                last = min(first + PIECE_TOKENS, run.length)
+        for start, attended in zip(
+            range(run.start, run.stop, run.length), run.attended or run.count * (run.length,), strict=True
+        ):
+            borders = {*range(0, run.length, size), min(run.length, attended + reach), run.length}
+            for first, last in pairwise(sorted(borders)):
                 first_key = max(0, first - reach)
-                last_key = last if is_causal else min(run.length, last + reach)
-                pieces.append((start + first, start + first_key, 1, last - first, last_key - first_key))
+                last_key = min(attended, last if is_causal else last + reach)
+                pieces.append((start + first, start + first_key, 1, last - first, max(0, last_key - first_key)))
     return np.array(pieces, dtype=np.int64).T.copy()
 
 
@@ -355,11 +352,20 @@ class _Attention:
     """Each sequence attends only to itself: a piece is one call of the kernel."""
 
     def __init__(
-        self, name: str, graph: Graph, pieces: _Pieces, width: int, num_heads: int, bias: Value | None, reach: int
+        self,
+        name: str,
+        graph: Graph,
+        pieces: _Pieces,
+        width: int,
+        num_heads: int,
+        bias: Value | None,
+        reach: int,
+        *,
+        has_unattended: bool,
     ) -> None:
         """`name` is unique in the graph. `width`: W, of the heads side by side. `bias`: added to the scores,
         [1, heads or 1, queries, keys]. A piece uses the part that begins with its first query, and with the key that
-        lies `reach` before that."""
+        lies `reach` before that. `has_unattended`: a run that is not cut may have fewer keys than queries."""
         self._graph = graph
         self._pieces = pieces
         self._num_heads = num_heads
@@ -370,6 +376,9 @@ class _Attention:
         self._true = constant(True)
         self._num_pieces = graph.node("Size", pieces.queries)
         self._is_one_piece = graph.node("Equal", self._num_pieces, constant(1))
+        if has_unattended:
+            sums = (graph.node("ReduceSum", each, keepdims=0) for each in (pieces.num_queries, pieces.num_keys))
+            self._is_one_piece = graph.node("And", self._is_one_piece, graph.node("Equal", *sums))
         of_one = _branch(
             f"{name}/one", lambda one: one.node("Concat", pieces.counts, pieces.num_queries, axis=0), Element.INT64
         )

@@ -1,4 +1,4 @@
-"""The heads of a model in numpy: what each output of its card is made of, in terms of hidden states.
+"""The heads of a model without torch: what each output of its card is made of, in terms of hidden states.
 
 Owns the table from `Output` to a function, and which state of a sequence is pooled for its score.
 `vecd.workers.engines.torch.heads` has the same on torch. Called by `vecd.workers.engines.lean.engine`.
@@ -13,6 +13,7 @@ import numpy as np
 from vecd.shm.card import ModelCard
 from vecd.shm.output import Output
 from vecd.workers.engines.lean.head import load_head, pool
+from vecd.workers.engines.lean.sparse_head import LeanSpladeHead
 from vecd.workers.engines.lean.steps import Floats, apply_all, load_steps
 from vecd.workers.families.description import NotDescribed
 from vecd.workers.layout import Layout
@@ -21,9 +22,13 @@ LeanHeads: TypeAlias = dict[Output, Callable[[Floats, Layout], Floats]]
 """By output: from hidden states, [T, H] in the layout's order, to rows of all sequences, [B or T, width]."""
 
 
-def load_heads(card: ModelCard) -> LeanHeads:
-    """A function for each of `card.outputs`. Raises ModelError when a file or a tensor of a head is missing or
-    misshapen, NotDescribed for a head that numpy does not compute."""
+def load_heads(card: ModelCard, num_threads: int = 1) -> LeanHeads:
+    """A function for each of `card.outputs`. numpy's have one thread, whatever `num_threads` is.
+
+    Raises ModelError when a file or a tensor of a head is missing or misshapen, NotDescribed for a head that is not
+    computed here."""
+    if card.export_file and card.score is not None:
+        return {card.main_output: lambda logits, layout: logits}  # the graph has the head
     heads: LeanHeads = {}
     if "dense" in card.capabilities:
         head = load_head(card)
@@ -32,9 +37,28 @@ def load_heads(card: ModelCard) -> LeanHeads:
         heads[Output.TOKENS] = lambda hidden, layout: hidden
     if card.score is not None:
         heads |= _score_heads(card)
+    if card.tokens is not None:
+        vectors = partial(apply_all, load_steps(card, card.tokens.steps))
+        heads[Output.TOKEN_VECTORS] = lambda hidden, layout: vectors(hidden)
+    if card.sparse is not None and not card.sparse.is_lexical:
+        heads[Output.SPARSE] = LeanSpladeHead(card, num_threads)
+    if card.sparse is not None and card.sparse.is_lexical:
+        weights = partial(apply_all, load_steps(card, card.sparse.steps))
+        heads[Output.LEXICAL] = lambda hidden, layout: weights(hidden)
+    if card.main_output is Output.HYBRID:
+        heads[Output.HYBRID] = lambda hidden, layout: _hybrid(hidden, layout, heads)
     if not card.outputs <= heads.keys():
         raise NotDescribed("a head without a description in numpy")
     return heads
+
+
+def _hybrid(hidden: Floats, layout: Layout, heads: LeanHeads) -> Floats:
+    """The rows of BGE-M3, [T, D + 1]: each token's vector and weight; the dense vector and 0 for the first one."""
+    parts = (heads[output](hidden, layout) for output in (Output.TOKEN_VECTORS, Output.LEXICAL))
+    rows = np.concatenate(tuple(parts), axis=1)
+    rows[layout.starts, :-1] = heads[Output.VECTORS](hidden, layout)
+    rows[layout.starts, -1] = 0
+    return rows
 
 
 # --- scores -----------------------------------------------------------------------------------------------------

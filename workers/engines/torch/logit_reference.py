@@ -1,38 +1,27 @@
 """The reference of a reranker that is a causal language model: transformers' own class with its whole output layer.
 
-Owns the forward pass of `AutoModelForCausalLM` on one sequence at a time. Slow, and needs memory for the logits of the
-whole vocabulary: for the comparison at load alone. `vecd.workers.engines.torch.logit_head` computes the same for
-requests.
+Owns the forward pass of that class on one sequence at a time. Slow, and needs memory for the logits of the whole
+vocabulary: for the comparison at load alone. `vecd.workers.engines.torch.logit_head` computes the same for requests.
 """
 
 import numpy as np
 import torch
 from numpy.typing import NDArray
-from transformers import AutoModelForCausalLM
+from transformers import MODEL_FOR_CAUSAL_LM_MAPPING
 
-from vecd.shm.card import ModelCard, ModelError, one_line
+from vecd.shm.card import ModelCard
 from vecd.workers.engine import PackedBatch
-from vecd.workers.engines.torch.loading import DTYPES
+from vecd.workers.engines.torch.loading import load_model
 
 
 def logit_reference(card: ModelCard, dtype: str, device: torch.device, batch: PackedBatch) -> NDArray[np.float32]:
-    """The scores of `batch`, float32 [B, 1], before any activation, computed in `dtype` (a key of `DTYPES`).
+    """The scores of `batch`, float32 [B, 1], before any activation, computed in `dtype`.
 
-    Raises ModelError when the model cannot be loaded.
+    Raises ModelError when the model cannot be loaded exactly as stored.
     """
     assert card.score is not None
     (step,) = card.score.steps
-    try:
-        model = AutoModelForCausalLM.from_pretrained(
-            card.weights_folder,
-            dtype=DTYPES[dtype],
-            use_safetensors=True,
-            local_files_only=True,
-            trust_remote_code=False,
-        )
-    except Exception as error:  # transformers raises everything from KeyError to ImportError
-        raise ModelError(f"{card.folder}: cannot be loaded: {one_line(error)}") from error
-    model.train(False).to(device)
+    model = load_model(card, dtype, device, MODEL_FOR_CAUSAL_LM_MAPPING)
     scores = []
     with torch.inference_mode():
         for ids in np.split(batch.token_ids, np.cumsum(batch.lengths)[:-1]):

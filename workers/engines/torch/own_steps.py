@@ -2,7 +2,7 @@
 
 Owns the search for their tensors by name, and their check. The activations are those of
 `vecd.workers.engines.torch.pooling`, whose steps have files of their own. Called by
-`vecd.workers.engines.torch.score_head`.
+`vecd.workers.engines.torch.score_head` and `vecd.workers.engines.torch.token_head`.
 """
 
 from collections.abc import Callable, Mapping, Sequence

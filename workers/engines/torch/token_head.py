@@ -9,19 +9,18 @@ from pathlib import Path
 from typing import TypeAlias
 
 import torch
-from safetensors import SafetensorError, safe_open
 from torch import Tensor
 from torch.nn import functional
 
-from vecd.shm.card import ModelCard, ModelError
+from vecd.shm.card import ModelCard
 from vecd.shm.heads import Step
 from vecd.shm.output import Output
 from vecd.workers.engines.torch.device import to_device
 from vecd.workers.engines.torch.outputs import Heads
+from vecd.workers.engines.torch.own_steps import load_own_steps
 from vecd.workers.engines.torch.pooling import ACTIVATIONS, Head, load_step
 from vecd.workers.layout import Layout
 from vecd.workers.linear_file import load_linear
-from vecd.workers.weights import broken, weight_files
 
 _Apply: TypeAlias = Callable[[Tensor], Tensor]
 
@@ -69,29 +68,8 @@ def _load_step(card: ModelCard, step: Step, device: torch.device) -> _Apply:
     if step.file:
         loaded = load_linear(Path(card.folder) / step.file, step.out_dim, step.in_dim)
         weight, bias = (torch.from_numpy(array).to(device) for array in loaded)
-        return _linear(step, weight, bias)
+        activation = ACTIVATIONS[step.activation]
+        return lambda rows: activation(functional.linear(rows, weight, bias))
     if step.tensor:
-        return _linear(step, _own_tensor(card, step, device), None)
+        return load_own_steps(card, [step], device)
     return load_step(card, step, device)
-
-
-def _linear(step: Step, weight: Tensor, bias: Tensor | None) -> _Apply:
-    activation = ACTIVATIONS[step.activation]
-    return lambda rows: activation(functional.linear(rows, weight, bias))
-
-
-def _own_tensor(card: ModelCard, step: Step, device: torch.device) -> Tensor:
-    """The matrix of a step that is in the model's own files, as float32."""
-    name = f"{step.tensor}.weight"
-    for path in weight_files(Path(card.weights_folder)):
-        try:
-            with safe_open(path, framework="pt") as file:
-                if name not in file.keys():  # noqa: SIM118
-                    continue
-                weight: Tensor = file.get_tensor(name)
-        except (OSError, SafetensorError) as error:
-            raise broken(path, error) from None
-        if tuple(weight.shape) != (step.out_dim, step.in_dim):
-            raise ModelError(f"{path}: {name} is {list(weight.shape)}, should be {[step.out_dim, step.in_dim]}")
-        return weight.to(device=device, dtype=torch.float32)
-    raise ModelError(f"{card.weights_folder}: the weights lack {name}")

@@ -21,8 +21,8 @@ from vecd.client.bulk import progress as progress_module
 from vecd.client.bulk import run as run_module
 from vecd.client.bulk import service as service_module
 from vecd.client.bulk.command import main
+from vecd.client.bulk.kinds import PROBE
 from vecd.client.bulk.run import _COMMIT_S as COMMIT_S
-from vecd.client.bulk.service import PROBE
 from vecd.client.bulk.throughput import WORK_S
 
 TEXTS = [f"text {n}" for n in range(100)]

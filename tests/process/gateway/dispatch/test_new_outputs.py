@@ -288,6 +288,21 @@ async def test_the_floats_of_a_response_are_as_many_as_the_output_has(
         await model.ask(output, [0, 1, 2, 3, 4, 5])
 
 
+async def test_one_input_may_have_more_floats_than_several(monkeypatch):
+    """8,192 tokens of BGE-M3 have 1,025 floats each, more than 8 Mi: its longest text is served all the same."""
+    monkeypatch.setattr(pipeline, "_MAX_TOKEN_FLOATS", 5 * 7)
+    monkeypatch.setattr(pipeline, "_MAX_RUNNING_TOKEN_FLOATS", 5 * 7)
+    async with served(HYBRID, rows_per_slot=16) as model:
+        longest = [0, *range(1, 13)]
+        embedded = await model.ask(Output.HYBRID, longest)
+        assert embedded.num_tokens == 12
+        both = model.ask(Output.HYBRID, longest), model.ask(Output.HYBRID, [0, 1])
+        results = await asyncio.gather(*both, return_exceptions=True)
+        assert [type(result) for result in results] == [Embedded, TooManyRequests]
+        with pytest.raises(BadRequest, match=r"have 12 tokens or more: .* at most 5 in a request"):
+            await model.ask(Output.HYBRID, [0, 1], [0, *range(1, 12)])
+
+
 async def test_dense_vectors_of_bordered_sequences_depend_on_the_border():
     async with served(DENSE) as model:
         inputs = [[0, 1, 2, 3], [1, 1, 2, 3]]

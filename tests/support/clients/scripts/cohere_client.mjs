@@ -12,4 +12,9 @@ await serve({
     const answer = await client.embed(body, { maxRetries: 0 });
     return { kind: answer.responseType, vectors: answer.embeddings };
   },
+  async rerank({ url, body }) {
+    const client = new CohereClientV2({ token: "unused", environment: url });
+    const answer = await client.rerank({ model: "m", ...body }, { maxRetries: 0 });
+    return answer.results.map((result) => [result.index, result.relevanceScore]);
+  },
 });

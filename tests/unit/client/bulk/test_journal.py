@@ -43,7 +43,7 @@ def make_done(numbers: range) -> tuple[RowBatch, Vectors]:
     reasons = {index: "bad" for index, n in enumerate(numbers) if n in BAD}
     vectors[list(reasons)] = np.nan
     source = InputSource("/a.txt", "txt", is_stream=False, is_gzip=False)
-    return RowBatch(source, rows, Position(row=numbers.stop), 0), Vectors(vectors, reasons)
+    return RowBatch(source, rows, Position(row=numbers.stop), 0), Vectors(vectors, reasons=reasons)
 
 
 def append(output: OutputFiles, written: Commit, numbers: range) -> Commit:

@@ -3,6 +3,7 @@
 import json
 import tomllib
 from dataclasses import replace
+from typing import Any
 
 from vecd.launch.check.report import (
     Advice,
@@ -132,3 +133,26 @@ def test_the_whole_as_json() -> None:
     assert fields["model"]["dim"] == 256
     assert fields["measurements"]["speeds"][0]["tokens_per_s"] == 21_234.5
     assert fields["advice"]["settings"][1] == {"name": "workers", "value": 2, "reason": "two cores"}
+
+
+def test_scores_have_an_order_where_vectors_have_a_cosine() -> None:
+    row: dict[str, Any] = {
+        "num_texts": 9,
+        "longest_tokens": 16,
+        "min_cosine": None,
+        "same_order": 0.975,
+        "max_abs_diff": 2e-3,
+    }
+    found = Comparison("the reference model", 9, 16, None, 2e-3, True, (row,), relative_diff=0.01, same_order=0.975)
+    probes = {"probes": 15, "longest_probe_tokens": 256, "max_abs_diff": 2e-3, "same_order": 0.99}
+    path = replace(_PATH, agreements=(found,), probes=probes, ranks_in_order=False, outputs="scores")
+    labels = tuple(f"topic {index}" for index in range(28))
+    heads = {"score": ("Dense 32 → 28, identity (classifier)",)}
+    model = replace(_MODEL, capabilities=("rerank", "classify"), labels=labels, heads=heads)
+    text = render(replace(_WHOLE, path=path, model=model))
+    for part in ("in the same order", "97.5%", "99.0% in the same order", "plain pair      in the WRONG order",
+                 "28: topic 0, topic 1", "topic 7 and 20 more", "head: score     Dense 32 → 28", "pairs/s",
+                 "kind            rerank, classify"):  # fmt: skip
+        assert part in text
+    for part in ("dimensions", "pooling", "Matryoshka"):
+        assert part not in text

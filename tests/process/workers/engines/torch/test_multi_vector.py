@@ -29,7 +29,7 @@ from tests.support.multi_vector_checkpoints import (
 from vecd.shm.card import ModelError, read_card
 from vecd.shm.output import Output
 from vecd.workers.engine import PackedBatch
-from vecd.workers.engines.parity import random_batch, vectors_of, vectors_one_by_one
+from vecd.workers.engines.parity import compare, random_batch, vectors_of, vectors_one_by_one
 from vecd.workers.engines.torch.loading import load_model
 from vecd.workers.engines.torch.selection import select
 from vecd.workers.engines.torch.token_reference import token_rows
@@ -65,8 +65,8 @@ def assert_on_every_path(folder: Path, sequences: list[Sequence], paths: tuple[s
         assert_same_vectors(vectors_one_by_one(engine, batch, TOKEN_DIM), expected)
 
 
-PATHS = ("padded", "packed", "fused")
-NOT_PACKED = ("padded", "fused")
+PATHS = ("padded", "packed", "fused", "lean")
+NOT_PACKED = ("padded", "fused", "lean")
 """MPNet's attention is its own."""
 
 
@@ -146,7 +146,8 @@ def test_long_sequences_with_tokens_that_are_not_attended_to(family: str, dtype:
     batch = PackedBatch(lengths, token_ids, outputs, borders)
     card = read_card(folder)
     expected = token_rows(worker_config(folder), "float32", lambda name: load_model(card, name, CPU), batch)
-    for path, its_dtype in (("padded" if family == "mpnet" else "packed", "float32"), ("fused", dtype)):
+    other = "padded" if family == "mpnet" else "packed"
+    for path, its_dtype in ((other, "float32"), ("fused", dtype), ("lean", "float32")):
         found = vectors_of(engine_of(folder, path, its_dtype), batch, TOKEN_DIM)
         assert_same_vectors(found, expected, its_dtype)
 
@@ -156,8 +157,21 @@ def test_long_sequences_with_tokens_that_are_not_attended_to(family: str, dtype:
 def test_an_engine_is_selected_by_the_reference(dtype: str, make: Callable[..., Path], tmp_path: Path) -> None:
     folder = make(tmp_path, "bert")
     selection, engine = select(worker_config(folder, dtype=dtype), lambda stage: None)
-    assert (selection.path, selection.dtype) == ("fused", dtype)
-    assert engine.facts["path"] == "fused"
+    assert (selection.path, selection.dtype) == ("lean" if dtype == "float32" else "fused", dtype)
+    assert engine.facts["path"] == selection.path
+
+
+@pytest.mark.parametrize("family", ["bert", "modernbert"])
+def test_the_lean_engine_computes_queries_with_two_threads_and_in_int8(family: str, tmp_path: Path) -> None:
+    folder = save_pylate(tmp_path, family)
+    batch = batch_of(sequences_of(folder))
+    engine = engine_of(folder, "lean", "float32")
+    expected = vectors_of(engine, batch, TOKEN_DIM)
+    engine.use_threads(2)
+    assert_same_vectors(vectors_of(engine, batch, TOKEN_DIM), expected)
+    quantized = vectors_of(engine_of(folder, "lean", "int8"), batch, TOKEN_DIM)
+    assert compare(quantized, expected).min_cosine > 0.99
+    assert np.abs(quantized - expected).max() > 1e-4, "nothing was quantized"
 
 
 # --- BGE-M3 -----------------------------------------------------------------------------------------------------
@@ -219,7 +233,7 @@ def test_bge_m3_is_selected_by_all_its_rows(dtype: str, tmp_path: Path) -> None:
     config = worker_config(folder, dtype=dtype)
     assert config.card.main_output is Output.HYBRID
     selection, _ = select(config, lambda stage: None)
-    assert (selection.path, selection.dtype) == ("fused", dtype)
+    assert (selection.path, selection.dtype) == ("lean" if dtype == "float32" else "fused", dtype)
     assert random_batch(config.card, (5, 1)).borders is None
 
 
@@ -236,18 +250,19 @@ def test_heads_that_torch_has_saved(dtype: torch.dtype, tmp_path: Path) -> None:
 
 def test_heads_as_safetensors(tmp_path: Path) -> None:
     batch = mixed_batch([7, 3], [Output.HYBRID] * 2)
-    rows = [
-        vectors_of(engine_of(save_bge_m3(tmp_path / suffix, suffix), "packed", "float32"), batch, 33)
-        for suffix in (".pt", ".safetensors")
-    ]
-    np.testing.assert_array_equal(rows[0], rows[1])
+    folders = [save_bge_m3(tmp_path / suffix, suffix) for suffix in (".pt", ".safetensors")]
+    for path in ("packed", "lean"):
+        rows = [vectors_of(engine_of(folder, path, "float32"), batch, 33) for folder in folders]
+        np.testing.assert_array_equal(rows[0], rows[1])
 
 
 def test_a_head_that_is_no_state_dict_is_refused_by_name(tmp_path: Path) -> None:
     folder = save_bge_m3(tmp_path)
     torch.save(torch.nn.Linear(32, 1), folder / "sparse_linear.pt")
-    with pytest.raises(ModelError, match=r"sparse_linear\.pt: .*torch\.nn\.modules\.linear\.Linear"):
-        engine_of(folder, "packed", "float32")
+    for path in ("packed", "lean"):
+        with pytest.raises(ModelError, match=r"sparse_linear\.pt: .*torch\.nn\.modules\.linear\.Linear"):
+            engine_of(folder, path, "float32")
     torch.save(torch.nn.Linear(16, 1).state_dict(), folder / "sparse_linear.pt")
-    with pytest.raises(ModelError, match=r"sparse_linear\.pt: holds"):
-        engine_of(folder, "packed", "float32")
+    for path in ("packed", "lean"):
+        with pytest.raises(ModelError, match=r"sparse_linear\.pt: holds"):
+            engine_of(folder, path, "float32")

@@ -410,6 +410,7 @@ def test_models_are_listed_by_all_their_names():
         "object": "model",
         "created": 1_700_000_000,
         "owned_by": "vecd",
+        "capabilities": ["dense"],
         "root": "org/e5",
         "max_model_len": 256,
     }

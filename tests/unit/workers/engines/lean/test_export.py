@@ -11,9 +11,11 @@ from typing import Any
 
 import numpy as np
 import pytest
+from transformers import AutoModel, AutoModelForSequenceClassification, AutoModelForTokenClassification
 
 from tests.support.checkpoints import HIDDEN_SIZE, VOCAB_SIZE, Reference, assert_same_vectors, embed
 from tests.support.exports import export_of, float32_table, odd_export
+from tests.support.score_checkpoints import logits_of, save_classifier
 from vecd.shm.card import ModelError, read_card
 from vecd.shm.output import Output
 from vecd.workers.config import REFERENCE_FILE, WorkerConfig
@@ -21,7 +23,7 @@ from vecd.workers.engine import PackedBatch
 from vecd.workers.engines.lean.engine import LeanEngine
 from vecd.workers.engines.load import expected_path, load_engine
 from vecd.workers.engines.parity import random_batch as probes_of
-from vecd.workers.engines.parity import vectors_of
+from vecd.workers.engines.parity import vectors_of, vectors_one_by_one
 from vecd.workers.engines.references import Reference as Remembered
 from vecd.workers.engines.references import write_reference
 from vecd.workers.engines.selection_cache import recall
@@ -69,6 +71,60 @@ def test_vectors_are_those_of_the_model(
     before = embed(engine, batch)
     engine.use_threads(2)
     np.testing.assert_allclose(embed(engine, batch), before, atol=1e-6, rtol=0)
+
+
+CLASSES = [(AutoModelForSequenceClassification, False), (AutoModelForTokenClassification, True)]
+
+
+@pytest.mark.parametrize(("auto", "is_of_tokens"), CLASSES)
+def test_logits_are_those_of_the_model(auto: Any, is_of_tokens: bool, tmp_path: Path, random_batch: Any) -> None:
+    """With types for the second parts of pairs."""
+    plain = save_classifier(tmp_path / "plain", "bert", labels=3, is_of_tokens=is_of_tokens)
+    folder = export_of(plain, tmp_path / "export", auto, "logits")
+    card, batch = read_card(folder), random_batch(LENGTHS)
+    outputs = np.full(len(LENGTHS), card.main_output, dtype=np.uint8)
+    borders = None if is_of_tokens else (batch.lengths // 2).astype(np.int32)
+    batch = PackedBatch(batch.lengths, batch.token_ids, outputs, borders)
+    engine, expected = LeanEngine(card), logits_of(plain, batch, is_of_tokens=is_of_tokens)
+    assert_same_vectors(embed(engine, batch, 3), expected)
+    assert_same_vectors(vectors_one_by_one(engine, batch, 3), expected)
+    engine.use_threads(2)
+    assert_same_vectors(embed(engine, batch, 3), expected)
+
+
+def test_an_export_of_a_classifier_is_compared_or_unverified(
+    worker_config: Callable[..., WorkerConfig], tmp_path: Path
+) -> None:
+    plain = save_classifier(tmp_path / "plain", "bert")
+    folder = export_of(plain, tmp_path / "export", AutoModelForSequenceClassification, "logits")
+    config = worker_config(folder, dtype="auto")
+    with pytest.raises(ModelError, match="--unverified"):
+        load_engine(config, lambda stage: None)
+    assert load_engine(replace(config, unverified=True), lambda stage: None).facts["path"] == "export"
+    lengths = (5, 1, 34)
+    logits = logits_of(plain, probes_of(read_card(plain), lengths))
+    for factor in (1, 2):
+        write_reference(Remembered(lengths, factor * logits), "0" * 64, folder / REFERENCE_FILE)
+        if factor == 1:
+            assert load_engine(config, lambda stage: None).facts["agreement"]["max_abs_diff"] < 1e-5
+        else:
+            with pytest.raises(ModelError, match="its vectors are not those of"):
+                load_engine(config, lambda stage: None)
+
+
+@pytest.mark.parametrize(
+    ("auto", "output", "message"),
+    [
+        (AutoModel, "last_hidden_state", "its outputs are last_hidden_state; one must be logits"),
+        (AutoModelForTokenClassification, "logits", r"its logits .* are \[4, 1\], and should be \[2, 1\]"),
+    ],
+)
+def test_an_export_without_the_logits_of_sequences_is_refused(
+    auto: Any, output: str, message: str, tmp_path: Path
+) -> None:
+    folder = export_of(save_classifier(tmp_path / "plain", "bert"), tmp_path / "export", auto, output)
+    with pytest.raises(ModelError, match=message):
+        LeanEngine(read_card(folder))
 
 
 def test_leased_batches_have_the_vectors_of_one_thread(exported: Path, random_batch: Any) -> None:

@@ -17,9 +17,10 @@ from vecd.workers.engine import PackedBatch
 from vecd.workers.engines.lean import engine as lean_engine
 from vecd.workers.engines.lean.arrays import Arrays
 from vecd.workers.engines.lean.engine import LeanEngine
+from vecd.workers.engines.lean.graph import pieces_of
 from vecd.workers.engines.parity import vectors_of
 from vecd.workers.families.description import NotDescribed
-from vecd.workers.layout import arrange, passes
+from vecd.workers.layout import Run, arrange, passes
 
 LENGTHS = [5, 1, 30, 60, 7, 5, 2, 1, 12, 12, 59]
 
@@ -80,6 +81,31 @@ def test_out_of_memory_is_tried_again_in_halves(
 
     monkeypatch.setattr(engine, "_forward", starved)
     np.testing.assert_allclose(vectors_of(engine, batch, 32), expected, atol=1e-6, rtol=0)
+
+
+@pytest.mark.parametrize("window", [None, 0, 3, 300])
+@pytest.mark.parametrize("is_causal", [False, True])
+@pytest.mark.parametrize("attended", [(), (700, 5, 400)])
+def test_pieces_have_all_queries_and_the_keys_that_they_see(
+    window: int | None, is_causal: bool, attended: tuple[int, ...]
+) -> None:
+    run = Run(start=10, count=3, length=700, attended=attended)
+    keys_of: dict[int, range] = {}
+    for query, key, count, num_queries, num_keys in pieces_of([run], window, is_causal).T.tolist():
+        for index in range(count):
+            for place in range(num_queries):
+                first_key = key + index * num_keys
+                keys_of[query + index * num_queries + place] = range(first_key, first_key + num_keys)
+    assert sorted(keys_of) == list(range(10, 2110))
+    for query, keys in keys_of.items():
+        index, place = divmod(query - 10, 700)
+        seen = {
+            10 + index * 700 + key
+            for key in range(attended[index] if attended else 700)
+            if (not is_causal or key <= place) and (window is None or abs(place - key) <= window)
+        }
+        assert seen <= set(keys)
+        assert bool(seen) is bool(keys), "a query without keys is computed without any"
 
 
 # --- files ------------------------------------------------------------------------------------------------------

@@ -11,8 +11,9 @@ from safetensors.torch import load_file, save_file
 from sentence_transformers.sentence_transformer.modules import Dense, LayerNorm, Normalize, Pooling
 from torch import Tensor
 
-from vecd.shm.card import POOLING_MODES, ModelCard, ModelError, read_card
+from vecd.shm.card import ModelCard, ModelError, read_card
 from vecd.shm.heads import Step
+from vecd.shm.modules import POOLING_MODES
 from vecd.workers.engines.torch.pooling import ACTIVATIONS, load_head, pool
 from vecd.workers.layout import Run
 

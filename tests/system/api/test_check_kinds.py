@@ -1,0 +1,64 @@
+"""`vecd check` on models without dense vectors: compared by what they give, with the libraries that made them."""
+
+import json
+import os
+import subprocess
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from tests.support.multi_vector_checkpoints import save_bge_m3, save_own
+from tests.support.score_checkpoints import save_classifier
+from tests.support.serving import clean_environment
+from tests.support.sparse_checkpoints import save_masked_words
+
+
+def _save_reranker(folder: Path) -> Path:
+    save_classifier(folder, activation_fn="torch.nn.modules.activation.Sigmoid")
+    path = folder / "tokenizer_config.json"  # as a BertTokenizer has it
+    config = {**json.loads(path.read_text()), "model_input_names": ["input_ids", "token_type_ids", "attention_mask"]}
+    path.write_text(json.dumps(config))
+    return folder
+
+
+_ST, _HF = "sentence-transformers", "transformers"
+KINDS: dict[str, tuple[Callable[[Path], Path], str, str, str, str]] = {
+    "reranker": (_save_reranker, "auto", "scores", _ST, "(classifier)"),
+    "token classifier": (
+        lambda folder: save_classifier(folder, labels=["O", "B-PER"], is_of_tokens=True), "auto", "scores", _HF,
+        "(classifier)",
+    ),
+    "masked words": (save_masked_words, "sparse", "sparse weights", _ST, "(cls.predictions.transform.dense)"),
+    "multi-vector": (lambda folder: save_own(folder, "bert"), "auto", "vectors", _ST, "Dense 32 → 8"),
+    "bge-m3": (save_bge_m3, "auto", "vectors", _ST, "(sparse_linear.pt)"),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", KINDS)
+def test_a_model_of_each_kind_agrees_with_the_library_that_made_it(name: str, tmp_path: Path) -> None:
+    save, kind, outputs, library, head = KINDS[name]
+    folder = save(tmp_path / "model")
+    command = [sys.executable, "-m", "vecd", "check", str(folder), "--json", "--quick", "--dtype", "float32"]
+    environment = {**clean_environment(tmp_path, {"HF_HOME": str(tmp_path)}), "PYTHONPATH": os.getcwd()}
+    done = subprocess.run(
+        [*command, "--kind", kind], capture_output=True, text=True, timeout=220, check=False, env=environment
+    )
+    assert done.returncode == 0, done.stdout + done.stderr
+    report: dict[str, Any] = json.loads(done.stdout)
+    assert report["path"]["outputs"] == outputs
+    assert report["path"]["not_compared"] == []
+    of_reference, of_library = report["path"]["agreements"]
+    assert of_reference["against"] == "the reference model in float32"
+    assert of_library["against"].startswith(f"{library} ")
+    for found in (of_reference, of_library):
+        assert found["is_within_bounds"]
+        assert found["num_texts"] > 15
+        assert (found["min_cosine"] is None) is (outputs == "scores")
+        assert found["same_order"] == (1.0 if outputs == "scores" else None)
+    steps = [step for steps in report["model"]["heads"].values() for step in steps]
+    assert any(head in step for step in steps), steps
+    settings = {setting["name"]: setting["value"] for setting in report["advice"]["settings"]}
+    assert settings.get("kind", "auto") == kind
