@@ -71,6 +71,7 @@ def find_chunks(
         raise BadRequest(f"'input[{index}]' has no tokens of its own, so it has no late chunks", param="input")
     first, stop = int(of_text[0]), int(of_text[-1]) + 1
     starts, ends = offsets[first:stop].T
+    starts = np.minimum(starts, len(text) - 1)  # byte pairs of blanks may be said to be behind them
     last_chars = np.maximum.accumulate(np.maximum(starts, ends - 1))
     if late.ranges is not None:
         ranges = np.array(late.ranges[index], np.int32).reshape(-1, 2)

@@ -68,13 +68,13 @@ def parts(tokenizer: Tokenizer, text: str, max_tokens: int, how: Tokenizing = WH
     return [text[start:end] for start, end in chunks.ranges.tolist()]
 
 
-def positions(item: TokenizedInput) -> list[int]:
-    """By token of the text: the place of its last character."""
+def positions(text: str, item: TokenizedInput) -> list[int]:
+    """By token of the text: the place of its last character; of one behind the text, the last one."""
     assert item.offsets is not None
     found: list[int] = []
     for start, end in item.offsets.tolist():
         if start >= 0:
-            found.append(max(start, end - 1, *found[-1:]))
+            found.append(max(min(start, len(text) - 1), end - 1, *found[-1:]))
     return found
 
 
@@ -85,8 +85,10 @@ def test_chunks_by_tokens_have_all_of_the_text_once(kind, make):
     @checked
     @given(texts, st.integers(1, 12))
     @example(" ".join(WORDS) * 10, 7)
+    @example("a  ", 1)
+    @example("\x00 \x00  ", 1)
     def check(text: str, max_tokens: int) -> None:
-        if not positions(tokenized(tokenizer, text, WHOLE)):
+        if not positions(text, tokenized(tokenizer, text, WHOLE)):
             with pytest.raises(BadRequest, match="has no tokens"):
                 chunks_of(tokenizer, text, LateChunking(max_tokens=max_tokens))
             return
@@ -98,13 +100,13 @@ def test_chunks_by_tokens_have_all_of_the_text_once(kind, make):
             assert all(left[1] == right[0] for left, right in zip(one, next_one, strict=False))
             assert all(start < end for start, end in one)
         assert not chunks.is_truncated.any()
-        places = np.array(positions(item))
+        places = np.array(positions(text, item))
         for start, end in ranges:
             own = places[(places >= start) & (places < end)]
             assert len(own) > 0
             if len(own) > max_tokens:  # there is no place between two characters' tokens
                 assert item.offsets is not None
-                starts = item.offsets[item.offsets[:, 0] >= 0, 0]
+                starts = np.minimum(item.offsets[item.offsets[:, 0] >= 0, 0], len(text) - 1)
                 inner = np.flatnonzero((places >= start) & (places < end))[1:]
                 assert all(starts[token] <= places[token - 1] for token in inner)
         again, _ = chunks_of(tokenizer, text, LateChunking(([tuple(pair) for pair in ranges],)))
@@ -122,7 +124,7 @@ def test_a_range_has_the_tokens_that_end_in_it(kind, make):
     def check(data: st.DataObject, text: str) -> None:
         start = data.draw(st.integers(0, len(text) - 1))
         end = data.draw(st.integers(start + 1, len(text)))
-        places = np.array(positions(tokenized(tokenizer, text, WHOLE)))
+        places = np.array(positions(text, tokenized(tokenizer, text, WHOLE)))
         if not ((places >= start) & (places < end)).any():
             with pytest.raises(BadRequest, match="has no token"):
                 chunks_of(tokenizer, text, LateChunking(([(start, end)],)))
