@@ -191,8 +191,8 @@ def test_the_summary_of_the_start_names_the_kind(card: ModelCard, model_line: st
     assert fields["capabilities"] == list(card.capabilities)
     assert fields["dimensions"] == (6 if "dense" in card.capabilities else None)
     assert fields["labels"] == (card.num_labels or None)
-    [about_tokens] = [line.split(maxsplit=1)[1] for line in lines if line.startswith("  tokens ")] or [None]
-    assert about_tokens == (None if card.tokens is None else f"{card.token_dim} dimensions each")
+    about_tokens = [line.split(maxsplit=1)[1] for line in lines if line.startswith("  tokens ")]
+    assert about_tokens == ([] if card.tokens is None else [f"{card.token_dim} dimensions each"])
 
 
 def test_the_summary_says_how_long_queries_and_documents_of_a_multi_vector_model_are():
