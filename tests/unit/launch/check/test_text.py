@@ -147,7 +147,7 @@ def test_scores_have_an_order_where_vectors_have_a_cosine() -> None:
     probes: dict[str, Any] = {"probes": 15, "longest_probe_tokens": 256, "max_abs_diff": 2e-3, "same_order": 0.99}
     path = replace(_PATH, agreements=(found,), probes=probes, ranks_in_order=False, outputs="scores")
     labels = tuple(f"topic {index}" for index in range(28))
-    heads = {"score": ("Dense 32 → 28, identity (classifier)",)}
+    heads: dict[str, tuple[str, ...]] = {"score": ("Dense 32 → 28, identity (classifier)",)}
     model = replace(_MODEL, capabilities=("rerank", "classify"), labels=labels, heads=heads)
     text = render(replace(_WHOLE, path=path, model=model))
     for part in ("in the same order", "97.5%", "99.0% in the same order", "plain pair      in the WRONG order",
