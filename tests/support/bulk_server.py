@@ -165,8 +165,8 @@ def _items_of(body: dict[str, Any]) -> list[str]:
     """The texts of a request, or its pairs as "text|text"."""
     if "queries" in body:
         return [f"{query}|{document}" for query, document in zip(body["queries"], body["documents"], strict=True)]
-    items: list[Any] = body["inputs"] if "inputs" in body else body["input"]
-    return ["|".join(item) if isinstance(item, list) else item for item in items]
+    inputs: list[Any] = body["input"] if "input" in body else body["inputs"]
+    return ["|".join(item) if isinstance(item, list) else item for item in inputs]
 
 
 def _encoded(value: Any, dtype: str, *, as_base64: bool) -> Any:
