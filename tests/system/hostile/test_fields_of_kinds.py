@@ -37,11 +37,13 @@ def cases_of(path: str, good: dict[str, Any], status: int, values: dict[str, dic
     ]
 
 
-_WHOLE = {'"3"': ("whole number", "string"), "1.5": ("whole number",), "true": ("boolean",), "[1]": ("list",)}
-_NOT_NEGATIVE = {**_WHOLE, "-1": ("at least 0", "-1"), str(HUGE): ("too large",)}
-_POSITIVE = {**_WHOLE, "0": ("at least 1", "0"), "-1": ("at least 1", "-1"), str(HUGE): ("too large",)}
-_FLAG = {"5": ("true or false",), '"maybe"': ("true or false",), "[]": ("true or false",)}
-_TEXTS = {
+Wrong = dict[str, tuple[str, ...]]
+"""By the wrong value, as JSON: what the message says."""
+_WHOLE: Wrong = {'"3"': ("whole number", "string"), "1.5": ("whole number",), "true": ("boolean",), "[1]": ("list",)}
+_NOT_NEGATIVE: Wrong = {**_WHOLE, "-1": ("at least 0", "-1"), str(HUGE): ("too large",)}
+_POSITIVE: Wrong = {**_WHOLE, "0": ("at least 1", "0"), "-1": ("at least 1", "-1"), str(HUGE): ("too large",)}
+_FLAG: Wrong = {"5": ("true or false",), '"maybe"': ("true or false",), "[]": ("true or false",)}
+_TEXTS: Wrong = {
     "[]": ("empty",),
     "5": ("string",),
     "{}": ("string",),
@@ -51,7 +53,7 @@ _TEXTS = {
     "[null]": ("[0]", "null"),
     json.dumps(["d"] * MANY): (str(MANY), "2048", "--max-inputs"),
 }
-_QUERY = {"5": ("string",), "[]": ("string", "list"), "{}": ("query.text",), '{"text":5}': ("query.text",)}
+_QUERY: Wrong = {"5": ("string",), "[]": ("string", "list"), "{}": ("query.text",), '{"text":5}': ("query.text",)}
 RANKED = {"query": "a query", "documents": ["one", "two"]}
 RERANK: list[Case] = [
     *cases_of(
