@@ -59,9 +59,9 @@ MIXES: Mapping[str, Mix] = {
 }
 
 
-def measure_rerank(experiment: Experiment, peers: Sequence[str]) -> Iterator[Finding]:
-    """Each mix, against each of `peers`, of PEERS, and against `experiment.base`. A peer that cannot be had, or whose
-    scores are others, is said on stderr, and left out. Raises ServerFailure."""
+def measure_rerank(experiment: Experiment, mixes: Sequence[str], peers: Sequence[str]) -> Iterator[Finding]:
+    """Each of `mixes`, against each of `peers`, of PEERS, and against `experiment.base`. A peer that cannot be
+    had, or whose scores are others, is said on stderr, and left out. Raises ServerFailure."""
     source = TextSource(experiment.model, _SEED)
     bodies = {name: [source.body(mix.lengths) for _ in range(_NUM_BODIES)] for name, mix in MIXES.items()}
     with ExitStack() as stack:
@@ -85,7 +85,8 @@ def measure_rerank(experiment: Experiment, peers: Sequence[str]) -> Iterator[Fin
                 title = f"{name} {recipe.version}, {recipe.remark}"
                 servers[title], details[title] = server, facts
         sessions = [server.session for server in servers.values()]
-        for name, mix in MIXES.items():
+        for name in mixes:
+            mix = MIXES[name]
             await_asleep(sessions)
             neighbours = Neighbours(sessions)
             rates = _take_turns(servers, bodies[name], experiment)
@@ -195,7 +196,7 @@ def _measure(arguments: argparse.Namespace, model: Path, folder: Path) -> Iterat
         base=arguments.base and arguments.base.resolve(),
     )
     if "rerank" in arguments.sections:
-        yield from measure_rerank(experiment, arguments.peers)
+        yield from measure_rerank(experiment, arguments.mixes, arguments.peers)
     if "fairness" in arguments.sections:
         yield from measure_fairness(experiment)
 
@@ -214,8 +215,9 @@ def _make_parser() -> argparse.ArgumentParser:
         default=",".join(PEERS),
         help="servers that vecd is measured against; '' for none",
     )
-    add("--rounds", type=int, default=7, metavar="N", help="turns of each server")
-    add("--seconds", type=float, default=8.0, metavar="S", help="least length of a turn")
+    add("--mixes", type=lambda value: parse_names(value, MIXES), default=",".join(MIXES), help="lengths of documents")
+    add("--rounds", type=int, default=5, metavar="N", help="turns of each server")
+    add("--seconds", type=float, default=5.0, metavar="S", help="least length of a turn")
     add("--flags", default="", help="of vecd; write --flags='…'")
     add("--base", type=Path, metavar="FOLDER", help="a checkout of a commit of vecd that is measured, too")
     add("--results", type=Path, default=RESULTS, metavar="FOLDER", help="where the findings are recorded")

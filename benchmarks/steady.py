@@ -3,7 +3,8 @@
 Owns the clients of one server, and that it uses nothing between its turns. Called by `benchmarks.rerank`.
 
 A turn must not begin with an empty server, nor end with one: filling and emptying it takes longer than the turn. So a
-peer is stopped in the middle of its work (SIGSTOP), and goes on with it in its next turn, with the same connections.
+peer is stopped in the middle of its work (SIGSTOP), and goes on with it in its next turn, with the same connections:
+its turns make one long run.
 vecd, whose supervisor would take stopped processes for stuck ones, drops the work of clients that leave: they do, and
 fill it anew.
 """
@@ -13,8 +14,8 @@ import itertools
 import os
 import signal
 import time
-from collections import deque
 from collections.abc import Callable, Sequence
+from typing import TypeVar
 
 import uvloop
 
@@ -27,10 +28,10 @@ from vecd.client.connection import parse_target
 NUM_CLIENTS = 16
 _CONNECT_EVERY_S = 0.05
 """If all came at once, the process that wakes first would accept most of them."""
-_SETTLE_S = 1.0
-"""After a peer goes on: its caches are cold."""
 _POLL_S = 0.02
 _TIMEOUT_S = 180.0
+
+Found = TypeVar("Found")
 
 
 class SteadyLoad:
@@ -45,8 +46,10 @@ class SteadyLoad:
         self._num_documents = {body.render(self._target): len(body.documents) for body in (*first, *rest)}
         requests = list(self._num_documents)
         self._first, self._rest = requests[:NUM_CLIENTS], itertools.cycle(requests[NUM_CLIENTS:])
-        self._answers: deque[tuple[float, int]] = deque()
-        """When each response came, and with how many documents."""
+        self._answers: list[tuple[float, int]] = []
+        """When each response came, by the time in which the server was not stopped, and with how many documents."""
+        self._stopped_s = 0.0
+        self._stopped_at: float | None = None
         self._loop = uvloop.new_event_loop()
         self._crowd: Crowd | None = None
         self._connections: list[Connection] = []
@@ -58,6 +61,7 @@ class SteadyLoad:
         finally:
             if self._stops:
                 os.killpg(self._session, signal.SIGSTOP)
+                self._stopped_at = time.perf_counter()
             else:
                 self._leave()
 
@@ -74,12 +78,15 @@ class SteadyLoad:
         if self._crowd is None:
             crowd = await self._come()
             await self._await(crowd, lambda: len(self._answers) >= NUM_CLIENTS or None)
+            self._answers.clear()
         else:
             crowd = self._crowd
             os.killpg(self._session, signal.SIGCONT)
-            await crowd.sleep(_SETTLE_S)
-        self._answers.clear()
-        return await self._await(crowd, lambda: rate_of(self._answers, duration_s))
+            if self._stopped_at is not None:
+                self._stopped_s += time.perf_counter() - self._stopped_at
+        rate, last = await self._await(crowd, lambda: rate_of(self._answers, duration_s))
+        del self._answers[:last]  # the next turn begins where this one has ended
+        return rate
 
     async def _come(self) -> Crowd:
         """Connect, each with its first request at once."""
@@ -99,12 +106,13 @@ class SteadyLoad:
 
         self._loop.run_until_complete(leave())
         self._connections.clear()
+        self._answers.clear()
         self._crowd = None
 
     def _count(self, request: bytes) -> None:
-        self._answers.append((time.perf_counter(), self._num_documents[request]))
+        self._answers.append((time.perf_counter() - self._stopped_s, self._num_documents[request]))
 
-    async def _await(self, crowd: Crowd, look: Callable[[], float | None]) -> float:
+    async def _await(self, crowd: Crowd, look: Callable[[], Found | None]) -> Found:
         """What `look` returns once it is not None. Raises ServerFailure when that takes too long."""
         deadline_s = time.perf_counter() + _TIMEOUT_S
         while (found := look()) is None:
@@ -114,14 +122,13 @@ class SteadyLoad:
         return found
 
 
-def rate_of(answers: Sequence[tuple[float, int]], duration_s: float) -> float | None:
+def rate_of(answers: Sequence[tuple[float, int]], duration_s: float) -> tuple[float, int] | None:
     """Documents per second from the first answer, which is not counted, to the first one that came `duration_s` later
-    or more; None while there is none. Answers are (when, documents), in their order."""
+    or more, and the index of that; None while there is none. Answers are (when, documents), in their order."""
     num_documents = 0
-    for when_s, num in answers:
-        if when_s == answers[0][0]:
-            continue
-        num_documents += num
-        if when_s - answers[0][0] >= duration_s:
-            return num_documents / (when_s - answers[0][0])
+    for index, (when_s, num) in enumerate(answers):
+        elapsed_s = when_s - answers[0][0]
+        num_documents += num if index else 0
+        if elapsed_s >= duration_s:
+            return num_documents / elapsed_s, index
     return None

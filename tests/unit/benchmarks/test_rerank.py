@@ -71,8 +71,8 @@ def test_first_requests_have_more_and_more_documents() -> None:
 
 def test_a_rate_is_from_one_response_to_another() -> None:
     answers = [(10.0, 32), (11.0, 32), (14.0, 16), (18.0, 32), (19.0, 32)]
-    assert rate_of(answers, 8.0) == (32 + 16 + 32) / 8
-    assert rate_of(answers, 8.5) == (32 + 16 + 32 + 32) / 9
+    assert rate_of(answers, 8.0) == ((32 + 16 + 32) / 8, 3)
+    assert rate_of(answers, 8.5) == ((32 + 16 + 32 + 32) / 9, 4)
     assert rate_of(answers, 9.5) is None
     assert rate_of([], 1.0) is None
 
