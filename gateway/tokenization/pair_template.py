@@ -117,6 +117,14 @@ class TemplatedPairs:
         max_chars = self._texts.max_chars - len(end.text)
         max_own = limits.max_tokens - len(head) - len(end.ids)
         num_rest, num_end = (len(self._texts.all_ids(text)) if text else 0 for text in (rest, end.text))
+        if max_own <= num_rest + num_end:
+            # All documents would get the same score.
+            num_tokens = len(head) + num_rest + num_end + len(end.ids)
+            raise BadRequest(
+                f"'query': it has {num_tokens} tokens with the model's template and the instruction, and a pair may "
+                f"have {limits.max_tokens}: no room is left for a document (max_tokens_per_query cuts the query)",
+                param="query",
+            )
         most = None if limits.max_document_tokens is None else num_rest + limits.max_document_tokens + num_end
         num_needed = max(0, max_own) if most is None else min(max(0, max_own), most)
         texts = [document[:max_chars] + end.text for document, _ in documents]
