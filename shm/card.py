@@ -146,6 +146,11 @@ class ModelCard:
         return frozenset(found)
 
     @property
+    def reads_first_tokens_only(self) -> bool:
+        """Whether nothing of the model needs the last hidden state of another token than each sequence's first."""
+        return self.score is not None and self.score.pooling == "cls" and self.outputs == {Output.SCORES}
+
+    @property
     def row_dim(self) -> int:
         """Floats of a row in a slot."""
         output = self.main_output

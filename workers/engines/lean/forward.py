@@ -50,6 +50,7 @@ class LeanForward:
         arrays.release()  # what was converted is not read again
         self._positions_after = encoder.positions_after
         self._windows, self._is_causal, self._has_types = made.windows, encoder.is_causal, made.has_types
+        self._has_first_tokens_only = made.has_first_tokens_only
         self.num_private_bytes = sum(made.weights[name].nbytes for name in made.products)
         """Memory for weights that every further forward pass of this model needs for itself."""
         lent: dict[str, onnxruntime.OrtValue] = {} if like is None else like._weights
@@ -75,7 +76,8 @@ class LeanForward:
         arrays.release()
 
     def __call__(self, layout: Layout) -> NDArray[np.float32]:
-        """The last layer's hidden states, [T, H], in the layout's order. Raises what the session raises."""
+        """The last layer's hidden states, [T, H], in the layout's order; of a model that reads no others, those of each
+        sequence's first token, [B, H]. Raises what the session raises."""
         after = self._positions_after
         positions = layout.offsets() if after is None else layout.positions_after(after)
         feeds = {
@@ -87,6 +89,8 @@ class LeanForward:
         }
         if self._has_types:
             feeds["token_types"] = layout.token_types()
+        if self._has_first_tokens_only:
+            feeds["firsts"] = layout.starts
         for name, window in self._windows.items():
             feeds[name] = pieces_of(layout.runs, window, self._is_causal)
         [hidden] = self._session.run(None, feeds)

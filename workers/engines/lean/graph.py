@@ -46,6 +46,8 @@ class EncoderGraph:
     """Inputs for `pieces_of` these windows. Where tokens may not be attended to, all attention goes by pieces."""
     has_types: bool = False
     """Whether there is an input for the types of tokens."""
+    has_first_tokens_only: bool = False
+    """Whether the result has a row for the first token of each sequence alone; these are an input then."""
 
 
 def encoder_graph(
@@ -69,7 +71,7 @@ class _Builder:
         self._graph = Graph("pass")
         self._int8 = Int8Products(self._graph, is_signed=has_vnni()) if is_int8 else None
         has_types = card.has_segments and encoder.types is not None and len(self._tensor(encoder.types)) > 1
-        self._made = EncoderGraph(b"", has_types=has_types)
+        self._made = EncoderGraph(b"", has_types=has_types, has_first_tokens_only=card.reads_first_tokens_only)
         self._positions: Value = ""
         """[T, 1]."""
         self._rotations: dict[tuple[float, float], list[Value]] = {}
@@ -91,11 +93,14 @@ class _Builder:
         whole = _Pieces(starts, starts, counts, lengths, lengths)
         if any(layer.theta is not None for layer in self._encoder.layers):
             self._positions = graph.node("Unsqueeze", positions, graph.constant([1]))
+        firsts = graph.input("firsts", Element.INT64, ["sequences"]) if self._made.has_first_tokens_only else None
+        last = len(self._encoder.layers) - 1
         for index, layer in enumerate(self._encoder.layers):
-            x = self._layer(layer, x, self._attention(layer, whole), f"attention_{index}")
+            wanted = firsts if index == last else None
+            x = self._layer(layer, x, self._attention(layer, whole), f"attention_{index}", wanted)
         if self._encoder.final_norm is not None:
             x = self._norm(self._encoder.final_norm, x)
-        graph.output(x, Element.FLOAT32, ["tokens", width])
+        graph.output(x, Element.FLOAT32, ["tokens" if firsts is None else "sequences", width])
         self._made.content = graph.to_bytes()
         return self._made
 
@@ -120,15 +125,22 @@ class _Builder:
             x = self._plus(x, self._weight("embeddings/types", types[0]))
         return x if encoder.embedding_norm is None else self._norm(encoder.embedding_norm, x)
 
-    def _layer(self, layer: LayerSpec, x: Value, attention: "_Attention", name: str) -> Value:
+    def _layer(
+        self, layer: LayerSpec, x: Value, attention: "_Attention", name: str, wanted: Value | None = None
+    ) -> Value:
+        """`wanted`: the tokens that the result has; None: all. The others are computed as far as attention alone."""
         if self._encoder.final_norm is None:
-            x = self._norm(layer.attention_norm, self._plus(self._attended(layer, x, attention, name), x))
+            attended = self._attended(layer, x, attention, name, wanted)
+            x = self._norm(layer.attention_norm, self._plus(attended, self._some(x, wanted)))
             return self._norm(layer.norm, self._plus(self._fed_forward(layer, x), x))
-        attended = self._attended(layer, self._norm(layer.attention_norm, x), attention, name)
-        x = self._plus(self._norm(layer.attended_norm, attended), x)
+        attended = self._attended(layer, self._norm(layer.attention_norm, x), attention, name, wanted)
+        x = self._plus(self._norm(layer.attended_norm, attended), self._some(x, wanted))
         return self._plus(self._norm(layer.fed_forward_norm, self._fed_forward(layer, self._norm(layer.norm, x))), x)
 
-    def _attended(self, layer: LayerSpec, x: Value, attention: "_Attention", name: str) -> Value:
+    def _some(self, x: Value, wanted: Value | None) -> Value:
+        return x if wanted is None else self._graph.node("Gather", x, wanted)
+
+    def _attended(self, layer: LayerSpec, x: Value, attention: "_Attention", name: str, wanted: Value | None) -> Value:
         if layer.theta is None:
             weight, bias = (self._side_by_side(layer.qkv, part) for part in ("weight", "bias"))
             qkv = self._product(layer.qkv[0], x, weight, bias)
@@ -137,7 +149,10 @@ class _Builder:
         else:
             rotated = self._rotated(layer, (layer.theta, layer.frequency_divisor), x)
             query, key, value = (attention.framed(each) for each in rotated)
-        return self._linear(layer.out, attention(query, key, value, name))
+        attended = self._some(attention(query, key, value, name), wanted)
+        if wanted is not None and self._int8 is not None:
+            self._int8.use_fewer_rows()
+        return self._linear(layer.out, attended)
 
     def _rotated(self, layer: LayerSpec, base: tuple[float, float], x: Value) -> tuple[Value, Value, Value]:
         """Query, key and value, each [T, heads · head dim], with rotary positions. Three products, because one would

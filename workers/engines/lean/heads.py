@@ -76,8 +76,8 @@ def _score_heads(card: ModelCard) -> LeanHeads:
     match score.pooling:
         case "":
             return {Output.TOKEN_SCORES: lambda hidden, layout: logits(hidden)}
-        case "cls":
-            return {Output.SCORES: lambda hidden, layout: logits(hidden[layout.starts])}
+        case "cls":  # the graph gives the states of first tokens alone
+            return {Output.SCORES: lambda hidden, layout: logits(hidden)}
         case "lasttoken":
             return {Output.SCORES: lambda hidden, layout: logits(_last(hidden, layout, score.padding_id))}
         case pooling:

@@ -57,6 +57,10 @@ class Int8Products:
         product = self._graph.node("MatMulIntegerToFloat", inputs, values, self._one, scales, *zeros, domain=MICROSOFT)
         return self._graph.node("Mul", product, input_scales)
 
+    def use_fewer_rows(self) -> None:
+        """The inputs that follow have another number of rows, [T', K]."""
+        self._zeros = ""
+
     def _quantize(self, x: Value) -> tuple[Value, Value]:
         """uint8 [T, K] and scales [T, 1]."""
         if x not in self._quantized:

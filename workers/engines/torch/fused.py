@@ -41,7 +41,6 @@ from vecd.workers.engines.torch.fused_attention import (
     rotations,
 )
 from vecd.workers.engines.torch.linear import ACTIVATIONS, Activation, Linear, make_linear, type_between_layers
-from vecd.workers.engines.torch.score_head import reads_first_tokens_only
 from vecd.workers.families.description import EncoderSpec, LayerSpec, NotDescribed, bias_of_distances, describe
 from vecd.workers.families.encoders import FUSED_FAMILIES
 from vecd.workers.layout import Layout, Run
@@ -213,7 +212,7 @@ def load_fused(card: ModelCard, dtype: str) -> FusedForward:
         weights = map_tensors(Path(card.weights_folder))
         forward = _Builder(
             describe(card, weights), weights, dtype, card.max_tokens, has_segments=card.has_segments
-        ).build(has_first_tokens_only=reads_first_tokens_only(card))
+        ).build(has_first_tokens_only=card.reads_first_tokens_only)
         forward.warm(card.max_tokens)
         return forward
     except (OSError, SafetensorError, ValueError, KeyError, TypeError, RuntimeError) as error:

@@ -36,11 +36,6 @@ def load_score_heads(card: ModelCard, device: torch.device) -> Heads:
     return {Output.SCORES: lambda hidden, layout: logits(pool(hidden, layout.runs, (score.pooling,)))}
 
 
-def reads_first_tokens_only(card: ModelCard) -> bool:
-    """Whether nothing of the model needs the last hidden state of another token than each sequence's first."""
-    return card.score is not None and card.score.pooling == "cls" and card.outputs == {Output.SCORES}
-
-
 def _first(hidden: Tensor, layout: Layout, padding_id: int | None) -> Tensor:
     if len(hidden) == layout.starts.size:
         return hidden  # of first tokens only, as the fused path returns them
