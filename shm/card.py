@@ -176,7 +176,8 @@ class ModelCard:
     def has_segments(self) -> bool:
         """Whether the tokens of the second part of a pair have another type, if the model has types. The families
         whose positions begin after the padding have tokenizers that give every token type 0."""
-        return self.score is not None and self.model_type not in POSITIONS_AFTER_PADDING
+        has_none = self.score is None or not self.score.has_segments
+        return not has_none and self.model_type not in POSITIONS_AFTER_PADDING
 
     @property
     def is_normalized(self) -> bool:
@@ -371,6 +372,9 @@ def _with_score(transformer: _Transformer, capabilities: tuple[str, ...], head: 
     """The card of a model for classification."""
     sentence_bert = _read_sentence_bert(transformer.path, "sequence-classification", "sequence-classification")
     num_labels = len(head.labels)
+    inputs = read_optional(transformer.path / "tokenizer_config.json").get("model_input_names")
+    if isinstance(inputs, list) and "token_type_ids" not in inputs:
+        head = replace(head, has_segments=False)
     return transformer.card(sentence_bert, dim=num_labels, num_labels=num_labels, capabilities=capabilities, score=head)
 
 

@@ -85,6 +85,8 @@ class ScoreHead:
     """The name of the class in transformers, which is the reference."""
     pair_template: PairTemplate | None = None
     """None: the tokenizer's own."""
+    has_segments: bool = True
+    """False: the tokenizer's settings leave token types out, so that all tokens have type 0."""
     padding_id: int | None = None
     """Of pooling "lasttoken": the last token with another id is pooled, as in transformers; None: the last one."""
 

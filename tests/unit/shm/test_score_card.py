@@ -287,3 +287,14 @@ def test_the_tokens_of_a_pair_have_types_by_family(model_type: str, has_segments
 def test_an_embedder_has_no_segments(tmp_path: Path) -> None:
     Folder(tmp_path)
     assert not read_card(tmp_path).has_segments
+
+
+@pytest.mark.parametrize(
+    ("inputs", "has_segments"),
+    [(None, True), (["input_ids", "token_type_ids", "attention_mask"], True), (["input_ids", "attention_mask"], False)],
+)
+def test_a_tokenizer_may_leave_token_types_out(inputs: list[str] | None, has_segments: bool, tmp_path: Path) -> None:
+    model = Classifier(tmp_path, **ONE)
+    model.change("tokenizer_config.json", model_input_names=inputs)
+    assert model.card().has_segments is has_segments
+    assert ModelCard.from_json(model.card().to_json()) == model.card()
