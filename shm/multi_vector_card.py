@@ -205,7 +205,7 @@ def _words_in(path: Path, settings: Mapping[str, Any]) -> list[str]:
 SPARSE_LINEAR, COLBERT_LINEAR = "sparse_linear", "colbert_linear"
 """Files beside the model's, as .safetensors or .pt."""
 
-_UNUSED_TOKENS = ("cls_token", "eos_token", "pad_token", "unk_token")
+_UNUSED_TOKENS = ("cls_token", "sep_token", "eos_token", "pad_token", "unk_token")
 
 
 def has_bge_m3(folder: Path) -> bool:

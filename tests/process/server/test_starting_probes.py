@@ -112,10 +112,10 @@ import os, sys, time
 from vecd.launch.config import plan
 read_card = plan.read_card
 
-def wait(folder):
+def wait(folder, kind):
     while not os.path.exists("go on"):
         time.sleep(0.02)
-    return read_card(folder)
+    return read_card(folder, kind)
 
 plan.read_card = wait
 from vecd.launch.cli import main

@@ -152,7 +152,8 @@ def test_nothing_is_left_when_everything_is_killed_at_once():
     with running_server("--engine", "weightless", "--workers", "1", must_exit_cleanly=False) as server:
         processes = server.processes()
         for process in processes:
-            process.kill()
+            with suppress(psutil.NoSuchProcess):  # the death of those before it may have ended it
+                process.kill()
         server.process.wait(10)
         eventually(lambda: not any(is_alive(process) for process in processes), 5)
         assert os.listdir(server.folder / "tmp") == []
