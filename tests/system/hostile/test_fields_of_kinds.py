@@ -84,6 +84,7 @@ RERANK: list[Case] = [
     ("/invocations", {"text_pairs": [["a", "b"]] * MANY}, 400, ("text_pairs", "2048", "--max-inputs")),
     ("/rerank", {**RANKED, "documents": ["a", LONG], "overflow": "error"}, 400, ("512", "index 1")),
     # Half a surrogate, and values that are large where no text is expected, are found before the shape is known.
+    ("/rerank", {**RANKED, "query": LONG}, 400, ("'query'", "512", "no room is left")),
     ("/rerank", {**RANKED, "instruction": LONG}, 422, ("instruction", "262144 bytes")),
     ("/rerank", b'{"query":"\\ud800","documents":["a"]}', 422, ("query", "surrogate")),
     ("/rerank", b'{"query":"a","documents":["b","\\udc00"]}', 422, ("documents[1]", "surrogate")),
@@ -161,7 +162,7 @@ HYBRID: list[Case] = [
 ]
 GOOD: dict[str, list[tuple[str, dict[str, Any]]]] = {
     "rerank": [
-        ("/rerank", {"query": LONG, "documents": ["a", "b"]}),
+        ("/rerank", {"query": LONG, "documents": ["a", "b"], "max_tokens_per_query": 9}),
         ("/rerank", {"query": "a", "documents": ["a", LONG]}),
         ("/rerank", {**RANKED, "max_tokens_per_doc": 0, "top_n": 2**63}),
         ("/rerank", {**RANKED, "max_tokens_per_doc": 2**63, "top_n": 0}),

@@ -280,4 +280,4 @@ def test_types_cost_a_model_for_vectors_nothing(classifier: Callable[..., Path])
     for kind in ("auto", "dense"):
         forward = LeanForward(read_card(folder, kind))
         inputs[kind] = {given.name for given in forward._session.get_inputs()}
-    assert inputs["auto"] - inputs["dense"] == {"token_types"}
+    assert inputs["auto"] - inputs["dense"] == {"token_types", "firsts"}
