@@ -80,9 +80,9 @@ class Server:
         return self._child("vecd.launch.child gateway")
 
     def gateways(self) -> dict[int, psutil.Process]:
-        """Those that run, by index; one that has just ended may still be told of."""
-        told = ((g["gateway"], g["pid"]) for g in self.info()["gateways"])
-        return {index: psutil.Process(pid) for index, pid in told if pid and psutil.pid_exists(pid)}
+        """Those that run, by index. `/info` may still list one that has just ended."""
+        listed = ((g["gateway"], g["pid"]) for g in self.info()["gateways"])
+        return {index: psutil.Process(pid) for index, pid in listed if pid and psutil.pid_exists(pid)}
 
     @contextmanager
     def client_of(self, gateway: int) -> Iterator[httpx.Client]:
