@@ -297,9 +297,17 @@ def test_a_client_that_leaves_cancels_the_rest_of_its_documents(switching: Switc
     documents = [" ".join(rng.choice(KINDS["rerank"].words, size=56)) for _ in range(num_documents)]
     body = orjson.dumps({"query": "w5", "documents": documents})
     before = metrics_of(server)["sequences_total"]
-    with socket.create_connection(("127.0.0.1", server.port)) as client:
-        client.sendall(b"POST /rerank HTTP/1.1\r\nhost: a\r\ncontent-length: %d\r\n\r\n%b" % (len(body), body))
-        eventually(lambda: metrics_of(server)["sequences_total"] > before, DEADLINE_S)
+    stopped = workers(server)  # until the client has left: a fast machine would have computed them all
+    for worker in stopped:
+        worker.suspend()
+    try:
+        with socket.create_connection(("127.0.0.1", server.port)) as client:
+            client.sendall(b"POST /rerank HTTP/1.1\r\nhost: a\r\ncontent-length: %d\r\n\r\n%b" % (len(body), body))
+            eventually(lambda: metrics_of(server)["in_flight_tokens"] > 0, DEADLINE_S)
+        eventually(lambda: metrics_of(server)["queued_sequences"] == 0, DEADLINE_S)
+    finally:
+        for worker in stopped:
+            worker.resume()
     eventually(lambda: all(metrics_of(server)[name] == 0 for name in IN_USE), DEADLINE_S)
     computed = metrics_of(server)["sequences_total"] - before
     record("a client leaves 2,000 documents", computed=computed)
