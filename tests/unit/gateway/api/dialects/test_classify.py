@@ -269,6 +269,12 @@ def test_what_classify_refuses(fields, param):
     assert "secret" not in caught.value.message
 
 
+def test_ids_of_classify_are_the_model_s():
+    """vLLM's clients have them from the server's own /tokenize."""
+    request = ask(CLASSIFY, {"input": [5, 6]}, model_info=MOODS).request
+    assert (request.inputs, request.tokenizing.are_ids_of_model) == ([[5, 6]], True)
+
+
 @pytest.mark.parametrize(
     ("fields", "expected"),
     [
