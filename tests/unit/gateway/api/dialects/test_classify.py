@@ -292,6 +292,24 @@ def test_pooling_gives_the_scores_of_all_labels(fields, expected):
         assert item["data"] == pytest.approx(expected, rel=1e-12)
 
 
+@pytest.mark.parametrize("model_info", [MOODS, NER])
+@pytest.mark.parametrize(
+    ("fields", "param"),
+    [
+        ({"encoding_format": "bytes"}, "encoding_format"),
+        ({"encoding_format": "npy"}, "encoding_format"),
+        ({"output_dtype": "int8"}, "output_dtype"),
+        ({"output_dtype": "ubinary"}, "output_dtype"),
+        ({"encoding_format": "base64", "embedding_type": "binary"}, "embedding_type"),
+        ({"dimensions": 2}, "dimensions"),
+    ],
+)
+def test_scores_are_not_vectors(model_info, fields, param):
+    with pytest.raises(BadRequest) as caught:
+        ask(POOLING, {"input": "a", **fields}, model_info=model_info)
+    assert caught.value.param == param
+
+
 @pytest.mark.parametrize(("task", "model_info"), [("embed", MOODS), ("classify", PLAIN), ("token_classify", MOODS)])
 def test_a_task_of_another_model_is_refused(task, model_info):
     with pytest.raises(WrongModel) as caught:
