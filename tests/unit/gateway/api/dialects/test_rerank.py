@@ -438,6 +438,40 @@ def test_sagemaker_gets_scores_in_the_order_of_its_pairs():
 
 
 @pytest.mark.parametrize("in_pieces", [False, True])
+@pytest.mark.parametrize("operation", [ROOT, tei.DIALECT.operations["POST /invocations"]])
+def test_opensearch_gets_scores_in_the_order_of_its_pairs(operation, in_pieces):
+    pairs = [{"text": "q", "text_pair": "a"}, {"text": "q", "text_pair": "b"}]
+    asked = ask(operation, {"inputs": pairs}, model_info=CROSS_ENCODER, in_pieces=in_pieces)
+    assert asked.request.inputs == [Pair("q", "a"), Pair("q", "b")]
+    assert asked.request.tokenizing.overflow is Overflow.TRUNCATE
+    assert body_of(asked.render(of_logits([0.0, 1000.0]))) == b'[{"score":0.5},{"score":1.0}]'
+    fields = {"inputs": pairs, "parameters": {"truncate": False, "raw_scores": True}}
+    asked = ask(operation, fields, model_info=CROSS_ENCODER, in_pieces=in_pieces)
+    assert asked.request.tokenizing.overflow is Overflow.ERROR
+    assert body_of(asked.render(of_logits([3.0, -1.0]))) == b'[{"score":3.0},{"score":-1.0}]'
+    asked = ask(operation, {"inputs": [["q", "a"], ["r", "b"]]}, model_info=MULTI_VECTOR, in_pieces=in_pieces)
+    assert (asked.request.inputs, asked.request.tokenizing.num_queries) == (["q", "r", "a", "b"], 2)
+
+
+@pytest.mark.parametrize(
+    ("inputs", "error"),
+    [
+        ("a", WrongModel),
+        (["a", "b"], WrongModel),
+        ([["a"]], WrongModel),
+        ([1, 2], WrongModel),
+        ([], WrongModel),
+        ([{"text": "q"}], WrongModel),
+        ([{"text": "q", "text_pair": 5}], BadRequest),
+        ([["q", "a"]] * 7, TooManyInputs),
+    ],
+)
+def test_other_inputs_of_a_model_that_ranks_are_refused(inputs, error):
+    with pytest.raises(error):
+        ask(ROOT, {"inputs": inputs}, model_info=CROSS_ENCODER)
+
+
+@pytest.mark.parametrize("in_pieces", [False, True])
 @pytest.mark.parametrize(
     "pairs", ["a", [], ["a"], [["a"]], [["a", "b", "c"]], [["a", 1]], [["a", "b"], None], [[1, 2]]]
 )
