@@ -172,6 +172,19 @@ def test_all_kinds_in_one_response():
     assert struct.unpack("<2f", base64.b64decode(item["embedding"])) == pytest.approx((0.6, 0.8))
 
 
+def test_a_dense_vector_of_another_length_among_several_kinds():
+    other = replace(M3, is_normalized=False)
+    fields = {"input": "a", "output": ["dense", "sparse"]}
+    collected = hybrid_rows()
+    collected.dense[0] = [3, 4]
+    for wanted, expected in (({}, [3, 4]), ({"normalize": True}, [0.6, 0.8]), ({"normalize": False}, [3, 4])):
+        [item] = rendered(ask(EMBEDDINGS, {**fields, **wanted}, model_info=other), collected)["data"]
+        assert item["embedding"] == pytest.approx(expected)
+    with pytest.raises(BadRequest, match="int8 is for vectors of length 1"):
+        ask(EMBEDDINGS, {**fields, "output_dtype": "int8"}, model_info=other)
+    ask(EMBEDDINGS, {**fields, "output_dtype": "int8", "normalize": True}, model_info=other)
+
+
 @pytest.mark.parametrize(
     ("fields", "output"),
     [
