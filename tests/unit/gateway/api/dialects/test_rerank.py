@@ -26,7 +26,7 @@ from vecd.gateway.api.operations import Operation
 from vecd.gateway.api.registry import ROUTES
 from vecd.gateway.types.errors import BadRequest, EmptyInput, ModelNotFound, TooManyInputs, WrongModel
 from vecd.gateway.types.request import Overflow, Pair, Priority, Role
-from vecd.shm.heads import TokenHead
+from vecd.shm.heads import CAPABILITIES, TokenHead
 from vecd.shm.output import Output
 
 RERANK = rerank.DIALECT.operations["POST /v1/rerank"]
@@ -411,7 +411,24 @@ def test_a_model_that_ranks_embeds_nothing(path, body):
 def test_a_body_belongs_to_a_dialect(path, body, dialect):
     handler = ROUTES[path]["POST"].handler
     assert isinstance(handler, OperationsHandler)
-    assert handler.claim_of(body).dialect.name == dialect
+    assert handler.claim_of(body, CAPABILITIES).dialect.name == dialect
+
+
+@pytest.mark.parametrize(
+    ("path", "capability", "dialect"),
+    [
+        ("/classify", "classify", "vllm"),
+        ("/classify", "dense", "openai"),
+        ("/classify", "sparse", "openai"),
+        ("/invocations", "rerank", "tei"),
+        ("/invocations", "dense", "vllm"),
+    ],
+)
+def test_a_body_without_inputs_belongs_to_what_the_model_can_do(path, capability, dialect):
+    """Its error is then about the body, not about the model."""
+    handler = ROUTES[path]["POST"].handler
+    assert isinstance(handler, OperationsHandler)
+    assert handler.claim_of({"text": "a"}, (capability,)).dialect.name == dialect
 
 
 def test_errors_have_what_every_client_reads():
