@@ -25,6 +25,7 @@ from vecd.gateway.encoding.fragments import JsonRows
 from vecd.gateway.encoding.late_rows import LateChunkRows
 from vecd.gateway.pipeline import Pipeline
 from vecd.gateway.tokenization.fair_pool import Threads
+from vecd.gateway.tokenization.late_chunks import find_chunks
 from vecd.gateway.types.config import ApiKey, GatewayConfig
 from vecd.gateway.types.errors import (
     ApiError,
@@ -455,7 +456,6 @@ async def test_late_chunks_of_many_inputs_are_found_in_turns_of_the_event_loop(m
             yield super().tokenize_now(inputs, tokenizing)
 
     turn, turns = 0, []
-    find_chunks = app_module.find_chunks
 
     def find(text, item, late, index, *others, **options):
         turns.append((index, turn))
