@@ -136,6 +136,18 @@ def test_each_query_is_tokenized_once(make, monkeypatch):
     assert len(seen) == 201
 
 
+def test_long_queries_are_not_tokenized_all_at_once(make):
+    """All tokens of the queries of a run are kept, because `longest_first` counts them."""
+    ours = make(tiny_tokenizers.bert(), 64)
+    long = [f"the quick brown fox {n} " * 1000 for n in range(4)]
+
+    async def lengths(pairs: list[Pair]) -> list[int]:
+        return [len(run) async for run in ours.tokenize(pairs)]
+
+    assert asyncio.run(lengths([Pair(query, "a") for query in long])) == [1, 1, 1, 1]
+    assert asyncio.run(lengths([Pair(long[0], "a")] * 40)) == [1, 39]
+
+
 def test_of_a_long_document_only_the_beginning_is_tokenized(make, monkeypatch):
     ours = make(tiny_tokenizers.bert(), 64)
     num_chars: list[int] = []
