@@ -9,7 +9,7 @@ import orjson
 import pytest
 
 from tests.support.arrays import COLBERT, MOODS, NER, RERANKER, SPLADE, TOXIC, render, rendered, rows
-from tests.support.asking import PLAIN, answer, ask, body_of
+from tests.support.asking import PLAIN, answer, ask, body_of, embedded_of, pieces_of
 from vecd.gateway.api.dialects import openai, tei, vllm
 from vecd.gateway.encoding.scores import ScoreRows
 from vecd.gateway.encoding.token_rows import TokenRows
@@ -105,6 +105,14 @@ def test_labels_are_the_best_first_and_equal_ones_in_their_order():
     assert [item["score"] for item in first] == pytest.approx(sorted(SOFTMAX[0], reverse=True), rel=1e-12)
     assert [item["label"] for item in second] == ["sad", "mad", "glad"]
     assert [list(item) for item in first] == [["score", "label"]] * 3
+
+
+def test_results_are_written_text_by_text():
+    """Other threads wait while JSON is written, and a text may have an entity for each of its tokens."""
+    asked = ask(PREDICT, {"inputs": [["a"], ["b"]], "top_k": 1, "raw_scores": True}, model_info=MOODS)
+    response = asked.render(embedded_of(scores(LOGITS)))
+    first, second = b'[{"score":2.0,"label":"glad"}]', b'[{"score":5.0,"label":"sad"}]'
+    assert pieces_of(response) == [b"[", first, b",", second, b"]"]
 
 
 def test_the_response_to_one_text_to_the_byte():
