@@ -23,13 +23,14 @@ _MAX_ROUTES = 8
 """Routes that a message names."""
 
 
+def is_able(operation: Operation, capabilities: Sequence[str]) -> bool:
+    """Whether a model of these capabilities has one that the operation needs."""
+    return not operation.needs or any(need in capabilities for need in operation.needs)
+
+
 def check_model(operation: Operation, capabilities: Sequence[str], routes: Mapping[str, Sequence[str]]) -> None:
-    """Raises WrongModel if a model of these capabilities has none that the operation needs. `routes`: by capability,
-    the paths of the operations that need it."""
-    for need in operation.needs:
-        if need in capabilities:
-            return
-    if operation.needs:
+    """Raises WrongModel unless `is_able`. `routes`: by capability, the paths of the operations that need it."""
+    if not is_able(operation, capabilities):
         raise WrongModel(_message(operation.needs, capabilities, routes))
 
 

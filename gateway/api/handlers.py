@@ -13,7 +13,7 @@ from typing import Any, NamedTuple
 
 from vecd.gateway.admission.principals import Principal
 from vecd.gateway.api.bodies import INLINE_BYTES, parse_small
-from vecd.gateway.api.capabilities import check_model
+from vecd.gateway.api.capabilities import check_model, is_able
 from vecd.gateway.api.context import Context
 from vecd.gateway.api.dialects.headers import parse_timeout_s
 from vecd.gateway.api.fields import REQUEST_ID
@@ -55,9 +55,9 @@ class OperationsHandler:
     def __init__(
         self, claims: tuple[Claim, ...], path: str = "", routes: Mapping[str, Sequence[str]] | None = None
     ) -> None:
-        """`claims`: a body belongs to the first claim whose field it has, or else to the first of all. `path`: a `*`
-        inside it stands for the name of a model, which replaces the one in the body. `routes`: as `check_model` takes
-        them; None: there are none to name."""
+        """`claims`: a body belongs to the first claim whose field it has, or else to the first that the model can
+        answer, or to the first of all. `path`: a `*` inside it stands for the name of a model, which replaces the one
+        in the body. `routes`: as `check_model` takes them; None: there are none to name."""
         self.claims = claims
         self._routes = routes or {}
         self._path_of_model = path if "*" in path else None
@@ -101,14 +101,14 @@ class OperationsHandler:
                 _name(error, parsed.field, is_list=parsed.field in parsed.claim.operation.fields.large)
             raise
 
-    def claim_of(self, body: Mapping[str, Any]) -> Claim:
-        """The claim that a body belongs to."""
+    def claim_of(self, body: Mapping[str, Any], capabilities: Sequence[str]) -> Claim:
+        """The claim that a body belongs to. `capabilities`: the model's."""
         if len(self.claims) == 1:
             return self.claims[0]
         for claim in self.claims:
             if any(body.get(name) is not None for name in claim.operation.claims):
                 return claim
-        return self.claims[0]
+        return next((claim for claim in self.claims if is_able(claim.operation, capabilities)), self.claims[0])
 
     def _field(self, claim: Claim, body: Mapping[str, Any]) -> str | None:
         names = self._input_fields[claim.dialect.name]
@@ -120,7 +120,7 @@ class OperationsHandler:
         """Called in a thread if the body is large."""
         if self._path_of_model is not None:  # Azure's clients send both, and it is the path that names the deployment
             body = {**body, "model": name_in(self._path_of_model, http.path)}
-        claim = self.claim_of(body)
+        claim = self.claim_of(body, context.model_info.capabilities)
         http.timeline.endpoint = claim.endpoint
         operation = claim.operation
         if REQUEST_ID.name in body and REQUEST_ID.name in operation.fields.small:

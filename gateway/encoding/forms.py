@@ -7,11 +7,12 @@ from typing import NamedTuple
 
 from vecd.gateway.types.errors import BadRequest
 from vecd.gateway.types.request import Dtype, EmbedRequest, Encoding, Form
-from vecd.shm.output import ModelSizes
+from vecd.shm.output import ModelSizes, Output
 
 WHOLE = frozenset({Dtype.INT8, Dtype.UINT8})
 PACKED = frozenset({Dtype.BINARY, Dtype.UBINARY})
 DIMS_PER_BYTE = 8
+_SCORES = frozenset({Output.SCORES, Output.TOKEN_SCORES})
 
 
 class Names(NamedTuple):
@@ -42,7 +43,9 @@ def check_forms(request: EmbedRequest, model: ModelSizes, names: Names = DEFAULT
 
 
 def _check_form(form: Form, request: EmbedRequest, model: ModelSizes, has_ranges: bool, names: Names) -> None:
-    if request.output.is_per_token and form.encoding in (Encoding.BYTES, Encoding.NPY):
+    if request.output in _SCORES:
+        _check_scores(form, names)
+    elif request.output.is_per_token and form.encoding in (Encoding.BYTES, Encoding.NPY):
         raise BadRequest(
             f"'{names.encoding}' must be 'float' or 'base64' for vectors of tokens, is '{form.encoding.value}': inputs "
             "have not the same number of them",
@@ -62,6 +65,19 @@ def _check_form(form: Form, request: EmbedRequest, model: ModelSizes, has_ranges
         )
     if form.dtype in WHOLE:
         _check_scale(form, request, model, has_ranges, names)
+
+
+def _check_scores(form: Form, names: Names) -> None:
+    if form.encoding not in (Encoding.FLOAT, Encoding.BASE64):
+        raise BadRequest(
+            f"'{names.encoding}' must be 'float' or 'base64' for scores, is '{form.encoding.value}'",
+            param=names.encoding,
+        )
+    if form.dtype in WHOLE | PACKED:
+        raise BadRequest(
+            f"'{names.dtype}': {form.dtype.value} is for vectors; scores are float32, float16 or bfloat16",
+            param=names.dtype,
+        )
 
 
 def _check_scale(form: Form, request: EmbedRequest, model: ModelSizes, has_ranges: bool, names: Names) -> None:

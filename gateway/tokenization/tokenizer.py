@@ -265,7 +265,7 @@ class Tokenizer:
         """Divide the inputs into runs of as much as one call takes, or of one input each."""
         longest = self._texts.first_chars(self.max_tokens - self._template.num_tokens)
         if _are_pairs(inputs):
-            return runs_of([len(pair.document) for pair in inputs], RUN_CHARS, longest)
+            return runs_of(_lengths_of_pairs(inputs, longest), RUN_CHARS, self.max_chars)
         if _are_texts(inputs):
             return runs_of(map(len, inputs), RUN_CHARS, longest, len(self._prompt_of(how)))
         most = _RUN_DECODED_IDS if self._policy.may_decode(how.are_ids_of_model) else _RUN_IDS
@@ -357,7 +357,7 @@ class Tokenizer:
             return self._pair_template.steps(pairs, indices, self._pair_limits(how), openings)
         prompt = self._prompt if how.prompt is None else how.prompt
         if prompt:
-            prompted = {query: prompt + query for query, _ in pairs}
+            prompted = {query: prompt + query for query in {pair.query for pair in pairs}}
             pairs = [Pair(prompted[query], document) for query, document in pairs]
         return self._pairs.steps(pairs, indices, self._pair_limits(how), openings)
 
@@ -581,6 +581,15 @@ def _are_texts(inputs: Sequence[str | TokenIds] | list[Pair]) -> TypeGuard[list[
 
 def _are_pairs(inputs: Sequence[str | TokenIds] | list[Pair]) -> TypeGuard[list[Pair]]:
     return isinstance(inputs[0], Pair)
+
+
+def _lengths_of_pairs(pairs: list[Pair], longest: int) -> Iterator[int]:
+    """Characters that are tokenized for each pair: of the document at most `longest` for now, and all of the query
+    where it is not that of the pair before."""
+    known: str | None = None
+    for query, document in pairs:
+        yield min(len(document), longest) + (0 if query == known else len(query))
+        known = query
 
 
 def _cost(inputs: Sequence[str | TokenIds] | list[Pair], prompt: str) -> int:

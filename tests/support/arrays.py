@@ -6,10 +6,9 @@ from typing import Any
 import numpy as np
 import orjson
 
-from tests.support.asking import PLAIN, STAGES, body_of
+from tests.support.asking import PLAIN, body_of, embedded_of, reports_of
 from vecd.gateway.api.operations import ParsedEmbed
 from vecd.gateway.tokenization.vocabulary import TokenVocabulary
-from vecd.gateway.types.request import Embedded, InputReport, Source
 from vecd.shm.heads import ScoreHead, SparseHead, TokenHead
 from vecd.shm.output import Output
 
@@ -67,17 +66,8 @@ M3 = replace(
 
 def render(asked: ParsedEmbed, collector: Any, num_inputs: int = 1, **changes: Any) -> bytes:
     """The body of the response with what this has collected. `changes`: of the `Embedded`."""
-    embedded = Embedded(
-        collectors=(collector,),
-        num_tokens=7,
-        num_truncated=0,
-        num_chunked=0,
-        sources=frozenset((Source.TEXT,)),
-        reports=(InputReport(3, False, 1, Source.TEXT),) * num_inputs if asked.request.wants_report else (),
-        num_chars=5,
-        stages=STAGES,
-    )
-    return body_of(asked.render(embedded._replace(**changes)))
+    reports = reports_of(asked, num_inputs)
+    return body_of(asked.render(embedded_of(collector, **{"reports": reports, **changes})))
 
 
 def rendered(asked: ParsedEmbed, collector: Any, num_inputs: int = 1, **changes: Any) -> Any:

@@ -13,7 +13,7 @@ from vecd.gateway.api.model_info import ModelInfo
 from vecd.gateway.api.operations import Call, Operation, ParsedEmbed
 from vecd.gateway.encoding.fragments import Encoder
 from vecd.gateway.types.messages import Response
-from vecd.gateway.types.request import Embedded, InputReport, Overflow, Source, Stages
+from vecd.gateway.types.request import Collector, Embedded, InputReport, Overflow, Source, Stages
 
 REQUEST_ID = "req_1"
 STAGES = Stages(0.004, 0.001, 0.001, 0.002)
@@ -69,6 +69,26 @@ def read_in_pieces(operation: Operation, body: Mapping[str, Any], **bounds: int)
             return fields
 
 
+def embedded_of(*collectors: Collector, **changes: Any) -> Embedded:
+    """The result with these collectors. `changes`: of the `Embedded`."""
+    embedded = Embedded(
+        collectors=collectors,
+        num_tokens=7,
+        num_truncated=0,
+        num_chunked=0,
+        sources=frozenset((Source.TEXT,)),
+        reports=(),
+        num_chars=5,
+        stages=STAGES,
+    )
+    return embedded._replace(**changes)
+
+
+def reports_of(asked: ParsedEmbed, num_inputs: int) -> tuple[InputReport, ...]:
+    """Those of the inputs, if they are asked for."""
+    return (InputReport(3, False, 1, Source.TEXT),) * num_inputs if asked.request.wants_report else ()
+
+
 def answer(asked: ParsedEmbed, rows: NDArray[np.float32], **changes: Any) -> Response:
     """The answer with these rows, one for each input. `changes`: of the `Embedded`."""
     dim = rows.shape[1]
@@ -76,17 +96,7 @@ def answer(asked: ParsedEmbed, rows: NDArray[np.float32], **changes: Any) -> Res
     collectors = Encoder(card).make_collectors(asked.request)
     for collector in collectors:
         collector.put(0, rows)
-    embedded = Embedded(
-        collectors=collectors,
-        num_tokens=7,
-        num_truncated=0,
-        num_chunked=0,
-        sources=frozenset((Source.TEXT,)),
-        reports=tuple(InputReport(3, False, 1, Source.TEXT) for _ in rows) if asked.request.wants_report else (),
-        num_chars=5,
-        stages=STAGES,
-    )
-    return asked.render(embedded._replace(**changes))
+    return asked.render(embedded_of(*collectors, **{"reports": reports_of(asked, len(rows)), **changes}))
 
 
 def pieces_of(response: Response) -> list[bytes | memoryview]:

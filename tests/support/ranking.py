@@ -8,12 +8,12 @@ import numpy as np
 import orjson
 from numpy.typing import NDArray
 
-from tests.support.asking import PLAIN, STAGES, ask, body_of
+from tests.support.asking import PLAIN, ask, body_of, embedded_of
 from vecd.gateway.api.model_info import ModelInfo
 from vecd.gateway.api.operations import Operation
 from vecd.gateway.encoding.scores import ScoreRows
 from vecd.gateway.encoding.token_rows import TokenRows
-from vecd.gateway.types.request import Collector, Embedded, Source
+from vecd.gateway.types.request import Embedded
 from vecd.shm.heads import PairTemplate, ScoreHead, TokenHead
 from vecd.shm.output import Output
 
@@ -51,21 +51,6 @@ CLASSIFIER = replace(
     num_labels=3,
     score=ScoreHead(labels=("a", "b", "c"), activation="softmax", pooling="cls"),
 )
-
-
-def embedded_of(collector: Collector, **changes: Any) -> Embedded:
-    """The result with that collector. `changes`: of the `Embedded`."""
-    embedded = Embedded(
-        collectors=(collector,),
-        num_tokens=7,
-        num_truncated=0,
-        num_chunked=0,
-        sources=frozenset((Source.TEXT,)),
-        reports=(),
-        num_chars=5,
-        stages=STAGES,
-    )
-    return embedded._replace(**changes)
 
 
 def of_logits(logits: Sequence[Any], **changes: Any) -> Embedded:

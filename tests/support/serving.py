@@ -21,7 +21,7 @@ from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from functools import cache, partial
 from pathlib import Path
-from typing import BinaryIO
+from typing import Any, BinaryIO
 
 import httpx
 import numpy as np
@@ -104,6 +104,12 @@ class Server:
 
     def info(self) -> dict:
         return httpx.get(f"{self.url}/info", timeout=10).raise_for_status().json()
+
+    def post(self, path: str, **fields: Any) -> Any:
+        """The JSON of the response to a body with these fields. Asserts that its status is 200."""
+        response = httpx.post(f"{self.url}{path}", json=fields, timeout=30)
+        assert response.status_code == 200, response.text
+        return response.json()
 
     def reload_outcome(self, timeout_s: float = 60) -> str:
         """What the supervisor says of a reload that is asked for now."""

@@ -110,7 +110,9 @@ def parse_classify(call: Call) -> ParsedEmbed | ParsedMessages:
         )
         return _respond(call, "classify", "list", data, embedded)
 
-    request = options.read_request(call, inputs, _NUMBERS, output=Output.SCORES, prompt_fields=_PROMPT_FIELDS)
+    request = options.read_request(
+        call, inputs, _NUMBERS, output=Output.SCORES, prompt_fields=_PROMPT_FIELDS, are_ids_of_model=True
+    )
     request = request._replace(tokenizing=labels.without_chunks(request.tokenizing, model_info))
     return ParsedEmbed(request, render, labels.is_large(len(inputs), model_info))
 

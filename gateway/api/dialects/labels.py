@@ -7,7 +7,7 @@ token (TOKEN_SCORES), of which `vecd.gateway.encoding.entities` makes spans. Sco
 a float64. Called by `vecd.gateway.api.dialects.predict`, `classify` and `vllm`.
 """
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 import numpy as np
@@ -104,13 +104,11 @@ def activated(logits: NDArray[np.float32], head: ScoreHead, activation: str | No
 
 def ranked_labels(
     embedded: Embedded, head: ScoreHead, activation: str | None, top_k: int | None = None
-) -> list[list[dict[str, Any]]]:
+) -> Iterator[list[dict[str, Any]]]:
     """For each text its `top_k` best labels, the best first; None: all."""
-    logits, scores = logits_of(embedded), scores_of(embedded, head, activation).tolist()
-    return [
-        [{"score": row[index], "label": head.labels[index]} for index in ranked(own, top_k)]
-        for own, row in zip(logits, scores, strict=True)
-    ]
+    for logits, scores in zip(logits_of(embedded), scores_of(embedded, head, activation), strict=True):
+        row = scores.tolist()
+        yield [{"score": row[index], "label": head.labels[index]} for index in ranked(logits, top_k)]
 
 
 # --- labels of tokens -------------------------------------------------------------------------------------------
@@ -141,12 +139,13 @@ def entities_of(
     aggregation: str | None,
     activation: str | None,
     ignored: Sequence[str] | None,
-) -> list[list[dict[str, Any]]]:
-    """The entities of each text, with the keys that Hugging Face's pipeline gives them."""
+) -> Iterator[list[dict[str, Any]]]:
+    """The entities of each text, with the keys that Hugging Face's pipeline gives them. There may be as many as tokens,
+    so those of one text are made at a time."""
     head, vocabulary = head_of(model_info), model_info.vocabulary
     aggregation = aggregation or "simple"
     options = {} if ignored is None else {"ignored": ignored}
-    found = []
+    key = "entity" if aggregation == "none" else "entity_group"
     for matrix, ids, offsets, text in zip(
         matrices_of(embedded), embedded.token_ids, embedded.offsets, texts, strict=True
     ):
@@ -160,18 +159,14 @@ def entities_of(
             subword_prefix=vocabulary.subword_prefix,
             **options,
         )
-        key = "entity" if aggregation == "none" else "entity_group"
-        found.append(
-            [
-                {
-                    key: entity.label,
-                    "score": entity.score,
-                    **({} if entity.position is None else {"index": entity.position}),
-                    "word": entity.word,
-                    "start": entity.start,
-                    "end": entity.end,
-                }
-                for entity in entities
-            ]
-        )
-    return found
+        yield [
+            {
+                key: entity.label,
+                "score": entity.score,
+                **({} if entity.position is None else {"index": entity.position}),
+                "word": entity.word,
+                "start": entity.start,
+                "end": entity.end,
+            }
+            for entity in entities
+        ]

@@ -413,14 +413,12 @@ def _read_dtype(values: Values, jina: tuple[str, str] | None) -> Dtype:
     return dtype
 
 
-_WITHOUT_FORM = frozenset((Output.SCORES, Output.TOKEN_SCORES, Output.SPARSE, Output.LEXICAL))
-
-
 def _check_form(request: EmbedRequest, values: Values, model_info: ModelInfo) -> None:
     """Check that the vectors can have the requested form. Raises BadRequest, which names the field."""
-    if request.output in _WITHOUT_FORM or (request.forms[0].dtype is Dtype.FLOAT32 and not request.output.is_per_token):
+    output = request.output
+    if output in (Output.SPARSE, Output.LEXICAL) or (output.is_plain and request.forms[0].dtype is Dtype.FLOAT32):
         return  # they always can
-    if request.output is Output.HYBRID:  # its vectors of tokens are as long as the others
+    if output is Output.HYBRID:  # its vectors of tokens are as long as the others
         request = request._replace(output=Output.TOKEN_VECTORS)
     check_forms(
         request,

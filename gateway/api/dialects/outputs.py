@@ -25,6 +25,7 @@ from vecd.gateway.api.fields import Field, Values, contradiction, given
 from vecd.gateway.api.model_info import ModelInfo
 from vecd.gateway.api.operations import Call, ParsedEmbed
 from vecd.gateway.api.schemas import Schema, any_of, described, list_of
+from vecd.gateway.encoding.forms import WHOLE
 from vecd.gateway.encoding.hybrid import HybridRows
 from vecd.gateway.encoding.matrices import matrix_json, vector_json
 from vecd.gateway.encoding.quantization import normalize
@@ -91,6 +92,7 @@ class _Requested(NamedTuple):
     num_inputs: int
     normalizes: bool
     """Vectors of tokens are brought to length 1; those of most models are."""
+    normalizes_dense: bool
 
 
 def parse_outputs(
@@ -104,7 +106,8 @@ def parse_outputs(
         sparse=sparse.read_options(values), tokenizing=without_chunks(request.tokenizing, model_info)
     )
     has_tokens, as_map = values.get(sparse.RETURN_TOKENS) is True, values.get(sparse.FORMAT) == "map"
-    what = _Requested(kinds, requested, as_map, has_tokens, len(inputs), request.normalize)
+    normalizes_dense = not model_info.is_normalized and options.read_normalize(values) is True
+    what = _Requested(kinds, requested, as_map, has_tokens, len(inputs), request.normalize, normalizes_dense)
     is_large = _MULTI_VECTOR in kinds or sparse.is_large(len(inputs))
     return ParsedEmbed(request, partial(_render, what, model_info, call.request_id), is_large)
 
@@ -117,10 +120,17 @@ def _output_of(kinds: frozenset[str], model_info: ModelInfo) -> Output:
 
 def _check_fields(values: Values, kinds: frozenset[str], requested: RequestedForm, model_info: ModelInfo) -> None:
     """Refuse the options that only a dense vector has, or one that is asked for alone."""
-    if _DENSE in kinds and model_info.is_normalized and options.read_normalize(values) is False:
+    normalizes = options.read_normalize(values)
+    if _DENSE in kinds and model_info.is_normalized and normalizes is False:
         name = next(field.name for field in options.NORMALIZE_FIELDS if values.get(field) is not None)
         raise BadRequest(
             f"'{name}': beside vectors of other kinds a dense vector has length 1, as the model gives it", param=name
+        )
+    if _DENSE in kinds and not (model_info.is_normalized or normalizes) and requested.form.dtype in WHOLE:
+        raise BadRequest(
+            f"'{options.OUTPUT_DTYPE.name}': {requested.form.dtype.value} is for vectors of length 1, which the dense "
+            f"one is not, unless the request has '{options.NORMALIZE.name}' true",
+            param=options.OUTPUT_DTYPE.name,
         )
     for field in options.DIMENSION_FIELDS:
         dimensions = values.get(field)
@@ -191,8 +201,8 @@ def _writers(what: _Requested, model_info: ModelInfo, embedded: Embedded) -> lis
         vectors, matrices = [], matrices_of(embedded)
     if _DENSE in what.kinds:
         assert isinstance(collector, HybridRows)
-        dense = collector.dense
-        writers.append((b"embedding", lambda index: vector_json(dense[index], form)))
+        dense, dense_steps = collector.dense, [normalize] if what.normalizes_dense else []
+        writers.append((b"embedding", lambda index: vector_json(dense[index], form, dense_steps)))
     if _SPARSE in what.kinds:
         vocabulary = model_info.vocabulary
         write = partial(sparse.vector_json, vocabulary=vocabulary, as_map=what.as_map, has_tokens=what.has_tokens)

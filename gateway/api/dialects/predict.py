@@ -8,6 +8,7 @@ Owns how texts and pairs of texts are recognized. Called by `vecd.gateway.api.di
 - of a model that classifies tokens, a flat list is one of texts, and labels are of tokens or spans of the text.
 """
 
+from collections.abc import Iterable
 from typing import Any, NamedTuple
 
 import orjson
@@ -29,6 +30,7 @@ from vecd.gateway.api.dialects.labels import (
     without_chunks,
 )
 from vecd.gateway.api.dialects.options import refused
+from vecd.gateway.api.dialects.rows import json_list
 from vecd.gateway.api.dialects.tei_options import DIRECTION, TRUNCATE, Options, headers_of, read_tokenizing
 from vecd.gateway.api.fields import Field, contradiction, json_type
 from vecd.gateway.api.model_info import ModelInfo
@@ -208,7 +210,8 @@ def _activation(options: Options) -> str | None:
     return "identity" if is_raw else function
 
 
-def _render(results: list[Any], is_single: bool, embedded: Embedded, model_info: ModelInfo) -> Response:
-    """`results`: of each sequence."""
-    body = orjson.dumps(results[0] if is_single else results)
+def _render(results: Iterable[Any], is_single: bool, embedded: Embedded, model_info: ModelInfo) -> Response:
+    """`results`: of each sequence. They are written one by one, because other threads wait while JSON is written."""
+    fragments = [orjson.dumps(result) for result in results]
+    body = fragments[0] if is_single else json_list(fragments)
     return Response(200, body, headers_of(embedded, model_info))

@@ -97,10 +97,12 @@ def indexed_json(vector: SparseVector) -> bytes:
 
 
 def vector_json(vector: SparseVector, vocabulary: TokenVocabulary, *, as_map: bool, has_tokens: bool) -> bytes:
-    """As `VECTOR`."""
+    """As `VECTOR`. A map has no entries for ids that the vocabulary has no string for: Elasticsearch refuses empty
+    keys."""
     indices, values = vector
     if as_map:
-        return _json(dict(zip(vocabulary.texts_of(indices.tolist()), values, strict=True)))
+        by_text = zip(vocabulary.texts_of(indices.tolist()), values, strict=True)
+        return _json({text: value for text, value in by_text if text})
     tokens = {"tokens": vocabulary.texts_of(indices.tolist())} if has_tokens else {}
     return _json({"indices": indices, "values": values, **tokens})
 

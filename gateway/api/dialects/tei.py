@@ -3,8 +3,9 @@
 Owns the shapes of `/embed`, `/embed_all`, `/embed_sparse`, `/similarity`, `/rerank`, `/tokenize`, `/decode`, `/vertex`,
 and of its errors. `/`, `/invocations` and Hugging Face's paths with the name of a model do what the model is for: as
 `/embed`, `/predict` (`vecd.gateway.api.dialects.predict`) or `/embed_sparse`. `/` and `/invocations` rank a body with a
-`query`; Elasticsearch sends its texts as `documents`. `/info` belongs to
-`vecd.gateway.api.info`, because operators get more fields there. Source of the shapes: its router's types, version 1.9.
+`query`, whose texts Elasticsearch sends as `documents`; a model that ranks scores pairs in `inputs` there. `/info`
+belongs to `vecd.gateway.api.info`, because operators get more fields there. Source of the shapes: its router's types,
+version 1.9.
 
 Differences from text-embeddings-inference:
 
@@ -68,7 +69,17 @@ from vecd.gateway.types.errors import (
     WrongModel,
 )
 from vecd.gateway.types.messages import Response
-from vecd.gateway.types.request import Embedded, EmbedRequest, Encoding, Form, Overflow, Token, TokenIds, Tokenizing
+from vecd.gateway.types.request import (
+    Embedded,
+    EmbedRequest,
+    Encoding,
+    Form,
+    Overflow,
+    Pair,
+    Token,
+    TokenIds,
+    Tokenizing,
+)
 from vecd.shm.output import Output
 
 # --- fields -----------------------------------------------------------------------------------------------------
@@ -344,16 +355,22 @@ def parse_rerank(call: Call) -> ParsedEmbed:
     texts = read_documents(texts, field.name, model_info.max_inputs)
     returns_texts = values.get(RETURN_TEXT) is True or values.get(RETURN_DOCUMENTS) is True
     repeated = tuple(texts) if returns_texts else ()
-    cut = values.get(DIRECTION) or ranking.default_overflow(model_info)
-    return ranking.parse(
-        call,
-        [values.require(QUERY)],
-        texts,
-        Tokenizing(overflow=Overflow.ERROR if values.get(TRUNCATE) is False else cut),
-        partial(render_ranks, texts=repeated, num=values.get(TOP_N), model_info=model_info),
-        is_raw=values.get(RAW_SCORES) is True,
-        repeated=repeated,
-    )
+    render = partial(render_ranks, texts=repeated, num=values.get(TOP_N), model_info=model_info)
+    return _parse_ranked(call, [values.require(QUERY)], texts, render, repeated)
+
+
+def _parse_ranked(
+    call: Call,
+    queries: list[str],
+    texts: list[str],
+    render: Callable[[Embedded, Relevance], Response],
+    repeated: tuple[str, ...] = (),
+) -> ParsedEmbed:
+    options = Options(call.values)
+    cut = options.get(DIRECTION) or ranking.default_overflow(call.model_info)
+    tokenizing = Tokenizing(overflow=Overflow.ERROR if options.get(TRUNCATE) is False else cut)
+    is_raw = options.get(RAW_SCORES) is True
+    return ranking.parse(call, queries, texts, tokenizing, render, is_raw=is_raw, repeated=repeated)
 
 
 def parse_default(call: Call) -> ParsedEmbed:
@@ -361,8 +378,25 @@ def parse_default(call: Call) -> ParsedEmbed:
     if call.values.get(QUERY) is not None:
         return parse_rerank(call)
     if "rerank" in call.model_info.capabilities or call.model_info.capabilities == ("multi-vector",):
-        raise WrongModel("The model served here ranks texts: send a 'query' and 'texts'")
+        return parse_pairs(call)
     return parse_by_kind(call)
+
+
+def parse_pairs(call: Call) -> ParsedEmbed:
+    """A list of pairs, as OpenSearch's blueprint for cross-encoders sends them: their scores, in their order. Raises
+    WrongModel for texts alone, and BadRequest."""
+    model_info, pairs = call.model_info, call.values.get(INPUTS_OF_ALL)
+    if isinstance(pairs, list) and pairs and isinstance(pairs[0], dict | list):
+        pairs = predict.read_sequences(pairs, INPUTS.name, model_info).inputs
+        if isinstance(pairs[0], Pair):
+            queries, texts = map(list, zip(*pairs, strict=True))
+            return _parse_ranked(call, queries, texts, partial(_render_scores, model_info=model_info))
+    raise WrongModel("The model served here ranks texts: send a 'query' and 'texts', or pairs of texts as 'inputs'")
+
+
+def _render_scores(embedded: Embedded, relevance: Relevance, *, model_info: ModelInfo) -> Response:
+    body = orjson.dumps([{"score": score} for score in relevance.scores])
+    return Response(200, body, headers_of(embedded, model_info))
 
 
 def render_ranks(
@@ -569,6 +603,7 @@ _EMBED = Operation(
 )
 _RANKING_OPTIONS = (TOP_N, TRUNCATE, DIRECTION, RAW_SCORES, RETURN_TEXT)
 _RANKS = list_of(record("text", index=schemas.COUNT, score={"type": "number"}, text=schemas.STRING))
+_PAIR_SCORES = list_of(record(score={"type": "number"}))
 _RERANK = Operation(
     summary="Rank texts by how well they answer a query",
     fields=Fields(RANKED, QUERY, *_RANKING_OPTIONS),
@@ -592,7 +627,7 @@ _DEFAULT = replace(
     summary="Embed, compare, classify or rank texts, by what the model is for",
     fields=Fields(*_DEFAULT_FIELDS),
     embed=parse_default,
-    response=any_of(_VECTORS, _COSINES, list_of(_SPARSE), predict.RESPONSE, _RANKS),
+    response=any_of(_VECTORS, _COSINES, list_of(_SPARSE), predict.RESPONSE, _RANKS, _PAIR_SCORES),
     needs=tuple(dict.fromkeys((*_KINDS, *ranking.NEEDS))),
     claims=(INPUTS.name, QUERY.name),
 )

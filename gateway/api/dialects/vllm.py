@@ -102,8 +102,8 @@ def parse_pooling(call: Call) -> ParsedEmbed | ParsedMessages:
     request = options.read_request(
         call, inputs, requested, output=task, prompt_fields=_PROMPT_FIELDS, are_ids_of_model=True
     )
-    if task.is_per_token:
-        _check_tokens(request, values, model_info)
+    if task is not Output.VECTORS:
+        _check_rows(request, values, model_info)
     if task not in _AS_ARRAYS:
         return ParsedEmbed(request, partial(render_response, _POOLING, requested, model_info.model, call.request_id))
     activation = "identity" if values.get(options.USE_ACTIVATION) is False else None
@@ -168,17 +168,16 @@ def _score_json(scores: Scores, form: Form) -> bytes:
     return vector_json(rows, form) if rows.ndim == 1 else matrix_json(rows, form)
 
 
-def _check_tokens(request: EmbedRequest, values: Values, model_info: ModelInfo) -> None:
+def _check_rows(request: EmbedRequest, values: Values, model_info: ModelInfo) -> None:
     """Refuse the options that only vectors of inputs have. Raises BadRequest."""
-    width = request.output.width_of(model_info)
+    width, are_tokens = request.output.width_of(model_info), request.output.is_per_token
     for field in options.DIMENSION_FIELDS:
         dimensions = values.get(field)
         if dimensions is not None and dimensions != width:
-            raise BadRequest(
-                f"'{field.name}' must be {width}, as many as a token's vector has, is {dimensions}", param=field.name
-            )
+            what = "as many as a token's vector has" if are_tokens else "the number of labels"
+            raise BadRequest(f"'{field.name}' must be {width}, {what}, is {dimensions}", param=field.name)
     overflow = request.tokenizing.overflow or model_info.overflow
-    if overflow is Overflow.CHUNK:
+    if are_tokens and overflow is Overflow.CHUNK:
         raise BadRequest(
             "'task' 'token_embed' does not go with chunks, whose tokens have no vectors in common: send 'overflow' "
             "'truncate' or 'error'",

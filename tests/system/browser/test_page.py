@@ -141,6 +141,9 @@ def test_figures_are_the_server_s_while_it_works(server, open_page):
         card = page.inner_text("#agreement")
         agreement = server.info()["workers"][0]["agreement"]
         assert f"{agreement['max_abs_diff']:.1e}".replace("e-0", "e-") in card
+        facts = page.locator("#card dt").all_inner_texts()
+        assert {"kind", "dimensions", "pooling"} <= set(facts)
+        assert "labels" not in facts, "the model has none"
 
 
 CHANGED = "document.dispatchEvent(new Event('visibilitychange'))"

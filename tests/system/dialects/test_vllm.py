@@ -15,12 +15,6 @@ def test_golden(weightless):
     goldens.check("vllm", weightless.url, {"id", "created", "version"})
 
 
-def post(server: Server, path: str, **fields: Any) -> Any:
-    response = httpx.post(f"{server.url}{path}", json=fields, timeout=30)
-    assert response.status_code == 200, response.text
-    return response.json()
-
-
 @pytest.mark.parametrize("path", ["/v1/embeddings", "/pooling"])
 @pytest.mark.parametrize("size", ["small", "large"])
 def test_a_request_is_named_by_its_body_unless_a_header_names_it(weightless, path, size):
@@ -41,49 +35,47 @@ def test_a_request_is_named_by_its_body_unless_a_header_names_it(weightless, pat
 
 def test_pooling_is_embedding_in_another_shape(weightless):
     for fields in ({}, {"encoding_format": "base64"}, {"use_activation": False}, {"task": "embed", "prompt": "p: "}):
-        pooled = post(weightless, "/pooling", input=["a b", "c"], **fields)
+        pooled = weightless.post("/pooling", input=["a b", "c"], **fields)
         fields.pop("task", None)
-        embedded = post(weightless, "/v1/embeddings", input=["a b", "c"], **fields)
+        embedded = weightless.post("/v1/embeddings", input=["a b", "c"], **fields)
         assert [item["data"] for item in pooled["data"]] == [item["embedding"] for item in embedded["data"]]
         assert {item["object"] for item in pooled["data"]} == {"pooling"}
         assert pooled["usage"] == embedded["usage"]
 
 
 def test_each_token_has_a_vector(weightless):
-    raw = post(weightless, "/pooling", input=["a b c", "d"], task="token_embed", use_activation=False)
+    raw = weightless.post("/pooling", input=["a b c", "d"], task="token_embed", use_activation=False)
     rows = [np.array(item["data"], np.float32) for item in raw["data"]]
     assert [array.shape for array in rows] == [(5, 384), (3, 384)]
-    normalized = post(weightless, "/pooling", input=["a b c", "d"], task="token_embed")
+    normalized = weightless.post("/pooling", input=["a b c", "d"], task="token_embed")
     for item, expected in zip(normalized["data"], rows, strict=True):
         lengths = np.linalg.norm(expected, axis=1, keepdims=True)
         assert np.allclose(item["data"], expected / lengths, atol=1e-6)
-    encoded = post(
-        weightless, "/pooling", input="d", task="token_embed", use_activation=False, encoding_format="base64"
-    )
+    encoded = weightless.post("/pooling", input="d", task="token_embed", use_activation=False, encoding_format="base64")
     assert base64.b64decode(encoded["data"][0]["data"]) == rows[1].astype("<f4").tobytes()
 
 
 def test_tokens_and_back_again(weightless):
     text = "Hello, wörld 漢字 👍"
-    tokenized = post(weightless, "/tokenize", prompt=text, return_token_strs=True)
+    tokenized = weightless.post("/tokenize", prompt=text, return_token_strs=True)
     assert tokenized["count"] == len(tokenized["tokens"]) == len(tokenized["token_strs"])
-    embedded = post(weightless, "/v1/embeddings", input=text)
+    embedded = weightless.post("/v1/embeddings", input=text)
     assert tokenized["count"] == embedded["usage"]["prompt_tokens"]
-    by_ids = post(weightless, "/v1/embeddings", input=tokenized["tokens"])
+    by_ids = weightless.post("/v1/embeddings", input=tokenized["tokens"])
     assert by_ids["data"] == embedded["data"]
-    back = post(weightless, "/detokenize", tokens=tokenized["tokens"][1:-1])["prompt"]
-    assert post(weightless, "/v1/embeddings", input=back)["data"] == embedded["data"]
+    back = weightless.post("/detokenize", tokens=tokenized["tokens"][1:-1])["prompt"]
+    assert weightless.post("/v1/embeddings", input=back)["data"] == embedded["data"]
 
 
 def test_a_long_text_is_counted_whole(weightless):
     for num_words in (1000, 40_000):
-        tokenized = post(weightless, "/tokenize", prompt="word " * num_words)
+        tokenized = weightless.post("/tokenize", prompt="word " * num_words)
         assert tokenized["count"] == len(tokenized["tokens"]) == num_words + 2
 
 
 def test_sagemaker_is_answered_as_v1_embeddings(weightless):
-    invoked = post(weightless, "/invocations", input=["a", "b"], encoding_format="base64")
-    assert invoked["data"] == post(weightless, "/v1/embeddings", input=["a", "b"], encoding_format="base64")["data"]
+    invoked = weightless.post("/invocations", input=["a", "b"], encoding_format="base64")
+    assert invoked["data"] == weightless.post("/v1/embeddings", input=["a", "b"], encoding_format="base64")["data"]
     for method in ("GET", "POST"):
         assert httpx.request(method, f"{weightless.url}/ping").status_code == 200
 
@@ -121,23 +113,23 @@ def test_conversations_have_the_vectors_of_their_texts(minilm_folder, tmp_path):
     flags = ("--engine", "dummy", "--workers", "1", "--overflow", "chunk", "--max-embed-len", "600")
     with running_server(str(tmp_path / "model"), *flags) as server:
         for path in ("/v1/embeddings", "/pooling", "/invocations"):
-            answered = post(server, path, messages=[chat, chat[:1]])
-            expected = post(server, path, input=texts, add_special_tokens=False)
+            answered = server.post(path, messages=[chat, chat[:1]])
+            expected = server.post(path, input=texts, add_special_tokens=False)
             assert (answered["data"], answered["usage"]) == (expected["data"], expected["usage"])
-        tokens = post(server, "/tokenize", messages=chat, add_generation_prompt=False)
-        assert tokens["count"] == len(post(server, "/tokenize", prompt=texts[0], add_special_tokens=False)["tokens"])
-        assert post(server, "/tokenize", messages=chat)["count"] == tokens["count"] + 2
+        tokens = server.post("/tokenize", messages=chat, add_generation_prompt=False)
+        assert tokens["count"] == len(server.post("/tokenize", prompt=texts[0], add_special_tokens=False)["tokens"])
+        assert server.post("/tokenize", messages=chat)["count"] == tokens["count"] + 2
         body = {"messages": [{"role": "user", "content": "loop"}]}
         for path in ("/pooling", "/invocations"):
             assert "takes more than a second" in refusal(server, path, **body)
         assert "send one of them" in refusal(server, "/invocations", messages=chat, input="a")
-        assert post(server, "/pooling", input="a " * 598)["usage"]["prompt_tokens"] > 600, "with each chunk's own two"
+        assert server.post("/pooling", input="a " * 598)["usage"]["prompt_tokens"] > 600, "with each chunk's own two"
         too_long = httpx.post(f"{server.url}/pooling", json={"input": "a " * 599}, timeout=30)
         assert too_long.status_code == 400
         assert "maximum context length is 600 tokens" in too_long.json()["error"]["message"]
         late = httpx.post(f"{server.url}/pooling", json=body, headers={"x-vecd-timeout-ms": "200"}, timeout=30)
         assert late.status_code == 503
         assert (
-            post(server, "/pooling", messages=chat)["data"]
-            == post(server, "/pooling", input=texts[0], add_special_tokens=False)["data"]
+            server.post("/pooling", messages=chat)["data"]
+            == server.post("/pooling", input=texts[0], add_special_tokens=False)["data"]
         )

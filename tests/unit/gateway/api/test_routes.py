@@ -11,6 +11,7 @@ from vecd.gateway.api.routes import admin_table, find_route, methods_at, name_in
 from vecd.gateway.types.config import SCOPES
 from vecd.gateway.types.errors import MethodNotAllowed, NotFound
 from vecd.gateway.types.messages import Response
+from vecd.shm.heads import CAPABILITIES
 
 EXACT = sorted({path for path in ROUTES if "*" not in path and path != "/"})
 
@@ -92,7 +93,7 @@ def test_a_name_in_a_path(path, pattern, name):
 def test_a_body_belongs_to_the_dialect_whose_field_it_has(path, body, dialect):
     handler = ROUTES[path]["POST"].handler
     assert isinstance(handler, OperationsHandler)
-    assert handler.claim_of(body).dialect.name == dialect
+    assert handler.claim_of(body, CAPABILITIES).dialect.name == dialect
 
 
 def test_models():

@@ -1,8 +1,6 @@
 """Late chunks: every token of the text is in one chunk, or in each that the client's ranges say; none is too long."""
 
-from collections.abc import Callable, Iterator
-from dataclasses import replace
-from pathlib import Path
+from collections.abc import Callable
 
 import numpy as np
 import pytest
@@ -15,7 +13,6 @@ from vecd.gateway.tokenization.late_chunks import LateChunks, find_chunks
 from vecd.gateway.tokenization.tokenizer import Tokenizer
 from vecd.gateway.types.errors import BadRequest
 from vecd.gateway.types.request import LateChunking, Overflow, TokenizedInput, Tokenizing
-from vecd.shm.card import read_card
 
 KINDS: dict[str, Callable[[], tokenizers.Tokenizer]] = {
     "bert": tiny_tokenizers.bert,
@@ -35,18 +32,8 @@ CUT = WHOLE._replace(overflow=Overflow.TRUNCATE)
 
 
 @pytest.fixture
-def make(minilm_folder: Path, tmp_path: Path) -> Iterator[Callable[..., Tokenizer]]:
-    made: list[Tokenizer] = []
-
-    def make_one(library: tokenizers.Tokenizer, max_tokens: int = 3000) -> Tokenizer:
-        library.save(str(tmp_path / "tokenizer.json"))
-        card = replace(read_card(minilm_folder), tokenizer_file=str(tmp_path / "tokenizer.json"))
-        made.append(Tokenizer(card, max_tokens, "auto"))
-        return made[-1]
-
-    yield make_one
-    for tokenizer in made:
-        tokenizer.threads.close()
+def make(card_of, make_tokenizer) -> Callable[..., Tokenizer]:
+    return lambda library, max_tokens=3000: make_tokenizer(card_of(library), max_tokens)
 
 
 def tokenized(tokenizer: Tokenizer, text: str, how: Tokenizing) -> TokenizedInput:

@@ -2,9 +2,6 @@
 
 import asyncio
 from collections.abc import Callable, Iterator
-from dataclasses import replace
-from pathlib import Path
-from typing import Any
 from unittest import mock
 
 import numpy as np
@@ -17,7 +14,6 @@ from tests.support import tiny_tokenizers
 from vecd.gateway.tokenization import text_tokens
 from vecd.gateway.tokenization.tokenizer import Tokenizer
 from vecd.gateway.types.request import Overflow, Role, TokenizedInput, Tokenizing
-from vecd.shm.card import read_card
 from vecd.shm.heads import TokenHead
 
 KINDS: dict[str, Callable[[], tokenizers.Tokenizer]] = {
@@ -36,18 +32,8 @@ WANTED = Tokenizing(wants_offsets=True)
 
 
 @pytest.fixture
-def make(minilm_folder: Path, tmp_path: Path) -> Iterator[Callable[..., Tokenizer]]:
-    made: list[Tokenizer] = []
-
-    def make_one(library: tokenizers.Tokenizer, max_tokens: int = 16, **changes: Any) -> Tokenizer:
-        library.save(str(tmp_path / "tokenizer.json"))
-        card = replace(read_card(minilm_folder), tokenizer_file=str(tmp_path / "tokenizer.json"), **changes)
-        made.append(Tokenizer(card, max_tokens, "auto"))
-        return made[-1]
-
-    yield make_one
-    for tokenizer in made:
-        tokenizer.threads.close()
+def make(card_of, make_tokenizer) -> Callable[..., Tokenizer]:
+    return lambda library, max_tokens=16, **changes: make_tokenizer(card_of(library, **changes), max_tokens)
 
 
 @pytest.fixture

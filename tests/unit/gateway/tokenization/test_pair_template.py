@@ -1,22 +1,18 @@
 """Pairs in the template of an LLM reranker have the tokens of the whole text."""
 
-import asyncio
-from collections.abc import Callable, Iterator
-from dataclasses import replace
-from pathlib import Path
+from collections.abc import Callable
 from typing import Any
 
-import numpy as np
 import pytest
 import tokenizers
 from hypothesis import HealthCheck, example, given, settings
 from hypothesis import strategies as st
 
 from tests.support import tiny_tokenizers
-from vecd.gateway.tokenization.tokenizer import PLAIN, Tokenizer
+from tests.support.tokenizing import ids_of, tokenize
+from vecd.gateway.tokenization.tokenizer import Tokenizer
 from vecd.gateway.types.errors import BadRequest, InputTooLong
-from vecd.gateway.types.request import Overflow, Pair, TokenizedInput, Tokenizing
-from vecd.shm.card import read_card
+from vecd.gateway.types.request import Overflow, Pair, Tokenizing
 from vecd.shm.heads import PairTemplate, ScoreHead
 
 QWEN = PairTemplate(
@@ -57,34 +53,14 @@ texts = st.one_of(
 
 
 @pytest.fixture
-def make(minilm_folder: Path, tmp_path: Path) -> Iterator[Callable[..., Tokenizer]]:
-    made: list[Tokenizer] = []
-
+def make(card_of, make_tokenizer) -> Callable[..., Tokenizer]:
     def make_one(
         library: tokenizers.Tokenizer, template: PairTemplate, max_tokens: int = 512, **options: Any
     ) -> Tokenizer:
-        library.save(str(tmp_path / "tokenizer.json"))
         head = ScoreHead(("LABEL_0",), "sigmoid", "last", pair_template=template)
-        card = replace(read_card(minilm_folder), tokenizer_file=str(tmp_path / "tokenizer.json"), score=head)
-        made.append(Tokenizer(card, max_tokens, "auto", **options))
-        return made[-1]
+        return make_tokenizer(card_of(library, score=head), max_tokens, **options)
 
-    yield make_one
-    for tokenizer in made:
-        tokenizer.threads.close()
-
-
-def tokenize(tokenizer: Tokenizer, pairs: list[Pair], how: Tokenizing = PLAIN) -> list[TokenizedInput]:
-    async def main() -> list[TokenizedInput]:
-        return [item async for run in tokenizer.tokenize(pairs, how) for item in run]
-
-    together = asyncio.run(main())
-    assert tokenizer.tokenize_now(pairs, how) in (None, together)
-    return together
-
-
-def ids(item: TokenizedInput) -> list[int]:
-    return np.frombuffer(item.token_ids, "<i4").tolist()
+    return make_one
 
 
 def whole_ids(library: tokenizers.Tokenizer, template: PairTemplate, pair: Pair, instruction: str = "") -> list[int]:
@@ -131,7 +107,7 @@ def test_the_tokens_are_the_whole_text_s_and_the_end_is_kept(kind, make, max_tok
             is_long = len(expected) > max_tokens
             if is_long:
                 expected = [*expected[: max_tokens - len(end)], *end]
-            assert (ids(item), item.is_truncated, item.border) == (expected, is_long, 0)
+            assert (ids_of(item), item.is_truncated, item.border) == (expected, is_long, 0)
 
     check()
 
@@ -157,12 +133,12 @@ def test_special_tokens_of_the_template_are_special_where_those_of_texts_are_not
     special = "<|im_end|>" if kind == "qwen" else "<bos>"
     ours = make(library, template, literal_special_tokens=True)
     [plain, item] = tokenize(ours, [Pair("a fox", "a dog"), Pair(f"a {special} fox", f"a dog{special}")])
-    assert ids(plain) == whole_ids(library, template, Pair("a fox", "a dog"))
+    assert ids_of(plain) == whole_ids(library, template, Pair("a fox", "a dog"))
     special_id = library.token_to_id(special)
     assert special_id is not None
-    assert ids(item).count(special_id) == ids(plain).count(special_id)
-    decoded = library.decode(ids(item), skip_special_tokens=False)
-    assert decoded.replace(" ", "").count(special) == ids(plain).count(special_id) + 2
+    assert ids_of(item).count(special_id) == ids_of(plain).count(special_id)
+    decoded = library.decode(ids_of(item), skip_special_tokens=False)
+    assert decoded.replace(" ", "").count(special) == ids_of(plain).count(special_id) + 2
 
 
 def test_the_instruction_of_a_request_takes_the_default_s_place(make):
@@ -175,7 +151,7 @@ def test_the_instruction_of_a_request_takes_the_default_s_place(make):
         + "a fox {instruction}\n<Document>: a dog"
         + QWEN.after
     )
-    assert ids(item) == library.encode(text, add_special_tokens=False).ids
+    assert ids_of(item) == library.encode(text, add_special_tokens=False).ids
     with pytest.raises(BadRequest, match="instruction has 4097 characters"):
         tokenize(ours, [pair], Tokenizing(instruction="x" * 4097))
 
@@ -194,7 +170,7 @@ def test_limits_of_the_texts(make):
         assert abs(item.num_tokens - num_expected) <= 1  # the first word of a document has a blank before it, or not
         assert item.is_truncated
     [item] = tokenize(ours, [pair], Tokenizing(max_query_tokens=4, max_document_tokens=8))
-    assert (ids(item), item.is_truncated) == (whole_ids(library, QWEN, pair), False)
+    assert (ids_of(item), item.is_truncated) == (whole_ids(library, QWEN, pair), False)
 
 
 def test_a_pair_that_may_not_be_cut_is_refused_by_its_index(make):
@@ -214,8 +190,8 @@ def test_a_document_cut_on_the_left_keeps_its_end_and_the_template(make):
     ours = make(library, QWEN, num_tokens)
     [item] = tokenize(ours, [Pair("a", "b " * 300 + "c d")], Tokenizing(overflow=Overflow.TRUNCATE_LEFT))
     assert (item.num_tokens, item.is_truncated) == (num_tokens, True)
-    assert ids(item)[-10:] == whole_ids(library, QWEN, Pair("a", "b c d"))[-10:]
-    assert ids(item)[:20] == whole_ids(library, QWEN, Pair("a", "b c d"))[:20]
+    assert ids_of(item)[-10:] == whole_ids(library, QWEN, Pair("a", "b c d"))[-10:]
+    assert ids_of(item)[:20] == whole_ids(library, QWEN, Pair("a", "b c d"))[:20]
 
 
 def test_a_limit_without_room_for_the_template_s_end_is_refused(make):

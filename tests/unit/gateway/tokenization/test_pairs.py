@@ -1,24 +1,21 @@
 """Sequences of pairs are those of the library, which transformers and sentence-transformers call."""
 
 import asyncio
-from collections.abc import Callable, Generator, Iterator
-from dataclasses import replace
-from pathlib import Path
+from collections.abc import Callable, Generator
 from unittest import mock
 
-import numpy as np
 import pytest
 import tokenizers
 from hypothesis import HealthCheck, example, given, settings
 from hypothesis import strategies as st
 
 from tests.support import tiny_tokenizers
+from tests.support.tokenizing import ids_of, tokenize
 from vecd.gateway.tokenization import text_tokens
 from vecd.gateway.tokenization.pairs import pair_frame_of
-from vecd.gateway.tokenization.tokenizer import PLAIN, Tokenizer
+from vecd.gateway.tokenization.tokenizer import Tokenizer
 from vecd.gateway.types.errors import BadRequest, InputTooLong
 from vecd.gateway.types.request import Overflow, Pair, TokenizedInput, Tokenizing
-from vecd.shm.card import ModelCard, read_card
 
 KINDS: dict[str, Callable[[], tokenizers.Tokenizer]] = {
     "bert": tiny_tokenizers.bert,
@@ -57,40 +54,8 @@ def library(request) -> tokenizers.Tokenizer:
 
 
 @pytest.fixture
-def card_of(minilm_folder: Path, tmp_path: Path) -> Callable[[tokenizers.Tokenizer], ModelCard]:
-    def make(library: tokenizers.Tokenizer) -> ModelCard:
-        library.save(str(tmp_path / "tokenizer.json"))
-        return replace(read_card(minilm_folder), tokenizer_file=str(tmp_path / "tokenizer.json"))
-
-    return make
-
-
-@pytest.fixture
-def make(card_of) -> Iterator[Callable[..., Tokenizer]]:
-    made: list[Tokenizer] = []
-
-    def make_one(library: tokenizers.Tokenizer, max_tokens: int = 64, **options) -> Tokenizer:
-        made.append(Tokenizer(card_of(library), max_tokens, "auto", **options))
-        return made[-1]
-
-    yield make_one
-    for tokenizer in made:
-        tokenizer.threads.close()
-
-
-def tokenize(tokenizer: Tokenizer, pairs: list[Pair], how: Tokenizing = PLAIN) -> list[TokenizedInput]:
-    """In runs, and at once if that is possible, which gives the same."""
-
-    async def main() -> list[TokenizedInput]:
-        return [item async for run in tokenizer.tokenize(pairs, how) for item in run]
-
-    together = asyncio.run(main())
-    assert tokenizer.tokenize_now(pairs, how) in (None, together)
-    return together
-
-
-def ids(item: TokenizedInput) -> list[int]:
-    return np.frombuffer(item.token_ids, "<i4").tolist()
+def make(card_of, make_tokenizer) -> Callable[..., Tokenizer]:
+    return lambda library, max_tokens=64, **options: make_tokenizer(card_of(library), max_tokens, **options)
 
 
 def types(item: TokenizedInput) -> list[int]:
@@ -100,7 +65,7 @@ def types(item: TokenizedInput) -> list[int]:
 
 def assert_as_library(library: tokenizers.Tokenizer, pair: Pair, item: TokenizedInput, num_all: int) -> None:
     encoding = library.encode(*pair)
-    assert ids(item) == encoding.ids
+    assert ids_of(item) == encoding.ids
     assert item.num_tokens == len(encoding)
     assert item.is_truncated == (num_all > len(encoding))
     if encoding.type_ids[:1] != [1]:
@@ -171,6 +136,18 @@ def test_each_query_is_tokenized_once(make, monkeypatch):
     assert len(seen) == 201
 
 
+def test_long_queries_are_not_tokenized_all_at_once(make):
+    """All tokens of the queries of a run are kept, because `longest_first` counts them."""
+    ours = make(tiny_tokenizers.bert(), 64)
+    long = [f"the quick brown fox {n} " * 1000 for n in range(4)]
+
+    async def lengths(pairs: list[Pair]) -> list[int]:
+        return [len(run) async for run in ours.tokenize(pairs)]
+
+    assert asyncio.run(lengths([Pair(query, "a") for query in long])) == [1, 1, 1, 1]
+    assert asyncio.run(lengths([Pair(long[0], "a")] * 40)) == [1, 39]
+
+
 def test_of_a_long_document_only_the_beginning_is_tokenized(make, monkeypatch):
     ours = make(tiny_tokenizers.bert(), 64)
     num_chars: list[int] = []
@@ -200,7 +177,7 @@ def test_limits_of_the_texts_apply_before_the_sequence_s(kind, make):
         (Tokenizing(max_document_tokens=3, overflow=Overflow.TRUNCATE_LEFT, max_tokens=10), "b c d e", "j k l"),
     ]:
         [item] = tokenize(ours, [pair], how)
-        assert ids(item) == library.encode(query, document).ids
+        assert ids_of(item) == library.encode(query, document).ids
         assert item.is_truncated
     [item] = tokenize(ours, [pair], Tokenizing(max_query_tokens=5, max_document_tokens=7))
     assert not item.is_truncated
@@ -268,21 +245,21 @@ def test_special_tokens_in_texts_are_characters_where_they_are_to_be(make):
     pair = Pair("a [SEP] b", "c [CLS]")
     [as_special] = tokenize(make(library, 64), [pair])
     [as_text] = tokenize(make(library, 64, literal_special_tokens=True), [pair])
-    assert ids(as_special) == library.encode(*pair).ids
-    assert ids(as_text) == literal.encode(*pair).ids != ids(as_special)
+    assert ids_of(as_special) == library.encode(*pair).ids
+    assert ids_of(as_text) == literal.encode(*pair).ids != ids_of(as_special)
 
 
 def test_without_special_tokens_a_pair_is_its_texts(make):
     library = tiny_tokenizers.bert()
     [item] = tokenize(make(library, 64), [Pair("a b", "c")], Tokenizing(add_special_tokens=False))
-    assert ids(item) == library.encode("a b", "c", add_special_tokens=False).ids
+    assert ids_of(item) == library.encode("a b", "c", add_special_tokens=False).ids
     assert item.border == 2
 
 
 def test_a_prompt_is_put_before_the_query(make):
     library = tiny_tokenizers.bert()
     [item] = tokenize(make(library, 64), [Pair("a", "b")], Tokenizing(prompt="fox: "))
-    assert ids(item) == library.encode("fox: a", "b").ids
+    assert ids_of(item) == library.encode("fox: a", "b").ids
 
 
 def test_estimates_count_the_query_with_every_document(make):

@@ -1,19 +1,18 @@
 """Queries and documents of models for late interaction are as PyLate and sentence-transformers make them."""
 
 import asyncio
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from dataclasses import replace
-from pathlib import Path
 
 import numpy as np
 import pytest
 import tokenizers
 
 from tests.support import tiny_tokenizers
+from tests.support.tokenizing import ids_of
 from vecd.gateway.tokenization.tokenizer import Tokenizer
 from vecd.gateway.types.errors import InputTooLong
 from vecd.gateway.types.request import Overflow, Role, TokenizedInput, Tokenizing
-from vecd.shm.card import read_card
 from vecd.shm.heads import TokenHead
 
 MASK, QUERY_MARKER, DOCUMENT_MARKER = 4, 100, 101
@@ -29,20 +28,13 @@ QUERY, DOCUMENT = Tokenizing(role=Role.QUERY), Tokenizing(role=Role.DOCUMENT)
 
 
 @pytest.fixture
-def make(minilm_folder: Path, tmp_path: Path) -> Iterator[Callable[..., Tokenizer]]:
-    made: list[Tokenizer] = []
-
+def make(card_of, make_tokenizer) -> Callable[..., Tokenizer]:
     def make_one(
         head: TokenHead | None, library: tokenizers.Tokenizer | None = None, max_tokens: int = 64
     ) -> Tokenizer:
-        (library or tiny_tokenizers.bert()).save(str(tmp_path / "tokenizer.json"))
-        card = replace(read_card(minilm_folder), tokenizer_file=str(tmp_path / "tokenizer.json"), tokens=head)
-        made.append(Tokenizer(card, max_tokens, "auto"))
-        return made[-1]
+        return make_tokenizer(card_of(library or tiny_tokenizers.bert(), tokens=head), max_tokens)
 
-    yield make_one
-    for tokenizer in made:
-        tokenizer.threads.close()
+    return make_one
 
 
 def tokenize(tokenizer: Tokenizer, text: str, how: Tokenizing) -> TokenizedInput:
@@ -53,10 +45,6 @@ def tokenize(tokenizer: Tokenizer, text: str, how: Tokenizing) -> TokenizedInput
     for _ in range(2):  # known words are not remembered past their role
         assert tokenizer.tokenize_now([text], how) in (None, [item])
     return item
-
-
-def ids(item: TokenizedInput) -> list[int]:
-    return np.frombuffer(item.token_ids, "<i4").tolist()
 
 
 def pylate(text: str, length: int, marker: int, *, is_padded: bool) -> list[int]:
@@ -73,7 +61,7 @@ def pylate(text: str, length: int, marker: int, *, is_padded: bool) -> list[int]
 def test_a_query_is_pylate_s(make, num_words):
     text = "a " * num_words
     item = tokenize(make(HEAD), text, QUERY)
-    assert ids(item) == pylate(text, 16, QUERY_MARKER, is_padded=True)
+    assert ids_of(item) == pylate(text, 16, QUERY_MARKER, is_padded=True)
     assert (item.num_tokens, item.is_truncated) == (16, num_words > 13)
     assert item.border == (num_words + 3 if num_words < 13 else 0)
 
@@ -83,19 +71,19 @@ def test_a_query_is_pylate_s(make, num_words):
 def test_a_document_is_pylate_s(make, num_words, role):
     text = "a " * num_words
     item = tokenize(make(HEAD), text, Tokenizing(role=role))
-    assert ids(item) == pylate(text, 24, DOCUMENT_MARKER, is_padded=False)
+    assert ids_of(item) == pylate(text, 24, DOCUMENT_MARKER, is_padded=False)
     assert (item.is_truncated, item.border) == (num_words > 21, 0)
 
 
 def test_an_expansion_that_is_attended_has_no_border(make):
     item = tokenize(make(replace(HEAD, attends_to_expansion=True)), "a b", QUERY)
-    assert ids(item) == pylate("a b", 16, QUERY_MARKER, is_padded=True)
+    assert ids_of(item) == pylate("a b", 16, QUERY_MARKER, is_padded=True)
     assert item.border == 0
 
 
 def test_without_an_expansion_a_query_is_as_long_as_it_is(make):
     ours = make(replace(HEAD, expansion_id=None))
-    assert ids(tokenize(ours, "a b", QUERY)) == pylate("a b", 16, QUERY_MARKER, is_padded=False)
+    assert ids_of(tokenize(ours, "a b", QUERY)) == pylate("a b", 16, QUERY_MARKER, is_padded=False)
     assert tokenize(ours, "a " * 50, QUERY).num_tokens == 16
 
 
@@ -112,10 +100,10 @@ def test_a_longer_query_passes_where_the_expansion_is_the_least(make, limit, num
 def test_prompts_by_role_unless_the_request_has_one(make):
     ours = make(replace(HEAD, query_prompt="fox: ", document_prompt="dog: ", query_marker=None, document_marker=None))
     library = tiny_tokenizers.bert()
-    assert ids(tokenize(ours, "a", DOCUMENT)) == library.encode("dog: a").ids
+    assert ids_of(tokenize(ours, "a", DOCUMENT)) == library.encode("dog: a").ids
     num = len(library.encode("fox: a").ids)
-    assert ids(tokenize(ours, "a", QUERY)) == [*library.encode("fox: a").ids, *[MASK] * (16 - num)]
-    assert ids(tokenize(ours, "a", DOCUMENT._replace(prompt="cat "))) == library.encode("cat a").ids
+    assert ids_of(tokenize(ours, "a", QUERY)) == [*library.encode("fox: a").ids, *[MASK] * (16 - num)]
+    assert ids_of(tokenize(ours, "a", DOCUMENT._replace(prompt="cat "))) == library.encode("cat a").ids
 
 
 def test_limits_of_the_role_are_those_of_errors_and_chunks(make):
@@ -132,7 +120,7 @@ def test_a_template_that_is_no_frame_has_the_marker_too(make, monkeypatch):
     monkeypatch.setattr("vecd.gateway.tokenization.tokenizer._is_template_plain", lambda *_: False)
     ours = make(HEAD)
     for num_words in (1, 13, 14, 100):
-        assert ids(tokenize(ours, "a " * num_words, QUERY)) == pylate(
+        assert ids_of(tokenize(ours, "a " * num_words, QUERY)) == pylate(
             "a " * num_words, 16, QUERY_MARKER, is_padded=True
         )
 
@@ -148,7 +136,7 @@ def test_known_words_are_filled_up_too(make, monkeypatch):
     once = tokenize(ours, "a b", QUERY)
     monkeypatch.setattr(ours, "_take_run", None)
     assert ours.tokenize_now(["a b"], QUERY) == [once]
-    assert ids(ours.tokenize_now(["a b"], DOCUMENT)[0]) == pylate("a b", 24, DOCUMENT_MARKER, is_padded=False)
+    assert ids_of(ours.tokenize_now(["a b"], DOCUMENT)[0]) == pylate("a b", 24, DOCUMENT_MARKER, is_padded=False)
 
 
 def test_the_model_s_own_ids_are_taken_as_they_are(make):
@@ -157,7 +145,7 @@ def test_the_model_s_own_ids_are_taken_as_they_are(make):
 
     ours = make(HEAD)
     [item] = asyncio.run(main())
-    assert (ids(item), item.border) == ([2, 50, 3], 0)
+    assert (ids_of(item), item.border) == ([2, 50, 3], 0)
 
 
 def test_estimates_count_the_expansion(make):

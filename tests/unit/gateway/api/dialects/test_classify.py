@@ -9,7 +9,7 @@ import orjson
 import pytest
 
 from tests.support.arrays import COLBERT, MOODS, NER, RERANKER, SPLADE, TOXIC, render, rendered, rows
-from tests.support.asking import PLAIN, answer, ask, body_of
+from tests.support.asking import PLAIN, answer, ask, body_of, embedded_of, pieces_of
 from vecd.gateway.api.dialects import openai, tei, vllm
 from vecd.gateway.encoding.scores import ScoreRows
 from vecd.gateway.encoding.token_rows import TokenRows
@@ -105,6 +105,14 @@ def test_labels_are_the_best_first_and_equal_ones_in_their_order():
     assert [item["score"] for item in first] == pytest.approx(sorted(SOFTMAX[0], reverse=True), rel=1e-12)
     assert [item["label"] for item in second] == ["sad", "mad", "glad"]
     assert [list(item) for item in first] == [["score", "label"]] * 3
+
+
+def test_results_are_written_text_by_text():
+    """Other threads wait while JSON is written, and a text may have an entity for each of its tokens."""
+    asked = ask(PREDICT, {"inputs": [["a"], ["b"]], "top_k": 1, "raw_scores": True}, model_info=MOODS)
+    response = asked.render(embedded_of(scores(LOGITS)))
+    first, second = b'[{"score":2.0,"label":"glad"}]', b'[{"score":5.0,"label":"sad"}]'
+    assert pieces_of(response) == [b"[", first, b",", second, b"]"]
 
 
 def test_the_response_to_one_text_to_the_byte():
@@ -269,6 +277,12 @@ def test_what_classify_refuses(fields, param):
     assert "secret" not in caught.value.message
 
 
+def test_ids_of_classify_are_the_model_s():
+    """vLLM's clients have them from the server's own /tokenize."""
+    request = ask(CLASSIFY, {"input": [5, 6]}, model_info=MOODS).request
+    assert (request.inputs, request.tokenizing.are_ids_of_model) == ([[5, 6]], True)
+
+
 @pytest.mark.parametrize(
     ("fields", "expected"),
     [
@@ -284,6 +298,24 @@ def test_pooling_gives_the_scores_of_all_labels(fields, expected):
     assert item == {"object": "pooling", "index": 0, "data": expected if isinstance(expected, str) else item["data"]}
     if not isinstance(expected, str):
         assert item["data"] == pytest.approx(expected, rel=1e-12)
+
+
+@pytest.mark.parametrize("model_info", [MOODS, NER])
+@pytest.mark.parametrize(
+    ("fields", "param"),
+    [
+        ({"encoding_format": "bytes"}, "encoding_format"),
+        ({"encoding_format": "npy"}, "encoding_format"),
+        ({"output_dtype": "int8"}, "output_dtype"),
+        ({"output_dtype": "ubinary"}, "output_dtype"),
+        ({"encoding_format": "base64", "embedding_type": "binary"}, "embedding_type"),
+        ({"dimensions": 2}, "dimensions"),
+    ],
+)
+def test_scores_are_not_vectors(model_info, fields, param):
+    with pytest.raises(BadRequest) as caught:
+        ask(POOLING, {"input": "a", **fields}, model_info=model_info)
+    assert caught.value.param == param
 
 
 @pytest.mark.parametrize(("task", "model_info"), [("embed", MOODS), ("classify", PLAIN), ("token_classify", MOODS)])

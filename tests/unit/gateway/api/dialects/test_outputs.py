@@ -125,7 +125,7 @@ def test_sparse_items_with_tokens_and_as_maps():
     [item] = rendered(asked, vectors)["data"]
     assert item["sparse"] == {"indices": [3, 5, 7], "values": [1.0, 0.1, 2.0], "tokens": ["ada", "##lace", ""]}
     asked = ask(EMBEDDINGS, {"input": "a", "output": "sparse", "sparse_format": "map"}, model_info=SPLADE)
-    assert rendered(asked, sparse_rows({5: 0.1, 3: 1.0}))["data"][0]["sparse"] == {"ada": 1.0, "##lace": 0.1}
+    assert rendered(asked, vectors)["data"][0]["sparse"] == {"ada": 1.0, "##lace": 0.1}, "7 has no string"
 
 
 def test_vectors_of_tokens():
@@ -170,6 +170,19 @@ def test_all_kinds_in_one_response():
     [item] = rendered(asked, hybrid_rows())["data"]
     assert list(item) == ["object", "index", "embedding", "sparse"]
     assert struct.unpack("<2f", base64.b64decode(item["embedding"])) == pytest.approx((0.6, 0.8))
+
+
+def test_a_dense_vector_of_another_length_among_several_kinds():
+    other = replace(M3, is_normalized=False)
+    fields = {"input": "a", "output": ["dense", "sparse"]}
+    collected = hybrid_rows()
+    collected.dense[0] = [3, 4]
+    for wanted, expected in (({}, [3, 4]), ({"normalize": True}, [0.6, 0.8]), ({"normalize": False}, [3, 4])):
+        [item] = rendered(ask(EMBEDDINGS, {**fields, **wanted}, model_info=other), collected)["data"]
+        assert item["embedding"] == pytest.approx(expected)
+    with pytest.raises(BadRequest, match="int8 is for vectors of length 1"):
+        ask(EMBEDDINGS, {**fields, "output_dtype": "int8"}, model_info=other)
+    ask(EMBEDDINGS, {**fields, "output_dtype": "int8", "normalize": True}, model_info=other)
 
 
 @pytest.mark.parametrize(

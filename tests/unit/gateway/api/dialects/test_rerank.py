@@ -26,7 +26,7 @@ from vecd.gateway.api.operations import Operation
 from vecd.gateway.api.registry import ROUTES
 from vecd.gateway.types.errors import BadRequest, EmptyInput, ModelNotFound, TooManyInputs, WrongModel
 from vecd.gateway.types.request import Overflow, Pair, Priority, Role
-from vecd.shm.heads import TokenHead
+from vecd.shm.heads import CAPABILITIES, TokenHead
 from vecd.shm.output import Output
 
 RERANK = rerank.DIALECT.operations["POST /v1/rerank"]
@@ -411,7 +411,24 @@ def test_a_model_that_ranks_embeds_nothing(path, body):
 def test_a_body_belongs_to_a_dialect(path, body, dialect):
     handler = ROUTES[path]["POST"].handler
     assert isinstance(handler, OperationsHandler)
-    assert handler.claim_of(body).dialect.name == dialect
+    assert handler.claim_of(body, CAPABILITIES).dialect.name == dialect
+
+
+@pytest.mark.parametrize(
+    ("path", "capability", "dialect"),
+    [
+        ("/classify", "classify", "vllm"),
+        ("/classify", "dense", "openai"),
+        ("/classify", "sparse", "openai"),
+        ("/invocations", "rerank", "tei"),
+        ("/invocations", "dense", "vllm"),
+    ],
+)
+def test_a_body_without_inputs_belongs_to_what_the_model_can_do(path, capability, dialect):
+    """Its error is then about the body, not about the model."""
+    handler = ROUTES[path]["POST"].handler
+    assert isinstance(handler, OperationsHandler)
+    assert handler.claim_of({"text": "a"}, (capability,)).dialect.name == dialect
 
 
 def test_errors_have_what_every_client_reads():
@@ -435,6 +452,40 @@ def test_sagemaker_gets_scores_in_the_order_of_its_pairs():
     asked = ask(TEXT_PAIRS, {"text_pairs": [["q", "a"], ["r", "b"]]}, model_info=CROSS_ENCODER)
     assert asked.request.inputs == [Pair("q", "a"), Pair("r", "b")]
     assert orjson.loads(body_of(asked.render(of_logits([0.0, 1.0])))) == {"scores": [0.5, pytest.approx(sigmoid(1))]}
+
+
+@pytest.mark.parametrize("in_pieces", [False, True])
+@pytest.mark.parametrize("operation", [ROOT, tei.DIALECT.operations["POST /invocations"]])
+def test_opensearch_gets_scores_in_the_order_of_its_pairs(operation, in_pieces):
+    pairs = [{"text": "q", "text_pair": "a"}, {"text": "q", "text_pair": "b"}]
+    asked = ask(operation, {"inputs": pairs}, model_info=CROSS_ENCODER, in_pieces=in_pieces)
+    assert asked.request.inputs == [Pair("q", "a"), Pair("q", "b")]
+    assert asked.request.tokenizing.overflow is Overflow.TRUNCATE
+    assert body_of(asked.render(of_logits([0.0, 1000.0]))) == b'[{"score":0.5},{"score":1.0}]'
+    fields = {"inputs": pairs, "parameters": {"truncate": False, "raw_scores": True}}
+    asked = ask(operation, fields, model_info=CROSS_ENCODER, in_pieces=in_pieces)
+    assert asked.request.tokenizing.overflow is Overflow.ERROR
+    assert body_of(asked.render(of_logits([3.0, -1.0]))) == b'[{"score":3.0},{"score":-1.0}]'
+    asked = ask(operation, {"inputs": [["q", "a"], ["r", "b"]]}, model_info=MULTI_VECTOR, in_pieces=in_pieces)
+    assert (asked.request.inputs, asked.request.tokenizing.num_queries) == (["q", "r", "a", "b"], 2)
+
+
+@pytest.mark.parametrize(
+    ("inputs", "error"),
+    [
+        ("a", WrongModel),
+        (["a", "b"], WrongModel),
+        ([["a"]], WrongModel),
+        ([1, 2], WrongModel),
+        ([], WrongModel),
+        ([{"text": "q"}], WrongModel),
+        ([{"text": "q", "text_pair": 5}], BadRequest),
+        ([["q", "a"]] * 7, TooManyInputs),
+    ],
+)
+def test_other_inputs_of_a_model_that_ranks_are_refused(inputs, error):
+    with pytest.raises(error):
+        ask(ROOT, {"inputs": inputs}, model_info=CROSS_ENCODER)
 
 
 @pytest.mark.parametrize("in_pieces", [False, True])
