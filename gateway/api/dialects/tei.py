@@ -338,7 +338,9 @@ RETURN_DOCUMENTS = ranking.flag("return_documents", "the same, by the name of ot
 def parse_rerank(call: Call) -> ParsedEmbed:
     values, model_info = call.values, call.model_info
     field = RANKED if values.get(RANKED) is not None or values.get(RANKED_DOCUMENTS) is None else RANKED_DOCUMENTS
-    texts = values.require(field)
+    texts, documents = values.require(field), values.get(RANKED_DOCUMENTS)
+    if documents is not None and documents != texts:
+        raise contradiction(RANKED.name, RANKED_DOCUMENTS.name)
     if texts == []:
         raise EmptyInput(f"'{field.name}' cannot be empty", param=field.name)
     texts = read_documents(texts, field.name, model_info.max_inputs)
@@ -349,6 +351,7 @@ def parse_rerank(call: Call) -> ParsedEmbed:
         call,
         [values.require(QUERY)],
         texts,
+        field.name,
         Tokenizing(overflow=Overflow.ERROR if values.get(TRUNCATE) is False else cut),
         partial(render_ranks, texts=repeated, num=values.get(TOP_N), model_info=model_info),
         is_raw=values.get(RAW_SCORES) is True,

@@ -102,6 +102,8 @@ def parse_pooling(call: Call) -> ParsedEmbed | ParsedMessages:
     request = options.read_request(
         call, inputs, requested, output=task, prompt_fields=_PROMPT_FIELDS, are_ids_of_model=True
     )
+    if task is Output.SCORES:
+        _check_width(task.width_of(model_info), "there are labels", values)
     if task.is_per_token:
         _check_tokens(request, values, model_info)
     if task not in _AS_ARRAYS:
@@ -168,15 +170,17 @@ def _score_json(scores: Scores, form: Form) -> bytes:
     return vector_json(rows, form) if rows.ndim == 1 else matrix_json(rows, form)
 
 
-def _check_tokens(request: EmbedRequest, values: Values, model_info: ModelInfo) -> None:
-    """Refuse the options that only vectors of inputs have. Raises BadRequest."""
-    width = request.output.width_of(model_info)
+def _check_width(width: int, what: str, values: Values) -> None:
+    """Refuse `dimensions` of rows that cannot be cut. `what`: why they have so many. Raises BadRequest."""
     for field in options.DIMENSION_FIELDS:
         dimensions = values.get(field)
         if dimensions is not None and dimensions != width:
-            raise BadRequest(
-                f"'{field.name}' must be {width}, as many as a token's vector has, is {dimensions}", param=field.name
-            )
+            raise BadRequest(f"'{field.name}' must be {width}, as many as {what}, is {dimensions}", param=field.name)
+
+
+def _check_tokens(request: EmbedRequest, values: Values, model_info: ModelInfo) -> None:
+    """Refuse the options that only vectors of inputs have. Raises BadRequest."""
+    _check_width(request.output.width_of(model_info), "a token's vector has", values)
     overflow = request.tokenizing.overflow or model_info.overflow
     if overflow is Overflow.CHUNK:
         raise BadRequest(
@@ -221,6 +225,7 @@ def parse_score(call: Call) -> ParsedEmbed:
         call,
         queries,
         documents,
+        second,
         ranking.read_tokenizing(values, model_info),
         partial(render_score, model=model_info.model, request_id=call.request_id),
         is_raw=ranking.agreed_flag(values) is True,
