@@ -210,7 +210,7 @@ CASES = {"rerank": RERANK, "classify": LABELLED, "hybrid": HYBRID}
 
 @pytest.fixture(scope="module")
 def servers(tmp_path_factory: pytest.TempPathFactory) -> Iterator[dict[str, Server]]:
-    """With the dummy engine: this is the gateway's work."""
+    """With the dummy engine: this is the gateway's work. What they log at any level is searched for canaries."""
     folders = {name: tmp_path_factory.mktemp(name) / "model" for name in CASES}
     save_reranker(folders["rerank"], save_causal(tmp_path_factory.mktemp("causal")))
     save_classifier(folders["classify"], labels=3)
@@ -223,7 +223,7 @@ def servers(tmp_path_factory: pytest.TempPathFactory) -> Iterator[dict[str, Serv
     for name in ("sparse_linear.pt", "colbert_linear.pt"):
         (folders["hybrid"] / name).touch()
     with ExitStack() as stack:
-        flags = ("--engine", "weightless", "--workers", "1")
+        flags = ("--engine", "weightless", "--workers", "1", "--log-level", "debug")
         yield {name: stack.enter_context(running_server(str(folder), *flags)) for name, folder in folders.items()}
 
 
