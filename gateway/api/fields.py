@@ -101,6 +101,13 @@ def read_text(value: Any, name: str) -> str:
     return value
 
 
+def read_texts(value: Any, name: str) -> tuple[str, ...]:
+    for index, item in enumerate(expect(list, value, name, "a list of strings")):
+        if not isinstance(item, str):
+            raise BadRequest(f"'{name}[{index}]' must be a string, is {json_type(item)}", param=name)
+    return tuple(value)
+
+
 def flag(name: str, description: str, **schema: Any) -> Field[bool]:
     return Field(name, description, nullable("boolean", **schema), read_flag)
 

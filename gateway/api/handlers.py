@@ -84,6 +84,8 @@ class OperationsHandler:
                     http.coding, self._bare_list,
                 )  # fmt: skip
         except ApiError as error:
+            if error.dialect is None and error.param is not None:  # the field may be of one of the dialects alone
+                error.dialect = self.claim_of({error.param: True}, context.model_info.capabilities).dialect.name
             if first.operation.embed is not None:
                 context.embedder.count_unread(error)
             raise
@@ -134,7 +136,8 @@ class OperationsHandler:
             work, num_estimated = parse(call), 0
             if isinstance(work, ParsedEmbed):
                 num_estimated = context.estimate_tokens(work.request.inputs, work.request.tokenizing)
-            field = "messages" if isinstance(work, ParsedMessages) else self._field(claim, body)
+            own = work.field if isinstance(work, ParsedEmbed) else None
+            field = "messages" if isinstance(work, ParsedMessages) else own or self._field(claim, body)
             return _Parsed(claim, work, num_estimated, field)
         except ApiError as error:
             error.dialect = claim.dialect.name

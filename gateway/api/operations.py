@@ -37,6 +37,8 @@ class ParsedEmbed(NamedTuple):
     render: Callable[[Embedded], Response]
     is_large: bool = False
     """Rendering takes more than a few milliseconds, and is done in a thread, however few inputs there are."""
+    field: str | None = None
+    """The field whose index an error of an input has; None: the first of the body's fields for inputs."""
 
 
 class ParsedTokenize(NamedTuple):

@@ -80,7 +80,8 @@ class TemplatedPairs:
         if len(end.kept) >= limits.max_tokens:
             raise BadRequest(
                 f"A pair has to have room for the {len(end.kept)} tokens at the end of the model's template, and at "
-                f"least one more; the limit is {limits.max_tokens}"
+                f"least one more; the limit is {limits.max_tokens} (truncate_prompt_tokens)",
+                param="truncate_prompt_tokens",
             )
         sequences: list[TokenizedInput] = []
         for query, group in groupby(zip(pairs, indices, strict=True), lambda item: item[0].query):

@@ -95,7 +95,9 @@ class PairTokens:
         if max_own < 1:
             raise BadRequest(
                 f"A pair has to have room for at least {limits.max_tokens - max_own + 1} tokens, "
-                f"{limits.max_tokens - max_own} special tokens among them; the limit is {limits.max_tokens}"
+                f"{limits.max_tokens - max_own} special tokens among them; the limit is {limits.max_tokens} "
+                "(truncate_prompt_tokens)",
+                param="truncate_prompt_tokens",
             )
         frame = self._frames[limits.add_special_tokens]
         if frame is None:
@@ -224,14 +226,14 @@ def check_length(num_own: int, max_own: int, limits: PairLimits, index: int, *, 
     """Raises InputTooLong for more than `max_own` tokens without the special ones."""
     if num_own > max_own:
         num_tokens = num_own + limits.max_tokens - max_own
-        raise InputTooLong(limits.max_tokens, num_tokens, is_at_least=is_at_least, index=index)
+        raise InputTooLong(limits.max_tokens, num_tokens, is_at_least=is_at_least, param="input", index=index)
 
 
 def beyond(index: int, max_chars: int) -> BadRequest:
-    """Names no field, because each dialect has its own for the texts of pairs."""
     return BadRequest(
-        f"The pair at index {index} has a text of more than {max_chars} characters, the most that is looked at of one "
-        "text, and may not be truncated there"
+        f"The pair of 'input[{index}]' has a text of more than {max_chars} characters, the most that is looked at of "
+        "one text, and may not be truncated there",
+        param="input",
     )
 
 
@@ -269,5 +271,5 @@ def _framed(
 
 def checked(ids: "array[int]", border: int, index: int, *, is_truncated: bool) -> TokenizedInput:
     if not ids:
-        raise BadRequest(f"The pair at index {index} has no tokens, at least 1 is needed")
+        raise BadRequest(f"The pair of 'input[{index}]' has no tokens, at least 1 is needed", param="input")
     return TokenizedInput(ids.tobytes(), len(ids), is_truncated, border=border if border < len(ids) else 0)

@@ -72,9 +72,9 @@ class InputTooLong(BadRequest):
         param: str | None = None,
         index: int | None = None,
     ) -> None:
-        """`is_at_least`: not all of the input was read. `index`: of the input, where the message names it."""
+        """`is_at_least`: not all of the input was read. `index`: of the pair, where the input is one."""
         num = f"at least {num_tokens}" if is_at_least else f"{num_tokens}"
-        where = "" if index is None else f" It is the pair at index {index}."
+        where = "" if index is None else f" It is the pair of 'input[{index}]'."
         super().__init__(
             f"This model's maximum context length is {max_tokens} tokens, however you requested {num} tokens ({num} in "
             f"your prompt; 0 for the completion). Please reduce your prompt; or completion length.{where}",

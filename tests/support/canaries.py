@@ -29,6 +29,8 @@ IDS = (101, 21423, 19987, 27411, 23130, 102)
 KEY = "vck-0canary0-5c1d8f5e2a7b"
 """A key that no server knows."""
 _TEXT = f"{WORD}text of a caller, for nobody else"
+_REPEATED = f"{WORD}word"
+"""Stands where a right answer has the text itself: labels, and the words that a model finds in a text."""
 _FIELD, _MODEL, _PATH, _QUERY, _HEADER = (WORD + kind for kind in ("field", "model", "path", "query", "header"))
 _FORBIDDEN_IN_ANSWERS = (f"{WORD}text", KEY)
 """Not even the caller's own error may quote these. A model's name or a wrong choice it may name."""
@@ -138,7 +140,8 @@ def plant(url: str, secrets: Secrets) -> list[str]:
     for answer in answers:
         _learn_vectors(answer, secrets)
     wrong = [f"an answer: {word}" for answer in answers for word in _FORBIDDEN_IN_ANSWERS if word.encode() in answer]
-    others = _exchange(url, [_request(b"GET", path, b"", key) for path in (b"/health", b"/info", b"/metrics")])
+    paths = (b"/health", b"/info", b"/metrics", b"/stats")
+    others = _exchange(url, [_request(b"GET", path, b"", key) for path in paths])
     return wrong + [f"another caller's answer: {found}" for answer in others for found in secrets.find_in(answer)]
 
 
@@ -147,6 +150,40 @@ def _learn_vectors(answer: bytes, secrets: Secrets) -> None:
     if head.startswith(b"HTTP/1.1 200"):
         with suppress(ValueError, KeyError, TypeError):
             secrets.vectors += [item["embedding"] for item in json.loads(body)["data"]]
+
+
+_RANKED: dict[str, object] = {"query": _TEXT, "documents": [_TEXT, {"text": _TEXT, _FIELD: _TEXT}]}
+_OF_KINDS: dict[str, list[dict[str, object]]] = {
+    "/rerank": [
+        _RANKED,
+        {"query": _TEXT, "texts": [_TEXT, "x"], "raw_scores": _FIELD},
+        {**_RANKED, "documents": [_TEXT * 100], "overflow": "error"},
+        {**_RANKED, "documents": {_FIELD: _TEXT}},
+    ],
+    "/v1/rerank": [{**_RANKED, "instruction": _TEXT}, {**_RANKED, "rank_fields": [_FIELD, _TEXT]}],
+    "/v2/rerank": [{**_RANKED, "query": {_FIELD: _TEXT}}, {**_RANKED, "documents": [_TEXT, [_TEXT]]}],
+    "/score": [{"text_1": _TEXT, "text_2": [_TEXT, "x"]}, {"queries": [_TEXT], "documents": [_TEXT, {_FIELD: _TEXT}]}],
+    "/predict": [
+        {"inputs": [[_TEXT, _TEXT]]},
+        {"inputs": _REPEATED, "ignore_labels": [_FIELD]},
+        {"inputs": [{"text": _TEXT, _FIELD: _TEXT}, [_TEXT, {_FIELD: _TEXT}]], "function_to_apply": _FIELD},
+    ],
+    "/v1/classify": [
+        {"input": [_REPEATED, _REPEATED]},
+        {"input": [_TEXT], "labels": [_REPEATED, "x"]},
+        {"input": [_TEXT], "labels": [_TEXT, {_FIELD: _TEXT}], "temperature": _FIELD},
+    ],
+    "/pooling": [{"input": _TEXT}, {"input": _TEXT, "task": _FIELD}],
+    "/embed_sparse": [{"inputs": [_TEXT, "x"]}, {"inputs": [_TEXT, {_FIELD: _TEXT}], "min_weight": _FIELD}],
+    "/v1/embeddings": [
+        {"input": [_TEXT, _TEXT], "late_chunking": True},
+        {"input": _TEXT, "late_chunking": {"ranges": [[0, 5], [3, 10**6]]}},
+        {"input": _TEXT, "late_chunking": {_FIELD: _TEXT}},
+        {"input": _TEXT, "output": ["sparse", "multi-vector"], "return_tokens": True},
+        {"input": _TEXT, "output": ["sparse", _FIELD], "sparse_format": _FIELD},
+    ],
+}
+"""By path: right and wrong requests for what only models of some kinds have; the others refuse them."""
 
 
 def _requests(key: str | None) -> Iterator[bytes]:
@@ -168,6 +205,9 @@ def _requests(key: str | None) -> Iterator[bytes]:
     yield post(b'{"input": "' + _TEXT.encode() + b'\xff\\ud800"}')
     yield post(b'{"input": [' + json.dumps(_TEXT).encode() * 2 + b"]}")
     yield post(b'{"input": [' + b",".join([json.dumps(_TEXT).encode()] * 2000) + b", 5]}")
+    for path, bodies in _OF_KINDS.items():
+        for body in bodies:
+            yield post(body, path=path.encode())
     yield post({"input": "x"}, path=b"/v1/" + _PATH.encode() + b"?input=" + _QUERY.encode())
     yield post({"input": "x"}, path=b"/v1/embeddings?key=" + KEY.encode() + b"&" + _QUERY.encode())
     yield _request(b"GET", b"/v1/models/" + _MODEL.encode(), b"", key)

@@ -122,7 +122,7 @@ def _parse_tokens(call: Call, inputs: list[Any], activation: str | None) -> Pars
     if not isinstance(inputs[0], str):
         raise BadRequest("'input' must be texts: entities are parts of a text", param=INPUT.name)
     texts = list(inputs)  # a request's inputs are removed when they have been tokenized
-    aggregation, ignored = values.get(labels.AGGREGATION), labels.read_ignored(values.get(labels.IGNORED))
+    aggregation, ignored = values.get(labels.AGGREGATION), values.get(labels.IGNORED)
 
     def render(embedded: Embedded) -> Response:
         found = labels.entities_of(embedded, texts, model_info, aggregation, activation, ignored)

@@ -14,13 +14,14 @@ import numpy as np
 from numpy.typing import NDArray
 
 from vecd.gateway.api import fields, schemas
+from vecd.gateway.api.fields import Field
 from vecd.gateway.api.model_info import ModelInfo
-from vecd.gateway.api.schemas import any_of, list_of, record
+from vecd.gateway.api.schemas import nullable, record
 from vecd.gateway.encoding.activations import ACTIVATIONS, Scores, ranked
 from vecd.gateway.encoding.entities import AGGREGATIONS, find_entities
 from vecd.gateway.encoding.scores import ScoreRows
 from vecd.gateway.encoding.token_rows import TokenRows
-from vecd.gateway.types.errors import BadRequest, WrongModel
+from vecd.gateway.types.errors import WrongModel
 from vecd.gateway.types.request import Embedded, Overflow, Tokenizing
 from vecd.shm.heads import ScoreHead
 from vecd.shm.output import Output
@@ -39,10 +40,11 @@ AGGREGATION = fields.choice(
     {name: name for name in AGGREGATIONS},
     default="simple",
 )
-IGNORED = fields.anything(
+IGNORED = Field(
     "ignore_labels",
     'of a model that classifies tokens: labels that are left out; default: ["O"]',
-    any_of(list_of(schemas.STRING), {"type": "null"}),
+    nullable("array", items=schemas.STRING),
+    fields.read_texts,
 )
 
 LABEL = record(label=schemas.STRING, score={"type": "number"})
@@ -112,17 +114,6 @@ def ranked_labels(
 
 
 # --- labels of tokens -------------------------------------------------------------------------------------------
-
-
-def read_ignored(value: Any) -> Sequence[str] | None:
-    """The labels of `ignore_labels`; None for the default. Raises BadRequest."""
-    if value is None:
-        return None
-    for index, label in enumerate(fields.expect(list, value, IGNORED.name, "a list of strings")):
-        if not isinstance(label, str):
-            name = IGNORED.name
-            raise BadRequest(f"'{name}[{index}]' must be a string, is {fields.json_type(label)}", param=name)
-    return tuple(value)
 
 
 def matrices_of(embedded: Embedded) -> list[NDArray[np.float32]]:

@@ -26,7 +26,6 @@ from vecd.gateway.api.dialects.labels import (
     head_of,
     is_large,
     ranked_labels,
-    read_ignored,
     without_chunks,
 )
 from vecd.gateway.api.dialects.options import refused
@@ -180,7 +179,7 @@ def _parse_tokens(call: Call) -> ParsedEmbed:
         raise EmptyInput(f"'{PREDICTED.name}' cannot be empty", param=PREDICTED.name)
     texts = parse_texts(value, PREDICTED.name, model_info.max_inputs)
     activation, aggregation = _activation(options), options.get(AGGREGATION)
-    ignored, is_single = read_ignored(options.get(IGNORED)), isinstance(value, str)
+    ignored, is_single = options.get(IGNORED), isinstance(value, str)
     kept = list(texts)  # a request's inputs are removed when they have been tokenized
 
     def render(embedded: Embedded) -> Response:

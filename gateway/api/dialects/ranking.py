@@ -191,6 +191,7 @@ def parse(
     call: Call,
     queries: list[str],
     documents: list[str],
+    field: str,
     tokenizing: Tokenizing,
     render: Callable[[Embedded, Relevance], Response],
     *,
@@ -201,8 +202,8 @@ def parse(
 ) -> ParsedEmbed:
     """The call for the scores of `documents`, each for the query of its index, or all for the only one.
 
-    `is_raw`: scores are what the model computes. `activation`: otherwise it is this one. `repeated`: the texts that the
-    response has, too. Raises WrongModel.
+    `field`: the name of that of the documents. `is_raw`: scores are what the model computes. `activation`:
+    otherwise it is this one. `repeated`: the texts that the response has, too. Raises WrongModel.
     """
     model_info = call.model_info
     is_scored = _check(model_info)
@@ -231,7 +232,7 @@ def parse(
         return render(embedded, Relevance(logits, scores.tolist()))
 
     is_large = not is_scored or sum(map(len, repeated)) > _LARGE_RESPONSE_CHARS
-    return ParsedEmbed(request, render_scores, is_large)
+    return ParsedEmbed(request, render_scores, is_large, field)
 
 
 def _check(model_info: ModelInfo) -> bool:

@@ -44,12 +44,6 @@ _DOCUMENTS_IN_A_UNIT = 100
 # --- fields -----------------------------------------------------------------------------------------------------
 
 
-def _read_names(value: Any, name: str) -> tuple[str, ...]:
-    for index, item in enumerate(fields.expect(list, value, name, "a list of strings")):
-        fields.expect(str, item, f"{name}[{index}]", "a string")
-    return tuple(value)
-
-
 DOCUMENTS = fields.anything(
     "documents",
     "what is ranked: texts, or objects with a `text`",
@@ -66,7 +60,7 @@ RANK_FIELDS = Field(
     "rank_fields",
     "Cohere's: of documents that are objects, the fields that are read, as lines of one text. Default: `text`",
     nullable("array", items=schemas.STRING),
-    _read_names,
+    fields.read_texts,
 )
 PROPERTY = fields.anything("property", "Weaviate's: selects the shape of its response", {})
 _FIELDS = Fields(
@@ -89,7 +83,7 @@ _FIELDS = Fields(
 def parse_rerank(call: Call, *, is_voyage: bool = False) -> ParsedEmbed:
     """`is_voyage`: the results are `data`, whatever fields the body has."""
     values, model_info = call.values, call.model_info
-    documents = _read_documents(values, model_info.max_inputs)
+    documents, name = _read_documents(values, model_info.max_inputs)
     is_of_weaviate = values.get(PROPERTY) is not None
     returns_documents = values.get(RETURN_DOCUMENTS) is True or is_of_weaviate
     top_n, top_k = values.get(TOP_N), values.get(TOP_K)
@@ -113,6 +107,7 @@ def parse_rerank(call: Call, *, is_voyage: bool = False) -> ParsedEmbed:
         call,
         [values.require(QUERY)],
         documents,
+        name,
         ranking.read_tokenizing(values, model_info),
         render,
         is_raw=ranking.agreed_flag(values) is True,
@@ -121,7 +116,8 @@ def parse_rerank(call: Call, *, is_voyage: bool = False) -> ParsedEmbed:
     )
 
 
-def _read_documents(values: Values, max_inputs: int) -> list[str]:
+def _read_documents(values: Values, max_inputs: int) -> tuple[list[str], str]:
+    """The documents, and the name of their field. Raises BadRequest."""
     documents, texts = values.get(DOCUMENTS), values.get(TEXTS)
     if documents is None:
         documents, name = (texts, TEXTS.name) if texts is not None else (values.require(DOCUMENTS), DOCUMENTS.name)
@@ -129,7 +125,7 @@ def _read_documents(values: Values, max_inputs: int) -> list[str]:
         raise contradiction(DOCUMENTS.name, TEXTS.name)
     else:
         name = DOCUMENTS.name
-    return read_documents(documents, name, max_inputs, values.get(RANK_FIELDS) or ("text",))
+    return read_documents(documents, name, max_inputs, values.get(RANK_FIELDS) or ("text",)), name
 
 
 # --- render -----------------------------------------------------------------------------------------------------
@@ -182,6 +178,7 @@ def parse_ranking(call: Call) -> ParsedEmbed:
         call,
         [values.require(QUERY)],
         passages,
+        PASSAGES.name,
         ranking.read_tokenizing(values, model_info),
         render_rankings,
         is_raw=True,
@@ -219,7 +216,12 @@ def parse_text_pairs(call: Call) -> ParsedEmbed:
     pairs = values.require(TEXT_PAIRS)
     documents = read_documents([document for _, document in pairs], TEXT_PAIRS.name, model_info.max_inputs)
     return ranking.parse(
-        call, [query for query, _ in pairs], documents, ranking.read_tokenizing(values, model_info), render_scores
+        call,
+        [query for query, _ in pairs],
+        documents,
+        TEXT_PAIRS.name,
+        ranking.read_tokenizing(values, model_info),
+        render_scores,
     )
 
 

@@ -349,20 +349,23 @@ RETURN_DOCUMENTS = ranking.flag("return_documents", "the same, by the name of ot
 def parse_rerank(call: Call) -> ParsedEmbed:
     values, model_info = call.values, call.model_info
     field = RANKED if values.get(RANKED) is not None or values.get(RANKED_DOCUMENTS) is None else RANKED_DOCUMENTS
-    texts = values.require(field)
+    texts, documents = values.require(field), values.get(RANKED_DOCUMENTS)
+    if documents is not None and documents != texts:
+        raise contradiction(RANKED.name, RANKED_DOCUMENTS.name)
     if texts == []:
         raise EmptyInput(f"'{field.name}' cannot be empty", param=field.name)
     texts = read_documents(texts, field.name, model_info.max_inputs)
     returns_texts = values.get(RETURN_TEXT) is True or values.get(RETURN_DOCUMENTS) is True
     repeated = tuple(texts) if returns_texts else ()
     render = partial(render_ranks, texts=repeated, num=values.get(TOP_N), model_info=model_info)
-    return _parse_ranked(call, [values.require(QUERY)], texts, render, repeated)
+    return _parse_ranked(call, [values.require(QUERY)], texts, field.name, render, repeated)
 
 
 def _parse_ranked(
     call: Call,
     queries: list[str],
     texts: list[str],
+    field: str,
     render: Callable[[Embedded, Relevance], Response],
     repeated: tuple[str, ...] = (),
 ) -> ParsedEmbed:
@@ -370,7 +373,7 @@ def _parse_ranked(
     cut = options.get(DIRECTION) or ranking.default_overflow(call.model_info)
     tokenizing = Tokenizing(overflow=Overflow.ERROR if options.get(TRUNCATE) is False else cut)
     is_raw = options.get(RAW_SCORES) is True
-    return ranking.parse(call, queries, texts, tokenizing, render, is_raw=is_raw, repeated=repeated)
+    return ranking.parse(call, queries, texts, field, tokenizing, render, is_raw=is_raw, repeated=repeated)
 
 
 def parse_default(call: Call) -> ParsedEmbed:
@@ -390,7 +393,7 @@ def parse_pairs(call: Call) -> ParsedEmbed:
         pairs = predict.read_sequences(pairs, INPUTS.name, model_info).inputs
         if isinstance(pairs[0], Pair):
             queries, texts = map(list, zip(*pairs, strict=True))
-            return _parse_ranked(call, queries, texts, partial(_render_scores, model_info=model_info))
+            return _parse_ranked(call, queries, texts, INPUTS.name, partial(_render_scores, model_info=model_info))
     raise WrongModel("The model served here ranks texts: send a 'query' and 'texts', or pairs of texts as 'inputs'")
 
 

@@ -220,6 +220,7 @@ def parse_score(call: Call) -> ParsedEmbed:
         call,
         queries,
         documents,
+        second,
         ranking.read_tokenizing(values, model_info),
         partial(render_score, model=model_info.model, request_id=call.request_id),
         is_raw=ranking.agreed_flag(values) is True,

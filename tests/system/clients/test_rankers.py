@@ -60,7 +60,7 @@ def test_a_document_that_may_not_be_cut_is_named(rankers, reranker, name, option
     with pytest.raises(ClientError) as caught:
         rankers.call(name, url=reranker.url, query=QUERY, texts=[RANKED[0], LONG], num=None, **options)
     assert "maximum context length is 60 tokens" in caught.value.message
-    assert "index 1" in caught.value.message
+    assert "documents[1]" in caught.value.message
 
 
 def test_infinity_classifies(rankers, classifier):

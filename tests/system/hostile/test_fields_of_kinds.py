@@ -43,6 +43,7 @@ _WHOLE: Wrong = {'"3"': ("whole number", "string"), "1.5": ("whole number",), "t
 _NOT_NEGATIVE: Wrong = {**_WHOLE, "-1": ("at least 0", "-1"), str(HUGE): ("too large",)}
 _POSITIVE: Wrong = {**_WHOLE, "0": ("at least 1", "0"), "-1": ("at least 1", "-1"), str(HUGE): ("too large",)}
 _FLAG: Wrong = {"5": ("true or false",), '"maybe"': ("true or false",), "[]": ("true or false",)}
+_STRINGS: Wrong = {"5": ("list", "whole number"), '"a"': ("list", "string"), "[5]": ("[0]", "string"), "{}": ("list",)}
 _TEXTS: Wrong = {
     "[]": ("empty",),
     "5": ("string",),
@@ -52,6 +53,7 @@ _TEXTS: Wrong = {
     '["a",[["b"]]]': ("[1]", "list"),
     "[null]": ("[0]", "null"),
     json.dumps(["d"] * MANY): (str(MANY), "2048", "--max-inputs"),
+    json.dumps([{"text": "d"}] * MANY): (str(MANY), "2048", "--max-inputs"),  # is read in pieces
 }
 _QUERY: Wrong = {"5": ("string",), "[]": ("string", "list"), "{}": ("query.text",), '{"text":5}': ("query.text",)}
 RANKED = {"query": "a query", "documents": ["one", "two"]}
@@ -67,10 +69,12 @@ RERANK: list[Case] = [
             "top_k": _NOT_NEGATIVE,
             "max_tokens_per_doc": _NOT_NEGATIVE,
             "max_tokens_per_query": _NOT_NEGATIVE,
-            "truncate_prompt_tokens": {**_WHOLE, "0": ("at least 1", "0"), "100000": ("at most 512", "100000")},
+            "truncate_prompt_tokens": {
+                **_WHOLE, "0": ("at least 1", "0"), "5": ("31", "5"), "100000": ("at most 512", "100000"),
+            },
             "return_documents": _FLAG,
             "raw_scores": _FLAG,
-            "rank_fields": {"5": ("list",), "[5]": ("[0]", "string")},
+            "rank_fields": _STRINGS,
             "overflow": {"5": ("'truncate'",), '"chunk"': ("'truncate'", "'chunk'")},
             "instruction": {"5": ("string",), "[]": ("string", "list")},
         },
@@ -78,17 +82,33 @@ RERANK: list[Case] = [
     *cases_of("/rerank", {"query": "a", "texts": ["b"]}, 422, {"return_text": _FLAG, "raw_scores": _FLAG}),
     *cases_of("/v1/ranking", {"query": "a", "passages": ["b"]}, 400, {"passages": _TEXTS, "query": _QUERY}),
     *cases_of("/score", {"text_1": "a", "text_2": "b"}, 400, {"text_1": _TEXTS, "text_2": _TEXTS}),
+    ("/", {"query": "a", "texts": ["b"], "documents": 5}, 422, ("texts", "documents", "contradict")),
     ("/score", {"text_1": ["a"] * 3, "text_2": ["b"] * 2}, 400, ("text_1", "text_2", "3:2")),
     ("/score", {"queries": "a", "text_2": "b"}, 400, ("'queries'", "'text_2'")),
     ("/invocations", {"text_pairs": [["a"]]}, 400, ("text_pairs[0]", "list of 1")),
-    ("/invocations", {"text_pairs": [["a", "b"]] * MANY}, 400, ("text_pairs", "2048", "--max-inputs")),
-    ("/rerank", {**RANKED, "documents": ["a", LONG], "overflow": "error"}, 400, ("512", "index 1")),
-    # Half a surrogate, and values that are large where no text is expected, are found before the shape is known.
+    ("/invocations", {"text_pairs": [["a", "b"]] * MANY}, 400, ("text_pairs", str(MANY), "2048", "--max-inputs")),
+    ("/rerank", {"query": "a", "texts": ["a", LONG], "truncate": False}, 422, ("512", "'texts[1]'")),
+    *(
+        (path, {**body, "overflow": "error"}, 400, ("512", where))
+        for path, body, where in (
+            ("/rerank", {"query": "a", "documents": ["a", LONG]}, "'documents[1]'"),
+            ("/v1/rerank", {"query": "a", "texts": ["a", LONG]}, "'texts[1]'"),
+            ("/v2/rerank", {"query": "a", "documents": ["a", {"text": LONG[:200_000]}]}, "'documents[1]'"),
+            ("/v1/ranking", {"query": "a", "passages": ["a", LONG]}, "'passages[1]'"),
+            ("/score", {"queries": "a", "items": ["a", LONG]}, "'items[1]'"),
+            ("/score", {"text_1": ["a", "b"], "text_2": ["a", LONG]}, "'text_2[1]'"),
+            ("/invocations", {"text_pairs": [["a", "b"], ["a", LONG]]}, "'text_pairs[1]'"),
+        )
+    ),
+    # Half a surrogate, and values that are large where no text is expected, are found before the shape is known; a
+    # field of one shape alone tells it.
     ("/rerank", {**RANKED, "query": LONG}, 400, ("'query'", "512", "no room is left")),
     ("/rerank", {**RANKED, "instruction": LONG}, 422, ("instruction", "262144 bytes")),
     ("/rerank", b'{"query":"\\ud800","documents":["a"]}', 422, ("query", "surrogate")),
-    ("/rerank", b'{"query":"a","documents":["b","\\udc00"]}', 422, ("documents[1]", "surrogate")),
+    ("/rerank", b'{"query":"a","documents":["b","\\udc00"]}', 400, ("documents[1]", "surrogate")),
     ("/rerank", b'{"query":"a","documents":' + b"[" * 100_000 + b"]" * 100_000 + b"}", 400, ("depth",)),
+    ("/rerank", b"[]", 400, ("must be a JSON object", "error_type")),
+    ("/v1/rerank", b"[]", 400, ("must be a JSON object", "detail")),
     *(("/rerank", b'{"query":"a","documents":["b"],"top_n":%b}' % number, 400, ("not valid JSON", "char 39"))
       for number in (b"NaN", b"Infinity", b"1e999")),
 ]  # fmt: skip
@@ -106,21 +126,30 @@ LABELLED: list[Case] = [
                 '["a","b","c"]': ("3 texts",),
                 '[["a"],["a","b"]]': ("[1]", "2 texts"),
                 '[["a","b","c"]]': ("[0]", "has 3"),
-                json.dumps([["a"]] * MANY): ("2048", "--max-inputs"),
+                json.dumps([["a"]] * MANY): (str(MANY), "2048", "--max-inputs"),
+                json.dumps([{"text": "a", "text_pair": "b"}] * MANY): (str(MANY), "2048", "--max-inputs"),
+                json.dumps([["a"], ["a"] * 3 * MANY]): ("[1]", str(3 * MANY), "2048"),
             },
             "top_k": _POSITIVE,
             "raw_scores": {"5": ("true or false",)},
+            "ignore_labels": _STRINGS,
+            "parameters": {'{"ignore_labels":5}': ("parameters.ignore_labels", "list")},
             "function_to_apply": {"5": ("'softmax'",), '"tanh"': ("'softmax'", "'tanh'")},
         },
     ),
+    ("/predict", {"inputs": [["a", "b"], ["a", LONG]], "truncate": False}, 422, ("maximum", "'inputs[1]'")),
     ("/predict", {"inputs": {"text": 5}}, 422, ("'inputs.text'", "string")),
     ("/predict", {"inputs": [["a", "b"], {"text": "a", "text_pair": 5}]}, 422, ("'inputs[1].text_pair'", "string")),
     *cases_of(
         "/classify",
         {"input": "a"},
         400,
-        {"input": {"[]": ("empty",), "5": ("string",), json.dumps(["a"] * MANY): (str(MANY), "2048")}},
+        {
+            "input": {"[]": ("empty",), "5": ("string",), json.dumps(["a"] * MANY): (str(MANY), "2048")},
+            "ignore_labels": _STRINGS,
+        },
     ),
+    *cases_of("/pooling", {"input": "a"}, 400, {"dimensions": {"5": ("3", "5"), "-1": ("3", "-1")}}),
 ]
 _OPTIONS: dict[str, dict[Any, tuple[str, ...]]] = {
     "top_k": _POSITIVE,
@@ -181,7 +210,7 @@ CASES = {"rerank": RERANK, "classify": LABELLED, "hybrid": HYBRID}
 
 @pytest.fixture(scope="module")
 def servers(tmp_path_factory: pytest.TempPathFactory) -> Iterator[dict[str, Server]]:
-    """With the dummy engine: this is the gateway's work."""
+    """With the dummy engine: this is the gateway's work. What they log at any level is searched for canaries."""
     folders = {name: tmp_path_factory.mktemp(name) / "model" for name in CASES}
     save_reranker(folders["rerank"], save_causal(tmp_path_factory.mktemp("causal")))
     save_classifier(folders["classify"], labels=3)
@@ -194,7 +223,7 @@ def servers(tmp_path_factory: pytest.TempPathFactory) -> Iterator[dict[str, Serv
     for name in ("sparse_linear.pt", "colbert_linear.pt"):
         (folders["hybrid"] / name).touch()
     with ExitStack() as stack:
-        flags = ("--engine", "weightless", "--workers", "1")
+        flags = ("--engine", "weightless", "--workers", "1", "--log-level", "debug")
         yield {name: stack.enter_context(running_server(str(folder), *flags)) for name, folder in folders.items()}
 
 

@@ -207,7 +207,7 @@ def test_a_query_is_a_text_or_an_object():
         ({"query": "q", "documents": {"text": "d"}}, "'documents' must be a string or a list", "documents"),
         ({"query": "q", "documents": [{"a": "x"}], "rank_fields": ["b"]}, "in its 'rank_fields'", "documents"),
         ({"query": "q", "documents": ["d"], "rank_fields": "b"}, "'rank_fields' must be a list", "rank_fields"),
-        ({"query": "q", "documents": ["d"], "rank_fields": [1]}, "'rank_fields[0]' must be", "rank_fields[0]"),
+        ({"query": "q", "documents": ["d"], "rank_fields": [1]}, "'rank_fields[0]' must be", "rank_fields"),
         ({"query": ["q"], "documents": ["d"]}, "'query' must be a string", "query"),
         ({"query": {"image": "q"}, "documents": ["d"]}, "'query.text' must be a string, is missing", "query.text"),
         ({"query": 1, "documents": ["d"]}, "'query' must be a string", "query"),
