@@ -73,8 +73,8 @@ take 0.6 ms, and 1.4 ms more as JSON numbers."""
 _FLOATS_OF_A_QUERY = 1024
 """What a query that needs no worker counts as: to make its sparse vector of static weights takes 0.06 ms."""
 _MAX_TOKEN_FLOATS = 8 * 2**20
-"""Limit for one response with a vector for each token: 32 MiB, and 180 MB as JSON. A request for MaxSim keeps as much,
-of its queries, and of documents until the queries have come."""
+"""Limit for one response with a vector for each token: 32 MiB, and 180 MB as JSON. A request for MaxSim keeps as much
+of its queries, and of documents that cannot be compared yet."""
 _MAX_RUNNING_TOKEN_FLOATS = 2 * _MAX_TOKEN_FLOATS
 """Limit for all such requests that are being computed."""
 
@@ -126,20 +126,22 @@ class _Counts:
 
 class _MaxSims:
     """Which rows a request for MaxSim keeps: those of its queries, and of documents until all queries have come. With a
-    long query, all."""
+    long query, those of documents until there is no room for more."""
 
-    __slots__ = ("_num_query_tokens", "has_long_query", "have_queries_come", "num_queries", "rows")
+    __slots__ = ("_num_query_tokens", "has_come", "has_long_query", "keeps_documents", "num_queries", "rows")
 
     def __init__(self, rows: MaxSimRows, num_queries: int) -> None:
         self.rows = rows
         self.num_queries = num_queries
         self.has_long_query = False
-        self.have_queries_come = asyncio.Event()
+        self.keeps_documents = True
+        self.has_come = asyncio.Event()
+        """Set when all rows of an input have come."""
         self._num_query_tokens = 0
 
-    def check(self, start: int, tokenized: list[TokenizedInput], num_tokens: int, most: int) -> None:
-        """Count the next inputs, of which the first has the index `start`. `num_tokens`: of all inputs so far. Raises
-        BadRequest where vectors of more than `most` tokens are kept."""
+    def check(self, start: int, tokenized: list[TokenizedInput], most: int) -> None:
+        """Count the next inputs, of which the first has the index `start`. Raises BadRequest for queries with more than
+        `most` tokens."""
         for query in tokenized[: max(0, self.num_queries - start)]:
             self._num_query_tokens += query.num_tokens
             self.has_long_query |= query.num_tokens > MAX_SHORT_QUERY
@@ -149,16 +151,12 @@ class _MaxSims:
                 "in a request",
                 param="input",
             )
-        if self.has_long_query and num_tokens > most:
-            raise BadRequest(
-                f"The inputs have {num_tokens} tokens or more: with a query of more than {MAX_SHORT_QUERY}, all their "
-                f"vectors are kept, of at most {most} in a request",
-                param="input",
-            )
 
-    @property
-    def keeps_documents(self) -> bool:
-        return self.has_long_query or not self.have_queries_come.is_set()
+    async def until(self, is_so: Callable[[], bool]) -> None:
+        """Wait for rows until this is so."""
+        while not is_so():
+            self.has_come.clear()
+            await self.has_come.wait()
 
 
 class Pipeline:
@@ -352,7 +350,7 @@ class Pipeline:
         request_queue = RequestQueue(pending, permit.priority, permit.deadline, principal.tenant)
         if isinstance(rows := collectors[0], MaxSimRows):
             counts.max_sims = _MaxSims(rows, request.tokenizing.num_queries)
-            rows.on_queries = partial(self._note_queries, request_queue, counts.max_sims)
+            rows.on_come = partial(self._note_come, request_queue, counts.max_sims)
         request_queue.batches = timeline.batches
         permit.request_queue = request_queue
         self._pending.add(pending)
@@ -377,7 +375,7 @@ class Pipeline:
             if self._token_floats:
                 self._token_floats.pop(request_queue, None)
             if counts.max_sims is not None:
-                counts.max_sims.rows.on_queries = None  # refers to this request, and so to the rows
+                counts.max_sims.rows.on_come = None  # refers to this request, and so to the rows
             reservation.note_sent(request_queue.num_sent_tokens)
             timeline.num_tokens = counts.num_tokens
         finished_at = time.monotonic()
@@ -414,7 +412,7 @@ class Pipeline:
         async with aclosing(self.tokenizer.tokenize(request.inputs, request.tokenizing, request_queue.tenant)) as runs:
             async for tokenized in runs:
                 num_tokens = counts.num_tokens
-                await self._until_rows_have_room(counts.max_sims, num_queued)
+                await self._until_rows_have_room(request_queue, counts.max_sims, num_queued)
                 later = self._queue_run(request, request_queue, num_queued, tokenized, counts)
                 permit.note_queued(counts.num_tokens - num_tokens)
                 await _in_turns(later)
@@ -498,7 +496,7 @@ class Pipeline:
         may be as long as the slot. `counts`: of all inputs so far. `width`: floats of a row."""
         most, num_tokens = _MAX_TOKEN_FLOATS // width, counts.num_tokens
         if counts.max_sims is not None:
-            counts.max_sims.check(start, tokenized, num_tokens, most)
+            counts.max_sims.check(start, tokenized, most)
         elif num_tokens > most and start + len(tokenized) > 1:
             raise BadRequest(
                 f"The inputs have {num_tokens} tokens or more: one vector for each token is given of at most {most} in "
@@ -569,18 +567,27 @@ class Pipeline:
             )
         self._token_floats[request_queue] = self._token_floats.get(request_queue, 0) + num_floats
 
-    async def _until_rows_have_room(self, max_sims: _MaxSims | None, num_queued: int) -> None:
-        """Wait until no more documents of a request for MaxSim have to be kept, if there is little room for them. All
-        queries must be among the `num_queued` inputs that are queued; before, this returns at once."""
+    async def _until_rows_have_room(
+        self, request_queue: RequestQueue, max_sims: _MaxSims | None, num_queued: int
+    ) -> None:
+        """Wait until the documents of a request for MaxSim that were queued no longer have to be kept, if there is
+        little room for more. All queries must be among the `num_queued` inputs; before, this returns at once."""
         if max_sims is None or num_queued < max_sims.num_queries:
             return
-        if sum(self._token_floats.values()) >= _MAX_TOKEN_FLOATS:
-            await max_sims.have_queries_come.wait()
+        if sum(self._token_floats.values()) < _MAX_TOKEN_FLOATS:
+            return
+        rows = max_sims.rows
+        await max_sims.until(lambda: not rows.num_queries_left)
+        if max_sims.has_long_query:
+            await max_sims.until(lambda: rows.num_come == num_queued)
+            await asyncio.to_thread(rows.compare_held)
+            self._token_floats[request_queue] = rows.num_floats
 
-    def _note_queries(self, request_queue: RequestQueue, max_sims: _MaxSims) -> None:
-        """The rows of all queries have come: those of documents need no room from now on."""
-        max_sims.have_queries_come.set()
-        if not max_sims.has_long_query:
+    def _note_come(self, request_queue: RequestQueue, max_sims: _MaxSims) -> None:
+        """All rows of an input have come. With those of the queries, documents need no room from now on."""
+        max_sims.has_come.set()
+        if max_sims.keeps_documents and not max_sims.rows.num_queries_left and not max_sims.has_long_query:
+            max_sims.keeps_documents = False
             self._token_floats[request_queue] = max_sims.rows.num_floats
 
     def _check_num_tokens(self, num_tokens: int, *, is_all: bool) -> None:

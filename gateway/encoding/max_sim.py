@@ -26,20 +26,24 @@ class MaxSimRows:
         "_greatest",
         "_held",
         "_is_mean",
-        "_num_missing",
         "_parts",
         "_queries",
         "_scores",
-        "on_queries",
+        "num_come",
+        "num_queries_left",
+        "on_come",
     )
 
     def __init__(self, num_inputs: int, num_queries: int, dropped: DroppedTokens, *, is_mean: bool) -> None:
         """The first `num_queries` inputs are queries, and the others documents: as many, or any number for one query.
         `is_mean`: the score is the mean of the greatest products, not their sum."""
-        self.on_queries: Callable[[], None] | None = None
-        """Called once, when the rows of all queries have come."""
+        self.on_come: Callable[[], None] | None = None
+        """Called when all rows of an input have come."""
+        self.num_come = 0
+        """Inputs whose rows have all come."""
+        self.num_queries_left = num_queries
+        """Queries whose rows have not all come."""
         self._queries: list[NDArray[np.float32] | None] = [None] * num_queries
-        self._num_missing = num_queries
         self._scores = np.zeros(num_inputs - num_queries)
         self._greatest: dict[int, NDArray[np.float32]] = {}
         """By the index of a document: the greatest product of each vector of its query, of the rows that have come."""
@@ -61,20 +65,22 @@ class MaxSimRows:
     def put_tokens(self, index: int, rows: NDArray[np.float32], num_left: int) -> None:
         if index < len(self._queries):
             self._put_query(index, rows, num_left)
-            return
-        index -= len(self._queries)
-        query = self._query_of(index)
-        rows = self._dropped.without(index + len(self._queries), rows, num_left)
-        if query is None or len(query) > MAX_SHORT_QUERY:
-            self._held.setdefault(index, []).append(rows.copy())
-            return
-        self._compare(index, query, rows)
-        if not num_left and index not in self._held:
-            self._finish(index)
+        else:
+            self._put_document(index - len(self._queries), self._dropped.without(index, rows, num_left), num_left)
+        if not num_left:
+            self.num_come += 1
+            if self.on_come is not None:
+                self.on_come()
 
     def scores(self) -> NDArray[np.float64]:
         """The score of each document, shape [documents], once all rows have come; 0 where the query or the document has
-        no vectors, as a document of nothing but ignored tokens. Takes long where rows were held: call in a thread."""
+        no vectors, as a document of nothing but ignored tokens. Takes as long as `compare_held`."""
+        self.compare_held()
+        return self._scores
+
+    def compare_held(self) -> None:
+        """Compare the rows that are held, and drop them. Call when all queries have come, and all rows of documents of
+        which some have; until it returns, no row may come. Takes seconds with long queries: call in a thread."""
         for index, parts in self._held.items():
             query = self._query_of(index)
             assert query is not None
@@ -82,16 +88,22 @@ class MaxSimRows:
                 self._compare(index, query, rows)
             self._finish(index)
         self._held.clear()
-        return self._scores
 
     def _put_query(self, index: int, rows: NDArray[np.float32], num_left: int) -> None:
         matrix = self._parts.add(index, rows, num_left)
         if matrix is None:
             return
         self._queries[index] = self._dropped.without(index, matrix)
-        self._num_missing -= 1
-        if not self._num_missing and self.on_queries is not None:
-            self.on_queries()
+        self.num_queries_left -= 1
+
+    def _put_document(self, index: int, rows: NDArray[np.float32], num_left: int) -> None:
+        query = self._query_of(index)
+        if query is None or len(query) > MAX_SHORT_QUERY:
+            self._held.setdefault(index, []).append(rows.copy())
+            return
+        self._compare(index, query, rows)
+        if not num_left and index not in self._held:
+            self._finish(index)
 
     def _query_of(self, index: int) -> NDArray[np.float32] | None:
         return self._queries[index if len(self._queries) > 1 else 0]

@@ -417,19 +417,35 @@ async def test_as_many_queries_as_documents_are_scored_in_pairs(monkeypatch):
             await model.ask(Output.TOKEN_VECTORS, *queries, *queries[:5], *MANY[:17], **ranking(17))
 
 
-async def test_all_vectors_of_a_request_with_a_long_query_are_kept(monkeypatch):
+@pytest.mark.parametrize("floats_per_turn", [1, delivery._FLOATS_PER_TURN])
+async def test_documents_for_a_long_query_are_compared_in_a_thread_when_there_is_no_room(
+    floats_per_turn: int, monkeypatch
+):
+    monkeypatch.setattr(delivery, "_FLOATS_PER_TURN", floats_per_turn)
     allow(monkeypatch, num_tokens=30)
     for module in (pipeline, max_sim):
         monkeypatch.setattr(module, "MAX_SHORT_QUERY", 2)
+    threads, kept = [], []
+    compare_held = MaxSimRows.compare_held
+
+    def noting(collector: MaxSimRows) -> None:
+        threads.append(threading.current_thread())
+        kept.append(collector.num_floats // MULTI_VECTOR.token_dim)
+        compare_held(collector)
+
+    monkeypatch.setattr(MaxSimRows, "compare_held", noting)
     long, short = QUERIES
     async with served(MULTI_VECTOR, rows_per_slot=32, tokenizer=IdsInRuns()) as model:
-        embedded = await model.ask(Output.TOKEN_VECTORS, long, *MANY[:2], **ranking(1))
-        scores = collector_of(embedded).scores().tolist()
-        assert scores == pytest.approx(expected_scores(model, [long] * 2, MANY[:2]), abs=1e-6)
-        message = r"have [0-9]+ tokens or more: with a query of more than 2, .* at most 30 in a request"
-        with pytest.raises(BadRequest, match=message):
-            await model.ask(Output.TOKEN_VECTORS, long, *MANY, **ranking(1))
-        await model.ask(Output.TOKEN_VECTORS, short, *MANY, **ranking(1))
+        for queries in ([long], [short, long] * 4):
+            documents = MANY[: len(queries)] if len(queries) > 1 else MANY
+            embedded = await model.ask(Output.TOKEN_VECTORS, *queries, *documents, **ranking(len(queries)))
+            of_each = queries if len(queries) > 1 else queries * len(documents)
+            assert 1 <= len(threads) <= 12, "not for each document"
+            assert threading.current_thread() not in threads
+            assert max(kept) < 30 + 9
+            scores = collector_of(embedded).scores().tolist()
+            assert scores == pytest.approx(expected_scores(model, of_each, documents), abs=1e-6)
+            threads.clear()
 
 
 async def test_a_document_whose_worker_dies_is_counted_once(monkeypatch):

@@ -73,7 +73,7 @@ def test_rows_in_any_order_and_any_parts_have_the_scores_of_whole_matrices(
         cuts = sorted({0, len(matrix), *data.draw(st.lists(st.integers(0, len(matrix)), max_size=3))})
         parts.append([(index, start, end) for start, end in pairwise(cuts)])
     collector = collector_of(token_ids, num_queries, drops_first=drops_first, is_mean=is_mean)
-    collector.on_queries = lambda: come.append(collector.num_floats)
+    collector.on_come = lambda: come.append(collector.num_queries_left)
     come: list[int] = []
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(max_sim, "MAX_SHORT_QUERY", most)
@@ -81,6 +81,10 @@ def test_rows_in_any_order_and_any_parts_have_the_scores_of_whole_matrices(
             of_input = data.draw(st.sampled_from([each for each in parts if each]))
             index, start, end = of_input.pop(0)  # the parts of one input come in order
             put(collector, index, rows[index][start:end], len(rows[index]) - end)
+            is_between = all(not each or each[0][1] == 0 for each in parts)
+            if is_between and not collector.num_queries_left and data.draw(st.booleans()):
+                collector.compare_held()
+                assert not collector._held
         scores = collector.scores()
     kept = [
         matrix[(ids != IGNORED if index >= num_queries else ids >= 0) & (np.arange(len(ids)) >= drops_first)]
@@ -94,7 +98,8 @@ def test_rows_in_any_order_and_any_parts_have_the_scores_of_whole_matrices(
     assert scores.dtype == np.float64
     assert scores.tolist() == pytest.approx(expected, abs=1e-6, rel=1e-6)
     assert collector.scores() is scores, "nothing is counted twice"
-    assert len(come) == 1
+    assert len(come) == collector.num_come == num_queries + num_documents
+    assert (come[-1], come) == (0, sorted(come, reverse=True))
 
 
 def test_rows_of_documents_are_kept_until_their_query_has_come() -> None:
