@@ -22,6 +22,7 @@ from vecd.gateway.api.operations import ParsedDecode, ParsedMessages, ParsedToke
 from vecd.gateway.dispatch.dispatcher import Dispatcher
 from vecd.gateway.dispatch.vector_cache import VectorCache
 from vecd.gateway.encoding.fragments import Encoder
+from vecd.gateway.encoding.max_sim import MAX_SHORT_QUERY, MaxSimRows
 from vecd.gateway.encoding.pending import ChunkedInput, PendingResult
 from vecd.gateway.encoding.query_weights import QueryWeights
 from vecd.gateway.scheduling.policy import BatchingPolicy
@@ -74,9 +75,10 @@ _FLOATS_OF_A_QUERY = 1024
 _LATE_INPUTS_PER_TURN = 32
 """Inputs whose late chunks are found in one turn of the event loop: 2 ms for short ones."""
 _MAX_TOKEN_FLOATS = 8 * 2**20
-"""Limit for one response with a vector for each token: 32 MiB, and 180 MB as JSON."""
+"""Limit for one response with a vector for each token: 32 MiB, and 180 MB as JSON. A request for MaxSim keeps as much
+of its queries, and of documents that cannot be compared yet."""
 _MAX_RUNNING_TOKEN_FLOATS = 2 * _MAX_TOKEN_FLOATS
-"""Limit for all such responses that are being computed."""
+"""Limit for all such requests that are being computed."""
 
 
 class _Counts:
@@ -84,6 +86,7 @@ class _Counts:
 
     __slots__ = (
         "late_chunks",
+        "max_sims",
         "num_chunked",
         "num_late_chunks",
         "num_tokens",
@@ -104,6 +107,7 @@ class _Counts:
         """As in `Embedded.token_ids`."""
         self.late_chunks: list[LateChunks] = []
         """Of each input, where the request is for them."""
+        self.max_sims: _MaxSims | None = None
         self.wants_reports = wants_reports
 
     def add(self, tokenized: list[TokenizedInput]) -> int:
@@ -120,6 +124,41 @@ class _Counts:
         for item in tokenized if self.wants_reports else ():
             self.reports.append(InputReport(item.num_tokens, item.is_truncated, max(1, len(item.chunks)), item.source))
         return num_tokens
+
+
+class _MaxSims:
+    """Which rows a request for MaxSim keeps: those of its queries, and of documents until all queries have come. With a
+    long query, those of documents until there is no room for more."""
+
+    __slots__ = ("_num_query_tokens", "has_come", "has_long_query", "keeps_documents", "num_queries", "rows")
+
+    def __init__(self, rows: MaxSimRows, num_queries: int) -> None:
+        self.rows = rows
+        self.num_queries = num_queries
+        self.has_long_query = False
+        self.keeps_documents = True
+        self.has_come = asyncio.Event()
+        """Set when all rows of an input have come."""
+        self._num_query_tokens = 0
+
+    def check(self, start: int, tokenized: list[TokenizedInput], most: int) -> None:
+        """Count the next inputs, of which the first has the index `start`. Raises BadRequest for queries with more than
+        `most` tokens."""
+        for query in tokenized[: max(0, self.num_queries - start)]:
+            self._num_query_tokens += query.num_tokens
+            self.has_long_query |= query.num_tokens > MAX_SHORT_QUERY
+        if self._num_query_tokens > most:
+            raise BadRequest(
+                f"The queries have {self._num_query_tokens} tokens or more: their vectors are kept, of at most {most} "
+                "in a request",
+                param="input",
+            )
+
+    async def until(self, is_so: Callable[[], bool]) -> None:
+        """Wait for rows until this is so."""
+        while not is_so():
+            self.has_come.clear()
+            await self.has_come.wait()
 
 
 class Pipeline:
@@ -311,6 +350,9 @@ class Pipeline:
             request = request._replace(output=Output.TOKENS)
         pending = PendingResult(len(request.inputs), collectors, asyncio.get_running_loop())
         request_queue = RequestQueue(pending, permit.priority, permit.deadline, principal.tenant)
+        if isinstance(rows := collectors[0], MaxSimRows):
+            counts.max_sims = _MaxSims(rows, request.tokenizing.num_queries)
+            rows.on_come = partial(self._note_come, request_queue, counts.max_sims)
         request_queue.batches = timeline.batches
         permit.request_queue = request_queue
         self._pending.add(pending)
@@ -334,6 +376,8 @@ class Pipeline:
             self.policy.close(request_queue)
             if self._token_floats:
                 self._token_floats.pop(request_queue, None)
+            if counts.max_sims is not None:
+                counts.max_sims.rows.on_come = None  # refers to this request, and so to the rows
             reservation.note_sent(request_queue.num_sent_tokens)
             timeline.num_tokens = counts.num_tokens
         finished_at = time.monotonic()
@@ -370,6 +414,7 @@ class Pipeline:
         most = len(request.inputs) if request.late is None else _LATE_INPUTS_PER_TURN
         async with aclosing(self.tokenizer.tokenize(request.inputs, request.tokenizing, request_queue.tenant)) as runs:
             async for tokenized in runs:
+                await self._until_rows_have_room(request_queue, counts.max_sims, num_queued)
                 for at in range(0, len(tokenized), most):
                     if at:
                         await asyncio.sleep(0)
@@ -397,9 +442,9 @@ class Pipeline:
         if output.is_per_token:
             width = output.width_of(self.config.card)
             if request.late is None:
-                self._check_token_rows(start, tokenized, counts.num_tokens, width)
+                self._check_token_rows(start, tokenized, counts, width)
                 counts.token_ids += [np.frombuffer(item.token_ids, dtype="<i4") for item in tokenized]
-                num_rows = num_tokens
+                num_rows = num_tokens if counts.max_sims is None or counts.max_sims.keeps_documents else 0
             else:
                 self._check_rows_in_slot(start, tokenized, "late chunks are made")
                 num_rows = self._find_late_chunks(request, request.late, start, tokenized, counts, width)
@@ -452,11 +497,13 @@ class Pipeline:
             sequences += [QueuedSequence(request_queue, index, chunk, request.output, chunked) for chunk in item.chunks]
         return sequences
 
-    def _check_token_rows(self, start: int, tokenized: list[TokenizedInput], num_tokens: int, width: int) -> None:
-        """Raises BadRequest for inputs whose rows do not fit into one slot, or into the memory of a response. One input
-        may be as long as the slot. `num_tokens`: of all inputs so far. `width`: floats of a row."""
-        most = _MAX_TOKEN_FLOATS // width
-        if num_tokens > most and start + len(tokenized) > 1:
+    def _check_token_rows(self, start: int, tokenized: list[TokenizedInput], counts: "_Counts", width: int) -> None:
+        """Raises BadRequest for inputs whose rows do not fit into one slot, or into the memory of a request. One input
+        may be as long as the slot. `counts`: of all inputs so far. `width`: floats of a row."""
+        most, num_tokens = _MAX_TOKEN_FLOATS // width, counts.num_tokens
+        if counts.max_sims is not None:
+            counts.max_sims.check(start, tokenized, most)
+        elif num_tokens > most and start + len(tokenized) > 1:
             raise BadRequest(
                 f"The inputs have {num_tokens} tokens or more: one vector for each token is given of at most {most} in "
                 "a request",
@@ -525,6 +572,29 @@ class Pipeline:
                 retry_after_s=1,
             )
         self._token_floats[request_queue] = self._token_floats.get(request_queue, 0) + num_floats
+
+    async def _until_rows_have_room(
+        self, request_queue: RequestQueue, max_sims: _MaxSims | None, num_queued: int
+    ) -> None:
+        """Wait until the documents of a request for MaxSim that were queued no longer have to be kept, if there is
+        little room for more. All queries must be among the `num_queued` inputs; before, this returns at once."""
+        if max_sims is None or num_queued < max_sims.num_queries:
+            return
+        if sum(self._token_floats.values()) < _MAX_TOKEN_FLOATS:
+            return
+        rows = max_sims.rows
+        await max_sims.until(lambda: not rows.num_queries_left)
+        if max_sims.has_long_query:
+            await max_sims.until(lambda: rows.num_come == num_queued)
+            await asyncio.to_thread(rows.compare_held)
+            self._token_floats[request_queue] = rows.num_floats
+
+    def _note_come(self, request_queue: RequestQueue, max_sims: _MaxSims) -> None:
+        """All rows of an input have come. With those of the queries, documents need no room from now on."""
+        max_sims.has_come.set()
+        if max_sims.keeps_documents and not max_sims.rows.num_queries_left and not max_sims.has_long_query:
+            max_sims.keeps_documents = False
+            self._token_floats[request_queue] = max_sims.rows.num_floats
 
     def _check_num_tokens(self, num_tokens: int, *, is_all: bool) -> None:
         limit = self.config.max_request_tokens

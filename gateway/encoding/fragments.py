@@ -24,6 +24,7 @@ from pybase64 import b64encode
 from vecd.gateway.encoding.forms import DIMS_PER_BYTE, PACKED, are_normalized, check_forms, width_of
 from vecd.gateway.encoding.hybrid import HybridRows
 from vecd.gateway.encoding.late_rows import LateChunkRows
+from vecd.gateway.encoding.max_sim import MaxSimRows
 from vecd.gateway.encoding.quantization import (
     Ranges,
     default_ranges,
@@ -239,6 +240,8 @@ class Encoder:
                 return SparseRows(num_inputs, request.sparse)
             case Output.LEXICAL:
                 return self._lexical_rows(request, token_ids)
+            case Output.TOKEN_VECTORS if request.is_max_sim:
+                return self._max_sims(request, token_ids)
             case Output.TOKEN_VECTORS:
                 return self._token_vectors(request, token_ids)
             case output:
@@ -253,9 +256,23 @@ class Encoder:
     def _token_vectors(
         self, request: EmbedRequest, token_ids: Sequence[NDArray[np.int32]], *, drops_first: bool = False
     ) -> TokenRows:
-        assert self._card.tokens is not None
-        dropped = DroppedTokens(self._card.tokens, request, token_ids, drops_first=drops_first)
+        dropped = self._dropped_tokens(request, token_ids, drops_first=drops_first)
         return TokenRows(len(request.inputs), self._card.token_dim, dropped)
+
+    def _max_sims(self, request: EmbedRequest, token_ids: Sequence[NDArray[np.int32]]) -> MaxSimRows:
+        assert self._card.tokens is not None
+        return MaxSimRows(
+            len(request.inputs),
+            request.tokenizing.num_queries,
+            self._dropped_tokens(request, token_ids),
+            is_mean=self._card.tokens.is_mean,
+        )
+
+    def _dropped_tokens(
+        self, request: EmbedRequest, token_ids: Sequence[NDArray[np.int32]], *, drops_first: bool = False
+    ) -> DroppedTokens:
+        assert self._card.tokens is not None
+        return DroppedTokens(self._card.tokens, request, token_ids, drops_first=drops_first)
 
     def _takes_rows_unchanged(self, request: EmbedRequest) -> bool:
         """Whether it requests one form of the model's own vectors, as float32."""

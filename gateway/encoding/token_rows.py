@@ -48,14 +48,18 @@ class DroppedTokens:
         self._ignored_ids = head.ignored_ids
         self._drops_first = head.drops_first or drops_first
 
-    def without(self, index: int, rows: NDArray[np.float32]) -> NDArray[np.float32]:
-        """The rows (float32 [T, width]) of input `index`, without those of tokens that have none; `rows` itself if all
-        have one."""
+    def without(self, index: int, rows: NDArray[np.float32], num_left: int = 0) -> NDArray[np.float32]:
+        """The rows (float32 [n, width]) of input `index`, all or some, without those of tokens that have none; `rows`
+        itself if all have one. `num_left` more stand behind them."""
         ignored_ids = () if index < self._num_queries else self._ignored_ids
         if not ignored_ids and not self._drops_first:
             return rows
-        has_vector = ~np.isin(self._token_ids[index], ignored_ids)
-        has_vector[0] &= not self._drops_first
+        token_ids = self._token_ids[index]
+        end = len(token_ids) - num_left
+        start = end - len(rows)
+        has_vector = ~np.isin(token_ids[start:end], ignored_ids)
+        if self._drops_first and not start:
+            has_vector[0] = False
         return rows if has_vector.all() else rows[has_vector]
 
 

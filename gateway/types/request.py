@@ -172,6 +172,9 @@ class EmbedRequest(NamedTuple):
     """For Output.SPARSE, LEXICAL and HYBRID."""
     late: LateChunking | None = None
     """Vectors of chunks in place of those of inputs; the tokens of texts have offsets."""
+    is_max_sim: bool = False
+    """For Output.TOKEN_VECTORS: scores of documents, which stand behind `Tokenizing.num_queries` queries, in place of
+    vectors."""
 
 
 class Source(Enum):

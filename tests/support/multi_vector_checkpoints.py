@@ -102,16 +102,16 @@ def projection(in_dim: int = 32, out_dim: int = TOKEN_DIM, **settings: Any) -> D
     )
 
 
-def save_pylate(folder: Path, family: str, **settings: Any) -> Path:
+def save_pylate(folder: Path, family: str, *, token_dim: int = TOKEN_DIM, **settings: Any) -> Path:
     """As PyLate saves it: [Transformer, Dense], and the rest in the settings."""
     save_body(folder, family)
     (folder / "1_Dense").mkdir()
     torch.manual_seed(1)
-    save_file({"linear.weight": torch.randn(TOKEN_DIM, 32)}, folder / "1_Dense/model.safetensors")
+    save_file({"linear.weight": torch.randn(token_dim, 32)}, folder / "1_Dense/model.safetensors")
     change_json(
         folder / "1_Dense/config.json",
         in_features=32,
-        out_features=TOKEN_DIM,
+        out_features=token_dim,
         bias=False,
         activation_function="torch.nn.modules.linear.Identity",
     )

@@ -11,9 +11,10 @@ from numpy.typing import NDArray
 from tests.support.asking import PLAIN, ask, body_of, embedded_of
 from vecd.gateway.api.model_info import ModelInfo
 from vecd.gateway.api.operations import Operation
+from vecd.gateway.encoding.max_sim import MaxSimRows
 from vecd.gateway.encoding.scores import ScoreRows
-from vecd.gateway.encoding.token_rows import TokenRows
-from vecd.gateway.types.request import Embedded
+from vecd.gateway.encoding.token_rows import DroppedTokens
+from vecd.gateway.types.request import Embedded, EmbedRequest, Tokenizing
 from vecd.shm.heads import PairTemplate, ScoreHead, TokenHead
 from vecd.shm.output import Output
 
@@ -61,11 +62,13 @@ def of_logits(logits: Sequence[Any], **changes: Any) -> Embedded:
     return embedded_of(collector, **changes)
 
 
-def of_matrices(*matrices: NDArray[np.float32]) -> Embedded:
-    """Of a multi-vector model: the vectors of the tokens of each input."""
-    collector = TokenRows(len(matrices), matrices[0].shape[1])
+def of_matrices(*matrices: NDArray[np.float32], num_queries: int = 1, is_mean: bool = False) -> Embedded:
+    """Of a multi-vector model: the vectors of the tokens of each input, the queries first."""
+    request = EmbedRequest(["text"] * len(matrices), tokenizing=Tokenizing(num_queries=num_queries))
+    dropped = DroppedTokens(TokenHead(steps=()), request, (), drops_first=False)
+    collector = MaxSimRows(len(matrices), num_queries, dropped, is_mean=is_mean)
     for index, matrix in enumerate(matrices):
-        collector.put_matrix(index, matrix)
+        collector.put_tokens(index, matrix, 0)
     return embedded_of(collector)
 
 

@@ -28,9 +28,8 @@ from vecd.gateway.api.model_info import ModelInfo
 from vecd.gateway.api.operations import Call, ParsedEmbed
 from vecd.gateway.api.schemas import any_of, list_of, nullable, record
 from vecd.gateway.encoding.activations import Scores, ranked, relevance_logits, relevance_of
-from vecd.gateway.encoding.max_sim import max_sims
+from vecd.gateway.encoding.max_sim import MaxSimRows
 from vecd.gateway.encoding.scores import ScoreRows
-from vecd.gateway.encoding.token_rows import TokenRows
 from vecd.gateway.types.errors import BadRequest, WrongModel
 from vecd.gateway.types.messages import Response
 from vecd.gateway.types.request import Embedded, EmbedRequest, Overflow, Pair, Priority, Role, Tokenizing
@@ -216,8 +215,8 @@ def parse(
         timeout_s=parse_timeout_s(call.headers),
         tokenizing=tokenizing,
         output=Output.SCORES if is_scored else Output.TOKEN_VECTORS,
+        is_max_sim=not is_scored,
     )
-    num_queries = len(queries)
 
     def render_scores(embedded: Embedded) -> Response:
         [collector] = embedded.collectors
@@ -225,10 +224,8 @@ def parse(
             logits = relevance_logits(collector.logits)
             scores = relevance_of(logits, "identity" if is_raw else activation)
         else:
-            assert isinstance(collector, TokenRows)
-            head, matrices = model_info.tokens, collector.matrices
-            is_mean = head is not None and head.is_mean
-            logits = scores = max_sims(matrices[:num_queries], matrices[num_queries:], is_mean=is_mean)
+            assert isinstance(collector, MaxSimRows)
+            logits = scores = collector.scores()
         return render(embedded, Relevance(logits, scores.tolist()))
 
     is_large = not is_scored or sum(map(len, repeated)) > _LARGE_RESPONSE_CHARS

@@ -389,7 +389,7 @@ def test_weights_are_those_of_sentence_transformers(name: str, tmp_path: Path) -
 
 MANY_WORDS = words_of([*WORDS, ",", "!", "."], NUM, 40)
 MULTI_VECTOR: dict[str, Callable[[Path], Path]] = {
-    "pylate": lambda folder: save_pylate(folder, "bert"),
+    "pylate": lambda folder: save_pylate(folder, "bert", token_dim=320),
     "pylate-modernbert-attending": lambda folder: save_pylate(folder, "modernbert", attend_to_expansion_tokens=True),
     "stanford": save_stanford,
     "sentence-transformers": lambda folder: save_own(
@@ -418,6 +418,12 @@ def test_vectors_of_tokens_are_those_of_sentence_transformers(name: str, tmp_pat
         assert_close(np.array([item["relevance_score"] for item in results]), scores[order])
         steps = np.diff(scores[order])
         assert (steps <= 2 * BOUND * np.maximum(1, np.abs(scores[order][1:]))).all()
+        assert name != "pylate" or 10 * sum(matrix.size for matrix in matrices["document"]) > 8 * 2**20
+        many = post(server, "/score", text_1=MANY_WORDS[query], text_2=MANY_WORDS * 10)["data"]
+        assert_close(np.array([item["score"] for item in many]), np.tile(scores, 10))
+        pairs = post(server, "/score", text_1=MANY_WORDS, text_2=MANY_WORDS[::-1])["data"]
+        expected = model.similarity_pairwise(matrices["query"], matrices["document"][::-1]).numpy()
+        assert_close(np.array([item["score"] for item in pairs]), expected)
 
 
 # --- all of BGE-M3 ----------------------------------------------------------------------------------------------

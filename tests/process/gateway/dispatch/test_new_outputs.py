@@ -28,20 +28,32 @@ from tests.support.cards import (
     SPARSE,
     TOKEN_CLASSIFIER,
 )
-from tests.support.dispatching import DEADLINE_S, Bench, running_bench
+from tests.support.dispatching import DEADLINE_S, EPOCH, Bench, running_bench, sequences_of
 from vecd.gateway import pipeline
 from vecd.gateway.admission.admission import Admission
 from vecd.gateway.admission.principals import Principal
 from vecd.gateway.dispatch import delivery
+from vecd.gateway.encoding import max_sim
 from vecd.gateway.encoding.fragments import Matrix
 from vecd.gateway.encoding.hybrid import HybridRows
+from vecd.gateway.encoding.max_sim import MaxSimRows
 from vecd.gateway.encoding.scores import ScoreRows
 from vecd.gateway.encoding.sparse import SparseRows
 from vecd.gateway.encoding.token_rows import TokenRows
 from vecd.gateway.pipeline import Pipeline
 from vecd.gateway.types.config import GatewayConfig
 from vecd.gateway.types.errors import BadRequest, ServerError, TooManyRequests
-from vecd.gateway.types.request import Chunk, Embedded, EmbedRequest, Encoding, Form, TokenIds, TokenizedInput
+from vecd.gateway.types.request import (
+    Chunk,
+    Embedded,
+    EmbedRequest,
+    Encoding,
+    Form,
+    Role,
+    TokenIds,
+    TokenizedInput,
+    Tokenizing,
+)
 from vecd.gateway.types.timeline import RequestTimeline
 from vecd.launch.config.plan import make_plan
 from vecd.launch.config.settings import load_settings
@@ -51,7 +63,7 @@ from vecd.shm.control import Channel
 from vecd.shm.output import Output
 from vecd.shm.shared_metrics import Counter
 from vecd.shm.views import Rows, map_arena
-from vecd.shm.wire import Incarnation
+from vecd.shm.wire import Batch, Done, Incarnation
 from vecd.workers.engine import Finish, PackedBatch
 from vecd.workers.engines.dummy import DummyEngine, dummy_rows
 from vecd.workers.process.loop import Loop, connected
@@ -73,13 +85,30 @@ class IdsWithBorder:
     """A tokenizer of what is tokenized already: an input is its border and its token ids; one whose border is below 0
     is split in two."""
 
-    def tokenize_now(self, inputs: list[list[int]], tokenizing: object) -> list[TokenizedInput]:
+    def tokenize_now(self, inputs: list[list[int]], tokenizing: object) -> list[TokenizedInput] | None:
         return [self._tokenized(border, ids) for border, *ids in inputs]
 
     def _tokenized(self, border: int, ids: list[int]) -> TokenizedInput:
         token_ids = array("i", ids).tobytes()
         chunks = (Chunk(token_ids, len(ids), 1),) * 2 if border < 0 else ()
         return TokenizedInput(token_ids, len(ids), False, border=max(0, border), chunks=chunks)
+
+
+class IdsInRuns(IdsWithBorder):
+    """The same, but each input is tokenized by itself, as those of a large request are."""
+
+    def __init__(self) -> None:
+        self.num_taken = 0
+
+    def tokenize_now(self, inputs: list[list[int]], tokenizing: object) -> None:
+        return None
+
+    async def tokenize(
+        self, inputs: list[list[int]], tokenizing: object, tenant: str
+    ) -> AsyncIterator[list[TokenizedInput]]:
+        for border, *ids in inputs:
+            self.num_taken += 1
+            yield [self._tokenized(border, ids)]
 
 
 @cache
@@ -91,11 +120,12 @@ def planned_config() -> GatewayConfig:
 class Served:
     """A model behind a pipeline, a dispatcher and one worker."""
 
-    def __init__(self, bench: Bench, card: ModelCard) -> None:
+    def __init__(self, bench: Bench, card: ModelCard, tokenizer: Any = None) -> None:
+        """`tokenizer` None: one that takes all inputs at once."""
         self.bench = bench
         self.card = card
         config = replace(planned_config(), card=card, arena=bench.spec, request_timeout_s=DEADLINE_S, max_tokens=16)
-        tokenizer: Any = IdsWithBorder()
+        tokenizer = tokenizer or IdsWithBorder()
         self._pipeline = Pipeline(
             config,
             admission=Admission(max_requests=100, max_wait_s=60, policy=bench.policy, workers=bench.dispatcher),
@@ -120,7 +150,7 @@ class Served:
 
 
 @asynccontextmanager
-async def served(card: ModelCard, *, rows_per_slot: int = 8) -> AsyncIterator[Served]:
+async def served(card: ModelCard, *, rows_per_slot: int = 8, tokenizer: Any = None) -> AsyncIterator[Served]:
     spec = ArenaSpec(num_slots=2, rows_per_slot=rows_per_slot, dim=card.row_dim)
     widths = {output: output.width_of(card) for output in Output}
     async with running_bench(spec=spec, widths=widths) as bench:
@@ -136,7 +166,7 @@ async def served(card: ModelCard, *, rows_per_slot: int = 8) -> AsyncIterator[Se
         thread.start()
         try:
             bench.dispatcher.worker_up(who, map_arena(fd, spec, writable=False)[0], {})
-            yield Served(bench, card)
+            yield Served(bench, card, tokenizer)
             assert bench.stuck == []
         finally:
             supervisor.close()
@@ -301,6 +331,153 @@ async def test_one_input_may_have_more_floats_than_several(monkeypatch):
         assert [type(result) for result in results] == [Embedded, TooManyRequests]
         with pytest.raises(BadRequest, match=r"have 12 tokens or more: .* at most 5 in a request"):
             await model.ask(Output.HYBRID, [0, 1], [0, *range(1, 12)])
+
+
+# --- MaxSim -----------------------------------------------------------------------------------------------------
+
+QUERIES = [[0, 5, 7, 1], [0, 2, 3]]
+MANY = [[0, *range(n % 7 + 1, n % 7 + n % 5 + 6)] for n in range(40)]
+"""Documents of 5 to 9 tokens: 40 have many times the floats that a request may keep in these tests."""
+
+
+def ranking(num_queries: int) -> dict[str, Any]:
+    return {"is_max_sim": True, "tokenizing": Tokenizing(role=Role.DOCUMENT, num_queries=num_queries)}
+
+
+def expected_scores(model: Served, queries: list[list[int]], documents: list[list[int]]) -> list[float]:
+    """Of whole matrices. A document's tokens 5 and 9 have no vector, as the card says."""
+    scores = []
+    for query, (border, *ids) in zip(queries, documents, strict=True):
+        document = model.rows(Output.TOKEN_VECTORS, border, *ids)[~np.isin(ids, (5, 9))]
+        products = model.rows(Output.TOKEN_VECTORS, *query) @ document.T
+        scores.append(float(products.max(axis=1).sum()))
+    return scores
+
+
+def allow(monkeypatch, *, num_tokens: int) -> None:
+    """Of one request, and of two at a time."""
+    monkeypatch.setattr(pipeline, "_MAX_TOKEN_FLOATS", num_tokens * MULTI_VECTOR.token_dim)
+    monkeypatch.setattr(pipeline, "_MAX_RUNNING_TOKEN_FLOATS", 2 * num_tokens * MULTI_VECTOR.token_dim)
+
+
+@pytest.mark.parametrize("floats_per_turn", [1, 20, delivery._FLOATS_PER_TURN])
+async def test_documents_of_any_number_are_scored_in_the_memory_of_their_query(floats_per_turn: int, monkeypatch):
+    """No more of them wait for a worker than may be kept, until the query's rows have come."""
+    monkeypatch.setattr(delivery, "_FLOATS_PER_TURN", floats_per_turn)
+    allow(monkeypatch, num_tokens=20)
+    kept, reserved = [], []
+    put_tokens = MaxSimRows.put_tokens
+
+    def noting(collector: MaxSimRows, index: int, rows: NDArray[np.float32], num_left: int) -> None:
+        put_tokens(collector, index, rows, num_left)
+        kept.append(collector.num_floats)
+        reserved.append(sum(model._pipeline._token_floats.values()))
+
+    monkeypatch.setattr(MaxSimRows, "put_tokens", noting)
+    async with served(MULTI_VECTOR, rows_per_slot=32, tokenizer=IdsInRuns()) as model:
+        embedded = await model.ask(Output.TOKEN_VECTORS, QUERIES[0], *MANY, **ranking(1))
+        scores = collector_of(embedded).scores().tolist()
+        assert scores == pytest.approx(expected_scores(model, [QUERIES[0]] * len(MANY), MANY), abs=1e-6)
+        assert max(kept) < (20 + 9) * MULTI_VECTOR.token_dim, "the limit, and the document that reaches it"
+        assert kept[-1] == kept[len(kept) // 2] == reserved[-1], "nothing is added behind the query"
+        both = [model.ask(Output.TOKEN_VECTORS, query, *MANY, **ranking(1)) for query in QUERIES]
+        for query, embedded in zip(QUERIES, await asyncio.gather(*both), strict=True):
+            scores = collector_of(embedded).scores().tolist()
+            assert scores == pytest.approx(expected_scores(model, [query] * len(MANY), MANY), abs=1e-6)
+
+
+async def test_documents_wait_for_their_query_before_more_are_tokenized(monkeypatch):
+    allow(monkeypatch, num_tokens=20)
+    tokenizer = IdsInRuns()
+    bench_options = {"spec": ArenaSpec(num_slots=2, rows_per_slot=32, dim=4), "widths": {}}
+    async with running_bench(**bench_options) as bench:
+        asked = Served(bench, MULTI_VECTOR, tokenizer).ask(
+            Output.TOKEN_VECTORS, QUERIES[0], *[[0, *range(1, 8)]] * 30, **ranking(1)
+        )
+        async with asyncio.timeout(DEADLINE_S):
+            while bench.policy.queued_sequences < 4:
+                await asyncio.sleep(0.001)
+        for _ in range(20):
+            await asyncio.sleep(0.001)
+        assert (bench.policy.queued_sequences, tokenizer.num_taken) == (4, 5), "3 tokens, and 7 of each of 3 documents"
+        asked.cancel()
+        with pytest.raises(asyncio.CancelledError):
+            await asked
+        assert bench.policy.queued_sequences == 0
+
+
+async def test_as_many_queries_as_documents_are_scored_in_pairs(monkeypatch):
+    allow(monkeypatch, num_tokens=40)
+    queries = [QUERIES[n % 2] for n in range(12)]
+    async with served(MULTI_VECTOR, rows_per_slot=32, tokenizer=IdsInRuns()) as model:
+        embedded = await model.ask(Output.TOKEN_VECTORS, *queries, *MANY[:12], **ranking(12))
+        scores = collector_of(embedded).scores().tolist()
+        assert scores == pytest.approx(expected_scores(model, queries, MANY[:12]), abs=1e-6)
+        with pytest.raises(BadRequest, match=r"The queries have 43 tokens or more: .* at most 40 in a request"):
+            await model.ask(Output.TOKEN_VECTORS, *queries, *queries[:5], *MANY[:17], **ranking(17))
+
+
+@pytest.mark.parametrize("floats_per_turn", [1, delivery._FLOATS_PER_TURN])
+async def test_documents_for_a_long_query_are_compared_in_a_thread_when_there_is_no_room(
+    floats_per_turn: int, monkeypatch
+):
+    monkeypatch.setattr(delivery, "_FLOATS_PER_TURN", floats_per_turn)
+    allow(monkeypatch, num_tokens=30)
+    for module in (pipeline, max_sim):
+        monkeypatch.setattr(module, "MAX_SHORT_QUERY", 2)
+    threads, kept = [], []
+    compare_held = MaxSimRows.compare_held
+
+    def noting(collector: MaxSimRows) -> None:
+        threads.append(threading.current_thread())
+        kept.append(collector.num_floats // MULTI_VECTOR.token_dim)
+        compare_held(collector)
+
+    monkeypatch.setattr(MaxSimRows, "compare_held", noting)
+    long, short = QUERIES
+    async with served(MULTI_VECTOR, rows_per_slot=32, tokenizer=IdsInRuns()) as model:
+        for queries in ([long], [short, long] * 4):
+            documents = MANY[: len(queries)] if len(queries) > 1 else MANY
+            embedded = await model.ask(Output.TOKEN_VECTORS, *queries, *documents, **ranking(len(queries)))
+            of_each = queries if len(queries) > 1 else queries * len(documents)
+            assert 1 <= len(threads) <= 12, "not for each document"
+            assert threading.current_thread() not in threads
+            assert max(kept) < 30 + 9
+            scores = collector_of(embedded).scores().tolist()
+            assert scores == pytest.approx(expected_scores(model, of_each, documents), abs=1e-6)
+            threads.clear()
+
+
+async def test_a_document_whose_worker_dies_is_counted_once(monkeypatch):
+    """The query's batch is lost, with a document; the other documents have come before it."""
+    widths = {output: output.width_of(MULTI_VECTOR) for output in Output}
+    async with running_bench(spec=ArenaSpec(num_slots=2, rows_per_slot=8, dim=4), widths=widths) as bench:
+        model = Served(bench, MULTI_VECTOR)
+        dying, living = bench.add_worker(0), bench.add_worker(1)
+        await bench.all_connected()
+        documents = [[0, n, n + 10, n] for n in range(20, 26)]
+        asked = model.ask(Output.TOKEN_VECTORS, QUERIES[1], *documents, **ranking(1))
+        batches = {dying: await dying.receive(), living: await living.receive()}
+        [lost] = [worker for worker, batch in batches.items() if [2, 3] in sequences_of(batch)]
+        [other] = [worker for worker in batches if worker is not lost]
+
+        def answer(batch: Batch) -> None:
+            lengths, ids = (np.frombuffer(part, dtype="<i4") for part in (batch.lengths_bytes, batch.token_ids_bytes))
+            rows = dummy_rows(Output.TOKEN_VECTORS, PackedBatch(lengths, ids), MULTI_VECTOR)
+            other.slots[batch.slot][: len(rows), : rows.shape[1]] = rows
+            other.send(Done(EPOCH, batch.number, batch.slot, len(rows), 1))
+
+        answer(batches[other])
+        await bench.settled(batches[other])
+        bench.dispatcher.worker_down(lost.incarnation, "was killed")
+        while not asked.done():
+            answer(await other.receive())
+            await asyncio.sleep(0.05)
+        scores = collector_of(await asked).scores().tolist()
+        assert scores == pytest.approx(expected_scores(model, [QUERIES[1]] * 6, documents), abs=1e-6)
+
+
+# --- borders ----------------------------------------------------------------------------------------------------
 
 
 async def test_dense_vectors_of_bordered_sequences_depend_on_the_border():

@@ -16,7 +16,6 @@ from vecd.gateway.encoding.activations import (
     sigmoid,
     softmax,
 )
-from vecd.gateway.encoding.max_sim import max_sim, max_sims
 from vecd.shm.heads import SCORE_ACTIVATIONS
 
 floats32 = st.floats(-30, 30, width=32)
@@ -75,13 +74,3 @@ def test_a_softmax_over_one_logit_is_not_always_one():
     assert relevance_of(column, "softmax").tolist() == sigmoid(column).tolist()
     assert relevance_of(column, "identity").tolist() == [0.0, 2.0]
     assert relevance_of(column, "tanh").tolist() == pytest.approx([0.0, math.tanh(2)])
-
-
-def test_the_greatest_product_of_each_vector_of_a_query_counts():
-    query = np.array([[1, 0], [0, 1]], dtype=np.float32)
-    document = np.array([[0.5, 0.25], [0.25, 0.125]], dtype=np.float32)
-    assert max_sim(query, document, is_mean=False) == 0.75
-    assert max_sim(query, document, is_mean=True) == 0.375
-    assert max_sim(query, document[:0], is_mean=False) == 0.0
-    assert max_sims([query], [document, document[1:]], is_mean=False).tolist() == [0.75, 0.375]
-    assert max_sims([query, query[:1]], [document, document], is_mean=False).tolist() == [0.75, 0.5]

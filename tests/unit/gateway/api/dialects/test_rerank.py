@@ -26,7 +26,7 @@ from vecd.gateway.api.operations import Operation
 from vecd.gateway.api.registry import ROUTES
 from vecd.gateway.types.errors import BadRequest, EmptyInput, ModelNotFound, TooManyInputs, WrongModel
 from vecd.gateway.types.request import Overflow, Pair, Priority, Role
-from vecd.shm.heads import CAPABILITIES, TokenHead
+from vecd.shm.heads import CAPABILITIES
 from vecd.shm.output import Output
 
 RERANK = rerank.DIALECT.operations["POST /v1/rerank"]
@@ -309,13 +309,12 @@ def test_a_multi_vector_model_ranks_by_max_sim():
     assert asked.request.inputs == ["q", *DOCUMENTS]
     assert asked.request.output is Output.TOKEN_VECTORS
     assert (asked.request.tokenizing.num_queries, asked.request.tokenizing.role) == (1, Role.DOCUMENT)
+    assert asked.request.is_max_sim
     assert asked.is_large, "it is computed in a thread"
-    query = matrix((1, 0), (0, 1))
-    embedded = of_matrices(query, matrix((0.5, 0)), matrix((1, 0), (0, 1)), matrix((0, 0.75)))
-    answer = orjson.loads(body_of(asked.render(embedded)))
+    matrices = matrix((1, 0), (0, 1)), matrix((0.5, 0)), matrix((1, 0), (0, 1)), matrix((0, 0.75))
+    answer = orjson.loads(body_of(asked.render(of_matrices(*matrices))))
     assert scored(answer["results"]) == [(1, 2.0), (2, 0.75), (0, 0.5)]
-    of_mean = replace(MULTI_VECTOR, tokens=TokenHead(steps=(), is_mean=True))
-    answer = orjson.loads(body_of(ask(RERANK, BODY, model_info=of_mean).render(embedded)))
+    answer = orjson.loads(body_of(asked.render(of_matrices(*matrices, is_mean=True))))
     assert scored(answer["results"]) == [(1, 1.0), (2, 0.375), (0, 0.25)]
 
 
@@ -324,7 +323,7 @@ def test_max_sim_of_pairs():
     assert asked.request.inputs == ["a", "b", "c", "d"]
     assert asked.request.tokenizing.num_queries == 2
     one, other = matrix((1, 0)), matrix((0, 1))
-    answer = orjson.loads(body_of(asked.render(of_matrices(one, other, one, one))))
+    answer = orjson.loads(body_of(asked.render(of_matrices(one, other, one, one, num_queries=2))))
     assert [item["score"] for item in answer["data"]] == [1.0, 0.0]
 
 
