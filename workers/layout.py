@@ -60,15 +60,23 @@ class Layout:
     prefix: NDArray[np.int64] = field(default_factory=lambda: np.empty(0, dtype=np.int64))
     """Tokens that come before those of each sequence, and are computed once for all. They are in none of the other
     fields; empty unless `vecd.workers.prefix` has taken them out."""
+    num_known: int = 0
+    """Tokens before those of `prefix`, whose states are known from an earlier batch. They are in no other field."""
+
+    @property
+    def num_shared(self) -> int:
+        """Tokens that come before those of each sequence, known or computed once."""
+        return self.num_known + self.prefix.size
 
     def computed_ids(self) -> NDArray[np.int64]:
         """The token ids of the pass: the prefix, then the sequences."""
         return np.concatenate((self.prefix, self.token_ids)) if self.prefix.size else self.token_ids
 
     def computed_offsets(self) -> NDArray[np.int64]:
-        """The position of each of `computed_ids`, from 0."""
-        num_shared = self.prefix.size
-        return np.concatenate((np.arange(num_shared), self.offsets() + num_shared)) if num_shared else self.offsets()
+        """The position of each of `computed_ids` behind what is known; from 0 if nothing is."""
+        if not self.num_shared:
+            return self.offsets()
+        return np.concatenate((np.arange(self.num_known, self.num_shared), self.offsets() + self.num_shared))
 
     def token_types(self) -> NDArray[np.int64]:
         """1 for each token of the second part of a pair, else 0. Shape [T]."""

@@ -1,31 +1,119 @@
-"""Tokens that all sequences of a batch begin with: computed once, and attended to by the rest of each.
+"""Tokens that sequences begin with in common: computed once, and attended to by the rest of each.
 
-Owns the search for them in token ids, and when they pay. Only for models whose tokens see no later ones: then the
-states of a prefix do not depend on what follows. The pairs of one query have their template, its instruction and the
-query in common. Pure numpy. Called by `vecd.workers.engines.torch.transformer`.
+Owns the search for them in token ids, when they pay, and which are kept from one batch to the next. Only for models
+whose tokens see no later ones: then the states of a prefix do not depend on what follows. The pairs of one query have
+their template, its instruction and the query in common, those of other queries the template. Pure numpy. Called by
+`vecd.workers.engines.torch.transformer`.
 """
 
-from dataclasses import replace
+from collections import deque
+from dataclasses import dataclass, replace
+from typing import Generic, TypeVar
 
 import numpy as np
+from numpy.typing import NDArray
 
 from vecd.shm.card import ModelCard
 from vecd.workers.engine import PackedBatch
 from vecd.workers.layout import Layout, runs_of
+
+S = TypeVar("S")
 
 MIN_SHARED_TOKENS = 16
 _MIN_SAVED = 0.1
 """Of the tokens of the batch. Below, what is saved may not pay for attention with a mask, which is slower than causal
 attention."""
 
+_MIN_MORE = 4
+"""Fewer tokens behind a known prefix are not kept: documents begin alike by chance."""
 
-def share_prefix(layout: Layout) -> Layout:
-    """The layout with its common prefix apart, where that saves enough; else the same layout. At least one token of
-    each sequence stays its own."""
-    num_shared = _common_tokens(layout)
-    num_saved = num_shared * (layout.lengths.size - 1)
-    if num_shared < MIN_SHARED_TOKENS or num_saved < _MIN_SAVED * layout.token_ids.size:
-        return layout
+_NUM_SEEN = 16
+"""Sequences of earlier batches that one sequence is compared with: requests that are computed at the same time take
+turns."""
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class _Known(Generic[S]):
+    token_ids: NDArray[np.int64]
+    states: S
+
+
+class PrefixCache(Generic[S]):
+    """Finds the prefix of a batch, and keeps the states of prefixes, as the engine makes them, for later batches.
+
+    States of a prefix are also those of all its beginnings. At most `max_tokens` tokens are kept; the prefixes whose
+    last use is the longest ago are dropped first. Nothing else drops them, because the weights never change in a
+    process. For one thread.
+    """
+
+    def __init__(self, max_tokens: int) -> None:
+        self._max_tokens = max_tokens
+        self._known: list[_Known[S]] = []
+        """The least recently used is first."""
+        self._seen: deque[NDArray[np.int64]] = deque(maxlen=_NUM_SEEN)
+        """Sequences that were alone in their batch: what another one has in common with them is a prefix."""
+
+    def share(self, layout: Layout) -> tuple[Layout, S | None]:
+        """The layout with its prefix apart, where that saves enough, and the states that begin with those of its
+        `num_known` tokens; else the same layout. At least one token of each sequence stays its own.
+
+        Side effect: the states count as used, and a sequence that is alone is remembered.
+        """
+        num_sequences, num_tokens = layout.lengths.size, layout.token_ids.size
+        common = _common_tokens(layout)
+        if common.size < MIN_SHARED_TOKENS:
+            return layout, None
+        known, num_known = self._longest_known(common)
+        num_shared = common.size if num_sequences > 1 else min(self._meet(layout.token_ids), self._max_tokens)
+        if num_shared < num_known + _MIN_MORE:
+            num_shared = num_known
+        # What one sequence computes apart saves as much in the next batch.
+        num_saved = num_known * num_sequences + (num_shared - num_known) * max(1, num_sequences - 1)
+        if num_shared < MIN_SHARED_TOKENS or num_saved < _MIN_SAVED * num_tokens:
+            return layout, None
+        if known is None:
+            return set_apart(layout, num_shared), None
+        self._known.append(self._known.pop(self._known.index(known)))
+        return set_apart(layout, num_shared, num_known), known.states
+
+    def takes(self, shared: Layout) -> bool:
+        """Whether the prefix of a layout from `share` has new tokens, and is short enough to be kept."""
+        return shared.prefix.size > 0 and shared.num_known + shared.prefix.size <= self._max_tokens
+
+    def keep(self, token_ids: NDArray[np.int64], states: S) -> None:
+        """Keep the states of a prefix, if `takes` allows it. Copies `token_ids`, and owns `states` from now on."""
+        size = token_ids.size
+        self._known = [
+            known
+            for known in self._known
+            if known.token_ids.size > size or _num_common(known.token_ids, token_ids) < known.token_ids.size
+        ]
+        self._known.append(_Known(token_ids.copy(), states))
+        while self.num_tokens > self._max_tokens:
+            del self._known[0]
+
+    @property
+    def num_tokens(self) -> int:
+        """Tokens whose states are kept."""
+        return sum(known.token_ids.size for known in self._known)
+
+    def _longest_known(self, token_ids: NDArray[np.int64]) -> tuple[_Known[S] | None, int]:
+        """What begins with the most of these tokens, and how many these are; None and 0 if nothing does."""
+        sizes = [_num_common(known.token_ids, token_ids) for known in self._known]
+        most = max(sizes, default=0)
+        return (self._known[sizes.index(most)], most) if most else (None, 0)
+
+    def _meet(self, token_ids: NDArray[np.int64]) -> int:
+        """The most tokens that a remembered sequence begins with, too, less than either has. Remembers this one."""
+        others = [seen for seen in self._seen if not np.array_equal(seen, token_ids)]
+        if len(others) == len(self._seen):
+            self._seen.append(token_ids)
+        return min(token_ids.size - 1, max((_num_common(seen, token_ids) for seen in others), default=0))
+
+
+def set_apart(layout: Layout, num_shared: int, num_known: int = 0) -> Layout:
+    """The layout with the first `num_shared` tokens apart, which all its sequences begin with; the states of the first
+    `num_known` of them are known."""
     lengths = layout.lengths - num_shared
     starts = np.cumsum(lengths) - lengths
     own = layout.offsets() >= num_shared
@@ -36,22 +124,30 @@ def share_prefix(layout: Layout) -> Layout:
         token_ids=layout.token_ids[own],
         runs=runs_of(lengths, starts),
         borders=None,
-        prefix=layout.token_ids[:num_shared],
+        prefix=layout.token_ids[num_known:num_shared],
+        num_known=num_known,
     )
 
 
-def _common_tokens(layout: Layout) -> int:
-    """Tokens that all sequences begin with, less than the shortest has; 0 for one sequence, and where some tokens are
-    not attended to."""
-    if layout.lengths.size == 1 or layout.attended is not None:
-        return 0
+def _common_tokens(layout: Layout) -> NDArray[np.int64]:
+    """The tokens that all sequences begin with, less than the shortest has; none where some tokens are not attended
+    to."""
+    if layout.attended is not None:
+        return layout.token_ids[:0]
     most, first = int(layout.lengths[0]) - 1, layout.token_ids
     for length in dict.fromkeys((min(most, MIN_SHARED_TOKENS), most)):  # most batches end with the first look
         heads = layout.token_ids[layout.starts[:, None] + np.arange(length)]
         is_common = (heads == first[:length]).all(axis=0)
         if not is_common.all():
-            return int(is_common.argmin())
-    return most
+            return first[: int(is_common.argmin())]
+    return first[:most]
+
+
+def _num_common(first: NDArray[np.int64], second: NDArray[np.int64]) -> int:
+    """Tokens that both begin with."""
+    length = min(first.size, second.size)
+    is_common = first[:length] == second[:length]
+    return length if is_common.all() else int(is_common.argmin())
 
 
 def probe(card: ModelCard) -> PackedBatch:

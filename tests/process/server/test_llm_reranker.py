@@ -23,7 +23,7 @@ from vecd.launch.config.pair_template import with_pair_template
 from vecd.shm.card import read_card
 from vecd.shm.output import Output
 from vecd.workers.engine import PackedBatch
-from vecd.workers.engines.parity import vectors_of
+from vecd.workers.engines.parity import vectors_of, vectors_one_by_one
 from vecd.workers.engines.torch.build import build_engine
 
 RIGHT, WRONG = (QUERY, ANSWER), (QUERY, OTHER)
@@ -71,9 +71,11 @@ async def test_scores_of_texts_are_sentence_transformers_own(reranker: Path, ins
     )
     path = "packed" if card.model_type == "gemma" else "fused"
     engine = build_engine(replace(worker_config(reranker), card=card), path, "float32")
-    assert engine._shares_prefixes  # type: ignore[attr-defined]
-    scores = 1 / (1 + np.exp(-vectors_of(engine, batch, 1)[:, 0].astype(np.float64)))
-    np.testing.assert_allclose(scores, model.predict(PAIRS, prompt=instruction), atol=1e-5)
+    assert engine._prefixes is not None  # type: ignore[attr-defined]
+    expected = model.predict(PAIRS, prompt=instruction)
+    for compute in (vectors_of, vectors_one_by_one, vectors_of):  # with a prefix of the batch, and with those before it
+        scores = 1 / (1 + np.exp(-compute(engine, batch, 1)[:, 0].astype(np.float64)))
+        np.testing.assert_allclose(scores, expected, atol=1e-5)
 
 
 def test_the_pair_is_tokenized_as_requests_are(ranking: dict[bool, Path]) -> None:

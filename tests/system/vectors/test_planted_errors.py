@@ -96,15 +96,15 @@ def test_positions_that_do_not_begin_anew_are_caught(checkpoint: Checkpoints, mo
 _attend, _embed, _run = Attention.__call__, Embeddings.__call__, FusedForward.__call__
 
 
-def attend_across_borders(self: Attention, qkv: Tensor, runs: list[Run], num_shared: int = 0) -> Tensor:
+def attend_across_borders(self: Attention, qkv: Tensor, runs: list[Run], prefix: Any = None) -> Tensor:
     return _attend(replace(self, bias=None), qkv, [Run(0, 1, runs[-1].stop)])
 
 
-def attend_across_the_borders_of_a_run(self: Attention, qkv: Tensor, runs: list[Run], num_shared: int = 0) -> Tensor:
+def attend_across_the_borders_of_a_run(self: Attention, qkv: Tensor, runs: list[Run], prefix: Any = None) -> Tensor:
     return _attend(replace(self, bias=None), qkv, [Run(run.start, 1, run.count * run.length) for run in runs])
 
 
-def forget_the_last_key(self: Attention, qkv: Tensor, runs: list[Run], num_shared: int = 0) -> Tensor:
+def forget_the_last_key(self: Attention, qkv: Tensor, runs: list[Run], prefix: Any = None) -> Tensor:
     cut = qkv.clone()
     for run in runs:
         last = slice(run.start + run.length - 1, run.stop, run.length)
@@ -112,38 +112,38 @@ def forget_the_last_key(self: Attention, qkv: Tensor, runs: list[Run], num_share
     return _attend(self, cut, runs)
 
 
-def forget_the_bias(self: Attention, qkv: Tensor, runs: list[Run], num_shared: int = 0) -> Tensor:
+def forget_the_bias(self: Attention, qkv: Tensor, runs: list[Run], prefix: Any = None) -> Tensor:
     return _attend(replace(self, bias=None), qkv, runs)
 
 
-def shift_the_bias(self: Attention, qkv: Tensor, runs: list[Run], num_shared: int = 0) -> Tensor:
+def shift_the_bias(self: Attention, qkv: Tensor, runs: list[Run], prefix: Any = None) -> Tensor:
     assert self.bias is not None
     return _attend(replace(self, bias=self.bias.roll(1, dims=2)), qkv, runs)
 
 
-def forget_the_last_head(self: Attention, qkv: Tensor, runs: list[Run], num_shared: int = 0) -> Tensor:
+def forget_the_last_head(self: Attention, qkv: Tensor, runs: list[Run], prefix: Any = None) -> Tensor:
     out = _attend(self, qkv, runs).clone()
     out[:, -(out.shape[1] // self.num_heads) :] = 0
     return out
 
 
-def forget_the_rotation(self: Attention, qkv: Tensor, runs: list[Run], num_shared: int = 0) -> Tensor:
+def forget_the_rotation(self: Attention, qkv: Tensor, runs: list[Run], prefix: Any = None) -> Tensor:
     assert self.rotation is not None
     still = replace(self.rotation, table=torch.ones_like(self.rotation.table) * self.rotation.table[0, 0])
     return _attend(replace(self, rotation=still), qkv, runs)
 
 
-def forget_the_scale(self: Attention, qkv: Tensor, runs: list[Run], num_shared: int = 0) -> Tensor:
+def forget_the_scale(self: Attention, qkv: Tensor, runs: list[Run], prefix: Any = None) -> Tensor:
     assert self.rotation is not None
     larger = replace(self.rotation, table=self.rotation.table / self.rotation.table.abs())
     return _attend(replace(self, rotation=larger), qkv, runs)
 
 
-def see_any_distance(self: Attention, qkv: Tensor, runs: list[Run], num_shared: int = 0) -> Tensor:
+def see_any_distance(self: Attention, qkv: Tensor, runs: list[Run], prefix: Any = None) -> Tensor:
     return _attend(replace(self, window=None), qkv, runs)
 
 
-def see_later_tokens(self: Attention, qkv: Tensor, runs: list[Run], num_shared: int = 0) -> Tensor:
+def see_later_tokens(self: Attention, qkv: Tensor, runs: list[Run], prefix: Any = None) -> Tensor:
     return _attend(replace(self, is_causal=False), qkv, runs)
 
 

@@ -41,6 +41,7 @@ from vecd.workers.engines.torch.fused_attention import (
     rotations,
 )
 from vecd.workers.engines.torch.linear import ACTIVATIONS, Activation, Linear, make_linear, type_between_layers
+from vecd.workers.engines.torch.prefix_states import PrefixStates
 from vecd.workers.families.description import EncoderSpec, LayerSpec, NotDescribed, bias_of_distances, describe
 from vecd.workers.families.encoders import FUSED_FAMILIES
 from vecd.workers.layout import Layout, Run
@@ -116,11 +117,13 @@ class Layer:
     activation: Activation
     down: Linear
 
-    def __call__(self, x: Tensor, runs: list[Run], num_shared: int = 0, wanted: Tensor | None = None) -> Tensor:
-        """x [T', H] → [T', H]. `num_shared`: tokens of a prefix, which come first. `wanted`: int64, the rows that are
-        returned, in this order; None for all."""
+    def __call__(
+        self, x: Tensor, runs: list[Run], prefix: PrefixStates | None = None, wanted: Tensor | None = None
+    ) -> Tensor:
+        """x [T', H] → [T', H]. `prefix`: its computed tokens come first. `wanted`: int64, the rows that are returned,
+        in this order; None for all."""
         normed = self.attention_norm(x) if self.is_norm_first else x
-        attended = self.attention(self.qkv(normed), runs, num_shared)
+        attended = self.attention(self.qkv(normed), runs, prefix)
         if wanted is not None:
             x, attended = x.index_select(0, wanted), attended.index_select(0, wanted)
         x = self.out.plus(attended, x)
@@ -157,19 +160,19 @@ class FusedForward:
         self.num_padding_tokens = 0
         self.can_share = all(layer.attention.can_share for layer in layers)
 
-    def __call__(self, layout: Layout) -> Tensor:
-        num_shared = layout.prefix.size
-        num_tokens = num_shared + layout.token_ids.size
+    def __call__(self, layout: Layout, prefix: PrefixStates | None = None) -> Tensor:
+        num_before = layout.prefix.size
+        num_tokens = num_before + layout.token_ids.size
         num_computed = _rounded(num_tokens)
         self.num_padding_tokens += num_computed - num_tokens
         x = self._embeddings(layout, num_computed, self._dtype)
         *layers, last = self._layers
         for layer in layers:
-            x = layer(x, layout.runs, num_shared)
+            x = layer(x, layout.runs, prefix)
         if self._has_first_tokens_only:
-            starts = _extended(num_shared + layout.starts, _rounded(layout.starts.size))
-            return self._norm(last(x, layout.runs, num_shared, starts)[: layout.starts.size])
-        return self._norm(last(x, layout.runs, num_shared)[num_shared:num_tokens])
+            starts = _extended(num_before + layout.starts, _rounded(layout.starts.size))
+            return self._norm(last(x, layout.runs, prefix, starts)[: layout.starts.size])
+        return self._norm(last(x, layout.runs, prefix)[num_before:num_tokens])
 
     def warm(self, max_tokens: int) -> None:
         """Compile oneDNN's kernels for short texts before the first request. They depend only on shapes, so one layer

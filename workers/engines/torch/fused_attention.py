@@ -13,6 +13,7 @@ import torch
 from torch import Tensor
 from torch.nn.functional import scaled_dot_product_attention
 
+from vecd.workers.engines.torch.prefix_states import PrefixStates
 from vecd.workers.layout import Run
 
 
@@ -34,7 +35,7 @@ class Rotation:
         """Rotate float32 [count, length, heads + key heads, head dim] in place; positions begin at `first`."""
         if self.norm is not None:
             normalize_rms_(heads, self.epsilon).mul_(self.norm)
-        pairs = torch.view_as_complex(heads.view(*heads.shape[:-1], -1, 2))
+        pairs = torch.view_as_complex(heads.view(*heads.shape[:-1], heads.shape[-1] // 2, 2))
         pairs.mul_(self.table[first : first + heads.shape[1], None])
 
 
@@ -76,12 +77,12 @@ class Attention:
         """Whether a prefix can be computed once: no token sees a later one, or only those of a window."""
         return self.is_causal and self.window is None and self.bias is None
 
-    def __call__(self, qkv: Tensor, runs: list[Run], num_shared: int = 0) -> Tensor:
+    def __call__(self, qkv: Tensor, runs: list[Run], prefix: PrefixStates | None = None) -> Tensor:
         """qkv [T', (heads + 2 key heads) · head dim] → [T', heads · head dim]; rows behind the runs are zero. May
-        overwrite `qkv`. `num_shared`: tokens of a prefix, which come before those of the runs; only if `can_share`."""
+        overwrite `qkv`. `prefix`: its computed tokens come before those of the runs; only if `can_share`."""
         num_tokens = qkv.shape[0]
-        if num_shared:
-            return self._attend_behind(qkv, runs, num_shared)
+        if prefix is not None:
+            return self._attend_behind(qkv, runs, prefix)
         if len(runs) == 1 and runs[0].stop == num_tokens and not self._is_long(runs[0].length, qkv):
             return self._attend(qkv, runs[0])
         attended = qkv.new_empty(num_tokens, self.num_heads * self._head_dim(qkv))
@@ -122,7 +123,8 @@ class Attention:
         """Query, key and value, each float32 [count, heads or key heads, length, head dim], at positions from `first`
         on."""
         # SDPA's kernel for processors is no faster in bfloat16 than in float32, and slower for short sequences.
-        heads = qkv.float().view(run.count, run.length, -1, self._head_dim(qkv))
+        num_heads = self.num_heads + 2 * self.num_key_heads
+        heads = qkv.float().view(run.count, run.length, num_heads, self._head_dim(qkv))
         if self.rotation is not None:
             self.rotation.rotate_(heads[:, :, : self.num_heads + self.num_key_heads], first)
         query, key, value = torch.split(
@@ -130,20 +132,33 @@ class Attention:
         )
         return query, key, value
 
-    def _attend_behind(self, qkv: Tensor, runs: list[Run], num_shared: int) -> Tensor:
+    def _attend_behind(self, qkv: Tensor, runs: list[Run], prefix: PrefixStates) -> Tensor:
         """The prefix attends to itself, and each sequence to the prefix and to itself."""
         attended = qkv.new_empty(qkv.shape[0], self.num_heads * self._head_dim(qkv))
-        query, keys, values = self._split(qkv[:num_shared], Run(start=0, count=1, length=num_shared))
-        attended[:num_shared] = self._sdpa(query, keys, values, None, True).transpose(1, 2).flatten(2)[0]
+        num_before = prefix.num_computed
+        of_prefix = Run(start=0, count=1, length=num_before)
+        query, key, value = self._split(qkv[:num_before], of_prefix, prefix.num_known)
+        keys, values = prefix.of_next_layer(key, value)
+        if num_before:
+            attended[:num_before] = self._attend_back(query, keys, values)
         for run in runs:
-            tokens = slice(num_shared + run.start, num_shared + run.stop)
-            query, key, value = self._split(qkv[tokens], run, num_shared)
+            tokens = slice(num_before + run.start, num_before + run.stop)
+            query, key, value = self._split(qkv[tokens], run, prefix.num_tokens)
             key = torch.cat([keys.expand(run.count, -1, -1, -1), key], dim=2)
             value = torch.cat([values.expand(run.count, -1, -1, -1), value], dim=2)
-            sees = torch.ones(run.length, num_shared + run.length, dtype=torch.bool).tril_(num_shared)
-            attended[tokens] = self._sdpa(query, key, value, sees).transpose(1, 2).flatten(2).flatten(0, 1)
-        attended[num_shared + runs[-1].stop :] = 0
+            attended[tokens] = self._attend_back(query, key, value)
+        attended[num_before + runs[-1].stop :] = 0
         return attended
+
+    def _attend_back(self, query: Tensor, key: Tensor, value: Tensor) -> Tensor:
+        """[tokens, heads · head dim] of queries that are the last of the keys' tokens."""
+        num_queries, num_keys = query.shape[2], key.shape[2]
+        if num_queries == num_keys:
+            out = self._sdpa(query, key, value, None, True)
+        else:
+            sees = torch.ones(num_queries, num_keys, dtype=torch.bool).tril_(num_keys - num_queries)
+            out = self._sdpa(query, key, value, sees)
+        return out.transpose(1, 2).flatten(2).flatten(0, 1)
 
     def _sdpa(self, query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None, is_causal: bool = False) -> Tensor:
         is_grouped = self.num_key_heads != self.num_heads

@@ -18,6 +18,7 @@ from vecd.workers.engines.torch.device import to_device
 from vecd.workers.engines.torch.linear import prepack_linears
 from vecd.workers.engines.torch.packed_attention import PackingError, register, running
 from vecd.workers.engines.torch.padded import PACKED_ATTENTION, num_token_types
+from vecd.workers.engines.torch.prefix_states import PrefixStates
 from vecd.workers.layout import Layout
 
 
@@ -45,8 +46,7 @@ class PackedForward:
         self._num_token_types = num_token_types(model)
         self._has_segments = has_segments and self._num_token_types > 1
 
-    def __call__(self, layout: Layout) -> Tensor:
-        num_shared = layout.prefix.size
+    def __call__(self, layout: Layout, prefix: PrefixStates | None = None) -> Tensor:
         token_ids = to_device(layout.computed_ids(), self._device)[None]
         arguments: dict[str, Any] = {
             "input_ids": token_ids,
@@ -58,14 +58,14 @@ class PackedForward:
             arguments["token_type_ids"] = to_device(layout.token_types(), self._device)[None]
         elif self._num_token_types:
             arguments["token_type_ids"] = torch.zeros_like(token_ids)
-        with running(layout.runs, num_shared):
+        with running(layout.runs, prefix):
             hidden: Tensor = self._model(**arguments).last_hidden_state
-        return hidden[0, num_shared:]
+        return hidden[0, layout.prefix.size :]
 
     def _positions(self, layout: Layout) -> NDArray[np.int64]:
         config = self._model.config
         if config.model_type not in POSITIONS_AFTER_PADDING:
             return layout.computed_offsets()
-        if layout.prefix.size:
+        if layout.num_shared:
             raise PackingError("a shared prefix of tokens that see later ones")  # of RoBERTa's families
         return layout.positions_after(int(config.pad_token_id))

@@ -27,6 +27,7 @@ from transformers.masking_utils import bidirectional_mask_function, causal_mask_
 from vecd.workers.engines.torch import cuda
 from vecd.workers.engines.torch.device import to_device
 from vecd.workers.engines.torch.padded import PACKED_ATTENTION
+from vecd.workers.engines.torch.prefix_states import PrefixStates
 from vecd.workers.layout import Run
 
 MaskRule: TypeAlias = Callable[[Any, Any, Any, Any], Any]
@@ -145,10 +146,10 @@ def window_of(allowed: Tensor) -> Window | None:
 class _Pass:
     """The values that all layers of a forward pass share."""
 
-    def __init__(self, runs: Sequence[Run], num_shared: int = 0) -> None:
-        """`num_shared`: tokens of a prefix, the first run, which those of all others attend to."""
+    def __init__(self, runs: Sequence[Run], prefix: PrefixStates | None = None) -> None:
+        """`prefix`: its computed tokens are the first run, if there are any, and those of all others attend to it."""
         self.runs = runs
-        self.num_shared = num_shared
+        self.prefix = prefix
         self.num_tokens = runs[-1].stop if runs else 0
         self.attends_to_all = not any(run.attended for run in runs)
         self._boundaries: Tensor | None = None
@@ -180,15 +181,15 @@ A worker has one engine and one thread."""
 
 
 @contextmanager
-def running(runs: Sequence[Run], num_shared: int = 0) -> Iterator[None]:
-    """While inside, models with packed attention compute the tokens of a prefix, if there is one, and of `runs`, which
-    come behind it."""
+def running(runs: Sequence[Run], prefix: PrefixStates | None = None) -> Iterator[None]:
+    """While inside, models with packed attention compute the tokens of a prefix that are not known, and of `runs`,
+    which come behind it."""
     global _pass
     assert _pass is _NO_PASS, "forward passes do not nest"
-    if num_shared:
-        behind = [replace(run, start=num_shared + run.start) for run in runs]
-        runs = [Run(start=0, count=1, length=num_shared), *behind]
-    _pass = _Pass(runs, num_shared)
+    if prefix is not None and prefix.num_computed:
+        behind = [replace(run, start=prefix.num_computed + run.start) for run in runs]
+        runs = [Run(start=0, count=1, length=prefix.num_computed), *behind]
+    _pass = _Pass(runs, prefix)
     try:
         yield
     finally:
@@ -242,15 +243,21 @@ def packed_attention(
 def _attend_by_runs(rule: SequenceMask, query: Tensor, key: Tensor, value: Tensor, scaling: float | None) -> Tensor:
     _, num_heads, num_tokens, _ = query.shape
     attended = query.new_empty(1, num_tokens, num_heads, value.shape[-1])
-    for run, keys in zip(_pass.runs, _pass.keys(query.device), strict=True):
-        num_shared = _pass.num_shared if run.start else 0
-        causal, mask = rule.of_run(run, query.device, num_shared)
-        if keys is not None:
-            causal, mask = False, _both(keys, causal, mask)
+    prefix, before = _pass.prefix, None
+    if prefix is not None:
+        before = prefix.of_next_layer(*(tokens[:, :, : prefix.num_computed] for tokens in (key, value)))
+    for run, attended_keys in zip(_pass.runs, _pass.keys(query.device), strict=True):
+        num_before = 0 if prefix is None else prefix.num_known if run.start < prefix.num_computed else prefix.num_tokens
+        causal, mask = rule.of_run(run, query.device, num_before)
+        if attended_keys is not None:
+            causal, mask = False, _both(attended_keys, causal, mask)
+        keys, values = _sequences(key, run), _sequences(value, run)
+        if before is not None and num_before:
+            keys, values = _behind(before[0][:, :, :num_before], keys), _behind(before[1][:, :, :num_before], values)
         out = scaled_dot_product_attention(
             _sequences(query, run),
-            _behind(key, num_shared, run),
-            _behind(value, num_shared, run),
+            keys,
+            values,
             attn_mask=mask,
             scale=scaling,
             is_causal=causal,
@@ -274,10 +281,9 @@ def _sequences(tokens: Tensor, run: Run) -> Tensor:
     return tokens[0, :, run.start : run.stop].view(heads, run.count, run.length, -1).transpose(0, 1)
 
 
-def _behind(tokens: Tensor, num_shared: int, run: Run) -> Tensor:
-    """`_sequences`, with the tokens of the shared prefix before those of each."""
-    own = _sequences(tokens, run)
-    return torch.cat([tokens[:, :, :num_shared].expand(run.count, -1, -1, -1), own], dim=2) if num_shared else own
+def _behind(before: Tensor, own: Tensor) -> Tensor:
+    """The tokens of sequences, as `_sequences` gives them, with those of a prefix before each."""
+    return torch.cat([before.expand(own.shape[0], -1, -1, -1), own], dim=2)
 
 
 def _attend_at_once(

@@ -16,6 +16,7 @@ from transformers import PreTrainedModel
 
 from vecd.workers.engines.torch.device import to_device
 from vecd.workers.engines.torch.linear import restore_linears
+from vecd.workers.engines.torch.prefix_states import PrefixStates
 from vecd.workers.layout import Layout
 
 PACKED_ATTENTION = "vecd_packed"
@@ -64,7 +65,8 @@ class PaddedForward:
         self._has_head = has_head
         self._has_types = has_segments and num_token_types(model) > 1
 
-    def __call__(self, layout: Layout) -> Tensor:
+    def __call__(self, layout: Layout, prefix: PrefixStates | None = None) -> Tensor:
+        assert prefix is None, "rectangles share no prefix"
         types = layout.token_types() if self._has_types and layout.borders is not None else None
         parts = rectangles(layout, may_pad=self._may_pad, max_sequences=self._max_sequences)
         return torch.cat([self._run(layout, rectangle, types) for rectangle in parts])

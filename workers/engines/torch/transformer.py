@@ -18,13 +18,18 @@ from vecd.workers.engine import Finish, PackedBatch, largest_within
 from vecd.workers.engines.parity import compare
 from vecd.workers.engines.torch.device import open_device
 from vecd.workers.engines.torch.outputs import Heads, rows_of
+from vecd.workers.engines.torch.prefix_states import KeysValues, PrefixStates, bytes_of
 from vecd.workers.layout import Layout, arrange
 from vecd.workers.out_of_memory import begin_or_halve
-from vecd.workers.prefix import share_prefix
+from vecd.workers.prefix import MIN_SHARED_TOKENS, PrefixCache, set_apart
 
 log = logging.getLogger("vecd.selection")
 
 _CPU = torch.device("cpu")
+
+_MAX_PREFIX_BYTES = 64 << 20
+"""Of states of prefixes that a worker keeps. A token of Qwen3-Reranker-0.6B has 229 KB of them (28 layers, 8 key heads
+of 128, float32), so these are 292 tokens: the prefixes of three or four queries, beside 1.2 GB of weights."""
 
 
 class Forward(Protocol):
@@ -37,8 +42,9 @@ class Forward(Protocol):
     can_share: bool
     """Whether it takes a layout with a prefix."""
 
-    def __call__(self, layout: Layout) -> Tensor:
-        """The last layer's hidden states, [T, H], in the layout's order, without those of a prefix."""
+    def __call__(self, layout: Layout, prefix: PrefixStates | None = None) -> Tensor:
+        """The last layer's hidden states, [T, H], in the layout's order, without those of a prefix. `prefix`: of a
+        layout that has one."""
 
 
 def powers_of_two(limit: int) -> list[int]:
@@ -58,28 +64,33 @@ class TransformerEngine:
         self.warnings: list[str] = []
         self._thread_choices: Sequence[int] = (1,)
         self._num_threads = 1
-        self._shares_prefixes = False
+        self._prefixes: PrefixCache[Sequence[KeysValues]] | None = None
 
     def share_prefixes(self, batch: PackedBatch) -> None:
-        """From now on, compute the tokens that all sequences of a batch begin with once, if the hidden states of
-        `batch`, whose sequences share some, are the same so. Its outputs must need the last tokens alone.
+        """From now on, compute a prefix of sequences once, if that gives the same hidden states of `batch`, whose
+        sequences have MIN_SHARED_TOKENS tokens in common. Its outputs must need the last tokens alone.
 
         Raises what the model raises without a shared prefix."""
-        layout = arrange(batch)
         if not self._forward.can_share:
             return
-        shared = share_prefix(layout)
-        assert shared.prefix.size, "the batch shares no tokens"
+        layout = arrange(batch)
         with torch.inference_mode():
-            expected = self._forward(layout)[torch.from_numpy(layout.offsets() >= shared.prefix.size)]
-            try:
-                found = self._forward(shared)
-            except Exception as error:  # a model may raise anything in a pass that it was not written for
-                log.info("prefixes are not shared: %s", one_line(error))
-                return
-        parity = compare(found.float().cpu().numpy(), expected.float().cpu().numpy())
-        self._shares_prefixes = parity.is_within_bounds(self.facts["dtype"])
-        log.info("prefixes are %sshared: %s", "" if self._shares_prefixes else "not ", parity)
+            expected = self._forward(layout)[torch.from_numpy(layout.offsets() >= MIN_SHARED_TOKENS)]
+            states = PrefixStates(0, MIN_SHARED_TOKENS, is_kept=True)
+            for num_known in (0, MIN_SHARED_TOKENS, MIN_SHARED_TOKENS // 2):  # nothing, all, and a part
+                shared = set_apart(layout, MIN_SHARED_TOKENS, num_known)
+                of_pass = PrefixStates(num_known, shared.prefix.size, states.kept) if num_known else states
+                try:
+                    found = self._forward(shared, of_pass)
+                except Exception as error:  # a model may raise anything in a pass that it was not written for
+                    log.info("prefixes are not shared: %s", one_line(error))
+                    return
+                parity = compare(found.float().cpu().numpy(), expected.float().cpu().numpy())
+                log.info("a prefix of %d tokens, %d of them known: %s", MIN_SHARED_TOKENS, num_known, parity)
+                if not parity.is_within_bounds(self.facts["dtype"]):
+                    log.info("prefixes are not shared")
+                    return
+        self._prefixes = PrefixCache(_MAX_PREFIX_BYTES * MIN_SHARED_TOKENS // bytes_of(states.kept))
 
     @property
     def num_padding_tokens(self) -> int:
@@ -113,11 +124,23 @@ class TransformerEngine:
 
     def _begin(self, batch: PackedBatch, rows: Rows) -> Finish:
         layout = arrange(batch)
-        if self._shares_prefixes:
-            layout = share_prefix(layout)
         with torch.inference_mode():
-            hidden = self._forward(layout)
+            hidden, layout = self._hidden_behind_prefix(layout)
             if batch.outputs is None:
                 return self._device.write(self._heads[Output.VECTORS](hidden, layout), layout.order, rows)
             made, order = rows_of(batch, layout, hidden, self._heads, rows.shape[1])
             return self._device.write(made, order, rows)
+
+    def _hidden_behind_prefix(self, layout: Layout) -> tuple[Tensor, Layout]:
+        """The hidden states of the tokens behind a shared prefix, if there is one, and the layout of these tokens."""
+        if self._prefixes is None:
+            return self._forward(layout), layout
+        shared, known = self._prefixes.share(layout)
+        if not shared.num_shared:
+            return self._forward(layout), layout
+        is_kept = self._prefixes.takes(shared)
+        states = PrefixStates(shared.num_known, shared.prefix.size, known or (), is_kept=is_kept)
+        hidden = self._forward(shared, states)
+        if is_kept:
+            self._prefixes.keep(layout.token_ids[: shared.num_shared], states.kept)
+        return hidden, shared

@@ -24,6 +24,7 @@ from vecd.workers.engines.torch.heads import load_heads
 from vecd.workers.engines.torch.loading import load_model
 from vecd.workers.engines.torch.packed import PackedForward
 from vecd.workers.engines.torch.padded import PaddedForward
+from vecd.workers.engines.torch.prefix_states import PrefixStates
 from vecd.workers.engines.torch.transformer import Forward, TransformerEngine
 from vecd.workers.layout import Layout
 from vecd.workers.out_of_memory import means_out_of_memory
@@ -47,7 +48,7 @@ class Starved:
         self.num_tokens: list[int] = []
         self.left_behind: list[weakref.ref[Tensor]] = []
 
-    def __call__(self, layout: Layout) -> Tensor:
+    def __call__(self, layout: Layout, prefix: PrefixStates | None = None) -> Tensor:
         self.num_tokens.append(layout.token_ids.size)
         gc.collect()
         assert all(tensor() is None for tensor in self.left_behind), "the first try still holds memory"

@@ -3,6 +3,7 @@ files."""
 
 from collections.abc import Callable
 from dataclasses import replace
+from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
@@ -24,6 +25,7 @@ from vecd.workers.engines.parity import random_batch, vectors_of
 from vecd.workers.engines.torch.build import build_engine
 from vecd.workers.engines.torch.heads import load_heads
 from vecd.workers.engines.torch.logit_reference import logit_reference
+from vecd.workers.engines.torch.prefix_states import KeysValues, PrefixStates
 from vecd.workers.engines.torch.transformer import Forward, TransformerEngine
 from vecd.workers.layout import Layout
 from vecd.workers.prefix import probe
@@ -168,6 +170,59 @@ def test_a_shared_prefix_changes_no_score(
     np.testing.assert_allclose(found, scores_of_sentence_transformers(folder, batch), atol=1e-5)
 
 
+@pytest.mark.parametrize(
+    ("family", "path"), [("qwen3", "fused"), ("qwen3", "packed"), ("gemma", "packed"), ("mistral", "packed")]
+)
+def test_a_prefix_of_earlier_batches_changes_no_score(family: str, path: str, reranker: Callable[..., Path]) -> None:
+    """Batches of one, of several, and of two requests, whose queries have a template in common."""
+    folder = reranker(family)
+    random = np.random.default_rng(2)
+    template, *queries = (random.integers(0, 264, length, dtype=np.int32) for length in (40, 12, 21))
+    sequences = [
+        np.concatenate((template, queries[of], random.integers(0, 264, length, dtype=np.int32)))
+        for of, length in ((0, 9), (0, 30), (0, 5), (0, 9), (0, 1), (1, 9), (0, 9), (1, 20), (1, 3), (1, 3), (0, 8))
+    ]
+    outputs = np.full(len(sequences), Output.SCORES, dtype=np.uint8)
+    batch = PackedBatch(np.array(list(map(len, sequences)), np.int32), np.concatenate(sequences), outputs)
+    expected = scores_of_sentence_transformers(folder, batch)
+    engine = engine_of(folder, path)
+    assert isinstance(engine, TransformerEngine)
+    engine.share_prefixes(probe(read_card(folder)))
+    computed: list[int] = []
+    engine._forward = Counting(engine._forward, computed)
+    borders = (0, 1, 2, 3, 5, 7, 8, 9, 11)
+    found = [vectors_of(engine, batch.part(first, last), 1) for first, last in pairwise(borders)]
+    np.testing.assert_allclose(np.concatenate(found), expected, atol=1e-5)
+    # Two of the first query are computed whole; then it is known, and the template for the other query, too. The second
+    # of that query that is alone adds its tokens. Batches of both queries have the template in common.
+    assert computed == [61, 82, 5, 9 + 1, 21 + 9 + 12 + 9, 21 + 20, 21 + 3, 21 + 3 + 12 + 8]
+    assert engine._prefixes is not None
+    for known in engine._prefixes._known:
+        for tensor in (states for layer in known.states for states in layer):
+            assert tensor.shape[2] == known.token_ids.size
+            assert tensor.untyped_storage().nbytes() == tensor.nbytes  # it keeps no batch alive
+
+
+@pytest.mark.parametrize("path", ["fused", "packed"])
+def test_prefixes_are_not_shared_where_known_ones_are_wrong(
+    path: str, reranker: Callable[..., Path], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def of_the_first_layer(self: PrefixStates, keys: Tensor, values: Tensor) -> KeysValues:
+        self._layer = 0
+        return of_next_layer(self, keys, values)
+
+    of_next_layer = PrefixStates.of_next_layer
+    folder = reranker("qwen3")
+    engine = engine_of(folder, path)
+    assert isinstance(engine, TransformerEngine)
+    monkeypatch.setattr(PrefixStates, "of_next_layer", of_the_first_layer)
+    engine.share_prefixes(probe(read_card(folder)))
+    assert engine._prefixes is None
+    monkeypatch.undo()
+    engine.share_prefixes(probe(read_card(folder)))
+    assert engine._prefixes is not None
+
+
 class Counting:
     """Notes how many tokens are computed."""
 
@@ -176,9 +231,9 @@ class Counting:
     def __init__(self, forward: Forward, computed: list[int]) -> None:
         self._forward, self._computed = forward, computed
 
-    def __call__(self, layout: Layout) -> Tensor:
+    def __call__(self, layout: Layout, prefix: PrefixStates | None = None) -> Tensor:
         self._computed.append(layout.computed_ids().size)
-        return self._forward(layout)
+        return self._forward(layout, prefix)
 
 
 @pytest.mark.parametrize(("family", "path"), [("mistral", "fused"), ("qwen3", "padded"), ("gemma3_text", "packed")])
@@ -202,4 +257,4 @@ def test_a_reranker_s_prefixes_are_shared_from_the_start(reranker: Callable[...,
     for each, shares in ((card, False), (replace(card, score=score), True)):
         engine = build_engine(replace(worker_config(folder), card=each), "fused", "float32")
         assert isinstance(engine, TransformerEngine)
-        assert engine._shares_prefixes is shares
+        assert (engine._prefixes is not None) is shares
