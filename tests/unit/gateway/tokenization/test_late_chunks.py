@@ -1,52 +1,32 @@
 """Late chunks: every token of the text is in one chunk, or in each that the client's ranges say; none is too long."""
 
-from collections.abc import Callable, Iterator
-from dataclasses import replace
+from collections.abc import Iterator
 from pathlib import Path
 
 import numpy as np
 import pytest
-import tokenizers
 from hypothesis import HealthCheck, example, given, settings
 from hypothesis import strategies as st
 
 from tests.support import tiny_tokenizers
+from tests.support.tokenizing import KINDS, MakeTokenizer, making_tokenizers, texts_with
 from vecd.gateway.tokenization.late_chunks import LateChunks, find_chunks
 from vecd.gateway.tokenization.tokenizer import Tokenizer
 from vecd.gateway.types.errors import BadRequest
 from vecd.gateway.types.request import LateChunking, Overflow, TokenizedInput, Tokenizing
 from vecd.shm.card import read_card
 
-KINDS: dict[str, Callable[[], tokenizers.Tokenizer]] = {
-    "bert": tiny_tokenizers.bert,
-    "roberta": tiny_tokenizers.roberta,
-    "xlm_roberta": tiny_tokenizers.xlm_roberta,
-    "qwen": tiny_tokenizers.qwen,
-    "gemma": tiny_tokenizers.gemma,
-}
 WORDS = ["a", "Fox.", "1234.5", "中文。", "NAÏVE!", "İx", "😀", "ﬁ", "e\u0301", "\ufdfa", "[SEP]", "\n", ",", 'said."']
-texts = st.one_of(
-    st.lists(st.sampled_from(WORDS), min_size=1, max_size=30).map(" ".join),
-    st.text(st.characters(exclude_categories=["Cs"]), min_size=1, max_size=40),
-)
+texts = texts_with(WORDS, min_size=1)
 checked = settings(deadline=None, max_examples=60, suppress_health_check=list(HealthCheck))
 WHOLE = Tokenizing(wants_offsets=True, overflow=Overflow.ERROR)
 CUT = WHOLE._replace(overflow=Overflow.TRUNCATE)
 
 
 @pytest.fixture
-def make(minilm_folder: Path, tmp_path: Path) -> Iterator[Callable[..., Tokenizer]]:
-    made: list[Tokenizer] = []
-
-    def make_one(library: tokenizers.Tokenizer, max_tokens: int = 3000) -> Tokenizer:
-        library.save(str(tmp_path / "tokenizer.json"))
-        card = replace(read_card(minilm_folder), tokenizer_file=str(tmp_path / "tokenizer.json"))
-        made.append(Tokenizer(card, max_tokens, "auto"))
-        return made[-1]
-
-    yield make_one
-    for tokenizer in made:
-        tokenizer.threads.close()
+def make(minilm_folder: Path, tmp_path: Path) -> Iterator[MakeTokenizer]:
+    with making_tokenizers(read_card(minilm_folder), tmp_path) as make_one:
+        yield make_one
 
 
 def tokenized(tokenizer: Tokenizer, text: str, how: Tokenizing) -> TokenizedInput:
@@ -80,7 +60,7 @@ def positions(text: str, item: TokenizedInput) -> list[int]:
 
 @pytest.mark.parametrize("kind", KINDS)
 def test_chunks_by_tokens_have_all_of_the_text_once(kind, make):
-    tokenizer = make(KINDS[kind]())
+    tokenizer = make(KINDS[kind](), 3000)
 
     @checked
     @given(texts, st.integers(1, 12))
@@ -117,7 +97,7 @@ def test_chunks_by_tokens_have_all_of_the_text_once(kind, make):
 
 @pytest.mark.parametrize("kind", KINDS)
 def test_a_range_has_the_tokens_that_end_in_it(kind, make):
-    tokenizer = make(KINDS[kind]())
+    tokenizer = make(KINDS[kind](), 3000)
 
     @checked
     @given(st.data(), texts)
@@ -156,16 +136,16 @@ def test_a_range_has_the_tokens_that_end_in_it(kind, make):
     ],
 )
 def test_chunks_end_with_sentences_in_their_second_half_or_with_words(make, text, max_tokens, expected):
-    assert parts(make(tiny_tokenizers.bert()), text, max_tokens) == expected
+    assert parts(make(tiny_tokenizers.bert(), 3000), text, max_tokens) == expected
 
 
 def test_chinese_sentences_have_no_blanks_behind_them(make):
     text = "中文漢字。日本語の。中文"
-    assert parts(make(tiny_tokenizers.bert()), text, 6) == ["中文漢字。", "日本語の。", "中文"]
+    assert parts(make(tiny_tokenizers.bert(), 3000), text, 6) == ["中文漢字。", "日本語の。", "中文"]
 
 
 def test_tokens_of_a_prompt_belong_to_no_chunk(make):
-    tokenizer = make(tiny_tokenizers.bert())
+    tokenizer = make(tiny_tokenizers.bert(), 3000)
     how = WHOLE._replace(prompt="fox: ")
     chunks, item = chunks_of(tokenizer, "a b c d", LateChunking(max_tokens=2), how)
     num_prompt = item.num_tokens - 2 - 4
@@ -207,5 +187,5 @@ def test_what_is_cut_off_is_said(make):
 )
 def test_a_chunk_without_tokens_is_refused(make, text, late, says):
     with pytest.raises(BadRequest) as caught:
-        chunks_of(make(tiny_tokenizers.bert()), text, late)
+        chunks_of(make(tiny_tokenizers.bert(), 3000), text, late)
     assert says in caught.value.message

@@ -1,53 +1,32 @@
 """Offsets of tokens are the library's for the whole text, also where the text is tokenized in pieces."""
 
 import asyncio
-from collections.abc import Callable, Iterator
-from dataclasses import replace
+from collections.abc import Iterator
 from pathlib import Path
-from typing import Any
 from unittest import mock
 
 import numpy as np
 import pytest
 import tokenizers
 from hypothesis import HealthCheck, example, given, settings
-from hypothesis import strategies as st
 
 from tests.support import tiny_tokenizers
+from tests.support.tokenizing import KINDS, MakeTokenizer, making_tokenizers, texts_with
 from vecd.gateway.tokenization import text_tokens
 from vecd.gateway.tokenization.tokenizer import Tokenizer
 from vecd.gateway.types.request import Overflow, Role, TokenizedInput, Tokenizing
 from vecd.shm.card import read_card
 from vecd.shm.heads import TokenHead
 
-KINDS: dict[str, Callable[[], tokenizers.Tokenizer]] = {
-    "bert": tiny_tokenizers.bert,
-    "roberta": tiny_tokenizers.roberta,
-    "xlm_roberta": tiny_tokenizers.xlm_roberta,
-    "qwen": tiny_tokenizers.qwen,
-    "gemma": tiny_tokenizers.gemma,
-}
 WORDS = ["a", "Fox", "1234.5", "中文", "NAÏVE", "İx", "😀", "ﬁ", "e\u0301", "[SEP]", "<mask>", "\n", ","]
-texts = st.one_of(
-    st.lists(st.sampled_from(WORDS), min_size=1, max_size=30).map(" ".join),
-    st.text(st.characters(exclude_categories=["Cs"]), min_size=1, max_size=40),
-)
+texts = texts_with(WORDS, min_size=1)
 WANTED = Tokenizing(wants_offsets=True)
 
 
 @pytest.fixture
-def make(minilm_folder: Path, tmp_path: Path) -> Iterator[Callable[..., Tokenizer]]:
-    made: list[Tokenizer] = []
-
-    def make_one(library: tokenizers.Tokenizer, max_tokens: int = 16, **changes: Any) -> Tokenizer:
-        library.save(str(tmp_path / "tokenizer.json"))
-        card = replace(read_card(minilm_folder), tokenizer_file=str(tmp_path / "tokenizer.json"), **changes)
-        made.append(Tokenizer(card, max_tokens, "auto"))
-        return made[-1]
-
-    yield make_one
-    for tokenizer in made:
-        tokenizer.threads.close()
+def make(minilm_folder: Path, tmp_path: Path) -> Iterator[MakeTokenizer]:
+    with making_tokenizers(read_card(minilm_folder), tmp_path) as make_one:
+        yield make_one
 
 
 @pytest.fixture
@@ -112,7 +91,7 @@ def test_offsets_are_the_library_s(kind, make):
 def test_offsets_are_characters_of_the_text_as_sent(make):
     text = "😀 İstanbul, NAÏVE 😀fox"
     for lowercase in (False, True):
-        item = tokenize(make(tiny_tokenizers.bert(), 64, lowercase=lowercase), text)
+        item = tokenize(make(tiny_tokenizers.bert(), 64, {"lowercase": lowercase}), text)
         found = rows(item)
         assert found[0] == found[-1] == (-1, -1)
         words = [text[start:end] for start, end in found[1:-1]]
@@ -151,12 +130,12 @@ def test_offsets_of_the_end_and_of_chunks(make):
 def test_markers_and_expansions_are_nowhere(make, monkeypatch, is_plain):
     monkeypatch.setattr("vecd.gateway.tokenization.tokenizer._is_template_plain", lambda *_: is_plain)
     head = TokenHead((), query_marker=100, query_tokens=8, expansion_id=4)
-    ours = make(tiny_tokenizers.bert(), 16, tokens=head)
+    ours = make(tiny_tokenizers.bert(), 16, {"tokens": head})
     how = WANTED._replace(role=Role.QUERY)
     assert rows(tokenize(ours, "a b", how)) == [(-1, -1)] * 2 + [(0, 1), (2, 3)] + [(-1, -1)] * 4
     assert rows(tokenize(ours, "a " * 20, how)) == [(-1, -1)] * 2 + [(2 * n, 2 * n + 1) for n in range(5)] + [(-1, -1)]
 
 
 def test_without_the_wish_there_are_none(make):
-    ours = make(tiny_tokenizers.bert())
+    ours = make(tiny_tokenizers.bert(), 16)
     assert tokenize(ours, "a", Tokenizing()).offsets is None

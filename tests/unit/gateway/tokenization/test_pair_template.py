@@ -1,21 +1,17 @@
 """Pairs in the template of an LLM reranker have the tokens of the whole text."""
 
-import asyncio
-from collections.abc import Callable, Iterator
-from dataclasses import replace
+from collections.abc import Iterator
 from pathlib import Path
-from typing import Any
 
-import numpy as np
 import pytest
 import tokenizers
 from hypothesis import HealthCheck, example, given, settings
 from hypothesis import strategies as st
 
 from tests.support import tiny_tokenizers
-from vecd.gateway.tokenization.tokenizer import PLAIN, Tokenizer
+from tests.support.tokenizing import MakeTokenizer, ids, making_tokenizers, texts_with, tokenize
 from vecd.gateway.types.errors import BadRequest, InputTooLong
-from vecd.gateway.types.request import Overflow, Pair, TokenizedInput, Tokenizing
+from vecd.gateway.types.request import Overflow, Pair, Tokenizing
 from vecd.shm.card import read_card
 from vecd.shm.heads import PairTemplate, ScoreHead
 
@@ -50,41 +46,17 @@ WORDS = [
     ",",
     "x:",
 ]
-texts = st.one_of(
-    st.lists(st.sampled_from(WORDS), max_size=30).map(" ".join),
-    st.text(st.characters(exclude_categories=["Cs"]), max_size=40),
-)
+texts = texts_with(WORDS)
 
 
 @pytest.fixture
-def make(minilm_folder: Path, tmp_path: Path) -> Iterator[Callable[..., Tokenizer]]:
-    made: list[Tokenizer] = []
-
-    def make_one(
-        library: tokenizers.Tokenizer, template: PairTemplate, max_tokens: int = 512, **options: Any
-    ) -> Tokenizer:
-        library.save(str(tmp_path / "tokenizer.json"))
-        head = ScoreHead(("LABEL_0",), "sigmoid", "last", pair_template=template)
-        card = replace(read_card(minilm_folder), tokenizer_file=str(tmp_path / "tokenizer.json"), score=head)
-        made.append(Tokenizer(card, max_tokens, "auto", **options))
-        return made[-1]
-
-    yield make_one
-    for tokenizer in made:
-        tokenizer.threads.close()
+def make(minilm_folder: Path, tmp_path: Path) -> Iterator[MakeTokenizer]:
+    with making_tokenizers(read_card(minilm_folder), tmp_path) as make_one:
+        yield make_one
 
 
-def tokenize(tokenizer: Tokenizer, pairs: list[Pair], how: Tokenizing = PLAIN) -> list[TokenizedInput]:
-    async def main() -> list[TokenizedInput]:
-        return [item async for run in tokenizer.tokenize(pairs, how) for item in run]
-
-    together = asyncio.run(main())
-    assert tokenizer.tokenize_now(pairs, how) in (None, together)
-    return together
-
-
-def ids(item: TokenizedInput) -> list[int]:
-    return np.frombuffer(item.token_ids, "<i4").tolist()
+def with_template(template: PairTemplate) -> dict[str, ScoreHead]:
+    return {"score": ScoreHead(("LABEL_0",), "sigmoid", "lasttoken", pair_template=template)}
 
 
 def whole_ids(library: tokenizers.Tokenizer, template: PairTemplate, pair: Pair, instruction: str = "") -> list[int]:
@@ -109,7 +81,7 @@ def common_end(library: tokenizers.Tokenizer, template: PairTemplate) -> list[in
 def test_the_tokens_are_the_whole_text_s_and_the_end_is_kept(kind, make, max_tokens):
     make_library, template, _ = KINDS[kind]
     library = make_library()
-    ours = make(library, template, max_tokens)
+    ours = make(library, max_tokens, with_template(template))
     end = common_end(library, template)
     assert len(end) < max_tokens
 
@@ -137,7 +109,7 @@ def test_the_tokens_are_the_whole_text_s_and_the_end_is_kept(kind, make, max_tok
 
 
 def test_the_common_beginning_is_tokenized_once(make, monkeypatch):
-    ours = make(tiny_tokenizers.qwen(), QWEN)
+    ours = make(tiny_tokenizers.qwen(), 512, with_template(QWEN))
     num_chars: list[int] = []
     plain = ours._texts.ids
 
@@ -155,7 +127,7 @@ def test_special_tokens_of_the_template_are_special_where_those_of_texts_are_not
     make_library, template, _ = KINDS[kind]
     library = make_library()
     special = "<|im_end|>" if kind == "qwen" else "<bos>"
-    ours = make(library, template, literal_special_tokens=True)
+    ours = make(library, 512, with_template(template), literal_special_tokens=True)
     [plain, item] = tokenize(ours, [Pair("a fox", "a dog"), Pair(f"a {special} fox", f"a dog{special}")])
     assert ids(plain) == whole_ids(library, template, Pair("a fox", "a dog"))
     special_id = library.token_to_id(special)
@@ -167,7 +139,7 @@ def test_special_tokens_of_the_template_are_special_where_those_of_texts_are_not
 
 def test_the_instruction_of_a_request_takes_the_default_s_place(make):
     library = tiny_tokenizers.qwen()
-    ours = make(library, QWEN)
+    ours = make(library, 512, with_template(QWEN))
     pair = Pair("a fox {instruction}", "a dog")
     [item] = tokenize(ours, [pair], Tokenizing(instruction="Find {document} {instruction}"))
     text = (
@@ -182,7 +154,7 @@ def test_the_instruction_of_a_request_takes_the_default_s_place(make):
 
 def test_limits_of_the_texts(make):
     library = tiny_tokenizers.qwen()
-    ours = make(library, QWEN)
+    ours = make(library, 512, with_template(QWEN))
     pair = Pair("a b c d", "e f g h")
     for how, query, document in [
         (Tokenizing(max_document_tokens=2), "a b c d", "e f"),
@@ -200,7 +172,7 @@ def test_limits_of_the_texts(make):
 def test_a_pair_that_may_not_be_cut_is_refused_by_its_index(make):
     library = tiny_tokenizers.qwen()
     num_tokens = len(whole_ids(library, QWEN, Pair("a", "b c d")))
-    ours = make(library, QWEN, num_tokens)
+    ours = make(library, num_tokens, with_template(QWEN))
     how = Tokenizing(overflow=Overflow.ERROR)
     [item] = tokenize(ours, [Pair("a", "b c d")], how)
     assert item.num_tokens == num_tokens
@@ -211,7 +183,7 @@ def test_a_pair_that_may_not_be_cut_is_refused_by_its_index(make):
 def test_a_document_cut_on_the_left_keeps_its_end_and_the_template(make):
     library = tiny_tokenizers.qwen()
     num_tokens = len(whole_ids(library, QWEN, Pair("a", " c d")))
-    ours = make(library, QWEN, num_tokens)
+    ours = make(library, num_tokens, with_template(QWEN))
     [item] = tokenize(ours, [Pair("a", "b " * 300 + "c d")], Tokenizing(overflow=Overflow.TRUNCATE_LEFT))
     assert (item.num_tokens, item.is_truncated) == (num_tokens, True)
     assert ids(item)[-10:] == whole_ids(library, QWEN, Pair("a", "b c d"))[-10:]
@@ -219,13 +191,13 @@ def test_a_document_cut_on_the_left_keeps_its_end_and_the_template(make):
 
 
 def test_a_limit_without_room_for_the_template_s_end_is_refused(make):
-    ours = make(tiny_tokenizers.qwen(), QWEN)
+    ours = make(tiny_tokenizers.qwen(), 512, with_template(QWEN))
     with pytest.raises(BadRequest, match="tokens at the end of the model's template"):
         tokenize(ours, [Pair("a", "b")], Tokenizing(max_tokens=8))
 
 
 def test_texts_beyond_all_reading_are_cut_or_refused(make):
-    ours = make(tiny_tokenizers.qwen(), QWEN, 130)
+    ours = make(tiny_tokenizers.qwen(), 130, with_template(QWEN))
     [item] = tokenize(ours, [Pair("a", "b" * 2_000_001)])
     assert (item.num_tokens, item.is_truncated) == (130, True)
     for pair in (Pair("a", "b" * 2_000_001), Pair("a" * 2_000_001, "b")):
@@ -236,7 +208,7 @@ def test_texts_beyond_all_reading_are_cut_or_refused(make):
 
 
 def test_estimates_count_the_template(make):
-    ours = make(tiny_tokenizers.qwen(), QWEN)
+    ours = make(tiny_tokenizers.qwen(), 512, with_template(QWEN))
     pair = Pair("a" * 30, "b" * 30)
     actual = tokenize(ours, [pair])[0].num_tokens
     assert 20 + len(QWEN.before + QWEN.between + QWEN.after) // 3 <= ours.estimate_tokens([pair]) <= 2 * actual

@@ -1,33 +1,24 @@
 """Sequences of pairs are those of the library, which transformers and sentence-transformers call."""
 
 import asyncio
-from collections.abc import Callable, Generator, Iterator
-from dataclasses import replace
+from collections.abc import Generator, Iterator
 from pathlib import Path
 from unittest import mock
 
-import numpy as np
 import pytest
 import tokenizers
 from hypothesis import HealthCheck, example, given, settings
 from hypothesis import strategies as st
 
 from tests.support import tiny_tokenizers
+from tests.support.tokenizing import KINDS, MakeTokenizer, ids, making_tokenizers, texts_with, tokenize
 from vecd.gateway.tokenization import text_tokens
 from vecd.gateway.tokenization.pairs import pair_frame_of
-from vecd.gateway.tokenization.tokenizer import PLAIN, Tokenizer
 from vecd.gateway.types.errors import BadRequest, InputTooLong
 from vecd.gateway.types.request import Overflow, Pair, TokenizedInput, Tokenizing
-from vecd.shm.card import ModelCard, read_card
+from vecd.shm.card import read_card
 
-KINDS: dict[str, Callable[[], tokenizers.Tokenizer]] = {
-    "bert": tiny_tokenizers.bert,
-    "roberta": tiny_tokenizers.roberta,
-    "xlm_roberta": tiny_tokenizers.xlm_roberta,
-    "qwen": tiny_tokenizers.qwen,
-    "gemma": tiny_tokenizers.gemma,
-    "repeating": tiny_tokenizers.repeating,
-}
+PAIR_KINDS = {**KINDS, "repeating": tiny_tokenizers.repeating}
 WORDS = [
     "a",
     "fox",
@@ -45,52 +36,18 @@ WORDS = [
     ",",
     "!",
 ]
-texts = st.one_of(
-    st.lists(st.sampled_from(WORDS), max_size=30).map(" ".join),
-    st.text(st.characters(exclude_categories=["Cs"]), max_size=40),
-)
+texts = texts_with(WORDS)
 
 
-@pytest.fixture(params=KINDS)
+@pytest.fixture(params=PAIR_KINDS)
 def library(request) -> tokenizers.Tokenizer:
-    return KINDS[request.param]()
+    return PAIR_KINDS[request.param]()
 
 
 @pytest.fixture
-def card_of(minilm_folder: Path, tmp_path: Path) -> Callable[[tokenizers.Tokenizer], ModelCard]:
-    def make(library: tokenizers.Tokenizer) -> ModelCard:
-        library.save(str(tmp_path / "tokenizer.json"))
-        return replace(read_card(minilm_folder), tokenizer_file=str(tmp_path / "tokenizer.json"))
-
-    return make
-
-
-@pytest.fixture
-def make(card_of) -> Iterator[Callable[..., Tokenizer]]:
-    made: list[Tokenizer] = []
-
-    def make_one(library: tokenizers.Tokenizer, max_tokens: int = 64, **options) -> Tokenizer:
-        made.append(Tokenizer(card_of(library), max_tokens, "auto", **options))
-        return made[-1]
-
-    yield make_one
-    for tokenizer in made:
-        tokenizer.threads.close()
-
-
-def tokenize(tokenizer: Tokenizer, pairs: list[Pair], how: Tokenizing = PLAIN) -> list[TokenizedInput]:
-    """In runs, and at once if that is possible, which gives the same."""
-
-    async def main() -> list[TokenizedInput]:
-        return [item async for run in tokenizer.tokenize(pairs, how) for item in run]
-
-    together = asyncio.run(main())
-    assert tokenizer.tokenize_now(pairs, how) in (None, together)
-    return together
-
-
-def ids(item: TokenizedInput) -> list[int]:
-    return np.frombuffer(item.token_ids, "<i4").tolist()
+def make(minilm_folder: Path, tmp_path: Path) -> Iterator[MakeTokenizer]:
+    with making_tokenizers(read_card(minilm_folder), tmp_path) as make_one:
+        yield make_one
 
 
 def types(item: TokenizedInput) -> list[int]:
@@ -188,7 +145,7 @@ def test_of_a_long_document_only_the_beginning_is_tokenized(make, monkeypatch):
 
 @pytest.mark.parametrize("kind", ["bert", "repeating"])
 def test_limits_of_the_texts_apply_before_the_sequence_s(kind, make):
-    library = KINDS[kind]()
+    library = PAIR_KINDS[kind]()
     ours = make(library, 32)
     pair = Pair("a b c d e", "f g h i j k l")
     for how, query, document in [
@@ -208,7 +165,7 @@ def test_limits_of_the_texts_apply_before_the_sequence_s(kind, make):
 
 @pytest.mark.parametrize("kind", ["bert", "repeating"])
 def test_a_pair_that_may_not_be_cut_is_refused_by_its_index(kind, make):
-    ours = make(KINDS[kind](), 16, overflow=Overflow.ERROR)
+    ours = make(PAIR_KINDS[kind](), 16, overflow=Overflow.ERROR)
     pairs = [Pair("a", "b"), Pair("a", "b " * 12), Pair("a", "b " * 13)]
     with pytest.raises(InputTooLong, match=r"is 16 tokens, however you requested 17 tokens.*at index 2"):
         tokenize(ours, pairs)
@@ -217,7 +174,7 @@ def test_a_pair_that_may_not_be_cut_is_refused_by_its_index(kind, make):
 
 @pytest.mark.parametrize("kind", ["bert", "repeating"])
 def test_texts_beyond_all_reading_are_cut_or_refused(kind, make):
-    ours = make(KINDS[kind](), 8)
+    ours = make(PAIR_KINDS[kind](), 8)
     blanks = " " * (ours.max_chars + 1)
     for pair in (Pair("a", "b" + blanks), Pair("a" + blanks, "b")):
         [item] = tokenize(ours, [pair])

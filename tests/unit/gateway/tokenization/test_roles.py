@@ -10,6 +10,8 @@ import pytest
 import tokenizers
 
 from tests.support import tiny_tokenizers
+from tests.support.tokenizing import ids, making_tokenizers
+from tests.support.tokenizing import tokenize as tokenize_all
 from vecd.gateway.tokenization.tokenizer import Tokenizer
 from vecd.gateway.types.errors import InputTooLong
 from vecd.gateway.types.request import Overflow, Role, TokenizedInput, Tokenizing
@@ -30,33 +32,19 @@ QUERY, DOCUMENT = Tokenizing(role=Role.QUERY), Tokenizing(role=Role.DOCUMENT)
 
 @pytest.fixture
 def make(minilm_folder: Path, tmp_path: Path) -> Iterator[Callable[..., Tokenizer]]:
-    made: list[Tokenizer] = []
+    with making_tokenizers(read_card(minilm_folder), tmp_path) as make_one:
 
-    def make_one(
-        head: TokenHead | None, library: tokenizers.Tokenizer | None = None, max_tokens: int = 64
-    ) -> Tokenizer:
-        (library or tiny_tokenizers.bert()).save(str(tmp_path / "tokenizer.json"))
-        card = replace(read_card(minilm_folder), tokenizer_file=str(tmp_path / "tokenizer.json"), tokens=head)
-        made.append(Tokenizer(card, max_tokens, "auto"))
-        return made[-1]
+        def make_with(
+            head: TokenHead | None, library: tokenizers.Tokenizer | None = None, max_tokens: int = 64
+        ) -> Tokenizer:
+            return make_one(library or tiny_tokenizers.bert(), max_tokens, {"tokens": head})
 
-    yield make_one
-    for tokenizer in made:
-        tokenizer.threads.close()
+        yield make_with
 
 
 def tokenize(tokenizer: Tokenizer, text: str, how: Tokenizing) -> TokenizedInput:
-    async def main() -> list[TokenizedInput]:
-        return [item async for run in tokenizer.tokenize([text], how) for item in run]
-
-    [item] = asyncio.run(main())
-    for _ in range(2):  # known words are not remembered past their role
-        assert tokenizer.tokenize_now([text], how) in (None, [item])
+    [item] = tokenize_all(tokenizer, [text], how)
     return item
-
-
-def ids(item: TokenizedInput) -> list[int]:
-    return np.frombuffer(item.token_ids, "<i4").tolist()
 
 
 def pylate(text: str, length: int, marker: int, *, is_padded: bool) -> list[int]:
