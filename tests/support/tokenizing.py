@@ -56,7 +56,7 @@ def texts_with(words: Sequence[str], min_size: int = 0) -> st.SearchStrategy[str
     )
 
 
-def tokenize(tokenizer: Tokenizer, inputs: Sequence[str | Pair], how: Tokenizing = PLAIN) -> list[TokenizedInput]:
+def tokenize(tokenizer: Tokenizer, inputs: list[str] | list[Pair], how: Tokenizing = PLAIN) -> list[TokenizedInput]:
     """In runs, and at once if that is possible, which gives the same."""
 
     async def main() -> list[TokenizedInput]:
