@@ -15,7 +15,14 @@ from typing import Any
 
 from vecd.shm.architecture import native_config
 from vecd.shm.heads import ScoreHead, SparseHead, Step, TokenHead
-from vecd.shm.llm_reranker_card import is_causal_model, known_head, known_template, refuse_other_rankings, stated_head
+from vecd.shm.llm_reranker_card import (
+    is_causal_model,
+    known_head,
+    known_template,
+    names_of,
+    refuse_other_rankings,
+    stated_head,
+)
 from vecd.shm.model_files import ModelError as ModelError
 from vecd.shm.model_files import inner, positive, read_object, read_optional, single_file, tensor_shapes, token_ids
 from vecd.shm.model_files import one_line as one_line
@@ -419,7 +426,7 @@ def _read_logit_head(transformer: _Transformer, modules: list[Module], kind: str
             return stated_head(config, read_object(path), activation)
         except ValueError as error:
             raise ModelError(f"{path}: {error}") from None
-    names = f"{folder} {config.get('_name_or_path', '')}"
+    names = names_of(folder, config)
     # A known name is enough: such a model has no vectors to embed texts with.
     is_wanted = kind == "rerank" or (kind == "auto" and known_template(config, names) is not None)
     if not is_wanted or modules or not is_causal_model(config):

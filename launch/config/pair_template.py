@@ -20,7 +20,7 @@ from vecd.gateway.types.config import ChatTemplateSpec
 from vecd.launch.config.chat_template import read_chat_template
 from vecd.shm.card import ModelCard, ModelError
 from vecd.shm.heads import PairTemplate
-from vecd.shm.llm_reranker_card import known_template
+from vecd.shm.llm_reranker_card import known_template, names_of
 from vecd.shm.model_files import inner, read_object, read_optional
 
 _QUERY, _DOCUMENT, _INSTRUCTION = "\ue000Query\ue001", "\ue000Document\ue001", "\ue000Instruction\ue001"
@@ -53,7 +53,7 @@ def _template_of(card: ModelCard) -> PairTemplate | None:
     """None if the tokenizer has a template for pairs."""
     folder = Path(card.weights_folder)
     config = read_object(folder / "config.json")
-    known = known_template(config, f"{card.folder} {config.get('_name_or_path', '')}")
+    known = known_template(config, names_of(Path(card.folder), config))
     spec = read_chat_template(folder)
     why = "there is no chat template"
     if spec is not None:
