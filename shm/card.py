@@ -10,16 +10,24 @@ embeddings the code of sentence-transformers 5 (StaticEmbedding) and of Model2Ve
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
+from types import NoneType
 from typing import Any
 
 from vecd.shm.architecture import native_config
 from vecd.shm.heads import ScoreHead, SparseHead, Step, TokenHead
-from vecd.shm.llm_reranker_card import is_causal_model, known_head, known_template, refuse_other_rankings, stated_head
+from vecd.shm.llm_reranker_card import (
+    is_causal_model,
+    known_head,
+    known_template,
+    names_of,
+    refuse_other_rankings,
+    stated_head,
+)
 from vecd.shm.model_files import ModelError as ModelError
+from vecd.shm.model_files import inner, positive, read_object, read_optional, single_file, tensor_shapes, token_ids
 from vecd.shm.model_files import one_line as one_line
-from vecd.shm.model_files import positive, read_object, read_optional, single_file, tensor_shapes, token_ids
 from vecd.shm.modules import Module, check_modules, read_modules, read_pooling, read_steps
-from vecd.shm.multi_vector_card import has_bge_m3, layout_of, read_bge_m3, read_token_head, read_token_steps
+from vecd.shm.multi_vector_card import STANFORD, has_bge_m3, layout_of, read_bge_m3, read_token_head, read_token_steps
 from vecd.shm.output import Output
 from vecd.shm.score_card import architecture_of, read_score_head, score_kinds
 from vecd.shm.sparse_card import SparseModules, find_sparse, steps_of_masked_words
@@ -248,7 +256,9 @@ class _Transformer:
     path: Path
     """The folder of config.json and the weights."""
     config: Mapping[str, Any]
+    """That of config.json, with `hidden_size` and `vocab_size`."""
     hidden_size: int
+    vocab_size: int
     weights: list[Path]
     """The files of its weights."""
     export: Path | None
@@ -270,7 +280,7 @@ class _Transformer:
             "weights_folder": str(self.path),
             "model_type": str(self.config["model_type"]),
             "hidden_size": self.hidden_size,
-            "vocab_size": positive(self.config, ("vocab_size",), self.config_path),
+            "vocab_size": self.vocab_size,
             "pooling": (),
             "steps": (),
             "lowercase": bool(sentence_bert.get("do_lower_case", False)),
@@ -292,7 +302,9 @@ def _read_transformer(folder: Path, module_path: str, *, may_be_export: bool = F
     export = _export_of(path) if may_be_export else None
     weights = export_files(export) if export else _weights_of(path)
     hidden_size = positive(config, ("hidden_size", "dim", "d_model", "n_embd"), path / "config.json")
-    return _Transformer(folder, path, config, hidden_size, weights, export)
+    vocab_size = positive(config, ("vocab_size",), path / "config.json")
+    config = {**config, "hidden_size": hidden_size, "vocab_size": vocab_size}
+    return _Transformer(folder, path, config, hidden_size, vocab_size, weights, export)
 
 
 def _read_dense(transformer: _Transformer, modules: list[Module], kind: str) -> ModelCard:
@@ -339,7 +351,8 @@ def _read_multi_vector(transformer: _Transformer, layout: str, modules: list[Mod
     max_tokens = _max_tokens(transformer.path, transformer.config, sentence_bert)
     steps, token_dim = read_token_steps(folder, layout, modules, transformer.weights, transformer.hidden_size)
     masks = [folder / module.path / "config.json" for module in modules if module.kind == "MultiVectorMask"]
-    tokens = read_token_head(folder, transformer.path, layout, steps, masks, sentence_bert)
+    prompts = {} if layout == STANFORD else dict(_read_prompts(folder)[1])
+    tokens = read_token_head(folder, transformer.path, layout, steps, masks, sentence_bert, prompts)
     # PyLate sets the tokenizer's limit to that of the text that it has embedded last.
     if tokens.document_tokens or tokens.query_tokens > max_tokens:
         tokens = replace(tokens, document_tokens=tokens.document_tokens or max_tokens)
@@ -362,10 +375,9 @@ def _read_sparse(transformer: _Transformer, modules: SparseModules) -> ModelCard
     """The card of a SPLADE model."""
     sentence_bert = _read_sentence_bert(transformer.path, "fill-mask", modules.task)
     names = {name for file in transformer.weights for name in tensor_shapes(file)}
-    steps = steps_of_masked_words(transformer.config_path, transformer.config, transformer.hidden_size, names)
-    vocab_size = positive(transformer.config, ("vocab_size",), transformer.config_path)
+    steps = steps_of_masked_words(transformer.config_path, transformer.config, names)
     head = SparseHead(steps, pooling=modules.pooling, num_logs=modules.num_logs, query_weights=modules.query_weights)
-    return transformer.card(sentence_bert, dim=vocab_size, capabilities=("sparse",), sparse=head)
+    return transformer.card(sentence_bert, dim=transformer.vocab_size, capabilities=("sparse",), sparse=head)
 
 
 def _with_score(transformer: _Transformer, capabilities: tuple[str, ...], head: ScoreHead) -> ModelCard:
@@ -414,14 +426,14 @@ def _read_logit_head(transformer: _Transformer, modules: list[Module], kind: str
             return stated_head(config, read_object(path), activation)
         except ValueError as error:
             raise ModelError(f"{path}: {error}") from None
-    names = f"{folder} {config.get('_name_or_path', '')}"
+    names = names_of(folder, config)
     # A known name is enough: such a model has no vectors to embed texts with.
     is_wanted = kind == "rerank" or (kind == "auto" and known_template(config, names) is not None)
     if not is_wanted or modules or not is_causal_model(config):
         return None
-    tokenizer = read_object(transformer.path / "tokenizer.json")
+    tokenizer = transformer.path / "tokenizer.json"
     try:
-        return known_head(config, names, tokenizer)
+        return known_head(config, names, token_ids(tokenizer, read_object(tokenizer)))
     except ValueError as error:
         raise ModelError(f"{transformer.path}: {error}") from None
 
@@ -446,7 +458,10 @@ def _read_config(weights_folder: Path) -> dict[str, Any]:
         raise ModelError(f"{path}: {error}") from None
     # Models that wrap a text model keep its sizes one level down.
     text_config = config.get("text_config")
-    return {**config, **text_config} if isinstance(text_config, dict) else config
+    config = {**config, **text_config} if isinstance(text_config, dict) else config
+    if type(config.get("pad_token_id")) not in (int, NoneType):
+        raise ModelError(f"{path}: pad_token_id is {config['pad_token_id']!r:.80}, and must be a whole number")
+    return config
 
 
 def _check_files(weights_folder: Path) -> None:
@@ -529,7 +544,12 @@ def _read_sentence_bert(
     for name in ("config_args", "config_kwargs", *(() if may_expand else ("query_expansion",))):
         if config.get(name):
             raise ModelError(f"{path}: {name} is not supported")
-    return config
+    try:
+        objects = {name: inner(config, name) for name in ("tokenizer_args", "processor_kwargs", "processing_kwargs")}
+        inner(objects["processing_kwargs"], "chat_template")
+    except ValueError as error:
+        raise ModelError(f"{path}: {error}") from None
+    return {**config, **objects}
 
 
 _OUTPUT_OF_TASK = {
@@ -592,7 +612,7 @@ def _max_tokens(weights_folder: Path, config: Mapping[str, Any], sentence_bert: 
     limits = [] if positions is None else [positions]
     stated = sentence_bert.get("max_seq_length")
     for name in ("tokenizer_args", "processor_kwargs"):
-        stated = (sentence_bert.get(name) or {}).get("model_max_length", stated)
+        stated = sentence_bert.get(name, {}).get("model_max_length", stated)
     if stated is None:
         stated = read_optional(weights_folder / "tokenizer_config.json").get("model_max_length")
     # Tokenizers without a limit have 1e30.
@@ -612,7 +632,7 @@ def _positions(config: Mapping[str, Any]) -> int | None:
         pad_token_id = config.get("pad_token_id")
         if pad_token_id is None or config["model_type"] == "mpnet":
             pad_token_id = 1  # the default of these families, and MPNet's only value
-        positions -= int(pad_token_id) + 1
+        positions -= pad_token_id + 1
     return positions
 
 
@@ -663,7 +683,7 @@ def _read_static(folder: Path, table: Module, modules: list[Module]) -> ModelCar
     num_tokens, hidden_size = _table_shape(weights)
     tokenizer = read_object(tokenizer_file)
     try:
-        num_ids = 1 + max((token_id for _, token_id in token_ids(tokenizer)), default=-1)
+        num_ids = 1 + max(token_ids(tokenizer_file, tokenizer).values(), default=-1)
         unknown_ids = tuple(_unknown_ids(tokenizer))
         truncated_to = (tokenizer.get("truncation") or {}).get("max_length")
     except (TypeError, ValueError, AttributeError, LookupError) as error:

@@ -12,17 +12,18 @@ bge-reranker-v2-gemma; `mxbai_rerank_v2.py` of mixedbread's package mxbai-rerank
 import re
 from collections.abc import Mapping
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 from vecd.shm.heads import PairTemplate, ScoreHead, Step
-from vecd.shm.model_files import token_ids
+from vecd.shm.model_files import number
 from vecd.shm.score_card import activation_named, architecture_of
 
 
 @dataclass(frozen=True, slots=True)
 class _KnownModel:
     name: re.Pattern[str]
-    """In the path of the folder, or in config.json's own name."""
+    """In one of `names_of` the model."""
     model_type: str
     yes: str
     no: str | None
@@ -99,11 +100,17 @@ def is_causal_model(config: Mapping[str, Any]) -> bool:
     return architecture_of(config).endswith("ForCausalLM")
 
 
+def names_of(folder: Path, config: Mapping[str, Any]) -> str:
+    """What names the model: its folder, and config.json itself. In the hub's cache the name is two folders above the
+    files; what is further up names other things."""
+    return f"{'/'.join(folder.parts[-3:])} {config.get('_name_or_path', '')}"
+
+
 def stated_head(config: Mapping[str, Any], module: Mapping[str, Any], activation: object) -> ScoreHead:
     """The head of a model with a LogitScore module.
 
-    `config` is config.json, `module` the module's own, `activation` the name of a class in torch.nn, or None. Raises
-    ValueError for ids that are none, and for what is not supported.
+    `config` is config.json, with `hidden_size` and `vocab_size`; `module` the module's own, `activation` the name of a
+    class in torch.nn, or None. Raises ValueError for ids that are none, and for what is not supported.
     """
     if module.get("module_input_name", "causal_logits") != "causal_logits":
         raise ValueError(f"module_input_name {module['module_input_name']!r} is not supported")
@@ -117,9 +124,9 @@ def stated_head(config: Mapping[str, Any], module: Mapping[str, Any], activation
     return _head(config, tuple(module[name] for name in names), applied, None)
 
 
-def known_head(config: Mapping[str, Any], names: str, tokenizer: Mapping[str, Any]) -> ScoreHead:
-    """The head of a causal model that is known by name. `names`: the folder's path and whatever else names the model;
-    `tokenizer`: tokenizer.json. Raises ValueError for an unknown one, and for a vocabulary without its words."""
+def known_head(config: Mapping[str, Any], names: str, ids: Mapping[str, int]) -> ScoreHead:
+    """The head of a causal model that is known by name. `names`: `names_of` it; `ids`: those of its tokens. Raises
+    ValueError for an unknown one, and for a vocabulary without its words."""
     known = _find(config, names)
     if known is None:
         raise ValueError(
@@ -127,8 +134,11 @@ def known_head(config: Mapping[str, Any], names: str, tokenizer: Mapping[str, An
             "of sentence-transformers, or the name of a known reranker (Qwen3-Reranker, mxbai-rerank-base-v2 or "
             "-large-v2, bge-reranker-v2-gemma)"
         )
-    rows = tuple(_token_id(tokenizer, word) for word in (known.yes, known.no) if word is not None)
-    return _head(config, rows, "sigmoid", known.template)
+    words = [word for word in (known.yes, known.no) if word is not None]
+    for word in words:
+        if word not in ids:
+            raise ValueError(f"{word!r} is not one token of the vocabulary")
+    return _head(config, tuple(ids[word] for word in words), "sigmoid", known.template)
 
 
 def known_template(config: Mapping[str, Any], names: str) -> PairTemplate | None:
@@ -147,21 +157,15 @@ def _head(
 ) -> ScoreHead:
     model_type = config["model_type"]
     is_tied = config.get("tie_word_embeddings", model_type in _TIED_BY_DEFAULT)
-    cap = config.get("final_logit_softcapping", _CAP_BY_DEFAULT.get(model_type)) or 0.0
+    default = _CAP_BY_DEFAULT.get(model_type, 0.0)
+    has_none = config.get("final_logit_softcapping", default) is None
+    cap = 0.0 if has_none else number(config, "final_logit_softcapping", default)
     tensor = "embed_tokens" if is_tied else "lm_head"
     return ScoreHead(
         labels=("LABEL_0",),
         activation=activation,
         pooling="lasttoken",
-        steps=(Step("logit", in_dim=int(config["hidden_size"]), out_dim=1, tensor=tensor, rows=rows, cap=float(cap)),),
+        steps=(Step("logit", in_dim=config["hidden_size"], out_dim=1, tensor=tensor, rows=rows, cap=cap),),
         architecture=architecture_of(config),
         pair_template=template,
     )
-
-
-def _token_id(tokenizer: Mapping[str, Any], word: str) -> int:
-    """The id of a word that is one token. Raises ValueError if it is not in the vocabulary."""
-    found = dict(token_ids(tokenizer)).get(word)
-    if type(found) is not int:
-        raise ValueError(f"{word!r} is not one token of the vocabulary")
-    return found

@@ -5,7 +5,7 @@ reads no tensor.
 """
 
 import json
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -47,9 +47,33 @@ def positive(config: Mapping[str, Any], names: tuple[str, ...], path: Path) -> i
     it has none."""
     for name in names:
         value = config.get(name)
-        if isinstance(value, int) and value > 0:
+        if type(value) is int and 0 < value <= _LARGEST:
             return value
     raise ModelError(f"{path}: {names[0]} is missing or not a positive whole number")
+
+
+_LARGEST = 2**31 - 1
+"""Sizes and token ids travel between processes as int32."""
+
+
+def number(config: Mapping[str, Any], name: str, default: float) -> float:
+    """The number that `config` has under `name`, or `default`. Raises ValueError, with the name, for anything else."""
+    value = config.get(name, default)
+    if isinstance(value, bool) or not isinstance(value, int | float) or not abs(value) < _TOO_LARGE:
+        raise ValueError(f"{name} is {value!r:.80}, and must be a number")
+    return float(value)
+
+
+_TOO_LARGE = 1e30
+
+
+def inner(config: Mapping[str, Any], name: str) -> dict[str, Any]:
+    """The object that `config` has under `name`; empty for none. Raises ValueError, with the name, for anything
+    else."""
+    value = config.get(name)
+    if value is not None and not isinstance(value, dict):
+        raise ValueError(f"{name} must be an object, not {value!r:.80}")
+    return value or {}
 
 
 def single_file(folder: Path) -> Path:
@@ -74,19 +98,30 @@ def tensor_shapes(path: Path) -> dict[str, list[int]]:
     try:
         with path.open("rb") as file:
             size = int.from_bytes(file.read(8), "little")
-            header = json.loads(file.read(min(size, path.stat().st_size)))
+            if size > _MAX_HEADER_BYTES:
+                raise ValueError(f"its header would have {size:,} bytes, and may have {_MAX_HEADER_BYTES:,}")
+            header = json.loads(file.read(size))
         tensors = {name: facts["shape"] for name, facts in header.items() if name != "__metadata__"}
         return {name: [int(length) for length in shape] for name, shape in tensors.items()}
-    except (OSError, ValueError, TypeError, LookupError, AttributeError, RecursionError) as error:
+    except (OSError, ValueError, TypeError, LookupError, AttributeError, ArithmeticError, RecursionError) as error:
         raise ModelError(f"{path}: cannot be read: {error}") from None
 
 
-def token_ids(tokenizer: Mapping[str, Any]) -> Iterator[tuple[str, int]]:
-    """The tokens of a fast tokenizer, `tokenizer` being the content of its file, and their ids. Raises TypeError,
-    ValueError, AttributeError or LookupError when it is something else."""
-    vocab = (tokenizer.get("model") or {}).get("vocab") or {}
-    if isinstance(vocab, list):  # Unigram has a list of pieces, other models an object of ids
-        yield from ((str(piece[0]), index) for index, piece in enumerate(vocab))
-    else:
-        yield from vocab.items()
-    yield from ((token["content"], token["id"]) for token in tokenizer.get("added_tokens") or ())
+_MAX_HEADER_BYTES = 100_000_000
+"""The library's own limit."""
+
+
+def token_ids(path: Path, tokenizer: Mapping[str, Any]) -> dict[str, int]:
+    """The ids of a fast tokenizer's tokens. `tokenizer` is the content of the file at `path`. Raises ModelError when it
+    is something else."""
+    try:
+        vocab = inner(tokenizer, "model").get("vocab") or {}
+        # Unigram has a list of pieces, other models an object of ids.
+        ids = {str(vocab[i][0]): i for i in range(len(vocab))} if isinstance(vocab, list) else dict(vocab.items())
+        ids |= {token["content"]: token["id"] for token in tokenizer.get("added_tokens") or ()}
+    except (TypeError, ValueError, AttributeError, LookupError) as error:
+        raise ModelError(f"{path}: not a tokenizer: {error}") from None
+    for token, token_id in ids.items():
+        if not isinstance(token, str) or type(token_id) is not int or not 0 <= token_id <= _LARGEST:
+            raise ModelError(f"{path}: not a tokenizer: the id of {token!r:.80} is {token_id!r:.80}")
+    return ids

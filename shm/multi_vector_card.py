@@ -87,12 +87,13 @@ def read_token_head(
     steps: Sequence[Step],
     masks: Sequence[Path],
     sentence_bert: Mapping[str, Any],
+    prompts: Mapping[str, str],
 ) -> TokenHead:
     """The head of a model in one of the layouts.
 
     `weights_folder` has the tokenizer. `steps` are those of its modules; `masks` the files of its MultiVectorMask
-    modules; `sentence_bert` the settings of its Transformer. Raises ModelError when a setting is not supported, or
-    names a token that the vocabulary lacks.
+    modules; `sentence_bert` the settings of its Transformer; `prompts` the model's. Raises ModelError when a setting is
+    not supported, or names a token that the vocabulary lacks.
     """
     path = folder / _SETTINGS
     if layout == STANFORD:
@@ -101,7 +102,6 @@ def read_token_head(
     else:
         settings = read_optional(path)
     vocabulary = Vocabulary(weights_folder)
-    prompts = settings.get("prompts") or {}  # checked with the model's other prompts
     for name in ("query_prefix", "document_prefix"):
         if not isinstance(settings.get(name), str | None):
             raise ModelError(f"{path}: {name} must be a string")
@@ -144,12 +144,12 @@ def _as_pylate(metadata: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _marker(
-    settings: Mapping[str, Any], role: str, prompts: Mapping[str, Any], vocabulary: "Vocabulary"
+    settings: Mapping[str, Any], role: str, prompts: Mapping[str, str], vocabulary: "Vocabulary"
 ) -> tuple[int | None, str]:
     """The id that is put behind the first token, and the text before the input. The prefix is a token if the vocabulary
     has it, with its space or without it, and text otherwise."""
     prefix = settings.get(f"{role}_prefix") or ""
-    prompt = (prompts.get(role) or "").removeprefix(prefix)
+    prompt = prompts.get(role, "").removeprefix(prefix)
     for token in (prefix, *prefix.split(None, 1)[:1]):
         if token in vocabulary.ids:
             rest = prefix.removeprefix(token)
@@ -238,11 +238,7 @@ class Vocabulary:
     def __init__(self, folder: Path) -> None:
         """Raises ModelError when `folder` has no tokenizer.json, or a file is not what it should be."""
         path = folder / "tokenizer.json"
-        tokenizer = read_object(path)
-        try:
-            self.ids = dict(token_ids(tokenizer))
-        except (TypeError, ValueError, AttributeError, LookupError) as error:
-            raise ModelError(f"{path}: not a tokenizer: {error}") from None
+        self.ids = token_ids(path, read_object(path))
         self._special = {
             **read_optional(folder / "special_tokens_map.json"),
             **read_optional(folder / "tokenizer_config.json"),
@@ -254,15 +250,16 @@ class Vocabulary:
         token = token.get("content") if isinstance(token, dict) else token
         return self.ids.get(token) if isinstance(token, str) else None
 
-    def expansion_id(self, path: Path, token: str | None) -> int:
+    def expansion_id(self, path: Path, token: object) -> int:
         """The id of the token that a query is filled up with: `token`, as the file at `path` says, or the mask, or that
         of the end. Raises ModelError when the vocabulary has none of them."""
         if token is not None:
-            found = self.ids.get(token)
+            found = self.ids.get(token) if isinstance(token, str) else None
         else:
             usual = (self.ids[mask] for mask in _USUAL_MASKS if mask in self.ids)
             choices = (self.special("mask_token"), next(usual, None), self.special("eos_token"))
             found = next((choice for choice in choices if choice is not None), None)
         if found is None:
-            raise ModelError(f"{path}: the vocabulary has no token to expand queries with ({token or 'mask or eos'})")
+            wanted = f"{token or 'mask or eos'!s:.80}"
+            raise ModelError(f"{path}: the vocabulary has no token to expand queries with ({wanted})")
         return found

@@ -14,6 +14,7 @@ from types import MappingProxyType
 from typing import Any
 
 from vecd.shm.heads import ScoreHead, Step
+from vecd.shm.model_files import inner, number
 
 _Config = Mapping[str, Any]
 
@@ -22,6 +23,9 @@ _OF_SEQUENCES, _OF_TOKENS = "ForSequenceClassification", "ForTokenClassification
 
 _MAX_RANKED_LABELS = 2
 """One score, or "not relevant" and "relevant". Of more labels, as of a model for inference, none is the relevance."""
+
+_MAX_LABELS = 2**16
+"""The list of names travels between processes, and a row of a slot has a float for each."""
 
 
 def score_kinds(config: _Config, sentence_transformers: _Config, kind: str) -> tuple[str, ...]:
@@ -47,7 +51,7 @@ def read_score_head(config: _Config, sentence_transformers: _Config, hidden_size
     labels = _labels(config)
     architecture = architecture_of(config)
     is_of_tokens = architecture.endswith(_OF_TOKENS)
-    code = (config.get("auto_map") or {}).get(f"AutoModel{_OF_TOKENS if is_of_tokens else _OF_SEQUENCES}")
+    code = inner(config, "auto_map").get(f"AutoModel{_OF_TOKENS if is_of_tokens else _OF_SEQUENCES}")
     if code is not None:
         raise ValueError(f"asks for Python code from the model's repository to be run (auto_map: {code})")
     family = _FAMILIES.get(str(config["model_type"]))
@@ -86,14 +90,14 @@ def _labels(config: _Config) -> tuple[str, ...]:
 
 
 def _num_labels(config: _Config) -> int:
-    names, number = config.get("id2label"), config.get("num_labels")
+    names, stated = config.get("id2label"), config.get("num_labels")
     if isinstance(names, Mapping) and names:
-        return len(names)
-    if number is None:
+        stated = len(names)
+    if stated is None:
         return 2
-    if type(number) is not int or number < 1:
-        raise ValueError(f"num_labels is {number!r}, and must be a whole number above 0")
-    return number
+    if type(stated) is not int or not 0 < stated <= _MAX_LABELS:
+        raise ValueError(f"num_labels is {stated!r:.80}, and must be a whole number from 1 to {_MAX_LABELS:,}")
+    return stated
 
 
 _ACTIVATION_CLASSES = {
@@ -119,10 +123,9 @@ def activation_named(key: str, name: object) -> str:
 def _activation(config: _Config, sentence_transformers: _Config, num_labels: int) -> str:
     """The model's own, from the first of the places in which versions of sentence-transformers have saved it; else as
     transformers' pipeline chooses."""
-    inner = config.get("sentence_transformers") or {}
     for key, name in (
         ("activation_fn (config_sentence_transformers.json)", sentence_transformers.get("activation_fn")),
-        ("sentence_transformers.activation_fn", inner.get("activation_fn") if isinstance(inner, Mapping) else None),
+        ("sentence_transformers.activation_fn", inner(config, "sentence_transformers").get("activation_fn")),
         ("sbert_ce_default_activation_function", config.get("sbert_ce_default_activation_function")),
     ):
         if name is not None:
@@ -175,14 +178,17 @@ class _ModernBert(_Family):
     """A head of dense, activation and norm, the same for sequences and tokens."""
 
     def pooling(self, config: _Config) -> str:
-        return str(config.get("classifier_pooling", "cls"))
+        pooling = config.get("classifier_pooling", "cls")
+        if pooling not in ("cls", "mean"):
+            raise ValueError(f"classifier_pooling is {pooling!r:.80}; known: cls, mean")
+        return str(pooling)
 
     def steps(self, config: _Config, width: int, num_labels: int, *, is_of_tokens: bool) -> tuple[Step, ...]:
         activation = _LAYER_ACTIVATIONS.get(str(config.get("classifier_activation", "gelu")))
-        if activation is None or self.pooling(config) not in ("cls", "mean"):
+        if activation is None:
             return ()
         has_bias, has_norm_bias = bool(config.get("classifier_bias", False)), bool(config.get("norm_bias", False))
-        epsilon = float(config.get("norm_eps", 1e-5))
+        epsilon = number(config, "norm_eps", 1e-5)
         return (
             _dense("head.dense", width, width, activation=activation, bias=has_bias),
             Step("layer_norm", tensor="head.norm", in_dim=width, out_dim=width, bias=has_norm_bias, epsilon=epsilon),

@@ -18,7 +18,7 @@ from types import MappingProxyType
 from typing import Any
 
 from vecd.shm.heads import Step
-from vecd.shm.model_files import ModelError, read_object, read_optional
+from vecd.shm.model_files import ModelError, inner, number, positive, read_object, read_optional
 from vecd.shm.modules import Module, check_modules, read_modules
 
 _POOLING = "SpladePooling"
@@ -94,7 +94,7 @@ def _chain(folder: Path, path: Path, modules: list[Module]) -> SparseModules:
     pooling, activation = settings.get("pooling_strategy", "max"), settings.get("activation_function", "relu")
     if pooling not in ("max", "sum"):
         raise ModelError(f"{config}: pooling_strategy {pooling!r} is unknown; known: max, sum")
-    if activation not in _NUM_LOGS:
+    if not isinstance(activation, str) or activation not in _NUM_LOGS:
         raise ModelError(f"{config}: activation_function {activation!r} is unknown; known: {', '.join(_NUM_LOGS)}")
     task = "feature-extraction" if kinds[0] == "Transformer" else "fill-mask"
     return SparseModules(modules[0].path, task, pooling, _NUM_LOGS[activation])
@@ -141,12 +141,12 @@ def _read_routes(folder: Path) -> dict[str, list[Module]]:
     """The modules of each route of a Router. Raises ModelError where other things than the role choose the route."""
     path = folder / "router_config.json"
     config = read_object(path)
-    if (config.get("parameters") or {}).get("route_mappings"):
-        raise ModelError(f"{path}: route_mappings is not supported")
     try:
+        if inner(config, "parameters").get("route_mappings"):
+            raise ModelError(f"{path}: route_mappings is not supported")
         types, structure = config["types"], config["structure"]
         return {route: [Module(str(types[name]), name) for name in names] for route, names in structure.items()}
-    except (TypeError, LookupError, AttributeError) as error:
+    except (TypeError, ValueError, LookupError, AttributeError) as error:
         raise ModelError(f"{path}: cannot be read: {error!r}") from None
 
 
@@ -242,11 +242,9 @@ _DEFAULTS = MappingProxyType(
 """transformers' values of settings that config.json may leave out."""
 
 
-def steps_of_masked_words(
-    path: Path, config: Mapping[str, Any], hidden_size: int, names: Collection[str]
-) -> tuple[Step, ...]:
-    """The steps from the state of a token to its logits. `path` is the config.json, `config` its content, `names` those
-    of all tensors.
+def steps_of_masked_words(path: Path, config: Mapping[str, Any], names: Collection[str]) -> tuple[Step, ...]:
+    """The steps from the state of a token to its logits. `path` is the config.json, `config` its content, with
+    `hidden_size` and `vocab_size`; `names` those of all tensors.
 
     Raises ModelError for an architecture whose head no table describes, for a setting that it does not have, and for a
     head that is not among the tensors."""
@@ -257,11 +255,15 @@ def steps_of_masked_words(
             f"{path}: the head for masked words of {model_type} is not described; served are sparse models of "
             f"{', '.join(_HEADS)}"
         )
-    settings = {**_DEFAULTS, **config, "hidden_size": hidden_size}
-    activation = str(_setting(settings, head.activation))
+    settings = {**_DEFAULTS, **config}
+    activation = head.activation[1:] if head.activation.startswith("=") else str(settings[head.activation])
     if activation not in _ACTIVATIONS:
         raise ModelError(f"{path}: activation {activation} in the head for masked words is not supported")
-    width, vocab_size = int(settings[head.width]), int(config["vocab_size"])
+    width = positive(settings, (head.width,), path)
+    try:
+        epsilon = float(head.epsilon[1:]) if head.epsilon.startswith("=") else number(settings, head.epsilon, 0.0)
+    except ValueError as error:
+        raise ModelError(f"{path}: {error}") from None
     decoder = _decoder(path, head, names, is_tied=bool(config.get("tie_word_embeddings", True)))
     for name in (head.dense, head.norm):
         if not {f"{name}.weight", f"{name}.gamma"} & set(names):
@@ -270,7 +272,7 @@ def steps_of_masked_words(
     return (
         Step(
             "dense",
-            in_dim=hidden_size,
+            in_dim=config["hidden_size"],
             out_dim=width,
             bias=f"{head.dense}.bias" in names,
             activation=_ACTIVATIONS[activation],
@@ -282,14 +284,10 @@ def steps_of_masked_words(
             out_dim=width,
             bias=bool({f"{head.norm}.bias", f"{head.norm}.beta"} & set(names)),
             tensor=head.norm,
-            epsilon=float(_setting(settings, head.epsilon)),
+            epsilon=epsilon,
         ),
-        Step("dense", in_dim=width, out_dim=vocab_size, bias=bool(bias), tensor=decoder, bias_tensor=bias),
+        Step("dense", in_dim=width, out_dim=config["vocab_size"], bias=bool(bias), tensor=decoder, bias_tensor=bias),
     )
-
-
-def _setting(settings: Mapping[str, Any], name: str) -> Any:
-    return name[1:] if name.startswith("=") else settings[name]
 
 
 def _decoder(path: Path, head: _MaskedWords, names: Collection[str], *, is_tied: bool) -> str:

@@ -22,7 +22,7 @@ def load_linear(path: Path, out_dim: int, in_dim: int) -> tuple[NDArray[np.float
         tensors = load_file(path) if path.suffix == ".safetensors" else load_state_dict(path)
     except PickleError as error:
         raise ModelError(f"{path}: {error}") from None
-    except (OSError, SafetensorError, TypeError) as error:  # TypeError: numpy has no bfloat16
+    except (OSError, SafetensorError, TypeError, AttributeError) as error:  # the last two: numpy has no such type
         raise broken(path, error) from None
     shapes = {name: tensor.shape for name, tensor in tensors.items()}
     expected = {"weight": (out_dim, in_dim), "bias": (out_dim,)}

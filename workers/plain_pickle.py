@@ -122,13 +122,13 @@ def _read(tensor: _Tensor, stored: memoryview | None) -> NDArray[np.float32]:
 
 def _entries(content: bytes) -> dict[str, memoryview]:
     """The entries of the archive by name. Borrow `content`."""
+    if content.count(_CENTRAL_HEADER) > _MAX_ENTRIES:  # before the library makes an object of each
+        raise PickleError(f"it has more than {_MAX_ENTRIES} entries")
     try:
         with zipfile.ZipFile(BytesIO(content)) as archive:
             infos = archive.infolist()
     except (zipfile.BadZipFile, NotImplementedError, ValueError, EOFError, struct.error, UnicodeError) as error:
         raise PickleError(f"it is not a zip archive, as torch writes since 1.6: {error}") from None
-    if len(infos) > _MAX_ENTRIES:
-        raise PickleError(f"it has more than {_MAX_ENTRIES} entries")
     entries: dict[str, memoryview] = {}
     end_of_last = 0
     for info in sorted(infos, key=lambda info: info.header_offset):
@@ -145,6 +145,7 @@ def _entries(content: bytes) -> dict[str, memoryview]:
     return entries
 
 
+_CENTRAL_HEADER = b"PK\x01\x02"
 _LOCAL_HEADER = struct.Struct("<4s22xHH")
 
 

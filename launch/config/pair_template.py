@@ -20,7 +20,8 @@ from vecd.gateway.types.config import ChatTemplateSpec
 from vecd.launch.config.chat_template import read_chat_template
 from vecd.shm.card import ModelCard, ModelError
 from vecd.shm.heads import PairTemplate
-from vecd.shm.llm_reranker_card import known_template
+from vecd.shm.llm_reranker_card import known_template, names_of
+from vecd.shm.model_files import inner, read_object, read_optional
 
 _QUERY, _DOCUMENT, _INSTRUCTION = "\ue000Query\ue001", "\ue000Document\ue001", "\ue000Instruction\ue001"
 _ODD = " \t<&\"'\\{}%> Stra\u00dfe\n"
@@ -51,8 +52,8 @@ def with_pair_template(card: ModelCard) -> ModelCard:
 def _template_of(card: ModelCard) -> PairTemplate | None:
     """None if the tokenizer has a template for pairs."""
     folder = Path(card.weights_folder)
-    config = _read(folder / "config.json")
-    known = known_template(config, f"{card.folder} {config.get('_name_or_path', '')}")
+    config = read_object(folder / "config.json")
+    known = known_template(config, names_of(Path(card.folder), config))
     spec = read_chat_template(folder)
     why = "there is no chat template"
     if spec is not None:
@@ -62,7 +63,7 @@ def _template_of(card: ModelCard) -> PairTemplate | None:
             why = f"its chat template {error}"
     if known is not None:
         return known
-    if _has_pairs(_read(folder / "tokenizer.json")):
+    if _has_pairs(folder / "tokenizer.json"):
         return None
     raise ModelError(
         f"{folder}: nothing says how the model gets a query and a document: {why}, and its tokenizer has no template "
@@ -71,11 +72,9 @@ def _template_of(card: ModelCard) -> PairTemplate | None:
 
 
 def _kwargs_of(folder: Path) -> dict[str, Any]:
-    """Variables that sentence-transformers gives the template. Raises ValueError for other settings of it."""
-    settings = _read(folder / "sentence_bert_config.json").get("processing_kwargs") or {}
-    kwargs = dict(settings.get("chat_template") or {})
-    kwargs.pop("restore_suffix", None)
-    return kwargs
+    """Variables that sentence-transformers gives the template."""
+    settings = inner(read_optional(folder / "sentence_bert_config.json"), "processing_kwargs")
+    return {name: value for name, value in inner(settings, "chat_template").items() if name != "restore_suffix"}
 
 
 def _cut(spec: ChatTemplateSpec, default: str, kwargs: Mapping[str, Any]) -> PairTemplate:
@@ -151,19 +150,16 @@ def _rendered(
     return texts
 
 
-def _has_pairs(tokenizer: Mapping[str, Any]) -> bool:
-    """Whether the tokenizer puts a token between the texts of a pair."""
-    processor = tokenizer.get("post_processor") or {}
-    for each in (processor, *(processor.get("processors") or ())):
-        if each.get("type") in ("BertProcessing", "RobertaProcessing"):
-            return True
-        pair = [next(iter(piece.items())) for piece in each.get("pair") or ()]
-        texts = [index for index, (kind, _) in enumerate(pair) if kind == "Sequence"]
-        if len(texts) == 2 and texts[1] - texts[0] > 1:
-            return True
+def _has_pairs(path: Path) -> bool:
+    """Whether the tokenizer in the file at `path` puts a token between the texts of a pair."""
+    try:
+        processor = inner(read_optional(path), "post_processor")
+        for each in (processor, *(processor.get("processors") or ())):
+            if each.get("type") in ("BertProcessing", "RobertaProcessing"):
+                return True
+            texts = [index for index, piece in enumerate(each.get("pair") or ()) if "Sequence" in piece]
+            if len(texts) == 2 and texts[1] - texts[0] > 1:
+                return True
+    except (TypeError, ValueError, AttributeError) as error:
+        raise ModelError(f"{path}: not a tokenizer: {error}") from None
     return False
-
-
-def _read(path: Path) -> dict[str, Any]:
-    """Empty for a file that is not there; what is in the others has been read before."""
-    return dict(orjson.loads(path.read_bytes())) if path.is_file() else {}

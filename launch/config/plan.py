@@ -49,6 +49,8 @@ _MAX_ROWS_OF_LATE_CHUNKS = 8192
 was ever written."""
 _SPANNING_SEQUENCES = 64
 """Sequences with an output that spans several rows that a slot has room for: for BERT's vocabulary, 8 MiB."""
+_MAX_ARENA_BYTES = 2**40
+"""Far more than a worker's share of any machine; only files that are wrong ask for it."""
 _MAX_OPEN_FILES = 65_536
 _MIN_BOARD_WORKERS = 64  # a reload may have more than the start
 _OTHER_OPEN_FILES = 512  # of the gateway: arenas, ZeroMQ, connections that are being refused
@@ -197,20 +199,26 @@ def _is_installed(name: str) -> bool:
 def _gateway_config(
     settings: Settings, model: str, card: ModelCard, devices: list[str], keys: tuple[ApiKey, ...], num_gateways: int
 ) -> GatewayConfig:
-    """Raises StartFailure if too few files may be open."""
+    """Raises StartFailure if too few files may be open, ModelError if the rows of a batch need too much memory."""
     compute_type = "cpu" if devices == ["cpu"] else "gpu"
     max_batch_tokens, max_sequences = _BATCH_BOUNDS[compute_type]
     max_tokens = settings.max_tokens or card.max_tokens
     if settings.max_batch_tokens != "auto":
         max_batch_tokens = settings.max_batch_tokens
     rows_per_slot = _rows_per_slot(card, max_sequences, max_batch_tokens, max_tokens)
+    arena = ArenaSpec(_NUM_SLOTS, rows_per_slot, card.row_dim, num_gateways)
+    if arena.nbytes > _MAX_ARENA_BYTES:
+        raise ModelError(
+            f"{card.folder}: {rows_per_slot:,} rows of {card.row_dim:,} floats are too many for a batch; --max-tokens "
+            "limits the rows of a text"
+        )
     num_workers = _num_workers(settings, devices)
     max_connections = min(settings.max_connections, num_gateways * _connections_of_gateway())
     derived = {
         "version": version(),
         "model": settings.served_model_name or model,
         "card": card,
-        "arena": ArenaSpec(_NUM_SLOTS, rows_per_slot, card.row_dim, num_gateways),
+        "arena": arena,
         "num_gateways": num_gateways,
         "num_workers": num_workers,
         "num_cores": usable_cores(),

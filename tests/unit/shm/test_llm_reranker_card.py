@@ -141,6 +141,10 @@ def test_other_causal_models_stay_what_they_were(write: Callable[..., Path]) -> 
         read_card(folder, "rerank")
 
 
+def test_a_folder_far_above_a_model_does_not_name_it(write: Callable[..., Path]) -> None:
+    assert read_card(write("qwen3-reranker-lab/models/embedder/v1")).capabilities == ("dense",)
+
+
 def test_the_words_must_be_tokens(write: Callable[..., Path]) -> None:
     folder = write("qwen3-reranker", vocab={"yes": 3, "n": 4, "o": 5})
     with pytest.raises(ModelError, match="'no' is not one token of the vocabulary"):

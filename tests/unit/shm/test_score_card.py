@@ -268,7 +268,6 @@ def test_the_head_of_a_causal_model_is_on_the_last_token(tmp_path: Path) -> None
     "settings",
     [
         {"model_type": "deberta-v2", "pooler_hidden_act": "gelu_fast"},
-        {"model_type": "modernbert", "classifier_pooling": "max"},
         {"model_type": "funny"},
     ],
 )

@@ -2,6 +2,7 @@
 tests/process/workers/engines/torch/test_multi_vector.py."""
 
 import io
+import json
 import os
 import pickle
 import random
@@ -241,6 +242,15 @@ def test_entries_that_lie_about_where_they_are_are_refused(file):
     assert "header" in refusal(file, bytes(elsewhere))
 
 
+def test_a_file_of_very_many_entries_is_refused_before_the_library_reads_them(file, monkeypatch):
+    made = io.BytesIO()
+    with zipfile.ZipFile(made, "w") as written:
+        for number in range(1001):
+            written.writestr(str(number), b"")
+    monkeypatch.setattr(zipfile, "ZipFile", None)
+    assert "more than 1000 entries" in refusal(file, made.getvalue())
+
+
 def test_files_cut_off_or_damaged_never_raise_anything_else(file):
     content = archive(state_dict(weight=tensor(), bias=tensor((2,), (1,))))
     for length in range(0, len(content), 7):
@@ -282,3 +292,14 @@ def test_an_ordered_dict_with_metadata(file):
     file.write_bytes(archive(state_dict(weight=tensor())[:-1] + metadata))
     assert list(load_state_dict(file)) == ["weight"]
     assert pickle.loads(pickle.dumps(OrderedDict())) == {}
+
+
+@pytest.mark.parametrize("dtype", ["BF16", "F8_E4M3"])
+def test_a_linear_layer_of_a_type_that_numpy_lacks_is_refused(dtype, tmp_path):
+    size = 2 if dtype == "BF16" else 1
+    fields = {"dtype": dtype, "shape": [1], "data_offsets": [0, size]}
+    header = json.dumps({"bias": fields}).encode()
+    path = tmp_path / "sparse_linear.safetensors"
+    path.write_bytes(len(header).to_bytes(8, "little") + header + bytes(size))
+    with pytest.raises(ModelError, match=r"sparse_linear\.safetensors: cannot be read"):
+        load_linear(path, 1, 1)

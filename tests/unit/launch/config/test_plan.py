@@ -14,8 +14,8 @@ from vecd.launch.check.model import describe, purpose
 from vecd.launch.config import plan
 from vecd.launch.config.plan import make_plan, num_visible_gpus
 from vecd.launch.config.settings import load_settings
-from vecd.shm.card import read_card
-from vecd.shm.heads import SparseHead
+from vecd.shm.card import ModelError, read_card
+from vecd.shm.heads import SparseHead, TokenHead
 
 
 def test_a_cache_of_dense_vectors_is_refused_for_a_model_without_them(
@@ -48,6 +48,15 @@ def test_a_slot_has_a_row_for_each_token_of_a_text(
     made = make_plan(load_settings([str(minilm_folder), "--device", "cpu", *flags]))
     assert made.gateway.arena.rows_per_slot == rows
     assert {worker.arena for worker in made.workers} == {made.gateway.arena}
+
+
+def test_rows_that_no_machine_has_room_for_are_refused(minilm_folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    card = replace(
+        read_card(minilm_folder), max_tokens=10**30, token_dim=384, capabilities=("multi-vector",), tokens=TokenHead(())
+    )
+    monkeypatch.setattr(plan, "read_card", lambda folder, kind: card)
+    with pytest.raises(ModelError, match="rows of 384 floats are too many for a batch"):
+        make_plan(load_settings([str(minilm_folder), "--device", "cpu"]), num_gateways=1)
 
 
 def test_fewer_rows_are_enough_for_a_model_without_late_chunks(
