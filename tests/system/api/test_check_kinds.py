@@ -13,6 +13,7 @@ import pytest
 from tests.support.multi_vector_checkpoints import save_bge_m3, save_own
 from tests.support.score_checkpoints import save_classifier
 from tests.support.serving import clean_environment
+from tests.support.soak.form import only_long
 from tests.support.sparse_checkpoints import save_masked_words
 
 
@@ -37,7 +38,9 @@ KINDS: dict[str, tuple[Callable[[Path], Path], str, str, str, str]] = {
 }  # fmt: skip
 
 
-@pytest.mark.parametrize("name", KINDS)
+@pytest.mark.parametrize(
+    "name", [pytest.param(name, marks=[only_long] * (name not in ("reranker", "bge-m3"))) for name in KINDS]
+)
 def test_a_model_of_each_kind_agrees_with_the_library_that_made_it(name: str, tmp_path: Path) -> None:
     save, kind, outputs, library, head = KINDS[name]
     folder = save(tmp_path / "model")

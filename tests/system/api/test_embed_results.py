@@ -68,11 +68,10 @@ def check_close(found: Sequence[Any], expected: Sequence[Any]) -> None:
     np.testing.assert_allclose(np.array(found, np.float64), np.array(expected, np.float64), atol=2e-6, rtol=2e-5)
 
 
-@pytest.mark.parametrize("suffix", [".parquet", ".jsonl"])
-def test_scores_of_pairs(tmp_path: Path, suffix: str) -> None:
+def test_scores_of_pairs(tmp_path: Path) -> None:
     save_classifier(tmp_path / "model")
     with serving(tmp_path / "model") as server:
-        for flags, fields in ((), {}), (("--raw-scores",), {"raw_scores": True}):
+        for suffix, flags, fields in (".jsonl", (), {}), (".parquet", ("--raw-scores",), {"raw_scores": True}):
             rows = rows_of(server, tmp_path, "--pair-with", "second", *flags, suffix=suffix)
             data = post(server, "/score", queries=TEXTS, documents=SECONDS, **fields)["data"]
             check_close([row["score"] for row in rows], without_blank([item["score"] for item in data]))
@@ -109,26 +108,26 @@ def test_labels_of_parts_of_texts(tmp_path: Path) -> None:
             check_close([each["score"] for each in row["entities"]], [each["score"] for each in entities])
 
 
-@pytest.mark.parametrize("suffix", [".parquet", ".jsonl"])
-def test_sparse_vectors(tmp_path: Path, suffix: str) -> None:
+def test_sparse_vectors(tmp_path: Path) -> None:
     with serving(save_splade(tmp_path / "model")) as server:
-        rows = rows_of(server, tmp_path, suffix=suffix)
         direct = post(server, "/v1/embeddings", input=TEXTS, output="sparse")["data"]
-        for row, item in zip(rows, without_blank(direct), strict=True):
-            assert row["indices"] == item["sparse"]["indices"]
-            check_close(row["values"], item["sparse"]["values"])
+        for suffix in (".parquet", ".jsonl"):
+            rows = rows_of(server, tmp_path, suffix=suffix)
+            for row, item in zip(rows, without_blank(direct), strict=True):
+                assert row["indices"] == item["sparse"]["indices"]
+                check_close(row["values"], item["sparse"]["values"])
 
 
-@pytest.mark.parametrize("suffix", [".parquet", ".jsonl"])
-def test_vectors_of_tokens(tmp_path: Path, suffix: str) -> None:
+def test_vectors_of_tokens(tmp_path: Path) -> None:
     with serving(save_pylate(tmp_path / "model", "bert")) as server:
-        rows = rows_of(server, tmp_path, "--input-type", "query", suffix=suffix)
         direct = post(server, "/v1/embeddings", input=TEXTS, output="multi-vector", input_type="query")["data"]
-        for row, item in zip(rows, without_blank(direct), strict=True):
-            assert np.shape(row["embeddings"])[1] == TOKEN_DIM
-            check_close(row["embeddings"], item["embeddings"])
-        halves = rows_of(server, tmp_path, "--input-type", "query", "--dtype", "float16", suffix=suffix)
-        np.testing.assert_allclose(halves[3]["embeddings"], rows[3]["embeddings"], atol=1e-3)
+        for suffix in (".parquet", ".jsonl"):
+            rows = rows_of(server, tmp_path, "--input-type", "query", suffix=suffix)
+            for row, item in zip(rows, without_blank(direct), strict=True):
+                assert np.shape(row["embeddings"])[1] == TOKEN_DIM
+                check_close(row["embeddings"], item["embeddings"])
+            halves = rows_of(server, tmp_path, "--input-type", "query", "--dtype", "float16", suffix=suffix)
+            np.testing.assert_allclose(halves[3]["embeddings"], rows[3]["embeddings"], atol=1e-3)
         scores = rows_of(server, tmp_path, "--results", "scores", "--pair-with", "second")
         data = post(server, "/score", queries=TEXTS, documents=SECONDS)["data"]
         check_close([row["score"] for row in scores], without_blank([item["score"] for item in data]))

@@ -252,7 +252,10 @@ def test_workers_killed_each_second_fail_no_request(switching: Switching, name: 
 
 @pytest.mark.parametrize(
     ("name", "following"),
-    [("dense", "rerank"), ("rerank", "dense"), pytest.param("hybrid", "classify", marks=only_long)],
+    [
+        ("dense", "rerank"),
+        *(pytest.param(*names, marks=only_long) for names in (("rerank", "dense"), ("hybrid", "classify"))),
+    ],
 )
 def test_a_reload_to_another_kind_fails_no_request(switching: Switching, name: str, following: str) -> None:
     """A request has its whole response by the model of its generation, or is told what the new model can do; the

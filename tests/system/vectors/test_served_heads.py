@@ -110,8 +110,6 @@ RANKERS = {
     "modernbert-mean": tiny("modernbert", classifier_pooling="mean"),
     "qwen3-yes-no": causal(_save_yes_and_no, "Find code"),
     "minilm": minilm(),
-}
-OTHER_RANKERS = {
     "roberta": tiny("roberta", torch.nn.Identity()),
     "modernbert-cls": tiny("modernbert", classifier_pooling="cls"),
     "deberta-v2": tiny("deberta-v2"),
@@ -152,9 +150,9 @@ def sigmoid(logits: Floats) -> Floats:
     return 1 / (1 + np.exp(-logits.astype(np.float64)))
 
 
-@pytest.mark.parametrize("name", [*RANKERS, *(pytest.param(name, marks=only_long, id=name) for name in OTHER_RANKERS)])
+@pytest.mark.parametrize("name", [pytest.param(name, marks=[only_long] * (name != "bert")) for name in RANKERS])
 def test_pairs_have_the_reference_s_scores_and_order(name: str, tmp_path: Path, minilm_folder: Path) -> None:
-    ranker = {**RANKERS, **OTHER_RANKERS}[name]
+    ranker = RANKERS[name]
     folder, pairs = tmp_path / "model", ranker.pairs
     ranker.save(folder, minilm_folder)
     model = reference_of(folder)
@@ -231,10 +229,10 @@ def assert_ranked(expected: Floats, order: list[int]) -> None:
 
 
 @only_long
-@pytest.mark.parametrize("name", [*RANKERS, *OTHER_RANKERS])
+@pytest.mark.parametrize("name", RANKERS)
 def test_the_order_of_pairs_in_bfloat16(name: str, tmp_path: Path, minilm_folder: Path) -> None:
     """Of two documents for one query, how often the one with the greater logit in float32 is before the other."""
-    ranker = {**RANKERS, **OTHER_RANKERS}[name]
+    ranker = RANKERS[name]
     ranker.save(tmp_path / "model", minilm_folder)
     query, documents = ranker.pairs[1][0], [document for _, document in ranker.pairs]
     expected = relevance(logits_of(reference_of(tmp_path / "model"), [(query, document) for document in documents]))
@@ -272,9 +270,8 @@ CLASSIFIERS: dict[str, dict[str, Any]] = {
 FUNCTIONS = ("default", "none", "sigmoid", "softmax")
 
 
-@pytest.mark.parametrize(
-    "family", [pytest.param(name, marks=[only_long] * (name != "distilbert")) for name in CLASSIFIERS]
-)
+@only_long
+@pytest.mark.parametrize("family", CLASSIFIERS)
 def test_labels_of_texts_are_those_of_transformers_pipeline(family: str, tmp_path: Path) -> None:
     folder = save_classifier(tmp_path / "model", family, **CLASSIFIERS[family])
     reference: Any = pipeline("text-classification", model=str(folder), device="cpu")
