@@ -94,6 +94,16 @@ def gemma() -> tokenizers.Tokenizer:
     return tokenizer
 
 
+KINDS: dict[str, Callable[[], tokenizers.Tokenizer]] = {
+    "bert": bert,
+    "roberta": roberta,
+    "xlm_roberta": xlm_roberta,
+    "qwen": qwen,
+    "gemma": gemma,
+}
+"""Those of models as they are published."""
+
+
 def repeating() -> tokenizers.Tokenizer:
     """A template that has the query twice: special tokens around two texts do not describe it."""
     tokenizer = bert()

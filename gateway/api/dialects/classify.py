@@ -23,7 +23,7 @@ from vecd.gateway.api.dialects.conversations import MESSAGES
 from vecd.gateway.api.dialects.headers import response_headers
 from vecd.gateway.api.dialects.inputs import parse_inputs
 from vecd.gateway.api.dialects.options import RequestedForm
-from vecd.gateway.api.dialects.rows import object_with_list
+from vecd.gateway.api.dialects.rows import object_with_list, usage
 from vecd.gateway.api.fields import Field, Fields, Values, contradiction
 from vecd.gateway.api.operations import Call, Operation, ParsedEmbed, ParsedMessages
 from vecd.gateway.api.schemas import any_of, described, list_of, nullable, record
@@ -142,8 +142,7 @@ def _respond(call: Call, prefix: str, kind: str, data: Iterable[Any], embedded: 
         "created": int(time.time()),
         "model": call.model_info.model,
     }
-    usage = {"prompt_tokens": embedded.num_tokens, "total_tokens": embedded.num_tokens}
-    return Response(200, object_with_list(head, "data", data, {"usage": usage}), response_headers(embedded))
+    return Response(200, object_with_list(head, "data", data, {"usage": usage(embedded)}), response_headers(embedded))
 
 
 # --- zero-shot --------------------------------------------------------------------------------------------------

@@ -15,7 +15,7 @@ else as a floating-point number.
 Called by `vecd.gateway.api.dialects.rerank`, `tei` and `vllm`.
 """
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from typing import Any, NamedTuple
 
@@ -240,7 +240,3 @@ def _check(model_info: ModelInfo) -> bool:
         return False
     what = "makes embeddings" if model_info.score is None else "classifies texts"
     raise WrongModel(f"The model served here {what}: it cannot rank texts")
-
-
-def usage(embedded: Embedded) -> Mapping[str, int]:
-    return {"prompt_tokens": embedded.num_tokens, "total_tokens": embedded.num_tokens}

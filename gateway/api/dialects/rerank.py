@@ -29,8 +29,8 @@ from vecd.gateway.api import fields, schemas
 from vecd.gateway.api.dialects import ranking
 from vecd.gateway.api.dialects.headers import response_headers
 from vecd.gateway.api.dialects.options import MODEL, PRIORITY
-from vecd.gateway.api.dialects.ranking import NEEDS, QUERY, TOP_N, TRUNCATION, Relevance, read_documents, usage
-from vecd.gateway.api.dialects.rows import object_with_list
+from vecd.gateway.api.dialects.ranking import NEEDS, QUERY, TOP_N, TRUNCATION, Relevance, read_documents
+from vecd.gateway.api.dialects.rows import object_with_list, usage
 from vecd.gateway.api.fields import Field, Fields, Values, contradiction, json_type
 from vecd.gateway.api.operations import Call, Dialect, Operation, ParsedEmbed
 from vecd.gateway.api.schemas import any_of, described, list_of, nullable, record

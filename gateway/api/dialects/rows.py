@@ -44,6 +44,11 @@ def object_with_list(
     return [orjson.dumps(before)[:-1], b',"%b":' % name.encode(), *pieces, b",", orjson.dumps(after)[1:]]
 
 
+def usage(embedded: Embedded) -> Mapping[str, int]:
+    """The field `usage` of OpenAI's shape and those after it."""
+    return {"prompt_tokens": embedded.num_tokens, "total_tokens": embedded.num_tokens}
+
+
 def report_json(report: InputReport) -> bytes:
     """What became of an input."""
     return orjson.dumps(

@@ -442,7 +442,7 @@ def _written_options(instance: dict[str, Any]) -> dict[str, Any]:
     if len(instance) == 1:
         return {}
     if "query" in instance and "texts" in instance:
-        raise _wrong_model("rank texts")
+        raise WrongModel("The model served here makes embeddings: it cannot rank texts")
     return {name: value for name in _OPTION_NAMES if (value := instance.get(name)) is not None}
 
 
@@ -539,13 +539,6 @@ def parse_decode(call: Call) -> ParsedDecode:
         raise BadRequest("'ids' must be token ids, or a list of lists of them, is text", param=IDS.name)
     skips = call.values.get(SKIP_SPECIAL_TOKENS) is not False
     return ParsedDecode(check_id_lists(lists, IDS.name), skips, lambda texts: Response(200, orjson.dumps(texts)))
-
-
-# --- what other models do ---------------------------------------------------------------------------------------
-
-
-def _wrong_model(what: str) -> WrongModel:
-    return WrongModel(f"The model served here makes embeddings: it cannot {what}")
 
 
 # --- errors -----------------------------------------------------------------------------------------------------

@@ -30,6 +30,7 @@ from vecd.gateway.api.dialects.openai import (
     response_schema,
 )
 from vecd.gateway.api.dialects.options import RequestedForm
+from vecd.gateway.api.dialects.rows import usage
 from vecd.gateway.api.fields import Field, Fields, Values, contradiction
 from vecd.gateway.api.model_info import ModelInfo
 from vecd.gateway.api.operations import (
@@ -247,7 +248,7 @@ def render_score(embedded: Embedded, relevance: ranking.Relevance, *, model: str
         "created": int(time.time()),
         "model": model,
         "data": [{"index": index, "object": "score", "score": score} for index, score in enumerate(relevance.scores)],
-        "usage": ranking.usage(embedded),
+        "usage": usage(embedded),
     }
     return Response(200, orjson.dumps(body), response_headers(embedded))
 

@@ -4,7 +4,6 @@ from collections.abc import Callable
 
 import numpy as np
 import pytest
-import tokenizers
 from hypothesis import HealthCheck, example, given, settings
 from hypothesis import strategies as st
 
@@ -14,13 +13,7 @@ from vecd.gateway.tokenization.tokenizer import Tokenizer
 from vecd.gateway.types.errors import BadRequest
 from vecd.gateway.types.request import LateChunking, Overflow, TokenizedInput, Tokenizing
 
-KINDS: dict[str, Callable[[], tokenizers.Tokenizer]] = {
-    "bert": tiny_tokenizers.bert,
-    "roberta": tiny_tokenizers.roberta,
-    "xlm_roberta": tiny_tokenizers.xlm_roberta,
-    "qwen": tiny_tokenizers.qwen,
-    "gemma": tiny_tokenizers.gemma,
-}
+KINDS = tiny_tokenizers.KINDS
 WORDS = ["a", "Fox.", "1234.5", "中文。", "NAÏVE!", "İx", "😀", "ﬁ", "e\u0301", "\ufdfa", "[SEP]", "\n", ",", 'said."']
 texts = st.one_of(
     st.lists(st.sampled_from(WORDS), min_size=1, max_size=30).map(" ".join),

@@ -16,13 +16,7 @@ from vecd.gateway.tokenization.tokenizer import Tokenizer
 from vecd.gateway.types.request import Overflow, Role, TokenizedInput, Tokenizing
 from vecd.shm.heads import TokenHead
 
-KINDS: dict[str, Callable[[], tokenizers.Tokenizer]] = {
-    "bert": tiny_tokenizers.bert,
-    "roberta": tiny_tokenizers.roberta,
-    "xlm_roberta": tiny_tokenizers.xlm_roberta,
-    "qwen": tiny_tokenizers.qwen,
-    "gemma": tiny_tokenizers.gemma,
-}
+KINDS = tiny_tokenizers.KINDS
 WORDS = ["a", "Fox", "1234.5", "中文", "NAÏVE", "İx", "😀", "ﬁ", "e\u0301", "[SEP]", "<mask>", "\n", ","]
 texts = st.one_of(
     st.lists(st.sampled_from(WORDS), min_size=1, max_size=30).map(" ".join),

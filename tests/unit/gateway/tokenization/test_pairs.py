@@ -17,14 +17,7 @@ from vecd.gateway.tokenization.tokenizer import Tokenizer
 from vecd.gateway.types.errors import BadRequest, InputTooLong
 from vecd.gateway.types.request import Overflow, Pair, TokenizedInput, Tokenizing
 
-KINDS: dict[str, Callable[[], tokenizers.Tokenizer]] = {
-    "bert": tiny_tokenizers.bert,
-    "roberta": tiny_tokenizers.roberta,
-    "xlm_roberta": tiny_tokenizers.xlm_roberta,
-    "qwen": tiny_tokenizers.qwen,
-    "gemma": tiny_tokenizers.gemma,
-    "repeating": tiny_tokenizers.repeating,
-}
+KINDS = {**tiny_tokenizers.KINDS, "repeating": tiny_tokenizers.repeating}
 WORDS = [
     "a",
     "fox",
