@@ -152,7 +152,7 @@ def _learn_vectors(answer: bytes, secrets: Secrets) -> None:
             secrets.vectors += [item["embedding"] for item in json.loads(body)["data"]]
 
 
-_RANKED = {"query": _TEXT, "documents": [_TEXT, {"text": _TEXT, _FIELD: _TEXT}]}
+_RANKED: dict[str, object] = {"query": _TEXT, "documents": [_TEXT, {"text": _TEXT, _FIELD: _TEXT}]}
 _OF_KINDS: dict[str, list[dict[str, object]]] = {
     "/rerank": [
         _RANKED,
