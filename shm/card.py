@@ -547,10 +547,17 @@ def _read_sentence_bert(
     try:
         objects = {name: inner(config, name) for name in ("tokenizer_args", "processor_kwargs", "processing_kwargs")}
         inner(objects["processing_kwargs"], "chat_template")
+        for part in ("text", "common"):
+            for name, value in inner(objects["processing_kwargs"], part).items():
+                if name not in _WITHOUT_EFFECT and (name, value) != ("truncation", True):
+                    raise ValueError(f"processing_kwargs.{part}.{name} is not supported")
     except ValueError as error:
         raise ModelError(f"{path}: {error}") from None
     return {**config, **objects}
 
+
+_WITHOUT_EFFECT = ("padding", "padding_side", "pad_to_multiple_of", "return_tensors", "logits_to_keep")
+"""Arguments for the tokenizer that change no token of a text."""
 
 _OUTPUT_OF_TASK = {
     "feature-extraction": "last_hidden_state",

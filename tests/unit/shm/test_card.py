@@ -518,6 +518,8 @@ def test_settings_of_sentence_transformers_that_are_not_supported(
         {"config_kwargs": {"is_causal": False}},
         {"config_args": {"num_hidden_layers": 2}},
         {"query_expansion": {"strategy": "fixed", "length": 32}},
+        {"processing_kwargs": {"text": {"padding": True, "max_length": 8}}},
+        {"processing_kwargs": {"common": {"add_special_tokens": False}}},
     ],
 )
 def test_a_transformer_module_that_does_more(folder: Folder, config: dict[str, Any]) -> None:

@@ -13,7 +13,7 @@ from torch import Tensor
 
 from vecd.shm.card import ModelCard, ModelError
 from vecd.shm.heads import Step
-from vecd.workers.engines.torch.pooling import pool
+from vecd.workers.engines.torch.score_head import last_states
 from vecd.workers.layout import Layout
 from vecd.workers.weights import broken, weight_files
 
@@ -27,11 +27,10 @@ class LogitHead:
         """Raises ModelError for a matrix that is missing, or has no such rows."""
         assert card.score is not None
         (self._step,) = card.score.steps
-        self._pooling = card.score.pooling
         self._rows = read_rows(card, self._step).to(device)
 
     def __call__(self, hidden: Tensor, layout: Layout) -> Tensor:
-        return self._score(pool(hidden, layout.runs, (self._pooling,)))
+        return self._score(last_states(hidden, layout).float())
 
     def _score(self, states: Tensor) -> Tensor:
         logits = states @ self._rows.T

@@ -18,9 +18,6 @@ from vecd.shm.heads import Step
 from vecd.workers.engines.torch.checkpoint import map_tensors
 from vecd.workers.engines.torch.pooling import ACTIVATIONS
 
-_OLD_NAMES = {"weight": "gamma", "bias": "beta"}
-"""Of norms in checkpoints from before 2019."""
-
 
 def load_own_steps(card: ModelCard, steps: Sequence[Step], device: torch.device) -> Callable[[Tensor], Tensor]:
     """The steps in a row, from rows of any float type, [N, in_dim of the first], to float32 [N, out_dim of the last].
@@ -46,10 +43,8 @@ def _load(
     card: ModelCard, tensors: Mapping[str, Tensor], step: Step, device: torch.device
 ) -> Callable[[Tensor], Tensor]:
     shape = (step.out_dim,)
-    if step.kind == "dense":
-        weight = _read(card, tensors, f"{step.tensor}.weight", (step.out_dim, step.in_dim), device)
-    else:
-        weight = _read(card, tensors, f"{step.tensor}.weight", shape, device)
+    weight_shape = (step.out_dim, step.in_dim) if step.kind == "dense" else shape
+    weight = _read(card, tensors, f"{step.tensor}.weight", weight_shape, device)
     bias = _read(card, tensors, step.bias_tensor or f"{step.tensor}.bias", shape, device) if step.bias else None
     match step.kind:
         case "dense":
@@ -65,11 +60,7 @@ def _read(
     card: ModelCard, tensors: Mapping[str, Tensor], name: str, shape: tuple[int, ...], device: torch.device
 ) -> Tensor:
     """float32 on `device`. The name may have the base model's before it, as in "bert.pooler.dense.weight"."""
-    module, _, kind = name.rpartition(".")
-    names = [name, f"{module}.{_OLD_NAMES.get(kind, kind)}"]
-    found = [stored for stored in tensors if stored in names] or [
-        stored for stored in tensors if stored.partition(".")[2] in names
-    ]
+    found = [name] if name in tensors else [stored for stored in tensors if stored.partition(".")[2] == name]
     if len(found) != 1:
         raise ModelError(f"{card.weights_folder}: the weights lack {name}, which the model's head is made of")
     tensor = tensors[found[0]]

@@ -42,14 +42,14 @@ def _first(hidden: Tensor, layout: Layout, padding_id: int | None) -> Tensor:
     return hidden.index_select(0, to_device(layout.starts, hidden.device))
 
 
-def _last(hidden: Tensor, layout: Layout, padding_id: int | None) -> Tensor:
-    """The last token that has another id than the padding; the first of a sequence of nothing else. Source:
-    GenericForSequenceClassification in transformers' modeling_layers.py."""
+def last_states(hidden: Tensor, layout: Layout, padding_id: int | None = None) -> Tensor:
+    """That of each sequence's last token [B, H], which has another id than the padding; of the first one if a sequence
+    has nothing else. Source: GenericForSequenceClassification in transformers' modeling_layers.py."""
     counts = layout.token_ids != padding_id if padding_id is not None else np.ones(layout.token_ids.size, dtype=bool)
     places = np.where(counts, np.arange(layout.token_ids.size), 0)
     lasts = np.maximum(np.maximum.reduceat(places, layout.starts), layout.starts)
     return hidden.index_select(0, to_device(lasts, hidden.device))
 
 
-_POOLINGS: dict[str, Callable[[Tensor, Layout, int | None], Tensor]] = {"cls": _first, "lasttoken": _last}
+_POOLINGS: dict[str, Callable[[Tensor, Layout, int | None], Tensor]] = {"cls": _first, "lasttoken": last_states}
 """Those that take one state of each sequence: the others need not be converted."""
