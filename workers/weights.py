@@ -36,6 +36,11 @@ def read_header(path: Path) -> dict[str, tuple[str, int]]:
         raise broken(path, error) from None
 
 
+def new_name(name: str) -> str:
+    """The name of a tensor now: BERT's first files call the weight and the bias of a norm gamma and beta."""
+    return name.replace("LayerNorm.gamma", "LayerNorm.weight").replace("LayerNorm.beta", "LayerNorm.bias")
+
+
 def is_stored_as_float32(card: ModelCard) -> bool:
     """Whether the weights in the first file are float32. Raises ModelError for a broken file."""
     folder = Path(card.weights_folder)

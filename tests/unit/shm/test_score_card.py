@@ -193,9 +193,11 @@ def test_labels(settings: dict[str, Any], labels: tuple[str, ...], tmp_path: Pat
         ({"num_labels": 0}, "num_labels is 0"),
         ({"num_labels": "3"}, "num_labels is '3'"),
         ({**TWO, "num_labels": 3}, "num_labels is 3, and id2label has 2 names"),
+        ({"num_labels": 10**9}, "num_labels is 1000000000, and must be a whole number from 1 to 65,536"),
+        ({"model_type": "modernbert", "classifier_pooling": "max"}, "classifier_pooling is 'max'; known: cls, mean"),
     ],
 )
-def test_labels_that_make_no_sense_are_refused(settings: dict[str, Any], fault: str, tmp_path: Path) -> None:
+def test_settings_that_make_no_sense_are_refused(settings: dict[str, Any], fault: str, tmp_path: Path) -> None:
     with pytest.raises(ModelError, match=fault) as refused:
         Classifier(tmp_path, **settings).card()
     assert str(tmp_path / "config.json") in str(refused.value)

@@ -18,7 +18,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from vecd.workers.weights import read_header
+from vecd.workers.weights import new_name, read_header
 
 _NUMPY: dict[str, np.dtype[Any]] = {"F32": np.dtype("<f4"), "F16": np.dtype("<f2"), "BF16": np.dtype("<u2")}
 """By the type's name in a header. numpy has no bfloat16; its bits are the upper half of a float32's."""
@@ -85,12 +85,7 @@ class Arrays(Mapping[str, NDArray[np.float32]]):
             begin, end = tensor["data_offsets"]
             count = (end - begin) // dtype.itemsize
             array = np.frombuffer(mapped, dtype, count, start + begin).reshape(tensor["shape"])
-            (self._stored if kind in _NUMPY else self._others)[_new_name(name)] = kind, array
-
-
-def _new_name(name: str) -> str:
-    """BERT's first files call the weight and the bias of a norm gamma and beta, and transformers still reads them."""
-    return name.replace("LayerNorm.gamma", "LayerNorm.weight").replace("LayerNorm.beta", "LayerNorm.bias")
+            (self._stored if kind in _NUMPY else self._others)[new_name(name)] = kind, array
 
 
 def _as_float32(kind: str, array: NDArray[Any]) -> NDArray[np.float32]:

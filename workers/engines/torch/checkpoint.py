@@ -12,7 +12,7 @@ from pathlib import Path
 from safetensors import safe_open
 from torch import Tensor
 
-from vecd.workers.weights import weight_files
+from vecd.workers.weights import new_name, weight_files
 
 
 def map_tensors(folder: Path) -> dict[str, Tensor]:
@@ -21,10 +21,5 @@ def map_tensors(folder: Path) -> dict[str, Tensor]:
     tensors: dict[str, Tensor] = {}
     for path in weight_files(folder):
         with safe_open(path, framework="pt") as file:
-            tensors.update({_new_name(name): file.get_tensor(name) for name in file.keys()})  # noqa: SIM118
+            tensors.update({new_name(name): file.get_tensor(name) for name in file.keys()})  # noqa: SIM118
     return tensors
-
-
-def _new_name(name: str) -> str:
-    """BERT's first files call the weight and the bias of a norm gamma and beta, and transformers still reads them."""
-    return name.replace("LayerNorm.gamma", "LayerNorm.weight").replace("LayerNorm.beta", "LayerNorm.bias")
