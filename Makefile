@@ -48,6 +48,7 @@ test-systemd: $(VENV)/.test
 # One test after the other, because they measure. Results of several runs add up; remove the file to begin anew.
 SOAK_TESTS := tests/system/soak tests/system/hostile tests/system/faults tests/system/api/test_scheduling.py tests/system/dialects/test_fuzz_openai.py \
 	tests/system/vectors/test_served_heads.py tests/system/api/test_check_kinds.py \
+	tests/system/api/test_vectors.py tests/process/server/test_without_torch.py \
 	tests/process/gateway/dispatch/test_fuzz_wire.py tests/unit/gateway/tokenization/test_split_points.py
 SOAK_RESULTS := $(CURDIR)/build/soak.jsonl
 soak: $(VENV)/.test

@@ -14,6 +14,7 @@ from tests.support.checkpoints import Checkpoints, worker_config
 from tests.support.exports import export_of
 from tests.support.score_checkpoints import logits_of, save_classifier
 from tests.support.serving import clean_environment, running_server
+from tests.support.soak.form import only_long
 from vecd.workers.config import REFERENCE_FILE
 from vecd.workers.engine import PackedBatch
 from vecd.workers.engines.references import digest_of, write_reference
@@ -185,6 +186,7 @@ def test_an_export_is_compared_with_the_vectors_of_its_model(
     np.testing.assert_allclose(vectors["export"], vectors["lean"], atol=1e-6, rtol=0)
 
 
+@only_long
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])  # also the stored one: no float32 vectors are computed yet
 def test_a_model_with_remembered_vectors_is_served(
     dtype: str,

@@ -38,9 +38,7 @@ KINDS: dict[str, tuple[Callable[[Path], Path], str, str, str, str]] = {
 }  # fmt: skip
 
 
-@pytest.mark.parametrize(
-    "name", [pytest.param(name, marks=[only_long] * (name not in ("reranker", "bge-m3"))) for name in KINDS]
-)
+@pytest.mark.parametrize("name", [pytest.param(name, marks=[only_long] * (name != "bge-m3")) for name in KINDS])
 def test_a_model_of_each_kind_agrees_with_the_library_that_made_it(name: str, tmp_path: Path) -> None:
     save, kind, outputs, library, head = KINDS[name]
     folder = save(tmp_path / "model")

@@ -22,6 +22,7 @@ import psutil
 import pytest
 
 from tests.support.certificates import make_certificate
+from tests.support.multi_vector_checkpoints import save_pylate
 from tests.support.serving import Server, clean_environment, eventually, running_server, vecd
 from tests.support.soak.faults import fork_servers, injecting, workers
 from tests.support.soak.injection.sitecustomize import CRASH, NAN, RAISE, SLEEP, SPIN
@@ -244,6 +245,9 @@ def keys(folder: Path) -> Provoked:
         )
         yield Row(429, "are with the tokenizer"), one_of(all_seen, 429)
 
+        too_many = {"input": ["a " * 300] * 90, "task": "token_embed"}
+        words = "one vector for each token is given of at most … in a request"
+        yield Row(400, words), ask(server, "/pooling", json=too_many, headers=auth["all"])
         many = {"inputs": ["a " * 300] * 80}
         headers = {**auth["all"], "x-vecd-timeout-ms": "3000"}  # more than they could wait on a slow machine
         for words, num, provoke in (
@@ -262,6 +266,14 @@ def keys(folder: Path) -> Provoked:
             with stopped_worker(server):
                 all_seen = [future.result() for future in [threads.submit(provoke) for _ in range(num)]]
             yield Row(429, words), one_of(all_seen, 429)
+
+
+def a_multi_vector_model(folder: Path) -> Provoked:
+    model = save_pylate(folder / "model", "bert", token_dim=1024)
+    with running_server(str(model), *DUMMY) as server:
+        queries = ["w5 w6 w7"] * 1000
+        wrong = ask(server, "/score", json={"queries": queries, "documents": queries})
+        yield Row(400, "The queries have … tokens or more"), wrong
 
 
 def one_of(all_seen: Sequence[Seen], code: int) -> Seen:
@@ -437,6 +449,7 @@ def a_start_that_lasts(folder: Path) -> Provoked:
 SCENARIOS: tuple[Callable[[Path], Provoked], ...] = (
     small_limits,
     keys,
+    a_multi_vector_model,
     a_slow_worker,
     a_dying_worker,
     workers_that_always_die,
