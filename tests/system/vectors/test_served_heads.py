@@ -368,7 +368,7 @@ def test_weights_are_those_of_sentence_transformers(name: str, tmp_path: Path) -
         made: Floats = encode(texts, batch_size=8, convert_to_sparse_tensor=False, **options).numpy()
         return made
 
-    with exact_server(str(folder), "--workers", "1") as server:
+    with exact_server(str(folder), "--workers", "1", "--kind", "sparse") as server:
         documents = expected(model.encode_document)
         assert (documents > 0).any()
         assert_close(weights_of(server, texts, num_words), documents)
