@@ -174,13 +174,16 @@ class _Reader:
         for name, table in tables.items():
             place = f"{self._given.file}: [models.{_key(name)}]"
             if isinstance(table, Mapping):
-                self._read_table(place, name, {key.replace("-", "_"): value for key, value in table.items()})
+                self._read_table(place, name, table)
             else:
-                self.problems.append(f"{place}: must be a table with the model's settings (given: {_shown(table)})")
+                self.problems.append(f"{place}: must be a table with the model's settings")
 
-    def _read_table(self, place: str, name: str, table: Mapping[str, Any]) -> None:
-        for key in table.keys() - set(_KEYS):
-            self.problems.append(f"{place}: {key}: {_why_not(key)} (given: {_shown(table[key])})")
+    def _read_table(self, place: str, name: str, written: Mapping[str, Any]) -> None:
+        table = {key.replace("-", "_"): value for key, value in written.items()}
+        for key, value in written.items():
+            if key.replace("-", "_") not in _KEYS:
+                # Without the value, which may be a key of clients.
+                self.problems.append(f"{place}: {_key(key)}: {_why_not(name, key, value)}")
         if all(key in table for key in _SOURCE_KEYS):
             self.problems.append(f"{place}: source, model: mean the same; remove one of them")
         values = {key: table[key] for key in _SETTINGS_OF_MODEL if key in table}
@@ -270,12 +273,15 @@ _DEFAULTS: dict[str, tuple[Callable[[object], bool], str]] = {
 """Of requests by an alias: what each must be."""
 
 
-def _why_not(key: str) -> str:
-    """Why a table cannot have the key."""
+def _why_not(name: str, written: str, value: object) -> str:
+    """Why the table of model `name` cannot have a key."""
+    key = written.replace("-", "_")
     if key in _NAMING:
         return f"cannot stand in a table: {_NAMING[key]}"
     if key in Settings.model_fields:
         return "is for the whole server: it must stand above the tables"
+    if isinstance(value, Mapping):
+        return f"is a table; a name with a dot is written in quotes: [models.{_key(f'{name}.{written}')}]"
     return f"there is no such setting{_guess(key, _KEYS)}"
 
 

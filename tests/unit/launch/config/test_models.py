@@ -7,7 +7,8 @@ from pathlib import Path
 
 import pytest
 
-from vecd.launch.base.exit_codes import ConfigurationError
+from vecd.launch.base.exit_codes import EXIT_BAD_CONFIGURATION, ConfigurationError
+from vecd.launch.check.command import main as check
 from vecd.launch.config import plan
 from vecd.launch.config.models import Alias, ModelEntry, load_models
 from vecd.launch.config.plan import make_plan, make_plans
@@ -243,14 +244,14 @@ aliases = {h = 1, g = {dimension = 3, dimensions = 0, role = "both"}}
     default = "c.toml: [models.f]: aliases: g"
     assert sorted(told) == sorted(
         [
-            "c.toml: [models.plain]: must be a table with the model's settings (given: 'org/x')",
+            "c.toml: [models.plain]: must be a table with the model's settings",
             "c.toml: [models.a]: source, model: mean the same; remove one of them",
-            "c.toml: [models.a]: wrokers: there is no such setting; did you mean workers? (given: 2)",
-            "c.toml: [models.a]: load: there is no such setting (given: 'demand')",
-            "c.toml: [models.a]: port: is for the whole server: it must stand above the tables (given: 9)",
-            "c.toml: [models.a]: vector_cache: is for the whole server: it must stand above the tables (given: 9)",
-            "c.toml: [models.a]: served_model_name: cannot stand in a table: the table's own name is the model's: "
-            "[models.NAME] (given: 'b')",
+            "c.toml: [models.a]: wrokers: there is no such setting; did you mean workers?",
+            "c.toml: [models.a]: load: there is no such setting",
+            "c.toml: [models.a]: port: is for the whole server: it must stand above the tables",
+            "c.toml: [models.a]: vector-cache: is for the whole server: it must stand above the tables",
+            "c.toml: [models.a]: served-model-name: cannot stand in a table: the table's own name is the model's: "
+            "[models.NAME]",
             "c.toml: [models.a]: dtype: must be 'auto', 'float32', 'bfloat16', 'float16' or 'int8' (given: 'float8')",
             "c.toml: [models.a]: max_inputs: must be a whole number of at least 1 (given: 0)",
             "c.toml: [models.a]: weight: must be a number above 0 and at most 1000 (given: 0)",
@@ -274,6 +275,19 @@ aliases = {h = 1, g = {dimension = 3, dimensions = 0, role = "both"}}
     )
 
 
+def test_a_name_with_a_dot_is_written_in_quotes() -> None:
+    assert problems(toml="[models.bge-v1.5]\nsource = 'x'") == [
+        'c.toml: [models.bge-v1]: 5: is a table; a name with a dot is written in quotes: [models."bge-v1.5"]'
+    ]
+    assert named(load(toml="[models.'bge-v1.5']\nsource = 'x'")) == [("bge-v1.5", "x")]
+
+
+@pytest.mark.parametrize("key", ["api-key", "api-keys", "apikey", "otlp-endpoint"])
+def test_a_key_in_a_table_is_never_shown(key: str) -> None:
+    [problem] = problems(toml=f"[models.a]\n{key} = 'http://u:s3cret@c'")
+    assert "s3cret" not in problem
+
+
 @pytest.mark.parametrize("toml", ["models = 3", "[[models]]\nname = 'a'"])
 def test_models_are_tables(toml: str) -> None:
     assert problems(toml=toml) == ["c.toml: models: must be tables, each beginning with [models.NAME]"]
@@ -289,6 +303,13 @@ def test_a_long_name_is_told_in_part() -> None:
 def test_a_weight_is_a_number(weight: str) -> None:
     [problem] = problems(toml=f"[models.a]\nweight = {weight}")
     assert problem.startswith("c.toml: [models.a]: weight: must be a number above 0 and at most 1000 (given: ")
+
+
+def test_vecd_check_takes_one_model(capsys: pytest.CaptureFixture[str]) -> None:
+    Path("c.toml").write_text(TABLES)
+    assert check(["--config", "c.toml", "org/a"]) == EXIT_BAD_CONFIGURATION
+    told = "vecd check: MODEL: vecd check takes one model, and these are given: org/a, embed, org/rerank\n"
+    assert capsys.readouterr().err == told
 
 
 # --- plans ------------------------------------------------------------------------------------------------------------
