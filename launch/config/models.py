@@ -7,6 +7,7 @@ model of a server of one. Called by `vecd.supervisor`, `vecd.launch.processes.re
 """
 
 import json
+import os
 import re
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -88,16 +89,15 @@ def split_source(text: str) -> tuple[str, str]:
     """The name and the model of an argument [NAME=]MODEL; "" for no name. The path of a folder that exists has none,
     whatever is in it. Reads the file system."""
     match = _ARGUMENT.fullmatch(text)
-    if match is None or Path(text).expanduser().is_dir():
-        return "", text
-    return match["name"], match["source"]
+    return ("", text) if match is None or os.path.isdir(text) else (match["name"], match["source"])
 
 
 def folder_of(model: str) -> Path | None:
-    """The folder that a model's source names, which need not exist; None for an id of the hub. `model`: not empty."""
-    path = Path(model).expanduser()
-    is_path = path.is_dir() or model.startswith((".", "/", "~")) or not _HUB_ID.fullmatch(model)
-    return path.absolute() if is_path else None
+    """The folder that a model's source names, which need not exist; None for an id of the hub. `model`: not empty.
+    Reads the file system, and raises nothing for what cannot be a path."""
+    path = os.path.expanduser(model)
+    is_path = os.path.isdir(path) or model.startswith((".", "/", "~")) or not _HUB_ID.fullmatch(model)
+    return Path(path).absolute() if is_path else None
 
 
 def name_of(model: str) -> str:
@@ -149,14 +149,16 @@ class _Reader:
 
     def read_arguments(self, arguments: Sequence[tuple[str, str]]) -> None:
         settings = self._settings
-        for setting, instead in (("served_model_name", "NAME=MODEL"), ("model_aliases", "aliases = [...]")):
-            if getattr(settings, setting) and not (self._is_one_argument and setting == "model_aliases"):
-                flag = f"--{setting.replace('_', '-')}"
-                where = "" if self._is_one_argument else " or a table [models.NAME]"
-                self.problems.append(
-                    f"{flag}: {getattr(settings, setting)!r} given, which is for a model without a name of its own: "
-                    f"use {instead}{where}"
-                )
+        if settings.served_model_name:
+            self.problems.append(
+                f"--served-model-name: {settings.served_model_name!r} given, which is for the only model, if it has no "
+                "name of its own: use NAME=MODEL or [models.NAME]"
+            )
+        if settings.model_aliases and not self._is_one_argument:
+            self.problems.append(
+                f"--model-aliases: {settings.model_aliases!r} given, which is for the only model, if it has no table: "
+                'use aliases = ["NAME"] in a table [models.NAME]'
+            )
         for text, (name, source) in zip(self._given.sources, arguments, strict=True):
             place = f"{self._given.origin} {_shown(text)}"
             if not source:
@@ -197,7 +199,7 @@ class _Reader:
             )
         aliases = self._read_aliases(place, table.get("aliases", []))
         self._add(
-            place, name, values, aliases, weight,
+            place, name, values, aliases, float(weight) if is_number else 1.0,
             lambda key: f"{place}: {source_key if key == 'model' else key}",
         )  # fmt: skip
 

@@ -138,6 +138,7 @@ def make_plans(
                 board_models=board_models,
                 first_worker=first_worker,
                 board_workers=max(sum(sizes), _MIN_BOARD_WORKERS),
+                weight=entry.weight,
             ),
         )
         for index, (entry, plan, first_worker) in enumerate(

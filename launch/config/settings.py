@@ -100,6 +100,13 @@ def _check_secret(key: SecretStr) -> SecretStr:
     return key
 
 
+def _check_source(model: str) -> str:
+    if "\0" in model:
+        raise ValueError("must not have a NUL character")
+    return model
+
+
+_Source = Annotated[str, AfterValidator(_check_source)]
 _Path = Annotated[Path, AfterValidator(Path.absolute)]
 _Port = Annotated[int, Field(ge=0, le=65535)]
 _Positive = Annotated[int, Field(ge=1)]
@@ -137,7 +144,7 @@ class Settings(BaseSettings):
         hide_input_in_errors=True,
     )
 
-    model: CliPositionalArg[str] = Field(
+    model: CliPositionalArg[_Source] = Field(
         "",
         description="folder of a model, or its id on the Hugging Face hub; default: the bundled all-MiniLM-L6-v2. "
         "Several are served together; NAME=MODEL gives one a name",
@@ -517,13 +524,11 @@ class _Merged:
         given = self._values.get("model")
         if not isinstance(given, list | tuple):
             return (given,) if given and isinstance(given, str) else ()
-        if not all(source and isinstance(source, str) for source in given):
+        if not all(source and isinstance(source, str) and "\0" not in source for source in given):
             self._problems.append(
                 f"{self._origins['model']}: must be the folder or id of a model, or a list of such (given: {given!r})"
             )
-        del self._values["model"]
-        if given:
-            self._values["model"] = str(given[0])
+        self._values["model"] = str(given[0]) if given and not self._problems else ""
         return tuple(given)
 
     def _describe(self, errors: list[ErrorDetails]) -> list[str]:

@@ -88,6 +88,19 @@ def test_a_folder_with_a_name_for_no_path_needs_another(tmp_path: Path) -> None:
     assert named(load("C=./a b", "org/m")) == [("C", "./a b"), ("org/m", "org/m")]
 
 
+def test_what_cannot_be_a_path_is_left_to_the_plan() -> None:
+    assert named(load("x" * 100_000)) == [("", "x" * 100_000)]
+    assert named(load("~no-such-user/m")) == [("", "~no-such-user/m")]
+    with pytest.raises(ModelError, match="no such folder"):
+        make_plans(load("~no-such-user/m"))
+
+
+def test_what_no_path_has_is_refused() -> None:
+    for setting in ("model", "models.a.source"):
+        [problem] = problems(toml=f'{setting} = "a\\u0000b"')
+        assert problem.endswith("must not have a NUL character (given: 'a\\x00b')")
+
+
 def test_one_model_with_a_name() -> None:
     [entry] = load("B=org/m", "--model-aliases", "c")
     assert (entry.name, entry.settings.model, entry.settings.served_model_name) == ("B", "org/m", "B")
@@ -106,10 +119,12 @@ def test_the_file_and_the_environment_name_models(monkeypatch: pytest.MonkeyPatc
 @pytest.mark.parametrize(
     ("argv", "toml", "told"),
     [
-        (["a", "b", "--served-model-name", "n"], "", "--served-model-name: 'n' given, which is for a model without a"),
-        (["a", "b", "--model-aliases", "n"], "", "--model-aliases: 'n' given, which is for a model without a name"),
-        (["B=b", "--served-model-name", "n"], "", "--served-model-name: 'n' given, which is for a model without a"),
+        (["a", "b", "--served-model-name", "n"], "", "--served-model-name: 'n' given, which is for the only model, if"),
+        (["a", "b", "--model-aliases", "n"], "", "--model-aliases: 'n' given, which is for the only model, if it"),
+        (["B=b", "--served-model-name", "n"], "", "--served-model-name: 'n' given, which is for the only model, if"),
         (["--model-aliases", "n"], "[models.a]\nsource = 'x'", "--model-aliases: 'n' given"),
+        ([], "[models.a]\nsource = 'x'\n[models.a]\nsource = 'y'", "c.toml: cannot be read: Cannot declare"),
+        (["x" * 1_000_000 + "=a", "b"], "", "MODEL 'xxxxxxxxxx"),
         (["B="], "", "MODEL 'B=': has no model after the name"),
         (["a", "A"], "", "MODEL 'A': the name 'A' is that of MODEL 'a', too"),
         (["x=a", "X=b"], "", "MODEL 'X=b': the name 'X' is that of MODEL 'x=a', too"),
@@ -130,7 +145,7 @@ def test_what_is_refused(argv: list[str], toml: str, told: str) -> None:
     assert problem.startswith(told)
 
 
-@pytest.mark.parametrize("toml", ["model = ['a', 3]", "model = ['']", "model = [['a']]"])
+@pytest.mark.parametrize("toml", ["model = ['a', 3]", "model = ['']", 'model = ["a\\u0000b", "c"]', "model = [['a']]"])
 def test_a_list_of_models_is_of_names(toml: str) -> None:
     [problem] = problems(toml=toml)
     assert problem.startswith("c.toml: model: must be the folder or id of a model, or a list of such (given: [")
@@ -331,12 +346,14 @@ def test_workers_are_numbered_over_all_models(minilm_folder: Path) -> None:
         f"[models.{name}]\nsource = '{minilm_folder}'\nworkers = {workers}\naliases = ['{name}2']\n"
         for name, workers in (("a", 3), ("b", 1), ("c", 70))
     )
+    toml += "weight = 2.5\n"
     plans = make_plans(load("--device", "cpu", "--engine", "dummy", "--gateways", "2", toml=toml))
     configs = [made.gateway for made in plans]
     assert [config.model for config in configs] == ["a", "b", "c"]
     assert [config.aliases for config in configs] == [("a2",), ("b2",), ("c2",)]
     assert [config.model_index for config in configs] == [0, 1, 2]
     assert [config.first_worker for config in configs] == [0, 3, 4]
+    assert [config.weight for config in configs] == [1.0, 1.0, 2.5]
     assert [config.num_workers for config in configs] == [len(made.workers) for made in plans] == [3, 1, 70]
     assert {config.shared_metrics for config in configs} == {configs[0].shared_metrics}
     assert (configs[0].board_models, configs[0].board_workers, configs[0].num_gateways) == (16, 74, 2)
