@@ -6,7 +6,7 @@ JSON; descriptors ride along (SCM_RIGHTS). The end of the stream means that the 
 
     supervisor → gateway       GatewayListen (+ sockets), GatewayStart (+ sockets, shared metrics, vector cache),
                                WorkerUp (+ arena), WorkerDown, Drain,
-                               Prepare (+ ZeroMQ socket), Activate, Discard, ModelBroken, NewKeys,
+                               Prepare (+ ZeroMQ socket), Activate, Withdrawn, Discard, ModelBroken, NewKeys,
                                Progress, Quarantined, InputDeaths, InputsCleared, CoresGranted
     gateway → supervisor       GatewayReady, ChildFailed, Heartbeat, WorkerConnected, WorkerStuck, Prepared, Retired,
                                ReloadAsked, Quarantined, InputDeaths, InputsCleared, CoresWanted, CoresHeld
@@ -84,6 +84,9 @@ class GatewayStart(Message):
     of the vector cache."""
     start_stage: str | None = None
     """What the server's start is doing; None once the server has been ready."""
+    num_models: int = 1
+    """Models that are served. The first generations of the others follow, each with Prepare and Activate; until then no
+    model answers in place of another."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -129,7 +132,15 @@ class Prepare(Message):
 
 @dataclass(frozen=True, slots=True)
 class Activate(Message):
-    """To every gateway: new requests are for this generation from now on."""
+    """To every gateway: new requests for its model are for this generation from now on."""
+
+    generation: int
+
+
+@dataclass(frozen=True, slots=True)
+class Withdrawn(Message):
+    """To every gateway: no new request is for this generation from now on, nor for another of its model, which is no
+    longer served. There is another model. Retired follows."""
 
     generation: int
 

@@ -8,7 +8,7 @@ them.
                                               └─ ParsedEmbed.render ◄────────────────────────────────────────┴─ Response
 """
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import NamedTuple, TypeAlias
 
@@ -93,6 +93,8 @@ class Operation:
     """For a response that needs no vectors: only the tokenizer, or only the body and the model info."""
     describe: Callable[[ModelInfo, str], Response] | None = None
     """For a response that needs only the model info and the path."""
+    describe_all: Callable[[Sequence[ModelInfo]], Response] | None = None
+    """The same where several models are served, and the path names none of them. None: the first is described."""
     claims: tuple[str, ...] = ()
     """The fields of which a body of this operation has one, where several dialects have one at the same path."""
     needs: tuple[str, ...] = ()
