@@ -172,10 +172,10 @@ class OperationsHandler:
         choice = http.choice
         assert choice is not None
         if not choice.is_made:
-            needs = [need for operation in operations for need in operation.needs]
-            is_any_able = not all(operation.needs for operation in operations)
+            asked = [(each.asks_for(body) if each.asks_for is not None else ()) or each.needs for each in operations]
+            needs = [need for each in asked for need in each] if all(asked) else []
             try:
-                context = models.choose(choice.named or name, () if is_any_able else needs)
+                context = models.choose(choice.named or name, needs)
             except ApiError as error:
                 error.dialect = (claims or self.claims)[0].dialect.name
                 raise

@@ -69,9 +69,7 @@ class Models(Generic[M]):
         self._exact = {**dict(aliases), **dict(names)}
         self._folder = _unique(folders)
         self._folded = _unique((name.casefold(), model) for name, model in (*names, *aliases, *folders))
-        self._short = _unique(
-            (name.casefold().rpartition("/")[2], model) for name, model in (*names, *aliases) if "/" in name
-        )
+        self._short = _unique((_without_organization(name.casefold()), model) for name, model in (*names, *aliases))
 
     # --- names ----------------------------------------------------------------------------------------------
 
@@ -92,9 +90,9 @@ class Models(Generic[M]):
         if found is not None or not name:
             return found
         folded = name.casefold()
-        _, slash, last = folded.rpartition("/")
         # Two names with different organizations are two models.
-        return self._folded.get(folded) or (self._folded.get(last) if slash else self._short.get(folded))
+        short = _without_organization(folded)
+        return self._folded.get(folded) or (self._folded.get(short) if short else self._short.get(folded))
 
     def own_name(self, model: M, name: str) -> str:
         """`name` as the model's own `ModelInfo.prompt_of_model_name` understands it, whatever it means here: one of
@@ -112,7 +110,8 @@ class Models(Generic[M]):
 
     def choose(self, name: str | None, needs: Sequence[str]) -> M:
         """The model for a request that names one, or none: then, and for an unknown name if that is not refused, it is
-        the first that has one of the capabilities `needs`, or else the first of all.
+        the first that has the first of the capabilities `needs`, or else of those that have the second, and so on. It
+        is the first of all where none is needed, and where no model has one.
 
         Raises ModelNotFound, and Unavailable while models are still to come.
         """
@@ -122,9 +121,10 @@ class Models(Generic[M]):
         if not self.is_complete:
             raise Unavailable("The server is starting; models are loading", retry_after_s=1, code="not_ready")
         if name and self._refuses_unknown:
-            able = self.able(needs) or self.all
-            raise ModelNotFound(name, listed([known for model in able for known in model.model_info.names]))
-        default = next(iter(self.able(needs)), self.all[0])
+            known = [own for model in self.able(needs) or self.all for own in model.model_info.names]
+            raise ModelNotFound(name, listed(known))
+        able = (model for need in needs for model in self.able((need,)))
+        default = next(able, self.all[0])
         if name:
             self._log_unknown(quoted(name), default.model_info.model)
         return default
@@ -167,8 +167,14 @@ def header_value(name: str) -> str:
     return name if name.isascii() and name.isprintable() else quote(name)
 
 
+def _without_organization(name: str) -> str:
+    """The second part of "org/name"; "" for another name."""
+    organization, _, rest = name.partition("/")
+    return rest if organization.strip(".") and "/" not in rest else ""
+
+
 def _unique(named: Iterable[tuple[str, M]]) -> dict[str, M]:
-    """By name, without the names of several models."""
+    """By name, without the empty name and those of several models."""
     found: dict[str, M] = {}
     several: set[str] = set()
     for name, model in named:

@@ -284,6 +284,7 @@ EMBEDDINGS = Operation(
     embed=parse_embeddings,
     response=late_chunking.response_schema(outputs.response_schema(response_schema("embedding", "embedding", VECTOR))),
     needs=outputs.NEEDS,
+    asks_for=outputs.asks_for,
     binary_media_types=tuple(BINARY_MEDIA_TYPES.values()),
 )
 _MULTI_VECTOR = replace(
