@@ -85,8 +85,8 @@ class GatewayStart(Message):
     start_stage: str | None = None
     """What the server's start is doing; None once the server has been ready."""
     num_models: int = 1
-    """Models that are served. The first generations of the others follow, each with Prepare and Activate; until then no
-    model answers in place of another."""
+    """Models that are served. The generations of all but this one come by Prepare: until as many are active, a name
+    that the gateway does not know may be that of a model which is still to come."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -132,15 +132,15 @@ class Prepare(Message):
 
 @dataclass(frozen=True, slots=True)
 class Activate(Message):
-    """To every gateway: new requests for its model are for this generation from now on."""
+    """To every gateway: new requests for the model of this generation are for this generation from now on."""
 
     generation: int
 
 
 @dataclass(frozen=True, slots=True)
 class Withdrawn(Message):
-    """To every gateway: no new request is for this generation from now on, nor for another of its model, which is no
-    longer served. There is another model. Retired follows."""
+    """To every gateway: the model of this generation is no longer served. No new request is for it; Retired, once the
+    last one is answered, and then Discard follow as after another generation's Activate."""
 
     generation: int
 
@@ -248,7 +248,7 @@ class Prepared(Message):
 
 @dataclass(frozen=True, slots=True)
 class Retired(Message):
-    """From a gateway: it has answered the last request of a generation that is no longer the active one."""
+    """From a gateway: it has answered the last request of a generation that is no longer its model's active one."""
 
     generation: int
 
