@@ -25,7 +25,7 @@ from vecd.gateway.api.application import Api
 from vecd.gateway.api.bodies import Bodies
 from vecd.gateway.api.context import Context
 from vecd.gateway.api.model_info import ModelInfo
-from vecd.gateway.api.models import HEADER, LISTED_ELSEWHERE, PREFIX, Models, header_value, readings_of
+from vecd.gateway.api.models import HEADER, PREFIX, Models, header_value, readings_of
 from vecd.gateway.api.registry import ENDPOINTS
 from vecd.gateway.dispatch.dispatcher import Dispatcher
 from vecd.gateway.dispatch.vector_cache import VectorCache
@@ -39,7 +39,7 @@ from vecd.gateway.telemetry.tei_metrics import TeiCounts
 from vecd.gateway.telemetry.tracing import Tracing, import_opentelemetry
 from vecd.gateway.tokenization.tokenizer import Tokenizer
 from vecd.gateway.types.config import ApiKey, GatewayConfig
-from vecd.gateway.types.errors import ApiError, ModelNotFound, Unavailable
+from vecd.gateway.types.errors import ApiError, Unavailable
 from vecd.gateway.types.messages import HttpRequest, Response
 from vecd.gateway.types.model_choice import ModelChoice
 from vecd.gateway.types.request import Overflow
@@ -301,24 +301,24 @@ class Services:
         if choice is None:
             named = request.headers.get(HEADER, "")
             if request.path.startswith(PREFIX):
-                named, request.path = models.split(request.path) or self._refuse(request)
+                named, request.path = models.split(request.path) or self._refuse(models, request)
             choice = request.choice = ModelChoice(named, is_made=False)
         # Found again when the rest of a body has arrived: another generation may be the active one then.
         found = models.find(choice.named) if choice.named else None
         if found is None:
             if choice.is_made:  # the model was withdrawn meanwhile
-                raise ModelNotFound(choice.named, LISTED_ELSEWHERE)
+                raise models.refusal(choice.named)
             return self.active
         choice.is_made, request.timeline.model = True, found.model_info.model
         return next(service for service in self.of_models if service.api.context is found)
 
-    def _refuse(self, request: HttpRequest) -> NoReturn:
-        """Raises ModelNotFound for a path that names no model, or what else is wrong with the request. Side effect: the
+    def _refuse(self, models: Models[Context], request: HttpRequest) -> NoReturn:
+        """Raises ApiError for a path that names no model, or what else is wrong with the request. Side effect: the
         request's path is the rest, in whose shape the error is rendered."""
         readings = readings_of(request.path)
         name, request.path = next((each for each in readings if self.active.api.has_route(each[1])), readings[0])
         self.active.api.check_head(request)
-        raise ModelNotFound(name, LISTED_ELSEWHERE)
+        raise models.refusal(name)
 
     def _join_models(self) -> None:
         """Let the active services know of each other."""

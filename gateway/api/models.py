@@ -23,7 +23,7 @@ from typing import Generic, Protocol, TypeVar
 from urllib.parse import quote
 
 from vecd.gateway.api.model_info import ModelInfo, listed
-from vecd.gateway.types.errors import ModelNotFound, Unavailable
+from vecd.gateway.types.errors import ApiError, ModelNotFound, Unavailable
 from vecd.gateway.types.quoting import quoted
 
 log = logging.getLogger("vecd.gateway")
@@ -32,8 +32,6 @@ PREFIX = "/m/"
 """Of a path that names its model: /m/NAME/v1/embeddings."""
 HEADER = "x-vecd-model"
 """In a request it names the model; in a response it is the name of the model that has answered."""
-LISTED_ELSEWHERE = "those that GET /v1/models lists"
-"""The served models, in an error that may be for a client without a key."""
 
 _MAX_CHARS = 1024
 """A longer name is unknown, and is not looked at."""
@@ -119,7 +117,7 @@ class Models(Generic[M]):
         if found is not None:
             return found
         if not self.is_complete:
-            raise Unavailable("The server is starting; models are loading", retry_after_s=1, code="not_ready")
+            raise _not_ready()
         if name and self._refuses_unknown:
             known = [own for model in self.able(needs) or self.all for own in model.model_info.names]
             raise ModelNotFound(name, listed(known))
@@ -128,6 +126,11 @@ class Models(Generic[M]):
         if name:
             self._log_unknown(quoted(name), default.model_info.model)
         return default
+
+    def refusal(self, name: str) -> ApiError:
+        """The error for an unknown name that is always refused. It lists no model, because the client may have no
+        key."""
+        return ModelNotFound(name, "those that GET /v1/models lists") if self.is_complete else _not_ready()
 
     def able(self, needs: Sequence[str]) -> tuple[M, ...]:
         """The models that have one of the capabilities; all, if none is needed."""
@@ -153,6 +156,10 @@ class Models(Generic[M]):
         exact = [reading for reading in readings if reading[0] in self._exact]
         found = (reading for reading in readings if self.find(reading[0]) is not None)
         return exact[-1] if exact else next(found, None)
+
+
+def _not_ready() -> Unavailable:
+    return Unavailable("The server is starting; models are loading", retry_after_s=1, code="not_ready")
 
 
 def readings_of(path: str) -> list[tuple[str, str]]:

@@ -27,14 +27,12 @@ from vecd.gateway.api.info import (
     links_of,
     state_of,
 )
-from vecd.gateway.api.models import LISTED_ELSEWHERE
 from vecd.gateway.api.operations import Operation
 from vecd.gateway.api.routes import Handler, Route
 from vecd.gateway.api.schemas import Schema
 from vecd.gateway.api.stats import describe_stats
 from vecd.gateway.telemetry.metrics import CONTENT_TYPE, render_metrics
 from vecd.gateway.telemetry.processes import Usage
-from vecd.gateway.types.errors import ModelNotFound
 from vecd.gateway.types.messages import HttpRequest, Response
 from vecd.shm.shared_metrics import Gauge
 
@@ -50,7 +48,7 @@ async def health(context: Context, http: HttpRequest, principal: Principal) -> R
 
 
 def _why_unavailable(context: Context, http: HttpRequest) -> str | None:
-    """Raises ModelNotFound for a model that is not served."""
+    """Raises ApiError for a model that is not served."""
     contexts = _named_contexts(context, http)
     if len(contexts) == 1:
         return contexts[0].why_unavailable()
@@ -62,7 +60,7 @@ def _why_unavailable(context: Context, http: HttpRequest) -> str | None:
 
 def _named_contexts(context: Context, http: HttpRequest) -> Sequence[Context]:
     """Those of the models that a request is about: of the one that its path, its header or its query names, or else of
-    all. Raises ModelNotFound for an unknown name in the query, whatever the policy is."""
+    all. Raises ApiError for an unknown name in the query, whatever the policy is."""
     models = context.models
     if models is None or http.choice is None or http.choice.is_made:
         return (context,)
@@ -71,7 +69,7 @@ def _named_contexts(context: Context, http: HttpRequest) -> Sequence[Context]:
         return models.all
     found = models.find(name)
     if found is None:
-        raise ModelNotFound(name, LISTED_ELSEWHERE)
+        raise models.refusal(name)
     return (found,)
 
 

@@ -574,7 +574,11 @@ def test_until_all_models_are_activated_none_answers_for_another():
         for body in ({"input": TEXT}, {"input": TEXT, "model": "org/splade"}):
             response = await bench.post("/v1/embeddings", body)
             assert (response.status, json_of(response)["error"]["code"]) == (503, "not_ready")
-        assert (await bench.get("/health")).status == 503
+        for path, query in (
+            ("/health", b""), ("/health", b"model=ranker"), ("/m/ranker/health", b""), ("/m/ranker/v1/models", b""),
+        ):  # fmt: skip
+            assert (await bench.get(path, query)).status == 503
+        assert (await bench.get("/m/dense/v1/models")).status == 200
         bench.add("ranker", 2)
         assert (await bench.post("/v1/embeddings", {"input": TEXT})).status == 503
         bench.add("org/splade", 3)
