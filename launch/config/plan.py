@@ -10,7 +10,8 @@ import os
 import re
 import resource
 import tempfile
-from collections.abc import Callable
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, fields, replace
 from pathlib import Path
 from typing import Any
@@ -22,6 +23,7 @@ from vecd.launch.base.programs import run_child
 from vecd.launch.config.architectures import refuse_unknown
 from vecd.launch.config.chat_template import read_chat_template
 from vecd.launch.config.keys import load_keys
+from vecd.launch.config.models import ModelEntry
 from vecd.launch.config.num_gateways import choose_num_gateways
 from vecd.launch.config.ordered_pair import ordered_pair
 from vecd.launch.config.pair_template import with_pair_template
@@ -75,6 +77,8 @@ class Plan:
     """What was in the model's folder when its card was read; see `model_has_changed`."""
     why_gateways: str = ""
     """Why `--gateways auto` is the number that it is; empty where the number was given."""
+    other_files: frozenset[tuple[str, int, int, int]] = frozenset()
+    """The same of the certificate, its key and the ranges, which gateways read."""
 
     def model_has_changed(self) -> bool:
         """Whether the files are no longer those that the plan was made of. A child that reads them now would not agree
@@ -87,14 +91,51 @@ class Plan:
 
 
 def _files_in(folder: Path) -> frozenset[tuple[str, int, int, int]]:
-    """Path, inode, size and time of change of each file, also of modules' folders; empty without the folder. Reference
-    vectors do not count."""
+    """The versions of all files, also of modules' folders; empty without the folder. Reference vectors do not count."""
     try:
-        paths = [*folder.glob("*"), *folder.glob("*/*"), *folder.glob("*/onnx/*")]
-        found = [(str(path), path.stat()) for path in paths if path.name != REFERENCE_FILE and path.is_file()]
+        return _versions([*folder.glob("*"), *folder.glob("*/*"), *folder.glob("*/onnx/*")])
     except OSError:
         return frozenset()
+
+
+def _versions(paths: Iterable[Path | None]) -> frozenset[tuple[str, int, int, int]]:
+    """Path, inode, size and time of change of each file."""
+    files = [path for path in paths if path is not None and path.name != REFERENCE_FILE and path.is_file()]
+    found = [(str(path), path.stat()) for path in files]
     return frozenset((name, stat.st_ino, stat.st_size, stat.st_mtime_ns) for name, stat in found)
+
+
+def make_plans(
+    entries: Sequence[ModelEntry], report: Callable[[str], None] = logs.say, *, num_gateways: int | None = None
+) -> list[Plan]:
+    """A plan for each model, in the same order, with the models and their workers numbered. Arguments, errors and side
+    effect as those of `make_plan`; the errors name the model, if there are several."""
+    plans: list[Plan] = []
+    first_worker = 0
+    try:
+        for index, entry in enumerate(entries):
+            with _naming(entry.name if len(entries) > 1 else ""):
+                plan = make_plan(entry.settings, report, num_gateways=num_gateways)
+            num_gateways = plan.gateway.num_gateways
+            gateway = replace(plan.gateway, model_index=index, first_worker=first_worker)
+            plans.append(replace(plan, gateway=gateway))
+            first_worker += gateway.num_workers
+    except BaseException:
+        for plan in plans:
+            plan.close()
+        raise
+    return plans
+
+
+@contextmanager
+def _naming(model: str) -> Iterator[None]:
+    """Let errors begin with the model's name, unless it is ""."""
+    try:
+        yield
+    except ConfigurationError as error:
+        raise ConfigurationError([f"{model}: {problem}" for problem in error.problems]) if model else error from None
+    except (ModelError, StartFailure) as error:
+        raise type(error)(f"{model}: {error}") if model else error from None
 
 
 def make_plan(settings: Settings, report: Callable[[str], None] = logs.say, *, num_gateways: int | None = None) -> Plan:
@@ -108,6 +149,7 @@ def make_plan(settings: Settings, report: Callable[[str], None] = logs.say, *, n
     check_tls(settings.tls_cert, settings.tls_key)
     check_otel(settings.otlp_endpoint)
     check_ranges(settings.quantization_ranges)
+    other_files = _versions([settings.tls_cert, settings.tls_key, settings.quantization_ranges])
     keys = load_keys(settings)
     folder, name = _find_model(settings, report)
     model_files = _files_in(folder)
@@ -146,7 +188,7 @@ def make_plan(settings: Settings, report: Callable[[str], None] = logs.say, *, n
         forget(gateway.card)
         raise
     workers = [replace(worker, ordered_pair=pair) for worker in workers]
-    return Plan(settings, card, gateway, workers, model_files, why_gateways)
+    return Plan(settings, card, gateway, workers, model_files, why_gateways, other_files)
 
 
 def check_without_torch(settings: Settings, card: ModelCard) -> None:
