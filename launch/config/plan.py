@@ -149,7 +149,6 @@ def make_plan(settings: Settings, report: Callable[[str], None] = logs.say, *, n
     check_tls(settings.tls_cert, settings.tls_key)
     check_otel(settings.otlp_endpoint)
     check_ranges(settings.quantization_ranges)
-    other_files = _versions([settings.tls_cert, settings.tls_key, settings.quantization_ranges])
     keys = load_keys(settings)
     folder, name = _find_model(settings, report)
     model_files = _files_in(folder)
@@ -188,6 +187,7 @@ def make_plan(settings: Settings, report: Callable[[str], None] = logs.say, *, n
         forget(gateway.card)
         raise
     workers = [replace(worker, ordered_pair=pair) for worker in workers]
+    other_files = _versions([settings.tls_cert, settings.tls_key, settings.quantization_ranges])
     return Plan(settings, card, gateway, workers, model_files, why_gateways, other_files)
 
 

@@ -71,6 +71,8 @@ class Link:
     process: Process
     generations: dict[str, int]
     """By model, the one that it serves new requests with."""
+    awaited: set[str]
+    """The other models that it was started for, and that it has not been able to serve yet."""
     heartbeat_at: float
     """When its last message came, by the loop's clock."""
     is_ready: bool = False
@@ -114,7 +116,7 @@ class GatewayPool:
         self.links: dict[int, Link] = {}
         """By the gateway's index; also those that are starting."""
         self.active = {worker_pool.model: generation for generation, worker_pool in sorted(worker_pools.items())}
-        """By model, in the order of the configuration: the generation that new requests are for."""
+        """By model, in the order of their indices: the generation that new requests are for."""
         first = next(iter(worker_pools.values())).plan.gateway
         self.keys = first.keys
         """The keys that clients may send, whatever a generation's own configuration says."""
@@ -202,10 +204,11 @@ class GatewayPool:
         except OSError as error:
             return f"cannot be started: {error}", None
         with process:
-            model, generation = next(iter(self.active.items()))
+            (model, generation), *others = self.active.items()
             link = self.links[index] = Link(
-                index, epoch, process, {model: generation}, _now(), known={generation}, prepared={generation}
-            )
+                index, epoch, process, {model: generation}, {other for other, _ in others}, _now(),
+                known={generation}, prepared={generation},
+            )  # fmt: skip
             try:
                 reason = await self._start(link, generation, backoff)
                 if reason is not None:
@@ -281,6 +284,17 @@ class GatewayPool:
         self.reconcile()
         self._on_change()
 
+    def activate(self, generations: dict[str, int], keys: tuple[ApiKey, ...]) -> None:
+        """Let new requests for each model go to this generation, with these keys. `generations`: of all models that
+        are served from now on, in the order of their indices. A gateway that is connected to none of its workers goes
+        on with the generation before until it is."""
+        self.active, self.keys = generations, keys
+        for link in list(self.links.values()):
+            if link.awaited - generations.keys():
+                log.warning("%s was started for a model that is no longer served, and is killed", link.process.name)
+                link.process.kill()
+        self.reconcile()
+
     # --- messages to gateways -------------------------------------------------------------------------------
 
     def reconcile(self) -> None:
@@ -327,6 +341,7 @@ class GatewayPool:
                 if before is not None:
                     link.retiring.add(before)
                 link.generations[model] = generation
+                link.awaited.discard(model)
                 send_or_kill(link.process, Activate(generation))
         if link.generations.keys() > self.active.keys():  # only then: one may have been renamed
             for model in link.generations.keys() - self.active.keys():

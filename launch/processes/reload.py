@@ -41,9 +41,8 @@ _FIXED_SETTINGS = (
 )  # fmt: skip
 """What a reload cannot change: the sockets, which processes listen on them, and the memory that these share. The
 content of the certificate's files it can."""
-_OF_NO_MODEL = {"ready_fd", "models"}
-"""Settings in which a model's plan may differ from the one that it is served by, and yet be the same: the first is of
-the start alone, and of the tables each model has its own."""
+_OF_THE_START = {"ready_fd"}
+"""Settings that no reload has."""
 
 
 class ReloadObserver(Protocol):
@@ -93,7 +92,7 @@ class Reloader:
 
     @property
     def active(self) -> list[WorkerPool]:
-        """The workers that new requests go to, in the order of the configuration."""
+        """The workers that new requests go to, in the order of the models' indices."""
         return [self._worker_pools[generation] for generation in self._gateway_pool.active.values()]
 
     @property
@@ -167,8 +166,8 @@ class Reloader:
     # --- the new generations --------------------------------------------------------------------------------
 
     async def _prepare(self) -> list[WorkerPool]:
-        """The worker pools of the configuration as it is now, in its order: of models that have not changed, those that
-        serve; of the others, new ones that are not started. Raises what reading can raise."""
+        """The worker pools of the configuration as it is now, in the order of the models' indices: of models that have
+        not changed, those that serve; of the others, new ones that are not started. Raises what reading can raise."""
         models = await self._files.call("the configuration", self._read_models)
         for path in _files_of(models):  # one that hangs is named, and refuses the reload at once
             with suppress(OSError):
@@ -178,8 +177,9 @@ class Reloader:
         )
         pools: list[WorkerPool] = []
         try:
-            for plan in self._fitted(plans):
-                pool = self._unchanged(plan, len(plans)) or self._make_pool(plan, len(plans))
+            plans = self._fitted(plans)
+            for plan in plans:
+                pool = self._unchanged(plan, plans) or self._make_pool(plan, len(plans))
                 pools.append(pool)
         except BaseException:
             _close(plans[len(pools) :])
@@ -192,14 +192,15 @@ class Reloader:
         active = self.active
         return [worker_pool for worker_pool in pools if worker_pool not in active]
 
-    def _unchanged(self, plan: Plan, num_models: int) -> WorkerPool | None:
-        """The pool that serves this plan already; None if there is none, or if it is that of the only model. Side
-        effect: then the plan, which is not needed, is closed."""
+    def _unchanged(self, plan: Plan, plans: Sequence[Plan]) -> WorkerPool | None:
+        """The pool that serves this plan, one of `plans`, already; None if there is none, or if it is that of the only
+        model. Side effect: the plan is closed if there is one."""
         active = self.active
+        if len(active) == len(plans) == 1:
+            return None
         for worker_pool in active:
-            if worker_pool.model == plan.gateway.model and _is_same(worker_pool.plan, plan):
-                if len(active) == num_models == 1:
-                    return None
+            is_same = _is_same(worker_pool.plan, plan, is_first=plan is plans[0])
+            if worker_pool.model == plan.gateway.model and is_same:
                 plan.close()
                 return worker_pool
         return None
@@ -212,7 +213,8 @@ class Reloader:
         return worker_pool
 
     def _fitted(self, plans: Sequence[Plan]) -> list[Plan]:
-        """The plans with what must stay as it is. Raises ConfigurationError for what they would have to change."""
+        """The plans with what must stay as it is, in the order of the models' indices. Raises ConfigurationError for
+        what they would have to change."""
         now, then = self.active[0].plan.settings, plans[0].settings
         problems = [
             f"{name}: cannot be changed while serving, restart instead (was {getattr(now, name)!s}, "
@@ -227,7 +229,8 @@ class Reloader:
             problems += error.problems
         if problems:
             raise ConfigurationError(problems)
-        return [replace(plan, gateway=config) for plan, config in zip(plans, configs, strict=True)]
+        fitted = [replace(plan, gateway=config) for plan, config in zip(plans, configs, strict=True)]
+        return sorted(fitted, key=lambda plan: plan.gateway.model_index)
 
     async def _start(self, pools: Sequence[WorkerPool]) -> tuple[ApiKey, ...]:
         """Start new generations beside the active ones, until they could take over. Returns the keys that they begin
@@ -253,9 +256,7 @@ class Reloader:
         """Let new requests go to these generations alone, and end each one before them when its last request is
         answered."""
         before, new = self.active, self._new_of(pools)
-        self._gateway_pool.active = {worker_pool.model: worker_pool.generation for worker_pool in pools}
-        self._gateway_pool.keys = keys
-        self._gateway_pool.reconcile()
+        self._gateway_pool.activate({worker_pool.model: worker_pool.generation for worker_pool in pools}, keys)
         settings = pools[0].plan.settings
         logs.change(settings.log_level, settings.log_format)
         replaced = {worker_pool.model for worker_pool in before}
@@ -340,24 +341,19 @@ def _log_served(worker_pool: WorkerPool) -> None:
     log.info("reloaded: %s is served by generation %d", worker_pool.model, worker_pool.generation)
 
 
-def _is_same(served: Plan, plan: Plan) -> bool:
+def _is_same(served: Plan, plan: Plan, *, is_first: bool) -> bool:
     """Whether a model would be served as it is. Keys are every generation's; the tokenizer, which has another path each
-    time, follows from the files. A certificate is for the first model to bring, because any new generation does."""
+    time, follows from the files. A certificate is read again with a new generation of the first model."""
     gateway = replace(plan.gateway, card=served.gateway.card, keys=served.gateway.keys)
+    tls = () if is_first else (plan.gateway.tls_cert, plan.gateway.tls_key)
     return (
-        (gateway, plan.card, plan.workers, plan.model_files, _others(plan), _settings(plan))
-        == (served.gateway, served.card, served.workers, served.model_files, _others(served), _settings(served))
-    )  # fmt: skip
-
-
-def _settings(plan: Plan) -> dict[str, Any]:
-    return plan.settings.model_dump(exclude=_OF_NO_MODEL)
-
-
-def _others(plan: Plan) -> set[tuple[str, int, int, int]]:
-    """The versions of the files that only its gateways read."""
-    tls = () if plan.gateway.model_index == 0 else (plan.gateway.tls_cert, plan.gateway.tls_key)
-    return {version for version in plan.other_files if version[0] not in tls}
+        gateway == served.gateway
+        and plan.card == served.card
+        and plan.workers == served.workers
+        and plan.model_files == served.model_files
+        and {name for name, *_ in plan.other_files ^ served.other_files} <= set(tls)
+        and plan.settings.model_dump(exclude=_OF_THE_START) == served.settings.model_dump(exclude=_OF_THE_START)
+    )
 
 
 def _close(plans: Sequence[Plan]) -> None:

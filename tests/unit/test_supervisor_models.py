@@ -368,6 +368,24 @@ def test_a_model_that_is_no_longer_configured_is_withdrawn(bench, models) -> Non
     run(test())
 
 
+def test_a_gateway_that_starts_while_a_model_is_withdrawn_does_not_wait_for_it(bench, models) -> None:
+    async def test() -> None:
+        async with bench("--gateways", "2") as made:
+            made.fakes.on_spawn = lambda gateway: setattr(gateway, "starts", False)
+            made.fakes.gateways[1].end(1)
+            await settle(1)
+            assert made.fakes.gateways[2].sent(GatewayStart)[0].num_models == 2
+            made.fakes.on_spawn = lambda gateway: None
+            del models["b"]
+            await made.reload()
+            assert not made.fakes.gateways[2].is_alive
+            await settle(5)
+            assert made.fakes.gateways[3].sent(GatewayStart)[0].num_models == 1
+            assert made.fakes.gateways[3].served == made.fakes.gateways[0].served == {"a": 1}
+
+    run(test())
+
+
 def test_models_come_go_and_change_in_one_reload(bench, models) -> None:
     async def test() -> None:
         async with bench("--gateways", "2", retires=False) as made:

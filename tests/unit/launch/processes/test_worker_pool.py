@@ -344,7 +344,7 @@ def test_one_of_several_models_has_workers_of_its_own_numbers_and_is_named(bench
                 "b: worker 5 (life 1) is stuck and is killed", "b: worker 5 (life 1) was killed by SIGABRT",
             ]  # fmt: skip
             assert {record.fields["model"] for record in caplog.records} == {"b"}
-        with pytest.raises(StartFailure, match=r"^b: worker 4 keeps dying"):
+        with pytest.raises(StartFailure, match=r"^b: worker [45] keeps dying"):
             async with bench(lambda worker: worker.end(1), is_only_model=False, gateway=gateway) as made:
                 await made.task
 
