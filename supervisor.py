@@ -81,7 +81,7 @@ log = logging.getLogger("vecd.supervisor")
 _BLOCKED_SIGNALS = {signal.SIGINT, signal.SIGTERM}
 _DRAIN_MARGIN_S = 2.0
 _REAP_INTERVAL_S = 2.0
-_MIN_BOARD_MODELS = 8
+_MIN_BOARD_MODELS = 16
 """Models that a reload may bring the server to, if it starts with fewer: 2 KiB of shared metrics each, per gateway."""
 
 

@@ -429,7 +429,10 @@ REFUSED: dict[str, tuple[Models, str]] = {
     "folder": ({"c": {"model": "./nowhere"}}, "c: "),
     "setting": ({"c": {"max_tokens": 100_000}}, "c: --max-tokens: 100000 given"),
     "workers": ({"c": {"workers": 61}}, "workers of c: 61 given, at most 60 without a restart"),
-    "models": ({f"c{number}": {"workers": 1} for number in range(7)}, "models: 9 given, at most 8 without a restart"),
+    "models": (
+        {f"c{number}": {"workers": 1} for number in range(15)},
+        "models: 17 given, at most 16 without a restart",
+    ),
     "endpoint": ({"c": {}}, "Too many open files"),
 }
 
