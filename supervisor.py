@@ -10,8 +10,9 @@ A gateway is a process of its own (`vecd.launch.child`), on the one listening so
 by a fork server that has torch imported. Each child has one control channel, whose end means its death. One coroutine
 supervises each child: it runs one process after the other, and its loop never waits for a file (`FileAccess`).
 
-A server of several models has a worker pool for each. They load at the same time: most of a start is one thread that
-imports and reads, so that cores would be idle otherwise; the longest start, and not their sum, delays the first
+A server of several models has a worker pool for each, whose fork servers a zygote forks
+(`vecd.launch.processes.zygote`). They load at the same time: most of a start is one thread that reads, so that cores
+would be idle otherwise; the longest start, and not their sum, delays the first
 response; and a model that cannot start ends the server at once. The memory is needed at the end in any case.
 """
 
@@ -52,6 +53,7 @@ from vecd.launch.processes.reload import Reloader
 from vecd.launch.processes.sockets import Inherited, Listeners, take_inherited
 from vecd.launch.processes.summary import summary
 from vecd.launch.processes.worker_pool import ReadyWorker, WorkerPool
+from vecd.launch.processes.zygote import Zygote
 from vecd.launch.systemd.notify import Notifier, serving
 from vecd.launch.systemd.reload_command import ReloadSocket
 from vecd.launch.systemd.watchdog import HEALTHY, HealthSignals, WatchdogState
@@ -161,6 +163,8 @@ class Supervisor:
         Raises StartFailure when there is no memory, no descriptor or no temporary folder.
         """
         self._system = system or System()
+        self._zygote = Zygote() if system is None else None
+        """What the fork servers of several models are forked from; a test's start no process."""
         self._arguments = list(arguments)
         self._notifier = notifier
         self._inherited = inherited
@@ -228,6 +232,8 @@ class Supervisor:
         except BaseExceptionGroup as failures:
             raise first_of(failures) from None
         finally:
+            if self._zygote is not None:
+                await self._zygote.stop()
             await self._system.reap_everything()
             self._close()
         return self._exit_code
@@ -260,9 +266,10 @@ class Supervisor:
         return task
 
     def _make_worker_pool(self, generation: int, plan: Plan, is_only_model: bool) -> WorkerPool:
-        return WorkerPool(
-            generation, plan, self._num_gateways, self._lives, self, self._system, is_only_model=is_only_model
-        )
+        system = self._system
+        if self._zygote is not None and not is_only_model:
+            system = replace(system, fork_server=self._zygote.fork_server)
+        return WorkerPool(generation, plan, self._num_gateways, self._lives, self, system, is_only_model=is_only_model)
 
     def _plans_again(self, models: Sequence[ModelEntry]) -> list[Plan]:
         """For a reload; raises as `make_plans`."""
@@ -372,6 +379,8 @@ class Supervisor:
     def on_reload_finished(self, num_requested: int, problems: list[str]) -> None:
         if self._has_been_ready:
             self._notifier.ready(self._status())
+            if self._zygote is not None and len(self._reloader.active) == 1:
+                self._start_task(self._zygote.stop())  # and its imports are not kept for what may never come
         self._reload_socket.done(num_requested, problems)
 
     def _on_keys(self, keys: tuple[ApiKey, ...]) -> None:
@@ -413,6 +422,7 @@ class Supervisor:
         """Proportional memory of every process of the server."""
         pids = [os.getpid(), *(link.process.pid for link in self._gateway_pool.links.values())]
         pids += [pid for worker_pool in self._worker_pools.values() for pid in worker_pool.pids()]
+        pids += self._zygote.pids() if self._zygote is not None else []
         return sum(kilobytes(Path(f"/proc/{pid}/smaps_rollup"), "Pss") for pid in pids) // 1024
 
     def _send_status(self) -> None:
