@@ -12,6 +12,8 @@ JSON; descriptors ride along (SCM_RIGHTS). The end of the stream means that the 
                                ReloadAsked, Quarantined, InputDeaths, InputsCleared, CoresWanted, CoresHeld
     supervisor → fork server   ForkServerStart, ForkWorker (+ control, arena, ZeroMQ addresses)
     fork server → supervisor   ForkServerReady, WorkerForked (+ pidfd), ForkFailed, WorkerExited
+    supervisor → zygote        ForkServerStart (+ control of a new fork server)
+    new fork server → supervisor   ForkServerForked (+ pidfd)
     worker → supervisor        Progress, WorkerReady, ChildFailed
 
 Batches never travel here: that is `vecd.shm.wire`.
@@ -268,7 +270,8 @@ class WorkerStuck(Message):
 
 @dataclass(frozen=True, slots=True)
 class ForkServerStart(Message):
-    """To the fork server: what to import, and what to load, before the first fork."""
+    """To the fork server: what to import, and what to load, before the first fork. To a zygote before: import what this
+    fork server needs, and fork it. Descriptor then: the fork server's control socket."""
 
     parent_pid: int
     """The supervisor's, whose death before the fork server asks to die with it would otherwise go unseen."""
@@ -280,6 +283,16 @@ class ForkServerStart(Message):
     """The command line of `vecd.workers.process.selection_process.serve`, but for its descriptor."""
     log_level: str = "info"
     log_format: str = "text"
+
+
+@dataclass(frozen=True, slots=True)
+class ForkServerForked(Message):
+    """From a fork server that a zygote has forked: it is the supervisor's child now. Descriptor: its pidfd. Or from the
+    zygote, without one: it cannot be forked."""
+
+    pid: int
+    error: str = ""
+    """Why it cannot be."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -10,7 +10,7 @@ import os
 import re
 import resource
 import tempfile
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, fields, replace
 from itertools import accumulate
 from pathlib import Path
@@ -54,7 +54,6 @@ _MAX_ARENA_BYTES = 2**40
 """Far more than a worker's share of any machine; only files that are wrong ask for it."""
 _MAX_OPEN_FILES = 65_536
 _MIN_BOARD_WORKERS = 64  # a reload may have more than the start
-_MIN_BOARD_MODELS = 16  # the same, where there are tables of models
 _OTHER_OPEN_FILES = 512  # of the gateway: arenas, ZeroMQ, connections that are being refused
 _MIN_OPEN_FILES = 256
 
@@ -77,6 +76,8 @@ class Plan:
     """What was in the model's folder when its card was read; see `model_has_changed`."""
     why_gateways: str = ""
     """Why `--gateways auto` is the number that it is; empty where the number was given."""
+    other_files: frozenset[tuple[str, int, int, int]] = frozenset()
+    """The same of the certificate, its key and the ranges, which gateways read."""
 
     def model_has_changed(self) -> bool:
         """Whether the files are no longer those that the plan was made of. A child that reads them now would not agree
@@ -89,13 +90,17 @@ class Plan:
 
 
 def _files_in(folder: Path) -> frozenset[tuple[str, int, int, int]]:
-    """Path, inode, size and time of change of each file, also of modules' folders; empty without the folder. Reference
-    vectors do not count."""
+    """The versions of all files, also of modules' folders; empty without the folder. Reference vectors do not count."""
     try:
-        paths = [*folder.glob("*"), *folder.glob("*/*"), *folder.glob("*/onnx/*")]
-        found = [(str(path), path.stat()) for path in paths if path.name != REFERENCE_FILE and path.is_file()]
+        return _versions([*folder.glob("*"), *folder.glob("*/*"), *folder.glob("*/onnx/*")])
     except OSError:
         return frozenset()
+
+
+def _versions(paths: Iterable[Path | None]) -> frozenset[tuple[str, int, int, int]]:
+    """Path, inode, size and time of change of each file."""
+    files = [path for path in paths if path is not None and path.name != REFERENCE_FILE and path.is_file()]
+    found = [(str(path), path.stat()) for path in files]
     return frozenset((name, stat.st_ino, stat.st_size, stat.st_mtime_ns) for name, stat in found)
 
 
@@ -126,8 +131,6 @@ def make_plans(
     else:
         plans = _plan_all(entries, report, num_gateways)
     sizes = [plan.gateway.num_workers for plan in plans]
-    is_extensible = len(entries) > 1 or bool(entries[0].settings.given_models.tables)
-    board_models = max(len(entries), _MIN_BOARD_MODELS) if is_extensible else 1
     return [
         replace(
             plan,
@@ -135,9 +138,7 @@ def make_plans(
                 plan.gateway,
                 aliases=tuple(alias.name for alias in entry.aliases),
                 model_index=index,
-                board_models=board_models,
                 first_worker=first_worker,
-                board_workers=max(sum(sizes), _MIN_BOARD_WORKERS),
                 weight=entry.weight,
             ),
         )
@@ -240,7 +241,8 @@ def _plan_model(
         forget(gateway.card)
         raise
     workers = [replace(worker, ordered_pair=pair) for worker in workers]
-    return Plan(settings, card, gateway, workers, model_files, why_gateways)
+    other_files = _versions([settings.tls_cert, settings.tls_key, settings.quantization_ranges])
+    return Plan(settings, card, gateway, workers, model_files, why_gateways, other_files)
 
 
 def check_without_torch(settings: Settings, card: ModelCard) -> None:
