@@ -157,6 +157,8 @@ class GatewayConfig:
     first_worker: int = 0
     """The index of the model's first worker: those of all models are numbered together, so that none is meant for
     another."""
+    weight: float = 1.0
+    """The model's share of the cores while other models need them, above 0."""
     unknown_model: str = "any"
     """One of UNKNOWN_MODELS: what becomes of a request that names a model which is not configured."""
     chat_template: ChatTemplateSpec | None = None
