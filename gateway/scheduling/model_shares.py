@@ -200,10 +200,13 @@ class ModelShares:
     # --- what the others mean for one -----------------------------------------------------------------------
 
     def wants_short_batches(self, now: float) -> bool:
-        """Whether others wait for each batch, of whichever model: short requests come for any of them while any has a
-        backlog; or one model's own tenants wait for each other."""
+        """Whether others wait for each batch, of whichever model: one of them wants short ones; or short requests come
+        for one while another has a backlog, or has many turns waiting and the first has not."""
         policies = [share.policy for share in self._members if share.needs_cores]
-        if any(policy.expects_short(now) for policy in policies) and any(policy.has_backlog for policy in policies):
+        expecting = [policy for policy in policies if policy.expects_short(now)]
+        if expecting and any(policy.has_backlog for policy in policies):
+            return True
+        if any(policy.has_many_turns for policy in policies) and not all(policy.has_many_turns for policy in expecting):
             return True
         return any(policy.wants_short_batches(now) for policy in policies)
 

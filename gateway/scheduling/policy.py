@@ -351,6 +351,11 @@ class BatchingPolicy:
         """Whether a request waits that one turn was not enough for."""
         return any(priority_class.num_backlog_tokens for priority_class in self._classes)
 
+    @property
+    def has_many_turns(self) -> bool:
+        """Whether tenants have more than a turn waiting, on average, at any priority."""
+        return any(priority_class.has_many_turns for priority_class in self._classes)
+
     def wants_short_batches(self, now: float) -> bool:
         """Whether others wait for each batch: short requests come while a backlog is worked on, or a tenant with little
         comes with them beside others that have much."""
@@ -363,7 +368,7 @@ class BatchingPolicy:
         if now - self._newcomer_seen_at >= _SHORT_EXPECTED_S or self._newcomer.num_tokens > self.quantum:
             self._newcomer = None  # gone, or one of those that have much
             return False
-        return any(priority_class.has_many_turns for priority_class in self._classes)
+        return self.has_many_turns
 
     # --- which, and in what turn ----------------------------------------------------------------------------
 

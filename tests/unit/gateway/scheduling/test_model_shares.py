@@ -22,7 +22,7 @@ class Policy:
     def __init__(self, num: int, priority: Priority) -> None:
         self.queued_sequences = num
         self.waiting_priority = priority
-        self.is_short_expected = self.has_backlog = self.has_newcomer = False
+        self.is_short_expected = self.has_backlog = self.has_many_turns = self.has_newcomer = False
 
     def expects_short(self, now: float) -> bool:
         return self.is_short_expected
@@ -330,6 +330,19 @@ def test_batches_are_short_while_short_requests_of_one_model_wait_for_the_backlo
     assert not machine.shares.wants_short_batches(0.0)
     first.policy.has_newcomer = True
     assert machine.shares.wants_short_batches(0.0)
+
+
+def test_batches_are_short_while_a_model_with_little_waits_for_one_with_much():
+    machine = Machine(2)
+    first, other = machine.add(), machine.add()
+    first.policy.is_short_expected = other.policy.is_short_expected = True
+    assert not machine.shares.wants_short_batches(0.0)
+    other.policy.has_many_turns = True
+    assert machine.shares.wants_short_batches(0.0)
+    first.policy.has_many_turns = True
+    assert not machine.shares.wants_short_batches(0.0), "both have much"
+    first.policy.is_short_expected = first.policy.has_many_turns = False
+    assert not machine.shares.wants_short_batches(0.0), "none comes for the other"
 
 
 def test_a_model_counts_on_its_part_by_weight_of_those_that_have_work():
