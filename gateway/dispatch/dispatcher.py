@@ -37,7 +37,7 @@ from vecd.gateway.dispatch.vector_cache import VectorCache
 from vecd.gateway.dispatch.worker_link import InFlight, WorkerLink
 from vecd.gateway.scheduling.cores import Cores
 from vecd.gateway.scheduling.cost_model import CostModel
-from vecd.gateway.scheduling.model_shares import CoreTurn, ModelShare
+from vecd.gateway.scheduling.model_shares import CoreTurn, ModelShare, worker_order
 from vecd.gateway.scheduling.policy import BatchingPolicy, PlannedBatch
 from vecd.gateway.scheduling.queue import Deaths, QueuedSequence, RequestQueue
 from vecd.gateway.scheduling.thread_model import ThreadModel
@@ -383,9 +383,16 @@ class Dispatcher:
 
     def find_idle(self) -> int:
         """Workers that could get a batch now; 0 if nothing waits."""
-        self._idle = [link for link in self._links.values() if link.is_idle] if self._policy.queued_sequences else []
-        self._idle.sort(key=_num_thread_choices)
+        self._idle = [link for link in self._in_order() if link.is_idle] if self._policy.queued_sequences else []
+        if self._cores.spare > 0:
+            self._idle.sort(key=_num_thread_choices)
         return len(self._idle)
+
+    def _in_order(self) -> list[WorkerLink]:
+        """All workers, the one last that gets the next batch if it is idle."""
+        links = sorted(self._links.values(), key=lambda link: link.incarnation.worker)
+        order = worker_order(len(links), self._shared_metrics.gateway, self._num_gateways)
+        return [links[place] for place in reversed(order)]
 
     def send_in_turn(self, now: float, turn: CoreTurn) -> int:
         """Send one batch to an idle worker. Returns how many workers could get the next one; 0 if nothing could be

@@ -71,6 +71,17 @@ class ModelShare:
         return min(self.num_idle, self.policy.queued_sequences)
 
 
+def worker_order(num_workers: int, gateway: int, num_gateways: int) -> list[int]:
+    """In which order a gateway takes idle workers, by their places: each gateway begins with others, because two that
+    send to one worker leave a core idle. Pairs of gateways come from opposite ends, so that two never meet while they
+    have no more cores than there are workers."""
+    if gateway % 2:
+        end = (gateway + 1) * num_workers // num_gateways
+        return [(end - 1 - place) % num_workers for place in range(num_workers)]
+    start = gateway * num_workers // num_gateways
+    return [(start + place) % num_workers for place in range(num_workers)]
+
+
 class CoreTurn(NamedTuple):
     """What a dispatcher may send when it is its turn."""
 

@@ -3,15 +3,17 @@
 import asyncio
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
+from typing import Any
 
 import pytest
 
 from tests.support.dispatching import DEADLINE_S, EPOCH, Bench, Worker, running_bench
 from vecd.gateway.admission.admission import Admission
 from vecd.gateway.scheduling.cores import Cores
+from vecd.gateway.telemetry.shared_metrics import SharedMetrics
 from vecd.gateway.types.request import Priority
 from vecd.shm.control import THREAD_CHOICES
-from vecd.shm.shared_metrics import ServiceKey
+from vecd.shm.shared_metrics import ServiceKey, SharedMetricsSpec
 from vecd.shm.wire import Batch, Done
 
 QUIET_S = 0.05
@@ -19,7 +21,7 @@ QUIET_S = 0.05
 
 @asynccontextmanager
 async def two_models(
-    num_cores: int = 2, num_workers: int = 2, choices: tuple[int, ...] = (1,), **options: float | None
+    num_cores: int = 2, num_workers: int = 2, choices: tuple[int, ...] = (1,), **options: Any
 ) -> AsyncIterator[tuple[Cores, Bench, Bench]]:
     """Each with `num_workers`, which are connected. `options` are the second one's."""
     cores = Cores(num_cores)
@@ -235,6 +237,18 @@ async def test_workers_with_threads_of_their_own_take_a_core_for_each():
         answer(*await receive_any(other))
         await asyncio.gather(*(request.finished for request in requests))
         assert (cores.leased, cores.num_lent) == (0, 0)
+
+
+@pytest.mark.parametrize("gateway", [0, 1])
+async def test_two_gateways_begin_with_different_workers(gateway):
+    spec = SharedMetricsSpec(2, 4, 2)
+    metrics = SharedMetrics(memoryview(bytearray(spec.nbytes)).cast("q"), spec, gateway)
+    async with two_models(shared_metrics=metrics, num_gateways=2) as (_, _, other):
+        request = other.request(1)
+        worker, batch = await receive_any(other)
+        assert worker is other.workers[gateway]
+        answer(worker, batch)
+        await request.finished
 
 
 async def test_speed_is_estimated_with_the_cores_that_the_other_model_leaves():

@@ -9,7 +9,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from vecd.gateway.scheduling.cores import Cores
-from vecd.gateway.scheduling.model_shares import CoreTurn, ModelShare, ModelShares
+from vecd.gateway.scheduling.model_shares import CoreTurn, ModelShare, ModelShares, worker_order
 from vecd.gateway.scheduling.policy import AGING_S, BatchingPolicy
 from vecd.gateway.types.request import Priority
 
@@ -390,3 +390,18 @@ def test_nothing_is_sent_ahead_by_a_gateway_that_has_more_cores_than_it_is_grant
     machine.cores.grant(1)
     machine.dispatch()
     assert first.num_ahead == num_ahead
+
+
+@given(st.integers(1, 20), st.integers(1, 8))
+def test_gateways_with_equal_parts_of_the_cores_send_to_different_workers(num_workers, num_gateways):
+    orders = [worker_order(num_workers, gateway, num_gateways) for gateway in range(num_gateways)]
+    assert all(sorted(order) == list(range(num_workers)) for order in orders)
+    taken = [place for order in orders for place in order[: num_workers // num_gateways]]
+    assert len(set(taken)) == len(taken)
+
+
+@given(st.integers(1, 20), st.integers(0, 20))
+def test_two_gateways_never_meet_whatever_their_parts(num_workers, part):
+    first, other = (worker_order(num_workers, gateway, 2) for gateway in (0, 1))
+    part = min(part, num_workers)
+    assert not set(first[:part]) & set(other[: num_workers - part])
