@@ -131,6 +131,7 @@ class Service:
             shared_metrics=self._shared_metrics,
             cores=gateway.cores,
             vector_cache=vector_cache,
+            weight=None if config.compute_type == "gpu" else config.weight,
         )
         self.admission = Admission(
             max_requests=config.share(config.max_requests),
