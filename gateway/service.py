@@ -233,7 +233,7 @@ class Services:
         """Models that have not been activated yet."""
         self._models: Models[Context] | None = None
         """None where there is one model."""
-        self._logged_names: set[str] = set()
+        self._logged_models: set[str] = set()
         if num_models > 1:
             self._join_models()
 
@@ -330,7 +330,7 @@ class Services:
                 [service.api.context for service in self.of_models],
                 refuses_unknown=config.unknown_model == "refuse" or config.is_strict,
                 is_complete=not self._num_awaited,
-                logged=self._logged_names,
+                logged=self._logged_models,
             )
         if before is not None or self._models is not None:
             for service in self.of_models:

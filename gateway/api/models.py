@@ -24,7 +24,6 @@ from urllib.parse import quote
 
 from vecd.gateway.api.model_info import ModelInfo, listed
 from vecd.gateway.types.errors import ApiError, ModelNotFound, Unavailable
-from vecd.gateway.types.quoting import quoted
 
 log = logging.getLogger("vecd.gateway")
 
@@ -37,8 +36,6 @@ _MAX_CHARS = 1024
 """A longer name is unknown, and is not looked at."""
 _MAX_PARTS = 16
 """Of a path, those that may belong to a name."""
-_MAX_LOGGED = 100
-"""Unknown names that are logged."""
 
 
 class _Described(Protocol):
@@ -49,14 +46,14 @@ M = TypeVar("M", bound=_Described)
 
 
 class Models(Generic[M]):
-    """The served models, in the order of the configuration. Immutable, but for the names that were logged. May be
+    """The served models, in the order of the configuration. Immutable, but for what was logged. May be
     called in any thread."""
 
     def __init__(
         self, models: Sequence[M], *, refuses_unknown: bool, is_complete: bool = True, logged: set[str] | None = None
     ) -> None:
         """`is_complete`: False while models of the configuration are still to come; until then no other model answers
-        for them. `logged`: the unknown names that were logged already; changed here."""
+        for them. `logged`: the models of which it was logged that they answer for others; changed here."""
         self.all = tuple(models)
         self.is_complete = is_complete
         self._refuses_unknown = refuses_unknown
@@ -124,7 +121,7 @@ class Models(Generic[M]):
         able = (model for need in needs for model in self.able((need,)))
         default = next(able, self.all[0])
         if name:
-            self._log_unknown(quoted(name), default.model_info.model)
+            self._log_unknown(default.model_info.model)
         return default
 
     def refusal(self, name: str) -> ApiError:
@@ -138,11 +135,12 @@ class Models(Generic[M]):
             model for model in self.all if not needs or any(need in model.model_info.capabilities for need in needs)
         )
 
-    def _log_unknown(self, name: str, default: str) -> None:
-        """Once for each name."""
-        if name not in self._logged and len(self._logged) < _MAX_LOGGED:
-            self._logged.add(name)
-            log.info("a request names the model %s, which is not configured; %s answers in its place", name, default)
+    def _log_unknown(self, default: str) -> None:
+        """Once for each model that answers in the place of another, whose name the log must not have: it is the
+        client's."""
+        if default not in self._logged:
+            self._logged.add(default)
+            log.info("requests name a model that is not configured; %s answers in its place", default)
 
     # --- paths ----------------------------------------------------------------------------------------------
 

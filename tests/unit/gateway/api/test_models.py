@@ -161,19 +161,15 @@ def test_while_models_are_still_to_come_no_other_answers_for_them():
         assert (raised.value.code, raised.value.headers) == ("not_ready", {"retry-after": "1"})
 
 
-def test_an_unknown_name_is_logged_once(caplog):
+def test_that_a_model_answers_for_others_is_logged_once_without_their_names(caplog):
     logged: set[str] = set()
     with caplog.at_level(logging.INFO, "vecd.gateway"):
         for _ in range(3):
             models(logged=logged).choose("gpt-4\n" + "x" * 2**20, ("rerank",))
             models(logged=logged).choose("ranker", ("rerank",))
         [record] = caplog.records
-        assert "'gpt-4\\nxxx" in record.message
         assert "ranker answers" in record.message
-        assert len(record.message) < 150
-        for number in range(1000):
-            models(logged=logged).choose(f"name {number}", ())
-    assert len(caplog.records) == len(logged) == 100
+        assert "gpt" not in record.message
 
 
 @pytest.mark.parametrize(
