@@ -10,7 +10,7 @@ import json
 import os
 import re
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -43,26 +43,13 @@ _NAMING = {
 }
 """Why settings that name the only model cannot stand in a table."""
 
-_ROLES = ("query", "document")
-_DTYPES = ("float32", "float16", "bfloat16", "int8", "uint8", "binary", "ubinary")
-"""Names of `Role` and `Dtype` in `vecd.gateway.types.request`, which imports numpy."""
-
-
-@dataclass(frozen=True, slots=True)
-class Alias:
-    """Another name of a model. It needs no memory and no process."""
-
-    name: str
-    defaults: Mapping[str, str | int] = field(default_factory=dict)
-    """Of requests by this name that do not say otherwise: prompt, dimensions, role, dtype."""
-
 
 @dataclass(frozen=True, slots=True)
 class ModelEntry:
     name: str
     """By which requests, metrics and logs name it; "" for the name that its folder or its id gives."""
     settings: Settings
-    aliases: tuple[Alias, ...] = ()
+    aliases: tuple[str, ...] = ()
     weight: float = 1.0
     """Its share of the cores while other models need them, too: above 0, and at most 1000."""
 
@@ -113,8 +100,8 @@ def names_of(setting: str) -> tuple[str, ...]:
     return tuple(name.strip() for name in setting.split(",") if name.strip())
 
 
-def _aliases_of(settings: Settings) -> tuple[Alias, ...]:
-    return tuple(map(Alias, names_of(settings.model_aliases)))
+def _aliases_of(settings: Settings) -> tuple[str, ...]:
+    return names_of(settings.model_aliases)
 
 
 def _check_unknown_model(settings: Settings, num_models: int) -> list[str]:
@@ -203,43 +190,18 @@ class _Reader:
             lambda key: f"{place}: {source_key if key == 'model' else key}",
         )  # fmt: skip
 
-    def _read_aliases(self, place: str, aliases: object) -> tuple[Alias, ...]:
-        """Of a list of names, or of a table of their request defaults."""
-        place = f"{place}: aliases"
+    def _read_aliases(self, place: str, aliases: object) -> tuple[str, ...]:
         if isinstance(aliases, list) and all(isinstance(name, str) for name in aliases):
-            return tuple(map(Alias, aliases))
-        if not isinstance(aliases, Mapping):
-            self.problems.append(
-                f'{place}: must be names, ["NAME"], or a table of names with their defaults (given: {_shown(aliases)})'
-            )
-            return ()
-        found = []
-        for name, defaults in aliases.items():
-            if isinstance(defaults, Mapping):
-                self._check_defaults(f"{place}: {_key(name)}", defaults)
-                found.append(Alias(name, dict(defaults)))
-            else:
-                self.problems.append(
-                    f"{place}: {_key(name)}: must be a table of {', '.join(_DEFAULTS)} (given: {_shown(defaults)})"
-                )
-        return tuple(found)
-
-    def _check_defaults(self, place: str, defaults: Mapping[str, object]) -> None:
-        for key, value in defaults.items():
-            if key not in _DEFAULTS:
-                why = f"there is no such default{_guess(key, _DEFAULTS)}"
-            else:
-                is_right, must = _DEFAULTS[key]
-                why = "" if is_right(value) else f"must be {must}"
-            if why:
-                self.problems.append(f"{place}: {key}: {why} (given: {_shown(value)})")
+            return tuple(aliases)
+        self.problems.append(f'{place}: aliases: must be names, ["NAME"] (given: {_shown(aliases)})')
+        return ()
 
     def _add(
         self,
         place: str,
         name: str,
         values: Mapping[str, Any],
-        aliases: tuple[Alias, ...],
+        aliases: tuple[str, ...],
         weight: float = 1.0,
         origin: Callable[[str], str] = str,
         hint: str = "",
@@ -247,7 +209,7 @@ class _Reader:
         """`place`: where the model stands, for the operator to find it. `origin`: how that writes a setting. `hint`:
         what helps where the name cannot be used."""
         self.num_models += 1
-        for key, each in (("", name), *(("aliases: ", alias.name) for alias in aliases)):
+        for key, each in (("", name), *(("aliases: ", alias) for alias in aliases)):
             if why := _why_no_name(each):
                 self.problems.append(f"{place}: {key}the name {_shown(each)} {why}{hint}")
             elif (first := self._places.get(each.lower())) is not None:
@@ -260,19 +222,6 @@ class _Reader:
             self.problems += error.problems
         else:
             self.entries.append(ModelEntry(name, settings, aliases, weight))
-
-
-def _is_dimensions(value: object) -> bool:
-    return isinstance(value, int) and not isinstance(value, bool) and value >= 1
-
-
-_DEFAULTS: dict[str, tuple[Callable[[object], bool], str]] = {
-    "prompt": (lambda value: isinstance(value, str), "a text"),
-    "dimensions": (_is_dimensions, "a whole number of at least 1"),
-    "role": (lambda value: value in _ROLES, f"one of {', '.join(_ROLES)}"),
-    "dtype": (lambda value: value in _DTYPES, f"one of {', '.join(_DTYPES)}"),
-}
-"""Of requests by an alias: what each must be."""
 
 
 def _why_not(name: str, written: str, value: object) -> str:

@@ -136,7 +136,7 @@ def make_plans(
             plan,
             gateway=replace(
                 plan.gateway,
-                aliases=tuple(alias.name for alias in entry.aliases),
+                aliases=entry.aliases,
                 model_index=index,
                 first_worker=first_worker,
                 weight=entry.weight,

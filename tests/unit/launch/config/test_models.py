@@ -10,7 +10,7 @@ import pytest
 from vecd.launch.base.exit_codes import EXIT_BAD_CONFIGURATION, ConfigurationError
 from vecd.launch.check.command import main as check
 from vecd.launch.config import plan
-from vecd.launch.config.models import Alias, ModelEntry, load_models
+from vecd.launch.config.models import ModelEntry, load_models
 from vecd.launch.config.plan import make_plan, make_plans
 from vecd.launch.config.settings import load_settings
 from vecd.shm.card import ModelError, read_card
@@ -48,7 +48,7 @@ def test_one_model_is_as_it_was() -> None:
     settings = load_settings(["org/m", "--model-aliases", "a, b", "--served-model-name", "n"])
     [entry] = load_models(settings)
     assert entry.settings is settings
-    assert (entry.name, entry.settings.model, entry.aliases) == ("n", "org/m", (Alias("a"), Alias("b")))
+    assert (entry.name, entry.settings.model, entry.aliases) == ("n", "org/m", ("a", "b"))
     assert named(load()) == [("", "")]
     assert named(load("")) == [("", "")]
 
@@ -104,7 +104,7 @@ def test_what_no_path_has_is_refused() -> None:
 def test_one_model_with_a_name() -> None:
     [entry] = load("B=org/m", "--model-aliases", "c")
     assert (entry.name, entry.settings.model, entry.settings.served_model_name) == ("B", "org/m", "B")
-    assert entry.aliases == (Alias("c"),)
+    assert entry.aliases == ("c",)
     assert entry.settings.unknown_model is None
 
 
@@ -189,12 +189,6 @@ weight = 2
 model = "org/r"
 kind = "rerank"
 workers = 1
-[models."org/rerank".aliases.r]
-[models."org/rerank".aliases.q]
-prompt = "query: "
-dimensions = 64
-role = "query"
-dtype = "int8"
 """
 
 
@@ -202,9 +196,7 @@ def test_tables() -> None:
     embed, rerank = load("--overflow", "chunk", toml=TABLES)
     assert named((embed, rerank)) == [("embed", "org/e"), ("org/rerank", "org/r")]
     assert (embed.weight, rerank.weight) == (2, 1)
-    assert embed.aliases == (Alias("text-embedding-3-small"), Alias("e"))
-    defaults: dict[str, str | int] = {"prompt": "query: ", "dimensions": 64, "role": "query", "dtype": "int8"}
-    assert rerank.aliases == (Alias("r"), Alias("q", defaults))
+    assert embed.aliases == ("text-embedding-3-small", "e")
     assert (rerank.settings.kind, rerank.settings.workers, embed.settings.workers) == ("rerank", 1, "auto")
 
 
@@ -251,12 +243,11 @@ aliases = "x"
 [models."d..e"]
 [models."a\\u0000"]
 [models.f]
-aliases = {h = 1, g = {dimension = 3, dimensions = 0, role = "both"}}
+aliases = {h = 1}
 """,
     )
     must = "must begin with a letter, a digit or _, and have no others than the characters A-Z a-z 0-9 . _ : - and "
     must += "slashes between them, without '..': it stands in paths, as /m/NAME/v1/embeddings"
-    default = "c.toml: [models.f]: aliases: g"
     assert sorted(told) == sorted(
         [
             "c.toml: [models.plain]: must be a table with the model's settings",
@@ -273,17 +264,13 @@ aliases = {h = 1, g = {dimension = 3, dimensions = 0, role = "both"}}
             "c.toml: [models.a]: aliases: the name 'B' is that of c.toml: [models.a], too",
             "c.toml: [models.a]: aliases: the name 'A' is that of c.toml: [models.a], too",
             f"c.toml: [models.a]: aliases: the name 'a b' {must}",
-            'c.toml: [models.b]: aliases: must be names, ["NAME"], or a table of names with their defaults '
-            "(given: 'x')",
+            "c.toml: [models.b]: aliases: must be names, [\"NAME\"] (given: 'x')",
             "c.toml: [models.b]: the name 'b' is that of c.toml: [models.a], too",
             "c.toml: [models.b]: source: must be a valid string (given: 3)",
             f"c.toml: [models.\"c/\"]: the name 'c/' {must}",
             f"c.toml: [models.\"d..e\"]: the name 'd..e' {must}",
             f"c.toml: [models.\"a\\u0000\"]: the name 'a\\x00' {must}",
-            "c.toml: [models.f]: aliases: h: must be a table of prompt, dimensions, role, dtype (given: 1)",
-            f"{default}: dimension: there is no such default; did you mean dimensions? (given: 3)",
-            f"{default}: dimensions: must be a whole number of at least 1 (given: 0)",
-            f"{default}: role: must be one of query, document (given: 'both')",
+            "c.toml: [models.f]: aliases: must be names, [\"NAME\"] (given: {'h': 1})",
             "--unknown-model: any given, but a name that is not configured can mean any of 6 models: must be default "
             "or refuse",
         ]
