@@ -160,17 +160,16 @@ def _plan_all(entries: Sequence[ModelEntry], report: Callable[[str], None], num_
             keys = _check_shared(settings)
         except ConfigurationError as error:
             problems += error.problems
+        if settings.vector_cache:
+            problems.append(f"--vector-cache: {settings.vector_cache} bytes given, which keep the vectors of one model")
         for entry in entries:
             try:
-                plans.append(_plan_model(entry.settings, keys, report, num_gateways, is_only=False))
+                plans.append(_plan_model(entry.settings, keys, report, num_gateways))
                 num_gateways = plans[-1].gateway.num_gateways
             except ConfigurationError as error:
                 problems += [f"{entry.name}: {problem}" for problem in error.problems]
             except ModelError as error:
                 faults.append(f"{entry.name}: {error}")
-        if settings.vector_cache and not problems and not faults and not any(map(_is_dense, plans)):
-            given = f"--vector-cache: {settings.vector_cache} bytes given"
-            problems.append(f"{given}, which keep dense vectors; no model has them")
         if problems:
             raise ConfigurationError([*problems, *faults])
         if faults:
@@ -180,10 +179,6 @@ def _plan_all(entries: Sequence[ModelEntry], report: Callable[[str], None], num_
             plan.close()
         raise
     return plans
-
-
-def _is_dense(plan: Plan) -> bool:
-    return "dense" in plan.card.capabilities
 
 
 def _check_shared(settings: Settings) -> tuple[ApiKey, ...]:
@@ -198,10 +193,8 @@ def _plan_model(
     keys: tuple[ApiKey, ...],
     report: Callable[[str], None],
     num_gateways: int | None,
-    *,
-    is_only: bool = True,
 ) -> Plan:
-    """As `make_plan`. `is_only`: no other model is served."""
+    """As `make_plan`."""
     check_ranges(settings.quantization_ranges)
     folder, name = _find_model(settings, report)
     model_files = _files_in(folder)
@@ -226,8 +219,7 @@ def _plan_model(
     if num_gateways is None:
         num_gateways, why_gateways = _num_gateways(settings, card, devices)
     gateway = _gateway_config(settings, name, card, devices, keys, num_gateways)
-    if is_only or "dense" in card.capabilities:
-        _check_vector_cache(gateway)
+    _check_vector_cache(gateway)
     workers = [
         _worker_config(settings, card, devices[index % len(devices)], gateway.arena)  # each GPU in turn
         for index in range(gateway.num_workers)

@@ -1,7 +1,6 @@
 """Which models a configuration has, what is refused, and the plans of several."""
 
 import os
-import shutil
 from dataclasses import replace
 from pathlib import Path
 
@@ -9,12 +8,10 @@ import pytest
 
 from vecd.launch.base.exit_codes import EXIT_BAD_CONFIGURATION, ConfigurationError
 from vecd.launch.check.command import main as check
-from vecd.launch.config import plan
 from vecd.launch.config.models import ModelEntry, load_models
 from vecd.launch.config.plan import make_plan, make_plans
 from vecd.launch.config.settings import load_settings
-from vecd.shm.card import ModelError, read_card
-from vecd.shm.heads import SparseHead
+from vecd.shm.card import ModelError
 
 
 @pytest.fixture(autouse=True)
@@ -378,21 +375,9 @@ def test_the_problems_of_all_models_are_told_and_no_descriptor_stays_open(minilm
     assert num_open() == before
 
 
-def test_the_vector_cache_is_for_the_models_with_dense_vectors(
-    minilm_folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    shutil.copytree(minilm_folder, tmp_path / "sparse")
-
-    def read(folder: Path, kind: str) -> object:
-        card = read_card(folder)
-        is_sparse = folder.name == "sparse" or kind == "sparse"
-        return replace(card, capabilities=("sparse",), sparse=SparseHead(())) if is_sparse else card
-
-    monkeypatch.setattr(plan, "read_card", read)
-    flags = ["--device", "cpu", "--engine", "dummy", "--vector-cache"]
-    for made in make_plans(load(*flags, "1000000", f"a={minilm_folder}", f"b={tmp_path / 'sparse'}")):
-        made.close()
-    with pytest.raises(ConfigurationError, match=r"^a: --vector-cache: 1000 bytes given, this model needs at least"):
-        make_plans(load(*flags, "1000", f"a={minilm_folder}", f"b={tmp_path / 'sparse'}"))
-    with pytest.raises(ConfigurationError, match=r"which keep dense vectors; no model has them$"):
-        make_plans(load(*flags, "1000000", "--kind", "sparse", f"a={minilm_folder}", f"b={tmp_path / 'sparse'}"))
+def test_the_vector_cache_is_for_one_model(minilm_folder: Path) -> None:
+    flags = ["--device", "cpu", "--engine", "dummy", "--vector-cache", "1000000", f"a={minilm_folder}"]
+    [made] = make_plans(load(*flags))
+    made.close()
+    with pytest.raises(ConfigurationError, match=r"^--vector-cache: 1000000 bytes given, which keep"):
+        make_plans(load(*flags, f"b={minilm_folder}"))
