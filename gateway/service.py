@@ -71,6 +71,9 @@ from vecd.shm.wire import Incarnation
 log = logging.getLogger("vecd.gateway")
 
 _RETIRE_POLL_S = 0.02
+_MODELS_TIMEOUT_S = 10.0
+"""How long a request waits for models that are still to come. A gateway that is started again has read the tokenizers
+of all within a second or two."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -231,6 +234,8 @@ class Services:
         self._preparing: dict[int, asyncio.Task[None]] = {}
         self._num_awaited = num_models - 1
         """Models that have not been activated yet."""
+        self._have_come = asyncio.Event()
+        """Set once there are none."""
         self._models: Models[Context] | None = None
         """None where there is one model."""
         self._logged_models: set[str] = set()
@@ -280,6 +285,9 @@ class Services:
     # --- several models -------------------------------------------------------------------------------------
 
     async def _handle_among(self, models: Models[Context], request: HttpRequest) -> Response:
+        if not models.is_complete:
+            await self._await_models(request)
+            models = self._models or models
         if self.tracing is not None:
             self.tracing.begin(request)
         service = self._enter(models, request)
@@ -291,6 +299,14 @@ class Services:
             return await service.api.handle(request)
         finally:
             held.release()
+
+    async def _await_models(self, request: HttpRequest) -> None:
+        """Let a request that may be for a model which is still to come wait for it, as for a worker. During the
+        server's own start no request waits."""
+        path = self._likeliest_reading(request.path)[1] if request.path.startswith(PREFIX) else request.path
+        if self.active.dispatcher.start_stage is None and self.active.api.is_for_model(request.method, path):
+            with suppress(TimeoutError):
+                await asyncio.wait_for(self._have_come.wait(), _MODELS_TIMEOUT_S)
 
     def _enter(self, models: Models[Context], request: HttpRequest) -> Service:
         """The service whose API a request goes to: that of the model which its path or its header names, or else the
@@ -316,10 +332,14 @@ class Services:
     def _refuse(self, models: Models[Context], request: HttpRequest) -> NoReturn:
         """Raises ApiError for a path that names no model, or what else is wrong with the request. Side effect: the
         request's path is the rest, in whose shape the error is rendered."""
-        readings = readings_of(request.path)
-        name, request.path = next((each for each in readings if self.active.api.has_route(each[1])), readings[0])
+        name, request.path = self._likeliest_reading(request.path)
         self.active.api.check_head(request)
         raise models.refusal(name)
+
+    def _likeliest_reading(self, path: str) -> tuple[str, str]:
+        """A name, and the rest of a path that begins with PREFIX: the first that has a route, if one has."""
+        readings = readings_of(path)
+        return next((each for each in readings if self.active.api.has_route(each[1])), readings[0])
 
     def _join_models(self) -> None:
         """Let the active services know of each other."""
@@ -450,6 +470,8 @@ class Services:
         self.of_models = tuple(sorted(services, key=lambda service: service.config.model_index))
         self.active = self.of_models[0]
         self._join_models()
+        if not self._num_awaited:
+            self._have_come.set()
 
     def _retire(self, service: Service) -> None:
         """Report as soon as its last request is answered."""

@@ -77,6 +77,11 @@ class Api:
         """Whether the public listener has a route at this path."""
         return methods_at(self._public_table, path) is not None
 
+    def is_for_model(self, method: str, path: str) -> bool:
+        """Whether the public listener has a route for this that is for a model, not about the server."""
+        route = (methods_at(self._public_table, path) or {}).get(method)
+        return route is not None and route.scope == "embed"
+
     def render_error(self, error: ApiError, path: str | None) -> Response:
         return render_error(error, path, self._public_table)
 

@@ -13,6 +13,7 @@ import pytest
 
 from tests.support.asking import body_of, embedded_of
 from tests.support.cards import DENSE, RERANKER, SPARSE
+from tests.support.virtualtime import run_in_virtual_time
 from tests.unit.gateway.test_service import planned_config
 from vecd.gateway.admission.principals import Principal
 from vecd.gateway.api.operations import ParsedDecode, ParsedTokenize
@@ -570,6 +571,7 @@ def test_keys_and_their_use_are_the_server_s():
 
 def test_until_all_models_are_activated_none_answers_for_another():
     async def test(bench: Bench) -> None:
+        bench.services.active.dispatcher.start_stage = "loading weights"
         assert (await bench.post("/v1/embeddings", {"input": TEXT, "model": "dense"})).status == 200
         for body in ({"input": TEXT}, {"input": TEXT, "model": "org/splade"}):
             response = await bench.post("/v1/embeddings", body)
@@ -587,6 +589,37 @@ def test_until_all_models_are_activated_none_answers_for_another():
         assert recorded_by(response) == "org/splade"
 
     run(test, "dense", num_models=3)
+
+
+def test_requests_wait_for_the_models_of_a_gateway_that_was_started_again():
+    """Its server has been ready, and their clients know the models."""
+
+    async def test(bench: Bench) -> None:
+        body = {"text_1": "a", "text_2": "b"}
+        asking = [
+            asyncio.ensure_future(bench.post(path, {**body, "model": model}))
+            for path, model in (("/score", "ranker"), ("/m/ranker/score", "dense"), ("/score", None))
+        ]
+        assert (await bench.get("/health")).status == 503, "a probe does not wait"
+        assert (await bench.get("/m/ranker/health")).status == 503
+        bench.add("org/splade", 3)
+        await asyncio.sleep(0)
+        assert [body_of(each.result()) for each in asking if each.done()] == []
+        bench.add("ranker", 2)
+        for each in asking:
+            assert recorded_by(await each) == "ranker"
+
+    run(test, "dense", num_models=3)
+
+
+def test_requests_wait_for_models_only_for_a_while():
+    async def test() -> None:
+        async with serving("dense", num_models=2) as bench:
+            began_at = asyncio.get_running_loop().time()
+            response = await bench.post("/score", {"text_1": "a", "text_2": "b", "model": "ranker"})
+            assert (response.status, asyncio.get_running_loop().time() - began_at) == (503, 10)
+
+    run_in_virtual_time(test)
 
 
 # --- lists ----------------------------------------------------------------------------------------------------------
