@@ -12,6 +12,7 @@ import subprocess
 import sys
 import time
 from collections.abc import AsyncIterator, Callable
+from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -42,11 +43,16 @@ DUMMY = WorkerConfig(CARD, ArenaSpec(2, 4, DIM), "weightless", "cpu", "float32",
 BATCH = PackedBatch(np.array([2, 1], dtype=np.int32), np.array([41, 42, 43], dtype=np.int32))
 PR_SET_CHILD_SUBREAPER = 36
 
+_strangers: set[psutil.Process] = set()
+"""Children of this process from before the test, such as servers of other tests, which run for long."""
+
 
 @pytest.fixture
 async def zygote() -> AsyncIterator[Zygote]:
     """At the end nothing is left of it, nor of what was forked from it."""
     adopt_orphans()
+    _strangers.clear()
+    _strangers.update(psutil.Process().children())
     made = Zygote()
     yield made
     try:
@@ -75,10 +81,21 @@ async def until(condition: Callable[[], object]) -> None:
 
 
 def relatives() -> list[psutil.Process]:
-    """This process's descendants that are processes of the product. Orphans that have ended are reaped before, as the
-    supervisor does every now and then."""
+    """This process's descendants that are processes of the product, and that the test has begun. Orphans that have
+    ended are reaped before, as the supervisor does every now and then."""
     reap_orphans()
-    return [child for child in psutil.Process().children(recursive=True) if child.name().startswith("vecd-")]
+    found: list[psutil.Process] = []
+    for child in psutil.Process().children():
+        if child not in _strangers:
+            with suppress(psutil.NoSuchProcess):
+                found += [child, *child.children(recursive=True)]
+    return [process for process in found if _is_ours(process)]
+
+
+def _is_ours(process: psutil.Process) -> bool:
+    with suppress(psutil.NoSuchProcess):
+        return process.name().startswith("vecd-")
+    return False
 
 
 def order(modules: list[str] | None = None, config: WorkerConfig | None = None) -> ForkServerStart:
