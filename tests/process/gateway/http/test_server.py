@@ -688,17 +688,20 @@ def ask_without_reading(model_info: ModelInfo, path: str) -> socket.socket:
 
 
 async def test_answers_that_nobody_takes_are_limited_in_all(caplog):
+    def told() -> list[str]:
+        return [record.getMessage() for record in caplog.records if record.levelno == logging.WARNING]
+
     async with serving(max_unsent_bytes=40_000_000) as model_info:
         reading = await model_info.connect()
         silent = [ask_without_reading(model_info, "/large") for _ in range(4)]
-        await until(lambda: model_info.server.num_connections == 2)  # one may stay
+        await until(lambda: sum(int(line.split()[0]) for line in told()) == 3)  # one may stay
+        await until(lambda: model_info.server.num_connections == 2)
         assert (await reading.ask(get("/a"))).status == 200
         assert model_info.server.num_connections == 2
         for sock in silent:
             sock.close()
-    told = [record.getMessage() for record in caplog.records if record.levelno == logging.WARNING]
-    assert any("read nothing of their responses" in line and "at most 40000000 are held" in line for line in told)
-    assert sum(int(line.split()[0]) for line in told) == 3
+    assert any("read nothing of their responses" in line and "at most 40000000 are held" in line for line in told())
+    assert sum(int(line.split()[0]) for line in told()) == 3
 
 
 # --- other limits ---------------------------------------------------------------------------------------------------
