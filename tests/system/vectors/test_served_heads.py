@@ -255,8 +255,8 @@ def test_the_order_of_pairs_in_bfloat16(name: str, tmp_path: Path, minilm_folder
         max_abs_diff=float(np.abs(found - expected).max()),
         std_of_logits=float(expected.std()),
     )
-    # An engine is selected by 0.95 on its own batch; here the logits of some random models differ by 0.005 in all.
-    assert concordant >= 0.9
+    # What an engine is selected by; less where the logits of a random model hardly differ.
+    assert concordant >= (0.95 if expected.std() > 0.01 else 0.9)
 
 
 # --- labels -----------------------------------------------------------------------------------------------------
