@@ -9,6 +9,11 @@ same, its children notice and end by themselves.
 A gateway is a process of its own (`vecd.launch.child`), on the one listening socket that all share; workers are forked
 by a fork server that has torch imported. Each child has one control channel, whose end means its death. One coroutine
 supervises each child: it runs one process after the other, and its loop never waits for a file (`FileAccess`).
+
+A server of several models has a worker pool for each, whose fork servers a zygote forks
+(`vecd.launch.processes.zygote`). They load at the same time: most of a start is one thread that reads, so that cores
+would be idle otherwise; the longest start, and not their sum, delays the first
+response; and a model that cannot start ends the server at once. The memory is needed at the end in any case.
 """
 
 import asyncio
@@ -38,7 +43,8 @@ from vecd.launch.base.exit_codes import (
 )
 from vecd.launch.base.interrupts import exit_at_interrupt, without_interrupts
 from vecd.launch.check.machine import read_machine
-from vecd.launch.config.plan import Plan, make_plan, max_open_files
+from vecd.launch.config.models import ModelEntry, load_models
+from vecd.launch.config.plan import Plan, make_plans, max_open_files
 from vecd.launch.config.settings import Settings, load_settings
 from vecd.launch.processes.children import System
 from vecd.launch.processes.gateway_pool import GatewayPool, Link
@@ -47,6 +53,7 @@ from vecd.launch.processes.reload import Reloader
 from vecd.launch.processes.sockets import Inherited, Listeners, take_inherited
 from vecd.launch.processes.summary import summary
 from vecd.launch.processes.worker_pool import ReadyWorker, WorkerPool
+from vecd.launch.processes.zygote import Zygote
 from vecd.launch.systemd.notify import Notifier, serving
 from vecd.launch.systemd.reload_command import ReloadSocket
 from vecd.launch.systemd.watchdog import HEALTHY, HealthSignals, WatchdogState
@@ -76,6 +83,8 @@ log = logging.getLogger("vecd.supervisor")
 _BLOCKED_SIGNALS = {signal.SIGINT, signal.SIGTERM}
 _DRAIN_MARGIN_S = 2.0
 _REAP_INTERVAL_S = 2.0
+_MIN_BOARD_MODELS = 16
+"""Models that a reload may bring the server to, if it starts with fewer: 2 KiB of shared metrics each, per gateway."""
 
 
 def serve(arguments: Sequence[str]) -> int:
@@ -98,9 +107,9 @@ def serve(arguments: Sequence[str]) -> int:
         with without_interrupts():
             listeners = _listen_early(settings, inherited)
         with notifier.extending():
-            plan = make_plan(settings, _report_early)
+            plans = make_plans(load_models(settings), _report_early)
         _prepare_process()
-        return asyncio.run(Supervisor(plan, arguments, notifier, inherited, listeners).run())
+        return asyncio.run(Supervisor(plans, arguments, notifier, inherited, listeners).run())
     except ConfigurationError as error:
         for problem in error.problems:
             logs.say(problem, logging.ERROR)
@@ -141,19 +150,21 @@ def _report_early(stage: str) -> None:
 class Supervisor:
     def __init__(
         self,
-        plan: Plan,
+        plans: Sequence[Plan],
         arguments: Sequence[str],
         notifier: Notifier,
         inherited: Inherited,
         listeners: Listeners | None = None,
         system: System | None = None,
     ) -> None:
-        """A reload reads `arguments` again, with the environment and the files. `listeners`: None if none has been
-        opened yet. `system`: for tests.
+        """`plans`: of each model, in the order of the configuration, one at least. A reload reads `arguments` again,
+        with the environment and the files. `listeners`: None if none has been opened yet. `system`: for tests.
 
         Raises StartFailure when there is no memory, no descriptor or no temporary folder.
         """
         self._system = system or System()
+        self._zygote = Zygote() if system is None else None
+        """What the fork servers of several models are forked from; a test's start no process."""
         self._arguments = list(arguments)
         self._notifier = notifier
         self._inherited = inherited
@@ -161,41 +172,45 @@ class Supervisor:
         self._stopping = asyncio.Event()
         self._changed = asyncio.Event()
         self._lives: dict[int, int] = {}
-        self._num_gateways = plan.gateway.num_gateways
+        self._num_gateways = plans[0].gateway.num_gateways
         self._has_been_ready = False
         self._exit_code = EXIT_OK
         self._listeners = listeners
         self._url = self._admin_url = ""
         self._reload_socket = ReloadSocket(self.request_reload, lambda: self._url)
         try:
-            self._first = self._make_worker_pool(1, self._with_inherited(plan))
-            self._metrics_fd = create_shared_metrics(plan.gateway.shared_metrics)
-            self._vector_cache_fd = _make_vector_cache(plan) if plan.gateway.vector_cache else None
+            self._first = [
+                self._make_worker_pool(index + 1, plan, len(plans) == 1)
+                for index, plan in enumerate(map(self._with_inherited, _with_room(plans)))
+            ]
+            first = self._first[0].plan
+            self._metrics_fd = create_shared_metrics(first.gateway.shared_metrics)
+            self._vector_cache_fd = _make_vector_cache(first) if first.gateway.vector_cache else None
         except OSError as error:
             raise StartFailure(f"cannot make what processes share: {error}") from None
-        self._worker_pools = {1: self._first}
+        self._worker_pools = {worker_pool.generation: worker_pool for worker_pool in self._first}
         """By generation."""
         self._tasks: list[asyncio.Task[None]] = []
 
     @property
     def plan(self) -> Plan:
-        """What new requests are served by."""
-        return self._reloader.active.plan
+        """What new requests for the first model are served by. What the server has once is the same in every plan."""
+        return self._reloader.active[0].plan
 
     async def run(self) -> int:
         """Serve until SIGTERM or SIGINT; returns the exit code: 0, or 130 if SIGINT came before the server was ready.
         Raises StartFailure when a child cannot start or keeps dying."""
         self._install_signal_handlers()
         try:
-            listeners = self._listeners = self._listeners or Listeners(self._first.plan.settings, self._inherited)
+            settings = self._first[0].plan.settings
+            listeners = self._listeners = self._listeners or Listeners(settings, self._inherited)
             self._url, self._admin_url = listeners.url, listeners.admin_url
             self._gateway_pool = GatewayPool(
                 self._num_gateways, listeners.sockets, self._metrics_fd, self._worker_pools, self._on_gateway_message,
                 self._changed.set, self._system, usable_cores(), self._vector_cache_fd,
             )  # fmt: skip
             self._reloader = Reloader(
-                lambda: load_settings(self._arguments, without=["ready_fd"]),
-                lambda settings: self._with_inherited(make_plan(settings, num_gateways=self._num_gateways)),
+                lambda: load_models(load_settings(self._arguments, without=["ready_fd"])), self._plans_again,
                 self._make_worker_pool, self._worker_pools, self._gateway_pool, self._system.files, self._start_task,
                 self._changed, self,
             )  # fmt: skip
@@ -204,7 +219,8 @@ class Supervisor:
                 self._group = group
                 gateways = [self._start_task(self._gateway_pool.supervise(i)) for i in range(self._num_gateways)]
                 for work in (
-                    self._first.supervise(), self._gateway_pool.watch_heartbeats(), self._announce_when_ready(),
+                    *(worker_pool.supervise() for worker_pool in self._first),
+                    self._gateway_pool.watch_heartbeats(), self._announce_when_ready(),
                     watch_keys(self._system.files, lambda: self.plan.settings, self._on_keys), self._reap_orphans(),
                     self._keep_notifying(),
                 ):  # fmt: skip
@@ -216,6 +232,8 @@ class Supervisor:
         except BaseExceptionGroup as failures:
             raise first_of(failures) from None
         finally:
+            if self._zygote is not None:
+                await self._zygote.stop()
             await self._system.reap_everything()
             self._close()
         return self._exit_code
@@ -247,8 +265,15 @@ class Supervisor:
         self._tasks.append(task := self._group.create_task(work))
         return task
 
-    def _make_worker_pool(self, generation: int, plan: Plan) -> WorkerPool:
-        return WorkerPool(generation, plan, self._num_gateways, self._lives, self, self._system)
+    def _make_worker_pool(self, generation: int, plan: Plan, is_only_model: bool) -> WorkerPool:
+        system = self._system
+        if self._zygote is not None and not is_only_model:
+            system = replace(system, fork_server=self._zygote.fork_server)
+        return WorkerPool(generation, plan, self._num_gateways, self._lives, self, system, is_only_model=is_only_model)
+
+    def _plans_again(self, models: Sequence[ModelEntry]) -> list[Plan]:
+        """For a reload; raises as `make_plans`."""
+        return list(map(self._with_inherited, make_plans(models, num_gateways=self._num_gateways)))
 
     def _with_inherited(self, plan: Plan) -> Plan:
         """The plan, for the sockets that systemd has made."""
@@ -288,7 +313,9 @@ class Supervisor:
                 self._gateway_pool.broadcast(message, but=link)
             case ReloadAsked():
                 self.request_reload()
-            case Prepared() if message.generation == self._gateway_pool.active:
+            case Prepared() if message.generation in self._gateway_pool.active.values():
+                if not self._has_been_ready:
+                    raise StartFailure(f"{self._worker_pools[message.generation].prefix}{message.error}")
                 log.error("%s cannot serve what all others do, and is killed: %s", link.process.name, message.error)
                 link.process.kill()
             case Prepared():
@@ -300,7 +327,7 @@ class Supervisor:
 
     def on_ready(self, worker_pool: WorkerPool, worker: ReadyWorker) -> None:
         if self._has_been_ready:
-            log.info("%s is ready", worker.incarnation)
+            worker_pool.log.info("%s is ready", worker.incarnation)
         self._on_workers_changed()
 
     def on_down(self, worker_pool: WorkerPool, worker: ReadyWorker, reason: str) -> None:
@@ -309,13 +336,15 @@ class Supervisor:
         self._send_status()
 
     def on_broken(self, worker_pool: WorkerPool, reason: str) -> None:
-        if worker_pool.generation == self._gateway_pool.active:
-            log.error("no worker stays alive, requests are refused: %s", reason)
+        if self._is_active(worker_pool):
+            worker_pool.log.error("no worker stays alive, requests are refused: %s", reason)
         self._on_workers_changed()
 
     def on_model_changed(self, worker_pool: WorkerPool) -> None:
-        if worker_pool.generation == self._gateway_pool.active:
-            log.warning("the model's files have changed; reloading, so that no mixture of two models is served")
+        if self._is_active(worker_pool):
+            worker_pool.log.warning(
+                "the model's files have changed; reloading, so that no mixture of two models is served"
+            )
             self.request_reload()
 
     def on_stage(self, worker_pool: WorkerPool, stage: str) -> None:
@@ -330,6 +359,9 @@ class Supervisor:
             logs.say(f"warning: {warning}", logging.WARNING)
         else:
             log.warning("%s", warning)
+
+    def _is_active(self, worker_pool: WorkerPool) -> bool:
+        return self._gateway_pool.active.get(worker_pool.model) == worker_pool.generation
 
     def _on_workers_changed(self) -> None:
         self._gateway_pool.reconcile()
@@ -347,6 +379,8 @@ class Supervisor:
     def on_reload_finished(self, num_requested: int, problems: list[str]) -> None:
         if self._has_been_ready:
             self._notifier.ready(self._status())
+            if self._zygote is not None and len(self._reloader.active) == 1:
+                self._start_task(self._zygote.stop())  # and its imports are not kept for what may never come
         self._reload_socket.done(num_requested, problems)
 
     def _on_keys(self, keys: tuple[ApiKey, ...]) -> None:
@@ -366,7 +400,7 @@ class Supervisor:
 
     async def _announce_when_ready(self) -> None:
         pool = self._gateway_pool
-        while len(pool.ready_links) < self._num_gateways or not pool.is_connected(self._first):
+        while len(pool.ready_links) < self._num_gateways or not all(map(pool.is_connected, self._first)):
             self._changed.clear()
             await self._changed.wait()
         self._has_been_ready = True
@@ -375,9 +409,9 @@ class Supervisor:
         self._notifier.ready(self._status())
 
     def _announce(self) -> None:
-        facts = next(iter(self._first.ready.values())).facts
         ready_s = time.monotonic() - self._started_at
-        lines, fields = summary(self.plan, self._url, self._admin_url, facts, self._memory_mb(), ready_s)
+        (plan, facts), *others = [(pool.plan, next(iter(pool.ready.values())).facts) for pool in self._first]
+        lines, fields = summary(plan, self._url, self._admin_url, facts, self._memory_mb(), ready_s, others)
         logs.announce(lines, **fields)
         ready_fd = self.plan.settings.ready_fd
         if ready_fd is not None:
@@ -388,6 +422,7 @@ class Supervisor:
         """Proportional memory of every process of the server."""
         pids = [os.getpid(), *(link.process.pid for link in self._gateway_pool.links.values())]
         pids += [pid for worker_pool in self._worker_pools.values() for pid in worker_pool.pids()]
+        pids += self._zygote.pids() if self._zygote is not None else []
         return sum(kilobytes(Path(f"/proc/{pid}/smaps_rollup"), "Pss") for pid in pids) // 1024
 
     def _send_status(self) -> None:
@@ -395,11 +430,8 @@ class Supervisor:
             self._notifier.status(self._status())
 
     def _status(self) -> str:
-        worker_pool = self._reloader.active
-        model, refused = worker_pool.plan.gateway.model, "; ".join(self._reloader.problems)
-        return serving(
-            model, self._url, len(worker_pool.ready), len(worker_pool.plan.workers), worker_pool.broken, refused
-        )
+        models = [(pool.model, len(pool.ready), len(pool.plan.workers), pool.broken) for pool in self._reloader.active]
+        return serving(models, self._url, "; ".join(self._reloader.problems))
 
     async def _keep_notifying(self) -> None:
         """Notify systemd that a start or a reload goes on, and that the server is alive; the latter unless a restart is
@@ -420,13 +452,15 @@ class Supervisor:
             await asyncio.sleep(interval_s)
 
     def _health_signals(self) -> HealthSignals:
-        """A start and a drain have deadlines of their own."""
+        """A start and a drain have deadlines of their own. One model that is served is enough: a restart would end its
+        requests, too."""
         if not self._has_been_ready or self._stopping.is_set():
             return HEALTHY
-        worker_pool, links = self._reloader.active, self._gateway_pool.healthy_links
-        usable = {worker.incarnation for worker in worker_pool.ready.values() if not worker.is_stuck}
+        active, links = self._reloader.active, self._gateway_pool.healthy_links
+        workers = [worker for worker_pool in active for worker in worker_pool.ready.values()]
+        usable = {worker.incarnation for worker in workers if not worker.is_stuck}
         can_serve = any(link.connected & usable for link in links)
-        return HealthSignals(bool(links), can_serve, worker_pool.broken is not None)
+        return HealthSignals(bool(links), can_serve, all(worker_pool.broken is not None for worker_pool in active))
 
     # --- beginning and end ----------------------------------------------------------------------------------
 
@@ -451,6 +485,17 @@ class Supervisor:
         if self._vector_cache_fd is not None:
             os.close(self._vector_cache_fd)
         self._reload_socket.close()
+
+
+def _with_room(plans: Sequence[Plan]) -> list[Plan]:
+    """The plans, with cells for the workers and models of all of them, and for more that a reload may add."""
+    configs = [plan.gateway for plan in plans]
+    board_workers = max(*(config.board_workers for config in configs), sum(config.num_workers for config in configs))
+    board_models = max(*(config.board_models for config in configs), len(configs), _MIN_BOARD_MODELS)
+    return [
+        replace(plan, gateway=replace(plan.gateway, board_workers=board_workers, board_models=board_models))
+        for plan in plans
+    ]
 
 
 def _make_vector_cache(plan: Plan) -> int:

@@ -186,7 +186,7 @@ class Gateway:
         facts = GatewayFacts(start.epoch, quarantine_key, shared_metrics, self._control.send, self._cores, vector_cache)
         first = Service(config, start.generation, read_tokenizer(config), facts)
         first.dispatcher.start_stage = start.start_stage
-        self._services = Services(first, facts, read_tokenizer=read_tokenizer)
+        self._services = Services(first, facts, read_tokenizer=read_tokenizer, num_models=start.num_models)
         self._services.on_activated = self._change
         self._core_claim = self._claim_cores() if config.num_gateways > 1 else None
         self._tls = ServerTls(config.tls_cert, config.tls_key) if config.tls_cert and config.tls_key else None
@@ -215,7 +215,7 @@ class Gateway:
                 Gauge.OTHERS_USE: self._read_others_use,
                 Gauge.IN_FLIGHT_TOKENS: lambda: services.total(lambda service: service.dispatcher.in_flight_tokens),
                 Gauge.CONNECTIONS: lambda: self._server.num_connections,
-                Gauge.WORKERS: lambda: sum(link.is_usable for link in services.active.dispatcher.links),
+                Gauge.WORKERS: services.num_usable_workers,
             }
         )
 
@@ -296,7 +296,8 @@ class Gateway:
                 self._services.on_message(message, fds)
 
     def _change(self, config: GatewayConfig) -> None:
-        """Apply the configuration of a generation that has become the active one to what all generations share."""
+        """Apply the configuration of the first model's generation, which is another one, to what all generations
+        share."""
         logs.change(config.log_level, config.log_format)
         self._access_log.change(config)
         self._listen_to_requests(config)

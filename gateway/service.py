@@ -1,9 +1,11 @@
 """The generations of the configuration that a gateway serves, and the wiring of each.
 
 Owns `Service`, all that a request of one generation goes through, and `Services`, the generations there are: which of
-them takes new requests, and how one is prepared, activated, retired and discarded. A request stays with the generation
-that it began with. Knows no connection and no listening socket. Made by `vecd.gateway.main`; called by
-`vecd.gateway.http.server` (requests) and `vecd.gateway.control` (what the supervisor says).
+them takes the new requests for each model, and how one is prepared, activated, retired and discarded. A request stays
+with the generation that it began with: where several models are served, it counts for all of them until its model is
+known (`vecd.gateway.api.models`), and from then on for that one alone. Knows no connection and no listening socket.
+Made by `vecd.gateway.main`; called by `vecd.gateway.http.server` (requests) and `vecd.gateway.control` (what the
+supervisor says).
 """
 
 import asyncio
@@ -15,6 +17,7 @@ import time
 from collections.abc import Callable, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
+from typing import NoReturn
 
 from vecd.gateway.admission.admission import Admission
 from vecd.gateway.admission.principals import Principals
@@ -22,6 +25,7 @@ from vecd.gateway.api.application import Api
 from vecd.gateway.api.bodies import Bodies
 from vecd.gateway.api.context import Context
 from vecd.gateway.api.model_info import ModelInfo
+from vecd.gateway.api.models import HEADER, PREFIX, Models, header_value, readings_of
 from vecd.gateway.api.registry import ENDPOINTS
 from vecd.gateway.dispatch.dispatcher import Dispatcher
 from vecd.gateway.dispatch.vector_cache import VectorCache
@@ -37,6 +41,7 @@ from vecd.gateway.tokenization.tokenizer import Tokenizer
 from vecd.gateway.types.config import ApiKey, GatewayConfig
 from vecd.gateway.types.errors import ApiError, Unavailable
 from vecd.gateway.types.messages import HttpRequest, Response
+from vecd.gateway.types.model_choice import ModelChoice
 from vecd.gateway.types.request import Overflow
 from vecd.shm.card import ModelError
 from vecd.shm.control import (
@@ -53,6 +58,7 @@ from vecd.shm.control import (
     Quarantined,
     ReloadAsked,
     Retired,
+    Withdrawn,
     WorkerDown,
     WorkerUp,
 )
@@ -65,6 +71,9 @@ from vecd.shm.wire import Incarnation
 log = logging.getLogger("vecd.gateway")
 
 _RETIRE_POLL_S = 0.02
+_MODELS_TIMEOUT_S = 10.0
+"""How long a request waits for models that are still to come. A gateway that is started again has read the tokenizers
+of all within a second or two."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -100,7 +109,7 @@ class Service:
             num_gateways=config.num_gateways,
             queued_elsewhere=lambda: self._shared_metrics.others(Gauge.QUEUED_TOKENS),
         )
-        service = ServiceKey(generation)
+        service = ServiceKey(generation, config.model_index)
         vector_cache = None
         if gateway.vector_cache is not None:
             vector_cache = VectorCache(
@@ -125,6 +134,7 @@ class Service:
             shared_metrics=self._shared_metrics,
             cores=gateway.cores,
             vector_cache=vector_cache,
+            weight=None if config.compute_type == "gpu" else config.weight,
         )
         self.admission = Admission(
             max_requests=config.share(config.max_requests),
@@ -202,20 +212,35 @@ class Services:
         *,
         read_tokenizer: Callable[[GatewayConfig], Tokenizer],
         make_service: Callable[[GatewayConfig, int, Tokenizer, GatewayFacts], Service] = Service,
+        num_models: int = 1,
     ) -> None:
-        """`read_tokenizer` is called in a thread, for each generation that is prepared; raises ModelError."""
+        """`first`: the active generation of the first model. `read_tokenizer` is called in a thread, for each
+        generation that is prepared; raises ModelError. `num_models`: those that are served once each has been
+        activated."""
         self.active = first
+        """That of the first model. Its configuration is the server's."""
+        self.of_models: tuple[Service, ...] = (first,)
+        """The active generation of each model, in the order of the configuration."""
         self.all = {first.generation: first}
         """Those that have requests, or may get them, by generation."""
         self.tracing: Tracing | None = None
         self.on_activated: Callable[[GatewayConfig], None] = lambda config: None
-        """Applies a new generation's configuration to what all generations share."""
+        """Applies a new generation's configuration, if it is the first model's, to what all generations share."""
         self._gateway = gateway
         self._read_tokenizer = read_tokenizer
         self._make_service = make_service
         self._keys: Sequence[ApiKey] = first.config.keys
         """The newest keys from the supervisor."""
         self._preparing: dict[int, asyncio.Task[None]] = {}
+        self._num_awaited = num_models - 1
+        """Models that have not been activated yet."""
+        self._have_come = asyncio.Event()
+        """Set once there are none."""
+        self._models: Models[Context] | None = None
+        """None where there is one model."""
+        self._logged_models: set[str] = set()
+        if num_models > 1:
+            self._join_models()
 
     def total(self, value: Callable[[Service], int]) -> int:
         return sum(map(value, self.all.values()))
@@ -234,9 +259,12 @@ class Services:
     # --- what the server calls ------------------------------------------------------------------------------
 
     def check_head(self, request: HttpRequest) -> Response | None:
-        return self.active.api.check_head(request)
+        service = self.active if self._models is None else self._enter(self._models, request)
+        return service.api.check_head(request)
 
     async def handle(self, request: HttpRequest) -> Response:
+        if self._models is not None:
+            return await self._handle_among(self._models, request)
         service = self.active
         service.num_handled += 1
         if self.tracing is not None:
@@ -250,7 +278,83 @@ class Services:
         return self.active.api.render_error(error, path)
 
     def add_headers(self, response: Response, request: HttpRequest | None) -> None:
+        if request is not None and request.timeline.model:
+            response.headers[HEADER] = header_value(request.timeline.model)
         self.active.api.add_headers(response, request)
+
+    # --- several models -------------------------------------------------------------------------------------
+
+    async def _handle_among(self, models: Models[Context], request: HttpRequest) -> Response:
+        if not models.is_complete:
+            await self._await_models(request)
+            models = self._models or models
+        if self.tracing is not None:
+            self.tracing.begin(request)
+        service = self._enter(models, request)
+        choice = request.choice
+        assert choice is not None
+        held = _Held((service,) if choice.is_made else self.of_models)
+        choice.on_chosen = held.keep
+        try:
+            return await service.api.handle(request)
+        finally:
+            held.release()
+
+    async def _await_models(self, request: HttpRequest) -> None:
+        """Let a request that may be for a model which is still to come wait for it, as for a worker. During the
+        server's own start no request waits."""
+        path = self._likeliest_reading(request.path)[1] if request.path.startswith(PREFIX) else request.path
+        if self.active.dispatcher.start_stage is None and self.active.api.is_for_model(request.method, path):
+            with suppress(TimeoutError):
+                await asyncio.wait_for(self._have_come.wait(), _MODELS_TIMEOUT_S)
+
+    def _enter(self, models: Models[Context], request: HttpRequest) -> Service:
+        """The service whose API a request goes to: that of the model which its path or its header names, or else the
+        first one's. Raises ApiError for an unknown name in the path.
+
+        Side effects: the prefix that names a model is taken from the path, and the request gets its `choice`.
+        """
+        choice = request.choice
+        if choice is None:
+            named = request.headers.get(HEADER, "")
+            if request.path.startswith(PREFIX):
+                named, request.path = models.split(request.path) or self._refuse(models, request)
+            choice = request.choice = ModelChoice(named, is_made=False)
+        # Found again when the rest of a body has arrived: another generation may be the active one then.
+        found = models.find(choice.named) if choice.named else None
+        if found is None:
+            if choice.is_made:  # the model was withdrawn meanwhile
+                raise models.refusal(choice.named)
+            return self.active
+        choice.is_made, request.timeline.model = True, found.model_info.model
+        return next(service for service in self.of_models if service.api.context is found)
+
+    def _refuse(self, models: Models[Context], request: HttpRequest) -> NoReturn:
+        """Raises ApiError for a path that names no model, or what else is wrong with the request. Side effect: the
+        request's path is the rest, in whose shape the error is rendered."""
+        name, request.path = self._likeliest_reading(request.path)
+        self.active.api.check_head(request)
+        raise models.refusal(name)
+
+    def _likeliest_reading(self, path: str) -> tuple[str, str]:
+        """A name, and the rest of a path that begins with PREFIX: the first that has a route, if one has."""
+        readings = readings_of(path)
+        return next((each for each in readings if self.active.api.has_route(each[1])), readings[0])
+
+    def _join_models(self) -> None:
+        """Let the active services know of each other."""
+        before, self._models = self._models, None
+        if len(self.of_models) > 1 or self._num_awaited:
+            config = self.active.config
+            self._models = Models(
+                [service.api.context for service in self.of_models],
+                refuses_unknown=config.unknown_model == "refuse" or config.is_strict,
+                is_complete=not self._num_awaited,
+                logged=self._logged_models,
+            )
+        if before is not None or self._models is not None:
+            for service in self.of_models:
+                service.api.join(self._models)
 
     # --- the drain ------------------------------------------------------------------------------------------
 
@@ -300,6 +404,8 @@ class Services:
                 self.prepare(message, socket.socket(fileno=os.dup(fds[0])))
             case Activate():
                 self.activate(message.generation)
+            case Withdrawn():
+                self.withdraw(message.generation)
             case Discard():
                 self.discard(message.generation)
 
@@ -339,13 +445,33 @@ class Services:
             send(Prepared(generation))
 
     def activate(self, generation: int) -> None:
-        """Give new requests to this generation, and retire the one before."""
-        before = self.active
-        service = self.active = self.all[generation]
+        """Give new requests for its model to this generation, and retire the one before."""
+        service, config = self.all[generation], self.all[generation].config
+        before = [each for each in self.of_models if _is_of_model(each.config, config)]
+        if not before and self._num_awaited:
+            self._num_awaited -= 1
         service.dispatcher.activate()
-        service.api.adopt(before.api.principals, self._keys)
-        self.on_activated(service.config)
-        self._retire(before)
+        service.api.adopt(self.active.api.principals, self._keys)
+        self._set_of_models([*(each for each in self.of_models if each not in before), service])
+        if service is self.active:
+            self.on_activated(config)
+        for each in before:
+            self._retire(each)
+
+    def withdraw(self, generation: int) -> None:
+        """Give this generation no new request, nor another of its model, and retire it."""
+        service, first = self.all[generation], self.active
+        self._set_of_models([each for each in self.of_models if each is not service])
+        if self.active is not first:
+            self.on_activated(self.active.config)
+        self._retire(service)
+
+    def _set_of_models(self, services: Sequence[Service]) -> None:
+        self.of_models = tuple(sorted(services, key=lambda service: service.config.model_index))
+        self.active = self.of_models[0]
+        self._join_models()
+        if not self._num_awaited:
+            self._have_come.set()
 
     def _retire(self, service: Service) -> None:
         """Report as soon as its last request is answered."""
@@ -366,9 +492,37 @@ class Services:
 
     # --- what is measured -----------------------------------------------------------------------------------
 
+    def num_usable_workers(self) -> int:
+        """Of the active generations of all models."""
+        return sum(link.is_usable for service in self.of_models for link in service.dispatcher.links)
+
     def queue_age_us(self) -> int:
         now = time.monotonic()
         return int(max(service.policy.oldest_wait_s(now) for service in self.all.values()) * 1e6)
+
+
+def _is_of_model(config: GatewayConfig, other: GatewayConfig) -> bool:
+    return config.model_index == other.model_index or config.model == other.model
+
+
+class _Held:
+    """The services that are kept for one request."""
+
+    def __init__(self, services: Sequence[Service]) -> None:
+        self._services = services
+        for service in services:
+            service.num_handled += 1
+
+    def keep(self, model: str) -> None:
+        """Keep that of one model alone."""
+        others = [service for service in self._services if service.config.model != model]
+        self._services = [service for service in self._services if service.config.model == model]
+        for service in others:
+            service.num_handled -= 1
+
+    def release(self) -> None:
+        for service in self._services:
+            service.num_handled -= 1
 
 
 def read_tokenizer(config: GatewayConfig) -> Tokenizer:

@@ -24,6 +24,11 @@ def main(kind: str, *arguments: str) -> int:
             from vecd.workers.process.forkserver import serve
 
             return serve(Channel.from_fd(int(control_fd)))
+        case "zygote", control_fd:
+            from vecd.shm.control import Channel
+            from vecd.workers.process.zygote import serve as serve_forks
+
+            return serve_forks(Channel.from_fd(int(control_fd)))
         case "fetch", model, revision, parent_pid, answer_fd:
             return _answer(parent_pid, answer_fd, lambda answer: _fetch(model, revision, answer))
         case "convert", folder, vocab_size, parent_pid, answer_fd:

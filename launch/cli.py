@@ -14,7 +14,7 @@ from vecd.launch.base.exit_codes import EXIT_BAD_CONFIGURATION, EXIT_INTERRUPTED
 from vecd.launch.base.interrupts import exit_at_interrupt
 
 _USAGE = """\
-usage: vecd serve [MODEL] [--flags]    serve a model's embeddings (vecd serve --help)
+usage: vecd serve [MODEL…] [--flags]   serve the embeddings of models (vecd serve --help)
        vecd bench [--flags]            measure a running server (vecd bench --help)
        vecd top [--flags]              watch a running server (vecd top --help)
        vecd embed FILE... -o OUT       files of texts to files of vectors (vecd embed --help)

@@ -6,12 +6,14 @@ JSON; descriptors ride along (SCM_RIGHTS). The end of the stream means that the 
 
     supervisor → gateway       GatewayListen (+ sockets), GatewayStart (+ sockets, shared metrics, vector cache),
                                WorkerUp (+ arena), WorkerDown, Drain,
-                               Prepare (+ ZeroMQ socket), Activate, Discard, ModelBroken, NewKeys,
+                               Prepare (+ ZeroMQ socket), Activate, Withdrawn, Discard, ModelBroken, NewKeys,
                                Progress, Quarantined, InputDeaths, InputsCleared, CoresGranted
     gateway → supervisor       GatewayReady, ChildFailed, Heartbeat, WorkerConnected, WorkerStuck, Prepared, Retired,
                                ReloadAsked, Quarantined, InputDeaths, InputsCleared, CoresWanted, CoresHeld
     supervisor → fork server   ForkServerStart, ForkWorker (+ control, arena, ZeroMQ addresses)
     fork server → supervisor   ForkServerReady, WorkerForked (+ pidfd), ForkFailed, WorkerExited
+    supervisor → zygote        ForkServerStart (+ control of a new fork server)
+    new fork server → supervisor   ForkServerForked (+ pidfd)
     worker → supervisor        Progress, WorkerReady, ChildFailed
 
 Batches never travel here: that is `vecd.shm.wire`.
@@ -84,6 +86,9 @@ class GatewayStart(Message):
     of the vector cache."""
     start_stage: str | None = None
     """What the server's start is doing; None once the server has been ready."""
+    num_models: int = 1
+    """Models that are served. The generations of all but this one come by Prepare: until as many are active, a name
+    that the gateway does not know may be that of a model which is still to come."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -129,7 +134,15 @@ class Prepare(Message):
 
 @dataclass(frozen=True, slots=True)
 class Activate(Message):
-    """To every gateway: new requests are for this generation from now on."""
+    """To every gateway: new requests for the model of this generation are for this generation from now on."""
+
+    generation: int
+
+
+@dataclass(frozen=True, slots=True)
+class Withdrawn(Message):
+    """To every gateway: the model of this generation is no longer served. No new request is for it; Retired, once the
+    last one is answered, and then Discard follow as after another generation's Activate."""
 
     generation: int
 
@@ -237,7 +250,7 @@ class Prepared(Message):
 
 @dataclass(frozen=True, slots=True)
 class Retired(Message):
-    """From a gateway: it has answered the last request of a generation that is no longer the active one."""
+    """From a gateway: it has answered the last request of a generation that is no longer its model's active one."""
 
     generation: int
 
@@ -257,7 +270,8 @@ class WorkerStuck(Message):
 
 @dataclass(frozen=True, slots=True)
 class ForkServerStart(Message):
-    """To the fork server: what to import, and what to load, before the first fork."""
+    """To the fork server: what to import, and what to load, before the first fork. To a zygote before: import what this
+    fork server needs, and fork it. Descriptor then: the fork server's control socket."""
 
     parent_pid: int
     """The supervisor's, whose death before the fork server asks to die with it would otherwise go unseen."""
@@ -269,6 +283,16 @@ class ForkServerStart(Message):
     """The command line of `vecd.workers.process.selection_process.serve`, but for its descriptor."""
     log_level: str = "info"
     log_format: str = "text"
+
+
+@dataclass(frozen=True, slots=True)
+class ForkServerForked(Message):
+    """From a fork server that a zygote has forked: it is the supervisor's child now. Descriptor: its pidfd. Or from the
+    zygote, without one: it cannot be forked."""
+
+    pid: int
+    error: str = ""
+    """Why it cannot be."""
 
 
 @dataclass(frozen=True, slots=True)

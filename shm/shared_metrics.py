@@ -13,7 +13,7 @@ Memory map, int64 in the machine's byte order throughout; each gateway has one s
              │        │ STATUSES        │ (buckets … │ sum) │ the same again  │ WorkerCell    │ BatchCell     │
 
     … │ services       │ lives                         │ up to
-      │ NUM_SERVICES × │ NUM_SERVICES × num_workers ×  │ n × 64
+      │ num_services × │ num_services × num_workers ×  │ n × 64
       │ ServiceCell    │ LifeCell                      │
 
     part              who writes                            at the death of the gateway
@@ -264,7 +264,7 @@ class ServiceKey:
     generation: int
     """1 for the first; never used twice, also not after a reload that was refused."""
     model: int = 0
-    """Its index among the models of the configuration, which has one."""
+    """Its index among the models that the server has had, 0 for the first of the configuration."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -287,8 +287,9 @@ class WorkerCell(IntEnum):
     COMPUTE_US = 4
 
 
-NUM_SERVICES = 2
-"""Services that a gateway has at a time: during a reload, the active one and the next, or the one before."""
+SERVICES_PER_MODEL = 2
+"""Services of one model that a gateway has at a time: during a reload, the active one and the next, or the one
+before."""
 
 
 class ServiceCell(IntEnum):
@@ -332,13 +333,19 @@ class SharedMetricsSpec:
 
     num_gateways: int
     num_workers: int
+    """Of all models."""
+    num_models: int = 1
+
+    @property
+    def num_services(self) -> int:
+        return SERVICES_PER_MODEL * self.num_models
 
     @property
     def section_cells(self) -> int:
         ours = len(Counter) + len(Gauge) + MAX_ENDPOINTS * len(STATUSES)
         ours += sum(histogram.num_cells for histogram in Histogram)
         tei = len(TeiCounter) + sum(histogram.num_cells for histogram in TeiHistogram)
-        services = NUM_SERVICES * (len(ServiceCell) + self.num_workers * len(LifeCell))
+        services = self.num_services * (len(ServiceCell) + self.num_workers * len(LifeCell))
         cells = ours + tei + self.num_workers * len(WorkerCell) + NUM_BATCHES * len(BatchCell) + services
         return -(-cells // _CELLS_PER_CACHE_LINE) * _CELLS_PER_CACHE_LINE
 
@@ -409,6 +416,6 @@ def _cut_section(cells: "memoryview[int]", spec: SharedMetricsSpec) -> Section:
         tei_histograms=[take(histogram.num_cells) for histogram in TeiHistogram],
         workers=[take(len(WorkerCell)) for _ in range(spec.num_workers)],
         batches=[take(len(BatchCell)) for _ in range(NUM_BATCHES)],
-        services=[take(len(ServiceCell)) for _ in range(NUM_SERVICES)],
-        lives=[[take(len(LifeCell)) for _ in range(spec.num_workers)] for _ in range(NUM_SERVICES)],
+        services=[take(len(ServiceCell)) for _ in range(spec.num_services)],
+        lives=[[take(len(LifeCell)) for _ in range(spec.num_workers)] for _ in range(spec.num_services)],
     )

@@ -12,9 +12,10 @@ from typing import Any
 from vecd.gateway.admission.principals import Principal, Principals
 from vecd.gateway.api.context import Context
 from vecd.gateway.api.cors import Cors
+from vecd.gateway.api.models import Models
 from vecd.gateway.api.openapi import describe_api
 from vecd.gateway.api.registry import ROUTES, render_error
-from vecd.gateway.api.routes import Route, Table, admin_table, find_route, public_table
+from vecd.gateway.api.routes import Route, Table, admin_table, find_route, methods_at, public_table
 from vecd.gateway.types.config import ApiKey
 from vecd.gateway.types.errors import ApiError
 from vecd.gateway.types.messages import HttpRequest, Response
@@ -28,28 +29,35 @@ _TIMING_HEADER = "x-vecd-timing"
 
 class Api:
     def __init__(self, context: Context) -> None:
-        self._context = context
+        self.context = context
         self._cors = Cors(context.config.cors_origins)
         self._admin_table = admin_table(ROUTES)
         self.set_keys(context.config.keys)
 
     @property
     def principals(self) -> Principals:
-        return self._context.principals
+        return self.context.principals
 
     def set_keys(self, keys: Sequence[ApiKey]) -> None:
         """Accept these keys from now on. What has been admitted goes on."""
         self.principals.set_keys(keys)
         self._public_table = public_table(
             ROUTES,
-            has_admin_listener=self._context.config.has_admin_listener,
+            has_admin_listener=self.context.config.has_admin_listener,
             has_keys=self.principals.have_keys,
         )
 
     def adopt(self, principals: Principals, keys: Sequence[ApiKey]) -> None:
         """Go on with another generation's principals, because what they have used stays used, under these keys."""
-        self._context.principals = principals
+        self.context.principals = principals
         self.set_keys(keys)
+
+    def join(self, models: Models[Context] | None) -> None:
+        """Serve beside other models from now on, or as the only one."""
+        self.context.models = models
+        # A large body is read before its model is known.
+        bodies = self.context.bodies
+        bodies.widen([] if models is None else [model.bodies for model in models.all])
 
     # --- what the server calls ------------------------------------------------------------------------------
 
@@ -63,7 +71,16 @@ class Api:
     def handle(self, request: HttpRequest) -> Awaitable[Response]:
         route, principal = self._find(request)
         request.timeline.principal = principal.name
-        return route.handler(self._context, request, principal)
+        return route.handler(self.context, request, principal)
+
+    def has_route(self, path: str) -> bool:
+        """Whether the public listener has a route at this path."""
+        return methods_at(self._public_table, path) is not None
+
+    def is_for_model(self, method: str, path: str) -> bool:
+        """Whether the public listener has a route for this that is for a model, not about the server."""
+        route = (methods_at(self._public_table, path) or {}).get(method)
+        return route is not None and route.scope == "embed"
 
     def render_error(self, error: ApiError, path: str | None) -> Response:
         return render_error(error, path, self._public_table)
@@ -83,7 +100,7 @@ class Api:
         else:
             route = find_route(self._table(request), request.method, request.path)
             request.timeline.endpoint = route.endpoint
-        return route, self._context.principals.identify(
+        return route, self.context.principals.identify(
             request.headers, request.client, route.scope, is_admin=request.is_admin
         )
 
@@ -91,7 +108,7 @@ class Api:
 
     def describe(self, request: HttpRequest) -> dict[str, Any]:
         """The OpenAPI document of the listener that `request` came by."""
-        return describe_api(self._table(request), self._context.model_info, has_keys=self.principals.have_keys)
+        return describe_api(self._table(request), self.context.model_info, has_keys=self.principals.have_keys)
 
     def _table(self, request: HttpRequest) -> Table:
         return self._admin_table if request.is_admin else self._public_table

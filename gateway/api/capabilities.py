@@ -7,6 +7,7 @@ model of another kind is told the kind, and where it is served. Called by `vecd.
 
 from collections.abc import Mapping, Sequence
 
+from vecd.gateway.api.model_info import listed
 from vecd.gateway.api.operations import Operation
 from vecd.gateway.types.errors import WrongModel
 
@@ -28,10 +29,17 @@ def is_able(operation: Operation, capabilities: Sequence[str]) -> bool:
     return not operation.needs or any(need in capabilities for need in operation.needs)
 
 
-def check_model(operation: Operation, capabilities: Sequence[str], routes: Mapping[str, Sequence[str]]) -> None:
-    """Raises WrongModel unless `is_able`. `routes`: by capability, the paths of the operations that need it."""
+def check_model(
+    operation: Operation,
+    capabilities: Sequence[str],
+    routes: Mapping[str, Sequence[str]],
+    able: Sequence[str] = (),
+) -> None:
+    """Raises WrongModel unless `is_able`. `routes`: by capability, the paths of the operations that need it. `able`:
+    the names of other models of this server, if there are any, that are able."""
     if not is_able(operation, capabilities):
-        raise WrongModel(_message(operation.needs, capabilities, routes))
+        others = f". Models of this server that can: {listed(able)}" if able else ""
+        raise WrongModel(_message(operation.needs, capabilities, routes) + others)
 
 
 def _message(needs: Sequence[str], capabilities: Sequence[str], routes: Mapping[str, Sequence[str]]) -> str:

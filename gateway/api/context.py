@@ -11,6 +11,7 @@ from typing import Any, Protocol
 from vecd.gateway.admission.principals import Principal, Principals
 from vecd.gateway.api.bodies import Bodies
 from vecd.gateway.api.model_info import ModelInfo
+from vecd.gateway.api.models import Models
 from vecd.gateway.api.operations import ParsedDecode, ParsedMessages, ParsedTokenize
 from vecd.gateway.dispatch.worker_link import WorkerLink
 from vecd.gateway.telemetry.processes import Processes
@@ -86,3 +87,5 @@ class Context:
     """The OpenAPI document of the listener that a request came by."""
     on_reload: Callable[[], None]
     """Requests that the supervisor reads its configuration again."""
+    models: "Models[Context] | None" = None
+    """All served models, this one among them. None where it is the only one. Replaced when another begins to serve."""

@@ -7,7 +7,7 @@ embedder. Knows no dialect by name. Called by `vecd.gateway.api.application` thr
 
 import re
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from typing import Any, NamedTuple
 
@@ -17,6 +17,8 @@ from vecd.gateway.api.capabilities import check_model, is_able
 from vecd.gateway.api.context import Context
 from vecd.gateway.api.dialects.headers import parse_timeout_s
 from vecd.gateway.api.fields import REQUEST_ID
+from vecd.gateway.api.model_info import ModelInfo
+from vecd.gateway.api.models import Models
 from vecd.gateway.api.operations import (
     Call,
     Dialect,
@@ -36,6 +38,8 @@ _INLINE_ITEMS = 4096
 """Responses of at most so many items are rendered on the event loop: 1 ms, 4 ms with a report of each."""
 
 _INPUT = "input"
+_NAMES_OF_MODEL = ("model", "name")
+"""The fields that may name the model, the first that is given; the second is Ollama's."""
 _QUOTED_INPUT = re.compile(r"'input(?=['\[])")
 """The name of the input field in messages of modules that know no dialect."""
 
@@ -68,19 +72,21 @@ class OperationsHandler:
 
     async def __call__(self, context: Context, http: HttpRequest, principal: Principal) -> Response:
         first = self.claims[0]
+        models = context.models
         if first.operation.describe is not None:
-            return first.operation.describe(context.model_info, http.path)
+            return self._describe(context, first.operation, first.operation.describe, http)
         timeline = http.timeline
         timeline.arrived_at = time.monotonic()
         try:
             principal.check_quota()  # before the body is parsed
-            if len(self.claims) == 1:
+            if len(self.claims) == 1 and models is None:
                 check_model(first.operation, context.model_info.capabilities, self._routes)
             if http.coding is None and len(http.body) <= INLINE_BYTES:
-                parsed = self._parse(context, http, parse_small(http.body, self._bare_list, self._large, self._small))
+                body = parse_small(http.body, self._bare_list, self._large, self._small)
+                parsed = self._parse(context, models, http, body)
             else:
                 parsed = await context.bodies.parse(
-                    http.body, self._large, partial(self._parse, context, http), principal.tenant, self._small,
+                    http.body, self._large, partial(self._parse, context, models, http), principal.tenant, self._small,
                     http.coding, self._bare_list,
                 )  # fmt: skip
         except ApiError as error:
@@ -92,6 +98,10 @@ class OperationsHandler:
         timeline.parsed_at = time.monotonic()
         http.body = b""  # frees up to tens of megabytes
         work = parsed.work
+        if models is not None:
+            context = parsed.context
+            assert http.choice is not None
+            http.choice.on_chosen(context.model_info.model)
         try:
             if type(work) is ParsedEmbed and len(work.request.inputs) <= _INLINE_ITEMS and not work.is_large:
                 embedded = await context.embedder.embed(work.request, parsed.num_estimated, timeline, principal)
@@ -107,10 +117,17 @@ class OperationsHandler:
         """The claim that a body belongs to. `capabilities`: the model's."""
         if len(self.claims) == 1:
             return self.claims[0]
+        claimed = self._claimed(body)
+        if claimed is not None:
+            return claimed
+        return next((claim for claim in self.claims if is_able(claim.operation, capabilities)), self.claims[0])
+
+    def _claimed(self, body: Mapping[str, Any]) -> Claim | None:
+        """The first claim that the body has a field of."""
         for claim in self.claims:
             if any(body.get(name) is not None for name in claim.operation.claims):
                 return claim
-        return next((claim for claim in self.claims if is_able(claim.operation, capabilities)), self.claims[0])
+        return None
 
     def _field(self, claim: Claim, body: Mapping[str, Any]) -> str | None:
         names = self._input_fields[claim.dialect.name]
@@ -118,17 +135,77 @@ class OperationsHandler:
             return names[0] if names else None
         return next((name for name in names if body.get(name) is not None), None)
 
-    def _parse(self, context: Context, http: HttpRequest, body: Mapping[str, Any]) -> "_Parsed":
+    # --- several models -------------------------------------------------------------------------------------
+
+    def _describe(
+        self,
+        context: Context,
+        operation: Operation,
+        describe: Callable[[ModelInfo, str], Response],
+        http: HttpRequest,
+    ) -> Response:
+        models, path, choice = context.models, http.path, http.choice
+        if models is None or choice is None or choice.is_made:
+            return describe(context.model_info, path)
+        if self._path_of_model is not None and (name := name_in(self._path_of_model, path)) is not None:
+            context = models.choose(name, ())
+            path = self._path_of_model.replace("*", models.own_name(context, name))
+        elif operation.describe_all is not None:
+            return operation.describe_all([model.model_info for model in models.all])
+        return describe(context.model_info, path)
+
+    def _choose(
+        self, context: Context, models: Models[Context], http: HttpRequest, body: Mapping[str, Any]
+    ) -> tuple[Context, Mapping[str, Any]]:
+        """The context of the model that answers a request, and the body with the model's own name. `context`: that of
+        the model which the path or the header names, or of the first.
+
+        Raises ApiError, as `Models.choose`. Side effect: the model is noted on the request's timeline.
+        """
+        claimed = self._claimed(body) if len(self.claims) > 1 else None
+        claims = [claimed] if claimed is not None else [claim for claim in self.claims if not claim.operation.claims]
+        operations = [claim.operation for claim in claims or self.claims]
+        fields = {name for operation in operations for name in operation.fields.small.intersection(_NAMES_OF_MODEL)}
+        field = next((name for name in _NAMES_OF_MODEL if name in fields and body.get(name)), _NAMES_OF_MODEL[0])
+        given = body.get(field) if fields else None
+        name = given if isinstance(given, str) else None
+        choice = http.choice
+        assert choice is not None
+        if not choice.is_made:
+            asked = [(each.asks_for(body) if each.asks_for is not None else ()) or each.needs for each in operations]
+            needs = [need for each in asked for need in each] if all(asked) else []
+            try:
+                context = models.choose(choice.named or name, needs)
+            except ApiError as error:
+                error.dialect = (claims or self.claims)[0].dialect.name
+                raise
+        http.timeline.model = context.model_info.model
+        if choice.named:
+            own = models.own_name(context, choice.named)
+            if own not in context.model_info.names:  # it chooses a prompt, too, which the body then does not
+                return context, {**body, field: own}
+        return context, body if name is None else {**body, field: models.own_name(context, name)}
+
+    # --- parsing --------------------------------------------------------------------------------------------
+
+    def _parse(
+        self, context: Context, models: Models[Context] | None, http: HttpRequest, body: Mapping[str, Any]
+    ) -> "_Parsed":
         """Called in a thread if the body is large."""
         if self._path_of_model is not None:  # Azure's clients send both, and it is the path that names the deployment
             body = {**body, "model": name_in(self._path_of_model, http.path)}
+        if models is not None:
+            context, body = self._choose(context, models, http, body)
         claim = self.claim_of(body, context.model_info.capabilities)
         http.timeline.endpoint = claim.endpoint
         operation = claim.operation
         if REQUEST_ID.name in body and REQUEST_ID.name in operation.fields.small:
             _take_request_id(http, body[REQUEST_ID.name])
         try:
-            if len(self.claims) > 1:
+            if models is not None:
+                able = [model.model_info.model for model in models.able(operation.needs)]
+                check_model(operation, context.model_info.capabilities, self._routes, able)
+            elif len(self.claims) > 1:
                 check_model(operation, context.model_info.capabilities, self._routes)
             call = Call(operation.fields.read(body), http.headers, context.model_info, http.request_id)
             parse = operation.embed or operation.reply
@@ -138,7 +215,7 @@ class OperationsHandler:
                 num_estimated = context.estimate_tokens(work.request.inputs, work.request.tokenizing)
             own = work.field if isinstance(work, ParsedEmbed) else None
             field = "messages" if isinstance(work, ParsedMessages) else own or self._field(claim, body)
-            return _Parsed(claim, work, num_estimated, field)
+            return _Parsed(context, claim, work, num_estimated, field)
         except ApiError as error:
             error.dialect = claim.dialect.name
             raise
@@ -157,6 +234,8 @@ def _input_fields(operation: Operation) -> tuple[str, ...]:
 
 
 class _Parsed(NamedTuple):
+    context: Context
+    """That of the model which answers."""
     claim: Claim
     work: Work
     num_estimated: int

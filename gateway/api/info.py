@@ -6,6 +6,7 @@
 
 import os
 import time
+from collections.abc import Sequence
 from typing import Any
 
 from vecd.gateway.api.context import Context
@@ -50,6 +51,29 @@ def describe_info(context: Context, *, shows_tenants: bool) -> dict[str, Any]:
         },
         "gateways": describe_gateways(shared_metrics),
     }
+
+
+def describe_one(context: Context) -> dict[str, Any]:
+    """One of several models, as `/info` lists them; what all share is not repeated."""
+    config = context.config
+    return {
+        **describe_model(config),
+        "aliases": config.aliases,
+        "unavailable": context.why_unavailable(),
+        "workers": [_describe_worker(link, context.shared_metrics) for link in context.links()],
+    }
+
+
+def all_contexts(context: Context) -> Sequence[Context]:
+    """Those of all models that are served beside this one, and this one."""
+    return (context,) if context.models is None else context.models.all
+
+
+def links_of(context: Context) -> list[tuple[int, WorkerLink | None]]:
+    """The indices of the model's workers; None for one that is not up."""
+    by_worker = {link.incarnation.worker: link for link in context.links()}
+    first = context.config.first_worker
+    return [(worker, by_worker.get(worker)) for worker in range(first, first + context.config.num_workers)]
 
 
 def describe_model(config: GatewayConfig) -> dict[str, Any]:

@@ -7,6 +7,7 @@ makes another. Pure. Read by dialects, made by `vecd.gateway.service`.
 import re
 from collections.abc import Iterable
 from dataclasses import dataclass, field
+from pathlib import PurePath
 
 from vecd.gateway.tokenization.vocabulary import NO_VOCABULARY, TokenVocabulary
 from vecd.gateway.types.config import GatewayConfig
@@ -44,11 +45,11 @@ _VERSION = re.compile(r"(?:v|q|iq|f|fp|bf|int)?[0-9].*", re.IGNORECASE)
 match a misspelt name of a prompt ("query2")."""
 
 
-def _listed(names: Iterable[str]) -> str:
+def listed(names: Iterable[str]) -> str:
     """The names for an error message, cut because a model may have hundreds of prompts."""
-    listed = [f"'{name[:_MAX_LISTED_CHARS]}'" for name in names]
-    more = f" and {len(listed) - _MAX_LISTED} more" if len(listed) > _MAX_LISTED else ""
-    return ", ".join(listed[:_MAX_LISTED]) + more
+    shown = [f"'{name[:_MAX_LISTED_CHARS]}'" for name in names]
+    more = f" and {len(shown) - _MAX_LISTED} more" if len(shown) > _MAX_LISTED else ""
+    return ", ".join(shown[:_MAX_LISTED]) + more
 
 
 @dataclass(frozen=True, slots=True)
@@ -98,6 +99,8 @@ class ModelInfo:
     tokens: TokenHead | None = None
     pools_states: bool = True
     vocabulary: TokenVocabulary = NO_VOCABULARY
+    folder_name: str = ""
+    """The last part of the folder's path."""
 
     @classmethod
     def of(
@@ -107,7 +110,7 @@ class ModelInfo:
         return cls(
             model=config.model,
             aliases=config.aliases,
-            is_strict=config.is_strict,
+            is_strict=config.is_strict or config.unknown_model == "refuse",
             dim=card.dim,
             hidden_size=card.hidden_size,
             max_tokens=config.max_tokens,
@@ -141,6 +144,7 @@ class ModelInfo:
             tokens=card.tokens,
             pools_states=card.pools_states,
             vocabulary=vocabulary,
+            folder_name=PurePath(card.folder).name,
         )
 
     @property
@@ -166,7 +170,8 @@ class ModelInfo:
     def _is_own(self, name: str) -> bool:
         return name == self.model or name in self.aliases
 
-    def _is_suffix(self, suffix: str) -> bool:
+    def is_suffix(self, suffix: str) -> bool:
+        """Whether this may stand behind a name of the model: Ollama's tag, or what chooses a prompt."""
         return suffix == _TAG or suffix in self.prompts or suffix in _PURPOSES
 
     def prompt_of_model_name(self, name: str | None) -> str | None:
@@ -179,10 +184,10 @@ class ModelInfo:
         if name is None or (":" not in name and not self.is_strict) or self._is_own(name):
             return None
         base, colon, suffix = name.rpartition(":")
-        if colon and (not self.is_strict or self._is_own(base)) and self._is_suffix(suffix):
+        if colon and (not self.is_strict or self._is_own(base)) and self.is_suffix(suffix):
             return None if suffix == _TAG else self.prompt_for(suffix, "model")
         if self.is_strict:
-            raise ModelNotFound(name, _listed(self.names))
+            raise ModelNotFound(name, listed(self.names))
         if colon and self.prompts and self._is_own(base) and not _VERSION.fullmatch(suffix):
             raise self._unknown_prompt(suffix, "model")
         return None
@@ -194,7 +199,7 @@ class ModelInfo:
         return self.checked(self.prompts[name], param)
 
     def _unknown_prompt(self, name: str, param: str) -> BadRequest:
-        known = _listed(self.prompts) or "none"
+        known = listed(self.prompts) or "none"
         return BadRequest(f"'{param}': the model has no prompt {quoted(name)}; it has {known}", param=param)
 
     def prompt_for(self, purpose: str, param: str = "input_type") -> str | None:
@@ -209,7 +214,7 @@ class ModelInfo:
             if name in self.prompts:
                 return self.checked(self.prompts[name], param)
         if purpose not in _PURPOSES:
-            known = _listed((*self.prompts, *(purpose for purpose in PURPOSES if purpose not in self.prompts)))
+            known = listed((*self.prompts, *(purpose for purpose in PURPOSES if purpose not in self.prompts)))
             raise BadRequest(f"'{param}' must be one of {known}, is {quoted(purpose)}", param=param)
         return "" if self.default_prompt and purpose in _RETRIEVAL else None
 

@@ -8,9 +8,9 @@ them.
                                               └─ ParsedEmbed.render ◄────────────────────────────────────────┴─ Response
 """
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import NamedTuple, TypeAlias
+from typing import Any, NamedTuple, TypeAlias
 
 from vecd.gateway.api.fields import Fields, Values
 from vecd.gateway.api.model_info import ModelInfo
@@ -93,10 +93,16 @@ class Operation:
     """For a response that needs no vectors: only the tokenizer, or only the body and the model info."""
     describe: Callable[[ModelInfo, str], Response] | None = None
     """For a response that needs only the model info and the path."""
+    describe_all: Callable[[Sequence[ModelInfo]], Response] | None = None
+    """The same where several models are served, and the path names none of them. None: the first is described."""
     claims: tuple[str, ...] = ()
     """The fields of which a body of this operation has one, where several dialects have one at the same path."""
     needs: tuple[str, ...] = ()
-    """The model must have one of these capabilities (`vecd.shm.heads.CAPABILITIES`); empty: any model will do."""
+    """The model must have one of these capabilities (`vecd.shm.heads.CAPABILITIES`); empty: any model will do. Where
+    several models are served, the first counts most."""
+    asks_for: Callable[[Mapping[str, Any]], tuple[str, ...]] | None = None
+    """The capabilities that a body asks for, whose fields have not been read; empty: it does not say. None: no body
+    does."""
     bare_list: str = ""
     """The field that is meant by a body which is a bare list; empty: such a body is an error."""
     returns_tokens: bool = False

@@ -27,7 +27,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from vecd.gateway.api.context import Context
-from vecd.gateway.api.info import describe_gateways, describe_model, describe_queue, state_of
+from vecd.gateway.api.info import all_contexts, describe_gateways, describe_model, describe_queue, links_of, state_of
 from vecd.gateway.telemetry.processes import Usage
 from vecd.gateway.telemetry.shared_metrics import SharedMetrics
 from vecd.shm.shared_metrics import Counter, Gauge, Histogram, WorkerCell
@@ -115,10 +115,8 @@ def _histogram(shared_metrics: SharedMetrics, histogram: Histogram, sum_name: st
 
 def _describe_workers(context: Context) -> list[dict[str, Any]]:
     shared_metrics = context.shared_metrics
-    by_worker = {link.incarnation.worker: link for link in context.links()}
     described = []
-    for worker in range(context.config.num_workers):
-        link = by_worker.get(worker)
+    for worker, link in (each for one in all_contexts(context) for each in links_of(one)):
         facts = link.facts if link is not None else {}
         described.append(
             {

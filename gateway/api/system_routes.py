@@ -6,10 +6,11 @@ Owns their handlers and their documentation. The bodies are written by `vecd.gat
 
 import asyncio
 import os
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from functools import partial
 from importlib.resources import files
 from typing import Any
+from urllib.parse import parse_qs
 
 import orjson
 
@@ -17,7 +18,15 @@ from vecd.gateway.admission.auth import ANY_SCOPE
 from vecd.gateway.admission.principals import Principal
 from vecd.gateway.api import schemas
 from vecd.gateway.api.context import Context
-from vecd.gateway.api.info import INFO_SCHEMA, describe_for_tei, describe_info, state_of
+from vecd.gateway.api.info import (
+    INFO_SCHEMA,
+    all_contexts,
+    describe_for_tei,
+    describe_info,
+    describe_one,
+    links_of,
+    state_of,
+)
 from vecd.gateway.api.operations import Operation
 from vecd.gateway.api.routes import Handler, Route
 from vecd.gateway.api.schemas import Schema
@@ -30,11 +39,38 @@ from vecd.shm.shared_metrics import Gauge
 
 async def health(context: Context, http: HttpRequest, principal: Principal) -> Response:
     """200 only while a worker can serve and the server takes requests. Is about this gateway and its own links to the
-    workers, because the caller's requests would go to it."""
-    reason = context.why_unavailable()
+    workers, because the caller's requests would go to it. Where several models are served it is about all of them, or
+    about the one that the request names."""
+    reason = _why_unavailable(context, http)
     if reason is None:
         return _json(200, {"status": "ok"})
     return unavailable(reason)
+
+
+def _why_unavailable(context: Context, http: HttpRequest) -> str | None:
+    """Raises ApiError for a model that is not served."""
+    contexts = _named_contexts(context, http)
+    if len(contexts) == 1:
+        return contexts[0].why_unavailable()
+    reasons = [(each.model_info.model, reason) for each in contexts if (reason := each.why_unavailable()) is not None]
+    if reasons:
+        return "; ".join(f"{model}: {reason}" for model, reason in reasons)
+    return None if context.models is None or context.models.is_complete else "models are loading"
+
+
+def _named_contexts(context: Context, http: HttpRequest) -> Sequence[Context]:
+    """Those of the models that a request is about: of the one that its path, its header or its query names, or else of
+    all. Raises ApiError for an unknown name in the query, whatever the policy is."""
+    models = context.models
+    if models is None or http.choice is None or http.choice.is_made:
+        return (context,)
+    [name, *_] = parse_qs(http.query.decode("ascii", "replace")).get("model", [""])
+    if not name:
+        return models.all
+    found = models.find(name)
+    if found is None:
+        raise models.refusal(name)
+    return (found,)
 
 
 def unavailable(reason: str) -> Response:
@@ -55,7 +91,7 @@ async def root(context: Context, http: HttpRequest, principal: Principal) -> Res
     Ollama's clients request this path first."""
     if context.config.has_ui and "text/html" in http.headers.get("accept", ""):
         response = _page("page.html")
-    elif context.why_unavailable() is not None:
+    elif _why_unavailable(context, http) is not None:
         response = await health(context, http, principal)
     else:
         response = Response(200, b"vecd is running", content_type=_TEXT)
@@ -65,16 +101,20 @@ async def root(context: Context, http: HttpRequest, principal: Principal) -> Res
 
 
 async def info(context: Context, http: HttpRequest, principal: Principal) -> Response:
-    """Operators get everything; other callers get the fields of text-embeddings-inference, which its clients need."""
+    """Operators get everything; other callers get the fields of text-embeddings-inference, which its clients need.
+    Where several models are served it is about the one that the request names, or else about the first, with a list of
+    all for operators."""
+    contexts = _named_contexts(context, http)
+    context = contexts[0]
     is_operators = principal.sees_metrics and (http.is_admin or not context.config.has_admin_listener)
     if not is_operators:
         return _json(200, describe_for_tei(context))
-    return _json(200, describe_info(context, shows_tenants=http.is_admin or principal.is_admin))
+    body = describe_info(context, shows_tenants=http.is_admin or principal.is_admin)
+    return _json(200, body | ({"models": [*map(describe_one, contexts)]} if len(contexts) > 1 else {}))
 
 
 async def metrics(context: Context, http: HttpRequest, principal: Principal) -> Response:
     config = context.config
-    links = {link.incarnation.worker: link for link in context.links()}
     usages = await _usages(context)
     context.shared_metrics.publish()
     render = partial(
@@ -83,7 +123,7 @@ async def metrics(context: Context, http: HttpRequest, principal: Principal) -> 
         version=config.version,
         model=config.model,
         endpoints=context.endpoints,
-        worker_states={worker: state_of(links.get(worker)) for worker in range(config.num_workers)},
+        worker_states={worker: state_of(link) for each in all_contexts(context) for worker, link in links_of(each)},
         usages=usages,
         tei_max_tokens=config.max_tokens if config.has_tei_metrics else None,
     )
@@ -99,8 +139,10 @@ async def _usages(context: Context) -> dict[str, Usage]:
     pids = {"supervisor": os.getppid()}
     sections = enumerate(context.shared_metrics.sections)
     pids |= {f"gateway-{index}": pid for index, section in sections if (pid := section.gauges[Gauge.PID])}
-    for link in context.links():
-        pids |= {f"worker-{link.incarnation.worker}": link.facts["pid"], "forkserver": link.facts["parent_pid"]}
+    for each in all_contexts(context):
+        fork_server = "forkserver" if context.models is None else f"forkserver-{each.config.model}"
+        for link in each.links():
+            pids |= {f"worker-{link.incarnation.worker}": link.facts["pid"], fork_server: link.facts["parent_pid"]}
     return await context.processes.usages(pids)
 
 

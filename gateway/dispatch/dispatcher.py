@@ -10,8 +10,9 @@ Life of a slot: free → `_send` → in flight → `Done` → being encoded → 
 scheduler, as far as `vecd.gateway.dispatch.retry_budget` pays for it. A poison input, found by
 `vecd.gateway.dispatch.crash_attribution`, is failed, and rejected from then on by `vecd.gateway.dispatch.quarantine`.
 
-Several may live in one process and on one event loop. Called by `vecd.gateway.service` (control messages) and
-`vecd.gateway.pipeline` (new sequences).
+Several may live in one process and on one event loop. While they serve several models, which share the cores,
+`vecd.gateway.scheduling.model_shares` says which of them sends next. Called by `vecd.gateway.service` (control
+messages) and `vecd.gateway.pipeline` (new sequences).
 """
 
 import asyncio
@@ -36,6 +37,7 @@ from vecd.gateway.dispatch.vector_cache import VectorCache
 from vecd.gateway.dispatch.worker_link import InFlight, WorkerLink
 from vecd.gateway.scheduling.cores import Cores
 from vecd.gateway.scheduling.cost_model import CostModel
+from vecd.gateway.scheduling.model_shares import CoreTurn, ModelShare, worker_order
 from vecd.gateway.scheduling.policy import BatchingPolicy, PlannedBatch
 from vecd.gateway.scheduling.queue import Deaths, QueuedSequence, RequestQueue
 from vecd.gateway.scheduling.thread_model import ThreadModel
@@ -101,6 +103,7 @@ class Dispatcher:
         shared_metrics: SharedMetrics | None = None,
         cores: Cores | None = None,
         vector_cache: VectorCache | None = None,
+        weight: float | None = 1.0,
     ) -> None:
         """`service` names what the workers serve, among all services of this gateway.
 
@@ -111,7 +114,8 @@ class Dispatcher:
         `batch_timeout_s` is the most that a worker has for a batch; `num_gateways` take turns at it. `widths`: as in
         `vecd.gateway.dispatch.delivery.Delivery`. `is_shared_by_tenants`: identical sequences of different tenants are
         computed once, too. `cores`: the budget of this process; None: one core, so that none is lent. `vector_cache` is
-        filled with computed rows.
+        filled with computed rows. `weight`: the model's share of the cores while other models need them, above 0; None:
+        its workers compute on a GPU.
         """
         self._policy = policy
         self._epoch = epoch
@@ -139,6 +143,10 @@ class Dispatcher:
         """Of the worker that has answered last; a new worker begins with a copy."""
         self._shared_metrics = shared_metrics or SharedMetrics.private()
         self._cores = cores or Cores(1)
+        self._models = self._cores.models
+        self._share = ModelShare(service.model, weight, policy)
+        self._idle: list[WorkerLink] = []
+        """Beside other models: the workers that may get a batch, while batches are being sent."""
         self.thread_model = ThreadModel()
         self._links: dict[bytes, WorkerLink] = {}
         self._is_dispatch_due = False
@@ -147,8 +155,8 @@ class Dispatcher:
         """Of workers, in this dispatcher's life."""
         self.broken: str | None = None
         """Why no worker stays alive, once the supervisor has said so; None again as soon as one is up."""
-        self.tokens_per_s = self._newest_cost_model.tokens_per_s
-        """Of all workers together, with full batches. While there is none, as before."""
+        self._tokens_per_s = self._newest_cost_model.tokens_per_s
+        """Of all workers together, with full batches and a core each. While there is none, as before."""
         self.in_flight_tokens = 0
         """Sent to workers and not answered."""
         self._last_death = "workers are loading"
@@ -163,6 +171,7 @@ class Dispatcher:
         self._transport.start(listening_fd)
         self._place = self._shared_metrics.open_service(self.service)
         self._sweep_soon()
+        self._models.join(self._share, self)
 
     def stop(self) -> None:
         """Forget all workers and close the socket. What is still queued or being encoded stays unanswered."""
@@ -171,6 +180,7 @@ class Dispatcher:
             link.in_flight.clear()
             self._end_lease(link)
         self._links.clear()
+        self._models.leave(self._share)
         self._policy.on_dropped = None
         self._delivery.clear()
         self._sweeper.cancel()
@@ -184,6 +194,15 @@ class Dispatcher:
             self._vector_cache.activate()
 
     # --- what others ask ------------------------------------------------------------------------------------
+
+    @property
+    def tokens_per_s(self) -> float:
+        """Of all workers together, with full batches, and with the cores that other models leave. While there is no
+        worker, as before."""
+        if not self._models.are_several or not self._links:
+            return self._tokens_per_s
+        num_cores = self._models.part(self._share) * self._cores.num_cores
+        return self._tokens_per_s * min(1.0, num_cores / len(self._links))
 
     @property
     def num_rows(self) -> int:
@@ -320,6 +339,9 @@ class Dispatcher:
         if self._flights.has_unseated:
             self._policy.put_back(self._flights.seat_unseated())
         now = time.monotonic()
+        if self._models.are_several:
+            self._models.dispatch(now)
+            return
         idle = [link for link in self._links.values() if link.is_idle]
         if len(idle) > 1:
             idle.sort(key=_num_thread_choices)  # a batch that is alone goes to the worker that can use most cores
@@ -357,8 +379,61 @@ class Dispatcher:
         speedup = self.thread_model.speedup
         return speedup(num_tokens, whole) > num_batches * speedup(part_tokens, part)
 
-    def _num_threads(self, link: WorkerLink, num_tokens: int, num_places: int, now: float) -> int:
-        """Threads for a batch, which leaves `num_places` other workers idle; 0 where the worker's are fixed.
+    # --- sending beside other models ------------------------------------------------------------------------
+
+    def find_idle(self) -> int:
+        """Workers that could get a batch now; 0 if nothing waits."""
+        self._idle = [link for link in self._in_order() if link.is_idle] if self._policy.queued_sequences else []
+        if self._cores.spare > 0:
+            self._idle.sort(key=_num_thread_choices)
+        return len(self._idle)
+
+    def _in_order(self) -> list[WorkerLink]:
+        """All workers, the one last that gets the next batch if it is idle."""
+        links = sorted(self._links.values(), key=lambda link: link.incarnation.worker)
+        order = worker_order(len(links), self._shared_metrics.gateway, self._num_gateways)
+        return [links[place] for place in reversed(order)]
+
+    def send_in_turn(self, now: float, turn: CoreTurn) -> int:
+        """Send one batch to an idle worker. Returns how many workers could get the next one; 0 if nothing could be
+        sent, or nothing is left."""
+        link, num_places = self._idle[-1], turn.num_places
+        if not turn.num_beside and self._is_one_batch_better(link, num_places, now):
+            num_places = 1
+        planned = self._next_batch(now, link.cost_model, num_places, turn.is_short)
+        if not planned.sequences:
+            return 0
+        self._idle.pop()
+        num_threads = self._num_threads(link, planned.num_tokens, num_places - 1, now, turn.num_beside)
+        if self._share.needs_cores:
+            link.leased = max(1, num_threads, *link.thread_choices[:1])
+            self._cores.lease(link.leased)
+        self._charge(link, self._send(link, planned, now, num_threads), now)
+        return len(self._idle) if self._policy.queued_sequences else 0
+
+    def send_ahead(self, now: float, *, is_short: bool | None) -> None:
+        """Send busy workers their next batches."""
+        for link in self._links.values():
+            if link.is_usable and link.free_slots:
+                planned = self._next_batch(now, link.cost_model, 0, is_short)
+                if planned.sequences:
+                    self._charge(link, self._send(link, planned, now, link.fewest_threads), now)
+
+    def note_waiting(self, now: float) -> None:
+        """Something waits for a core; if one is lent, none is for a while."""
+        if self._cores.num_lent:
+            self._cores.note_contention(now, self._idle[-1].cost_model.batch_s(self._policy.queued_tokens))
+
+    def _charge(self, link: WorkerLink, batch: InFlight, now: float) -> None:
+        if self._share.needs_cores:
+            batch.charged_s = link.cost_model.batch_s(batch.num_tokens)
+            self._models.charge(self._share, batch.charged_s, now)
+
+    # --- one batch ------------------------------------------------------------------------------------------
+
+    def _num_threads(self, link: WorkerLink, num_tokens: int, num_places: int, now: float, num_beside: int = 0) -> int:
+        """Threads for a batch, which leaves `num_places` other workers idle; 0 where the worker's are fixed. Other
+        models have `num_beside` batches.
 
         Free cores are divided among the batches that can be sent now.
         """
@@ -366,19 +441,21 @@ class Dispatcher:
         if len(choices) < 2:
             return link.fewest_threads
         spare = self._cores.spare
-        if spare > 0 and num_places:
-            spare = (spare + 1) // (1 + min(num_places, self._policy.queued_sequences)) - 1
+        if spare > 0 and (num_places or num_beside):
+            spare = (spare + 1) // (1 + min(num_places, self._policy.queued_sequences) + num_beside) - 1
         if spare <= 0 or self._cores.is_contended(now):
             return choices[0]
         if link.cost_model.batch_s(num_tokens) > _LONG_BATCH_S:
             spare = min(spare, self._cores.free - 2)
         return self.thread_model.choose(num_tokens, [choice for choice in choices if choice <= spare + 1])
 
-    def _next_batch(self, now: float, cost_model: CostModel, num_idle_workers: int) -> PlannedBatch:
+    def _next_batch(
+        self, now: float, cost_model: CostModel, num_idle_workers: int, is_short: bool | None = None
+    ) -> PlannedBatch:
         """The policy's next batch of which something may be sent: without inputs that were quarantined after they had
         been queued. Requests that can only be late are failed."""
         while True:
-            batch = self._policy.next_batch(now, cost_model, num_idle_workers)
+            batch = self._policy.next_batch(now, cost_model, num_idle_workers, is_short)
             for request_queue in batch.too_late:
                 self._shared_metrics.add(Counter.EXPIRED)
                 request_queue.pending.fail(DeadlinePassed(None))
@@ -393,7 +470,7 @@ class Dispatcher:
             if batch.sequences:
                 return batch
 
-    def _send(self, link: WorkerLink, planned: PlannedBatch, now: float, num_threads: int) -> None:
+    def _send(self, link: WorkerLink, planned: PlannedBatch, now: float, num_threads: int) -> InFlight:
         sequences, followers = self._flights.depart(planned.sequences)
         if followers:
             self._policy.withdraw(followers)
@@ -436,6 +513,7 @@ class Dispatcher:
             # Not evidence of death; but a worker that cannot be reached must not keep a batch.
             log.warning("%s cannot be reached; its batch goes to another", link.incarnation)
             self._report_stuck(link)
+        return batch
 
     # --- receiving ------------------------------------------------------------------------------------------
 
@@ -482,6 +560,8 @@ class Dispatcher:
             return
         link.has_answered = True
         self._learn(link, batch, done)
+        if batch.charged_s:
+            self._models.correct(self._share, batch.charged_s, done.compute_us / 1e6 * max(1, done.num_threads))
         self._newest_cost_model = link.cost_model
         self._sum_speeds()
         self._retries.earn(batch.num_tokens)
@@ -514,7 +594,7 @@ class Dispatcher:
             link.cost_model.observe(batch.num_tokens, compute_s)
 
     def _sum_speeds(self) -> None:
-        self.tokens_per_s = sum(link.cost_model.tokens_per_s for link in self._links.values() if link.is_usable)
+        self._tokens_per_s = sum(link.cost_model.tokens_per_s for link in self._links.values() if link.is_usable)
 
     def _on_failed(self, link: WorkerLink, failed: Failed) -> None:
         batch = self._take_answered(link, failed.number, failed.slot)
@@ -556,7 +636,7 @@ class Dispatcher:
 
     def _end_lease(self, link: WorkerLink) -> None:
         """Give the worker's cores back, but for one if it has another batch."""
-        num_kept = 1 if link.in_flight else 0
+        num_kept = 1 if link.in_flight and link.leased else 0  # beside other models, a GPU's worker has no core
         self._cores.give_back(link.leased, num_kept)
         link.leased = num_kept
 

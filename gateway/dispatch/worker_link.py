@@ -31,6 +31,8 @@ class InFlight:
     sent_at: float
     num_threads: int = 0
     """Cores that were leased to it; 0 where the worker's threads are fixed."""
+    charged_s: float = 0.0
+    """Predicted seconds × cores that its model was charged for; 0 while there is one model."""
     answered_at: float = 0.0
     num_encoded: int = 0
     """Rows that have been handed to their requests; beyond `num_rows`, copies."""

@@ -1,16 +1,21 @@
 """The budget of cores: how many of them this gateway's batches may compute on, and how many may be lent to one.
 
-Owns the numbers, for one gateway process and all its generations. Pure. `vecd.gateway.dispatch.dispatcher` leases cores
-for a batch and gives them back with its answer; `vecd.gateway.telemetry.other_programs` says how much of the machine is
-not ours.
+Owns the numbers, for one gateway process, all its models and generations. Pure. `vecd.gateway.dispatch.dispatcher`
+leases cores for a batch and gives them back with its answer; `vecd.gateway.telemetry.other_programs` says how much of
+the machine is not ours.
 
 Every batch has a core of its own, and needs no grant for it. A batch gets more than one core only while others would be
 idle: a worker waits then until the lease ends, because two threads that share a core with a third one, and spin while
 they wait for each other, are slower than one (measured: 68 ms instead of 11).
+
+Several models have more workers than there are cores. A batch then waits for a core that is free, and
+`vecd.gateway.scheduling.model_shares` says whose turn it is.
 """
 
 import math
 from collections.abc import Callable
+
+from vecd.gateway.scheduling.model_shares import ModelShares
 
 _MAX_OTHERS_USE = 0.5
 """Cores that other programs may use while all of ours are lent: what a client on the same machine needs."""
@@ -36,6 +41,7 @@ class Cores:
         self.on_change: Callable[[], None] | None = None
         """Called when a lease has begun or ended."""
         self._contended_until = -math.inf
+        self.models = ModelShares(lambda: self.num_open)
 
     @property
     def num_batches(self) -> int:
@@ -51,6 +57,12 @@ class Cores:
     def free(self) -> int:
         """Cores that no batch has; below 0 when there are more workers than cores."""
         return self.granted - self.leased
+
+    @property
+    def num_open(self) -> int:
+        """Cores that batches of several models may begin on now; below 0 after a smaller grant. One needs no grant, so
+        that no batch waits for a message."""
+        return max(1, self.granted) - self.leased
 
     @property
     def spare(self) -> int:

@@ -10,7 +10,7 @@ a lone sequence leaves at once. A busy worker gets a second batch only when what
 regardless only splits batches (measured: 546 instead of 695 requests/s, float32, 64 clients).
 
 How large: what waits is divided among the idle workers, up to the tokens that the worker computes in FULL_BATCH_S; in
-SHORT_BATCH_S while short requests come that would wait for the batches of a backlog.
+SHORT_BATCH_S while short requests come that would wait for the batches of a backlog, of whichever model.
 
 Which, in what turn: deficit round robin, counted in tokens (Shreedhar and Varghese, SIGCOMM 1995), first among tenants
 and then among the requests of each, with newcomers before the rest, as fq_codel has them for packets (RFC 8290):
@@ -75,8 +75,11 @@ class Unqueued(NamedTuple):
 class Workers(Protocol):
     """What an estimate needs to know of the workers."""
 
-    tokens_per_s: float
-    """Speed of all workers together with full batches, above 0."""
+    @property
+    def tokens_per_s(self) -> float:
+        """Speed of all workers together with full batches, above 0; beside other models, with the cores that these
+        leave."""
+
     in_flight_tokens: int
     """Tokens that they have and have not answered."""
 
@@ -245,6 +248,13 @@ class BatchingPolicy:
 
     # --- what waits, and for how long -----------------------------------------------------------------------
 
+    @property
+    def waiting_priority(self) -> int:
+        """The highest that something waits at; the lowest if nothing does."""
+        isolated = [batch[0].request_queue.priority for batch in self._isolated]
+        classes = [priority for priority in Priority if self._classes[priority].num_tokens]
+        return min((*isolated, *classes), default=max(Priority))
+
     def queued_tokens_of(self, tenant: str) -> int:
         """Tokens of a tenant that wait for their turn, at all priorities."""
         queues = (priority_class.tenant_queues.get(tenant) for priority_class in self._classes)
@@ -303,14 +313,18 @@ class BatchingPolicy:
 
     # --- when and how large ---------------------------------------------------------------------------------
 
-    def next_batch(self, now: float, cost_model: CostModel, num_idle_workers: int) -> "PlannedBatch":
+    def next_batch(
+        self, now: float, cost_model: CostModel, num_idle_workers: int, is_short: bool | None = None
+    ) -> "PlannedBatch":
         """Take the next batch for a worker that is as fast as `cost_model` says.
 
         `num_idle_workers`: idle workers, this one included; 0 if it is busy, and the batch is to be sent ahead.
+        `is_short`: whether others wait for it; None: as `wants_short_batches` says.
         """
         if not self.queued_sequences:
             return PlannedBatch(0, 0, 0)
-        is_short = self.wants_short_batches(now)
+        if is_short is None:
+            is_short = self.wants_short_batches(now)
         budget = cost_model.budget_tokens(SHORT_BATCH_S if is_short else FULL_BATCH_S)
         if not num_idle_workers and (is_short or not self.fills(budget)):
             return PlannedBatch(0, 0, 0)
@@ -328,6 +342,20 @@ class BatchingPolicy:
         """Whether what waits is enough for a whole batch of `max_tokens`."""
         return self.queued_tokens >= max_tokens or self.queued_rows >= self._max_batch_rows
 
+    def expects_short(self, now: float) -> bool:
+        """Whether short requests come."""
+        return now - self._short_seen_at < _SHORT_EXPECTED_S
+
+    @property
+    def has_backlog(self) -> bool:
+        """Whether a request waits that one turn was not enough for."""
+        return any(priority_class.num_backlog_tokens for priority_class in self._classes)
+
+    @property
+    def has_many_turns(self) -> bool:
+        """Whether tenants have more than a turn waiting, on average, at any priority."""
+        return any(priority_class.has_many_turns for priority_class in self._classes)
+
     def wants_short_batches(self, now: float) -> bool:
         """Whether others wait for each batch: short requests come while a backlog is worked on, or a tenant with little
         comes with them beside others that have much."""
@@ -340,7 +368,7 @@ class BatchingPolicy:
         if now - self._newcomer_seen_at >= _SHORT_EXPECTED_S or self._newcomer.num_tokens > self.quantum:
             self._newcomer = None  # gone, or one of those that have much
             return False
-        return any(priority_class.has_many_turns for priority_class in self._classes)
+        return self.has_many_turns
 
     # --- which, and in what turn ----------------------------------------------------------------------------
 

@@ -13,7 +13,6 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 
 from vecd.shm.shared_metrics import (
     NUM_BATCHES,
-    NUM_SERVICES,
     STATUSES,
     BatchCell,
     Counter,
@@ -75,9 +74,10 @@ class SharedMetrics:
         self._bounds = [histogram.bounds for histogram in Histogram]
         self._per_unit = [histogram.per_unit for histogram in Histogram]
         self._polled: dict[Gauge, Callable[[], int]] = {}
-        self._services: list[ServiceKey | None] = [None] * NUM_SERVICES
+        self._services: list[ServiceKey | None] = [None] * spec.num_services
         """Those that this gateway has, by their place in the section."""
-        self._active: ServiceKey | None = None
+        self._active: dict[int, ServiceKey] = {}
+        """By the model's index."""
         self._last_batch_number = 0
         for gauge in Gauge:
             self.set(gauge, 0)
@@ -127,10 +127,10 @@ class SharedMetrics:
 
     def open_service(self, service: ServiceKey) -> int:
         """Open a service and return its place in the section. What an earlier life of this gateway has counted for it
-        stays. Raises ValueError when NUM_SERVICES are open already."""
+        stays. Raises ValueError when as many are open already as there is room for."""
         free = [place for place, occupant in enumerate(self._services) if occupant is None]
         if not free:
-            raise ValueError(f"a gateway has at most {NUM_SERVICES} services at a time")
+            raise ValueError(f"a gateway has at most {len(self._services)} services at a time")
         known = [place for place in free if _service_of(self.ours.services[place]) == service]
         [place, *_] = known or free
         if not known:
@@ -143,8 +143,9 @@ class SharedMetrics:
         return place
 
     def activate_service(self, service: ServiceKey) -> None:
-        """New requests are for this service, which is open, from now on: its workers' lives are those that count."""
-        self._active = service
+        """New requests for its model are for this service, which is open, from now on: its workers' lives are those
+        that count."""
+        self._active[service.model] = service
         for worker, cells in enumerate(self.ours.lives[self._services.index(service)]):
             if cells[LifeCell.LIFE]:
                 self._workers[worker][WorkerCell.LIFE] = cells[LifeCell.LIFE]
@@ -162,7 +163,7 @@ class SharedMetrics:
             cells[LifeCell.LIFE] = 0
             cells[LifeCell.BATCHES] = 0
             cells[LifeCell.LIFE] = life
-        if key.service == self._active:
+        if key.service == self._active.get(key.service.model):
             self._workers[worker][WorkerCell.LIFE] = life
 
     def next_batch_number(self) -> int:

@@ -231,7 +231,7 @@ class SpanSender(SpanExporter):
         if timeline.num_inputs:
             attributes |= {
                 "gen_ai.operation.name": "embeddings",
-                "gen_ai.request.model": self._config.model,
+                "gen_ai.request.model": timeline.model or self._config.model,
                 "gen_ai.usage.input_tokens": timeline.num_tokens,
                 "vecd.inputs": timeline.num_inputs,
             }

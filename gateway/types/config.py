@@ -17,6 +17,8 @@ PRIORITIES = ("interactive", "normal", "bulk")
 TOKEN_ID_POLICIES = ("auto", "model", "cl100k", "reject")
 OVERFLOWS = ("error", "truncate", "truncate_left", "chunk")
 SHARE_COMPUTED = ("tenant", "all")
+UNKNOWN_MODELS = ("any", "default", "refuse")
+"""any: the only model is every name; default: the first model with the capability; refuse: 404."""
 LOG_FORMATS = ("text", "json")
 SCOPES = ("embed", "metrics", "admin")
 
@@ -148,6 +150,17 @@ class GatewayConfig:
     log_level: str
     vector_cache: int = 0
     """Bytes of the table in which all gateways keep computed rows; 0: there is none."""
+    model_index: int = 0
+    """As in `vecd.shm.shared_metrics.ServiceKey`."""
+    board_models: int = 1
+    """Models that the shared metrics have cells for."""
+    first_worker: int = 0
+    """The index of the model's first worker: those of all models are numbered together, so that none is meant for
+    another."""
+    weight: float = 1.0
+    """The model's share of the cores while other models need them, above 0."""
+    unknown_model: str = "any"
+    """One of UNKNOWN_MODELS: what becomes of a request that names a model which is not configured."""
     chat_template: ChatTemplateSpec | None = None
     """None: the model has none, or special tokens in a text are read as characters."""
     keeps_listening: bool = False
@@ -157,7 +170,7 @@ class GatewayConfig:
 
     @property
     def shared_metrics(self) -> SharedMetricsSpec:
-        return SharedMetricsSpec(self.num_gateways, self.board_workers)
+        return SharedMetricsSpec(self.num_gateways, self.board_workers, self.board_models)
 
     @property
     def vector_cache_spec(self) -> VectorCacheSpec:

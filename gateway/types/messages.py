@@ -8,6 +8,7 @@ import re
 from dataclasses import dataclass, field
 from enum import Enum
 
+from vecd.gateway.types.model_choice import ModelChoice
 from vecd.gateway.types.timeline import RequestTimeline
 
 REQUEST_ID = re.compile(r"[A-Za-z0-9._-]{1,128}")
@@ -61,6 +62,8 @@ class HttpRequest:
     is_admin: bool = False
     """It was received by the admin listener."""
     timeline: RequestTimeline = field(default_factory=RequestTimeline, compare=False, repr=False)
+    choice: ModelChoice | None = field(default=None, compare=False, repr=False)
+    """None where one model is served."""
 
 
 @dataclass(slots=True)

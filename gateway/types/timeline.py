@@ -61,6 +61,8 @@ class RequestTimeline:
     """The index of its endpoint in `vecd.gateway.api.registry.ENDPOINTS`."""
     principal = ""
     """The name of the request's key; "" without one."""
+    model = ""
+    """The name of the model that it is for, where several are served and it is known."""
     error = ""
     """The code, or else the type, of the error in the response."""
     num_inputs = 0

@@ -37,6 +37,7 @@ from vecd.launch.check.machine import read_machine
 from vecd.launch.check.report import Comparison, Measurements, Problem, Report
 from vecd.launch.check.text import render
 from vecd.launch.check.tokens import MAX_TEXTS, affordable, built_in_texts
+from vecd.launch.config.models import load_models
 from vecd.launch.config.plan import Plan, make_plan, version
 from vecd.launch.config.settings import Settings, load_settings
 from vecd.launch.config.tokenizer import forget
@@ -61,7 +62,7 @@ def main(argv: Sequence[str]) -> int:
     try:
         parser = _parser()
         options, rest = parser.parse_known_args(argv)
-        settings = load_settings(rest, other_flags=flags_of(parser))
+        settings = _only_model(load_settings(rest, other_flags=flags_of(parser)))
         texts = _read_texts(options, settings)
         report = _examine(settings, texts, 0 if options.quick else options.seconds, options.remember)
         if not _print(json.dumps(report.to_json(), ensure_ascii=False) if options.json else render(report)):
@@ -95,6 +96,15 @@ def _parser() -> argparse.ArgumentParser:
     add("--texts", type=FilePath, metavar="FILE", help='compare with these: one a line, or JSON objects with a "text"')
     add("--seconds", type=float, default=2.5, metavar="S", help="to measure each dtype and length of text (2.5)")
     return parser
+
+
+def _only_model(settings: Settings) -> Settings:
+    """The settings of the only model. Raises ConfigurationError where there are several."""
+    first, *others = load_models(settings)
+    if others:
+        names = ", ".join(entry.name for entry in (first, *others))
+        raise ConfigurationError([f"MODEL: vecd check takes one model, and these are given: {names}"])
+    return first.settings
 
 
 def _read_texts(options: argparse.Namespace, settings: Settings) -> list[str]:

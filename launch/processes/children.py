@@ -75,11 +75,11 @@ class Process:
 
     async def died(self) -> None:
         """Wait until the process has ended. It may not have been reaped yet."""
-        await _readable(self.pidfd)
+        await readable(self.pidfd)
 
     async def receive(self) -> Message | None:
         """The next message; None once the process has closed its end. Descriptors are not expected."""
-        await _readable(self.channel.fileno())
+        await readable(self.channel.fileno())
         received = self.channel.receive(0)
         return None if received is None else received[0]
 
@@ -136,7 +136,8 @@ class Process:
         self.channel.close()
 
 
-async def _readable(fd: int) -> None:
+async def readable(fd: int) -> None:
+    """Wait until there is something to read from it, or its other end is closed; of a pidfd, until the process ends."""
     loop = asyncio.get_running_loop()
     future: asyncio.Future[None] = loop.create_future()
 
@@ -172,12 +173,13 @@ def spawn(name: str, command: str) -> Process:
     return Process(name, popen.pid, os.pidfd_open(popen.pid), ours, reap)
 
 
-def _reap_orphan(pidfd: int) -> int | None:
-    """The exit status of a worker whose fork server died first, which makes it a child of this process."""
+def reap_adopted(pidfd: int) -> int | None:
+    """The exit status of a dead process that was adopted: a worker whose fork server died first, or a fork server that
+    the zygote has forked. None if it cannot be known."""
     try:
         result = os.waitid(os.P_PIDFD, pidfd, os.WEXITED | os.WNOHANG)
     except ChildProcessError:
-        return None  # its fork server lives, and hangs
+        return None  # it is not ours: its fork server lives, and hangs
     if result is None:
         return None
     return result.si_status if result.si_code == os.CLD_EXITED else -result.si_status
@@ -200,14 +202,26 @@ async def reap_everything() -> None:
             await asyncio.sleep(_REAP_INTERVAL_S)
 
 
+async def _spawn_fork_server(start: ForkServerStart, timeout_s: float) -> Process:
+    return spawn("fork server", "forkserver")
+
+
 class ForkServer:
     """The process that workers are forked from. Started when first needed, and again should it die."""
 
-    def __init__(self, start: ForkServerStart, start_timeout_s: float, on_stage: Callable[[str], None]) -> None:
-        """`on_stage` is called with each stage of loading."""
+    def __init__(
+        self,
+        start: ForkServerStart,
+        start_timeout_s: float,
+        on_stage: Callable[[str], None],
+        make_process: Callable[[ForkServerStart, float], Awaitable[Process]] = _spawn_fork_server,
+    ) -> None:
+        """`on_stage` is called with each stage of loading. `make_process` is given the order that the process is then
+        sent, and the seconds that this may take; it raises OSError or ChildDied."""
         self._order = start
         self._start_timeout_s = start_timeout_s
         self._on_stage = on_stage
+        self._make_process = make_process
         self._has_been_ready = False
         self._process: Process | None = None
         self._starting: asyncio.Task[Process] | None = None
@@ -246,7 +260,7 @@ class ForkServer:
             with suppress(TimeoutError, ChildDied):
                 async with asyncio.timeout(_REAP_TIMEOUT_S):
                     return await asyncio.shield(exited)
-            return _reap_orphan(pidfd)
+            return reap_adopted(pidfd)
 
         return Process(str(incarnation), pid, pidfd, ours, reap)
 
@@ -282,8 +296,8 @@ class ForkServer:
 
     async def _start(self) -> Process:
         try:
-            process = spawn("fork server", "forkserver")
-        except OSError as error:
+            process = await self._make_process(self._order, self._start_timeout_s)
+        except (OSError, ChildDied) as error:
             raise ChildDied(f"the fork server cannot be started: {error}") from error
         try:
             process.channel.send(self._order)
@@ -315,7 +329,7 @@ class ForkServer:
 
     async def _receive(self, process: Process) -> bool:
         """Handle the next message; returns whether there may be more."""
-        await _readable(process.channel.fileno())
+        await readable(process.channel.fileno())
         match process.channel.receive(0):
             case None:
                 return False

@@ -9,6 +9,10 @@ Messages to one gateway (→) and from it (←) about a new generation:
 
     → Prepare   ← Prepared   → WorkerUp …   ← WorkerConnected …   → Activate
     ← Retired (the generation before)   → Discard (the generation before)
+
+With several models, each has one active generation. A gateway starts with the first model's and is sent the others,
+which become active as soon as they are prepared: their requests wait for workers, as those of the first model do. A
+model that is no longer configured: → Withdrawn   ← Retired   → Discard.
 """
 
 import asyncio
@@ -40,6 +44,7 @@ from vecd.shm.control import (
     Prepared,
     Progress,
     Retired,
+    Withdrawn,
     WorkerConnected,
     WorkerDown,
     WorkerUp,
@@ -64,8 +69,10 @@ class Link:
     epoch: int
     """Which of its lives this is, 1 for the first."""
     process: Process
-    generation: int
-    """The one that it serves new requests with."""
+    generations: dict[str, int]
+    """By model, the one that it serves new requests with."""
+    awaited: set[str]
+    """The other models that it was started for, and that it has not been able to serve yet."""
     heartbeat_at: float
     """When its last message came, by the loop's clock."""
     is_ready: bool = False
@@ -73,7 +80,7 @@ class Link:
     """Generations that it has been sent."""
     prepared: set[int] = field(default_factory=set)
     retiring: set[int] = field(default_factory=set)
-    """Generations with requests that began before another one became active."""
+    """Generations with requests that began before another one became active, or before their model was withdrawn."""
     sent_up: set[Incarnation] = field(default_factory=set)
     sent_keys: tuple[ApiKey, ...] = ()
     sent_stage: str | None = None
@@ -108,9 +115,10 @@ class GatewayPool:
         lease."""
         self.links: dict[int, Link] = {}
         """By the gateway's index; also those that are starting."""
-        self.active = min(worker_pools)
-        """The generation that new requests are for."""
-        self.keys = worker_pools[self.active].plan.gateway.keys
+        self.active = {worker_pool.model: generation for generation, worker_pool in sorted(worker_pools.items())}
+        """By model, in the order of their indices: the generation that new requests are for."""
+        first = next(iter(worker_pools.values())).plan.gateway
+        self.keys = first.keys
         """The keys that clients may send, whatever a generation's own configuration says."""
         self.start_stage: str | None = "workers are loading"
         """What the server's start is doing; set to None once the server is ready."""
@@ -120,7 +128,7 @@ class GatewayPool:
         self._listening = listening
         self._metrics_fd = metrics_fd
         self._vector_cache_fds = [] if vector_cache_fd is None else [vector_cache_fd]
-        self._metrics_spec = worker_pools[self.active].plan.gateway.shared_metrics  # of all generations
+        self._metrics_spec = first.shared_metrics  # of all generations
         self._quarantine_key = secrets.token_hex(_QUARANTINE_KEY_BYTES)
         self._worker_pools = worker_pools
         self._on_other_message = on_message
@@ -196,12 +204,13 @@ class GatewayPool:
         except OSError as error:
             return f"cannot be started: {error}", None
         with process:
-            known = {self.active}
+            (model, generation), *others = self.active.items()
             link = self.links[index] = Link(
-                index, epoch, process, self.active, _now(), known=known, prepared=set(known)
-            )
+                index, epoch, process, {model: generation}, {other for other, _ in others}, _now(),
+                known={generation}, prepared={generation},
+            )  # fmt: skip
             try:
-                reason = await self._start(link, backoff)
+                reason = await self._start(link, generation, backoff)
                 if reason is not None:
                     return reason, None
                 ready_at = _now()
@@ -215,12 +224,14 @@ class GatewayPool:
                 self._grant(self._core_grants.leave(link.life))
                 self._on_change()
 
-    async def _start(self, link: Link, backoff: Backoff) -> str | None:
+    async def _start(self, link: Link, generation: int, backoff: Backoff) -> str | None:
         """Why it did not get ready; None when it did."""
-        worker_pool = self._worker_pools[link.generation]
+        worker_pool = self._worker_pools[generation]
         link.sent_keys, link.sent_stage = self.keys, self.start_stage
         config = replace(worker_pool.plan.gateway, keys=self.keys).to_json()
-        start = GatewayStart(config, link.index, link.epoch, link.generation, self._quarantine_key, self.start_stage)
+        start = GatewayStart(
+            config, link.index, link.epoch, generation, self._quarantine_key, self.start_stage, len(self.active)
+        )
         listening = [sock.fileno() for sock in self._listening]
         fds = [self._metrics_fd, worker_pool.zmq_listening(link.index), *self._vector_cache_fds, *listening]
         send_or_kill(link.process, start, fds)
@@ -273,6 +284,17 @@ class GatewayPool:
         self.reconcile()
         self._on_change()
 
+    def activate(self, generations: dict[str, int], keys: tuple[ApiKey, ...]) -> None:
+        """Let new requests for each model go to this generation, with these keys. `generations`: of all models that
+        are served from now on, in the order of their indices. A gateway that is connected to none of its workers goes
+        on with the generation before until it is."""
+        self.active, self.keys = generations, keys
+        for link in list(self.links.values()):
+            if link.awaited - generations.keys():
+                log.warning("%s was started for a model that is no longer served, and is killed", link.process.name)
+                link.process.kill()
+        self.reconcile()
+
     # --- messages to gateways -------------------------------------------------------------------------------
 
     def reconcile(self) -> None:
@@ -307,14 +329,25 @@ class GatewayPool:
             send_or_kill(link.process, ModelBroken(worker_pool.generation, worker_pool.broken))
 
     def _activate(self, link: Link) -> None:
-        """Let it serve with the active generation, once it is connected to a worker of it."""
-        if link.generation == self.active:
-            return
-        workers = {worker.incarnation for worker in self._worker_pools[self.active].ready.values()}
-        if link.connected & workers:
-            link.retiring.add(link.generation)
-            link.generation = self.active
-            send_or_kill(link.process, Activate(self.active))
+        """Let it serve each model with the active generation, once it is connected to a worker of it, and no model that
+        has none. A model that it does not serve yet needs no worker: while there is none, its requests are refused as
+        what they are, and not as those for an unknown model."""
+        for model, generation in self.active.items():
+            before = link.generations.get(model)
+            if before == generation or generation not in link.prepared:
+                continue
+            workers = {worker.incarnation for worker in self._worker_pools[generation].ready.values()}
+            if before is None or link.connected & workers:
+                if before is not None:
+                    link.retiring.add(before)
+                link.generations[model] = generation
+                link.awaited.discard(model)
+                send_or_kill(link.process, Activate(generation))
+        if link.generations.keys() > self.active.keys():  # only then: one may have been renamed
+            for model in link.generations.keys() - self.active.keys():
+                generation = link.generations.pop(model)
+                link.retiring.add(generation)
+                send_or_kill(link.process, Withdrawn(generation))
 
     def send_down(self, incarnation: Incarnation, reason: str, *, has_crashed: bool) -> None:
         """Tell the gateways that know of a worker that it is dead."""
@@ -338,7 +371,7 @@ class GatewayPool:
         """Let every gateway forget a generation, and kill those that serve no other. Its worker pool is to be removed
         from the worker pools first."""
         for link in list(self.links.values()):
-            if link.generation == generation:
+            if generation in link.generations.values():
                 log.error("%s still serves generation %d and is killed", link.process.name, generation)
                 link.process.kill()
             elif generation in link.known:
@@ -349,7 +382,9 @@ class GatewayPool:
 
     def serves(self, generation: int) -> bool:
         """Whether any gateway has requests of this generation, or begins new ones with it."""
-        return any(link.generation == generation or generation in link.retiring for link in self.links.values())
+        return any(
+            generation in link.generations.values() or generation in link.retiring for link in self.links.values()
+        )
 
     def drain(self, message: Drain) -> None:
         """Let all gateways drain. From now on one that ends is not restarted."""

@@ -1,14 +1,16 @@
-"""A reload: the configuration is read again, and another generation replaces the one that serves.
+"""A reload: the configuration is read again, and other generations replace those of the models that have changed.
 
 Owns the order of its steps, the generations' worker pools from their making to their end, and the reasons for which a
-reload is refused. The new generation starts beside the old one. It becomes the active one when every gateway is
-connected to all of its workers; the old one ends when its last request has been answered. Whatever fails before that
-refuses the reload, and nothing has changed. Called by `vecd.supervisor`.
+reload is refused. A model that is configured as before, with the same files, keeps its generation and its processes,
+unless it is the only one: then SIGHUP always starts a new one. The new generations start beside the old ones, all at
+once. They become active when every gateway is connected to all of their workers; a model that is no longer configured
+is withdrawn in the same moment. An old generation ends when its last request has been answered. Whatever fails before
+that refuses the whole reload, and nothing has changed. Called by `vecd.supervisor`.
 """
 
 import asyncio
 import logging
-from collections.abc import Callable, Coroutine
+from collections.abc import Callable, Coroutine, Sequence
 from contextlib import suppress
 from dataclasses import replace
 from pathlib import Path
@@ -17,10 +19,12 @@ from typing import Any, Protocol
 from vecd.gateway.types.config import ApiKey
 from vecd.launch.base.exit_codes import ConfigurationError, StartFailure
 from vecd.launch.config.keys import load_keys
+from vecd.launch.config.models import ModelEntry
 from vecd.launch.config.plan import Plan
 from vecd.launch.config.settings import Settings
 from vecd.launch.processes.file_access import FileAccess, FilesHang
 from vecd.launch.processes.gateway_pool import GatewayPool
+from vecd.launch.processes.numbering import numbered
 from vecd.launch.processes.worker_pool import WorkerPool
 from vecd.shm import logs
 from vecd.shm.card import ModelError
@@ -37,6 +41,8 @@ _FIXED_SETTINGS = (
 )  # fmt: skip
 """What a reload cannot change: the sockets, which processes listen on them, and the memory that these share. The
 content of the certificate's files it can."""
+_OF_THE_START = {"ready_fd"}
+"""Settings that no reload has."""
 
 
 class ReloadObserver(Protocol):
@@ -53,9 +59,9 @@ class ReloadObserver(Protocol):
 class Reloader:
     def __init__(
         self,
-        read_settings: Callable[[], Settings],
-        make_plan: Callable[[Settings], Plan],
-        make_worker_pool: Callable[[int, Plan], WorkerPool],
+        read_models: Callable[[], Sequence[ModelEntry]],
+        make_plans: Callable[[Sequence[ModelEntry]], list[Plan]],
+        make_worker_pool: Callable[[int, Plan, bool], WorkerPool],
         worker_pools: dict[int, WorkerPool],
         gateway_pool: GatewayPool,
         files: FileAccess,
@@ -63,12 +69,13 @@ class Reloader:
         changed: asyncio.Event,
         observer: ReloadObserver,
     ) -> None:
-        """`read_settings` and `make_plan` are called in threads. `worker_pools`, by generation, belongs to this object.
-        `changed` is set whenever a worker, a gateway or its link has changed."""
+        """`read_models` and `make_plans` are called in threads. `make_worker_pool` is called with the generation, the
+        plan, and whether there is no other model. `worker_pools`, by generation, belongs to this object. `changed` is
+        set whenever a worker, a gateway or its link has changed."""
         self.problems: list[str] = []
         """Why the last reload was refused; empty if it was not."""
-        self._read_settings = read_settings
-        self._make_plan = make_plan
+        self._read_models = read_models
+        self._make_plans = make_plans
         self._make_worker_pool = make_worker_pool
         self._worker_pools = worker_pools
         self._gateway_pool = gateway_pool
@@ -84,9 +91,9 @@ class Reloader:
         """Generations that cannot start, or that a gateway could not prepare, and why."""
 
     @property
-    def active(self) -> WorkerPool:
-        """The workers that new requests go to."""
-        return self._worker_pools[self._gateway_pool.active]
+    def active(self) -> list[WorkerPool]:
+        """The workers that new requests go to, in the order of the models' indices."""
+        return [self._worker_pools[generation] for generation in self._gateway_pool.active.values()]
 
     @property
     def is_running(self) -> bool:
@@ -111,8 +118,12 @@ class Reloader:
             self._task.cancel()
 
     def on_unprepared(self, generation: int, error: str) -> None:
-        """A gateway cannot prepare for a generation that is not active yet, or it cannot start."""
-        self._failures[generation] = error
+        """A gateway cannot prepare for a generation that is not active yet."""
+        if generation in self._worker_pools:
+            self._fail(self._worker_pools[generation], f"{self._worker_pools[generation].prefix}{error}")
+
+    def _fail(self, new: WorkerPool, reason: str) -> None:
+        self._failures[new.generation] = reason
         self._changed.set()
 
     def _request(self) -> None:
@@ -135,10 +146,10 @@ class Reloader:
 
     async def _reload(self) -> list[str]:
         """Serve by the configuration as it is now. Returns why that cannot be; then all is as before."""
-        new = None
+        pools: list[WorkerPool] = []
         try:
-            new = await self._prepare()
-            keys = await self._start(new)
+            pools = await self._prepare()
+            keys = await self._start(pools)
         except ConfigurationError as error:
             problems = error.problems
         except (_Refused, FilesHang, ModelError, StartFailure, OSError, SystemExit) as error:
@@ -146,102 +157,160 @@ class Reloader:
         except Exception as error:  # whatever files may hold; a message might quote it
             problems = [f"unexpected {type(error).__name__}"]
         else:
-            await self._activate(new, keys)
+            await self._activate(pools, keys)
             return []
-        if new is not None:
+        for new in self._new_of(pools):
             await self._end(new)
         return problems
 
-    # --- the new generation ---------------------------------------------------------------------------------
+    # --- the new generations --------------------------------------------------------------------------------
 
-    async def _prepare(self) -> WorkerPool:
-        """The worker pool of the configuration as it is now, not started. Raises what reading can raise."""
-        settings = await self._files.call("the configuration", self._read_settings)
-        for path in _files_of(settings):  # one that hangs is named, and refuses the reload at once
+    async def _prepare(self) -> list[WorkerPool]:
+        """The worker pools of the configuration as it is now, in the order of the models' indices: of models that have
+        not changed, those that serve; of the others, new ones that are not started. Raises what reading can raise."""
+        models = await self._files.call("the configuration", self._read_models)
+        for path in _files_of(models):  # one that hangs is named, and refuses the reload at once
             with suppress(OSError):
                 await self._files.call(str(path), path.stat)
-        plan = await self._files.call(
-            "the model", lambda: self._make_plan(settings), timeout_s=_PLAN_TIMEOUT_S, discard=Plan.close
+        plans = await self._files.call(
+            "the model", lambda: self._make_plans(models), timeout_s=_PLAN_TIMEOUT_S, discard=_close
         )
+        pools: list[WorkerPool] = []
         try:
-            worker_pool = self._make_worker_pool(self._newest + 1, self._fitted(plan))
+            plans = self._fitted(plans)
+            for plan in plans:
+                pool = self._unchanged(plan, plans) or self._make_pool(plan, len(plans))
+                pools.append(pool)
         except BaseException:
-            plan.close()
+            _close(plans[len(pools) :])
+            for new in self._new_of(pools):
+                await self._end(new)
             raise
+        return pools
+
+    def _new_of(self, pools: Sequence[WorkerPool]) -> list[WorkerPool]:
+        active = self.active
+        return [worker_pool for worker_pool in pools if worker_pool not in active]
+
+    def _unchanged(self, plan: Plan, plans: Sequence[Plan]) -> WorkerPool | None:
+        """The pool that serves this plan, one of `plans`, already; None if there is none, or if it is that of the only
+        model. Side effect: the plan is closed if there is one."""
+        active = self.active
+        if len(active) == len(plans) == 1:
+            return None
+        for worker_pool in active:
+            is_same = _is_same(worker_pool.plan, plan, is_first=plan is plans[0])
+            if worker_pool.model == plan.gateway.model and is_same:
+                plan.close()
+                return worker_pool
+        return None
+
+    def _make_pool(self, plan: Plan, num_models: int) -> WorkerPool:
+        """Raises OSError."""
+        worker_pool = self._make_worker_pool(self._newest + 1, plan, num_models == 1)
         self._newest += 1
         self._worker_pools[worker_pool.generation] = worker_pool
         return worker_pool
 
-    def _fitted(self, plan: Plan) -> Plan:
-        """The plan with what must stay as it is. Raises ConfigurationError for what it would have to change."""
-        now = self.active.plan
+    def _fitted(self, plans: Sequence[Plan]) -> list[Plan]:
+        """The plans with what must stay as it is, in the order of the models' indices. Raises ConfigurationError for
+        what they would have to change."""
+        now, then = self.active[0].plan.settings, plans[0].settings
         problems = [
-            f"{name}: cannot be changed while serving, restart instead (was {getattr(now.settings, name)!s}, "
-            f"now {getattr(plan.settings, name)!s})"
+            f"{name}: cannot be changed while serving, restart instead (was {getattr(now, name)!s}, "
+            f"now {getattr(then, name)!s})"
             for name in _FIXED_SETTINGS
-            if getattr(now.settings, name) != getattr(plan.settings, name)
+            if getattr(now, name) != getattr(then, name)
         ]
-        board_workers = now.gateway.board_workers
-        if plan.gateway.num_workers > board_workers:
-            problems.append(f"workers: {plan.gateway.num_workers} given, at most {board_workers} without a restart")
+        served = {worker_pool.model: worker_pool.plan.gateway for worker_pool in self.active}
+        try:
+            configs = numbered([plan.gateway for plan in plans], served)
+        except ConfigurationError as error:
+            problems += error.problems
         if problems:
             raise ConfigurationError(problems)
-        return replace(plan, gateway=replace(plan.gateway, board_workers=board_workers))
+        fitted = [replace(plan, gateway=config) for plan, config in zip(plans, configs, strict=True)]
+        return sorted(fitted, key=lambda plan: plan.gateway.model_index)
 
-    async def _start(self, new: WorkerPool) -> tuple[ApiKey, ...]:
-        """Start a generation beside the active one, until it could take over. Returns the keys that it begins with.
+    async def _start(self, pools: Sequence[WorkerPool]) -> tuple[ApiKey, ...]:
+        """Start new generations beside the active ones, until they could take over. Returns the keys that they begin
+        with.
 
         Raises what refuses it, as `_await_connected` and `_await_unchanged`.
         """
-        self._start_task(self._supervise(new))
+        new = self._new_of(pools)
+        for worker_pool in new:
+            self._start_task(self._supervise(worker_pool))
         self._gateway_pool.reconcile()
         await self._await_connected(new)
-        return await self._await_unchanged(new)
+        return await self._await_unchanged(pools[0].plan.settings, new)
 
     async def _supervise(self, new: WorkerPool) -> None:
-        """Unlike a failure of the first generation, one of a later generation does not end the server."""
+        """Unlike a failure of a first generation, one of a later generation does not end the server."""
         try:
             await new.supervise()
         except StartFailure as error:
-            self.on_unprepared(new.generation, str(error))
+            self._fail(new, str(error))
 
-    async def _activate(self, new: WorkerPool, keys: tuple[ApiKey, ...]) -> None:
-        """Let new requests go to a generation, and end the one before it when its last request is answered."""
-        old = self.active
-        self._gateway_pool.active, self._gateway_pool.keys = new.generation, keys
-        self._gateway_pool.reconcile()
-        logs.change(new.plan.settings.log_level, new.plan.settings.log_format)
-        await self._await_retired(old)
-        log.info("reloaded: %s is served by generation %d", new.plan.gateway.model, new.generation)
-        await self._end(old)
+    async def _activate(self, pools: Sequence[WorkerPool], keys: tuple[ApiKey, ...]) -> None:
+        """Let new requests go to these generations alone, and end each one before them when its last request is
+        answered."""
+        before, new = self.active, self._new_of(pools)
+        self._gateway_pool.activate({worker_pool.model: worker_pool.generation for worker_pool in pools}, keys)
+        settings = pools[0].plan.settings
+        logs.change(settings.log_level, settings.log_format)
+        replaced = {worker_pool.model for worker_pool in before}
+        for worker_pool in new:
+            if worker_pool.model not in replaced:
+                _log_served(worker_pool)
+        successors = {worker_pool.model: worker_pool for worker_pool in new}
+        old = [worker_pool for worker_pool in before if worker_pool not in pools]
+        await asyncio.gather(*(self._retire(worker_pool, successors.get(worker_pool.model)) for worker_pool in old))
+        if not new and not old:
+            log.info("reloaded: no model has changed")
 
-    async def _await_connected(self, new: WorkerPool) -> None:
-        """Wait until every gateway is connected to all of its workers. Raises _Refused when that will not be."""
-        timeout_s, deaths_before = new.plan.settings.start_timeout, self._gateway_pool.num_deaths
-        try:
-            async with asyncio.timeout(timeout_s):
-                while not self._gateway_pool.is_connected(new):
-                    failure = self._failures.get(new.generation, new.broken)
-                    if failure is not None:
-                        raise _Refused(failure)
-                    if self._gateway_pool.num_deaths - deaths_before >= _MAX_GATEWAY_DEATHS:
-                        raise _Refused(f"gateways have died {_MAX_GATEWAY_DEATHS} times meanwhile")
+    async def _await_connected(self, new: Sequence[WorkerPool]) -> None:
+        """Wait until every gateway is connected to all of their workers. Raises _Refused when that will not be."""
+        started_at, deaths_before = asyncio.get_running_loop().time(), self._gateway_pool.num_deaths
+        while waiting := [one for one in new if not self._gateway_pool.is_connected(one)]:
+            for one in waiting:
+                if one.generation in self._failures:
+                    raise _Refused(self._failures[one.generation])
+                if one.broken is not None:
+                    raise _Refused(f"{one.prefix}{one.broken}")
+            if self._gateway_pool.num_deaths - deaths_before >= _MAX_GATEWAY_DEATHS:
+                raise _Refused(f"gateways have died {_MAX_GATEWAY_DEATHS} times meanwhile")
+            hasty = min(waiting, key=lambda one: one.plan.settings.start_timeout)
+            timeout_s = hasty.plan.settings.start_timeout
+            try:
+                async with asyncio.timeout_at(started_at + timeout_s):
                     self._changed.clear()
                     await self._changed.wait()
-        except TimeoutError:
-            raise _Refused(f"the gateways were not connected to all new workers within {timeout_s:g} s") from None
+            except TimeoutError:
+                why = f"the gateways were not connected to all new workers within {timeout_s:g} s"
+                raise _Refused(f"{hasty.prefix}{why}") from None
 
-    async def _await_unchanged(self, new: WorkerPool) -> tuple[ApiKey, ...]:
-        """The keys as they are now: they may have changed since the plan was made. Raises _Refused when the model has,
+    async def _await_unchanged(self, settings: Settings, new: Sequence[WorkerPool]) -> tuple[ApiKey, ...]:
+        """The keys as they are now: they may have changed since the plans were made. Raises _Refused when a model has,
         too, and requests another reload; ConfigurationError for keys that cannot be used."""
-        plan = new.plan
-        keys = await self._files.call(str(plan.settings.keys_file or "the keys"), lambda: load_keys(plan.settings))
-        if await self._files.call(plan.card.folder, plan.model_has_changed):
-            self._is_requested = True
-            raise _Refused("the model's files changed meanwhile; reloading again")
+        keys = await self._files.call(str(settings.keys_file or "the keys"), lambda: load_keys(settings))
+        for worker_pool in new:
+            plan = worker_pool.plan
+            if await self._files.call(plan.card.folder, plan.model_has_changed):
+                self._is_requested = True
+                raise _Refused(f"{worker_pool.prefix}the model's files changed meanwhile; reloading again")
         return self._gateway_pool.keys if keys == self._gateway_pool.keys else keys
 
     # --- the end of a generation ----------------------------------------------------------------------------
+
+    async def _retire(self, old: WorkerPool, successor: WorkerPool | None) -> None:
+        """End a generation after its last request. `successor`: None if the model is no longer served."""
+        await self._await_retired(old)
+        if successor is None:
+            log.info("reloaded: %s is no longer served", old.model)
+        else:
+            _log_served(successor)
+        await self._end(old)
 
     async def _await_retired(self, old: WorkerPool) -> None:
         """Wait until the last request of this generation has been answered. Each has a deadline, and so has this."""
@@ -268,7 +337,32 @@ class _Refused(Exception):
     """The new generation cannot take over. The message says why."""
 
 
-def _files_of(settings: Settings) -> list[Path]:
-    """Files and folders that a plan reads."""
-    model = Path(settings.model).expanduser() if settings.model else None
-    return [path for path in (settings.keys_file, settings.tls_cert, settings.tls_key, model) if path is not None]
+def _log_served(worker_pool: WorkerPool) -> None:
+    log.info("reloaded: %s is served by generation %d", worker_pool.model, worker_pool.generation)
+
+
+def _is_same(served: Plan, plan: Plan, *, is_first: bool) -> bool:
+    """Whether a model would be served as it is. Keys are every generation's; the tokenizer, which has another path each
+    time, follows from the files. A certificate is read again with a new generation of the first model."""
+    gateway = replace(plan.gateway, card=served.gateway.card, keys=served.gateway.keys)
+    tls = () if is_first else (plan.gateway.tls_cert, plan.gateway.tls_key)
+    return (
+        gateway == served.gateway
+        and plan.card == served.card
+        and plan.workers == served.workers
+        and plan.model_files == served.model_files
+        and {name for name, *_ in plan.other_files ^ served.other_files} <= set(tls)
+        and plan.settings.model_dump(exclude=_OF_THE_START) == served.settings.model_dump(exclude=_OF_THE_START)
+    )
+
+
+def _close(plans: Sequence[Plan]) -> None:
+    for plan in plans:
+        plan.close()
+
+
+def _files_of(models: Sequence[ModelEntry]) -> list[Path]:
+    """Files and folders that the plans read."""
+    settings = models[0].settings
+    folders = [Path(model.settings.model).expanduser() for model in models if model.settings.model]
+    return [path for path in (settings.keys_file, settings.tls_cert, settings.tls_key, *folders) if path is not None]

@@ -14,20 +14,20 @@ _MAX_LABELS, _MAX_LABEL_CHARS = 5, 32
 
 
 def summary(
-    plan: Plan, url: str, admin_url: str, facts: dict[str, Any], memory_mb: int, ready_s: float
+    plan: Plan,
+    url: str,
+    admin_url: str,
+    facts: dict[str, Any],
+    memory_mb: int,
+    ready_s: float,
+    others: Sequence[tuple[Plan, dict[str, Any]]] = (),
 ) -> tuple[list[str], dict[str, Any]]:
-    """What was started and a line to try it with, as text; and the same for programs, as docs/logs.md has it."""
+    """What was started and a line to try it with, as text; and the same for programs, as docs/logs.md has it. `plan`
+    and `facts`, those of one of its workers, are of the first model; `others`: the same of each further one."""
     fields = {
         "event": "ready",
         "version": plan.gateway.version,
-        "model": plan.gateway.model,
-        "capabilities": list(plan.card.capabilities),
-        "dimensions": plan.card.dim if "dense" in plan.card.capabilities else None,
-        "labels": plan.card.num_labels or None,
-        "max_tokens": plan.gateway.max_tokens,
-        "engine": facts.get("path"),
-        "dtype": facts.get("dtype"),
-        "workers": len(plan.workers),
+        **_fields_of(plan, facts),
         "gateways": plan.gateway.num_gateways,
         "memory_mb": memory_mb,
         "url": url,
@@ -35,6 +35,9 @@ def summary(
         "ready_s": round(ready_s, 3),
         "pid": os.getpid(),
     }
+    models = [(plan, facts), *others]
+    if others:
+        fields["models"] = [_fields_of(*model) for model in models]
 
     card, gateway, settings = plan.card, plan.gateway, plan.settings
     of_vectors = f"{card.dim} dimensions, " if "dense" in card.capabilities else ""
@@ -60,13 +63,16 @@ def summary(
     gateways = f", {num_gateways} gateways" if num_gateways > 1 else ""
     if plan.why_gateways:
         gateways = f", {num_gateways} gateway{'s' if num_gateways > 1 else ''} ({plan.why_gateways})"
-    lines = [
-        f"vecd {gateway.version} is ready",
+    about_model = [
         f"  model      {gateway.model}: {of_vectors}at most {gateway.max_tokens} tokens{of_pooling}",
         f"  kind       {', '.join(card.capabilities)}{_labels_of(card)}",
         *_about_tokens(card),
         f"  engine     {facts.get('path')}, {facts.get('dtype')}{agrees}",
         f"  workers    {len(plan.workers)} × {threads} thread(s) on {device}{gateways}",
+    ]
+    lines = [
+        f"vecd {gateway.version} is ready",
+        *([*map(_line_of, models), f"  gateways   {num_gateways}"] if others else about_model),
         f"  memory     {memory_mb} MB in all",
         f"  listening  {url}",
         *([f"  admin      {admin_url}"] if admin_url else []),
@@ -74,6 +80,30 @@ def summary(
         f"  ready in   {ready_s:.1f} s",
     ]
     return lines, fields
+
+
+def _fields_of(plan: Plan, facts: dict[str, Any]) -> dict[str, Any]:
+    return {
+        "model": plan.gateway.model,
+        "capabilities": list(plan.card.capabilities),
+        "dimensions": plan.card.dim if "dense" in plan.card.capabilities else None,
+        "labels": plan.card.num_labels or None,
+        "max_tokens": plan.gateway.max_tokens,
+        "engine": facts.get("path"),
+        "dtype": facts.get("dtype"),
+        "workers": len(plan.workers),
+    }
+
+
+def _line_of(model: tuple[Plan, dict[str, Any]]) -> str:
+    """A server's line about one of several models."""
+    fields = _fields_of(*model)
+    dimensions = f"{fields['dimensions']} dimensions, " if fields["dimensions"] else ""
+    workers = f"{fields['workers']} worker{'s' if fields['workers'] > 1 else ''}"
+    return (
+        f"  model      {fields['model']}: {', '.join(fields['capabilities'])}, {dimensions}at most "
+        f"{fields['max_tokens']} tokens, {fields['engine']}, {fields['dtype']}, {workers}"
+    )
 
 
 def _labels_of(card: ModelCard) -> str:

@@ -2,7 +2,8 @@
 
 Owns the fork server, the ZeroMQ endpoints that its workers are connected to, their arenas, and a coroutine for each
 worker, which supervises it: it runs one incarnation after the other. Knows no gateway: what gateways must learn of a
-worker goes to a `WorkerObserver`. Called by `vecd.supervisor`, which has one pool, and two during a reload.
+worker goes to a `WorkerObserver`. Called by `vecd.supervisor`, which has one pool for each model, and two during its
+reload. Pools share nothing but the count of lives: what happens to one model's workers concerns no other model.
 """
 
 import asyncio
@@ -41,6 +42,20 @@ class ReadyWorker:
     """A gateway has reported so, and it is being killed for it."""
 
 
+class ModelLog(logging.LoggerAdapter[logging.Logger]):
+    """The supervisor's log, whose lines name the model if the server has several."""
+
+    def __init__(self, model: str | None) -> None:
+        super().__init__(log)
+        self._model = model
+
+    def log(self, level: int, msg: object, *args: object, **kwargs: Any) -> None:
+        if self._model is None:
+            super().log(level, msg, *args, **kwargs)
+        else:
+            self.logger.log(level, f"%s: {msg}", self._model, *args, extra={"fields": {"model": self._model}}, **kwargs)
+
+
 class WorkerObserver(Protocol):
     """Receives what happens to a pool's workers."""
 
@@ -70,17 +85,26 @@ class WorkerPool:
         lives: dict[int, int],
         observer: WorkerObserver,
         system: System,
+        *,
+        is_only_model: bool = True,
     ) -> None:
         """`lives` counts each worker's incarnations, by index, over all generations: an incarnation never comes twice.
+        `is_only_model`: the server has no other model, and messages need not name this one.
 
         Raises OSError without descriptors for the endpoints.
         """
         self.generation = generation
         self.plan = plan
+        self.model = plan.gateway.model
+        """Its name."""
+        self.log = ModelLog(None if is_only_model else self.model)
+        self.prefix = "" if is_only_model else f"{self.model}: "
+        """What messages about it to the operator begin with."""
         self.ready: dict[int, ReadyWorker] = {}
-        """By the worker's index."""
+        """By the worker's index, which no worker of another model has."""
         self.broken: str | None = None
         """Why there is no use in waiting for a worker; None while there is."""
+        self._first_worker = plan.gateway.first_worker
         self._lives = lives
         self._observer = observer
         self._files = system.files
@@ -114,10 +138,13 @@ class WorkerPool:
         processes is left. Raises StartFailure when one cannot start or keeps dying, if it has never been ready."""
         try:
             async with asyncio.TaskGroup() as group:
-                for index in range(len(self.plan.workers)):
+                for index in range(self._first_worker, self._first_worker + len(self.plan.workers)):
                     self._supervised.append(group.create_task(self._supervise_worker(index)))
         except BaseExceptionGroup as failures:
-            raise first_of(failures) from None
+            failure = first_of(failures)
+            if isinstance(failure, StartFailure):
+                failure = type(failure)(f"{self.prefix}{failure}")
+            raise failure from None
         finally:
             await self._fork_server.stop()
 
@@ -138,7 +165,7 @@ class WorkerPool:
         """Kill a worker that a gateway has reported as stuck. First it is asked to write where it hangs."""
         worker = self.ready.get(incarnation.worker)
         if worker is not None and worker.incarnation == incarnation and not worker.is_stuck:
-            log.error("%s is stuck and is killed", incarnation)
+            self.log.error("%s is stuck and is killed", incarnation)
             worker.is_stuck = True
             worker.process.abort()
 
@@ -151,7 +178,7 @@ class WorkerPool:
             self._lives[index] = self._lives.get(index, 0) + 1
             incarnation = Incarnation(index, self._lives[index])
             reason, ready_for_s = await self._run(incarnation)
-            log.error("%s %s", incarnation, reason)
+            self.log.error("%s %s", incarnation, reason)
             delay_s = backoff.delay_after(reason, ready_for_s)
             if backoff.is_broken and not self.ready:
                 self._is_broken(f"worker {index} dies again and again: at last it {reason}")
@@ -194,7 +221,7 @@ class WorkerPool:
             return f"has no memory for its arena of {self.plan.gateway.arena.nbytes} bytes: {error.strerror}", None
         try:
             try:
-                config = self.plan.workers[incarnation.worker]
+                config = self.plan.workers[incarnation.worker - self._first_worker]
                 addresses = [address for _, address in self._endpoints]
                 process = await self._fork_server.fork(incarnation, config, arena_fd, addresses)
             except (ChildDied, OSError) as error:
@@ -235,7 +262,7 @@ class WorkerPool:
             async with asyncio.timeout(_DYING_TIMEOUT_S):
                 await worker.process.ended()
         except TimeoutError:
-            log.error("%s does not die, and is left alone", worker.incarnation)
+            self.log.error("%s does not die, and is left alone", worker.incarnation)
 
     async def _await_ready(self, process: Process) -> WorkerReady:
         """What the worker reports of itself. Raises StartFailure or ChildDied, which says why it did not get ready."""
@@ -250,19 +277,19 @@ class WorkerPool:
         assert isinstance(ready, WorkerReady), ready
         if not self._has_been_ready:
             for warning in ready.warnings:
-                self._observer.on_warning(self, warning)
+                self._observer.on_warning(self, f"{self.prefix}{warning}")
         return ready
 
     # --- what the operator sees -----------------------------------------------------------------------------
 
     def _on_worker_stage(self, process: Process, stage: str) -> None:
         """One line per stage, not per worker, and none for restarts."""
-        if process.name == str(Incarnation(0, 1)):
-            self._observer.on_stage(self, stage)
+        if process.name == str(Incarnation(self._first_worker, 1)):
+            self._observer.on_stage(self, f"{self.prefix}{stage}")
 
     def _on_load_stage(self, stage: str) -> None:
         if not self._has_been_ready:
-            self._observer.on_stage(self, stage)
+            self._observer.on_stage(self, f"{self.prefix}{stage}")
 
 
 def _fork_server_start(plan: Plan) -> ForkServerStart:

@@ -16,6 +16,7 @@ from pathlib import Path
 
 from vecd.client.suggestions import flags_of
 from vecd.launch.base.exit_codes import EXIT_BAD_CONFIGURATION, EXIT_COULD_NOT_START, EXIT_OK, ConfigurationError
+from vecd.launch.config.models import load_models
 from vecd.launch.config.settings import load_flags
 from vecd.launch.systemd.placement import InstallPaths, contents, own_command, paths_of
 from vecd.launch.systemd.unit_files import MADE_BY, SERVICE, SOCKET
@@ -49,7 +50,7 @@ def _parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(
         prog="vecd install-service",
         description=_DESCRIPTION,
-        usage="vecd install-service [MODEL] [--flags of vecd serve] [--socket] [--user | --run-as USER] [--now] …",
+        usage="vecd install-service [MODEL ...] [--flags of vecd serve] [--socket] [--user | --run-as USER] [--now] …",
         allow_abbrev=False,
     )
     add = parser.add_argument
@@ -68,6 +69,7 @@ def _parser() -> argparse.ArgumentParser:
 def _install(options: argparse.Namespace, flags: Sequence[str], own_flags: Sequence[str]) -> int:
     paths = _paths(options)
     settings = load_flags(flags, own_flags)
+    load_models(settings)
     texts = contents(paths, settings, has_socket=options.socket, run_as=options.run_as, command=own_command())
     if options.print:
         print("\n".join(f"# {path}\n{text}" for path, text in texts.items()), end="")

@@ -12,7 +12,7 @@ import socket
 import threading
 import time
 from collections import deque
-from collections.abc import Iterator, MutableMapping
+from collections.abc import Iterator, MutableMapping, Sequence
 from contextlib import contextmanager
 
 EXTEND_EVERY_S = 5.0
@@ -136,14 +136,18 @@ def _extend(by_s: float) -> str:
     return f"EXTEND_TIMEOUT_USEC={round(by_s * 1e6)}"
 
 
-def serving(model: str, url: str, num_ready: int, num_workers: int, broken: str | None, refused: str) -> str:
-    """The status line of a server that has been ready. `broken`: why there is no use in waiting for a worker;
-    `refused`: why the last reload was refused, or ""."""
+def serving(models: Sequence[tuple[str, int, int, str | None]], url: str, refused: str) -> str:
+    """The status line of a server that has been ready. `models`: for each its name, how many of its workers are ready,
+    of how many, and why there is no use in waiting for one, or None. `refused`: why the last reload was refused, or
+    ""."""
+    broken = [(name, why) for name, num_ready, _, why in models if why is not None and not num_ready]
+    served = [model for model in models if (model[0], model[3]) not in broken]
+    num_ready, num_workers = sum(model[1] for model in served), sum(model[2] for model in served)
     workers = f"{num_workers}" if num_ready == num_workers else f"{num_ready} of {num_workers}"
     plural = "" if workers == "1" else "s"
-    status = f"Serving {model} at {url}, {workers} worker{plural}"
-    if broken is not None and not num_ready:
-        status = f"Cannot serve {model}: {broken}"
-    elif num_ready < num_workers:
-        status += ", the others are being started"
-    return f"{status}; not reloaded: {refused}" if refused else status
+    parts = [f"Cannot serve {name}: {why}" for name, why in broken]
+    if served:
+        late = ", the others are being started" if num_ready < num_workers else ""
+        names = ", ".join(model[0] for model in served)
+        parts.insert(0, f"Serving {names} at {url}, {workers} worker{plural}{late}")
+    return "; ".join([*parts, *([f"not reloaded: {refused}"] if refused else [])])

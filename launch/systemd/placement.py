@@ -15,6 +15,7 @@ from pathlib import Path
 
 from vecd.launch.base.exit_codes import ConfigurationError
 from vecd.launch.base.programs import command_of
+from vecd.launch.config.models import split_source
 from vecd.launch.config.settings import Settings
 from vecd.launch.systemd.unit_files import DEFAULT_LISTEN, SERVICE, SOCKET, service_unit, socket_unit
 
@@ -62,10 +63,8 @@ def contents(
 ) -> dict[Path, str]:
     """The text of each file, by path. Only settings in `model_fields_set` are written. Raises ConfigurationError."""
     given = {name: getattr(settings, name) for name in Settings.model_fields if name in settings.model_fields_set}
-    if model := given.get("model"):
-        folder = Path(model).expanduser()
-        if folder.is_dir() or model.startswith((".", "/", "~")):
-            given["model"] = str(folder.absolute())  # the service has another working directory
+    if sources := list(map(_absolute, settings.given_models.sources)):
+        given["model"] = sources if len(sources) > 1 else sources[0]
     needed = _needed(given, command)
     problems = _unfit(given, paths)
     if run_as is None and not paths.is_of_user:
@@ -85,6 +84,22 @@ def contents(
     return {paths.config: to_toml(given), **files}
 
 
+def _absolute(argument: str) -> str:
+    """[NAME=]MODEL with the path of a folder from the root: the service has another working directory."""
+    name, model = split_source(argument)
+    folder = Path(model).expanduser()
+    if model and (folder.is_dir() or model.startswith((".", "/", "~"))):
+        model = str(folder.absolute())
+    return f"{name}={model}" if name else model
+
+
+def _folders(given: Mapping[str, object]) -> list[Path]:
+    """Those of the models that are folders, which need not exist."""
+    model = given.get("model", "")
+    models = [split_source(str(each))[1] for each in (model if isinstance(model, list) else [model])]
+    return [Path(model) for model in models if model.startswith("/")]
+
+
 def to_toml(given: Mapping[str, object]) -> str:
     """Lines of the --config file."""
     lines = [f"{name.replace('_', '-')} = {_toml_value(value)}\n" for name, value in given.items()]
@@ -92,6 +107,8 @@ def to_toml(given: Mapping[str, object]) -> str:
 
 
 def _toml_value(value: object) -> str:
+    if isinstance(value, list):
+        return f"[{', '.join(map(_toml_value, value))}]"
     # JSON's numbers, booleans and strings are TOML's, but for one character.
     plain = value if isinstance(value, bool | int | float) else str(value)
     return json.dumps(plain, ensure_ascii=False).replace("\x7f", "\\u007f")
@@ -105,9 +122,7 @@ def _unfit(given: Mapping[str, object], paths: InstallPaths) -> list[str]:
         if name in given
     ]
     problems += [f"--{name}: is the service's own" for name in ("config", "ready_fd") if name in given]
-    model = str(given.get("model", ""))
-    if model.startswith("/") and not Path(model).is_dir():
-        problems.append(f"MODEL: there is no folder {model}")
+    problems += [f"MODEL: there is no folder {folder}" for folder in _folders(given) if not folder.is_dir()]
     return problems
 
 
@@ -129,8 +144,7 @@ def _needed(given: Mapping[str, object], command: list[str]) -> list[Path]:
     """What the service must be able to read: the program, Python, its code, and the files that settings name."""
     paths = [Path(command[0]), Path(sys.executable).resolve(), Path(__file__).resolve()]
     paths += [Path(str(given[name])) for name in _PATHS if name in given]
-    model = str(given.get("model", ""))
-    return [*paths, Path(model)] if model.startswith("/") else paths
+    return [*paths, *_folders(given)]
 
 
 def _closed_to_others(path: Path) -> str:

@@ -53,18 +53,23 @@ class Worker:
     async def receive(self) -> Batch:
         """The next batch. Probes are answered on the way."""
         async with asyncio.timeout(DEADLINE_S):
-            while True:
-                try:
-                    message = decode_to_worker(self._socket.recv_multipart(zmq.DONTWAIT))
-                except zmq.Again:
-                    await asyncio.sleep(0.001)
-                    continue
-                if isinstance(message, Batch):
-                    if not self.begun.any():
-                        self.begun[message.slot] = message.number
-                    return message
-                assert message == Probe(EPOCH)
-                self.send(Alive(EPOCH))
+            while (batch := self.receive_nowait()) is None:
+                await asyncio.sleep(0.001)
+            return batch
+
+    def receive_nowait(self) -> Batch | None:
+        """The next batch, if one has come. Probes are answered on the way."""
+        while True:
+            try:
+                message = decode_to_worker(self._socket.recv_multipart(zmq.DONTWAIT))
+            except zmq.Again:
+                return None
+            if isinstance(message, Batch):
+                if not self.begun.any():
+                    self.begun[message.slot] = message.number
+                return message
+            assert message == Probe(EPOCH)
+            self.send(Alive(EPOCH))
 
     def send(self, message) -> None:
         self.send_frames(encode(message))
@@ -205,8 +210,14 @@ class Bench:
                 with pytest.raises(TimeoutError):
                     await asyncio.wait_for(worker.receive(), 0.05)
 
-    def request(self, *first_ids: int, length: int = 2, output: Output = Output.VECTORS) -> Request:
-        request = self._open(len(first_ids))
+    def request(
+        self,
+        *first_ids: int,
+        length: int = 2,
+        output: Output = Output.VECTORS,
+        priority: Priority = Priority.NORMAL,
+    ) -> Request:
+        request = self._open(len(first_ids), priority)
         inputs = [tokenized([n] * length) for n in first_ids]
         self._queue(
             request.request_queue,
@@ -242,9 +253,9 @@ class Bench:
         while dispatcher._delivery.num_rows or any(batch.number in link.in_flight for link in dispatcher.links):
             await asyncio.sleep(0.001)
 
-    def _open(self, num_inputs: int) -> Request:
+    def _open(self, num_inputs: int, priority: Priority = Priority.NORMAL) -> Request:
         request = Request(num_inputs)
-        request.request_queue = RequestQueue(request, Priority.NORMAL)
+        request.request_queue = RequestQueue(request, priority)
         return request
 
     def _queue(self, request_queue: RequestQueue, sequences: list[QueuedSequence]) -> None:

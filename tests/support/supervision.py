@@ -29,6 +29,7 @@ from vecd.shm.control import (
     Prepare,
     Prepared,
     Retired,
+    Withdrawn,
     WorkerConnected,
     WorkerReady,
     WorkerUp,
@@ -153,20 +154,35 @@ class FakeGateway(FakeProcess):
     drains = True
     _generation = 0
 
+    def __init__(self, name: str) -> None:
+        super().__init__(name)
+        self.served: dict[str, int] = {}
+        """By model, the generation that it serves new requests with."""
+        self._models: dict[int, str] = {}
+        """Of each generation."""
+
     def on_sent(self, message: Message) -> None:
         match message:
             case GatewayStart():
                 self._generation = message.generation
+                self._models[message.generation] = message.config["model"]
+                self.served = {message.config["model"]: message.generation}
                 if self.starts:
                     self.inbox.put_nowait(GatewayReady())
             case WorkerUp() if self.connects:
                 self.inbox.put_nowait(WorkerConnected(message.worker, message.life))
             case Prepare():
+                self._models[message.generation] = message.config["model"]
                 self.inbox.put_nowait(Prepared(message.generation, self.unprepared))
             case Activate():
+                before = self.served.get(self._models[message.generation])
+                if self.retires and before is not None:
+                    self.inbox.put_nowait(Retired(before))
+                self.served[self._models[message.generation]] = self._generation = message.generation
+            case Withdrawn():
+                assert self.served.pop(self._models[message.generation]) == message.generation
                 if self.retires:
-                    self.inbox.put_nowait(Retired(self._generation))
-                self._generation = message.generation
+                    self.inbox.put_nowait(Retired(message.generation))
             case Drain() if self.drains:
                 self.end()
 

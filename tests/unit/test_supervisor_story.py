@@ -3,29 +3,17 @@
 import asyncio
 import os
 import signal
-from collections.abc import AsyncIterator, Callable, Sequence
-from contextlib import asynccontextmanager
+from collections.abc import Callable
+from functools import partial
 from hashlib import sha256
 from pathlib import Path
 from typing import Any
 
 import pytest
 
-from tests.support.supervision import (
-    FakeGateway,
-    FakeNotifier,
-    Fakes,
-    FakeSocket,
-    num_descriptors,
-    ready,
-    run,
-    settle,
-)
+from tests.support.supervision import num_descriptors, ready, run, settle
+from tests.support.supervisor_bench import WATCHDOG_S, Bench, beat, supervising
 from vecd.launch.base.exit_codes import StartFailure
-from vecd.launch.config.plan import make_plan
-from vecd.launch.config.settings import load_settings
-from vecd.launch.processes.sockets import Inherited
-from vecd.launch.systemd.reload_command import ReloadSocket
 from vecd.shm.control import (
     Activate,
     ChildFailed,
@@ -33,7 +21,6 @@ from vecd.shm.control import (
     CoresWanted,
     Discard,
     Drain,
-    Heartbeat,
     NewKeys,
     Prepare,
     Quarantined,
@@ -43,104 +30,18 @@ from vecd.shm.control import (
     WorkerStuck,
     WorkerUp,
 )
-from vecd.supervisor import Supervisor
 from vecd.workers.processor import usable_cores
-
-WATCHDOG_S = 2.0
-
-
-class FakeReloadSocket(ReloadSocket):
-    """Owns no socket, and keeps what it is told."""
-
-    def __init__(self) -> None:
-        super().__init__(lambda: None, lambda: "")
-        self.num_requested = self.num_done = 0
-        self.problems: list[str] = []
-        self.is_listening = False
-
-    async def listen(self) -> None:
-        self.is_listening = True
-
-    def requested(self) -> None:
-        self.num_requested += 1
-
-    def done(self, num_requested: int, problems: Sequence[str] = ()) -> None:
-        self.num_done, self.problems = num_requested, list(problems)
-
-    def close(self) -> None:
-        self.is_listening = False
-
-
-class Bench:
-    def __init__(self, folder: Path, fakes: Fakes, arguments: list[str]) -> None:
-        self.folder, self.fakes, self.notifier = folder, fakes, FakeNotifier(WATCHDOG_S)
-        self.config = folder / "vecd.toml"
-        self.socket = FakeSocket()
-        inherited = Inherited(public=self.socket)  # type: ignore[arg-type]
-        self.plan = make_plan(load_settings(arguments))
-        self.supervisor = Supervisor(self.plan, arguments, self.notifier, inherited, system=fakes.system)
-        self.reloads = self.supervisor._reload_socket = FakeReloadSocket()
-        self.task = asyncio.create_task(self.supervisor.run())
-
-    @property
-    def generations(self) -> list[int]:
-        """The one that each living gateway serves with."""
-        return [gateway._generation for gateway in self.fakes.gateways if gateway.is_alive]
-
-    @property
-    def status(self) -> str:
-        return self.notifier.said("STATUS=")[-1]
-
-    async def reload(self, seconds: float = 1) -> None:
-        self.supervisor.request_reload()
-        await settle(seconds)
-
-    async def end(self) -> int:
-        self.supervisor.stop()
-        return await self.task
 
 
 @pytest.fixture
 def bench(minilm_folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[..., Any]:
     monkeypatch.chdir(tmp_path)
-
-    @asynccontextmanager
-    async def made(*flags: str, config: str = "workers = 2\n", **attributes: Any) -> AsyncIterator[Bench]:
-        (tmp_path / "vecd.toml").write_text(config)
-        fakes = Fakes()
-
-        def on_spawn(gateway: FakeGateway) -> None:
-            for name, value in attributes.items():
-                setattr(gateway, name, value)
-
-        fakes.on_spawn = on_spawn
-        arguments = [str(minilm_folder), "--engine", "weightless", "--config", str(tmp_path / "vecd.toml"), *flags]
-        bench = Bench(tmp_path, fakes, arguments)
-        try:
-            await settle()
-            yield bench
-        finally:
-            bench.supervisor.stop()
-            bench.supervisor.stop()
-            await asyncio.wait([bench.task])
-            bench.supervisor.plan.close()
-        assert not fakes.living
-        assert bench.socket.is_closed
-        assert not bench.reloads.is_listening
-
-    return made
+    return partial(supervising, minilm_folder, tmp_path)
 
 
 def write(name: str, text: str) -> None:
     """A file in the server's working directory."""
     Path(name).write_text(text)
-
-
-def beat(gateway: FakeGateway, seconds: int = 10_000) -> None:
-    """Send heartbeats as a healthy gateway does, for so long."""
-    loop = asyncio.get_running_loop()
-    for second in range(seconds):
-        loop.call_later(second, gateway.inbox.put_nowait, Heartbeat())
 
 
 # --- start ------------------------------------------------------------------------------------------------------------
@@ -189,7 +90,7 @@ def test_a_worker_that_cannot_start_ends_the_server(bench) -> None:
         again = Bench(made.folder, made.fakes, made.supervisor._arguments)
         with pytest.raises(StartFailure, match="no such layer"):
             await again.task
-        again.plan.close()
+        again.close_plans()
 
     run(test())
 
@@ -217,7 +118,7 @@ def test_a_reload_may_be_requested_as_soon_as_its_socket_listens(bench, monkeypa
             await settle()
             assert again.reloads.problems == ["the server is still starting"]
             assert await again.end() == 0
-            again.supervisor.plan.close()
+            again.close_plans()
 
     run(test())
 

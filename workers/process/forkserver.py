@@ -3,7 +3,8 @@
 Owns the forks, their pidfds and their reaping. Starts no thread, because a thread pool does not survive a fork; a CUDA
 context does not survive it either, so each worker loads an engine for an accelerator by itself. The supervisor starts
 this process as a program of its own, with OMP_NUM_THREADS=1 and the like, because neither an import nor a computation
-may start threads. It ends when the supervisor ends, and its workers end with it.
+may start threads; or the zygote forks it, which was started so (`vecd.workers.process.zygote`). It ends when the
+supervisor ends, and its workers end with it.
 
 Memory filled before the fork, such as prepacked or cast weights, exists once for all workers
 (docs/adr/0007-engine-before-fork.md).
@@ -20,6 +21,7 @@ import selectors
 import signal
 import sys
 import traceback
+from collections.abc import Callable
 from contextlib import ExitStack
 from typing import NoReturn
 
@@ -52,6 +54,7 @@ from vecd.workers.process.kernel import (
     set_process_name,
     trace_crashes,
 )
+from vecd.workers.process.preload import ENGINES_WITHOUT_TORCH
 from vecd.workers.process.selection_process import SelectionProcess
 
 log = logging.getLogger("vecd.forkserver")
@@ -60,21 +63,28 @@ log = logging.getLogger("vecd.forkserver")
 def serve(channel: Channel) -> int:
     """Fork workers until the supervisor closes the channel or dies; returns the exit code.
 
-    Side effects on the process: it dies with its parent, once a message has named that; name, logging, no core files,
-    SIGINT, SIGTERM and SIGHUP ignored.
+    Side effects on the process: it dies with its parent, once a message has named that; those of `run_process`.
     """
-    set_process_name("vecd-forkserver")
+    return run_process("forkserver", lambda: _start(channel))
+
+
+def run_process(name: str, live: Callable[[], int]) -> int:
+    """Make this the process `name`, which forks others, and `live` its life; returns the exit code.
+
+    Side effects on the process: name, logging, no core files, SIGINT, SIGTERM and SIGHUP ignored.
+    """
+    set_process_name(f"vecd-{name}")
     main.leave_signals_to_supervisor()
-    signal.signal(signal.SIGCHLD, signal.SIG_DFL)  # if the parent ignored it, the kernel would reap the workers
+    signal.signal(signal.SIGCHLD, signal.SIG_DFL)  # if the parent ignored it, the kernel would reap the children
     leave_no_core()
     trace_crashes()
-    logs.configure("forkserver", "info", "text", has_thread=False)
+    logs.configure(name, "info", "text", has_thread=False)
     try:
-        return _start(channel)
+        return live()
     except ConnectionError:
         return main.EXIT_OK  # the supervisor died in the middle of a message
     except Exception:
-        log.exception("the fork server ends by a bug")
+        log.exception("the %s ends by a bug", name)
         return main.EXIT_INTERNAL_ERROR
 
 
@@ -107,7 +117,7 @@ def _start(channel: Channel) -> int:
 def _load(start: ForkServerStart, report: ReportProgress) -> tuple[list[str], Engine | None]:
     """The imported modules, and the engine that the workers share. Raises ModelError."""
     if start.config is None:
-        return _import(start.modules), None
+        return import_modules(start.modules), None
     config = WorkerConfig.from_json({**start.config, "num_threads": 1})
     with ExitStack() as stack:
 
@@ -117,7 +127,7 @@ def _load(start: ForkServerStart, report: ReportProgress) -> tuple[list[str], En
         path = expected_path(config)
         # Started before the imports, because it takes longer. Not needed if another server remembers one meanwhile.
         process = start_selection() if path is None else None
-        modules = [] if path in ("lean", "export", "static") else _import(start.modules)
+        modules = [] if path in ENGINES_WITHOUT_TORCH else import_modules(start.modules)
 
         def select(report: ReportProgress) -> Selection:
             return (process or start_selection()).result(report)
@@ -127,8 +137,8 @@ def _load(start: ForkServerStart, report: ReportProgress) -> tuple[list[str], En
         return modules, engine
 
 
-def _import(modules: list[str]) -> list[str]:
-    """The names of those that could be imported."""
+def import_modules(modules: list[str]) -> list[str]:
+    """Import them; returns the names of those that could be imported."""
     imported = []
     for name in modules:
         try:
@@ -214,7 +224,7 @@ class _ForkServer:
         except BaseException:
             traceback.print_exc()
         finally:
-            _exit(code)
+            exit_at_once(code)
 
     def _close_in_child(self) -> None:
         self._selector.close()
@@ -230,7 +240,8 @@ class _ForkServer:
         self._channel.send(WorkerExited(pid, os.waitstatus_to_exitcode(status)))
 
 
-def _exit(code: int) -> NoReturn:
+def exit_at_once(code: int) -> NoReturn:
+    """Exit from a forked child, without the clean-up that is its parent's."""
     try:
         logging.shutdown()
         sys.stdout.flush()

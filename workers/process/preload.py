@@ -1,9 +1,16 @@
-"""The modules that the fork server imports so that workers need not.
+"""The modules that the fork server, or the zygote before it, imports so that workers need not.
 
-Owns the list. Imports nothing large, because the supervisor calls it and must stay small.
+Owns the lists. Imports nothing large, because the supervisor calls it and must stay small.
 """
 
 from vecd.workers.families.encoders import FUSED_FAMILIES
+
+ENGINES_WITHOUT_TORCH = {
+    "lean": "vecd.workers.engines.lean.engine",
+    "export": "vecd.workers.engines.lean.engine",
+    "static": "vecd.workers.engines.static",
+}
+"""By the path of an engine: its module."""
 
 
 def modules_to_preload(model_type: str, engine: str) -> list[str]:

@@ -12,6 +12,7 @@ unloaded.
 
 import hashlib
 from array import array
+from collections.abc import Sequence
 from dataclasses import replace
 from datetime import UTC, datetime
 from functools import partial
@@ -160,11 +161,20 @@ def _read_tokenizing(values: Values, model_info: ModelInfo, overflow: Overflow |
 
 
 def list_models(model_info: ModelInfo, path: str) -> Response:
-    return _json({"models": [_describe(name, model_info) for name in (model_info.model, *model_info.aliases)]})
+    return list_all_models([model_info])
+
+
+def list_all_models(model_infos: Sequence[ModelInfo]) -> Response:
+    return _json({"models": [_describe(name, each) for each in model_infos for name in each.names]})
 
 
 def list_running(model_info: ModelInfo, path: str) -> Response:
-    return _json({"models": [{**_describe(model_info.model, model_info), "context_length": model_info.max_tokens}]})
+    return list_all_running([model_info])
+
+
+def list_all_running(model_infos: Sequence[ModelInfo]) -> Response:
+    described = [{**_describe(each.model, each), "context_length": each.max_tokens} for each in model_infos]
+    return _json({"models": described})
 
 
 def tell_version(model_info: ModelInfo, path: str) -> Response:
@@ -340,10 +350,16 @@ DIALECT = Dialect(
             needs=("dense",),
             response=record(embedding=schemas.VECTOR),
         ),
-        "GET /api/tags": Operation(summary="List the model", describe=list_models, response=_models_response()),
+        "GET /api/tags": Operation(
+            summary="List the model",
+            describe=list_models,
+            describe_all=list_all_models,
+            response=_models_response(),
+        ),
         "GET /api/ps": Operation(
             summary="List what runs: the model",
             describe=list_running,
+            describe_all=list_all_running,
             response=_models_response(context_length=schemas.COUNT),
         ),
         "GET /api/version": Operation(

@@ -7,7 +7,7 @@ infinity's do; clients ignore them. Options beyond OpenAI's fields are in `vecd.
 
 import json
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from functools import partial
 from typing import Any, NamedTuple
@@ -171,15 +171,26 @@ _ENDPOINTS = {"dense": "embed", "rerank": "rerank", "classify": "classify", "mul
 
 
 def list_models(model_info: ModelInfo, path: str) -> Response:
-    """The model under all its names, and with each of its prompts, for programs that show a list to choose from. In
+    return list_all_models([model_info])
+
+
+def list_all_models(model_infos: Sequence[ModelInfo]) -> Response:
+    """Each model under all its names, and with each of its prompts, for programs that show a list to choose from. In
     `models` as Cohere has it, whose clients ask at the same path."""
-    prompts = model_info.prompts if model_info.pools_prompt else ()
-    names = [*model_info.names, *(f"{model_info.model}:{name}" for name in prompts)]
-    capabilities = model_info.capabilities
-    endpoints = list(dict.fromkeys(_ENDPOINTS[each] for each in capabilities if each in _ENDPOINTS))
-    models = [{"name": name, "endpoints": endpoints, "context_length": model_info.max_tokens} for name in names]
-    data = [_describe(model_info, name) for name in names]
+    listed = [(model_info, name) for model_info in model_infos for name in _listed_names(model_info)]
+    data = [_describe(model_info, name) for model_info, name in listed]
+    models = [_describe_for_cohere(model_info, name) for model_info, name in listed]
     return Response(200, orjson.dumps({"object": "list", "data": data, "models": models}))
+
+
+def _listed_names(model_info: ModelInfo) -> list[str]:
+    prompts = model_info.prompts if model_info.pools_prompt else ()
+    return [*model_info.names, *(f"{model_info.model}:{name}" for name in prompts)]
+
+
+def _describe_for_cohere(model_info: ModelInfo, name: str) -> dict[str, Any]:
+    endpoints = list(dict.fromkeys(_ENDPOINTS[each] for each in model_info.capabilities if each in _ENDPOINTS))
+    return {"name": name, "endpoints": endpoints, "context_length": model_info.max_tokens}
 
 
 def retrieve_model(model_info: ModelInfo, path: str) -> Response:
@@ -273,12 +284,18 @@ EMBEDDINGS = Operation(
     embed=parse_embeddings,
     response=late_chunking.response_schema(outputs.response_schema(response_schema("embedding", "embedding", VECTOR))),
     needs=outputs.NEEDS,
+    asks_for=outputs.asks_for,
     binary_media_types=tuple(BINARY_MEDIA_TYPES.values()),
 )
 _MULTI_VECTOR = replace(
     EMBEDDINGS, summary="Embed each token of texts", embed=parse_multi_vector, needs=("multi-vector",)
 )
-_MODELS = Operation(summary="List the model, by all its names", describe=list_models, response=_MODELS_RESPONSE)
+_MODELS = Operation(
+    summary="List the model, by all its names",
+    describe=list_models,
+    describe_all=list_all_models,
+    response=_MODELS_RESPONSE,
+)
 _MODEL = Operation(summary="Describe the model", describe=retrieve_model, response=_MODEL_RESPONSE)
 
 DIALECT = Dialect(

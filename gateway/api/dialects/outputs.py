@@ -9,7 +9,7 @@ that does not name its kind of vectors expects `embedding`. Called by `vecd.gate
 
 import copy
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from functools import partial
 from typing import Any, NamedTuple
 
@@ -62,6 +62,12 @@ NAMES = frozenset(field.name for field in (*FIELDS, RETURN_MULTIVECTOR))
 NEEDS = _KINDS
 """As in `Operation.needs`."""
 DENSE_ALONE = frozenset((_DENSE,))
+
+
+def asks_for(body: Mapping[str, Any]) -> tuple[str, ...]:
+    """As `Operation.asks_for`."""
+    kinds = body.get(OUTPUT.name, _MULTI_VECTOR if body.get(RETURN_MULTIVECTOR.name) is True else None)
+    return tuple(kind for kind in _KINDS if kind == kinds or (isinstance(kinds, list) and kind in kinds))
 
 
 def requested_kinds(values: Values, model_info: ModelInfo) -> frozenset[str]:

@@ -421,12 +421,25 @@ def hanging_start(folder: Path) -> dict[str, str]:
 
 
 def a_start_that_lasts(folder: Path) -> Provoked:
+    loading, refused = seen_while_loading(folder)
+    yield Row(503, "workers are loading"), loading
+    yield Row(503, "The server is starting"), refused
+
+
+def a_start_of_several_models_that_lasts(folder: Path) -> Provoked:
+    tables = folder / "vecd.toml"
+    tables.write_text("[models.a]\n[models.b]\n")
+    yield Row(503, "The server is starting; models are loading"), seen_while_loading(folder, "--config", str(tables))[1]
+
+
+def seen_while_loading(folder: Path, *flags: str) -> tuple[Seen, Seen]:
+    """What a probe and a request get while the workers never get ready."""
     (folder / "tmp").mkdir()
     with socket.create_server(("127.0.0.1", 0)) as sock:
         port = sock.getsockname()[1]
     environment = clean_environment(folder, hanging_start(folder))
     with subprocess.Popen(
-        vecd(*DUMMY, "--port", str(port)), env=environment, cwd=folder, stderr=subprocess.DEVNULL
+        vecd(*DUMMY, "--port", str(port), *flags), env=environment, cwd=folder, stderr=subprocess.DEVNULL
     ) as process:
         all_seen: list[Seen] = []
 
@@ -441,8 +454,7 @@ def a_start_that_lasts(folder: Path) -> Provoked:
             refused = HTTP.post(f"http://127.0.0.1:{port}/v1/embeddings", json={"input": "text"})
         finally:
             process.terminate()
-    yield Row(503, "workers are loading"), all_seen[-1]
-    yield Row(503, "The server is starting"), Seen(refused.status_code, refused.text)
+    return all_seen[-1], Seen(refused.status_code, refused.text)
 
 
 # --- the tests --------------------------------------------------------------------------------------------------------
@@ -457,6 +469,7 @@ SCENARIOS: tuple[Callable[[Path], Provoked], ...] = (
     tls_and_the_end,
     starts,
     a_start_that_lasts,
+    a_start_of_several_models_that_lasts,
 )
 ROWS = rows_of(PAGE.read_text(encoding="utf-8"))
 

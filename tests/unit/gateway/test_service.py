@@ -543,6 +543,15 @@ def test_a_reload_is_requested_from_the_supervisor():
     run_in_virtual_time(test)
 
 
+def test_a_model_has_its_weight_and_needs_no_core_on_a_gpu():
+    async def test() -> None:
+        share = service(weight=3.0)[0].dispatcher._share
+        assert (share.needs_cores, share.clock.weight) == (True, 3.0)
+        assert not service(weight=3.0, compute_type="gpu")[0].dispatcher._share.needs_cores
+
+    run_in_virtual_time(test)
+
+
 def test_health_says_why_there_is_no_worker_and_that_the_server_drains():
     async def health(made: Service) -> tuple[int, bytes]:
         asked = HttpRequest(

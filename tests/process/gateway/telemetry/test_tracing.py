@@ -255,6 +255,13 @@ def test_the_spans_of_a_request(sender, collector):
     }  # fmt: skip
 
 
+def test_a_span_has_the_model_that_answered_where_several_are_served(sender, collector):
+    request = traced_request()
+    request.timeline.model = "another"
+    [*_, span] = sent(sender, collector, (200, request))
+    assert span.attributes["gen_ai.request.model"] == "another"
+
+
 def test_who_sends_them_is_said_by_the_server_and_before_that_by_the_environment(sender, collector, monkeypatch):
     [*_, span] = sent(sender, collector, (200, traced_request()))
     said = span.resource

@@ -157,4 +157,16 @@ def test_more_time_is_asked_for_while_the_block_runs(listener):
     ],
 )
 def test_the_status_of_a_server(ready, workers, broken, refused, status):
-    assert serving("m", "http://x", ready, workers, broken, refused) == status
+    assert serving([("m", ready, workers, broken)], "http://x", refused) == status
+
+
+def test_the_status_of_a_server_of_several_models():
+    first, second = ("a", 2, 2, None), ("b", 0, 1, None)
+    assert serving([first, second], "http://x", "") == (
+        "Serving a, b at http://x, 2 of 3 workers, the others are being started"
+    )
+    broken = ("b", 0, 1, "it dies")
+    assert serving([first, broken], "http://x", "no folder") == (
+        "Serving a at http://x, 2 workers; Cannot serve b: it dies; not reloaded: no folder"
+    )
+    assert serving([broken], "http://x", "") == "Cannot serve b: it dies"

@@ -7,6 +7,7 @@ from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
 
 from vecd.gateway.encoding.pending import ChunkedInput, PendingResult
+from vecd.gateway.scheduling.cost_model import CostModel
 from vecd.gateway.scheduling.policy import AGING_S, BatchingPolicy
 from vecd.gateway.scheduling.queue import QueuedSequence, RequestQueue, TenantQueue
 from vecd.gateway.types.request import Chunk, Priority, TokenizedInput
@@ -894,3 +895,36 @@ def test_what_is_left_of_a_large_request_has_waited_since_it_came():
     request_queue = queue.request(10)
     queue.policy.isolate(queue.take())
     assert queue.policy.oldest_wait_s(queue.now + 4) == 4
+
+
+def test_the_highest_waiting_priority_is_known():
+    queue = Queue()
+    assert queue.policy.waiting_priority == Priority.BULK
+    bulk = queue.request(10, priority=Priority.BULK)
+    assert queue.policy.waiting_priority == Priority.BULK
+    queue.request(10)
+    assert queue.policy.waiting_priority == Priority.NORMAL
+    queue.take()
+    assert queue.policy.waiting_priority == Priority.BULK
+    interactive = queue.request(priority=Priority.INTERACTIVE)
+    queue.policy.isolate(make_sequences(interactive, 10))
+    assert queue.policy.waiting_priority == Priority.INTERACTIVE
+    queue.close(interactive)
+    queue.close(bulk)
+    assert queue.policy.waiting_priority == Priority.BULK
+
+
+def test_a_short_request_and_a_backlog_are_told_apart_for_other_models():
+    queue = Queue(max_tokens=300)
+    assert not queue.policy.expects_short(queue.now)
+    assert not queue.policy.has_backlog
+    queue.request(5)
+    assert queue.policy.expects_short(queue.now)
+    assert not queue.policy.expects_short(queue.now + 60)
+    queue.request(*[100] * 50)
+    queue.take()
+    assert queue.policy.has_backlog
+    cost_model = CostModel(BIG, first_tokens_per_s=1000.0)
+    later = queue.now + 60
+    assert queue.policy.next_batch(later, cost_model, 1, is_short=True).is_short
+    assert not queue.policy.next_batch(later, cost_model, 1).is_short

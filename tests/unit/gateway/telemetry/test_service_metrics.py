@@ -5,7 +5,7 @@ from itertools import count
 import pytest
 
 from vecd.gateway.telemetry.shared_metrics import SharedMetrics
-from vecd.shm.shared_metrics import NUM_SERVICES, BatchCell, ServiceKey, SharedMetricsSpec, WorkerCell, WorkerKey
+from vecd.shm.shared_metrics import SERVICES_PER_MODEL, BatchCell, ServiceKey, SharedMetricsSpec, WorkerCell, WorkerKey
 from vecd.shm.wire import Incarnation
 
 SPEC = SharedMetricsSpec(num_gateways=2, num_workers=2)
@@ -114,7 +114,7 @@ def test_a_gateway_s_next_life_counts_on_in_the_services_that_it_has_again(gatew
 
 
 def test_there_is_no_place_for_one_service_more(gateways: list[Gateway]):
-    for generation in range(2, NUM_SERVICES + 1):
+    for generation in range(2, SERVICES_PER_MODEL + 1):
         gateways[0].open(ServiceKey(generation))
     with pytest.raises(ValueError, match="at most 2 services"):
         gateways[0].open(ServiceKey(99))

@@ -231,7 +231,7 @@ def test_a_generation_becomes_active_where_it_has_a_worker(bench) -> None:
             made.add_generation(2)
             made.worker_up(2, 0, 2)
             await settle()
-            made.pool.active = 2
+            made.pool.active["model"] = 2
             made.pool.reconcile()
             assert [len(gateway.sent(Activate)) for gateway in (first, second)] == [1, 0]
             assert made.pool.serves(1)
@@ -257,7 +257,7 @@ def test_what_is_discarded_is_forgotten_and_who_serves_it_is_killed(bench) -> No
             made.add_generation(2)
             made.worker_up(2, 0, 2)
             await settle()
-            made.pool.active = 2
+            made.pool.active["model"] = 2
             made.pool.reconcile()
             await settle()
             made.worker_pools.pop(1).close()

@@ -45,3 +45,20 @@ def test_the_line_to_try_is_a_command_that_works(plan: Plan, settings: dict[str,
     lines, _ = summary(replace(plan, settings=plan.settings.model_copy(update=settings)), url, "", {}, 1, 1.0)
     [line] = [line.split(maxsplit=1)[1] for line in lines if line.startswith("  try ")]
     assert line.startswith(curl)
+
+
+def test_several_models_have_a_line_each(plan: Plan) -> None:
+    other = replace(plan, gateway=replace(plan.gateway, model="b", max_tokens=100), workers=plan.workers[:1])
+    facts = {"path": "packed", "dtype": "float32"}
+    alone, fields_alone = summary(plan, "http://h:80", "", facts, 7, 1.0)
+    lines, fields = summary(plan, "http://h:80", "", facts, 7, 1.0, [(other, {**facts, "dtype": "int8"})])
+    about = [line for line in lines if line.startswith("  model ")]
+    assert len(about) == 2
+    assert about[1] == "  model      b: dense, 384 dimensions, at most 100 tokens, packed, int8, 1 worker"
+    assert [line.split()[0] for line in lines[3:]] == ["gateways", "memory", "listening", "try", "ready"]
+    first, second = fields.pop("models")
+    assert first.items() <= fields_alone.items()
+    assert second == {**first, "model": "b", "max_tokens": 100, "dtype": "int8", "workers": 1}
+    assert fields == fields_alone, "the first model's"
+    assert "models" not in fields_alone
+    assert alone[1] == "  model      model: 384 dimensions, at most 256 tokens, mean pooling, normalized"

@@ -45,9 +45,9 @@ class Observer:
 
 
 class Bench:
-    def __init__(self, plan: Plan, fakes: Fakes) -> None:
+    def __init__(self, plan: Plan, fakes: Fakes, *, is_only_model: bool) -> None:
         self.fakes, self.observer, self.lives = fakes, Observer(), {1: 3}
-        self.pool = WorkerPool(1, plan, 2, self.lives, self.observer, fakes.system)
+        self.pool = WorkerPool(1, plan, 2, self.lives, self.observer, fakes.system, is_only_model=is_only_model)
         self.task = asyncio.create_task(self.pool.supervise())
 
     @property
@@ -58,13 +58,15 @@ class Bench:
 @pytest.fixture
 def bench(planned: Callable[..., Plan]) -> Callable[..., Any]:
     @asynccontextmanager
-    async def made(on_fork: Callable[[FakeProcess], None] = ready, **changes: Any) -> AsyncIterator[Bench]:
+    async def made(
+        on_fork: Callable[[FakeProcess], None] = ready, *, is_only_model: bool = True, **changes: Any
+    ) -> AsyncIterator[Bench]:
         plan = planned("--workers", "2", "--start-timeout", "100")
         plan = replace(plan, **changes)
         fakes = Fakes()
         fakes.on_fork = on_fork
         before = num_descriptors()
-        bench = Bench(plan, fakes)
+        bench = Bench(plan, fakes, is_only_model=is_only_model)
         try:
             await settle()
             yield bench
@@ -318,5 +320,32 @@ def test_a_restart_that_reads_no_file_is_not_held_up_by_one(bench) -> None:
             await settle(1)
             assert made.pool.is_complete
             assert made.fakes.threads.num_hanging == 0
+
+    run(test())
+
+
+def test_one_of_several_models_has_workers_of_its_own_numbers_and_is_named(bench, planned, caplog) -> None:
+    def slow(worker: FakeProcess) -> None:
+        worker.inbox.put_nowait(Progress("loading"))
+        worker.inbox.put_nowait(WorkerReady({}, ["slow disk"]))
+
+    async def test() -> None:
+        gateway = replace(planned().gateway, model="b", first_worker=4)
+        async with bench(slow, is_only_model=False, gateway=gateway) as made:
+            assert made.observer.named("ready") == [Incarnation(4, 1), Incarnation(5, 1)]
+            assert sorted(made.pool.ready) == [4, 5]
+            assert made.pool.is_complete
+            assert made.observer.named("stage") == ["b: loading"], "of its first worker"
+            assert made.observer.named("warning") == ["b: slow disk"]
+            made.pool.kill_stuck(Incarnation(5, 1))
+            await settle(1)
+            assert made.observer.named("ready")[2:] == [Incarnation(5, 2)]
+            assert [record.message for record in caplog.records] == [
+                "b: worker 5 (life 1) is stuck and is killed", "b: worker 5 (life 1) was killed by SIGABRT",
+            ]  # fmt: skip
+            assert {record.fields["model"] for record in caplog.records} == {"b"}
+        with pytest.raises(StartFailure, match=r"^b: worker [45] keeps dying"):
+            async with bench(lambda worker: worker.end(1), is_only_model=False, gateway=gateway) as made:
+                await made.task
 
     run(test())

@@ -56,6 +56,25 @@ def test_what_was_written_can_be_read_as_settings():
     }
 
 
+def test_several_models_are_written(root, monkeypatch):
+    (root / "a=b/c").mkdir(parents=True)
+    (root / "model").mkdir()
+    monkeypatch.chdir(root)
+    assert install(root, "org/m", "--workers", "2", "B=./model", "a=b/c") == 0
+    written = tomllib.loads((root / "etc/vecd.toml").read_text())
+    assert written == {"model": ["org/m", f"B={root}/model", f"{root}/a=b/c"], "workers": 2}
+    assert install(root, "B=./model", "--force") == 0
+    assert tomllib.loads((root / "etc/vecd.toml").read_text()) == {"model": f"B={root}/model"}
+
+
+def test_models_that_cannot_be_served_are_not_written(root, capsys):
+    assert install(root, "B=org/m", "b=/no/folder") == 2
+    assert "MODEL 'b=/no/folder': the name 'b' is that of MODEL 'B=org/m', too" in capsys.readouterr().err
+    assert install(root, "B=org/m", "C=/no/folder") == 2
+    assert "MODEL: there is no folder /no/folder" in capsys.readouterr().err
+    assert not (root / "etc").exists()
+
+
 def test_nothing_is_printed_twice_or_written(root, capsys):
     assert install(root, "--print") == 0
     out = capsys.readouterr().out

@@ -1,0 +1,422 @@
+"""Real processes: a zygote, the fork servers that are forked from it, their workers, and the ways in which each ends.
+
+This process plays the supervisor.
+"""
+
+import asyncio
+import ctypes
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import AsyncIterator, Callable
+from contextlib import suppress
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import psutil
+import pytest
+
+from vecd.launch.base.exit_codes import ChildDied
+from vecd.launch.base.programs import self_command
+from vecd.launch.processes.children import ForkServer, Process, reap_orphans
+from vecd.launch.processes.zygote import Zygote
+from vecd.shm.arena import ArenaSpec, create_arena
+from vecd.shm.card import ModelCard
+from vecd.shm.control import ForkServerStart, WorkerReady
+from vecd.shm.views import Rows, map_arena
+from vecd.shm.wire import Done, Incarnation
+from vecd.workers.config import WorkerConfig
+from vecd.workers.engine import PackedBatch
+from vecd.workers.engines.dummy import dummy_vectors
+from vecd.workers.process.kernel import adopt_orphans
+from vecd.workers.process.preload import modules_to_preload
+
+DEADLINE_S = 60.0
+DIM = 8
+CARD = ModelCard("", "", "bert", DIM, DIM, 16, 100, ("mean",), (), False, "")
+DUMMY = WorkerConfig(CARD, ArenaSpec(2, 4, DIM), "weightless", "cpu", "float32", 1, "info", "")
+BATCH = PackedBatch(np.array([2, 1], dtype=np.int32), np.array([41, 42, 43], dtype=np.int32))
+PR_SET_CHILD_SUBREAPER = 36
+
+_strangers: set[psutil.Process] = set()
+"""Children of this process from before the test, such as servers of other tests, which run for long."""
+
+
+@pytest.fixture
+async def zygote() -> AsyncIterator[Zygote]:
+    """At the end nothing is left of it, nor of what was forked from it."""
+    adopt_orphans()
+    _strangers.clear()
+    _strangers.update(psutil.Process().children())
+    made = Zygote()
+    yield made
+    try:
+        await made.stop()
+        await until(lambda: not relatives())
+    finally:
+        ctypes.CDLL(None).prctl(PR_SET_CHILD_SUBREAPER, 0)
+
+
+@pytest.fixture
+def module(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[[str], list[str]]:
+    """`module(code)`: the names of the modules to import, which are one with this code."""
+    monkeypatch.setenv("PYTHONPATH", os.pathsep.join([str(tmp_path), *filter(None, [os.environ.get("PYTHONPATH")])]))
+
+    def make(code: str) -> list[str]:
+        (tmp_path / "strange_module.py").write_text(code)
+        return ["strange_module"]
+
+    return make
+
+
+async def until(condition: Callable[[], object]) -> None:
+    async with asyncio.timeout(DEADLINE_S):
+        while not condition():
+            await asyncio.sleep(0.01)
+
+
+def relatives() -> list[psutil.Process]:
+    """This process's descendants that are processes of the product, and that the test has begun. Orphans that have
+    ended are reaped before, as the supervisor does every now and then."""
+    reap_orphans()
+    found: list[psutil.Process] = []
+    for child in psutil.Process().children():
+        if child not in _strangers:
+            with suppress(psutil.NoSuchProcess):
+                found += [child, *child.children(recursive=True)]
+    return [process for process in found if _is_ours(process)]
+
+
+def _is_ours(process: psutil.Process) -> bool:
+    with suppress(psutil.NoSuchProcess):
+        return process.name().startswith("vecd-")
+    return False
+
+
+def order(modules: list[str] | None = None, config: WorkerConfig | None = None) -> ForkServerStart:
+    """Of a fork server for dummy engines, unless there is a configuration."""
+    shared = config.to_json() if config else None
+    return ForkServerStart(os.getpid(), modules or [], shared, self_command("select"))
+
+
+def fork_server(zygote: Zygote, modules: list[str] | None = None, timeout_s: float = DEADLINE_S) -> ForkServer:
+    return zygote.fork_server(order(modules), timeout_s, lambda stage: None)
+
+
+@dataclass
+class Worker:
+    process: Process
+    who: Incarnation
+    slots: list[Rows]
+    facts: dict[str, Any]
+
+
+async def fork(server: ForkServer, endpoint: Any, index: int, config: WorkerConfig = DUMMY) -> Worker:
+    """A worker that is ready."""
+    arena_fd = create_arena(config.arena)
+    slots = map_arena(arena_fd, config.arena, writable=False)[0].rows
+    who = Incarnation(index, 1)
+    process = await server.fork(who, config, arena_fd, [endpoint.address_fd])
+    os.close(arena_fd)
+    ready = await process.await_ready(DEADLINE_S)
+    assert isinstance(ready, WorkerReady)
+    return Worker(process, who, slots, ready.facts)
+
+
+async def end(*ended: Worker | ForkServer) -> None:
+    for each in ended:
+        if isinstance(each, ForkServer):
+            await each.stop()
+        else:
+            with each.process:
+                each.process.kill()
+                await each.process.ended()
+
+
+def assert_computes(worker: Worker, gateway: Any, as_message: Any) -> None:
+    gateway.meet(worker.who)
+    gateway.send(worker.who, as_message(BATCH))
+    assert isinstance(gateway.receive(worker.who), Done)
+    assert np.array_equal(worker.slots[0][:2], dummy_vectors(BATCH, DIM))
+
+
+def sockets(pid: int) -> set[str]:
+    return {link for fd in Path(f"/proc/{pid}/fd").iterdir() if (link := os.readlink(fd)).startswith("socket:")}
+
+
+# --- a life -----------------------------------------------------------------------------------------------------
+
+
+async def test_workers_of_two_fork_servers_compute(
+    zygote: Zygote, endpoint: Any, gateway: Any, as_message: Any
+) -> None:
+    servers = [fork_server(zygote) for _ in range(2)]
+    assert zygote.pids() == [], "it is started when it is needed"
+    workers = await asyncio.gather(*(fork(server, endpoint, index) for index, server in enumerate(servers)))
+    for worker in workers:
+        assert_computes(worker, gateway, as_message)
+    [pid], pids = zygote.pids(), [server.pids()[0] for server in servers]
+    assert [worker.facts["parent_pid"] for worker in workers] == pids
+    names = {process.pid: process.name() for process in psutil.Process().children()}
+    assert [names.get(each) for each in (pid, *pids)] == ["vecd-zygote", "vecd-forkserver", "vecd-forkserver"]
+    held = [sockets(each) for each in (pid, *pids, *(worker.process.pid for worker in workers))]
+    assert sum(map(len, held)) == len(set.union(*held)), "each is held by one process"
+    assert len(held[0]) == len(held[1]) == 1
+    await end(*workers, *servers)
+
+
+async def test_signals_are_left_to_the_supervisor(zygote: Zygote, endpoint: Any) -> None:
+    servers = [fork_server(zygote) for _ in range(2)]
+    first = await fork(servers[0], endpoint, 0)
+    for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
+        for pid in (*zygote.pids(), *servers[0].pids()):
+            os.kill(pid, number)
+    pids = zygote.pids()
+    second = await fork(servers[1], endpoint, 1)
+    assert zygote.pids() == pids
+    assert first.facts["parent_pid"] in servers[0].pids()
+    await end(first, second, *servers)
+
+
+# --- every end --------------------------------------------------------------------------------------------------
+
+
+async def test_a_killed_zygote_takes_nothing_along(
+    zygote: Zygote, endpoint: Any, gateway: Any, as_message: Any
+) -> None:
+    first = fork_server(zygote)
+    worker = await fork(first, endpoint, 0)
+    [zygote_pid], pids = zygote.pids(), first.pids()
+    os.kill(zygote_pid, signal.SIGKILL)
+    await until(lambda: not zygote.pids())
+    await asyncio.sleep(0.1)
+    assert not psutil.pid_exists(zygote_pid), "reaped"
+    assert_computes(worker, gateway, as_message)
+    second_worker = await fork(first, endpoint, 1)
+    assert first.pids() == pids, "the fork server goes on, too"
+
+    second = fork_server(zygote)
+    third_worker = await fork(second, endpoint, 2)
+    assert zygote.pids() != [zygote_pid]
+    assert_computes(third_worker, gateway, as_message)
+    await end(worker, second_worker, third_worker, first, second)
+
+
+async def test_a_crash_of_a_fork_server_leaves_the_other_alone(
+    zygote: Zygote, endpoint: Any, gateway: Any, as_message: Any, caplog: pytest.LogCaptureFixture
+) -> None:
+    servers = [fork_server(zygote) for _ in range(2)]
+    workers = await asyncio.gather(*(fork(server, endpoint, index) for index, server in enumerate(servers)))
+    [zygote_pid], [crashing], [other] = zygote.pids(), servers[0].pids(), servers[1].pids()
+    os.kill(crashing, signal.SIGSEGV)
+    async with asyncio.timeout(DEADLINE_S):
+        assert await workers[0].process.ended() == "was killed by SIGKILL", "a worker dies with its fork server"
+    await until(lambda: not servers[0].pids())
+    assert "the fork server was killed by SIGSEGV" in caplog.messages
+    assert_computes(workers[1], gateway, as_message)
+
+    again = await fork(servers[0], endpoint, 2)
+    assert_computes(again, gateway, as_message)
+    assert crashing not in servers[0].pids()
+    assert (zygote.pids(), servers[1].pids()) == ([zygote_pid], [other])
+    await end(*workers, again, *servers)
+
+
+# What plays the supervisor that is killed; its arguments are the configuration, or null, and the command that selects.
+_SUPERVISOR = """
+import asyncio, json, os, sys
+from vecd.launch.processes.zygote import Zygote
+from vecd.shm.arena import create_arena
+from vecd.shm.control import ForkServerStart
+from vecd.shm.wire import Incarnation
+from vecd.workers.config import WorkerConfig
+from vecd.workers.process.kernel import adopt_orphans
+
+async def main():
+    adopt_orphans()
+    zygote, (dummy, shared, command) = Zygote(), map(json.loads, sys.argv[1:])
+    dummy = WorkerConfig.from_json(dummy)
+    held = []
+    for index, config in enumerate([None, shared]):
+        server = zygote.fork_server(ForkServerStart(os.getpid(), [], config, command), 60, lambda stage: None)
+        worker = await server.fork(Incarnation(index, 1), dummy, create_arena(dummy.arena), [0])
+        held += [server, worker]
+        await worker.await_ready(60)
+    await asyncio.sleep(300)
+
+asyncio.run(main())
+"""
+_HANGING_COMPARISON = (
+    "import json, sys, time; from vecd.workers.process.kernel import die_with_parent, set_process_name\n"
+    "die_with_parent(json.load(sys.stdin)['parent_pid']); set_process_name('vecd-select'); time.sleep(300)"
+)
+
+
+@pytest.mark.parametrize("hangs", [False, True], ids=["ready", "while a model is loaded"])
+def test_the_end_of_the_supervisor_ends_everything(checkpoint: Any, worker_config: Any, hangs: bool) -> None:
+    config = worker_config(checkpoint("bert"), cache_folder="").to_json() if hangs else None
+    command = [sys.executable, "-P", "-c", _HANGING_COMPARISON]
+    arguments = map(json.dumps, (DUMMY.to_json(), config, command))
+    supervisor = subprocess.Popen([sys.executable, "-P", "-c", _SUPERVISOR, *arguments])
+    expected = ["forkserver", "forkserver", "worker-0", "zygote", "select" if hangs else "worker-1"]
+    names: list[str] = []
+    deadline = time.monotonic() + DEADLINE_S
+    while names != sorted(f"vecd-{name}" for name in expected):
+        assert time.monotonic() < deadline, names
+        assert supervisor.poll() is None
+        processes = psutil.Process(supervisor.pid).children(recursive=True)
+        names = sorted(process.name() for process in processes)
+        time.sleep(0.01)
+    supervisor.kill()
+    supervisor.wait()
+    _, alive = psutil.wait_procs(processes, timeout=10)
+    assert not alive
+
+
+async def test_a_fork_server_that_is_given_up_ends(
+    zygote: Zygote, endpoint: Any, module: Callable[[str], list[str]]
+) -> None:
+    server = fork_server(zygote, module("import time; time.sleep(1)"))
+    waiting = asyncio.create_task(fork(server, endpoint, 0))
+    await until(zygote.pids)
+    waiting.cancel()
+    await server.stop()
+    await asyncio.wait([waiting])
+    other = fork_server(zygote)
+    worker = await fork(other, endpoint, 1)  # forked after the one that was given up
+    await until(lambda: [child.name() for child in relatives()].count("vecd-forkserver") == 1)
+    await end(worker, other)
+
+
+# --- what goes wrong before the fork ----------------------------------------------------------------------------
+
+
+def failing_once(name: str, code: str, *, calls_before: int = 0) -> str:
+    """Python that makes a function of `os` fail when it is called after so many calls."""
+    return (
+        "import errno, os\n"
+        f"left = {calls_before}\n"
+        f"def fail(*arguments, real=os.{name}):\n"
+        "    global left\n"
+        "    left -= 1\n"
+        "    if left == -1:\n"
+        f"        raise OSError(errno.{code}, os.strerror(errno.{code}))\n"
+        "    return real(*arguments)\n"
+        f"os.{name} = fail"
+    )
+
+
+@pytest.mark.parametrize(
+    "failure",
+    [
+        failing_once("fork", "EAGAIN"),
+        failing_once("fork", "EAGAIN", calls_before=1),
+        failing_once("pidfd_open", "EAGAIN"),
+    ],
+    ids=["the first fork", "the second", "the descriptor"],
+)
+async def test_a_fork_that_fails_is_reported(
+    zygote: Zygote, endpoint: Any, module: Callable[[str], list[str]], failure: str
+) -> None:
+    server = fork_server(zygote, module(failure))
+    with pytest.raises(ChildDied, match=r"^the fork server cannot be started: \[Errno 11\] Resource temporarily"):
+        await fork(server, endpoint, 0)
+    await until(lambda: [child.name() for child in relatives()] == ["vecd-zygote"])
+
+
+async def test_after_a_fork_that_failed_the_next_is_tried(
+    zygote: Zygote, endpoint: Any, module: Callable[[str], list[str]]
+) -> None:
+    server = fork_server(zygote, module(failing_once("fork", "EAGAIN")))
+    with pytest.raises(ChildDied):
+        await fork(server, endpoint, 0)
+    pids = zygote.pids()
+    worker = await fork(server, endpoint, 0)
+    assert zygote.pids() == pids
+    await end(worker, server)
+
+
+async def test_an_import_that_hangs_costs_the_others_no_more_than_its_deadline(
+    zygote: Zygote, endpoint: Any, module: Callable[[str], list[str]]
+) -> None:
+    hanging, other = fork_server(zygote, module("import time; time.sleep(300)"), timeout_s=2.0), fork_server(zygote)
+    first = asyncio.create_task(fork(hanging, endpoint, 0))
+    await until(zygote.pids)
+    hanging_pids = zygote.pids()
+    worker = await fork(other, endpoint, 1)
+    assert zygote.pids() != hanging_pids
+    with pytest.raises(ChildDied, match="cannot be started: the zygote has not forked it after 2 s, and is killed"):
+        await first
+    await end(worker, other)
+
+
+@pytest.mark.parametrize(
+    ("code", "says"),
+    [
+        ("import os; os._exit(5)", "the zygote died"),
+        (
+            "import threading, time; threading.Thread(target=time.sleep, args=(300,), daemon=True).start()",
+            "its imports started threads, which a fork would lose",
+        ),
+    ],
+    ids=["it ends", "it starts a thread"],
+)
+async def test_a_model_whose_import_ends_the_zygote_leaves_the_others_alone(
+    zygote: Zygote, endpoint: Any, module: Callable[[str], list[str]], code: str, says: str
+) -> None:
+    ready, harmful, other = fork_server(zygote), fork_server(zygote, module(code)), fork_server(zygote)
+    worker = await fork(ready, endpoint, 0)
+    with pytest.raises(ChildDied, match=f"^the fork server cannot be started: {says}$"):
+        await fork(harmful, endpoint, 1)
+    await until(lambda: not zygote.pids())
+    second = await fork(other, endpoint, 2)
+    assert worker.facts["parent_pid"] in ready.pids()
+    await end(worker, second, ready, other)
+
+
+async def test_a_zygote_that_cannot_be_started_is_reported(
+    zygote: Zygote, endpoint: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("vecd.launch.base.programs.self_command", lambda _: ["/nonexistent"])
+    with pytest.raises(ChildDied, match=r"^the fork server cannot be started: \[Errno 2\]"):
+        await fork(fork_server(zygote), endpoint, 0)
+    assert zygote.pids() == []
+
+
+# --- with models ------------------------------------------------------------------------------------------------
+
+
+def maps(pid: int, library: str) -> bool:
+    return library in Path(f"/proc/{pid}/maps").read_text()
+
+
+async def test_torch_is_imported_once_and_when_a_model_needs_it(
+    zygote: Zygote, endpoint: Any, minilm: Path, checkpoint: Any, worker_config: Any, tmp_path: Path
+) -> None:
+    """The lean engine has the bundled model's reference vectors and needs no torch; a model that is compared does."""
+    lean = worker_config(minilm, cache_folder=str(tmp_path))
+    fused = worker_config(checkpoint("bert"), cache_folder=str(tmp_path), engine="fused")
+    modules = modules_to_preload("bert", "auto")
+
+    def start(config: WorkerConfig) -> ForkServer:
+        return zygote.fork_server(order(modules, config), DEADLINE_S, lambda stage: None)
+
+    servers = [start(lean), start(fused)]
+    first = await fork(servers[0], endpoint, 0, lean)
+    [pid] = zygote.pids()
+    assert first.facts["path"] == "lean"
+    assert maps(pid, "onnxruntime")
+    assert not maps(pid, "libtorch")
+
+    second = await fork(servers[1], endpoint, 1, fused)
+    assert second.facts["path"] == "fused"
+    assert zygote.pids() == [pid]
+    assert maps(pid, "libtorch")
+    assert not any(maps(each, "libtorch") for each in (*servers[0].pids(), first.process.pid))
+    assert psutil.Process(pid).num_threads() == 1
+    await end(first, second, *servers)

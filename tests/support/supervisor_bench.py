@@ -1,0 +1,109 @@
+"""A supervisor whose children, files and time are fakes, from its start to its end."""
+
+import asyncio
+from collections.abc import AsyncIterator, Sequence
+from contextlib import asynccontextmanager
+from pathlib import Path
+from typing import Any
+
+from tests.support.supervision import FakeGateway, FakeNotifier, Fakes, FakeSocket, settle
+from vecd.launch.config.models import load_models
+from vecd.launch.config.plan import make_plans
+from vecd.launch.config.settings import load_settings
+from vecd.launch.processes.sockets import Inherited
+from vecd.launch.systemd.reload_command import ReloadSocket
+from vecd.shm.control import Heartbeat
+from vecd.supervisor import Supervisor
+
+WATCHDOG_S = 2.0
+
+
+class FakeReloadSocket(ReloadSocket):
+    """Owns no socket, and keeps what it is told."""
+
+    def __init__(self) -> None:
+        super().__init__(lambda: None, lambda: "")
+        self.num_requested = self.num_done = 0
+        self.problems: list[str] = []
+        self.is_listening = False
+
+    async def listen(self) -> None:
+        self.is_listening = True
+
+    def requested(self) -> None:
+        self.num_requested += 1
+
+    def done(self, num_requested: int, problems: Sequence[str] = ()) -> None:
+        self.num_done, self.problems = num_requested, list(problems)
+
+    def close(self) -> None:
+        self.is_listening = False
+
+
+class Bench:
+    def __init__(self, folder: Path, fakes: Fakes, arguments: list[str]) -> None:
+        self.folder, self.fakes, self.notifier = folder, fakes, FakeNotifier(WATCHDOG_S)
+        self.config = folder / "vecd.toml"
+        self.socket = FakeSocket()
+        inherited = Inherited(public=self.socket)  # type: ignore[arg-type]
+        self.plans = make_plans(load_models(load_settings(arguments)))
+        self.supervisor = Supervisor(self.plans, arguments, self.notifier, inherited, system=fakes.system)
+        self.reloads = self.supervisor._reload_socket = FakeReloadSocket()
+        self.task = asyncio.create_task(self.supervisor.run())
+
+    @property
+    def generations(self) -> list[int]:
+        """The one that each living gateway serves with."""
+        return [gateway._generation for gateway in self.fakes.gateways if gateway.is_alive]
+
+    @property
+    def status(self) -> str:
+        return self.notifier.said("STATUS=")[-1]
+
+    async def reload(self, seconds: float = 1) -> None:
+        self.supervisor.request_reload()
+        await settle(seconds)
+
+    def close_plans(self) -> None:
+        """To be called once, when the supervisor has ended."""
+        for worker_pool in self.supervisor._reloader.active:
+            worker_pool.plan.close()
+
+    async def end(self) -> int:
+        self.supervisor.stop()
+        return await self.task
+
+
+@asynccontextmanager
+async def supervising(
+    model: Path, folder: Path, *flags: str, config: str = "workers = 2\n", **attributes: Any
+) -> AsyncIterator[Bench]:
+    """A supervisor that has started, and ends with the block. `attributes` are those of each gateway."""
+    (folder / "vecd.toml").write_text(config)
+    fakes = Fakes()
+
+    def on_spawn(gateway: FakeGateway) -> None:
+        for name, value in attributes.items():
+            setattr(gateway, name, value)
+
+    fakes.on_spawn = on_spawn
+    arguments = [str(model), "--engine", "weightless", "--config", str(folder / "vecd.toml"), *flags]
+    bench = Bench(folder, fakes, arguments)
+    try:
+        await settle()
+        yield bench
+    finally:
+        bench.supervisor.stop()
+        bench.supervisor.stop()
+        await asyncio.wait([bench.task])
+        bench.close_plans()
+    assert not fakes.living
+    assert bench.socket.is_closed
+    assert not bench.reloads.is_listening
+
+
+def beat(gateway: FakeGateway, seconds: int = 10_000) -> None:
+    """Send heartbeats as a healthy gateway does, for so long."""
+    loop = asyncio.get_running_loop()
+    for second in range(seconds):
+        loop.call_later(second, gateway.inbox.put_nowait, Heartbeat())

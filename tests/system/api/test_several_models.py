@@ -1,0 +1,113 @@
+"""Several models in one server, with real engines: each is reached by every way to name it, gives what its own library
+gives, and is left alone by the death of another one's worker."""
+
+import os
+import signal
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import httpx
+import numpy as np
+import pytest
+from sentence_transformers import CrossEncoder
+
+from tests.support.score_checkpoints import save_minilm_cross_encoder
+from tests.support.serving import Server, eventually, exact_server
+from tests.support.sparse_checkpoints import save_splade
+from tests.support.texts import make_texts
+
+TEXTS = [text[:200] for text in make_texts(20, seed=11)]
+
+
+@pytest.fixture(scope="module")
+def ranker_folder(tmp_path_factory: pytest.TempPathFactory, minilm_folder: Path) -> Path:
+    return save_minilm_cross_encoder(tmp_path_factory.mktemp("ranker") / "model", minilm_folder)
+
+
+@pytest.fixture(scope="module")
+def server(tmp_path_factory: pytest.TempPathFactory, minilm_folder: Path, ranker_folder: Path) -> Iterator[Server]:
+    words = save_splade(tmp_path_factory.mktemp("words") / "model")
+    models = f"ranker={ranker_folder}", f"Embedder={minilm_folder}", f"org/words={words}"
+    with exact_server("--workers", "1", *models) as server:
+        yield server
+
+
+def ask(server: Server, path: str, name: str = "", **body: Any) -> tuple[Any, str]:
+    """The body of the response, and the model that has answered. `name`: of the header; "": without it."""
+    headers = {"x-vecd-model": name} if name else {}
+    response = httpx.post(f"{server.url}{path}", json=body, headers=headers, timeout=60)
+    assert response.status_code == 200, response.text
+    return response.json(), response.headers["x-vecd-model"]
+
+
+@pytest.mark.parametrize(
+    ("path", "header", "fields"),
+    [
+        ("/v1/embeddings", "", {}),
+        ("/v1/embeddings", "", {"model": "Embedder"}),
+        ("/v1/embeddings", "", {"model": "embedder:latest"}),
+        ("/v1/embeddings", "", {"model": "text-embedding-3-small"}),
+        ("/v1/embeddings", "Embedder", {"model": "ranker"}),
+        ("/m/Embedder/v1/embeddings", "ranker", {"model": "ranker"}),
+    ],
+    ids=["default", "body", "tag", "unknown", "header", "path"],
+)
+def test_vectors_are_the_embedder_s(
+    server: Server, reference: Any, path: str, header: str, fields: dict[str, str]
+) -> None:
+    found, answered = ask(server, path, header, input=TEXTS, **fields)
+    assert (answered, found["model"]) == ("Embedder", "Embedder")
+    vectors = np.array([item["embedding"] for item in found["data"]], dtype=np.float32)
+    np.testing.assert_allclose(vectors, reference(TEXTS), atol=1e-5, rtol=0)
+
+
+def test_scores_are_the_ranker_s(server: Server, ranker_folder: Path) -> None:
+    model: Any = CrossEncoder(str(ranker_folder), device="cpu", local_files_only=True)
+    expected = model.predict([(TEXTS[0], text) for text in TEXTS])
+    for path in ("/rerank", "/m/ranker/rerank"):
+        found, answered = ask(server, path, query=TEXTS[0], texts=TEXTS)
+        assert answered == "ranker"
+        scores = {item["index"]: item["score"] for item in found}
+        np.testing.assert_allclose([scores[index] for index in range(len(TEXTS))], expected, atol=1e-5, rtol=0)
+
+
+def test_sparse_vectors_are_the_sparse_model_s(server: Server) -> None:
+    rows, answered = ask(server, "/embed_sparse", inputs=["w5 w6", "w7"])
+    assert (answered, len(rows)) == ("org/words", 2)
+    found, answered = ask(server, "/m/org/words/v1/embeddings", input=["w5 w6", "w7"], output="sparse")
+    assert answered == "org/words"
+    for row, item in zip(rows, found["data"], strict=True):
+        assert [each["index"] for each in row] == item["sparse"]["indices"]
+
+
+def test_what_a_model_cannot_do_names_those_that_can(server: Server) -> None:
+    response = httpx.post(f"{server.url}/v1/embeddings", json={"model": "ranker", "input": "a"}, timeout=30)
+    assert response.status_code == 400
+    error = response.json()["error"]
+    assert error["code"] == "wrong_model"
+    assert "Embedder" in error["message"]
+
+
+def test_all_models_are_listed(server: Server) -> None:
+    listed = httpx.get(f"{server.url}/v1/models", timeout=30).json()["data"]
+    names = [model["id"] for model in listed]
+    assert [name for name in names if ":" not in name] == ["ranker", "Embedder", "org/words"]  # without prompts
+    assert httpx.get(f"{server.url}/m/nothing/v1/models", timeout=30).status_code == 404
+
+
+def test_the_death_of_one_model_s_worker_fails_no_request(server: Server, reference: Any) -> None:
+    expected = reference(TEXTS[:1])
+
+    def pid_of(name: str) -> int:
+        [worker] = httpx.get(f"{server.url}/m/{name}/info", timeout=30).json()["workers"]
+        return int(worker["pid"])
+
+    embedder, ranker = pid_of("Embedder"), pid_of("ranker")
+    os.kill(ranker, signal.SIGKILL)
+    for _ in range(10):
+        found, _ = ask(server, "/v1/embeddings", input=TEXTS[0])
+        np.testing.assert_allclose([found["data"][0]["embedding"]], expected, atol=1e-5, rtol=0)
+    assert len(ask(server, "/rerank", query=TEXTS[0], texts=TEXTS)[0]) == len(TEXTS)
+    eventually(lambda: pid_of("ranker") != ranker)
+    assert pid_of("Embedder") == embedder

@@ -1,0 +1,742 @@
+"""A gateway of several models: which of them a request goes to, in each dialect, and what is answered."""
+
+import asyncio
+from array import array
+from collections.abc import AsyncIterator, Mapping
+from contextlib import asynccontextmanager
+from dataclasses import asdict, replace
+from typing import Any, cast
+
+import numpy as np
+import orjson
+import pytest
+
+from tests.support.asking import body_of, embedded_of
+from tests.support.cards import DENSE, RERANKER, SPARSE
+from tests.support.virtualtime import run_in_virtual_time
+from tests.unit.gateway.test_service import planned_config
+from vecd.gateway.admission.principals import Principal
+from vecd.gateway.api.operations import ParsedDecode, ParsedTokenize
+from vecd.gateway.encoding.fragments import Encoder
+from vecd.gateway.service import GatewayFacts, Service, Services
+from vecd.gateway.telemetry.shared_metrics import SharedMetrics
+from vecd.gateway.tokenization.fair_pool import Threads
+from vecd.gateway.tokenization.tokenizer import Tokenizer
+from vecd.gateway.tokenization.vocabulary import NO_VOCABULARY
+from vecd.gateway.types.config import ApiKey, GatewayConfig
+from vecd.gateway.types.errors import ApiError, Unavailable
+from vecd.gateway.types.messages import HttpRequest, Response
+from vecd.gateway.types.request import Embedded, EmbedRequest
+from vecd.shm.card import ModelCard
+from vecd.shm.control import Activate, Message, NewKeys, Retired, Withdrawn
+from vecd.shm.shared_metrics import SharedMetricsSpec
+
+PROMPTS = (("query", "query: "),)
+CARDS = {
+    "dense": replace(DENSE, folder="/models/MiniLM-dense", prompts=PROMPTS),
+    "ranker": replace(RERANKER, folder="/models/ranker"),
+    "org/splade": replace(SPARSE, folder="/models/splade"),
+}
+ALIASES = {"dense": ("text-embedding-3-small",), "org/splade": ("sparse",)}
+
+
+class NoTexts:
+    """Enough of a tokenizer to be wired."""
+
+    def __init__(self, max_chars: int) -> None:
+        self.threads = Threads(1)
+        self.max_chars = self.max_ids = max_chars
+        self.max_tokens = 16
+        self.least_tokens = 3
+        self.vocabulary = NO_VOCABULARY
+
+    def estimate_tokens(self, inputs: list[str], tokenizing: object) -> int:
+        return len(inputs)
+
+    def id_of(self, token: str) -> None:
+        """No token is in its vocabulary."""
+
+
+class Recorder:
+    """Notes the requests of one model. Answers those for vectors, each of ones; fails for the others with a 503 that
+    names the model."""
+
+    def __init__(self, name: str, card: ModelCard) -> None:
+        self._name = name
+        self._encoder = Encoder(card)
+        self._card = card
+        self.requests: list[EmbedRequest] = []
+        self.may_answer = asyncio.Event()
+        self.may_answer.set()
+
+    async def embed(
+        self, request: EmbedRequest, num_estimated: int, timeline: object, principal: Principal
+    ) -> Embedded:
+        self.requests.append(request)
+        await self.may_answer.wait()
+        if not request.output.is_plain:
+            raise self._failure()
+        collectors = self._encoder.make_collectors(request)
+        for collector in collectors:
+            collector.put(0, np.ones((len(request.inputs), self._card.dim), np.float32))
+        return embedded_of(*collectors)
+
+    async def describe(self, parsed: ParsedTokenize, *_: object) -> None:
+        raise self._failure()
+
+    async def decode(self, parsed: ParsedDecode, *_: object) -> list[str]:
+        raise self._failure()
+
+    def count_unread(self, error: ApiError) -> None:
+        """It is counted elsewhere."""
+
+    def _failure(self) -> Unavailable:
+        return Unavailable(f"recorded by {self._name}", retry_after_s=1)
+
+
+class Bench:
+    """`Services` with a generation for each of CARDS."""
+
+    def __init__(self, names: tuple[str, ...] = tuple(CARDS), num_models: int = len(CARDS), **changes: Any) -> None:
+        self._names = names
+        self._changes = {"unknown_model": "default", **changes}
+        self.sent: list[Message] = []
+        spec = SharedMetricsSpec(num_gateways=1, num_workers=8, num_models=len(CARDS))
+        shared_metrics = SharedMetrics(memoryview(bytearray(spec.nbytes)).cast("q"), spec, 0)
+        self._facts = GatewayFacts(1, b"k" * 32, shared_metrics, self.sent.append)
+        self._threads: list[Threads] = []
+        self.made: list[Service] = []
+        self.activated: list[GatewayConfig] = []
+        self.services = Services(
+            self.make(names[0], 1), self._facts, read_tokenizer=lambda config: cast(Tokenizer, None),
+            num_models=num_models,
+        )  # fmt: skip
+        self.services.on_activated = self.activated.append
+        for generation, name in enumerate(names[1:], 2):
+            self.add(name, generation)
+
+    def make(self, name: str, generation: int) -> Service:
+        index = (*self._names, *CARDS).index(name)
+        config = replace(
+            planned_config(), model=name, card=CARDS[name], aliases=ALIASES.get(name, ()), model_index=index,
+            num_workers=1, first_worker=index, **self._changes,
+        )  # fmt: skip
+        tokenizer = NoTexts(max_chars=16 * 10**index)
+        self._threads.append(tokenizer.threads)
+        made = Service(config, generation, cast(Tokenizer, tokenizer), self._facts)
+        cast(Any, made.dispatcher).activate = lambda: None  # it has no socket
+        made.api.context.embedder = cast(Any, Recorder(name, CARDS[name]))
+        self.made.append(made)
+        return made
+
+    def add(self, name: str, generation: int) -> Service:
+        made = self.services.all[generation] = self.make(name, generation)
+        self.services.on_message(Activate(generation), [])
+        return made
+
+    def close(self) -> None:
+        for threads in self._threads:
+            threads.close()
+
+    def recorder(self, name: str) -> Recorder:
+        [service] = [each for each in self.services.of_models if each.config.model == name]
+        return cast(Recorder, service.api.context.embedder)
+
+    def counts(self) -> dict[str, int]:
+        return {service.config.model: service.num_handled for service in self.services.of_models}
+
+    async def get(self, path: str, query: bytes = b"", **options: Any) -> Response:
+        return await self.ask("GET", path, query=query, **options)
+
+    async def post(self, path: str, body: Any, headers: Mapping[str, str] | None = None) -> Response:
+        encoded = body if isinstance(body, bytes) else orjson.dumps(body)
+        return await self.ask("POST", path, body=encoded, headers=dict(headers or {}))
+
+    async def ask(self, method: str, path: str, **options: Any) -> Response:
+        """As a connection asks."""
+        request = HttpRequest(
+            method=method, path=path, http_minor=1, keep_alive=True, request_id="id",
+            **{"query": b"", "headers": {}, **options},
+        )  # fmt: skip
+        try:
+            if len(request.body) > 10_000:
+                self.services.check_head(request)
+            response = await self.services.handle(request)
+        except ApiError as error:
+            response = self.services.render_error(error, request.path)
+        self.services.add_headers(response, request)
+        assert set(self.counts().values()) <= {0}, "nothing is held for a request that is over"
+        return response
+
+
+@asynccontextmanager
+async def serving(*names: str, **options: Any) -> AsyncIterator[Bench]:
+    bench = Bench(names, **options) if names else Bench(**options)
+    yield bench
+    bench.close()
+
+
+def run(test: Any, *names: str, **options: Any) -> None:
+    async def whole() -> None:
+        async with serving(*names, **options) as bench:
+            await test(bench)
+
+    asyncio.run(whole())
+
+
+def json_of(response: Response) -> Any:
+    return orjson.loads(body_of(response))
+
+
+# --- each dialect's way to name a model -----------------------------------------------------------------------------
+
+TEXT = "a text"
+RANKED = {"query": "q", "documents": ["d"]}
+NAMED = [
+    *((path, {"input": TEXT}) for path in ("/v1/embeddings", "/embeddings", "/pooling", "/api/embed")),
+    ("/api/embeddings", {"prompt": TEXT}),
+    *((path, {"texts": [TEXT], "input_type": "search_document"}) for path in ("/v1/embed", "/v2/embed", "/embed")),
+    *((path, RANKED) for path in ("/v1/rerank", "/v2/rerank", "/rerank", "/api/rerank", "/voyage/v1/rerank")),
+    ("/v1/ranking", {"query": {"text": "q"}, "passages": [{"text": "d"}]}),
+    ("/score", {"text_1": "a", "text_2": "b"}),
+    ("/tokenize", {"prompt": TEXT}),
+    ("/detokenize", {"tokens": [1]}),
+    ("/v1/tokenize", {"text": TEXT}),
+    ("/v1/detokenize", {"tokens": [1]}),
+    ("/invocations", {"input": TEXT}),
+]
+ABLE = {"dense": "dense", "sparse": "org/splade", "rerank": "ranker"}
+
+
+def recorded_by(response: Response) -> str:
+    """The model that has answered a request, by its answer."""
+    assert response.status in (200, 503, 400, 424), body_of(response)
+    return response.headers["x-vecd-model"]
+
+
+@pytest.mark.parametrize(("path", "body"), NAMED, ids=[path for path, _ in NAMED])
+@pytest.mark.parametrize("model", CARDS)
+def test_the_model_that_the_body_names(path, body, model):
+    """Whether it can or not: a known name is never replaced."""
+
+    async def test(bench: Bench) -> None:
+        for name in (model, model.upper(), f"{model}:latest"):
+            response = await bench.post(path, {**body, "model": name})
+            assert recorded_by(response) == model
+            if response.status == 503:
+                assert f"recorded by {model}" in body_of(response).decode()
+
+    run(test)
+
+
+@pytest.mark.parametrize(
+    ("path", "body"),
+    [
+        ("/openai/deployments/{}/embeddings", {"input": TEXT, "model": "ranker"}),
+        ("/v1/engines/{}/embeddings", {"input": TEXT}),
+        ("/models/{}", {"inputs": TEXT}),
+        ("/models/{}/pipeline/feature-extraction", {"inputs": TEXT}),
+        ("/pipeline/feature-extraction/{}", {"inputs": TEXT}),
+        ("/hf-inference/models/{}/pipeline/feature-extraction", {"inputs": TEXT}),
+    ],
+)
+@pytest.mark.parametrize("name", ["dense", "org/splade", "DENSE", "splade"])
+def test_the_model_that_a_path_of_a_dialect_names(path, body, name):
+    async def test(bench: Bench) -> None:
+        response = await bench.post(path.format(name), body)
+        assert recorded_by(response) == ("dense" if "dense" in name.lower() else "org/splade")
+
+    run(test)
+
+
+DEFAULTS = [
+    ("/embed", {"inputs": TEXT}, "dense"),
+    ("/embed_all", {"inputs": TEXT}, "dense"),
+    ("/similarity", {"inputs": {"source_sentence": "a", "sentences": ["b"]}}, "dense"),
+    ("/vertex", {"instances": [{"type": "embed", "inputs": TEXT}]}, "dense"),
+    ("/embed_sparse", {"inputs": TEXT}, "org/splade"),
+    ("/rerank", {"query": "q", "texts": ["d"]}, "ranker"),
+    ("/tokenize", {"inputs": TEXT}, "ranker"),
+    ("/v1/embeddings", {"input": TEXT}, "dense"),  # the first of the first kind
+    ("/v1/embeddings", {"input": TEXT, "output": "sparse"}, "org/splade"),
+    ("/v1/embeddings", {"input": TEXT, "output": ["sparse"]}, "org/splade"),
+    ("/classify", {"input": TEXT, "labels": ["a", "b"]}, "dense"),
+    ("/api/embed", {"input": TEXT}, "dense"),
+    ("/v2/rerank", RANKED, "ranker"),
+    ("/score", {"text_1": "a", "text_2": "b"}, "ranker"),
+]
+
+
+@pytest.mark.parametrize(("path", "body", "model"), DEFAULTS)
+def test_the_default_of_a_kind(path, body, model):
+    """With another model first, in the order of the configuration."""
+
+    async def test(bench: Bench) -> None:
+        for changes in ({}, {"model": "unknown"}, {"model": None}, {"model": ""}):
+            response = await bench.post(path, {**body, **changes})
+            assert (recorded_by(response), response.status in (200, 503)) == (model, True), body_of(response)
+
+    run(test, "ranker", "org/splade", "dense")
+
+
+def test_the_default_takes_the_request_of_an_unknown_name_and_says_its_own():
+    async def test(bench: Bench) -> None:
+        for path in ("/v1/embeddings", "/api/embed"):
+            response = await bench.post(path, {"input": TEXT, "model": "gpt-4:query"})
+            assert json_of(response)["model"] == response.headers["x-vecd-model"] == "dense"
+        assert [request.tokenizing.prompt for request in bench.recorder("dense").requests] == ["query: ", "query: "]
+
+    run(test)
+
+
+# --- path, header, body ---------------------------------------------------------------------------------------------
+
+
+def test_the_path_wins_over_the_header_and_the_header_over_the_body():
+    async def test(bench: Bench) -> None:
+        body, header = {"text_1": "a", "text_2": "b", "model": "org/splade"}, {"x-vecd-model": "ranker"}
+        assert recorded_by(await bench.post("/m/dense/score", body, header)) == "dense"
+        assert recorded_by(await bench.post("/score", body, header)) == "ranker"
+        assert recorded_by(await bench.post("/score", body)) == "org/splade"
+        assert recorded_by(await bench.post("/score", body, {"x-vecd-model": "gpt-4"})) == "ranker", "the default"
+
+    run(test)
+
+
+@pytest.mark.parametrize(
+    ("path", "headers", "name", "prompt"),
+    [
+        ("", {}, "dense:query", "query: "),
+        ("", {}, "MiniLM-dense:query", "query: "),
+        ("/m/dense", {}, "dense:query", "query: "),
+        ("/m/dense", {}, "other:query", "query: "),
+        ("/m/dense", {}, "ranker", None),
+        ("/m/dense:query", {}, "dense", "query: "),
+        ("/m/DENSE:query", {}, None, "query: "),
+        ("", {"x-vecd-model": "dense:query"}, "ranker", "query: "),
+        ("", {"x-vecd-model": "dense"}, "dense:query", "query: "),
+    ],
+)
+@pytest.mark.parametrize("unknown_model", ["default", "refuse"])
+def test_the_prompt_that_a_name_chooses(path, headers, name, prompt, unknown_model):
+    async def test(bench: Bench) -> None:
+        response = await bench.post(f"{path}/v1/embeddings", {"input": TEXT, "model": name}, headers)
+        assert response.status == 200
+        [request] = bench.recorder("dense").requests
+        assert request.tokenizing.prompt == prompt
+
+    run(test, unknown_model=unknown_model)
+
+
+def test_a_misspelt_prompt_is_an_error_where_the_model_is_known():
+    async def test(bench: Bench) -> None:
+        for name in ("dense:qurey", "DENSE:qurey"):
+            response = await bench.post("/v1/embeddings", {"input": TEXT, "model": name})
+            assert response.status == 400
+            assert "has no prompt 'qurey'" in json_of(response)["error"]["message"]
+            assert response.headers["x-vecd-model"] == "dense"
+
+    run(test)
+
+
+@pytest.mark.parametrize("unknown_model", ["any", "default", "refuse"])
+@pytest.mark.parametrize(
+    ("path", "is_in_shape"),
+    [
+        ("/m/gpt-4/v1/embeddings", lambda body: body["error"]["code"] == "model_not_found"),
+        ("/m/org/gpt-4/v1/embeddings", lambda body: "`org/gpt-4`" in body["error"]["message"]),
+        ("/m/gpt-4/api/embed", lambda body: body["error"].startswith('model "gpt-4" not found, try pulling it')),
+        ("/m/gpt-4/embed", lambda body: body["error_type"] == "Validation"),
+        ("/m/gpt-4/v2/rerank", lambda body: "gpt-4" in body["message"]),
+        ("/m/gpt-4/score", lambda body: body["error"]["code"] == 404),
+        ("/m/" + "x" * 8000 + "/v1/embeddings", lambda body: len(body["error"]["message"]) < 200),
+        ("/m/..%2f/embed", lambda body: True),
+    ],
+)
+def test_an_unknown_name_in_the_path_is_a_404_in_the_shape_of_the_rest(path, is_in_shape, unknown_model):
+    async def test(bench: Bench) -> None:
+        response = await bench.post(path, {"input": TEXT, "model": "dense"})
+        assert response.status == 404
+        body = json_of(response)
+        assert is_in_shape(body), body
+        assert "dense" not in str(body), "without a key, nobody learns the names"
+
+    run(test, unknown_model=unknown_model)
+
+
+def test_an_unknown_name_in_the_path_needs_a_key_like_any_other():
+    async def test(bench: Bench) -> None:
+        bench.services.on_message(NewKeys([asdict(ApiKey("a", "00"))]), [])
+        assert (await bench.post("/m/gpt-4/v1/embeddings", {"input": TEXT})).status == 401
+        assert (await bench.post("/m/dense/v1/embeddings", {"input": TEXT})).status == 401
+        assert (await bench.get("/m/dense/nothing")).status == 404
+
+    run(test)
+
+
+REFUSED = [*NAMED, ("/models/gpt-4", {"inputs": TEXT}), ("/openai/deployments/gpt-4/embeddings", {"input": TEXT})]
+
+
+@pytest.mark.parametrize(("path", "body"), REFUSED, ids=[path for path, _ in REFUSED])
+def test_an_unknown_name_is_refused_if_that_is_configured(path, body):
+    async def test(bench: Bench) -> None:
+        response = await bench.post(path, {**body, "model": "gpt-4"})
+        assert response.status == 404
+        assert "x-vecd-model" not in response.headers
+        assert b"gpt-4" in body_of(response)
+        assert b"'ranker'" in body_of(response) or b"'dense'" in body_of(response)
+        header = await bench.post(path.replace("gpt-4", "dense"), {**body, "model": "dense"}, {"x-vecd-model": "x"})
+        assert header.status == 404
+
+    run(test, unknown_model="refuse")
+
+
+def test_a_name_of_a_megabyte_in_the_body():
+    async def test(bench: Bench) -> None:
+        for num_chars, status in ((2**10, 404), (2**15, 404), (2**17, 404), (2**20, 400)):
+            response = await bench.post("/v1/embeddings", {"input": TEXT, "model": "x" * num_chars})
+            assert response.status == status
+            assert len(body_of(response)) < 500
+
+    run(test, unknown_model="refuse")
+
+
+def test_what_is_no_name_is_an_error_of_its_field():
+    async def test(bench: Bench) -> None:
+        response = await bench.post("/v1/embeddings", {"input": TEXT, "model": 5})
+        assert (response.status, json_of(response)["error"]["param"]) == (400, "model")
+
+    run(test)
+
+
+# --- the wrong kind -------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("path", "body", "status", "able"),
+    [
+        ("/v1/embeddings", {"input": TEXT, "model": "ranker"}, 400, "'dense', 'org/splade'"),
+        ("/m/ranker/v1/embeddings", {"input": TEXT}, 400, "'dense', 'org/splade'"),
+        ("/v2/rerank", {**RANKED, "model": "dense"}, 400, "'ranker'"),
+        ("/api/embed", {"input": TEXT, "model": "ranker"}, 400, "'dense'"),
+        ("/m/dense/embed_sparse", {"inputs": TEXT}, 424, "'org/splade'"),
+    ],
+)
+def test_a_model_of_the_wrong_kind_names_those_that_can(path, body, status, able):
+    async def test(bench: Bench) -> None:
+        response = await bench.post(path, body)
+        assert response.status == status
+        assert body_of(response).decode().count(f"Models of this server that can: {able}") >= 1
+        assert "it cannot " in body_of(response).decode()
+
+    run(test)
+
+
+def test_where_no_model_can_the_first_says_so():
+    async def test(bench: Bench) -> None:
+        response = await bench.post("/v1/multi-vector", {"input": TEXT})
+        assert (response.status, recorded_by(response)) == (400, "dense")
+        assert "Models of this server" not in body_of(response).decode()
+
+    run(test)
+
+
+# --- large bodies ---------------------------------------------------------------------------------------------------
+
+
+def test_a_large_body_is_for_the_model_that_it_names_at_its_end():
+    """It is read as far as its model reads, which is farther than the first does."""
+
+    async def test(bench: Bench) -> None:
+        long, ids = "x" * 100_000, [*range(50_000)]
+        response = await bench.post("/v1/embeddings", {"input": [long], "output": "sparse", "model": "splade"})
+        assert recorded_by(response) == "org/splade"
+        response = await bench.post("/v1/embeddings", {"input": ids, "output": "sparse", "model": "splade"})
+        texts, lists = (request.inputs for request in bench.recorder("org/splade").requests)
+        assert len(texts[0]) > 1600
+        assert len(cast(array, lists[0])) > 1600
+
+    run(test)
+
+
+# --- what is held ---------------------------------------------------------------------------------------------------
+
+
+def test_a_request_holds_the_model_that_it_is_for_and_no_other():
+    async def test(bench: Bench) -> None:
+        bench.recorder("dense").may_answer.clear()
+        for path, body in (("/m/dense/v1/embeddings", {}), ("/v1/embeddings", {"model": "dense"})):
+            asking = asyncio.ensure_future(bench.post(path, {"input": TEXT, **body}))
+            await asyncio.sleep(0)
+            await asyncio.sleep(0)
+            assert bench.counts() == {"dense": 1, "ranker": 0, "org/splade": 0}
+            bench.recorder("dense").may_answer.set()
+            assert (await asking).status == 200
+            bench.recorder("dense").may_answer.clear()
+
+    run(test)
+
+
+def test_while_a_body_is_read_no_model_is_retired():
+    async def test(bench: Bench) -> None:
+        large = asyncio.ensure_future(bench.post("/v1/embeddings", {"input": "x" * 100_000, "model": "dense"}))
+        await asyncio.sleep(0)
+        assert bench.counts() == {"dense": 1, "ranker": 1, "org/splade": 1}
+        bench.add("dense", 9)
+        assert bench.sent == []
+        old = bench.made[0]
+        assert (await large).status == 200
+        assert len(cast(Recorder, old.api.context.embedder).requests) == 1, "it began with the generation before"
+        while Retired(1) not in bench.sent:
+            await asyncio.sleep(0.01)
+
+    run(test)
+
+
+def test_a_request_that_is_cancelled_holds_nothing():
+    async def test(bench: Bench) -> None:
+        for size in (1, 100_000):
+            bench.recorder("dense").may_answer.clear()
+            asking = asyncio.ensure_future(bench.post("/v1/embeddings", {"input": "x" * size, "model": "dense"}))
+            await asyncio.sleep(0)
+            asking.cancel()
+            await asyncio.wait([asking])
+            assert set(bench.counts().values()) == {0}
+
+    run(test)
+
+
+# --- generations ----------------------------------------------------------------------------------------------------
+
+
+def test_another_generation_of_a_model_replaces_that_one_alone():
+    async def test(bench: Bench) -> None:
+        assert [config.model for config in bench.activated] == []
+        before = bench.made[1]
+        bench.add("ranker", 7)
+        assert bench.sent == [Retired(before.generation)]
+        assert [service.generation for service in bench.services.of_models] == [1, 7, 3]
+        assert bench.activated == [], "the server's settings are the first model's"
+        bench.add("dense", 8)
+        assert [service.generation for service in bench.services.of_models] == [8, 7, 3]
+        assert [config.model for config in bench.activated] == ["dense"]
+        assert recorded_by(await bench.post("/v2/rerank", RANKED)) == "ranker"
+        assert len(cast(Recorder, bench.made[3].api.context.embedder).requests) == 1
+
+    run(test)
+
+
+def test_a_withdrawn_model_is_unknown():
+    async def test(bench: Bench) -> None:
+        bench.services.on_message(Withdrawn(2), [])
+        assert bench.sent == [Retired(2)]
+        assert (await bench.post("/m/ranker/score", {"text_1": "a", "text_2": "b"})).status == 404
+        response = await bench.post("/v2/rerank", {**RANKED, "model": "ranker"})
+        assert (response.status, recorded_by(response)) == (400, "dense")
+        bench.services.on_message(Withdrawn(1), [])
+        assert [config.model for config in bench.activated] == ["org/splade"]
+        assert bench.services.active.config.model == "org/splade"
+        only = await bench.post("/v1/embeddings", {"input": TEXT, "model": "dense"})
+        assert "x-vecd-model" not in only.headers, "it is the only one"
+        assert bench.services.active.api.context.models is None
+
+    run(test)
+
+
+def test_a_model_that_is_withdrawn_while_a_body_arrives_is_not_replaced():
+    async def test(bench: Bench) -> None:
+        request = HttpRequest(
+            method="POST", path="/m/ranker/v1/embeddings", query=b"", headers={"content-length": "20"}, http_minor=1,
+            keep_alive=True, request_id="id",
+        )  # fmt: skip
+        bench.services.check_head(request)
+        bench.services.on_message(Withdrawn(2), [])
+        request.body = b'{"input": "a"}'
+        with pytest.raises(ApiError) as raised:
+            await bench.services.handle(request)
+        assert raised.value.status == 404
+
+    run(test)
+
+
+def test_keys_and_their_use_are_the_server_s():
+    async def test(bench: Bench) -> None:
+        bench.services.on_message(NewKeys([asdict(ApiKey("a", "00"))]), [])
+        added = bench.add("ranker", 7)
+        assert len({id(service.api.principals) for service in bench.services.of_models}) == 1
+        assert added.api.principals.have_keys
+
+    run(test)
+
+
+def test_until_all_models_are_activated_none_answers_for_another():
+    async def test(bench: Bench) -> None:
+        bench.services.active.dispatcher.start_stage = "loading weights"
+        assert (await bench.post("/v1/embeddings", {"input": TEXT, "model": "dense"})).status == 200
+        for body in ({"input": TEXT}, {"input": TEXT, "model": "org/splade"}):
+            response = await bench.post("/v1/embeddings", body)
+            assert (response.status, json_of(response)["error"]["code"]) == (503, "not_ready")
+        for path, query in (
+            ("/health", b""), ("/health", b"model=ranker"), ("/m/ranker/health", b""), ("/m/ranker/v1/models", b""),
+        ):  # fmt: skip
+            assert (await bench.get(path, query)).status == 503
+        assert (await bench.get("/m/dense/v1/models")).status == 200
+        bench.add("ranker", 2)
+        assert (await bench.post("/v1/embeddings", {"input": TEXT})).status == 503
+        bench.add("org/splade", 3)
+        assert (await bench.post("/v1/embeddings", {"input": TEXT})).status == 200
+        response = await bench.post("/v1/embeddings", {"input": TEXT, "model": "org/splade", "output": "sparse"})
+        assert recorded_by(response) == "org/splade"
+
+    run(test, "dense", num_models=3)
+
+
+def test_requests_wait_for_the_models_of_a_gateway_that_was_started_again():
+    """Its server has been ready, and their clients know the models."""
+
+    async def test(bench: Bench) -> None:
+        body = {"text_1": "a", "text_2": "b"}
+        asking = [
+            asyncio.ensure_future(bench.post(path, {**body, "model": model}))
+            for path, model in (("/score", "ranker"), ("/m/ranker/score", "dense"), ("/score", None))
+        ]
+        assert (await bench.get("/health")).status == 503, "a probe does not wait"
+        assert (await bench.get("/m/ranker/health")).status == 503
+        bench.add("org/splade", 3)
+        await asyncio.sleep(0)
+        assert [body_of(each.result()) for each in asking if each.done()] == []
+        bench.add("ranker", 2)
+        for each in asking:
+            assert recorded_by(await each) == "ranker"
+
+    run(test, "dense", num_models=3)
+
+
+def test_requests_wait_for_models_only_for_a_while():
+    async def test() -> None:
+        async with serving("dense", num_models=2) as bench:
+            began_at = asyncio.get_running_loop().time()
+            response = await bench.post("/score", {"text_1": "a", "text_2": "b", "model": "ranker"})
+            assert (response.status, asyncio.get_running_loop().time() - began_at) == (503, 10)
+
+    run_in_virtual_time(test)
+
+
+# --- lists ----------------------------------------------------------------------------------------------------------
+
+
+def test_all_models_are_listed_with_their_aliases_and_prompts():
+    async def test(bench: Bench) -> None:
+        for path in ("/v1/models", "/models"):
+            body = json_of(await bench.get(path))
+            listed = [(model["id"], model["root"], tuple(model["capabilities"])) for model in body["data"]]
+            assert listed == [
+                ("dense", "dense", ("dense",)),
+                ("text-embedding-3-small", "dense", ("dense",)),
+                ("dense:query", "dense", ("dense",)),
+                ("ranker", "ranker", ("rerank",)),
+                ("org/splade", "org/splade", ("sparse",)),
+                ("sparse", "org/splade", ("sparse",)),
+            ]
+            assert [model["name"] for model in body["models"]] == [name for name, _, _ in listed]
+        one = json_of(await bench.get("/m/ranker/v1/models"))
+        assert [model["id"] for model in one["data"]] == ["ranker"]
+        tags = [model["name"] for model in json_of(await bench.get("/api/tags"))["models"]]
+        assert tags == [
+            "dense:latest", "text-embedding-3-small:latest", "ranker:latest", "org/splade:latest", "sparse:latest",
+        ]  # fmt: skip
+        running = [model["name"] for model in json_of(await bench.get("/api/ps"))["models"]]
+        assert running == ["dense:latest", "ranker:latest", "org/splade:latest"]
+
+    run(test)
+
+
+@pytest.mark.parametrize("unknown_model", ["default", "refuse"])
+def test_one_model_is_described_by_any_of_its_names(unknown_model):
+    async def test(bench: Bench) -> None:
+        for name, listed, root in [
+            ("dense", "dense", "dense"),
+            ("text-embedding-3-small", "text-embedding-3-small", "dense"),
+            ("RANKER", "ranker", "ranker"),
+            ("org/splade", "org/splade", "org/splade"),
+            ("splade:latest", "org/splade:latest", "org/splade"),
+        ]:
+            body = json_of(await bench.get(f"/v1/models/{name}"))
+            assert (body["id"], body["root"]) == (listed, root)
+            for field in ("model", "name"):
+                shown = json_of(await bench.post("/api/show", {field: name}))
+                assert shown["model_info"]["general.basename"] == root
+        unknown = await bench.get("/v1/models/gpt-4")
+        assert unknown.status == (404 if unknown_model == "refuse" else 200)
+
+    run(test, unknown_model=unknown_model)
+
+
+# --- the server's own routes ----------------------------------------------------------------------------------------
+
+
+def test_health_is_that_of_all_models_or_of_the_named_one():
+    async def test(bench: Bench) -> None:
+        for service in bench.services.of_models:
+            service.api.context.why_unavailable = lambda: None
+        assert json_of(await bench.get("/health")) == {"status": "ok"}
+        bench.made[1].api.context.why_unavailable = lambda: "no worker stays alive"
+        response = await bench.get("/health")
+        assert response.status == 503
+        assert json_of(response)["reason"] == "ranker: no worker stays alive"
+        assert (await bench.get("/")).status == 503
+        for path, query, status in [
+            ("/health", b"model=dense", 200),
+            ("/health", b"model=RANKER", 503),
+            ("/health", b"model=org%2Fsplade", 200),
+            ("/health", b"model=gpt-4", 404),
+            ("/health", b"model=" + b"x" * 8000, 404),
+            ("/health", b"model=%FF..%2F", 404),
+            ("/health", b"model=", 503),
+            ("/m/dense/health", b"", 200),
+            ("/m/ranker/health", b"", 503),
+            ("/m/gpt-4/health", b"", 404),
+            ("/m/dense", b"", 200),
+        ]:
+            assert (await bench.get(path, query)).status == status, (path, query)
+        unknown = json_of(await bench.get("/health", b"model=gpt-4"))
+        assert "dense" not in str(unknown), "a probe needs no key"
+
+    run(test)
+
+
+def test_info_is_the_first_model_s_with_a_list_of_all():
+    async def test(bench: Bench) -> None:
+        body = json_of(await bench.get("/info"))
+        assert body["model_id"] == body["model"]["id"] == "dense"
+        assert [(model["id"], model["capabilities"], model["aliases"]) for model in body["models"]] == [
+            ("dense", ["dense"], ["text-embedding-3-small"]), ("ranker", ["rerank"], []),
+            ("org/splade", ["sparse"], ["sparse"]),
+        ]  # fmt: skip
+        for path, query in (("/info", b"model=splade"), ("/m/splade/info", b"")):
+            one = json_of(await bench.get(path, query))
+            assert one["model_id"] == "org/splade"
+            assert "models" not in one
+        assert (await bench.get("/info", b"model=gpt-4")).status == 404
+        stats = json_of(await bench.get("/stats"))
+        assert [worker["worker"] for worker in stats["workers"]] == [0, 1, 2]
+        metrics = body_of(await bench.get("/metrics")).decode()
+        for worker in range(3):
+            assert f'vecd_worker_state{{state="down",worker="{worker}"}} 1.0' in metrics
+
+    run(test)
+
+
+# --- one model ------------------------------------------------------------------------------------------------------
+
+
+def test_a_server_of_one_model_knows_no_prefix_and_no_header():
+    async def test(bench: Bench) -> None:
+        response = await bench.post("/v1/embeddings", {"input": TEXT, "model": "any"}, {"x-vecd-model": "gpt-4"})
+        assert response.status == 200
+        assert "x-vecd-model" not in response.headers
+        assert (await bench.post("/m/dense/v1/embeddings", {"input": TEXT})).status == 404
+        assert "models" not in json_of(await bench.get("/info", b"model=gpt-4"))
+        assert bench.services.active.api.context.models is None
+
+    run(test, "dense", num_models=1, unknown_model="any")

@@ -1,0 +1,383 @@
+"""Which models a configuration has, what is refused, and the plans of several."""
+
+import os
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+
+from vecd.launch.base.exit_codes import EXIT_BAD_CONFIGURATION, ConfigurationError
+from vecd.launch.check.command import main as check
+from vecd.launch.config.models import ModelEntry, load_models
+from vecd.launch.config.plan import make_plan, make_plans
+from vecd.launch.config.settings import load_settings
+from vecd.shm.card import ModelError
+
+
+@pytest.fixture(autouse=True)
+def _clean(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    monkeypatch.chdir(tmp_path)
+    for name in [name for name in os.environ if name.startswith("VECD_")]:
+        monkeypatch.delenv(name)
+
+
+def load(*argv: str, toml: str = "") -> tuple[ModelEntry, ...]:
+    if toml:
+        Path("c.toml").write_text(toml)
+        argv = ("--config", "c.toml", *argv)
+    return load_models(load_settings(argv))
+
+
+def problems(*argv: str, toml: str = "") -> list[str]:
+    with pytest.raises(ConfigurationError) as caught:
+        load(*argv, toml=toml)
+    return caught.value.problems
+
+
+def named(entries: tuple[ModelEntry, ...]) -> list[tuple[str, str]]:
+    return [(entry.name, entry.settings.model) for entry in entries]
+
+
+# --- arguments --------------------------------------------------------------------------------------------------------
+
+
+def test_one_model_is_as_it_was() -> None:
+    settings = load_settings(["org/m", "--model-aliases", "a, b", "--served-model-name", "n"])
+    [entry] = load_models(settings)
+    assert entry.settings is settings
+    assert (entry.name, entry.settings.model, entry.aliases) == ("n", "org/m", ("a", "b"))
+    assert named(load()) == [("", "")]
+    assert named(load("")) == [("", "")]
+
+
+@pytest.mark.parametrize(
+    "argv",
+    [
+        ["org/a", "B=b", "--port", "1"],
+        ["--port", "1", "org/a", "B=b"],
+        ["org/a", "--port", "1", "B=b"],
+        ["--no-ui", "org/a", "--port=1", "B=b", "--strict-model"],
+    ],
+)
+def test_models_stand_before_between_and_after_flags(argv: list[str]) -> None:
+    assert named(load(*argv)) == [("org/a", "org/a"), ("B", "b")]
+
+
+def test_a_model_is_named_by_its_folder_or_its_id(tmp_path: Path) -> None:
+    (tmp_path / "folder").mkdir()
+    assert [name for name, _ in named(load("./folder", "org/a", "b"))] == ["folder", "org/a", "b"]
+
+
+def test_a_path_with_an_equals_sign_is_no_name(tmp_path: Path) -> None:
+    (tmp_path / "a=b").mkdir()
+    assert named(load("a=b")) == [("", "a=b")]
+    assert named(load("C=a=b")) == [("C", "a=b")]
+    for path in ("./x=y", "/x=y", "~/x=y", "C:\\x=y"):
+        assert named(load(path)) == [("", path)]
+
+
+def test_a_folder_with_a_name_for_no_path_needs_another(tmp_path: Path) -> None:
+    (tmp_path / "a b").mkdir()
+    assert named(load("./a b")) == [("", "./a b")]
+    [problem] = problems("./a b", "org/m")
+    assert problem.startswith("MODEL './a b': the name 'a b' must begin with a letter")
+    assert problem.endswith("; NAME=MODEL gives the model another")
+    assert named(load("C=./a b", "org/m")) == [("C", "./a b"), ("org/m", "org/m")]
+
+
+def test_what_cannot_be_a_path_is_left_to_the_plan() -> None:
+    assert named(load("x" * 100_000)) == [("", "x" * 100_000)]
+    assert named(load("~no-such-user/m")) == [("", "~no-such-user/m")]
+    with pytest.raises(ModelError, match="no such folder"):
+        make_plans(load("~no-such-user/m"))
+
+
+def test_what_no_path_has_is_refused() -> None:
+    for setting in ("model", "models.a.source"):
+        [problem] = problems(toml=f'{setting} = "a\\u0000b"')
+        assert problem.endswith("must not have a NUL character (given: 'a\\x00b')")
+
+
+def test_one_model_with_a_name() -> None:
+    [entry] = load("B=org/m", "--model-aliases", "c")
+    assert (entry.name, entry.settings.model, entry.settings.served_model_name) == ("B", "org/m", "B")
+    assert entry.aliases == ("c",)
+    assert entry.settings.unknown_model is None
+
+
+def test_the_file_and_the_environment_name_models(monkeypatch: pytest.MonkeyPatch) -> None:
+    assert named(load(toml='model = "org/a"')) == [("", "org/a")]
+    assert named(load(toml='model = ["org/a", "B=b"]')) == [("org/a", "org/a"), ("B", "b")]
+    monkeypatch.setenv("VECD_MODEL", "org/c")
+    assert named(load(toml='model = ["org/a", "B=b"]')) == [("", "org/c")]
+    assert named(load("org/d", toml='model = "org/a"')) == [("", "org/d")]
+
+
+@pytest.mark.parametrize(
+    ("argv", "toml", "told"),
+    [
+        (["a", "b", "--served-model-name", "n"], "", "--served-model-name: 'n' given, which is for the only model, if"),
+        (["a", "b", "--model-aliases", "n"], "", "--model-aliases: 'n' given, which is for the only model, if it"),
+        (["B=b", "--served-model-name", "n"], "", "--served-model-name: 'n' given, which is for the only model, if"),
+        (["--model-aliases", "n"], "[models.a]\nsource = 'x'", "--model-aliases: 'n' given"),
+        ([], "[models.a]\nsource = 'x'\n[models.a]\nsource = 'y'", "c.toml: cannot be read: Cannot declare"),
+        (["x" * 1_000_000 + "=a", "b"], "", "MODEL 'xxxxxxxxxx"),
+        (["B="], "", "MODEL 'B=': has no model after the name"),
+        (["a", "A"], "", "MODEL 'A': the name 'A' is that of MODEL 'a', too"),
+        (["x=a", "X=b"], "", "MODEL 'X=b': the name 'X' is that of MODEL 'x=a', too"),
+        (["x=a"], "[models.x]\nsource = 'b'", "c.toml: [models.x]: the name 'x' is that of MODEL 'x=a', too"),
+        (["a/../b=c"], "", "MODEL 'a/../b=c': the name 'a/../b' must begin with a letter"),
+        (["a/=c"], "", "MODEL 'a/=c': the name 'a/' must begin with a letter"),
+        (["a", "b", "--unknown-model", "any"], "", "--unknown-model: any given, but a name that is not configured can"),
+        (
+            ["a", "--strict-model", "--unknown-model", "any"],
+            "",
+            "--strict-model: means --unknown-model refuse, and any",
+        ),
+        (["a", "--strict-model", "--unknown-model", "default"], "", "--strict-model: means --unknown-model refuse"),
+    ],
+)
+def test_what_is_refused(argv: list[str], toml: str, told: str) -> None:
+    [problem] = problems(*argv, toml=toml)
+    assert problem.startswith(told)
+
+
+@pytest.mark.parametrize("toml", ["model = ['a', 3]", "model = ['']", 'model = ["a\\u0000b", "c"]', "model = [['a']]"])
+def test_a_list_of_models_is_of_names(toml: str) -> None:
+    [problem] = problems(toml=toml)
+    assert problem.startswith("c.toml: model: must be the folder or id of a model, or a list of such (given: [")
+
+
+@pytest.mark.parametrize(
+    ("argv", "policies"),
+    [
+        (["a"], ["any"]),
+        (["a", "--strict-model"], ["refuse"]),
+        (["a", "--unknown-model", "default"], ["default"]),
+        (["a", "--unknown-model", "refuse", "--strict-model"], ["refuse"]),
+        (["a", "b"], ["default"] * 2),
+        (["a", "b", "--unknown-model", "refuse"], ["refuse"] * 2),
+        (["a", "b", "--strict-model"], ["refuse"] * 2),
+    ],
+)
+def test_what_becomes_of_unknown_names(argv: list[str], policies: list[str], minilm_folder: Path) -> None:
+    folders = [f"{word}={minilm_folder}" if word in ("a", "b") else word for word in argv]
+    plans = make_plans(load("--device", "cpu", "--engine", "dummy", *folders))
+    assert [made.gateway.unknown_model for made in plans] == policies
+    assert [made.gateway.is_strict for made in plans] == [policy == "refuse" for policy in policies]
+    for made in plans:
+        made.close()
+
+
+# --- tables -----------------------------------------------------------------------------------------------------------
+
+
+TABLES = """
+max-tokens = 100
+overflow = "error"
+
+[models.embed]
+source = "org/e"
+aliases = ["text-embedding-3-small", "e"]
+max-tokens = 50
+weight = 2
+
+[models."org/rerank"]
+model = "org/r"
+kind = "rerank"
+workers = 1
+"""
+
+
+def test_tables() -> None:
+    embed, rerank = load("--overflow", "chunk", toml=TABLES)
+    assert named((embed, rerank)) == [("embed", "org/e"), ("org/rerank", "org/r")]
+    assert (embed.weight, rerank.weight) == (2, 1)
+    assert embed.aliases == ("text-embedding-3-small", "e")
+    assert (rerank.settings.kind, rerank.settings.workers, embed.settings.workers) == ("rerank", 1, "auto")
+
+
+def test_a_table_takes_precedence_over_the_server_s_settings(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("VECD_DTYPE", "float32")
+    toml = TABLES + '[models.third]\nsource = "t"\noverflow = "truncate"\ndtype = "int8"\n'
+    entries = load("--overflow", "chunk", "--max-tokens", "70", toml=toml)
+    assert [entry.settings.max_tokens for entry in entries] == [50, 70, 70]
+    assert [entry.settings.overflow for entry in entries] == ["chunk", "chunk", "truncate"]
+    assert [entry.settings.dtype for entry in entries] == ["float32", "float32", "int8"]
+
+
+def test_arguments_come_before_tables() -> None:
+    assert [entry.name for entry in load("A=a", toml=TABLES)] == ["A", "embed", "org/rerank"]
+
+
+def test_a_table_without_a_source_is_the_bundled_model() -> None:
+    assert named(load(toml="[models.a]\nworkers = 1")) == [("a", "")]
+
+
+def test_every_problem_of_the_tables_is_told_at_once() -> None:
+    told = problems(
+        "--unknown-model",
+        "any",
+        toml="""
+[models]
+plain = "org/x"
+[models.a]
+source = "x"
+model = "y"
+wrokers = 2
+load = "demand"
+port = 9
+vector-cache = 9
+served-model-name = "b"
+dtype = "float8"
+max_inputs = 0
+weight = 0
+aliases = ["B", "B", "A", "a b"]
+[models.b]
+source = 3
+aliases = "x"
+[models."c/"]
+[models."d..e"]
+[models."a\\u0000"]
+[models.f]
+aliases = {h = 1}
+""",
+    )
+    must = "must begin with a letter, a digit or _, and have no others than the characters A-Z a-z 0-9 . _ : - and "
+    must += "slashes between them, without '..': it stands in paths, as /m/NAME/v1/embeddings"
+    assert sorted(told) == sorted(
+        [
+            "c.toml: [models.plain]: must be a table with the model's settings",
+            "c.toml: [models.a]: source, model: mean the same; remove one of them",
+            "c.toml: [models.a]: wrokers: there is no such setting; did you mean workers?",
+            "c.toml: [models.a]: load: there is no such setting",
+            "c.toml: [models.a]: port: is for the whole server: it must stand above the tables",
+            "c.toml: [models.a]: vector-cache: is for the whole server: it must stand above the tables",
+            "c.toml: [models.a]: served-model-name: cannot stand in a table: the table's own name is the model's: "
+            "[models.NAME]",
+            "c.toml: [models.a]: dtype: must be 'auto', 'float32', 'bfloat16', 'float16' or 'int8' (given: 'float8')",
+            "c.toml: [models.a]: max_inputs: must be a whole number of at least 1 (given: 0)",
+            "c.toml: [models.a]: weight: must be a number above 0 and at most 1000 (given: 0)",
+            "c.toml: [models.a]: aliases: the name 'B' is that of c.toml: [models.a], too",
+            "c.toml: [models.a]: aliases: the name 'A' is that of c.toml: [models.a], too",
+            f"c.toml: [models.a]: aliases: the name 'a b' {must}",
+            "c.toml: [models.b]: aliases: must be names, [\"NAME\"] (given: 'x')",
+            "c.toml: [models.b]: the name 'b' is that of c.toml: [models.a], too",
+            "c.toml: [models.b]: source: must be a valid string (given: 3)",
+            f"c.toml: [models.\"c/\"]: the name 'c/' {must}",
+            f"c.toml: [models.\"d..e\"]: the name 'd..e' {must}",
+            f"c.toml: [models.\"a\\u0000\"]: the name 'a\\x00' {must}",
+            "c.toml: [models.f]: aliases: must be names, [\"NAME\"] (given: {'h': 1})",
+            "--unknown-model: any given, but a name that is not configured can mean any of 6 models: must be default "
+            "or refuse",
+        ]
+    )
+
+
+def test_a_name_with_a_dot_is_written_in_quotes() -> None:
+    assert problems(toml="[models.bge-v1.5]\nsource = 'x'") == [
+        'c.toml: [models.bge-v1]: 5: is a table; a name with a dot is written in quotes: [models."bge-v1.5"]'
+    ]
+    assert named(load(toml="[models.'bge-v1.5']\nsource = 'x'")) == [("bge-v1.5", "x")]
+
+
+@pytest.mark.parametrize("key", ["api-key", "api-keys", "apikey", "otlp-endpoint"])
+def test_a_key_in_a_table_is_never_shown(key: str) -> None:
+    [problem] = problems(toml=f"[models.a]\n{key} = 'http://u:s3cret@c'")
+    assert "s3cret" not in problem
+
+
+@pytest.mark.parametrize("toml", ["models = 3", "[[models]]\nname = 'a'"])
+def test_models_are_tables(toml: str) -> None:
+    assert problems(toml=toml) == ["c.toml: models: must be tables, each beginning with [models.NAME]"]
+
+
+def test_a_long_name_is_told_in_part() -> None:
+    [problem] = problems(toml=f'[models.{"a" * 1000}]\nsource = "x"')
+    assert problem.endswith("has 1000 characters, at most 128 may be")
+    assert len(problem) < 250
+
+
+@pytest.mark.parametrize("weight", ["-1", "true", "'1'", "inf", "nan", "1e9"])
+def test_a_weight_is_a_number(weight: str) -> None:
+    [problem] = problems(toml=f"[models.a]\nweight = {weight}")
+    assert problem.startswith("c.toml: [models.a]: weight: must be a number above 0 and at most 1000 (given: ")
+
+
+def test_vecd_check_takes_one_model(capsys: pytest.CaptureFixture[str]) -> None:
+    Path("c.toml").write_text(TABLES)
+    assert check(["--config", "c.toml", "org/a"]) == EXIT_BAD_CONFIGURATION
+    told = "vecd check: MODEL: vecd check takes one model, and these are given: org/a, embed, org/rerank\n"
+    assert capsys.readouterr().err == told
+
+
+# --- plans ------------------------------------------------------------------------------------------------------------
+
+
+def test_the_plan_of_one_model_is_as_it_was(minilm_folder: Path) -> None:
+    flags = [str(minilm_folder), "--device", "cpu", "--engine", "dummy", "--model-aliases", "a,b"]
+    [made], alone = make_plans(load(*flags)), make_plan(load_settings(flags))
+    same = replace(made.gateway, card=alone.gateway.card)  # which differs in the tokenizer's descriptor
+    assert same == alone.gateway
+    assert made.workers == alone.workers
+    made.close()
+    alone.close()
+
+
+def test_workers_are_numbered_over_all_models(minilm_folder: Path) -> None:
+    toml = "".join(
+        f"[models.{name}]\nsource = '{minilm_folder}'\nworkers = {workers}\naliases = ['{name}2']\n"
+        for name, workers in (("a", 3), ("b", 1), ("c", 70))
+    )
+    toml += "weight = 2.5\n"
+    plans = make_plans(load("--device", "cpu", "--engine", "dummy", "--gateways", "2", toml=toml))
+    configs = [made.gateway for made in plans]
+    assert [config.model for config in configs] == ["a", "b", "c"]
+    assert [config.aliases for config in configs] == [("a2",), ("b2",), ("c2",)]
+    assert [config.model_index for config in configs] == [0, 1, 2]
+    assert [config.first_worker for config in configs] == [0, 3, 4]
+    assert [config.weight for config in configs] == [1.0, 1.0, 2.5]
+    assert [config.num_workers for config in configs] == [len(made.workers) for made in plans] == [3, 1, 70]
+    assert {config.num_gateways for config in configs} == {2}
+    for made in plans:
+        made.close()
+
+
+def test_one_table_is_a_model_of_any_name(minilm_folder: Path) -> None:
+    [made] = make_plans(load("--engine", "dummy", toml=f"[models.a]\nsource = '{minilm_folder}'"))
+    assert (made.gateway.model, made.gateway.unknown_model) == ("a", "any")
+    made.close()
+
+
+def num_open() -> int:
+    return len(os.listdir("/proc/self/fd"))
+
+
+def test_the_problems_of_all_models_are_told_and_no_descriptor_stays_open(minilm_folder: Path) -> None:
+    good = f"[models.good]\nsource = '{minilm_folder}'\n"
+    toml = good + "".join(
+        f"[models.{name}]\nsource = '{minilm_folder}'\nmax-tokens = {limit}\n"
+        for name, limit in (("a", 999), ("b", 998))
+    )
+    entries = load("--device", "cpu", "--engine", "dummy", "--tls-key", "k", toml=toml)
+    before = num_open()
+    with pytest.raises(ConfigurationError) as caught:
+        make_plans(entries)
+    assert caught.value.problems == [
+        "--tls-key: given without --tls-cert; TLS needs both",
+        "a: --max-tokens: 999 given, the model takes at most 256",
+        "b: --max-tokens: 998 given, the model takes at most 256",
+    ]
+    assert num_open() == before
+    with pytest.raises(ModelError, match=r"^none2: .*/no/other.*; none: .*/no/folder") as failed:
+        make_plans(load("--engine", "dummy", "none2=/no/other", toml=good + "[models.none]\nsource = '/no/folder'"))
+    assert "good" not in str(failed.value)
+    assert num_open() == before
+
+
+def test_the_vector_cache_is_for_one_model(minilm_folder: Path) -> None:
+    flags = ["--device", "cpu", "--engine", "dummy", "--vector-cache", "1000000", f"a={minilm_folder}"]
+    [made] = make_plans(load(*flags))
+    made.close()
+    with pytest.raises(ConfigurationError, match=r"^--vector-cache: 1000000 bytes given, which keep"):
+        make_plans(load(*flags, f"b={minilm_folder}"))
