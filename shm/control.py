@@ -7,9 +7,10 @@ JSON; descriptors ride along (SCM_RIGHTS). The end of the stream means that the 
     supervisor → gateway       GatewayListen (+ sockets), GatewayStart (+ sockets, shared metrics, vector cache),
                                WorkerUp (+ arena), WorkerDown, Drain,
                                Prepare (+ ZeroMQ socket), Activate, Withdrawn, Discard, ModelBroken, NewKeys,
-                               Progress, Quarantined, InputDeaths, InputsCleared, CoresGranted
+                               Progress, Quarantined, InputDeaths, InputsCleared, CoresGranted, ModelIs
     gateway → supervisor       GatewayReady, ChildFailed, Heartbeat, WorkerConnected, WorkerStuck, Prepared, Retired,
-                               ReloadAsked, Quarantined, InputDeaths, InputsCleared, CoresWanted, CoresHeld
+                               ReloadAsked, Quarantined, InputDeaths, InputsCleared, CoresWanted, CoresHeld,
+                               ModelWanted, ModelDrained, ModelUsed, ModelAsked, KeepAlive
     supervisor → fork server   ForkServerStart, ForkWorker (+ control, arena, ZeroMQ addresses)
     fork server → supervisor   ForkServerReady, WorkerForked (+ pidfd), ForkFailed, WorkerExited
     supervisor → zygote        ForkServerStart (+ control of a new fork server)
@@ -112,6 +113,8 @@ class WorkerDown(Message):
     reason: str
     has_crashed: bool = False
     """By a signal that processes bring upon themselves, and that nobody has sent it."""
+    is_planned: bool = False
+    """The supervisor has ended it, after every gateway's ModelDrained. Counts as no death."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -152,6 +155,81 @@ class Discard(Message):
     """To every gateway: forget a generation; nothing of it is being served any more, or may be."""
 
     generation: int
+
+
+@dataclass(frozen=True, slots=True)
+class ModelIs(Message):
+    """To every gateway, after Prepare or GatewayStart and whenever it changes: the state of this generation's model.
+    One that a gateway was not told of is ready, or becomes so with the server's start. The answer to "draining" is
+    ModelDrained; then come WorkerDown for each worker, and the next state."""
+
+    generation: int
+    state: str
+    """A `vecd.shm.residence.ModelState`."""
+    reason: str = ""
+    """Failed: why, in one line. Unloaded, parked or draining: one of UNLOAD_REASONS."""
+    wait_s: float = 0.0
+    """Loading, unloaded or parked: the expected seconds until it could be ready. Failed: those until the next try."""
+    nbytes: int = 0
+    """Memory that it has, or that it is expected to need."""
+    num_loads: int = 0
+    """Since the server began, as the others."""
+    num_failed_loads: int = 0
+    load_s: float = 0.0
+    """Duration of the last load; 0 before the first."""
+    num_unloads: dict[str, int] = field(default_factory=dict)
+    """By reason, one of UNLOAD_REASONS; parkings, too."""
+
+
+UNLOAD_REASONS = ("idle", "memory", "operator", "client")
+"""Why a model was unloaded or parked: its `keep_alive` was over; another one needed the memory; POST /admin/models;
+`keep_alive: 0` of a client."""
+
+
+@dataclass(frozen=True, slots=True)
+class ModelWanted(Message):
+    """From a gateway: a request waits for this generation's model, which is not ready. Sent once for each state."""
+
+    generation: int
+
+
+@dataclass(frozen=True, slots=True)
+class ModelDrained(Message):
+    """From a gateway: after "draining" nothing of this generation is at a worker any more, and nothing will be until
+    another state has come."""
+
+    generation: int
+
+
+@dataclass(frozen=True, slots=True)
+class ModelUsed(Message):
+    """From a gateway, at most once a second: the use of this generation's model since the last such message. None comes
+    while there is none."""
+
+    generation: int
+    compute_s: float
+    """Seconds of cores."""
+    num_requests: int
+    """Those that are unanswered now."""
+
+
+@dataclass(frozen=True, slots=True)
+class ModelAsked(Message):
+    """From a gateway: an operator wants this."""
+
+    generation: int
+    action: str
+    """"load", "unload" or "park"."""
+
+
+@dataclass(frozen=True, slots=True)
+class KeepAlive(Message):
+    """From a gateway: a client has set how long this generation's model stays after its last request, instead of the
+    configured time. Sent only where that is allowed, and when it has changed."""
+
+    generation: int
+    seconds: float | None
+    """None: for ever. 0: it is unloaded as soon as no request is left."""
 
 
 @dataclass(frozen=True, slots=True)

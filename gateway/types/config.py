@@ -159,6 +159,14 @@ class GatewayConfig:
     another."""
     weight: float = 1.0
     """The model's share of the cores while other models need them, above 0."""
+    loads_on_demand: bool = False
+    """It is not loaded at the start."""
+    keep_alive_s: float | None = None
+    """Seconds that the model stays loaded after its last request; None: for ever."""
+    is_pinned: bool = False
+    """It is never unloaded for another model's sake."""
+    allows_keep_alive: bool = False
+    """Clients may set the time that a model stays loaded."""
     unknown_model: str = "any"
     """One of UNKNOWN_MODELS: what becomes of a request that names a model which is not configured."""
     chat_template: ChatTemplateSpec | None = None

@@ -35,6 +35,7 @@ from vecd.shm.arena import ArenaSpec
 from vecd.shm.batch_limits import MAX_BATCH_TOKENS, MAX_BATCH_TOKENS_ON_GPU
 from vecd.shm.card import ModelCard, ModelError, read_card
 from vecd.shm.output import span_of
+from vecd.shm.residence import parse_keep_alive
 from vecd.workers.config import REFERENCE_FILE, WorkerConfig
 from vecd.workers.families.encoders import FAMILIES
 from vecd.workers.installed import NEEDS_TORCH, has_torch
@@ -52,6 +53,8 @@ _SPANNING_SEQUENCES = 64
 """Sequences with an output that spans several rows that a slot has room for: for BERT's vocabulary, 8 MiB."""
 _MAX_ARENA_BYTES = 2**40
 """Far more than a worker's share of any machine; only files that are wrong ask for it."""
+_KEEP_ALIVE_ON_DEMAND_S = 300.0
+"""As Ollama's."""
 _MAX_OPEN_FILES = 65_536
 _MIN_BOARD_WORKERS = 64  # a reload may have more than the start
 _OTHER_OPEN_FILES = 512  # of the gateway: arenas, ZeroMQ, connections that are being refused
@@ -317,6 +320,10 @@ def _gateway_config(
         "chat_template": None if settings.literal_special_tokens else read_chat_template(Path(card.weights_folder)),
         "aliases": names_of(settings.model_aliases),
         "is_strict": unknown_model == "refuse",
+        "loads_on_demand": settings.load == "demand",
+        "keep_alive_s": _keep_alive_s(settings),
+        "is_pinned": settings.pinned,
+        "allows_keep_alive": settings.client_keep_alive,
         "unknown_model": unknown_model,
         "is_matryoshka": settings.matryoshka or card.is_matryoshka,
         "max_tokens": max_tokens,
@@ -335,6 +342,12 @@ def _gateway_config(
         "batch_timeout_s": settings.batch_timeout * num_gateways,
     }
     return GatewayConfig(**{**_as_set(settings, GatewayConfig), **derived})
+
+
+def _keep_alive_s(settings: Settings) -> float | None:
+    if settings.keep_alive:
+        return parse_keep_alive(settings.keep_alive)
+    return _KEEP_ALIVE_ON_DEMAND_S if settings.load == "demand" else None
 
 
 def _check_vector_cache(gateway: GatewayConfig) -> None:

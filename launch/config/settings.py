@@ -39,6 +39,7 @@ from vecd.launch.base.exit_codes import ConfigurationError
 from vecd.launch.config.num_gateways import MAX_GATEWAYS
 from vecd.shm import logs
 from vecd.shm.batch_limits import MAX_BATCH_TOKENS, MAX_BATCH_TOKENS_ON_GPU
+from vecd.shm.residence import parse_keep_alive
 
 ENV_PREFIX = "VECD_"
 
@@ -55,6 +56,12 @@ _EngineName = Literal["auto", "lean", "fused", "packed", "padded", "dummy"]
 
 def _engine_name(engine: object) -> object:
     return "dummy" if engine == "weightless" else engine  # its name before, still accepted
+
+
+def _check_keep_alive(value: str) -> str:
+    if value:
+        parse_keep_alive(value)
+    return value
 
 
 def _check_origins(origins: str) -> str:
@@ -294,6 +301,19 @@ class Settings(BaseSettings):
         description="what a request gets that names a model which is not configured; any: the only model; default: the "
         "first model that can do what the request needs, which the response names; refuse: 404. Default: any with one "
         "model, default with several",
+    )
+    load: Literal["start", "demand"] = Field(
+        "start",
+        description="when a model is loaded; start: with the server; demand: for the first request that needs it",
+    )
+    keep_alive: Annotated[str, AfterValidator(_check_keep_alive)] = Field(
+        "",
+        description="how long a model stays loaded after its last request, in seconds or as 5m or 1h30m; -1: for ever. "
+        "Default: for ever with --load start, 5m with --load demand",
+    )
+    pinned: bool = Field(False, description="never unload a model because another one needs its memory")
+    client_keep_alive: bool = Field(
+        False, description="let Ollama's clients set how long a model stays loaded: the field keep_alive of a request"
     )
     strict_model: bool = Field(False, description="refuse requests that name another model: --unknown-model refuse")
     cors_origins: Annotated[str, AfterValidator(_check_origins)] = Field(

@@ -225,7 +225,7 @@ plain = "org/x"
 source = "x"
 model = "y"
 wrokers = 2
-load = "demand"
+load = "later"
 port = 9
 vector-cache = 9
 served-model-name = "b"
@@ -250,7 +250,7 @@ aliases = {h = 1}
             "c.toml: [models.plain]: must be a table with the model's settings",
             "c.toml: [models.a]: source, model: mean the same; remove one of them",
             "c.toml: [models.a]: wrokers: there is no such setting; did you mean workers?",
-            "c.toml: [models.a]: load: there is no such setting",
+            "c.toml: [models.a]: load: must be 'start' or 'demand' (given: 'later')",
             "c.toml: [models.a]: port: is for the whole server: it must stand above the tables",
             "c.toml: [models.a]: vector-cache: is for the whole server: it must stand above the tables",
             "c.toml: [models.a]: served-model-name: cannot stand in a table: the table's own name is the model's: "
